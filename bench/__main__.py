@@ -1,0 +1,107 @@
+"""``python -m bench run`` and ``python -m bench report``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from bench import meta, peers, report
+
+NO_GPU = "bench run: no CUDA device here, so nothing is measured. `python -m bench report` works without one."
+
+
+def _regex(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from error
+    return text
+
+
+def _families(text: str) -> list[str]:
+    names = [name for name in text.split(",") if name and name != "none"]
+    known = {*peers.FAMILIES, "torch_fused", *(n for table in peers.ADAPTERS.values() for n in table)}
+    for name in names:
+        if name not in known:
+            raise argparse.ArgumentTypeError(
+                f"unknown peer {name!r}; known: {', '.join(sorted(known))}, none"
+            )
+    return names
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    commands = top.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="measure on this machine's GPU")
+    run.add_argument(
+        "--rows", type=_regex, help="regular expression on 'name shape'; the host rows are called 'host'"
+    )
+    run.add_argument("--peers", type=_families, help="comma-separated families, or none; all when left out")
+    run.add_argument("--out", type=Path, help="result file (default bench/results/<gpu>-<date>.json)")
+    run.add_argument("--quick", action="store_true", help="30 samples a measurement instead of 100")
+    show = commands.add_parser("report", help="print result files as markdown")
+    show.add_argument("files", nargs="*", type=Path, help="default: the newest in bench/results/")
+    show.add_argument("--plot", type=Path, metavar="PNG", help="also draw copy / time per row")
+    return top
+
+
+def _run(args: argparse.Namespace) -> int:
+    import torch
+
+    if not torch.cuda.is_available():
+        print(NO_GPU, file=sys.stderr)
+        return 2
+    from bench import host, run
+    from bench.timing import CudaDevice, Timer
+
+    pool = run.all_rows()
+    rows = run.select(pool, args.rows)
+    with_host = args.rows is None or re.search(args.rows, "host") is not None
+    if not rows and not with_host:
+        labels = "\n  ".join(row.label for row in pool)
+        print(f"bench run: no row matches {args.rows!r}; rows:\n  host\n  {labels}", file=sys.stderr)
+        return 2
+    path = args.out or meta.default_path(meta.environment())
+    timer = Timer(CudaDevice(), iterations=30 if args.quick else 100)
+    result = run.run(
+        rows,
+        run.Bench(timer, "cuda", args.peers, log=lambda text: print(text, flush=True)),
+        pool=pool,
+        path=path,
+        host=(lambda: host.measure(args.quick)) if with_host else None,
+    )
+    print(report.markdown(result))
+    print(f"written: {path}")
+    failed = [row for row in result["rows"] if "failed" in row]
+    return 0 if result["complete"] and not failed else 1
+
+
+def _report(args: argparse.Namespace) -> int:
+    files = args.files or sorted(meta.RESULTS.glob("*.json"), key=lambda p: p.stat().st_mtime)[-1:]
+    if not files:
+        print(
+            "bench report: no result files given and none in bench/results/; run `python -m bench run`.",
+            file=sys.stderr,
+        )
+        return 2
+    try:
+        results = [meta.load(path) for path in files]
+        print("\n".join(report.markdown(result) for result in results))
+        if args.plot:
+            report.plot(results, args.plot)
+    except (ImportError, ValueError) as error:
+        print(f"bench report: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return the exit status."""
+    args = parser().parse_args(argv)
+    return _run(args) if args.command == "run" else _report(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

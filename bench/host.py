@@ -1,0 +1,253 @@
+"""Host rows: µs of host time per call, and what the first use of an op costs in a fresh process.
+
+``python -m bench.host OP`` is the child process that ``first_use`` starts; it prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.meta import ROOT
+
+CHUNK = 200
+ROUNDS = 25
+ROWS, COLS = 64, 1024
+
+Case = Callable[[], Any]
+
+
+def _public_calls(rtk: Any, device: str) -> dict[str, tuple[Callable[..., Any], list[Any], bool]]:
+    """Small call of each public op: name -> (function of its tensors, tensors, differentiable)."""
+    import torch
+
+    def rand(*shape: int) -> Any:
+        return torch.randn(*shape, device=device, dtype=torch.bfloat16)
+
+    table: dict[str, tuple[Callable[..., Any], list[Any], bool]] = {
+        "rms_norm": (lambda x, w: rtk.rms_norm(x, w, eps=1e-6), [rand(ROWS, COLS), rand(COLS)], True),
+        "glu": (lambda x: rtk.glu(x), [rand(ROWS, 2 * COLS)], True),
+        "quantize_fp8": (lambda x: rtk.quantize_fp8(x), [rand(ROWS, COLS)], False),
+    }
+    try:
+        quantised = rtk.quantize_fp8(rand(ROWS, COLS))
+        parts = list(quantised) if isinstance(quantised, (tuple, list)) else [quantised]
+        table["dequantize_fp8"] = (lambda *q: rtk.dequantize_fp8(*q), parts, False)
+    except Exception as error:
+        message = str(error)
+
+        def broken() -> None:
+            raise RuntimeError(f"no quantised input for dequantize_fp8: {message}")
+
+        table["dequantize_fp8"] = (broken, [], False)
+    return table
+
+
+def _modes(function: Callable[..., Any], args: list[Any], differentiable: bool) -> dict[str, Case]:
+    """The ways a call is made: without grad, in inference mode, with grad, forward and backward."""
+    import torch
+
+    def no_grad() -> Any:
+        return function(*args)
+
+    cases: dict[str, Case] = {"no_grad": no_grad, "inference": no_grad}
+    if differentiable:
+        leaves = [a.clone().requires_grad_() for a in args]
+        gradient = torch.randn_like(function(*args))
+
+        def forward() -> Any:
+            return function(*leaves)
+
+        def forward_backward() -> Any:
+            return torch.autograd.grad(function(*leaves), leaves, gradient)
+
+        cases |= {"grad": forward, "grad_backward": forward_backward}
+    return cases
+
+
+def cases(device: str = "cuda") -> dict[str, Case | str]:
+    """Every host case by name; a text instead of a call says why it cannot be measured."""
+    import torch
+    import torch.nn.functional as F
+
+    import rtkernels as rtk
+
+    x = torch.randn(ROWS, COLS, device=device, dtype=torch.bfloat16)
+    w = torch.randn(COLS, device=device, dtype=torch.bfloat16)
+    found: dict[str, Case | str] = {
+        "torch x*2": lambda: x * 2,
+        "torch F.rms_norm": lambda: F.rms_norm(x, (COLS,), w, 1e-6),
+    }
+    for mode, case in _modes(lambda x, w: F.rms_norm(x, (COLS,), w, 1e-6), [x, w], True).items():
+        if mode.startswith("grad"):
+            found[f"torch F.rms_norm {mode}"] = case
+    for name, (function, args, differentiable) in _public_calls(rtk, device).items():
+        try:
+            for mode, case in _modes(function, args, differentiable).items():
+                case()
+                found[f"{name} {mode}"] = case
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    for name in _registry_names():
+        if not any(key.split()[0] == name for key in found):
+            found[name] = "no small call is declared for it in bench/host.py"
+    return found
+
+
+def _registry_names() -> list[str]:
+    from rtkernels import _registry
+
+    return [name for op in _registry.ops() for name in op.public]
+
+
+def per_call(
+    found: dict[str, Case | str],
+    sync: Callable[[], None],
+    rounds: int = ROUNDS,
+    chunk: int = CHUNK,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Any]:
+    """Median host µs per call, cases interleaved round by round so that drift hits all alike.
+
+    Each chunk starts on an idle device and is shorter than its launch queue, so no call waits for the device.
+    """
+    import torch
+
+    taken: dict[str, list[float]] = {name: [] for name, case in found.items() if callable(case)}
+    for turn in range(rounds + 1):
+        for name, samples in taken.items():
+            case = found[name]
+            sync()
+            with torch.inference_mode(name.endswith(" inference")):
+                start = clock()
+                for _ in range(chunk):
+                    case()
+                spent = clock() - start
+            if turn:  # the first round warms up
+                samples.append(spent / chunk * 1e6)
+        sync()
+    result: dict[str, Any] = {name: sorted(s)[len(s) // 2] for name, s in taken.items()}
+    result |= {name: {"error": case} for name, case in found.items() if not callable(case)}
+    return result
+
+
+def _child(op: str, cache: str, **env: str) -> dict[str, Any]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("RTKERNELS_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.host", op],
+        cwd=ROOT,
+        env={**clean, "RTKERNELS_CACHE_DIR": cache, **env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        return {"error": lines[-1] if lines else f"exit status {done.returncode}"}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def first_use(ops: tuple[str, ...] = ("rms_norm", "glu", "quantize_fp8"), repeat: int = 3) -> dict[str, Any]:
+    """Cold (empty cache) and warm (full cache) first call of each op, best of ``repeat`` fresh processes."""
+    result: dict[str, Any] = {}
+    for op in ops:
+        colds, warms = [], []
+        for _ in range(repeat):
+            with tempfile.TemporaryDirectory(prefix="rtkernels-bench-") as folder:
+                cache = str(Path(folder) / "cache")
+                colds.append(_child(op, cache))
+                warms.append(_child(op, cache))
+        result[op] = {"cold": _best(colds), "warm": _best(warms)}
+    return result
+
+
+def _best(found: list[dict[str, Any]]) -> dict[str, Any]:
+    good = [f for f in found if "error" not in f]
+    return min(good, key=lambda f: f["first_call_ms"]) if good else found[0]
+
+
+def import_ms(repeat: int = 5) -> float | dict[str, str]:
+    """Milliseconds that ``import rtkernels`` adds to ``import torch``, best of ``repeat`` processes."""
+    code = (
+        "import torch; from time import perf_counter as t; a = t(); import rtkernels; print(1e3 * (t() - a))"
+    )
+    try:
+        outputs = [
+            subprocess.run(
+                [sys.executable, "-c", code],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=True,
+            ).stdout
+            for _ in range(repeat)
+        ]
+    except subprocess.SubprocessError as error:
+        return {"error": str(error)}
+    return min(float(text) for text in outputs)
+
+
+def measure(quick: bool = False, log: Callable[[str], None] = print) -> dict[str, Any]:
+    """All host rows of this machine's GPU."""
+    import torch
+
+    log("host: µs per call")
+    calls = per_call(cases(), torch.cuda.synchronize, rounds=10 if quick else ROUNDS)
+    log("host: first use")
+    repeat = 1 if quick else 3
+    return {"us_per_call": calls, "first_use": first_use(repeat=repeat), "import_ms": import_ms(repeat + 2)}
+
+
+def child(op: str) -> dict[str, Any]:
+    """In a fresh process: time the imports, then the first and the second call of ``op``."""
+    marks = {}
+    last = time.perf_counter()
+
+    def mark(name: str) -> None:
+        nonlocal last
+        marks[name] = (time.perf_counter() - last) * 1e3
+        last = time.perf_counter()
+
+    import torch
+
+    mark("import_torch_ms")
+    import rtkernels
+
+    mark("import_rtkernels_ms")
+    getattr(rtkernels, op)
+    mark("import_op_ms")
+    import cupy
+
+    cupy.cuda.runtime.getDeviceCount()
+    mark("import_cupy_ms")
+    # The context and torch's allocator belong to torch, whatever op comes first.
+    a = torch.randn(ROWS, COLS, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(COLS, device="cuda", dtype=torch.bfloat16)
+    (a * 2).sum().item()
+    call = {
+        "rms_norm": lambda: rtkernels.rms_norm(a, b, eps=1e-6),
+        "glu": lambda: rtkernels.glu(a),
+        "quantize_fp8": lambda: rtkernels.quantize_fp8(a),
+    }[op]
+    modules = set(sys.modules)
+    mark("setup_ms")
+    call()
+    torch.cuda.synchronize()
+    mark("first_call_ms")
+    call()
+    torch.cuda.synchronize()
+    mark("second_call_ms")
+    new = sorted(name for name in set(sys.modules) - modules if name.count(".") == 0)
+    return {**marks, "imported_by_first_call": new}
+
+
+if __name__ == "__main__":
+    print(json.dumps(child(sys.argv[1])))

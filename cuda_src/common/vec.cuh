@@ -1,0 +1,49 @@
+// N consecutive elements of T between global memory and fp32 registers in one access. Pointers must be aligned to
+// N * sizeof(T), at most 16 bytes; the host picks N from pointer, size and stride.
+#pragma once
+#include "common/convert.cuh"
+#include "ptx/ldst.cuh"
+
+namespace rtk {
+
+// Data read once.
+template <typename T, int N>
+RTK_DEVICE Raw<sizeof(T) * N> load_raw(const T* p) {
+    return ptx::ld_stream<sizeof(T) * N>(p);
+}
+
+template <typename T, int N>
+RTK_DEVICE void load_stream(const T* p, float (&f)[N]) {
+    unpack<T, N>(ptx::ld_stream<sizeof(T) * N>(p), f);
+}
+
+// Data read again soon, by this or other blocks. Wider than 16 bytes is split.
+template <typename T, int N>
+RTK_DEVICE void load_keep(const T* p, float (&f)[N]) {
+    if constexpr (sizeof(T) * N > 16) {
+        constexpr int kHalf = N / 2;
+        float lo[kHalf], hi[kHalf];
+        load_keep<T, kHalf>(p, lo);
+        load_keep<T, kHalf>(p + kHalf, hi);
+#pragma unroll
+        for (int i = 0; i < kHalf; ++i) f[i] = lo[i], f[i + kHalf] = hi[i];
+    } else {
+        unpack<T, N>(ptx::ld_keep<sizeof(T) * N>(p), f);
+    }
+}
+
+template <typename T, int N>
+RTK_DEVICE void store(T* p, const float (&f)[N]) {
+    if constexpr (sizeof(T) * N > 16) {
+        constexpr int kHalf = N / 2;
+        float lo[kHalf], hi[kHalf];
+#pragma unroll
+        for (int i = 0; i < kHalf; ++i) lo[i] = f[i], hi[i] = f[i + kHalf];
+        store<T, kHalf>(p, lo);
+        store<T, kHalf>(p + kHalf, hi);
+    } else {
+        ptx::st<sizeof(T) * N>(p, pack<T, N>(f));
+    }
+}
+
+}  // namespace rtk

@@ -1,0 +1,23 @@
+// Asynchronous copies from global to shared memory (sm_80 and up), grouped per thread.
+#pragma once
+#include "common/abi.cuh"
+
+namespace rtk::ptx {
+
+// Starts copying 16 bytes past L1; both addresses 16-byte aligned.
+RTK_DEVICE void cp_async_16(void* shared, const void* global) {
+    const u32 address = static_cast<u32>(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
+}
+
+// Closes this thread's current group of copies (possibly empty).
+RTK_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most kPending of this thread's newest groups are unfinished. The thread then sees its own copies;
+// other threads need a barrier after it.
+template <int kPending>
+RTK_DEVICE void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+}  // namespace rtk::ptx

@@ -1,0 +1,98 @@
+// Global loads and stores of 1 to 16 bytes by one thread. A `Raw<B>` holds the bytes in 32-bit words, first byte
+// lowest; sizes under four sit in the low bits. Addresses must be aligned to B.
+#pragma once
+#include "common/abi.cuh"
+
+namespace rtk {
+
+template <int B>
+struct Raw {
+    static_assert(B == 1 || B == 2 || B == 4 || B == 8 || B == 16, "one access is 1, 2, 4, 8 or 16 bytes");
+    u32 w[(B + 3) / 4];
+};
+
+}  // namespace rtk
+
+namespace rtk::ptx {
+
+// Read-only data used once: it does not displace other lines from L1.
+template <int B>
+RTK_DEVICE Raw<B> ld_stream(const void* p) {
+    Raw<B> r;
+    if constexpr (B == 16) {
+        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(r.w[0]), "=r"(r.w[1]), "=r"(r.w[2]), "=r"(r.w[3])
+                     : "l"(p));
+    } else if constexpr (B == 8) {
+        asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(r.w[0]), "=r"(r.w[1]) : "l"(p));
+    } else if constexpr (B == 4) {
+        asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(r.w[0]) : "l"(p));
+    } else if constexpr (B == 2) {
+        u16 h;
+        asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(h) : "l"(p));
+        r.w[0] = h;
+    } else {
+        asm volatile("ld.global.nc.L1::no_allocate.u8 %0, [%1];" : "=r"(r.w[0]) : "l"(p));
+    }
+    return r;
+}
+
+// Read-only data that other threads or later rows read again (weights, scales).
+template <int B>
+RTK_DEVICE Raw<B> ld_keep(const void* p) {
+    Raw<B> r;
+    if constexpr (B == 16) {
+        asm("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];"
+            : "=r"(r.w[0]), "=r"(r.w[1]), "=r"(r.w[2]), "=r"(r.w[3])
+            : "l"(p));
+    } else if constexpr (B == 8) {
+        asm("ld.global.nc.v2.u32 {%0,%1}, [%2];" : "=r"(r.w[0]), "=r"(r.w[1]) : "l"(p));
+    } else if constexpr (B == 4) {
+        asm("ld.global.nc.u32 %0, [%1];" : "=r"(r.w[0]) : "l"(p));
+    } else if constexpr (B == 2) {
+        u16 h;
+        asm("ld.global.nc.u16 %0, [%1];" : "=h"(h) : "l"(p));
+        r.w[0] = h;
+    } else {
+        asm("ld.global.nc.u8 %0, [%1];" : "=r"(r.w[0]) : "l"(p));
+    }
+    return r;
+}
+
+// Plain store.
+template <int B>
+RTK_DEVICE void st(void* p, const Raw<B>& r) {
+    if constexpr (B == 16) {
+        asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(r.w[0]), "r"(r.w[1]), "r"(r.w[2]),
+                     "r"(r.w[3])
+                     : "memory");
+    } else if constexpr (B == 8) {
+        asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(p), "r"(r.w[0]), "r"(r.w[1]) : "memory");
+    } else if constexpr (B == 4) {
+        asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(r.w[0]) : "memory");
+    } else if constexpr (B == 2) {
+        asm volatile("st.global.u16 [%0], %1;" ::"l"(p), "h"(static_cast<u16>(r.w[0])) : "memory");
+    } else {
+        asm volatile("st.global.u8 [%0], %1;" ::"l"(p), "r"(r.w[0]) : "memory");
+    }
+}
+
+// Store of data nothing on the device reads soon.
+template <int B>
+RTK_DEVICE void st_stream(void* p, const Raw<B>& r) {
+    if constexpr (B == 16) {
+        asm volatile("st.global.cs.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(r.w[0]), "r"(r.w[1]), "r"(r.w[2]),
+                     "r"(r.w[3])
+                     : "memory");
+    } else if constexpr (B == 8) {
+        asm volatile("st.global.cs.v2.u32 [%0], {%1,%2};" ::"l"(p), "r"(r.w[0]), "r"(r.w[1]) : "memory");
+    } else if constexpr (B == 4) {
+        asm volatile("st.global.cs.u32 [%0], %1;" ::"l"(p), "r"(r.w[0]) : "memory");
+    } else if constexpr (B == 2) {
+        asm volatile("st.global.cs.u16 [%0], %1;" ::"l"(p), "h"(static_cast<u16>(r.w[0])) : "memory");
+    } else {
+        asm volatile("st.global.cs.u8 [%0], %1;" ::"l"(p), "r"(r.w[0]) : "memory");
+    }
+}
+
+}  // namespace rtk::ptx

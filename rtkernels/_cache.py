@@ -1,0 +1,427 @@
+"""The kernel cache: from (unit, expressions, target) to a checked image, compiling at most once.
+
+The order is memory, the user's directory, the read-only directories, NVRTC. Nothing here raises because a
+disk is full, read-only or damaged: the kernel is then compiled in memory, with one warning. What happens on
+disk is in ``_store.py``; ``docs/cache.md`` describes all of it for users.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from rtkernels import _env, _nvrtc, _sources, _store
+from rtkernels._arch import Target
+from rtkernels._store import BadEntry, Store
+from rtkernels.errors import ArgumentError, NotWarmError, ToolkitError
+
+
+@dataclass
+class Stats:
+    """What the cache did in this process; read by tests and ``doctor``."""
+
+    compiles: int = 0
+    disk_hits: int = 0
+    extra_hits: int = 0
+    memory_hits: int = 0
+    quarantined: int = 0
+
+    def count(self, name: str) -> None:
+        with _state.guard:
+            setattr(self, name, getattr(self, name) + 1)
+
+    def reset(self) -> None:
+        for field in fields(self):
+            setattr(self, field.name, 0)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A kernel image that is ready to load.
+
+    Attributes:
+        image: Cubin or PTX, already checked.
+        path: The same image on disk, or None when it exists in memory only.
+        names: Name expression to mangled kernel name.
+        meta: The content of ``meta.json``.
+        source: Where it came from.
+    """
+
+    image: bytes
+    path: Path | None
+    names: dict[str, str]
+    meta: dict[str, Any]
+    source: Literal["memory", "disk", "extra", "compiled"]
+
+
+class _State:
+    """What one process shares between its threads."""
+
+    def __init__(self) -> None:
+        self.guard = threading.Lock()
+        self.locks: dict[str, threading.Lock] = {}
+        self.memory: dict[str, Entry] = {}
+        self.cap_checked = False
+
+    def lock(self, key: str) -> threading.Lock:
+        with self.guard:
+            return self.locks.setdefault(key, threading.Lock())
+
+
+_state = _State()
+stats = Stats()
+
+
+def forget() -> None:
+    """Forget what this process remembers: entries in memory, warnings given, the size check, counters."""
+    global _state
+    _state = _State()
+    _store._warned.clear()
+    stats.reset()
+
+
+def _renew_locks() -> None:
+    """In a forked child: the locks may be held by threads that exist in the parent only."""
+    _state.guard = threading.Lock()
+    _state.locks = {}
+
+
+os.register_at_fork(after_in_child=_renew_locks)
+
+
+# --- request and key ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Everything that decides what code comes out, taken once: the sources in it are what gets compiled."""
+
+    op: str
+    unit: str
+    expressions: tuple[str, ...]
+    target: Target
+    extra_flags: tuple[str, ...]
+    flags: tuple[str, ...]
+    sources: Mapping[str, bytes]
+    nvrtc: tuple[int, int] | None
+
+    @cached_property
+    def digests(self) -> dict[str, str]:
+        return _sources.digests(self.sources)
+
+    @cached_property
+    def base_key(self) -> str:
+        """The key without the NVRTC version."""
+        return self._hash(None)
+
+    @cached_property
+    def key(self) -> str:
+        return self._hash(self.nvrtc)
+
+    def _hash(self, nvrtc: tuple[int, int] | None) -> str:
+        content = {
+            "format": _store.FORMAT,
+            "unit": self.unit,
+            "target": self.target.name,
+            "expressions": sorted(self.expressions),
+            "flags": self.flags,
+            "nvrtc": nvrtc,
+            "files": sorted(self.digests.items()),
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def directory(self, store: Store) -> Path:
+        return store.base / self.target.name / f"{self.op}-{self.key[:32]}"
+
+
+def _request(
+    op: str,
+    unit: str,
+    expressions: Sequence[str],
+    target: Target,
+    flags: Iterable[str],
+    nvrtc: tuple[int, int] | None,
+) -> _Request:
+    if not op.replace("_", "").isalnum() or not op.isascii():
+        raise ArgumentError(f"op name {op!r} cannot name a cache entry: use letters, digits and '_'")
+    extra = tuple(flags)
+    code_flags = tuple(_nvrtc.flags_for(target, extra))
+    return _Request(op, unit, tuple(expressions), target, extra, code_flags, _sources.closure(unit), nvrtc)
+
+
+def key(
+    unit: str,
+    expressions: Sequence[str],
+    target: Target,
+    flags: Iterable[str],
+    nvrtc_version: tuple[int, int],
+) -> str:
+    """Return the sha256 that names an entry: unit, target, expressions, flags, NVRTC version, all contents."""
+    return _request("key", unit, expressions, target, flags, nvrtc_version).key
+
+
+# --- places -------------------------------------------------------------------------------------------------
+
+
+def location() -> tuple[Path | None, bool]:
+    """Return the configured cache directory, and whether the user named it."""
+    if named := _env.get("CACHE_DIR"):
+        return named, True
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):
+        return Path(base) / "rtkernels", False
+    try:
+        return Path.home() / ".cache" / "rtkernels", False
+    except RuntimeError:
+        return None, False
+
+
+def user_store() -> Store | None:
+    """Return the user's cache, or None when it is off or must not be used (said once)."""
+    mode = _env.get("CACHE")
+    if mode == "off":
+        return None
+    path, explicit = location()
+    if path is None:
+        _store.warn_once("home", "no home directory: kernels stay in memory; set RTKERNELS_CACHE_DIR")
+        return None
+    return _store.open_store(path, explicit=explicit, writable=mode == "rw")
+
+
+def extra_stores() -> list[Store]:
+    """Return the read-only caches of ``RTKERNELS_CACHE_EXTRA`` that exist and may be used."""
+    if _env.get("CACHE") == "off":
+        return []
+    found = []
+    for path in _env.get("CACHE_EXTRA"):
+        if not path.is_dir():
+            _store.warn_once(f"extra {path}", f"RTKERNELS_CACHE_EXTRA: {path} is no directory, ignored")
+        elif store := _store.open_store(path, explicit=True, writable=False, extra=True):
+            found.append(store)
+    return found
+
+
+def _stores(directory: Path | None) -> list[Store]:
+    """Return the caches to look in, the writable one first."""
+    if directory is not None:
+        if problem := _store.distrust(Path(os.path.realpath(directory)), explicit=True):
+            raise ArgumentError(f"{directory} cannot hold compiled kernels: {problem}; use another or chmod it")
+        own = _store.open_store(directory, explicit=True)
+        return [own] if own else []
+    own = user_store()
+    return ([own] if own else []) + extra_stores()
+
+
+# --- one store ----------------------------------------------------------------------------------------------
+
+
+def _read(store: Store, directory: Path, request: _Request) -> Entry | None:
+    try:
+        found = _store.read_entry(directory)
+    except OSError as error:
+        why = error.strerror or error
+        _store.warn_once(f"read {store.root}", f"cannot read the kernel cache {store.root}: {why}")
+        return None
+    if found is None:
+        return None
+    meta, image, path = found
+    if meta.get("base_key") != request.base_key or (request.nvrtc and meta["key"] != request.key):
+        raise BadEntry("it was made for another key")
+    return Entry(image, path, dict(meta["names"]), meta, "extra" if store.extra else "disk")
+
+
+def _probe(store: Store, request: _Request, *, locked: bool = False) -> Entry | None:
+    """Return the entry of one store if it is sound; a damaged one is moved aside, under the lock."""
+    directory = request.directory(store)
+    try:
+        entry = _read(store, directory, request)
+    except BadEntry as bad:
+        if not store.writable:
+            _store.warn_once(f"bad {directory}", f"damaged cache entry {directory}: {bad}; it is ignored")
+            return None
+        if not locked:
+            with _store.key_lock(store, request.key, request.op):
+                return _probe(store, request, locked=True)
+        if _store.quarantine(store, directory, str(bad)):
+            stats.count("quarantined")
+        return None
+    if entry is not None and store.writable:
+        _store.touch(directory)
+    return entry
+
+
+def _probe_any_version(store: Store, request: _Request) -> Entry | None:
+    """Return an entry equal in everything but the NVRTC version, the newest if there are several."""
+    found = []
+    for directory in store.entries(request.target.name, request.op):
+        with contextlib.suppress(BadEntry):
+            if entry := _read(store, directory, request):
+                found.append(entry)
+    if not found:
+        return None
+    newest = max(found, key=lambda entry: tuple(entry.meta["nvrtc"]))
+    made_with = ".".join(map(str, newest.meta["nvrtc"]))
+    _env.logger().info("NVRTC cannot be loaded: using %s, built with NVRTC %s", newest.path, made_with)
+    return newest
+
+
+def _publish(store: Store, request: _Request, meta: dict[str, Any], image: bytes) -> Path | None:
+    """Keep an entry on disk; return the path of its image, or None if that failed."""
+    final = request.directory(store)
+    name = _store.image_name(request.target.name)
+    instances = "".join(f"//   {expression}\n" for expression in request.expressions)
+    listing = f"// {request.unit} {' '.join(request.flags)}\n{instances}{_sources.flatten(request.sources)}"
+    files = {name: image, "kernel.cu": listing.encode(), _store.META: json.dumps(meta, indent=1).encode()}
+    return final / name if _store.publish(store, final, files) else None
+
+
+def _meta(request: _Request, compiled: _nvrtc.Compiled) -> dict[str, Any]:
+    return {
+        "format": _store.FORMAT,
+        "key": request.key,
+        "base_key": request.base_key,
+        "op": request.op,
+        "unit": request.unit,
+        "expressions": list(request.expressions),
+        "names": compiled.names,
+        "target": request.target.name,
+        "nvrtc": list(request.nvrtc or ()),
+        "flags": list(request.flags),
+        "sources": request.digests,
+        "sha256": hashlib.sha256(compiled.image).hexdigest(),
+        "size": len(compiled.image),
+        "resources": {name: asdict(used) for name, used in compiled.resources.items()},
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+# --- load ---------------------------------------------------------------------------------------------------
+
+
+def load(
+    unit: str,
+    expressions: Sequence[str],
+    target: Target,
+    flags: Iterable[str] = (),
+    *,
+    op: str,
+    compile_allowed: bool = True,
+    directory: Path | None = None,
+) -> Entry:
+    """Return the compiled kernels, from memory, disk or NVRTC, in this order.
+
+    Args:
+        unit: Name of the ``.cu`` file, relative to the source root.
+        expressions: C++ name expressions that are compiled together.
+        target: What to compile for.
+        flags: Extra compiler options, see ``_nvrtc.flags_for``.
+        op: Name of the op; names the entry and appears in messages.
+        compile_allowed: False while a CUDA graph is captured.
+        directory: Use this cache and no other, as ``warm --out`` does. ``Entry.path`` is None if it could not
+            be written.
+
+    Raises:
+        NotWarmError: It would have to be compiled, but that is not allowed.
+        KernelCompileError: It does not compile.
+        ToolkitError: CuPy or NVRTC is missing and no cache has it.
+    """
+    missing: ToolkitError | None = None
+    try:
+        version = _nvrtc.version()
+    except ToolkitError as error:
+        missing, version = error, None
+    request = _request(op, unit, expressions, target, flags, version)
+    stores = _stores(directory)
+
+    with _state.lock(request.key):
+        if directory is None and (known := _state.memory.get(request.key)):
+            stats.count("memory_hits")
+            gone = known.path is not None and not known.path.exists()
+            return replace(known, source="memory", path=None if gone else known.path)
+        entry = _search(request, stores)
+        if entry is None:
+            _require_compiler(request, missing, compile_allowed)
+            entry = _build(request, next((store for store in stores if store.writable), None))
+            if directory is None and entry.source == "compiled" and entry.path is not None:
+                _enforce_cap(stores[0])
+        if directory is None:
+            _state.memory[request.key] = entry
+        return entry
+
+
+def peek(
+    unit: str, expressions: Sequence[str], target: Target, flags: Iterable[str] = (), *, op: str
+) -> Path | None:
+    """Return the directory of the entry ``load`` would find, neither checked nor built; None if absent."""
+    request = _request(op, unit, expressions, target, flags, _nvrtc.version())
+    candidates = (request.directory(store) for store in _stores(None))
+    return next((directory for directory in candidates if (directory / _store.META).is_file()), None)
+
+
+def _search(request: _Request, stores: Sequence[Store]) -> Entry | None:
+    probe = _probe_any_version if request.nvrtc is None else _probe
+    for store in stores:
+        if entry := probe(store, request):
+            stats.count("disk_hits" if entry.source == "disk" else "extra_hits")
+            return entry
+    return None
+
+
+def _require_compiler(request: _Request, missing: ToolkitError | None, compile_allowed: bool) -> None:
+    forbidden = _env.get("NO_COMPILE")
+    if compile_allowed and not forbidden:
+        if missing is not None:
+            raise missing
+        return
+    why = "RTKERNELS_NO_COMPILE is set" if forbidden else "it cannot be compiled here (CUDA graph capture)"
+    command = f"rtkernels warm --arch {request.target.name} --op {request.op}"
+    raise NotWarmError(
+        f"{request.op}: {'; '.join(request.expressions)} for {request.target.name} is not in the cache "
+        f"(key {request.key[:32]}), and {why}. Build it beforehand with `{command}`",
+        key=request.key,
+        command=command,
+    )
+
+
+def _build(request: _Request, store: Store | None) -> Entry:
+    if store is None:
+        return _compile(request, None)
+    with _store.key_lock(store, request.key, request.op):
+        if entry := _probe(store, request, locked=True):
+            stats.count("disk_hits")
+            return entry
+        return _compile(request, store)
+
+
+def _compile(request: _Request, store: Store | None) -> Entry:
+    _env.logger().info("compiling %s for %s: %s", request.op, request.target, "; ".join(request.expressions))
+    compiled = _nvrtc.compile_unit(
+        request.unit,
+        request.expressions,
+        request.target,
+        request.extra_flags,
+        op=request.op,
+        sources=request.sources,
+    )
+    stats.count("compiles")
+    meta = _meta(request, compiled)
+    path = _publish(store, request, meta, compiled.image) if store else None
+    return Entry(compiled.image, path, compiled.names, meta, "compiled")
+
+
+def _enforce_cap(store: Store) -> None:
+    """Evict what is over the size cap; looked at once per process, after a write."""
+    if _state.cap_checked:
+        return
+    _state.cap_checked = True
+    with contextlib.suppress(OSError):
+        _store.shrink(store, _env.get("CACHE_MAX_MB") * 1_000_000)

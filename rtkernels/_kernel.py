@@ -1,0 +1,311 @@
+"""From a kernel's record to a launch on a torch tensor. The only file that launches.
+
+A ``Kernel`` says where a kernel lives, how it is specialised and what it takes. ``bind`` gives a ``Launch``: a
+function with grid, block and device fixed that packs its arguments into one buffer and calls the driver. Ops keep
+launches in ``Plans``, keyed by the metadata of their tensors, so a repeated call costs one dictionary look-up.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+
+from rtkernels import _arch, _cache, _env, _nvrtc
+from rtkernels._arch import Target
+from rtkernels.errors import NotWarmError, ToolkitError, UnsupportedDeviceError
+
+Launch = Callable[..., None]
+Variant = tuple[Any, ...]
+
+_C_TYPES = {"bf16": "rtk::bf16", "fp16": "rtk::fp16", "fp32": "float", "e4m3": "rtk::e4m3", "e5m2": "rtk::e5m2"}
+_KIND_FORMAT = {"ptr": "Q", "i64": "q", "f64": "d"}
+_DEFAULT_SHARED = 48 * 1024
+_INVALID_CONTEXT = 201
+_PLANS_LIMIT = 4096
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """What launchers need to know of a device."""
+
+    name: str
+    target: Target
+    sm_count: int
+    shared_per_block: int
+
+
+class Kernel:
+    """The record of one function template in ``cuda_src``.
+
+    Args:
+        unit: Source file relative to ``cuda_src``.
+        entry: Name of the ``__global__`` template in namespace ``rtk``.
+        template: Names of the template parameters, for people.
+        args: ``"x:ptr rows:i64 eps:f64"``; every argument is eight bytes.
+        variants: Template arguments to build ahead of time: tuples, or a function of the target giving them.
+        max_registers: Ceiling that the compile tests enforce.
+        needs: Features a target must have (see ``Target.features``).
+        emulated: True, or the reason why the host emulator cannot run this kernel.
+        flags: Extra compiler flags.
+    """
+
+    def __init__(
+        self,
+        unit: str,
+        entry: str,
+        *,
+        template: str,
+        args: str,
+        variants: Sequence[Variant] | Callable[[Target], Iterable[Variant]],
+        max_registers: int,
+        needs: tuple[str, ...] = (),
+        emulated: bool | str = True,
+        flags: tuple[str, ...] = (),
+    ) -> None:
+        self.unit = unit
+        self.name = entry
+        self.template = tuple(template.split())
+        self.args = tuple(tuple(item.split(":")) for item in args.split())
+        self.max_registers = max_registers
+        self.needs = needs
+        self.emulated = emulated
+        self.flags = flags
+        self.op = entry  # the owning Op sets its own name
+        self._variants = variants
+        self._pack_into = struct.Struct("=" + "".join(_KIND_FORMAT[kind] for _, kind in self.args)).pack_into
+        self._functions: dict[tuple[Variant, int], int] = {}
+        self._alive: list[Any] = []  # CuPy modules, whose functions die with them
+        self._lock = threading.Lock()
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.unit}: {self.name})"
+
+    def expression(self, variant: Variant) -> str:
+        """Return the C++ name of a variant, ``rtk::rms_norm_fwd<rtk::bf16, float, 8>``."""
+        if len(variant) != len(self.template):
+            raise TypeError(f"{self.name} takes template arguments {self.template}, got {variant}")
+        return f"rtk::{self.name}<{', '.join(map(_template_argument, variant))}>"
+
+    def variants(self, target: Target) -> list[Variant]:
+        """Return the variants that warming and the compile tests build for a target (none if unsupported)."""
+        if not self.supports(target):
+            return []
+        return list(self._variants(target) if callable(self._variants) else self._variants)
+
+    def supports(self, target: Target) -> bool:
+        """Return True if the target has every feature this kernel needs."""
+        return target.features.issuperset(self.needs)
+
+    def bind(self, variant: Variant, device: int, grid: int | tuple[int, ...], block: int, shared: int = 0) -> Launch:
+        """Return a function that launches a variant on a device, compiling and loading it if needed.
+
+        Args:
+            variant: Template arguments.
+            device: CUDA ordinal, or -1 for the host emulator.
+            grid: Blocks in x, or in up to three dimensions; every one at least 1.
+            block: Threads per block.
+            shared: Dynamic shared memory in bytes.
+        """
+        dims = (grid,) if isinstance(grid, int) else tuple(grid)
+        dims += (1,) * (3 - len(dims))
+        if device < 0:
+            from rtkernels import emulator
+
+            return emulator.bind(self, variant, _emulated_number, dims, block, shared)
+        function = self._functions.get((variant, device)) or self._load(variant, device)
+        if shared > _DEFAULT_SHARED:
+            _driver().funcSetAttribute(function, _MAX_DYNAMIC_SHARED, shared)
+        return _launcher(function, self._pack_into, device, dims, block, shared)
+
+    def _load(self, variant: Variant, device: int) -> int:
+        with self._lock:
+            if found := self._functions.get((variant, device)):
+                return found
+            expression = self.expression(variant)
+            info = device_info(device)
+            if not self.supports(info.target):
+                raise UnsupportedDeviceError(
+                    f"{self.op}: kernel {self.name} needs {', '.join(self.needs)}, which {info.name} "
+                    f"({info.target}) does not have"
+                )
+            with torch.cuda.device(device):
+                if torch.cuda.is_current_stream_capturing():
+                    raise NotWarmError(
+                        f"{self.op}: {expression} is not loaded on cuda:{device} and cannot be compiled or loaded "
+                        f"while a CUDA graph is captured; call the op once with tensors of the same shapes, strides "
+                        f"and dtypes before the capture"
+                    )
+                entry = _cache.load(self.unit, [expression], info.target, self.flags, op=self.op)
+                function = self._load_image(entry, expression)
+            self._functions[variant, device] = function
+            return function
+
+    def _load_image(self, entry: _cache.Entry, expression: str) -> int:
+        cupy = _nvrtc.import_cupy()
+        if entry.path is not None:
+            raw = cupy.RawModule(path=str(entry.path)).get_function(entry.names[expression])
+            function = raw.kernel.ptr
+        else:  # no usable cache directory: CuPy loads files only
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+                file.write(entry.image)
+                file.flush()
+                raw = cupy.RawModule(path=file.name).get_function(entry.names[expression])
+                function = raw.kernel.ptr
+        self._alive.append(raw)
+        return function
+
+    def _after_fork(self) -> None:
+        self._lock = threading.Lock()
+
+
+class Plans(dict):
+    """What an op worked out for one set of tensor metadata, computed by ``build(*key)`` at the first look-up.
+
+    The key must hold everything validation and launch depend on. Bounded: programs with ever-changing shapes start
+    over instead of growing.
+    """
+
+    _all: ClassVar[list[Plans]] = []
+
+    def __init__(self, build: Callable[..., Any]) -> None:
+        super().__init__()
+        self._build = build
+        self._all.append(self)
+
+    def __missing__(self, key: tuple[Any, ...]) -> Any:
+        plan = self._build(*key)
+        if len(self) >= _PLANS_LIMIT:
+            self.clear()
+        self[key] = plan
+        return plan
+
+
+def _template_argument(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return _C_TYPES.get(value, f"rtk::{value}")
+    return str(value)
+
+
+# ---- devices --------------------------------------------------------------------------------------------------------
+
+
+_emulated_number = 90
+
+
+def emulate_features(number: int) -> None:
+    """Make device -1 an emulated GPU with the features of sm_<number>, forgetting plans made for another."""
+    global _emulated_number
+    if number != _emulated_number:
+        _emulated_number = number
+        for plans in Plans._all:
+            plans.clear()
+
+
+def device_info(device: int) -> DeviceInfo:
+    """Return the properties of a CUDA device, or of the emulated one for -1."""
+    if device < 0:
+        # Few multiprocessors, so that persistent kernels have several rows per block to walk even in small tests.
+        target = Target(f"sm_{_emulated_number}", divmod(_emulated_number, 10))
+        return DeviceInfo(f"emulated {target}", target, 4, shared_limit(target))
+    return _cuda_info(device)
+
+
+@cache
+def _cuda_info(device: int) -> DeviceInfo:
+    properties = torch.cuda.get_device_properties(device)
+    override = _env.get("ARCH")
+    target = _arch.parse(override) if override else _target_of((properties.major, properties.minor))
+    return DeviceInfo(properties.name, target, properties.multi_processor_count, shared_limit(target))
+
+
+def shared_limit(target: Target) -> int:
+    """Return the most shared memory a block may have on a target, in bytes."""
+    known = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
+    return known.get(target.capability, 99) * 1024
+
+
+def _target_of(capability: tuple[int, int]) -> Target:
+    # Every NVRTC that CuPy still supports knows 9.0, so the usual devices never wait for NVRTC to be loaded.
+    if capability <= (9, 0):
+        return _arch.for_capability(capability, ())
+    try:
+        supported = _nvrtc.supported_archs()
+    except ToolkitError:
+        supported = ()
+    return _arch.for_capability(capability, supported)
+
+
+# ---- launching ------------------------------------------------------------------------------------------------------
+
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_MAX_ARGS = 64
+
+
+class _ArgumentSlot:
+    """One argument buffer and the array of pointers into it that the driver wants (every argument is 8 bytes)."""
+
+    __slots__ = ("_table", "buffer", "pointers")
+
+    def __init__(self) -> None:
+        self.buffer = (ctypes.c_uint64 * _MAX_ARGS)()
+        base = ctypes.addressof(self.buffer)
+        self._table = (ctypes.c_uint64 * _MAX_ARGS)(*range(base, base + 8 * _MAX_ARGS, 8))
+        self.pointers = ctypes.addressof(self._table)
+
+
+# The driver copies the arguments before it returns, but CuPy releases the GIL meanwhile: a slot belongs to one call.
+_slots: list[_ArgumentSlot] = []
+
+
+def _launcher(
+    function: int, pack_into: Callable, device: int, grid: tuple[int, ...], block: int, shared: int
+) -> Launch:
+    grid_x, grid_y, grid_z = grid
+    driver = _driver()
+    launch_kernel = driver.launchKernel
+    current_device = torch._C._cuda_getDevice
+    current_stream = torch._C._cuda_getCurrentRawStream
+
+    def launch(*args: int | float) -> None:
+        try:
+            slot = _slots.pop()
+        except IndexError:
+            slot = _ArgumentSlot()
+        pack_into(slot.buffer, 0, *args)
+        stream = current_stream(device)
+        if current_device() == device:
+            try:
+                launch_kernel(function, grid_x, grid_y, grid_z, block, 1, 1, shared, stream, slot.pointers, 0)
+            except driver.CUDADriverError as error:
+                if error.status != _INVALID_CONTEXT:
+                    raise
+                # A thread that has made no CUDA call yet has no context; torch's allocator may not need one.
+                torch.cuda.current_stream(device).query()
+                _nvrtc.import_cupy().cuda.runtime.free(0)
+                launch_kernel(function, grid_x, grid_y, grid_z, block, 1, 1, shared, stream, slot.pointers, 0)
+        else:
+            with torch.cuda.device(device):
+                launch_kernel(function, grid_x, grid_y, grid_z, block, 1, 1, shared, stream, slot.pointers, 0)
+        _slots.append(slot)
+
+    return launch
+
+
+@cache
+def _driver() -> Any:
+    _nvrtc.import_cupy()
+    from cupy_backends.cuda.api import driver
+
+    return driver

@@ -1,0 +1,119 @@
+"""Tensors as kernels see them: rows of a unit-stride last dimension, and what launchers ask about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtkernels.errors import ArgumentError
+
+DTYPE_TOKEN = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+}
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+GRID_LIMIT = 2**31 - 1  # blocks in x; y and z are limited to 65535
+
+
+def token(name: str, dtype: torch.dtype, accepted: Sequence[torch.dtype] = FLOAT_DTYPES) -> str:
+    """Return the template token of a dtype, or raise an ArgumentError that names the argument."""
+    if dtype not in accepted:
+        wanted = ", ".join(str(a).removeprefix("torch.") for a in accepted)
+        raise ArgumentError(f"{name} has dtype {str(dtype).removeprefix('torch.')}; expected one of {wanted}")
+    return DTYPE_TOKEN[dtype]
+
+
+def row_stride(shape: Sequence[int], stride: Sequence[int]) -> int | None:
+    """Return the distance between rows in elements, or None if the tensor is not a stack of unit-stride rows.
+
+    Args:
+        shape: Any rank from 1; the last dimension is the row.
+        stride: As torch gives it. Dimensions of size 1 may have any stride; a single expanded dimension gives 0.
+    """
+    if 0 in shape:
+        return shape[-1]
+    if shape[-1] > 1 and stride[-1] != 1:
+        return None
+    outer = [(size, step) for size, step in zip(shape[:-1], stride[:-1], strict=True) if size != 1]
+    if not outer:
+        return shape[-1]
+    for (_, upper), (size, lower) in pairwise(outer):
+        if upper != size * lower:
+            return None
+    return outer[-1][1]
+
+
+def row_count(shape: Sequence[int]) -> int:
+    """Return how many rows a shape has (the product of all but the last dimension)."""
+    count = 1
+    for size in shape[:-1]:
+        count *= size
+    return count
+
+
+def vector_bytes(*multiples: int, most: int = 16) -> int:
+    """Return the widest access in bytes (a power of two up to `most`) that every given byte count allows.
+
+    Args:
+        multiples: Addresses, row lengths and row strides, all in bytes.
+        most: A power of two.
+    """
+    bits = most
+    for value in multiples:
+        bits |= value
+    return bits & -bits
+
+
+# ---- groups of threads that share a row (RowGroup in common/reduce.cuh) ---------------------------------------------
+
+
+def group_threads(vectors: int, most: int) -> int:
+    """Return how many threads share a row of `vectors` accesses: a power of two up to 32, else whole warps."""
+    if vectors <= 32:
+        return 1 << max(vectors - 1, 0).bit_length()
+    return min(-(-vectors // 32) * 32, most)
+
+
+def block_of(threads_per_row: int) -> int:
+    """Return a block size for one group wider than a warp, or for several narrower ones."""
+    return threads_per_row if threads_per_row > 32 else 128
+
+
+# ---- tensors --------------------------------------------------------------------------------------------------------
+
+
+def metadata(t: Tensor | None) -> tuple[Any, ...] | None:
+    """Return ``(dtype, shape, stride, device index)``: the hashable part of a plan key that a tensor stands for."""
+    return None if t is None else (t.dtype, t.shape, t.stride(), t.get_device())
+
+
+def address(t: Tensor | None) -> int:
+    """Return the address of a tensor's first element, 0 for None."""
+    return 0 if t is None else t.data_ptr()
+
+
+def rowed(t: Tensor | None) -> Tensor | None:
+    """Return the tensor, copied if it is not a stack of evenly spaced unit-stride rows."""
+    return t if t is None or row_stride(t.shape, t.stride()) is not None else t.contiguous()
+
+
+def nothing(like: Tensor) -> Tensor:
+    """Stand for an output nobody asked for: operators cannot return None."""
+    return torch.empty(0, dtype=torch.float32, device=like.device)
+
+
+def check_same(name: str, got: Any, wanted: Any, what: str, of: str = "x") -> None:
+    """Raise an ArgumentError unless an argument has the dtype, shape or device index of another one."""
+    if got != wanted:
+        raise ArgumentError(f"{name} has {what} {_spell(got)}; expected {_spell(wanted)}, that of {of}")
+
+
+def _spell(value: Any) -> str:
+    return str(tuple(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")

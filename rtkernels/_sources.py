@@ -1,0 +1,209 @@
+"""Where the device sources are, and which files one unit consists of.
+
+The include closure is both the cache key and the set of headers handed to NVRTC in memory: what was hashed is
+what gets compiled. That works because the scanner accepts two forms only, ``#include "path/below/cuda_src"``
+and three toolkit headers in angle brackets, and rejects everything else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rtkernels.errors import SourceError
+
+TOOLKIT_HEADERS = ("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h")
+
+_MARKER = "common/abi.cuh"
+_CLOCK_TICK_NS = 50_000_000  # file times are coarse: two edits within one tick carry the same time
+_root_override: Path | None = None  # tests put their own sources here
+
+_LITERAL_OR_COMMENT = re.compile(
+    r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|//[^\n]*|/\*.*?\*/', re.DOTALL
+)
+_DIRECTIVE = re.compile(
+    r"^[ \t]*(?P<mark>#|%:)[ \t]*(?P<word>include\w*|import|embed)\b[ \t]*(?P<what>[^\n]*)$", re.MULTILINE
+)
+_QUOTED = re.compile(r'"(?P<name>[A-Za-z0-9_][A-Za-z0-9_./-]*)"')
+_ANGLED = re.compile(r"<(?P<name>[^<>\n]+)>")
+
+
+@dataclass(frozen=True)
+class _File:
+    """One source file as it was when last read."""
+
+    stamp: tuple[int, int, int] | None
+    content: bytes
+    digest: str
+    own: tuple[str, ...]
+    toolkit: tuple[str, ...]
+
+
+_files: dict[tuple[Path, str], _File] = {}
+
+
+def root() -> Path:
+    """Return the directory that holds the device sources.
+
+    It is found from this file, not from ``importlib.resources``, so that an editable install sees live edits.
+
+    Raises:
+        SourceError: The package is installed without its sources.
+    """
+    if _root_override is not None:
+        return _root_override
+    package = Path(__file__).resolve().parent
+    candidates = (package / "cuda_src", package.parent / "cuda_src")
+    for candidate in candidates:
+        if (candidate / _MARKER).is_file():
+            return candidate
+    raise SourceError(
+        f"the CUDA sources of rtkernels are missing: no {_MARKER} in {candidates[0]} or {candidates[1]}; "
+        "reinstall the package"
+    )
+
+
+def read(rel: str) -> bytes:
+    """Return the content of one source file, named relative to ``root()``.
+
+    Raises:
+        SourceError: There is no such file.
+    """
+    return _load(rel).content
+
+
+def closure(unit: str) -> dict[str, bytes]:
+    """Return every own file a unit consists of: the unit first, then its headers in include order.
+
+    A file is read again when its size, time or inode changed, so edits in a long-running process are seen.
+
+    Raises:
+        SourceError: A file is missing, or an include has a form the rules do not allow.
+    """
+    return {rel: file.content for rel, file in _closure(unit).items()}
+
+
+def digests(sources: Mapping[str, bytes]) -> dict[str, str]:
+    """Return the sha256 of each file of a closure, without hashing again what is unchanged."""
+    base = root()
+    found = {}
+    for rel, content in sources.items():
+        known = _files.get((base, rel))
+        # Identity, not equality: a closure shares its bytes with the table.
+        same = known is not None and known.content is content
+        found[rel] = known.digest if same else hashlib.sha256(content).hexdigest()
+    return found
+
+
+def toolkit_headers(unit: str) -> tuple[str, ...]:
+    """Return the toolkit headers the closure of a unit includes, each once, in include order."""
+    return tuple(dict.fromkeys(name for file in _closure(unit).values() for name in file.toolkit))
+
+
+def units() -> list[str]:
+    """Return the relative names of all units, sorted."""
+    base = root()
+    return sorted(path.relative_to(base).as_posix() for path in base.rglob("*.cu"))
+
+
+def flatten(sources: Mapping[str, bytes]) -> str:
+    """Return a closure as one readable text: each own header replaces its first include.
+
+    It is kept beside the cubin for people and disassemblers; NVRTC never sees it.
+    """
+    pending = dict(sources)
+    unit = next(iter(pending))
+
+    def expand(rel: str) -> str:
+        content = pending.pop(rel).decode("utf-8")
+
+        def replace(match: re.Match[str]) -> str:
+            quoted = _QUOTED.match(match["what"])
+            if quoted is None or quoted["name"] not in sources:
+                return match[0]
+            if quoted["name"] not in pending:
+                return f"// (above) {match[0].strip()}"
+            return f"// >>> {quoted['name']}\n{expand(quoted['name'])}\n// <<< {quoted['name']}"
+
+        return _DIRECTIVE.sub(replace, content.replace("#pragma once", "").strip())
+
+    return expand(unit) + "\n"
+
+
+def _closure(unit: str) -> dict[str, _File]:
+    found: dict[str, _File] = {}
+
+    def visit(rel: str) -> None:
+        file = found[rel] = _load(rel)
+        for name in file.own:
+            if name not in found:
+                visit(name)
+
+    visit(unit)
+    return found
+
+
+def _load(rel: str) -> _File:
+    base = root()
+    path = base / rel
+    try:
+        stamp = _stamp(path)
+        known = _files.get((base, rel))
+        if known is not None and stamp is not None and known.stamp == stamp:
+            return known
+        content = path.read_bytes()
+    except OSError as error:
+        why = error.strerror or error
+        raise SourceError(f"cannot read the CUDA source {rel!r} in {base}: {why}") from error
+    own, toolkit = _scan(rel, content, base)
+    file = _File(stamp, content, hashlib.sha256(content).hexdigest(), own, toolkit)
+    _files[base, rel] = file
+    return file
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Return what identifies the current version of a file, or None if it is too young to tell."""
+    status = os.stat(path)
+    if abs(time.time_ns() - status.st_mtime_ns) < _CLOCK_TICK_NS:
+        return None
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def _scan(rel: str, content: bytes, base: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the own and the toolkit headers a file includes, in order."""
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise SourceError(f"{rel}: not valid UTF-8 at byte {error.start}") from error
+
+    own: dict[str, None] = {}
+    toolkit: dict[str, None] = {}
+    code = _LITERAL_OR_COMMENT.sub(_blank_comment, text)
+    for match in _DIRECTIVE.finditer(code):
+        what = match["what"].strip()
+        where = f"{rel}:{code.count(chr(10), 0, match.start('word')) + 1}: {match[0].strip()}"
+        plain = match["mark"] == "#" and match["word"] == "include"
+        if plain and (quoted := _QUOTED.fullmatch(what)):
+            name = quoted["name"]
+            if any(part in ("", ".", "..") for part in name.split("/")):
+                raise SourceError(f"{where}: name own headers relative to cuda_src, without '.' or '..'")
+            if not (base / name).is_file():
+                raise SourceError(f"{where}: no such file; own headers are named relative to {base}")
+            own[name] = None
+        elif plain and (angled := _ANGLED.fullmatch(what)) and angled["name"] in TOOLKIT_HEADERS:
+            toolkit[angled["name"]] = None
+        else:
+            allowed = ", ".join(f"<{name}>" for name in TOOLKIT_HEADERS)
+            raise SourceError(f'{where}: only #include "path/below/cuda_src" and {allowed} are allowed')
+    return tuple(own), tuple(toolkit)
+
+
+def _blank_comment(match: re.Match[str]) -> str:
+    """Blank a comment but keep its newlines (line numbers) and leave string literals alone."""
+    text = match[0]
+    return "\n" * text.count("\n") + " " if text.startswith("/") else text

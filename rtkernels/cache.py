@@ -1,0 +1,157 @@
+"""Look at and look after the kernel cache: ``path info ls verify prune clear``.
+
+All of it works without a GPU and while other processes use the cache: entries leave it as a whole, and
+whoever misses one compiles it again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rtkernels import _cache, _env, _store
+from rtkernels._store import BadEntry, Store
+
+__all__ = ["Cached", "Removed", "Verified", "clear", "info", "ls", "path", "prune", "verify"]
+
+
+@dataclass(frozen=True)
+class Cached:
+    """One entry, as ``ls`` reports it.
+
+    Attributes:
+        op: Name of the op.
+        target: What it was compiled for, for example ``sm_90a``.
+        key: First 32 digits of its key.
+        size: Bytes on disk, all files together.
+        last_used: Seconds since the epoch, to about a day.
+        path: Directory of the entry.
+        meta: Content of ``meta.json``; empty if the entry is damaged.
+        problem: Why it is damaged, or None.
+    """
+
+    op: str
+    target: str
+    key: str
+    size: int
+    last_used: float
+    path: Path
+    meta: dict[str, Any] = field(default_factory=dict)
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What ``verify`` found: the number of entries looked at, and the damaged ones."""
+
+    checked: int
+    bad: list[Cached]
+
+
+@dataclass(frozen=True)
+class Removed:
+    """What ``prune`` or ``clear`` removed."""
+
+    entries: int
+    size: int
+
+
+def path() -> Path | None:
+    """Return the directory of the cache, symbolic links resolved; None if there is no home to put it in."""
+    configured, _ = _cache.location()
+    return configured.resolve() if configured else None
+
+
+def info() -> dict[str, Any]:
+    """Return where the cache is, how it is used and how much is in it.
+
+    Returns:
+        ``path``, ``mode`` (rw, ro, off), ``problem`` (why it is not used, or None), ``entries``, ``size`` and
+        ``max_size`` in bytes, ``targets`` (entries per target), ``extra`` (the read-only caches in use), and
+        ``stats`` (what this process did).
+    """
+    directory, explicit = _cache.location()
+    problem = "no home directory" if directory is None else _store.distrust(path(), explicit=explicit)
+    cached = ls()
+    targets: dict[str, int] = {}
+    for entry in cached:
+        targets[entry.target] = targets.get(entry.target, 0) + 1
+    return {
+        "path": path(),
+        "mode": _env.get("CACHE"),
+        "problem": problem,
+        "entries": len(cached),
+        "size": sum(entry.size for entry in cached),
+        "max_size": _env.get("CACHE_MAX_MB") * 1_000_000,
+        "targets": targets,
+        "extra": [store.root for store in _cache.extra_stores()],
+        "stats": vars(_cache.stats).copy(),
+    }
+
+
+def ls(target: str | None = None, op: str | None = None) -> list[Cached]:
+    """Return all entries of the user's cache, checksums verified, sorted by target and op."""
+    store = _cache.user_store()
+    if store is None:
+        return []
+    return [_inspect(directory) for directory in store.entries(target or "*", op or "*")]
+
+
+def verify(*, repair: bool = False) -> Verified:
+    """Check every entry against its checksum.
+
+    Args:
+        repair: Move damaged entries out of the way; they are compiled again when needed.
+    """
+    cached = ls()
+    bad = [entry for entry in cached if entry.problem]
+    store = _writable_store()
+    if repair and store:
+        for entry in bad:
+            _store.quarantine(store, entry.path, entry.problem or "")
+    return Verified(len(cached), bad)
+
+
+def prune(max_mb: int | None = None) -> Removed:
+    """Remove the least recently used entries until the cache is no larger than a limit.
+
+    Args:
+        max_mb: The limit in MB, 0 for none; ``RTKERNELS_CACHE_MAX_MB`` if not given.
+    """
+    limit = _env.get("CACHE_MAX_MB") if max_mb is None else max_mb
+    store = _writable_store()
+    return Removed(*_store.shrink(store, limit * 1_000_000)) if store else Removed(0, 0)
+
+
+def clear(target: str | None = None, op: str | None = None) -> Removed:
+    """Remove all entries, or those of one target or op. Lock files stay: other processes may hold them."""
+    store = _writable_store()
+    if store is None:
+        return Removed(0, 0)
+    removed = size = 0
+    for directory in store.entries(target or "*", op or "*"):
+        _, bytes_used = _store.usage(directory)
+        if _store.remove(store, directory):
+            removed += 1
+            size += bytes_used
+    _store.sweep(store)
+    return Removed(removed, size)
+
+
+def _writable_store() -> Store | None:
+    store = _cache.user_store()
+    return store if store and store.writable else None
+
+
+def _inspect(directory: Path) -> Cached:
+    op, _, key = directory.name.rpartition("-")
+    meta: dict[str, Any] = {}
+    problem = None
+    try:
+        if found := _store.read_entry(directory):
+            meta = found[0]
+    except (BadEntry, OSError) as error:
+        problem = str(error)
+    used, size = _store.usage(directory)
+    return Cached(op, directory.parent.name, key, size, used, directory, meta, problem)

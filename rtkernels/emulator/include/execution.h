@@ -1,0 +1,155 @@
+// The CUDA execution model on the host: what a kernel's translation unit sees of it. runtime.cpp implements it.
+//
+// Every thread of a block is a fiber of one OS thread. A fiber runs until it waits (barrier, warp operation) or
+// returns; the scheduler then picks the next one in the launch's thread order. `__shared__` is `thread_local`: the
+// one C++ specifier that is also valid after `extern` and makes a local static. All shared variables of a unit thus
+// lie in the TLS block of its shared object, which the runtime finds, poisons before each block and checks.
+//
+// Every load and store of the kernel reaches the runtime: the unit is compiled with -fsanitize=thread, whose
+// callbacks (__tsan_read4, ...) the runtime defines itself.
+#pragma once
+
+#define __global__
+#define __device__
+#define __host__
+#define __constant__ static
+#define __shared__ thread_local
+#define __forceinline__ inline __attribute__((always_inline))
+#define __noinline__ __attribute__((noinline))
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(n) __attribute__((aligned(n)))
+#define alignas(n) __attribute__((aligned(n)))  // CUDA allows it after __shared__, C++ does not after thread_local
+
+struct uint3 {
+    unsigned x, y, z;
+};
+struct dim3 {
+    unsigned x, y, z;
+};
+
+#ifdef RTK_EMU_RUNTIME
+#define RTK_EMU_BUILTIN extern __attribute__((visibility("default")))
+#else
+#define RTK_EMU_BUILTIN extern const
+#endif
+RTK_EMU_BUILTIN uint3 threadIdx;
+RTK_EMU_BUILTIN uint3 blockIdx;
+RTK_EMU_BUILTIN dim3 blockDim;
+RTK_EMU_BUILTIN dim3 gridDim;
+constexpr int warpSize = 32;
+
+namespace emu {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+#pragma GCC visibility push(default)
+
+// A place in the source, for reports. Functions that wait take it as a default argument.
+struct Site {
+    const char* what;
+    const char* file;
+    int line;
+};
+#define RTK_EMU_SITE(what) \
+    emu::Site { what, file, line }
+#define RTK_EMU_CALLER const char *file = __builtin_FILE(), int line = __builtin_LINE()
+
+// Barrier `id` for `threads` threads of the block (0: all of them). Returns how many arrived with `predicate`.
+int barrier(int id, int threads, bool predicate, Site site);
+
+// Waits for the lanes of `mask`, then returns the 32 values they deposited (0 for lanes outside the mask).
+const u64* gather(u32 mask, u64 value, Site site);
+u64 shuffle(u32 mask, u64 value, u32 source, Site site);
+
+// One access of an instruction wrapper: 1 to 16 bytes, checked as a whole, aligned to its size.
+struct Word16 {
+    u64 lo, hi;
+};
+Word16 load(const void* p, u32 bytes);
+void store(void* p, Word16 value, u32 bytes);
+
+void check_atomic(const void* p, u32 bytes);
+
+u32 lane();
+u32 active_mask();  // the lanes of this warp that have not returned
+
+// cp.async: the bytes arrive in shared memory when the thread waits for them, not before.
+void cp_async(void* shared, const void* global, u32 bytes, u32 from_global);
+void cp_async_commit();
+void cp_async_wait(u32 groups_in_flight);
+
+// ---- launch -----------------------------------------------------------------------------------------------------
+
+// Bytes of one or more overlapping tensors. They are copied into an arena with unmapped-in-spirit gaps around them,
+// so running off one tensor never lands in another; `valid` marks (1) the bytes that belong to a tensor's elements.
+struct Segment {
+    u8* host;
+    const u8* valid;
+    u64 bytes;
+    u8* copy;
+    u64 written;
+};
+
+struct Error {
+    int kind;  // 0: none; the names are in _launch.py
+    u32 block[3], thread[3];
+    int write;
+    u64 size;
+    int segment;    // nearest segment of a global access, -1: none
+    long long offset;  // from the segment's first byte, or into shared memory
+    u64 pc;         // in the kernel's shared object, relative to its load address
+    char detail[1024];
+};
+
+struct Launch {
+    u32 grid[3], block[3];
+    u64 shared_bytes, shared_limit;
+    u64 order;  // 0: forward, 1: reverse, else the seed of a random order
+    u32 races;  // report conflicting shared-memory accesses that no barrier orders
+    u32 arg_count;
+    u64* args;
+    const int* arg_segment;  // -1: not a pointer into a segment; else args[i] is an offset into it
+    Segment* segments;
+    u64 segment_count;
+    Error error;
+};
+
+using Entry = void (*)(const u64* args);
+int run(Launch* launch, Entry entry, u8* dynamic_shared, u64 dynamic_capacity);
+
+#pragma GCC visibility pop
+
+// ---- from the packed argument buffer to a call ------------------------------------------------------------------
+
+template <int... I>
+struct Indices {};
+template <int N, int... I>
+struct MakeIndices : MakeIndices<N - 1, N - 1, I...> {};
+template <int... I>
+struct MakeIndices<0, I...> {
+    using type = Indices<I...>;
+};
+
+template <typename T>
+T argument(const u64* slot) {
+    static_assert(sizeof(T) == 8, "kernel parameters are pointers, long long and double");
+    T value;
+    __builtin_memcpy(&value, slot, 8);
+    return value;
+}
+
+template <typename... P, int... I>
+void call_with(void (*kernel)(P...), const u64* args, Indices<I...>) {
+    kernel(argument<P>(args + I)...);
+}
+
+template <typename... P>
+void call(void (*kernel)(P...), const u64* args) {
+    call_with(kernel, args, typename MakeIndices<sizeof...(P)>::type());
+}
+
+}  // namespace emu

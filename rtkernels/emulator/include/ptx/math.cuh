@@ -1,0 +1,10 @@
+// Host version of cuda_src/ptx/math.cuh: the exact value rounded, where the instruction is within 1 or 2 ulp of it.
+#pragma once
+#include "common/abi.cuh"
+
+namespace rtk::ptx {
+
+RTK_DEVICE float ex2(float x) { return emu::flush(__builtin_exp2f(emu::flush(x))); }
+RTK_DEVICE float rcp(float x) { return emu::flush(1.0f / emu::flush(x)); }
+
+}  // namespace rtk::ptx

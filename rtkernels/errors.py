@@ -1,0 +1,51 @@
+"""Every exception rtkernels raises on purpose; each message says what happened, why, and what to do."""
+
+from __future__ import annotations
+
+
+class RtkError(Exception):
+    """Base class of all rtkernels errors."""
+
+
+class ArgumentError(RtkError, ValueError):
+    """An argument or an environment variable has a value that cannot be used."""
+
+
+class SourceError(RtkError, RuntimeError):
+    """The device sources are missing, or break a rule the include scanner relies on."""
+
+
+class KernelCompileError(RtkError, RuntimeError):
+    """NVRTC rejected a kernel.
+
+    Attributes:
+        log: The whole compiler log.
+        log_path: Where that log was written, or None if it could not be.
+    """
+
+    def __init__(self, message: str, *, log: str = "", log_path: str | None = None) -> None:
+        super().__init__(message)
+        self.log = log
+        self.log_path = log_path
+
+
+class ToolkitError(RtkError, RuntimeError):
+    """CuPy, NVRTC or the CUDA headers are missing, or do not fit together."""
+
+
+class UnsupportedDeviceError(RtkError, RuntimeError):
+    """The GPU (or the requested target) cannot run this kernel."""
+
+
+class NotWarmError(RtkError, RuntimeError):
+    """A kernel would have to be compiled where compiling is not allowed.
+
+    Attributes:
+        key: The cache key that was looked up.
+        command: The shell command that builds the missing entry.
+    """
+
+    def __init__(self, message: str, *, key: str = "", command: str = "") -> None:
+        super().__init__(message)
+        self.key = key
+        self.command = command

@@ -1,0 +1,95 @@
+"""Arrays of other libraries at the public API: anything with ``__dlpack__`` in, the same kind out.
+
+A ``torch.Tensor`` never comes here. CUDA streams are ordered by the DLPack protocol on both ways. bfloat16 and fp8
+cross as bit views where the other library (or its DLPack) lacks the type: NumPy and CuPy get ``ml_dtypes`` arrays if
+that package is installed, else unsigned integers of the same width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtkernels.errors import ArgumentError
+
+_BITS = {1: torch.uint8, 2: torch.uint16}
+_BY_NAME = {
+    "bfloat16": torch.bfloat16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+}
+_NAME = {dtype: name for name, dtype in _BY_NAME.items()}
+
+
+def call(function: Callable[..., Any], first: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call `function` with every array turned into a tensor and give tensors back in the kind of `first`.
+
+    Raises:
+        ArgumentError: `first` is neither a tensor nor an array, or the arrays are of different libraries.
+    """
+    kind = _kind(first)
+
+    def convert(value: Any) -> Any:
+        if not hasattr(value, "__dlpack__"):
+            return value
+        if isinstance(value, Tensor) or _kind(value) != kind:
+            raise ArgumentError(
+                f"{function.__name__}: arrays of different libraries in one call "
+                f"({type(first).__module__}.{type(first).__name__} and {type(value).__module__}.{type(value).__name__})"
+            )
+        return to_torch(value)
+
+    result = function(to_torch(first), *map(convert, args), **{name: convert(value) for name, value in kwargs.items()})
+    if isinstance(result, tuple):
+        return tuple(from_torch(item, kind) for item in result)
+    return from_torch(result, kind)
+
+
+def _kind(value: Any) -> str:
+    if not hasattr(value, "__dlpack__"):
+        raise ArgumentError(
+            f"expected a torch.Tensor or an array with __dlpack__, got {type(value).__module__}.{type(value).__name__}"
+        )
+    name = type(value).__module__.partition(".")[0]
+    return "jax" if name == "jaxlib" else name
+
+
+def to_torch(value: Any) -> Tensor:
+    """Return a tensor that shares memory with an array."""
+    dtype = _BY_NAME.get(str(getattr(value, "dtype", "")))
+    if dtype is not None and _kind(value) in ("numpy", "cupy"):
+        return torch.from_dlpack(value.view(f"uint{8 * dtype.itemsize}")).view(dtype)
+    return torch.from_dlpack(value)
+
+
+def from_torch(value: Any, kind: str) -> Any:
+    """Return an array of library `kind` that shares memory with a tensor; other values as they are."""
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach()
+    if kind == "numpy":
+        return _retyped(value, lambda t: t.numpy())
+    if kind == "cupy":
+        import cupy
+
+        return _retyped(value, cupy.from_dlpack)
+    if kind == "jax":
+        import jax.dlpack
+
+        return jax.dlpack.from_dlpack(value.contiguous())
+    raise ArgumentError(f"results cannot be handed back as arrays of {kind!r}; pass a torch.Tensor (torch.from_dlpack)")
+
+
+def _retyped(value: Tensor, export: Callable[[Tensor], Any]) -> Any:
+    name = _NAME.get(value.dtype)
+    if name is None:
+        return export(value)
+    bits = export(value.view(_BITS[value.itemsize]))
+    try:
+        import ml_dtypes
+    except ImportError:
+        return bits
+    return bits.view(getattr(ml_dtypes, name))

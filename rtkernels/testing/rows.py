@@ -1,0 +1,53 @@
+"""The benchmark row: one op at one shape, declared beside the op in ``rtkernels/ops/<op>.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rtkernels.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured line of the benchmark: an op, a shape, and what to compare it with.
+
+    A row named ``<op>_bwd`` is paired with the row ``<op>_fwd`` of the same shape: torch's backward is timed
+    through autograd on the forward row's ``torch`` and ``fused`` functions. Its incoming gradient is the
+    input called ``dy``; every other floating-point tensor that the forward takes is differentiated, in the
+    order ``make`` lists them.
+
+    Attributes:
+        name: Row name, for example ``rms_norm_fwd``; adapters of other libraries are found by it.
+        shape: Shape in words, for example ``8192x4096``.
+        make: ``make(device, generator)`` builds the keyword inputs afresh; called once per rotated copy.
+        ours: Called as ``ours(**inputs)``; runs the op under test and nothing else.
+        torch: The same math in plain torch, same inputs; also what ``torch.compile`` compiles.
+        bytes: Least bytes moved: every input read once, every output written once.
+        exact: fp64 reference from the same inputs; None runs ``torch`` on inputs cast to fp64.
+        fused: torch's own fused op for this math, where there is one.
+    """
+
+    name: str
+    shape: str
+    make: Callable[[str, torch.Generator], dict[str, Any]]
+    ours: Callable[..., Any]
+    torch: Callable[..., Any]
+    bytes: int
+    exact: Callable[..., Any] | None = None
+    fused: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name or not self.shape:
+            raise ArgumentError("Row: name and shape must not be empty; they identify the row in results.")
+        if self.bytes <= 0:
+            raise ArgumentError(f"Row {self.name} {self.shape}: bytes is {self.bytes}; it must be positive.")
+
+    @property
+    def label(self) -> str:
+        """``name shape``, the text that ``bench run --rows`` matches."""
+        return f"{self.name} {self.shape}"

@@ -1,0 +1,59 @@
+"""Fixtures and markers shared by all tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rtkernels import _cache
+
+_own_cache = pytest.StashKey[str]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep tests away from the user's cache: one cache per run, shared by its workers."""
+    if os.environ.get("RTKERNELS_CACHE_DIR"):
+        return  # named on purpose, to keep it between runs; or inherited by a worker of this run
+    config.stash[_own_cache] = os.environ["RTKERNELS_CACHE_DIR"] = tempfile.mkdtemp(prefix="rtkernels-tests-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove the cache of this run."""
+    if directory := config.stash.get(_own_cache, None):
+        del os.environ["RTKERNELS_CACHE_DIR"]
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked ``gpu``, visibly, where there is no GPU."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA GPU; none on this machine")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+def pytest_report_header() -> list[str]:
+    """Say at the top of a run what it ran on."""
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none, gpu tests are skipped"
+    return [f"torch {torch.__version__}, GPU: {gpu}, kernel cache: {os.environ['RTKERNELS_CACHE_DIR']}"]
+
+
+@pytest.fixture
+def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty kernel cache for one test; the process remembers nothing from before, nor afterwards."""
+    directory = tmp_path / "cache"
+    for name in list(os.environ):
+        if name.startswith("RTKERNELS_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("RTKERNELS_CACHE_DIR", str(directory))
+    _cache.forget()
+    yield directory
+    _cache.forget()
