@@ -139,7 +139,8 @@ def per_call(
 
 
 def _child(op: str, cache: str, **env: str) -> dict[str, Any]:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("RTKERNELS_")}
+    settings = ("RTKERNELS_CACHE", "RTKERNELS_NO_COMPILE", "RTKERNELS_EMULATE")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(settings)}
     done = subprocess.run(
         [sys.executable, "-m", "bench.host", op],
         cwd=ROOT,

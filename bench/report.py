@@ -81,6 +81,8 @@ def missing(result: dict[str, Any]) -> list[str]:
 
 def host_table(host: dict[str, Any]) -> list[str]:
     """Host rows: µs per call beside ``x*2``, then first use and import."""
+    if "failed" in host:
+        return [host["failed"]]
     base = host["us_per_call"].get("torch x*2")
     body = []
     for name, us in host["us_per_call"].items():
@@ -151,7 +153,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     axes.axvline(1.0, color="grey", linewidth=0.8)
     axes.set_xlabel("time of a copy of the same bytes / time (longer is faster)")
     axes.set_title(results[0]["environment"]["gpu"] or "")
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

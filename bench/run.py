@@ -219,6 +219,13 @@ class Bench:
             return self.timer.measure(calls), error
 
 
+def _host(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return measure()
+    except Exception as error:
+        return {"failed": _say(error)}
+
+
 def run(
     rows: list[Row],
     bench: Bench,
@@ -260,7 +267,7 @@ def run(
             if path:
                 meta.save(result, path)
         if host:
-            result["host"] = host()
+            result["host"] = _host(host)
         result["complete"] = True
     except DeviceLost as error:
         result["rows"].append({"row": row.name, "shape": row.shape, "failed": f"device lost: {error}"})

@@ -358,9 +358,7 @@ def load(
         return entry
 
 
-def peek(
-    unit: str, expressions: Sequence[str], target: Target, flags: Iterable[str] = (), *, op: str
-) -> Path | None:
+def peek(unit: str, expressions: Sequence[str], target: Target, flags: Iterable[str] = (), *, op: str) -> Path | None:
     """Return the directory of the entry ``load`` would find, neither checked nor built; None if absent."""
     request = _request(op, unit, expressions, target, flags, _nvrtc.version())
     candidates = (request.directory(store) for store in _stores(None))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 try:
     from torch._C import _len_torch_dispatch_stack as _dispatch_modes
@@ -37,8 +37,9 @@ _only_plain = _PLAIN_TYPES.issuperset
 
 def plain(args: tuple[Any, ...]) -> bool:
     """Return True if nothing but the launcher needs to see a call with these arguments."""
+    # Tracers other than Dynamo (export, make_fx, AOT) run under a dispatch mode.
     return (
-        not is_compiling()
+        not is_dynamo_compiling()
         and _only_plain(map(type, args))
         and not _dispatch_modes()
         and _functorch_transform() is None

@@ -28,7 +28,6 @@ Variant = tuple[Any, ...]
 
 _C_TYPES = {"bf16": "rtk::bf16", "fp16": "rtk::fp16", "fp32": "float", "e4m3": "rtk::e4m3", "e5m2": "rtk::e5m2"}
 _KIND_FORMAT = {"ptr": "Q", "i64": "q", "f64": "d"}
-_DEFAULT_SHARED = 48 * 1024
 _INVALID_CONTEXT = 201
 _PLANS_LIMIT = 4096
 
@@ -106,7 +105,16 @@ class Kernel:
         """Return True if the target has every feature this kernel needs."""
         return target.features.issuperset(self.needs)
 
-    def bind(self, variant: Variant, device: int, grid: int | tuple[int, ...], block: int, shared: int = 0) -> Launch:
+    def bind(
+        self,
+        variant: Variant,
+        device: int,
+        grid: int | tuple[int, ...],
+        block: int,
+        shared: int = 0,
+        *,
+        overlap: bool = False,
+    ) -> Launch:
         """Return a function that launches a variant on a device, compiling and loading it if needed.
 
         Args:
@@ -115,6 +123,8 @@ class Kernel:
             grid: Blocks in x, or in up to three dimensions; every one at least 1.
             block: Threads per block.
             shared: Dynamic shared memory in bytes.
+            overlap: The kernel may start before the previous one of its stream has ended. It must call
+                ``ptx::wait_for_previous`` before it reads that one's results. Ignored below sm_90.
         """
         dims = (grid,) if isinstance(grid, int) else tuple(grid)
         dims += (1,) * (3 - len(dims))
@@ -123,8 +133,8 @@ class Kernel:
 
             return emulator.bind(self, variant, _emulated_number, dims, block, shared)
         function = self._functions.get((variant, device)) or self._load(variant, device)
-        if shared > _DEFAULT_SHARED:
-            _driver().funcSetAttribute(function, _MAX_DYNAMIC_SHARED, shared)
+        if overlap and "pdl" in device_info(device).target.features:
+            return _overlapping_launcher(function, self._pack_into, device, dims, block, shared)
         return _launcher(function, self._pack_into, device, dims, block, shared)
 
     def _load(self, variant: Variant, device: int) -> int:
@@ -146,22 +156,24 @@ class Kernel:
                         f"and dtypes before the capture"
                     )
                 entry = _cache.load(self.unit, [expression], info.target, self.flags, op=self.op)
-                function = self._load_image(entry, expression)
+                function = self._load_image(entry, expression, info.target)
             self._functions[variant, device] = function
             return function
 
-    def _load_image(self, entry: _cache.Entry, expression: str) -> int:
-        cupy = _nvrtc.import_cupy()
-        if entry.path is not None:
-            raw = cupy.RawModule(path=str(entry.path)).get_function(entry.names[expression])
-            function = raw.kernel.ptr
-        else:  # no usable cache directory: CuPy loads files only
-            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+    def _load_image(self, entry: _cache.Entry, expression: str, target: Target) -> int:
+        try:
+            raw = _raw_kernel(entry.path, entry.names[expression])
+        except (OSError, TypeError, RuntimeError):
+            # In memory only, or the file went away (cache cleared or pruned) after it was checked.
+            with tempfile.NamedTemporaryFile(suffix=".image") as file:
                 file.write(entry.image)
                 file.flush()
-                raw = cupy.RawModule(path=file.name).get_function(entry.names[expression])
-                function = raw.kernel.ptr
+                raw = _raw_kernel(file.name, entry.names[expression])
+        function = raw.kernel.ptr
         self._alive.append(raw)
+        driver = _driver()
+        static = driver.funcGetAttribute(_STATIC_SHARED, function)
+        driver.funcSetAttribute(function, _MAX_DYNAMIC_SHARED, shared_limit(target) - static)
         return function
 
     def _after_fork(self) -> None:
@@ -188,6 +200,12 @@ class Plans(dict):
             self.clear()
         self[key] = plan
         return plan
+
+
+def _raw_kernel(path: Any, name: str) -> Any:
+    raw = _nvrtc.import_cupy().RawModule(path=os.fspath(path)).get_function(name)
+    raw.kernel  # noqa: B018  CuPy loads the module here, not earlier
+    return raw
 
 
 def _template_argument(value: Any) -> str:
@@ -249,58 +267,110 @@ def _target_of(capability: tuple[int, int]) -> Target:
 
 # ---- launching ------------------------------------------------------------------------------------------------------
 
+_STATIC_SHARED = 1  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAX_ARGS = 64
+
+
+_PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_CONFIG = struct.Struct("=7I4xQQI4x")  # CUlaunchConfig: grid, block, shared bytes, stream, attributes, their count
+_ATTRIBUTE = struct.Struct("=I4xI60x")  # CUlaunchAttribute: id, value
 
 
 class _ArgumentSlot:
     """One argument buffer and the array of pointers into it that the driver wants (every argument is 8 bytes)."""
 
-    __slots__ = ("_table", "buffer", "pointers")
+    __slots__ = ("_table", "buffer", "config", "config_address", "pointers")
 
     def __init__(self) -> None:
         self.buffer = (ctypes.c_uint64 * _MAX_ARGS)()
         base = ctypes.addressof(self.buffer)
         self._table = (ctypes.c_uint64 * _MAX_ARGS)(*range(base, base + 8 * _MAX_ARGS, 8))
         self.pointers = ctypes.addressof(self._table)
+        self.config = (ctypes.c_uint8 * _CONFIG.size)()
+        self.config_address = ctypes.addressof(self.config)
 
 
-# The driver copies the arguments before it returns, but CuPy releases the GIL meanwhile: a slot belongs to one call.
+# The driver copies the arguments before it returns, but the GIL is released meanwhile: a slot belongs to one call.
 _slots: list[_ArgumentSlot] = []
 
 
 def _launcher(
     function: int, pack_into: Callable, device: int, grid: tuple[int, ...], block: int, shared: int
 ) -> Launch:
+    # One flat function: every Python call saved here is saved in every op call.
     grid_x, grid_y, grid_z = grid
-    driver = _driver()
-    launch_kernel = driver.launchKernel
+    launch_kernel = _driver().launchKernel
+    error_type = _driver().CUDADriverError
     current_device = torch._C._cuda_getDevice
     current_stream = torch._C._cuda_getCurrentRawStream
+    only_device = torch.cuda.device_count() == 1
+    take, give_back = _slots.pop, _slots.append
 
     def launch(*args: int | float) -> None:
         try:
-            slot = _slots.pop()
+            slot = take()
         except IndexError:
             slot = _ArgumentSlot()
         pack_into(slot.buffer, 0, *args)
-        stream = current_stream(device)
-        if current_device() == device:
+        if only_device or current_device() == device:
             try:
-                launch_kernel(function, grid_x, grid_y, grid_z, block, 1, 1, shared, stream, slot.pointers, 0)
-            except driver.CUDADriverError as error:
+                launch_kernel(
+                    function, grid_x, grid_y, grid_z, block, 1, 1, shared, current_stream(device), slot.pointers, 0
+                )
+            except error_type as error:
                 if error.status != _INVALID_CONTEXT:
                     raise
-                # A thread that has made no CUDA call yet has no context; torch's allocator may not need one.
-                torch.cuda.current_stream(device).query()
-                _nvrtc.import_cupy().cuda.runtime.free(0)
-                launch_kernel(function, grid_x, grid_y, grid_z, block, 1, 1, shared, stream, slot.pointers, 0)
+                _make_context()
+                launch(*args)
         else:
             with torch.cuda.device(device):
-                launch_kernel(function, grid_x, grid_y, grid_z, block, 1, 1, shared, stream, slot.pointers, 0)
+                launch_kernel(
+                    function, grid_x, grid_y, grid_z, block, 1, 1, shared, current_stream(device), slot.pointers, 0
+                )
+        give_back(slot)
+
+    return launch
+
+
+def _overlapping_launcher(
+    function: int, pack_into: Callable, device: int, grid: tuple[int, ...], block: int, shared: int
+) -> Launch:
+    # CuPy has no launch with attributes, so this one goes to the driver itself (about 2 µs more host time).
+    attribute = ctypes.create_string_buffer(_ATTRIBUTE.pack(_PROGRAMMATIC_SERIALIZATION, 1), _ATTRIBUTE.size)
+    attribute_address = ctypes.addressof(attribute)
+    launch_kernel_ex = _launch_kernel_ex()
+    current_stream = torch._C._cuda_getCurrentRawStream
+
+    def launch(*args: int | float, _keep_alive: Any = attribute) -> None:
+        slot = _ArgumentSlot() if not _slots else _slots.pop()
+        pack_into(slot.buffer, 0, *args)
+        with torch.cuda.device(device):
+            stream = current_stream(device)
+            _CONFIG.pack_into(slot.config, 0, *grid, block, 1, 1, shared, stream, attribute_address, 1)
+            status = launch_kernel_ex(slot.config_address, function, slot.pointers, 0)
+            if status == _INVALID_CONTEXT:
+                _make_context()
+                status = launch_kernel_ex(slot.config_address, function, slot.pointers, 0)
+        if status:
+            raise _driver().CUDADriverError(status)
         _slots.append(slot)
 
     return launch
+
+
+def _make_context() -> None:
+    """Give this thread a CUDA context: one that has made no CUDA call yet has none, and torch's allocator may not
+    have needed one."""
+    _nvrtc.import_cupy().cuda.runtime.free(0)
+
+
+@cache
+def _launch_kernel_ex() -> Callable[..., int]:
+    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    function.argtypes = [ctypes.c_void_p] * 4
+    function.restype = ctypes.c_int
+    return function
 
 
 @cache

@@ -345,9 +345,7 @@ def parse_resources(log: str) -> dict[str, Resources]:
     return found
 
 
-def _compile_error(
-    op: str, unit: str, expressions: Sequence[str], target: Target, log: str
-) -> KernelCompileError:
+def _compile_error(op: str, unit: str, expressions: Sequence[str], target: Target, log: str) -> KernelCompileError:
     lines = [line for line in log.splitlines() if line.strip()]
     first = next((i for i, line in enumerate(lines) if re.search(r"\berror\b|\bfatal\b", line)), 0)
     shown = "\n".join(f"    {line.rstrip()}" for line in lines[first : first + 3])

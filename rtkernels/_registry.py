@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _LIBRARY = torch.library.Library("rtkernels", "FRAGMENT")
 _OPS: dict[str, Op] = {}
+_CANNOT_LAUNCH = (ToolkitError, UnsupportedDeviceError, KernelCompileError, NotWarmError)
 _fell_back: set[str] = set()
 
 
@@ -46,25 +47,42 @@ class TorchOp:
         _LIBRARY.impl(self.name, self._run_cpu, "CPU")
         torch.library.register_fake(f"rtkernels::{self.name}", fake, lib=_LIBRARY)
         self.overload = getattr(torch.ops.rtkernels, self.name).default
+        self.call = self._make_call()
 
     def __call__(self, *args: Any) -> Any:
-        if plain(args):
-            if args[0].is_cuda:
-                return self._run_cuda(*args)
-            if args[0].is_cpu:
-                return self._run_cpu(*args)
-        return self.overload(*args)
+        return self.call(*args)
+
+    def _make_call(self) -> Callable[..., Any]:
+        """Return the function behind ``__call__``; public functions use it directly, which saves a Python call."""
+        launch, overload, run_cpu, fall_back = self.launch, self.overload, self._run_cpu, self._fall_back
+
+        def call(*args: Any) -> Any:
+            if plain(args):
+                if args[0].is_cuda:
+                    try:
+                        return launch(*args)
+                    except _CANNOT_LAUNCH as error:
+                        return fall_back(error, args)
+                if args[0].is_cpu:
+                    return run_cpu(*args)
+            return overload(*args)
+
+        return call
 
     def _run_cuda(self, *args: Any) -> Any:
         try:
             return self.launch(*args)
-        except (ToolkitError, UnsupportedDeviceError, KernelCompileError, NotWarmError) as error:
-            if _env.get("FALLBACK") != "torch":
-                raise
-            if self.name not in _fell_back:
-                _fell_back.add(self.name)
-                _env.logger().warning("%s runs as plain torch (RTKERNELS_FALLBACK=torch): %s", self.name, error)
-            return self.reference(*args)
+        except _CANNOT_LAUNCH as error:
+            return self._fall_back(error, args)
+
+    def _fall_back(self, error: Exception, args: tuple[Any, ...]) -> Any:
+        """Run the reference if the user allows it, else raise."""
+        if _env.get("FALLBACK") != "torch":
+            raise error
+        if self.name not in _fell_back:
+            _fell_back.add(self.name)
+            _env.logger().warning("%s runs as plain torch (RTKERNELS_FALLBACK=torch): %s", self.name, error)
+        return self.reference(*args)
 
     def _run_cpu(self, *args: Any) -> Any:
         features = emulator.active()

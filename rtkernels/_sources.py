@@ -23,9 +23,7 @@ _MARKER = "common/abi.cuh"
 _CLOCK_TICK_NS = 50_000_000  # file times are coarse: two edits within one tick carry the same time
 _root_override: Path | None = None  # tests put their own sources here
 
-_LITERAL_OR_COMMENT = re.compile(
-    r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|//[^\n]*|/\*.*?\*/', re.DOTALL
-)
+_LITERAL_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
 _DIRECTIVE = re.compile(
     r"^[ \t]*(?P<mark>#|%:)[ \t]*(?P<word>include\w*|import|embed)\b[ \t]*(?P<what>[^\n]*)$", re.MULTILINE
 )

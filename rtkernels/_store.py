@@ -28,6 +28,7 @@ FORMAT = 1
 META = "meta.json"
 LOCK_TIMEOUT_S = 120.0
 LOCK_LOG_AFTER_S = 5.0
+LOCK_POLL_S = 0.02  # flock has no timeout; polling five times slower let a busy lock starve a waiter
 TOUCH_AFTER_S = 86_400.0  # the time of last use is noted at most daily
 LEFTOVER_AFTER_S = 86_400.0  # what is older in tmp/ has no living writer; damaged entries stay that long too
 
@@ -266,7 +267,7 @@ def _wait_for(descriptor: int, path: Path, what: str) -> bool:
             message = "%s: waiting for %s, which is compiling the same kernel (%s)"
             _env.logger().warning(message, what, _holder(descriptor), path)
         time.sleep(pause)
-        pause = min(2 * pause, 0.1)
+        pause = min(2 * pause, LOCK_POLL_S)
 
 
 def _holder(descriptor: int) -> str:

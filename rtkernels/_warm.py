@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -119,13 +119,24 @@ def warm(
         ToolkitError: CuPy or NVRTC is missing.
     """
     chosen = targets(archs)
-    todo = list(plan(chosen, ops))
+    return build(list(plan([*select(ops), *_parts(ops)], chosen)), out, jobs, progress)
+
+
+def build(
+    todo: Sequence[Job],
+    out: str | os.PathLike[str] | None = None,
+    jobs: int | None = None,
+    progress: Callable[[int, int, Failure | None], None] | None = None,
+) -> WarmReport:
+    """Do these jobs; the arguments are those of ``warm``."""
+    if jobs is not None and jobs < 1:
+        raise ArgumentError(f"jobs is {jobs}; expected the number of threads, from 1 up")
     directory = _directory(out)
     _nvrtc.version()  # one clear error, not one per kernel
     started = time.perf_counter()
-    report = WarmReport(tuple(target.name for target in chosen), directory)
+    report = WarmReport(tuple(dict.fromkeys(job.target.name for job in todo)), directory)
 
-    def build(job: Job) -> str:
+    def run(job: Job) -> str:
         # A read-only extra cache may have it already; a directory named by the caller is filled completely.
         there = out is None and _cache.peek(*job.entry, op=job.kernel.op) is not None
         entry = _cache.load(*job.entry, op=job.kernel.op, directory=None if there else directory)
@@ -134,13 +145,12 @@ def warm(
         return entry.source
 
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1, thread_name_prefix="rtkernels-warm") as pool:
-        running: dict[Future[str], Job] = {pool.submit(build, job): job for job in todo}
+        running: dict[Future[str], Job] = {pool.submit(run, job): job for job in todo}
         try:
-            while running:
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    failure = _count(report, running.pop(future), future)
-                    if progress is not None:
-                        progress(report.total, len(todo), failure)
+            for future in as_completed(running):
+                failure = _count(report, running[future], future)
+                if progress is not None:
+                    progress(report.total, len(todo), failure)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -232,9 +242,17 @@ def select(ops: Sequence[str] | None) -> list[Op]:
     return found
 
 
-def plan(chosen: Sequence[Target], ops: Sequence[str] | None = None) -> Iterator[Job]:
-    """Yield every job the chosen ops have for the chosen targets."""
-    for op in select(ops):
+def _parts(ops: Sequence[str] | None) -> list[Op]:
+    """Return the ops that only serve others: whoever warms some ops needs these too."""
+    if ops is None:
+        return []
+    named = select(ops)
+    return [op for op in select(None) if not op.public and op not in named]
+
+
+def plan(ops: Sequence[Op], chosen: Sequence[Target]) -> Iterator[Job]:
+    """Yield every variant the ops have for the targets."""
+    for op in ops:
         for kernel in op.kernels:
             for target in chosen:
                 if kernel.supports(target):

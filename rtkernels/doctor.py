@@ -86,7 +86,7 @@ def _text(value: Any) -> str:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, dict)):
         return ", ".join(_text(part) for part in value) or "none"
     return str(value)
 
@@ -247,6 +247,13 @@ def _writable(path: Path) -> bool:
     return path.is_dir() and os.access(path, os.W_OK | os.X_OK)
 
 
+def _emulator() -> dict[str, Any]:
+    from rtkernels import emulator
+
+    reason = emulator.unavailable()
+    return {"usable": reason is None, "reason": reason} if reason else {"usable": True}
+
+
 def _environment() -> dict[str, str]:
     from rtkernels import _env
 
@@ -336,6 +343,7 @@ _PROBES: dict[str, Callable[[], Any]] = {
     "headers": _headers,
     "sources": _sources,
     "cache": _cache,
+    "emulator": _emulator,
     "environment": _environment,
     "test_compile": _compile,
 }

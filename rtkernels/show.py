@@ -50,7 +50,7 @@ def inventory(archs: Sequence[str] | None = None, ops: Sequence[str] | None = No
         chosen = [_arch.parse(name) for name in _arch.CI_TARGETS]
     numbers: dict[tuple[str, str], int] = {}
     rows = []
-    for job in _warm.plan(chosen, ops):
+    for job in _warm.plan(_warm.select(ops), chosen):
         place = (job.kernel.name, job.target.name)
         number = numbers[place] = numbers.get(place, -1) + 1
         rows.append(
@@ -90,7 +90,7 @@ def render_inventory(rows: Sequence[dict[str, Any]]) -> str:
     summary = f"{len(functions)} ops, {len(grouped)} kernels, {len(rows)} variants, {cached} in the cache"
     if any(row["cached"] is None for row in rows):
         summary += " (unknown: NVRTC cannot be loaded, see `rtkernels doctor`)"
-    called = "\n".join(f"{name}: {', '.join(public)}" for name, public in functions.items())
+    called = "\n".join(f"{name}: {', '.join(public) or 'part of others'}" for name, public in functions.items())
     return f"{text}\n\n{called}\n\n{summary}"
 
 
@@ -106,7 +106,7 @@ def _share(found: list[bool | None] | None) -> str:
 def _jobs(op: str, target: Target, kernel: str | None, variant: int | None) -> list[tuple[int, Job]]:
     """Return the chosen variants of an op, each with its number within its kernel."""
     by_kernel: dict[str, list[Job]] = {}
-    for job in _warm.plan([target], [op]):
+    for job in _warm.plan(_warm.select([op]), [target]):
         by_kernel.setdefault(job.kernel.name, []).append(job)
     if not by_kernel:
         needs = sorted({need for record in _warm.select([op])[0].kernels for need in record.needs})

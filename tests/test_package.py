@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -238,3 +239,36 @@ def test_ci_runs_the_command_of_the_readme():
     assert "pip install" in command
     assert "pytest" in command
     assert "<!-- test-command -->" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_the_example_of_the_guide_works(tmp_path: Path):
+    """docs/adding_an_op.md promises that two files make an op; take them from there and see."""
+    shutil.copytree(ROOT / "rtkernels", tmp_path / "rtkernels", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "cuda_src", tmp_path / "cuda_src")
+    guide = (ROOT / "docs" / "adding_an_op.md").read_text(encoding="utf-8")
+    files = re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.+?)\n```", guide, re.DOTALL)
+    assert len(files) == 2
+    for name, text in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n", encoding="utf-8")
+    printed = python(
+        """
+import torch, rtkernels
+from rtkernels import _registry
+x = torch.randn(7, 9, requires_grad=True)
+y = rtkernels.squared_relu(x)
+torch.testing.assert_close(y, x.relu() ** 2)
+y.sum().backward()
+torch.testing.assert_close(x.grad, 2 * x.relu())
+for op, args in _registry.get("squared_relu").samples("cpu"):
+    torch.library.opcheck(op.overload, args)
+report = rtkernels.warm(["sm_80", "sm_90a"], ["squared_relu"])
+used = [row.meta["resources"] for row in rtkernels.cache.ls()]
+print(report.compiled, len(report.failures), max(u["spill_stores"] for r in used for u in r.values()),
+      max(u["registers"] for r in used for u in r.values()) <= 40)
+""",
+        cwd=tmp_path,
+        PYTHONPATH=str(tmp_path),
+        RTKERNELS_CACHE_DIR=str(tmp_path / "cache"),
+    )
+    assert printed.split("\n")[-2] == "12 0 0 True"

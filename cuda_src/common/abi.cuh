@@ -35,7 +35,8 @@ using u64 = unsigned long long;
 using i32 = int;
 using i64 = long long;
 
-constexpr int kWarp = 32;
+// `inline`: a plain constant may get an internal symbol whose name differs from run to run, and the cubin with it.
+inline constexpr int kWarp = 32;
 
 template <typename A, typename B>
 struct is_same {

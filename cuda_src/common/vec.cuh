@@ -32,6 +32,34 @@ RTK_DEVICE void load_keep(const T* p, float (&f)[N]) {
     }
 }
 
+// The same, still packed; up to 32 bytes, for a wide weight next to a narrow input.
+template <typename T, int N>
+struct WideRaw {
+    static constexpr int kParts = sizeof(T) * N > 16 ? 2 : 1;
+    static constexpr int kBytes = sizeof(T) * N / kParts;
+    Raw<kBytes> part[kParts];
+};
+
+template <typename T, int N>
+RTK_DEVICE WideRaw<T, N> load_keep_raw(const T* p) {
+    WideRaw<T, N> raw;
+#pragma unroll
+    for (int i = 0; i < raw.kParts; ++i) raw.part[i] = ptx::ld_keep<raw.kBytes>(p + i * (N / raw.kParts));
+    return raw;
+}
+
+template <typename T, int N>
+RTK_DEVICE void unpack_wide(const WideRaw<T, N>& raw, float (&f)[N]) {
+    constexpr int kEach = N / WideRaw<T, N>::kParts;
+#pragma unroll
+    for (int p = 0; p < raw.kParts; ++p) {
+        float part[kEach];
+        unpack<T, kEach>(raw.part[p], part);
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) f[p * kEach + i] = part[i];
+    }
+}
+
 template <typename T, int N>
 RTK_DEVICE void store(T* p, const float (&f)[N]) {
     if constexpr (sizeof(T) * N > 16) {

@@ -3,8 +3,8 @@
 //
 // Rows are worked on by groups of threads (RowGroup). Inputs have any row stride; outputs are dense.
 #include "common/reduce.cuh"
-#include "common/vec.cuh"
-#include "ptx/cp_async.cuh"
+#include "common/row_ring.cuh"
+#include "ptx/pdl.cuh"
 
 namespace rtk {
 
@@ -21,61 +21,78 @@ RTK_DEVICE void load_gain(const W* weight, i64 column, float offset, float (&gai
     for (int i = 0; i < N; ++i) gain[i] += offset;
 }
 
-// h of N columns as stored: x, or x + residual rounded to T.
-template <typename T, int N, bool kResidual>
-RTK_DEVICE Raw<sizeof(T) * N> load_h(const T* x, const T* residual) {
-    const auto x_raw = load_raw<T, N>(x);
-    if constexpr (!kResidual) return x_raw;
+// x + residual as stored, rounded to T.
+template <typename T, int N>
+RTK_DEVICE Raw<sizeof(T) * N> add_rounded(const Raw<sizeof(T) * N>& x, const Raw<sizeof(T) * N>& residual) {
     float h[N], r[N];
-    load_stream<T, N>(residual, r);
-    unpack<T, N>(x_raw, h);
+    unpack<T, N>(x, h);
+    unpack<T, N>(residual, r);
 #pragma unroll
     for (int i = 0; i < N; ++i) h[i] += r[i];
     return pack<T, N>(h);
 }
 
-// Forward with the row in registers. A thread owns vectors thread, thread + threads, ... (CHUNKS of them) of its row,
-// so cols <= CHUNKS * VEC * threads_per_row. Grid: any; blocks stride over the rows.
+// h of N columns as stored.
+template <typename T, int N, bool kResidual>
+RTK_DEVICE Raw<sizeof(T) * N> load_h(const T* x, const T* residual) {
+    if constexpr (kResidual) return add_rounded<T, N>(load_raw<T, N>(x), load_raw<T, N>(residual));
+    return load_raw<T, N>(x);
+}
+
+// Forward with the row in registers: thread i of a RowGroup owns the vectors i, i + threads, ... (CHUNKS of them) of its
+// row, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block. x and weight are requested together,
+// so that the weight's latency hides behind the reduction.
 template <typename T, typename W, int VEC, int CHUNKS, bool RESIDUAL>
 __global__ void __launch_bounds__(512)
     rms_norm_fwd(const T* x, const T* residual, const W* weight, T* y, T* sum, i64 rows, i64 cols, i64 x_stride,
                  i64 residual_stride, i64 threads_per_row, double eps, double offset) {
     __shared__ GroupScratch<1> scratch;
     const RowGroup group(threads_per_row);
-    int phase = 0;
-    for (i64 base = static_cast<i64>(blockIdx.x) * group.count; base < rows;
-         base += static_cast<i64>(gridDim.x) * group.count, phase ^= 1) {
-        const i64 row = base + group.index;
-        Raw<sizeof(T) * VEC> raw[CHUNKS];
-        float square[1] = {0.0f};
+    const i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index;
+    const int end = row < rows ? static_cast<int>(cols) : 0;
+    const int column = group.thread * VEC;
+    const int pitch = group.threads * VEC;
+    x += row * x_stride + column;
+    if constexpr (RESIDUAL) residual += row * residual_stride + column;
+
+    Raw<sizeof(T) * VEC> raw[CHUNKS];
+    WideRaw<W, VEC> gains[CHUNKS];
 #pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) {
-            const i64 column = static_cast<i64>(c * group.threads + group.thread) * VEC;
-            raw[c] = {};
-            if (row < rows && column < cols)
-                raw[c] = load_h<T, VEC, RESIDUAL>(x + row * x_stride + column, residual + row * residual_stride + column);
+    for (int c = 0; c < CHUNKS; ++c) {
+        raw[c] = {};
+        gains[c] = {};
+        if (column + c * pitch < end) {
+            raw[c] = load_raw<T, VEC>(x + c * pitch);
+            if (weight != nullptr) gains[c] = load_keep_raw<W, VEC>(weight + column + c * pitch);
         }
+    }
+    float square[1] = {0.0f};
 #pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) {
-            float h[VEC];
-            unpack<T, VEC>(raw[c], h);
-#pragma unroll
-            for (int i = 0; i < VEC; ++i) square[0] += h[i] * h[i];
-        }
-        group_reduce<Sum, false>(square, group, scratch, phase);
-        const float rstd = rsqrtf(square[0] / static_cast<float>(cols) + static_cast<float>(eps));
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) {
-            const i64 column = static_cast<i64>(c * group.threads + group.thread) * VEC;
-            if (row < rows && column < cols) {
-                if constexpr (RESIDUAL) ptx::st<sizeof(T) * VEC>(sum + row * cols + column, raw[c]);
-                float h[VEC], gain[VEC];
-                unpack<T, VEC>(raw[c], h);
-                load_gain<W, VEC>(weight, column, static_cast<float>(offset), gain);
-#pragma unroll
-                for (int i = 0; i < VEC; ++i) h[i] *= rstd * gain[i];
-                store<T, VEC>(y + row * cols + column, h);
+    for (int c = 0; c < CHUNKS; ++c) {
+        if constexpr (RESIDUAL) {
+            if (column + c * pitch < end) {
+                raw[c] = add_rounded<T, VEC>(raw[c], load_raw<T, VEC>(residual + c * pitch));
+                ptx::st<sizeof(T) * VEC>(sum + row * cols + column + c * pitch, raw[c]);
             }
+        }
+        float h[VEC];
+        unpack<T, VEC>(raw[c], h);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) square[0] += h[i] * h[i];
+    }
+    group_reduce<Sum, false>(square, group, scratch, 0);
+    const float rstd = rsqrtf(square[0] / static_cast<float>(cols) + static_cast<float>(eps));
+    y += row * cols + column;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        if (column + c * pitch < end) {
+            float h[VEC], gain[VEC];
+            unpack<T, VEC>(raw[c], h);
+            unpack_wide<W, VEC>(gains[c], gain);
+#pragma unroll
+            for (int i = 0; i < VEC; ++i)
+                h[i] *= weight != nullptr ? rstd * (gain[i] + static_cast<float>(offset)) : rstd;
+            store<T, VEC>(y + c * pitch, h);
         }
     }
 }
@@ -116,121 +133,139 @@ __global__ void __launch_bounds__(1024)
     }
 }
 
-// Backward:  dh = rstd * g - h * rstd^3 * mean(g * h) + dsum,  g = dy * gain;  dweight = sum over rows of dy * h * rstd.
+// Backward:  dh = rstd * (g - n * mean(g * n)) + dsum,  n = h * rstd,  g = dy * gain;  dweight = sum of dy * n over rows.
 // rstd is recomputed: h is read anyway, and the two row sums share one reduction.
 //
-// Persistent grid. Each thread keeps STAGES rows of its own columns in flight with cp.async; the ring slots are
-// private to the thread, so no barrier guards them. Weight gradients are summed in registers over the rows of a
-// group, over the groups of the block in shared memory, and written as one fp32 row per block (`partial`, [grid, cols];
-// null when not wanted) for column_sum to add up: the order is fixed by the grid, never by timing.
-template <typename T, typename W, int VEC, int CHUNKS, bool DSUM, int STAGES>
-__global__ void __launch_bounds__(1024, 1)
+// Persistent, one block per multiprocessor, for rows of at most CHUNKS * 512 pieces of 16 bytes: a RowGroup owns a row,
+// thread i of it the pieces i, i + threads, ...; rows arrive through a RowRing. With CHUNKS up to 2 gains and inputs stay
+// in registers. Weight gradients are summed in registers over the rows
+// of a group, over the groups of the block in shared memory, and written as one fp32 row per block (`partial`, [grid,
+// cols]; null when not wanted) for column_sum to add up: the order is fixed by the grid, never by timing.
+template <typename T, typename W, int CHUNKS, bool DSUM, int STAGES>
+__global__ void __launch_bounds__(CHUNKS == 1 ? 768 : 512, 1)
     rms_norm_bwd(const T* dy, const T* h, const W* weight, const T* dsum, T* dh, float* partial, i64 rows, i64 cols,
                  i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, double eps, double offset) {
-    static_assert(VEC * sizeof(T) == 16, "the ring is made of 16-byte copies");
-    constexpr int kInputs = DSUM ? 3 : 2;
-    extern __shared__ __align__(16) u8 ring[];
+    constexpr int VEC = 16 / sizeof(T);
+    constexpr bool kKeep = CHUNKS <= 2;
+    extern __shared__ __align__(16) u8 memory[];
     __shared__ GroupScratch<2> scratch;
     const RowGroup group(threads_per_row);
+    RowRing<DSUM ? 3 : 2, CHUNKS, STAGES> ring(memory);
     const i64 step = static_cast<i64>(gridDim.x) * group.count;
+    const i64 first = static_cast<i64>(blockIdx.x) * group.count + group.index;
+    const float inverse = 1.0f / static_cast<float>(cols);
 
-    auto slot = [&](int stage, int input, int chunk) {
-        const int position = (stage * kInputs + input) * CHUNKS + chunk;
-        return ring + (static_cast<i64>(position) * blockDim.x + threadIdx.x) * 16;
-    };
-    auto column_of = [&](int chunk) { return static_cast<i64>(chunk * group.threads + group.thread) * VEC; };
+    auto column_of = [&](int chunk) { return (chunk * group.threads + group.thread) * VEC; };
     auto fetch = [&](i64 row, int stage) {
+        if (row < rows) {
 #pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) {
-            const i64 column = column_of(c);
-            if (row < rows && column < cols) {
-                ptx::cp_async_16(slot(stage, 0, c), dy + row * dy_stride + column);
-                ptx::cp_async_16(slot(stage, 1, c), h + row * h_stride + column);
-                if constexpr (DSUM) ptx::cp_async_16(slot(stage, 2, c), dsum + row * dsum_stride + column);
+            for (int c = 0; c < CHUNKS; ++c) {
+                if (column_of(c) < cols) {
+                    ring.copy(stage, 0, c, dy + row * dy_stride + column_of(c));
+                    ring.copy(stage, 1, c, h + row * h_stride + column_of(c));
+                    if constexpr (DSUM) ring.copy(stage, 2, c, dsum + row * dsum_stride + column_of(c));
+                }
             }
         }
-        ptx::cp_async_commit();
-    };
-    auto read = [&](int stage, int input, int chunk, float(&f)[VEC]) {
-        unpack<T, VEC>(*reinterpret_cast<const Raw<16>*>(slot(stage, input, chunk)), f);
+        ring.commit();
     };
 
-    float dweight[CHUNKS][VEC];
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c)
+    for (int s = 0; s < STAGES - 1; ++s) fetch(first + s * step, s);
+    float gain[kKeep ? CHUNKS : 1][VEC], dweight[CHUNKS][VEC];
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        if (column_of(c) >= cols) ring.zero(c);
 #pragma unroll
         for (int i = 0; i < VEC; ++i) dweight[c][i] = 0.0f;
-
-    const i64 first = static_cast<i64>(blockIdx.x) * group.count;
+        if constexpr (kKeep) {
 #pragma unroll
-    for (int s = 0; s < STAGES - 1; ++s) fetch(first + group.index + s * step, s);
+            for (int i = 0; i < VEC; ++i) gain[c][i] = 0.0f;
+            if (column_of(c) < cols) load_gain<W, VEC>(weight, column_of(c), static_cast<float>(offset), gain[c]);
+        }
+    }
 
-    int stage = 0, phase = 0;
-    for (i64 base = first; base < rows; base += step, phase ^= 1) {
-        const i64 row = base + group.index;
-        fetch(row + (STAGES - 1) * step, stage == 0 ? STAGES - 1 : stage - 1);
-        ptx::cp_async_wait<STAGES - 1>();
+    int phase = 0;
+    for (i64 row = first; row - group.index < rows; row += step, phase ^= 1) {
+        fetch(row + (STAGES - 1) * step, ring.stage_of(STAGES - 1));
+        ring.wait();
+        float g_kept[kKeep ? CHUNKS : 1][VEC], h_kept[kKeep ? CHUNKS : 1][VEC];
         float sums[2] = {0.0f, 0.0f};  // h^2, g * h
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
-            const i64 column = column_of(c);
-            if (row < rows && column < cols) {
-                float g[VEC], v[VEC], gain[VEC];
-                read(stage, 0, c, g);
-                read(stage, 1, c, v);
-                load_gain<W, VEC>(weight, column, static_cast<float>(offset), gain);
+            float(&g)[VEC] = g_kept[kKeep ? c : 0];
+            float(&v)[VEC] = h_kept[kKeep ? c : 0];
+            float(&w)[VEC] = gain[kKeep ? c : 0];
+            ring.template read<T>(0, c, g);
+            ring.template read<T>(1, c, v);
+            if constexpr (!kKeep) {
+                if (column_of(c) < cols) load_gain<W, VEC>(weight, column_of(c), static_cast<float>(offset), w);
+            }
 #pragma unroll
-                for (int i = 0; i < VEC; ++i) {
-                    sums[0] += v[i] * v[i];
-                    sums[1] += g[i] * gain[i] * v[i];
-                }
+            for (int i = 0; i < VEC; ++i) {
+                sums[0] += v[i] * v[i];
+                sums[1] += g[i] * w[i] * v[i];
             }
         }
         group_reduce<Sum, true>(sums, group, scratch, phase);
-        const float rstd = rsqrtf(sums[0] / static_cast<float>(cols) + static_cast<float>(eps));
-        const float pull = sums[1] / static_cast<float>(cols) * rstd * rstd * rstd;
+        const float rstd = rsqrtf(sums[0] * inverse + static_cast<float>(eps));
+        const float mean = sums[1] * inverse * rstd;
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
-            const i64 column = column_of(c);
-            if (row < rows && column < cols) {
-                float g[VEC], v[VEC], gain[VEC];
-                read(stage, 0, c, g);
-                read(stage, 1, c, v);
-                load_gain<W, VEC>(weight, column, static_cast<float>(offset), gain);
+            if (row < rows && column_of(c) < cols) {
+                float(&g)[VEC] = g_kept[kKeep ? c : 0];
+                float(&v)[VEC] = h_kept[kKeep ? c : 0];
+                float(&w)[VEC] = gain[kKeep ? c : 0];
+                if constexpr (!kKeep) {
+                    ring.template read<T>(0, c, g);
+                    ring.template read<T>(1, c, v);
+                    load_gain<W, VEC>(weight, column_of(c), static_cast<float>(offset), w);
+                }
+                float out[VEC];
 #pragma unroll
                 for (int i = 0; i < VEC; ++i) {
-                    dweight[c][i] += g[i] * (v[i] * rstd);
-                    v[i] = g[i] * gain[i] * rstd - v[i] * pull;
+                    const float n = v[i] * rstd;
+                    dweight[c][i] += g[i] * n;
+                    out[i] = (g[i] * w[i] - n * mean) * rstd;
                 }
                 if constexpr (DSUM) {
                     float d[VEC];
-                    read(stage, 2, c, d);
+                    ring.template read<T>(2, c, d);
 #pragma unroll
-                    for (int i = 0; i < VEC; ++i) v[i] += d[i];
+                    for (int i = 0; i < VEC; ++i) out[i] += d[i];
                 }
-                store<T, VEC>(dh + row * cols + column, v);
+                store<T, VEC>(dh + row * cols + column_of(c), out);
             }
         }
-        stage = stage + 1 == STAGES ? 0 : stage + 1;
+        ring.advance();
     }
 
+    ptx::launch_dependents();
     if (partial == nullptr) return;
+    partial += blockIdx.x * cols;
+    if (group.count == 1) {
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c)
+            if (column_of(c) < cols) store<float, VEC>(partial + column_of(c), dweight[c]);
+        return;
+    }
     ptx::cp_async_wait<0>();
     __syncthreads();
-    float* rows_of_groups = reinterpret_cast<float*>(ring);  // [groups, cols]
+    float* sums_of_groups = reinterpret_cast<float*>(memory);  // [groups, cols]
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
-        const i64 column = column_of(c);
-        if (column < cols) {
+        if (column_of(c) < cols) {
 #pragma unroll
-            for (int i = 0; i < VEC; ++i) rows_of_groups[group.index * cols + column + i] = dweight[c][i];
+            for (int i = 0; i < VEC; i += 4)
+                *reinterpret_cast<float4*>(sums_of_groups + group.index * cols + column_of(c) + i) =
+                    make_float4(dweight[c][i], dweight[c][i + 1], dweight[c][i + 2], dweight[c][i + 3]);
         }
     }
     __syncthreads();
-    for (i64 column = threadIdx.x; column < cols; column += blockDim.x) {
+    for (int column = threadIdx.x; column < cols; column += blockDim.x) {
         float total = 0.0f;
-        for (int g = 0; g < group.count; ++g) total += rows_of_groups[g * cols + column];
-        partial[blockIdx.x * cols + column] = total;
+        for (int g = 0; g < group.count; ++g) total += sums_of_groups[g * cols + column];
+        partial[column] = total;
     }
 }
 

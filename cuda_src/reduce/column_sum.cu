@@ -3,6 +3,7 @@
 //
 // A block owns 32 columns; its 32 warps each add every 32nd row, then the first warp adds the 32 results in order.
 #include "common/vec.cuh"
+#include "ptx/pdl.cuh"
 
 namespace rtk {
 
@@ -13,6 +14,7 @@ __global__ void __launch_bounds__(1024) column_sum(const float* partial, T* out,
     const int warp = threadIdx.x / kWarp;
     const i64 column = static_cast<i64>(blockIdx.x) * kWarp + lane;
     float total = 0.0f;
+    ptx::wait_for_previous();
     if (column < cols) {
 #pragma unroll 4
         for (i64 row = warp; row < rows; row += kWarp) total += partial[row * cols + column];

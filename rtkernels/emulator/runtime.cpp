@@ -124,10 +124,16 @@ struct Thread {
     u64 value;       // warp: own deposit
     u64 all[32];     // warp: everyone's deposit
     int count;       // barrier: its result
+    u32 active;      // lanes of its warp that had not returned when it last waited
     Clock* clock;
     u32 now;
     u32 copy_group;
     std::vector<Copy> copies;
+};
+
+struct Warp {
+    u32 alive;    // lanes that exist and have not returned
+    u32 waiting;  // lanes in a warp operation
 };
 
 struct Barrier {
@@ -146,6 +152,7 @@ struct Shadow {
 
 u8* stacks;
 Thread threads[kMaxThreads];
+Warp warps[kMaxThreads / 32];
 Barrier barriers[16];
 std::vector<Clock*> free_clocks;
 std::vector<Shadow> shadow;
@@ -218,7 +225,7 @@ void synchronise(u32 count, F thread_at) {
 
 // ---- access checks ----------------------------------------------------------------------------------------------
 
-[[noreturn]] void report(int kind, u64 a, u32 bytes, bool write, int segment, long long offset, void* pc,
+[[noreturn]] void report(int kind, u32 bytes, bool write, int segment, long long offset, void* pc,
                          const char* detail) {
     Error& e = launch->error;
     e.write = write, e.size = bytes, e.segment = segment, e.offset = offset;
@@ -230,7 +237,7 @@ void synchronise(u32 count, F thread_at) {
     const uint3 o = threads[other].index;
     snprintf(text, sizeof(text), "thread (%u,%u,%u) %s it and no barrier lies between the two", o.x, o.y, o.z,
              other_write ? "wrote" : "read");
-    report(kRace, a, bytes, write, -1, static_cast<long long>(a - shared_range.begin), pc, text);
+    report(kRace, bytes, write, -1, static_cast<long long>(a - shared_range.begin), pc, text);
 }
 
 void shared_access(u64 a, u32 bytes, bool write, bool atomic, void* pc) {
@@ -239,12 +246,12 @@ void shared_access(u64 a, u32 bytes, bool write, bool atomic, void* pc) {
                                                a + bytes - dynamic_range.begin > launch->shared_bytes)) {
         char text[120];
         snprintf(text, sizeof(text), "the launch gave it %llu bytes of dynamic shared memory", launch->shared_bytes);
-        report(kOutOfBounds, a, bytes, write, -2, static_cast<long long>(a - dynamic_range.begin), pc, text);
+        report(kOutOfBounds, bytes, write, -2, static_cast<long long>(a - dynamic_range.begin), pc, text);
     }
     const u32 me = current->id, now = current->now, *seen = current->clock->seen;
     for (Shadow *s = &shadow[offset], *end = s + bytes; s != end; ++s) {
         if ((!write || atomic) && !s->written)
-            report(kUninitialisedShared, a, bytes, write, -1, static_cast<long long>(offset), pc, "");
+            report(kUninitialisedShared, bytes, write, -1, static_cast<long long>(offset), pc, "");
         if (launch->races && !atomic) {
             // Lanes of one warp may store to one place with one instruction: which wins is undefined, but it is legal.
             if (s->written == 1 && s->writer != me && s->write_time > seen[s->writer] &&
@@ -286,7 +293,7 @@ bool all_valid(const u8* valid, u32 bytes) {
     }
     const bool null = a < 4096 || best > static_cast<long long>(kGap);
     if (null) nearest = -1;
-    report(kOutOfBounds, a, bytes, write, nearest,
+    report(kOutOfBounds, bytes, write, nearest,
            static_cast<long long>(a) - (null ? 0 : reinterpret_cast<long long>(launch->segments[nearest].copy)), pc,
            "");
 }
@@ -296,7 +303,7 @@ inline void access(const void* p, u32 bytes, bool write, bool aligned, bool atom
     if (stack_range.has(a)) return;
     const bool bad = aligned && (a & (bytes - 1)) != 0;
     if (shared_range.has(a)) {
-        if (bad) report(kMisaligned, a, bytes, write, -1, static_cast<long long>(a - shared_range.begin), pc, "");
+        if (bad) report(kMisaligned, bytes, write, -1, static_cast<long long>(a - shared_range.begin), pc, "");
         return shared_access(a, bytes, write, atomic, pc);
     }
     Segment* s = last_segment;
@@ -310,9 +317,9 @@ inline void access(const void* p, u32 bytes, bool write, bool aligned, bool atom
     }
     const u64 offset = a - reinterpret_cast<u64>(s->copy);
     const int index = static_cast<int>(s - launch->segments);
-    if (bad) report(kMisaligned, a, bytes, write, index, static_cast<long long>(offset), pc, "");
+    if (bad) report(kMisaligned, bytes, write, index, static_cast<long long>(offset), pc, "");
     if (offset + bytes > s->bytes || !all_valid(s->valid + offset, bytes))
-        report(kOutOfBounds, a, bytes, write, index, static_cast<long long>(offset), pc, "");
+        report(kOutOfBounds, bytes, write, index, static_cast<long long>(offset), pc, "");
     if (write) s->written = 1;
 }
 
@@ -334,17 +341,23 @@ void arrange(std::vector<u64>& order, u64 n) {
         for (u64 i = n - 1; i > 0; --i) std::swap(order[i], order[random_word() % (i + 1)]);
 }
 
-void finish_copies(u32 keep_groups);
+void finish_copies(u32 end_group);
 
 void fiber_main() {
     u64 args[64];  // a copy on the fiber's own stack, so that reading them is not a tracked access
     memcpy(args, launch->args, launch->arg_count * sizeof(u64));
     entry(args);
-    finish_copies(0);
+    finish_copies(~0u);
     current->state = State::done;
+    warps[current->id / 32].alive &= ~(1u << current->id % 32);
     ++done_threads;
     suspend();
     __builtin_unreachable();
+}
+
+void wake(Thread* t) {
+    t->state = State::ready;
+    t->active = warps[t->id / 32].alive;
 }
 
 void describe(char* out, size_t n, const Thread& t) {
@@ -400,20 +413,33 @@ void start_thread(u32 id, Clock* clock) {
     t.id = id;
     t.index = {id % blockDim.x, id / blockDim.x % blockDim.y, id / blockDim.x / blockDim.y};
     t.state = State::ready;
+    t.active = warps[id / 32].alive;
     t.clock = clock;
     t.now = 1;
     t.copy_group = 0;
     t.copies.clear();
 }
 
+void poison(u64 begin, u64 end) {
+    memset(reinterpret_cast<void*>(begin), 0xff, end - begin);
+    memset(static_cast<void*>(shadow.data() + (begin - shared_range.begin)), 0, (end - begin) * sizeof(Shadow));
+}
+
 bool run_block(std::vector<u64>& order) {
-    memset(reinterpret_cast<void*>(shared_range.begin), 0xff, shared_range.size - dynamic_range.size);
-    memset(reinterpret_cast<void*>(dynamic_range.begin), 0xff, std::min(dynamic_range.size, launch->shared_bytes));
-    memset(static_cast<void*>(shadow.data()), 0, shadow.size() * sizeof(Shadow));
+    const u64 end = shared_range.begin + shared_range.size;
+    if (dynamic_range.size) {  // static variables may lie on both sides
+        poison(shared_range.begin, dynamic_range.begin);
+        poison(dynamic_range.begin, dynamic_range.begin + launch->shared_bytes);
+        poison(dynamic_range.begin + dynamic_range.size, end);
+    } else {
+        poison(shared_range.begin, end);
+    }
     memset(barriers, 0, sizeof(barriers));
     Clock* clock = new_clock();
     memset(clock->seen, 0, sizeof(u32) * block_threads);
     clock->users = block_threads;
+    for (u32 i = 0; i < block_threads; i += 32)
+        warps[i / 32] = {block_threads - i >= 32 ? ~0u : (1u << (block_threads - i)) - 1u, 0};
     for (u32 i = 0; i < block_threads; ++i) start_thread(i, clock);
     done_threads = 0;
     while (done_threads < block_threads) {
@@ -431,6 +457,8 @@ bool run_block(std::vector<u64>& order) {
     return true;
 }
 
+extern "C" void* __tls_get_addr(const u64 (&module_and_offset)[2]);  // of the dynamic linker
+
 // The loaded extent and the thread-local block (the shared memory) of the object that holds `address`.
 struct Module {
     u64 address;
@@ -446,16 +474,19 @@ int find_module(dl_phdr_info* info, size_t, void* data) {
             begin = std::min<u64>(begin, info->dlpi_addr + h.p_vaddr);
             end = std::max<u64>(end, info->dlpi_addr + h.p_vaddr + h.p_memsz);
         } else if (h.p_type == PT_TLS) {
-            tls = {reinterpret_cast<u64>(info->dlpi_tls_data), h.p_memsz};
+            tls = {0, h.p_memsz};
         }
     }
     if (m.address < begin || m.address >= end) return 0;
     m.loaded = {begin, end - begin};
     m.tls = tls;
+    // dlpi_tls_data is null for a block nobody asked for in this way yet, even if the thread has one.
+    const u64 block[2] = {info->dlpi_tls_modid, 0};
+    if (tls.size) m.tls.begin = reinterpret_cast<u64>(__tls_get_addr(block));
     return 1;
 }
 
-bool place_segments() {
+void place_segments() {
     u64 total = kGap;
     for (u64 i = 0; i < launch->segment_count; ++i) total += launch->segments[i].bytes + kGap + 4096;
     if (arena.size() < total) arena.resize(total);
@@ -471,7 +502,6 @@ bool place_segments() {
     for (u32 i = 0; i < launch->arg_count; ++i)
         if (launch->arg_segment[i] >= 0)
             launch->args[i] += reinterpret_cast<u64>(launch->segments[launch->arg_segment[i]].copy);
-    return true;
 }
 
 }  // namespace
@@ -480,13 +510,7 @@ bool place_segments() {
 
 u32 lane() { return current->id % 32; }
 
-u32 active_mask() {
-    u32 mask = 0;
-    const u32 first = current->id & ~31u;
-    for (u32 i = first; i < std::min(first + 32, block_threads); ++i)
-        if (threads[i].state != State::done) mask |= 1u << (i - first);
-    return mask;
-}
+u32 active_mask() { return current->active; }
 
 int barrier(int id, int count, bool predicate, Site site) {
     Thread* me = current;
@@ -514,7 +538,7 @@ int barrier(int id, int count, bool predicate, Site site) {
     }
     synchronise(b.arrived, [&](u32 i) { return &threads[b.threads[i]]; });
     for (u32 i = 0; i < b.arrived; ++i) {
-        threads[b.threads[i]].state = State::ready;
+        wake(&threads[b.threads[i]]);
         threads[b.threads[i]].count = b.votes;
     }
     b.arrived = 0;
@@ -523,45 +547,40 @@ int barrier(int id, int count, bool predicate, Site site) {
 
 const u64* gather(u32 mask, u64 value, Site site) {
     Thread* me = current;
-    const u32 first = me->id & ~31u, my_lane = me->id - first;
-    me->site = site;
+    Thread* lanes = &threads[me->id & ~31u];
+    Warp& warp = warps[me->id / 32];
+    const u32 my_lane = me->id % 32;
     if (!(mask >> my_lane & 1u))
         fail(kAbsentLanes, me, nullptr, "%s with mask 0x%08x, %s:%d, does not name the calling lane %u", site.what,
              mask, site.file, site.line, my_lane);
-    bool complete = true;
-    for (u32 i = 0; i < 32; ++i) {
-        if (i == my_lane || !(mask >> i & 1u)) continue;
-        if (first + i >= block_threads || threads[first + i].state == State::done)
-            fail(kAbsentLanes, me, nullptr, "%s with mask 0x%08x, %s:%d, waits for lane %u, which %s", site.what, mask,
-                 site.file, site.line, i, first + i >= block_threads ? "the block does not have" : "has returned");
-        const Thread& t = threads[first + i];
-        if (t.state != State::warp) {
-            complete = false;
-        } else if (t.mask != mask || strcmp(t.site.what, site.what) != 0) {
-            if (t.mask >> my_lane & 1u)
-                fail(kAbsentLanes, me, nullptr, "%s with mask 0x%08x, %s:%d, waits for lane %u, which is at %s with "
-                     "mask 0x%08x, %s:%d", site.what, mask, site.file, site.line, i, t.site.what, t.mask, t.site.file,
-                     t.site.line);
-            complete = false;
-        }
+    if (const u32 absent = mask & ~warp.alive) {
+        const u32 lane = static_cast<u32>(__builtin_ctz(absent));
+        const bool returned = (me->id & ~31u) + lane < block_threads;
+        fail(kAbsentLanes, me, nullptr, "%s with mask 0x%08x, %s:%d, waits for lane %u, which %s", site.what, mask,
+             site.file, site.line, lane, returned ? "has returned" : "the block does not have");
     }
-    me->mask = mask;
-    me->value = value;
-    me->state = State::warp;
+    me->site = site, me->mask = mask, me->value = value, me->state = State::warp;
+    warp.waiting |= 1u << my_lane;
+    u64 all[32];
+    Thread* members[32];
+    u32 count = 0;
+    bool complete = (warp.waiting & mask) == mask;
+    for (u32 i = 0; i < 32 && complete; ++i) {
+        all[i] = 0;
+        if (!(mask >> i & 1u)) continue;
+        all[i] = lanes[i].value;
+        members[count++] = &lanes[i];
+        // Lanes at another operation may still come here, once theirs is complete.
+        complete = lanes[i].mask == mask && strcmp(lanes[i].site.what, site.what) == 0;
+    }
     if (!complete) {
         suspend();
         return me->all;
     }
-    u64 all[32];
-    Thread* members[32];
-    u32 count = 0;
-    for (u32 i = 0; i < 32; ++i) {
-        all[i] = mask >> i & 1u ? threads[first + i].value : 0;
-        if (mask >> i & 1u) members[count++] = &threads[first + i];
-    }
+    warp.waiting &= ~mask;
     for (u32 i = 0; i < count; ++i) {
         memcpy(members[i]->all, all, sizeof(all));
-        members[i]->state = State::ready;
+        wake(members[i]);
     }
     synchronise(count, [&](u32 i) { return members[i]; });
     return me->all;
@@ -593,7 +612,7 @@ void cp_async(void* shared, const void* global, u32 bytes, u32 from_global) {
     access(shared, bytes, true, true, false, pc);
     if (from_global) access(global, from_global, false, false, false, pc);
     if (reinterpret_cast<u64>(global) % bytes != 0)
-        report(kMisaligned, reinterpret_cast<u64>(global), bytes, false, -1, 0, pc, "source of cp.async");
+        report(kMisaligned, bytes, false, -1, 0, pc, "source of cp.async");
     const u64 offset = reinterpret_cast<u64>(shared) - shared_range.begin;
     for (u32 i = 0; i < bytes; ++i) shadow[offset + i].written = 0;  // in flight: nobody may read it yet
     current->copies.push_back({static_cast<u8*>(shared), static_cast<const u8*>(global), bytes, from_global,
@@ -603,10 +622,11 @@ void cp_async(void* shared, const void* global, u32 bytes, u32 from_global) {
 void cp_async_commit() { ++current->copy_group; }
 
 namespace {
-void finish_copies(u32 keep_groups) {
+// The copies of groups before `end_group` arrive.
+void finish_copies(u32 end_group) {
     std::vector<Copy>& queue = current->copies;
     size_t n = 0;
-    for (; n < queue.size() && queue[n].group + keep_groups < current->copy_group + (keep_groups == 0); ++n) {
+    for (; n < queue.size() && queue[n].group < end_group; ++n) {
         const Copy& c = queue[n];
         memcpy(c.to, c.from, c.from_global);
         memset(c.to + c.from_global, 0, c.bytes - c.from_global);
@@ -619,7 +639,7 @@ void finish_copies(u32 keep_groups) {
 }
 }  // namespace
 
-void cp_async_wait(u32 groups_in_flight) { finish_copies(groups_in_flight); }
+void cp_async_wait(u32 in_flight) { finish_copies(std::max(current->copy_group, in_flight) - in_flight); }
 
 int run(Launch* l, Entry kernel, u8* dynamic_shared, u64 dynamic_capacity) {
     launch = l;
@@ -647,7 +667,6 @@ int run(Launch* l, Entry kernel, u8* dynamic_shared, u64 dynamic_capacity) {
     random_state = l->order;
 
     const u64 shared_bytes = shared_range.size - dynamic_capacity + l->shared_bytes;
-    const Thread nobody = {};
     char* text = l->error.detail;
     if (block_threads == 0 || block_threads > kMaxThreads) {
         l->error.kind = kLaunchLimit;
@@ -660,7 +679,6 @@ int run(Launch* l, Entry kernel, u8* dynamic_shared, u64 dynamic_capacity) {
                  shared_bytes, l->shared_bytes, dynamic_capacity ? l->shared_limit : shared_range.size);
         return 1;
     }
-    (void)nobody;
     place_segments();
     std::vector<u64> block_order, thread_order;
     const u64 blocks = static_cast<u64>(l->grid[0]) * l->grid[1] * l->grid[2];

@@ -20,7 +20,7 @@ _KERNEL = Kernel(
 
 
 def _plan(device: int, dtype: torch.dtype, cols: int):
-    return _KERNEL.bind((DTYPE_TOKEN[dtype],), device, -(-cols // 32), 1024)
+    return _KERNEL.bind((DTYPE_TOKEN[dtype],), device, -(-cols // 32), 1024, overlap=True)
 
 
 _PLANS = Plans(_plan)
@@ -29,7 +29,8 @@ _PLANS = Plans(_plan)
 def column_sum(partial: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the sum over the rows of `partial` (dense fp32 ``[rows, cols]``, cols > 0) as ``[cols]`` of `dtype`.
 
-    The order of additions depends on the shape only.
+    The order of additions depends on the shape only. `partial` must come from the previous kernel of the stream or an
+    earlier one.
     """
     rows, cols = partial.shape
     out = torch.empty(cols, dtype=dtype, device=partial.device)

@@ -38,7 +38,7 @@ _TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32")
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
 _NARROW = (1, 2)  # elements per access where addresses do not allow 16 bytes
 _REGISTER_THREADS, _REGISTER_CHUNKS = 512, (1, 2, 4)
-_RING_THREADS, _RING_CHUNKS = 1024, (1, 2)
+_RING_THREADS, _RING_CHUNKS = 512, (1, 2, 4)
 
 
 def _long_variants(*flags: tuple[bool, ...]) -> list[tuple[Any, ...]]:
@@ -47,8 +47,13 @@ def _long_variants(*flags: tuple[bool, ...]) -> list[tuple[Any, ...]]:
 
 def _ring_stages(limit: int, chunks: int, dsum: bool) -> int:
     """Return how many rows per thread group the cp.async ring holds within `limit` bytes (4 at most)."""
-    per_stage = _RING_THREADS * 16 * chunks * (3 if dsum else 2)
+    per_stage = _ring_block(chunks) * 16 * chunks * (3 if dsum else 2)
     return min(4, (limit - 2048) // per_stage)
+
+
+def _ring_block(chunks: int) -> int:
+    """Return the most threads a block of the ring kernel may have: fewer where a thread holds more of the row."""
+    return 768 if chunks == 1 else _RING_THREADS
 
 
 def _ring_variants(target: Target) -> Iterator[tuple[Any, ...]]:
@@ -57,7 +62,7 @@ def _ring_variants(target: Target) -> Iterator[tuple[Any, ...]]:
             for dsum in (False, True):
                 stages = _ring_stages(shared_limit(target), chunks, dsum)
                 if stages >= 2:
-                    yield t, w, _WIDTH[t], chunks, dsum, stages
+                    yield t, w, chunks, dsum, stages
 
 
 _FWD_ARGS = (
@@ -87,7 +92,7 @@ _FWD_LONG = Kernel(
 _BWD = Kernel(
     _UNIT,
     "rms_norm_bwd",
-    template="T W VEC CHUNKS DSUM STAGES",
+    template="T W CHUNKS DSUM STAGES",
     args=_BWD_ARGS.format(last="partial"),
     variants=_ring_variants,
     max_registers=64,
@@ -113,11 +118,10 @@ _BWD_WEIGHT = Kernel(
 # ---- validation and planning: plain metadata in, a bound launch out -------------------------------------------------
 
 
-def _check_weight(weight: tuple[Any, ...], cols: int, device: int) -> None:
-    _, shape, _, weight_device = weight
+def _check_weight(shape: torch.Size, weight_device: int, cols: int, device: int) -> None:
     if tuple(shape) != (cols,):
         raise ArgumentError(f"weight has shape {tuple(shape)}; expected ({cols},), the last dimension of x")
-    check_same("weight", weight_device, device, "device index")
+    check_same("weight", weight_device, device, "device")
 
 
 def _long_width(vec: int, t: str, w: str) -> int:
@@ -130,32 +134,32 @@ def _long_width(vec: int, t: str, w: str) -> int:
     return 1 if w != t else min(vec, max(_NARROW))
 
 
-def _plan_fwd(x: tuple[Any, ...], weight: tuple[Any, ...] | None, residual: tuple[Any, ...] | None, align: int):
-    dtype, shape, stride, device = x
+def _plan_fwd(dtype, shape, stride, device, w_dtype, w_shape, w_stride, w_device, residual, align: int):
+    """Return ``(launch, sizes, is x dense)``; None if an input must be copied first."""
     t = token("x", dtype)
     if not shape:
         raise ArgumentError("x has no dimensions; expected at least one, the last is normalised")
     rows, cols = row_count(shape), shape[-1]
     x_stride, residual_stride = row_stride(shape, stride), 0
     w = t
-    if weight is not None:
-        w = token("weight", weight[0], (dtype, torch.float32))
-        _check_weight(weight, cols, device)
+    if w_dtype is not None:
+        w = token("weight", w_dtype, (dtype, torch.float32))
+        _check_weight(w_shape, w_device, cols, device)
     if residual is not None:
-        for got, wanted, what in zip(residual[:2], x[:2], ("dtype", "shape"), strict=True):
-            check_same("residual", got, wanted, what)
-        check_same("residual", residual[3], device, "device index")
+        for got, wanted, what in zip(residual, (dtype, shape, None, device), ("dtype", "shape", "", "device"), strict=True):
+            if what:
+                check_same("residual", got, wanted, what)
         residual_stride = row_stride(residual[1], residual[2])
     if rows == 0 or cols == 0:
         return _EMPTY
-    if x_stride is None or residual_stride is None or (weight is not None and cols > 1 and weight[2] != (1,)):
+    if x_stride is None or residual_stride is None or (w_dtype is not None and cols > 1 and w_stride != (1,)):
         return None
     size = dtype.itemsize
     vec = vector_bytes(align, cols * size, x_stride * size, residual_stride * size) // size
     has_residual = residual is not None
     vectors = cols // vec
     if vec == _WIDTH[t] and vectors <= _REGISTER_THREADS * max(_REGISTER_CHUNKS):
-        chunks = 1 if vectors <= 64 else 2 if vectors <= 512 else 4
+        chunks = 1 if vectors <= 64 else 2 if vectors <= 128 else 4
         threads = group_threads(-(-vectors // chunks), _REGISTER_THREADS)
         kernel, variant = _FWD, (t, w, vec, chunks, has_residual)
     else:
@@ -164,10 +168,11 @@ def _plan_fwd(x: tuple[Any, ...], weight: tuple[Any, ...] | None, residual: tupl
         kernel, variant = _FWD_LONG, (t, w, vec, has_residual)
     block = block_of(threads)
     grid = min(-(-rows // (block // threads)), GRID_LIMIT)
-    return kernel.bind(variant, device, grid, block), (rows, cols, x_stride, residual_stride, threads)
+    dims = (rows, cols, x_stride, residual_stride, threads)
+    return kernel.bind(variant, device, grid, block), dims, x_stride == cols
 
 
-_EMPTY = (None, ())
+_EMPTY = (None, (), False)
 _FWD_PLANS = Plans(_plan_fwd)
 
 
@@ -183,15 +188,17 @@ class _BackwardPlan:
         strides = [row_stride(*m[1:3]) for m in (dy, h)] + [0 if dsum is None else row_stride(*dsum[1:3])]
         vec = vector_bytes(align, cols * size, *(s * size for s in strides)) // size
         vectors = cols // vec
-        chunks = 1 if vectors <= _RING_THREADS else 2
+        chunks = next((c for c in _RING_CHUNKS if vectors <= _RING_THREADS * c), _RING_CHUNKS[-1])
         stages = _ring_stages(info.shared_per_block, chunks, dsum is not None)
         self.cols, self.device, self.weight_grad, self.partial_launch = cols, device, weight_grad, None
         if vec == _WIDTH[t] and vectors <= _RING_THREADS * chunks and stages >= 2:
             threads = group_threads(-(-vectors // chunks), _RING_THREADS)
-            groups = _RING_THREADS // threads if threads <= 32 else min(_RING_THREADS // threads, 15)
+            most = _ring_block(chunks) // threads if threads <= 32 else min(_ring_block(chunks) // threads, 15)
+            groups = max(1, min(most, rows // info.sm_count))
+            groups += -groups % (32 // min(threads, 32))  # whole warps
             shared = stages * groups * threads * 16 * chunks * (2 if dsum is None else 3)
             grid = self.partial_rows = min(info.sm_count, -(-rows // groups))
-            variant = (t, w, vec, chunks, dsum is not None, stages)
+            variant = (t, w, chunks, dsum is not None, stages)
             self.launch = _BWD.bind(variant, device, grid, groups * threads, shared)
         else:
             vec = _long_width(vec, t, w)
@@ -231,17 +238,20 @@ _BWD_PLANS = Plans(_BackwardPlan)
 
 def _launch_fwd(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
     x_address = x.data_ptr()
-    x_key = (x.dtype, x.shape, x.stride(), x.get_device())
     if weight is None:
-        weight_address, plan = 0, _FWD_PLANS[x_key, None, None, x_address & 15]
+        weight_address = 0
+        plan = _FWD_PLANS[x.dtype, x.shape, x.stride(), x.get_device(), None, None, None, None, None, x_address & 15]
     else:
         weight_address = weight.data_ptr()
-        weight_key = (weight.dtype, weight.shape, weight.stride(), weight.get_device())
-        plan = _FWD_PLANS[x_key, weight_key, None, (x_address | weight_address) & 15]
+        plan = _FWD_PLANS[
+            x.dtype, x.shape, x.stride(), x.get_device(),
+            weight.dtype, weight.shape, weight.stride(), weight.get_device(),
+            None, (x_address | weight_address) & 15,
+        ]  # fmt: skip
     if plan is None:
         return _launch_fwd(rowed(x), weight if weight is None else weight.contiguous(), eps, offset)
-    launch, dims = plan
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    launch, dims, dense = plan
+    y = torch.empty_like(x) if dense else torch.empty_like(x, memory_format=torch.contiguous_format)
     if launch is not None:
         launch(x_address, 0, weight_address, y.data_ptr(), 0, *dims, eps, offset)
     return y
@@ -250,11 +260,11 @@ def _launch_fwd(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> 
 def _launch_add_fwd(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float):
     addresses = x.data_ptr(), residual.data_ptr(), address(weight)
     align = (addresses[0] | addresses[1] | addresses[2]) & 15
-    plan = _FWD_PLANS[metadata(x), metadata(weight), metadata(residual), align]
+    plan = _FWD_PLANS[(*metadata(x), *(metadata(weight) or (None,) * 4), metadata(residual), align)]
     if plan is None:
         weight = weight if weight is None else weight.contiguous()
         return _launch_add_fwd(rowed(x), rowed(residual), weight, eps, offset)
-    launch, dims = plan
+    launch, dims, _ = plan
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     total = torch.empty_like(y)
     if launch is not None:
@@ -289,11 +299,11 @@ def _validate(x: Tensor, weight: Tensor | None, residual: Tensor | None) -> None
         raise ArgumentError("x has no dimensions; expected at least one, the last is normalised")
     if weight is not None:
         token("weight", weight.dtype, (x.dtype, torch.float32))
-        _check_weight(metadata(weight), x.shape[-1], x.get_device())
+        _check_weight(weight.shape, weight.get_device(), x.shape[-1], x.get_device())
     if residual is not None:
         check_same("residual", residual.dtype, x.dtype, "dtype")
         check_same("residual", residual.shape, x.shape, "shape")
-        check_same("residual", residual.get_device(), x.get_device(), "device index")
+        check_same("residual", residual.get_device(), x.get_device(), "device")
 
 
 def _reference_fwd(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
@@ -357,6 +367,9 @@ BACKWARD = TorchOp(
 )
 
 
+_forward = FORWARD.call
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, residual, eps, offset):
@@ -409,7 +422,7 @@ def rms_norm(
     if needs_grad(x, weight, residual):
         return _RmsNorm.apply(x, weight, residual, eps, offset)
     if residual is None:
-        return FORWARD(x, weight, eps, offset)
+        return _forward(x, weight, eps, offset)
     return ADD_FORWARD(x, residual, weight, eps, offset)
 
 

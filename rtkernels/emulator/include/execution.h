@@ -75,7 +75,7 @@ void store(void* p, Word16 value, u32 bytes);
 void check_atomic(const void* p, u32 bytes);
 
 u32 lane();
-u32 active_mask();  // the lanes of this warp that have not returned
+u32 active_mask();  // the lanes of this warp that had not returned when it last waited
 
 // cp.async: the bytes arrive in shared memory when the thread waits for them, not before.
 void cp_async(void* shared, const void* global, u32 bytes, u32 from_global);

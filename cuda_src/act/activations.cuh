@@ -1,0 +1,76 @@
+// Activation functions with their derivatives. Each is a type with `at<kFast>(x)` giving both; a caller that uses one
+// of the two pays for one, the compiler drops the rest. kFast is for 16-bit tensors (common/math.cuh).
+//
+// NaN stays NaN; at the infinities value and slope are what torch gives, NaN where it has 0 * inf.
+#pragma once
+#include "common/math.cuh"
+
+namespace rtk {
+
+struct ValueSlope {
+    float value, slope;
+};
+
+// x * sigmoid(x)
+struct Silu {
+    template <bool kFast>
+    RTK_DEVICE static ValueSlope at(float x) {
+        const float s = sigmoid<kFast>(x), y = times_sigmoid<kFast>(x, x);
+        return {y, s + y * (1.0f - s)};
+    }
+};
+
+// x * (1 + tanh(u)) / 2 with u = sqrt(2/pi) * (x + 0.044715 x^3). (1 + tanh(u)) / 2 is sigmoid(2u), which does not
+// cancel where tanh(u) is near -1.
+struct GeluTanh {
+    template <bool kFast>
+    RTK_DEVICE static ValueSlope at(float x) {
+        constexpr float kLinear = 1.5957691216057308f, kCubic = kLinear * 0.044715f;  // of 2u
+        const float square = x * x, twice_u = x * (kLinear + kCubic * square);
+        const float s = sigmoid<kFast>(twice_u), y = times_sigmoid<kFast>(x, twice_u);
+        return {y, s + y * (1.0f - s) * (kLinear + 3.0f * kCubic * square)};
+    }
+};
+
+// x * Phi(x), Phi the normal distribution function
+struct GeluErf {
+    template <bool kFast>
+    RTK_DEVICE static ValueSlope at(float x) {
+        const Normal n = normal<kFast>(x);
+        return {x * n.below, n.below + x * n.density};
+    }
+};
+
+// The derivative at 0 is 0.
+struct Relu {
+    template <bool kFast>
+    RTK_DEVICE static ValueSlope at(float x) {
+        return {x <= 0.0f ? 0.0f : x, x <= 0.0f ? 0.0f : 1.0f};
+    }
+};
+
+// relu(x)^2
+struct Relu2 {
+    template <bool kFast>
+    RTK_DEVICE static ValueSlope at(float x) {
+        const float r = x <= 0.0f ? 0.0f : x;
+        return {r * r, 2.0f * r};
+    }
+};
+
+struct Sigmoid {
+    template <bool kFast>
+    RTK_DEVICE static ValueSlope at(float x) {
+        const float s = sigmoid<kFast>(x);
+        return {s, s * sigmoid<kFast>(-x)};  // 1 - s would cancel where s is near 1
+    }
+};
+
+struct Identity {
+    template <bool kFast>
+    RTK_DEVICE static ValueSlope at(float x) {
+        return {x, 1.0f};
+    }
+};
+
+}  // namespace rtk

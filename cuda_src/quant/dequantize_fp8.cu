@@ -1,0 +1,74 @@
+// Back from fp8: q * scale in fp32, rounded once to the output type. Outputs are dense.
+#include "quant/fp8_transposed.cuh"
+#include "quant/runs.cuh"
+
+namespace rtk {
+
+// The scale of an element is scale[(row >> row_shift) * scale_row + (column >> 7) * scale_column]; strides of 0 make it
+// one per tensor, or per row.
+template <typename T, typename F8, int VEC>
+__global__ void __launch_bounds__(256)
+    dequantize_fp8(const F8* q, const float* scale, T* y, i64 rows, i64 cols, i64 q_stride, i64 threads_per_row,
+                   i64 row_shift, i64 scale_row, i64 scale_column) {
+    const Runs<VEC> runs(rows, cols, threads_per_row);
+    for (i64 run = runs.first; run < runs.count; run += runs.step) {
+        Raw<VEC> raw[runs.kInFlight];
+        runs.load(run, q, q_stride, raw);
+        const i64 row = runs.row(run);
+        const float* row_scale = scale + (row >> row_shift) * scale_row;
+        float factor[runs.kInFlight];
+#pragma unroll
+        for (int i = 0; i < runs.kInFlight; ++i) {
+            const i64 column = runs.column(run, row, i);
+            float one[1] = {0.0f};
+            if (column < cols) load_keep<float, 1>(row_scale + (column >> 7) * scale_column, one);
+            factor[i] = one[0];
+        }
+#pragma unroll
+        for (int i = 0; i < runs.kInFlight; ++i) {
+            const i64 column = runs.column(run, row, i);
+            if (column < cols) {
+                float v[VEC];
+                unpack<F8, VEC>(raw[i], v);
+#pragma unroll
+                for (int k = 0; k < VEC; ++k) v[k] *= factor[i];
+                store<T, VEC>(y + row * cols + column, v);
+            }
+        }
+    }
+}
+
+// Transposed codes q [cols, rows], scale [ceil(rows/128), cols], back to y [rows, cols].
+template <typename T, typename F8>
+__global__ void __launch_bounds__(128)
+    dequantize_fp8_group_t(const F8* q, const float* scale, T* y, i64 rows, i64 cols, i64 q_stride, i64 column_tiles,
+                           i64 whole_codes, i64 whole_output) {
+    constexpr int N = 16 / sizeof(T);
+    const TransposedTile<N> tile(rows, cols, column_tiles);
+    Raw<16> codes[N];
+    float factor[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const bool inside = i < tile.columns_here;
+        codes[i] = load_part<F8, 16>(q + (tile.column + i) * q_stride + tile.row, inside ? tile.rows_here : 0,
+                                     whole_codes != 0);
+        float one[1] = {0.0f};
+        if (inside) load_keep<float, 1>(scale + tile.tile_row * cols + tile.column + i, one);
+        factor[i] = one[0];
+    }
+#pragma unroll
+    for (int r = 0; r < kStripRows; r += 2) {
+        float even[N], odd[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            from_fp8x2<F8>((codes[i].w[r / 4] >> ((r & 2) * 8)) & 0xffffu, even[i], odd[i]);
+            even[i] *= factor[i];
+            odd[i] *= factor[i];
+        }
+        T* place = y + (tile.row + r) * cols + tile.column;
+        if (r < tile.rows_here) store_part<T, N>(place, even, tile.columns_here, whole_output != 0);
+        if (r + 1 < tile.rows_here) store_part<T, N>(place + cols, odd, tile.columns_here, whole_output != 0);
+    }
+}
+
+}  // namespace rtk

@@ -1,0 +1,143 @@
+// fp8 with one scale for the whole tensor or one per row. Recipe: common/fp8_scale.cuh. x has any row stride; q is
+// dense.
+#include "common/fp8_scale.cuh"
+#include "common/reduce.cuh"
+#include "common/vec.cuh"
+#include "quant/runs.cuh"
+
+namespace rtk {
+
+// Per block, the largest finite magnitude of what it read: `partial` [gridDim.x].
+template <typename T, int VEC>
+__global__ void __launch_bounds__(256)
+    fp8_tensor_amax(const T* x, float* partial, i64 rows, i64 cols, i64 x_stride, i64 threads_per_row) {
+    __shared__ GroupScratch<1> scratch;
+    const Runs<VEC> runs(rows, cols, threads_per_row);
+    float amax[1] = {0.0f};
+    for (i64 run = runs.first; run < runs.count; run += runs.step) {
+        Raw<sizeof(T) * VEC> raw[runs.kInFlight];
+        runs.load(run, x, x_stride, raw);
+#pragma unroll
+        for (int i = 0; i < runs.kInFlight; ++i) {
+            float v[VEC];
+            unpack<T, VEC>(raw[i], v);
+            amax[0] = fmaxf(amax[0], finite_amax(v));
+        }
+    }
+    group_reduce<MaxNumber, false>(amax, RowGroup(blockDim.x), scratch, 0);
+    if (threadIdx.x == 0) partial[blockIdx.x] = amax[0];
+}
+
+// One scale for all. Without `partial` it is read from `scale`; with it, every block works it out from the `partials`
+// numbers of fp8_tensor_amax, and the first one stores it. Runs are walked from the end: the pass before read the end
+// last, so that part of x is still in L2.
+template <typename T, typename F8, int VEC>
+__global__ void __launch_bounds__(256)
+    quantize_fp8_tensor(const T* x, float* scale, const float* partial, F8* q, i64 rows, i64 cols, i64 x_stride,
+                        i64 threads_per_row, i64 partials, i64 pow2) {
+    __shared__ GroupScratch<1> scratch;
+    const Runs<VEC> runs(rows, cols, threads_per_row);
+    Raw<sizeof(T) * VEC> raw[runs.kInFlight];
+    i64 run = runs.count - 1 - runs.first;
+    if (run >= 0) runs.load(run, x, x_stride, raw);  // under way while the scale arrives
+    float shared_scale;
+    if (partial == nullptr) {
+        shared_scale = *scale;
+    } else {
+        float amax[1] = {0.0f};
+        for (i64 i = threadIdx.x; i < partials; i += blockDim.x) amax[0] = fmaxf(amax[0], partial[i]);
+        group_reduce<MaxNumber, false>(amax, RowGroup(blockDim.x), scratch, 0);
+        shared_scale = fp8_scale<F8>(amax[0], pow2 != 0);
+        if (blockIdx.x == 0 && threadIdx.x == 0) *scale = shared_scale;
+    }
+    const float inverse = __frcp_rn(shared_scale);
+    while (run >= 0) {
+        const i64 row = runs.row(run);
+#pragma unroll
+        for (int i = 0; i < runs.kInFlight; ++i) {
+            const i64 column = runs.column(run, row, i);
+            if (column < cols) {
+                float v[VEC];
+                unpack<T, VEC>(raw[i], v);
+                ptx::st<VEC>(q + row * cols + column, quantized<F8>(v, inverse));
+            }
+        }
+        run -= runs.step;
+        if (run >= 0) runs.load(run, x, x_stride, raw);
+    }
+}
+
+// One scale per row, the row in registers: a thread owns accesses thread, thread + threads, ... (four of them).
+// cols <= 4 * VEC * threads_per_row. Grid: any; blocks stride over the rows.
+template <typename T, typename F8, int VEC>
+__global__ void __launch_bounds__(512)
+    quantize_fp8_row(const T* x, F8* q, float* scale, i64 rows, i64 cols, i64 x_stride, i64 threads_per_row, i64 pow2) {
+    constexpr int kChunks = 4;
+    __shared__ GroupScratch<1> scratch;
+    const RowGroup group(threads_per_row);
+    int phase = 0;
+    for (i64 base = static_cast<i64>(blockIdx.x) * group.count; base < rows;
+         base += static_cast<i64>(gridDim.x) * group.count, phase ^= 1) {
+        const i64 row = base + group.index;
+        Raw<sizeof(T) * VEC> raw[kChunks];
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+            const i64 column = static_cast<i64>(c * group.threads + group.thread) * VEC;
+            raw[c] = {};
+            if (row < rows && column < cols) raw[c] = load_raw<T, VEC>(x + row * x_stride + column);
+        }
+        float amax[1] = {0.0f};
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+            float v[VEC];
+            unpack<T, VEC>(raw[c], v);
+            amax[0] = fmaxf(amax[0], finite_amax(v));
+        }
+        group_reduce<MaxNumber, false>(amax, group, scratch, phase);
+        const float row_scale = fp8_scale<F8>(amax[0], pow2 != 0);
+        const float inverse = __frcp_rn(row_scale);
+        if (row < rows && group.thread == 0) scale[row] = row_scale;
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+            const i64 column = static_cast<i64>(c * group.threads + group.thread) * VEC;
+            if (row < rows && column < cols) {
+                float v[VEC];
+                unpack<T, VEC>(raw[c], v);
+                ptx::st<VEC>(q + row * cols + column, quantized<F8>(v, inverse));
+            }
+        }
+    }
+}
+
+// One scale per row for rows that do not fit in registers or allow only narrow accesses: reads the row twice.
+template <typename T, typename F8, int VEC>
+__global__ void __launch_bounds__(1024, 1)
+    quantize_fp8_row_long(const T* x, F8* q, float* scale, i64 rows, i64 cols, i64 x_stride, i64 threads_per_row,
+                          i64 pow2) {
+    __shared__ GroupScratch<1> scratch;
+    const RowGroup group(threads_per_row);
+    int phase = 0;
+    for (i64 base = static_cast<i64>(blockIdx.x) * group.count; base < rows;
+         base += static_cast<i64>(gridDim.x) * group.count, phase ^= 1) {
+        const i64 row = base + group.index;
+        const i64 end = row < rows ? cols : 0;
+        const i64 step = static_cast<i64>(group.threads) * VEC;
+        float amax[1] = {0.0f};
+        for (i64 column = static_cast<i64>(group.thread) * VEC; column < end; column += step) {
+            float v[VEC];
+            load_keep<T, VEC>(x + row * x_stride + column, v);
+            amax[0] = fmaxf(amax[0], finite_amax(v));
+        }
+        group_reduce<MaxNumber, false>(amax, group, scratch, phase);
+        const float row_scale = fp8_scale<F8>(amax[0], pow2 != 0);
+        const float inverse = __frcp_rn(row_scale);
+        if (row < rows && group.thread == 0) scale[row] = row_scale;
+        for (i64 column = static_cast<i64>(group.thread) * VEC; column < end; column += step) {
+            float v[VEC];
+            load_keep<T, VEC>(x + row * x_stride + column, v);
+            ptx::st<VEC>(q + row * cols + column, quantized<F8>(v, inverse));
+        }
+    }
+}
+
+}  // namespace rtk

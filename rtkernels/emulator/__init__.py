@@ -1,0 +1,143 @@
+"""The host emulator: every kernel's own ``.cu`` compiled for the CPU and run on CPU tensors, with checks.
+
+``with rtkernels.emulate():`` (or ``RTKERNELS_EMULATE=1``) makes every public op, called on CPU tensors, run its
+launcher and its device code. ``docs/emulator.md`` says what is checked and how to debug a kernel with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rtkernels import _arch, _env
+from rtkernels.errors import ArgumentError, ToolkitError
+
+if TYPE_CHECKING:
+    from rtkernels.emulator._launch import Bound, EmulatorError, Pointer
+
+__all__ = ["EmulatorError", "Pointer", "active", "bind", "emulate", "launched", "recording", "settings", "unavailable"]
+
+_FEATURES = {(8, 0): 80, (8, 9): 89, (9, 0): 90}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How kernels are emulated."""
+
+    features: int = 90
+    order: str | int = "forward"
+    races: bool = True
+    debug: bool = False
+
+    @property
+    def order_code(self) -> int:
+        """The order as the runtime wants it."""
+        return {"forward": 0, "reverse": 1}[self.order] if isinstance(self.order, str) else self.order + 2
+
+
+_chosen: ContextVar[Settings | None] = ContextVar("rtkernels_emulate", default=None)
+
+
+class emulate(contextlib.ContextDecorator):
+    """Run every op on CPU tensors with its device code instead of the torch reference.
+
+    Args:
+        features: Whose feature macros are on: ``"sm_80"``, ``"sm_89"`` or ``"sm_90"``.
+        order: Order of the threads between synchronisation points, and of the blocks: ``"forward"``, ``"reverse"``,
+            or the seed (an int, at least 0) of a random one. Correct kernels give the same bits for all.
+        races: Report accesses to shared memory that conflict and that no barrier orders.
+        debug: Compile without optimisation, for stepping through a kernel with gdb.
+
+    Raises:
+        ArgumentError: An argument is none of these.
+    """
+
+    def __init__(
+        self, features: str = "sm_90", order: str | int = "forward", *, races: bool = True, debug: bool = False
+    ) -> None:
+        if not (order in ("forward", "reverse") or (isinstance(order, int) and order >= 0)):
+            raise ArgumentError(f"order is {order!r}; it must be 'forward', 'reverse' or a seed of at least 0")
+        self._settings = Settings(_number(features), order, races, debug)
+        self._tokens: list[Token[Settings | None]] = []
+
+    def __enter__(self) -> emulate:
+        self._tokens.append(_chosen.set(self._settings))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _chosen.reset(self._tokens.pop())
+
+
+def _number(features: str) -> int:
+    capability = _arch.parse(features).capability
+    if capability not in _FEATURES:
+        raise ArgumentError(f"the emulator has the features of sm_80, sm_89 and sm_90, not of {features}")
+    return _FEATURES[capability]
+
+
+def settings() -> Settings:
+    """Return the settings of the innermost ``emulate``, else of ``RTKERNELS_EMULATE``, else the defaults."""
+    if chosen := _chosen.get():
+        return chosen
+    wanted = _env.get("EMULATE")
+    return Settings(_number(wanted)) if isinstance(wanted, str) else Settings()
+
+
+def active() -> int | None:
+    """Return 80, 89 or 90 while ops on CPU tensors are to be emulated, else None."""
+    if chosen := _chosen.get():
+        return chosen.features
+    return settings().features if _env.get("EMULATE") else None
+
+
+def unavailable() -> str | None:
+    """Return why kernels cannot be emulated here (no C++ compiler), or None."""
+    from rtkernels.emulator import _build
+
+    try:
+        _build.compiler()
+    except ToolkitError as error:
+        return str(error)
+    return None
+
+
+def launched() -> frozenset[tuple[str, str]]:
+    """Return unit and name of every kernel that was emulated in this process; coverage tests ask."""
+    from rtkernels.emulator import _launch
+
+    return frozenset(_launch.launched)
+
+
+def recording() -> Any:
+    """Return the context a launcher runs in: ``data_ptr()`` knows its tensor, new memory is poisoned."""
+    from rtkernels.emulator._launch import Recording
+
+    return Recording()
+
+
+def bind(kernel: Any, variant: tuple[Any, ...], arch: int, grid: Any, block: Any, shared: int = 0) -> Bound:
+    """Return a function that runs a kernel variant on the host; its arguments are those of the kernel.
+
+    Pointers must come from ``Tensor.data_ptr()`` inside ``recording()``, or from ``Pointer.of(tensor)``.
+
+    Args:
+        kernel: A ``Kernel`` record.
+        variant: Template arguments.
+        arch: 80, 89 or 90.
+        grid: Blocks in up to three dimensions.
+        block: Threads in up to three dimensions.
+        shared: Dynamic shared memory in bytes.
+    """
+    from rtkernels.emulator._launch import Bound
+
+    return Bound(kernel, variant, arch, grid, block, shared)
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("EmulatorError", "Pointer"):
+        from rtkernels.emulator import _launch
+
+        return getattr(_launch, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

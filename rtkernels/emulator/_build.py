@@ -1,0 +1,325 @@
+"""From a kernel's own ``.cu`` to a shared object on the host, cached beside the cubins."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from rtkernels import _cache, _env, _sources, _store
+from rtkernels.errors import KernelCompileError, NotWarmError, SourceError, ToolkitError
+
+_HERE = Path(__file__).resolve().parent
+INCLUDE = _HERE / "include"
+RUNTIME = _HERE / "runtime.cpp"
+DYNAMIC_SHARED = 232_448  # bytes reserved for `extern __shared__` arrays: the most any target has
+
+_INCLUDES = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
+_DYNAMIC = re.compile(r"\bextern\s+__shared__\s+([^;{}]*?)\b(\w+)\s*\[\s*\]\s*;")
+_shrunk = False
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """The host C++ compiler."""
+
+    command: tuple[str, ...]
+    version: str
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Options every object is compiled with."""
+        common = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-fno-math-errno", "-w")
+        return common + _contraction(self.command)
+
+
+@cache
+def _probe(command: tuple[str, ...]) -> str:
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
+    return done.stdout.splitlines()[0] if done.returncode == 0 and done.stdout else ""
+
+
+@cache
+def _accepts(command: tuple[str, ...], flag: str) -> bool:
+    check = [*command, "-Werror", flag, "-x", "c++", "-fsyntax-only", os.devnull]
+    return subprocess.run(check, capture_output=True, check=False).returncode == 0
+
+
+def _contraction(command: tuple[str, ...]) -> tuple[str, ...]:
+    """NVRTC fuses a * b + c by default, so the host does where it has the instruction."""
+    if platform.machine() in ("x86_64", "AMD64"):
+        with contextlib.suppress(OSError):
+            if " fma " in Path("/proc/cpuinfo").read_text():
+                return ("-mfma", "-ffp-contract=fast")
+        return ("-ffp-contract=off",)
+    return ("-ffp-contract=fast",)
+
+
+def compiler() -> Compiler:
+    """Return the host compiler: ``$CXX`` if set, else g++, clang++ or c++ from the path.
+
+    Raises:
+        ToolkitError: There is none, or ``$CXX`` does not run.
+    """
+    if platform.system() != "Linux" or platform.machine() not in ("aarch64", "x86_64"):
+        raise ToolkitError(
+            f"the host emulator runs on Linux on aarch64 and x86_64, not on {platform.system()} {platform.machine()}"
+        )
+    named = shlex.split(os.environ.get("CXX", ""))
+    candidates = [tuple(named)] if named else [("g++",), ("clang++",), ("c++",)]
+    for command in candidates:
+        if (found := shutil.which(command[0])) and (version := _probe((found, *command[1:]))):
+            return Compiler((found, *command[1:]), version)
+    looked = f"CXX={' '.join(named)!r} does not run" if named else "neither g++, clang++ nor c++ is on the path"
+    raise ToolkitError(
+        f"the host emulator needs a C++17 compiler and found none: {looked}; "
+        "install one (apt install g++, dnf install gcc-c++) or set CXX"
+    )
+
+
+# ---- sources --------------------------------------------------------------------------------------------------------
+
+
+def _closure(start: Path) -> tuple[dict[str, bytes], dict[Path, int]]:
+    """Return the content of every file of a translation unit, and when each was last changed.
+
+    Where the emulator and ``cuda_src`` both have a header, the emulator's counts.
+    """
+    found: dict[str, bytes] = {}
+    times: dict[Path, int] = {}
+    waiting = [(start.name, start)] + [(name, INCLUDE / name) for name in ("execution.h", "intrinsics.h", "numeric.h")]
+    while waiting:
+        name, path = waiting.pop()
+        if name in found:
+            continue
+        times[path] = os.stat(path).st_mtime_ns
+        found[name] = path.read_bytes()
+        for included in _INCLUDES.findall(found[name].decode()):
+            places = (base / included for base in (INCLUDE, _sources.root()))
+            if not (place := next((p for p in places if p.is_file()), None)):
+                raise SourceError(f"{name} includes {included!r}, which is neither in the emulator nor in cuda_src")
+            waiting.append((included, place))
+    return found, times
+
+
+def _wrapper(unit: Path, expression: str, sources: dict[str, bytes]) -> str:
+    """Return the translation unit: the kernel's source, its dynamic shared memory, and one entry point."""
+    text = "\n".join(content.decode() for name, content in sources.items() if not name.endswith(".h"))
+    arrays = dict.fromkeys((kind.strip(), name) for kind, name in _DYNAMIC.findall(text))
+    # All `extern __shared__` arrays begin at the same address, as on the device.
+    aliases = "".join(
+        f'namespace rtk {{ extern __shared__ {kind} {name}[1] __attribute__((alias("rtk_emu_dynamic"))); }}\n'
+        for kind, name in arrays
+    )
+    size = DYNAMIC_SHARED if arrays else 0
+    storage = f'extern "C" {{ __shared__ __align__(1024) unsigned char rtk_emu_dynamic[{size}]; }}\n' if arrays else ""
+    return f"""#include "intrinsics.h"
+#include "{unit}"
+{storage}{aliases}static void rtk_emu_entry(const emu::u64* args) {{ emu::call(&{expression}, args); }}
+extern "C" __attribute__((visibility("default"), no_sanitize("thread"))) int rtk_emu_run(emu::Launch* launch) {{
+    return emu::run(launch, rtk_emu_entry, {"rtk_emu_dynamic" if arrays else "nullptr"}, {size});
+}}
+"""
+
+
+# ---- cache ----------------------------------------------------------------------------------------------------------
+
+
+def _target() -> str:
+    return f"emulator-{platform.machine()}"
+
+
+def _cached(op: str, expression: str, content: dict[str, object], make: Callable[[Path], None]) -> Path:
+    """Return the file that ``make`` writes, from the cache if there is one for this content."""
+    key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    store = _cache.user_store()
+    if store is None:
+        return _private(key, make)
+    final = store.base / _target() / f"{op}-{key[:32]}"
+    if (found := _read(store, final)) or not store.writable:
+        return found or _private(key, make)
+    with _store.key_lock(store, key, op):
+        if found := _read(store, final):
+            return found
+        with tempfile.TemporaryDirectory(prefix="rtkernels-emulator-") as scratch:
+            _require_allowed(op, expression)
+            make(output := Path(scratch) / "kernel.so")
+            image = output.read_bytes()
+        meta = {
+            "format": _store.FORMAT, "key": key, "base_key": key, "op": op, "unit": content["unit"],
+            "expressions": [expression], "names": {expression: "rtk_emu_run"}, "target": _target(),
+            "nvrtc": [], "flags": content["flags"], "compiler": content["compiler"], "sources": content["files"],
+            "sha256": hashlib.sha256(image).hexdigest(), "size": len(image), "resources": {},
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }  # fmt: skip
+        name = _store.image_name(_target())
+        if _store.publish(store, final, {name: image, _store.META: json.dumps(meta, indent=1).encode()}):
+            _limit(store)
+            return final / name
+    return _private(key, make)
+
+
+def _read(store: _store.Store, directory: Path) -> Path | None:
+    try:
+        found = _store.read_entry(directory)
+    except _store.BadEntry as bad:
+        if store.writable:
+            _store.quarantine(store, directory, str(bad))
+        return None
+    except OSError:
+        return None
+    if found and store.writable:
+        _store.touch(directory)
+    return found[2] if found else None
+
+
+def _require_allowed(op: str, expression: str) -> None:
+    if _env.get("NO_COMPILE"):
+        raise NotWarmError(f"{op}: {expression} is not in the emulator's cache and RTKERNELS_NO_COMPILE is set")
+
+
+def _limit(store: _store.Store) -> None:
+    global _shrunk
+    if not _shrunk:
+        _shrunk = True
+        with contextlib.suppress(OSError):
+            _store.shrink(store, _env.get("CACHE_MAX_MB") * 1_000_000)
+
+
+@cache
+def _private_directory() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="rtkernels-emulator-")
+
+
+def _private(key: str, make: Callable[[Path], None]) -> Path:
+    """Without a usable cache: a directory that lives as long as the process."""
+    path = Path(_private_directory().name) / f"{key[:32]}.so"
+    if not path.exists():
+        _require_allowed("emulator", path.name)
+        make(path)
+    return path
+
+
+# ---- building -------------------------------------------------------------------------------------------------------
+
+
+def _hashes(sources: dict[str, bytes]) -> dict[str, str]:
+    return {name: hashlib.sha256(content).hexdigest() for name, content in sorted(sources.items())}
+
+
+def _compile(command: list[str], what: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line][:3] or done.stderr.splitlines()[:3]
+        raise KernelCompileError(
+            f"the host compiler rejects {what}:\n  " + "\n  ".join(lines) + f"\ncommand: {shlex.join(command)}",
+            log=done.stderr,
+        )
+
+
+def runtime() -> Path:
+    """Return the shared object that holds the execution model, compiling it if needed."""
+    tool = compiler()
+    flags = [*tool.flags, "-O2", "-g1"]
+    files = _hashes({RUNTIME.name: RUNTIME.read_bytes(), "execution.h": (INCLUDE / "execution.h").read_bytes()})
+    content = {"unit": RUNTIME.name, "flags": flags, "compiler": tool.version, "files": files}
+    # Kernels name their runtime by this, so two versions in one process stay apart.
+    soname = "librtk_emu-" + hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16] + ".so"
+
+    def make(output: Path) -> None:
+        command = [*tool.command, *flags, "-shared", f"-Wl,-soname,{soname}", f"-I{INCLUDE}", str(RUNTIME)]
+        _compile([*command, "-o", str(output)], "the emulator's runtime")
+
+    return _cached("emulator_runtime", "emu::run", content, make)
+
+
+_built: dict[tuple[object, ...], tuple[dict[Path, int], Path]] = {}
+
+
+def kernel(op: str, unit: str, expression: str, arch: int, *, debug: bool = False) -> Path:
+    """Return the shared object of one kernel variant, compiling it if needed.
+
+    Args:
+        op: Names the cache entry.
+        unit: The ``.cu`` file, relative to ``cuda_src`` or absolute.
+        expression: C++ name of the instantiation.
+        arch: 80, 89 or 90: the value of ``__CUDA_ARCH__`` divided by ten.
+        debug: Without optimisation and with full debug information, for stepping through it.
+    """
+    request = (op, unit, expression, arch, debug, os.environ.get("CXX"), os.environ.get("RTKERNELS_CACHE_DIR"))
+    if known := _built.get(request):
+        times, library = known
+        with contextlib.suppress(OSError):
+            if library.exists() and all(os.stat(file).st_mtime_ns == time for file, time in times.items()):
+                return library
+    times, library = _build_kernel(op, unit, expression, arch, debug)
+    _built[request] = times, library
+    return library
+
+
+def _build_kernel(op: str, unit: str, expression: str, arch: int, debug: bool) -> tuple[dict[Path, int], Path]:
+    tool = compiler()
+    path = Path(unit) if os.path.isabs(unit) else _sources.root() / unit
+    sources, times = _closure(path)
+    optional = ("-fno-tree-sra", "-fno-gnu-unique", "-fno-extern-tls-init", "--param=tsan-instrument-func-entry-exit=0")
+    flags = [
+        *tool.flags,
+        *(("-O0", "-g", "-gdwarf-4") if debug else ("-O1", "-g1", "-gdwarf-4")),
+        "-fsanitize=thread",
+        *(flag for flag in optional if _accepts(tool.command, flag)),
+        f"-D__CUDA_ARCH__={arch}0",
+    ]
+    engine = runtime()
+    content = {
+        "unit": path.name if os.path.isabs(unit) else unit,
+        "expression": expression,
+        "flags": flags,
+        "compiler": tool.version,
+        "files": _hashes(sources),
+        "runtime": engine.parent.name,
+    }
+
+    def make(output: Path) -> None:
+        source = output.with_suffix(".cpp")
+        source.write_text(_wrapper(path, expression, sources))
+        # -nodefaultlibs: the runtime answers the sanitizer's callbacks, not the compiler's own library.
+        link = ["-shared", "-nodefaultlibs", str(engine), "-lm", "-lc", "-lgcc"]
+        places = [f"-I{INCLUDE}", f"-I{_sources.root()}"]
+        _compile([*tool.command, *flags, *places, str(source), *link, "-o", str(output)], f"{expression} ({unit})")
+
+    return times, _cached(op, expression, content, make)
+
+
+def locate(library: Path, pc: int) -> str:
+    """Return ``file:line`` of a program counter (the caller's side of a call), innermost first; "" if unknown."""
+    tool = shutil.which("addr2line")
+    if not tool or not pc:
+        return ""
+    command = [tool, "-i", "-e", str(library), hex(pc - 1)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    places = []
+    for line in done.stdout.splitlines():
+        name = line.split(" ")[0]
+        if str(INCLUDE) in name or not name.rpartition(":")[0].endswith((".cu", ".cuh")):
+            continue
+        places.append(_shorten(name))
+    return ", from ".join(dict.fromkeys(places))
+
+
+def _shorten(place: str) -> str:
+    """Return a path as it is written in ``#include``."""
+    full = os.path.normpath(place)
+    root = str(_sources.root())
+    return full[len(root) + 1 :] if full.startswith(root + os.sep) else os.path.basename(full)

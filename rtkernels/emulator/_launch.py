@@ -1,0 +1,343 @@
+"""Running a built kernel on CPU tensors: arguments, tracked memory, reports."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy
+import torch
+from torch.overrides import TorchFunctionMode
+
+from rtkernels.emulator import _build
+from rtkernels.errors import RtkError
+
+_KINDS = {
+    1: "out_of_bounds",
+    2: "misaligned",
+    3: "uninitialised_shared",
+    4: "race",
+    5: "divergent_barrier",
+    6: "absent_lanes",
+    7: "launch_limit",
+}
+_SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+_lock = threading.Lock()
+launched: set[tuple[str, str]] = set()  # (unit, kernel) of every launch in this process
+
+
+class EmulatorError(RtkError, RuntimeError):
+    """A kernel did something on the host emulator that a GPU does not forgive.
+
+    Attributes:
+        kind: ``out_of_bounds``, ``misaligned``, ``uninitialised_shared``, ``race``, ``divergent_barrier``,
+            ``absent_lanes`` or ``launch_limit``.
+        kernel: Name of the kernel.
+        expression: C++ name of its variant.
+        block: Index of the block.
+        thread: Index of the thread in it.
+        buffer: Name of the argument the access belongs to, ``"shared"``, or None.
+        offset: Byte offset of the access from the buffer's first byte, or None.
+        size: Bytes of the access, or None.
+        place: ``file:line`` of the access, "" if unknown.
+    """
+
+    def __init__(self, message: str, **fields: Any) -> None:
+        super().__init__(message)
+        self.kind: str = fields["kind"]
+        self.kernel: str = fields["kernel"]
+        self.expression: str = fields["expression"]
+        self.block: tuple[int, int, int] = fields["block"]
+        self.thread: tuple[int, int, int] = fields["thread"]
+        self.buffer: str | None = fields.get("buffer")
+        self.offset: int | None = fields.get("offset")
+        self.size: int | None = fields.get("size")
+        self.place: str = fields.get("place", "")
+
+
+# ---- pointers that know their tensor --------------------------------------------------------------------------------
+
+
+class Pointer(int):
+    """An address that remembers the tensor it came from, also after an offset was added."""
+
+    tensor: torch.Tensor
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Pointer:
+        pointer = cls(tensor.data_ptr())
+        pointer.tensor = tensor
+        return pointer
+
+    def __add__(self, other: int) -> Pointer:
+        moved = Pointer(int(self) + int(other))
+        moved.tensor = self.tensor
+        return moved
+
+    __radd__ = __add__
+
+    def __sub__(self, other: int) -> Pointer:
+        return self + -int(other)
+
+
+_EMPTY = {
+    torch.empty,
+    torch.empty_like,
+    torch.empty_strided,
+    torch.Tensor.new_empty,
+    torch.Tensor.new_empty_strided,
+}
+
+
+class Recording(TorchFunctionMode):
+    """While a launcher runs: ``data_ptr()`` gives a ``Pointer``, and fresh memory is all ones (NaN, or -1)."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.Tensor.data_ptr:
+            return Pointer.of(args[0])
+        result = func(*args, **(kwargs or {}))
+        if func in _EMPTY and result.device.type == "cpu":
+            torch.empty(0, dtype=torch.uint8).set_(result.untyped_storage()).fill_(255)
+        return result
+
+
+# ---- tracked memory -------------------------------------------------------------------------------------------------
+
+
+class _Segment(ctypes.Structure):
+    _fields_ = (
+        ("host", ctypes.c_uint64),
+        ("valid", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("copy", ctypes.c_uint64),
+        ("written", ctypes.c_uint64),
+    )
+
+
+class _Error(ctypes.Structure):
+    _fields_ = (
+        ("kind", ctypes.c_int),
+        ("block", ctypes.c_uint32 * 3),
+        ("thread", ctypes.c_uint32 * 3),
+        ("write", ctypes.c_int),
+        ("size", ctypes.c_uint64),
+        ("segment", ctypes.c_int),
+        ("offset", ctypes.c_longlong),
+        ("pc", ctypes.c_uint64),
+        ("detail", ctypes.c_char * 1024),
+    )
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared_bytes", ctypes.c_uint64),
+        ("shared_limit", ctypes.c_uint64),
+        ("order", ctypes.c_uint64),
+        ("races", ctypes.c_uint32),
+        ("arg_count", ctypes.c_uint32),
+        ("args", ctypes.c_void_p),
+        ("arg_segment", ctypes.c_void_p),
+        ("segments", ctypes.c_void_p),
+        ("segment_count", ctypes.c_uint64),
+        ("error", _Error),
+    )
+
+
+class _Buffer:
+    """The bytes of one tensor argument."""
+
+    def __init__(self, index: int, name: str, tensor: torch.Tensor) -> None:
+        self.index, self.name, self.tensor = index, name, tensor
+        self.start = tensor.data_ptr()
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        self.bytes = (last + 1) * tensor.element_size() if tensor.numel() else 0
+
+    @property
+    def end(self) -> int:
+        return self.start + self.bytes
+
+    def mark(self, valid: numpy.ndarray, segment_start: int) -> None:
+        """Set the bytes of this tensor's elements in the mask of its segment."""
+        mine = valid[self.start - segment_start : self.end - segment_start]
+        if self.tensor.is_contiguous():
+            mine[:] = 1
+            return
+        size = self.tensor.element_size()
+        shape = (*self.tensor.shape, size)
+        strides = (*(step * size for step in self.tensor.stride()), 1)
+        numpy.lib.stride_tricks.as_strided(mine, shape, strides)[...] = 1
+
+    def __str__(self) -> str:
+        kind = str(self.tensor.dtype).removeprefix("torch.")
+        strided = "" if self.tensor.is_contiguous() else f", strides {tuple(self.tensor.stride())}"
+        return f"{self.name} ({kind} {list(self.tensor.shape)}{strided}, {self.bytes} bytes)"
+
+
+class _Memory:
+    """All tensors of one launch: overlapping ones merged into segments, one byte mask each."""
+
+    def __init__(self, buffers: list[_Buffer]) -> None:
+        groups: list[list[_Buffer]] = []
+        end = 0
+        for buffer in sorted((b for b in buffers if b.bytes), key=lambda b: b.start):
+            if groups and buffer.start < end:
+                groups[-1].append(buffer)
+            else:
+                groups.append([buffer])
+                end = 0
+            end = max(end, buffer.end)
+        self.groups = groups
+        self.segments = (_Segment * max(len(groups), 1))()
+        self._masks = []
+        self.position: dict[int, tuple[int, int]] = {}
+        for i, group in enumerate(groups):
+            start, stop = group[0].start, max(b.end for b in group)
+            mask = numpy.zeros(stop - start, numpy.uint8)
+            for buffer in group:
+                buffer.mark(mask, start)
+                self.position[buffer.index] = (i, start)
+            self._masks.append(mask)
+            self.segments[i] = _Segment(start, mask.ctypes.data, stop - start, 0, 0)
+
+    def nearest(self, segment: int, offset: int) -> tuple[_Buffer, int]:
+        """Return the tensor an offset into a segment is in or closest to, and the offset from its first byte."""
+        group = self.groups[segment]
+        address = group[0].start + offset
+        inside = [b for b in group if b.start <= address < b.end]
+        best = inside[0] if inside else min(group, key=lambda b: min(abs(address - b.start), abs(address - b.end)))
+        return best, address - best.start
+
+
+# ---- launch ---------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _runtime(path: str) -> ctypes.CDLL:
+    return ctypes.CDLL(path)  # first, so that kernels find it by its soname
+
+
+@cache
+def _library(path: str) -> Callable[[Any], int]:
+    _runtime(str(_build.runtime()))
+    run = ctypes.CDLL(path).rtk_emu_run
+    run.argtypes = [ctypes.POINTER(_Launch)]
+    run.restype = ctypes.c_int
+    return run
+
+
+class Bound:
+    """A kernel variant with grid, block and dynamic shared memory fixed: call it with the kernel's arguments."""
+
+    def __init__(
+        self, kernel: Any, variant: tuple[Any, ...], arch: int, grid: tuple[int, ...], block: Any, shared: int
+    ) -> None:
+        self.kernel = kernel
+        self.arch = arch
+        self.expression: str = kernel.expression(variant)
+        self.grid = _three(grid)
+        self.block = _three(block)
+        self.shared = shared
+
+    def __call__(self, *args: int | float) -> None:
+        from rtkernels.emulator import settings
+
+        chosen = settings()
+        kernel = self.kernel
+        op = getattr(kernel, "op", kernel.name)
+        library = _build.kernel(op, kernel.unit, self.expression, self.arch, debug=chosen.debug)
+        values, where, memory = self._arguments(args)
+        launch = _Launch(
+            grid=self.grid, block=self.block, shared_bytes=self.shared, shared_limit=_SHARED_LIMIT[self.arch],
+            order=chosen.order_code, races=chosen.races, arg_count=len(args),
+            args=ctypes.addressof(values), arg_segment=ctypes.addressof(where),
+            segments=ctypes.addressof(memory.segments), segment_count=len(memory.groups),
+        )  # fmt: skip
+        launched.add((kernel.unit, kernel.name))
+        with _lock:
+            failed = _library(str(library))(ctypes.byref(launch))
+        if failed:
+            raise self._report(launch.error, memory, library)
+
+    def _arguments(self, args: tuple[int | float, ...]) -> tuple[Any, Any, _Memory]:
+        if len(args) != len(self.kernel.args):
+            raise TypeError(f"{self.kernel.name} takes {len(self.kernel.args)} arguments, got {len(args)}")
+        buffers = []
+        for i, ((name, kind), value) in enumerate(zip(self.kernel.args, args, strict=True)):
+            if kind != "ptr" or not value:
+                continue
+            if not isinstance(value, Pointer):
+                raise TypeError(f"{self.kernel.name}: pointer {name} comes from no tensor's data_ptr()")
+            buffers.append(_Buffer(i, name, value.tensor))
+        memory = _Memory(buffers)
+        values = (ctypes.c_uint64 * max(len(args), 1))()
+        where = (ctypes.c_int * max(len(args), 1))(*[-1] * len(args))
+        for i, ((_, kind), value) in enumerate(zip(self.kernel.args, args, strict=True)):
+            if kind == "f64":
+                values[i] = struct.unpack("=Q", struct.pack("=d", value))[0]
+            elif i in memory.position:
+                where[i], start = memory.position[i]
+                values[i] = (int(value) - start) & (2**64 - 1)
+            else:
+                values[i] = int(value) & (2**64 - 1)
+        return values, where, memory
+
+    def _report(self, error: _Error, memory: _Memory, library: Any) -> EmulatorError:
+        kind = _KINDS[error.kind]
+        place = _build.locate(library, error.pc)
+        fields: dict[str, Any] = {
+            "kind": kind, "kernel": self.kernel.name, "expression": self.expression, "place": place,
+            "block": tuple(error.block), "thread": tuple(error.thread),
+        }  # fmt: skip
+        detail = error.detail.decode(errors="replace")
+        if kind in ("divergent_barrier", "absent_lanes", "launch_limit"):
+            what = f"{kind.replace('_', ' ')}: {detail}"
+        else:
+            fields["size"] = error.size
+            what = self._describe_access(error, memory, fields, detail)
+        text = f"{self.kernel.name}: {what}\n  in {self.expression}"
+        if kind != "launch_limit":
+            text += f", block {fields['block']}, thread {fields['thread']}"
+        return EmulatorError(text + (f"\n  at {place}" if place else ""), **fields)
+
+    def _describe_access(self, error: _Error, memory: _Memory, fields: dict[str, Any], detail: str) -> str:
+        access = f"{'write' if error.write else 'read'} of {error.size} bytes"
+        offset = error.offset
+        if fields["kind"] == "misaligned" and detail:
+            return f"misaligned {access}: {detail}"
+        if error.segment >= 0:
+            buffer, offset = memory.nearest(error.segment, error.offset)
+            where = f"at byte {offset} of {buffer}"
+            if fields["kind"] == "misaligned":
+                where += f", address {(buffer.start + offset) % 256} modulo 256"
+            elif offset < 0:
+                where += f": {-offset} bytes before it"
+            elif offset >= buffer.bytes:
+                where += f": {offset - buffer.bytes} bytes past its end"
+            elif offset + error.size > buffer.bytes:
+                where += ": it runs past the end"
+            else:
+                where += ": between its elements"
+            fields["buffer"] = buffer.name
+        elif fields["kind"] == "out_of_bounds" and error.segment == -1:
+            return f"out of bounds {access} at address {hex(offset)}, far from every tensor"
+        else:
+            fields["buffer"] = "shared"
+            where = f"at byte {offset} of {'dynamic ' if error.segment == -2 else ''}shared memory"
+        fields["offset"] = offset
+        kind = fields["kind"]
+        if kind == "uninitialised_shared":
+            return f"{access} {where} that the block has not written"
+        if kind == "race":
+            return f"race: {access} {where}; {detail}"
+        return f"{kind.replace('_', ' ')} {access} {where}{'; ' + detail if detail else ''}"
+
+
+def _three(dims: int | tuple[int, ...]) -> tuple[int, int, int]:
+    given = (dims,) if isinstance(dims, int) else tuple(dims)
+    return (given + (1, 1, 1))[:3]  # type: ignore[return-value]

@@ -1,0 +1,14 @@
+// Host version of cuda_src/ptx/cp_async.cuh.
+#pragma once
+#include "common/abi.cuh"
+
+namespace rtk::ptx {
+
+RTK_DEVICE void cp_async_16(void* shared, const void* global) { emu::cp_async(shared, global, 16, 16); }
+RTK_DEVICE void cp_async_commit() { emu::cp_async_commit(); }
+template <int kPending>
+RTK_DEVICE void cp_async_wait() {
+    emu::cp_async_wait(kPending);
+}
+
+}  // namespace rtk::ptx

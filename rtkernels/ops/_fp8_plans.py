@@ -1,0 +1,391 @@
+"""Launch planning of ``quantize_fp8`` and ``dequantize_fp8``: kernels, shapes, checks, and metadata to launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtkernels._kernel import Kernel, Launch, Plans, device_info
+from rtkernels._layout import (
+    FLOAT_DTYPES,
+    GRID_LIMIT,
+    block_of,
+    check_same,
+    group_threads,
+    row_count,
+    row_stride,
+    token,
+    vector_bytes,
+)
+from rtkernels.errors import ArgumentError
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+GRANULARITIES = ("tensor", "row", "group", "group_t", "block")
+SCALE_LAYOUTS = ("row", "column")
+GROUP = 128
+
+Metadata = tuple[Any, ...]  # (dtype, shape, stride, device index)
+
+_WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
+_PAIRS = [(t, f) for t in _WIDTH for f in ("e4m3", "e5m2")]
+_WIDE_AND_NARROW = [(t, f, v) for t, f in _PAIRS for v in (1, _WIDTH[t])]
+_RUN_THREADS = 256
+_ROW_THREADS, _ROW_CHUNKS = 512, 4
+_GROUP_THREADS, _GROUP_ROWS = 256, 4
+_TRANSPOSED_THREADS = 128
+_AMAX_BLOCKS_PER_SM = 4  # resident together: the pass ends everywhere at about the same time
+
+AMAX = Kernel(
+    "quant/quantize_fp8.cu",
+    "fp8_tensor_amax",
+    template="T VEC",
+    args="x:ptr partial:ptr rows:i64 cols:i64 x_stride:i64 threads_per_row:i64",
+    variants=[(t, v) for t in _WIDTH for v in (1, _WIDTH[t])],
+    max_registers=64,
+)
+TENSOR = Kernel(
+    "quant/quantize_fp8.cu",
+    "quantize_fp8_tensor",
+    template="T F8 VEC",
+    args="x:ptr scale:ptr partial:ptr q:ptr rows:i64 cols:i64 x_stride:i64 threads_per_row:i64 partials:i64 pow2:i64",
+    variants=_WIDE_AND_NARROW,
+    max_registers=64,
+)
+_ROW_ARGS = "x:ptr q:ptr scale:ptr rows:i64 cols:i64 x_stride:i64 threads_per_row:i64 pow2:i64"
+ROW = Kernel(
+    "quant/quantize_fp8.cu",
+    "quantize_fp8_row",
+    template="T F8 VEC",
+    args=_ROW_ARGS,
+    variants=[(t, f, _WIDTH[t]) for t, f in _PAIRS],
+    max_registers=64,
+)
+ROW_LONG = Kernel(
+    "quant/quantize_fp8.cu",
+    "quantize_fp8_row_long",
+    template="T F8 VEC",
+    args=_ROW_ARGS,
+    variants=_WIDE_AND_NARROW,
+    max_registers=64,
+)
+GROUPED = Kernel(
+    "quant/quantize_fp8_tile.cu",
+    "quantize_fp8_group",
+    template="T F8 VEC",
+    args="x:ptr q:ptr scale:ptr rows:i64 cols:i64 x_stride:i64 scale_row:i64 scale_group:i64 across:i64 "
+    "column_tiles:i64 pow2:i64",
+    variants=_WIDE_AND_NARROW,
+    max_registers=64,
+)
+BLOCK = Kernel(
+    "quant/quantize_fp8_tile.cu",
+    "quantize_fp8_block",
+    template="T F8 VEC",
+    args="x:ptr q:ptr scale:ptr rows:i64 cols:i64 x_stride:i64 column_tiles:i64 pow2:i64",
+    variants=_WIDE_AND_NARROW,
+    max_registers=80,
+)
+GROUPED_T = Kernel(
+    "quant/quantize_fp8_transposed.cu",
+    "quantize_fp8_group_t",
+    template="T F8",
+    args="x:ptr q:ptr scale:ptr rows:i64 cols:i64 x_stride:i64 column_tiles:i64 whole_input:i64 whole_codes:i64 "
+    "pow2:i64",
+    variants=_PAIRS,
+    max_registers=128,
+)
+BACK = Kernel(
+    "quant/dequantize_fp8.cu",
+    "dequantize_fp8",
+    template="T F8 VEC",
+    args="q:ptr scale:ptr y:ptr rows:i64 cols:i64 q_stride:i64 threads_per_row:i64 row_shift:i64 scale_row:i64 "
+    "scale_column:i64",
+    variants=_WIDE_AND_NARROW,
+    max_registers=64,
+)
+BACK_T = Kernel(
+    "quant/dequantize_fp8.cu",
+    "dequantize_fp8_group_t",
+    template="T F8",
+    args="q:ptr scale:ptr y:ptr rows:i64 cols:i64 q_stride:i64 column_tiles:i64 whole_codes:i64 whole_output:i64",
+    variants=_PAIRS,
+    max_registers=96,
+)
+KERNELS = (AMAX, TENSOR, ROW, ROW_LONG, GROUPED, BLOCK, GROUPED_T, BACK, BACK_T)
+
+
+# ---- shapes and checks, shared by launchers, references and fakes ---------------------------------------------------
+
+
+def groups_of(size: int) -> int:
+    """Return how many groups of 128 cover `size` elements."""
+    return -(-size // GROUP)
+
+
+def scale_shape(shape: Sequence[int], granularity: str, layout: str) -> tuple[int, ...]:
+    """Return the shape of the scales of a tensor of `shape` (of the unquantised one, for "group_t")."""
+    leading, rows, cols = tuple(shape[:-1]), row_count(shape), shape[-1]
+    return {
+        "tensor": (),
+        "row": leading,
+        "group": (groups_of(cols), rows) if layout == "column" else (*leading, groups_of(cols)),
+        "group_t": (groups_of(rows), cols),
+        "block": (groups_of(rows), groups_of(cols)),
+    }[granularity]
+
+
+def empty_scale(pow2: bool) -> float:
+    """Return the scale of a set without a finite value other than 0, as the kernels compute it."""
+    return 2.0**-99 if pow2 else 1e-30
+
+
+def _check_option(name: str, value: Any, accepted: Sequence[str]) -> None:
+    if value not in accepted:
+        raise ArgumentError(f"{name} is {value!r}; expected one of {', '.join(map(repr, accepted))}")
+
+
+def check_options(granularity: str, layout: str) -> None:
+    """Raise an ArgumentError unless both are known and go together."""
+    _check_option("granularity", granularity, GRANULARITIES)
+    _check_option("scale_layout", layout, SCALE_LAYOUTS)
+    if layout == "column" and granularity != "group":
+        raise ArgumentError(f"scale_layout 'column' goes with granularity 'group' only, not with {granularity!r}")
+
+
+def check_quantize(x: Metadata, granularity: str, dtype: torch.dtype, layout: str) -> None:
+    """Raise an ArgumentError unless x can be quantised as asked."""
+    check_options(granularity, layout)
+    token("x", x[0])
+    token("the result", dtype, FP8_DTYPES)
+    if not x[1]:
+        raise ArgumentError("x has no dimensions; expected at least one")
+
+
+def check_static_scale(scale: Metadata, device: int) -> None:
+    """Raise an ArgumentError unless a given scale is one fp32 number on x's device."""
+    dtype, shape, _, scale_device = scale
+    token("scale", dtype, (torch.float32,))
+    if row_count((*shape, 1)) != 1:
+        raise ArgumentError(f"scale has shape {tuple(shape)}; expected one element, the scale of the whole tensor")
+    check_same("scale", scale_device, device, "device index")
+
+
+def check_dequantize(q: Metadata, scale: Metadata, granularity: str, dtype: torch.dtype, layout: str) -> None:
+    """Raise an ArgumentError unless q and scale belong together."""
+    check_options(granularity, layout)
+    token("q", q[0], FP8_DTYPES)
+    token("the result", dtype, FLOAT_DTYPES)
+    shape = tuple(q[1])
+    if not shape:
+        raise ArgumentError("q has no dimensions; expected at least one")
+    if granularity == "tensor":
+        return check_static_scale(scale, q[3])
+    if granularity == "group_t":
+        if len(shape) != 2:
+            raise ArgumentError(f"q has shape {shape}; granularity 'group_t' expects two dimensions, [columns, rows]")
+        shape = shape[::-1]
+    token("scale", scale[0], (torch.float32,))
+    wanted = scale_shape(shape, granularity, layout)
+    if tuple(scale[1]) != wanted:
+        raise ArgumentError(
+            f"scale has shape {tuple(scale[1])}; expected {wanted} for granularity {granularity!r}, "
+            f"scale_layout {layout!r} and q of shape {tuple(q[1])}"
+        )
+    check_same("scale", scale[3], q[3], "device index", of="q")
+
+
+# ---- plans ----------------------------------------------------------------------------------------------------------
+
+
+class _Matrix:
+    """A tensor as rows of columns, and the widest access its addresses allow."""
+
+    def __init__(self, meta: Metadata, align: int, width: int, *, flat: bool) -> None:
+        dtype, shape, stride, self.device = meta
+        self.rows, self.cols, self.stride = row_count(shape), shape[-1], row_stride(shape, stride)
+        if flat and self.stride == self.cols:
+            self.rows, self.cols, self.stride = 1, self.rows * self.cols, self.rows * self.cols
+        size = dtype.itemsize
+        bytes_ = vector_bytes(align, self.cols * size, self.stride * size, most=width * size)
+        self.vec = width if bytes_ == width * size else 1
+
+    @property
+    def run_threads(self) -> int:
+        """Threads that share a row in kernels built on Runs (quant/runs.cuh)."""
+        return group_threads(-(-self.cols // (self.vec * self._in_flight)), _RUN_THREADS)
+
+    def run_blocks(self, threads: int) -> int:
+        per_row = -(-self.cols // (threads * self.vec * self._in_flight))
+        return min(-(-self.rows * per_row // (block_of(threads) // threads)), GRID_LIMIT)
+
+    @property
+    def _in_flight(self) -> int:
+        return 8 if self.vec == 1 else 4
+
+
+class _Plan:
+    """One launch that writes q and its scales."""
+
+    __slots__ = ("_args", "_dtype", "_launch", "_q_shape", "_scale_shape")
+
+    def __init__(self, launch: Launch, args: tuple[int, ...], q_shape, scale_shape, dtype) -> None:
+        self._launch, self._args = launch, args
+        self._q_shape, self._scale_shape, self._dtype = q_shape, scale_shape, dtype
+
+    def run(self, x: Tensor, address: int) -> tuple[Tensor, Tensor]:
+        q = torch.empty(self._q_shape, dtype=self._dtype, device=x.device)
+        scale = torch.empty(self._scale_shape, dtype=torch.float32, device=x.device)
+        self._launch(address, q.data_ptr(), scale.data_ptr(), *self._args)
+        return q, scale
+
+
+class _DynamicPlan:
+    """One scale for the tensor: a pass for the largest magnitude, then one that quantises."""
+
+    __slots__ = ("_amax", "_args", "_blocks", "_dtype", "_pow2", "_quantize")
+
+    def __init__(self, m: _Matrix, t: str, f: str, pow2: bool, dtype: torch.dtype) -> None:
+        threads = m.run_threads
+        self._blocks = min(m.run_blocks(threads), _AMAX_BLOCKS_PER_SM * device_info(m.device).sm_count)
+        block = block_of(threads)
+        self._amax = AMAX.bind((t, m.vec), m.device, self._blocks, block)
+        self._quantize = TENSOR.bind((t, f, m.vec), m.device, self._blocks, block)
+        self._args, self._pow2, self._dtype = (m.rows, m.cols, m.stride, threads), pow2, dtype
+
+    def run(self, x: Tensor, address: int) -> tuple[Tensor, Tensor]:
+        q = torch.empty(x.shape, dtype=self._dtype, device=x.device)
+        scale = torch.empty((), dtype=torch.float32, device=x.device)
+        partial = torch.empty(self._blocks, dtype=torch.float32, device=x.device)
+        self._amax(address, partial.data_ptr(), *self._args)
+        self._quantize(
+            address, scale.data_ptr(), partial.data_ptr(), q.data_ptr(), *self._args, self._blocks, self._pow2
+        )
+        return q, scale
+
+
+class _EmptyPlan:
+    """No elements, but perhaps rows: their scales are those of all-zero groups."""
+
+    def __init__(self, q_shape, scale_shape, dtype, pow2: bool) -> None:
+        self._q_shape, self._scale_shape, self._dtype, self._value = q_shape, scale_shape, dtype, empty_scale(pow2)
+
+    def run(self, x: Tensor, address: int) -> tuple[Tensor, Tensor]:
+        q = torch.empty(self._q_shape, dtype=self._dtype, device=x.device)
+        return q, torch.full(self._scale_shape, self._value, dtype=torch.float32, device=x.device)
+
+
+def q_shape(shape: Sequence[int], granularity: str) -> tuple[int, ...]:
+    """Return the shape of the codes of a tensor of `shape`."""
+    return (shape[-1], row_count(shape)) if granularity == "group_t" else tuple(shape)
+
+
+def _plan_quantize(x: Metadata, granularity: str, dtype: torch.dtype, pow2: bool, layout: str, align: int):
+    check_quantize(x, granularity, dtype, layout)
+    t, f, shape = token("x", x[0]), token("the result", dtype, FP8_DTYPES), x[1]
+    shapes = q_shape(shape, granularity), scale_shape(shape, granularity, layout), dtype
+    if 0 in shape:
+        return _EmptyPlan(*shapes, pow2)
+    if row_stride(shape, x[2]) is None:
+        return None
+    m = _Matrix(x, align, _WIDTH[t], flat=granularity == "tensor")
+    if granularity == "tensor":
+        return _DynamicPlan(m, t, f, pow2, dtype)
+    return _Plan(*_BY_GRANULARITY[granularity](m, t, f, pow2, layout), *shapes)
+
+
+def _row(m: _Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch, tuple[int, ...]]:
+    vectors = m.cols // m.vec
+    if m.vec > 1 and vectors <= _ROW_THREADS * _ROW_CHUNKS:
+        kernel, threads = ROW, group_threads(-(-vectors // _ROW_CHUNKS), _ROW_THREADS)
+    else:
+        kernel, threads = ROW_LONG, group_threads(vectors, 1024)
+    block = block_of(threads)
+    grid = min(-(-m.rows // (block // threads)), GRID_LIMIT)
+    return kernel.bind((t, f, m.vec), m.device, grid, block), (m.rows, m.cols, m.stride, threads, pow2)
+
+
+def _group(m: _Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch, tuple[int, ...]]:
+    teams = _GROUP_THREADS // (32 if m.vec == 1 else GROUP // m.vec)
+    groups = groups_of(m.cols)
+    across = min(teams, 1 << (groups - 1).bit_length())
+    tiles = -(-groups // across)
+    grid = tiles * -(-m.rows // (teams // across * _GROUP_ROWS))
+    strides = (1, m.rows) if layout == "column" else (groups, 1)
+    launch = GROUPED.bind((t, f, m.vec), m.device, grid, _GROUP_THREADS)
+    return launch, (m.rows, m.cols, m.stride, *strides, across, tiles, pow2)
+
+
+def _block(m: _Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch, tuple[int, ...]]:
+    tiles = groups_of(m.cols)
+    threads = 1024 if m.vec == 1 else GROUP * GROUP // (8 * m.vec)
+    launch = BLOCK.bind((t, f, m.vec), m.device, tiles * groups_of(m.rows), threads)
+    return launch, (m.rows, m.cols, m.stride, tiles, pow2)
+
+
+def _transposed_tiles(cols: int, t: str) -> int:
+    return -(-cols // (_TRANSPOSED_THREADS // 32 * 4 * _WIDTH[t]))
+
+
+def _group_t(m: _Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch, tuple[int, ...]]:
+    tiles = _transposed_tiles(m.cols, t)
+    launch = GROUPED_T.bind((t, f), m.device, tiles * groups_of(m.rows), _TRANSPOSED_THREADS)
+    return launch, (m.rows, m.cols, m.stride, tiles, m.vec > 1, m.rows % 16 == 0, pow2)
+
+
+_BY_GRANULARITY: dict[str, Callable[..., tuple[Launch, tuple[int, ...]]]] = {
+    "row": _row,
+    "group": _group,
+    "block": _block,
+    "group_t": _group_t,
+}
+_EMPTY: tuple[None, tuple[()]] = (None, ())
+
+
+def _plan_static(x: Metadata, scale: Metadata, dtype: torch.dtype, align: int):
+    check_quantize(x, "tensor", dtype, "row")
+    check_static_scale(scale, x[3])
+    t, f = token("x", x[0]), token("the result", dtype, FP8_DTYPES)
+    if 0 in x[1]:
+        return _EMPTY
+    if row_stride(x[1], x[2]) is None:
+        return None
+    m = _Matrix(x, align, _WIDTH[t], flat=True)
+    threads = m.run_threads
+    launch = TENSOR.bind((t, f, m.vec), m.device, m.run_blocks(threads), block_of(threads))
+    return launch, (m.rows, m.cols, m.stride, threads, 0, 0)
+
+
+def _plan_dequantize(q: Metadata, scale: Metadata, granularity: str, dtype: torch.dtype, layout: str, align: int):
+    check_dequantize(q, scale, granularity, dtype, layout)
+    t, f, shape = token("the result", dtype), token("q", q[0], FP8_DTYPES), q[1]
+    out_shape = shape[::-1] if granularity == "group_t" else shape
+    if 0 in shape:
+        return None, (), out_shape
+    if row_stride(shape, q[2]) is None:
+        return None
+    groups = groups_of(shape[-1])
+    if granularity == "group_t":
+        m = _Matrix(q, align, 16, flat=False)
+        rows, cols = m.cols, m.rows
+        tiles = _transposed_tiles(cols, t)
+        launch = BACK_T.bind((t, f), m.device, tiles * groups_of(rows), _TRANSPOSED_THREADS)
+        return launch, (rows, cols, m.stride, tiles, m.vec > 1, cols % _WIDTH[t] == 0), out_shape
+    flat = granularity == "tensor" or (granularity == "group" and layout == "row" and shape[-1] % GROUP == 0)
+    m = _Matrix(q, align, _WIDTH[t], flat=flat)
+    shift, scale_row, scale_column = {
+        "tensor": (0, 0, 0),
+        "row": (0, 1, 0),
+        "group": (0, 1, m.rows) if layout == "column" else (0, groups, 1),
+        "block": (7, groups, 1),
+    }[granularity]
+    threads = m.run_threads
+    launch = BACK.bind((t, f, m.vec), m.device, m.run_blocks(threads), block_of(threads))
+    return launch, (m.rows, m.cols, m.stride, threads, shift, scale_row, scale_column), out_shape
+
+
+QUANTIZE_PLANS = Plans(_plan_quantize)
+STATIC_PLANS = Plans(_plan_static)
+DEQUANTIZE_PLANS = Plans(_plan_dequantize)

@@ -1,0 +1,426 @@
+"""Gated linear units, ``act(gate) * up``, with an optional weight per row, and their backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import pi, sqrt
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rtkernels import interop
+from rtkernels._guard import needs_grad
+from rtkernels._kernel import Kernel, Plans
+from rtkernels._layout import (
+    GRID_LIMIT,
+    address,
+    block_of,
+    check_same,
+    group_threads,
+    metadata,
+    nothing,
+    row_count,
+    row_stride,
+    rowed,
+    token,
+    vector_bytes,
+)
+from rtkernels._registry import Op, TorchOp
+from rtkernels.errors import ArgumentError
+from rtkernels.testing.rows import Row
+
+_UNIT = "act/glu.cu"
+_WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
+_ACT_TYPES = {
+    "silu": "Silu",
+    "gelu_tanh": "GeluTanh",
+    "gelu_erf": "GeluErf",
+    "relu": "Relu",
+    "relu2": "Relu2",
+    "sigmoid": "Sigmoid",
+    "none": "Identity",
+}
+_THREADS = 256
+# Vectors a thread has in flight of each input, with full and with one-element accesses. The elementwise backward needs
+# only one (three inputs, every thread slot of an SM filled); its narrow accesses take the row kernel.
+_FWD_ROWS = (2, 4)
+_BWD_ROWS = 1
+_BWD_CHUNKS = (2, 4)
+_STRIP = 31  # lane_bits of a block that works on one row
+
+
+def _both_widths(in_flight: tuple[int, int]) -> list[tuple[Any, ...]]:
+    return [
+        (t, act, vec, count)
+        for t in _WIDTH
+        for act in _ACT_TYPES.values()
+        for vec, count in zip((_WIDTH[t], 1), in_flight, strict=True)
+    ]
+
+
+_BWD_DIMS = "rows:i64 cols:i64 dy_stride:i64 gate_stride:i64 up_stride:i64 out_stride:i64 weight_wide:i64"
+_FWD = Kernel(
+    _UNIT,
+    "glu_fwd",
+    template="T Act VEC ROWS",
+    args="gate:ptr up:ptr weight:ptr y:ptr rows:i64 cols:i64 gate_stride:i64 up_stride:i64 weight_wide:i64 "
+    "lane_bits:i64",
+    variants=_both_widths(_FWD_ROWS),
+    max_registers=40,
+)
+_BWD = Kernel(
+    _UNIT,
+    "glu_bwd",
+    template="T Act VEC ROWS",
+    args=f"dy:ptr gate:ptr up:ptr weight:ptr dgate:ptr dup:ptr {_BWD_DIMS} lane_bits:i64",
+    variants=[(t, act, _WIDTH[t], _BWD_ROWS) for t in _WIDTH for act in _ACT_TYPES.values()],
+    max_registers=40,
+)
+_BWD_BY_ROW = Kernel(
+    _UNIT,
+    "glu_bwd_rows",
+    template="T Act VEC CHUNKS",
+    args=f"dy:ptr gate:ptr up:ptr weight:ptr dgate:ptr dup:ptr dweight:ptr {_BWD_DIMS} threads_per_row:i64",
+    variants=_both_widths(_BWD_CHUNKS),
+    max_registers=72,
+)
+
+
+# ---- validation and planning: plain metadata in, a bound launch out -------------------------------------------------
+
+_Meta = tuple[Any, ...]
+
+
+def _check(x: _Meta, up: _Meta | None, weight: _Meta | None, act: str) -> tuple[int, ...]:
+    """Raise an ArgumentError for arguments that do not fit together; return the shape of the result."""
+    dtype, shape, _, device = x
+    if act not in _ACT_TYPES:
+        raise ArgumentError(f"act is {act!r}; expected one of {', '.join(_ACT_TYPES)}")
+    token("x", dtype)
+    if not shape:
+        raise ArgumentError("x has no dimensions; expected at least one, the last holds gate (and up)")
+    if up is None:
+        if shape[-1] % 2:
+            raise ArgumentError(f"x has an odd last dimension, {shape[-1]}; expected gate and up of equal size, or up=")
+        shape = (*shape[:-1], shape[-1] // 2)
+    else:
+        check_same("up", up[0], dtype, "dtype")
+        check_same("up", up[1], shape, "shape")
+        check_same("up", up[3], device, "device index")
+    if weight is not None:
+        token("weight", weight[0], (dtype, torch.float32))
+        if tuple(weight[1]) != tuple(shape[:-1]):
+            raise ArgumentError(
+                f"weight has shape {tuple(weight[1])}; expected {tuple(shape[:-1])}, one number for each row of x"
+            )
+        check_same("weight", weight[3], device, "device index")
+    return tuple(shape)
+
+
+def _is_dense(weight: _Meta | None) -> bool:
+    return weight is None or row_stride((*weight[1], 1), (*weight[2], 1)) == 1
+
+
+def _is_wide(weight: _Meta | None) -> bool:
+    return weight is not None and weight[0] == torch.float32
+
+
+def _tile(rows: int, vectors: int, rows_per_thread: int) -> tuple[tuple[int, int, int], int, int]:
+    """Return grid, block and lane_bits (see Tile in act/glu.cu) that cover rows of `vectors` accesses each."""
+    strips = -(-vectors // _THREADS)
+    lanes = group_threads(-(-vectors // strips), _THREADS)
+    block, bits, rows_at_once = lanes, _STRIP, 1
+    if lanes <= 32:
+        block, bits, rows_at_once = _THREADS, lanes.bit_length() - 1, _THREADS // lanes
+    row_blocks = -(-rows // (rows_at_once * rows_per_thread))
+    depth = -(-row_blocks // 65535)
+    return (strips, -(-row_blocks // depth), depth), block, bits
+
+
+def _plan_fwd(x: _Meta, up: _Meta | None, weight: _Meta | None, act: str, align: int):
+    shape = _check(x, up, weight, act)
+    dtype, device = x[0], x[3]
+    rows, cols = row_count(shape), shape[-1]
+    strides = torch.empty(shape, device="meta").stride()
+    if rows == 0 or cols == 0:
+        return None, shape, strides, ()
+    gate_stride = row_stride(x[1], x[2])
+    up_stride = gate_stride if up is None else row_stride(up[1], up[2])
+    if gate_stride is None or up_stride is None or not _is_dense(weight):
+        return None
+    t, size = token("x", dtype), dtype.itemsize
+    narrow = vector_bytes(align, cols * size, gate_stride * size, up_stride * size) < 16
+    vec, per_thread = 1 if narrow else _WIDTH[t], _FWD_ROWS[narrow]
+    grid, block, lane_bits = _tile(rows, cols // vec, per_thread)
+    launch = _FWD.bind((t, _ACT_TYPES[act], vec, per_thread), device, grid, block)
+    return launch, shape, strides, (rows, cols, gate_stride, up_stride, int(_is_wide(weight)), lane_bits)
+
+
+_FWD_PLANS = Plans(_plan_fwd)
+
+
+def _plan_bwd(
+    dy: _Meta, x: _Meta, up: _Meta | None, weight: _Meta | None, act: str, align: int, weight_grad: bool
+) -> tuple[Any, bool, tuple[int, ...]]:
+    """Return the launch, whether its kernel takes dweight, and the numbers it ends with. All inputs are rowed."""
+    dtype, device = x[0], x[3]
+    t, size, rows, cols = token("x", dtype), dtype.itemsize, row_count(x[1]), dy[1][-1]
+    strides = [row_stride(m[1], m[2]) for m in (dy, x, x if up is None else up)]
+    narrow = vector_bytes(align, cols * size, *(s * size for s in strides)) < 16
+    vec = 1 if narrow else _WIDTH[t]
+    dims = (rows, cols, *strides, x[1][-1], int(_is_wide(weight)))
+    if not (weight_grad or narrow):
+        grid, block, lane_bits = _tile(rows, cols // vec, _BWD_ROWS)
+        launch = _BWD.bind((t, _ACT_TYPES[act], vec, _BWD_ROWS), device, grid, block)
+        return launch, False, (*dims, lane_bits)
+    chunks = _BWD_CHUNKS[narrow]
+    threads = group_threads(-(-cols // (vec * chunks)), _THREADS)
+    block = block_of(threads)
+    row_blocks = -(-rows // (block // threads))
+    depth = -(-row_blocks // GRID_LIMIT)
+    launch = _BWD_BY_ROW.bind((t, _ACT_TYPES[act], vec, chunks), device, (-(-row_blocks // depth), depth), block)
+    return launch, True, (*dims, threads)
+
+
+_BWD_PLANS = Plans(_plan_bwd)
+
+
+# ---- launchers ------------------------------------------------------------------------------------------------------
+
+
+def _launch_fwd(x: Tensor, up: Tensor | None, weight: Tensor | None, act: str) -> Tensor:
+    x_address = x.data_ptr()
+    x_key = (x.dtype, x.shape, x.stride(), x.get_device())
+    if up is None and weight is None:
+        up_address, weight_address, plan = 0, 0, _FWD_PLANS[x_key, None, None, act, x_address & 15]
+    else:
+        up_address, weight_address = address(up), address(weight)
+        plan = _FWD_PLANS[x_key, metadata(up), metadata(weight), act, (x_address | up_address) & 15]
+    if plan is None:
+        return _launch_fwd(rowed(x), rowed(up), weight if weight is None else weight.contiguous(), act)
+    launch, shape, strides, dims = plan
+    y = x.new_empty_strided(shape, strides)  # faster than new_empty
+    if launch is not None:
+        launch(x_address, up_address, weight_address, y.data_ptr(), *dims)
+    return y
+
+
+def _launch_bwd(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, weight_grad: bool):
+    _check_bwd(dy, x, up, weight, act, weight_grad)
+    dgate = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dup = nothing(x) if up is None else torch.empty_like(dgate)
+    if dy.numel() == 0:
+        return dgate, dup, torch.zeros_like(weight) if weight_grad else nothing(x)
+    dweight = torch.empty(weight.shape, dtype=weight.dtype, device=x.device) if weight_grad else nothing(x)
+    dy, x, up = rowed(dy), rowed(x), rowed(up)
+    weight = weight if weight is None else weight.contiguous()
+    align = (dy.data_ptr() | x.data_ptr() | address(up)) & 15
+    plan = _BWD_PLANS[metadata(dy), metadata(x), metadata(up), metadata(weight), act, align, weight_grad]
+    launch, by_row, dims = plan
+    pointers = (dy.data_ptr(), x.data_ptr(), address(up), address(weight), dgate.data_ptr())
+    dup_address = 0 if up is None else dup.data_ptr()
+    if by_row:
+        launch(*pointers, dup_address, dweight.data_ptr() if weight_grad else 0, *dims)
+    else:
+        launch(*pointers, dup_address, *dims)
+    return dgate, dup, dweight
+
+
+def _check_bwd(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, weight_grad: bool) -> None:
+    shape = _check(metadata(x), metadata(up), metadata(weight), act)
+    check_same("dy", dy.dtype, x.dtype, "dtype")
+    check_same("dy", tuple(dy.shape), shape, "shape", of="the result")
+    check_same("dy", dy.get_device(), x.get_device(), "device index")
+    if weight_grad and weight is None:
+        raise ArgumentError("weight_grad is True but there is no weight")
+
+
+# ---- the same in plain torch ----------------------------------------------------------------------------------------
+
+
+def _value_and_slope(act: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return act(x) and its derivative."""
+    if act == "silu":
+        s = torch.sigmoid(x)
+        return x * s, s + x * s * (1 - s)
+    if act == "gelu_tanh":
+        linear = sqrt(8 / pi)  # of 2u; (1 + tanh(u)) / 2 is sigmoid(2u)
+        s = torch.sigmoid(linear * (x + 0.044715 * x**3))
+        return x * s, s + x * s * (1 - s) * linear * (1 + 3 * 0.044715 * x**2)
+    if act == "gelu_erf":
+        below = 0.5 * torch.erfc(x * -sqrt(0.5))
+        return x * below, below + x * torch.exp(-0.5 * x**2) / sqrt(2 * pi)
+    if act == "relu":
+        return torch.relu(x), (~(x <= 0)).to(x.dtype)
+    if act == "relu2":
+        r = torch.relu(x)
+        return r.square(), 2 * r
+    if act == "sigmoid":
+        s = torch.sigmoid(x)
+        return s, s * torch.sigmoid(-x)
+    return x, torch.ones_like(x)
+
+
+def _halves(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    gate, up = x.chunk(2, -1) if up is None else (x, up)
+    return gate.float(), up.float()
+
+
+def _reference_fwd(x: Tensor, up: Tensor | None, weight: Tensor | None, act: str) -> Tensor:
+    _check(metadata(x), metadata(up), metadata(weight), act)
+    gate, up = _halves(x, up)
+    y = _value_and_slope(act, gate)[0] * up
+    if weight is not None:
+        y = y * weight.float().unsqueeze(-1)
+    return y.to(x.dtype).contiguous()
+
+
+def _reference_bwd(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, weight_grad: bool):
+    _check_bwd(dy, x, up, weight, act, weight_grad)
+    gate, upf = _halves(x, up)
+    value, slope = _value_and_slope(act, gate)
+    g = dy.float()
+    dweight = (g * value * upf).sum(-1).to(weight.dtype).contiguous() if weight_grad else nothing(x)
+    if weight is not None:
+        g = g * weight.float().unsqueeze(-1)
+    dgate, dup = (g * upf * slope).to(x.dtype), (g * value).to(x.dtype)
+    if up is None:
+        return torch.cat((dgate, dup), -1).contiguous(), nothing(x), dweight
+    return dgate.contiguous(), dup.contiguous(), dweight
+
+
+def _fake_fwd(x, up, weight, act):
+    return x.new_empty(x.shape if up is not None else (*x.shape[:-1], x.shape[-1] // 2))
+
+
+def _fake_bwd(dy, x, up, weight, act, weight_grad):
+    dgate = x.new_empty(x.shape)
+    dup = nothing(x) if up is None else x.new_empty(x.shape)
+    return dgate, dup, weight.new_empty(weight.shape) if weight_grad else nothing(x)
+
+
+FORWARD = TorchOp(
+    "glu_fwd(Tensor x, Tensor? up, Tensor? weight, str act) -> Tensor",
+    launch=_launch_fwd,
+    reference=_reference_fwd,
+    fake=_fake_fwd,
+)
+BACKWARD = TorchOp(
+    "glu_bwd(Tensor dy, Tensor x, Tensor? up, Tensor? weight, str act, bool weight_grad) -> (Tensor, Tensor, Tensor)",
+    launch=_launch_bwd,
+    reference=_reference_bwd,
+    fake=_fake_bwd,
+)
+
+
+class _Glu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, up, weight, act):
+        ctx.set_materialize_grads(False)
+        ctx.act = act
+        ctx.save_for_backward(x, up, weight)
+        return FORWARD(x, up, weight, act)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        if dy is None:
+            return None, None, None, None
+        x, up, weight = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        dx, dup, dweight = BACKWARD(dy, x, up, weight, ctx.act, wanted[2])
+        return dx if wanted[0] else None, dup if wanted[1] else None, dweight if wanted[2] else None, None
+
+
+def glu(x: Tensor, up: Tensor | None = None, *, act: str = "silu", weight: Tensor | None = None) -> Tensor:
+    """Multiply the activation of a gate with another tensor: ``y = act(gate) * up * weight``.
+
+    Computed in fp32 and rounded once. Differentiable once in x, up and weight.
+
+    Args:
+        x: ``[..., 2 * d]``, gate in the first half of the last dimension and up in the second; with `up`,
+            ``[..., d]``, the gate. bfloat16, float16 or float32; any strides (a copy is made unless rows are
+            unit-stride and evenly spaced). May be any object with ``__dlpack__``; the result is then of its kind.
+        up: ``[..., d]``, same shape and dtype as x; its strides may differ.
+        act: ``"silu"`` (SwiGLU), ``"gelu_tanh"``, ``"gelu_erf"`` (GeGLU), ``"relu"``, ``"relu2"`` (relu squared),
+            ``"sigmoid"`` or ``"none"``.
+        weight: ``x.shape[:-1]``, one factor per row, of x's dtype or float32; None for ones.
+
+    Returns:
+        ``[..., d]``, dense, of x's dtype.
+    """
+    if not isinstance(x, Tensor):
+        return interop.call(glu, x, up, act=act, weight=weight)
+    if needs_grad(x, up, weight):
+        return _Glu.apply(x, up, weight, act)
+    return FORWARD(x, up, weight, act)
+
+
+# ---- registry -------------------------------------------------------------------------------------------------------
+
+
+def _samples(device: str):
+    g = torch.Generator(device).manual_seed(0)
+    x = torch.randn(3, 5, 48, generator=g, device=device)
+    up, dy, weight = x.flip(-1) * 2, x * 3, x[..., 0].contiguous()
+    yield FORWARD, (x, None, None, "silu")
+    yield FORWARD, (x.bfloat16(), up.bfloat16(), weight, "gelu_tanh")
+    yield BACKWARD, (dy[..., :24], x, None, None, "silu", False)
+    yield BACKWARD, (dy, x, up, weight, "gelu_erf", True)
+    yield BACKWARD, (dy[..., :24].half(), x.half(), None, weight.half(), "relu2", True)
+
+
+def _torch_fwd(x: Tensor, act: str) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def _torch_bwd(dy: Tensor, x: Tensor, act: str) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    gate, up = x.to(wide).chunk(2, -1)
+    d = dy.to(wide)
+    value, slope = _value_and_slope(act, gate)
+    return torch.cat((d * up * slope, d * value), -1).to(x.dtype)
+
+
+def _rows() -> Iterator[Row]:
+    rows = 8192
+    for cols in (2048, 4096, 8192):
+        n = rows * cols * 2  # bytes of y
+
+        def make(device: str, generator: torch.Generator, *, backward: bool, cols: int = cols) -> dict[str, Any]:
+            def normal(*shape: int) -> Tensor:
+                return torch.randn(*shape, dtype=torch.bfloat16, device=device, generator=generator)
+
+            inputs = {"x": normal(rows, 2 * cols), "act": "silu"}
+            return {"dy": normal(rows, cols), **inputs} if backward else inputs
+
+        yield Row(
+            name="glu_fwd",
+            shape=f"{rows}x2x{cols}",
+            make=lambda device, g, make=make: make(device, g, backward=False),
+            ours=lambda x, act: FORWARD(x, None, None, act),
+            torch=_torch_fwd,
+            bytes=3 * n,
+        )
+        yield Row(
+            name="glu_bwd",
+            shape=f"{rows}x2x{cols}",
+            make=lambda device, g, make=make: make(device, g, backward=True),
+            ours=lambda dy, x, act: BACKWARD(dy, x, None, None, act, False)[0],
+            torch=_torch_bwd,
+            bytes=5 * n,
+        )
+
+
+OP = Op(
+    "glu",
+    public=("glu",),
+    kernels=(_FWD, _BWD, _BWD_BY_ROW),
+    torch_ops=(FORWARD, BACKWARD),
+    samples=_samples,
+    rows=_rows,
+)
