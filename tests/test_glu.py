@@ -21,12 +21,14 @@ from rtkernels.testing.compare import ROUNDOFF, assert_close, assert_no_worse, a
 
 glu = rtkernels.glu
 emulated = pytest.mark.skipif(emulator.unavailable() is not None, reason=str(emulator.unavailable()))
-PLACES = (
-    "cpu",
-    pytest.param("sm_80", marks=emulated),
-    pytest.param("sm_90", marks=emulated),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-)
+PLACES = {"cpu": (), "sm_80": emulated, "sm_90": emulated, "cuda": pytest.mark.gpu}
+
+
+def at(*names: str) -> pytest.MarkDecorator:
+    """Run a test at these places, or at all of them."""
+    return pytest.mark.parametrize("place", [pytest.param(n, marks=PLACES[n]) for n in names or PLACES])
+
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ACTS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -149,37 +151,42 @@ def check(inputs: Inputs, act: str) -> tuple[Tensor | None, ...]:
         w = 1.0 if weight is None else weight.unsqueeze(-1)
         g = inputs.dy.double()
         value = EXACT[act](gate)
-        # One rounding to the stored type, and fp32 arithmetic whose errors are relative to the terms that were added:
-        # they show where a slope crosses zero. The fast exponentials of the 16-bit types have 16 roundoffs of fp32.
-        slack = 24 * ROUNDOFF[torch.float32] / ROUNDOFF[inputs.x.dtype]
-        slopes = (g * w * up).abs() * (1 + gate.abs() * (2 if act == "relu2" else 1))
-        terms = {"x": slopes if inputs.up is not None else torch.cat((slopes, (g * w * value).abs()), -1)}
-        terms["up"] = (g * w * value).abs()
-        terms["weight"] = (g * value * up).abs().sum(-1)
-        assert_close(y, exact, scale=exact.abs() * (1 + slack), what="y", c=1.02)
-        for name, leaf, reference in zip(("x", "up", "weight"), leaves, wide, strict=True):
-            if leaf is None:
-                continue
-            slack = 24 * ROUNDOFF[torch.float32] / ROUNDOFF[leaf.dtype]
-            scale = reference.grad.abs() + slack * terms[name]
-            assert leaf.grad.dtype == leaf.dtype
-            assert_close(leaf.grad, reference.grad, scale=scale, what=f"d{name}", c=1.02)
+        # One rounding to the stored type, and fp32 arithmetic (8 roundoffs of it) whose errors are relative to the
+        # terms that were added (it shows where a slope crosses zero) and grow with the exponent in the tail of act.
+        tail = 1 + gate.square()
+        dgate, dup = (g * w * up).abs() * tail, (g * w * value).abs() * tail
+        terms = {
+            "x": dgate if inputs.up is not None else torch.cat((dgate, dup), -1),
+            "up": dup,
+            "weight": ((g * value * up).abs() * tail).sum(-1),
+        }
+
+        def close(what: str, got: Tensor, reference: Tensor, fp32_terms: Tensor) -> None:
+            slack = 8 * ROUNDOFF[torch.float32] / ROUNDOFF[got.dtype]
+            assert_close(got, reference, scale=reference.abs() + slack * fp32_terms, what=what, c=1.01)
+
+        close("y", y, exact, exact.abs() * tail)
+        for name, leaf, reference in zip(terms, leaves, wide, strict=True):
+            if leaf is not None:
+                assert leaf.grad.dtype == leaf.dtype
+                close(f"d{name}", leaf.grad, reference.grad, terms[name])
     return (y.detach(), *(leaf if leaf is None else leaf.grad for leaf in leaves))
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("place", PLACES)
+@at()
 def test_every_layout(place: str, case: str) -> None:
     with running_on(place) as device:
         check(make(case, torch.bfloat16, device), "silu")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
-@pytest.mark.parametrize("act", ACTS)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "act"),
+    # No instruction of this op depends on the feature set: one activation is enough for sm_80.
+    [pytest.param(p, a, marks=PLACES[p]) for p in PLACES for a in ACTS if p != "sm_80" or a == "silu"],
+)
 def test_every_activation(place: str, act: str, dtype: torch.dtype) -> None:
-    if place == "sm_80" and act != "silu":
-        pytest.skip("no instruction of this op depends on the feature set; sm_90 runs all of them")
     cases = ("merged",) if place == "sm_90" and dtype == torch.float16 else ("merged", "odd", "weight", "weight_odd")
     with running_on(place) as device:
         for case in cases:
@@ -187,7 +194,7 @@ def test_every_activation(place: str, act: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("act", ACTS)
-@pytest.mark.parametrize("place", PLACES[:1] + PLACES[3:])
+@at("sm_90", "cuda")
 def test_no_worse_than_torch(place: str, act: str) -> None:
     with running_on(place) as device:
         for dtype in DTYPES:
@@ -205,7 +212,7 @@ def test_no_worse_than_torch(place: str, act: str) -> None:
 
 
 @pytest.mark.parametrize("act", ACTS)
-@pytest.mark.parametrize("place", ("cpu", PLACES[2], PLACES[3]))
+@at("cpu", "sm_90", "cuda")
 def test_nan_and_infinity_as_torch(place: str, act: str) -> None:
     special = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 300.0, -300.0, 1e4, -1e4, 1.0, -1.0, 0.5] * 2)
     with running_on(place) as device:
@@ -223,7 +230,7 @@ def test_nan_and_infinity_as_torch(place: str, act: str) -> None:
 # ---- launch geometry ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", (1, 2, 3, 511, 65536, 10**6, 2**31 + 7, 2**40))
+@pytest.mark.parametrize("rows", (1, 2, 3, 511, 65536, 10**6, 2**31 + 7))
 @pytest.mark.parametrize("vectors", (1, 2, 3, 31, 32, 33, 176, 256, 257, 511, 512, 1792, 10**8))
 @pytest.mark.parametrize("per_thread", (1, 2, 4))
 def test_tile_covers_everything_once(rows: int, vectors: int, per_thread: int) -> None:
@@ -331,11 +338,11 @@ def test_devices_must_match() -> None:
 # ---- other ways to call it ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", PLACES[:1] + PLACES[3:])
+@at("cpu", "cuda")
 @pytest.mark.parametrize("dynamic", (False, True))
 def test_torch_compile(place: str, dynamic: bool) -> None:
     def block(x: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-        return glu(x * 2, act="gelu_tanh", weight=weight) + glu(up, up, act="relu2")
+        return glu(x * 2, act="gelu_tanh", weight=weight) + glu(up, up.flip(-1), act="relu2")
 
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for rows in (3, 4):
@@ -373,7 +380,7 @@ def test_bench_rows_agree_with_torch() -> None:
 
 
 @pytest.mark.parametrize("case", ("merged", "weight", "weight_wide", "weight_odd"))
-@pytest.mark.parametrize("place", (PLACES[2], PLACES[3]))
+@at("sm_90", "cuda")
 def test_equal_bits_twice(place: str, case: str) -> None:
     with running_on(place) as device:
         first, second = (check(make(case, torch.bfloat16, device), "silu") for _ in range(2))
@@ -424,16 +431,16 @@ def test_beyond_two_to_the_31(shape: tuple[int, ...]) -> None:
     if torch.cuda.mem_get_info()[0] < 7 * elements:
         pytest.skip("not enough free GPU memory")
     x = torch.ones(shape, device="cuda", dtype=torch.bfloat16)
-    ends = x.view(-1, shape[-1])[-3:]
-    ends.copy_(torch.randn(ends.shape[0], 1, device="cuda").expand_as(ends) if len(shape) == 1 else ends.normal_())
+    x.view(-1, shape[-1])[-3:].normal_()
     with poisoned():
         y = glu(x, act="none")
-    half = shape[-1] // 2
-    assert_same_bits(y.view(-1, half)[-3:][:, -64:], ends[:, :half][:, -64:] * ends[:, half:][:, -64:])
-    assert not y.isnan().any()
-    dx = module.BACKWARD(y, x, None, None, "none", False)[0]
-    wanted = (y.view(-1, half)[-3:].float() * ends[:, :half].float())[:, -64:].bfloat16()
-    assert_same_bits(dx.view(-1, shape[-1])[-3:][:, -64:], wanted)
+        dx = module.BACKWARD(y, x, None, None, "none", False)[0]
+    halves = (*x.chunk(2, -1), y, *dx.chunk(2, -1))
+    gate, up, last, dgate, dup = (t.view(-1, t.shape[-1])[-3:, -64:] for t in halves)
+    assert_same_bits(last, gate * up)
+    assert_same_bits(dgate, last * up)
+    assert_same_bits(dup, last * gate)
+    assert not y.isnan().any() and not dx.isnan().any()
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ struct ValueSlope {
 struct Silu {
     template <bool kFast>
     RTK_DEVICE static ValueSlope at(float x) {
-        const float s = sigmoid<kFast>(x), y = times_sigmoid<kFast>(x, x);
+        const auto [s, y] = sigmoid_gate<kFast>(x, x);
         return {y, s + y * (1.0f - s)};
     }
 };
@@ -26,8 +26,8 @@ struct GeluTanh {
     template <bool kFast>
     RTK_DEVICE static ValueSlope at(float x) {
         constexpr float kLinear = 1.5957691216057308f, kCubic = kLinear * 0.044715f;  // of 2u
-        const float square = x * x, twice_u = x * (kLinear + kCubic * square);
-        const float s = sigmoid<kFast>(twice_u), y = times_sigmoid<kFast>(x, twice_u);
+        const float square = x * x;
+        const auto [s, y] = sigmoid_gate<kFast>(x, x * (kLinear + kCubic * square));
         return {y, s + y * (1.0f - s) * (kLinear + 3.0f * kCubic * square)};
     }
 };

@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(256)
     if (dup == nullptr) dup = dgate + cols;
     const RowGroup group(threads_per_row);
     const i64 row = (static_cast<i64>(blockIdx.y) * gridDim.x + blockIdx.x) * group.count + group.index;
-    float total[1] = {0.0f};
+    float total = 0.0f;
     if (row < rows) {
         const float w = row_weight<T>(weight, weight_wide, row);
         dy += row * dy_stride, gate += row * gate_stride, up += row * up_stride;
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(256)
                     unpack<T, VEC>(dy_raw[c], g);
                     unpack<T, VEC>(gate_raw[c], x);
                     unpack<T, VEC>(up_raw[c], u);
-                    total[0] += glu_gradients<T, Act, VEC>(g, x, u, w);
+                    total += glu_gradients<T, Act, VEC>(g, x, u, w);
                     store<T, VEC>(dgate + column, g);
                     store<T, VEC>(dup + column, u);
                 }
@@ -169,12 +169,12 @@ __global__ void __launch_bounds__(256)
         }
     }
     if (dweight == nullptr) return;
-    group_reduce<Sum, false>(total, group, scratch, 0);
+    const float sum[1] = {group_reduce<Sum, false>(total, group, scratch, 0)};
     if (row < rows && group.thread == 0) {
         if (weight_wide) {
-            store<float, 1>(static_cast<float*>(dweight) + row, total);
+            store<float, 1>(static_cast<float*>(dweight) + row, sum);
         } else {
-            store<T, 1>(static_cast<T*>(dweight) + row, total);
+            store<T, 1>(static_cast<T*>(dweight) + row, sum);
         }
     }
 }

@@ -14,7 +14,6 @@
 namespace rtk {
 
 constexpr float kScaleFloor = 1e-30f;
-constexpr float kLargestFloat = 0x1.fffffep127f;
 
 // Maximum that ignores NaN, for magnitudes.
 struct MaxNumber {
@@ -22,17 +21,16 @@ struct MaxNumber {
     RTK_DEVICE static float apply(float a, float b) { return fmaxf(a, b); }
 };
 
+// The larger of `most` and |v|, if v is finite. v * 0 + v is v for finite values and NaN for all others, which fmaxf
+// ignores.
+RTK_DEVICE float max_finite(float most, float v) { return fmaxf(most, fabsf(fmaf(v, 0.0f, v))); }
+
 // Largest finite magnitude of N values, 0 if there is none.
 template <int N>
 RTK_DEVICE float finite_amax(const float (&v)[N]) {
     float most = 0.0f;
 #pragma unroll
-    for (int i = 0; i < N; ++i) most = fmaxf(most, fabsf(v[i]));
-    if (most > kLargestFloat) {  // rare, so vectors with an infinity pay for a second look, not all values for a test
-        most = 0.0f;
-#pragma unroll
-        for (int i = 0; i < N; ++i) most = fmaxf(most, fabsf(v[i]) <= kLargestFloat ? fabsf(v[i]) : 0.0f);
-    }
+    for (int i = 0; i < N; ++i) most = max_finite(most, v[i]);
     return most;
 }
 

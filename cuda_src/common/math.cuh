@@ -13,21 +13,28 @@ RTK_DEVICE float exponential(float x) {
     return expf(x);
 }
 
-template <bool kFast>
-RTK_DEVICE float divide(float a, float b) {
-    if constexpr (kFast) return a * ptx::rcp(b);
-    return a / b;
-}
-
-// a / (1 + e^-x); a * 0 and a * 1 where x is infinite.
-template <bool kFast>
-RTK_DEVICE float times_sigmoid(float a, float x) {
-    return divide<kFast>(a, 1.0f + exponential<kFast>(-x));
-}
-
+// 1 / (1 + e^-x)
 template <bool kFast>
 RTK_DEVICE float sigmoid(float x) {
-    return times_sigmoid<kFast>(1.0f, x);
+    if constexpr (kFast) return ptx::rcp(1.0f + exponential<true>(-x));
+    return 1.0f / (1.0f + expf(-x));
+}
+
+// sigmoid(x), and its product with `a`, which has the sign of x.
+struct SigmoidGate {
+    float sigmoid, product;
+};
+
+template <bool kFast>
+RTK_DEVICE SigmoidGate sigmoid_gate(float a, float x) {
+    if constexpr (kFast) {
+        const float s = sigmoid<true>(x);
+        return {s, a * s};
+    }
+    const float e = expf(-fabsf(x)), rest = e / (1.0f + e);
+    if (x < 0.0f) return {rest, a * rest};
+    // a * (1 - rest) without rounding the difference: fp32 results then have the accuracy of torch's formulas.
+    return {1.0f - rest, rest == 0.0f ? a : fmaf(-a, rest, a)};
 }
 
 // The normal distribution at x: its density, and the probability of a value below x.

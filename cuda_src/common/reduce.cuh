@@ -41,40 +41,61 @@ struct RowGroup {
           thread(static_cast<int>(threadIdx.x) % threads) {}
 };
 
-// Shared memory of group_reduce, two halves so that one barrier per reduction is enough.
+// Shared memory of the group reductions, two halves so that one barrier per reduction is enough.
 template <int kValues>
 struct GroupScratch {
     float slot[2][kWarp][kValues];
 };
 
-// Reduces kValues numbers at once over each group; every thread of the group gets the results. `phase` alternates
-// between 0 and 1 from call to call on the same scratch. kManyGroups: several groups of whole warps share the block;
-// without it, groups wider than a warp are the whole block, and the kernel reserves one barrier instead of 16.
-template <typename Op, bool kManyGroups, int kValues>
-RTK_DEVICE void group_reduce(float (&v)[kValues], const RowGroup& group, GroupScratch<kValues>& scratch, int phase) {
-    if (group.threads <= kWarp) {
-#pragma unroll
-        for (int i = 0; i < kValues; ++i) v[i] = warp_reduce<Op>(v[i], group.threads);
-        return;
-    }
-    const int lane = static_cast<int>(threadIdx.x) % kWarp;
-    const int warps = group.threads / kWarp;
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) v[i] = warp_reduce<Op>(v[i]);
-    if (lane == 0) {
-#pragma unroll
-        for (int i = 0; i < kValues; ++i) scratch.slot[phase][threadIdx.x / kWarp][i] = v[i];
-    }
+// kManyGroups: several groups of whole warps share the block; without it, a group wider than a warp is the whole block,
+// and the kernel reserves one barrier instead of 16.
+template <bool kManyGroups>
+RTK_DEVICE void group_barrier(const RowGroup& group) {
     if constexpr (kManyGroups) {
         ptx::named_barrier_sync(group.index + 1, group.threads);
     } else {
         __syncthreads();
     }
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-        const float other = lane < warps ? scratch.slot[phase][group.index * warps + lane][i] : Op::kIdentity;
-        v[i] = warp_reduce<Op>(other);
+}
+
+// Reduces a number over each group; every thread of the group gets the result. `phase` alternates between 0 and 1 from
+// call to call on the same scratch.
+template <typename Op, bool kManyGroups>
+RTK_DEVICE float group_reduce(float v, const RowGroup& group, GroupScratch<1>& scratch, int phase) {
+    if (group.threads <= kWarp) return warp_reduce<Op>(v, group.threads);
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const int warps = group.threads / kWarp;
+    v = warp_reduce<Op>(v);
+    if (lane == 0) scratch.slot[phase][threadIdx.x / kWarp][0] = v;
+    group_barrier<kManyGroups>(group);
+    return warp_reduce<Op>(lane < warps ? scratch.slot[phase][group.index * warps + lane][0] : Op::kIdentity);
+}
+
+// The same for two numbers at half the price of two reductions: after the first exchange even lanes carry `a` and odd
+// lanes `b`. Groups of at most 16 warps.
+template <typename Op, bool kManyGroups>
+RTK_DEVICE void group_reduce_pair(float& a, float& b, const RowGroup& group, GroupScratch<2>& scratch, int phase) {
+    if (group.threads <= kWarp) {
+        a = warp_reduce<Op>(a, group.threads);
+        b = warp_reduce<Op>(b, group.threads);
+        return;
     }
+    constexpr u32 kAll = 0xffffffffu;
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const int warps = group.threads / kWarp;
+    const bool odd = lane & 1;
+    float mine = Op::apply(odd ? b : a, __shfl_xor_sync(kAll, odd ? a : b, 1));
+#pragma unroll
+    for (int offset = 2; offset < kWarp; offset *= 2) mine = Op::apply(mine, __shfl_xor_sync(kAll, mine, offset));
+    if (lane < 2) scratch.slot[phase][threadIdx.x / kWarp][lane] = mine;
+    group_barrier<kManyGroups>(group);
+    const float* slots = &scratch.slot[phase][group.index * warps][0];
+    mine = lane < 2 * warps ? slots[lane] : Op::kIdentity;
+#pragma unroll
+    for (int offset = 2; offset < kWarp; offset *= 2) mine = Op::apply(mine, __shfl_xor_sync(kAll, mine, offset));
+    const float other = __shfl_xor_sync(kAll, mine, 1);
+    a = odd ? other : mine;
+    b = odd ? mine : other;
 }
 
 }  // namespace rtk

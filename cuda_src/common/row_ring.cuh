@@ -11,46 +11,47 @@ namespace rtk {
 
 template <int INPUTS, int CHUNKS, int STAGES>
 struct RowRing {
-    u8* slots;   // of this thread, at stage 0, input 0, chunk 0
-    int pitch;   // bytes between chunks
-    int stage = 0;
+    ptx::SharedAddress base;   // this thread's slot of chunk 0, input 0, stage 0
+    int pitch;                 // bytes between slots
+    int read_offset = 0;       // of the current row's stage
+    int write_offset = 0;      // of the stage the next fetched row goes to
 
     // `memory`: INPUTS * CHUNKS * STAGES * blockDim.x * 16 bytes of shared memory, 16-byte aligned.
     RTK_DEVICE explicit RowRing(u8* memory)
-        : slots(memory + threadIdx.x * 16), pitch(static_cast<int>(blockDim.x) * 16) {}
+        : base(ptx::shared_address(memory + threadIdx.x * 16)), pitch(static_cast<int>(blockDim.x) * 16) {}
 
-    RTK_DEVICE u8* slot(int at, int input, int chunk) const {
-        return slots + ((at * INPUTS + input) * CHUNKS + chunk) * pitch;
+    RTK_DEVICE int advanced(int offset) const {
+        offset += INPUTS * CHUNKS * pitch;
+        return offset == STAGES * INPUTS * CHUNKS * pitch ? 0 : offset;
     }
 
-    RTK_DEVICE void zero(int chunk) {
+    RTK_DEVICE void zero(u8* memory, int chunk) {
 #pragma unroll
         for (int i = 0; i < STAGES * INPUTS; ++i)
-            *reinterpret_cast<Raw<16>*>(slots + (i * CHUNKS + chunk) * pitch) = Raw<16>{};
+            *reinterpret_cast<Raw<16>*>(memory + (i * CHUNKS + chunk) * pitch + threadIdx.x * 16) = Raw<16>{};
     }
 
-    RTK_DEVICE void copy(int at, int input, int chunk, const void* source) {
-        ptx::cp_async_16(slot(at, input, chunk), source);
+    // Starts the copy of one piece of the row being fetched.
+    RTK_DEVICE void copy(int input, int chunk, const void* source) {
+        ptx::cp_async_16(base + (write_offset + (input * CHUNKS + chunk) * pitch), source);
     }
 
-    // The stage a row `ahead` (under STAGES) of the current one goes to.
-    RTK_DEVICE int stage_of(int ahead) const {
-        const int at = stage + ahead;
-        return at >= STAGES ? at - STAGES : at;
+    // Ends the fetch of one row; every thread calls it once per row, whether it copied anything or not.
+    RTK_DEVICE void commit() {
+        ptx::cp_async_commit();
+        write_offset = advanced(write_offset);
     }
 
-    // Closes the copies of one row; every thread calls it once per row, copies or not.
-    RTK_DEVICE static void commit() { ptx::cp_async_commit(); }
-
-    // The current row is here (STAGES - 1 newer ones may be under way).
+    // After STAGES commits ahead of the current row: its pieces have arrived.
     RTK_DEVICE static void wait() { ptx::cp_async_wait<STAGES - 1>(); }
 
+    // One piece of the current row.
     template <typename T>
     RTK_DEVICE void read(int input, int chunk, float (&f)[16 / sizeof(T)]) const {
-        unpack<T, 16 / sizeof(T)>(*reinterpret_cast<const Raw<16>*>(slot(stage, input, chunk)), f);
+        unpack<T, 16 / sizeof(T)>(ptx::ld_shared_16(base + (read_offset + (input * CHUNKS + chunk) * pitch)), f);
     }
 
-    RTK_DEVICE void advance() { stage = stage + 1 == STAGES ? 0 : stage + 1; }
+    RTK_DEVICE void next_row() { read_offset = advanced(read_offset); }
 };
 
 }  // namespace rtk

@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(512)
             if (weight != nullptr) gains[c] = load_keep_raw<W, VEC>(weight + column + c * pitch);
         }
     }
-    float square[1] = {0.0f};
+    float square = 0.0f;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         if constexpr (RESIDUAL) {
@@ -78,10 +78,10 @@ __global__ void __launch_bounds__(512)
         float h[VEC];
         unpack<T, VEC>(raw[c], h);
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) square[0] += h[i] * h[i];
+        for (int i = 0; i < VEC; ++i) square += h[i] * h[i];
     }
-    group_reduce<Sum, false>(square, group, scratch, 0);
-    const float rstd = rsqrtf(square[0] / static_cast<float>(cols) + static_cast<float>(eps));
+    square = group_reduce<Sum, false>(square, group, scratch, 0);
+    const float rstd = rsqrtf(square / static_cast<float>(cols) + static_cast<float>(eps));
     y += row * cols + column;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
@@ -111,15 +111,15 @@ __global__ void __launch_bounds__(1024)
         const i64 end = row < rows ? cols : 0;
         const T* x_row = x + row * x_stride;
         const T* residual_row = residual + row * residual_stride;
-        float square[1] = {0.0f};
+        float square = 0.0f;
         for (i64 column = static_cast<i64>(group.thread) * VEC; column < end; column += group.threads * VEC) {
             float h[VEC];
             unpack<T, VEC>(load_h<T, VEC, RESIDUAL>(x_row + column, residual_row + column), h);
 #pragma unroll
-            for (int i = 0; i < VEC; ++i) square[0] += h[i] * h[i];
+            for (int i = 0; i < VEC; ++i) square += h[i] * h[i];
         }
-        group_reduce<Sum, false>(square, group, scratch, phase);
-        const float rstd = rsqrtf(square[0] / static_cast<float>(cols) + static_cast<float>(eps));
+        square = group_reduce<Sum, false>(square, group, scratch, phase);
+        const float rstd = rsqrtf(square / static_cast<float>(cols) + static_cast<float>(eps));
         for (i64 column = static_cast<i64>(group.thread) * VEC; column < end; column += group.threads * VEC) {
             const auto raw = load_h<T, VEC, RESIDUAL>(x_row + column, residual_row + column);
             if constexpr (RESIDUAL) ptx::st<sizeof(T) * VEC>(sum + row * cols + column, raw);
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(1024)
     }
 }
 
-// Backward:  dh = rstd * (g - n * mean(g * n)) + dsum,  n = h * rstd,  g = dy * gain;  dweight = sum of dy * n over rows.
+// Backward:  dh = rstd * g - h * rstd^3 * mean(g * h) + dsum,  g = dy * gain;  dweight = sum of dy * h * rstd over rows.
 // rstd is recomputed: h is read anyway, and the two row sums share one reduction.
 //
 // Persistent, one block per multiprocessor, for rows of at most CHUNKS * 512 pieces of 16 bytes: a RowGroup owns a row,
@@ -153,91 +153,110 @@ __global__ void __launch_bounds__(CHUNKS == 1 ? 768 : 512, 1)
     RowRing<DSUM ? 3 : 2, CHUNKS, STAGES> ring(memory);
     const i64 step = static_cast<i64>(gridDim.x) * group.count;
     const i64 first = static_cast<i64>(blockIdx.x) * group.count + group.index;
+    const float epsilon = static_cast<float>(eps);
+    const float shift = static_cast<float>(offset);
     const float inverse = 1.0f / static_cast<float>(cols);
+    const int pitch = group.threads * VEC;
+    const int end = static_cast<int>(cols);
+    const int column = group.thread * VEC;
 
-    auto column_of = [&](int chunk) { return (chunk * group.threads + group.thread) * VEC; };
-    auto fetch = [&](i64 row, int stage) {
-        if (row < rows) {
+    // Pointers that walk along with the rows: this thread's first column of the next row to fetch, and to store.
+    dy += first * dy_stride + column;
+    h += first * h_stride + column;
+    if constexpr (DSUM) dsum += first * dsum_stride + column;
+    dh += first * cols + column;
+    i64 fetched = first;
+    auto fetch = [&] {
+        if (fetched < rows) {
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c) {
-                if (column_of(c) < cols) {
-                    ring.copy(stage, 0, c, dy + row * dy_stride + column_of(c));
-                    ring.copy(stage, 1, c, h + row * h_stride + column_of(c));
-                    if constexpr (DSUM) ring.copy(stage, 2, c, dsum + row * dsum_stride + column_of(c));
+                if (column + c * pitch < end) {
+                    ring.copy(0, c, dy + c * pitch);
+                    ring.copy(1, c, h + c * pitch);
+                    if constexpr (DSUM) ring.copy(2, c, dsum + c * pitch);
                 }
             }
         }
         ring.commit();
+        fetched += step;
+        dy += step * dy_stride;
+        h += step * h_stride;
+        if constexpr (DSUM) dsum += step * dsum_stride;
     };
 
+    // Groups that run out of rows go on reading their slots while others of the block work: all must hold something.
+    const bool few = first + (STAGES - 1) * step >= rows;
 #pragma unroll
-    for (int s = 0; s < STAGES - 1; ++s) fetch(first + s * step, s);
+    for (int c = 0; c < CHUNKS; ++c)
+        if (few || column + c * pitch >= end) ring.zero(memory, c);
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; ++s) fetch();
     float gain[kKeep ? CHUNKS : 1][VEC], dweight[CHUNKS][VEC];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
-        if (column_of(c) >= cols) ring.zero(c);
 #pragma unroll
         for (int i = 0; i < VEC; ++i) dweight[c][i] = 0.0f;
         if constexpr (kKeep) {
 #pragma unroll
             for (int i = 0; i < VEC; ++i) gain[c][i] = 0.0f;
-            if (column_of(c) < cols) load_gain<W, VEC>(weight, column_of(c), static_cast<float>(offset), gain[c]);
+            if (column + c * pitch < end) load_gain<W, VEC>(weight, column + c * pitch, shift, gain[c]);
         }
     }
 
     int phase = 0;
     for (i64 row = first; row - group.index < rows; row += step, phase ^= 1) {
-        fetch(row + (STAGES - 1) * step, ring.stage_of(STAGES - 1));
+        fetch();
         ring.wait();
-        float g_kept[kKeep ? CHUNKS : 1][VEC], h_kept[kKeep ? CHUNKS : 1][VEC];
-        float sums[2] = {0.0f, 0.0f};  // h^2, g * h
+        float dy_kept[kKeep ? CHUNKS : 1][VEC], h_kept[kKeep ? CHUNKS : 1][VEC];
+        float square = 0.0f, product = 0.0f;  // sums of h^2 and g * h
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
-            float(&g)[VEC] = g_kept[kKeep ? c : 0];
+            float(&d)[VEC] = dy_kept[kKeep ? c : 0];
             float(&v)[VEC] = h_kept[kKeep ? c : 0];
             float(&w)[VEC] = gain[kKeep ? c : 0];
-            ring.template read<T>(0, c, g);
+            ring.template read<T>(0, c, d);
             ring.template read<T>(1, c, v);
             if constexpr (!kKeep) {
-                if (column_of(c) < cols) load_gain<W, VEC>(weight, column_of(c), static_cast<float>(offset), w);
+                if (column + c * pitch < end) load_gain<W, VEC>(weight, column + c * pitch, shift, w);
             }
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
-                sums[0] += v[i] * v[i];
-                sums[1] += g[i] * w[i] * v[i];
+                square += v[i] * v[i];
+                product += d[i] * w[i] * v[i];
             }
         }
-        group_reduce<Sum, true>(sums, group, scratch, phase);
-        const float rstd = rsqrtf(sums[0] * inverse + static_cast<float>(eps));
-        const float mean = sums[1] * inverse * rstd;
+        group_reduce_pair<Sum, true>(square, product, group, scratch, phase);
+        const float rstd = rsqrtf(square * inverse + epsilon);
+        const float pull = product * inverse * rstd * rstd * rstd;
+        if (row < rows) {
 #pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) {
-            if (row < rows && column_of(c) < cols) {
-                float(&g)[VEC] = g_kept[kKeep ? c : 0];
+            for (int c = 0; c < CHUNKS; ++c) {
+                float(&d)[VEC] = dy_kept[kKeep ? c : 0];
                 float(&v)[VEC] = h_kept[kKeep ? c : 0];
                 float(&w)[VEC] = gain[kKeep ? c : 0];
                 if constexpr (!kKeep) {
-                    ring.template read<T>(0, c, g);
+                    ring.template read<T>(0, c, d);
                     ring.template read<T>(1, c, v);
-                    load_gain<W, VEC>(weight, column_of(c), static_cast<float>(offset), w);
+                    if (column + c * pitch < end) load_gain<W, VEC>(weight, column + c * pitch, shift, w);
                 }
                 float out[VEC];
 #pragma unroll
                 for (int i = 0; i < VEC; ++i) {
-                    const float n = v[i] * rstd;
-                    dweight[c][i] += g[i] * n;
-                    out[i] = (g[i] * w[i] - n * mean) * rstd;
+                    const float scaled = d[i] * rstd;
+                    dweight[c][i] += scaled * v[i];
+                    out[i] = scaled * w[i] - v[i] * pull;
                 }
                 if constexpr (DSUM) {
-                    float d[VEC];
-                    ring.template read<T>(2, c, d);
+                    float extra[VEC];
+                    ring.template read<T>(2, c, extra);
 #pragma unroll
-                    for (int i = 0; i < VEC; ++i) out[i] += d[i];
+                    for (int i = 0; i < VEC; ++i) out[i] += extra[i];
                 }
-                store<T, VEC>(dh + row * cols + column_of(c), out);
+                if (column + c * pitch < end) store<T, VEC>(dh + c * pitch, out);
             }
         }
-        ring.advance();
+        dh += step * cols;
+        ring.next_row();
     }
 
     ptx::launch_dependents();
@@ -246,7 +265,7 @@ __global__ void __launch_bounds__(CHUNKS == 1 ? 768 : 512, 1)
     if (group.count == 1) {
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c)
-            if (column_of(c) < cols) store<float, VEC>(partial + column_of(c), dweight[c]);
+            if (column + c * pitch < cols) store<float, VEC>(partial + column + c * pitch, dweight[c]);
         return;
     }
     ptx::cp_async_wait<0>();
@@ -254,10 +273,10 @@ __global__ void __launch_bounds__(CHUNKS == 1 ? 768 : 512, 1)
     float* sums_of_groups = reinterpret_cast<float*>(memory);  // [groups, cols]
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
-        if (column_of(c) < cols) {
+        if (column + c * pitch < cols) {
 #pragma unroll
             for (int i = 0; i < VEC; i += 4)
-                *reinterpret_cast<float4*>(sums_of_groups + group.index * cols + column_of(c) + i) =
+                *reinterpret_cast<float4*>(sums_of_groups + group.index * cols + column + c * pitch + i) =
                     make_float4(dweight[c][i], dweight[c][i + 1], dweight[c][i + 2], dweight[c][i + 3]);
         }
     }
@@ -276,14 +295,14 @@ __global__ void __launch_bounds__(1024)
     rms_norm_bwd_long(const T* dy, const T* h, const W* weight, const T* dsum, T* dh, float* rstd_out, i64 rows,
                       i64 cols, i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, double eps,
                       double offset) {
-    __shared__ GroupScratch<2> scratch;
+    __shared__ GroupScratch<1> scratch, product_scratch;
     const RowGroup group(threads_per_row);
     int phase = 0;
     for (i64 base = static_cast<i64>(blockIdx.x) * group.count; base < rows;
          base += static_cast<i64>(gridDim.x) * group.count, phase ^= 1) {
         const i64 row = base + group.index;
         const i64 end = row < rows ? cols : 0;
-        float sums[2] = {0.0f, 0.0f};
+        float square = 0.0f, product = 0.0f;  // h^2, g * h
         for (i64 column = static_cast<i64>(group.thread) * VEC; column < end; column += group.threads * VEC) {
             float g[VEC], v[VEC], gain[VEC];
             load_stream<T, VEC>(dy + row * dy_stride + column, g);
@@ -291,13 +310,14 @@ __global__ void __launch_bounds__(1024)
             load_gain<W, VEC>(weight, column, static_cast<float>(offset), gain);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
-                sums[0] += v[i] * v[i];
-                sums[1] += g[i] * gain[i] * v[i];
+                square += v[i] * v[i];
+                product += g[i] * gain[i] * v[i];
             }
         }
-        group_reduce<Sum, false>(sums, group, scratch, phase);
-        const float rstd = rsqrtf(sums[0] / static_cast<float>(cols) + static_cast<float>(eps));
-        const float pull = sums[1] / static_cast<float>(cols) * rstd * rstd * rstd;
+        square = group_reduce<Sum, false>(square, group, scratch, phase);
+        product = group_reduce<Sum, false>(product, group, product_scratch, phase);
+        const float rstd = rsqrtf(square / static_cast<float>(cols) + static_cast<float>(eps));
+        const float pull = product / static_cast<float>(cols) * rstd * rstd * rstd;
         if (rstd_out != nullptr && row < rows && group.thread == 0) rstd_out[row] = rstd;
         for (i64 column = static_cast<i64>(group.thread) * VEC; column < end; column += group.threads * VEC) {
             float g[VEC], v[VEC], gain[VEC];

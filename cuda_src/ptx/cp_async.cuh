@@ -1,13 +1,12 @@
 // Asynchronous copies from global to shared memory (sm_80 and up), grouped per thread.
 #pragma once
-#include "common/abi.cuh"
+#include "ptx/shared.cuh"
 
 namespace rtk::ptx {
 
 // Starts copying 16 bytes past L1; both addresses 16-byte aligned.
-RTK_DEVICE void cp_async_16(void* shared, const void* global) {
-    const u32 address = static_cast<u32>(__cvta_generic_to_shared(shared));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
+RTK_DEVICE void cp_async_16(SharedAddress shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
 // Closes this thread's current group of copies (possibly empty).

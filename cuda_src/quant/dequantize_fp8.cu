@@ -7,7 +7,7 @@ namespace rtk {
 // The scale of an element is scale[(row >> row_shift) * scale_row + (column >> 7) * scale_column]; strides of 0 make it
 // one per tensor, or per row.
 template <typename T, typename F8, int VEC>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, 4)
     dequantize_fp8(const F8* q, const float* scale, T* y, i64 rows, i64 cols, i64 q_stride, i64 threads_per_row,
                    i64 row_shift, i64 scale_row, i64 scale_column) {
     const Runs<VEC> runs(rows, cols, threads_per_row);

@@ -3,6 +3,7 @@
 #include "common/fp8_scale.cuh"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
+#include "ptx/forget.cuh"
 #include "quant/runs.cuh"
 
 namespace rtk {
@@ -24,7 +25,7 @@ __global__ void __launch_bounds__(256)
             amax[0] = fmaxf(amax[0], finite_amax(v));
         }
     }
-    group_reduce<MaxNumber, false>(amax, RowGroup(blockDim.x), scratch, 0);
+    amax[0] = group_reduce<MaxNumber, false>(amax[0], RowGroup(blockDim.x), scratch, 0);
     if (threadIdx.x == 0) partial[blockIdx.x] = amax[0];
 }
 
@@ -46,7 +47,7 @@ __global__ void __launch_bounds__(256)
     } else {
         float amax[1] = {0.0f};
         for (i64 i = threadIdx.x; i < partials; i += blockDim.x) amax[0] = fmaxf(amax[0], partial[i]);
-        group_reduce<MaxNumber, false>(amax, RowGroup(blockDim.x), scratch, 0);
+        amax[0] = group_reduce<MaxNumber, false>(amax[0], RowGroup(blockDim.x), scratch, 0);
         shared_scale = fp8_scale<F8>(amax[0], pow2 != 0);
         if (blockIdx.x == 0 && threadIdx.x == 0) *scale = shared_scale;
     }
@@ -91,9 +92,10 @@ __global__ void __launch_bounds__(512)
         for (int c = 0; c < kChunks; ++c) {
             float v[VEC];
             unpack<T, VEC>(raw[c], v);
+            ptx::forget(raw[c]);
             amax[0] = fmaxf(amax[0], finite_amax(v));
         }
-        group_reduce<MaxNumber, false>(amax, group, scratch, phase);
+        amax[0] = group_reduce<MaxNumber, false>(amax[0], group, scratch, phase);
         const float row_scale = fp8_scale<F8>(amax[0], pow2 != 0);
         const float inverse = __frcp_rn(row_scale);
         if (row < rows && group.thread == 0) scale[row] = row_scale;
@@ -128,7 +130,7 @@ __global__ void __launch_bounds__(1024, 1)
             load_keep<T, VEC>(x + row * x_stride + column, v);
             amax[0] = fmaxf(amax[0], finite_amax(v));
         }
-        group_reduce<MaxNumber, false>(amax, group, scratch, phase);
+        amax[0] = group_reduce<MaxNumber, false>(amax[0], group, scratch, phase);
         const float row_scale = fp8_scale<F8>(amax[0], pow2 != 0);
         const float inverse = __frcp_rn(row_scale);
         if (row < rows && group.thread == 0) scale[row] = row_scale;

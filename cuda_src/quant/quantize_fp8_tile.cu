@@ -3,6 +3,7 @@
 #include "common/fp8_scale.cuh"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
+#include "ptx/forget.cuh"
 
 namespace rtk {
 
@@ -52,6 +53,7 @@ __global__ void __launch_bounds__(256)
         for (int p = 0; p < kPieces; ++p) {
             float v[VEC];
             unpack<T, VEC>(raw[r][p], v);
+            ptx::forget(raw[r][p]);
             amax = fmaxf(amax, finite_amax(v));
         }
         scales[r] = fp8_scale<F8>(warp_reduce<MaxNumber>(amax, kLanes), pow2 != 0);
@@ -100,9 +102,10 @@ __global__ void __launch_bounds__(kBlockThreads<VEC>)
     for (int p = 0; p < kPasses; ++p) {
         float v[VEC];
         unpack<T, VEC>(raw[p], v);
+        ptx::forget(raw[p]);
         amax[0] = fmaxf(amax[0], finite_amax(v));
     }
-    group_reduce<MaxNumber, false>(amax, RowGroup(kBlockThreads<VEC>), scratch, 0);
+    amax[0] = group_reduce<MaxNumber, false>(amax[0], RowGroup(kBlockThreads<VEC>), scratch, 0);
     const float block_scale = fp8_scale<F8>(amax[0], pow2 != 0);
     const float inverse = __frcp_rn(block_scale);
     if (threadIdx.x == 0) scale[tile.row * column_tiles + tile.column] = block_scale;

@@ -23,7 +23,7 @@ from rtkernels.errors import KernelCompileError, NotWarmError, SourceError, Tool
 
 _HERE = Path(__file__).resolve().parent
 INCLUDE = _HERE / "include"
-RUNTIME = _HERE / "runtime.cpp"
+RUNTIME = _HERE / "runtime"
 DYNAMIC_SHARED = 232_448  # bytes reserved for `extern __shared__` arrays: the most any target has
 
 _INCLUDES = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
@@ -229,26 +229,36 @@ def _compile(command: list[str], what: str) -> None:
         )
 
 
-def runtime() -> Path:
-    """Return the shared object that holds the execution model, compiling it if needed."""
+def runtime() -> tuple[Path, str]:
+    """Return the shared object that holds the execution model, compiling it if needed, and its soname."""
     tool = compiler()
-    flags = [*tool.flags, "-O2", "-g1"]
-    files = _hashes({RUNTIME.name: RUNTIME.read_bytes(), "execution.h": (INCLUDE / "execution.h").read_bytes()})
-    content = {"unit": RUNTIME.name, "flags": flags, "compiler": tool.version, "files": files}
+    flags = [*tool.flags, "-O2", "-g"]  # with types, so that a debugger can print threadIdx
+    sources = [INCLUDE / "execution.h", *sorted(RUNTIME.iterdir())]
+    files = _hashes({file.name: file.read_bytes() for file in sources if file.suffix in (".h", ".cpp")})
+    content = {"unit": "runtime.cpp", "flags": flags, "compiler": tool.version, "files": files}
     # Kernels name their runtime by this, so two versions in one process stay apart.
     soname = "librtk_emu-" + hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16] + ".so"
 
     def make(output: Path) -> None:
-        command = [*tool.command, *flags, "-shared", f"-Wl,-soname,{soname}", f"-I{INCLUDE}", str(RUNTIME)]
+        command = [
+            *tool.command,
+            *flags,
+            "-shared",
+            f"-Wl,-soname,{soname}",
+            f"-I{INCLUDE}",
+            str(RUNTIME / "runtime.cpp"),
+        ]
         _compile([*command, "-o", str(output)], "the emulator's runtime")
 
-    return _cached("emulator_runtime", "emu::run", content, make)
+    return _cached("emulator_runtime", "emu::run", content, make), soname
 
 
 _built: dict[tuple[object, ...], tuple[dict[Path, int], Path]] = {}
 
 
-def kernel(op: str, unit: str, expression: str, arch: int, *, debug: bool = False) -> Path:
+def kernel(
+    op: str, unit: str, expression: str, arch: int, defines: tuple[str, ...] = (), *, debug: bool = False
+) -> Path:
     """Return the shared object of one kernel variant, compiling it if needed.
 
     Args:
@@ -256,20 +266,23 @@ def kernel(op: str, unit: str, expression: str, arch: int, *, debug: bool = Fals
         unit: The ``.cu`` file, relative to ``cuda_src`` or absolute.
         expression: C++ name of the instantiation.
         arch: 80, 89 or 90: the value of ``__CUDA_ARCH__`` divided by ten.
+        defines: ``-D`` options of the kernel's record.
         debug: Without optimisation and with full debug information, for stepping through it.
     """
-    request = (op, unit, expression, arch, debug, os.environ.get("CXX"), os.environ.get("RTKERNELS_CACHE_DIR"))
+    request = (op, unit, expression, arch, defines, debug, os.environ.get("CXX"), os.environ.get("RTKERNELS_CACHE_DIR"))
     if known := _built.get(request):
         times, library = known
         with contextlib.suppress(OSError):
             if library.exists() and all(os.stat(file).st_mtime_ns == time for file, time in times.items()):
                 return library
-    times, library = _build_kernel(op, unit, expression, arch, debug)
+    times, library = _build_kernel(op, unit, expression, arch, defines, debug)
     _built[request] = times, library
     return library
 
 
-def _build_kernel(op: str, unit: str, expression: str, arch: int, debug: bool) -> tuple[dict[Path, int], Path]:
+def _build_kernel(
+    op: str, unit: str, expression: str, arch: int, defines: tuple[str, ...], debug: bool
+) -> tuple[dict[Path, int], Path]:
     tool = compiler()
     path = Path(unit) if os.path.isabs(unit) else _sources.root() / unit
     sources, times = _closure(path)
@@ -280,22 +293,24 @@ def _build_kernel(op: str, unit: str, expression: str, arch: int, debug: bool) -
         "-fsanitize=thread",
         *(flag for flag in optional if _accepts(tool.command, flag)),
         f"-D__CUDA_ARCH__={arch}0",
+        *defines,
     ]
-    engine = runtime()
+    engine, soname = runtime()
     content = {
         "unit": path.name if os.path.isabs(unit) else unit,
         "expression": expression,
         "flags": flags,
         "compiler": tool.version,
         "files": _hashes(sources),
-        "runtime": engine.parent.name,
+        "runtime": soname,
     }
 
     def make(output: Path) -> None:
         source = output.with_suffix(".cpp")
         source.write_text(_wrapper(path, expression, sources))
         # -nodefaultlibs: the runtime answers the sanitizer's callbacks, not the compiler's own library.
-        link = ["-shared", "-nodefaultlibs", str(engine), "-lm", "-lc", "-lgcc"]
+        wrap = [f"-Wl,--wrap={name}" for name in ("memcpy", "memmove", "memset")]
+        link = ["-shared", "-nodefaultlibs", *wrap, str(engine), "-lm", "-lc", "-lgcc"]
         places = [f"-I{INCLUDE}", f"-I{_sources.root()}"]
         _compile([*tool.command, *flags, *places, str(source), *link, "-o", str(output)], f"{expression} ({unit})")
 

@@ -24,6 +24,7 @@ _KINDS = {
     5: "divergent_barrier",
     6: "absent_lanes",
     7: "launch_limit",
+    8: "trap",
 }
 _SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 _lock = threading.Lock()
@@ -35,7 +36,7 @@ class EmulatorError(RtkError, RuntimeError):
 
     Attributes:
         kind: ``out_of_bounds``, ``misaligned``, ``uninitialised_shared``, ``race``, ``divergent_barrier``,
-            ``absent_lanes`` or ``launch_limit``.
+            ``absent_lanes``, ``launch_limit`` or ``trap``.
         kernel: Name of the kernel.
         expression: C++ name of its variant.
         block: Index of the block.
@@ -224,7 +225,7 @@ def _runtime(path: str) -> ctypes.CDLL:
 
 @cache
 def _library(path: str) -> Callable[[Any], int]:
-    _runtime(str(_build.runtime()))
+    _runtime(str(_build.runtime()[0]))
     run = ctypes.CDLL(path).rtk_emu_run
     run.argtypes = [ctypes.POINTER(_Launch)]
     run.restype = ctypes.c_int
@@ -250,7 +251,8 @@ class Bound:
         chosen = settings()
         kernel = self.kernel
         op = getattr(kernel, "op", kernel.name)
-        library = _build.kernel(op, kernel.unit, self.expression, self.arch, debug=chosen.debug)
+        defines = tuple(flag for flag in getattr(kernel, "flags", ()) if flag.startswith("-D"))
+        library = _build.kernel(op, kernel.unit, self.expression, self.arch, defines, debug=chosen.debug)
         values, where, memory = self._arguments(args)
         launch = _Launch(
             grid=self.grid, block=self.block, shared_bytes=self.shared, shared_limit=_SHARED_LIMIT[self.arch],
@@ -295,7 +297,7 @@ class Bound:
             "block": tuple(error.block), "thread": tuple(error.thread),
         }  # fmt: skip
         detail = error.detail.decode(errors="replace")
-        if kind in ("divergent_barrier", "absent_lanes", "launch_limit"):
+        if kind in ("divergent_barrier", "absent_lanes", "launch_limit", "trap"):
             what = f"{kind.replace('_', ' ')}: {detail}"
         else:
             fields["size"] = error.size

@@ -44,7 +44,7 @@ AMAX = Kernel(
     template="T VEC",
     args="x:ptr partial:ptr rows:i64 cols:i64 x_stride:i64 threads_per_row:i64",
     variants=[(t, v) for t in _WIDTH for v in (1, _WIDTH[t])],
-    max_registers=64,
+    max_registers=40,
 )
 TENSOR = Kernel(
     "quant/quantize_fp8.cu",
@@ -52,7 +52,7 @@ TENSOR = Kernel(
     template="T F8 VEC",
     args="x:ptr scale:ptr partial:ptr q:ptr rows:i64 cols:i64 x_stride:i64 threads_per_row:i64 partials:i64 pow2:i64",
     variants=_WIDE_AND_NARROW,
-    max_registers=64,
+    max_registers=56,
 )
 _ROW_ARGS = "x:ptr q:ptr scale:ptr rows:i64 cols:i64 x_stride:i64 threads_per_row:i64 pow2:i64"
 ROW = Kernel(
@@ -61,7 +61,7 @@ ROW = Kernel(
     template="T F8 VEC",
     args=_ROW_ARGS,
     variants=[(t, f, _WIDTH[t]) for t, f in _PAIRS],
-    max_registers=64,
+    max_registers=48,
 )
 ROW_LONG = Kernel(
     "quant/quantize_fp8.cu",
@@ -69,7 +69,7 @@ ROW_LONG = Kernel(
     template="T F8 VEC",
     args=_ROW_ARGS,
     variants=_WIDE_AND_NARROW,
-    max_registers=64,
+    max_registers=40,
 )
 GROUPED = Kernel(
     "quant/quantize_fp8_tile.cu",
@@ -78,7 +78,7 @@ GROUPED = Kernel(
     args="x:ptr q:ptr scale:ptr rows:i64 cols:i64 x_stride:i64 scale_row:i64 scale_group:i64 across:i64 "
     "column_tiles:i64 pow2:i64",
     variants=_WIDE_AND_NARROW,
-    max_registers=64,
+    max_registers=48,
 )
 BLOCK = Kernel(
     "quant/quantize_fp8_tile.cu",
@@ -86,16 +86,15 @@ BLOCK = Kernel(
     template="T F8 VEC",
     args="x:ptr q:ptr scale:ptr rows:i64 cols:i64 x_stride:i64 column_tiles:i64 pow2:i64",
     variants=_WIDE_AND_NARROW,
-    max_registers=80,
+    max_registers=64,
 )
 GROUPED_T = Kernel(
     "quant/quantize_fp8_transposed.cu",
     "quantize_fp8_group_t",
-    template="T F8",
-    args="x:ptr q:ptr scale:ptr rows:i64 cols:i64 x_stride:i64 column_tiles:i64 whole_input:i64 whole_codes:i64 "
-    "pow2:i64",
-    variants=_PAIRS,
-    max_registers=128,
+    template="T F8 WHOLE",
+    args="x:ptr q:ptr scale:ptr rows:i64 cols:i64 x_stride:i64 column_tiles:i64 whole_input:i64 pow2:i64",
+    variants=[(*pair, whole) for pair in _PAIRS for whole in (False, True)],
+    max_registers=168,
 )
 BACK = Kernel(
     "quant/dequantize_fp8.cu",
@@ -112,7 +111,7 @@ BACK_T = Kernel(
     template="T F8",
     args="q:ptr scale:ptr y:ptr rows:i64 cols:i64 q_stride:i64 column_tiles:i64 whole_codes:i64 whole_output:i64",
     variants=_PAIRS,
-    max_registers=96,
+    max_registers=80,
 )
 KERNELS = (AMAX, TENSOR, ROW, ROW_LONG, GROUPED, BLOCK, GROUPED_T, BACK, BACK_T)
 
@@ -331,8 +330,9 @@ def _transposed_tiles(cols: int, t: str) -> int:
 
 def _group_t(m: _Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch, tuple[int, ...]]:
     tiles = _transposed_tiles(m.cols, t)
-    launch = GROUPED_T.bind((t, f), m.device, tiles * groups_of(m.rows), _TRANSPOSED_THREADS)
-    return launch, (m.rows, m.cols, m.stride, tiles, m.vec > 1, m.rows % 16 == 0, pow2)
+    whole = m.vec > 1 and m.rows % 16 == 0
+    launch = GROUPED_T.bind((t, f, whole), m.device, tiles * groups_of(m.rows), _TRANSPOSED_THREADS)
+    return launch, (m.rows, m.cols, m.stride, tiles, m.vec > 1, pow2)
 
 
 _BY_GRANULARITY: dict[str, Callable[..., tuple[Launch, tuple[int, ...]]]] = {

@@ -85,7 +85,7 @@ _BWD_BY_ROW = Kernel(
     template="T Act VEC CHUNKS",
     args=f"dy:ptr gate:ptr up:ptr weight:ptr dgate:ptr dup:ptr dweight:ptr {_BWD_DIMS} threads_per_row:i64",
     variants=_both_widths(_BWD_CHUNKS),
-    max_registers=72,
+    max_registers=76,
 )
 
 

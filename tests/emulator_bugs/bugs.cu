@@ -111,7 +111,7 @@ __global__ void shuffle_against_barrier(float* y) {
 // Reads the copied bytes before waiting for them.
 __global__ void missing_cp_async_wait(const float* x, float* y) {
     __shared__ alignas(16) float buffer[128];
-    ptx::cp_async_16(buffer + 4 * threadIdx.x, x + 4 * threadIdx.x);
+    ptx::cp_async_16(ptx::shared_address(buffer + 4 * threadIdx.x), x + 4 * threadIdx.x);
     ptx::cp_async_commit();
     y[threadIdx.x] = buffer[4 * threadIdx.x];
 }

@@ -125,8 +125,8 @@ __global__ void mma_tile(const T* a, const T* b, float* d) {
     __shared__ __align__(16) u8 left[16 * 32];
     __shared__ __align__(16) u8 right[8 * 32];
     const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
-    ptx::cp_async_16(left + 16 * lane, reinterpret_cast<const u8*>(a) + 16 * lane);
-    if (lane < 16) ptx::cp_async_16(right + 16 * lane, reinterpret_cast<const u8*>(b) + 16 * lane);
+    ptx::cp_async_16(ptx::shared_address(left + 16 * lane), reinterpret_cast<const u8*>(a) + 16 * lane);
+    if (lane < 16) ptx::cp_async_16(ptx::shared_address(right + 16 * lane), reinterpret_cast<const u8*>(b) + 16 * lane);
     ptx::cp_async_commit();
     ptx::cp_async_wait<0>();
     __syncwarp();
@@ -172,10 +172,11 @@ __global__ void transpose_tile(const u16* x, u16* y) {
 __global__ void pipelined_copy(const float* x, float* y, i64 rows) {
     __shared__ __align__(16) float ring[2][128];
     const int at = 4 * threadIdx.x;
-    ptx::cp_async_16(&ring[0][at], x + at);
+    ptx::cp_async_16(ptx::shared_address(&ring[0][at]), x + at);
     ptx::cp_async_commit();
     for (i64 row = 0; row < rows; ++row) {
-        if (row + 1 < rows) ptx::cp_async_16(&ring[(row + 1) % 2][at], x + (row + 1) * 128 + at);
+        if (row + 1 < rows)
+            ptx::cp_async_16(ptx::shared_address(&ring[(row + 1) % 2][at]), x + (row + 1) * 128 + at);
         ptx::cp_async_commit();
         ptx::cp_async_wait<1>();
         __syncthreads();

@@ -74,6 +74,8 @@ void store(void* p, Word16 value, u32 bytes);
 
 void check_atomic(const void* p, u32 bytes);
 
+[[noreturn]] void trap(Site site);
+
 u32 lane();
 u32 active_mask();  // the lanes of this warp that had not returned when it last waited
 

@@ -314,4 +314,4 @@ RTK_EMU_FN float __uint2float_rn(unsigned x) { return static_cast<float>(x); }
 RTK_EMU_MINMAX(int) RTK_EMU_MINMAX(unsigned) RTK_EMU_MINMAX(long long) RTK_EMU_MINMAX(unsigned long long)
 RTK_EMU_FN float min(float a, float b) { return __builtin_fminf(a, b); }
 RTK_EMU_FN float max(float a, float b) { return __builtin_fmaxf(a, b); }
-RTK_EMU_FN void __trap() { __builtin_trap(); }
+RTK_EMU_FN void __trap(RTK_EMU_CALLER) { emu::trap(RTK_EMU_SITE("__trap")); }

@@ -1,10 +1,10 @@
 // Host version of cuda_src/ptx/cp_async.cuh.
 #pragma once
-#include "common/abi.cuh"
+#include "ptx/shared.cuh"
 
 namespace rtk::ptx {
 
-RTK_DEVICE void cp_async_16(void* shared, const void* global) { emu::cp_async(shared, global, 16, 16); }
+RTK_DEVICE void cp_async_16(SharedAddress shared, const void* global) { emu::cp_async(shared, global, 16, 16); }
 RTK_DEVICE void cp_async_commit() { emu::cp_async_commit(); }
 template <int kPending>
 RTK_DEVICE void cp_async_wait() {

@@ -1,0 +1,16 @@
+// Register pressure. No instruction: host compilers take this file as it is.
+#pragma once
+#include "common/abi.cuh"
+#include "ptx/ldst.cuh"
+
+namespace rtk::ptx {
+
+// Makes the compiler forget how it got these bits, so that it unpacks them again where they are used again instead of
+// keeping the unpacked values in two to four times the registers.
+template <int B>
+RTK_DEVICE void forget(Raw<B>& raw) {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(raw.w) / sizeof(u32)); ++i) asm volatile("" : "+r"(raw.w[i]));
+}
+
+}  // namespace rtk::ptx

@@ -1,0 +1,21 @@
+// Shared memory by its own 32-bit addresses: cheaper to keep and to advance than generic pointers.
+#pragma once
+#include "ptx/ldst.cuh"
+
+namespace rtk::ptx {
+
+using SharedAddress = u32;  // the host emulator has a pointer here: add byte offsets to it, nothing else
+
+RTK_DEVICE SharedAddress shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+// 16 bytes, 16-byte aligned.
+RTK_DEVICE Raw<16> ld_shared_16(SharedAddress address) {
+    Raw<16> r;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r.w[0]), "=r"(r.w[1]), "=r"(r.w[2]), "=r"(r.w[3])
+                 : "r"(address)
+                 : "memory");
+    return r;
+}
+
+}  // namespace rtk::ptx

@@ -1,0 +1,12 @@
+// Host version of cuda_src/ptx/shared.cuh.
+#pragma once
+#include "ptx/ldst.cuh"
+
+namespace rtk::ptx {
+
+using SharedAddress = u8*;
+
+RTK_DEVICE SharedAddress shared_address(const void* p) { return static_cast<u8*>(const_cast<void*>(p)); }
+RTK_DEVICE Raw<16> ld_shared_16(SharedAddress address) { return ld_keep<16>(address); }
+
+}  // namespace rtk::ptx

@@ -1,0 +1,340 @@
+// Blocks, fibers, barriers and warp operations of the emulator. Compiled once per machine, without the sanitizer flag
+// of the kernels; include/execution.h is the interface.
+#define RTK_EMU_RUNTIME
+#include "checks.h"
+
+#include <link.h>
+#include <sys/mman.h>
+
+namespace emu {
+namespace {
+
+// ---- scheduler --------------------------------------------------------------------------------------------------
+
+u64 random_word() {  // splitmix64
+    u64 z = (random_state += 0x9e3779b97f4a7c15ull);
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    return z ^ (z >> 31);
+}
+
+void arrange(std::vector<u64>& order, u64 n) {
+    if (order.size() != n) {
+        order.resize(n);
+        for (u64 i = 0; i < n; ++i) order[i] = launch->order == 1 ? n - 1 - i : i;
+    }
+    if (launch->order > 1)
+        for (u64 i = n - 1; i > 0; --i) std::swap(order[i], order[random_word() % (i + 1)]);
+}
+
+void fiber_main() {
+    u64 args[64];  // a copy on the fiber's own stack, so that reading them is not a tracked access
+    memcpy(args, launch->args, launch->arg_count * sizeof(u64));
+    entry(args);
+    finish_copies(~0u);
+    current->state = State::done;
+    warps[current->id / 32].alive &= ~(1u << current->id % 32);
+    ++done_threads;
+    suspend();
+    __builtin_unreachable();
+}
+
+void wake(Thread* t) {
+    t->state = State::ready;
+    t->active = warps[t->id / 32].alive;
+}
+
+void describe(char* out, size_t n, const Thread& t) {
+    const uint3 i = t.index;
+    if (t.state == State::done)
+        snprintf(out, n, "thread (%u,%u,%u) has returned", i.x, i.y, i.z);
+    else
+        snprintf(out, n, "thread (%u,%u,%u) waits at %s, %s:%d", i.x, i.y, i.z, t.site.what, t.site.file, t.site.line);
+}
+
+// Nothing can run: name one thread that waits and one that keeps it waiting.
+void report_stuck() {
+    const Thread* waiting = nullptr;
+    for (u32 i = 0; i < block_threads && !waiting; ++i)
+        if (threads[i].state == State::warp) waiting = &threads[i];
+    for (u32 i = 0; i < block_threads && !waiting; ++i)
+        if (threads[i].state == State::barrier) waiting = &threads[i];
+    const Thread* other = nullptr;
+    for (u32 i = 0; i < block_threads && !other; ++i) {
+        const Thread& t = threads[i];
+        const bool same_wait = t.state == waiting->state && t.site.line == waiting->site.line &&
+                               strcmp(t.site.file, waiting->site.file) == 0;
+        if (waiting->state == State::warp) {
+            if (t.id / 32 != waiting->id / 32 || !(waiting->mask >> (t.id % 32) & 1u)) continue;
+            if (!same_wait || t.mask != waiting->mask) other = &t;
+        } else if (!same_wait) {
+            other = &t;
+        }
+    }
+    char a[300], b[300] = "too few threads of the block reach it";
+    describe(a, sizeof(a), *waiting);
+    if (other) describe(b, sizeof(b), *other);
+    Error& e = launch->error;
+    e.kind = waiting->state == State::warp ? kAbsentLanes : kDivergentBarrier;
+    memcpy(e.block, &blockIdx, sizeof(e.block));
+    memcpy(e.thread, &waiting->index, sizeof(e.thread));
+    snprintf(e.detail, sizeof(e.detail), "%s, but %s", a, b);
+}
+
+void resume(Thread* t) {
+    current = t;
+    threadIdx = t->index;
+    rtk_emu_switch(&scheduler, t->stack);
+}
+
+void start_thread(u32 id, Clock* clock) {
+    Thread& t = threads[id];
+    u64* top = reinterpret_cast<u64*>(stacks + (id + 1) * kStackBytes) - 2;
+    u64* frame = top - kFrameWords;
+    memset(frame, 0, kFrameWords * sizeof(u64));
+    frame[kReturnWord] = reinterpret_cast<u64>(&fiber_main);
+    t.stack = frame;
+    t.id = id;
+    t.index = {id % blockDim.x, id / blockDim.x % blockDim.y, id / blockDim.x / blockDim.y};
+    t.state = State::ready;
+    t.active = warps[id / 32].alive;
+    t.clock = clock;
+    t.now = 1;
+    t.copy_group = 0;
+    t.copies.clear();
+}
+
+void poison(u64 begin, u64 end) {
+    memset(reinterpret_cast<void*>(begin), 0xff, end - begin);
+    memset(static_cast<void*>(shadow.data() + (begin - shared_range.begin)), 0, (end - begin) * sizeof(Shadow));
+}
+
+// Runs the block's threads, each until it waits or returns, until all have returned or an error is found.
+void run_threads(std::vector<u64>& order) {
+    while (done_threads < block_threads) {
+        bool progress = false;
+        arrange(order, block_threads);
+        for (u64 i : order) {
+            if (threads[i].state != State::ready) continue;
+            progress = true;
+            resume(&threads[i]);
+            if (launch->error.kind) return;
+        }
+        if (!progress) return report_stuck();
+    }
+}
+
+bool run_block(std::vector<u64>& order) {
+    const u64 end = shared_range.begin + shared_range.size;
+    if (dynamic_range.size) {  // static variables may lie on both sides
+        poison(shared_range.begin, dynamic_range.begin);
+        poison(dynamic_range.begin, dynamic_range.begin + launch->shared_bytes);
+        poison(dynamic_range.begin + dynamic_range.size, end);
+    } else {
+        poison(shared_range.begin, end);
+    }
+    memset(barriers, 0, sizeof(barriers));
+    Clock* clock = new_clock();
+    memset(clock->seen, 0, sizeof(u32) * block_threads);
+    clock->users = block_threads;
+    for (u32 i = 0; i < block_threads; i += 32)
+        warps[i / 32] = {block_threads - i >= 32 ? ~0u : (1u << (block_threads - i)) - 1u, 0};
+    for (u32 i = 0; i < block_threads; ++i) start_thread(i, clock);
+    done_threads = 0;
+    run_threads(order);
+    for (u32 i = 0; i < block_threads; ++i) drop(threads[i].clock);
+    return launch->error.kind == 0;
+}
+
+extern "C" void* __tls_get_addr(const u64 (&module_and_offset)[2]);  // of the dynamic linker
+
+// The loaded extent and the thread-local block (the shared memory) of the object that holds `address`.
+struct Module {
+    u64 address;
+    Range loaded, tls;
+};
+int find_module(dl_phdr_info* info, size_t, void* data) {
+    Module& m = *static_cast<Module*>(data);
+    u64 begin = ~0ull, end = 0;
+    Range tls = {0, 0};
+    for (int i = 0; i < info->dlpi_phnum; ++i) {
+        const auto& h = info->dlpi_phdr[i];
+        if (h.p_type == PT_LOAD) {
+            begin = std::min<u64>(begin, info->dlpi_addr + h.p_vaddr);
+            end = std::max<u64>(end, info->dlpi_addr + h.p_vaddr + h.p_memsz);
+        } else if (h.p_type == PT_TLS) {
+            tls = {0, h.p_memsz};
+        }
+    }
+    if (m.address < begin || m.address >= end) return 0;
+    m.loaded = {begin, end - begin};
+    m.tls = tls;
+    // dlpi_tls_data is null for a block nobody asked for in this way yet, even if the thread has one.
+    const u64 block[2] = {info->dlpi_tls_modid, 0};
+    if (tls.size) m.tls.begin = reinterpret_cast<u64>(__tls_get_addr(block));
+    return 1;
+}
+
+void place_segments() {
+    u64 total = kGap;
+    for (u64 i = 0; i < launch->segment_count; ++i) total += launch->segments[i].bytes + kGap + 256;
+    arena = static_cast<u8*>(malloc(total));
+    u64 at = reinterpret_cast<u64>(arena) + kGap;
+    for (u64 i = 0; i < launch->segment_count; ++i) {
+        Segment& s = launch->segments[i];
+        at += (reinterpret_cast<u64>(s.host) - at) & 255;  // same address modulo 256
+        s.copy = reinterpret_cast<u8*>(at);
+        s.written = 0;
+        memcpy(s.copy, s.host, s.bytes);
+        at += s.bytes + kGap;
+    }
+    for (u32 i = 0; i < launch->arg_count; ++i)
+        if (launch->arg_segment[i] >= 0)
+            launch->args[i] += reinterpret_cast<u64>(launch->segments[launch->arg_segment[i]].copy);
+}
+
+}  // namespace
+
+// ---- interface --------------------------------------------------------------------------------------------------
+
+u32 lane() { return current->id % 32; }
+
+u32 active_mask() { return current->active; }
+
+int barrier(int id, int count, bool predicate, Site site) {
+    Thread* me = current;
+    me->site = site;
+    if (id < 0 || id > 15 || count % 32 != 0)
+        fail(kDivergentBarrier, me, nullptr, "%s(%d, %d), %s:%d: an id is 0 to 15, a count a multiple of 32",
+             site.what, id, count, site.file, site.line);
+    Barrier& b = barriers[id];
+    const u32 expected = count ? static_cast<u32>(count) : block_threads;
+    if (b.arrived == 0) {
+        b.expected = expected, b.votes = 0, b.site = site;
+    } else if (b.expected != expected ||
+               (count == 0 && (b.site.line != site.line || strcmp(b.site.file, site.file) != 0))) {
+        char other[300];
+        describe(other, sizeof(other), threads[b.threads[0]]);
+        fail(kDivergentBarrier, me, nullptr, "it arrives at %s for %u threads, %s:%d, but %s for %u threads",
+             site.what, expected, site.file, site.line, other, b.expected);
+    }
+    b.threads[b.arrived++] = me->id;
+    b.votes += predicate;
+    if (b.arrived < b.expected) {
+        me->state = State::barrier;
+        suspend();
+        return me->count;
+    }
+    synchronise(b.arrived, [&](u32 i) { return &threads[b.threads[i]]; });
+    for (u32 i = 0; i < b.arrived; ++i) {
+        wake(&threads[b.threads[i]]);
+        threads[b.threads[i]].count = b.votes;
+    }
+    b.arrived = 0;
+    return me->count;
+}
+
+const u64* gather(u32 mask, u64 value, Site site) {
+    Thread* me = current;
+    Thread* lanes = &threads[me->id & ~31u];
+    Warp& warp = warps[me->id / 32];
+    const u32 my_lane = me->id % 32;
+    if (!(mask >> my_lane & 1u))
+        fail(kAbsentLanes, me, nullptr, "%s with mask 0x%08x, %s:%d, does not name the calling lane %u", site.what,
+             mask, site.file, site.line, my_lane);
+    if (const u32 absent = mask & ~warp.alive) {
+        const u32 lane = static_cast<u32>(__builtin_ctz(absent));
+        const bool returned = (me->id & ~31u) + lane < block_threads;
+        fail(kAbsentLanes, me, nullptr, "%s with mask 0x%08x, %s:%d, waits for lane %u, which %s", site.what, mask,
+             site.file, site.line, lane, returned ? "has returned" : "the block does not have");
+    }
+    me->site = site, me->mask = mask, me->value = value, me->state = State::warp;
+    warp.waiting |= 1u << my_lane;
+    u64 all[32];
+    Thread* members[32];
+    u32 count = 0;
+    bool complete = (warp.waiting & mask) == mask;
+    for (u32 i = 0; i < 32 && complete; ++i) {
+        all[i] = 0;
+        if (!(mask >> i & 1u)) continue;
+        all[i] = lanes[i].value;
+        members[count++] = &lanes[i];
+        // Lanes at another operation may still come here, once theirs is complete.
+        complete = lanes[i].mask == mask && strcmp(lanes[i].site.what, site.what) == 0;
+    }
+    if (!complete) {
+        suspend();
+        return me->all;
+    }
+    warp.waiting &= ~mask;
+    for (u32 i = 0; i < count; ++i) {
+        memcpy(members[i]->all, all, sizeof(all));
+        wake(members[i]);
+    }
+    synchronise(count, [&](u32 i) { return members[i]; });
+    return me->all;
+}
+
+u64 shuffle(u32 mask, u64 value, u32 source, Site site) {
+    if (!(mask >> source & 1u))
+        fail(kAbsentLanes, current, nullptr, "%s with mask 0x%08x, %s:%d, reads lane %u, which is not in the mask",
+             site.what, mask, site.file, site.line, source);
+    return gather(mask, value, site)[source];
+}
+
+int run(Launch* l, Entry kernel, u8* dynamic_shared, u64 dynamic_capacity) {
+    launch = l;
+    entry = kernel;
+    l->error.kind = 0;
+    l->error.segment = -1;
+    memcpy(&gridDim, l->grid, sizeof(gridDim));
+    memcpy(&blockDim, l->block, sizeof(blockDim));
+    block_threads = blockDim.x * blockDim.y * blockDim.z;
+    if (!stacks) {
+        stacks = static_cast<u8*>(mmap(nullptr, kMaxThreads * kStackBytes, PROT_READ | PROT_WRITE,
+                                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+        for (u32 i = 0; i < kMaxThreads; ++i) mprotect(stacks + i * kStackBytes, 4096, PROT_NONE);
+    }
+    Module unit = {reinterpret_cast<u64>(kernel), {0, 0}, {0, 0}};
+    Module self = {reinterpret_cast<u64>(&threadIdx), {0, 0}, {0, 0}};
+    dl_iterate_phdr(find_module, &unit);
+    dl_iterate_phdr(find_module, &self);
+    stack_range = {reinterpret_cast<u64>(stacks), kMaxThreads * kStackBytes};
+    shared_range = unit.tls;
+    dynamic_range = {reinterpret_cast<u64>(dynamic_shared), dynamic_capacity};
+    module_range = unit.loaded;
+    runtime_range = self.loaded;
+    last_segment = nullptr;
+    shadow.resize(shared_range.size);
+    random_state = l->order;
+
+    const u64 shared_bytes = shared_range.size - dynamic_capacity + l->shared_bytes;
+    char* text = l->error.detail;
+    if (block_threads == 0 || block_threads > kMaxThreads) {
+        l->error.kind = kLaunchLimit;
+        snprintf(text, sizeof(l->error.detail), "a block has 1 to %u threads, not %u", kMaxThreads, block_threads);
+        return 1;
+    }
+    if (shared_bytes > l->shared_limit || l->shared_bytes > dynamic_capacity) {
+        l->error.kind = kLaunchLimit;
+        snprintf(text, sizeof(l->error.detail), "%llu bytes of shared memory (%llu dynamic), the limit is %llu",
+                 shared_bytes, l->shared_bytes, dynamic_capacity ? l->shared_limit : shared_range.size);
+        return 1;
+    }
+    place_segments();
+    std::vector<u64> block_order, thread_order;
+    const u64 blocks = static_cast<u64>(l->grid[0]) * l->grid[1] * l->grid[2];
+    if (blocks) arrange(block_order, blocks);
+    for (u64 b : block_order) {
+        blockIdx = {static_cast<u32>(b % l->grid[0]), static_cast<u32>(b / l->grid[0] % l->grid[1]),
+                    static_cast<u32>(b / l->grid[0] / l->grid[1])};
+        if (!run_block(thread_order)) break;
+    }
+    for (u64 i = 0; i < l->segment_count; ++i)
+        if (l->segments[i].written) memcpy(l->segments[i].host, l->segments[i].copy, l->segments[i].bytes);
+    free(arena);
+    current = nullptr;
+    return l->error.kind;
+}
+
+}  // namespace emu
