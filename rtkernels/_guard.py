@@ -2,7 +2,9 @@
 
 Plain eager calls go straight to the launcher: the dispatcher would double the host time of a small op. Everything
 that wants to see the op (``torch.compile``, dispatch modes such as selective checkpointing, functorch transforms,
-tensor subclasses) must find it in the dispatcher. The private torch functions used for that are all here.
+tensor subclasses) must find it in the dispatcher. ``TorchOp`` asks the four questions below, cheapest first: is Dynamo
+tracing (other tracers run under a dispatch mode), are all arguments of plain types, is a dispatch mode on, is a
+functorch transform on. The private torch functions used for that are all here.
 """
 
 from __future__ import annotations
@@ -11,45 +13,39 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling as is_dynamo_compiling
+
+from rtkernels.errors import ArgumentError
 
 try:
-    from torch._C import _len_torch_dispatch_stack as _dispatch_modes
+    from torch._C import _len_torch_dispatch_stack as dispatch_modes
 except ImportError:  # pragma: no cover - a torch without this private name
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-    def _dispatch_modes() -> int:
+    def dispatch_modes() -> int:
         return len(_get_current_dispatch_mode_stack())
 
 
 try:
-    from torch._C._functorch import peek_interpreter_stack as _functorch_transform
+    from torch._C._functorch import peek_interpreter_stack as functorch_transform
 except ImportError:  # pragma: no cover
 
-    def _functorch_transform() -> Any:
+    def functorch_transform() -> Any:
         return None
 
 
 TENSOR_TYPES = frozenset({Tensor, torch.nn.Parameter})
 _PLAIN_TYPES = TENSOR_TYPES | {float, int, bool, str, type(None), torch.dtype}
-_only_plain = _PLAIN_TYPES.issuperset
-
-
-def plain(args: tuple[Any, ...]) -> bool:
-    """Return True if nothing but the launcher needs to see a call with these arguments."""
-    # Tracers other than Dynamo (export, make_fx, AOT) run under a dispatch mode.
-    return (
-        not is_dynamo_compiling()
-        and _only_plain(map(type, args))
-        and not _dispatch_modes()
-        and _functorch_transform() is None
-    )
+only_plain = _PLAIN_TYPES.issuperset
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
-    """Return True if autograd wants a node for a call with these tensors."""
-    if torch.is_grad_enabled():
+    """Return True if autograd wants a node for a call with these tensors. Callers ask ``is_grad_enabled`` first."""
+    try:
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
                 return True
+    except AttributeError:
+        got = ", ".join(type(tensor).__name__ for tensor in tensors if not isinstance(tensor, Tensor | None))
+        raise ArgumentError(f"got {got} beside a torch.Tensor; expected all array arguments to be tensors") from None
     return False

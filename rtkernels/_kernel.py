@@ -194,6 +194,12 @@ class Plans(dict):
         self._build = build
         self._all.append(self)
 
+    @classmethod
+    def forget_all(cls) -> None:
+        """Drop the plans of every op."""
+        for plans in cls._all:
+            plans.clear()
+
     def __missing__(self, key: tuple[Any, ...]) -> Any:
         plan = self._build(*key)
         if len(self) >= _PLANS_LIMIT:
@@ -227,8 +233,7 @@ def emulate_features(number: int) -> None:
     global _emulated_number
     if number != _emulated_number:
         _emulated_number = number
-        for plans in Plans._all:
-            plans.clear()
+        Plans.forget_all()
 
 
 def device_info(device: int) -> DeviceInfo:
@@ -263,6 +268,31 @@ def _target_of(capability: tuple[int, int]) -> Target:
     except ToolkitError:
         supported = ()
     return _arch.for_capability(capability, supported)
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+Allocate = Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]
+
+# What compiled graphs allocate with: no argument parsing, no dispatcher, half the time of torch.empty_like.
+_empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+
+def allocator(device: int) -> Allocate:
+    """Return a function ``(shape, strides, dtype) -> uninitialised tensor`` on a CUDA device, or on the CPU for -1."""
+    place = "cpu" if device < 0 else f"cuda:{device}"
+    if device < 0 or _empty_strided_cuda is None or torch.cuda.device_count() > 1:
+        return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=place)
+    return _empty_strided_cuda
+
+
+def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor, as torch gives them."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
 
 
 # ---- launching ------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rtkernels import _env, emulator
-from rtkernels._guard import plain
+from rtkernels._guard import dispatch_modes, functorch_transform, is_dynamo_compiling, only_plain
 from rtkernels._kernel import Kernel, emulate_features
 from rtkernels.errors import ArgumentError, KernelCompileError, NotWarmError, ToolkitError, UnsupportedDeviceError
 
@@ -57,7 +57,13 @@ class TorchOp:
         launch, overload, run_cpu, fall_back = self.launch, self.overload, self._run_cpu, self._fall_back
 
         def call(*args: Any) -> Any:
-            if plain(args):
+            # _guard.plain(args), spelled out: a Python call saved in every op call.
+            if (
+                not is_dynamo_compiling()
+                and only_plain(map(type, args))
+                and not dispatch_modes()
+                and functorch_transform() is None
+            ):
                 if args[0].is_cuda:
                     try:
                         return launch(*args)

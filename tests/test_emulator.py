@@ -1,60 +1,21 @@
-"""The host emulator: it computes what the hardware computes, and it finds planted bugs."""
+"""The host emulator finds planted bugs, runs the library's kernels, and fits in with the cache and the settings."""
 
 from __future__ import annotations
 
-import os
 import pkgutil
 import re
-import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from emulator_harness import FOLDER, ORDERS, Record, needs_compiler, run
 
 import rtkernels
 import rtkernels.ops
-from rtkernels import _arch, _nvrtc, _registry, _sources, emulator
-from rtkernels._kernel import Kernel
+from rtkernels import _registry, _sources, emulator
 from rtkernels.emulator import EmulatorError, Pointer, _build
 from rtkernels.errors import ArgumentError, KernelCompileError, ToolkitError
-
-FOLDER = Path(__file__).parent / "emulator_bugs"
-ORDERS = ("forward", "reverse", 0, 1)
-FORMATS = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "e4m3": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2,
-}
-
-_reason = emulator.unavailable()
-needs_compiler = pytest.mark.skipif(_reason is not None, reason=str(_reason))
-
-
-@dataclass
-class Record:
-    """What the emulator reads of a ``Kernel``, for a unit outside ``cuda_src``."""
-
-    unit: str
-    name: str
-    args: tuple[tuple[str, str], ...]
-    op: str = "emulator_test"
-
-    def expression(self, variant: tuple[str, ...]) -> str:
-        return f"rtk::{self.name}" + (f"<{', '.join(variant)}>" if variant else "")
-
-
-def run(
-    unit: str, name: str, *, variant: tuple[str, ...] = (), grid: Any = 1, block: Any = 32, shared: int = 0,
-    arch: int = 90, **args: Any,
-) -> None:  # fmt: skip
-    """Run one kernel of the test folder; tensors become pointers."""
-    kinds = {torch.Tensor: "ptr", int: "i64", float: "f64", type(None): "ptr"}
-    record = Record(str(FOLDER / unit), name, tuple((key, kinds[type(v)]) for key, v in args.items()))
-    values = [Pointer.of(v) if isinstance(v, torch.Tensor) else v or 0 for v in args.values()]
-    emulator.bind(record, variant, arch, grid, block, shared)(*values)
 
 
 def bug(name: str, **kwargs: Any) -> EmulatorError:
@@ -204,252 +165,6 @@ def test_dynamic_shared_memory_is_bounded_by_the_launch() -> None:
     run("bugs.cu", "dynamic_shared_too_small", shared=128, y=torch.empty(32))
 
 
-# ---- execution model -----------------------------------------------------------------------------------------------
-
-
-def _rows(n: int, width: int, fill: Any) -> torch.Tensor:
-    return torch.tensor([[fill(row, i) for i in range(width)] for row in range(n)], dtype=torch.int32)
-
-
-@needs_compiler
-@pytest.mark.parametrize("order", ORDERS)
-def test_warp_operations(order: str | int) -> None:
-    def signed(value: int) -> int:
-        return (value + 2**31) % 2**32 - 2**31
-
-    expected = [
-        lambda i: 15,
-        lambda i: (i // 8 * 8 + (i + 1) % 8) * 3,
-        lambda i: i - 3 if i >= 3 else i,
-        lambda i: i + 3 if i % 16 < 13 else i,
-        lambda i: i ^ 9,
-        lambda i: 3 * (i ^ 1),
-        lambda i: signed(sum(1 << j for j in range(0, 32, 3))),
-        lambda i: 1,
-        lambda i: 0,
-        lambda i: signed(sum(1 << j for j in range(32) if j % 5 == i % 5)),
-        lambda i: -1,
-        lambda i: 1,
-        lambda i: 496,
-        lambda i: -31,
-        lambda i: 31,
-        lambda i: -1,
-        lambda i: i ^ 1 if i < 16 else 16,
-        lambda i: -1,
-    ]
-    out = torch.zeros(len(expected), 32, dtype=torch.int32)
-    with rtkernels.emulate(order=order):
-        run("features.cu", "warp_operations", out=out)
-    assert torch.equal(out, _rows(len(expected), 32, lambda row, i: expected[row](i)))
-
-
-@needs_compiler
-@pytest.mark.parametrize("order", ORDERS)
-def test_barriers(order: str | int) -> None:
-    out = torch.zeros(5, 128, dtype=torch.int32)
-    with rtkernels.emulate(order=order):
-        run("features.cu", "barriers", block=128, out=out)
-    expected = [lambda i: 43, lambda i: 1, lambda i: 0, lambda i: (30, 70)[i // 64], lambda i: 40 - i // 32 * 10]
-    assert torch.equal(out, _rows(5, 128, lambda row, i: expected[row](i)))
-
-
-@needs_compiler
-@pytest.mark.parametrize("order", ORDERS)
-def test_atomics(order: str | int) -> None:
-    counters, total, last = torch.zeros(8, dtype=torch.int32), torch.zeros(1), torch.zeros(1, dtype=torch.int32)
-    with rtkernels.emulate(order=order):
-        run("features.cu", "atomics", grid=5, block=96, counters=counters, total=total, last=last)
-    assert counters.tolist() == [480, 95, -4, 255, 77, 0, 0, 0]
-    assert total.item() == 240.0 and last.item() == 1
-
-
-@needs_compiler
-@pytest.mark.parametrize("order", ORDERS)
-def test_dynamic_shared_memory_and_three_dimensions(order: str | int) -> None:
-    x, y = torch.randn(12, 60), torch.empty(12, 60)
-    with rtkernels.emulate(order=order):
-        run("features.cu", "dynamic_shared", grid=(3, 2, 2), block=(5, 4, 3), shared=240, x=x, y=y)
-    assert torch.equal(y, x.flip(1))
-
-
-@needs_compiler
-def test_bit_intrinsics() -> None:
-    out = torch.zeros(9, 32, dtype=torch.int32)
-    run("features.cu", "bit_intrinsics", out=out)
-    signed = lambda v: (v + 2**31) % 2**32 - 2**31  # noqa: E731
-    expected = [
-        lambda t: (0xF0F0 + t).bit_count(),
-        lambda t: 31 - t,
-        lambda t: t + 1,
-        lambda t: signed(1 << (31 - t)),
-        lambda t: 0x77553311,
-        lambda t: t // 2,
-        lambda t: round(t + 0.5),
-        lambda t: 0x3E800000,
-        lambda t: 32,
-    ]
-    assert torch.equal(out, _rows(9, 32, lambda row, t: expected[row](t)))
-
-
-@needs_compiler
-@pytest.mark.parametrize("order", ORDERS)
-def test_cp_async_pipeline(order: str | int) -> None:
-    x, y = torch.randn(5, 128), torch.empty(5, 128)
-    with rtkernels.emulate(order=order):
-        run("features.cu", "pipelined_copy", x=x, y=y, rows=5)
-    assert torch.equal(y, 2 * x.flip(1))
-
-
-@needs_compiler
-@pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32", "e4m3", "s8"])
-def test_mma_equals_matmul(kind: str) -> None:
-    generator = torch.Generator().manual_seed(1)
-    dtype = {"fp32": torch.float32, "s8": torch.int8, **FORMATS}[kind]
-    k = 32 // dtype.itemsize
-    if kind == "s8":
-        a, b = (torch.randint(-128, 128, (n, k), generator=generator, dtype=dtype) for n in (16, 8))
-    else:
-        a, b = (torch.randn(n, k, generator=generator).to(dtype) for n in (16, 8))
-    d = torch.full((16, 8), float("nan"))
-    c_type = {"fp32": "float", "s8": "signed char"}.get(kind, f"rtk::{kind}")
-    run("features.cu", "mma_tile", variant=(c_type,), a=a, b=b, d=d)
-    if kind == "fp32":  # tf32 ignores the low 13 bits
-        a, b = ((t.view(torch.int32) & ~0x1FFF).view(torch.float32) for t in (a, b))
-    torch.testing.assert_close(d, (a.double() @ b.double().T).float(), rtol=1e-6, atol=1e-6)
-
-
-@needs_compiler
-def test_ldmatrix_transposed() -> None:
-    x = torch.arange(64, dtype=torch.int16).view(8, 8)
-    y = torch.empty_like(x)
-    run("features.cu", "transpose_tile", x=x, y=y)
-    assert torch.equal(y, x.T)
-
-
-# ---- numbers -------------------------------------------------------------------------------------------------------
-
-
-def _sweep() -> torch.Tensor:
-    """About two million fp32 values: evenly spaced bit patterns, and every 16-bit rounding boundary with its
-    neighbours."""
-    even = torch.arange(-(2**31), 2**31, 4099, dtype=torch.int64).to(torch.int32).view(torch.float32)
-    codes = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
-    edges = []
-    for dtype in (torch.bfloat16, torch.float16):
-        values = codes.view(dtype).float()
-        values = values[values.isfinite()].sort().values.double()
-        middle = ((values[1:] + values[:-1]) / 2).float()  # exact in fp32, but for the smallest bf16 ones
-        edges += [values.float(), middle, middle.nextafter(torch.tensor(-1e38)), middle.nextafter(torch.tensor(1e38))]
-    return torch.cat([even, *edges])
-
-
-def _narrowed(x: torch.Tensor, name: str, arch: int) -> torch.Tensor:
-    y = torch.empty(x.shape, dtype=FORMATS[name])
-    run("features.cu", "narrow", variant=(f"rtk::{name}",), arch=arch, x=x, y=y, n=x.numel())
-    return y.view(torch.int16 if name in ("bf16", "fp16") else torch.uint8).int()
-
-
-@needs_compiler
-@pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_rounding_to_16_bits(name: str) -> None:
-    x = _sweep()
-    got, nan = _narrowed(x, name, 90), x.isnan()
-    assert torch.equal(got[~nan], x.to(FORMATS[name]).view(torch.int16).int()[~nan])
-    assert (got[nan] == 0x7FFF).all()  # the instruction's only NaN; torch keeps sign and payload
-
-
-@needs_compiler
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
-def test_rounding_to_8_bits(name: str, arch: int) -> None:
-    x, dtype = _sweep(), FORMATS[name]
-    got, nan = _narrowed(x, name, arch), x.isnan()
-    largest = torch.finfo(dtype).max
-    # torch overflows to NaN or infinity, the saturating instruction to the largest finite value.
-    expected = x.clamp(-largest, largest).to(dtype).view(torch.uint8).int()
-    assert torch.equal(got[~nan], expected[~nan])
-    assert (got[nan] == 0x7F).all()
-
-
-@needs_compiler
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("name", list(FORMATS))
-def test_widening_every_code(name: str, arch: int) -> None:
-    dtype = FORMATS[name]
-    codes = torch.arange(2 ** (8 * dtype.itemsize), dtype=torch.int32)
-    x = codes.to(torch.int16 if dtype.itemsize == 2 else torch.uint8).view(dtype)
-    y = torch.empty(x.shape)
-    run("features.cu", "widen", variant=(f"rtk::{name}",), arch=arch, x=x, y=y, n=x.numel())
-    nan = x.float().isnan()
-    assert torch.equal(y.isnan(), nan)
-    assert torch.equal(y[~nan].view(torch.int32), x.float()[~nan].view(torch.int32))
-
-
-# ---- the same kernels by NVRTC and on a GPU --------------------------------------------------------------------------
-
-
-@pytest.fixture
-def test_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The device sources with the kernels of this test in folder ``emulated``."""
-    shutil.copytree(_sources.root(), tmp_path / "src")
-    shutil.copytree(FOLDER, tmp_path / "src" / "emulated")
-    monkeypatch.setattr(_sources, "_root_override", tmp_path / "src")
-    return "emulated/features.cu"
-
-
-@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90a"])
-def test_nvrtc_accepts_the_same_sources(target: str, test_sources: str) -> None:
-    types = ["rtk::bf16", "rtk::fp16", "float", "signed char", "rtk::e4m3"]
-    names = [f"rtk::mma_tile<{t}>" for t in types] + ["rtk::warp_operations", "rtk::transpose_tile", "rtk::barriers"]
-    try:
-        _nvrtc.compile_unit(test_sources, names, _arch.parse(target))
-        _nvrtc.compile_unit("emulated/bugs.cu", ["rtk::missing_cp_async_wait"], _arch.parse(target))
-    except ToolkitError as error:
-        pytest.skip(str(error))
-
-
-def _on_device(unit: str, name: str, variant: str, args: str, *values: Any, block: int = 1024) -> None:
-    kernel = Kernel(unit, name, template="T", args=args, variants=[(variant,)], max_registers=255)
-    kernel.bind((variant,), 0, 1, block)(*(v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values))
-
-
-@pytest.mark.gpu
-@needs_compiler
-@pytest.mark.parametrize("name", list(FORMATS))
-def test_rounding_equals_the_device(name: str, test_sources: str) -> None:
-    x = _sweep()
-    y = torch.empty(x.shape, dtype=FORMATS[name], device="cuda")
-    _on_device(test_sources, "narrow", name, "x:ptr y:ptr n:i64", x.cuda(), y, x.numel())
-    bits = y.cpu().view(torch.int16 if name in ("bf16", "fp16") else torch.uint8).int()
-    assert torch.equal(bits, _narrowed(x, name, 90))
-
-
-@pytest.mark.gpu
-@needs_compiler
-@pytest.mark.parametrize("name", list(FORMATS))
-def test_widening_equals_the_device(name: str, test_sources: str) -> None:
-    dtype = FORMATS[name]
-    codes = torch.arange(2 ** (8 * dtype.itemsize), dtype=torch.int32)
-    x = codes.to(torch.int16 if dtype.itemsize == 2 else torch.uint8).view(dtype)
-    y, host = torch.empty(x.shape, device="cuda"), torch.empty(x.shape)
-    _on_device(test_sources, "widen", name, "x:ptr y:ptr n:i64", x.cuda(), y, x.numel())
-    run("features.cu", "widen", variant=(f"rtk::{name}",), x=x, y=host, n=x.numel())
-    assert torch.equal(y.cpu().view(torch.int32), host.view(torch.int32))
-
-
-@pytest.mark.gpu
-@needs_compiler
-@pytest.mark.parametrize("name", ["bf16", "fp16", "fp32", "e4m3"])
-def test_mma_is_close_to_the_device(name: str, test_sources: str) -> None:
-    dtype = {"fp32": torch.float32, **FORMATS}[name]
-    generator = torch.Generator().manual_seed(2)
-    a, b = (torch.randn(n, 32 // dtype.itemsize, generator=generator).to(dtype) for n in (16, 8))
-    d, host = torch.empty(16, 8, device="cuda"), torch.empty(16, 8)
-    _on_device(test_sources, "mma_tile", name, "a:ptr b:ptr d:ptr", a.cuda(), b.cuda(), d, block=32)
-    run("features.cu", "mma_tile", variant=("float" if name == "fp32" else f"rtk::{name}",), a=a, b=b, d=host)
-    torch.testing.assert_close(d.cpu(), host, rtol=1e-3 if name == "e4m3" else 1e-5, atol=1e-3)
-
-
 # ---- the library's own kernels ---------------------------------------------------------------------------------------
 
 OPS = sorted(module.name for module in pkgutil.iter_modules(rtkernels.ops.__path__) if module.name[0] != "_")
@@ -503,18 +218,20 @@ def test_compile_error_names_the_line(tmp_path: Path) -> None:
 
 
 @needs_compiler
-def test_objects_are_cached(cache_dir: Path) -> None:
+def test_objects_are_cached(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     y = torch.empty(32)
     run("bugs.cu", "dynamic_shared_too_small", shared=128, y=y)
     entries = sorted(p.name.split("-")[0] for p in cache_dir.glob("v1/emulator-*/*"))
     assert entries == ["emulator_runtime", "emulator_test"]
+
+    def fail(*args: Any) -> None:
+        raise AssertionError("compiled again")
+
     _build._built.clear()
-    os.environ["CXX"], before = "/bin/false", os.environ.get("CXX")
-    try:  # a hit needs the compiler's version, nothing else
-        with pytest.raises(ToolkitError):
-            run("bugs.cu", "dynamic_shared_too_small", shared=128, y=y)
-    finally:
-        os.environ.pop("CXX") if before is None else os.environ.update(CXX=before)
+    monkeypatch.setattr(_build, "_compile", fail)
+    run("bugs.cu", "dynamic_shared_too_small", shared=128, y=y)
+    with pytest.raises(AssertionError, match="compiled again"):
+        run("bugs.cu", "dynamic_shared_too_small", shared=128, arch=80, y=y)
 
 
 @needs_compiler

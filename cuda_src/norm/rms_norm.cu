@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(1024)
 // of a group, over the groups of the block in shared memory, and written as one fp32 row per block (`partial`, [grid,
 // cols]; null when not wanted) for column_sum to add up: the order is fixed by the grid, never by timing.
 template <typename T, typename W, int CHUNKS, bool DSUM, int STAGES>
-__global__ void __launch_bounds__(CHUNKS == 1 ? 768 : 512, 1)
+__global__ void __launch_bounds__(CHUNKS == 1 ? 1024 : 512, 1)
     rms_norm_bwd(const T* dy, const T* h, const W* weight, const T* dsum, T* dh, float* partial, i64 rows, i64 cols,
                  i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, double eps, double offset) {
     constexpr int VEC = 16 / sizeof(T);
@@ -151,6 +151,7 @@ __global__ void __launch_bounds__(CHUNKS == 1 ? 768 : 512, 1)
     __shared__ GroupScratch<2> scratch;
     const RowGroup group(threads_per_row);
     RowRing<DSUM ? 3 : 2, CHUNKS, STAGES> ring(memory);
+    ptx::launch_dependents();  // column_sum's blocks are small enough to wait beside this one
     const i64 step = static_cast<i64>(gridDim.x) * group.count;
     const i64 first = static_cast<i64>(blockIdx.x) * group.count + group.index;
     const float epsilon = static_cast<float>(eps);
@@ -259,7 +260,6 @@ __global__ void __launch_bounds__(CHUNKS == 1 ? 768 : 512, 1)
         ring.next_row();
     }
 
-    ptx::launch_dependents();
     if (partial == nullptr) return;
     partial += blockIdx.x * cols;
     if (group.count == 1) {

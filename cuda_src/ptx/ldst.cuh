@@ -20,41 +20,42 @@ template <int B>
 RTK_DEVICE Raw<B> ld_stream(const void* p) {
     Raw<B> r;
     if constexpr (B == 16) {
-        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+        asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];"
                      : "=r"(r.w[0]), "=r"(r.w[1]), "=r"(r.w[2]), "=r"(r.w[3])
                      : "l"(p));
     } else if constexpr (B == 8) {
-        asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(r.w[0]), "=r"(r.w[1]) : "l"(p));
+        asm volatile("ld.global.nc.v2.u32 {%0,%1}, [%2];" : "=r"(r.w[0]), "=r"(r.w[1]) : "l"(p));
     } else if constexpr (B == 4) {
-        asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(r.w[0]) : "l"(p));
+        asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(r.w[0]) : "l"(p));
     } else if constexpr (B == 2) {
         u16 h;
-        asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(h) : "l"(p));
+        asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(h) : "l"(p));
         r.w[0] = h;
     } else {
-        asm volatile("ld.global.nc.L1::no_allocate.u8 %0, [%1];" : "=r"(r.w[0]) : "l"(p));
+        asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(r.w[0]) : "l"(p));
     }
     return r;
 }
 
-// Read-only data that other threads or later rows read again (weights, scales).
+// Read-only data that other threads or later rows read again (weights, scales). Volatile, or the compiler may move a
+// load above the null check that guards it.
 template <int B>
 RTK_DEVICE Raw<B> ld_keep(const void* p) {
     Raw<B> r;
     if constexpr (B == 16) {
-        asm("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];"
+        asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];"
             : "=r"(r.w[0]), "=r"(r.w[1]), "=r"(r.w[2]), "=r"(r.w[3])
             : "l"(p));
     } else if constexpr (B == 8) {
-        asm("ld.global.nc.v2.u32 {%0,%1}, [%2];" : "=r"(r.w[0]), "=r"(r.w[1]) : "l"(p));
+        asm volatile("ld.global.nc.v2.u32 {%0,%1}, [%2];" : "=r"(r.w[0]), "=r"(r.w[1]) : "l"(p));
     } else if constexpr (B == 4) {
-        asm("ld.global.nc.u32 %0, [%1];" : "=r"(r.w[0]) : "l"(p));
+        asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(r.w[0]) : "l"(p));
     } else if constexpr (B == 2) {
         u16 h;
-        asm("ld.global.nc.u16 %0, [%1];" : "=h"(h) : "l"(p));
+        asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(h) : "l"(p));
         r.w[0] = h;
     } else {
-        asm("ld.global.nc.u8 %0, [%1];" : "=r"(r.w[0]) : "l"(p));
+        asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(r.w[0]) : "l"(p));
     }
     return r;
 }

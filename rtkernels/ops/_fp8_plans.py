@@ -69,7 +69,7 @@ ROW_LONG = Kernel(
     template="T F8 VEC",
     args=_ROW_ARGS,
     variants=_WIDE_AND_NARROW,
-    max_registers=40,
+    max_registers=48,
 )
 GROUPED = Kernel(
     "quant/quantize_fp8_tile.cu",

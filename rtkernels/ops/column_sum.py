@@ -15,12 +15,12 @@ _KERNEL = Kernel(
     template="T",
     args="partial:ptr out:ptr rows:i64 cols:i64",
     variants=[("bf16",), ("fp16",), ("fp32",)],
-    max_registers=32,
+    max_registers=40,
 )
 
 
 def _plan(device: int, dtype: torch.dtype, cols: int):
-    return _KERNEL.bind((DTYPE_TOKEN[dtype],), device, -(-cols // 32), 1024, overlap=True)
+    return _KERNEL.bind((DTYPE_TOKEN[dtype],), device, -(-cols // 32), 256, overlap=True)
 
 
 _PLANS = Plans(_plan)

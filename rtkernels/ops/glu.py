@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.autograd.function import once_differentiable
 
 from rtkernels import interop
 from rtkernels._guard import needs_grad
-from rtkernels._kernel import Kernel, Plans
+from rtkernels._kernel import Kernel, Plans, allocator, dense_strides
 from rtkernels._layout import (
     GRID_LIMIT,
     address,
@@ -144,9 +144,9 @@ def _plan_fwd(x: _Meta, up: _Meta | None, weight: _Meta | None, act: str, align:
     shape = _check(x, up, weight, act)
     dtype, device = x[0], x[3]
     rows, cols = row_count(shape), shape[-1]
-    strides = torch.empty(shape, device="meta").stride()
+    memory = allocator(device), (shape, dense_strides(shape), dtype)
     if rows == 0 or cols == 0:
-        return None, shape, strides, ()
+        return None, (), *memory
     gate_stride = row_stride(x[1], x[2])
     up_stride = gate_stride if up is None else row_stride(up[1], up[2])
     if gate_stride is None or up_stride is None or not _is_dense(weight):
@@ -156,7 +156,7 @@ def _plan_fwd(x: _Meta, up: _Meta | None, weight: _Meta | None, act: str, align:
     vec, per_thread = 1 if narrow else _WIDTH[t], _FWD_ROWS[narrow]
     grid, block, lane_bits = _tile(rows, cols // vec, per_thread)
     launch = _FWD.bind((t, _ACT_TYPES[act], vec, per_thread), device, grid, block)
-    return launch, shape, strides, (rows, cols, gate_stride, up_stride, int(_is_wide(weight)), lane_bits)
+    return launch, (rows, cols, gate_stride, up_stride, int(_is_wide(weight)), lane_bits), *memory
 
 
 _FWD_PLANS = Plans(_plan_fwd)
@@ -201,8 +201,8 @@ def _launch_fwd(x: Tensor, up: Tensor | None, weight: Tensor | None, act: str) -
         plan = _FWD_PLANS[x_key, metadata(up), metadata(weight), act, (x_address | up_address) & 15]
     if plan is None:
         return _launch_fwd(rowed(x), rowed(up), weight if weight is None else weight.contiguous(), act)
-    launch, shape, strides, dims = plan
-    y = x.new_empty_strided(shape, strides)  # faster than new_empty
+    launch, dims, allocate, layout = plan
+    y = allocate(*layout)
     if launch is not None:
         launch(x_address, up_address, weight_address, y.data_ptr(), *dims)
     return y
@@ -354,7 +354,7 @@ def glu(x: Tensor, up: Tensor | None = None, *, act: str = "silu", weight: Tenso
     """
     if not isinstance(x, Tensor):
         return interop.call(glu, x, up, act=act, weight=weight)
-    if needs_grad(x, up, weight):
+    if is_grad_enabled() and needs_grad(x, up, weight):
         return _Glu.apply(x, up, weight, act)
     return FORWARD(x, up, weight, act)
 

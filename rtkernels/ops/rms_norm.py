@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.autograd.function import once_differentiable
 
 from rtkernels import interop
 from rtkernels._arch import Target
 from rtkernels._guard import needs_grad
-from rtkernels._kernel import Kernel, Plans, device_info, shared_limit
+from rtkernels._kernel import Kernel, Plans, allocator, dense_strides, device_info, shared_limit
 from rtkernels._layout import (
     GRID_LIMIT,
     address,
@@ -135,7 +135,7 @@ def _long_width(vec: int, t: str, w: str) -> int:
 
 
 def _plan_fwd(dtype, shape, stride, device, w_dtype, w_shape, w_stride, w_device, residual, align: int):
-    """Return ``(launch, sizes, is x dense)``; None if an input must be copied first."""
+    """Return ``(launch, sizes, allocator and layout of y)``; None if an input must be copied first."""
     t = token("x", dtype)
     if not shape:
         raise ArgumentError("x has no dimensions; expected at least one, the last is normalised")
@@ -146,12 +146,13 @@ def _plan_fwd(dtype, shape, stride, device, w_dtype, w_shape, w_stride, w_device
         w = token("weight", w_dtype, (dtype, torch.float32))
         _check_weight(w_shape, w_device, cols, device)
     if residual is not None:
-        for got, wanted, what in zip(residual, (dtype, shape, None, device), ("dtype", "shape", "", "device"), strict=True):
-            if what:
-                check_same("residual", got, wanted, what)
+        check_same("residual", residual[0], dtype, "dtype")
+        check_same("residual", residual[1], shape, "shape")
+        check_same("residual", residual[3], device, "device")
         residual_stride = row_stride(residual[1], residual[2])
+    memory = allocator(device), (shape, dense_strides(shape), dtype)
     if rows == 0 or cols == 0:
-        return _EMPTY
+        return None, (), *memory
     if x_stride is None or residual_stride is None or (w_dtype is not None and cols > 1 and w_stride != (1,)):
         return None
     size = dtype.itemsize
@@ -169,10 +170,9 @@ def _plan_fwd(dtype, shape, stride, device, w_dtype, w_shape, w_stride, w_device
     block = block_of(threads)
     grid = min(-(-rows // (block // threads)), GRID_LIMIT)
     dims = (rows, cols, x_stride, residual_stride, threads)
-    return kernel.bind(variant, device, grid, block), dims, x_stride == cols
+    return kernel.bind(variant, device, grid, block), dims, *memory
 
 
-_EMPTY = (None, (), False)
 _FWD_PLANS = Plans(_plan_fwd)
 
 
@@ -250,8 +250,8 @@ def _launch_fwd(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> 
         ]  # fmt: skip
     if plan is None:
         return _launch_fwd(rowed(x), weight if weight is None else weight.contiguous(), eps, offset)
-    launch, dims, dense = plan
-    y = torch.empty_like(x) if dense else torch.empty_like(x, memory_format=torch.contiguous_format)
+    launch, dims, allocate, layout = plan
+    y = allocate(*layout)
     if launch is not None:
         launch(x_address, 0, weight_address, y.data_ptr(), 0, *dims, eps, offset)
     return y
@@ -264,9 +264,8 @@ def _launch_add_fwd(x: Tensor, residual: Tensor, weight: Tensor | None, eps: flo
     if plan is None:
         weight = weight if weight is None else weight.contiguous()
         return _launch_add_fwd(rowed(x), rowed(residual), weight, eps, offset)
-    launch, dims, _ = plan
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    total = torch.empty_like(y)
+    launch, dims, allocate, layout = plan
+    y, total = allocate(*layout), allocate(*layout)
     if launch is not None:
         launch(*addresses, y.data_ptr(), total.data_ptr(), *dims, eps, offset)
     return y, total
@@ -419,7 +418,7 @@ def rms_norm(
     """
     if not isinstance(x, Tensor):
         return interop.call(rms_norm, x, weight, eps=eps, offset=offset, residual=residual)
-    if needs_grad(x, weight, residual):
+    if is_grad_enabled() and needs_grad(x, weight, residual):
         return _RmsNorm.apply(x, weight, residual, eps, offset)
     if residual is None:
         return _forward(x, weight, eps, offset)

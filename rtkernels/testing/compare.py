@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from rtkernels import _kernel
 from rtkernels.errors import RtkError
 
 # Half the distance from 1 to the next number: the largest relative error of one rounding.
@@ -108,11 +109,15 @@ def poisoned() -> Iterator[None]:
     """Make ``torch.empty`` and its kin give NaN (integers: the largest value), so that an unwritten output shows."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
+    fast_path, _kernel._empty_strided_cuda = _kernel._empty_strided_cuda, None  # it fills nothing
+    _kernel.Plans.forget_all()
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
         yield
     finally:
+        _kernel._empty_strided_cuda = fast_path
+        _kernel.Plans.forget_all()
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.utils.deterministic.fill_uninitialized_memory = fill
 

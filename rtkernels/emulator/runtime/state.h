@@ -19,7 +19,7 @@
 uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
 
-// Every report passes here, on the stack of the thread it is about: the place for a debugger's breakpoint.
+// A report about a running thread passes here, on its stack: the place for a breakpoint.
 extern "C" __attribute__((noinline, visibility("default"))) void rtk_emu_error() { __asm__ volatile(""); }
 
 namespace emu {

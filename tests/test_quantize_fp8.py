@@ -1,0 +1,445 @@
+"""fp8 quantisation: codes and scales bit for bit at every place they can be computed, and the conversions below."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import rtkernels
+from rtkernels import emulator
+from rtkernels.errors import ArgumentError
+from rtkernels.ops import _fp8_plans as plans
+from rtkernels.ops import quantize_fp8 as module
+from rtkernels.testing import probe
+from rtkernels.testing.compare import assert_same_bits, poisoned, running_on
+
+quantize_fp8, dequantize_fp8 = rtkernels.quantize_fp8, rtkernels.dequantize_fp8
+emulated = pytest.mark.skipif(emulator.unavailable() is not None, reason=str(emulator.unavailable()))
+PLACES = {"cpu": (), "sm_80": emulated, "sm_90": emulated, "cuda": pytest.mark.gpu}
+DEVICE_CODE = ("sm_80", "sm_90", "cuda")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+E4M3, E5M2 = FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+RECIPES = [("tensor", "row"), ("row", "row"), ("group", "row"), ("group", "column"), ("group_t", "row")]
+RECIPES += [("block", "row")]
+recipes = pytest.mark.parametrize(("granularity", "layout"), RECIPES, ids="-".join)
+
+
+def at(*names: str) -> pytest.MarkDecorator:
+    """Run a test at these places."""
+    return pytest.mark.parametrize("place", [pytest.param(n, marks=PLACES[n]) for n in names])
+
+
+# ---- an independent reference: numpy, element tables, one set of values at a time -----------------------------------
+
+
+def fp8_table(dtype: torch.dtype) -> np.ndarray:
+    """Values of the non-negative finite codes, in code order."""
+    mantissa, bias, last = (3, 7, 0x7E) if dtype == E4M3 else (2, 15, 0x7B)
+    codes = np.arange(last + 1)
+    exponent, fraction = codes >> mantissa, (codes & (2**mantissa - 1)) / 2**mantissa
+    return np.where(exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (exponent - bias))
+
+
+def encode(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """Codes of fp32 values: the nearest table entry, the even one at ties, the last one beyond it."""
+    table = fp8_table(dtype)
+    middle = (table[1:] + table[:-1]) / 2
+    magnitude = np.abs(values.astype(np.float64))
+    code = np.searchsorted(middle, magnitude, side="left")
+    tie = (code < len(middle)) & (magnitude == middle[np.minimum(code, len(middle) - 1)])
+    code = code + (tie & (code % 2 == 1))
+    return np.where(np.isnan(values), 0x7F, code | np.where(np.signbit(values), 0x80, 0)).astype(np.uint8)
+
+
+def scale_of(values: np.ndarray, dtype: torch.dtype, pow2: bool) -> np.float32:
+    finite = np.abs(values[np.isfinite(values)])
+    amax = finite.max() if finite.size else np.float32(0)
+    scale = max(np.float32(amax) / np.float32(LARGEST[dtype]), np.float32(1e-30))
+    if pow2:
+        fraction, exponent = math.frexp(scale)
+        scale = np.float32(2.0 ** (exponent - 1 if fraction == 0.5 else exponent))
+    return scale
+
+
+def slow(x: Tensor, granularity: str, layout: str, dtype: torch.dtype, pow2: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales of a matrix."""
+    v = x.float().numpy()
+    rows, cols = v.shape
+    down, across = {
+        "tensor": (rows, cols), "row": (1, cols), "group": (1, 128), "group_t": (128, 1), "block": (128, 128)
+    }[granularity]  # fmt: skip
+    codes = np.empty(v.shape, np.uint8)
+    scales = np.empty((-(-rows // down), -(-cols // across)), np.float32)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            part = np.s_[i * down : (i + 1) * down, j * across : (j + 1) * across]
+            scales[i, j] = scale_of(v[part], dtype, pow2)
+            with np.errstate(invalid="ignore"):
+                codes[part] = encode(v[part] * (np.float32(1) / scales[i, j]), dtype)
+    if granularity == "tensor":
+        return codes, scales.reshape(())
+    if granularity == "row":
+        return codes, scales[:, 0]
+    return (codes.T if granularity == "group_t" else codes), (scales.T if layout == "column" else scales)
+
+
+# ---- inputs ---------------------------------------------------------------------------------------------------------
+
+
+def wild(rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Normal numbers of row-wise magnitude, with NaN, infinities, zeros of both signs, tiny and huge ones among them."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, cols, generator=g) * 2.0 ** torch.randint(-12, 12, (rows, 1), generator=g)
+    most = torch.finfo(dtype).max
+    for value in (math.nan, -math.nan, math.inf, -math.inf, -0.0, torch.finfo(dtype).tiny / 4, most, -most):
+        mask = torch.rand(rows, cols, generator=g) < 0.003
+        x = torch.where(mask, value, x)
+    x[: rows // 3, : cols // 2] = 0.0
+    return x.to(dtype)
+
+
+SHAPES = [(1, 1), (3, 128), (16, 264), (130, 136), (33, 257), (144, 40)]
+
+
+def views() -> Iterator[tuple[str, Callable[[torch.dtype], Tensor]]]:
+    for rows, cols in SHAPES:
+        yield f"{rows}x{cols}", lambda t, r=rows, c=cols: wild(r, c, t, seed=c)
+    yield "padded rows", lambda t: wild(20, 320, t)[:, :136]
+    yield "misaligned", lambda t: wild(20, 321, t)[:, 1:137]
+    yield "every second row", lambda t: wild(40, 136, t)[::2]
+    yield "expanded", lambda t: wild(1, 136, t).expand(5, 136)
+    yield "transposed", lambda t: wild(136, 24, t).t()
+    yield "one long row", lambda t: wild(1, 17000, t)
+    yield "no rows", lambda t: wild(0, 8, t)
+    yield "no columns", lambda t: wild(3, 0, t)
+
+
+VIEWS = dict(views())
+
+
+def same(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], what: str) -> None:
+    assert_same_bits(got[1].cpu(), want[1].cpu(), f"scale, {what}")
+    assert_same_bits(got[0].cpu(), want[0].cpu(), f"codes, {what}")
+    assert got[0].is_contiguous() and got[1].is_contiguous()
+
+
+# ---- numerics -------------------------------------------------------------------------------------------------------
+
+
+@recipes
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_reference_is_the_recipe(granularity: str, layout: str, dtype: torch.dtype):
+    for rows, cols in SHAPES:
+        x = wild(rows, cols, dtype, seed=rows)
+        for fp8 in FP8:
+            for pow2 in (False, True):
+                q, scale = quantize_fp8(x, granularity=granularity, dtype=fp8, pow2_scale=pow2, scale_layout=layout)
+                codes, scales = slow(x, granularity, layout, fp8, pow2)
+                np.testing.assert_array_equal(scale.numpy(), scales)
+                np.testing.assert_array_equal(q.view(torch.uint8).numpy(), codes)
+
+
+@at(*DEVICE_CODE)
+@recipes
+def test_device_code_gives_the_bits_of_the_reference(granularity: str, layout: str, place: str):
+    for i, (name, make) in enumerate(VIEWS.items()):
+        for dtype in DTYPES:
+            fp8, pow2 = FP8[i % 2], bool(i // 2 % 2)
+            x = make(dtype)
+            options = {"granularity": granularity, "scale_layout": layout}
+            want = quantize_fp8(x, dtype=fp8, pow2_scale=pow2, **options)
+            back = dequantize_fp8(*want, dtype=dtype, **options)
+            with running_on(place) as device:
+                there = x.to(device) if device == "cpu" else _same_strides(x, device)
+                got = quantize_fp8(there, dtype=fp8, pow2_scale=pow2, **options)
+                again = dequantize_fp8(*(t.to(device) for t in want), dtype=dtype, **options)
+            same(got, want, f"{name}, {dtype}, {fp8}")
+            assert torch.equal(again.cpu().nan_to_num(nan=7.0), back.nan_to_num(nan=7.0)), f"back, {name}, {dtype}"
+            assert torch.equal(again.cpu().isnan(), back.isnan())
+
+
+@at("cpu", *DEVICE_CODE)
+def test_given_scale(place: str):
+    for dtype in DTYPES:
+        for fp8 in FP8:
+            for name in ("130x136", "misaligned", "transposed", "no rows"):
+                x = VIEWS[name](dtype)
+                for value in (0.02, 1.0, 3e-39, math.inf, 0.0, math.nan):
+                    with running_on(place) as device:
+                        scale = torch.tensor([value], device=device)
+                        q, returned = quantize_fp8(_same_strides(x, device), scale, dtype=fp8)
+                    with np.errstate(all="ignore"):
+                        codes = encode(x.float().numpy() * (np.float32(1) / np.float32(value)), fp8)
+                    np.testing.assert_array_equal(q.cpu().view(torch.uint8).numpy(), codes, err_msg=f"{name} {value}")
+                    assert returned.data_ptr() == scale.data_ptr()
+
+
+def _same_strides(x: Tensor, device: str) -> Tensor:
+    """Copy to a device together with what lies around it, so that strides and offset stay."""
+    if device == "cpu":
+        return x
+    whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).to(device)
+    return whole.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+@at("cpu", *DEVICE_CODE)
+@recipes
+def test_special_values(granularity: str, layout: str, place: str):
+    options = {"granularity": granularity, "scale_layout": layout}
+    with running_on(place) as device:
+        zero, scale = quantize_fp8(torch.zeros(16, 128, device=device), **options)
+        assert not zero.view(torch.uint8).any()
+        assert (scale == torch.tensor(1e-30, device=device)).all()
+        _, scale = quantize_fp8(torch.zeros(16, 128, device=device), pow2_scale=True, **options)
+        assert (scale == 2.0**-99).all()
+        # Neither NaN nor an infinity moves the scale of its neighbours.
+        x = torch.full((128, 128), 2.0, device=device)
+        x[5, 7], x[6, 7], x[7, 7], x[8, 7] = math.nan, -math.nan, math.inf, -math.inf
+        q, scale = quantize_fp8(x, **options)
+        q = q.view(torch.uint8).t() if granularity == "group_t" else q.view(torch.uint8)
+        assert (scale == torch.tensor(2.0, device=device) / 448).all()
+        assert q[5:9, 7].tolist() == [0x7F, 0x7F, 0x7E, 0xFE]
+        assert (q.flatten()[:600] == 0x7E).all()
+        q, scale = quantize_fp8(torch.full((3, 5), math.inf, device=device), **options)
+        assert (q.view(torch.uint8) == 0x7E).all() and (scale == torch.tensor(1e-30, device=device)).all()
+        most = torch.finfo(torch.float32).max
+        q, scale = quantize_fp8(torch.full((3, 5), most, device=device), dtype=E5M2, **options)
+        assert (q.view(torch.uint8) == 0x7B).all() and scale.isfinite().all()
+        back = dequantize_fp8(q, scale, dtype=torch.float32, **options)
+        assert (back / most - 1).abs().max() < 2e-7
+        q, scale = quantize_fp8(torch.full((3, 5), -1e-40, device=device), **options)
+        assert (q.view(torch.uint8) == 0x80).all()
+
+
+@recipes
+def test_round_trip_error(granularity: str, layout: str):
+    x = torch.randn(200, 300, generator=torch.Generator().manual_seed(3))
+    for fp8, unit in ((E4M3, 2.0**-4), (E5M2, 2.0**-3)):
+        q, scale = quantize_fp8(x, granularity=granularity, dtype=fp8, scale_layout=layout)
+        y = dequantize_fp8(q, scale, granularity=granularity, dtype=torch.float32, scale_layout=layout)
+        step = scale.max() * (2.0**-9 if fp8 == E4M3 else 2.0**-16)
+        assert ((y - x).abs() <= 1.001 * torch.maximum(unit * x.abs(), step / 2)).all()
+
+
+def test_leading_dimensions_and_shapes():
+    x = torch.randn(2, 3, 200)
+    shapes = {g + layout: [tuple(t.shape) for t in quantize_fp8(x, granularity=g, scale_layout=layout)]
+              for g, layout in RECIPES}  # fmt: skip
+    assert shapes == {
+        "tensorrow": [(2, 3, 200), ()],
+        "rowrow": [(2, 3, 200), (2, 3)],
+        "grouprow": [(2, 3, 200), (2, 3, 2)],
+        "groupcolumn": [(2, 3, 200), (2, 6)],
+        "group_trow": [(200, 6), (1, 200)],
+        "blockrow": [(2, 3, 200), (1, 2)],
+    }
+    assert [tuple(t.shape) for t in quantize_fp8(torch.randn(5), granularity="row")] == [(5,), ()]
+
+
+# ---- conversions ----------------------------------------------------------------------------------------------------
+
+
+def sweep(low_bits: int) -> Tensor:
+    """All fp32 bit patterns of the upper bits, each with a few patterns below: ties and their neighbours."""
+    upper = torch.arange(2 ** (32 - low_bits), dtype=torch.int64) << low_bits
+    half = 1 << (low_bits - 1)
+    lower = torch.tensor([0, 1, half - 1, half, half + 1, 2 * half - 1])
+    bits = (upper[:, None] | lower).flatten()
+    return torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).view(torch.float32)
+
+
+def every(dtype: torch.dtype) -> Tensor:
+    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+@at(*DEVICE_CODE)
+def test_conversions_from_fp32(place: str):
+    values = torch.cat(
+        [sweep(11 if place == "cuda" else 16), every(torch.bfloat16).float(), every(torch.float16).float()]
+    )
+    with running_on(place) as device:
+        x = values.to(device)
+        for fp8 in FP8:
+            expected = torch.from_numpy(encode(values.numpy(), fp8)).view(fp8)
+            assert_same_bits(probe.convert(x, fp8).cpu(), expected, f"{fp8}, best way")
+            assert_same_bits(probe.convert(x, fp8, software=True).cpu(), expected, f"{fp8}, software")
+        for dtype in (torch.bfloat16, torch.float16):
+            got = probe.convert(x, dtype).cpu().view(torch.int16)
+            expected = torch.where(values.isnan(), 0x7FFF, values.to(dtype).view(torch.int16))
+            assert_same_bits(got, expected, str(dtype))
+
+
+@at(*DEVICE_CODE)
+def test_conversions_to_fp32(place: str):
+    with running_on(place) as device:
+        for dtype in (torch.bfloat16, torch.float16):
+            x = every(dtype)
+            got = probe.convert(x.to(device), torch.float32).cpu()
+            assert torch.equal(got.nan_to_num(7.0, 1e39, -1e39), x.float().nan_to_num(7.0, 1e39, -1e39))
+        for fp8 in FP8:
+            table = fp8_table(fp8)
+            rest = [math.nan] if fp8 == E4M3 else [math.inf] + [math.nan] * 3
+            expected = np.concatenate([table, rest, -table, np.negative(rest)]).astype(np.float32)
+            codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(fp8)
+            for software in (False, True)[: 2 if fp8 == E4M3 else 1]:
+                got = probe.convert(codes.to(device), torch.float32, software=software).cpu().numpy()
+                np.testing.assert_array_equal(got, expected)
+                assert (np.signbit(got) == np.signbit(expected))[~np.isnan(expected)].all()
+
+
+def test_probe_says_what_it_cannot_do():
+    with pytest.raises(ArgumentError, match=r"no software conversion from torch.float8_e5m2 to torch.float32"):
+        probe.convert(torch.zeros(4).to(E5M2), torch.float32, software=True)
+    with pytest.raises(ArgumentError, match="pass a CUDA tensor, or call it inside"):
+        probe.convert(torch.zeros(4), E5M2)
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+X, Q = torch.ones(3, 130), torch.ones(3, 130).to(E4M3)
+ON_GPU = (torch.float32, (), (), 0)
+BAD = {
+    "x has dtype float64; expected one of bfloat16, float16, float32": lambda: quantize_fp8(X.double()),
+    "the result has dtype bfloat16; expected one of float8_e4m3fn": lambda: quantize_fp8(X, dtype=torch.bfloat16),
+    "granularity is 'column'; expected one of 'tensor', 'row'": lambda: quantize_fp8(X, granularity="column"),
+    "scale_layout is 'T'; expected one of 'row', 'column'": lambda: quantize_fp8(X, scale_layout="T"),
+    "'column' goes with granularity 'group' only, not with 'row'": lambda: quantize_fp8(
+        X, granularity="row", scale_layout="column"
+    ),
+    "x has no dimensions; expected at least one": lambda: quantize_fp8(torch.tensor(1.0)),
+    r"scale has shape \(2,\); expected one element": lambda: quantize_fp8(X, torch.ones(2)),
+    "scale has dtype bfloat16; expected one of float32": lambda: quantize_fp8(X, torch.ones(1).bfloat16()),
+    "scale has device index 0; expected -1, that of x": lambda: plans.check_static_scale(ON_GPU, -1),
+    "scale can be given for granularity 'tensor' only": lambda: quantize_fp8(X, torch.ones(1), granularity="row"),
+    "pow2_scale rounds computed scales": lambda: quantize_fp8(X, torch.ones(1), pow2_scale=True),
+    "expected a torch.Tensor or an array with __dlpack__, got builtins.list": lambda: quantize_fp8([1.0]),
+    "q has dtype float32; expected one of float8_e4m3fn": lambda: dequantize_fp8(X, torch.ones(())),
+    "the result has dtype float8_e5m2; expected one of": lambda: dequantize_fp8(Q, torch.ones(()), dtype=E5M2),
+    "q has no dimensions": lambda: dequantize_fp8(Q[0, 0], torch.ones(())),
+    "'group_t' expects two dimensions": lambda: dequantize_fp8(Q[None], torch.ones(1, 3), granularity="group_t"),
+    r"scale has shape \(3, 1\); expected \(3, 2\) for granularity 'group', scale_layout 'row'": lambda: dequantize_fp8(
+        Q, torch.ones(3, 1), granularity="group"
+    ),
+    "scale has dtype float16; expected one of float32": lambda: dequantize_fp8(
+        Q, torch.ones(3).half(), granularity="row"
+    ),
+    "scale has device index 0; expected -1, that of q": lambda: plans.check_dequantize(
+        (E4M3, (4, 8), (8, 1), -1), (torch.float32, (4,), (1,), 0), "row", torch.float32, "row"
+    ),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_errors(message: str):
+    with pytest.raises(ArgumentError, match=message):
+        BAD[message]()
+
+
+@emulated
+def test_launchers_check_too():
+    with rtkernels.emulate(), pytest.raises(ArgumentError, match="granularity is 'column'"):
+        quantize_fp8(X, granularity="column")
+
+
+# ---- torch and other libraries --------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_opcheck():
+    for torch_op, args in module.OP.samples("cpu"):
+        torch.library.opcheck(torch_op.overload, args)
+
+
+@recipes
+def test_compile(granularity: str, layout: str):
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def round_trip(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, scale = quantize_fp8(x * 2, granularity=granularity, scale_layout=layout)
+        return q, scale, dequantize_fp8(q, scale, granularity=granularity, scale_layout=layout)
+
+    x = torch.randn(9, 136, requires_grad=True)
+    q, scale, y = round_trip(x)
+    same((q, scale), quantize_fp8(x * 2, granularity=granularity, scale_layout=layout), "compiled")
+    assert y.dtype == torch.bfloat16 and not y.requires_grad
+
+
+def test_results_do_not_require_grad():
+    x = torch.randn(3, 5, requires_grad=True)
+    for scale in (None, torch.ones((), requires_grad=True)):
+        q, used = quantize_fp8(x, scale)
+        assert not q.requires_grad and not used.requires_grad
+
+
+def test_numpy():
+    x = np.random.default_rng(0).standard_normal((5, 130), np.float32)
+    q, scale = quantize_fp8(x, granularity="group")
+    want_q, want_scale = quantize_fp8(torch.from_numpy(x), granularity="group")
+    assert isinstance(q, np.ndarray) and isinstance(scale, np.ndarray)
+    np.testing.assert_array_equal(q.view(np.uint8), want_q.view(torch.uint8).numpy())
+    np.testing.assert_array_equal(scale, want_scale.numpy())
+
+
+# ---- GPU ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@recipes
+def test_graph_capture_streams_and_determinism(granularity: str, layout: str):
+    options = {"granularity": granularity, "scale_layout": layout}
+    x = torch.randn(300, 1000, device="cuda", dtype=torch.bfloat16)
+    first = quantize_fp8(x, **options)
+    for _ in range(3):
+        same(quantize_fp8(x, **options), first, "again")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = quantize_fp8(x, **options)
+        back = dequantize_fp8(*captured, **options)
+    x.mul_(-3)
+    graph.replay()
+    same(captured, quantize_fp8(x, **options), "replay")
+    assert_same_bits(back, dequantize_fp8(*captured, **options))
+    inputs = [x * k for k in (1, 5)]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(8):
+        for stream, value in zip(streams, inputs, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(quantize_fp8(value, **options))
+    torch.cuda.synchronize()
+    for i, result in enumerate(results):
+        same(result, quantize_fp8(inputs[i % 2].cpu(), **options), "two streams")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@recipes
+def test_beyond_two_to_the_31_elements(granularity: str, layout: str):
+    rows, cols = 2**18 + 256, 8200
+    tail = wild(256, cols, torch.bfloat16)
+    x = torch.zeros(rows, cols, dtype=torch.bfloat16, device="cuda")
+    x[-256:] = tail.cuda()
+    options = {"granularity": granularity, "scale_layout": layout}
+    with poisoned():
+        q, scale = quantize_fp8(x, **options)
+        y = dequantize_fp8(q, scale, **options)
+    want_q, want_scale = quantize_fp8(tail, **options)
+    transposed = granularity == "group_t"
+    assert_same_bits((q[:, -256:] if transposed else q[-256:]).contiguous().cpu(), want_q, "codes")
+    parts = {
+        "tensor": scale,
+        "group_t": scale[-2:] if transposed else None,
+        "block": scale[-2:] if scale.dim() else None,
+    }
+    part = parts.get(granularity, scale[..., -256:] if layout == "column" else scale[-256:] if scale.dim() else scale)
+    assert_same_bits(part.contiguous().cpu(), want_scale, "scales")
+    assert not q[: 16 if transposed else 4096].view(torch.uint8)[:, :4096].any()
+    assert not y[:4096].any()
+    want = dequantize_fp8(want_q, want_scale, **options)
+    assert torch.equal(y[-256:].cpu().nan_to_num(7.0), want.nan_to_num(7.0))
