@@ -4,22 +4,10 @@
 // Rows are worked on by groups of threads (RowGroup). Inputs have any row stride; outputs are dense.
 #include "common/reduce.cuh"
 #include "common/row_ring.cuh"
+#include "norm/gain.cuh"
 #include "ptx/pdl.cuh"
 
 namespace rtk {
-
-// (offset + weight) of N columns, or ones without a weight.
-template <typename W, int N>
-RTK_DEVICE void load_gain(const W* weight, i64 column, float offset, float (&gain)[N]) {
-    if (weight == nullptr) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) gain[i] = 1.0f;
-        return;
-    }
-    load_keep<W, N>(weight + column, gain);
-#pragma unroll
-    for (int i = 0; i < N; ++i) gain[i] += offset;
-}
 
 // x + residual as stored, rounded to T.
 template <typename T, int N>
@@ -138,11 +126,11 @@ __global__ void __launch_bounds__(1024)
 //
 // Persistent, one block per multiprocessor, for rows of at most CHUNKS * 512 pieces of 16 bytes: a RowGroup owns a row,
 // thread i of it the pieces i, i + threads, ...; rows arrive through a RowRing. With CHUNKS up to 2 gains and inputs stay
-// in registers. Weight gradients are summed in registers over the rows
-// of a group, over the groups of the block in shared memory, and written as one fp32 row per block (`partial`, [grid,
-// cols]; null when not wanted) for column_sum to add up: the order is fixed by the grid, never by timing.
+// in registers. Weight gradients are summed in registers over the rows of a group, over the groups of the block in shared
+// memory, and written as one fp32 row per block (`partial`, [grid, cols]; null when not wanted) for column_sum to add up:
+// the order is fixed by the grid, never by timing.
 template <typename T, typename W, int CHUNKS, bool DSUM, int STAGES>
-__global__ void __launch_bounds__(CHUNKS == 1 ? 1024 : 512, 1)
+__global__ void __launch_bounds__(CHUNKS == 1 ? 768 : 512, 1)
     rms_norm_bwd(const T* dy, const T* h, const W* weight, const T* dsum, T* dh, float* partial, i64 rows, i64 cols,
                  i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, double eps, double offset) {
     constexpr int VEC = 16 / sizeof(T);
@@ -281,10 +269,13 @@ __global__ void __launch_bounds__(CHUNKS == 1 ? 1024 : 512, 1)
         }
     }
     __syncthreads();
-    for (int column = threadIdx.x; column < cols; column += blockDim.x) {
-        float total = 0.0f;
-        for (int g = 0; g < group.count; ++g) total += sums_of_groups[g * cols + column];
-        partial[column] = total;
+    for (int at = threadIdx.x * 4; at < end; at += blockDim.x * 4) {
+        float total[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        for (int g = 0; g < group.count; ++g) {
+            const float4 part = *reinterpret_cast<const float4*>(sums_of_groups + g * cols + at);
+            total[0] += part.x, total[1] += part.y, total[2] += part.z, total[3] += part.w;
+        }
+        store<float, 4>(partial + at, total);
     }
 }
 

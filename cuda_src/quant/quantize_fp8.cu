@@ -4,6 +4,7 @@
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
 #include "ptx/forget.cuh"
+#include "ptx/pdl.cuh"
 #include "quant/runs.cuh"
 
 namespace rtk {
@@ -45,6 +46,7 @@ __global__ void __launch_bounds__(256)
     if (partial == nullptr) {
         shared_scale = *scale;
     } else {
+        ptx::wait_for_previous();
         float amax[1] = {0.0f};
         for (i64 i = threadIdx.x; i < partials; i += blockDim.x) amax[0] = fmaxf(amax[0], partial[i]);
         amax[0] = group_reduce<MaxNumber, false>(amax[0], RowGroup(blockDim.x), scratch, 0);

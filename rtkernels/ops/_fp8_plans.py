@@ -172,10 +172,14 @@ def check_static_scale(scale: Metadata, device: int) -> None:
     check_same("scale", scale_device, device, "device index")
 
 
-def check_dequantize(q: Metadata, scale: Metadata, granularity: str, dtype: torch.dtype, layout: str) -> None:
+def check_dequantize(
+    q: Metadata, scale: Metadata, granularity: str, code: torch.dtype, dtype: torch.dtype, layout: str
+) -> None:
     """Raise an ArgumentError unless q and scale belong together."""
     check_options(granularity, layout)
-    token("q", q[0], FP8_DTYPES)
+    token("q", code, FP8_DTYPES)
+    if q[0] not in (code, torch.uint8):
+        raise ArgumentError(f"q has dtype {q[0]}; expected {code}, as code_dtype says, or uint8".replace("torch.", ""))
     token("the result", dtype, FLOAT_DTYPES)
     shape = tuple(q[1])
     if not shape:
@@ -251,7 +255,7 @@ class _DynamicPlan:
         self._blocks = min(m.run_blocks(threads), _AMAX_BLOCKS_PER_SM * device_info(m.device).sm_count)
         block = block_of(threads)
         self._amax = AMAX.bind((t, m.vec), m.device, self._blocks, block)
-        self._quantize = TENSOR.bind((t, f, m.vec), m.device, self._blocks, block)
+        self._quantize = TENSOR.bind((t, f, m.vec), m.device, self._blocks, block, overlap=True)
         self._args, self._pow2, self._dtype = (m.rows, m.cols, m.stride, threads), pow2, dtype
 
     def run(self, x: Tensor, address: int) -> tuple[Tensor, Tensor]:
@@ -358,9 +362,11 @@ def _plan_static(x: Metadata, scale: Metadata, dtype: torch.dtype, align: int):
     return launch, (m.rows, m.cols, m.stride, threads, 0, 0)
 
 
-def _plan_dequantize(q: Metadata, scale: Metadata, granularity: str, dtype: torch.dtype, layout: str, align: int):
-    check_dequantize(q, scale, granularity, dtype, layout)
-    t, f, shape = token("the result", dtype), token("q", q[0], FP8_DTYPES), q[1]
+def _plan_dequantize(
+    q: Metadata, scale: Metadata, granularity: str, code: torch.dtype, dtype: torch.dtype, layout: str, align: int
+):
+    check_dequantize(q, scale, granularity, code, dtype, layout)
+    t, f, shape = token("the result", dtype), token("q", code, FP8_DTYPES), q[1]
     out_shape = shape[::-1] if granularity == "group_t" else shape
     if 0 in shape:
         return None, (), out_shape

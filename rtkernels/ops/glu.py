@@ -144,7 +144,7 @@ def _plan_fwd(x: _Meta, up: _Meta | None, weight: _Meta | None, act: str, align:
     shape = _check(x, up, weight, act)
     dtype, device = x[0], x[3]
     rows, cols = row_count(shape), shape[-1]
-    memory = allocator(device), (shape, dense_strides(shape), dtype)
+    memory = allocator(device), (tuple(shape), dense_strides(shape), dtype)
     if rows == 0 or cols == 0:
         return None, (), *memory
     gate_stride = row_stride(x[1], x[2])

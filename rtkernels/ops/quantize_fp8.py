@@ -57,11 +57,13 @@ def _launch_static(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return q
 
 
-def _launch_dequantize(q: Tensor, scale: Tensor, granularity: str, dtype: torch.dtype, scale_layout: str) -> Tensor:
+def _launch_dequantize(
+    q: Tensor, scale: Tensor, granularity: str, code_dtype: torch.dtype, dtype: torch.dtype, scale_layout: str
+) -> Tensor:
     address = q.data_ptr()
-    plan = DEQUANTIZE_PLANS[metadata(q), metadata(scale), granularity, dtype, scale_layout, address & 15]
+    plan = DEQUANTIZE_PLANS[metadata(q), metadata(scale), granularity, code_dtype, dtype, scale_layout, address & 15]
     if plan is None:
-        return _launch_dequantize(q.contiguous(), scale, granularity, dtype, scale_layout)
+        return _launch_dequantize(q.contiguous(), scale, granularity, code_dtype, dtype, scale_layout)
     launch, args, shape = plan
     y = torch.empty(shape, dtype=dtype, device=q.device)
     if launch is not None:
@@ -139,12 +141,14 @@ def _reference_static(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return _codes(x.float(), 1.0 / scale.reshape(()), dtype).contiguous()
 
 
-def _reference_dequantize(q: Tensor, scale: Tensor, granularity: str, dtype: torch.dtype, scale_layout: str) -> Tensor:
-    check_dequantize(metadata(q), metadata(scale), granularity, dtype, scale_layout)
+def _reference_dequantize(
+    q: Tensor, scale: Tensor, granularity: str, code_dtype: torch.dtype, dtype: torch.dtype, scale_layout: str
+) -> Tensor:
+    check_dequantize(metadata(q), metadata(scale), granularity, code_dtype, dtype, scale_layout)
     shape = q.shape[::-1] if granularity == "group_t" else q.shape
     if q.numel() == 0:
         return torch.empty(shape, dtype=dtype, device=q.device)
-    v = q.float().reshape(-1, q.shape[-1])
+    v = q.view(code_dtype).float().reshape(-1, q.shape[-1])
     down, across = _block_of(granularity, *v.shape)
     blocks = -(-v.shape[0] // down), -(-v.shape[1] // across)
     if _transposed_scale(granularity, scale_layout):
@@ -163,7 +167,7 @@ def _fake_static(x, scale, dtype):
     return x.new_empty(x.shape, dtype=dtype)
 
 
-def _fake_dequantize(q, scale, granularity, dtype, scale_layout):
+def _fake_dequantize(q, scale, granularity, code_dtype, dtype, scale_layout):
     check_options(granularity, scale_layout)
     return q.new_empty(q.shape[::-1] if granularity == "group_t" else q.shape, dtype=dtype)
 
@@ -181,7 +185,8 @@ STATIC = TorchOp(
     fake=_fake_static,
 )
 DEQUANTIZE = TorchOp(
-    "dequantize_fp8(Tensor q, Tensor scale, str granularity, ScalarType dtype, str scale_layout) -> Tensor",
+    "dequantize_fp8(Tensor q, Tensor scale, str granularity, ScalarType code_dtype, ScalarType dtype, str scale_layout)"
+    " -> Tensor",
     launch=_launch_dequantize,
     reference=_reference_dequantize,
     fake=_fake_dequantize,
@@ -257,27 +262,32 @@ def dequantize_fp8(
     granularity: str = "tensor",
     dtype: torch.dtype = torch.bfloat16,
     scale_layout: str = "row",
+    code_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return ``q * scale``: the values that :func:`quantize_fp8` stored.
 
     One fp32 product per element, rounded once. Not differentiable.
 
     Args:
-        q: Codes, float8_e4m3fn or float8_e5m2; any strides. ``[n, m]`` for granularity "group_t".
+        q: Codes, float8_e4m3fn or float8_e5m2; any strides. ``[n, m]`` for granularity "group_t". May be any object
+            with ``__dlpack__``; the result is then of its kind.
         scale: float32, of the shape that quantize_fp8 returns for `granularity` and `scale_layout`.
         granularity: As given to quantize_fp8.
         dtype: bfloat16, float16 or float32.
         scale_layout: As given to quantize_fp8.
+        code_dtype: The fp8 type of codes that come as uint8 (NumPy has no other way without ml_dtypes).
 
     Returns:
         Dense, of q's shape; ``[m, n]`` for granularity "group_t".
     """
     if not isinstance(q, Tensor):
-        options = {"granularity": granularity, "dtype": dtype, "scale_layout": scale_layout}
+        options = {"granularity": granularity, "dtype": dtype, "scale_layout": scale_layout, "code_dtype": code_dtype}
         return interop.call(dequantize_fp8, q, scale, **options)
     if scale.requires_grad:
         scale = scale.detach()
-    return DEQUANTIZE(q.detach() if q.requires_grad else q, scale, granularity, dtype, scale_layout)
+    if q.requires_grad:
+        q = q.detach()
+    return DEQUANTIZE(q, scale, granularity, code_dtype or q.dtype, dtype, scale_layout)
 
 
 # ---- registry -------------------------------------------------------------------------------------------------------
@@ -291,7 +301,8 @@ def _samples(device: str):
     for granularity, layout in layouts.items():
         yield QUANTIZE, (x, granularity, e4m3, True, layout)
         q, scale = QUANTIZE(x, granularity, e4m3, True, layout)
-        yield DEQUANTIZE, (q, scale, granularity, torch.bfloat16, layout)
+        # torch's checks compare inputs before and after the call, which it cannot do for fp8.
+        yield DEQUANTIZE, (q.view(torch.uint8), scale, granularity, e4m3, torch.bfloat16, layout)
     yield QUANTIZE, (x.bfloat16(), "group", e5m2, False, "row")
     yield STATIC, (x, torch.tensor(0.02, device=device), e5m2)
 
@@ -328,14 +339,14 @@ def _rows() -> Iterator[Row]:
             shape=shape,
             make=make_scaled,
             ours=lambda x, scale: STATIC(x, scale, e4m3),
-            torch=lambda x, scale: (_wide(x) / scale).clamp(-448, 448).to(e4m3),
+            torch=lambda x, scale: (_wide(x) * (1 / scale)).clamp(-448, 448).to(e4m3),
             bytes=3 * n + 4,
         )
         yield Row(
             name="dequantize_fp8_group",
             shape=shape,
             make=make_codes,
-            ours=lambda q, scale: DEQUANTIZE(q, scale, "group", torch.bfloat16, "row"),
+            ours=lambda q, scale: DEQUANTIZE(q, scale, "group", e4m3, torch.bfloat16, "row"),
             torch=_torch_dequantize,
             bytes=3 * n + 4 * rows * groups,
         )
@@ -353,7 +364,7 @@ def _torch_quantize(granularity: str) -> Callable[[Tensor], tuple[Tensor, Tensor
         down, across = _block_of(granularity, *v.shape)
         blocks = v.reshape(v.shape[0] // down, down, v.shape[1] // across, across)
         factor = (blocks.abs().amax((1, 3), keepdim=True) / 448).clamp(min=1e-30)
-        q = (blocks / factor).clamp(-448, 448).to(torch.float8_e4m3fn).reshape(v.shape)
+        q = (blocks * (1 / factor)).clamp(-448, 448).to(torch.float8_e4m3fn).reshape(v.shape)
         scale = factor.reshape(factor.shape[0], factor.shape[2])
         if granularity == "group_t":
             scale = scale.t()

@@ -134,13 +134,16 @@ def _long_width(vec: int, t: str, w: str) -> int:
     return 1 if w != t else min(vec, max(_NARROW))
 
 
-def _plan_fwd(dtype, shape, stride, device, w_dtype, w_shape, w_stride, w_device, residual, align: int):
-    """Return ``(launch, sizes, allocator and layout of y)``; None if an input must be copied first."""
+def _plan_fwd(dtype, shape, stride, device, w_dtype, w_shape, w_dense: bool, w_device, residual, align: int):
+    """Return ``(launch, sizes, allocator and layout of y)``; None if an input must be copied first.
+
+    `stride` is None for a contiguous x; `residual` is None or its metadata.
+    """
     t = token("x", dtype)
     if not shape:
         raise ArgumentError("x has no dimensions; expected at least one, the last is normalised")
     rows, cols = row_count(shape), shape[-1]
-    x_stride, residual_stride = row_stride(shape, stride), 0
+    x_stride, residual_stride = row_stride(shape, stride or dense_strides(shape)), 0
     w = t
     if w_dtype is not None:
         w = token("weight", w_dtype, (dtype, torch.float32))
@@ -150,10 +153,10 @@ def _plan_fwd(dtype, shape, stride, device, w_dtype, w_shape, w_stride, w_device
         check_same("residual", residual[1], shape, "shape")
         check_same("residual", residual[3], device, "device")
         residual_stride = row_stride(residual[1], residual[2])
-    memory = allocator(device), (shape, dense_strides(shape), dtype)
+    memory = allocator(device), (tuple(shape), dense_strides(shape), dtype)
     if rows == 0 or cols == 0:
         return None, (), *memory
-    if x_stride is None or residual_stride is None or (w_dtype is not None and cols > 1 and w_stride != (1,)):
+    if x_stride is None or residual_stride is None or not w_dense:
         return None
     size = dtype.itemsize
     vec = vector_bytes(align, cols * size, x_stride * size, residual_stride * size) // size
@@ -238,14 +241,15 @@ _BWD_PLANS = Plans(_BackwardPlan)
 
 def _launch_fwd(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
     x_address = x.data_ptr()
+    x_stride = None if x.is_contiguous() else x.stride()  # the common case costs less to hash
     if weight is None:
         weight_address = 0
-        plan = _FWD_PLANS[x.dtype, x.shape, x.stride(), x.get_device(), None, None, None, None, None, x_address & 15]
+        plan = _FWD_PLANS[x.dtype, x.shape, x_stride, x.get_device(), None, None, True, None, None, x_address & 15]
     else:
         weight_address = weight.data_ptr()
         plan = _FWD_PLANS[
-            x.dtype, x.shape, x.stride(), x.get_device(),
-            weight.dtype, weight.shape, weight.stride(), weight.get_device(),
+            x.dtype, x.shape, x_stride, x.get_device(),
+            weight.dtype, weight.shape, weight.is_contiguous(), weight.get_device(),
             None, (x_address | weight_address) & 15,
         ]  # fmt: skip
     if plan is None:
@@ -260,7 +264,10 @@ def _launch_fwd(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> 
 def _launch_add_fwd(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float):
     addresses = x.data_ptr(), residual.data_ptr(), address(weight)
     align = (addresses[0] | addresses[1] | addresses[2]) & 15
-    plan = _FWD_PLANS[(*metadata(x), *(metadata(weight) or (None,) * 4), metadata(residual), align)]
+    w = (None, None, True, None)
+    if weight is not None:
+        w = weight.dtype, weight.shape, weight.is_contiguous(), weight.get_device()
+    plan = _FWD_PLANS[(*metadata(x), *w, metadata(residual), align)]
     if plan is None:
         weight = weight if weight is None else weight.contiguous()
         return _launch_add_fwd(rowed(x), rowed(residual), weight, eps, offset)

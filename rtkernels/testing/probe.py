@@ -12,10 +12,10 @@ from rtkernels.errors import ArgumentError
 
 _UNIT, _ARGS = "probe/convert.cu", "x:ptr y:ptr n:i64"
 _NARROW_TYPES = [("bf16",), ("fp16",), ("e4m3",), ("e5m2",)]
-_NARROW = Kernel(_UNIT, "probe_narrow", template="T", args=_ARGS, variants=_NARROW_TYPES, max_registers=32)
-_WIDEN = Kernel(_UNIT, "probe_widen", template="T", args=_ARGS, variants=_NARROW_TYPES, max_registers=32)
-_ENCODE = Kernel(_UNIT, "probe_encode", template="F8", args=_ARGS, variants=[("e4m3",), ("e5m2",)], max_registers=32)
-_DECODE = Kernel(_UNIT, "probe_decode", template="F8", args=_ARGS, variants=[("e4m3",)], max_registers=32)
+_NARROW = Kernel(_UNIT, "probe_narrow", template="T", args=_ARGS, variants=_NARROW_TYPES, max_registers=40)
+_WIDEN = Kernel(_UNIT, "probe_widen", template="T", args=_ARGS, variants=_NARROW_TYPES, max_registers=40)
+_ENCODE = Kernel(_UNIT, "probe_encode", template="F8", args=_ARGS, variants=[("e4m3",), ("e5m2",)], max_registers=40)
+_DECODE = Kernel(_UNIT, "probe_decode", template="F8", args=_ARGS, variants=[("e4m3",)], max_registers=40)
 KERNELS = (_NARROW, _WIDEN, _ENCODE, _DECODE)
 
 
