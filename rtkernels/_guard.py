@@ -3,7 +3,7 @@
 Plain eager calls go straight to the launcher: the dispatcher would double the host time of a small op. Everything
 that wants to see the op (``torch.compile``, dispatch modes such as selective checkpointing, functorch transforms,
 tensor subclasses) must find it in the dispatcher. ``TorchOp`` asks the four questions below, cheapest first: is Dynamo
-tracing (other tracers run under a dispatch mode), are all arguments of plain types, is a dispatch mode on, is a
+tracing (other tracers run under a dispatch mode), are all tensors of exactly these types, is a dispatch mode on, is a
 functorch transform on. The private torch functions used for that are all here.
 """
 
@@ -35,17 +35,12 @@ except ImportError:  # pragma: no cover
 
 
 TENSOR_TYPES = frozenset({Tensor, torch.nn.Parameter})
-_PLAIN_TYPES = TENSOR_TYPES | {float, int, bool, str, type(None), torch.dtype}
-only_plain = _PLAIN_TYPES.issuperset
 
 
-def needs_grad(*tensors: Tensor | None) -> bool:
+def needs_grad(a: Tensor, b: Tensor | None = None, c: Tensor | None = None) -> bool:
     """Return True if autograd wants a node for a call with these tensors. Callers ask ``is_grad_enabled`` first."""
     try:
-        for tensor in tensors:
-            if tensor is not None and tensor.requires_grad:
-                return True
+        return a.requires_grad or (b is not None and b.requires_grad) or (c is not None and c.requires_grad)
     except AttributeError:
-        got = ", ".join(type(tensor).__name__ for tensor in tensors if not isinstance(tensor, Tensor | None))
+        got = ", ".join(type(tensor).__name__ for tensor in (a, b, c) if not isinstance(tensor, Tensor | None))
         raise ArgumentError(f"got {got} beside a torch.Tensor; expected all array arguments to be tensors") from None
-    return False

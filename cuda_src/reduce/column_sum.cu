@@ -17,21 +17,12 @@ __global__ void __launch_bounds__(kColumnSumWarps* kWarp)
     const int lane = threadIdx.x % kWarp;
     const int warp = threadIdx.x / kWarp;
     const i64 column = static_cast<i64>(blockIdx.x) * kWarp + lane;
+    const float* next = partial + warp * cols + column;
     float total = 0.0f;
     ptx::wait_for_previous();
     if (column < cols) {
-        // A batch covers one row per multiprocessor of the largest GPUs: all loads of a thread are in flight at once.
-        constexpr int kBatch = 20;
-        for (i64 row = warp; row < rows; row += kBatch * kColumnSumWarps) {
-            float value[kBatch];
-#pragma unroll
-            for (int i = 0; i < kBatch; ++i) {
-                const i64 at = row + i * kColumnSumWarps;
-                value[i] = at < rows ? partial[at * cols + column] : 0.0f;
-            }
-#pragma unroll
-            for (int i = 0; i < kBatch; ++i) total += value[i];
-        }
+#pragma unroll 8
+        for (i64 row = warp; row < rows; row += kColumnSumWarps, next += kColumnSumWarps * cols) total += *next;
     }
     lane_sums[warp][lane] = total;
     __syncthreads();

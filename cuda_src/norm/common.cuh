@@ -1,0 +1,48 @@
+// What the normalisations share: gains, the residual sum, and zeros.
+#pragma once
+#include "norm/gain.cuh"
+
+namespace rtk {
+
+// Zeros. Not `raw = {}`: the compiler reads those zeros from global memory.
+template <int B>
+RTK_DEVICE void clear(Raw<B>& raw) {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(raw.w) / sizeof(u32)); ++i) raw.w[i] = 0;
+}
+
+template <typename W, int N>
+RTK_DEVICE void clear(WideRaw<W, N>& raw) {
+#pragma unroll
+    for (int i = 0; i < WideRaw<W, N>::kParts; ++i) clear(raw.part[i]);
+}
+
+// (offset + weight) of N columns for a weight of T, or of fp32 if `wide`; ones without a weight.
+template <typename T, int N>
+RTK_DEVICE void load_any_gain(const void* weight, bool wide, i64 column, float offset, float (&gain)[N]) {
+    if (wide) {
+        load_gain<float, N>(static_cast<const float*>(weight), column, offset, gain);
+    } else {
+        load_gain<T, N>(static_cast<const T*>(weight), column, offset, gain);
+    }
+}
+
+// x + residual as stored, rounded to T.
+template <typename T, int N>
+RTK_DEVICE Raw<sizeof(T) * N> add_rounded(const Raw<sizeof(T) * N>& x, const Raw<sizeof(T) * N>& residual) {
+    float h[N], r[N];
+    unpack<T, N>(x, h);
+    unpack<T, N>(residual, r);
+#pragma unroll
+    for (int i = 0; i < N; ++i) h[i] += r[i];
+    return pack<T, N>(h);
+}
+
+// h of N columns as stored.
+template <typename T, int N, bool kResidual>
+RTK_DEVICE Raw<sizeof(T) * N> load_h(const T* x, const T* residual) {
+    if constexpr (kResidual) return add_rounded<T, N>(load_raw<T, N>(x), load_raw<T, N>(residual));
+    return load_raw<T, N>(x);
+}
+
+}  // namespace rtk

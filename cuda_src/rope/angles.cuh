@@ -1,0 +1,316 @@
+// Rotary position embedding: which rotation a token gets, and which elements of a head a thread rotates.
+//
+// Pair p of a head's rotary part (`rotary` elements, p < rotary / 2) is turned by the angle in row `row(token)` of two
+// tables, cos and sin. A table row has one entry per pair, or one per element ("full": the two elements of a pair may
+// then have different angles), in the order the rotation leaves the elements in:
+//     out0 = x0 * cos0 - x1 * sin0,   out1 = x1 * cos1 + x0 * sin1
+// The inverse is the adjoint of that: out0 = x0 * cos0 + x1 * sin1, out1 = x1 * cos1 - x0 * sin0.
+// A row outside the tables gives NaN, never a stray access.
+#pragma once
+#include "common/vec.cuh"
+
+namespace rtk {
+
+inline constexpr int kTableWide = 1;      // tables are fp32, not T
+inline constexpr int kTableFull = 2;      // one entry per element
+inline constexpr int kTableAdjacent = 4;  // full tables hold the two entries of a pair side by side
+inline constexpr int kTableVector = 8;    // addresses allow accesses of a thread's whole run of entries
+inline constexpr int kIndexWide = 16;     // index is i64, not i32
+inline constexpr int kInverse = 32;
+
+inline constexpr int kByPlace = 0;      // row = place in the sequence
+inline constexpr int kByToken = 1;      // row = token: tables [batch, length, ...]
+inline constexpr int kByPosition = 2;   // row = index[stream, batch, place]
+inline constexpr int kBySequence = 3;   // index holds where packed sequences begin: row = place in its sequence
+
+inline constexpr int kOneStream = 0;
+inline constexpr int kBlocks = 1;       // three position streams, each for a run of pairs
+inline constexpr int kInterleaved = 2;  // pair p belongs to stream p % 3, to stream 0 where that one is used up
+
+// The tail of the parameter list of every kernel that rotates.
+#define RTK_ANGLE_PARAMETERS                                                                                       \
+    const void *cos, const void *sin, const void *index, i64 table_rows, i64 table_stride, i64 stream_rows,        \
+        i64 angle_flags, i64 index_kind, i64 index_count, i64 index_step, i64 section_kind, i64 section_0,         \
+        i64 section_1, i64 section_2, i64 rotary, i64 cp_rank, i64 cp_size, double mscale
+#define RTK_ANGLES                                                                                                 \
+    Angles {                                                                                                       \
+        cos, sin, index, table_rows, table_stride, stream_rows, index_step, static_cast<int>(angle_flags),         \
+            static_cast<int>(index_kind), static_cast<int>(index_count), static_cast<int>(section_kind),           \
+            static_cast<int>(section_0), static_cast<int>(section_1), static_cast<int>(section_2),                 \
+            static_cast<int>(rotary), static_cast<int>(length), static_cast<int>(cp_rank),                         \
+            static_cast<int>(cp_size), static_cast<float>(mscale)                                                  \
+    }
+
+struct Angles {
+    const void *cos, *sin, *index;
+    i64 rows, stride;  // of the tables
+    i64 stream_rows;   // rows between position streams (tables that have all three)
+    i64 index_step;    // entries between batches in index
+    int flags, kind;
+    int index_count;   // entries of index: those of one stream, or all sequence starts
+    int section_kind, section_0, section_1, section_2;
+    int rotary, length;
+    int cp_rank, cp_size;  // context parallelism: this rank has parts rank and 2 * size - 1 - rank of each sequence
+    float mscale;
+
+    RTK_DEVICE i64 entry(i64 at) const {
+        if (flags & kIndexWide) return static_cast<const i64*>(index)[at];
+        return static_cast<const i32*>(index)[at];
+    }
+
+    RTK_DEVICE i64 zigzag(i64 offset, i64 count) const {
+        if (cp_size == 1) return offset;
+        const i64 half = count / 2;
+        return offset < half ? offset + cp_rank * half : offset - half + (2 * cp_size - 1 - cp_rank) * half;
+    }
+
+    // Place of a packed token in its sequence. index holds the starts (and the end) before context parallelism.
+    RTK_DEVICE i64 in_sequence(int token) const {
+        const i64 reach = static_cast<i64>(token) * cp_size;
+        int low = 0, high = index_count;
+        while (high - low > 1) {
+            const int middle = (low + high) / 2;
+            if (entry(middle) <= reach) {
+                low = middle;
+            } else {
+                high = middle;
+            }
+        }
+        i64 start = entry(low), end = entry(high < index_count ? high : low);
+        if (cp_size != 1) start /= cp_size, end /= cp_size;
+        return zigzag(token - start, end - start);
+    }
+
+    RTK_DEVICE i64 row(int batch, int place, int stream) const {
+        i64 row;
+        if (kind == kByPlace) {
+            row = zigzag(place, length);
+        } else if (kind == kByToken) {
+            row = static_cast<i64>(batch) * length + place;
+        } else if (kind == kByPosition) {
+            row = entry(static_cast<i64>(stream) * index_count + batch * index_step + place);
+        } else {
+            row = in_sequence(place);
+        }
+        // Checked before the stream is added: a row of another stream is as wrong as one outside the table.
+        const i64 limit = stream_rows == 0 ? rows : stream_rows;
+        return row >= 0 && row < limit ? row + stream * stream_rows : -1;
+    }
+
+    RTK_DEVICE int stream_of(int pair) const {
+        if (section_kind == kOneStream) return 0;
+        if (section_kind == kBlocks) return pair < section_0 ? 0 : pair < section_0 + section_1 ? 1 : 2;
+        const int stream = pair % 3;
+        return stream == 1 && pair < 3 * section_1 ? 1 : stream == 2 && pair < 3 * section_2 ? 2 : 0;
+    }
+};
+
+// N consecutive entries of a table.
+template <typename T, int N>
+RTK_DEVICE void load_entries(const void* table, i64 at, int flags, float (&f)[N]) {
+    if constexpr (sizeof(T) < 4) {
+        if (!(flags & kTableWide)) {
+            load_keep<T, N>(static_cast<const T*>(table) + at, f);
+            return;
+        }
+    }
+    load_keep<float, N>(static_cast<const float*>(table) + at, f);
+}
+
+// What N pairs are multiplied with:  out0 = x0 * own0 + x1 * cross0,  out1 = x1 * own1 + x0 * cross1.
+template <int N>
+struct Rotation {
+    float own0[N], own1[N], cross0[N], cross1[N];
+};
+
+// The rotations of the pairs of chunk `chunk` (see Pieces). kSplit: half of its pairs lie in the first half of the
+// rotary part and half in the second; without it they are consecutive.
+template <typename T, int N, bool kSplit>
+RTK_DEVICE void load_rotation(const Angles& angles, int batch, int place, int chunk, Rotation<N>& r) {
+    static_assert(!kSplit || N > 1, "a chunk of one pair cannot be split");
+    constexpr int kRun = kSplit ? N / 2 : N;
+    const int half = angles.rotary / 2;
+    const int flags = angles.flags;
+    const i64 row = angles.row(batch, place, 0);
+    const float nan = __uint_as_float(0x7fffffffu);
+    float(&c0)[N] = r.own0;
+    float(&c1)[N] = r.own1;
+    float s0[N], s1[N];
+    if ((flags & kTableVector) && angles.section_kind == kOneStream) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) c0[i] = c1[i] = s0[i] = s1[i] = nan;
+        if (row >= 0) {
+            const i64 at = row * angles.stride;
+            if constexpr (kSplit) {
+#pragma unroll
+                for (int u = 0; u < 2; ++u) {
+                    const int pair = (chunk * N + u * half) / 2;
+                    if (flags & kTableFull) {
+                        float c[N], s[N];
+                        load_entries<T, N>(angles.cos, at + 2 * pair, flags, c);
+                        load_entries<T, N>(angles.sin, at + 2 * pair, flags, s);
+#pragma unroll
+                        for (int i = 0; i < kRun; ++i) {
+                            c0[u * kRun + i] = c[2 * i], c1[u * kRun + i] = c[2 * i + 1];
+                            s0[u * kRun + i] = s[2 * i], s1[u * kRun + i] = s[2 * i + 1];
+                        }
+                    } else {
+                        float c[kRun], s[kRun];
+                        load_entries<T, kRun>(angles.cos, at + pair, flags, c);
+                        load_entries<T, kRun>(angles.sin, at + pair, flags, s);
+#pragma unroll
+                        for (int i = 0; i < kRun; ++i) {
+                            c0[u * kRun + i] = c1[u * kRun + i] = c[i];
+                            s0[u * kRun + i] = s1[u * kRun + i] = s[i];
+                        }
+                    }
+                }
+            } else {
+                load_entries<T, N>(angles.cos, at + chunk * N, flags, c0);
+                load_entries<T, N>(angles.sin, at + chunk * N, flags, s0);
+                if (flags & kTableFull) {
+                    load_entries<T, N>(angles.cos, at + half + chunk * N, flags, c1);
+                    load_entries<T, N>(angles.sin, at + half + chunk * N, flags, s1);
+                } else {
+#pragma unroll
+                    for (int i = 0; i < N; ++i) c1[i] = c0[i], s1[i] = s0[i];
+                }
+            }
+        }
+    } else {
+        const bool streams = angles.section_kind != kOneStream;
+        const i64 row1 = streams ? angles.row(batch, place, 1) : row;
+        const i64 row2 = streams ? angles.row(batch, place, 2) : row;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            int pair = chunk * N + i;
+            if constexpr (kSplit) pair = (chunk * N + i / kRun * half) / 2 + i % kRun;
+            const int stream = angles.stream_of(pair);
+            const i64 mine = stream == 0 ? row : stream == 1 ? row1 : row2;
+            c0[i] = c1[i] = s0[i] = s1[i] = nan;
+            if (mine >= 0) {
+                const bool adjacent = (flags & kTableFull) && (flags & kTableAdjacent);
+                const i64 at = mine * angles.stride + (adjacent ? 2 * pair : pair);
+                const int next = !(flags & kTableFull) ? 0 : adjacent ? 1 : half;
+                float value[1];
+                load_entries<T, 1>(angles.cos, at, flags, value), c0[i] = value[0];
+                load_entries<T, 1>(angles.cos, at + next, flags, value), c1[i] = value[0];
+                load_entries<T, 1>(angles.sin, at, flags, value), s0[i] = value[0];
+                load_entries<T, 1>(angles.sin, at + next, flags, value), s1[i] = value[0];
+            }
+        }
+    }
+    const bool inverse = flags & kInverse;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        c0[i] *= angles.mscale;
+        c1[i] *= angles.mscale;
+        s0[i] *= angles.mscale;
+        s1[i] *= angles.mscale;
+        r.cross0[i] = inverse ? s1[i] : -s0[i];
+        r.cross1[i] = inverse ? -s0[i] : s1[i];
+    }
+}
+
+// ---- which elements a thread owns -------------------------------------------------------------------------------
+
+inline constexpr int kHalves = 0;    // pairs (i, i + rotary / 2), in and out
+inline constexpr int kAdjacent = 1;  // pairs (2 i, 2 i + 1), in and out
+inline constexpr int kGather = 2;    // adjacent in, halves out
+inline constexpr int kScatter = 3;   // halves in, adjacent out
+
+// A thread ("lane" of the group that works on a head) owns two chunks of N elements. The first rotary / (2 N) lanes
+// have the rotary part, so that both elements of a pair are theirs; the others share the rest, two chunks each, the
+// last one perhaps one. Offsets are in elements from the start of the head.
+template <int N, int PAIRS>
+struct Pieces {
+    int in_a, in_b, out_a, out_b;
+    bool rotated, has_a, has_b;
+
+    // The rotary part is [first, first + rotary) of the head; spare_chunks are left beside it.
+    RTK_DEVICE Pieces(int lane, int first, int rotary, int spare_chunks) {
+        const int rotary_lanes = rotary / 2 / N;
+        rotated = has_a = has_b = lane < rotary_lanes;
+        if (rotated) {
+            const int near = first + lane * N, far = first + rotary / 2 + lane * N;
+            const int even = first + lane * 2 * N;
+            in_a = PAIRS == kGather ? even : near;
+            in_b = PAIRS == kGather ? even + N : far;
+            out_a = PAIRS == kScatter ? even : near;
+            out_b = PAIRS == kScatter ? even + N : far;
+        } else {
+            const int a = lane - rotary_lanes, b = a + (spare_chunks + 1) / 2;
+            has_a = a < (spare_chunks + 1) / 2;
+            has_b = has_a && b < spare_chunks;
+            in_a = out_a = a * N < first ? a * N : a * N + rotary;
+            in_b = out_b = b * N < first ? b * N : b * N + rotary;
+        }
+    }
+};
+
+// Rotates the N pairs of two chunks in place.
+template <int N, int PAIRS>
+RTK_DEVICE void rotate(const Rotation<N>& r, float (&a)[N], float (&b)[N]) {
+    float x0[N], x1[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        constexpr int kRun = N > 1 ? N / 2 : 1;
+        float* x = i < kRun ? a : b;
+        const int at = 2 * (i % kRun);
+        const bool adjacent = (PAIRS == kAdjacent || PAIRS == kGather) && N > 1;
+        x0[i] = adjacent ? x[at] : a[i];
+        x1[i] = adjacent ? x[at + 1] : b[i];
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const float out0 = x0[i] * r.own0[i] + x1[i] * r.cross0[i];
+        const float out1 = x1[i] * r.own1[i] + x0[i] * r.cross1[i];
+        constexpr int kRun = N > 1 ? N / 2 : 1;
+        if constexpr ((PAIRS == kAdjacent || PAIRS == kScatter) && N > 1) {
+            float* x = i < kRun ? a : b;
+            x[2 * (i % kRun)] = out0;
+            x[2 * (i % kRun) + 1] = out1;
+        } else {
+            a[i] = out0;
+            b[i] = out1;
+        }
+    }
+}
+
+// Element offsets of one pair, for threads that own pairs and not chunks; `pairs` as PAIRS above.
+struct PairPlace {
+    int in_0, in_1, out_0, out_1;
+
+    RTK_DEVICE PairPlace(int pair, int first, int rotary, int pairs) {
+        const bool adjacent_in = pairs == kAdjacent || pairs == kGather;
+        const bool adjacent_out = pairs == kAdjacent || pairs == kScatter;
+        in_0 = first + (adjacent_in ? 2 * pair : pair);
+        in_1 = in_0 + (adjacent_in ? 1 : rotary / 2);
+        out_0 = first + (adjacent_out ? 2 * pair : pair);
+        out_1 = out_0 + (adjacent_out ? 1 : rotary / 2);
+    }
+};
+
+// A number as a block of memory holds it.
+template <typename T>
+RTK_DEVICE float load_one(const T* p) {
+    float value[1];
+    load_keep<T, 1>(p, value);
+    return value[0];
+}
+
+template <typename T>
+RTK_DEVICE void store_one(T* p, float v) {
+    const float value[1] = {v};
+    store<T, 1>(p, value);
+}
+
+// A weight of T or fp32.
+template <typename T>
+RTK_DEVICE float load_weight(const void* weight, int column, bool wide, float offset) {
+    if (weight == nullptr) return 1.0f;
+    return offset + (wide ? load_one(static_cast<const float*>(weight) + column)
+                          : load_one(static_cast<const T*>(weight) + column));
+}
+
+}  // namespace rtk

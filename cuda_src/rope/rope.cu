@@ -1,0 +1,105 @@
+// Rotary position embedding of q and k heads:  x [batch, length, heads, head_dim] with any strides between heads, places
+// and batches, unit stride in a head. Elements beside the rotary part are copied (or left alone in place). fp32
+// arithmetic, one rounding. Rotations: rope/angles.cuh.
+//
+// kernel parameters, both kernels: k may be null (k_heads 0). `slots` groups of threads work on a token, each on up to
+// kRopeHeads heads (slot, slot + slots, ...), q's first: the rotation of a token is read once per group.
+#include "rope/angles.cuh"
+
+namespace rtk {
+
+inline constexpr int kRopeHeads = 4;
+
+#define RTK_ROPE_PARAMETERS                                                                                        \
+    const T *q, const T *k, T *q_out, T *k_out, i64 tokens, i64 length, i64 q_heads, i64 k_heads, i64 slots,       \
+        i64 lane_bits, i64 first, i64 spare, i64 pairs, i64 q_batch, i64 q_place, i64 q_head, i64 k_batch,         \
+        i64 k_place, i64 k_head, i64 q_out_batch, i64 q_out_place, i64 q_out_head, i64 k_out_batch,                \
+        i64 k_out_place, i64 k_out_head
+
+// Groups of 2^lane_bits lanes, one flat index over (token, slot); 16-byte chunks. `spare` counts chunks.
+template <typename T, int PAIRS>
+__global__ void __launch_bounds__(128) rope(RTK_ROPE_PARAMETERS, RTK_ANGLE_PARAMETERS) {
+    constexpr int N = 16 / sizeof(T);
+    const u32 thread = blockIdx.x * blockDim.x + threadIdx.x;
+    const int lane = static_cast<int>(thread & ((1u << lane_bits) - 1u));
+    const u32 group = thread >> lane_bits;
+    const u32 token = group / static_cast<u32>(slots);
+    const int slot = static_cast<int>(group - token * static_cast<u32>(slots));
+    const int batch = static_cast<int>(token / static_cast<u32>(length));
+    const int place = static_cast<int>(token - batch * static_cast<u32>(length));
+    const Pieces<N, PAIRS> own(lane, static_cast<int>(first), static_cast<int>(rotary), static_cast<int>(spare));
+    const int from_q = static_cast<int>(q_heads);
+    const int heads = token < static_cast<u32>(tokens) && own.has_a ? from_q + static_cast<int>(k_heads) : 0;
+
+    Raw<16> a[kRopeHeads], b[kRopeHeads];
+#pragma unroll
+    for (int i = 0; i < kRopeHeads; ++i) {
+        const int head = slot + i * static_cast<int>(slots);
+        a[i] = b[i] = {};
+        if (head < heads) {
+            const T* x = head < from_q ? q + batch * q_batch + place * q_place + head * q_head
+                                       : k + batch * k_batch + place * k_place + (head - from_q) * k_head;
+            a[i] = load_raw<T, N>(x + own.in_a);
+            if (own.has_b) b[i] = load_raw<T, N>(x + own.in_b);
+        }
+    }
+    Rotation<N> r;
+    if (heads > 0 && own.rotated) load_rotation<T, N, PAIRS == kAdjacent>(RTK_ANGLES, batch, place, lane, r);
+    // In place, lanes of a head that reorders its pairs write where others read.
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kRopeHeads; ++i) {
+        const int head = slot + i * static_cast<int>(slots);
+        if (head < heads) {
+            T* y = head < from_q ? q_out + batch * q_out_batch + place * q_out_place + head * q_out_head
+                                 : k_out + batch * k_out_batch + place * k_out_place + (head - from_q) * k_out_head;
+            if (own.rotated) {
+                float fa[N], fb[N];
+                unpack<T, N>(a[i], fa);
+                unpack<T, N>(b[i], fb);
+                rotate<N, PAIRS>(r, fa, fb);
+                a[i] = pack<T, N>(fa);
+                b[i] = pack<T, N>(fb);
+            }
+            ptx::st<16>(y + own.out_a, a[i]);
+            if (own.has_b) ptx::st<16>(y + own.out_b, b[i]);
+        }
+    }
+}
+
+// Any sizes and alignments: a warp per (token, head), a lane per pair or element at a time. `spare` counts elements,
+// `slots` is the number of heads, lane_bits is 5.
+template <typename T>
+__global__ void __launch_bounds__(128) rope_any(RTK_ROPE_PARAMETERS, RTK_ANGLE_PARAMETERS) {
+    const u32 thread = blockIdx.x * blockDim.x + threadIdx.x;
+    const int lane = static_cast<int>(thread & ((1u << lane_bits) - 1u));
+    const u32 unit = thread >> lane_bits;
+    const u32 token = unit / static_cast<u32>(slots);
+    if (token >= static_cast<u32>(tokens)) return;
+    const int head = static_cast<int>(unit - token * static_cast<u32>(slots));
+    const int batch = static_cast<int>(token / static_cast<u32>(length));
+    const int place = static_cast<int>(token - batch * static_cast<u32>(length));
+    const int from_q = static_cast<int>(q_heads);
+    const bool is_q = head < from_q;
+    const int of_k = head - from_q;
+    const T* x = is_q ? q + batch * q_batch + place * q_place + head * q_head
+                      : k + batch * k_batch + place * k_place + of_k * k_head;
+    T* y = is_q ? q_out + batch * q_out_batch + place * q_out_place + head * q_out_head
+                : k_out + batch * k_out_batch + place * k_out_place + of_k * k_out_head;
+    const Angles angles = RTK_ANGLES;
+    for (int pair = lane; pair < angles.rotary / 2; pair += kWarp) {
+        const PairPlace at(pair, static_cast<int>(first), angles.rotary, static_cast<int>(pairs));
+        Rotation<1> r;
+        load_rotation<T, 1, false>(angles, batch, place, pair, r);
+        float a[1] = {load_one(x + at.in_0)}, b[1] = {load_one(x + at.in_1)};
+        rotate<1, kHalves>(r, a, b);
+        store_one(y + at.out_0, a[0]);
+        store_one(y + at.out_1, b[0]);
+    }
+    for (int i = lane; i < spare; i += kWarp) {
+        const int at = i < first ? i : i + angles.rotary;
+        ptx::st<sizeof(T)>(y + at, load_raw<T, 1>(x + at));
+    }
+}
+
+}  // namespace rtk
