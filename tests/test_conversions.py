@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 import torch
 from fp8_reference import E4M3, E5M2, FP8, encode, fp8_table
+from places import at
 from torch import Tensor
 
-from rtkernels import _arch, _nvrtc, emulator
+from rtkernels import _arch, _nvrtc
 from rtkernels.errors import ArgumentError
 from rtkernels.testing import probe
 from rtkernels.testing.compare import assert_same_bits, running_on
 
-emulated = pytest.mark.skipif(emulator.unavailable() is not None, reason=str(emulator.unavailable()))
-PLACES = {"sm_80": emulated, "sm_90": emulated, "cuda": pytest.mark.gpu}
-device_code = pytest.mark.parametrize("place", [pytest.param(name, marks=mark) for name, mark in PLACES.items()])
+device_code = at("sm_80", "sm_90", "cuda")
 
 
 def sweep(low_bits: int) -> Tensor:

@@ -11,25 +11,18 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from places import DTYPES, ORDERS, PLACES, at, emulated, short
 from torch import Tensor
 
 import rtkernels
-from rtkernels import emulator
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import glu as module
 from rtkernels.testing.compare import ROUNDOFF, assert_close, assert_no_worse, assert_same_bits, poisoned, running_on
 
 glu = rtkernels.glu
-emulated = pytest.mark.skipif(emulator.unavailable() is not None, reason=str(emulator.unavailable()))
-PLACES = {"cpu": (), "sm_80": emulated, "sm_90": emulated, "cuda": pytest.mark.gpu}
 
 
-def at(*names: str) -> pytest.MarkDecorator:
-    """Run a test at these places, or at all of them."""
-    return pytest.mark.parametrize("place", [pytest.param(n, marks=PLACES[n]) for n in names or PLACES])
 
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ACTS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -45,9 +38,6 @@ EXACT = ACTS | {
     "gelu_erf": lambda x: x * 0.5 * torch.erfc(x * -math.sqrt(0.5)),
 }
 
-
-def short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def plain_glu(x: Tensor, up: Tensor | None, weight: Tensor | None, act: str) -> Tensor:
@@ -227,6 +217,13 @@ def test_nan_and_infinity_as_torch(place: str, act: str) -> None:
                 assert_close(got.detach(), other.detach().double(), c=4.0, what=f"{act} {dtype}")
 
 
+def emulated_coverage() -> None:
+    """Run every kernel of the op in the emulator; test_registry.py checks that it does."""
+    for case in ("merged", "weight"):
+        with running_on("sm_90") as device:
+            check(make(case, torch.bfloat16, device), "silu")
+
+
 # ---- launch geometry ------------------------------------------------------------------------------------------------
 
 
@@ -390,7 +387,7 @@ def test_equal_bits_twice(place: str, case: str) -> None:
 
 
 @emulated
-@pytest.mark.parametrize("order", ("reverse", 7))
+@pytest.mark.parametrize("order", ORDERS)
 def test_thread_order_does_not_matter(order: str | int) -> None:
     for case in ("odd", "weight_wide", "weight_odd", "weight_many_rows"):
         with rtkernels.emulate("sm_90"):

@@ -10,28 +10,21 @@ import numpy as np
 import pytest
 import torch
 from fp8_reference import E4M3, E5M2, FP8, encode, slow
+from places import DTYPES, at, emulated
 from torch import Tensor
 
 import rtkernels
-from rtkernels import emulator
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _fp8_plans as plans
 from rtkernels.ops import quantize_fp8 as module
 from rtkernels.testing.compare import assert_same_bits, poisoned, running_on
 
 quantize_fp8, dequantize_fp8 = rtkernels.quantize_fp8, rtkernels.dequantize_fp8
-emulated = pytest.mark.skipif(emulator.unavailable() is not None, reason=str(emulator.unavailable()))
-PLACES = {"cpu": (), "sm_80": emulated, "sm_90": emulated, "cuda": pytest.mark.gpu}
 DEVICE_CODE = ("sm_80", "sm_90", "cuda")
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 RECIPES = [("tensor", "row"), ("row", "row"), ("group", "row"), ("group", "column"), ("group_t", "row")]
 RECIPES += [("block", "row")]
 recipes = pytest.mark.parametrize(("granularity", "layout"), RECIPES, ids=map("-".join, RECIPES))
 
-
-def at(*names: str) -> pytest.MarkDecorator:
-    """Run a test at these places."""
-    return pytest.mark.parametrize("place", [pytest.param(n, marks=PLACES[n]) for n in names])
 
 
 # ---- inputs ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 // What the normalisations share: gains, the residual sum, and zeros.
 #pragma once
 #include "norm/gain.cuh"
+#include "ptx/math.cuh"
 
 namespace rtk {
 
@@ -15,6 +16,12 @@ template <typename W, int N>
 RTK_DEVICE void clear(WideRaw<W, N>& raw) {
 #pragma unroll
     for (int i = 0; i < WideRaw<W, N>::kParts; ++i) clear(raw.part[i]);
+}
+
+// sum / count, correctly rounded but for rare cases, without the branches of a division.
+RTK_DEVICE float mean_of(float sum, float count) {
+    const float inverse = ptx::rcp(count), mean = sum * inverse;
+    return mean + inverse * (sum - mean * count);
 }
 
 // (offset + weight) of N columns for a weight of T, or of fp32 if `wide`; ones without a weight.

@@ -9,6 +9,7 @@
 #include "common/math.cuh"
 #include "common/reduce.cuh"
 #include "common/row_ring.cuh"
+#include "norm/common.cuh"
 #include "ptx/pdl.cuh"
 
 namespace rtk {
@@ -32,17 +33,6 @@ RTK_DEVICE Gate gate_at(float x) {
     return {x < 0.0f ? smaller : larger, x < 0.0f ? larger : smaller};
 }
 
-// N weights from `weight` on, or ones without a weight.
-template <typename W, int N>
-RTK_DEVICE void load_weight(const W* weight, i64 column, float (&w)[N]) {
-    if (weight == nullptr) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) w[i] = 1.0f;
-        return;
-    }
-    load_keep<W, N>(weight + column, w);
-}
-
 // Forward with the row in registers: thread k of a RowGroup owns the 16-byte pieces k, k + threads, ... (CHUNKS of them),
 // so cols <= CHUNKS * VEC * threads_per_row. Grid: x over the rows of the inner tokens, y over the outer tokens. All
 // three inputs are requested before the reduction.
@@ -64,21 +54,25 @@ __global__ void __launch_bounds__(512)
     x += blockIdx.y * x_outer + token * x_inner + g * x_group + column;
     gate += blockIdx.y * gate_outer + token * gate_inner + channel;
 
+    // One condition per load: those with a branch around them would wait for the first of x.
+    const int weight_end = weight != nullptr ? end : 0;
     Raw<16> raw[CHUNKS], gates[CHUNKS];
     WideRaw<W, VEC> weights[CHUNKS];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
-        raw[c] = {};
+        clear(raw[c]);
         if (column + c * pitch < end) raw[c] = load_raw<T, VEC>(x + c * pitch);
     }
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
-        gates[c] = {};
-        weights[c] = {};
-        if (column + c * pitch < end) {
-            gates[c] = load_raw<T, VEC>(gate + c * pitch);
-            if (weight != nullptr) weights[c] = load_keep_raw<W, VEC>(weight + g * weight_group + column + c * pitch);
-        }
+        clear(gates[c]);
+        if (column + c * pitch < end) gates[c] = load_raw<T, VEC>(gate + c * pitch);
+    }
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        clear(weights[c]);
+        if (column + c * pitch < weight_end)
+            weights[c] = load_keep_raw<W, VEC>(weight + g * weight_group + column + c * pitch);
     }
     float square = 0.0f;
 #pragma unroll
@@ -89,7 +83,7 @@ __global__ void __launch_bounds__(512)
         for (int i = 0; i < VEC; ++i) square += v[i] * v[i];
     }
     square = group_reduce<Sum, false>(square, group, scratch, 0);
-    const float rstd = rsqrtf(square / static_cast<float>(cols) + static_cast<float>(eps));
+    const float rstd = rsqrtf(mean_of(square, static_cast<float>(cols)) + static_cast<float>(eps));
     y += blockIdx.y * y_outer + token * y_inner + channel;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
@@ -109,7 +103,7 @@ __global__ void __launch_bounds__(512)
 // Forward for groups that do not fit in registers or whose addresses allow only narrow accesses, and for any number of
 // tokens: reads x twice.
 template <typename T, typename W, int VEC>
-__global__ void __launch_bounds__(1024)
+__global__ void __launch_bounds__(512, 1)
     group_rms_norm_gate_fwd_long(const T* x, const T* gate, const W* weight, T* y, i64 tokens, i64 inner_size,
                                  i64 groups, i64 cols, i64 x_outer, i64 x_inner, i64 x_group, i64 gate_outer,
                                  i64 gate_inner, i64 y_outer, i64 y_inner, i64 weight_group, i64 threads_per_row,
@@ -137,12 +131,12 @@ __global__ void __launch_bounds__(1024)
             for (int k = 0; k < VEC; ++k) square += v[k] * v[k];
         }
         square = group_reduce<Sum, false>(square, group, scratch, phase);
-        const float rstd = rsqrtf(square / static_cast<float>(cols) + static_cast<float>(eps));
+        const float rstd = rsqrtf(mean_of(square, static_cast<float>(cols)) + static_cast<float>(eps));
         for (i64 column = static_cast<i64>(group.thread) * VEC; column < end; column += pitch) {
             float v[VEC], t[VEC], w[VEC];
             load_stream<T, VEC>(x_row + column, v);
             load_stream<T, VEC>(gate_row + column, t);
-            load_weight<W, VEC>(weight, g * weight_group + column, w);
+            load_gain<W, VEC>(weight, g * weight_group + column, 0.0f, w);
 #pragma unroll
             for (int k = 0; k < VEC; ++k) v[k] *= rstd * w[k] * gate_at<T>(t[k]).open;
             store<T, VEC>(y_row + column, v);
@@ -239,7 +233,7 @@ __global__ void __launch_bounds__(512, 1)
 #pragma unroll
         for (int i = 0; i < VEC; ++i) w[c][i] = dweight[c][i] = 0.0f;
         if (g < groups && column + c * pitch < end)
-            load_weight<W, VEC>(weight, g * weight_group + column + c * pitch, w[c]);
+            load_gain<W, VEC>(weight, g * weight_group + column + c * pitch, 0.0f, w[c]);
     }
 
     int phase = 0;
@@ -323,7 +317,7 @@ __global__ void __launch_bounds__(512, 1)
 // its inputs twice and leaves rstd of every row (fp32, [tokens, groups]; null when not wanted) for
 // group_rms_norm_gate_bwd_weight.
 template <typename T, typename W, int VEC>
-__global__ void __launch_bounds__(1024)
+__global__ void __launch_bounds__(512, 1)
     group_rms_norm_gate_bwd_long(const T* dy, const T* x, const T* gate, const W* weight, T* dx, T* dgate,
                                  float* rstd_out, i64 tokens, i64 inner_size, i64 groups, i64 cols, i64 dy_outer,
                                  i64 dy_inner, i64 x_outer, i64 x_inner, i64 x_group, i64 gate_outer, i64 gate_inner,
@@ -349,7 +343,7 @@ __global__ void __launch_bounds__(1024)
             load_stream<T, VEC>(dy_row + column, d);
             load_stream<T, VEC>(x_row + column, v);
             load_stream<T, VEC>(gate_row + column, t);
-            load_weight<W, VEC>(weight, g * weight_group + column, w);
+            load_gain<W, VEC>(weight, g * weight_group + column, 0.0f, w);
 #pragma unroll
             for (int k = 0; k < VEC; ++k) {
                 square += v[k] * v[k];
@@ -358,15 +352,15 @@ __global__ void __launch_bounds__(1024)
         }
         square = group_reduce<Sum, false>(square, group, scratch, phase);
         product = group_reduce<Sum, false>(product, group, product_scratch, phase);
-        const float rstd = rsqrtf(square / static_cast<float>(cols) + static_cast<float>(eps));
-        const float pull = product / static_cast<float>(cols) * rstd * rstd * rstd;
+        const float rstd = rsqrtf(mean_of(square, static_cast<float>(cols)) + static_cast<float>(eps));
+        const float pull = mean_of(product, static_cast<float>(cols)) * rstd * rstd * rstd;
         if (rstd_out != nullptr && row < rows && group.thread == 0) rstd_out[row] = rstd;
         for (i64 column = static_cast<i64>(group.thread) * VEC; column < end; column += pitch) {
             float d[VEC], v[VEC], t[VEC], w[VEC];
             load_stream<T, VEC>(dy_row + column, d);
             load_stream<T, VEC>(x_row + column, v);
             load_stream<T, VEC>(gate_row + column, t);
-            load_weight<W, VEC>(weight, g * weight_group + column, w);
+            load_gain<W, VEC>(weight, g * weight_group + column, 0.0f, w);
 #pragma unroll
             for (int k = 0; k < VEC; ++k) {
                 const Gate s = gate_at<T>(t[k]);

@@ -8,6 +8,7 @@
 #include "common/reduce.cuh"
 #include "common/row_ring.cuh"
 #include "norm/common.cuh"
+#include "ptx/forget.cuh"
 #include "ptx/pdl.cuh"
 
 namespace rtk {
@@ -16,7 +17,7 @@ namespace rtk {
 // of its row, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block. weight is requested with x, bias
 // after the first reduction: their latencies hide behind the reductions.
 template <typename T, typename W, int CHUNKS, bool RESIDUAL>
-__global__ void __launch_bounds__(512)
+__global__ void __launch_bounds__(sizeof(W) > sizeof(T) ? 512 : 768)
     layer_norm_fwd(const T* x, const T* residual, const W* weight, const W* bias, T* y, T* sum, i64 rows, i64 cols,
                    i64 x_stride, i64 residual_stride, i64 threads_per_row, double eps, double offset) {
     constexpr int VEC = 16 / sizeof(T);
@@ -26,8 +27,13 @@ __global__ void __launch_bounds__(512)
     const int end = row < rows ? static_cast<int>(cols) : 0;
     const int column = group.thread * VEC;
     const int pitch = group.threads * VEC;
+    const float count = static_cast<float>(static_cast<int>(cols));
+    const bool weighted = weight != nullptr, biased = bias != nullptr;
     x += row * x_stride + column;
-    if constexpr (RESIDUAL) residual += row * residual_stride + column;
+    if constexpr (RESIDUAL) residual += row * residual_stride + column, sum += row * cols + column;
+    weight += column;
+    bias += column;
+    y += row * cols + column;
 
     Raw<16> raw[CHUNKS];
     WideRaw<W, VEC> gains[CHUNKS], biases[CHUNKS];
@@ -37,7 +43,7 @@ __global__ void __launch_bounds__(512)
         clear(gains[c]);
         if (column + c * pitch < end) {
             raw[c] = load_raw<T, VEC>(x + c * pitch);
-            if (weight != nullptr) gains[c] = load_keep_raw<W, VEC>(weight + column + c * pitch);
+            if (weighted) gains[c] = load_keep_raw<W, VEC>(weight + c * pitch);
         }
     }
     float total = 0.0f;
@@ -46,7 +52,7 @@ __global__ void __launch_bounds__(512)
         if constexpr (RESIDUAL) {
             if (column + c * pitch < end) {
                 raw[c] = add_rounded<T, VEC>(raw[c], load_raw<T, VEC>(residual + c * pitch));
-                ptx::st<16>(sum + row * cols + column + c * pitch, raw[c]);
+                ptx::st<16>(sum + c * pitch, raw[c]);
             }
         }
         float h[VEC];
@@ -54,17 +60,18 @@ __global__ void __launch_bounds__(512)
 #pragma unroll
         for (int i = 0; i < VEC; ++i) total += h[i];
     }
-    const float mean = group_reduce<Sum, false>(total, group, scratch, 0) / static_cast<float>(cols);
+    const float mean = mean_of(group_reduce<Sum, false>(total, group, scratch, 0), count);
 
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         clear(biases[c]);
-        if (bias != nullptr && column + c * pitch < end) biases[c] = load_keep_raw<W, VEC>(bias + column + c * pitch);
+        if (biased && column + c * pitch < end) biases[c] = load_keep_raw<W, VEC>(bias + c * pitch);
     }
     float square = 0.0f;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         if (column + c * pitch < end) {
+            ptx::forget(raw[c]);
             float h[VEC];
             unpack<T, VEC>(raw[c], h);
 #pragma unroll
@@ -72,20 +79,19 @@ __global__ void __launch_bounds__(512)
         }
     }
     square = group_reduce<Sum, false>(square, group, scratch, 1);
-    const float rstd = rsqrtf(square / static_cast<float>(cols) + static_cast<float>(eps));
-    y += row * cols + column;
+    const float rstd = rsqrtf(mean_of(square, count) + static_cast<float>(eps));
+    const float level = -mean * rstd;
+    const float base = weighted ? static_cast<float>(offset) : 1.0f;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         if (column + c * pitch < end) {
+            ptx::forget(raw[c]);
             float h[VEC], gain[VEC], shift[VEC];
             unpack<T, VEC>(raw[c], h);
             unpack_wide<W, VEC>(gains[c], gain);
             unpack_wide<W, VEC>(biases[c], shift);
 #pragma unroll
-            for (int i = 0; i < VEC; ++i) {
-                const float factor = weight != nullptr ? rstd * (gain[i] + static_cast<float>(offset)) : rstd;
-                h[i] = (h[i] - mean) * factor + shift[i];
-            }
+            for (int i = 0; i < VEC; ++i) h[i] = (h[i] * rstd + level) * (gain[i] + base) + shift[i];
             store<T, VEC>(y + c * pitch, h);
         }
     }

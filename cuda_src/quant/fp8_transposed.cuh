@@ -1,4 +1,4 @@
-// The tile that kernels with transposed codes work on. One warp owns 128 rows of 4 * N columns; a lane owns 16 rows
+// The tile that the way back from transposed codes works on. One warp owns 128 rows of 4 * N columns; a lane owns 16 rows
 // (its strip) of N columns: it reads or writes N columns of a row of the matrix in one access, and 16 rows of a column
 // of the transposed codes in one. So the transposition happens inside lanes, without shared memory.
 #pragma once
@@ -29,23 +29,6 @@ struct TransposedTile {
         columns_here = static_cast<int>(max(0ll, min(cols - column, static_cast<i64>(N))));
     }
 };
-
-// Maximum over the eight strips, scattered: every lane gets that of column strip % N of its N columns.
-template <int N>
-RTK_DEVICE float strips_max(float (&v)[N], int strip) {
-#pragma unroll
-    for (int half = N / 2; half > 0; half /= 2) {
-        const bool upper = (strip & half) != 0;
-#pragma unroll
-        for (int i = 0; i < half; ++i) {
-            const float kept = upper ? v[i + half] : v[i], given = upper ? v[i] : v[i + half];
-            v[i] = fmaxf(kept, __shfl_xor_sync(0xffffffffu, given, half));
-        }
-    }
-#pragma unroll
-    for (int offset = N; offset < kStrips; offset *= 2) v[0] = fmaxf(v[0], __shfl_xor_sync(0xffffffffu, v[0], offset));
-    return v[0];
-}
 
 // N elements of which `count` exist. `whole`: all or none do, and the address allows one access.
 template <typename T, int N>

@@ -1,9 +1,10 @@
-// fp8 with one scale per 128 columns of a row, per 128 x 128 block, or per 128 rows of a column with transposed codes.
+// fp8 with one scale per 128 columns of a row or per 128 x 128 block.
 // Recipe: common/fp8_scale.cuh. x has any row stride; q is dense. Blocks are numbered along the columns first.
 #include "common/fp8_scale.cuh"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
 #include "ptx/forget.cuh"
+#include "quant/tile.cuh"
 
 namespace rtk {
 
@@ -19,60 +20,77 @@ struct TileIndex {
     }
 };
 
-// 1 x 128. kLanes neighbouring lanes share a group and hold it for four rows. The teams of a block lie side by side in
-// `across` (a power of two) groups, then below one another. The scale of row m, group j goes to
+// 1 x 128. kLanes neighbouring lanes (a team) share a group; a team holds kSets of them, `across` (a power of two) side
+// by side in each of kSets / across rows. `pair` teams (1, or all of a warp) interleave their groups, the others lie
+// below: so the scales a warp stores are neighbours, and whole sectors. The scale of row m, group j goes to
 // scale[m * scale_row + j * scale_group].
 template <typename T, typename F8, int VEC>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, VEC == 1 ? 1 : 4)
     quantize_fp8_group(const T* x, F8* q, float* scale, i64 rows, i64 cols, i64 x_stride, i64 scale_row,
-                       i64 scale_group, i64 across, i64 column_tiles, i64 pow2) {
+                       i64 scale_group, i64 across, i64 pair, i64 column_tiles, i64 pow2) {
     constexpr int kLanes = VEC == 1 ? kWarp : kGroup / VEC;
     constexpr int kPieces = kGroup / (kLanes * VEC);
-    constexpr int kRows = 4;
+    constexpr int kSets = VEC == 1 ? 4 : 8;
     const TileIndex tile(column_tiles);
+    const int wide = static_cast<int>(across), mask = wide - 1, teams = static_cast<int>(pair);
+    const int shift = 31 - __clz(wide), pair_shift = 31 - __clz(teams);
     const int team = static_cast<int>(threadIdx.x) / kLanes, lane = static_cast<int>(threadIdx.x) % kLanes;
-    const int wide = static_cast<int>(across), teams = static_cast<int>(blockDim.x) / kLanes;
-    const i64 group = tile.column * wide + (team & (wide - 1));
-    const i64 first_row = (tile.row * (teams / wide) + team / wide) * kRows;
+    const i64 first_group = tile.column * (wide * teams) + (team & (teams - 1));
+    const i64 first_row =
+        (tile.row * (static_cast<int>(blockDim.x) / kLanes >> pair_shift) + (team >> pair_shift)) * (kSets >> shift);
+    const i64 first_column = first_group * kGroup + lane * VEC;
+    const int rows_here = static_cast<int>(min(rows - first_row, static_cast<i64>(kSets)));
+    const int columns_here = static_cast<int>(min(cols - first_column, static_cast<i64>(kSets * kWarp * kGroup)));
 
-    auto column_of = [&](int p) { return group * kGroup + (p * kLanes + lane) * VEC; };
-    Raw<sizeof(T) * VEC> raw[kRows][kPieces];
+    // Sets are walked along a row first; every step is the same for all threads.
+    const int aside = teams * kGroup;
+    auto next = [&](int k) { return (k + 1) & mask; };
+    auto inside = [&](int k, int p) {
+        return (k >> shift) < rows_here && (k & mask) * aside + p * kLanes * VEC < columns_here;
+    };
+    Raw<sizeof(T) * VEC> raw[kSets][kPieces];
+    const T* from = x + first_row * x_stride + first_column;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r)
+    for (int k = 0; k < kSets; ++k) {
 #pragma unroll
         for (int p = 0; p < kPieces; ++p) {
-            raw[r][p] = {};
-            if (first_row + r < rows && column_of(p) < cols)
-                raw[r][p] = load_raw<T, VEC>(x + (first_row + r) * x_stride + column_of(p));
-        }
-    float scales[kRows];
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        float amax = 0.0f;
+            for (u32& word : raw[k][p].w) word = 0;
+            if (inside(k, p)) raw[k][p] = load_raw<T, VEC>(from + p * kLanes * VEC);
+        }
+        from += next(k) ? aside : x_stride - mask * aside;
+    }
+    float most[kSets];
+#pragma unroll
+    for (int k = 0; k < kSets; ++k) {
+        most[k] = 0.0f;
 #pragma unroll
         for (int p = 0; p < kPieces; ++p) {
             float v[VEC];
-            unpack<T, VEC>(raw[r][p], v);
-            ptx::forget(raw[r][p]);
-            amax = fmaxf(amax, finite_amax(v));
+            unpack<T, VEC>(raw[k][p], v);
+            ptx::forget(raw[k][p]);
+            most[k] = fmaxf(most[k], finite_amax(v));
         }
-        scales[r] = fp8_scale<F8>(warp_reduce<MaxNumber>(amax, kLanes), pow2 != 0);
     }
-    // Lane r stores the scale of row r, so that four of them leave in one instruction.
-    const float own = lane == 0 ? scales[0] : lane == 1 ? scales[1] : lane == 2 ? scales[2] : scales[3];
-    if (lane < kRows && first_row + lane < rows && group * kGroup < cols)
-        scale[(first_row + lane) * scale_row + group * scale_group] = own;
+    // Lane k works out and stores the scale of set k.
+    const float own = fp8_scale<F8>(scattered_max<kSets, kLanes>(most), pow2 != 0);
+    const float own_inverse = __frcp_rn(own);
+    const i64 own_row = first_row + (lane >> shift), own_group = first_group + (lane & mask) * teams;
+    if (lane < kSets && own_row < rows && own_group * kGroup < cols)
+        scale[own_row * scale_row + own_group * scale_group] = own;
+    F8* to = q + first_row * cols + first_column;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        const float inverse = __frcp_rn(scales[r]);
+    for (int k = 0; k < kSets; ++k) {
+        const float inverse = __shfl_sync(0xffffffffu, own_inverse, k, kLanes);
 #pragma unroll
         for (int p = 0; p < kPieces; ++p) {
-            if (first_row + r < rows && column_of(p) < cols) {
+            if (inside(k, p)) {
                 float v[VEC];
-                unpack<T, VEC>(raw[r][p], v);
-                ptx::st<VEC>(q + (first_row + r) * cols + column_of(p), quantized<F8>(v, inverse));
+                unpack<T, VEC>(raw[k][p], v);
+                ptx::st<VEC>(to + p * kLanes * VEC, quantized<F8>(v, inverse));
             }
         }
+        to += next(k) ? aside : cols - mask * aside;
     }
 }
 

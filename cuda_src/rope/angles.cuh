@@ -14,9 +14,8 @@ namespace rtk {
 inline constexpr int kTableWide = 1;      // tables are fp32, not T
 inline constexpr int kTableFull = 2;      // one entry per element
 inline constexpr int kTableAdjacent = 4;  // full tables hold the two entries of a pair side by side
-inline constexpr int kTableVector = 8;    // addresses allow accesses of a thread's whole run of entries
-inline constexpr int kIndexWide = 16;     // index is i64, not i32
-inline constexpr int kInverse = 32;
+inline constexpr int kIndexWide = 8;     // index is i64, not i32
+inline constexpr int kInverse = 16;
 
 inline constexpr int kByPlace = 0;      // row = place in the sequence
 inline constexpr int kByToken = 1;      // row = token: tables [batch, length, ...]
@@ -77,7 +76,10 @@ struct Angles {
             }
         }
         i64 start = entry(low), end = entry(high < index_count ? high : low);
-        if (cp_size != 1) start /= cp_size, end /= cp_size;
+        if (cp_size != 1) {  // 32 bits: a 64-bit division is a function call, with registers saved around it
+            start = static_cast<u32>(start) / static_cast<u32>(cp_size);
+            end = static_cast<u32>(end) / static_cast<u32>(cp_size);
+        }
         return zigzag(token - start, end - start);
     }
 
@@ -123,81 +125,93 @@ struct Rotation {
     float own0[N], own1[N], cross0[N], cross1[N];
 };
 
-// The rotations of the pairs of chunk `chunk` (see Pieces). kSplit: half of its pairs lie in the first half of the
-// rotary part and half in the second; without it they are consecutive.
+// A token's row in each position stream.
+struct TokenRows {
+    i64 row[3];
+
+    RTK_DEVICE TokenRows(const Angles& angles, int batch, int place) {
+        row[0] = row[1] = row[2] = angles.row(batch, place, 0);
+        if (angles.section_kind != kOneStream) {
+            row[1] = angles.row(batch, place, 1);
+            row[2] = angles.row(batch, place, 2);
+        }
+    }
+};
+
+// The rotation of one pair: any alignment, any streams.
+template <typename T>
+RTK_DEVICE void load_pair(const Angles& angles, const TokenRows& rows, int pair, Rotation<1>& r) {
+    const int flags = angles.flags;
+    const int stream = angles.stream_of(pair);
+    const i64 row = stream == 0 ? rows.row[0] : stream == 1 ? rows.row[1] : rows.row[2];
+    float c0 = __uint_as_float(0x7fffffffu), c1 = c0, s0 = c0, s1 = c0;
+    if (row >= 0) {
+        const bool full = flags & kTableFull, adjacent = full && (flags & kTableAdjacent);
+        const i64 at = row * angles.stride + (adjacent ? 2 * pair : pair);
+        const i64 next = at + (adjacent ? 1 : full ? angles.rotary / 2 : 0);
+        float value[1];
+        load_entries<T, 1>(angles.cos, at, flags, value), c0 = value[0] * angles.mscale;
+        load_entries<T, 1>(angles.cos, next, flags, value), c1 = value[0] * angles.mscale;
+        load_entries<T, 1>(angles.sin, at, flags, value), s0 = value[0] * angles.mscale;
+        load_entries<T, 1>(angles.sin, next, flags, value), s1 = value[0] * angles.mscale;
+    }
+    r.own0[0] = c0;
+    r.own1[0] = c1;
+    r.cross0[0] = flags & kInverse ? s1 : -s0;
+    r.cross1[0] = flags & kInverse ? -s0 : s1;
+}
+
+// The rotations of the N pairs of chunk `chunk` (see Pieces). kSplit: half of its pairs lie in the first half of the
+// rotary part and half in the second; without it they are consecutive. One position stream; table rows must allow
+// accesses of the whole runs of entries. With kSplit, full tables are adjacent, without it they are not.
 template <typename T, int N, bool kSplit>
 RTK_DEVICE void load_rotation(const Angles& angles, int batch, int place, int chunk, Rotation<N>& r) {
-    static_assert(!kSplit || N > 1, "a chunk of one pair cannot be split");
+    static_assert(N > 1, "for single pairs there is load_pair");
     constexpr int kRun = kSplit ? N / 2 : N;
     const int half = angles.rotary / 2;
     const int flags = angles.flags;
     const i64 row = angles.row(batch, place, 0);
-    const float nan = __uint_as_float(0x7fffffffu);
     float(&c0)[N] = r.own0;
     float(&c1)[N] = r.own1;
-    float s0[N], s1[N];
-    if ((flags & kTableVector) && angles.section_kind == kOneStream) {
+    float(&s0)[N] = r.cross0;
+    float(&s1)[N] = r.cross1;
+    const i64 at = row * angles.stride;
+    if (row < 0) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) c0[i] = c1[i] = s0[i] = s1[i] = nan;
-        if (row >= 0) {
-            const i64 at = row * angles.stride;
-            if constexpr (kSplit) {
+        for (int i = 0; i < N; ++i) c0[i] = c1[i] = s0[i] = s1[i] = __uint_as_float(0x7fffffffu);
+    } else if constexpr (kSplit) {
 #pragma unroll
-                for (int u = 0; u < 2; ++u) {
-                    const int pair = (chunk * N + u * half) / 2;
-                    if (flags & kTableFull) {
-                        float c[N], s[N];
-                        load_entries<T, N>(angles.cos, at + 2 * pair, flags, c);
-                        load_entries<T, N>(angles.sin, at + 2 * pair, flags, s);
+        for (int u = 0; u < 2; ++u) {
+            const int pair = (chunk * N + u * half) / 2;
+            if (flags & kTableFull) {
+                float c[N], s[N];
+                load_entries<T, N>(angles.cos, at + 2 * pair, flags, c);
+                load_entries<T, N>(angles.sin, at + 2 * pair, flags, s);
 #pragma unroll
-                        for (int i = 0; i < kRun; ++i) {
-                            c0[u * kRun + i] = c[2 * i], c1[u * kRun + i] = c[2 * i + 1];
-                            s0[u * kRun + i] = s[2 * i], s1[u * kRun + i] = s[2 * i + 1];
-                        }
-                    } else {
-                        float c[kRun], s[kRun];
-                        load_entries<T, kRun>(angles.cos, at + pair, flags, c);
-                        load_entries<T, kRun>(angles.sin, at + pair, flags, s);
-#pragma unroll
-                        for (int i = 0; i < kRun; ++i) {
-                            c0[u * kRun + i] = c1[u * kRun + i] = c[i];
-                            s0[u * kRun + i] = s1[u * kRun + i] = s[i];
-                        }
-                    }
+                for (int i = 0; i < kRun; ++i) {
+                    c0[u * kRun + i] = c[2 * i], c1[u * kRun + i] = c[2 * i + 1];
+                    s0[u * kRun + i] = s[2 * i], s1[u * kRun + i] = s[2 * i + 1];
                 }
             } else {
-                load_entries<T, N>(angles.cos, at + chunk * N, flags, c0);
-                load_entries<T, N>(angles.sin, at + chunk * N, flags, s0);
-                if (flags & kTableFull) {
-                    load_entries<T, N>(angles.cos, at + half + chunk * N, flags, c1);
-                    load_entries<T, N>(angles.sin, at + half + chunk * N, flags, s1);
-                } else {
+                float c[kRun], s[kRun];
+                load_entries<T, kRun>(angles.cos, at + pair, flags, c);
+                load_entries<T, kRun>(angles.sin, at + pair, flags, s);
 #pragma unroll
-                    for (int i = 0; i < N; ++i) c1[i] = c0[i], s1[i] = s0[i];
+                for (int i = 0; i < kRun; ++i) {
+                    c0[u * kRun + i] = c1[u * kRun + i] = c[i];
+                    s0[u * kRun + i] = s1[u * kRun + i] = s[i];
                 }
             }
         }
     } else {
-        const bool streams = angles.section_kind != kOneStream;
-        const i64 row1 = streams ? angles.row(batch, place, 1) : row;
-        const i64 row2 = streams ? angles.row(batch, place, 2) : row;
+        load_entries<T, N>(angles.cos, at + chunk * N, flags, c0);
+        load_entries<T, N>(angles.sin, at + chunk * N, flags, s0);
+        if (flags & kTableFull) {
+            load_entries<T, N>(angles.cos, at + half + chunk * N, flags, c1);
+            load_entries<T, N>(angles.sin, at + half + chunk * N, flags, s1);
+        } else {
 #pragma unroll
-        for (int i = 0; i < N; ++i) {
-            int pair = chunk * N + i;
-            if constexpr (kSplit) pair = (chunk * N + i / kRun * half) / 2 + i % kRun;
-            const int stream = angles.stream_of(pair);
-            const i64 mine = stream == 0 ? row : stream == 1 ? row1 : row2;
-            c0[i] = c1[i] = s0[i] = s1[i] = nan;
-            if (mine >= 0) {
-                const bool adjacent = (flags & kTableFull) && (flags & kTableAdjacent);
-                const i64 at = mine * angles.stride + (adjacent ? 2 * pair : pair);
-                const int next = !(flags & kTableFull) ? 0 : adjacent ? 1 : half;
-                float value[1];
-                load_entries<T, 1>(angles.cos, at, flags, value), c0[i] = value[0];
-                load_entries<T, 1>(angles.cos, at + next, flags, value), c1[i] = value[0];
-                load_entries<T, 1>(angles.sin, at, flags, value), s0[i] = value[0];
-                load_entries<T, 1>(angles.sin, at + next, flags, value), s1[i] = value[0];
-            }
+            for (int i = 0; i < N; ++i) c1[i] = c0[i], s1[i] = s0[i];
         }
     }
     const bool inverse = flags & kInverse;
@@ -205,10 +219,9 @@ RTK_DEVICE void load_rotation(const Angles& angles, int batch, int place, int ch
     for (int i = 0; i < N; ++i) {
         c0[i] *= angles.mscale;
         c1[i] *= angles.mscale;
-        s0[i] *= angles.mscale;
-        s1[i] *= angles.mscale;
-        r.cross0[i] = inverse ? s1[i] : -s0[i];
-        r.cross1[i] = inverse ? -s0[i] : s1[i];
+        const float first = s0[i] * angles.mscale, second = s1[i] * angles.mscale;
+        r.cross0[i] = inverse ? second : -first;
+        r.cross1[i] = inverse ? -first : second;
     }
 }
 

@@ -87,10 +87,11 @@ __global__ void __launch_bounds__(128) rope_any(RTK_ROPE_PARAMETERS, RTK_ANGLE_P
     T* y = is_q ? q_out + batch * q_out_batch + place * q_out_place + head * q_out_head
                 : k_out + batch * k_out_batch + place * k_out_place + of_k * k_out_head;
     const Angles angles = RTK_ANGLES;
+    const TokenRows rows(angles, batch, place);
     for (int pair = lane; pair < angles.rotary / 2; pair += kWarp) {
         const PairPlace at(pair, static_cast<int>(first), angles.rotary, static_cast<int>(pairs));
         Rotation<1> r;
-        load_rotation<T, 1, false>(angles, batch, place, pair, r);
+        load_pair<T>(angles, rows, pair, r);
         float a[1] = {load_one(x + at.in_0)}, b[1] = {load_one(x + at.in_1)};
         rotate<1, kHalves>(r, a, b);
         store_one(y + at.out_0, a[0]);

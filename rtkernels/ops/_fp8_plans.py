@@ -34,7 +34,7 @@ _PAIRS = [(t, f) for t in _WIDTH for f in ("e4m3", "e5m2")]
 _WIDE_AND_NARROW = [(t, f, v) for t, f in _PAIRS for v in (1, _WIDTH[t])]
 _RUN_THREADS = 256
 _ROW_THREADS, _ROW_CHUNKS = 512, 4
-_GROUP_THREADS, _GROUP_ROWS = 256, 4
+_GROUP_THREADS = 256
 _TRANSPOSED_THREADS = 128
 _AMAX_BLOCKS_PER_SM = 4  # resident together: the pass ends everywhere at about the same time
 
@@ -76,7 +76,7 @@ GROUPED = Kernel(
     "quantize_fp8_group",
     template="T F8 VEC",
     args="x:ptr q:ptr scale:ptr rows:i64 cols:i64 x_stride:i64 scale_row:i64 scale_group:i64 across:i64 "
-    "column_tiles:i64 pow2:i64",
+    "pair:i64 column_tiles:i64 pow2:i64",
     variants=_WIDE_AND_NARROW,
     max_registers=48,
 )
@@ -91,10 +91,10 @@ BLOCK = Kernel(
 GROUPED_T = Kernel(
     "quant/quantize_fp8_transposed.cu",
     "quantize_fp8_group_t",
-    template="T F8 WHOLE",
-    args="x:ptr q:ptr scale:ptr rows:i64 cols:i64 x_stride:i64 column_tiles:i64 whole_input:i64 pow2:i64",
-    variants=[(*pair, whole) for pair in _PAIRS for whole in (False, True)],
-    max_registers=168,
+    template="T F8 WIDE",
+    args="x:ptr q:ptr scale:ptr rows:i64 cols:i64 x_stride:i64 column_tiles:i64 pow2:i64",
+    variants=[(*pair, wide) for pair in _PAIRS for wide in (False, True)],
+    max_registers=64,
 )
 BACK = Kernel(
     "quant/dequantize_fp8.cu",
@@ -311,14 +311,18 @@ def _row(m: _Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch, t
 
 
 def _group(m: _Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch, tuple[int, ...]]:
-    teams = _GROUP_THREADS // (32 if m.vec == 1 else GROUP // m.vec)
-    groups = groups_of(m.cols)
-    across = min(teams, 1 << (groups - 1).bit_length())
-    tiles = -(-groups // across)
-    grid = tiles * -(-m.rows // (teams // across * _GROUP_ROWS))
+    lanes = 32 if m.vec == 1 else GROUP // m.vec
+    groups, teams, sets = groups_of(m.cols), _GROUP_THREADS // lanes, 4 if m.vec == 1 else 8
+    pair = min(32 // lanes, groups)
+    across = 1
+    if layout == "row":  # eight scales fill a sector
+        while across * pair < 8 and across < sets and -groups % (2 * across * pair) <= groups // 8:
+            across *= 2
+    tiles = -(-groups // (across * pair))
+    grid = tiles * -(-m.rows // (teams // pair * (sets // across)))
     strides = (1, m.rows) if layout == "column" else (groups, 1)
     launch = GROUPED.bind((t, f, m.vec), m.device, grid, _GROUP_THREADS)
-    return launch, (m.rows, m.cols, m.stride, *strides, across, tiles, pow2)
+    return launch, (m.rows, m.cols, m.stride, *strides, across, pair, tiles, pow2)
 
 
 def _block(m: _Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch, tuple[int, ...]]:
@@ -328,15 +332,19 @@ def _block(m: _Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch,
     return launch, (m.rows, m.cols, m.stride, tiles, pow2)
 
 
+def _tile_threads(t: str) -> int:
+    """Return the threads of a block that holds a tile of 128 x 128 (quant/tile.cuh)."""
+    return GROUP // _WIDTH[t] * 16
+
+
 def _transposed_tiles(cols: int, t: str) -> int:
     return -(-cols // (_TRANSPOSED_THREADS // 32 * 4 * _WIDTH[t]))
 
 
 def _group_t(m: _Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch, tuple[int, ...]]:
-    tiles = _transposed_tiles(m.cols, t)
-    whole = m.vec > 1 and m.rows % 16 == 0
-    launch = GROUPED_T.bind((t, f, whole), m.device, tiles * groups_of(m.rows), _TRANSPOSED_THREADS)
-    return launch, (m.rows, m.cols, m.stride, tiles, m.vec > 1, pow2)
+    tiles = groups_of(m.cols)
+    launch = GROUPED_T.bind((t, f, m.vec > 1), m.device, tiles * groups_of(m.rows), _tile_threads(t))
+    return launch, (m.rows, m.cols, m.stride, tiles, pow2)
 
 
 _BY_GRANULARITY: dict[str, Callable[..., tuple[Launch, tuple[int, ...]]]] = {

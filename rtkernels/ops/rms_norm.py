@@ -284,7 +284,7 @@ def _launch_add_fwd(x: Tensor, residual: Tensor, weight: Tensor | None, eps: flo
 def _launch_bwd(
     dy: Tensor, h: Tensor, weight: Tensor | None, dsum: Tensor | None, eps: float, offset: float, weight_grad: bool
 ):
-    check_same("dy", dy.shape, h.shape, "shape")
+    _check_bwd(dy, h, weight, dsum, weight_grad)
     if h.numel() == 0:
         return torch.empty_like(h), torch.zeros_like(weight) if weight_grad else nothing(h)
     dy, h, dsum = rowed(dy), rowed(h), rowed(dsum)
@@ -292,6 +292,17 @@ def _launch_bwd(
     align = (dy.data_ptr() | h.data_ptr() | address(weight) | address(dsum)) & 15
     plan = _BWD_PLANS[metadata(dy), metadata(h), metadata(weight), metadata(dsum), align, weight_grad]
     return plan.run(dy, h, weight, dsum, eps, offset)
+
+
+def _check_bwd(dy: Tensor, h: Tensor, weight: Tensor | None, dsum: Tensor | None, weight_grad: bool) -> None:
+    for name, tensor in (("dy", dy), ("dsum", dsum)):
+        if tensor is not None:
+            check_same(name, tensor.dtype, h.dtype, "dtype", of="h")
+            check_same(name, tensor.shape, h.shape, "shape", of="h")
+            check_same(name, tensor.get_device(), h.get_device(), "device", of="h")
+    if weight_grad and weight is None:
+        raise ArgumentError("weight_grad is True but there is no weight")
+    _validate(h, weight, None)
 
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
@@ -331,6 +342,7 @@ def _reference_add_fwd(x: Tensor, residual: Tensor, weight: Tensor | None, eps: 
 def _reference_bwd(
     dy: Tensor, h: Tensor, weight: Tensor | None, dsum: Tensor | None, eps: float, offset: float, weight_grad: bool
 ):
+    _check_bwd(dy, h, weight, dsum, weight_grad)
     hf, dyf = h.float(), dy.float()
     rstd = torch.rsqrt(hf.square().mean(-1, keepdim=True) + eps)
     g = dyf * _gain(weight, offset)
@@ -339,7 +351,7 @@ def _reference_bwd(
         dh = dh + dsum.float()
     dweight = nothing(h)
     if weight_grad:
-        dweight = (dyf * hf * rstd).reshape(-1, h.shape[-1]).sum(0).to(weight.dtype)
+        dweight = (dyf * hf * rstd).reshape(row_count(h.shape), h.shape[-1]).sum(0).to(weight.dtype)
     return dh.to(h.dtype).contiguous(), dweight
 
 
@@ -406,8 +418,8 @@ def rms_norm(
     x: Tensor,
     weight: Tensor | None = None,
     *,
-    eps: float = 1e-6,
-    offset: float = 0.0,
+    eps: float | None = None,
+    offset: float = 0,
     residual: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Normalise the last dimension by its root mean square.
@@ -419,13 +431,15 @@ def rms_norm(
         x: ``[..., n]``, bfloat16, float16 or float32; any strides (a copy is made unless rows are unit-stride and
             evenly spaced). May be any object with ``__dlpack__``; the result is then of its kind.
         weight: ``[n]`` of x's dtype or float32; None for ones (then `offset` is not used).
-        eps: Added to the mean square.
+        eps: Added to the mean square; None for 1e-6.
         offset: Added to the weight; 1.0 for models that store ``weight - 1``.
         residual: Same shape and dtype as x.
 
     Returns:
         ``y``, dense, of x's shape and dtype; with a residual ``(y, h)``.
     """
+    if eps is None:  # as a default value it would become symbolic under torch.compile(dynamic=True)
+        eps = 1e-6
     if not isinstance(x, Tensor):
         return interop.call(rms_norm, x, weight, eps=eps, offset=offset, residual=residual)
     if is_grad_enabled() and needs_grad(x, weight, residual):

@@ -1,0 +1,205 @@
+// A 128 x 128 tile in the registers of one block, quantised along rows, along columns, or both, with the codes of the
+// columns written transposed. A thread owns N neighbouring elements (16 bytes of input) of eight neighbouring rows: it
+// reads them with eight independent loads, and holds eight codes of each of its columns together. Kernels that compute
+// what they quantise give a function `value(row, i)` of their own; everything here works on that.
+//
+// Transposed codes pass through shared memory, 128 bytes per column. The eight bytes of rows 8u .. 8u + 7 of column c
+// lie in unit u ^ (c / N % 16) of that column. Writing, 16 lanes have equal u and different c / N; reading 16 bytes,
+// eight lanes share a column: both touch every bank once.
+#pragma once
+#include "common/fp8_scale.cuh"
+#include "common/vec.cuh"
+
+namespace rtk {
+
+inline constexpr int kTileSide = 128;
+inline constexpr int kTileRows = 8;                        // of one thread
+inline constexpr int kTileTeams = kTileSide / kTileRows;   // threads above one another
+
+template <int N>
+struct TileScratch {
+    static constexpr int kWarps = kTileSide / N * kTileTeams / kWarp;
+    // Numbers per column are kept by fours, first those of columns 0..3 of every thread, then (if N is 8) 4..7; the 16
+    // between the halves put them on different banks.
+    static constexpr int kPlaces = N == 8 ? kTileSide + 16 : kTileSide;
+
+    __align__(16) u8 codes[kTileSide * kTileSide];
+    __align__(16) float most[kWarps][kPlaces];
+    __align__(16) float inverse[kPlaces];
+
+    RTK_DEVICE static int place(int column) {
+        return column / 4 % (N / 4) * (kTileSide / 2 + 16) + column / N * 4 + column % 4;
+    }
+    RTK_DEVICE u8* unit(int column, int rows_above) {
+        return codes + column * kTileSide + (((rows_above / 8) ^ (column / N % 16)) * 8);
+    }
+};
+
+template <int N>
+struct Tile {
+    static constexpr int kLanes = kTileSide / N, kThreads = kLanes * kTileTeams, kWarps = kThreads / kWarp;
+    static constexpr int kBlocksPerSm = 1024 / kThreads;  // 64 registers each: loads of some overlap stores of others
+
+    int rows, columns;     // of the tile that exist
+    int row, column;       // this thread's first
+    int rows_here;         // of this thread's eight rows, how many exist; 0 or less: none
+    int columns_here;      // likewise
+
+    RTK_DEVICE Tile(i64 rows_left, i64 columns_left) {
+        rows = static_cast<int>(min(rows_left, static_cast<i64>(kTileSide)));
+        columns = static_cast<int>(min(columns_left, static_cast<i64>(kTileSide)));
+        row = static_cast<int>(threadIdx.x) / kLanes * kTileRows;
+        column = static_cast<int>(threadIdx.x) % kLanes * N;
+        rows_here = rows - row;
+        columns_here = columns - column;
+    }
+};
+
+// Elements that do not exist are 0. WIDE: rows can be read 16 bytes at a time. `x`: the tile's first element.
+template <typename T, bool WIDE>
+RTK_DEVICE void load_tile(const Tile<16 / sizeof(T)>& tile, const T* x, i64 stride, Raw<16> (&raw)[kTileRows]) {
+    constexpr int N = 16 / sizeof(T), kPerWord = 4 / sizeof(T);
+    const T* p = x + tile.row * stride + tile.column;
+#pragma unroll
+    for (int r = 0; r < kTileRows; ++r, p += stride) {
+        raw[r] = {};
+        if constexpr (WIDE) {
+            if (r < tile.rows_here && tile.columns_here > 0) raw[r] = load_raw<T, N>(p);
+        } else {
+#pragma unroll
+            for (int i = 0; i < N; ++i)
+                if (r < tile.rows_here && i < tile.columns_here)
+                    raw[r].w[i / kPerWord] |= ptx::ld_keep<sizeof(T)>(p + i).w[0] << (i % kPerWord * 8 * sizeof(T));
+        }
+    }
+}
+
+// Element i of a packed row.
+template <typename T>
+RTK_DEVICE float element(const Raw<16>& raw, int i) {
+    float v[16 / sizeof(T)];
+    unpack<T, 16 / sizeof(T)>(raw, v);
+    return v[i];
+}
+
+// Maxima of COUNT numbers over `LANES` neighbouring lanes, scattered: each lane gets that of number lane % COUNT.
+template <int COUNT, int LANES>
+RTK_DEVICE float scattered_max(float (&v)[COUNT]) {
+    const int lane = static_cast<int>(threadIdx.x) % LANES;
+#pragma unroll
+    for (int half = COUNT / 2; half > 0; half /= 2) {
+        const bool upper = (lane & half) != 0;
+#pragma unroll
+        for (int i = 0; i < half; ++i) {
+            const float kept = upper ? v[i + half] : v[i], given = upper ? v[i] : v[i + half];
+            v[i] = fmaxf(kept, __shfl_xor_sync(0xffffffffu, given, half));
+        }
+    }
+#pragma unroll
+    for (int offset = COUNT; offset < LANES; offset *= 2)
+        v[0] = fmaxf(v[0], __shfl_xor_sync(0xffffffffu, v[0], offset));
+    return v[0];
+}
+
+// From the thread's column maxima to the reciprocals of its columns' scales. Stores the scales, `scale` being the place
+// of the tile's first column. The whole block calls; two barriers.
+template <typename F8, int N>
+RTK_DEVICE void column_scales(const Tile<N>& tile, float (&v)[N], TileScratch<N>& scratch, float* scale, bool pow2) {
+    constexpr int kLanes = Tile<N>::kLanes, kWarps = Tile<N>::kWarps;
+    const int thread = static_cast<int>(threadIdx.x);
+    const int half = thread / kLanes % (kWarp / kLanes);  // with two teams in a warp, each keeps half of the columns
+    Raw<16> four;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        float most = v[i];
+        if constexpr (N == 8) {
+            const float kept = half ? v[i + 4] : v[i], given = half ? v[i] : v[i + 4];
+            most = fmaxf(kept, __shfl_xor_sync(0xffffffffu, given, kLanes));
+        }
+        four.w[i] = __float_as_uint(most);
+    }
+    *reinterpret_cast<Raw<16>*>(&scratch.most[thread / kWarp][scratch.place(tile.column + 4 * half)]) = four;
+    __syncthreads();
+    if (thread < kTileSide) {
+        const int place = scratch.place(thread);
+        float most = scratch.most[0][place];
+#pragma unroll
+        for (int w = 1; w < kWarps; ++w) most = fmaxf(most, scratch.most[w][place]);
+        const float own = fp8_scale<F8>(most, pow2);
+        if (thread < tile.columns) scale[thread] = own;
+        scratch.inverse[place] = __frcp_rn(own);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < N; i += 4) {
+        const Raw<16> part = *reinterpret_cast<const Raw<16>*>(&scratch.inverse[scratch.place(tile.column + i)]);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) v[i + k] = __uint_as_float(part.w[k]);
+    }
+}
+
+// Puts the codes of the thread's columns into shared memory.
+template <typename F8, int N, typename Value>
+RTK_DEVICE void stage_columns(const Tile<N>& tile, TileScratch<N>& scratch, const float (&inverse)[N],
+                              const Value& value) {
+    u8* place = scratch.unit(tile.column, tile.row);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        float v[kTileRows];
+#pragma unroll
+        for (int r = 0; r < kTileRows; ++r) v[r] = value(r, i);
+        *reinterpret_cast<Raw<8>*>(place + i * kTileSide) = quantized<F8>(v, inverse[i]);
+    }
+}
+
+// Writes the staged columns, each `pitch` bytes after the one before; `q`: the code of the tile's first element. To be
+// called after a barrier; the next barrier frees the codes.
+template <typename F8, int N>
+RTK_DEVICE void store_columns(const Tile<N>& tile, TileScratch<N>& scratch, F8* q, i64 pitch) {
+    const int thread = static_cast<int>(threadIdx.x);
+    const u64 mixed = reinterpret_cast<u64>(q) | static_cast<u64>(pitch) | static_cast<u64>(tile.rows);
+    if ((mixed & 15) == 0) {
+        constexpr int kPieces = kTileSide / 16, kStep = Tile<N>::kThreads / kPieces;
+        const int piece = thread % kPieces, first = thread / kPieces;
+        Raw<16> codes[kTileSide / kStep];
+#pragma unroll
+        for (int step = 0; step < kTileSide; step += kStep) {
+            // A piece is two units, which the exclusive or swaps if its last bit is set.
+            const int column = first + step, turn = column / N % 16;
+            const Raw<16> raw =
+                *reinterpret_cast<const Raw<16>*>(scratch.codes + column * kTileSide + ((piece ^ (turn / 2)) * 16));
+            const bool swap = turn % 2 != 0;
+            codes[step / kStep] = {swap ? raw.w[2] : raw.w[0], swap ? raw.w[3] : raw.w[1],
+                                   swap ? raw.w[0] : raw.w[2], swap ? raw.w[1] : raw.w[3]};
+        }
+        F8* p = q + first * pitch + piece * 16;
+#pragma unroll
+        for (int step = 0; step < kTileSide; step += kStep, p += kStep * pitch)
+            if (first + step < tile.columns && piece * 16 < tile.rows) ptx::st<16>(p, codes[step / kStep]);
+        return;
+    }
+    // A column may begin at any byte. Lanes write its aligned words, shifted together from two words of codes, and
+    // the bytes at the ends.
+    auto word = [&](int column, int w) {
+        if (w < 0 || w >= kTileSide / 4) return 0u;
+        return *reinterpret_cast<const u32*>(scratch.unit(column, w * 4) + w % 2 * 4);
+    };
+    for (int column = thread / kWarp; column < tile.columns; column += Tile<N>::kWarps) {
+        F8* p = q + column * pitch;
+        const int ahead = static_cast<int>(reinterpret_cast<u64>(p) & 3);
+        for (int w = thread % kWarp; w * 4 - ahead < tile.rows; w += kWarp) {
+            const Raw<4> codes = {__funnelshift_l(word(column, w - 1), word(column, w), ahead * 8)};
+            const int first = w * 4 - ahead;
+            if (first >= 0 && first + 4 <= tile.rows) {
+                ptx::st<4>(p + first, codes);
+            } else {
+#pragma unroll
+                for (int b = 0; b < 4; ++b)
+                    if (first + b >= 0 && first + b < tile.rows)
+                        ptx::st<1>(p + first + b, Raw<1>{(codes.w[0] >> (8 * b)) & 0xffu});
+            }
+        }
+    }
+}
+
+}  // namespace rtk

@@ -1,0 +1,332 @@
+"""The kernels of ``group_rms_norm_gate`` and how a call becomes launches of them: checks, strides, geometry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtkernels._arch import Target
+from rtkernels._kernel import DeviceInfo, Kernel, Plans, allocator, dense_strides, device_info, shared_limit
+from rtkernels._layout import GRID_LIMIT, block_of, check_same, group_threads, row_stride, token, vector_bytes
+from rtkernels.errors import ArgumentError
+
+_UNIT = "norm/group_rms_norm_gate.cu"
+_LAYOUTS = ("same", "sequence_first")
+_TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
+_WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
+_CHUNKS = 2  # 16-byte pieces of each input that a thread owns
+_THREADS = 512
+_COUNT_LIMIT = 2**31 - 1  # the kernels that count in 32 bits take no more
+
+
+def _stages(limit: int) -> int:
+    """Return how many rows per thread group the cp.async ring holds within `limit` bytes (4 at most)."""
+    return min(4, (limit - 2048) // (_THREADS * 16 * _CHUNKS * 3))
+
+
+def _bwd_variants(target: Target) -> Iterator[tuple[Any, ...]]:
+    return ((t, w, _CHUNKS, _stages(shared_limit(target))) for t, w in _TYPES)
+
+
+_LONG_VARIANTS = [(t, w, v) for t, w in _TYPES for v in (1, _WIDTH[t])]
+_FWD_STRIDES = (
+    "inner_size:i64 groups:i64 cols:i64 x_outer:i64 x_inner:i64 x_group:i64 gate_outer:i64 gate_inner:i64 "
+    "y_outer:i64 y_inner:i64 weight_group:i64 threads_per_row:i64 eps:f64"
+)
+_BWD_POINTERS = "dy:ptr x:ptr gate:ptr weight:ptr dx:ptr dgate:ptr"
+_COUNTS = "tokens:i64 inner_size:i64 groups:i64 cols:i64"
+_BWD_INPUTS = "dy_outer:i64 dy_inner:i64 x_outer:i64 x_inner:i64 x_group:i64 gate_outer:i64 gate_inner:i64"
+_FWD = Kernel(
+    _UNIT,
+    "group_rms_norm_gate_fwd",
+    template="T W CHUNKS",
+    args=f"x:ptr gate:ptr weight:ptr y:ptr {_FWD_STRIDES}",
+    variants=[(t, w, _CHUNKS) for t, w in _TYPES],
+    max_registers=64,
+)
+_FWD_LONG = Kernel(
+    _UNIT,
+    "group_rms_norm_gate_fwd_long",
+    template="T W VEC",
+    args=f"x:ptr gate:ptr weight:ptr y:ptr tokens:i64 {_FWD_STRIDES}",
+    variants=_LONG_VARIANTS,
+    max_registers=80,
+)
+_BWD = Kernel(
+    _UNIT,
+    "group_rms_norm_gate_bwd",
+    template="T W CHUNKS STAGES",
+    args=f"{_BWD_POINTERS} partial:ptr {_COUNTS} dy_outer:i64 dy_inner:i64 dy_step:i64 dy_wrap:i64 "
+    "x_outer:i64 x_inner:i64 x_step:i64 x_wrap:i64 x_group:i64 "
+    "gate_outer:i64 gate_inner:i64 gate_step:i64 gate_wrap:i64 "
+    "dgate_outer:i64 dgate_inner:i64 dgate_step:i64 dgate_wrap:i64 "
+    "dx_step:i64 inner_step:i64 weight_group:i64 groups_per_block:i64 threads_per_row:i64 eps:f64",
+    variants=_bwd_variants,
+    max_registers=128,
+)
+_BWD_LONG = Kernel(
+    _UNIT,
+    "group_rms_norm_gate_bwd_long",
+    template="T W VEC",
+    args=f"{_BWD_POINTERS} rstd:ptr {_COUNTS} {_BWD_INPUTS} dgate_outer:i64 dgate_inner:i64 weight_group:i64 "
+    "threads_per_row:i64 eps:f64",
+    variants=_LONG_VARIANTS,
+    max_registers=96,
+)
+_BWD_WEIGHT = Kernel(
+    _UNIT,
+    "group_rms_norm_gate_bwd_weight",
+    template="T VEC",
+    args=f"dy:ptr x:ptr gate:ptr rstd:ptr partial:ptr {_COUNTS} {_BWD_INPUTS}",
+    variants=[(t, v) for t in _WIDTH for v in (1, _WIDTH[t])],
+    max_registers=48,
+)
+KERNELS = (_FWD, _FWD_LONG, _BWD, _BWD_LONG, _BWD_WEIGHT)
+
+
+# ---- validation -----------------------------------------------------------------------------------------------------
+
+Meta = tuple[Any, ...]  # of _layout.metadata
+
+
+def check(x: Meta, gate: Meta, weight: Meta | None, groups: int, layout: str) -> None:
+    """Raise an ArgumentError for arguments of the forward that do not fit together."""
+    dtype, shape, _, device = x
+    token("x", dtype)
+    if layout not in _LAYOUTS:
+        raise ArgumentError(f"layout is {layout!r}; expected one of {', '.join(_LAYOUTS)}")
+    split = len(shape) == len(gate[1]) + 1
+    if len(shape) < 1 + split:
+        raise ArgumentError("x or gate has too few dimensions; expected at least one, the last holds the channels")
+    if layout == "sequence_first" and len(shape) != 3 + split:
+        raise ArgumentError(
+            f"x has shape {tuple(shape)}; layout 'sequence_first' takes [batch, sequence, channels], or "
+            f"[batch, sequence, heads, head_dim]"
+        )
+    lead, channels = (shape[:-2], shape[-2] * shape[-1]) if split else (shape[:-1], shape[-1])
+    if layout == "sequence_first":
+        lead = (lead[1], lead[0])
+    check_same("gate", gate[0], dtype, "dtype")
+    if tuple(gate[1]) != (*lead, channels):
+        raise ArgumentError(
+            f"gate has shape {tuple(gate[1])}; expected {(*lead, channels)} for x of shape {tuple(shape)} and layout "
+            f"{layout!r}"
+        )
+    check_same("gate", gate[3], device, "device index")
+    if groups < 1 or channels % groups:
+        raise ArgumentError(f"groups is {groups}; expected a number that divides the {channels} channels")
+    if weight is not None:
+        token("weight", weight[0], (dtype, torch.float32))
+        if tuple(weight[1]) not in ((channels,), (channels // groups,)):
+            raise ArgumentError(
+                f"weight has shape {tuple(weight[1])}; expected ({channels},), one number for each channel, or "
+                f"({channels // groups},), shared by the groups"
+            )
+        check_same("weight", weight[3], device, "device index")
+
+
+def check_bwd(dy: Meta, x: Meta, gate: Meta, weight: Meta | None, groups: int, layout: str, weight_grad: bool) -> None:
+    """Raise an ArgumentError for arguments of the backward that do not fit together."""
+    check(x, gate, weight, groups, layout)
+    check_same("dy", dy[0], x[0], "dtype")
+    check_same("dy", dy[1], gate[1], "shape", of="gate")
+    check_same("dy", dy[3], x[3], "device index")
+    if weight_grad and weight is None:
+        raise ArgumentError("weight_grad is True but there is no weight")
+
+
+# ---- tensors as two levels of tokens --------------------------------------------------------------------------------
+
+
+def _strides(shape, stride, swapped: bool) -> tuple[int, int] | None:
+    """Return how far apart outer and inner tokens are; None unless channels are unit-stride and tokens even.
+
+    Args:
+        shape: ``[..., inner, channels]``.
+        stride: Of the same.
+        swapped: The outer tokens are inside instead: ``[inner, outer, channels]``.
+    """
+    if shape[-1] > 1 and stride[-1] != 1:
+        return None
+    outer = row_stride((*shape[:-2], 1), (*stride[:-2], 1)) if prod(shape[:-2]) != 1 else 0
+    inner = stride[-2] if len(shape) > 1 and shape[-2] != 1 else 0
+    if outer is None:
+        return None
+    return (inner, outer) if swapped else (outer, inner)
+
+
+def _strides_of_x(shape, stride, split: bool, groups: int, cols: int) -> tuple[int, int, int] | None:
+    """Return how far apart outer tokens, inner tokens and groups are in x; None unless there are such numbers."""
+    apart = cols
+    if split:
+        heads, size = shape[-2:]
+        if heads != 1 and stride[-2] != size:
+            if heads != groups:
+                return None
+            apart = stride[-2]
+        shape, stride = (*shape[:-2], size), (*stride[:-2], stride[-1])
+    found = _strides(shape, stride, False)
+    return None if found is None else (*found, apart)
+
+
+class Tensors:
+    """The inputs of a call as kernels see them.
+
+    Attributes:
+        outer, inner, tokens: How many tokens there are, in x's order; tokens is their product.
+        groups, cols, channels: Groups of a token, channels of a group, their product.
+        x: Distances between outer tokens, inner tokens and groups; None if x must be copied first.
+        gate, dy: Distances between outer and inner tokens; None if the tensor must be copied first.
+        out: The same of y and dgate.
+        fits: No input must be copied.
+        vec: Elements per access.
+    """
+
+    def __init__(
+        self, x: Meta, gate: Meta, weight: Meta | None, dy: Meta | None, groups: int, layout: str, align: int
+    ) -> None:
+        dtype, shape, stride, self.device = x
+        self.t = token("x", dtype)
+        self.w = self.t if weight is None else token("weight", weight[0], (dtype, torch.float32))
+        self.channels = channels = gate[1][-1]
+        self.groups, self.cols = groups, channels // groups
+        split, swapped = len(shape) == len(gate[1]) + 1, layout == "sequence_first"
+        lead = shape[: -2 if split else -1]
+        self.outer, self.inner = prod(lead[:-1]), lead[-1] if lead else 1
+        self.tokens = self.outer * self.inner
+        self.x = _strides_of_x(shape, stride, split, groups, self.cols)
+        self.gate = _strides(gate[1], gate[2], swapped)
+        self.dy = () if dy is None else _strides(dy[1], dy[2], swapped)
+        self.out = (channels, self.outer * channels) if swapped else (self.inner * channels, channels)
+        self.weight_group = 0 if weight is None or weight[1][0] == self.cols else self.cols
+        self.fits = None not in (self.x, self.gate, self.dy)
+        if weight is not None and weight[1][0] > 1 and weight[2] != (1,):
+            self.fits = False
+        if self.fits:
+            size = dtype.itemsize
+            wide = vector_bytes(align, self.cols * size, *(d * size for d in (*self.x, *self.gate, *self.dy))) == 16
+            self.vec = _WIDTH[self.t] if wide else 1
+
+    @property
+    def threads(self) -> int:
+        """How many threads share a row that stays in registers, 0 if it does not."""
+        vectors = self.cols // self.vec
+        if self.vec == 1 or vectors > _CHUNKS * _THREADS or self.tokens * self.groups > _COUNT_LIMIT:
+            return 0
+        return group_threads(-(-vectors // _CHUNKS), _THREADS)
+
+    def long_geometry(self) -> tuple[int, int, int]:
+        """Return grid, block and threads per row of the long kernels."""
+        threads = group_threads(-(-self.cols // (self.vec if self.vec > 1 else 4)), _THREADS)
+        block = block_of(threads)
+        return min(-(-self.tokens * self.groups // (block // threads)), GRID_LIMIT), block, threads
+
+    def copied(self, x: Tensor, gate: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the inputs of a call that did not fit, so that they do."""
+        x = x.contiguous() if self.x is None else x
+        gate = gate.contiguous() if self.gate is None else gate
+        return x, gate, weight if weight is None else weight.contiguous()
+
+
+# ---- plans ----------------------------------------------------------------------------------------------------------
+
+
+def _plan_fwd(x: Meta, gate: Meta, weight: Meta | None, groups: int, layout: str, align: int):
+    """Return ``(launch, numbers, allocator and layout of y)``, or the Tensors if an input must be copied first."""
+    check(x, gate, weight, groups, layout)
+    memory = allocator(x[3]), (gate[1], dense_strides(gate[1]), x[0])
+    if 0 in gate[1]:
+        return None, (), *memory
+    s = Tensors(x, gate, weight, None, groups, layout, align)
+    if not s.fits:
+        return s
+    outer, inner, strides = s.outer, s.inner, [s.x[:2], s.gate, s.out]
+    if outer == 1 or all(far == inner * near for far, near in strides):
+        outer, inner = 1, outer * inner
+    elif outer > inner:  # the grid has room for few outer tokens only
+        outer, inner, strides = inner, outer, [(near, far) for far, near in strides]
+    numbers = (inner, groups, s.cols, *strides[0], s.x[2], *strides[1], *strides[2], s.weight_group)
+    if s.threads and outer <= 65535:
+        block = block_of(s.threads)
+        grid = (-(-inner * groups // (block // s.threads)), outer)
+        return _FWD.bind((s.t, s.w, _CHUNKS), s.device, grid, block), (*numbers, s.threads), *memory
+    grid, block, threads = s.long_geometry()
+    return _FWD_LONG.bind((s.t, s.w, s.vec), s.device, grid, block), (s.tokens, *numbers, threads), *memory
+
+
+FWD_PLANS = Plans(_plan_fwd)
+
+
+class _BackwardPlan:
+    """The launches of one backward call and the workspace they need.
+
+    Attributes:
+        tensors: If not `fits`, the inputs must be copied first; None if there is nothing to do.
+        launch: Computes dx and dgate; its last pointer is `partial`, or rstd if there is a `weight_launch`.
+        partial: Shape of the partial weight gradients; `width` is the size of dweight.
+    """
+
+    def __init__(
+        self,
+        dy: Meta,
+        x: Meta,
+        gate: Meta,
+        weight: Meta | None,
+        groups: int,
+        layout: str,
+        align: int,
+        weight_grad: bool,
+    ) -> None:
+        check_bwd(dy, x, gate, weight, groups, layout, weight_grad)
+        self.tensors, self.weight_launch = None, None
+        if 0 in gate[1]:
+            return
+        self.tensors = s = Tensors(x, gate, weight, dy, groups, layout, align)
+        if not s.fits:
+            return
+        self.width = s.channels if s.weight_group else s.cols
+        info = device_info(s.device)
+        if s.threads:
+            self._plan_ring(s, info)
+        else:
+            self._plan_long(s, info, weight_grad)
+
+    def _plan_ring(self, s: Tensors, info: DeviceInfo) -> None:
+        stages = _stages(info.shared_per_block)
+        most = _THREADS // s.threads if s.threads <= 32 else min(_THREADS // s.threads, 15)  # rows at once
+        slices = -(-s.groups // most)
+        slice_groups = -(-s.groups // slices)
+        lanes = max(1, min(most // slice_groups, s.tokens // info.sm_count))  # tokens at once
+        rows = lanes * slice_groups
+        block = (rows + -rows % (32 // min(s.threads, 32))) * s.threads  # whole warps
+        blocks = min(max(1, info.sm_count // slices), -(-s.tokens // lanes))
+        self.partial = (blocks, s.channels) if s.weight_group else (blocks * slices, s.cols)
+        far, near = divmod(blocks * lanes, s.inner)  # from one token of a row group to its next
+        dy, x, gate, dgate = (
+            (outer, inner, far * outer + near * inner, outer - s.inner * inner)
+            for outer, inner in (s.dy, s.x[:2], s.gate, s.out)
+        )
+        counts = (s.tokens, s.inner, s.groups, s.cols)
+        steps = (blocks * lanes * s.channels, near)
+        self.numbers = (*counts, *dy, *x, s.x[2], *gate, *dgate, *steps, s.weight_group, slice_groups, s.threads)
+        shared = stages * block * 16 * _CHUNKS * 3
+        self.launch = _BWD.bind((s.t, s.w, _CHUNKS, stages), s.device, (blocks, slices), block, shared)
+
+    def _plan_long(self, s: Tensors, info: DeviceInfo, weight_grad: bool) -> None:
+        inputs = (s.tokens, s.inner, s.groups, s.cols, *s.dy, *s.x, *s.gate)
+        grid, block, threads = s.long_geometry()
+        self.launch = _BWD_LONG.bind((s.t, s.w, s.vec), s.device, grid, block)
+        self.numbers = (*inputs, *s.out, s.weight_group, threads)
+        if weight_grad:
+            column_blocks = -(-s.channels // (256 * s.vec))
+            parts = min(max(1, 4 * info.sm_count // column_blocks), s.tokens, 65535)
+            self.partial = (parts, s.channels)
+            self.weight_launch = _BWD_WEIGHT.bind((s.t, s.vec), s.device, (column_blocks, parts), 256)
+            self.weight_numbers = inputs
+
+
+BWD_PLANS = Plans(_BackwardPlan)

@@ -1,0 +1,24 @@
+"""Where a test can run, as a parameter: plain torch on the CPU, the host emulator with a feature set, a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rtkernels import emulator
+
+emulated = pytest.mark.skipif(emulator.unavailable() is not None, reason=str(emulator.unavailable()))
+PLACES = {"cpu": (), "sm_80": emulated, "sm_90": emulated, "cuda": pytest.mark.gpu}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Thread orders besides "forward": a missing barrier shows as different bits in one of them.
+ORDERS = ("reverse", 7, 1234)
+
+
+def at(*names: str) -> pytest.MarkDecorator:
+    """Parametrise a test by ``place``: all places, or the named ones."""
+    return pytest.mark.parametrize("place", [pytest.param(name, marks=PLACES[name]) for name in names or PLACES])
+
+
+def short(dtype: torch.dtype) -> str:
+    """Name a dtype in test ids."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,66 @@
+"""Every kernel variant compiles for every supported architecture, without spills and within its register ceiling."""
+
+from __future__ import annotations
+
+import pytest
+
+from rtkernels import _arch, _nvrtc, _registry, _sources
+from rtkernels._kernel import Kernel, shared_limit
+
+KERNELS = {f"{op.name}.{kernel.name}": kernel for op, kernel in _registry.kernels()}
+
+
+@pytest.mark.parametrize("target", _arch.CI_TARGETS)
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiles_without_spills(name: str, target: str) -> None:
+    kernel, wanted = KERNELS[name], _arch.parse(target)
+    variants = kernel.variants(wanted)
+    if not kernel.supports(wanted):
+        assert not variants
+        return
+    assert variants, f"{name} supports {target} but names no variant to build for it"
+    expressions = [kernel.expression(variant) for variant in variants]
+    compiled = _nvrtc.compile_unit(kernel.unit, expressions, wanted, kernel.flags)
+    assert set(compiled.names) == set(expressions)
+    for expression in expressions:
+        used = compiled.resources[expression]
+        assert used.spill_stores == used.spill_loads == 0, f"{expression} spills on {target}"
+        assert used.registers <= kernel.max_registers, f"{expression} uses {used.registers} registers on {target}"
+        assert used.shared <= shared_limit(wanted), f"{expression} has {used.shared} bytes of static shared memory"
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_variants_are_plain_and_distinct(name: str) -> None:
+    kernel: Kernel = KERNELS[name]
+    for target in map(_arch.parse, _arch.CI_TARGETS):
+        variants = kernel.variants(target)
+        assert len(set(variants)) == len(variants)
+        for variant in variants:
+            assert all(type(value) in (str, int, bool) for value in variant)
+
+
+def test_every_unit_belongs_to_a_kernel() -> None:
+    from rtkernels.testing import probe
+
+    known = {kernel.unit for kernel in KERNELS.values()} | {probe.KERNEL.unit}
+    assert set(_sources.units()) == known
+
+
+def test_device_code_includes_no_toolkit_header() -> None:
+    for unit in _sources.units():
+        assert not _sources.toolkit_headers(unit), unit
+
+
+def test_kernel_parameters_match_their_records() -> None:
+    """The packed argument buffer is read by position: a record that is one off would shift every argument."""
+    import re
+
+    kinds = {"ptr": r"\*", "i64": "i64 ", "f64": "double "}
+    for kernel in KERNELS.values():
+        text = _sources.read(kernel.unit).decode()
+        signature = re.search(rf"\b{kernel.name}\(([^)]*)\)\s*\{{", text)
+        assert signature, f"{kernel.name} is not defined in {kernel.unit}"
+        parameters = [" ".join(part.split()) for part in signature[1].split(",")]
+        assert len(parameters) == len(kernel.args), kernel
+        for parameter, (name, kind) in zip(parameters, kernel.args, strict=True):
+            assert re.search(kinds[kind], parameter), f"{kernel}: {name} is {kind}, but the kernel has {parameter!r}"

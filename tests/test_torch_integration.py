@@ -1,0 +1,165 @@
+"""Ops in the company of torch's machinery: modes, subclasses, transforms, checkpointing, fakes, export."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import rtkernels
+from rtkernels.ops import rms_norm as module
+
+rms_norm = rtkernels.rms_norm
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_dispatch_mode_sees_forward_and_backward() -> None:
+    x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    with _Seen() as seen:
+        rms_norm(x, weight).sum().backward()
+    assert "rtkernels::rms_norm_fwd" in seen.names and "rtkernels::rms_norm_bwd" in seen.names
+
+
+def test_selective_checkpointing_can_save_an_op() -> None:
+    runs = []
+    original = module.FORWARD.reference
+
+    def counted(*args):
+        runs.append(1)
+        return original(*args)
+
+    def policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
+        save = op is torch.ops.rtkernels.rms_norm_fwd.default
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    x = torch.randn(4, 8, requires_grad=True)
+    module.FORWARD.reference = counted
+    try:
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        y = checkpoint(lambda t: rms_norm(t).sin(), x, use_reentrant=False, context_fn=contexts)
+        y.sum().backward()
+    finally:
+        module.FORWARD.reference = original
+    assert len(runs) == 1, "the saved op ran again in backward"
+
+
+def test_plain_checkpointing() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    checkpoint(lambda t: rms_norm(t).sin(), x, use_reentrant=False).sum().backward()
+    copy = x.detach().requires_grad_()
+    rms_norm(copy).sin().sum().backward()
+    torch.testing.assert_close(x.grad, copy.grad)
+
+
+def test_fake_tensors_get_shapes_and_launch_nothing() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x, weight = torch.empty(4, 8, dtype=torch.bfloat16), torch.empty(8)
+        y = rms_norm(x, weight)
+        assert y.shape == (4, 8) and y.dtype == torch.bfloat16
+        assert rtkernels.glu(x).shape == (4, 4)
+
+
+def test_meta_tensors() -> None:
+    y, total = rms_norm(torch.empty(4, 8, device="meta"), residual=torch.empty(4, 8, device="meta"))
+    assert y.is_meta and total.shape == (4, 8)
+
+
+def test_vmap_works_and_func_grad_is_refused_clearly() -> None:
+    x = torch.randn(3, 4, 8)
+    torch.testing.assert_close(torch.vmap(rms_norm)(x), rms_norm(x))
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda t: rms_norm(t).sum())(x)
+
+
+def test_subclass_goes_through_its_own_dispatch() -> None:
+    class Logged(Tensor):
+        calls: list[str] = []
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            cls.calls.append(getattr(func, "__name__", str(func)))
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    x = torch.randn(4, 8).as_subclass(Logged)
+    y = rms_norm(x)
+    torch.testing.assert_close(y.as_subclass(Tensor), rms_norm(x.as_subclass(Tensor)))
+    assert any("rms_norm" in name for name in Logged.calls)
+
+
+def test_dtensor_gives_a_clear_error(tmp_path) -> None:
+    dist = pytest.importorskip("torch.distributed")
+    if not dist.is_available() or dist.is_initialized():
+        pytest.skip("needs a torch.distributed of its own")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        x = distribute_tensor(torch.randn(4, 8), mesh, [Replicate()])
+        with pytest.raises(Exception, match=r"rtkernels[.:]+rms_norm_fwd"):
+            rms_norm(x)
+        torch.testing.assert_close(rms_norm(x.to_local()), rms_norm(x.full_tensor()))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_export() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return rms_norm(x, self.weight)
+
+    model, x = Model(), torch.randn(4, 8)
+    program = torch.export.export(model, (x,))
+    assert "rtkernels.rms_norm_fwd" in str(program.graph)
+    torch.testing.assert_close(program.module()(x), model(x))
+
+
+@pytest.mark.parametrize("backend", ("eager", "aot_eager"))
+def test_compiled_module_with_parameters(backend: str) -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return rtkernels.glu(torch.cat([rms_norm(x, self.weight), x], -1))
+
+    block, x = Block(), torch.randn(4, 8)
+    compiled = torch.compile(block, fullgraph=True, backend=backend)
+    compiled(x).sum().backward()
+    grad, block.weight.grad = block.weight.grad, None
+    block(x).sum().backward()
+    torch.testing.assert_close(grad, block.weight.grad)
+
+
+def test_inference_mode_and_no_grad() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    with torch.inference_mode():
+        assert rms_norm(x).is_inference()
+    with torch.no_grad():
+        assert not rms_norm(x).requires_grad
+
+
+def test_autocast_leaves_dtypes_alone() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert rms_norm(torch.randn(4, 8), torch.randn(8)).dtype == torch.float32
