@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import ClassVar
 
 import pytest
 import torch
@@ -88,7 +89,7 @@ def test_vmap_works_and_func_grad_is_refused_clearly() -> None:
 
 def test_subclass_goes_through_its_own_dispatch() -> None:
     class Logged(Tensor):
-        calls: list[str] = []
+        calls: ClassVar[list[str]] = []
 
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):

@@ -20,33 +20,28 @@ struct TileIndex {
     }
 };
 
-// 1 x 128. kLanes neighbouring lanes (a team) share a group; a team holds kSets of them, `across` (a power of two) side
-// by side in each of kSets / across rows. `pair` teams (1, or all of a warp) interleave their groups, the others lie
-// below: so the scales a warp stores are neighbours, and whole sectors. The scale of row m, group j goes to
+// 1 x 128. kLanes neighbouring lanes (a team) share a group. A warp holds kSets groups per team: ACROSS times those of
+// its teams side by side, in each of kSets / ACROSS rows; so it stores the scales of neighbouring groups, or of
+// neighbouring rows with ACROSS 1. The warps of a block lie below one another. The scale of row m, group j goes to
 // scale[m * scale_row + j * scale_group].
-template <typename T, typename F8, int VEC>
+template <typename T, typename F8, int VEC, int ACROSS>
 __global__ void __launch_bounds__(256, VEC == 1 ? 1 : 4)
     quantize_fp8_group(const T* x, F8* q, float* scale, i64 rows, i64 cols, i64 x_stride, i64 scale_row,
-                       i64 scale_group, i64 across, i64 pair, i64 column_tiles, i64 pow2) {
-    constexpr int kLanes = VEC == 1 ? kWarp : kGroup / VEC;
+                       i64 scale_group, i64 column_tiles, i64 pow2) {
+    constexpr int kLanes = VEC == 1 ? kWarp : kGroup / VEC, kTeams = kWarp / kLanes;
     constexpr int kPieces = kGroup / (kLanes * VEC);
-    constexpr int kSets = VEC == 1 ? 4 : 8;
+    constexpr int kSets = VEC == 1 ? 4 : 8, kDown = kSets / ACROSS;
+    constexpr int kAside = kTeams * kGroup;
     const TileIndex tile(column_tiles);
-    const int wide = static_cast<int>(across), mask = wide - 1, teams = static_cast<int>(pair);
-    const int shift = 31 - __clz(wide), pair_shift = 31 - __clz(teams);
-    const int team = static_cast<int>(threadIdx.x) / kLanes, lane = static_cast<int>(threadIdx.x) % kLanes;
-    const i64 first_group = tile.column * (wide * teams) + (team & (teams - 1));
-    const i64 first_row =
-        (tile.row * (static_cast<int>(blockDim.x) / kLanes >> pair_shift) + (team >> pair_shift)) * (kSets >> shift);
-    const i64 first_column = first_group * kGroup + lane * VEC;
-    const int rows_here = static_cast<int>(min(rows - first_row, static_cast<i64>(kSets)));
-    const int columns_here = static_cast<int>(min(cols - first_column, static_cast<i64>(kSets * kWarp * kGroup)));
+    const int warp = static_cast<int>(threadIdx.x) / kWarp, team = static_cast<int>(threadIdx.x) % kWarp / kLanes;
+    const int lane = static_cast<int>(threadIdx.x) % kLanes;
+    const i64 first_group = tile.column * (ACROSS * kTeams) + team, first_column = first_group * kGroup + lane * VEC;
+    const i64 first_row = (tile.row * (static_cast<int>(blockDim.x) / kWarp) + warp) * kDown;
+    const int rows_here = static_cast<int>(min(rows - first_row, static_cast<i64>(kDown)));
+    const int columns_here = static_cast<int>(min(cols - first_column, static_cast<i64>(ACROSS * kAside)));
 
-    // Sets are walked along a row first; every step is the same for all threads.
-    const int aside = teams * kGroup;
-    auto next = [&](int k) { return (k + 1) & mask; };
     auto inside = [&](int k, int p) {
-        return (k >> shift) < rows_here && (k & mask) * aside + p * kLanes * VEC < columns_here;
+        return k / ACROSS < rows_here && k % ACROSS * kAside + p * kLanes * VEC < columns_here;
     };
     Raw<sizeof(T) * VEC> raw[kSets][kPieces];
     const T* from = x + first_row * x_stride + first_column;
@@ -55,10 +50,10 @@ __global__ void __launch_bounds__(256, VEC == 1 ? 1 : 4)
 #pragma unroll
         for (int p = 0; p < kPieces; ++p) {
 #pragma unroll
-            for (u32& word : raw[k][p].w) word = 0;
-            if (inside(k, p)) raw[k][p] = load_raw<T, VEC>(from + p * kLanes * VEC);
+            for (u32& word : raw[k][p].w) word = 0;  // `= {}` may become a load
+            if (inside(k, p)) raw[k][p] = load_raw<T, VEC>(from + k % ACROSS * kAside + p * kLanes * VEC);
         }
-        from += next(k) ? aside : x_stride - mask * aside;
+        if (k % ACROSS == ACROSS - 1) from += x_stride;
     }
     float most[kSets];
 #pragma unroll
@@ -75,9 +70,9 @@ __global__ void __launch_bounds__(256, VEC == 1 ? 1 : 4)
     // Lane k works out and stores the scale of set k.
     const float own = fp8_scale<F8>(scattered_max<kSets, kLanes>(most), pow2 != 0);
     const float own_inverse = __frcp_rn(own);
-    const i64 own_row = first_row + (lane >> shift), own_group = first_group + (lane & mask) * teams;
-    if (lane < kSets && own_row < rows && own_group * kGroup < cols)
-        scale[own_row * scale_row + own_group * scale_group] = own;
+    const int own_row = lane / ACROSS, own_group = lane % ACROSS * kTeams;
+    if (lane < kSets && own_row < rows_here && own_group * kGroup < columns_here + lane * VEC)
+        scale[(first_row + own_row) * scale_row + (first_group + own_group) * scale_group] = own;
     F8* to = q + first_row * cols + first_column;
 #pragma unroll
     for (int k = 0; k < kSets; ++k) {
@@ -87,10 +82,10 @@ __global__ void __launch_bounds__(256, VEC == 1 ? 1 : 4)
             if (inside(k, p)) {
                 float v[VEC];
                 unpack<T, VEC>(raw[k][p], v);
-                ptx::st<VEC>(to + p * kLanes * VEC, quantized<F8>(v, inverse));
+                ptx::st<VEC>(to + k % ACROSS * kAside + p * kLanes * VEC, quantized<F8>(v, inverse));
             }
         }
-        to += next(k) ? aside : cols - mask * aside;
+        if (k % ACROSS == ACROSS - 1) to += cols;
     }
 }
 

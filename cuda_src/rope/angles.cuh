@@ -214,14 +214,25 @@ RTK_DEVICE void load_rotation(const Angles& angles, int batch, int place, int ch
             for (int i = 0; i < N; ++i) c1[i] = c0[i], s1[i] = s0[i];
         }
     }
-    const bool inverse = flags & kInverse;
+    if (angles.mscale != 1.0f) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-        c0[i] *= angles.mscale;
-        c1[i] *= angles.mscale;
-        const float first = s0[i] * angles.mscale, second = s1[i] * angles.mscale;
-        r.cross0[i] = inverse ? second : -first;
-        r.cross1[i] = inverse ? -first : second;
+        for (int i = 0; i < N; ++i) {
+            c0[i] *= angles.mscale;
+            c1[i] *= angles.mscale;
+            s0[i] *= angles.mscale;
+            s1[i] *= angles.mscale;
+        }
+    }
+    if (flags & kInverse) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            const float first = s0[i];
+            r.cross0[i] = s1[i];
+            r.cross1[i] = -first;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; ++i) r.cross0[i] = -s0[i];
     }
 }
 
@@ -233,17 +244,18 @@ inline constexpr int kGather = 2;    // adjacent in, halves out
 inline constexpr int kScatter = 3;   // halves in, adjacent out
 
 // A thread ("lane" of the group that works on a head) owns two chunks of N elements. The first rotary / (2 N) lanes
-// have the rotary part, so that both elements of a pair are theirs; the others share the rest, two chunks each, the
-// last one perhaps one. Offsets are in elements from the start of the head.
+// have the rotary part, so that both elements of a pair are theirs; the others share the rest, an even number of
+// chunks. Offsets are in elements from the start of the head.
 template <int N, int PAIRS>
 struct Pieces {
     int in_a, in_b, out_a, out_b;
-    bool rotated, has_a, has_b;
+    bool rotated, any;
 
     // The rotary part is [first, first + rotary) of the head; spare_chunks are left beside it.
     RTK_DEVICE Pieces(int lane, int first, int rotary, int spare_chunks) {
         const int rotary_lanes = rotary / 2 / N;
-        rotated = has_a = has_b = lane < rotary_lanes;
+        rotated = lane < rotary_lanes;
+        any = lane < rotary_lanes + spare_chunks / 2;
         if (rotated) {
             const int near = first + lane * N, far = first + rotary / 2 + lane * N;
             const int even = first + lane * 2 * N;
@@ -252,11 +264,9 @@ struct Pieces {
             out_a = PAIRS == kScatter ? even : near;
             out_b = PAIRS == kScatter ? even + N : far;
         } else {
-            const int a = lane - rotary_lanes, b = a + (spare_chunks + 1) / 2;
-            has_a = a < (spare_chunks + 1) / 2;
-            has_b = has_a && b < spare_chunks;
-            in_a = out_a = a * N < first ? a * N : a * N + rotary;
-            in_b = out_b = b * N < first ? b * N : b * N + rotary;
+            const int a = (lane - rotary_lanes) * N, b = a + spare_chunks / 2 * N;
+            in_a = out_a = a < first ? a : a + rotary;
+            in_b = out_b = b < first ? b : b + rotary;
         }
     }
 };

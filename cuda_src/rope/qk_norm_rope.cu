@@ -12,7 +12,7 @@
 // weight and one rotation.
 #include "common/math.cuh"
 #include "common/reduce.cuh"
-#include "common/row_ring.cuh"
+#include "ptx/cp_async.cuh"
 #include "ptx/forget.cuh"
 #include "ptx/pdl.cuh"
 #include "rope/angles.cuh"
@@ -58,6 +58,12 @@ RTK_DEVICE void group_sums(float (&v)[N], int lanes) {
             for (int i = 0; i < N; ++i) v[i] += __shfl_xor_sync(0xffffffffu, v[i], distance);
         }
     }
+}
+
+template <int N>
+RTK_DEVICE void no_rotation(Rotation<N>& r) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) r.own0[i] = r.own1[i] = 1.0f, r.cross0[i] = r.cross1[i] = 0.0f;
 }
 
 template <typename T, int N, bool SILU>
@@ -107,7 +113,7 @@ __global__ void __launch_bounds__(128, 4)
                         static_cast<int>(kv_slots), static_cast<int>(q_heads), static_cast<int>(kv_heads));
     const int dim = static_cast<int>(head_dim);
     const Pieces<N, PAIRS> own(lane, 0, static_cast<int>(rotary), (dim - static_cast<int>(rotary)) / N);
-    const int heads = token < static_cast<u32>(tokens) && own.has_a ? slot.heads : 0;
+    const int heads = token < static_cast<u32>(tokens) && own.any ? slot.heads : 0;
     const T* x = qkv + batch * qkv_batch + place * qkv_place;
 
     Raw<16> a[HEADS], b[HEADS];
@@ -118,28 +124,25 @@ __global__ void __launch_bounds__(128, 4)
         if (head < heads) {
             const int column = dim * head_column(slot.part, head, group_magic, q_extra, kv_step, k_first, v_first);
             a[i] = load_raw<T, N>(x + column + own.in_a);
-            if (own.has_b) b[i] = load_raw<T, N>(x + column + own.in_b);
+            b[i] = load_raw<T, N>(x + column + own.in_b);
         }
     }
-    // The rotation with the weights multiplied into it; beside the rotary part only the weights.
+    const float epsilon = static_cast<float>(eps);
+    const float shift = static_cast<float>(offset);
+    // The rotation with the weights multiplied into it; lanes beside the rotary part rotate by nothing, so that the
+    // lanes of a warp stay together.
     Rotation<N> r;
+    no_rotation(r);
     if (heads > 0 && slot.part != kV) {
-        if (own.rotated) {
-            load_rotation<T, N, PAIRS == kAdjacent>(RTK_ANGLES, batch, place, lane, r);
-        } else {
-#pragma unroll
-            for (int i = 0; i < N; ++i) r.own0[i] = r.own1[i] = 1.0f, r.cross0[i] = r.cross1[i] = 0.0f;
-        }
+        if (own.rotated) load_rotation<T, N, PAIRS == kAdjacent>(RTK_ANGLES, batch, place, lane, r);
         const void* weight = slot.part == kQ ? q_weight : k_weight;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float gain[N];
-            if (half == 1 && !own.has_b) break;
-            load_gain<T, N>(weight, half == 0 ? own.in_a : own.in_b, weight_wide, static_cast<float>(offset), gain);
+            load_gain<T, N>(weight, half == 0 ? own.in_a : own.in_b, weight_wide, shift, gain);
 #pragma unroll
             for (int i = 0; i < N; ++i) {
-                // Beside the rotary part the chunks are paired as halves, whatever the order inside it.
-                if (PAIRS == kAdjacent && own.rotated) {
+                if (PAIRS == kAdjacent) {
                     const int pair = half * (N / 2) + i / 2;
                     (i % 2 == 0 ? r.own0 : r.own1)[pair] *= gain[i];
                     (i % 2 == 0 ? r.cross1 : r.cross0)[pair] *= gain[i];
@@ -181,21 +184,16 @@ __global__ void __launch_bounds__(128, 4)
                     unpack<T, N>(b[i], fb);
                 }
                 if (slot.part != kV) {
-                    const float rstd = rsqrtf(square[i] * inverse + static_cast<float>(eps));
+                    const float rstd = rsqrtf(square[i] * inverse + epsilon);
 #pragma unroll
                     for (int j = 0; j < N; ++j) fa[j] *= rstd, fb[j] *= rstd;
-                    if (own.rotated) {
-                        rotate<N, PAIRS>(r, fa, fb);
-                    } else {
-#pragma unroll
-                        for (int j = 0; j < N; ++j) fa[j] *= r.own0[j], fb[j] *= r.own1[j];
-                    }
+                    rotate<N, PAIRS>(r, fa, fb);
                 }
                 a[i] = pack<T, N>(fa);
                 b[i] = pack<T, N>(fb);
             }
             ptx::st<16>(y + head * dim + own.out_a, a[i]);
-            if (own.has_b) ptx::st<16>(y + head * dim + own.out_b, b[i]);
+            ptx::st<16>(y + head * dim + own.out_b, b[i]);
         }
     }
 }
@@ -277,44 +275,61 @@ struct TokenWalk {
     }
 };
 
-inline constexpr int kBwdThreads = 384;
+// Two tokens' g and x of a block of THREADS threads in shared memory, each thread's own 16-byte chunks: waiting for its
+// own copies is enough and no barrier is needed. (RowRing with every offset known to the compiler.)
+template <int HEADS, int THREADS>
+struct HeadRing {
+    static constexpr int kPitch = THREADS * 16;
+    static constexpr int kHead = 4 * kPitch;       // chunks a and b of g, then of x
+    static constexpr int kStage = HEADS * kHead;
+    static constexpr int kBytes = 2 * kStage;
+    ptx::SharedAddress slot;  // this thread's, of the stage that is read
+    int ahead;                // from there to the stage that is filled: kStage or -kStage
 
-// A chunk of the current token's u.
-template <typename T, int N, bool SILU, typename Ring>
-RTK_DEVICE void read_u(const Ring& ring, int chunk, float (&u)[N]) {
-    ring.template read<T>(1, chunk, u);
-    if constexpr (SILU) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) u[i] = sigmoid_gate<sizeof(T) == 2>(u[i], u[i]).product;
+    RTK_DEVICE explicit HeadRing(u8* memory)
+        : slot(ptx::shared_address(memory + threadIdx.x * 16 + kStage)), ahead(-kStage) {}
+
+    RTK_DEVICE void copy(int head, int chunk, const void* source) const {
+        ptx::cp_async_16(slot + (ahead + head * kHead + chunk * kPitch), source);
     }
-}
+
+    template <typename T>
+    RTK_DEVICE void read(int head, int chunk, float (&f)[16 / sizeof(T)]) const {
+        unpack<T, 16 / sizeof(T)>(ptx::ld_shared_16(slot + (head * kHead + chunk * kPitch)), f);
+    }
+
+    // What was filled is read next.
+    RTK_DEVICE void turn() {
+        slot = slot + ahead;
+        ahead = -ahead;
+    }
+};
 
 // g * silu'(x) of a chunk; x is read again, which is cheaper than the registers to keep it in.
 template <typename T, int N, typename Ring>
-RTK_DEVICE void times_slope(const Ring& ring, int chunk, float (&g)[N]) {
+RTK_DEVICE void times_slope(const Ring& ring, int head, int chunk, float (&g)[N]) {
     float x[N];
-    ring.template read<T>(1, chunk, x);
+    ring.template read<T>(head, chunk, x);
 #pragma unroll
     for (int i = 0; i < N; ++i) g[i] *= silu_slope<sizeof(T) == 2>(x[i]);
 }
 
-// Persistent: the groups of the whole grid form teams of `slots` that each take one token at a time, so a group keeps
-// its slot, its weight and its part of dweight. g and x of the next tokens are on their way to shared memory
-// meanwhile. partial: [blocks, 2, head_dim], q's sums and k's; null when not wanted. step_batch and step_place: the
-// number of teams, in tokens.
-template <typename T, int PAIRS, bool SILU, int HEADS, int STAGES>
-__global__ void __launch_bounds__(kBwdThreads)
+// Persistent: the groups of the whole grid form `teams` teams of `slots` groups that each take one token at a time, so
+// a group keeps its slot, its weight and its part of dweight. g and x of the next token are on their way to shared
+// memory meanwhile. partial: [blocks, 2, head_dim], q's sums and k's; null when not wanted.
+template <typename T, int PAIRS, bool SILU, int HEADS, int THREADS>
+__global__ void __launch_bounds__(THREADS)
     qk_norm_rope_bwd(RTK_QKV_GRADIENT_PARAMETERS, i64 teams, RTK_QKV_PARAMETERS, RTK_ANGLE_PARAMETERS) {
     constexpr int N = 16 / sizeof(T);
     extern __shared__ __align__(16) u8 memory[];
-    __shared__ u8 part_of_group[kBwdThreads];
-    RowRing<2, 2 * HEADS, STAGES> ring(memory);
+    __shared__ u8 part_of_group[THREADS];
+    HeadRing<HEADS, THREADS> ring(memory);
     ptx::launch_dependents();  // column_sum's blocks are small enough to wait beside this one
     const int slots = static_cast<int>(q_slots + 2 * kv_slots);
     const int lanes = 1 << lane_bits;
     const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
     const int group_in_block = static_cast<int>(threadIdx.x) >> lane_bits;
-    const int group = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) >> lane_bits);
+    const int group = static_cast<int>((blockIdx.x * THREADS + threadIdx.x) >> lane_bits);
     const int team = group / slots;
     const HeadSlot slot(group - team * slots, static_cast<int>(q_slots), static_cast<int>(kv_slots),
                         static_cast<int>(q_heads), static_cast<int>(kv_heads));
@@ -322,96 +337,107 @@ __global__ void __launch_bounds__(kBwdThreads)
     const int span = static_cast<int>(length);
     const int step_batch = step / span, step_place = step - step_batch * span;
     const int dim = static_cast<int>(head_dim);
-    const int end = team < step ? static_cast<int>(tokens) : 0;
     const Pieces<N, kHalves> own(lane, 0, static_cast<int>(rotary), (dim - static_cast<int>(rotary)) / N);
-    const bool needs_x = SILU || slot.part != kV;
+    const int end = team < step && own.any ? static_cast<int>(tokens) : 0;
+    const bool normed = slot.part != kV;
+    const bool needs_x = SILU || normed;
 
     const T* g = slot.part == kQ ? dq : slot.part == kK ? dk : dv;
     const i64 g_batch = slot.part == kQ ? dq_batch : slot.part == kK ? dk_batch : dv_batch;
     const i64 g_place = slot.part == kQ ? dq_place : slot.part == kK ? dk_place : dv_place;
     const i64 g_head = slot.part == kQ ? dq_head : slot.part == kK ? dk_head : dv_head;
-    g += slot.first * g_head;
+    g += slot.first * g_head + own.in_a;
+    qkv += own.in_a;
+    dqkv += own.in_a;
     const i64 g_step = slot.step * g_head;
-    const auto column_of = [&](int head) {
-        return dim * head_column(slot.part, head, group_magic, q_extra, kv_step, k_first, v_first);
-    };
-    const int heads = own.has_a ? slot.heads : 0;
+    const int to_b = own.in_b - own.in_a;
+    const int count = (slot.heads - slot.first + slot.step - 1) / slot.step;  // heads of this thread
+    int column[HEADS];
+#pragma unroll
+    for (int i = 0; i < HEADS; ++i)
+        column[i] = dim * head_column(slot.part, slot.first + i * slot.step, group_magic, q_extra, kv_step, k_first,
+                                      v_first);
 
-    TokenWalk fetched(team, span);
+    TokenWalk next(team, span);
     auto fetch = [&] {
-        if (fetched.token < end) {
-            const T* from = g + fetched.batch * g_batch + fetched.place * g_place;
-            const T* x = qkv + fetched.batch * qkv_batch + fetched.place * qkv_place;
+        if (next.token < end) {
+            const T* from = g + next.batch * g_batch + next.place * g_place;
+            const T* x = qkv + next.batch * qkv_batch + next.place * qkv_place;
 #pragma unroll
             for (int i = 0; i < HEADS; ++i) {
-                const int head = slot.first + i * slot.step;
-                if (head < heads) {
-                    ring.copy(0, 2 * i, from + i * g_step + own.in_a);
-                    if (own.has_b) ring.copy(0, 2 * i + 1, from + i * g_step + own.in_b);
+                if (i < count) {
+                    ring.copy(i, 0, from);
+                    ring.copy(i, 1, from + to_b);
+                    from += g_step;
                     if (needs_x) {
-                        const T* of_head = x + column_of(head);
-                        ring.copy(1, 2 * i, of_head + own.in_a);
-                        if (own.has_b) ring.copy(1, 2 * i + 1, of_head + own.in_b);
+                        ring.copy(i, 2, x + column[i]);
+                        ring.copy(i, 3, x + column[i] + to_b);
                     }
                 }
             }
         }
-        ring.commit();
-        fetched.advance(step, step_batch, step_place, span);
+        ptx::cp_async_commit();
+        next.advance(step, step_batch, step_place, span);
     };
 
     // Slots nothing is copied to are read all the same, by lanes that only take part in the reductions.
-    const bool few = team + (STAGES - 1) * static_cast<i64>(step) >= end;
 #pragma unroll
-    for (int i = 0; i < HEADS; ++i) {
-        const bool copied = !few && needs_x && slot.first + i * slot.step < heads;
-        if (!copied) ring.zero(memory, 2 * i);
-        if (!copied || !own.has_b) ring.zero(memory, 2 * i + 1);
-    }
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; ++s) fetch();
+    for (int i = 0; i < 2 * HEADS * 4; ++i)
+        *reinterpret_cast<Raw<16>*>(memory + i * ring.kPitch + threadIdx.x * 16) = Raw<16>{};
+    fetch();
 
+    const float shift = static_cast<float>(offset);
     float gain_a[N], gain_b[N], dweight_a[N], dweight_b[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) gain_a[i] = gain_b[i] = dweight_a[i] = dweight_b[i] = 0.0f;
-    if (slot.part != kV) {
+    if (normed && own.any) {
         const void* weight = slot.part == kQ ? q_weight : k_weight;
-        if (own.has_a) load_gain<T, N>(weight, own.in_a, weight_wide, static_cast<float>(offset), gain_a);
-        if (own.has_b) load_gain<T, N>(weight, own.in_b, weight_wide, static_cast<float>(offset), gain_b);
+        load_gain<T, N>(weight, own.in_a, weight_wide, shift, gain_a);
+        load_gain<T, N>(weight, own.in_b, weight_wide, shift, gain_b);
     }
 
     const Angles angles = RTK_ANGLES;
     const float epsilon = static_cast<float>(eps);
     const float inverse = static_cast<float>(inverse_dim);
+    Rotation<N> r;
+    no_rotation(r);
     // Every group of a warp makes as many rounds as the one with most tokens: they share the reductions.
     TokenWalk at(team, span);
-    const int rounds = static_cast<int>((tokens + step - 1) / step);
+    const int rounds = static_cast<int>(tokens + step - 1) / step;
     for (int round = 0; round < rounds; ++round) {
+        ring.turn();
         fetch();
-        const bool active = at.token < end && own.has_a;
-        const bool rotates = active && own.rotated && slot.part != kV;
-        Rotation<N> r;
-        if (rotates) load_rotation<T, N, PAIRS == kAdjacent>(angles, at.batch, at.place, lane, r);
-        ring.wait();
+        const bool active = at.token < end;
+        if (active && own.rotated && normed)
+            load_rotation<T, N, PAIRS == kAdjacent>(angles, at.batch, at.place, lane, r);
+        ptx::cp_async_wait<1>();
         T* to = dqkv + at.batch * dqkv_batch + at.place * dqkv_place;
         // One head after the other, not unrolled: other warps fill the gaps, and the registers are few.
 #pragma unroll 1
         for (int i = 0; i < HEADS; ++i) {
             float ga[N], gb[N], xa[N], xb[N], sums[2] = {0.0f, 0.0f};  // of u^2 and u * a * gain
-            ring.template read<T>(0, 2 * i, ga);
-            ring.template read<T>(0, 2 * i + 1, gb);
-            read_u<T, N, SILU>(ring, 2 * i, xa);
-            read_u<T, N, SILU>(ring, 2 * i + 1, xb);
-            if (rotates) rotate<N, PAIRS>(r, ga, gb);
+            ring.template read<T>(i, 0, ga);
+            ring.template read<T>(i, 1, gb);
+            ring.template read<T>(i, 2, xa);
+            ring.template read<T>(i, 3, xb);
+            if constexpr (SILU) {
+#pragma unroll
+                for (int j = 0; j < N; ++j) {
+                    xa[j] = sigmoid_gate<sizeof(T) == 2>(xa[j], xa[j]).product;
+                    xb[j] = sigmoid_gate<sizeof(T) == 2>(xb[j], xb[j]).product;
+                }
+            }
+            if (normed) rotate<N, PAIRS>(r, ga, gb);
 #pragma unroll
             for (int j = 0; j < N; ++j) {
-                sums[0] += xa[j] * xa[j] + xb[j] * xb[j];
-                sums[1] += ga[j] * gain_a[j] * xa[j] + gb[j] * gain_b[j] * xb[j];
+                sums[0] += xa[j] * xa[j];
+                sums[1] += ga[j] * gain_a[j] * xa[j];
+                sums[0] += xb[j] * xb[j];
+                sums[1] += gb[j] * gain_b[j] * xb[j];
             }
             group_sums<2>(sums, lanes);
-            const int head = slot.first + i * slot.step;
-            if (active && head < heads) {
-                if (slot.part != kV) {
+            if (active && i < count) {
+                if (normed) {
                     const float rstd = rsqrtf(sums[0] * inverse + epsilon);
                     const float pull = sums[1] * inverse * rstd * rstd * rstd;
 #pragma unroll
@@ -425,37 +451,37 @@ __global__ void __launch_bounds__(kBwdThreads)
                     }
                 }
                 if constexpr (SILU) {
-                    times_slope<T, N>(ring, 2 * i, ga);
-                    times_slope<T, N>(ring, 2 * i + 1, gb);
+                    times_slope<T, N>(ring, i, 2, ga);
+                    times_slope<T, N>(ring, i, 3, gb);
                 }
-                T* of_head = to + column_of(head);
-                store<T, N>(of_head + own.out_a, ga);
-                if (own.has_b) store<T, N>(of_head + own.out_b, gb);
+                T* dx = to + dim * head_column(slot.part, slot.first + i * slot.step, group_magic, q_extra, kv_step,
+                                               k_first, v_first);
+                store<T, N>(dx, ga);
+                store<T, N>(dx + to_b, gb);
             }
         }
         at.advance(step, step_batch, step_place, span);
-        ring.next_row();
     }
 
     if (partial == nullptr) return;
     ptx::cp_async_wait<0>();
     __syncthreads();
-    const int groups = static_cast<int>(blockDim.x) >> lane_bits;
     float* sums = reinterpret_cast<float*>(memory) + group_in_block * dim;  // [groups, head_dim]
     if (lane == 0) part_of_group[group_in_block] = static_cast<u8>(team < step ? slot.part : kV);
+    if (own.any) {
 #pragma unroll
-    for (int i = 0; i < N; i += 4) {
-        if (own.has_a)
+        for (int i = 0; i < N; i += 4) {
             *reinterpret_cast<float4*>(sums + own.in_a + i) =
                 make_float4(dweight_a[i], dweight_a[i + 1], dweight_a[i + 2], dweight_a[i + 3]);
-        if (own.has_b)
             *reinterpret_cast<float4*>(sums + own.in_b + i) =
                 make_float4(dweight_b[i], dweight_b[i + 1], dweight_b[i + 2], dweight_b[i + 3]);
+        }
     }
     __syncthreads();
     sums = reinterpret_cast<float*>(memory);
+    const int groups = THREADS >> lane_bits;
     partial += static_cast<i64>(blockIdx.x) * 2 * dim;
-    for (int i = static_cast<int>(threadIdx.x); i < 2 * dim; i += static_cast<int>(blockDim.x)) {
+    for (int i = static_cast<int>(threadIdx.x); i < 2 * dim; i += THREADS) {
         const int part = i < dim ? kQ : kK;
         const int from = i < dim ? i : i - dim;
         float total = 0.0f;

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(128) rope(RTK_ROPE_PARAMETERS, RTK_ANGLE_PARAM
     const int place = static_cast<int>(token - batch * static_cast<u32>(length));
     const Pieces<N, PAIRS> own(lane, static_cast<int>(first), static_cast<int>(rotary), static_cast<int>(spare));
     const int from_q = static_cast<int>(q_heads);
-    const int heads = token < static_cast<u32>(tokens) && own.has_a ? from_q + static_cast<int>(k_heads) : 0;
+    const int heads = token < static_cast<u32>(tokens) && own.any ? from_q + static_cast<int>(k_heads) : 0;
 
     Raw<16> a[kRopeHeads], b[kRopeHeads];
 #pragma unroll
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(128) rope(RTK_ROPE_PARAMETERS, RTK_ANGLE_PARAM
             const T* x = head < from_q ? q + batch * q_batch + place * q_place + head * q_head
                                        : k + batch * k_batch + place * k_place + (head - from_q) * k_head;
             a[i] = load_raw<T, N>(x + own.in_a);
-            if (own.has_b) b[i] = load_raw<T, N>(x + own.in_b);
+            b[i] = load_raw<T, N>(x + own.in_b);
         }
     }
     Rotation<N> r;
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(128) rope(RTK_ROPE_PARAMETERS, RTK_ANGLE_PARAM
                 b[i] = pack<T, N>(fb);
             }
             ptx::st<16>(y + own.out_a, a[i]);
-            if (own.has_b) ptx::st<16>(y + own.out_b, b[i]);
+            ptx::st<16>(y + own.out_b, b[i]);
         }
     }
 }

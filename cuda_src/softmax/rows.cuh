@@ -3,6 +3,7 @@
 #include "common/math.cuh"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
+#include "ptx/cp_async.cuh"
 
 namespace rtk {
 
@@ -25,9 +26,10 @@ struct Exponent {
     u32 flip;
 
     RTK_DEVICE explicit Exponent(double scale) {
-        slope = fmaxf(fabsf(static_cast<float>(scale)), __uint_as_float(1u));
+        const float narrow = static_cast<float>(scale);
+        slope = fmaxf(fabsf(narrow), __uint_as_float(1u));
         factor = kFast ? slope * 1.4426950408889634f : slope;
-        flip = scale < 0.0 ? (kFast ? 0x80008000u : 0x80000000u) : 0u;
+        flip = narrow < 0.0f ? (kFast ? 0x80008000u : 0x80000000u) : 0u;
     }
     RTK_DEVICE float operator()(float difference) const {
         if constexpr (kFast) return ptx::ex2(difference * factor);
@@ -71,6 +73,37 @@ RTK_DEVICE i64 valid_columns(const void* lengths, i64 wide, i64 row, i64 cols) {
     const i64 length = wide ? static_cast<const i64*>(lengths)[row] : static_cast<const i32*>(lengths)[row];
     return length < 0 ? 0 : length < cols ? length : cols;
 }
+
+// A block that works on one row at a time.
+RTK_DEVICE RowGroup whole_block() {
+    RowGroup group(blockDim.x);
+    group.threads = static_cast<int>(blockDim.x);
+    group.count = 1;
+    group.index = 0;
+    group.thread = static_cast<int>(threadIdx.x);
+    return group;
+}
+
+// Shared memory for the next STAGES rows, PIECES of 16 bytes of each row in a thread. Every slot belongs to one thread.
+template <int PIECES, int STAGES>
+struct Stages {
+    ptx::SharedAddress base;
+    int offset = 0;  // of the current row's slots
+
+    RTK_DEVICE explicit Stages(u8* memory) : base(ptx::shared_address(memory + threadIdx.x * 16)) {}
+
+    RTK_DEVICE ptx::SharedAddress slot(int piece) const {
+        return base + (offset + piece * static_cast<int>(blockDim.x) * 16);
+    }
+    // Closes the copies into the current slots and goes on to the next ones.
+    RTK_DEVICE void next() {
+        ptx::cp_async_commit();
+        if constexpr (STAGES > 1) {
+            offset += PIECES * static_cast<int>(blockDim.x) * 16;
+            if (offset == STAGES * PIECES * static_cast<int>(blockDim.x) * 16) offset = 0;
+        }
+    }
+};
 
 // e / sum, correctly rounded but for rare cases where `exact`; `inverse` is about 1 / sum.
 template <bool kExact>

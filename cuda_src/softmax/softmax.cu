@@ -5,7 +5,6 @@
 //
 // Rows are worked on by groups of threads (RowGroup). x and y have any row stride and may be the same memory: a thread
 // has read each piece for the last time before it overwrites it, and no other thread reads it.
-#include "common/row_ring.cuh"
 #include "softmax/rows.cuh"
 
 namespace rtk {
@@ -51,7 +50,7 @@ RTK_DEVICE void softmax_row(Raw<16> (&raw)[CHUNKS], const Exponent<T>& exponent,
         if (column + c * pitch < end) {
             float(&v)[VEC] = kept[kKeep ? c : 0];
             if constexpr (!kKeep) {
-                refresh(raw[c], zero);
+                refresh(raw[c], zero << 1);
                 unpack<T, VEC>(raw[c], v);
             }
 #pragma unroll
@@ -69,12 +68,18 @@ RTK_DEVICE void softmax_row(Raw<16> (&raw)[CHUNKS], const Exponent<T>& exponent,
     }
 }
 
-// Makes a piece of scores that starts `valid` columns before the last one that counts ready for softmax_row.
-template <typename T, int N>
-RTK_DEVICE void prepare_scores(Raw<sizeof(T) * N>& raw, u32 flip, int valid) {
+// Makes scores ready for softmax_row; `valid` columns count from the first one of chunk 0.
+template <typename T, int N, int CHUNKS>
+RTK_DEVICE void prepare_scores(Raw<sizeof(T) * N> (&raw)[CHUNKS], u32 flip, int valid, int pitch) {
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(raw.w) / sizeof(u32)); ++i) raw.w[i] ^= flip;
-    if (valid < N) mask_tail<T, N, true>(raw, valid);
+    for (int c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(sizeof(raw[c].w) / sizeof(u32)); ++i) raw[c].w[i] ^= flip;
+    }
+    if (valid - (CHUNKS - 1) * pitch < N) {
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) mask_tail<T, N, true>(raw[c], valid - c * pitch);
+    }
 }
 
 // Forward with the row in registers: thread i of a RowGroup owns the 16-byte pieces i, i + threads, ... (CHUNKS of them)
@@ -99,55 +104,49 @@ __global__ void __launch_bounds__(512, 2)
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)
         if (column + c * pitch < limit) raw[c] = load_raw<T, VEC>(x + c * pitch);
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) prepare_scores<T, VEC>(raw[c], exponent.flip, limit - column - c * pitch);
+    prepare_scores<T, VEC>(raw, exponent.flip, limit - column, pitch);
     softmax_row<T, CHUNKS, LOG>(raw, exponent, group, scratch, y, column, pitch, end, limit, zero, [] {});
 }
 
 // Forward for rows that fill a multiprocessor: one persistent block each (one group), whose next STAGES rows are on their
-// way to shared memory while it works on the current one in registers. A thread's slot is free as soon as it has read it.
+// way to shared memory while it works on the current one in registers. A thread's slots are its own: it may refill them
+// as soon as it has used what it read.
 template <typename T, int CHUNKS, bool LOG, int STAGES>
 __global__ void __launch_bounds__(1024, 1)
     softmax_fwd_ring(const T* x, T* y, const void* lengths, i64 rows, i64 cols, i64 x_stride, i64 y_stride, i64 wide,
-                     i64 threads_per_row, double scale) {
+                     double scale) {
     constexpr int VEC = 16 / sizeof(T);
     const u32 zero = static_cast<u32>(rows >> 62);
     extern __shared__ __align__(16) u8 memory[];
     __shared__ GroupScratch<1> scratch;
-    const RowGroup group(threads_per_row);
+    const RowGroup group = whole_block();
     const Exponent<T> exponent(scale);
-    RowRing<1, CHUNKS, STAGES> ring(memory);
-    const int end = static_cast<int>(cols);
+    Stages<CHUNKS, STAGES> stages(memory);
     const int column = group.thread * VEC;
     const int pitch = group.threads * VEC;
-    i64 fetched = blockIdx.x;
-    x += fetched * x_stride + column;
-    y += fetched * y_stride + column;
-    auto fetch = [&] {
-        if (fetched < rows) {
-            const int limit = static_cast<int>(valid_columns(lengths, wide, fetched, cols));
+    auto fetch = [&](i64 row) {
+        if (row < rows) {
+            const int limit = static_cast<int>(valid_columns(lengths, wide, row, cols));
+            const T* source = x + row * x_stride + column;
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c)
-                if (column + c * pitch < limit) ring.copy(0, c, x + c * pitch);
+                if (column + c * pitch < limit) ptx::cp_async_16(stages.slot(c), source + c * pitch);
         }
-        ring.commit();
-        fetched += gridDim.x;
-        x += gridDim.x * x_stride;
+        stages.next();
     };
 #pragma unroll
-    for (int s = 0; s < STAGES; ++s) fetch();
+    for (int s = 0; s < STAGES; ++s) fetch(blockIdx.x + static_cast<i64>(s) * gridDim.x);
     for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
         const int limit = static_cast<int>(valid_columns(lengths, wide, row, cols));
-        ring.wait();
+        ptx::cp_async_wait<STAGES - 1>();
         Raw<16> raw[CHUNKS];
 #pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) {
-            if (column + c * pitch < limit) raw[c] = ptx::ld_shared_16(ring.base + (ring.read_offset + c * ring.pitch));
-            prepare_scores<T, VEC>(raw[c], exponent.flip, limit - column - c * pitch);
-        }
-        ring.next_row();
-        softmax_row<T, CHUNKS, LOG>(raw, exponent, group, scratch, y, column, pitch, end, limit, zero, fetch);
-        y += gridDim.x * y_stride;
+        for (int c = 0; c < CHUNKS; ++c)
+            if (column + c * pitch < limit) raw[c] = ptx::ld_shared_16(stages.slot(c));
+        prepare_scores<T, VEC>(raw, exponent.flip, limit - column, pitch);
+        softmax_row<T, CHUNKS, LOG>(raw, exponent, group, scratch, y + row * y_stride + column, column, pitch,
+                                    static_cast<int>(cols), limit, zero,
+                                    [&] { fetch(row + static_cast<i64>(STAGES) * gridDim.x); });
     }
 }
 
@@ -155,9 +154,9 @@ __global__ void __launch_bounds__(1024, 1)
 template <typename T, int N>
 RTK_DEVICE void load_scores(const T* x_row, i64 column, i64 limit, u32 flip, float (&v)[N]) {
     if (column < limit) {
-        Raw<sizeof(T) * N> raw = load_raw<T, N>(x_row + column);
-        prepare_scores<T, N>(raw, flip, limit - column < N ? static_cast<int>(limit - column) : N);
-        unpack<T, N>(raw, v);
+        Raw<sizeof(T) * N> raw[1] = {load_raw<T, N>(x_row + column)};
+        prepare_scores<T, N>(raw, flip, limit - column < N ? static_cast<int>(limit - column) : N, 0);
+        unpack<T, N>(raw[0], v);
     } else {
 #pragma unroll
         for (int i = 0; i < N; ++i) v[i] = -kInfinity;
@@ -167,7 +166,7 @@ RTK_DEVICE void load_scores(const T* x_row, i64 column, i64 limit, u32 flip, flo
 // Forward for rows that do not fit or whose addresses allow only narrow accesses: reads the row once for maximum and sum
 // together, and once more to write it.
 template <typename T, int VEC>
-__global__ void __launch_bounds__(1024)
+__global__ void __launch_bounds__(1024, 1)
     softmax_fwd_long(const T* x, T* y, const void* lengths, i64 rows, i64 cols, i64 x_stride, i64 y_stride, i64 wide,
                      i64 threads_per_row, double scale, i64 log) {
     constexpr int CHUNKS = VEC == 1 ? 8 : 2;  // pieces in flight
@@ -259,6 +258,19 @@ RTK_DEVICE void gradient(float (&g)[N], const float (&v)[N], float sum, float sc
     }
 }
 
+// Zeros in the pieces of dy and y from `valid` columns after the first one of chunk 0 on.
+template <typename T, int N, int CHUNKS>
+RTK_DEVICE void zero_past(Raw<sizeof(T) * N> (&dy_raw)[CHUNKS], Raw<sizeof(T) * N> (&y_raw)[CHUNKS], int valid,
+                          int pitch) {
+    if (valid - (CHUNKS - 1) * pitch < N) {
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            mask_tail<T, N, false>(dy_raw[c], valid - c * pitch);
+            mask_tail<T, N, false>(y_raw[c], valid - c * pitch);
+        }
+    }
+}
+
 // One row in registers, as in softmax_row; dy_raw and y_raw are 0 from `limit` on.
 template <typename T, int CHUNKS, bool LOG, typename Between>
 RTK_DEVICE void softmax_row_gradient(Raw<16> (&dy_raw)[CHUNKS], Raw<16> (&y_raw)[CHUNKS], float scale,
@@ -316,13 +328,7 @@ __global__ void __launch_bounds__(512, 2)
             y_raw[c] = load_raw<T, VEC>(y + c * pitch);
         }
     }
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-        if (column + c * pitch + VEC > limit) {
-            mask_tail<T, VEC, false>(dy_raw[c], limit - column - c * pitch);
-            mask_tail<T, VEC, false>(y_raw[c], limit - column - c * pitch);
-        }
-    }
+    zero_past<T, VEC>(dy_raw, y_raw, limit - column, pitch);
     softmax_row_gradient<T, CHUNKS, LOG>(dy_raw, y_raw, static_cast<float>(scale), group, scratch, 0, dx, column, pitch,
                                          end, limit, zero, [] {});
 }
@@ -331,68 +337,57 @@ __global__ void __launch_bounds__(512, 2)
 template <typename T, int CHUNKS, bool LOG, int STAGES>
 __global__ void __launch_bounds__(1024, 1)
     softmax_bwd_ring(const T* dy, const T* y, T* dx, const void* lengths, i64 rows, i64 cols, i64 dy_stride,
-                     i64 y_stride, i64 wide, i64 threads_per_row, double scale) {
+                     i64 y_stride, i64 wide, double scale) {
     constexpr int VEC = 16 / sizeof(T);
     const u32 zero = static_cast<u32>(rows >> 62);
     extern __shared__ __align__(16) u8 memory[];
     __shared__ GroupScratch<1> scratch;
-    const RowGroup group(threads_per_row);
-    RowRing<2, CHUNKS, STAGES> ring(memory);
-    const int end = static_cast<int>(cols);
+    const RowGroup group = whole_block();
+    Stages<2 * CHUNKS, STAGES> stages(memory);
     const int column = group.thread * VEC;
     const int pitch = group.threads * VEC;
-    const float slope = static_cast<float>(scale);
-    i64 fetched = blockIdx.x;
-    dy += fetched * dy_stride + column;
-    y += fetched * y_stride + column;
-    dx += fetched * cols + column;
-    auto fetch = [&] {
-        if (fetched < rows) {
-            const int limit = static_cast<int>(valid_columns(lengths, wide, fetched, cols));
+    auto fetch = [&](i64 row) {
+        if (row < rows) {
+            const int limit = static_cast<int>(valid_columns(lengths, wide, row, cols));
+            const T* dy_source = dy + row * dy_stride + column;
+            const T* y_source = y + row * y_stride + column;
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c) {
                 if (column + c * pitch < limit) {
-                    ring.copy(0, c, dy + c * pitch);
-                    ring.copy(1, c, y + c * pitch);
+                    ptx::cp_async_16(stages.slot(2 * c), dy_source + c * pitch);
+                    ptx::cp_async_16(stages.slot(2 * c + 1), y_source + c * pitch);
                 }
             }
         }
-        ring.commit();
-        fetched += gridDim.x;
-        dy += gridDim.x * dy_stride;
-        y += gridDim.x * y_stride;
+        stages.next();
     };
 #pragma unroll
-    for (int s = 0; s < STAGES; ++s) fetch();
+    for (int s = 0; s < STAGES; ++s) fetch(blockIdx.x + static_cast<i64>(s) * gridDim.x);
     int phase = 0;
     for (i64 row = blockIdx.x; row < rows; row += gridDim.x, phase ^= 1) {
         const int limit = static_cast<int>(valid_columns(lengths, wide, row, cols));
-        ring.wait();
+        ptx::cp_async_wait<STAGES - 1>();
         Raw<16> dy_raw[CHUNKS], y_raw[CHUNKS];
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
             if (column + c * pitch < limit) {
-                dy_raw[c] = ptx::ld_shared_16(ring.base + (ring.read_offset + c * ring.pitch));
-                y_raw[c] = ptx::ld_shared_16(ring.base + (ring.read_offset + (CHUNKS + c) * ring.pitch));
-            }
-            if (column + c * pitch + VEC > limit) {
-                mask_tail<T, VEC, false>(dy_raw[c], limit - column - c * pitch);
-                mask_tail<T, VEC, false>(y_raw[c], limit - column - c * pitch);
+                dy_raw[c] = ptx::ld_shared_16(stages.slot(2 * c));
+                y_raw[c] = ptx::ld_shared_16(stages.slot(2 * c + 1));
             }
         }
-        ring.next_row();
-        softmax_row_gradient<T, CHUNKS, LOG>(dy_raw, y_raw, slope, group, scratch, phase, dx, column, pitch, end, limit,
-                                             zero, fetch);
-        dx += gridDim.x * cols;
+        zero_past<T, VEC>(dy_raw, y_raw, limit - column, pitch);
+        softmax_row_gradient<T, CHUNKS, LOG>(dy_raw, y_raw, static_cast<float>(scale), group, scratch, phase,
+                                             dx + row * cols + column, column, pitch, static_cast<int>(cols), limit,
+                                             zero, [&] { fetch(row + static_cast<i64>(STAGES) * gridDim.x); });
     }
 }
 
 // As softmax_fwd_long.
 template <typename T, int VEC>
-__global__ void __launch_bounds__(1024)
+__global__ void __launch_bounds__(1024, 1)
     softmax_bwd_long(const T* dy, const T* y, T* dx, const void* lengths, i64 rows, i64 cols, i64 dy_stride,
                      i64 y_stride, i64 wide, i64 threads_per_row, double scale, i64 log) {
-    constexpr int CHUNKS = VEC == 1 ? 8 : 2;
+    constexpr int CHUNKS = VEC == 1 ? 8 : 1;
     __shared__ GroupScratch<1> scratch;
     const RowGroup group(threads_per_row);
     const int pitch = group.threads * VEC;

@@ -35,6 +35,7 @@ _WIDE_AND_NARROW = [(t, f, v) for t, f in _PAIRS for v in (1, _WIDTH[t])]
 _RUN_THREADS = 256
 _ROW_THREADS, _ROW_CHUNKS = 512, 4
 _GROUP_THREADS = 256
+_SECTOR_SCALES = 8  # of 4 bytes each: what L2 and memory move at least
 _TRANSPOSED_THREADS = 128
 _AMAX_BLOCKS_PER_SM = 4  # resident together: the pass ends everywhere at about the same time
 
@@ -74,11 +75,11 @@ ROW_LONG = Kernel(
 GROUPED = Kernel(
     "quant/quantize_fp8_tile.cu",
     "quantize_fp8_group",
-    template="T F8 VEC",
-    args="x:ptr q:ptr scale:ptr rows:i64 cols:i64 x_stride:i64 scale_row:i64 scale_group:i64 across:i64 "
-    "pair:i64 column_tiles:i64 pow2:i64",
-    variants=_WIDE_AND_NARROW,
-    max_registers=48,
+    template="T F8 VEC ACROSS",
+    args="x:ptr q:ptr scale:ptr rows:i64 cols:i64 x_stride:i64 scale_row:i64 scale_group:i64 column_tiles:i64 "
+    "pow2:i64",
+    variants=[(t, f, v, a) for t, f, v in _WIDE_AND_NARROW for a in ((1,) if v == 1 else (1, 32 // v))],
+    max_registers=64,
 )
 BLOCK = Kernel(
     "quant/quantize_fp8_tile.cu",
@@ -311,18 +312,19 @@ def _row(m: _Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch, t
 
 
 def _group(m: _Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch, tuple[int, ...]]:
-    lanes = 32 if m.vec == 1 else GROUP // m.vec
-    groups, teams, sets = groups_of(m.cols), _GROUP_THREADS // lanes, 4 if m.vec == 1 else 8
-    pair = min(32 // lanes, groups)
-    across = 1
-    if layout == "row":  # eight scales fill a sector
-        while across * pair < 8 and across < sets and -groups % (2 * across * pair) <= groups // 8:
-            across *= 2
-    tiles = -(-groups // (across * pair))
-    grid = tiles * -(-m.rows // (teams // pair * (sets // across)))
-    strides = (1, m.rows) if layout == "column" else (groups, 1)
-    launch = GROUPED.bind((t, f, m.vec), m.device, grid, _GROUP_THREADS)
-    return launch, (m.rows, m.cols, m.stride, *strides, across, pair, tiles, pow2)
+    rows, cols, stride = m.rows, m.cols, m.stride
+    groups = groups_of(cols)
+    strides = (1, rows) if layout == "column" else (groups, 1)
+    if layout == "row" and stride == cols and cols % GROUP == 0 and rows * groups % _SECTOR_SCALES == 0:
+        # No group ends early and none is followed by a gap: rows of any length will do.
+        rows, cols, groups = rows * groups // _SECTOR_SCALES, _SECTOR_SCALES * GROUP, _SECTOR_SCALES
+        stride, strides = cols, (groups, 1)
+    teams, sets = (1, 4) if m.vec == 1 else (32 * m.vec // GROUP, 8)
+    across = 1 if m.vec == 1 or layout == "column" or groups < _SECTOR_SCALES else _SECTOR_SCALES // teams
+    tiles = -(-groups // (across * teams))
+    grid = tiles * -(-rows // (_GROUP_THREADS // 32 * sets // across))
+    launch = GROUPED.bind((t, f, m.vec, across), m.device, grid, _GROUP_THREADS)
+    return launch, (rows, cols, stride, *strides, tiles, pow2)
 
 
 def _block(m: _Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch, tuple[int, ...]]:

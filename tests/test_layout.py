@@ -1,0 +1,81 @@
+"""Plain-integer helpers of the launchers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rtkernels import _layout
+from rtkernels._kernel import Kernel, Plans, dense_strides
+from rtkernels.errors import ArgumentError
+
+
+@pytest.mark.parametrize(
+    ("tensor", "wanted"),
+    [
+        (torch.empty(3, 4), 4),
+        (torch.empty(7), 7),
+        (torch.empty(2, 3, 4), 4),
+        (torch.empty(6, 8)[::2], 16),
+        (torch.empty(6, 8)[:, :4], 8),
+        (torch.empty(2, 6, 8)[:, ::2], 16),
+        (torch.empty(2, 6, 8)[:, :4], None),
+        (torch.empty(4, 6).t(), None),
+        (torch.empty(1, 4).expand(5, 4), 0),
+        (torch.empty(5, 1).expand(5, 4), None),
+        (torch.empty(3, 1, 4).transpose(0, 1), 4),
+        (torch.empty(5, 6)[:, :1], 6),
+        (torch.empty(0, 4), 4),
+        (torch.empty(4, 0), 0),
+    ],
+    ids=lambda value: str(tuple(value.shape)) + str(value.stride()) if isinstance(value, torch.Tensor) else str(value),
+)
+def test_row_stride(tensor: torch.Tensor, wanted: int | None) -> None:
+    assert _layout.row_stride(tensor.shape, tensor.stride()) == wanted
+
+
+@pytest.mark.parametrize(
+    ("multiples", "wanted"),
+    [((), 16), ((32, 48), 16), ((32, 8), 8), ((0, 2), 2), ((6,), 2), ((5,), 1), ((1 << 40,), 16)],
+)
+def test_vector_bytes(multiples: tuple[int, ...], wanted: int) -> None:
+    assert _layout.vector_bytes(*multiples) == wanted
+
+
+@pytest.mark.parametrize(("vectors", "wanted"), [(0, 1), (1, 1), (2, 2), (3, 4), (31, 32), (33, 64), (999, 512)])
+def test_group_threads(vectors: int, wanted: int) -> None:
+    assert _layout.group_threads(vectors, 512) == wanted
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 4), (4, 0), (2, 1, 5), (2, 0, 3)], ids=str)
+def test_dense_strides_are_torchs(shape: tuple[int, ...]) -> None:
+    assert dense_strides(shape) == torch.empty(shape).stride()
+
+
+def test_token_names_argument_and_choices() -> None:
+    with pytest.raises(ArgumentError, match="gate has dtype int64; expected one of bfloat16, float16, float32"):
+        _layout.token("gate", torch.int64)
+
+
+def test_check_same_names_both() -> None:
+    with pytest.raises(ArgumentError, match=r"up has shape \(2,\); expected \(3,\), that of the gate"):
+        _layout.check_same("up", torch.Size([2]), torch.Size([3]), "shape", of="the gate")
+
+
+def test_plans_build_once_and_stay_bounded() -> None:
+    built = []
+    plans = Plans(lambda *key: built.append(key) or key)
+    for _ in range(2):
+        assert plans[1, 2] == (1, 2)
+    assert built == [(1, 2)]
+    for i in range(10_000):
+        plans[i,]
+    assert len(plans) <= 4096
+
+
+def test_expression_spells_template_arguments() -> None:
+    kernel = Kernel("a/b.cu", "f", template="T W N FLAG ACT", args="x:ptr", variants=[], max_registers=1)
+    wanted = "rtk::f<rtk::bf16, float, 8, true, rtk::Silu>"
+    assert kernel.expression(("bf16", "fp32", 8, True, "Silu")) == wanted
+    with pytest.raises(TypeError, match="takes template arguments"):
+        kernel.expression(("bf16",))
