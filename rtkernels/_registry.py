@@ -58,15 +58,15 @@ class TorchOp:
         It is written out from the schema, as named tuples are: checks by name instead of loops over ``*args`` save a
         tenth of the host time of a small op.
         """
-        arguments = [argument.split()[-2:] for argument in self.schema.split("(", 1)[1].split(")", 1)[0].split(",")]
-        names = ", ".join(name for _, name in arguments)
+        arguments = self.overload._schema.arguments
+        names = ", ".join(argument.name for argument in arguments)
         plain = ["not is_dynamo_compiling()"]
-        for kind, name in arguments:
-            if kind == "Tensor":
-                plain.append(f"type({name}) in TENSOR_TYPES")
-            elif kind == "Tensor?":
-                plain.append(f"({name} is None or type({name}) in TENSOR_TYPES)")
-        first = arguments[0][1]
+        for argument in arguments:
+            if str(argument.type) == "Tensor":
+                plain.append(f"type({argument.name}) in TENSOR_TYPES")
+            elif str(argument.type) == "Optional[Tensor]":
+                plain.append(f"({argument.name} is None or type({argument.name}) in TENSOR_TYPES)")
+        first = arguments[0].name
         source = f"""
 def call({names}):
     if {" and ".join(plain)} and not dispatch_modes() and functorch_transform() is None:

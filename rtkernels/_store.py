@@ -149,6 +149,8 @@ def distrust(root: Path, *, explicit: bool) -> str | None:
 
 def image_name(target: str) -> str:
     """Return the name of the image file in an entry for this target."""
+    if target.startswith("emulator-"):
+        return "kernel.so"
     return "kernel.ptx" if target.startswith("compute_") else "kernel.cubin"
 
 

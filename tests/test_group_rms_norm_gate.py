@@ -248,7 +248,7 @@ def test_extreme_gates(place: str, dtype: torch.dtype) -> None:
     ]
     with running_on(place) as device:
         gate = torch.tensor(special, dtype=dtype, device=device).requires_grad_()
-        y = gated(torch.ones(15, dtype=dtype, device=device), gate, groups=1, eps=0.0)
+        y = gated(torch.ones(16, dtype=dtype, device=device), gate, groups=1, eps=0.0)
         y.backward(torch.ones_like(y))
         wide = gate.detach().double()
         slope = torch.sigmoid(wide) * torch.sigmoid(-wide)

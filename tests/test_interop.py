@@ -42,7 +42,7 @@ def test_other_values_pass_through() -> None:
 
 
 def test_not_an_array() -> None:
-    with pytest.raises(ArgumentError, match=r"expected a torch\.Tensor or an array with __dlpack__, got builtins\.list"):
+    with pytest.raises(ArgumentError, match=r"expected a torch\.Tensor or an array .*, got builtins\.list"):
         interop.call(rtkernels.rms_norm, [1.0])
 
 

@@ -23,14 +23,20 @@ template <typename T>
 RTK_DEVICE Gate gate_at(float x) {
     constexpr bool kFast = sizeof(T) == 2;
     const float e = exponential<kFast>(-fabsf(x));
-    float larger;
+    float larger, smaller;
     if constexpr (kFast) {
         larger = ptx::rcp(1.0f + e);
+        smaller = e * larger;
     } else {
-        larger = 1.0f / (1.0f + e);
+        smaller = e / (1.0f + e);
+        larger = 1.0f - smaller;
     }
-    const float smaller = e * larger;
     return {x < 0.0f ? smaller : larger, x < 0.0f ? larger : smaller};
+}
+
+// 1 / sqrt(sum / count + eps). An infinite sum gives 0.
+RTK_DEVICE float inverse_rms(float square, i64 count, double eps) {
+    return rsqrtf(square * ptx::rcp(static_cast<float>(count)) + static_cast<float>(eps));
 }
 
 // Forward with the row in registers: thread k of a RowGroup owns the 16-byte pieces k, k + threads, ... (CHUNKS of them),
@@ -83,7 +89,7 @@ __global__ void __launch_bounds__(512)
         for (int i = 0; i < VEC; ++i) square += v[i] * v[i];
     }
     square = group_reduce<Sum, false>(square, group, scratch, 0);
-    const float rstd = rsqrtf(mean_of(square, static_cast<float>(cols)) + static_cast<float>(eps));
+    const float rstd = inverse_rms(square, cols, eps);
     y += blockIdx.y * y_outer + token * y_inner + channel;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
@@ -131,7 +137,7 @@ __global__ void __launch_bounds__(512, 1)
             for (int k = 0; k < VEC; ++k) square += v[k] * v[k];
         }
         square = group_reduce<Sum, false>(square, group, scratch, phase);
-        const float rstd = rsqrtf(mean_of(square, static_cast<float>(cols)) + static_cast<float>(eps));
+        const float rstd = inverse_rms(square, cols, eps);
         for (i64 column = static_cast<i64>(group.thread) * VEC; column < end; column += pitch) {
             float v[VEC], t[VEC], w[VEC];
             load_stream<T, VEC>(x_row + column, v);
@@ -352,8 +358,8 @@ __global__ void __launch_bounds__(512, 1)
         }
         square = group_reduce<Sum, false>(square, group, scratch, phase);
         product = group_reduce<Sum, false>(product, group, product_scratch, phase);
-        const float rstd = rsqrtf(mean_of(square, static_cast<float>(cols)) + static_cast<float>(eps));
-        const float pull = mean_of(product, static_cast<float>(cols)) * rstd * rstd * rstd;
+        const float rstd = inverse_rms(square, cols, eps);
+        const float pull = product / static_cast<float>(cols) * rstd * rstd * rstd;
         if (rstd_out != nullptr && row < rows && group.thread == 0) rstd_out[row] = rstd;
         for (i64 column = static_cast<i64>(group.thread) * VEC; column < end; column += pitch) {
             float d[VEC], v[VEC], t[VEC], w[VEC];

@@ -4,6 +4,7 @@
 #pragma once
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
+#include "quant/zero.cuh"
 
 namespace rtk {
 
@@ -33,7 +34,8 @@ struct TransposedTile {
 // N elements of which `count` exist. `whole`: all or none do, and the address allows one access.
 template <typename T, int N>
 RTK_DEVICE Raw<sizeof(T) * N> load_part(const T* p, int count, bool whole) {
-    Raw<sizeof(T) * N> raw = {};
+    Raw<sizeof(T) * N> raw;
+    clear(raw);
     if (whole) {
         if (count > 0) raw = load_raw<T, N>(p);
     } else {

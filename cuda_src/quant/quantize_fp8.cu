@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(512)
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
             const i64 column = static_cast<i64>(c * group.threads + group.thread) * VEC;
-            raw[c] = {};
+            clear(raw[c]);
             if (row < rows && column < cols) raw[c] = load_raw<T, VEC>(x + row * x_stride + column);
         }
         float amax[1] = {0.0f};

@@ -5,6 +5,7 @@
 #include "common/vec.cuh"
 #include "ptx/forget.cuh"
 #include "quant/tile.cuh"
+#include "quant/zero.cuh"
 
 namespace rtk {
 
@@ -49,8 +50,7 @@ __global__ void __launch_bounds__(256, VEC == 1 ? 1 : 4)
     for (int k = 0; k < kSets; ++k) {
 #pragma unroll
         for (int p = 0; p < kPieces; ++p) {
-#pragma unroll
-            for (u32& word : raw[k][p].w) word = 0;  // `= {}` may become a load
+            clear(raw[k][p]);
             if (inside(k, p)) raw[k][p] = load_raw<T, VEC>(from + k % ACROSS * kAside + p * kLanes * VEC);
         }
         if (k % ACROSS == ACROSS - 1) from += x_stride;
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kBlockThreads<VEC>)
 #pragma unroll
     for (int p = 0; p < kPasses; ++p) {
         const i64 row = first_row + p * kStep;
-        raw[p] = {};
+        clear(raw[p]);
         if (inside && row < rows) raw[p] = load_raw<T, VEC>(x + row * x_stride + column);
     }
     float amax[1] = {0.0f};

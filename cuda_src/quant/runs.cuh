@@ -3,6 +3,7 @@
 #pragma once
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
+#include "quant/zero.cuh"
 
 namespace rtk {
 
@@ -37,7 +38,7 @@ struct Runs {
 #pragma unroll
         for (int i = 0; i < kInFlight; ++i) {
             const i64 c = column(run, r, i);
-            raw[i] = {};
+            clear(raw[i]);
             if (c < cols) raw[i] = load_raw<T, VEC>(x + r * stride + c);
         }
     }

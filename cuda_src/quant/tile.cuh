@@ -9,6 +9,7 @@
 #pragma once
 #include "common/fp8_scale.cuh"
 #include "common/vec.cuh"
+#include "quant/zero.cuh"
 
 namespace rtk {
 
@@ -62,7 +63,7 @@ RTK_DEVICE void load_tile(const Tile<16 / sizeof(T)>& tile, const T* x, i64 stri
     const T* p = x + tile.row * stride + tile.column;
 #pragma unroll
     for (int r = 0; r < kTileRows; ++r, p += stride) {
-        raw[r] = {};
+        clear(raw[r]);
         if constexpr (WIDE) {
             if (r < tile.rows_here && tile.columns_here > 0) raw[r] = load_raw<T, N>(p);
         } else {

@@ -66,6 +66,17 @@ RTK_DEVICE void no_rotation(Rotation<N>& r) {
     for (int i = 0; i < N; ++i) r.own0[i] = r.own1[i] = 1.0f, r.cross0[i] = r.cross1[i] = 0.0f;
 }
 
+// unpack by other instructions: the compiler would otherwise keep what it unpacked the first time, in twice the registers.
+template <typename T, int N>
+RTK_DEVICE void unpack_again(const Raw<sizeof(T) * N>& raw, float (&f)[N]) {
+    if constexpr (is_same<T, bf16>::value) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) f[i] = __uint_as_float(__byte_perm(raw.w[i / 2], 0u, i % 2 ? 0x3244u : 0x1044u));
+    } else {
+        unpack<T, N>(raw, f);
+    }
+}
+
 template <typename T, int N, bool SILU>
 RTK_DEVICE void unpack_u(const Raw<sizeof(T) * N>& raw, float (&u)[N]) {
     unpack<T, N>(raw, u);
@@ -97,7 +108,7 @@ RTK_DEVICE void load_gain(const void* weight, int column, bool wide, float offse
 
 // One flat index over (token, slot).
 template <typename T, int PAIRS, bool SILU, int HEADS>
-__global__ void __launch_bounds__(128, 4)
+__global__ void __launch_bounds__(128, 3)
     qk_norm_rope_fwd(const T* qkv, const void* q_weight, const void* k_weight, T* q, T* k, T* v, RTK_QKV_PARAMETERS,
                      RTK_ANGLE_PARAMETERS) {
     constexpr int N = 16 / sizeof(T);
@@ -120,7 +131,7 @@ __global__ void __launch_bounds__(128, 4)
 #pragma unroll
     for (int i = 0; i < HEADS; ++i) {
         const int head = slot.first + i * slot.step;
-        a[i] = b[i] = {};
+        a[i] = {}, b[i] = {};
         if (head < heads) {
             const int column = dim * head_column(slot.part, head, group_magic, q_extra, kv_step, k_first, v_first);
             a[i] = load_raw<T, N>(x + column + own.in_a);
@@ -132,9 +143,12 @@ __global__ void __launch_bounds__(128, 4)
     // The rotation with the weights multiplied into it; lanes beside the rotary part rotate by nothing, so that the
     // lanes of a warp stay together.
     Rotation<N> r;
-    no_rotation(r);
     if (heads > 0 && slot.part != kV) {
-        if (own.rotated) load_rotation<T, N, PAIRS == kAdjacent>(RTK_ANGLES, batch, place, lane, r);
+        if (own.rotated) {
+            load_rotation<T, N, PAIRS == kAdjacent>(RTK_ANGLES, batch, place, lane, r);
+        } else {
+            no_rotation(r);
+        }
         const void* weight = slot.part == kQ ? q_weight : k_weight;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -176,12 +190,13 @@ __global__ void __launch_bounds__(128, 4)
     for (int i = 0; i < HEADS; ++i) {
         const int head = slot.first + i * slot.step;
         if (head < heads) {
+            if constexpr (!SILU) ptx::forget(a[i]), ptx::forget(b[i]);
             if (SILU || slot.part != kV) {
                 float(&fa)[N] = kept_a[SILU ? i : 0];
                 float(&fb)[N] = kept_b[SILU ? i : 0];
                 if constexpr (!SILU) {
-                    unpack<T, N>(a[i], fa);
-                    unpack<T, N>(b[i], fb);
+                    unpack_again<T, N>(a[i], fa);
+                    unpack_again<T, N>(b[i], fb);
                 }
                 if (slot.part != kV) {
                     const float rstd = rsqrtf(square[i] * inverse + epsilon);

@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(128) rope(RTK_ROPE_PARAMETERS, RTK_ANGLE_PARAM
 #pragma unroll
     for (int i = 0; i < kRopeHeads; ++i) {
         const int head = slot + i * static_cast<int>(slots);
-        a[i] = b[i] = {};
+        a[i] = {}, b[i] = {};
         if (head < heads) {
             const T* x = head < from_q ? q + batch * q_batch + place * q_place + head * q_head
                                        : k + batch * k_batch + place * k_place + (head - from_q) * k_head;

@@ -180,7 +180,7 @@ def group_rms_norm_gate(
     weight: Tensor | None = None,
     *,
     groups: int,
-    eps: float = 1e-6,
+    eps: float | None = None,
     layout: str = "same",
 ) -> Tensor:
     """Normalise each group of channels by its root mean square and gate the result.
@@ -197,13 +197,15 @@ def group_rms_norm_gate(
             the order that `layout` says; its strides may differ.
         weight: ``[channels]``, or ``[channels / groups]`` shared by the groups, of x's dtype or float32; None for ones.
         groups: How many groups of neighbouring channels there are; any divisor of channels.
-        eps: Added to the mean square.
+        eps: Added to the mean square; None for 1e-6.
         layout: ``"same"``, or ``"sequence_first"``: x is ``[batch, sequence, ...]``, gate and the result are
             ``[sequence, batch, channels]``.
 
     Returns:
         ``y``, dense, of gate's shape and x's dtype.
     """
+    if eps is None:  # as a default value it would become symbolic under torch.compile(dynamic=True)
+        eps = 1e-6
     if not isinstance(x, Tensor):
         return interop.call(group_rms_norm_gate, x, gate, weight, groups=groups, eps=eps, layout=layout)
     if is_grad_enabled() and needs_grad(x, gate, weight):

@@ -251,9 +251,7 @@ def _launch_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: floa
     return y
 
 
-def _launch_add_fwd(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float
-):
+def _launch_add_fwd(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float):
     addresses = x.data_ptr(), residual.data_ptr(), address(weight), address(bias)
     align = (addresses[0] | addresses[1] | addresses[2] | addresses[3]) & 15
     plan = _FWD_PLANS[metadata(x), metadata(weight), metadata(bias), metadata(residual), align]

@@ -1,0 +1,504 @@
+"""Softmax and its logarithm, with a scale and valid lengths, and their backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.autograd.function import once_differentiable
+
+from rtkernels import interop
+from rtkernels._arch import Target
+from rtkernels._guard import is_dynamo_compiling, needs_grad
+from rtkernels._kernel import Kernel, Plans, allocator, dense_strides, device_info, shared_limit
+from rtkernels._layout import (
+    GRID_LIMIT,
+    address,
+    block_of,
+    check_same,
+    group_threads,
+    metadata,
+    row_count,
+    row_stride,
+    rowed,
+    token,
+    vector_bytes,
+)
+from rtkernels._registry import Op, TorchOp
+from rtkernels.errors import ArgumentError
+from rtkernels.testing.rows import Row
+
+_UNIT = "softmax/softmax.cu"
+_WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
+_REGISTER_THREADS, _REGISTER_CHUNKS = 512, (1, 4)
+_RING_THREADS, _RING_CHUNKS = 1024, 4
+_LARGEST_SCALE = torch.finfo(torch.float32).max
+
+
+def _ring_stages(limit: int, inputs: int) -> int:
+    """Return how many rows ahead a persistent block holds within `limit` bytes of shared memory (3 at most)."""
+    return min(3, (limit - 1024) // (_RING_THREADS * _RING_CHUNKS * 16 * inputs))
+
+
+def _ring_variants(target: Target, inputs: int) -> Iterator[tuple[Any, ...]]:
+    stages = _ring_stages(shared_limit(target), inputs)
+    return ((t, _RING_CHUNKS, log, stages) for t in _WIDTH for log in (False, True) if stages)
+
+
+_REGISTER_VARIANTS = [(t, c, log) for t in _WIDTH for c in _REGISTER_CHUNKS for log in (False, True)]
+_LONG_VARIANTS = [(t, vec) for t in _WIDTH for vec in (1, _WIDTH[t])]
+_FWD_DIMS = "rows:i64 cols:i64 x_stride:i64 y_stride:i64 wide:i64"
+_BWD_DIMS = "rows:i64 cols:i64 dy_stride:i64 y_stride:i64 wide:i64"
+
+
+def _kernels(entry: str, pointers: str, dims: str, inputs: int) -> tuple[Kernel, Kernel, Kernel]:
+    """Return the kernels for rows in the registers of a few warps, of a multiprocessor, and for all other rows."""
+    return (
+        Kernel(
+            _UNIT,
+            entry,
+            template="T CHUNKS LOG",
+            args=f"{pointers} {dims} threads_per_row:i64 scale:f64",
+            variants=_REGISTER_VARIANTS,
+            max_registers=64,
+        ),
+        Kernel(
+            _UNIT,
+            f"{entry}_ring",
+            template="T CHUNKS LOG STAGES",
+            args=f"{pointers} {dims} scale:f64",
+            variants=partial(_ring_variants, inputs=inputs),
+            max_registers=64,
+        ),
+        Kernel(
+            _UNIT,
+            f"{entry}_long",
+            template="T VEC",
+            args=f"{pointers} {dims} threads_per_row:i64 scale:f64 log:i64",
+            variants=_LONG_VARIANTS,
+            max_registers=64,
+        ),
+    )
+
+
+_FWD = _kernels("softmax_fwd", "x:ptr y:ptr lengths:ptr", _FWD_DIMS, 1)
+_BWD = _kernels("softmax_bwd", "dy:ptr y:ptr dx:ptr lengths:ptr", _BWD_DIMS, 2)
+
+
+# ---- validation and planning: plain metadata in, a bound launch out -------------------------------------------------
+
+_Meta = tuple[Any, ...]
+
+
+def _check(x: _Meta, lengths: _Meta | None, name: str = "x") -> None:
+    """Raise an ArgumentError for arguments that do not fit together. The softmax is over the last dimension."""
+    dtype, shape, _, device = x
+    token(name, dtype)
+    if not shape:
+        raise ArgumentError(f"{name} has no dimensions; expected at least one")
+    if lengths is not None:
+        if lengths[0] not in (torch.int32, torch.int64):
+            raise ArgumentError(
+                f"lengths has dtype {str(lengths[0]).removeprefix('torch.')}; expected one of int32, int64"
+            )
+        if tuple(lengths[1]) != tuple(shape[:-1]):
+            raise ArgumentError(
+                f"lengths has shape {tuple(lengths[1])}; expected {tuple(shape[:-1])}, one number for each row of {name}"
+            )
+        check_same("lengths", lengths[3], device, "device index", of=name)
+
+
+def _check_scale(scale: float) -> None:
+    if not abs(scale) <= _LARGEST_SCALE:
+        raise ArgumentError(f"scale is {scale}; expected a finite float32 number")
+
+
+def _bind(kernels, t: str, rows: int, cols: int, device: int, full: bool, inputs: int, log: bool):
+    """Return the launch for rows of `cols` columns, and the integers that go before and after scale.
+
+    Args:
+        kernels: Three, as `_kernels` gives them.
+        t: Token of the dtype.
+        rows: At least 1.
+        cols: At least 1.
+        device: CUDA ordinal, or -1.
+        full: All rows can be accessed in pieces of 16 bytes.
+        inputs: Tensors read.
+        log: Of the logarithm.
+    """
+    by_registers, by_ring, by_long = kernels
+    vectors = cols // _WIDTH[t]
+    if full and vectors <= _REGISTER_THREADS * max(_REGISTER_CHUNKS):
+        chunks = 1 if vectors <= 32 else 4
+        threads = group_threads(-(-vectors // chunks), _REGISTER_THREADS)
+        block = block_of(threads)
+        grid = min(-(-rows // (block // threads)), GRID_LIMIT)
+        return by_registers.bind((t, chunks, log), device, grid, block), (threads,), ()
+    info = device_info(device)
+    stages = _ring_stages(info.shared_per_block, inputs)
+    if full and stages and vectors <= _RING_THREADS * _RING_CHUNKS:
+        threads = group_threads(-(-vectors // _RING_CHUNKS), _RING_THREADS)
+        shared = stages * threads * _RING_CHUNKS * 16 * inputs
+        variant = (t, _RING_CHUNKS, log, stages)
+        return by_ring.bind(variant, device, min(rows, info.sm_count), threads, shared), (), ()
+    vec = _WIDTH[t] if full else 1
+    threads = group_threads(-(-cols // vec), 1024)
+    block = block_of(threads)
+    grid = min(-(-rows // (block // threads)), GRID_LIMIT)
+    return by_long.bind((t, vec), device, grid, block), (threads,), (int(log),)
+
+
+def _lengths_dense(lengths: _Meta | None) -> bool:
+    return lengths is None or row_stride((*lengths[1], 1), (*lengths[2], 1)) == 1
+
+
+def _plan_fwd(x: _Meta, lengths: _Meta | None, align: int, log: bool, in_place: bool):
+    """Return ``(launch, integers, integers, allocator and layout of y)``; None if an input must be copied first."""
+    _check(x, lengths)
+    dtype, shape, stride, device = x
+    rows, cols = row_count(shape), shape[-1]
+    memory = allocator(device), (tuple(shape), dense_strides(shape), dtype)
+    if rows == 0 or cols == 0:
+        return None, (), (), *memory
+    x_stride = row_stride(shape, stride)
+    if in_place and x_stride is not None and rows > 1 and abs(x_stride) < cols:
+        raise ArgumentError("x has overlapping rows; in_place needs memory of its own for every element")
+    if x_stride is None or not _lengths_dense(lengths):
+        return None
+    t, size = token("x", dtype), dtype.itemsize
+    full = vector_bytes(align, cols * size, x_stride * size) == 16
+    launch, before, after = _bind(_FWD, t, rows, cols, device, full, 1, log)
+    wide = int(lengths is not None and lengths[0] == torch.int64)
+    return launch, (rows, cols, x_stride, x_stride if in_place else cols, wide, *before), after, *memory
+
+
+_FWD_PLANS = Plans(_plan_fwd)
+
+
+def _plan_bwd(dy: _Meta, y: _Meta, lengths: _Meta | None, align: int, log: bool):
+    dtype, shape, _, device = y
+    rows, cols, size = row_count(shape), shape[-1], dtype.itemsize
+    strides = [row_stride(m[1], m[2]) for m in (dy, y)]
+    full = vector_bytes(align, cols * size, *(s * size for s in strides)) == 16
+    launch, before, after = _bind(_BWD, token("y", dtype), rows, cols, device, full, 2, log)
+    wide = int(lengths is not None and lengths[0] == torch.int64)
+    return launch, (rows, cols, *strides, wide, *before), after
+
+
+_BWD_PLANS = Plans(_plan_bwd)
+
+
+# ---- launchers ------------------------------------------------------------------------------------------------------
+
+
+def _launch_fwd(x: Tensor, lengths: Tensor | None, scale: float, log: bool) -> Tensor:
+    x_address, lengths_address = x.data_ptr(), address(lengths)
+    x_key = (x.dtype, x.shape, x.stride(), x.get_device())
+    plan = _FWD_PLANS[x_key, metadata(lengths), x_address & 15, log, False]
+    if not abs(scale) <= _LARGEST_SCALE:
+        _check_scale(scale)
+    if plan is None:
+        return _launch_fwd(rowed(x), _dense(lengths), scale, log)
+    launch, before, after, allocate, layout = plan
+    y = allocate(*layout)
+    if launch is not None:
+        launch(x_address, y.data_ptr(), lengths_address, *before, scale, *after)
+    return y
+
+
+def _launch_in_place(x: Tensor, lengths: Tensor | None, scale: float, log: bool) -> None:
+    _check_scale(scale)
+    lengths = _dense(lengths)
+    x_address = x.data_ptr()
+    plan = _FWD_PLANS[metadata(x), metadata(lengths), x_address & 15, log, True]
+    if plan is None:
+        x.copy_(_launch_fwd(x, lengths, scale, log))
+        return
+    launch, before, after, _, _ = plan
+    if launch is not None:
+        launch(x_address, x_address, address(lengths), *before, scale, *after)
+    _count_version(x)
+
+
+def _launch_bwd(dy: Tensor, y: Tensor, lengths: Tensor | None, scale: float, log: bool) -> Tensor:
+    _check_bwd(dy, y, lengths, scale)
+    dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    if y.numel() == 0:
+        return dx
+    dy, y, lengths = rowed(dy), rowed(y), _dense(lengths)
+    addresses = dy.data_ptr(), y.data_ptr()
+    plan = _BWD_PLANS[metadata(dy), metadata(y), metadata(lengths), (addresses[0] | addresses[1]) & 15, log]
+    launch, before, after = plan
+    launch(*addresses, dx.data_ptr(), address(lengths), *before, scale, *after)
+    return dx
+
+
+def _dense(lengths: Tensor | None) -> Tensor | None:
+    return None if lengths is None else lengths.contiguous()
+
+
+def _count_version(x: Tensor) -> None:
+    """Tell autograd that x was overwritten: a backward that saved it must raise, not use the new values."""
+    if not x.is_inference():
+        torch.autograd.graph.increment_version(x)
+
+
+def _check_bwd(dy: Tensor, y: Tensor, lengths: Tensor | None, scale: float) -> None:
+    _check(metadata(y), metadata(lengths), "y")
+    _check_scale(scale)
+    check_same("dy", dy.dtype, y.dtype, "dtype", of="y")
+    check_same("dy", dy.shape, y.shape, "shape", of="y")
+    check_same("dy", dy.get_device(), y.get_device(), "device index", of="y")
+
+
+# ---- the same in plain torch ----------------------------------------------------------------------------------------
+
+
+def _softmax(x: Tensor, invalid: Tensor | None, scale: float, log: bool) -> Tensor:
+    """Return the softmax of an fp32 or wider tensor; rows without any score as the kernels define them."""
+    if invalid is not None:
+        x = x.masked_fill(invalid, -torch.inf if scale >= 0 else torch.inf)
+    # A scale of 0 must not make NaN of -inf, nor may large scores overflow: scale the differences, as the kernels do.
+    z = x if scale >= 0 else -x
+    top = z.amax(-1, keepdim=True)
+    z = (z - torch.where(top == -torch.inf, 0.0, top)) * max(abs(scale), 1e-45)
+    e = z.exp()
+    total = e.sum(-1, keepdim=True)
+    empty = total == 0
+    if log:
+        y, filler = z - torch.where(empty, 1.0, total).log(), -torch.inf
+    else:
+        y, filler = e / torch.where(empty, 1.0, total), 0.0
+    return y if invalid is None else y.masked_fill(invalid, filler)
+
+
+def _invalid(x: Tensor, lengths: Tensor | None) -> Tensor | None:
+    if lengths is None:
+        return None
+    return torch.arange(x.shape[-1], device=x.device) >= lengths.unsqueeze(-1)
+
+
+def _reference_fwd(x: Tensor, lengths: Tensor | None, scale: float, log: bool) -> Tensor:
+    _check(metadata(x), metadata(lengths))
+    _check_scale(scale)
+    if x.numel() == 0:
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return _softmax(x.float(), _invalid(x, lengths), scale, log).to(x.dtype).contiguous()
+
+
+def _reference_in_place(x: Tensor, lengths: Tensor | None, scale: float, log: bool) -> None:
+    x_stride = row_stride(x.shape, x.stride()) if x.dim() else None
+    if x_stride is not None and row_count(x.shape) > 1 and abs(x_stride) < x.shape[-1]:
+        raise ArgumentError("x has overlapping rows; in_place needs memory of its own for every element")
+    x.copy_(_reference_fwd(x, lengths, scale, log))
+
+
+def _reference_bwd(dy: Tensor, y: Tensor, lengths: Tensor | None, scale: float, log: bool) -> Tensor:
+    _check_bwd(dy, y, lengths, scale)
+    g, v, invalid = dy.float(), y.float(), _invalid(y, lengths)
+    if invalid is not None:
+        g, v = g.masked_fill(invalid, 0.0), v.masked_fill(invalid, 0.0)
+    if log:
+        dx = scale * (g - v.exp() * g.sum(-1, keepdim=True))
+    else:
+        dx = scale * v * (g - (g * v).sum(-1, keepdim=True))
+    if invalid is not None:
+        dx = dx.masked_fill(invalid, 0.0)
+    return dx.to(y.dtype).contiguous()
+
+
+def _fake_fwd(x, lengths, scale, log):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _fake_in_place(x, lengths, scale, log):
+    return None
+
+
+def _fake_bwd(dy, y, lengths, scale, log):
+    return torch.empty_like(y, memory_format=torch.contiguous_format)
+
+
+class _MutatingOp(TorchOp):
+    """An operator that overwrites an argument; calls always go through the dispatcher."""
+
+    def _make_call(self):
+        return self.overload
+
+
+FORWARD = TorchOp(
+    "softmax_fwd(Tensor x, Tensor? lengths, float scale, bool log) -> Tensor",
+    launch=_launch_fwd,
+    reference=_reference_fwd,
+    fake=_fake_fwd,
+)
+IN_PLACE = _MutatingOp(
+    "softmax_fwd_in_place(Tensor(a!) x, Tensor? lengths, float scale, bool log) -> ()",
+    launch=_launch_in_place,
+    reference=_reference_in_place,
+    fake=_fake_in_place,
+)
+BACKWARD = TorchOp(
+    "softmax_bwd(Tensor dy, Tensor y, Tensor? lengths, float scale, bool log) -> Tensor",
+    launch=_launch_bwd,
+    reference=_reference_bwd,
+    fake=_fake_bwd,
+)
+
+
+_forward = FORWARD.call
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, lengths, scale, log, in_place):
+        ctx.set_materialize_grads(False)
+        ctx.scale, ctx.log = scale, log
+        if in_place:
+            ctx.mark_dirty(x)
+            IN_PLACE(x, lengths, scale, log)
+            y = x
+        else:
+            y = FORWARD(x, lengths, scale, log)
+        ctx.save_for_backward(y, lengths)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        if dy is None:
+            return None, None, None, None, None
+        y, lengths = ctx.saved_tensors
+        return BACKWARD(dy, y, lengths, ctx.scale, ctx.log), None, None, None, None
+
+
+def _any_softmax(x: Tensor, dim: int, scale: float, lengths: Tensor | None, in_place: bool, log: bool) -> Tensor:
+    rank = x.dim()
+    if dim != -1 and dim != rank - 1:
+        if not -rank <= dim < rank:
+            raise ArgumentError(f"dim is {dim}; expected -{rank} to {rank - 1} for x with {rank} dimensions")
+        y = _any_softmax(x.movedim(dim, -1), -1, scale, lengths, False, log).movedim(-1, dim)
+        return x.copy_(y) if in_place else y
+    if is_grad_enabled() and needs_grad(x):
+        if in_place and is_dynamo_compiling():  # it cannot trace mark_dirty
+            return x.copy_(_Softmax.apply(x, lengths, scale, log, False))
+        return _Softmax.apply(x, lengths, scale, log, in_place)
+    if in_place:
+        IN_PLACE(x, lengths, scale, log)
+        return x
+    return _forward(x, lengths, scale, log)
+
+
+def softmax(
+    x: Tensor, dim: int = -1, *, scale: float = 1.0, lengths: Tensor | None = None, in_place: bool = False
+) -> Tensor:
+    """Return ``exp(scale * x) / sum(exp(scale * x))`` over one dimension.
+
+    Computed in fp32 and rounded once; no intermediate overflows. A row that has nothing but -inf, or length 0, gives 0
+    (torch gives NaN), and so has gradient 0. A NaN or +inf makes its row NaN. Differentiable once in x.
+
+    Args:
+        x: bfloat16, float16 or float32; any strides (a copy is made unless rows are unit-stride and evenly spaced). May
+            be any object with ``__dlpack__``; the result is then of its kind.
+        dim: The dimension the sum is over. Other than the last one is moved there first, by a copy; the result is then
+            a view with that dimension the fastest in memory.
+        scale: Any finite number. With 0 all scores but -inf count the same.
+        lengths: int32 or int64, the shape of x without `dim`: how many scores of each row count (values are clamped to
+            0 and the row's size). The others are not read, get probability 0 and gradient 0.
+        in_place: Overwrite x and return it. With gradients, x must not be a leaf and nothing else may need its old
+            values. Makes a copy anyway where rows are not evenly spaced, for another dim, and under torch.compile.
+
+    Returns:
+        Dense (for the last dim), of x's shape and dtype.
+    """
+    if not isinstance(x, Tensor):
+        return interop.call(softmax, x, dim, scale=scale, lengths=lengths, in_place=in_place)
+    return _any_softmax(x, dim, scale, lengths, in_place, False)
+
+
+def log_softmax(
+    x: Tensor, dim: int = -1, *, scale: float = 1.0, lengths: Tensor | None = None, in_place: bool = False
+) -> Tensor:
+    """Return the logarithm of ``softmax(x)``, ``scale * x - log(sum(exp(scale * x)))``, over one dimension.
+
+    Computed in fp32 and rounded once; no intermediate overflows. Scores that do not count, and rows that have nothing
+    but -inf or length 0, give -inf (torch gives NaN for such rows). A NaN or +inf makes its row NaN. Differentiable
+    once in x; as in torch, the gradient of a score of -inf is `scale` times the incoming one.
+
+    Args:
+        x: As for ``softmax``.
+        dim: As for ``softmax``.
+        scale: As for ``softmax``.
+        lengths: As for ``softmax``; scores that do not count get -inf and gradient 0.
+        in_place: As for ``softmax``.
+
+    Returns:
+        Dense (for the last dim), of x's shape and dtype.
+    """
+    if not isinstance(x, Tensor):
+        return interop.call(log_softmax, x, dim, scale=scale, lengths=lengths, in_place=in_place)
+    return _any_softmax(x, dim, scale, lengths, in_place, True)
+
+
+# ---- registry -------------------------------------------------------------------------------------------------------
+
+
+def _samples(device: str):
+    g = torch.Generator(device).manual_seed(0)
+    x = torch.randn(3, 5, 48, generator=g, device=device)
+    lengths = torch.arange(15, device=device).view(3, 5) * 3
+    y = torch.softmax(x, -1)
+    yield FORWARD, (x, None, 1.0, False)
+    yield FORWARD, (x.bfloat16(), lengths, 0.5, True)
+    yield IN_PLACE, (x.clone(), lengths.int(), -1.0, False)
+    yield BACKWARD, (x, y, None, 1.0, False)
+    yield BACKWARD, (x.half(), y.log().half(), lengths, 0.5, True)
+
+
+def _torch_bwd(dy: Tensor, y: Tensor) -> Tensor:
+    wide = torch.promote_types(y.dtype, torch.float32)
+    g, v = dy.to(wide), y.to(wide)
+    return (v * (g - (g * v).sum(-1, keepdim=True))).to(y.dtype)
+
+
+def _rows() -> Iterator[Row]:
+    rows = 8192
+    for cols in (4096, 32768):
+        n = rows * cols * 2
+
+        def make(device: str, generator: torch.Generator, *, backward: bool, cols: int = cols) -> dict[str, Any]:
+            def normal() -> Tensor:
+                return torch.randn(rows, cols, dtype=torch.bfloat16, device=device, generator=generator)
+
+            return {"dy": normal(), "y": torch.softmax(normal(), -1)} if backward else {"x": normal()}
+
+        yield Row(
+            name="softmax_fwd",
+            shape=f"{rows}x{cols}",
+            make=lambda device, g, make=make: make(device, g, backward=False),
+            ours=lambda x: FORWARD(x, None, 1.0, False),
+            torch=lambda x: torch.softmax(x.to(torch.promote_types(x.dtype, torch.float32)), -1).to(x.dtype),
+            fused=lambda x: torch.softmax(x, -1),
+            bytes=2 * n,
+        )
+        yield Row(
+            name="softmax_bwd",
+            shape=f"{rows}x{cols}",
+            make=lambda device, g, make=make: make(device, g, backward=True),
+            ours=lambda dy, y: BACKWARD(dy, y, None, 1.0, False),
+            torch=_torch_bwd,
+            bytes=3 * n,
+        )
+
+
+OP = Op(
+    "softmax",
+    public=("softmax", "log_softmax"),
+    kernels=(*_FWD, *_BWD),
+    torch_ops=(FORWARD, IN_PLACE, BACKWARD),
+    samples=_samples,
+    rows=_rows,
+)
