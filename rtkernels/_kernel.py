@@ -279,11 +279,19 @@ _empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", No
 
 
 def allocator(device: int) -> Allocate:
-    """Return a function ``(shape, strides, dtype) -> uninitialised tensor`` on a CUDA device, or on the CPU for -1."""
+    """Return a function ``(shape, strides, dtype) -> uninitialised tensor`` on a CUDA device, or on the CPU for -1.
+
+    Shape and strides must be exactly tuples; ``torch.Size`` is refused by the fast allocator.
+    """
     place = "cpu" if device < 0 else f"cuda:{device}"
     if device < 0 or _empty_strided_cuda is None or torch.cuda.device_count() > 1:
         return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=place)
     return _empty_strided_cuda
+
+
+def dense_memory(device: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[Allocate, tuple[Any, ...]]:
+    """Return an allocator and its arguments for a contiguous tensor: ``allocate(*layout)`` makes one."""
+    return allocator(device), (tuple(shape), dense_strides(shape), dtype)
 
 
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ import torch
 import rtkernels
 from rtkernels import _cache, _kernel, _nvrtc, _registry
 from rtkernels.errors import NotWarmError, ToolkitError
+from rtkernels.ops import _rms_norm_plans as plans
 from rtkernels.ops import column_sum, rms_norm
 from rtkernels.testing.compare import assert_same_bits
 
@@ -56,7 +57,7 @@ def test_missing_cupy_says_which_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fork_gets_fresh_locks() -> None:
-    kernel = rms_norm._FWD
+    kernel = plans._FWD
     with kernel._lock:  # as if another thread were loading it
         pid = os.fork()
         if pid == 0:
@@ -115,13 +116,13 @@ def test_autograd_in_a_graph() -> None:
 def test_a_miss_during_capture_names_the_remedy() -> None:
     x = torch.randn(3, 24, device="cuda", dtype=torch.float16)
     _kernel.Plans.forget_all()
-    saved, rms_norm._FWD._functions = rms_norm._FWD._functions, {}
+    saved, plans._FWD._functions = plans._FWD._functions, {}
     try:
         with pytest.raises(NotWarmError, match="call the op once with tensors of the same shapes"):
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
                 rtkernels.rms_norm(x)
     finally:
-        rms_norm._FWD._functions = saved
+        plans._FWD._functions = saved
     torch.cuda.synchronize()
     assert rtkernels.rms_norm(x).shape == x.shape
 
@@ -178,7 +179,7 @@ def test_driver_launch_in_a_thread_that_made_no_cuda_call() -> None:
     partial = torch.randn(4, 64, device="cuda")
     out, y = torch.empty(64, device="cuda"), torch.empty_like(x)
     sum_launch = column_sum._KERNEL.bind(("fp32",), 0, 2, 256, overlap=True)
-    norm_launch = rms_norm._FWD.bind(("bf16", "bf16", 8, 1, False), 0, 2, 128)
+    norm_launch = plans._FWD.bind(("bf16", "bf16", 8, 1, False), 0, 2, 128)
     failures: list[BaseException] = []
 
     def work(launch, args) -> None:
@@ -214,12 +215,12 @@ def test_memory_only_when_the_cache_is_off(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("RTKERNELS_CACHE", "off")
     _cache.forget()
     _kernel.Plans.forget_all()
-    saved, rms_norm._FWD_LONG._functions = rms_norm._FWD_LONG._functions, {}
+    saved, plans._FWD_LONG._functions = plans._FWD_LONG._functions, {}
     try:
         x = torch.randn(3, 33, device="cuda")
         torch.testing.assert_close(rtkernels.rms_norm(x), rms_norm.FORWARD.reference(x, None, 1e-6, 0.0))
     finally:
-        rms_norm._FWD_LONG._functions = saved
+        plans._FWD_LONG._functions = saved
         _kernel.Plans.forget_all()
         _cache.forget()
 

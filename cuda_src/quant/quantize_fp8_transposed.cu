@@ -1,37 +1,73 @@
-// fp8 with one scale per 128 rows of a column and transposed codes: q [cols, rows], scale [ceil(rows/128), cols].
-// Recipe: common/fp8_scale.cuh. x has any row stride. One block per tile, numbered along the columns first.
-#include "ptx/forget.cuh"
-#include "quant/tile.cuh"
+// fp8 with transposed codes, alone or beside those of the rows. Recipe: common/fp8_scale.cuh. x [rows, cols] has any row
+// stride; q [rows, cols] and q_t [cols, rows] are dense. One block per tile, numbered along the columns first.
+#include "quant/tile_quantize.cuh"
 
 namespace rtk {
 
-template <typename T, typename F8, bool WIDE>
-__global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, Tile<16 / sizeof(T)>::kBlocksPerSm)
-    quantize_fp8_group_t(const T* x, F8* q, float* scale, i64 rows, i64 cols, i64 x_stride, i64 column_tiles,
-                         i64 pow2) {
-    constexpr int N = 16 / sizeof(T);
-    __shared__ TileScratch<N> scratch;
-    const u32 across = static_cast<u32>(column_tiles), down = blockIdx.x / across;
-    const i64 row = static_cast<i64>(down) * kTileSide, column = static_cast<i64>(blockIdx.x - down * across) * kTileSide;
-    const Tile<N> tile(rows - row, cols - column);
+#define RTK_TILE_BOUNDS(T, WIDE) \
+    __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, Tile<16 / sizeof(T)>::kBlocksPerSm - (WIDE ? 0 : 1))
 
-    Raw<16> raw[kTileRows];
-    load_tile<T, WIDE>(tile, x + row * x_stride + column, x_stride, raw);
-    float columns[N];
-#pragma unroll
-    for (int i = 0; i < N; ++i) columns[i] = 0.0f;
-#pragma unroll
-    for (int r = 0; r < kTileRows; ++r) {
-        float v[N];
-        unpack<T, N>(raw[r], v);
-        ptx::forget(raw[r]);
-#pragma unroll
-        for (int i = 0; i < N; ++i) columns[i] = max_finite(columns[i], v[i]);
+struct TilePlace {
+    i64 down, across;   // in tiles
+    i64 row, column;
+
+    RTK_DEVICE explicit TilePlace(i64 column_tiles) {
+        const u32 wide = static_cast<u32>(column_tiles), above = blockIdx.x / wide;
+        down = above;
+        across = blockIdx.x - above * wide;
+        row = down * kTileSide;
+        column = across * kTileSide;
     }
-    column_scales<F8>(tile, columns, scratch, scale + down * cols + column, pow2 != 0);
-    stage_columns<F8>(tile, scratch, columns, [&](int r, int i) { return element<T>(raw[r], i); });
-    __syncthreads();
-    store_columns(tile, scratch, q + column * rows + row, rows);
+};
+
+// One scale per 128 rows of a column: scale [ceil(rows/128), cols].
+template <typename T, typename F8, bool WIDE>
+__global__ void RTK_TILE_BOUNDS(T, WIDE)
+    quantize_fp8_group_t(const T* x, F8* q_t, float* scale, i64 rows, i64 cols, i64 x_stride, i64 column_tiles,
+                         i64 pow2) {
+    __shared__ TileScratch<16 / sizeof(T)> scratch;
+    const TilePlace at(column_tiles);
+    const Tile<16 / sizeof(T)> tile(rows - at.row, cols - at.column);
+    TileOutput<F8> out;
+    out.transposed = q_t + at.column * rows + at.row;
+    out.pitch = rows;
+    out.column_scale = scale + at.down * cols + at.column;
+    quantize_tile<T, F8, WIDE, false, true>(tile, x + at.row * x_stride + at.column, x_stride, out, scratch, pow2 != 0);
 }
+
+// That and one scale per 128 columns of a row; the scale of row m, group j at scale[m * scale_row + j * scale_group].
+template <typename T, typename F8, bool WIDE>
+__global__ void RTK_TILE_BOUNDS(T, WIDE)
+    quantize_fp8_group_both(const T* x, F8* q, float* scale, F8* q_t, float* scale_t, i64 rows, i64 cols, i64 x_stride,
+                            i64 scale_row, i64 scale_group, i64 column_tiles, i64 pow2) {
+    __shared__ TileScratch<16 / sizeof(T)> scratch;
+    const TilePlace at(column_tiles);
+    const Tile<16 / sizeof(T)> tile(rows - at.row, cols - at.column);
+    const TileOutput<F8> out = {q + at.row * cols + at.column,
+                                cols,
+                                scale + at.row * scale_row + at.across * scale_group,
+                                scale_row,
+                                q_t + at.column * rows + at.row,
+                                rows,
+                                scale_t + at.down * cols + at.column};
+    quantize_tile<T, F8, WIDE, true, true>(tile, x + at.row * x_stride + at.column, x_stride, out, scratch, pow2 != 0);
+}
+
+// One scale per 128 x 128 for both: scale [ceil(rows/128), column_tiles].
+template <typename T, typename F8, bool WIDE>
+__global__ void RTK_TILE_BOUNDS(T, WIDE)
+    quantize_fp8_block_both(const T* x, F8* q, float* scale, F8* q_t, i64 rows, i64 cols, i64 x_stride,
+                            i64 column_tiles, i64 pow2) {
+    __shared__ TileScratch<16 / sizeof(T)> scratch;
+    __shared__ GroupScratch<1> maxima;
+    const TilePlace at(column_tiles);
+    const Tile<16 / sizeof(T)> tile(rows - at.row, cols - at.column);
+    const TileOutput<F8> out = {q + at.row * cols + at.column, cols, scale + blockIdx.x,    0,
+                                q_t + at.column * rows + at.row, rows, nullptr};
+    quantize_tile_block<T, F8, WIDE, true>(tile, x + at.row * x_stride + at.column, x_stride, out, scratch, maxima, 0,
+                                           pow2 != 0);
+}
+
+#undef RTK_TILE_BOUNDS
 
 }  // namespace rtk

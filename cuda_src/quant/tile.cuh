@@ -39,7 +39,8 @@ struct TileScratch {
 template <int N>
 struct Tile {
     static constexpr int kLanes = kTileSide / N, kThreads = kLanes * kTileTeams, kWarps = kThreads / kWarp;
-    static constexpr int kBlocksPerSm = 1024 / kThreads;  // 64 registers each: loads of some overlap stores of others
+    // 64 registers each, so that loads of some overlap stores of others.
+    static constexpr int kBlocksPerSm = 1024 / kThreads;
 
     int rows, columns;     // of the tile that exist
     int row, column;       // this thread's first
@@ -102,11 +103,47 @@ RTK_DEVICE float scattered_max(float (&v)[COUNT]) {
     return v[0];
 }
 
-// From the thread's column maxima to the reciprocals of its columns' scales. Stores the scales, `scale` being the place
-// of the tile's first column. The whole block calls; two barriers.
+// From the thread's row maxima to the reciprocals of the rows' scales, scattered: each lane gets that of its row
+// lane % 8. Stores the scales; that of the tile's row m goes to scale[m * step].
 template <typename F8, int N>
-RTK_DEVICE void column_scales(const Tile<N>& tile, float (&v)[N], TileScratch<N>& scratch, float* scale, bool pow2) {
-    constexpr int kLanes = Tile<N>::kLanes, kWarps = Tile<N>::kWarps;
+RTK_DEVICE float row_scales(const Tile<N>& tile, float (&v)[kTileRows], float* scale, i64 step, bool pow2) {
+    const int lane = static_cast<int>(threadIdx.x) % Tile<N>::kLanes;
+    const float own = fp8_scale<F8>(scattered_max<kTileRows, Tile<N>::kLanes>(v), pow2);
+    if (lane < kTileRows && lane < tile.rows_here) scale[(tile.row + lane) * step] = own;
+    return __frcp_rn(own);
+}
+
+// Writes the thread's packed codes of row r; `place`: that of its first element.
+template <bool WIDE, typename F8, int N>
+RTK_DEVICE void store_row(const Tile<N>& tile, int r, F8* place, const Raw<N>& codes) {
+    if constexpr (WIDE) {
+        if (r < tile.rows_here && tile.columns_here > 0) ptx::st<N>(place, codes);
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+            if (r < tile.rows_here && i < tile.columns_here)
+                ptx::st<1>(place + i, Raw<1>{(codes.w[i / 4] >> (i % 4 * 8)) & 0xffu});
+    }
+}
+
+// Quantises and writes the thread's rows with the reciprocals of row_scales. `q`: the code of the tile's first element.
+template <bool WIDE, typename F8, int N, typename Value>
+RTK_DEVICE void store_rows(const Tile<N>& tile, F8* q, i64 stride, float scattered_inverse, const Value& value) {
+    F8* place = q + tile.row * stride + tile.column;
+#pragma unroll
+    for (int r = 0; r < kTileRows; ++r, place += stride) {
+        const float inverse = __shfl_sync(0xffffffffu, scattered_inverse, r, Tile<N>::kLanes);
+        float v[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) v[i] = value(r, i);
+        store_row<WIDE>(tile, r, place, quantized<F8>(v, inverse));
+    }
+}
+
+// Hands the thread's column maxima to column_scales; what is done between the two needs no registers for them.
+template <int N>
+RTK_DEVICE void share_columns(const Tile<N>& tile, const float (&v)[N], TileScratch<N>& scratch) {
+    constexpr int kLanes = Tile<N>::kLanes;
     const int thread = static_cast<int>(threadIdx.x);
     const int half = thread / kLanes % (kWarp / kLanes);  // with two teams in a warp, each keeps half of the columns
     Raw<16> four;
@@ -120,6 +157,14 @@ RTK_DEVICE void column_scales(const Tile<N>& tile, float (&v)[N], TileScratch<N>
         four.w[i] = __float_as_uint(most);
     }
     *reinterpret_cast<Raw<16>*>(&scratch.most[thread / kWarp][scratch.place(tile.column + 4 * half)]) = four;
+}
+
+// The reciprocals of the scales of the thread's columns, to `v`. Stores the scales, `scale` being the place of the
+// tile's first column. The whole block calls; two barriers.
+template <typename F8, int N>
+RTK_DEVICE void column_scales(const Tile<N>& tile, float (&v)[N], TileScratch<N>& scratch, float* scale, bool pow2) {
+    constexpr int kWarps = Tile<N>::kWarps;
+    const int thread = static_cast<int>(threadIdx.x);
     __syncthreads();
     if (thread < kTileSide) {
         const int place = scratch.place(thread);
@@ -150,6 +195,31 @@ RTK_DEVICE void stage_columns(const Tile<N>& tile, TileScratch<N>& scratch, cons
 #pragma unroll
         for (int r = 0; r < kTileRows; ++r) v[r] = value(r, i);
         *reinterpret_cast<Raw<8>*>(place + i * kTileSide) = quantized<F8>(v, inverse[i]);
+    }
+}
+
+// Words of four rows' codes of four columns, to words of four columns' codes of those rows.
+RTK_DEVICE void transpose_bytes(u32& a, u32& b, u32& c, u32& d) {
+    const u32 ab = __byte_perm(a, b, 0x5140), cd = __byte_perm(c, d, 0x5140);
+    const u32 high_ab = __byte_perm(a, b, 0x7362), high_cd = __byte_perm(c, d, 0x7362);
+    a = __byte_perm(ab, cd, 0x5410);
+    b = __byte_perm(ab, cd, 0x7632);
+    c = __byte_perm(high_ab, high_cd, 0x5410);
+    d = __byte_perm(high_ab, high_cd, 0x7632);
+}
+
+// The same from codes that are there already, packed by rows: for scales that rows and columns share.
+template <int N>
+RTK_DEVICE void stage_columns(const Tile<N>& tile, TileScratch<N>& scratch, Raw<N> (&codes)[kTileRows]) {
+    u8* place = scratch.unit(tile.column, tile.row);
+#pragma unroll
+    for (int w = 0; w < N / 4; ++w) {
+#pragma unroll
+        for (int r = 0; r < kTileRows; r += 4)
+            transpose_bytes(codes[r].w[w], codes[r + 1].w[w], codes[r + 2].w[w], codes[r + 3].w[w]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            *reinterpret_cast<Raw<8>*>(place + (4 * w + i) * kTileSide) = {codes[i].w[w], codes[4 + i].w[w]};
     }
 }
 

@@ -314,7 +314,13 @@ struct PairPlace {
     }
 };
 
-// A number as a block of memory holds it.
+// Word by word: for `= {}` of several of them the compiler keeps a zero in global memory and loads it.
+RTK_DEVICE void clear(Raw<16>& raw) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) raw.w[i] = 0u;
+}
+
+// One element.
 template <typename T>
 RTK_DEVICE float load_one(const T* p) {
     float value[1];

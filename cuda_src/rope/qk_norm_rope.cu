@@ -13,7 +13,6 @@
 #include "common/math.cuh"
 #include "common/reduce.cuh"
 #include "ptx/cp_async.cuh"
-#include "ptx/forget.cuh"
 #include "ptx/pdl.cuh"
 #include "rope/angles.cuh"
 
@@ -66,13 +65,17 @@ RTK_DEVICE void no_rotation(Rotation<N>& r) {
     for (int i = 0; i < N; ++i) r.own0[i] = r.own1[i] = 1.0f, r.cross0[i] = r.cross1[i] = 0.0f;
 }
 
-// unpack by other instructions: the compiler would otherwise keep what it unpacked the first time, in twice the registers.
+// unpack in a way the compiler cannot recognise: it would otherwise keep what it unpacked the first time, in twice the
+// registers. `nothing` is zero, which only the host knows.
 template <typename T, int N>
-RTK_DEVICE void unpack_again(const Raw<sizeof(T) * N>& raw, float (&f)[N]) {
+RTK_DEVICE void unpack_again(Raw<sizeof(T) * N> raw, u32 nothing, float (&f)[N]) {
     if constexpr (is_same<T, bf16>::value) {
 #pragma unroll
         for (int i = 0; i < N; ++i) f[i] = __uint_as_float(__byte_perm(raw.w[i / 2], 0u, i % 2 ? 0x3244u : 0x1044u));
     } else {
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(sizeof(raw.w) / sizeof(u32)); ++i)
+            if constexpr (is_same<T, fp16>::value) raw.w[i] ^= nothing;
         unpack<T, N>(raw, f);
     }
 }
@@ -108,15 +111,14 @@ RTK_DEVICE void load_gain(const void* weight, int column, bool wide, float offse
 
 // One flat index over (token, slot).
 template <typename T, int PAIRS, bool SILU, int HEADS>
-__global__ void __launch_bounds__(128, 3)
+__global__ void __launch_bounds__(128, 5)
     qk_norm_rope_fwd(const T* qkv, const void* q_weight, const void* k_weight, T* q, T* k, T* v, RTK_QKV_PARAMETERS,
                      RTK_ANGLE_PARAMETERS) {
     constexpr int N = 16 / sizeof(T);
-    const u32 thread = blockIdx.x * blockDim.x + threadIdx.x;
     const u32 slots = static_cast<u32>(q_slots + 2 * kv_slots);
     const int lanes = 1 << lane_bits;
-    const int lane = static_cast<int>(thread) & (lanes - 1);
-    const u32 group = thread >> lane_bits;
+    const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
+    const u32 group = blockIdx.x * (blockDim.x >> lane_bits) + (threadIdx.x >> lane_bits);
     const u32 token = group / slots;
     const int batch = static_cast<int>(token / static_cast<u32>(length));
     const int place = static_cast<int>(token - batch * static_cast<u32>(length));
@@ -131,7 +133,7 @@ __global__ void __launch_bounds__(128, 3)
 #pragma unroll
     for (int i = 0; i < HEADS; ++i) {
         const int head = slot.first + i * slot.step;
-        a[i] = {}, b[i] = {};
+        clear(a[i]), clear(b[i]);
         if (head < heads) {
             const int column = dim * head_column(slot.part, head, group_magic, q_extra, kv_step, k_first, v_first);
             a[i] = load_raw<T, N>(x + column + own.in_a);
@@ -179,24 +181,23 @@ __global__ void __launch_bounds__(128, 3)
         square[i] = 0.0f;
 #pragma unroll
         for (int j = 0; j < N; ++j) square[i] += fa[j] * fa[j] + fb[j] * fb[j];
-        if constexpr (!SILU) ptx::forget(a[i]), ptx::forget(b[i]);
     }
     group_sums<HEADS>(square, lanes);
 
     const float inverse = static_cast<float>(inverse_dim);
+    const u32 nothing = static_cast<u32>(lane_bits) >> 8;
     T* y = slot.part == kQ ? q : slot.part == kK ? k : v;
     y += static_cast<i64>(token) * slot.heads * dim;
 #pragma unroll
     for (int i = 0; i < HEADS; ++i) {
         const int head = slot.first + i * slot.step;
         if (head < heads) {
-            if constexpr (!SILU) ptx::forget(a[i]), ptx::forget(b[i]);
-            if (SILU || slot.part != kV) {
+                if (SILU || slot.part != kV) {
                 float(&fa)[N] = kept_a[SILU ? i : 0];
                 float(&fb)[N] = kept_b[SILU ? i : 0];
                 if constexpr (!SILU) {
-                    unpack_again<T, N>(a[i], fa);
-                    unpack_again<T, N>(b[i], fb);
+                    unpack_again<T, N>(a[i], nothing, fa);
+                    unpack_again<T, N>(b[i], nothing, fb);
                 }
                 if (slot.part != kV) {
                     const float rstd = rsqrtf(square[i] * inverse + epsilon);
@@ -219,10 +220,9 @@ template <typename T, bool SILU>
 __global__ void __launch_bounds__(128)
     qk_norm_rope_fwd_any(const T* qkv, const void* q_weight, const void* k_weight, T* q, T* k, T* v,
                          RTK_QKV_PARAMETERS, i64 pairs, RTK_ANGLE_PARAMETERS) {
-    const u32 thread = blockIdx.x * blockDim.x + threadIdx.x;
     const u32 slots = static_cast<u32>(q_slots + 2 * kv_slots);
-    const int lane = static_cast<int>(thread % kWarp);
-    const u32 unit = thread >> lane_bits;
+    const int lane = static_cast<int>(threadIdx.x % kWarp);
+    const u32 unit = blockIdx.x * (blockDim.x >> lane_bits) + (threadIdx.x >> lane_bits);
     const u32 token = unit / slots;
     if (token >= static_cast<u32>(tokens)) return;
     const int batch = static_cast<int>(token / static_cast<u32>(length));

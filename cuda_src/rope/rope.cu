@@ -2,7 +2,7 @@
 // and batches, unit stride in a head. Elements beside the rotary part are copied (or left alone in place). fp32
 // arithmetic, one rounding. Rotations: rope/angles.cuh.
 //
-// kernel parameters, both kernels: k may be null (k_heads 0). `slots` groups of threads work on a token, each on up to
+// Parameters of rope and rope_any: k may be null (k_heads 0). `slots` groups of threads work on a token, each on up to
 // kRopeHeads heads (slot, slot + slots, ...), q's first: the rotation of a token is read once per group.
 #include "rope/angles.cuh"
 
@@ -18,11 +18,10 @@ inline constexpr int kRopeHeads = 4;
 
 // Groups of 2^lane_bits lanes, one flat index over (token, slot); 16-byte chunks. `spare` counts chunks.
 template <typename T, int PAIRS>
-__global__ void __launch_bounds__(128) rope(RTK_ROPE_PARAMETERS, RTK_ANGLE_PARAMETERS) {
+__global__ void __launch_bounds__(128, 4) rope(RTK_ROPE_PARAMETERS, RTK_ANGLE_PARAMETERS) {
     constexpr int N = 16 / sizeof(T);
-    const u32 thread = blockIdx.x * blockDim.x + threadIdx.x;
-    const int lane = static_cast<int>(thread & ((1u << lane_bits) - 1u));
-    const u32 group = thread >> lane_bits;
+    const int lane = static_cast<int>(threadIdx.x & ((1u << lane_bits) - 1u));
+    const u32 group = blockIdx.x * (blockDim.x >> lane_bits) + (threadIdx.x >> lane_bits);
     const u32 token = group / static_cast<u32>(slots);
     const int slot = static_cast<int>(group - token * static_cast<u32>(slots));
     const int batch = static_cast<int>(token / static_cast<u32>(length));
@@ -31,28 +30,31 @@ __global__ void __launch_bounds__(128) rope(RTK_ROPE_PARAMETERS, RTK_ANGLE_PARAM
     const int from_q = static_cast<int>(q_heads);
     const int heads = token < static_cast<u32>(tokens) && own.any ? from_q + static_cast<int>(k_heads) : 0;
 
+    const T* q_in = q + batch * q_batch + place * q_place;
+    const T* k_in = k + batch * k_batch + place * k_place - from_q * k_head;
+
     Raw<16> a[kRopeHeads], b[kRopeHeads];
 #pragma unroll
     for (int i = 0; i < kRopeHeads; ++i) {
         const int head = slot + i * static_cast<int>(slots);
-        a[i] = {}, b[i] = {};
+        clear(a[i]), clear(b[i]);
         if (head < heads) {
-            const T* x = head < from_q ? q + batch * q_batch + place * q_place + head * q_head
-                                       : k + batch * k_batch + place * k_place + (head - from_q) * k_head;
+            const T* x = head < from_q ? q_in + head * q_head : k_in + head * k_head;
             a[i] = load_raw<T, N>(x + own.in_a);
             b[i] = load_raw<T, N>(x + own.in_b);
         }
     }
     Rotation<N> r;
     if (heads > 0 && own.rotated) load_rotation<T, N, PAIRS == kAdjacent>(RTK_ANGLES, batch, place, lane, r);
+    T* q_to = q_out + batch * q_out_batch + place * q_out_place;
+    T* k_to = k_out + batch * k_out_batch + place * k_out_place - from_q * k_out_head;
     // In place, lanes of a head that reorders its pairs write where others read.
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kRopeHeads; ++i) {
         const int head = slot + i * static_cast<int>(slots);
         if (head < heads) {
-            T* y = head < from_q ? q_out + batch * q_out_batch + place * q_out_place + head * q_out_head
-                                 : k_out + batch * k_out_batch + place * k_out_place + (head - from_q) * k_out_head;
+            T* y = head < from_q ? q_to + head * q_out_head : k_to + head * k_out_head;
             if (own.rotated) {
                 float fa[N], fb[N];
                 unpack<T, N>(a[i], fa);
@@ -71,9 +73,8 @@ __global__ void __launch_bounds__(128) rope(RTK_ROPE_PARAMETERS, RTK_ANGLE_PARAM
 // `slots` is the number of heads, lane_bits is 5.
 template <typename T>
 __global__ void __launch_bounds__(128) rope_any(RTK_ROPE_PARAMETERS, RTK_ANGLE_PARAMETERS) {
-    const u32 thread = blockIdx.x * blockDim.x + threadIdx.x;
-    const int lane = static_cast<int>(thread & ((1u << lane_bits) - 1u));
-    const u32 unit = thread >> lane_bits;
+    const int lane = static_cast<int>(threadIdx.x % kWarp);
+    const u32 unit = blockIdx.x * (blockDim.x >> lane_bits) + (threadIdx.x >> lane_bits);
     const u32 token = unit / static_cast<u32>(slots);
     if (token >= static_cast<u32>(tokens)) return;
     const int head = static_cast<int>(unit - token * static_cast<u32>(slots));
@@ -100,6 +101,34 @@ __global__ void __launch_bounds__(128) rope_any(RTK_ROPE_PARAMETERS, RTK_ANGLE_P
     for (int i = lane; i < spare; i += kWarp) {
         const int at = i < first ? i : i + angles.rotary;
         ptx::st<sizeof(T)>(y + at, load_raw<T, 1>(x + at));
+    }
+}
+
+// The entries every token gets, cos and sin, times mscale, fp32 [tokens, width], width as that of the tables: turns
+// tables with several position streams or unaligned rows into ones that rope can read. A thread per entry.
+template <typename T>
+__global__ void __launch_bounds__(256)
+    rope_tables(float* cos_out, float* sin_out, i64 tokens, i64 length, i64 width, RTK_ANGLE_PARAMETERS) {
+    const Angles angles = RTK_ANGLES;
+    const i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
+    const u32 token = static_cast<u32>(blockIdx.y);
+    for (i64 t = token; t < tokens; t += gridDim.y) {
+        if (i >= width) return;
+        const int column = static_cast<int>(i);
+        const int batch = static_cast<int>(static_cast<u32>(t) / static_cast<u32>(length));
+        const int place = static_cast<int>(static_cast<u32>(t) - batch * static_cast<u32>(length));
+        const int half = angles.rotary / 2;
+        const bool full = angles.flags & kTableFull, adjacent = full && (angles.flags & kTableAdjacent);
+        const int pair = adjacent ? column / 2 : column < half ? column : column - half;
+        const i64 row = angles.row(batch, place, angles.stream_of(pair));
+        float c = __uint_as_float(0x7fffffffu), s = c;
+        if (row >= 0) {
+            float value[1];
+            load_entries<T, 1>(angles.cos, row * angles.stride + column, angles.flags, value), c = value[0];
+            load_entries<T, 1>(angles.sin, row * angles.stride + column, angles.flags, value), s = value[0];
+        }
+        cos_out[t * width + column] = c * angles.mscale;
+        sin_out[t * width + column] = s * angles.mscale;
     }
 }
 

@@ -1,4 +1,4 @@
-"""Launch planning of ``quantize_fp8`` and ``dequantize_fp8``: kernels, shapes, checks, and metadata to launches."""
+"""Launch planning of ``quantize_fp8`` and ``dequantize_fp8``: shapes, checks, and metadata to launches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels._kernel import Kernel, Launch, Plans, device_info
+from rtkernels._kernel import Launch, Plans, device_info
 from rtkernels._layout import (
     FLOAT_DTYPES,
     GRID_LIMIT,
@@ -21,100 +21,34 @@ from rtkernels._layout import (
     vector_bytes,
 )
 from rtkernels.errors import ArgumentError
+from rtkernels.ops._fp8_kernels import (
+    AMAX,
+    BACK,
+    BACK_T,
+    BLOCK,
+    BLOCK_BOTH,
+    GROUP,
+    GROUP_BOTH,
+    GROUPED,
+    GROUPED_T,
+    ROW,
+    ROW_LONG,
+    TENSOR,
+    WIDTH,
+)
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 GRANULARITIES = ("tensor", "row", "group", "group_t", "block")
 SCALE_LAYOUTS = ("row", "column")
-GROUP = 128
 
 Metadata = tuple[Any, ...]  # (dtype, shape, stride, device index)
 
-_WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
-_PAIRS = [(t, f) for t in _WIDTH for f in ("e4m3", "e5m2")]
-_WIDE_AND_NARROW = [(t, f, v) for t, f in _PAIRS for v in (1, _WIDTH[t])]
 _RUN_THREADS = 256
 _ROW_THREADS, _ROW_CHUNKS = 512, 4
 _GROUP_THREADS = 256
 _SECTOR_SCALES = 8  # of 4 bytes each: what L2 and memory move at least
 _TRANSPOSED_THREADS = 128
 _AMAX_BLOCKS_PER_SM = 4  # resident together: the pass ends everywhere at about the same time
-
-AMAX = Kernel(
-    "quant/quantize_fp8.cu",
-    "fp8_tensor_amax",
-    template="T VEC",
-    args="x:ptr partial:ptr rows:i64 cols:i64 x_stride:i64 threads_per_row:i64",
-    variants=[(t, v) for t in _WIDTH for v in (1, _WIDTH[t])],
-    max_registers=40,
-)
-TENSOR = Kernel(
-    "quant/quantize_fp8.cu",
-    "quantize_fp8_tensor",
-    template="T F8 VEC",
-    args="x:ptr scale:ptr partial:ptr q:ptr rows:i64 cols:i64 x_stride:i64 threads_per_row:i64 partials:i64 pow2:i64",
-    variants=_WIDE_AND_NARROW,
-    max_registers=56,
-)
-_ROW_ARGS = "x:ptr q:ptr scale:ptr rows:i64 cols:i64 x_stride:i64 threads_per_row:i64 pow2:i64"
-ROW = Kernel(
-    "quant/quantize_fp8.cu",
-    "quantize_fp8_row",
-    template="T F8 VEC",
-    args=_ROW_ARGS,
-    variants=[(t, f, _WIDTH[t]) for t, f in _PAIRS],
-    max_registers=48,
-)
-ROW_LONG = Kernel(
-    "quant/quantize_fp8.cu",
-    "quantize_fp8_row_long",
-    template="T F8 VEC",
-    args=_ROW_ARGS,
-    variants=_WIDE_AND_NARROW,
-    max_registers=48,
-)
-GROUPED = Kernel(
-    "quant/quantize_fp8_tile.cu",
-    "quantize_fp8_group",
-    template="T F8 VEC ACROSS",
-    args="x:ptr q:ptr scale:ptr rows:i64 cols:i64 x_stride:i64 scale_row:i64 scale_group:i64 column_tiles:i64 "
-    "pow2:i64",
-    variants=[(t, f, v, a) for t, f, v in _WIDE_AND_NARROW for a in ((1,) if v == 1 else (1, 32 // v))],
-    max_registers=64,
-)
-BLOCK = Kernel(
-    "quant/quantize_fp8_tile.cu",
-    "quantize_fp8_block",
-    template="T F8 VEC",
-    args="x:ptr q:ptr scale:ptr rows:i64 cols:i64 x_stride:i64 column_tiles:i64 pow2:i64",
-    variants=_WIDE_AND_NARROW,
-    max_registers=64,
-)
-GROUPED_T = Kernel(
-    "quant/quantize_fp8_transposed.cu",
-    "quantize_fp8_group_t",
-    template="T F8 WIDE",
-    args="x:ptr q:ptr scale:ptr rows:i64 cols:i64 x_stride:i64 column_tiles:i64 pow2:i64",
-    variants=[(*pair, wide) for pair in _PAIRS for wide in (False, True)],
-    max_registers=64,
-)
-BACK = Kernel(
-    "quant/dequantize_fp8.cu",
-    "dequantize_fp8",
-    template="T F8 VEC",
-    args="q:ptr scale:ptr y:ptr rows:i64 cols:i64 q_stride:i64 threads_per_row:i64 row_shift:i64 scale_row:i64 "
-    "scale_column:i64",
-    variants=_WIDE_AND_NARROW,
-    max_registers=64,
-)
-BACK_T = Kernel(
-    "quant/dequantize_fp8.cu",
-    "dequantize_fp8_group_t",
-    template="T F8",
-    args="q:ptr scale:ptr y:ptr rows:i64 cols:i64 q_stride:i64 column_tiles:i64 whole_codes:i64 whole_output:i64",
-    variants=_PAIRS,
-    max_registers=80,
-)
-KERNELS = (AMAX, TENSOR, ROW, ROW_LONG, GROUPED, BLOCK, GROUPED_T, BACK, BACK_T)
 
 
 # ---- shapes and checks, shared by launchers, references and fakes ---------------------------------------------------
@@ -294,7 +228,7 @@ def _plan_quantize(x: Metadata, granularity: str, dtype: torch.dtype, pow2: bool
         return _EmptyPlan(*shapes, pow2)
     if row_stride(shape, x[2]) is None:
         return None
-    m = _Matrix(x, align, _WIDTH[t], flat=granularity == "tensor")
+    m = _Matrix(x, align, WIDTH[t], flat=granularity == "tensor")
     if granularity == "tensor":
         return _DynamicPlan(m, t, f, pow2, dtype)
     return _Plan(*_BY_GRANULARITY[granularity](m, t, f, pow2, layout), *shapes)
@@ -336,11 +270,11 @@ def _block(m: _Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch,
 
 def _tile_threads(t: str) -> int:
     """Return the threads of a block that holds a tile of 128 x 128 (quant/tile.cuh)."""
-    return GROUP // _WIDTH[t] * 16
+    return GROUP // WIDTH[t] * 16
 
 
 def _transposed_tiles(cols: int, t: str) -> int:
-    return -(-cols // (_TRANSPOSED_THREADS // 32 * 4 * _WIDTH[t]))
+    return -(-cols // (_TRANSPOSED_THREADS // 32 * 4 * WIDTH[t]))
 
 
 def _group_t(m: _Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch, tuple[int, ...]]:
@@ -366,7 +300,7 @@ def _plan_static(x: Metadata, scale: Metadata, dtype: torch.dtype, align: int):
         return _EMPTY
     if row_stride(x[1], x[2]) is None:
         return None
-    m = _Matrix(x, align, _WIDTH[t], flat=True)
+    m = _Matrix(x, align, WIDTH[t], flat=True)
     threads = m.run_threads
     launch = TENSOR.bind((t, f, m.vec), m.device, m.run_blocks(threads), block_of(threads))
     return launch, (m.rows, m.cols, m.stride, threads, 0, 0)
@@ -388,9 +322,9 @@ def _plan_dequantize(
         rows, cols = m.cols, m.rows
         tiles = _transposed_tiles(cols, t)
         launch = BACK_T.bind((t, f), m.device, tiles * groups_of(rows), _TRANSPOSED_THREADS)
-        return launch, (rows, cols, m.stride, tiles, m.vec > 1, cols % _WIDTH[t] == 0), out_shape
+        return launch, (rows, cols, m.stride, tiles, m.vec > 1, cols % WIDTH[t] == 0), out_shape
     flat = granularity == "tensor" or (granularity == "group" and layout == "row" and shape[-1] % GROUP == 0)
-    m = _Matrix(q, align, _WIDTH[t], flat=flat)
+    m = _Matrix(q, align, WIDTH[t], flat=flat)
     shift, scale_row, scale_column = {
         "tensor": (0, 0, 0),
         "row": (0, 1, 0),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rtkernels._arch import Target
-from rtkernels._kernel import DeviceInfo, Kernel, Plans, allocator, dense_strides, device_info, shared_limit
+from rtkernels._kernel import DeviceInfo, Kernel, Plans, dense_memory, device_info, shared_limit
 from rtkernels._layout import GRID_LIMIT, block_of, check_same, group_threads, row_stride, token, vector_bytes
 from rtkernels.errors import ArgumentError
 
@@ -238,7 +238,7 @@ class Tensors:
 def _plan_fwd(x: Meta, gate: Meta, weight: Meta | None, groups: int, layout: str, align: int):
     """Return ``(launch, numbers, allocator and layout of y)``, or the Tensors if an input must be copied first."""
     check(x, gate, weight, groups, layout)
-    memory = allocator(x[3]), (gate[1], dense_strides(gate[1]), x[0])
+    memory = dense_memory(x[3], gate[1], x[0])
     if 0 in gate[1]:
         return None, (), *memory
     s = Tensors(x, gate, weight, None, groups, layout, align)

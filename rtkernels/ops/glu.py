@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from rtkernels import interop
 from rtkernels._guard import needs_grad
-from rtkernels._kernel import Kernel, Plans, allocator, dense_strides
+from rtkernels._kernel import Kernel, Plans, dense_memory
 from rtkernels._layout import (
     GRID_LIMIT,
     address,
@@ -144,7 +144,7 @@ def _plan_fwd(x: _Meta, up: _Meta | None, weight: _Meta | None, act: str, align:
     shape = _check(x, up, weight, act)
     dtype, device = x[0], x[3]
     rows, cols = row_count(shape), shape[-1]
-    memory = allocator(device), (tuple(shape), dense_strides(shape), dtype)
+    memory = dense_memory(device, shape, dtype)
     if rows == 0 or cols == 0:
         return None, (), *memory
     gate_stride = row_stride(x[1], x[2])

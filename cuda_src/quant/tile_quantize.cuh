@@ -1,0 +1,98 @@
+// What becomes of one 128 x 128 tile of x, for kernels that find their tiles in different ways.
+#pragma once
+#include "common/reduce.cuh"
+#include "ptx/forget.cuh"
+#include "quant/tile.cuh"
+
+namespace rtk {
+
+// Where the results of a tile go: pointers to what belongs to its first element. Any half may be missing.
+template <typename F8>
+struct TileOutput {
+    F8* q;              // by rows
+    i64 stride;
+    float* scale;       // of row m at m * scale_step; one for the tile in quantize_tile_block
+    i64 scale_step;
+    F8* transposed;     // by columns
+    i64 pitch;
+    float* column_scale;  // one per column
+};
+
+// 1 x 128 along rows (ROWS), 128 x 1 along columns (COLUMNS), or both. Three barriers with COLUMNS, after which the
+// scratch may be used again for the next tile.
+template <typename T, typename F8, bool WIDE, bool ROWS, bool COLUMNS>
+RTK_DEVICE void quantize_tile(const Tile<16 / sizeof(T)>& tile, const T* x, i64 x_stride, const TileOutput<F8>& out,
+                              TileScratch<16 / sizeof(T)>& scratch, bool pow2) {
+    constexpr int N = 16 / sizeof(T);
+    Raw<16> raw[kTileRows];
+    load_tile<T, WIDE>(tile, x, x_stride, raw);
+    float columns[N], rows[kTileRows];
+#pragma unroll
+    for (int i = 0; i < N; ++i) columns[i] = 0.0f;
+#pragma unroll
+    for (int r = 0; r < kTileRows; ++r) {
+        float v[N];
+        unpack<T, N>(raw[r], v);
+        ptx::forget(raw[r]);
+        if constexpr (COLUMNS) {
+#pragma unroll
+            for (int i = 0; i < N; ++i) columns[i] = max_finite(columns[i], v[i]);
+        }
+        if constexpr (ROWS) rows[r] = finite_amax(v);
+    }
+    if constexpr (COLUMNS) share_columns(tile, columns, scratch);
+    auto value = [&](int r, int i) { return element<T>(raw[r], i); };
+    if constexpr (ROWS) {
+        const float inverse = row_scales<F8>(tile, rows, out.scale, out.scale_step, pow2);
+        store_rows<WIDE>(tile, out.q, out.stride, inverse, value);
+    }
+    if constexpr (COLUMNS) {
+        if constexpr (ROWS) {
+#pragma unroll
+            for (int r = 0; r < kTileRows; ++r) ptx::forget(raw[r]);
+        }
+        column_scales<F8>(tile, columns, scratch, out.column_scale, pow2);
+        stage_columns<F8>(tile, scratch, columns, value);
+        __syncthreads();
+        store_columns(tile, scratch, out.transposed, out.pitch);
+    }
+}
+
+// One scale for the tile, its codes by rows (ROWS), by columns (COLUMNS), or both. `maxima` alternates between the
+// halves of its scratch by `phase`.
+template <typename T, typename F8, bool WIDE, bool COLUMNS>
+RTK_DEVICE void quantize_tile_block(const Tile<16 / sizeof(T)>& tile, const T* x, i64 x_stride,
+                                    const TileOutput<F8>& out, TileScratch<16 / sizeof(T)>& scratch,
+                                    GroupScratch<1>& maxima, int phase, bool pow2) {
+    constexpr int N = 16 / sizeof(T);
+    Raw<16> raw[kTileRows];
+    load_tile<T, WIDE>(tile, x, x_stride, raw);
+    float most = 0.0f;
+#pragma unroll
+    for (int r = 0; r < kTileRows; ++r) {
+        float v[N];
+        unpack<T, N>(raw[r], v);
+        ptx::forget(raw[r]);
+        most = fmaxf(most, finite_amax(v));
+    }
+    most = group_reduce<MaxNumber, false>(most, RowGroup(Tile<N>::kThreads), maxima, phase);
+    const float own = fp8_scale<F8>(most, pow2);
+    const float inverse = __frcp_rn(own);
+    if (threadIdx.x == 0) *out.scale = own;
+    Raw<N> codes[kTileRows];
+    F8* place = out.q + tile.row * out.stride + tile.column;
+#pragma unroll
+    for (int r = 0; r < kTileRows; ++r, place += out.stride) {
+        float v[N];
+        unpack<T, N>(raw[r], v);
+        codes[r] = quantized<F8>(v, inverse);
+        store_row<WIDE>(tile, r, place, codes[r]);
+    }
+    if constexpr (COLUMNS) {
+        stage_columns(tile, scratch, codes);
+        __syncthreads();
+        store_columns(tile, scratch, out.transposed, out.pitch);
+    }
+}
+
+}  // namespace rtk

@@ -1,0 +1,10 @@
+"""Modules around the ops, in place of torch's: same constructors, same state dicts, one kernel each way.
+
+None of them is changed by ``torch.autocast``: they compute in fp32 whatever the inputs are, and results have the dtype
+of the input. Parameters may be of another dtype than the input (fp32 parameters with bfloat16 activations).
+"""
+
+from rtkernels.nn.glu import GeGLU, SwiGLU
+from rtkernels.nn.norm import LayerNorm, RMSNorm
+
+__all__ = ["GeGLU", "LayerNorm", "RMSNorm", "SwiGLU"]

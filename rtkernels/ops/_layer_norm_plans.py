@@ -1,0 +1,225 @@
+"""The kernels of layer_norm, and which one runs how for which tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtkernels._arch import Target
+from rtkernels._kernel import Kernel, Plans, dense_memory, device_info, shared_limit
+from rtkernels._layout import (
+    GRID_LIMIT,
+    address,
+    block_of,
+    check_same,
+    group_threads,
+    nothing,
+    row_count,
+    row_stride,
+    token,
+    vector_bytes,
+)
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.column_sum import column_sum
+
+_UNIT = "norm/layer_norm.cu"
+_TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
+_WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
+_REGISTER_THREADS, _REGISTER_CHUNKS = 512, (1, 4)
+_RING_THREADS = 512
+_RING_CHUNKS = {1: 256, 2: 1024, 4: 2048}  # pieces of 16 bytes in a thread, and in the longest row it is used for
+_WIDTHS = [(t, vec) for t in _WIDTH for vec in (1, _WIDTH[t])]
+
+
+def _ring_stages(limit: int, chunks: int, dsum: bool) -> int:
+    """Return how many rows per thread group the cp.async ring holds within `limit` bytes (4 at most)."""
+    return min(4, (limit - 2048) // (_RING_THREADS * 16 * chunks * (3 if dsum else 2)))
+
+
+def _ring_variants(target: Target) -> Iterator[tuple[Any, ...]]:
+    for t in _WIDTH:
+        for chunks in _RING_CHUNKS:
+            for dsum in (False, True):
+                stages = _ring_stages(shared_limit(target), chunks, dsum)
+                if stages >= 2:
+                    yield t, chunks, dsum, stages
+
+
+_FWD_ARGS = (
+    "x:ptr residual:ptr weight:ptr bias:ptr y:ptr sum:ptr rows:i64 cols:i64 x_stride:i64 residual_stride:i64 "
+    "threads_per_row:i64 eps:f64 offset:f64"
+)
+_BWD_ARGS = (
+    "dy:ptr h:ptr weight:ptr dsum:ptr dh:ptr {last}:ptr rows:i64 cols:i64 dy_stride:i64 h_stride:i64 "
+    "dsum_stride:i64 threads_per_row:i64 eps:f64 offset:f64 wide:i64"
+)
+_FWD = Kernel(
+    _UNIT,
+    "layer_norm_fwd",
+    template="T W CHUNKS RESIDUAL",
+    args=_FWD_ARGS,
+    variants=[(t, w, c, r) for t, w in _TYPES for c in _REGISTER_CHUNKS for r in (False, True)],
+    max_registers=128,
+)
+_FWD_LONG = Kernel(
+    _UNIT,
+    "layer_norm_fwd_long",
+    template="T VEC",
+    args=f"{_FWD_ARGS} wide:i64",
+    variants=_WIDTHS,
+    max_registers=64,
+)
+_BWD = Kernel(
+    _UNIT,
+    "layer_norm_bwd",
+    template="T CHUNKS DSUM STAGES",
+    args=f"{_BWD_ARGS.format(last='partial')} partial_stride:i64",
+    variants=_ring_variants,
+    max_registers=128,
+)
+_BWD_LONG = Kernel(
+    _UNIT,
+    "layer_norm_bwd_long",
+    template="T VEC",
+    args=_BWD_ARGS.format(last="stats"),
+    variants=_WIDTHS,
+    max_registers=64,
+)
+_BWD_WEIGHT = Kernel(
+    _UNIT,
+    "layer_norm_bwd_weight",
+    template="T VEC",
+    args="dy:ptr h:ptr stats:ptr partial:ptr rows:i64 cols:i64 dy_stride:i64 h_stride:i64 partial_stride:i64",
+    variants=_WIDTHS,
+    max_registers=48,
+)
+
+
+# ---- validation and planning: plain metadata in, a bound launch out -------------------------------------------------
+
+Meta = tuple[Any, ...]
+
+
+def check(x: Meta, weight: Meta | None, bias: Meta | None, residual: Meta | None) -> None:
+    """Raise an ArgumentError for arguments that do not fit together."""
+    dtype, shape, _, device = x
+    token("x", dtype)
+    if not shape:
+        raise ArgumentError("x has no dimensions; expected at least one, the last is normalised")
+    for name, meta in (("weight", weight), ("bias", bias)):
+        if meta is not None:
+            token(name, meta[0], (dtype, torch.float32))
+            if tuple(meta[1]) != (shape[-1],):
+                raise ArgumentError(
+                    f"{name} has shape {tuple(meta[1])}; expected ({shape[-1]},), the last dimension of x"
+                )
+            check_same(name, meta[3], device, "device index")
+    if weight is not None and bias is not None:
+        check_same("bias", bias[0], weight[0], "dtype", of="weight")
+    if residual is not None:
+        check_same("residual", residual[0], dtype, "dtype")
+        check_same("residual", residual[1], shape, "shape")
+        check_same("residual", residual[3], device, "device index")
+
+
+def _is_dense(vector: Meta | None) -> bool:
+    return vector is None or vector[1][0] <= 1 or vector[2] == (1,)
+
+
+def _parameter_dtype(weight: Meta | None, bias: Meta | None, dtype: torch.dtype) -> torch.dtype:
+    return weight[0] if weight is not None else bias[0] if bias is not None else dtype
+
+
+def _plan_fwd(x: Meta, weight: Meta | None, bias: Meta | None, residual: Meta | None, align: int):
+    """Return ``(launch, what it ends with, allocator and layout of y)``; None if an input must be copied first."""
+    check(x, weight, bias, residual)
+    dtype, shape, stride, device = x
+    rows, cols = row_count(shape), shape[-1]
+    memory = dense_memory(device, shape, dtype)
+    if rows == 0 or cols == 0:
+        return None, (), (), *memory
+    x_stride = row_stride(shape, stride)
+    residual_stride = 0 if residual is None else row_stride(residual[1], residual[2])
+    if x_stride is None or residual_stride is None or not (_is_dense(weight) and _is_dense(bias)):
+        return None
+    t, w = token("x", dtype), token("weight", _parameter_dtype(weight, bias, dtype))
+    size = dtype.itemsize
+    full = vector_bytes(align, cols * size, x_stride * size, residual_stride * size) == 16
+    vectors = cols // _WIDTH[t]
+    if full and vectors <= _REGISTER_THREADS * max(_REGISTER_CHUNKS):
+        chunks = 1 if vectors <= 32 else 4
+        threads = group_threads(-(-vectors // chunks), _REGISTER_THREADS)
+        kernel, variant, wide = _FWD, (t, w, chunks, residual is not None), ()
+    else:
+        vec = _WIDTH[t] if full else 1
+        threads = group_threads(-(-cols // vec), 1024)
+        kernel, variant, wide = _FWD_LONG, (t, vec), (int(w == "fp32"),)
+    block = block_of(threads)
+    grid = min(-(-rows // (block // threads)), GRID_LIMIT)
+    dims = (rows, cols, x_stride, residual_stride, threads)
+    return kernel.bind(variant, device, grid, block), dims, wide, *memory
+
+
+FWD_PLANS = Plans(_plan_fwd)
+
+
+class _BackwardPlan:
+    """The launches of one backward call and the workspace they need."""
+
+    def __init__(self, dy: Meta, h: Meta, weight: Meta | None, dsum: Meta | None, align: int, sums: int) -> None:
+        dtype, shape, _, device = h
+        t, info = token("h", dtype), device_info(device)
+        size, rows, cols = dtype.itemsize, row_count(shape), shape[-1]
+        strides = [row_stride(*m[1:3]) for m in (dy, h)] + [0 if dsum is None else row_stride(*dsum[1:3])]
+        full = vector_bytes(align, cols * size, *(s * size for s in strides)) == 16
+        vectors = cols // _WIDTH[t]
+        wide = int(weight is not None and weight[0] == torch.float32)
+        chunks = next((c for c, most in _RING_CHUNKS.items() if vectors <= most), 0)
+        stages = _ring_stages(info.shared_per_block, chunks, dsum is not None) if chunks else 0
+        self.rows, self.cols, self.sums, self.partial_launch = rows, cols, sums, None
+        if full and stages >= 2:
+            threads = group_threads(-(-vectors // chunks), _RING_THREADS)
+            most = _RING_THREADS // threads if threads <= 32 else min(_RING_THREADS // threads, 15)
+            groups = max(1, min(most, rows // info.sm_count))
+            groups += -groups % (32 // min(threads, 32))  # whole warps
+            shared = stages * groups * threads * 16 * chunks * (2 if dsum is None else 3)
+            self.partial_rows = min(info.sm_count, -(-rows // groups))
+            variant = (t, chunks, dsum is not None, stages)
+            self.launch = _BWD.bind(variant, device, self.partial_rows, groups * threads, shared)
+            self.tail = (wide, max(sums, 1) * cols)
+        else:
+            vec = _WIDTH[t] if full else 1
+            threads = group_threads(-(-cols // vec), 1024)
+            block = block_of(threads)
+            self.launch = _BWD_LONG.bind((t, vec), device, min(-(-rows // (block // threads)), GRID_LIMIT), block)
+            self.tail = (wide,)
+            if sums:
+                column_blocks = -(-cols // (256 * vec))
+                self.partial_rows = min(max(1, 4 * info.sm_count // column_blocks), rows, 65535)
+                self.partial_launch = _BWD_WEIGHT.bind((t, vec), device, (column_blocks, self.partial_rows), 256)
+                self.partial_args = (rows, cols, *strides[:2], sums * cols)
+        self.args = (rows, cols, *strides, threads)
+
+    def run(self, dy: Tensor, h: Tensor, weight: Tensor | None, dsum: Tensor | None, eps: float, offset: float, dtype):
+        dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)
+        inputs = (dy.data_ptr(), h.data_ptr(), address(weight), address(dsum))
+        if not self.sums:
+            self.launch(*inputs, dh.data_ptr(), 0, *self.args, eps, offset, *self.tail)
+            return dh, nothing(h)
+        partial = torch.empty(self.partial_rows, self.sums * self.cols, dtype=torch.float32, device=h.device)
+        if self.partial_launch is None:
+            self.launch(*inputs, dh.data_ptr(), partial.data_ptr(), *self.args, eps, offset, *self.tail)
+        else:
+            stats = torch.empty(self.rows, 2, dtype=torch.float32, device=h.device)
+            self.launch(*inputs, dh.data_ptr(), stats.data_ptr(), *self.args, eps, offset, *self.tail)
+            self.partial_launch(*inputs[:2], stats.data_ptr(), partial.data_ptr(), *self.partial_args)
+        return dh, column_sum(partial, dtype).view(self.sums, self.cols)
+
+
+BWD_PLANS = Plans(_BackwardPlan)
+
+
+KERNELS = (_FWD, _FWD_LONG, _BWD, _BWD_LONG, _BWD_WEIGHT)

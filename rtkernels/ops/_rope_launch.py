@@ -1,0 +1,287 @@
+"""Rotation of q and k heads as operators: kernels, plans, and the same in plain torch."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rtkernels._kernel import Kernel, Launch, Plans, allocator, dense_strides
+from rtkernels._layout import address, check_same, group_threads, metadata, nothing, token, vector_bytes
+from rtkernels._registry import TorchOp
+from rtkernels.errors import ArgumentError
+from rtkernels.ops import _rope_angles as angles_of
+from rtkernels.ops._rope_angles import LAYOUTS, Angles, Meta
+
+UNIT = "rope/rope.cu"
+TYPES = ("bf16", "fp16", "fp32")
+HEADS_PER_GROUP = 4  # kRopeHeads
+UNIT_LIMIT = 2**31 - 1  # (token, head group) pairs that one launch can count
+_BLOCK = 128
+
+_ROPE_ARGS = (
+    "q:ptr k:ptr q_out:ptr k_out:ptr tokens:i64 length:i64 q_heads:i64 k_heads:i64 slots:i64 lane_bits:i64 first:i64 "
+    "spare:i64 pairs:i64 q_batch:i64 q_place:i64 q_head:i64 k_batch:i64 k_place:i64 k_head:i64 q_out_batch:i64 "
+    "q_out_place:i64 q_out_head:i64 k_out_batch:i64 k_out_place:i64 k_out_head:i64 " + angles_of.ARGS
+)
+ROPE = Kernel(
+    UNIT,
+    "rope",
+    template="T PAIRS",
+    args=_ROPE_ARGS,
+    variants=[(t, pairs) for t in TYPES for pairs in range(4)],
+    max_registers=128,
+)
+ROPE_ANY = Kernel(UNIT, "rope_any", template="T", args=_ROPE_ARGS, variants=[(t,) for t in TYPES], max_registers=64)
+TABLES = Kernel(
+    UNIT,
+    "rope_tables",
+    template="T",
+    args="cos_out:ptr sin_out:ptr tokens:i64 length:i64 width:i64 " + angles_of.ARGS,
+    variants=[(t,) for t in TYPES],
+    max_registers=40,
+)
+
+
+# ---- heads in memory ------------------------------------------------------------------------------------------------
+
+
+class Heads(NamedTuple):
+    """A tensor of heads, whatever its layout. Strides in elements."""
+
+    batch: int
+    length: int
+    heads: int
+    head_dim: int
+    batch_stride: int
+    place_stride: int
+    head_stride: int
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        return self[4:]
+
+
+def heads_of(name: str, meta: Meta, layout: str) -> Heads:
+    """Return the tensor as ``[batch, length, heads, head_dim]``; three dimensions are packed tokens."""
+    _, shape, stride, _ = meta
+    if layout not in LAYOUTS:
+        raise ArgumentError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
+    if len(shape) == 3:
+        return Heads(1, *shape, 0, *stride[:2])
+    if len(shape) != 4:
+        raise ArgumentError(f"{name} has shape {tuple(shape)}; expected 4 dimensions ({layout}), or 3 (packed tokens)")
+    order = LAYOUTS[layout]
+    return Heads(*(shape[i] for i in order), shape[3], *(stride[i] for i in order))
+
+
+def as_heads(t: Tensor, layout: str) -> Tensor:
+    """Return a view ``[batch, length, heads, head_dim]``."""
+    return t.unsqueeze(0) if t.dim() == 3 else t.permute(*LAYOUTS[layout], 3)
+
+
+def shape_in(layout: str, heads: Heads, packed: bool) -> tuple[int, ...]:
+    """Return the shape of a dense tensor of these heads in a layout."""
+    if packed:
+        return (heads.length, heads.heads, heads.head_dim)
+    shape = [0, 0, 0, heads.head_dim]
+    for i, size in zip(LAYOUTS[layout], heads[:3], strict=True):
+        shape[i] = size
+    return tuple(shape)
+
+
+def unit_stride(*metas: Meta | None) -> bool:
+    """Return True if the last dimension of every tensor has stride 1."""
+    return all(m is None or m[1][-1] <= 1 or m[2][-1] == 1 for m in metas)
+
+
+def lanes_of(head_dim: int, rotary: int, first: int, vec: int, *, copies: bool = True) -> int | None:
+    """Return how many lanes share a head in 16-byte chunks (``Pieces`` in rope/angles.cuh); None if they cannot."""
+    spare = head_dim - rotary
+    if rotary // 2 % vec or first % vec or spare % (2 * vec):
+        return None
+    lanes = rotary // 2 // vec + (spare // 2 // vec if copies else 0)
+    return group_threads(lanes, 32) if lanes <= 32 else None
+
+
+# ---- plans ----------------------------------------------------------------------------------------------------------
+
+
+class TablesPlan(NamedTuple):
+    """How to read the tables: as they are, or from entries gathered for each token first."""
+
+    angles: tuple[int | float, ...]
+    gather: Launch | None = None
+    dims: tuple[int, ...] = ()
+    first_angles: tuple[int | float, ...] = ()
+
+    def addresses(self, cos: Tensor, sin: Tensor, index: Tensor | None) -> tuple[tuple[int, int, int], Any]:
+        """Return the addresses of cos, sin and index for the main kernel, and what must live until its launch."""
+        if self.gather is None:
+            return (cos.data_ptr(), sin.data_ptr(), address(index)), None
+        tokens, _, width = self.dims
+        table = torch.empty(2, tokens, width, dtype=torch.float32, device=cos.device)
+        here = table.data_ptr(), table[1].data_ptr()
+        self.gather(*here, *self.dims, cos.data_ptr(), sin.data_ptr(), address(index), *self.first_angles)
+        return (*here, 0), table
+
+
+def plan_tables(
+    found: Angles, t: str, cos: Meta, align: int, pairs: int, vec: int, tokens: int, length: int, device: int
+) -> TablesPlan:
+    """Return the way to tables that kernels can read in runs of `vec` entries."""
+    if angles_of.readable(found, pairs, vec, align, cos[0].itemsize):
+        return TablesPlan(found.arguments())
+    flags = found.flags & ~angles_of._INVERSE
+    width = found.width
+    block = min(256, -(-width // 32) * 32)
+    grid = (-(-width // block), min(tokens, 65535))
+    launch = TABLES.bind((t,), device, grid, block)
+    first = found._replace(flags=flags).arguments()
+    if pairs in (angles_of.GATHER, angles_of.SCATTER) and not angles_of.readable(
+        found.per_token(), pairs, vec, 0, 4
+    ):
+        return None  # full tables in an order that runs cannot have
+    return TablesPlan(found.per_token().arguments(), launch, (tokens, length, width), first)
+
+
+class _Plan(NamedTuple):
+    launch: Launch | None
+    dims: tuple[int, ...]
+    tables: TablesPlan | None
+    allocate: Any
+    q_layout: tuple[Any, ...]
+    k_layout: tuple[Any, ...] | None
+
+
+def _check(q, k, layout, out_layout, first, rotary, pairs, inverse, cos, sin, positions, cu_seqlens, *options):
+    """Raise an ArgumentError for arguments that do not fit together; return Heads of q and k, rotary and Angles."""
+    token("x", q[0])
+    heads = heads_of("x", q, layout)
+    of_k = None
+    if out_layout not in LAYOUTS:
+        raise ArgumentError(f"output_layout is {out_layout!r}; expected one of {', '.join(LAYOUTS)}")
+    if k is not None:
+        check_same("k", k[0], q[0], "dtype")
+        check_same("k", k[3], q[3], "device index")
+        of_k = heads_of("k", k, layout)
+        if len(k[1]) != len(q[1]) or of_k[:2] != heads[:2] or of_k.head_dim != heads.head_dim:
+            raise ArgumentError(
+                f"k has shape {tuple(k[1])}; expected that of x, {tuple(q[1])}, except for the number of heads"
+            )
+    rotary = angles_of.check_rotary(rotary, heads.head_dim - first)
+    found = angles_of.check(
+        cos, sin, positions, cu_seqlens, *options, dtype=q[0], device=q[3], batch=heads.batch, length=heads.length,
+        packed=len(q[1]) == 3, rotary=rotary, adjacent=pairs in (angles_of.ADJACENT, angles_of.SCATTER),
+        inverse=inverse,
+    )  # fmt: skip
+    return heads, of_k, rotary, found
+
+
+def _plan(
+    q: Meta, k: Meta | None, layout: str, out_layout: str, first: int, rotary: int, pairs: int, inverse: bool,
+    cos: Meta, sin: Meta, positions: Meta | None, cu_seqlens: Meta | None, sections: str, cp_rank: int, cp_size: int,
+    mscale: float, in_place: bool, align: int, table_align: int,
+) -> _Plan | None:  # fmt: skip
+    """Return the launch and its arguments; None if an input must be copied first."""
+    heads, of_k, rotary, found = _check(
+        q, k, layout, out_layout, first, rotary, pairs, inverse, cos, sin, positions, cu_seqlens, sections, cp_rank,
+        cp_size, mscale,
+    )  # fmt: skip
+    dtype, shape, _, device = q
+    packed = len(shape) == 3
+    outputs = [None if h is None else shape_in(out_layout, h, packed) for h in (heads, of_k)]
+    layouts = [None if s is None else (s, dense_strides(s), dtype) for s in outputs]
+    tokens, total = heads.batch * heads.length, heads.heads + (of_k.heads if of_k else 0)
+    if tokens == 0 or total == 0:
+        return _Plan(None, (), None, allocator(device), *layouts)
+    if found.table_stride < 0 or not unit_stride(q, k):
+        return None
+    t, vec = token("x", dtype), 16 // dtype.itemsize
+    strides = [*heads.strides, *(of_k.strides if of_k else (0, 0, 0))]
+    if in_place:
+        out = strides
+    else:
+        views = [
+            None if s is None else heads_of("", (dtype, s, dense_strides(s), device), out_layout) for s in outputs
+        ]
+        out = [*views[0].strides, *(views[1].strides if views[1] else (0, 0, 0))]
+    order = pairs if not inverse else (pairs ^ 1 if pairs in (angles_of.GATHER, angles_of.SCATTER) else pairs)
+    lanes = lanes_of(heads.head_dim, rotary, first, vec, copies=not in_place)
+    aligned = vector_bytes(align, *(s * dtype.itemsize for s in (*strides, *out))) == 16
+    tables = None
+    if lanes is not None and aligned:
+        tables = plan_tables(found, t, cos, table_align, order, vec, tokens, heads.length, device)
+    spare = 0 if in_place else heads.head_dim - rotary
+    if tables is not None:
+        slots, kernel, variant, bits = -(-total // HEADS_PER_GROUP), ROPE, (t, order), lanes.bit_length() - 1
+        spare //= vec
+    else:
+        tables = TablesPlan(found.arguments())
+        slots, kernel, variant, bits = total, ROPE_ANY, (t,), 5
+    units = tokens * slots
+    if units > UNIT_LIMIT:
+        raise ArgumentError(f"x has {tokens} tokens of {total} heads; expected fewer than {UNIT_LIMIT // slots} tokens")
+    launch = kernel.bind(variant, device, -(-units // (_BLOCK >> bits)), _BLOCK)
+    dims = (tokens, heads.length, heads.heads, total - heads.heads, slots, bits, first, spare, order, *strides, *out)
+    return _Plan(launch, dims, tables, allocator(device), *layouts)
+
+
+_PLANS = Plans(_plan)
+
+
+# ---- launchers ------------------------------------------------------------------------------------------------------
+
+
+def _launch_fwd(q, k, layout, out_layout, first, rotary, pairs, inverse, cos, sin, positions, cu_seqlens, *options):
+    index = positions if positions is not None else cu_seqlens
+    q_address, k_address = q.data_ptr(), address(k)
+    plan = _PLANS[
+        metadata(q), metadata(k), layout, out_layout, first, rotary, pairs, inverse, metadata(cos), metadata(sin),
+        metadata(positions), metadata(cu_seqlens), *options, False, (q_address | k_address) & 15,
+        (cos.data_ptr() | sin.data_ptr()) & 15,
+    ]  # fmt: skip
+    if plan is None or (index is not None and not index.is_contiguous()):
+        q, k = q.contiguous(), k if k is None else k.contiguous()
+        cos, sin, index = angles_of.dense(cos, sin, index)
+        indices = (index, None) if positions is not None else (None, index)
+        return _launch_fwd(q, k, layout, out_layout, first, rotary, pairs, inverse, cos, sin, *indices, *options)
+    y = plan.allocate(*plan.q_layout)
+    ky = nothing(q) if k is None else plan.allocate(*plan.k_layout)
+    if plan.launch is not None:
+        addresses, _alive = plan.tables.addresses(cos, sin, index)
+        plan.launch(
+            q_address, k_address, y.data_ptr(), 0 if k is None else ky.data_ptr(), *plan.dims, *addresses,
+            *plan.tables.angles,
+        )  # fmt: skip
+    return y, ky
+
+
+def _launch_in_place(q, k, layout, first, rotary, pairs, inverse, cos, sin, positions, cu_seqlens, *options) -> None:
+    _check_writable(q, "x")
+    _check_writable(k, "k")
+    cos, sin, index = angles_of.dense(cos, sin, positions if positions is not None else cu_seqlens)
+    positions, cu_seqlens = (index, None) if positions is not None else (None, index)
+    q_address, k_address = q.data_ptr(), address(k)
+    plan = _PLANS[
+        metadata(q), metadata(k), layout, layout, first, rotary, pairs, inverse, metadata(cos), metadata(sin),
+        metadata(positions), metadata(cu_seqlens), *options, True, (q_address | k_address) & 15,
+        (cos.data_ptr() | sin.data_ptr()) & 15,
+    ]  # fmt: skip
+    reorders = pairs in (angles_of.GATHER, angles_of.SCATTER)
+    if plan is None or (reorders and plan.launch is not None and plan.dims[4] == q.numel()):
+        plan = None
+    if plan is None or (reorders and plan.launch is not None and not _in_one_warp_step(plan)):
+        args = (layout, layout, first, rotary, pairs, inverse, cos, sin, positions, cu_seqlens, *options)
+        y, ky = _launch_fwd(q, k, *args)
+        q.copy_(y)
+        if k is not None:
+            k.copy_(ky)
+    elif plan.launch is not None:
+        addresses, _alive = plan.tables.addresses(cos, sin, index)
+        plan.launch(q_address, k_address, q_address, k_address, *plan.dims, *addresses, *plan.tables.angles)
+
+
+def _in_one_warp_step(plan: _Plan) -> bool:
+    return plan.dims[4] < plan.dims[2] + plan.dims[3] or plan.dims[5] < 5

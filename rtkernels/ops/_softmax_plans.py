@@ -1,0 +1,185 @@
+"""The kernels of softmax, and which one runs how for which tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from rtkernels._arch import Target
+from rtkernels._kernel import Kernel, Plans, dense_memory, device_info, shared_limit
+from rtkernels._layout import (
+    GRID_LIMIT,
+    block_of,
+    check_same,
+    group_threads,
+    row_count,
+    row_stride,
+    token,
+    vector_bytes,
+)
+from rtkernels.errors import ArgumentError
+
+_UNIT = "softmax/softmax.cu"
+_WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
+_REGISTER_THREADS, _REGISTER_CHUNKS = 512, (1, 4)
+_RING_THREADS, _RING_CHUNKS = 1024, 4
+LARGEST_SCALE = torch.finfo(torch.float32).max
+
+
+def _ring_stages(limit: int, inputs: int) -> int:
+    """Return how many rows ahead a persistent block holds within `limit` bytes of shared memory (3 at most)."""
+    return min(3, (limit - 1024) // (_RING_THREADS * _RING_CHUNKS * 16 * inputs))
+
+
+def _ring_variants(target: Target, inputs: int) -> Iterator[tuple[Any, ...]]:
+    stages = _ring_stages(shared_limit(target), inputs)
+    return ((t, _RING_CHUNKS, log, stages) for t in _WIDTH for log in (False, True) if stages)
+
+
+_REGISTER_VARIANTS = [(t, c, log) for t in _WIDTH for c in _REGISTER_CHUNKS for log in (False, True)]
+_LONG_VARIANTS = [(t, vec) for t in _WIDTH for vec in (1, _WIDTH[t])]
+_FWD_DIMS = "rows:i64 cols:i64 x_stride:i64 y_stride:i64 wide:i64"
+_BWD_DIMS = "rows:i64 cols:i64 dy_stride:i64 y_stride:i64 wide:i64"
+
+
+def _kernels(entry: str, pointers: str, dims: str, inputs: int) -> tuple[Kernel, Kernel, Kernel]:
+    """Return the kernels for rows in the registers of a few warps, of a multiprocessor, and for all other rows."""
+    return (
+        Kernel(
+            _UNIT,
+            entry,
+            template="T CHUNKS LOG",
+            args=f"{pointers} {dims} threads_per_row:i64 scale:f64",
+            variants=_REGISTER_VARIANTS,
+            max_registers=64,
+        ),
+        Kernel(
+            _UNIT,
+            f"{entry}_ring",
+            template="T CHUNKS LOG STAGES",
+            args=f"{pointers} {dims} scale:f64",
+            variants=partial(_ring_variants, inputs=inputs),
+            max_registers=64,
+        ),
+        Kernel(
+            _UNIT,
+            f"{entry}_long",
+            template="T VEC",
+            args=f"{pointers} {dims} threads_per_row:i64 scale:f64 log:i64",
+            variants=_LONG_VARIANTS,
+            max_registers=64,
+        ),
+    )
+
+
+_FWD = _kernels("softmax_fwd", "x:ptr y:ptr lengths:ptr", _FWD_DIMS, 1)
+_BWD = _kernels("softmax_bwd", "dy:ptr y:ptr dx:ptr lengths:ptr", _BWD_DIMS, 2)
+
+
+# ---- validation and planning: plain metadata in, a bound launch out -------------------------------------------------
+
+Meta = tuple[Any, ...]
+
+
+def check(x: Meta, lengths: Meta | None, name: str = "x") -> None:
+    """Raise an ArgumentError for arguments that do not fit together. The softmax is over the last dimension."""
+    dtype, shape, _, device = x
+    token(name, dtype)
+    if not shape:
+        raise ArgumentError(f"{name} has no dimensions; expected at least one")
+    if lengths is not None:
+        if lengths[0] not in (torch.int32, torch.int64):
+            raise ArgumentError(
+                f"lengths has dtype {str(lengths[0]).removeprefix('torch.')}; expected one of int32, int64"
+            )
+        if tuple(lengths[1]) != tuple(shape[:-1]):
+            raise ArgumentError(
+                f"lengths has shape {tuple(lengths[1])}; expected {tuple(shape[:-1])}, the shape of {name} without dim"
+            )
+        check_same("lengths", lengths[3], device, "device index", of=name)
+
+
+def check_scale(scale: float) -> None:
+    if not abs(scale) <= LARGEST_SCALE:
+        raise ArgumentError(f"scale is {scale}; expected a finite float32 number")
+
+
+def _bind(kernels, t: str, rows: int, cols: int, device: int, full: bool, inputs: int, log: bool):
+    """Return the launch for rows of `cols` columns, and the integers that go before and after scale.
+
+    Args:
+        kernels: Three, as `_kernels` gives them.
+        t: Token of the dtype.
+        rows: At least 1.
+        cols: At least 1.
+        device: CUDA ordinal, or -1.
+        full: All rows can be accessed in pieces of 16 bytes.
+        inputs: Tensors read.
+        log: Of the logarithm.
+    """
+    by_registers, by_ring, by_long = kernels
+    vectors = cols // _WIDTH[t]
+    if full and vectors <= _REGISTER_THREADS * max(_REGISTER_CHUNKS):
+        chunks = 1 if vectors <= 32 else 4
+        threads = group_threads(-(-vectors // chunks), _REGISTER_THREADS)
+        block = block_of(threads)
+        grid = min(-(-rows // (block // threads)), GRID_LIMIT)
+        return by_registers.bind((t, chunks, log), device, grid, block), (threads,), ()
+    info = device_info(device)
+    stages = _ring_stages(info.shared_per_block, inputs)
+    if full and stages and vectors <= _RING_THREADS * _RING_CHUNKS:
+        threads = group_threads(-(-vectors // _RING_CHUNKS), _RING_THREADS)
+        shared = stages * threads * _RING_CHUNKS * 16 * inputs
+        variant = (t, _RING_CHUNKS, log, stages)
+        return by_ring.bind(variant, device, min(rows, info.sm_count), threads, shared), (), ()
+    vec = _WIDTH[t] if full else 1
+    threads = group_threads(-(-cols // vec), 1024)
+    block = block_of(threads)
+    grid = min(-(-rows // (block // threads)), GRID_LIMIT)
+    return by_long.bind((t, vec), device, grid, block), (threads,), (int(log),)
+
+
+def _lengths_dense(lengths: Meta | None) -> bool:
+    return lengths is None or row_stride((*lengths[1], 1), (*lengths[2], 1)) == 1
+
+
+def _plan_fwd(x: Meta, lengths: Meta | None, align: int, log: bool, in_place: bool):
+    """Return ``(launch, integers, integers, allocator and layout of y)``; None if an input must be copied first."""
+    check(x, lengths)
+    dtype, shape, stride, device = x
+    rows, cols = row_count(shape), shape[-1]
+    memory = dense_memory(device, shape, dtype)
+    if rows == 0 or cols == 0:
+        return None, (), (), *memory
+    x_stride = row_stride(shape, stride)
+    if in_place and x_stride is not None and rows > 1 and abs(x_stride) < cols:
+        raise ArgumentError("x has overlapping rows; in_place needs memory of its own for every element")
+    if x_stride is None or not _lengths_dense(lengths):
+        return None
+    t, size = token("x", dtype), dtype.itemsize
+    full = vector_bytes(align, cols * size, x_stride * size) == 16
+    launch, before, after = _bind(_FWD, t, rows, cols, device, full, 1, log)
+    wide = int(lengths is not None and lengths[0] == torch.int64)
+    return launch, (rows, cols, x_stride, x_stride if in_place else cols, wide, *before), after, *memory
+
+
+FWD_PLANS = Plans(_plan_fwd)
+
+
+def _plan_bwd(dy: Meta, y: Meta, lengths: Meta | None, align: int, log: bool):
+    dtype, shape, _, device = y
+    rows, cols, size = row_count(shape), shape[-1], dtype.itemsize
+    strides = [row_stride(m[1], m[2]) for m in (dy, y)]
+    full = vector_bytes(align, cols * size, *(s * size for s in strides)) == 16
+    launch, before, after = _bind(_BWD, token("y", dtype), rows, cols, device, full, 2, log)
+    wide = int(lengths is not None and lengths[0] == torch.int64)
+    return launch, (rows, cols, *strides, wide, *before), after
+
+
+BWD_PLANS = Plans(_plan_bwd)
+
+
+KERNELS = (*_FWD, *_BWD)
