@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time __getattr__
     from rtkernels import cache as cache
     from rtkernels import errors as errors
     from rtkernels import interop as interop
+    from rtkernels import nn as nn
     from rtkernels._warm import warm as warm
     from rtkernels.emulator import emulate as emulate
     from rtkernels.errors import ArgumentError as ArgumentError
@@ -33,6 +34,7 @@ _NAMES: dict[str, tuple[str, str | None]] = {
     "cache": ("rtkernels.cache", None),
     "errors": ("rtkernels.errors", None),
     "interop": ("rtkernels.interop", None),
+    "nn": ("rtkernels.nn", None),
     "RtkError": ("rtkernels.errors", "RtkError"),
     "ArgumentError": ("rtkernels.errors", "ArgumentError"),
     "SourceError": ("rtkernels.errors", "SourceError"),
@@ -73,6 +75,10 @@ def _op_names() -> list[str]:
 
 
 def _public_op(name: str) -> Any:
+    if importlib.util.find_spec(f"rtkernels.ops.{name}") is not None:  # the usual case: no other op is imported
+        value = getattr(importlib.import_module(f"rtkernels.ops.{name}"), name, None)
+        if value is not None:
+            return value
     from rtkernels import _registry
 
     for op in _registry.ops():

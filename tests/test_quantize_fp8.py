@@ -26,7 +26,6 @@ RECIPES += [("block", "row")]
 recipes = pytest.mark.parametrize(("granularity", "layout"), RECIPES, ids=map("-".join, RECIPES))
 
 
-
 # ---- inputs ---------------------------------------------------------------------------------------------------------
 
 

@@ -7,9 +7,12 @@ launcher and its device code. ``docs/emulator.md`` says what is checked and how 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from rtkernels import _arch, _env
 from rtkernels.errors import ArgumentError, ToolkitError
@@ -17,7 +20,7 @@ from rtkernels.errors import ArgumentError, ToolkitError
 if TYPE_CHECKING:
     from rtkernels.emulator._launch import Bound, EmulatorError, Pointer
 
-__all__ = ["EmulatorError", "Pointer", "active", "bind", "emulate", "launched", "recording", "settings", "unavailable"]
+__all__ = ["EmulatorError", "Pointer", "active", "bind", "emulate", "launched", "on_host", "recording", "settings", "unavailable"]
 
 _FEATURES = {(8, 0): 80, (8, 9): 89, (9, 0): 90}
 
@@ -133,6 +136,25 @@ def bind(kernel: Any, variant: tuple[Any, ...], arch: int, grid: Any, block: Any
     from rtkernels.emulator._launch import Bound
 
     return Bound(kernel, variant, arch, grid, block, shared)
+
+
+def on_host(kernel: Any, variant: tuple[Any, ...]) -> Callable[..., None]:
+    """Return ``run(grid, block, args, shared_bytes=0)``, which runs one kernel variant on CPU tensors.
+
+    For tests of a kernel by itself, without its op. Features and thread order are those of the innermost ``emulate``.
+
+    Args:
+        kernel: A ``Kernel`` record.
+        variant: Template arguments.
+    """
+
+    def run(grid: Any, block: Any, args: Sequence[Any], shared_bytes: int = 0) -> None:
+        from rtkernels.emulator._launch import Pointer
+
+        values = [Pointer.of(value) if isinstance(value, torch.Tensor) else value for value in args]
+        bind(kernel, variant, settings().features, grid, block, shared_bytes)(*values)
+
+    return run
 
 
 def __getattr__(name: str) -> Any:

@@ -47,8 +47,7 @@ GROUPED = Kernel(
     "quant/quantize_fp8_tile.cu",
     "quantize_fp8_group",
     template="T F8 VEC ACROSS",
-    args="x:ptr q:ptr scale:ptr rows:i64 cols:i64 x_stride:i64 scale_row:i64 scale_group:i64 column_tiles:i64 "
-    "pow2:i64",
+    args="x:ptr q:ptr scale:ptr rows:i64 cols:i64 x_stride:i64 scale_row:i64 scale_group:i64 column_tiles:i64 pow2:i64",
     variants=[(t, f, v, a) for t, f, v in _WIDE_AND_NARROW for a in ((1,) if v == 1 else (1, 32 // v))],
     max_registers=64,
 )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels._kernel import Launch, Plans, device_info
+from rtkernels._kernel import Launch, Plans, allocator, dense_strides, device_info
 from rtkernels._layout import (
     FLOAT_DTYPES,
     GRID_LIMIT,
@@ -39,9 +39,11 @@ from rtkernels.ops._fp8_kernels import (
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 GRANULARITIES = ("tensor", "row", "group", "group_t", "block")
+BOTH_GRANULARITIES = ("group", "block")  # that have a version with transposed codes beside the others
 SCALE_LAYOUTS = ("row", "column")
 
 Metadata = tuple[Any, ...]  # (dtype, shape, stride, device index)
+Output = tuple[Sequence[int], torch.dtype]  # shape and dtype of a dense result
 
 _RUN_THREADS = 256
 _ROW_THREADS, _ROW_CHUNKS = 512, 4
@@ -96,6 +98,15 @@ def check_quantize(x: Metadata, granularity: str, dtype: torch.dtype, layout: st
     token("the result", dtype, FP8_DTYPES)
     if not x[1]:
         raise ArgumentError("x has no dimensions; expected at least one")
+
+
+def check_both(x: Metadata, granularity: str, dtype: torch.dtype, layout: str) -> None:
+    """Raise an ArgumentError unless x can be quantised with the transposed codes beside the others."""
+    check_quantize(x, granularity, dtype, layout)
+    if granularity not in BOTH_GRANULARITIES:
+        raise ArgumentError(
+            f"with_transposed goes with granularity {' and '.join(map(repr, BOTH_GRANULARITIES))}, not {granularity!r}"
+        )
 
 
 def check_static_scale(scale: Metadata, device: int) -> None:
@@ -165,25 +176,25 @@ class _Matrix:
 
 
 class _Plan:
-    """One launch that writes q and its scales."""
+    """One launch that writes everything: a tuple of outputs, in the order of the kernel's arguments after x."""
 
-    __slots__ = ("_args", "_dtype", "_launch", "_q_shape", "_scale_shape")
+    __slots__ = ("_allocate", "_args", "_launch", "_outputs")
 
-    def __init__(self, launch: Launch, args: tuple[int, ...], q_shape, scale_shape, dtype) -> None:
-        self._launch, self._args = launch, args
-        self._q_shape, self._scale_shape, self._dtype = q_shape, scale_shape, dtype
+    def __init__(self, launch: Launch, args: tuple[int, ...], device: int, outputs: Sequence[Output]) -> None:
+        self._launch, self._args, self._allocate = launch, args, allocator(device)
+        self._outputs = tuple((shape, dense_strides(shape), dtype) for shape, dtype in outputs)
 
-    def run(self, x: Tensor, address: int) -> tuple[Tensor, Tensor]:
-        q = torch.empty(self._q_shape, dtype=self._dtype, device=x.device)
-        scale = torch.empty(self._scale_shape, dtype=torch.float32, device=x.device)
-        self._launch(address, q.data_ptr(), scale.data_ptr(), *self._args)
-        return q, scale
+    def run(self, x: Tensor, address: int) -> tuple[Tensor, ...]:
+        allocate = self._allocate
+        outputs = tuple([allocate(*output) for output in self._outputs])
+        self._launch(address, *[output.data_ptr() for output in outputs], *self._args)
+        return outputs
 
 
 class _DynamicPlan:
     """One scale for the tensor: a pass for the largest magnitude, then one that quantises."""
 
-    __slots__ = ("_amax", "_args", "_blocks", "_dtype", "_pow2", "_quantize")
+    __slots__ = ("_allocate", "_amax", "_args", "_blocks", "_dtype", "_pow2", "_quantize")
 
     def __init__(self, m: _Matrix, t: str, f: str, pow2: bool, dtype: torch.dtype) -> None:
         threads = m.run_threads
@@ -192,11 +203,12 @@ class _DynamicPlan:
         self._amax = AMAX.bind((t, m.vec), m.device, self._blocks, block)
         self._quantize = TENSOR.bind((t, f, m.vec), m.device, self._blocks, block, overlap=True)
         self._args, self._pow2, self._dtype = (m.rows, m.cols, m.stride, threads), pow2, dtype
+        self._allocate = allocator(m.device)
 
     def run(self, x: Tensor, address: int) -> tuple[Tensor, Tensor]:
-        q = torch.empty(x.shape, dtype=self._dtype, device=x.device)
-        scale = torch.empty((), dtype=torch.float32, device=x.device)
-        partial = torch.empty(self._blocks, dtype=torch.float32, device=x.device)
+        q = self._allocate(x.shape, dense_strides(x.shape), self._dtype)
+        scale = self._allocate((), (), torch.float32)
+        partial = self._allocate((self._blocks,), (1,), torch.float32)
         self._amax(address, partial.data_ptr(), *self._args)
         self._quantize(
             address, scale.data_ptr(), partial.data_ptr(), q.data_ptr(), *self._args, self._blocks, self._pow2
@@ -207,12 +219,16 @@ class _DynamicPlan:
 class _EmptyPlan:
     """No elements, but perhaps rows: their scales are those of all-zero groups."""
 
-    def __init__(self, q_shape, scale_shape, dtype, pow2: bool) -> None:
-        self._q_shape, self._scale_shape, self._dtype, self._value = q_shape, scale_shape, dtype, empty_scale(pow2)
+    def __init__(self, outputs: Sequence[Output], pow2: bool) -> None:
+        self._outputs, self._value = outputs, empty_scale(pow2)
 
-    def run(self, x: Tensor, address: int) -> tuple[Tensor, Tensor]:
-        q = torch.empty(self._q_shape, dtype=self._dtype, device=x.device)
-        return q, torch.full(self._scale_shape, self._value, dtype=torch.float32, device=x.device)
+    def run(self, x: Tensor, address: int) -> tuple[Tensor, ...]:
+        return tuple(
+            torch.full(shape, self._value, dtype=dtype, device=x.device)
+            if dtype == torch.float32
+            else torch.empty(shape, dtype=dtype, device=x.device)
+            for shape, dtype in self._outputs
+        )
 
 
 def q_shape(shape: Sequence[int], granularity: str) -> tuple[int, ...]:
@@ -223,15 +239,34 @@ def q_shape(shape: Sequence[int], granularity: str) -> tuple[int, ...]:
 def _plan_quantize(x: Metadata, granularity: str, dtype: torch.dtype, pow2: bool, layout: str, align: int):
     check_quantize(x, granularity, dtype, layout)
     t, f, shape = token("x", x[0]), token("the result", dtype, FP8_DTYPES), x[1]
-    shapes = q_shape(shape, granularity), scale_shape(shape, granularity, layout), dtype
+    outputs = (q_shape(shape, granularity), dtype), (scale_shape(shape, granularity, layout), torch.float32)
     if 0 in shape:
-        return _EmptyPlan(*shapes, pow2)
+        return _EmptyPlan(outputs, pow2)
     if row_stride(shape, x[2]) is None:
         return None
     m = _Matrix(x, align, WIDTH[t], flat=granularity == "tensor")
     if granularity == "tensor":
         return _DynamicPlan(m, t, f, pow2, dtype)
-    return _Plan(*_BY_GRANULARITY[granularity](m, t, f, pow2, layout), *shapes)
+    return _Plan(*_BY_GRANULARITY[granularity](m, t, f, pow2, layout), m.device, outputs)
+
+
+def _plan_both(x: Metadata, granularity: str, dtype: torch.dtype, pow2: bool, layout: str, align: int):
+    check_both(x, granularity, dtype, layout)
+    t, f, shape = token("x", x[0]), token("the result", dtype, FP8_DTYPES), x[1]
+    outputs = [(tuple(shape), dtype), (scale_shape(shape, granularity, layout), torch.float32)]
+    outputs.append((q_shape(shape, "group_t"), dtype))
+    if granularity == "group":
+        outputs.append((scale_shape(shape, "group_t", "row"), torch.float32))
+    if 0 in shape:
+        return _EmptyPlan(outputs, pow2)
+    if row_stride(shape, x[2]) is None:
+        return None
+    m = _Matrix(x, align, WIDTH[t], flat=False)
+    tiles, strides, kernel = groups_of(m.cols), (), BLOCK_BOTH
+    if granularity == "group":
+        strides, kernel = ((1, m.rows) if layout == "column" else (tiles, 1)), GROUP_BOTH
+    launch = kernel.bind((t, f, m.vec > 1), m.device, tiles * groups_of(m.rows), tile_threads(t))
+    return _Plan(launch, (m.rows, m.cols, m.stride, *strides, tiles, pow2), m.device, outputs)
 
 
 def _row(m: _Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch, tuple[int, ...]]:
@@ -268,7 +303,7 @@ def _block(m: _Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch,
     return launch, (m.rows, m.cols, m.stride, tiles, pow2)
 
 
-def _tile_threads(t: str) -> int:
+def tile_threads(t: str) -> int:
     """Return the threads of a block that holds a tile of 128 x 128 (quant/tile.cuh)."""
     return GROUP // WIDTH[t] * 16
 
@@ -279,7 +314,7 @@ def _transposed_tiles(cols: int, t: str) -> int:
 
 def _group_t(m: _Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch, tuple[int, ...]]:
     tiles = groups_of(m.cols)
-    launch = GROUPED_T.bind((t, f, m.vec > 1), m.device, tiles * groups_of(m.rows), _tile_threads(t))
+    launch = GROUPED_T.bind((t, f, m.vec > 1), m.device, tiles * groups_of(m.rows), tile_threads(t))
     return launch, (m.rows, m.cols, m.stride, tiles, pow2)
 
 
@@ -337,5 +372,6 @@ def _plan_dequantize(
 
 
 QUANTIZE_PLANS = Plans(_plan_quantize)
+BOTH_PLANS = Plans(_plan_both)
 STATIC_PLANS = Plans(_plan_static)
 DEQUANTIZE_PLANS = Plans(_plan_dequantize)

@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtkernels._layout import metadata
+from rtkernels._layout import metadata, nothing, row_count
 from rtkernels.ops._fp8_plans import (
     GROUP,
+    check_both,
     check_dequantize,
     check_quantize,
     check_static_scale,
@@ -24,11 +25,12 @@ _NAN_CODE = 0x7F
 def codes(v: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the codes of ``v * inverse``: nearest even, saturating, NaN without sign (a plain cast has neither)."""
     scaled = v * inverse
-    codes = scaled.clamp(-_LARGEST[dtype], _LARGEST[dtype]).to(dtype).view(torch.uint8)
-    return codes.masked_fill(scaled.isnan(), _NAN_CODE).view(dtype)
+    bits = scaled.clamp(-_LARGEST[dtype], _LARGEST[dtype]).to(dtype).view(torch.uint8)
+    return bits.masked_fill(scaled.isnan(), _NAN_CODE).view(dtype)
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, pow2: bool) -> Tensor:
+    """Return the scales of sets with these largest finite magnitudes."""
     scale = (amax / _LARGEST[dtype]).clamp(min=1e-30)
     if pow2:
         scale = ((scale.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
@@ -44,8 +46,8 @@ def blocked(v: Tensor, down: int, across: int) -> Tensor:
 
 def spread(scale: Tensor, down: int, across: int, shape: torch.Size) -> Tensor:
     """Return the scale of every element of a matrix of `shape` from those of its blocks."""
-    spread = scale.repeat_interleave(down, 0).repeat_interleave(across, 1)
-    return spread[: shape[0], : shape[1]]
+    whole = scale.repeat_interleave(down, 0).repeat_interleave(across, 1)
+    return whole[: shape[0], : shape[1]]
 
 
 def block_of(granularity: str, rows: int, cols: int) -> tuple[int, int]:
@@ -60,10 +62,12 @@ def block_of(granularity: str, rows: int, cols: int) -> tuple[int, int]:
 
 
 def transposed_scale(granularity: str, layout: str) -> bool:
+    """Return True if scales are stored the other way round than the codes they belong to."""
     return granularity == "group_t" or layout == "column"
 
 
 def quantize(x: Tensor, granularity: str, dtype: torch.dtype, pow2_scale: bool, scale_layout: str):
+    """Return ``(q, scale)``."""
     check_quantize(metadata(x), granularity, dtype, scale_layout)
     shapes = q_shape(x.shape, granularity), scale_shape(x.shape, granularity, scale_layout)
     if x.numel() == 0:
@@ -81,7 +85,17 @@ def quantize(x: Tensor, granularity: str, dtype: torch.dtype, pow2_scale: bool, 
     return q.reshape(shapes[0]).contiguous(), scale.reshape(shapes[1]).contiguous()
 
 
+def both(x: Tensor, granularity: str, dtype: torch.dtype, pow2_scale: bool, scale_layout: str):
+    """Return ``(q, scale, q_t, scale_t)``; for "block", scale_t is no tensor of its own."""
+    check_both(metadata(x), granularity, dtype, scale_layout)
+    q, scale = quantize(x, granularity, dtype, pow2_scale, scale_layout)
+    if granularity == "block":
+        return q, scale, q.reshape(row_count(x.shape), x.shape[-1]).t().contiguous(), nothing(x)
+    return q, scale, *quantize(x, "group_t", dtype, pow2_scale, "row")
+
+
 def static(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the codes for a given scale."""
     check_quantize(metadata(x), "tensor", dtype, "row")
     check_static_scale(metadata(scale), x.get_device())
     return codes(x.float(), 1.0 / scale.reshape(()), dtype).contiguous()
@@ -90,6 +104,7 @@ def static(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def dequantize(
     q: Tensor, scale: Tensor, granularity: str, code_dtype: torch.dtype, dtype: torch.dtype, scale_layout: str
 ) -> Tensor:
+    """Return ``q * scale``."""
     check_dequantize(metadata(q), metadata(scale), granularity, code_dtype, dtype, scale_layout)
     shape = q.shape[::-1] if granularity == "group_t" else q.shape
     if q.numel() == 0:

@@ -150,6 +150,7 @@ class _Plan(NamedTuple):
     launch: Launch | None
     dims: tuple[int, ...]
     tables: TablesPlan | None
+    by_chunks: bool  # the lanes of a head read all of it before they write
     allocate: Any
     q_layout: tuple[Any, ...]
     k_layout: tuple[Any, ...] | None
@@ -195,7 +196,7 @@ def _plan(
     layouts = [None if s is None else (s, dense_strides(s), dtype) for s in outputs]
     tokens, total = heads.batch * heads.length, heads.heads + (of_k.heads if of_k else 0)
     if tokens == 0 or total == 0:
-        return _Plan(None, (), None, allocator(device), *layouts)
+        return _Plan(None, (), None, True, allocator(device), *layouts)
     if found.table_stride < 0 or not unit_stride(q, k):
         return None
     t, vec = token("x", dtype), 16 // dtype.itemsize
@@ -225,7 +226,7 @@ def _plan(
         raise ArgumentError(f"x has {tokens} tokens of {total} heads; expected fewer than {UNIT_LIMIT // slots} tokens")
     launch = kernel.bind(variant, device, -(-units // (_BLOCK >> bits)), _BLOCK)
     dims = (tokens, heads.length, heads.heads, total - heads.heads, slots, bits, first, spare, order, *strides, *out)
-    return _Plan(launch, dims, tables, allocator(device), *layouts)
+    return _Plan(launch, dims, tables, kernel is ROPE, allocator(device), *layouts)
 
 
 _PLANS = Plans(_plan)
@@ -270,9 +271,7 @@ def _launch_in_place(q, k, layout, first, rotary, pairs, inverse, cos, sin, posi
         (cos.data_ptr() | sin.data_ptr()) & 15,
     ]  # fmt: skip
     reorders = pairs in (angles_of.GATHER, angles_of.SCATTER)
-    if plan is None or (reorders and plan.launch is not None and plan.dims[4] == q.numel()):
-        plan = None
-    if plan is None or (reorders and plan.launch is not None and not _in_one_warp_step(plan)):
+    if plan is None or (reorders and not plan.by_chunks):
         args = (layout, layout, first, rotary, pairs, inverse, cos, sin, positions, cu_seqlens, *options)
         y, ky = _launch_fwd(q, k, *args)
         q.copy_(y)
@@ -283,5 +282,66 @@ def _launch_in_place(q, k, layout, first, rotary, pairs, inverse, cos, sin, posi
         plan.launch(q_address, k_address, q_address, k_address, *plan.dims, *addresses, *plan.tables.angles)
 
 
-def _in_one_warp_step(plan: _Plan) -> bool:
-    return plan.dims[4] < plan.dims[2] + plan.dims[3] or plan.dims[5] < 5
+def _check_writable(t: Tensor | None, name: str) -> None:
+    if t is not None and any(size > 1 and step == 0 for size, step in zip(t.shape, t.stride(), strict=True)):
+        raise ArgumentError(f"{name} has strides {t.stride()}; expected no expanded dimension with in_place")
+
+
+# ---- the same in plain torch ----------------------------------------------------------------------------------------
+
+
+def _reference_fwd(q, k, layout, out_layout, first, rotary, pairs, inverse, cos, sin, positions, cu_seqlens, *options):
+    heads, _, rotary, found = _check(
+        metadata(q), metadata(k), layout, out_layout, first, rotary, pairs, inverse, metadata(cos), metadata(sin),
+        metadata(positions), metadata(cu_seqlens), *options,
+    )  # fmt: skip
+    tables = angles_of.reference_tables(cos, sin, positions, cu_seqlens, found, heads.batch, heads.length)
+
+    def rotated(t: Tensor) -> Tensor:
+        y = angles_of.rotate(as_heads(t, layout).float(), tables, first, pairs, inverse).to(t.dtype)
+        if t.dim() == 3:
+            return y.squeeze(0).contiguous()
+        return y.permute(*(LAYOUTS[out_layout].index(i) for i in range(3)), 3).contiguous()
+
+    return rotated(q), nothing(q) if k is None else rotated(k)
+
+
+def _reference_in_place(q, k, layout, *args) -> None:
+    _check_writable(q, "x")
+    _check_writable(k, "k")
+    y, ky = _reference_fwd(q, k, layout, layout, *args)
+    q.copy_(y)
+    if k is not None:
+        k.copy_(ky)
+
+
+def _fake_fwd(q, k, layout, out_layout, *args):
+    def like(t: Tensor) -> Tensor:
+        if t.dim() == 3:
+            return t.new_empty(t.shape)
+        sizes = [t.shape[i] for i in LAYOUTS[layout]]
+        return t.new_empty([sizes[LAYOUTS[out_layout].index(i)] for i in range(3)] + [t.shape[3]])
+
+    return like(q), nothing(q) if k is None else like(k)
+
+
+_OPTIONS = f"int first, int rotary, int pairs, bool inverse, {angles_of.SCHEMA}"
+FORWARD = TorchOp(
+    f"rope_fwd(Tensor q, Tensor? k, str layout, str out_layout, {_OPTIONS}) -> (Tensor, Tensor)",
+    launch=_launch_fwd,
+    reference=_reference_fwd,
+    fake=_fake_fwd,
+)
+IN_PLACE = TorchOp(
+    f"rope_(Tensor(a!) q, Tensor(b!)? k, str layout, {_OPTIONS}) -> ()",
+    launch=_launch_in_place,
+    reference=_reference_in_place,
+    fake=lambda *args: None,
+)
+
+
+def mutated(*tensors: Tensor | None) -> None:
+    """Tell autograd that these were written, so that a backward which saved them complains."""
+    for t in tensors:
+        if t is not None and not torch.compiler.is_dynamo_compiling() and not t.is_inference():
+            torch.autograd.graph.increment_version(t)

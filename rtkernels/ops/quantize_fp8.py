@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rtkernels import interop
-from rtkernels._layout import metadata
+from rtkernels._layout import metadata, nothing
 from rtkernels._registry import Op, TorchOp
 from rtkernels.errors import ArgumentError
+from rtkernels.ops import _fp8_reference as reference
+from rtkernels.ops import _fp8_rows as rows
+from rtkernels.ops._fp8_kernels import KERNELS
 from rtkernels.ops._fp8_plans import (
+    BOTH_PLANS,
     DEQUANTIZE_PLANS,
-    GROUP,
-    KERNELS,
     QUANTIZE_PLANS,
     STATIC_PLANS,
-    check_dequantize,
     check_options,
-    check_quantize,
-    check_static_scale,
-    empty_scale,
     q_shape,
     scale_shape,
 )
-from rtkernels.testing.rows import Row
-
-_LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-_NAN_CODE = 0x7F
-
 
 # ---- launchers ------------------------------------------------------------------------------------------------------
 
@@ -43,6 +34,16 @@ def _launch_quantize(x: Tensor, granularity: str, dtype: torch.dtype, pow2_scale
     if plan is None:
         return _launch_quantize(x.contiguous(), granularity, dtype, pow2_scale, scale_layout)
     return plan.run(x, address)
+
+
+def _launch_both(x: Tensor, granularity: str, dtype: torch.dtype, pow2_scale: bool, scale_layout: str):
+    address = x.data_ptr()
+    key = (x.dtype, x.shape, x.stride(), x.get_device())
+    plan = BOTH_PLANS[key, granularity, dtype, pow2_scale, scale_layout, address & 15]
+    if plan is None:
+        return _launch_both(x.contiguous(), granularity, dtype, pow2_scale, scale_layout)
+    outputs = plan.run(x, address)
+    return outputs if len(outputs) == 4 else (*outputs, nothing(x))
 
 
 def _launch_static(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -81,6 +82,12 @@ def _fake_quantize(x, granularity, dtype, pow2_scale, scale_layout):
     return q, x.new_empty(scale_shape(x.shape, granularity, scale_layout), dtype=torch.float32)
 
 
+def _fake_both(x, granularity, dtype, pow2_scale, scale_layout):
+    q, scale = _fake_quantize(x, granularity, dtype, pow2_scale, scale_layout)
+    shape = scale_shape(x.shape, "group_t", "row") if granularity == "group" else (0,)
+    return q, scale, x.new_empty(q_shape(x.shape, "group_t"), dtype=dtype), x.new_empty(shape, dtype=torch.float32)
+
+
 def _fake_static(x, scale, dtype):
     return x.new_empty(x.shape, dtype=dtype)
 
@@ -93,25 +100,49 @@ def _fake_dequantize(q, scale, granularity, code_dtype, dtype, scale_layout):
 QUANTIZE = TorchOp(
     "quantize_fp8(Tensor x, str granularity, ScalarType dtype, bool pow2_scale, str scale_layout) -> (Tensor, Tensor)",
     launch=_launch_quantize,
-    reference=_reference_quantize,
+    reference=reference.quantize,
     fake=_fake_quantize,
+)
+BOTH = TorchOp(
+    "quantize_fp8_both(Tensor x, str granularity, ScalarType dtype, bool pow2_scale, str scale_layout)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    launch=_launch_both,
+    reference=reference.both,
+    fake=_fake_both,
 )
 STATIC = TorchOp(
     "quantize_fp8_static(Tensor x, Tensor scale, ScalarType dtype) -> Tensor",
     launch=_launch_static,
-    reference=_reference_static,
+    reference=reference.static,
     fake=_fake_static,
 )
 DEQUANTIZE = TorchOp(
     "dequantize_fp8(Tensor q, Tensor scale, str granularity, ScalarType code_dtype, ScalarType dtype, str scale_layout)"
     " -> Tensor",
     launch=_launch_dequantize,
-    reference=_reference_dequantize,
+    reference=reference.dequantize,
     fake=_fake_dequantize,
 )
 
 
 # ---- public ---------------------------------------------------------------------------------------------------------
+
+
+class QuantizedBoth(NamedTuple):
+    """Codes and scales of a matrix ``[m, n]``, and of its transposed.
+
+    Attributes:
+        q: Of x's shape.
+        scale: Of q, as quantize_fp8 gives it for its granularity.
+        q_t: ``[n, m]``.
+        scale_t: Of q_t. Granularity "group": one per 128 rows of x, ``[ceil(m/128), n]``, as "group_t" gives it.
+            Granularity "block": a transposed view of `scale`; ``q_t.t()`` is q.
+    """
+
+    q: Tensor
+    scale: Tensor
+    q_t: Tensor
+    scale_t: Tensor
 
 
 def quantize_fp8(
@@ -122,7 +153,8 @@ def quantize_fp8(
     dtype: torch.dtype = torch.float8_e4m3fn,
     pow2_scale: bool = False,
     scale_layout: str = "row",
-) -> tuple[Tensor, Tensor]:
+    with_transposed: bool = False,
+) -> tuple[Tensor, Tensor] | QuantizedBoth:
     """Quantise a tensor to fp8 codes and the factors that give the values back.
 
     For each set of values that share a scale: ``scale = max(amax / fp8_max, 1e-30)`` with ``fp8_max`` 448 (e4m3) or
@@ -154,19 +186,25 @@ def quantize_fp8(
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         pow2_scale: Round computed scales up to a power of two.
         scale_layout: "row" or "column", for granularity "group".
+        with_transposed: For granularities "group" and "block": quantise along columns too, from the same read of x.
 
     Returns:
-        ``(q, scale)``, both dense.
+        ``(q, scale)``, both dense; with_transposed: a :class:`QuantizedBoth`.
     """
     if not isinstance(x, Tensor):
         options = {"granularity": granularity, "dtype": dtype, "pow2_scale": pow2_scale, "scale_layout": scale_layout}
-        return interop.call(quantize_fp8, x, scale, **options)
+        return interop.call(quantize_fp8, x, scale, **options, with_transposed=with_transposed)
     if x.requires_grad:
         x = x.detach()
     if scale is None:
-        return QUANTIZE(x, granularity, dtype, pow2_scale, scale_layout)
+        if not with_transposed:
+            return QUANTIZE(x, granularity, dtype, pow2_scale, scale_layout)
+        q, scale, q_t, scale_t = BOTH(x, granularity, dtype, pow2_scale, scale_layout)
+        return QuantizedBoth(q, scale, q_t, scale.t() if granularity == "block" else scale_t)
     if granularity != "tensor":
         raise ArgumentError(f"scale can be given for granularity 'tensor' only, not for {granularity!r}")
+    if with_transposed:
+        raise ArgumentError("with_transposed goes with computed scales of granularity 'group' and 'block'")
     if pow2_scale:
         raise ArgumentError("pow2_scale rounds computed scales; a given scale is used as it is")
     scale = scale.detach()
@@ -222,6 +260,8 @@ def _samples(device: str):
         # torch's checks compare inputs before and after the call, which it cannot do for fp8.
         yield DEQUANTIZE, (q.view(torch.uint8), scale, granularity, e4m3, torch.bfloat16, layout)
     yield QUANTIZE, (x.bfloat16(), "group", e5m2, False, "row")
+    yield BOTH, (x.bfloat16(), "group", e4m3, False, "row")
+    yield BOTH, (x, "block", e5m2, False, "row")
     yield STATIC, (x, torch.tensor(0.02, device=device), e5m2)
 
 
@@ -229,7 +269,7 @@ OP = Op(
     "quantize_fp8",
     public=("quantize_fp8", "dequantize_fp8"),
     kernels=KERNELS,
-    torch_ops=(QUANTIZE, STATIC, DEQUANTIZE),
+    torch_ops=(QUANTIZE, BOTH, STATIC, DEQUANTIZE),
     samples=_samples,
-    rows=_rows,
+    rows=lambda: rows.rows(QUANTIZE, BOTH, STATIC, DEQUANTIZE),
 )

@@ -209,8 +209,10 @@ def _any_softmax(x: Tensor, dim: int, scale: float, lengths: Tensor | None, in_p
         y = _any_softmax(x.movedim(dim, -1), -1, scale, lengths, False, log).movedim(-1, dim)
         return x.copy_(y) if in_place else y
     if is_grad_enabled() and needs_grad(x):
-        if in_place and is_dynamo_compiling():  # it cannot trace mark_dirty
-            return x.copy_(_Softmax.apply(x, lengths, scale, log, False))
+        if is_dynamo_compiling():
+            scale = {scale: scale}[scale]  # with dynamic=True floats are graph inputs, which only one Function may use
+            y = _Softmax.apply(x, lengths, scale, log, False)
+            return x.copy_(y) if in_place else y  # mark_dirty cannot be traced
         return _Softmax.apply(x, lengths, scale, log, in_place)
     if in_place:
         IN_PLACE(x, lengths, scale, log)
