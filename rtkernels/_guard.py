@@ -44,3 +44,12 @@ def needs_grad(a: Tensor, b: Tensor | None = None, c: Tensor | None = None) -> b
     except AttributeError:
         got = ", ".join(type(tensor).__name__ for tensor in (a, b, c) if not isinstance(tensor, Tensor | None))
         raise ArgumentError(f"got {got} beside a torch.Tensor; expected all array arguments to be tensors") from None
+
+
+def constant(value: float) -> float:
+    """Return a number that Dynamo takes for a constant, with a guard on it.
+
+    Under ``torch.compile(dynamic=True)`` floats are graph inputs, and Dynamo (torch 2.13) fails when two
+    ``autograd.Function`` calls use the same one. A dictionary key has to be known.
+    """
+    return {value: value}[value]

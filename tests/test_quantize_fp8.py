@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from fp8_cases import DEVICE_CODE, SHAPES, VIEWS, same_strides, wild
 from fp8_reference import E4M3, E5M2, FP8, encode, slow
 from places import DTYPES, at, emulated
 from torch import Tensor
@@ -20,44 +20,9 @@ from rtkernels.ops import quantize_fp8 as module
 from rtkernels.testing.compare import assert_same_bits, poisoned, running_on
 
 quantize_fp8, dequantize_fp8 = rtkernels.quantize_fp8, rtkernels.dequantize_fp8
-DEVICE_CODE = ("sm_80", "sm_90", "cuda")
 RECIPES = [("tensor", "row"), ("row", "row"), ("group", "row"), ("group", "column"), ("group_t", "row")]
 RECIPES += [("block", "row")]
 recipes = pytest.mark.parametrize(("granularity", "layout"), RECIPES, ids=map("-".join, RECIPES))
-
-
-# ---- inputs ---------------------------------------------------------------------------------------------------------
-
-
-def wild(rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Normal numbers of row-wise magnitude; NaN, infinities, zeros, tiny and huge ones among them."""
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, cols, generator=g) * 2.0 ** torch.randint(-12, 12, (rows, 1), generator=g)
-    most = torch.finfo(dtype).max
-    for value in (math.nan, -math.nan, math.inf, -math.inf, -0.0, torch.finfo(dtype).tiny / 4, most, -most):
-        mask = torch.rand(rows, cols, generator=g) < 0.003
-        x = torch.where(mask, value, x)
-    x[: rows // 3, : cols // 2] = 0.0
-    return x.to(dtype)
-
-
-SHAPES = [(1, 1), (3, 128), (16, 264), (130, 136), (33, 257), (144, 40)]
-
-
-def views() -> Iterator[tuple[str, Callable[[torch.dtype], Tensor]]]:
-    for rows, cols in SHAPES:
-        yield f"{rows}x{cols}", lambda t, r=rows, c=cols: wild(r, c, t, seed=c)
-    yield "padded rows", lambda t: wild(20, 320, t)[:, :136]
-    yield "misaligned", lambda t: wild(20, 321, t)[:, 1:137]
-    yield "every second row", lambda t: wild(40, 136, t)[::2]
-    yield "expanded", lambda t: wild(1, 136, t).expand(5, 136)
-    yield "transposed", lambda t: wild(136, 24, t).t()
-    yield "one long row", lambda t: wild(1, 17000, t)
-    yield "no rows", lambda t: wild(0, 8, t)
-    yield "no columns", lambda t: wild(3, 0, t)
-
-
-VIEWS = dict(views())
 
 
 def same(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], what: str) -> None:
@@ -92,7 +57,7 @@ def test_device_code_gives_the_bits_of_the_reference(granularity: str, layout: s
             want = quantize_fp8(x, dtype=fp8, pow2_scale=pow2, **options)
             back = dequantize_fp8(*want, dtype=dtype, **options)
             with running_on(place) as device:
-                got = quantize_fp8(_same_strides(x, device), dtype=fp8, pow2_scale=pow2, **options)
+                got = quantize_fp8(same_strides(x, device), dtype=fp8, pow2_scale=pow2, **options)
                 again = dequantize_fp8(*(t.to(device) for t in want), dtype=dtype, **options).cpu()
             same(got, want, f"{name}, {dtype}, {fp8}")
             assert torch.equal(again.nan_to_num(nan=7.0), back.nan_to_num(nan=7.0)), f"back, {name}, {dtype}"
@@ -119,19 +84,11 @@ def test_given_scale(place: str):
                 for value in (0.02, 1.0, 3e-39, math.inf, 0.0, math.nan):
                     with running_on(place) as device:
                         scale = torch.tensor([value], device=device)
-                        q, returned = quantize_fp8(_same_strides(x, device), scale, dtype=fp8)
+                        q, returned = quantize_fp8(same_strides(x, device), scale, dtype=fp8)
                     with np.errstate(all="ignore"):
                         codes = encode(x.float().numpy() * (np.float32(1) / np.float32(value)), fp8)
                     np.testing.assert_array_equal(q.cpu().view(torch.uint8).numpy(), codes, err_msg=f"{name} {value}")
                     assert returned.data_ptr() == scale.data_ptr()
-
-
-def _same_strides(x: Tensor, device: str) -> Tensor:
-    """Copy to a device together with what lies around it, so that strides and offset stay."""
-    if device == "cpu":
-        return x
-    whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).to(device)
-    return whole.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 @at("cpu", *DEVICE_CODE)

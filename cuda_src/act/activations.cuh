@@ -73,4 +73,30 @@ struct Identity {
     }
 };
 
+// GPT-OSS: x * sigmoid(1.702 x) with x cut at 7 (slope 0 beyond).
+struct SwigluOai {
+    static constexpr float kLimit = 7.0f;
+
+    template <bool kFast>
+    RTK_DEVICE static ValueSlope at(float x) {
+        constexpr float kAlpha = 1.702f;
+        const bool cut = x > kLimit;
+        const float g = cut ? kLimit : x;
+        const auto [s, y] = sigmoid_gate<kFast>(g, kAlpha * g);
+        return {y, cut ? 0.0f : s + kAlpha * y * (1.0f - s)};
+    }
+};
+
+// What the activation of the gate is multiplied with, as a function of `up`: up itself, for most.
+template <typename Act>
+RTK_DEVICE ValueSlope partner(float up) {
+    if constexpr (is_same<Act, SwigluOai>::value) {
+        constexpr float kLimit = SwigluOai::kLimit;
+        const bool cut = fabsf(up) > kLimit;
+        return {(cut ? copysignf(kLimit, up) : up) + 1.0f, cut ? 0.0f : 1.0f};
+    } else {
+        return {up, 1.0f};
+    }
+}
+
 }  // namespace rtk

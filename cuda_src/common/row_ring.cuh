@@ -28,7 +28,7 @@ struct RowRing {
     RTK_DEVICE void zero(u8* memory, int chunk) {
 #pragma unroll
         for (int i = 0; i < STAGES * INPUTS; ++i)
-            *reinterpret_cast<Raw<16>*>(memory + (i * CHUNKS + chunk) * pitch + threadIdx.x * 16) = Raw<16>{};
+            clear(*reinterpret_cast<Raw<16>*>(memory + (i * CHUNKS + chunk) * pitch + threadIdx.x * 16));
     }
 
     // Starts the copy of one piece of the row being fetched.

@@ -32,13 +32,26 @@ RTK_DEVICE void load_keep(const T* p, float (&f)[N]) {
     }
 }
 
-// The same, still packed; up to 32 bytes, for a wide weight next to a narrow input.
+// Zeros for elements that do not exist. Not `= {}`: the compiler reads those zeros from a table in global memory.
+template <int B>
+RTK_DEVICE void clear(Raw<B>& raw) {
+#pragma unroll
+    for (u32& word : raw.w) word = 0;
+}
+
+// load_keep, still packed; up to 32 bytes, for a wide weight next to a narrow input.
 template <typename T, int N>
 struct WideRaw {
     static constexpr int kParts = sizeof(T) * N > 16 ? 2 : 1;
     static constexpr int kBytes = sizeof(T) * N / kParts;
     Raw<kBytes> part[kParts];
 };
+
+template <typename T, int N>
+RTK_DEVICE void clear(WideRaw<T, N>& raw) {
+#pragma unroll
+    for (auto& part : raw.part) clear(part);
+}
 
 template <typename T, int N>
 RTK_DEVICE WideRaw<T, N> load_keep_raw(const T* p) {

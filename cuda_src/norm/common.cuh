@@ -1,21 +1,21 @@
-// What the normalisations share: gains, the residual sum, and zeros.
+// What the normalisations share: gains, means and the residual sum.
 #pragma once
-#include "norm/gain.cuh"
+#include "common/vec.cuh"
 #include "ptx/math.cuh"
 
 namespace rtk {
 
-// Zeros. Not `raw = {}`: the compiler reads those zeros from global memory.
-template <int B>
-RTK_DEVICE void clear(Raw<B>& raw) {
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(raw.w) / sizeof(u32)); ++i) raw.w[i] = 0;
-}
-
+// (offset + weight) of N columns, or ones without a weight.
 template <typename W, int N>
-RTK_DEVICE void clear(WideRaw<W, N>& raw) {
+RTK_DEVICE void load_gain(const W* weight, i64 column, float offset, float (&gain)[N]) {
+    if (weight == nullptr) {
 #pragma unroll
-    for (int i = 0; i < WideRaw<W, N>::kParts; ++i) clear(raw.part[i]);
+        for (int i = 0; i < N; ++i) gain[i] = 1.0f;
+        return;
+    }
+    load_keep<W, N>(weight + column, gain);
+#pragma unroll
+    for (int i = 0; i < N; ++i) gain[i] += offset;
 }
 
 // sum / count, correctly rounded but for rare cases, without the branches of a division.

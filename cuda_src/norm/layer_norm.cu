@@ -109,7 +109,7 @@ RTK_DEVICE void load_any_h(const T* x, const T* residual, float (&h)[N]) {
 // Forward for rows that do not fit in registers or whose addresses allow only narrow accesses: reads the row three
 // times. residual may be null.
 template <typename T, int VEC>
-__global__ void __launch_bounds__(1024)
+__global__ void __launch_bounds__(1024, 1)
     layer_norm_fwd_long(const T* x, const T* residual, const void* weight, const void* bias, T* y, T* sum, i64 rows,
                         i64 cols, i64 x_stride, i64 residual_stride, i64 threads_per_row, double eps, double offset,
                         i64 wide) {
@@ -196,9 +196,8 @@ __global__ void __launch_bounds__(512, 1)
     h += first * h_stride + column;
     if constexpr (DSUM) dsum += first * dsum_stride + column;
     dh += first * cols + column;
-    i64 fetched = first;
-    auto fetch = [&] {
-        if (fetched < rows) {
+    auto fetch = [&](i64 row) {
+        if (row < rows) {
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c) {
                 if (column + c * pitch < end) {
@@ -209,7 +208,6 @@ __global__ void __launch_bounds__(512, 1)
             }
         }
         ring.commit();
-        fetched += step;
         dy += step * dy_stride;
         h += step * h_stride;
         if constexpr (DSUM) dsum += step * dsum_stride;
@@ -221,7 +219,7 @@ __global__ void __launch_bounds__(512, 1)
     for (int c = 0; c < CHUNKS; ++c)
         if (few || column + c * pitch >= end) ring.zero(memory, c);
 #pragma unroll
-    for (int s = 0; s < STAGES - 1; ++s) fetch();
+    for (int s = 0; s < STAGES - 1; ++s) fetch(first + s * step);
     float gain[kKeep ? CHUNKS : 1][VEC], dweight[CHUNKS][VEC], dbias[CHUNKS][VEC];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
@@ -235,7 +233,7 @@ __global__ void __launch_bounds__(512, 1)
     }
 
     for (i64 row = first; row - group.index < rows; row += step) {
-        fetch();
+        fetch(row + (STAGES - 1) * step);
         ring.wait();
         float dy_kept[kKeep ? CHUNKS : 1][VEC], h_kept[kKeep ? CHUNKS : 1][VEC];
         // The pieces of chunk c: kept, or read again from where they are.
@@ -349,7 +347,7 @@ __global__ void __launch_bounds__(512, 1)
 // Backward for rows that do not fit in registers or allow only narrow accesses: reads the row three times and leaves
 // mean and rstd of every row (`stats`, fp32 [rows, 2]; null when not wanted) for layer_norm_bwd_weight. dsum may be null.
 template <typename T, int VEC>
-__global__ void __launch_bounds__(1024)
+__global__ void __launch_bounds__(1024, 1)
     layer_norm_bwd_long(const T* dy, const T* h, const void* weight, const T* dsum, T* dh, float* stats, i64 rows,
                         i64 cols, i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, double eps,
                         double offset, i64 wide) {

@@ -4,28 +4,10 @@
 // Rows are worked on by groups of threads (RowGroup). Inputs have any row stride; outputs are dense.
 #include "common/reduce.cuh"
 #include "common/row_ring.cuh"
-#include "norm/gain.cuh"
+#include "norm/common.cuh"
 #include "ptx/pdl.cuh"
 
 namespace rtk {
-
-// x + residual as stored, rounded to T.
-template <typename T, int N>
-RTK_DEVICE Raw<sizeof(T) * N> add_rounded(const Raw<sizeof(T) * N>& x, const Raw<sizeof(T) * N>& residual) {
-    float h[N], r[N];
-    unpack<T, N>(x, h);
-    unpack<T, N>(residual, r);
-#pragma unroll
-    for (int i = 0; i < N; ++i) h[i] += r[i];
-    return pack<T, N>(h);
-}
-
-// h of N columns as stored.
-template <typename T, int N, bool kResidual>
-RTK_DEVICE Raw<sizeof(T) * N> load_h(const T* x, const T* residual) {
-    if constexpr (kResidual) return add_rounded<T, N>(load_raw<T, N>(x), load_raw<T, N>(residual));
-    return load_raw<T, N>(x);
-}
 
 // Forward with the row in registers: thread i of a RowGroup owns the vectors i, i + threads, ... (CHUNKS of them) of its
 // row, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block. x and weight are requested together,
@@ -47,8 +29,8 @@ __global__ void __launch_bounds__(512)
     WideRaw<W, VEC> gains[CHUNKS];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
-        raw[c] = {};
-        gains[c] = {};
+        clear(raw[c]);
+        clear(gains[c]);
         if (column + c * pitch < end) {
             raw[c] = load_raw<T, VEC>(x + c * pitch);
             if (weight != nullptr) gains[c] = load_keep_raw<W, VEC>(weight + column + c * pitch);

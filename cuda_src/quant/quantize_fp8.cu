@@ -3,8 +3,8 @@
 #include "common/fp8_scale.cuh"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
-#include "ptx/forget.cuh"
 #include "ptx/pdl.cuh"
+#include "quant/amax.cuh"
 #include "quant/runs.cuh"
 
 namespace rtk {
@@ -15,19 +15,16 @@ __global__ void __launch_bounds__(256)
     fp8_tensor_amax(const T* x, float* partial, i64 rows, i64 cols, i64 x_stride, i64 threads_per_row) {
     __shared__ GroupScratch<1> scratch;
     const Runs<VEC> runs(rows, cols, threads_per_row);
-    float amax[1] = {0.0f};
+    u32 most = 0;
+#pragma unroll 1
     for (i64 run = runs.first; run < runs.count; run += runs.step) {
         Raw<sizeof(T) * VEC> raw[runs.kInFlight];
         runs.load(run, x, x_stride, raw);
 #pragma unroll
-        for (int i = 0; i < runs.kInFlight; ++i) {
-            float v[VEC];
-            unpack<T, VEC>(raw[i], v);
-            amax[0] = fmaxf(amax[0], finite_amax(v));
-        }
+        for (int i = 0; i < runs.kInFlight; ++i) most = with_larger<T>(most, raw[i]);
     }
-    amax[0] = group_reduce<MaxNumber, false>(amax[0], RowGroup(blockDim.x), scratch, 0);
-    if (threadIdx.x == 0) partial[blockIdx.x] = amax[0];
+    const float amax = group_reduce<MaxNumber, false>(WordMax<T>::largest(most), RowGroup(blockDim.x), scratch, 0);
+    if (threadIdx.x == 0) partial[blockIdx.x] = amax;
 }
 
 // One scale for all. Without `partial` it is read from `scale`; with it, every block works it out from the `partials`
@@ -47,10 +44,10 @@ __global__ void __launch_bounds__(256)
         shared_scale = *scale;
     } else {
         ptx::wait_for_previous();
-        float amax[1] = {0.0f};
-        for (i64 i = threadIdx.x; i < partials; i += blockDim.x) amax[0] = fmaxf(amax[0], partial[i]);
-        amax[0] = group_reduce<MaxNumber, false>(amax[0], RowGroup(blockDim.x), scratch, 0);
-        shared_scale = fp8_scale<F8>(amax[0], pow2 != 0);
+        float amax = 0.0f;
+        for (i64 i = threadIdx.x; i < partials; i += blockDim.x) amax = fmaxf(amax, partial[i]);
+        amax = group_reduce<MaxNumber, false>(amax, RowGroup(blockDim.x), scratch, 0);
+        shared_scale = fp8_scale<F8>(amax, pow2 != 0);
         if (blockIdx.x == 0 && threadIdx.x == 0) *scale = shared_scale;
     }
     const float inverse = __frcp_rn(shared_scale);
@@ -89,16 +86,11 @@ __global__ void __launch_bounds__(512)
             clear(raw[c]);
             if (row < rows && column < cols) raw[c] = load_raw<T, VEC>(x + row * x_stride + column);
         }
-        float amax[1] = {0.0f};
+        u32 most = 0;
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-            float v[VEC];
-            unpack<T, VEC>(raw[c], v);
-            ptx::forget(raw[c]);
-            amax[0] = fmaxf(amax[0], finite_amax(v));
-        }
-        amax[0] = group_reduce<MaxNumber, false>(amax[0], group, scratch, phase);
-        const float row_scale = fp8_scale<F8>(amax[0], pow2 != 0);
+        for (int c = 0; c < kChunks; ++c) most = with_larger<T>(most, raw[c]);
+        const float amax = group_reduce<MaxNumber, false>(WordMax<T>::largest(most), group, scratch, phase);
+        const float row_scale = fp8_scale<F8>(amax, pow2 != 0);
         const float inverse = __frcp_rn(row_scale);
         if (row < rows && group.thread == 0) scale[row] = row_scale;
 #pragma unroll
@@ -126,14 +118,14 @@ __global__ void __launch_bounds__(1024, 1)
         const i64 row = base + group.index;
         const i64 end = row < rows ? cols : 0;
         const i64 step = static_cast<i64>(group.threads) * VEC;
-        float amax[1] = {0.0f};
+        float amax = 0.0f;
         for (i64 column = static_cast<i64>(group.thread) * VEC; column < end; column += step) {
             float v[VEC];
             load_keep<T, VEC>(x + row * x_stride + column, v);
-            amax[0] = fmaxf(amax[0], finite_amax(v));
+            amax = fmaxf(amax, finite_amax(v));
         }
-        amax[0] = group_reduce<MaxNumber, false>(amax[0], group, scratch, phase);
-        const float row_scale = fp8_scale<F8>(amax[0], pow2 != 0);
+        amax = group_reduce<MaxNumber, false>(amax, group, scratch, phase);
+        const float row_scale = fp8_scale<F8>(amax, pow2 != 0);
         const float inverse = __frcp_rn(row_scale);
         if (row < rows && group.thread == 0) scale[row] = row_scale;
         for (i64 column = static_cast<i64>(group.thread) * VEC; column < end; column += step) {

@@ -3,7 +3,7 @@
 #include "common/fp8_scale.cuh"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
-#include "ptx/forget.cuh"
+#include "quant/amax.cuh"
 #include "quant/tile.cuh"
 #include "quant/zero.cuh"
 
@@ -58,14 +58,10 @@ __global__ void __launch_bounds__(256, VEC == 1 ? 1 : 4)
     float most[kSets];
 #pragma unroll
     for (int k = 0; k < kSets; ++k) {
-        most[k] = 0.0f;
+        u32 word = 0;
 #pragma unroll
-        for (int p = 0; p < kPieces; ++p) {
-            float v[VEC];
-            unpack<T, VEC>(raw[k][p], v);
-            ptx::forget(raw[k][p]);
-            most[k] = fmaxf(most[k], finite_amax(v));
-        }
+        for (int p = 0; p < kPieces; ++p) word = with_larger<T>(word, raw[k][p]);
+        most[k] = WordMax<T>::largest(word);
     }
     // Lane k works out and stores the scale of set k.
     const float own = fp8_scale<F8>(scattered_max<kSets, kLanes>(most), pow2 != 0);
@@ -94,7 +90,7 @@ template <int VEC>
 constexpr int kBlockThreads = VEC == 1 ? 1024 : kGroup * kGroup / (8 * VEC);
 
 template <typename T, typename F8, int VEC>
-__global__ void __launch_bounds__(kBlockThreads<VEC>)
+__global__ void __launch_bounds__(kBlockThreads<VEC>, 1024 / kBlockThreads<VEC>)
     quantize_fp8_block(const T* x, F8* q, float* scale, i64 rows, i64 cols, i64 x_stride, i64 column_tiles, i64 pow2) {
     constexpr int kLanes = kGroup / VEC, kStep = kBlockThreads<VEC> / kLanes, kPasses = kGroup / kStep;
     __shared__ GroupScratch<1> scratch;
@@ -110,16 +106,12 @@ __global__ void __launch_bounds__(kBlockThreads<VEC>)
         clear(raw[p]);
         if (inside && row < rows) raw[p] = load_raw<T, VEC>(x + row * x_stride + column);
     }
-    float amax[1] = {0.0f};
+    u32 most = 0;
 #pragma unroll
-    for (int p = 0; p < kPasses; ++p) {
-        float v[VEC];
-        unpack<T, VEC>(raw[p], v);
-        ptx::forget(raw[p]);
-        amax[0] = fmaxf(amax[0], finite_amax(v));
-    }
-    amax[0] = group_reduce<MaxNumber, false>(amax[0], RowGroup(kBlockThreads<VEC>), scratch, 0);
-    const float block_scale = fp8_scale<F8>(amax[0], pow2 != 0);
+    for (int p = 0; p < kPasses; ++p) most = with_larger<T>(most, raw[p]);
+    const float amax =
+        group_reduce<MaxNumber, false>(WordMax<T>::largest(most), RowGroup(kBlockThreads<VEC>), scratch, 0);
+    const float block_scale = fp8_scale<F8>(amax, pow2 != 0);
     const float inverse = __frcp_rn(block_scale);
     if (threadIdx.x == 0) scale[tile.row * column_tiles + tile.column] = block_scale;
 #pragma unroll

@@ -5,7 +5,7 @@
 namespace rtk {
 
 #define RTK_TILE_BOUNDS(T, WIDE) \
-    __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, Tile<16 / sizeof(T)>::kBlocksPerSm - (WIDE ? 0 : 1))
+    __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, Tile<16 / sizeof(T)>::kBlocksPerSm / (WIDE ? 1 : 2))
 
 struct TilePlace {
     i64 down, across;   // in tiles

@@ -2,6 +2,7 @@
 #pragma once
 #include "common/reduce.cuh"
 #include "ptx/forget.cuh"
+#include "quant/amax.cuh"
 #include "quant/tile.cuh"
 
 namespace rtk {
@@ -26,21 +27,31 @@ RTK_DEVICE void quantize_tile(const Tile<16 / sizeof(T)>& tile, const T* x, i64 
     constexpr int N = 16 / sizeof(T);
     Raw<16> raw[kTileRows];
     load_tile<T, WIDE>(tile, x, x_stride, raw);
-    float columns[N], rows[kTileRows];
-#pragma unroll
-    for (int i = 0; i < N; ++i) columns[i] = 0.0f;
+    using Max = WordMax<T>;
+    u32 column_words[4] = {0, 0, 0, 0};
+    float rows[kTileRows];
 #pragma unroll
     for (int r = 0; r < kTileRows; ++r) {
-        float v[N];
-        unpack<T, N>(raw[r], v);
-        ptx::forget(raw[r]);
-        if constexpr (COLUMNS) {
+        u32 row_word = 0;
 #pragma unroll
-            for (int i = 0; i < N; ++i) columns[i] = max_finite(columns[i], v[i]);
+        for (int w = 0; w < 4; ++w) {
+            const u32 word = Max::finite(raw[r].w[w]);
+            if constexpr (COLUMNS) column_words[w] = Max::larger(column_words[w], word);
+            if constexpr (ROWS) row_word = Max::larger(row_word, word);
         }
-        if constexpr (ROWS) rows[r] = finite_amax(v);
+        if constexpr (ROWS) rows[r] = Max::largest(row_word);
     }
-    if constexpr (COLUMNS) share_columns(tile, columns, scratch);
+    float columns[N];
+    if constexpr (COLUMNS) {
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            float v[Max::kPerWord];
+            Max::unpacked(column_words[w], v);
+#pragma unroll
+            for (int i = 0; i < Max::kPerWord; ++i) columns[w * Max::kPerWord + i] = v[i];
+        }
+        share_columns(tile, columns, scratch);
+    }
     auto value = [&](int r, int i) { return element<T>(raw[r], i); };
     if constexpr (ROWS) {
         const float inverse = row_scales<F8>(tile, rows, out.scale, out.scale_step, pow2);
@@ -67,15 +78,11 @@ RTK_DEVICE void quantize_tile_block(const Tile<16 / sizeof(T)>& tile, const T* x
     constexpr int N = 16 / sizeof(T);
     Raw<16> raw[kTileRows];
     load_tile<T, WIDE>(tile, x, x_stride, raw);
-    float most = 0.0f;
+    u32 most_word = 0;
 #pragma unroll
-    for (int r = 0; r < kTileRows; ++r) {
-        float v[N];
-        unpack<T, N>(raw[r], v);
-        ptx::forget(raw[r]);
-        most = fmaxf(most, finite_amax(v));
-    }
-    most = group_reduce<MaxNumber, false>(most, RowGroup(Tile<N>::kThreads), maxima, phase);
+    for (int r = 0; r < kTileRows; ++r) most_word = with_larger<T>(most_word, raw[r]);
+    const float most = group_reduce<MaxNumber, false>(WordMax<T>::largest(most_word), RowGroup(Tile<N>::kThreads),
+                                                      maxima, phase);
     const float own = fp8_scale<F8>(most, pow2);
     const float inverse = __frcp_rn(own);
     if (threadIdx.x == 0) *out.scale = own;

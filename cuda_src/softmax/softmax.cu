@@ -124,8 +124,10 @@ __global__ void __launch_bounds__(1024, 1)
     Stages<CHUNKS, STAGES> stages(memory);
     const int column = group.thread * VEC;
     const int pitch = group.threads * VEC;
-    auto fetch = [&](i64 row) {
-        if (row < rows) {
+    const int count = static_cast<int>(rows);  // rows this long are fewer than 2^31
+    const int step = static_cast<int>(gridDim.x);
+    auto fetch = [&](int row) {
+        if (row < count) {
             const int limit = static_cast<int>(valid_columns(lengths, wide, row, cols));
             const T* source = x + row * x_stride + column;
 #pragma unroll
@@ -135,8 +137,8 @@ __global__ void __launch_bounds__(1024, 1)
         stages.next();
     };
 #pragma unroll
-    for (int s = 0; s < STAGES; ++s) fetch(blockIdx.x + static_cast<i64>(s) * gridDim.x);
-    for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
+    for (int s = 0; s < STAGES; ++s) fetch(static_cast<int>(blockIdx.x) + s * step);
+    for (int row = static_cast<int>(blockIdx.x); row < count; row += step) {
         const int limit = static_cast<int>(valid_columns(lengths, wide, row, cols));
         ptx::cp_async_wait<STAGES - 1>();
         Raw<16> raw[CHUNKS];
@@ -146,7 +148,7 @@ __global__ void __launch_bounds__(1024, 1)
         prepare_scores<T, VEC>(raw, exponent.flip, limit - column, pitch);
         softmax_row<T, CHUNKS, LOG>(raw, exponent, group, scratch, y + row * y_stride + column, column, pitch,
                                     static_cast<int>(cols), limit, zero,
-                                    [&] { fetch(row + static_cast<i64>(STAGES) * gridDim.x); });
+                                    [&] { fetch(row + STAGES * step); });
     }
 }
 
@@ -346,8 +348,10 @@ __global__ void __launch_bounds__(1024, 1)
     Stages<2 * CHUNKS, STAGES> stages(memory);
     const int column = group.thread * VEC;
     const int pitch = group.threads * VEC;
-    auto fetch = [&](i64 row) {
-        if (row < rows) {
+    const int count = static_cast<int>(rows);  // rows this long are fewer than 2^31
+    const int step = static_cast<int>(gridDim.x);
+    auto fetch = [&](int row) {
+        if (row < count) {
             const int limit = static_cast<int>(valid_columns(lengths, wide, row, cols));
             const T* dy_source = dy + row * dy_stride + column;
             const T* y_source = y + row * y_stride + column;
@@ -362,9 +366,9 @@ __global__ void __launch_bounds__(1024, 1)
         stages.next();
     };
 #pragma unroll
-    for (int s = 0; s < STAGES; ++s) fetch(blockIdx.x + static_cast<i64>(s) * gridDim.x);
+    for (int s = 0; s < STAGES; ++s) fetch(static_cast<int>(blockIdx.x) + s * step);
     int phase = 0;
-    for (i64 row = blockIdx.x; row < rows; row += gridDim.x, phase ^= 1) {
+    for (int row = static_cast<int>(blockIdx.x); row < count; row += step, phase ^= 1) {
         const int limit = static_cast<int>(valid_columns(lengths, wide, row, cols));
         ptx::cp_async_wait<STAGES - 1>();
         Raw<16> dy_raw[CHUNKS], y_raw[CHUNKS];
@@ -378,7 +382,7 @@ __global__ void __launch_bounds__(1024, 1)
         zero_past<T, VEC>(dy_raw, y_raw, limit - column, pitch);
         softmax_row_gradient<T, CHUNKS, LOG>(dy_raw, y_raw, static_cast<float>(scale), group, scratch, phase,
                                              dx + row * cols + column, column, pitch, static_cast<int>(cols), limit,
-                                             zero, [&] { fetch(row + static_cast<i64>(STAGES) * gridDim.x); });
+                                             zero, [&] { fetch(row + STAGES * step); });
     }
 }
 

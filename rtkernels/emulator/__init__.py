@@ -20,7 +20,18 @@ from rtkernels.errors import ArgumentError, ToolkitError
 if TYPE_CHECKING:
     from rtkernels.emulator._launch import Bound, EmulatorError, Pointer
 
-__all__ = ["EmulatorError", "Pointer", "active", "bind", "emulate", "launched", "on_host", "recording", "settings", "unavailable"]
+__all__ = [
+    "EmulatorError",
+    "Pointer",
+    "active",
+    "bind",
+    "emulate",
+    "launched",
+    "on_host",
+    "recording",
+    "settings",
+    "unavailable",
+]
 
 _FEATURES = {(8, 0): 80, (8, 9): 89, (9, 0): 90}
 

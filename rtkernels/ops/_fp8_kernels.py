@@ -74,7 +74,7 @@ GROUP_BOTH = Kernel(
     args="x:ptr q:ptr scale:ptr q_t:ptr scale_t:ptr rows:i64 cols:i64 x_stride:i64 scale_row:i64 scale_group:i64 "
     "column_tiles:i64 pow2:i64",
     variants=_TILES,
-    max_registers=96,
+    max_registers=112,
 )
 BLOCK_BOTH = Kernel(
     "quant/quantize_fp8_transposed.cu",

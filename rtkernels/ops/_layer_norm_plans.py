@@ -94,7 +94,7 @@ _BWD_WEIGHT = Kernel(
     template="T VEC",
     args="dy:ptr h:ptr stats:ptr partial:ptr rows:i64 cols:i64 dy_stride:i64 h_stride:i64 partial_stride:i64",
     variants=_WIDTHS,
-    max_registers=48,
+    max_registers=40,
 )
 
 

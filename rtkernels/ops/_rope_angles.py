@@ -247,7 +247,13 @@ def readable(angles: Angles, pairs: int, vec: int, align: int, itemsize: int) ->
 
 
 def reference_tables(
-    cos: Tensor, sin: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, angles: Angles, batch: int, length: int
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    cu_seqlens: Tensor | None,
+    angles: Angles,
+    batch: int,
+    length: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return cos and sin of the first, then of the second elements of pairs: fp32 ``[batch, length, rotary / 2]``."""
     half, device = angles.rotary // 2, cos.device

@@ -96,6 +96,11 @@ def unit_stride(*metas: Meta | None) -> bool:
     return all(m is None or m[1][-1] <= 1 or m[2][-1] == 1 for m in metas)
 
 
+def with_unit_stride(t: Tensor | None) -> Tensor | None:
+    """Return the tensor, copied if its last dimension has another stride than 1."""
+    return t if t is None or t.shape[-1] <= 1 or t.stride(-1) == 1 else t.contiguous()
+
+
 def lanes_of(head_dim: int, rotary: int, first: int, vec: int, *, copies: bool = True) -> int | None:
     """Return how many lanes share a head in 16-byte chunks (``Pieces`` in rope/angles.cuh); None if they cannot."""
     spare = head_dim - rotary
@@ -139,9 +144,7 @@ def plan_tables(
     grid = (-(-width // block), min(tokens, 65535))
     launch = TABLES.bind((t,), device, grid, block)
     first = found._replace(flags=flags).arguments()
-    if pairs in (angles_of.GATHER, angles_of.SCATTER) and not angles_of.readable(
-        found.per_token(), pairs, vec, 0, 4
-    ):
+    if pairs in (angles_of.GATHER, angles_of.SCATTER) and not angles_of.readable(found.per_token(), pairs, vec, 0, 4):
         return None  # full tables in an order that runs cannot have
     return TablesPlan(found.per_token().arguments(), launch, (tokens, length, width), first)
 
@@ -204,9 +207,7 @@ def _plan(
     if in_place:
         out = strides
     else:
-        views = [
-            None if s is None else heads_of("", (dtype, s, dense_strides(s), device), out_layout) for s in outputs
-        ]
+        views = [None if s is None else heads_of("", (dtype, s, dense_strides(s), device), out_layout) for s in outputs]
         out = [*views[0].strides, *(views[1].strides if views[1] else (0, 0, 0))]
     order = pairs if not inverse else (pairs ^ 1 if pairs in (angles_of.GATHER, angles_of.SCATTER) else pairs)
     lanes = lanes_of(heads.head_dim, rotary, first, vec, copies=not in_place)
@@ -238,13 +239,13 @@ _PLANS = Plans(_plan)
 def _launch_fwd(q, k, layout, out_layout, first, rotary, pairs, inverse, cos, sin, positions, cu_seqlens, *options):
     index = positions if positions is not None else cu_seqlens
     q_address, k_address = q.data_ptr(), address(k)
-    plan = _PLANS[
+    plan = _PLANS[(
         metadata(q), metadata(k), layout, out_layout, first, rotary, pairs, inverse, metadata(cos), metadata(sin),
         metadata(positions), metadata(cu_seqlens), *options, False, (q_address | k_address) & 15,
         (cos.data_ptr() | sin.data_ptr()) & 15,
-    ]  # fmt: skip
+    )]  # fmt: skip
     if plan is None or (index is not None and not index.is_contiguous()):
-        q, k = q.contiguous(), k if k is None else k.contiguous()
+        q, k = with_unit_stride(q), with_unit_stride(k)
         cos, sin, index = angles_of.dense(cos, sin, index)
         indices = (index, None) if positions is not None else (None, index)
         return _launch_fwd(q, k, layout, out_layout, first, rotary, pairs, inverse, cos, sin, *indices, *options)
@@ -265,11 +266,11 @@ def _launch_in_place(q, k, layout, first, rotary, pairs, inverse, cos, sin, posi
     cos, sin, index = angles_of.dense(cos, sin, positions if positions is not None else cu_seqlens)
     positions, cu_seqlens = (index, None) if positions is not None else (None, index)
     q_address, k_address = q.data_ptr(), address(k)
-    plan = _PLANS[
+    plan = _PLANS[(
         metadata(q), metadata(k), layout, layout, first, rotary, pairs, inverse, metadata(cos), metadata(sin),
         metadata(positions), metadata(cu_seqlens), *options, True, (q_address | k_address) & 15,
         (cos.data_ptr() | sin.data_ptr()) & 15,
-    ]  # fmt: skip
+    )]  # fmt: skip
     reorders = pairs in (angles_of.GATHER, angles_of.SCATTER)
     if plan is None or (reorders and not plan.by_chunks):
         args = (layout, layout, first, rotary, pairs, inverse, cos, sin, positions, cu_seqlens, *options)

@@ -27,6 +27,7 @@ from rtkernels.ops._rope_launch import (
     mutated,
     shape_in,
     unit_stride,
+    with_unit_stride,
 )
 
 _UNIT = "rope/mla_rope.cu"
@@ -53,6 +54,7 @@ _BWD = Kernel(
     max_registers=72,
 )
 KERNELS = (_FWD, _BWD)
+_HEAD_DIMENSION = {"bshd": 2, "sbhd": 2, "bhsd": 1}
 
 
 class _Plan(NamedTuple):
@@ -68,7 +70,7 @@ def _pos_heads(name: str, pos: Meta, layout: str, like: Heads, packed: bool) -> 
     """Return k_pos as one head per token; it may lack the dimension of heads."""
     dtype, shape, stride, device = pos
     if len(shape) == (2 if packed else 3):
-        at = 1 if packed else {"bshd": 2, "sbhd": 2, "bhsd": 1}.get(layout, 2)
+        at = 1 if packed else _HEAD_DIMENSION.get(layout, 2)
         shape, stride = (*shape[:at], 1, *shape[at:]), (*stride[:at], 0, *stride[at:])
     found = heads_of(name, (dtype, shape, stride, device), layout)
     if len(shape) != (3 if packed else 4) or found[:3] != (*like[:2], 1):
@@ -161,9 +163,9 @@ def _addresses(angles: tuple[Any, ...]) -> tuple[int, int, int]:
 def _launch_fwd(kv: Tensor, k_pos: Tensor, nope: int, layout: str, out_layout: str, pairs: int, *angles: Any):
     angles = _readable(angles)
     key = (nope, layout, out_layout, pairs)
-    plan = _PLANS[False, metadata(kv), metadata(k_pos), None, None, *key, kv.data_ptr() & 15, *_metas(angles)]
+    plan = _PLANS[(False, metadata(kv), metadata(k_pos), None, None, *key, kv.data_ptr() & 15, *_metas(angles))]
     if plan is None:
-        return _launch_fwd(kv.contiguous(), k_pos.contiguous(), *key, *angles)
+        return _launch_fwd(with_unit_stride(kv), with_unit_stride(k_pos), *key, *angles)
     k, v = plan.allocate(*plan.first), plan.allocate(*plan.second)
     if plan.launch is not None:
         addresses = kv.data_ptr(), k_pos.data_ptr(), k.data_ptr(), v.data_ptr()
@@ -178,13 +180,10 @@ def _check_bwd(dk, dv, nope, layout, out_layout, pairs, pos_dims, *angles) -> tu
     kv = shape_in(layout, of_k._replace(head_dim=nope + of_v.head_dim), packed)
     pos = shape_in(layout, of_k._replace(heads=1, head_dim=of_k.head_dim - nope), packed)
     if pos_dims < len(pos):
-        at = 1 if packed else LAYOUT_HEAD[layout]
+        at = 1 if packed else _HEAD_DIMENSION[layout]
         pos = pos[:at] + pos[at + 1 :]
     check_same("dv", dv.dtype, dk.dtype, "dtype", of="dk")
     return tuple((dk.dtype, torch.Size(s), dense_strides(s), dk.get_device()) for s in (kv, pos))
-
-
-LAYOUT_HEAD = {"bshd": 2, "sbhd": 2, "bhsd": 1}
 
 
 def _launch_bwd(dk: Tensor, dv: Tensor, nope: int, layout: str, out_layout: str, pairs: int, pos_dims: int, *angles):
@@ -192,9 +191,9 @@ def _launch_bwd(dk: Tensor, dv: Tensor, nope: int, layout: str, out_layout: str,
     kv, k_pos = _check_bwd(dk, dv, nope, layout, out_layout, pairs, pos_dims, *angles)
     key = (nope, layout, out_layout, pairs)
     align = (dk.data_ptr() | dv.data_ptr()) & 15
-    plan = _PLANS[True, kv, k_pos, metadata(dk), metadata(dv), *key, align, *_metas(angles)]
+    plan = _PLANS[(True, kv, k_pos, metadata(dk), metadata(dv), *key, align, *_metas(angles))]
     if plan is None:
-        return _launch_bwd(dk.contiguous(), dv.contiguous(), *key, pos_dims, *angles)
+        return _launch_bwd(with_unit_stride(dk), with_unit_stride(dv), *key, pos_dims, *angles)
     dkv, dk_pos = plan.allocate(*plan.first), plan.allocate(*plan.second)
     if plan.launch is not None:
         addresses = dk.data_ptr(), dv.data_ptr(), dkv.data_ptr(), dk_pos.data_ptr()
@@ -226,7 +225,7 @@ def _reference_fwd(kv: Tensor, k_pos: Tensor, nope: int, layout: str, out_layout
 def _with_head(k_pos: Tensor, kv: Tensor, layout: str) -> list[int]:
     if k_pos.dim() == kv.dim():
         return list(k_pos.shape)
-    at = 1 if kv.dim() == 3 else LAYOUT_HEAD[layout]
+    at = 1 if kv.dim() == 3 else _HEAD_DIMENSION[layout]
     return [*k_pos.shape[:at], 1, *k_pos.shape[at:]]
 
 
@@ -256,7 +255,7 @@ def _fake_fwd(kv, k_pos, nope, layout, out_layout, pairs, *angles):
 
 def _fake_bwd(dk, dv, nope, layout, out_layout, pairs, pos_dims, *angles):
     shape = _fake_shape(dk, out_layout, layout, nope + dv.shape[-1])
-    at = 1 if dk.dim() == 3 else LAYOUT_HEAD[layout]
+    at = 1 if dk.dim() == 3 else _HEAD_DIMENSION[layout]
     pos = [*shape[:at], *((1,) if pos_dims == dk.dim() else ()), *shape[at + 1 : -1], dk.shape[-1] - nope]
     return dk.new_empty(shape), dk.new_empty(pos)
 
@@ -330,8 +329,8 @@ def mla_rope(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotate the rotary part of q and k and assemble k and v heads, as multi-head latent attention needs them.
 
-    A head of q is ``[nope | rotary]``, one of kv ``[nope | value]``; k_pos is the rotary part that all heads of k share.
-    Any split: ``rotary`` is the size of k_pos, ``nope`` what q has besides. Computed in fp32 and rounded once; other
+    A head of q is ``[nope | rotary]``, one of kv ``[nope | value]``; k_pos is the rotary part that k's heads share. Any
+    split: ``rotary`` is the size of k_pos, ``nope`` what q has besides. Computed in fp32 and rounded once; other
     elements are copied. Differentiable once in q, kv and k_pos; the gradient of k_pos is summed over heads in fp32.
 
     Args:
@@ -376,7 +375,7 @@ def mla_rope(
     )
     args = (q, kv, k_pos, nope, layout, out_layout, pairs, in_place)
     angles = (cos, sin, positions, cu_seqlens, "", cp_rank, cp_size, mscale)
-    if is_grad_enabled() and needs_grad(q, kv, k_pos, cos, sin):
+    if is_grad_enabled() and (needs_grad(q, kv, k_pos) or needs_grad(cos, sin)):
         if cos.requires_grad or sin.requires_grad:
             raise ArgumentError("cos or sin requires a gradient; mla_rope is differentiable in q, kv and k_pos only")
         return _MlaRope.apply(*args, *angles)

@@ -11,7 +11,7 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd.function import once_differentiable
 
 from rtkernels import interop
-from rtkernels._guard import is_dynamo_compiling, needs_grad
+from rtkernels._guard import constant, is_dynamo_compiling, needs_grad
 from rtkernels._layout import address, check_same, metadata, nothing, row_count, rowed
 from rtkernels._registry import Op, TorchOp
 from rtkernels.errors import ArgumentError
@@ -248,8 +248,8 @@ def layer_norm(
     if not isinstance(x, Tensor):
         return interop.call(layer_norm, x, weight, bias, eps=eps, offset=offset, residual=residual)
     if is_grad_enabled() and (needs_grad(x, weight, bias) or needs_grad(x, residual)):
-        if is_dynamo_compiling():  # with dynamic=True floats are graph inputs, which only one Function may use
-            eps, offset = {eps: eps}[eps], {offset: offset}[offset]
+        if is_dynamo_compiling():
+            eps, offset = constant(eps), constant(offset)
         return _LayerNorm.apply(x, weight, bias, residual, eps, offset)
     if residual is None:
         return _forward(x, weight, bias, eps, offset)

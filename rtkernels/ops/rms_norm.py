@@ -11,7 +11,7 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd.function import once_differentiable
 
 from rtkernels import interop
-from rtkernels._guard import needs_grad
+from rtkernels._guard import constant, is_dynamo_compiling, needs_grad
 from rtkernels._layout import address, check_same, metadata, nothing, row_count, rowed, token
 from rtkernels._registry import Op, TorchOp
 from rtkernels.errors import ArgumentError
@@ -197,8 +197,8 @@ def rms_norm(
     x: Tensor,
     weight: Tensor | None = None,
     *,
-    eps: float | None = None,
-    offset: float = 0,
+    eps: float = 1e-6,
+    offset: float = 0.0,
     residual: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Normalise the last dimension by its root mean square.
@@ -210,18 +210,18 @@ def rms_norm(
         x: ``[..., n]``, bfloat16, float16 or float32; any strides (a copy is made unless rows are unit-stride and
             evenly spaced). May be any object with ``__dlpack__``; the result is then of its kind.
         weight: ``[n]`` of x's dtype or float32; None for ones (then `offset` is not used).
-        eps: Added to the mean square; None for 1e-6.
+        eps: Added to the mean square.
         offset: Added to the weight; 1.0 for models that store ``weight - 1``.
         residual: Same shape and dtype as x.
 
     Returns:
         ``y``, dense, of x's shape and dtype; with a residual ``(y, h)``.
     """
-    if eps is None:  # as a default value it would become symbolic under torch.compile(dynamic=True)
-        eps = 1e-6
     if not isinstance(x, Tensor):
         return interop.call(rms_norm, x, weight, eps=eps, offset=offset, residual=residual)
     if is_grad_enabled() and needs_grad(x, weight, residual):
+        if is_dynamo_compiling():
+            eps, offset = constant(eps), constant(offset)
         return _RmsNorm.apply(x, weight, residual, eps, offset)
     if residual is None:
         return _forward(x, weight, eps, offset)

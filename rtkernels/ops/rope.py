@@ -20,8 +20,6 @@ from rtkernels.ops._rope_launch import FORWARD, IN_PLACE, mutated
 from rtkernels.ops._rope_mla import mla_rope as mla_rope
 from rtkernels.testing.rows import Row
 
-# Operator arguments after the tensors: layout, out_layout, first, rotary, pairs, inverse; then what angles_of.SCHEMA has.
-
 
 class _Rope(torch.autograd.Function):
     @staticmethod
@@ -75,8 +73,8 @@ def rope(
     """Rotate pairs of elements of every head by the angles of its token.
 
     ``y0 = x0 * cos0 - x1 * sin0`` and ``y1 = x1 * cos1 + x0 * sin1`` for each pair; elements beside the rotary part are
-    copied. Computed in fp32 and rounded once. Differentiable once in x and k; the gradient is the adjoint rotation, also
-    where the two elements of a pair have different angles.
+    copied. Computed in fp32 and rounded once. Differentiable once in x and k; the gradient is the adjoint rotation,
+    also where the two elements of a pair have different angles.
 
     Args:
         x: ``[batch, length, heads, head_dim]`` or as `layout` says, or packed tokens ``[tokens, heads, head_dim]``.
@@ -91,12 +89,13 @@ def rope(
         rotary: Rotated elements of a head, its first ones; all of them if None.
         interleaved: Pairs are elements (2 i, 2 i + 1) instead of (i, i + rotary / 2).
         positions: int32 or int64 ``[batch, length]`` or ``[length]``; without it a token's place in its sequence.
-        cu_seqlens: int32 or int64 ``[sequences + 1]``, where the sequences of packed tokens begin and the last one ends,
-            before context parallelism. Tokens are counted from the start of their sequence.
+        cu_seqlens: int32 or int64 ``[sequences + 1]``, where the sequences of packed tokens begin and the last ends,
+            before context parallelism (fewer than 2^32 tokens in all). A token's position is then its place in its
+            own sequence.
         sections: Pairs for each of three position streams (Qwen-VL's mrope); `positions` is then ``[3, ...]``.
         sections_interleaved: Pair i belongs to stream ``i % 3`` while that one has pairs left, then to the first.
-        cp_rank: Rank in zigzag context parallelism: this rank has parts ``cp_rank`` and ``2 * cp_size - 1 - cp_rank`` of
-            the ``2 * cp_size`` parts of every sequence.
+        cp_rank: Rank in zigzag context parallelism: this rank has parts ``cp_rank`` and ``2 * cp_size - 1 - cp_rank``
+            of the ``2 * cp_size`` parts of every sequence.
         cp_size: Number of such ranks; sequence lengths are multiples of ``2 * cp_size``.
         mscale: Factor of cos and sin.
         inverse: Apply the adjoint instead: the backward.
@@ -115,7 +114,7 @@ def rope(
     spelled = angles_of.spell_sections(sections, sections_interleaved) if sections is not None else ""
     pairs = angles_of.ADJACENT if interleaved else angles_of.HALVES
     angles = (cos, sin, positions, cu_seqlens, spelled, cp_rank, cp_size, mscale)
-    if is_grad_enabled() and needs_grad(x, k, cos, sin):
+    if is_grad_enabled() and (needs_grad(x, k) or needs_grad(cos, sin)):
         no_gradient(cos, sin)
         return _Rope.apply(x, k, layout, rotary or 0, pairs, inverse, in_place, *angles)
     if in_place:
@@ -176,9 +175,7 @@ def _rows() -> Iterator[Row]:
             name="rope_fwd",
             shape=f"b{batch}s{length}q{q_heads}kv{k_heads}d{dim}",
             make=make,
-            ours=lambda q, k, tables: FORWARD(
-                q, k, "bshd", "bshd", 0, 0, 0, False, *tables, None, None, "", 0, 1, 1.0
-            ),
+            ours=lambda q, k, tables: FORWARD(q, k, "bshd", "bshd", 0, 0, 0, False, *tables, None, None, "", 0, 1, 1.0),
             torch=_torch_fwd,
             bytes=2 * 2 * batch * length * (q_heads + k_heads) * dim + 2 * 4 * length * dim // 2,
         )

@@ -10,7 +10,7 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd.function import once_differentiable
 
 from rtkernels import interop
-from rtkernels._guard import is_dynamo_compiling, needs_grad
+from rtkernels._guard import constant, is_dynamo_compiling, needs_grad
 from rtkernels._layout import address, check_same, metadata, row_count, row_stride, rowed
 from rtkernels._registry import Op, TorchOp
 from rtkernels.errors import ArgumentError
@@ -152,7 +152,12 @@ class _MutatingOp(TorchOp):
     """An operator that overwrites an argument; calls always go through the dispatcher."""
 
     def _make_call(self):
-        return self.overload
+        overload = self.overload
+
+        def call(x, lengths, scale, log):
+            return overload(x, lengths, scale, log)
+
+        return call
 
 
 FORWARD = TorchOp(
@@ -210,8 +215,7 @@ def _any_softmax(x: Tensor, dim: int, scale: float, lengths: Tensor | None, in_p
         return x.copy_(y) if in_place else y
     if is_grad_enabled() and needs_grad(x):
         if is_dynamo_compiling():
-            scale = {scale: scale}[scale]  # with dynamic=True floats are graph inputs, which only one Function may use
-            y = _Softmax.apply(x, lengths, scale, log, False)
+            y = _Softmax.apply(x, lengths, constant(scale), log, False)
             return x.copy_(y) if in_place else y  # mark_dirty cannot be traced
         return _Softmax.apply(x, lengths, scale, log, in_place)
     if in_place:
@@ -286,7 +290,7 @@ def _samples(device: str):
     yield BACKWARD, (x.half(), y.log().half(), lengths, 0.5, True)
 
 
-def _torch_bwd(dy: Tensor, y: Tensor) -> Tensor:
+def _torch_bwd(dy: Tensor, y: Tensor, x: Tensor) -> Tensor:
     wide = torch.promote_types(y.dtype, torch.float32)
     g, v = dy.to(wide), y.to(wide)
     return (v * (g - (g * v).sum(-1, keepdim=True))).to(y.dtype)
@@ -301,7 +305,8 @@ def _rows() -> Iterator[Row]:
             def normal() -> Tensor:
                 return torch.randn(rows, cols, dtype=torch.bfloat16, device=device, generator=generator)
 
-            return {"dy": normal(), "y": torch.softmax(normal(), -1)} if backward else {"x": normal()}
+            x = normal()  # in the backward rows for torch's autograd only
+            return {"dy": normal(), "x": x, "y": torch.softmax(x, -1)} if backward else {"x": x}
 
         yield Row(
             name="softmax_fwd",
@@ -316,7 +321,7 @@ def _rows() -> Iterator[Row]:
             name="softmax_bwd",
             shape=f"{rows}x{cols}",
             make=lambda device, g, make=make: make(device, g, backward=True),
-            ours=lambda dy, y: BACKWARD(dy, y, None, 1.0, False),
+            ours=lambda dy, y, x: BACKWARD(dy, y, None, 1.0, False),
             torch=_torch_bwd,
             bytes=3 * n,
         )

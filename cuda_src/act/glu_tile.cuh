@@ -1,0 +1,270 @@
+// How kernels that quantise a gated linear unit walk their tiles of 128 x 128 results and read them: tiles never cross
+// experts, and a persistent block copies its next tile into shared memory while it works on the current one.
+#pragma once
+#include "common/vec.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/forget.cuh"
+#include "quant/tile.cuh"
+#include "quant/zero.cuh"
+
+namespace rtk {
+
+// Up to 128 rows of one expert. Without experts, all rows belong to one.
+struct RowBlock {
+    u32 first;         // row
+    u32 start, count;  // the expert's first row, and its rows
+    int rows;          // 0: there is no such block
+};
+
+// Finds row blocks by index. Rows are sorted by expert, counts [experts] (int64 if `wide`, else int32) are device
+// memory; without counts there is one expert. Each warp looks at 32 experts at a time, one per lane, and moves on when
+// it is asked for a later block: indices must not decrease. Counts that exceed the rows (fewer than 2^31) are cut.
+class RowBlocks {
+   public:
+    RTK_DEVICE RowBlocks(const void* counts, i64 wide, i64 experts, i64 rows)
+        : counts_(counts), rows_(static_cast<u32>(rows)), experts_(static_cast<int>(experts)), wide_(wide != 0) {
+        if (counts_ != nullptr) look();
+    }
+
+    // The whole warp calls with the same index.
+    RTK_DEVICE RowBlock at(u32 wanted) {
+        constexpr u32 kAll = 0xffffffffu;
+        RowBlock block;
+        if (counts_ == nullptr) {
+            block.first = wanted * kTileSide;
+            block.start = 0;
+            block.count = rows_;
+            block.rows = static_cast<int>(min(rows_ - block.first, static_cast<u32>(kTileSide)));
+            return block;
+        }
+        while (wanted >= blocks_end_ && base_ + kWarp < experts_) {
+            base_ += kWarp;
+            look();
+        }
+        const u32 owner = __ballot_sync(kAll, wanted - block_ < (count_ + kTileSide - 1) / kTileSide);
+        const int lane = owner == 0 ? 0 : __ffs(static_cast<int>(owner)) - 1;
+        const u32 inside = (wanted - __shfl_sync(kAll, block_, lane)) * kTileSide;
+        block.start = __shfl_sync(kAll, start_, lane);
+        block.count = __shfl_sync(kAll, count_, lane);
+        block.first = block.start + inside;
+        block.rows = owner == 0 ? 0 : static_cast<int>(min(block.count - inside, static_cast<u32>(kTileSide)));
+        return block;
+    }
+
+   private:
+    RTK_DEVICE void look() {
+        constexpr u32 kAll = 0xffffffffu;
+        const int lane = static_cast<int>(threadIdx.x) % kWarp, expert = base_ + lane;
+        u32 end = 0;
+        if (expert < experts_) {
+            const i64 given = wide_ ? static_cast<const i64*>(counts_)[expert] : static_cast<const i32*>(counts_)[expert];
+            end = static_cast<u32>(max(static_cast<i64>(0), min(given, static_cast<i64>(rows_))));
+        }
+        // No sum exceeds the rows, whatever the counts are.
+#pragma unroll
+        for (int step = 1; step < kWarp; step *= 2) {
+            const u32 before = __shfl_up_sync(kAll, end, step);
+            if (lane >= step) end = min(end + before, rows_);
+        }
+        end = min(end + rows_end_, rows_);
+        const u32 before = __shfl_up_sync(kAll, end, 1);
+        start_ = lane == 0 ? rows_end_ : before;
+        count_ = end - start_;
+        const u32 blocks = (count_ + kTileSide - 1) / kTileSide;
+        u32 sum = blocks;
+#pragma unroll
+        for (int step = 1; step < kWarp; step *= 2) {
+            const u32 more = __shfl_up_sync(kAll, sum, step);
+            if (lane >= step) sum += more;
+        }
+        block_ = blocks_end_ + sum - blocks;
+        rows_end_ = __shfl_sync(kAll, end, kWarp - 1);
+        blocks_end_ += __shfl_sync(kAll, sum, kWarp - 1);
+    }
+
+    const void* counts_;
+    u32 rows_;
+    int experts_, base_ = 0;
+    bool wide_;
+    u32 start_ = 0, count_ = 0, block_ = 0;     // of this lane's expert
+    u32 rows_end_ = 0, blocks_end_ = 0;         // after the 32 experts
+};
+
+// The same number, but the compiler does not know it: in a loop over tiles, it would work out every multiple of a stride
+// ahead and keep them all in registers.
+RTK_DEVICE i64 unknown(i64 v) {
+    Raw<8> raw = {static_cast<u32>(v), static_cast<u32>(static_cast<u64>(v) >> 32)};
+    ptx::forget(raw);
+    return static_cast<i64>(static_cast<u64>(raw.w[1]) << 32 | raw.w[0]);
+}
+
+// Tiles of INPUTS matrices on their way through shared memory. A warp copies the rows that its own threads read, so the
+// block needs no barrier. With fewer than INPUTS slots of shared memory, the first inputs are copied ahead and the
+// others when it is their turn, into the first slot.
+template <typename T, int N, int INPUTS>
+struct StagedTiles {
+    static constexpr int kPer = 16 / sizeof(T), kAcross = kTileSide / kPer, kRowBytes = kTileSide * sizeof(T);
+    static constexpr int kBytes = kTileSide * kRowBytes;  // of a slot
+    static constexpr int kWarpRows = kTileSide / Tile<N>::kWarps;
+
+    const T* x[INPUTS];   // in the order they are read
+    i64 stride[INPUTS];
+    u8* memory;           // 16-byte aligned
+    int slots;
+    bool wide;            // rows can be read 16 bytes at a time
+
+    // Begins the copies of a tile. Not before everything of the one before has been read.
+    RTK_DEVICE void fetch(const Tile<N>& tile, i64 row, i64 column) const {
+#pragma unroll
+        for (int k = 0; k < INPUTS; ++k)
+            if (k < slots) copy(tile, k, row, column);
+        ptx::cp_async_commit();
+    }
+
+    // Waits for an input, after all those before it.
+    RTK_DEVICE void wait(const Tile<N>& tile, int k, i64 row, i64 column) const {
+        if (k >= slots) {
+            __syncwarp();
+            copy(tile, k, row, column);
+            ptx::cp_async_commit();
+        }
+        if (k == 0 || k >= slots) {
+            ptx::cp_async_wait<0>();
+            __syncwarp();
+        }
+    }
+
+    // The thread's elements of its row r; 0 for those that do not exist.
+    RTK_DEVICE void read(const Tile<N>& tile, int k, int r, float (&v)[N]) const {
+        struct alignas(sizeof(T) * N) Piece {
+            Raw<sizeof(T) * N> raw;
+        };
+        Piece piece;
+        clear(piece.raw);
+        const u8* from = memory + slot(k) + (tile.row + r) * kRowBytes + tile.column * static_cast<int>(sizeof(T));
+        if (r < tile.rows_here && tile.columns_here > 0) piece = *reinterpret_cast<const Piece*>(from);
+        unpack<T, N>(piece.raw, v);
+        if (!wide) {
+#pragma unroll
+            for (int i = 1; i < N; ++i)
+                if (i >= tile.columns_here) v[i] = 0.0f;
+        }
+    }
+
+   private:
+    RTK_DEVICE int slot(int k) const { return k < slots ? k * kBytes : 0; }
+
+    RTK_DEVICE void copy(const Tile<N>& tile, int k, i64 row, i64 column) const {
+        const int lane = static_cast<int>(threadIdx.x) % kWarp;
+        const int above = static_cast<int>(threadIdx.x) / kWarp * kWarpRows;
+        const i64 step = unknown(stride[k]);
+        const T* from = x[k] + (row + above) * step + column;
+        u8* to = memory + slot(k) + above * kRowBytes;
+        const int rows = tile.rows - above;
+        if (wide) {
+            constexpr int kStep = kWarp / kAcross;
+            const int piece = lane % kAcross, first = lane / kAcross;
+            const int mine = piece * kPer < tile.columns ? rows - first : 0;
+            const ptx::SharedAddress place = ptx::shared_address(to) + (first * kRowBytes + piece * 16);
+            from += first * step + piece * kPer;
+#pragma unroll
+            for (int r = 0; r < kWarpRows; r += kStep, from += kStep * step)
+                if (r < mine) ptx::cp_async_16(place + r * kRowBytes, from);
+            return;
+        }
+#pragma unroll 2
+        for (int r = 0; r < kWarpRows; ++r, from += step, to += kRowBytes) {
+#pragma unroll
+            for (int c = 0; c < kTileSide; c += kWarp)
+                if (r < rows && lane + c < tile.columns) reinterpret_cast<T*>(to)[lane + c] = from[lane + c];
+        }
+    }
+};
+
+// The weights of a warp's rows, one per lane (0 for rows that do not exist); T, or fp32 if `wide`; 1 without weights.
+template <typename T, int N>
+RTK_DEVICE float lane_weight(const Tile<N>& tile, const void* weight, i64 wide, i64 first_row) {
+    constexpr int kRows = kTileSide / Tile<N>::kWarps;
+    const int thread = static_cast<int>(threadIdx.x);
+    const int row = thread / kWarp * kRows + thread % kWarp;
+    float w[1] = {1.0f};
+    if (weight != nullptr) {
+        w[0] = 0.0f;
+        if (thread % kWarp < kRows && row < tile.rows) {
+            if (wide) {
+                load_keep<float, 1>(static_cast<const float*>(weight) + first_row + row, w);
+            } else {
+                load_keep<T, 1>(static_cast<const T*>(weight) + first_row + row, w);
+            }
+        }
+    }
+    return w[0];
+}
+
+// That of the thread's row r.
+template <int N>
+RTK_DEVICE float row_weight(const Tile<N>& tile, float lane_weight, int r) {
+    return __shfl_sync(0xffffffffu, lane_weight, tile.row % (kTileSide / Tile<N>::kWarps) + r);
+}
+
+// Where the codes of a matrix [rows, cols] go; either half may be missing. Within an expert, scales of rows lie by
+// rows, or by groups if `by_group`; transposed codes and their scales lie as for a matrix of the expert's rows alone.
+struct Quantized {
+    e4m3* q;
+    float* scale;
+    e4m3* q_t;
+    float* scale_t;
+    i64 cols;
+    bool by_group, wide, pow2;
+};
+
+// Quantises v, the thread's elements of the tile in row block `index` that begins at `column`. Every thread of the block calls; three
+// barriers if there are transposed codes, after which the scratch may be used again.
+template <int N>
+RTK_DEVICE void quantize_values(const Tile<N>& tile, const RowBlock& block, u32 index, u32 column,
+                                const float (&v)[kTileRows][N], const Quantized& out, TileScratch<N>& scratch) {
+    auto value = [&](int r, int i) { return v[r][i]; };
+    const i64 cols = unknown(out.cols);
+    const u32 groups = static_cast<u32>((cols + kTileSide - 1) / kTileSide), group = column / kTileSide;
+    float columns[N];
+    if (out.q_t != nullptr) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) columns[i] = 0.0f;
+#pragma unroll
+        for (int r = 0; r < kTileRows; ++r)
+#pragma unroll
+            for (int i = 0; i < N; ++i) columns[i] = max_finite(columns[i], v[r][i]);
+        share_columns(tile, columns, scratch);
+    }
+    if (out.q != nullptr) {
+        float rows[kTileRows];
+#pragma unroll
+        for (int r = 0; r < kTileRows; ++r) rows[r] = finite_amax(v[r]);
+        float* scale = out.scale + (out.by_group ? static_cast<i64>(block.start) * groups +
+                                                       static_cast<i64>(group) * block.count + (block.first - block.start)
+                                                 : static_cast<i64>(block.first) * groups + group);
+        const float inverse = row_scales<e4m3>(tile, rows, scale, out.by_group ? 1 : groups, out.pow2);
+        e4m3* q = out.q + block.first * cols + column;
+        if (out.wide) {
+            store_rows<true>(tile, q, cols, inverse, value);
+        } else {
+            store_rows<false>(tile, q, cols, inverse, value);
+        }
+    }
+    if (out.q_t != nullptr) {
+        column_scales<e4m3>(tile, columns, scratch, out.scale_t + index * cols + column, out.pow2);
+        stage_columns<e4m3>(tile, scratch, columns, value);
+        __syncthreads();
+        const i64 place = block.start * cols + static_cast<i64>(column) * block.count + (block.first - block.start);
+        store_columns(tile, scratch, out.q_t + place, block.count);
+    }
+}
+
+// Row blocks are counted for the worst case; the scales of those that do not exist are 0.
+RTK_DEVICE void clear_scales(u32 index, u32 column, i64 cols, float* scale_t) {
+    if (scale_t == nullptr) return;
+    const i64 c = static_cast<i64>(column) + threadIdx.x;
+    if (threadIdx.x < kTileSide && c < cols) scale_t[index * cols + c] = 0.0f;
+}
+
+}  // namespace rtk

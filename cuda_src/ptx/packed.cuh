@@ -1,0 +1,31 @@
+// Arithmetic on two 16-bit floats in a word.
+#pragma once
+#include "common/abi.cuh"
+
+namespace rtk::ptx {
+
+// v * 0 + v: what is finite stays, everything else becomes NaN.
+RTK_DEVICE u32 finite_or_nan_bf16x2(u32 v) {
+    u32 out;
+    asm("fma.rn.bf16x2 %0, %1, %2, %1;" : "=r"(out) : "r"(v), "r"(0));
+    return out;
+}
+RTK_DEVICE u32 finite_or_nan_f16x2(u32 v) {
+    u32 out;
+    asm("fma.rn.f16x2 %0, %1, %2, %1;" : "=r"(out) : "r"(v), "r"(0));
+    return out;
+}
+
+// The larger of a and |b|; a where b is NaN.
+RTK_DEVICE u32 max_magnitude_bf16x2(u32 a, u32 b) {
+    u32 out;
+    asm("{\n .reg .b32 m;\n abs.bf16x2 m, %2;\n max.bf16x2 %0, %1, m;\n}" : "=r"(out) : "r"(a), "r"(b));
+    return out;
+}
+RTK_DEVICE u32 max_magnitude_f16x2(u32 a, u32 b) {
+    u32 out;
+    asm("{\n .reg .b32 m;\n abs.f16x2 m, %2;\n max.f16x2 %0, %1, m;\n}" : "=r"(out) : "r"(a), "r"(b));
+    return out;
+}
+
+}  // namespace rtk::ptx

@@ -1,0 +1,43 @@
+// Largest finite magnitudes of packed elements, without unpacking them: 16-bit types two at a time.
+#pragma once
+#include "common/convert.cuh"
+#include "common/fp8_scale.cuh"
+#include "ptx/packed.cuh"
+
+namespace rtk {
+
+// One number per element of a 32-bit word of T (one or two), in the format of T: 0 to begin with.
+template <typename T>
+struct WordMax {
+    static constexpr int kPerWord = 4 / sizeof(T);
+
+    // A word for `larger`: what is not finite becomes NaN.
+    RTK_DEVICE static u32 finite(u32 word) {
+        if constexpr (is_same<T, bf16>::value) return ptx::finite_or_nan_bf16x2(word);
+        if constexpr (is_same<T, fp16>::value) return ptx::finite_or_nan_f16x2(word);
+        return __float_as_uint(fmaf(__uint_as_float(word), 0.0f, __uint_as_float(word)));
+    }
+    // The larger magnitudes; NaN in `word` does not count.
+    RTK_DEVICE static u32 larger(u32 most, u32 word) {
+        if constexpr (is_same<T, bf16>::value) return ptx::max_magnitude_bf16x2(most, word);
+        if constexpr (is_same<T, fp16>::value) return ptx::max_magnitude_f16x2(most, word);
+        return __float_as_uint(fmaxf(__uint_as_float(most), fabsf(__uint_as_float(word))));
+    }
+    RTK_DEVICE static void unpacked(u32 most, float (&v)[kPerWord]) { unpack<T, kPerWord>(Raw<4>{most}, v); }
+    RTK_DEVICE static float largest(u32 most) {
+        float v[kPerWord];
+        unpacked(most, v);
+        return kPerWord == 2 ? fmaxf(v[0], v[kPerWord - 1]) : v[0];
+    }
+};
+
+// Adds the elements of a Raw to a word of maxima.
+template <typename T, int B>
+RTK_DEVICE u32 with_larger(u32 most, const Raw<B>& raw) {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(raw.w) / 4); ++i)
+        most = WordMax<T>::larger(most, WordMax<T>::finite(raw.w[i]));
+    return most;
+}
+
+}  // namespace rtk

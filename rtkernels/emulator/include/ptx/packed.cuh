@@ -1,0 +1,30 @@
+// Host version of cuda_src/ptx/packed.cuh.
+#pragma once
+#include "common/abi.cuh"
+
+namespace rtk::ptx {
+
+// kInfinity: the bits of infinity, above which magnitudes are NaN.
+template <u32 kInfinity>
+RTK_DEVICE u32 finite_or_nan_half(u32 v) {
+    return (v & 0x7fffu) < kInfinity ? v : 0x7fffu;
+}
+template <u32 kInfinity>
+RTK_DEVICE u32 max_magnitude_half(u32 a, u32 b) {
+    const u32 magnitude = b & 0x7fffu;
+    return magnitude > kInfinity || magnitude < a ? a : magnitude;
+}
+
+#define RTK_EMU_PACKED(type, infinity)                                                                              \
+    RTK_DEVICE u32 finite_or_nan_##type(u32 v) {                                                                    \
+        return finite_or_nan_half<infinity>(v & 0xffffu) | (finite_or_nan_half<infinity>(v >> 16) << 16);           \
+    }                                                                                                               \
+    RTK_DEVICE u32 max_magnitude_##type(u32 a, u32 b) {                                                             \
+        return max_magnitude_half<infinity>(a & 0xffffu, b & 0xffffu) |                                             \
+               (max_magnitude_half<infinity>(a >> 16, b >> 16) << 16);                                              \
+    }
+RTK_EMU_PACKED(bf16x2, 0x7f80u)
+RTK_EMU_PACKED(f16x2, 0x7c00u)
+#undef RTK_EMU_PACKED
+
+}  // namespace rtk::ptx

@@ -1,0 +1,321 @@
+"""Kernels and plans of qk_norm_rope: validation, the order of heads in qkv, launch geometry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from rtkernels._arch import Target
+from rtkernels._kernel import Kernel, Launch, Plans, allocator, dense_strides, device_info, shared_limit
+from rtkernels._layout import check_same, token, vector_bytes
+from rtkernels.errors import ArgumentError
+from rtkernels.ops import _rope_angles as angles_of
+from rtkernels.ops._rope_angles import Meta
+from rtkernels.ops._rope_launch import TYPES, UNIT_LIMIT, TablesPlan, heads_of, lanes_of, plan_tables, unit_stride
+
+_UNIT = "rope/qk_norm_rope.cu"
+_BLOCK = 128
+_HEADS = {False: 4, True: 2}  # of a thread at a time in the forward, without and with SiLU
+_BWD_HEADS = 4
+_ANY_HEAD_DIM = 4096  # what rows of dweight in shared memory allow everywhere
+
+_DIMS = (
+    "tokens:i64 length:i64 qkv_batch:i64 qkv_place:i64 q_heads:i64 kv_heads:i64 q_slots:i64 kv_slots:i64 "
+    "group_magic:i64 q_extra:i64 kv_step:i64 k_first:i64 v_first:i64 head_dim:i64 lane_bits:i64 weight_wide:i64 "
+    "eps:f64 offset:f64 inverse_dim:f64 "
+)
+_FWD_ARGS = "qkv:ptr q_weight:ptr k_weight:ptr q:ptr k:ptr v:ptr " + _DIMS
+_BWD_ARGS = (
+    "dq:ptr dk:ptr dv:ptr qkv:ptr q_weight:ptr k_weight:ptr dqkv:ptr partial:ptr "
+    "dq_batch:i64 dq_place:i64 dq_head:i64 dk_batch:i64 dk_place:i64 dk_head:i64 "
+    "dv_batch:i64 dv_place:i64 dv_head:i64 dqkv_batch:i64 dqkv_place:i64 {}:i64 " + _DIMS + angles_of.ARGS
+)
+_SILU = (False, True)
+
+
+def _bwd_threads(limit: int) -> int:
+    """Return the block size of the backward: two tokens' chunks (HeadRing) in `limit` bytes of shared memory."""
+    return min(384, (limit - 1024) // (2 * _BWD_HEADS * 4 * 16) // 32 * 32)
+
+
+def _bwd_variants(target: Target) -> Iterator[tuple[Any, ...]]:
+    threads = _bwd_threads(shared_limit(target))
+    for t in TYPES:
+        for pairs in (angles_of.HALVES, angles_of.ADJACENT):
+            for silu in _SILU:
+                yield t, pairs, silu, _BWD_HEADS, threads
+
+
+FWD = Kernel(
+    _UNIT,
+    "qk_norm_rope_fwd",
+    template="T PAIRS SILU HEADS",
+    args=_FWD_ARGS + angles_of.ARGS,
+    variants=[(t, p, s, _HEADS[s]) for t in TYPES for p in (angles_of.HALVES, angles_of.ADJACENT) for s in _SILU],
+    max_registers=96,
+)
+FWD_ANY = Kernel(
+    _UNIT,
+    "qk_norm_rope_fwd_any",
+    template="T SILU",
+    args=_FWD_ARGS + "pairs:i64 " + angles_of.ARGS,
+    variants=[(t, s) for t in TYPES for s in _SILU],
+    max_registers=72,
+)
+BWD = Kernel(
+    _UNIT,
+    "qk_norm_rope_bwd",
+    template="T PAIRS SILU HEADS THREADS",
+    args=_BWD_ARGS.format("teams"),
+    variants=_bwd_variants,
+    max_registers=200,
+)
+BWD_ANY = Kernel(
+    _UNIT,
+    "qk_norm_rope_bwd_any",
+    template="T SILU",
+    args=_BWD_ARGS.format("pairs"),
+    variants=[(t, s) for t in TYPES for s in _SILU],
+    max_registers=96,
+)
+
+
+# ---- validation -----------------------------------------------------------------------------------------------------
+
+
+class Qkv(NamedTuple):
+    """A fused projection as the kernels see it."""
+
+    batch: int
+    length: int
+    batch_stride: int
+    place_stride: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    grouped: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.length
+
+    def shape(self, packed: bool, heads: int) -> tuple[int, ...]:
+        """Return the shape of q (or k, v)."""
+        return (self.length, heads, self.head_dim) if packed else (self.batch, self.length, heads, self.head_dim)
+
+    def head_order(self) -> tuple[int, ...]:
+        """Return group_magic, q_extra, kv_step, k_first and v_first: see rope/qk_norm_rope.cu."""
+        if self.grouped:
+            group = self.q_heads // self.kv_heads
+            return -(-(2**32) // group), 2, group + 2, group, group + 1
+        return 0, 0, 1, self.q_heads, self.q_heads + self.kv_heads
+
+
+def check_qkv(qkv: Meta, q_heads: int, kv_heads: int, grouped: bool, layout: str) -> Qkv:
+    """Raise an ArgumentError for a qkv that cannot be split so; return how it is."""
+    dtype, shape, stride, _ = qkv
+    token("qkv", dtype)
+    if layout not in ("sbhd", "bshd"):
+        raise ArgumentError(f"layout is {layout!r}; expected 'sbhd' or 'bshd'")
+    if len(shape) not in (2, 3):
+        raise ArgumentError(f"qkv has shape {tuple(shape)}; expected 3 dimensions ({layout[:2]}), or 2 (packed tokens)")
+    if q_heads < 1 or kv_heads < 1:
+        raise ArgumentError(f"q_heads is {q_heads} and kv_heads {kv_heads}; expected at least 1 of each")
+    if grouped and q_heads % kv_heads:
+        raise ArgumentError(
+            f"q_heads is {q_heads}; expected a multiple of kv_heads, {kv_heads}, for the grouped order of heads"
+        )
+    total = q_heads + 2 * kv_heads
+    if shape[-1] % total or shape[-1] == 0:
+        raise ArgumentError(
+            f"qkv has {shape[-1]} columns; expected a multiple of q_heads + 2 * kv_heads, {q_heads} + 2 * {kv_heads}"
+        )
+    if len(shape) == 2:
+        sizes = (1, shape[0], 0, stride[0])
+    elif layout == "sbhd":
+        sizes = (shape[1], shape[0], stride[1], stride[0])
+    else:
+        sizes = (shape[0], shape[1], stride[0], stride[1])
+    return Qkv(*sizes, q_heads, kv_heads, shape[-1] // total, grouped)
+
+
+def check_weights(q_weight: Meta | None, k_weight: Meta | None, qkv: Meta, head_dim: int) -> None:
+    """Raise an ArgumentError for weights that do not fit."""
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight is None:
+            continue
+        token(name, weight[0], (qkv[0], torch.float32))
+        if tuple(weight[1]) != (head_dim,):
+            raise ArgumentError(f"{name} has shape {tuple(weight[1])}; expected ({head_dim},), the size of a head")
+        check_same(name, weight[3], qkv[3], "device index", of="qkv")
+    if (q_weight is None) != (k_weight is None):
+        raise ArgumentError("got one of q_weight and k_weight; expected both or neither")
+    if q_weight is not None:
+        check_same("k_weight", k_weight[0], q_weight[0], "dtype", of="q_weight")
+
+
+def check(
+    qkv: Meta, q_weight: Meta | None, k_weight: Meta | None, q_heads: int, kv_heads: int, grouped: bool, layout: str,
+    rotary: int, pairs: int, inverse: bool, *angles: Any,
+) -> tuple[Qkv, angles_of.Angles]:  # fmt: skip
+    """Raise an ArgumentError for arguments that do not fit together."""
+    found = check_qkv(qkv, q_heads, kv_heads, grouped, layout)
+    check_weights(q_weight, k_weight, qkv, found.head_dim)
+    rotary = angles_of.check_rotary(rotary, found.head_dim)
+    tables = angles_of.check(
+        *angles, dtype=qkv[0], device=qkv[3], batch=found.batch, length=found.length, packed=len(qkv[1]) == 2,
+        rotary=rotary, adjacent=pairs == angles_of.ADJACENT, inverse=inverse,
+    )  # fmt: skip
+    return found, tables
+
+
+# ---- plans ----------------------------------------------------------------------------------------------------------
+
+
+class ForwardPlan(NamedTuple):
+    """A launch, its arguments and its outputs."""
+
+    launch: Launch | None
+    dims: tuple[int | float, ...]
+    tables: TablesPlan | None
+    tail: tuple[int, ...]
+    allocate: Any
+    q_layout: tuple[Any, ...]
+    kv_layout: tuple[Any, ...]
+
+
+def _is_dense(weight: Meta | None) -> bool:
+    return weight is None or weight[1][0] <= 1 or weight[2][0] == 1
+
+
+def _dims(found: Qkv, slots: tuple[int, int], lane_bits: int, weight: Meta | None, eps: float, offset: float):
+    wide = int(weight is not None and weight[0] == torch.float32)
+    return (
+        found.tokens, found.length, found.batch_stride, found.place_stride, found.q_heads, found.kv_heads, *slots,
+        *found.head_order(), found.head_dim, lane_bits, wide, eps, offset, 1.0 / found.head_dim,
+    )  # fmt: skip
+
+
+def _slots(found: Qkv, heads: int) -> tuple[int, int]:
+    return -(-found.q_heads // heads), -(-found.kv_heads // heads)
+
+
+def _limit(found: Qkv, units: int) -> None:
+    if units > UNIT_LIMIT:
+        raise ArgumentError(
+            f"qkv has {found.tokens} tokens; expected fewer than {UNIT_LIMIT * found.tokens // units} with these heads"
+        )
+
+
+def _plan_fwd(
+    qkv: Meta, q_weight: Meta | None, k_weight: Meta | None, q_heads: int, kv_heads: int, grouped: bool, layout: str,
+    rotary: int, pairs: int, silu: bool, eps: float, offset: float, align: int, table_align: int, *angles: Any,
+) -> ForwardPlan | None:  # fmt: skip
+    """Return the launch and its arguments; None if an input must be copied first."""
+    found, tables_found = check(
+        qkv, q_weight, k_weight, q_heads, kv_heads, grouped, layout, rotary, pairs, False, *angles
+    )  # fmt: skip
+    dtype, shape, _, device = qkv
+    packed = len(shape) == 2
+    shapes = [found.shape(packed, heads) for heads in (q_heads, kv_heads)]
+    memory = (allocator(device), *((s, dense_strides(s), dtype) for s in shapes))
+    if found.tokens == 0:
+        return ForwardPlan(None, (), None, (), *memory)
+    if tables_found.table_stride < 0 or not (unit_stride(qkv) and _is_dense(q_weight) and _is_dense(k_weight)):
+        return None
+    t, size = token("qkv", dtype), dtype.itemsize
+    vec, rotary = 16 // size, tables_found.rotary
+    lanes = lanes_of(found.head_dim, rotary, 0, vec)
+    strides = (found.batch_stride * size, found.place_stride * size)
+    tables = None
+    if lanes is not None and vector_bytes(align, *strides) == 16:
+        cos = angles[0]
+        tables = plan_tables(tables_found, t, cos, table_align, pairs, vec, found.tokens, found.length, device)
+    if tables is not None:
+        heads, bits, tail = _HEADS[silu], lanes.bit_length() - 1, ()
+        kernel, variant = FWD, (t, pairs, silu, heads)
+    else:
+        heads, bits, tail = 1, 5, (pairs,)
+        kernel, variant, tables = FWD_ANY, (t, silu), TablesPlan(tables_found.arguments())
+    slots = _slots(found, heads)
+    units = found.tokens * (slots[0] + 2 * slots[1])
+    _limit(found, units)
+    launch = kernel.bind(variant, device, -(-units // (_BLOCK >> bits)), _BLOCK)
+    return ForwardPlan(launch, _dims(found, slots, bits, q_weight, eps, offset), tables, tail, *memory)
+
+
+FWD_PLANS = Plans(_plan_fwd)
+
+
+class BackwardPlan(NamedTuple):
+    """A launch, its arguments and how many partial rows of dweight it leaves."""
+
+    launch: Launch | None
+    dims: tuple[int | float, ...]
+    tables: TablesPlan | None
+    partial_rows: int
+    head_dim: int
+
+
+def _plan_bwd(
+    dq: Meta, dk: Meta, dv: Meta, qkv: Meta, q_weight: Meta | None, k_weight: Meta | None, q_heads: int, kv_heads: int,
+    grouped: bool, layout: str, rotary: int, pairs: int, silu: bool, eps: float, offset: float, align: int,
+    table_align: int, *angles: Any,
+) -> BackwardPlan | None:  # fmt: skip
+    """Return the launch and its arguments; None if an input must be copied first."""
+    found, tables_found = check(
+        qkv, q_weight, k_weight, q_heads, kv_heads, grouped, layout, rotary, pairs, True, *angles
+    )  # fmt: skip
+    dtype, shape, _, device = qkv
+    packed = len(shape) == 2
+    for name, d, heads in (("dq", dq, q_heads), ("dk", dk, kv_heads), ("dv", dv, kv_heads)):
+        check_same(name, d[0], dtype, "dtype", of="qkv")
+        check_same(name, tuple(d[1]), found.shape(packed, heads), "shape", of="the result")
+        check_same(name, d[3], device, "device index", of="qkv")
+    if found.tokens == 0:
+        return BackwardPlan(None, (), None, 0, found.head_dim)
+    if tables_found.table_stride < 0 or not (
+        unit_stride(qkv, dq, dk, dv) and _is_dense(q_weight) and _is_dense(k_weight)
+    ):
+        return None
+    t, size, info = token("qkv", dtype), dtype.itemsize, device_info(device)
+    vec, rotary = 16 // size, tables_found.rotary
+    gradients = [s for d in (dq, dk, dv) for s in heads_of("", d, "bshd").strides]
+    dense = Qkv(*check_qkv((dtype, shape, dense_strides(shape), device), q_heads, kv_heads, grouped, layout))
+    strides = (*gradients, dense.batch_stride, dense.place_stride)
+    every = (found.batch_stride, found.place_stride, *strides)
+    lanes = lanes_of(found.head_dim, rotary, 0, vec)
+    threads = _bwd_threads(info.shared_per_block)
+    tables = None
+    if lanes is not None and vector_bytes(align, *(s * size for s in every)) == 16:
+        slots = _slots(found, _BWD_HEADS)
+        per_token = slots[0] + 2 * slots[1]
+        groups = threads // lanes
+        if info.sm_count * groups >= per_token:
+            tables = plan_tables(
+                tables_found, t, angles[0], table_align, pairs, vec, found.tokens, found.length, device
+            )  # fmt: skip
+    if tables is not None:
+        teams = min(found.tokens, info.sm_count * groups // per_token)
+        grid = -(-teams * per_token // groups)
+        _limit(found, found.tokens)
+        bits, extra = lanes.bit_length() - 1, teams
+        shared = 2 * _BWD_HEADS * 4 * 16 * threads
+        launch = BWD.bind((t, pairs, silu, _BWD_HEADS, threads), device, grid, threads, shared)
+    else:
+        if found.head_dim > _ANY_HEAD_DIM:
+            raise ArgumentError(f"heads have {found.head_dim} elements; expected at most {_ANY_HEAD_DIM} here")
+        slots, bits, extra, tables = _slots(found, 1), 5, pairs, TablesPlan(tables_found.arguments())
+        units = found.tokens * (slots[0] + 2 * slots[1])
+        _limit(found, units)
+        warps = max(1, min(4, 32768 // (8 * found.head_dim)))
+        grid = min(-(-units // warps), 4 * info.sm_count)
+        launch = BWD_ANY.bind((t, silu), device, grid, 32 * warps, 8 * found.head_dim * warps)
+    dims = (*strides, extra, *_dims(found, slots, bits, q_weight, eps, offset))
+    return BackwardPlan(launch, dims, tables, grid, found.head_dim)
+
+
+BWD_PLANS = Plans(_plan_bwd)
+KERNELS = (FWD, FWD_ANY, BWD, BWD_ANY)

@@ -1,0 +1,447 @@
+"""Normalisation to fp8: 1/rms to its error budget, then codes and scales bit for bit; gradients, errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from places import DTYPES, ORDERS, at, emulated, short
+from torch import Tensor
+
+import rtkernels
+from rtkernels.errors import ArgumentError
+from rtkernels.ops import _norm_quant_plans as plans
+from rtkernels.ops import norm_quant as module
+from rtkernels.ops._fp8_reference import quantize
+from rtkernels.testing.compare import assert_close, assert_same_bits, running_on
+
+rms_norm_fp8, NormFp8 = rtkernels.rms_norm_fp8, module.NormFp8
+EPS = 1e-5
+LAYOUTS = ("row", "transposed", "both")
+
+
+# ---- inputs: one list for every place -------------------------------------------------------------------------------
+
+
+@dataclass
+class Inputs:
+    x: Tensor
+    weight: Tensor | None = None
+    residual: Tensor | None = None
+    offset: float = 0.0
+
+
+Normal = Callable[..., Tensor]
+
+
+def _spaced(normal: Normal, rows: int, cols: int, *, every: int = 1, skip: int = 0, pad: int = 0) -> Tensor:
+    """[rows, cols] out of a wider tensor: each `every`-th row, columns from `skip`, `pad` unused columns after."""
+    return normal(rows * every, skip + cols + pad)[::every, skip : skip + cols]
+
+
+CASES: dict[str, Callable[[Normal], Inputs]] = {
+    "one_group": lambda n: Inputs(n(5, 128), n(128)),
+    "two_groups": lambda n: Inputs(n(130, 256), n(256)),
+    "part_of_a_group": lambda n: Inputs(n(3, 40), n(40)),
+    "parts": lambda n: Inputs(n(132, 136), n(136)),
+    "row": lambda n: Inputs(n(3, 2048), n(2048)),
+    "no_weight": lambda n: Inputs(n(3, 512)),
+    "weight_fp32": lambda n: Inputs(n(4, 1024), n(1024).float()),
+    "weight_fp32_odd": lambda n: Inputs(n(4, 131), n(131).float()),
+    "offset": lambda n: Inputs(n(4, 264), n(264), offset=1.0),
+    "three_dims": lambda n: Inputs(n(2, 3, 320), n(320)),
+    "one_dim": lambda n: Inputs(n(40), n(40)),
+    "one_column": lambda n: Inputs(n(37, 1), n(1)),
+    "odd": lambda n: Inputs(n(5, 331), n(331)),
+    "odd_rows": lambda n: Inputs(n(257, 264), n(264)),
+    "many_short_rows": lambda n: Inputs(n(530, 8), n(8)),
+    "wide": lambda n: Inputs(n(2, 8192), n(8192)),
+    "widest": lambda n: Inputs(n(2, 20480), n(20480)),
+    "no_rows": lambda n: Inputs(n(0, 16), n(16)),
+    "no_columns": lambda n: Inputs(n(4, 0), n(0)),
+    "strided_rows": lambda n: Inputs(_spaced(n, 5, 256, every=3, pad=16), n(256)),
+    "unaligned": lambda n: Inputs(_spaced(n, 5, 64, skip=1, pad=7), n(64)),
+    "unaligned_rows": lambda n: Inputs(_spaced(n, 5, 64, pad=1), n(64)),
+    "unaligned_weight": lambda n: Inputs(n(5, 64), n(65)[1:]),
+    "transposed": lambda n: Inputs(n(64, 6).t(), n(64)),
+    "expanded_rows": lambda n: Inputs(n(1, 128).expand(4, -1), n(128)),
+    "weight_strided": lambda n: Inputs(n(4, 64), n(128)[::2]),
+    "weight_expanded": lambda n: Inputs(n(4, 1), n(1).expand(2)[::2]),
+    "residual": lambda n: Inputs(n(5, 256), n(256), n(5, 256), offset=1.0),
+    "residual_wide": lambda n: Inputs(n(2, 8192), n(8192), n(2, 8192)),
+    "residual_odd": lambda n: Inputs(n(3, 77), n(77), n(3, 77)),
+    "residual_strided": lambda n: Inputs(_spaced(n, 4, 64, pad=8), n(64), _spaced(n, 4, 64, every=2)),
+    "residual_no_rows": lambda n: Inputs(n(0, 16), n(16), n(0, 16)),
+}
+
+
+def make(case: str, dtype: torch.dtype, device: str) -> Inputs:
+    """Build the tensors of a case: the same numbers on every device."""
+    generator = torch.Generator().manual_seed(sum(map(ord, case)))
+
+    def normal(*shape: int) -> Tensor:
+        return (torch.randn(*shape, generator=generator) * 2).to(dtype).to(device)
+
+    return CASES[case](normal)
+
+
+def expected(h: Tensor, inputs: Inputs, rstd: Tensor, layout: str, pow2: bool, scale_layout: str, keep: bool):
+    """What must come out for a given rstd, to the bit."""
+    v = h.float() * rstd[..., None]
+    if inputs.weight is not None:
+        v = v * (inputs.weight.float() + inputs.offset)
+    q = scale = q_t = scale_t = y = None
+    if layout != "transposed":
+        q, scale = quantize(v, "group", torch.float8_e4m3fn, pow2, scale_layout)
+    if layout != "row":
+        q_t, scale_t = quantize(v, "group_t", torch.float8_e4m3fn, pow2, "row")
+    if keep:
+        y = v.to(h.dtype).contiguous()
+    return NormFp8(q, scale, q_t, scale_t, rstd, y, h if inputs.residual is not None else None)
+
+
+def check(inputs: Inputs, layout: str, *, pow2: bool = False, column: bool = False, keep: bool = False) -> NormFp8:
+    """Run one call: rstd within its error budget, everything else to the bit."""
+    scale_layout = "column" if column and layout != "transposed" else "row"
+    keep = keep and layout != "transposed"
+    options = {"layout": layout, "pow2_scale": pow2, "scale_layout": scale_layout}
+    x, weight = inputs.x, inputs.weight
+    got = rms_norm_fp8(x, weight, eps=EPS, offset=inputs.offset, residual=inputs.residual, keep=keep, **options)
+    h = x if inputs.residual is None else (x.float() + inputs.residual.float()).to(x.dtype).contiguous()
+    assert got.rstd.shape == x.shape[:-1] and got.rstd.dtype == torch.float32
+    exact = torch.rsqrt(h.double().square().sum(-1) / max(x.shape[-1], 1) + EPS)
+    assert_close(got.rstd, exact, c=6 + x.shape[-1] ** 0.5 / 8, what="rstd")
+    want = expected(h, inputs, got.rstd, layout, pow2, scale_layout, keep)
+    compare(got, want)
+    return got
+
+
+def compare(got: NormFp8, want: NormFp8) -> None:
+    for name, a, b in zip(got._fields, got, want, strict=True):
+        assert (a is None) == (b is None), name
+        if a is not None:
+            assert a.is_contiguous(), name
+            assert_same_bits(a, b, name)
+
+
+# ---- numerics -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+@at()
+def test_every_layout(place: str, case: str) -> None:
+    with running_on(place) as device:
+        inputs = make(case, torch.bfloat16, device)
+        check(inputs, "row", column=True)
+        check(inputs, "transposed", pow2=True)
+        check(inputs, "both", keep=True)
+
+
+@pytest.mark.parametrize("case", ("two_groups", "parts", "odd", "widest", "unaligned", "residual", "residual_odd"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@at("cpu", "sm_90", "cuda")
+def test_every_dtype(place: str, dtype: torch.dtype, case: str) -> None:
+    with running_on(place) as device:
+        inputs = make(case, dtype, device)
+        check(inputs, "row", pow2=True, keep=True)
+        check(inputs, "both", pow2=True, column=True)
+
+
+@pytest.mark.parametrize("case", ("parts", "odd", "three_dims", "one_dim", "one_column", "transposed", "no_rows"))
+@at()
+def test_recomputing(place: str, case: str) -> None:
+    with running_on(place) as device:
+        inputs = make(case, torch.bfloat16, device)
+        first = check(inputs, "both")
+        for rstd in (first.rstd, first.rstd[..., None].expand(*first.rstd.shape, 2)[..., 0]):
+            again = rms_norm_fp8(inputs.x, inputs.weight, offset=inputs.offset, layout="transposed", rstd=rstd)
+            compare(again, NormFp8(q_t=first.q_t, scale_t=first.scale_t))
+
+
+def emulated_coverage() -> None:
+    """Run every kernel of the op in the emulator; test_registry.py checks that it does."""
+    with running_on("sm_90") as device:
+        for layout in LAYOUTS:
+            check(make("parts", torch.bfloat16, device), layout)
+
+
+@emulated
+@pytest.mark.parametrize("order", ORDERS)
+def test_thread_order_does_not_matter(order: str | int) -> None:
+    for case in ("parts", "odd", "many_short_rows", "row", "residual"):
+        for layout in LAYOUTS:
+            with rtkernels.emulate("sm_90"):
+                want = check(make(case, torch.bfloat16, "cpu"), layout)
+            with rtkernels.emulate("sm_90", order):
+                compare(check(make(case, torch.bfloat16, "cpu"), layout), want)
+
+
+@at()
+def test_special_values(place: str) -> None:
+    with running_on(place) as device:
+        x = torch.ones(130, 256, device=device)
+        x[0] = 0.0
+        x[1, 3] = math.nan
+        x[2, 4] = math.inf
+        x[3] = 1e-30
+        for layout in LAYOUTS:
+            check(Inputs(x[3:]), layout)
+            got = rms_norm_fp8(x, eps=EPS, layout=layout)
+            if layout != "transposed":
+                q = got.q.view(torch.uint8)
+                assert not q[0].any() and (got.scale[0] == torch.tensor(1e-30)).all()
+                assert (q[1] == 0x7F).all() and (got.scale[1] == torch.tensor(1e-30)).all()
+                assert q[2, 4] == 0x7F and not q[2, :4].any() and (q[4] == 0x7E).all()
+            if layout != "row":
+                q = got.q_t.view(torch.uint8).t()
+                assert not q[0].any() and (q[1] == 0x7F).all() and (q[4] == 0x7E).all()
+                assert q[2, 4] == 0x7F and not q[2, :4].any()
+
+
+def test_shapes() -> None:
+    x = torch.randn(2, 3, 200)
+    shapes = {
+        layout + scales: [None if t is None else tuple(t.shape) for t in rms_norm_fp8(
+            x, layout=layout, scale_layout=scales)]
+        for layout, scales in (("row", "row"), ("both", "column"), ("transposed", "row"))
+    }  # fmt: skip
+    assert shapes == {
+        "rowrow": [(2, 3, 200), (2, 3, 2), None, None, (2, 3), None, None],
+        "bothcolumn": [(2, 3, 200), (2, 6), (200, 6), (1, 200), (2, 3), None, None],
+        "transposedrow": [None, None, (200, 6), (1, 200), (2, 3), None, None],
+    }
+
+
+# ---- gradients ------------------------------------------------------------------------------------------------------
+
+
+class _Multiplied(torch.autograd.Function):
+    """Stands for a product with the codes: uses them, and hands the gradient to the place of y."""
+
+    @staticmethod
+    def forward(ctx, q, scale, y):
+        groups = q.float().unflatten(-1, (-1, 128)) * scale[..., None]
+        return groups.flatten(-2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, None, grad.to(torch.bfloat16)
+
+
+@at("cpu", "sm_90", "cuda")
+@pytest.mark.parametrize("layout", ("row", "both"))
+@pytest.mark.parametrize("with_residual", (False, True))
+@pytest.mark.parametrize("keep", (False, True))
+def test_gradients_are_those_of_rms_norm(place: str, layout: str, with_residual: bool, keep: bool) -> None:
+    with running_on(place) as device:
+        inputs = make("residual", torch.bfloat16, device)
+        leaves, ours, theirs = [inputs.x, inputs.weight, inputs.residual][: 2 + with_residual], [], []
+        dy, dsum = inputs.x * 3, inputs.x * 5
+        for run, grads in ((rms_norm_fp8, ours), (rtkernels.rms_norm, theirs)):
+            x, weight, *rest = (t.detach().clone().requires_grad_() for t in leaves)
+            residual = rest[0] if rest else None
+            if run is rms_norm_fp8:
+                got = run(x, weight, eps=EPS, offset=1.0, residual=residual, layout=layout, keep=keep)
+                assert not any(t.requires_grad for t in got[:5] if t is not None)
+                y, total = got.y, got.sum
+                if keep:
+                    assert_close(y, rtkernels.rms_norm(x, weight, eps=EPS, offset=1.0, residual=residual)[0].double()
+                                 if with_residual else rtkernels.rms_norm(x, weight, eps=EPS, offset=1.0).double(),
+                                 c=2.0)  # fmt: skip
+                else:
+                    assert y.isnan().all() and y.untyped_storage().nbytes() == 2
+                y = _Multiplied.apply(got.q, got.scale, y)
+            else:
+                y, total = result if isinstance(result := run(
+                    x, weight, eps=EPS, offset=1.0, residual=residual), tuple) else (result, None)  # fmt: skip
+            wanted = [(y, dy.to(y.dtype)), (total, dsum)][: 1 + with_residual]
+            torch.autograd.backward(*map(list, zip(*wanted, strict=True)))
+            grads += [t.grad for t in (x, weight, *rest)]
+        for a, b in zip(ours, theirs, strict=True):
+            assert_same_bits(a, b, "gradient")
+
+
+def test_only_what_is_wanted() -> None:
+    x, weight = torch.randn(4, 8), torch.randn(8, requires_grad=True)
+    rms_norm_fp8(x, weight).y.sum().backward()
+    assert x.grad is None and weight.grad is not None
+    assert rms_norm_fp8(x, weight.detach()).y is None
+    with torch.no_grad():
+        assert rms_norm_fp8(x, weight).y is None
+    x.requires_grad_()
+    residual = torch.randn(4, 8, requires_grad=True)
+    rms_norm_fp8(x, weight, residual=residual).sum.sum().backward()
+    assert (x.grad == 1).all() and (residual.grad == 1).all()
+    rstd = torch.ones(4)
+    assert not rms_norm_fp8(x, weight, layout="transposed", rstd=rstd).scale_t.requires_grad
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+X = torch.ones(4, 8)
+BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "dtype": (lambda: rms_norm_fp8(X.double()), "x has dtype float64; expected one of bfloat16, float16, float32"),
+    "no dimensions": (lambda: rms_norm_fp8(torch.tensor(1.0)), "x has no dimensions; expected at least one"),
+    "weight shape": (lambda: rms_norm_fp8(X, torch.ones(7)), r"weight has shape \(7,\); expected \(8,\), the last"),
+    "weight dtype": (lambda: rms_norm_fp8(X, torch.ones(8).half()), "weight has dtype float16; expected one of"),
+    "residual shape": (
+        lambda: rms_norm_fp8(X, residual=torch.ones(4, 7)),
+        r"residual has shape \(4, 7\); expected \(4, 8\), that of x",
+    ),
+    "residual dtype": (
+        lambda: rms_norm_fp8(X, residual=X.half()),
+        "residual has dtype float16; expected float32, that of x",
+    ),
+    "layout": (
+        lambda: rms_norm_fp8(X, layout="column"),
+        "layout is 'column'; expected one of 'row', 'transposed', 'both'",
+    ),
+    "scale layout": (
+        lambda: rms_norm_fp8(X, scale_layout="both"),
+        "scale_layout is 'both'; expected one of 'row', 'column'",
+    ),
+    "no scales of rows": (
+        lambda: rms_norm_fp8(X, layout="transposed", scale_layout="column"),
+        "scale_layout 'column' is for the scales of rows; layout 'transposed' has none",
+    ),
+    "rstd layout": (lambda: rms_norm_fp8(X, rstd=torch.ones(4)), "rstd is for layout 'transposed' without residual"),
+    "rstd residual": (
+        lambda: rms_norm_fp8(X, rstd=torch.ones(4), layout="transposed", residual=X),
+        "rstd is for layout 'transposed' without residual",
+    ),
+    "rstd dtype": (
+        lambda: rms_norm_fp8(X, rstd=torch.ones(4).half(), layout="transposed"),
+        "rstd has dtype float16; expected one of float32",
+    ),
+    "rstd shape": (
+        lambda: rms_norm_fp8(X, rstd=torch.ones(4, 1), layout="transposed"),
+        r"rstd has shape \(4, 1\); expected \(4,\), one per row of x",
+    ),
+    "keep": (
+        lambda: rms_norm_fp8(X, layout="transposed", keep=True),
+        "keep goes with layout 'row' or 'both', not 'transposed'",
+    ),
+    "device": (
+        lambda: plans.check(
+            (torch.float32, (4, 8), (8, 1), 0), (torch.float32, (8,), (1,), -1), None, None, "row", "row", False
+        ),
+        "weight has device index -1; expected 0, that of x",
+    ),
+    "not a tensor": (lambda: rms_norm_fp8([1.0, 2.0]), "expected a torch.Tensor or an array with __dlpack__"),
+    "mixed kinds": (
+        lambda: rms_norm_fp8(X, np.ones(8, "f4")),
+        "got ndarray beside a torch.Tensor; expected all array arguments to be tensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_error_messages(name: str) -> None:
+    call, message = BAD[name]
+    with pytest.raises(ArgumentError, match=message):
+        call()
+
+
+@emulated
+@pytest.mark.parametrize("name", BAD)
+def test_launchers_raise_the_same_messages(name: str) -> None:
+    call, message = BAD[name]
+    with rtkernels.emulate(), pytest.raises(ArgumentError, match=message):
+        call()
+
+
+# ---- other ways to call it ------------------------------------------------------------------------------------------
+
+
+@at("cpu", "cuda")
+@pytest.mark.parametrize("dynamic", (False, True))
+def test_torch_compile(place: str, dynamic: bool) -> None:
+    def block(x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        got = rms_norm_fp8(x * 2, weight, offset=1.0, residual=residual, layout="both", keep=True)
+        return got.y, got.sum, got.scale * 2, got.scale_t, got.q.float(), got.q_t.float()
+
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for rows in (3, 4):
+        tensors = [torch.randn(*shape, device=place) for shape in ((rows, 16), (16,), (rows, 16))]
+        torch.testing.assert_close(compiled(*tensors), block(*tensors))
+        grads = []
+        for function in (compiled, block):
+            leaves = [t.clone().requires_grad_() for t in tensors]
+            y, total, *_ = function(*leaves)
+            (y.square().sum() + total.sum()).backward()
+            grads.append([t.grad for t in leaves])
+        torch.testing.assert_close(*grads)
+
+
+def test_numpy_in_numpy_out() -> None:
+    x = np.random.default_rng(0).standard_normal((2, 3, 8), dtype=np.float32)
+    got = rms_norm_fp8(x, np.ones(8, "f4"), residual=x)
+    want = rms_norm_fp8(torch.from_numpy(x), residual=torch.from_numpy(x))
+    assert isinstance(got, NormFp8) and isinstance(got.scale, np.ndarray) and got.q_t is None
+    np.testing.assert_array_equal(got.scale, want.scale.numpy())
+    np.testing.assert_allclose(got.sum, 2 * x)
+
+
+def test_bench_rows_agree_with_torch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = {"x": torch.randn(256, 384, generator=generator), "weight": torch.randn(384, generator=generator)}
+    for row in module.OP.rows():
+        given = {**inputs, "rstd": torch.rand(256, generator=generator)} if row.name.endswith("_t") else inputs
+        for ours, theirs in zip(row.ours(**given), row.torch(**given), strict=True):
+            if ours.element_size() == 1:
+                assert (ours.view(torch.uint8) == theirs.view(torch.uint8)).float().mean() > 0.999
+            else:
+                torch.testing.assert_close(ours, theirs)
+
+
+# ---- on the GPU -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", (1536, 2048, 4096, 5120, 7168, 8192, 16384))
+def test_bench_shapes(cols: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(cols)
+    x, residual = (torch.randn(1000, cols, generator=generator, device="cuda").bfloat16() for _ in range(2))
+    weight = torch.randn(cols, generator=generator, device="cuda").bfloat16()
+    inputs = Inputs(x, weight)
+    with running_on("cuda"):
+        for layout in LAYOUTS:
+            compare(check(inputs, layout, column=True), check(inputs, layout, column=True))
+            check(replace(inputs, residual=residual), layout, pow2=True, keep=True)
+
+
+@pytest.mark.gpu
+def test_cuda_graph() -> None:
+    x, weight = torch.randn(256, 2048, device="cuda").bfloat16(), torch.randn(2048, device="cuda").bfloat16()
+    want = rms_norm_fp8(x, weight, layout="both")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = rms_norm_fp8(x, weight, layout="both")
+    graph.replay()
+    compare(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ((70_000, 2**15), (2**24 + 5, 136)), ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_beyond_two_to_the_31(shape: tuple[int, int], layout: str) -> None:
+    elements = torch.Size(shape).numel()
+    if torch.cuda.mem_get_info()[0] < 5 * elements:
+        pytest.skip("not enough free GPU memory")
+    x = torch.ones(shape, device="cuda", dtype=torch.bfloat16)
+    x[-1].normal_()
+    got = rms_norm_fp8(x, eps=0.0, layout=layout)
+    want = rms_norm_fp8(x[-1:], eps=0.0, layout="row")
+    assert got.rstd[0] == 1 and got.rstd[-1] == want.rstd[0]
+    if got.q is not None:
+        assert_same_bits(got.q[-1], want.q[0], "last row")
+        assert (got.q[:-1].view(torch.uint8) == 0x7E).all()
+    if got.q_t is not None:
+        assert (got.q_t[:, :128].view(torch.uint8) == 0x7E).all()
+        assert (got.scale_t[0] == want.scale.new_tensor(1.0) / 448).all()
