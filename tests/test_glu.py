@@ -277,7 +277,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "up shape": (lambda: glu(torch.ones(4, 8), torch.ones(4, 6)), r"up has shape \(4, 6\); expected \(4, 8\)"),
     "up dtype": (lambda: glu(torch.ones(8), torch.ones(8).half()), "up has dtype float16; expected float32"),
     "up device": (
-        lambda: module._check((torch.float32, (4, 8), (8, 1), 0), (torch.float32, (4, 8), (8, 1), 1), None, "silu"),
+        lambda: module.check_inputs((torch.float32, (4, 8), (8, 1), 0), (torch.float32, (4, 8), (8, 1), 1), None, "silu"),
         "up has device index 1; expected 0, that of x",
     ),
     "weight shape": (
@@ -289,7 +289,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "weight has dtype float16; expected one of float32",
     ),
     "weight device": (
-        lambda: module._check((torch.float32, (4, 8), (8, 1), 0), None, (torch.float32, (4,), (1,), -1), "silu"),
+        lambda: module.check_inputs((torch.float32, (4, 8), (8, 1), 0), None, (torch.float32, (4,), (1,), -1), "silu"),
         "weight has device index -1; expected 0, that of x",
     ),
     "act": (lambda: glu(torch.ones(4, 8), act="swish"), "act is 'swish'; expected one of silu, gelu_tanh, gelu_erf"),

@@ -220,7 +220,9 @@ def test_no_worse_than_torch(place: str, dtype: torch.dtype) -> None:
             y.backward(dy.to(wide))
             results.append((y.detach(), *(leaf.grad for leaf in leaves)))
         for what, ours, theirs, exact in zip(("y", "dx", "dgate", "dweight"), *results, strict=True):
-            assert_no_worse(ours, theirs, exact, what=what)
+            # fp32 sums of 64 products: both are within two roundoffs, and chance decides which one is nearer.
+            factor = 1.25 if (what, dtype) == ("dweight", torch.float32) else 1.05
+            assert_no_worse(ours, theirs, exact, factor=factor, what=what)
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=short)

@@ -211,7 +211,7 @@ def test_no_worse_than_torch(place: str, function: str) -> None:
                 y.backward(dy.to(y.dtype))
                 results.append((y.detach(), leaf.grad))
             for what, ours, theirs, exact in zip(("y", "dx"), *results, strict=True):
-                factor = 1.05 if dtype != torch.float32 else 1.3  # a matter of the last bit of exp
+                factor = 1.05 if dtype != torch.float32 else 1.6  # both are within two roundoffs
                 assert_no_worse(ours, theirs, exact, what=f"{what} {dtype}", factor=factor)
 
 

@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(256)
             unpack<T, VEC>(gate_raw[r], g);
             unpack<T, VEC>(up_raw[r], u);
 #pragma unroll
-            for (int i = 0; i < VEC; ++i) g[i] = Act::template at<sizeof(T) == 2>(g[i]).value * u[i] * w;
+            for (int i = 0; i < VEC; ++i) g[i] = Act::template at<sizeof(T) == 2>(g[i]).value * partner<Act>(u[i]).value * w;
             store<T, VEC>(y + row * cols + tile.column, g);
         }
     }
@@ -80,10 +80,11 @@ RTK_DEVICE float glu_gradients(float (&g)[N], const float (&x)[N], float (&u)[N]
 #pragma unroll
     for (int i = 0; i < N; ++i) {
         const ValueSlope act = Act::template at<sizeof(T) == 2>(x[i]);
-        total += g[i] * act.value * u[i];
+        const ValueSlope other = partner<Act>(u[i]);
+        total += g[i] * act.value * other.value;
         const float weighted = g[i] * w;
-        g[i] = weighted * u[i] * act.slope;
-        u[i] = weighted * act.value;
+        g[i] = weighted * other.value * act.slope;
+        u[i] = weighted * act.value * other.slope;
     }
     return total;
 }

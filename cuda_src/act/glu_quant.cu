@@ -11,26 +11,24 @@ namespace rtk {
 
 template <typename T>
 inline constexpr int kForwardWidth = 16 / sizeof(T);
-template <typename T>
-inline constexpr int kForwardBlocks = sizeof(T) == 2 ? 2 : 1;  // resident at once: one stores while another computes
+// Resident at once: one stores while another computes.
+template <typename T, bool WIDE>
+inline constexpr int kForwardBlocks = WIDE && sizeof(T) == 2 ? 2 : 1;
 inline constexpr int kBackwardWidth = 4;
 
-template <typename T, typename Act>
-__global__ void __launch_bounds__(Tile<kForwardWidth<T>>::kThreads, kForwardBlocks<T>)
+template <typename T, typename Act, bool WIDE>
+__global__ void __launch_bounds__(Tile<kForwardWidth<T>>::kThreads, kForwardBlocks<T, WIDE>)
     glu_fp8_fwd(const T* gate, const T* up, const void* weight, const void* counts, e4m3* q, float* scale, e4m3* q_t,
                 float* scale_t, i64 rows, i64 cols, i64 gate_stride, i64 up_stride, i64 weight_wide, i64 experts,
-                i64 counts_wide, i64 row_blocks, i64 by_group, i64 wide, i64 slots, i64 pow2) {
+                i64 counts_wide, i64 row_blocks, i64 by_group, i64 slots, i64 pow2) {
     constexpr int N = kForwardWidth<T>;
     __shared__ TileScratch<N> scratch;
     extern __shared__ __align__(16) u8 memory[];
     const u32 across = static_cast<u32>((cols + kTileSide - 1) / kTileSide);
     const u32 tiles = static_cast<u32>(row_blocks) * across;
-    const Quantized out = {q, scale, q_t, scale_t, cols, by_group != 0, wide != 0, pow2 != 0};
-    const StagedTiles<T, N, 2> in = {{gate, up == nullptr ? gate + cols : up},
-                                     {gate_stride, up_stride},
-                                     memory,
-                                     static_cast<int>(slots),
-                                     wide != 0};
+    const Quantized out = {q, scale, q_t, scale_t, cols, by_group != 0, pow2 != 0};
+    const StagedTiles<T, N, 2, WIDE> in = {
+        {gate, up == nullptr ? gate + cols : up}, {gate_stride, up_stride}, memory, static_cast<int>(slots)};
     RowBlocks blocks(counts, counts_wide, experts, rows);
     float weights = 1.0f;  // one per lane
 
@@ -56,6 +54,7 @@ __global__ void __launch_bounds__(Tile<kForwardWidth<T>>::kThreads, kForwardBloc
             in.read(tile, 0, r, y[r]);
 #pragma unroll
             for (int i = 0; i < N; ++i) y[r][i] = Act::template at<sizeof(T) == 2>(y[r][i]).value * w;
+            if constexpr (sizeof(T) == 4) settle(y[r]);
         }
         in.wait(tile, 1, block.first, column);
 #pragma unroll
@@ -71,7 +70,7 @@ __global__ void __launch_bounds__(Tile<kForwardWidth<T>>::kThreads, kForwardBloc
             fetch(index);
         }
         if (block.rows > 0) {
-            quantize_values(tile, block, down, column, y, out, scratch);
+            quantize_values<WIDE>(tile, block, down, column, y, out, scratch);
         } else {
             clear_scales(down, column, cols, scale_t);
         }

@@ -98,10 +98,23 @@ RTK_DEVICE i64 unknown(i64 v) {
     return static_cast<i64>(static_cast<u64>(raw.w[1]) << 32 | raw.w[0]);
 }
 
+// Keeps the compiler from working on later rows before these numbers are done: the long functions of fp32 tensors need
+// many registers for each element at once.
+template <int N>
+RTK_DEVICE void settle(float (&v)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        Raw<4> raw = {__float_as_uint(v[i])};
+        ptx::forget(raw);
+        v[i] = __uint_as_float(raw.w[0]);
+    }
+}
+
 // Tiles of INPUTS matrices on their way through shared memory. A warp copies the rows that its own threads read, so the
 // block needs no barrier. With fewer than INPUTS slots of shared memory, the first inputs are copied ahead and the
 // others when it is their turn, into the first slot.
-template <typename T, int N, int INPUTS>
+// WIDE: rows can be read 16 bytes at a time.
+template <typename T, int N, int INPUTS, bool WIDE>
 struct StagedTiles {
     static constexpr int kPer = 16 / sizeof(T), kAcross = kTileSide / kPer, kRowBytes = kTileSide * sizeof(T);
     static constexpr int kBytes = kTileSide * kRowBytes;  // of a slot
@@ -111,7 +124,6 @@ struct StagedTiles {
     i64 stride[INPUTS];
     u8* memory;           // 16-byte aligned
     int slots;
-    bool wide;            // rows can be read 16 bytes at a time
 
     // Begins the copies of a tile. Not before everything of the one before has been read.
     RTK_DEVICE void fetch(const Tile<N>& tile, i64 row, i64 column) const {
@@ -136,22 +148,36 @@ struct StagedTiles {
 
     // The thread's elements of its row r; 0 for those that do not exist.
     RTK_DEVICE void read(const Tile<N>& tile, int k, int r, float (&v)[N]) const {
-        struct alignas(sizeof(T) * N) Piece {
-            Raw<sizeof(T) * N> raw;
-        };
-        Piece piece;
-        clear(piece.raw);
         const u8* from = memory + slot(k) + (tile.row + r) * kRowBytes + tile.column * static_cast<int>(sizeof(T));
-        if (r < tile.rows_here && tile.columns_here > 0) piece = *reinterpret_cast<const Piece*>(from);
-        unpack<T, N>(piece.raw, v);
-        if (!wide) {
+        if constexpr (WIDE) {
+            struct alignas(sizeof(T) * N) Piece {
+                Raw<sizeof(T) * N> raw;
+            } piece;
+            clear(piece.raw);
+            if (r < tile.rows_here && tile.columns_here > 0) piece = *reinterpret_cast<const Piece*>(from);
+            unpack<T, N>(piece.raw, v);
+        } else {
 #pragma unroll
-            for (int i = 1; i < N; ++i)
-                if (i >= tile.columns_here) v[i] = 0.0f;
+            for (int i = 0; i < N; ++i) {
+                v[i] = 0.0f;
+                if (r < tile.rows_here && i < tile.columns_here) v[i] = widened(reinterpret_cast<const T*>(from)[i]);
+            }
         }
     }
 
    private:
+    RTK_DEVICE static float widened(T element) {
+        Raw<sizeof(T)> raw;
+        if constexpr (sizeof(T) == 4) {
+            raw.w[0] = __float_as_uint(element);
+        } else {
+            raw.w[0] = element.bits;
+        }
+        float v[1];
+        unpack<T, 1>(raw, v);
+        return v[0];
+    }
+
     RTK_DEVICE int slot(int k) const { return k < slots ? k * kBytes : 0; }
 
     RTK_DEVICE void copy(const Tile<N>& tile, int k, i64 row, i64 column) const {
@@ -161,7 +187,7 @@ struct StagedTiles {
         const T* from = x[k] + (row + above) * step + column;
         u8* to = memory + slot(k) + above * kRowBytes;
         const int rows = tile.rows - above;
-        if (wide) {
+        if constexpr (WIDE) {
             constexpr int kStep = kWarp / kAcross;
             const int piece = lane % kAcross, first = lane / kAcross;
             const int mine = piece * kPer < tile.columns ? rows - first : 0;
@@ -170,13 +196,13 @@ struct StagedTiles {
 #pragma unroll
             for (int r = 0; r < kWarpRows; r += kStep, from += kStep * step)
                 if (r < mine) ptx::cp_async_16(place + r * kRowBytes, from);
-            return;
-        }
-#pragma unroll 2
-        for (int r = 0; r < kWarpRows; ++r, from += step, to += kRowBytes) {
+        } else {
+#pragma unroll 4
+            for (int r = 0; r < kWarpRows; ++r, from += step, to += kRowBytes) {
 #pragma unroll
-            for (int c = 0; c < kTileSide; c += kWarp)
-                if (r < rows && lane + c < tile.columns) reinterpret_cast<T*>(to)[lane + c] = from[lane + c];
+                for (int c = 0; c < kTileSide; c += kWarp)
+                    if (r < rows && lane + c < tile.columns) reinterpret_cast<T*>(to)[lane + c] = from[lane + c];
+            }
         }
     }
 };
@@ -215,12 +241,12 @@ struct Quantized {
     e4m3* q_t;
     float* scale_t;
     i64 cols;
-    bool by_group, wide, pow2;
+    bool by_group, pow2;
 };
 
 // Quantises v, the thread's elements of the tile in row block `index` that begins at `column`. Every thread of the block calls; three
 // barriers if there are transposed codes, after which the scratch may be used again.
-template <int N>
+template <bool WIDE, int N>
 RTK_DEVICE void quantize_values(const Tile<N>& tile, const RowBlock& block, u32 index, u32 column,
                                 const float (&v)[kTileRows][N], const Quantized& out, TileScratch<N>& scratch) {
     auto value = [&](int r, int i) { return v[r][i]; };
@@ -245,11 +271,7 @@ RTK_DEVICE void quantize_values(const Tile<N>& tile, const RowBlock& block, u32 
                                                  : static_cast<i64>(block.first) * groups + group);
         const float inverse = row_scales<e4m3>(tile, rows, scale, out.by_group ? 1 : groups, out.pow2);
         e4m3* q = out.q + block.first * cols + column;
-        if (out.wide) {
-            store_rows<true>(tile, q, cols, inverse, value);
-        } else {
-            store_rows<false>(tile, q, cols, inverse, value);
-        }
+        store_rows<WIDE>(tile, q, cols, inverse, value);
     }
     if (out.q_t != nullptr) {
         column_scales<e4m3>(tile, columns, scratch, out.scale_t + index * cols + column, out.pow2);

@@ -42,16 +42,17 @@ struct Tile {
     // 64 registers each, so that loads of some overlap stores of others.
     static constexpr int kBlocksPerSm = 1024 / kThreads;
 
+    int thread;            // this one
     int rows, columns;     // of the tile that exist
     int row, column;       // this thread's first
     int rows_here;         // of this thread's eight rows, how many exist; 0 or less: none
     int columns_here;      // likewise
 
-    RTK_DEVICE Tile(i64 rows_left, i64 columns_left) {
+    RTK_DEVICE Tile(i64 rows_left, i64 columns_left, int thread_ = static_cast<int>(threadIdx.x)) : thread(thread_) {
         rows = static_cast<int>(min(rows_left, static_cast<i64>(kTileSide)));
         columns = static_cast<int>(min(columns_left, static_cast<i64>(kTileSide)));
-        row = static_cast<int>(threadIdx.x) / kLanes * kTileRows;
-        column = static_cast<int>(threadIdx.x) % kLanes * N;
+        row = thread / kLanes * kTileRows;
+        column = thread % kLanes * N;
         rows_here = rows - row;
         columns_here = columns - column;
     }
@@ -86,8 +87,8 @@ RTK_DEVICE float element(const Raw<16>& raw, int i) {
 
 // Maxima of COUNT numbers over `LANES` neighbouring lanes, scattered: each lane gets that of number lane % COUNT.
 template <int COUNT, int LANES>
-RTK_DEVICE float scattered_max(float (&v)[COUNT]) {
-    const int lane = static_cast<int>(threadIdx.x) % LANES;
+RTK_DEVICE float scattered_max(float (&v)[COUNT], int thread = static_cast<int>(threadIdx.x)) {
+    const int lane = thread % LANES;
 #pragma unroll
     for (int half = COUNT / 2; half > 0; half /= 2) {
         const bool upper = (lane & half) != 0;
@@ -107,8 +108,8 @@ RTK_DEVICE float scattered_max(float (&v)[COUNT]) {
 // lane % 8. Stores the scales; that of the tile's row m goes to scale[m * step].
 template <typename F8, int N>
 RTK_DEVICE float row_scales(const Tile<N>& tile, float (&v)[kTileRows], float* scale, i64 step, bool pow2) {
-    const int lane = static_cast<int>(threadIdx.x) % Tile<N>::kLanes;
-    const float own = fp8_scale<F8>(scattered_max<kTileRows, Tile<N>::kLanes>(v), pow2);
+    const int lane = tile.thread % Tile<N>::kLanes;
+    const float own = fp8_scale<F8>(scattered_max<kTileRows, Tile<N>::kLanes>(v, tile.thread), pow2);
     if (lane < kTileRows && lane < tile.rows_here) scale[(tile.row + lane) * step] = own;
     return __frcp_rn(own);
 }
@@ -144,7 +145,7 @@ RTK_DEVICE void store_rows(const Tile<N>& tile, F8* q, i64 stride, float scatter
 template <int N>
 RTK_DEVICE void share_columns(const Tile<N>& tile, const float (&v)[N], TileScratch<N>& scratch) {
     constexpr int kLanes = Tile<N>::kLanes;
-    const int thread = static_cast<int>(threadIdx.x);
+    const int thread = tile.thread;
     const int half = thread / kLanes % (kWarp / kLanes);  // with two teams in a warp, each keeps half of the columns
     Raw<16> four;
 #pragma unroll
@@ -164,7 +165,7 @@ RTK_DEVICE void share_columns(const Tile<N>& tile, const float (&v)[N], TileScra
 template <typename F8, int N>
 RTK_DEVICE void column_scales(const Tile<N>& tile, float (&v)[N], TileScratch<N>& scratch, float* scale, bool pow2) {
     constexpr int kWarps = Tile<N>::kWarps;
-    const int thread = static_cast<int>(threadIdx.x);
+    const int thread = tile.thread;
     __syncthreads();
     if (thread < kTileSide) {
         const int place = scratch.place(thread);
@@ -227,7 +228,7 @@ RTK_DEVICE void stage_columns(const Tile<N>& tile, TileScratch<N>& scratch, Raw<
 // called after a barrier; the next barrier frees the codes.
 template <typename F8, int N>
 RTK_DEVICE void store_columns(const Tile<N>& tile, TileScratch<N>& scratch, F8* q, i64 pitch) {
-    const int thread = static_cast<int>(threadIdx.x);
+    const int thread = tile.thread;
     const u64 mixed = reinterpret_cast<u64>(q) | static_cast<u64>(pitch) | static_cast<u64>(tile.rows);
     if ((mixed & 15) == 0) {
         constexpr int kPieces = kTileSide / 16, kStep = Tile<N>::kThreads / kPieces;

@@ -7,7 +7,7 @@
 
 namespace rtk {
 
-// Where the results of a tile go: pointers to what belongs to its first element. Any half may be missing.
+// Where the results of a tile go: pointers to what belongs to its first element.
 template <typename F8>
 struct TileOutput {
     F8* q;              // by rows
@@ -19,9 +19,9 @@ struct TileOutput {
     float* column_scale;  // one per column
 };
 
-// 1 x 128 along rows (ROWS), 128 x 1 along columns (COLUMNS), or both. Three barriers with COLUMNS, after which the
-// scratch may be used again for the next tile.
-template <typename T, typename F8, bool WIDE, bool ROWS, bool COLUMNS>
+// 1 x 128 along rows (ROWS), 128 x 1 along columns (COLUMNS), or both; CHOOSE: only those whose output is not null, which
+// is the same for the whole block. Three barriers with columns; the next tile may use the same scratch.
+template <typename T, typename F8, bool WIDE, bool ROWS, bool COLUMNS, bool CHOOSE = false>
 RTK_DEVICE void quantize_tile(const Tile<16 / sizeof(T)>& tile, const T* x, i64 x_stride, const TileOutput<F8>& out,
                               TileScratch<16 / sizeof(T)>& scratch, bool pow2) {
     constexpr int N = 16 / sizeof(T);
@@ -50,14 +50,14 @@ RTK_DEVICE void quantize_tile(const Tile<16 / sizeof(T)>& tile, const T* x, i64 
 #pragma unroll
             for (int i = 0; i < Max::kPerWord; ++i) columns[w * Max::kPerWord + i] = v[i];
         }
-        share_columns(tile, columns, scratch);
+        if (!CHOOSE || out.transposed != nullptr) share_columns(tile, columns, scratch);
     }
     auto value = [&](int r, int i) { return element<T>(raw[r], i); };
-    if constexpr (ROWS) {
+    if (ROWS && (!CHOOSE || out.q != nullptr)) {
         const float inverse = row_scales<F8>(tile, rows, out.scale, out.scale_step, pow2);
         store_rows<WIDE>(tile, out.q, out.stride, inverse, value);
     }
-    if constexpr (COLUMNS) {
+    if (COLUMNS && (!CHOOSE || out.transposed != nullptr)) {
         if constexpr (ROWS) {
 #pragma unroll
             for (int r = 0; r < kTileRows; ++r) ptx::forget(raw[r]);
@@ -69,7 +69,7 @@ RTK_DEVICE void quantize_tile(const Tile<16 / sizeof(T)>& tile, const T* x, i64 
     }
 }
 
-// One scale for the tile, its codes by rows (ROWS), by columns (COLUMNS), or both. `maxima` alternates between the
+// One scale for the tile, its codes by rows and, with COLUMNS, by columns too. `maxima` alternates between the
 // halves of its scratch by `phase`.
 template <typename T, typename F8, bool WIDE, bool COLUMNS>
 RTK_DEVICE void quantize_tile_block(const Tile<16 / sizeof(T)>& tile, const T* x, i64 x_stride,

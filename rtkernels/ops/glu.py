@@ -34,7 +34,7 @@ from rtkernels.testing.rows import Row
 
 _UNIT = "act/glu.cu"
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
-_ACT_TYPES = {
+ACT_TYPES = {
     "silu": "Silu",
     "gelu_tanh": "GeluTanh",
     "gelu_erf": "GeluErf",
@@ -42,7 +42,9 @@ _ACT_TYPES = {
     "relu2": "Relu2",
     "sigmoid": "Sigmoid",
     "none": "Identity",
+    "swiglu_oai": "SwigluOai",
 }
+_OAI_LIMIT, _OAI_ALPHA = 7.0, 1.702
 _THREADS = 256
 # Vectors a thread has in flight of each input, with full and with one-element accesses. The elementwise backward needs
 # only one (three inputs, every thread slot of an SM filled); its narrow accesses take the row kernel.
@@ -56,7 +58,7 @@ def _both_widths(in_flight: tuple[int, int]) -> list[tuple[Any, ...]]:
     return [
         (t, act, vec, count)
         for t in _WIDTH
-        for act in _ACT_TYPES.values()
+        for act in ACT_TYPES.values()
         for vec, count in zip((_WIDTH[t], 1), in_flight, strict=True)
     ]
 
@@ -76,7 +78,7 @@ _BWD = Kernel(
     "glu_bwd",
     template="T Act VEC ROWS",
     args=f"dy:ptr gate:ptr up:ptr weight:ptr dgate:ptr dup:ptr {_BWD_DIMS} lane_bits:i64",
-    variants=[(t, act, _WIDTH[t], _BWD_ROWS) for t in _WIDTH for act in _ACT_TYPES.values()],
+    variants=[(t, act, _WIDTH[t], _BWD_ROWS) for t in _WIDTH for act in ACT_TYPES.values()],
     max_registers=40,
 )
 _BWD_BY_ROW = Kernel(
@@ -94,11 +96,11 @@ _BWD_BY_ROW = Kernel(
 _Meta = tuple[Any, ...]
 
 
-def _check(x: _Meta, up: _Meta | None, weight: _Meta | None, act: str) -> tuple[int, ...]:
+def check_inputs(x: _Meta, up: _Meta | None, weight: _Meta | None, act: str) -> tuple[int, ...]:
     """Raise an ArgumentError for arguments that do not fit together; return the shape of the result."""
     dtype, shape, _, device = x
-    if act not in _ACT_TYPES:
-        raise ArgumentError(f"act is {act!r}; expected one of {', '.join(_ACT_TYPES)}")
+    if act not in ACT_TYPES:
+        raise ArgumentError(f"act is {act!r}; expected one of {', '.join(ACT_TYPES)}")
     token("x", dtype)
     if not shape:
         raise ArgumentError("x has no dimensions; expected at least one, the last holds gate (and up)")
@@ -120,11 +122,11 @@ def _check(x: _Meta, up: _Meta | None, weight: _Meta | None, act: str) -> tuple[
     return tuple(shape)
 
 
-def _is_dense(weight: _Meta | None) -> bool:
+def is_dense(weight: _Meta | None) -> bool:
     return weight is None or row_stride((*weight[1], 1), (*weight[2], 1)) == 1
 
 
-def _is_wide(weight: _Meta | None) -> bool:
+def is_wide(weight: _Meta | None) -> bool:
     return weight is not None and weight[0] == torch.float32
 
 
@@ -141,7 +143,7 @@ def _tile(rows: int, vectors: int, rows_per_thread: int) -> tuple[tuple[int, int
 
 
 def _plan_fwd(x: _Meta, up: _Meta | None, weight: _Meta | None, act: str, align: int):
-    shape = _check(x, up, weight, act)
+    shape = check_inputs(x, up, weight, act)
     dtype, device = x[0], x[3]
     rows, cols = row_count(shape), shape[-1]
     memory = dense_memory(device, shape, dtype)
@@ -149,14 +151,14 @@ def _plan_fwd(x: _Meta, up: _Meta | None, weight: _Meta | None, act: str, align:
         return None, (), *memory
     gate_stride = row_stride(x[1], x[2])
     up_stride = gate_stride if up is None else row_stride(up[1], up[2])
-    if gate_stride is None or up_stride is None or not _is_dense(weight):
+    if gate_stride is None or up_stride is None or not is_dense(weight):
         return None
     t, size = token("x", dtype), dtype.itemsize
     narrow = vector_bytes(align, cols * size, gate_stride * size, up_stride * size) < 16
     vec, per_thread = 1 if narrow else _WIDTH[t], _FWD_ROWS[narrow]
     grid, block, lane_bits = _tile(rows, cols // vec, per_thread)
-    launch = _FWD.bind((t, _ACT_TYPES[act], vec, per_thread), device, grid, block)
-    return launch, (rows, cols, gate_stride, up_stride, int(_is_wide(weight)), lane_bits), *memory
+    launch = _FWD.bind((t, ACT_TYPES[act], vec, per_thread), device, grid, block)
+    return launch, (rows, cols, gate_stride, up_stride, int(is_wide(weight)), lane_bits), *memory
 
 
 _FWD_PLANS = Plans(_plan_fwd)
@@ -171,17 +173,17 @@ def _plan_bwd(
     strides = [row_stride(m[1], m[2]) for m in (dy, x, x if up is None else up)]
     narrow = vector_bytes(align, cols * size, *(s * size for s in strides)) < 16
     vec = 1 if narrow else _WIDTH[t]
-    dims = (rows, cols, *strides, x[1][-1], int(_is_wide(weight)))
+    dims = (rows, cols, *strides, x[1][-1], int(is_wide(weight)))
     if not (weight_grad or narrow):
         grid, block, lane_bits = _tile(rows, cols // vec, _BWD_ROWS)
-        launch = _BWD.bind((t, _ACT_TYPES[act], vec, _BWD_ROWS), device, grid, block)
+        launch = _BWD.bind((t, ACT_TYPES[act], vec, _BWD_ROWS), device, grid, block)
         return launch, False, (*dims, lane_bits)
     chunks = _BWD_CHUNKS[narrow]
     threads = group_threads(-(-cols // (vec * chunks)), _THREADS)
     block = block_of(threads)
     row_blocks = -(-rows // (block // threads))
     depth = -(-row_blocks // GRID_LIMIT)
-    launch = _BWD_BY_ROW.bind((t, _ACT_TYPES[act], vec, chunks), device, (-(-row_blocks // depth), depth), block)
+    launch = _BWD_BY_ROW.bind((t, ACT_TYPES[act], vec, chunks), device, (-(-row_blocks // depth), depth), block)
     return launch, True, (*dims, threads)
 
 
@@ -230,7 +232,7 @@ def _launch_bwd(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None,
 
 
 def _check_bwd(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, weight_grad: bool) -> None:
-    shape = _check(metadata(x), metadata(up), metadata(weight), act)
+    shape = check_inputs(metadata(x), metadata(up), metadata(weight), act)
     check_same("dy", dy.dtype, x.dtype, "dtype")
     check_same("dy", tuple(dy.shape), shape, "shape", of="the result")
     check_same("dy", dy.get_device(), x.get_device(), "device index")
@@ -241,7 +243,7 @@ def _check_bwd(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
 
 
-def _value_and_slope(act: str, x: Tensor) -> tuple[Tensor, Tensor]:
+def value_and_slope(act: str, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return act(x) and its derivative."""
     if act == "silu":
         s = torch.sigmoid(x)
@@ -261,18 +263,31 @@ def _value_and_slope(act: str, x: Tensor) -> tuple[Tensor, Tensor]:
     if act == "sigmoid":
         s = torch.sigmoid(x)
         return s, s * torch.sigmoid(-x)
+    if act == "swiglu_oai":
+        g = x.clamp(max=_OAI_LIMIT)
+        s = torch.sigmoid(_OAI_ALPHA * g)
+        slope = s + _OAI_ALPHA * g * s * (1 - s)
+        return g * s, slope.masked_fill(x > _OAI_LIMIT, 0.0)
     return x, torch.ones_like(x)
 
 
-def _halves(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+def partner_and_slope(act: str, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what the activation is multiplied with, up itself for most, and its derivative."""
+    if act == "swiglu_oai":
+        return up.clamp(-_OAI_LIMIT, _OAI_LIMIT) + 1, (~(up.abs() > _OAI_LIMIT)).to(up.dtype)
+    return up, torch.ones_like(up)
+
+
+def halves(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return gate and up in fp32."""
     gate, up = x.chunk(2, -1) if up is None else (x, up)
     return gate.float(), up.float()
 
 
 def _reference_fwd(x: Tensor, up: Tensor | None, weight: Tensor | None, act: str) -> Tensor:
-    _check(metadata(x), metadata(up), metadata(weight), act)
-    gate, up = _halves(x, up)
-    y = _value_and_slope(act, gate)[0] * up
+    check_inputs(metadata(x), metadata(up), metadata(weight), act)
+    gate, up = halves(x, up)
+    y = value_and_slope(act, gate)[0] * partner_and_slope(act, up)[0]
     if weight is not None:
         y = y * weight.float().unsqueeze(-1)
     return y.to(x.dtype).contiguous()
@@ -280,13 +295,14 @@ def _reference_fwd(x: Tensor, up: Tensor | None, weight: Tensor | None, act: str
 
 def _reference_bwd(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, weight_grad: bool):
     _check_bwd(dy, x, up, weight, act, weight_grad)
-    gate, upf = _halves(x, up)
-    value, slope = _value_and_slope(act, gate)
+    gate, upf = halves(x, up)
+    value, slope = value_and_slope(act, gate)
+    other, other_slope = partner_and_slope(act, upf)
     g = dy.float()
-    dweight = (g * value * upf).sum(-1).to(weight.dtype).contiguous() if weight_grad else nothing(x)
+    dweight = (g * value * other).sum(-1).to(weight.dtype).contiguous() if weight_grad else nothing(x)
     if weight is not None:
         g = g * weight.float().unsqueeze(-1)
-    dgate, dup = (g * upf * slope).to(x.dtype), (g * value).to(x.dtype)
+    dgate, dup = (g * other * slope).to(x.dtype), (g * value * other_slope).to(x.dtype)
     if up is None:
         return torch.cat((dgate, dup), -1).contiguous(), nothing(x), dweight
     return dgate.contiguous(), dup.contiguous(), dweight
@@ -346,7 +362,9 @@ def glu(x: Tensor, up: Tensor | None = None, *, act: str = "silu", weight: Tenso
             unit-stride and evenly spaced). May be any object with ``__dlpack__``; the result is then of its kind.
         up: ``[..., d]``, same shape and dtype as x; its strides may differ.
         act: ``"silu"`` (SwiGLU), ``"gelu_tanh"``, ``"gelu_erf"`` (GeGLU), ``"relu"``, ``"relu2"`` (relu squared),
-            ``"sigmoid"`` or ``"none"``.
+            ``"sigmoid"``, ``"none"``, or ``"swiglu_oai"``, what GPT-OSS models use:
+            ``g * sigmoid(1.702 * g) * (u + 1)`` with g the gate cut at 7 and u up cut at -7 and 7 (their weights give
+            gate and up in alternating columns; here they are halves, or separate tensors).
         weight: ``x.shape[:-1]``, one factor per row, of x's dtype or float32; None for ones.
 
     Returns:
@@ -382,7 +400,7 @@ def _torch_bwd(dy: Tensor, x: Tensor, act: str) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     gate, up = x.to(wide).chunk(2, -1)
     d = dy.to(wide)
-    value, slope = _value_and_slope(act, gate)
+    value, slope = value_and_slope(act, gate)
     return torch.cat((d * up * slope, d * value), -1).to(x.dtype)
 
 

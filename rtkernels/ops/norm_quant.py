@@ -137,11 +137,14 @@ class _RmsNormFp8(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.eps, ctx.offset = eps, offset
         made = FORWARD(x, weight, residual, None, eps, offset, layout, pow2_scale, scale_layout, keep)
-        total = made.pop() if residual is not None else None
-        y = made.pop() if keep else x.new_full((), float("nan")).expand(x.shape)
-        ctx.save_for_backward(x if total is None else total, weight)
-        ctx.mark_non_differentiable(*made)
-        return (*made, y) if total is None else (*made, y, total)
+        codes = made[: 5 if layout == "both" else 3]  # and scales, and rstd
+        y = made[len(codes)] if keep else x.new_full((), float("nan")).expand(x.shape)
+        ctx.mark_non_differentiable(*codes)
+        if residual is None:
+            ctx.save_for_backward(x, weight)
+            return *codes, y
+        ctx.save_for_backward(made[-1], weight)
+        return *codes, y, made[-1]
 
     @staticmethod
     @once_differentiable

@@ -1,0 +1,69 @@
+"""``glu_fp8`` and its backward in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rtkernels._layout import metadata, nothing, row_count
+from rtkernels.ops import _fp8_reference as fp8
+from rtkernels.ops._glu_fp8_plans import E4M3, check_forward, experts_of, output_shapes
+from rtkernels.ops.glu import halves, partner_and_slope, value_and_slope
+
+
+def quantized(
+    y: Tensor, counts: Tensor | None, layout: str, pow2: bool, scale_layout: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return q, scale, q_t and scale_t of an fp32 tensor, with empty tensors for what `layout` leaves out."""
+    experts = experts_of(metadata(counts))
+    shapes = output_shapes(y.shape, experts, layout, scale_layout)
+    rows, by_rows, transposed = row_count(y.shape), layout != "transposed", layout != "row"
+    sizes = _sizes(counts, rows)
+    pieces = y.reshape(rows, y.shape[-1])[: sum(sizes)].split(sizes)
+    none = nothing(y)
+    q, scale, q_t, scale_t = none, none, none, none
+    if by_rows:
+        each = [fp8.quantize(piece, "group", E4M3, pow2, scale_layout) for piece in pieces]
+        q = _joined([e[0] for e in each], shapes[0], E4M3, y)
+        scale = _joined([e[1] for e in each], shapes[1], torch.float32, y)
+    if transposed:
+        each = [fp8.quantize(piece, "group_t", E4M3, pow2, "row") for piece in pieces]
+        q_t = _joined([e[0] for e in each], shapes[2], E4M3, y)
+        scale_t = _joined([e[1] for e in each], shapes[3], torch.float32, y)
+    return q, scale, q_t, scale_t
+
+
+def _sizes(counts: Tensor | None, rows: int) -> list[int]:
+    """Return the rows of each expert, cut to what there is."""
+    sizes: list[int] = []
+    for count in [rows] if counts is None else counts.tolist():
+        sizes.append(max(0, min(count, rows - sum(sizes))))
+    return sizes
+
+
+def _joined(pieces: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
+    """Return the elements of all pieces one after the other, with zeros at the end, as `shape`."""
+    bits = torch.uint8 if dtype == E4M3 else dtype
+    whole = torch.zeros(shape, dtype=bits, device=like.device)
+    flat = torch.cat([whole.new_empty(0), *(piece.view(bits).flatten() for piece in pieces)])
+    whole.view(-1)[: flat.numel()] = flat
+    return whole.view(dtype)
+
+
+def forward(
+    x: Tensor,
+    up: Tensor | None,
+    weight: Tensor | None,
+    counts: Tensor | None,
+    act: str,
+    layout: str,
+    pow2_scale: bool,
+    scale_layout: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return q, scale, q_t and scale_t."""
+    check_forward(metadata(x), metadata(up), metadata(weight), metadata(counts), act, layout, scale_layout)
+    gate, other = halves(x, up)
+    y = value_and_slope(act, gate)[0]
+    if weight is not None:
+        y = y * weight.float().unsqueeze(-1)
+    return quantized(y * partner_and_slope(act, other)[0], counts, layout, pow2_scale, scale_layout)
