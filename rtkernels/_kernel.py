@@ -284,9 +284,15 @@ def allocator(device: int) -> Allocate:
     Shape and strides must be exactly tuples; ``torch.Size`` is refused by the fast allocator.
     """
     place = "cpu" if device < 0 else f"cuda:{device}"
-    if device < 0 or _empty_strided_cuda is None or torch.cuda.device_count() > 1:
-        return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=place)
-    return _empty_strided_cuda
+    if device >= 0 and _empty_strided_cuda is not None and torch.cuda.device_count() == 1:
+        return _empty_strided_cuda
+
+    def allocate(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        if type(shape) is not tuple or type(strides) is not tuple:  # so that tests without a GPU find it
+            raise TypeError(f"shape and strides must be tuples, got {type(shape).__name__}, {type(strides).__name__}")
+        return torch.empty_strided(shape, strides, dtype=dtype, device=place)
+
+    return allocate
 
 
 def dense_memory(device: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[Allocate, tuple[Any, ...]]:

@@ -31,6 +31,7 @@ ACTS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: F.relu(x).square(),
     "sigmoid": torch.sigmoid,
     "none": lambda x: x,
+    "swiglu_oai": lambda x: x.clamp(max=7.0) * torch.sigmoid(1.702 * x.clamp(max=7.0)),
 }
 # For fp64: torch's own formulas lose their digits to cancellation where the result is small.
 EXACT = ACTS | {
@@ -43,6 +44,8 @@ EXACT = ACTS | {
 def plain_glu(x: Tensor, up: Tensor | None, weight: Tensor | None, act: str) -> Tensor:
     """The op in plain torch, rounding wherever torch rounds; exact enough in fp64."""
     gate, up = x.chunk(2, -1) if up is None else (x, up)
+    if act == "swiglu_oai":
+        up = up.clamp(-7.0, 7.0) + 1
     y = (EXACT if x.dtype == torch.float64 else ACTS)[act](gate) * up
     return y if weight is None else y * weight.unsqueeze(-1)
 
@@ -144,18 +147,19 @@ def check(inputs: Inputs, act: str) -> tuple[Tensor | None, ...]:
         # One rounding to the stored type, and fp32 arithmetic (8 roundoffs of it) whose errors are relative to the
         # terms that were added (it shows where a slope crosses zero) and grow with the exponent in the tail of act.
         tail = 1 + gate.square()
-        dgate, dup = (g * w * up).abs() * tail, (g * w * value).abs() * tail
+        other = up.abs() + 1 if act == "swiglu_oai" else up
+        dgate, dup = (g * w * other).abs() * tail, (g * w * value).abs() * tail
         terms = {
             "x": dgate if inputs.up is not None else torch.cat((dgate, dup), -1),
             "up": dup,
-            "weight": ((g * value * up).abs() * tail).sum(-1),
+            "weight": ((g * value * other).abs() * tail).sum(-1),
         }
 
         def close(what: str, got: Tensor, reference: Tensor, fp32_terms: Tensor) -> None:
             slack = 8 * ROUNDOFF[torch.float32] / ROUNDOFF[got.dtype]
             assert_close(got, reference, scale=reference.abs() + slack * fp32_terms, what=what, c=1.01)
 
-        close("y", y, exact, exact.abs() * tail)
+        close("y", y, exact, (value * other * w).abs() * tail)
         for name, leaf, reference in zip(terms, leaves, wide, strict=True):
             if leaf is not None:
                 assert leaf.grad.dtype == leaf.dtype
@@ -210,9 +214,11 @@ def test_nan_and_infinity_as_torch(place: str, act: str) -> None:
             gate = special[:16].to(dtype).to(device)
             ours, theirs = gate.clone().requires_grad_(), gate.clone().requires_grad_()
             one = torch.ones_like(gate)
-            y, wanted = glu(ours, one, act=act), ACTS[act](theirs)
+            y, wanted = glu(ours, one * 0 if act == "swiglu_oai" else one, act=act), ACTS[act](theirs)
             y.backward(one)
             wanted.backward(one)
+            if act == "swiglu_oai":  # torch's clamp turns the gradient of NaN into 0
+                theirs.grad = theirs.grad.masked_fill(gate.isnan(), torch.nan)
             for got, other in ((y, wanted), (ours.grad, theirs.grad)):
                 assert_close(got.detach(), other.detach().double(), c=4.0, what=f"{act} {dtype}")
 
@@ -277,7 +283,9 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "up shape": (lambda: glu(torch.ones(4, 8), torch.ones(4, 6)), r"up has shape \(4, 6\); expected \(4, 8\)"),
     "up dtype": (lambda: glu(torch.ones(8), torch.ones(8).half()), "up has dtype float16; expected float32"),
     "up device": (
-        lambda: module.check_inputs((torch.float32, (4, 8), (8, 1), 0), (torch.float32, (4, 8), (8, 1), 1), None, "silu"),
+        lambda: module.check_inputs(
+            (torch.float32, (4, 8), (8, 1), 0), (torch.float32, (4, 8), (8, 1), 1), None, "silu"
+        ),
         "up has device index 1; expected 0, that of x",
     ),
     "weight shape": (

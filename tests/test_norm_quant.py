@@ -14,6 +14,7 @@ from places import DTYPES, ORDERS, at, emulated, short
 from torch import Tensor
 
 import rtkernels
+from rtkernels._kernel import device_info
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _norm_quant_plans as plans
 from rtkernels.ops import norm_quant as module
@@ -189,8 +190,14 @@ def test_special_values(place: str) -> None:
         x[1, 3] = math.nan
         x[2, 4] = math.inf
         x[3] = 1e-30
+        huge = torch.ones(256, device=device)
+        huge[5] = 3e38
+        beyond = x[3:].clone()
+        beyond[2:, 5] = 3.0  # times 3e38: infinite, which no scale sees
         for layout in LAYOUTS:
             check(Inputs(x[3:]), layout)
+            check(Inputs(beyond, huge), layout)
+            check(Inputs(beyond.bfloat16(), huge), layout)
             got = rms_norm_fp8(x, eps=EPS, layout=layout)
             if layout != "transposed":
                 q = got.q.view(torch.uint8)
@@ -413,6 +420,24 @@ def test_bench_shapes(cols: int) -> None:
         for layout in LAYOUTS:
             compare(check(inputs, layout, column=True), check(inputs, layout, column=True))
             check(replace(inputs, residual=residual), layout, pow2=True, keep=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", (None, (4, 2), (8, 2), (16, 2), (8, 4), (16, 4)), ids=str)
+def test_with_and_without_clusters(shape: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every cluster, at the widest rows it holds and at ones that leave some of its blocks without a tile."""
+    if shape is not None and shape not in plans._cluster_shapes(device_info(0).target):
+        pytest.skip("this GPU has no room for such clusters")
+    monkeypatch.setattr(plans, "_cluster_shape", lambda *_: shape)
+    widest = 128 * (shape or (8, 4))[0] * (shape or (8, 4))[1]
+    for cols in (widest, widest - 120, 136):
+        for dtype in (torch.bfloat16, torch.float16):
+            for rows in (1, 300):
+                x, weight = (torch.randn(*size, device="cuda").to(dtype) for size in ((rows, cols), (cols,)))
+                with running_on("cuda"):
+                    check(Inputs(x, weight), "both", keep=rows == 1)
+                    check(Inputs(x, weight.float(), offset=1.0), "both", pow2=True, column=True)
+                    check(Inputs(x), "both")
 
 
 @pytest.mark.gpu

@@ -279,9 +279,10 @@ def test_zero_heads_stay_zero(place: str) -> None:
 # ---- launch geometry ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("silu", (False, True))
 @pytest.mark.parametrize("limit", (99, 163, 227))
-def test_backward_fits_in_shared_memory(limit: int) -> None:
-    threads = plans._bwd_threads(limit * 1024)
+def test_backward_fits_in_shared_memory(limit: int, silu: bool) -> None:
+    threads = plans._bwd_threads(limit * 1024, silu)
     assert threads % 32 == 0 and threads >= 160
     assert threads * 2 * plans._BWD_HEADS * 4 * 16 + threads <= limit * 1024
 

@@ -9,19 +9,46 @@
 
 namespace rtk {
 
-template <typename T>
-inline constexpr int kForwardWidth = 16 / sizeof(T);
+// Any activation, by number: for narrow accesses, whose speed it does not change, one kernel instead of one for each.
+struct AnyAct {};
+
+// Calls `f` with an object of the activation's type.
+template <typename Act, typename F>
+RTK_DEVICE void with_act(i64 number, const F& f) {
+    if constexpr (!is_same<Act, AnyAct>::value) {
+        f(Act{});
+    } else {
+        switch (number) {
+            case 0: return f(Silu{});
+            case 1: return f(GeluTanh{});
+            case 2: return f(GeluErf{});
+            case 3: return f(Relu{});
+            case 4: return f(Relu2{});
+            case 5: return f(Sigmoid{});
+            case 6: return f(Identity{});
+            default: return f(SwigluOai{});
+        }
+    }
+}
+
+// Columns of a thread. Narrow accesses take the larger threads, which may have more registers.
+template <typename T, bool WIDE>
+inline constexpr int kForwardWidth = WIDE ? 16 / sizeof(T) : 8;
+template <bool WIDE>
+inline constexpr int kBackwardWidth = WIDE ? 4 : 8;
 // Resident at once: one stores while another computes.
 template <typename T, bool WIDE>
 inline constexpr int kForwardBlocks = WIDE && sizeof(T) == 2 ? 2 : 1;
-inline constexpr int kBackwardWidth = 4;
+// Packed, all inputs of a tile fit into registers: the next tile can be copied while this one is worked on.
+template <typename T, bool WIDE>
+inline constexpr bool kEarly = WIDE && sizeof(T) == 2;
 
 template <typename T, typename Act, bool WIDE>
-__global__ void __launch_bounds__(Tile<kForwardWidth<T>>::kThreads, kForwardBlocks<T, WIDE>)
+__global__ void __launch_bounds__(Tile<kForwardWidth<T, WIDE>>::kThreads, kForwardBlocks<T, WIDE>)
     glu_fp8_fwd(const T* gate, const T* up, const void* weight, const void* counts, e4m3* q, float* scale, e4m3* q_t,
                 float* scale_t, i64 rows, i64 cols, i64 gate_stride, i64 up_stride, i64 weight_wide, i64 experts,
-                i64 counts_wide, i64 row_blocks, i64 by_group, i64 slots, i64 pow2) {
-    constexpr int N = kForwardWidth<T>;
+                i64 count_width, i64 row_blocks, i64 by_group, i64 slots, i64 pow2, i64 act) {
+    constexpr int N = kForwardWidth<T, WIDE>;
     __shared__ TileScratch<N> scratch;
     extern __shared__ __align__(16) u8 memory[];
     const u32 across = static_cast<u32>((cols + kTileSide - 1) / kTileSide);
@@ -29,13 +56,13 @@ __global__ void __launch_bounds__(Tile<kForwardWidth<T>>::kThreads, kForwardBloc
     const Quantized out = {q, scale, q_t, scale_t, cols, by_group != 0, pow2 != 0};
     const StagedTiles<T, N, 2, WIDE> in = {
         {gate, up == nullptr ? gate + cols : up}, {gate_stride, up_stride}, memory, static_cast<int>(slots)};
-    RowBlocks blocks(counts, counts_wide, experts, rows);
+    const RowBlocks blocks(memory + slots * in.kBytes, counts, count_width, experts, rows);
     float weights = 1.0f;  // one per lane
 
     auto fetch = [&](u32 index) {
         const u32 down = index / across, column = (index - down * across) * kTileSide;
         const RowBlock block = blocks.at(down);
-        const Tile<N> tile(block.rows, cols - column);
+        const Tile<N> tile(block.rows, cols - column, unknown(static_cast<int>(threadIdx.x)));
         weights = lane_weight<T>(tile, weight, weight_wide, block.first);
         in.fetch(tile, block.first, column);
     };
@@ -45,34 +72,212 @@ __global__ void __launch_bounds__(Tile<kForwardWidth<T>>::kThreads, kForwardBloc
     while (index < tiles) {
         const u32 down = index / across, column = (index - down * across) * kTileSide;
         const RowBlock block = blocks.at(down);
-        const Tile<N> tile(block.rows, cols - column);
+        const Tile<N> tile(block.rows, cols - column, unknown(static_cast<int>(threadIdx.x)));
+        const float w = weights;
         float y[kTileRows][N];
-        in.wait(tile, 0, block.first, column);
+        auto advance = [&] {
+            index += gridDim.x;
+            if (index < tiles) {
+                __syncwarp();
+                fetch(index);
+            }
+        };
+        if constexpr (kEarly<T, WIDE>) {
+            Raw<sizeof(T) * N> gate_raw[kTileRows], up_raw[kTileRows];
+            in.read_all(tile, 0, block.first, column, gate_raw);
+            in.read_all(tile, 1, block.first, column, up_raw);
+            advance();
 #pragma unroll
-        for (int r = 0; r < kTileRows; ++r) {
-            const float w = row_weight(tile, weights, r);
-            in.read(tile, 0, r, y[r]);
+            for (int r = 0; r < kTileRows; ++r) {
+                const float row_w = row_weight(tile, w, r);
+                float u[N];
+                unpack<T, N>(gate_raw[r], y[r]);
+                unpack<T, N>(up_raw[r], u);
 #pragma unroll
-            for (int i = 0; i < N; ++i) y[r][i] = Act::template at<sizeof(T) == 2>(y[r][i]).value * w;
-            if constexpr (sizeof(T) == 4) settle(y[r]);
-        }
-        in.wait(tile, 1, block.first, column);
+                for (int i = 0; i < N; ++i)
+                    y[r][i] = Act::template at<true>(y[r][i]).value * row_w * partner<Act>(u[i]).value;
+                if constexpr (is_same<Act, GeluErf>::value) settle(y[r]);
+            }
+        } else {
+            in.wait(tile, 0, block.first, column);
+            with_act<Act>(act, [&](auto kind) {
 #pragma unroll
-        for (int r = 0; r < kTileRows; ++r) {
-            float u[N];
-            in.read(tile, 1, r, u);
+                for (int r = 0; r < kTileRows; ++r) {
+                    const float row_w = row_weight(tile, w, r);
+                    in.read(tile, 0, r, y[r]);
 #pragma unroll
-            for (int i = 0; i < N; ++i) y[r][i] *= partner<Act>(u[i]).value;
-        }
-        index += gridDim.x;
-        if (index < tiles) {
-            __syncwarp();
-            fetch(index);
+                    for (int i = 0; i < N; ++i)
+                        y[r][i] = decltype(kind)::template at<sizeof(T) == 2>(y[r][i]).value * row_w;
+                    settle(y[r]);
+                }
+            });
+            in.wait(tile, 1, block.first, column);
+            with_act<Act>(act, [&](auto kind) {
+#pragma unroll
+                for (int r = 0; r < kTileRows; ++r) {
+                    float u[N];
+                    in.read(tile, 1, r, u);
+#pragma unroll
+                    for (int i = 0; i < N; ++i) y[r][i] *= partner<decltype(kind)>(u[i]).value;
+                }
+            });
+            advance();
         }
         if (block.rows > 0) {
             quantize_values<WIDE>(tile, block, down, column, y, out, scratch);
         } else {
-            clear_scales(down, column, cols, scale_t);
+            clear_scales(tile, down, column, cols, scale_t);
+        }
+    }
+}
+
+// Sums of the thread's numbers over the lanes of a row, scattered: each lane gets that of its row lane % 8.
+template <int N>
+RTK_DEVICE float scattered_sum(const Tile<N>& tile, float (&v)[kTileRows]) {
+#pragma unroll
+    for (int half = kTileRows / 2; half > 0; half /= 2) {
+        const bool upper = (tile.thread & half) != 0;
+#pragma unroll
+        for (int i = 0; i < half; ++i) {
+            const float kept = upper ? v[i + half] : v[i], given = upper ? v[i] : v[i + half];
+            v[i] = kept + __shfl_xor_sync(0xffffffffu, given, half);
+        }
+    }
+#pragma unroll
+    for (int offset = kTileRows; offset < Tile<N>::kLanes; offset *= 2)
+        v[0] += __shfl_xor_sync(0xffffffffu, v[0], offset);
+    return v[0];
+}
+
+// The thread's rows of a dense matrix of T; `place`: that of the tile's first element.
+template <typename T, bool WIDE, int N>
+RTK_DEVICE void store_values(const Tile<N>& tile, T* place, i64 stride, const float (&v)[kTileRows][N]) {
+    place += tile.row * stride + tile.column;
+#pragma unroll
+    for (int r = 0; r < kTileRows; ++r, place += stride) {
+        if constexpr (WIDE) {
+            if (r < tile.rows_here && tile.columns_here > 0) store<T, N>(place, v[r]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                const float one[1] = {v[r][i]};
+                if (r < tile.rows_here && i < tile.columns_here) store<T, 1>(place + i, one);
+            }
+        }
+    }
+}
+
+// The gradient of [gate | up], [rows, 2 * cols], from that of y: its codes, the gradient itself (dx, of T), or both; and
+// what each 128 columns add to the gradient of the weight (partial [ceil(cols/128), rows]). Any of them may be null. For
+// codes by rows cols must be a multiple of 128, or groups would reach from gate into up.
+template <typename T, typename Act, bool WIDE>
+__global__ void __launch_bounds__(Tile<kBackwardWidth<WIDE>>::kThreads)
+    glu_fp8_bwd(const T* dy, const T* gate, const T* up, const void* weight, const void* counts, e4m3* q, float* scale,
+                e4m3* q_t, float* scale_t, T* dx, float* partial, i64 rows, i64 cols, i64 dy_stride, i64 gate_stride,
+                i64 up_stride, i64 weight_wide, i64 experts, i64 count_width, i64 row_blocks, i64 by_group, i64 slots,
+                i64 pow2, i64 act) {
+    constexpr int N = kBackwardWidth<WIDE>;
+    __shared__ TileScratch<N> scratch;
+    extern __shared__ __align__(16) u8 memory[];
+    ptx::launch_dependents();
+    const u32 across = static_cast<u32>((cols + kTileSide - 1) / kTileSide);
+    const u32 tiles = static_cast<u32>(row_blocks) * across;
+    const Quantized out = {q, scale, q_t, scale_t, 2 * cols, by_group != 0, pow2 != 0};
+    const StagedTiles<T, N, 3, WIDE> in = {{gate, dy, up == nullptr ? gate + cols : up},
+                                           {gate_stride, dy_stride, up_stride},
+                                           memory,
+                                           static_cast<int>(slots)};
+    const RowBlocks blocks(memory + slots * in.kBytes, counts, count_width, experts, rows);
+    float weights = 1.0f;  // one per lane
+
+    auto fetch = [&](u32 index) {
+        const u32 down = index / across, column = (index - down * across) * kTileSide;
+        const RowBlock block = blocks.at(down);
+        const Tile<N> tile(block.rows, cols - column, unknown(static_cast<int>(threadIdx.x)));
+        weights = lane_weight<T>(tile, weight, weight_wide, block.first);
+        in.fetch(tile, block.first, column);
+    };
+    u32 index = blockIdx.x;
+    if (index < tiles) fetch(index);
+#pragma unroll 1
+    while (index < tiles) {
+        const u32 down = index / across, column = (index - down * across) * kTileSide;
+        const RowBlock block = blocks.at(down);
+        const Tile<N> tile(block.rows, cols - column, unknown(static_cast<int>(threadIdx.x)));
+        const float w = weights;
+        float dgate[kTileRows][N], dup[kTileRows][N], sums[kTileRows];
+        auto advance = [&] {
+            index += gridDim.x;
+            if (index < tiles) {
+                __syncwarp();
+                fetch(index);
+            }
+        };
+        // Row r from the incoming gradient (in dup), the gate (in dgate) and up.
+        auto gradients = [&](auto kind, int r, const float (&u)[N]) {
+            using Kind = decltype(kind);
+            const float row_w = row_weight(tile, w, r);
+            sums[r] = 0.0f;
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                const ValueSlope gated = Kind::template at<sizeof(T) == 2>(dgate[r][i]), other = partner<Kind>(u[i]);
+                const float g = dup[r][i], weighted = g * row_w;
+                sums[r] += g * gated.value * other.value;
+                dgate[r][i] = weighted * other.value * gated.slope;
+                dup[r][i] = weighted * gated.value * other.slope;
+            }
+        };
+        if constexpr (kEarly<T, WIDE>) {
+            Raw<sizeof(T) * N> gate_raw[kTileRows], dy_raw[kTileRows], up_raw[kTileRows];
+            in.read_all(tile, 0, block.first, column, gate_raw);
+            in.read_all(tile, 1, block.first, column, dy_raw);
+            in.read_all(tile, 2, block.first, column, up_raw);
+            advance();
+#pragma unroll
+            for (int r = 0; r < kTileRows; ++r) {
+                float u[N];
+                unpack<T, N>(gate_raw[r], dgate[r]);
+                unpack<T, N>(dy_raw[r], dup[r]);
+                unpack<T, N>(up_raw[r], u);
+                gradients(Act{}, r, u);
+                if constexpr (is_same<Act, SwigluOai>::value) settle(dgate[r]), settle(dup[r]);
+            }
+        } else {
+            in.wait(tile, 0, block.first, column);
+#pragma unroll
+            for (int r = 0; r < kTileRows; ++r) in.read(tile, 0, r, dgate[r]);
+            in.wait(tile, 1, block.first, column);
+#pragma unroll
+            for (int r = 0; r < kTileRows; ++r) in.read(tile, 1, r, dup[r]);
+            in.wait(tile, 2, block.first, column);
+            with_act<Act>(act, [&](auto kind) {
+#pragma unroll
+                for (int r = 0; r < kTileRows; ++r) {
+                    float u[N];
+                    in.read(tile, 2, r, u);
+                    gradients(kind, r, u);
+                    settle(dgate[r]), settle(dup[r]);
+                }
+            });
+        }
+        if (partial != nullptr) {
+            const float sum = scattered_sum(tile, sums);
+            const int row = tile.thread % kTileRows;
+            if (tile.thread % Tile<N>::kLanes < kTileRows && row < tile.rows_here)
+                partial[static_cast<i64>(column / kTileSide) * rows + block.first + tile.row + row] = sum;
+        }
+        if constexpr (!kEarly<T, WIDE>) advance();
+        if (block.rows > 0) {
+            if (dx != nullptr) {
+                T* place = dx + block.first * (2 * cols) + column;
+                store_values<T, WIDE>(tile, place, unknown(2 * cols), dgate);
+                store_values<T, WIDE>(tile, place + cols, unknown(2 * cols), dup);
+            }
+            quantize_values<WIDE>(tile, block, down, column, dgate, out, scratch);
+            quantize_values<WIDE>(tile, block, down, column + static_cast<u32>(cols), dup, out, scratch);
+        } else {
+            clear_scales(tile, down, column, 2 * cols, scale_t);
+            clear_scales(tile, down, column + static_cast<u32>(cols), 2 * cols, scale_t);
         }
     }
 }

@@ -4,6 +4,7 @@
 #include "common/vec.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/forget.cuh"
+#include "quant/experts.cuh"
 #include "quant/tile.cuh"
 #include "quant/zero.cuh"
 
@@ -16,82 +17,39 @@ struct RowBlock {
     int rows;          // 0: there is no such block
 };
 
-// Finds row blocks by index. Rows are sorted by expert, counts [experts] (int64 if `wide`, else int32) are device
-// memory; without counts there is one expert. Each warp looks at 32 experts at a time, one per lane, and moves on when
-// it is asked for a later block: indices must not decrease. Counts that exceed the rows (fewer than 2^31) are cut.
-class RowBlocks {
-   public:
-    RTK_DEVICE RowBlocks(const void* counts, i64 wide, i64 experts, i64 rows)
-        : counts_(counts), rows_(static_cast<u32>(rows)), experts_(static_cast<int>(experts)), wide_(wide != 0) {
-        if (counts_ != nullptr) look();
-    }
+// Finds row blocks by index. Without counts there is one expert.
+struct RowBlocks {
+    ExpertTable table;
+    u32 rows;
+    bool by_expert;
 
-    // The whole warp calls with the same index.
-    RTK_DEVICE RowBlock at(u32 wanted) {
-        constexpr u32 kAll = 0xffffffffu;
-        RowBlock block;
-        if (counts_ == nullptr) {
-            block.first = wanted * kTileSide;
-            block.start = 0;
-            block.count = rows_;
-            block.rows = static_cast<int>(min(rows_ - block.first, static_cast<u32>(kTileSide)));
-            return block;
-        }
-        while (wanted >= blocks_end_ && base_ + kWarp < experts_) {
-            base_ += kWarp;
-            look();
-        }
-        const u32 owner = __ballot_sync(kAll, wanted - block_ < (count_ + kTileSide - 1) / kTileSide);
-        const int lane = owner == 0 ? 0 : __ffs(static_cast<int>(owner)) - 1;
-        const u32 inside = (wanted - __shfl_sync(kAll, block_, lane)) * kTileSide;
-        block.start = __shfl_sync(kAll, start_, lane);
-        block.count = __shfl_sync(kAll, count_, lane);
-        block.first = block.start + inside;
-        block.rows = owner == 0 ? 0 : static_cast<int>(min(block.count - inside, static_cast<u32>(kTileSide)));
-        return block;
-    }
+    // `memory`: (2 * experts + 2) words of shared memory. Fewer than 2^31 rows. The whole block calls.
+    RTK_DEVICE RowBlocks(u8* memory, const void* counts, i64 width, i64 experts, i64 all)
+        : table(reinterpret_cast<u32*>(memory), counts, width, experts, all),
+          rows(static_cast<u32>(all)),
+          by_expert(counts != nullptr) {}
 
-   private:
-    RTK_DEVICE void look() {
-        constexpr u32 kAll = 0xffffffffu;
-        const int lane = static_cast<int>(threadIdx.x) % kWarp, expert = base_ + lane;
-        u32 end = 0;
-        if (expert < experts_) {
-            const i64 given = wide_ ? static_cast<const i64*>(counts_)[expert] : static_cast<const i32*>(counts_)[expert];
-            end = static_cast<u32>(max(static_cast<i64>(0), min(given, static_cast<i64>(rows_))));
+    // The whole warp calls.
+    RTK_DEVICE RowBlock at(u32 index) const {
+        ExpertRows expert = {0, rows, index * kTileSide};
+        if (by_expert) {
+            if (index >= table.blocks()) return {0, 0, 0, 0};
+            expert = table.find(index);
         }
-        // No sum exceeds the rows, whatever the counts are.
-#pragma unroll
-        for (int step = 1; step < kWarp; step *= 2) {
-            const u32 before = __shfl_up_sync(kAll, end, step);
-            if (lane >= step) end = min(end + before, rows_);
-        }
-        end = min(end + rows_end_, rows_);
-        const u32 before = __shfl_up_sync(kAll, end, 1);
-        start_ = lane == 0 ? rows_end_ : before;
-        count_ = end - start_;
-        const u32 blocks = (count_ + kTileSide - 1) / kTileSide;
-        u32 sum = blocks;
-#pragma unroll
-        for (int step = 1; step < kWarp; step *= 2) {
-            const u32 more = __shfl_up_sync(kAll, sum, step);
-            if (lane >= step) sum += more;
-        }
-        block_ = blocks_end_ + sum - blocks;
-        rows_end_ = __shfl_sync(kAll, end, kWarp - 1);
-        blocks_end_ += __shfl_sync(kAll, sum, kWarp - 1);
+        const u32 left = expert.rows - expert.above;
+        return {expert.first_row + expert.above, expert.first_row, expert.rows,
+                static_cast<int>(min(left, static_cast<u32>(kTileSide)))};
     }
-
-    const void* counts_;
-    u32 rows_;
-    int experts_, base_ = 0;
-    bool wide_;
-    u32 start_ = 0, count_ = 0, block_ = 0;     // of this lane's expert
-    u32 rows_end_ = 0, blocks_end_ = 0;         // after the 32 experts
 };
 
-// The same number, but the compiler does not know it: in a loop over tiles, it would work out every multiple of a stride
-// ahead and keep them all in registers.
+// The same number, but the compiler does not know it: in a loop over tiles, it would work out everything that follows
+// from a stride or the thread's place ahead, and keep it in registers.
+RTK_DEVICE int unknown(int v) {
+    Raw<4> raw = {static_cast<u32>(v)};
+    ptx::forget(raw);
+    return static_cast<int>(raw.w[0]);
+}
+
 RTK_DEVICE i64 unknown(i64 v) {
     Raw<8> raw = {static_cast<u32>(v), static_cast<u32>(static_cast<u64>(v) >> 32)};
     ptx::forget(raw);
@@ -147,42 +105,52 @@ struct StagedTiles {
     }
 
     // The thread's elements of its row r; 0 for those that do not exist.
+    RTK_DEVICE Raw<sizeof(T) * N> read(const Tile<N>& tile, int k, int r) const {
+        static_assert(WIDE, "elements of narrow accesses are read one by one");
+        struct alignas(sizeof(T) * N) Piece {
+            Raw<sizeof(T) * N> raw;
+        } piece;
+        clear(piece.raw);
+        if (r < tile.rows_here && tile.columns_here > 0) piece = *static_cast<const Piece*>(place(tile, k, r));
+        return piece.raw;
+    }
     RTK_DEVICE void read(const Tile<N>& tile, int k, int r, float (&v)[N]) const {
-        const u8* from = memory + slot(k) + (tile.row + r) * kRowBytes + tile.column * static_cast<int>(sizeof(T));
         if constexpr (WIDE) {
-            struct alignas(sizeof(T) * N) Piece {
-                Raw<sizeof(T) * N> raw;
-            } piece;
-            clear(piece.raw);
-            if (r < tile.rows_here && tile.columns_here > 0) piece = *reinterpret_cast<const Piece*>(from);
-            unpack<T, N>(piece.raw, v);
+            unpack<T, N>(read(tile, k, r), v);
         } else {
+            const void* from = place(tile, k, r);
 #pragma unroll
             for (int i = 0; i < N; ++i) {
-                v[i] = 0.0f;
-                if (r < tile.rows_here && i < tile.columns_here) v[i] = widened(reinterpret_cast<const T*>(from)[i]);
+                Raw<sizeof(T)> raw = {0};
+                float one[1];
+                if (r < tile.rows_here && i < tile.columns_here) {
+                    if constexpr (sizeof(T) == 4) {
+                        raw.w[0] = static_cast<const u32*>(from)[i];
+                    } else {
+                        raw.w[0] = static_cast<const u16*>(from)[i];
+                    }
+                }
+                unpack<T, 1>(raw, one);
+                v[i] = one[0];
             }
         }
     }
 
-   private:
-    RTK_DEVICE static float widened(T element) {
-        Raw<sizeof(T)> raw;
-        if constexpr (sizeof(T) == 4) {
-            raw.w[0] = __float_as_uint(element);
-        } else {
-            raw.w[0] = element.bits;
-        }
-        float v[1];
-        unpack<T, 1>(raw, v);
-        return v[0];
+    // All of the thread's elements of an input, waiting for it.
+    RTK_DEVICE void read_all(const Tile<N>& tile, int k, i64 row, i64 column, Raw<sizeof(T) * N> (&raw)[kTileRows]) const {
+        wait(tile, k, row, column);
+#pragma unroll
+        for (int r = 0; r < kTileRows; ++r) raw[r] = read(tile, k, r);
     }
 
+   private:
+    RTK_DEVICE const void* place(const Tile<N>& tile, int k, int r) const {
+        return memory + slot(k) + (tile.row + r) * kRowBytes + tile.column * static_cast<int>(sizeof(T));
+    }
     RTK_DEVICE int slot(int k) const { return k < slots ? k * kBytes : 0; }
 
     RTK_DEVICE void copy(const Tile<N>& tile, int k, i64 row, i64 column) const {
-        const int lane = static_cast<int>(threadIdx.x) % kWarp;
-        const int above = static_cast<int>(threadIdx.x) / kWarp * kWarpRows;
+        const int lane = tile.thread % kWarp, above = tile.thread / kWarp * kWarpRows;
         const i64 step = unknown(stride[k]);
         const T* from = x[k] + (row + above) * step + column;
         u8* to = memory + slot(k) + above * kRowBytes;
@@ -211,8 +179,7 @@ struct StagedTiles {
 template <typename T, int N>
 RTK_DEVICE float lane_weight(const Tile<N>& tile, const void* weight, i64 wide, i64 first_row) {
     constexpr int kRows = kTileSide / Tile<N>::kWarps;
-    const int thread = static_cast<int>(threadIdx.x);
-    const int row = thread / kWarp * kRows + thread % kWarp;
+    const int thread = tile.thread, row = thread / kWarp * kRows + thread % kWarp;
     float w[1] = {1.0f};
     if (weight != nullptr) {
         w[0] = 0.0f;
@@ -283,10 +250,9 @@ RTK_DEVICE void quantize_values(const Tile<N>& tile, const RowBlock& block, u32 
 }
 
 // Row blocks are counted for the worst case; the scales of those that do not exist are 0.
-RTK_DEVICE void clear_scales(u32 index, u32 column, i64 cols, float* scale_t) {
-    if (scale_t == nullptr) return;
-    const i64 c = static_cast<i64>(column) + threadIdx.x;
-    if (threadIdx.x < kTileSide && c < cols) scale_t[index * cols + c] = 0.0f;
+template <int N>
+RTK_DEVICE void clear_scales(const Tile<N>& tile, u32 index, u32 column, i64 cols, float* scale_t) {
+    if (scale_t != nullptr && tile.thread < tile.columns) scale_t[index * cols + column + tile.thread] = 0.0f;
 }
 
 }  // namespace rtk

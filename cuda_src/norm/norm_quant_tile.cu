@@ -2,9 +2,8 @@
 // rows of a column with transposed codes, or both.  v = x * rstd * (offset + weight), quantised from fp32 (recipe:
 // common/fp8_scale.cuh). x [rows, cols] has any row stride; y, q [rows, cols] and q_t [cols, rows] are dense.
 #include "norm/gain.cuh"
-#include "ptx/forget.cuh"
+#include "norm/norm_quant_tile.cuh"
 #include "ptx/pdl.cuh"
-#include "quant/tile.cuh"
 
 namespace rtk {
 
@@ -44,16 +43,17 @@ RTK_DEVICE void load_tile_gain(const Tile<N>& tile, const void* weight, bool wid
 // The scale of row m, group j goes to scale[m * scale_row + j * scale_group]; scale_t is [ceil(rows/128), cols].
 // `early`: x was there before the previous kernel of the stream, which wrote rstd.
 template <typename T, bool WIDE, bool ROWS, bool COLUMNS>
-__global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, sizeof(T) == 4 ? 1 : WIDE ? 3 : 2)
+__global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, sizeof(T) == 4 ? 1 : 2)
     rms_norm_fp8_tile(const T* x, const void* weight, const float* rstd, e4m3* q, float* scale, e4m3* q_t,
                       float* scale_t, T* y, i64 rows, i64 cols, i64 x_stride, i64 scale_row, i64 scale_group,
                       i64 column_tiles, i64 weight_wide, i64 early, i64 pow2, double offset) {
-    constexpr int N = 16 / sizeof(T), kLanes = Tile<N>::kLanes;
+    constexpr int N = 16 / sizeof(T);
     __shared__ TileScratch<N> scratch;
     const u32 across_tiles = static_cast<u32>(column_tiles);
     const u32 below = blockIdx.x / across_tiles, across = blockIdx.x - below * across_tiles;
-    const i64 down = ceil_div(rows, static_cast<i64>(kTileSide)) - 1 - below;
-    const i64 row = down * kTileSide, column = static_cast<i64>(across) * kTileSide;
+    const u32 down = static_cast<u32>(ceil_div(rows, static_cast<i64>(kTileSide))) - 1 - below;
+    const NormTileOutput<T> out = {q, scale, q_t, scale_t, y, rows, cols, scale_row, scale_group, down, across};
+    const i64 row = out.row(), column = out.column();
     const Tile<N> tile(rows - row, cols - column);
 
     Raw<16> raw[kTileRows];
@@ -65,64 +65,7 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, sizeof(T) == 4
     // Not through ld.global.nc: another kernel may have written it a moment ago.
     const int own_row = static_cast<int>(threadIdx.x) % kTileRows;
     const float own = own_row < tile.rows_here ? rstd[row + tile.row + own_row] : 0.0f;
-    auto factor = [&](int r) { return __shfl_sync(0xffffffffu, own, r, kLanes); };
-    auto normalised = [&](int r, float(&v)[N]) {
-        const float by = factor(r);
-        unpack<T, N>(raw[r], v);
-        ptx::forget(raw[r]);
-#pragma unroll
-        for (int i = 0; i < N; ++i) v[i] = v[i] * by * gain[i];
-    };
-
-    float columns[N], rows_most[kTileRows];
-#pragma unroll
-    for (int i = 0; i < N; ++i) columns[i] = 0.0f;
-#pragma unroll
-    for (int r = 0; r < kTileRows; ++r) {
-        float v[N];
-        normalised(r, v);
-        if constexpr (COLUMNS) {
-#pragma unroll
-            for (int i = 0; i < N; ++i) columns[i] = max_finite(columns[i], v[i]);
-        }
-        if constexpr (ROWS) {
-            rows_most[r] = finite_amax(v);
-            if (y != nullptr && r < tile.rows_here && tile.columns_here > 0) {
-                T* place = y + (row + tile.row + r) * cols + column + tile.column;
-                if constexpr (WIDE) {
-                    store<T, N>(place, v);
-                } else {
-#pragma unroll
-                    for (int i = 0; i < N; ++i) {
-                        const float one[1] = {v[i]};
-                        if (i < tile.columns_here) store<T, 1>(place + i, one);
-                    }
-                }
-            }
-        }
-    }
-    if constexpr (COLUMNS) share_columns(tile, columns, scratch);
-    if constexpr (ROWS) {
-        float* place = scale + row * scale_row + static_cast<i64>(across) * scale_group;
-        const float inverse = row_scales<e4m3>(tile, rows_most, place, scale_row, pow2 != 0);
-        e4m3* codes = q + (row + tile.row) * cols + column + tile.column;
-#pragma unroll
-        for (int r = 0; r < kTileRows; ++r, codes += cols) {
-            float v[N];
-            normalised(r, v);
-            store_row<WIDE>(tile, r, codes, quantized<e4m3>(v, __shfl_sync(0xffffffffu, inverse, r, kLanes)));
-        }
-    }
-    if constexpr (COLUMNS) {
-        column_scales<e4m3>(tile, columns, scratch, scale_t + down * cols + column, pow2 != 0);
-        float by[kTileRows];
-#pragma unroll
-        for (int r = 0; r < kTileRows; ++r) by[r] = factor(r);
-        stage_columns<e4m3>(tile, scratch, columns,
-                            [&](int r, int i) { return element<T>(raw[r], i) * by[r] * gain[i]; });
-        __syncthreads();
-        store_columns(tile, scratch, q_t + column * rows + row, rows);
-    }
+    quantize_normalised<T, WIDE, ROWS, COLUMNS>(tile, raw, gain, own, out, scratch, pow2 != 0);
 }
 
 }  // namespace rtk

@@ -13,37 +13,52 @@
 
 namespace rtk {
 
+// One tile, worked out by one thread and kept in shared memory, where it costs no registers.
+template <typename T, typename F8>
+struct ExpertTile {
+    const T* x;
+    TileOutput<F8> out;
+    TileExtent extent;
+};
+
 template <typename T, typename F8, bool WIDE>
 __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, Tile<16 / sizeof(T)>::kBlocksPerSm / (WIDE ? 1 : 2))
     quantize_fp8_experts(const T* x, const void* counts, F8* q, float* scale, F8* q_t, float* scale_t, i64 rows, i64 cols,
                          i64 x_stride, i64 experts, i64 count_width, i64 row_blocks, i64 column_tiles, i64 pow2) {
     extern __shared__ __align__(16) u8 memory[];
     __shared__ TileScratch<16 / sizeof(T)> scratch;
-    const ExpertTable table(reinterpret_cast<u32*>(memory), counts, count_width, experts, rows);
-    const u32 across = static_cast<u32>(column_tiles), tiles = table.blocks() * across;
-    for (u32 index = blockIdx.x; index < tiles; index += gridDim.x) {
-        // As if the thread's number were new in each turn: what follows from it then takes no registers between them.
-        Raw<4> thread = {threadIdx.x};
-        ptx::forget(thread);
-        const u32 block = index / across, group = index - block * across;
+    __shared__ ExpertTile<T, F8> jobs[2];
+    const ExpertTable table(memory, counts, count_width, experts, rows);
+    auto tiles = [&] { return table.blocks() * static_cast<u32>(column_tiles); };
+
+    auto prepare = [&](u32 index, ExpertTile<T, F8>& job) {
+        if (threadIdx.x != 0 || index >= tiles()) return;
+        const u32 across = static_cast<u32>(column_tiles), block = index / across, group = index - block * across;
         const ExpertRows expert = table.find(block);
         const i64 first = expert.first_row, height = expert.rows, above = expert.above;
         const i64 row = first + above, column = static_cast<i64>(group) * kTileSide;
-        const Tile<16 / sizeof(T)> tile(height - above, cols - column, static_cast<int>(thread.w[0]));
-        TileOutput<F8> out = {};
+        job.x = x + row * x_stride + column;
+        job.extent = {height - above, cols - column};
+        job.out = {};
         if (q != nullptr) {
-            out.q = q + row * cols + column;
-            out.stride = cols;
-            out.scale = scale + first * column_tiles + group * height + above;
-            out.scale_step = 1;
+            job.out.q = q + row * cols + column;
+            job.out.stride = cols;
+            job.out.scale = scale + first * column_tiles + group * height + above;
+            job.out.scale_step = 1;
         }
         if (q_t != nullptr) {
-            out.transposed = q_t + first * cols + column * height + above;
-            out.pitch = height;
-            out.column_scale = scale_t + block * cols + column;
+            job.out.transposed = q_t + first * cols + column * height + above;
+            job.out.pitch = height;
+            job.out.column_scale = scale_t + block * cols + column;
         }
-        quantize_tile<T, F8, WIDE, true, true, true>(tile, x + row * x_stride + column, x_stride, out, scratch,
-                                                     pow2 != 0);
+    };
+    int phase = 0;
+    prepare(blockIdx.x, jobs[0]);
+    for (u32 index = blockIdx.x; index < tiles(); index += gridDim.x, phase ^= 1) {
+        __syncthreads();
+        prepare(index + gridDim.x, jobs[phase ^ 1]);
+        const ExpertTile<T, F8>& job = jobs[phase];
+        quantize_tile<T, F8, WIDE, true, true, true>(job.extent, job.x, x_stride, job.out, scratch, pow2 != 0);
     }
     if (q_t != nullptr) {
         const i64 step = static_cast<i64>(gridDim.x) * blockDim.x;

@@ -27,12 +27,12 @@ __global__ void RTK_TILE_BOUNDS(T, WIDE)
                          i64 pow2) {
     __shared__ TileScratch<16 / sizeof(T)> scratch;
     const TilePlace at(column_tiles);
-    const Tile<16 / sizeof(T)> tile(rows - at.row, cols - at.column);
     TileOutput<F8> out;
     out.transposed = q_t + at.column * rows + at.row;
     out.pitch = rows;
     out.column_scale = scale + at.down * cols + at.column;
-    quantize_tile<T, F8, WIDE, false, true>(tile, x + at.row * x_stride + at.column, x_stride, out, scratch, pow2 != 0);
+    quantize_tile<T, F8, WIDE, false, true>({rows - at.row, cols - at.column}, x + at.row * x_stride + at.column, x_stride,
+                                            out, scratch, pow2 != 0);
 }
 
 // That and one scale per 128 columns of a row; the scale of row m, group j at scale[m * scale_row + j * scale_group].
@@ -42,7 +42,6 @@ __global__ void RTK_TILE_BOUNDS(T, WIDE)
                             i64 scale_row, i64 scale_group, i64 column_tiles, i64 pow2) {
     __shared__ TileScratch<16 / sizeof(T)> scratch;
     const TilePlace at(column_tiles);
-    const Tile<16 / sizeof(T)> tile(rows - at.row, cols - at.column);
     const TileOutput<F8> out = {q + at.row * cols + at.column,
                                 cols,
                                 scale + at.row * scale_row + at.across * scale_group,
@@ -50,7 +49,8 @@ __global__ void RTK_TILE_BOUNDS(T, WIDE)
                                 q_t + at.column * rows + at.row,
                                 rows,
                                 scale_t + at.down * cols + at.column};
-    quantize_tile<T, F8, WIDE, true, true>(tile, x + at.row * x_stride + at.column, x_stride, out, scratch, pow2 != 0);
+    quantize_tile<T, F8, WIDE, true, true>({rows - at.row, cols - at.column}, x + at.row * x_stride + at.column, x_stride,
+                                           out, scratch, pow2 != 0);
 }
 
 // One scale per 128 x 128 for both: scale [ceil(rows/128), column_tiles].

@@ -19,14 +19,26 @@ struct TileOutput {
     float* column_scale;  // one per column
 };
 
-// 1 x 128 along rows (ROWS), 128 x 1 along columns (COLUMNS), or both; CHOOSE: only those whose output is not null, which
-// is the same for the whole block. Three barriers with columns; the next tile may use the same scratch.
+// How much of the tile exists: rows and columns from its first element on, as many as there are.
+struct TileExtent {
+    i64 rows, columns;
+};
+
+// 1 x 128 along rows (ROWS), 128 x 1 along columns (COLUMNS), or both. Three barriers with COLUMNS; the next tile may
+// use the same scratch. CHOOSE: only those whose output is not null, which is the same for the whole block; extent and
+// outputs are then in shared memory, and read again where they are used.
 template <typename T, typename F8, bool WIDE, bool ROWS, bool COLUMNS, bool CHOOSE = false>
-RTK_DEVICE void quantize_tile(const Tile<16 / sizeof(T)>& tile, const T* x, i64 x_stride, const TileOutput<F8>& out,
+RTK_DEVICE void quantize_tile(const TileExtent& extent, const T* x, i64 x_stride, const TileOutput<F8>& out,
                               TileScratch<16 / sizeof(T)>& scratch, bool pow2) {
     constexpr int N = 16 / sizeof(T);
+    auto here = [&] {
+        // As if the thread's number were new each time: what follows from it then takes no registers between.
+        Raw<4> thread = {threadIdx.x};
+        if constexpr (CHOOSE) ptx::forget(thread);
+        return Tile<N>(extent.rows, extent.columns, static_cast<int>(thread.w[0]));
+    };
     Raw<16> raw[kTileRows];
-    load_tile<T, WIDE>(tile, x, x_stride, raw);
+    load_tile<T, WIDE>(here(), x, x_stride, raw);
     using Max = WordMax<T>;
     u32 column_words[4] = {0, 0, 0, 0};
     float rows[kTileRows];
@@ -50,10 +62,11 @@ RTK_DEVICE void quantize_tile(const Tile<16 / sizeof(T)>& tile, const T* x, i64 
 #pragma unroll
             for (int i = 0; i < Max::kPerWord; ++i) columns[w * Max::kPerWord + i] = v[i];
         }
-        if (!CHOOSE || out.transposed != nullptr) share_columns(tile, columns, scratch);
+        if (!CHOOSE || out.transposed != nullptr) share_columns(here(), columns, scratch);
     }
     auto value = [&](int r, int i) { return element<T>(raw[r], i); };
     if (ROWS && (!CHOOSE || out.q != nullptr)) {
+        const Tile<N> tile = here();
         const float inverse = row_scales<F8>(tile, rows, out.scale, out.scale_step, pow2);
         store_rows<WIDE>(tile, out.q, out.stride, inverse, value);
     }
@@ -62,6 +75,7 @@ RTK_DEVICE void quantize_tile(const Tile<16 / sizeof(T)>& tile, const T* x, i64 
 #pragma unroll
             for (int r = 0; r < kTileRows; ++r) ptx::forget(raw[r]);
         }
+        const Tile<N> tile = here();
         column_scales<F8>(tile, columns, scratch, out.column_scale, pow2);
         stage_columns<F8>(tile, scratch, columns, value);
         __syncthreads();

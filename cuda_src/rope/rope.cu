@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(128, 4) rope(RTK_ROPE_PARAMETERS, RTK_ANGLE_PA
 // Any sizes and alignments: a warp per (token, head), a lane per pair or element at a time. `spare` counts elements,
 // `slots` is the number of heads, lane_bits is 5.
 template <typename T>
-__global__ void __launch_bounds__(128) rope_any(RTK_ROPE_PARAMETERS, RTK_ANGLE_PARAMETERS) {
+__global__ void __launch_bounds__(128, 4) rope_any(RTK_ROPE_PARAMETERS, RTK_ANGLE_PARAMETERS) {
     const int lane = static_cast<int>(threadIdx.x % kWarp);
     const u32 unit = blockIdx.x * (blockDim.x >> lane_bits) + (threadIdx.x >> lane_bits);
     const u32 token = unit / static_cast<u32>(slots);

@@ -84,6 +84,15 @@ BLOCK_BOTH = Kernel(
     variants=_TILES,
     max_registers=72,
 )
+EXPERTS = Kernel(
+    "quant/quantize_fp8_experts.cu",
+    "quantize_fp8_experts",
+    template="T F8 WIDE",
+    args="x:ptr counts:ptr q:ptr scale:ptr q_t:ptr scale_t:ptr rows:i64 cols:i64 x_stride:i64 experts:i64 "
+    "count_width:i64 row_blocks:i64 column_tiles:i64 pow2:i64",
+    variants=_TILES,
+    max_registers=128,
+)
 BACK = Kernel(
     "quant/dequantize_fp8.cu",
     "dequantize_fp8",

@@ -149,7 +149,7 @@ def check_dequantize(
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-class _Matrix:
+class Matrix:
     """A tensor as rows of columns, and the widest access its addresses allow."""
 
     def __init__(self, meta: Metadata, align: int, width: int, *, flat: bool) -> None:
@@ -196,7 +196,7 @@ class _DynamicPlan:
 
     __slots__ = ("_allocate", "_amax", "_args", "_blocks", "_dtype", "_pow2", "_quantize")
 
-    def __init__(self, m: _Matrix, t: str, f: str, pow2: bool, dtype: torch.dtype) -> None:
+    def __init__(self, m: Matrix, t: str, f: str, pow2: bool, dtype: torch.dtype) -> None:
         threads = m.run_threads
         self._blocks = min(m.run_blocks(threads), _AMAX_BLOCKS_PER_SM * device_info(m.device).sm_count)
         block = block_of(threads)
@@ -206,7 +206,7 @@ class _DynamicPlan:
         self._allocate = allocator(m.device)
 
     def run(self, x: Tensor, address: int) -> tuple[Tensor, Tensor]:
-        q = self._allocate(x.shape, dense_strides(x.shape), self._dtype)
+        q = self._allocate(tuple(x.shape), dense_strides(x.shape), self._dtype)
         scale = self._allocate((), (), torch.float32)
         partial = self._allocate((self._blocks,), (1,), torch.float32)
         self._amax(address, partial.data_ptr(), *self._args)
@@ -244,7 +244,7 @@ def _plan_quantize(x: Metadata, granularity: str, dtype: torch.dtype, pow2: bool
         return _EmptyPlan(outputs, pow2)
     if row_stride(shape, x[2]) is None:
         return None
-    m = _Matrix(x, align, WIDTH[t], flat=granularity == "tensor")
+    m = Matrix(x, align, WIDTH[t], flat=granularity == "tensor")
     if granularity == "tensor":
         return _DynamicPlan(m, t, f, pow2, dtype)
     return _Plan(*_BY_GRANULARITY[granularity](m, t, f, pow2, layout), m.device, outputs)
@@ -261,7 +261,7 @@ def _plan_both(x: Metadata, granularity: str, dtype: torch.dtype, pow2: bool, la
         return _EmptyPlan(outputs, pow2)
     if row_stride(shape, x[2]) is None:
         return None
-    m = _Matrix(x, align, WIDTH[t], flat=False)
+    m = Matrix(x, align, WIDTH[t], flat=False)
     tiles, strides, kernel = groups_of(m.cols), (), BLOCK_BOTH
     if granularity == "group":
         strides, kernel = ((1, m.rows) if layout == "column" else (tiles, 1)), GROUP_BOTH
@@ -269,7 +269,7 @@ def _plan_both(x: Metadata, granularity: str, dtype: torch.dtype, pow2: bool, la
     return _Plan(launch, (m.rows, m.cols, m.stride, *strides, tiles, pow2), m.device, outputs)
 
 
-def _row(m: _Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch, tuple[int, ...]]:
+def _row(m: Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch, tuple[int, ...]]:
     vectors = m.cols // m.vec
     if m.vec > 1 and vectors <= _ROW_THREADS * _ROW_CHUNKS:
         kernel, threads = ROW, group_threads(-(-vectors // _ROW_CHUNKS), _ROW_THREADS)
@@ -280,7 +280,7 @@ def _row(m: _Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch, t
     return kernel.bind((t, f, m.vec), m.device, grid, block), (m.rows, m.cols, m.stride, threads, pow2)
 
 
-def _group(m: _Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch, tuple[int, ...]]:
+def _group(m: Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch, tuple[int, ...]]:
     rows, cols, stride = m.rows, m.cols, m.stride
     groups = groups_of(cols)
     strides = (1, rows) if layout == "column" else (groups, 1)
@@ -296,7 +296,7 @@ def _group(m: _Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch,
     return launch, (rows, cols, stride, *strides, tiles, pow2)
 
 
-def _block(m: _Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch, tuple[int, ...]]:
+def _block(m: Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch, tuple[int, ...]]:
     tiles = groups_of(m.cols)
     threads = 1024 if m.vec == 1 else GROUP * GROUP // (8 * m.vec)
     launch = BLOCK.bind((t, f, m.vec), m.device, tiles * groups_of(m.rows), threads)
@@ -312,7 +312,7 @@ def _transposed_tiles(cols: int, t: str) -> int:
     return -(-cols // (_TRANSPOSED_THREADS // 32 * 4 * WIDTH[t]))
 
 
-def _group_t(m: _Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch, tuple[int, ...]]:
+def _group_t(m: Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch, tuple[int, ...]]:
     tiles = groups_of(m.cols)
     launch = GROUPED_T.bind((t, f, m.vec > 1), m.device, tiles * groups_of(m.rows), tile_threads(t))
     return launch, (m.rows, m.cols, m.stride, tiles, pow2)
@@ -335,7 +335,7 @@ def _plan_static(x: Metadata, scale: Metadata, dtype: torch.dtype, align: int):
         return _EMPTY
     if row_stride(x[1], x[2]) is None:
         return None
-    m = _Matrix(x, align, WIDTH[t], flat=True)
+    m = Matrix(x, align, WIDTH[t], flat=True)
     threads = m.run_threads
     launch = TENSOR.bind((t, f, m.vec), m.device, m.run_blocks(threads), block_of(threads))
     return launch, (m.rows, m.cols, m.stride, threads, 0, 0)
@@ -353,13 +353,13 @@ def _plan_dequantize(
         return None
     groups = groups_of(shape[-1])
     if granularity == "group_t":
-        m = _Matrix(q, align, 16, flat=False)
+        m = Matrix(q, align, 16, flat=False)
         rows, cols = m.cols, m.rows
         tiles = _transposed_tiles(cols, t)
         launch = BACK_T.bind((t, f), m.device, tiles * groups_of(rows), _TRANSPOSED_THREADS)
         return launch, (rows, cols, m.stride, tiles, m.vec > 1, cols % WIDTH[t] == 0), out_shape
     flat = granularity == "tensor" or (granularity == "group" and layout == "row" and shape[-1] % GROUP == 0)
-    m = _Matrix(q, align, WIDTH[t], flat=flat)
+    m = Matrix(q, align, WIDTH[t], flat=flat)
     shift, scale_row, scale_column = {
         "tensor": (0, 0, 0),
         "row": (0, 1, 0),

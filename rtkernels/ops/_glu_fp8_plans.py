@@ -16,6 +16,7 @@ from rtkernels.ops.glu import ACT_TYPES, check_inputs, is_dense, is_wide
 GROUP = 128
 LAYOUTS = ("row", "transposed", "both")
 SCALE_LAYOUTS = ("row", "column")
+KEEPS = ("fp8", "dense", "both")
 E4M3 = torch.float8_e4m3fn
 
 Metadata = tuple[Any, ...]  # (dtype, shape, stride, device index)
@@ -23,8 +24,9 @@ Output = tuple[Sequence[int], torch.dtype]  # shape and dtype of a dense result
 
 _UNIT = "act/glu_quant.cu"
 _TYPES = ("bf16", "fp16", "fp32")
-_VARIANTS = [(t, act, wide) for t in _TYPES for act in ACT_TYPES.values() for wide in (False, True)]
-_COUNTS = "experts:i64 counts_wide:i64 row_blocks:i64 by_group:i64 slots:i64 pow2:i64"
+_ANY_ACT = "AnyAct"
+_VARIANTS = [(t, act, act != _ANY_ACT) for t in _TYPES for act in (*ACT_TYPES.values(), _ANY_ACT)]
+_COUNTS = "experts:i64 count_width:i64 row_blocks:i64 by_group:i64 slots:i64 pow2:i64 act:i64"
 _THREADS = {8: 256, 4: 512}  # of a block whose threads have 8 or 4 columns
 _STATIC_SHARED = {8: 21568, 4: 25088}
 _RESERVED_SHARED = 1024  # per block, by the hardware
@@ -37,6 +39,15 @@ FWD = Kernel(
     f"up_stride:i64 weight_wide:i64 {_COUNTS}",
     variants=_VARIANTS,
     max_registers=255,
+)
+BWD = Kernel(
+    _UNIT,
+    "glu_fp8_bwd",
+    template="T Act WIDE",
+    args="dy:ptr gate:ptr up:ptr weight:ptr counts:ptr q:ptr scale:ptr q_t:ptr scale_t:ptr dx:ptr partial:ptr rows:i64 "
+    f"cols:i64 dy_stride:i64 gate_stride:i64 up_stride:i64 weight_wide:i64 {_COUNTS}",
+    variants=_VARIANTS,
+    max_registers=128,
 )
 
 
@@ -70,6 +81,14 @@ def output_shapes(
     return q, scale, q_t, scale_t
 
 
+def quantized_outputs(shape: Sequence[int], experts: int | None, layout: str, scales: str) -> list[Output | None]:
+    """Return shape and dtype of q, scale, q_t and scale_t, None for what `layout` leaves out."""
+    shapes = output_shapes(shape, experts, layout, scales)
+    asked = (layout != "transposed",) * 2 + (layout != "row",) * 2
+    kinds = (E4M3, torch.float32) * 2
+    return [(s, kind) if wanted else None for s, kind, wanted in zip(shapes, kinds, asked, strict=True)]
+
+
 def experts_of(counts: Metadata | None) -> int | None:
     """Return the number of experts, None without counts."""
     return None if counts is None else counts[1][0]
@@ -98,13 +117,48 @@ def check_counts(counts: Metadata | None, rows: int, device: int) -> None:
 
 
 def check_forward(
-    x: Metadata, up: Metadata | None, weight: Metadata | None, counts: Metadata | None, act: str, layout: str, scales: str
+    x: Metadata,
+    up: Metadata | None,
+    weight: Metadata | None,
+    counts: Metadata | None,
+    act: str,
+    layout: str,
+    scales: str,
 ) -> tuple[int, ...]:
     """Raise an ArgumentError for arguments that do not fit together; return the shape of the result."""
     check_options(layout, scales)
     shape = check_inputs(x, up, weight, act)
     check_counts(counts, row_count(shape), x[3])
     return shape
+
+
+def check_backward(
+    dy: Metadata,
+    x: Metadata,
+    up: Metadata | None,
+    weight: Metadata | None,
+    counts: Metadata | None,
+    act: str,
+    layout: str,
+    scales: str,
+    keep: str,
+    weight_grad: bool,
+) -> tuple[int, ...]:
+    """Raise an ArgumentError for arguments that do not fit together; return the shape of the gradient."""
+    shape = check_forward(x, up, weight, counts, act, layout, scales)
+    if keep not in KEEPS:
+        raise ArgumentError(f"keep is {keep!r}; expected one of {', '.join(map(repr, KEEPS))}")
+    check_same("dy", dy[0], x[0], "dtype")
+    check_same("dy", tuple(dy[1]), shape, "shape", of="the result")
+    check_same("dy", dy[3], x[3], "device index")
+    if keep != "dense" and layout != "transposed" and shape[-1] % GROUP:
+        raise ArgumentError(
+            f"gate has {shape[-1]} columns; expected a multiple of 128 for layout {layout!r}: groups of 128 columns of "
+            f"the gradient would reach from gate into up"
+        )
+    if weight_grad and weight is None:
+        raise ArgumentError("weight_grad is True but there is no weight")
+    return (*shape[:-1], 2 * shape[-1])
 
 
 # ---- plans ----------------------------------------------------------------------------------------------------------
@@ -128,14 +182,16 @@ class Plan:
         return outputs
 
 
-def geometry(t: str, width: int, inputs: int, wide: bool, blocks: int, tiles: int, device: int) -> tuple[int, int, int]:
+def geometry(
+    t: str, width: int, inputs: int, experts: int | None, blocks: int, tiles: int, device: int
+) -> tuple[int, int, int]:
     """Return the grid, the slots and the bytes of dynamic shared memory of a kernel built on StagedTiles.
 
     Args:
         t: Token of the inputs' dtype.
         width: Columns of a thread.
         inputs: How many tiles a block reads at a time.
-        wide: Reads 16 bytes at a time.
+        experts: How many there are, None for none.
         blocks: Resident blocks per multiprocessor that registers allow.
         tiles: All tiles.
         device: Index.
@@ -143,10 +199,14 @@ def geometry(t: str, width: int, inputs: int, wide: bool, blocks: int, tiles: in
     slot = GROUP * GROUP * (4 if t == "fp32" else 2)
     info = device_info(device)
     limit = info.shared_per_block
-    slots = min(inputs, (limit - _STATIC_SHARED[width]) // slot)
-    each = slots * slot + _STATIC_SHARED[width] + _RESERVED_SHARED
-    resident = blocks if wide and blocks * each <= limit + _RESERVED_SHARED else 1
-    return min(tiles, resident * info.sm_count), slots, slots * slot
+    table = 8 * ((experts or 0) + 1)
+    slots = min(inputs, (limit - _STATIC_SHARED[width] - table) // slot)
+    if slots < 1:
+        raise ArgumentError(f"counts has {experts} experts; their table does not fit into shared memory")
+    shared = slots * slot + table
+    each = shared + _STATIC_SHARED[width] + _RESERVED_SHARED
+    resident = blocks if blocks * each <= limit + _RESERVED_SHARED else 1
+    return min(tiles, resident * info.sm_count), slots, shared
 
 
 def _plan_fwd(
@@ -163,12 +223,9 @@ def _plan_fwd(
     shape = check_forward(x, up, weight, counts, act, layout, scales)
     dtype, device = x[0], x[3]
     rows, cols, experts = row_count(shape), shape[-1], experts_of(counts)
-    shapes = output_shapes(shape, experts, layout, scales)
-    kinds = (E4M3, torch.float32) * 2
-    asked = (layout != "transposed",) * 2 + (layout != "row",) * 2
-    outputs = [(s, k) if a else None for s, k, a in zip(shapes, kinds, asked, strict=True)]
+    outputs = quantized_outputs(shape, experts, layout, scales)
     row_blocks = row_blocks_of(rows, experts)
-    if rows == 0 or cols == 0 or row_blocks == 0:
+    if cols == 0 or row_blocks == 0:
         return Plan(None, (), device, outputs)
     gate_stride = row_stride(x[1], x[2])
     up_stride = gate_stride if up is None else row_stride(up[1], up[2])
@@ -176,13 +233,60 @@ def _plan_fwd(
         return None
     t, size = token("x", dtype), dtype.itemsize
     wide = vector_bytes(align, cols * size, gate_stride * size, up_stride * size) == 16
-    width = 16 // size
+    width = 16 // size if wide else 8
     tiles = row_blocks * groups_of(cols)
-    grid, slots, shared = geometry(t, width, 2, wide, 2 if size == 2 else 1, tiles, device)
-    launch = FWD.bind((t, ACT_TYPES[act], wide), device, grid, _THREADS[width], shared)
-    args = (rows, cols, gate_stride, up_stride, int(is_wide(weight)), experts or 0)
-    args += (int(counts is not None and counts[0] == torch.int64), row_blocks, int(scales == "column"), slots, int(pow2))
-    return Plan(launch, args, device, outputs)
+    grid, slots, shared = geometry(t, width, 2, experts, 2 if wide and size == 2 else 1, tiles, device)
+    launch = FWD.bind(_variant(t, act, wide), device, grid, _THREADS[width], shared)
+    args = (rows, cols, gate_stride, up_stride, int(is_wide(weight)))
+    return Plan(launch, args + _tail(counts, row_blocks, scales, slots, pow2, act), device, outputs)
+
+
+def _variant(t: str, act: str, wide: bool) -> tuple[str, str, bool]:
+    return t, ACT_TYPES[act] if wide else _ANY_ACT, wide
+
+
+def _tail(counts: Metadata | None, row_blocks: int, scales: str, slots: int, pow2: bool, act: str) -> tuple[int, ...]:
+    """Return the numbers that both kernels end with."""
+    width = 4 if counts is None else counts[0].itemsize
+    number = list(ACT_TYPES).index(act)  # see with_act in act/glu_quant.cu
+    return experts_of(counts) or 0, width, row_blocks, int(scales == "column"), slots, int(pow2), number
+
+
+def _plan_bwd(
+    dy: Metadata,
+    x: Metadata,
+    up: Metadata | None,
+    weight: Metadata | None,
+    counts: Metadata | None,
+    act: str,
+    layout: str,
+    pow2: bool,
+    scales: str,
+    keep: str,
+    weight_grad: bool,
+    align: int,
+) -> Plan | None:
+    shape = check_backward(dy, x, up, weight, counts, act, layout, scales, keep, weight_grad)
+    dtype, device = x[0], x[3]
+    rows, cols, experts = row_count(shape), shape[-1] // 2, experts_of(counts)
+    outputs = [None] * 4 if keep == "dense" else quantized_outputs(shape, experts, layout, scales)
+    outputs.append((shape, dtype) if keep != "fp8" else None)
+    outputs.append(((groups_of(cols), rows), torch.float32) if weight_grad else None)
+    row_blocks = row_blocks_of(rows, experts)
+    if cols == 0 or row_blocks == 0:
+        return Plan(None, (), device, outputs)
+    strides = [row_stride(m[1], m[2]) for m in (dy, x, x if up is None else up)]
+    if None in strides or not is_dense(weight) or (counts and counts[2] != (1,)):
+        return None
+    t, size = token("x", dtype), dtype.itemsize
+    wide = vector_bytes(align, cols * size, *(s * size for s in strides)) == 16
+    tiles = row_blocks * groups_of(cols)
+    width = 4 if wide else 8
+    grid, slots, shared = geometry(t, width, 3, experts, 1, tiles, device)
+    launch = BWD.bind(_variant(t, act, wide), device, grid, _THREADS[width], shared)
+    args = (rows, cols, *strides, int(is_wide(weight)))
+    return Plan(launch, args + _tail(counts, row_blocks, scales, slots, pow2, act), device, outputs)
 
 
 FWD_PLANS = Plans(_plan_fwd)
+BWD_PLANS = Plans(_plan_bwd)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rtkernels._layout import metadata, nothing, row_count
 from rtkernels.ops import _fp8_reference as fp8
-from rtkernels.ops._glu_fp8_plans import E4M3, check_forward, experts_of, output_shapes
+from rtkernels.ops._glu_fp8_plans import E4M3, check_backward, check_forward, experts_of, output_shapes
 from rtkernels.ops.glu import halves, partner_and_slope, value_and_slope
 
 
@@ -20,8 +20,7 @@ def quantized(
     rows, by_rows, transposed = row_count(y.shape), layout != "transposed", layout != "row"
     sizes = _sizes(counts, rows)
     pieces = y.reshape(rows, y.shape[-1])[: sum(sizes)].split(sizes)
-    none = nothing(y)
-    q, scale, q_t, scale_t = none, none, none, none
+    q, scale, q_t, scale_t = (nothing(y) for _ in range(4))
     if by_rows:
         each = [fp8.quantize(piece, "group", E4M3, pow2, scale_layout) for piece in pieces]
         q = _joined([e[0] for e in each], shapes[0], E4M3, y)
@@ -67,3 +66,33 @@ def forward(
     if weight is not None:
         y = y * weight.float().unsqueeze(-1)
     return quantized(y * partner_and_slope(act, other)[0], counts, layout, pow2_scale, scale_layout)
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    up: Tensor | None,
+    weight: Tensor | None,
+    counts: Tensor | None,
+    act: str,
+    layout: str,
+    pow2_scale: bool,
+    scale_layout: str,
+    keep: str,
+    weight_grad: bool,
+) -> tuple[Tensor, ...]:
+    """Return q, scale, q_t and scale_t of the gradient of [gate | up], that gradient, and that of the weight."""
+    inputs = (metadata(t) for t in (dy, x, up, weight, counts))
+    check_backward(*inputs, act, layout, scale_layout, keep, weight_grad)
+    gate, other = halves(x, up)
+    value, slope = value_and_slope(act, gate)
+    partner, partner_slope = partner_and_slope(act, other)
+    g = dy.float()
+    dweight = (g * value * partner).sum(-1).to(weight.dtype).contiguous() if weight_grad else nothing(x)
+    if weight is not None:
+        g = g * weight.float().unsqueeze(-1)
+    dx = torch.cat((g * partner * slope, g * value * partner_slope), -1)
+    codes = tuple(nothing(x) for _ in range(4))
+    if keep != "dense":
+        codes = quantized(dx, counts, layout, pow2_scale, scale_layout)
+    return *codes, dx.to(x.dtype, copy=True).contiguous() if keep != "fp8" else nothing(x), dweight

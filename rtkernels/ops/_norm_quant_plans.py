@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels._kernel import Kernel, Plans, allocator, dense_strides
+from rtkernels import _kernel
+from rtkernels._arch import Target
+from rtkernels._kernel import Kernel, Plans, allocator, dense_strides, device_info, shared_limit
 from rtkernels._layout import (
     address,
     block_of,
@@ -32,6 +34,8 @@ _TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32")
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
 _ROW_THREADS, _ROW_CHUNKS = 512, (2, 4)
 _RSTD_THREADS = 512
+_CLUSTER_STATIC = 32 * 1024  # bytes, at least the kernel's static shared memory
+_NON_PORTABLE_CLUSTER = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 
 _ROW = Kernel(
     "norm/norm_quant.cu",
@@ -40,7 +44,7 @@ _ROW = Kernel(
     args="x:ptr residual:ptr weight:ptr q:ptr scale:ptr rstd:ptr y:ptr sum:ptr rows:i64 cols:i64 x_stride:i64 "
     "residual_stride:i64 threads_per_row:i64 scale_row:i64 scale_group:i64 pow2:i64 eps:f64 offset:f64",
     variants=[(t, w, c) for t, w in _TYPES for c in _ROW_CHUNKS],
-    max_registers=96,
+    max_registers=84,
 )
 _RSTD = Kernel(
     "norm/norm_quant.cu",
@@ -49,7 +53,7 @@ _RSTD = Kernel(
     args="x:ptr residual:ptr sum:ptr rstd:ptr rows:i64 cols:i64 x_stride:i64 residual_stride:i64 "
     "threads_per_row:i64 eps:f64",
     variants=[(t, v) for t in _WIDTH for v in (1, _WIDTH[t])],
-    max_registers=64,
+    max_registers=60,
 )
 _TILE = Kernel(
     "norm/norm_quant_tile.cu",
@@ -62,7 +66,45 @@ _TILE = Kernel(
     ],
     max_registers=128,
 )
-KERNELS = (_ROW, _RSTD, _TILE)
+
+
+class _ClusterKernel(Kernel):
+    """A kernel whose clusters may have 16 blocks: more than every device promises, so the driver wants to be told."""
+
+    def _load_image(self, entry: Any, expression: str, target: Target) -> int:
+        function = super()._load_image(entry, expression, target)
+        _kernel._driver().funcSetAttribute(function, _NON_PORTABLE_CLUSTER, 1)
+        return function
+
+
+def _cluster_shared(tiles: int) -> int:
+    """Return the dynamic shared memory of a block that holds `tiles` tiles of x."""
+    return tiles * GROUP * GROUP * 2
+
+
+def _cluster_shapes(target: Target) -> list[tuple[int, int]]:
+    """Return the clusters a target has room for, narrowest rows first: (blocks, tiles of x in each).
+
+    Two blocks of two tiles share a multiprocessor, so that one loads while the other stores; four tiles fill it.
+    """
+    largest = 16 if target.capability[0] in (9, 10) else 8
+    shapes = [(4, 2), (8, 2), (16, 2), (8, 4), (16, 4)]
+    room = shared_limit(target) - _CLUSTER_STATIC
+    return [(c, n) for c, n in shapes if c <= largest and _cluster_shared(n) <= room]
+
+
+_CLUSTER = _ClusterKernel(
+    "norm/norm_quant_cluster.cu",
+    "rms_norm_fp8_cluster",
+    template="T CLUSTER TILES",
+    args="x:ptr weight:ptr rstd:ptr q:ptr scale:ptr q_t:ptr scale_t:ptr y:ptr rows:i64 cols:i64 x_stride:i64 "
+    "scale_row:i64 scale_group:i64 column_tiles:i64 weight_wide:i64 pow2:i64 eps:f64 offset:f64",
+    variants=lambda target: [(t, *shape) for t in ("bf16", "fp16") for shape in _cluster_shapes(target)],
+    max_registers=160,
+    needs=("cluster",),
+    emulated="clusters: blocks that run together and write to each other's shared memory",
+)
+KERNELS = (_ROW, _RSTD, _TILE, _CLUSTER)
 
 
 # ---- shapes and checks, shared by launchers, references and fakes ---------------------------------------------------
@@ -148,6 +190,13 @@ def outputs_of(
 _SLOTS = ("q", "scale", "q_t", "scale_t", "rstd", "y", "sum")
 
 
+def _cluster_shape(t: str, tiles: int, device: int) -> tuple[int, int] | None:
+    """Return the cluster that holds `tiles` tiles of a row; None where there is none."""
+    if device < 0 or t == "fp32" or not _CLUSTER.supports(target := device_info(device).target):
+        return None
+    return next((shape for shape in _cluster_shapes(target) if tiles <= shape[0] * shape[1]), None)
+
+
 class _Plan:
     """Allocations and the one or two launches of a call."""
 
@@ -177,7 +226,7 @@ class _Plan:
         vec = _WIDTH[t] if wide else 1
         vectors = -(-cols // vec)
         w = t if weight is None else token("weight", weight[0])
-        self._row = self._rstd = None
+        self._row = self._rstd = self._cluster = None
         if layout == "row" and wide and vectors <= _ROW_THREADS * max(_ROW_CHUNKS):
             lanes = GROUP // vec
             chunks = 2 if vectors <= 128 else 4
@@ -185,6 +234,12 @@ class _Plan:
             block = block_of(threads)
             self._row = _ROW.bind((t, w, chunks), device, -(-rows // (block // threads)), block)
             self._args = (rows, cols, x_stride, residual_stride, threads, *scale_strides, pow2)
+            return
+        if layout == "both" and wide and residual is None and (cluster := _cluster_shape(t, groups, device)):
+            blocks, tiles = cluster
+            grid = blocks * groups_of(rows)
+            self._cluster = _CLUSTER.bind((t, *cluster), device, grid, GROUP // vec * 16, _cluster_shared(tiles))
+            self._args = (rows, cols, x_stride, *scale_strides, groups, w != t, pow2)
             return
         if rstd is None:
             threads = group_threads(-(-vectors // 4), _RSTD_THREADS)
@@ -216,6 +271,10 @@ class _Plan:
         inputs = (x.data_ptr(), address(residual))
         if self._row is not None:
             self._row(*inputs, address(weight), q, scale, made_rstd, y, total, *self._args, eps, offset)
+            return results
+        if self._cluster is not None:
+            pointers = (inputs[0], address(weight), made_rstd, q, scale, q_t, scale_t, y)
+            self._cluster(*pointers, *self._args, eps, offset)
             return results
         if self._rstd is not None:
             self._rstd(*inputs, total, made_rstd, *self._rstd_args, eps)

@@ -217,12 +217,14 @@ def _row_step(shape: Any, stride: Any) -> int | None:
     return shape[-1] if step is None else step
 
 
-def dense(cos: Tensor, sin: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the tables as kernels can read them, copied where their rows are not evenly spaced, and a dense index."""
+def readable_by_kernels(angles: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of ``SCHEMA`` with tables copied whose rows are not evenly spaced, and a dense index."""
+    cos, sin, positions, cu_seqlens, *rest = angles
     step = _row_step(cos.shape, cos.stride())
     if step is None or step != _row_step(sin.shape, sin.stride()):
         cos, sin = cos.contiguous(), sin.contiguous()
-    return cos, sin, index if index is None else index.contiguous()
+    index = (t if t is None else t.contiguous() for t in (positions, cu_seqlens))
+    return (cos, sin, *index, *rest)
 
 
 def readable(angles: Angles, pairs: int, vec: int, align: int, itemsize: int) -> bool:

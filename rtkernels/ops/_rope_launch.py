@@ -31,9 +31,9 @@ ROPE = Kernel(
     template="T PAIRS",
     args=_ROPE_ARGS,
     variants=[(t, pairs) for t in TYPES for pairs in range(4)],
-    max_registers=128,
+    max_registers=112,
 )
-ROPE_ANY = Kernel(UNIT, "rope_any", template="T", args=_ROPE_ARGS, variants=[(t,) for t in TYPES], max_registers=64)
+ROPE_ANY = Kernel(UNIT, "rope_any", template="T", args=_ROPE_ARGS, variants=[(t,) for t in TYPES], max_registers=56)
 TABLES = Kernel(
     UNIT,
     "rope_tables",
@@ -245,10 +245,9 @@ def _launch_fwd(q, k, layout, out_layout, first, rotary, pairs, inverse, cos, si
         (cos.data_ptr() | sin.data_ptr()) & 15,
     )]  # fmt: skip
     if plan is None or (index is not None and not index.is_contiguous()):
+        angles = angles_of.readable_by_kernels((cos, sin, positions, cu_seqlens, *options))
         q, k = with_unit_stride(q), with_unit_stride(k)
-        cos, sin, index = angles_of.dense(cos, sin, index)
-        indices = (index, None) if positions is not None else (None, index)
-        return _launch_fwd(q, k, layout, out_layout, first, rotary, pairs, inverse, cos, sin, *indices, *options)
+        return _launch_fwd(q, k, layout, out_layout, first, rotary, pairs, inverse, *angles)
     y = plan.allocate(*plan.q_layout)
     ky = nothing(q) if k is None else plan.allocate(*plan.k_layout)
     if plan.launch is not None:
@@ -263,8 +262,9 @@ def _launch_fwd(q, k, layout, out_layout, first, rotary, pairs, inverse, cos, si
 def _launch_in_place(q, k, layout, first, rotary, pairs, inverse, cos, sin, positions, cu_seqlens, *options) -> None:
     _check_writable(q, "x")
     _check_writable(k, "k")
-    cos, sin, index = angles_of.dense(cos, sin, positions if positions is not None else cu_seqlens)
-    positions, cu_seqlens = (index, None) if positions is not None else (None, index)
+    angles = (cos, sin, positions, cu_seqlens, *options)
+    cos, sin, positions, cu_seqlens, *options = angles_of.readable_by_kernels(angles)
+    index = positions if positions is not None else cu_seqlens
     q_address, k_address = q.data_ptr(), address(k)
     plan = _PLANS[(
         metadata(q), metadata(k), layout, layout, first, rotary, pairs, inverse, metadata(cos), metadata(sin),

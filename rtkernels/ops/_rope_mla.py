@@ -43,7 +43,7 @@ _FWD = Kernel(
     template="T VEC",
     args="kv:ptr k_pos:ptr k:ptr v:ptr " + _DIMS,
     variants=_VECTORS,
-    max_registers=72,
+    max_registers=64,
 )
 _BWD = Kernel(
     _UNIT,
@@ -51,7 +51,7 @@ _BWD = Kernel(
     template="T VEC",
     args="dk:ptr dv:ptr dkv:ptr dk_pos:ptr " + _DIMS,
     variants=_VECTORS,
-    max_registers=72,
+    max_registers=64,
 )
 KERNELS = (_FWD, _BWD)
 _HEAD_DIMENSION = {"bshd": 2, "sbhd": 2, "bhsd": 1}
@@ -149,10 +149,8 @@ def _metas(angles: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*map(metadata, angles[:4]), *angles[4:])
 
 
-def _readable(angles: tuple[Any, ...]) -> tuple[Any, ...]:
-    cos, sin, positions, cu_seqlens, *rest = angles
-    cos, sin, index = angles_of.dense(cos, sin, positions if positions is not None else cu_seqlens)
-    return (cos, sin, *((index, None) if positions is not None else (None, index)), *rest)
+def _needs_copies(plan: _Plan | None, angles: tuple[Any, ...]) -> bool:
+    return plan is None or any(t is not None and not t.is_contiguous() for t in angles[2:4])
 
 
 def _addresses(angles: tuple[Any, ...]) -> tuple[int, int, int]:
@@ -161,10 +159,10 @@ def _addresses(angles: tuple[Any, ...]) -> tuple[int, int, int]:
 
 
 def _launch_fwd(kv: Tensor, k_pos: Tensor, nope: int, layout: str, out_layout: str, pairs: int, *angles: Any):
-    angles = _readable(angles)
     key = (nope, layout, out_layout, pairs)
     plan = _PLANS[(False, metadata(kv), metadata(k_pos), None, None, *key, kv.data_ptr() & 15, *_metas(angles))]
-    if plan is None:
+    if _needs_copies(plan, angles):
+        angles = angles_of.readable_by_kernels(angles)
         return _launch_fwd(with_unit_stride(kv), with_unit_stride(k_pos), *key, *angles)
     k, v = plan.allocate(*plan.first), plan.allocate(*plan.second)
     if plan.launch is not None:
@@ -187,12 +185,12 @@ def _check_bwd(dk, dv, nope, layout, out_layout, pairs, pos_dims, *angles) -> tu
 
 
 def _launch_bwd(dk: Tensor, dv: Tensor, nope: int, layout: str, out_layout: str, pairs: int, pos_dims: int, *angles):
-    angles = _readable(angles)
     kv, k_pos = _check_bwd(dk, dv, nope, layout, out_layout, pairs, pos_dims, *angles)
     key = (nope, layout, out_layout, pairs)
     align = (dk.data_ptr() | dv.data_ptr()) & 15
     plan = _PLANS[(True, kv, k_pos, metadata(dk), metadata(dv), *key, align, *_metas(angles))]
-    if plan is None:
+    if _needs_copies(plan, angles):
+        angles = angles_of.readable_by_kernels(angles)
         return _launch_bwd(with_unit_stride(dk), with_unit_stride(dv), *key, pos_dims, *angles)
     dkv, dk_pos = plan.allocate(*plan.first), plan.allocate(*plan.second)
     if plan.launch is not None:

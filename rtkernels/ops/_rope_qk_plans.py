@@ -15,7 +15,7 @@ from rtkernels.ops import _rope_angles as angles_of
 from rtkernels.ops._rope_angles import Meta
 from rtkernels.ops._rope_launch import TYPES, UNIT_LIMIT, TablesPlan, heads_of, lanes_of, plan_tables, unit_stride
 
-_UNIT = "rope/qk_norm_rope.cu"
+_FWD_UNIT, _BWD_UNIT = "rope/qk_norm_rope_fwd.cu", "rope/qk_norm_rope_bwd.cu"
 _BLOCK = 128
 _HEADS = {False: 4, True: 2}  # of a thread at a time in the forward, without and with SiLU
 _BWD_HEADS = 4
@@ -35,50 +35,49 @@ _BWD_ARGS = (
 _SILU = (False, True)
 
 
-def _bwd_threads(limit: int) -> int:
+def _bwd_threads(limit: int, silu: bool) -> int:
     """Return the block size of the backward: two tokens' chunks (HeadRing) in `limit` bytes of shared memory."""
-    return min(384, (limit - 1024) // (2 * _BWD_HEADS * 4 * 16) // 32 * 32)
+    return min(256 if silu else 384, (limit - 1024) // (2 * _BWD_HEADS * 4 * 16) // 32 * 32)
 
 
 def _bwd_variants(target: Target) -> Iterator[tuple[Any, ...]]:
-    threads = _bwd_threads(shared_limit(target))
     for t in TYPES:
         for pairs in (angles_of.HALVES, angles_of.ADJACENT):
             for silu in _SILU:
-                yield t, pairs, silu, _BWD_HEADS, threads
+                yield t, pairs, silu, _BWD_HEADS, _bwd_threads(shared_limit(target), silu)
 
 
 FWD = Kernel(
-    _UNIT,
+    _FWD_UNIT,
     "qk_norm_rope_fwd",
     template="T PAIRS SILU HEADS",
     args=_FWD_ARGS + angles_of.ARGS,
     variants=[(t, p, s, _HEADS[s]) for t in TYPES for p in (angles_of.HALVES, angles_of.ADJACENT) for s in _SILU],
-    max_registers=96,
+    max_registers=120,
 )
 FWD_ANY = Kernel(
-    _UNIT,
+    _FWD_UNIT,
     "qk_norm_rope_fwd_any",
     template="T SILU",
     args=_FWD_ARGS + "pairs:i64 " + angles_of.ARGS,
     variants=[(t, s) for t in TYPES for s in _SILU],
-    max_registers=72,
+    max_registers=64,
 )
 BWD = Kernel(
-    _UNIT,
+    _BWD_UNIT,
     "qk_norm_rope_bwd",
     template="T PAIRS SILU HEADS THREADS",
     args=_BWD_ARGS.format("teams"),
     variants=_bwd_variants,
-    max_registers=200,
+    max_registers=208,
 )
 BWD_ANY = Kernel(
-    _UNIT,
+    _BWD_UNIT,
     "qk_norm_rope_bwd_any",
     template="T SILU",
     args=_BWD_ARGS.format("pairs"),
     variants=[(t, s) for t in TYPES for s in _SILU],
-    max_registers=96,
+    max_registers=120,
 )
 
 
@@ -106,7 +105,7 @@ class Qkv(NamedTuple):
         return (self.length, heads, self.head_dim) if packed else (self.batch, self.length, heads, self.head_dim)
 
     def head_order(self) -> tuple[int, ...]:
-        """Return group_magic, q_extra, kv_step, k_first and v_first: see rope/qk_norm_rope.cu."""
+        """Return group_magic, q_extra, kv_step, k_first and v_first: see rope/qk_norm_rope.cuh."""
         if self.grouped:
             group = self.q_heads // self.kv_heads
             return -(-(2**32) // group), 2, group + 2, group, group + 1
@@ -287,7 +286,7 @@ def _plan_bwd(
     strides = (*gradients, dense.batch_stride, dense.place_stride)
     every = (found.batch_stride, found.place_stride, *strides)
     lanes = lanes_of(found.head_dim, rotary, 0, vec)
-    threads = _bwd_threads(info.shared_per_block)
+    threads = _bwd_threads(info.shared_per_block, silu)
     tables = None
     if lanes is not None and vector_bytes(align, *(s * size for s in every)) == 16:
         slots = _slots(found, _BWD_HEADS)

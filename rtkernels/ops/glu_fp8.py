@@ -11,7 +11,9 @@ from rtkernels import interop
 from rtkernels._layout import address, metadata, nothing, rowed
 from rtkernels._registry import Op, TorchOp
 from rtkernels.ops import _glu_fp8_reference as reference
-from rtkernels.ops._glu_fp8_plans import E4M3, FWD, FWD_PLANS, check_options, output_shapes
+from rtkernels.ops import _glu_fp8_rows as rows
+from rtkernels.ops._glu_fp8_plans import BWD, BWD_PLANS, FWD, FWD_PLANS, check_options, quantized_outputs
+from rtkernels.ops.column_sum import column_sum
 
 # ---- launchers ------------------------------------------------------------------------------------------------------
 
@@ -48,20 +50,65 @@ def _launch_fwd(
     return _present(plan.run(x_address, up_address, address(weight), address(counts)), x)
 
 
+def _launch_bwd(
+    dy: Tensor,
+    x: Tensor,
+    up: Tensor | None,
+    weight: Tensor | None,
+    counts: Tensor | None,
+    act: str,
+    layout: str,
+    pow2_scale: bool,
+    scale_layout: str,
+    keep: str,
+    weight_grad: bool,
+):
+    dy_address, x_address, up_address = dy.data_ptr(), x.data_ptr(), address(up)
+    plan = BWD_PLANS[
+        metadata(dy),
+        metadata(x),
+        metadata(up),
+        metadata(weight),
+        metadata(counts),
+        act,
+        layout,
+        pow2_scale,
+        scale_layout,
+        keep,
+        weight_grad,
+        (dy_address | x_address | up_address) & 15,
+    ]
+    if plan is None:
+        inputs = (rowed(dy), rowed(x), rowed(up), *(t if t is None else t.contiguous() for t in (weight, counts)))
+        return _launch_bwd(*inputs, act, layout, pow2_scale, scale_layout, keep, weight_grad)
+    *outputs, partial = plan.run(dy_address, x_address, up_address, address(weight), address(counts))
+    dweight = None
+    if partial is not None:
+        shape, dtype = weight.shape, weight.dtype
+        dweight = column_sum(partial, dtype).view(shape) if partial.numel() else weight.new_zeros(shape)
+    return _present((*outputs, dweight), x)
+
+
 # ---- operators ------------------------------------------------------------------------------------------------------
+
+
+def _fake_codes(x, shape, counts, layout, scale_layout):
+    outputs = quantized_outputs(shape, None if counts is None else counts.shape[0], layout, scale_layout)
+    return [nothing(x) if o is None else x.new_empty(o[0], dtype=o[1]) for o in outputs]
 
 
 def _fake_fwd(x, up, weight, counts, act, layout, pow2_scale, scale_layout):
     check_options(layout, scale_layout)
     shape = x.shape if up is not None else (*x.shape[:-1], x.shape[-1] // 2)
-    experts = None if counts is None else counts.shape[0]
-    shapes = output_shapes(shape, experts, layout, scale_layout)
-    asked = (layout != "transposed",) * 2 + (layout != "row",) * 2
-    kinds = (E4M3, torch.float32) * 2
-    return tuple(
-        x.new_empty(s, dtype=kind if wanted else torch.float32)
-        for s, kind, wanted in zip(shapes, kinds, asked, strict=True)
-    )
+    return tuple(_fake_codes(x, shape, counts, layout, scale_layout))
+
+
+def _fake_bwd(dy, x, up, weight, counts, act, layout, pow2_scale, scale_layout, keep, weight_grad):
+    check_options(layout, scale_layout)
+    shape = (*dy.shape[:-1], 2 * dy.shape[-1])
+    codes = [nothing(x) for _ in range(4)] if keep == "dense" else _fake_codes(x, shape, counts, layout, scale_layout)
+    dx = nothing(x) if keep == "fp8" else x.new_empty(shape)
+    return *codes, dx, weight.new_empty(weight.shape) if weight_grad else nothing(x)
 
 
 FORWARD = TorchOp(
@@ -70,6 +117,14 @@ FORWARD = TorchOp(
     launch=_launch_fwd,
     reference=reference.forward,
     fake=_fake_fwd,
+)
+BACKWARD = TorchOp(
+    "glu_fp8_bwd(Tensor dy, Tensor x, Tensor? up, Tensor? weight, Tensor? counts, str act, str layout, "
+    "bool pow2_scale, str scale_layout, str keep, bool weight_grad) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    launch=_launch_bwd,
+    reference=reference.backward,
+    fake=_fake_bwd,
 )
 
 
@@ -83,6 +138,17 @@ class GluFp8(NamedTuple):
     scale: Tensor | None
     q_t: Tensor | None
     scale_t: Tensor | None
+
+
+class GluFp8Gradients(NamedTuple):
+    """The gradient of [gate | up] as codes and scales and unquantised, and that of the weight; None: not asked for."""
+
+    q: Tensor | None
+    scale: Tensor | None
+    q_t: Tensor | None
+    scale_t: Tensor | None
+    dx: Tensor | None
+    dweight: Tensor | None
 
 
 def _asked(outputs: tuple[Tensor, ...], layout: str) -> GluFp8:
@@ -160,6 +226,55 @@ def glu_fp8(
     return _asked(FORWARD(x, up, weight, counts, act, layout, pow2_scale, scale_layout), layout)
 
 
+def glu_fp8_backward(
+    dy: Tensor,
+    x: Tensor,
+    up: Tensor | None = None,
+    *,
+    act: str = "silu",
+    weight: Tensor | None = None,
+    counts: Tensor | None = None,
+    layout: str = "both",
+    pow2_scale: bool = False,
+    scale_layout: str = "row",
+    keep: str = "fp8",
+    weight_grad: bool | None = None,
+) -> GluFp8Gradients:
+    """Compute the gradients of ``act(gate) * up * weight``, that of ``[gate | up]`` as fp8 codes, as it is, or both.
+
+    One pass over dy and x, fp32 arithmetic; codes are made from the fp32 values. They lie as those of :func:`glu_fp8`
+    do, for a matrix ``[m, 2 * d]`` with the gradient of gate in its left half. Deterministic. Not differentiable.
+
+    Args:
+        dy: ``[..., d]``, the gradient of the result, of x's dtype; any strides.
+        x: As given to :func:`glu_fp8`.
+        up: As given to :func:`glu_fp8`. The gradient is that of ``[gate | up]`` with and without it.
+        act: As given to :func:`glu_fp8`.
+        weight: As given to :func:`glu_fp8`.
+        counts: As given to :func:`glu_fp8`.
+        layout: "row" (`q`, `scale`; d must be a multiple of 128), "transposed" (`q_t`, `scale_t`) or "both".
+        pow2_scale: Round scales up to a power of two.
+        scale_layout: "row" or "column", how the scales of rows lie.
+        keep: "fp8" for the codes, "dense" for the gradient in x's dtype (`dx`), "both" for both.
+        weight_grad: Whether to compute the gradient of the weight; None: if there is a weight. A temporary of
+            ``4 * m * ceil(d / 128)`` bytes is used.
+
+    Returns:
+        A named tuple ``(q, scale, q_t, scale_t, dx, dweight)``, dense, with None for what was not asked for: `dx` is
+        ``[..., 2 * d]`` of x's dtype, `dweight` has the weight's shape and dtype.
+    """
+    if weight_grad is None:
+        weight_grad = weight is not None
+    if not isinstance(dy, Tensor):
+        options = {"act": act, "weight": weight, "counts": counts, "layout": layout, "pow2_scale": pow2_scale}
+        options |= {"scale_layout": scale_layout, "keep": keep, "weight_grad": weight_grad}
+        return GluFp8Gradients(*interop.call(glu_fp8_backward, dy, x, up, **options))
+    dy, x, up, weight = (t.detach() if t is not None and t.requires_grad else t for t in (dy, x, up, weight))
+    outputs = BACKWARD(dy, x, up, weight, counts, act, layout, pow2_scale, scale_layout, keep, weight_grad)
+    codes = (None,) * 4 if keep == "dense" else _asked(outputs[:4], layout)
+    return GluFp8Gradients(*codes, outputs[4] if keep != "fp8" else None, outputs[5] if weight_grad else None)
+
+
 # ---- registry -------------------------------------------------------------------------------------------------------
 
 
@@ -172,12 +287,17 @@ def _samples(device: str):
     yield FORWARD, (x.bfloat16(), up.bfloat16(), weight, counts, "gelu_tanh", "both", True, "column")
     yield FORWARD, (x.half(), None, weight.half(), counts.int(), "swiglu_oai", "row", False, "row")
     yield FORWARD, (x, None, None, counts, "relu2", "transposed", False, "row")
+    dy, merged = x[..., :128] * 3, x[..., :256]
+    yield BACKWARD, (dy, merged, None, None, None, "silu", "both", False, "row", "fp8", False)
+    yield BACKWARD, (dy.half(), dy.half(), dy.half(), weight, counts, "gelu_erf", "row", True, "column", "both", True)
+    yield BACKWARD, (dy, merged, None, weight, counts, "swiglu_oai", "transposed", False, "row", "dense", True)
 
 
 OP = Op(
     "glu_fp8",
-    public=("glu_fp8",),
-    kernels=(FWD,),
-    torch_ops=(FORWARD,),
+    public=("glu_fp8", "glu_fp8_backward"),
+    kernels=(FWD, BWD),
+    torch_ops=(FORWARD, BACKWARD),
     samples=_samples,
+    rows=lambda: rows.rows(FORWARD, BACKWARD),
 )

@@ -34,7 +34,9 @@ def _launch_fwd(qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, *
         (cos.data_ptr() | sin.data_ptr()) & 15, *map(metadata, angles[:4]), *angles[4:],
     )]  # fmt: skip
     if plan is None or (index is not None and not index.is_contiguous()):
-        return _launch_fwd(*map(with_unit_stride, (qkv, q_weight, k_weight)), *options, *_readable(angles))
+        return _launch_fwd(
+            *map(with_unit_stride, (qkv, q_weight, k_weight)), *options, *angles_of.readable_by_kernels(angles)
+        )
     q, k = plan.allocate(*plan.q_layout), plan.allocate(*plan.kv_layout)
     v = plan.allocate(*plan.kv_layout)
     if plan.launch is not None:
@@ -50,8 +52,9 @@ def _launch_bwd(
     dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, *args: Any
 ):
     *options, weight_grad = args[: _OPTION_COUNT + 1]
-    angles = _readable(args[_OPTION_COUNT + 1 :])
+    angles = args[_OPTION_COUNT + 1 :]
     cos, sin, positions, cu_seqlens = angles[:4]
+    index = positions if positions is not None else cu_seqlens
     _check_weight_grad(weight_grad, q_weight)
     tensors = (dq, dk, dv, qkv, q_weight, k_weight)
     align = 0
@@ -61,15 +64,17 @@ def _launch_bwd(
         *map(metadata, tensors), *options, align & 15, (cos.data_ptr() | sin.data_ptr()) & 15,
         *map(metadata, angles[:4]), *angles[4:],
     )]  # fmt: skip
-    if plan is None:
-        return _launch_bwd(*map(with_unit_stride, tensors), *options, weight_grad, *angles)
+    if plan is None or (index is not None and not index.is_contiguous()):
+        return _launch_bwd(
+            *map(with_unit_stride, tensors), *options, weight_grad, *angles_of.readable_by_kernels(angles)
+        )
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     if plan.launch is None:
         return dqkv, q_weight.new_zeros(2, plan.head_dim) if weight_grad else nothing(qkv)
     partial = None
     if weight_grad:
         partial = torch.empty(plan.partial_rows, 2 * plan.head_dim, dtype=torch.float32, device=qkv.device)
-    tables, _alive = plan.tables.addresses(cos, sin, positions if positions is not None else cu_seqlens)
+    tables, _alive = plan.tables.addresses(cos, sin, index)
     plan.launch(
         *map(address, tensors), dqkv.data_ptr(), address(partial), *plan.dims, *tables, *plan.tables.angles
     )  # fmt: skip
@@ -81,12 +86,6 @@ def _launch_bwd(
 def _check_weight_grad(weight_grad: bool, weight: Tensor | None) -> None:
     if weight_grad and weight is None:
         raise ArgumentError("weight_grad is True but there are no weights")
-
-
-def _readable(angles: tuple[Any, ...]) -> tuple[Any, ...]:
-    cos, sin, positions, cu_seqlens, *rest = angles
-    cos, sin, index = angles_of.dense(cos, sin, positions if positions is not None else cu_seqlens)
-    return (cos, sin, *((index, None) if positions is not None else (None, index)), *rest)
 
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------

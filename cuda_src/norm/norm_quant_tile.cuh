@@ -1,0 +1,101 @@
+// A 128 x 128 tile of a normalised matrix to e4m3 codes, from packed x in registers and the factors of its rows and
+// columns: v = x * rstd * gain, in fp32, in this order. Layout of the tile over the threads: quant/tile.cuh.
+#pragma once
+#include "quant/tile.cuh"
+
+namespace rtk {
+
+// Where the results go, and which tile it is. Places are worked out where they are used: kernel parameters wait in
+// constant memory, computed pointers in registers.
+template <typename T>
+struct NormTileOutput {
+    e4m3* q;         // [rows, cols]
+    float* scale;    // of row m, group j at m * scale_row + j * scale_group
+    e4m3* q_t;       // [cols, rows]
+    float* scale_t;  // [ceil(rows/128), cols]
+    T* y;            // [rows, cols]; may be null
+    i64 rows, cols, scale_row, scale_group;
+    u32 down, across;  // in tiles
+
+    RTK_DEVICE i64 row() const { return static_cast<i64>(down) * kTileSide; }
+    RTK_DEVICE i64 column() const { return static_cast<i64>(across) * kTileSide; }
+};
+
+// `rstd`: of the thread's row lane % 8. ROWS: q, scale and y; COLUMNS: q_t and scale_t, with three barriers, after
+// which the scratch may be used again for the next tile. The 8 x N values stay in registers from here to the last store:
+// working them out again for each layout would be half of the instructions, and those are the limit.
+template <typename T, bool WIDE, bool ROWS, bool COLUMNS>
+RTK_DEVICE void quantize_normalised(const Tile<16 / sizeof(T)>& tile, const Raw<16> (&raw)[kTileRows],
+                                    const float (&gain)[16 / sizeof(T)], float rstd, const NormTileOutput<T>& out,
+                                    TileScratch<16 / sizeof(T)>& scratch, bool pow2) {
+    constexpr int N = 16 / sizeof(T), kLanes = Tile<N>::kLanes;
+    float v[kTileRows][N];
+#pragma unroll
+    for (int r = 0; r < kTileRows; ++r) {
+        const float by = __shfl_sync(0xffffffffu, rstd, r, kLanes);
+        unpack<T, N>(raw[r], v[r]);
+#pragma unroll
+        for (int i = 0; i < N; ++i) v[r][i] = v[r][i] * by * gain[i];
+    }
+    if (ROWS && out.y != nullptr) {
+        T* place = out.y + (out.row() + tile.row) * out.cols + out.column() + tile.column;
+#pragma unroll
+        for (int r = 0; r < kTileRows; ++r, place += out.cols) {
+            if (r < tile.rows_here && tile.columns_here > 0) {
+                if constexpr (WIDE) {
+                    store<T, N>(place, v[r]);
+                } else {
+#pragma unroll
+                    for (int i = 0; i < N; ++i) {
+                        const float one[1] = {v[r][i]};
+                        if (i < tile.columns_here) store<T, 1>(place + i, one);
+                    }
+                }
+            }
+        }
+    }
+
+    // Maxima that ignore NaN but not infinities, and once more without those in the rare thread that met one.
+    float columns[N], rows[kTileRows];
+    float most = 0.0f;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        columns[i] = 0.0f;
+#pragma unroll
+        for (int r = 0; r < kTileRows; ++r) columns[i] = fmaxf(columns[i], fabsf(v[r][i]));
+        most = fmaxf(most, columns[i]);
+    }
+    if constexpr (ROWS) {
+#pragma unroll
+        for (int r = 0; r < kTileRows; ++r) {
+            rows[r] = 0.0f;
+#pragma unroll
+            for (int i = 0; i < N; ++i) rows[r] = fmaxf(rows[r], fabsf(v[r][i]));
+        }
+    }
+    if (most == __uint_as_float(0x7f800000u)) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) columns[i] = 0.0f;
+#pragma unroll
+        for (int r = 0; r < kTileRows; ++r) {
+            rows[r] = finite_amax(v[r]);
+#pragma unroll
+            for (int i = 0; i < N; ++i) columns[i] = max_finite(columns[i], v[r][i]);
+        }
+    }
+    if constexpr (COLUMNS) share_columns(tile, columns, scratch);
+    auto value = [&](int r, int i) { return v[r][i]; };
+    if constexpr (ROWS) {
+        float* scales = out.scale + out.row() * out.scale_row + out.across * out.scale_group;
+        const float inverse = row_scales<e4m3>(tile, rows, scales, out.scale_row, pow2);
+        store_rows<WIDE>(tile, out.q + out.row() * out.cols + out.column(), out.cols, inverse, value);
+    }
+    if constexpr (COLUMNS) {
+        column_scales<e4m3>(tile, columns, scratch, out.scale_t + out.down * out.cols + out.column(), pow2);
+        stage_columns<e4m3>(tile, scratch, columns, value);
+        __syncthreads();
+        store_columns(tile, scratch, out.q_t + out.column() * out.rows + out.row(), out.rows);
+    }
+}
+
+}  // namespace rtk

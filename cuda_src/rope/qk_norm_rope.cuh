@@ -1,0 +1,99 @@
+// Split of a fused qkv projection into heads, RMS norm of every q and k head, rotary position embedding, transpose:
+//     u = silu(x) or x;  n = u * rstd * (offset + weight),  rstd = 1/sqrt(mean(u^2) + eps);  out = rotation(n)
+// v heads are copied (u). fp32 arithmetic, one rounding at each store. Rotations: rope/angles.cuh.
+//
+// qkv is [batch, length, columns] with any strides between batches and places; q, k, v come out dense, [batch, length,
+// heads, head_dim]. Head h of q begins at column (h + q_extra * (h / group)) * head_dim, where group_magic =
+// ceil(2^32 / group); head h of k and v at (first + kv_step * h) * head_dim. That covers both orders of heads: all of q,
+// all of k, all of v; or for each kv head its group of q heads, k, v.
+//
+// Threads work in groups of 2^lane_bits lanes (Pieces). `slots` groups share a token: q_slots of them take the q heads
+// slot, slot + q_slots, ..., then kv_slots each the k and the v heads, at most HEADS apiece, so that a thread needs one
+// weight and one rotation.
+#pragma once
+#include "common/math.cuh"
+#include "common/reduce.cuh"
+#include "rope/angles.cuh"
+
+namespace rtk {
+
+#define RTK_QKV_PARAMETERS                                                                                         \
+    i64 tokens, i64 length, i64 qkv_batch, i64 qkv_place, i64 q_heads, i64 kv_heads, i64 q_slots, i64 kv_slots,    \
+        i64 group_magic, i64 q_extra, i64 kv_step, i64 k_first, i64 v_first, i64 head_dim, i64 lane_bits,          \
+        i64 weight_wide, double eps, double offset, double inverse_dim
+
+inline constexpr int kQ = 0, kK = 1, kV = 2;
+
+// What the groups of one slot do.
+struct HeadSlot {
+    int part;   // kQ, kK or kV
+    int first;  // head
+    int step;
+    int heads;  // of this part
+
+    RTK_DEVICE HeadSlot(int slot, int q_slots, int kv_slots, int q_heads, int kv_heads) {
+        part = slot < q_slots ? kQ : slot < q_slots + kv_slots ? kK : kV;
+        first = part == kQ ? slot : part == kK ? slot - q_slots : slot - q_slots - kv_slots;
+        step = part == kQ ? q_slots : kv_slots;
+        heads = part == kQ ? q_heads : kv_heads;
+    }
+};
+
+// Column of qkv where a head begins, in heads.
+RTK_DEVICE int head_column(int part, int head, i64 group_magic, i64 q_extra, i64 kv_step, i64 k_first, i64 v_first) {
+    if (part == kQ)
+        return head + static_cast<int>(q_extra) * static_cast<int>((static_cast<u64>(head) * group_magic) >> 32);
+    return head * static_cast<int>(kv_step) + static_cast<int>(part == kK ? k_first : v_first);
+}
+
+// Sums N numbers over each group of `lanes` neighbouring lanes; the whole warp calls it.
+template <int N>
+RTK_DEVICE void group_sums(float (&v)[N], int lanes) {
+#pragma unroll
+    for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+        if (distance < lanes) {
+#pragma unroll
+            for (int i = 0; i < N; ++i) v[i] += __shfl_xor_sync(0xffffffffu, v[i], distance);
+        }
+    }
+}
+
+template <int N>
+RTK_DEVICE void no_rotation(Rotation<N>& r) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) r.own0[i] = r.own1[i] = 1.0f, r.cross0[i] = r.cross1[i] = 0.0f;
+}
+
+struct Silu {
+    float value, slope;
+};
+
+template <bool kFast>
+RTK_DEVICE Silu silu(float x) {
+    const float s = sigmoid<kFast>(x);
+    return {x * s, s * (1.0f + x * (1.0f - s))};
+}
+
+template <typename T, int N, bool SILU>
+RTK_DEVICE void unpack_u(const Raw<sizeof(T) * N>& raw, float (&u)[N]) {
+    unpack<T, N>(raw, u);
+    if constexpr (SILU) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) u[i] = silu<sizeof(T) == 2>(u[i]).value;
+    }
+}
+
+// (offset + weight) of N columns, or ones without a weight. Columns are a multiple of N; pointers are aligned to 16.
+template <typename T, int N>
+RTK_DEVICE void load_gain(const void* weight, int column, bool wide, float offset, float (&gain)[N]) {
+    if (weight == nullptr) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) gain[i] = 1.0f;
+        return;
+    }
+    load_entries<T, N>(weight, column, wide ? kTableWide : 0, gain);
+#pragma unroll
+    for (int i = 0; i < N; ++i) gain[i] += offset;
+}
+
+}  // namespace rtk

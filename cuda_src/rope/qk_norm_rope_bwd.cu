@@ -1,0 +1,351 @@
+// Backward of the split, norm and rotation of qkv (rope/qk_norm_rope.cuh).
+//
+// With g the gradient of a q or k head and a its inverse rotation (angle_flags has kInverse):
+//     du = rstd * a * gain - u * (rstd^3 / dim) * sum(u * a * gain),   dweight += u * rstd * a
+// and dx = du, or du * silu'(x). v heads pass g on. dq, dk, dv have any strides but in the head; dqkv has its own.
+#include "ptx/cp_async.cuh"
+#include "ptx/pdl.cuh"
+#include "rope/qk_norm_rope.cuh"
+
+namespace rtk {
+
+#define RTK_QKV_GRADIENT_PARAMETERS                                                                                \
+    const T *dq, const T *dk, const T *dv, const T *qkv, const void *q_weight, const void *k_weight, T *dqkv,      \
+        float *partial, i64 dq_batch, i64 dq_place, i64 dq_head, i64 dk_batch, i64 dk_place, i64 dk_head,          \
+        i64 dv_batch, i64 dv_place, i64 dv_head, i64 dqkv_batch, i64 dqkv_place
+
+// Tokens in steps of a fixed size, without a division each.
+struct TokenWalk {
+    int token, batch, place;
+
+    RTK_DEVICE TokenWalk(int first, int length) : token(first), batch(first / length), place(first - batch * length) {}
+    // step = step_batch * length + step_place
+    RTK_DEVICE void advance(int step, int step_batch, int step_place, int length) {
+        token += step;
+        batch += step_batch;
+        place += step_place;
+        if (place >= length) place -= length, ++batch;
+    }
+};
+
+// Two tokens' g and x of a block of THREADS threads in shared memory, each thread's own 16-byte chunks: waiting for its
+// own copies is enough and no barrier is needed. (RowRing with every offset known to the compiler.)
+template <int HEADS, int THREADS>
+struct HeadRing {
+    static constexpr int kPitch = THREADS * 16;
+    static constexpr int kHead = 4 * kPitch;       // chunks a and b of g, then of x
+    static constexpr int kStage = HEADS * kHead;
+    static constexpr int kBytes = 2 * kStage;
+    ptx::SharedAddress slot;  // this thread's, of the stage that is read
+    int ahead;                // from there to the stage that is filled: kStage or -kStage
+
+    RTK_DEVICE explicit HeadRing(u8* memory)
+        : slot(ptx::shared_address(memory + threadIdx.x * 16 + kStage)), ahead(-kStage) {}
+
+    RTK_DEVICE void copy(int head, int chunk, const void* source) const {
+        ptx::cp_async_16(slot + (ahead + head * kHead + chunk * kPitch), source);
+    }
+
+    template <typename T>
+    RTK_DEVICE void read(int head, int chunk, float (&f)[16 / sizeof(T)]) const {
+        unpack<T, 16 / sizeof(T)>(ptx::ld_shared_16(slot + (head * kHead + chunk * kPitch)), f);
+    }
+
+    // What was filled is read next.
+    RTK_DEVICE void turn() {
+        slot = slot + ahead;
+        ahead = -ahead;
+    }
+};
+
+// u of a chunk.
+template <typename T, int N, bool SILU, typename Ring>
+RTK_DEVICE void read_u(const Ring& ring, int head, int chunk, float (&u)[N]) {
+    ring.template read<T>(head, chunk, u);
+    if constexpr (SILU) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) u[i] = silu<sizeof(T) == 2>(u[i]).value;
+    }
+}
+
+// Turns the gradient after the inverse rotation into that of x, for a chunk, and adds to dweight. With SILU x is read
+// again: cheaper than the registers to keep u and the slope in.
+template <typename T, int N, bool SILU, typename Ring>
+RTK_DEVICE void finish(const Ring& ring, int head, int chunk, bool normed, float rstd, float pull,
+                       const float (&gain)[N], float (&u)[N], float (&g)[N], float (&dweight)[N]) {
+    float slope[SILU ? N : 1];
+    if constexpr (SILU) {
+        ring.template read<T>(head, chunk, u);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            const Silu of_x = silu<sizeof(T) == 2>(u[i]);
+            u[i] = of_x.value;
+            slope[i] = of_x.slope;
+        }
+    }
+    if (normed) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            g[i] *= rstd;
+            dweight[i] += g[i] * u[i];
+            g[i] = g[i] * gain[i] - u[i] * pull;
+        }
+    }
+    if constexpr (SILU) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) g[i] *= slope[i];
+    }
+}
+
+// Persistent: the groups of the whole grid form `teams` teams of `slots` groups that each take one token at a time, so
+// a group keeps its slot, its weight and its part of dweight. g and x of the next token are on their way to shared
+// memory meanwhile. partial: [blocks, 2, head_dim], q's sums and k's; null when not wanted.
+template <typename T, int PAIRS, bool SILU, int HEADS, int THREADS>
+__global__ void __launch_bounds__(THREADS, 1)
+    qk_norm_rope_bwd(RTK_QKV_GRADIENT_PARAMETERS, i64 teams, RTK_QKV_PARAMETERS, RTK_ANGLE_PARAMETERS) {
+    constexpr int N = 16 / sizeof(T);
+    extern __shared__ __align__(16) u8 memory[];
+    __shared__ u8 part_of_group[THREADS];
+    HeadRing<HEADS, THREADS> ring(memory);
+    ptx::launch_dependents();  // column_sum's blocks are small enough to wait beside this one
+    const int slots = static_cast<int>(q_slots + 2 * kv_slots);
+    const int lanes = 1 << lane_bits;
+    const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
+    const int group_in_block = static_cast<int>(threadIdx.x) >> lane_bits;
+    const int group = static_cast<int>((blockIdx.x * THREADS + threadIdx.x) >> lane_bits);
+    const int team = group / slots;
+    const HeadSlot slot(group - team * slots, static_cast<int>(q_slots), static_cast<int>(kv_slots),
+                        static_cast<int>(q_heads), static_cast<int>(kv_heads));
+    const int step = static_cast<int>(teams);
+    const int span = static_cast<int>(length);
+    const int step_batch = step / span, step_place = step - step_batch * span;
+    const int dim = static_cast<int>(head_dim);
+    const Pieces<N, kHalves> own(lane, 0, static_cast<int>(rotary), (dim - static_cast<int>(rotary)) / N);
+    const int end = team < step && own.any ? static_cast<int>(tokens) : 0;
+    const bool normed = slot.part != kV;
+    const bool needs_x = SILU || normed;
+
+    const T* g = slot.part == kQ ? dq : slot.part == kK ? dk : dv;
+    const i64 g_batch = slot.part == kQ ? dq_batch : slot.part == kK ? dk_batch : dv_batch;
+    const i64 g_place = slot.part == kQ ? dq_place : slot.part == kK ? dk_place : dv_place;
+    const i64 g_head = slot.part == kQ ? dq_head : slot.part == kK ? dk_head : dv_head;
+    g += slot.first * g_head + own.in_a;
+    qkv += own.in_a;
+    dqkv += own.in_a;
+    const i64 g_step = slot.step * g_head;
+    const int to_b = own.in_b - own.in_a;
+    const int count = (slot.heads - slot.first + slot.step - 1) / slot.step;  // heads of this thread
+    int column[HEADS];
+#pragma unroll
+    for (int i = 0; i < HEADS; ++i)
+        column[i] = dim * head_column(slot.part, slot.first + i * slot.step, group_magic, q_extra, kv_step, k_first,
+                                      v_first);
+
+    TokenWalk next(team, span);
+    auto fetch = [&] {
+        if (next.token < end) {
+            const T* from = g + next.batch * g_batch + next.place * g_place;
+            const T* x = qkv + next.batch * qkv_batch + next.place * qkv_place;
+#pragma unroll
+            for (int i = 0; i < HEADS; ++i) {
+                if (i < count) {
+                    ring.copy(i, 0, from);
+                    ring.copy(i, 1, from + to_b);
+                    from += g_step;
+                    if (needs_x) {
+                        ring.copy(i, 2, x + column[i]);
+                        ring.copy(i, 3, x + column[i] + to_b);
+                    }
+                }
+            }
+        }
+        ptx::cp_async_commit();
+        next.advance(step, step_batch, step_place, span);
+    };
+
+    // Chunks nothing is copied to are read all the same, by lanes that only take part in the reductions.
+    const bool both = team + static_cast<i64>(step) < end;  // stages get filled
+#pragma unroll
+    for (int i = 0; i < 2 * HEADS; ++i) {
+        const bool copied = both && i % HEADS < count;
+#pragma unroll
+        for (int chunk = 0; chunk < 4; ++chunk)
+            if (!copied || (chunk >= 2 && !needs_x))
+                *reinterpret_cast<Raw<16>*>(memory + i * ring.kHead + chunk * ring.kPitch + threadIdx.x * 16) =
+                    Raw<16>{};
+    }
+    fetch();
+
+    const float shift = static_cast<float>(offset);
+    float gain_a[N], gain_b[N], dweight_a[N], dweight_b[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) gain_a[i] = gain_b[i] = dweight_a[i] = dweight_b[i] = 0.0f;
+    if (normed && own.any) {
+        const void* weight = slot.part == kQ ? q_weight : k_weight;
+        load_gain<T, N>(weight, own.in_a, weight_wide, shift, gain_a);
+        load_gain<T, N>(weight, own.in_b, weight_wide, shift, gain_b);
+    }
+
+    const Angles angles = RTK_ANGLES;
+    const float epsilon = static_cast<float>(eps);
+    const float inverse = static_cast<float>(inverse_dim);
+    Rotation<N> r;
+    no_rotation(r);
+    // Every group of a warp makes as many rounds as the one with most tokens: they share the reductions.
+    TokenWalk at(team, span);
+    const int rounds = static_cast<int>(tokens + step - 1) / step;
+    for (int round = 0; round < rounds; ++round) {
+        ring.turn();
+        fetch();
+        const bool active = at.token < end;
+        if (active && own.rotated && normed)
+            load_rotation<T, N, PAIRS == kAdjacent>(angles, at.batch, at.place, lane, r);
+        ptx::cp_async_wait<1>();
+        T* to = dqkv + at.batch * dqkv_batch + at.place * dqkv_place;
+        // One head after the other, not unrolled: other warps fill the gaps, and the registers are few.
+#pragma unroll 1
+        for (int i = 0; i < HEADS; ++i) {
+            float ga[N], gb[N], ua[N], ub[N], sums[2] = {0.0f, 0.0f};  // of u^2 and u * a * gain
+            ring.template read<T>(i, 0, ga);
+            ring.template read<T>(i, 1, gb);
+            if (normed) rotate<N, PAIRS>(r, ga, gb);
+            read_u<T, N, SILU>(ring, i, 2, ua);
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+                sums[0] += ua[j] * ua[j];
+                sums[1] += ga[j] * gain_a[j] * ua[j];
+            }
+            read_u<T, N, SILU>(ring, i, 3, ub);
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+                sums[0] += ub[j] * ub[j];
+                sums[1] += gb[j] * gain_b[j] * ub[j];
+            }
+            group_sums<2>(sums, lanes);
+            if (active && i < count) {
+                const float rstd = rsqrtf(sums[0] * inverse + epsilon);
+                const float pull = sums[1] * inverse * rstd * rstd * rstd;
+                T* dx = to + dim * head_column(slot.part, slot.first + i * slot.step, group_magic, q_extra, kv_step,
+                                               k_first, v_first);
+                finish<T, N, SILU>(ring, i, 2, normed, rstd, pull, gain_a, ua, ga, dweight_a);
+                store<T, N>(dx, ga);
+                finish<T, N, SILU>(ring, i, 3, normed, rstd, pull, gain_b, ub, gb, dweight_b);
+                store<T, N>(dx + to_b, gb);
+            }
+        }
+        at.advance(step, step_batch, step_place, span);
+    }
+
+    if (partial == nullptr) return;
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+    float* sums = reinterpret_cast<float*>(memory) + group_in_block * dim;  // [groups, head_dim]
+    if (lane == 0) part_of_group[group_in_block] = static_cast<u8>(team < step ? slot.part : kV);
+    if (own.any) {
+#pragma unroll
+        for (int i = 0; i < N; i += 4) {
+            *reinterpret_cast<float4*>(sums + own.in_a + i) =
+                make_float4(dweight_a[i], dweight_a[i + 1], dweight_a[i + 2], dweight_a[i + 3]);
+            *reinterpret_cast<float4*>(sums + own.in_b + i) =
+                make_float4(dweight_b[i], dweight_b[i + 1], dweight_b[i + 2], dweight_b[i + 3]);
+        }
+    }
+    __syncthreads();
+    sums = reinterpret_cast<float*>(memory);
+    const int groups = THREADS >> lane_bits;
+    partial += static_cast<i64>(blockIdx.x) * 2 * dim;
+    for (int i = static_cast<int>(threadIdx.x); i < 2 * dim; i += THREADS) {
+        const int part = i < dim ? kQ : kK;
+        const int from = i < dim ? i : i - dim;
+        float total = 0.0f;
+        for (int j = 0; j < groups; ++j)
+            if (part_of_group[j] == part) total += sums[j * dim + from];
+        partial[i] = total;
+    }
+}
+
+// Any head size and alignment: the warps of the grid walk over (token, head), each with its own sums of dweight in
+// shared memory, [warps, 2, head_dim]. lane_bits is 5, q_slots and kv_slots are the numbers of heads.
+template <typename T, bool SILU>
+__global__ void __launch_bounds__(128, 4)
+    qk_norm_rope_bwd_any(RTK_QKV_GRADIENT_PARAMETERS, i64 pairs, RTK_QKV_PARAMETERS, RTK_ANGLE_PARAMETERS) {
+    extern __shared__ __align__(16) u8 memory[];
+    float* sums = reinterpret_cast<float*>(memory);
+    const u32 slots = static_cast<u32>(q_slots + 2 * kv_slots);
+    const int lane = static_cast<int>(threadIdx.x % kWarp);
+    const int warps = static_cast<int>(blockDim.x / kWarp);
+    const int dim = static_cast<int>(head_dim);
+    float* my_sums = sums + threadIdx.x / kWarp * 2 * dim;
+    for (int i = lane; i < 2 * dim; i += kWarp) my_sums[i] = 0.0f;
+    __syncwarp();
+    const Angles angles = RTK_ANGLES;
+    const float shift = static_cast<float>(offset);
+    for (i64 unit = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp; unit < tokens * slots;
+         unit += static_cast<i64>(gridDim.x) * warps) {
+        const u32 token = static_cast<u32>(unit) / slots;
+        const int batch = static_cast<int>(token / static_cast<u32>(length));
+        const int place = static_cast<int>(token - batch * static_cast<u32>(length));
+        const HeadSlot slot(static_cast<int>(static_cast<u32>(unit) - token * slots), static_cast<int>(q_slots),
+                            static_cast<int>(kv_slots), static_cast<int>(q_heads), static_cast<int>(kv_heads));
+        const i64 column =
+            dim * head_column(slot.part, slot.first, group_magic, q_extra, kv_step, k_first, v_first);
+        const T* x = qkv + batch * qkv_batch + place * qkv_place + column;
+        T* dx = dqkv + batch * dqkv_batch + place * dqkv_place + column;
+        const T* g = slot.part == kQ   ? dq + batch * dq_batch + place * dq_place + slot.first * dq_head
+                     : slot.part == kK ? dk + batch * dk_batch + place * dk_place + slot.first * dk_head
+                                       : dv + batch * dv_batch + place * dv_place + slot.first * dv_head;
+        auto u = [&](int i) {
+            float value[1];
+            unpack_u<T, 1, SILU>(ptx::ld_keep<sizeof(T)>(x + i), value);
+            return value[0];
+        };
+        auto put = [&](int i, float du) {
+            if constexpr (SILU) du *= silu<sizeof(T) == 2>(load_one(x + i)).slope;
+            store_one(dx + i, du);
+        };
+        if (slot.part == kV) {
+            for (int i = lane; i < dim; i += kWarp) put(i, load_one(g + i));
+            continue;
+        }
+        const void* weight = slot.part == kQ ? q_weight : k_weight;
+        const TokenRows rows(angles, batch, place);
+        // Calls f(element, gradient there after the inverse rotation) for every element.
+        auto each = [&](auto f) {
+            for (int pair = lane; pair < angles.rotary / 2; pair += kWarp) {
+                const PairPlace where(pair, 0, angles.rotary, static_cast<int>(pairs));
+                Rotation<1> r;
+                load_pair<T>(angles, rows, pair, r);
+                float a[1] = {load_one(g + where.in_0)}, b[1] = {load_one(g + where.in_1)};
+                rotate<1, kHalves>(r, a, b);
+                f(where.in_0, a[0]);
+                f(where.in_1, b[0]);
+            }
+            for (int i = angles.rotary + lane; i < dim; i += kWarp) f(i, load_one(g + i));
+        };
+        float square = 0.0f, product = 0.0f;
+        each([&](int i, float a) {
+            const float value = u(i);
+            square += value * value;
+            product += a * load_weight<T>(weight, i, weight_wide, shift) * value;
+        });
+        square = warp_reduce<Sum>(square);
+        product = warp_reduce<Sum>(product);
+        const float rstd = rsqrtf(square * static_cast<float>(inverse_dim) + static_cast<float>(eps));
+        const float pull = product * static_cast<float>(inverse_dim) * rstd * rstd * rstd;
+        float* into = my_sums + (slot.part == kQ ? 0 : dim);
+        each([&](int i, float a) {
+            const float value = u(i);
+            into[i] += a * rstd * value;
+            put(i, a * rstd * load_weight<T>(weight, i, weight_wide, shift) - value * pull);
+        });
+    }
+    if (partial == nullptr) return;
+    __syncthreads();
+    for (int i = static_cast<int>(threadIdx.x); i < 2 * dim; i += static_cast<int>(blockDim.x)) {
+        float total = 0.0f;
+        for (int w = 0; w < warps; ++w) total += sums[w * 2 * dim + i];
+        partial[static_cast<i64>(blockIdx.x) * 2 * dim + i] = total;
+    }
+}
+
+}  // namespace rtk

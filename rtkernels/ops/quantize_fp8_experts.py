@@ -1,0 +1,271 @@
+"""fp8 codes and scales of rows sorted by expert, with groups that never cross from one expert to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rtkernels import interop
+from rtkernels._kernel import Plans, allocator, dense_strides, device_info
+from rtkernels._layout import check_same, metadata, nothing, row_stride, token
+from rtkernels._registry import Op, TorchOp
+from rtkernels.errors import ArgumentError
+from rtkernels.ops import _fp8_reference as reference
+from rtkernels.ops._fp8_kernels import EXPERTS, GROUP, WIDTH
+from rtkernels.ops._fp8_plans import FP8_DTYPES, Matrix, Metadata, groups_of, tile_threads
+from rtkernels.testing.rows import Row
+
+OUTPUTS = ("row", "transposed", "both")
+MAX_EXPERTS = 8192  # their table is in shared memory
+
+# ---- shapes and checks ----------------------------------------------------------------------------------------------
+
+
+def row_blocks(rows: int, experts: int) -> int:
+    """Return the most blocks of 128 rows that `rows` rows of `experts` experts can be cut into."""
+    return (rows + (GROUP - 1) * min(experts, rows)) // GROUP
+
+
+def _shapes(rows: int, cols: int, experts: int, output: str) -> list[tuple[int, ...] | None]:
+    """Return the shapes of q, scale, q_t, scale_t; None for what is not asked for."""
+    along: list[tuple[int, ...] | None] = [(rows, cols), (rows * groups_of(cols),)]
+    down: list[tuple[int, ...] | None] = [(rows * cols,), (row_blocks(rows, experts), cols)]
+    nothing_here: list[tuple[int, ...] | None] = [None, None]
+    return (nothing_here if output == "transposed" else along) + (nothing_here if output == "row" else down)
+
+
+def _check(x: Metadata, counts: Metadata, output: str, dtype: torch.dtype) -> None:
+    if output not in OUTPUTS:
+        raise ArgumentError(f"output is {output!r}; expected one of {', '.join(map(repr, OUTPUTS))}")
+    token("x", x[0])
+    token("the result", dtype, FP8_DTYPES)
+    if len(x[1]) != 2:
+        raise ArgumentError(f"x has shape {tuple(x[1])}; expected two dimensions, rows sorted by expert")
+    if x[1][0] >= 2**31:
+        raise ArgumentError(f"x has {x[1][0]} rows; expected less than 2^31")
+    if counts[0] not in (torch.int32, torch.int64):
+        raise ArgumentError(f"counts has dtype {counts[0]}; expected int32 or int64".replace("torch.", ""))
+    if len(counts[1]) != 1 or not 1 <= counts[1][0] <= MAX_EXPERTS:
+        raise ArgumentError(
+            f"counts has shape {tuple(counts[1])}; expected one dimension, the rows of 1 to {MAX_EXPERTS} experts"
+        )
+    check_same("counts", counts[3], x[3], "device index")
+
+
+# ---- launcher -------------------------------------------------------------------------------------------------------
+
+
+class _Plan:
+    __slots__ = ("_allocate", "_args", "_launch", "_outputs")
+
+    def __init__(self, x: Metadata, align: int, counts: Metadata, output: str, dtype: torch.dtype, pow2: bool) -> None:
+        t, f = token("x", x[0]), token("the result", dtype, FP8_DTYPES)
+        m = Matrix(x, align, WIDTH[t], flat=False)
+        experts, tiles, wide, threads = counts[1][0], groups_of(m.cols), m.vec > 1, tile_threads(t)
+        blocks = row_blocks(m.rows, experts)
+        resident = 1024 // threads // (1 if wide else 2) * device_info(m.device).sm_count
+        self._launch = EXPERTS.bind(
+            (t, f, wide), m.device, min(blocks * tiles, resident), threads, shared=8 * (experts + 1)
+        )
+        self._args = (m.rows, m.cols, m.stride, experts, counts[0].itemsize, blocks, tiles, pow2)
+        self._allocate = allocator(m.device)
+        dtypes = (dtype, torch.float32) * 2
+        shapes = _shapes(m.rows, m.cols, experts, output)
+        self._outputs = [(s and (s, dense_strides(s), d)) for s, d in zip(shapes, dtypes, strict=True)]
+
+    def run(self, x: Tensor, address: int, counts: Tensor) -> tuple[Tensor, ...]:
+        outputs = [output and self._allocate(*output) for output in self._outputs]
+        pointers = [0 if output is None else output.data_ptr() for output in outputs]
+        self._launch(address, counts.data_ptr(), *pointers, *self._args)
+        return tuple(nothing(x) if output is None else output for output in outputs)
+
+
+def _plan(x: Metadata, counts: Metadata, output: str, dtype: torch.dtype, pow2: bool, align: int) -> _Plan | None:
+    _check(x, counts, output, dtype)
+    if 0 in x[1] or row_stride(x[1], x[2]) is None:
+        return None
+    return _Plan(x, align, counts, output, dtype, pow2)
+
+
+PLANS = Plans(_plan)
+
+
+def _launch(x: Tensor, counts: Tensor, output: str, dtype: torch.dtype, pow2_scale: bool) -> tuple[Tensor, ...]:
+    address = x.data_ptr()
+    plan = PLANS[metadata(x), metadata(counts), output, dtype, pow2_scale, address & 15]
+    if plan is None:
+        if x.numel() == 0:
+            return _fake(x, counts, output, dtype, pow2_scale, fill=True)
+        return _launch(x.contiguous(), counts, output, dtype, pow2_scale)
+    return plan.run(x, address, counts.contiguous())
+
+
+# ---- the same in plain torch ----------------------------------------------------------------------------------------
+
+
+def _reference(x: Tensor, counts: Tensor, output: str, dtype: torch.dtype, pow2_scale: bool) -> tuple[Tensor, ...]:
+    _check(metadata(x), metadata(counts), output, dtype)
+    results = _fake(x, counts, output, dtype, pow2_scale, fill=True)
+    q, scale, q_t, scale_t = results
+    first, block, groups, cols = 0, 0, groups_of(x.shape[1]), x.shape[1]
+    for count in counts.tolist():
+        end = min(first + max(count, 0), x.shape[0])
+        part = x[first:end]
+        if output != "transposed":
+            codes, scales = reference.quantize(part, "group", dtype, pow2_scale, "column")
+            q[first:end] = codes
+            scale[first * groups : end * groups] = scales.flatten()
+        if output != "row":
+            codes, scales = reference.quantize(part, "group_t", dtype, pow2_scale, "row")
+            q_t[first * cols : end * cols] = codes.flatten()
+            scale_t[block : block + len(scales)] = scales
+        first, block = end, block + groups_of(end - first)
+    return results
+
+
+def _fake(x, counts, output, dtype, pow2_scale, fill=False):
+    make = x.new_zeros if fill else x.new_empty
+    shapes = _shapes(*x.shape, counts.shape[0], output)
+    return tuple(
+        nothing(x) if shape is None else make(shape, dtype=kind)
+        for shape, kind in zip(shapes, (dtype, torch.float32) * 2, strict=True)
+    )
+
+
+QUANTIZE = TorchOp(
+    "quantize_fp8_experts(Tensor x, Tensor counts, str output, ScalarType dtype, bool pow2_scale)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    launch=_launch,
+    reference=_reference,
+    fake=_fake,
+)
+
+
+# ---- public ---------------------------------------------------------------------------------------------------------
+
+
+class QuantizedExperts(NamedTuple):
+    """Codes and scales of the experts' rows, one expert after the other; None for what was not asked for.
+
+    For x ``[t, n]`` with ``g = ceil(n/128)``, and an expert with rows ``s`` to ``s + c - 1``, before which there are
+    ``b`` blocks of 128 rows (the last one of each expert may be shorter):
+
+    Attributes:
+        q: ``[t, n]``, rows as in x.
+        scale: ``[t * g]``. The expert's part ``[s * g : (s + c) * g]`` is a matrix ``[g, c]``: one scale per 128
+            columns of a row, as quantize_fp8 gives it for granularity "group" and layout "column".
+        q_t: ``[t * n]``. The expert's part ``[s * n : (s + c) * n]`` is a matrix ``[n, c]``.
+        scale_t: ``[blocks, n]``. The expert's part begins at row ``b``: one scale per 128 rows of a column. There are
+            ``(t + 127 * min(experts, t)) // 128`` rows, enough for any counts; those past the last block are 0.
+    """
+
+    q: Tensor | None
+    scale: Tensor | None
+    q_t: Tensor | None
+    scale_t: Tensor | None
+
+
+def quantize_fp8_experts(
+    x: Tensor,
+    counts: Tensor,
+    *,
+    output: str = "both",
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    pow2_scale: bool = False,
+) -> QuantizedExperts:
+    """Quantise rows sorted by expert to fp8, in groups of 128 along rows, along columns, or both from one read.
+
+    Each expert's rows are quantised as :func:`quantize_fp8` quantises a matrix of them (granularities "group" and
+    "group_t"), and the results are put one after the other: see :class:`QuantizedExperts`. The host never reads
+    `counts`, so nothing waits for the device and the call can be captured in a CUDA graph.
+
+    Not differentiable: the results never require grad.
+
+    Args:
+        x: ``[t, n]``, bfloat16, float16 or float32; any strides (a copy is made unless rows are unit-stride). May be
+            any object with ``__dlpack__``; the results are then of its kind.
+        counts: Rows of each expert, ``[experts]``, int32 or int64 on x's device; zeros are fine. Negative counts are
+            taken as 0 and rows are never read past the end. Should the sum be less than t, the rows left over (padding)
+            are not quantised, and what the results hold for them is unspecified.
+        output: "row" (q and scale), "transposed" (q_t and scale_t) or "both".
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        pow2_scale: Round scales up to a power of two.
+
+    Returns:
+        A :class:`QuantizedExperts`, all of it dense.
+    """
+    if not isinstance(x, Tensor):
+        options: dict[str, Any] = {"output": output, "dtype": dtype, "pow2_scale": pow2_scale}
+        return interop.call(quantize_fp8_experts, x, counts, **options)
+    if x.requires_grad:
+        x = x.detach()
+    q, scale, q_t, scale_t = QUANTIZE(x, counts, output, dtype, pow2_scale)
+    if output == "row":
+        return QuantizedExperts(q, scale, None, None)
+    if output == "transposed":
+        return QuantizedExperts(None, None, q_t, scale_t)
+    return QuantizedExperts(q, scale, q_t, scale_t)
+
+
+# ---- registry -------------------------------------------------------------------------------------------------------
+
+
+def _samples(device: str):
+    x = torch.randn(131, 136, generator=torch.Generator(device).manual_seed(0), device=device)
+    for output, kind in zip(OUTPUTS, (torch.int32, torch.int64, torch.int32), strict=True):
+        yield QUANTIZE, (x, torch.tensor([1, 129, 0, 1], dtype=kind, device=device), output, FP8_DTYPES[0], True)
+
+
+# The counts of the benchmark: 32 experts of 2048 to 6144 rows each, multiples of 16.
+_COUNTS = [4688, 3280, 5280, 2432, 2640, 2816, 5040, 2512, 3792, 2352, 2752, 5600, 5472, 2608, 4016, 2784]
+_COUNTS += [5520, 2528, 3056, 3872, 2544, 5296, 2448, 3856, 2416, 3136, 4416, 5472, 3216, 3008, 4560, 3520]
+
+
+def _rows() -> Iterator[Row]:
+    rows, cols = sum(_COUNTS), 1024
+
+    def make(device: str, generator: torch.Generator) -> dict[str, Any]:
+        x = torch.randn(rows, cols, dtype=torch.bfloat16, device=device, generator=generator)
+        return {"x": x, "counts": torch.tensor(_COUNTS, dtype=torch.int32, device=device)}
+
+    yield Row(
+        name="quantize_fp8_experts",
+        shape=f"{len(_COUNTS)} experts, {rows}x{cols}",
+        make=make,
+        ours=lambda x, counts: QUANTIZE(x, counts, "both", FP8_DTYPES[0], False),
+        torch=_plain,
+        bytes=4 * rows * cols + 4 * (rows * cols // GROUP + sum(map(groups_of, _COUNTS)) * cols) + 4 * len(_COUNTS),
+    )
+
+
+def _plain(x: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
+    """The recipe in plain torch, for the counts above."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    parts: tuple[list[Tensor], ...] = ([], [], [], [])
+    for part in wide.split(_COUNTS):
+        scale = (part.unflatten(1, (-1, GROUP)).abs().amax(-1) / 448).clamp(min=1e-30)
+        parts[0].append((part * (1 / scale).repeat_interleave(GROUP, 1)).clamp(-448, 448).to(torch.float8_e4m3fn))
+        parts[1].append(scale.t().flatten())
+        padded = torch.nn.functional.pad(part, (0, 0, 0, -len(part) % GROUP)).unflatten(0, (-1, GROUP))
+        scale = (padded.abs().amax(1) / 448).clamp(min=1e-30)
+        inverse = (1 / scale).repeat_interleave(GROUP, 0)[: len(part)]
+        parts[2].append((part * inverse).clamp(-448, 448).to(torch.float8_e4m3fn).t().flatten())
+        parts[3].append(scale)
+    blank = row_blocks(len(x), len(_COUNTS)) - sum(map(len, parts[3]))
+    parts[3].append(wide.new_zeros(blank, x.shape[1]))
+    q, scale, q_t, scale_t = parts
+    codes = [torch.cat([part.view(torch.uint8) for part in each]).view(torch.float8_e4m3fn) for each in (q, q_t)]
+    return codes[0], torch.cat(scale), codes[1], torch.cat(scale_t)
+
+
+OP = Op(
+    "quantize_fp8_experts",
+    public=("quantize_fp8_experts",),
+    kernels=(EXPERTS,),
+    torch_ops=(QUANTIZE,),
+    samples=_samples,
+    rows=_rows,
+)
