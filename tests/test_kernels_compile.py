@@ -42,7 +42,7 @@ def test_variants_are_plain_and_distinct(name: str) -> None:
 def test_every_unit_belongs_to_a_kernel() -> None:
     from rtkernels.testing import probe
 
-    known = {kernel.unit for kernel in KERNELS.values()} | {probe.KERNEL.unit}
+    known = {kernel.unit for kernel in (*KERNELS.values(), *probe.KERNELS)}
     assert set(_sources.units()) == known
 
 
@@ -57,10 +57,13 @@ def test_kernel_parameters_match_their_records() -> None:
 
     kinds = {"ptr": r"\*", "i64": "i64 ", "f64": "double "}
     for kernel in KERNELS.values():
-        text = _sources.read(kernel.unit).decode()
+        text = "".join(content.decode() for content in _sources.closure(kernel.unit).values()).replace("\\\n", " ")
         signature = re.search(rf"\b{kernel.name}\(([^)]*)\)\s*\{{", text)
         assert signature, f"{kernel.name} is not defined in {kernel.unit}"
-        parameters = [" ".join(part.split()) for part in signature[1].split(",")]
+        listed = signature[1]
+        for macro, body in re.findall(r"#define (RTK_\w+) +(.*)", text):  # parameters that several kernels share
+            listed = re.sub(rf"\b{macro}\b", lambda _, body=body: body, listed)
+        parameters = [" ".join(part.split()) for part in listed.split(",")]
         assert len(parameters) == len(kernel.args), kernel
         for parameter, (name, kind) in zip(parameters, kernel.args, strict=True):
             assert re.search(kinds[kind], parameter), f"{kernel}: {name} is {kind}, but the kernel has {parameter!r}"

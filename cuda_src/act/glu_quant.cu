@@ -2,6 +2,9 @@
 // all rows or of each expert's. y = act(gate) * up * weight is computed in fp32 and quantised without another rounding.
 // Recipe: common/fp8_scale.cuh. Layouts and tiles: act/glu_tile.cuh.
 //
+// Inputs are 16-byte aligned and have `pitch` readable columns, a multiple of 16 bytes, of which `cols` count; the others
+// must be 0. Codes by rows and dx have the pitch too.
+//
 // A block works on tiles blockIdx.x, blockIdx.x + gridDim.x, ..., numbered along the columns first.
 #include "act/activations.cuh"
 #include "act/glu_tile.cuh"
@@ -9,52 +12,26 @@
 
 namespace rtk {
 
-// Any activation, by number: for narrow accesses, whose speed it does not change, one kernel instead of one for each.
-struct AnyAct {};
-
-// Calls `f` with an object of the activation's type.
-template <typename Act, typename F>
-RTK_DEVICE void with_act(i64 number, const F& f) {
-    if constexpr (!is_same<Act, AnyAct>::value) {
-        f(Act{});
-    } else {
-        switch (number) {
-            case 0: return f(Silu{});
-            case 1: return f(GeluTanh{});
-            case 2: return f(GeluErf{});
-            case 3: return f(Relu{});
-            case 4: return f(Relu2{});
-            case 5: return f(Sigmoid{});
-            case 6: return f(Identity{});
-            default: return f(SwigluOai{});
-        }
-    }
-}
-
-// Columns of a thread. Narrow accesses take the larger threads, which may have more registers.
-template <typename T, bool WIDE>
-inline constexpr int kForwardWidth = WIDE ? 16 / sizeof(T) : 8;
-template <bool WIDE>
-inline constexpr int kBackwardWidth = WIDE ? 4 : 8;
+// Columns of a thread.
+template <typename T>
+inline constexpr int kForwardWidth = 16 / sizeof(T);
+inline constexpr int kBackwardWidth = 4;
 // Resident at once: one stores while another computes.
-template <typename T, bool WIDE>
-inline constexpr int kForwardBlocks = WIDE && sizeof(T) == 2 ? 2 : 1;
-// Packed, all inputs of a tile fit into registers: the next tile can be copied while this one is worked on.
-template <typename T, bool WIDE>
-inline constexpr bool kEarly = WIDE && sizeof(T) == 2;
+template <typename T>
+inline constexpr int kForwardBlocks = sizeof(T) == 2 ? 2 : 1;
 
-template <typename T, typename Act, bool WIDE>
-__global__ void __launch_bounds__(Tile<kForwardWidth<T, WIDE>>::kThreads, kForwardBlocks<T, WIDE>)
+template <typename T, typename Act>
+__global__ void __launch_bounds__(Tile<kForwardWidth<T>>::kThreads, kForwardBlocks<T>)
     glu_fp8_fwd(const T* gate, const T* up, const void* weight, const void* counts, e4m3* q, float* scale, e4m3* q_t,
-                float* scale_t, i64 rows, i64 cols, i64 gate_stride, i64 up_stride, i64 weight_wide, i64 experts,
-                i64 count_width, i64 row_blocks, i64 by_group, i64 slots, i64 pow2, i64 act) {
-    constexpr int N = kForwardWidth<T, WIDE>;
+                float* scale_t, i64 rows, i64 cols, i64 pitch, i64 gate_stride, i64 up_stride, i64 weight_wide, i64 experts,
+                i64 count_width, i64 row_blocks, i64 by_group, i64 slots, i64 pow2) {
+    constexpr int N = kForwardWidth<T>;
     __shared__ TileScratch<N> scratch;
     extern __shared__ __align__(16) u8 memory[];
     const u32 across = static_cast<u32>((cols + kTileSide - 1) / kTileSide);
     const u32 tiles = static_cast<u32>(row_blocks) * across;
-    const Quantized out = {q, scale, q_t, scale_t, cols, by_group != 0, pow2 != 0};
-    const StagedTiles<T, N, 2, WIDE> in = {
+    const Quantized out = {q, scale, q_t, scale_t, cols, pitch, by_group != 0, pow2 != 0};
+    const StagedTiles<T, N, 2> in = {
         {gate, up == nullptr ? gate + cols : up}, {gate_stride, up_stride}, memory, static_cast<int>(slots)};
     const RowBlocks blocks(memory + slots * in.kBytes, counts, count_width, experts, rows);
     float weights = 1.0f;  // one per lane
@@ -62,7 +39,7 @@ __global__ void __launch_bounds__(Tile<kForwardWidth<T, WIDE>>::kThreads, kForwa
     auto fetch = [&](u32 index) {
         const u32 down = index / across, column = (index - down * across) * kTileSide;
         const RowBlock block = blocks.at(down);
-        const Tile<N> tile(block.rows, cols - column, unknown(static_cast<int>(threadIdx.x)));
+        const Tile<N> tile(block.rows, pitch - column, unknown(static_cast<int>(threadIdx.x)));
         weights = lane_weight<T>(tile, weight, weight_wide, block.first);
         in.fetch(tile, block.first, column);
     };
@@ -72,7 +49,7 @@ __global__ void __launch_bounds__(Tile<kForwardWidth<T, WIDE>>::kThreads, kForwa
     while (index < tiles) {
         const u32 down = index / across, column = (index - down * across) * kTileSide;
         const RowBlock block = blocks.at(down);
-        const Tile<N> tile(block.rows, cols - column, unknown(static_cast<int>(threadIdx.x)));
+        const Tile<N> tile(block.rows, pitch - column, unknown(static_cast<int>(threadIdx.x)));
         const float w = weights;
         float y[kTileRows][N];
         auto advance = [&] {
@@ -82,7 +59,8 @@ __global__ void __launch_bounds__(Tile<kForwardWidth<T, WIDE>>::kThreads, kForwa
                 fetch(index);
             }
         };
-        if constexpr (kEarly<T, WIDE>) {
+        if constexpr (sizeof(T) == 2) {
+            // Packed, all inputs fit into registers: the next tile can be copied while this one is worked on.
             Raw<sizeof(T) * N> gate_raw[kTileRows], up_raw[kTileRows];
             in.read_all(tile, 0, block.first, column, gate_raw);
             in.read_all(tile, 1, block.first, column, up_raw);
@@ -96,37 +74,32 @@ __global__ void __launch_bounds__(Tile<kForwardWidth<T, WIDE>>::kThreads, kForwa
 #pragma unroll
                 for (int i = 0; i < N; ++i)
                     y[r][i] = Act::template at<true>(y[r][i]).value * row_w * partner<Act>(u[i]).value;
-                if constexpr (is_same<Act, GeluErf>::value) settle(y[r]);
             }
         } else {
             in.wait(tile, 0, block.first, column);
-            with_act<Act>(act, [&](auto kind) {
 #pragma unroll
-                for (int r = 0; r < kTileRows; ++r) {
-                    const float row_w = row_weight(tile, w, r);
-                    in.read(tile, 0, r, y[r]);
+            for (int r = 0; r < kTileRows; ++r) {
+                const float row_w = row_weight(tile, w, r);
+                unpack<T, N>(in.read(tile, 0, r), y[r]);
 #pragma unroll
-                    for (int i = 0; i < N; ++i)
-                        y[r][i] = decltype(kind)::template at<sizeof(T) == 2>(y[r][i]).value * row_w;
-                    settle(y[r]);
-                }
-            });
+                for (int i = 0; i < N; ++i) y[r][i] = Act::template at<false>(y[r][i]).value * row_w;
+                settle(y[r]);
+            }
             in.wait(tile, 1, block.first, column);
-            with_act<Act>(act, [&](auto kind) {
 #pragma unroll
-                for (int r = 0; r < kTileRows; ++r) {
-                    float u[N];
-                    in.read(tile, 1, r, u);
+            for (int r = 0; r < kTileRows; ++r) {
+                float u[N];
+                unpack<T, N>(in.read(tile, 1, r), u);
 #pragma unroll
-                    for (int i = 0; i < N; ++i) y[r][i] *= partner<decltype(kind)>(u[i]).value;
-                }
-            });
+                for (int i = 0; i < N; ++i) y[r][i] *= partner<Act>(u[i]).value;
+            }
             advance();
         }
+        const int columns = static_cast<int>(min(cols - column, static_cast<i64>(kTileSide)));
         if (block.rows > 0) {
-            quantize_values<WIDE>(tile, block, down, column, y, out, scratch);
+            quantize_values(tile, columns, block, down, column, y, out, scratch);
         } else {
-            clear_scales(tile, down, column, cols, scale_t);
+            clear_scales(columns, down, column, cols, scale_t);
         }
     }
 }
@@ -150,40 +123,47 @@ RTK_DEVICE float scattered_sum(const Tile<N>& tile, float (&v)[kTileRows]) {
 }
 
 // The thread's rows of a dense matrix of T; `place`: that of the tile's first element.
-template <typename T, bool WIDE, int N>
+template <typename T, int N>
 RTK_DEVICE void store_values(const Tile<N>& tile, T* place, i64 stride, const float (&v)[kTileRows][N]) {
     place += tile.row * stride + tile.column;
 #pragma unroll
-    for (int r = 0; r < kTileRows; ++r, place += stride) {
-        if constexpr (WIDE) {
-            if (r < tile.rows_here && tile.columns_here > 0) store<T, N>(place, v[r]);
-        } else {
+    for (int r = 0; r < kTileRows; ++r, place += stride)
+        if (r < tile.rows_here && tile.columns_here > 0) store<T, N>(place, v[r]);
+}
+
+// Gradients of N columns of a row, from the gate in `dgate`, the incoming gradient in `dup`, and up. Returns their part of
+// the weight's gradient.
+template <typename Act, bool kFast, int N>
+RTK_DEVICE float gradients(float (&dgate)[N], float (&dup)[N], const float (&up)[N], float w) {
+    float sum = 0.0f;
 #pragma unroll
-            for (int i = 0; i < N; ++i) {
-                const float one[1] = {v[r][i]};
-                if (r < tile.rows_here && i < tile.columns_here) store<T, 1>(place + i, one);
-            }
-        }
+    for (int i = 0; i < N; ++i) {
+        const ValueSlope gated = Act::template at<kFast>(dgate[i]), other = partner<Act>(up[i]);
+        const float g = dup[i], weighted = g * w;
+        sum += g * gated.value * other.value;
+        dgate[i] = weighted * other.value * gated.slope;
+        dup[i] = weighted * gated.value * other.slope;
     }
+    return sum;
 }
 
 // The gradient of [gate | up], [rows, 2 * cols], from that of y: its codes, the gradient itself (dx, of T), or both; and
 // what each 128 columns add to the gradient of the weight (partial [ceil(cols/128), rows]). Any of them may be null. For
 // codes by rows cols must be a multiple of 128, or groups would reach from gate into up.
-template <typename T, typename Act, bool WIDE>
-__global__ void __launch_bounds__(Tile<kBackwardWidth<WIDE>>::kThreads)
+template <typename T, typename Act>
+__global__ void __launch_bounds__(Tile<kBackwardWidth>::kThreads)
     glu_fp8_bwd(const T* dy, const T* gate, const T* up, const void* weight, const void* counts, e4m3* q, float* scale,
-                e4m3* q_t, float* scale_t, T* dx, float* partial, i64 rows, i64 cols, i64 dy_stride, i64 gate_stride,
+                e4m3* q_t, float* scale_t, T* dx, float* partial, i64 rows, i64 cols, i64 pitch, i64 dy_stride, i64 gate_stride,
                 i64 up_stride, i64 weight_wide, i64 experts, i64 count_width, i64 row_blocks, i64 by_group, i64 slots,
-                i64 pow2, i64 act) {
-    constexpr int N = kBackwardWidth<WIDE>;
+                i64 pow2) {
+    constexpr int N = kBackwardWidth;
     __shared__ TileScratch<N> scratch;
     extern __shared__ __align__(16) u8 memory[];
     ptx::launch_dependents();
     const u32 across = static_cast<u32>((cols + kTileSide - 1) / kTileSide);
     const u32 tiles = static_cast<u32>(row_blocks) * across;
-    const Quantized out = {q, scale, q_t, scale_t, 2 * cols, by_group != 0, pow2 != 0};
-    const StagedTiles<T, N, 3, WIDE> in = {{gate, dy, up == nullptr ? gate + cols : up},
+    const Quantized out = {q, scale, q_t, scale_t, 2 * cols, 2 * pitch, by_group != 0, pow2 != 0};
+    const StagedTiles<T, N, 3> in = {{gate, dy, up == nullptr ? gate + cols : up},
                                            {gate_stride, dy_stride, up_stride},
                                            memory,
                                            static_cast<int>(slots)};
@@ -193,7 +173,7 @@ __global__ void __launch_bounds__(Tile<kBackwardWidth<WIDE>>::kThreads)
     auto fetch = [&](u32 index) {
         const u32 down = index / across, column = (index - down * across) * kTileSide;
         const RowBlock block = blocks.at(down);
-        const Tile<N> tile(block.rows, cols - column, unknown(static_cast<int>(threadIdx.x)));
+        const Tile<N> tile(block.rows, pitch - column, unknown(static_cast<int>(threadIdx.x)));
         weights = lane_weight<T>(tile, weight, weight_wide, block.first);
         in.fetch(tile, block.first, column);
     };
@@ -203,7 +183,7 @@ __global__ void __launch_bounds__(Tile<kBackwardWidth<WIDE>>::kThreads)
     while (index < tiles) {
         const u32 down = index / across, column = (index - down * across) * kTileSide;
         const RowBlock block = blocks.at(down);
-        const Tile<N> tile(block.rows, cols - column, unknown(static_cast<int>(threadIdx.x)));
+        const Tile<N> tile(block.rows, pitch - column, unknown(static_cast<int>(threadIdx.x)));
         const float w = weights;
         float dgate[kTileRows][N], dup[kTileRows][N], sums[kTileRows];
         auto advance = [&] {
@@ -213,21 +193,7 @@ __global__ void __launch_bounds__(Tile<kBackwardWidth<WIDE>>::kThreads)
                 fetch(index);
             }
         };
-        // Row r from the incoming gradient (in dup), the gate (in dgate) and up.
-        auto gradients = [&](auto kind, int r, const float (&u)[N]) {
-            using Kind = decltype(kind);
-            const float row_w = row_weight(tile, w, r);
-            sums[r] = 0.0f;
-#pragma unroll
-            for (int i = 0; i < N; ++i) {
-                const ValueSlope gated = Kind::template at<sizeof(T) == 2>(dgate[r][i]), other = partner<Kind>(u[i]);
-                const float g = dup[r][i], weighted = g * row_w;
-                sums[r] += g * gated.value * other.value;
-                dgate[r][i] = weighted * other.value * gated.slope;
-                dup[r][i] = weighted * gated.value * other.slope;
-            }
-        };
-        if constexpr (kEarly<T, WIDE>) {
+        if constexpr (sizeof(T) == 2) {
             Raw<sizeof(T) * N> gate_raw[kTileRows], dy_raw[kTileRows], up_raw[kTileRows];
             in.read_all(tile, 0, block.first, column, gate_raw);
             in.read_all(tile, 1, block.first, column, dy_raw);
@@ -239,26 +205,24 @@ __global__ void __launch_bounds__(Tile<kBackwardWidth<WIDE>>::kThreads)
                 unpack<T, N>(gate_raw[r], dgate[r]);
                 unpack<T, N>(dy_raw[r], dup[r]);
                 unpack<T, N>(up_raw[r], u);
-                gradients(Act{}, r, u);
+                sums[r] = gradients<Act, true>(dgate[r], dup[r], u, row_weight(tile, w, r));
                 if constexpr (is_same<Act, SwigluOai>::value) settle(dgate[r]), settle(dup[r]);
             }
         } else {
             in.wait(tile, 0, block.first, column);
 #pragma unroll
-            for (int r = 0; r < kTileRows; ++r) in.read(tile, 0, r, dgate[r]);
+            for (int r = 0; r < kTileRows; ++r) unpack<T, N>(in.read(tile, 0, r), dgate[r]);
             in.wait(tile, 1, block.first, column);
 #pragma unroll
-            for (int r = 0; r < kTileRows; ++r) in.read(tile, 1, r, dup[r]);
+            for (int r = 0; r < kTileRows; ++r) unpack<T, N>(in.read(tile, 1, r), dup[r]);
             in.wait(tile, 2, block.first, column);
-            with_act<Act>(act, [&](auto kind) {
 #pragma unroll
-                for (int r = 0; r < kTileRows; ++r) {
-                    float u[N];
-                    in.read(tile, 2, r, u);
-                    gradients(kind, r, u);
-                    settle(dgate[r]), settle(dup[r]);
-                }
-            });
+            for (int r = 0; r < kTileRows; ++r) {
+                float u[N];
+                unpack<T, N>(in.read(tile, 2, r), u);
+                sums[r] = gradients<Act, false>(dgate[r], dup[r], u, row_weight(tile, w, r));
+                settle(dgate[r]), settle(dup[r]);
+            }
         }
         if (partial != nullptr) {
             const float sum = scattered_sum(tile, sums);
@@ -266,18 +230,20 @@ __global__ void __launch_bounds__(Tile<kBackwardWidth<WIDE>>::kThreads)
             if (tile.thread % Tile<N>::kLanes < kTileRows && row < tile.rows_here)
                 partial[static_cast<i64>(column / kTileSide) * rows + block.first + tile.row + row] = sum;
         }
-        if constexpr (!kEarly<T, WIDE>) advance();
+        if constexpr (sizeof(T) != 2) advance();
+        const int columns = static_cast<int>(min(cols - column, static_cast<i64>(kTileSide)));
         if (block.rows > 0) {
             if (dx != nullptr) {
-                T* place = dx + block.first * (2 * cols) + column;
-                store_values<T, WIDE>(tile, place, unknown(2 * cols), dgate);
-                store_values<T, WIDE>(tile, place + cols, unknown(2 * cols), dup);
+                const i64 stride = unknown(2 * pitch);
+                T* place = dx + block.first * stride + column;
+                store_values(tile, place, stride, dgate);
+                store_values(tile, place + pitch, stride, dup);
             }
-            quantize_values<WIDE>(tile, block, down, column, dgate, out, scratch);
-            quantize_values<WIDE>(tile, block, down, column + static_cast<u32>(cols), dup, out, scratch);
+            quantize_values(tile, columns, block, down, column, dgate, out, scratch);
+            quantize_values(tile, columns, block, down, column + static_cast<u32>(cols), dup, out, scratch);
         } else {
-            clear_scales(tile, down, column, 2 * cols, scale_t);
-            clear_scales(tile, down, column + static_cast<u32>(cols), 2 * cols, scale_t);
+            clear_scales(columns, down, column, 2 * cols, scale_t);
+            clear_scales(columns, down, column + static_cast<u32>(cols), 2 * cols, scale_t);
         }
     }
 }

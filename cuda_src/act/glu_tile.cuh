@@ -71,8 +71,7 @@ RTK_DEVICE void settle(float (&v)[N]) {
 // Tiles of INPUTS matrices on their way through shared memory. A warp copies the rows that its own threads read, so the
 // block needs no barrier. With fewer than INPUTS slots of shared memory, the first inputs are copied ahead and the
 // others when it is their turn, into the first slot.
-// WIDE: rows can be read 16 bytes at a time.
-template <typename T, int N, int INPUTS, bool WIDE>
+template <typename T, int N, int INPUTS>
 struct StagedTiles {
     static constexpr int kPer = 16 / sizeof(T), kAcross = kTileSide / kPer, kRowBytes = kTileSide * sizeof(T);
     static constexpr int kBytes = kTileSide * kRowBytes;  // of a slot
@@ -106,34 +105,13 @@ struct StagedTiles {
 
     // The thread's elements of its row r; 0 for those that do not exist.
     RTK_DEVICE Raw<sizeof(T) * N> read(const Tile<N>& tile, int k, int r) const {
-        static_assert(WIDE, "elements of narrow accesses are read one by one");
         struct alignas(sizeof(T) * N) Piece {
             Raw<sizeof(T) * N> raw;
         } piece;
         clear(piece.raw);
-        if (r < tile.rows_here && tile.columns_here > 0) piece = *static_cast<const Piece*>(place(tile, k, r));
+        const u8* from = memory + slot(k) + (tile.row + r) * kRowBytes + tile.column * static_cast<int>(sizeof(T));
+        if (r < tile.rows_here && tile.columns_here > 0) piece = *reinterpret_cast<const Piece*>(from);
         return piece.raw;
-    }
-    RTK_DEVICE void read(const Tile<N>& tile, int k, int r, float (&v)[N]) const {
-        if constexpr (WIDE) {
-            unpack<T, N>(read(tile, k, r), v);
-        } else {
-            const void* from = place(tile, k, r);
-#pragma unroll
-            for (int i = 0; i < N; ++i) {
-                Raw<sizeof(T)> raw = {0};
-                float one[1];
-                if (r < tile.rows_here && i < tile.columns_here) {
-                    if constexpr (sizeof(T) == 4) {
-                        raw.w[0] = static_cast<const u32*>(from)[i];
-                    } else {
-                        raw.w[0] = static_cast<const u16*>(from)[i];
-                    }
-                }
-                unpack<T, 1>(raw, one);
-                v[i] = one[0];
-            }
-        }
     }
 
     // All of the thread's elements of an input, waiting for it.
@@ -144,34 +122,19 @@ struct StagedTiles {
     }
 
    private:
-    RTK_DEVICE const void* place(const Tile<N>& tile, int k, int r) const {
-        return memory + slot(k) + (tile.row + r) * kRowBytes + tile.column * static_cast<int>(sizeof(T));
-    }
     RTK_DEVICE int slot(int k) const { return k < slots ? k * kBytes : 0; }
 
     RTK_DEVICE void copy(const Tile<N>& tile, int k, i64 row, i64 column) const {
-        const int lane = tile.thread % kWarp, above = tile.thread / kWarp * kWarpRows;
+        constexpr int kStep = kWarp / kAcross;
+        const int lane = tile.thread % kWarp, piece = lane % kAcross;
+        const int first = tile.thread / kWarp * kWarpRows + lane / kAcross;
+        const int rows = piece * kPer < tile.columns ? tile.rows - first : 0;
         const i64 step = unknown(stride[k]);
-        const T* from = x[k] + (row + above) * step + column;
-        u8* to = memory + slot(k) + above * kRowBytes;
-        const int rows = tile.rows - above;
-        if constexpr (WIDE) {
-            constexpr int kStep = kWarp / kAcross;
-            const int piece = lane % kAcross, first = lane / kAcross;
-            const int mine = piece * kPer < tile.columns ? rows - first : 0;
-            const ptx::SharedAddress place = ptx::shared_address(to) + (first * kRowBytes + piece * 16);
-            from += first * step + piece * kPer;
+        const T* from = x[k] + (row + first) * step + column + piece * kPer;
+        const ptx::SharedAddress to = ptx::shared_address(memory) + (slot(k) + first * kRowBytes + piece * 16);
 #pragma unroll
-            for (int r = 0; r < kWarpRows; r += kStep, from += kStep * step)
-                if (r < mine) ptx::cp_async_16(place + r * kRowBytes, from);
-        } else {
-#pragma unroll 4
-            for (int r = 0; r < kWarpRows; ++r, from += step, to += kRowBytes) {
-#pragma unroll
-                for (int c = 0; c < kTileSide; c += kWarp)
-                    if (r < rows && lane + c < tile.columns) reinterpret_cast<T*>(to)[lane + c] = from[lane + c];
-            }
-        }
+        for (int r = 0; r < kWarpRows; r += kStep, from += kStep * step)
+            if (r < rows) ptx::cp_async_16(to + r * kRowBytes, from);
     }
 };
 
@@ -207,14 +170,14 @@ struct Quantized {
     float* scale;
     e4m3* q_t;
     float* scale_t;
-    i64 cols;
+    i64 cols, pitch;  // pitch: from one row of q to the next
     bool by_group, pow2;
 };
 
 // Quantises v, the thread's elements of the tile in row block `index` that begins at `column`. Every thread of the block calls; three
 // barriers if there are transposed codes, after which the scratch may be used again.
-template <bool WIDE, int N>
-RTK_DEVICE void quantize_values(const Tile<N>& tile, const RowBlock& block, u32 index, u32 column,
+template <int N>
+RTK_DEVICE void quantize_values(const Tile<N>& tile, int columns_that_count, const RowBlock& block, u32 index, u32 column,
                                 const float (&v)[kTileRows][N], const Quantized& out, TileScratch<N>& scratch) {
     auto value = [&](int r, int i) { return v[r][i]; };
     const i64 cols = unknown(out.cols);
@@ -237,22 +200,24 @@ RTK_DEVICE void quantize_values(const Tile<N>& tile, const RowBlock& block, u32 
                                                        static_cast<i64>(group) * block.count + (block.first - block.start)
                                                  : static_cast<i64>(block.first) * groups + group);
         const float inverse = row_scales<e4m3>(tile, rows, scale, out.by_group ? 1 : groups, out.pow2);
-        e4m3* q = out.q + block.first * cols + column;
-        store_rows<WIDE>(tile, q, cols, inverse, value);
+        const i64 pitch = unknown(out.pitch);
+        store_rows<true>(tile, out.q + block.first * pitch + column, pitch, inverse, value);
     }
     if (out.q_t != nullptr) {
-        column_scales<e4m3>(tile, columns, scratch, out.scale_t + index * cols + column, out.pow2);
+        Tile<N> counted = tile;
+        counted.columns = columns_that_count;
+        column_scales<e4m3>(counted, columns, scratch, out.scale_t + index * cols + column, out.pow2);
         stage_columns<e4m3>(tile, scratch, columns, value);
         __syncthreads();
         const i64 place = block.start * cols + static_cast<i64>(column) * block.count + (block.first - block.start);
-        store_columns(tile, scratch, out.q_t + place, block.count);
+        store_columns(counted, scratch, out.q_t + place, block.count);
     }
 }
 
 // Row blocks are counted for the worst case; the scales of those that do not exist are 0.
-template <int N>
-RTK_DEVICE void clear_scales(const Tile<N>& tile, u32 index, u32 column, i64 cols, float* scale_t) {
-    if (scale_t != nullptr && tile.thread < tile.columns) scale_t[index * cols + column + tile.thread] = 0.0f;
+RTK_DEVICE void clear_scales(int columns, u32 index, u32 column, i64 cols, float* scale_t) {
+    const int thread = static_cast<int>(threadIdx.x);
+    if (scale_t != nullptr && thread < columns) scale_t[index * cols + column + thread] = 0.0f;
 }
 
 }  // namespace rtk

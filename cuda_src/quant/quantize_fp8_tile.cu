@@ -5,7 +5,6 @@
 #include "common/vec.cuh"
 #include "quant/amax.cuh"
 #include "quant/tile.cuh"
-#include "quant/zero.cuh"
 
 namespace rtk {
 

@@ -3,7 +3,6 @@
 #pragma once
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
-#include "quant/zero.cuh"
 
 namespace rtk {
 

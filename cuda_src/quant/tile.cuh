@@ -9,7 +9,6 @@
 #pragma once
 #include "common/fp8_scale.cuh"
 #include "common/vec.cuh"
-#include "quant/zero.cuh"
 
 namespace rtk {
 

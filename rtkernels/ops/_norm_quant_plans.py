@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels import _kernel
-from rtkernels._arch import Target
-from rtkernels._kernel import Kernel, Plans, allocator, dense_strides, device_info, shared_limit
+from rtkernels._kernel import Kernel, Plans, allocator, dense_strides
 from rtkernels._layout import (
     address,
     block_of,
@@ -66,45 +64,7 @@ _TILE = Kernel(
     ],
     max_registers=128,
 )
-
-
-class _ClusterKernel(Kernel):
-    """A kernel whose clusters may have 16 blocks: more than every device promises, so the driver wants to be told."""
-
-    def _load_image(self, entry: Any, expression: str, target: Target) -> int:
-        function = super()._load_image(entry, expression, target)
-        _kernel._driver().funcSetAttribute(function, _NON_PORTABLE_CLUSTER, 1)
-        return function
-
-
-def _cluster_shared(tiles: int) -> int:
-    """Return the dynamic shared memory of a block that holds `tiles` tiles of x."""
-    return tiles * GROUP * GROUP * 2
-
-
-def _cluster_shapes(target: Target) -> list[tuple[int, int]]:
-    """Return the clusters a target has room for, narrowest rows first: (blocks, tiles of x in each).
-
-    Two blocks of two tiles share a multiprocessor, so that one loads while the other stores; four tiles fill it.
-    """
-    largest = 16 if target.capability[0] in (9, 10) else 8
-    shapes = [(4, 2), (8, 2), (16, 2), (8, 4), (16, 4)]
-    room = shared_limit(target) - _CLUSTER_STATIC
-    return [(c, n) for c, n in shapes if c <= largest and _cluster_shared(n) <= room]
-
-
-_CLUSTER = _ClusterKernel(
-    "norm/norm_quant_cluster.cu",
-    "rms_norm_fp8_cluster",
-    template="T CLUSTER TILES",
-    args="x:ptr weight:ptr rstd:ptr q:ptr scale:ptr q_t:ptr scale_t:ptr y:ptr rows:i64 cols:i64 x_stride:i64 "
-    "scale_row:i64 scale_group:i64 column_tiles:i64 weight_wide:i64 pow2:i64 eps:f64 offset:f64",
-    variants=lambda target: [(t, *shape) for t in ("bf16", "fp16") for shape in _cluster_shapes(target)],
-    max_registers=160,
-    needs=("cluster",),
-    emulated="clusters: blocks that run together and write to each other's shared memory",
-)
-KERNELS = (_ROW, _RSTD, _TILE, _CLUSTER)
+KERNELS = (_ROW, _RSTD, _TILE)
 
 
 # ---- shapes and checks, shared by launchers, references and fakes ---------------------------------------------------
@@ -190,13 +150,6 @@ def outputs_of(
 _SLOTS = ("q", "scale", "q_t", "scale_t", "rstd", "y", "sum")
 
 
-def _cluster_shape(t: str, tiles: int, device: int) -> tuple[int, int] | None:
-    """Return the cluster that holds `tiles` tiles of a row; None where there is none."""
-    if device < 0 or t == "fp32" or not _CLUSTER.supports(target := device_info(device).target):
-        return None
-    return next((shape for shape in _cluster_shapes(target) if tiles <= shape[0] * shape[1]), None)
-
-
 class _Plan:
     """Allocations and the one or two launches of a call."""
 
@@ -226,7 +179,7 @@ class _Plan:
         vec = _WIDTH[t] if wide else 1
         vectors = -(-cols // vec)
         w = t if weight is None else token("weight", weight[0])
-        self._row = self._rstd = self._cluster = None
+        self._row = self._rstd = None
         if layout == "row" and wide and vectors <= _ROW_THREADS * max(_ROW_CHUNKS):
             lanes = GROUP // vec
             chunks = 2 if vectors <= 128 else 4
@@ -234,12 +187,6 @@ class _Plan:
             block = block_of(threads)
             self._row = _ROW.bind((t, w, chunks), device, -(-rows // (block // threads)), block)
             self._args = (rows, cols, x_stride, residual_stride, threads, *scale_strides, pow2)
-            return
-        if layout == "both" and wide and residual is None and (cluster := _cluster_shape(t, groups, device)):
-            blocks, tiles = cluster
-            grid = blocks * groups_of(rows)
-            self._cluster = _CLUSTER.bind((t, *cluster), device, grid, GROUP // vec * 16, _cluster_shared(tiles))
-            self._args = (rows, cols, x_stride, *scale_strides, groups, w != t, pow2)
             return
         if rstd is None:
             threads = group_threads(-(-vectors // 4), _RSTD_THREADS)
@@ -271,10 +218,6 @@ class _Plan:
         inputs = (x.data_ptr(), address(residual))
         if self._row is not None:
             self._row(*inputs, address(weight), q, scale, made_rstd, y, total, *self._args, eps, offset)
-            return results
-        if self._cluster is not None:
-            pointers = (inputs[0], address(weight), made_rstd, q, scale, q_t, scale_t, y)
-            self._cluster(*pointers, *self._args, eps, offset)
             return results
         if self._rstd is not None:
             self._rstd(*inputs, total, made_rstd, *self._rstd_args, eps)
