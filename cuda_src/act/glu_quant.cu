@@ -69,11 +69,13 @@ __global__ void __launch_bounds__(Tile<kForwardWidth<T>>::kThreads, kForwardBloc
             for (int r = 0; r < kTileRows; ++r) {
                 const float row_w = row_weight(tile, w, r);
                 float u[N];
+                ptx::forget(gate_raw[r]), ptx::forget(up_raw[r]);
                 unpack<T, N>(gate_raw[r], y[r]);
                 unpack<T, N>(up_raw[r], u);
 #pragma unroll
                 for (int i = 0; i < N; ++i)
                     y[r][i] = Act::template at<true>(y[r][i]).value * row_w * partner<Act>(u[i]).value;
+                settle(y[r]);
             }
         } else {
             in.wait(tile, 0, block.first, column);
@@ -202,11 +204,12 @@ __global__ void __launch_bounds__(Tile<kBackwardWidth>::kThreads)
 #pragma unroll
             for (int r = 0; r < kTileRows; ++r) {
                 float u[N];
+                ptx::forget(gate_raw[r]), ptx::forget(dy_raw[r]), ptx::forget(up_raw[r]);
                 unpack<T, N>(gate_raw[r], dgate[r]);
                 unpack<T, N>(dy_raw[r], dup[r]);
                 unpack<T, N>(up_raw[r], u);
                 sums[r] = gradients<Act, true>(dgate[r], dup[r], u, row_weight(tile, w, r));
-                if constexpr (is_same<Act, SwigluOai>::value) settle(dgate[r]), settle(dup[r]);
+                settle(dgate[r]), settle(dup[r]);
             }
         } else {
             in.wait(tile, 0, block.first, column);
