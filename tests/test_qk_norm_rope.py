@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import rope_reference as reference
 import torch
+from places import DTYPES, ORDERS, at, emulated, short
 from torch import Tensor
 
 import rtkernels
@@ -19,18 +20,6 @@ from rtkernels.ops import qk_norm_rope as module
 from rtkernels.testing.compare import ROUNDOFF, assert_close, assert_same_bits, poisoned, running_on
 
 qk_norm_rope = rtkernels.qk_norm_rope
-emulated = pytest.mark.skipif(emulator.unavailable() is not None, reason=str(emulator.unavailable()))
-PLACES = {"cpu": (), "sm_80": emulated, "sm_90": emulated, "cuda": pytest.mark.gpu}
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def at(*names: str) -> pytest.MarkDecorator:
-    """Run a test at these places, or at all of them."""
-    return pytest.mark.parametrize("place", [pytest.param(n, marks=PLACES[n]) for n in names or PLACES])
-
-
-def short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # What a case says; the rest is made from it. `length` tokens of `batch` sequences ([length, batch, columns]).
@@ -478,7 +467,7 @@ def test_equal_bits_twice(place: str, case: str) -> None:
 
 
 @emulated
-@pytest.mark.parametrize("order", ("reverse", 7))
+@pytest.mark.parametrize("order", ORDERS)
 def test_thread_order_does_not_matter(order: str | int) -> None:
     for case in ("plain", "odd", "fraction", "many_tokens"):
         with rtkernels.emulate("sm_90"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fp8_cases import DEVICE_CODE, SHAPES, VIEWS, same_strides, wild
 from fp8_reference import E4M3, E5M2, FP8, encode, slow
-from places import DTYPES, at, emulated
+from places import DTYPES, ORDERS, at, emulated
 from torch import Tensor
 
 import rtkernels
@@ -66,7 +66,7 @@ def test_device_code_gives_the_bits_of_the_reference(granularity: str, layout: s
 
 @emulated
 @recipes
-@pytest.mark.parametrize("order", ["reverse", 1])
+@pytest.mark.parametrize("order", ORDERS)
 def test_order_of_threads_does_not_matter(granularity: str, layout: str, order: str | int):
     x = wild(130, 136, torch.bfloat16)
     want = quantize_fp8(x, granularity=granularity, scale_layout=layout)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fp8_cases import DEVICE_CODE, VIEWS, same_strides, wild
 from fp8_reference import E4M3, FP8, slow
-from places import DTYPES, at, emulated
+from places import DTYPES, ORDERS, at, emulated
 from torch import Tensor
 
 import rtkernels
@@ -63,7 +63,7 @@ def test_device_code_gives_the_bits_of_the_reference(granularity: str, layout: s
 
 @emulated
 @recipes
-@pytest.mark.parametrize("order", ["reverse", 1])
+@pytest.mark.parametrize("order", ORDERS)
 def test_order_of_threads_does_not_matter(granularity: str, layout: str, order: str | int):
     x = wild(130, 136, torch.bfloat16)
     with rtkernels.emulate("sm_90", order=order), poisoned():

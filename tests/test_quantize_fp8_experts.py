@@ -7,7 +7,7 @@ import pytest
 import torch
 from fp8_cases import DEVICE_CODE, same_strides, wild
 from fp8_reference import E4M3, E5M2, slow
-from places import DTYPES, at, emulated
+from places import DTYPES, ORDERS, at, emulated
 from torch import Tensor
 
 import rtkernels
@@ -111,7 +111,7 @@ def test_counts_that_do_not_sum_to_the_rows(place: str):
 
 
 @emulated
-@pytest.mark.parametrize("order", ["reverse", 1])
+@pytest.mark.parametrize("order", ORDERS)
 def test_order_of_threads_does_not_matter(order: str | int):
     counts, cols = CASES[0]
     x = wild(sum(counts), cols, torch.bfloat16)

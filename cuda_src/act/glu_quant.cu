@@ -15,7 +15,8 @@ namespace rtk {
 // Columns of a thread.
 template <typename T>
 inline constexpr int kForwardWidth = 16 / sizeof(T);
-inline constexpr int kBackwardWidth = 4;
+template <typename T>
+inline constexpr int kBackwardWidth = sizeof(T) == 2 ? 4 : 8;
 // Resident at once: one stores while another computes.
 template <typename T>
 inline constexpr int kForwardBlocks = sizeof(T) == 2 ? 2 : 1;
@@ -23,23 +24,27 @@ inline constexpr int kForwardBlocks = sizeof(T) == 2 ? 2 : 1;
 template <typename T, typename Act>
 __global__ void __launch_bounds__(Tile<kForwardWidth<T>>::kThreads, kForwardBlocks<T>)
     glu_fp8_fwd(const T* gate, const T* up, const void* weight, const void* counts, e4m3* q, float* scale, e4m3* q_t,
-                float* scale_t, i64 rows, i64 cols, i64 pitch, i64 gate_stride, i64 up_stride, i64 weight_wide, i64 experts,
-                i64 count_width, i64 row_blocks, i64 by_group, i64 slots, i64 pow2) {
+                float* scale_t, i64 rows, i64 cols, i64 pitch, i64 gate_stride, i64 up_stride, i64 up_offset, i64 weight_wide, i64 experts,
+                i64 count_width, i64 row_blocks, i64 by_group, i64 slots, i64 table_bytes,
+                i64 pow2) {
     constexpr int N = kForwardWidth<T>;
     __shared__ TileScratch<N> scratch;
     extern __shared__ __align__(16) u8 memory[];
     const u32 across = static_cast<u32>((cols + kTileSide - 1) / kTileSide);
-    const u32 tiles = static_cast<u32>(row_blocks) * across;
     const Quantized out = {q, scale, q_t, scale_t, cols, pitch, by_group != 0, pow2 != 0};
     const StagedTiles<T, N, 2> in = {
-        {gate, up == nullptr ? gate + cols : up}, {gate_stride, up_stride}, memory, static_cast<int>(slots)};
-    const RowBlocks blocks(memory + slots * in.kBytes, counts, count_width, experts, rows);
+        {gate, up + up_offset}, {gate_stride, up_stride}, memory + table_bytes, static_cast<int>(slots)};
+    const RowBlocks blocks(memory, counts, count_width, experts, rows);
+    const u32 tiles = blocks.count() * across;
     float weights = 1.0f;  // one per lane
 
+    auto here = [&](const RowBlock& block, u32 column) {
+        return Tile<N>(block.rows, pitch - column, unknown(static_cast<int>(threadIdx.x)));
+    };
     auto fetch = [&](u32 index) {
         const u32 down = index / across, column = (index - down * across) * kTileSide;
         const RowBlock block = blocks.at(down);
-        const Tile<N> tile(block.rows, pitch - column, unknown(static_cast<int>(threadIdx.x)));
+        const Tile<N> tile = here(block, column);
         weights = lane_weight<T>(tile, weight, weight_wide, block.first);
         in.fetch(tile, block.first, column);
     };
@@ -49,7 +54,7 @@ __global__ void __launch_bounds__(Tile<kForwardWidth<T>>::kThreads, kForwardBloc
     while (index < tiles) {
         const u32 down = index / across, column = (index - down * across) * kTileSide;
         const RowBlock block = blocks.at(down);
-        const Tile<N> tile(block.rows, pitch - column, unknown(static_cast<int>(threadIdx.x)));
+        const Tile<N> tile = here(block, column);
         const float w = weights;
         float y[kTileRows][N];
         auto advance = [&] {
@@ -82,7 +87,7 @@ __global__ void __launch_bounds__(Tile<kForwardWidth<T>>::kThreads, kForwardBloc
 #pragma unroll
             for (int r = 0; r < kTileRows; ++r) {
                 const float row_w = row_weight(tile, w, r);
-                unpack<T, N>(in.read(tile, 0, r), y[r]);
+                in.read(tile, 0, r, y[r]);
 #pragma unroll
                 for (int i = 0; i < N; ++i) y[r][i] = Act::template at<false>(y[r][i]).value * row_w;
                 settle(y[r]);
@@ -91,19 +96,17 @@ __global__ void __launch_bounds__(Tile<kForwardWidth<T>>::kThreads, kForwardBloc
 #pragma unroll
             for (int r = 0; r < kTileRows; ++r) {
                 float u[N];
-                unpack<T, N>(in.read(tile, 1, r), u);
+                in.read(tile, 1, r, u);
 #pragma unroll
                 for (int i = 0; i < N; ++i) y[r][i] *= partner<Act>(u[i]).value;
             }
             advance();
         }
         const int columns = static_cast<int>(min(cols - column, static_cast<i64>(kTileSide)));
-        if (block.rows > 0) {
-            quantize_values(tile, columns, block, down, column, y, out, scratch);
-        } else {
-            clear_scales(columns, down, column, cols, scale_t);
-        }
+        TileMaxima<N> most(tile, y);
+        quantize_values(here(block, column), columns, block, down, column, y, most, out, scratch);
     }
+    clear_scales(blocks, row_blocks, cols, scale_t);
 }
 
 // Sums of the thread's numbers over the lanes of a row, scattered: each lane gets that of its row lane % 8.
@@ -122,6 +125,13 @@ RTK_DEVICE float scattered_sum(const Tile<N>& tile, float (&v)[kTileRows]) {
     for (int offset = kTileRows; offset < Tile<N>::kLanes; offset *= 2)
         v[0] += __shfl_xor_sync(0xffffffffu, v[0], offset);
     return v[0];
+}
+
+// Stores them; `place`: that of the tile's first row.
+template <int N>
+RTK_DEVICE void store_sums(const Tile<N>& tile, float* place, float sum) {
+    const int row = tile.thread % kTileRows;
+    if (tile.thread % Tile<N>::kLanes < kTileRows && row < tile.rows_here) place[tile.row + row] = sum;
 }
 
 // The thread's rows of a dense matrix of T; `place`: that of the tile's first element.
@@ -153,29 +163,32 @@ RTK_DEVICE float gradients(float (&dgate)[N], float (&dup)[N], const float (&up)
 // what each 128 columns add to the gradient of the weight (partial [ceil(cols/128), rows]). Any of them may be null. For
 // codes by rows cols must be a multiple of 128, or groups would reach from gate into up.
 template <typename T, typename Act>
-__global__ void __launch_bounds__(Tile<kBackwardWidth>::kThreads)
+__global__ void __launch_bounds__(Tile<kBackwardWidth<T>>::kThreads)
     glu_fp8_bwd(const T* dy, const T* gate, const T* up, const void* weight, const void* counts, e4m3* q, float* scale,
                 e4m3* q_t, float* scale_t, T* dx, float* partial, i64 rows, i64 cols, i64 pitch, i64 dy_stride, i64 gate_stride,
-                i64 up_stride, i64 weight_wide, i64 experts, i64 count_width, i64 row_blocks, i64 by_group, i64 slots,
-                i64 pow2) {
-    constexpr int N = kBackwardWidth;
+                i64 up_stride, i64 up_offset, i64 weight_wide, i64 experts, i64 count_width, i64 row_blocks, i64 by_group, i64 slots,
+                i64 table_bytes, i64 pow2) {
+    constexpr int N = kBackwardWidth<T>;
     __shared__ TileScratch<N> scratch;
     extern __shared__ __align__(16) u8 memory[];
     ptx::launch_dependents();
     const u32 across = static_cast<u32>((cols + kTileSide - 1) / kTileSide);
-    const u32 tiles = static_cast<u32>(row_blocks) * across;
     const Quantized out = {q, scale, q_t, scale_t, 2 * cols, 2 * pitch, by_group != 0, pow2 != 0};
-    const StagedTiles<T, N, 3> in = {{gate, dy, up == nullptr ? gate + cols : up},
+    const StagedTiles<T, N, 3> in = {{gate, dy, up + up_offset},
                                            {gate_stride, dy_stride, up_stride},
-                                           memory,
+                                           memory + table_bytes,
                                            static_cast<int>(slots)};
-    const RowBlocks blocks(memory + slots * in.kBytes, counts, count_width, experts, rows);
+    const RowBlocks blocks(memory, counts, count_width, experts, rows);
+    const u32 tiles = blocks.count() * across;
     float weights = 1.0f;  // one per lane
 
+    auto here = [&](const RowBlock& block, u32 column) {
+        return Tile<N>(block.rows, pitch - column, unknown(static_cast<int>(threadIdx.x)));
+    };
     auto fetch = [&](u32 index) {
         const u32 down = index / across, column = (index - down * across) * kTileSide;
         const RowBlock block = blocks.at(down);
-        const Tile<N> tile(block.rows, pitch - column, unknown(static_cast<int>(threadIdx.x)));
+        const Tile<N> tile = here(block, column);
         weights = lane_weight<T>(tile, weight, weight_wide, block.first);
         in.fetch(tile, block.first, column);
     };
@@ -185,7 +198,7 @@ __global__ void __launch_bounds__(Tile<kBackwardWidth>::kThreads)
     while (index < tiles) {
         const u32 down = index / across, column = (index - down * across) * kTileSide;
         const RowBlock block = blocks.at(down);
-        const Tile<N> tile(block.rows, pitch - column, unknown(static_cast<int>(threadIdx.x)));
+        const Tile<N> tile = here(block, column);
         const float w = weights;
         float dgate[kTileRows][N], dup[kTileRows][N], sums[kTileRows];
         auto advance = [&] {
@@ -214,41 +227,38 @@ __global__ void __launch_bounds__(Tile<kBackwardWidth>::kThreads)
         } else {
             in.wait(tile, 0, block.first, column);
 #pragma unroll
-            for (int r = 0; r < kTileRows; ++r) unpack<T, N>(in.read(tile, 0, r), dgate[r]);
+            for (int r = 0; r < kTileRows; ++r) in.read(tile, 0, r, dgate[r]);
             in.wait(tile, 1, block.first, column);
 #pragma unroll
-            for (int r = 0; r < kTileRows; ++r) unpack<T, N>(in.read(tile, 1, r), dup[r]);
+            for (int r = 0; r < kTileRows; ++r) in.read(tile, 1, r, dup[r]);
             in.wait(tile, 2, block.first, column);
 #pragma unroll
             for (int r = 0; r < kTileRows; ++r) {
                 float u[N];
-                unpack<T, N>(in.read(tile, 2, r), u);
+                in.read(tile, 2, r, u);
                 sums[r] = gradients<Act, false>(dgate[r], dup[r], u, row_weight(tile, w, r));
                 settle(dgate[r]), settle(dup[r]);
             }
         }
-        if (partial != nullptr) {
-            const float sum = scattered_sum(tile, sums);
-            const int row = tile.thread % kTileRows;
-            if (tile.thread % Tile<N>::kLanes < kTileRows && row < tile.rows_here)
-                partial[static_cast<i64>(column / kTileSide) * rows + block.first + tile.row + row] = sum;
-        }
-        if constexpr (sizeof(T) != 2) advance();
+        const float sum = scattered_sum(tile, sums);
         const int columns = static_cast<int>(min(cols - column, static_cast<i64>(kTileSide)));
-        if (block.rows > 0) {
-            if (dx != nullptr) {
-                const i64 stride = unknown(2 * pitch);
-                T* place = dx + block.first * stride + column;
-                store_values(tile, place, stride, dgate);
-                store_values(tile, place + pitch, stride, dup);
-            }
-            quantize_values(tile, columns, block, down, column, dgate, out, scratch);
-            quantize_values(tile, columns, block, down, column + static_cast<u32>(cols), dup, out, scratch);
-        } else {
-            clear_scales(columns, down, column, 2 * cols, scale_t);
-            clear_scales(columns, down, column + static_cast<u32>(cols), 2 * cols, scale_t);
+        TileMaxima<N> most_gate(tile, dgate), most_up(tile, dup);
+        // From here on, each part works out again where the thread is.
+        if (dx != nullptr) {
+            const Tile<N> again = here(block, column);
+            const i64 stride = unknown(2 * pitch);
+            T* place = dx + block.first * stride + column;
+            store_values(again, place, stride, dgate);
+            store_values(again, place + pitch, stride, dup);
         }
+        if (partial != nullptr)
+            store_sums(here(block, column), partial + static_cast<i64>(column / kTileSide) * rows + block.first, sum);
+        const u32 up_column = column + static_cast<u32>(cols);
+        quantize_values(here(block, column), columns, block, down, column, dgate, most_gate, out, scratch);
+        quantize_values(here(block, column), columns, block, down, up_column, dup, most_up, out, scratch);
+        if constexpr (sizeof(T) != 2) advance();
     }
+    clear_scales(blocks, row_blocks, 2 * cols, scale_t);
 }
 
 }  // namespace rtk

@@ -6,7 +6,7 @@
 #include "ptx/forget.cuh"
 #include "quant/experts.cuh"
 #include "quant/tile.cuh"
-#include "quant/zero.cuh"
+#include "common/vec.cuh"
 
 namespace rtk {
 
@@ -14,7 +14,7 @@ namespace rtk {
 struct RowBlock {
     u32 first;         // row
     u32 start, count;  // the expert's first row, and its rows
-    int rows;          // 0: there is no such block
+    int rows;          // up to 128
 };
 
 // Finds row blocks by index. Without counts there is one expert.
@@ -29,13 +29,12 @@ struct RowBlocks {
           rows(static_cast<u32>(all)),
           by_expert(counts != nullptr) {}
 
-    // The whole warp calls.
+    RTK_DEVICE u32 count() const { return by_expert ? table.blocks() : (rows + (kTileSide - 1)) / kTileSide; }
+
+    // The whole warp calls; `index` must be less than count().
     RTK_DEVICE RowBlock at(u32 index) const {
         ExpertRows expert = {0, rows, index * kTileSide};
-        if (by_expert) {
-            if (index >= table.blocks()) return {0, 0, 0, 0};
-            expert = table.find(index);
-        }
+        if (by_expert) expert = table.find(index);
         const u32 left = expert.rows - expert.above;
         return {expert.first_row + expert.above, expert.first_row, expert.rows,
                 static_cast<int>(min(left, static_cast<u32>(kTileSide)))};
@@ -104,14 +103,17 @@ struct StagedTiles {
     }
 
     // The thread's elements of its row r; 0 for those that do not exist.
-    RTK_DEVICE Raw<sizeof(T) * N> read(const Tile<N>& tile, int k, int r) const {
-        struct alignas(sizeof(T) * N) Piece {
-            Raw<sizeof(T) * N> raw;
-        } piece;
-        clear(piece.raw);
-        const u8* from = memory + slot(k) + (tile.row + r) * kRowBytes + tile.column * static_cast<int>(sizeof(T));
-        if (r < tile.rows_here && tile.columns_here > 0) piece = *reinterpret_cast<const Piece*>(from);
-        return piece.raw;
+    RTK_DEVICE Raw<sizeof(T) * N> read(const Tile<N>& tile, int k, int r) const { return piece<N>(tile, k, r, 0); }
+
+    RTK_DEVICE void read(const Tile<N>& tile, int k, int r, float (&v)[N]) const {
+        constexpr int kEach = N < kPer ? N : kPer;
+#pragma unroll
+        for (int first = 0; first < N; first += kEach) {
+            float part[kEach];
+            unpack<T, kEach>(piece<kEach>(tile, k, r, first), part);
+#pragma unroll
+            for (int i = 0; i < kEach; ++i) v[first + i] = part[i];
+        }
     }
 
     // All of the thread's elements of an input, waiting for it.
@@ -122,6 +124,17 @@ struct StagedTiles {
     }
 
    private:
+    template <int COUNT>
+    RTK_DEVICE Raw<sizeof(T) * COUNT> piece(const Tile<N>& tile, int k, int r, int first) const {
+        struct alignas(sizeof(T) * COUNT) Piece {
+            Raw<sizeof(T) * COUNT> raw;
+        } result;
+        clear(result.raw);
+        const u8* from = memory + slot(k) + (tile.row + r) * kRowBytes + (tile.column + first) * static_cast<int>(sizeof(T));
+        if (r < tile.rows_here && tile.columns_here > first) result = *reinterpret_cast<const Piece*>(from);
+        return result.raw;
+    }
+
     RTK_DEVICE int slot(int k) const { return k < slots ? k * kBytes : 0; }
 
     RTK_DEVICE void copy(const Tile<N>& tile, int k, i64 row, i64 column) const {
@@ -174,50 +187,70 @@ struct Quantized {
     bool by_group, pow2;
 };
 
-// Quantises v, the thread's elements of the tile in row block `index` that begins at `column`. Every thread of the block calls; three
-// barriers if there are transposed codes, after which the scratch may be used again.
+// The largest finite magnitudes of a tile's elements: each lane has that of its row lane % 8, and those of its columns
+// among its own rows. All elements are needed for them: what computes the elements cannot be put off until later, with
+// all that it needs in registers, as the compiler likes to do.
 template <int N>
-RTK_DEVICE void quantize_values(const Tile<N>& tile, int columns_that_count, const RowBlock& block, u32 index, u32 column,
-                                const float (&v)[kTileRows][N], const Quantized& out, TileScratch<N>& scratch) {
-    auto value = [&](int r, int i) { return v[r][i]; };
-    const i64 cols = unknown(out.cols);
-    const u32 groups = static_cast<u32>((cols + kTileSide - 1) / kTileSide), group = column / kTileSide;
-    float columns[N];
-    if (out.q_t != nullptr) {
+struct TileMaxima {
+    float row, columns[N];
+
+    RTK_DEVICE TileMaxima(const Tile<N>& tile, const float (&v)[kTileRows][N]) {
+        float rows[kTileRows];
 #pragma unroll
         for (int i = 0; i < N; ++i) columns[i] = 0.0f;
 #pragma unroll
-        for (int r = 0; r < kTileRows; ++r)
+        for (int r = 0; r < kTileRows; ++r) {
+            rows[r] = 0.0f;
 #pragma unroll
-            for (int i = 0; i < N; ++i) columns[i] = max_finite(columns[i], v[r][i]);
-        share_columns(tile, columns, scratch);
+            for (int i = 0; i < N; ++i) {
+                rows[r] = max_finite(rows[r], v[r][i]);
+                columns[i] = max_finite(columns[i], v[r][i]);
+            }
+        }
+        row = scattered_max<kTileRows, Tile<N>::kLanes>(rows, tile.thread);
     }
+};
+
+// Quantises v, the thread's elements of the tile in row block `index` that begins at `column`. Every thread of the block
+// calls; three barriers if there are transposed codes, after which the scratch may be used again.
+template <int N>
+RTK_DEVICE void quantize_values(const Tile<N>& tile, int columns_that_count, const RowBlock& block, u32 index, u32 column,
+                                const float (&v)[kTileRows][N], TileMaxima<N>& most, const Quantized& out,
+                                TileScratch<N>& scratch) {
+    auto value = [&](int r, int i) { return v[r][i]; };
+    const i64 cols = unknown(out.cols);
+    if (out.q_t != nullptr) share_columns(tile, most.columns, scratch);
     if (out.q != nullptr) {
-        float rows[kTileRows];
-#pragma unroll
-        for (int r = 0; r < kTileRows; ++r) rows[r] = finite_amax(v[r]);
-        float* scale = out.scale + (out.by_group ? static_cast<i64>(block.start) * groups +
-                                                       static_cast<i64>(group) * block.count + (block.first - block.start)
-                                                 : static_cast<i64>(block.first) * groups + group);
-        const float inverse = row_scales<e4m3>(tile, rows, scale, out.by_group ? 1 : groups, out.pow2);
+        const u32 groups = static_cast<u32>((cols + kTileSide - 1) / kTileSide), group = column / kTileSide;
+        const int row = tile.thread % kTileRows;
+        const float scale = fp8_scale<e4m3>(most.row, out.pow2);
+        if (tile.thread % Tile<N>::kLanes < kTileRows && row < tile.rows_here) {
+            const u32 m = block.first + tile.row + row;
+            const i64 place = out.by_group ? static_cast<i64>(block.start) * groups +
+                                                 static_cast<i64>(group) * block.count + (m - block.start)
+                                           : static_cast<i64>(m) * groups + group;
+            out.scale[place] = scale;
+        }
         const i64 pitch = unknown(out.pitch);
-        store_rows<true>(tile, out.q + block.first * pitch + column, pitch, inverse, value);
+        store_rows<true>(tile, out.q + block.first * pitch + column, pitch, __frcp_rn(scale), value);
     }
     if (out.q_t != nullptr) {
         Tile<N> counted = tile;
         counted.columns = columns_that_count;
-        column_scales<e4m3>(counted, columns, scratch, out.scale_t + index * cols + column, out.pow2);
-        stage_columns<e4m3>(tile, scratch, columns, value);
+        column_scales<e4m3>(counted, most.columns, scratch, out.scale_t + index * cols + column, out.pow2);
+        stage_columns<e4m3>(tile, scratch, most.columns, value);
         __syncthreads();
         const i64 place = block.start * cols + static_cast<i64>(column) * block.count + (block.first - block.start);
         store_columns(counted, scratch, out.q_t + place, block.count);
     }
 }
 
-// Row blocks are counted for the worst case; the scales of those that do not exist are 0.
-RTK_DEVICE void clear_scales(int columns, u32 index, u32 column, i64 cols, float* scale_t) {
-    const int thread = static_cast<int>(threadIdx.x);
-    if (scale_t != nullptr && thread < columns) scale_t[index * cols + column + thread] = 0.0f;
+// There is room for the most row blocks that the rows can make; the scales of those that there are not are 0.
+RTK_DEVICE void clear_scales(const RowBlocks& blocks, i64 row_blocks, i64 cols, float* scale_t) {
+    if (scale_t == nullptr) return;
+    const i64 step = static_cast<i64>(gridDim.x) * blockDim.x;
+    for (i64 i = blocks.count() * cols + blockIdx.x * blockDim.x + threadIdx.x; i < row_blocks * cols; i += step)
+        scale_t[i] = 0.0f;
 }
 
 }  // namespace rtk

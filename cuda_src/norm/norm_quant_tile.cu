@@ -1,7 +1,7 @@
 // RMS normalisation with given 1/rms to e4m3 codes by tiles of 128 x 128: one scale per 128 columns of a row, one per 128
 // rows of a column with transposed codes, or both.  v = x * rstd * (offset + weight), quantised from fp32 (recipe:
 // common/fp8_scale.cuh). x [rows, cols] has any row stride; y, q [rows, cols] and q_t [cols, rows] are dense.
-#include "norm/gain.cuh"
+#include "norm/common.cuh"
 #include "norm/norm_quant_tile.cuh"
 #include "ptx/pdl.cuh"
 

@@ -24,9 +24,10 @@ Output = tuple[Sequence[int], torch.dtype]  # shape and dtype of a dense result
 
 _UNIT = "act/glu_quant.cu"
 _TYPES = ("bf16", "fp16", "fp32")
-_ANY_ACT = "AnyAct"
-_VARIANTS = [(t, act, act != _ANY_ACT) for t in _TYPES for act in (*ACT_TYPES.values(), _ANY_ACT)]
-_COUNTS = "experts:i64 count_width:i64 row_blocks:i64 by_group:i64 slots:i64 pow2:i64 act:i64"
+_VARIANTS = [(t, act) for t in _TYPES for act in ACT_TYPES.values()]
+_TAIL_ARGS = "up_offset:i64 weight_wide:i64 experts:i64 count_width:i64 row_blocks:i64 by_group:i64 slots:i64 "
+_TAIL_ARGS += "table_bytes:i64 pow2:i64"
+_ALIGNED = 8  # columns; what a thread stores at a time
 _THREADS = {8: 256, 4: 512}  # of a block whose threads have 8 or 4 columns
 _STATIC_SHARED = {8: 21568, 4: 25088}
 _RESERVED_SHARED = 1024  # per block, by the hardware
@@ -34,18 +35,18 @@ _RESERVED_SHARED = 1024  # per block, by the hardware
 FWD = Kernel(
     _UNIT,
     "glu_fp8_fwd",
-    template="T Act WIDE",
-    args="gate:ptr up:ptr weight:ptr counts:ptr q:ptr scale:ptr q_t:ptr scale_t:ptr rows:i64 cols:i64 gate_stride:i64 "
-    f"up_stride:i64 weight_wide:i64 {_COUNTS}",
+    template="T Act",
+    args="gate:ptr up:ptr weight:ptr counts:ptr q:ptr scale:ptr q_t:ptr scale_t:ptr rows:i64 cols:i64 pitch:i64 "
+    f"gate_stride:i64 up_stride:i64 {_TAIL_ARGS}",
     variants=_VARIANTS,
-    max_registers=255,
+    max_registers=128,
 )
 BWD = Kernel(
     _UNIT,
     "glu_fp8_bwd",
-    template="T Act WIDE",
+    template="T Act",
     args="dy:ptr gate:ptr up:ptr weight:ptr counts:ptr q:ptr scale:ptr q_t:ptr scale_t:ptr dx:ptr partial:ptr rows:i64 "
-    f"cols:i64 dy_stride:i64 gate_stride:i64 up_stride:i64 weight_wide:i64 {_COUNTS}",
+    f"cols:i64 pitch:i64 dy_stride:i64 gate_stride:i64 up_stride:i64 {_TAIL_ARGS}",
     variants=_VARIANTS,
     max_registers=128,
 )
@@ -184,8 +185,8 @@ class Plan:
 
 def geometry(
     t: str, width: int, inputs: int, experts: int | None, blocks: int, tiles: int, device: int
-) -> tuple[int, int, int]:
-    """Return the grid, the slots and the bytes of dynamic shared memory of a kernel built on StagedTiles.
+) -> tuple[int, int, int, int]:
+    """Return the grid, the slots, the bytes of the experts' table and all dynamic shared memory of a kernel.
 
     Args:
         t: Token of the inputs' dtype.
@@ -199,14 +200,41 @@ def geometry(
     slot = GROUP * GROUP * (4 if t == "fp32" else 2)
     info = device_info(device)
     limit = info.shared_per_block
-    table = 8 * ((experts or 0) + 1)
+    table = 16 * ((experts or 0) // 2 + 1)
     slots = min(inputs, (limit - _STATIC_SHARED[width] - table) // slot)
     if slots < 1:
         raise ArgumentError(f"counts has {experts} experts; their table does not fit into shared memory")
     shared = slots * slot + table
     each = shared + _STATIC_SHARED[width] + _RESERVED_SHARED
     resident = blocks if blocks * each <= limit + _RESERVED_SHARED else 1
-    return min(tiles, resident * info.sm_count), slots, shared
+    return min(tiles, resident * info.sm_count), slots, table, shared
+
+
+def padded(cols: int) -> int:
+    """Return the columns that rows of inputs, codes and dense gradients need in memory."""
+    return -(-cols // _ALIGNED) * _ALIGNED
+
+
+def _aligned(dtype: torch.dtype, align: int, cols: int, *strides: int) -> bool:
+    return cols % _ALIGNED == 0 and vector_bytes(align, *(s * dtype.itemsize for s in strides)) == 16
+
+
+def _tail(
+    up: Metadata | None,
+    weight: Metadata | None,
+    counts: Metadata | None,
+    pitch: int,
+    row_blocks: int,
+    scales: str,
+    slots: int,
+    table: int,
+    pow2: bool,
+) -> tuple[int, ...]:
+    """Return the numbers that both kernels end with."""
+    width = 4 if counts is None else counts[0].itemsize
+    offset = pitch if up is None else 0
+    by_group = int(scales == "column")
+    return offset, int(is_wide(weight)), experts_of(counts) or 0, width, row_blocks, by_group, slots, table, int(pow2)
 
 
 def _plan_fwd(
@@ -218,38 +246,33 @@ def _plan_fwd(
     layout: str,
     pow2: bool,
     scales: str,
+    cols: int | None,
     align: int,
-) -> Plan | None:
+) -> Plan | str:
+    """Return a plan, or what to do with the inputs first: "dense" or "aligned". `cols`: those that count."""
     shape = check_forward(x, up, weight, counts, act, layout, scales)
     dtype, device = x[0], x[3]
-    rows, cols, experts = row_count(shape), shape[-1], experts_of(counts)
-    outputs = quantized_outputs(shape, experts, layout, scales)
+    rows, pitch, experts = row_count(shape), shape[-1], experts_of(counts)
+    cols = pitch if cols is None else cols
+    outputs = quantized_outputs((*shape[:-1], cols), experts, layout, scales)
     row_blocks = row_blocks_of(rows, experts)
     if cols == 0 or row_blocks == 0:
         return Plan(None, (), device, outputs)
     gate_stride = row_stride(x[1], x[2])
     up_stride = gate_stride if up is None else row_stride(up[1], up[2])
     if gate_stride is None or up_stride is None or not is_dense(weight) or (counts and counts[2] != (1,)):
-        return None
-    t, size = token("x", dtype), dtype.itemsize
-    wide = vector_bytes(align, cols * size, gate_stride * size, up_stride * size) == 16
-    width = 16 // size if wide else 8
+        return "dense"
+    if not _aligned(dtype, align, pitch, gate_stride, up_stride):
+        return "aligned"
+    if outputs[0] is not None:
+        outputs[0] = (shape, E4M3)
+    t, width = token("x", dtype), 16 // dtype.itemsize
     tiles = row_blocks * groups_of(cols)
-    grid, slots, shared = geometry(t, width, 2, experts, 2 if wide and size == 2 else 1, tiles, device)
-    launch = FWD.bind(_variant(t, act, wide), device, grid, _THREADS[width], shared)
-    args = (rows, cols, gate_stride, up_stride, int(is_wide(weight)))
-    return Plan(launch, args + _tail(counts, row_blocks, scales, slots, pow2, act), device, outputs)
-
-
-def _variant(t: str, act: str, wide: bool) -> tuple[str, str, bool]:
-    return t, ACT_TYPES[act] if wide else _ANY_ACT, wide
-
-
-def _tail(counts: Metadata | None, row_blocks: int, scales: str, slots: int, pow2: bool, act: str) -> tuple[int, ...]:
-    """Return the numbers that both kernels end with."""
-    width = 4 if counts is None else counts[0].itemsize
-    number = list(ACT_TYPES).index(act)  # see with_act in act/glu_quant.cu
-    return experts_of(counts) or 0, width, row_blocks, int(scales == "column"), slots, int(pow2), number
+    grid, slots, table, shared = geometry(t, width, 2, experts, 2 if width == 8 else 1, tiles, device)
+    launch = FWD.bind((t, ACT_TYPES[act]), device, grid, _THREADS[width], shared)
+    args = (rows, cols, pitch, gate_stride, up_stride)
+    args += _tail(up, weight, counts, pitch, row_blocks, scales, slots, table, pow2)
+    return Plan(launch, args, device, outputs)
 
 
 def _plan_bwd(
@@ -264,28 +287,36 @@ def _plan_bwd(
     scales: str,
     keep: str,
     weight_grad: bool,
+    cols: int | None,
     align: int,
-) -> Plan | None:
-    shape = check_backward(dy, x, up, weight, counts, act, layout, scales, keep, weight_grad)
+) -> Plan | str:
+    """As _plan_fwd."""
+    if cols is None:
+        check_backward(dy, x, up, weight, counts, act, layout, scales, keep, weight_grad)
     dtype, device = x[0], x[3]
-    rows, cols, experts = row_count(shape), shape[-1] // 2, experts_of(counts)
-    outputs = [None] * 4 if keep == "dense" else quantized_outputs(shape, experts, layout, scales)
-    outputs.append((shape, dtype) if keep != "fp8" else None)
+    lead, pitch = tuple(dy[1][:-1]), dy[1][-1]
+    rows, experts = row_count(dy[1]), experts_of(counts)
+    cols = pitch if cols is None else cols
+    outputs: list[Output | None] = [None] * 4
+    if keep != "dense":
+        outputs = quantized_outputs((*lead, 2 * cols), experts, layout, scales)
+    outputs.append(((*lead, 2 * pitch), dtype) if keep != "fp8" else None)
     outputs.append(((groups_of(cols), rows), torch.float32) if weight_grad else None)
     row_blocks = row_blocks_of(rows, experts)
     if cols == 0 or row_blocks == 0:
         return Plan(None, (), device, outputs)
     strides = [row_stride(m[1], m[2]) for m in (dy, x, x if up is None else up)]
     if None in strides or not is_dense(weight) or (counts and counts[2] != (1,)):
-        return None
-    t, size = token("x", dtype), dtype.itemsize
-    wide = vector_bytes(align, cols * size, *(s * size for s in strides)) == 16
+        return "dense"
+    if not _aligned(dtype, align, pitch, *strides):
+        return "aligned"
+    t, width = token("x", dtype), 4 if dtype.itemsize == 2 else 8
     tiles = row_blocks * groups_of(cols)
-    width = 4 if wide else 8
-    grid, slots, shared = geometry(t, width, 3, experts, 1, tiles, device)
-    launch = BWD.bind(_variant(t, act, wide), device, grid, _THREADS[width], shared)
-    args = (rows, cols, *strides, int(is_wide(weight)))
-    return Plan(launch, args + _tail(counts, row_blocks, scales, slots, pow2, act), device, outputs)
+    grid, slots, table, shared = geometry(t, width, 3, experts, 1, tiles, device)
+    launch = BWD.bind((t, ACT_TYPES[act]), device, grid, _THREADS[width], shared)
+    args = (rows, cols, pitch, *strides)
+    args += _tail(up, weight, counts, pitch, row_blocks, scales, slots, table, pow2)
+    return Plan(launch, args, device, outputs)
 
 
 FWD_PLANS = Plans(_plan_fwd)

@@ -12,7 +12,7 @@ from rtkernels._layout import address, metadata, nothing, rowed
 from rtkernels._registry import Op, TorchOp
 from rtkernels.ops import _glu_fp8_reference as reference
 from rtkernels.ops import _glu_fp8_rows as rows
-from rtkernels.ops._glu_fp8_plans import BWD, BWD_PLANS, FWD, FWD_PLANS, check_options, quantized_outputs
+from rtkernels.ops._glu_fp8_plans import BWD, BWD_PLANS, FWD, FWD_PLANS, check_options, padded, quantized_outputs
 from rtkernels.ops.column_sum import column_sum
 
 # ---- launchers ------------------------------------------------------------------------------------------------------
@@ -20,6 +20,18 @@ from rtkernels.ops.column_sum import column_sum
 
 def _present(outputs: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
     return tuple([nothing(like) if o is None else o for o in outputs])
+
+
+def _dense(weight: Tensor | None, counts: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    return weight if weight is None else weight.contiguous(), counts if counts is None else counts.contiguous()
+
+
+def _padded(t: Tensor) -> Tensor:
+    """Copy a tensor so that its rows are aligned and zeros follow them up to a whole number of accesses."""
+    cols = t.shape[-1]
+    copy = t.new_zeros((*t.shape[:-1], padded(cols)))
+    copy[..., :cols] = t
+    return copy
 
 
 def _launch_fwd(
@@ -31,6 +43,7 @@ def _launch_fwd(
     layout: str,
     pow2_scale: bool,
     scale_layout: str,
+    cols: int | None = None,
 ):
     x_address, up_address = x.data_ptr(), address(up)
     plan = FWD_PLANS[
@@ -42,12 +55,19 @@ def _launch_fwd(
         layout,
         pow2_scale,
         scale_layout,
+        cols,
         (x_address | up_address) & 15,
     ]
-    if plan is None:
-        dense = (t if t is None else t.contiguous() for t in (weight, counts))
-        return _launch_fwd(rowed(x), rowed(up), *dense, act, layout, pow2_scale, scale_layout)
-    return _present(plan.run(x_address, up_address, address(weight), address(counts)), x)
+    options = (act, layout, pow2_scale, scale_layout)
+    if plan == "dense":
+        return _launch_fwd(rowed(x), rowed(up), *_dense(weight, counts), *options)
+    if plan == "aligned":
+        gate, up = x.chunk(2, -1) if up is None else (x, up)
+        cols = gate.shape[-1]
+        q, *others = _launch_fwd(_padded(gate), _padded(up), weight, counts, *options, cols)
+        return q if layout == "transposed" else q[..., :cols].contiguous(), *others
+    addresses = x_address, up_address or x_address, address(weight), address(counts)
+    return _present(plan.run(*addresses), x)
 
 
 def _launch_bwd(
@@ -62,6 +82,7 @@ def _launch_bwd(
     scale_layout: str,
     keep: str,
     weight_grad: bool,
+    cols: int | None = None,
 ):
     dy_address, x_address, up_address = dy.data_ptr(), x.data_ptr(), address(up)
     plan = BWD_PLANS[
@@ -76,12 +97,23 @@ def _launch_bwd(
         scale_layout,
         keep,
         weight_grad,
+        cols,
         (dy_address | x_address | up_address) & 15,
     ]
-    if plan is None:
-        inputs = (rowed(dy), rowed(x), rowed(up), *(t if t is None else t.contiguous() for t in (weight, counts)))
-        return _launch_bwd(*inputs, act, layout, pow2_scale, scale_layout, keep, weight_grad)
-    *outputs, partial = plan.run(dy_address, x_address, up_address, address(weight), address(counts))
+    options = (act, layout, pow2_scale, scale_layout, keep, weight_grad)
+    if plan == "dense":
+        return _launch_bwd(rowed(dy), rowed(x), rowed(up), *_dense(weight, counts), *options)
+    if plan == "aligned":
+        gate, up = x.chunk(2, -1) if up is None else (x, up)
+        cols = gate.shape[-1]
+        inputs = _padded(dy), _padded(gate), _padded(up), weight, counts
+        *codes, dx, dweight = _launch_bwd(*inputs, *options, cols)
+        if keep != "fp8":
+            dgate, dup = dx.chunk(2, -1)
+            dx = torch.cat((dgate[..., :cols], dup[..., :cols]), -1)
+        return *codes, dx, dweight
+    addresses = dy_address, x_address, up_address or x_address, address(weight), address(counts)
+    *outputs, partial = plan.run(*addresses)
     dweight = None
     if partial is not None:
         shape, dtype = weight.shape, weight.dtype
