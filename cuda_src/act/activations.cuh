@@ -83,7 +83,7 @@ struct SwigluOai {
         const bool cut = x > kLimit;
         const float g = cut ? kLimit : x;
         const auto [s, y] = sigmoid_gate<kFast>(g, kAlpha * g);
-        return {y, cut ? 0.0f : s + kAlpha * y * (1.0f - s)};
+        return {y, (s + kAlpha * y * (1.0f - s)) * (cut ? 0.0f : 1.0f)};
     }
 };
 

@@ -15,8 +15,7 @@ namespace rtk {
 // Columns of a thread.
 template <typename T>
 inline constexpr int kForwardWidth = 16 / sizeof(T);
-template <typename T>
-inline constexpr int kBackwardWidth = sizeof(T) == 2 ? 4 : 8;
+inline constexpr int kBackwardWidth = 4;
 // Resident at once: one stores while another computes.
 template <typename T>
 inline constexpr int kForwardBlocks = sizeof(T) == 2 ? 2 : 1;
@@ -29,46 +28,46 @@ __global__ void __launch_bounds__(Tile<kForwardWidth<T>>::kThreads, kForwardBloc
                 i64 pow2) {
     constexpr int N = kForwardWidth<T>;
     __shared__ TileScratch<N> scratch;
+    __shared__ TilePlace kept[Tile<N>::kWarps][2];
     extern __shared__ __align__(16) u8 memory[];
-    const u32 across = static_cast<u32>((cols + kTileSide - 1) / kTileSide);
-    const Quantized out = {q, scale, q_t, scale_t, cols, pitch, by_group != 0, pow2 != 0};
+    const Quantized out = {q, scale, q_t, scale_t, cols, pitch, cols, by_group != 0, pow2 != 0};
     const StagedTiles<T, N, 2> in = {
         {gate, up + up_offset}, {gate_stride, up_stride}, memory + table_bytes, static_cast<int>(slots)};
-    const RowBlocks blocks(memory, counts, count_width, experts, rows);
-    const u32 tiles = blocks.count() * across;
+    const TilePlaces places(memory, counts, count_width, experts, rows, cols);
+    const KeptPlaces at = {kept[threadIdx.x / kWarp]};
+    u32 index = blockIdx.x;
+    int turn = 0;
     float weights = 1.0f;  // one per lane
 
-    auto here = [&](const RowBlock& block, u32 column) {
-        return Tile<N>(block.rows, pitch - column, unknown(static_cast<int>(threadIdx.x)));
+    auto tile_at = [&](const TilePlace& place) {
+        return Tile<N>(place.rows, pitch - place.column, unknown(static_cast<int>(threadIdx.x)));
     };
-    auto fetch = [&](u32 index) {
-        const u32 down = index / across, column = (index - down * across) * kTileSide;
-        const RowBlock block = blocks.at(down);
-        const Tile<N> tile = here(block, column);
-        weights = lane_weight<T>(tile, weight, weight_wide, block.first);
-        in.fetch(tile, block.first, column);
+    auto fetch = [&] {
+        const TilePlace place = places.find(index);
+        at.keep(turn, place);
+        const Tile<N> tile = tile_at(place);
+        weights = lane_weight<T>(tile, weight, weight_wide, place.row);
+        in.fetch(tile, place);
     };
-    u32 index = blockIdx.x;
-    if (index < tiles) fetch(index);
+    if (index < places.count()) fetch();
 #pragma unroll 1
-    while (index < tiles) {
-        const u32 down = index / across, column = (index - down * across) * kTileSide;
-        const RowBlock block = blocks.at(down);
-        const Tile<N> tile = here(block, column);
+    while (index < places.count()) {
+        const int now = turn;
+        const TilePlace place = at[now];
+        const Tile<N> tile = tile_at(place);
         const float w = weights;
         float y[kTileRows][N];
         auto advance = [&] {
             index += gridDim.x;
-            if (index < tiles) {
-                __syncwarp();
-                fetch(index);
-            }
+            turn ^= 1;
+            __syncwarp();
+            if (index < places.count()) fetch();
         };
         if constexpr (sizeof(T) == 2) {
             // Packed, all inputs fit into registers: the next tile can be copied while this one is worked on.
             Raw<sizeof(T) * N> gate_raw[kTileRows], up_raw[kTileRows];
-            in.read_all(tile, 0, block.first, column, gate_raw);
-            in.read_all(tile, 1, block.first, column, up_raw);
+            in.read_all(tile, 0, place, gate_raw);
+            in.read_all(tile, 1, place, up_raw);
             advance();
 #pragma unroll
             for (int r = 0; r < kTileRows; ++r) {
@@ -80,19 +79,17 @@ __global__ void __launch_bounds__(Tile<kForwardWidth<T>>::kThreads, kForwardBloc
 #pragma unroll
                 for (int i = 0; i < N; ++i)
                     y[r][i] = Act::template at<true>(y[r][i]).value * row_w * partner<Act>(u[i]).value;
-                settle(y[r]);
             }
         } else {
-            in.wait(tile, 0, block.first, column);
+            in.wait(tile, 0, place);
 #pragma unroll
             for (int r = 0; r < kTileRows; ++r) {
                 const float row_w = row_weight(tile, w, r);
                 in.read(tile, 0, r, y[r]);
 #pragma unroll
                 for (int i = 0; i < N; ++i) y[r][i] = Act::template at<false>(y[r][i]).value * row_w;
-                settle(y[r]);
             }
-            in.wait(tile, 1, block.first, column);
+            in.wait(tile, 1, place);
 #pragma unroll
             for (int r = 0; r < kTileRows; ++r) {
                 float u[N];
@@ -102,11 +99,12 @@ __global__ void __launch_bounds__(Tile<kForwardWidth<T>>::kThreads, kForwardBloc
             }
             advance();
         }
-        const int columns = static_cast<int>(min(cols - column, static_cast<i64>(kTileSide)));
         TileMaxima<N> most(tile, y);
-        quantize_values(here(block, column), columns, block, down, column, y, most, out, scratch);
+        // From here on, each part asks again where it is.
+        const TilePlace here = at[now];
+        quantize_values(tile_at(here), here, false, y, most, out, scratch);
     }
-    clear_scales(blocks, row_blocks, cols, scale_t);
+    clear_scales(places, row_blocks, cols, scale_t);
 }
 
 // Sums of the thread's numbers over the lanes of a row, scattered: each lane gets that of its row lane % 8.
@@ -163,56 +161,56 @@ RTK_DEVICE float gradients(float (&dgate)[N], float (&dup)[N], const float (&up)
 // what each 128 columns add to the gradient of the weight (partial [ceil(cols/128), rows]). Any of them may be null. For
 // codes by rows cols must be a multiple of 128, or groups would reach from gate into up.
 template <typename T, typename Act>
-__global__ void __launch_bounds__(Tile<kBackwardWidth<T>>::kThreads)
+__global__ void __launch_bounds__(Tile<kBackwardWidth>::kThreads)
     glu_fp8_bwd(const T* dy, const T* gate, const T* up, const void* weight, const void* counts, e4m3* q, float* scale,
                 e4m3* q_t, float* scale_t, T* dx, float* partial, i64 rows, i64 cols, i64 pitch, i64 dy_stride, i64 gate_stride,
                 i64 up_stride, i64 up_offset, i64 weight_wide, i64 experts, i64 count_width, i64 row_blocks, i64 by_group, i64 slots,
                 i64 table_bytes, i64 pow2) {
-    constexpr int N = kBackwardWidth<T>;
+    constexpr int N = kBackwardWidth;
     __shared__ TileScratch<N> scratch;
+    __shared__ TilePlace kept[Tile<N>::kWarps][2];
     extern __shared__ __align__(16) u8 memory[];
     ptx::launch_dependents();
-    const u32 across = static_cast<u32>((cols + kTileSide - 1) / kTileSide);
-    const Quantized out = {q, scale, q_t, scale_t, 2 * cols, 2 * pitch, by_group != 0, pow2 != 0};
+    const Quantized out = {q, scale, q_t, scale_t, 2 * cols, 2 * pitch, cols, by_group != 0, pow2 != 0};
     const StagedTiles<T, N, 3> in = {{gate, dy, up + up_offset},
-                                           {gate_stride, dy_stride, up_stride},
-                                           memory + table_bytes,
-                                           static_cast<int>(slots)};
-    const RowBlocks blocks(memory, counts, count_width, experts, rows);
-    const u32 tiles = blocks.count() * across;
+                                     {gate_stride, dy_stride, up_stride},
+                                     memory + table_bytes,
+                                     static_cast<int>(slots)};
+    const TilePlaces places(memory, counts, count_width, experts, rows, cols);
+    const KeptPlaces at = {kept[threadIdx.x / kWarp]};
+    u32 index = blockIdx.x;
+    int turn = 0;
     float weights = 1.0f;  // one per lane
 
-    auto here = [&](const RowBlock& block, u32 column) {
-        return Tile<N>(block.rows, pitch - column, unknown(static_cast<int>(threadIdx.x)));
+    auto tile_at = [&](const TilePlace& place) {
+        return Tile<N>(place.rows, pitch - place.column, unknown(static_cast<int>(threadIdx.x)));
     };
-    auto fetch = [&](u32 index) {
-        const u32 down = index / across, column = (index - down * across) * kTileSide;
-        const RowBlock block = blocks.at(down);
-        const Tile<N> tile = here(block, column);
-        weights = lane_weight<T>(tile, weight, weight_wide, block.first);
-        in.fetch(tile, block.first, column);
+    auto fetch = [&] {
+        const TilePlace place = places.find(index);
+        at.keep(turn, place);
+        const Tile<N> tile = tile_at(place);
+        weights = lane_weight<T>(tile, weight, weight_wide, place.row);
+        in.fetch(tile, place);
     };
-    u32 index = blockIdx.x;
-    if (index < tiles) fetch(index);
+    if (index < places.count()) fetch();
 #pragma unroll 1
-    while (index < tiles) {
-        const u32 down = index / across, column = (index - down * across) * kTileSide;
-        const RowBlock block = blocks.at(down);
-        const Tile<N> tile = here(block, column);
+    while (index < places.count()) {
+        const int now = turn;
+        const TilePlace place = at[now];
+        const Tile<N> tile = tile_at(place);
         const float w = weights;
         float dgate[kTileRows][N], dup[kTileRows][N], sums[kTileRows];
         auto advance = [&] {
             index += gridDim.x;
-            if (index < tiles) {
-                __syncwarp();
-                fetch(index);
-            }
+            turn ^= 1;
+            __syncwarp();
+            if (index < places.count()) fetch();
         };
         if constexpr (sizeof(T) == 2) {
             Raw<sizeof(T) * N> gate_raw[kTileRows], dy_raw[kTileRows], up_raw[kTileRows];
-            in.read_all(tile, 0, block.first, column, gate_raw);
-            in.read_all(tile, 1, block.first, column, dy_raw);
-            in.read_all(tile, 2, block.first, column, up_raw);
+            in.read_all(tile, 0, place, gate_raw);
+            in.read_all(tile, 1, place, dy_raw);
+            in.read_all(tile, 2, place, up_raw);
             advance();
 #pragma unroll
             for (int r = 0; r < kTileRows; ++r) {
@@ -225,13 +223,13 @@ __global__ void __launch_bounds__(Tile<kBackwardWidth<T>>::kThreads)
                 settle(dgate[r]), settle(dup[r]);
             }
         } else {
-            in.wait(tile, 0, block.first, column);
+            in.wait(tile, 0, place);
 #pragma unroll
             for (int r = 0; r < kTileRows; ++r) in.read(tile, 0, r, dgate[r]);
-            in.wait(tile, 1, block.first, column);
+            in.wait(tile, 1, place);
 #pragma unroll
             for (int r = 0; r < kTileRows; ++r) in.read(tile, 1, r, dup[r]);
-            in.wait(tile, 2, block.first, column);
+            in.wait(tile, 2, place);
 #pragma unroll
             for (int r = 0; r < kTileRows; ++r) {
                 float u[N];
@@ -241,24 +239,27 @@ __global__ void __launch_bounds__(Tile<kBackwardWidth<T>>::kThreads)
             }
         }
         const float sum = scattered_sum(tile, sums);
-        const int columns = static_cast<int>(min(cols - column, static_cast<i64>(kTileSide)));
         TileMaxima<N> most_gate(tile, dgate), most_up(tile, dup);
-        // From here on, each part works out again where the thread is.
+        // From here on, each part asks again where it is.
         if (dx != nullptr) {
-            const Tile<N> again = here(block, column);
+            const TilePlace here = at[now];
+            const Tile<N> again = tile_at(here);
             const i64 stride = unknown(2 * pitch);
-            T* place = dx + block.first * stride + column;
-            store_values(again, place, stride, dgate);
-            store_values(again, place + pitch, stride, dup);
+            T* first = dx + here.row * stride + here.column;
+            store_values(again, first, stride, dgate);
+            store_values(again, first + pitch, stride, dup);
         }
-        if (partial != nullptr)
-            store_sums(here(block, column), partial + static_cast<i64>(column / kTileSide) * rows + block.first, sum);
-        const u32 up_column = column + static_cast<u32>(cols);
-        quantize_values(here(block, column), columns, block, down, column, dgate, most_gate, out, scratch);
-        quantize_values(here(block, column), columns, block, down, up_column, dup, most_up, out, scratch);
+        if (partial != nullptr) {
+            const TilePlace here = at[now];
+            store_sums(tile_at(here), partial + here.column / kTileSide * rows + here.row, sum);
+        }
+        const TilePlace left = at[now];
+        quantize_values(tile_at(left), left, false, dgate, most_gate, out, scratch);
+        const TilePlace right = at[now];
+        quantize_values(tile_at(right), right, true, dup, most_up, out, scratch);
         if constexpr (sizeof(T) != 2) advance();
     }
-    clear_scales(blocks, row_blocks, 2 * cols, scale_t);
+    clear_scales(places, row_blocks, 2 * cols, scale_t);
 }
 
 }  // namespace rtk

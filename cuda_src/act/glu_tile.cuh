@@ -6,38 +6,40 @@
 #include "ptx/forget.cuh"
 #include "quant/experts.cuh"
 #include "quant/tile.cuh"
-#include "common/vec.cuh"
 
 namespace rtk {
 
-// Up to 128 rows of one expert. Without experts, all rows belong to one.
-struct RowBlock {
-    u32 first;         // row
+// A tile: up to 128 rows of one expert (without experts, all rows belong to one) by up to 128 columns.
+struct alignas(16) TilePlace {
+    u32 row, rows;     // the first one, and how many
     u32 start, count;  // the expert's first row, and its rows
-    int rows;          // up to 128
+    u32 down, column;  // number of the row block, and the first column
 };
 
-// Finds row blocks by index. Without counts there is one expert.
-struct RowBlocks {
+// All tiles, numbered along the columns first. Without counts there is one expert.
+struct TilePlaces {
     ExpertTable table;
-    u32 rows;
+    u32 rows, across;
     bool by_expert;
 
     // `memory`: (2 * experts + 2) words of shared memory. Fewer than 2^31 rows. The whole block calls.
-    RTK_DEVICE RowBlocks(u8* memory, const void* counts, i64 width, i64 experts, i64 all)
-        : table(reinterpret_cast<u32*>(memory), counts, width, experts, all),
-          rows(static_cast<u32>(all)),
+    RTK_DEVICE TilePlaces(u8* memory, const void* counts, i64 width, i64 experts, i64 all_rows, i64 cols)
+        : table(reinterpret_cast<u32*>(memory), counts, width, experts, all_rows),
+          rows(static_cast<u32>(all_rows)),
+          across(static_cast<u32>((cols + (kTileSide - 1)) / kTileSide)),
           by_expert(counts != nullptr) {}
 
-    RTK_DEVICE u32 count() const { return by_expert ? table.blocks() : (rows + (kTileSide - 1)) / kTileSide; }
+    RTK_DEVICE u32 row_blocks() const { return by_expert ? table.blocks() : (rows + (kTileSide - 1)) / kTileSide; }
+    RTK_DEVICE u32 count() const { return row_blocks() * across; }
 
     // The whole warp calls; `index` must be less than count().
-    RTK_DEVICE RowBlock at(u32 index) const {
-        ExpertRows expert = {0, rows, index * kTileSide};
-        if (by_expert) expert = table.find(index);
+    RTK_DEVICE TilePlace find(u32 index) const {
+        const u32 down = index / across;
+        ExpertRows expert = {0, rows, down * kTileSide};
+        if (by_expert) expert = table.find(down);
         const u32 left = expert.rows - expert.above;
-        return {expert.first_row + expert.above, expert.first_row, expert.rows,
-                static_cast<int>(min(left, static_cast<u32>(kTileSide)))};
+        return {expert.first_row + expert.above, min(left, static_cast<u32>(kTileSide)), expert.first_row, expert.rows,
+                down, (index - down * across) * kTileSide};
     }
 };
 
@@ -55,8 +57,19 @@ RTK_DEVICE i64 unknown(i64 v) {
     return static_cast<i64>(static_cast<u64>(raw.w[1]) << 32 | raw.w[0]);
 }
 
-// Keeps the compiler from working on later rows before these numbers are done: the long functions of fp32 tensors need
-// many registers for each element at once.
+// Where a warp keeps the places of its current and its next tile: reading them again is cheaper than the registers.
+struct KeptPlaces {
+    TilePlace* slot;  // two, in shared memory
+
+    RTK_DEVICE void keep(int turn, const TilePlace& place) const {
+        if (threadIdx.x % kWarp == 0) slot[turn] = place;
+        __syncwarp();
+    }
+    RTK_DEVICE TilePlace operator[](int turn) const { return slot[unknown(turn)]; }
+};
+
+// Makes the compiler compute these numbers here: it would put it off until they are used, with all that they follow from in
+// registers.
 template <int N>
 RTK_DEVICE void settle(float (&v)[N]) {
 #pragma unroll
@@ -82,18 +95,18 @@ struct StagedTiles {
     int slots;
 
     // Begins the copies of a tile. Not before everything of the one before has been read.
-    RTK_DEVICE void fetch(const Tile<N>& tile, i64 row, i64 column) const {
+    RTK_DEVICE void fetch(const Tile<N>& tile, const TilePlace& place) const {
 #pragma unroll
         for (int k = 0; k < INPUTS; ++k)
-            if (k < slots) copy(tile, k, row, column);
+            if (k < slots) copy(tile, k, place);
         ptx::cp_async_commit();
     }
 
     // Waits for an input, after all those before it.
-    RTK_DEVICE void wait(const Tile<N>& tile, int k, i64 row, i64 column) const {
+    RTK_DEVICE void wait(const Tile<N>& tile, int k, const TilePlace& place) const {
         if (k >= slots) {
             __syncwarp();
-            copy(tile, k, row, column);
+            copy(tile, k, place);
             ptx::cp_async_commit();
         }
         if (k == 0 || k >= slots) {
@@ -103,47 +116,35 @@ struct StagedTiles {
     }
 
     // The thread's elements of its row r; 0 for those that do not exist.
-    RTK_DEVICE Raw<sizeof(T) * N> read(const Tile<N>& tile, int k, int r) const { return piece<N>(tile, k, r, 0); }
-
-    RTK_DEVICE void read(const Tile<N>& tile, int k, int r, float (&v)[N]) const {
-        constexpr int kEach = N < kPer ? N : kPer;
-#pragma unroll
-        for (int first = 0; first < N; first += kEach) {
-            float part[kEach];
-            unpack<T, kEach>(piece<kEach>(tile, k, r, first), part);
-#pragma unroll
-            for (int i = 0; i < kEach; ++i) v[first + i] = part[i];
-        }
+    RTK_DEVICE Raw<sizeof(T) * N> read(const Tile<N>& tile, int k, int r) const {
+        struct alignas(sizeof(T) * N) Piece {
+            Raw<sizeof(T) * N> raw;
+        } piece;
+        clear(piece.raw);
+        const u8* from = memory + slot(k) + (tile.row + r) * kRowBytes + tile.column * static_cast<int>(sizeof(T));
+        if (r < tile.rows_here && tile.columns_here > 0) piece = *reinterpret_cast<const Piece*>(from);
+        return piece.raw;
     }
+    RTK_DEVICE void read(const Tile<N>& tile, int k, int r, float (&v)[N]) const { unpack<T, N>(read(tile, k, r), v); }
 
     // All of the thread's elements of an input, waiting for it.
-    RTK_DEVICE void read_all(const Tile<N>& tile, int k, i64 row, i64 column, Raw<sizeof(T) * N> (&raw)[kTileRows]) const {
-        wait(tile, k, row, column);
+    RTK_DEVICE void read_all(const Tile<N>& tile, int k, const TilePlace& place,
+                             Raw<sizeof(T) * N> (&raw)[kTileRows]) const {
+        wait(tile, k, place);
 #pragma unroll
         for (int r = 0; r < kTileRows; ++r) raw[r] = read(tile, k, r);
     }
 
    private:
-    template <int COUNT>
-    RTK_DEVICE Raw<sizeof(T) * COUNT> piece(const Tile<N>& tile, int k, int r, int first) const {
-        struct alignas(sizeof(T) * COUNT) Piece {
-            Raw<sizeof(T) * COUNT> raw;
-        } result;
-        clear(result.raw);
-        const u8* from = memory + slot(k) + (tile.row + r) * kRowBytes + (tile.column + first) * static_cast<int>(sizeof(T));
-        if (r < tile.rows_here && tile.columns_here > first) result = *reinterpret_cast<const Piece*>(from);
-        return result.raw;
-    }
-
     RTK_DEVICE int slot(int k) const { return k < slots ? k * kBytes : 0; }
 
-    RTK_DEVICE void copy(const Tile<N>& tile, int k, i64 row, i64 column) const {
+    RTK_DEVICE void copy(const Tile<N>& tile, int k, const TilePlace& place) const {
         constexpr int kStep = kWarp / kAcross;
         const int lane = tile.thread % kWarp, piece = lane % kAcross;
         const int first = tile.thread / kWarp * kWarpRows + lane / kAcross;
         const int rows = piece * kPer < tile.columns ? tile.rows - first : 0;
         const i64 step = unknown(stride[k]);
-        const T* from = x[k] + (row + first) * step + column + piece * kPer;
+        const T* from = x[k] + (static_cast<i64>(place.row) + first) * step + place.column + piece * kPer;
         const ptx::SharedAddress to = ptx::shared_address(memory) + (slot(k) + first * kRowBytes + piece * 16);
 #pragma unroll
         for (int r = 0; r < kWarpRows; r += kStep, from += kStep * step)
@@ -184,6 +185,7 @@ struct Quantized {
     e4m3* q_t;
     float* scale_t;
     i64 cols, pitch;  // pitch: from one row of q to the next
+    i64 part;         // columns of the matrix whose tiles these are; 2 * part == cols: two such matrices side by side
     bool by_group, pow2;
 };
 
@@ -211,45 +213,42 @@ struct TileMaxima {
     }
 };
 
-// Quantises v, the thread's elements of the tile in row block `index` that begins at `column`. Every thread of the block
-// calls; three barriers if there are transposed codes, after which the scratch may be used again.
+// Quantises v, the thread's elements of the tile at `place`, or of the one `part` columns to the right of it. Every
+// thread of the block calls; three barriers if there are transposed codes, after which the scratch may be used again.
 template <int N>
-RTK_DEVICE void quantize_values(const Tile<N>& tile, int columns_that_count, const RowBlock& block, u32 index, u32 column,
+RTK_DEVICE void quantize_values(const Tile<N>& tile, const TilePlace& place, bool right,
                                 const float (&v)[kTileRows][N], TileMaxima<N>& most, const Quantized& out,
                                 TileScratch<N>& scratch) {
     auto value = [&](int r, int i) { return v[r][i]; };
-    const i64 cols = unknown(out.cols);
+    const i64 cols = unknown(out.cols), column = place.column + (right ? out.part : 0);
     if (out.q_t != nullptr) share_columns(tile, most.columns, scratch);
     if (out.q != nullptr) {
-        const u32 groups = static_cast<u32>((cols + kTileSide - 1) / kTileSide), group = column / kTileSide;
+        const i64 groups = (cols + (kTileSide - 1)) / kTileSide, group = column / kTileSide;
         const int row = tile.thread % kTileRows;
         const float scale = fp8_scale<e4m3>(most.row, out.pow2);
         if (tile.thread % Tile<N>::kLanes < kTileRows && row < tile.rows_here) {
-            const u32 m = block.first + tile.row + row;
-            const i64 place = out.by_group ? static_cast<i64>(block.start) * groups +
-                                                 static_cast<i64>(group) * block.count + (m - block.start)
-                                           : static_cast<i64>(m) * groups + group;
-            out.scale[place] = scale;
+            const i64 m = place.row + tile.row + row;
+            out.scale[out.by_group ? place.start * (groups - 1) + group * place.count + m : m * groups + group] = scale;
         }
         const i64 pitch = unknown(out.pitch);
-        store_rows<true>(tile, out.q + block.first * pitch + column, pitch, __frcp_rn(scale), value);
+        store_rows<true>(tile, out.q + place.row * pitch + column, pitch, __frcp_rn(scale), value);
     }
     if (out.q_t != nullptr) {
         Tile<N> counted = tile;
-        counted.columns = columns_that_count;
-        column_scales<e4m3>(counted, most.columns, scratch, out.scale_t + index * cols + column, out.pow2);
+        counted.columns = static_cast<int>(min(out.part - place.column, static_cast<i64>(kTileSide)));
+        column_scales<e4m3>(counted, most.columns, scratch, out.scale_t + place.down * cols + column, out.pow2);
         stage_columns<e4m3>(tile, scratch, most.columns, value);
         __syncthreads();
-        const i64 place = block.start * cols + static_cast<i64>(column) * block.count + (block.first - block.start);
-        store_columns(counted, scratch, out.q_t + place, block.count);
+        const i64 first = place.start * cols + column * place.count + (place.row - place.start);
+        store_columns(counted, scratch, out.q_t + first, place.count);
     }
 }
 
 // There is room for the most row blocks that the rows can make; the scales of those that there are not are 0.
-RTK_DEVICE void clear_scales(const RowBlocks& blocks, i64 row_blocks, i64 cols, float* scale_t) {
+RTK_DEVICE void clear_scales(const TilePlaces& places, i64 row_blocks, i64 cols, float* scale_t) {
     if (scale_t == nullptr) return;
     const i64 step = static_cast<i64>(gridDim.x) * blockDim.x;
-    for (i64 i = blocks.count() * cols + blockIdx.x * blockDim.x + threadIdx.x; i < row_blocks * cols; i += step)
+    for (i64 i = places.row_blocks() * cols + blockIdx.x * blockDim.x + threadIdx.x; i < row_blocks * cols; i += step)
         scale_t[i] = 0.0f;
 }
 

@@ -13,7 +13,7 @@ namespace rtk {
 // row, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block. x and weight are requested together,
 // so that the weight's latency hides behind the reduction.
 template <typename T, typename W, int VEC, int CHUNKS, bool RESIDUAL>
-__global__ void __launch_bounds__(512)
+__global__ void __launch_bounds__(512, 1)
     rms_norm_fwd(const T* x, const T* residual, const W* weight, T* y, T* sum, i64 rows, i64 cols, i64 x_stride,
                  i64 residual_stride, i64 threads_per_row, double eps, double offset) {
     __shared__ GroupScratch<1> scratch;
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(512)
 
 // Forward for rows that do not fit in registers or whose addresses allow only narrow accesses: reads the row twice.
 template <typename T, typename W, int VEC, bool RESIDUAL>
-__global__ void __launch_bounds__(1024)
+__global__ void __launch_bounds__(1024, 1)
     rms_norm_fwd_long(const T* x, const T* residual, const W* weight, T* y, T* sum, i64 rows, i64 cols, i64 x_stride,
                       i64 residual_stride, i64 threads_per_row, double eps, double offset) {
     __shared__ GroupScratch<1> scratch;
@@ -107,16 +107,15 @@ __global__ void __launch_bounds__(1024)
 // rstd is recomputed: h is read anyway, and the two row sums share one reduction.
 //
 // Persistent, one block per multiprocessor, for rows of at most CHUNKS * 512 pieces of 16 bytes: a RowGroup owns a row,
-// thread i of it the pieces i, i + threads, ...; rows arrive through a RowRing. With CHUNKS up to 2 gains and inputs stay
-// in registers. Weight gradients are summed in registers over the rows of a group, over the groups of the block in shared
-// memory, and written as one fp32 row per block (`partial`, [grid, cols]; null when not wanted) for column_sum to add up:
-// the order is fixed by the grid, never by timing.
+// thread i of it the pieces i, i + threads, ...; rows arrive through a RowRing, gains stay in registers. Weight
+// gradients are summed in registers over the rows of a group, over the groups of the block in shared memory, and written
+// as one fp32 row per block (`partial`, [grid, cols]; null when not wanted) for column_sum to add up: the order is fixed
+// by the grid, never by timing.
 template <typename T, typename W, int CHUNKS, bool DSUM, int STAGES>
 __global__ void __launch_bounds__(CHUNKS == 1 ? 768 : 512, 1)
     rms_norm_bwd(const T* dy, const T* h, const W* weight, const T* dsum, T* dh, float* partial, i64 rows, i64 cols,
                  i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, double eps, double offset) {
     constexpr int VEC = 16 / sizeof(T);
-    constexpr bool kKeep = CHUNKS <= 2;
     extern __shared__ __align__(16) u8 memory[];
     __shared__ GroupScratch<2> scratch;
     const RowGroup group(threads_per_row);
@@ -162,34 +161,29 @@ __global__ void __launch_bounds__(CHUNKS == 1 ? 768 : 512, 1)
         if (few || column + c * pitch >= end) ring.zero(memory, c);
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) fetch();
-    float gain[kKeep ? CHUNKS : 1][VEC], dweight[CHUNKS][VEC];
+    float gain[CHUNKS][VEC], dweight[CHUNKS][VEC];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
         for (int i = 0; i < VEC; ++i) dweight[c][i] = 0.0f;
-        if constexpr (kKeep) {
 #pragma unroll
-            for (int i = 0; i < VEC; ++i) gain[c][i] = 0.0f;
-            if (column + c * pitch < end) load_gain<W, VEC>(weight, column + c * pitch, shift, gain[c]);
-        }
+        for (int i = 0; i < VEC; ++i) gain[c][i] = 0.0f;
+        if (column + c * pitch < end) load_gain<W, VEC>(weight, column + c * pitch, shift, gain[c]);
     }
 
     int phase = 0;
     for (i64 row = first; row - group.index < rows; row += step, phase ^= 1) {
         fetch();
         ring.wait();
-        float dy_kept[kKeep ? CHUNKS : 1][VEC], h_kept[kKeep ? CHUNKS : 1][VEC];
+        float dy_kept[CHUNKS][VEC], h_kept[CHUNKS][VEC];
         float square = 0.0f, product = 0.0f;  // sums of h^2 and g * h
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
-            float(&d)[VEC] = dy_kept[kKeep ? c : 0];
-            float(&v)[VEC] = h_kept[kKeep ? c : 0];
-            float(&w)[VEC] = gain[kKeep ? c : 0];
+            float(&d)[VEC] = dy_kept[c];
+            float(&v)[VEC] = h_kept[c];
+            float(&w)[VEC] = gain[c];
             ring.template read<T>(0, c, d);
             ring.template read<T>(1, c, v);
-            if constexpr (!kKeep) {
-                if (column + c * pitch < end) load_gain<W, VEC>(weight, column + c * pitch, shift, w);
-            }
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
                 square += v[i] * v[i];
@@ -202,14 +196,9 @@ __global__ void __launch_bounds__(CHUNKS == 1 ? 768 : 512, 1)
         if (row < rows) {
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c) {
-                float(&d)[VEC] = dy_kept[kKeep ? c : 0];
-                float(&v)[VEC] = h_kept[kKeep ? c : 0];
-                float(&w)[VEC] = gain[kKeep ? c : 0];
-                if constexpr (!kKeep) {
-                    ring.template read<T>(0, c, d);
-                    ring.template read<T>(1, c, v);
-                    if (column + c * pitch < end) load_gain<W, VEC>(weight, column + c * pitch, shift, w);
-                }
+                float(&d)[VEC] = dy_kept[c];
+                float(&v)[VEC] = h_kept[c];
+                float(&w)[VEC] = gain[c];
                 float out[VEC];
 #pragma unroll
                 for (int i = 0; i < VEC; ++i) {

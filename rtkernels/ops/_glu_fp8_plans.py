@@ -29,7 +29,7 @@ _TAIL_ARGS = "up_offset:i64 weight_wide:i64 experts:i64 count_width:i64 row_bloc
 _TAIL_ARGS += "table_bytes:i64 pow2:i64"
 _ALIGNED = 8  # columns; what a thread stores at a time
 _THREADS = {8: 256, 4: 512}  # of a block whose threads have 8 or 4 columns
-_STATIC_SHARED = {8: 21568, 4: 25088}
+_STATIC_SHARED = {8: 22080, 4: 26112}
 _RESERVED_SHARED = 1024  # per block, by the hardware
 
 FWD = Kernel(
@@ -310,7 +310,7 @@ def _plan_bwd(
         return "dense"
     if not _aligned(dtype, align, pitch, *strides):
         return "aligned"
-    t, width = token("x", dtype), 4 if dtype.itemsize == 2 else 8
+    t, width = token("x", dtype), 4
     tiles = row_blocks * groups_of(cols)
     grid, slots, table, shared = geometry(t, width, 3, experts, 1, tiles, device)
     launch = BWD.bind((t, ACT_TYPES[act]), device, grid, _THREADS[width], shared)

@@ -30,7 +30,7 @@ _TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32")
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
 _NARROW = (1, 2)  # elements per access where addresses do not allow 16 bytes
 _REGISTER_THREADS, _REGISTER_CHUNKS = 512, (1, 2, 4)
-_RING_THREADS, _RING_CHUNKS = 512, (1, 2, 4)
+_RING_THREADS, _RING_CHUNKS = 512, (1, 2)
 
 
 def _long_variants(*flags: tuple[bool, ...]) -> list[tuple[Any, ...]]:
@@ -74,7 +74,7 @@ _FWD = Kernel(
     template="T W VEC CHUNKS RESIDUAL",
     args=_FWD_ARGS,
     variants=[(t, w, _WIDTH[t], c, r) for t, w in _TYPES for c in _REGISTER_CHUNKS for r in (False, True)],
-    max_registers=80,
+    max_registers=96,
 )
 _FWD_LONG = Kernel(
     _UNIT,
@@ -90,7 +90,7 @@ _BWD = Kernel(
     template="T W CHUNKS DSUM STAGES",
     args=_BWD_ARGS.format(last="partial"),
     variants=_ring_variants,
-    max_registers=64,
+    max_registers=128,
 )
 _BWD_LONG = Kernel(
     _UNIT,
