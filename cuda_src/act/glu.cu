@@ -66,7 +66,8 @@ __global__ void __launch_bounds__(256)
             unpack<T, VEC>(gate_raw[r], g);
             unpack<T, VEC>(up_raw[r], u);
 #pragma unroll
-            for (int i = 0; i < VEC; ++i) g[i] = Act::template at<sizeof(T) == 2>(g[i]).value * partner<Act>(u[i]).value * w;
+            for (int i = 0; i < VEC; ++i)
+                g[i] = Act::template at<sizeof(T) == 2>(g[i]).value * partner<Act>(u[i]).value * w;
             store<T, VEC>(y + row * cols + tile.column, g);
         }
     }

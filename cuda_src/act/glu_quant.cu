@@ -2,8 +2,8 @@
 // all rows or of each expert's. y = act(gate) * up * weight is computed in fp32 and quantised without another rounding.
 // Recipe: common/fp8_scale.cuh. Layouts and tiles: act/glu_tile.cuh.
 //
-// Inputs are 16-byte aligned and have `pitch` readable columns, a multiple of 16 bytes, of which `cols` count; the others
-// must be 0. Codes by rows and dx have the pitch too.
+// Inputs are 16-byte aligned and have `pitch` readable columns, a multiple of 8, of which `cols` count; the others must
+// be 0. Codes by rows and dx have the pitch too.
 //
 // A block works on tiles blockIdx.x, blockIdx.x + gridDim.x, ..., numbered along the columns first.
 #include "act/activations.cuh"
@@ -12,21 +12,26 @@
 
 namespace rtk {
 
-// Columns of a thread.
+// Columns of a thread: fp32 gradients leave no registers for more than 4.
 template <typename T>
-inline constexpr int kForwardWidth = 16 / sizeof(T);
-inline constexpr int kBackwardWidth = 4;
-// Resident at once: one stores while another computes.
+inline constexpr int kWidth = 16 / sizeof(T);
+
+// Resident forward blocks, where shared memory has room: one stores while another computes.
+#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
 template <typename T>
 inline constexpr int kForwardBlocks = sizeof(T) == 2 ? 2 : 1;
+#else
+template <typename T>
+inline constexpr int kForwardBlocks = 1;
+#endif
 
 template <typename T, typename Act>
-__global__ void __launch_bounds__(Tile<kForwardWidth<T>>::kThreads, kForwardBlocks<T>)
+__global__ void __launch_bounds__(Tile<kWidth<T>>::kThreads, kForwardBlocks<T>)
     glu_fp8_fwd(const T* gate, const T* up, const void* weight, const void* counts, e4m3* q, float* scale, e4m3* q_t,
-                float* scale_t, i64 rows, i64 cols, i64 pitch, i64 gate_stride, i64 up_stride, i64 up_offset, i64 weight_wide, i64 experts,
-                i64 count_width, i64 row_blocks, i64 by_group, i64 slots, i64 table_bytes,
+                float* scale_t, i64 rows, i64 cols, i64 pitch, i64 gate_stride, i64 up_stride, i64 up_offset,
+                i64 weight_wide, i64 experts, i64 count_width, i64 row_blocks, i64 by_group, i64 slots, i64 table_bytes,
                 i64 pow2) {
-    constexpr int N = kForwardWidth<T>;
+    constexpr int N = kWidth<T>;
     __shared__ TileScratch<N> scratch;
     __shared__ TilePlace kept[Tile<N>::kWarps][2];
     extern __shared__ __align__(16) u8 memory[];
@@ -35,6 +40,7 @@ __global__ void __launch_bounds__(Tile<kForwardWidth<T>>::kThreads, kForwardBloc
         {gate, up + up_offset}, {gate_stride, up_stride}, memory + table_bytes, static_cast<int>(slots)};
     const TilePlaces places(memory, counts, count_width, experts, rows, cols);
     const KeptPlaces at = {kept[threadIdx.x / kWarp]};
+    const u32 tiles = places.count();
     u32 index = blockIdx.x;
     int turn = 0;
     float weights = 1.0f;  // one per lane
@@ -49,9 +55,9 @@ __global__ void __launch_bounds__(Tile<kForwardWidth<T>>::kThreads, kForwardBloc
         weights = lane_weight<T>(tile, weight, weight_wide, place.row);
         in.fetch(tile, place);
     };
-    if (index < places.count()) fetch();
+    if (index < tiles) fetch();
 #pragma unroll 1
-    while (index < places.count()) {
+    while (index < tiles) {
         const int now = turn;
         const TilePlace place = at[now];
         const Tile<N> tile = tile_at(place);
@@ -61,7 +67,7 @@ __global__ void __launch_bounds__(Tile<kForwardWidth<T>>::kThreads, kForwardBloc
             index += gridDim.x;
             turn ^= 1;
             __syncwarp();
-            if (index < places.count()) fetch();
+            if (index < tiles) fetch();
         };
         if constexpr (sizeof(T) == 2) {
             // Packed, all inputs fit into registers: the next tile can be copied while this one is worked on.
@@ -141,8 +147,8 @@ RTK_DEVICE void store_values(const Tile<N>& tile, T* place, i64 stride, const fl
         if (r < tile.rows_here && tile.columns_here > 0) store<T, N>(place, v[r]);
 }
 
-// Gradients of N columns of a row, from the gate in `dgate`, the incoming gradient in `dup`, and up. Returns their part of
-// the weight's gradient.
+// Gradients of N columns of a row, from the gate in `dgate`, the incoming gradient in `dup`, and up. Returns their part
+// of the weight's gradient.
 template <typename Act, bool kFast, int N>
 RTK_DEVICE float gradients(float (&dgate)[N], float (&dup)[N], const float (&up)[N], float w) {
     float sum = 0.0f;
@@ -157,16 +163,16 @@ RTK_DEVICE float gradients(float (&dgate)[N], float (&dup)[N], const float (&up)
     return sum;
 }
 
-// The gradient of [gate | up], [rows, 2 * cols], from that of y: its codes, the gradient itself (dx, of T), or both; and
-// what each 128 columns add to the gradient of the weight (partial [ceil(cols/128), rows]). Any of them may be null. For
-// codes by rows cols must be a multiple of 128, or groups would reach from gate into up.
+// The gradient of [gate | up], [rows, 2 * cols], from that of y: its codes, the gradient itself (dx, of T), or both;
+// and what each 128 columns add to the gradient of the weight (partial [ceil(cols/128), rows]). Any of them may be null.
+// For codes by rows cols must be a multiple of 128, or groups would reach from gate into up.
 template <typename T, typename Act>
-__global__ void __launch_bounds__(Tile<kBackwardWidth>::kThreads)
+__global__ void __launch_bounds__(Tile<kWidth<T>>::kThreads)
     glu_fp8_bwd(const T* dy, const T* gate, const T* up, const void* weight, const void* counts, e4m3* q, float* scale,
-                e4m3* q_t, float* scale_t, T* dx, float* partial, i64 rows, i64 cols, i64 pitch, i64 dy_stride, i64 gate_stride,
-                i64 up_stride, i64 up_offset, i64 weight_wide, i64 experts, i64 count_width, i64 row_blocks, i64 by_group, i64 slots,
-                i64 table_bytes, i64 pow2) {
-    constexpr int N = kBackwardWidth;
+                e4m3* q_t, float* scale_t, T* dx, float* partial, i64 rows, i64 cols, i64 pitch, i64 dy_stride,
+                i64 gate_stride, i64 up_stride, i64 up_offset, i64 weight_wide, i64 experts, i64 count_width,
+                i64 row_blocks, i64 by_group, i64 slots, i64 table_bytes, i64 pow2) {
+    constexpr int N = kWidth<T>;
     __shared__ TileScratch<N> scratch;
     __shared__ TilePlace kept[Tile<N>::kWarps][2];
     extern __shared__ __align__(16) u8 memory[];

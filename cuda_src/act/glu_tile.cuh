@@ -68,8 +68,8 @@ struct KeptPlaces {
     RTK_DEVICE TilePlace operator[](int turn) const { return slot[unknown(turn)]; }
 };
 
-// Makes the compiler compute these numbers here: it would put it off until they are used, with all that they follow from in
-// registers.
+// Makes the compiler compute these numbers here: it would put it off until they are used, with all that they follow from
+// in registers.
 template <int N>
 RTK_DEVICE void settle(float (&v)[N]) {
 #pragma unroll
@@ -117,13 +117,8 @@ struct StagedTiles {
 
     // The thread's elements of its row r; 0 for those that do not exist.
     RTK_DEVICE Raw<sizeof(T) * N> read(const Tile<N>& tile, int k, int r) const {
-        struct alignas(sizeof(T) * N) Piece {
-            Raw<sizeof(T) * N> raw;
-        } piece;
-        clear(piece.raw);
-        const u8* from = memory + slot(k) + (tile.row + r) * kRowBytes + tile.column * static_cast<int>(sizeof(T));
-        if (r < tile.rows_here && tile.columns_here > 0) piece = *reinterpret_cast<const Piece*>(from);
-        return piece.raw;
+        const u8* from = memory + slot(k) + tile.row * kRowBytes + tile.column * static_cast<int>(sizeof(T));
+        return reinterpret_cast<const Aligned<sizeof(T) * N>*>(from + r * kRowBytes)->raw;
     }
     RTK_DEVICE void read(const Tile<N>& tile, int k, int r, float (&v)[N]) const { unpack<T, N>(read(tile, k, r), v); }
 
@@ -136,6 +131,11 @@ struct StagedTiles {
     }
 
    private:
+    template <int B>
+    struct alignas(B) Aligned {
+        Raw<B> raw;
+    };
+
     RTK_DEVICE int slot(int k) const { return k < slots ? k * kBytes : 0; }
 
     RTK_DEVICE void copy(const Tile<N>& tile, int k, const TilePlace& place) const {
@@ -145,10 +145,16 @@ struct StagedTiles {
         const int rows = piece * kPer < tile.columns ? tile.rows - first : 0;
         const i64 step = unknown(stride[k]);
         const T* from = x[k] + (static_cast<i64>(place.row) + first) * step + place.column + piece * kPer;
-        const ptx::SharedAddress to = ptx::shared_address(memory) + (slot(k) + first * kRowBytes + piece * 16);
+        u8* to = memory + slot(k) + first * kRowBytes + piece * 16;
+        const ptx::SharedAddress address = ptx::shared_address(to);
 #pragma unroll
-        for (int r = 0; r < kWarpRows; r += kStep, from += kStep * step)
-            if (r < rows) ptx::cp_async_16(to + r * kRowBytes, from);
+        for (int r = 0; r < kWarpRows; r += kStep, from += kStep * step) {
+            if (r < rows) {
+                ptx::cp_async_16(address + r * kRowBytes, from);
+            } else {
+                clear(reinterpret_cast<Aligned<16>*>(to + r * kRowBytes)->raw);
+            }
+        }
     }
 };
 
@@ -197,7 +203,19 @@ struct TileMaxima {
     float row, columns[N];
 
     RTK_DEVICE TileMaxima(const Tile<N>& tile, const float (&v)[kTileRows][N]) {
-        float rows[kTileRows];
+        float rows[kTileRows], most = 0.0f;
+        find(v, rows, [](float a, float b) { return fmaxf(a, fabsf(b)); });
+#pragma unroll
+        for (int i = 0; i < N; ++i) most = fmaxf(most, columns[i]);
+        if (most > kLargest) find(v, rows, [](float a, float b) { return max_finite(a, b); });
+        row = scattered_max<kTileRows, Tile<N>::kLanes>(rows, tile.thread);
+    }
+
+   private:
+    static constexpr float kLargest = 3.40282347e38f;
+
+    template <typename Larger>
+    RTK_DEVICE void find(const float (&v)[kTileRows][N], float (&rows)[kTileRows], const Larger& larger) {
 #pragma unroll
         for (int i = 0; i < N; ++i) columns[i] = 0.0f;
 #pragma unroll
@@ -205,11 +223,10 @@ struct TileMaxima {
             rows[r] = 0.0f;
 #pragma unroll
             for (int i = 0; i < N; ++i) {
-                rows[r] = max_finite(rows[r], v[r][i]);
-                columns[i] = max_finite(columns[i], v[r][i]);
+                rows[r] = larger(rows[r], v[r][i]);
+                columns[i] = larger(columns[i], v[r][i]);
             }
         }
-        row = scattered_max<kTileRows, Tile<N>::kLanes>(rows, tile.thread);
     }
 };
 
