@@ -1,4 +1,4 @@
-"""``python -m bench run`` and ``python -m bench report``."""
+"""``python -m bench run``, ``check`` and ``report``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 
 from bench import meta, peers, report
 
-NO_GPU = "bench run: no CUDA device here, so nothing is measured. `python -m bench report` works without one."
+NO_GPU = "bench: no CUDA device here, so nothing is measured. `python -m bench report` works without one."
+# What `check` calls unless told otherwise: inductor would compile every row for minutes.
+CHECKED = ["torch", "torch_fused", "liger", "quack", "linghe", "flaggems"]
 
 
 def _regex(text: str) -> str:
@@ -25,9 +27,7 @@ def _families(text: str) -> list[str]:
     known = {*peers.FAMILIES, "torch_fused", *(n for table in peers.ADAPTERS.values() for n in table)}
     for name in names:
         if name not in known:
-            raise argparse.ArgumentTypeError(
-                f"unknown peer {name!r}; known: {', '.join(sorted(known))}, none"
-            )
+            raise argparse.ArgumentTypeError(f"unknown peer {name!r}; known: {', '.join(sorted(known))}, none")
     return names
 
 
@@ -35,12 +35,13 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="measure on this machine's GPU")
-    run.add_argument(
-        "--rows", type=_regex, help="regular expression on 'name shape'; the host rows are called 'host'"
-    )
+    run.add_argument("--rows", type=_regex, help="regular expression on 'name shape'; the host rows are called 'host'")
     run.add_argument("--peers", type=_families, help="comma-separated families, or none; all when left out")
     run.add_argument("--out", type=Path, help="result file (default bench/results/<gpu>-<date>.json)")
     run.add_argument("--quick", action="store_true", help="30 samples a measurement instead of 100")
+    check = commands.add_parser("check", help="call ours and every peer once, untimed, and say how they differ")
+    check.add_argument("--rows", type=_regex, help="regular expression on 'name shape'")
+    check.add_argument("--peers", type=_families, default=CHECKED, help="as for run; all but inductor when left out")
     show = commands.add_parser("report", help="print result files as markdown")
     show.add_argument("files", nargs="*", type=Path, help="default: the newest in bench/results/")
     show.add_argument("--plot", type=Path, metavar="PNG", help="also draw copy / time per row")
@@ -78,6 +79,24 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if result["complete"] and not failed else 1
 
 
+def _check(args: argparse.Namespace) -> int:
+    import torch
+
+    if not torch.cuda.is_available():
+        print(NO_GPU, file=sys.stderr)
+        return 2
+    from bench import run
+    from bench.timing import CudaDevice, Timer
+
+    pool = run.all_rows()
+    rows = run.select(pool, args.rows)
+    if not rows:
+        print(f"bench check: no row matches {args.rows!r}", file=sys.stderr)
+        return 2
+    bench = run.Bench(Timer(CudaDevice()), "cuda", args.peers, log=lambda text: print(text, flush=True))
+    return 0 if run.check(rows, bench, pool) else 1
+
+
 def _report(args: argparse.Namespace) -> int:
     files = args.files or sorted(meta.RESULTS.glob("*.json"), key=lambda p: p.stat().st_mtime)[-1:]
     if not files:
@@ -100,7 +119,7 @@ def _report(args: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     args = parser().parse_args(argv)
-    return _run(args) if args.command == "run" else _report(args)
+    return {"run": _run, "check": _check, "report": _report}[args.command](args)
 
 
 if __name__ == "__main__":

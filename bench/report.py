@@ -47,7 +47,7 @@ def row_table(result: dict[str, Any]) -> list[str]:
         if "failed" in row:
             body.append([row["row"], row["shape"], row["failed"]] + ["-"] * (len(head) - 3))
             continue
-        peers = ranked(row)
+        peers, waiting = ranked(row), row.get("peers_waiting", ())
         body.append(
             [
                 row["row"],
@@ -62,7 +62,7 @@ def row_table(result: dict[str, Any]) -> list[str]:
                 _error(row["error_ours"]),
                 _error(row["error_torch"]),
                 f"{peers[0][1] / row['us']:.2f}" if peers else "-",
-                ", ".join(f"{name} {us:.1f}" for name, us in peers) or "-",
+                ", ".join(f"{name} {us:.1f}{'*' * (name in waiting)}" for name, us in peers) or "-",
             ]
         )
     return _table(head, body)
@@ -114,6 +114,8 @@ def markdown(result: dict[str, Any]) -> str:
     lines = [heading(result), ""]
     if result["rows"]:
         lines += [*row_table(result), ""]
+        if any(row.get("peers_waiting") for row in result["rows"]):
+            lines += ["\\* This peer synchronises: its time holds the gaps in which the device waits.", ""]
         absent = missing(result)
         lines += ["Not measured:", "", *absent, ""] if absent else []
     if result["host"]:

@@ -1,22 +1,27 @@
-"""Measuring rows: ours, the copy of the same bytes, the error against fp64, and the peers."""
+"""Measuring and checking rows: ours, the copy of the same bytes, the error against fp64, and the peers."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench import meta, peers
-from bench.timing import Call, Timer, Timing, copy_calls
+from bench.timing import Call, Timer, TimingError, copy_calls
 from rtkernels.testing import Row
 
 COPIES = 3
+# Above this a row runs on one copy of its inputs: nothing of it outlives a call in any cache, and three do not fit.
+ROTATED_BYTES = 2 << 30
 PEAK_BYTES = 4 << 30
+# Relative error of a first output above which `check` says that a peer computes something else.
+DIFFERS = 0.05
 
 
 class DeviceLost(RuntimeError):
@@ -75,25 +80,50 @@ def relative_error(out: Any, reference: Any) -> float:
     return worst
 
 
+def _mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """``value`` with every tensor in nested lists, tuples and dicts changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {k: _mapped(v, change) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_mapped(item, change) for item in value]
+        # A named tuple takes its items one by one.
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
 def _clone(inputs: dict[str, Any]) -> dict[str, Any]:
-    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    return _mapped(inputs, torch.Tensor.clone)
 
 
 def _double(inputs: dict[str, Any]) -> dict[str, Any]:
-    return {
-        k: v.to(torch.float64) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
-        for k, v in inputs.items()
-    }
+    return _mapped(inputs, lambda t: t.to(torch.float64) if t.is_floating_point() else t)
+
+
+def _storages(value: Any) -> set[int]:
+    return {t.untyped_storage().data_ptr() for t in tensors(value)} - {0}
+
+
+def _reference(row: Row, inputs: dict[str, Any]) -> Any:
+    """The row's fp64 results; the inputs stay what they are."""
+    return row.exact(**_clone(inputs)) if row.exact else row.torch(**_double(inputs))
 
 
 def _poisoned(row: Row, inputs: dict[str, Any]) -> Any:
     """Result of ours in memory that held 0xFF bytes (NaN in every float type) before the call."""
-    given = {v.untyped_storage().data_ptr() for v in inputs.values() if isinstance(v, torch.Tensor)}
+    given = _storages(inputs)
     for out in tensors(row.ours(**inputs)):
         if out.untyped_storage().data_ptr() not in given:
             out.untyped_storage().fill_(255)
     # The allocator hands the freed blocks out again.
     return row.ours(**inputs)
+
+
+def _release() -> None:
+    """Hand freed device memory back: rows differ in the sizes they allocate, and the largest need it whole."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _say(error: BaseException) -> str:
@@ -122,7 +152,8 @@ class Bench:
         return nbytes / timing.us / 1e3
 
     def _copy(self, nbytes: int) -> float:
-        return self.timer.measure(copy_calls(nbytes, self.device)).us
+        copies = COPIES if nbytes <= ROTATED_BYTES else 1
+        return self.timer.measure(copy_calls(nbytes, self.device, copies)).us
 
     def _check_alive(self) -> None:
         try:
@@ -137,26 +168,36 @@ class Bench:
             self._check_alive()
             return {"error": _say(error)}
 
+    def _ours(self, row: Row, inputs: dict[str, Any], reference: Any) -> tuple[float | dict[str, str], bool]:
+        """Error of ours, and whether it updates one of its inputs in place."""
+        found = []
+        error = self._error(lambda: found.append(_poisoned(row, inputs)) or found[0], reference)
+        return error, bool(found and _storages(tensors(found[0])[:1]) & _storages(inputs))
+
     def row(self, row: Row, forward: Row | None, peak_gbps: float) -> dict[str, Any]:
         """Measure one row: copy, ours, the peers, ours again, copy again.
 
         The two passes of ours are pooled; of the two copies the faster counts, which is the stricter for us.
         """
-        made = [row.make(self.device, self._generator(i)) for i in range(COPIES)]
-        reference = row.exact(**made[0]) if row.exact else row.torch(**_double(made[0]))
-        error_ours = self._error(lambda: _poisoned(row, made[0]), reference)
-        error_torch = self._error(lambda: row.torch(**made[0]), reference)
+        copies_made = COPIES if row.bytes <= ROTATED_BYTES else 1
+        # Nothing runs on these: peers get the same inputs, whatever ours does to its own.
+        made = [row.make(self.device, self._generator(i)) for i in range(copies_made)]
+        reference = _reference(row, made[0])
+        error_torch = self._error(lambda: row.torch(**_clone(made[0])), reference)
+        mine = [_clone(inputs) for inputs in made]
+        error_ours, in_place = self._ours(row, mine[0], reference)
+        first = tensors(reference)[:1]
+        del reference
 
-        calls: list[Call] = [lambda inputs=inputs: row.ours(**inputs) for inputs in made]
+        calls: list[Call] = [lambda inputs=inputs: row.ours(**inputs) for inputs in mine]
         copies = [self._copy(row.bytes)]
         passes = [self.timer.measure(calls)]
-        first = tensors(reference)[:1]
-        times, errors = self._peers(row, forward, made, first)
+        times, errors, waiting = self._peers(row, forward, made, first, in_place)
         passes.append(self.timer.measure(calls))
         copies.append(self._copy(row.bytes))
 
         ours = passes[0] + passes[1]
-        x = made[0].get("x", next((v for v in made[0].values() if isinstance(v, torch.Tensor)), None))
+        x = made[0].get("x", next(iter(tensors(made[0])), None))
         return {
             "row": row.name,
             "shape": row.shape,
@@ -174,24 +215,35 @@ class Bench:
             "error_torch": error_torch,
             "peers": times,
             "peer_errors": errors,
+            "peers_waiting": waiting,
         }
 
     def _generator(self, i: int) -> torch.Generator:
         return torch.Generator(device=self.device).manual_seed(1234 + i)
 
     def _peers(
-        self, row: Row, forward: Row | None, made: list[dict[str, Any]], first: list[torch.Tensor]
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        adapters = peers.ADAPTERS.get(row.name, {})
-        prepare = {**peers.torch_peers(row, forward), **adapters}
+        self,
+        row: Row,
+        forward: Row | None,
+        made: list[dict[str, Any]],
+        first: list[torch.Tensor],
+        in_place: bool,
+    ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+        prepare = {**peers.torch_peers(row, forward), **peers.adapters_of(row)}
         times: dict[str, Any] = {}
         errors: dict[str, Any] = {}
+        waiting: list[str] = []
         for name, make_call in prepare.items():
             if not peers.selected(name, self.wanted):
                 continue
             try:
-                timing, errors[name] = self._peer(make_call, made, first)
-                times[name] = timing.us
+                with self._peer(make_call, made, first, in_place) as (calls, error):
+                    errors[name] = error
+                    try:
+                        times[name] = self.timer.measure(calls).us
+                    except TimingError:
+                        times[name] = self.timer.measure_waiting(calls).us
+                        waiting.append(name)
             except (ImportError, peers.Absent) as error:
                 times[name] = {"absent": _say(error)}
             except Exception as error:
@@ -201,11 +253,17 @@ class Bench:
         for family in peers.FAMILIES:
             if peers.selected(family, self.wanted) and not any(peers.selected(n, [family]) for n in prepare):
                 times[family] = {"absent": f"no adapter for {row.name}"}
-        return times, errors
+        return times, errors, waiting
 
+    @contextlib.contextmanager
     def _peer(
-        self, make_call: peers.Prepare, made: list[dict[str, Any]], first: list[torch.Tensor]
-    ) -> tuple[Timing, float | dict[str, str]]:
+        self,
+        make_call: peers.Prepare,
+        made: list[dict[str, Any]],
+        first: list[torch.Tensor],
+        in_place: bool,
+    ) -> Iterator[tuple[list[Call], float | dict[str, str]]]:
+        """A peer's calls, one per copy of the inputs, and the error of its first output."""
         import torch._dynamo
         import torch._functorch.config
 
@@ -214,9 +272,56 @@ class Bench:
         # A compiled graph that frees its buffers in the backward could run it only once.
         with torch._functorch.config.patch(donated_buffer=False):
             calls = [make_call(**_clone(inputs)) for inputs in made]
+            if in_place:
+                # The error of ours is that of its second call, see _poisoned.
+                calls[0]()
+            compare = getattr(calls[0], "compare", lambda out: out)
             # Before any timing: some peers overwrite their inputs.
-            error = self._error(lambda: tensors(calls[0]())[:1], first)
-            return self.timer.measure(calls), error
+            yield calls, self._error(lambda: tensors(compare(calls[0]()))[:1], first)
+
+    def check(self, row: Row, forward: Row | None) -> Iterator[tuple[str, str, str]]:
+        """Call ours and every peer once, untimed; yield (name, ok | absent | error, what to say)."""
+        inputs = row.make(self.device, self._generator(0))
+        reference = _reference(row, inputs)
+        error, in_place = self._ours(row, _clone(inputs), reference)
+        yield "ours", *_verdict(error)
+        prepare = {**peers.torch_peers(row, forward), **peers.adapters_of(row)}
+        first = tensors(reference)[:1]
+        for name, make_call in prepare.items():
+            if not peers.selected(name, self.wanted):
+                continue
+            try:
+                with self._peer(make_call, [inputs], first, in_place) as (_, error):
+                    yield name, *_verdict(error)
+            except (ImportError, peers.Absent) as missing:
+                yield name, "absent", _say(missing)
+            except Exception as raised:
+                self._check_alive()
+                yield name, "error", _say(raised)
+
+
+def _verdict(error: float | dict[str, str]) -> tuple[str, str]:
+    if isinstance(error, dict):
+        return "error", error["error"]
+    return "ok", f"{error:.1e}" + (" (differs)" if error > DIFFERS else "")
+
+
+def check(rows: list[Row], bench: Bench, pool: list[Row]) -> bool:
+    """Call ours and every peer of ``rows`` once, log one line each, and return whether all of ours worked."""
+    good = True
+    for row in rows:
+        try:
+            for name, verdict, text in bench.check(row, forward_of(row, pool)):
+                bench.log(f"{verdict:6} {row.label}: {name}: {text}")
+                good &= name != "ours" or verdict == "ok"
+        except DeviceLost as error:
+            bench.log(f"error  {row.label}: device lost: {error}")
+            return False
+        except Exception as error:
+            bench.log(f"error  {row.label}: ours: {_say(error)}")
+            good = False
+        _release()
+    return good
 
 
 def _host(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -264,6 +369,7 @@ def run(
                 bench._check_alive()
                 done = {"row": row.name, "shape": row.shape, "failed": _say(error)}
             result["rows"].append(done)
+            _release()
             if path:
                 meta.save(result, path)
         if host:

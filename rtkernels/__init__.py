@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time __getattr__
     from rtkernels import errors as errors
     from rtkernels import interop as interop
     from rtkernels import nn as nn
+    from rtkernels import optim as optim
     from rtkernels._warm import warm as warm
     from rtkernels.emulator import emulate as emulate
     from rtkernels.errors import ArgumentError as ArgumentError
@@ -35,6 +36,7 @@ _NAMES: dict[str, tuple[str, str | None]] = {
     "errors": ("rtkernels.errors", None),
     "interop": ("rtkernels.interop", None),
     "nn": ("rtkernels.nn", None),
+    "optim": ("rtkernels.optim", None),
     "RtkError": ("rtkernels.errors", "RtkError"),
     "ArgumentError": ("rtkernels.errors", "ArgumentError"),
     "SourceError": ("rtkernels.errors", "SourceError"),

@@ -9,6 +9,7 @@ functorch transform on. The private torch functions used for that are all here.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +35,30 @@ except ImportError:  # pragma: no cover
         return None
 
 
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # pragma: no cover
+    TensorGuards = None
+
 TENSOR_TYPES = frozenset({Tensor, torch.nn.Parameter})
+
+
+def never(*tensors: Any) -> bool:
+    """Match nothing."""
+    return False
+
+
+def same_tensors(tensors: Sequence[Tensor | None]) -> Callable[..., bool]:
+    """Return a function that says whether it is given tensors just like these: one comparison in C++.
+
+    It compares type, dtype, sizes, strides, device, ``requires_grad`` and the dispatch keys in effect, which a
+    functorch transform changes. It never matches where an argument is None, or without the private class of torch that
+    it needs.
+    """
+    if TensorGuards is None or any(t is None for t in tensors):
+        return never
+    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
 def needs_grad(a: Tensor, b: Tensor | None = None, c: Tensor | None = None) -> bool:

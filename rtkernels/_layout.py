@@ -81,6 +81,16 @@ def group_threads(vectors: int, most: int) -> int:
     return min(-(-vectors // 32) * 32, most)
 
 
+def divisor(d: int) -> int:
+    """Return what ``divided`` (common/abi.cuh) needs to divide numbers below 2**31 by `d` exactly.
+
+    With ``2**(s-1) < d <= 2**s`` and ``m = ceil(2**(31+s) / d)``, ``m * d`` exceeds ``2**(31+s)`` by less than
+    ``2**s``, which times n stays under ``2**(31+s)``: ``n * m >> (31+s)`` is the quotient. m has at most 32 bits.
+    """
+    shift = 31 + (d - 1).bit_length()
+    return shift << 32 | -(-(1 << shift) // d)
+
+
 def block_of(threads_per_row: int) -> int:
     """Return a block size for one group wider than a warp, or for several narrower ones."""
     return threads_per_row if threads_per_row > 32 else 128

@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rtkernels import _env, emulator
-from rtkernels._guard import TENSOR_TYPES, dispatch_modes, functorch_transform, is_dynamo_compiling
+from rtkernels._guard import (
+    TENSOR_TYPES,
+    dispatch_modes,
+    functorch_transform,
+    is_dynamo_compiling,
+    never,
+    same_tensors,
+)
 from rtkernels._kernel import Kernel, emulate_features
+from rtkernels._pointers import TensorList
 from rtkernels.errors import ArgumentError, KernelCompileError, NotWarmError, ToolkitError, UnsupportedDeviceError
 
 if TYPE_CHECKING:
@@ -24,6 +32,15 @@ _CANNOT_LAUNCH = (ToolkitError, UnsupportedDeviceError, KernelCompileError, NotW
 _fell_back: set[str] = set()
 
 
+class Recalled:
+    """A plan that its op can find again without a dictionary: ``matches`` is made at its first use."""
+
+    __slots__ = ("matches",)
+
+    def __init__(self) -> None:
+        self.matches: Callable[..., bool] | None = None
+
+
 class TorchOp:
     """One ``torch.ops.rtkernels.<name>``: device code for CUDA tensors, plain torch for CPU tensors, shapes for fakes.
 
@@ -31,16 +48,23 @@ class TorchOp:
     ``autograd.Function`` around it does.
 
     Args:
-        schema: ``"name(Tensor x, float eps) -> Tensor"``; the first argument is a tensor.
+        schema: ``"name(Tensor x, float eps) -> Tensor"``; the first argument is a tensor, or a list of tensors on one
+            device (an empty one runs the reference).
         launch: Runs device code. Gets CUDA tensors, or CPU tensors while emulating.
         reference: The same in plain torch, on any device.
         fake: The same on tensors without data.
+        plan: For ops whose host time counts most: gives what `launch` then gets as its first argument, a ``Recalled``
+            or None. It may depend on the metadata of the tensors only, for the last one is found again by a single
+            comparison of those.
     """
 
-    def __init__(self, schema: str, *, launch: Callable, reference: Callable, fake: Callable) -> None:
+    def __init__(
+        self, schema: str, *, launch: Callable, reference: Callable, fake: Callable, plan: Callable | None = None
+    ) -> None:
         self.name = schema.split("(", 1)[0]
         self.schema = schema
-        self.launch = launch
+        self.launch = launch if plan is None else lambda *args: launch(plan(*args), *args)
+        self._run_plan, self._plan = launch, plan
         self.reference = reference
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
         _LIBRARY.impl(self.name, self._run_cuda, "CUDA")
@@ -66,17 +90,38 @@ class TorchOp:
                 plain.append(f"type({argument.name}) in TENSOR_TYPES")
             elif str(argument.type) == "Optional[Tensor]":
                 plain.append(f"({argument.name} is None or type({argument.name}) in TENSOR_TYPES)")
-        first = arguments[0].name
+            elif str(argument.type) == "List[Tensor]":  # one C loop over the list, none over a TensorList
+                name = argument.name
+                plain.append(f"(type({name}) is TensorList or TENSOR_TYPES.issuperset(map(type, {name})))")
+        lists = [argument.name for argument in arguments if str(argument.type) == "List[Tensor]"]
+        check = "".join(f"    check_tensors({name!r}, {name})\n" for name in lists)
+        first, empty = arguments[0].name, ""
+        if str(arguments[0].type) == "List[Tensor]":
+            # Without a tensor there is no device, and the dispatcher would not know where to go.
+            empty = f"    if not {first}:\n        return reference({names})\n"
+            first += "[0]"
+        tensors = [i for i, argument in enumerate(arguments) if "Tensor" in str(argument.type)]
+        recall, launch = "", "launch"
+        if self._plan is not None:
+            launch = "remember"
+            recall = f"""\
+    if not is_dynamo_compiling() and not dispatch_modes():
+        matches, plan = recent
+        if matches({", ".join(arguments[i].name for i in tensors)}):
+            return run_plan(plan, {names})
+"""
         source = f"""
 def call({names}):
+{empty}{recall}\
     if {" and ".join(plain)} and not dispatch_modes() and functorch_transform() is None:
         if {first}.is_cuda:
             try:
-                return launch({names})
+                return {launch}({names})
             except cannot_launch as error:
                 return fall_back(error, ({names},))
         if {first}.is_cpu:
             return run_cpu({names})
+{check}\
     return overload({names})
 """
         scope = {
@@ -88,8 +133,23 @@ def call({names}):
             "launch": self.launch,
             "fall_back": self._fall_back,
             "run_cpu": self._run_cpu,
+            "reference": self.reference,
+            "TensorList": TensorList,
+            "check_tensors": _check_tensors,
             "overload": self.overload,
+            "run_plan": self._run_plan,
+            "recent": (never, None),
         }
+
+        def remember(*args: Any) -> Any:
+            plan = self._plan(*args)
+            if plan is not None:
+                if plan.matches is None:
+                    plan.matches = same_tensors([args[i] for i in tensors])
+                scope["recent"] = plan.matches, plan  # one assignment: other threads see both or neither
+            return self._run_plan(plan, *args)
+
+        scope["remember"] = remember
         exec(compile(source, f"<rtkernels {self.name}>", "exec"), scope)
         return scope["call"]
 
@@ -115,6 +175,15 @@ def call({names}):
         emulate_features(features)
         with emulator.recording():
             return self.launch(*args)
+
+
+def _check_tensors(name: str, tensors: Iterable[Any]) -> None:
+    """Raise before the dispatcher does: it would only say that a list is no list of tensors."""
+    if is_dynamo_compiling():
+        return
+    for i, t in enumerate(tensors):
+        if not isinstance(t, torch.Tensor):
+            raise ArgumentError(f"{name}[{i}] is a {type(t).__name__}; expected a torch.Tensor")
 
 
 @dataclass(frozen=True)

@@ -182,6 +182,18 @@ def test_every_instruction_has_a_host_version(op: str) -> None:
                 assert not any(instructions), name
 
 
+def _cloned(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_cloned(item) for item in value]
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, tuple | list):
+        return [t for item in value for t in _tensors(item)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
 @needs_compiler
 @pytest.mark.parametrize("features", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("op", OPS)
@@ -189,11 +201,10 @@ def test_op_gives_the_same_bits_in_every_order(op: str, features: str) -> None:
     for torch_op, args in _registry.get(op).samples("cpu"):
         results = []
         for order in ORDERS:
-            given = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]  # some operators write in place
+            given = _cloned(args)  # some operators write in place
             with rtkernels.emulate(features, order):
                 out = torch_op(*given)
-            tensors = [t for t in (*(out if isinstance(out, tuple | list) else [out]), *given) if torch.is_tensor(t)]
-            results.append([t.reshape(-1).view(torch.uint8) for t in tensors])
+            results.append([t.reshape(-1).view(torch.uint8) for t in _tensors((out, given))])
         for other in results[1:]:
             assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 

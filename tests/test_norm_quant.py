@@ -14,13 +14,14 @@ from places import DTYPES, ORDERS, at, emulated, short
 from torch import Tensor
 
 import rtkernels
+from rtkernels._kernel import Plans
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _norm_quant_plans as plans
 from rtkernels.ops import norm_quant as module
 from rtkernels.ops._fp8_reference import quantize
 from rtkernels.testing.compare import assert_close, assert_same_bits, running_on
 
-rms_norm_fp8, NormFp8 = rtkernels.rms_norm_fp8, module.NormFp8
+rms_norm_fp8, layer_norm_fp8, NormFp8 = rtkernels.rms_norm_fp8, rtkernels.layer_norm_fp8, module.NormFp8
 EPS = 1e-5
 LAYOUTS = ("row", "transposed", "both")
 
@@ -34,6 +35,7 @@ class Inputs:
     weight: Tensor | None = None
     residual: Tensor | None = None
     offset: float = 0.0
+    bias: Tensor | None = None
 
 
 Normal = Callable[..., Tensor]
@@ -45,49 +47,40 @@ def _spaced(normal: Normal, rows: int, cols: int, *, every: int = 1, skip: int =
 
 
 CASES: dict[str, Callable[[Normal], Inputs]] = {
-    "one_group": lambda n: Inputs(n(5, 128), n(128)),
-    "two_groups": lambda n: Inputs(n(130, 256), n(256)),
-    "part_of_a_group": lambda n: Inputs(n(3, 40), n(40)),
     "parts": lambda n: Inputs(n(132, 136), n(136)),
     "row": lambda n: Inputs(n(3, 2048), n(2048)),
     "no_weight": lambda n: Inputs(n(3, 512)),
     "weight_fp32": lambda n: Inputs(n(4, 1024), n(1024).float()),
     "weight_fp32_odd": lambda n: Inputs(n(4, 131), n(131).float()),
-    "offset": lambda n: Inputs(n(4, 264), n(264), offset=1.0),
-    "three_dims": lambda n: Inputs(n(2, 3, 320), n(320)),
+    "offset": lambda n: Inputs(n(2, 2, 264), n(264), offset=1.0),
     "one_dim": lambda n: Inputs(n(40), n(40)),
     "one_column": lambda n: Inputs(n(37, 1), n(1)),
     "odd": lambda n: Inputs(n(5, 331), n(331)),
     "odd_rows": lambda n: Inputs(n(257, 264), n(264)),
     "many_short_rows": lambda n: Inputs(n(530, 8), n(8)),
-    "wide": lambda n: Inputs(n(2, 8192), n(8192)),
     "widest": lambda n: Inputs(n(2, 20480), n(20480)),
     "no_rows": lambda n: Inputs(n(0, 16), n(16)),
     "no_columns": lambda n: Inputs(n(4, 0), n(0)),
     "strided_rows": lambda n: Inputs(_spaced(n, 5, 256, every=3, pad=16), n(256)),
     "unaligned": lambda n: Inputs(_spaced(n, 5, 64, skip=1, pad=7), n(64)),
-    "unaligned_rows": lambda n: Inputs(_spaced(n, 5, 64, pad=1), n(64)),
     "unaligned_weight": lambda n: Inputs(n(5, 64), n(65)[1:]),
     "transposed": lambda n: Inputs(n(64, 6).t(), n(64)),
     "expanded_rows": lambda n: Inputs(n(1, 128).expand(4, -1), n(128)),
     "weight_strided": lambda n: Inputs(n(4, 64), n(128)[::2]),
-    "weight_expanded": lambda n: Inputs(n(4, 1), n(1).expand(2)[::2]),
     "residual": lambda n: Inputs(n(5, 256), n(256), n(5, 256), offset=1.0),
-    "residual_wide": lambda n: Inputs(n(2, 8192), n(8192), n(2, 8192)),
     "residual_odd": lambda n: Inputs(n(3, 77), n(77), n(3, 77)),
     "residual_strided": lambda n: Inputs(_spaced(n, 4, 64, pad=8), n(64), _spaced(n, 4, 64, every=2)),
-    "residual_no_rows": lambda n: Inputs(n(0, 16), n(16), n(0, 16)),
 }
 
 
-def make(case: str, dtype: torch.dtype, device: str) -> Inputs:
+def make(case: str, dtype: torch.dtype, device: str, cases: dict[str, Callable[[Normal], Inputs]] = CASES) -> Inputs:
     """Build the tensors of a case: the same numbers on every device."""
     generator = torch.Generator().manual_seed(sum(map(ord, case)))
 
     def normal(*shape: int) -> Tensor:
         return (torch.randn(*shape, generator=generator) * 2).to(dtype).to(device)
 
-    return CASES[case](normal)
+    return cases[case](normal)
 
 
 def expected(h: Tensor, inputs: Inputs, rstd: Tensor, layout: str, pow2: bool, scale_layout: str, keep: bool):
@@ -104,6 +97,18 @@ def expected(h: Tensor, inputs: Inputs, rstd: Tensor, layout: str, pow2: bool, s
     if keep:
         y = v.to(h.dtype).contiguous()
     return NormFp8(q, scale, q_t, scale_t, rstd, y, h if inputs.residual is not None else None)
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Make one launch work out statistics and tiles together, for small inputs too."""
+
+    def switch() -> None:
+        monkeypatch.setattr(plans, "_TOGETHER_BYTES", 1)
+        Plans.forget_all()
+
+    yield switch
+    Plans.forget_all()
 
 
 def check(inputs: Inputs, layout: str, *, pow2: bool = False, column: bool = False, keep: bool = False) -> NormFp8:
@@ -134,7 +139,7 @@ def compare(got: NormFp8, want: NormFp8) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-@at()
+@at("cpu", "sm_90", "cuda")
 def test_every_layout(place: str, case: str) -> None:
     with running_on(place) as device:
         inputs = make(case, torch.bfloat16, device)
@@ -143,8 +148,16 @@ def test_every_layout(place: str, case: str) -> None:
         check(inputs, "both", keep=True)
 
 
-@pytest.mark.parametrize("case", ("two_groups", "parts", "odd", "widest", "unaligned", "residual", "residual_odd"))
-@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("case", ("parts", "odd", "residual"))
+@at("sm_80")
+def test_older_devices(place: str, case: str) -> None:
+    with running_on(place) as device:
+        for layout in LAYOUTS:
+            check(make(case, torch.bfloat16, device), layout)
+
+
+@pytest.mark.parametrize("case", ("parts", "odd", "residual"))
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=short)
 @at("cpu", "sm_90", "cuda")
 def test_every_dtype(place: str, dtype: torch.dtype, case: str) -> None:
     with running_on(place) as device:
@@ -153,15 +166,144 @@ def test_every_dtype(place: str, dtype: torch.dtype, case: str) -> None:
         check(inputs, "both", pow2=True, column=True)
 
 
-@pytest.mark.parametrize("case", ("parts", "odd", "three_dims", "one_dim", "one_column", "transposed", "no_rows"))
-@at()
+@at("cpu", "sm_90", "cuda")
+def test_statistics_and_tiles_together(place: str, together: Callable[[], None]) -> None:
+    rows, cols = (1100, 264) if place != "cuda" else (40_000, 1032)
+    with running_on(place) as device:
+        generator = torch.Generator().manual_seed(3)
+        x, weight, bias = (torch.randn(*s, generator=generator).bfloat16().to(device)
+                           for s in ((rows, cols), (cols,), (cols,)))  # fmt: skip
+        together()
+        check(Inputs(x, weight), "both")
+        check(Inputs(x, weight), "transposed")
+        check_layer_norm(Inputs(x, weight, bias=bias), "both")
+        used = [plan for plan in plans.PLANS.values() if plan]
+        assert place == "cpu" or all(plan._args[-2] for plan in used), "no block made statistics"
+
+
+def check_layer_norm(inputs: Inputs, layout: str, **options: Any) -> NormFp8:
+    """Run one call: statistics and dequantised values within their error budgets."""
+    x, weight, bias = inputs.x, inputs.weight, inputs.bias
+    got = layer_norm_fp8(
+        x, weight, bias, eps=EPS, offset=inputs.offset, residual=inputs.residual, layout=layout, **options
+    )
+    h = (x if inputs.residual is None else (x.float() + inputs.residual.float()).to(x.dtype)).double()
+    mean = h.mean(-1)
+    exact = (h - mean[..., None]) * torch.rsqrt(h.var(-1, unbiased=False) + EPS)[..., None]
+    assert_close(got.mean, mean, c=8 + x.shape[-1] ** 0.5, what="mean")
+    assert_close(got.rstd, torch.rsqrt(h.var(-1, unbiased=False) + EPS), c=8 + x.shape[-1] ** 0.5 / 8, what="rstd")
+    if weight is not None:
+        exact = exact * (weight.double() + inputs.offset)
+    if bias is not None:
+        exact = exact + bias.double()
+    flat = exact.reshape(-1, exact.shape[-1]).float().cpu()
+    if got.q is not None:
+        q, scale = quantize(flat, "group", torch.float8_e4m3fn, options.get("pow2_scale", False), "row")
+        assert_codes(got.q.reshape(flat.shape), q, got.scale.reshape(scale.shape), scale)
+    if got.q_t is not None:
+        q, scale = quantize(flat, "group_t", torch.float8_e4m3fn, options.get("pow2_scale", False), "row")
+        assert_codes(got.q_t, q, got.scale_t, scale)
+    if got.y is not None:
+        assert_close(got.y, exact, c=16.0, what="y")
+    if inputs.residual is not None:
+        assert_same_bits(got.sum.double(), h, "sum")
+    return got
+
+
+def assert_codes(q: Tensor, want: Tensor, scale: Tensor, want_scale: Tensor) -> None:
+    """Compare codes of values that differ in their last bits: hardly any differ, and none by more than one code."""
+    torch.testing.assert_close(scale.cpu(), want_scale, rtol=1e-5, atol=0)
+    a, b = q.cpu().view(torch.uint8).int(), want.view(torch.uint8).int()
+    small = (a & 0x7F) + (b & 0x7F) <= 2  # around zero the sign may differ
+    distance = torch.where(small, 0, (a - b).abs())
+    assert distance.max() <= 1 and (distance != 0).float().mean() < 2e-3
+
+
+LAYER_NORM_CASES: dict[str, Callable[[Normal], Inputs]] = {
+    "parts": lambda n: Inputs(n(132, 136), n(136), bias=n(136)),
+    "plain": lambda n: Inputs(n(3, 512) + 100),
+    "bias": lambda n: Inputs(n(2, 3, 40), bias=n(40)),
+    "fp32": lambda n: Inputs(n(4, 1024), n(1024).float(), bias=n(1024).float()),
+    "odd": lambda n: Inputs(n(5, 331), n(331), bias=n(331)),
+    "widest": lambda n: Inputs(n(2, 20480), n(20480), bias=n(20480)),
+    "residual": lambda n: Inputs(n(5, 256), n(256), n(5, 256), offset=1.0, bias=n(256)),
+}
+
+
+@pytest.mark.parametrize("case", LAYER_NORM_CASES)
+@at("cpu", "sm_90", "cuda")
+def test_layer_norm(place: str, case: str) -> None:
+    with running_on(place) as device:
+        inputs = make(case, torch.bfloat16, device, LAYER_NORM_CASES)
+        check_layer_norm(inputs, "row", keep=True)
+        check_layer_norm(inputs, "transposed", pow2_scale=True)
+        check_layer_norm(inputs, "both", keep=True)
+
+
+@pytest.mark.parametrize("case", ("parts", "odd", "one_dim", "transposed", "no_rows"))
+@at("cpu", "sm_90", "cuda")
 def test_recomputing(place: str, case: str) -> None:
     with running_on(place) as device:
         inputs = make(case, torch.bfloat16, device)
-        first = check(inputs, "both")
+        first = check(inputs, "both", keep=True)
         for rstd in (first.rstd, first.rstd[..., None].expand(*first.rstd.shape, 2)[..., 0]):
             again = rms_norm_fp8(inputs.x, inputs.weight, offset=inputs.offset, layout="transposed", rstd=rstd)
             compare(again, NormFp8(q_t=first.q_t, scale_t=first.scale_t))
+        again = rms_norm_fp8(inputs.x, inputs.weight, offset=inputs.offset, keep=True, rstd=first.rstd)
+        compare(again, NormFp8(q=first.q, scale=first.scale, y=first.y))
+        made = layer_norm_fp8(inputs.x, inputs.weight, layout="both")
+        again = layer_norm_fp8(inputs.x, inputs.weight, layout="both", rstd=made.rstd, mean=made.mean)
+        compare(again, made._replace(rstd=None, mean=None))
+
+
+# ---- smoothing ------------------------------------------------------------------------------------------------------
+
+SMOOTH_CASES = ("parts", "odd", "offset", "weight_fp32", "one_dim", "residual", "unaligned", "no_rows", "transposed")
+
+
+@pytest.mark.parametrize("case", SMOOTH_CASES)
+@at("cpu", "sm_90", "cuda")
+def test_smoothing(place: str, case: str) -> None:
+    with running_on(place) as device:
+        inputs = make(case, torch.bfloat16, device)
+        x, weight, n = inputs.x, inputs.weight, inputs.x.shape[-1]
+        smooth = torch.linspace(0.5, 2.0, n, device=device)
+        smooth[0] = 0.0
+        options = {"offset": inputs.offset, "residual": inputs.residual, "smooth": smooth}
+        got = rms_norm_fp8(x, weight, eps=EPS, calibrate=True, keep=True, **options)
+        h = x if inputs.residual is None else got.sum
+        v = (h.float() * got.rstd[..., None]).cpu()
+        if weight is not None:
+            v = v * (weight.float() + inputs.offset).cpu()
+        flat = v.reshape(-1, n)
+        q, scale = quantize(flat / smooth.cpu().clamp(min=1e-30), "row", torch.float8_e4m3fn, False, "row")
+        amax = flat.abs().amax(0) if flat.numel() else torch.zeros(n)
+        want = NormFp8(q.reshape(x.shape), scale.reshape(x.shape[:-1]), rstd=got.rstd, y=v.to(x.dtype).contiguous(),
+                       sum=None if inputs.residual is None else h, amax=amax)  # fmt: skip
+        compare(got, want)
+
+
+@at("cpu", "sm_90", "cuda")
+def test_smoothing_layer_norm(place: str) -> None:
+    with running_on(place) as device:
+        inputs = make("parts", torch.bfloat16, device, LAYER_NORM_CASES)
+        smooth = torch.linspace(0.5, 2.0, 136, device=device)
+        got = layer_norm_fp8(inputs.x, inputs.weight, inputs.bias, eps=EPS, smooth=smooth, calibrate=True, keep=True)
+        wide = [t.double() for t in (inputs.x, inputs.weight, inputs.bias)]
+        exact = torch.nn.functional.layer_norm(wide[0], (136,), wide[1], wide[2], EPS)
+        q, scale = quantize((exact / smooth).float().cpu(), "row", torch.float8_e4m3fn, False, "row")
+        assert_codes(got.q, q, got.scale, scale.reshape(-1))
+        torch.testing.assert_close(got.amax.double(), exact.abs().amax(0), rtol=1e-5, atol=1e-5)
+        assert_close(got.y, exact, c=16.0, what="y")
+
+
+@emulated
+def test_maxima_of_rows_too_long_for_shared_memory() -> None:
+    x = torch.randn(2, 60_000)
+    with rtkernels.emulate("sm_90"):
+        got = rms_norm_fp8(x, smooth=torch.ones(60_000), calibrate=True)
+    v = x * got.rstd[:, None]
+    assert_same_bits(got.amax, v.abs().amax(0), "amax")
 
 
 def emulated_coverage() -> None:
@@ -169,20 +311,29 @@ def emulated_coverage() -> None:
     with running_on("sm_90") as device:
         for layout in LAYOUTS:
             check(make("parts", torch.bfloat16, device), layout)
+        rms_norm_fp8(torch.ones(2, 8), smooth=torch.ones(8))
 
 
 @emulated
 @pytest.mark.parametrize("order", ORDERS)
-def test_thread_order_does_not_matter(order: str | int) -> None:
-    for case in ("parts", "odd", "many_short_rows", "row", "residual"):
-        for layout in LAYOUTS:
-            with rtkernels.emulate("sm_90"):
-                want = check(make(case, torch.bfloat16, "cpu"), layout)
-            with rtkernels.emulate("sm_90", order):
-                compare(check(make(case, torch.bfloat16, "cpu"), layout), want)
+def test_thread_order_does_not_matter(order: str | int, together: Callable[[], None]) -> None:
+    together()
+
+    def run() -> list[NormFp8]:
+        inputs = [make(case, torch.bfloat16, "cpu") for case in ("parts", "odd", "row", "residual", "odd_rows")]
+        found = [check(i, layout) for i in inputs for layout in LAYOUTS]
+        found += [layer_norm_fp8(i.x, i.weight, i.weight, layout=layout) for i in inputs[:2] for layout in LAYOUTS]
+        smooth = [(i.x, i.weight, i.weight.float().abs()) for i in inputs[:2]]
+        return found + [rms_norm_fp8(x, w, smooth=s, calibrate=True) for x, w, s in smooth]
+
+    with rtkernels.emulate("sm_90"):
+        want = run()
+    with rtkernels.emulate("sm_90", order):
+        for a, b in zip(run(), want, strict=True):
+            compare(a, b)
 
 
-@at()
+@at("cpu", "sm_90", "cuda")
 def test_special_values(place: str) -> None:
     with running_on(place) as device:
         x = torch.ones(130, 256, device=device)
@@ -218,9 +369,9 @@ def test_shapes() -> None:
         for layout, scales in (("row", "row"), ("both", "column"), ("transposed", "row"))
     }  # fmt: skip
     assert shapes == {
-        "rowrow": [(2, 3, 200), (2, 3, 2), None, None, (2, 3), None, None],
-        "bothcolumn": [(2, 3, 200), (2, 6), (200, 6), (1, 200), (2, 3), None, None],
-        "transposedrow": [None, None, (200, 6), (1, 200), (2, 3), None, None],
+        "rowrow": [(2, 3, 200), (2, 3, 2), None, None, (2, 3), None, None, None, None],
+        "bothcolumn": [(2, 3, 200), (2, 6), (200, 6), (1, 200), (2, 3), None, None, None, None],
+        "transposedrow": [None, None, (200, 6), (1, 200), (2, 3), None, None, None, None],
     }
 
 
@@ -273,6 +424,31 @@ def test_gradients_are_those_of_rms_norm(place: str, layout: str, with_residual:
             assert_same_bits(a, b, "gradient")
 
 
+@at("cpu", "sm_90", "cuda")
+@pytest.mark.parametrize("with_residual", (False, True))
+@pytest.mark.parametrize("smooth", (False, True))
+def test_gradients_are_those_of_layer_norm(place: str, with_residual: bool, smooth: bool) -> None:
+    with running_on(place) as device:
+        inputs = make("residual", torch.bfloat16, device, LAYER_NORM_CASES)
+        leaves = [inputs.x, inputs.weight, inputs.bias, inputs.residual][: 3 + with_residual]
+        more = {"smooth": torch.ones(256, device=device), "calibrate": True} if smooth else {}
+        found = []
+        for fp8 in (True, False):
+            x, weight, bias, *rest = own = [t.detach().clone().requires_grad_() for t in leaves]
+            options = {"eps": EPS, "offset": 1.0, "residual": rest[0] if rest else None}
+            if fp8:
+                got = layer_norm_fp8(x, weight, bias, **options, **more)
+                y, total = got.y, got.sum
+            else:
+                made = rtkernels.layer_norm(x, weight, bias, **options)
+                y, total = made if with_residual else (made, None)
+            pairs = [(y, inputs.x * 3), (total, inputs.x * 5)][: 1 + with_residual]
+            torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
+            found.append([t.grad for t in own])
+        for a, b in zip(*found, strict=True):
+            assert_same_bits(a, b, "gradient")
+
+
 def test_only_what_is_wanted() -> None:
     x, weight = torch.randn(4, 8), torch.randn(8, requires_grad=True)
     rms_norm_fp8(x, weight).y.sum().backward()
@@ -316,10 +492,9 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: rms_norm_fp8(X, layout="transposed", scale_layout="column"),
         "scale_layout 'column' is for the scales of rows; layout 'transposed' has none",
     ),
-    "rstd layout": (lambda: rms_norm_fp8(X, rstd=torch.ones(4)), "rstd is for layout 'transposed' without residual"),
     "rstd residual": (
         lambda: rms_norm_fp8(X, rstd=torch.ones(4), layout="transposed", residual=X),
-        "rstd is for layout 'transposed' without residual",
+        "rstd goes without residual: give the sum",
     ),
     "rstd dtype": (
         lambda: rms_norm_fp8(X, rstd=torch.ones(4).half(), layout="transposed"),
@@ -335,10 +510,31 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "device": (
         lambda: plans.check(
-            (torch.float32, (4, 8), (8, 1), 0), (torch.float32, (8,), (1,), -1), None, None, "row", "row", False
+            (torch.float32, (4, 8), (8, 1), 0),
+            (torch.float32, (8,), (1,), -1),
+            None,
+            None,
+            None,
+            None,
+            "row",
+            "row",
+            False,
+            False,
         ),
         "weight has device index -1; expected 0, that of x",
     ),
+    "no codes": (lambda: rms_norm_fp8(X, layout="none"), "expected one of 'row', 'transposed', 'both'"),
+    "bias shape": (lambda: layer_norm_fp8(X, None, torch.ones(7)), r"bias has shape \(7,\); expected \(8,\)"),
+    "bias dtype": (
+        lambda: layer_norm_fp8(X.half(), torch.ones(8).half(), torch.ones(8)),
+        "bias has dtype float32; expected float16, that of weight",
+    ),
+    "mean alone": (lambda: layer_norm_fp8(X, mean=torch.ones(4)), "mean and rstd come together"),
+    "rstd alone": (lambda: layer_norm_fp8(X, rstd=torch.ones(4)), "mean and rstd come together"),
+    "smooth layout": (lambda: rms_norm_fp8(X, smooth=torch.ones(8), layout="both"), "smooth goes with layout 'row'"),
+    "smooth shape": (lambda: rms_norm_fp8(X, smooth=torch.ones(7)), r"smooth has shape \(7,\); expected \(8,\)"),
+    "smooth dtype": (lambda: rms_norm_fp8(X, smooth=torch.ones(8).half()), "smooth has dtype float16; expected one of"),
+    "calibrate": (lambda: rms_norm_fp8(X, calibrate=True), "calibrate goes with smooth"),
     "not a tensor": (lambda: rms_norm_fp8([1.0, 2.0]), "expected a torch.Tensor or an array with __dlpack__"),
     "mixed kinds": (
         lambda: rms_norm_fp8(X, np.ones(8, "f4")),
@@ -370,7 +566,8 @@ def test_launchers_raise_the_same_messages(name: str) -> None:
 def test_torch_compile(place: str, dynamic: bool) -> None:
     def block(x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
         got = rms_norm_fp8(x * 2, weight, offset=1.0, residual=residual, layout="both", keep=True)
-        return got.y, got.sum, got.scale * 2, got.scale_t, got.q.float(), got.q_t.float()
+        smooth = layer_norm_fp8(x, weight.detach(), smooth=weight.detach().abs(), calibrate=True)
+        return got.y, got.sum, got.scale * 2, got.scale_t, got.q.float(), got.q_t.float(), smooth.scale, smooth.amax
 
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for rows in (3, 4):
@@ -445,9 +642,10 @@ def test_beyond_two_to_the_31(shape: tuple[int, int], layout: str) -> None:
     x[-1].normal_()
     got = rms_norm_fp8(x, eps=0.0, layout=layout)
     want = rms_norm_fp8(x[-1:], eps=0.0, layout="row")
-    assert got.rstd[0] == 1 and got.rstd[-1] == want.rstd[0]
+    torch.testing.assert_close(got.rstd[-1], want.rstd[0])  # kernels add up in different orders
+    assert got.rstd[0] == 1
     if got.q is not None:
-        assert_same_bits(got.q[-1], want.q[0], "last row")
+        assert (got.q[-1].view(torch.uint8) == want.q[0].view(torch.uint8)).float().mean() > 0.999
         assert (got.q[:-1].view(torch.uint8) == 0x7E).all()
     if got.q_t is not None:
         assert (got.q_t[:, :128].view(torch.uint8) == 0x7E).all()

@@ -1,24 +1,25 @@
-// RMS normalisation whose result leaves as e4m3 codes, one scale per 128 columns of a row; and 1/rms alone, for kernels
-// that need it before they start (norm/norm_quant_tile.cu).  v = h * rstd * (offset + weight) is quantised from fp32
-// (recipe: common/fp8_scale.cuh); rstd = 1/sqrt(mean(h^2) + eps); h = x, or the rounded sum x + residual, which is then
-// an output too. Inputs have any row stride; outputs are dense.
-#include "common/fp8_scale.cuh"
+// Normalisation whose result leaves as e4m3 codes, one scale per 128 columns of a row; and statistics alone, for kernels
+// that need them before they start (norm/norm_quant_tile.cu).  v = h * rstd * gain, or if CENTRED v = (h - mean) * rstd *
+// gain + bias, with gain = offset + weight, is quantised from fp32 (recipe: common/fp8_scale.cuh); h = x, or the rounded
+// sum x + residual, which is then an output too. Inputs have any row stride; outputs are dense.
 #include "common/reduce.cuh"
-#include "norm/common.cuh"
+#include "norm/norm_quant_stats.cuh"
 #include "ptx/forget.cuh"
 #include "ptx/pdl.cuh"
+#include "quant/tile.cuh"
 
 namespace rtk {
 
 // The row in registers: thread i of a RowGroup owns the 16-byte pieces i, i + threads, ... (CHUNKS of them), so
 // cols <= CHUNKS * VEC * threads_per_row. The kLanes neighbouring lanes of a group of 128 belong to one row:
 // threads_per_row is a multiple of kLanes. The scale of row m, group j goes to scale[m * scale_row + j * scale_group].
-// residual and sum, weight, and y may be null.
-template <typename T, typename W, int CHUNKS>
-__global__ void __launch_bounds__(512)
-    rms_norm_fp8_row(const T* x, const T* residual, const W* weight, e4m3* q, float* scale, float* rstd_out, T* y,
-                     T* sum, i64 rows, i64 cols, i64 x_stride, i64 residual_stride, i64 threads_per_row, i64 scale_row,
-                     i64 scale_group, i64 pow2, double eps, double offset) {
+// `given`: rstd and mean are inputs, nothing is summed up. Null means absent: residual and sum, weight, bias, q and
+// scale, rstd and mean as outputs, y.
+template <typename T, typename W, int CHUNKS, bool CENTRED>
+__global__ void __launch_bounds__(512, sizeof(W) == 2 && !CENTRED ? 2 : 1)
+    norm_fp8_row(const T* x, const T* residual, const W* weight, const W* bias, e4m3* q, float* scale, float* rstd_at,
+                 float* mean_at, T* y, T* sum, i64 rows, i64 cols, i64 x_stride, i64 residual_stride,
+                 i64 threads_per_row, i64 scale_row, i64 scale_group, i64 pow2, i64 given, double eps, double offset) {
     constexpr int VEC = 16 / sizeof(T), kGroup = 128, kLanes = kGroup / VEC;
     __shared__ GroupScratch<1> scratch;
     const RowGroup group(threads_per_row);
@@ -26,7 +27,9 @@ __global__ void __launch_bounds__(512)
     const int end = row < rows ? static_cast<int>(cols) : 0;
     const int column = group.thread * VEC;
     const int pitch = group.threads * VEC;
+    const float count = static_cast<float>(static_cast<int>(cols)), epsilon = static_cast<float>(eps);
     const bool weighted = weight != nullptr;
+    const float base = weighted ? static_cast<float>(offset) : 1.0f;
     x += row * x_stride + column;
     weight += column;
 
@@ -52,76 +55,137 @@ __global__ void __launch_bounds__(512)
             }
         }
     }
-    float square = 0.0f;
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-        float h[VEC];
-        unpack<T, VEC>(raw[c], h);
-        ptx::forget(raw[c]);
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) square += h[i] * h[i];
-    }
-    square = group_reduce<Sum, false>(square, group, scratch, 0);
-    const float rstd = rsqrtf(square / static_cast<float>(cols) + static_cast<float>(eps));
-    const float base = weighted ? static_cast<float>(offset) : 1.0f;
-    if (group.thread == 0 && row < rows) rstd_out[row] = rstd;
-    q += row * cols + column;
-    scale += row * scale_row + column / kGroup * scale_group;
-    const i64 scale_pitch = pitch / kGroup * scale_group;
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-        const bool inside = column + c * pitch < end;
-        float v[VEC], gain[VEC];
-        unpack<T, VEC>(raw[c], v);
-        unpack_wide<W, VEC>(gains[c], gain);
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) v[i] = v[i] * rstd * (gain[i] + base);
-        const float own = fp8_scale<e4m3>(warp_reduce<MaxNumber>(inside ? finite_amax(v) : 0.0f, kLanes), pow2 != 0);
-        if (inside) {
-            if (group.thread % kLanes == 0) scale[c * scale_pitch] = own;
-            ptx::st<VEC>(q + c * pitch, quantized<e4m3>(v, __frcp_rn(own)));
-            if (y != nullptr) store<T, VEC>(y + row * cols + column + c * pitch, v);
+    float mean = 0.0f, rstd = 0.0f;
+    if (given != 0) {
+        if (row < rows) {
+            rstd = rstd_at[row];
+            if (CENTRED) mean = mean_at[row];
         }
+    } else {
+        if constexpr (CENTRED) {
+            float total = 0.0f;
+#pragma unroll
+            for (int c = 0; c < CHUNKS; ++c) {
+                float h[VEC];
+                unpack<T, VEC>(raw[c], h);
+                ptx::forget(raw[c]);
+#pragma unroll
+                for (int i = 0; i < VEC; ++i) total += h[i];
+            }
+            mean = mean_of(group_reduce<Sum, false>(total, group, scratch, 0), count);
+        }
+        float square = 0.0f;
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            const bool inside = column + c * pitch < end;
+            float h[VEC];
+            unpack<T, VEC>(raw[c], h);
+            ptx::forget(raw[c]);
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) {
+                const float d = CENTRED ? (inside ? h[i] - mean : 0.0f) : h[i];
+                square += d * d;
+            }
+        }
+        rstd = rstd_of(group_reduce<Sum, false>(square, group, scratch, 1), count, epsilon);
+        if (group.thread == 0 && row < rows) {
+            if (rstd_at != nullptr) rstd_at[row] = rstd;
+            if (CENTRED && mean_at != nullptr) mean_at[row] = mean;
+        }
+    }
+
+    // All values at once, in the registers of what they come from: one chain of shuffles and one scale per thread
+    // for all pieces, instead of one after the other.
+    float v[CHUNKS][VEC];
+    const float level = -mean * rstd;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        float gain[VEC], shift[VEC];
+        unpack<T, VEC>(raw[c], v[c]);
+        unpack_wide<W, VEC>(gains[c], gain);
+        if (base != 0.0f) {  // the same for all threads, and an instruction per element less
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) gain[i] += base;
+        }
+        if constexpr (CENTRED) {
+            WideRaw<W, VEC> shifts;
+            clear(shifts);
+            if (bias != nullptr && column + c * pitch < end)
+                shifts = load_keep_raw<W, VEC>(bias + column + c * pitch);
+            unpack_wide<W, VEC>(shifts, shift);
+        }
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) {
+            if constexpr (CENTRED) {
+                v[c][i] = (v[c][i] * rstd + level) * gain[i] + shift[i];
+            } else {
+                v[c][i] = v[c][i] * rstd * gain[i];
+            }
+        }
+    }
+    const i64 first = row * cols + column;
+    if (y != nullptr) {
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c)
+            if (column + c * pitch < end) store<T, VEC>(y + first + c * pitch, v[c]);
+    }
+    if (q == nullptr) return;
+
+    // Maxima that ignore NaN but not infinities, and once more without those in the rare thread that met one.
+    float most[CHUNKS], overall = 0.0f;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        most[c] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) most[c] = fmaxf(most[c], fabsf(v[c][i]));
+        // What does not exist is 0 (or NaN), but for a mean and a bias.
+        if (CENTRED && column + c * pitch >= end) most[c] = 0.0f;
+        overall = fmaxf(overall, most[c]);
+    }
+    if (overall == __uint_as_float(0x7f800000u)) {
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) most[c] = column + c * pitch < end ? finite_amax(v[c]) : 0.0f;
+    }
+    const int lane = group.thread % kLanes, mine = lane % CHUNKS;
+    const float own = fp8_scale<e4m3>(scattered_max<CHUNKS, kLanes>(most), pow2 != 0);
+    const float own_inverse = __frcp_rn(own);
+    const int own_column = column + mine * pitch;
+    if (lane < CHUNKS && own_column - lane * VEC < end)
+        scale[row * scale_row + own_column / kGroup * scale_group] = own;
+    q += first;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        const float inverse = __shfl_sync(0xffffffffu, own_inverse, c, kLanes);
+        if (column + c * pitch < end) ptx::st<VEC>(q + c * pitch, quantized<e4m3>(v[c], inverse));
     }
 }
 
-// 1/rms of every row, and the sum if there is a residual.
-template <typename T, int VEC>
+// The statistics of the first `rows` rows, and the sum if there is a residual. In rows from there up to `all_rows` rstd
+// becomes -1, which no row has: not there yet. `ticket` (may be null) becomes 0. CENTRED with null for mean is not
+// centred.
+template <typename T, int VEC, bool CENTRED>
 __global__ void __launch_bounds__(512)
-    rms_norm_fp8_rstd(const T* x, const T* residual, T* sum, float* rstd_out, i64 rows, i64 cols, i64 x_stride,
-                      i64 residual_stride, i64 threads_per_row, double eps) {
-    constexpr int kInFlight = 4;
+    norm_fp8_stats(const T* x, const T* residual, T* sum, float* rstd, float* mean, u32* ticket, i64 rows, i64 all_rows,
+                   i64 cols, i64 x_stride, i64 residual_stride, i64 threads_per_row, double eps) {
     __shared__ GroupScratch<1> scratch;
     ptx::launch_dependents();
     const RowGroup group(threads_per_row);
     const i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index;
+    const i64 thread = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
+    for (i64 i = rows + thread; i < all_rows; i += static_cast<i64>(gridDim.x) * blockDim.x) rstd[i] = -1.0f;
+    if (ticket != nullptr && thread == 0) *ticket = 0;
     const i64 end = row < rows ? cols : 0;
-    const i64 pitch = static_cast<i64>(group.threads) * VEC;
     x += row * x_stride;
     if (residual != nullptr) residual += row * residual_stride, sum += row * cols;
-    float square = 0.0f;
-    for (i64 first = static_cast<i64>(group.thread) * VEC; first < end; first += pitch * kInFlight) {
-        Raw<sizeof(T) * VEC> raw[kInFlight];
-#pragma unroll
-        for (int k = 0; k < kInFlight; ++k) {
-            clear(raw[k]);
-            if (first + k * pitch < end) raw[k] = load_raw<T, VEC>(x + first + k * pitch);
-        }
-#pragma unroll
-        for (int k = 0; k < kInFlight; ++k) {
-            if (residual != nullptr && first + k * pitch < end) {
-                raw[k] = add_rounded<T, VEC>(raw[k], load_raw<T, VEC>(residual + first + k * pitch));
-                ptx::st<sizeof(T) * VEC>(sum + first + k * pitch, raw[k]);
-            }
-            float h[VEC];
-            unpack<T, VEC>(raw[k], h);
-#pragma unroll
-            for (int i = 0; i < VEC; ++i) square += h[i] * h[i];
-        }
+    auto reduce = [&](float v, int phase) { return group_reduce<Sum, false>(v, group, scratch, phase); };
+    const RowStatistics found =
+        row_statistics<T, VEC, CENTRED, 4>(x, residual, sum, end, static_cast<float>(static_cast<int>(cols)),
+                                           static_cast<float>(eps), mean != nullptr, group.thread, group.threads,
+                                           reduce);
+    if (group.thread == 0 && row < rows) {
+        rstd[row] = found.rstd;
+        if (mean != nullptr) mean[row] = found.mean;
     }
-    square = group_reduce<Sum, false>(square, group, scratch, 0);
-    if (group.thread == 0 && row < rows)
-        rstd_out[row] = rsqrtf(square / static_cast<float>(cols) + static_cast<float>(eps));
 }
 
 }  // namespace rtk

@@ -1,5 +1,6 @@
-// A 128 x 128 tile of a normalised matrix to e4m3 codes, from packed x in registers and the factors of its rows and
-// columns: v = x * rstd * gain, in fp32, in this order. Layout of the tile over the threads: quant/tile.cuh.
+// A 128 x 128 tile of a normalised matrix to e4m3 codes, from packed x in registers and the numbers of its rows and
+// columns: v = x * rstd * gain, or v = (x * rstd + level) * gain + shift, in fp32, in this order. Layout of the tile over
+// the threads: quant/tile.cuh.
 #pragma once
 #include "quant/tile.cuh"
 
@@ -9,9 +10,9 @@ namespace rtk {
 // constant memory, computed pointers in registers.
 template <typename T>
 struct NormTileOutput {
-    e4m3* q;         // [rows, cols]
+    e4m3* q;         // [rows, cols]; may be null, and then scale is
     float* scale;    // of row m, group j at m * scale_row + j * scale_group
-    e4m3* q_t;       // [cols, rows]
+    e4m3* q_t;       // [cols, rows]; may be null, and then scale_t is
     float* scale_t;  // [ceil(rows/128), cols]
     T* y;            // [rows, cols]; may be null
     i64 rows, cols, scale_row, scale_group;
@@ -21,12 +22,13 @@ struct NormTileOutput {
     RTK_DEVICE i64 column() const { return static_cast<i64>(across) * kTileSide; }
 };
 
-// `rstd`: of the thread's row lane % 8. ROWS: q, scale and y; COLUMNS: q_t and scale_t, with three barriers, after
+// `rstd`, `level`: of the thread's row lane % 8. ROWS: q, scale and y; COLUMNS: q_t and scale_t, with three barriers, after
 // which the scratch may be used again for the next tile. The 8 x N values stay in registers from here to the last store:
 // working them out again for each layout would be half of the instructions, and those are the limit.
-template <typename T, bool WIDE, bool ROWS, bool COLUMNS>
+template <typename T, bool WIDE, bool ROWS, bool COLUMNS, bool CENTRED>
 RTK_DEVICE void quantize_normalised(const Tile<16 / sizeof(T)>& tile, const Raw<16> (&raw)[kTileRows],
-                                    const float (&gain)[16 / sizeof(T)], float rstd, const NormTileOutput<T>& out,
+                                    const float (&gain)[16 / sizeof(T)], const float (&shift)[16 / sizeof(T)],
+                                    float rstd, float level, const NormTileOutput<T>& out,
                                     TileScratch<16 / sizeof(T)>& scratch, bool pow2) {
     constexpr int N = 16 / sizeof(T), kLanes = Tile<N>::kLanes;
     float v[kTileRows][N];
@@ -34,8 +36,16 @@ RTK_DEVICE void quantize_normalised(const Tile<16 / sizeof(T)>& tile, const Raw<
     for (int r = 0; r < kTileRows; ++r) {
         const float by = __shfl_sync(0xffffffffu, rstd, r, kLanes);
         unpack<T, N>(raw[r], v[r]);
+        if constexpr (CENTRED) {
+            const float from = __shfl_sync(0xffffffffu, level, r, kLanes);
+            // Elements that do not exist stay 0 for the maxima.
 #pragma unroll
-        for (int i = 0; i < N; ++i) v[r][i] = v[r][i] * by * gain[i];
+            for (int i = 0; i < N; ++i)
+                v[r][i] = r < tile.rows_here && i < tile.columns_here ? (v[r][i] * by + from) * gain[i] + shift[i] : 0.0f;
+        } else {
+#pragma unroll
+            for (int i = 0; i < N; ++i) v[r][i] = v[r][i] * by * gain[i];
+        }
     }
     if (ROWS && out.y != nullptr) {
         T* place = out.y + (out.row() + tile.row) * out.cols + out.column() + tile.column;
@@ -83,14 +93,14 @@ RTK_DEVICE void quantize_normalised(const Tile<16 / sizeof(T)>& tile, const Raw<
             for (int i = 0; i < N; ++i) columns[i] = max_finite(columns[i], v[r][i]);
         }
     }
-    if constexpr (COLUMNS) share_columns(tile, columns, scratch);
+    if (COLUMNS && out.q_t != nullptr) share_columns(tile, columns, scratch);
     auto value = [&](int r, int i) { return v[r][i]; };
-    if constexpr (ROWS) {
+    if (ROWS && out.q != nullptr) {
         float* scales = out.scale + out.row() * out.scale_row + out.across * out.scale_group;
         const float inverse = row_scales<e4m3>(tile, rows, scales, out.scale_row, pow2);
         store_rows<WIDE>(tile, out.q + out.row() * out.cols + out.column(), out.cols, inverse, value);
     }
-    if constexpr (COLUMNS) {
+    if (COLUMNS && out.q_t != nullptr) {
         column_scales<e4m3>(tile, columns, scratch, out.scale_t + out.down * out.cols + out.column(), pow2);
         stage_columns<e4m3>(tile, scratch, columns, value);
         __syncthreads();

@@ -6,9 +6,9 @@
 
 namespace rtk {
 
-template <int VEC>
+template <int VEC, int IN_FLIGHT = VEC == 1 ? 8 : 4>
 struct Runs {
-    static constexpr int kInFlight = VEC == 1 ? 8 : 4;
+    static constexpr int kInFlight = IN_FLIGHT;
     i64 rows, cols;
     i64 per_row, count;  // runs
     i64 first, step;     // of this thread's group

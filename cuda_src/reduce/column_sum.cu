@@ -9,6 +9,7 @@
 namespace rtk {
 
 inline constexpr int kColumnSumWarps = 8;
+inline constexpr int kColumnSumInFlight = 17;  // rows a warp asks for at once: all of its 132 / 8
 
 template <typename T>
 __global__ void __launch_bounds__(kColumnSumWarps* kWarp)
@@ -21,8 +22,17 @@ __global__ void __launch_bounds__(kColumnSumWarps* kWarp)
     float total = 0.0f;
     ptx::wait_for_previous();
     if (column < cols) {
-#pragma unroll 8
-        for (i64 row = warp; row < rows; row += kColumnSumWarps, next += kColumnSumWarps * cols) total += *next;
+        for (i64 row = warp; row < rows; row += kColumnSumInFlight * kColumnSumWarps) {
+            float part[kColumnSumInFlight];
+#pragma unroll
+            for (int i = 0; i < kColumnSumInFlight; ++i) {
+                part[i] = 0.0f;
+                if (row + i * kColumnSumWarps < rows) part[i] = next[i * kColumnSumWarps * cols];
+            }
+            next += kColumnSumInFlight * kColumnSumWarps * cols;
+#pragma unroll
+            for (int i = 0; i < kColumnSumInFlight; ++i) total += part[i];
+        }
     }
     lane_sums[warp][lane] = total;
     __syncthreads();

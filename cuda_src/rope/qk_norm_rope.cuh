@@ -20,7 +20,7 @@ namespace rtk {
 #define RTK_QKV_PARAMETERS                                                                                         \
     i64 tokens, i64 length, i64 qkv_batch, i64 qkv_place, i64 q_heads, i64 kv_heads, i64 q_slots, i64 kv_slots,    \
         i64 group_magic, i64 q_extra, i64 kv_step, i64 k_first, i64 v_first, i64 head_dim, i64 lane_bits,          \
-        i64 weight_wide, double eps, double offset, double inverse_dim
+        i64 weight_wide, i64 by_slots, i64 by_length, double eps, double offset, double inverse_dim
 
 inline constexpr int kQ = 0, kK = 1, kV = 2;
 

@@ -28,8 +28,8 @@ __global__ void __launch_bounds__(128, SILU ? 4 : 5)
     const int lanes = 1 << lane_bits;
     const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
     const u32 group = blockIdx.x * (blockDim.x >> lane_bits) + (threadIdx.x >> lane_bits);
-    const u32 token = group / slots;
-    const int batch = static_cast<int>(token / static_cast<u32>(length));
+    const u32 token = divided(group, by_slots);
+    const int batch = static_cast<int>(divided(token, by_length));
     const int place = static_cast<int>(token - batch * static_cast<u32>(length));
     const HeadSlot slot(static_cast<int>(group - token * slots), static_cast<int>(q_slots),
                         static_cast<int>(kv_slots), static_cast<int>(q_heads), static_cast<int>(kv_heads));
@@ -132,9 +132,9 @@ __global__ void __launch_bounds__(128, 4)
     const u32 slots = static_cast<u32>(q_slots + 2 * kv_slots);
     const int lane = static_cast<int>(threadIdx.x % kWarp);
     const u32 unit = blockIdx.x * (blockDim.x >> lane_bits) + (threadIdx.x >> lane_bits);
-    const u32 token = unit / slots;
+    const u32 token = divided(unit, by_slots);
     if (token >= static_cast<u32>(tokens)) return;
-    const int batch = static_cast<int>(token / static_cast<u32>(length));
+    const int batch = static_cast<int>(divided(token, by_length));
     const int place = static_cast<int>(token - batch * static_cast<u32>(length));
     const HeadSlot slot(static_cast<int>(unit - token * slots), static_cast<int>(q_slots), static_cast<int>(kv_slots),
                         static_cast<int>(q_heads), static_cast<int>(kv_heads));

@@ -18,7 +18,7 @@ from rtkernels import _arch, _env
 from rtkernels.errors import ArgumentError, ToolkitError
 
 if TYPE_CHECKING:
-    from rtkernels.emulator._launch import Bound, EmulatorError, Pointer
+    from rtkernels.emulator._launch import Bound, EmulatorError, Pointer, points_to
 
 __all__ = [
     "EmulatorError",
@@ -28,6 +28,7 @@ __all__ = [
     "emulate",
     "launched",
     "on_host",
+    "points_to",
     "recording",
     "settings",
     "unavailable",
@@ -169,7 +170,7 @@ def on_host(kernel: Any, variant: tuple[Any, ...]) -> Callable[..., None]:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("EmulatorError", "Pointer"):
+    if name in ("EmulatorError", "Pointer", "points_to"):
         from rtkernels.emulator import _launch
 
         return getattr(_launch, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -85,6 +85,22 @@ class Pointer(int):
         return self + -int(other)
 
 
+_TARGETS = "_rtkernels_targets"
+
+
+def points_to(table: torch.Tensor, targets: Mapping[int, torch.Tensor]) -> None:
+    """Declare that words of a table hold addresses of tensors.
+
+    A kernel that gets the table may then follow these words: the tensors are tracked and checked as arguments are. All
+    other words are plain numbers. The table keeps the tensors alive.
+
+    Args:
+        table: Dense int64. Give the kernel ``table.data_ptr()`` of this very object.
+        targets: Index of the word -> tensor; the word is the tensor's ``data_ptr()``.
+    """
+    setattr(table, _TARGETS, dict(targets))
+
+
 _EMPTY = {
     torch.empty,
     torch.empty_like,
@@ -119,6 +135,15 @@ class _Segment(ctypes.Structure):
     )
 
 
+class _Relocation(ctypes.Structure):
+    _fields_ = (
+        ("segment", ctypes.c_uint64),
+        ("at", ctypes.c_uint64),
+        ("target", ctypes.c_uint64),
+        ("target_at", ctypes.c_uint64),
+    )
+
+
 class _Error(ctypes.Structure):
     _fields_ = (
         ("kind", ctypes.c_int),
@@ -146,6 +171,8 @@ class _Launch(ctypes.Structure):
         ("arg_segment", ctypes.c_void_p),
         ("segments", ctypes.c_void_p),
         ("segment_count", ctypes.c_uint64),
+        ("relocations", ctypes.c_void_p),
+        ("relocation_count", ctypes.c_uint64),
         ("error", _Error),
     )
 
@@ -153,7 +180,7 @@ class _Launch(ctypes.Structure):
 class _Buffer:
     """The bytes of one tensor argument."""
 
-    def __init__(self, index: int, name: str, tensor: torch.Tensor) -> None:
+    def __init__(self, index: int | tuple[int, int], name: str, tensor: torch.Tensor) -> None:
         self.index, self.name, self.tensor = index, name, tensor
         self.start = tensor.data_ptr()
         last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -194,9 +221,10 @@ class _Memory:
                 end = 0
             end = max(end, buffer.end)
         self.groups = groups
+        self._table_start = {b.index: b.start for b in buffers if hasattr(b.tensor, _TARGETS)}
         self.segments = (_Segment * max(len(groups), 1))()
         self._masks = []
-        self.position: dict[int, tuple[int, int]] = {}
+        self.position: dict[int | tuple[int, int], tuple[int, int]] = {}
         for i, group in enumerate(groups):
             start, stop = group[0].start, max(b.end for b in group)
             mask = numpy.zeros(stop - start, numpy.uint8)
@@ -205,6 +233,16 @@ class _Memory:
                 self.position[buffer.index] = (i, start)
             self._masks.append(mask)
             self.segments[i] = _Segment(start, mask.ctypes.data, stop - start, 0, 0)
+
+    def relocations(self) -> tuple[Any, int]:
+        """Return which words of the copies become addresses of copies: those of buffers reached through a table."""
+        found = []
+        for buffer in (b for group in self.groups for b in group if isinstance(b.index, tuple)):
+            table, table_start = self.position[buffer.index[0]]
+            table_at = self._table_start[buffer.index[0]] - table_start + 8 * buffer.index[1]
+            target, start = self.position[buffer.index]
+            found.append(_Relocation(table, table_at, target, buffer.start - start))
+        return (_Relocation * max(len(found), 1))(*found), len(found)
 
     def nearest(self, segment: int, offset: int) -> tuple[_Buffer, int]:
         """Return the tensor an offset into a segment is in or closest to, and the offset from its first byte."""
@@ -254,11 +292,13 @@ class Bound:
         defines = tuple(flag for flag in getattr(kernel, "flags", ()) if flag.startswith("-D"))
         library = _build.kernel(op, kernel.unit, self.expression, self.arch, defines, debug=chosen.debug)
         values, where, memory = self._arguments(args)
+        relocations, relocation_count = memory.relocations()
         launch = _Launch(
             grid=self.grid, block=self.block, shared_bytes=self.shared, shared_limit=_SHARED_LIMIT[self.arch],
             order=chosen.order_code, races=chosen.races, arg_count=len(args),
             args=ctypes.addressof(values), arg_segment=ctypes.addressof(where),
             segments=ctypes.addressof(memory.segments), segment_count=len(memory.groups),
+            relocations=ctypes.addressof(relocations), relocation_count=relocation_count,
         )  # fmt: skip
         launched.add((kernel.unit, kernel.name))
         with _lock:
@@ -276,6 +316,8 @@ class Bound:
             if not isinstance(value, Pointer):
                 raise TypeError(f"{self.kernel.name}: pointer {name} comes from no tensor's data_ptr()")
             buffers.append(_Buffer(i, name, value.tensor))
+            for word, target in getattr(value.tensor, _TARGETS, {}).items():
+                buffers.append(_Buffer((i, word), f"{name}[{word}]", target))
         memory = _Memory(buffers)
         values = (ctypes.c_uint64 * max(len(args), 1))()
         where = (ctypes.c_int * max(len(args), 1))(*[-1] * len(args))

@@ -16,7 +16,7 @@ AMAX = Kernel(
     template="T VEC",
     args="x:ptr partial:ptr rows:i64 cols:i64 x_stride:i64 threads_per_row:i64",
     variants=[(t, v) for t in WIDTH for v in (1, WIDTH[t])],
-    max_registers=40,
+    max_registers=64,
 )
 TENSOR = Kernel(
     "quant/quantize_fp8.cu",

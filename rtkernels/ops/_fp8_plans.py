@@ -198,10 +198,11 @@ class _DynamicPlan:
 
     def __init__(self, m: Matrix, t: str, f: str, pow2: bool, dtype: torch.dtype) -> None:
         threads = m.run_threads
-        self._blocks = min(m.run_blocks(threads), _AMAX_BLOCKS_PER_SM * device_info(m.device).sm_count)
+        blocks = m.run_blocks(threads)
+        self._blocks = min(blocks, _AMAX_BLOCKS_PER_SM * device_info(m.device).sm_count)
         block = block_of(threads)
         self._amax = AMAX.bind((t, m.vec), m.device, self._blocks, block)
-        self._quantize = TENSOR.bind((t, f, m.vec), m.device, self._blocks, block, overlap=True)
+        self._quantize = TENSOR.bind((t, f, m.vec), m.device, blocks, block, overlap=True)
         self._args, self._pow2, self._dtype = (m.rows, m.cols, m.stride, threads), pow2, dtype
         self._allocate = allocator(m.device)
 

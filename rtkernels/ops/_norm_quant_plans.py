@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels._kernel import Kernel, Plans, allocator, dense_strides
+from rtkernels._kernel import Kernel, Plans, allocator, dense_strides, device_info
 from rtkernels._layout import (
     address,
     block_of,
@@ -23,48 +23,72 @@ from rtkernels.errors import ArgumentError
 
 Metadata = tuple[Any, ...]  # (dtype, shape, stride, device index)
 
-LAYOUTS = ("row", "transposed", "both")
+LAYOUTS = ("row", "transposed", "both", "none")  # the last one: no codes, what is kept and the statistics only
 SCALE_LAYOUTS = ("row", "column")
 CODES = torch.float8_e4m3fn
 GROUP = 128
 
 _TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
-_ROW_THREADS, _ROW_CHUNKS = 512, (2, 4)
-_RSTD_THREADS = 512
-_CLUSTER_STATIC = 32 * 1024  # bytes, at least the kernel's static shared memory
-_NON_PORTABLE_CLUSTER = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+_ROW_THREADS, _ROW_CHUNKS = 512, 4
+_STATS_THREADS = 512
+_SMOOTH_VEC = 4  # elements per access
 
+# One launch makes statistics and tiles together where x has at least so many bytes: less stays in L2 anyway.
+_TOGETHER_BYTES = 24 << 20
+# Tiles and makers of statistics between the making of a row's statistics and their use, per multiprocessor.
+_AHEAD_PER_SM = 3
+_STATS_BYTES = 128 << 10  # of x that a block makes statistics of, about
+
+_STATISTICS = "rstd:ptr mean:ptr"
 _ROW = Kernel(
     "norm/norm_quant.cu",
-    "rms_norm_fp8_row",
-    template="T W CHUNKS",
-    args="x:ptr residual:ptr weight:ptr q:ptr scale:ptr rstd:ptr y:ptr sum:ptr rows:i64 cols:i64 x_stride:i64 "
-    "residual_stride:i64 threads_per_row:i64 scale_row:i64 scale_group:i64 pow2:i64 eps:f64 offset:f64",
-    variants=[(t, w, c) for t, w in _TYPES for c in _ROW_CHUNKS],
-    max_registers=84,
+    "norm_fp8_row",
+    template="T W CHUNKS CENTRED",
+    args=f"x:ptr residual:ptr weight:ptr bias:ptr q:ptr scale:ptr {_STATISTICS} y:ptr sum:ptr rows:i64 cols:i64 "
+    "x_stride:i64 residual_stride:i64 threads_per_row:i64 scale_row:i64 scale_group:i64 pow2:i64 given:i64 eps:f64 "
+    "offset:f64",
+    variants=[(t, w, _ROW_CHUNKS, centred) for t, w in _TYPES for centred in (False, True)],
+    max_registers=128,
 )
-_RSTD = Kernel(
+_STATS = Kernel(
     "norm/norm_quant.cu",
-    "rms_norm_fp8_rstd",
-    template="T VEC",
-    args="x:ptr residual:ptr sum:ptr rstd:ptr rows:i64 cols:i64 x_stride:i64 residual_stride:i64 "
-    "threads_per_row:i64 eps:f64",
-    variants=[(t, v) for t in _WIDTH for v in (1, _WIDTH[t])],
-    max_registers=60,
+    "norm_fp8_stats",
+    template="T VEC CENTRED",
+    args=f"x:ptr residual:ptr sum:ptr {_STATISTICS} ticket:ptr rows:i64 all_rows:i64 cols:i64 x_stride:i64 "
+    "residual_stride:i64 threads_per_row:i64 eps:f64",
+    variants=[(t, *rest) for t, v in _WIDTH.items() for rest in ((1, True), (v, False), (v, True))],
+    max_registers=64,
 )
 _TILE = Kernel(
     "norm/norm_quant_tile.cu",
-    "rms_norm_fp8_tile",
-    template="T WIDE ROWS COLUMNS",
-    args="x:ptr weight:ptr rstd:ptr q:ptr scale:ptr q_t:ptr scale_t:ptr y:ptr rows:i64 cols:i64 x_stride:i64 "
-    "scale_row:i64 scale_group:i64 column_tiles:i64 weight_wide:i64 early:i64 pow2:i64 offset:f64",
+    "norm_fp8_tile",
+    template="T WIDE ROWS COLUMNS CENTRED",
+    args=f"x:ptr weight:ptr bias:ptr {_STATISTICS} q:ptr scale:ptr q_t:ptr scale_t:ptr y:ptr ticket:ptr rows:i64 "
+    "cols:i64 x_stride:i64 scale_row:i64 scale_group:i64 column_tiles:i64 weight_wide:i64 early:i64 pow2:i64 ahead:i64 "
+    "stats_blocks:i64 stats_rows:i64 eps:f64 offset:f64",
     variants=[
-        (t, w, *rc) for t in _WIDTH for w in (False, True) for rc in ((True, False), (False, True), (True, True))
+        (t, *rest)
+        for t in _WIDTH
+        for rest in (
+            (True, True, True, False),
+            (True, False, True, False),
+            (True, True, True, True),
+            (False, True, True, True),
+        )
     ],
     max_registers=128,
 )
-KERNELS = (_ROW, _RSTD, _TILE)
+_SMOOTH = Kernel(
+    "norm/norm_quant_smooth.cu",
+    "norm_fp8_smooth",
+    template="T VEC",
+    args=f"x:ptr residual:ptr weight:ptr bias:ptr smooth:ptr q:ptr scale:ptr {_STATISTICS} y:ptr sum:ptr most:ptr "
+    "rows:i64 cols:i64 x_stride:i64 residual_stride:i64 wide:i64 pow2:i64 gather:i64 eps:f64 offset:f64",
+    variants=[(t, v) for t in _WIDTH for v in (1, _SMOOTH_VEC)],
+    max_registers=100,
+)
+KERNELS = (_ROW, _STATS, _TILE, _SMOOTH)
 
 
 # ---- shapes and checks, shared by launchers, references and fakes ---------------------------------------------------
@@ -79,65 +103,91 @@ def check_options(layout: str, scale_layout: str) -> None:
     """Raise an ArgumentError unless both are known and go together."""
     for name, value, accepted in (("layout", layout, LAYOUTS), ("scale_layout", scale_layout, SCALE_LAYOUTS)):
         if value not in accepted:
-            raise ArgumentError(f"{name} is {value!r}; expected one of {', '.join(map(repr, accepted))}")
+            wanted = ", ".join(repr(a) for a in accepted if a != "none")
+            raise ArgumentError(f"{name} is {value!r}; expected one of {wanted}")
     if scale_layout == "column" and layout == "transposed":
         raise ArgumentError("scale_layout 'column' is for the scales of rows; layout 'transposed' has none")
+
+
+def check_inputs(
+    x: Metadata, weight: Metadata | None, bias: Metadata | None, residual: Metadata | None, **vectors: Metadata | None
+) -> None:
+    """Raise an ArgumentError unless these tensors go together. `vectors`: fp32, one number per column."""
+    dtype, shape, _, device = x
+    token("x", dtype)
+    if not shape:
+        raise ArgumentError("x has no dimensions; expected at least one, the last is normalised")
+    accepted = {"weight": (dtype, torch.float32), "bias": (dtype, torch.float32)}
+    for name, meta in (("weight", weight), ("bias", bias), *vectors.items()):
+        if meta is not None:
+            token(name, meta[0], accepted.get(name, (torch.float32,)))
+            if tuple(meta[1]) != (shape[-1],):
+                raise ArgumentError(
+                    f"{name} has shape {tuple(meta[1])}; expected ({shape[-1]},), the last dimension of x"
+                )
+            check_same(name, meta[3], device, "device index")
+    if weight is not None and bias is not None:
+        check_same("bias", bias[0], weight[0], "dtype", of="weight")
+    if residual is not None:
+        check_same("residual", residual[0], dtype, "dtype")
+        check_same("residual", residual[1], shape, "shape")
+        check_same("residual", residual[3], device, "device index")
 
 
 def check(
     x: Metadata,
     weight: Metadata | None,
+    bias: Metadata | None,
     residual: Metadata | None,
     rstd: Metadata | None,
+    mean: Metadata | None,
     layout: str,
     scale_layout: str,
     keep: bool,
+    centred: bool,
 ) -> None:
     """Raise an ArgumentError unless these arguments go together."""
     check_options(layout, scale_layout)
-    dtype, shape, _, device = x
-    token("x", dtype)
-    if not shape:
-        raise ArgumentError("x has no dimensions; expected at least one, the last is normalised")
-    if weight is not None:
-        token("weight", weight[0], (dtype, torch.float32))
-        if tuple(weight[1]) != (shape[-1],):
-            raise ArgumentError(
-                f"weight has shape {tuple(weight[1])}; expected ({shape[-1]},), the last dimension of x"
-            )
-        check_same("weight", weight[3], device, "device index")
-    if residual is not None:
-        check_same("residual", residual[0], dtype, "dtype")
-        check_same("residual", residual[1], shape, "shape")
-        check_same("residual", residual[3], device, "device index")
-    if rstd is not None:
-        if layout != "transposed" or residual is not None or keep:
-            raise ArgumentError(
-                "rstd is for layout 'transposed' without residual and keep: what was normalised before is quantised "
-                "once more, along its columns"
-            )
-        token("rstd", rstd[0], (torch.float32,))
-        if tuple(rstd[1]) != tuple(shape[:-1]):
-            raise ArgumentError(f"rstd has shape {tuple(rstd[1])}; expected {tuple(shape[:-1])}, one per row of x")
-        check_same("rstd", rstd[3], device, "device index")
+    check_inputs(x, weight, bias, residual)
+    shape, device = x[1], x[3]
+    for name, meta in (("rstd", rstd), ("mean", mean)):
+        if meta is None:
+            continue
+        token(name, meta[0], (torch.float32,))
+        if tuple(meta[1]) != tuple(shape[:-1]):
+            raise ArgumentError(f"{name} has shape {tuple(meta[1])}; expected {tuple(shape[:-1])}, one per row of x")
+        check_same(name, meta[3], device, "device index")
+        if residual is not None:
+            raise ArgumentError(f"{name} goes without residual: give the sum that was normalised as x")
+    if centred and (rstd is None) != (mean is None):
+        raise ArgumentError("mean and rstd come together: both from an earlier call, or neither")
     if keep and layout == "transposed":
         raise ArgumentError("keep goes with layout 'row' or 'both', not 'transposed'")
 
 
 def outputs_of(
-    shape: Sequence[int], dtype: torch.dtype, layout: str, scale_layout: str, rstd: bool, keep: bool, residual: bool
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    layout: str,
+    scale_layout: str,
+    statistics: tuple[str, ...],
+    keep: bool,
+    residual: bool,
 ) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    """Return name, shape and dtype of every result of a call, in order. `rstd`: it is computed, not given."""
+    """Return name, shape and dtype of every result of a call, in order. `statistics`: those computed, not given."""
     shape, rows, cols = tuple(shape), row_count(shape), shape[-1]
     found: list[tuple[str, tuple[int, ...], torch.dtype]] = []
-    if layout != "transposed":
+    if layout in ("row", "both"):
         groups = groups_of(cols)
         scales = (groups, rows) if scale_layout == "column" else (*shape[:-1], groups)
         found += [("q", shape, CODES), ("scale", scales, torch.float32)]
-    if layout != "row":
+    if layout in ("transposed", "both"):
         found += [("q_t", (cols, rows), CODES), ("scale_t", (groups_of(rows), cols), torch.float32)]
-    if rstd:
-        found.append(("rstd", shape[:-1], torch.float32))
+    return found + _more_outputs(shape, dtype, statistics, keep, residual)
+
+
+def _more_outputs(shape: tuple[int, ...], dtype: torch.dtype, statistics: tuple[str, ...], keep: bool, residual: bool):
+    found = [(name, shape[:-1], torch.float32) for name in statistics]
     if keep:
         found.append(("y", shape, dtype))
     if residual:
@@ -145,9 +195,41 @@ def outputs_of(
     return found
 
 
+def smooth_outputs_of(
+    shape: Sequence[int], dtype: torch.dtype, keep: bool, residual: bool, calibrate: bool, centred: bool
+) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    """Return what outputs_of does, for codes with a scale per row of smoothed values."""
+    shape = tuple(shape)
+    found = [("q", shape, CODES), ("scale", shape[:-1], torch.float32)]
+    found += _more_outputs(shape, dtype, statistics_of(centred), keep, residual)
+    return found + [("amax", (shape[-1],), torch.float32)] * calibrate
+
+
+def statistics_of(centred: bool) -> tuple[str, ...]:
+    """Return the names of a row's statistics."""
+    return ("rstd", "mean") if centred else ("rstd",)
+
+
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
-_SLOTS = ("q", "scale", "q_t", "scale_t", "rstd", "y", "sum")
+_SLOTS = ("q", "scale", "q_t", "scale_t", "rstd", "mean", "y", "sum", "amax")
+
+
+class _Outputs:
+    """Allocates the results of a call."""
+
+    def __init__(self, device: int, wanted: list[tuple[str, tuple[int, ...], torch.dtype]]) -> None:
+        self._allocate = allocator(device)
+        self._wanted = [(_SLOTS.index(name), (s, dense_strides(s), d)) for name, s, d in wanted]
+
+    def make(self) -> tuple[list[Tensor], list[int]]:
+        """Return the tensors in order, and the address of each slot (0 without one)."""
+        allocate, results, at = self._allocate, [], [0] * len(_SLOTS)
+        for slot, layout in self._wanted:
+            made = allocate(*layout)
+            results.append(made)
+            at[slot] = made.data_ptr()
+        return results, at
 
 
 class _Plan:
@@ -157,12 +239,14 @@ class _Plan:
         self,
         x: Metadata,
         weight: Metadata | None,
+        bias: Metadata | None,
         residual: Metadata | None,
         rstd: Metadata | None,
         layout: str,
         pow2: bool,
         scale_layout: str,
         keep: bool,
+        centred: bool,
         align: int,
     ) -> None:
         dtype, shape, stride, device = x
@@ -170,62 +254,87 @@ class _Plan:
         rows, cols = row_count(shape), shape[-1]
         x_stride = row_stride(shape, stride)
         residual_stride = 0 if residual is None else row_stride(*residual[1:3])
-        wanted = outputs_of(shape, dtype, layout, scale_layout, rstd is None, keep, residual is not None)
-        self._allocate = allocator(device)
-        self._outputs = [(_SLOTS.index(name), (s, dense_strides(s), d)) for name, s, d in wanted]
+        computed = statistics_of(centred) if rstd is None else ()
+        wanted = outputs_of(shape, dtype, layout, scale_layout, computed, keep, residual is not None)
+        self._make = _Outputs(device, wanted).make
         wide = vector_bytes(align, cols * size, x_stride * size, residual_stride * size) == 16
-        groups = groups_of(cols)
+        groups, row_tiles = groups_of(cols), groups_of(rows)
         scale_strides = (1, rows) if scale_layout == "column" else (groups, 1)
         vec = _WIDTH[t] if wide else 1
         vectors = -(-cols // vec)
-        w = t if weight is None else token("weight", weight[0])
-        self._row = self._rstd = None
-        if layout == "row" and wide and vectors <= _ROW_THREADS * max(_ROW_CHUNKS):
-            lanes = GROUP // vec
-            chunks = 2 if vectors <= 128 else 4
-            threads = max(group_threads(-(-vectors // chunks), _ROW_THREADS), lanes)
+        parameter = weight or bias
+        w = t if parameter is None else token("weight", parameter[0])
+        self._row = self._stats = None
+        if layout in ("row", "none") and wide and vectors <= _ROW_THREADS * _ROW_CHUNKS:
+            threads = max(group_threads(-(-vectors // _ROW_CHUNKS), _ROW_THREADS), GROUP // vec)
             block = block_of(threads)
-            self._row = _ROW.bind((t, w, chunks), device, -(-rows // (block // threads)), block)
-            self._args = (rows, cols, x_stride, residual_stride, threads, *scale_strides, pow2)
+            self._row = _ROW.bind((t, w, _ROW_CHUNKS, centred), device, -(-rows // (block // threads)), block)
+            self._args = (rows, cols, x_stride, residual_stride, threads, *scale_strides, pow2, rstd is not None)
             return
+        self._ticket, ahead, makers, stats_rows = None, row_tiles, 0, 0
         if rstd is None:
-            threads = group_threads(-(-vectors // 4), _RSTD_THREADS)
-            block = block_of(threads)
-            self._rstd = _RSTD.bind((t, vec), device, -(-rows // (block // threads)), block)
-            self._rstd_args = (rows, cols, x_stride, residual_stride, threads)
-        tiles = groups * groups_of(rows)
-        variant = (t, wide, layout != "transposed", layout != "row")
-        self._tile = _TILE.bind(variant, device, tiles, GROUP // _WIDTH[t] * 16, overlap=rstd is None)
+            together = wide and residual is None and rows * cols * size >= _TOGETHER_BYTES
+            if together:
+                stats_rows = _stats_rows(cols * size, GROUP // _WIDTH[t] * 16 // 32)
+                makers = GROUP // stats_rows
+                ahead = -(-_AHEAD_PER_SM * device_info(device).sm_count // (groups + makers))
+                if 2 * ahead > row_tiles:
+                    ahead, makers = row_tiles, 0
+            threads = group_threads(-(-vectors // 4), _STATS_THREADS)
+            block, first = block_of(threads), min(rows, ahead * GROUP)
+            self._stats = _STATS.bind((t, vec, centred or not wide), device, -(-first // (block // threads)), block)
+            self._stats_args = (first, rows, cols, x_stride, residual_stride, threads)
+            if makers and device < 0:  # the emulator starts blocks in any order
+                self._ticket = torch.empty(1, dtype=torch.int32)
+        if not wide:
+            variant = (t, False, True, True, True)
+        elif centred:
+            variant = (t, True, True, True, True)
+        else:
+            variant = (t, True, layout != "transposed", True, False)
+        blocks = groups * row_tiles + makers * (row_tiles - ahead)
+        self._tile = _TILE.bind(variant, device, blocks, GROUP // _WIDTH[t] * 16, overlap=rstd is None)
         if residual is not None:
             x_stride = cols  # the sum is read instead
-        self._args = (rows, cols, x_stride, *scale_strides, groups, w != t, residual is None, pow2)
+        self._args = (
+            rows, cols, x_stride, *scale_strides, groups, w != t, residual is None, pow2, ahead, makers, stats_rows,
+        )  # fmt: skip
 
     def run(
         self,
         x: Tensor,
         weight: Tensor | None,
+        bias: Tensor | None,
         residual: Tensor | None,
         rstd: Tensor | None,
+        mean: Tensor | None,
         eps: float,
         offset: float,
     ) -> list[Tensor]:
-        allocate, results, at = self._allocate, [], [0] * len(_SLOTS)
-        for slot, layout in self._outputs:
-            made = allocate(*layout)
-            results.append(made)
-            at[slot] = made.data_ptr()
-        q, scale, q_t, scale_t, made_rstd, y, total = at
+        results, (q, scale, q_t, scale_t, made_rstd, made_mean, y, total, _) = self._make()
         inputs = (x.data_ptr(), address(residual))
+        statistics = (made_rstd or address(rstd), made_mean or address(mean))
         if self._row is not None:
-            self._row(*inputs, address(weight), q, scale, made_rstd, y, total, *self._args, eps, offset)
+            self._row(
+                *inputs, address(weight), address(bias), q, scale, *statistics, y, total, *self._args, eps, offset
+            )
             return results
-        if self._rstd is not None:
-            self._rstd(*inputs, total, made_rstd, *self._rstd_args, eps)
+        ticket = address(self._ticket)
+        if self._stats is not None:
+            self._stats(*inputs, total, *statistics, ticket, *self._stats_args, eps)
         self._tile(
-            total or inputs[0], address(weight), made_rstd or address(rstd), q, scale, q_t, scale_t, y, *self._args,
-            offset,
+            total or inputs[0], address(weight), address(bias), *statistics, q, scale, q_t, scale_t, y, ticket,
+            *self._args, eps, offset,
         )  # fmt: skip
         return results
+
+
+def _stats_rows(row_bytes: int, warps: int) -> int:
+    """Return how many rows a block makes statistics of: a power of two, at least one per warp, at most 128."""
+    rows = warps
+    while rows < GROUP and 2 * rows * row_bytes <= _STATS_BYTES:
+        rows *= 2
+    return rows
 
 
 def _is_dense(t: Metadata | None) -> bool:
@@ -238,15 +347,67 @@ def _is_dense(t: Metadata | None) -> bool:
     return True
 
 
-def _plan(x, weight, residual, rstd, layout: str, pow2: bool, scale_layout: str, keep: bool, align: int):
+def _ready(x: Metadata, residual: Metadata | None, *dense: Metadata | None) -> bool:
+    """Return True if nothing has to be copied before a launch."""
+    rowed = row_stride(*x[1:3]) is not None and (residual is None or row_stride(*residual[1:3]) is not None)
+    return rowed and all(map(_is_dense, dense))
+
+
+def _plan(x, weight, bias, residual, rstd, mean, layout, pow2, scale_layout, keep, centred, align: int):
     """Return what to run: a plan; None if an input must be copied first; False if there is nothing to launch."""
-    check(x, weight, residual, rstd, layout, scale_layout, keep)
+    check(x, weight, bias, residual, rstd, mean, layout, scale_layout, keep, centred)
     if 0 in x[1]:
         return False
-    rowed = row_stride(*x[1:3]) is not None and (residual is None or row_stride(*residual[1:3]) is not None)
-    if not (rowed and _is_dense(weight) and _is_dense(rstd)):
+    if not _ready(x, residual, weight, bias, rstd, mean):
         return None
-    return _Plan(x, weight, residual, rstd, layout, pow2, scale_layout, keep, align)
+    return _Plan(x, weight, bias, residual, rstd, layout, pow2, scale_layout, keep, centred, align)
 
 
 PLANS = Plans(_plan)
+
+
+class _SmoothPlan:
+    """Allocations and the launch of a call with a smoothing vector."""
+
+    def __init__(self, x, weight, bias, residual, pow2, keep, calibrate, centred, align: int) -> None:
+        dtype, shape, stride, device = x
+        t, size = token("x", dtype), dtype.itemsize
+        rows, cols = row_count(shape), shape[-1]
+        x_stride = row_stride(shape, stride)
+        residual_stride = 0 if residual is None else row_stride(*residual[1:3])
+        self._make = _Outputs(
+            device, smooth_outputs_of(shape, dtype, keep, residual is not None, calibrate, centred)
+        ).make
+        wide = vector_bytes(align, cols * size, x_stride * size, residual_stride * size) == 16  # fp32 vectors too
+        vec = _SMOOTH_VEC if wide else 1
+        info = device_info(device)
+        gather = calibrate and 4 * cols + 1024 <= info.shared_per_block
+        threads = min(-(-cols // (32 * vec)) * 32, 256)
+        grid = min(rows, (4 if calibrate else 64) * info.sm_count)
+        self._launch = _SMOOTH.bind((t, vec), device, grid, threads, 4 * cols if gather else 0)
+        parameter = weight or bias
+        weight_wide = parameter is not None and parameter[0] != dtype
+        self._args = (rows, cols, x_stride, residual_stride, weight_wide, pow2, gather)
+        self._calibrate = calibrate
+
+    def run(self, x, smooth, weight, bias, residual, eps: float, offset: float) -> list[Tensor]:
+        results, (q, scale, _, _, rstd, mean, y, total, amax) = self._make()
+        if self._calibrate:
+            results[-1].zero_()
+        self._launch(
+            x.data_ptr(), address(residual), address(weight), address(bias), smooth.data_ptr(), q, scale, rstd, mean, y,
+            total, amax, *self._args, eps, offset,
+        )  # fmt: skip
+        return results
+
+
+def _plan_smooth(x, smooth, weight, bias, residual, pow2, keep, calibrate, centred, align: int):
+    check_inputs(x, weight, bias, residual, smooth=smooth)
+    if 0 in x[1]:
+        return False
+    if not _ready(x, residual, smooth, weight, bias):
+        return None
+    return _SmoothPlan(x, weight, bias, residual, pow2, keep, calibrate, centred, align)
+
+
+SMOOTH_PLANS = Plans(_plan_smooth)

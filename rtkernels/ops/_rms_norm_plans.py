@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rtkernels._arch import Target
-from rtkernels._kernel import Kernel, Plans, dense_memory, dense_strides, device_info, shared_limit
+from rtkernels._kernel import Kernel, Launch, Plans, dense_memory, dense_strides, device_info, shared_limit
 from rtkernels._layout import (
     GRID_LIMIT,
     address,
@@ -22,6 +22,7 @@ from rtkernels._layout import (
     token,
     vector_bytes,
 )
+from rtkernels._registry import Recalled
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.column_sum import column_sum
 
@@ -129,8 +130,18 @@ def _long_width(vec: int, t: str, w: str) -> int:
     return 1 if w != t else min(vec, max(_NARROW))
 
 
+class ForwardPlan(Recalled):
+    """A launch, the sizes it gets, allocator and layout of y, and the alignment of addresses it was made for."""
+
+    __slots__ = ("align", "allocate", "dims", "launch", "layout")
+
+    def __init__(self, launch: Launch | None, dims: tuple[int, ...], allocate: Any, layout: Any, align: int) -> None:
+        super().__init__()
+        self.launch, self.dims, self.allocate, self.layout, self.align = launch, dims, allocate, layout, align
+
+
 def _plan_fwd(dtype, shape, stride, device, w_dtype, w_shape, w_dense: bool, w_device, residual, align: int):
-    """Return ``(launch, sizes, allocator and layout of y)``; None if an input must be copied first.
+    """Return a ForwardPlan (with launch None if there is nothing to do); None if an input must be copied first.
 
     `stride` is None for a contiguous x; `residual` is None or its metadata.
     """
@@ -150,7 +161,7 @@ def _plan_fwd(dtype, shape, stride, device, w_dtype, w_shape, w_dense: bool, w_d
         residual_stride = row_stride(residual[1], residual[2])
     memory = dense_memory(device, shape, dtype)
     if rows == 0 or cols == 0:
-        return None, (), *memory
+        return ForwardPlan(None, (), *memory, align)
     if x_stride is None or residual_stride is None or not w_dense:
         return None
     size = dtype.itemsize
@@ -168,7 +179,7 @@ def _plan_fwd(dtype, shape, stride, device, w_dtype, w_shape, w_dense: bool, w_d
     block = block_of(threads)
     grid = min(-(-rows // (block // threads)), GRID_LIMIT)
     dims = (rows, cols, x_stride, residual_stride, threads)
-    return kernel.bind(variant, device, grid, block), dims, *memory
+    return ForwardPlan(kernel.bind(variant, device, grid, block), dims, *memory, align)
 
 
 FWD_PLANS = Plans(_plan_fwd)

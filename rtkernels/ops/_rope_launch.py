@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rtkernels._kernel import Kernel, Launch, Plans, allocator, dense_strides
-from rtkernels._layout import address, check_same, group_threads, metadata, nothing, token, vector_bytes
+from rtkernels._layout import address, check_same, divisor, group_threads, metadata, nothing, token, vector_bytes
 from rtkernels._registry import TorchOp
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _rope_angles as angles_of
@@ -23,7 +23,8 @@ _BLOCK = 128
 _ROPE_ARGS = (
     "q:ptr k:ptr q_out:ptr k_out:ptr tokens:i64 length:i64 q_heads:i64 k_heads:i64 slots:i64 lane_bits:i64 first:i64 "
     "spare:i64 pairs:i64 q_batch:i64 q_place:i64 q_head:i64 k_batch:i64 k_place:i64 k_head:i64 q_out_batch:i64 "
-    "q_out_place:i64 q_out_head:i64 k_out_batch:i64 k_out_place:i64 k_out_head:i64 " + angles_of.ARGS
+    "q_out_place:i64 q_out_head:i64 k_out_batch:i64 k_out_place:i64 k_out_head:i64 by_slots:i64 by_length:i64 "
+    + angles_of.ARGS
 )
 ROPE = Kernel(
     UNIT,
@@ -226,7 +227,8 @@ def _plan(
     if units > UNIT_LIMIT:
         raise ArgumentError(f"x has {tokens} tokens of {total} heads; expected fewer than {UNIT_LIMIT // slots} tokens")
     launch = kernel.bind(variant, device, -(-units // (_BLOCK >> bits)), _BLOCK)
-    dims = (tokens, heads.length, heads.heads, total - heads.heads, slots, bits, first, spare, order, *strides, *out)
+    dims = (tokens, heads.length, heads.heads, total - heads.heads, slots, bits, first, spare, order, *strides, *out,
+            divisor(slots), divisor(heads.length))  # fmt: skip
     return _Plan(launch, dims, tables, kernel is ROPE, allocator(device), *layouts)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from rtkernels._arch import Target
 from rtkernels._kernel import Kernel, Launch, Plans, allocator, dense_strides, device_info, shared_limit
-from rtkernels._layout import check_same, token, vector_bytes
+from rtkernels._layout import check_same, divisor, token, vector_bytes
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _rope_angles as angles_of
 from rtkernels.ops._rope_angles import Meta
@@ -24,7 +24,7 @@ _ANY_HEAD_DIM = 4096  # what rows of dweight in shared memory allow everywhere
 _DIMS = (
     "tokens:i64 length:i64 qkv_batch:i64 qkv_place:i64 q_heads:i64 kv_heads:i64 q_slots:i64 kv_slots:i64 "
     "group_magic:i64 q_extra:i64 kv_step:i64 k_first:i64 v_first:i64 head_dim:i64 lane_bits:i64 weight_wide:i64 "
-    "eps:f64 offset:f64 inverse_dim:f64 "
+    "by_slots:i64 by_length:i64 eps:f64 offset:f64 inverse_dim:f64 "
 )
 _FWD_ARGS = "qkv:ptr q_weight:ptr k_weight:ptr q:ptr k:ptr v:ptr " + _DIMS
 _BWD_ARGS = (
@@ -193,7 +193,8 @@ def _dims(found: Qkv, slots: tuple[int, int], lane_bits: int, weight: Meta | Non
     wide = int(weight is not None and weight[0] == torch.float32)
     return (
         found.tokens, found.length, found.batch_stride, found.place_stride, found.q_heads, found.kv_heads, *slots,
-        *found.head_order(), found.head_dim, lane_bits, wide, eps, offset, 1.0 / found.head_dim,
+        *found.head_order(), found.head_dim, lane_bits, wide,
+        divisor(slots[0] + 2 * slots[1]), divisor(found.length), eps, offset, 1.0 / found.head_dim,
     )  # fmt: skip
 
 

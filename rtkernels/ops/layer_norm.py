@@ -16,6 +16,7 @@ from rtkernels._layout import address, check_same, metadata, nothing, row_count,
 from rtkernels._registry import Op, TorchOp
 from rtkernels.errors import ArgumentError
 from rtkernels.ops._layer_norm_plans import BWD_PLANS, FWD_PLANS, KERNELS, check
+from rtkernels.ops._norm_out import BACKWARDS, OutOp, check_no_gradient, check_out, with_statistics
 from rtkernels.testing.rows import Row
 
 # ---- launchers ------------------------------------------------------------------------------------------------------
@@ -50,6 +51,35 @@ def _launch_add_fwd(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Te
     if launch is not None:
         launch(*addresses, y.data_ptr(), total.data_ptr(), *dims, eps, offset, *wide)
     return y, total
+
+
+def _launch_out(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    offset: float,
+    out: Tensor,
+) -> Tensor:
+    check(metadata(x), metadata(weight), metadata(bias), metadata(residual))
+    check_out(out, x, residual, weight, bias)
+    if not out.is_contiguous():
+        if residual is None:
+            made, total = _launch_fwd(x, weight, bias, eps, offset), nothing(x)
+        else:
+            made, total = _launch_add_fwd(x, residual, weight, bias, eps, offset)
+        out.copy_(made)
+        return total
+    x, residual, weight, bias = rowed(x), rowed(residual), _dense(weight), _dense(bias)
+    addresses = x.data_ptr(), address(residual), address(weight), address(bias)
+    align = (addresses[0] | addresses[1] | addresses[2] | addresses[3] | out.data_ptr()) & 15
+    plan = FWD_PLANS[metadata(x), metadata(weight), metadata(bias), metadata(residual), align]
+    launch, dims, wide, allocate, layout = plan
+    total = nothing(x) if residual is None else allocate(*layout)
+    if launch is not None:
+        launch(*addresses, out.data_ptr(), 0 if residual is None else total.data_ptr(), *dims, eps, offset, *wide)
+    return total
 
 
 def _launch_bwd(
@@ -126,6 +156,25 @@ def _reference_add_fwd(
     return _reference_fwd(total, weight, bias, eps, offset), total
 
 
+def _reference_out(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    offset: float,
+    out: Tensor,
+) -> Tensor:
+    check(metadata(x), metadata(weight), metadata(bias), metadata(residual))
+    check_out(out, x, residual, weight, bias)
+    if residual is None:
+        made, total = _reference_fwd(x, weight, bias, eps, offset), nothing(x)
+    else:
+        made, total = _reference_add_fwd(x, residual, weight, bias, eps, offset)
+    out.copy_(made)
+    return total
+
+
 def _reference_bwd(
     dy: Tensor,
     h: Tensor,
@@ -159,6 +208,10 @@ def _fake_add_fwd(x, residual, weight, bias, eps, offset):
     return _fake_fwd(x, weight, bias, eps, offset), _fake_fwd(x, weight, bias, eps, offset)
 
 
+def _fake_out(x, residual, weight, bias, eps, offset, out):
+    return nothing(x) if residual is None else _fake_fwd(x, weight, bias, eps, offset)
+
+
 def _fake_bwd(dy, h, weight, bias, dsum, eps, offset, parameter_grad):
     sums, dtype = _parameter_sums(weight, bias, parameter_grad)
     gradients = h.new_empty(sums, h.shape[-1], dtype=dtype) if sums else nothing(h)
@@ -178,6 +231,14 @@ ADD_FORWARD = TorchOp(
     reference=_reference_add_fwd,
     fake=_fake_add_fwd,
 )
+# Writes y into out; the result is the sum, or empty without a residual.
+OUT_FORWARD = OutOp(
+    "layer_norm_out(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, float offset, Tensor(a!) out)"
+    " -> Tensor",
+    launch=_launch_out,
+    reference=_reference_out,
+    fake=_fake_out,
+)
 # The second result is [1, n] (dweight), [2, n] (dweight and dbias) or empty; bias says only that dbias is wanted.
 BACKWARD = TorchOp(
     "layer_norm_bwd(Tensor dy, Tensor h, Tensor? weight, Tensor? bias, Tensor? dsum, float eps, float offset,"
@@ -189,6 +250,7 @@ BACKWARD = TorchOp(
 
 
 _forward = FORWARD.call
+BACKWARDS[True] = BACKWARD
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -226,7 +288,11 @@ def layer_norm(
     eps: float = 1e-5,
     offset: float = 0.0,
     residual: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    rstd: Tensor | None = None,
+    mean: Tensor | None = None,
+    return_statistics: bool = False,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, ...]:
     """Normalise the last dimension to mean 0 and variance 1.
 
     ``y = (h - mean(h)) / sqrt(var(h) + eps) * (offset + weight) + bias`` with ``h = x``, or ``h = x + residual``
@@ -241,12 +307,30 @@ def layer_norm(
         eps: Added to the variance.
         offset: Added to the weight; 1.0 for models that store ``weight - 1``.
         residual: Same shape and dtype as x.
+        rstd: float32, x's shape without the last dimension: ``1 / sqrt(var(x) + eps)`` of an earlier call, which is not
+            worked out again; with `mean`. Not with a residual (give the sum as x). Gradients are those of the whole
+            normalisation, as if both had been worked out.
+        mean: float32, as rstd: ``mean(x)``.
+        return_statistics: Return rstd and mean too (last); they have no gradient.
+        out: Takes y instead of new memory: x's shape, dtype and device, any strides (a copy is made unless it is
+            dense). May be x or residual itself, must not overlap an input otherwise. Not recorded by autograd: an error
+            if a gradient is needed. Not with given or returned statistics.
 
     Returns:
-        ``y``, dense, of x's shape and dtype; with a residual ``(y, h)``.
+        ``y``, dense unless it is `out`, of x's shape and dtype; with a residual ``(y, h)``; with return_statistics
+        ``(y, rstd, mean)`` or ``(y, h, rstd, mean)``.
     """
     if not isinstance(x, Tensor):
-        return interop.call(layer_norm, x, weight, bias, eps=eps, offset=offset, residual=residual)
+        more = {"rstd": rstd, "mean": mean, "return_statistics": return_statistics, "out": out}
+        return interop.call(layer_norm, x, weight, bias, eps=eps, offset=offset, residual=residual, **more)
+    if out is not None:
+        if rstd is not None or mean is not None or return_statistics:
+            raise ArgumentError("out goes without rstd, mean and return_statistics")
+        check_no_gradient(out, x, weight, bias, residual)
+        total = OUT_FORWARD(x, residual, weight, bias, eps, offset, out)
+        return out if residual is None else (out, total)
+    if rstd is not None or mean is not None or return_statistics:
+        return with_statistics(x, weight, bias, residual, rstd, mean, eps, offset, True, return_statistics)
     if is_grad_enabled() and (needs_grad(x, weight, bias) or needs_grad(x, residual)):
         if is_dynamo_compiling():
             eps, offset = constant(eps), constant(offset)
@@ -267,6 +351,8 @@ def _samples(device: str):
     yield FORWARD, (x.bfloat16(), None, None, 1e-5, 0.0)
     yield FORWARD, (x.half(), None, bias, 1e-5, 0.0)
     yield ADD_FORWARD, (x, x * 2, weight, bias, 1e-5, 1.0)
+    yield OUT_FORWARD, (x, None, weight, bias, 1e-5, 0.0, x * 0)
+    yield OUT_FORWARD, (x, x * 2, weight, None, 1e-5, 0.0, x * 0)
     yield BACKWARD, (x * 3, x, weight, bias, None, 1e-5, 0.0, True)
     yield BACKWARD, (x * 3, x, weight, None, x, 1e-5, 0.0, True)
     yield BACKWARD, (x * 3, x, None, None, None, 1e-5, 0.0, False)
@@ -321,7 +407,7 @@ OP = Op(
     "layer_norm",
     public=("layer_norm",),
     kernels=KERNELS,
-    torch_ops=(FORWARD, ADD_FORWARD, BACKWARD),
+    torch_ops=(FORWARD, ADD_FORWARD, OUT_FORWARD, BACKWARD),
     samples=_samples,
     rows=_rows,
 )

@@ -1,4 +1,4 @@
-"""RMS normalisation whose result leaves as fp8 codes and scales."""
+"""RMS and layer normalisation whose results leave as fp8 codes and scales."""
 
 from __future__ import annotations
 
@@ -11,98 +11,14 @@ from torch.autograd.function import once_differentiable
 
 from rtkernels import interop
 from rtkernels._guard import needs_grad
-from rtkernels._layout import address, metadata, rowed
-from rtkernels._registry import Op, TorchOp
-from rtkernels.ops import _fp8_reference as fp8
-from rtkernels.ops._norm_quant_plans import CODES, GROUP, KERNELS, PLANS, check, check_options, outputs_of
-from rtkernels.ops.rms_norm import BACKWARD
+from rtkernels._registry import Op
+from rtkernels.errors import ArgumentError
+from rtkernels.ops import layer_norm as _layer_norm  # noqa: F401  for its backward
+from rtkernels.ops import rms_norm as _rms_norm  # noqa: F401  for its backward
+from rtkernels.ops._norm_out import backward
+from rtkernels.ops._norm_quant_op import FORWARD, SMOOTH
+from rtkernels.ops._norm_quant_plans import CODES, GROUP, KERNELS, check_options, statistics_of
 from rtkernels.testing.rows import Row
-
-# ---- operator -------------------------------------------------------------------------------------------------------
-
-
-def _launch(
-    x: Tensor,
-    weight: Tensor | None,
-    residual: Tensor | None,
-    rstd: Tensor | None,
-    eps: float,
-    offset: float,
-    layout: str,
-    pow2_scale: bool,
-    scale_layout: str,
-    keep: bool,
-) -> list[Tensor]:
-    align = (x.data_ptr() | address(weight) | address(residual)) & 15
-    plan = PLANS[
-        (x.dtype, x.shape, x.stride(), x.get_device()),
-        metadata(weight), metadata(residual), metadata(rstd), layout, pow2_scale, scale_layout, keep, align,
-    ]  # fmt: skip
-    if plan:
-        return plan.run(x, weight, residual, rstd, eps, offset)
-    options = (eps, offset, layout, pow2_scale, scale_layout, keep)
-    if plan is False:
-        return _reference(x, weight, residual, rstd, *options)
-    return _launch(rowed(x), _dense(weight), rowed(residual), _dense(rstd), *options)
-
-
-def _dense(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.contiguous()
-
-
-def _reference(
-    x: Tensor,
-    weight: Tensor | None,
-    residual: Tensor | None,
-    rstd: Tensor | None,
-    eps: float,
-    offset: float,
-    layout: str,
-    pow2_scale: bool,
-    scale_layout: str,
-    keep: bool,
-) -> list[Tensor]:
-    """Do the same in plain torch."""
-    check(metadata(x), metadata(weight), metadata(residual), metadata(rstd), layout, scale_layout, keep)
-    total = x if residual is None else (x.float() + residual.float()).to(x.dtype).contiguous()
-    h = total.float()
-    made = None
-    if rstd is None:
-        made = torch.rsqrt(h.square().sum(-1) / max(x.shape[-1], 1) + eps)
-        rstd = made
-    v = h * rstd[..., None]
-    if weight is not None:
-        v = v * (weight.float() + offset)
-    results: list[Tensor] = []
-    if layout != "transposed":
-        results += fp8.quantize(v, "group", CODES, pow2_scale, scale_layout)
-    if layout != "row":
-        results += fp8.quantize(v, "group_t", CODES, pow2_scale, "row")
-    if made is not None:
-        results.append(made.contiguous())
-    if keep:
-        results.append(v.to(x.dtype).contiguous())
-    if residual is not None:
-        results.append(total)
-    return results
-
-
-def _fake(x, weight, residual, rstd, eps, offset, layout, pow2_scale, scale_layout, keep):
-    check_options(layout, scale_layout)
-    wanted = outputs_of(x.shape, x.dtype, layout, scale_layout, rstd is None, keep, residual is not None)
-    return [x.new_empty(shape, dtype=dtype) for _, shape, dtype in wanted]
-
-
-FORWARD = TorchOp(
-    "rms_norm_fp8(Tensor x, Tensor? weight, Tensor? residual, Tensor? rstd, float eps, float offset, str layout, "
-    "bool pow2_scale, str scale_layout, bool keep) -> Tensor[]",
-    launch=_launch,
-    reference=_reference,
-    fake=_fake,
-)
-
-
-# ---- public ---------------------------------------------------------------------------------------------------------
 
 
 class NormFp8(NamedTuple):
@@ -113,13 +29,18 @@ class NormFp8(NamedTuple):
     Attributes:
         q: float8_e4m3fn, of x's shape. Layouts "row" and "both".
         scale: float32, one per 128 columns of a row: x's shape with ``ceil(n/128)`` as last dimension, or
-            ``[ceil(n/128), m]`` for scale_layout "column".
+            ``[ceil(n/128), m]`` for scale_layout "column". With ``smooth`` one per row: x's shape without the last
+            dimension.
         q_t: float8_e4m3fn ``[n, m]``. Layouts "transposed" and "both".
         scale_t: float32 ``[ceil(m/128), n]``, one per 128 rows of a column.
-        rstd: float32, x's shape without the last dimension: ``1 / sqrt(mean(h^2) + eps)``. None if it was given.
+        rstd: float32, x's shape without the last dimension: ``1 / sqrt(mean(h^2) + eps)``, for layer_norm_fp8 with the
+            variance of h. None if it was given.
         y: The normalised values in x's dtype with ``keep``. Otherwise, where a gradient is wanted, a tensor of that
             shape and dtype without values (one NaN, expanded): what takes its gradient. Otherwise None.
         sum: ``x + residual`` in x's dtype, with a residual.
+        mean: float32, shaped as rstd: the mean of h, for layer_norm_fp8. None if it was given.
+        amax: float32 ``[n]``: the largest finite magnitude of every column of the normalised values, with
+            ``calibrate``.
     """
 
     q: Tensor | None = None
@@ -129,36 +50,97 @@ class NormFp8(NamedTuple):
     rstd: Tensor | None = None
     y: Tensor | None = None
     sum: Tensor | None = None
+    mean: Tensor | None = None
+    amax: Tensor | None = None
 
 
-class _RmsNormFp8(torch.autograd.Function):
+class _Options(NamedTuple):
+    """Everything about a call that is not a tensor."""
+
+    eps: float
+    offset: float
+    layout: str
+    pow2_scale: bool
+    scale_layout: str
+    keep: bool
+    calibrate: bool
+    centred: bool
+
+
+def _names(layout: str, given: bool, keep: bool, residual: bool, calibrate: bool, centred: bool) -> tuple[str, ...]:
+    """Return the fields that the results of an operator are, in order."""
+    names = ("q", "scale") * (layout in ("row", "both")) + ("q_t", "scale_t") * (layout in ("transposed", "both"))
+    names += () if given else statistics_of(centred)
+    return names + ("y",) * keep + ("sum",) * residual + ("amax",) * calibrate
+
+
+def _run(x, weight, bias, residual, smooth, rstd, mean, options: _Options) -> dict[str, Tensor]:
+    eps, offset, layout, pow2_scale, scale_layout, keep, calibrate, centred = options
+    if smooth is None:
+        made = FORWARD(
+            x, weight, bias, residual, rstd, mean, eps, offset, layout, pow2_scale, scale_layout, keep, centred
+        )
+    else:
+        made = SMOOTH(x, smooth, weight, bias, residual, eps, offset, pow2_scale, keep, calibrate, centred)
+    names = _names(layout, rstd is not None, keep, residual is not None, calibrate, centred)
+    return dict(zip(names, made, strict=True))
+
+
+class _NormFp8(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, residual, eps, offset, layout, pow2_scale, scale_layout, keep):
+    def forward(ctx, x, weight, bias, residual, smooth, *options):
         ctx.set_materialize_grads(False)
-        ctx.eps, ctx.offset = eps, offset
-        made = FORWARD(x, weight, residual, None, eps, offset, layout, pow2_scale, scale_layout, keep)
-        codes = made[: 5 if layout == "both" else 3]  # and scales, and rstd
-        y = made[len(codes)] if keep else x.new_full((), float("nan")).expand(x.shape)
-        ctx.mark_non_differentiable(*codes)
-        if residual is None:
-            ctx.save_for_backward(x, weight)
-            return *codes, y
-        ctx.save_for_backward(made[-1], weight)
-        return *codes, y, made[-1]
+        ctx.options = options = _Options(*options)
+        made = _run(x, weight, bias, residual, smooth, None, None, options)
+        y = made.pop("y", None)
+        if y is None:
+            y = x.new_full((), float("nan")).expand(x.shape)
+        total = made.pop("sum", None)
+        ctx.mark_non_differentiable(*made.values())
+        if total is None:
+            ctx.save_for_backward(x, weight, bias)
+            return *made.values(), y
+        ctx.save_for_backward(total, weight, bias)
+        return *made.values(), y, total
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        # Codes, scales and rstd come first and have none.
-        rest = (None,) * 6
-        has_residual = len(grads) % 2 == 1
+        # Codes, scales, statistics and maxima come first and have none.
+        rest = (None,) * (1 + len(_Options._fields))
+        want_weight, want_bias, want_residual = ctx.needs_input_grad[1:4]
+        has_residual = len(grads) > _plain_count(ctx.options)
         dy, dsum = grads[-2:] if has_residual else (grads[-1], None)
         if dy is None:
-            return dsum, None, dsum, *rest
-        h, weight = ctx.saved_tensors
-        weight_grad = ctx.needs_input_grad[1]
-        dh, dweight = BACKWARD(dy, h, weight, dsum, ctx.eps, ctx.offset, weight_grad)
-        return dh, dweight if weight_grad else None, dh if ctx.needs_input_grad[2] else None, *rest
+            return dsum, None, None, dsum, *rest
+        h, weight, bias = ctx.saved_tensors
+        dh, *parameters = backward(
+            ctx.options.centred, dy, h, weight, bias, dsum, ctx.options.eps, ctx.options.offset, want_weight, want_bias
+        )
+        return dh, *parameters, dh if want_residual else None, *rest
+
+
+def _plain_count(options: _Options) -> int:
+    """Return how many results a differentiable call without residual has."""
+    return len(_names(options.layout, False, True, False, options.calibrate, options.centred))
+
+
+def _norm_fp8(x, weight, bias, residual, smooth, rstd, mean, options: _Options) -> NormFp8:
+    if smooth is None:
+        if options.calibrate:
+            raise ArgumentError("calibrate goes with smooth: it is for choosing the next smoothing vector")
+    else:
+        if options.layout != "row" or options.scale_layout != "row" or rstd is not None or mean is not None:
+            raise ArgumentError("smooth goes with layout 'row', scale_layout 'row' and without given statistics")
+    if options.layout == "none":
+        check_options("", options.scale_layout)
+    if is_grad_enabled() and (needs_grad(x, weight, bias) or needs_grad(x, residual)) and rstd is None:
+        made = _NormFp8.apply(x, weight, bias, residual, smooth, *options)
+        names = _names(options.layout, False, False, False, options.calibrate, options.centred)
+        return NormFp8(**dict(zip((*names, "y", "sum"), made, strict=False)))
+    if rstd is not None and is_grad_enabled():
+        x, weight, bias, rstd, mean = (t if t is None else t.detach() for t in (x, weight, bias, rstd, mean))
+    return NormFp8(**_run(x, weight, bias, residual, smooth, rstd, mean, options))
 
 
 def rms_norm_fp8(
@@ -173,6 +155,8 @@ def rms_norm_fp8(
     scale_layout: str = "row",
     rstd: Tensor | None = None,
     keep: bool = False,
+    smooth: Tensor | None = None,
+    calibrate: bool = False,
 ) -> NormFp8:
     """Normalise the last dimension by its root mean square and quantise the result to fp8 (e4m3).
 
@@ -180,13 +164,17 @@ def rms_norm_fp8(
     of x. v stays in fp32 and is quantised as :func:`rtkernels.quantize_fp8` does it with granularity "group" (codes
     of x's shape) and "group_t" (transposed codes): ``scale = max(amax / 448, 1e-30)``, ``q = fp8(v * (1 / scale))``.
 
-    **Gradients.** Codes, scales and rstd are not differentiable. The result's ``y`` is, in x, weight and residual, as
-    the result of :func:`rtkernels.rms_norm` is; so is ``sum``. An ``autograd.Function`` that multiplies the codes takes
-    ``y`` as one more input and returns the gradient of what it multiplied there; without ``keep`` y has no memory and
-    no values (NaN), only that place in the graph. Of the forward only h and weight are kept.
+    **Gradients.** Codes, scales, statistics and maxima are not differentiable. The result's ``y`` is, in x, weight and
+    residual, as the result of :func:`rtkernels.rms_norm` is; so is ``sum``. An ``autograd.Function`` that multiplies
+    the codes takes ``y`` as one more input and returns the gradient of what it multiplied there; without ``keep`` y has
+    no memory and no values (NaN), only that place in the graph. Of the forward only h and weight are kept.
 
-    **Recomputing.** Given ``rstd`` of an earlier call, layout "transposed" needs no sums over rows: the transposed
-    codes are made when the backward pass needs them, from x (the sum, where there was a residual). Not differentiable.
+    **Recomputing.** Given ``rstd`` of an earlier call nothing is summed over rows: the transposed codes (or any others)
+    are made when the backward pass needs them, from x (the sum, where there was a residual). Not differentiable.
+
+    **Smoothing.** With ``smooth`` every column is divided by a number first, ``z = v / max(smooth, 1e-30)``, and a row
+    shares one scale. ``calibrate`` gives the largest magnitudes of the columns of v, from which the next smoothing
+    vector is chosen; keep running maxima with ``torch.maximum``. Gradients are those of v.
 
     Args:
         x: ``[..., n]``, bfloat16, float16 or float32; any strides (a copy is made unless rows are unit-stride and
@@ -198,8 +186,10 @@ def rms_norm_fp8(
         layout: "row" for codes of x's shape, "transposed" for codes ``[n, m]``, "both".
         pow2_scale: Round scales up to a power of two.
         scale_layout: "row" or "column", for the scales of rows.
-        rstd: float32, x's shape without the last dimension. For layout "transposed", without residual and keep.
+        rstd: float32, x's shape without the last dimension. Not with a residual.
         keep: Return y too, rounded once from fp32. Not with layout "transposed".
+        smooth: float32 ``[n]``, for layout "row".
+        calibrate: Return amax too. With `smooth`.
 
     Returns:
         A :class:`NormFp8`; every tensor in it is dense.
@@ -208,28 +198,63 @@ def rms_norm_fp8(
         eps = 1e-6
     if not isinstance(x, Tensor):
         options = {"layout": layout, "pow2_scale": pow2_scale, "scale_layout": scale_layout, "keep": keep}
-        plain = interop.call(rms_norm_fp8, x, weight, eps=eps, offset=offset, residual=residual, rstd=rstd, **options)
-        return NormFp8(*plain)
-    differentiate = is_grad_enabled() and needs_grad(x, weight, residual)
-    if differentiate and rstd is not None:
-        x, weight, rstd, differentiate = x.detach(), weight if weight is None else weight.detach(), rstd.detach(), False
-    if differentiate:
-        made = _RmsNormFp8.apply(x, weight, residual, eps, offset, layout, pow2_scale, scale_layout, keep)
-        has_y = True
-    else:
-        made = FORWARD(x, weight, residual, rstd, eps, offset, layout, pow2_scale, scale_layout, keep)
-        has_y = keep
-    return _named(made, layout, rstd is None, has_y, residual is not None)
+        more = {"residual": residual, "rstd": rstd, "smooth": smooth, "calibrate": calibrate}
+        return NormFp8(*interop.call(rms_norm_fp8, x, weight, eps=eps, offset=offset, **options, **more))
+    options = _Options(eps, offset, layout, pow2_scale, scale_layout, keep, calibrate, False)
+    return _norm_fp8(x, weight, None, residual, smooth, rstd, None, options)
 
 
-def _named(made: Any, layout: str, rstd: bool, y: bool, total: bool) -> NormFp8:
-    parts = iter(made)
-    q, scale = (next(parts), next(parts)) if layout != "transposed" else (None, None)
-    q_t, scale_t = (next(parts), next(parts)) if layout != "row" else (None, None)
-    return NormFp8(
-        q, scale, q_t, scale_t, next(parts) if rstd else None, next(parts) if y else None,
-        next(parts) if total else None,
-    )  # fmt: skip
+def layer_norm_fp8(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float | None = None,
+    offset: float = 0,
+    residual: Tensor | None = None,
+    layout: str = "row",
+    pow2_scale: bool = False,
+    scale_layout: str = "row",
+    rstd: Tensor | None = None,
+    mean: Tensor | None = None,
+    keep: bool = False,
+    smooth: Tensor | None = None,
+    calibrate: bool = False,
+) -> NormFp8:
+    """Normalise the last dimension to mean 0 and variance 1 and quantise the result to fp8 (e4m3).
+
+    ``v = (h - mean(h)) / sqrt(var(h) + eps) * (offset + weight) + bias``; the rest is as for :func:`rms_norm_fp8`:
+    codes, layouts, gradients (those of :func:`rtkernels.layer_norm`, in x, weight, bias and residual), recomputing
+    (from rstd and mean), smoothing.
+
+    Args:
+        x: ``[..., n]``, bfloat16, float16 or float32; any strides (a copy is made unless rows are unit-stride and
+            evenly spaced). May be any object with ``__dlpack__``; the results are then of its kind.
+        weight: ``[n]`` of x's dtype or float32; None for ones (then `offset` is not used).
+        bias: ``[n]`` of x's dtype or float32, the same as the weight's; None for zeros.
+        eps: Added to the variance; None for 1e-5.
+        offset: Added to the weight; 1.0 for models that store ``weight - 1``.
+        residual: Same shape and dtype as x.
+        layout: "row" for codes of x's shape, "transposed" for codes ``[n, m]``, "both".
+        pow2_scale: Round scales up to a power of two.
+        scale_layout: "row" or "column", for the scales of rows.
+        rstd: float32, x's shape without the last dimension, with `mean`. Not with a residual.
+        mean: float32, as rstd.
+        keep: Return y too, rounded once from fp32. Not with layout "transposed".
+        smooth: float32 ``[n]``, for layout "row".
+        calibrate: Return amax too. With `smooth`.
+
+    Returns:
+        A :class:`NormFp8`; every tensor in it is dense.
+    """
+    if eps is None:
+        eps = 1e-5
+    if not isinstance(x, Tensor):
+        options = {"layout": layout, "pow2_scale": pow2_scale, "scale_layout": scale_layout, "keep": keep}
+        more = {"residual": residual, "rstd": rstd, "mean": mean, "smooth": smooth, "calibrate": calibrate}
+        return NormFp8(*interop.call(layer_norm_fp8, x, weight, bias, eps=eps, offset=offset, **options, **more))
+    options = _Options(eps, offset, layout, pow2_scale, scale_layout, keep, calibrate, True)
+    return _norm_fp8(x, weight, bias, residual, smooth, rstd, mean, options)
 
 
 # ---- registry -------------------------------------------------------------------------------------------------------
@@ -239,9 +264,13 @@ def _samples(device: str):
     g = torch.Generator(device).manual_seed(0)
     x = torch.randn(3, 5, 136, generator=g, device=device)
     weight = torch.randn(136, generator=g, device=device)
-    yield FORWARD, (x, weight, None, None, 1e-6, 0.0, "row", False, "column", False)
-    yield FORWARD, (x.bfloat16(), weight, x.bfloat16(), None, 1e-6, 1.0, "both", True, "row", True)
-    yield FORWARD, (x, None, None, x[..., 0].abs().contiguous(), 1e-6, 0.0, "transposed", False, "row", False)
+    half, rstd = x.bfloat16(), x[..., 0].abs().contiguous()
+    yield FORWARD, (x, weight, None, None, None, None, 1e-6, 0.0, "row", False, "column", False, False)
+    yield FORWARD, (half, weight, None, half, None, None, 1e-6, 1.0, "both", True, "row", True, False)
+    yield FORWARD, (x, None, None, None, rstd, None, 1e-6, 0.0, "transposed", False, "row", False, False)
+    yield FORWARD, (x, weight, weight, None, None, None, 1e-6, 0.0, "none", False, "row", True, True)
+    yield SMOOTH, (x, weight.abs(), weight, None, None, 1e-6, 0.0, False, False, True, False)
+    yield SMOOTH, (half, weight.abs(), weight, weight, half, 1e-6, 0.0, True, True, False, True)
 
 
 def _rows() -> Iterator[Row]:
@@ -258,15 +287,16 @@ def _rows() -> Iterator[Row]:
             known = {"rstd": torch.rsqrt(x.float().square().mean(-1) + 1e-6)} if rstd else {}
             return {"x": x, "weight": normal(cols), **known}
 
-        def both(x: Tensor, weight: Tensor, layout: str) -> list[Tensor]:
-            return FORWARD(x, weight, None, None, 1e-6, 0.0, layout, False, "row", False)
+        def run(x: Tensor, weight: Tensor, layout: str, rstd: Tensor | None = None) -> list[Tensor]:
+            options = (1e-6, 0.0, layout, False, "row", False, False)
+            return FORWARD(x, weight, None, None, rstd, None, *options)
 
         for name, layout, codes in (("both", "both", 2), ("row", "row", 1)):
             yield Row(
                 name=f"rms_norm_fp8_{name}",
                 shape=f"{rows}x{cols}",
                 make=make,
-                ours=lambda x, weight, layout=layout, both=both: both(x, weight, layout),
+                ours=lambda x, weight, layout=layout, run=run: run(x, weight, layout),
                 torch=_torch(layout),
                 bytes=(2 + codes) * n + 4 * codes * n // GROUP + small,
             )
@@ -274,7 +304,7 @@ def _rows() -> Iterator[Row]:
             name="rms_norm_fp8_t",
             shape=f"{rows}x{cols}",
             make=lambda device, g, make=make: make(device, g, rstd=True),
-            ours=lambda x, weight, rstd: FORWARD(x, weight, None, rstd, 1e-6, 0.0, "transposed", False, "row", False),
+            ours=lambda x, weight, rstd, run=run: run(x, weight, "transposed", rstd),
             torch=_torch("transposed"),
             bytes=3 * n + 4 * n // GROUP + small,
         )
@@ -303,9 +333,9 @@ def _torch(layout: str) -> Callable[..., list[Tensor]]:
 
 OP = Op(
     "norm_quant",
-    public=("rms_norm_fp8",),
+    public=("rms_norm_fp8", "layer_norm_fp8"),
     kernels=KERNELS,
-    torch_ops=(FORWARD,),
+    torch_ops=(FORWARD, SMOOTH),
     samples=_samples,
     rows=_rows,
 )

@@ -20,6 +20,7 @@ from rtkernels.ops._fp8_plans import (
     QUANTIZE_PLANS,
     STATIC_PLANS,
     check_options,
+    groups_of,
     q_shape,
     scale_shape,
 )
@@ -173,6 +174,7 @@ def quantize_fp8(
                                                                       ``[ceil(n/128), m]`` for layout "column"
     ``group_t``   128 of a column         ``[n, m]``, transposed      ``[ceil(m/128), n]``
     ``block``     128 x 128               x's                         ``[ceil(m/128), ceil(n/128)]``
+    ``channel``   one column              ``[n, m]``, transposed      ``[n]``
     ============  ======================  ==========================  =========================================
 
     Not differentiable: the results never require grad.
@@ -197,6 +199,12 @@ def quantize_fp8(
     if x.requires_grad:
         x = x.detach()
     if scale is None:
+        if granularity == "channel":
+            if scale_layout != "row" or with_transposed:
+                raise ArgumentError("granularity 'channel' goes with scale_layout 'row' and without with_transposed")
+            from rtkernels.ops._fp8_channel import CHANNEL  # which builds on this module's plans
+
+            return CHANNEL(x, None, None, dtype, pow2_scale, 1)
         if not with_transposed:
             return QUANTIZE(x, granularity, dtype, pow2_scale, scale_layout)
         q, scale, q_t, scale_t = BOTH(x, granularity, dtype, pow2_scale, scale_layout)
@@ -225,8 +233,8 @@ def dequantize_fp8(
     One fp32 product per element, rounded once. Not differentiable.
 
     Args:
-        q: Codes, float8_e4m3fn or float8_e5m2; any strides. ``[n, m]`` for granularity "group_t". May be any object
-            with ``__dlpack__``; the result is then of its kind.
+        q: Codes, float8_e4m3fn or float8_e5m2; any strides. ``[n, m]`` for granularities "group_t" and "channel". May
+            be any object with ``__dlpack__``; the result is then of its kind.
         scale: float32, of the shape that quantize_fp8 returns for `granularity` and `scale_layout`.
         granularity: As given to quantize_fp8.
         dtype: bfloat16, float16 or float32.
@@ -234,7 +242,7 @@ def dequantize_fp8(
         code_dtype: The fp8 type of codes that come as uint8 (NumPy has no other way without ml_dtypes).
 
     Returns:
-        Dense, of q's shape; ``[m, n]`` for granularity "group_t".
+        Dense, of q's shape; ``[m, n]`` for granularities "group_t" and "channel".
     """
     if not isinstance(q, Tensor):
         options = {"granularity": granularity, "dtype": dtype, "scale_layout": scale_layout, "code_dtype": code_dtype}
@@ -243,6 +251,14 @@ def dequantize_fp8(
         scale = scale.detach()
     if q.requires_grad:
         q = q.detach()
+    if granularity == "channel" and scale_layout == "row" and q.dim() == 2:
+        if scale.shape != q.shape[:1]:
+            raise ArgumentError(
+                f"scale has shape {tuple(scale.shape)}; expected {tuple(q.shape[:1])} for granularity 'channel' "
+                f"and q of shape {tuple(q.shape)}"
+            )
+        # One scale per 128 rows of a column, all the same.
+        scale, granularity = scale.expand(groups_of(q.shape[1]), q.shape[0]).contiguous(), "group_t"
     return DEQUANTIZE(q, scale, granularity, code_dtype or q.dtype, dtype, scale_layout)
 
 

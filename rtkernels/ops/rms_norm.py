@@ -15,32 +15,36 @@ from rtkernels._guard import constant, is_dynamo_compiling, needs_grad
 from rtkernels._layout import address, check_same, metadata, nothing, row_count, rowed, token
 from rtkernels._registry import Op, TorchOp
 from rtkernels.errors import ArgumentError
-from rtkernels.ops._rms_norm_plans import BWD_PLANS, FWD_PLANS, KERNELS, check_weight
+from rtkernels.ops._norm_out import BACKWARDS, OutOp, check_no_gradient, check_out, with_statistics
+from rtkernels.ops._rms_norm_plans import BWD_PLANS, FWD_PLANS, KERNELS, ForwardPlan, check_weight
 from rtkernels.testing.rows import Row
 
 # ---- launchers ------------------------------------------------------------------------------------------------------
 
 
-def _launch_fwd(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
+def _plan_fwd(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> ForwardPlan | None:
+    stride = None if x.is_contiguous() else x.stride()  # the common case costs less to hash
+    w = (None, None, True, None)
+    if weight is not None:
+        w = weight.dtype, weight.shape, weight.is_contiguous(), weight.get_device()
+    return FWD_PLANS[(x.dtype, x.shape, stride, x.get_device(), *w, None, (x.data_ptr() | address(weight)) & 15)]
+
+
+def _run_fwd(plan: ForwardPlan | None, x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
     x_address = x.data_ptr()
-    x_stride = None if x.is_contiguous() else x.stride()  # the common case costs less to hash
-    if weight is None:
-        weight_address = 0
-        plan = FWD_PLANS[x.dtype, x.shape, x_stride, x.get_device(), None, None, True, None, None, x_address & 15]
-    else:
-        weight_address = weight.data_ptr()
-        plan = FWD_PLANS[
-            x.dtype, x.shape, x_stride, x.get_device(),
-            weight.dtype, weight.shape, weight.is_contiguous(), weight.get_device(),
-            None, (x_address | weight_address) & 15,
-        ]  # fmt: skip
+    weight_address = 0 if weight is None else weight.data_ptr()
     if plan is None:
         return _launch_fwd(rowed(x), weight if weight is None else weight.contiguous(), eps, offset)
-    launch, dims, allocate, layout = plan
-    y = allocate(*layout)
-    if launch is not None:
-        launch(x_address, 0, weight_address, y.data_ptr(), 0, *dims, eps, offset)
+    if (x_address | weight_address) & 15 != plan.align:  # a recalled plan knows the metadata only
+        return _launch_fwd(x, weight, eps, offset)
+    y = plan.allocate(*plan.layout)
+    if plan.launch is not None:
+        plan.launch(x_address, 0, weight_address, y.data_ptr(), 0, *plan.dims, eps, offset)
     return y
+
+
+def _launch_fwd(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
+    return _run_fwd(_plan_fwd(x, weight, eps, offset), x, weight, eps, offset)
 
 
 def _launch_add_fwd(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float):
@@ -53,11 +57,36 @@ def _launch_add_fwd(x: Tensor, residual: Tensor, weight: Tensor | None, eps: flo
     if plan is None:
         weight = weight if weight is None else weight.contiguous()
         return _launch_add_fwd(rowed(x), rowed(residual), weight, eps, offset)
-    launch, dims, allocate, layout = plan
-    y, total = allocate(*layout), allocate(*layout)
-    if launch is not None:
-        launch(*addresses, y.data_ptr(), total.data_ptr(), *dims, eps, offset)
+    y, total = plan.allocate(*plan.layout), plan.allocate(*plan.layout)
+    if plan.launch is not None:
+        plan.launch(*addresses, y.data_ptr(), total.data_ptr(), *plan.dims, eps, offset)
     return y, total
+
+
+def _launch_out(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, out: Tensor
+) -> Tensor:
+    check_out(out, x, residual, weight)
+    if not out.is_contiguous():
+        if residual is None:
+            made, total = _launch_fwd(x, weight, eps, offset), nothing(x)
+        else:
+            made, total = _launch_add_fwd(x, residual, weight, eps, offset)
+        out.copy_(made)
+        return total
+    x, residual, weight = rowed(x), rowed(residual), weight if weight is None else weight.contiguous()
+    addresses = x.data_ptr(), address(residual), address(weight)
+    align = (addresses[0] | addresses[1] | addresses[2] | out.data_ptr()) & 15
+    w = (None, None, True, None)
+    if weight is not None:
+        w = weight.dtype, weight.shape, weight.is_contiguous(), weight.get_device()
+    plan = FWD_PLANS[(*metadata(x), *w, metadata(residual), align)]
+    total = nothing(x) if residual is None else plan.allocate(*plan.layout)
+    if plan.launch is not None:
+        plan.launch(
+            *addresses, out.data_ptr(), total.data_ptr() if residual is not None else 0, *plan.dims, eps, offset
+        )
+    return total
 
 
 def _launch_bwd(
@@ -118,6 +147,19 @@ def _reference_add_fwd(x: Tensor, residual: Tensor, weight: Tensor | None, eps: 
     return _reference_fwd(total, weight, eps, offset), total
 
 
+def _reference_out(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, out: Tensor
+) -> Tensor:
+    _validate(x, weight, residual)
+    check_out(out, x, residual, weight)
+    if residual is None:
+        made, total = _reference_fwd(x, weight, eps, offset), nothing(x)
+    else:
+        made, total = _reference_add_fwd(x, residual, weight, eps, offset)
+    out.copy_(made)
+    return total
+
+
 def _reference_bwd(
     dy: Tensor, h: Tensor, weight: Tensor | None, dsum: Tensor | None, eps: float, offset: float, weight_grad: bool
 ):
@@ -142,13 +184,18 @@ def _fake_add_fwd(x, residual, weight, eps, offset):
     return _fake_fwd(x, weight, eps, offset), _fake_fwd(x, weight, eps, offset)
 
 
+def _fake_out(x, residual, weight, eps, offset, out):
+    return nothing(x) if residual is None else _fake_fwd(x, weight, eps, offset)
+
+
 def _fake_bwd(dy, h, weight, dsum, eps, offset, weight_grad):
     return _fake_fwd(h, weight, eps, offset), torch.empty_like(weight) if weight_grad else nothing(h)
 
 
 FORWARD = TorchOp(
     "rms_norm_fwd(Tensor x, Tensor? weight, float eps, float offset) -> Tensor",
-    launch=_launch_fwd,
+    plan=_plan_fwd,
+    launch=_run_fwd,
     reference=_reference_fwd,
     fake=_fake_fwd,
 )
@@ -157,6 +204,13 @@ ADD_FORWARD = TorchOp(
     launch=_launch_add_fwd,
     reference=_reference_add_fwd,
     fake=_fake_add_fwd,
+)
+# Writes y into out; the result is the sum, or empty without a residual.
+OUT_FORWARD = OutOp(
+    "rms_norm_out(Tensor x, Tensor? residual, Tensor? weight, float eps, float offset, Tensor(a!) out) -> Tensor",
+    launch=_launch_out,
+    reference=_reference_out,
+    fake=_fake_out,
 )
 BACKWARD = TorchOp(
     "rms_norm_bwd(Tensor dy, Tensor h, Tensor? weight, Tensor? dsum, float eps, float offset, bool weight_grad)"
@@ -168,6 +222,7 @@ BACKWARD = TorchOp(
 
 
 _forward = FORWARD.call
+BACKWARDS[False] = BACKWARD
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -200,7 +255,10 @@ def rms_norm(
     eps: float = 1e-6,
     offset: float = 0.0,
     residual: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    rstd: Tensor | None = None,
+    return_rstd: bool = False,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, ...]:
     """Normalise the last dimension by its root mean square.
 
     ``y = h / sqrt(mean(h^2) + eps) * (offset + weight)`` with ``h = x``, or ``h = x + residual`` rounded to the dtype
@@ -213,12 +271,29 @@ def rms_norm(
         eps: Added to the mean square.
         offset: Added to the weight; 1.0 for models that store ``weight - 1``.
         residual: Same shape and dtype as x.
+        rstd: float32, x's shape without the last dimension: ``1 / sqrt(mean(x^2) + eps)`` of an earlier call, which is
+            not worked out again. Not with a residual (give the sum as x). Gradients are those of the whole
+            normalisation, as if it had been worked out.
+        return_rstd: Return rstd too (last); it has no gradient.
+        out: Takes y instead of new memory: x's shape, dtype and device, any strides (a copy is made unless it is
+            dense). May be x or residual itself, must not overlap an input otherwise. Not recorded by autograd: an error
+            if a gradient is needed. Not with rstd or return_rstd.
 
     Returns:
-        ``y``, dense, of x's shape and dtype; with a residual ``(y, h)``.
+        ``y``, dense unless it is `out`, of x's shape and dtype; with a residual ``(y, h)``; with return_rstd
+        ``(y, rstd)`` or ``(y, h, rstd)``.
     """
     if not isinstance(x, Tensor):
-        return interop.call(rms_norm, x, weight, eps=eps, offset=offset, residual=residual)
+        more = {"rstd": rstd, "return_rstd": return_rstd, "out": out}
+        return interop.call(rms_norm, x, weight, eps=eps, offset=offset, residual=residual, **more)
+    if out is not None:
+        if rstd is not None or return_rstd:
+            raise ArgumentError("out goes without rstd and return_rstd")
+        check_no_gradient(out, x, weight, residual)
+        total = OUT_FORWARD(x, residual, weight, eps, offset, out)
+        return out if residual is None else (out, total)
+    if rstd is not None or return_rstd:
+        return with_statistics(x, weight, None, residual, rstd, None, eps, offset, False, return_rstd)
     if is_grad_enabled() and needs_grad(x, weight, residual):
         if is_dynamo_compiling():
             eps, offset = constant(eps), constant(offset)
@@ -238,6 +313,8 @@ def _samples(device: str):
     yield FORWARD, (x, weight, 1e-6, 0.0)
     yield FORWARD, (x.bfloat16(), None, 1e-6, 0.0)
     yield ADD_FORWARD, (x, x * 2, weight, 1e-6, 1.0)
+    yield OUT_FORWARD, (x, None, weight, 1e-6, 0.0, x * 0)
+    yield OUT_FORWARD, (x, x * 2, weight, 1e-6, 0.0, x * 0)
     yield BACKWARD, (x * 3, x, weight, None, 1e-6, 0.0, True)
     yield BACKWARD, (x * 3, x, weight, x, 1e-6, 0.0, True)
     yield BACKWARD, (x * 3, x, None, None, 1e-6, 0.0, False)
@@ -291,7 +368,7 @@ OP = Op(
     "rms_norm",
     public=("rms_norm",),
     kernels=KERNELS,
-    torch_ops=(FORWARD, ADD_FORWARD, BACKWARD),
+    torch_ops=(FORWARD, ADD_FORWARD, OUT_FORWARD, BACKWARD),
     samples=_samples,
     rows=_rows,
 )

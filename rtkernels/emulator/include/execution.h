@@ -96,6 +96,12 @@ struct Segment {
     u64 written;
 };
 
+// A word of a tensor that holds the address of another one: it gets the address of that one's copy.
+struct Relocation {
+    u64 segment, at;         // where the word is
+    u64 target, target_at;   // what it points to
+};
+
 struct Error {
     int kind;  // 0: none; the names are in _launch.py
     u32 block[3], thread[3];
@@ -117,6 +123,8 @@ struct Launch {
     const int* arg_segment;  // -1: not a pointer into a segment; else args[i] is an offset into it
     Segment* segments;
     u64 segment_count;
+    const Relocation* relocations;
+    u64 relocation_count;
     Error error;
 };
 

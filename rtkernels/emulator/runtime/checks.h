@@ -124,11 +124,12 @@ inline void access(const void* p, u32 bytes, bool write, bool aligned, bool atom
     }
     Segment* s = last_segment;
     if (!s || a - reinterpret_cast<u64>(s->copy) >= s->bytes) {
-        s = nullptr;
-        for (u64 i = 0; i < launch->segment_count; ++i)
-            if (a - reinterpret_cast<u64>(launch->segments[i].copy) < launch->segments[i].bytes)
-                s = &launch->segments[i];
-        if (!s) return foreign_access(a, bytes, write, pc);
+        // The copies lie in the order of the segments.
+        Segment* const end = launch->segments + launch->segment_count;
+        s = std::upper_bound(launch->segments, end, a,
+                             [](u64 at, const Segment& next) { return at < reinterpret_cast<u64>(next.copy); });
+        if (s-- == launch->segments || a - reinterpret_cast<u64>(s->copy) >= s->bytes)
+            return foreign_access(a, bytes, write, pc);
         last_segment = s;
     }
     const u64 offset = a - reinterpret_cast<u64>(s->copy);

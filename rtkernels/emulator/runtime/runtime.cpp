@@ -191,6 +191,23 @@ void place_segments() {
     for (u32 i = 0; i < launch->arg_count; ++i)
         if (launch->arg_segment[i] >= 0)
             launch->args[i] += reinterpret_cast<u64>(launch->segments[launch->arg_segment[i]].copy);
+    for (u64 i = 0; i < launch->relocation_count; ++i) {
+        const Relocation& r = launch->relocations[i];
+        const u8* target = launch->segments[r.target].copy + r.target_at;
+        memcpy(launch->segments[r.segment].copy + r.at, &target, sizeof(target));
+    }
+}
+
+void copy_back() {
+    for (u64 i = 0; i < launch->relocation_count; ++i) {
+        const Relocation& r = launch->relocations[i];
+        const Segment& s = launch->segments[r.segment];
+        memcpy(s.copy + r.at, s.host + r.at, sizeof(u64));
+    }
+    for (u64 i = 0; i < launch->segment_count; ++i) {
+        const Segment& s = launch->segments[i];
+        if (s.written) memcpy(s.host, s.copy, s.bytes);
+    }
 }
 
 }  // namespace
@@ -330,8 +347,7 @@ int run(Launch* l, Entry kernel, u8* dynamic_shared, u64 dynamic_capacity) {
                     static_cast<u32>(b / l->grid[0] / l->grid[1])};
         if (!run_block(thread_order)) break;
     }
-    for (u64 i = 0; i < l->segment_count; ++i)
-        if (l->segments[i].written) memcpy(l->segments[i].host, l->segments[i].copy, l->segments[i].bytes);
+    copy_back();
     free(arena);
     current = nullptr;
     return l->error.kind;

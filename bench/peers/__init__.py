@@ -1,0 +1,59 @@
+"""Other libraries' kernels for the same rows.
+
+``ADAPTERS[row][peer]``, where row is a row's name or whole label, is called as ``prepare(**inputs)`` with what the
+row's ``make`` gives, and returns the call to time: what a backward needs from its forward (1/rms, a graph) and another
+layout of an input are made while preparing. Libraries are imported while preparing, before anything else is done, so
+that one which is not installed costs nothing and is reported as absent. The first tensor a call returns is compared
+with the row's first output.
+
+One file per library; ``torch_peers`` makes torch's own competitors from the row itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.peers import flaggems, liger, linghe, quack
+from bench.peers.base import Absent, Call, Prepare, Table
+from bench.peers.torch import torch_peers
+
+__all__ = [
+    "ADAPTERS",
+    "DISTRIBUTIONS",
+    "FAMILIES",
+    "Absent",
+    "Call",
+    "Prepare",
+    "adapters_of",
+    "selected",
+    "torch_peers",
+]
+
+FAMILIES = ("torch", "inductor", "liger", "quack", "linghe", "flaggems")
+DISTRIBUTIONS = {
+    "liger": "liger-kernel",
+    "quack": "quack-kernels",
+    "linghe": "linghe",
+    "flaggems": "flag-gems",
+}
+
+
+def selected(peer: str, wanted: list[str] | None) -> bool:
+    """Whether ``peer`` (``liger_ab``) belongs to one of the wanted families (``liger``); None wants all."""
+    return wanted is None or any(peer == item or peer.startswith(item + "_") for item in wanted)
+
+
+def adapters_of(row: Any) -> dict[str, Prepare]:
+    """The other libraries' adapters for a row, by peer."""
+    return {**ADAPTERS.get(row.name, {}), **ADAPTERS.get(row.label, {})}
+
+
+def _merged(*tables: Table) -> Table:
+    found: Table = {}
+    for table in tables:
+        for row, adapters in table.items():
+            found.setdefault(row, {}).update(adapters)
+    return found
+
+
+ADAPTERS = _merged(liger.ADAPTERS, quack.ADAPTERS, linghe.ADAPTERS, flaggems.ADAPTERS)

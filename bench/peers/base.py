@@ -1,0 +1,41 @@
+"""What every file of adapters needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Call = Callable[[], Any]
+Prepare = Callable[..., Call]
+Table = dict[str, dict[str, Prepare]]
+
+
+class Absent(Exception):
+    """This peer has nothing for this row; the text says why."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A call whose result becomes comparable with the row's only by ``compare``, which is not timed."""
+
+    call: Call
+    compare: Callable[[Any], Any]
+
+    def __call__(self) -> Any:
+        return self.call()
+
+
+def silu_only(act: str, library: str) -> None:
+    """Leave a row out whose activation the library does not have."""
+    if act != "silu":
+        raise Absent(f"{library} has no merged-input GLU for act={act!r}")
+
+
+def absent(reason: str) -> Prepare:
+    """An adapter for a row the library cannot do, which says why."""
+
+    def prepare(**_: Any) -> Call:
+        raise Absent(reason)
+
+    return prepare

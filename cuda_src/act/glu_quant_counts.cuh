@@ -1,0 +1,33 @@
+// Counts of rows per expert, beyond quant/experts.cuh.
+#pragma once
+#include "quant/experts.cuh"
+
+namespace rtk {
+
+// Whether no expert's count is negative and all of them add up to the rows: for debugging.
+RTK_DEVICE bool adds_up(const void* counts, i64 width, i64 experts, i64 rows) {
+    i64 sum = 0;
+    bool negative = false;
+#pragma unroll 1
+    for (i64 e = 0; e < experts; ++e) {
+        const i64 count = width == 8 ? static_cast<const i64*>(counts)[e] : static_cast<const i32*>(counts)[e];
+        sum += count, negative |= count < 0;
+    }
+    return !negative && sum == rows;
+}
+
+// The expert that a row belongs to; it must be one of some expert's.
+RTK_DEVICE int expert_of(const ExpertTable& table, u32 row) {
+    int low = 0, high = table.experts;
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (table.entry[middle].row <= row) {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
+}  // namespace rtk

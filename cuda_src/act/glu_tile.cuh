@@ -1,0 +1,318 @@
+// What kernels that quantise gated linear units share: tiles of 128 x 128 numbers, never of two experts, one at a time
+// per block of a persistent grid, quantised along rows (1 x 128), along columns (128 x 1, codes transposed), or both.
+//
+// A block has 512 threads. A thread owns four neighbouring columns of eight neighbouring rows, a warp eight whole rows:
+// maxima of rows stay within a warp, and a thread holds eight codes of each of its columns together. Transposed codes
+// pass through shared memory, 128 bytes per column: the eight bytes of rows 8u .. 8u + 7 of column c lie in unit u ^ (c
+// / 4 % 16) of that column. Writing, lanes have equal u and different c / 4; reading 16 bytes, eight lanes share a
+// column: both touch every bank once.
+#pragma once
+#include "act/glu_quant_counts.cuh"
+#include "common/fp8_scale.cuh"
+#include "common/vec.cuh"
+#include "ptx/forget.cuh"
+#include "ptx/math.cuh"
+
+namespace rtk {
+
+inline constexpr int kSide = 128;                      // of a tile
+inline constexpr int kThreads = 512, kWarps = kThreads / kWarp;
+inline constexpr int kHigh = kSide / kWarps;           // rows of a warp, and of a thread
+inline constexpr int kWide = kSide / kWarp;            // columns of a thread
+
+using Values = float[kHigh][kWide];
+
+// Up to 128 rows of one expert (without experts, all rows belong to one) by up to 128 columns.
+struct alignas(8) TilePlace {
+    u32 row, rows;     // the first one, and how many
+    u32 start, count;  // the expert's first row, and its rows
+    u32 down, column;  // number of the row block, and the first column
+};
+
+// All tiles, numbered along the columns first. Without counts there is one expert.
+struct TilePlaces {
+    ExpertTable table;
+    u32 rows, across;
+    bool by_expert;
+
+    // `memory`: 8 * (experts + 1) bytes of shared memory. Fewer than 2^31 rows. The whole block calls.
+    RTK_DEVICE TilePlaces(void* memory, const void* counts, i64 width, i64 experts, i64 all_rows, i64 cols)
+        : table(memory, counts, width, experts, all_rows),
+          rows(static_cast<u32>(all_rows)),
+          across(static_cast<u32>((cols + (kSide - 1)) / kSide)),
+          by_expert(counts != nullptr) {}
+
+    RTK_DEVICE u32 row_blocks() const { return by_expert ? table.blocks() : (rows + (kSide - 1)) / kSide; }
+    RTK_DEVICE u32 count() const { return row_blocks() * across; }
+
+    // `index` must be less than count().
+    RTK_DEVICE TilePlace find(u32 index) const {
+        const u32 down = index / across;
+        ExpertRows expert = {0, rows, down * kSide};
+        if (by_expert) expert = table.find(down);
+        const u32 left = expert.rows - expert.above;
+        return {expert.first_row + expert.above, min(left, static_cast<u32>(kSide)), expert.first_row, expert.rows,
+                down, (index - down * across) * kSide};
+    }
+};
+
+// The tiles of one block: blockIdx.x, blockIdx.x + gridDim.x, ... Their places are worked out 32 at a time, one per
+// lane, and kept in shared memory, where reading them again costs less than registers.
+struct TileWalk {
+    static constexpr u32 kKept = 2 * kWarp;
+
+    const TilePlaces& all;
+    TilePlace* kept;  // kKept, in shared memory
+
+    // The whole block calls; one barrier.
+    RTK_DEVICE TileWalk(const TilePlaces& places, TilePlace* memory) : all(places), kept(memory) {
+        if (threadIdx.x < kKept) find(threadIdx.x);
+        __syncthreads();
+    }
+
+    RTK_DEVICE bool has(u32 turn) const { return blockIdx.x + turn * gridDim.x < all.count(); }
+    RTK_DEVICE const TilePlace& operator[](u32 turn) const { return kept[turn % kKept]; }
+
+    // To be called at the beginning of each turn; from one call to the next, the block must meet at a barrier. Then all
+    // threads are done with the turn before the last one, whose place is the last to be replaced.
+    RTK_DEVICE void keep_up(u32 turn) const {
+        if (turn % kWarp == 1 && turn > 1 && threadIdx.x < kWarp) find(turn - 1 + kWarp + threadIdx.x);
+    }
+
+   private:
+    RTK_DEVICE void find(u32 turn) const {
+        if (has(turn)) kept[turn % kKept] = all.find(blockIdx.x + turn * gridDim.x);
+    }
+};
+
+// This thread's number, as if it were new: what follows from it takes no registers until then.
+RTK_DEVICE u32 this_thread() {
+    Raw<4> raw = {threadIdx.x};
+    ptx::forget(raw);
+    return raw.w[0];
+}
+
+// In one instruction, unlike that of 64-bit numbers.
+RTK_DEVICE u64 product(u32 a, u32 b) { return static_cast<u64>(a) * b; }
+
+// A pointer whose origin the compiler forgets: from then on it adds to it, and does not work it out anew for each row.
+template <typename T>
+RTK_DEVICE T* settled(T* p) {
+    const u64 bits = reinterpret_cast<u64>(p);
+    Raw<8> raw = {static_cast<u32>(bits), static_cast<u32>(bits >> 32)};
+    ptx::forget(raw);
+    return reinterpret_cast<T*>(static_cast<u64>(raw.w[1]) << 32 | raw.w[0]);
+}
+
+// The thread's part of a tile: its first row and column, and how many of its rows (0 or less: none) exist.
+struct Part {
+    int warp, lane, row, column, rows;
+
+    RTK_DEVICE explicit Part(u32 rows_of_tile) {
+        const u32 thread = this_thread();
+        warp = static_cast<int>(thread / kWarp), lane = static_cast<int>(thread % kWarp);
+        row = warp * kHigh, column = lane * kWide;
+        rows = static_cast<int>(rows_of_tile) - row;
+    }
+};
+
+// The reciprocal of a scale, correctly rounded: scales are far from where __frcp_rn has to take the long way.
+RTK_DEVICE float inverse_scale(float scale) {
+    const float near = ptx::rcp(scale);
+    return fmaf(near, fmaf(-scale, near, 1.0f), near);
+}
+
+struct TileScratch512 {
+    __align__(16) u8 codes[kSide * kSide];
+    __align__(16) float most[kWarps][kSide];
+    __align__(16) float inverse[kSide];
+
+    RTK_DEVICE u8* unit(int column, int rows_above) {
+        return codes + column * kSide + (((rows_above / 8) ^ (column / kWide % 16)) * 8);
+    }
+};
+
+static_assert(sizeof(TileScratch512) + TileWalk::kKept * sizeof(TilePlace) == 26624, "the host knows this number too");
+
+// Where the codes of a matrix [rows, cols] go; either half may be missing. Within an expert, scales of rows lie by
+// rows, or by groups if `by_group`; transposed codes and their scales lie as for a matrix of the expert's rows alone.
+struct Quantized {
+    e4m3* q;
+    float* scale;
+    e4m3* q_t;
+    float* scale_t;
+    u32 cols;
+    bool by_group, pow2;
+    const float* most = nullptr;  // of each column [experts, cols], if all rows of an expert's column share a scale
+    u32 expert = 0;               // that of the tile, if so
+};
+
+// Maxima or sums of eight numbers over the warp, scattered: each lane gets that of number lane % 8.
+template <typename Combine>
+RTK_DEVICE float scattered(float (&v)[kHigh], int lane, const Combine& combine) {
+#pragma unroll
+    for (int half = kHigh / 2; half > 0; half /= 2) {
+        const bool upper = (lane & half) != 0;
+#pragma unroll
+        for (int i = 0; i < half; ++i) {
+            const float kept = upper ? v[i + half] : v[i], given = upper ? v[i] : v[i + half];
+            v[i] = combine(kept, __shfl_xor_sync(0xffffffffu, given, half));
+        }
+    }
+#pragma unroll
+    for (int offset = kHigh; offset < kWarp; offset *= 2)
+        v[0] = combine(v[0], __shfl_xor_sync(0xffffffffu, v[0], offset));
+    return v[0];
+}
+
+// Writes the staged columns, each `pitch` bytes after the one before; `q`: the code of the tile's first element. To be
+// called after a barrier; the next barrier frees the codes.
+RTK_DEVICE void store_columns(TileScratch512& scratch, e4m3* q, u32 pitch, int rows, int columns) {
+    const u32 thread = this_thread();
+    const u64 mixed = reinterpret_cast<u64>(q) | static_cast<u64>(pitch) | static_cast<u64>(rows);
+    if ((mixed & 15) == 0) {
+        constexpr int kPieces = kSide / 16, kStep = kThreads / kPieces;
+        const int piece = static_cast<int>(thread % kPieces), first = static_cast<int>(thread / kPieces);
+        e4m3* to = settled(q + product(first, pitch) + piece * 16);
+#pragma unroll
+        for (int step = 0; step < kSide; step += kStep, to += product(kStep, pitch)) {
+            const int column = first + step;
+            // A piece is two units, which the exclusive or swaps if its last bit is set.
+            const int turn = column / kWide % 16;
+            const Raw<16> raw =
+                *reinterpret_cast<const Raw<16>*>(scratch.codes + column * kSide + ((piece ^ (turn / 2)) * 16));
+            const bool swap = turn % 2 != 0;
+            const Raw<16> codes = {swap ? raw.w[2] : raw.w[0], swap ? raw.w[3] : raw.w[1],
+                                   swap ? raw.w[0] : raw.w[2], swap ? raw.w[1] : raw.w[3]};
+            if (column < columns && piece * 16 < rows) ptx::st<16>(to, codes);
+        }
+        return;
+    }
+    // A column may begin at any byte. Lanes write its aligned words, shifted together from two words of codes, and
+    // the bytes at the ends.
+    auto word = [&](int column, int w) {
+        if (w < 0 || w >= kSide / 4) return 0u;
+        return *reinterpret_cast<const u32*>(scratch.unit(column, w * 4) + w % 2 * 4);
+    };
+#pragma unroll 1
+    for (int column = static_cast<int>(thread / kWarp); column < columns; column += kWarps) {
+        e4m3* p = q + product(column, pitch);
+        const int ahead = static_cast<int>(reinterpret_cast<u64>(p) & 3);
+#pragma unroll 1
+        for (int w = static_cast<int>(thread % kWarp); w * 4 - ahead < rows; w += kWarp) {
+            const Raw<4> codes = {__funnelshift_l(word(column, w - 1), word(column, w), ahead * 8)};
+            const int first = w * 4 - ahead;
+            if (first >= 0 && first + 4 <= rows) {
+                ptx::st<4>(p + first, codes);
+            } else {
+#pragma unroll
+                for (int b = 0; b < 4; ++b)
+                    if (first + b >= 0 && first + b < rows)
+                        ptx::st<1>(p + first + b, Raw<1>{(codes.w[0] >> (8 * b)) & 0xffu});
+            }
+        }
+    }
+}
+
+// Maxima of the thread's rows and columns.
+template <typename Larger>
+RTK_DEVICE void find_maxima(const Values& v, float (&rows)[kHigh], float (&columns)[kWide], const Larger& larger) {
+#pragma unroll
+    for (int i = 0; i < kWide; ++i) columns[i] = 0.0f;
+#pragma unroll
+    for (int r = 0; r < kHigh; ++r) {
+        rows[r] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kWide; ++i) {
+            rows[r] = larger(rows[r], v[r][i]);
+            columns[i] = larger(columns[i], v[r][i]);
+        }
+    }
+}
+
+// Quantises v, the thread's part of a tile: rows as `place` says (in shared memory, or wherever reading it again is
+// cheap), `columns` of them from `column` on. Numbers that do not exist must be 0. `words`: four codes of a row can be
+// stored together. Every thread of the block calls; there is at least one barrier, and the scratch may be used again.
+RTK_DEVICE void quantize_tile(const Values& v, const TilePlace& place, u32 column, u32 columns, bool words,
+                              const Quantized& out, TileScratch512& scratch) {
+    float rows[kHigh], most[kWide];
+    find_maxima(v, rows, most, [](float a, float b) { return fmaxf(a, fabsf(b)); });
+    constexpr float kLargest = 3.40282347e38f;
+    if (fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])) > kLargest) find_maxima(v, rows, most, max_finite);
+    if (out.q_t != nullptr) {
+        const Part part(place.rows);
+        *reinterpret_cast<Raw<16>*>(&scratch.most[part.warp][part.column]) = {
+            __float_as_uint(most[0]), __float_as_uint(most[1]), __float_as_uint(most[2]), __float_as_uint(most[3])};
+    }
+    __syncthreads();
+    // Four warps work out the scales of the columns while the others are ahead with the rows.
+    if (out.q_t != nullptr && threadIdx.x < kSide) {
+        const u32 c = this_thread();
+        float m = scratch.most[0][c];
+#pragma unroll
+        for (int w = 1; w < kWarps; ++w) m = fmaxf(m, scratch.most[w][c]);
+        u32 line = place.down;
+        if (out.most != nullptr) {
+            line = out.expert;
+            m = c < columns ? out.most[product(line, out.cols) + column + c] : 0.0f;
+        }
+        const float own = fp8_scale<e4m3>(m, out.pow2);
+        scratch.inverse[c] = inverse_scale(own);
+        if (c < columns) out.scale_t[product(line, out.cols) + column + c] = own;
+    }
+    if (out.q != nullptr) {
+        const Part part(place.rows);
+        const int lane = part.lane;
+        const float own = fp8_scale<e4m3>(scattered(rows, lane, fmaxf), out.pow2);
+        const u32 first = place.row + part.row;
+        if (lane < kHigh && lane < part.rows) {
+            const u32 groups = (out.cols + (kSide - 1)) / kSide, group = column / kSide, m = first + lane;
+            const u64 by_group = product(place.start, groups - 1) + product(group, place.count) + m;
+            out.scale[out.by_group ? by_group : product(m, groups) + group] = own;
+        }
+        const float inverses = inverse_scale(own);
+        const int rows_here = static_cast<u32>(part.column) < columns ? part.rows : 0;
+        e4m3* q = settled(out.q + product(first, out.cols) + (column + part.column));
+#pragma unroll
+        for (int r = 0; r < kHigh; ++r, q += out.cols) {
+            const float inverse = __shfl_sync(0xffffffffu, inverses, r);
+            const Raw<4> codes = quantized<e4m3>(v[r], inverse);
+            if (words) {
+                if (r < rows_here) ptx::st<4>(q, codes);
+            } else {
+#pragma unroll
+                for (int i = 0; i < kWide; ++i)
+                    if (r < part.rows && static_cast<u32>(part.column + i) < columns)
+                        ptx::st<1>(q + i, Raw<1>{(codes.w[0] >> (8 * i)) & 0xffu});
+            }
+        }
+    }
+    if (out.q_t == nullptr) return;
+    __syncthreads();
+    {
+        const Part part(place.rows);
+        const Raw<16> inverse = *reinterpret_cast<const Raw<16>*>(&scratch.inverse[part.column]);
+        u8* to = scratch.unit(part.column, part.row);
+#pragma unroll
+        for (int i = 0; i < kWide; ++i) {
+            float down[kHigh];
+#pragma unroll
+            for (int r = 0; r < kHigh; ++r) down[r] = v[r][i];
+            *reinterpret_cast<Raw<8>*>(to + i * kSide) = quantized<e4m3>(down, __uint_as_float(inverse.w[i]));
+        }
+    }
+    __syncthreads();
+    const u64 first = product(place.start, out.cols) + product(column, place.count) + (place.row - place.start);
+    store_columns(scratch, out.q_t + first, place.count, static_cast<int>(place.rows), static_cast<int>(columns));
+}
+
+// There is room for the most row blocks that the rows can make; the scales of those that there are not are 0.
+RTK_DEVICE void clear_scales(const TilePlaces& places, i64 row_blocks, i64 cols, float* scale_t) {
+    if (scale_t == nullptr) return;
+    const i64 step = static_cast<i64>(gridDim.x) * blockDim.x;
+#pragma unroll 1
+    for (i64 i = places.row_blocks() * cols + blockIdx.x * blockDim.x + threadIdx.x; i < row_blocks * cols; i += step)
+        scale_t[i] = 0.0f;
+}
+
+}  // namespace rtk

@@ -1,0 +1,50 @@
+// Elements told apart by their width: fp32 (BYTES 4), or bf16, or fp16 if `half` (BYTES 2). One kernel serves both
+// 16-bit types, for the price of a branch that all threads of a launch take alike; compiling each kernel for both would
+// double the time.
+#pragma once
+#include "common/vec.cuh"
+
+namespace rtk {
+
+template <int BYTES>
+struct stored {
+    using type = float;
+};
+template <>
+struct stored<2> {
+    using type = bf16;
+};
+
+// N elements still packed, up to 32 bytes.
+template <int BYTES, int N>
+using Packed = WideRaw<typename stored<BYTES>::type, N>;
+
+template <int BYTES, int N>
+RTK_DEVICE Packed<BYTES, N> load_packed(const u8* p) {
+    Packed<BYTES, N> raw;
+#pragma unroll
+    for (int i = 0; i < raw.kParts; ++i) raw.part[i] = ptx::ld_stream<raw.kBytes>(p + i * raw.kBytes);
+    return raw;
+}
+
+template <int BYTES, int N>
+RTK_DEVICE void widen(const Packed<BYTES, N>& raw, bool half, float (&v)[N]) {
+    if constexpr (BYTES == 4) {
+        unpack_wide<float, N>(raw, v);
+    } else if (half) {
+        unpack<fp16, N>(raw.part[0], v);
+    } else {
+        unpack<bf16, N>(raw.part[0], v);
+    }
+}
+
+template <int BYTES, int N>
+RTK_DEVICE void write(u8* p, bool half, const float (&v)[N]) {
+    if constexpr (BYTES == 4) {
+        store<float, N>(reinterpret_cast<float*>(p), v);
+    } else {
+        ptx::st<BYTES * N>(p, half ? pack<fp16, N>(v) : pack<bf16, N>(v));
+    }
+}
+
+}  // namespace rtk

@@ -1,0 +1,202 @@
+// Cross entropy in two passes (forward, backward), and the small kernels of all modes. The formulas: cross_entropy.cuh.
+#include "loss/cross_entropy.cuh"
+
+namespace rtk {
+
+// Per row: loss (0 if ignored, NaN for a bad label), stats, and optionally whether the label is the first column with
+// the largest score. Without `loss`: of this part of the vocabulary top, level, the label's score (-inf if it is
+// elsewhere), sum of scores.
+//
+// A RowGroup owns a row and reads it once; each thread has CHUNKS pieces of 16 bytes on their way at any time.
+template <typename T>
+__global__ void __launch_bounds__(512, 2)
+    cross_entropy_fwd(const T* x, const void* labels, float* loss, float* stats, float* correct, i64* report, i64 rows,
+                      i64 cols, i64 x_stride, i64 wide, i64 ignore_index, i64 first, i64 vocabulary,
+                      i64 threads_per_row, double smoothing, double z_loss, double per_column,
+                      double softcap) {
+    constexpr int VEC = 16 / sizeof(T), CHUNKS = 6;
+    __shared__ GroupScratch<1> scratch[2];
+    ptx::launch_dependents();
+    const RowGroup group(threads_per_row);
+    const i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index;
+    const bool exists = row < rows;
+    const T* source = x + (exists ? row : 0) * x_stride;
+    const Pieces<T> pieces(source, static_cast<int>(cols));
+    const int pitch = group.threads * VEC;
+    const T* next = source + pieces.head + group.thread * VEC;
+    int ahead = (exists ? pieces.vectors : 0) - group.thread;  // pieces from this thread's next one to the end
+    Raw<16> raw[CHUNKS];
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c)  // before the label is known: a row that counts must not wait for it
+        if (c * group.threads < ahead) raw[c] = load_raw<T, VEC>(next + c * pitch);
+    next += CHUNKS * pitch;
+
+    const Labels all{labels, wide != 0, ignore_index, first, vocabulary};
+    const int label = exists ? all.column(row, static_cast<int>(cols), report, group.thread == 0) : kIgnored;
+    const bool counts = label >= kElsewhere;
+    if (!counts) ahead = 0;
+    const Cap<T> cap(softcap);
+    const bool totals = not_zero(smoothing);
+    float target = -kInfinity;
+    if (label >= 0) target = score_at(source, label, cap);
+    Running<T> running;
+    while (ahead > 0) {
+        int later = ahead - CHUNKS * group.threads;
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {  // walks: multiples of the pitch would cost more than the sums
+            if (ahead > 0) running.add_raw(raw[c], cap, totals);
+            if (later > 0) raw[c] = load_raw<T, VEC>(next);
+            next += pitch;
+            ahead -= group.threads;
+            later -= group.threads;
+        }
+    }
+    const int edge = pieces.edge(group.thread);
+    if (counts && edge >= 0) running.add_edge(score_at(source, edge, cap), totals);
+    running.template combine<false>(group, scratch, totals);
+    if (correct != nullptr) {
+        const bool largest = label >= 0 && target == running.top;
+        const float hit = first_of_its_score<false>(source, largest ? label : 0, running.top, cap, group, scratch);
+        if (exists && group.thread == 0) correct[row] = largest ? hit : 0.0f;
+    }
+    if (exists && group.thread == 0) {
+        const Terms terms(smoothing, z_loss, per_column);
+        RowResults{loss, stats, rows}.write(row, label, terms, running.top, logf(running.sum), target, running.total);
+    }
+}
+
+// dx from the saved top and level of each row and the gradient of its loss, dloss[row * dloss_stride] * factor[0]
+// (factor may be null). dx may be x. A block has CHUNKS pieces a thread of one row, or of several short ones.
+template <typename T>
+__global__ void __launch_bounds__(256, 4)
+    cross_entropy_bwd(const float* dloss, const T* x, T* dx, const void* labels, const float* stats,
+                      const float* factor, i64* report, i64 rows, i64 cols, i64 x_stride, i64 dx_stride,
+                      i64 dloss_stride, i64 wide, i64 ignore_index, i64 first, i64 vocabulary, i64 threads_per_row,
+                      i64 segments, double smoothing, double z_loss, double per_column,
+                      double softcap) {
+    constexpr int VEC = 16 / sizeof(T), CHUNKS = 4;
+    const RowGroup group(threads_per_row);
+    const u32 row_block = segments == 1 ? blockIdx.x : blockIdx.x / static_cast<u32>(segments);
+    const int segment = static_cast<int>(blockIdx.x - row_block * static_cast<u32>(segments));
+    const i64 row = static_cast<i64>(row_block) * group.count + group.index;
+    if (row >= rows) return;
+    x += row * x_stride;
+    dx += row * dx_stride;
+    const Pieces<T> pieces(x, static_cast<int>(cols));
+    const int start = segment * CHUNKS * group.threads + group.thread;
+    const i64 offset = pieces.head + static_cast<i64>(start) * VEC;
+    Raw<16> raw[CHUNKS];
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c)
+        if (start + c * group.threads < pieces.vectors) raw[c] = load_raw<T, VEC>(x + offset + c * group.threads * VEC);
+
+    const Labels all{labels, wide != 0, ignore_index, first, vocabulary};
+    const int label = all.column(row, static_cast<int>(cols), report, false);
+    const bool counts = label >= kElsewhere;
+    const float top = stats[row], level = stats[rows + row];
+    const float g = dloss[row * dloss_stride] * (factor == nullptr ? 1.0f : factor[0]);
+    const Cap<T> cap(softcap);
+    const Gradient<T> gradient(Terms(smoothing, z_loss, per_column), g, top, level, expf(-level));
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        const int vector = start + c * group.threads;
+        if (vector >= pieces.vectors) break;
+        T* out = dx + offset + c * group.threads * VEC;
+        if (!counts) {
+            store_zeros<T, VEC>(out);
+            continue;
+        }
+        const int at = label - pieces.head - vector * VEC;
+        float z = 0.0f;
+        if (label >= 0 && at >= 0 && at < VEC) z = score_at(x, label, cap);  // before the piece is overwritten
+        gradient.template store_piece<VEC>(out, raw[c], cap);
+        if (label >= 0 && at >= 0 && at < VEC) gradient.store_one(dx + label, z, cap, gradient.target);
+    }
+    const int edge = segment == 0 ? pieces.edge(group.thread) : -1;
+    if (edge >= 0) {
+        if (counts) {
+            gradient.store_one(dx + edge, score_at(x, edge, cap), cap, edge == label ? gradient.target : 0.0f);
+        } else {
+            store_zeros<T, 1>(dx + edge);
+        }
+    }
+}
+
+// One block. factor[0]: 1 / number of rows that count (0 if none does). With `loss`: out[0], the sum of the losses, and
+// accuracy[0] the sum of `correct` (if there), both times the factor for a mean; the loss of bad labels is NaN.
+// Only a template because every kernel is one; T is float.
+template <typename T>
+__global__ void __launch_bounds__(1024)
+    cross_entropy_reduce(const T* loss, const T* correct, const void* labels, T* out, T* accuracy, T* factor, i64 rows,
+                         i64 wide, i64 ignore_index, i64 mean) {
+    __shared__ GroupScratch<1> scratch[2];
+    ptx::launch_dependents();
+    const RowGroup group(blockDim.x);
+    i64 counted = 0;
+#pragma unroll 4
+    for (i64 row = threadIdx.x; row < rows; row += blockDim.x) {
+        const i64 label = wide ? static_cast<const i64*>(labels)[row] : static_cast<const i32*>(labels)[row];
+        counted += label != ignore_index;
+    }
+    const float count = group_reduce<Sum, false>(static_cast<float>(counted), group, scratch[0], 0);
+    const float inverse = count == 0.0f ? 0.0f : 1.0f / count;
+    if (threadIdx.x == 0 && factor != nullptr) factor[0] = inverse;
+    if (loss == nullptr) return;
+    ptx::wait_for_previous();
+    double sum = 0.0, hits = 0.0;
+#pragma unroll 4
+    for (i64 row = threadIdx.x; row < rows; row += blockDim.x) sum += loss[row];
+    if (correct != nullptr) {
+#pragma unroll 4
+        for (i64 row = threadIdx.x; row < rows; row += blockDim.x) hits += correct[row];
+    }
+    const float whole = group_reduce<Sum, false>(static_cast<float>(sum), group, scratch[0], 1);
+    const float right = group_reduce<Sum, false>(static_cast<float>(hits), group, scratch[1], 0);
+    if (threadIdx.x != 0) return;
+    // The quotient, not the product with a rounded reciprocal: the mean of equal losses is that loss.
+    out[0] = !mean ? whole : count == 0.0f ? 0.0f : whole / count;
+    if (correct != nullptr) accuracy[0] = !mean ? right : count == 0.0f ? 0.0f : right / count;
+}
+
+// x *= dloss[row * dloss_stride], in place; rows whose factor is 1 are not touched, so that the usual call (all ones)
+// ends at once without the host knowing. Persistent blocks; a RowGroup owns a row at a time.
+template <typename T>
+__global__ void __launch_bounds__(256)
+    cross_entropy_scale(T* x, const float* dloss, i64 rows, i64 cols, i64 x_stride, i64 dloss_stride,
+                        i64 threads_per_row) {
+    constexpr int VEC = 16 / sizeof(T), CHUNKS = 4;
+    if (dloss_stride == 0 && dloss[0] == 1.0f) return;
+    const RowGroup group(threads_per_row);
+    for (i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index; row < rows;
+         row += static_cast<i64>(gridDim.x) * group.count) {
+        const float g = dloss[row * dloss_stride];
+        if (g == 1.0f) continue;
+        T* line = x + row * x_stride;
+        const Pieces<T> pieces(line, static_cast<int>(cols));
+        for (int start = group.thread; start < pieces.vectors; start += CHUNKS * group.threads) {
+            T* piece = line + pieces.head + static_cast<i64>(start) * VEC;
+            float v[CHUNKS][VEC];
+#pragma unroll
+            for (int c = 0; c < CHUNKS; ++c)
+                if (start + c * group.threads < pieces.vectors)
+                    load_stream<T, VEC>(piece + c * group.threads * VEC, v[c]);
+#pragma unroll
+            for (int c = 0; c < CHUNKS; ++c) {
+                if (start + c * group.threads < pieces.vectors) {
+#pragma unroll
+                    for (int k = 0; k < VEC; ++k) v[c][k] *= g;
+                    store<T, VEC>(piece + c * group.threads * VEC, v[c]);
+                }
+            }
+        }
+        const int edge = pieces.edge(group.thread);
+        if (edge >= 0) {
+            float v[1];
+            load_stream<T, 1>(line + edge, v);
+            v[0] *= g;
+            store<T, 1>(line + edge, v);
+        }
+    }
+}
+
+}  // namespace rtk

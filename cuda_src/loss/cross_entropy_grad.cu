@@ -1,0 +1,262 @@
+// Cross entropy in one pass: reads the logits once, writes loss and gradient. The formulas: cross_entropy.cuh.
+//
+// g, the gradient of a row's loss, is factor[0] (1 if null). Rows that do not count get gradient 0.
+// dx may be x: a thread reads each of its pieces for the last time before it overwrites it, nobody else reads them, and
+// the label's score and the check for equal scores come before.
+#include "loss/cross_entropy.cuh"
+#include "ptx/cp_async.cuh"
+
+namespace rtk {
+
+// Rows that fit the registers of a group: thread i has the pieces i, i + threads, ... (CHUNKS of them).
+template <typename T>
+__global__ void __launch_bounds__(512, 2)
+    cross_entropy_grad_short(const T* x, T* dx, const void* labels, float* loss, float* stats, float* correct,
+                             const float* factor, i64* report, i64 rows, i64 cols, i64 x_stride, i64 dx_stride,
+                             i64 wide, i64 ignore_index, i64 threads_per_row, double smoothing, double z_loss,
+                            double per_column) {
+    constexpr int VEC = 16 / sizeof(T), CHUNKS = 4;
+    __shared__ GroupScratch<1> scratch[2];
+    ptx::launch_dependents();
+    const RowGroup group(threads_per_row);
+    const i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index;
+    const bool exists = row < rows;
+    const T* source = x + (exists ? row : 0) * x_stride;
+    const Pieces<T> pieces(source, static_cast<int>(cols));
+    const int pitch = group.threads * VEC;
+    const int offset = pieces.head + group.thread * VEC;
+    const int ahead = (exists ? pieces.vectors : 0) - group.thread;
+    const int edge = exists ? pieces.edge(group.thread) : -1;
+    Raw<16> raw[CHUNKS];
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c)
+        if (c * group.threads < ahead) raw[c] = load_raw<T, VEC>(source + offset + c * pitch);
+    const NoCap cap;
+    float border = 0.0f, target = -kInfinity;
+    if (edge >= 0) border = score_at(source, edge, cap);
+
+    const Labels all{labels, wide != 0, ignore_index, 0, cols};
+    const int label = exists ? all.column(row, static_cast<int>(cols), report, group.thread == 0) : kIgnored;
+    const bool counts = label >= 0;
+    if (counts) target = score_at(source, label, cap);
+    const bool totals = not_zero(smoothing);
+    Running<T> running;
+    if (counts) {
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c)
+            if (c * group.threads < ahead) running.add_raw(raw[c], cap, totals);
+        if (edge >= 0) running.add_edge(border, totals);
+    }
+    running.template combine<false>(group, scratch, totals);
+    if (correct != nullptr) {
+        const bool largest = counts && target == running.top;
+        const float hit = first_of_its_score<false>(source, largest ? label : 0, running.top, cap, group, scratch);
+        if (exists && group.thread == 0) correct[row] = largest ? hit : 0.0f;
+    }
+    ptx::wait_for_previous();
+    __syncwarp();  // like the barriers of wider groups: the label's score has been read before any store
+    if (!exists) return;
+    const Terms terms(smoothing, z_loss, per_column);
+    const float level = logf(running.sum);
+    if (group.thread == 0)
+        RowResults{loss, stats, rows}.write(row, label, terms, running.top, level, target, running.total);
+    const float g = factor == nullptr ? 1.0f : factor[0];
+    const Gradient<T> gradient(terms, g, running.top, level, ptx::rcp(running.sum));
+    T* out = dx + row * dx_stride;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        if (c * group.threads < ahead) {
+            if (counts) {
+                gradient.template store_piece<VEC>(out + offset + c * pitch, raw[c], cap);
+            } else {
+                store_zeros<T, VEC>(out + offset + c * pitch);
+            }
+        }
+    }
+    if (edge >= 0) {
+        if (counts) {
+            gradient.store_one(out + edge, border, cap, 0.0f);
+        } else {
+            store_zeros<T, 1>(out + edge);
+        }
+    }
+    if (counts && pieces.owner(label, group.threads) == group.thread)
+        gradient.store_one(out + label, target, cap, gradient.target);
+}
+
+// Long rows: a persistent block holds one row on the multiprocessor: of each thread's pieces, kHeld in registers,
+// `slots` in shared memory; what is beyond is read again for the gradient, soon, so that it comes from L2.
+//
+// Memory is to be busy all the time: while the gradient of a row is written, piece by piece, the same piece of the next
+// row is fetched into the register or slot that became free, and summed up kLag slots later. A slot belongs to one
+// thread; there are kLag of them or more.
+template <typename T>
+__global__ void __launch_bounds__(640, 1)
+    cross_entropy_grad_long(const T* x, T* dx, const void* labels, float* loss, float* stats, float* correct,
+                            const float* factor, i64* report, i64 rows, i64 cols, i64 x_stride, i64 dx_stride,
+                            i64 wide, i64 ignore_index, i64 slots, double smoothing, double z_loss,
+                            double per_column) {
+    constexpr int VEC = 16 / sizeof(T), kHeld = 9, kLag = 4, kBeyond = 2;
+    extern __shared__ __align__(16) u8 memory[];
+    __shared__ GroupScratch<1> scratch[2];
+    ptx::launch_dependents();
+    RowGroup group(kWarp);
+    group.threads = static_cast<int>(blockDim.x);
+    group.count = 1;
+    group.index = 0;
+    group.thread = static_cast<int>(threadIdx.x);
+    const int thread = group.thread, threads = group.threads, pitch = threads * VEC;
+    const int columns = static_cast<int>(cols), used = static_cast<int>(slots);
+    const int count = static_cast<int>(rows);  // rows this long are fewer than 2^31
+    const ptx::SharedAddress base = ptx::shared_address(memory + thread * 16);
+    const Labels all{labels, wide != 0, ignore_index, 0, cols};
+    const NoCap cap;
+    const bool totals = not_zero(smoothing);
+
+    // Of the row being read: this thread's first piece, and how many pieces there are from it to the end of the row (0
+    // if the row does not count and nothing is read).
+    const T* source;
+    int ahead;
+    Running<T> running;
+    // Of the row being written: the same, whether it counts or not; its label's column, if this thread has it.
+    T* out = dx;
+    int left = 0, own = -1;
+    bool counts = false;
+    float own_gradient = 0.0f;
+    Gradient<T> gradient(Terms(0.0, 0.0, 0.0), 0.0f, 0.0f, 0.0f, 0.0f);
+    // Of both.
+    Raw<16> raw[kHeld];
+
+    auto write = [&](T* to, const Raw<16>& piece) {
+        if (counts) {
+            gradient.template store_piece<VEC>(to, piece, cap);
+        } else {
+            store_zeros<T, VEC>(to);
+        }
+    };
+
+    int row = -1, next = static_cast<int>(blockIdx.x);
+    int label = all.column(next, columns, report, thread == 0);
+    while (true) {
+        // From one row to the next: the first time there is nothing to write, the last time nothing to read.
+        const T* start = x + (next < count ? next : row) * x_stride;
+        source = start + Pieces<T>(start, columns).head + thread * VEC;
+        ahead = label >= 0 ? Pieces<T>(start, columns).vectors - thread : 0;
+        running.reset();
+        // Everything walks: the compiler would keep all the multiples of `threads` in registers.
+        const T* from = source;
+        int to_read = ahead, to_write = left;
+#pragma unroll
+        for (int c = 0; c < kHeld; ++c) {
+            if (to_write > 0) write(out, raw[c]);
+            if (to_read > 0) raw[c] = load_raw<T, VEC>(from);
+            from += pitch, out += pitch;
+            to_read -= threads, to_write -= threads;
+        }
+        ptx::SharedAddress slot = base, summed = base;
+        int to_sum = ahead;
+#pragma unroll 1
+        for (int s = 0; s < used; ++s) {
+            if (to_write > 0) {
+                Raw<16> piece;
+                if (counts) piece = ptx::ld_shared_16(slot);
+                write(out, piece);
+            }
+            if (to_read > 0) ptx::cp_async_16(slot, from);
+            ptx::cp_async_commit();
+            from += pitch, out += pitch;
+            to_read -= threads, to_write -= threads;
+            slot = slot + threads * 16;
+            if (s == kLag - 1) {
+#pragma unroll
+                for (int c = 0; c < kHeld; ++c) {
+                    if (to_sum > 0) running.add_raw(raw[c], cap, totals);
+                    to_sum -= threads;
+                }
+            }
+            if (s >= kLag) {
+                ptx::cp_async_wait<kLag>();
+                if (to_sum > 0) running.add_raw(ptx::ld_shared_16(summed), cap, totals);
+                summed = summed + threads * 16;
+                to_sum -= threads;
+            }
+        }
+        if (own >= 0) {  // after the piece around it, which the same thread has written
+            const float one[1] = {own_gradient};
+            store<T, 1>(dx + row * dx_stride + own, one);
+        }
+        if (next >= count) break;
+
+        // The rest of the sum, and what follows from it.
+        row = next;
+        next += static_cast<int>(gridDim.x);
+        const int next_label = next < count ? all.column(next, columns, report, thread == 0) : kIgnored;
+        const float target = label >= 0 ? score_at(start, label, cap) : 0.0f;  // on its way while the last slots are
+#pragma unroll 1
+        for (int s = 0; s < kLag; ++s) {
+            if (s < kLag - 2) {
+                ptx::cp_async_wait<2>();
+            } else {
+                ptx::cp_async_wait<0>();
+            }
+            if (to_sum > 0) running.add_raw(ptx::ld_shared_16(summed), cap, totals);
+            summed = summed + threads * 16;
+            to_sum -= threads;
+        }
+        source += (kHeld + used) * pitch;  // what is beyond
+        from = source;
+#pragma unroll 1
+        for (; to_sum > 0; to_sum -= kBeyond * threads, from += kBeyond * pitch) {
+            Raw<16> beyond[kBeyond];
+#pragma unroll
+            for (int c = 0; c < kBeyond; ++c)
+                if (c * threads < to_sum) beyond[c] = load_raw<T, VEC>(from + c * pitch);
+#pragma unroll
+            for (int c = 0; c < kBeyond; ++c)
+                if (c * threads < to_sum) running.add_raw(beyond[c], cap, totals);
+        }
+        counts = label >= 0;
+        const Pieces<T> pieces(start, columns);
+        const int edge = pieces.edge(thread);
+        const float border = counts && edge >= 0 ? score_at(start, edge, cap) : -kInfinity;
+        if (counts && edge >= 0) running.add_edge(border, totals);
+        // Its barriers also order the label's score before any store.
+        running.template combine<true>(group, scratch, totals);
+        if (correct != nullptr) {
+            const bool largest = counts && target == running.top;
+            const float hit = first_of_its_score<true>(start, largest ? label : 0, running.top, cap, group, scratch);
+            if (thread == 0) correct[row] = largest ? hit : 0.0f;
+        }
+        ptx::wait_for_previous();
+        const float g = factor == nullptr ? 1.0f : factor[0];
+        const Terms terms(smoothing, z_loss, per_column);
+        const float level = logf(running.sum);
+        if (thread == 0)
+            RowResults{loss, stats, rows}.write(row, label, terms, running.top, level, target, running.total);
+        gradient = Gradient<T>(terms, g, running.top, level, ptx::rcp(running.sum));
+        own = pieces.owner(label, threads) == thread ? label : -1;
+        own_gradient = gradient.at(target, gradient.target);
+        left = pieces.vectors - thread;
+        out = dx + row * dx_stride;
+        if (edge >= 0) {
+            if (counts) {
+                gradient.store_one(out + edge, border, cap, 0.0f);
+            } else {
+                store_zeros<T, 1>(out + edge);
+            }
+        }
+        out += pieces.head + thread * VEC;
+        T* to = out + (kHeld + used) * pitch;
+        to_write = left - (kHeld + used) * threads;
+        from = source;
+#pragma unroll 1
+        for (; to_write > 0; to_write -= threads, from += pitch, to += pitch) {
+            Raw<16> beyond;
+            if (counts) beyond = load_raw<T, VEC>(from);
+            write(to, beyond);
+        }
+        label = next_label;
+    }
+}
+
+}  // namespace rtk

@@ -1,0 +1,69 @@
+// The statistics of one row: 1/sqrt(mean square + eps), of the row or (centred) of its differences from its mean.
+#pragma once
+#include "norm/common.cuh"
+
+namespace rtk {
+
+struct RowStatistics {
+    float mean, rstd;
+};
+
+// 1/sqrt(sum/count + eps) for a sum of squares; 0 for an infinite one, for which mean_of gives NaN.
+RTK_DEVICE float rstd_of(float sum, float count, float eps) {
+    const float mean = sum < __uint_as_float(0x7f800000u) ? mean_of(sum, count) : sum;
+    return rsqrtf(mean + eps);
+}
+
+// Computed by the threads that share `reduce(value, phase)`, which adds up over them; thread `thread` of `threads`. The
+// row is x, or the rounded sum of x and residual (may be null), which is then written to `sum`. CENTRED: `centred` says
+// whether there is a mean. With one the row is read twice: the variance is that of the differences from the finished
+// mean, so a mean far from zero costs no digits.
+template <typename T, int VEC, bool CENTRED, int IN_FLIGHT, typename Reduce>
+RTK_DEVICE RowStatistics row_statistics(const T* x, const T* residual, T* sum, i64 cols, float count, float eps,
+                                        bool centred, int thread, int threads, const Reduce& reduce) {
+    const i64 pitch = static_cast<i64>(threads) * VEC;
+    // `use(h, n)`: called for every piece of the row that exists.
+    auto walk = [&](bool write, auto use) {
+#pragma unroll 1
+        for (i64 first = static_cast<i64>(thread) * VEC; first < cols; first += pitch * IN_FLIGHT) {
+            Raw<sizeof(T) * VEC> raw[IN_FLIGHT];
+#pragma unroll
+            for (int k = 0; k < IN_FLIGHT; ++k) {
+                clear(raw[k]);
+                if (first + k * pitch < cols) raw[k] = load_raw<T, VEC>(x + first + k * pitch);
+            }
+#pragma unroll
+            for (int k = 0; k < IN_FLIGHT; ++k) {
+                const bool inside = first + k * pitch < cols;
+                if (residual != nullptr && inside) {
+                    raw[k] = add_rounded<T, VEC>(raw[k], load_raw<T, VEC>(residual + first + k * pitch));
+                    if (write) ptx::st<sizeof(T) * VEC>(sum + first + k * pitch, raw[k]);
+                }
+                float h[VEC];
+                unpack<T, VEC>(raw[k], h);
+                use(h, inside);
+            }
+        }
+    };
+    RowStatistics found = {0.0f, 0.0f};
+    if (CENTRED && centred) {
+        float total = 0.0f;
+        walk(true, [&](const float(&h)[VEC], bool) {
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) total += h[i];
+        });
+        found.mean = mean_of(reduce(total, 0), count);
+    }
+    float square = 0.0f;
+    walk(!(CENTRED && centred), [&](const float(&h)[VEC], bool inside) {
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) {
+            const float d = CENTRED ? (inside ? h[i] - found.mean : 0.0f) : h[i];
+            square += d * d;
+        }
+    });
+    found.rstd = rstd_of(reduce(square, 1), count, eps);
+    return found;
+}
+
+}  // namespace rtk

@@ -1,0 +1,98 @@
+// out[r] = sum over c of x[r, c] * y[r, c], in fp32, and its gradients. A group of threads per row; matrices with row
+// strides.
+#include "common/reduce.cuh"
+#include "quant/runs.cuh"
+
+namespace rtk {
+
+template <int VEC, typename T>
+RTK_DEVICE float partial_dot(const T* x, const T* y, i64 cols, const RowGroup& group) {
+    constexpr int kInFlight = VEC == 1 ? 8 : 4;
+    const i64 step = static_cast<i64>(group.threads) * VEC;
+    float total = 0.0f;
+#pragma unroll 1
+    for (i64 base = static_cast<i64>(group.thread) * VEC; base < cols; base += step * kInFlight) {
+        Raw<sizeof(T) * VEC> a[kInFlight];
+        Raw<sizeof(T) * VEC> b[kInFlight];
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i) {
+            clear(a[i]);
+            clear(b[i]);
+            if (base + i * step < cols) {
+                a[i] = load_raw<T, VEC>(x + base + i * step);
+                b[i] = load_raw<T, VEC>(y + base + i * step);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i) {
+            float v[VEC], w[VEC];
+            unpack<T, VEC>(a[i], v);
+            unpack<T, VEC>(b[i], w);
+#pragma unroll
+            for (int k = 0; k < VEC; ++k) total = fmaf(v[k], w[k], total);
+        }
+    }
+    return total;
+}
+
+template <typename T>
+__global__ void __launch_bounds__(512)
+    row_dot_fwd(const T* x, const T* y, T* out, i64 rows, i64 cols, i64 x_stride, i64 y_stride, i64 threads_per_row,
+                i64 wide) {
+    __shared__ GroupScratch<1> scratch;
+    const RowGroup group(threads_per_row);
+    int phase = 0;
+    for (i64 base = static_cast<i64>(blockIdx.x) * group.count; base < rows;
+         base += static_cast<i64>(gridDim.x) * group.count, phase ^= 1) {
+        const i64 row = base + group.index, end = row < rows ? cols : 0;
+        const T* a = x + row * x_stride;
+        const T* b = y + row * y_stride;
+        const float part = wide != 0 ? partial_dot<16 / sizeof(T)>(a, b, end, group) : partial_dot<1>(a, b, end, group);
+        const float total[1] = {group_reduce<Sum, false>(part, group, scratch, phase)};
+        if (row < rows && group.thread == 0) store<T, 1>(out + row, total);
+    }
+}
+
+template <int VEC, typename T>
+RTK_DEVICE void scale_runs(const T* g, const T* x, T* out, i64 rows, i64 cols, i64 x_stride, i64 threads_per_row) {
+    const Runs<VEC> runs(rows, cols, threads_per_row);
+    for (i64 run = runs.first; run < runs.count; run += runs.step) {
+        Raw<sizeof(T) * VEC> raw[runs.kInFlight];
+        runs.load(run, x, x_stride, raw);
+        const i64 row = runs.row(run);
+        float factor[1];
+        load_keep<T, 1>(g + row, factor);
+#pragma unroll
+        for (int i = 0; i < runs.kInFlight; ++i) {
+            const i64 column = runs.column(run, row, i);
+            if (column < cols) {
+                float v[VEC];
+                unpack<T, VEC>(raw[i], v);
+#pragma unroll
+                for (int k = 0; k < VEC; ++k) v[k] *= factor[0];
+                store<T, VEC>(out + row * cols + column, v);
+            }
+        }
+    }
+}
+
+// dx = g y and dy = g x, each row times its number; a null output is left out.
+template <typename T>
+__global__ void __launch_bounds__(256)
+    row_dot_bwd(const T* g, const T* x, const T* y, T* dx, T* dy, i64 rows, i64 cols, i64 x_stride, i64 y_stride,
+                i64 threads_per_row, i64 wide) {
+#pragma unroll 1
+    for (int which = 0; which < 2; ++which) {
+        const T* from = which == 0 ? y : x;
+        T* to = which == 0 ? dx : dy;
+        const i64 stride = which == 0 ? y_stride : x_stride;
+        if (to == nullptr) continue;
+        if (wide != 0) {
+            scale_runs<16 / sizeof(T)>(g, from, to, rows, cols, stride, threads_per_row);
+        } else {
+            scale_runs<1>(g, from, to, rows, cols, stride, threads_per_row);
+        }
+    }
+}
+
+}  // namespace rtk

@@ -1,0 +1,400 @@
+"""The operators of cross entropy: launchers, references and fakes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rtkernels._layout import address, check_same, metadata, nothing, row_count, row_stride, rowed
+from rtkernels._registry import TorchOp
+from rtkernels.errors import ArgumentError
+from rtkernels.ops import _cross_entropy_reference as reference
+from rtkernels.ops._cross_entropy_plans import (
+    BWD_PLANS,
+    FWD_PLANS,
+    GRAD_PLANS,
+    MEAN,
+    NONE,
+    REDUCE_PLANS,
+    SCALE_PLANS,
+    aligned,
+    check,
+    check_options,
+    report,
+)
+
+# ---- launchers ------------------------------------------------------------------------------------------------------
+
+
+def _floats(like: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=like.device)
+
+
+def _begin(device: int):
+    """Return the report of a device, after raising what an earlier call left there."""
+    found = report(device)
+    found.raise_if_bad()
+    return found
+
+
+def _end(found, device: int) -> None:
+    if device < 0:  # the emulator has finished already
+        found.raise_if_bad()
+
+
+def _reduce(losses: Tensor, correct: Tensor | None, labels: Tensor, ignore_index: int, reduction: int, count: bool):
+    """Return loss, accuracy and ``1 / rows that count`` (if `count`) from the numbers of the rows."""
+    loss, accuracy = _floats(losses), nothing(losses) if correct is None else _floats(losses)
+    factor = _floats(losses, 1) if count else None
+    if losses.numel() == 0:  # its address is null, which means something else to the kernel
+        return loss.zero_(), accuracy.zero_(), None if factor is None else factor.zero_()
+    launch = REDUCE_PLANS[losses.get_device(), True]
+    launch(
+        losses.data_ptr(), address(correct), labels.data_ptr(), loss.data_ptr(), accuracy.data_ptr(), address(factor),
+        losses.numel(), int(labels.dtype == torch.int64), ignore_index, int(reduction == MEAN),
+    )  # fmt: skip
+    return loss, accuracy, factor
+
+
+def _count(labels: Tensor, ignore_index: int) -> Tensor:
+    factor = _floats(labels, 1)
+    launch = REDUCE_PLANS[labels.get_device(), False]
+    wide = int(labels.dtype == torch.int64)
+    launch(0, 0, labels.data_ptr(), 0, 0, factor.data_ptr(), labels.numel(), wide, ignore_index, 1)
+    return factor
+
+
+def _results(losses: Tensor, correct: Tensor | None, labels: Tensor, ignore_index: int, reduction: int, count: bool):
+    if reduction == NONE:
+        shape = labels.shape
+        return losses.view(shape), nothing(losses) if correct is None else correct.view(shape), nothing(losses)
+    loss, accuracy, factor = _reduce(losses, correct, labels, ignore_index, reduction, count)
+    return loss, accuracy, nothing(losses) if factor is None else factor
+
+
+def _launch_fwd(logits, labels, ignore_index, label_smoothing, z_loss, softcap, reduction, accuracy):
+    check_options(label_smoothing, z_loss, softcap, reduction)
+    logits, labels = _ready(logits, labels)
+    device = logits.get_device()
+    launch, rows, cols, stride, wide, threads = FWD_PLANS[metadata(logits), metadata(labels)]
+    losses, stats = _floats(logits, rows), _floats(logits, 2, rows)
+    correct = _floats(logits, rows) if accuracy else None
+    found = _begin(device)
+    if launch is not None:
+        launch(
+            logits.data_ptr(), labels.data_ptr(), losses.data_ptr(), stats.data_ptr(), address(correct),
+            found.tensor.data_ptr(), rows, cols, stride, wide, ignore_index, 0, cols, threads, label_smoothing, z_loss,
+            label_smoothing / cols, softcap,
+        )  # fmt: skip
+        _end(found, device)
+    loss, hits, factor = _results(losses, correct, labels, ignore_index, reduction, True)
+    return loss, hits, stats, factor
+
+
+def _launch_parts(logits, labels, ignore_index, label_smoothing, softcap, first, vocabulary):
+    check_options(label_smoothing, 0.0, softcap, NONE)
+    logits, labels = _ready(logits, labels)
+    device = logits.get_device()
+    launch, rows, cols, stride, wide, threads = FWD_PLANS[metadata(logits), metadata(labels)]
+    parts = _floats(logits, 5, rows)
+    found = _begin(device)
+    if launch is not None:
+        launch(
+            logits.data_ptr(), labels.data_ptr(), 0, parts.data_ptr(), parts[4].data_ptr(), found.tensor.data_ptr(),
+            rows, cols, stride, wide, ignore_index, first, vocabulary, threads, label_smoothing, 0.0, 0.0, softcap,
+        )  # fmt: skip
+        _end(found, device)
+    return parts
+
+
+def _run_bwd(dloss, logits, out, labels, stats, factor, ignore_index, smoothing, z_loss, softcap, first, vocabulary):
+    """Write the gradient of `logits` (rows, aligned as `out`) into `out`, which may be `logits`."""
+    launch, rows, cols, stride, wide, threads, segments = BWD_PLANS[metadata(logits), metadata(labels)]
+    if launch is None:
+        return
+    dloss = dloss.float()
+    if dloss.numel() != 1:
+        dloss = dloss.contiguous()
+    device = logits.get_device()
+    launch(
+        dloss.data_ptr(), logits.data_ptr(), out.data_ptr(), labels.data_ptr(), stats.data_ptr(),
+        0 if factor is None or factor.numel() == 0 else factor.data_ptr(), report(device).tensor.data_ptr(), rows, cols,
+        stride, row_stride(out.shape, out.stride()), int(dloss.numel() != 1), wide, ignore_index, first, vocabulary,
+        threads, segments, smoothing, z_loss, smoothing / vocabulary, softcap,
+    )  # fmt: skip
+
+
+def _launch_bwd(dloss, logits, labels, stats, factor, ignore_index, smoothing, z_loss, softcap, first, vocabulary):
+    _check_bwd(dloss, logits, labels, stats)
+    _begin(logits.get_device())
+    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    logits, labels = aligned(logits), labels.contiguous()
+    _run_bwd(dloss, logits, out, labels, stats, factor, ignore_index, smoothing, z_loss, softcap, first, vocabulary)
+    return out
+
+
+def _launch_bwd_in_place(
+    dloss, logits, labels, stats, factor, ignore_index, smoothing, z_loss, softcap, first, vocabulary
+):
+    _check_bwd(dloss, logits, labels, stats)
+    _check_own_memory(logits)
+    options = (ignore_index, smoothing, z_loss, softcap, first, vocabulary)
+    if row_stride(logits.shape, logits.stride()) is None:
+        logits.copy_(_launch_bwd(dloss, logits, labels, stats, factor, *options))
+        return
+    _begin(logits.get_device())
+    _run_bwd(dloss, logits, logits, labels.contiguous(), stats, factor, *options)
+    _count_version(logits)
+
+
+def _run_grad(logits, out, labels, ignore_index, smoothing, z_loss, softcap, reduction, accuracy):
+    """Return loss, accuracy and stats; write the gradient of `logits` (rows, aligned as `out`) into `out`."""
+    device, cols = logits.get_device(), logits.shape[-1]
+    if softcap:  # limited by arithmetic, not by memory: a second read costs nothing
+        loss, hits, stats, factor = _launch_fwd(
+            logits, labels, ignore_index, smoothing, z_loss, softcap, reduction, accuracy
+        )
+        dloss = factor if reduction == MEAN else torch.ones(1, dtype=torch.float32, device=logits.device)
+        _run_bwd(dloss, logits, out, labels, stats, None, ignore_index, smoothing, z_loss, softcap, 0, cols)
+        return loss, hits, stats
+    launch, rows, *_, size = GRAD_PLANS[metadata(logits), metadata(labels), reduction == MEAN]
+    losses, stats = _floats(logits, rows), _floats(logits, 2, rows)
+    correct = _floats(logits, rows) if accuracy else None
+    found = _begin(device)
+    if launch is not None:
+        factor = _count(labels, ignore_index) if reduction == MEAN else None
+        _run_rows(launch, logits, out, labels, losses, stats, correct, factor, ignore_index, size, smoothing, z_loss)
+        _end(found, device)
+    loss, hits, _ = _results(losses, correct, labels, ignore_index, reduction, False)
+    return loss, hits, stats
+
+
+def _run_rows(launch, logits, out, labels, losses, stats, correct, factor, ignore_index, size, smoothing, z_loss):
+    cols = logits.shape[-1]
+    launch(
+        logits.data_ptr(), out.data_ptr(), labels.data_ptr(), losses.data_ptr(), stats.data_ptr(), address(correct),
+        address(factor), report(logits.get_device()).tensor.data_ptr(), losses.numel(), cols,
+        row_stride(logits.shape, logits.stride()), row_stride(out.shape, out.stride()),
+        int(labels.dtype == torch.int64), ignore_index, size, smoothing, z_loss, smoothing / cols,
+    )  # fmt: skip
+
+
+def gradient_in_place(logits, labels, losses, stats, correct, factor, ignore_index, smoothing, z_loss, softcap) -> None:
+    """Overwrite dense logits ``[rows, vocabulary]`` with their gradient (times factor[0]) and fill in losses and stats.
+
+    For callers that go through a long batch in chunks; labels, losses and correct are dense. No checks.
+    """
+    device, cols = logits.get_device(), logits.shape[-1]
+    if softcap:
+        launch, rows, cols, stride, wide, threads = FWD_PLANS[metadata(logits), metadata(labels)]
+        launch(
+            logits.data_ptr(), labels.data_ptr(), losses.data_ptr(), stats.data_ptr(), address(correct),
+            report(device).tensor.data_ptr(), rows, cols, stride, wide, ignore_index, 0, cols, threads, smoothing,
+            z_loss, smoothing / cols, softcap,
+        )  # fmt: skip
+        dloss = torch.ones(1, dtype=torch.float32, device=logits.device) if factor is None else factor
+        _run_bwd(dloss, logits, logits, labels, stats, None, ignore_index, smoothing, z_loss, softcap, 0, cols)
+        return
+    launch, *_, size = GRAD_PLANS[metadata(logits), metadata(labels), False]
+    _run_rows(launch, logits, logits, labels, losses, stats, correct, factor, ignore_index, size, smoothing, z_loss)
+
+
+def _launch_grad(logits, labels, ignore_index, label_smoothing, z_loss, softcap, reduction, accuracy):
+    check(metadata(logits), metadata(labels))
+    check_options(label_smoothing, z_loss, softcap, reduction)
+    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    logits, labels = aligned(logits), labels.contiguous()
+    options = (ignore_index, label_smoothing, z_loss, softcap, reduction, accuracy)
+    return *_run_grad(logits, out, labels, *options), out
+
+
+def _launch_grad_in_place(logits, labels, ignore_index, label_smoothing, z_loss, softcap, reduction, accuracy):
+    check(metadata(logits), metadata(labels))
+    check_options(label_smoothing, z_loss, softcap, reduction)
+    _check_own_memory(logits)
+    options = (ignore_index, label_smoothing, z_loss, softcap, reduction, accuracy)
+    if row_stride(logits.shape, logits.stride()) is None:
+        *results, out = _launch_grad(logits, labels, *options)
+        logits.copy_(out)
+        return tuple(results)
+    results = _run_grad(logits, logits, labels.contiguous(), *options)
+    _count_version(logits)
+    return results
+
+
+def _launch_scale(dlogits: Tensor, dloss: Tensor) -> None:
+    _check_scale(dlogits, dloss)
+    if row_stride(dlogits.shape, dlogits.stride()) is None:
+        _reference_scale(dlogits, dloss)
+        return
+    dloss = dloss.float()
+    if dloss.numel() != 1:
+        dloss = dloss.contiguous()
+    launch, rows, cols, stride, threads = SCALE_PLANS[(metadata(dlogits),)]
+    if launch is not None:
+        launch(dlogits.data_ptr(), dloss.data_ptr(), rows, cols, stride, int(dloss.numel() != 1), threads)
+    _count_version(dlogits)
+
+
+# ---- checks ---------------------------------------------------------------------------------------------------------
+
+
+def _ready(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    check(metadata(logits), metadata(labels))
+    return rowed(logits), labels.contiguous()
+
+
+def _check_bwd(dloss: Tensor, logits: Tensor, labels: Tensor, stats: Tensor) -> None:
+    check(metadata(logits), metadata(labels))
+    check_same("stats", tuple(stats.shape), (2, row_count(logits.shape)), "shape", of="[2, rows]")
+    if dloss.numel() != 1 and dloss.shape != labels.shape:
+        raise ArgumentError(f"dloss has shape {tuple(dloss.shape)}; expected {tuple(labels.shape)}, or one number")
+
+
+def _check_own_memory(logits: Tensor) -> None:
+    stride = row_stride(logits.shape, logits.stride())
+    if stride is not None and row_count(logits.shape) > 1 and abs(stride) < logits.shape[-1]:
+        raise ArgumentError("logits has overlapping rows; in_place needs memory of its own for every element")
+
+
+def _check_scale(dlogits: Tensor, dloss: Tensor) -> None:
+    if dloss.numel() != 1 and dloss.shape != dlogits.shape[:-1]:
+        wanted = tuple(dlogits.shape[:-1])
+        raise ArgumentError(f"dloss has shape {tuple(dloss.shape)}; expected {wanted}, or one number")
+
+
+def _count_version(x: Tensor) -> None:
+    """Tell autograd that x was overwritten: a backward that saved it must raise, not use the new values."""
+    if not x.is_inference():
+        torch.autograd.graph.increment_version(x)
+
+
+# ---- references and fakes -------------------------------------------------------------------------------------------
+
+
+def _reference_bwd(dloss, logits, labels, stats, *more):
+    _check_bwd(dloss, logits, labels, stats)
+    return reference.backward(dloss, logits, labels, stats, *more)
+
+
+def _reference_bwd_in_place(dloss, logits, labels, stats, *more):
+    _check_bwd(dloss, logits, labels, stats)
+    _check_own_memory(logits)
+    logits.copy_(reference.backward(dloss, logits, labels, stats, *more))
+
+
+def _reference_grad(logits, labels, ignore_index, label_smoothing, z_loss, softcap, reduction, accuracy):
+    loss, hits, stats, factor = reference.forward(
+        logits, labels, ignore_index, label_smoothing, z_loss, softcap, reduction, accuracy
+    )
+    dloss = factor if reduction == MEAN else torch.ones(1, device=logits.device)
+    options = (ignore_index, label_smoothing, z_loss, softcap, 0, logits.shape[-1])
+    return loss, hits, stats, reference.backward(dloss, logits, labels, stats, None, *options)
+
+
+def _reference_grad_in_place(logits, labels, *options):
+    check(metadata(logits), metadata(labels))
+    _check_own_memory(logits)
+    *results, out = _reference_grad(logits, labels, *options)
+    logits.copy_(out)
+    return tuple(results)
+
+
+def _reference_scale(dlogits: Tensor, dloss: Tensor) -> None:
+    _check_scale(dlogits, dloss)
+    g = dloss.float()
+    dlogits.copy_(dlogits.float() * (g if g.numel() == 1 else g.unsqueeze(-1)))
+
+
+def _new(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape, dtype=torch.float32)
+
+
+def _fake_fwd(logits, labels, ignore_index, label_smoothing, z_loss, softcap, reduction, accuracy):
+    shape = labels.shape if reduction == NONE else ()
+    return (
+        _new(logits, *shape),
+        _new(logits, *shape) if accuracy else _new(logits, 0),
+        _new(logits, 2, labels.numel()),
+        _new(logits, 0 if reduction == NONE else 1),
+    )
+
+
+def _fake_parts(logits, labels, ignore_index, label_smoothing, softcap, first, vocabulary):
+    return _new(logits, 5, labels.numel())
+
+
+def _fake_bwd(dloss, logits, *more):
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def _fake_grad(logits, *more):
+    return *_fake_fwd(logits, *more)[:3], torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def _fake_grad_in_place(logits, *more):
+    return _fake_fwd(logits, *more)[:3]
+
+
+def _fake_nothing(*args):
+    return None
+
+
+class MutatingOp(TorchOp):
+    """An operator that overwrites an argument; calls always go through the dispatcher."""
+
+    def _make_call(self):
+        names = ", ".join(argument.name for argument in self.overload._schema.arguments)
+        scope = {"overload": self.overload}
+        exec(f"def call({names}):\n    return overload({names})", scope)
+        return scope["call"]
+
+
+_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap"
+_BWD = f"Tensor labels, Tensor stats, Tensor? factor, {_OPTIONS}, int first, int vocabulary"
+FORWARD = TorchOp(
+    f"cross_entropy_fwd(Tensor logits, Tensor labels, {_OPTIONS}, int reduction, bool accuracy)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    launch=_launch_fwd,
+    reference=reference.forward,
+    fake=_fake_fwd,
+)
+PARTS = TorchOp(
+    "cross_entropy_parts(Tensor logits, Tensor labels, int ignore_index, float label_smoothing, float softcap,"
+    " int first, int vocabulary) -> Tensor",
+    launch=_launch_parts,
+    reference=reference.parts,
+    fake=_fake_parts,
+)
+BACKWARD = TorchOp(
+    f"cross_entropy_bwd(Tensor dloss, Tensor logits, {_BWD}) -> Tensor",
+    launch=_launch_bwd,
+    reference=_reference_bwd,
+    fake=_fake_bwd,
+)
+BACKWARD_IN_PLACE = MutatingOp(
+    f"cross_entropy_bwd_in_place(Tensor dloss, Tensor(a!) logits, {_BWD}) -> ()",
+    launch=_launch_bwd_in_place,
+    reference=_reference_bwd_in_place,
+    fake=_fake_nothing,
+)
+ONE_PASS = TorchOp(
+    f"cross_entropy_grad(Tensor logits, Tensor labels, {_OPTIONS}, int reduction, bool accuracy)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    launch=_launch_grad,
+    reference=_reference_grad,
+    fake=_fake_grad,
+)
+ONE_PASS_IN_PLACE = MutatingOp(
+    f"cross_entropy_grad_in_place(Tensor(a!) logits, Tensor labels, {_OPTIONS}, int reduction, bool accuracy)"
+    " -> (Tensor, Tensor, Tensor)",
+    launch=_launch_grad_in_place,
+    reference=_reference_grad_in_place,
+    fake=_fake_grad_in_place,
+)
+SCALE = MutatingOp(
+    "cross_entropy_scale(Tensor(a!) dlogits, Tensor dloss) -> ()",
+    launch=_launch_scale,
+    reference=_reference_scale,
+    fake=_fake_nothing,
+)

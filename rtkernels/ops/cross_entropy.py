@@ -1,0 +1,297 @@
+"""Cross entropy: in two passes, in one that writes the gradient at once, over a vocabulary split between processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.autograd.function import once_differentiable
+
+from rtkernels import interop
+from rtkernels._guard import constant, is_dynamo_compiling, needs_grad
+from rtkernels._registry import Op
+from rtkernels.errors import ArgumentError
+from rtkernels.ops._cross_entropy_ops import (
+    BACKWARD,
+    BACKWARD_IN_PLACE,
+    FORWARD,
+    ONE_PASS,
+    ONE_PASS_IN_PLACE,
+    PARTS,
+    SCALE,
+)
+from rtkernels.ops._cross_entropy_plans import KERNELS, MEAN, NONE, REDUCTIONS, SUM, check_options, raise_pending
+from rtkernels.testing.rows import Row
+
+
+class _TwoPass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, labels, ignore_index, smoothing, z_loss, softcap, reduction, accuracy, in_place):
+        ctx.set_materialize_grads(False)
+        loss, hits, stats, factor = FORWARD(
+            logits, labels, ignore_index, smoothing, z_loss, softcap, reduction, accuracy
+        )
+        ctx.save_for_backward(logits, labels, stats, factor)
+        ctx.options, ctx.mean, ctx.in_place = (ignore_index, smoothing, z_loss, softcap), reduction == MEAN, in_place
+        ctx.mark_non_differentiable(hits, stats)
+        return loss, hits, stats
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss, _hits, _stats):
+        if dloss is None:
+            return (None,) * 9
+        logits, labels, stats, factor = ctx.saved_tensors
+        more = (labels, stats, factor if ctx.mean else None, *ctx.options, 0, logits.shape[-1])
+        if ctx.in_place:
+            BACKWARD_IN_PLACE(dloss, logits, *more)
+            return logits.detach(), *(None,) * 8
+        return BACKWARD(dloss, logits, *more), *(None,) * 8
+
+
+class _OnePass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, labels, ignore_index, smoothing, z_loss, softcap, reduction, accuracy, in_place):
+        ctx.set_materialize_grads(False)
+        options = (ignore_index, smoothing, z_loss, softcap, reduction, accuracy)
+        if in_place:
+            loss, hits, stats = ONE_PASS_IN_PLACE(logits, labels, *options)
+            dlogits = logits.detach()
+        else:
+            loss, hits, stats, dlogits = ONE_PASS(logits, labels, *options)
+        ctx.save_for_backward(dlogits)
+        ctx.mark_non_differentiable(hits, stats)
+        return loss, hits, stats
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss, _hits, _stats):
+        if dloss is None:
+            return (None,) * 9
+        (dlogits,) = ctx.saved_tensors
+        if is_dynamo_compiling():
+            scale = dloss if dloss.dim() == 0 else dloss.unsqueeze(-1)
+            return (dlogits.float() * scale).to(dlogits.dtype), *(None,) * 8
+        SCALE(dlogits, dloss)
+        return dlogits, *(None,) * 8
+
+
+def _single(logits: Tensor, labels: Tensor, options, reduction: int, accuracy: bool, one_pass: bool, in_place: bool):
+    """Return loss, accuracy and log-sum-exp."""
+    if is_grad_enabled() and needs_grad(logits):
+        if is_dynamo_compiling():
+            in_place = False  # a gradient that takes the place of an input cannot be traced
+            options = (options[0], *(constant(value) for value in options[1:]))
+        function = _OnePass if one_pass else _TwoPass
+        loss, hits, stats = function.apply(logits, labels, *options, reduction, accuracy, in_place)
+    else:
+        loss, hits, stats, _ = FORWARD(logits, labels, *options, reduction, accuracy)
+    return loss, hits, stats
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    return_lse: bool = False,
+    return_accuracy: bool = False,
+    one_pass: bool = False,
+    in_place: bool = False,
+    group: Any = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """Return the cross entropy of logits and labels, in fp32.
+
+    With ``z = softcap * tanh(logits / softcap)`` (or the logits), ``lse = log(sum(exp(z)))``, e the smoothing and t the
+    label, the loss of a row is ``(1 - e) * (lse - z[t]) + e * (lse - mean(z)) + z_loss * lse^2``. Computed in fp32; the
+    gradient is rounded once. NaN and infinities propagate as in torch, except that rows with ``ignore_index`` are not
+    looked at: their loss and gradient are 0. If no row counts, the mean is 0 (torch gives NaN). Differentiable once in
+    logits.
+
+    A label outside the vocabulary is an error without a synchronisation: on the CPU at once; on a GPU the row's loss is
+    NaN (and its gradient 0), and the next call on that device after the kernel has ended, forward or backward, or
+    ``check_labels()``, raises an ArgumentError that names label and row.
+
+    Args:
+        logits: ``[..., vocabulary]``, bfloat16, float16 or float32, any strides (a copy is made unless rows are
+            unit-stride and evenly spaced). May be any object with ``__dlpack__``; results are then of its kind.
+        labels: ``[...]``, int32 or int64.
+        ignore_index: Rows with this label do not count.
+        label_smoothing: 0 to 1: the part of the label's weight that goes to all columns evenly.
+        z_loss: Factor of the squared log-sum-exp.
+        softcap: Positive limit of the logits, or None.
+        reduction: ``"mean"`` over the rows that count, ``"sum"``, or ``"none"``.
+        return_lse: Also return the log-sum-exp of each row (0 where ignored), without gradient.
+        return_accuracy: Also return how often the label is the first largest logit: 0 or 1 per row, reduced as the
+            loss is. A row with NaN counts as wrong.
+        one_pass: Write the gradient during the forward pass: logits are read once instead of twice. The backward pass
+            multiplies it by the incoming gradient, only if that is not 1 (then with a second rounding), which it finds
+            out on the device. Only one backward pass is possible. Nothing changes where no gradient is needed.
+        in_place: The gradient takes the place of the logits (which must not be a leaf): in the backward pass, or at
+            once with `one_pass`. Nothing else may need the logits afterwards; autograd notices. Ignored under
+            torch.compile.
+        group: A torch.distributed process group that shares the vocabulary: every process passes its columns, and gets
+            the same loss and the gradient of its columns. One all-gather of 20 bytes per row. Not with `one_pass`.
+        vocab_start: With `group`, the first column of this process, if the parts are not equal, in the order of ranks.
+        vocab_size: With `vocab_start`, the size of the whole vocabulary.
+
+    Returns:
+        The loss, float32: a number, or of labels' shape for ``reduction="none"``. A tuple if more is asked for:
+        ``(loss, lse, accuracy)`` without those not asked for.
+    """
+    if not isinstance(logits, Tensor):
+        return interop.call(
+            cross_entropy, logits, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
+            softcap=softcap, reduction=reduction, return_lse=return_lse, return_accuracy=return_accuracy,
+            group=group, vocab_start=vocab_start, vocab_size=vocab_size,
+        )  # fmt: skip
+    if reduction not in REDUCTIONS:
+        raise ArgumentError(f"reduction is {reduction!r}; expected one of 'none', 'mean', 'sum'")
+    if softcap is not None and not softcap > 0:
+        raise ArgumentError(f"softcap is {softcap}; expected a positive number, or None")
+    how = REDUCTIONS[reduction]
+    options = (ignore_index, label_smoothing, z_loss, softcap or 0.0)
+    check_options(*options[1:], how)
+    if in_place and logits.requires_grad and logits.is_leaf and is_grad_enabled():
+        raise ArgumentError("logits is a leaf that requires grad; expected the result of an operation for in_place")
+    if group is None:
+        if vocab_start is not None or vocab_size is not None:
+            raise ArgumentError("vocab_start and vocab_size are given without a group; expected both or none of them")
+        loss, accuracy, stats = _single(logits, labels, options, how, return_accuracy, one_pass, in_place)
+        lse = stats.detach().sum(0).view(labels.shape) if return_lse else None
+    else:
+        if one_pass:
+            raise ArgumentError("one_pass and group are both given; with a group the gradient needs a second pass")
+        from rtkernels.ops._cross_entropy_parallel import ParallelCrossEntropy, vocabulary_range
+
+        first, size = vocabulary_range(logits.shape[-1], group, vocab_start, vocab_size)
+        loss, accuracy, lse = ParallelCrossEntropy.apply(logits, labels, options, how, in_place, group, first, size)
+    if not return_lse and not return_accuracy:
+        return loss
+    return loss, *((lse,) if return_lse else ()), *((accuracy,) if return_accuracy else ())
+
+
+def check_labels(device: torch.device | int | str | None = None) -> None:
+    """Wait for the GPU and raise if any finished ``cross_entropy`` had a label outside the vocabulary.
+
+    Args:
+        device: A CUDA device; None waits for the current one and looks at all of them.
+
+    Returns:
+        Nothing.
+
+    Raises:
+        ArgumentError: Names the label and the row. Reported once.
+    """
+    number = None
+    if device is not None:
+        place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        number = -1 if place.type == "cpu" else torch.cuda.current_device() if place.index is None else place.index
+    if torch.cuda.is_available() and number != -1:
+        torch.cuda.synchronize(number)
+    raise_pending(number)
+
+
+# ---- registry -------------------------------------------------------------------------------------------------------
+
+
+def _samples(device: str):
+    g = torch.Generator(device).manual_seed(0)
+    x = torch.randn(3, 4, 40, generator=g, device=device)
+    labels = torch.arange(12, device=device).view(3, 4) * 3
+    labels[1, 2] = -100
+    _, _, stats, factor = FORWARD(x, labels, -100, 0.1, 1e-3, 0.0, MEAN, True)
+    one = torch.ones((), device=device)
+    yield FORWARD, (x, labels, -100, 0.1, 1e-3, 0.0, MEAN, True)
+    yield FORWARD, (x.bfloat16(), labels.int(), -100, 0.0, 0.0, 5.0, NONE, False)
+    yield PARTS, (x, labels, -100, 0.1, 0.0, 20, 80)
+    yield BACKWARD, (one, x, labels, stats, factor, -100, 0.1, 1e-3, 0.0, 0, 40)
+    yield BACKWARD, (torch.ones(3, 4, device=device), x.half(), labels, stats, None, -100, 0.0, 0.0, 5.0, 0, 40)
+    yield BACKWARD_IN_PLACE, (one, x.clone(), labels, stats, None, -100, 0.0, 0.0, 0.0, 0, 40)
+    yield ONE_PASS, (x, labels, -100, 0.1, 1e-3, 0.0, MEAN, True)
+    yield ONE_PASS, (x.bfloat16(), labels, -100, 0.0, 0.0, 5.0, SUM, False)
+    yield ONE_PASS_IN_PLACE, (x.clone(), labels, -100, 0.0, 0.0, 0.0, NONE, False)
+    yield SCALE, (x.clone(), one * 2)
+    yield SCALE, (x.clone(), torch.rand(3, 4, device=device))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _torch_rows(logits: Tensor, labels: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(_wide(logits), labels, reduction="none")
+
+
+def _torch_bwd(dy: Tensor, logits: Tensor, labels: Tensor, stats: Tensor) -> Tensor:
+    p = torch.softmax(_wide(logits), -1)
+    p = p - torch.nn.functional.one_hot(labels, logits.shape[-1])
+    return (p * _wide(dy).unsqueeze(-1)).to(logits.dtype)
+
+
+def _torch_both(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    leaf = logits.detach().requires_grad_()
+    loss = torch.nn.functional.cross_entropy(_wide(leaf), labels)
+    return loss.detach(), torch.autograd.grad(loss, leaf)[0]
+
+
+def _rows() -> Iterator[Row]:
+    rows, cols = 8192, 157184
+    n = rows * cols * 2
+
+    def make(device: str, generator: torch.Generator) -> dict[str, Any]:
+        logits = torch.randn(rows, cols, dtype=torch.bfloat16, device=device, generator=generator)
+        return {"logits": logits, "labels": torch.randint(0, cols, (rows,), device=device, generator=generator)}
+
+    def make_bwd(device: str, generator: torch.Generator) -> dict[str, Any]:
+        inputs = make(device, generator)
+        dy = torch.randn(rows, device=device, generator=generator)
+        stats = FORWARD(inputs["logits"], inputs["labels"], -100, 0.0, 0.0, 0.0, NONE, False)[2]
+        return {"dy": dy, **inputs, "stats": stats}
+
+    shape = f"{rows}x{cols}"
+    yield Row(
+        name="cross_entropy_fwd",
+        shape=shape,
+        make=make,
+        ours=lambda logits, labels: FORWARD(logits, labels, -100, 0.0, 0.0, 0.0, NONE, False)[0],
+        torch=_torch_rows,
+        fused=lambda logits, labels: torch.nn.functional.cross_entropy(logits, labels, reduction="none"),
+        bytes=n + rows * (8 + 12),
+    )
+    yield Row(
+        name="cross_entropy_bwd",
+        shape=shape,
+        make=make_bwd,
+        ours=lambda dy, logits, labels, stats: BACKWARD(
+            dy, logits, labels, stats, None, -100, 0.0, 0.0, 0.0, 0, logits.shape[-1]
+        ),
+        torch=_torch_bwd,
+        bytes=2 * n + rows * (8 + 12),
+    )
+    yield Row(
+        name="cross_entropy_fwdbwd",
+        shape=shape,
+        make=make,
+        ours=lambda logits, labels: ONE_PASS(logits, labels, -100, 0.0, 0.0, 0.0, MEAN, False)[::3],
+        torch=_torch_both,
+        bytes=2 * n + rows * 8,
+    )
+
+
+OP = Op(
+    "cross_entropy",
+    public=("cross_entropy", "check_labels"),
+    kernels=KERNELS,
+    torch_ops=(FORWARD, PARTS, BACKWARD, BACKWARD_IN_PLACE, ONE_PASS, ONE_PASS_IN_PLACE, SCALE),
+    samples=_samples,
+    rows=_rows,
+)

@@ -1,0 +1,385 @@
+"""Losses for distillation: Kullback-Leibler divergence and generalised Jensen-Shannon divergence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.autograd.function import once_differentiable
+
+from rtkernels import interop
+from rtkernels._guard import constant, is_dynamo_compiling, needs_grad
+from rtkernels._layout import address, metadata, row_count, rowed
+from rtkernels._registry import Op, TorchOp
+from rtkernels.errors import ArgumentError
+from rtkernels.ops._divergence_plans import (
+    BWD_PLANS,
+    FWD_PLANS,
+    KERNELS,
+    LOGARITHM,
+    MIXED,
+    PROBABILITY,
+    REVERSE,
+    TOTAL_PLANS,
+    check,
+    check_bwd,
+)
+from rtkernels.ops._divergence_reference import reference_bwd, reference_each, reference_fwd
+from rtkernels.ops.softmax import log_softmax
+from rtkernels.testing.rows import Row
+
+_REDUCTIONS = ("none", "mean", "batchmean", "sum")
+
+# ---- launchers ------------------------------------------------------------------------------------------------------
+
+
+def _dense(labels: Tensor | None) -> Tensor | None:
+    return None if labels is None else labels.contiguous()
+
+
+def _is_wide(labels: Tensor | None) -> bool:
+    return labels is not None and labels.dtype == torch.int64
+
+
+def _launch_terms(x, target, labels, ignore, mode, beta, row_loss: Tensor | None) -> Tensor | None:
+    """Fill row_loss, or return the terms one by one if it is None."""
+    if mode == REVERSE:
+        return _launch_terms(target, x, labels, ignore, LOGARITHM, beta, row_loss)
+    x, target = rowed(x), rowed(target)
+    addresses = x.data_ptr(), target.data_ptr()
+    plan = FWD_PLANS[metadata(x), metadata(target), (addresses[0] | addresses[1]) & 15, _is_wide(labels)]
+    if plan is None:
+        each = _launch_terms(x.float(), target.float(), labels, ignore, mode, beta, row_loss)
+        return None if each is None else each.to(x.dtype)
+    launch, before, after = plan
+    each = torch.empty(x.shape, dtype=x.dtype, device=x.device) if row_loss is None else None
+    launch(*addresses, address(labels), address(row_loss), address(each), *before, ignore, *after, mode, beta)
+    return each
+
+
+def _launch_fwd(
+    x: Tensor, target: Tensor, labels: Tensor | None, ignore: int, mode: int, beta: float, factor: float, divide: bool
+) -> Tensor:
+    check(metadata(x), metadata(target), metadata(labels))
+    rows = row_count(x.shape)
+    if x.numel() == 0:
+        return torch.zeros(2, dtype=torch.float32, device=x.device)
+    labels = _dense(labels)
+    row_loss = torch.empty(rows, dtype=torch.float32, device=x.device)
+    _launch_terms(x, target, labels, ignore, mode, beta, row_loss)
+    total = torch.empty(2, dtype=torch.float32, device=x.device)
+    finish = TOTAL_PLANS[(x.get_device(),)]
+    finish(
+        row_loss.data_ptr(),
+        address(labels),
+        total.data_ptr(),
+        rows,
+        int(_is_wide(labels)),
+        ignore,
+        int(divide),
+        factor,
+    )
+    return total
+
+
+def _launch_each(x: Tensor, target: Tensor, labels: Tensor | None, ignore: int, mode: int, beta: float) -> Tensor:
+    check(metadata(x), metadata(target), metadata(labels))
+    if x.numel() == 0:
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return _launch_terms(x, target, _dense(labels), ignore, mode, beta, None)
+
+
+def _launch_bwd(
+    grad: Tensor,
+    x: Tensor,
+    target: Tensor,
+    labels: Tensor | None,
+    total: Tensor | None,
+    ignore: int,
+    mode: int,
+    beta: float,
+    in_target: bool,
+) -> Tensor:
+    check_bwd(grad, x, target, labels, total, mode, in_target)
+    if x.numel() == 0:
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if mode == REVERSE:
+        x, target, mode, in_target = target, x, LOGARITHM, not in_target
+    elif mode == MIXED and in_target:
+        x, target, beta, in_target = target, x, 1.0 - beta, False
+    return _gradient(grad, x, target, _dense(labels), total, ignore, mode, beta, in_target)
+
+
+def _gradient(grad, x, target, labels, total, ignore, mode, beta, in_target) -> Tensor:
+    x, target = rowed(x), rowed(target)
+    each = None if total is not None else rowed(grad)
+    addresses = x.data_ptr(), target.data_ptr()
+    align = (addresses[0] | addresses[1] | address(each)) & 15
+    plan = BWD_PLANS[metadata(x), metadata(target), metadata(each), align, _is_wide(labels)]
+    if plan is None:
+        wide = _gradient(grad.float(), x.float(), target.float(), labels, total, ignore, mode, beta, in_target)
+        return wide.to(x.dtype)
+    launch, before, after = plan
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    launch(
+        *addresses,
+        address(labels),
+        grad.data_ptr(),
+        address(total),
+        address(each),
+        out.data_ptr(),
+        *before,
+        ignore,
+        *after,
+        mode,
+        int(in_target),
+        beta,
+    )
+    return out
+
+
+def _fake_fwd(x, target, labels, ignore, mode, beta, factor, divide):
+    return x.new_empty(2, dtype=torch.float32)
+
+
+def _fake_each(x, target, labels, ignore, mode, beta):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _fake_bwd(grad, x, target, labels, total, ignore, mode, beta, in_target):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+FORWARD = TorchOp(
+    "divergence_fwd(Tensor x, Tensor target, Tensor? labels, int ignore, int mode, float beta, float factor, "
+    "bool divide) -> Tensor",
+    launch=_launch_fwd,
+    reference=reference_fwd,
+    fake=_fake_fwd,
+)
+EACH = TorchOp(
+    "divergence_each_fwd(Tensor x, Tensor target, Tensor? labels, int ignore, int mode, float beta) -> Tensor",
+    launch=_launch_each,
+    reference=reference_each,
+    fake=_fake_each,
+)
+BACKWARD = TorchOp(
+    "divergence_bwd(Tensor grad, Tensor x, Tensor target, Tensor? labels, Tensor? total, int ignore, int mode, "
+    "float beta, bool in_target) -> Tensor",
+    launch=_launch_bwd,
+    reference=reference_bwd,
+    fake=_fake_bwd,
+)
+
+
+class _Divergence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, target, labels, ignore, mode, beta, factor, divide):
+        ctx.set_materialize_grads(False)
+        ctx.settings = ignore, mode, beta
+        if factor is None:
+            loss, total = EACH(x, target, labels, ignore, mode, beta), None
+        else:
+            total = FORWARD(x, target, labels, ignore, mode, beta, factor, divide)
+            loss = total[0].clone()
+        ctx.save_for_backward(x, target, labels, total)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        grads = [None, None]
+        if grad is not None:
+            x, target, labels, total = ctx.saved_tensors
+            for i in (0, 1):
+                if ctx.needs_input_grad[i]:
+                    grads[i] = BACKWARD(grad, x, target, labels, total, *ctx.settings, i == 1)
+        return *grads, None, None, None, None, None, None
+
+
+def _divergence(x, target, labels, ignore, mode, beta, reduction, per_row: bool, temperature) -> Tensor:
+    """Reduce and differentiate. per_row: "batchmean" is the mean over rows, not over the first dimension."""
+    if reduction not in _REDUCTIONS:
+        raise ArgumentError(f"reduction is {reduction!r}; expected one of {', '.join(_REDUCTIONS)}")
+    factor, divide = None, False
+    if reduction != "none":
+        cols = max(x.shape[-1], 1) if x.dim() else 1
+        over_rows = labels is not None or per_row or x.dim() < 2
+        divide = reduction == "mean" or (reduction == "batchmean" and over_rows)
+        factor = 1.0 / cols if reduction == "mean" else 1.0
+        if reduction == "batchmean" and not divide:
+            factor = 1.0 / max(x.shape[0], 1)
+        if reduction == "batchmean" and x.dim() == 1 and labels is None and not per_row:
+            factor = 1.0 / cols  # as torch: the first dimension is the classes
+    scale = temperature * temperature
+    if factor is not None:
+        factor *= scale
+    if is_grad_enabled() and needs_grad(x, target):
+        if mode == PROBABILITY and target.requires_grad:
+            raise ArgumentError("target requires grad; expected none, or log_target=True")
+        if is_dynamo_compiling():
+            beta, factor = constant(beta), None if factor is None else constant(factor)
+        loss = _Divergence.apply(x, target, labels, ignore, mode, beta, factor, divide)
+    elif factor is None:
+        loss = EACH(x, target, labels, ignore, mode, beta)
+    else:
+        loss = FORWARD(x, target, labels, ignore, mode, beta, factor, divide)[0]
+    return loss * scale if factor is None and scale != 1.0 else loss
+
+
+def _check_temperature(temperature: float, from_logits: bool) -> None:
+    if not 0.0 < temperature < float("inf"):
+        raise ArgumentError(f"temperature is {temperature}; expected a positive number")
+    if temperature != 1.0 and not from_logits:
+        raise ArgumentError(
+            f"temperature is {temperature} for log-probabilities; expected 1, or from_logits=True with logits"
+        )
+
+
+def kl_div(
+    input: Tensor,
+    target: Tensor,
+    *,
+    log_target: bool = False,
+    reduction: str = "batchmean",
+    labels: Tensor | None = None,
+    ignore_index: int = -100,
+    from_logits: bool = False,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Return the divergence ``sum(P * (log P - log Q))`` of predictions Q from a target P, as torch's ``kl_div``.
+
+    Computed in fp32. Classes with P = 0 count as 0, even where log Q is -inf (torch gives NaN). Differentiable once in
+    input, and in target with `log_target` or `from_logits`; a target of probabilities that requires grad is an error.
+
+    Args:
+        input: log Q, ``[..., classes]``; bfloat16, float16 or float32, any strides (a copy is made unless rows are
+            unit-stride and evenly spaced). May be any object with ``__dlpack__``; the result is then of its kind.
+        target: P, or log P with `log_target`; of input's shape and dtype.
+        log_target: The target is given as logarithms.
+        reduction: "batchmean" (the sum divided by the size of the first dimension), "mean" (by the number of elements),
+            "sum", or "none" (every term, in input's dtype). Mean and batchmean over nothing are 0.
+        labels: int32 or int64, input's shape without the last dimension: rows whose label is `ignore_index` count as
+            0 and have no gradient. "batchmean" then divides by the number of the other rows, "mean" by their elements.
+        ignore_index: See `labels`.
+        from_logits: Both arguments are logits: ``log_softmax(logits / temperature)`` of each is taken first, rounded to
+            their dtype, and the loss is multiplied by ``temperature ** 2``, which keeps the size of the gradients.
+        temperature: Positive; other than 1 only with `from_logits`.
+
+    Returns:
+        A float32 scalar, or with "none" a dense tensor of input's shape and dtype.
+    """
+    if not isinstance(input, Tensor):
+        options = {"log_target": log_target, "reduction": reduction, "labels": labels, "ignore_index": ignore_index}
+        return interop.call(kl_div, input, target, **options, from_logits=from_logits, temperature=temperature)
+    _check_temperature(temperature, from_logits)
+    if from_logits:
+        input, target = (log_softmax(t, scale=1.0 / temperature) for t in (input, target))
+    mode = LOGARITHM if log_target or from_logits else PROBABILITY
+    return _divergence(input, target, labels, ignore_index, mode, 0.0, reduction, False, temperature)
+
+
+def jsd(
+    input: Tensor,
+    target: Tensor,
+    *,
+    beta: float = 0.5,
+    reduction: str = "batchmean",
+    labels: Tensor | None = None,
+    ignore_index: int = -100,
+    from_logits: bool = False,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Return the generalised Jensen-Shannon divergence of predictions Q and a target P.
+
+    ``beta * KL(P || M) + (1 - beta) * KL(Q || M)`` with ``M = beta * P + (1 - beta) * Q``; by convention KL(P || Q) for
+    beta = 0 and KL(Q || P) for beta = 1. Computed in fp32; classes with probability 0 count as 0. Differentiable once
+    in both.
+
+    Args:
+        input: log Q, ``[..., classes]``; as for ``kl_div``.
+        target: log P, of input's shape and dtype.
+        beta: 0 to 1.
+        reduction: "batchmean" (the sum divided by the number of rows), "mean" (by the number of elements), "sum", or
+            "none" (every term, in input's dtype). Mean and batchmean over nothing are 0.
+        labels: int32 or int64, input's shape without the last dimension: rows whose label is `ignore_index` count as 0,
+            have no gradient, and are not in the number of rows.
+        ignore_index: See `labels`.
+        from_logits: Both arguments are logits, as for ``kl_div``.
+        temperature: Positive; other than 1 only with `from_logits`.
+
+    Returns:
+        A float32 scalar, or with "none" a dense tensor of input's shape and dtype.
+    """
+    if not isinstance(input, Tensor):
+        options = {"beta": beta, "reduction": reduction, "labels": labels, "ignore_index": ignore_index}
+        return interop.call(jsd, input, target, **options, from_logits=from_logits, temperature=temperature)
+    _check_temperature(temperature, from_logits)
+    if not 0.0 <= beta <= 1.0:
+        raise ArgumentError(f"beta is {beta}; expected 0 to 1")
+    if from_logits:
+        input, target = (log_softmax(t, scale=1.0 / temperature) for t in (input, target))
+    mode = LOGARITHM if beta == 0.0 else REVERSE if beta == 1.0 else MIXED
+    return _divergence(input, target, labels, ignore_index, mode, beta, reduction, True, temperature)
+
+
+# ---- registry -------------------------------------------------------------------------------------------------------
+
+
+def _samples(device: str):
+    g = torch.Generator(device).manual_seed(0)
+    x, t = torch.randn(2, 3, 5, 16, generator=g, device=device).log_softmax(-1)
+    labels = torch.arange(15, device=device).view(3, 5) % 4
+    total, one = torch.tensor([1.0, 0.5], device=device), torch.tensor(2.0, device=device)
+    yield FORWARD, (x, t, None, -100, LOGARITHM, 0.0, 0.1, False)
+    yield FORWARD, (x.bfloat16(), t.bfloat16(), labels, 2, MIXED, 0.5, 1.0, True)
+    yield EACH, (x, t.exp(), labels, 2, PROBABILITY, 0.0)
+    yield BACKWARD, (one, x, t, labels, total, 2, REVERSE, 1.0, False)
+    yield BACKWARD, (x, x, t, None, None, -100, MIXED, 0.3, True)
+
+
+def _rows() -> Iterator[Row]:
+    rows, cols = 8192, 32768
+    n = rows * cols * 2
+
+    def make(device: str, generator: torch.Generator) -> dict[str, Any]:
+        def logs() -> Tensor:
+            x = torch.randn(rows, cols, dtype=torch.bfloat16, device=device, generator=generator)
+            return torch.log_softmax(x, -1)
+
+        return {"x": logs(), "target": logs(), "one": torch.ones((), device=device)}
+
+    def both(mode: int, beta: float):
+        def ours(x: Tensor, target: Tensor, one: Tensor) -> tuple[Tensor, Tensor]:
+            total = FORWARD(x, target, None, -100, mode, beta, 1.0 / x.shape[0], False)
+            return total[0], BACKWARD(one, x, target, None, total, -100, mode, beta, False)
+
+        def plain(x: Tensor, target: Tensor, one: Tensor) -> tuple[Tensor, Tensor]:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            a, b = x.to(wide), target.to(wide)
+            p = b.exp()
+            if mode == LOGARITHM:
+                return (p * (b - a)).sum() / x.shape[0], (-p / x.shape[0]).to(x.dtype)
+            q = a.exp()
+            m = (beta * p + (1 - beta) * q).log()
+            dx = (1 - beta) * q * (a - m)
+            return (beta * p * (b - m) + dx).sum() / x.shape[0], (dx / x.shape[0]).to(x.dtype)
+
+        return ours, plain
+
+    # The gradient of the one needs the target alone: two tensors in, one out, and at the least each is moved once.
+    for name, mode, beta in (("kl_div", LOGARITHM, 0.0), ("jsd", MIXED, 0.5)):
+        ours, plain = both(mode, beta)
+        yield Row(name=name, shape=f"{rows}x{cols}", make=make, ours=ours, torch=plain, bytes=3 * n)
+
+
+OP = Op(
+    "divergence",
+    public=("kl_div", "jsd"),
+    kernels=KERNELS,
+    torch_ops=(FORWARD, EACH, BACKWARD),
+    samples=_samples,
+    rows=_rows,
+)

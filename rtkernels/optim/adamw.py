@@ -1,0 +1,166 @@
+"""AdamW over all parameters at once, with fp32 master weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtkernels._layout import FLOAT_DTYPES
+from rtkernels.errors import ArgumentError
+from rtkernels.ops._multi_adamw import STEP
+
+_STATE = ("exp_avg", "exp_avg_sq", "master")
+
+
+class AdamW(torch.optim.Optimizer):
+    """Adam with decoupled weight decay, in place of ``torch.optim.AdamW``.
+
+    A step is two launches for all parameters of a group (two more where a group mixes fp32 with 16-bit parameters).
+    Weights, moments and arithmetic are fp32. A bfloat16 or float16 parameter is the rounded copy of an fp32 master
+    weight, which is updated in its place; without it, small updates would be lost in rounding. Gradients may be of any
+    of the three dtypes. Step counts are on the device, so steps can be captured into a CUDA graph; pass `lr` as a
+    tensor to change it between replays. Works with ``torch.amp.GradScaler`` without a sync.
+
+    The state of a parameter is torch's (``step``, ``exp_avg``, ``exp_avg_sq``) plus ``master``. A state dict of
+    ``torch.optim.AdamW`` (without amsgrad) can be loaded; master weights then start from the parameters, as they do at
+    the first step. Parameters that are overwritten later get their values back from the masters: load the optimizer's
+    state, too, or delete ``state[p]["master"]``.
+
+    Args:
+        params: Parameters or groups of them, bfloat16, float16 or float32; each contiguous or a permutation of a
+            contiguous tensor, gradients likewise. Groups may have parameters on several devices.
+        lr: Step size: a number, or a 0-d fp32 tensor on the device of the parameters.
+        betas: Decay of the two moments, from 0 to below 1.
+        eps: Added to the root of the second moment.
+        weight_decay: Weights are multiplied by ``1 - lr * weight_decay``.
+        maximize: Ascend.
+
+    Raises:
+        ArgumentError: A hyperparameter is out of range, or a tensor is none of these.
+    """
+
+    # GradScaler hands over its scale and whether an inf was found instead of waiting for the answer.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        _check_options(defaults)
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            _check_options(group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of this optimizer, or of ``torch.optim.AdamW``.
+
+        Args:
+            state_dict: What ``state_dict()`` returned.
+        """
+        super().load_state_dict(state_dict)
+        # torch casts state to the dtype of the parameter, which would throw away the low bits of moments and masters.
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        mine = [p for group in self.param_groups for p in group["params"]]
+        for i, p in zip(saved, mine, strict=True):
+            state = state_dict["state"].get(i)
+            if state is None:
+                continue
+            if "max_exp_avg_sq" in state:
+                raise ArgumentError("the state dict is of an optimizer with amsgrad, which this one does not have")
+            kept = {name: torch.empty_like(p, dtype=torch.float32) for name in _STATE if name in state}
+            for name, value in kept.items():
+                value.copy_(state[name])
+            step = torch.as_tensor(state["step"], dtype=torch.float32).to(p.device, copy=True).reshape(())
+            self.state[p] = {"step": step, **kept}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: Computes the loss again, with gradients.
+
+        Returns:
+            The loss, if there is a closure.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        for group in self.param_groups:
+            _check_options(group)
+            lr = group["lr"]
+            for device, lists in self._lists(group).items():
+                scalars = (_moved(lr if isinstance(lr, Tensor) else None, device),
+                           _moved(grad_scale, device), _moved(found_inf, device))  # fmt: skip
+                number = 0.0 if isinstance(lr, Tensor) else float(lr)
+                numbers = (*map(float, group["betas"]), float(group["eps"]), float(group["weight_decay"]))
+                for one in lists:
+                    if one[0]:
+                        STEP(*one, *scalars, number, *numbers, bool(group["maximize"]))
+        return loss
+
+    def _lists(self, group: dict[str, Any]) -> dict[torch.device, tuple[tuple[list[Tensor], ...], ...]]:
+        """Return, by device, the lists the operator takes: once for fp32 parameters, once for those with masters."""
+        found: dict[torch.device, tuple[tuple[list[Tensor], ...], ...]] = {}
+        for p in group["params"]:
+            grad = p.grad
+            if grad is None:
+                continue
+            state = self.state[p]
+            if not state or (p.dtype != torch.float32 and "master" not in state):
+                self._start(p, state)
+            lists = found.get(p.device)
+            if lists is None:
+                lists = found[p.device] = tuple(tuple([] for _ in range(6)) for _ in range(2))
+            master = state.get("master")
+            weights, grads, firsts, seconds, steps, copies = lists[master is not None]
+            weights.append(p if master is None else master)
+            grads.append(grad)
+            firsts.append(state["exp_avg"])
+            seconds.append(state["exp_avg_sq"])
+            steps.append(state["step"])
+            if master is not None:
+                copies.append(p)
+        return found
+
+    @staticmethod
+    def _start(p: Tensor, state: dict[str, Any]) -> None:
+        if p.dtype not in FLOAT_DTYPES or p.layout != torch.strided:
+            raise ArgumentError(f"a parameter is {p.dtype}, {p.layout}; expected dense bfloat16, float16 or float32")
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            state["exp_avg"] = torch.zeros_like(p, dtype=torch.float32)
+            state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32)
+        if p.dtype != torch.float32:
+            state["master"] = p.detach().float()
+
+
+def _moved(number: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if number is None else number.to(device, torch.float32, non_blocking=True)
+
+
+def _check_options(group: dict[str, Any]) -> None:
+    lr, (beta1, beta2) = group["lr"], group["betas"]
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ArgumentError(f"lr has shape {tuple(lr.shape)}; expected a single number")
+    elif not lr >= 0:
+        raise ArgumentError(f"lr is {lr}; expected a number of at least 0")
+    for name, beta in (("betas[0]", beta1), ("betas[1]", beta2)):
+        if not 0 <= beta < 1:
+            raise ArgumentError(f"{name} is {beta}; expected a number from 0 to below 1")
+    for name in ("eps", "weight_decay"):
+        if not group[name] >= 0:
+            raise ArgumentError(f"{name} is {group[name]}; expected a number of at least 0")
