@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -120,6 +121,13 @@ def _poisoned(row: Row, inputs: dict[str, Any]) -> Any:
     return row.ours(**inputs)
 
 
+def _result(call: Call, in_place: bool) -> Any:
+    """Result of a call to compare: of the second one where inputs are updated in place, as with ours."""
+    if in_place:
+        call()
+    return call()
+
+
 def _release() -> None:
     """Hand freed device memory back: rows differ in the sizes they allocate, and the largest need it whole."""
     if torch.cuda.is_initialized():
@@ -183,9 +191,9 @@ class Bench:
         # Nothing runs on these: peers get the same inputs, whatever ours does to its own.
         made = [row.make(self.device, self._generator(i)) for i in range(copies_made)]
         reference = _reference(row, made[0])
-        error_torch = self._error(lambda: row.torch(**_clone(made[0])), reference)
         mine = [_clone(inputs) for inputs in made]
         error_ours, in_place = self._ours(row, mine[0], reference)
+        error_torch = self._error(lambda: _result(functools.partial(row.torch, **_clone(made[0])), in_place), reference)
         first = tensors(reference)[:1]
         del reference
 
@@ -272,12 +280,9 @@ class Bench:
         # A compiled graph that frees its buffers in the backward could run it only once.
         with torch._functorch.config.patch(donated_buffer=False):
             calls = [make_call(**_clone(inputs)) for inputs in made]
-            if in_place:
-                # The error of ours is that of its second call, see _poisoned.
-                calls[0]()
             compare = getattr(calls[0], "compare", lambda out: out)
             # Before any timing: some peers overwrite their inputs.
-            yield calls, self._error(lambda: tensors(compare(calls[0]()))[:1], first)
+            yield calls, self._error(lambda: tensors(compare(_result(calls[0], in_place)))[:1], first)
 
     def check(self, row: Row, forward: Row | None) -> Iterator[tuple[str, str, str]]:
         """Call ours and every peer once, untimed; yield (name, ok | absent | error, what to say)."""

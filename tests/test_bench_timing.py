@@ -98,6 +98,20 @@ def test_timer_refuses_a_call_that_synchronises() -> None:
         timer_on(device).measure([synchronising])
 
 
+def test_timer_takes_a_call_that_synchronises_one_by_one() -> None:
+    device = SimulatedDevice()
+
+    def synchronising() -> None:
+        device.launch(100.0)
+        device.sync()
+        device.launch(100.0)
+
+    timing = timer_on(device).measure_waiting([synchronising])
+    assert len(timing.samples) == 30
+    # Both kernels and the launch that the device waited for.
+    assert timing.us == pytest.approx(205.0)
+
+
 def test_quantiles() -> None:
     timing = Timing((4.0, 1.0, 3.0, 2.0, 5.0)) + Timing((6.0,))
     assert (timing.us, timing.p20, timing.p80) == pytest.approx((3.5, 2.0, 5.0))

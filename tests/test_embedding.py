@@ -64,6 +64,8 @@ CASES: dict[str, Callable[[Normal, Ids], Inputs]] = {
     "edges": lambda n, i: Inputs(_runs(*EDGES), len(EDGES), n(sum(EDGES), 8)),
     "edges_reversed": lambda n, i: Inputs(_runs(*EDGES).flip(0), len(EDGES), n(sum(EDGES), 8)),
     "heavy": lambda n, i: Inputs(_heavy(i), 500, n(1700, 8)),
+    # One long run ends and the next begins in window 32, the first of the second group of windows.
+    "groups_meet": lambda n, i: Inputs(_runs(32 * 32 + 10, 200), 2, n(32 * 32 + 210, 8)),
     "wide_rows": lambda n, i: Inputs(i(80, high=20), 20, n(80, 2056)),
     "odd": lambda n, i: Inputs(i(70, high=13), 13, n(70, 7)),
     "odd_wide": lambda n, i: Inputs(i(70, high=13), 13, n(70, 131)),
@@ -204,7 +206,7 @@ def test_windows_of_several_warps(place: str, monkeypatch: pytest.MonkeyPatch) -
 @emulated
 @pytest.mark.parametrize("order", ORDERS)
 def test_thread_order_does_not_matter(order: str | int) -> None:
-    for case in ("edges", "heavy", "range_padding", "odd"):
+    for case in ("edges", "heavy", "groups_meet", "range_padding", "odd"):
         with rtkernels.emulate("sm_90"):
             expected = check(make(case, torch.bfloat16, "cpu"))
         with rtkernels.emulate("sm_90", order):

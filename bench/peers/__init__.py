@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench.peers import flaggems, liger, linghe, quack
-from bench.peers.base import Absent, Call, Prepare, Table
+from bench.peers.base import Absent, Call, Compared, Prepare, Table
 from bench.peers.torch import torch_peers
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "FAMILIES",
     "Absent",
     "Call",
+    "Compared",
     "Prepare",
     "adapters_of",
     "selected",

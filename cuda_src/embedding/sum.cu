@@ -132,7 +132,9 @@ RTK_DEVICE void combine(const Pieces<TO, VEC>& pieces, const SortedList& list, i
 #pragma unroll 1
     for (int level = 0; level < (groups > 1 ? 2 : 1); ++level) {
         if (level == 1) pieces.put(from, from == start, sum);
-        if (!pieces.last(level == 0 ? from : windows + start, level == 0 ? to - from + 1 : groups)) return;
+        // Two runs may have pieces in a window that begins a group: one that ends there, and one that begins there.
+        const int counter = level == 0 ? 2 * from + (from == start) : 2 * windows + start;
+        if (!pieces.last(counter, level == 0 ? to - from + 1 : groups)) return;
         pieces.add(level == 0 ? from : start, level == 0 ? to : final, level == 0 ? 1 : kGroup, start, sum);
     }
     pieces.finish(row, sum);

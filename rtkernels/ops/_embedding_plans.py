@@ -174,7 +174,7 @@ def _plan_sum(dy: Meta, grad: Meta, align: int):
         launch,
         (tokens, cols, dy_stride, grad_stride, window, int(t == "fp16"), int(g == "fp16")),
         dense_memory(device, (tokens,), torch.int64),
-        dense_memory(device, (2 * windows * slices,), torch.int32),
+        dense_memory(device, (3 * windows * slices,), torch.int32),
         dense_memory(device, (2 * windows * cols,), torch.float32),
     )
 

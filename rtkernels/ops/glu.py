@@ -406,7 +406,7 @@ def _torch_bwd(dy: Tensor, x: Tensor, act: str) -> Tensor:
 
 def _rows() -> Iterator[Row]:
     rows = 8192
-    for cols in (2048, 4096, 8192):
+    for cols in (2048, 4096, 8192, 14336):
         n = rows * cols * 2  # bytes of y
 
         def make(device: str, generator: torch.Generator, *, backward: bool, cols: int = cols) -> dict[str, Any]:
