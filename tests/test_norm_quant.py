@@ -190,7 +190,7 @@ def check_layer_norm(inputs: Inputs, layout: str, **options: Any) -> NormFp8:
     h = (x if inputs.residual is None else (x.float() + inputs.residual.float()).to(x.dtype)).double()
     mean = h.mean(-1)
     exact = (h - mean[..., None]) * torch.rsqrt(h.var(-1, unbiased=False) + EPS)[..., None]
-    assert_close(got.mean, mean, c=8 + x.shape[-1] ** 0.5, what="mean")
+    assert_close(got.mean, mean, scale=h.abs().mean(-1), c=8 + x.shape[-1] ** 0.5, what="mean")
     assert_close(got.rstd, torch.rsqrt(h.var(-1, unbiased=False) + EPS), c=8 + x.shape[-1] ** 0.5 / 8, what="rstd")
     if weight is not None:
         exact = exact * (weight.double() + inputs.offset)
@@ -645,7 +645,7 @@ def test_beyond_two_to_the_31(shape: tuple[int, int], layout: str) -> None:
     torch.testing.assert_close(got.rstd[-1], want.rstd[0])  # kernels add up in different orders
     assert got.rstd[0] == 1
     if got.q is not None:
-        assert (got.q[-1].view(torch.uint8) == want.q[0].view(torch.uint8)).float().mean() > 0.999
+        assert (got.q[-1].view(torch.uint8) == want.q[0].view(torch.uint8)).float().mean() > 0.99
         assert (got.q[:-1].view(torch.uint8) == 0x7E).all()
     if got.q_t is not None:
         assert (got.q_t[:, :128].view(torch.uint8) == 0x7E).all()
