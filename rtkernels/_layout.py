@@ -87,8 +87,8 @@ def divisor(d: int) -> int:
     With ``2**(s-1) < d <= 2**s`` and ``m = ceil(2**(31+s) / d)``, ``m * d`` exceeds ``2**(31+s)`` by less than
     ``2**s``, which times n stays under ``2**(31+s)``: ``n * m >> (31+s)`` is the quotient. m has at most 32 bits.
     """
-    shift = 31 + (d - 1).bit_length()
-    return shift << 32 | -(-(1 << shift) // d)
+    shift = (d - 1).bit_length()
+    return shift << 32 | -(-(1 << (31 + shift)) // d)
 
 
 def block_of(threads_per_row: int) -> int:

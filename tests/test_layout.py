@@ -79,3 +79,11 @@ def test_expression_spells_template_arguments() -> None:
     assert kernel.expression(("bf16", "fp32", 8, True, "Silu")) == wanted
     with pytest.raises(TypeError, match="takes template arguments"):
         kernel.expression(("bf16",))
+
+
+@pytest.mark.parametrize("d", (1, 2, 3, 7, 10, 4095, 4096, 2**30 + 1, 2**31 - 1))
+def test_divisor_gives_exact_quotients(d: int) -> None:
+    shift, multiplier = divmod(_layout.divisor(d), 2**32)
+    for n in (0, 1, d - 1, d, d + 1, 2 * d - 1, 3 * d, 12345, 2**31 - 1):
+        if n < 2**31:
+            assert (2 * n * multiplier >> 32) >> shift == n // d  # as `divided` in common/abi.cuh

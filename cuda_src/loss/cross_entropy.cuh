@@ -9,6 +9,7 @@
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
 #include "ptx/forget.cuh"
+#include "ptx/packed.cuh"
 #include "ptx/pdl.cuh"
 
 namespace rtk {
@@ -130,6 +131,66 @@ RTK_DEVICE float score_at(const T* row, int column, const C& cap) {
 
 RTK_DEVICE float anchored(float top) { return top == -kInfinity ? 0.0f : top; }
 
+// exp(z - top) of logits in one multiplication and one exponential: 2^(z * log2(e) - anchor) times a correction, what
+// the rounding of anchor = top * log2(e) changes. Where the rounding is no small change, the neighbours of `top` in 16
+// bits are so far away that their exponential is 0 to any base, and the base 2 needs no rounding.
+// fp32 has no such gaps and gets the difference.
+template <typename T>
+struct Base {
+    static constexpr bool kFast = sizeof(T) == 2;
+    float slope, anchor, correction;
+
+    RTK_DEVICE explicit Base(float top) {
+        const float from = anchored(top);
+        slope = kFast ? (fabsf(from) < 1048576.0f ? 1.4426950408889634f : 1.0f) : 1.0f;
+        anchor = from * slope;
+        correction = kFast ? ptx::ex2(fmaf(-from, slope, anchor)) : 1.0f;
+    }
+    // Of logits, not of capped scores.
+    RTK_DEVICE float at(float z) const {
+        if constexpr (kFast) return ptx::ex2(fmaf(z, slope, -anchor));
+        return expf(z - anchor);
+    }
+};
+
+// The largest of the logits in some pieces; NaN only if there is nothing else in some of its columns.
+template <typename T, int B>
+RTK_DEVICE float peak_of(const Raw<16> (&raw)[B]) {
+    if constexpr (sizeof(T) == 2) {
+        constexpr bool kB = is_same<T, bf16>::value;
+        Raw<4> most[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            most[i].w[0] = raw[0].w[i];
+#pragma unroll
+            for (int c = 1; c < B; ++c)
+                most[i].w[0] = kB ? ptx::max_bf16x2(most[i].w[0], raw[c].w[i]) : ptx::max_f16x2(most[i].w[0], raw[c].w[i]);
+        }
+#pragma unroll
+        for (int i = 2; i > 0; i /= 2)
+#pragma unroll
+            for (int k = 0; k < i; ++k)
+                most[k].w[0] = kB ? ptx::max_bf16x2(most[k].w[0], most[k + i].w[0])
+                                  : ptx::max_f16x2(most[k].w[0], most[k + i].w[0]);
+        float pair[2];
+        unpack<T, 2>(most[0], pair);
+        return fmaxf(pair[0], pair[1]);
+    } else {
+        float peak = __uint_as_float(raw[0].w[0]);
+#pragma unroll
+        for (int i = 1; i < 4 * B; ++i) peak = fmaxf(peak, __uint_as_float(raw[i / 4].w[i % 4]));
+        return peak;
+    }
+}
+
+// A piece of -inf, which adds nothing to a sum of exponentials.
+template <typename T>
+RTK_DEVICE void clear_scores(Raw<16>& raw) {
+#pragma unroll
+    for (u32& word : raw.w)
+        word = is_same<T, bf16>::value ? 0xff80ff80u : is_same<T, fp16>::value ? 0xfc00fc00u : 0xff800000u;
+}
+
 // group_reduce; for kBlock without the code for groups within a warp.
 template <typename Op, bool kBlock>
 RTK_DEVICE float reduce_row(float v, const RowGroup& group, GroupScratch<1>& scratch, int phase) {
@@ -169,6 +230,39 @@ struct Running {
             for (int i = 0; i < N; ++i) part += z[i];
             total += part;
         }
+    }
+    // Several pieces of logits at once, without a cap: one maximum and one new base for all. Those for which
+    // c * threads < left is false do not exist and are cleared.
+    template <int B>
+    RTK_DEVICE void add_batch(Raw<16> (&raw)[B], int left, int threads, bool totals) {
+        constexpr int VEC = 16 / sizeof(T);
+        Raw<4> wanted{{totals ? 1u : 0u}};
+        ptx::forget(wanted);
+        if (wanted.w[0] != 0u) {
+#pragma unroll
+            for (int c = 0; c < B; ++c) {
+                float z[VEC], part = 0.0f;
+                unpack<T, VEC>(raw[c], z);
+#pragma unroll
+                for (int i = 0; i < VEC; ++i) part += z[i];
+                if (c * threads < left) total += part;
+            }
+        }
+#pragma unroll
+        for (int c = 0; c < B; ++c) ptx::forget(raw[c]);
+        const float was = top;
+        top = fmaxf(top, peak_of<T, B>(raw));
+        const Base<T> base(top);
+        sum *= exponential<kFast>(was - anchored(top));
+        float part[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int c = 0; c < B; ++c) {
+            float z[VEC];
+            unpack<T, VEC>(raw[c], z);
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) part[i % 2] += base.at(z[i]);
+        }
+        sum = fmaf(part[0] + part[1], base.correction, sum);
     }
     template <typename C>
     RTK_DEVICE void add_raw(const Raw<16>& raw, const C& cap, bool totals) {

@@ -14,10 +14,10 @@
 namespace rtk {
 
 // Forward with the row in registers: thread i of a RowGroup owns the 16-byte pieces i, i + threads, ... (CHUNKS of them)
-// of its row, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block. weight is requested with x, bias
-// after the first reduction: their latencies hide behind the reductions.
+// of its row, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block. weight and bias are requested at
+// the end: other blocks have left them in L1, and the registers they would need are better spent on more blocks.
 template <typename T, typename W, int CHUNKS, bool RESIDUAL>
-__global__ void __launch_bounds__(sizeof(W) > sizeof(T) ? 512 : 768)
+__global__ void __launch_bounds__(sizeof(W) > sizeof(T) ? 512 : 768, 1)
     layer_norm_fwd(const T* x, const T* residual, const W* weight, const W* bias, T* y, T* sum, i64 rows, i64 cols,
                    i64 x_stride, i64 residual_stride, i64 threads_per_row, double eps, double offset) {
     constexpr int VEC = 16 / sizeof(T);
@@ -36,15 +36,10 @@ __global__ void __launch_bounds__(sizeof(W) > sizeof(T) ? 512 : 768)
     y += row * cols + column;
 
     Raw<16> raw[CHUNKS];
-    WideRaw<W, VEC> gains[CHUNKS], biases[CHUNKS];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         clear(raw[c]);
-        clear(gains[c]);
-        if (column + c * pitch < end) {
-            raw[c] = load_raw<T, VEC>(x + c * pitch);
-            if (weighted) gains[c] = load_keep_raw<W, VEC>(weight + c * pitch);
-        }
+        if (column + c * pitch < end) raw[c] = load_raw<T, VEC>(x + c * pitch);
     }
     float total = 0.0f;
 #pragma unroll
@@ -61,12 +56,6 @@ __global__ void __launch_bounds__(sizeof(W) > sizeof(T) ? 512 : 768)
         for (int i = 0; i < VEC; ++i) total += h[i];
     }
     const float mean = mean_of(group_reduce<Sum, false>(total, group, scratch, 0), count);
-
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-        clear(biases[c]);
-        if (biased && column + c * pitch < end) biases[c] = load_keep_raw<W, VEC>(bias + c * pitch);
-    }
     float square = 0.0f;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
@@ -86,10 +75,14 @@ __global__ void __launch_bounds__(sizeof(W) > sizeof(T) ? 512 : 768)
     for (int c = 0; c < CHUNKS; ++c) {
         if (column + c * pitch < end) {
             ptx::forget(raw[c]);
+            WideRaw<W, VEC> gains, biases;
+            clear(gains), clear(biases);
+            if (weighted) gains = load_keep_raw<W, VEC>(weight + c * pitch);
+            if (biased) biases = load_keep_raw<W, VEC>(bias + c * pitch);
             float h[VEC], gain[VEC], shift[VEC];
             unpack<T, VEC>(raw[c], h);
-            unpack_wide<W, VEC>(gains[c], gain);
-            unpack_wide<W, VEC>(biases[c], shift);
+            unpack_wide<W, VEC>(gains, gain);
+            unpack_wide<W, VEC>(biases, shift);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) h[i] = (h[i] * rstd + level) * (gain[i] + base) + shift[i];
             store<T, VEC>(y + c * pitch, h);

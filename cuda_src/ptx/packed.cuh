@@ -28,4 +28,16 @@ RTK_DEVICE u32 max_magnitude_f16x2(u32 a, u32 b) {
     return out;
 }
 
+// The larger ones; where one is NaN, the other.
+RTK_DEVICE u32 max_bf16x2(u32 a, u32 b) {
+    u32 out;
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    return out;
+}
+RTK_DEVICE u32 max_f16x2(u32 a, u32 b) {
+    u32 out;
+    asm("max.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    return out;
+}
+
 }  // namespace rtk::ptx

@@ -300,6 +300,66 @@ RTK_DEVICE void rotate(const Rotation<N>& r, float (&a)[N], float (&b)[N]) {
     }
 }
 
+// ---- one chunk of a head a lane ----------------------------------------------------------------------------------
+
+// What a chunk of N elements of the rotary part is multiplied with:  out = x * own + partner * cross, where partner
+// holds the other element of each pair.
+template <int N>
+struct Turn {
+    float own[N], cross[N];
+};
+
+// The chunk begins at element `column` of the rotary part. `adjacent`: pairs are neighbours, not halves apart. One
+// position stream; table rows must allow accesses of N entries (half of that for neighbours, unless tables are full).
+template <typename T, int N>
+RTK_DEVICE void load_turn(const Angles& angles, i64 row, int column, bool adjacent, Turn<N>& turn) {
+    const int flags = angles.flags, half = angles.rotary / 2;
+    const bool inverse = flags & kInverse, full = flags & kTableFull;
+    const int folded = column < half ? column : column - half;
+    const float scale = angles.mscale;
+    if (row < 0) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) turn.own[i] = turn.cross[i] = __uint_as_float(0x7fffffffu);
+        return;
+    }
+    const i64 at = row * angles.stride;
+    if (!adjacent) {
+        const int other = column < half ? column + half : column - half;
+        load_entries<T, N>(angles.cos, at + (full ? column : folded), flags, turn.own);
+        load_entries<T, N>(angles.sin, at + (!full ? folded : inverse ? other : column), flags, turn.cross);
+        const float factor = (column < half) != inverse ? -scale : scale;
+#pragma unroll
+        for (int i = 0; i < N; ++i) turn.own[i] *= scale, turn.cross[i] *= factor;
+    } else {
+        float s[N];
+        if (full) {
+            load_entries<T, N>(angles.cos, at + column, flags, turn.own);
+            load_entries<T, N>(angles.sin, at + column, flags, s);
+        } else {
+            float c[N / 2], d[N / 2];
+            load_entries<T, N / 2>(angles.cos, at + column / 2, flags, c);
+            load_entries<T, N / 2>(angles.sin, at + column / 2, flags, d);
+#pragma unroll
+            for (int i = 0; i < N; ++i) turn.own[i] = c[i / 2], s[i] = d[i / 2];
+        }
+        const float even = inverse ? scale : -scale;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            turn.own[i] *= scale;
+            turn.cross[i] = (inverse ? s[i ^ 1] : s[i]) * (i % 2 == 0 ? even : -even);
+        }
+    }
+}
+
+// Elements 2 i and 2 i + 1 of a chunk change places.
+template <typename T>
+RTK_DEVICE Raw<16> swap_neighbours(const Raw<16>& raw) {
+    Raw<16> swapped;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) swapped.w[i] = sizeof(T) == 2 ? __byte_perm(raw.w[i], 0u, 0x1032u) : raw.w[i ^ 1];
+    return swapped;
+}
+
 // Element offsets of one pair, for threads that own pairs and not chunks; `pairs` as PAIRS above.
 struct PairPlace {
     int in_0, in_1, out_0, out_1;

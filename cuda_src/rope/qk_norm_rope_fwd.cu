@@ -1,125 +1,197 @@
 // Forward of the split, norm and rotation of qkv: rope/qk_norm_rope.cuh says what is computed and who does what.
+#include "ptx/cp_async.cuh"
 #include "rope/qk_norm_rope.cuh"
 
 namespace rtk {
 
-// unpack in a way the compiler cannot recognise: it would otherwise keep what it unpacked the first time, in twice the
-// registers. `nothing` is zero, which only the host knows.
-template <typename T, int N>
-RTK_DEVICE void unpack_again(Raw<sizeof(T) * N> raw, u32 nothing, float (&f)[N]) {
-    if constexpr (is_same<T, bf16>::value) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) f[i] = __uint_as_float(__byte_perm(raw.w[i / 2], 0u, i % 2 ? 0x3244u : 0x1044u));
-    } else {
-#pragma unroll
-        for (int i = 0; i < static_cast<int>(sizeof(raw.w) / sizeof(u32)); ++i)
-            if constexpr (is_same<T, fp16>::value) raw.w[i] ^= nothing;
-        unpack<T, N>(raw, f);
-    }
-}
+inline constexpr int kQkThreads = 192;  // of a block, at most
+inline constexpr int kQkBlocks = 5;     // of that size on a multiprocessor, that registers must suffice for
 
-// One flat index over (token, slot).
-template <typename T, int PAIRS, bool SILU, int HEADS>
-__global__ void __launch_bounds__(128, SILU ? 4 : 5)
-    qk_norm_rope_fwd(const T* qkv, const void* q_weight, const void* k_weight, T* q, T* k, T* v, RTK_QKV_PARAMETERS,
+// The factors of a token's q heads and of its k heads in shared memory, by chunks of a head.
+template <int N>
+struct StagedTurns {
+    u8* memory;
+    int lanes;
+
+    RTK_DEVICE Raw<16>& word(int part, int i, int chunk) const {
+        return reinterpret_cast<Raw<16>*>(memory)[(part * (N / 2) + i) * lanes + chunk];
+    }
+
+    RTK_DEVICE void put(int part, int chunk, const Turn<N>& turn) const {
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) {
+            Raw<16> four;
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                four.w[j] = __float_as_uint(4 * i < N ? turn.own[(4 * i + j) % N] : turn.cross[(4 * i + j) % N]);
+            word(part, i, chunk) = four;
+        }
+    }
+
+    RTK_DEVICE void get(int part, int chunk, Turn<N>& turn) const {
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) {
+            const Raw<16> four = word(part, i, chunk);
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                (4 * i < N ? turn.own : turn.cross)[(4 * i + j) % N] = __uint_as_float(four.w[j]);
+        }
+    }
+};
+
+// A block has the groups of one token, blockIdx.x, or a part of them, blockIdx.y: what depends on the token is worked
+// out once per warp. A lane has one chunk of each of its heads. They all are on their way to shared memory at once, so
+// that registers do not limit how much is; the lane then reads its own, and those with the other elements of its pairs.
+// One warp meanwhile works out what the elements are multiplied with.
+//
+// The q heads are sets of set_heads, each the work of set_slots groups: set_columns heads lie from set to set in qkv.
+// Group `at` of a set has its heads at, at + set_slots, ..., which are evenly spaced (by q_step heads) in qkv. Shared
+// memory: `most` chunks of each thread, then StagedTurns.
+template <typename T, bool SILU>
+__global__ void __launch_bounds__(kQkThreads, kQkBlocks)
+    qk_norm_rope_fwd(const T* qkv, const void* q_weight, const void* k_weight, T* q, T* k, T* v, i64 length,
+                     i64 qkv_batch, i64 qkv_place, i64 q_heads, i64 kv_heads, i64 q_slots, i64 kv_slots, i64 set_slots,
+                     i64 set_heads, i64 set_columns, i64 q_step, i64 q_extra, i64 kv_step, i64 k_first, i64 v_first,
+                     i64 head_dim, i64 lane_bits, i64 groups, i64 most, i64 pairs, i64 weight_wide, i64 by_set,
+                     i64 by_group, i64 by_length, double eps, double offset, double inverse_dim,
                      RTK_ANGLE_PARAMETERS) {
     constexpr int N = 16 / sizeof(T);
-    const u32 slots = static_cast<u32>(q_slots + 2 * kv_slots);
+    constexpr int kBatch = SILU ? 2 : 4;  // heads at a time, for independent instructions
+    extern __shared__ __align__(16) u8 memory[];
     const int lanes = 1 << lane_bits;
-    const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
-    const u32 group = blockIdx.x * (blockDim.x >> lane_bits) + (threadIdx.x >> lane_bits);
-    const u32 token = divided(group, by_slots);
+    const int column = (static_cast<int>(threadIdx.x) & (lanes - 1)) * N;
+    const int group = static_cast<int>(threadIdx.x) >> lane_bits;
+    const u32 token = blockIdx.x;
     const int batch = static_cast<int>(divided(token, by_length));
     const int place = static_cast<int>(token - batch * static_cast<u32>(length));
-    const HeadSlot slot(static_cast<int>(group - token * slots), static_cast<int>(q_slots),
-                        static_cast<int>(kv_slots), static_cast<int>(q_heads), static_cast<int>(kv_heads));
     const int dim = static_cast<int>(head_dim);
-    const Pieces<N, PAIRS> own(lane, 0, static_cast<int>(rotary), (dim - static_cast<int>(rotary)) / N);
-    const int heads = token < static_cast<u32>(tokens) && own.any ? slot.heads : 0;
-    const T* x = qkv + batch * qkv_batch + place * qkv_place;
+    const int of_kv = static_cast<int>(kv_slots);
 
-    Raw<16> a[HEADS], b[HEADS];
+    int at = group + static_cast<int>(blockIdx.y) * static_cast<int>(groups);
+    int from, head, step, stride, left;  // column in heads, head; from one to the next of both; heads that are left
+    int part = kQ;
+    if (at < static_cast<int>(q_slots)) {
+        const int set = static_cast<int>(divided(at, by_set));
+        step = static_cast<int>(set_slots);
+        at -= set * step;
+        head = set * static_cast<int>(set_heads) + at;
+        from = set * static_cast<int>(set_columns) + at +
+               static_cast<int>(q_extra) * static_cast<int>(divided(at, by_group));
+        stride = static_cast<int>(q_step);
+        left = static_cast<int>(set_heads) - at;
+    } else {
+        at -= static_cast<int>(q_slots);
+        part = at < of_kv ? kK : kV;
+        if (part == kV) at -= of_kv;
+        head = at;
+        step = of_kv;
+        from = at * static_cast<int>(kv_step) + static_cast<int>(part == kK ? k_first : v_first);
+        stride = step * static_cast<int>(kv_step);
+        left = static_cast<int>(kv_heads) - at;
+    }
+    if (group >= static_cast<int>(groups) || column >= dim) left = 0;
+    const int pitch = static_cast<int>(blockDim.x) * 16;
+    const ptx::SharedAddress own = ptx::shared_address(memory + threadIdx.x * 16);
+    {
+        const T* x = qkv + (batch * qkv_batch + place * qkv_place) + (from * dim + column);
+        const i64 to_next = stride * dim;
+        ptx::SharedAddress to = own;
+#pragma unroll 4
+        for (int rest = left; rest > 0; rest -= step) {
+            ptx::cp_async_16(to, x);
+            x += to_next;
+            to = to + pitch;
+        }
+        ptx::cp_async_commit();
+    }
+
+    const StagedTurns<N> staged{memory + static_cast<int>(most) * pitch, lanes};
+    const bool adjacent = pairs == kAdjacent;
+    const int half = static_cast<int>(rotary) / 2;
+    // From a column to the other element of its pair; nothing where that is in the same chunk or there is none.
+    auto to_other = [&](int begin) { return adjacent || begin >= 2 * half ? 0 : begin < half ? half : -half; };
+    // From the end: the last threads have fewer heads.
+    for (int task = static_cast<int>(blockDim.x - 1 - threadIdx.x); task < 2 * lanes;
+         task += static_cast<int>(blockDim.x)) {
+        const int begin = (task & (lanes - 1)) * N;
+        if (begin < dim) {
+            Turn<N> turn;
 #pragma unroll
-    for (int i = 0; i < HEADS; ++i) {
-        const int head = slot.first + i * slot.step;
-        clear(a[i]), clear(b[i]);
-        if (head < heads) {
-            const int column = dim * head_column(slot.part, head, group_magic, q_extra, kv_step, k_first, v_first);
-            a[i] = load_raw<T, N>(x + column + own.in_a);
-            b[i] = load_raw<T, N>(x + column + own.in_b);
+            for (int i = 0; i < N; ++i) turn.own[i] = 1.0f, turn.cross[i] = 0.0f;
+            const Angles angles = RTK_ANGLES;
+            if (begin < 2 * half) load_turn<T, N>(angles, angles.row(batch, place, 0), begin, adjacent, turn);
+            const void* weight = task < lanes ? q_weight : k_weight;
+            if (weight != nullptr) {
+                const float shift = static_cast<float>(offset);
+                float gain[N];
+                load_gain<T, N>(weight, begin, weight_wide, shift, gain);
+#pragma unroll
+                for (int i = 0; i < N; ++i) turn.own[i] *= gain[i];
+                load_gain<T, N>(weight, begin + to_other(begin), weight_wide, shift, gain);
+#pragma unroll
+                for (int i = 0; i < N; ++i) turn.cross[i] *= adjacent ? gain[i ^ 1] : gain[i];
+            }
+            staged.put(task < lanes ? 0 : 1, begin / N, turn);
         }
     }
-    const float epsilon = static_cast<float>(eps);
-    const float shift = static_cast<float>(offset);
-    // The rotation with the weights multiplied into it; lanes beside the rotary part rotate by nothing, so that the
-    // lanes of a warp stay together.
-    Rotation<N> r;
-    if (heads > 0 && slot.part != kV) {
-        if (own.rotated) {
-            load_rotation<T, N, PAIRS == kAdjacent>(RTK_ANGLES, batch, place, lane, r);
-        } else {
-            no_rotation(r);
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+
+    Turn<N> turn;
+    staged.get(part == kQ ? 0 : 1, column < dim ? column / N : 0, turn);
+    const int other_lane = static_cast<int>(threadIdx.x % kWarp) + to_other(column) / N;
+    const int to_partner = to_other(column) / N * 16;
+    const float inverse = static_cast<float>(inverse_dim), epsilon = static_cast<float>(eps);
+    T* y = part == kQ ? q : part == kK ? k : v;
+    y += static_cast<i64>(token) * (static_cast<int>(part == kQ ? q_heads : kv_heads) * dim) + (head * dim + column);
+    const i64 to_next = step * dim;
+    ptx::SharedAddress slot = own;
+#pragma unroll 1
+    for (int i = 0; i < static_cast<int>(most); i += kBatch) {
+        float square[kBatch];
+        float kept[SILU ? kBatch : 1][N];
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+            Raw<16> raw;
+            clear(raw);
+            if (j * step < left) raw = ptx::ld_shared_16(slot + j * pitch);
+            float(&u)[N] = kept[SILU ? j : 0];
+            unpack_u<T, N, SILU>(raw, u);
+            square[j] = 0.0f;
+#pragma unroll
+            for (int e = 0; e < N; ++e) square[j] += u[e] * u[e];
         }
-        const void* weight = slot.part == kQ ? q_weight : k_weight;
+        group_sums<kBatch>(square, lanes);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float gain[N];
-            load_gain<T, N>(weight, half == 0 ? own.in_a : own.in_b, weight_wide, shift, gain);
+        for (int j = 0; j < kBatch; ++j) {
+            float u[N], other[N];
+            if constexpr (SILU) {
 #pragma unroll
-            for (int i = 0; i < N; ++i) {
-                if (PAIRS == kAdjacent) {
-                    const int pair = half * (N / 2) + i / 2;
-                    (i % 2 == 0 ? r.own0 : r.own1)[pair] *= gain[i];
-                    (i % 2 == 0 ? r.cross1 : r.cross0)[pair] *= gain[i];
-                } else {
-                    (half == 0 ? r.own0 : r.own1)[i] *= gain[i];
-                    (half == 0 ? r.cross1 : r.cross0)[i] *= gain[i];
+                for (int e = 0; e < N; ++e) {
+                    u[e] = kept[j][e];
+                    other[e] = adjacent ? kept[j][e ^ 1] : __shfl_sync(0xffffffffu, kept[j][e], other_lane);
                 }
             }
-        }
-    }
-
-    float square[HEADS];
-    float kept_a[SILU ? HEADS : 1][N], kept_b[SILU ? HEADS : 1][N];
+            if (j * step < left) {
+                Raw<16> raw;
+                if constexpr (!SILU) raw = ptx::ld_shared_16(slot + j * pitch);
+                if (part != kV) {
+                    if constexpr (!SILU) {
+                        unpack<T, N>(raw, u);
+                        unpack<T, N>(adjacent ? swap_neighbours<T>(raw)
+                                              : ptx::ld_shared_16(slot + (j * pitch + to_partner)), other);
+                    }
+                    const float rstd = rsqrtf(square[j] * inverse + epsilon);
 #pragma unroll
-    for (int i = 0; i < HEADS; ++i) {
-        float(&fa)[N] = kept_a[SILU ? i : 0];
-        float(&fb)[N] = kept_b[SILU ? i : 0];
-        unpack_u<T, N, SILU>(a[i], fa);
-        unpack_u<T, N, SILU>(b[i], fb);
-        square[i] = 0.0f;
-#pragma unroll
-        for (int j = 0; j < N; ++j) square[i] += fa[j] * fa[j] + fb[j] * fb[j];
-    }
-    group_sums<HEADS>(square, lanes);
-
-    const float inverse = static_cast<float>(inverse_dim);
-    const u32 nothing = static_cast<u32>(lane_bits) >> 8;
-    T* y = slot.part == kQ ? q : slot.part == kK ? k : v;
-    y += static_cast<i64>(token) * slot.heads * dim;
-#pragma unroll
-    for (int i = 0; i < HEADS; ++i) {
-        const int head = slot.first + i * slot.step;
-        if (head < heads) {
-                if (SILU || slot.part != kV) {
-                float(&fa)[N] = kept_a[SILU ? i : 0];
-                float(&fb)[N] = kept_b[SILU ? i : 0];
-                if constexpr (!SILU) {
-                    unpack_again<T, N>(a[i], nothing, fa);
-                    unpack_again<T, N>(b[i], nothing, fb);
+                    for (int e = 0; e < N; ++e) u[e] = (u[e] * turn.own[e] + other[e] * turn.cross[e]) * rstd;
                 }
-                if (slot.part != kV) {
-                    const float rstd = rsqrtf(square[i] * inverse + epsilon);
-#pragma unroll
-                    for (int j = 0; j < N; ++j) fa[j] *= rstd, fb[j] *= rstd;
-                    rotate<N, PAIRS>(r, fa, fb);
-                }
-                a[i] = pack<T, N>(fa);
-                b[i] = pack<T, N>(fb);
+                if (SILU || part != kV) raw = pack<T, N>(u);
+                ptx::st<16>(y, raw);
+                y += to_next;
             }
-            ptx::st<16>(y + head * dim + own.out_a, a[i]);
-            ptx::st<16>(y + head * dim + own.out_b, b[i]);
         }
+        slot = slot + kBatch * pitch;
+        left -= kBatch * step;
     }
 }
 

@@ -72,9 +72,10 @@ RTK_DEVICE void store_one(u8* p, u32 bits, int size) {
     }
 }
 
-// S: 16 bytes at a time, elements of S bytes; 0: one at a time, elements of `size` bytes. `x` and `y`: the tile's first element and where it goes. Of the tile, `rows` rows (less than one: none) and `cols`
-// columns exist; rows from there to `rows_out` are zeros of the result. Strides in bytes. The whole block calls; one
-// barrier inside, and one is needed before the next call.
+// S: 16 bytes at a time, elements of S bytes; 0: one at a time, elements of `size` bytes. `x` and `y`: the tile's first
+// element and where it goes. Of the tile, `rows` rows (less than one: none) and `cols` columns exist; rows from there to
+// `rows_out` are zeros of the result. Strides in bytes. The whole block calls; one barrier inside, and one is needed
+// before the next call.
 template <int S>
 RTK_DEVICE void transpose_tile(const u8* x, i64 x_stride, i64 rows, i64 rows_out, i64 cols, u8* y, i64 y_stride,
                                int size, u8* memory) {

@@ -85,7 +85,9 @@ def _check_option(name: str, value: Any, accepted: Sequence[str]) -> None:
 
 def check_options(granularity: str, layout: str) -> None:
     """Raise an ArgumentError unless both are known and go together."""
-    _check_option("granularity", granularity, GRANULARITIES)
+    if granularity not in GRANULARITIES:
+        _check_option("granularity", granularity, (*GRANULARITIES, "channel"))
+        raise ArgumentError("granularity 'channel' has operators of its own; call quantize_fp8 or dequantize_fp8")
     _check_option("scale_layout", layout, SCALE_LAYOUTS)
     if layout == "column" and granularity != "group":
         raise ArgumentError(f"scale_layout 'column' goes with granularity 'group' only, not with {granularity!r}")

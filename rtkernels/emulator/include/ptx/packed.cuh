@@ -15,6 +15,20 @@ RTK_DEVICE u32 max_magnitude_half(u32 a, u32 b) {
     return magnitude > kInfinity || magnitude < a ? a : magnitude;
 }
 
+// Bits of a float in the order of the floats, NaN below all of them.
+template <u32 kInfinity>
+RTK_DEVICE int rank_of_half(u32 v) {
+    const int magnitude = static_cast<int>(v & 0x7fffu);
+    if (magnitude > static_cast<int>(kInfinity)) return -0x10000;
+    return (v & 0x8000u) != 0u ? -1 - magnitude : magnitude;
+}
+template <u32 kInfinity>
+RTK_DEVICE u32 max_half(u32 a, u32 b) {
+    const int rank_a = rank_of_half<kInfinity>(a), rank_b = rank_of_half<kInfinity>(b);
+    if (rank_a == rank_b && rank_a == -0x10000) return 0x7fffu;
+    return rank_a < rank_b ? b : a;
+}
+
 #define RTK_EMU_PACKED(type, infinity)                                                                              \
     RTK_DEVICE u32 finite_or_nan_##type(u32 v) {                                                                    \
         return finite_or_nan_half<infinity>(v & 0xffffu) | (finite_or_nan_half<infinity>(v >> 16) << 16);           \
@@ -22,6 +36,9 @@ RTK_DEVICE u32 max_magnitude_half(u32 a, u32 b) {
     RTK_DEVICE u32 max_magnitude_##type(u32 a, u32 b) {                                                             \
         return max_magnitude_half<infinity>(a & 0xffffu, b & 0xffffu) |                                             \
                (max_magnitude_half<infinity>(a >> 16, b >> 16) << 16);                                              \
+    }                                                                                                               \
+    RTK_DEVICE u32 max_##type(u32 a, u32 b) {                                                                       \
+        return max_half<infinity>(a & 0xffffu, b & 0xffffu) | (max_half<infinity>(a >> 16, b >> 16) << 16);         \
     }
 RTK_EMU_PACKED(bf16x2, 0x7f80u)
 RTK_EMU_PACKED(f16x2, 0x7c00u)

@@ -1,0 +1,9 @@
+// Host version of cuda_src/ptx/prefetch.cuh: all data is as near as it gets.
+#pragma once
+#include "common/abi.cuh"
+
+namespace rtk::ptx {
+
+RTK_DEVICE void prefetch_l2(const void*) {}
+
+}  // namespace rtk::ptx
