@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,14 +31,44 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu``, visibly, where there is no GPU."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--all-places``."""
+    parser.addoption("--all-places", action="store_true", help="run every emulated case on sm_80 and on sm_90")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests marked ``gpu``, visibly, where there is no GPU; leave out emulated cases that say little new."""
+    if not config.getoption("--all-places"):
+        dropped = _repeated(items)
+        items[:] = [item for item in items if item not in dropped]
+        config.hook.pytest_deselected(items=list(dropped))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU; none on this machine")
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def _repeated(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return, of each test with several cases that would run on both emulated targets, one of the two.
+
+    Few lines of a kernel depend on the target, and every variant costs a host compilation for each. Which of the two a
+    case keeps is a hash of its name, so a test with several cases sees both.
+    """
+    tests: dict[str, dict[str, dict[str, pytest.Item]]] = {}
+    for item in items:
+        place = getattr(item, "callspec", None) and item.callspec.params.get("place")
+        if place in ("sm_80", "sm_90"):
+            test, _, case = item.nodeid.partition("[")
+            tests.setdefault(test, {}).setdefault(case.replace(place, ""), {})[place] = item
+    dropped = set()
+    for cases in tests.values():
+        twice = {case: both for case, both in cases.items() if len(both) == 2}
+        if len(twice) > 1:
+            for case, both in twice.items():
+                dropped.add(both["sm_90" if zlib.crc32(case.encode()) & 1 else "sm_80"])
+    return dropped
 
 
 def pytest_report_header() -> list[str]:

@@ -15,7 +15,10 @@ ORDERS = ("reverse", 7, 1234)
 
 
 def at(*names: str) -> pytest.MarkDecorator:
-    """Parametrise a test by ``place``: all places, or the named ones."""
+    """Parametrise a test by ``place``: all places, or the named ones.
+
+    Of a test with several cases, each runs on one of sm_80 and sm_90 only, unless pytest gets ``--all-places``.
+    """
     return pytest.mark.parametrize("place", [pytest.param(name, marks=PLACES[name]) for name in names or PLACES])
 
 

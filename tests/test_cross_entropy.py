@@ -464,6 +464,26 @@ def test_long_rows_fit_the_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> No
         assert (slots + plans._HELD) * threads * 8 >= cols and shared <= 227 * 1024 - plans._STATIC_SHARED
 
 
+@at("sm_90", "cuda")
+@pytest.mark.parametrize("largest", (3000.0, 1047552.0, 1048576.0, -1048576.0, 1e30, -3e38))
+def test_logits_of_any_size(largest: float, place: str) -> None:
+    """Where the base of the exponentials changes, and where the largest logit times log2(e) would overflow."""
+    generator = torch.Generator().manual_seed(0)
+    below = torch.randint(0, 3, (2, 2100), generator=generator) * 2.0**-8
+    logits = (largest * (1 - below if largest > 0 else 1 + below / 8)).bfloat16()
+    labels = torch.tensor([0, 3])
+    leaf = logits.double().requires_grad_()
+    expected = F.cross_entropy(leaf, labels, reduction="none")
+    expected.sum().backward()
+    with running_on(place) as device:
+        for one_pass in (False, True):
+            x = logits.to(device, copy=True).requires_grad_()
+            loss = rtkernels.cross_entropy(x, labels.to(device), reduction="none", one_pass=one_pass)
+            loss.sum().backward()
+            torch.testing.assert_close(loss.detach().cpu().double(), expected.detach(), rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(x.grad.cpu().double(), leaf.grad, rtol=2**-8, atol=1e-7)
+
+
 # ---- the same bits every time ---------------------------------------------------------------------------------------
 
 

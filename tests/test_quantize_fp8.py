@@ -16,7 +16,6 @@ from torch import Tensor
 import rtkernels
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _fp8_plans as plans
-from rtkernels.ops import quantize_fp8 as module
 from rtkernels.testing.compare import assert_same_bits, poisoned, running_on
 
 quantize_fp8, dequantize_fp8 = rtkernels.quantize_fp8, rtkernels.dequantize_fp8
@@ -197,12 +196,6 @@ def test_launchers_check_too():
 
 
 # ---- torch and other libraries --------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_opcheck():
-    for torch_op, args in module.OP.samples("cpu"):
-        torch.library.opcheck(torch_op.overload, args)
 
 
 @recipes

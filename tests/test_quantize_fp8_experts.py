@@ -159,12 +159,6 @@ def test_errors(message: str):
         BAD[message]()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_opcheck():
-    for torch_op, args in module.OP.samples("cpu"):
-        torch.library.opcheck(torch_op.overload, args)
-
-
 def test_compile_and_no_grad():
     @torch.compile(fullgraph=True, backend="aot_eager")
     def run(x: Tensor, counts: Tensor) -> tuple[Tensor, ...]:

@@ -320,11 +320,6 @@ def test_second_order_is_refused(function: str) -> None:
         first.sum().backward()
 
 
-def test_operators_pass_opcheck() -> None:
-    for op, args in module.OP.samples("cpu"):
-        torch.library.opcheck(op.overload, args)
-
-
 # ---- errors ---------------------------------------------------------------------------------------------------------
 
 META = (torch.float32, torch.Size((4, 8)), (8, 1), 0)

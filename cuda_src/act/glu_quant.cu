@@ -4,68 +4,52 @@
 //
 // Without `up`, it is what follows gate in each row. Rows of the inputs are 16-byte aligned, and cols is a multiple of
 // 8. Two blocks per multiprocessor, so that one loads while the other computes. A block works on tiles blockIdx.x,
-// blockIdx.x + gridDim.x, ..., numbered along the columns first; while it does, it asks L2 for what lies `ahead` rows
-// below (0: for nothing), which some block is going to load soon.
+// blockIdx.x + gridDim.x, ..., numbered along the columns first.
 #include "act/activations.cuh"
 #include "act/glu_quant_tile.cuh"
 #include "ptx/pdl.cuh"
-#include "ptx/prefetch.cuh"
 
 namespace rtk {
-
-// What is there of a tile `ahead` rows below the one at `place`.
-template <typename T, int INPUTS>
-RTK_DEVICE void prefetch_below(const TilePlace& place, u32 ahead, u32 rows, u32 cols, const T* const (&x)[INPUTS],
-                               const u32 (&stride)[INPUTS]) {
-    constexpr u32 kLine = 128 / sizeof(T), kAcross = kTileSide / kLine;
-    const u32 thread = this_thread(), down = thread / kAcross, column = place.column + thread % kAcross * kLine;
-    const u32 row = place.row + down + ahead;
-    if (ahead == 0 || down >= place.rows || row >= rows || column >= cols) return;
-#pragma unroll
-    for (int k = 0; k < INPUTS; ++k) ptx::prefetch_l2(x[k] + product(row, stride[k]) + column);
-}
-
-template <typename T, bool WEIGHTED>
-RTK_DEVICE void gated(const Tile<8>& tile, Raw<16> (&raw)[2][kTileRows], float weights, Square& y) {
-#pragma unroll
-    for (int r = 0; r < kTileRows; ++r) {
-        float u[8], w = 1.0f;
-        if constexpr (WEIGHTED) w = row_weight(tile, weights, r);
-        ptx::forget(raw[0][r]), ptx::forget(raw[1][r]);
-        unpack<T, 8>(raw[0][r], y[r]);
-        unpack<T, 8>(raw[1][r], u);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) y[r][i] = Silu::at<true>(y[r][i]).value * w * u[i];
-    }
-}
 
 template <typename T>
 __global__ void __launch_bounds__(kBlock, 2)
     glu_fp8_fwd(const T* gate, const T* up, const float* weight, const void* counts, e4m3* q, float* scale, e4m3* q_t,
                 float* scale_t, i64 rows, i64 cols, i64 gate_stride, i64 up_stride, i64 experts,
-                i64 count_width, i64 row_blocks, i64 by_group, i64 pow2, i64 check, i64 ahead) {
+                i64 count_width, i64 row_blocks, i64 by_group, i64 pow2, i64 check) {
     __shared__ TileScratch<8> scratch;
-    __shared__ TilePlace kept_places[Tile<8>::kWarps];
+    __shared__ TilePlace places_kept[TileWalk::kKept];
     extern __shared__ __align__(16) u8 memory[];
     const Quantized out = {q, scale, q_t, scale_t, static_cast<u32>(cols), by_group != 0, pow2 != 0};
     const TilePlaces places(memory, counts, count_width, experts, rows, cols);
     if (check && counts != nullptr && !adds_up(counts, count_width, experts, rows)) __trap();
-    const T* const in[2] = {gate, up != nullptr ? up : gate + cols};
-    const u32 stride[2] = {static_cast<u32>(gate_stride), static_cast<u32>(up_stride)};
+    const TileWalk walk(places, places_kept);
 #pragma unroll 1
-    for (u32 index = blockIdx.x; index < places.count(); index += gridDim.x) {
-        const TilePlace& place = keep_place(places, index, kept_places);
+    for (u32 turn = 0; walk.has(turn); ++turn) {
+        walk.keep_up(turn);
+        const TilePlace& place = walk[turn];
         Square y;
         {
-            const Tile<8> tile = tile_of(place, out.cols);
+            const T* const in[2] = {gate, settled(up != nullptr ? up : gate + cols)};
+            const u32 stride[2] = {static_cast<u32>(gate_stride), static_cast<u32>(up_stride)};
+            const float weights = weight != nullptr ? lane_weights(place, weight) : 1.0f;
             Raw<16> raw[2][kTileRows];
-            load_squares(tile, place, in, stride, raw);
-            const float weights = weight != nullptr ? lane_weights(tile, place, weight) : 1.0f;
-            prefetch_below(place, static_cast<u32>(ahead), places.rows, out.cols, in, stride);
+            load_squares(tile_of(place, out.cols), place, in, stride, raw);
+#pragma unroll
+            for (int r = 0; r < kTileRows; ++r) {
+                float u[8];
+                ptx::forget(raw[0][r]), ptx::forget(raw[1][r]);
+                unpack<T, 8>(raw[0][r], y[r]);
+                unpack<T, 8>(raw[1][r], u);
+#pragma unroll
+                for (int i = 0; i < 8; ++i) y[r][i] = Silu::at<true>(y[r][i]).value * u[i];
+            }
             if (weight != nullptr) {
-                gated<T, true>(tile, raw, weights, y);
-            } else {
-                gated<T, false>(tile, raw, weights, y);
+#pragma unroll
+                for (int r = 0; r < kTileRows; ++r) {
+                    const float w = row_weight(weights, r);
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) y[r][i] *= w;
+                }
             }
         }
         quantize_square(y, place, out.cols, false, out, scratch);
@@ -75,12 +59,12 @@ __global__ void __launch_bounds__(kBlock, 2)
 
 // Columns of a row's gradients. dup goes to memory that only this thread uses; dgate stays.
 template <typename T, bool WEIGHTED>
-RTK_DEVICE void gradients(const Tile<8>& tile, Raw<16> (&raw)[3][kTileRows], float weights, Square& dgate,
+RTK_DEVICE void gradients(Raw<16> (&raw)[3][kTileRows], float weights, Square& dgate,
                           float (&sums)[kTileRows], Raw<16>* kept) {
 #pragma unroll
     for (int r = 0; r < kTileRows; ++r) {
         float d[8], u[8], w = 1.0f;
-        if constexpr (WEIGHTED) w = row_weight(tile, weights, r);
+        if constexpr (WEIGHTED) w = row_weight(weights, r);
         ptx::forget(raw[0][r]), ptx::forget(raw[1][r]), ptx::forget(raw[2][r]);
         unpack<T, 8>(raw[0][r], dgate[r]);
         unpack<T, 8>(raw[1][r], d);
@@ -112,9 +96,9 @@ __global__ void __launch_bounds__(kBlock, 2)
     glu_fp8_bwd(const T* dy, const T* gate, const T* up, const float* weight, const void* counts, e4m3* q, float* scale,
                 e4m3* q_t, float* scale_t, T* dx, float* partial, i64 rows, i64 cols, i64 dy_stride, i64 gate_stride,
                 i64 up_stride, i64 experts, i64 count_width, i64 row_blocks, i64 by_group, i64 pow2,
-                i64 check, i64 ahead) {
+                i64 check) {
     __shared__ TileScratch<8> scratch;
-    __shared__ TilePlace kept_places[Tile<8>::kWarps];
+    __shared__ TilePlace places_kept[TileWalk::kKept];
     extern __shared__ __align__(16) u8 memory[];
     ptx::launch_dependents();
     const Quantized out = {q, scale, q_t, scale_t, static_cast<u32>(2 * cols), by_group != 0, pow2 != 0};
@@ -122,30 +106,31 @@ __global__ void __launch_bounds__(kBlock, 2)
     Raw<16>* const kept = reinterpret_cast<Raw<16>*>(memory);  // the gradient of up, while that of gate is quantised
     const TilePlaces places(memory + sizeof(float) * kTileSide * kTileSide, counts, count_width, experts, rows, cols);
     if (check && counts != nullptr && !adds_up(counts, count_width, experts, rows)) __trap();
-    const T* const in[3] = {gate, dy, up != nullptr ? up : gate + cols};
-    const u32 stride[3] = {static_cast<u32>(gate_stride), static_cast<u32>(dy_stride), static_cast<u32>(up_stride)};
+    const TileWalk walk(places, places_kept);
 #pragma unroll 1
-    for (u32 index = blockIdx.x; index < places.count(); index += gridDim.x) {
-        const TilePlace& place = keep_place(places, index, kept_places);
+    for (u32 turn = 0; walk.has(turn); ++turn) {
+        walk.keep_up(turn);
+        const TilePlace& place = walk[turn];
         Square v;  // first the gradient of the gate, then that of up
         {
-            const Tile<8> tile = tile_of(place, width);
+            const T* const in[3] = {gate, dy, settled(up != nullptr ? up : gate + cols)};
+            const u32 stride[3] = {static_cast<u32>(gate_stride), static_cast<u32>(dy_stride),
+                                   static_cast<u32>(up_stride)};
+            const float weights = weight != nullptr ? lane_weights(place, weight) : 1.0f;
             Raw<16> raw[3][kTileRows];
-            load_squares(tile, place, in, stride, raw);
-            const float weights = weight != nullptr ? lane_weights(tile, place, weight) : 1.0f;
-            prefetch_below(place, static_cast<u32>(ahead), places.rows, width, in, stride);
+            load_squares(tile_of(place, width), place, in, stride, raw);
             float sums[kTileRows];
             if (weight != nullptr) {
-                gradients<T, true>(tile, raw, weights, v, sums, kept + this_thread());
+                gradients<T, true>(raw, weights, v, sums, kept + this_thread());
                 if (partial != nullptr) {
-                    const int thread = static_cast<int>(this_thread());
-                    const float sum = scattered_sum(sums, thread);
-                    if (thread % 16 < kTileRows && thread % 16 < tile.rows_here)
-                        partial[product(place.column / kTileSide, places.rows) + place.row + tile.row + thread % 16] =
-                            sum;
+                    const Tile<8> tile = tile_of(place, width);
+                    const int lane = tile.thread % 16;
+                    const float sum = scattered_sum(sums, lane);
+                    if (lane < kTileRows && lane < tile.rows_here)
+                        partial[product(place.column / kTileSide, places.rows) + place.row + tile.row + lane] = sum;
                 }
             } else {
-                gradients<T, false>(tile, raw, weights, v, sums, kept + this_thread());
+                gradients<T, false>(raw, weights, v, sums, kept + this_thread());
             }
         }
 #pragma unroll 1

@@ -8,19 +8,12 @@ namespace rtk {
 
 inline constexpr int kBlock = Tile<8>::kThreads;
 
+static_assert(sizeof(TileScratch<8>) + TileWalk::kKept * sizeof(TilePlace) == 23104, "the host knows this number too");
+
 using Square = float[kTileRows][8];
 
 RTK_DEVICE Tile<8> tile_of(const TilePlace& place, u32 cols) {
     return Tile<8>(place.rows, cols - place.column, static_cast<int>(this_thread()));
-}
-
-// The place of a tile, in shared memory, one for each warp: reading it again costs less than registers.
-RTK_DEVICE const TilePlace& keep_place(const TilePlaces& places, u32 index, TilePlace (&kept)[Tile<8>::kWarps]) {
-    TilePlace& own = kept[threadIdx.x / kWarp];
-    __syncwarp();
-    if (threadIdx.x % kWarp == 0) own = places.find(index);
-    __syncwarp();
-    return own;
 }
 
 // Requests the thread's elements of INPUTS matrices; those that do not exist are 0.
@@ -44,15 +37,15 @@ RTK_DEVICE void load_squares(const Tile<8>& tile, const TilePlace& place, const 
     }
 }
 
-// Weights of the warp's 16 rows, one per lane; those of rows that do not exist do not matter. That of the thread's row
-// r is then row_weight(tile, weights, r).
-RTK_DEVICE float lane_weights(const Tile<8>& tile, const TilePlace& place, const float* weight) {
-    const u32 own = static_cast<u32>(tile.thread) / kWarp * 16 + static_cast<u32>(tile.thread) % 16;
+// Weights of the warp's 16 rows, one per lane; those of rows that do not exist do not matter.
+RTK_DEVICE float lane_weights(const TilePlace& place, const float* weight) {
+    const u32 thread = this_thread(), own = thread / kWarp * 16 + thread % 16;
     return __uint_as_float(ptx::ld_keep<4>(weight + place.row + min(own, place.rows - 1)).w[0]);
 }
 
-RTK_DEVICE float row_weight(const Tile<8>& tile, float weights, int r) {
-    return __shfl_sync(0xffffffffu, weights, tile.row % 16 + r);
+// That of the thread's row r: the upper half of a warp has the first eight of its rows.
+RTK_DEVICE float row_weight(float weights, int r) {
+    return __shfl_sync(0xffffffffu, weights, static_cast<int>(threadIdx.x) / 16 % 2 * kTileRows + r);
 }
 
 // Sums of the thread's numbers over the 16 lanes of a row, scattered: each lane gets that of its row lane % 8.
@@ -84,8 +77,29 @@ RTK_DEVICE void find_maxima(const Square& v, float (&rows)[kTileRows], float (&c
     }
 }
 
+// Writes the staged columns of a tile whose columns begin at multiples of 16 bytes, each `pitch` after the one before.
+RTK_DEVICE void store_aligned(const TileScratch<8>& scratch, const Tile<8>& tile, e4m3* q, u32 pitch) {
+    constexpr int kPieces = kTileSide / 16, kStep = kBlock / kPieces;
+    const int piece = tile.thread % kPieces, first = tile.thread / kPieces;
+    e4m3* to = settled(q + product(first, pitch) + piece * 16);
+    const u32 step = kStep * pitch;
+    const int columns = piece * 16 < tile.rows ? tile.columns - first : 0;
+    // 32 columns on, the order of the units is the same but for one bit of the piece's number.
+    const int turn = first / 8 % 16;
+    const u8* from = scratch.codes + first * kTileSide;
+    const bool swap = turn % 2 != 0;
+#pragma unroll
+    for (int k = 0; k < kTileSide / kStep; ++k, to += step) {
+        const int other = (turn + k * (kStep / 8)) / 2;
+        const Raw<16> raw = *reinterpret_cast<const Raw<16>*>(from + k * kStep * kTileSide + ((piece ^ other) * 16));
+        const Raw<16> codes = {swap ? raw.w[2] : raw.w[0], swap ? raw.w[3] : raw.w[1],
+                               swap ? raw.w[0] : raw.w[2], swap ? raw.w[1] : raw.w[3]};
+        if (k * kStep < columns) ptx::st<16>(to, codes);
+    }
+}
+
 // Quantises v, the thread's part of the tile at `place`, or (`right`) of the one `cols` columns to the right of it.
-// Every thread of the block calls; with transposed codes there are three barriers, and the scratch may be used again.
+// Every thread of the block calls; there is at least one barrier, and the scratch may be used again.
 RTK_DEVICE void quantize_square(const Square& v, const TilePlace& place, u32 cols, bool right, const Quantized& out,
                                 TileScratch<8>& scratch) {
     const u32 column = place.column + (right ? cols : 0u);
@@ -131,8 +145,8 @@ RTK_DEVICE void quantize_square(const Square& v, const TilePlace& place, u32 col
             if (r < rows_here) ptx::st<8>(q, codes);
         }
     }
-    if (out.q_t == nullptr) return;
     __syncthreads();
+    if (out.q_t == nullptr) return;
     {
         const Tile<8> tile = tile_of(place, cols);
 #pragma unroll
@@ -144,8 +158,14 @@ RTK_DEVICE void quantize_square(const Square& v, const TilePlace& place, u32 col
         stage_columns<e4m3>(tile, scratch, most, [&](int r, int i) { return v[r][i]; });
     }
     __syncthreads();
-    const u64 first = product(place.start, out.cols) + product(column, place.count) + (place.row - place.start);
-    store_columns(tile_of(place, cols), scratch, out.q_t + first, static_cast<i64>(place.count));
+    const u32 pitch = place.count;
+    e4m3* q_t = out.q_t + product(place.start, out.cols) + product(column, pitch) + (place.row - place.start);
+    const Tile<8> tile = tile_of(place, cols);
+    if (((reinterpret_cast<u64>(q_t) | pitch | place.rows) & 15) == 0) {
+        store_aligned(scratch, tile, q_t, pitch);
+    } else {
+        store_columns(tile, scratch, q_t, static_cast<i64>(pitch));
+    }
 }
 
 }  // namespace rtk

@@ -1,40 +1,13 @@
 // Cross entropy in two passes (forward, backward), and the small kernels of all modes. The formulas: cross_entropy.cuh.
 #include "loss/cross_entropy.cuh"
-#include "ptx/cp_async.cuh"
-
-#ifndef RTK_CE_BATCH
-#define RTK_CE_BATCH 8
-#endif
-#ifndef RTK_CE_STAGES
-#define RTK_CE_STAGES 0
-#endif
-#ifndef RTK_CE_BOUNDS
-#define RTK_CE_BOUNDS 512, 2
-#endif
 
 namespace rtk {
 
-// Loads pieces at `from` and every `pitch` elements. Those for which c * threads < left is false do not exist; they are
-// cleared.
-template <typename T, int B>
-RTK_DEVICE void load_batch(Raw<16> (&raw)[B], const T* from, int pitch, int left, int threads) {
-    constexpr int VEC = 16 / sizeof(T);
-    if (left > (B - 1) * threads) {
-#pragma unroll
-        for (int c = 0; c < B; ++c) {  // walks: all the multiples of the pitch would take registers
-            raw[c] = load_raw<T, VEC>(from);
-            from += pitch;
-        }
-    } else {
-#pragma unroll
-        for (int c = 0; c < B; ++c) {
-            clear_scores<T>(raw[c]);
-            if (left > 0) raw[c] = load_raw<T, VEC>(from);
-            from += pitch;
-            left -= threads;
-        }
-    }
-}
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+inline constexpr int kForwardBatch = 5;  // for 6 a register is missing here
+#else
+inline constexpr int kForwardBatch = 6;
+#endif
 
 // Per row: loss (0 if ignored, NaN for a bad label), stats, and optionally whether the label is the first column with
 // the largest score. Without `loss`: of this part of the vocabulary top, level, the label's score (-inf if it is
@@ -44,12 +17,12 @@ RTK_DEVICE void load_batch(Raw<16> (&raw)[B], const T* from, int pitch, int left
 // thread does not request piece by piece what it will need later: the hardware counts loads, and the compiler gives
 // all those of a loop one count, so that waiting for the oldest is waiting for the youngest.
 template <typename T>
-__global__ void __launch_bounds__(RTK_CE_BOUNDS)
+__global__ void __launch_bounds__(512, 2)
     cross_entropy_fwd(const T* x, const void* labels, float* loss, float* stats, float* correct, i64* report, i64 rows,
                       i64 cols, i64 x_stride, i64 wide, i64 ignore_index, i64 first, i64 vocabulary,
                       i64 threads_per_row, double smoothing, double z_loss, double per_column,
                       double softcap) {
-    constexpr int VEC = 16 / sizeof(T), BATCH = RTK_CE_BATCH;
+    constexpr int VEC = 16 / sizeof(T), BATCH = kForwardBatch;
     __shared__ GroupScratch<1> scratch[2];
     ptx::launch_dependents();
     const RowGroup group(threads_per_row);
@@ -60,29 +33,9 @@ __global__ void __launch_bounds__(RTK_CE_BOUNDS)
     const int threads = group.threads, pitch = threads * VEC;
     const T* next = source + pieces.head + group.thread * VEC;
     int ahead = (exists ? pieces.vectors : 0) - group.thread;  // pieces from this thread's next one to the end
-#if RTK_CE_STAGES
-    constexpr int STAGES = RTK_CE_STAGES;
-    extern __shared__ __align__(16) u8 memory[];
-    const ptx::SharedAddress base = ptx::shared_address(memory + threadIdx.x * 16);
-    const int slot_pitch = static_cast<int>(blockDim.x) * 16;
-    int to_read = ahead;
-    ptx::SharedAddress slot = base;
-    auto request = [&]() {
-#pragma unroll
-        for (int c = 0; c < BATCH; ++c) {
-            if (to_read > 0) ptx::cp_async_16(slot, next);
-            slot = slot + slot_pitch;
-            next += pitch;
-            to_read -= threads;
-        }
-        ptx::cp_async_commit();
-    };
-#pragma unroll
-    for (int s = 0; s < STAGES; ++s) request();
-#else
+    const int edge = pieces.edge(group.thread);
     Raw<16> raw[BATCH];
     load_batch<T>(raw, next, pitch, ahead, threads);  // before the label is known: a row that counts must not wait
-#endif
 
     const Labels all{labels, wide != 0, ignore_index, first, vocabulary};
     const int label = exists ? all.column(row, static_cast<int>(cols), report, group.thread == 0) : kIgnored;
@@ -94,7 +47,6 @@ __global__ void __launch_bounds__(RTK_CE_BOUNDS)
     if (label >= 0) target = score_at(source, label, cap);
     Running<T> running;
     if (cap.active()) {  // three times the work per element: not worth more loads
-        next = source + pieces.head + group.thread * VEC;
 #pragma unroll 1
         for (; ahead > 0; ahead -= 2 * threads, next += 2 * pitch) {
             Raw<16> pair[2];
@@ -103,36 +55,6 @@ __global__ void __launch_bounds__(RTK_CE_BOUNDS)
             if (threads < ahead) running.add_raw(pair[1], cap, totals);
         }
     }
-#if RTK_CE_STAGES
-    ptx::SharedAddress read = base;
-    int stage = 0;
-#pragma unroll 1
-    while (ahead > 0) {
-        ptx::cp_async_wait<STAGES - 1>();
-        Raw<16> raw[BATCH];
-        int left = ahead;
-        slot = read;
-        if (left > (BATCH - 1) * threads) {
-#pragma unroll
-            for (int c = 0; c < BATCH; ++c) {
-                raw[c] = ptx::ld_shared_16(read);
-                read = read + slot_pitch;
-            }
-        } else {
-#pragma unroll
-            for (int c = 0; c < BATCH; ++c) {
-                clear_scores<T>(raw[c]);
-                if (left > 0) raw[c] = ptx::ld_shared_16(read);
-                read = read + slot_pitch;
-                left -= threads;
-            }
-        }
-        if (++stage == STAGES) stage = 0, read = base;
-        request();
-        running.add_batch(raw, ahead, threads, totals);
-        ahead -= BATCH * threads;
-    }
-#else
 #pragma unroll 1
     while (ahead > 0) {
         running.add_batch(raw, ahead, threads, totals);
@@ -140,10 +62,8 @@ __global__ void __launch_bounds__(RTK_CE_BOUNDS)
         ahead -= BATCH * threads;
         if (ahead > 0) load_batch<T>(raw, next, pitch, ahead, threads);
     }
-#endif
-    const int edge = pieces.edge(group.thread);
     if (counts && edge >= 0) running.add_edge(score_at(source, edge, cap), totals);
-    running.template combine<false>(group, scratch, totals);
+    running.combine(group, scratch, totals);
     if (correct != nullptr) {
         const bool largest = label >= 0 && target == running.top;
         const float hit = first_of_its_score<false>(source, largest ? label : 0, running.top, cap, group, scratch);

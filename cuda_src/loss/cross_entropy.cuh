@@ -35,9 +35,14 @@ struct Labels {
     bool wide;  // i64, else i32
     i64 ignore_index, first, vocabulary;
 
+    RTK_DEVICE i64 load(i64 row) const {
+        return wide ? static_cast<const i64*>(data)[row] : static_cast<const i32*>(data)[row];
+    }
     // The column of a row's label, or one of the constants above. The first thread of a row reports bad ones.
     RTK_DEVICE int column(i64 row, int cols, i64* report, bool reporter) const {
-        const i64 label = wide ? static_cast<const i64*>(data)[row] : static_cast<const i32*>(data)[row];
+        return column(load(row), row, cols, report, reporter);
+    }
+    RTK_DEVICE int column(i64 label, i64 row, int cols, i64* report, bool reporter) const {
         if (label == ignore_index) return kIgnored;
         if (label < 0 || label >= vocabulary) {
             if (reporter) report[1] = label, report[2] = row, report[0] = 1;
@@ -157,21 +162,20 @@ struct Base {
 template <typename T, int B>
 RTK_DEVICE float peak_of(const Raw<16> (&raw)[B]) {
     if constexpr (sizeof(T) == 2) {
-        constexpr bool kB = is_same<T, bf16>::value;
+        auto larger = [](u32 a, u32 b) {
+            return is_same<T, bf16>::value ? ptx::max_bf16x2(a, b) : ptx::max_f16x2(a, b);
+        };
         Raw<4> most[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             most[i].w[0] = raw[0].w[i];
 #pragma unroll
-            for (int c = 1; c < B; ++c)
-                most[i].w[0] = kB ? ptx::max_bf16x2(most[i].w[0], raw[c].w[i]) : ptx::max_f16x2(most[i].w[0], raw[c].w[i]);
+            for (int c = 1; c < B; ++c) most[i].w[0] = larger(most[i].w[0], raw[c].w[i]);
         }
 #pragma unroll
         for (int i = 2; i > 0; i /= 2)
 #pragma unroll
-            for (int k = 0; k < i; ++k)
-                most[k].w[0] = kB ? ptx::max_bf16x2(most[k].w[0], most[k + i].w[0])
-                                  : ptx::max_f16x2(most[k].w[0], most[k + i].w[0]);
+            for (int k = 0; k < i; ++k) most[k].w[0] = larger(most[k].w[0], most[k + i].w[0]);
         float pair[2];
         unpack<T, 2>(most[0], pair);
         return fmaxf(pair[0], pair[1]);
@@ -189,6 +193,28 @@ RTK_DEVICE void clear_scores(Raw<16>& raw) {
 #pragma unroll
     for (u32& word : raw.w)
         word = is_same<T, bf16>::value ? 0xff80ff80u : is_same<T, fp16>::value ? 0xfc00fc00u : 0xff800000u;
+}
+
+// Loads pieces at `from` and every `pitch` elements. Those for which c * threads < left is false do not exist; they are
+// cleared.
+template <typename T, int B>
+RTK_DEVICE void load_batch(Raw<16> (&raw)[B], const T* from, int pitch, int left, int threads) {
+    constexpr int VEC = 16 / sizeof(T);
+    if (left > (B - 1) * threads) {
+#pragma unroll
+        for (int c = 0; c < B; ++c) {  // walks: all the multiples of the pitch would take registers
+            raw[c] = load_raw<T, VEC>(from);
+            from += pitch;
+        }
+    } else {
+#pragma unroll
+        for (int c = 0; c < B; ++c) {
+            clear_scores<T>(raw[c]);
+            if (left > 0) raw[c] = load_raw<T, VEC>(from);
+            from += pitch;
+            left -= threads;
+        }
+    }
 }
 
 // group_reduce; for kBlock without the code for groups within a warp.
@@ -277,13 +303,27 @@ struct Running {
     // Not by assignment of a fresh one: the compiler reads its numbers from a table in global memory.
     RTK_DEVICE void reset() { top = -kInfinity, sum = 0.0f, total = 0.0f; }
 
-    // Every thread of the group gets the numbers of the whole row. kBlock: the group is a block of several warps.
-    template <bool kBlock>
+    // Every thread of the group gets the numbers of the whole row.
     RTK_DEVICE void combine(const RowGroup& group, GroupScratch<1> (&scratch)[2], bool totals) {
         const float mine = top;
-        top = reduce_row<Max, kBlock>(mine, group, scratch[0], 0);
-        sum = reduce_row<Sum, kBlock>(sum * exponential<false>(mine - anchored(top)), group, scratch[0], 1);
-        if (totals) total = reduce_row<Sum, kBlock>(total, group, scratch[1], 0);
+        top = reduce_row<Max, false>(mine, group, scratch[0], 0);
+        sum = reduce_row<Sum, false>(sum * exponential<false>(mine - anchored(top)), group, scratch[0], 1);
+        if (totals) total = reduce_row<Sum, false>(total, group, scratch[1], 0);
+    }
+    // The same for a group that is a block of several warps, with one barrier: `pairs` must not be that of the row
+    // before.
+    RTK_DEVICE void combine_block(const RowGroup& group, GroupScratch<1>& pairs, GroupScratch<1>& other, bool totals) {
+        const int lane = group.thread % kWarp, warp = group.thread / kWarp;
+        float most = warp_reduce<Max>(top);
+        float part = warp_reduce<Sum>(sum * exponential<false>(top - anchored(most)));
+        if (lane == 0) pairs.slot[0][warp][0] = most, pairs.slot[1][warp][0] = part;
+        __syncthreads();
+        const bool there = lane < group.threads / kWarp;
+        most = there ? pairs.slot[0][lane][0] : -kInfinity;
+        part = there ? pairs.slot[1][lane][0] : 0.0f;
+        top = warp_reduce<Max>(most);
+        sum = warp_reduce<Sum>(part * exponential<false>(most - anchored(top)));
+        if (totals) total = reduce_row<Sum, true>(total, group, other, 0);
     }
 };
 
@@ -324,12 +364,15 @@ struct Terms {
 template <typename T>
 struct Gradient {
     static constexpr bool kFast = sizeof(T) == 2;
-    float anchor, scale, offset, target;
+    Base<T> base;
+    float anchor, scale, base_scale, offset, target;
 
     // g: gradient of the row's loss. inverse_sum: 1 / sum of exp(z - top).
     RTK_DEVICE Gradient(const Terms& terms, float g, float top, float level, float inverse_sum)
-        : anchor(anchored(top)),
+        : base(top),
+          anchor(anchored(top)),
           scale(g * inverse_sum * (1.0f + 2.0f * terms.z_loss * (top + level))),
+          base_scale(scale * base.correction),
           offset(g * terms.per_column),
           target(g * (1.0f - terms.smoothing)) {}
 
@@ -337,7 +380,7 @@ struct Gradient {
     RTK_DEVICE float at(float z, float less) const { return exponential<kFast>(z - anchor) * scale - offset - less; }
 
     template <int N, typename C>
-    RTK_DEVICE void store_piece(T* dx, const Raw<sizeof(T) * N>& raw, const C& cap) const {
+    RTK_DEVICE Raw<sizeof(T) * N> piece(const Raw<sizeof(T) * N>& raw, const C& cap) const {
         float z[N];
         scores<T, N>(raw, cap, z);
         if (cap.active()) {
@@ -345,9 +388,13 @@ struct Gradient {
             for (int i = 0; i < N; ++i) z[i] = at(z[i], 0.0f) * cap.slope(z[i]);
         } else {
 #pragma unroll
-            for (int i = 0; i < N; ++i) z[i] = exponential<kFast>(z[i] - anchor) * scale - offset;
+            for (int i = 0; i < N; ++i) z[i] = base.at(z[i]) * base_scale - offset;
         }
-        store<T, N>(dx, z);
+        return pack<T, N>(z);
+    }
+    template <int N, typename C>
+    RTK_DEVICE void store_piece(T* dx, const Raw<sizeof(T) * N>& raw, const C& cap) const {
+        ptx::st<sizeof(T) * N>(dx, piece<N>(raw, cap));
     }
     template <typename C>
     RTK_DEVICE void store_one(T* dx, float z, const C& cap, float less) const {

@@ -5,6 +5,7 @@
 // the label's score and the check for equal scores come before.
 #include "loss/cross_entropy.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/prefetch.cuh"
 
 namespace rtk {
 
@@ -28,9 +29,7 @@ __global__ void __launch_bounds__(512, 2)
     const int ahead = (exists ? pieces.vectors : 0) - group.thread;
     const int edge = exists ? pieces.edge(group.thread) : -1;
     Raw<16> raw[CHUNKS];
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c)
-        if (c * group.threads < ahead) raw[c] = load_raw<T, VEC>(source + offset + c * pitch);
+    load_batch<T>(raw, source + offset, pitch, ahead, group.threads);
     const NoCap cap;
     float border = 0.0f, target = -kInfinity;
     if (edge >= 0) border = score_at(source, edge, cap);
@@ -42,12 +41,10 @@ __global__ void __launch_bounds__(512, 2)
     const bool totals = not_zero(smoothing);
     Running<T> running;
     if (counts) {
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c)
-            if (c * group.threads < ahead) running.add_raw(raw[c], cap, totals);
+        if (ahead > 0) running.add_batch(raw, ahead, group.threads, totals);
         if (edge >= 0) running.add_edge(border, totals);
     }
-    running.template combine<false>(group, scratch, totals);
+    running.combine(group, scratch, totals);
     if (correct != nullptr) {
         const bool largest = counts && target == running.top;
         const float hit = first_of_its_score<false>(source, largest ? label : 0, running.top, cap, group, scratch);
@@ -84,21 +81,41 @@ __global__ void __launch_bounds__(512, 2)
         gradient.store_one(out + label, target, cap, gradient.target);
 }
 
+// Starts fetching the first N pieces of each of a block's threads into L2.
+template <typename T, int N>
+RTK_DEVICE void fetch_ahead(const T* row, int columns, int thread, int threads) {
+    constexpr int VEC = 16 / sizeof(T);
+    const Pieces<T> pieces(row, columns);
+    if (thread % 2 != 0) return;  // lines are longer than a piece
+    row += pieces.head + thread * VEC;
+    int there = pieces.vectors - thread;
+#pragma unroll
+    for (int c = 0; c < N; ++c) {
+        if (there > 0) ptx::prefetch_l2(row);
+        row += threads * VEC;
+        there -= threads;
+    }
+}
+
 // Long rows: a persistent block holds one row on the multiprocessor: of each thread's pieces, kHeld in registers,
 // `slots` in shared memory; what is beyond is read again for the gradient, soon, so that it comes from L2.
 //
 // Memory is to be busy all the time: while the gradient of a row is written, piece by piece, the same piece of the next
-// row is fetched into the register or slot that became free, and summed up kLag slots later. A slot belongs to one
-// thread; there are kLag of them or more.
+// row is fetched into the register or slot that became free, and summed up kLag pairs of slots later. A slot belongs to
+// one thread; there are 2 * kLag of them or more, an even number. While the sums of a row are added up nothing is free:
+// the first kAhead pieces of the next row are fetched into L2 then.
 template <typename T>
 __global__ void __launch_bounds__(640, 1)
     cross_entropy_grad_long(const T* x, T* dx, const void* labels, float* loss, float* stats, float* correct,
                             const float* factor, i64* report, i64 rows, i64 cols, i64 x_stride, i64 dx_stride,
                             i64 wide, i64 ignore_index, i64 slots, double smoothing, double z_loss,
                             double per_column) {
-    constexpr int VEC = 16 / sizeof(T), kHeld = 9, kLag = 4, kBeyond = 2;
+    constexpr int VEC = 16 / sizeof(T), kHeld = 9, kLag = 1, kBeyond = 2, kAhead = 6;
+    static_assert(kHeld % 3 == 0, "summed three at a time");
     extern __shared__ __align__(16) u8 memory[];
     __shared__ GroupScratch<1> scratch[2];
+    __shared__ GroupScratch<1> pairs[2];
+    __shared__ float own_gradient;  // of the label, from and to the thread that has it: a register is dear
     ptx::launch_dependents();
     RowGroup group(kWarp);
     group.threads = static_cast<int>(blockDim.x);
@@ -122,7 +139,6 @@ __global__ void __launch_bounds__(640, 1)
     T* out = dx;
     int left = 0, own = -1;
     bool counts = false;
-    float own_gradient = 0.0f;
     Gradient<T> gradient(Terms(0.0, 0.0, 0.0), 0.0f, 0.0f, 0.0f, 0.0f);
     // Of both.
     Raw<16> raw[kHeld];
@@ -135,7 +151,7 @@ __global__ void __launch_bounds__(640, 1)
         }
     };
 
-    int row = -1, next = static_cast<int>(blockIdx.x);
+    int row = -1, next = static_cast<int>(blockIdx.x), phase = 0;
     int label = all.column(next, columns, report, thread == 0);
     while (true) {
         // From one row to the next: the first time there is nothing to write, the last time nothing to read.
@@ -155,30 +171,55 @@ __global__ void __launch_bounds__(640, 1)
         }
         ptx::SharedAddress slot = base, summed = base;
         int to_sum = ahead;
+        const int slot_pitch = threads * 16;
+        auto sum_pair = [&] {
+            if (to_sum > 0) {
+                Raw<16> pair[2];
+                pair[0] = ptx::ld_shared_16(summed);
+                clear_scores<T>(pair[1]);
+                if (to_sum > threads) pair[1] = ptx::ld_shared_16(summed + slot_pitch);
+                running.add_batch(pair, to_sum, threads, totals);
+            }
+            summed = summed + 2 * slot_pitch;
+            to_sum -= 2 * threads;
+        };
 #pragma unroll 1
-        for (int s = 0; s < used; ++s) {
+        for (int s = 0; s < used; s += 2) {
             if (to_write > 0) {
-                Raw<16> piece;
-                if (counts) piece = ptx::ld_shared_16(slot);
-                write(out, piece);
+                Raw<16> pair[2];
+                clear(pair[0]), clear(pair[1]);
+                if (counts) {
+                    pair[0] = ptx::ld_shared_16(slot);
+                    if (to_write > threads) pair[1] = ptx::ld_shared_16(slot + slot_pitch);
+#pragma unroll
+                    for (int c = 0; c < 2; ++c) pair[c] = gradient.template piece<VEC>(pair[c], cap);
+                }
+                ptx::st<16>(out, pair[0]);
+                if (to_write > threads) ptx::st<16>(out + pitch, pair[1]);
             }
             if (to_read > 0) ptx::cp_async_16(slot, from);
+            if (to_read > threads) ptx::cp_async_16(slot + slot_pitch, from + pitch);
             ptx::cp_async_commit();
-            from += pitch, out += pitch;
-            to_read -= threads, to_write -= threads;
-            slot = slot + threads * 16;
-            if (s == kLag - 1) {
+            from += 2 * pitch, out += 2 * pitch;
+            to_read -= 2 * threads, to_write -= 2 * threads;
+            slot = slot + 2 * slot_pitch;
+            if (s == 2 * (kLag - 1)) {
+                if (to_sum > 0) {
 #pragma unroll
-                for (int c = 0; c < kHeld; ++c) {
-                    if (to_sum > 0) running.add_raw(raw[c], cap, totals);
-                    to_sum -= threads;
+                    for (int c = 0; c < kHeld; c += 3) {
+                        Raw<16> three[3];
+#pragma unroll
+                        for (int i = 0; i < 3; ++i) three[i] = raw[c + i];
+                        running.add_batch(three, to_sum - c * threads, threads, totals);
+#pragma unroll
+                        for (int i = 0; i < 3; ++i) raw[c + i] = three[i];
+                    }
                 }
+                to_sum -= kHeld * threads;
             }
-            if (s >= kLag) {
+            if (s >= 2 * kLag) {
                 ptx::cp_async_wait<kLag>();
-                if (to_sum > 0) running.add_raw(ptx::ld_shared_16(summed), cap, totals);
-                summed = summed + threads * 16;
-                to_sum -= threads;
+                sum_pair();
             }
         }
         if (own >= 0) {  // after the piece around it, which the same thread has written
@@ -190,52 +231,47 @@ __global__ void __launch_bounds__(640, 1)
         // The rest of the sum, and what follows from it.
         row = next;
         next += static_cast<int>(gridDim.x);
-        const int next_label = next < count ? all.column(next, columns, report, thread == 0) : kIgnored;
-        const float target = label >= 0 ? score_at(start, label, cap) : 0.0f;  // on its way while the last slots are
+        if (next < count) fetch_ahead<T, kAhead>(x + next * x_stride, columns, thread, threads);
+        // Requested now, looked at when the sums are there.
+        ptx::wait_for_previous();
+        const float g = factor == nullptr ? 1.0f : factor[0];
+        const i64 next_label = next < count ? all.load(next) : ignore_index;
+        Raw<sizeof(T)> target_raw;
+        clear(target_raw);
+        if (label >= 0) target_raw = load_raw<T, 1>(start + label);
+        ptx::cp_async_wait<0>();
 #pragma unroll 1
-        for (int s = 0; s < kLag; ++s) {
-            if (s < kLag - 2) {
-                ptx::cp_async_wait<2>();
-            } else {
-                ptx::cp_async_wait<0>();
-            }
-            if (to_sum > 0) running.add_raw(ptx::ld_shared_16(summed), cap, totals);
-            summed = summed + threads * 16;
-            to_sum -= threads;
-        }
-        source += (kHeld + used) * pitch;  // what is beyond
-        from = source;
+        for (int s = 0; s < kLag; ++s) sum_pair();
+        source = from;  // what is beyond
 #pragma unroll 1
         for (; to_sum > 0; to_sum -= kBeyond * threads, from += kBeyond * pitch) {
             Raw<16> beyond[kBeyond];
-#pragma unroll
-            for (int c = 0; c < kBeyond; ++c)
-                if (c * threads < to_sum) beyond[c] = load_raw<T, VEC>(from + c * pitch);
-#pragma unroll
-            for (int c = 0; c < kBeyond; ++c)
-                if (c * threads < to_sum) running.add_raw(beyond[c], cap, totals);
+            load_batch<T>(beyond, from, pitch, to_sum, threads);
+            running.add_batch(beyond, to_sum, threads, totals);
         }
         counts = label >= 0;
         const Pieces<T> pieces(start, columns);
         const int edge = pieces.edge(thread);
         const float border = counts && edge >= 0 ? score_at(start, edge, cap) : -kInfinity;
         if (counts && edge >= 0) running.add_edge(border, totals);
-        // Its barriers also order the label's score before any store.
-        running.template combine<true>(group, scratch, totals);
+        // Its barrier also orders the label's score before any store.
+        running.combine_block(group, pairs[phase], scratch[1], totals);
+        phase ^= 1;
+        float one_score[1];
+        unpack<T, 1>(target_raw, one_score);
+        const float target = one_score[0];
         if (correct != nullptr) {
             const bool largest = counts && target == running.top;
             const float hit = first_of_its_score<true>(start, largest ? label : 0, running.top, cap, group, scratch);
             if (thread == 0) correct[row] = largest ? hit : 0.0f;
         }
-        ptx::wait_for_previous();
-        const float g = factor == nullptr ? 1.0f : factor[0];
         const Terms terms(smoothing, z_loss, per_column);
         const float level = logf(running.sum);
         if (thread == 0)
             RowResults{loss, stats, rows}.write(row, label, terms, running.top, level, target, running.total);
         gradient = Gradient<T>(terms, g, running.top, level, ptx::rcp(running.sum));
         own = pieces.owner(label, threads) == thread ? label : -1;
-        own_gradient = gradient.at(target, gradient.target);
+        if (own >= 0) own_gradient = gradient.at(target, gradient.target);
         left = pieces.vectors - thread;
         out = dx + row * dx_stride;
         if (edge >= 0) {
@@ -255,7 +291,7 @@ __global__ void __launch_bounds__(640, 1)
             if (counts) beyond = load_raw<T, VEC>(from);
             write(to, beyond);
         }
-        label = next_label;
+        label = all.column(next_label, next, columns, report, thread == 0);
     }
 }
 

@@ -68,10 +68,11 @@ __global__ void __launch_bounds__(512, 1)
 }
 
 // Forward for rows that do not fit in registers or whose addresses allow only narrow accesses: reads the row twice.
-template <typename T, typename W, int VEC, bool RESIDUAL>
+// weight is of T, or of fp32 if `wide`.
+template <typename T, int VEC>
 __global__ void __launch_bounds__(1024, 1)
-    rms_norm_fwd_long(const T* x, const T* residual, const W* weight, T* y, T* sum, i64 rows, i64 cols, i64 x_stride,
-                      i64 residual_stride, i64 threads_per_row, double eps, double offset) {
+    rms_norm_fwd_long(const T* x, const T* residual, const void* weight, T* y, T* sum, i64 rows, i64 cols, i64 x_stride,
+                      i64 residual_stride, i64 threads_per_row, i64 wide, double eps, double offset) {
     __shared__ GroupScratch<1> scratch;
     const RowGroup group(threads_per_row);
     int phase = 0;
@@ -80,22 +81,26 @@ __global__ void __launch_bounds__(1024, 1)
         const i64 row = base + group.index;
         const i64 end = row < rows ? cols : 0;
         const T* x_row = x + row * x_stride;
-        const T* residual_row = residual + row * residual_stride;
+        const T* residual_row = residual == nullptr ? nullptr : residual + row * residual_stride;
+        auto load = [&](i64 column) {
+            return residual_row == nullptr ? load_raw<T, VEC>(x_row + column)
+                                           : load_h<T, VEC, true>(x_row + column, residual_row + column);
+        };
         float square = 0.0f;
         for (i64 column = static_cast<i64>(group.thread) * VEC; column < end; column += group.threads * VEC) {
             float h[VEC];
-            unpack<T, VEC>(load_h<T, VEC, RESIDUAL>(x_row + column, residual_row + column), h);
+            unpack<T, VEC>(load(column), h);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) square += h[i] * h[i];
         }
         square = group_reduce<Sum, false>(square, group, scratch, phase);
         const float rstd = rsqrtf(square / static_cast<float>(cols) + static_cast<float>(eps));
         for (i64 column = static_cast<i64>(group.thread) * VEC; column < end; column += group.threads * VEC) {
-            const auto raw = load_h<T, VEC, RESIDUAL>(x_row + column, residual_row + column);
-            if constexpr (RESIDUAL) ptx::st<sizeof(T) * VEC>(sum + row * cols + column, raw);
+            const auto raw = load(column);
+            if (residual != nullptr) ptx::st<sizeof(T) * VEC>(sum + row * cols + column, raw);
             float h[VEC], gain[VEC];
             unpack<T, VEC>(raw, h);
-            load_gain<W, VEC>(weight, column, static_cast<float>(offset), gain);
+            load_any_gain<T, VEC>(weight, wide, column, static_cast<float>(offset), gain);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) h[i] *= rstd * gain[i];
             store<T, VEC>(y + row * cols + column, h);
@@ -251,11 +256,11 @@ __global__ void __launch_bounds__(CHUNKS == 1 ? 768 : 512, 1)
 }
 
 // Backward for rows that do not fit in registers or allow only narrow accesses: reads the row twice and leaves rstd
-// of every row (fp32, [rows]; null when not wanted) for rms_norm_bwd_weight.
-template <typename T, typename W, int VEC, bool DSUM>
+// of every row (fp32, [rows]; null when not wanted) for rms_norm_bwd_weight. weight is of T, or of fp32 if `wide`.
+template <typename T, int VEC>
 __global__ void __launch_bounds__(1024)
-    rms_norm_bwd_long(const T* dy, const T* h, const W* weight, const T* dsum, T* dh, float* rstd_out, i64 rows,
-                      i64 cols, i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, double eps,
+    rms_norm_bwd_long(const T* dy, const T* h, const void* weight, const T* dsum, T* dh, float* rstd_out, i64 rows,
+                      i64 cols, i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, i64 wide, double eps,
                       double offset) {
     __shared__ GroupScratch<1> scratch, product_scratch;
     const RowGroup group(threads_per_row);
@@ -269,7 +274,7 @@ __global__ void __launch_bounds__(1024)
             float g[VEC], v[VEC], gain[VEC];
             load_stream<T, VEC>(dy + row * dy_stride + column, g);
             load_stream<T, VEC>(h + row * h_stride + column, v);
-            load_gain<W, VEC>(weight, column, static_cast<float>(offset), gain);
+            load_any_gain<T, VEC>(weight, wide, column, static_cast<float>(offset), gain);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
                 square += v[i] * v[i];
@@ -285,10 +290,10 @@ __global__ void __launch_bounds__(1024)
             float g[VEC], v[VEC], gain[VEC];
             load_stream<T, VEC>(dy + row * dy_stride + column, g);
             load_stream<T, VEC>(h + row * h_stride + column, v);
-            load_gain<W, VEC>(weight, column, static_cast<float>(offset), gain);
+            load_any_gain<T, VEC>(weight, wide, column, static_cast<float>(offset), gain);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) v[i] = g[i] * gain[i] * rstd - v[i] * pull;
-            if constexpr (DSUM) {
+            if (dsum != nullptr) {
                 float d[VEC];
                 load_stream<T, VEC>(dsum + row * dsum_stride + column, d);
 #pragma unroll

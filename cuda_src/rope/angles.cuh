@@ -351,13 +351,23 @@ RTK_DEVICE void load_turn(const Angles& angles, i64 row, int column, bool adjace
     }
 }
 
-// Elements 2 i and 2 i + 1 of a chunk change places.
+// The other elements of the pairs of a chunk, where `raw` has them: in the same places, or (`adjacent`) it is the chunk
+// itself and they are its neighbours.
 template <typename T>
-RTK_DEVICE Raw<16> swap_neighbours(const Raw<16>& raw) {
-    Raw<16> swapped;
+RTK_DEVICE void unpack_others(Raw<16> raw, bool adjacent, float (&f)[16 / sizeof(T)]) {
+    if constexpr (is_same<T, bf16>::value) {
+        const u32 even = adjacent ? 0x3244u : 0x1044u, odd = adjacent ? 0x1044u : 0x3244u;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) swapped.w[i] = sizeof(T) == 2 ? __byte_perm(raw.w[i], 0u, 0x1032u) : raw.w[i ^ 1];
-    return swapped;
+        for (int i = 0; i < 8; ++i) f[i] = __uint_as_float(__byte_perm(raw.w[i / 2], 0u, i % 2 == 0 ? even : odd));
+    } else {
+        const Raw<16> given = raw;
+        if (adjacent) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                raw.w[i] = sizeof(T) == 2 ? __byte_perm(given.w[i], 0u, 0x1032u) : given.w[i ^ 1];
+        }
+        unpack<T, 16 / sizeof(T)>(raw, f);
+    }
 }
 
 // Element offsets of one pair, for threads that own pairs and not chunks; `pairs` as PAIRS above.

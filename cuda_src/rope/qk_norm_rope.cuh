@@ -7,12 +7,13 @@
 // ceil(2^32 / group); head h of k and v at (first + kv_step * h) * head_dim. That covers both orders of heads: all of q,
 // all of k, all of v; or for each kv head its group of q heads, k, v.
 //
-// Threads work in groups of 2^lane_bits lanes (Pieces). `slots` groups share a token: q_slots of them take the q heads
-// slot, slot + q_slots, ..., then kv_slots each the k and the v heads, at most HEADS apiece, so that a thread needs one
-// weight and one rotation.
+// Threads work in groups of 2^lane_bits lanes: in the forward with one chunk of 16 bytes of a head each, in the backward
+// with two (Pieces). `slots` groups share a token: q_slots of them take the q heads slot, slot + q_slots, ... (the forward
+// has its own order), then kv_slots each the k and the v heads, so that a thread needs one weight and one rotation.
 #pragma once
 #include "common/math.cuh"
 #include "common/reduce.cuh"
+#include "ptx/forget.cuh"
 #include "rope/angles.cuh"
 
 namespace rtk {
@@ -56,6 +57,14 @@ RTK_DEVICE void group_sums(float (&v)[N], int lanes) {
             for (int i = 0; i < N; ++i) v[i] += __shfl_xor_sync(0xffffffffu, v[i], distance);
         }
     }
+}
+
+// A parameter as a float, converted here and not again wherever it is used, in loops too.
+RTK_DEVICE float converted_once(double parameter) {
+    Raw<4> bits;
+    bits.w[0] = __float_as_uint(static_cast<float>(parameter));
+    ptx::forget(bits);
+    return __uint_as_float(bits.w[0]);
 }
 
 template <int N>

@@ -110,9 +110,9 @@ __global__ void __launch_bounds__(kQkThreads, kQkBlocks)
     const int half = static_cast<int>(rotary) / 2;
     // From a column to the other element of its pair; nothing where that is in the same chunk or there is none.
     auto to_other = [&](int begin) { return adjacent || begin >= 2 * half ? 0 : begin < half ? half : -half; };
-    // From the end: the last threads have fewer heads.
-    for (int task = static_cast<int>(blockDim.x - 1 - threadIdx.x); task < 2 * lanes;
-         task += static_cast<int>(blockDim.x)) {
+    // The last threads have fewer heads. A block has at least 2 * lanes.
+    const int task = static_cast<int>(blockDim.x - 1 - threadIdx.x);
+    if (task < 2 * lanes) {
         const int begin = (task & (lanes - 1)) * N;
         if (begin < dim) {
             Turn<N> turn;
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kQkThreads, kQkBlocks)
     staged.get(part == kQ ? 0 : 1, column < dim ? column / N : 0, turn);
     const int other_lane = static_cast<int>(threadIdx.x % kWarp) + to_other(column) / N;
     const int to_partner = to_other(column) / N * 16;
-    const float inverse = static_cast<float>(inverse_dim), epsilon = static_cast<float>(eps);
+    const float inverse = converted_once(inverse_dim), epsilon = converted_once(eps);
     T* y = part == kQ ? q : part == kK ? k : v;
     y += static_cast<i64>(token) * (static_cast<int>(part == kQ ? q_heads : kv_heads) * dim) + (head * dim + column);
     const i64 to_next = step * dim;
@@ -162,6 +162,9 @@ __global__ void __launch_bounds__(kQkThreads, kQkBlocks)
             for (int e = 0; e < N; ++e) square[j] += u[e] * u[e];
         }
         group_sums<kBatch>(square, lanes);
+        float rstd[kBatch];
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) rstd[j] = rsqrtf(square[j] * inverse + epsilon);
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) {
             float u[N], other[N];
@@ -178,12 +181,10 @@ __global__ void __launch_bounds__(kQkThreads, kQkBlocks)
                 if (part != kV) {
                     if constexpr (!SILU) {
                         unpack<T, N>(raw, u);
-                        unpack<T, N>(adjacent ? swap_neighbours<T>(raw)
-                                              : ptx::ld_shared_16(slot + (j * pitch + to_partner)), other);
+                        unpack_others<T>(ptx::ld_shared_16(slot + (j * pitch + to_partner)), adjacent, other);
                     }
-                    const float rstd = rsqrtf(square[j] * inverse + epsilon);
 #pragma unroll
-                    for (int e = 0; e < N; ++e) u[e] = (u[e] * turn.own[e] + other[e] * turn.cross[e]) * rstd;
+                    for (int e = 0; e < N; ++e) u[e] = (u[e] * turn.own[e] + other[e] * turn.cross[e]) * rstd[j];
                 }
                 if (SILU || part != kV) raw = pack<T, N>(u);
                 ptx::st<16>(y, raw);

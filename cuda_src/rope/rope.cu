@@ -4,6 +4,7 @@
 //
 // Parameters of rope and rope_any: k may be null (k_heads 0). `slots` groups of threads work on a token, each on up to
 // kRopeHeads heads (slot, slot + slots, ...), q's first: the rotation of a token is read once per group.
+#include "ptx/cp_async.cuh"
 #include "rope/angles.cuh"
 
 namespace rtk {
@@ -16,19 +17,85 @@ inline constexpr int kRopeHeads = 4;
         i64 k_place, i64 k_head, i64 q_out_batch, i64 q_out_place, i64 q_out_head, i64 k_out_batch,                \
         i64 k_out_place, i64 k_out_head, i64 by_slots, i64 by_length
 
-// Blocks on a multiprocessor: five hide more of the latency than four (50.9 against 54 µs), where the registers suffice.
-template <int PAIRS>
-struct RopeBlocks {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-    static constexpr int kMost = 4;
-#else
-    static constexpr int kMost = PAIRS == kHalves ? 5 : 4;
-#endif
-};
+inline constexpr int kTokenThreads = 192;  // of a block, at most
+inline constexpr int kTokenBlocks = 5;     // of that size on a multiprocessor, that registers must suffice for
 
-// Groups of 2^lane_bits lanes, one flat index over (token, slot); 16-byte chunks. `spare` counts chunks.
+// Pairs stay neighbours or halves apart (`pairs`). A block has one token, blockIdx.x, or a part of its heads,
+// blockIdx.y: q_slots and then k_slots groups of 2^lane_bits lanes, `groups` of them, each with every q_slots-th q head
+// or k_slots-th k head. A lane has one chunk of 16 bytes of the `width` elements from `begin` on of each of its heads.
+// All chunks are on their way to shared memory at once, [heads, threads], so that registers do not limit how much is;
+// the lane then reads its own, and those with the other elements of its pairs.
+template <typename T>
+__global__ void __launch_bounds__(kTokenThreads, kTokenBlocks)
+    rope_token(const T* q, const T* k, T* q_out, T* k_out, i64 length, i64 q_heads, i64 k_heads, i64 q_slots,
+               i64 k_slots, i64 groups, i64 lane_bits, i64 begin, i64 width, i64 first, i64 pairs, i64 q_batch,
+               i64 q_place, i64 q_head, i64 k_batch, i64 k_place, i64 k_head, i64 q_out_batch, i64 q_out_place,
+               i64 q_out_head, i64 k_out_batch, i64 k_out_place, i64 k_out_head, i64 by_length,
+               RTK_ANGLE_PARAMETERS) {
+    constexpr int N = 16 / sizeof(T);
+    extern __shared__ __align__(16) u8 memory[];
+    const int lane = static_cast<int>(threadIdx.x & ((1u << lane_bits) - 1u));
+    const int group = static_cast<int>(threadIdx.x >> lane_bits);
+    const int batch = static_cast<int>(divided(blockIdx.x, by_length));
+    const int place = static_cast<int>(blockIdx.x - batch * static_cast<u32>(length));
+    const int column = static_cast<int>(begin) + lane * N;
+    int at = group + static_cast<int>(blockIdx.y) * static_cast<int>(groups);
+    const bool is_q = at < static_cast<int>(q_slots);
+    if (!is_q) at -= static_cast<int>(q_slots);
+    const int step = static_cast<int>(is_q ? q_slots : k_slots);
+    int left = static_cast<int>(is_q ? q_heads : k_heads) - at;
+    if (group >= static_cast<int>(groups) || lane * N >= static_cast<int>(width)) left = 0;
+
+    const int pitch = static_cast<int>(blockDim.x) * 16;
+    ptx::SharedAddress slot = ptx::shared_address(memory + threadIdx.x * 16);
+    {
+        const i64 head = is_q ? q_head : k_head;
+        const T* x = (is_q ? q + (batch * q_batch + place * q_place) : k + (batch * k_batch + place * k_place)) +
+                     at * head + column;
+        const i64 to_next = step * head;
+        ptx::SharedAddress to = slot;
+#pragma unroll 4
+        for (int rest = left; rest > 0; rest -= step) {
+            ptx::cp_async_16(to, x);
+            x += to_next;
+            to = to + pitch;
+        }
+        ptx::cp_async_commit();
+    }
+    const Angles angles = RTK_ANGLES;
+    const bool adjacent = pairs == kAdjacent;
+    const int turned = column - static_cast<int>(first), half = angles.rotary / 2;  // column of the rotary part
+    const bool rotated = left > 0 && turned >= 0 && turned < 2 * half;
+    const int to_other = adjacent ? 0 : (turned < half ? half : -half) / N * 16;
+    Turn<N> turn;
+    if (rotated) load_turn<T, N>(angles, angles.row(batch, place, 0), turned, adjacent, turn);
+    const i64 head = is_q ? q_out_head : k_out_head;
+    T* y = (is_q ? q_out + (batch * q_out_batch + place * q_out_place)
+                 : k_out + (batch * k_out_batch + place * k_out_place)) + at * head + column;
+    const i64 to_next = step * head;
+    ptx::cp_async_wait<0>();
+    __syncwarp();
+#pragma unroll 4
+    for (; left > 0; left -= step) {
+        Raw<16> raw = ptx::ld_shared_16(slot);
+        if (rotated) {
+            float x[N], other[N];
+            unpack<T, N>(raw, x);
+            unpack_others<T>(ptx::ld_shared_16(slot + to_other), adjacent, other);
+#pragma unroll
+            for (int i = 0; i < N; ++i) x[i] = x[i] * turn.own[i] + other[i] * turn.cross[i];
+            raw = pack<T, N>(x);
+        }
+        ptx::st<16>(y, raw);
+        y += to_next;
+        slot = slot + pitch;
+    }
+}
+
+// For pairs that change places. Groups of 2^lane_bits lanes, one flat index over (token, slot); 16-byte chunks.
+// `spare` counts chunks.
 template <typename T, int PAIRS>
-__global__ void __launch_bounds__(128, RopeBlocks<PAIRS>::kMost) rope(RTK_ROPE_PARAMETERS, RTK_ANGLE_PARAMETERS) {
+__global__ void __launch_bounds__(128, 4) rope(RTK_ROPE_PARAMETERS, RTK_ANGLE_PARAMETERS) {
     constexpr int N = 16 / sizeof(T);
     const int lane = static_cast<int>(threadIdx.x & ((1u << lane_bits) - 1u));
     const u32 group = blockIdx.x * (blockDim.x >> lane_bits) + (threadIdx.x >> lane_bits);

@@ -16,11 +16,11 @@ NONE, MEAN, SUM = 0, 1, 2
 
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
 _TYPES = [(t,) for t in _WIDTH]
-_FORWARD_THREADS, _BACKWARD_THREADS, _SHORT_THREADS, _CHUNKS = 512, 256, 512, 4
-# cross_entropy_grad_long: pieces of a row that a thread has in registers, how far sums lag behind loads, registers of a
+_FORWARD_THREADS, _BACKWARD_THREADS, _SHORT_THREADS, _CHUNKS = 256, 256, 512, 4
+# cross_entropy_grad_long: pieces of a row that a thread has in registers, the fewest in shared memory, registers of a
 # thread, threads at most, and the pieces a thread should have (what a multiprocessor can hold).
-_HELD, _LAG, _LONG_REGISTERS, _LONG_THREADS, _LONG_PIECES = 9, 4, 96, 640, 31
-_STATIC_SHARED = 512
+_HELD, _LEAST, _LONG_REGISTERS, _LONG_THREADS, _LONG_PIECES = 9, 4, 96, 640, 31
+_STATIC_SHARED = 1040
 
 FWD = Kernel(
     "loss/cross_entropy.cu",
@@ -179,8 +179,12 @@ def _plan_fwd(logits: Meta, labels: Meta):
     check(logits, labels)
     t, rows, cols, stride, device = _shape(logits)
     wide = int(labels[0] == torch.int64)
-    threads = _group(cols // _WIDTH[t], _FORWARD_THREADS)
-    launch = FWD.bind((t,), device, *_grid(rows, threads)) if rows else None
+    if not rows:
+        return None, rows, cols, stride, wide, 0
+    few = rows <= 2 * device_info(device).sm_count  # no more than a block of 512 threads for each half multiprocessor
+    threads = _group(cols // _WIDTH[t], 512 if few else _FORWARD_THREADS)
+    grid, block = _grid(rows, threads)
+    launch = FWD.bind((t,), device, grid, block)
     return launch, rows, cols, stride, wide, threads
 
 
@@ -199,7 +203,7 @@ def long_layout(vectors: int, rows: int, device: int) -> tuple[int, int, int, in
     info = device_info(device)
     threads = min(_LONG_THREADS, -(-vectors // (_LONG_PIECES * 32)) * 32)
     room = (info.shared_per_block - _STATIC_SHARED) // (threads * 16)
-    slots = min(max(_LAG, -(-vectors // threads) - _HELD), room)
+    slots = min(max(_LEAST, -(-vectors // threads) - _HELD + 1), room) // 2 * 2
     shared = slots * threads * 16
     blocks = min(
         65536 // (_LONG_REGISTERS * threads), (info.shared_per_block + 1024) // (shared + _STATIC_SHARED + 1024)

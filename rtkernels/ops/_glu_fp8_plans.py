@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,46 +28,41 @@ _FAST, _ANY = "act/glu_quant.cu", "act/glu_quant_any.cu"
 _FAST_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # the numbers that glu_fp8_any takes
 ACTS = {act: number for number, act in enumerate(ACT_TYPES)}
-_THREADS = 512
-_SLOT = GROUP * GROUP * 2  # bytes of an input's tile that the fast kernels copy ahead
-_STATIC_SHARED = 26624
+_THREADS, _FAST_THREADS = 512, 256
+_STATIC_SHARED, _FAST_STATIC_SHARED = 26624, 23104
 _RESERVED_SHARED = 1024  # per block, by the hardware
-_STAGES = {2: 1, 3: 2}  # tiles copied ahead by the kernels of so many inputs, where shared memory has room
+_FAST_SPACE = 128 << 10  # of shared memory, for fast kernels to be worth while
+_RESIDENT = 2  # fast blocks per multiprocessor, as their registers allow
 _OUTPUTS = "q:ptr scale:ptr q_t:ptr scale_t:ptr"
 _COMMON = "experts:i64 count_width:i64 row_blocks:i64 by_group:i64 pow2:i64 check:i64"
 
 
-def _stages(inputs: int, shared: int) -> int:
-    """Return how many tiles of so many inputs the fast kernels copy ahead: 0 if there is no room for one."""
-    return min(_STAGES[inputs], shared // (inputs * _SLOT))
+def _fast_shared(inputs: int, table: int) -> int:
+    """Return the dynamic shared memory of a fast kernel of so many inputs: the backward keeps a tile there."""
+    return table + (4 * GROUP * GROUP if inputs == 3 else 0)
 
 
-def _fast_variants(inputs: int) -> Callable[[Target], list[tuple[str, int]]]:
-    def variants(target: Target) -> list[tuple[str, int]]:
-        space = shared_limit(target) - _STATIC_SHARED
-        stages = _stages(inputs, space)
-        # Where the backward cannot be fast, the forward is not worth a kernel either.
-        return [(t, stages) for t in _FAST_TYPES.values()] if _stages(3, space) else []
-
-    return variants
+def _fast_variants(target: Target) -> list[tuple[str]]:
+    # The kernel for everything needs less, and smaller GPUs are not what these are tuned for.
+    return [(t,) for t in _FAST_TYPES.values()] if shared_limit(target) >= _FAST_SPACE else []
 
 
 FWD = Kernel(
     _FAST,
     "glu_fp8_fwd",
-    template="T STAGES",
+    template="T",
     args=f"gate:ptr up:ptr weight:ptr counts:ptr {_OUTPUTS} rows:i64 cols:i64 gate_stride:i64 up_stride:i64 "
-    f"{_COMMON} table_bytes:i64",
-    variants=_fast_variants(2),
-    max_registers=64,
+    f"{_COMMON}",
+    variants=_fast_variants,
+    max_registers=128,
 )
 BWD = Kernel(
     _FAST,
     "glu_fp8_bwd",
-    template="T STAGES",
+    template="T",
     args=f"dy:ptr gate:ptr up:ptr weight:ptr counts:ptr {_OUTPUTS} dx:ptr partial:ptr rows:i64 cols:i64 dy_stride:i64 "
-    f"gate_stride:i64 up_stride:i64 {_COMMON} table_bytes:i64",
-    variants=_fast_variants(3),
+    f"gate_stride:i64 up_stride:i64 {_COMMON}",
+    variants=_fast_variants,
     max_registers=128,
 )
 ANY = Kernel(
@@ -273,20 +268,22 @@ def bound_launch(
     info, table = device_info(device), 16 * ((experts or 0) // 2 + 1)
     tiles = blocks * groups_of(cols)
     vector = vector_bytes(align, cols * dtype.itemsize, *(s * dtype.itemsize for s in strides))
-    stages = _stages(len(sources), info.shared_per_block - _STATIC_SHARED - table)
     fast = given.act == "silu" and dtype in _FAST_TYPES and vector == 16 and max(strides) < 2**31 and not any_act
-    if fast and stages and FWD.variants(info.target):
+    shared = _fast_shared(len(sources), table)
+    if fast and FWD.variants(info.target) and shared + _FAST_STATIC_SHARED <= info.shared_per_block:
         if weight is not None and weight[0] != torch.float32:
             return None
-        kernel, resident = (FWD, 2) if dy is None else (BWD, 1)
-        shared = table + stages * len(sources) * _SLOT
-        grid = _grid(tiles, resident, shared, info)
-        launch = kernel.bind((_FAST_TYPES[dtype], stages), device, grid, _THREADS, shared)
-        return launch, (rows, cols, *strides, *options, table), False
+        kernel = FWD if dy is None else BWD
+        grid = tiles
+        if counts is not None and dy is None:  # elsewhere one tile per block is faster, measured on the H200
+            grid = _grid(tiles, _RESIDENT, shared + _FAST_STATIC_SHARED, info)
+        launch = kernel.bind((_FAST_TYPES[dtype],), device, grid, _FAST_THREADS, shared)
+        return launch, (rows, cols, *strides, *options), False
     shared = 4 * GROUP * GROUP + table
     if shared + _STATIC_SHARED > info.shared_per_block:
         raise ArgumentError(f"counts has {experts} elements; their table does not fit into this GPU's shared memory")
-    launch = ANY.bind((dtype == torch.float32,), device, _grid(tiles, 2, shared, info), _THREADS, shared)
+    grid = _grid(tiles, 2, shared + _STATIC_SHARED, info)
+    launch = ANY.bind((dtype == torch.float32,), device, grid, _THREADS, shared)
     if dy is None:
         strides.insert(0, 0)
     weight_type = 0 if weight is None else TYPES[weight[0]]
@@ -296,7 +293,7 @@ def bound_launch(
 
 def _grid(tiles: int, resident: int, shared: int, info: DeviceInfo) -> int:
     """Return how many blocks of a persistent grid there should be: all that are resident at once."""
-    if resident * (shared + _STATIC_SHARED + _RESERVED_SHARED) > info.shared_per_block + _RESERVED_SHARED:
+    if resident * (shared + _RESERVED_SHARED) > info.shared_per_block + _RESERVED_SHARED:
         resident = 1
     return min(tiles, resident * info.sm_count)
 

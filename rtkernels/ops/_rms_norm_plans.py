@@ -34,8 +34,7 @@ _REGISTER_THREADS, _REGISTER_CHUNKS = 512, (1, 2, 4)
 _RING_THREADS, _RING_CHUNKS = 512, (1, 2)
 
 
-def _long_variants(*flags: tuple[bool, ...]) -> list[tuple[Any, ...]]:
-    return [(t, w, v, *f) for t, w in _TYPES for v in (*_NARROW, _WIDTH[t]) for f in flags]
+_LONG_VARIANTS = [(t, v) for t in _WIDTH for v in (*_NARROW, _WIDTH[t])]
 
 
 def _ring_stages(limit: int, chunks: int, dsum: bool) -> int:
@@ -63,42 +62,42 @@ def _ring_variants(target: Target) -> Iterator[tuple[Any, ...]]:
 
 _FWD_ARGS = (
     "x:ptr residual:ptr weight:ptr y:ptr sum:ptr rows:i64 cols:i64 x_stride:i64 residual_stride:i64 "
-    "threads_per_row:i64 eps:f64 offset:f64"
+    "threads_per_row:i64 {wide}eps:f64 offset:f64"
 )
 _BWD_ARGS = (
     "dy:ptr h:ptr weight:ptr dsum:ptr dh:ptr {last}:ptr rows:i64 cols:i64 dy_stride:i64 h_stride:i64 "
-    "dsum_stride:i64 threads_per_row:i64 eps:f64 offset:f64"
+    "dsum_stride:i64 threads_per_row:i64 {wide}eps:f64 offset:f64"
 )
 _FWD = Kernel(
     _UNIT,
     "rms_norm_fwd",
     template="T W VEC CHUNKS RESIDUAL",
-    args=_FWD_ARGS,
+    args=_FWD_ARGS.format(wide=""),
     variants=[(t, w, _WIDTH[t], c, r) for t, w in _TYPES for c in _REGISTER_CHUNKS for r in (False, True)],
     max_registers=96,
 )
 _FWD_LONG = Kernel(
     _UNIT,
     "rms_norm_fwd_long",
-    template="T W VEC RESIDUAL",
-    args=_FWD_ARGS,
-    variants=_long_variants((False,), (True,)),
+    template="T VEC",
+    args=_FWD_ARGS.format(wide="wide:i64 "),
+    variants=_LONG_VARIANTS,
     max_registers=64,
 )
 _BWD = Kernel(
     _UNIT,
     "rms_norm_bwd",
     template="T W CHUNKS DSUM STAGES",
-    args=_BWD_ARGS.format(last="partial"),
+    args=_BWD_ARGS.format(last="partial", wide=""),
     variants=_ring_variants,
     max_registers=128,
 )
 _BWD_LONG = Kernel(
     _UNIT,
     "rms_norm_bwd_long",
-    template="T W VEC DSUM",
-    args=_BWD_ARGS.format(last="rstd"),
-    variants=_long_variants((False,), (True,)),
+    template="T VEC",
+    args=_BWD_ARGS.format(last="rstd", wide="wide:i64 "),
+    variants=_LONG_VARIANTS,
     max_registers=64,
 )
 _BWD_WEIGHT = Kernel(
@@ -106,7 +105,7 @@ _BWD_WEIGHT = Kernel(
     "rms_norm_bwd_weight",
     template="T VEC",
     args="dy:ptr h:ptr rstd:ptr partial:ptr rows:i64 cols:i64 dy_stride:i64 h_stride:i64",
-    variants=[(t, v) for t in _WIDTH for v in (*_NARROW, _WIDTH[t])],
+    variants=_LONG_VARIANTS,
     max_registers=64,
 )
 
@@ -171,14 +170,14 @@ def _plan_fwd(dtype, shape, stride, device, w_dtype, w_shape, w_dense: bool, w_d
     if vec == _WIDTH[t] and vectors <= _REGISTER_THREADS * max(_REGISTER_CHUNKS):
         chunks = 1 if vectors <= 64 else 2 if vectors <= 128 else 4
         threads = group_threads(-(-vectors // chunks), _REGISTER_THREADS)
-        kernel, variant = _FWD, (t, w, vec, chunks, has_residual)
+        kernel, variant, wide = _FWD, (t, w, vec, chunks, has_residual), ()
     else:
         vec = _long_width(vec, t, w)
         threads = group_threads(-(-cols // vec), 1024)
-        kernel, variant = _FWD_LONG, (t, w, vec, has_residual)
+        kernel, variant, wide = _FWD_LONG, (t, vec), (int(w != t),)
     block = block_of(threads)
     grid = min(-(-rows // (block // threads)), GRID_LIMIT)
-    dims = (rows, cols, x_stride, residual_stride, threads)
+    dims = (rows, cols, x_stride, residual_stride, threads, *wide)
     return ForwardPlan(kernel.bind(variant, device, grid, block), dims, *memory, align)
 
 
@@ -200,6 +199,7 @@ class _BackwardPlan:
         chunks = next((c for c in _RING_CHUNKS if vectors <= _RING_THREADS * c), _RING_CHUNKS[-1])
         stages = _ring_stages(info.shared_per_block, chunks, dsum is not None)
         self.cols, self.device, self.weight_grad, self.partial_launch = cols, device, weight_grad, None
+        wide: tuple[int, ...] = ()
         if vec == _WIDTH[t] and vectors <= _RING_THREADS * chunks and stages >= 2:
             threads = group_threads(-(-vectors // chunks), _RING_THREADS)
             most = _ring_block(chunks) // threads if threads <= 32 else min(_ring_block(chunks) // threads, 15)
@@ -214,14 +214,15 @@ class _BackwardPlan:
             threads = group_threads(-(-cols // vec), 1024)
             block = block_of(threads)
             grid = min(-(-rows // (block // threads)), GRID_LIMIT)
-            self.launch = _BWD_LONG.bind((t, w, vec, dsum is not None), device, grid, block)
+            self.launch = _BWD_LONG.bind((t, vec), device, grid, block)
+            wide = (int(w != t),)
             if weight_grad:
                 column_blocks = -(-cols // (256 * vec))
                 self.partial_rows = min(max(1, 4 * info.sm_count // column_blocks), rows, 65535)
                 self.partial_launch = _BWD_WEIGHT.bind((t, vec), device, (column_blocks, self.partial_rows), 256)
                 self.partial_args = (rows, cols, *strides[:2])
         self.rows = rows
-        self.args = (rows, cols, *strides, threads)
+        self.args = (rows, cols, *strides, threads, *wide)
 
     def run(self, dy: Tensor, h: Tensor, weight: Tensor | None, dsum: Tensor | None, eps: float, offset: float):
         dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)

@@ -19,6 +19,7 @@ TYPES = ("bf16", "fp16", "fp32")
 HEADS_PER_GROUP = 4  # kRopeHeads
 UNIT_LIMIT = 2**31 - 1  # (token, head group) pairs that one launch can count
 _BLOCK = 128
+_TOKEN_HEADS, _TOKEN_THREADS = 8, 192  # of a thread and a block of rope_token, at most
 
 _ROPE_ARGS = (
     "q:ptr k:ptr q_out:ptr k_out:ptr tokens:i64 length:i64 q_heads:i64 k_heads:i64 slots:i64 lane_bits:i64 first:i64 "
@@ -31,8 +32,19 @@ ROPE = Kernel(
     "rope",
     template="T PAIRS",
     args=_ROPE_ARGS,
-    variants=[(t, pairs) for t in TYPES for pairs in range(4)],
+    variants=[(t, pairs) for t in TYPES for pairs in (angles_of.GATHER, angles_of.SCATTER)],
     max_registers=112,
+)
+ROPE_TOKEN = Kernel(
+    UNIT,
+    "rope_token",
+    template="T",
+    args="q:ptr k:ptr q_out:ptr k_out:ptr length:i64 q_heads:i64 k_heads:i64 q_slots:i64 k_slots:i64 groups:i64 "
+    "lane_bits:i64 begin:i64 width:i64 first:i64 pairs:i64 q_batch:i64 q_place:i64 q_head:i64 k_batch:i64 k_place:i64 "
+    "k_head:i64 q_out_batch:i64 q_out_place:i64 q_out_head:i64 k_out_batch:i64 k_out_place:i64 k_out_head:i64 "
+    "by_length:i64 " + angles_of.ARGS,
+    variants=[(t,) for t in TYPES],
+    max_registers=64,
 )
 ROPE_ANY = Kernel(UNIT, "rope_any", template="T", args=_ROPE_ARGS, variants=[(t,) for t in TYPES], max_registers=56)
 TABLES = Kernel(
@@ -109,6 +121,13 @@ def lanes_of(head_dim: int, rotary: int, first: int, vec: int, *, copies: bool =
         return None
     lanes = rotary // 2 // vec + (spare // 2 // vec if copies else 0)
     return group_threads(lanes, 32) if lanes <= 32 else None
+
+
+def chunk_lanes(head_dim: int, rotary: int, first: int, vec: int) -> int | None:
+    """Return how many lanes share a head, a 16-byte chunk each; None if they cannot."""
+    if rotary // 2 % vec or first % vec or head_dim % vec or head_dim // vec > 32:
+        return None
+    return group_threads(head_dim // vec, 32)
 
 
 # ---- plans ----------------------------------------------------------------------------------------------------------
@@ -211,12 +230,29 @@ def _plan(
         views = [None if s is None else heads_of("", (dtype, s, dense_strides(s), device), out_layout) for s in outputs]
         out = [*views[0].strides, *(views[1].strides if views[1] else (0, 0, 0))]
     order = pairs if not inverse else (pairs ^ 1 if pairs in (angles_of.GATHER, angles_of.SCATTER) else pairs)
-    lanes = lanes_of(heads.head_dim, rotary, first, vec, copies=not in_place)
+    reorders = order in (angles_of.GATHER, angles_of.SCATTER)
+    begin, width = (first, rotary) if in_place else (0, heads.head_dim)
+    if reorders:
+        lanes = lanes_of(heads.head_dim, rotary, first, vec, copies=not in_place)
+    else:
+        lanes = chunk_lanes(width, rotary, first, vec)
     aligned = vector_bytes(align, *(s * dtype.itemsize for s in (*strides, *out))) == 16
     tables = None
     if lanes is not None and aligned:
         tables = plan_tables(found, t, cos, table_align, order, vec, tokens, heads.length, device)
-    spare = 0 if in_place else heads.head_dim - rotary
+    if tables is not None and not reorders:
+        _limit(tokens, total, 1)
+        counts = (heads.heads, total - heads.heads)
+        slots = [-(-n // _TOKEN_HEADS) for n in counts]
+        grid = -(-sum(slots) // (_TOKEN_THREADS // lanes))
+        groups = -(-sum(slots) // grid)
+        threads = -(-groups * lanes // 32) * 32
+        most = max(-(-n // s) for n, s in zip(counts, slots, strict=True) if s)
+        launch = ROPE_TOKEN.bind((t,), device, (tokens, grid), threads, 16 * most * threads)
+        dims = (heads.length, *counts, *slots, groups, lanes.bit_length() - 1, begin, width, first, order, *strides,
+                *out, divisor(heads.length))  # fmt: skip
+        return _Plan(launch, dims, tables, True, allocator(device), *layouts)
+    spare = width - rotary
     if tables is not None:
         slots, kernel, variant, bits = -(-total // HEADS_PER_GROUP), ROPE, (t, order), lanes.bit_length() - 1
         spare //= vec
@@ -224,12 +260,16 @@ def _plan(
         tables = TablesPlan(found.arguments())
         slots, kernel, variant, bits = total, ROPE_ANY, (t,), 5
     units = tokens * slots
-    if units > UNIT_LIMIT:
-        raise ArgumentError(f"x has {tokens} tokens of {total} heads; expected fewer than {UNIT_LIMIT // slots} tokens")
+    _limit(tokens, total, slots)
     launch = kernel.bind(variant, device, -(-units // (_BLOCK >> bits)), _BLOCK)
     dims = (tokens, heads.length, heads.heads, total - heads.heads, slots, bits, first, spare, order, *strides, *out,
             divisor(slots), divisor(heads.length))  # fmt: skip
     return _Plan(launch, dims, tables, kernel is ROPE, allocator(device), *layouts)
+
+
+def _limit(tokens: int, heads: int, units: int) -> None:
+    if tokens * units > UNIT_LIMIT:
+        raise ArgumentError(f"x has {tokens} tokens of {heads} heads; expected at most {UNIT_LIMIT // units} tokens")
 
 
 _PLANS = Plans(_plan)

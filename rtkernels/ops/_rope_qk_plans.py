@@ -13,11 +13,21 @@ from rtkernels._layout import check_same, divisor, token, vector_bytes
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _rope_angles as angles_of
 from rtkernels.ops._rope_angles import Meta
-from rtkernels.ops._rope_launch import TYPES, UNIT_LIMIT, TablesPlan, heads_of, lanes_of, plan_tables, unit_stride
+from rtkernels.ops._rope_launch import (
+    TYPES,
+    UNIT_LIMIT,
+    TablesPlan,
+    chunk_lanes,
+    heads_of,
+    lanes_of,
+    plan_tables,
+    unit_stride,
+)
 
 _FWD_UNIT, _BWD_UNIT = "rope/qk_norm_rope_fwd.cu", "rope/qk_norm_rope_bwd.cu"
 _BLOCK = 128
-_HEADS = {False: 4, True: 2}  # of a thread at a time in the forward, without and with SiLU
+_HEADS = 8  # of a thread in the forward, at most
+_FWD_THREADS = 192  # kQkThreads
 _BWD_HEADS = 4
 _ANY_HEAD_DIM = 4096  # what rows of dweight in shared memory allow everywhere
 
@@ -26,7 +36,13 @@ _DIMS = (
     "group_magic:i64 q_extra:i64 kv_step:i64 k_first:i64 v_first:i64 head_dim:i64 lane_bits:i64 weight_wide:i64 "
     "by_slots:i64 by_length:i64 eps:f64 offset:f64 inverse_dim:f64 "
 )
-_FWD_ARGS = "qkv:ptr q_weight:ptr k_weight:ptr q:ptr k:ptr v:ptr " + _DIMS
+_FWD_POINTERS = "qkv:ptr q_weight:ptr k_weight:ptr q:ptr k:ptr v:ptr "
+_FWD_DIMS = (
+    "length:i64 qkv_batch:i64 qkv_place:i64 q_heads:i64 kv_heads:i64 q_slots:i64 kv_slots:i64 set_slots:i64 "
+    "set_heads:i64 set_columns:i64 q_step:i64 q_extra:i64 kv_step:i64 k_first:i64 v_first:i64 head_dim:i64 "
+    "lane_bits:i64 groups:i64 most:i64 pairs:i64 weight_wide:i64 by_set:i64 by_group:i64 by_length:i64 eps:f64 "
+    "offset:f64 inverse_dim:f64 "
+)
 _BWD_ARGS = (
     "dq:ptr dk:ptr dv:ptr qkv:ptr q_weight:ptr k_weight:ptr dqkv:ptr partial:ptr "
     "dq_batch:i64 dq_place:i64 dq_head:i64 dk_batch:i64 dk_place:i64 dk_head:i64 "
@@ -50,18 +66,18 @@ def _bwd_variants(target: Target) -> Iterator[tuple[Any, ...]]:
 FWD = Kernel(
     _FWD_UNIT,
     "qk_norm_rope_fwd",
-    template="T PAIRS SILU HEADS",
-    args=_FWD_ARGS + angles_of.ARGS,
-    variants=[(t, p, s, _HEADS[s]) for t in TYPES for p in (angles_of.HALVES, angles_of.ADJACENT) for s in _SILU],
-    max_registers=120,
+    template="T SILU",
+    args=_FWD_POINTERS + _FWD_DIMS + angles_of.ARGS,
+    variants=[(t, s) for t in TYPES for s in _SILU],
+    max_registers=64,
 )
 FWD_ANY = Kernel(
     _FWD_UNIT,
     "qk_norm_rope_fwd_any",
     template="T SILU",
-    args=_FWD_ARGS + "pairs:i64 " + angles_of.ARGS,
+    args=_FWD_POINTERS + _DIMS + "pairs:i64 " + angles_of.ARGS,
     variants=[(t, s) for t in TYPES for s in _SILU],
-    max_registers=64,
+    max_registers=80,
 )
 BWD = Kernel(
     _BWD_UNIT,
@@ -179,7 +195,6 @@ class ForwardPlan(NamedTuple):
     launch: Launch | None
     dims: tuple[int | float, ...]
     tables: TablesPlan | None
-    tail: tuple[int, ...]
     allocate: Any
     q_layout: tuple[Any, ...]
     kv_layout: tuple[Any, ...]
@@ -202,6 +217,35 @@ def _slots(found: Qkv, heads: int) -> tuple[int, int]:
     return -(-found.q_heads // heads), -(-found.kv_heads // heads)
 
 
+class _Sets(NamedTuple):
+    """How the forward shares out the q heads: rope/qk_norm_rope_fwd.cu."""
+
+    slots: int
+    set_slots: int
+    set_heads: int
+    set_columns: int
+    step: int
+    group: int
+    extra: int
+
+    @property
+    def most(self) -> int:
+        """Heads of one group of threads."""
+        return -(-self.set_heads // self.set_slots)
+
+
+def _sets(found: Qkv) -> _Sets:
+    """Return sets such that the heads of a group of threads are evenly spaced in qkv."""
+    sets, extra = (found.kv_heads, 2) if found.grouped else (1, 0)
+    group = found.q_heads // sets
+    inside = -(-group // _HEADS)  # a set is what shares a kv head
+    rounds = -(-found.q_heads // _HEADS)
+    across = -(-rounds // group) * group  # or there is one set: heads in the same place of their groups
+    if sets * inside <= across:
+        return _Sets(sets * inside, inside, group, group + extra, inside, group, extra)
+    return _Sets(across, across, found.q_heads, 0, across + extra * (across // group), group, extra)
+
+
 def _limit(found: Qkv, units: int) -> None:
     if units > UNIT_LIMIT:
         raise ArgumentError(
@@ -222,28 +266,45 @@ def _plan_fwd(
     shapes = [found.shape(packed, heads) for heads in (q_heads, kv_heads)]
     memory = (allocator(device), *((s, dense_strides(s), dtype) for s in shapes))
     if found.tokens == 0:
-        return ForwardPlan(None, (), None, (), *memory)
+        return ForwardPlan(None, (), None, *memory)
     if tables_found.table_stride < 0 or not (unit_stride(qkv) and _is_dense(q_weight) and _is_dense(k_weight)):
         return None
     t, size = token("qkv", dtype), dtype.itemsize
     vec, rotary = 16 // size, tables_found.rotary
-    lanes = lanes_of(found.head_dim, rotary, 0, vec)
+    lanes = chunk_lanes(found.head_dim, rotary, 0, vec)
     strides = (found.batch_stride * size, found.place_stride * size)
     tables = None
     if lanes is not None and vector_bytes(align, *strides) == 16:
         cos = angles[0]
         tables = plan_tables(tables_found, t, cos, table_align, pairs, vec, found.tokens, found.length, device)
-    if tables is not None:
-        heads, bits, tail = _HEADS[silu], lanes.bit_length() - 1, ()
-        kernel, variant = FWD, (t, pairs, silu, heads)
-    else:
-        heads, bits, tail = 1, 5, (pairs,)
-        kernel, variant, tables = FWD_ANY, (t, silu), TablesPlan(tables_found.arguments())
-    slots = _slots(found, heads)
-    units = found.tokens * (slots[0] + 2 * slots[1])
-    _limit(found, units)
-    launch = kernel.bind(variant, device, -(-units // (_BLOCK >> bits)), _BLOCK)
-    return ForwardPlan(launch, _dims(found, slots, bits, q_weight, eps, offset), tables, tail, *memory)
+    if tables is None:
+        slots, tables = _slots(found, 1), TablesPlan(tables_found.arguments())
+        units = found.tokens * (slots[0] + 2 * slots[1])
+        _limit(found, units)
+        launch = FWD_ANY.bind((t, silu), device, -(-units // (_BLOCK // 32)), _BLOCK)
+        return ForwardPlan(launch, (*_dims(found, slots, 5, q_weight, eps, offset), pairs), tables, *memory)
+    _limit(found, found.tokens)
+    dims, grid, threads, shared = _fwd_geometry(found, lanes, vec, pairs, q_weight)
+    launch = FWD.bind((t, silu), device, (found.tokens, grid), threads, shared)
+    return ForwardPlan(launch, (*dims, eps, offset, 1.0 / found.head_dim), tables, *memory)
+
+
+def _fwd_geometry(found: Qkv, lanes: int, vec: int, pairs: int, weight: Meta | None):
+    """Return the integer arguments of the forward, blocks per token, threads, and bytes of shared memory."""
+    sets, kv_slots = _sets(found), -(-found.kv_heads // _HEADS)
+    slots = sets.slots + 2 * kv_slots
+    grid = -(-slots // (_FWD_THREADS // lanes))
+    groups = -(-slots // grid)
+    threads = -(-max(groups, 2) * lanes // 32) * 32
+    most = max(sets.most, -(-found.kv_heads // kv_slots))
+    _, _, kv_step, k_first, v_first = found.head_order()
+    dims = (
+        found.length, found.batch_stride, found.place_stride, found.q_heads, found.kv_heads, sets.slots, kv_slots,
+        *sets[1:5], sets.extra, kv_step, k_first, v_first, found.head_dim, lanes.bit_length() - 1, groups, most, pairs,
+        int(weight is not None and weight[0] == torch.float32), divisor(sets.set_slots), divisor(sets.group),
+        divisor(found.length),
+    )  # fmt: skip
+    return dims, grid, threads, 16 * (most * threads + vec * lanes)
 
 
 FWD_PLANS = Plans(_plan_fwd)

@@ -42,7 +42,7 @@ def _launch_fwd(qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, *
     if plan.launch is not None:
         tables, _alive = plan.tables.addresses(cos, sin, index)
         plan.launch(
-            x_address, qw_address, kw_address, q.data_ptr(), k.data_ptr(), v.data_ptr(), *plan.dims, *plan.tail,
+            x_address, qw_address, kw_address, q.data_ptr(), k.data_ptr(), v.data_ptr(), *plan.dims,
             *tables, *plan.tables.angles,
         )  # fmt: skip
     return q, k, v

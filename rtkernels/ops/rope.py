@@ -184,7 +184,7 @@ def _rows() -> Iterator[Row]:
 OP = Op(
     "rope",
     public=("rope", "mla_rope"),
-    kernels=(launch.ROPE, launch.ROPE_ANY, launch.TABLES, *mla.KERNELS),
+    kernels=(launch.ROPE, launch.ROPE_TOKEN, launch.ROPE_ANY, launch.TABLES, *mla.KERNELS),
     torch_ops=(FORWARD, IN_PLACE, *mla.TORCH_OPS),
     samples=_samples,
     rows=_rows,
