@@ -1,4 +1,4 @@
-"""``python -m bench run``, ``check`` and ``report``."""
+"""``python -m bench run``, ``check``, ``sweep`` and ``report``."""
 
 from __future__ import annotations
 
@@ -42,6 +42,10 @@ def parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="call ours and every peer once, untimed, and say how they differ")
     check.add_argument("--rows", type=_regex, help="regular expression on 'name shape'")
     check.add_argument("--peers", type=_families, default=CHECKED, help="as for run; all but inductor when left out")
+    sweep = commands.add_parser("sweep", help="ours and a copy over many shapes, with the memory a call takes")
+    sweep.add_argument("--rows", type=_regex, default="", help="regular expression on the op's row name")
+    sweep.add_argument("--out", type=Path, help="result file (default bench/results/<gpu>-<date>.json)")
+    sweep.add_argument("--quick", action="store_true", help="30 samples a measurement instead of 100")
     show = commands.add_parser("report", help="print result files as markdown")
     show.add_argument("files", nargs="*", type=Path, help="default: the newest in bench/results/")
     show.add_argument("--plot", type=Path, metavar="PNG", help="also draw copy / time per row")
@@ -97,6 +101,27 @@ def _check(args: argparse.Namespace) -> int:
     return 0 if run.check(rows, bench, pool) else 1
 
 
+def _sweep(args: argparse.Namespace) -> int:
+    import torch
+
+    if not torch.cuda.is_available():
+        print(NO_GPU, file=sys.stderr)
+        return 2
+    from bench import sweep
+    from bench.timing import CudaDevice, Timer
+
+    env = meta.environment()
+    timer = Timer(CudaDevice(), iterations=30 if args.quick else 100)
+    rows = sweep.measure(
+        timer, "cuda", lambda text: print(text, flush=True), lambda name: re.search(args.rows, name) is not None
+    )
+    result = {
+        "schema": meta.SCHEMA, "environment": env, "copy_peak_gbps": None, "rows": rows, "host": None, "complete": True,
+    }  # fmt: skip
+    meta.save(result, args.out or meta.default_path(env))
+    return 0
+
+
 def _report(args: argparse.Namespace) -> int:
     files = args.files or sorted(meta.RESULTS.glob("*.json"), key=lambda p: p.stat().st_mtime)[-1:]
     if not files:
@@ -119,7 +144,7 @@ def _report(args: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     args = parser().parse_args(argv)
-    return {"run": _run, "check": _check, "report": _report}[args.command](args)
+    return {"run": _run, "check": _check, "sweep": _sweep, "report": _report}[args.command](args)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ launches in ``Plans``, keyed by the metadata of their tensors, so a repeated cal
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import struct
@@ -21,7 +22,7 @@ import torch
 
 from rtkernels import _arch, _cache, _env, _nvrtc
 from rtkernels._arch import Target
-from rtkernels.errors import NotWarmError, ToolkitError, UnsupportedDeviceError
+from rtkernels.errors import NotWarmError, RtkError, ToolkitError, UnsupportedDeviceError
 
 Launch = Callable[..., None]
 Variant = tuple[Any, ...]
@@ -178,6 +179,28 @@ class Kernel:
 
     def _after_fork(self) -> None:
         self._lock = threading.Lock()
+
+
+def build_together(device: int, *wanted: tuple[Kernel, Variant]) -> None:
+    """Compile at the same time what several kernels of one call still lack; binding them then finds it in the cache."""
+    if device < 0 or torch.cuda.is_current_stream_capturing():
+        return
+    target = device_info(device).target
+    missing = [(k, v) for k, v in wanted if (v, device) not in k._functions and k.supports(target)]
+    threads = [
+        threading.Thread(target=_build_quietly, args=(kernel, variant, target)) for kernel, variant in missing[1:]
+    ]
+    for thread in threads:
+        thread.start()
+    if threads:
+        _build_quietly(*missing[0], target)
+    for thread in threads:
+        thread.join()
+
+
+def _build_quietly(kernel: Kernel, variant: Variant, target: Target) -> None:
+    with contextlib.suppress(RtkError):  # binding meets it again, and raises
+        _cache.load(kernel.unit, [kernel.expression(variant)], target, kernel.flags, op=kernel.op)
 
 
 class Plans(dict):

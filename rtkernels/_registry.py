@@ -144,8 +144,9 @@ def call({names}):
         def remember(*args: Any) -> Any:
             plan = self._plan(*args)
             if plan is not None:
-                if plan.matches is None:
-                    plan.matches = same_tensors([args[i] for i in tensors])
+                given = [args[i] for i in tensors]
+                if plan.matches is None or not plan.matches(*given):  # or made under inference mode, say
+                    plan.matches = same_tensors(given)
                 scope["recent"] = plan.matches, plan  # one assignment: other threads see both or neither
             return self._run_plan(plan, *args)
 

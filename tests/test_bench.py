@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import __main__ as cli
 from bench import host, meta, peers, report, run
-from bench.timing import Timing
+from bench.timing import Timer, Timing
 from rtkernels.errors import ArgumentError
 from rtkernels.testing import Row
 
@@ -324,3 +324,45 @@ def test_host_modes() -> None:
     assert not modes["no_grad"]().requires_grad and modes["grad"]().requires_grad
     assert len(modes["grad_backward"]()) == 2
     assert list(host._modes(lambda x: x, [torch.ones(4)], False)) == ["no_grad", "inference"]
+
+
+def test_sweep_times_every_point_on_a_simulated_device() -> None:
+    from bench import sweep
+
+    class Device:
+        def __init__(self) -> None:
+            self.now = 0.0
+
+        def spin(self, us: float) -> None:
+            pass
+
+        def flush(self) -> None:
+            pass
+
+        def event(self) -> float:
+            self.now += 5.0
+            return self.now
+
+        def reached(self, event: float) -> bool:
+            return False
+
+        def elapsed_us(self, start: float, end: float) -> float:
+            return end - start
+
+        def sync(self) -> None:
+            pass
+
+    names = {point.name for point in sweep.points("cpu")}
+    assert {"rms_norm_bwd", "layer_norm_fwd", "softmax_fwd", "glu_fwd", "cross_entropy_fwdbwd"} <= names
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep, "points", _few_points)
+        rows = sweep.measure(Timer(Device(), 2, 2, 0.0), "cpu", lambda text: None, lambda name: "bwd" not in name)
+    assert {row["row"] for row in rows} == {"rms_norm_fwd", "layer_norm_fwd", "cross_entropy_fwd"}
+    assert all(row["us"] > 0 and row["copy_us"] > 0 and row["peak_extra_bytes"] is None for row in rows)
+
+
+def _few_points(device: str):
+    from bench import sweep
+
+    yield from sweep._norms(4, 64, device)
+    yield from sweep._losses(4, 100, device)

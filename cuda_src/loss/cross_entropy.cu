@@ -82,11 +82,11 @@ __global__ void __launch_bounds__(256, 4)
     cross_entropy_bwd(const float* dloss, const T* x, T* dx, const void* labels, const float* stats,
                       const float* factor, i64* report, i64 rows, i64 cols, i64 x_stride, i64 dx_stride,
                       i64 dloss_stride, i64 wide, i64 ignore_index, i64 first, i64 vocabulary, i64 threads_per_row,
-                      i64 segments, double smoothing, double z_loss, double per_column,
+                      i64 segments, i64 by_segments, double smoothing, double z_loss, double per_column,
                       double softcap) {
     constexpr int VEC = 16 / sizeof(T), CHUNKS = 4;
     const RowGroup group(threads_per_row);
-    const u32 row_block = segments == 1 ? blockIdx.x : blockIdx.x / static_cast<u32>(segments);
+    const u32 row_block = divided(blockIdx.x, by_segments);
     const int segment = static_cast<int>(blockIdx.x - row_block * static_cast<u32>(segments));
     const i64 row = static_cast<i64>(row_block) * group.count + group.index;
     if (row >= rows) return;

@@ -46,12 +46,12 @@ template <typename T, typename W, int CHUNKS>
 __global__ void __launch_bounds__(512)
     group_rms_norm_gate_fwd(const T* x, const T* gate, const W* weight, T* y, i64 inner_size, i64 groups, i64 cols,
                             i64 x_outer, i64 x_inner, i64 x_group, i64 gate_outer, i64 gate_inner, i64 y_outer,
-                            i64 y_inner, i64 weight_group, i64 threads_per_row, double eps) {
+                            i64 y_inner, i64 weight_group, i64 threads_per_row, i64 by_groups, double eps) {
     constexpr int VEC = 16 / sizeof(T);
     __shared__ GroupScratch<1> scratch;
     const RowGroup group(threads_per_row);
     const u32 row = blockIdx.x * group.count + group.index;
-    const u32 token = row / static_cast<u32>(groups);
+    const u32 token = divided(row, by_groups);
     const u32 g = row - token * static_cast<u32>(groups);
     const int end = token < static_cast<u32>(inner_size) ? static_cast<int>(cols) : 0;
     const int column = group.thread * VEC;

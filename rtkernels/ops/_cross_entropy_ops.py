@@ -109,7 +109,7 @@ def _launch_parts(logits, labels, ignore_index, label_smoothing, softcap, first,
 
 def _run_bwd(dloss, logits, out, labels, stats, factor, ignore_index, smoothing, z_loss, softcap, first, vocabulary):
     """Write the gradient of `logits` (rows, aligned as `out`) into `out`, which may be `logits`."""
-    launch, rows, cols, stride, wide, threads, segments = BWD_PLANS[metadata(logits), metadata(labels)]
+    launch, rows, cols, stride, wide, *cut = BWD_PLANS[metadata(logits), metadata(labels)]
     if launch is None:
         return
     dloss = dloss.float()
@@ -120,7 +120,7 @@ def _run_bwd(dloss, logits, out, labels, stats, factor, ignore_index, smoothing,
         dloss.data_ptr(), logits.data_ptr(), out.data_ptr(), labels.data_ptr(), stats.data_ptr(),
         0 if factor is None or factor.numel() == 0 else factor.data_ptr(), report(device).tensor.data_ptr(), rows, cols,
         stride, row_stride(out.shape, out.stride()), int(dloss.numel() != 1), wide, ignore_index, first, vocabulary,
-        threads, segments, smoothing, z_loss, smoothing / vocabulary, softcap,
+        *cut, smoothing, z_loss, smoothing / vocabulary, softcap,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rtkernels._kernel import Kernel, Plans, device_info
-from rtkernels._layout import GRID_LIMIT, block_of, check_same, group_threads, row_count, row_stride, token
+from rtkernels._layout import GRID_LIMIT, block_of, check_same, divisor, group_threads, row_count, row_stride, token
 from rtkernels.errors import ArgumentError
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
@@ -16,7 +16,8 @@ NONE, MEAN, SUM = 0, 1, 2
 
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
 _TYPES = [(t,) for t in _WIDTH]
-_FORWARD_THREADS, _BACKWARD_THREADS, _SHORT_THREADS, _CHUNKS = 256, 256, 512, 4
+_FORWARD_THREADS, _BACKWARD_THREADS, _SHORT_THREADS, _CHUNKS = 256, 128, 512, 4
+_FORWARD_BATCH = 6  # kForwardBatch
 # cross_entropy_grad_long: pieces of a row that a thread has in registers, the fewest in shared memory, registers of a
 # thread, threads at most, and the pieces a thread should have (what a multiprocessor can hold).
 _HELD, _LEAST, _LONG_REGISTERS, _LONG_THREADS, _LONG_PIECES = 9, 4, 96, 640, 31
@@ -37,7 +38,7 @@ BWD = Kernel(
     template="T",
     args="dloss:ptr x:ptr dx:ptr labels:ptr stats:ptr factor:ptr report:ptr rows:i64 cols:i64 x_stride:i64 "
     "dx_stride:i64 dloss_stride:i64 wide:i64 ignore_index:i64 first:i64 vocabulary:i64 threads_per_row:i64 "
-    "segments:i64 smoothing:f64 z_loss:f64 per_column:f64 softcap:f64",
+    "segments:i64 by_segments:i64 smoothing:f64 z_loss:f64 per_column:f64 softcap:f64",
     variants=_TYPES,
     max_registers=64,
 )
@@ -156,9 +157,9 @@ def check_options(label_smoothing: float, z_loss: float, softcap: float, reducti
 # ---- planning: plain metadata in, a bound launch out ----------------------------------------------------------------
 
 
-def _group(vectors: int, most: int) -> int:
-    """Threads of a row: at least 16, so that each column before and after the vectors has one."""
-    return max(16, group_threads(-(-vectors // _CHUNKS), most))
+def _group(vectors: int, most: int, each: int = _CHUNKS) -> int:
+    """Threads of a row, with `each` pieces or more: at least 16, so that each column beside the vectors has one."""
+    return max(16, group_threads(-(-vectors // each), most))
 
 
 def _grid(rows: int, threads: int, segments: int = 1) -> tuple[int, int]:
@@ -182,7 +183,7 @@ def _plan_fwd(logits: Meta, labels: Meta):
     if not rows:
         return None, rows, cols, stride, wide, 0
     few = rows <= 2 * device_info(device).sm_count  # no more than a block of 512 threads for each half multiprocessor
-    threads = _group(cols // _WIDTH[t], 512 if few else _FORWARD_THREADS)
+    threads = _group(cols // _WIDTH[t], 512 if few else _FORWARD_THREADS, _FORWARD_BATCH)
     grid, block = _grid(rows, threads)
     launch = FWD.bind((t,), device, grid, block)
     return launch, rows, cols, stride, wide, threads
@@ -195,7 +196,7 @@ def _plan_bwd(logits: Meta, labels: Meta):
     threads = _group(vectors, _BACKWARD_THREADS)
     segments = max(1, -(-vectors // (threads * _CHUNKS)))
     launch = BWD.bind((t,), device, *_grid(rows, threads, segments)) if rows else None
-    return launch, rows, cols, stride, int(labels[0] == torch.int64), threads, segments
+    return launch, rows, cols, stride, int(labels[0] == torch.int64), threads, segments, divisor(segments)
 
 
 def long_layout(vectors: int, rows: int, device: int) -> tuple[int, int, int, int]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels._kernel import Launch, Plans, allocator, dense_strides, device_info
+from rtkernels._kernel import Launch, Plans, allocator, build_together, dense_strides, device_info
 from rtkernels._layout import (
     FLOAT_DTYPES,
     GRID_LIMIT,
@@ -203,6 +203,7 @@ class _DynamicPlan:
         blocks = m.run_blocks(threads)
         self._blocks = min(blocks, _AMAX_BLOCKS_PER_SM * device_info(m.device).sm_count)
         block = block_of(threads)
+        build_together(m.device, (AMAX, (t, m.vec)), (TENSOR, (t, f, m.vec)))
         self._amax = AMAX.bind((t, m.vec), m.device, self._blocks, block)
         self._quantize = TENSOR.bind((t, f, m.vec), m.device, blocks, block, overlap=True)
         self._args, self._pow2, self._dtype = (m.rows, m.cols, m.stride, threads), pow2, dtype

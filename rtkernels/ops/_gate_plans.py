@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rtkernels._arch import Target
 from rtkernels._kernel import DeviceInfo, Kernel, Plans, dense_memory, device_info
-from rtkernels._layout import GRID_LIMIT, block_of, check_same, group_threads, row_stride, token, vector_bytes
+from rtkernels._layout import GRID_LIMIT, block_of, check_same, divisor, group_threads, row_stride, token, vector_bytes
 from rtkernels.errors import ArgumentError
 
 _UNIT = "norm/group_rms_norm_gate.cu"
@@ -21,7 +21,7 @@ _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
 _CHUNKS = 2  # 16-byte pieces of each input that a thread owns, at most
 _STAGES = 2  # rows per thread group in the ring of the backward: 51.4 µs, 52.3 with four (c 2048, 4 groups)
 _THREADS = 512
-_COUNT_LIMIT = 2**31 - 1  # the kernels that count in 32 bits take no more
+_COUNT_LIMIT = 2**31 - 1024  # the kernels that count in 32 bits take no more, and a block may pass the end
 
 
 def _ring_bytes(threads: int, chunks: int) -> int:
@@ -35,7 +35,7 @@ def _bwd_variants(target: Target) -> Iterator[tuple[Any, ...]]:
 _LONG_VARIANTS = [(t, w, v) for t, w in _TYPES for v in (1, _WIDTH[t])]
 _FWD_STRIDES = (
     "inner_size:i64 groups:i64 cols:i64 x_outer:i64 x_inner:i64 x_group:i64 gate_outer:i64 gate_inner:i64 "
-    "y_outer:i64 y_inner:i64 weight_group:i64 threads_per_row:i64 eps:f64"
+    "y_outer:i64 y_inner:i64 weight_group:i64 threads_per_row:i64"
 )
 _BWD_POINTERS = "dy:ptr x:ptr gate:ptr weight:ptr dx:ptr dgate:ptr"
 _COUNTS = "tokens:i64 inner_size:i64 groups:i64 cols:i64"
@@ -44,7 +44,7 @@ _FWD = Kernel(
     _UNIT,
     "group_rms_norm_gate_fwd",
     template="T W CHUNKS",
-    args=f"x:ptr gate:ptr weight:ptr y:ptr {_FWD_STRIDES}",
+    args=f"x:ptr gate:ptr weight:ptr y:ptr {_FWD_STRIDES} by_groups:i64 eps:f64",
     variants=[(t, w, _CHUNKS) for t, w in _TYPES],
     max_registers=64,
 )
@@ -52,7 +52,7 @@ _FWD_LONG = Kernel(
     _UNIT,
     "group_rms_norm_gate_fwd_long",
     template="T W VEC",
-    args=f"x:ptr gate:ptr weight:ptr y:ptr tokens:i64 {_FWD_STRIDES}",
+    args=f"x:ptr gate:ptr weight:ptr y:ptr tokens:i64 {_FWD_STRIDES} eps:f64",
     variants=_LONG_VARIANTS,
     max_registers=80,
 )
@@ -252,7 +252,7 @@ def _plan_fwd(x: Meta, gate: Meta, weight: Meta | None, groups: int, layout: str
     if (threads := s.threads()) and outer <= 65535:
         block = block_of(threads)
         grid = (-(-inner * groups // (block // threads)), outer)
-        return _FWD.bind((s.t, s.w, _CHUNKS), s.device, grid, block), (*numbers, threads), *memory
+        return _FWD.bind((s.t, s.w, _CHUNKS), s.device, grid, block), (*numbers, threads, divisor(groups)), *memory
     grid, block, threads = s.long_geometry()
     return _FWD_LONG.bind((s.t, s.w, s.vec), s.device, grid, block), (s.tokens, *numbers, threads), *memory
 

@@ -17,7 +17,7 @@ from rtkernels.ops._rope_angles import LAYOUTS, Angles, Meta
 UNIT = "rope/rope.cu"
 TYPES = ("bf16", "fp16", "fp32")
 HEADS_PER_GROUP = 4  # kRopeHeads
-UNIT_LIMIT = 2**31 - 1  # (token, head group) pairs that one launch can count
+UNIT_LIMIT = 2**31 - 1024  # (token, head group) pairs that one launch can count, and a block may pass the end
 _BLOCK = 128
 _TOKEN_HEADS, _TOKEN_THREADS = 8, 192  # of a thread and a block of rope_token, at most
 

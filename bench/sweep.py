@@ -1,0 +1,135 @@
+"""Ours and a copy over many shapes, without peers: where are the cliffs, and how much memory does a call take?
+
+Efficiency is compared between neighbours: hidden sizes beside powers of two, few and many rows, short and long
+vocabularies. Correctness at such shapes is the business of the tests; here nothing is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from bench.timing import Timer, copy_calls
+
+HIDDEN = (1536, 2048, 4096, 5120, 7168, 8192)
+VOCABULARY = (1000, 4096, 32000, 50257, 128256, 151936, 157184, 262144)
+ELEMENTS = 1 << 28
+COPIES, ROTATED_BYTES = 3, 2 << 30
+
+
+class Point(NamedTuple):
+    """One op at one shape; `make` gives a call, `nbytes` is the least it can move."""
+
+    name: str
+    rows: int
+    cols: int
+    nbytes: int
+    make: Callable[[], Callable[[], Any]]
+
+
+def _norms(rows: int, cols: int, device: str) -> Iterator[Point]:
+    from rtkernels.ops import layer_norm as layers
+    from rtkernels.ops import rms_norm as rms
+
+    def data(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device, dtype=torch.bfloat16)
+
+    def call(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+        return lambda: function(*args)
+
+    n = 2 * rows * cols
+    yield Point("rms_norm_fwd", rows, cols, 2 * n, lambda: call(rms.FORWARD, data(rows, cols), data(cols), 1e-6, 0.0))
+    yield Point(
+        "rms_norm_bwd", rows, cols, 3 * n,
+        lambda: call(rms.BACKWARD, data(rows, cols), data(rows, cols), data(cols), None, 1e-6, 0.0, True),
+    )  # fmt: skip
+    yield Point(
+        "layer_norm_fwd", rows, cols, 2 * n,
+        lambda: call(layers.layer_norm, data(rows, cols), data(cols), data(cols)),
+    )  # fmt: skip
+
+
+def _rows(rows: int, cols: int, device: str) -> Iterator[Point]:
+    import rtkernels as rtk
+
+    def data(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device, dtype=torch.bfloat16)
+
+    def call(function: Callable[..., Any], *args: Any, **options: Any) -> Callable[[], Any]:
+        return lambda: function(*args, **options)
+
+    n = 2 * rows * cols
+    yield from _norms(rows, cols, device)
+    yield Point("softmax_fwd", rows, cols, 2 * n, lambda: call(rtk.softmax, data(rows, cols)))
+    yield Point("glu_fwd", rows, cols, 3 * n, lambda: call(rtk.glu, data(rows, 2 * cols)))
+    yield Point(
+        "quantize_fp8_group", rows, cols, n + n // 2 + rows * cols // 32,
+        lambda: call(rtk.quantize_fp8, data(rows, cols), granularity="group"),
+    )  # fmt: skip
+
+
+def _losses(rows: int, cols: int, device: str) -> Iterator[Point]:
+    import rtkernels as rtk
+
+    def make(**options: Any) -> Callable[[], Any]:
+        logits = torch.randn(rows, cols, device=device, dtype=torch.bfloat16)
+        labels = torch.randint(0, cols, (rows,), device=device)
+        if not options:
+            return lambda: rtk.cross_entropy(logits, labels, reduction="none")
+        logits.requires_grad_()
+        return lambda: torch.autograd.grad(rtk.cross_entropy(logits, labels, **options), logits)
+
+    yield Point("cross_entropy_fwd", rows, cols, 2 * rows * cols, make)
+    yield Point("cross_entropy_fwdbwd", rows, cols, 4 * rows * cols, lambda: make(one_pass=True))
+
+
+def points(device: str) -> Iterator[Point]:
+    """Yield all points, in the order in which neighbours are compared."""
+    for cols in HIDDEN:
+        yield from _rows(8192, cols, device)
+    for rows in (1024, 65536):
+        yield from _rows(rows, 4096, device)
+    for cols in VOCABULARY:
+        yield from _losses(ELEMENTS // cols, cols, device)
+    for rows in (1, 16, 256, 1024, 4096, 65536):
+        yield from _losses(rows, 32000, device)
+
+
+def measure(timer: Timer, device: str, log: Callable[[str], None], only: Callable[[str], bool]) -> list[dict[str, Any]]:
+    """Time every point and return rows in the form of a result file, with the most extra memory of a call."""
+    found = []
+    for point in points(device):
+        if not only(point.name):
+            continue
+        copies = COPIES if point.nbytes <= ROTATED_BYTES // 2 else 1
+        calls = [point.make() for _ in range(copies)]
+        copy = timer.measure(copy_calls(point.nbytes, device, copies)).us
+        ours = timer.measure(calls)
+        row = {
+            "row": point.name, "shape": f"{point.rows}x{point.cols}", "dtype": "bfloat16", "us": ours.us,
+            "p20": ours.p20, "p80": ours.p80, "bytes": point.nbytes, "copy_us": copy, "floor_us": None,
+            "efficiency": copy / ours.us, "error_ours": None, "error_torch": None, "peers": {}, "peer_errors": {},
+            "peak_extra_bytes": _extra_bytes(calls[0]),
+        }  # fmt: skip
+        found.append(row)
+        log(f"{point.name} {row['shape']}: {ours.us:.1f} µs, {row['efficiency']:.3f}, extra {row['peak_extra_bytes']}")
+        del calls
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+    return found
+
+
+def _extra_bytes(call: Callable[[], Any]) -> int | None:
+    """Return what a call allocates at most beside its results, None without a CUDA device."""
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = call()
+    torch.cuda.synchronize()
+    extra = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    del result
+    return max(0, min(extra, torch.cuda.max_memory_allocated() - before))
