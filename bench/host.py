@@ -34,7 +34,10 @@ def _public_calls(rtk: Any, device: str) -> dict[str, tuple[Callable[..., Any], 
     table: dict[str, tuple[Callable[..., Any], list[Any], bool]] = {
         "rms_norm": (lambda x, w: rtk.rms_norm(x, w, eps=1e-6), [rand(ROWS, COLS), rand(COLS)], True),
         "glu": (lambda x: rtk.glu(x), [rand(ROWS, 2 * COLS)], True),
+        "layer_norm": (lambda x, w, b: rtk.layer_norm(x, w, b), [rand(ROWS, COLS), rand(COLS), rand(COLS)], True),
+        "softmax": (lambda x: rtk.softmax(x), [rand(ROWS, COLS)], True),
         "quantize_fp8": (lambda x: rtk.quantize_fp8(x), [rand(ROWS, COLS)], False),
+        "quantize_fp8_row": (lambda x: rtk.quantize_fp8(x, granularity="row"), [rand(ROWS, COLS)], False),
     }
     try:
         quantised = rtk.quantize_fp8(rand(ROWS, COLS))
@@ -95,16 +98,7 @@ def cases(device: str = "cuda") -> dict[str, Case | str]:
                 found[f"{name} {mode}"] = case
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
-    for name in _registry_names():
-        if not any(key.split()[0] == name for key in found):
-            found[name] = "no small call is declared for it in bench/host.py"
     return found
-
-
-def _registry_names() -> list[str]:
-    from rtkernels import _registry
-
-    return [name for op in _registry.ops() for name in op.public]
 
 
 def per_call(
@@ -196,6 +190,35 @@ def import_ms(repeat: int = 5) -> float | dict[str, str]:
     return min(float(text) for text in outputs)
 
 
+def lists(repeat: int = 20) -> dict[str, dict[str, float]]:
+    """Wall µs of the norm of a list of tensors, device and host together, ours and torch's, both synchronised."""
+    import torch
+
+    import rtkernels as rtk
+
+    found: dict[str, dict[str, float]] = {}
+    for count, size in ((512, 1 << 20), (5000, 4096)):
+        tensors = [torch.randn(size, device="cuda") for _ in range(count)]
+        calls: dict[str, Case] = {
+            "multi_norm": lambda tensors=tensors: rtk.multi_norm(tensors),
+            "torch": lambda tensors=tensors: torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors))),
+        }
+        found[f"{count} x {size}"] = {name: _wall(call, torch.cuda.synchronize, repeat) for name, call in calls.items()}
+        del tensors, calls
+    return found
+
+
+def _wall(call: Case, sync: Callable[[], None], repeat: int) -> float:
+    samples = []
+    for _ in range(repeat + 3):
+        sync()
+        start = time.perf_counter()
+        call()
+        sync()
+        samples.append((time.perf_counter() - start) * 1e6)
+    return sorted(samples[3:])[repeat // 2]
+
+
 def measure(quick: bool = False, log: Callable[[str], None] = print) -> dict[str, Any]:
     """All host rows of this machine's GPU."""
     import torch
@@ -204,7 +227,12 @@ def measure(quick: bool = False, log: Callable[[str], None] = print) -> dict[str
     calls = per_call(cases(), torch.cuda.synchronize, rounds=10 if quick else ROUNDS)
     log("host: first use")
     repeat = 1 if quick else 3
-    return {"us_per_call": calls, "first_use": first_use(repeat=repeat), "import_ms": import_ms(repeat + 2)}
+    return {
+        "us_per_call": calls,
+        "lists_us": lists(),
+        "first_use": first_use(repeat=repeat),
+        "import_ms": import_ms(repeat + 2),
+    }
 
 
 def child(op: str) -> dict[str, Any]:
