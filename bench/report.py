@@ -151,6 +151,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
                 value.append(row["copy_us"] / us)
         axes.barh(at, value, height, label=name, color="black" if name == "ours" else None)
     axes.set_yticks([j + 0.4 for j in range(len(rows))], [f"{r['row']} {r['shape']}" for r in rows])
+    axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.axvline(1.0, color="grey", linewidth=0.8)
     axes.set_xlabel("time of a copy of the same bytes / time (longer is faster)")

@@ -7,7 +7,6 @@ launches in ``Plans``, keyed by the metadata of their tensors, so a repeated cal
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import struct
@@ -186,21 +185,26 @@ def build_together(device: int, *wanted: tuple[Kernel, Variant]) -> None:
     if device < 0 or torch.cuda.is_current_stream_capturing():
         return
     target = device_info(device).target
-    missing = [(k, v) for k, v in wanted if (v, device) not in k._functions and k.supports(target)]
-    threads = [
-        threading.Thread(target=_build_quietly, args=(kernel, variant, target)) for kernel, variant in missing[1:]
-    ]
+    new = [(k, v) for k, v in wanted if (v, device) not in k._functions and k.supports(target)]
+    missing = [pair for pair in new if not _built(*pair, target, compile_allowed=False)]
+    threads = [threading.Thread(target=_built, args=(*pair, target)) for pair in missing[1:]]
     for thread in threads:
         thread.start()
     if threads:
-        _build_quietly(*missing[0], target)
+        _built(*missing[0], target)
     for thread in threads:
         thread.join()
 
 
-def _build_quietly(kernel: Kernel, variant: Variant, target: Target) -> None:
-    with contextlib.suppress(RtkError):  # binding meets it again, and raises
-        _cache.load(kernel.unit, [kernel.expression(variant)], target, kernel.flags, op=kernel.op)
+def _built(kernel: Kernel, variant: Variant, target: Target, *, compile_allowed: bool = True) -> bool:
+    try:
+        _cache.load(
+            kernel.unit, [kernel.expression(variant)], target, kernel.flags, op=kernel.op,
+            compile_allowed=compile_allowed,
+        )  # fmt: skip
+    except RtkError:  # binding meets it again, and raises
+        return False
+    return True
 
 
 class Plans(dict):

@@ -260,3 +260,19 @@ def test_compute_sanitizer(tool: str) -> None:
         timeout=500,
     )
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-2000:]
+
+
+def test_kernels_of_one_call_are_compiled_together(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rtkernels import _arch, _cache, _kernel
+    from rtkernels.ops._fp8_kernels import AMAX, TENSOR
+
+    target = _arch.parse("sm_90a")
+    monkeypatch.setenv("RTKERNELS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(_cache._state, "memory", {})
+    monkeypatch.setattr(_kernel, "device_info", lambda device: _kernel.DeviceInfo("H200", target, 132, 232448))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    wanted = (AMAX, ("bf16", 8)), (TENSOR, ("bf16", "e4m3", 8))
+    before = _cache.stats.compiles
+    for _ in range(2):  # the second time everything is there
+        _kernel.build_together(0, *wanted)
+        assert _cache.stats.compiles == before + 2
