@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
-from rtkernels import emulator
+from rtkernels import emulate, emulator
+from rtkernels.errors import ArgumentError
 
 emulated = pytest.mark.skipif(emulator.unavailable() is not None, reason=str(emulator.unavailable()))
 PLACES = {"cpu": (), "sm_80": emulated, "sm_90": emulated, "cuda": pytest.mark.gpu}
@@ -20,6 +24,25 @@ def at(*names: str) -> pytest.MarkDecorator:
     Of a test with several cases, each runs on one of sm_80 and sm_90 only, unless pytest gets ``--all-places``.
     """
     return pytest.mark.parametrize("place", [pytest.param(name, marks=PLACES[name]) for name in names or PLACES])
+
+
+def error_tests(bad: dict[str, tuple[Callable[[], Any], str]]) -> tuple[Callable[[str], None], Callable[[str], None]]:
+    """Return two tests of calls that must raise an ArgumentError with a message: on the CPU, and in the launchers."""
+
+    @pytest.mark.parametrize("name", bad)
+    def on_the_cpu(name: str) -> None:
+        call, message = bad[name]
+        with pytest.raises(ArgumentError, match=message):
+            call()
+
+    @emulated
+    @pytest.mark.parametrize("name", bad)
+    def in_the_launchers(name: str) -> None:
+        call, message = bad[name]
+        with emulate(), pytest.raises(ArgumentError, match=message):
+            call()
+
+    return on_the_cpu, in_the_launchers
 
 
 def short(dtype: torch.dtype) -> str:

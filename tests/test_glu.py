@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from places import DTYPES, ORDERS, PLACES, at, emulated, short
+from places import DTYPES, ORDERS, PLACES, at, emulated, error_tests, short
 from torch import Tensor
 
 import rtkernels
@@ -312,19 +312,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_error_messages(name: str) -> None:
-    call, message = BAD[name]
-    with pytest.raises(ArgumentError, match=message):
-        call()
-
-
-@emulated
-@pytest.mark.parametrize("name", BAD)
-def test_launchers_raise_the_same_messages(name: str) -> None:
-    call, message = BAD[name]
-    with rtkernels.emulate(), pytest.raises(ArgumentError, match=message):
-        call()
+test_error_messages, test_launchers_raise_the_same_messages = error_tests(BAD)
 
 
 @pytest.mark.gpu

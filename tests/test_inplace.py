@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from fp8_cases import same_strides
-from places import DTYPES, ORDERS, at, emulated, short
+from places import DTYPES, ORDERS, at, emulated, error_tests, short
 from torch import Tensor
 
 import rtkernels
-from rtkernels.errors import ArgumentError
 from rtkernels.ops import inplace as module
 from rtkernels.testing.compare import assert_close, assert_same_bits, running_on
 
@@ -123,19 +122,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_errors(name: str) -> None:
-    call, message = BAD[name]
-    with pytest.raises(ArgumentError, match=message):
-        call()
-
-
-@emulated
-@pytest.mark.parametrize("name", BAD)
-def test_launchers_raise_the_same_messages(name: str) -> None:
-    call, message = BAD[name]
-    with rtkernels.emulate(), pytest.raises(ArgumentError, match=message):
-        call()
+test_errors, test_launchers_raise_the_same_messages = error_tests(BAD)
 
 
 @at("cpu", "sm_90", "cuda")

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from places import DTYPES, ORDERS, at, emulated, short
+from places import DTYPES, ORDERS, at, emulated, error_tests, short
 from torch import Tensor
 
 import rtkernels
 from rtkernels._kernel import Plans
-from rtkernels.errors import ArgumentError
 from rtkernels.ops import _norm_quant_plans as plans
 from rtkernels.ops import norm_quant as module
 from rtkernels.ops._fp8_reference import quantize
@@ -543,19 +542,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_error_messages(name: str) -> None:
-    call, message = BAD[name]
-    with pytest.raises(ArgumentError, match=message):
-        call()
-
-
-@emulated
-@pytest.mark.parametrize("name", BAD)
-def test_launchers_raise_the_same_messages(name: str) -> None:
-    call, message = BAD[name]
-    with rtkernels.emulate(), pytest.raises(ArgumentError, match=message):
-        call()
+test_error_messages, test_launchers_raise_the_same_messages = error_tests(BAD)
 
 
 # ---- other ways to call it ------------------------------------------------------------------------------------------

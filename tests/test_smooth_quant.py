@@ -11,11 +11,10 @@ import pytest
 import torch
 from fp8_cases import DEVICE_CODE, VIEWS, same_strides, wild
 from fp8_reference import E4M3, E5M2, slow
-from places import DTYPES, ORDERS, at, emulated, short
+from places import DTYPES, ORDERS, at, emulated, error_tests, short
 from torch import Tensor
 
 import rtkernels
-from rtkernels.errors import ArgumentError
 from rtkernels.ops import smooth_quant as module
 from rtkernels.testing.compare import assert_close, assert_same_bits, running_on
 
@@ -267,19 +266,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_errors(name: str) -> None:
-    call, message = BAD[name]
-    with pytest.raises(ArgumentError, match=message):
-        call()
-
-
-@emulated
-@pytest.mark.parametrize("name", BAD)
-def test_launchers_raise_the_same_messages(name: str) -> None:
-    call, message = BAD[name]
-    with rtkernels.emulate(), pytest.raises(ArgumentError, match=message):
-        call()
+test_errors, test_launchers_raise_the_same_messages = error_tests(BAD)
 
 
 @at("cpu", "cuda")

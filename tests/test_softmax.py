@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from places import DTYPES, ORDERS, at, emulated, short
+from places import DTYPES, ORDERS, at, emulated, error_tests, short
 from torch import Tensor
 
 import rtkernels
-from rtkernels.errors import ArgumentError
 from rtkernels.ops import _softmax_plans as plans
 from rtkernels.ops import softmax as module
 from rtkernels.testing.compare import ROUNDOFF, assert_close, assert_no_worse, assert_same_bits, poisoned, running_on
@@ -360,19 +359,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_error_messages(name: str) -> None:
-    call, message = BAD[name]
-    with pytest.raises(ArgumentError, match=message):
-        call()
-
-
-@emulated
-@pytest.mark.parametrize("name", BAD)
-def test_launchers_raise_the_same_messages(name: str) -> None:
-    call, message = BAD[name]
-    with rtkernels.emulate(), pytest.raises(ArgumentError, match=message):
-        call()
+test_error_messages, test_launchers_raise_the_same_messages = error_tests(BAD)
 
 
 # ---- other ways to call it ------------------------------------------------------------------------------------------

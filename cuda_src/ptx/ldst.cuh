@@ -15,7 +15,7 @@ struct Raw {
 
 namespace rtk::ptx {
 
-// Read-only data used once: it does not displace other lines from L1.
+// Read-only data used once. Volatile, or the compiler may move a load above the null check that guards it.
 template <int B>
 RTK_DEVICE Raw<B> ld_stream(const void* p) {
     Raw<B> r;
@@ -37,27 +37,11 @@ RTK_DEVICE Raw<B> ld_stream(const void* p) {
     return r;
 }
 
-// Read-only data that other threads or later rows read again (weights, scales). Volatile, or the compiler may move a
-// load above the null check that guards it.
+// Read-only data that other threads or later rows read again (weights, scales). The same instruction: cache hints for
+// either kind made no difference (docs/measurements.md).
 template <int B>
 RTK_DEVICE Raw<B> ld_keep(const void* p) {
-    Raw<B> r;
-    if constexpr (B == 16) {
-        asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];"
-            : "=r"(r.w[0]), "=r"(r.w[1]), "=r"(r.w[2]), "=r"(r.w[3])
-            : "l"(p));
-    } else if constexpr (B == 8) {
-        asm volatile("ld.global.nc.v2.u32 {%0,%1}, [%2];" : "=r"(r.w[0]), "=r"(r.w[1]) : "l"(p));
-    } else if constexpr (B == 4) {
-        asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(r.w[0]) : "l"(p));
-    } else if constexpr (B == 2) {
-        u16 h;
-        asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(h) : "l"(p));
-        r.w[0] = h;
-    } else {
-        asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(r.w[0]) : "l"(p));
-    }
-    return r;
+    return ld_stream<B>(p);
 }
 
 // Plain store.
