@@ -20,7 +20,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from rtkernels._guard import TENSOR_TYPES
+from rtkernels._guard import TENSOR_TYPES, TensorGuards, same_tensors
 from rtkernels._kernel import Plans
 from rtkernels.errors import ArgumentError, NotWarmError
 
@@ -28,8 +28,6 @@ _TABLES_LIMIT = 64
 _SLAB_WORDS = 1 << 20  # of pinned memory at a time, for tables uploaded by graphs
 
 _data_ptr = Tensor.data_ptr
-# Compares types, dtypes, devices, sizes and strides of all tensors in one C++ call.
-_Guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
 
 def _capturing(device: int) -> bool:
@@ -123,9 +121,8 @@ class _Matcher:
             return self._check(*tensors)
         if list(map(_metadata, tensors)) != self._known:
             return False
-        if _Guards is not None:
-            sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
-            self._check = _Guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        if TensorGuards is not None:
+            self._check = same_tensors(tensors)
         return True
 
 

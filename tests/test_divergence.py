@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from places import ORDERS, at, emulated, short
+from places import ORDERS, at, emulated, error_tests, short
 from torch import Tensor
 
 import rtkernels
-from rtkernels.errors import ArgumentError
 from rtkernels.ops import divergence as module
 from rtkernels.testing.compare import ROUNDOFF, assert_close, assert_same_bits, running_on
 
@@ -303,14 +302,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_error_messages(name: str) -> None:
-    call, message = BAD[name]
-    with pytest.raises(ArgumentError, match=message):
-        call()
-    if rtkernels.emulator.unavailable() is None:
-        with rtkernels.emulate(), pytest.raises(ArgumentError, match=message):
-            call()
+test_error_messages, test_launchers_raise_the_same_messages = error_tests(BAD)
 
 
 # ---- other ways to call it ------------------------------------------------------------------------------------------

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from places import DTYPES, ORDERS, at, emulated, short
+from places import DTYPES, ORDERS, at, emulated, error_tests, short
 from torch import Tensor
 
 import rtkernels
-from rtkernels.errors import ArgumentError
 from rtkernels.ops import _embedding_plans as plans
 from rtkernels.ops import embedding as module
 from rtkernels.testing.compare import assert_close, assert_same_bits, running_on
@@ -88,7 +87,6 @@ CASES: dict[str, Callable[[Normal, Ids], Inputs]] = {
     "unaligned_dy": lambda n, i: Inputs(i(40, high=9), 9, n(40, 17)[:, 1:]),
     "transposed_dy": lambda n, i: Inputs(i(40, high=9), 9, n(16, 40).t()),
 }
-SM_80 = {"many", "edges", "all_equal", "odd", "range_padding"}  # the code does not depend on the instruction set
 
 
 def make(case: str, dtype: torch.dtype, device: str) -> Inputs:
@@ -157,8 +155,6 @@ def check(inputs: Inputs, main_dtype: torch.dtype | None = None) -> tuple[Tensor
 @pytest.mark.parametrize("case", CASES)
 @at()
 def test_every_case(place: str, case: str) -> None:
-    if place == "sm_80" and case not in SM_80:
-        pytest.skip("the same code as sm_90")
     with running_on(place) as device:
         check(make(case, torch.bfloat16, device))
 
@@ -331,14 +327,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_error_messages(name: str) -> None:
-    call, message = BAD[name]
-    with pytest.raises(ArgumentError, match=message):
-        call()
-    if rtkernels.emulator.unavailable() is None:
-        with rtkernels.emulate(), pytest.raises(ArgumentError, match=message):
-            call()
+test_error_messages, test_launchers_raise_the_same_messages = error_tests(BAD)
 
 
 # ---- other ways to call it ------------------------------------------------------------------------------------------

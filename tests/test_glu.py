@@ -181,7 +181,7 @@ def test_every_layout(place: str, case: str) -> None:
     [pytest.param(p, a, marks=PLACES[p]) for p in PLACES for a in ACTS if p != "sm_80" or a == "silu"],
 )
 def test_every_activation(place: str, act: str, dtype: torch.dtype) -> None:
-    cases = ("merged",) if place == "sm_90" and dtype == torch.float16 else ("merged", "odd", "weight", "weight_odd")
+    cases = ("merged", "odd", "weight", "weight_odd")
     with running_on(place) as device:
         for case in cases:
             check(make(case, dtype, device), act)
