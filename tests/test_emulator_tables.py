@@ -97,7 +97,7 @@ def test_many_targets() -> None:
 def built(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Tables, list]:
     """Tables that count how often they are built, with and without torch's metadata guards."""
     if request.param == "plain":
-        monkeypatch.setattr(_pointers, "_Guards", None)
+        monkeypatch.setattr(_pointers, "TensorGuards", None)
     calls: list = []
 
     def build(lists: list, device: int) -> object:
