@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,6 +94,22 @@ def divisor(d: int) -> int:
 def block_of(threads_per_row: int) -> int:
     """Return a block size for one group wider than a warp, or for several narrower ones."""
     return threads_per_row if threads_per_row > 32 else 128
+
+
+class Runs(NamedTuple):
+    """How kernels built on Runs (quant/runs.cuh) cut a matrix, and the launch that covers it."""
+
+    threads_per_row: int
+    runs_per_row: int
+    grid: int
+    block: int
+
+
+def runs(rows: int, cols: int, per_thread: int, most: int = 256) -> Runs:
+    """Cut `rows` rows of `cols` columns into runs of `per_thread` columns for each of at most `most` threads."""
+    threads = group_threads(-(-cols // per_thread), most)
+    per_row, block = -(-cols // (threads * per_thread)), block_of(threads)
+    return Runs(threads, per_row, min(-(-rows * per_row // (block // threads)), GRID_LIMIT), block)
 
 
 # ---- tensors --------------------------------------------------------------------------------------------------------

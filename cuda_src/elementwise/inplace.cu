@@ -4,9 +4,9 @@
 namespace rtk {
 
 template <int VEC, typename T, typename U>
-RTK_DEVICE void add_runs(T* x, const U* y, i64 rows, i64 cols, i64 x_stride, i64 y_stride, i64 threads_per_row, float alpha,
-                         float beta) {
-    const Runs<VEC> runs(rows, cols, threads_per_row);
+RTK_DEVICE void add_runs(T* x, const U* y, i64 rows, i64 cols, i64 x_stride, i64 y_stride, i64 threads_per_row,
+                         i64 runs_per_row, float alpha, float beta) {
+    const Runs<VEC> runs(rows, cols, threads_per_row, runs_per_row);
     const bool reads = beta != 0.0f || y == nullptr;
     for (i64 run = runs.first; run < runs.count; run += runs.step) {
         Raw<sizeof(T) * VEC> old[runs.kInFlight];
@@ -45,14 +45,14 @@ RTK_DEVICE void add_runs(T* x, const U* y, i64 rows, i64 cols, i64 x_stride, i64
 template <typename T, typename U>
 __global__ void __launch_bounds__(256)
     add_in_place(T* x, const U* y, const float* factor, i64 rows, i64 cols, i64 x_stride, i64 y_stride,
-                 i64 threads_per_row, i64 wide, double alpha, double beta) {
+                 i64 threads_per_row, i64 runs_per_row, i64 wide, double alpha, double beta) {
     constexpr int N = 16 / (sizeof(T) > sizeof(U) ? sizeof(T) : sizeof(U));
     float times = static_cast<float>(beta);
     if (factor != nullptr) times *= *factor;
     if (wide != 0) {
-        add_runs<N>(x, y, rows, cols, x_stride, y_stride, threads_per_row, static_cast<float>(alpha), times);
+        add_runs<N>(x, y, rows, cols, x_stride, y_stride, threads_per_row, runs_per_row, static_cast<float>(alpha), times);
     } else {
-        add_runs<1>(x, y, rows, cols, x_stride, y_stride, threads_per_row, static_cast<float>(alpha), times);
+        add_runs<1>(x, y, rows, cols, x_stride, y_stride, threads_per_row, runs_per_row, static_cast<float>(alpha), times);
     }
 }
 

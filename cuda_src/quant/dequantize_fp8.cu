@@ -9,8 +9,8 @@ namespace rtk {
 template <typename T, typename F8, int VEC>
 __global__ void __launch_bounds__(256, 4)
     dequantize_fp8(const F8* q, const float* scale, T* y, i64 rows, i64 cols, i64 q_stride, i64 threads_per_row,
-                   i64 row_shift, i64 scale_row, i64 scale_column) {
-    const Runs<VEC> runs(rows, cols, threads_per_row);
+                   i64 runs_per_row, i64 row_shift, i64 scale_row, i64 scale_column) {
+    const Runs<VEC, VEC == 1 ? 8 : 2> runs(rows, cols, threads_per_row, runs_per_row);
     for (i64 run = runs.first; run < runs.count; run += runs.step) {
         Raw<VEC> raw[runs.kInFlight];
         runs.load(run, q, q_stride, raw);

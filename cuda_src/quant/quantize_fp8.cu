@@ -13,9 +13,10 @@ namespace rtk {
 // many loads under way as in the kernels that also write.
 template <typename T, int VEC>
 __global__ void __launch_bounds__(256, 4)
-    fp8_tensor_amax(const T* x, float* partial, i64 rows, i64 cols, i64 x_stride, i64 threads_per_row) {
+    fp8_tensor_amax(const T* x, float* partial, i64 rows, i64 cols, i64 x_stride, i64 threads_per_row,
+                    i64 runs_per_row) {
     __shared__ GroupScratch<1> scratch;
-    const Runs<VEC, 8> runs(rows, cols, threads_per_row);
+    const Runs<VEC, 8> runs(rows, cols, threads_per_row, runs_per_row);
     ptx::launch_dependents();
     u32 most = 0;
 #pragma unroll 1
@@ -35,9 +36,9 @@ __global__ void __launch_bounds__(256, 4)
 template <typename T, typename F8, int VEC>
 __global__ void __launch_bounds__(256, 5)
     quantize_fp8_tensor(const T* x, float* scale, const float* partial, F8* q, i64 rows, i64 cols, i64 x_stride,
-                        i64 threads_per_row, i64 partials, i64 pow2) {
+                        i64 threads_per_row, i64 runs_per_row, i64 partials, i64 pow2) {
     __shared__ GroupScratch<1> scratch;
-    const Runs<VEC> runs(rows, cols, threads_per_row);
+    const Runs<VEC> runs(rows, cols, threads_per_row, runs_per_row);
     Raw<sizeof(T) * VEC> raw[runs.kInFlight];
     i64 run = runs.count - 1 - runs.first;
     if (run >= 0) runs.load(run, x, x_stride, raw);  // under way while the scale arrives

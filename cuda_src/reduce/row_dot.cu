@@ -54,8 +54,9 @@ __global__ void __launch_bounds__(512)
 }
 
 template <int VEC, typename T>
-RTK_DEVICE void scale_runs(const T* g, const T* x, T* out, i64 rows, i64 cols, i64 x_stride, i64 threads_per_row) {
-    const Runs<VEC> runs(rows, cols, threads_per_row);
+RTK_DEVICE void scale_runs(const T* g, const T* x, T* out, i64 rows, i64 cols, i64 x_stride, i64 threads_per_row,
+                           i64 runs_per_row) {
+    const Runs<VEC> runs(rows, cols, threads_per_row, runs_per_row);
     for (i64 run = runs.first; run < runs.count; run += runs.step) {
         Raw<sizeof(T) * VEC> raw[runs.kInFlight];
         runs.load(run, x, x_stride, raw);
@@ -80,7 +81,7 @@ RTK_DEVICE void scale_runs(const T* g, const T* x, T* out, i64 rows, i64 cols, i
 template <typename T>
 __global__ void __launch_bounds__(256)
     row_dot_bwd(const T* g, const T* x, const T* y, T* dx, T* dy, i64 rows, i64 cols, i64 x_stride, i64 y_stride,
-                i64 threads_per_row, i64 wide) {
+                i64 threads_per_row, i64 runs_per_row, i64 wide) {
 #pragma unroll 1
     for (int which = 0; which < 2; ++which) {
         const T* from = which == 0 ? y : x;
@@ -88,9 +89,9 @@ __global__ void __launch_bounds__(256)
         const i64 stride = which == 0 ? y_stride : x_stride;
         if (to == nullptr) continue;
         if (wide != 0) {
-            scale_runs<16 / sizeof(T)>(g, from, to, rows, cols, stride, threads_per_row);
+            scale_runs<16 / sizeof(T)>(g, from, to, rows, cols, stride, threads_per_row, runs_per_row);
         } else {
-            scale_runs<1>(g, from, to, rows, cols, stride, threads_per_row);
+            scale_runs<1>(g, from, to, rows, cols, stride, threads_per_row, runs_per_row);
         }
     }
 }

@@ -85,7 +85,7 @@ RTK_DEVICE void prepare_scores(Raw<sizeof(T) * N> (&raw)[CHUNKS], u32 flip, int 
 // Forward with the row in registers: thread i of a RowGroup owns the 16-byte pieces i, i + threads, ... (CHUNKS of them)
 // of its row, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block.
 template <typename T, int CHUNKS, bool LOG>
-__global__ void __launch_bounds__(512, 2)
+__global__ void __launch_bounds__(1024, 1)
     softmax_fwd(const T* x, T* y, const void* lengths, i64 rows, i64 cols, i64 x_stride, i64 y_stride, i64 wide,
                 i64 threads_per_row, double scale) {
     constexpr int VEC = 16 / sizeof(T);
@@ -274,10 +274,10 @@ RTK_DEVICE void zero_past(Raw<sizeof(T) * N> (&dy_raw)[CHUNKS], Raw<sizeof(T) * 
 }
 
 // One row in registers, as in softmax_row; dy_raw and y_raw are 0 from `limit` on.
-template <typename T, int CHUNKS, bool LOG, typename Between>
+template <typename T, int CHUNKS, bool LOG>
 RTK_DEVICE void softmax_row_gradient(Raw<16> (&dy_raw)[CHUNKS], Raw<16> (&y_raw)[CHUNKS], float scale,
-                                     const RowGroup& group, GroupScratch<1>& scratch, int phase, T* dx, int column,
-                                     int pitch, int end, int limit, u32 zero, const Between& between) {
+                                     const RowGroup& group, GroupScratch<1>& scratch, T* dx, int column, int pitch,
+                                     int end, int limit, u32 zero) {
     constexpr int VEC = 16 / sizeof(T);
     float sum = 0.0f;
 #pragma unroll
@@ -287,8 +287,7 @@ RTK_DEVICE void softmax_row_gradient(Raw<16> (&dy_raw)[CHUNKS], Raw<16> (&y_raw)
         unpack<T, VEC>(y_raw[c], v);
         sum += gradient_sum<LOG, VEC>(g, v);
     }
-    sum = group_reduce<Sum, false>(sum, group, scratch, phase);
-    between();
+    sum = group_reduce<Sum, false>(sum, group, scratch, 0);
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         if (column + c * pitch < end) {
@@ -307,7 +306,7 @@ RTK_DEVICE void softmax_row_gradient(Raw<16> (&dy_raw)[CHUNKS], Raw<16> (&y_raw)
 
 // As softmax_fwd.
 template <typename T, int CHUNKS, bool LOG>
-__global__ void __launch_bounds__(512, 2)
+__global__ void __launch_bounds__(1024, 1)
     softmax_bwd(const T* dy, const T* y, T* dx, const void* lengths, i64 rows, i64 cols, i64 dy_stride, i64 y_stride,
                 i64 wide, i64 threads_per_row, double scale) {
     constexpr int VEC = 16 / sizeof(T);
@@ -331,59 +330,8 @@ __global__ void __launch_bounds__(512, 2)
         }
     }
     zero_past<T, VEC>(dy_raw, y_raw, limit - column, pitch);
-    softmax_row_gradient<T, CHUNKS, LOG>(dy_raw, y_raw, static_cast<float>(scale), group, scratch, 0, dx, column, pitch,
-                                         end, limit, zero, [] {});
-}
-
-// As softmax_fwd_ring.
-template <typename T, int CHUNKS, bool LOG, int STAGES>
-__global__ void __launch_bounds__(1024, 1)
-    softmax_bwd_ring(const T* dy, const T* y, T* dx, const void* lengths, i64 rows, i64 cols, i64 dy_stride,
-                     i64 y_stride, i64 wide, double scale) {
-    constexpr int VEC = 16 / sizeof(T);
-    const u32 zero = static_cast<u32>(rows >> 62);
-    extern __shared__ __align__(16) u8 memory[];
-    __shared__ GroupScratch<1> scratch;
-    const RowGroup group = whole_block();
-    Stages<2 * CHUNKS, STAGES> stages(memory);
-    const int column = group.thread * VEC;
-    const int pitch = group.threads * VEC;
-    const int count = static_cast<int>(rows);  // rows this long are fewer than 2^31
-    const int step = static_cast<int>(gridDim.x);
-    auto fetch = [&](int row) {
-        if (row < count) {
-            const int limit = static_cast<int>(valid_columns(lengths, wide, row, cols));
-            const T* dy_source = dy + row * dy_stride + column;
-            const T* y_source = y + row * y_stride + column;
-#pragma unroll
-            for (int c = 0; c < CHUNKS; ++c) {
-                if (column + c * pitch < limit) {
-                    ptx::cp_async_16(stages.slot(2 * c), dy_source + c * pitch);
-                    ptx::cp_async_16(stages.slot(2 * c + 1), y_source + c * pitch);
-                }
-            }
-        }
-        stages.next();
-    };
-#pragma unroll
-    for (int s = 0; s < STAGES; ++s) fetch(static_cast<int>(blockIdx.x) + s * step);
-    int phase = 0;
-    for (int row = static_cast<int>(blockIdx.x); row < count; row += step, phase ^= 1) {
-        const int limit = static_cast<int>(valid_columns(lengths, wide, row, cols));
-        ptx::cp_async_wait<STAGES - 1>();
-        Raw<16> dy_raw[CHUNKS], y_raw[CHUNKS];
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) {
-            if (column + c * pitch < limit) {
-                dy_raw[c] = ptx::ld_shared_16(stages.slot(2 * c));
-                y_raw[c] = ptx::ld_shared_16(stages.slot(2 * c + 1));
-            }
-        }
-        zero_past<T, VEC>(dy_raw, y_raw, limit - column, pitch);
-        softmax_row_gradient<T, CHUNKS, LOG>(dy_raw, y_raw, static_cast<float>(scale), group, scratch, phase,
-                                             dx + row * cols + column, column, pitch, static_cast<int>(cols), limit,
-                                             zero, [&] { fetch(row + STAGES * step); });
-    }
+    softmax_row_gradient<T, CHUNKS, LOG>(dy_raw, y_raw, static_cast<float>(scale), group, scratch, dx, column, pitch, end,
+                                         limit, zero);
 }
 
 // As softmax_fwd_long.

@@ -14,7 +14,7 @@ AMAX = Kernel(
     "quant/quantize_fp8.cu",
     "fp8_tensor_amax",
     template="T VEC",
-    args="x:ptr partial:ptr rows:i64 cols:i64 x_stride:i64 threads_per_row:i64",
+    args="x:ptr partial:ptr rows:i64 cols:i64 x_stride:i64 threads_per_row:i64 runs_per_row:i64",
     variants=[(t, v) for t in WIDTH for v in (1, WIDTH[t])],
     max_registers=64,
 )
@@ -22,7 +22,8 @@ TENSOR = Kernel(
     "quant/quantize_fp8.cu",
     "quantize_fp8_tensor",
     template="T F8 VEC",
-    args="x:ptr scale:ptr partial:ptr q:ptr rows:i64 cols:i64 x_stride:i64 threads_per_row:i64 partials:i64 pow2:i64",
+    args="x:ptr scale:ptr partial:ptr q:ptr rows:i64 cols:i64 x_stride:i64 threads_per_row:i64 runs_per_row:i64 "
+    "partials:i64 pow2:i64",
     variants=_WIDE_AND_NARROW,
     max_registers=56,
 )
@@ -97,8 +98,8 @@ BACK = Kernel(
     "quant/dequantize_fp8.cu",
     "dequantize_fp8",
     template="T F8 VEC",
-    args="q:ptr scale:ptr y:ptr rows:i64 cols:i64 q_stride:i64 threads_per_row:i64 row_shift:i64 scale_row:i64 "
-    "scale_column:i64",
+    args="q:ptr scale:ptr y:ptr rows:i64 cols:i64 q_stride:i64 threads_per_row:i64 runs_per_row:i64 row_shift:i64 "
+    "scale_row:i64 scale_column:i64",
     variants=_WIDE_AND_NARROW,
     max_registers=64,
 )

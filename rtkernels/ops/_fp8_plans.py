@@ -12,11 +12,13 @@ from rtkernels._kernel import Launch, Plans, allocator, build_together, dense_st
 from rtkernels._layout import (
     FLOAT_DTYPES,
     GRID_LIMIT,
+    Runs,
     block_of,
     check_same,
     group_threads,
     row_count,
     row_stride,
+    runs,
     token,
     vector_bytes,
 )
@@ -45,7 +47,6 @@ SCALE_LAYOUTS = ("row", "column")
 Metadata = tuple[Any, ...]  # (dtype, shape, stride, device index)
 Output = tuple[Sequence[int], torch.dtype]  # shape and dtype of a dense result
 
-_RUN_THREADS = 256
 _ROW_THREADS, _ROW_CHUNKS = 512, 4
 _GROUP_THREADS = 256
 _SECTOR_SCALES = 8  # of 4 bytes each: what L2 and memory move at least
@@ -163,18 +164,9 @@ class Matrix:
         bytes_ = vector_bytes(align, self.cols * size, self.stride * size, most=width * size)
         self.vec = width if bytes_ == width * size else 1
 
-    @property
-    def run_threads(self) -> int:
-        """Threads that share a row in kernels built on Runs (quant/runs.cuh)."""
-        return group_threads(-(-self.cols // (self.vec * self._in_flight)), _RUN_THREADS)
-
-    def run_blocks(self, threads: int) -> int:
-        per_row = -(-self.cols // (threads * self.vec * self._in_flight))
-        return min(-(-self.rows * per_row // (block_of(threads) // threads)), GRID_LIMIT)
-
-    @property
-    def _in_flight(self) -> int:
-        return 8 if self.vec == 1 else 4
+    def runs(self, in_flight: int) -> Runs:
+        """Cut the matrix for a kernel with `in_flight` wide accesses per thread and run, or eight narrow ones."""
+        return runs(self.rows, self.cols, 8 if self.vec == 1 else self.vec * in_flight)
 
 
 class _Plan:
@@ -196,24 +188,24 @@ class _Plan:
 class _DynamicPlan:
     """One scale for the tensor: a pass for the largest magnitude, then one that quantises."""
 
-    __slots__ = ("_allocate", "_amax", "_args", "_blocks", "_dtype", "_pow2", "_quantize")
+    __slots__ = ("_allocate", "_amax", "_amax_args", "_args", "_blocks", "_dtype", "_pow2", "_quantize")
 
     def __init__(self, m: Matrix, t: str, f: str, pow2: bool, dtype: torch.dtype) -> None:
-        threads = m.run_threads
-        blocks = m.run_blocks(threads)
-        self._blocks = min(blocks, _AMAX_BLOCKS_PER_SM * device_info(m.device).sm_count)
-        block = block_of(threads)
+        reading, writing = m.runs(8), m.runs(4)
+        self._blocks = min(reading.grid, _AMAX_BLOCKS_PER_SM * device_info(m.device).sm_count)
         build_together(m.device, (AMAX, (t, m.vec)), (TENSOR, (t, f, m.vec)))
-        self._amax = AMAX.bind((t, m.vec), m.device, self._blocks, block)
-        self._quantize = TENSOR.bind((t, f, m.vec), m.device, blocks, block, overlap=True)
-        self._args, self._pow2, self._dtype = (m.rows, m.cols, m.stride, threads), pow2, dtype
+        self._amax = AMAX.bind((t, m.vec), m.device, self._blocks, reading.block)
+        self._quantize = TENSOR.bind((t, f, m.vec), m.device, writing.grid, writing.block, overlap=True)
+        dims = m.rows, m.cols, m.stride
+        self._amax_args, self._args = (*dims, *reading[:2]), (*dims, *writing[:2])
+        self._pow2, self._dtype = pow2, dtype
         self._allocate = allocator(m.device)
 
     def run(self, x: Tensor, address: int) -> tuple[Tensor, Tensor]:
         q = self._allocate(tuple(x.shape), dense_strides(x.shape), self._dtype)
         scale = self._allocate((), (), torch.float32)
         partial = self._allocate((self._blocks,), (1,), torch.float32)
-        self._amax(address, partial.data_ptr(), *self._args)
+        self._amax(address, partial.data_ptr(), *self._amax_args)
         self._quantize(
             address, scale.data_ptr(), partial.data_ptr(), q.data_ptr(), *self._args, self._blocks, self._pow2
         )
@@ -340,9 +332,9 @@ def _plan_static(x: Metadata, scale: Metadata, dtype: torch.dtype, align: int):
     if row_stride(x[1], x[2]) is None:
         return None
     m = Matrix(x, align, WIDTH[t], flat=True)
-    threads = m.run_threads
-    launch = TENSOR.bind((t, f, m.vec), m.device, m.run_blocks(threads), block_of(threads))
-    return launch, (m.rows, m.cols, m.stride, threads, 0, 0)
+    cut = m.runs(4)
+    launch = TENSOR.bind((t, f, m.vec), m.device, cut.grid, cut.block)
+    return launch, (m.rows, m.cols, m.stride, *cut[:2], 0, 0)
 
 
 def _plan_dequantize(
@@ -370,9 +362,9 @@ def _plan_dequantize(
         "group": (0, 1, m.rows) if layout == "column" else (0, groups, 1),
         "block": (7, groups, 1),
     }[granularity]
-    threads = m.run_threads
-    launch = BACK.bind((t, f, m.vec), m.device, m.run_blocks(threads), block_of(threads))
-    return launch, (m.rows, m.cols, m.stride, threads, shift, scale_row, scale_column), out_shape
+    cut = m.runs(2)
+    launch = BACK.bind((t, f, m.vec), m.device, cut.grid, cut.block)
+    return launch, (m.rows, m.cols, m.stride, *cut[:2], shift, scale_row, scale_column), out_shape
 
 
 QUANTIZE_PLANS = Plans(_plan_quantize)

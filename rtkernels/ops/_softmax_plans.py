@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,29 +23,30 @@ from rtkernels.errors import ArgumentError
 
 _UNIT = "softmax/softmax.cu"
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
-_REGISTER_THREADS, _REGISTER_CHUNKS = 512, (1, 4)
+_CHUNKS = (1, 3, 4)  # pieces of 16 bytes per thread
+_FWD_THREADS, _BWD_THREADS = 512, 1024  # the most that hold a row in registers
 _RING_THREADS, _RING_CHUNKS = 1024, 4
 LARGEST_SCALE = torch.finfo(torch.float32).max
 
 
-def _ring_stages(limit: int, inputs: int) -> int:
+def _ring_stages(limit: int) -> int:
     """Return how many rows ahead a persistent block holds within `limit` bytes of shared memory (3 at most)."""
-    return min(3, (limit - 1024) // (_RING_THREADS * _RING_CHUNKS * 16 * inputs))
+    return min(3, (limit - 1024) // (_RING_THREADS * _RING_CHUNKS * 16))
 
 
-def _ring_variants(target: Target, inputs: int) -> Iterator[tuple[Any, ...]]:
-    stages = _ring_stages(shared_limit(target), inputs)
+def _ring_variants(target: Target) -> Iterator[tuple[Any, ...]]:
+    stages = _ring_stages(shared_limit(target))
     return ((t, _RING_CHUNKS, log, stages) for t in _WIDTH for log in (False, True) if stages)
 
 
-_REGISTER_VARIANTS = [(t, c, log) for t in _WIDTH for c in _REGISTER_CHUNKS for log in (False, True)]
+_REGISTER_VARIANTS = [(t, c, log) for t in _WIDTH for c in _CHUNKS for log in (False, True)]
 _LONG_VARIANTS = [(t, vec) for t in _WIDTH for vec in (1, _WIDTH[t])]
 _FWD_DIMS = "rows:i64 cols:i64 x_stride:i64 y_stride:i64 wide:i64"
 _BWD_DIMS = "rows:i64 cols:i64 dy_stride:i64 y_stride:i64 wide:i64"
 
 
-def _kernels(entry: str, pointers: str, dims: str, inputs: int) -> tuple[Kernel, Kernel, Kernel]:
-    """Return the kernels for rows in the registers of a few warps, of a multiprocessor, and for all other rows."""
+def _kernels(entry: str, pointers: str, dims: str) -> tuple[Kernel, Kernel]:
+    """Return the kernels for rows in the registers of a block, and for all other rows."""
     return (
         Kernel(
             _UNIT,
@@ -54,14 +54,6 @@ def _kernels(entry: str, pointers: str, dims: str, inputs: int) -> tuple[Kernel,
             template="T CHUNKS LOG",
             args=f"{pointers} {dims} threads_per_row:i64 scale:f64",
             variants=_REGISTER_VARIANTS,
-            max_registers=64,
-        ),
-        Kernel(
-            _UNIT,
-            f"{entry}_ring",
-            template="T CHUNKS LOG STAGES",
-            args=f"{pointers} {dims} scale:f64",
-            variants=partial(_ring_variants, inputs=inputs),
             max_registers=64,
         ),
         Kernel(
@@ -75,8 +67,18 @@ def _kernels(entry: str, pointers: str, dims: str, inputs: int) -> tuple[Kernel,
     )
 
 
-_FWD = _kernels("softmax_fwd", "x:ptr y:ptr lengths:ptr", _FWD_DIMS, 1)
-_BWD = _kernels("softmax_bwd", "dy:ptr y:ptr dx:ptr lengths:ptr", _BWD_DIMS, 2)
+_FWD = _kernels("softmax_fwd", "x:ptr y:ptr lengths:ptr", _FWD_DIMS)
+_BWD = _kernels("softmax_bwd", "dy:ptr y:ptr dx:ptr lengths:ptr", _BWD_DIMS)
+# Forward reduces twice, so a block that fills a multiprocessor would leave the memory idle; backward reduces once, and
+# the next block starts soon enough.
+_RING = Kernel(
+    _UNIT,
+    "softmax_fwd_ring",
+    template="T CHUNKS LOG STAGES",
+    args=f"x:ptr y:ptr lengths:ptr {_FWD_DIMS} scale:f64",
+    variants=_ring_variants,
+    max_registers=64,
+)
 
 
 # ---- validation and planning: plain metadata in, a bound launch out -------------------------------------------------
@@ -107,39 +109,45 @@ def check_scale(scale: float) -> None:
         raise ArgumentError(f"scale is {scale}; expected a finite float32 number")
 
 
-def _bind(kernels, t: str, rows: int, cols: int, device: int, full: bool, inputs: int, log: bool):
+def _bind(forward: bool, t: str, rows: int, cols: int, device: int, full: bool, log: bool):
     """Return the launch for rows of `cols` columns, and the integers that go before and after scale.
 
     Args:
-        kernels: Three, as `_kernels` gives them.
+        forward: Else backward.
         t: Token of the dtype.
         rows: At least 1.
         cols: At least 1.
         device: CUDA ordinal, or -1.
         full: All rows can be accessed in pieces of 16 bytes.
-        inputs: Tensors read.
         log: Of the logarithm.
     """
-    by_registers, by_ring, by_long = kernels
+    by_registers, by_long = _FWD if forward else _BWD
+    most = _FWD_THREADS if forward else _BWD_THREADS
     vectors = cols // _WIDTH[t]
-    if full and vectors <= _REGISTER_THREADS * max(_REGISTER_CHUNKS):
-        chunks = 1 if vectors <= 32 else 4
-        threads = group_threads(-(-vectors // chunks), _REGISTER_THREADS)
+    if full and vectors <= most * max(_CHUNKS):
+        chunks, threads = _in_registers(vectors, most)
         block = block_of(threads)
         grid = min(-(-rows // (block // threads)), GRID_LIMIT)
         return by_registers.bind((t, chunks, log), device, grid, block), (threads,), ()
     info = device_info(device)
-    stages = _ring_stages(info.shared_per_block, inputs)
-    if full and stages and vectors <= _RING_THREADS * _RING_CHUNKS:
+    stages = _ring_stages(info.shared_per_block)
+    if forward and full and stages and vectors <= _RING_THREADS * _RING_CHUNKS:
         threads = group_threads(-(-vectors // _RING_CHUNKS), _RING_THREADS)
-        shared = stages * threads * _RING_CHUNKS * 16 * inputs
-        variant = (t, _RING_CHUNKS, log, stages)
-        return by_ring.bind(variant, device, min(rows, info.sm_count), threads, shared), (), ()
+        variant, shared = (t, _RING_CHUNKS, log, stages), stages * threads * _RING_CHUNKS * 16
+        return _RING.bind(variant, device, min(rows, info.sm_count), threads, shared), (), ()
     vec = _WIDTH[t] if full else 1
     threads = group_threads(-(-cols // vec), 1024)
     block = block_of(threads)
     grid = min(-(-rows // (block // threads)), GRID_LIMIT)
     return by_long.bind((t, vec), device, grid, block), (threads,), (int(log),)
+
+
+def _in_registers(vectors: int, most: int) -> tuple[int, int]:
+    """Return the pieces of each thread and the threads of a row: four, or three where four leave more threads idle."""
+    if vectors <= 32:
+        return 1, group_threads(vectors, most)
+    choices = [(c, group_threads(-(-vectors // c), most)) for c in (4, 3) if vectors <= c * most]
+    return min(choices, key=lambda choice: choice[0] * choice[1])
 
 
 def _lengths_dense(lengths: Meta | None) -> bool:
@@ -161,7 +169,7 @@ def _plan_fwd(x: Meta, lengths: Meta | None, align: int, log: bool, in_place: bo
         return None
     t, size = token("x", dtype), dtype.itemsize
     full = vector_bytes(align, cols * size, x_stride * size) == 16
-    launch, before, after = _bind(_FWD, t, rows, cols, device, full, 1, log)
+    launch, before, after = _bind(True, t, rows, cols, device, full, log)
     wide = int(lengths is not None and lengths[0] == torch.int64)
     return launch, (rows, cols, x_stride, x_stride if in_place else cols, wide, *before), after, *memory
 
@@ -174,7 +182,7 @@ def _plan_bwd(dy: Meta, y: Meta, lengths: Meta | None, align: int, log: bool):
     rows, cols, size = row_count(shape), shape[-1], dtype.itemsize
     strides = [row_stride(m[1], m[2]) for m in (dy, y)]
     full = vector_bytes(align, cols * size, *(s * size for s in strides)) == 16
-    launch, before, after = _bind(_BWD, token("y", dtype), rows, cols, device, full, 2, log)
+    launch, before, after = _bind(False, token("y", dtype), rows, cols, device, full, log)
     wide = int(lengths is not None and lengths[0] == torch.int64)
     return launch, (rows, cols, *strides, wide, *before), after
 
@@ -182,4 +190,4 @@ def _plan_bwd(dy: Meta, y: Meta, lengths: Meta | None, align: int, log: bool):
 BWD_PLANS = Plans(_plan_bwd)
 
 
-KERNELS = (*_FWD, *_BWD)
+KERNELS = (*_FWD, _RING, *_BWD)

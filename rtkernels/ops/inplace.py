@@ -12,14 +12,12 @@ from rtkernels import interop
 from rtkernels._guard import needs_grad
 from rtkernels._kernel import Kernel, Plans
 from rtkernels._layout import (
-    GRID_LIMIT,
-    block_of,
     check_same,
-    group_threads,
     metadata,
     row_count,
     row_stride,
     rowed,
+    runs,
     token,
     vector_bytes,
 )
@@ -32,8 +30,8 @@ _KERNEL = Kernel(
     "elementwise/inplace.cu",
     "add_in_place",
     template="T U",
-    args="x:ptr y:ptr factor:ptr rows:i64 cols:i64 x_stride:i64 y_stride:i64 threads_per_row:i64 wide:i64 alpha:f64 "
-    "beta:f64",
+    args="x:ptr y:ptr factor:ptr rows:i64 cols:i64 x_stride:i64 y_stride:i64 threads_per_row:i64 runs_per_row:i64 "
+    "wide:i64 alpha:f64 beta:f64",
     variants=_PAIRS,
     max_registers=80,
 )
@@ -75,10 +73,8 @@ def _plan(x, y, factor, align: int):
     # Every access is of n elements: 16 bytes of the wider type.
     wide = vector_bytes(align, cols, *steps, most=n) == n
     vec, in_flight = (n, 4) if wide else (1, 8)
-    threads = group_threads(-(-cols // (vec * in_flight)), 256)
-    per_row, block = -(-cols // (threads * vec * in_flight)), block_of(threads)
-    grid = min(-(-rows * per_row // (block // threads)), GRID_LIMIT)
-    return _KERNEL.bind((t, u), x[3], grid, block), (rows, cols, *steps, threads, wide)
+    cut = runs(rows, cols, vec * in_flight)
+    return _KERNEL.bind((t, u), x[3], cut.grid, cut.block), (rows, cols, *steps, *cut[:2], wide)
 
 
 _PLANS = Plans(_plan)

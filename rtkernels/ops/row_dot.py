@@ -23,6 +23,7 @@ from rtkernels._layout import (
     row_count,
     row_stride,
     rowed,
+    runs,
     token,
     vector_bytes,
 )
@@ -43,7 +44,8 @@ _BWD = Kernel(
     "reduce/row_dot.cu",
     "row_dot_bwd",
     template="T",
-    args="g:ptr x:ptr y:ptr dx:ptr dy:ptr rows:i64 cols:i64 x_stride:i64 y_stride:i64 threads_per_row:i64 wide:i64",
+    args="g:ptr x:ptr y:ptr dx:ptr dy:ptr rows:i64 cols:i64 x_stride:i64 y_stride:i64 threads_per_row:i64 "
+    "runs_per_row:i64 wide:i64",
     variants=[(t,) for t in _TOKENS],
     max_registers=64,
 )
@@ -70,11 +72,13 @@ def _plan(x, y, align: int, backward: bool):
     rows, cols, n = row_count(shape), shape[-1], 16 // x[0].itemsize
     wide = vector_bytes(align, cols, *steps, most=n) == n
     vec, in_flight = (n, 4) if wide else (1, 8)
-    threads = group_threads(-(-cols // (vec * in_flight)), 256 if backward else 512)
+    if backward:
+        cut = runs(rows, cols, vec * in_flight)
+        return _BWD.bind((t,), x[3], cut.grid, cut.block), (rows, cols, *steps, *cut[:2], wide)
+    threads = group_threads(-(-cols // (vec * in_flight)), 512)
     block = block_of(threads)
-    items = rows * -(-cols // (threads * vec * in_flight)) if backward else rows
-    grid = min(-(-items // (block // threads)), GRID_LIMIT)
-    return (_BWD if backward else _FWD).bind((t,), x[3], grid, block), (rows, cols, *steps, threads, wide)
+    grid = min(-(-rows // (block // threads)), GRID_LIMIT)
+    return _FWD.bind((t,), x[3], grid, block), (rows, cols, *steps, threads, wide)
 
 
 _PLANS = Plans(_plan)
