@@ -11,8 +11,8 @@ RTK_DEVICE void add_runs(T* x, const U* y, i64 rows, i64 cols, i64 x_stride, i64
     for (i64 run = runs.first; run < runs.count; run += runs.step) {
         Raw<sizeof(T) * VEC> old[runs.kInFlight];
         Raw<sizeof(U) * VEC> more[runs.kInFlight];
-        const i64 row = runs.row(run), first = runs.column(run, row, 0), left = cols - first;
-        const int step = runs.threads * VEC;
+        const i64 row = runs.row(run), first = runs.column(run, row), left = cols - first;
+        const int step = runs.pitch();
         T* to = x + row * x_stride + first;
         const U* from = y + row * y_stride + first;
 #pragma unroll

@@ -55,14 +55,14 @@ __global__ void __launch_bounds__(256, 5)
     }
     const float inverse = __frcp_rn(shared_scale);
     while (run >= 0) {
-        const i64 row = runs.row(run);
+        const i64 row = runs.row(run), first = runs.column(run, row), left = cols - first;
+        F8* place = q + row * cols + first;
 #pragma unroll
         for (int i = 0; i < runs.kInFlight; ++i) {
-            const i64 column = runs.column(run, row, i);
-            if (column < cols) {
+            if (i * runs.pitch() < left) {
                 float v[VEC];
                 unpack<T, VEC>(raw[i], v);
-                ptx::st<VEC>(q + row * cols + column, quantized<F8>(v, inverse));
+                ptx::st<VEC>(place + i * runs.pitch(), quantized<F8>(v, inverse));
             }
         }
         run -= runs.step;
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(1024, 1)
         for (i64 column = static_cast<i64>(group.thread) * VEC; column < end; column += step) {
             float v[VEC];
             load_keep<T, VEC>(x + row * x_stride + column, v);
-            ptx::st<VEC>(q + row * cols + column, quantized<F8>(v, inverse));
+            ptx::st<VEC>(place + i * runs.pitch(), quantized<F8>(v, inverse));
         }
     }
 }

@@ -27,19 +27,21 @@ struct Runs {
 
     RTK_DEVICE i64 row(i64 run) const { return rows == 1 ? 0 : run / per_row; }
 
-    // First column of this thread's access i in a run of `row`; at least cols where there is none.
-    RTK_DEVICE i64 column(i64 run, i64 row, int i) const {
-        return (((run - row * per_row) * kInFlight + i) * threads + thread) * VEC;
+    // First column of this thread in a run of `row`; its accesses are `pitch()` columns apart, those from cols on are
+    // not there.
+    RTK_DEVICE i64 column(i64 run, i64 row) const {
+        return ((run - row * per_row) * (kInFlight * threads) + thread) * VEC;
     }
+    RTK_DEVICE int pitch() const { return threads * VEC; }
 
     template <typename T>
     RTK_DEVICE void load(i64 run, const T* x, i64 stride, Raw<sizeof(T) * VEC> (&raw)[kInFlight]) const {
-        const i64 r = row(run);
+        const i64 r = row(run), first = column(run, r), left = cols - first;
+        x += r * stride + first;
 #pragma unroll
         for (int i = 0; i < kInFlight; ++i) {
-            const i64 c = column(run, r, i);
             clear(raw[i]);
-            if (c < cols) raw[i] = load_raw<T, VEC>(x + r * stride + c);
+            if (i * pitch() < left) raw[i] = load_raw<T, VEC>(x + i * pitch());
         }
     }
 };

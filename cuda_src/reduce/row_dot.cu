@@ -60,18 +60,17 @@ RTK_DEVICE void scale_runs(const T* g, const T* x, T* out, i64 rows, i64 cols, i
     for (i64 run = runs.first; run < runs.count; run += runs.step) {
         Raw<sizeof(T) * VEC> raw[runs.kInFlight];
         runs.load(run, x, x_stride, raw);
-        const i64 row = runs.row(run);
+        const i64 row = runs.row(run), first = runs.column(run, row), left = cols - first;
         float factor[1];
         load_keep<T, 1>(g + row, factor);
 #pragma unroll
         for (int i = 0; i < runs.kInFlight; ++i) {
-            const i64 column = runs.column(run, row, i);
-            if (column < cols) {
+            if (i * runs.pitch() < left) {
                 float v[VEC];
                 unpack<T, VEC>(raw[i], v);
 #pragma unroll
                 for (int k = 0; k < VEC; ++k) v[k] *= factor[0];
-                store<T, VEC>(out + row * cols + column, v);
+                store<T, VEC>(out + row * cols + first + i * runs.pitch(), v);
             }
         }
     }
