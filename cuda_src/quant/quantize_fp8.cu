@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(1024, 1)
         for (i64 column = static_cast<i64>(group.thread) * VEC; column < end; column += step) {
             float v[VEC];
             load_keep<T, VEC>(x + row * x_stride + column, v);
-            ptx::st<VEC>(place + i * runs.pitch(), quantized<F8>(v, inverse));
+            ptx::st<VEC>(q + row * cols + column, quantized<F8>(v, inverse));
         }
     }
 }
