@@ -1,0 +1,181 @@
+// What two launches know of routed tokens. The first counts, for each chunk of tokens, those of every expert; the
+// second, whose blocks have one chunk each, adds up: where every expert's rows begin, and how many of them are taken by
+// earlier chunks. No block hears from another of its own launch.
+#pragma once
+#include "common/abi.cuh"
+#include "ptx/ldst.cuh"
+#include "ptx/pdl.cuh"
+
+namespace rtk {
+
+inline constexpr u32 kAllLanes = 0xffffffffu;
+
+// [chunks][stride] counts, where stride is the number of experts rounded up to a multiple of four.
+struct ChunkTable {
+    void* memory;
+    bool narrow;  // 2 bytes each, else 4
+    int chunks, stride;
+
+    RTK_DEVICE ChunkTable(const void* table, i64 is_narrow, i64 count, i64 experts)
+        : memory(const_cast<void*>(table)),
+          narrow(is_narrow != 0),
+          chunks(static_cast<int>(count)),
+          stride(static_cast<int>(experts + 3) / 4 * 4) {}
+
+    // Counts of four experts. They come from the previous kernel, which may have overlapped with this one.
+    RTK_DEVICE void load(int chunk, int quad, u32 (&count)[4]) const {
+        const i64 at = static_cast<i64>(chunk) * (stride / 4) + quad;
+        if (narrow) {
+            const uint2 v = __ldcg(static_cast<const uint2*>(memory) + at);
+            count[0] = v.x & 0xffffu, count[1] = v.x >> 16, count[2] = v.y & 0xffffu, count[3] = v.y >> 16;
+        } else {
+            const uint4 v = __ldcg(static_cast<const uint4*>(memory) + at);
+            count[0] = v.x, count[1] = v.y, count[2] = v.z, count[3] = v.w;
+        }
+    }
+
+    // Writes a chunk's counts, [stride] in shared memory. The whole block calls, after a barrier.
+    RTK_DEVICE void write(int chunk, const u32* count) const {
+        for (int quad = threadIdx.x; quad < stride / 4; quad += blockDim.x) {
+            const i64 at = static_cast<i64>(chunk) * (stride / 4) + quad;
+            const u32 *c = count + 4 * quad;
+            if (narrow) {
+                static_cast<uint2*>(memory)[at] = make_uint2(c[0] | c[1] << 16, c[2] | c[3] << 16);
+            } else {
+                static_cast<uint4*>(memory)[at] = make_uint4(c[0], c[1], c[2], c[3]);
+            }
+        }
+    }
+};
+
+// Inclusive sums over the lanes of a warp, none above `limit` (below 2^31).
+RTK_DEVICE u32 scan_up_to(u32 v, u32 limit) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+#pragma unroll
+    for (int offset = 1; offset < kWarp; offset *= 2) {
+        const u32 lower = __shfl_up_sync(kAllLanes, v, offset);
+        if (lane >= offset) v = min(v + lower, limit);
+    }
+    return v;
+}
+
+// Where the rows of every expert are. In shared memory, 3 * stride + 4 words.
+struct RowLayout {
+    u32* total;  // [stride] tokens of each expert
+    u32* base;   // [stride] row of the first token that this block's chunk has for each expert
+    u32* first;  // [experts + 1] first row of each expert; no more than `rows`
+    int experts, stride;
+    u32 rows, multiple;
+
+    RTK_DEVICE RowLayout(u32* memory, int row_length, i64 expert_count, i64 row_count, i64 multiple_of)
+        : total(memory),
+          base(memory + row_length),
+          first(memory + 2 * row_length),
+          experts(static_cast<int>(expert_count)),
+          stride(row_length),
+          rows(static_cast<u32>(row_count)),
+          multiple(static_cast<u32>(multiple_of)) {}
+
+    RTK_DEVICE u32* end() const { return first + stride + 4; }
+
+    RTK_DEVICE void clear() const {
+        for (int i = threadIdx.x; i < 2 * stride; i += blockDim.x) total[i] = 0;
+    }
+
+    // The whole block calls, after clear() and a barrier; ends with a barrier.
+    RTK_DEVICE void find(const ChunkTable& table, int chunk) const {
+        add(table, chunk);
+        __syncthreads();
+        scan();
+        __syncthreads();
+    }
+
+    // Tokens of an expert that have a row.
+    RTK_DEVICE u32 kept(int expert) const { return min(total[expert], first[expert + 1] - first[expert]); }
+
+    RTK_DEVICE void write(i32* counts, i32* offsets) const {
+        for (int e = threadIdx.x; e <= experts; e += blockDim.x) {
+            if (e < experts) counts[e] = static_cast<i32>(kept(e));
+            offsets[e] = static_cast<i32>(first[e]);
+        }
+    }
+
+   private:
+    RTK_DEVICE u32 padded(u32 count) const {
+        const u32 whole = multiple == 1 ? count : (count + (multiple - 1)) / multiple * multiple;
+        return min(whole, rows);
+    }
+
+    RTK_DEVICE void add(const ChunkTable& table, int mine) const {
+        constexpr int kAhead = 8;
+        const int threads = static_cast<int>(blockDim.x), quads = stride / 4;
+        const int groups = max(threads / quads, 1), group = static_cast<int>(threadIdx.x) / quads;
+        if (group >= groups) return;
+        for (int quad = static_cast<int>(threadIdx.x) - group * quads; quad < quads; quad += threads) {
+            u32 sum[4] = {0, 0, 0, 0}, before[4] = {0, 0, 0, 0};
+            for (int chunk = group; chunk < table.chunks; chunk += kAhead * groups) {
+                u32 count[kAhead][4];
+#pragma unroll
+                for (int k = 0; k < kAhead; ++k) {
+                    const int at = chunk + k * groups;
+                    count[k][0] = count[k][1] = count[k][2] = count[k][3] = 0;
+                    if (at < table.chunks) table.load(at, quad, count[k]);
+                }
+#pragma unroll
+                for (int k = 0; k < kAhead; ++k)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        sum[i] += count[k][i];
+                        before[i] += chunk + k * groups < mine ? count[k][i] : 0u;
+                    }
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                atomicAdd(&total[4 * quad + i], sum[i]);
+                atomicAdd(&base[4 * quad + i], before[i]);
+            }
+        }
+    }
+
+    // A thread has consecutive experts.
+    RTK_DEVICE void scan() const {
+        __shared__ u32 sums[kWarp];
+        const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
+        const int each = (experts + static_cast<int>(blockDim.x) - 1) / static_cast<int>(blockDim.x);
+        const int from = min(static_cast<int>(threadIdx.x) * each, experts), to = min(from + each, experts);
+        u32 own = 0;
+        for (int e = from; e < to; ++e) own = min(own + padded(total[e]), rows);
+        const u32 sum = scan_up_to(own, rows);
+        const u32 left = __shfl_up_sync(kAllLanes, sum, 1);
+        if (lane == kWarp - 1) sums[warp] = sum;
+        __syncthreads();
+        const u32 warps = scan_up_to(lane < static_cast<int>(blockDim.x) / kWarp ? sums[lane] : 0u, rows);
+        const u32 earlier = __shfl_sync(kAllLanes, warps, max(warp - 1, 0));
+        u32 at = min((warp == 0 ? 0u : earlier) + (lane == 0 ? 0u : left), rows);
+        for (int e = from; e < to; ++e) {
+            first[e] = at;
+            base[e] += at;
+            at = min(at + padded(total[e]), rows);
+        }
+        if (from < to && to == experts) first[experts] = at;
+    }
+};
+
+// The first and the last (exclusive) item of this block's chunk.
+struct Chunk {
+    i64 from, to;
+    RTK_DEVICE Chunk(i64 items, i64 per_chunk) {
+        from = min(static_cast<i64>(blockIdx.x) * per_chunk, items);
+        to = min(from + per_chunk, items);
+    }
+};
+
+// VEC (4 or 1) flags of a routing map at `p`: 1 in the byte of each that is set, whatever its value.
+template <int VEC>
+RTK_DEVICE u32 load_flags(const u8* p) {
+    const u32 word = ptx::ld_stream<VEC>(p).w[0];
+    if constexpr (VEC == 1) return word != 0;
+    return (((word & 0x7f7f7f7fu) + 0x7f7f7f7fu) | word) >> 7 & 0x01010101u;
+}
+
+}  // namespace rtk
