@@ -2,13 +2,11 @@
 // second, whose blocks have one chunk each, adds up: where every expert's rows begin, and how many of them are taken by
 // earlier chunks. No block hears from another of its own launch.
 #pragma once
-#include "common/abi.cuh"
+#include "common/scan.cuh"
 #include "ptx/ldst.cuh"
 #include "ptx/pdl.cuh"
 
 namespace rtk {
-
-inline constexpr u32 kAllLanes = 0xffffffffu;
 
 // [chunks][stride] counts, where stride is the number of experts rounded up to a multiple of four.
 struct ChunkTable {
@@ -38,7 +36,7 @@ struct ChunkTable {
     RTK_DEVICE void write(int chunk, const u32* count) const {
         for (int quad = threadIdx.x; quad < stride / 4; quad += blockDim.x) {
             const i64 at = static_cast<i64>(chunk) * (stride / 4) + quad;
-            const u32 *c = count + 4 * quad;
+            const u32* c = count + 4 * quad;
             if (narrow) {
                 static_cast<uint2*>(memory)[at] = make_uint2(c[0] | c[1] << 16, c[2] | c[3] << 16);
             } else {
@@ -47,17 +45,6 @@ struct ChunkTable {
         }
     }
 };
-
-// Inclusive sums over the lanes of a warp, none above `limit` (below 2^31).
-RTK_DEVICE u32 scan_up_to(u32 v, u32 limit) {
-    const int lane = static_cast<int>(threadIdx.x) % kWarp;
-#pragma unroll
-    for (int offset = 1; offset < kWarp; offset *= 2) {
-        const u32 lower = __shfl_up_sync(kAllLanes, v, offset);
-        if (lane >= offset) v = min(v + lower, limit);
-    }
-    return v;
-}
 
 // Where the rows of every expert are. In shared memory, 3 * stride + 4 words.
 struct RowLayout {
@@ -137,27 +124,14 @@ struct RowLayout {
         }
     }
 
-    // A thread has consecutive experts.
     RTK_DEVICE void scan() const {
-        __shared__ u32 sums[kWarp];
-        const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
-        const int each = (experts + static_cast<int>(blockDim.x) - 1) / static_cast<int>(blockDim.x);
-        const int from = min(static_cast<int>(threadIdx.x) * each, experts), to = min(from + each, experts);
-        u32 own = 0;
-        for (int e = from; e < to; ++e) own = min(own + padded(total[e]), rows);
-        const u32 sum = scan_up_to(own, rows);
-        const u32 left = __shfl_up_sync(kAllLanes, sum, 1);
-        if (lane == kWarp - 1) sums[warp] = sum;
-        __syncthreads();
-        const u32 warps = scan_up_to(lane < static_cast<int>(blockDim.x) / kWarp ? sums[lane] : 0u, rows);
-        const u32 earlier = __shfl_sync(kAllLanes, warps, max(warp - 1, 0));
-        u32 at = min((warp == 0 ? 0u : earlier) + (lane == 0 ? 0u : left), rows);
-        for (int e = from; e < to; ++e) {
-            first[e] = at;
-            base[e] += at;
-            at = min(at + padded(total[e]), rows);
-        }
-        if (from < to && to == experts) first[experts] = at;
+        exclusive_scan_up_to(
+            experts, rows, [&](int e) { return padded(total[e]); },
+            [&](int e, u32 before, u32 sum) {
+                first[e] = before;
+                base[e] += before;
+                if (e == experts - 1) first[experts] = sum;
+            });
     }
 };
 

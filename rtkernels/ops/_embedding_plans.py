@@ -55,8 +55,8 @@ _SUM = Kernel(
     "embedding/sum.cu",
     "embedding_sum",
     template="FROM TO VEC",
-    args="dy:ptr grad:ptr entries:ptr partial:ptr counters:ptr tokens:i64 cols:i64 dy_stride:i64 grad_stride:i64 "
-    "window_size:i64 dy_half:i64 grad_half:i64 accumulate:i64",
+    args="dy:ptr grad:ptr entries:ptr partial:ptr counters:ptr weights:ptr tokens:i64 cols:i64 dy_stride:i64 "
+    "grad_stride:i64 window_size:i64 dy_half:i64 grad_half:i64 accumulate:i64",
     variants=[(2, 2, 8), (2, 4, 8), (4, 4, 4), (4, 4, 1), (4, 2, 1)],
     max_registers=128,
 )

@@ -93,7 +93,9 @@ def check(routing: Meta, experts: int, top_k: int, multiple_of: int, rows: int) 
     if not 1 <= multiple_of <= LIMIT:
         raise ArgumentError(f"multiple_of is {multiple_of}; expected 1 to 2^31 - 1")
     if not 0 <= rows <= LIMIT:
-        raise ArgumentError(f"rows is {rows}; expected 0 to 2^31 - 1 (without `rows` it is the most that can be needed)")
+        raise ArgumentError(
+            f"rows is {rows}; expected 0 to 2^31 - 1 (without `rows` it is the most that can be needed)"
+        )
     if shape[0] * top_k > LIMIT:
         raise ArgumentError(f"{shape[0]} tokens with {top_k} choices each; expected fewer than 2^31 choices")
 
@@ -160,8 +162,7 @@ INDEX_PLANS = Plans(_plan_index)
 
 def _plan_map(routing: Meta, multiple_of: int, rows: int, align: int):
     """Return ``(count, its integers, place, its integers, allocators and layouts of results and of the table)``."""
-    dtype, shape, _, device = routing
-    tokens, experts = shape
+    _, (tokens, experts), _, device = routing
     chunks, each = _chunked(tokens, experts, LEAST_FLAGS, MANY_FLAGS, experts, device, _TOKENS_OF_A_THREAD)
     narrow = each <= _MOST_NARROW
     stride = -(-experts // 4) * 4

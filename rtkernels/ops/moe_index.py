@@ -182,13 +182,11 @@ def moe_index(
     return MoeIndex(*INDEX(routing, experts, choices, multiple_of, rows))
 
 
-def moe_row_id_map(
-    routing_map: Tensor, multiple_of: int = 1, rows: int | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def moe_row_id_map(routing_map: Tensor, multiple_of: int = 1, rows: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Give every routed (token, expert) pair its row, as a dense map: sorted by expert, inside an expert by token.
 
-    The form that permutations driven by a mask take; :func:`moe_index` gives the same rows as a compact list. Runs as two
-    kernels, without waiting for the device.
+    The form that permutations driven by a mask take; :func:`moe_index` gives the same rows as a compact list. Runs as
+    two kernels, without waiting for the device.
 
     Args:
         routing_map: ``[tokens, experts]``, bool or uint8; anything but 0 is set. Up to 4096 experts. May be any object
