@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rtkernels._kernel import Kernel, Plans, build_together, dense_memory, device_info
-from rtkernels._layout import vector_bytes
+from rtkernels._layout import row_stride, vector_bytes
 from rtkernels.errors import ArgumentError
 from rtkernels.ops._moe_layout import MAX_EXPERTS
 
@@ -100,6 +100,16 @@ def check(routing: Meta, experts: int, top_k: int, multiple_of: int, rows: int) 
         raise ArgumentError(f"{shape[0]} tokens with {top_k} choices each; expected fewer than 2^31 choices")
 
 
+def check_map(routing_map: Meta, multiple_of: int, rows: int) -> None:
+    """Raise an ArgumentError for arguments that no dense map can be built from."""
+    dtype, shape = routing_map[:2]
+    if dtype not in MAP_DTYPES:
+        given = str(dtype).removeprefix("torch.")
+        raise ArgumentError(f"routing_map has dtype {given}; expected one of bool, uint8")
+    experts = shape[-1] if shape else 0
+    check(routing_map, experts, experts, multiple_of, rows)
+
+
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
@@ -128,15 +138,17 @@ def _ranking_warps(experts: int) -> int:
 
 
 def _plan_index(routing: Meta, experts: int, top_k: int, multiple_of: int, rows: int, align: int):
-    """Return ``(count, its integers, place, its integers, allocators and layouts of all memory)``."""
+    """Return ``(count, its integers, place, its integers, allocators and layouts of all memory)``; None to copy."""
     check(routing, experts, top_k, multiple_of, rows)
-    dtype, (tokens, _), _, device = routing
+    dtype, (tokens, width), stride, device = routing
+    if row_stride((tokens, width), stride) != width:
+        return None
     mapped = is_map(dtype)
     chunks, each = _chunked(tokens, top_k, LEAST_CHOICES, MANY_CHOICES, experts, device, 1)
     narrow = each * top_k <= _MOST_NARROW
-    stride = -(-experts // 4) * 4
+    columns = -(-experts // 4) * 4  # of the table
     warps = _ranking_warps(experts)
-    shared = 4 * (3 * stride + 4) + 2 * stride * (warps + 1)
+    shared = 4 * (3 * columns + 4) + 2 * columns * (warps + 1)
     vec = 4 if vector_bytes(align, experts, most=4) == 4 else 1
     first, variant = (_LIST, (vec, _THREADS)) if mapped else (_COUNT, (_THREADS,))
     build_together(device, (first, variant), (_PLACE, (_THREADS,)))
@@ -147,12 +159,12 @@ def _plan_index(routing: Meta, experts: int, top_k: int, multiple_of: int, rows:
         count_args = (tokens * top_k, each * top_k, experts, wide, int(narrow))
     shapes = ((tokens, top_k), (tokens, top_k), (rows,), (experts,), (experts + 1,), ())
     return (
-        first.bind(variant, device, chunks, _THREADS, 4 * stride),
+        first.bind(variant, device, chunks, _THREADS, 4 * columns),
         count_args,
         _PLACE.bind((_THREADS,), device, chunks, _THREADS, shared, overlap=True),
         (tokens * top_k, each * top_k, experts, rows, multiple_of, wide, int(narrow), int(mapped), warps),
         tuple(dense_memory(device, shape, torch.int32) for shape in shapes),
-        dense_memory(device, (chunks * stride * (2 if narrow else 4),), torch.uint8),
+        dense_memory(device, (chunks * columns * (2 if narrow else 4),), torch.uint8),
         dense_memory(device, (chunks,), torch.int32),
     )
 
@@ -161,21 +173,24 @@ INDEX_PLANS = Plans(_plan_index)
 
 
 def _plan_map(routing: Meta, multiple_of: int, rows: int, align: int):
-    """Return ``(count, its integers, place, its integers, allocators and layouts of results and of the table)``."""
-    _, (tokens, experts), _, device = routing
+    """Return ``(count, its integers, place, its integers, allocators and layouts of all memory)``; None to copy."""
+    check_map(routing, multiple_of, rows)
+    _, (tokens, experts), stride, device = routing
+    if row_stride((tokens, experts), stride) != experts:
+        return None
     chunks, each = _chunked(tokens, experts, LEAST_FLAGS, MANY_FLAGS, experts, device, _TOKENS_OF_A_THREAD)
     narrow = each <= _MOST_NARROW
-    stride = -(-experts // 4) * 4
+    columns = -(-experts // 4) * 4  # of the table
     variant = (4 if vector_bytes(align, experts, most=4) == 4 else 1, _THREADS)
     build_together(device, (_MAP_COUNT, variant), (_MAP_PLACE, variant))
-    shared = 4 * (3 * stride + 4) + 4 * _THREADS
+    shared = 4 * (3 * columns + 4) + 4 * _THREADS
     return (
-        _MAP_COUNT.bind(variant, device, chunks, _THREADS, 4 * stride),
+        _MAP_COUNT.bind(variant, device, chunks, _THREADS, 4 * columns),
         (tokens, each, experts, int(narrow)),
         _MAP_PLACE.bind(variant, device, chunks, _THREADS, shared, overlap=True),
         (tokens, each, experts, rows, multiple_of, int(narrow)),
         tuple(dense_memory(device, s, torch.int32) for s in ((tokens, experts), (experts,), (experts + 1,))),
-        dense_memory(device, (chunks * stride * (2 if narrow else 4),), torch.uint8),
+        dense_memory(device, (chunks * columns * (2 if narrow else 4),), torch.uint8),
     )
 
 

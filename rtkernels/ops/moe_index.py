@@ -13,7 +13,7 @@ from rtkernels._layout import metadata
 from rtkernels._registry import Op, TorchOp
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _moe_layout as layout
-from rtkernels.ops._moe_index_plans import INDEX_PLANS, KERNELS, MAP_DTYPES, MAP_PLANS, check, is_map
+from rtkernels.ops._moe_index_plans import INDEX_PLANS, KERNELS, MAP_DTYPES, MAP_PLANS, check, check_map, is_map
 from rtkernels.ops._moe_layout import MoeIndex, most_rows
 from rtkernels.testing.rows import Row
 
@@ -21,9 +21,10 @@ from rtkernels.testing.rows import Row
 
 
 def _launch_index(routing: Tensor, experts: int, top_k: int, multiple_of: int, rows: int) -> tuple[Tensor, ...]:
-    routing = routing.contiguous()
     address = routing.data_ptr()
     plan = INDEX_PLANS[metadata(routing), experts, top_k, multiple_of, rows, address & 3]
+    if plan is None:
+        return _launch_index(routing.contiguous(), experts, top_k, multiple_of, rows)
     count, count_args, place, place_args, outputs, (new_table, table_layout), (new_wanted, wanted_layout) = plan
     results = tuple([new(*memory) for new, memory in outputs])
     table, wanted = new_table(*table_layout), new_wanted(*wanted_layout)
@@ -38,24 +39,16 @@ def _launch_index(routing: Tensor, experts: int, top_k: int, multiple_of: int, r
 
 
 def _launch_map(routing_map: Tensor, multiple_of: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    _check_map(routing_map, multiple_of, rows)
-    routing_map = routing_map.contiguous()
     address = routing_map.data_ptr()
     plan = MAP_PLANS[metadata(routing_map), multiple_of, rows, address & 3]
+    if plan is None:
+        return _launch_map(routing_map.contiguous(), multiple_of, rows)
     count, count_args, place, place_args, outputs, (new_table, table_layout) = plan
     ids, counts, offsets = (new(*memory) for new, memory in outputs)
     table = new_table(*table_layout)
     count(address, table.data_ptr(), *count_args)
     place(address, table.data_ptr(), ids.data_ptr(), counts.data_ptr(), offsets.data_ptr(), *place_args)
     return ids, counts, offsets
-
-
-def _check_map(routing_map: Tensor, multiple_of: int, rows: int) -> None:
-    if routing_map.dtype not in MAP_DTYPES:
-        given = str(routing_map.dtype).removeprefix("torch.")
-        raise ArgumentError(f"routing_map has dtype {given}; expected one of bool, uint8")
-    experts = routing_map.shape[-1] if routing_map.dim() else 0
-    check(metadata(routing_map), experts, experts, multiple_of, rows)
 
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
@@ -83,7 +76,7 @@ def _reference_index(routing: Tensor, experts: int, top_k: int, multiple_of: int
 
 
 def _reference_map(routing_map: Tensor, multiple_of: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    _check_map(routing_map, multiple_of, rows)
+    check_map(metadata(routing_map), multiple_of, rows)
     flags = routing_map != 0
     experts = torch.arange(flags.shape[1], device=flags.device)
     index = layout.build(torch.where(flags, experts, -1), flags.shape[1], multiple_of, rows)
