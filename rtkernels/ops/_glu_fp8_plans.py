@@ -51,7 +51,8 @@ FWD = Kernel(
     _FAST,
     "glu_fp8_fwd",
     template="T",
-    args=f"gate:ptr up:ptr weight:ptr counts:ptr {_OUTPUTS} rows:i64 cols:i64 gate_stride:i64 up_stride:i64 {_COMMON}",
+    args=f"gate:ptr up:ptr weight:ptr counts:ptr {_OUTPUTS} rows:i64 cols:i64 gate_stride:i64 up_stride:i64 "
+    f"{_COMMON}",
     variants=_fast_variants,
     max_registers=128,
 )
