@@ -246,16 +246,16 @@ def _index_row(what: str, tokens: int, experts: int, top_k: int, used: int, mult
     rows = most_rows(tokens, top_k, experts, multiple_of)
 
     def make(device: str, g: torch.Generator) -> dict[str, Any]:
-        return {"routing": _experts(device, g, tokens, experts, top_k, used)}
+        return {"routing": _experts(device, g, tokens, experts, top_k, used), "experts": experts, "rows": rows}
 
-    def plain(routing: Tensor) -> tuple[Tensor, ...]:
+    def plain(routing: Tensor, experts: int, rows: int) -> tuple[Tensor, ...]:
         return tuple(layout.build(routing, experts, multiple_of, rows))
 
     return Row(
         name="moe_index",
         shape=f"{tokens} tokens, {experts} experts, top {top_k}{what}",
         make=make,
-        ours=lambda routing: INDEX(routing, experts, top_k, multiple_of, rows),
+        ours=lambda routing, experts, rows: INDEX(routing, experts, top_k, multiple_of, rows),
         torch=plain,
         exact=plain,
         bytes=tokens * top_k * 16 + rows * 4 + experts * 8,

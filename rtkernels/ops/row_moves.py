@@ -192,7 +192,7 @@ def _samples(device: str):
     scale = torch.rand(12, generator=g, device=device)
     indices = torch.randint(-1, 13, (9,), generator=g, device=device)
     yield SELECT, (x, indices, None)
-    yield SELECT, (x.to(torch.float8_e4m3fn), indices.int(), scale)
+    yield SELECT, (x.bfloat16(), indices.int(), scale)
     yield SELECT_INTO, (torch.zeros(9, 16, device=device), x, indices, None)
     yield SCATTER, (x[:9], indices, 10, None)
     yield SCATTER, (x[:9].bfloat16(), indices.int(), 10, scale[:9])
@@ -214,9 +214,10 @@ def _random_chunks(device: str, g: torch.Generator, chunks: int) -> dict[str, Te
 def _rows() -> Iterator[Row]:
     routed, row_bytes = _TOKENS * _CHOICES, _COLS * 2
 
-    def make(device: str, g: torch.Generator, rows: int, indices: int, high: int) -> dict[str, Any]:
+    def make(device: str, g: torch.Generator, rows: int) -> dict[str, Any]:
+        """Every token is named as often as any other."""
         x = torch.randn(rows, _COLS, dtype=torch.bfloat16, device=device, generator=g)
-        return {"x": x, "indices": torch.randint(0, high, (indices,), dtype=torch.int32, device=device, generator=g)}
+        return {"x": x, "indices": (torch.randperm(routed, device=device, generator=g) % _TOKENS).int()}
 
     def make_chunks(device: str, g: torch.Generator) -> dict[str, Any]:
         x = torch.randn(_TOKENS, _COLS, dtype=torch.bfloat16, device=device, generator=g)
@@ -225,7 +226,7 @@ def _rows() -> Iterator[Row]:
     yield Row(
         name="index_select",
         shape=f"{routed} of {_TOKENS}x{_COLS}",
-        make=lambda device, g: make(device, g, _TOKENS, routed, _TOKENS),
+        make=lambda device, g: make(device, g, _TOKENS),
         ours=lambda x, indices: SELECT(x, indices, None)[0],
         torch=lambda x, indices: x[indices],
         bytes=(_TOKENS + routed) * row_bytes + routed * 4,
@@ -233,9 +234,9 @@ def _rows() -> Iterator[Row]:
     yield Row(
         name="scatter_add",
         shape=f"{routed}x{_COLS} to {_TOKENS}",
-        make=lambda device, g: make(device, g, routed, routed, _TOKENS),
-        ours=lambda x, indices: SCATTER(x, indices, _TOKENS, None),
-        torch=lambda x, indices: x.new_zeros(_TOKENS, _COLS).index_add_(0, indices, x),
+        make=lambda device, g: {**make(device, g, routed), "rows": _TOKENS},
+        ours=lambda x, indices, rows: SCATTER(x, indices, rows, None),
+        torch=lambda x, indices, rows: x.new_zeros(rows, x.shape[1]).index_add_(0, indices, x),
         bytes=(_TOKENS + routed) * row_bytes + routed * 4,
     )
     yield Row(
