@@ -8,26 +8,32 @@
 
 namespace rtk {
 
-// [chunks][stride] counts, where stride is the number of experts rounded up to a multiple of four.
+// [chunks][stride] counts, where stride is the number of experts rounded up to a multiple of four; then, 4 bytes each, how
+// many choices were made in every chunk (of lists; maps have none).
 struct ChunkTable {
-    void* memory;
-    bool narrow;  // 2 bytes each, else 4
+    u8* memory;
+    int width;  // bytes of a count, 1, 2 or 4
     int chunks, stride;
 
-    RTK_DEVICE ChunkTable(const void* table, i64 is_narrow, i64 count, i64 experts)
-        : memory(const_cast<void*>(table)),
-          narrow(is_narrow != 0),
+    RTK_DEVICE ChunkTable(const u8* table, i64 bytes, i64 count, i64 experts)
+        : memory(const_cast<u8*>(table)),
+          width(static_cast<int>(bytes)),
           chunks(static_cast<int>(count)),
           stride(static_cast<int>(experts + 3) / 4 * 4) {}
 
+    RTK_DEVICE u32* made() const { return reinterpret_cast<u32*>(memory + static_cast<i64>(chunks) * stride * width); }
+
     // Counts of four experts. They come from the previous kernel, which may have overlapped with this one.
     RTK_DEVICE void load(int chunk, int quad, u32 (&count)[4]) const {
-        const i64 at = static_cast<i64>(chunk) * (stride / 4) + quad;
-        if (narrow) {
-            const uint2 v = __ldcg(static_cast<const uint2*>(memory) + at);
+        const u8* at = memory + (static_cast<i64>(chunk) * stride + 4 * quad) * width;
+        if (width == 1) {
+            const u32 v = __ldcg(reinterpret_cast<const u32*>(at));
+            count[0] = v & 0xffu, count[1] = v >> 8 & 0xffu, count[2] = v >> 16 & 0xffu, count[3] = v >> 24;
+        } else if (width == 2) {
+            const uint2 v = __ldcg(reinterpret_cast<const uint2*>(at));
             count[0] = v.x & 0xffffu, count[1] = v.x >> 16, count[2] = v.y & 0xffffu, count[3] = v.y >> 16;
         } else {
-            const uint4 v = __ldcg(static_cast<const uint4*>(memory) + at);
+            const uint4 v = __ldcg(reinterpret_cast<const uint4*>(at));
             count[0] = v.x, count[1] = v.y, count[2] = v.z, count[3] = v.w;
         }
     }
@@ -35,12 +41,14 @@ struct ChunkTable {
     // Writes a chunk's counts, [stride] in shared memory. The whole block calls, after a barrier.
     RTK_DEVICE void write(int chunk, const u32* count) const {
         for (int quad = threadIdx.x; quad < stride / 4; quad += blockDim.x) {
-            const i64 at = static_cast<i64>(chunk) * (stride / 4) + quad;
+            u8* at = memory + (static_cast<i64>(chunk) * stride + 4 * quad) * width;
             const u32* c = count + 4 * quad;
-            if (narrow) {
-                static_cast<uint2*>(memory)[at] = make_uint2(c[0] | c[1] << 16, c[2] | c[3] << 16);
+            if (width == 1) {
+                *reinterpret_cast<u32*>(at) = c[0] | c[1] << 8 | c[2] << 16 | c[3] << 24;
+            } else if (width == 2) {
+                *reinterpret_cast<uint2*>(at) = make_uint2(c[0] | c[1] << 16, c[2] | c[3] << 16);
             } else {
-                static_cast<uint4*>(memory)[at] = make_uint4(c[0], c[1], c[2], c[3]);
+                *reinterpret_cast<uint4*>(at) = make_uint4(c[0], c[1], c[2], c[3]);
             }
         }
     }
@@ -96,7 +104,9 @@ struct RowLayout {
     RTK_DEVICE void add(const ChunkTable& table, int mine) const {
         constexpr int kAhead = 8;
         const int threads = static_cast<int>(blockDim.x), quads = stride / 4;
-        const int groups = max(threads / quads, 1), group = static_cast<int>(threadIdx.x) / quads;
+        // No more threads than have kAhead chunks each: their sums meet at the same few words of shared memory.
+        const int groups = max(min(threads / quads, (table.chunks + kAhead - 1) / kAhead), 1);
+        const int group = static_cast<int>(threadIdx.x) / quads;
         if (group >= groups) return;
         for (int quad = static_cast<int>(threadIdx.x) - group * quads; quad < quads; quad += threads) {
             u32 sum[4] = {0, 0, 0, 0}, before[4] = {0, 0, 0, 0};

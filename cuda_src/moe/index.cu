@@ -32,13 +32,12 @@ RTK_DEVICE void add_from_warp(u32* sum, u32 v) {
 
 template <int THREADS>
 __global__ void __launch_bounds__(THREADS)
-    moe_count(const void* list, void* table, u32* wanted, i64 choices, i64 per_chunk, i64 experts, i64 wide,
-              i64 narrow) {
+    moe_count(const void* list, u8* table, i64 choices, i64 per_chunk, i64 experts, i64 wide, i64 width) {
     constexpr int kAhead = 4;
     extern __shared__ __align__(16) u32 count[];  // [stride]
     __shared__ u32 made;
     ptx::launch_dependents();
-    const ChunkTable chunks(table, narrow, gridDim.x, experts);
+    const ChunkTable chunks(table, width, gridDim.x, experts);
     const Choices given{list, wide != 0, experts};
     const Chunk mine(choices, per_chunk);
     for (int e = threadIdx.x; e < chunks.stride; e += THREADS) count[e] = 0;
@@ -66,22 +65,21 @@ __global__ void __launch_bounds__(THREADS)
     add_from_warp(&made, own);
     __syncthreads();
     chunks.write(blockIdx.x, count);
-    if (threadIdx.x == 0) wanted[blockIdx.x] = made;
+    if (threadIdx.x == 0) chunks.made()[blockIdx.x] = made;
 }
 
 // A warp has several tokens at a time. Choice j of a token is its j-th expert; those past top_k are left out.
 template <int VEC, int THREADS>
 __global__ void __launch_bounds__(THREADS)
-    moe_list(const u8* map, i32* list, void* table, u32* wanted, i64 tokens, i64 per_chunk, i64 experts, i64 top_k,
-             i64 narrow) {
+    moe_list(const u8* map, i32* list, u8* table, i64 tokens, i64 per_chunk, i64 experts, i64 top_k, i64 width) {
     constexpr int kAhead = 4, kWarps = THREADS / kWarp;
     extern __shared__ __align__(16) u32 count[];  // [stride]
     __shared__ u32 made;
     ptx::launch_dependents();
-    const ChunkTable chunks(table, narrow, gridDim.x, experts);
+    const ChunkTable chunks(table, width, gridDim.x, experts);
     const Chunk mine(tokens, per_chunk);
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-    const int width = static_cast<int>(experts), most = static_cast<int>(top_k);
+    const int columns = static_cast<int>(experts), most = static_cast<int>(top_k);
     const u32 lower = (1u << lane) - 1u;
     for (int e = threadIdx.x; e < chunks.stride; e += THREADS) count[e] = 0;
     if (threadIdx.x == 0) made = 0;
@@ -91,14 +89,14 @@ __global__ void __launch_bounds__(THREADS)
         int found[kAhead];
 #pragma unroll
         for (int& n : found) n = 0;
-        for (int start = 0; start < width; start += VEC * kWarp) {
+        for (int start = 0; start < columns; start += VEC * kWarp) {
             const int expert = start + lane * VEC;
             u32 flags[kAhead];
 #pragma unroll
             for (int k = 0; k < kAhead; ++k) {
                 const i64 token = begin + k * kWarps;
                 flags[k] = 0;
-                if (token < mine.to && expert < width) flags[k] = load_flags<VEC>(map + token * experts + expert);
+                if (token < mine.to && expert < columns) flags[k] = load_flags<VEC>(map + token * experts + expert);
             }
 #pragma unroll
             for (int k = 0; k < kAhead; ++k) {
@@ -132,7 +130,7 @@ __global__ void __launch_bounds__(THREADS)
     if (lane == 0 && own != 0) atomicAdd(&made, own);
     __syncthreads();
     chunks.write(blockIdx.x, count);
-    if (threadIdx.x == 0) wanted[blockIdx.x] = made;
+    if (threadIdx.x == 0) chunks.made()[blockIdx.x] = made;
 }
 
 // -1 in the rows that no choice has. Warps of all blocks share the experts, or several an expert.
@@ -152,12 +150,12 @@ RTK_DEVICE void write_pads(const RowLayout& rows, i32* slots) {
 }
 
 // The whole block calls. A choice that was made and has no row was dropped.
-RTK_DEVICE void write_dropped(const RowLayout& rows, const u32* wanted, int chunks, i32* dropped) {
+RTK_DEVICE void write_dropped(const RowLayout& rows, const ChunkTable& chunks, i32* dropped) {
     __shared__ u32 lost;
     if (threadIdx.x == 0) lost = 0;
     __syncthreads();
     u32 own = 0;
-    for (int c = threadIdx.x; c < chunks; c += blockDim.x) own += __ldcg(wanted + c);
+    for (int c = threadIdx.x; c < chunks.chunks; c += blockDim.x) own += __ldcg(chunks.made() + c);
     for (int e = threadIdx.x; e < rows.experts; e += blockDim.x) own -= rows.kept(e);
     add_from_warp(&lost, own);
     __syncthreads();
@@ -166,12 +164,12 @@ RTK_DEVICE void write_dropped(const RowLayout& rows, const u32* wanted, int chun
 
 template <int THREADS>
 __global__ void __launch_bounds__(THREADS)
-    moe_place(const void* list, const void* table, const u32* wanted, i32* row_of, i32* expert_of, i32* slots,
-              i32* counts, i32* offsets, i32* dropped, i64 choices, i64 per_chunk, i64 experts, i64 row_count,
-              i64 multiple, i64 wide, i64 narrow, i64 list_is_new, i64 warps) {
+    moe_place(const void* list, const u8* table, i32* row_of, i32* expert_of, i32* slots, i32* counts, i32* offsets,
+              i32* dropped, i64 choices, i64 per_chunk, i64 experts, i64 row_count, i64 multiple, i64 wide, i64 width,
+              i64 list_is_new, i64 warps) {
     constexpr int kRounds = 4;
     extern __shared__ __align__(16) u32 memory[];
-    const ChunkTable chunks(table, narrow, gridDim.x, experts);
+    const ChunkTable chunks(table, width, gridDim.x, experts);
     const RowLayout rows(memory, chunks.stride, experts, row_count, multiple);
     // Equal experts in earlier warps, two of 16 bits in a word; the last row has their sums.
     const int words = chunks.stride / 2, ranking = static_cast<int>(warps);
@@ -252,7 +250,7 @@ __global__ void __launch_bounds__(THREADS)
     write_pads(rows, slots);
     if (blockIdx.x != 0) return;
     rows.write(counts, offsets);
-    write_dropped(rows, wanted, chunks.chunks, dropped);
+    write_dropped(rows, chunks, dropped);
 }
 
 }  // namespace rtk

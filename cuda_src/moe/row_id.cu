@@ -40,10 +40,10 @@ struct MapTile {
 
 template <int VEC, int THREADS>
 __global__ void __launch_bounds__(THREADS)
-    row_id_count(const u8* map, void* table, i64 tokens, i64 per_chunk, i64 experts, i64 narrow) {
+    row_id_count(const u8* map, u8* table, i64 tokens, i64 per_chunk, i64 experts, i64 width) {
     extern __shared__ __align__(16) u32 count[];  // [stride]
     ptx::launch_dependents();
-    const ChunkTable chunks(table, narrow, gridDim.x, experts);
+    const ChunkTable chunks(table, width, gridDim.x, experts);
     const MapTile<VEC, THREADS> tile(experts);
     const Chunk mine(tokens, per_chunk);
     for (int e = threadIdx.x; e < chunks.stride; e += THREADS) count[e] = 0;
@@ -72,10 +72,10 @@ __global__ void __launch_bounds__(THREADS)
 
 template <int VEC, int THREADS>
 __global__ void __launch_bounds__(THREADS)
-    row_id_place(const u8* map, const void* table, i32* ids, i32* counts, i32* offsets, i64 tokens, i64 per_chunk,
-                 i64 experts, i64 row_count, i64 multiple, i64 narrow) {
+    row_id_place(const u8* map, const u8* table, i32* ids, i32* counts, i32* offsets, i64 tokens, i64 per_chunk,
+                 i64 experts, i64 row_count, i64 multiple, i64 width) {
     extern __shared__ __align__(16) u32 memory[];
-    const ChunkTable chunks(table, narrow, gridDim.x, experts);
+    const ChunkTable chunks(table, width, gridDim.x, experts);
     const RowLayout rows(memory, chunks.stride, experts, row_count, multiple);
     u32* column = rows.end();  // [groups][width] counts in bytes
     const MapTile<VEC, THREADS> tile(experts);

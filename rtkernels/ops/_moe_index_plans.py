@@ -17,15 +17,15 @@ LIMIT = 2**31 - 1  # of rows, and of choices
 _THREADS = 512
 _TOKENS_OF_A_THREAD = 8  # kTokens in moe/row_id.cu
 LEAST_CHOICES, LEAST_FLAGS = 256, 4096  # a chunk should have at least
-_MOST_NARROW = 2**16 - 1  # choices of a chunk that are counted in two bytes
 _TABLE_BYTES = 2**19  # every block of the second launch reads all of the table
+CHUNKS_PER_PROCESSOR = 1
 MANY_CHOICES, MANY_FLAGS = 2**20, 2**23  # from these on, processors have two chunks each
 
 _COUNT = Kernel(
     "moe/index.cu",
     "moe_count",
     template="THREADS",
-    args="list:ptr table:ptr wanted:ptr choices:i64 per_chunk:i64 experts:i64 wide:i64 narrow:i64",
+    args="list:ptr table:ptr choices:i64 per_chunk:i64 experts:i64 wide:i64 width:i64",
     variants=[(_THREADS,)],
     max_registers=48,
 )
@@ -33,7 +33,7 @@ _LIST = Kernel(
     "moe/index.cu",
     "moe_list",
     template="VEC THREADS",
-    args="map:ptr list:ptr table:ptr wanted:ptr tokens:i64 per_chunk:i64 experts:i64 top_k:i64 narrow:i64",
+    args="map:ptr list:ptr table:ptr tokens:i64 per_chunk:i64 experts:i64 top_k:i64 width:i64",
     variants=[(4, _THREADS), (1, _THREADS)],
     max_registers=64,
 )
@@ -41,8 +41,8 @@ _PLACE = Kernel(
     "moe/index.cu",
     "moe_place",
     template="THREADS",
-    args="list:ptr table:ptr wanted:ptr row_of:ptr expert_of:ptr slots:ptr counts:ptr offsets:ptr dropped:ptr "
-    "choices:i64 per_chunk:i64 experts:i64 row_count:i64 multiple:i64 wide:i64 narrow:i64 list_is_new:i64 warps:i64",
+    args="list:ptr table:ptr row_of:ptr expert_of:ptr slots:ptr counts:ptr offsets:ptr dropped:ptr "
+    "choices:i64 per_chunk:i64 experts:i64 row_count:i64 multiple:i64 wide:i64 width:i64 list_is_new:i64 warps:i64",
     variants=[(_THREADS,)],
     max_registers=96,
 )
@@ -50,7 +50,7 @@ _MAP_COUNT = Kernel(
     "moe/row_id.cu",
     "row_id_count",
     template="VEC THREADS",
-    args="map:ptr table:ptr tokens:i64 per_chunk:i64 experts:i64 narrow:i64",
+    args="map:ptr table:ptr tokens:i64 per_chunk:i64 experts:i64 width:i64",
     variants=[(4, _THREADS), (1, _THREADS)],
     max_registers=48,
 )
@@ -59,7 +59,7 @@ _MAP_PLACE = Kernel(
     "row_id_place",
     template="VEC THREADS",
     args="map:ptr table:ptr ids:ptr counts:ptr offsets:ptr tokens:i64 per_chunk:i64 experts:i64 row_count:i64 "
-    "multiple:i64 narrow:i64",
+    "multiple:i64 width:i64",
     variants=[(4, _THREADS), (1, _THREADS)],
     max_registers=96,
 )
@@ -125,27 +125,32 @@ def _chunked(tokens: int, items: int, least: int, many: int, experts: int, devic
         device: Index; -1 for the emulator.
         step: Tokens that belong together.
     """
-    most = device_info(device).sm_count * (1 if tokens * items < many else 2)
+    most = max(int(device_info(device).sm_count * CHUNKS_PER_PROCESSOR), 1) * (1 if tokens * items < many else 2)
     most = min(most, max(_TABLE_BYTES // (2 * experts), 1))
     wanted = max(1, min(-(-tokens * items // least), most))
     each = max(-(-tokens // (wanted * step)) * step, 1)
     return max(-(-tokens // each), 1), each
 
 
+def count_bytes(most: int) -> int:
+    """Return how many bytes counts of a chunk need that are no larger than `most`."""
+    return 1 if most < 2**8 else 2 if most < 2**16 else 4
+
+
 def _ranking_warps(experts: int) -> int:
     """Return how many warps rank choices: each has two bytes of shared memory for every expert."""
-    return 16 if experts <= 1024 else 8 if experts <= 2048 else 4
+    return min(_THREADS // 32, 16 if experts <= 1024 else 8 if experts <= 2048 else 4)
 
 
 def _plan_index(routing: Meta, experts: int, top_k: int, multiple_of: int, rows: int, align: int):
     """Return ``(count, its integers, place, its integers, allocators and layouts of all memory)``; None to copy."""
     check(routing, experts, top_k, multiple_of, rows)
-    dtype, (tokens, width), stride, device = routing
-    if row_stride((tokens, width), stride) != width:
+    dtype, (tokens, given), stride, device = routing
+    if row_stride((tokens, given), stride) != given:
         return None
     mapped = is_map(dtype)
     chunks, each = _chunked(tokens, top_k, LEAST_CHOICES, MANY_CHOICES, experts, device, 1)
-    narrow = each * top_k <= _MOST_NARROW
+    width = count_bytes(each * top_k)
     columns = -(-experts // 4) * 4  # of the table
     warps = _ranking_warps(experts)
     shared = 4 * (3 * columns + 4) + 2 * columns * (warps + 1)
@@ -154,18 +159,17 @@ def _plan_index(routing: Meta, experts: int, top_k: int, multiple_of: int, rows:
     build_together(device, (first, variant), (_PLACE, (_THREADS,)))
     wide = int(dtype == torch.int64)
     if mapped:
-        count_args = (tokens, each, experts, top_k, int(narrow))
+        count_args = (tokens, each, experts, top_k, width)
     else:
-        count_args = (tokens * top_k, each * top_k, experts, wide, int(narrow))
+        count_args = (tokens * top_k, each * top_k, experts, wide, width)
     shapes = ((tokens, top_k), (tokens, top_k), (rows,), (experts,), (experts + 1,), ())
     return (
         first.bind(variant, device, chunks, _THREADS, 4 * columns),
         count_args,
         _PLACE.bind((_THREADS,), device, chunks, _THREADS, shared, overlap=True),
-        (tokens * top_k, each * top_k, experts, rows, multiple_of, wide, int(narrow), int(mapped), warps),
+        (tokens * top_k, each * top_k, experts, rows, multiple_of, wide, width, int(mapped), warps),
         tuple(dense_memory(device, shape, torch.int32) for shape in shapes),
-        dense_memory(device, (chunks * columns * (2 if narrow else 4),), torch.uint8),
-        dense_memory(device, (chunks,), torch.int32),
+        dense_memory(device, (chunks * (columns * width + 4),), torch.uint8),
     )
 
 
@@ -179,18 +183,18 @@ def _plan_map(routing: Meta, multiple_of: int, rows: int, align: int):
     if row_stride((tokens, experts), stride) != experts:
         return None
     chunks, each = _chunked(tokens, experts, LEAST_FLAGS, MANY_FLAGS, experts, device, _TOKENS_OF_A_THREAD)
-    narrow = each <= _MOST_NARROW
+    width = count_bytes(each)
     columns = -(-experts // 4) * 4  # of the table
     variant = (4 if vector_bytes(align, experts, most=4) == 4 else 1, _THREADS)
     build_together(device, (_MAP_COUNT, variant), (_MAP_PLACE, variant))
     shared = 4 * (3 * columns + 4) + 4 * _THREADS
     return (
         _MAP_COUNT.bind(variant, device, chunks, _THREADS, 4 * columns),
-        (tokens, each, experts, int(narrow)),
+        (tokens, each, experts, width),
         _MAP_PLACE.bind(variant, device, chunks, _THREADS, shared, overlap=True),
-        (tokens, each, experts, rows, multiple_of, int(narrow)),
+        (tokens, each, experts, rows, multiple_of, width),
         tuple(dense_memory(device, s, torch.int32) for s in ((tokens, experts), (experts,), (experts + 1,))),
-        dense_memory(device, (chunks * columns * (2 if narrow else 4),), torch.uint8),
+        dense_memory(device, (chunks * columns * width,), torch.uint8),
     )
 
 

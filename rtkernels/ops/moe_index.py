@@ -25,16 +25,16 @@ def _launch_index(routing: Tensor, experts: int, top_k: int, multiple_of: int, r
     plan = INDEX_PLANS[metadata(routing), experts, top_k, multiple_of, rows, address & 3]
     if plan is None:
         return _launch_index(routing.contiguous(), experts, top_k, multiple_of, rows)
-    count, count_args, place, place_args, outputs, (new_table, table_layout), (new_wanted, wanted_layout) = plan
+    count, count_args, place, place_args, outputs, (new_table, table_layout) = plan
     results = tuple([new(*memory) for new, memory in outputs])
-    table, wanted = new_table(*table_layout), new_wanted(*wanted_layout)
+    table = new_table(*table_layout)
     pointers = [t.data_ptr() for t in results]
     if routing.dtype in MAP_DTYPES:  # the list of choices becomes the experts of the result
-        count(address, pointers[1], table.data_ptr(), wanted.data_ptr(), *count_args)
+        count(address, pointers[1], table.data_ptr(), *count_args)
         address = pointers[1]
     else:
-        count(address, table.data_ptr(), wanted.data_ptr(), *count_args)
-    place(address, table.data_ptr(), wanted.data_ptr(), *pointers, *place_args)
+        count(address, table.data_ptr(), *count_args)
+    place(address, table.data_ptr(), *pointers, *place_args)
     return results
 
 
