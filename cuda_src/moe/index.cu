@@ -3,10 +3,9 @@
 // shows in the result.
 //
 // moe_count counts the choices of a chunk, from a list [tokens, top_k] of expert numbers. moe_list does the same from a
-// routing map, of which it makes such a list first. moe_place ranks the choices of its chunk: a warp owns consecutive
-// ones and counts equal experts among them, warps are then added up in order. From a given list it does so before it
-// waits for the counts.
-#include "moe/chunks.cuh"
+// routing map, of which it makes such a list first. moe_place ranks the choices of its chunk (moe/rank.cuh), from a given
+// list before it waits for the counts.
+#include "moe/rank.cuh"
 
 namespace rtk {
 
@@ -56,10 +55,7 @@ __global__ void __launch_bounds__(THREADS)
         for (int k = 0; k < kAhead; ++k) {
             if (begin + k * THREADS >= mine.to) break;
             own += value[k] != -1;
-            const int e = given.expert(value[k]);
-            const u32 same = __match_any_sync(kAllLanes, e);
-            if (e >= 0 && __ffs(static_cast<int>(same)) - 1 == static_cast<int>(threadIdx.x % kWarp))
-                atomicAdd(&count[e], static_cast<u32>(__popc(same)));
+            count_expert(count, given.expert(value[k]));
         }
     }
     add_from_warp(&made, own);
@@ -167,86 +163,20 @@ __global__ void __launch_bounds__(THREADS)
     moe_place(const void* list, const u8* table, i32* row_of, i32* expert_of, i32* slots, i32* counts, i32* offsets,
               i32* dropped, i64 choices, i64 per_chunk, i64 experts, i64 row_count, i64 multiple, i64 wide, i64 width,
               i64 list_is_new, i64 warps) {
-    constexpr int kRounds = 4;
     extern __shared__ __align__(16) u32 memory[];
     const ChunkTable chunks(table, width, gridDim.x, experts);
     const RowLayout rows(memory, chunks.stride, experts, row_count, multiple);
-    // Equal experts in earlier warps, two of 16 bits in a word; the last row has their sums.
-    const int words = chunks.stride / 2, ranking = static_cast<int>(warps);
-    u32* earlier = rows.end();  // [ranking + 1][words]
     const Choices given{list, wide != 0, experts};
-    const Chunk mine(choices, per_chunk);
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-    const u32 lower = (1u << lane) - 1u;
-    u32* sums = earlier + ranking * words;
-    u16* own = reinterpret_cast<u16*>(earlier + min(warp, ranking) * words);
     if (list_is_new) ptx::wait_for_previous();
-    rows.clear();
-
-    i64 begin = mine.from;
-    do {
-        const int left = static_cast<int>(min(mine.to - begin, static_cast<i64>(kRounds * kWarp * ranking)));
-        const int rounds = (left + ranking * kWarp - 1) / (ranking * kWarp);
-        const int first = warp * rounds * kWarp + lane;
-        int expert[kRounds];
-        u32 rank[kRounds];
-        if (warp < ranking) {
-#pragma unroll
-            for (int r = 0; r < kRounds; ++r) {
-                const int at = first + r * kWarp;
-                expert[r] = -1;
-                if (r < rounds && at < left) expert[r] = given.expert(given.at(begin + at));
-            }
-            for (int w = lane; w < words; w += kWarp) earlier[warp * words + w] = 0;
-            __syncwarp();
-#pragma unroll
-            for (int r = 0; r < kRounds; ++r) {
-                if (r >= rounds) break;
-                const u32 same = __match_any_sync(kAllLanes, expert[r]);
-                const bool exists = expert[r] >= 0;
-                const u32 before = exists ? own[expert[r]] : 0u;
-                rank[r] = before + __popc(same & lower);
-                __syncwarp();
-                if (exists && (same & lower) == 0) own[expert[r]] = static_cast<u16>(before + __popc(same));
-                __syncwarp();
-            }
-        }
-        __syncthreads();
-        if (begin == mine.from) {
-            ptx::wait_for_previous();
-            rows.find(chunks, blockIdx.x);
-        }
-        for (int w = threadIdx.x; w < words; w += THREADS) {
-            if (begin != mine.from) {
-                rows.base[2 * w] += sums[w] & 0xffffu;
-                rows.base[2 * w + 1] += sums[w] >> 16;
-            }
-            u32 sum = 0;
-            for (int i = 0; i < ranking; ++i) {
-                const u32 here = earlier[i * words + w];
-                earlier[i * words + w] = sum;
-                sum += here;
-            }
-            sums[w] = sum;
-        }
-        __syncthreads();
-        if (warp < ranking) {
-#pragma unroll
-            for (int r = 0; r < kRounds; ++r) {
-                const int at = first + r * kWarp;
-                if (r >= rounds || at >= left) break;
-                const int e = expert[r];
-                const u32 row = e < 0 ? rows.rows : rows.base[e] + own[e] + rank[r];
-                const bool kept = row < rows.rows;
-                row_of[begin + at] = kept ? static_cast<i32>(row) : -1;
-                expert_of[begin + at] = kept ? e : -1;
-                if (kept) slots[row] = static_cast<i32>(begin + at);
-            }
-        }
-        begin += kRounds * kWarp * ranking;
-        if (begin < mine.to) __syncthreads();
-    } while (begin < mine.to);
-
+    place_chunk<THREADS>(
+        rows, chunks, Chunk(choices, per_chunk), static_cast<int>(warps),
+        [&](i64 i) { return given.expert(given.at(i)); },
+        [&](i64 i, int expert, u32 row) {
+            const bool kept = row < rows.rows;
+            row_of[i] = kept ? static_cast<i32>(row) : -1;
+            expert_of[i] = kept ? expert : -1;
+            if (kept) slots[row] = static_cast<i32>(i);
+        });
     write_pads(rows, slots);
     if (blockIdx.x != 0) return;
     rows.write(counts, offsets);

@@ -14,6 +14,8 @@ from rtkernels._guard import needs_grad
 from rtkernels._layout import address, metadata, rowed
 from rtkernels._registry import Op, TorchOp
 from rtkernels.errors import ArgumentError
+from rtkernels.ops import _embedding_order as order
+from rtkernels.ops._embedding_order import ordered
 from rtkernels.ops._embedding_plans import (
     FWD_PLANS,
     KERNELS,
@@ -61,7 +63,7 @@ def _launch_add(main_grad: Tensor, dy: Tensor, ids: Tensor, start: int, padding:
 def sum_rows(
     grad: Tensor, dy: Tensor, ids: Tensor, start: int, padding: int, accumulate: bool, weights: Tensor | None = None
 ) -> None:
-    """Write (or add) the sums of dy's rows to grad: one kernel sorts the tokens and writes zeros, one adds up.
+    """Write (or add) the sums of dy's rows to grad: kernels sort the tokens and write zeros, one adds up.
 
     `weights`, dense fp32 with one number for each token, multiplies them. Unless it accumulates, grad must be dense.
     """
@@ -76,10 +78,7 @@ def sum_rows(
     sort = SORT_PLANS[tokens, rows, fill, dy.get_device()]
     counters, pieces = new_counters(*counters_layout), new_pieces(*pieces_layout)
     if sort is None:
-        entries = _sort_by_torch(ids, rows, start, padding)
-        counters.zero_()
-        if not accumulate:
-            grad.zero_()
+        entries = ordered(ids, counters, None if accumulate else grad, rows, start, padding)
     else:
         launch_sort, key_bits, bin_bits = sort
         entries = new_list(*list_layout)
@@ -108,15 +107,6 @@ def sum_rows(
         *sizes,
         int(accumulate),
     )
-
-
-def _sort_by_torch(ids: Tensor, rows: int, start: int, padding: int) -> Tensor:
-    """Return the list that the sorting kernel makes, for more tokens than that one can hold."""
-    local, valid = _local(ids.reshape(-1), rows, start, padding)
-    last = torch.iinfo(torch.int32).max
-    keys, order = torch.where(valid, local, last).int().sort(stable=True)
-    pairs = torch.stack((keys.masked_fill(keys == last, -1), order.int()), -1)
-    return pairs.view(torch.int64).view(-1)
 
 
 def _count_version(t: Tensor) -> None:
@@ -400,7 +390,7 @@ def _rows() -> Iterator[Row]:
 OP = Op(
     "embedding",
     public=("embedding", "embedding_grad_"),
-    kernels=KERNELS,
+    kernels=(*KERNELS, *order.KERNELS),
     torch_ops=(FORWARD, BACKWARD, ADD),
     samples=_samples,
     rows=_rows,
