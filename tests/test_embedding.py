@@ -198,6 +198,22 @@ def test_sort_in_passes(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
         Plans.forget_all()
 
 
+@emulated
+@pytest.mark.parametrize("threads", ("forward", *ORDERS))
+def test_list_of_the_passes(threads: str | int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order, "LEAST_TOKENS", 64)
+    monkeypatch.setattr(order, "MOST_DIGIT_BITS", 4)
+    Plans.forget_all()
+    ids = torch.randint(-2, 620, (700,), generator=torch.Generator().manual_seed(0))
+    counters, fill = torch.full((5,), -1, dtype=torch.int32), torch.ones(4001)
+    with rtkernels.emulate("sm_90", threads), emulator.recording():
+        entries = ordered(ids, counters, fill, 600, 3, 50)
+    pairs = sorted((i - 3, t) for t, i in enumerate(ids.tolist()) if 3 <= i < 603 and i != 50)
+    assert [(e & 0xFFFFFFFF, e >> 32) for e in entries.tolist()[: len(pairs)]] == pairs
+    assert entries[len(pairs) :].eq(0xFFFFFFFF).all() and counters.eq(0).all() and fill.eq(0).all()
+    Plans.forget_all()
+
+
 @at("sm_90", "cuda")
 def test_windows_of_several_warps(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with running_on(place) as device:

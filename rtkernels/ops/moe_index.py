@@ -171,7 +171,12 @@ def moe_index(
             raise ArgumentError("num_experts is None; expected the number of experts, as routing is a list of them")
         experts, choices = num_experts, width if top_k is None else top_k
     if rows is None:
-        rows = most_rows(routing.shape[0] if routing.dim() else 0, choices, experts, max(multiple_of, 1))
+        tokens = routing.shape[0] if routing.dim() else 0
+        if not is_map(routing.dtype):  # a token may name an expert twice, so have more choices than there are experts
+            tokens, most = tokens * choices, 1
+        else:
+            most = choices
+        rows = most_rows(tokens, most, experts, max(multiple_of, 1))
     return MoeIndex(*INDEX(routing, experts, choices, multiple_of, rows))
 
 
