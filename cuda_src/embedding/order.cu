@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 template <int THREADS>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     order_place(const void* list, const u8* table, i64* sorted, u8* fill, i64 tokens, i64 per_chunk, i64 chunk_count,
                 i64 digits, i64 width, i64 from_ids, i64 wide, i64 rows, i64 start, i64 padding, i64 shift, i64 warps,
                 i64 fill_from, i64 fill_bytes) {

@@ -23,19 +23,26 @@ struct ChunkTable {
 
     RTK_DEVICE u32* made() const { return reinterpret_cast<u32*>(memory + static_cast<i64>(chunks) * stride * width); }
 
-    // Counts of four experts. They come from the previous kernel, which may have overlapped with this one.
-    RTK_DEVICE void load(int chunk, int quad, u32 (&count)[4]) const {
-        const u8* at = memory + (static_cast<i64>(chunk) * stride + 4 * quad) * width;
-        if (width == 1) {
-            const u32 v = __ldcg(reinterpret_cast<const u32*>(at));
-            count[0] = v & 0xffu, count[1] = v >> 8 & 0xffu, count[2] = v >> 16 & 0xffu, count[3] = v >> 24;
-        } else if (width == 2) {
+    // Counts of four experts, packed. They come from the previous kernel, which may have overlapped with this one.
+    template <int WIDTH>
+    RTK_DEVICE Raw<4 * WIDTH> load(int chunk, int quad) const {
+        const u8* at = memory + (static_cast<i64>(chunk) * stride + 4 * quad) * WIDTH;
+        if constexpr (WIDTH == 1) {
+            return {__ldcg(reinterpret_cast<const u32*>(at))};
+        } else if constexpr (WIDTH == 2) {
             const uint2 v = __ldcg(reinterpret_cast<const uint2*>(at));
-            count[0] = v.x & 0xffffu, count[1] = v.x >> 16, count[2] = v.y & 0xffffu, count[3] = v.y >> 16;
+            return {v.x, v.y};
         } else {
             const uint4 v = __ldcg(reinterpret_cast<const uint4*>(at));
-            count[0] = v.x, count[1] = v.y, count[2] = v.z, count[3] = v.w;
+            return {v.x, v.y, v.z, v.w};
         }
+    }
+
+    template <int WIDTH>
+    RTK_DEVICE static u32 count(const Raw<4 * WIDTH>& packed, int i) {
+        if constexpr (WIDTH == 1) return packed.w[0] >> (8 * i) & 0xffu;
+        if constexpr (WIDTH == 2) return packed.w[i / 2] >> (16 * (i % 2)) & 0xffffu;
+        if constexpr (WIDTH == 4) return packed.w[i];
     }
 
     // Writes a chunk's counts, [stride] in shared memory. The whole block calls, after a barrier.
@@ -79,7 +86,13 @@ struct RowLayout {
 
     // The whole block calls, after clear() and a barrier; ends with a barrier.
     RTK_DEVICE void find(const ChunkTable& table, int chunk) const {
-        add(table, chunk);
+        if (table.width == 1) {
+            add<1>(table, chunk);
+        } else if (table.width == 2) {
+            add<2>(table, chunk);
+        } else {
+            add<4>(table, chunk);
+        }
         __syncthreads();
         scan();
         __syncthreads();
@@ -101,29 +114,32 @@ struct RowLayout {
         return min(whole, rows);
     }
 
+    template <int WIDTH>
     RTK_DEVICE void add(const ChunkTable& table, int mine) const {
-        constexpr int kAhead = 8;
+        constexpr int kAhead = 16 / WIDTH;
         const int threads = static_cast<int>(blockDim.x), quads = stride / 4;
-        // No more threads than have kAhead chunks each: their sums meet at the same few words of shared memory.
-        const int groups = max(min(threads / quads, (table.chunks + kAhead - 1) / kAhead), 1);
+        // No more threads than have several chunks each: their sums meet at the same few words of shared memory.
+        const int groups = max(min(threads / quads, (table.chunks + 7) / 8), 1);
         const int group = static_cast<int>(threadIdx.x) / quads;
         if (group >= groups) return;
         for (int quad = static_cast<int>(threadIdx.x) - group * quads; quad < quads; quad += threads) {
             u32 sum[4] = {0, 0, 0, 0}, before[4] = {0, 0, 0, 0};
             for (int chunk = group; chunk < table.chunks; chunk += kAhead * groups) {
-                u32 count[kAhead][4];
+                Raw<4 * WIDTH> packed[kAhead];
 #pragma unroll
                 for (int k = 0; k < kAhead; ++k) {
                     const int at = chunk + k * groups;
-                    count[k][0] = count[k][1] = count[k][2] = count[k][3] = 0;
-                    if (at < table.chunks) table.load(at, quad, count[k]);
+#pragma unroll
+                    for (u32& word : packed[k].w) word = 0;
+                    if (at < table.chunks) packed[k] = table.load<WIDTH>(at, quad);
                 }
 #pragma unroll
                 for (int k = 0; k < kAhead; ++k)
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
-                        sum[i] += count[k][i];
-                        before[i] += chunk + k * groups < mine ? count[k][i] : 0u;
+                        const u32 count = ChunkTable::count<WIDTH>(packed[k], i);
+                        sum[i] += count;
+                        before[i] += chunk + k * groups < mine ? count : 0u;
                     }
             }
 #pragma unroll

@@ -159,7 +159,7 @@ RTK_DEVICE void write_dropped(const RowLayout& rows, const ChunkTable& chunks, i
 }
 
 template <int THREADS>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     moe_place(const void* list, const u8* table, i32* row_of, i32* expert_of, i32* slots, i32* counts, i32* offsets,
               i32* dropped, i64 choices, i64 per_chunk, i64 experts, i64 row_count, i64 multiple, i64 wide, i64 width,
               i64 list_is_new, i64 warps) {

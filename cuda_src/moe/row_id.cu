@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 template <int VEC, int THREADS>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     row_id_place(const u8* map, const u8* table, i32* ids, i32* counts, i32* offsets, i64 tokens, i64 per_chunk,
                  i64 experts, i64 row_count, i64 multiple, i64 width) {
     extern __shared__ __align__(16) u32 memory[];

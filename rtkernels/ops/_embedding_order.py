@@ -28,7 +28,7 @@ _PLACE = Kernel(
     args="list:ptr table:ptr sorted:ptr fill:ptr tokens:i64 per_chunk:i64 chunk_count:i64 digits:i64 width:i64 "
     "from_ids:i64 wide:i64 rows:i64 start:i64 padding:i64 shift:i64 warps:i64 fill_from:i64 fill_bytes:i64",
     variants=[(_THREADS,)],
-    max_registers=112,
+    max_registers=64,
 )
 KERNELS = (_COUNT, _PLACE)
 

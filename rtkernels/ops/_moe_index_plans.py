@@ -44,7 +44,7 @@ _PLACE = Kernel(
     args="list:ptr table:ptr row_of:ptr expert_of:ptr slots:ptr counts:ptr offsets:ptr dropped:ptr "
     "choices:i64 per_chunk:i64 experts:i64 row_count:i64 multiple:i64 wide:i64 width:i64 list_is_new:i64 warps:i64",
     variants=[(_THREADS,)],
-    max_registers=112,
+    max_registers=64,
 )
 _MAP_COUNT = Kernel(
     "moe/row_id.cu",
@@ -61,7 +61,7 @@ _MAP_PLACE = Kernel(
     args="map:ptr table:ptr ids:ptr counts:ptr offsets:ptr tokens:i64 per_chunk:i64 experts:i64 row_count:i64 "
     "multiple:i64 width:i64",
     variants=[(4, _THREADS), (1, _THREADS)],
-    max_registers=96,
+    max_registers=64,
 )
 KERNELS = (_COUNT, _LIST, _PLACE, _MAP_COUNT, _MAP_PLACE)
 
