@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time __getattr__
     from rtkernels.errors import SourceError as SourceError
     from rtkernels.errors import ToolkitError as ToolkitError
     from rtkernels.errors import UnsupportedDeviceError as UnsupportedDeviceError
+    from rtkernels.ops._moe_layout import MoeIndex as MoeIndex
 
 __version__ = "0.1.0"
 
@@ -44,6 +45,7 @@ _NAMES: dict[str, tuple[str, str | None]] = {
     "ToolkitError": ("rtkernels.errors", "ToolkitError"),
     "UnsupportedDeviceError": ("rtkernels.errors", "UnsupportedDeviceError"),
     "NotWarmError": ("rtkernels.errors", "NotWarmError"),
+    "MoeIndex": ("rtkernels.ops._moe_layout", "MoeIndex"),
 }
 
 

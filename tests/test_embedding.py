@@ -13,8 +13,12 @@ from places import DTYPES, ORDERS, at, emulated, error_tests, short
 from torch import Tensor
 
 import rtkernels
+from rtkernels import emulator
+from rtkernels._kernel import Plans
+from rtkernels.ops import _embedding_order as order
 from rtkernels.ops import _embedding_plans as plans
 from rtkernels.ops import embedding as module
+from rtkernels.ops._embedding_order import ordered
 from rtkernels.testing.compare import assert_close, assert_same_bits, running_on
 
 embedding, embedding_grad_ = rtkernels.embedding, rtkernels.embedding_grad_
@@ -172,21 +176,42 @@ def emulated_coverage() -> None:
     """Run every kernel of the op in the emulator; test_registry.py checks that it does."""
     with running_on("sm_90") as device:
         check(make("plain", torch.bfloat16, device))
+        inputs = make("plain", torch.bfloat16, device)
+        with emulator.recording():
+            ordered(inputs.ids, torch.zeros(3, dtype=torch.int32), None, inputs.rows, 0, -1)
 
 
 @at("sm_90", "cuda")
-def test_sort_by_torch_gives_the_same_bits(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sort_in_passes(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with running_on(place) as device:
-        for case in ("edges", "range_padding", "heavy"):
-            wanted = check(make(case, torch.bfloat16, device))
-            with monkeypatch.context() as patch:
-                patch.setattr(plans, "SORT_LIMIT", 0)
-                plans.SORT_PLANS.clear()
+        monkeypatch.setattr(plans, "SORT_LIMIT", 0)
+        for case in ("edges", "range_padding", "heavy", "wild_ids", "one_token", "int32", "large_vocabulary"):
+            wanted = None
+            for bits, least in ((9, 512), (3, 32)):  # one to three passes, and up to seven; few chunks, and many
+                monkeypatch.setattr(order, "MOST_DIGIT_BITS", bits)
+                monkeypatch.setattr(order, "LEAST_TOKENS", least)
+                Plans.forget_all()
                 got = check(make(case, torch.bfloat16, device))
-            plans.SORT_PLANS.clear()
-            # Rows are in another order then, so long runs are cut at other places: equal only up to rounding.
-            for a, b in zip(got, wanted, strict=True):
-                torch.testing.assert_close(a, b)
+                for a, b in zip(got, wanted or got, strict=True):
+                    assert_same_bits(a, b)
+                wanted = got
+        Plans.forget_all()
+
+
+@emulated
+@pytest.mark.parametrize("threads", ("forward", *ORDERS))
+def test_list_of_the_passes(threads: str | int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order, "LEAST_TOKENS", 64)
+    monkeypatch.setattr(order, "MOST_DIGIT_BITS", 4)
+    Plans.forget_all()
+    ids = torch.randint(-2, 620, (700,), generator=torch.Generator().manual_seed(0))
+    counters, fill = torch.full((5,), -1, dtype=torch.int32), torch.ones(4001)
+    with rtkernels.emulate("sm_90", threads), emulator.recording():
+        entries = ordered(ids, counters, fill, 600, 3, 50)
+    pairs = sorted((i - 3, t) for t, i in enumerate(ids.tolist()) if 3 <= i < 603 and i != 50)
+    assert [(e & 0xFFFFFFFF, e >> 32) for e in entries.tolist()[: len(pairs)]] == pairs
+    assert entries[len(pairs) :].eq(0xFFFFFFFF).all() and counters.eq(0).all() and fill.eq(0).all()
+    Plans.forget_all()
 
 
 @at("sm_90", "cuda")

@@ -6,6 +6,7 @@
 // so that it knows where its part of the list begins without hearing from another block. It then sorts what it kept by
 // the remaining key bits in shared memory: a stable radix sort, whose time has a bound even if all tokens are the same.
 // Blocks past the bins write zeros to `fill` meanwhile.
+#include "common/scan.cuh"
 #include "embedding/tokens.cuh"
 
 namespace rtk {
@@ -14,26 +15,11 @@ inline constexpr int kSortThreads = 1024, kSortWarps = kSortThreads / kWarp;
 inline constexpr int kTokenBits = 14, kDigitBits = 6, kDigits = 1 << kDigitBits;
 inline constexpr u32 kSpread = 0x9E3779B1u, kCollect = 0x0e8b2f51u;  // inverse of each other modulo 2^32
 inline constexpr u32 kNobody = 0xffffffffu;
-inline constexpr u32 kAllLanes = 0xffffffffu;
-inline constexpr int kFillVectors = 16;  // of 16 bytes, in a thread
 
 struct SortScratch {
     u32 count[kSortWarps][kDigits + 1];  // one more column: a scan reads down the columns
     u32 total[3][kSortWarps];
 };
-
-RTK_DEVICE void fill_zeros(u8* memory, i64 bytes, i64 block) {
-    Raw<16> zeros;
-    clear(zeros);
-    const i64 vectors = bytes / 16;
-    const i64 first = block * kSortThreads * kFillVectors + threadIdx.x;
-#pragma unroll
-    for (int k = 0; k < kFillVectors; ++k) {
-        const i64 at = first + k * kSortThreads;
-        if (at < vectors) ptx::st<16>(memory + at * 16, zeros);
-    }
-    if (block == 0 && threadIdx.x < bytes % 16) memory[vectors * 16 + threadIdx.x] = 0;
-}
 
 // Sum of a number over the block, and over the warps before this one. One slot is used once in a kernel.
 struct BlockSum {
@@ -108,7 +94,7 @@ __global__ void __launch_bounds__(kSortThreads)
     ptx::launch_dependents();
     const int bins = 1 << bin_bits;
     if (blockIdx.x >= bins) {
-        fill_zeros(fill, fill_bytes, blockIdx.x - bins);
+        fill_zeros<kSortThreads>(fill, fill_bytes, blockIdx.x - bins);
         return;
     }
     u32* keys = reinterpret_cast<u32*>(memory);

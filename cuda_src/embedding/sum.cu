@@ -1,5 +1,6 @@
 // grad[row] += (or =) the sum of dy[token] over the tokens of that row, from the sorted list of (row, token). fp32 sums
-// in the order of the tokens, one rounding at the store, no atomics on numbers.
+// in the order of the tokens, one rounding at the store, no atomics on numbers. With `weights`, dy[token] is multiplied by
+// the token's.
 //
 // A block owns a window of the list (a multiple of 32 entries) and a slice of the columns; a thread owns VEC columns.
 // Runs of equal rows that begin in the window belong to it if they end before the 32nd entry of the next one, which
@@ -142,8 +143,9 @@ RTK_DEVICE void combine(const Pieces<TO, VEC>& pieces, const SortedList& list, i
 
 template <int FROM, int TO, int VEC>
 __global__ void __launch_bounds__(128, 4)
-    embedding_sum(const u8* dy, u8* grad, const i64* entries, float* partial, i32* counters, i64 tokens, i64 cols,
-                  i64 dy_stride, i64 grad_stride, i64 window_size, i64 dy_half, i64 grad_half, i64 accumulate) {
+    embedding_sum(const u8* dy, u8* grad, const i64* entries, float* partial, i32* counters, const float* weights,
+                  i64 tokens, i64 cols, i64 dy_stride, i64 grad_stride, i64 window_size, i64 dy_half, i64 grad_half,
+                  i64 accumulate) {
     constexpr int kAhead = 4;  // tokens
     ptx::wait_for_previous();
     const SortedList list{entries, tokens, window_size};
@@ -191,15 +193,19 @@ __global__ void __launch_bounds__(128, 4)
         const u32 ends = __ballot_sync(kEveryLane, row != next_row);
         const int count = leading(at < stop && row >= 0);
         if (count == 0) break;
+        float weight = 1.0f;
+        if (weights != nullptr && lane < count) weight = weights[entry_token(entry)];
         for (int group = base == start ? skip : 0; group < count; group += kAhead) {
             Packed<FROM, VEC> raw[kAhead];
             Packed<TO, VEC> old[kAhead];
             i32 rows[kAhead];
+            float factor[kAhead];
 #pragma unroll
             for (int k = 0; k < kAhead; ++k) {
                 const int j = group + k;
                 const i64 token = entry_token(__shfl_sync(kEveryLane, entry, j));
                 rows[k] = __shfl_sync(kEveryLane, row, j);
+                factor[k] = __shfl_sync(kEveryLane, weight, j);
                 if (j < count && pieces.active) {
                     raw[k] = load_packed<FROM, VEC>(dy + token * dy_stride);
                     if (accumulate && ends >> j & 1u)
@@ -214,7 +220,7 @@ __global__ void __launch_bounds__(128, 4)
                     if (pieces.active) {
                         widen<FROM, VEC>(raw[k], dy_half != 0, v);
 #pragma unroll
-                        for (int i = 0; i < VEC; ++i) sum[i] += v[i];
+                        for (int i = 0; i < VEC; ++i) sum[i] += v[i] * factor[k];
                     }
                     open = true;
                     if (ends >> j & 1u) {

@@ -21,6 +21,23 @@ struct Tokens {
     }
 };
 
+inline constexpr int kFillVectors = 16;  // of 16 bytes, in a thread
+
+// Zeros in the part of a block of THREADS threads.
+template <int THREADS>
+RTK_DEVICE void fill_zeros(u8* memory, i64 bytes, i64 block) {
+    Raw<16> zeros;
+    clear(zeros);
+    const i64 vectors = bytes / 16;
+    const i64 first = block * THREADS * kFillVectors + threadIdx.x;
+#pragma unroll
+    for (int k = 0; k < kFillVectors; ++k) {
+        const i64 at = first + k * THREADS;
+        if (at < vectors) ptx::st<16>(memory + at * 16, zeros);
+    }
+    if (block == 0 && threadIdx.x < bytes % 16) memory[vectors * 16 + threadIdx.x] = 0;
+}
+
 // One element of the list: the row in the lower half, the token in the upper one.
 RTK_DEVICE i64 list_entry(i32 row, u32 token) {
     return static_cast<i64>(static_cast<u64>(token) << 32 | static_cast<u32>(row));

@@ -23,7 +23,7 @@ from rtkernels.errors import ArgumentError
 ID_DTYPES = (torch.int32, torch.int64)
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
 _SORT_ROUNDS, _SORT_THREADS = 16, 1024
-SORT_LIMIT = _SORT_ROUNDS * _SORT_THREADS  # tokens; more are sorted by torch
+SORT_LIMIT = _SORT_ROUNDS * _SORT_THREADS  # tokens; more are sorted in passes
 _BIN_TOKENS, _MOST_BIN_BITS = 64, 7  # tokens a sorting block should have at least; 2^7 blocks at most
 _MOST_LOW_BITS = 17  # of the key: 31 with the bits of a token
 _FILL_BYTES = _SORT_THREADS * 16 * 16  # zeros one block writes
@@ -55,8 +55,8 @@ _SUM = Kernel(
     "embedding/sum.cu",
     "embedding_sum",
     template="FROM TO VEC",
-    args="dy:ptr grad:ptr entries:ptr partial:ptr counters:ptr tokens:i64 cols:i64 dy_stride:i64 grad_stride:i64 "
-    "window_size:i64 dy_half:i64 grad_half:i64 accumulate:i64",
+    args="dy:ptr grad:ptr entries:ptr partial:ptr counters:ptr weights:ptr tokens:i64 cols:i64 dy_stride:i64 "
+    "grad_stride:i64 window_size:i64 dy_half:i64 grad_half:i64 accumulate:i64",
     variants=[(2, 2, 8), (2, 4, 8), (4, 4, 4), (4, 4, 1), (4, 2, 1)],
     max_registers=128,
 )
@@ -138,7 +138,7 @@ FWD_PLANS = Plans(_plan_fwd)
 
 
 def _plan_sort(tokens: int, rows: int, fill_bytes: int, device: int):
-    """Return ``(launch, key bits, bin bits)``; None if torch has to sort."""
+    """Return ``(launch, key bits, bin bits)``; None if they are sorted in passes."""
     key_bits = max(1, (rows - 1).bit_length())
     processors = device_info(device).sm_count.bit_length() - 1
     bin_bits = min((-(-tokens // _BIN_TOKENS) - 1).bit_length(), processors, _MOST_BIN_BITS, key_bits)

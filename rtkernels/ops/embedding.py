@@ -11,9 +11,11 @@ from torch.autograd.function import once_differentiable
 
 from rtkernels import interop
 from rtkernels._guard import needs_grad
-from rtkernels._layout import metadata, rowed
+from rtkernels._layout import address, metadata, rowed
 from rtkernels._registry import Op, TorchOp
 from rtkernels.errors import ArgumentError
+from rtkernels.ops import _embedding_order as order
+from rtkernels.ops._embedding_order import ordered
 from rtkernels.ops._embedding_plans import (
     FWD_PLANS,
     KERNELS,
@@ -31,14 +33,14 @@ NO_PADDING = -1  # as an operator argument; ids below 0 have no row anyway
 
 
 def _launch_fwd(weight: Tensor, ids: Tensor, start: int) -> Tensor:
-    address = weight.data_ptr()
-    plan = FWD_PLANS[metadata(ids), metadata(weight), address & 15]
+    source = weight.data_ptr()
+    plan = FWD_PLANS[metadata(ids), metadata(weight), source & 15]
     if plan is None:
         return _launch_fwd(rowed(weight), ids.contiguous(), start)
     launch, before, after, allocate, layout = plan
     y = allocate(*layout)
     if launch is not None:
-        launch(ids.data_ptr(), address, y.data_ptr(), *before, start, *after)
+        launch(ids.data_ptr(), source, y.data_ptr(), *before, start, *after)
     return y
 
 
@@ -47,34 +49,36 @@ def _launch_bwd(dy: Tensor, ids: Tensor, rows: int, start: int, padding: int) ->
     if dy.numel() == 0 or rows == 0:
         return torch.zeros((rows, dy.shape[-1]), dtype=dy.dtype, device=dy.device)
     grad = torch.empty((rows, dy.shape[-1]), dtype=dy.dtype, device=dy.device)
-    _gradient(grad, dy, ids, start, padding, False)
+    sum_rows(grad, dy, ids, start, padding, False)
     return grad
 
 
 def _launch_add(main_grad: Tensor, dy: Tensor, ids: Tensor, start: int, padding: int) -> None:
     _check_add(main_grad, dy, ids)
     if dy.numel() and main_grad.numel():
-        _gradient(main_grad, dy, ids, start, padding, True)
+        sum_rows(main_grad, dy, ids, start, padding, True)
     _count_version(main_grad)
 
 
-def _gradient(grad: Tensor, dy: Tensor, ids: Tensor, start: int, padding: int, accumulate: bool) -> None:
-    """Write (or add) the sums of dy's rows to grad: one kernel sorts the tokens and writes zeros, one adds up."""
+def sum_rows(
+    grad: Tensor, dy: Tensor, ids: Tensor, start: int, padding: int, accumulate: bool, weights: Tensor | None = None
+) -> None:
+    """Write (or add) the sums of dy's rows to grad: kernels sort the tokens and write zeros, one adds up.
+
+    `weights`, dense fp32 with one number for each token, multiplies them. Unless it accumulates, grad must be dense.
+    """
     dy, ids = rowed(dy), ids.contiguous()
     dy_address, grad_address = dy.data_ptr(), grad.data_ptr()
     plan = SUM_PLANS[metadata(dy), metadata(grad), (dy_address | grad_address) & 15]
     if plan is None:
-        return _gradient(grad, dy.float(), ids, start, padding, accumulate)
+        return sum_rows(grad, dy.float(), ids, start, padding, accumulate, weights)
     launch, sizes, (new_list, list_layout), (new_counters, counters_layout), (new_pieces, pieces_layout) = plan
     tokens, rows = sizes[0], grad.shape[0]
     fill = 0 if accumulate else grad.numel() * grad.element_size()
     sort = SORT_PLANS[tokens, rows, fill, dy.get_device()]
     counters, pieces = new_counters(*counters_layout), new_pieces(*pieces_layout)
     if sort is None:
-        entries = _sort_by_torch(ids, rows, start, padding)
-        counters.zero_()
-        if not accumulate:
-            grad.zero_()
+        entries = ordered(ids, counters, None if accumulate else grad, rows, start, padding)
     else:
         launch_sort, key_bits, bin_bits = sort
         entries = new_list(*list_layout)
@@ -99,18 +103,10 @@ def _gradient(grad: Tensor, dy: Tensor, ids: Tensor, start: int, padding: int, a
         entries.data_ptr(),
         pieces.data_ptr(),
         counters.data_ptr(),
+        address(weights),
         *sizes,
         int(accumulate),
     )
-
-
-def _sort_by_torch(ids: Tensor, rows: int, start: int, padding: int) -> Tensor:
-    """Return the list that the sorting kernel makes, for more tokens than that one can hold."""
-    local, valid = _local(ids.reshape(-1), rows, start, padding)
-    last = torch.iinfo(torch.int32).max
-    keys, order = torch.where(valid, local, last).int().sort(stable=True)
-    pairs = torch.stack((keys.masked_fill(keys == last, -1), order.int()), -1)
-    return pairs.view(torch.int64).view(-1)
 
 
 def _count_version(t: Tensor) -> None:
@@ -394,7 +390,7 @@ def _rows() -> Iterator[Row]:
 OP = Op(
     "embedding",
     public=("embedding", "embedding_grad_"),
-    kernels=KERNELS,
+    kernels=(*KERNELS, *order.KERNELS),
     torch_ops=(FORWARD, BACKWARD, ADD),
     samples=_samples,
     rows=_rows,

@@ -1,0 +1,130 @@
+// The row of every routed (token, expert) pair as a dense map [tokens, experts], -1 where a token is not routed: rows
+// sorted by expert, inside an expert by token, every expert's rows padded to a multiple. Two launches, one block for each
+// chunk of tokens in both (moe/chunks.cuh): row_id_count counts, row_id_place writes.
+//
+// A thread owns VEC neighbouring experts and kTokens tokens in a row; threads with the same experts are a column, and
+// the counts of those above are added to a thread's own. Counts of up to 248 tokens are kept in bytes, four in a word.
+#include "moe/chunks.cuh"
+
+namespace rtk {
+
+inline constexpr int kTokens = 8, kMostGroups = 32;
+
+// Which part of a tile of tokens and experts a thread has.
+template <int VEC, int THREADS>
+struct MapTile {
+    int columns, width, groups;  // of experts in all, in a tile, of tokens in a tile
+    int group, column;
+    i64 experts;
+
+    RTK_DEVICE explicit MapTile(i64 expert_count) : experts(expert_count) {
+        columns = static_cast<int>(experts) / VEC;
+        width = min(columns, THREADS);
+        groups = min(THREADS / width, kMostGroups);
+        group = static_cast<int>(threadIdx.x) / width;
+        column = static_cast<int>(threadIdx.x) - group * width;
+    }
+
+    RTK_DEVICE int tokens() const { return groups * kTokens; }
+
+    // Flags of this thread's experts in up to kTokens tokens from `token`, each `step` after the other.
+    RTK_DEVICE void load(const u8* map, i64 token, i64 end, int step, int at, u32 (&flags)[kTokens]) const {
+#pragma unroll
+        for (int k = 0; k < kTokens; ++k) {
+            const i64 t = token + k * step;
+            flags[k] = 0;
+            if (t < end && group < groups && at < columns) flags[k] = load_flags<VEC>(map + t * experts + at * VEC);
+        }
+    }
+};
+
+template <int VEC, int THREADS>
+__global__ void __launch_bounds__(THREADS)
+    row_id_count(const u8* map, u8* table, i64 tokens, i64 per_chunk, i64 experts, i64 width) {
+    extern __shared__ __align__(16) u32 count[];  // [stride]
+    ptx::launch_dependents();
+    const ChunkTable chunks(table, width, gridDim.x, experts);
+    const MapTile<VEC, THREADS> tile(experts);
+    const Chunk mine(tokens, per_chunk);
+    for (int e = threadIdx.x; e < chunks.stride; e += THREADS) count[e] = 0;
+    __syncthreads();
+    for (int start = 0; start < tile.columns; start += tile.width) {
+        const int at = start + tile.column;
+        u32 sum[VEC];
+#pragma unroll
+        for (u32& s : sum) s = 0;
+        for (i64 token = mine.from; token < mine.to; token += tile.tokens()) {
+            u32 flags[kTokens], bytes = 0;
+            tile.load(map, token + tile.group, mine.to, tile.groups, at, flags);
+#pragma unroll
+            for (int k = 0; k < kTokens; ++k) bytes += flags[k];
+#pragma unroll
+            for (int b = 0; b < VEC; ++b) sum[b] += bytes >> (8 * b) & 0xffu;
+        }
+        if (tile.group < tile.groups && at < tile.columns)
+#pragma unroll
+            for (int b = 0; b < VEC; ++b)
+                if (sum[b] != 0) atomicAdd(&count[at * VEC + b], sum[b]);
+    }
+    __syncthreads();
+    chunks.write(blockIdx.x, count);
+}
+
+template <int VEC, int THREADS>
+__global__ void __launch_bounds__(THREADS, 1024 / THREADS)
+    row_id_place(const u8* map, const u8* table, i32* ids, i32* counts, i32* offsets, i64 tokens, i64 per_chunk,
+                 i64 experts, i64 row_count, i64 multiple, i64 width) {
+    extern __shared__ __align__(16) u32 memory[];
+    const ChunkTable chunks(table, width, gridDim.x, experts);
+    const RowLayout rows(memory, chunks.stride, experts, row_count, multiple);
+    u32* column = rows.end();  // [groups][width] counts in bytes
+    const MapTile<VEC, THREADS> tile(experts);
+    const Chunk mine(tokens, per_chunk);
+    const int own_token = tile.group * kTokens;
+    u32 flags[kTokens];
+    tile.load(map, mine.from + own_token, mine.to, 1, tile.column, flags);
+    rows.clear();
+    __syncthreads();
+    ptx::wait_for_previous();
+    rows.find(chunks, blockIdx.x);
+
+    for (int start = 0; start < tile.columns; start += tile.width) {
+        const int at = start + tile.column;
+        const bool active = tile.group < tile.groups && at < tile.columns;
+        for (i64 token = mine.from; token < mine.to; token += tile.tokens()) {
+            if (start != 0 || token != mine.from) tile.load(map, token + own_token, mine.to, 1, at, flags);
+            u32 bytes = 0, above = 0;
+#pragma unroll
+            for (int k = 0; k < kTokens; ++k) bytes += flags[k];
+            if (active) column[threadIdx.x] = bytes;
+            __syncthreads();
+            u32 next[VEC];
+            if (active) {
+                for (int g = 0; g < tile.group; ++g) above += column[g * tile.width + tile.column];
+#pragma unroll
+                for (int b = 0; b < VEC; ++b) next[b] = rows.base[at * VEC + b] + (above >> (8 * b) & 0xffu);
+            }
+            __syncthreads();
+            if (!active) continue;
+            if (tile.group == tile.groups - 1)
+#pragma unroll
+                for (int b = 0; b < VEC; ++b) rows.base[at * VEC + b] = next[b] + (bytes >> (8 * b) & 0xffu);
+            i32* target = ids + (token + own_token) * experts + at * VEC;
+#pragma unroll
+            for (int k = 0; k < kTokens; ++k) {
+                Raw<4 * VEC> row;
+#pragma unroll
+                for (int b = 0; b < VEC; ++b) {
+                    const u32 flag = flags[k] >> (8 * b) & 1u;
+                    row.w[b] = flag != 0 && next[b] < rows.rows ? next[b] : 0xffffffffu;
+                    next[b] += flag;
+                }
+                if (token + own_token + k < mine.to) ptx::st<4 * VEC>(target, row);
+                target += experts;
+            }
+        }
+    }
+    if (blockIdx.x == 0) rows.write(counts, offsets);
+}
+
+}  // namespace rtk
