@@ -1,0 +1,99 @@
+// Rows of up to 1024 columns in the registers of a warp, whatever their type: the type is an argument, since it only
+// decides how a number is read.
+#pragma once
+#include "common/vec.cuh"
+
+namespace rtk {
+
+inline constexpr u32 kAllLanes = 0xffffffffu;
+inline constexpr int kWarpColumns = 1024;  // most columns of one warp
+
+enum Kind : int { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
+
+RTK_DEVICE int size_of(int kind) { return kind == kFloat32 ? 4 : 2; }
+
+// Number `index` of an array.
+RTK_DEVICE float load_one(const void* p, i64 index, int kind) {
+    float f[1];
+    if (kind == kFloat32) {
+        load_keep<float, 1>(static_cast<const float*>(p) + index, f);
+    } else if (kind == kBfloat16) {
+        load_keep<bf16, 1>(static_cast<const bf16*>(p) + index, f);
+    } else {
+        load_keep<fp16, 1>(static_cast<const fp16*>(p) + index, f);
+    }
+    return f[0];
+}
+
+RTK_DEVICE void store_one(void* p, i64 index, int kind, float value) {
+    const float f[1] = {value};
+    if (kind == kFloat32) {
+        store<float, 1>(static_cast<float*>(p) + index, f);
+    } else if (kind == kBfloat16) {
+        store<bf16, 1>(static_cast<bf16*>(p) + index, f);
+    } else {
+        store<fp16, 1>(static_cast<fp16*>(p) + index, f);
+    }
+}
+
+// N numbers from number `index` on; `whole`: all exist and are aligned, else those from `valid` on are 0.
+template <int N>
+RTK_DEVICE void load_some(const void* p, i64 index, int kind, bool whole, int valid, float (&f)[N]) {
+    if (!whole) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) f[i] = i < valid ? load_one(p, index + i, kind) : 0.0f;
+    } else if (valid <= 0) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) f[i] = 0.0f;
+    } else if (kind == kFloat32) {
+        load_keep<float, N>(static_cast<const float*>(p) + index, f);
+    } else if (kind == kBfloat16) {
+        load_keep<bf16, N>(static_cast<const bf16*>(p) + index, f);
+    } else {
+        load_keep<fp16, N>(static_cast<const fp16*>(p) + index, f);
+    }
+}
+
+template <int N>
+RTK_DEVICE void store_some(void* p, i64 index, int kind, bool whole, int valid, const float (&f)[N]) {
+    if (!whole) {
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+            if (i < valid) store_one(p, index + i, kind, f[i]);
+    } else if (valid <= 0) {
+        return;
+    } else if (kind == kFloat32) {
+        store<float, N>(static_cast<float*>(p) + index, f);
+    } else if (kind == kBfloat16) {
+        store<bf16, N>(static_cast<bf16*>(p) + index, f);
+    } else {
+        store<fp16, N>(static_cast<fp16*>(p) + index, f);
+    }
+}
+
+// V columns of a lane: pieces of kPiece neighbours, the pieces of all lanes side by side. Slots of a lane are in the
+// order of their columns; with one piece lanes are, too.
+template <int V>
+struct Layout {
+    static constexpr int kPiece = V < 8 ? V : 8;
+    static constexpr int kPieces = V / kPiece;
+    RTK_DEVICE static int column(int lane, int slot) {
+        return slot / kPiece * (kWarp * kPiece) + lane * kPiece + slot % kPiece;
+    }
+};
+
+// The columns of this lane of the row at number `start`, 0 past `cols`.
+template <int V>
+RTK_DEVICE void load_row(const void* x, i64 start, int cols, int kind, bool whole, int lane, float (&f)[V]) {
+    constexpr int kPiece = Layout<V>::kPiece;
+#pragma unroll
+    for (int p = 0; p < Layout<V>::kPieces; ++p) {
+        const int column = Layout<V>::column(lane, p * kPiece);
+        float piece[kPiece];
+        load_some<kPiece>(x, start + column, kind, whole, cols - column, piece);
+#pragma unroll
+        for (int i = 0; i < kPiece; ++i) f[p * kPiece + i] = piece[i];
+    }
+}
+
+}  // namespace rtk

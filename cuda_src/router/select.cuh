@@ -1,0 +1,141 @@
+// The k largest numbers of a row, largest first, equal ones by column: exact, for every input.
+//
+// Numbers become unsigned keys of the same order: NaN above all, -0 and +0 equal, 0 for what does not take part. A lane
+// keeps its two largest keys at hand. The quick way takes the largest of all lanes k times over, one warp reduction
+// each, without looking at ties; it then checks that exactly k keys were taken and that no lane hides a third one that
+// belongs among them, which is so for most rows when k is small. The other way takes ties and any number of keys from
+// one lane in their order.
+#pragma once
+#include "common/abi.cuh"
+#include "ptx/math.cuh"
+#include "router/rows.cuh"
+
+namespace rtk {
+
+inline constexpr int kMostChosen = 64;
+inline constexpr int kQuickChosen = 16;  // beyond, a third key of one lane is the rule
+
+RTK_DEVICE u32 key_of(float x) {
+    const u32 bits = __float_as_uint(ptx::canonical(x));
+    return bits ^ (static_cast<u32>(static_cast<i32>(bits) >> 31) | 0x80000000u);
+}
+
+RTK_DEVICE float value_of(u32 key) { return __uint_as_float(key ^ ((key & 0x80000000u) ? 0x80000000u : 0xffffffffu)); }
+
+struct alignas(8) Choice {
+    u32 key;
+    i32 column;
+};
+
+template <int V>
+RTK_DEVICE void two_largest(const u32 (&key)[V], u32& first, u32& second) {
+    first = max(key[0], key[1]), second = min(key[0], key[1]);
+#pragma unroll
+    for (int v = 2; v < V; v += 2) {
+        const u32 high = max(key[v], key[v + 1]), low = min(key[v], key[v + 1]);
+        second = max(min(first, high), max(second, low));
+        first = max(first, high);
+    }
+}
+
+// out[0..k) of the warp's own shared memory gets the choices; `column` of a slot is `base` + its place in the layout.
+// Places past the number of keys stay as they are. All lanes may read `out` afterwards.
+template <int V>
+RTK_DEVICE void choose(const u32 (&key)[V], int k, int base, Choice* out, int lane) {
+    using Place = Layout<V>;
+    if (k <= kQuickChosen) {
+        u32 first, second;
+        two_largest(key, first, second);
+        u32 next = first, after = second, best = 0u;
+        int taken = -1, earlier = -1;  // turns at which this lane gave its last key, and the one before
+        for (int i = 0; i < k; ++i) {
+            best = __reduce_max_sync(kAllLanes, next);
+            if (next == best) {
+                earlier = taken, taken = i;
+                next = after, after = 0u;
+            }
+        }
+        const u32 givers = __ballot_sync(kAllLanes, taken >= 0), twice = __ballot_sync(kAllLanes, earlier >= 0);
+        bool sure = best != 0u && __popc(givers) + __popc(twice) == k;
+        if (V > 2 && sure && twice != 0u) {
+            int count = 0;
+#pragma unroll
+            for (int v = 0; v < V; ++v) count += key[v] >= best ? 1 : 0;
+            sure = !__any_sync(kAllLanes, earlier >= 0 && count > 2);
+        }
+        if (sure) {
+            if (taken >= 0) {
+                int slot = 0;
+#pragma unroll
+                for (int v = V - 1; v >= 0; --v)
+                    if (key[v] == first) slot = v;
+                out[earlier >= 0 ? earlier : taken] = {first, base + Place::column(lane, slot)};
+            }
+            if (earlier >= 0) {
+                int slot = 0;
+#pragma unroll
+                for (int v = 0; v < V; ++v)
+                    if (key[v] == second) slot = v;
+                out[taken] = {second, base + Place::column(lane, slot)};
+            }
+            __syncwarp();
+            return;
+        }
+    }
+    u32 alive = kAllLanes, head = 0u;
+    int slot = 0;
+    auto scan = [&] {
+        head = 0u;
+#pragma unroll
+        for (int v = 0; v < V; ++v)
+            if (key[v] > head && (alive >> v & 1u) != 0u) head = key[v], slot = v;
+    };
+    scan();
+    for (int i = 0; i < k; ++i) {
+        const u32 best = __reduce_max_sync(kAllLanes, head);
+        if (best == 0u) break;
+        const u32 equal = __ballot_sync(kAllLanes, head == best);
+        bool won = (equal & (0u - equal)) == 1u << lane;
+        if (Place::kPieces > 1 && (equal & (equal - 1u)) != 0u) {
+            const u32 column = head == best ? static_cast<u32>(Place::column(lane, slot)) : kAllLanes;
+            won = column == __reduce_min_sync(kAllLanes, column);
+        }
+        if (won) {
+            out[i] = {best, base + Place::column(lane, slot)};
+            alive &= ~(1u << slot);
+            scan();
+        }
+    }
+    __syncwarp();
+}
+
+// The k largest of one key per lane, in the order of lanes where equal; out[i].column is the lane.
+RTK_DEVICE void choose_lanes(u32 key, int k, Choice* out, int lane) {
+    u32 left = key;
+    for (int i = 0; i < k; ++i) {
+        const u32 best = __reduce_max_sync(kAllLanes, left);
+        const u32 equal = __ballot_sync(kAllLanes, left == best);
+        if ((equal & (0u - equal)) == 1u << lane) {
+            out[i] = {best, lane};
+            left = 0u;
+        }
+    }
+    __syncwarp();
+}
+
+// The choices of the parts of a row, `k` places for each of `parts` warps in shared memory (key 0: none), become those
+// of the row. Parts are in the order of columns, so places are, among equal keys. By one warp.
+template <int V>
+RTK_DEVICE void merge_choices(const Choice* parts, int count, int k, Choice* out, int lane) {
+    u32 key[V];
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+        const int place = Layout<V>::column(lane, v);
+        key[v] = place < count ? parts[place].key : 0u;
+    }
+    choose<V>(key, k, 0, out, lane);
+    for (int i = lane; i < k; i += kWarp) out[i].column = parts[out[i].column].column;
+    __syncwarp();
+}
+
+}  // namespace rtk

@@ -1,0 +1,94 @@
+// values, indices = the k largest numbers of every row of x, largest first, equal ones by column. Values keep their bits.
+//
+// Rows of up to 1024 columns: one per warp, V columns per lane. Longer ones: one per block, 1024 columns per warp, whose
+// choices the first warp merges.
+#include "router/select.cuh"
+
+namespace rtk {
+
+RTK_DEVICE void write_choices(const void* x, i64 start, void* values, void* indices, i64 row, int k, int kind, bool wide,
+                              const Choice* chosen, int lane) {
+    for (int i = lane; i < k; i += kWarp) {
+        const int column = chosen[i].column;
+        const i64 place = row * k + i;
+        if (kind == kFloat32) {
+            ptx::st<4>(static_cast<float*>(values) + place, ptx::ld_keep<4>(static_cast<const float*>(x) + start + column));
+        } else {
+            ptx::st<2>(static_cast<u16*>(values) + place, ptx::ld_keep<2>(static_cast<const u16*>(x) + start + column));
+        }
+        if (wide) {
+            static_cast<i64*>(indices)[place] = column;
+        } else {
+            static_cast<i32*>(indices)[place] = column;
+        }
+    }
+}
+
+template <int V>
+__global__ void __launch_bounds__(256) topk_fwd(const void* x, void* values, void* indices, i64 rows, i64 cols,
+                                                i64 x_stride, i64 k, i64 kind, i64 whole, i64 wide) {
+    __shared__ Choice chosen[8][kMostChosen];
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const i64 row = static_cast<i64>(blockIdx.x) * (blockDim.x / kWarp) + warp;
+    if (row >= rows) return;
+    float value[V];
+    load_row<V>(x, row * x_stride, static_cast<int>(cols), static_cast<int>(kind), whole != 0, lane, value);
+    u32 key[V];
+#pragma unroll
+    for (int v = 0; v < V; ++v) key[v] = Layout<V>::column(lane, v) < static_cast<int>(cols) ? key_of(value[v]) : 0u;
+    choose<V>(key, static_cast<int>(k), 0, chosen[warp], lane);
+    write_choices(x, row * x_stride, values, indices, row, static_cast<int>(k), static_cast<int>(kind), wide != 0,
+                  chosen[warp], lane);
+}
+
+template <int V>
+__global__ void __launch_bounds__(512) topk_fwd_wide(const void* x, void* values, void* indices, i64 rows, i64 cols,
+                                                     i64 x_stride, i64 k, i64 kind, i64 whole, i64 wide) {
+    extern __shared__ __align__(16) u8 memory[];
+    Choice* parts = reinterpret_cast<Choice*>(memory);
+    __shared__ Choice chosen[kMostChosen];
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+    const int most = static_cast<int>(k), first = warp * kWarpColumns;
+    const i64 row = blockIdx.x, start = row * x_stride;
+    float value[V];
+    load_row<V>(x, start + first, static_cast<int>(cols) - first, static_cast<int>(kind), whole != 0, lane, value);
+    for (int i = lane; i < most; i += kWarp) parts[warp * most + i] = {0u, 0};
+    __syncwarp();
+    u32 key[V];
+#pragma unroll
+    for (int v = 0; v < V; ++v)
+        key[v] = first + Layout<V>::column(lane, v) < static_cast<int>(cols) ? key_of(value[v]) : 0u;
+    choose<V>(key, most, first, parts + warp * most, lane);
+    __syncthreads();
+    if (warp != 0) return;
+    merge_choices<V>(parts, warps * most, most, chosen, lane);
+    write_choices(x, start, values, indices, row, most, static_cast<int>(kind), wide != 0, chosen, lane);
+}
+
+// dx = g at the chosen columns, 0 elsewhere. A warp owns a row; SIZE is the bytes of a number, whose bits are moved.
+template <int SIZE>
+__global__ void __launch_bounds__(256)
+    topk_bwd(const void* g, const void* indices, void* dx, i64 rows, i64 cols, i64 k, i64 whole, i64 wide) {
+    const int lane = threadIdx.x % kWarp;
+    const i64 row = static_cast<i64>(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp;
+    if (row >= rows) return;
+    u8* out = static_cast<u8*>(dx) + row * cols * SIZE;
+    Raw<16> zeros;
+    clear(zeros);
+    if (whole) {
+        for (i64 at = lane * 16; at < cols * SIZE; at += kWarp * 16) ptx::st<16>(out + at, zeros);
+    } else {
+        Raw<SIZE> zero;
+        clear(zero);
+        for (i64 at = lane * SIZE; at < cols * SIZE; at += kWarp * SIZE) ptx::st<SIZE>(out + at, zero);
+    }
+    __syncwarp();  // zeros first, then the gradients among them
+    for (int i = lane; i < static_cast<int>(k); i += kWarp) {
+        const i64 place = row * k + i;
+        const i64 column = wide ? static_cast<const i64*>(indices)[place] : static_cast<const i32*>(indices)[place];
+        if (column < 0 || column >= cols) continue;
+        ptx::st<SIZE>(out + column * SIZE, ptx::ld_keep<SIZE>(static_cast<const u8*>(g) + place * SIZE));
+    }
+}
+
+}  // namespace rtk

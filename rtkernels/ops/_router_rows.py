@@ -1,0 +1,73 @@
+"""What top-k, the router and its losses share on the host: rows in registers of a warp, and memory that stays zero."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtkernels._layout import row_count, row_stride, token, vector_bytes
+from rtkernels.errors import ArgumentError
+
+KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+COLUMNS = (2, 8, 32)  # of a lane
+WARP_COLUMNS = 1024
+MAX_K = 64
+
+Meta = tuple[Any, ...]
+
+
+def check_rows(name: str, meta: Meta, most: int, what: str = "columns") -> None:
+    """Raise an ArgumentError unless a tensor is of a float type, with 1 to `most` numbers in its last dimension."""
+    dtype, shape = meta[0], meta[1]
+    token(name, dtype)
+    if not shape:
+        raise ArgumentError(f"{name} has no dimensions; expected at least one")
+    if not 1 <= shape[-1] <= most:
+        raise ArgumentError(f"{name} has {shape[-1]} {what}; expected 1 to {most}")
+
+
+def check_k(k: int, cols: int) -> None:
+    """Raise an ArgumentError unless `k` numbers of a row can be chosen."""
+    if not 1 <= k <= min(MAX_K, cols):
+        raise ArgumentError(f"k is {k}; expected 1 to {min(MAX_K, cols)} for rows of {cols}")
+
+
+def lane_columns(cols: int) -> int:
+    """Return how many columns of such a row a lane holds; of rows of more than 1024 those of each part of 1024."""
+    return next((v for v in COLUMNS if cols <= 32 * v), COLUMNS[-1])
+
+
+def whole_pieces(meta: Meta, align: int, v: int) -> bool:
+    """Return True if a lane can read its columns in whole pieces."""
+    dtype, shape, stride = meta[:3]
+    piece, size = min(v, 8), dtype.itemsize
+    wanted = min(16, piece * size)
+    steps = 0 if row_count(shape) <= 1 else row_stride(shape, stride) * size
+    return shape[-1] % piece == 0 and vector_bytes(align, steps, most=wanted) == wanted
+
+
+# ---- counters that every launch leaves at zero ----------------------------------------------------------------------
+
+_WORDS = 32 + 4096  # the ticket on a line of its own, then a counter for each expert
+_scratch: dict[tuple[int, int], Tensor] = {}
+
+
+def zeroed_scratch(device: int) -> Tensor:
+    """Return int32 zeros that the launch about to be made must leave as zeros: a ticket, and counters from 32 on.
+
+    Launches of one stream run one after the other, so one tensor for each stream serves them all and no launch waits
+    for memory to be cleared. A graph may be replayed beside anything, so each captured launch gets its own.
+    """
+    if device < 0:
+        key = (-1, 0)
+    elif torch.cuda.is_current_stream_capturing():
+        return torch.zeros(_WORDS, dtype=torch.int32, device=f"cuda:{device}")
+    else:
+        key = (device, torch._C._cuda_getCurrentRawStream(device))
+    scratch = _scratch.get(key)
+    if scratch is None:
+        place = "cpu" if device < 0 else f"cuda:{device}"
+        scratch = _scratch[key] = torch.zeros(_WORDS, dtype=torch.int32, device=place)
+    return scratch
