@@ -1,4 +1,4 @@
-// Rows of up to 1024 columns in the registers of a warp, whatever their type: the type is an argument, since it only
+// Rows of up to 32 * V columns in the registers of a warp, whatever their type: the type is an argument, since it only
 // decides how a number is read.
 #pragma once
 #include "common/vec.cuh"
@@ -6,23 +6,20 @@
 namespace rtk {
 
 inline constexpr u32 kAllLanes = 0xffffffffu;
-inline constexpr int kWarpColumns = 1024;  // most columns of one warp
 
 enum Kind : int { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
 
 RTK_DEVICE int size_of(int kind) { return kind == kFloat32 ? 4 : 2; }
 
+// A 16-bit number; both readings are cheaper than a branch.
+RTK_DEVICE float half_of(u32 bits, int kind) {
+    return kind == kBfloat16 ? __uint_as_float(bits << 16) : ptx::cvt_f16_to_f32(static_cast<u16>(bits));
+}
+
 // Number `index` of an array.
 RTK_DEVICE float load_one(const void* p, i64 index, int kind) {
-    float f[1];
-    if (kind == kFloat32) {
-        load_keep<float, 1>(static_cast<const float*>(p) + index, f);
-    } else if (kind == kBfloat16) {
-        load_keep<bf16, 1>(static_cast<const bf16*>(p) + index, f);
-    } else {
-        load_keep<fp16, 1>(static_cast<const fp16*>(p) + index, f);
-    }
-    return f[0];
+    if (kind == kFloat32) return __uint_as_float(ptx::ld_keep<4>(static_cast<const float*>(p) + index).w[0]);
+    return half_of(ptx::ld_keep<2>(static_cast<const u16*>(p) + index).w[0], kind);
 }
 
 RTK_DEVICE void store_one(void* p, i64 index, int kind, float value) {
@@ -39,18 +36,28 @@ RTK_DEVICE void store_one(void* p, i64 index, int kind, float value) {
 // N numbers from number `index` on; `whole`: all exist and are aligned, else those from `valid` on are 0.
 template <int N>
 RTK_DEVICE void load_some(const void* p, i64 index, int kind, bool whole, int valid, float (&f)[N]) {
-    if (!whole) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) f[i] = i < valid ? load_one(p, index + i, kind) : 0.0f;
-    } else if (valid <= 0) {
+    for (int i = 0; i < N; ++i) f[i] = 0.0f;
+    if (kind == kFloat32) {
+        const float* from = static_cast<const float*>(p) + index;
+        if (whole && valid > 0) {
+            load_keep<float, N>(from, f);
+        } else {
 #pragma unroll
-        for (int i = 0; i < N; ++i) f[i] = 0.0f;
-    } else if (kind == kFloat32) {
-        load_keep<float, N>(static_cast<const float*>(p) + index, f);
-    } else if (kind == kBfloat16) {
-        load_keep<bf16, N>(static_cast<const bf16*>(p) + index, f);
+            for (int i = 0; i < N; ++i)
+                if (i < valid) f[i] = __uint_as_float(ptx::ld_keep<4>(from + i).w[0]);
+        }
     } else {
-        load_keep<fp16, N>(static_cast<const fp16*>(p) + index, f);
+        const u16* from = static_cast<const u16*>(p) + index;
+        if (whole && valid > 0) {
+            const Raw<2 * N> raw = ptx::ld_keep<2 * N>(from);
+#pragma unroll
+            for (int i = 0; i < N; ++i) f[i] = half_of(raw.w[i / 2] >> (i % 2 * 16) & 0xffffu, kind);
+        } else {
+#pragma unroll
+            for (int i = 0; i < N; ++i)
+                if (i < valid) f[i] = half_of(ptx::ld_keep<2>(from + i).w[0], kind);
+        }
     }
 }
 
@@ -64,10 +71,8 @@ RTK_DEVICE void store_some(void* p, i64 index, int kind, bool whole, int valid, 
         return;
     } else if (kind == kFloat32) {
         store<float, N>(static_cast<float*>(p) + index, f);
-    } else if (kind == kBfloat16) {
-        store<bf16, N>(static_cast<bf16*>(p) + index, f);
     } else {
-        store<fp16, N>(static_cast<fp16*>(p) + index, f);
+        ptx::st<2 * N>(static_cast<u16*>(p) + index, kind == kBfloat16 ? pack<bf16, N>(f) : pack<fp16, N>(f));
     }
 }
 

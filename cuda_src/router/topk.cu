@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(512) topk_fwd_wide(const void* x, void* values
     Choice* parts = reinterpret_cast<Choice*>(memory);
     __shared__ Choice chosen[kMostChosen];
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
-    const int most = static_cast<int>(k), first = warp * kWarpColumns;
+    const int most = static_cast<int>(k), first = warp * kWarp * V;
     const i64 row = blockIdx.x, start = row * x_stride;
     float value[V];
     load_row<V>(x, start + first, static_cast<int>(cols) - first, static_cast<int>(kind), whole != 0, lane, value);

@@ -1,0 +1,284 @@
+// From router logits [rows, experts] to each token's k experts, their probabilities, and the tokens of each expert.
+//
+// Scores are sigmoids, or a softmax over all experts (score first) or over the chosen ones. Keys, by which experts are
+// chosen, are scores (score first) or logits, plus a bias; without bias and groups the logits, whose order the scores
+// have too. Probabilities are scores of the chosen experts, divided by their sum + eps (renormalize), times scale.
+//
+// Rows of up to 32 * V experts: a warp per row. Longer ones (WIDE): a block per row, 32 * V experts per warp, whose
+// choices the first warp merges. Dense outputs are put together in shared memory, so that every row is written once, whole. Tokens are counted
+// in shared memory, then in `scratch`; the last block moves those counts out and leaves zeros.
+#include "ptx/shared.cuh"
+#include "router/groups.cuh"
+#include "router/scores.cuh"
+
+namespace rtk {
+
+RTK_DEVICE int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+template <int V, bool WIDE>
+__global__ void __launch_bounds__(WIDE ? 512 : 256, WIDE ? 2 : 4)
+    router_fwd(const void* x, const float* bias, float* probs, i32* indices, float* dense, u8* map, i32* counts,
+               u32* scratch, i64 rows, i64 experts, i64 x_stride, i64 top_k, i64 number_kind, i64 whole_pieces, i64 modes,
+               i64 number_of_groups, i64 top_groups, i64 of_group, i64 lanes_of_group, double scaling, double epsilon) {
+    using Place = Layout<V>;
+    constexpr int kPiece = Place::kPiece;
+    extern __shared__ __align__(16) u8 memory[];
+    __shared__ Choice chosen[WIDE ? 16 : 8][kMostChosen];
+    __shared__ Choice merged[WIDE ? kMostChosen : 1];
+    __shared__ float parts[2][16];
+    __shared__ u32 drawn;
+    const int cols = static_cast<int>(experts), k = static_cast<int>(top_k), kind = static_cast<int>(number_kind);
+    const int groups = static_cast<int>(number_of_groups), lanes = static_cast<int>(lanes_of_group);
+    const bool whole = whole_pieces != 0, softmax = (modes & kSoftmax) != 0, score_first = (modes & kScoreFirst) != 0;
+    const bool by_logits = bias == nullptr && groups == 1;
+    const float scale = static_cast<float>(scaling), eps = static_cast<float>(epsilon);
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+    const int first = WIDE ? warp * kWarp * V : 0;  // column of this warp
+    const int thread = WIDE ? static_cast<int>(threadIdx.x) : lane, threads = WIDE ? static_cast<int>(blockDim.x) : kWarp;
+    auto sync = [] {
+        if constexpr (WIDE) {
+            __syncthreads();
+        } else {
+            __syncwarp();
+        }
+    };
+
+    // Shared memory: counts of the block, then for each row at work a dense row and its map, or the groups' memory.
+    u32* tokens = reinterpret_cast<u32*>(memory);
+    const int dense_bytes = dense != nullptr || map != nullptr ? round_up(5 * cols, 16) : 0;
+    const int group_bytes = groups > 1 && lanes == 0 ? round_up(4 * (cols + groups) + groups, 16) : 0;
+    u8* mine = memory + round_up(4 * cols, 16) + (WIDE ? 0 : warp) * (dense_bytes + group_bytes);
+    float* row_probs = reinterpret_cast<float*>(mine);
+    u8* row_map = mine + 4 * cols;
+    const GroupMemory group_memory{reinterpret_cast<u32*>(mine + dense_bytes),
+                                   reinterpret_cast<u32*>(mine + dense_bytes) + cols,
+                                   mine + dense_bytes + 4 * (cols + groups)};
+    for (int e = threadIdx.x; e < cols; e += blockDim.x) tokens[e] = 0u;
+    if (dense_bytes) {
+        for (int e = thread; e < cols; e += threads) row_probs[e] = 0.0f, row_map[e] = 0;
+    }
+    __syncthreads();
+
+    const i64 step = WIDE ? gridDim.x : static_cast<i64>(gridDim.x) * warps;
+    for (i64 row = WIDE ? blockIdx.x : static_cast<i64>(blockIdx.x) * warps + warp; row < rows; row += step) {
+        const i64 start = row * x_stride;
+        float value[V];
+        load_row<V>(x, start + first, cols - first, kind, whole, lane, value);
+
+        // ---- keys
+        float top = 0.0f, inverse = 0.0f;
+        if (softmax && score_first) {
+            top = kMinusInfinity;
+#pragma unroll
+            for (int v = 0; v < V; ++v)
+                if (first + Place::column(lane, v) < cols) top = fmaxf(top, value[v]);
+            top = warp_reduce<Largest>(top);
+            if constexpr (WIDE) {
+                if (lane == 0) parts[0][warp] = top;
+                __syncthreads();
+                top = warp_reduce<Largest>(lane < warps ? parts[0][lane] : kMinusInfinity);
+            }
+            top = anchor_of(top);
+            float sum = 0.0f;
+#pragma unroll
+            for (int v = 0; v < V; ++v)
+                if (first + Place::column(lane, v) < cols) {
+                    const float e = expf(value[v] - top);
+                    sum += e;
+                    if (!by_logits) value[v] = e;
+                }
+            sum = warp_reduce<Sum>(sum);
+            if constexpr (WIDE) {
+                if (lane == 0) parts[1][warp] = sum;
+                __syncthreads();
+                sum = warp_reduce<Sum>(lane < warps ? parts[1][lane] : 0.0f);
+            }
+            inverse = inverse_or_zero(sum);
+            if (!by_logits) {
+#pragma unroll
+                for (int v = 0; v < V; ++v) value[v] *= inverse;
+            }
+        } else if (score_first && !by_logits) {
+#pragma unroll
+            for (int v = 0; v < V; ++v) value[v] = sigmoid_score(value[v]);
+        }
+        if (bias != nullptr) {
+#pragma unroll
+            for (int p = 0; p < Place::kPieces; ++p) {
+                const int column = first + Place::column(lane, p * kPiece);
+                float added[kPiece];
+                load_some<kPiece>(bias, column, kFloat32, whole, cols - column, added);
+#pragma unroll
+                for (int i = 0; i < kPiece; ++i) value[p * kPiece + i] += added[i];
+            }
+        }
+        u32 key[V];
+#pragma unroll
+        for (int v = 0; v < V; ++v) key[v] = first + Place::column(lane, v) < cols ? key_of(value[v]) : 0u;
+
+        // ---- choices
+        const Choice* choices = WIDE ? merged : chosen[warp];
+        bool found = false;
+        if (groups > 1 && lanes != 0) {
+            if constexpr (V == 8 && !WIDE) {
+                const u32 allowed = best_lanes<V>(key, lanes, static_cast<int>(of_group), static_cast<int>(top_groups));
+                const bool in = (allowed >> lane & 1u) != 0u;
+                if (__popc(allowed) * V <= kWarp) {  // one key for each lane
+                    Choice* list = chosen[warp] + kWarp;
+                    const int place = __popc(allowed & ((1u << lane) - 1u)) * V;
+                    if (in) {
+#pragma unroll
+                        for (int v = 0; v < V; ++v) list[place + v] = {key[v], lane * V + v};
+                    }
+                    __syncwarp();
+                    const Choice one = lane < __popc(allowed) * V ? list[lane] : Choice{0u, 0};
+                    choose_lanes(one.key, k, chosen[warp], lane);
+                    for (int i = lane; i < k; i += kWarp)
+                        chosen[warp][i].column = list[chosen[warp][i].column].column;
+                    __syncwarp();
+                    found = true;
+                } else if (!in) {
+#pragma unroll
+                    for (int v = 0; v < V; ++v) key[v] = 0u;
+                }
+            }
+        } else if (groups > 1) {
+            const int size = cols / groups;
+#pragma unroll
+            for (int v = 0; v < V; ++v) {
+                const int column = first + Place::column(lane, v);
+                if (column < cols) group_memory.key[column] = key[v];
+            }
+            best_groups(group_memory, groups, size, static_cast<int>(of_group), static_cast<int>(top_groups), thread,
+                        threads, sync);
+#pragma unroll
+            for (int v = 0; v < V; ++v) {
+                const int column = first + Place::column(lane, v);
+                if (column < cols && group_memory.allowed[column / size] == 0) key[v] = 0u;
+            }
+        }
+        if constexpr (WIDE) {
+            for (int i = lane; i < k; i += kWarp) chosen[0][warp * k + i] = {0u, 0};
+            __syncwarp();
+            choose<V>(key, k, first, &chosen[0][warp * k], lane);
+            __syncthreads();
+            if (warp == 0) merge_choices<32>(&chosen[0][0], warps * k, k, merged, lane);
+        } else if (!found) {
+            choose<V>(key, k, 0, chosen[warp], lane);
+        }
+
+        // ---- probabilities
+        int column[2] = {0, 0};
+        if (!WIDE || warp == 0) {
+            float score[2];
+            float best = kMinusInfinity;
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                score[j] = 0.0f;
+                const int i = lane + j * kWarp;
+                if (i < k) {
+                    column[j] = choices[i].column;
+                    score[j] = load_one(x, start + column[j], kind);
+                    best = fmaxf(best, score[j]);
+                }
+            }
+            if (softmax && !score_first) best = anchor_of(warp_reduce<Largest>(best));
+            float sum = 0.0f;
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                if (lane + j * kWarp < k) {
+                    if (!softmax) {
+                        score[j] = sigmoid_score(score[j]);
+                    } else {
+                        score[j] = score_first ? expf(score[j] - top) * inverse : expf(score[j] - best);
+                    }
+                    sum += score[j];
+                }
+            }
+            float factor = scale;
+            if (softmax && !score_first) {
+                factor = scale * inverse_or_zero(warp_reduce<Sum>(sum));
+            } else if ((modes & kRenormalize) != 0) {
+                factor = scale / (warp_reduce<Sum>(sum) + eps);
+            }
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const int i = lane + j * kWarp;
+                if (i < k) {
+                    const float p = score[j] * factor;
+                    probs[row * k + i] = p;
+                    indices[row * k + i] = column[j];
+                    atomicAdd(&tokens[column[j]], 1u);
+                    if (dense_bytes) row_probs[column[j]] = p, row_map[column[j]] = 1;
+                }
+            }
+        }
+        if (dense_bytes) {
+            sync();
+#pragma unroll
+            for (int p = 0; p < Place::kPieces; ++p) {
+                const int at = first + Place::column(lane, p * kPiece);
+                const i64 to = row * cols + at;
+                if (cols % kPiece == 0) {
+                    if (at < cols) {
+                        if (dense != nullptr) {
+                            if constexpr (kPiece % 4 == 0) {
+#pragma unroll
+                                for (int i = 0; i < kPiece; i += 4)
+                                    ptx::st<16>(dense + to + i, ptx::ld_shared_16(ptx::shared_address(row_probs + at + i)));
+                            } else {
+                                float piece[kPiece];
+#pragma unroll
+                                for (int i = 0; i < kPiece; ++i) piece[i] = row_probs[at + i];
+                                store<float, kPiece>(dense + to, piece);
+                            }
+                        }
+                        if (map != nullptr) {
+                            Raw<kPiece> flags;
+                            if constexpr (kPiece % 4 == 0) {
+#pragma unroll
+                                for (int i = 0; i < kPiece / 4; ++i)
+                                    flags.w[i] = reinterpret_cast<const u32*>(row_map + at)[i];
+                            } else {
+                                clear(flags);
+#pragma unroll
+                                for (int i = 0; i < kPiece; ++i)
+                                    flags.w[i / 4] |= static_cast<u32>(row_map[at + i]) << (i % 4 * 8);
+                            }
+                            ptx::st<kPiece>(map + to, flags);
+                        }
+                    }
+                } else {
+#pragma unroll
+                    for (int i = 0; i < kPiece; ++i)
+                        if (at + i < cols) {
+                            if (dense != nullptr) dense[to + i] = row_probs[at + i];
+                            if (map != nullptr) map[to + i] = row_map[at + i];
+                        }
+                }
+            }
+            sync();
+            if (!WIDE || warp == 0) {
+#pragma unroll
+                for (int j = 0; j < 2; ++j)
+                    if (lane + j * kWarp < k) row_probs[column[j]] = 0.0f, row_map[column[j]] = 0;
+            }
+        }
+        sync();  // before the next row's choices
+    }
+
+    // ---- counts
+    __syncthreads();
+    u32* totals = scratch + 32;
+    for (int e = threadIdx.x; e < cols; e += blockDim.x)
+        if (tokens[e] != 0u) atomicAdd(&totals[e], tokens[e]);
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) drawn = atomicInc(scratch, gridDim.x - 1);  // the last one makes it 0 again
+    __syncthreads();
+    if (drawn != gridDim.x - 1) return;
+    __threadfence();
+    for (int e = threadIdx.x; e < cols; e += blockDim.x) counts[e] = static_cast<i32>(atomicExch(&totals[e], 0u));
+}
+
+}  // namespace rtk
