@@ -13,15 +13,32 @@
 
 namespace rtk {
 
+// BYTES from shared to global memory, both aligned to 16 or to BYTES.
+template <int BYTES>
+RTK_DEVICE void copy_out(void* to, const void* from) {
+    if constexpr (BYTES >= 16) {
+#pragma unroll
+        for (int at = 0; at < BYTES; at += 16)
+            ptx::st<16>(static_cast<u8*>(to) + at, ptx::ld_shared_16(ptx::shared_address(static_cast<const u8*>(from) + at)));
+    } else {
+        Raw<BYTES> raw;
+        if constexpr (BYTES >= 4) {
+#pragma unroll
+            for (int i = 0; i < BYTES / 4; ++i) raw.w[i] = static_cast<const u32*>(from)[i];
+        } else {
+            raw.w[0] = *static_cast<const u16*>(from);
+        }
+        ptx::st<BYTES>(to, raw);
+    }
+}
+
 RTK_DEVICE int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 template <int V, bool WIDE>
-__global__ void __launch_bounds__(WIDE ? 512 : 256, WIDE ? 2 : 4)
+__global__ void __launch_bounds__(WIDE ? 512 : 256, WIDE ? 1 : 4)
     router_fwd(const void* x, const float* bias, float* probs, i32* indices, float* dense, u8* map, i32* counts,
                u32* scratch, i64 rows, i64 experts, i64 x_stride, i64 top_k, i64 number_kind, i64 whole_pieces, i64 modes,
                i64 number_of_groups, i64 top_groups, i64 of_group, i64 lanes_of_group, double scaling, double epsilon) {
-    using Place = Layout<V>;
-    constexpr int kPiece = Place::kPiece;
     extern __shared__ __align__(16) u8 memory[];
     __shared__ Choice chosen[WIDE ? 16 : 8][kMostChosen];
     __shared__ Choice merged[WIDE ? kMostChosen : 1];
@@ -33,7 +50,8 @@ __global__ void __launch_bounds__(WIDE ? 512 : 256, WIDE ? 2 : 4)
     const bool by_logits = bias == nullptr && groups == 1;
     const float scale = static_cast<float>(scaling), eps = static_cast<float>(epsilon);
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
-    const int first = WIDE ? warp * kWarp * V : 0;  // column of this warp
+    const int column = (WIDE ? static_cast<int>(threadIdx.x) : lane) * V;  // the first one of this thread
+    const int valid = cols - column;
     const int thread = WIDE ? static_cast<int>(threadIdx.x) : lane, threads = WIDE ? static_cast<int>(blockDim.x) : kWarp;
     auto sync = [] {
         if constexpr (WIDE) {
@@ -63,7 +81,7 @@ __global__ void __launch_bounds__(WIDE ? 512 : 256, WIDE ? 2 : 4)
     for (i64 row = WIDE ? blockIdx.x : static_cast<i64>(blockIdx.x) * warps + warp; row < rows; row += step) {
         const i64 start = row * x_stride;
         float value[V];
-        load_row<V>(x, start + first, cols - first, kind, whole, lane, value);
+        load_some<V>(x, start + column, kind, whole, valid, value);
 
         // ---- keys
         float top = 0.0f, inverse = 0.0f;
@@ -71,7 +89,7 @@ __global__ void __launch_bounds__(WIDE ? 512 : 256, WIDE ? 2 : 4)
             top = kMinusInfinity;
 #pragma unroll
             for (int v = 0; v < V; ++v)
-                if (first + Place::column(lane, v) < cols) top = fmaxf(top, value[v]);
+                if (v < valid) top = fmaxf(top, value[v]);
             top = warp_reduce<Largest>(top);
             if constexpr (WIDE) {
                 if (lane == 0) parts[0][warp] = top;
@@ -82,7 +100,7 @@ __global__ void __launch_bounds__(WIDE ? 512 : 256, WIDE ? 2 : 4)
             float sum = 0.0f;
 #pragma unroll
             for (int v = 0; v < V; ++v)
-                if (first + Place::column(lane, v) < cols) {
+                if (v < valid) {
                     const float e = expf(value[v] - top);
                     sum += e;
                     if (!by_logits) value[v] = e;
@@ -103,18 +121,14 @@ __global__ void __launch_bounds__(WIDE ? 512 : 256, WIDE ? 2 : 4)
             for (int v = 0; v < V; ++v) value[v] = sigmoid_score(value[v]);
         }
         if (bias != nullptr) {
+            float added[V];
+            load_some<V>(bias, column, kFloat32, whole, valid, added);
 #pragma unroll
-            for (int p = 0; p < Place::kPieces; ++p) {
-                const int column = first + Place::column(lane, p * kPiece);
-                float added[kPiece];
-                load_some<kPiece>(bias, column, kFloat32, whole, cols - column, added);
-#pragma unroll
-                for (int i = 0; i < kPiece; ++i) value[p * kPiece + i] += added[i];
-            }
+            for (int v = 0; v < V; ++v) value[v] += added[v];
         }
         u32 key[V];
 #pragma unroll
-        for (int v = 0; v < V; ++v) key[v] = first + Place::column(lane, v) < cols ? key_of(value[v]) : 0u;
+        for (int v = 0; v < V; ++v) key[v] = v < valid ? key_of(value[v]) : 0u;
 
         // ---- choices
         const Choice* choices = WIDE ? merged : chosen[warp];
@@ -145,30 +159,26 @@ __global__ void __launch_bounds__(WIDE ? 512 : 256, WIDE ? 2 : 4)
         } else if (groups > 1) {
             const int size = cols / groups;
 #pragma unroll
-            for (int v = 0; v < V; ++v) {
-                const int column = first + Place::column(lane, v);
-                if (column < cols) group_memory.key[column] = key[v];
-            }
+            for (int v = 0; v < V; ++v)
+                if (v < valid) group_memory.key[column + v] = key[v];
             best_groups(group_memory, groups, size, static_cast<int>(of_group), static_cast<int>(top_groups), thread,
                         threads, sync);
 #pragma unroll
-            for (int v = 0; v < V; ++v) {
-                const int column = first + Place::column(lane, v);
-                if (column < cols && group_memory.allowed[column / size] == 0) key[v] = 0u;
-            }
+            for (int v = 0; v < V; ++v)
+                if (v < valid && group_memory.allowed[(column + v) / size] == 0) key[v] = 0u;
         }
         if constexpr (WIDE) {
             for (int i = lane; i < k; i += kWarp) chosen[0][warp * k + i] = {0u, 0};
             __syncwarp();
-            choose<V>(key, k, first, &chosen[0][warp * k], lane);
+            choose<V>(key, k, column, &chosen[0][warp * k], lane);
             __syncthreads();
-            if (warp == 0) merge_choices<32>(&chosen[0][0], warps * k, k, merged, lane);
+            if (warp == 0) merge_choices(&chosen[0][0], warps, k, merged, lane);
         } else if (!found) {
-            choose<V>(key, k, 0, chosen[warp], lane);
+            choose<V>(key, k, column, chosen[warp], lane);
         }
 
         // ---- probabilities
-        int column[2] = {0, 0};
+        int expert[2] = {0, 0};
         if (!WIDE || warp == 0) {
             float score[2];
             float best = kMinusInfinity;
@@ -177,8 +187,8 @@ __global__ void __launch_bounds__(WIDE ? 512 : 256, WIDE ? 2 : 4)
                 score[j] = 0.0f;
                 const int i = lane + j * kWarp;
                 if (i < k) {
-                    column[j] = choices[i].column;
-                    score[j] = load_one(x, start + column[j], kind);
+                    expert[j] = choices[i].column;
+                    score[j] = load_one(x, start + expert[j], kind);
                     best = fmaxf(best, score[j]);
                 }
             }
@@ -207,61 +217,33 @@ __global__ void __launch_bounds__(WIDE ? 512 : 256, WIDE ? 2 : 4)
                 if (i < k) {
                     const float p = score[j] * factor;
                     probs[row * k + i] = p;
-                    indices[row * k + i] = column[j];
-                    atomicAdd(&tokens[column[j]], 1u);
-                    if (dense_bytes) row_probs[column[j]] = p, row_map[column[j]] = 1;
+                    indices[row * k + i] = expert[j];
+                    atomicAdd(&tokens[expert[j]], 1u);
+                    if (dense_bytes) row_probs[expert[j]] = p, row_map[expert[j]] = 1;
                 }
             }
         }
         if (dense_bytes) {
             sync();
-#pragma unroll
-            for (int p = 0; p < Place::kPieces; ++p) {
-                const int at = first + Place::column(lane, p * kPiece);
-                const i64 to = row * cols + at;
-                if (cols % kPiece == 0) {
-                    if (at < cols) {
-                        if (dense != nullptr) {
-                            if constexpr (kPiece % 4 == 0) {
-#pragma unroll
-                                for (int i = 0; i < kPiece; i += 4)
-                                    ptx::st<16>(dense + to + i, ptx::ld_shared_16(ptx::shared_address(row_probs + at + i)));
-                            } else {
-                                float piece[kPiece];
-#pragma unroll
-                                for (int i = 0; i < kPiece; ++i) piece[i] = row_probs[at + i];
-                                store<float, kPiece>(dense + to, piece);
-                            }
-                        }
-                        if (map != nullptr) {
-                            Raw<kPiece> flags;
-                            if constexpr (kPiece % 4 == 0) {
-#pragma unroll
-                                for (int i = 0; i < kPiece / 4; ++i)
-                                    flags.w[i] = reinterpret_cast<const u32*>(row_map + at)[i];
-                            } else {
-                                clear(flags);
-#pragma unroll
-                                for (int i = 0; i < kPiece; ++i)
-                                    flags.w[i / 4] |= static_cast<u32>(row_map[at + i]) << (i % 4 * 8);
-                            }
-                            ptx::st<kPiece>(map + to, flags);
-                        }
-                    }
-                } else {
-#pragma unroll
-                    for (int i = 0; i < kPiece; ++i)
-                        if (at + i < cols) {
-                            if (dense != nullptr) dense[to + i] = row_probs[at + i];
-                            if (map != nullptr) map[to + i] = row_map[at + i];
-                        }
+            const i64 to = row * cols + column;
+            if (cols % V == 0) {
+                if (valid > 0) {
+                    if (dense != nullptr) copy_out<V * 4>(dense + to, row_probs + column);
+                    if (map != nullptr) copy_out<V>(map + to, row_map + column);
                 }
+            } else {
+#pragma unroll
+                for (int v = 0; v < V; ++v)
+                    if (v < valid) {
+                        if (dense != nullptr) dense[to + v] = row_probs[column + v];
+                        if (map != nullptr) map[to + v] = row_map[column + v];
+                    }
             }
             sync();
             if (!WIDE || warp == 0) {
 #pragma unroll
                 for (int j = 0; j < 2; ++j)
-                    if (lane + j * kWarp < k) row_probs[column[j]] = 0.0f, row_map[column[j]] = 0;
+                    if (lane + j * kWarp < k) row_probs[expert[j]] = 0.0f, row_map[expert[j]] = 0;
             }
         }
         sync();  // before the next row's choices

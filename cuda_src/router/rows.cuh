@@ -1,5 +1,4 @@
-// Rows of up to 32 * V columns in the registers of a warp, whatever their type: the type is an argument, since it only
-// decides how a number is read.
+// Pieces of rows in registers, whatever their type: the type is an argument, since it only decides how a number is read.
 #pragma once
 #include "common/vec.cuh"
 
@@ -73,31 +72,6 @@ RTK_DEVICE void store_some(void* p, i64 index, int kind, bool whole, int valid, 
         store<float, N>(static_cast<float*>(p) + index, f);
     } else {
         ptx::st<2 * N>(static_cast<u16*>(p) + index, kind == kBfloat16 ? pack<bf16, N>(f) : pack<fp16, N>(f));
-    }
-}
-
-// V columns of a lane: pieces of kPiece neighbours, the pieces of all lanes side by side. Slots of a lane are in the
-// order of their columns; with one piece lanes are, too.
-template <int V>
-struct Layout {
-    static constexpr int kPiece = V < 8 ? V : 8;
-    static constexpr int kPieces = V / kPiece;
-    RTK_DEVICE static int column(int lane, int slot) {
-        return slot / kPiece * (kWarp * kPiece) + lane * kPiece + slot % kPiece;
-    }
-};
-
-// The columns of this lane of the row at number `start`, 0 past `cols`.
-template <int V>
-RTK_DEVICE void load_row(const void* x, i64 start, int cols, int kind, bool whole, int lane, float (&f)[V]) {
-    constexpr int kPiece = Layout<V>::kPiece;
-#pragma unroll
-    for (int p = 0; p < Layout<V>::kPieces; ++p) {
-        const int column = Layout<V>::column(lane, p * kPiece);
-        float piece[kPiece];
-        load_some<kPiece>(x, start + column, kind, whole, cols - column, piece);
-#pragma unroll
-        for (int i = 0; i < kPiece; ++i) f[p * kPiece + i] = piece[i];
     }
 }
 

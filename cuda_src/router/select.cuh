@@ -1,6 +1,6 @@
 // The k largest numbers of a row, largest first, equal ones by column: exact, for every input.
 //
-// Numbers become unsigned keys of the same order: NaN above all, -0 and +0 equal, 0 for what does not take part. A lane
+// A warp holds up to 32 * V columns, each lane V neighbours. Numbers become unsigned keys of the same order: NaN above all, -0 and +0 equal, 0 for what does not take part. A lane
 // keeps its two largest keys at hand. The quick way takes the largest of all lanes k times over, one warp reduction
 // each, without looking at ties; it then checks that exactly k keys were taken and that no lane hides a third one that
 // belongs among them, which is so for most rows when k is small. The other way takes ties and any number of keys from
@@ -38,11 +38,10 @@ RTK_DEVICE void two_largest(const u32 (&key)[V], u32& first, u32& second) {
     }
 }
 
-// out[0..k) of the warp's own shared memory gets the choices; `column` of a slot is `base` + its place in the layout.
-// Places past the number of keys stay as they are. All lanes may read `out` afterwards.
+// out[0..k) of the warp's own shared memory gets the choices; this lane's keys are of the columns from `column` on. Places
+// past the number of keys stay as they are. All lanes may read `out` afterwards.
 template <int V>
-RTK_DEVICE void choose(const u32 (&key)[V], int k, int base, Choice* out, int lane) {
-    using Place = Layout<V>;
+RTK_DEVICE void choose(const u32 (&key)[V], int k, int column, Choice* out, int lane) {
     if (k <= kQuickChosen) {
         u32 first, second;
         two_largest(key, first, second);
@@ -69,14 +68,14 @@ RTK_DEVICE void choose(const u32 (&key)[V], int k, int base, Choice* out, int la
 #pragma unroll
                 for (int v = V - 1; v >= 0; --v)
                     if (key[v] == first) slot = v;
-                out[earlier >= 0 ? earlier : taken] = {first, base + Place::column(lane, slot)};
+                out[earlier >= 0 ? earlier : taken] = {first, column + slot};
             }
             if (earlier >= 0) {
                 int slot = 0;
 #pragma unroll
                 for (int v = 0; v < V; ++v)
                     if (key[v] == second) slot = v;
-                out[taken] = {second, base + Place::column(lane, slot)};
+                out[taken] = {second, column + slot};
             }
             __syncwarp();
             return;
@@ -95,13 +94,8 @@ RTK_DEVICE void choose(const u32 (&key)[V], int k, int base, Choice* out, int la
         const u32 best = __reduce_max_sync(kAllLanes, head);
         if (best == 0u) break;
         const u32 equal = __ballot_sync(kAllLanes, head == best);
-        bool won = (equal & (0u - equal)) == 1u << lane;
-        if (Place::kPieces > 1 && (equal & (equal - 1u)) != 0u) {
-            const u32 column = head == best ? static_cast<u32>(Place::column(lane, slot)) : kAllLanes;
-            won = column == __reduce_min_sync(kAllLanes, column);
-        }
-        if (won) {
-            out[i] = {best, base + Place::column(lane, slot)};
+        if ((equal & (0u - equal)) == 1u << lane) {
+            out[i] = {best, column + slot};
             alive &= ~(1u << slot);
             scan();
         }
@@ -123,18 +117,22 @@ RTK_DEVICE void choose_lanes(u32 key, int k, Choice* out, int lane) {
     __syncwarp();
 }
 
-// The choices of the parts of a row, `k` places for each of `parts` warps in shared memory (key 0: none), become those
-// of the row. Parts are in the order of columns, so places are, among equal keys. By one warp.
-template <int V>
-RTK_DEVICE void merge_choices(const Choice* parts, int count, int k, Choice* out, int lane) {
-    u32 key[V];
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-        const int place = Layout<V>::column(lane, v);
-        key[v] = place < count ? parts[place].key : 0u;
+// The choices of up to 32 parts of a row, a list of `k` places for each (key 0: no more), become those of the row. Parts
+// are in the order of their columns. By one warp; a lane holds the head of a list.
+RTK_DEVICE void merge_choices(const Choice* lists, int parts, int k, Choice* out, int lane) {
+    const Choice* next = lists + lane * k;
+    const Choice* end = lane < parts ? next + k : next;
+    Choice head = {0u, 0};
+    if (next < end) head = *next;
+    for (int i = 0; i < k; ++i) {
+        const u32 best = __reduce_max_sync(kAllLanes, head.key);
+        const u32 equal = __ballot_sync(kAllLanes, head.key == best);
+        if ((equal & (0u - equal)) == 1u << lane) {
+            out[i] = head;
+            head = {0u, 0};
+            if (++next < end) head = *next;
+        }
     }
-    choose<V>(key, k, 0, out, lane);
-    for (int i = lane; i < k; i += kWarp) out[i].column = parts[out[i].column].column;
     __syncwarp();
 }
 

@@ -1,7 +1,7 @@
 // values, indices = the k largest numbers of every row of x, largest first, equal ones by column. Values keep their bits.
 //
-// Rows of up to 1024 columns: one per warp, V columns per lane. Longer ones: one per block, 1024 columns per warp, whose
-// choices the first warp merges.
+// Rows of up to 32 * V columns: one per warp. Longer ones: one per block, 32 * V columns per warp, whose choices the first
+// warp merges.
 #include "router/select.cuh"
 
 namespace rtk {
@@ -25,43 +25,45 @@ RTK_DEVICE void write_choices(const void* x, i64 start, void* values, void* indi
 }
 
 template <int V>
+RTK_DEVICE void load_keys(const void* x, i64 start, int column, i64 cols, i64 kind, i64 whole, u32 (&key)[V]) {
+    const int valid = static_cast<int>(cols) - column;
+    float value[V];
+    load_some<V>(x, start + column, static_cast<int>(kind), whole != 0, valid, value);
+#pragma unroll
+    for (int v = 0; v < V; ++v) key[v] = v < valid ? key_of(value[v]) : 0u;
+}
+
+template <int V>
 __global__ void __launch_bounds__(256) topk_fwd(const void* x, void* values, void* indices, i64 rows, i64 cols,
                                                 i64 x_stride, i64 k, i64 kind, i64 whole, i64 wide) {
     __shared__ Choice chosen[8][kMostChosen];
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     const i64 row = static_cast<i64>(blockIdx.x) * (blockDim.x / kWarp) + warp;
     if (row >= rows) return;
-    float value[V];
-    load_row<V>(x, row * x_stride, static_cast<int>(cols), static_cast<int>(kind), whole != 0, lane, value);
     u32 key[V];
-#pragma unroll
-    for (int v = 0; v < V; ++v) key[v] = Layout<V>::column(lane, v) < static_cast<int>(cols) ? key_of(value[v]) : 0u;
-    choose<V>(key, static_cast<int>(k), 0, chosen[warp], lane);
+    load_keys<V>(x, row * x_stride, lane * V, cols, kind, whole, key);
+    choose<V>(key, static_cast<int>(k), lane * V, chosen[warp], lane);
     write_choices(x, row * x_stride, values, indices, row, static_cast<int>(k), static_cast<int>(kind), wide != 0,
                   chosen[warp], lane);
 }
 
 template <int V>
-__global__ void __launch_bounds__(512) topk_fwd_wide(const void* x, void* values, void* indices, i64 rows, i64 cols,
+__global__ void __launch_bounds__(1024) topk_fwd_wide(const void* x, void* values, void* indices, i64 rows, i64 cols,
                                                      i64 x_stride, i64 k, i64 kind, i64 whole, i64 wide) {
     extern __shared__ __align__(16) u8 memory[];
     Choice* parts = reinterpret_cast<Choice*>(memory);
     __shared__ Choice chosen[kMostChosen];
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
-    const int most = static_cast<int>(k), first = warp * kWarp * V;
+    const int most = static_cast<int>(k), column = static_cast<int>(threadIdx.x) * V;
     const i64 row = blockIdx.x, start = row * x_stride;
-    float value[V];
-    load_row<V>(x, start + first, static_cast<int>(cols) - first, static_cast<int>(kind), whole != 0, lane, value);
+    u32 key[V];
+    load_keys<V>(x, start, column, cols, kind, whole, key);
     for (int i = lane; i < most; i += kWarp) parts[warp * most + i] = {0u, 0};
     __syncwarp();
-    u32 key[V];
-#pragma unroll
-    for (int v = 0; v < V; ++v)
-        key[v] = first + Layout<V>::column(lane, v) < static_cast<int>(cols) ? key_of(value[v]) : 0u;
-    choose<V>(key, most, first, parts + warp * most, lane);
+    choose<V>(key, most, column, parts + warp * most, lane);
     __syncthreads();
     if (warp != 0) return;
-    merge_choices<V>(parts, warps * most, most, chosen, lane);
+    merge_choices(parts, warps, most, chosen, lane);
     write_choices(x, start, values, indices, row, most, static_cast<int>(kind), wide != 0, chosen, lane);
 }
 

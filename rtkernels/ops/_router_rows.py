@@ -11,8 +11,8 @@ from rtkernels._layout import row_count, row_stride, token, vector_bytes
 from rtkernels.errors import ArgumentError
 
 KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-COLUMNS = (2, 8, 32)  # of a lane
-WARP_COLUMNS = 1024
+COLUMNS = (2, 8)  # of a lane
+WARP_COLUMNS = 256  # at most
 MAX_K = 64
 
 Meta = tuple[Any, ...]
@@ -35,17 +35,17 @@ def check_k(k: int, cols: int) -> None:
 
 
 def lane_columns(cols: int) -> int:
-    """Return how many columns of such a row a lane holds; of rows of more than 1024 those of each part of 1024."""
-    return next((v for v in COLUMNS if cols <= 32 * v), COLUMNS[-1])
+    """Return how many columns of such a row a lane holds."""
+    return 2 if cols <= 64 else 8
 
 
 def whole_pieces(meta: Meta, align: int, v: int) -> bool:
     """Return True if a lane can read its columns in whole pieces."""
     dtype, shape, stride = meta[:3]
-    piece, size = min(v, 8), dtype.itemsize
-    wanted = min(16, piece * size)
+    size = dtype.itemsize
+    wanted = min(16, v * size)
     steps = 0 if row_count(shape) <= 1 else row_stride(shape, stride) * size
-    return shape[-1] % piece == 0 and vector_bytes(align, steps, most=wanted) == wanted
+    return shape[-1] % v == 0 and vector_bytes(align, steps, most=wanted) == wanted
 
 
 # ---- counters that every launch leaves at zero ----------------------------------------------------------------------

@@ -11,12 +11,11 @@ from rtkernels._kernel import Kernel, Plans, allocator, dense_strides, device_in
 from rtkernels._layout import GRID_LIMIT, check_same, row_count, row_stride, token, vector_bytes
 from rtkernels.errors import ArgumentError
 from rtkernels.ops._moe_layout import MAX_EXPERTS
-from rtkernels.ops._router_rows import KIND, check_k, check_rows, whole_pieces
+from rtkernels.ops._router_rows import KIND, WARP_COLUMNS, check_k, check_rows, lane_columns, whole_pieces
 from rtkernels.ops.topk import largest, sort_key
 
 SOFTMAX, SCORE_FIRST, RENORMALIZE = 1, 2, 4  # bits of `mode`
 _WARPS, _BLOCKS_PER_SM = 8, 5
-_WIDE_COLUMNS = 256  # of a warp, where a block shares a row
 _PIECE = 4
 
 _FWD = Kernel(
@@ -27,7 +26,7 @@ _FWD = Kernel(
     "x_stride:i64 top_k:i64 number_kind:i64 whole_pieces:i64 modes:i64 number_of_groups:i64 top_groups:i64 "
     "of_group:i64 lanes_of_group:i64 scaling:f64 epsilon:f64",
     variants=[(2, False), (8, False), (8, True)],
-    max_registers=64,
+    max_registers=72,
 )
 _BWD = Kernel(
     "router/router_bwd.cu",
@@ -108,8 +107,8 @@ def _plan_fwd(logits, bias, align, k, mode, num_groups, top_groups, group_k, den
     step = row_stride(shape, stride)
     if step is None:
         return None
-    wide = experts > _WIDE_COLUMNS
-    v = 2 if experts <= 64 else 8
+    wide = experts > WARP_COLUMNS
+    v = lane_columns(experts)
     lanes = 0 if wide or num_groups == 1 else _lanes_of_group(v, experts, num_groups, group_k)
     logits_align, bias_align = align
     whole = whole_pieces(logits, logits_align, v)
@@ -121,7 +120,7 @@ def _plan_fwd(logits, bias, align, k, mode, num_groups, top_groups, group_k, den
         team += _round(4 * (experts + num_groups) + num_groups)
     most = _BLOCKS_PER_SM * device_info(device).sm_count
     if wide:
-        warps, teams = -(-experts // _WIDE_COLUMNS), 1
+        warps, teams = -(-experts // WARP_COLUMNS), 1
         grid = min(rows, max(most * _WARPS // warps // 2, 1))
     else:
         warps = teams = _WARPS

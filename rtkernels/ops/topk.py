@@ -12,18 +12,16 @@ from torch.autograd.function import once_differentiable
 from rtkernels import interop
 from rtkernels._guard import needs_grad
 from rtkernels._kernel import Kernel, Plans, allocator, dense_strides
-from rtkernels._layout import GRID_LIMIT, check_same, metadata, row_count, row_stride, rowed, token, vector_bytes
+from rtkernels._layout import GRID_LIMIT, check_same, metadata, row_count, row_stride, token, vector_bytes
 from rtkernels._registry import Op, TorchOp
 from rtkernels.errors import ArgumentError
 from rtkernels.ops._router_rows import COLUMNS, KIND, WARP_COLUMNS, check_k, check_rows, lane_columns, whole_pieces
 from rtkernels.testing.rows import Row
 
-MAX_COLUMNS = 16 * WARP_COLUMNS
+MAX_COLUMNS = 32 * WARP_COLUMNS
 _WARPS = 8
 _UNIT = "router/topk.cu"
-_ARGS = (
-    "x:ptr values:ptr indices:ptr rows:i64 cols:i64 x_stride:i64 k:i64 kind:i64 whole:i64 wide:i64"
-)
+_ARGS = "x:ptr values:ptr indices:ptr rows:i64 cols:i64 x_stride:i64 k:i64 kind:i64 whole:i64 wide:i64"
 _FWD = Kernel(_UNIT, "topk_fwd", template="V", args=_ARGS, variants=[(v,) for v in COLUMNS], max_registers=64)
 _FWD_WIDE = Kernel(_UNIT, "topk_fwd_wide", template="V", args=_ARGS, variants=[(COLUMNS[-1],)], max_registers=64)
 _BWD = Kernel(
@@ -210,7 +208,7 @@ def topk(x: Tensor, k: int, *, index_dtype: torch.dtype = torch.int64) -> TopK:
     goes to the chosen columns, the others get 0.
 
     Args:
-        x: bfloat16, float16 or float32, with 1 to 16384 columns; any leading dimensions and strides (a copy is made
+        x: bfloat16, float16 or float32, with 1 to 8192 columns; any leading dimensions and strides (a copy is made
             unless rows are unit-stride and evenly spaced). May be any object with ``__dlpack__``; the results are then
             of its kind.
         k: 1 to 64, at most the number of columns.

@@ -155,7 +155,7 @@ class _Router(torch.autograd.Function):
         results = FORWARD(
             logits, bias, k, mode, num_groups, top_groups, group_k, scale, eps, dense, routing_map
         )  # fmt: skip
-        _, indices, counts, dense_probs, chosen_map = results
+        _, indices, counts, _, chosen_map = results
         ctx.mark_non_differentiable(indices, counts, chosen_map)
         ctx.save_for_backward(logits, indices)
         ctx.options = mode, scale, eps
@@ -354,9 +354,7 @@ def _rows() -> Iterator[Row]:
             name="softmax_router_fwd",
             shape=f"{tokens}x{experts}k{k}",
             make=make_softmax,
-            ours=lambda logits, k: FORWARD(
-                logits, None, k, mode | SOFTMAX, 1, 1, 1, 1.0, 1e-20, False, False
-            )[:3],
+            ours=lambda logits, k: FORWARD(logits, None, k, mode | SOFTMAX, 1, 1, 1, 1.0, 1e-20, False, False)[:3],
             torch=_torch_softmax,
             bytes=tokens * (4 * experts + 8 * k) + 4 * experts,
         )
