@@ -173,9 +173,7 @@ def test_numpy_in_numpy_out() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
-@pytest.mark.parametrize(
-    "shape", ((8192, 256, 8), (8192, 128, 8), (4096, 1024, 64), (1024, 4096, 32), (500, 8192, 64))
-)
+@pytest.mark.parametrize("shape", ((8192, 256, 8), (8192, 128, 8), (4096, 1024, 64), (1024, 4096, 32), (500, 8192, 64)))
 def test_bench_shapes(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     rows, cols, k = shape
     check(torch.randn(rows, cols, device="cuda").to(dtype), k)
