@@ -13,7 +13,6 @@ from places import ORDERS, at, emulated, error_tests, short
 from torch import Tensor
 
 import rtkernels
-from rtkernels.ops import _router_rows
 from rtkernels.ops import topk_router as module
 from rtkernels.testing.compare import ROUNDOFF, assert_close, assert_same_bits, running_on
 
@@ -199,15 +198,18 @@ def test_thread_order_does_not_matter(order: str | int) -> None:
 
 
 @at("sm_90", "cuda")
-def test_counters_are_left_at_zero(place: str) -> None:
+def test_counts_of_many_calls(place: str) -> None:
     with running_on(place) as device:
-        for rows in (300, 7):
-            x = torch.randn(rows, 128, device=device)
-            x[:, 5] = 10
-            counts = topk_router(x, 2).counts
-            assert counts[5] == rows and counts.sum() == 2 * rows
-        for scratch in _router_rows._scratch.values():
-            assert not scratch.any()
+        found = []
+        for rows in range(1, 70):  # more than are cleared at once
+            x = torch.full((rows, 64), -1.0, device=device)
+            x[:, rows % 60] = 10
+            with torch.inference_mode(rows == 1):
+                found.append(topk_router(x, 1).counts)
+        for rows, counts in enumerate(found, 1):
+            assert counts[rows % 60] == rows and counts.sum() == rows
+    x = torch.randn(4, 64, device=device, requires_grad=True)
+    rtkernels.load_balancing_loss(x, counts=found[1], k=1).backward()
 
 
 @at()

@@ -2,7 +2,8 @@
 //     z-loss:          factor * sum over rows of logsumexp(x)^2
 //     load balancing:  factor * sum over rows and experts of counts * s, s the softmax of the row, its sigmoids divided
 //                      by their sum, or the numbers themselves; counts are those of the row's sequence
-// A warp owns a row at a time, in PIECE columns per lane. Blocks leave their sums in `partial`; the last one adds them.
+// A warp owns a row at a time, in PIECE columns per lane. Blocks leave their sums in `partial`; the last one, by
+// `ticket` (0 before), adds them.
 #include "router/rows.cuh"
 #include "router/scores.cuh"
 
@@ -92,7 +93,7 @@ RTK_DEVICE float block_sum(float v, float* parts) {
 
 template <int PIECE>
 __global__ void __launch_bounds__(256)
-    router_loss_fwd(const void* x, const i32* counts, float* partial, float* loss, u32* scratch, i64 rows, i64 experts,
+    router_loss_fwd(const void* x, const i32* counts, float* partial, float* loss, u32* ticket, i64 rows, i64 experts,
                     i64 x_stride, i64 inner, i64 interleaved, i64 number_kind, i64 whole, i64 loss_kind, double factor) {
     __shared__ float parts[kWarp];
     __shared__ u32 drawn;
@@ -115,7 +116,7 @@ __global__ void __launch_bounds__(256)
     if (threadIdx.x == 0) {
         partial[blockIdx.x] = total;
         __threadfence();
-        drawn = atomicInc(scratch, gridDim.x - 1);  // the last one makes it 0 again
+        drawn = atomicAdd(ticket, 1u);
     }
     __syncthreads();
     if (drawn != gridDim.x - 1) return;

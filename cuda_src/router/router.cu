@@ -6,7 +6,7 @@
 //
 // Rows of up to 32 * V experts: a warp per row. Longer ones (WIDE): a block per row, 32 * V experts per warp, whose
 // choices the first warp merges. Dense outputs are put together in shared memory, so that every row is written once, whole. Tokens are counted
-// in shared memory, then in `scratch`; the last block moves those counts out and leaves zeros.
+// in shared memory, then in `counts`, which must be zeros.
 #include "ptx/shared.cuh"
 #include "router/groups.cuh"
 #include "router/scores.cuh"
@@ -36,14 +36,13 @@ RTK_DEVICE int round_up(int n, int multiple) { return (n + multiple - 1) / multi
 
 template <int V, bool WIDE>
 __global__ void __launch_bounds__(WIDE ? 512 : 256, WIDE ? 1 : 4)
-    router_fwd(const void* x, const float* bias, float* probs, i32* indices, float* dense, u8* map, i32* counts,
-               u32* scratch, i64 rows, i64 experts, i64 x_stride, i64 top_k, i64 number_kind, i64 whole_pieces, i64 modes,
+    router_fwd(const void* x, const float* bias, float* probs, i32* indices, float* dense, u8* map, u32* counts,
+               i64 rows, i64 experts, i64 x_stride, i64 top_k, i64 number_kind, i64 whole_pieces, i64 modes,
                i64 number_of_groups, i64 top_groups, i64 of_group, i64 lanes_of_group, double scaling, double epsilon) {
     extern __shared__ __align__(16) u8 memory[];
     __shared__ Choice chosen[WIDE ? 16 : 8][kMostChosen];
     __shared__ Choice merged[WIDE ? kMostChosen : 1];
     __shared__ float parts[2][16];
-    __shared__ u32 drawn;
     const int cols = static_cast<int>(experts), k = static_cast<int>(top_k), kind = static_cast<int>(number_kind);
     const int groups = static_cast<int>(number_of_groups), lanes = static_cast<int>(lanes_of_group);
     const bool whole = whole_pieces != 0, softmax = (modes & kSoftmax) != 0, score_first = (modes & kScoreFirst) != 0;
@@ -88,8 +87,7 @@ __global__ void __launch_bounds__(WIDE ? 512 : 256, WIDE ? 1 : 4)
         if (softmax && score_first) {
             top = kMinusInfinity;
 #pragma unroll
-            for (int v = 0; v < V; ++v)
-                if (v < valid) top = fmaxf(top, value[v]);
+            for (int v = 0; v < V; ++v) top = fmaxf(top, v < valid ? value[v] : kMinusInfinity);
             top = warp_reduce<Largest>(top);
             if constexpr (WIDE) {
                 if (lane == 0) parts[0][warp] = top;
@@ -99,12 +97,11 @@ __global__ void __launch_bounds__(WIDE ? 512 : 256, WIDE ? 1 : 4)
             top = anchor_of(top);
             float sum = 0.0f;
 #pragma unroll
-            for (int v = 0; v < V; ++v)
-                if (v < valid) {
-                    const float e = expf(value[v] - top);
-                    sum += e;
-                    if (!by_logits) value[v] = e;
-                }
+            for (int v = 0; v < V; ++v) {
+                const float e = v < valid ? expf(value[v] - top) : 0.0f;
+                sum += e;
+                if (!by_logits) value[v] = e;
+            }
             sum = warp_reduce<Sum>(sum);
             if constexpr (WIDE) {
                 if (lane == 0) parts[1][warp] = sum;
@@ -127,8 +124,7 @@ __global__ void __launch_bounds__(WIDE ? 512 : 256, WIDE ? 1 : 4)
             for (int v = 0; v < V; ++v) value[v] += added[v];
         }
         u32 key[V];
-#pragma unroll
-        for (int v = 0; v < V; ++v) key[v] = v < valid ? key_of(value[v]) : 0u;
+        keys_of<V>(value, valid, key);
 
         // ---- choices
         const Choice* choices = WIDE ? merged : chosen[warp];
@@ -251,16 +247,8 @@ __global__ void __launch_bounds__(WIDE ? 512 : 256, WIDE ? 1 : 4)
 
     // ---- counts
     __syncthreads();
-    u32* totals = scratch + 32;
     for (int e = threadIdx.x; e < cols; e += blockDim.x)
-        if (tokens[e] != 0u) atomicAdd(&totals[e], tokens[e]);
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) drawn = atomicInc(scratch, gridDim.x - 1);  // the last one makes it 0 again
-    __syncthreads();
-    if (drawn != gridDim.x - 1) return;
-    __threadfence();
-    for (int e = threadIdx.x; e < cols; e += blockDim.x) counts[e] = static_cast<i32>(atomicExch(&totals[e], 0u));
+        if (tokens[e] != 0u) atomicAdd(&counts[e], tokens[e]);
 }
 
 }  // namespace rtk

@@ -22,6 +22,18 @@ RTK_DEVICE u32 key_of(float x) {
 
 RTK_DEVICE float value_of(u32 key) { return __uint_as_float(key ^ ((key & 0x80000000u) ? 0x80000000u : 0xffffffffu)); }
 
+// The keys of neighbours of which `valid` exist.
+template <int V>
+RTK_DEVICE void keys_of(const float (&value)[V], int valid, u32 (&key)[V]) {
+#pragma unroll
+    for (int v = 0; v < V; ++v) key[v] = key_of(value[v]);
+    if (valid < V) {
+#pragma unroll
+        for (int v = 0; v < V; ++v)
+            if (v >= valid) key[v] = 0u;
+    }
+}
+
 struct alignas(8) Choice {
     u32 key;
     i32 column;

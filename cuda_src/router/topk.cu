@@ -29,8 +29,7 @@ RTK_DEVICE void load_keys(const void* x, i64 start, int column, i64 cols, i64 ki
     const int valid = static_cast<int>(cols) - column;
     float value[V];
     load_some<V>(x, start + column, static_cast<int>(kind), whole != 0, valid, value);
-#pragma unroll
-    for (int v = 0; v < V; ++v) key[v] = v < valid ? key_of(value[v]) : 0u;
+    keys_of<V>(value, valid, key);
 }
 
 template <int V>

@@ -12,7 +12,7 @@ from rtkernels._layout import GRID_LIMIT, address, check_same, metadata, row_cou
 from rtkernels._registry import TorchOp
 from rtkernels.errors import ArgumentError
 from rtkernels.ops._moe_layout import MAX_EXPERTS
-from rtkernels.ops._router_rows import KIND, check_rows, zeroed_scratch
+from rtkernels.ops._router_rows import KIND, check_rows, fresh_zeros
 
 Z, SOFTMAX, SIGMOID, PLAIN = range(4)  # which loss; of load balancing, what the scores are
 _UNIT, _PIECE, _WARPS, _BLOCKS_PER_SM = "router/losses.cu", 4, 8, 5
@@ -22,7 +22,7 @@ _FWD = Kernel(
     _UNIT,
     "router_loss_fwd",
     template="PIECE",
-    args=f"x:ptr counts:ptr partial:ptr loss:ptr scratch:ptr {_DIMS} whole:i64 loss_kind:i64 factor:f64",
+    args=f"x:ptr counts:ptr partial:ptr loss:ptr ticket:ptr {_DIMS} whole:i64 loss_kind:i64 factor:f64",
     variants=[(_PIECE,)],
     max_registers=64,
 )
@@ -96,8 +96,8 @@ def _launch_fwd(x, counts, kind, inner, interleaved, factor):
         return torch.zeros((), device=x.device)
     loss = torch.empty((), dtype=torch.float32, device=x.device)
     partial = torch.empty(grid, dtype=torch.float32, device=x.device)
-    scratch = zeroed_scratch(x.get_device())
-    pointers = x_address, address(counts), partial.data_ptr(), loss.data_ptr(), scratch.data_ptr()
+    ticket = fresh_zeros(x.get_device(), 1)
+    pointers = x_address, address(counts), partial.data_ptr(), loss.data_ptr(), ticket.data_ptr()
     launch(*pointers, *numbers, kind, factor)
     return loss
 

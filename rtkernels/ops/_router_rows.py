@@ -1,4 +1,4 @@
-"""What top-k, the router and its losses share on the host: rows in registers of a warp, and memory that stays zero."""
+"""What top-k, the router and its losses share on the host: rows in registers of a warp, and cleared memory."""
 
 from __future__ import annotations
 
@@ -48,26 +48,32 @@ def whole_pieces(meta: Meta, align: int, v: int) -> bool:
     return shape[-1] % v == 0 and vector_bytes(align, steps, most=wanted) == wanted
 
 
-# ---- counters that every launch leaves at zero ----------------------------------------------------------------------
+# ---- zeros that cost no launch --------------------------------------------------------------------------------------
 
-_WORDS = 32 + 4096  # the ticket on a line of its own, then a counter for each expert
-_scratch: dict[tuple[int, int], Tensor] = {}
+_AT_ONCE = 64
+_zeros: dict[tuple[int, int, int], list[Tensor]] = {}
 
 
-def zeroed_scratch(device: int) -> Tensor:
-    """Return int32 zeros that the launch about to be made must leave as zeros: a ticket, and counters from 32 on.
+def fresh_zeros(device: int, n: int) -> Tensor:
+    """Return `n` int32 zeros that nobody has or had, on a CUDA device or, for -1, on the CPU.
 
-    Launches of one stream run one after the other, so one tensor for each stream serves them all and no launch waits
-    for memory to be cleared. A graph may be replayed beside anything, so each captured launch gets its own.
+    Kernels that count, or find out which block is the last one, start from zeros; clearing a few hundred bytes takes as
+    long as they do. So many such tensors are cut from one cleared piece of memory, made in the stream that uses them.
+    A graph is replayed, so what is captured clears its own.
     """
     if device < 0:
-        key = (-1, 0)
-    elif torch.cuda.is_current_stream_capturing():
-        return torch.zeros(_WORDS, dtype=torch.int32, device=f"cuda:{device}")
+        stream = 0
     else:
-        key = (device, torch._C._cuda_getCurrentRawStream(device))
-    scratch = _scratch.get(key)
-    if scratch is None:
+        if torch.cuda.is_current_stream_capturing():
+            return torch.zeros(n, dtype=torch.int32, device=f"cuda:{device}")
+        stream = torch._C._cuda_getCurrentRawStream(device)
+    ready = _zeros.setdefault((device, stream, n), [])
+    try:
+        return ready.pop()
+    except IndexError:
         place = "cpu" if device < 0 else f"cuda:{device}"
-        scratch = _scratch[key] = torch.zeros(_WORDS, dtype=torch.int32, device=place)
-    return scratch
+        with torch.inference_mode(False):  # they may be used, and saved for a backward, outside of it
+            made = torch.zeros(_AT_ONCE, -(-n // 32) * 32, dtype=torch.int32, device=place)
+            first, *rest = (row[:n] for row in made.unbind())
+        ready.extend(rest)
+        return first

@@ -22,11 +22,11 @@ _FWD = Kernel(
     "router/router.cu",
     "router_fwd",
     template="V WIDE",
-    args="x:ptr bias:ptr probs:ptr indices:ptr dense:ptr map:ptr counts:ptr scratch:ptr rows:i64 experts:i64 "
+    args="x:ptr bias:ptr probs:ptr indices:ptr dense:ptr map:ptr counts:ptr rows:i64 experts:i64 "
     "x_stride:i64 top_k:i64 number_kind:i64 whole_pieces:i64 modes:i64 number_of_groups:i64 top_groups:i64 "
     "of_group:i64 lanes_of_group:i64 scaling:f64 epsilon:f64",
     variants=[(2, False), (8, False), (8, True)],
-    max_registers=72,
+    max_registers=80,
 )
 _BWD = Kernel(
     "router/router_bwd.cu",
@@ -99,7 +99,7 @@ def _plan_fwd(logits, bias, align, k, mode, num_groups, top_groups, group_k, den
     dtype, shape, stride, device = logits
     rows, experts = row_count(shape), shape[-1]
     compact, all_experts = (*shape[:-1], k), tuple(shape)
-    shapes = [(compact, torch.float32), (compact, torch.int32), ((experts,), torch.int32)]
+    shapes = [(compact, torch.float32), (compact, torch.int32)]
     shapes += [(all_experts if dense else (0,), torch.float32), (all_experts if routing_map else (0,), torch.bool)]
     layouts = [(tuple(s), dense_strides(s), d) for s, d in shapes]
     if rows == 0:

@@ -15,7 +15,7 @@ from rtkernels._layout import address, metadata, row_count, row_stride, rowed
 from rtkernels._registry import Op, TorchOp
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _topk_router_plans as plans
-from rtkernels.ops._router_rows import zeroed_scratch
+from rtkernels.ops._router_rows import fresh_zeros
 from rtkernels.ops._topk_router_plans import BWD_PLANS, FWD_PLANS, KERNELS, RENORMALIZE, SCORE_FIRST, SOFTMAX
 from rtkernels.testing.rows import Row
 
@@ -52,17 +52,14 @@ def _launch_fwd(logits, bias, k, mode, num_groups, top_groups, group_k, scale, e
         logits = logits.contiguous()
         return _launch_fwd(logits, bias, k, mode, num_groups, top_groups, group_k, scale, eps, dense, routing_map)
     launch, numbers, allocate, layouts = plan
-    results = tuple(allocate(*layout) for layout in layouts)
-    if launch is None:
-        results[2].zero_()
-        return results
-    probs, indices, counts, dense_probs, chosen_map = results
-    launch(
-        x_address, bias_address, probs.data_ptr(), indices.data_ptr(), dense_probs.data_ptr() if dense else 0,
-        chosen_map.data_ptr() if routing_map else 0, counts.data_ptr(),
-        zeroed_scratch(logits.get_device()).data_ptr(), *numbers, scale, eps,
-    )  # fmt: skip
-    return results
+    probs, indices, dense_probs, chosen_map = (allocate(*layout) for layout in layouts)
+    counts = fresh_zeros(logits.get_device(), logits.shape[-1])
+    if launch is not None:
+        launch(
+            x_address, bias_address, probs.data_ptr(), indices.data_ptr(), dense_probs.data_ptr() if dense else 0,
+            chosen_map.data_ptr() if routing_map else 0, counts.data_ptr(), *numbers, scale, eps,
+        )  # fmt: skip
+    return probs, indices, counts, dense_probs, chosen_map
 
 
 def _dense_bias(bias: Tensor | None) -> Tensor | None:
