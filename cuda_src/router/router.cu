@@ -70,17 +70,20 @@ __global__ void __launch_bounds__(WIDE ? 512 : 256, WIDE ? 1 : 4)
     const GroupMemory group_memory{reinterpret_cast<u32*>(mine + dense_bytes),
                                    reinterpret_cast<u32*>(mine + dense_bytes) + cols,
                                    mine + dense_bytes + 4 * (cols + groups)};
+    const i64 step = WIDE ? gridDim.x : static_cast<i64>(gridDim.x) * warps;
+    const i64 first_row = WIDE ? blockIdx.x : static_cast<i64>(blockIdx.x) * warps + warp;
+    float ahead[V];  // the next row
+    load_some<V>(x, first_row * x_stride + column, kind, whole, first_row < rows ? valid : 0, ahead);
     for (int e = threadIdx.x; e < cols; e += blockDim.x) tokens[e] = 0u;
-    if (dense_bytes) {
-        for (int e = thread; e < cols; e += threads) row_probs[e] = 0.0f, row_map[e] = 0;
-    }
+    for (int at = thread; at < dense_bytes / 4; at += threads) reinterpret_cast<u32*>(mine)[at] = 0u;
     __syncthreads();
 
-    const i64 step = WIDE ? gridDim.x : static_cast<i64>(gridDim.x) * warps;
-    for (i64 row = WIDE ? blockIdx.x : static_cast<i64>(blockIdx.x) * warps + warp; row < rows; row += step) {
+    for (i64 row = first_row; row < rows; row += step) {
         const i64 start = row * x_stride;
         float value[V];
-        load_some<V>(x, start + column, kind, whole, valid, value);
+#pragma unroll
+        for (int v = 0; v < V; ++v) value[v] = ahead[v];
+        load_some<V>(x, start + step * x_stride + column, kind, whole, row + step < rows ? valid : 0, ahead);
 
         // ---- keys
         float top = 0.0f, inverse = 0.0f;

@@ -26,12 +26,20 @@ __global__ void __launch_bounds__(256)
     const i64 start = row * x_stride, out = row * cols;
 
     int column[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) column[j] = lane + j * kWarp < k ? indices[row * k + lane + j * kWarp] : -1;
+    // Zeros, where the others get nothing else, are on their way while the rest waits for memory.
+    for (int at = over_all ? cols : lane * PIECE; at < cols; at += kWarp * PIECE) {
+        float zeros[PIECE];
+#pragma unroll
+        for (int i = 0; i < PIECE; ++i) zeros[i] = 0.0f;
+        store_some<PIECE>(dx, out + at, kind, whole_out != 0, cols - at, zeros);
+    }
     float score[2], g[2];
     float best = kMinusInfinity;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
         const int i = lane + j * kWarp;
-        column[j] = i < k ? indices[row * k + i] : -1;
         if (column[j] >= cols) column[j] = -1;
         score[j] = g[j] = 0.0f;
         if (column[j] >= 0) {
@@ -82,17 +90,14 @@ __global__ void __launch_bounds__(256)
     // eps / z without the difference.
     const float common = !over_all ? 0.0f : renormalize ? scale * dot * share * (eps * share) : scale * dot;
 
-    for (int at = lane * PIECE; at < cols; at += kWarp * PIECE) {
-        float value[PIECE];
-        if (over_all && common != 0.0f) {
+    if (over_all) {
+        for (int at = lane * PIECE; at < cols; at += kWarp * PIECE) {
+            float value[PIECE];
             load_some<PIECE>(x, start + at, kind, whole_in != 0, cols - at, value);
 #pragma unroll
             for (int i = 0; i < PIECE; ++i) value[i] = -expf(value[i] - top) * inverse * common;
-        } else {
-#pragma unroll
-            for (int i = 0; i < PIECE; ++i) value[i] = 0.0f;
+            store_some<PIECE>(dx, out + at, kind, whole_out != 0, cols - at, value);
         }
-        store_some<PIECE>(dx, out + at, kind, whole_out != 0, cols - at, value);
     }
     __syncwarp();  // the chosen ones come after
 #pragma unroll

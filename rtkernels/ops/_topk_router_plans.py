@@ -15,7 +15,7 @@ from rtkernels.ops._router_rows import KIND, WARP_COLUMNS, check_k, check_rows, 
 from rtkernels.ops.topk import largest, sort_key
 
 SOFTMAX, SCORE_FIRST, RENORMALIZE = 1, 2, 4  # bits of `mode`
-_WARPS, _BLOCKS_PER_SM = 8, 5
+_WARPS, _BLOCKS_PER_SM = 8, 4
 _PIECE = 4
 
 _FWD = Kernel(
@@ -26,7 +26,7 @@ _FWD = Kernel(
     "x_stride:i64 top_k:i64 number_kind:i64 whole_pieces:i64 modes:i64 number_of_groups:i64 top_groups:i64 "
     "of_group:i64 lanes_of_group:i64 scaling:f64 epsilon:f64",
     variants=[(2, False), (8, False), (8, True)],
-    max_registers=80,
+    max_registers=96,
 )
 _BWD = Kernel(
     "router/router_bwd.cu",
