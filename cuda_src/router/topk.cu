@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(256) topk_fwd(const void* x, void* values, voi
 }
 
 template <int V>
-__global__ void __launch_bounds__(1024) topk_fwd_wide(const void* x, void* values, void* indices, i64 rows, i64 cols,
+__global__ void __launch_bounds__(1024, 1) topk_fwd_wide(const void* x, void* values, void* indices, i64 rows, i64 cols,
                                                      i64 x_stride, i64 k, i64 kind, i64 whole, i64 wide) {
     extern __shared__ __align__(16) u8 memory[];
     Choice* parts = reinterpret_cast<Choice*>(memory);
