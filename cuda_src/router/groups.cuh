@@ -48,7 +48,8 @@ RTK_DEVICE void best_groups(const GroupMemory& memory, int groups, int size, int
         for (int j = 0; j < of_group; ++j) {
             u64 best = 0ull;
             for (int e = 0; e < size; ++e) {
-                const u64 found = static_cast<u64>(memory.key[g * size + e]) << 32 | (0xffffffffu - static_cast<u32>(e));
+                const u64 key = memory.key[g * size + e];
+                const u64 found = key << 32 | (0xffffffffu - static_cast<u32>(e));
                 if (found < last && found > best) best = found;
             }
             sum += value_of(static_cast<u32>(best >> 32));

@@ -94,10 +94,12 @@ RTK_DEVICE float block_sum(float v, float* parts) {
 template <int PIECE>
 __global__ void __launch_bounds__(256)
     router_loss_fwd(const void* x, const i32* counts, float* partial, float* loss, u32* ticket, i64 rows, i64 experts,
-                    i64 x_stride, i64 inner, i64 interleaved, i64 number_kind, i64 whole, i64 loss_kind, double factor) {
+                    i64 x_stride, i64 inner, i64 interleaved, i64 number_kind, i64 whole, i64 loss_kind,
+                    double factor) {
     __shared__ float parts[kWarp];
     __shared__ u32 drawn;
-    const int cols = static_cast<int>(experts), kind = static_cast<int>(number_kind), which = static_cast<int>(loss_kind);
+    const int cols = static_cast<int>(experts), kind = static_cast<int>(number_kind);
+    const int which = static_cast<int>(loss_kind);
     const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
     const CountsOf counts_of{counts, experts, inner, interleaved};
     float total = 0.0f;
@@ -133,7 +135,8 @@ __global__ void __launch_bounds__(256)
     router_loss_bwd(const float* g, const void* x, const i32* counts, void* dx, i64 rows, i64 experts, i64 x_stride,
                     i64 inner, i64 interleaved, i64 number_kind, i64 whole_in, i64 whole_out, i64 loss_kind,
                     double factor) {
-    const int cols = static_cast<int>(experts), kind = static_cast<int>(number_kind), which = static_cast<int>(loss_kind);
+    const int cols = static_cast<int>(experts), kind = static_cast<int>(number_kind);
+    const int which = static_cast<int>(loss_kind);
     const int lane = threadIdx.x % kWarp;
     const i64 row = static_cast<i64>(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp;
     if (row >= rows) return;

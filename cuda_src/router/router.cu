@@ -5,8 +5,8 @@
 // have too. Probabilities are scores of the chosen experts, divided by their sum + eps (renormalize), times scale.
 //
 // Rows of up to 32 * V experts: a warp per row. Longer ones (WIDE): a block per row, 32 * V experts per warp, whose
-// choices the first warp merges. Dense outputs are put together in shared memory, so that every row is written once, whole. Tokens are counted
-// in shared memory, then in `counts`, which must be zeros.
+// choices the first warp merges. Dense outputs are put together in shared memory, so that every row is written once,
+// whole. Tokens are counted in shared memory, then in `counts`, which must be zeros.
 #include "ptx/shared.cuh"
 #include "router/groups.cuh"
 #include "router/scores.cuh"
@@ -18,8 +18,10 @@ template <int BYTES>
 RTK_DEVICE void copy_out(void* to, const void* from) {
     if constexpr (BYTES >= 16) {
 #pragma unroll
-        for (int at = 0; at < BYTES; at += 16)
-            ptx::st<16>(static_cast<u8*>(to) + at, ptx::ld_shared_16(ptx::shared_address(static_cast<const u8*>(from) + at)));
+        for (int at = 0; at < BYTES; at += 16) {
+            const Raw<16> raw = ptx::ld_shared_16(ptx::shared_address(static_cast<const u8*>(from) + at));
+            ptx::st<16>(static_cast<u8*>(to) + at, raw);
+        }
     } else {
         Raw<BYTES> raw;
         if constexpr (BYTES >= 4) {
@@ -51,7 +53,8 @@ __global__ void __launch_bounds__(WIDE ? 512 : 256, WIDE ? 1 : 4)
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
     const int column = (WIDE ? static_cast<int>(threadIdx.x) : lane) * V;  // the first one of this thread
     const int valid = cols - column;
-    const int thread = WIDE ? static_cast<int>(threadIdx.x) : lane, threads = WIDE ? static_cast<int>(blockDim.x) : kWarp;
+    const int thread = WIDE ? static_cast<int>(threadIdx.x) : lane;
+    const int threads = WIDE ? static_cast<int>(blockDim.x) : kWarp;
     auto sync = [] {
         if constexpr (WIDE) {
             __syncthreads();
@@ -145,10 +148,7 @@ __global__ void __launch_bounds__(WIDE ? 512 : 256, WIDE ? 1 : 4)
                     }
                     __syncwarp();
                     const Choice one = lane < __popc(allowed) * V ? list[lane] : Choice{0u, 0};
-                    choose_lanes(one.key, k, chosen[warp], lane);
-                    for (int i = lane; i < k; i += kWarp)
-                        chosen[warp][i].column = list[chosen[warp][i].column].column;
-                    __syncwarp();
+                    choose_lanes(one, k, chosen[warp], lane);
                     found = true;
                 } else if (!in) {
 #pragma unroll

@@ -15,8 +15,8 @@ namespace rtk {
 template <int PIECE>
 __global__ void __launch_bounds__(256)
     router_bwd(const void* x, const i32* indices, const float* g_compact, const float* g_dense, void* dx, i64 rows,
-               i64 experts, i64 x_stride, i64 g_stride, i64 top_k, i64 number_kind, i64 whole_in, i64 whole_out, i64 modes,
-               double scaling, double epsilon) {
+               i64 experts, i64 x_stride, i64 g_stride, i64 top_k, i64 number_kind, i64 whole_in, i64 whole_out,
+               i64 modes, double scaling, double epsilon) {
     const int cols = static_cast<int>(experts), k = static_cast<int>(top_k), kind = static_cast<int>(number_kind);
     const bool softmax = (modes & kSoftmax) != 0, over_all = softmax && (modes & kScoreFirst) != 0;
     const float scale = static_cast<float>(scaling), eps = static_cast<float>(epsilon);

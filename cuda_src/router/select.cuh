@@ -1,10 +1,10 @@
 // The k largest numbers of a row, largest first, equal ones by column: exact, for every input.
 //
-// A warp holds up to 32 * V columns, each lane V neighbours. Numbers become unsigned keys of the same order: NaN above all, -0 and +0 equal, 0 for what does not take part. A lane
-// keeps its two largest keys at hand. The quick way takes the largest of all lanes k times over, one warp reduction
-// each, without looking at ties; it then checks that exactly k keys were taken and that no lane hides a third one that
-// belongs among them, which is so for most rows when k is small. The other way takes ties and any number of keys from
-// one lane in their order.
+// A warp holds up to 32 * V columns, each lane V neighbours. Numbers become unsigned keys of the same order: NaN above
+// all, -0 and +0 equal, 0 for what does not take part. A lane keeps its two largest keys at hand. The quick way takes
+// the largest of all lanes k times over, one warp reduction each, without looking at ties; it then checks that exactly k
+// keys were taken and that no lane hides a third one that belongs among them, which is so for most rows when k is small.
+// The other way takes ties and any number of keys from one lane in their order.
 #pragma once
 #include "common/abi.cuh"
 #include "ptx/math.cuh"
@@ -115,14 +115,14 @@ RTK_DEVICE void choose(const u32 (&key)[V], int k, int column, Choice* out, int 
     __syncwarp();
 }
 
-// The k largest of one key per lane, in the order of lanes where equal; out[i].column is the lane.
-RTK_DEVICE void choose_lanes(u32 key, int k, Choice* out, int lane) {
-    u32 left = key;
+// The k largest of one key per lane, in the order of lanes where equal.
+RTK_DEVICE void choose_lanes(Choice mine, int k, Choice* out, int lane) {
+    u32 left = mine.key;
     for (int i = 0; i < k; ++i) {
         const u32 best = __reduce_max_sync(kAllLanes, left);
         const u32 equal = __ballot_sync(kAllLanes, left == best);
         if ((equal & (0u - equal)) == 1u << lane) {
-            out[i] = {best, lane};
+            out[i] = mine;
             left = 0u;
         }
     }
