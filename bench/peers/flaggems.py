@@ -177,7 +177,33 @@ def _transpose(x: Any, **_: Any) -> Call:
     return lambda: t_copy(x)
 
 
+def _topk(x: Any, k: int, **_: Any) -> Call:
+    _flaggems()
+    from flag_gems.ops.topk import topk
+
+    return lambda: topk(x, k)
+
+
+def _softmax_router(logits: Any, k: int, **_: Any) -> Call:
+    """Without the tokens of each expert."""
+    _flaggems()
+    import torch
+    from flag_gems.fused.topk_softmax import topk_softmax
+
+    weights = torch.empty(len(logits), k, device=logits.device)
+    indices, rows = (torch.empty(len(logits), k, dtype=torch.int32, device=logits.device) for _ in range(2))
+
+    def call() -> tuple[Any, Any]:
+        topk_softmax(weights, indices, rows, logits, renormalize=True)
+        return weights, indices
+
+    return call
+
+
 ADAPTERS: Table = {
+    "topk": {"flaggems": _topk},
+    "topk_bf16": {"flaggems": _topk},
+    "softmax_router_fwd": {"flaggems": _softmax_router},
     "rms_norm_fwd": {"flaggems": _rms_norm_fwd},
     "rms_norm_bwd": {"flaggems": _rms_norm_bwd},
     "layer_norm_fwd": {"flaggems": _layer_norm_fwd},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.peers.base import Call, Table
+from bench.peers.base import Absent, Call, Table
 
 
 def _rms_norm_fwd(x: Any, weight: Any, eps: float, **_: Any) -> Call:
@@ -73,7 +73,18 @@ def _cross_entropy_both(logits: Any, labels: Any, **_: Any) -> Call:
     return call
 
 
+def _topk(x: Any, k: int, **_: Any) -> Call:
+    """Powers of two only, int32 indices; the low bits of the numbers carry the column there, so near ties may swap."""
+    from quack.topk import topk_fwd
+
+    if x.shape[-1] > 4096 or x.shape[-1] & (x.shape[-1] - 1) or k & (k - 1):
+        raise Absent("quack's topk takes powers of two, up to 4096 columns")
+    return lambda: topk_fwd(x, k)
+
+
 ADAPTERS: Table = {
+    "topk": {"quack": _topk},
+    "topk_bf16": {"quack": _topk},
     "rms_norm_fwd": {"quack": _rms_norm_fwd},
     "rms_norm_bwd": {"quack": _rms_norm_bwd},
     "layer_norm_fwd": {"quack": _layer_norm_fwd},
