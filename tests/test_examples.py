@@ -1,0 +1,19 @@
+"""The examples run, and agree with the plain torch they are shown beside."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.mark.parametrize("place", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
+def test_moe_layer_agrees_with_plain_torch(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--tokens", "64", "--hidden", "64", "--inner", "32", "--experts", "8", "--top-k", "2", "--repeats", "1"]
+    differences = runpy.run_path(str(EXAMPLES / "moe_layer.py"))["main"](["--device", place, *sizes])
+    assert set(differences) == {"output", "x", "router", "gate_up", "down"}
+    assert all(value < 0.02 for value in differences.values()), differences  # a few bf16 roundings
+    assert "plain torch" in capsys.readouterr().out
