@@ -1,0 +1,122 @@
+// Gradient of the router's weight on sm_90a: out[e, k] = sum over tokens m of dy[m, e] x[m, k], fp32. dy is fp32
+// [tokens, experts]; its kTerms terms of x's type are made in registers, on the way from shared memory to the tensor
+// cores. x [tokens, depth] is used as it is. For fp16 dy is scaled by powers of two, by the largest magnitude of each
+// expert (`largest`, fp32 [experts]).
+//
+// A block makes a 128x128 tile of one split of the tokens; 64 of them per stage. Split s writes at
+// out + s * experts * depth; whoever adds the splits up does it in order. Every `promote` stages the sums of the tensor
+// cores, which drop low bits as they add, go to fp32 registers.
+#include "gemm/router_wgmma.cuh"
+
+namespace rtk {
+
+template <typename T, int kTerms>
+__global__ void __launch_bounds__(kRouterThreads, 1)
+    router_dw(const __grid_constant__ ptx::TensorMap dy, const __grid_constant__ ptx::TensorMap x, float* out,
+              const float* largest, i64 tokens, i64 experts, i64 depth, i64 blocks_per_split, i64 promote) {
+    constexpr int kStages = 4;
+    constexpr u32 kDyBytes = 2 * kTileBytes;  // 64 tokens of 128 fp32 experts: four tiles of 32
+    constexpr u32 kStageBytes = kDyBytes + kTileBytes;
+    extern __shared__ u8 memory[];
+    const u32 base = (ptx::shared_address(memory) + 1023u) & ~1023u;
+    const u8* tiles = memory + (base - ptx::shared_address(memory));
+    const RingBarriers<kStages> ring{base + kStages * kStageBytes};
+    const Fragment place;
+    const u32 expert_tiles = static_cast<u32>(ceil_div(experts, kRouterTile));
+    const i64 e0 = static_cast<i64>(blockIdx.x % expert_tiles) * kRouterTile;
+    const i64 k0 = static_cast<i64>(blockIdx.x / expert_tiles) * kRouterTile;
+    const int first = static_cast<int>(blockIdx.y * blocks_per_split);
+    const int blocks =
+        min(static_cast<int>(blocks_per_split), static_cast<int>(ceil_div(tokens, kBlockDepth)) - first);
+
+    ptx::launch_dependents();
+    if (threadIdx.x == 0) {
+        ring.init(kConsumerWarps);
+        ptx::mbarrier_fence_init();
+    }
+    __syncthreads();
+
+    if (place.warp >= kConsumerWarps) {
+        ptx::registers_give<kProducerRegisters>();
+        if (threadIdx.x == kConsumerWarps * kWarp) {
+            RingPlace<kStages> at{0, 1};
+            for (int i = 0; i < blocks; ++i) {
+                const i32 token = (first + i) * kBlockDepth;
+                const u32 stage = base + at.stage * kStageBytes, full = ring.full(at.stage);
+                ptx::mbarrier_wait(ring.empty(at.stage), at.phase);
+                ptx::mbarrier_arrive_expect(full, kStageBytes);
+#pragma unroll
+                for (int part = 0; part < 2; ++part)
+                    ptx::tma_load_2d(stage + kDyBytes + part * (kTileBytes / 2), x, full,
+                                     static_cast<i32>(k0) + 64 * part, token);
+#pragma unroll
+                for (int part = 0; part < 4; ++part)
+                    ptx::tma_load_2d(stage + part * (kTileBytes / 2), dy, full, static_cast<i32>(e0) + 32 * part,
+                                     token);
+                at.next();
+            }
+        }
+    } else {
+        ptx::registers_take<kConsumerRegisters>();
+        float factor[2] = {1.0f, 1.0f};
+        if (largest != nullptr) {
+            ptx::wait_for_previous();  // it comes from there
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                if (e0 + place.row + 8 * r < experts) factor[r] = fp16_factor(largest[e0 + place.row + 8 * r]);
+        }
+        float sums[64], part[64];
+        set_zero(sums);
+        RingPlace<kStages> at;
+        const int g = place.lane / 4, t = place.lane % 4;
+        // Expert 16 * warp + g of the 128, tokens 2t and 2t + 1 of 16: pieces of 16 bytes are swizzled by the token.
+        const u8* own = tiles + place.warp / 2 * (kTileBytes / 2) + g % 4 * 4;
+        const int piece = place.warp % 2 * 4 + g / 4;
+        for (int done = 0; done < blocks;) {
+            const int end = min(blocks, done + static_cast<int>(promote));
+            for (int i = done; i < end; ++i) {
+                ptx::mbarrier_wait(ring.full(at.stage), at.phase);
+                const u8* tile = own + at.stage * kStageBytes;
+                u32 left[kTerms][kDepthSteps][4];
+#pragma unroll
+                for (int k = 0; k < kDepthSteps; ++k)
+#pragma unroll
+                    for (int a = 0; a < 4; ++a) {  // a = 2h + r
+                        const int token = 16 * k + a / 2 * 8 + 2 * t;
+                        float pair[2];
+#pragma unroll
+                        for (int c = 0; c < 2; ++c)
+                            pair[c] = *reinterpret_cast<const float*>(
+                                tile + (token + c) * kTileRow + (((piece + a % 2 * 2) ^ ((2 * t + c) & 7)) << 4));
+                        if constexpr (is_same<T, fp16>::value) pair[0] *= factor[a % 2], pair[1] *= factor[a % 2];
+                        u32 terms[kTerms];
+                        split_pair<T, kTerms>(pair[0], pair[1], terms);
+#pragma unroll
+                        for (int term = 0; term < kTerms; ++term) left[term][k][a] = terms[term];
+                    }
+                const u64 b = column_major_descriptor(base + at.stage * kStageBytes + kDyBytes);
+                ptx::wgmma_fence();
+#pragma unroll
+                for (int k = 0; k < kDepthSteps; ++k)
+#pragma unroll
+                    for (int term = kTerms - 1; term >= 0; --term)
+                        ptx::wgmma_registers<T>(part, left[term][k], b + k * kNextColumnMajor,
+                                                i != done || k != 0 || term != kTerms - 1);
+                ptx::wgmma_commit();
+                ptx::wgmma_wait<0>();
+                if (place.lane == 0) ptx::mbarrier_arrive(ring.empty(at.stage));
+                at.next();
+            }
+            add_to(sums, part);
+            done = end;
+        }
+        ptx::wait_for_previous();  // so that this kernel's end means the end of all before it
+        store_sums(sums, out + blockIdx.y * experts * depth, e0 + place.row, k0 + place.column, experts, depth,
+                   [&](float2 value, int r, i64, bool) {
+                       const float back = 1.0f / factor[r];
+                       return make_float2(value.x * back, value.y * back);
+                   });
+    }
+}
+
+}  // namespace rtk

@@ -1,0 +1,107 @@
+// Router logits on sm_90a: out[m, e] = sum over k of x[m, k] W[e, k], fp32. x [rows, depth] is used as it is; W is the
+// sum of kTerms matrices [experts, depth] of x's type, stacked (gemm/terms.cuh), so a tile of x that has come to shared
+// memory meets all of them.
+//
+// A block makes a 128x128 tile of one split of the depth; 64 of it per stage, smallest term first. Tensor cores drop
+// low bits as they add, so every `promote` stages their sums go to fp32 registers. Split s writes at
+// out + s * rows * experts; results are multiplied by scale[e] and then bias[e] is added.
+#include "gemm/router_wgmma.cuh"
+
+namespace rtk {
+
+template <typename T, int kTerms>
+__global__ void __launch_bounds__(kRouterThreads, 1)
+    router_fwd(const __grid_constant__ ptx::TensorMap x, const __grid_constant__ ptx::TensorMap weight, float* out,
+               const float* bias, const float* scale, i64 rows, i64 experts, i64 depth, i64 blocks_per_split,
+               i64 promote) {
+    constexpr int kStages = 12 / (1 + kTerms);
+    constexpr u32 kStageBytes = (1 + kTerms) * kTileBytes;
+    extern __shared__ u8 memory[];
+    const u32 base = (ptx::shared_address(memory) + 1023u) & ~1023u;
+    const RingBarriers<kStages> ring{base + kStages * kStageBytes};
+    const Fragment place;
+    const int tiles = static_cast<int>(ceil_div(experts, kRouterTile));
+    const i64 m0 = static_cast<i64>(blockIdx.x / tiles) * kRouterTile;
+    const i64 n0 = static_cast<i64>(blockIdx.x % tiles) * kRouterTile;
+    const int first = static_cast<int>(blockIdx.y * blocks_per_split);
+    const int blocks =
+        min(static_cast<int>(blocks_per_split), static_cast<int>(ceil_div(depth, kBlockDepth)) - first);
+
+    ptx::launch_dependents();
+    if (threadIdx.x == 0) {
+        ring.init(kConsumerWarps);
+        ptx::mbarrier_fence_init();
+    }
+    __syncthreads();
+
+    if (place.warp >= kConsumerWarps) {
+        ptx::registers_give<kProducerRegisters>();
+        if (threadIdx.x == kConsumerWarps * kWarp) {
+            auto fetch_x = [&](int stage, int block) {
+                ptx::mbarrier_arrive_expect(ring.full(stage), kStageBytes);
+                ptx::tma_load_2d(base + stage * kStageBytes, x, ring.full(stage), (first + block) * kBlockDepth,
+                                 static_cast<i32>(m0));
+            };
+            auto fetch_weight = [&](int stage, int block) {
+#pragma unroll
+                for (int term = 0; term < kTerms; ++term)
+                    ptx::tma_load_2d(base + stage * kStageBytes + (1 + term) * kTileBytes, weight, ring.full(stage),
+                                     (first + block) * kBlockDepth, static_cast<i32>(term * experts + n0));
+            };
+            // The terms may still be on their way from the previous kernel; x is there.
+            const int ahead = min(kStages, blocks);
+            for (int i = 0; i < ahead; ++i) fetch_x(i, i);
+            ptx::wait_for_previous();
+            for (int i = 0; i < ahead; ++i) fetch_weight(i, i);
+            RingPlace<kStages> at{0, 0};
+            for (int i = ahead; i < blocks; ++i) {
+                ptx::mbarrier_wait(ring.empty(at.stage), at.phase);
+                fetch_x(at.stage, i);
+                fetch_weight(at.stage, i);
+                at.next();
+            }
+        }
+    } else {
+        ptx::registers_take<kConsumerRegisters>();
+        float sums[64], part[64];
+        set_zero(sums);
+        RingPlace<kStages> at;
+        const u32 own_rows = place.warp / 4 * 64 * kTileRow;
+        for (int done = 0; done < blocks;) {
+            const int end = min(blocks, done + static_cast<int>(promote));
+            int last_stage = 0;
+            for (int i = done; i < end; ++i) {
+                ptx::mbarrier_wait(ring.full(at.stage), at.phase);
+                const u32 tile = base + at.stage * kStageBytes;
+                const u64 a = k_major_descriptor(tile + own_rows);
+                const u64 b = k_major_descriptor(tile + kTileBytes);
+                ptx::wgmma_fence();
+#pragma unroll
+                for (int k = 0; k < kDepthSteps; ++k)
+#pragma unroll
+                    for (int term = kTerms - 1; term >= 0; --term)
+                        ptx::wgmma_shared<T>(part, a + k * kNextKMajor, b + term * (kTileBytes >> 4) + k * kNextKMajor,
+                                             i != done || k != 0 || term != kTerms - 1);
+                ptx::wgmma_commit();
+                ptx::wgmma_wait<1>();
+                if (i != done && place.lane == 0) ptx::mbarrier_arrive(ring.empty(last_stage));
+                last_stage = at.stage;
+                at.next();
+            }
+            ptx::wgmma_wait<0>();
+            if (place.lane == 0) ptx::mbarrier_arrive(ring.empty(last_stage));
+            add_to(sums, part);
+            done = end;
+        }
+
+        ptx::wait_for_previous();  // `scale` comes from it
+        store_sums(sums, out + blockIdx.y * rows * experts, m0 + place.row, n0 + place.column, rows, experts,
+                   [&](float2 value, int, i64 at, bool both) {
+                       if (scale != nullptr) value.x *= scale[at], value.y *= both ? scale[at + 1] : 0.0f;
+                       if (bias != nullptr) value.x += bias[at], value.y += both ? bias[at + 1] : 0.0f;
+                       return value;
+                   });
+    }
+}
+
+}  // namespace rtk

@@ -1,0 +1,25 @@
+// The bulk tensor copy engine (sm_90 and up). One thread asks; the bytes arrive at an mbarrier.
+#pragma once
+#include "ptx/shared.cuh"
+
+namespace rtk::ptx {
+
+// What cuTensorMapEncodeTiled writes. Kernels take it as `const __grid_constant__`, by its address.
+struct alignas(64) TensorMap {
+    u64 words[16];
+};
+
+RTK_DEVICE void tma_prefetch_map(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// Copies the map's box at (column, row), in elements, to shared memory. What lies outside of the tensor becomes 0;
+// the bytes of the whole box are counted.
+RTK_DEVICE void tma_load_2d(SharedAddress to, const TensorMap& map, SharedAddress barrier, i32 column, i32 row) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+        ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier)
+        : "memory");
+}
+
+}  // namespace rtk::ptx
