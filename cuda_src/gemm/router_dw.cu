@@ -3,15 +3,18 @@
 // cores. x [tokens, depth] is used as it is. For fp16 dy is scaled by powers of two, by the largest magnitude of each
 // expert (`largest`, fp32 [experts]).
 //
-// A block makes a 128x128 tile of one split of the tokens; 64 of them per stage. Split s writes at
+// A block makes a 128x128 tile of one split of the tokens; 64 of them per stage. Two blocks with the same experts are a
+// cluster, and fetch half of dy's tiles each for both. Split s writes at
 // out + s * experts * depth; whoever adds the splits up does it in order. Every `promote` stages the sums of the tensor
 // cores, which drop low bits as they add, go to fp32 registers.
 #include "gemm/router_wgmma.cuh"
 
 namespace rtk {
 
-template <typename T, int kTerms>
-__global__ void __launch_bounds__(kRouterThreads, 1)
+inline constexpr int kHalfSteps = kDepthSteps / 2;
+
+template <typename T, int kTerms, int kCluster>
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kRouterThreads, 1)
     router_dw(const __grid_constant__ ptx::TensorMap dy, const __grid_constant__ ptx::TensorMap x, float* out,
               const float* largest, i64 tokens, i64 experts, i64 depth, i64 blocks_per_split, i64 promote) {
     constexpr int kStages = 4;
@@ -23,18 +26,21 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
     const RingBarriers<kStages> ring{base + kStages * kStageBytes};
     const Fragment place;
     const u32 expert_tiles = static_cast<u32>(ceil_div(experts, kRouterTile));
-    const i64 e0 = static_cast<i64>(blockIdx.x % expert_tiles) * kRouterTile;
-    const i64 k0 = static_cast<i64>(blockIdx.x / expert_tiles) * kRouterTile;
+    const u32 rank = kCluster == 1 ? 0u : ptx::cluster_rank(), cluster = blockIdx.x / kCluster;
+    const i64 e0 = static_cast<i64>(cluster % expert_tiles) * kRouterTile;
+    const i64 k0 = static_cast<i64>(cluster / expert_tiles * kCluster + rank) * kRouterTile;
     const int first = static_cast<int>(blockIdx.y * blocks_per_split);
     const int blocks =
         min(static_cast<int>(blocks_per_split), static_cast<int>(ceil_div(tokens, kBlockDepth)) - first);
 
     ptx::launch_dependents();
     if (threadIdx.x == 0) {
-        ring.init(kConsumerWarps);
+        ptx::tma_prefetch_map(dy);
+        ptx::tma_prefetch_map(x);
+        ring.init(kConsumerWarps * kCluster);
         ptx::mbarrier_fence_init();
     }
-    __syncthreads();
+    kCluster == 1 ? __syncthreads() : ptx::cluster_sync();
 
     if (place.warp >= kConsumerWarps) {
         ptx::registers_give<kProducerRegisters>();
@@ -50,9 +56,16 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
                     ptx::tma_load_2d(stage + kDyBytes + part * (kTileBytes / 2), x, full,
                                      static_cast<i32>(k0) + 64 * part, token);
 #pragma unroll
-                for (int part = 0; part < 4; ++part)
-                    ptx::tma_load_2d(stage + part * (kTileBytes / 2), dy, full, static_cast<i32>(e0) + 32 * part,
-                                     token);
+                for (int part = 0; part < 4 / kCluster; ++part) {
+                    const u32 own = rank * (4 / kCluster) + part;
+                    const u32 to = stage + own * (kTileBytes / 2);
+                    const i32 column = static_cast<i32>(e0 + 32 * own);
+                    if constexpr (kCluster == 1) {
+                        ptx::tma_load_2d(to, dy, full, column, token);
+                    } else {
+                        ptx::tma_load_2d_to(to, dy, full, column, token, 3);
+                    }
+                }
                 at.next();
             }
         }
@@ -72,41 +85,57 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
         // Expert 16 * warp + g of the 128, tokens 2t and 2t + 1 of 16: pieces of 16 bytes are swizzled by the token.
         const u8* own = tiles + place.warp / 2 * (kTileBytes / 2) + g % 4 * 4;
         const int piece = place.warp % 2 * 4 + g / 4;
+        // 32 tokens at a time, in two sets of registers: one is made while the tensor cores read the other.
+        u32 left[2][kTerms][kHalfSteps][4];
+        auto convert = [&](int half, const u8* tile) {
+#pragma unroll
+            for (int k = 0; k < kHalfSteps; ++k)
+#pragma unroll
+                for (int a = 0; a < 4; ++a) {  // a = 2h + r
+                    const int token = 32 * half + 16 * k + a / 2 * 8 + 2 * t;
+                    float pair[2];
+#pragma unroll
+                    for (int c = 0; c < 2; ++c)
+                        pair[c] = *reinterpret_cast<const float*>(
+                            tile + (token + c) * kTileRow + (((piece + a % 2 * 2) ^ ((2 * t + c) & 7)) << 4));
+                    if constexpr (is_same<T, fp16>::value) pair[0] *= factor[a % 2], pair[1] *= factor[a % 2];
+                    u32 terms[kTerms];
+                    split_pair<T, kTerms>(pair[0], pair[1], terms);
+#pragma unroll
+                    for (int term = 0; term < kTerms; ++term) left[half][term][k][a] = terms[term];
+                }
+#pragma unroll
+            for (int i = 0; i < kTerms * kHalfSteps; ++i) ptx::wgmma_pin(left[half][i / kHalfSteps][i % kHalfSteps]);
+        };
+        auto multiply = [&](int half, u64 b, bool fresh) {
+            ptx::wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < kHalfSteps; ++k)
+#pragma unroll
+                for (int term = kTerms - 1; term >= 0; --term)
+                    ptx::wgmma_registers<T>(part, left[half][term][k], b + (half * kHalfSteps + k) * kNextColumnMajor,
+                                            !fresh || k != 0 || term != kTerms - 1);
+            ptx::wgmma_commit();
+        };
         for (int done = 0; done < blocks;) {
             const int end = min(blocks, done + static_cast<int>(promote));
+            int last_stage = 0;
             for (int i = done; i < end; ++i) {
                 ptx::mbarrier_wait(ring.full(at.stage), at.phase);
                 const u8* tile = own + at.stage * kStageBytes;
-                u32 left[kTerms][kDepthSteps][4];
-#pragma unroll
-                for (int k = 0; k < kDepthSteps; ++k)
-#pragma unroll
-                    for (int a = 0; a < 4; ++a) {  // a = 2h + r
-                        const int token = 16 * k + a / 2 * 8 + 2 * t;
-                        float pair[2];
-#pragma unroll
-                        for (int c = 0; c < 2; ++c)
-                            pair[c] = *reinterpret_cast<const float*>(
-                                tile + (token + c) * kTileRow + (((piece + a % 2 * 2) ^ ((2 * t + c) & 7)) << 4));
-                        if constexpr (is_same<T, fp16>::value) pair[0] *= factor[a % 2], pair[1] *= factor[a % 2];
-                        u32 terms[kTerms];
-                        split_pair<T, kTerms>(pair[0], pair[1], terms);
-#pragma unroll
-                        for (int term = 0; term < kTerms; ++term) left[term][k][a] = terms[term];
-                    }
                 const u64 b = column_major_descriptor(base + at.stage * kStageBytes + kDyBytes);
-                ptx::wgmma_fence();
-#pragma unroll
-                for (int k = 0; k < kDepthSteps; ++k)
-#pragma unroll
-                    for (int term = kTerms - 1; term >= 0; --term)
-                        ptx::wgmma_registers<T>(part, left[term][k], b + k * kNextColumnMajor,
-                                                i != done || k != 0 || term != kTerms - 1);
-                ptx::wgmma_commit();
-                ptx::wgmma_wait<0>();
-                if (place.lane == 0) ptx::mbarrier_arrive(ring.empty(at.stage));
+                convert(0, tile);
+                multiply(0, b, i == done);
+                ptx::wgmma_wait<1>();
+                if (i != done) ring.template release<kCluster>(last_stage, place.lane);
+                convert(1, tile);
+                multiply(1, b, false);
+                ptx::wgmma_wait<1>();
+                last_stage = at.stage;
                 at.next();
             }
+            ptx::wgmma_wait<0>();
+            ring.template release<kCluster>(last_stage, place.lane);
             add_to(sums, part);
             done = end;
         }
@@ -117,6 +146,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
                        return make_float2(value.x * back, value.y * back);
                    });
     }
+    if constexpr (kCluster > 1) ptx::cluster_sync();  // the other block may still write here
 }
 
 }  // namespace rtk

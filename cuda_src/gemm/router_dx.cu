@@ -1,12 +1,13 @@
 // Gradient of the router's input on sm_90a: dx[m, k] = sum over e of dy[m, e] W[e, k], rounded once to bf16 or fp16.
-// dy is fp32 [rows, experts]; its kLeft bf16 terms are made in registers, on the way from shared memory to the tensor
-// cores. W is the sum of kRight bf16 matrices [experts, depth], stacked. Of two terms each, the product of the small ones
-// is left out.
+// dy is fp32 [rows, experts]; each warpgroup turns its 64 rows into kLeft bf16 terms where they are in shared memory. W
+// is the sum of kRight bf16 matrices [experts, depth], stacked. Of two terms each, the product of the small ones is left
+// out.
 //
 // A block makes `tiles_each` tiles of 128 columns for its 128 rows, block = row tile * parts + part. Up to 256 experts,
-// dy's tile stays in shared memory meanwhile; beyond, its four places are a second ring. Sums of 256 experts go to
+// dy's terms stay in shared memory meanwhile; beyond, their four places are a second ring. Sums of 256 experts go to
 // fp32 registers.
 #include "gemm/router_wgmma.cuh"
+#include "ptx/barrier.cuh"
 
 namespace rtk {
 
@@ -28,6 +29,35 @@ RTK_DEVICE void transpose_quad(u32 (&word)[4], int lane) {
     }
 }
 
+// Turns 64 rows of 64 fp32 numbers, in two tiles of 32 columns, into their bf16 terms: the first one where the first
+// tile was, the second one where the second was. All 128 threads of a warpgroup call.
+template <int kLeft>
+RTK_DEVICE void split_rows(u8* rows, int group) {
+    const int row = threadIdx.x % 64, tile = threadIdx.x / 64 % 2;
+    u8* own = rows + row * kTileRow;
+    Raw<16> value[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        value[i] = ptx::ld_shared_16(ptx::shared_address(own + tile * kTileBytes + ((i ^ (row & 7)) << 4)));
+    ptx::named_barrier_sync(1 + group, 128);
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+        u32 terms[4][kLeft];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const Raw<16>& from = value[i + j / 2];
+            split_pair<bf16, kLeft>(__uint_as_float(from.w[j % 2 * 2]), __uint_as_float(from.w[j % 2 * 2 + 1]),
+                                    terms[j]);
+        }
+#pragma unroll
+        for (int term = 0; term < kLeft; ++term)
+            *reinterpret_cast<uint4*>(own + term * kTileBytes + (((tile * 4 + i / 2) ^ (row & 7)) << 4)) =
+                make_uint4(terms[0][term], terms[1][term], terms[2][term], terms[3][term]);
+    }
+    ptx::fence_async_shared();
+    ptx::named_barrier_sync(1 + group, 128);
+}
+
 template <int kLeft, int kRight>
 __global__ void __launch_bounds__(kRouterThreads, 1)
     router_dx(const __grid_constant__ ptx::TensorMap dy, const __grid_constant__ ptx::TensorMap weight, void* dx,
@@ -36,7 +66,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
     constexpr u32 kStageBytes = kRight * kTileBytes;
     extern __shared__ u8 memory[];
     const u32 aligned = (ptx::shared_address(memory) + 1023u) & ~1023u;
-    const u8* dy_tiles = memory + (aligned - ptx::shared_address(memory));
+    u8* dy_tiles = memory + (aligned - ptx::shared_address(memory));
     const u32 base = aligned + kDyPlaces * kDyBytes;
     const RingBarriers<kStages> ring{base + kStages * kStageBytes};
     const RingBarriers<kDyPlaces> dy_ring{ring.base + 16 * kStages};
@@ -47,26 +77,26 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
     const int blocks = static_cast<int>(ceil_div(experts, kBlockDepth));
     const bool stays = blocks <= kDyPlaces;
 
+    auto fetch_dy = [&](int where, int block) {
+        ptx::mbarrier_arrive_expect(dy_ring.full(where), kDyBytes);
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            ptx::tma_load_2d(aligned + where * kDyBytes + i * kTileBytes, dy, dy_ring.full(where),
+                             block * kBlockDepth + 32 * i, static_cast<i32>(m0));
+    };
     ptx::launch_dependents();
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == kConsumerWarps * kWarp) {
         ring.init(kConsumerWarps);
         dy_ring.init(kConsumerWarps);
         ptx::mbarrier_fence_init();
+        if (stays)
+            for (int i = 0; i < blocks; ++i) fetch_dy(i, i);
     }
     __syncthreads();
 
     if (place.warp >= kConsumerWarps) {
         ptx::registers_give<kProducerRegisters>();
         if (threadIdx.x == kConsumerWarps * kWarp) {
-            auto fetch_dy = [&](int where, int block) {
-                ptx::mbarrier_arrive_expect(dy_ring.full(where), kDyBytes);
-#pragma unroll
-                for (int i = 0; i < 2; ++i)
-                    ptx::tma_load_2d(aligned + where * kDyBytes + i * kTileBytes, dy, dy_ring.full(where),
-                                     block * kBlockDepth + 32 * i, static_cast<i32>(m0));
-            };
-            if (stays)
-                for (int i = 0; i < blocks; ++i) fetch_dy(i, i);
             ptx::wait_for_previous();  // W's terms
             RingPlace<kStages> at{0, 1};
             RingPlace<kDyPlaces> dy_at{0, 1};
@@ -91,52 +121,51 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
         ptx::registers_take<kConsumerRegisters>();
         RingPlace<kStages> at;
         RingPlace<kDyPlaces> dy_at;
-        const int g = place.lane / 4, t = place.lane % 4;
-        // Row g (+ 8) of this warp's 16, experts 2t and 2t + 1 (+ 8) of 16: pieces of 16 bytes are swizzled by the row.
-        const u8* own = dy_tiles + (place.warp * 16 + g) * kTileRow + t % 2 * 8;
+        const int t = place.lane % 4, group = place.warp / 4;
         for (int tile = 0; tile < tiles; ++tile) {
             float sums[64], part[64];
             set_zero(sums);
-            for (int block = 0; block < blocks; ++block) {
-                const int where = stays ? block : dy_at.stage;
-                ptx::mbarrier_wait(dy_ring.full(where), stays ? 0u : dy_at.phase);
-                u32 left[kLeft][kDepthSteps][4];
-#pragma unroll
-                for (int k = 0; k < kDepthSteps; ++k)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {  // i = 2h + r
-                        const int piece = k % 2 * 4 + i / 2 * 2 + t / 2;
-                        const float2 pair = *reinterpret_cast<const float2*>(
-                            own + where * kDyBytes + k / 2 * kTileBytes + i % 2 * 8 * kTileRow + ((piece ^ g) << 4));
-                        u32 terms[kLeft];
-                        split_pair<bf16, kLeft>(pair.x, pair.y, terms);
-#pragma unroll
-                        for (int term = 0; term < kLeft; ++term) left[term][k][i] = terms[term];
+            for (int done = 0; done < blocks;) {
+                const int end = min(blocks, done + kDyPlaces);
+                int last_stage = 0, last_place = 0;
+                for (int block = done; block < end; ++block) {
+                    const int where = stays ? block : dy_at.stage;
+                    if (tile == 0 || !stays) {
+                        ptx::mbarrier_wait(dy_ring.full(where), stays ? 0u : dy_at.phase);
+                        split_rows<kLeft>(dy_tiles + where * kDyBytes + group * (kTileBytes / 2), group);
                     }
-                if (!stays) {
-                    __syncwarp();
-                    if (place.lane == 0) ptx::mbarrier_arrive(dy_ring.empty(where));
+                    ptx::mbarrier_wait(ring.full(at.stage), at.phase);
+                    const u64 a = k_major_descriptor(aligned + where * kDyBytes + group * (kTileBytes / 2));
+                    const u64 b = column_major_descriptor(base + at.stage * kStageBytes);
+                    ptx::wgmma_fence();
+#pragma unroll
+                    for (int k = 0; k < kDepthSteps; ++k)
+#pragma unroll
+                        for (int pair = 0; pair < kLeft + kRight - 1; ++pair) {
+                            // Smallest products first: (1, 0), (0, 1), (0, 0).
+                            const bool last = pair == kLeft + kRight - 2;
+                            const int l = !last && pair == 0 && kLeft == 2, r = !last && l == 0;
+                            ptx::wgmma_shared<bf16, true>(part, a + l * (kTileBytes >> 4) + k * kNextKMajor,
+                                                          b + r * (kTileBytes >> 4) + k * kNextColumnMajor,
+                                                          block != done || k != 0 || pair != 0);
+                        }
+                    ptx::wgmma_commit();
+                    ptx::wgmma_wait<1>();
+                    if (block != done && place.lane == 0) {
+                        ptx::mbarrier_arrive(ring.empty(last_stage));
+                        if (!stays) ptx::mbarrier_arrive(dy_ring.empty(last_place));
+                    }
+                    last_stage = at.stage, last_place = where;
+                    at.next();
                     dy_at.next();
                 }
-                ptx::mbarrier_wait(ring.full(at.stage), at.phase);
-                const u64 b = column_major_descriptor(base + at.stage * kStageBytes);
-                const bool fresh = block % 4 == 0;
-                ptx::wgmma_fence();
-#pragma unroll
-                for (int k = 0; k < kDepthSteps; ++k)
-#pragma unroll
-                    for (int pair = 0; pair < kLeft + kRight - 1; ++pair) {
-                        // Smallest products first: (1, 0), (0, 1), (0, 0).
-                        const bool last = pair == kLeft + kRight - 2;
-                        const int l = !last && pair == 0 && kLeft == 2, r = !last && l == 0;
-                        ptx::wgmma_registers<bf16>(part, left[l][k], b + r * (kTileBytes >> 4) + k * kNextColumnMajor,
-                                                   !fresh || k != 0 || pair != 0);
-                    }
-                ptx::wgmma_commit();
                 ptx::wgmma_wait<0>();
-                if (place.lane == 0) ptx::mbarrier_arrive(ring.empty(at.stage));
-                at.next();
-                if (block % 4 == 3 || block + 1 == blocks) add_to(sums, part);
+                if (place.lane == 0) {
+                    ptx::mbarrier_arrive(ring.empty(last_stage));
+                    if (!stays) ptx::mbarrier_arrive(dy_ring.empty(last_place));
+                }
+                add_to(sums, part);
+                done = end;
             }
 
             const i64 row = m0 + place.row;

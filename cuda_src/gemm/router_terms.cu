@@ -9,7 +9,7 @@ inline constexpr int kTermThreads = 128;
 inline constexpr int kTermWidth = 8;  // elements a thread splits at once: 16 bytes of each term
 
 // out[i] = term i of `in` ([rows, cols], rows `stride` apart), i < terms, as [terms, rows, pitch] with zeros from
-// column cols to the pitch (a multiple of 8). One block per row.
+// column cols to the pitch (a multiple of 8). Blocks: rows in x; in y, as many as share a row.
 //
 // For fp16 terms numbers are scaled by powers of two: by row (column_largest null), and scale[row] is then what brings
 // products back; or by the largest magnitudes of the columns, which the caller of the product knows too.
@@ -53,9 +53,10 @@ __global__ void __launch_bounds__(kTermThreads) router_split(const In* in, T* ou
 #pragma unroll
         for (float other : warps) largest = fmaxf(largest, other);
         factor = fp16_factor(largest);
-        if (threadIdx.x == 0) scale[row] = 1.0f / factor;
+        if (threadIdx.x == 0 && blockIdx.y == 0) scale[row] = 1.0f / factor;
     }
-    for (int column = threadIdx.x * kTermWidth; column < pitch; column += kTermThreads * kTermWidth) {
+    const int step = kTermThreads * kTermWidth * gridDim.y;
+    for (int column = (blockIdx.y * kTermThreads + threadIdx.x) * kTermWidth; column < pitch; column += step) {
         float value[kTermWidth];
         load(column, value);
         if constexpr (kScaled) {

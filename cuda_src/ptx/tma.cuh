@@ -22,4 +22,7 @@ RTK_DEVICE void tma_load_2d(SharedAddress to, const TensorMap& map, SharedAddres
         : "memory");
 }
 
+// Makes this thread's ordinary writes to shared memory visible to the copy engine and to wgmma; a barrier goes after it.
+RTK_DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 }  // namespace rtk::ptx

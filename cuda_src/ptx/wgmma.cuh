@@ -12,6 +12,14 @@ namespace rtk::ptx {
 // Orders earlier accesses to the registers before the products that follow.
 RTK_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
+// Has these registers written here, before the fence that follows; otherwise the compiler may convert operands between
+// the products, and the products then wait for each other.
+template <int N>
+RTK_DEVICE void wgmma_pin(u32 (&registers)[N]) {
+#pragma unroll
+    for (u32& r : registers) asm volatile("" : "+r"(r)::"memory");
+}
+
 RTK_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 // Waits until at most kPending of the newest groups are unfinished.
@@ -48,16 +56,17 @@ RTK_DEVICE void registers_take() {
     "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), \
     "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
 
-// Both operands in shared memory, rows of k (descriptors in gemm/shared_tile.cuh). `add` 0 starts from zero.
+// Both operands in shared memory, a with rows of k, b with rows of k or (kAcross) of n; gemm/shared_tile.cuh has the
+// descriptors. `add` 0 starts from zero.
 #define RTK_WGMMA_SHARED(type)                                                                              \
     asm volatile(                                                                                           \
         "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                        \
         "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" RTK_WGMMA_NAMES                   \
-        "}, %64, %65, p, 1, 1, 0, 0;\n}\n"                                                                  \
+        "}, %64, %65, p, 1, 1, 0, %67;\n}\n"                                                                \
         : RTK_WGMMA_SUMS                                                                                    \
-        : "l"(a), "l"(b), "r"(add))
+        : "l"(a), "l"(b), "r"(add), "n"(kAcross ? 1 : 0))
 
-template <typename T>
+template <typename T, bool kAcross>
 RTK_DEVICE void wgmma_shared(float (&d)[64], u64 a, u64 b, u32 add) {
     if constexpr (is_same<T, bf16>::value) {
         RTK_WGMMA_SHARED("bf16");

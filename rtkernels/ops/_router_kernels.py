@@ -10,6 +10,7 @@ FAST, HIGH, EXACT = 0, 1, 2
 PRECISIONS = {"fast": FAST, "high": HIGH, "exact": EXACT}
 
 TILE = 128  # of the result: rows and columns of a block
+CLUSTER = 2  # blocks that fetch for each other
 DEPTH = 64  # of the summed dimension per stage
 _THREADS = 384
 _MMA_THREADS = 256
@@ -56,9 +57,9 @@ MMA = Kernel(
 FWD = Kernel(
     "gemm/router_fwd.cu",
     "router_fwd",
-    template="T TERMS",
+    template="T TERMS CLUSTER",
     args="x:tmap weight:tmap out:ptr bias:ptr scale:ptr rows:i64 experts:i64 depth:i64 blocks_per_split:i64 promote:i64",
-    variants=[("bf16", 1), ("bf16", 2), ("bf16", 3), ("fp16", 1), ("fp16", 2)],
+    variants=[(t, n, CLUSTER) for t, n in (("bf16", 1), ("bf16", 2), ("bf16", 3), ("fp16", 1), ("fp16", 2))],
     max_registers=168,
     needs=("tma", "wgmma"),
     emulated=_ON_DEVICE_ONLY,
@@ -76,9 +77,9 @@ DX = Kernel(
 DW = Kernel(
     "gemm/router_dw.cu",
     "router_dw",
-    template="T TERMS",
+    template="T TERMS CLUSTER",
     args="dy:tmap x:tmap out:ptr largest:ptr tokens:i64 experts:i64 depth:i64 blocks_per_split:i64 promote:i64",
-    variants=[("bf16", 1), ("bf16", 2), ("bf16", 3), ("fp16", 1), ("fp16", 2)],
+    variants=[(t, n, CLUSTER) for t, n in (("bf16", 1), ("bf16", 2), ("bf16", 3), ("fp16", 1), ("fp16", 2))],
     max_registers=168,
     needs=("tma", "wgmma"),
     emulated=_ON_DEVICE_ONLY,
@@ -139,7 +140,8 @@ def _plan_fwd(device: int, token: str, count: int, rows: int, experts: int, dept
     tiles = _up(rows, TILE) * _up(experts, TILE)
     splits, each = _splits(device, tiles, depth)
     shared = 12 * _TILE_BYTES + _SLACK
-    launch = FWD.bind((token, count), device, (tiles, splits), _THREADS, shared, overlap=after_split)
+    blocks = _up(_up(rows, TILE), CLUSTER) * CLUSTER * _up(experts, TILE)
+    launch = FWD.bind((token, count, CLUSTER), device, (blocks, splits), _THREADS, shared, overlap=after_split)
     return launch, splits, each
 
 
@@ -155,7 +157,8 @@ def _plan_dw(device: int, token: str, count: int, tokens: int, experts: int, dep
     tiles = _up(experts, TILE) * _up(depth, TILE)
     splits, each = _splits(device, tiles, tokens)
     shared = 4 * 3 * _TILE_BYTES + _SLACK
-    launch = DW.bind((token, count), device, (tiles, splits), _THREADS, shared, overlap=after_other)
+    blocks = _up(_up(depth, TILE), CLUSTER) * CLUSTER * _up(experts, TILE)
+    launch = DW.bind((token, count, CLUSTER), device, (blocks, splits), _THREADS, shared, overlap=after_other)
     return launch, splits, each
 
 
@@ -166,11 +169,17 @@ def _plan_mma(device: int, token: str, across_a: bool, across_b: bool, m: int, n
     return launch, splits, each
 
 
+def _plan_split(device: int, source: str, into: str, rows: int, cols: int, by_row: bool):
+    # To scale by row every block has to read it whole.
+    blocks = 1 if by_row else min(_up(cols, 8 * _TERM_THREADS), 65535)
+    return SPLIT.bind((source, into), device, (rows, blocks), _TERM_THREADS)
+
+
 FWD_PLANS = Plans(_plan_fwd)
 DX_PLANS = Plans(_plan_dx)
 DW_PLANS = Plans(_plan_dw)
 MMA_PLANS = Plans(_plan_mma)
-SPLIT_PLANS = Plans(lambda device, source, into, rows: SPLIT.bind((source, into), device, rows, _TERM_THREADS))
+SPLIT_PLANS = Plans(_plan_split)
 SUM_PLANS = Plans(
     lambda device, token, count: SUM.bind((token,), device, _up(count, 4 * _SUM_THREADS), _SUM_THREADS, overlap=True)
 )

@@ -66,7 +66,7 @@ def split(t: Tensor, into: str, count: int, largest: Tensor | None = None) -> Op
     scale = torch.empty(rows, dtype=torch.float32, device=t.device) if by_row else None
     wide = cols % 8 == 0 and stride * size % 16 == 0 and t.data_ptr() % 16 == 0
     source = DTYPE_TOKEN[t.dtype]
-    kernels.SPLIT_PLANS[device, source, into, rows](
+    kernels.SPLIT_PLANS[device, source, into, rows, cols, by_row](
         t.data_ptr(), out.data_ptr(), address(scale), address(largest), rows, cols, stride, pitch, count, int(wide)
     )
     return Operand(out, into, rows, cols, pitch, count, scale)
@@ -116,7 +116,7 @@ def logits(x: Tensor, weight: Tensor, bias: Tensor | None, precision: int) -> Te
         launch, splits, each = kernels.FWD_PLANS[device, left.token, count, *sizes, not same]
         out = y if splits == 1 else y.new_empty(splits, *y.shape)
         launch(
-            left.map(TILE, DEPTH), right.map(TILE, DEPTH), out.data_ptr(), address(bias) if splits == 1 else 0,
+            left.map(TILE, DEPTH), right.map(TILE // kernels.CLUSTER, DEPTH), out.data_ptr(), address(bias) if splits == 1 else 0,
             address(right.scale), *sizes, each, promote_blocks(precision),
         )  # fmt: skip
     else:
