@@ -3,8 +3,7 @@
 // cores. x [tokens, depth] is used as it is. For fp16 dy is scaled by powers of two, by the largest magnitude of each
 // expert (`largest`, fp32 [experts]).
 //
-// A block makes a 128x128 tile of one split of the tokens; 64 of them per stage. Two blocks with the same experts are a
-// cluster, and fetch half of dy's tiles each for both. Split s writes at
+// A block makes a 128x128 tile of one split of the tokens; 64 of them per stage.  Split s writes at
 // out + s * experts * depth; whoever adds the splits up does it in order. Every `promote` stages the sums of the tensor
 // cores, which drop low bits as they add, go to fp32 registers.
 #include "gemm/router_wgmma.cuh"
@@ -13,8 +12,8 @@ namespace rtk {
 
 inline constexpr int kHalfSteps = kDepthSteps / 2;
 
-template <typename T, int kTerms, int kCluster>
-__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kRouterThreads, 1)
+template <typename T, int kTerms>
+__global__ void __launch_bounds__(kRouterThreads, 1)
     router_dw(const __grid_constant__ ptx::TensorMap dy, const __grid_constant__ ptx::TensorMap x, float* out,
               const float* largest, i64 tokens, i64 experts, i64 depth, i64 blocks_per_split, i64 promote) {
     constexpr int kStages = 4;
@@ -26,9 +25,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kRouterThread
     const RingBarriers<kStages> ring{base + kStages * kStageBytes};
     const Fragment place;
     const u32 expert_tiles = static_cast<u32>(ceil_div(experts, kRouterTile));
-    const u32 rank = kCluster == 1 ? 0u : ptx::cluster_rank(), cluster = blockIdx.x / kCluster;
-    const i64 e0 = static_cast<i64>(cluster % expert_tiles) * kRouterTile;
-    const i64 k0 = static_cast<i64>(cluster / expert_tiles * kCluster + rank) * kRouterTile;
+    const i64 e0 = static_cast<i64>(blockIdx.x % expert_tiles) * kRouterTile;
+    const i64 k0 = static_cast<i64>(blockIdx.x / expert_tiles) * kRouterTile;
     const int first = static_cast<int>(blockIdx.y * blocks_per_split);
     const int blocks =
         min(static_cast<int>(blocks_per_split), static_cast<int>(ceil_div(tokens, kBlockDepth)) - first);
@@ -37,10 +35,10 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kRouterThread
     if (threadIdx.x == 0) {
         ptx::tma_prefetch_map(dy);
         ptx::tma_prefetch_map(x);
-        ring.init(kConsumerWarps * kCluster);
+        ring.init(kConsumerWarps);
         ptx::mbarrier_fence_init();
     }
-    kCluster == 1 ? __syncthreads() : ptx::cluster_sync();
+    __syncthreads();
 
     if (place.warp >= kConsumerWarps) {
         ptx::registers_give<kProducerRegisters>();
@@ -56,16 +54,9 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kRouterThread
                     ptx::tma_load_2d(stage + kDyBytes + part * (kTileBytes / 2), x, full,
                                      static_cast<i32>(k0) + 64 * part, token);
 #pragma unroll
-                for (int part = 0; part < 4 / kCluster; ++part) {
-                    const u32 own = rank * (4 / kCluster) + part;
-                    const u32 to = stage + own * (kTileBytes / 2);
-                    const i32 column = static_cast<i32>(e0 + 32 * own);
-                    if constexpr (kCluster == 1) {
-                        ptx::tma_load_2d(to, dy, full, column, token);
-                    } else {
-                        ptx::tma_load_2d_to(to, dy, full, column, token, 3);
-                    }
-                }
+                for (int part = 0; part < 4; ++part)
+                    ptx::tma_load_2d(stage + part * (kTileBytes / 2), dy, full, static_cast<i32>(e0) + 32 * part,
+                                     token);
                 at.next();
             }
         }
@@ -127,7 +118,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kRouterThread
                 convert(0, tile);
                 multiply(0, b, i == done);
                 ptx::wgmma_wait<1>();
-                if (i != done) ring.template release<kCluster>(last_stage, place.lane);
+                if (i != done) ring.release(last_stage, place.lane);
                 convert(1, tile);
                 multiply(1, b, false);
                 ptx::wgmma_wait<1>();
@@ -135,7 +126,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kRouterThread
                 at.next();
             }
             ptx::wgmma_wait<0>();
-            ring.template release<kCluster>(last_stage, place.lane);
+            ring.release(last_stage, place.lane);
             add_to(sums, part);
             done = end;
         }
@@ -146,7 +137,6 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kRouterThread
                        return make_float2(value.x * back, value.y * back);
                    });
     }
-    if constexpr (kCluster > 1) ptx::cluster_sync();  // the other block may still write here
 }
 
 }  // namespace rtk

@@ -14,21 +14,6 @@ namespace rtk {
 inline constexpr int kDyPlaces = 4;
 inline constexpr u32 kDyBytes = 2 * kTileBytes;  // 128 rows of 64 fp32 experts: two tiles of 32
 
-// Four neighbouring lanes hold words 0..3 (by lane) of four pieces; afterwards lane t holds piece t whole.
-RTK_DEVICE void transpose_quad(u32 (&word)[4], int lane) {
-    const bool odd = lane & 1, upper = lane & 2;
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-        const u32 got = __shfl_xor_sync(0xffffffffu, odd ? word[i] : word[i + 1], 1);
-        (odd ? word[i] : word[i + 1]) = got;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const u32 got = __shfl_xor_sync(0xffffffffu, upper ? word[i] : word[i + 2], 2);
-        (upper ? word[i] : word[i + 2]) = got;
-    }
-}
-
 // Turns 64 rows of 64 fp32 numbers, in two tiles of 32 columns, into their bf16 terms: the first one where the first
 // tile was, the second one where the second was. All 128 threads of a warpgroup call.
 template <int kLeft>
@@ -60,15 +45,15 @@ RTK_DEVICE void split_rows(u8* rows, int group) {
 
 template <int kLeft, int kRight>
 __global__ void __launch_bounds__(kRouterThreads, 1)
-    router_dx(const __grid_constant__ ptx::TensorMap dy, const __grid_constant__ ptx::TensorMap weight, void* dx,
-              i64 rows, i64 experts, i64 depth, i64 parts, i64 tiles_each, i64 half) {
-    constexpr int kStages = 6 / kRight;
-    constexpr u32 kStageBytes = kRight * kTileBytes;
+    router_dx(const __grid_constant__ ptx::TensorMap dy, const __grid_constant__ ptx::TensorMap weight,
+              const __grid_constant__ ptx::TensorMap dx, i64 experts, i64 depth, i64 parts, i64 tiles_each, i64 half) {
+    constexpr int kStages = 4;  // of one term of W each
     extern __shared__ u8 memory[];
     const u32 aligned = (ptx::shared_address(memory) + 1023u) & ~1023u;
     u8* dy_tiles = memory + (aligned - ptx::shared_address(memory));
     const u32 base = aligned + kDyPlaces * kDyBytes;
-    const RingBarriers<kStages> ring{base + kStages * kStageBytes};
+    u8* results = dy_tiles + kDyPlaces * kDyBytes + kStages * kTileBytes;  // 2 * kTileBytes
+    const RingBarriers<kStages> ring{base + (kStages + 2) * kTileBytes};
     const RingBarriers<kDyPlaces> dy_ring{ring.base + 16 * kStages};
     const Fragment place;
     const i64 m0 = static_cast<i64>(blockIdx.x / static_cast<u32>(parts)) * kRouterTile;
@@ -107,14 +92,16 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
                         fetch_dy(dy_at.stage, block);
                         dy_at.next();
                     }
-                    ptx::mbarrier_wait(ring.empty(at.stage), at.phase);
-                    ptx::mbarrier_arrive_expect(ring.full(at.stage), kStageBytes);
+                    for (int term = kRight - 1; term >= 0; --term) {
+                        ptx::mbarrier_wait(ring.empty(at.stage), at.phase);
+                        ptx::mbarrier_arrive_expect(ring.full(at.stage), kTileBytes);
 #pragma unroll
-                    for (int i = 0; i < 2 * kRight; ++i)
-                        ptx::tma_load_2d(base + at.stage * kStageBytes + i * (kTileBytes / 2), weight,
-                                         ring.full(at.stage), (tile0 + tile) * kRouterTile + i % 2 * 64,
-                                         static_cast<i32>(i / 2 * experts + block * kBlockDepth));
-                    at.next();
+                        for (int i = 0; i < 2; ++i)
+                            ptx::tma_load_2d(base + at.stage * kTileBytes + i * (kTileBytes / 2), weight,
+                                             ring.full(at.stage), (tile0 + tile) * kRouterTile + i * 64,
+                                             static_cast<i32>(term * experts + block * kBlockDepth));
+                        at.next();
+                    }
                 }
         }
     } else {
@@ -128,35 +115,37 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
             for (int done = 0; done < blocks;) {
                 const int end = min(blocks, done + kDyPlaces);
                 int last_stage = 0, last_place = 0;
+                bool fresh = true;
                 for (int block = done; block < end; ++block) {
                     const int where = stays ? block : dy_at.stage;
                     if (tile == 0 || !stays) {
                         ptx::mbarrier_wait(dy_ring.full(where), stays ? 0u : dy_at.phase);
                         split_rows<kLeft>(dy_tiles + where * kDyBytes + group * (kTileBytes / 2), group);
                     }
-                    ptx::mbarrier_wait(ring.full(at.stage), at.phase);
                     const u64 a = k_major_descriptor(aligned + where * kDyBytes + group * (kTileBytes / 2));
-                    const u64 b = column_major_descriptor(base + at.stage * kStageBytes);
-                    ptx::wgmma_fence();
 #pragma unroll
-                    for (int k = 0; k < kDepthSteps; ++k)
+                    for (int term = kRight - 1; term >= 0; --term) {  // of W; dy's small term meets the large one only
+                        ptx::mbarrier_wait(ring.full(at.stage), at.phase);
+                        const u64 b = column_major_descriptor(base + at.stage * kTileBytes);
+                        ptx::wgmma_fence();
 #pragma unroll
-                        for (int pair = 0; pair < kLeft + kRight - 1; ++pair) {
-                            // Smallest products first: (1, 0), (0, 1), (0, 0).
-                            const bool last = pair == kLeft + kRight - 2;
-                            const int l = !last && pair == 0 && kLeft == 2, r = !last && l == 0;
-                            ptx::wgmma_shared<bf16, true>(part, a + l * (kTileBytes >> 4) + k * kNextKMajor,
-                                                          b + r * (kTileBytes >> 4) + k * kNextColumnMajor,
-                                                          block != done || k != 0 || pair != 0);
+                        for (int k = 0; k < kDepthSteps; ++k)
+#pragma unroll
+                            for (int l = term == 0 ? kLeft - 1 : 0; l >= 0; --l)
+                                ptx::wgmma_shared<bf16, true>(part, a + l * (kTileBytes >> 4) + k * kNextKMajor,
+                                                              b + k * kNextColumnMajor,
+                                                              !fresh || k != 0 || (term == 0 && l != kLeft - 1));
+                        ptx::wgmma_commit();
+                        ptx::wgmma_wait<1>();
+                        if (!fresh && place.lane == 0) {
+                            ptx::mbarrier_arrive(ring.empty(last_stage));
+                            if (!stays && term == kRight - 1) ptx::mbarrier_arrive(dy_ring.empty(last_place));
                         }
-                    ptx::wgmma_commit();
-                    ptx::wgmma_wait<1>();
-                    if (block != done && place.lane == 0) {
-                        ptx::mbarrier_arrive(ring.empty(last_stage));
-                        if (!stays) ptx::mbarrier_arrive(dy_ring.empty(last_place));
+                        fresh = false;
+                        last_stage = at.stage;
+                        at.next();
                     }
-                    last_stage = at.stage, last_place = where;
-                    at.next();
+                    last_place = where;
                     dy_at.next();
                 }
                 ptx::wgmma_wait<0>();
@@ -168,37 +157,30 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
                 done = end;
             }
 
-            const i64 row = m0 + place.row;
-            const i64 column = static_cast<i64>(tile0 + tile) * kRouterTile;
-            u16* to = static_cast<u16*>(dx) + row * depth + column;
+            // Rows of 128 bytes as the copy engine wants them: two tiles of 64 columns for each warpgroup.
+            if (threadIdx.x % 128 == 0) ptx::tma_store_wait_read();
+            ptx::named_barrier_sync(1 + group, 128);
+            u8* own = results + group * kTileBytes + (place.row % 64) * kTileRow + t * 4;
 #pragma unroll
             for (int r = 0; r < 2; ++r)
 #pragma unroll
-                for (int j = 0; j < 16; j += 4) {
-                    u32 word[4];
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const float lo = sums[4 * (j + i) + 2 * r], hi = sums[4 * (j + i) + 2 * r + 1];
-                        word[i] = half ? ptx::cvt_f16x2(lo, hi) : ptx::cvt_bf16x2(lo, hi);
-                    }
-                    transpose_quad(word, place.lane);
-                    const int at8 = 8 * (j + t);
-                    if (row + 8 * r >= rows || column + at8 >= depth) continue;
-                    u16* here = to + 8 * r * depth + at8;
-                    if (depth % 8 == 0) {
-                        ptx::st<16>(here, Raw<16>{{word[0], word[1], word[2], word[3]}});
-                    } else {
-#pragma unroll 1
-                        for (int i = 0; i < 8; ++i) {
-                            u32 bits = word[0];
-                            bits = i >= 2 ? word[1] : bits;
-                            bits = i >= 4 ? word[2] : bits;
-                            bits = i >= 6 ? word[3] : bits;
-                            if (column + at8 + i < depth) here[i] = static_cast<u16>(bits >> (i % 2 * 16));
-                        }
-                    }
+                for (int j = 0; j < 16; ++j) {
+                    const float lo = sums[4 * j + 2 * r], hi = sums[4 * j + 2 * r + 1];
+                    *reinterpret_cast<u32*>(own + j / 8 * (kTileBytes / 2) + 8 * r * kTileRow +
+                                            ((j % 8 ^ (place.row & 7)) << 4)) =
+                        half ? ptx::cvt_f16x2(lo, hi) : ptx::cvt_bf16x2(lo, hi);
                 }
+            ptx::fence_async_shared();
+            ptx::named_barrier_sync(1 + group, 128);
+            if (threadIdx.x % 128 == 0) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+                    ptx::tma_store_2d(dx, ptx::shared_address(results) + group * kTileBytes + i * (kTileBytes / 2),
+                                      (tile0 + tile) * kRouterTile + 64 * i, static_cast<i32>(m0) + 64 * group);
+                ptx::tma_store_commit();
+            }
         }
+        if (threadIdx.x % 128 == 0) ptx::tma_store_wait();
     }
 }
 

@@ -2,16 +2,15 @@
 // sum of kTerms matrices [experts, depth] of x's type, stacked (gemm/terms.cuh), so a tile of x that has come to shared
 // memory meets all of them.
 //
-// A block makes a 128x128 tile of one split of the depth; 64 of it per stage, smallest term first. Two blocks with the
-// same columns are a cluster, and fetch half of W's tiles each for both. Tensor cores drop
+// A block makes a 128x128 tile of one split of the depth; 64 of it per stage, smallest term first.  Tensor cores drop
 // low bits as they add, so every `promote` stages their sums go to fp32 registers. Split s writes at
 // out + s * rows * experts; results are multiplied by scale[e] and then bias[e] is added.
 #include "gemm/router_wgmma.cuh"
 
 namespace rtk {
 
-template <typename T, int kTerms, int kCluster>
-__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kRouterThreads, 1)
+template <typename T, int kTerms>
+__global__ void __launch_bounds__(kRouterThreads, 1)
     router_fwd(const __grid_constant__ ptx::TensorMap x, const __grid_constant__ ptx::TensorMap weight, float* out,
                const float* bias, const float* scale, i64 rows, i64 experts, i64 depth, i64 blocks_per_split,
                i64 promote) {
@@ -22,9 +21,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kRouterThread
     const RingBarriers<kStages> ring{base + kStages * kStageBytes};
     const Fragment place;
     const int tiles = static_cast<int>(ceil_div(experts, kRouterTile));
-    const u32 rank = kCluster == 1 ? 0u : ptx::cluster_rank(), cluster = blockIdx.x / kCluster;
-    const i64 m0 = static_cast<i64>(cluster / tiles * kCluster + rank) * kRouterTile;
-    const i64 n0 = static_cast<i64>(cluster % tiles) * kRouterTile;
+    const i64 m0 = static_cast<i64>(blockIdx.x / tiles) * kRouterTile;
+    const i64 n0 = static_cast<i64>(blockIdx.x % tiles) * kRouterTile;
     const int first = static_cast<int>(blockIdx.y * blocks_per_split);
     const int blocks =
         min(static_cast<int>(blocks_per_split), static_cast<int>(ceil_div(depth, kBlockDepth)) - first);
@@ -36,28 +34,21 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kRouterThread
     };
     const int ahead = min(kStages, blocks);
     if (threadIdx.x == kConsumerWarps * kWarp) {
-        ring.init(kConsumerWarps * kCluster);
+        ring.init(kConsumerWarps);
         ptx::mbarrier_fence_init();
         for (int i = 0; i < ahead; ++i) fetch_x(i, i);
     }
     ptx::launch_dependents();
-    kCluster == 1 ? __syncthreads() : ptx::cluster_sync();
+    __syncthreads();
 
     if (place.warp >= kConsumerWarps) {
         ptx::registers_give<kProducerRegisters>();
         if (threadIdx.x == kConsumerWarps * kWarp) {
             auto fetch_weight = [&](int stage, int block) {
 #pragma unroll
-                for (int term = 0; term < kTerms; ++term) {
-                    const u32 to = base + stage * kStageBytes + (1 + term) * kTileBytes;
-                    const i32 column = (first + block) * kBlockDepth, row = static_cast<i32>(term * experts + n0);
-                    if constexpr (kCluster == 1) {
-                        ptx::tma_load_2d(to, weight, ring.full(stage), column, row);
-                    } else {  // half of it, for both
-                        ptx::tma_load_2d_to(to + rank * (kTileBytes / 2), weight, ring.full(stage), column,
-                                            row + static_cast<i32>(rank) * (kRouterTile / 2), 3);
-                    }
-                }
+                for (int term = 0; term < kTerms; ++term)
+                    ptx::tma_load_2d(base + stage * kStageBytes + (1 + term) * kTileBytes, weight, ring.full(stage),
+                                     (first + block) * kBlockDepth, static_cast<i32>(term * experts + n0));
             };
             ptx::wait_for_previous();  // the terms may still be on their way from there; x is not
             for (int i = 0; i < ahead; ++i) fetch_weight(i, i);
@@ -93,12 +84,12 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kRouterThread
                                                     i != done || k != 0 || term != kTerms - 1);
                 ptx::wgmma_commit();
                 ptx::wgmma_wait<1>();
-                if (i != done) ring.template release<kCluster>(last_stage, place.lane);
+                if (i != done) ring.release(last_stage, place.lane);
                 last_stage = at.stage;
                 at.next();
             }
             ptx::wgmma_wait<0>();
-            ring.template release<kCluster>(last_stage, place.lane);
+            ring.release(last_stage, place.lane);
             add_to(sums, part);
             done = end;
         }
@@ -111,7 +102,6 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kRouterThread
                        return value;
                    });
     }
-    if constexpr (kCluster > 1) ptx::cluster_sync();  // the other block may still write here
 }
 
 }  // namespace rtk

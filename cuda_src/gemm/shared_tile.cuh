@@ -3,7 +3,6 @@
 // Rows are 128 bytes; the 16-byte piece c of row r lies at r * 128 + ((c ^ (r & 7)) << 4), the 128-byte swizzle. Tiles
 // start at multiples of 1024 bytes.
 #pragma once
-#include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
 
@@ -50,14 +49,9 @@ struct RingBarriers {
             ptx::mbarrier_init(empty(s), consumer_warps);
         }
     }
-    // A consumer warp is done with a stage, which blocks of a cluster of kCluster fill for each other.
-    template <int kCluster>
+    // A consumer warp is done with a stage.
     RTK_DEVICE void release(int stage, int lane) const {
-        if constexpr (kCluster == 1) {
-            if (lane == 0) ptx::mbarrier_arrive(empty(stage));
-        } else {
-            if (lane < kCluster) ptx::mbarrier_arrive_at(empty(stage), lane);
-        }
+        if (lane == 0) ptx::mbarrier_arrive(empty(stage));
     }
 };
 

@@ -10,7 +10,6 @@ FAST, HIGH, EXACT = 0, 1, 2
 PRECISIONS = {"fast": FAST, "high": HIGH, "exact": EXACT}
 
 TILE = 128  # of the result: rows and columns of a block
-CLUSTER = 2  # blocks that fetch for each other
 DEPTH = 64  # of the summed dimension per stage
 _THREADS = 384
 _MMA_THREADS = 256
@@ -57,9 +56,9 @@ MMA = Kernel(
 FWD = Kernel(
     "gemm/router_fwd.cu",
     "router_fwd",
-    template="T TERMS CLUSTER",
+    template="T TERMS",
     args="x:tmap weight:tmap out:ptr bias:ptr scale:ptr rows:i64 experts:i64 depth:i64 blocks_per_split:i64 promote:i64",
-    variants=[(t, n, CLUSTER) for t, n in (("bf16", 1), ("bf16", 2), ("bf16", 3), ("fp16", 1), ("fp16", 2))],
+    variants=[("bf16", 1), ("bf16", 2), ("bf16", 3), ("fp16", 1), ("fp16", 2)],
     max_registers=168,
     needs=("tma", "wgmma"),
     emulated=_ON_DEVICE_ONLY,
@@ -68,7 +67,7 @@ DX = Kernel(
     "gemm/router_dx.cu",
     "router_dx",
     template="LEFT RIGHT",
-    args="dy:tmap weight:tmap dx:ptr rows:i64 experts:i64 depth:i64 parts:i64 tiles_each:i64 half:i64",
+    args="dy:tmap weight:tmap dx:tmap experts:i64 depth:i64 parts:i64 tiles_each:i64 half:i64",
     variants=[(1, 1), (2, 1), (2, 2)],
     max_registers=168,
     needs=("tma", "wgmma"),
@@ -77,9 +76,9 @@ DX = Kernel(
 DW = Kernel(
     "gemm/router_dw.cu",
     "router_dw",
-    template="T TERMS CLUSTER",
+    template="T TERMS",
     args="dy:tmap x:tmap out:ptr largest:ptr tokens:i64 experts:i64 depth:i64 blocks_per_split:i64 promote:i64",
-    variants=[(t, n, CLUSTER) for t, n in (("bf16", 1), ("bf16", 2), ("bf16", 3), ("fp16", 1), ("fp16", 2))],
+    variants=[("bf16", 1), ("bf16", 2), ("bf16", 3), ("fp16", 1), ("fp16", 2)],
     max_registers=168,
     needs=("tma", "wgmma"),
     emulated=_ON_DEVICE_ONLY,
@@ -140,8 +139,7 @@ def _plan_fwd(device: int, token: str, count: int, rows: int, experts: int, dept
     tiles = _up(rows, TILE) * _up(experts, TILE)
     splits, each = _splits(device, tiles, depth)
     shared = 12 * _TILE_BYTES + _SLACK
-    blocks = _up(_up(rows, TILE), CLUSTER) * CLUSTER * _up(experts, TILE)
-    launch = FWD.bind((token, count, CLUSTER), device, (blocks, splits), _THREADS, shared, overlap=after_split)
+    launch = FWD.bind((token, count), device, (tiles, splits), _THREADS, shared, overlap=after_split)
     return launch, splits, each
 
 
@@ -157,8 +155,7 @@ def _plan_dw(device: int, token: str, count: int, tokens: int, experts: int, dep
     tiles = _up(experts, TILE) * _up(depth, TILE)
     splits, each = _splits(device, tiles, tokens)
     shared = 4 * 3 * _TILE_BYTES + _SLACK
-    blocks = _up(_up(depth, TILE), CLUSTER) * CLUSTER * _up(experts, TILE)
-    launch = DW.bind((token, count, CLUSTER), device, (blocks, splits), _THREADS, shared, overlap=after_other)
+    launch = DW.bind((token, count), device, (tiles, splits), _THREADS, shared, overlap=after_other)
     return launch, splits, each
 
 

@@ -116,7 +116,7 @@ def logits(x: Tensor, weight: Tensor, bias: Tensor | None, precision: int) -> Te
         launch, splits, each = kernels.FWD_PLANS[device, left.token, count, *sizes, not same]
         out = y if splits == 1 else y.new_empty(splits, *y.shape)
         launch(
-            left.map(TILE, DEPTH), right.map(TILE // kernels.CLUSTER, DEPTH), out.data_ptr(), address(bias) if splits == 1 else 0,
+            left.map(TILE, DEPTH), right.map(TILE, DEPTH), out.data_ptr(), address(bias) if splits == 1 else 0,
             address(right.scale), *sizes, each, promote_blocks(precision),
         )  # fmt: skip
     else:
@@ -138,8 +138,12 @@ def input_gradient(dy: Tensor, weight: Tensor, dtype: torch.dtype, precision: in
         rows, experts, depth = left.rows, left.cols, right.cols
         launch, parts, each = kernels.DX_PLANS[device, count, right.count, rows, depth, not raw]
         half = int(dtype == torch.float16)
-        maps = left.map(TILE, 32), right.map(DEPTH, DEPTH)
-        launch(*maps, dx.data_ptr(), rows, experts, depth, parts, each, half)
+        out = dx if depth % 8 == 0 else dx.new_empty(rows, -(-depth // 8) * 8)
+        result = Operand(out, DTYPE_TOKEN[dtype], rows, depth, out.shape[1])
+        maps = left.map(TILE, 32), right.map(DEPTH, DEPTH), result.map(64, 64)
+        launch(*maps, experts, depth, parts, each, half)
+        if out is not dx:
+            dx.copy_(out[:, :depth])
     else:
         _mma(left, right, (False, True), dx, False, precision)
     return dx
