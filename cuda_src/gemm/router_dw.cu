@@ -3,7 +3,7 @@
 // cores. x [tokens, depth] is used as it is. For fp16 dy is scaled by powers of two, by the largest magnitude of each
 // expert (`largest`, fp32 [experts]).
 //
-// A block makes a 128x128 tile of one split of the tokens; 64 of them per stage.  Split s writes at
+// A block makes a 128x128 tile of one split of the tokens; 64 of them per stage. Split s writes at
 // out + s * experts * depth; whoever adds the splits up does it in order. Every `promote` stages the sums of the tensor
 // cores, which drop low bits as they add, go to fp32 registers.
 #include "gemm/router_wgmma.cuh"
@@ -62,38 +62,44 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
         }
     } else {
         ptx::registers_take<kConsumerRegisters>();
+        const i64 expert = e0 + place.warp * 16 + place.lane / 4 * 2;  // and the next one
         float factor[2] = {1.0f, 1.0f};
         if (largest != nullptr) {
             ptx::wait_for_previous();  // it comes from there
 #pragma unroll
             for (int r = 0; r < 2; ++r)
-                if (e0 + place.row + 8 * r < experts) factor[r] = fp16_factor(largest[e0 + place.row + 8 * r]);
+                if (expert + r < experts) factor[r] = fp16_factor(largest[expert + r]);
         }
         float sums[64], part[64];
         set_zero(sums);
         RingPlace<kStages> at;
+        // Which expert a row of a fragment is does not matter, so a lane's two rows are neighbours: experts 2g and 2g + 1
+        // of the warp's 16, tokens 2t and 2t + 1 of 16. Pieces of 16 bytes are swizzled by the token.
         const int g = place.lane / 4, t = place.lane % 4;
-        // Expert 16 * warp + g of the 128, tokens 2t and 2t + 1 of 16: pieces of 16 bytes are swizzled by the token.
-        const u8* own = tiles + place.warp / 2 * (kTileBytes / 2) + g % 4 * 4;
-        const int piece = place.warp % 2 * 4 + g / 4;
+        const u8* own = tiles + place.warp / 2 * (kTileBytes / 2) + g % 2 * 8;
+        const int piece = place.warp % 2 * 4 + g / 2;
         // 32 tokens at a time, in two sets of registers: one is made while the tensor cores read the other.
         u32 left[2][kTerms][kHalfSteps][4];
         auto convert = [&](int half, const u8* tile) {
 #pragma unroll
             for (int k = 0; k < kHalfSteps; ++k)
 #pragma unroll
-                for (int a = 0; a < 4; ++a) {  // a = 2h + r
-                    const int token = 32 * half + 16 * k + a / 2 * 8 + 2 * t;
-                    float pair[2];
+                for (int h = 0; h < 2; ++h) {
+                    const int token = 32 * half + 16 * k + 8 * h + 2 * t;
+                    float2 both[2];
 #pragma unroll
                     for (int c = 0; c < 2; ++c)
-                        pair[c] = *reinterpret_cast<const float*>(
-                            tile + (token + c) * kTileRow + (((piece + a % 2 * 2) ^ ((2 * t + c) & 7)) << 4));
-                    if constexpr (is_same<T, fp16>::value) pair[0] *= factor[a % 2], pair[1] *= factor[a % 2];
-                    u32 terms[kTerms];
-                    split_pair<T, kTerms>(pair[0], pair[1], terms);
+                        both[c] = *reinterpret_cast<const float2*>(tile + (token + c) * kTileRow +
+                                                                   ((piece ^ ((2 * t + c) & 7)) << 4));
 #pragma unroll
-                    for (int term = 0; term < kTerms; ++term) left[half][term][k][a] = terms[term];
+                    for (int r = 0; r < 2; ++r) {
+                        float pair[2] = {r ? both[0].y : both[0].x, r ? both[1].y : both[1].x};
+                        if constexpr (is_same<T, fp16>::value) pair[0] *= factor[r], pair[1] *= factor[r];
+                        u32 terms[kTerms];
+                        split_pair<T, kTerms, false>(pair[0], pair[1], terms);
+#pragma unroll
+                        for (int term = 0; term < kTerms; ++term) left[half][term][k][2 * h + r] = terms[term];
+                    }
                 }
 #pragma unroll
             for (int i = 0; i < kTerms * kHalfSteps; ++i) ptx::wgmma_pin(left[half][i / kHalfSteps][i % kHalfSteps]);
@@ -131,11 +137,25 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
             done = end;
         }
         ptx::wait_for_previous();  // so that this kernel's end means the end of all before it
-        store_sums(sums, out + blockIdx.y * experts * depth, e0 + place.row, k0 + place.column, experts, depth,
-                   [&](float2 value, int r, i64, bool) {
-                       const float back = 1.0f / factor[r];
-                       return make_float2(value.x * back, value.y * back);
-                   });
+        const bool even = depth % 2 == 0;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            if (expert + r >= experts) continue;
+            const float back = 1.0f / factor[r];
+            const i64 column = k0 + place.column;
+            float* to = out + (blockIdx.y * experts + expert + r) * depth + column;
+#pragma unroll
+            for (int j = 0; j < 16; ++j) {
+                if (column + 8 * j >= depth) continue;
+                const float2 value = make_float2(sums[4 * j + 2 * r] * back, sums[4 * j + 2 * r + 1] * back);
+                if (even) {
+                    *reinterpret_cast<float2*>(to + 8 * j) = value;
+                } else {
+                    to[8 * j] = value.x;
+                    if (column + 8 * j + 1 < depth) to[8 * j + 1] = value.y;
+                }
+            }
+        }
     }
 }
 

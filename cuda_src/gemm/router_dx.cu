@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
         const int t = place.lane % 4, group = place.warp / 4;
         for (int tile = 0; tile < tiles; ++tile) {
             float sums[64], part[64];
-            set_zero(sums);
+            if (!stays) set_zero(sums);
             for (int done = 0; done < blocks;) {
                 const int end = min(blocks, done + kDyPlaces);
                 int last_stage = 0, last_place = 0;
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
                     ptx::mbarrier_arrive(ring.empty(last_stage));
                     if (!stays) ptx::mbarrier_arrive(dy_ring.empty(last_place));
                 }
-                add_to(sums, part);
+                if (!stays) add_to(sums, part);
                 done = end;
             }
 
@@ -161,15 +161,22 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
             if (threadIdx.x % 128 == 0) ptx::tma_store_wait_read();
             ptx::named_barrier_sync(1 + group, 128);
             u8* own = results + group * kTileBytes + (place.row % 64) * kTileRow + t * 4;
+            auto write = [&](const float(&values)[64], auto pack) {
 #pragma unroll
-            for (int r = 0; r < 2; ++r)
+                for (int r = 0; r < 2; ++r)
 #pragma unroll
-                for (int j = 0; j < 16; ++j) {
-                    const float lo = sums[4 * j + 2 * r], hi = sums[4 * j + 2 * r + 1];
-                    *reinterpret_cast<u32*>(own + j / 8 * (kTileBytes / 2) + 8 * r * kTileRow +
-                                            ((j % 8 ^ (place.row & 7)) << 4)) =
-                        half ? ptx::cvt_f16x2(lo, hi) : ptx::cvt_bf16x2(lo, hi);
-                }
+                    for (int j = 0; j < 16; ++j)
+                        *reinterpret_cast<u32*>(own + j / 8 * (kTileBytes / 2) + 8 * r * kTileRow +
+                                                ((j % 8 ^ (place.row & 7)) << 4)) =
+                            pack(values[4 * j + 2 * r], values[4 * j + 2 * r + 1]);
+            };
+            if (!stays) {
+                write(sums, [&](float lo, float hi) { return half ? ptx::cvt_f16x2(lo, hi) : ptx::cvt_bf16x2(lo, hi); });
+            } else if (half) {
+                write(part, [](float lo, float hi) { return ptx::cvt_f16x2(lo, hi); });
+            } else {
+                write(part, [](float lo, float hi) { return ptx::cvt_bf16x2(lo, hi); });
+            }
             ptx::fence_async_shared();
             ptx::named_barrier_sync(1 + group, 128);
             if (threadIdx.x % 128 == 0) {

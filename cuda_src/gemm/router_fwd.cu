@@ -3,17 +3,18 @@
 // memory meets all of them.
 //
 // A block makes a 128x128 tile of one split of the depth; 64 of it per stage, smallest term first.  Tensor cores drop
-// low bits as they add, so every `promote` stages their sums go to fp32 registers. Split s writes at
-// out + s * rows * experts; results are multiplied by scale[e] and then bias[e] is added.
+// low bits as they add, so every `promote` stages their sums go to fp32 registers. Results are multiplied by scale[e],
+// then bias[e] is added; split s writes from row s * split_rows of `out`.
 #include "gemm/router_wgmma.cuh"
+#include "ptx/barrier.cuh"
 
 namespace rtk {
 
 template <typename T, int kTerms>
 __global__ void __launch_bounds__(kRouterThreads, 1)
-    router_fwd(const __grid_constant__ ptx::TensorMap x, const __grid_constant__ ptx::TensorMap weight, float* out,
-               const float* bias, const float* scale, i64 rows, i64 experts, i64 depth, i64 blocks_per_split,
-               i64 promote) {
+    router_fwd(const __grid_constant__ ptx::TensorMap x, const __grid_constant__ ptx::TensorMap weight,
+               const __grid_constant__ ptx::TensorMap out, const float* bias, const float* scale, i64 experts,
+               i64 depth, i64 split_rows, i64 blocks_per_split, i64 promote) {
     constexpr int kStages = 12 / (1 + kTerms);
     constexpr u32 kStageBytes = (1 + kTerms) * kTileBytes;
     extern __shared__ u8 memory[];
@@ -95,12 +96,35 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
         }
 
         ptx::wait_for_previous();  // `scale` comes from it
-        store_sums(sums, out + blockIdx.y * rows * experts, m0 + place.row, n0 + place.column, rows, experts,
-                   [&](float2 value, int, i64 at, bool both) {
-                       if (scale != nullptr) value.x *= scale[at], value.y *= both ? scale[at + 1] : 0.0f;
-                       if (bias != nullptr) value.x += bias[at], value.y += both ? bias[at + 1] : 0.0f;
-                       return value;
-                   });
+        // Rows of 128 bytes as the copy engine wants them, where the ring was: four tiles of 32 columns per warpgroup.
+        const int group = place.warp / 4, t = place.lane % 4;
+        u8* results = memory + (base - ptx::shared_address(memory)) + group * 2 * kTileBytes;
+        u8* own = results + (place.row % 64) * kTileRow + t % 2 * 8;
+        ptx::named_barrier_sync(1, kConsumerWarps * kWarp);
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+            const i64 column = n0 + 8 * j + 2 * t;
+            float2 times = make_float2(1.0f, 1.0f), plus = make_float2(0.0f, 0.0f);
+            const bool one = column < experts, two = column + 1 < experts;
+            if (scale != nullptr) times = make_float2(one ? scale[column] : 0.0f, two ? scale[column + 1] : 0.0f);
+            if (bias != nullptr) plus = make_float2(one ? bias[column] : 0.0f, two ? bias[column + 1] : 0.0f);
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                *reinterpret_cast<float2*>(own + j / 4 * (kTileBytes / 2) + 8 * r * kTileRow +
+                                           (((j % 4 * 2 + t / 2) ^ (place.row & 7)) << 4)) =
+                    make_float2(sums[4 * j + 2 * r] * times.x + plus.x, sums[4 * j + 2 * r + 1] * times.y + plus.y);
+        }
+        ptx::fence_async_shared();
+        ptx::named_barrier_sync(2 + group, 128);
+        if (threadIdx.x % 128 == 0) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                ptx::tma_store_2d(out, ptx::shared_address(results) + i * (kTileBytes / 2),
+                                  static_cast<i32>(n0) + 32 * i,
+                                  static_cast<i32>(blockIdx.y * split_rows + m0) + 64 * group);
+            ptx::tma_store_commit();
+            ptx::tma_store_wait();
+        }
     }
 }
 

@@ -92,11 +92,11 @@ __global__ void __launch_bounds__(kTermThreads) router_split(const In* in, T* ou
 }
 
 // out[i] (+)= sum over s of partial[s][i] (+ bias[i % cols]) in the order of s, rounded once. partial is fp32
-// [splits, count]. A thread owns four consecutive elements.
+// [splits, step], step at least count. A thread owns four consecutive elements.
 template <typename T>
 __global__ void __launch_bounds__(256)
-    router_sum(const float* partial, T* out, const float* bias, i64 count, i64 cols, i64 splits, i64 accumulate,
-               i64 wide) {
+    router_sum(const float* partial, T* out, const float* bias, i64 count, i64 step, i64 cols, i64 splits,
+               i64 accumulate, i64 wide) {
     const i64 first = (static_cast<i64>(blockIdx.x) * 256 + threadIdx.x) * 4;
     ptx::wait_for_previous();
     if (first >= count) return;
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(256)
     const int here = wide ? 4 : static_cast<int>(min(count - first, static_cast<i64>(4)));
 #pragma unroll 4
     for (int s = 0; s < splits; ++s) {
-        const float* from = partial + s * count + first;
+        const float* from = partial + s * step + first;
         if (wide) {
             float part[4];
             load_keep<float, 4>(from, part);

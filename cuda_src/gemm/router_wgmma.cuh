@@ -38,29 +38,4 @@ RTK_DEVICE void set_zero(float (&sums)[64]) {
     for (int i = 0; i < 64; ++i) sums[i] = 0.0f;
 }
 
-// Writes fp32 sums to out [rows, columns] at (row, column); `out` is even-aligned where `columns` is even.
-template <typename Change>
-RTK_DEVICE void store_sums(const float (&sums)[64], float* out, i64 row, i64 column, i64 rows, i64 columns,
-                           Change change) {
-    const bool pairs = columns % 2 == 0;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        if (row + 8 * r >= rows) continue;
-        float* to = out + (row + 8 * r) * columns + column;
-#pragma unroll
-        for (int j = 0; j < 16; ++j) {
-            const i64 at = column + 8 * j;
-            if (at >= columns) continue;
-            const bool both = at + 1 < columns;
-            const float2 value = change(make_float2(sums[4 * j + 2 * r], sums[4 * j + 2 * r + 1]), r, at, both);
-            if (pairs) {
-                *reinterpret_cast<float2*>(to + 8 * j) = value;
-            } else {
-                to[8 * j] = value.x;
-                if (both) to[8 * j + 1] = value.y;
-            }
-        }
-    }
-}
-
 }  // namespace rtk

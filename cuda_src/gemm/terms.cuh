@@ -1,7 +1,8 @@
 // An fp32 number as a sum of 16-bit ones, so that tensor cores multiply it: each term is the rounded rest of the terms
 // before it. Two bf16 terms keep 16 bits, three keep 24; two fp16 terms keep 22, of numbers scaled into fp16's range.
 //
-// NaN and infinities are the first term alone; the others are then 0 and always finite.
+// NaN and infinities are the first term alone, the others are then 0 and always finite; except where kSafe is false,
+// which makes an infinity NaN.
 #pragma once
 #include "common/vec.cuh"
 
@@ -19,7 +20,7 @@ RTK_DEVICE float rest_of(float value, float part) {
 }
 
 // Two numbers, each as kTerms terms. Magnitudes that round to infinity in T stay infinite.
-template <typename T, int kTerms>
+template <typename T, int kTerms, bool kSafe = true>
 RTK_DEVICE void split_pair(float lo, float hi, u32 (&terms)[kTerms]) {
 #pragma unroll
     for (int i = 0; i < kTerms; ++i) {
@@ -27,8 +28,8 @@ RTK_DEVICE void split_pair(float lo, float hi, u32 (&terms)[kTerms]) {
         if (i + 1 < kTerms) {
             float parts[2];
             unpack<T, 2>(Raw<4>{{terms[i]}}, parts);
-            lo = rest_of(lo, parts[0]);
-            hi = rest_of(hi, parts[1]);
+            lo = kSafe ? rest_of(lo, parts[0]) : lo - parts[0];
+            hi = kSafe ? rest_of(hi, parts[1]) : hi - parts[1];
         }
     }
 }

@@ -34,7 +34,7 @@ SUM = Kernel(
     "gemm/router_terms.cu",
     "router_sum",
     template="T",
-    args="partial:ptr out:ptr bias:ptr count:i64 cols:i64 splits:i64 accumulate:i64 wide:i64",
+    args="partial:ptr out:ptr bias:ptr count:i64 step:i64 cols:i64 splits:i64 accumulate:i64 wide:i64",
     variants=[("bf16",), ("fp16",), ("fp32",)],
     max_registers=48,
 )
@@ -57,7 +57,8 @@ FWD = Kernel(
     "gemm/router_fwd.cu",
     "router_fwd",
     template="T TERMS",
-    args="x:tmap weight:tmap out:ptr bias:ptr scale:ptr rows:i64 experts:i64 depth:i64 blocks_per_split:i64 promote:i64",
+    args="x:tmap weight:tmap out:tmap bias:ptr scale:ptr experts:i64 depth:i64 split_rows:i64 blocks_per_split:i64 "
+    "promote:i64",
     variants=[("bf16", 1), ("bf16", 2), ("bf16", 3), ("fp16", 1), ("fp16", 2)],
     max_registers=168,
     needs=("tma", "wgmma"),
@@ -100,7 +101,7 @@ def terms(token: str, into: str, precision: int) -> int:
 
 def promote_blocks(precision: int) -> int:
     """Return after how many blocks of the summed dimension sums leave the tensor cores, which drop low bits."""
-    return {FAST: 1 << 30, HIGH: 4, EXACT: 2}[precision]
+    return {FAST: 1 << 30, HIGH: 8, EXACT: 2}[precision]
 
 
 def term_pairs(left: int, right: int) -> list[tuple[int, int]]:

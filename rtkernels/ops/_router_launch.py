@@ -72,12 +72,16 @@ def split(t: Tensor, into: str, count: int, largest: Tensor | None = None) -> Op
     return Operand(out, into, rows, cols, pitch, count, scale)
 
 
-def _add_up(partial: Tensor, out: Tensor, bias: Tensor | None, splits: int, accumulate: bool) -> None:
-    """Write (or add) the sum of `splits` results, and bias, to dense `out`."""
+def _add_up(partial: Tensor, out: Tensor, bias: Tensor | None, accumulate: bool = False) -> None:
+    """Write (or add) the sum over the first dimension of `partial`, and bias, to dense `out`.
+
+    Rows of `partial` past those of `out` are padding.
+    """
     count, cols = out.numel(), out.shape[-1]
-    wide = count % 4 == 0 and out.data_ptr() % (4 * out.element_size()) == 0
+    splits, step = partial.shape[0], partial.stride(0)
+    wide = count % 4 == 0 and step % 4 == 0 and out.data_ptr() % (4 * out.element_size()) == 0
     kernels.SUM_PLANS[out.get_device(), DTYPE_TOKEN[out.dtype], count](
-        partial.data_ptr(), out.data_ptr(), address(bias), count, cols, splits, int(accumulate), int(wide)
+        partial.data_ptr(), out.data_ptr(), address(bias), count, step, cols, splits, int(accumulate), int(wide)
     )
 
 
@@ -88,8 +92,8 @@ def _mma(
     """Launch the mma.sync kernel; return where the results of how many splits are."""
     m, k = (a.cols, a.rows) if across[0] else (a.rows, a.cols)
     n = b.cols if across[1] else b.rows
-    plan = kernels.MMA_PLANS[out.get_device(), a.token, *across, m, n, k, splits_allowed]
-    launch, splits, each = plan
+    key = (out.get_device(), a.token, *across, m, n, k, splits_allowed)
+    launch, splits, each = kernels.MMA_PLANS[key]
     if splits > 1:
         out, bias = torch.empty(splits, m, n, dtype=torch.float32, device=out.device), None
     pairs = term_pairs(a.count, b.count)
@@ -104,7 +108,7 @@ def _mma(
 
 def logits(x: Tensor, weight: Tensor, bias: Tensor | None, precision: int) -> Tensor:
     """Return ``x @ weight.T + bias`` in fp32, dense. x [rows, depth], weight [experts, depth], none of them empty."""
-    device, wgmma = x.get_device(), uses_wgmma(x.get_device())
+    wgmma = uses_wgmma(x.get_device())
     left = aligned(x)
     bias = None if bias is None else bias.float().contiguous()
     y = torch.empty(left.rows, weight.shape[0], dtype=torch.float32, device=x.device)
@@ -112,18 +116,35 @@ def logits(x: Tensor, weight: Tensor, bias: Tensor | None, precision: int) -> Te
     count = terms(DTYPE_TOKEN[weight.dtype], left.token, precision)
     right = aligned(weight) if same else split(weight, left.token, count)
     if wgmma:
-        sizes = (left.rows, right.rows, left.cols)
-        launch, splits, each = kernels.FWD_PLANS[device, left.token, count, *sizes, not same]
-        out = y if splits == 1 else y.new_empty(splits, *y.shape)
-        launch(
-            left.map(TILE, DEPTH), right.map(TILE, DEPTH), out.data_ptr(), address(bias) if splits == 1 else 0,
-            address(right.scale), *sizes, each, promote_blocks(precision),
-        )  # fmt: skip
-    else:
-        out, splits = _mma(left, right, (False, False), y, True, precision, bias, right.scale)
+        _logits(left, right, bias, y, not same, precision)
+        return y
+    out, splits = _mma(left, right, (False, False), y, True, precision, bias, right.scale)
     if splits > 1:
-        _add_up(out, y, bias, splits, False)
+        _add_up(out, y, bias)
     return y
+
+
+def _logits(left: Operand, right: Operand, bias: Tensor | None, y: Tensor, after_split: bool, precision: int) -> None:
+    rows, experts, depth = left.rows, right.rows, left.cols
+    key = (y.get_device(), left.token, right.count, rows, experts, depth, after_split)
+    launch, splits, each = kernels.FWD_PLANS[key]
+    # The copy engine writes rows of multiples of 16 bytes, and whole tiles of each split but the last.
+    pitch, padded = -(-experts // 4) * 4, -(-rows // TILE) * TILE
+    direct = splits == 1 and pitch == experts
+    out = y if direct else y.new_empty(splits, padded, pitch)
+    result = Operand(out, "fp32", rows if direct else splits * padded, experts if direct else pitch, pitch)
+    launch(
+        left.map(TILE, DEPTH), right.map(TILE, DEPTH), result.map(64, 32), address(bias) if splits == 1 else 0,
+        address(right.scale), experts, depth, padded, each, promote_blocks(precision),
+    )  # fmt: skip
+    if pitch == experts:
+        if splits > 1:
+            _add_up(out, y, bias)
+        return
+    if not direct:
+        torch.sum(out[:, :rows, :experts], 0, out=y)
+        if bias is not None and splits > 1:
+            y += bias
 
 
 def input_gradient(dy: Tensor, weight: Tensor, dtype: torch.dtype, precision: int) -> Tensor:
@@ -171,7 +192,8 @@ def weight_gradient(
         left = aligned(dy)
         sizes = (left.rows, left.cols, right.cols)
         overlap = after_other and largest is None and left.tensor is dy and right.tensor is x
-        launch, splits, each = kernels.DW_PLANS[device, right.token, count, *sizes, overlap]
+        key = (device, right.token, count, *sizes, overlap)
+        launch, splits, each = kernels.DW_PLANS[key]
         direct = direct and splits == 1
         partial = out if direct else torch.empty(splits, *out.shape, dtype=torch.float32, device=x.device)
         launch(
@@ -181,7 +203,7 @@ def weight_gradient(
     else:
         left = split(dy, right.token, count, largest)
         partial = out if direct else torch.empty(out.shape, dtype=torch.float32, device=x.device)
-        args = (partial, True, precision, None, largest, True)
-        partial, splits = _mma(left, right, (True, True), *args)
-    if partial is not out:
-        _add_up(partial, out, None, splits, accumulate)
+        partial, splits = _mma(left, right, (True, True), partial, True, precision, None, largest, True)
+        direct = direct and splits == 1
+    if not direct:
+        _add_up(partial.view(splits, *out.shape), out, None, accumulate)

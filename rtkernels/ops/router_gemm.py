@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from rtkernels import interop
 from rtkernels._guard import needs_grad
-from rtkernels._layout import FLOAT_DTYPES, check_same, nothing, token
+from rtkernels._layout import check_same, nothing, row_count, token
 from rtkernels._registry import Op, TorchOp
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _router_launch as launch
@@ -29,8 +30,8 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         raise ArgumentError(f"weight has shape {tuple(weight.shape)}; expected [experts, hidden size]")
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise ArgumentError(f"x has shape {tuple(x.shape)}; expected [..., {weight.shape[1]}], the columns of weight")
-    if x.shape[-1] and x.numel() // x.shape[-1] > _MOST_ROWS:
-        raise ArgumentError(f"x has {x.numel() // x.shape[-1]} rows; expected at most {_MOST_ROWS}")
+    if row_count(x.shape) > _MOST_ROWS:
+        raise ArgumentError(f"x has {row_count(x.shape)} rows; expected at most {_MOST_ROWS}")
     check_same("weight", weight.get_device(), x.get_device(), "device index")
     if bias is not None:
         token("bias", bias.dtype)
@@ -53,7 +54,7 @@ def _check_main_grad(main_grad: Tensor, shape: tuple[int, ...], device: int, of:
 
 
 def _rows_of(t: Tensor) -> Tensor:
-    return t.reshape(t.numel() // t.shape[-1] if t.shape[-1] else 0, t.shape[-1])
+    return t.reshape(row_count(t.shape), t.shape[-1])
 
 
 # ---- launchers ------------------------------------------------------------------------------------------------------
@@ -119,7 +120,7 @@ def _reference_bwd(
 ) -> tuple[Tensor, Tensor]:
     _check(x, weight, None)
     _check_dy(dy, x, weight.shape[0])
-    g = dy.reshape(-1, weight.shape[0]).float() if weight.shape[0] else dy.new_zeros(_rows_of(x).shape[0], 0).float()
+    g = _rows_of(dy).float()
     return (
         (g @ weight.float()).to(x.dtype).view(x.shape) if need_x else nothing(x),
         (g.t() @ _rows_of(x).float()).to(weight.dtype).contiguous() if need_weight else nothing(x),
@@ -222,9 +223,9 @@ def router_gemm(
 ) -> Tensor:
     """Return ``x @ weight.T + bias`` in fp32: the logits of a router.
 
-    16-bit numbers are multiplied exactly, by tensor cores; fp32 ones (a weight, incoming gradients) are first written as
-    a sum of 16-bit terms, as many as `precision` asks for. Relative errors (Frobenius norm) against exact arithmetic, for
-    hidden sizes, expert and token counts up to 8192 and sums without much cancellation:
+    16-bit numbers are multiplied exactly, by tensor cores; fp32 ones (a weight, incoming gradients) are first written
+    as a sum of 16-bit terms, as many as `precision` asks for. Relative errors (Frobenius norm) against exact
+    arithmetic, for hidden sizes, expert and token counts up to 8192 and sums that do not cancel:
 
     ========= ====================== ====================== ===========================
     precision logits                 weight's gradient      x's gradient, before its
@@ -237,19 +238,19 @@ def router_gemm(
     ========= ====================== ====================== ===========================
 
     An x of fp16 meets fp16 terms that are scaled by powers of two per expert (nothing overflows). NaN and infinities
-    come out as NaN or infinity where exact arithmetic has one of the two; an infinity that meets a weight of several
-    terms may come out as NaN. Results have the same bits at every call. Differentiable once in x, weight and bias; only
-    the gradients that are needed are computed, in fp32 and rounded once to the dtype of what they belong to.
+    come out as NaN or infinity where exact arithmetic has one of the two; an infinity that meets, or is, a number of
+    several terms may come out as NaN. Results have the same bits at every call. Differentiable once in x, weight and
+    bias; only the gradients that are needed are computed, in fp32 and rounded once to the dtype of what they belong to.
 
     Args:
-        x: [..., hidden size], bfloat16 or float16, any strides; read in its own dtype. Rows that are not a multiple of 16
-            bytes long and apart, or not unit-stride, are copied first. May be any object with ``__dlpack__``; the result
-            is then of its kind.
+        x: [..., hidden size], bfloat16 or float16, any strides; read in its own dtype. Rows that are not a multiple of
+            16 bytes long and apart, or not unit-stride, are copied first. May be any object with ``__dlpack__``; the
+            result is then of its kind.
         weight: [experts, hidden size], bfloat16, float16 or float32.
         bias: [experts], bfloat16, float16 or float32; added in fp32.
         precision: "fast", "high" or "exact".
-        main_grad: [experts, hidden size], float32, contiguous. Backward then *adds* weight's gradient to it in place, in
-            fp32, and gives weight no gradient of its own: ``weight.grad`` stays as it is.
+        main_grad: [experts, hidden size], float32, contiguous. Backward then *adds* weight's gradient to it in place,
+            in fp32, and gives weight no gradient of its own: ``weight.grad`` stays as it is.
 
     Returns:
         Dense fp32 ``[..., experts]``.
@@ -281,71 +282,66 @@ def _samples(device: str):
     yield BACKWARD_INTO, (torch.zeros(12, 48, device=device), dy, x, HIGH)
 
 
-def _torch_fwd(x: Tensor, weight: Tensor, **_: Any) -> Tensor:
+def _torch_fwd(x: Tensor, weight: Tensor) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     return x.to(wide) @ weight.to(wide).t()
 
 
-def _torch_bwd(dy: Tensor, x: Tensor, weight: Tensor, *, parts: str) -> Any:
+def _torch_fused(x: Tensor, weight: Tensor) -> Tensor:
+    """torch's own product with an fp32 result, of operands of one 16-bit type."""
+    return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+
+def _torch_bwd(dy: Tensor, x: Tensor, weight: Tensor, parts: str) -> Any:
     wide = torch.promote_types(x.dtype, torch.float32)
     g = dy.to(wide)
-    results = []
-    if "x" in parts:
-        results.append((g @ weight.to(wide)).to(x.dtype))
-    if "w" in parts:
-        results.append((g.t() @ x.to(wide)).to(torch.promote_types(weight.dtype, torch.float32)))
-    return tuple(results) if len(results) > 1 else results[0]
+    dx = (g @ weight.to(wide)).to(x.dtype) if "x" in parts else None
+    dweight = (g.t() @ x.to(wide)).to(weight.dtype) if "w" in parts else None
+    return {"x": dx, "w": dweight, "xw": (dx, dweight)}[parts]
 
 
-def _ours_bwd(dy: Tensor, x: Tensor, weight: Tensor, *, level: int, parts: str) -> Any:
-    results = BACKWARD(dy, x, weight, level, "x" in parts, "w" in parts)
-    return results if len(parts) == 2 else results["xw".index(parts)]
+def _ours_bwd(dy: Tensor, x: Tensor, weight: Tensor, level: int, parts: str) -> Any:
+    dx, dweight = BACKWARD(dy, x, weight, level, "x" in parts, "w" in parts)
+    return {"x": dx, "w": dweight, "xw": (dx, dweight)}[parts]
 
 
-def _mixed(x: Tensor, weight: Tensor) -> Tensor:
-    """torch's own product with an fp32 result, of operands of one 16-bit type."""
-    return torch.mm(x, weight.to(x.dtype).t(), out_dtype=torch.float32)
+def _inputs(device: str, generator: torch.Generator, sizes: tuple[int, int, int], dtype: torch.dtype, backward: bool):
+    rows, experts, depth = sizes
+    x = torch.randn(rows, depth, dtype=torch.bfloat16, device=device, generator=generator)
+    weight = (torch.randn(experts, depth, device=device, generator=generator) * 0.02).to(dtype)
+    if not backward:
+        return {"x": x, "weight": weight}
+    return {"dy": torch.randn(rows, experts, device=device, generator=generator) * 1e-3, "x": x, "weight": weight}
+
+
+_VARIANTS = {"bf16": (torch.bfloat16, HIGH), "high": (torch.float32, HIGH), "exact": (torch.float32, EXACT)}
 
 
 def _rows() -> Iterator[Row]:
-    """bf16 weights as linghe has them, fp32 ones with each precision."""
-    variants = (("bf16", torch.bfloat16, HIGH), ("fp32_high", torch.float32, HIGH), ("fp32_exact", torch.float32, EXACT))
-    for rows, experts, depth in ((8192, 256, 2048), (2048, 256, 8192)):
-        shape = f"{rows}x{experts}x{depth}"
-        size = {"x": 2 * rows * depth, "y": 4 * rows * experts}
-        for name, dtype, level in variants:
-
-            def make(device, generator, *, backward, dtype=dtype, sizes=(rows, experts, depth)):
-                m, e, k = sizes
-                x = torch.randn(m, k, dtype=torch.bfloat16, device=device, generator=generator)
-                weight = (torch.randn(e, k, device=device, generator=generator) * 0.02).to(dtype)
-                dy = torch.randn(m, e, device=device, generator=generator) * 1e-3 if backward else None
-                return {"dy": dy, "x": x, "weight": weight} if backward else {"x": x, "weight": weight}
-
-            weight_bytes = experts * depth * dtype.itemsize
+    """Weights of bf16, as linghe has them, and of fp32 with the two precisions."""
+    for sizes in ((8192, 256, 2048), (2048, 256, 8192)):
+        rows, experts, depth = sizes
+        x_bytes, y_bytes = 2 * rows * depth, 4 * rows * experts
+        for name, (dtype, level) in _VARIANTS.items():
+            shape = f"{rows}x{experts}x{depth}_{name}"
+            w_bytes = experts * depth * dtype.itemsize
             yield Row(
-                name=f"router_gemm_fwd_{name}",
+                name="router_gemm_fwd",
                 shape=shape,
-                make=lambda device, g, make=make: make(device, g, backward=False),
+                make=partial(_inputs, sizes=sizes, dtype=dtype, backward=False),
                 ours=lambda x, weight, level=level: FORWARD(x, weight, None, level),
                 torch=_torch_fwd,
-                fused=_mixed if dtype == torch.bfloat16 else None,
-                bytes=size["x"] + size["y"] + weight_bytes,
+                fused=_torch_fused if dtype == torch.bfloat16 else None,
+                bytes=x_bytes + y_bytes + w_bytes,
             )
-            for part, parts, moved in (
-                ("dx", "x", size["y"] + weight_bytes + size["x"]),
-                ("dw", "w", size["y"] + weight_bytes + size["x"]),
-                ("bwd", "xw", size["y"] + 2 * weight_bytes + 2 * size["x"]),
-            ):
+            for which, parts in (("dx", "x"), ("dw", "w"), ("bwd", "xw")):
                 yield Row(
-                    name=f"router_gemm_{part}_{name}",
+                    name=f"router_gemm_{which}",
                     shape=shape,
-                    make=lambda device, g, make=make: make(device, g, backward=True),
-                    ours=lambda dy, x, weight, level=level, parts=parts: _ours_bwd(
-                        dy, x, weight, level=level, parts=parts
-                    ),
-                    torch=lambda dy, x, weight, parts=parts: _torch_bwd(dy, x, weight, parts=parts),
-                    bytes=moved,
+                    make=partial(_inputs, sizes=sizes, dtype=dtype, backward=True),
+                    ours=partial(_ours_bwd, level=level, parts=parts),
+                    torch=partial(_torch_bwd, parts=parts),
+                    bytes=y_bytes + len(parts) * (x_bytes + w_bytes),
                 )
 
 
