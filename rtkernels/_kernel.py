@@ -420,8 +420,19 @@ def _extended_launcher(
     attribute = ctypes.create_string_buffer(_ATTRIBUTE.pack(_PROGRAMMATIC_SERIALIZATION, 1), _ATTRIBUTE.size)
     attribute_address, attributes = ctypes.addressof(attribute), int(overlap)
     launch_kernel_ex = _launch_kernel_ex()
+    current_device = torch._C._cuda_getDevice
     current_stream = torch._C._cuda_getCurrentRawStream
+    only_device = torch.cuda.device_count() == 1
     slots: list[_ArgumentSlot] = []  # by the number of maps, so not those of all launches
+
+    def send(slot: _ArgumentSlot) -> int:
+        stream = current_stream(device)
+        _CONFIG.pack_into(slot.config, 0, *grid, block, 1, 1, shared, stream, attribute_address, attributes)
+        status = launch_kernel_ex(slot.config_address, function, slot.pointers, 0)
+        if status == _INVALID_CONTEXT:
+            make_context()
+            status = launch_kernel_ex(slot.config_address, function, slot.pointers, 0)
+        return status
 
     def launch(*args: Any, _keep_alive: Any = attribute) -> None:
         try:
@@ -431,13 +442,11 @@ def _extended_launcher(
         for i in range(maps):
             slot.table[i] = args[i].address
         pack_into(slot.buffer, 0, *args[maps:])
-        with torch.cuda.device(device):
-            stream = current_stream(device)
-            _CONFIG.pack_into(slot.config, 0, *grid, block, 1, 1, shared, stream, attribute_address, attributes)
-            status = launch_kernel_ex(slot.config_address, function, slot.pointers, 0)
-            if status == _INVALID_CONTEXT:
-                make_context()
-                status = launch_kernel_ex(slot.config_address, function, slot.pointers, 0)
+        if only_device or current_device() == device:
+            status = send(slot)
+        else:
+            with torch.cuda.device(device):
+                status = send(slot)
         if status:
             raise _driver().CUDADriverError(status)
         slots.append(slot)
