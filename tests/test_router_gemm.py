@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +14,9 @@ from places import ORDERS, at, emulated, error_tests, short
 from torch import Tensor
 
 import rtkernels
+from rtkernels import _kernel
 from rtkernels._kernel import Kernel
+from rtkernels._tensor_map import TensorMap, matrix_map
 from rtkernels.errors import RtkError
 from rtkernels.ops import _router_kernels as kernels
 from rtkernels.ops import _router_launch as launchers
@@ -273,6 +277,29 @@ def test_tensor_maps_come_first_and_are_not_packed() -> None:
         Kernel("x.cu", "x", template="T", args="n:i64 x:tmap", variants=[], max_registers=1)
 
 
+def test_launch_with_tensor_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the driver gets: the addresses of the maps, then pointers to eight bytes for each other argument."""
+    seen = []
+
+    def driver(config: int, function: int, pointers: int, extra: int) -> int:
+        words = ctypes.cast(pointers, ctypes.POINTER(ctypes.c_uint64))
+        values = [ctypes.cast(words[i], ctypes.POINTER(ctypes.c_int64))[0] for i in (2, 3)]
+        seen.append((function, words[0], words[1], *values, ctypes.cast(config, ctypes.POINTER(ctypes.c_uint32))[0]))
+        return 0
+
+    monkeypatch.setattr(_kernel, "_launch_kernel_ex", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    maps = TensorMap(), TensorMap()
+    pack_into = struct.Struct("=qq").pack_into
+    launch = _kernel._extended_launcher(77, pack_into, 2, 0, (5, 1, 1), 128, 0, False)
+    launch(*maps, -3, 4)
+    launch(*reversed(maps), 5, 6)
+    first, second = (m.address for m in maps)
+    assert seen == [(77, first, second, -3, 4, 5), (77, second, first, 5, 6, 5)]
+
+
 # ---- errors ---------------------------------------------------------------------------------------------------------
 
 
@@ -348,8 +375,6 @@ def test_streams_and_repeats_give_the_same_bits() -> None:
 
 @pytest.mark.gpu
 def test_tensor_map_that_the_driver_refuses() -> None:
-    from rtkernels._tensor_map import matrix_map
-
     memory = torch.zeros(64, 64, dtype=BF16, device="cuda")
     with pytest.raises(RtkError, match=r"cuTensorMapEncodeTiled failed with status \d+ for bf16 \[64, 64\]"):
         matrix_map(memory.data_ptr() + 2, "bf16", 64, 64, 64, 64, 64)

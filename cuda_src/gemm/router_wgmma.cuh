@@ -1,4 +1,4 @@
-// What the wgmma kernels of the router share: a block of two consumer warpgroups, each with 64 of a tile's 128 rows, and
+// What the wgmma kernels of the router share: a block of two consumer warpgroups, each with 64 of the 128 rows, and
 // a third one of which a single thread works: it asks the copy engine for tiles. Sums of 128x128 are in registers.
 #pragma once
 #include "gemm/shared_tile.cuh"
