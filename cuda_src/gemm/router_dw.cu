@@ -73,8 +73,8 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
         float sums[64], part[64];
         set_zero(sums);
         RingPlace<kStages> at;
-        // Which expert a row of a fragment is does not matter, so a lane's two rows are neighbours: experts 2g and 2g + 1
-        // of the warp's 16, tokens 2t and 2t + 1 of 16. Pieces of 16 bytes are swizzled by the token.
+        // Which expert a row of a fragment is does not matter, so a lane's two rows are neighbours: experts 2g and
+        // 2g + 1 of the warp's 16, tokens 2t and 2t + 1 of 16. Pieces of 16 bytes are swizzled by the token.
         const int g = place.lane / 4, t = place.lane % 4;
         const u8* own = tiles + place.warp / 2 * (kTileBytes / 2) + g % 2 * 8;
         const int piece = place.warp % 2 * 4 + g / 2;

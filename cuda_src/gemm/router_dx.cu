@@ -1,7 +1,7 @@
 // Gradient of the router's input on sm_90a: dx[m, k] = sum over e of dy[m, e] W[e, k], rounded once to bf16 or fp16.
 // dy is fp32 [rows, experts]; each warpgroup turns its 64 rows into kLeft bf16 terms where they are in shared memory. W
-// is the sum of kRight bf16 matrices [experts, depth], stacked. Of two terms each, the product of the small ones is left
-// out.
+// is the sum of kRight bf16 matrices [experts, depth], stacked. Of two terms each, the product of the small ones is
+// left out.
 //
 // A block makes `tiles_each` tiles of 128 columns for its 128 rows, block = row tile * parts + part. Up to 256 experts,
 // dy's terms stay in shared memory meanwhile; beyond, their four places are a second ring. Sums of 256 experts go to
@@ -171,7 +171,9 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
                             pack(values[4 * j + 2 * r], values[4 * j + 2 * r + 1]);
             };
             if (!stays) {
-                write(sums, [&](float lo, float hi) { return half ? ptx::cvt_f16x2(lo, hi) : ptx::cvt_bf16x2(lo, hi); });
+                write(sums, [&](float lo, float hi) {
+                    return half ? ptx::cvt_f16x2(lo, hi) : ptx::cvt_bf16x2(lo, hi);
+                });
             } else if (half) {
                 write(part, [](float lo, float hi) { return ptx::cvt_f16x2(lo, hi); });
             } else {

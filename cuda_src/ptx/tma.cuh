@@ -38,7 +38,7 @@ RTK_DEVICE void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.r
 // Waits until this thread's stores are done.
 RTK_DEVICE void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Makes this thread's ordinary writes to shared memory visible to the copy engine and to wgmma; a barrier goes after it.
+// Makes this thread's ordinary writes to shared memory visible to the copy engine and to wgmma; then comes a barrier.
 RTK_DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 }  // namespace rtk::ptx
