@@ -49,7 +49,8 @@ class Kernel:
         unit: Source file relative to ``cuda_src``.
         entry: Name of the ``__global__`` template in namespace ``rtk``.
         template: Names of the template parameters, for people.
-        args: ``"x:ptr rows:i64 eps:f64"``; every argument is eight bytes.
+        args: ``"x:ptr rows:i64 eps:f64"``; every argument is eight bytes. Tensor maps (``x:tmap``, passed as
+            ``_tensor_map.TensorMap``) come before all others.
         variants: Template arguments to build ahead of time: tuples, or a function of the target giving them.
         max_registers: Ceiling that the compile tests enforce.
         needs: Features a target must have (see ``Target.features``).
@@ -80,7 +81,9 @@ class Kernel:
         self.flags = flags
         self.op = entry  # the owning Op sets its own name
         self._variants = variants
-        self._pack_into = struct.Struct("=" + "".join(_KIND_FORMAT[kind] for _, kind in self.args)).pack_into
+        self._maps = sum(kind == "tmap" for _, kind in self.args)
+        kinds = (_KIND_FORMAT[kind] for _, kind in self.args[self._maps :])
+        self._pack_into = struct.Struct("=" + "".join(kinds)).pack_into
         self._functions: dict[tuple[Variant, int], int] = {}
         self._alive: list[Any] = []  # CuPy modules, whose functions die with them
         self._lock = threading.Lock()
@@ -133,8 +136,9 @@ class Kernel:
 
             return emulator.bind(self, variant, _emulated_number, dims, block, shared)
         function = self._functions.get((variant, device)) or self._load(variant, device)
-        if overlap and "pdl" in device_info(device).target.features:
-            return _overlapping_launcher(function, self._pack_into, device, dims, block, shared)
+        overlap = overlap and "pdl" in device_info(device).target.features
+        if overlap or self._maps:
+            return _extended_launcher(function, self._pack_into, self._maps, device, dims, block, shared, overlap)
         return _launcher(function, self._pack_into, device, dims, block, shared)
 
     def _load(self, variant: Variant, device: int) -> int:
@@ -349,15 +353,19 @@ _ATTRIBUTE = struct.Struct("=I4xI60x")  # CUlaunchAttribute: id, value
 
 
 class _ArgumentSlot:
-    """One argument buffer and the array of pointers into it that the driver wants (every argument is 8 bytes)."""
+    """One argument buffer and the array of pointers into it that the driver wants (every argument is 8 bytes).
 
-    __slots__ = ("_table", "buffer", "config", "config_address", "pointers")
+    Tensor maps, the first `maps` arguments, are copied by the driver from where they are: their addresses go into the
+    array of pointers itself.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("buffer", "config", "config_address", "pointers", "table")
+
+    def __init__(self, maps: int = 0) -> None:
         self.buffer = (ctypes.c_uint64 * _MAX_ARGS)()
         base = ctypes.addressof(self.buffer)
-        self._table = (ctypes.c_uint64 * _MAX_ARGS)(*range(base, base + 8 * _MAX_ARGS, 8))
-        self.pointers = ctypes.addressof(self._table)
+        self.table = (ctypes.c_uint64 * (maps + _MAX_ARGS))(*[0] * maps, *range(base, base + 8 * _MAX_ARGS, 8))
+        self.pointers = ctypes.addressof(self.table)
         self.config = (ctypes.c_uint8 * _CONFIG.size)()
         self.config_address = ctypes.addressof(self.config)
 
@@ -392,7 +400,7 @@ def _launcher(
             except error_type as error:
                 if error.status != _INVALID_CONTEXT:
                     raise
-                _make_context()
+                make_context()
                 launch(*args)
         else:
             with torch.cuda.device(device):
@@ -404,33 +412,49 @@ def _launcher(
     return launch
 
 
-def _overlapping_launcher(
-    function: int, pack_into: Callable, device: int, grid: tuple[int, ...], block: int, shared: int
-) -> Launch:
+def _extended_launcher(
+    function: int, pack_into: Callable, maps: int, device: int, grid: tuple[int, ...], block: int, shared: int,
+    overlap: bool,
+) -> Launch:  # fmt: skip
     # CuPy has no launch with attributes, so this one goes to the driver itself (about 2 µs more host time).
     attribute = ctypes.create_string_buffer(_ATTRIBUTE.pack(_PROGRAMMATIC_SERIALIZATION, 1), _ATTRIBUTE.size)
-    attribute_address = ctypes.addressof(attribute)
+    attribute_address, attributes = ctypes.addressof(attribute), int(overlap)
     launch_kernel_ex = _launch_kernel_ex()
+    current_device = torch._C._cuda_getDevice
     current_stream = torch._C._cuda_getCurrentRawStream
+    only_device = torch.cuda.device_count() == 1
+    slots: list[_ArgumentSlot] = []  # by the number of maps, so not those of all launches
 
-    def launch(*args: int | float, _keep_alive: Any = attribute) -> None:
-        slot = _ArgumentSlot() if not _slots else _slots.pop()
-        pack_into(slot.buffer, 0, *args)
-        with torch.cuda.device(device):
-            stream = current_stream(device)
-            _CONFIG.pack_into(slot.config, 0, *grid, block, 1, 1, shared, stream, attribute_address, 1)
+    def send(slot: _ArgumentSlot) -> int:
+        stream = current_stream(device)
+        _CONFIG.pack_into(slot.config, 0, *grid, block, 1, 1, shared, stream, attribute_address, attributes)
+        status = launch_kernel_ex(slot.config_address, function, slot.pointers, 0)
+        if status == _INVALID_CONTEXT:
+            make_context()
             status = launch_kernel_ex(slot.config_address, function, slot.pointers, 0)
-            if status == _INVALID_CONTEXT:
-                _make_context()
-                status = launch_kernel_ex(slot.config_address, function, slot.pointers, 0)
+        return status
+
+    def launch(*args: Any, _keep_alive: Any = attribute) -> None:
+        try:
+            slot = slots.pop()
+        except IndexError:
+            slot = _ArgumentSlot(maps)
+        for i in range(maps):
+            slot.table[i] = args[i].address
+        pack_into(slot.buffer, 0, *args[maps:])
+        if only_device or current_device() == device:
+            status = send(slot)
+        else:
+            with torch.cuda.device(device):
+                status = send(slot)
         if status:
             raise _driver().CUDADriverError(status)
-        _slots.append(slot)
+        slots.append(slot)
 
     return launch
 
 
-def _make_context() -> None:
+def make_context() -> None:
     """Give this thread a CUDA context: one that has made no CUDA call yet has none, and torch's allocator may not
     have needed one."""
     _nvrtc.import_cupy().cuda.runtime.free(0)

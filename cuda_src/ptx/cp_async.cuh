@@ -9,6 +9,12 @@ RTK_DEVICE void cp_async_16(SharedAddress shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
+// The same, or 16 zero bytes; nothing is read then.
+RTK_DEVICE void cp_async_16_or_zero(SharedAddress shared, const void* global, bool read) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(read ? 16 : 0)
+                 : "memory");
+}
+
 // Closes this thread's current group of copies (possibly empty).
 RTK_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

@@ -1,0 +1,42 @@
+"""linghe's GEMMs for a router: fp32 results of bf16 operands; tf32 products in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from bench.peers.base import Absent, Call, Prepare, Table
+
+
+def _functions(split: bool) -> tuple[Callable[..., Any], ...]:
+    """Forward, gradient of x, gradient of weight; the second set splits the sums and adds them up with atomics."""
+    from linghe.gemm import fp32_gemm as gemm
+
+    if split:
+        return (
+            gemm.triton_split_fp32_gemm,
+            gemm.triton_split_fp32_gemm_for_backward,
+            gemm.triton_split_fp32_gemm_for_update,
+        )
+    return gemm.triton_fp32_gemm, gemm.triton_fp32_gemm_for_backward, gemm.triton_fp32_gemm_for_update
+
+
+def _router(which: str, split: bool) -> Prepare:
+    def prepare(x: Any, weight: Any, dy: Any = None, **_: Any) -> Call:
+        forward, gradient_x, gradient_weight = _functions(split)
+        if weight.dtype != x.dtype:
+            raise Absent("linghe takes weights of x's dtype only")
+        return {
+            "fwd": lambda: forward(x, weight),
+            "dx": lambda: gradient_x(dy, weight),
+            "dw": lambda: gradient_weight(dy, x),
+            "bwd": lambda: (gradient_x(dy, weight), gradient_weight(dy, x)),
+        }[which]
+
+    return prepare
+
+
+ADAPTERS: Table = {
+    f"router_gemm_{which}": {"linghe": _router(which, False), "linghe_split": _router(which, True)}
+    for which in ("fwd", "dx", "dw", "bwd")
+}

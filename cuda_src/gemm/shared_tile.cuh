@@ -1,0 +1,58 @@
+// Tiles in shared memory as the copy engine writes them and wgmma reads them, and the ring of stages between the two.
+//
+// Rows are 128 bytes; the 16-byte piece c of row r lies at r * 128 + ((c ^ (r & 7)) << 4), the 128-byte swizzle. Tiles
+// start at multiples of 1024 bytes.
+#pragma once
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
+
+namespace rtk {
+
+inline constexpr u32 kTileRow = 128;
+inline constexpr int kBlockDepth = 64;  // of the summed dimension per stage: a row of 16-bit elements
+inline constexpr u64 kDescriptorSwizzle = 1ull << 62;
+
+// Rows of k (16-bit elements): groups of 8 rows are 1024 bytes apart. The next 16 of k are +2.
+RTK_DEVICE u64 k_major_descriptor(u32 address) {
+    return (address & 0x3ffffu) >> 4 | 1ull << 16 | static_cast<u64>(1024 >> 4) << 32 | kDescriptorSwizzle;
+}
+inline constexpr u64 kNextKMajor = 32 >> 4;
+
+// kBlockDepth rows of 64 columns each, the next 64 columns behind them. The next 16 of k are +128.
+RTK_DEVICE u64 column_major_descriptor(u32 address) {
+    return (address & 0x3ffffu) >> 4 | static_cast<u64>(kBlockDepth * kTileRow >> 4) << 16 |
+           static_cast<u64>(1024 >> 4) << 32 | kDescriptorSwizzle;
+}
+inline constexpr u64 kNextColumnMajor = 16 * kTileRow >> 4;
+
+// Where a ring of kStages is, for the thread that fills it and for those that empty it.
+template <int kStages>
+struct RingPlace {
+    int stage = 0;
+    u32 phase = 0;
+
+    RTK_DEVICE void next() {
+        if (++stage == kStages) stage = 0, phase ^= 1u;
+    }
+};
+
+// Barriers of a ring, 16 bytes a stage: full (the copies have come), empty (all consumer warps are done).
+template <int kStages>
+struct RingBarriers {
+    u32 base;
+
+    RTK_DEVICE u32 full(int stage) const { return base + 8 * stage; }
+    RTK_DEVICE u32 empty(int stage) const { return base + 8 * (kStages + stage); }
+    RTK_DEVICE void init(u32 consumer_warps) const {
+        for (int s = 0; s < kStages; ++s) {
+            ptx::mbarrier_init(full(s), 1);
+            ptx::mbarrier_init(empty(s), consumer_warps);
+        }
+    }
+    // A consumer warp is done with a stage.
+    RTK_DEVICE void release(int stage, int lane) const {
+        if (lane == 0) ptx::mbarrier_arrive(empty(stage));
+    }
+};
+
+}  // namespace rtk

@@ -1,0 +1,44 @@
+// The bulk tensor copy engine (sm_90 and up). One thread asks; the bytes arrive at an mbarrier.
+#pragma once
+#include "ptx/shared.cuh"
+
+namespace rtk::ptx {
+
+// What cuTensorMapEncodeTiled writes. Kernels take it as `const __grid_constant__`, by its address.
+struct alignas(64) TensorMap {
+    u64 words[16];
+};
+
+RTK_DEVICE void tma_prefetch_map(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// Copies the map's box at (column, row), in elements, to shared memory. What lies outside of the tensor becomes 0;
+// the bytes of the whole box are counted.
+RTK_DEVICE void tma_load_2d(SharedAddress to, const TensorMap& map, SharedAddress barrier, i32 column, i32 row) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+        ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier)
+        : "memory");
+}
+
+// The other way, from shared memory to the map's box at (column, row); what lies outside of the tensor is left out.
+RTK_DEVICE void tma_store_2d(const TensorMap& map, SharedAddress from, i32 column, i32 row) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),
+                 "r"(column), "r"(row), "r"(from)
+                 : "memory");
+}
+
+// Closes this thread's current group of stores.
+RTK_DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until this thread's stores have read shared memory.
+RTK_DEVICE void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// Waits until this thread's stores are done.
+RTK_DEVICE void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// Makes this thread's ordinary writes to shared memory visible to the copy engine and to wgmma; then comes a barrier.
+RTK_DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+}  // namespace rtk::ptx
