@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from bench.peers.base import Absent, Call, Prepare, Table
+from bench.peers.base import Absent, Call, Compared, Prepare, Table
 
 
 def _functions(split: bool) -> tuple[Callable[..., Any], ...]:
@@ -36,7 +36,15 @@ def _router(which: str, split: bool) -> Prepare:
     return prepare
 
 
+def _norm_router(x: Any, gain: Any, weight: Any, **_: Any) -> Call:
+    """Norm, logits and codes in one kernel."""
+    from linghe.utils.norm import triton_rms_norm_fp32_gemm_block_quant_forward as together
+
+    return Compared(lambda: together(x, gain, weight, eps=1e-6), lambda result: (result[2], result[0]))
+
+
 ADAPTERS: Table = {
+    "norm_router_quant": {"linghe": _norm_router},
     f"router_gemm_{which}": {"linghe": _router(which, False), "linghe_split": _router(which, True)}
     for which in ("fwd", "dx", "dw", "bwd")
 }
