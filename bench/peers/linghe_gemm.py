@@ -43,8 +43,8 @@ def _norm_router(x: Any, gain: Any, weight: Any, **_: Any) -> Call:
     return Compared(lambda: together(x, gain, weight, eps=1e-6), lambda result: (result[2], result[0]))
 
 
-ADAPTERS: Table = {
-    "norm_router_quant": {"linghe": _norm_router},
+_PRODUCTS = {
     f"router_gemm_{which}": {"linghe": _router(which, False), "linghe_split": _router(which, True)}
     for which in ("fwd", "dx", "dw", "bwd")
 }
+ADAPTERS: Table = {**_PRODUCTS, "norm_router_quant": {"linghe": _norm_router}}
