@@ -1,70 +1,105 @@
 // Cross entropy in one pass: reads the logits once, writes loss and gradient. The formulas: cross_entropy.cuh.
 //
-// g, the gradient of a row's loss, is factor[0] (1 if null). Rows that do not count get gradient 0.
+// A kernel takes the first `taken` of `rows` rows. g, the gradient of a row's loss, is factor[0] (1 if null). Rows that do not count get gradient 0.
 // dx may be x: a thread reads each of its pieces for the last time before it overwrites it, nobody else reads them, and
 // the label's score and the check for equal scores come before.
 #include "loss/cross_entropy.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/prefetch.cuh"
 
+#ifndef FETCH
+#define FETCH 1
+#endif
+#ifndef BEYOND
+#define BEYOND 2
+#endif
+#ifndef AHEAD
+#define AHEAD 6
+#endif
+
 namespace rtk {
 
-// Rows that fit the registers of a group: thread i has the pieces i, i + threads, ... (CHUNKS of them).
+// Rows that fit the registers of a group: thread i has the pieces i, i + threads, ... (CHUNKS of them). Without dx only
+// the results of the rows.
 template <typename T>
 __global__ void __launch_bounds__(512, 2)
     cross_entropy_grad_short(const T* x, T* dx, const void* labels, float* loss, float* stats, float* correct,
-                             const float* factor, i64* report, i64 rows, i64 cols, i64 x_stride, i64 dx_stride,
-                             i64 wide, i64 ignore_index, i64 threads_per_row, double smoothing, double z_loss,
-                            double per_column) {
+                             const float* factor, i64* report, i64 rows, i64 taken, i64 cols, i64 x_stride,
+                             i64 dx_stride, i64 wide, i64 ignore_index, i64 threads_per_row, double smoothing,
+                             double z_loss, double per_column) {
     constexpr int VEC = 16 / sizeof(T), CHUNKS = 4;
     __shared__ GroupScratch<1> scratch[2];
     ptx::launch_dependents();
     const RowGroup group(threads_per_row);
     const i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index;
-    const bool exists = row < rows;
+    const bool exists = row < taken;
     const T* source = x + (exists ? row : 0) * x_stride;
     const Pieces<T> pieces(source, static_cast<int>(cols));
     const int pitch = group.threads * VEC;
     const int offset = pieces.head + group.thread * VEC;
     const int ahead = (exists ? pieces.vectors : 0) - group.thread;
     const int edge = exists ? pieces.edge(group.thread) : -1;
+    const Labels labels_of{labels, wide != 0, ignore_index, 0, cols};
     Raw<16> raw[CHUNKS];
     load_batch<T>(raw, source + offset, pitch, ahead, group.threads);
+    // Requested now, looked at when the row is there.
+    const i64 name = exists ? labels_of.load(row) : ignore_index;
     const NoCap cap;
-    float border = 0.0f, target = -kInfinity;
+    float border = -kInfinity, target = -kInfinity;
     if (edge >= 0) border = score_at(source, edge, cap);
-
-    const Labels all{labels, wide != 0, ignore_index, 0, cols};
-    const int label = exists ? all.column(row, static_cast<int>(cols), report, group.thread == 0) : kIgnored;
+    const int label = labels_of.column(name, row, static_cast<int>(cols), report, group.thread == 0);
     const bool counts = label >= 0;
     if (counts) target = score_at(source, label, cap);
-    const bool totals = not_zero(smoothing);
-    Running<T> running;
-    if (counts) {
-        if (ahead > 0) running.add_batch(raw, ahead, group.threads, totals);
-        if (edge >= 0) running.add_edge(border, totals);
+    ptx::wait_for_previous();
+
+    // One maximum and one exponential for every element, which becomes its gradient.
+    const float top = reduce_row<Max, false>(fmaxf(peak_of<T, CHUNKS>(raw), border), group, scratch[0], 0);
+    const Base<T> base(top);
+    float total = 0.0f;
+    if (not_zero(smoothing)) {
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            float z[VEC], part = 0.0f;
+            unpack<T, VEC>(raw[c], z);
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) part += z[i];
+            if (c * group.threads < ahead) total += part;
+        }
+        if (edge >= 0) total += border;
+        total = reduce_row<Sum, false>(total, group, scratch[1], 0);
     }
-    running.combine(group, scratch, totals);
+    float e[CHUNKS][VEC], part[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        ptx::forget(raw[c]);
+        unpack<T, VEC>(raw[c], e[c]);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) part[i % 2] += e[c][i] = base.at(e[c][i]);
+    }
+    float sum = (part[0] + part[1]) * base.correction;
+    if (edge >= 0) sum += exponential<Base<T>::kFast>(border - anchored(top));
+    sum = reduce_row<Sum, false>(sum, group, scratch[0], 1);
     if (correct != nullptr) {
-        const bool largest = counts && target == running.top;
-        const float hit = first_of_its_score<false>(source, largest ? label : 0, running.top, cap, group, scratch);
+        const bool largest = counts && target == top;
+        const float hit = first_of_its_score<false>(source, largest ? label : 0, top, cap, group, scratch);
         if (exists && group.thread == 0) correct[row] = largest ? hit : 0.0f;
     }
-    ptx::wait_for_previous();
     __syncwarp();  // like the barriers of wider groups: the label's score has been read before any store
     if (!exists) return;
     const Terms terms(smoothing, z_loss, per_column);
-    const float level = logf(running.sum);
-    if (group.thread == 0)
-        RowResults{loss, stats, rows}.write(row, label, terms, running.top, level, target, running.total);
+    const float level = logf(sum);
+    if (group.thread == 0) RowResults{loss, stats, rows}.write(row, label, terms, top, level, target, total);
+    if (dx == nullptr) return;
     const float g = factor == nullptr ? 1.0f : factor[0];
-    const Gradient<T> gradient(terms, g, running.top, level, ptx::rcp(running.sum));
+    const Gradient<T> gradient(terms, g, top, level, ptx::rcp(sum));
     T* out = dx + row * dx_stride;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         if (c * group.threads < ahead) {
             if (counts) {
-                gradient.template store_piece<VEC>(out + offset + c * pitch, raw[c], cap);
+#pragma unroll
+                for (int i = 0; i < VEC; ++i) e[c][i] = e[c][i] * gradient.base_scale - gradient.offset;
+                store<T, VEC>(out + offset + c * pitch, e[c]);
             } else {
                 store_zeros<T, VEC>(out + offset + c * pitch);
             }
@@ -81,11 +116,114 @@ __global__ void __launch_bounds__(512, 2)
         gradient.store_one(out + label, target, cap, gradient.target);
 }
 
+// Rows cut into slices of CHUNKS pieces a thread, a block for each: for the few rows that are left when every block of
+// cross_entropy_grad_long has had as many as the others. Without dx, `parts` gets of each slice the largest score, the
+// sum of exponentials relative to it, the sum of scores, and the label's score (-inf if it is elsewhere); with dx, the
+// gradient of each slice and the results of each row follow from them. The rows are `first`
+// and those after it; the grid has `slices` blocks for each.
+template <typename T>
+__global__ void __launch_bounds__(256, 4)
+    cross_entropy_grad_slices(const T* x, T* dx, const void* labels, float* loss, float* stats, float* parts,
+                              const float* factor, i64* report, i64 rows, i64 cols, i64 x_stride, i64 dx_stride,
+                              i64 wide, i64 ignore_index, i64 first, i64 slices, i64 by_slices, double smoothing,
+                              double z_loss, double per_column) {
+    constexpr int VEC = 16 / sizeof(T), CHUNKS = 4;
+    __shared__ GroupScratch<1> scratch[2];
+    ptx::launch_dependents();
+    RowGroup group(kWarp);
+    group.threads = static_cast<int>(blockDim.x);
+    group.count = 1;
+    group.index = 0;
+    group.thread = static_cast<int>(threadIdx.x);
+    const int thread = group.thread, threads = group.threads, pitch = threads * VEC;
+    const int columns = static_cast<int>(cols), count = static_cast<int>(slices);
+    const i64 row = first + divided(blockIdx.x, by_slices);
+    const int slice = static_cast<int>(blockIdx.x - divided(blockIdx.x, by_slices) * static_cast<u32>(slices));
+    const T* source = x + row * x_stride;
+    const Pieces<T, 128> pieces(source, columns);
+    const int start = slice * CHUNKS * threads + thread;
+    const int offset = pieces.head + start * VEC;
+    const int ahead = pieces.vectors - start;
+    const int edge = slice == 0 ? pieces.edge(thread) : -1;
+    const NoCap cap;
+    Raw<16> raw[CHUNKS];
+    load_batch<T>(raw, source + offset, pitch, ahead, threads);
+    const Labels all{labels, wide != 0, ignore_index, 0, cols};
+    const int label = all.column(row, columns, report, dx != nullptr && slice == 0 && thread == 0);
+    const bool counts = label >= 0;
+    float border = -kInfinity;
+    if (counts && edge >= 0) border = score_at(source, edge, cap);
+    // Of the label, in the slice that has it.
+    int own = -1;
+    if (counts && pieces.owner(label, threads) == thread) {
+        const int vector = (label - pieces.head) / VEC;
+        const bool inside = label >= pieces.head && vector < pieces.vectors;
+        if (inside ? vector >= slice * CHUNKS * threads && vector < (slice + 1) * CHUNKS * threads : slice == 0)
+            own = label;
+    }
+    float target = -kInfinity;
+    if (own >= 0) target = score_at(source, own, cap);
+    float* part = parts + 4 * (static_cast<i64>(blockIdx.x) - slice);
+    if (dx == nullptr) {
+        const bool totals = not_zero(smoothing);
+        Running<T> running;
+        if (counts) {
+            if (ahead > 0) running.add_batch(raw, ahead, threads, totals);
+            if (edge >= 0) running.add_edge(border, totals);
+        }
+        running.combine(group, scratch, totals);
+        target = reduce_row<Max, true>(target, group, scratch[1], 1);
+        part += 4 * slice;
+        if (thread == 0) part[0] = running.top, part[1] = running.sum, part[2] = running.total, part[3] = target;
+        ptx::wait_for_previous();  // so that who waits for this kernel has waited for the ones before
+        return;
+    }
+    ptx::wait_for_previous();
+    // All warps alike, lane by lane in a fixed order.
+    Running<T> row_sum;
+    float of_row = -kInfinity;
+    for (int i = thread % kWarp; i < count; i += kWarp) {
+        const float top = fmaxf(row_sum.top, part[4 * i]);
+        row_sum.sum = row_sum.sum * exponential<false>(row_sum.top - anchored(top)) +
+                      part[4 * i + 1] * exponential<false>(part[4 * i] - anchored(top));
+        row_sum.top = top;
+        row_sum.total += part[4 * i + 2];
+        of_row = fmaxf(of_row, part[4 * i + 3]);
+    }
+    const float top = warp_reduce<Max>(row_sum.top);
+    const float sum = warp_reduce<Sum>(row_sum.sum * exponential<false>(row_sum.top - anchored(top)));
+    const float total = warp_reduce<Sum>(row_sum.total);
+    of_row = warp_reduce<Max>(of_row);
+    const Terms terms(smoothing, z_loss, per_column);
+    const float level = logf(sum);
+    if (slice == 0 && thread == 0) RowResults{loss, stats, rows}.write(row, label, terms, top, level, of_row, total);
+    const Gradient<T> gradient(terms, factor == nullptr ? 1.0f : factor[0], top, level, ptx::rcp(sum));
+    T* out = dx + row * dx_stride;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        if (c * threads < ahead) {
+            if (counts) {
+                gradient.template store_piece<VEC>(out + offset + c * pitch, raw[c], cap);
+            } else {
+                store_zeros<T, VEC>(out + offset + c * pitch);
+            }
+        }
+    }
+    if (edge >= 0) {
+        if (counts) {
+            gradient.store_one(out + edge, border, cap, 0.0f);
+        } else {
+            store_zeros<T, 1>(out + edge);
+        }
+    }
+    if (own >= 0) gradient.store_one(out + own, target, cap, gradient.target);
+}
+
 // Starts fetching the first N pieces of each of a block's threads into L2.
 template <typename T, int N>
 RTK_DEVICE void fetch_ahead(const T* row, int columns, int thread, int threads) {
     constexpr int VEC = 16 / sizeof(T);
-    const Pieces<T> pieces(row, columns);
+    const Pieces<T, 128> pieces(row, columns);
     if (thread % 2 != 0) return;  // lines are longer than a piece
     row += pieces.head + thread * VEC;
     int there = pieces.vectors - thread;
@@ -107,10 +245,10 @@ RTK_DEVICE void fetch_ahead(const T* row, int columns, int thread, int threads) 
 template <typename T>
 __global__ void __launch_bounds__(640, 1)
     cross_entropy_grad_long(const T* x, T* dx, const void* labels, float* loss, float* stats, float* correct,
-                            const float* factor, i64* report, i64 rows, i64 cols, i64 x_stride, i64 dx_stride,
-                            i64 wide, i64 ignore_index, i64 slots, double smoothing, double z_loss,
+                            const float* factor, i64* report, i64 rows, i64 taken, i64 cols, i64 x_stride,
+                            i64 dx_stride, i64 wide, i64 ignore_index, i64 slots, double smoothing, double z_loss,
                             double per_column) {
-    constexpr int VEC = 16 / sizeof(T), kHeld = 9, kLag = 1, kBeyond = 2, kAhead = 6;
+    constexpr int VEC = 16 / sizeof(T), kHeld = 9, kLag = 1, kBeyond = BEYOND, kAhead = AHEAD;
     static_assert(kHeld % 3 == 0, "summed three at a time");
     extern __shared__ __align__(16) u8 memory[];
     __shared__ GroupScratch<1> scratch[2];
@@ -124,7 +262,7 @@ __global__ void __launch_bounds__(640, 1)
     group.thread = static_cast<int>(threadIdx.x);
     const int thread = group.thread, threads = group.threads, pitch = threads * VEC;
     const int columns = static_cast<int>(cols), used = static_cast<int>(slots);
-    const int count = static_cast<int>(rows);  // rows this long are fewer than 2^31
+    const int count = static_cast<int>(taken);  // rows this long are fewer than 2^31
     const ptx::SharedAddress base = ptx::shared_address(memory + thread * 16);
     const Labels all{labels, wide != 0, ignore_index, 0, cols};
     const NoCap cap;
@@ -156,15 +294,47 @@ __global__ void __launch_bounds__(640, 1)
     while (true) {
         // From one row to the next: the first time there is nothing to write, the last time nothing to read.
         const T* start = x + (next < count ? next : row) * x_stride;
-        source = start + Pieces<T>(start, columns).head + thread * VEC;
-        ahead = label >= 0 ? Pieces<T>(start, columns).vectors - thread : 0;
+        source = start + Pieces<T, 128>(start, columns).head + thread * VEC;
+        ahead = label >= 0 ? Pieces<T, 128>(start, columns).vectors - thread : 0;
         running.reset();
         // Everything walks: the compiler would keep all the multiples of `threads` in registers.
         const T* from = source;
         int to_read = ahead, to_write = left;
+#if FETCH
+        // What is to be read kAhead rounds later is fetched into L2; the last rounds fetch for the row after this one.
+        const int turn = (columns / VEC + threads - 1) / threads - kAhead;
+        const int after = next + static_cast<int>(gridDim.x);
+        const T* then = x + after * x_stride;
+        int then_left = 0;
+        if (after < count) then_left = Pieces<T, 128>(then, columns).vectors - thread;
+        then += Pieces<T, 128>(then, columns).head + thread * VEC;
+        int round = 0;
+        auto fetch = [&](int rounds) {
+#if FETCH == 1
+            if (thread % 2 == 0) {
+#else
+            if (thread % 8 == 0) {
+#endif
+#pragma unroll
+                for (int i = 0; i < rounds; ++i) {
+                    if (round + i < turn) {
+                        if (to_read > (kAhead + i) * threads) ptx::prefetch_l2(from + (kAhead + i) * pitch);
+                    } else if (then_left > 0) {
+                        ptx::prefetch_l2(then);
+                        then += pitch;
+                        then_left -= threads;
+                    }
+                }
+            }
+            round += rounds;
+        };
+#endif
 #pragma unroll
         for (int c = 0; c < kHeld; ++c) {
             if (to_write > 0) write(out, raw[c]);
+#if FETCH
+            fetch(1);
+#endif
             if (to_read > 0) raw[c] = load_raw<T, VEC>(from);
             from += pitch, out += pitch;
             to_read -= threads, to_write -= threads;
@@ -197,6 +367,9 @@ __global__ void __launch_bounds__(640, 1)
                 ptx::st<16>(out, pair[0]);
                 if (to_write > threads) ptx::st<16>(out + pitch, pair[1]);
             }
+#if FETCH
+            fetch(2);
+#endif
             if (to_read > 0) ptx::cp_async_16(slot, from);
             if (to_read > threads) ptx::cp_async_16(slot + slot_pitch, from + pitch);
             ptx::cp_async_commit();
@@ -231,7 +404,7 @@ __global__ void __launch_bounds__(640, 1)
         // The rest of the sum, and what follows from it.
         row = next;
         next += static_cast<int>(gridDim.x);
-        if (next < count) fetch_ahead<T, kAhead>(x + next * x_stride, columns, thread, threads);
+        if (!FETCH && next < count) fetch_ahead<T, kAhead>(x + next * x_stride, columns, thread, threads);
         // Requested now, looked at when the sums are there.
         ptx::wait_for_previous();
         const float g = factor == nullptr ? 1.0f : factor[0];
@@ -244,13 +417,16 @@ __global__ void __launch_bounds__(640, 1)
         for (int s = 0; s < kLag; ++s) sum_pair();
         source = from;  // what is beyond
 #pragma unroll 1
-        for (; to_sum > 0; to_sum -= kBeyond * threads, from += kBeyond * pitch) {
+        for (; to_read > 0; to_read -= kBeyond * threads, from += kBeyond * pitch) {
+#if FETCH
+            fetch(kBeyond);
+#endif
             Raw<16> beyond[kBeyond];
-            load_batch<T>(beyond, from, pitch, to_sum, threads);
-            running.add_batch(beyond, to_sum, threads, totals);
+            load_batch<T>(beyond, from, pitch, to_read, threads);
+            running.add_batch(beyond, to_read, threads, totals);
         }
         counts = label >= 0;
-        const Pieces<T> pieces(start, columns);
+        const Pieces<T, 128> pieces(start, columns);
         const int edge = pieces.edge(thread);
         const float border = counts && edge >= 0 ? score_at(start, edge, cap) : -kInfinity;
         if (counts && edge >= 0) running.add_edge(border, totals);
@@ -286,10 +462,12 @@ __global__ void __launch_bounds__(640, 1)
         to_write = left - (kHeld + used) * threads;
         from = source;
 #pragma unroll 1
-        for (; to_write > 0; to_write -= threads, from += pitch, to += pitch) {
-            Raw<16> beyond;
-            if (counts) beyond = load_raw<T, VEC>(from);
-            write(to, beyond);
+        for (; to_write > 0; to_write -= kBeyond * threads, from += kBeyond * pitch, to += kBeyond * pitch) {
+            Raw<16> beyond[kBeyond];
+            load_batch<T>(beyond, from, pitch, counts ? to_write : 0, threads);
+#pragma unroll
+            for (int c = 0; c < kBeyond; ++c)
+                if (to_write > c * threads) write(to + c * pitch, beyond[c]);
         }
         label = all.column(next_label, next, columns, report, thread == 0);
     }

@@ -178,7 +178,8 @@ def _gradient_launch(logits, labels, losses, correct, factor, options):
 
 
 def _reduce_launch(losses, correct, labels, ignore_index, reduction):
-    return rows_ops._reduce(losses, correct, labels, ignore_index, reduction, False)[:2]
+    parts = rows_ops._parts(losses.numel(), losses)
+    return rows_ops._reduce(losses, correct, labels, ignore_index, reduction, parts, False)[:2]
 
 
 def _launch_fwd(*args):

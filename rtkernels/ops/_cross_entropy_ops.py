@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rtkernels._layout import address, check_same, metadata, nothing, row_count, row_stride, rowed
+from rtkernels._layout import address, check_same, metadata, nothing, row_count, row_stride, rowed, token
 from rtkernels._registry import TorchOp
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _cross_entropy_reference as reference
@@ -17,9 +17,12 @@ from rtkernels.ops._cross_entropy_plans import (
     NONE,
     REDUCE_PLANS,
     SCALE_PLANS,
+    SLICE_PLANS,
     aligned,
     check,
     check_options,
+    fits_registers,
+    reduce_blocks,
     report,
 )
 
@@ -42,33 +45,45 @@ def _end(found, device: int) -> None:
         found.raise_if_bad()
 
 
-def _reduce(losses: Tensor, correct: Tensor | None, labels: Tensor, ignore_index: int, reduction: int, count: bool):
+def _parts(rows: int, like: Tensor) -> Tensor | None:
+    """Return what several blocks of a reduction leave for the last one; None if one is enough."""
+    blocks = reduce_blocks(rows)
+    return None if blocks == 1 else torch.zeros(3 * blocks + 1, dtype=torch.float32, device=like.device)
+
+
+def _reduce(losses: Tensor, correct: Tensor | None, labels: Tensor, ignore_index: int, reduction: int, parts, count):
     """Return loss, accuracy and ``1 / rows that count`` (if `count`) from the numbers of the rows."""
     loss, accuracy = _floats(losses), nothing(losses) if correct is None else _floats(losses)
     factor = _floats(losses, 1) if count else None
-    if losses.numel() == 0:  # its address is null, which means something else to the kernel
+    rows = losses.numel()
+    if rows == 0:  # its address is null, which means something else to the kernel
         return loss.zero_(), accuracy.zero_(), None if factor is None else factor.zero_()
-    launch = REDUCE_PLANS[losses.get_device(), True]
+    launch = REDUCE_PLANS[losses.get_device(), True, reduce_blocks(rows)]
     launch(
         losses.data_ptr(), address(correct), labels.data_ptr(), loss.data_ptr(), accuracy.data_ptr(), address(factor),
-        losses.numel(), int(labels.dtype == torch.int64), ignore_index, int(reduction == MEAN),
+        address(parts), rows, int(labels.dtype == torch.int64), ignore_index, int(reduction == MEAN),
     )  # fmt: skip
     return loss, accuracy, factor
 
 
 def _count(labels: Tensor, ignore_index: int) -> Tensor:
-    factor = _floats(labels, 1)
-    launch = REDUCE_PLANS[labels.get_device(), False]
+    blocks, parts = reduce_blocks(labels.numel()), None
+    if blocks == 1:
+        factor = _floats(labels, 1)
+    else:  # in one piece of memory: kernels that start early must not get what this one still needs
+        parts = torch.zeros(3 * blocks + 2, dtype=torch.float32, device=labels.device)
+        factor, parts = parts[-1:], parts[:-1]
+    launch = REDUCE_PLANS[labels.get_device(), False, blocks]
     wide = int(labels.dtype == torch.int64)
-    launch(0, 0, labels.data_ptr(), 0, 0, factor.data_ptr(), labels.numel(), wide, ignore_index, 1)
+    launch(0, 0, labels.data_ptr(), 0, 0, factor.data_ptr(), address(parts), labels.numel(), wide, ignore_index, 1)
     return factor
 
 
-def _results(losses: Tensor, correct: Tensor | None, labels: Tensor, ignore_index: int, reduction: int, count: bool):
+def _results(losses: Tensor, correct: Tensor | None, labels: Tensor, ignore_index: int, reduction: int, parts, count):
     if reduction == NONE:
         shape = labels.shape
         return losses.view(shape), nothing(losses) if correct is None else correct.view(shape), nothing(losses)
-    loss, accuracy, factor = _reduce(losses, correct, labels, ignore_index, reduction, count)
+    loss, accuracy, factor = _reduce(losses, correct, labels, ignore_index, reduction, parts, count)
     return loss, accuracy, nothing(losses) if factor is None else factor
 
 
@@ -76,18 +91,26 @@ def _launch_fwd(logits, labels, ignore_index, label_smoothing, z_loss, softcap, 
     check_options(label_smoothing, z_loss, softcap, reduction)
     logits, labels = _ready(logits, labels)
     device = logits.get_device()
-    launch, rows, cols, stride, wide, threads = FWD_PLANS[metadata(logits), metadata(labels)]
+    short = not softcap and fits_registers(token("logits", logits.dtype), logits.shape[-1])
+    if short:
+        launch, rows, cols, stride, wide, threads, _ = GRAD_PLANS[metadata(logits), metadata(labels), False]
+    else:
+        launch, rows, cols, stride, wide, threads = FWD_PLANS[metadata(logits), metadata(labels)]
     losses, stats = _floats(logits, rows), _floats(logits, 2, rows)
     correct = _floats(logits, rows) if accuracy else None
+    parts = None if reduction == NONE else _parts(rows, logits)
     found = _begin(device)
     if launch is not None:
-        launch(
-            logits.data_ptr(), labels.data_ptr(), losses.data_ptr(), stats.data_ptr(), address(correct),
-            found.tensor.data_ptr(), rows, cols, stride, wide, ignore_index, 0, cols, threads, label_smoothing, z_loss,
-            label_smoothing / cols, softcap,
-        )  # fmt: skip
+        more = (ignore_index, threads, label_smoothing, z_loss, label_smoothing / cols)
+        if short:
+            _run_rows(launch, logits, None, labels, losses, stats, correct, None, rows, *more)
+        else:
+            launch(
+                logits.data_ptr(), labels.data_ptr(), losses.data_ptr(), stats.data_ptr(), address(correct),
+                found.tensor.data_ptr(), rows, cols, stride, wide, ignore_index, 0, cols, *more[1:], softcap,
+            )  # fmt: skip
         _end(found, device)
-    loss, hits, factor = _results(losses, correct, labels, ignore_index, reduction, True)
+    loss, hits, factor = _results(losses, correct, labels, ignore_index, reduction, parts, True)
     return loss, hits, stats, factor
 
 
@@ -157,26 +180,45 @@ def _run_grad(logits, out, labels, ignore_index, smoothing, z_loss, softcap, red
         dloss = factor if reduction == MEAN else torch.ones(1, dtype=torch.float32, device=logits.device)
         _run_bwd(dloss, logits, out, labels, stats, None, ignore_index, smoothing, z_loss, softcap, 0, cols)
         return loss, hits, stats
-    launch, rows, *_, size = GRAD_PLANS[metadata(logits), metadata(labels), reduction == MEAN]
+    launch, rows, *_, size, left = GRAD_PLANS[metadata(logits), metadata(labels), reduction == MEAN]
     losses, stats = _floats(logits, rows), _floats(logits, 2, rows)
     correct = _floats(logits, rows) if accuracy else None
+    left = 0 if accuracy else left  # the check for equal scores reads the whole row
+    parts = None if reduction == NONE else _parts(rows, logits)
     found = _begin(device)
     if launch is not None:
         factor = _count(labels, ignore_index) if reduction == MEAN else None
-        _run_rows(launch, logits, out, labels, losses, stats, correct, factor, ignore_index, size, smoothing, z_loss)
+        more = (smoothing, z_loss, smoothing / cols)
+        _run_rows(launch, logits, out, labels, losses, stats, correct, factor, rows - left, ignore_index, size, *more)
+        if left:
+            _run_slices(logits, out, labels, losses, stats, factor, left, ignore_index, *more)
         _end(found, device)
-    loss, hits, _ = _results(losses, correct, labels, ignore_index, reduction, False)
+    loss, hits, _ = _results(losses, correct, labels, ignore_index, reduction, parts, False)
     return loss, hits, stats
 
 
-def _run_rows(launch, logits, out, labels, losses, stats, correct, factor, ignore_index, size, smoothing, z_loss):
-    cols = logits.shape[-1]
+def _run_rows(launch, logits, out, labels, losses, stats, correct, factor, rows, ignore_index, size, *more):
+    """Run the kernels that take the first `rows` rows in one pass; without `out` only the results of the rows."""
     launch(
-        logits.data_ptr(), out.data_ptr(), labels.data_ptr(), losses.data_ptr(), stats.data_ptr(), address(correct),
-        address(factor), report(logits.get_device()).tensor.data_ptr(), losses.numel(), cols,
-        row_stride(logits.shape, logits.stride()), row_stride(out.shape, out.stride()),
-        int(labels.dtype == torch.int64), ignore_index, size, smoothing, z_loss, smoothing / cols,
+        logits.data_ptr(), address(out), labels.data_ptr(), losses.data_ptr(), stats.data_ptr(), address(correct),
+        address(factor), report(logits.get_device()).tensor.data_ptr(), losses.numel(), rows, logits.shape[-1],
+        row_stride(logits.shape, logits.stride()), 0 if out is None else row_stride(out.shape, out.stride()),
+        int(labels.dtype == torch.int64), ignore_index, size, *more,
     )  # fmt: skip
+
+
+def _run_slices(logits, out, labels, losses, stats, factor, left, ignore_index, *more) -> None:
+    """Run the last `left` rows in two passes of many blocks each."""
+    device, cols, rows = logits.get_device(), logits.shape[-1], losses.numel()
+    launch, slices, by_slices = SLICE_PLANS[token("logits", logits.dtype), cols, left, device]
+    parts = _floats(logits, left * slices, 4)
+    steps = row_stride(logits.shape, logits.stride()), row_stride(out.shape, out.stride())
+    for target in (0, out.data_ptr()):
+        launch(
+            logits.data_ptr(), target, labels.data_ptr(), losses.data_ptr(), stats.data_ptr(), parts.data_ptr(),
+            address(factor), report(device).tensor.data_ptr(), rows, cols, *steps, int(labels.dtype == torch.int64),
+            ignore_index, rows - left, slices, by_slices, *more,
+        )  # fmt: skip
 
 
 def gradient_in_place(logits, labels, losses, stats, correct, factor, ignore_index, smoothing, z_loss, softcap) -> None:
@@ -195,8 +237,12 @@ def gradient_in_place(logits, labels, losses, stats, correct, factor, ignore_ind
         dloss = torch.ones(1, dtype=torch.float32, device=logits.device) if factor is None else factor
         _run_bwd(dloss, logits, logits, labels, stats, None, ignore_index, smoothing, z_loss, softcap, 0, cols)
         return
-    launch, *_, size = GRAD_PLANS[metadata(logits), metadata(labels), False]
-    _run_rows(launch, logits, logits, labels, losses, stats, correct, factor, ignore_index, size, smoothing, z_loss)
+    launch, rows, *_, size, left = GRAD_PLANS[metadata(logits), metadata(labels), False]
+    left = 0 if correct is not None else left
+    more = (smoothing, z_loss, smoothing / cols)
+    _run_rows(launch, logits, logits, labels, losses, stats, correct, factor, rows - left, ignore_index, size, *more)
+    if left:
+        _run_slices(logits, logits, labels, losses, stats, factor, left, ignore_index, *more)
 
 
 def _launch_grad(logits, labels, ignore_index, label_smoothing, z_loss, softcap, reduction, accuracy):
