@@ -7,14 +7,23 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/prefetch.cuh"
 
-#ifndef FETCH
-#define FETCH 1
+#ifndef STORE
+#define STORE st
+#endif
+#ifndef LAG
+#define LAG 1
+#endif
+#ifndef LANES
+#define LANES 8
+#endif
+#ifndef EXTRA
+#define EXTRA 0
 #endif
 #ifndef BEYOND
 #define BEYOND 2
 #endif
 #ifndef AHEAD
-#define AHEAD 6
+#define AHEAD 3
 #endif
 
 namespace rtk {
@@ -219,22 +228,6 @@ __global__ void __launch_bounds__(256, 4)
     if (own >= 0) gradient.store_one(out + own, target, cap, gradient.target);
 }
 
-// Starts fetching the first N pieces of each of a block's threads into L2.
-template <typename T, int N>
-RTK_DEVICE void fetch_ahead(const T* row, int columns, int thread, int threads) {
-    constexpr int VEC = 16 / sizeof(T);
-    const Pieces<T, 128> pieces(row, columns);
-    if (thread % 2 != 0) return;  // lines are longer than a piece
-    row += pieces.head + thread * VEC;
-    int there = pieces.vectors - thread;
-#pragma unroll
-    for (int c = 0; c < N; ++c) {
-        if (there > 0) ptx::prefetch_l2(row);
-        row += threads * VEC;
-        there -= threads;
-    }
-}
-
 // Long rows: a persistent block holds one row on the multiprocessor: of each thread's pieces, kHeld in registers,
 // `slots` in shared memory; what is beyond is read again for the gradient, soon, so that it comes from L2.
 //
@@ -248,7 +241,7 @@ __global__ void __launch_bounds__(640, 1)
                             const float* factor, i64* report, i64 rows, i64 taken, i64 cols, i64 x_stride,
                             i64 dx_stride, i64 wide, i64 ignore_index, i64 slots, double smoothing, double z_loss,
                             double per_column) {
-    constexpr int VEC = 16 / sizeof(T), kHeld = 9, kLag = 1, kBeyond = BEYOND, kAhead = AHEAD;
+    constexpr int VEC = 16 / sizeof(T), kHeld = 9, kLag = LAG, kBeyond = BEYOND, kAhead = AHEAD;
     static_assert(kHeld % 3 == 0, "summed three at a time");
     extern __shared__ __align__(16) u8 memory[];
     __shared__ GroupScratch<1> scratch[2];
@@ -283,7 +276,7 @@ __global__ void __launch_bounds__(640, 1)
 
     auto write = [&](T* to, const Raw<16>& piece) {
         if (counts) {
-            gradient.template store_piece<VEC>(to, piece, cap);
+            ptx::STORE<16>(to, gradient.template piece<VEC>(piece, cap));
         } else {
             store_zeros<T, VEC>(to);
         }
@@ -300,7 +293,6 @@ __global__ void __launch_bounds__(640, 1)
         // Everything walks: the compiler would keep all the multiples of `threads` in registers.
         const T* from = source;
         int to_read = ahead, to_write = left;
-#if FETCH
         // What is to be read kAhead rounds later is fetched into L2; the last rounds fetch for the row after this one.
         const int turn = (columns / VEC + threads - 1) / threads - kAhead;
         const int after = next + static_cast<int>(gridDim.x);
@@ -310,11 +302,7 @@ __global__ void __launch_bounds__(640, 1)
         then += Pieces<T, 128>(then, columns).head + thread * VEC;
         int round = 0;
         auto fetch = [&](int rounds) {
-#if FETCH == 1
-            if (thread % 2 == 0) {
-#else
-            if (thread % 8 == 0) {
-#endif
+            if (thread % LANES == 0) {
 #pragma unroll
                 for (int i = 0; i < rounds; ++i) {
                     if (round + i < turn) {
@@ -328,13 +316,10 @@ __global__ void __launch_bounds__(640, 1)
             }
             round += rounds;
         };
-#endif
 #pragma unroll
         for (int c = 0; c < kHeld; ++c) {
             if (to_write > 0) write(out, raw[c]);
-#if FETCH
             fetch(1);
-#endif
             if (to_read > 0) raw[c] = load_raw<T, VEC>(from);
             from += pitch, out += pitch;
             to_read -= threads, to_write -= threads;
@@ -364,12 +349,10 @@ __global__ void __launch_bounds__(640, 1)
 #pragma unroll
                     for (int c = 0; c < 2; ++c) pair[c] = gradient.template piece<VEC>(pair[c], cap);
                 }
-                ptx::st<16>(out, pair[0]);
-                if (to_write > threads) ptx::st<16>(out + pitch, pair[1]);
+                ptx::STORE<16>(out, pair[0]);
+                if (to_write > threads) ptx::STORE<16>(out + pitch, pair[1]);
             }
-#if FETCH
             fetch(2);
-#endif
             if (to_read > 0) ptx::cp_async_16(slot, from);
             if (to_read > threads) ptx::cp_async_16(slot + slot_pitch, from + pitch);
             ptx::cp_async_commit();
@@ -404,7 +387,13 @@ __global__ void __launch_bounds__(640, 1)
         // The rest of the sum, and what follows from it.
         row = next;
         next += static_cast<int>(gridDim.x);
-        if (!FETCH && next < count) fetch_ahead<T, kAhead>(x + next * x_stride, columns, thread, threads);
+        if constexpr (EXTRA > 0) {
+            if (thread % LANES == 0) {
+#pragma unroll 1
+                for (int i = 0; i < EXTRA; ++i, then += pitch, then_left -= threads)
+                    if (then_left > 0) ptx::prefetch_l2(then);
+            }
+        }
         // Requested now, looked at when the sums are there.
         ptx::wait_for_previous();
         const float g = factor == nullptr ? 1.0f : factor[0];
@@ -412,24 +401,26 @@ __global__ void __launch_bounds__(640, 1)
         Raw<sizeof(T)> target_raw;
         clear(target_raw);
         if (label >= 0) target_raw = load_raw<T, 1>(start + label);
+        const Pieces<T, 128> pieces(start, columns);
+        const int edge = pieces.edge(thread);
+        Raw<sizeof(T)> border_raw;
+        clear(border_raw);
+        if (label >= 0 && edge >= 0) border_raw = load_raw<T, 1>(start + edge);
         ptx::cp_async_wait<0>();
 #pragma unroll 1
         for (int s = 0; s < kLag; ++s) sum_pair();
         source = from;  // what is beyond
 #pragma unroll 1
         for (; to_read > 0; to_read -= kBeyond * threads, from += kBeyond * pitch) {
-#if FETCH
             fetch(kBeyond);
-#endif
             Raw<16> beyond[kBeyond];
             load_batch<T>(beyond, from, pitch, to_read, threads);
             running.add_batch(beyond, to_read, threads, totals);
         }
         counts = label >= 0;
-        const Pieces<T, 128> pieces(start, columns);
-        const int edge = pieces.edge(thread);
-        const float border = counts && edge >= 0 ? score_at(start, edge, cap) : -kInfinity;
-        if (counts && edge >= 0) running.add_edge(border, totals);
+        float border[1];
+        unpack<T, 1>(border_raw, border);
+        if (counts && edge >= 0) running.add_edge(border[0], totals);
         // Its barrier also orders the label's score before any store.
         running.combine_block(group, pairs[phase], scratch[1], totals);
         phase ^= 1;
@@ -452,22 +443,27 @@ __global__ void __launch_bounds__(640, 1)
         out = dx + row * dx_stride;
         if (edge >= 0) {
             if (counts) {
-                gradient.store_one(out + edge, border, cap, 0.0f);
+                gradient.store_one(out + edge, border[0], cap, 0.0f);
             } else {
                 store_zeros<T, 1>(out + edge);
             }
         }
         out += pieces.head + thread * VEC;
-        T* to = out + (kHeld + used) * pitch;
+        // What is beyond, from its end: what was read last is the likeliest to be in L2 still.
         to_write = left - (kHeld + used) * threads;
-        from = source;
+        if (to_write > 0) {
+            const int batches = (pieces.vectors - (kHeld + used) * threads - 1) / (kBeyond * threads);
+            from = source + batches * kBeyond * pitch;
+            T* to = out + (kHeld + used) * pitch + batches * kBeyond * pitch;
+            int here = to_write - batches * kBeyond * threads;
 #pragma unroll 1
-        for (; to_write > 0; to_write -= kBeyond * threads, from += kBeyond * pitch, to += kBeyond * pitch) {
-            Raw<16> beyond[kBeyond];
-            load_batch<T>(beyond, from, pitch, counts ? to_write : 0, threads);
+            for (; here <= to_write; here += kBeyond * threads, from -= kBeyond * pitch, to -= kBeyond * pitch) {
+                Raw<16> beyond[kBeyond];
+                load_batch<T>(beyond, from, pitch, counts ? here : 0, threads);
 #pragma unroll
-            for (int c = 0; c < kBeyond; ++c)
-                if (to_write > c * threads) write(to + c * pitch, beyond[c]);
+                for (int c = 0; c < kBeyond; ++c)
+                    if (here > c * threads) write(to + c * pitch, beyond[c]);
+            }
         }
         label = all.column(next_label, next, columns, report, thread == 0);
     }

@@ -15,6 +15,12 @@
 
 namespace rtk {
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+inline constexpr int kForwardBlocks = 3;  // on a multiprocessor; for 4 a few registers are missing here
+#else
+inline constexpr int kForwardBlocks = 4;
+#endif
+
 inline constexpr int kProbability = 0, kLogarithm = 1, kMixed = 2;
 
 template <bool kFast>
@@ -107,7 +113,7 @@ RTK_DEVICE float divergence_row(const u8* x, const u8* target, u8* each, u8* out
 // row_loss[row] = sum of the row; or each[row, column] if that is not null. With `out` also the gradient, for an incoming
 // gradient of 1: times total[1], or `scale` if total is null; with kLogarithm in the target if `in_target`.
 template <int BYTES, int VEC>
-__global__ void __launch_bounds__(256, 3)
+__global__ void __launch_bounds__(256, kForwardBlocks)
     divergence_fwd(const u8* x, const u8* target, const void* labels, float* row_loss, u8* each, u8* out,
                    const float* total, i64 rows, i64 cols, i64 x_stride, i64 target_stride, i64 wide, i64 ignore,
                    i64 threads_per_row, i64 half, i64 mode, i64 in_target, double beta, double scale) {

@@ -19,8 +19,8 @@ _TYPES = [(t,) for t in _WIDTH]
 _FORWARD_THREADS, _BACKWARD_THREADS, _SHORT_THREADS, _CHUNKS = 256, 128, 512, 4
 _FORWARD_BATCH = 6  # kForwardBatch
 # cross_entropy_grad_long: pieces of a row that a thread has in registers, the fewest in shared memory, registers of a
-# thread, threads at most, and the pieces a thread should have (what a multiprocessor can hold).
-_HELD, _LEAST, _LONG_REGISTERS, _LONG_THREADS, _LONG_PIECES = 9, 4, 96, 640, 31
+# thread, warps of a block at least (128 bytes and a piece of single columns have a thread each).
+_HELD, _LEAST, _LONG_REGISTERS, _LEAST_WARPS = 9, 4, 96, 3
 _STATIC_SHARED = 1040
 _SLICE_THREADS = 256  # of cross_entropy_grad_slices
 _SLICE_GAIN = 5.0  # µs that cutting the last rows into slices must save
@@ -215,16 +215,21 @@ def _plan_bwd(logits: Meta, labels: Meta):
 
 
 def long_layout(vectors: int, rows: int, device: int) -> tuple[int, int, int, int]:
-    """Return grid, threads, slots and shared bytes of cross_entropy_grad_long for rows of `vectors` pieces."""
+    """Return grid, threads, slots and shared bytes of cross_entropy_grad_long for rows of `vectors` pieces.
+
+    As many blocks on a multiprocessor as hold a row each. Its registers are in four parts, and a warp's are in one.
+    """
     info = device_info(device)
-    threads = min(_LONG_THREADS, -(-vectors // (_LONG_PIECES * 32)) * 32)
-    room = (info.shared_per_block - _STATIC_SHARED) // (threads * 16)
-    slots = min(max(_LEAST, -(-vectors // threads) - _HELD + 1), room) // 2 * 2
-    shared = slots * threads * 16
-    blocks = min(
-        65536 // (_LONG_REGISTERS * threads), (info.shared_per_block + 1024) // (shared + _STATIC_SHARED + 1024)
-    )
-    return min(rows, info.sm_count * max(blocks, 1)), threads, slots, shared
+    warps = 4 * (16384 // (_LONG_REGISTERS * 32))
+    for blocks in range(warps // _LEAST_WARPS, 0, -1):
+        threads = warps // blocks * 32
+        slots = max(_LEAST, -(-(-(-vectors // threads) - _HELD) // 2) * 2)
+        room = (info.shared_per_block + 1024) // blocks - 1024 - _STATIC_SHARED
+        if slots * threads * 16 <= room:
+            break
+    else:
+        slots = room // (threads * 16) // 2 * 2
+    return min(rows, info.sm_count * blocks), threads, slots, slots * threads * 16
 
 
 def fits_registers(t: str, cols: int) -> bool:
