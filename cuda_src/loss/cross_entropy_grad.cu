@@ -1,29 +1,17 @@
 // Cross entropy in one pass: reads the logits once, writes loss and gradient. The formulas: cross_entropy.cuh.
 //
-// A kernel takes the first `taken` of `rows` rows. g, the gradient of a row's loss, is factor[0] (1 if null). Rows that do not count get gradient 0.
+// g, the gradient of a row's loss, is factor[0] (1 if null). Rows that do not count get gradient 0.
 // dx may be x: a thread reads each of its pieces for the last time before it overwrites it, nobody else reads them, and
 // the label's score and the check for equal scores come before.
 #include "loss/cross_entropy.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/prefetch.cuh"
 
-#ifndef STORE
-#define STORE st
-#endif
-#ifndef LAG
-#define LAG 1
-#endif
-#ifndef LANES
-#define LANES 8
-#endif
-#ifndef EXTRA
-#define EXTRA 0
-#endif
-#ifndef BEYOND
-#define BEYOND 2
-#endif
 #ifndef AHEAD
-#define AHEAD 3
+#define AHEAD 2
+#endif
+#ifndef EARLY
+#define EARLY 1
 #endif
 
 namespace rtk {
@@ -33,15 +21,15 @@ namespace rtk {
 template <typename T>
 __global__ void __launch_bounds__(512, 2)
     cross_entropy_grad_short(const T* x, T* dx, const void* labels, float* loss, float* stats, float* correct,
-                             const float* factor, i64* report, i64 rows, i64 taken, i64 cols, i64 x_stride,
-                             i64 dx_stride, i64 wide, i64 ignore_index, i64 threads_per_row, double smoothing,
-                             double z_loss, double per_column) {
+                             const float* factor, i64* report, i64 rows, i64 cols, i64 x_stride, i64 dx_stride,
+                             i64 wide, i64 ignore_index, i64 threads_per_row, double smoothing, double z_loss,
+                             double per_column) {
     constexpr int VEC = 16 / sizeof(T), CHUNKS = 4;
     __shared__ GroupScratch<1> scratch[2];
     ptx::launch_dependents();
     const RowGroup group(threads_per_row);
     const i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index;
-    const bool exists = row < taken;
+    const bool exists = row < rows;
     const T* source = x + (exists ? row : 0) * x_stride;
     const Pieces<T> pieces(source, static_cast<int>(cols));
     const int pitch = group.threads * VEC;
@@ -125,109 +113,6 @@ __global__ void __launch_bounds__(512, 2)
         gradient.store_one(out + label, target, cap, gradient.target);
 }
 
-// Rows cut into slices of CHUNKS pieces a thread, a block for each: for the few rows that are left when every block of
-// cross_entropy_grad_long has had as many as the others. Without dx, `parts` gets of each slice the largest score, the
-// sum of exponentials relative to it, the sum of scores, and the label's score (-inf if it is elsewhere); with dx, the
-// gradient of each slice and the results of each row follow from them. The rows are `first`
-// and those after it; the grid has `slices` blocks for each.
-template <typename T>
-__global__ void __launch_bounds__(256, 4)
-    cross_entropy_grad_slices(const T* x, T* dx, const void* labels, float* loss, float* stats, float* parts,
-                              const float* factor, i64* report, i64 rows, i64 cols, i64 x_stride, i64 dx_stride,
-                              i64 wide, i64 ignore_index, i64 first, i64 slices, i64 by_slices, double smoothing,
-                              double z_loss, double per_column) {
-    constexpr int VEC = 16 / sizeof(T), CHUNKS = 4;
-    __shared__ GroupScratch<1> scratch[2];
-    ptx::launch_dependents();
-    RowGroup group(kWarp);
-    group.threads = static_cast<int>(blockDim.x);
-    group.count = 1;
-    group.index = 0;
-    group.thread = static_cast<int>(threadIdx.x);
-    const int thread = group.thread, threads = group.threads, pitch = threads * VEC;
-    const int columns = static_cast<int>(cols), count = static_cast<int>(slices);
-    const i64 row = first + divided(blockIdx.x, by_slices);
-    const int slice = static_cast<int>(blockIdx.x - divided(blockIdx.x, by_slices) * static_cast<u32>(slices));
-    const T* source = x + row * x_stride;
-    const Pieces<T, 128> pieces(source, columns);
-    const int start = slice * CHUNKS * threads + thread;
-    const int offset = pieces.head + start * VEC;
-    const int ahead = pieces.vectors - start;
-    const int edge = slice == 0 ? pieces.edge(thread) : -1;
-    const NoCap cap;
-    Raw<16> raw[CHUNKS];
-    load_batch<T>(raw, source + offset, pitch, ahead, threads);
-    const Labels all{labels, wide != 0, ignore_index, 0, cols};
-    const int label = all.column(row, columns, report, dx != nullptr && slice == 0 && thread == 0);
-    const bool counts = label >= 0;
-    float border = -kInfinity;
-    if (counts && edge >= 0) border = score_at(source, edge, cap);
-    // Of the label, in the slice that has it.
-    int own = -1;
-    if (counts && pieces.owner(label, threads) == thread) {
-        const int vector = (label - pieces.head) / VEC;
-        const bool inside = label >= pieces.head && vector < pieces.vectors;
-        if (inside ? vector >= slice * CHUNKS * threads && vector < (slice + 1) * CHUNKS * threads : slice == 0)
-            own = label;
-    }
-    float target = -kInfinity;
-    if (own >= 0) target = score_at(source, own, cap);
-    float* part = parts + 4 * (static_cast<i64>(blockIdx.x) - slice);
-    if (dx == nullptr) {
-        const bool totals = not_zero(smoothing);
-        Running<T> running;
-        if (counts) {
-            if (ahead > 0) running.add_batch(raw, ahead, threads, totals);
-            if (edge >= 0) running.add_edge(border, totals);
-        }
-        running.combine(group, scratch, totals);
-        target = reduce_row<Max, true>(target, group, scratch[1], 1);
-        part += 4 * slice;
-        if (thread == 0) part[0] = running.top, part[1] = running.sum, part[2] = running.total, part[3] = target;
-        ptx::wait_for_previous();  // so that who waits for this kernel has waited for the ones before
-        return;
-    }
-    ptx::wait_for_previous();
-    // All warps alike, lane by lane in a fixed order.
-    Running<T> row_sum;
-    float of_row = -kInfinity;
-    for (int i = thread % kWarp; i < count; i += kWarp) {
-        const float top = fmaxf(row_sum.top, part[4 * i]);
-        row_sum.sum = row_sum.sum * exponential<false>(row_sum.top - anchored(top)) +
-                      part[4 * i + 1] * exponential<false>(part[4 * i] - anchored(top));
-        row_sum.top = top;
-        row_sum.total += part[4 * i + 2];
-        of_row = fmaxf(of_row, part[4 * i + 3]);
-    }
-    const float top = warp_reduce<Max>(row_sum.top);
-    const float sum = warp_reduce<Sum>(row_sum.sum * exponential<false>(row_sum.top - anchored(top)));
-    const float total = warp_reduce<Sum>(row_sum.total);
-    of_row = warp_reduce<Max>(of_row);
-    const Terms terms(smoothing, z_loss, per_column);
-    const float level = logf(sum);
-    if (slice == 0 && thread == 0) RowResults{loss, stats, rows}.write(row, label, terms, top, level, of_row, total);
-    const Gradient<T> gradient(terms, factor == nullptr ? 1.0f : factor[0], top, level, ptx::rcp(sum));
-    T* out = dx + row * dx_stride;
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-        if (c * threads < ahead) {
-            if (counts) {
-                gradient.template store_piece<VEC>(out + offset + c * pitch, raw[c], cap);
-            } else {
-                store_zeros<T, VEC>(out + offset + c * pitch);
-            }
-        }
-    }
-    if (edge >= 0) {
-        if (counts) {
-            gradient.store_one(out + edge, border, cap, 0.0f);
-        } else {
-            store_zeros<T, 1>(out + edge);
-        }
-    }
-    if (own >= 0) gradient.store_one(out + own, target, cap, gradient.target);
-}
-
 // Long rows: a persistent block holds one row on the multiprocessor: of each thread's pieces, kHeld in registers,
 // `slots` in shared memory; what is beyond is read again for the gradient, soon, so that it comes from L2.
 //
@@ -238,10 +123,10 @@ __global__ void __launch_bounds__(256, 4)
 template <typename T>
 __global__ void __launch_bounds__(640, 1)
     cross_entropy_grad_long(const T* x, T* dx, const void* labels, float* loss, float* stats, float* correct,
-                            const float* factor, i64* report, i64 rows, i64 taken, i64 cols, i64 x_stride,
-                            i64 dx_stride, i64 wide, i64 ignore_index, i64 slots, double smoothing, double z_loss,
+                            const float* factor, i64* report, i64 rows, i64 cols, i64 x_stride, i64 dx_stride,
+                            i64 wide, i64 ignore_index, i64 slots, double smoothing, double z_loss,
                             double per_column) {
-    constexpr int VEC = 16 / sizeof(T), kHeld = 9, kLag = LAG, kBeyond = BEYOND, kAhead = AHEAD;
+    constexpr int VEC = 16 / sizeof(T), kHeld = 9, kLag = 1, kBeyond = 3, kAhead = AHEAD;
     static_assert(kHeld % 3 == 0, "summed three at a time");
     extern __shared__ __align__(16) u8 memory[];
     __shared__ GroupScratch<1> scratch[2];
@@ -255,7 +140,7 @@ __global__ void __launch_bounds__(640, 1)
     group.thread = static_cast<int>(threadIdx.x);
     const int thread = group.thread, threads = group.threads, pitch = threads * VEC;
     const int columns = static_cast<int>(cols), used = static_cast<int>(slots);
-    const int count = static_cast<int>(taken);  // rows this long are fewer than 2^31
+    const int count = static_cast<int>(rows);  // rows this long are fewer than 2^31
     const ptx::SharedAddress base = ptx::shared_address(memory + thread * 16);
     const Labels all{labels, wide != 0, ignore_index, 0, cols};
     const NoCap cap;
@@ -276,7 +161,7 @@ __global__ void __launch_bounds__(640, 1)
 
     auto write = [&](T* to, const Raw<16>& piece) {
         if (counts) {
-            ptx::STORE<16>(to, gradient.template piece<VEC>(piece, cap));
+            ptx::st<16>(to, gradient.template piece<VEC>(piece, cap));
         } else {
             store_zeros<T, VEC>(to);
         }
@@ -293,33 +178,20 @@ __global__ void __launch_bounds__(640, 1)
         // Everything walks: the compiler would keep all the multiples of `threads` in registers.
         const T* from = source;
         int to_read = ahead, to_write = left;
-        // What is to be read kAhead rounds later is fetched into L2; the last rounds fetch for the row after this one.
-        const int turn = (columns / VEC + threads - 1) / threads - kAhead;
-        const int after = next + static_cast<int>(gridDim.x);
-        const T* then = x + after * x_stride;
-        int then_left = 0;
-        if (after < count) then_left = Pieces<T, 128>(then, columns).vectors - thread;
-        then += Pieces<T, 128>(then, columns).head + thread * VEC;
-        int round = 0;
-        auto fetch = [&](int rounds) {
-            if (thread % LANES == 0) {
-#pragma unroll
-                for (int i = 0; i < rounds; ++i) {
-                    if (round + i < turn) {
-                        if (to_read > (kAhead + i) * threads) ptx::prefetch_l2(from + (kAhead + i) * pitch);
-                    } else if (then_left > 0) {
-                        ptx::prefetch_l2(then);
-                        then += pitch;
-                        then_left -= threads;
-                    }
-                }
-            }
-            round += rounds;
+        // What is to be read kAhead pieces later is fetched into L2, a line by its first thread; the last rounds fetch for
+        // the row after this one.
+        const int rounds = (columns / VEC + threads - 1) / threads;
+        const T* fetched = from + kAhead * pitch;
+        int to_fetch = thread % 8 == 0 ? to_read - kAhead * threads : 0;
+        auto fetch = [&] {
+            if (to_fetch > 0) ptx::prefetch_l2(fetched);
+            fetched += pitch;
+            to_fetch -= threads;
         };
 #pragma unroll
         for (int c = 0; c < kHeld; ++c) {
             if (to_write > 0) write(out, raw[c]);
-            fetch(1);
+            fetch();
             if (to_read > 0) raw[c] = load_raw<T, VEC>(from);
             from += pitch, out += pitch;
             to_read -= threads, to_write -= threads;
@@ -349,10 +221,19 @@ __global__ void __launch_bounds__(640, 1)
 #pragma unroll
                     for (int c = 0; c < 2; ++c) pair[c] = gradient.template piece<VEC>(pair[c], cap);
                 }
-                ptx::STORE<16>(out, pair[0]);
-                if (to_write > threads) ptx::STORE<16>(out + pitch, pair[1]);
+                ptx::st<16>(out, pair[0]);
+                if (to_write > threads) ptx::st<16>(out + pitch, pair[1]);
             }
-            fetch(2);
+            if (s == (rounds - kAhead - kHeld + 1) / 2 * 2) {
+                const int after = next + static_cast<int>(gridDim.x);
+                if (after < count) {
+                    fetched = x + after * x_stride;
+                    const Pieces<T, 128> there(fetched, columns);
+                    fetched += there.head + thread * VEC;
+                    to_fetch = thread % 8 == 0 ? there.vectors - thread : 0;
+                }
+            }
+            fetch(), fetch();
             if (to_read > 0) ptx::cp_async_16(slot, from);
             if (to_read > threads) ptx::cp_async_16(slot + slot_pitch, from + pitch);
             ptx::cp_async_commit();
@@ -387,13 +268,6 @@ __global__ void __launch_bounds__(640, 1)
         // The rest of the sum, and what follows from it.
         row = next;
         next += static_cast<int>(gridDim.x);
-        if constexpr (EXTRA > 0) {
-            if (thread % LANES == 0) {
-#pragma unroll 1
-                for (int i = 0; i < EXTRA; ++i, then += pitch, then_left -= threads)
-                    if (then_left > 0) ptx::prefetch_l2(then);
-            }
-        }
         // Requested now, looked at when the sums are there.
         ptx::wait_for_previous();
         const float g = factor == nullptr ? 1.0f : factor[0];
@@ -406,13 +280,18 @@ __global__ void __launch_bounds__(640, 1)
         Raw<sizeof(T)> border_raw;
         clear(border_raw);
         if (label >= 0 && edge >= 0) border_raw = load_raw<T, 1>(start + edge);
+#if EARLY
+        own = pieces.owner(label, threads) == thread ? label : -1;
+        const Terms terms(smoothing, z_loss, per_column);
+#endif
         ptx::cp_async_wait<0>();
 #pragma unroll 1
         for (int s = 0; s < kLag; ++s) sum_pair();
         source = from;  // what is beyond
 #pragma unroll 1
         for (; to_read > 0; to_read -= kBeyond * threads, from += kBeyond * pitch) {
-            fetch(kBeyond);
+#pragma unroll
+            for (int c = 0; c < kBeyond; ++c) fetch();
             Raw<16> beyond[kBeyond];
             load_batch<T>(beyond, from, pitch, to_read, threads);
             running.add_batch(beyond, to_read, threads, totals);
@@ -432,12 +311,22 @@ __global__ void __launch_bounds__(640, 1)
             const float hit = first_of_its_score<true>(start, largest ? label : 0, running.top, cap, group, scratch);
             if (thread == 0) correct[row] = largest ? hit : 0.0f;
         }
+#if EARLY
+        float level = 0.0f;  // in a hurry: memory waits for the gradient
+        if (not_zero(z_loss)) level = logf(running.sum);
+#else
         const Terms terms(smoothing, z_loss, per_column);
         const float level = logf(running.sum);
         if (thread == 0)
             RowResults{loss, stats, rows}.write(row, label, terms, running.top, level, target, running.total);
-        gradient = Gradient<T>(terms, g, running.top, level, ptx::rcp(running.sum));
         own = pieces.owner(label, threads) == thread ? label : -1;
+#endif
+        gradient = Gradient<T>(terms, g, running.top, level, ptx::rcp(running.sum));
+#if EARLY
+        if (thread == threads - 1)
+            RowResults{loss, stats, rows}.write(row, label, terms, running.top, logf(running.sum), target,
+                                                running.total);
+#endif
         if (own >= 0) own_gradient = gradient.at(target, gradient.target);
         left = pieces.vectors - thread;
         out = dx + row * dx_stride;

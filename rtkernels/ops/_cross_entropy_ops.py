@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rtkernels._layout import address, check_same, metadata, nothing, row_count, row_stride, rowed, token
+from rtkernels._layout import address, check_same, metadata, nothing, row_count, row_stride, rowed
 from rtkernels._registry import TorchOp
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _cross_entropy_reference as reference
@@ -17,13 +17,12 @@ from rtkernels.ops._cross_entropy_plans import (
     NONE,
     REDUCE_PLANS,
     SCALE_PLANS,
-    SLICE_PLANS,
     aligned,
     check,
     check_options,
-    fits_registers,
     reduce_blocks,
     report,
+    short_forward,
 )
 
 # ---- launchers ------------------------------------------------------------------------------------------------------
@@ -91,9 +90,9 @@ def _launch_fwd(logits, labels, ignore_index, label_smoothing, z_loss, softcap, 
     check_options(label_smoothing, z_loss, softcap, reduction)
     logits, labels = _ready(logits, labels)
     device = logits.get_device()
-    short = not softcap and fits_registers(token("logits", logits.dtype), logits.shape[-1])
+    short = not softcap and short_forward(logits.dtype, logits.shape[-1])
     if short:
-        launch, rows, cols, stride, wide, threads, _ = GRAD_PLANS[metadata(logits), metadata(labels), False]
+        launch, rows, cols, stride, wide, threads = GRAD_PLANS[metadata(logits), metadata(labels), False]
     else:
         launch, rows, cols, stride, wide, threads = FWD_PLANS[metadata(logits), metadata(labels)]
     losses, stats = _floats(logits, rows), _floats(logits, 2, rows)
@@ -103,7 +102,7 @@ def _launch_fwd(logits, labels, ignore_index, label_smoothing, z_loss, softcap, 
     if launch is not None:
         more = (ignore_index, threads, label_smoothing, z_loss, label_smoothing / cols)
         if short:
-            _run_rows(launch, logits, None, labels, losses, stats, correct, None, rows, *more)
+            _run_rows(launch, logits, None, labels, losses, stats, correct, None, *more)
         else:
             launch(
                 logits.data_ptr(), labels.data_ptr(), losses.data_ptr(), stats.data_ptr(), address(correct),
@@ -180,45 +179,28 @@ def _run_grad(logits, out, labels, ignore_index, smoothing, z_loss, softcap, red
         dloss = factor if reduction == MEAN else torch.ones(1, dtype=torch.float32, device=logits.device)
         _run_bwd(dloss, logits, out, labels, stats, None, ignore_index, smoothing, z_loss, softcap, 0, cols)
         return loss, hits, stats
-    launch, rows, *_, size, left = GRAD_PLANS[metadata(logits), metadata(labels), reduction == MEAN]
+    launch, rows, *_, size = GRAD_PLANS[metadata(logits), metadata(labels), reduction == MEAN]
     losses, stats = _floats(logits, rows), _floats(logits, 2, rows)
     correct = _floats(logits, rows) if accuracy else None
-    left = 0 if accuracy else left  # the check for equal scores reads the whole row
     parts = None if reduction == NONE else _parts(rows, logits)
     found = _begin(device)
     if launch is not None:
         factor = _count(labels, ignore_index) if reduction == MEAN else None
         more = (smoothing, z_loss, smoothing / cols)
-        _run_rows(launch, logits, out, labels, losses, stats, correct, factor, rows - left, ignore_index, size, *more)
-        if left:
-            _run_slices(logits, out, labels, losses, stats, factor, left, ignore_index, *more)
+        _run_rows(launch, logits, out, labels, losses, stats, correct, factor, ignore_index, size, *more)
         _end(found, device)
     loss, hits, _ = _results(losses, correct, labels, ignore_index, reduction, parts, False)
     return loss, hits, stats
 
 
-def _run_rows(launch, logits, out, labels, losses, stats, correct, factor, rows, ignore_index, size, *more):
-    """Run the kernels that take the first `rows` rows in one pass; without `out` only the results of the rows."""
+def _run_rows(launch, logits, out, labels, losses, stats, correct, factor, ignore_index, size, *more):
+    """Run a kernel of one pass; without `out` only for the results of the rows."""
     launch(
         logits.data_ptr(), address(out), labels.data_ptr(), losses.data_ptr(), stats.data_ptr(), address(correct),
-        address(factor), report(logits.get_device()).tensor.data_ptr(), losses.numel(), rows, logits.shape[-1],
+        address(factor), report(logits.get_device()).tensor.data_ptr(), losses.numel(), logits.shape[-1],
         row_stride(logits.shape, logits.stride()), 0 if out is None else row_stride(out.shape, out.stride()),
         int(labels.dtype == torch.int64), ignore_index, size, *more,
     )  # fmt: skip
-
-
-def _run_slices(logits, out, labels, losses, stats, factor, left, ignore_index, *more) -> None:
-    """Run the last `left` rows in two passes of many blocks each."""
-    device, cols, rows = logits.get_device(), logits.shape[-1], losses.numel()
-    launch, slices, by_slices = SLICE_PLANS[token("logits", logits.dtype), cols, left, device]
-    parts = _floats(logits, left * slices, 4)
-    steps = row_stride(logits.shape, logits.stride()), row_stride(out.shape, out.stride())
-    for target in (0, out.data_ptr()):
-        launch(
-            logits.data_ptr(), target, labels.data_ptr(), losses.data_ptr(), stats.data_ptr(), parts.data_ptr(),
-            address(factor), report(device).tensor.data_ptr(), rows, cols, *steps, int(labels.dtype == torch.int64),
-            ignore_index, rows - left, slices, by_slices, *more,
-        )  # fmt: skip
 
 
 def gradient_in_place(logits, labels, losses, stats, correct, factor, ignore_index, smoothing, z_loss, softcap) -> None:
@@ -237,12 +219,9 @@ def gradient_in_place(logits, labels, losses, stats, correct, factor, ignore_ind
         dloss = torch.ones(1, dtype=torch.float32, device=logits.device) if factor is None else factor
         _run_bwd(dloss, logits, logits, labels, stats, None, ignore_index, smoothing, z_loss, softcap, 0, cols)
         return
-    launch, rows, *_, size, left = GRAD_PLANS[metadata(logits), metadata(labels), False]
-    left = 0 if correct is not None else left
+    launch, *_, size = GRAD_PLANS[metadata(logits), metadata(labels), False]
     more = (smoothing, z_loss, smoothing / cols)
-    _run_rows(launch, logits, logits, labels, losses, stats, correct, factor, rows - left, ignore_index, size, *more)
-    if left:
-        _run_slices(logits, logits, labels, losses, stats, factor, left, ignore_index, *more)
+    _run_rows(launch, logits, logits, labels, losses, stats, correct, factor, ignore_index, size, *more)
 
 
 def _launch_grad(logits, labels, ignore_index, label_smoothing, z_loss, softcap, reduction, accuracy):

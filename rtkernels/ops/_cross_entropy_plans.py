@@ -22,8 +22,7 @@ _FORWARD_BATCH = 6  # kForwardBatch
 # thread, warps of a block at least (128 bytes and a piece of single columns have a thread each).
 _HELD, _LEAST, _LONG_REGISTERS, _LEAST_WARPS = 9, 4, 96, 3
 _STATIC_SHARED = 1040
-_SLICE_THREADS = 256  # of cross_entropy_grad_slices
-_SLICE_GAIN = 5.0  # µs that cutting the last rows into slices must save
+_SHORT_FORWARD = 256  # pieces of a row up to which cross_entropy_grad_short is faster than cross_entropy_fwd
 _REDUCE_ROWS = 4096  # of a block of cross_entropy_reduce, if there are several
 _REDUCE_ALONE = 16384  # rows that one block takes alone
 
@@ -64,8 +63,8 @@ SCALE = Kernel(
     max_registers=96,
 )
 _GRAD_ARGS = (
-    "x:ptr dx:ptr labels:ptr loss:ptr stats:ptr correct:ptr factor:ptr report:ptr rows:i64 taken:i64 cols:i64 "
-    "x_stride:i64 dx_stride:i64 wide:i64 ignore_index:i64 {}:i64 smoothing:f64 z_loss:f64 per_column:f64"
+    "x:ptr dx:ptr labels:ptr loss:ptr stats:ptr correct:ptr factor:ptr report:ptr rows:i64 cols:i64 x_stride:i64 "
+    "dx_stride:i64 wide:i64 ignore_index:i64 {}:i64 smoothing:f64 z_loss:f64 per_column:f64"
 )
 GRAD_SHORT = Kernel(
     "loss/cross_entropy_grad.cu",
@@ -83,17 +82,7 @@ GRAD_LONG = Kernel(
     variants=_TYPES,
     max_registers=_LONG_REGISTERS,
 )
-GRAD_SLICES = Kernel(
-    "loss/cross_entropy_grad.cu",
-    "cross_entropy_grad_slices",
-    template="T",
-    args="x:ptr dx:ptr labels:ptr loss:ptr stats:ptr parts:ptr factor:ptr report:ptr rows:i64 cols:i64 x_stride:i64 "
-    "dx_stride:i64 wide:i64 ignore_index:i64 first:i64 slices:i64 by_slices:i64 smoothing:f64 z_loss:f64 "
-    "per_column:f64",
-    variants=_TYPES,
-    max_registers=64,
-)
-KERNELS = (FWD, BWD, REDUCE, SCALE, GRAD_SHORT, GRAD_LONG, GRAD_SLICES)
+KERNELS = (FWD, BWD, REDUCE, SCALE, GRAD_SHORT, GRAD_LONG)
 
 
 # ---- bad labels: kernels write what they find into host memory, which costs no synchronisation to look at -----------
@@ -232,45 +221,25 @@ def long_layout(vectors: int, rows: int, device: int) -> tuple[int, int, int, in
     return min(rows, info.sm_count * blocks), threads, slots, slots * threads * 16
 
 
-def fits_registers(t: str, cols: int) -> bool:
-    """Return whether cross_entropy_grad_short takes rows of that many columns."""
-    return cols // _WIDTH[t] <= _SHORT_THREADS * _CHUNKS
-
-
-def left_rows(rows: int, grid: int, row_bytes: int, sm_count: int) -> int:
-    """Return how many of the last rows are cut into slices because blocks would wait for the ones that have them.
-
-    A block takes about ``2 * row_bytes * blocks per multiprocessor / 30000`` µs for a row; slices are read twice.
-    """
-    left = rows % grid
-    if rows < grid or not left:
-        return 0
-    time = 2 * row_bytes * grid / sm_count / 30000
-    return left if (1 - 1.5 * left / grid) * time > _SLICE_GAIN else 0
+def short_forward(dtype: torch.dtype, cols: int) -> bool:
+    """Return whether cross_entropy_grad_short is the kernel for the forward pass, too."""
+    return cols // _WIDTH[token("logits", dtype)] <= _SHORT_FORWARD
 
 
 def _plan_grad(logits: Meta, labels: Meta, overlap: bool):
-    """Return ``(launch, rows, cols, x_stride, wide, threads or slots, rows for slices)``."""
+    """Return ``(launch, rows, cols, x_stride, wide, threads or slots)``."""
     check(logits, labels)
     t, rows, cols, stride, device = _shape(logits)
     vectors, wide = cols // _WIDTH[t], int(labels[0] == torch.int64)
     if not rows:
-        return None, rows, cols, stride, wide, 0, 0
-    if fits_registers(t, cols):
+        return None, rows, cols, stride, wide, 0
+    if vectors <= _SHORT_THREADS * _CHUNKS:
         threads = _group(vectors, _SHORT_THREADS)
         launch = GRAD_SHORT.bind((t,), device, *_grid(rows, threads), overlap=overlap)
-        return launch, rows, cols, stride, wide, threads, 0
+        return launch, rows, cols, stride, wide, threads
     grid, threads, slots, shared = long_layout(vectors, rows, device)
     launch = GRAD_LONG.bind((t,), device, grid, threads, shared, overlap=overlap)
-    left = left_rows(rows, grid, cols * logits[0].itemsize, device_info(device).sm_count)
-    return launch, rows, cols, stride, wide, slots, left
-
-
-def _plan_slices(t: str, cols: int, rows: int, device: int):
-    """Return ``(launch, slices, divisor)`` of cross_entropy_grad_slices for `rows` rows."""
-    slices = -(-(cols // _WIDTH[t]) // (_SLICE_THREADS * _CHUNKS))
-    launch = GRAD_SLICES.bind((t,), device, rows * slices, _SLICE_THREADS, overlap=True)
-    return launch, slices, divisor(slices)
+    return launch, rows, cols, stride, wide, slots
 
 
 def reduce_blocks(rows: int) -> int:
@@ -291,7 +260,7 @@ def _plan_scale(x: Meta):
 
 
 FWD_PLANS, BWD_PLANS, GRAD_PLANS = Plans(_plan_fwd), Plans(_plan_bwd), Plans(_plan_grad)
-REDUCE_PLANS, SCALE_PLANS, SLICE_PLANS = Plans(_plan_reduce), Plans(_plan_scale), Plans(_plan_slices)
+REDUCE_PLANS, SCALE_PLANS = Plans(_plan_reduce), Plans(_plan_scale)
 
 
 def aligned(x: Tensor) -> Tensor:
