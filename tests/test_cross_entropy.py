@@ -465,6 +465,16 @@ def test_long_rows_fit_the_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @at("sm_90", "cuda")
+def test_reductions_of_many_rows(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks add up the rows, and the last one their sums."""
+    monkeypatch.setattr(plans, "_REDUCE_ALONE", 100)
+    monkeypatch.setattr(plans, "_REDUCE_ROWS", 64)
+    with running_on(place) as device:
+        for mode, reduction in itertools.product(("two_pass", "one_pass"), ("mean", "sum")):
+            check(make("many_rows", torch.float32, device), reduction, mode)
+
+
+@at("sm_90", "cuda")
 @pytest.mark.parametrize("largest", (3000.0, 1047552.0, 1048576.0, -1048576.0, 1e30, -3e38))
 def test_logits_of_any_size(largest: float, place: str) -> None:
     """Where the base of the exponentials changes, and where the largest logit times log2(e) would overflow."""

@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(1024)
     const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
     const i64 first = static_cast<i64>(block) * blockDim.x + threadIdx.x, step = static_cast<i64>(blocks) * blockDim.x;
     i64 counted = 0;
-#pragma unroll 8
+#pragma unroll 4
     for (i64 row = first; row < rows; row += step) {
         const i64 label = wide ? static_cast<const i64*>(labels)[row] : static_cast<const i32*>(labels)[row];
         counted += label != ignore_index;
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(1024)
     float whole = 0.0f, right = 0.0f;
     if (loss != nullptr) {
         double sum = 0.0, hits = 0.0;
-#pragma unroll 8
+#pragma unroll 4
         for (i64 row = first; row < rows; row += step) sum += loss[row];
         if (correct != nullptr) {
 #pragma unroll 4

@@ -57,7 +57,7 @@ struct Labels {
 
 // A row of any alignment: columns [0, head) up to the first multiple of ALIGN bytes, `vectors` pieces of 16 bytes, and
 // the rest. Thread i of a group (of ALIGN threads at least) has edge(i), one column of head or rest, or -1.
-// Stores of a warp that begin in the middle of a line cost a fourth of the bandwidth, so that wide groups align to 128.
+// Wide groups align to whole lines of 128 bytes.
 template <typename T, int ALIGN = 16>
 struct Pieces {
     static constexpr int VEC = 16 / sizeof(T);

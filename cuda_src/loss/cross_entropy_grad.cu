@@ -7,13 +7,6 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/prefetch.cuh"
 
-#ifndef AHEAD
-#define AHEAD 2
-#endif
-#ifndef EARLY
-#define EARLY 1
-#endif
-
 namespace rtk {
 
 // Rows that fit the registers of a group: thread i has the pieces i, i + threads, ... (CHUNKS of them). Without dx only
@@ -118,15 +111,16 @@ __global__ void __launch_bounds__(512, 2)
 //
 // Memory is to be busy all the time: while the gradient of a row is written, piece by piece, the same piece of the next
 // row is fetched into the register or slot that became free, and summed up kLag pairs of slots later. A slot belongs to
-// one thread; there are 2 * kLag of them or more, an even number. While the sums of a row are added up nothing is free:
-// the first kAhead pieces of the next row are fetched into L2 then.
+// one thread; there are 2 * kLag of them or more, an even number. Everything is asked of L2 kAhead pieces before, so that
+// the first pieces of a row come while the sums of the one before are added up, when nothing is free. No more of it:
+// what waits in L2 for more than a few microseconds is gone again (docs/measurements.md).
 template <typename T>
 __global__ void __launch_bounds__(640, 1)
     cross_entropy_grad_long(const T* x, T* dx, const void* labels, float* loss, float* stats, float* correct,
                             const float* factor, i64* report, i64 rows, i64 cols, i64 x_stride, i64 dx_stride,
                             i64 wide, i64 ignore_index, i64 slots, double smoothing, double z_loss,
                             double per_column) {
-    constexpr int VEC = 16 / sizeof(T), kHeld = 9, kLag = 1, kBeyond = 3, kAhead = AHEAD;
+    constexpr int VEC = 16 / sizeof(T), kHeld = 9, kLag = 1, kBeyond = 3, kAhead = 2;
     static_assert(kHeld % 3 == 0, "summed three at a time");
     extern __shared__ __align__(16) u8 memory[];
     __shared__ GroupScratch<1> scratch[2];
@@ -178,8 +172,7 @@ __global__ void __launch_bounds__(640, 1)
         // Everything walks: the compiler would keep all the multiples of `threads` in registers.
         const T* from = source;
         int to_read = ahead, to_write = left;
-        // What is to be read kAhead pieces later is fetched into L2, a line by its first thread; the last rounds fetch for
-        // the row after this one.
+        // A line is fetched into L2 by its first thread; the last rounds fetch for the row after this one.
         const int rounds = (columns / VEC + threads - 1) / threads;
         const T* fetched = from + kAhead * pitch;
         int to_fetch = thread % 8 == 0 ? to_read - kAhead * threads : 0;
@@ -280,10 +273,6 @@ __global__ void __launch_bounds__(640, 1)
         Raw<sizeof(T)> border_raw;
         clear(border_raw);
         if (label >= 0 && edge >= 0) border_raw = load_raw<T, 1>(start + edge);
-#if EARLY
-        own = pieces.owner(label, threads) == thread ? label : -1;
-        const Terms terms(smoothing, z_loss, per_column);
-#endif
         ptx::cp_async_wait<0>();
 #pragma unroll 1
         for (int s = 0; s < kLag; ++s) sum_pair();
@@ -311,22 +300,12 @@ __global__ void __launch_bounds__(640, 1)
             const float hit = first_of_its_score<true>(start, largest ? label : 0, running.top, cap, group, scratch);
             if (thread == 0) correct[row] = largest ? hit : 0.0f;
         }
-#if EARLY
-        float level = 0.0f;  // in a hurry: memory waits for the gradient
-        if (not_zero(z_loss)) level = logf(running.sum);
-#else
         const Terms terms(smoothing, z_loss, per_column);
         const float level = logf(running.sum);
         if (thread == 0)
             RowResults{loss, stats, rows}.write(row, label, terms, running.top, level, target, running.total);
         own = pieces.owner(label, threads) == thread ? label : -1;
-#endif
         gradient = Gradient<T>(terms, g, running.top, level, ptx::rcp(running.sum));
-#if EARLY
-        if (thread == threads - 1)
-            RowResults{loss, stats, rows}.write(row, label, terms, running.top, logf(running.sum), target,
-                                                running.total);
-#endif
         if (own >= 0) own_gradient = gradient.at(target, gradient.target);
         left = pieces.vectors - thread;
         out = dx + row * dx_stride;

@@ -187,7 +187,9 @@ def _plan_fwd(logits: Meta, labels: Meta):
     if not rows:
         return None, rows, cols, stride, wide, 0
     few = rows <= 2 * device_info(device).sm_count  # no more than a block of 512 threads for each half multiprocessor
-    threads = _group(cols // _WIDTH[t], 512 if few else _FORWARD_THREADS, _FORWARD_BATCH)
+    most, vectors = 512 if few else _FORWARD_THREADS, cols // _WIDTH[t]
+    batches = max(1, -(-vectors // (most * _FORWARD_BATCH)))  # a part of a batch takes as long as a whole one
+    threads = _group(vectors, most, batches * _FORWARD_BATCH)
     grid, block = _grid(rows, threads)
     launch = FWD.bind((t,), device, grid, block)
     return launch, rows, cols, stride, wide, threads
