@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rtkernels._layout import address, check_same, metadata, nothing, row_count, row_stride, rowed
+from rtkernels._layout import address, check_same, metadata, row_count, row_stride, rowed
 from rtkernels._registry import TorchOp
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _cross_entropy_reference as reference
@@ -15,21 +15,16 @@ from rtkernels.ops._cross_entropy_plans import (
     GRAD_PLANS,
     MEAN,
     NONE,
-    REDUCE_PLANS,
     SCALE_PLANS,
     aligned,
     check,
     check_options,
-    reduce_blocks,
     report,
     short_forward,
 )
+from rtkernels.ops._cross_entropy_reduce import count_rows, floats, parts_of, results_of
 
 # ---- launchers ------------------------------------------------------------------------------------------------------
-
-
-def _floats(like: Tensor, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32, device=like.device)
 
 
 def _begin(device: int):
@@ -44,48 +39,6 @@ def _end(found, device: int) -> None:
         found.raise_if_bad()
 
 
-def _parts(rows: int, like: Tensor) -> Tensor | None:
-    """Return what several blocks of a reduction leave for the last one; None if one is enough."""
-    blocks = reduce_blocks(rows)
-    return None if blocks == 1 else torch.zeros(3 * blocks + 1, dtype=torch.float32, device=like.device)
-
-
-def _reduce(losses: Tensor, correct: Tensor | None, labels: Tensor, ignore_index: int, reduction: int, parts, count):
-    """Return loss, accuracy and ``1 / rows that count`` (if `count`) from the numbers of the rows."""
-    loss, accuracy = _floats(losses), nothing(losses) if correct is None else _floats(losses)
-    factor = _floats(losses, 1) if count else None
-    rows = losses.numel()
-    if rows == 0:  # its address is null, which means something else to the kernel
-        return loss.zero_(), accuracy.zero_(), None if factor is None else factor.zero_()
-    launch = REDUCE_PLANS[losses.get_device(), True, reduce_blocks(rows)]
-    launch(
-        losses.data_ptr(), address(correct), labels.data_ptr(), loss.data_ptr(), accuracy.data_ptr(), address(factor),
-        address(parts), rows, int(labels.dtype == torch.int64), ignore_index, int(reduction == MEAN),
-    )  # fmt: skip
-    return loss, accuracy, factor
-
-
-def _count(labels: Tensor, ignore_index: int) -> Tensor:
-    blocks, parts = reduce_blocks(labels.numel()), None
-    if blocks == 1:
-        factor = _floats(labels, 1)
-    else:  # in one piece of memory: kernels that start early must not get what this one still needs
-        parts = torch.zeros(3 * blocks + 2, dtype=torch.float32, device=labels.device)
-        factor, parts = parts[-1:], parts[:-1]
-    launch = REDUCE_PLANS[labels.get_device(), False, blocks]
-    wide = int(labels.dtype == torch.int64)
-    launch(0, 0, labels.data_ptr(), 0, 0, factor.data_ptr(), address(parts), labels.numel(), wide, ignore_index, 1)
-    return factor
-
-
-def _results(losses: Tensor, correct: Tensor | None, labels: Tensor, ignore_index: int, reduction: int, parts, count):
-    if reduction == NONE:
-        shape = labels.shape
-        return losses.view(shape), nothing(losses) if correct is None else correct.view(shape), nothing(losses)
-    loss, accuracy, factor = _reduce(losses, correct, labels, ignore_index, reduction, parts, count)
-    return loss, accuracy, nothing(losses) if factor is None else factor
-
-
 def _launch_fwd(logits, labels, ignore_index, label_smoothing, z_loss, softcap, reduction, accuracy):
     check_options(label_smoothing, z_loss, softcap, reduction)
     logits, labels = _ready(logits, labels)
@@ -95,9 +48,9 @@ def _launch_fwd(logits, labels, ignore_index, label_smoothing, z_loss, softcap, 
         launch, rows, cols, stride, wide, threads = GRAD_PLANS[metadata(logits), metadata(labels), False]
     else:
         launch, rows, cols, stride, wide, threads = FWD_PLANS[metadata(logits), metadata(labels)]
-    losses, stats = _floats(logits, rows), _floats(logits, 2, rows)
-    correct = _floats(logits, rows) if accuracy else None
-    parts = None if reduction == NONE else _parts(rows, logits)
+    losses, stats = floats(logits, rows), floats(logits, 2, rows)
+    correct = floats(logits, rows) if accuracy else None
+    parts = None if reduction == NONE else parts_of(rows, logits)
     found = _begin(device)
     if launch is not None:
         more = (ignore_index, threads, label_smoothing, z_loss, label_smoothing / cols)
@@ -109,7 +62,7 @@ def _launch_fwd(logits, labels, ignore_index, label_smoothing, z_loss, softcap, 
                 found.tensor.data_ptr(), rows, cols, stride, wide, ignore_index, 0, cols, *more[1:], softcap,
             )  # fmt: skip
         _end(found, device)
-    loss, hits, factor = _results(losses, correct, labels, ignore_index, reduction, parts, True)
+    loss, hits, factor = results_of(losses, correct, labels, ignore_index, reduction, parts, True)
     return loss, hits, stats, factor
 
 
@@ -118,7 +71,7 @@ def _launch_parts(logits, labels, ignore_index, label_smoothing, softcap, first,
     logits, labels = _ready(logits, labels)
     device = logits.get_device()
     launch, rows, cols, stride, wide, threads = FWD_PLANS[metadata(logits), metadata(labels)]
-    parts = _floats(logits, 5, rows)
+    parts = floats(logits, 5, rows)
     found = _begin(device)
     if launch is not None:
         launch(
@@ -180,16 +133,16 @@ def _run_grad(logits, out, labels, ignore_index, smoothing, z_loss, softcap, red
         _run_bwd(dloss, logits, out, labels, stats, None, ignore_index, smoothing, z_loss, softcap, 0, cols)
         return loss, hits, stats
     launch, rows, *_, size = GRAD_PLANS[metadata(logits), metadata(labels), reduction == MEAN]
-    losses, stats = _floats(logits, rows), _floats(logits, 2, rows)
-    correct = _floats(logits, rows) if accuracy else None
-    parts = None if reduction == NONE else _parts(rows, logits)
+    losses, stats = floats(logits, rows), floats(logits, 2, rows)
+    correct = floats(logits, rows) if accuracy else None
+    parts = None if reduction == NONE else parts_of(rows, logits)
     found = _begin(device)
     if launch is not None:
-        factor = _count(labels, ignore_index) if reduction == MEAN else None
+        factor = count_rows(labels, ignore_index) if reduction == MEAN else None
         more = (smoothing, z_loss, smoothing / cols)
         _run_rows(launch, logits, out, labels, losses, stats, correct, factor, ignore_index, size, *more)
         _end(found, device)
-    loss, hits, _ = _results(losses, correct, labels, ignore_index, reduction, parts, False)
+    loss, hits, _ = results_of(losses, correct, labels, ignore_index, reduction, parts, False)
     return loss, hits, stats
 
 
