@@ -15,7 +15,7 @@
 
 namespace rtk {
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 inline constexpr int kForwardBlocks = 3;  // on a multiprocessor; for 4 a few registers are missing here
 #else
 inline constexpr int kForwardBlocks = 4;
