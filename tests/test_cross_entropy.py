@@ -458,10 +458,20 @@ def test_long_rows_fit_the_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> No
     """The vocabularies of today's models are held whole, shorter rows by several blocks."""
     info = plans.device_info(-1)
     monkeypatch.setattr(plans, "device_info", lambda device: type(info)("H200", info.target, 132, 227 * 1024))
-    for cols, blocks in ((157184, 1), (151936, 1), (128256, 1), (65536, 2), (32768, 4), (20000, 7)):
+    for cols, blocks in ((157184, 1), (151936, 1), (128256, 1), (65536, 2), (50257, 3), (32768, 4), (20000, 6)):
         grid, threads, slots, shared = plans.long_layout(cols // 8, 8192, 0)
         assert grid == 132 * blocks, cols
         assert (slots + plans._HELD) * threads * 8 >= cols and shared <= 227 * 1024 - plans._STATIC_SHARED
+
+
+@at("sm_90", "cuda")
+def test_reductions_of_many_rows(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks add up the rows, and the last one their sums."""
+    monkeypatch.setattr(plans, "_REDUCE_ALONE", 100)
+    monkeypatch.setattr(plans, "_REDUCE_ROWS", 64)
+    with running_on(place) as device:
+        for mode, reduction in itertools.product(("two_pass", "one_pass"), ("mean", "sum")):
+            check(make("many_rows", torch.float32, device), reduction, mode)
 
 
 @at("sm_90", "cuda")

@@ -132,37 +132,61 @@ __global__ void __launch_bounds__(256, 4)
     }
 }
 
-// One block. factor[0]: 1 / number of rows that count (0 if none does). With `loss`: out[0], the sum of the losses, and
-// accuracy[0] the sum of `correct` (if there), both times the factor for a mean; the loss of bad labels is NaN.
-// Only a template because every kernel is one; T is float.
+// factor[0]: 1 / number of rows that count (0 if none does). With `loss`: out[0], the sum of the losses, and accuracy[0]
+// the sum of `correct` (if there), both times the factor for a mean; the loss of bad labels is NaN.
+// One block; or several, of which the last one adds up what they left in `parts`, three numbers for each and a counter
+// that was 0. Only a template because every kernel is one; T is float.
 template <typename T>
 __global__ void __launch_bounds__(1024)
-    cross_entropy_reduce(const T* loss, const T* correct, const void* labels, T* out, T* accuracy, T* factor, i64 rows,
-                         i64 wide, i64 ignore_index, i64 mean) {
-    __shared__ GroupScratch<1> scratch[2];
+    cross_entropy_reduce(const T* loss, const T* correct, const void* labels, T* out, T* accuracy, T* factor, T* parts,
+                         i64 rows, i64 wide, i64 ignore_index, i64 mean) {
+    __shared__ GroupScratch<1> scratch[3];
+    __shared__ u32 arrived;
     ptx::launch_dependents();
     const RowGroup group(blockDim.x);
+    const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+    const i64 first = static_cast<i64>(block) * blockDim.x + threadIdx.x, step = static_cast<i64>(blocks) * blockDim.x;
     i64 counted = 0;
 #pragma unroll 4
-    for (i64 row = threadIdx.x; row < rows; row += blockDim.x) {
+    for (i64 row = first; row < rows; row += step) {
         const i64 label = wide ? static_cast<const i64*>(labels)[row] : static_cast<const i32*>(labels)[row];
         counted += label != ignore_index;
     }
-    const float count = group_reduce<Sum, false>(static_cast<float>(counted), group, scratch[0], 0);
-    const float inverse = count == 0.0f ? 0.0f : 1.0f / count;
-    if (threadIdx.x == 0 && factor != nullptr) factor[0] = inverse;
-    if (loss == nullptr) return;
+    float count = group_reduce<Sum, false>(static_cast<float>(counted), group, scratch[0], 0);
     ptx::wait_for_previous();
-    double sum = 0.0, hits = 0.0;
+    float whole = 0.0f, right = 0.0f;
+    if (loss != nullptr) {
+        double sum = 0.0, hits = 0.0;
 #pragma unroll 4
-    for (i64 row = threadIdx.x; row < rows; row += blockDim.x) sum += loss[row];
-    if (correct != nullptr) {
+        for (i64 row = first; row < rows; row += step) sum += loss[row];
+        if (correct != nullptr) {
 #pragma unroll 4
-        for (i64 row = threadIdx.x; row < rows; row += blockDim.x) hits += correct[row];
+            for (i64 row = first; row < rows; row += step) hits += correct[row];
+        }
+        whole = group_reduce<Sum, false>(static_cast<float>(sum), group, scratch[0], 1);
+        right = group_reduce<Sum, false>(static_cast<float>(hits), group, scratch[1], 0);
     }
-    const float whole = group_reduce<Sum, false>(static_cast<float>(sum), group, scratch[0], 1);
-    const float right = group_reduce<Sum, false>(static_cast<float>(hits), group, scratch[1], 0);
+    if (blocks > 1) {
+        if (threadIdx.x == 0) {
+            parts[block] = count, parts[blocks + block] = whole, parts[2 * blocks + block] = right;
+            __threadfence();
+            arrived = atomicAdd(reinterpret_cast<u32*>(parts + 3 * blocks), 1u);
+        }
+        __syncthreads();
+        if (arrived + 1 != static_cast<u32>(blocks)) return;
+        __threadfence();
+        float part[3] = {0.0f, 0.0f, 0.0f};
+        for (int i = static_cast<int>(threadIdx.x); i < blocks; i += static_cast<int>(blockDim.x)) {
+#pragma unroll
+            for (int k = 0; k < 3; ++k) part[k] += static_cast<volatile T*>(parts)[k * blocks + i];
+        }
+        count = group_reduce<Sum, false>(part[0], group, scratch[1], 1);
+        whole = group_reduce<Sum, false>(part[1], group, scratch[2], 0);
+        right = group_reduce<Sum, false>(part[2], group, scratch[2], 1);
+    }
     if (threadIdx.x != 0) return;
+    if (factor != nullptr) factor[0] = count == 0.0f ? 0.0f : 1.0f / count;
+    if (loss == nullptr) return;
     // The quotient, not the product with a rounded reciprocal: the mean of equal losses is that loss.
     out[0] = !mean ? whole : count == 0.0f ? 0.0f : whole / count;
     if (correct != nullptr) accuracy[0] = !mean ? right : count == 0.0f ? 0.0f : right / count;

@@ -55,15 +55,17 @@ struct Labels {
 
 // ---- rows -----------------------------------------------------------------------------------------------------------
 
-// A row of any alignment: columns [0, head) up to the first multiple of 16 bytes, `vectors` pieces of 16 bytes, and the
-// rest. Thread i of a group (16 threads at least) has edge(i), one column of head or rest, or -1.
-template <typename T>
+// A row of any alignment: columns [0, head) up to the first multiple of ALIGN bytes, `vectors` pieces of 16 bytes, and
+// the rest. Thread i of a group (of ALIGN threads at least) has edge(i), one column of head or rest, or -1.
+// Wide groups align to whole lines of 128 bytes.
+template <typename T, int ALIGN = 16>
 struct Pieces {
     static constexpr int VEC = 16 / sizeof(T);
     int head, vectors, rest;
 
     RTK_DEVICE Pieces(const T* row, int cols) {
-        head = static_cast<int>((0 - reinterpret_cast<u64>(row)) & 15u) / static_cast<int>(sizeof(T));
+        constexpr u64 kPast = ALIGN - 1;
+        head = static_cast<int>((0 - reinterpret_cast<u64>(row)) & kPast) / static_cast<int>(sizeof(T));
         head = head < cols ? head : cols;
         vectors = (cols - head) / VEC;
         rest = cols - head - vectors * VEC;

@@ -9,13 +9,14 @@
 
 namespace rtk {
 
-// Rows that fit the registers of a group: thread i has the pieces i, i + threads, ... (CHUNKS of them).
+// Rows that fit the registers of a group: thread i has the pieces i, i + threads, ... (CHUNKS of them). Without dx only
+// the results of the rows.
 template <typename T>
 __global__ void __launch_bounds__(512, 2)
     cross_entropy_grad_short(const T* x, T* dx, const void* labels, float* loss, float* stats, float* correct,
                              const float* factor, i64* report, i64 rows, i64 cols, i64 x_stride, i64 dx_stride,
                              i64 wide, i64 ignore_index, i64 threads_per_row, double smoothing, double z_loss,
-                            double per_column) {
+                             double per_column) {
     constexpr int VEC = 16 / sizeof(T), CHUNKS = 4;
     __shared__ GroupScratch<1> scratch[2];
     ptx::launch_dependents();
@@ -28,43 +29,67 @@ __global__ void __launch_bounds__(512, 2)
     const int offset = pieces.head + group.thread * VEC;
     const int ahead = (exists ? pieces.vectors : 0) - group.thread;
     const int edge = exists ? pieces.edge(group.thread) : -1;
+    const Labels labels_of{labels, wide != 0, ignore_index, 0, cols};
     Raw<16> raw[CHUNKS];
     load_batch<T>(raw, source + offset, pitch, ahead, group.threads);
+    // Requested now, looked at when the row is there.
+    const i64 name = exists ? labels_of.load(row) : ignore_index;
     const NoCap cap;
-    float border = 0.0f, target = -kInfinity;
+    float border = -kInfinity, target = -kInfinity;
     if (edge >= 0) border = score_at(source, edge, cap);
-
-    const Labels all{labels, wide != 0, ignore_index, 0, cols};
-    const int label = exists ? all.column(row, static_cast<int>(cols), report, group.thread == 0) : kIgnored;
+    const int label = labels_of.column(name, row, static_cast<int>(cols), report, group.thread == 0);
     const bool counts = label >= 0;
     if (counts) target = score_at(source, label, cap);
-    const bool totals = not_zero(smoothing);
-    Running<T> running;
-    if (counts) {
-        if (ahead > 0) running.add_batch(raw, ahead, group.threads, totals);
-        if (edge >= 0) running.add_edge(border, totals);
+    ptx::wait_for_previous();
+
+    // One maximum and one exponential for every element, which becomes its gradient.
+    const float top = reduce_row<Max, false>(fmaxf(peak_of<T, CHUNKS>(raw), border), group, scratch[0], 0);
+    const Base<T> base(top);
+    float total = 0.0f;
+    if (not_zero(smoothing)) {
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            float z[VEC], part = 0.0f;
+            unpack<T, VEC>(raw[c], z);
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) part += z[i];
+            if (c * group.threads < ahead) total += part;
+        }
+        if (edge >= 0) total += border;
+        total = reduce_row<Sum, false>(total, group, scratch[1], 0);
     }
-    running.combine(group, scratch, totals);
+    float e[CHUNKS][VEC], part[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        ptx::forget(raw[c]);
+        unpack<T, VEC>(raw[c], e[c]);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) part[i % 2] += e[c][i] = base.at(e[c][i]);
+    }
+    float sum = (part[0] + part[1]) * base.correction;
+    if (edge >= 0) sum += exponential<Base<T>::kFast>(border - anchored(top));
+    sum = reduce_row<Sum, false>(sum, group, scratch[0], 1);
     if (correct != nullptr) {
-        const bool largest = counts && target == running.top;
-        const float hit = first_of_its_score<false>(source, largest ? label : 0, running.top, cap, group, scratch);
+        const bool largest = counts && target == top;
+        const float hit = first_of_its_score<false>(source, largest ? label : 0, top, cap, group, scratch);
         if (exists && group.thread == 0) correct[row] = largest ? hit : 0.0f;
     }
-    ptx::wait_for_previous();
     __syncwarp();  // like the barriers of wider groups: the label's score has been read before any store
     if (!exists) return;
     const Terms terms(smoothing, z_loss, per_column);
-    const float level = logf(running.sum);
-    if (group.thread == 0)
-        RowResults{loss, stats, rows}.write(row, label, terms, running.top, level, target, running.total);
+    const float level = logf(sum);
+    if (group.thread == 0) RowResults{loss, stats, rows}.write(row, label, terms, top, level, target, total);
+    if (dx == nullptr) return;
     const float g = factor == nullptr ? 1.0f : factor[0];
-    const Gradient<T> gradient(terms, g, running.top, level, ptx::rcp(running.sum));
+    const Gradient<T> gradient(terms, g, top, level, ptx::rcp(sum));
     T* out = dx + row * dx_stride;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         if (c * group.threads < ahead) {
             if (counts) {
-                gradient.template store_piece<VEC>(out + offset + c * pitch, raw[c], cap);
+#pragma unroll
+                for (int i = 0; i < VEC; ++i) e[c][i] = e[c][i] * gradient.base_scale - gradient.offset;
+                store<T, VEC>(out + offset + c * pitch, e[c]);
             } else {
                 store_zeros<T, VEC>(out + offset + c * pitch);
             }
@@ -81,36 +106,21 @@ __global__ void __launch_bounds__(512, 2)
         gradient.store_one(out + label, target, cap, gradient.target);
 }
 
-// Starts fetching the first N pieces of each of a block's threads into L2.
-template <typename T, int N>
-RTK_DEVICE void fetch_ahead(const T* row, int columns, int thread, int threads) {
-    constexpr int VEC = 16 / sizeof(T);
-    const Pieces<T> pieces(row, columns);
-    if (thread % 2 != 0) return;  // lines are longer than a piece
-    row += pieces.head + thread * VEC;
-    int there = pieces.vectors - thread;
-#pragma unroll
-    for (int c = 0; c < N; ++c) {
-        if (there > 0) ptx::prefetch_l2(row);
-        row += threads * VEC;
-        there -= threads;
-    }
-}
-
 // Long rows: a persistent block holds one row on the multiprocessor: of each thread's pieces, kHeld in registers,
 // `slots` in shared memory; what is beyond is read again for the gradient, soon, so that it comes from L2.
 //
 // Memory is to be busy all the time: while the gradient of a row is written, piece by piece, the same piece of the next
 // row is fetched into the register or slot that became free, and summed up kLag pairs of slots later. A slot belongs to
-// one thread; there are 2 * kLag of them or more, an even number. While the sums of a row are added up nothing is free:
-// the first kAhead pieces of the next row are fetched into L2 then.
+// one thread; there are 2 * kLag of them or more, an even number. Everything is asked of L2 kAhead pieces before, so that
+// the first pieces of a row come while the sums of the one before are added up, when nothing is free. No more of it:
+// what waits in L2 for more than a few microseconds is gone again (docs/measurements.md).
 template <typename T>
 __global__ void __launch_bounds__(640, 1)
     cross_entropy_grad_long(const T* x, T* dx, const void* labels, float* loss, float* stats, float* correct,
                             const float* factor, i64* report, i64 rows, i64 cols, i64 x_stride, i64 dx_stride,
                             i64 wide, i64 ignore_index, i64 slots, double smoothing, double z_loss,
                             double per_column) {
-    constexpr int VEC = 16 / sizeof(T), kHeld = 9, kLag = 1, kBeyond = 2, kAhead = 6;
+    constexpr int VEC = 16 / sizeof(T), kHeld = 9, kLag = 1, kBeyond = 3, kAhead = 2;
     static_assert(kHeld % 3 == 0, "summed three at a time");
     extern __shared__ __align__(16) u8 memory[];
     __shared__ GroupScratch<1> scratch[2];
@@ -145,7 +155,7 @@ __global__ void __launch_bounds__(640, 1)
 
     auto write = [&](T* to, const Raw<16>& piece) {
         if (counts) {
-            gradient.template store_piece<VEC>(to, piece, cap);
+            ptx::st<16>(to, gradient.template piece<VEC>(piece, cap));
         } else {
             store_zeros<T, VEC>(to);
         }
@@ -156,15 +166,25 @@ __global__ void __launch_bounds__(640, 1)
     while (true) {
         // From one row to the next: the first time there is nothing to write, the last time nothing to read.
         const T* start = x + (next < count ? next : row) * x_stride;
-        source = start + Pieces<T>(start, columns).head + thread * VEC;
-        ahead = label >= 0 ? Pieces<T>(start, columns).vectors - thread : 0;
+        source = start + Pieces<T, 128>(start, columns).head + thread * VEC;
+        ahead = label >= 0 ? Pieces<T, 128>(start, columns).vectors - thread : 0;
         running.reset();
         // Everything walks: the compiler would keep all the multiples of `threads` in registers.
         const T* from = source;
         int to_read = ahead, to_write = left;
+        // A line is fetched into L2 by its first thread; the last rounds fetch for the row after this one.
+        const int rounds = (columns / VEC + threads - 1) / threads;
+        const T* fetched = from + kAhead * pitch;
+        int to_fetch = thread % 8 == 0 ? to_read - kAhead * threads : 0;
+        auto fetch = [&] {
+            if (to_fetch > 0) ptx::prefetch_l2(fetched);
+            fetched += pitch;
+            to_fetch -= threads;
+        };
 #pragma unroll
         for (int c = 0; c < kHeld; ++c) {
             if (to_write > 0) write(out, raw[c]);
+            fetch();
             if (to_read > 0) raw[c] = load_raw<T, VEC>(from);
             from += pitch, out += pitch;
             to_read -= threads, to_write -= threads;
@@ -197,6 +217,16 @@ __global__ void __launch_bounds__(640, 1)
                 ptx::st<16>(out, pair[0]);
                 if (to_write > threads) ptx::st<16>(out + pitch, pair[1]);
             }
+            if (s == (rounds - kAhead - kHeld + 1) / 2 * 2) {
+                const int after = next + static_cast<int>(gridDim.x);
+                if (after < count) {
+                    fetched = x + after * x_stride;
+                    const Pieces<T, 128> there(fetched, columns);
+                    fetched += there.head + thread * VEC;
+                    to_fetch = thread % 8 == 0 ? there.vectors - thread : 0;
+                }
+            }
+            fetch(), fetch();
             if (to_read > 0) ptx::cp_async_16(slot, from);
             if (to_read > threads) ptx::cp_async_16(slot + slot_pitch, from + pitch);
             ptx::cp_async_commit();
@@ -231,7 +261,6 @@ __global__ void __launch_bounds__(640, 1)
         // The rest of the sum, and what follows from it.
         row = next;
         next += static_cast<int>(gridDim.x);
-        if (next < count) fetch_ahead<T, kAhead>(x + next * x_stride, columns, thread, threads);
         // Requested now, looked at when the sums are there.
         ptx::wait_for_previous();
         const float g = factor == nullptr ? 1.0f : factor[0];
@@ -239,21 +268,27 @@ __global__ void __launch_bounds__(640, 1)
         Raw<sizeof(T)> target_raw;
         clear(target_raw);
         if (label >= 0) target_raw = load_raw<T, 1>(start + label);
+        const Pieces<T, 128> pieces(start, columns);
+        const int edge = pieces.edge(thread);
+        Raw<sizeof(T)> border_raw;
+        clear(border_raw);
+        if (label >= 0 && edge >= 0) border_raw = load_raw<T, 1>(start + edge);
         ptx::cp_async_wait<0>();
 #pragma unroll 1
         for (int s = 0; s < kLag; ++s) sum_pair();
         source = from;  // what is beyond
 #pragma unroll 1
-        for (; to_sum > 0; to_sum -= kBeyond * threads, from += kBeyond * pitch) {
+        for (; to_read > 0; to_read -= kBeyond * threads, from += kBeyond * pitch) {
+#pragma unroll
+            for (int c = 0; c < kBeyond; ++c) fetch();
             Raw<16> beyond[kBeyond];
-            load_batch<T>(beyond, from, pitch, to_sum, threads);
-            running.add_batch(beyond, to_sum, threads, totals);
+            load_batch<T>(beyond, from, pitch, to_read, threads);
+            running.add_batch(beyond, to_read, threads, totals);
         }
         counts = label >= 0;
-        const Pieces<T> pieces(start, columns);
-        const int edge = pieces.edge(thread);
-        const float border = counts && edge >= 0 ? score_at(start, edge, cap) : -kInfinity;
-        if (counts && edge >= 0) running.add_edge(border, totals);
+        float border[1];
+        unpack<T, 1>(border_raw, border);
+        if (counts && edge >= 0) running.add_edge(border[0], totals);
         // Its barrier also orders the label's score before any store.
         running.combine_block(group, pairs[phase], scratch[1], totals);
         phase ^= 1;
@@ -269,27 +304,34 @@ __global__ void __launch_bounds__(640, 1)
         const float level = logf(running.sum);
         if (thread == 0)
             RowResults{loss, stats, rows}.write(row, label, terms, running.top, level, target, running.total);
-        gradient = Gradient<T>(terms, g, running.top, level, ptx::rcp(running.sum));
         own = pieces.owner(label, threads) == thread ? label : -1;
+        gradient = Gradient<T>(terms, g, running.top, level, ptx::rcp(running.sum));
         if (own >= 0) own_gradient = gradient.at(target, gradient.target);
         left = pieces.vectors - thread;
         out = dx + row * dx_stride;
         if (edge >= 0) {
             if (counts) {
-                gradient.store_one(out + edge, border, cap, 0.0f);
+                gradient.store_one(out + edge, border[0], cap, 0.0f);
             } else {
                 store_zeros<T, 1>(out + edge);
             }
         }
         out += pieces.head + thread * VEC;
-        T* to = out + (kHeld + used) * pitch;
+        // What is beyond, from its end: what was read last is the likeliest to be in L2 still.
         to_write = left - (kHeld + used) * threads;
-        from = source;
+        if (to_write > 0) {
+            const int batches = (pieces.vectors - (kHeld + used) * threads - 1) / (kBeyond * threads);
+            from = source + batches * kBeyond * pitch;
+            T* to = out + (kHeld + used) * pitch + batches * kBeyond * pitch;
+            int here = to_write - batches * kBeyond * threads;
 #pragma unroll 1
-        for (; to_write > 0; to_write -= threads, from += pitch, to += pitch) {
-            Raw<16> beyond;
-            if (counts) beyond = load_raw<T, VEC>(from);
-            write(to, beyond);
+            for (; here <= to_write; here += kBeyond * threads, from -= kBeyond * pitch, to -= kBeyond * pitch) {
+                Raw<16> beyond[kBeyond];
+                load_batch<T>(beyond, from, pitch, counts ? here : 0, threads);
+#pragma unroll
+                for (int c = 0; c < kBeyond; ++c)
+                    if (here > c * threads) write(to + c * pitch, beyond[c]);
+            }
         }
         label = all.column(next_label, next, columns, report, thread == 0);
     }

@@ -15,6 +15,12 @@
 
 namespace rtk {
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+inline constexpr int kForwardBlocks = 3;  // on a multiprocessor; for 4 a few registers are missing here
+#else
+inline constexpr int kForwardBlocks = 4;
+#endif
+
 inline constexpr int kProbability = 0, kLogarithm = 1, kMixed = 2;
 
 template <bool kFast>
@@ -64,10 +70,11 @@ RTK_DEVICE bool counts(const void* labels, i64 wide, i64 ignore, i64 row) {
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
-// Sum of one row over this thread's pieces; also writes the terms if `each` is there.
-template <int BYTES, int VEC, int MODE>
-RTK_DEVICE float divergence_row(const u8* x, const u8* target, u8* each, i64 cols, const RowGroup& group, bool half,
-                                float beta) {
+// Sum of one row over this thread's pieces; also writes the terms if `each` is there, or the gradient times `scale` in x
+// (in the target with kTarget) if `out` is there.
+template <int BYTES, int VEC, int MODE, bool kTarget>
+RTK_DEVICE float divergence_row(const u8* x, const u8* target, u8* each, u8* out, i64 cols, const RowGroup& group,
+                                bool half, float beta, float scale) {
     constexpr int kAhead = VEC == 1 ? 4 : 2, kPiece = BYTES * VEC;
     constexpr bool kFast = BYTES == 2;
     const i64 pitch = group.threads * kPiece, end = cols * BYTES;
@@ -89,48 +96,64 @@ RTK_DEVICE float divergence_row(const u8* x, const u8* target, u8* each, i64 col
                 widen<BYTES, VEC>(b[k], half, t);
                 float part = 0.0f;
 #pragma unroll
-                for (int i = 0; i < VEC; ++i) part += v[i] = divergence<MODE, kFast>(v[i], t[i], beta).loss;
+                for (int i = 0; i < VEC; ++i) {
+                    const Terms terms = divergence<MODE, kFast>(v[i], t[i], beta);
+                    part += v[i] = terms.loss;
+                    t[i] = (kTarget ? terms.dtarget : terms.dx) * scale;
+                }
                 sum += part;
                 if (each != nullptr) write<BYTES, VEC>(each + at + k * pitch, half, v);
+                if (out != nullptr) write<BYTES, VEC>(out + at + k * pitch, half, t);
             }
         }
     }
     return sum;
 }
 
-// row_loss[row] = sum of the row; or each[row, column] if that is not null.
+// row_loss[row] = sum of the row; or each[row, column] if that is not null. With `out` also the gradient, for an incoming
+// gradient of 1: times total[1], or `scale` if total is null; with kLogarithm in the target if `in_target`.
 template <int BYTES, int VEC>
-__global__ void __launch_bounds__(256, 3)
-    divergence_fwd(const u8* x, const u8* target, const void* labels, float* row_loss, u8* each, i64 rows, i64 cols,
-                   i64 x_stride, i64 target_stride, i64 wide, i64 ignore, i64 threads_per_row, i64 half, i64 mode,
-                   double beta) {
+__global__ void __launch_bounds__(256, kForwardBlocks)
+    divergence_fwd(const u8* x, const u8* target, const void* labels, float* row_loss, u8* each, u8* out,
+                   const float* total, i64 rows, i64 cols, i64 x_stride, i64 target_stride, i64 wide, i64 ignore,
+                   i64 threads_per_row, i64 half, i64 mode, i64 in_target, double beta, double scale) {
     __shared__ GroupScratch<1> scratch;
     ptx::launch_dependents();
     const RowGroup group(threads_per_row);
     const i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index;
     const bool here = row < rows;
-    const float share = static_cast<float>(beta);
+    const float share = static_cast<float>(beta), times = total == nullptr ? static_cast<float>(scale) : total[1];
     const u8* x_row = x + row * x_stride * BYTES;
     const u8* target_row = target + row * target_stride * BYTES;
     u8* each_row = each == nullptr ? nullptr : each + row * cols * BYTES;
+    u8* out_row = out == nullptr ? nullptr : out + row * cols * BYTES;
+    const bool is_half = half != 0;
     float sum = 0.0f;
     if (here && counts(labels, wide, ignore, row)) {
         if (mode == kProbability) {
-            sum = divergence_row<BYTES, VEC, kProbability>(x_row, target_row, each_row, cols, group, half != 0, share);
-        } else if (mode == kLogarithm) {
-            sum = divergence_row<BYTES, VEC, kLogarithm>(x_row, target_row, each_row, cols, group, half != 0, share);
+            sum = divergence_row<BYTES, VEC, kProbability, false>(x_row, target_row, each_row, out_row, cols, group,
+                                                                  is_half, share, times);
+        } else if (mode == kMixed) {
+            sum = divergence_row<BYTES, VEC, kMixed, false>(x_row, target_row, each_row, out_row, cols, group, is_half,
+                                                            share, times);
+        } else if (!in_target) {
+            sum = divergence_row<BYTES, VEC, kLogarithm, false>(x_row, target_row, each_row, out_row, cols, group,
+                                                                is_half, share, times);
         } else {
-            sum = divergence_row<BYTES, VEC, kMixed>(x_row, target_row, each_row, cols, group, half != 0, share);
+            sum = divergence_row<BYTES, VEC, kLogarithm, true>(x_row, target_row, each_row, out_row, cols, group,
+                                                               is_half, share, times);
         }
-    } else if (here && each != nullptr) {
-        write_zeros<BYTES>(each_row, cols, group);
+    } else if (here) {
+        if (each != nullptr) write_zeros<BYTES>(each_row, cols, group);
+        if (out != nullptr) write_zeros<BYTES>(out_row, cols, group);
     }
     if (each != nullptr) return;
     sum = group_reduce<Sum, false>(sum, group, scratch, 0);
     if (here && group.thread == 0) row_loss[row] = sum;
 }
 
-// total[1] = factor, divided by the number of rows that count if `divide`; total[0] = total[1] * the sum of row_loss.
+// total[1] = factor, divided by the number of rows that count if `divide`; total[0] = total[1] * the sum of row_loss (if
+// that is there).
 // One block; sums in fp64, in a fixed order. Without any row both are 0.
 template <int THREADS>
 __global__ void __launch_bounds__(THREADS)
@@ -143,7 +166,7 @@ __global__ void __launch_bounds__(THREADS)
     i64 count = 0;
 #pragma unroll 4
     for (i64 row = threadIdx.x; row < rows; row += THREADS) {
-        sum += row_loss[row];
+        if (row_loss != nullptr) sum += row_loss[row];
         count += counts(labels, wide, ignore, row);
     }
     sums[threadIdx.x] = sum, counted[threadIdx.x] = count;

@@ -9,7 +9,7 @@ namespace rtk {
 // Rows in registers: a thread owns accesses thread, thread + threads, ... (four of them); x_cols <= 4 * N * threads.
 // x [rows, x_cols] can be read 16 bytes at a time, and so can factor [.., x_cols]; of the columns, the first q_cols are
 // quantised, the rest is zeros. With `expert`, row r has the factors of line expert[r]. With CALIBRATE, `partial` gets a
-// row of x_cols maxima per thread group of the grid. Grid: any; blocks stride over the rows.
+// row of x_cols maxima per thread group of the grid. Grid: any, blocks stride over the rows; without, one row per group.
 template <typename T, bool CALIBRATE>
 __global__ void __launch_bounds__(512, CALIBRATE ? 1 : 2)
     quantize_fp8_smooth(const T* x, const float* factor, const i32* expert, e4m3* q, float* scale, float* partial, i64 rows,
@@ -29,6 +29,7 @@ __global__ void __launch_bounds__(512, CALIBRATE ? 1 : 2)
         const i64 row = base + group.index;
         const int end = row < rows ? static_cast<int>(x_cols) : 0;
         const T* from = x + row * x_stride;
+        const float* factors = factor + (expert != nullptr && row < rows ? expert[row] * x_cols : 0);
         Raw<16> raw[kChunks];
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
@@ -36,22 +37,19 @@ __global__ void __launch_bounds__(512, CALIBRATE ? 1 : 2)
             clear(raw[c]);
             if (column < end) raw[c] = load_raw<T, N>(from + column);
         }
-        const float* factors = factor + (expert != nullptr && row < rows ? expert[row] * x_cols : 0);
-        auto smoothed = [&](int c, int column, float (&v)[N]) {
-            float times[N];
-            load_keep<float, N>(factors + column, times);
-            unpack<T, N>(raw[c], v);
-#pragma unroll
-            for (int i = 0; i < N; ++i) v[i] *= times[i];
-        };
-        float amax = 0.0f;
+        float amax = 0.0f, v[kChunks][N];
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
             const int column = (c * group.threads + group.thread) * N;
+#pragma unroll
+            for (int i = 0; i < N; ++i) v[c][i] = 0.0f;
             if (column < end) {
-                float v[N];
-                smoothed(c, column, v);
-                amax = fmaxf(amax, finite_amax(v));
+                float times[N];
+                load_keep<float, N>(factors + column, times);
+                unpack<T, N>(raw[c], v[c]);
+#pragma unroll
+                for (int i = 0; i < N; ++i) v[c][i] *= times[i];
+                amax = fmaxf(amax, finite_amax(v[c]));
             }
         }
         amax = group_reduce<MaxNumber, false>(amax, group, scratch, phase);
@@ -62,9 +60,7 @@ __global__ void __launch_bounds__(512, CALIBRATE ? 1 : 2)
         for (int c = 0; c < kChunks; ++c) {
             const int column = (c * group.threads + group.thread) * N;
             if (column < end) {
-                float v[N];
-                smoothed(c, column, v);
-                const Raw<N> codes = quantized<e4m3>(v, inverse);
+                const Raw<N> codes = quantized<e4m3>(v[c], inverse);
                 e4m3* place = q + row * q_cols + column;
                 if (whole) {
                     ptx::st<N>(place, codes);
@@ -75,15 +71,13 @@ __global__ void __launch_bounds__(512, CALIBRATE ? 1 : 2)
                 }
             }
         }
-        if constexpr (CALIBRATE) {
+        if constexpr (!CALIBRATE) return;
 #pragma unroll
-            for (int c = 0; c < kChunks; ++c)
+        for (int c = 0; c < kChunks; ++c)
 #pragma unroll
-                for (int w = 0; w < 4; ++w)
-                    words[c][w] = WordMax<T>::larger(words[c][w], WordMax<T>::finite(raw[c].w[w]));
-        }
+            for (int w = 0; w < 4; ++w)
+                words[c][w] = WordMax<T>::larger(words[c][w], WordMax<T>::finite(raw[c].w[w]));
     }
-    if constexpr (!CALIBRATE) return;
     float* to = partial + (static_cast<i64>(blockIdx.x) * group.count + group.index) * x_cols;
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {

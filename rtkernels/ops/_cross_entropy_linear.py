@@ -12,6 +12,7 @@ from rtkernels._layout import check_same, metadata, nothing, token
 from rtkernels._registry import TorchOp
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _cross_entropy_ops as rows_ops
+from rtkernels.ops import _cross_entropy_reduce as reduction_ops
 from rtkernels.ops import _cross_entropy_reference as reference
 from rtkernels.ops._cross_entropy_plans import MEAN, NONE, check_options, report
 
@@ -178,13 +179,14 @@ def _gradient_launch(logits, labels, losses, correct, factor, options):
 
 
 def _reduce_launch(losses, correct, labels, ignore_index, reduction):
-    return rows_ops._reduce(losses, correct, labels, ignore_index, reduction, False)[:2]
+    parts = reduction_ops.parts_of(losses.numel(), losses)
+    return reduction_ops.reduce_rows(losses, correct, labels, ignore_index, reduction, parts, False)[:2]
 
 
 def _launch_fwd(*args):
     found = report(args[0].get_device())
     found.raise_if_bad()
-    results = _forward(_rows_launch, _gradient_launch, rows_ops._count, _reduce_launch, args)
+    results = _forward(_rows_launch, _gradient_launch, reduction_ops.count_rows, _reduce_launch, args)
     if args[0].get_device() < 0:
         found.raise_if_bad()
     return results

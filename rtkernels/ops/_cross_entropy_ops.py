@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rtkernels._layout import address, check_same, metadata, nothing, row_count, row_stride, rowed
+from rtkernels._layout import address, check_same, metadata, row_count, row_stride, rowed
 from rtkernels._registry import TorchOp
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _cross_entropy_reference as reference
@@ -15,19 +15,16 @@ from rtkernels.ops._cross_entropy_plans import (
     GRAD_PLANS,
     MEAN,
     NONE,
-    REDUCE_PLANS,
     SCALE_PLANS,
     aligned,
     check,
     check_options,
     report,
+    short_forward,
 )
+from rtkernels.ops._cross_entropy_reduce import count_rows, floats, parts_of, results_of
 
 # ---- launchers ------------------------------------------------------------------------------------------------------
-
-
-def _floats(like: Tensor, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32, device=like.device)
 
 
 def _begin(device: int):
@@ -42,52 +39,30 @@ def _end(found, device: int) -> None:
         found.raise_if_bad()
 
 
-def _reduce(losses: Tensor, correct: Tensor | None, labels: Tensor, ignore_index: int, reduction: int, count: bool):
-    """Return loss, accuracy and ``1 / rows that count`` (if `count`) from the numbers of the rows."""
-    loss, accuracy = _floats(losses), nothing(losses) if correct is None else _floats(losses)
-    factor = _floats(losses, 1) if count else None
-    if losses.numel() == 0:  # its address is null, which means something else to the kernel
-        return loss.zero_(), accuracy.zero_(), None if factor is None else factor.zero_()
-    launch = REDUCE_PLANS[losses.get_device(), True]
-    launch(
-        losses.data_ptr(), address(correct), labels.data_ptr(), loss.data_ptr(), accuracy.data_ptr(), address(factor),
-        losses.numel(), int(labels.dtype == torch.int64), ignore_index, int(reduction == MEAN),
-    )  # fmt: skip
-    return loss, accuracy, factor
-
-
-def _count(labels: Tensor, ignore_index: int) -> Tensor:
-    factor = _floats(labels, 1)
-    launch = REDUCE_PLANS[labels.get_device(), False]
-    wide = int(labels.dtype == torch.int64)
-    launch(0, 0, labels.data_ptr(), 0, 0, factor.data_ptr(), labels.numel(), wide, ignore_index, 1)
-    return factor
-
-
-def _results(losses: Tensor, correct: Tensor | None, labels: Tensor, ignore_index: int, reduction: int, count: bool):
-    if reduction == NONE:
-        shape = labels.shape
-        return losses.view(shape), nothing(losses) if correct is None else correct.view(shape), nothing(losses)
-    loss, accuracy, factor = _reduce(losses, correct, labels, ignore_index, reduction, count)
-    return loss, accuracy, nothing(losses) if factor is None else factor
-
-
 def _launch_fwd(logits, labels, ignore_index, label_smoothing, z_loss, softcap, reduction, accuracy):
     check_options(label_smoothing, z_loss, softcap, reduction)
     logits, labels = _ready(logits, labels)
     device = logits.get_device()
-    launch, rows, cols, stride, wide, threads = FWD_PLANS[metadata(logits), metadata(labels)]
-    losses, stats = _floats(logits, rows), _floats(logits, 2, rows)
-    correct = _floats(logits, rows) if accuracy else None
+    short = not softcap and short_forward(logits.dtype, logits.shape[-1])
+    if short:
+        launch, rows, cols, stride, wide, threads = GRAD_PLANS[metadata(logits), metadata(labels), False]
+    else:
+        launch, rows, cols, stride, wide, threads = FWD_PLANS[metadata(logits), metadata(labels)]
+    losses, stats = floats(logits, rows), floats(logits, 2, rows)
+    correct = floats(logits, rows) if accuracy else None
+    parts = None if reduction == NONE else parts_of(rows, logits)
     found = _begin(device)
     if launch is not None:
-        launch(
-            logits.data_ptr(), labels.data_ptr(), losses.data_ptr(), stats.data_ptr(), address(correct),
-            found.tensor.data_ptr(), rows, cols, stride, wide, ignore_index, 0, cols, threads, label_smoothing, z_loss,
-            label_smoothing / cols, softcap,
-        )  # fmt: skip
+        more = (ignore_index, threads, label_smoothing, z_loss, label_smoothing / cols)
+        if short:
+            _run_rows(launch, logits, None, labels, losses, stats, correct, None, *more)
+        else:
+            launch(
+                logits.data_ptr(), labels.data_ptr(), losses.data_ptr(), stats.data_ptr(), address(correct),
+                found.tensor.data_ptr(), rows, cols, stride, wide, ignore_index, 0, cols, *more[1:], softcap,
+            )  # fmt: skip
         _end(found, device)
-    loss, hits, factor = _results(losses, correct, labels, ignore_index, reduction, True)
+    loss, hits, factor = results_of(losses, correct, labels, ignore_index, reduction, parts, True)
     return loss, hits, stats, factor
 
 
@@ -96,7 +71,7 @@ def _launch_parts(logits, labels, ignore_index, label_smoothing, softcap, first,
     logits, labels = _ready(logits, labels)
     device = logits.get_device()
     launch, rows, cols, stride, wide, threads = FWD_PLANS[metadata(logits), metadata(labels)]
-    parts = _floats(logits, 5, rows)
+    parts = floats(logits, 5, rows)
     found = _begin(device)
     if launch is not None:
         launch(
@@ -158,24 +133,26 @@ def _run_grad(logits, out, labels, ignore_index, smoothing, z_loss, softcap, red
         _run_bwd(dloss, logits, out, labels, stats, None, ignore_index, smoothing, z_loss, softcap, 0, cols)
         return loss, hits, stats
     launch, rows, *_, size = GRAD_PLANS[metadata(logits), metadata(labels), reduction == MEAN]
-    losses, stats = _floats(logits, rows), _floats(logits, 2, rows)
-    correct = _floats(logits, rows) if accuracy else None
+    losses, stats = floats(logits, rows), floats(logits, 2, rows)
+    correct = floats(logits, rows) if accuracy else None
+    parts = None if reduction == NONE else parts_of(rows, logits)
     found = _begin(device)
     if launch is not None:
-        factor = _count(labels, ignore_index) if reduction == MEAN else None
-        _run_rows(launch, logits, out, labels, losses, stats, correct, factor, ignore_index, size, smoothing, z_loss)
+        factor = count_rows(labels, ignore_index) if reduction == MEAN else None
+        more = (smoothing, z_loss, smoothing / cols)
+        _run_rows(launch, logits, out, labels, losses, stats, correct, factor, ignore_index, size, *more)
         _end(found, device)
-    loss, hits, _ = _results(losses, correct, labels, ignore_index, reduction, False)
+    loss, hits, _ = results_of(losses, correct, labels, ignore_index, reduction, parts, False)
     return loss, hits, stats
 
 
-def _run_rows(launch, logits, out, labels, losses, stats, correct, factor, ignore_index, size, smoothing, z_loss):
-    cols = logits.shape[-1]
+def _run_rows(launch, logits, out, labels, losses, stats, correct, factor, ignore_index, size, *more):
+    """Run a kernel of one pass; without `out` only for the results of the rows."""
     launch(
-        logits.data_ptr(), out.data_ptr(), labels.data_ptr(), losses.data_ptr(), stats.data_ptr(), address(correct),
-        address(factor), report(logits.get_device()).tensor.data_ptr(), losses.numel(), cols,
-        row_stride(logits.shape, logits.stride()), row_stride(out.shape, out.stride()),
-        int(labels.dtype == torch.int64), ignore_index, size, smoothing, z_loss, smoothing / cols,
+        logits.data_ptr(), address(out), labels.data_ptr(), losses.data_ptr(), stats.data_ptr(), address(correct),
+        address(factor), report(logits.get_device()).tensor.data_ptr(), losses.numel(), logits.shape[-1],
+        row_stride(logits.shape, logits.stride()), 0 if out is None else row_stride(out.shape, out.stride()),
+        int(labels.dtype == torch.int64), ignore_index, size, *more,
     )  # fmt: skip
 
 
@@ -196,7 +173,8 @@ def gradient_in_place(logits, labels, losses, stats, correct, factor, ignore_ind
         _run_bwd(dloss, logits, logits, labels, stats, None, ignore_index, smoothing, z_loss, softcap, 0, cols)
         return
     launch, *_, size = GRAD_PLANS[metadata(logits), metadata(labels), False]
-    _run_rows(launch, logits, logits, labels, losses, stats, correct, factor, ignore_index, size, smoothing, z_loss)
+    more = (smoothing, z_loss, smoothing / cols)
+    _run_rows(launch, logits, logits, labels, losses, stats, correct, factor, ignore_index, size, *more)
 
 
 def _launch_grad(logits, labels, ignore_index, label_smoothing, z_loss, softcap, reduction, accuracy):

@@ -19,9 +19,12 @@ _TYPES = [(t,) for t in _WIDTH]
 _FORWARD_THREADS, _BACKWARD_THREADS, _SHORT_THREADS, _CHUNKS = 256, 128, 512, 4
 _FORWARD_BATCH = 6  # kForwardBatch
 # cross_entropy_grad_long: pieces of a row that a thread has in registers, the fewest in shared memory, registers of a
-# thread, threads at most, and the pieces a thread should have (what a multiprocessor can hold).
-_HELD, _LEAST, _LONG_REGISTERS, _LONG_THREADS, _LONG_PIECES = 9, 4, 96, 640, 31
+# thread, warps of a block at least (128 bytes and a piece of single columns have a thread each).
+_HELD, _LEAST, _LONG_REGISTERS, _LEAST_WARPS = 9, 4, 96, 3
 _STATIC_SHARED = 1040
+_SHORT_FORWARD = 256  # pieces of a row up to which cross_entropy_grad_short is faster than cross_entropy_fwd
+_REDUCE_ROWS = 4096  # of a block of cross_entropy_reduce, if there are several
+_REDUCE_ALONE = 16384  # rows that one block takes alone
 
 FWD = Kernel(
     "loss/cross_entropy.cu",
@@ -46,7 +49,8 @@ REDUCE = Kernel(
     "loss/cross_entropy.cu",
     "cross_entropy_reduce",
     template="T",
-    args="loss:ptr correct:ptr labels:ptr out:ptr accuracy:ptr factor:ptr rows:i64 wide:i64 ignore_index:i64 mean:i64",
+    args="loss:ptr correct:ptr labels:ptr out:ptr accuracy:ptr factor:ptr parts:ptr rows:i64 wide:i64 "
+    "ignore_index:i64 mean:i64",
     variants=[("fp32",)],
     max_registers=64,
 )
@@ -183,7 +187,9 @@ def _plan_fwd(logits: Meta, labels: Meta):
     if not rows:
         return None, rows, cols, stride, wide, 0
     few = rows <= 2 * device_info(device).sm_count  # no more than a block of 512 threads for each half multiprocessor
-    threads = _group(cols // _WIDTH[t], 512 if few else _FORWARD_THREADS, _FORWARD_BATCH)
+    most, vectors = 512 if few else _FORWARD_THREADS, cols // _WIDTH[t]
+    batches = max(1, -(-vectors // (most * _FORWARD_BATCH)))  # a part of a batch takes as long as a whole one
+    threads = _group(vectors, most, batches * _FORWARD_BATCH)
     grid, block = _grid(rows, threads)
     launch = FWD.bind((t,), device, grid, block)
     return launch, rows, cols, stride, wide, threads
@@ -200,16 +206,26 @@ def _plan_bwd(logits: Meta, labels: Meta):
 
 
 def long_layout(vectors: int, rows: int, device: int) -> tuple[int, int, int, int]:
-    """Return grid, threads, slots and shared bytes of cross_entropy_grad_long for rows of `vectors` pieces."""
+    """Return grid, threads, slots and shared bytes of cross_entropy_grad_long for rows of `vectors` pieces.
+
+    As many blocks on a multiprocessor as hold a row each. Its registers are in four parts, and a warp's are in one.
+    """
     info = device_info(device)
-    threads = min(_LONG_THREADS, -(-vectors // (_LONG_PIECES * 32)) * 32)
-    room = (info.shared_per_block - _STATIC_SHARED) // (threads * 16)
-    slots = min(max(_LEAST, -(-vectors // threads) - _HELD + 1), room) // 2 * 2
-    shared = slots * threads * 16
-    blocks = min(
-        65536 // (_LONG_REGISTERS * threads), (info.shared_per_block + 1024) // (shared + _STATIC_SHARED + 1024)
-    )
-    return min(rows, info.sm_count * max(blocks, 1)), threads, slots, shared
+    warps = 4 * (16384 // (_LONG_REGISTERS * 32))
+    for blocks in range(warps // _LEAST_WARPS, 0, -1):
+        threads = warps // blocks * 32
+        slots = max(_LEAST, -(-(-(-vectors // threads) - _HELD) // 2) * 2)
+        room = (info.shared_per_block + 1024) // blocks - 1024 - _STATIC_SHARED
+        if slots * threads * 16 <= room:
+            break
+    else:
+        slots = room // (threads * 16) // 2 * 2
+    return min(rows, info.sm_count * blocks), threads, slots, slots * threads * 16
+
+
+def short_forward(dtype: torch.dtype, cols: int) -> bool:
+    """Return whether cross_entropy_grad_short is the kernel for the forward pass, too."""
+    return cols // _WIDTH[token("logits", dtype)] <= _SHORT_FORWARD
 
 
 def _plan_grad(logits: Meta, labels: Meta, overlap: bool):
@@ -228,8 +244,13 @@ def _plan_grad(logits: Meta, labels: Meta, overlap: bool):
     return launch, rows, cols, stride, wide, slots
 
 
-def _plan_reduce(device: int, overlap: bool):
-    return REDUCE.bind(("fp32",), device, 1, 1024, overlap=overlap)
+def reduce_blocks(rows: int) -> int:
+    """Return how many blocks of cross_entropy_reduce work on that many rows."""
+    return 1 if rows <= _REDUCE_ALONE else min(-(-rows // _REDUCE_ROWS), 1024)
+
+
+def _plan_reduce(device: int, overlap: bool, blocks: int):
+    return REDUCE.bind(("fp32",), device, blocks, 1024, overlap=overlap)
 
 
 def _plan_scale(x: Meta):

@@ -34,8 +34,8 @@ _FWD = Kernel(
     _UNIT,
     "divergence_fwd",
     template="BYTES VEC",
-    args="x:ptr target:ptr labels:ptr row_loss:ptr each:ptr rows:i64 cols:i64 x_stride:i64 target_stride:i64 wide:i64 "
-    "ignore:i64 threads_per_row:i64 half:i64 mode:i64 beta:f64",
+    args="x:ptr target:ptr labels:ptr row_loss:ptr each:ptr out:ptr total:ptr rows:i64 cols:i64 x_stride:i64 "
+    "target_stride:i64 wide:i64 ignore:i64 threads_per_row:i64 half:i64 mode:i64 in_target:i64 beta:f64 scale:f64",
     variants=_VARIANTS,
     max_registers=84,
 )

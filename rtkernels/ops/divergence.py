@@ -11,167 +11,15 @@ from torch.autograd.function import once_differentiable
 
 from rtkernels import interop
 from rtkernels._guard import constant, is_dynamo_compiling, needs_grad
-from rtkernels._layout import address, metadata, row_count, rowed
-from rtkernels._registry import Op, TorchOp
+from rtkernels._registry import Op
 from rtkernels.errors import ArgumentError
-from rtkernels.ops._divergence_plans import (
-    BWD_PLANS,
-    FWD_PLANS,
-    KERNELS,
-    LOGARITHM,
-    MIXED,
-    PROBABILITY,
-    REVERSE,
-    TOTAL_PLANS,
-    check,
-    check_bwd,
-)
-from rtkernels.ops._divergence_reference import reference_bwd, reference_each, reference_fwd
+from rtkernels.ops._cross_entropy_ops import SCALE
+from rtkernels.ops._divergence_ops import BACKWARD, BOTH, EACH, FORWARD
+from rtkernels.ops._divergence_plans import KERNELS, LOGARITHM, MIXED, PROBABILITY, REVERSE
 from rtkernels.ops.softmax import log_softmax
 from rtkernels.testing.rows import Row
 
 _REDUCTIONS = ("none", "mean", "batchmean", "sum")
-
-# ---- launchers ------------------------------------------------------------------------------------------------------
-
-
-def _dense(labels: Tensor | None) -> Tensor | None:
-    return None if labels is None else labels.contiguous()
-
-
-def _is_wide(labels: Tensor | None) -> bool:
-    return labels is not None and labels.dtype == torch.int64
-
-
-def _launch_terms(x, target, labels, ignore, mode, beta, row_loss: Tensor | None) -> Tensor | None:
-    """Fill row_loss, or return the terms one by one if it is None."""
-    if mode == REVERSE:
-        return _launch_terms(target, x, labels, ignore, LOGARITHM, beta, row_loss)
-    x, target = rowed(x), rowed(target)
-    addresses = x.data_ptr(), target.data_ptr()
-    plan = FWD_PLANS[metadata(x), metadata(target), (addresses[0] | addresses[1]) & 15, _is_wide(labels)]
-    if plan is None:
-        each = _launch_terms(x.float(), target.float(), labels, ignore, mode, beta, row_loss)
-        return None if each is None else each.to(x.dtype)
-    launch, before, after = plan
-    each = torch.empty(x.shape, dtype=x.dtype, device=x.device) if row_loss is None else None
-    launch(*addresses, address(labels), address(row_loss), address(each), *before, ignore, *after, mode, beta)
-    return each
-
-
-def _launch_fwd(
-    x: Tensor, target: Tensor, labels: Tensor | None, ignore: int, mode: int, beta: float, factor: float, divide: bool
-) -> Tensor:
-    check(metadata(x), metadata(target), metadata(labels))
-    rows = row_count(x.shape)
-    if x.numel() == 0:
-        return torch.zeros(2, dtype=torch.float32, device=x.device)
-    labels = _dense(labels)
-    row_loss = torch.empty(rows, dtype=torch.float32, device=x.device)
-    _launch_terms(x, target, labels, ignore, mode, beta, row_loss)
-    total = torch.empty(2, dtype=torch.float32, device=x.device)
-    finish = TOTAL_PLANS[(x.get_device(),)]
-    finish(
-        row_loss.data_ptr(),
-        address(labels),
-        total.data_ptr(),
-        rows,
-        int(_is_wide(labels)),
-        ignore,
-        int(divide),
-        factor,
-    )
-    return total
-
-
-def _launch_each(x: Tensor, target: Tensor, labels: Tensor | None, ignore: int, mode: int, beta: float) -> Tensor:
-    check(metadata(x), metadata(target), metadata(labels))
-    if x.numel() == 0:
-        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return _launch_terms(x, target, _dense(labels), ignore, mode, beta, None)
-
-
-def _launch_bwd(
-    grad: Tensor,
-    x: Tensor,
-    target: Tensor,
-    labels: Tensor | None,
-    total: Tensor | None,
-    ignore: int,
-    mode: int,
-    beta: float,
-    in_target: bool,
-) -> Tensor:
-    check_bwd(grad, x, target, labels, total, mode, in_target)
-    if x.numel() == 0:
-        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if mode == REVERSE:
-        x, target, mode, in_target = target, x, LOGARITHM, not in_target
-    elif mode == MIXED and in_target:
-        x, target, beta, in_target = target, x, 1.0 - beta, False
-    return _gradient(grad, x, target, _dense(labels), total, ignore, mode, beta, in_target)
-
-
-def _gradient(grad, x, target, labels, total, ignore, mode, beta, in_target) -> Tensor:
-    x, target = rowed(x), rowed(target)
-    each = None if total is not None else rowed(grad)
-    addresses = x.data_ptr(), target.data_ptr()
-    align = (addresses[0] | addresses[1] | address(each)) & 15
-    plan = BWD_PLANS[metadata(x), metadata(target), metadata(each), align, _is_wide(labels)]
-    if plan is None:
-        wide = _gradient(grad.float(), x.float(), target.float(), labels, total, ignore, mode, beta, in_target)
-        return wide.to(x.dtype)
-    launch, before, after = plan
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch(
-        *addresses,
-        address(labels),
-        grad.data_ptr(),
-        address(total),
-        address(each),
-        out.data_ptr(),
-        *before,
-        ignore,
-        *after,
-        mode,
-        int(in_target),
-        beta,
-    )
-    return out
-
-
-def _fake_fwd(x, target, labels, ignore, mode, beta, factor, divide):
-    return x.new_empty(2, dtype=torch.float32)
-
-
-def _fake_each(x, target, labels, ignore, mode, beta):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _fake_bwd(grad, x, target, labels, total, ignore, mode, beta, in_target):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-FORWARD = TorchOp(
-    "divergence_fwd(Tensor x, Tensor target, Tensor? labels, int ignore, int mode, float beta, float factor, "
-    "bool divide) -> Tensor",
-    launch=_launch_fwd,
-    reference=reference_fwd,
-    fake=_fake_fwd,
-)
-EACH = TorchOp(
-    "divergence_each_fwd(Tensor x, Tensor target, Tensor? labels, int ignore, int mode, float beta) -> Tensor",
-    launch=_launch_each,
-    reference=reference_each,
-    fake=_fake_each,
-)
-BACKWARD = TorchOp(
-    "divergence_bwd(Tensor grad, Tensor x, Tensor target, Tensor? labels, Tensor? total, int ignore, int mode, "
-    "float beta, bool in_target) -> Tensor",
-    launch=_launch_bwd,
-    reference=reference_bwd,
-    fake=_fake_bwd,
-)
 
 
 class _Divergence(torch.autograd.Function):
@@ -199,7 +47,28 @@ class _Divergence(torch.autograd.Function):
         return *grads, None, None, None, None, None, None
 
 
-def _divergence(x, target, labels, ignore, mode, beta, reduction, per_row: bool, temperature) -> Tensor:
+class _OnePass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, target, labels, ignore, mode, beta, factor, divide):
+        ctx.set_materialize_grads(False)
+        total, dx = BOTH(x, target, labels, ignore, mode, beta, factor, divide)
+        ctx.save_for_backward(dx)
+        return total[0].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        if grad is None:
+            return (None,) * 8
+        (dx,) = ctx.saved_tensors
+        if is_dynamo_compiling():
+            dx = (dx.float() * grad).to(dx.dtype)
+        else:
+            SCALE(dx, grad)
+        return dx, *(None,) * 7
+
+
+def _divergence(x, target, labels, ignore, mode, beta, reduction, per_row: bool, temperature, one_pass) -> Tensor:
     """Reduce and differentiate. per_row: "batchmean" is the mean over rows, not over the first dimension."""
     if reduction not in _REDUCTIONS:
         raise ArgumentError(f"reduction is {reduction!r}; expected one of {', '.join(_REDUCTIONS)}")
@@ -221,7 +90,9 @@ def _divergence(x, target, labels, ignore, mode, beta, reduction, per_row: bool,
             raise ArgumentError("target requires grad; expected none, or log_target=True")
         if is_dynamo_compiling():
             beta, factor = constant(beta), None if factor is None else constant(factor)
-        loss = _Divergence.apply(x, target, labels, ignore, mode, beta, factor, divide)
+        one_pass = one_pass and factor is not None and not target.requires_grad
+        function = _OnePass if one_pass else _Divergence
+        loss = function.apply(x, target, labels, ignore, mode, beta, factor, divide)
     elif factor is None:
         loss = EACH(x, target, labels, ignore, mode, beta)
     else:
@@ -248,6 +119,7 @@ def kl_div(
     ignore_index: int = -100,
     from_logits: bool = False,
     temperature: float = 1.0,
+    one_pass: bool = False,
 ) -> Tensor:
     """Return the divergence ``sum(P * (log P - log Q))`` of predictions Q from a target P, as torch's ``kl_div``.
 
@@ -267,6 +139,10 @@ def kl_div(
         from_logits: Both arguments are logits: ``log_softmax(logits / temperature)`` of each is taken first, rounded to
             their dtype, and the loss is multiplied by ``temperature ** 2``, which keeps the size of the gradients.
         temperature: Positive; other than 1 only with `from_logits`.
+        one_pass: Write the gradient in input during the forward pass, so that both tensors are read once. The backward
+            pass multiplies it by the incoming gradient, only if that is not 1 (then with a second rounding), which it
+            finds out on the device. Only one backward pass is possible. Nothing changes for "none", or where target
+            requires grad or nothing does.
 
     Returns:
         A float32 scalar, or with "none" a dense tensor of input's shape and dtype.
@@ -278,7 +154,7 @@ def kl_div(
     if from_logits:
         input, target = (log_softmax(t, scale=1.0 / temperature) for t in (input, target))
     mode = LOGARITHM if log_target or from_logits else PROBABILITY
-    return _divergence(input, target, labels, ignore_index, mode, 0.0, reduction, False, temperature)
+    return _divergence(input, target, labels, ignore_index, mode, 0.0, reduction, False, temperature, one_pass)
 
 
 def jsd(
@@ -291,6 +167,7 @@ def jsd(
     ignore_index: int = -100,
     from_logits: bool = False,
     temperature: float = 1.0,
+    one_pass: bool = False,
 ) -> Tensor:
     """Return the generalised Jensen-Shannon divergence of predictions Q and a target P.
 
@@ -309,6 +186,10 @@ def jsd(
         ignore_index: See `labels`.
         from_logits: Both arguments are logits, as for ``kl_div``.
         temperature: Positive; other than 1 only with `from_logits`.
+        one_pass: Write the gradient in input during the forward pass, so that both tensors are read once. The backward
+            pass multiplies it by the incoming gradient, only if that is not 1 (then with a second rounding), which it
+            finds out on the device. Only one backward pass is possible. Nothing changes for "none", or where target
+            requires grad or nothing does.
 
     Returns:
         A float32 scalar, or with "none" a dense tensor of input's shape and dtype.
@@ -322,7 +203,7 @@ def jsd(
     if from_logits:
         input, target = (log_softmax(t, scale=1.0 / temperature) for t in (input, target))
     mode = LOGARITHM if beta == 0.0 else REVERSE if beta == 1.0 else MIXED
-    return _divergence(input, target, labels, ignore_index, mode, beta, reduction, True, temperature)
+    return _divergence(input, target, labels, ignore_index, mode, beta, reduction, True, temperature, one_pass)
 
 
 # ---- registry -------------------------------------------------------------------------------------------------------
@@ -335,6 +216,8 @@ def _samples(device: str):
     total, one = torch.tensor([1.0, 0.5], device=device), torch.tensor(2.0, device=device)
     yield FORWARD, (x, t, None, -100, LOGARITHM, 0.0, 0.1, False)
     yield FORWARD, (x.bfloat16(), t.bfloat16(), labels, 2, MIXED, 0.5, 1.0, True)
+    yield BOTH, (x, t, labels, 2, REVERSE, 1.0, 1.0, True)
+    yield BOTH, (x.bfloat16(), t.bfloat16(), None, -100, MIXED, 0.5, 0.1, False)
     yield EACH, (x, t.exp(), labels, 2, PROBABILITY, 0.0)
     yield BACKWARD, (one, x, t, labels, total, 2, REVERSE, 1.0, False)
     yield BACKWARD, (x, x, t, None, None, -100, MIXED, 0.3, True)
@@ -349,14 +232,14 @@ def _rows() -> Iterator[Row]:
             x = torch.randn(rows, cols, dtype=torch.bfloat16, device=device, generator=generator)
             return torch.log_softmax(x, -1)
 
-        return {"x": logs(), "target": logs(), "one": torch.ones((), device=device)}
+        return {"x": logs(), "target": logs()}
 
     def both(mode: int, beta: float):
-        def ours(x: Tensor, target: Tensor, one: Tensor) -> tuple[Tensor, Tensor]:
-            total = FORWARD(x, target, None, -100, mode, beta, 1.0 / x.shape[0], False)
-            return total[0], BACKWARD(one, x, target, None, total, -100, mode, beta, False)
+        def ours(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+            total, dx = BOTH(x, target, None, -100, mode, beta, 1.0 / x.shape[0], False)
+            return total[0], dx
 
-        def plain(x: Tensor, target: Tensor, one: Tensor) -> tuple[Tensor, Tensor]:
+        def plain(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
             wide = torch.promote_types(x.dtype, torch.float32)
             a, b = x.to(wide), target.to(wide)
             p = b.exp()
@@ -379,7 +262,7 @@ OP = Op(
     "divergence",
     public=("kl_div", "jsd"),
     kernels=KERNELS,
-    torch_ops=(FORWARD, EACH, BACKWARD),
+    torch_ops=(FORWARD, BOTH, EACH, BACKWARD),
     samples=_samples,
     rows=_rows,
 )

@@ -45,7 +45,7 @@ _KERNEL = Kernel(
     args="x:ptr factor:ptr expert:ptr q:ptr scale:ptr partial:ptr rows:i64 x_cols:i64 x_stride:i64 q_cols:i64 "
     "threads_per_row:i64 pow2:i64",
     variants=[("bf16", False), ("fp32", False), ("bf16", True)],
-    max_registers=112,
+    max_registers=116,
 )
 
 # ---- launcher -------------------------------------------------------------------------------------------------------
