@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(256)
     const i32* own = rows + token * top_k;
     const u8* source = x + token * x_stride;
     const int count = static_cast<int>(top_k);
-    Choices choices;
+    Choices loaded;
     for (i64 base = 0; base < units; base += AHEAD * group.threads) {
         const i64 unit = base + group.thread;
         Raw<BYTES> raw[AHEAD];
@@ -36,12 +36,18 @@ __global__ void __launch_bounds__(256)
             clear(raw[k]);
             if (at < units) raw[k] = ptx::ld_stream<BYTES>(source + at * BYTES);
         }
+        Choices choices = loaded;
 #pragma unroll 1
         for (int first = 0; first < count; first += kChoices) {
-            if (first % kWarp == 0 && (base == 0 || count > kWarp)) choices.load(own, first, count, row_count);
+            if (first % kWarp == 0 && (base == 0 || count > kWarp)) loaded.load(own, first, count, row_count);
+            if (first % kWarp == 0) {
+                choices = loaded;
+            } else {
+                choices.advance(kChoices);
+            }
 #pragma unroll
             for (int c = 0; c < kChoices; ++c) {
-                const i32 row = choices.row_of(first + c);
+                const i32 row = choices.row_of(c);
                 if (row < 0) continue;
                 u8* target = y + (row * units + unit) * BYTES;
 #pragma unroll

@@ -82,9 +82,14 @@ struct Choices {
         if (row >= 0) place = probs.place(token, first + static_cast<int>(threadIdx.x) % kWarp);
         weight = place == nullptr ? 0.0f : probs.value(place);
     }
-    // Of choice j of the token; the whole warp calls.
-    RTK_DEVICE i32 row_of(int j) const { return __shfl_sync(0xffffffffu, row, j % kWarp); }
-    RTK_DEVICE float weight_of(int j) const { return __shfl_sync(0xffffffffu, weight, j % kWarp); }
+    // Of the choice that lane c holds; the whole warp calls. c is known to the compiler: no register for it.
+    RTK_DEVICE i32 row_of(int c) const { return __shfl_sync(0xffffffffu, row, c); }
+    RTK_DEVICE float weight_of(int c) const { return __shfl_sync(0xffffffffu, weight, c); }
+    // The choices after the first `count`.
+    RTK_DEVICE void advance(int count) {
+        row = __shfl_down_sync(0xffffffffu, row, count);
+        weight = __shfl_down_sync(0xffffffffu, weight, count);
+    }
 };
 
 // Zeros for the rows that no choice fills (slots < 0). Each warp of the first `pad_blocks` blocks looks at 32 rows;

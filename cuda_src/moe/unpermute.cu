@@ -8,9 +8,9 @@ namespace rtk {
 
 // A RowGroup of whole warps owns one token and each of its threads columns of it; all rows of CHOICES choices are requested before the
 // first is added. `carried` [rows] goes back to the choices as it is, to carried_out [tokens, top_k]. No probs: w = 1.
-// Grid: tokens / groups per block.
-template <int SIZE, int VEC, int CHOICES, int UNITS>
-__global__ void __launch_bounds__(256)
+// BLOCKS: of 256 threads, on a multiprocessor. Grid: tokens / groups per block.
+template <int SIZE, int VEC, int CHOICES, int UNITS, int BLOCKS>
+__global__ void __launch_bounds__(256, BLOCKS)
     moe_unpermute(const u8* y, const i32* rows, const u8* probs, const i32* experts, const u8* carried, u8* out,
                   u8* carried_out, i64 tokens, i64 top_k, i64 row_count, i64 vectors, i64 y_stride, i64 half,
                   i64 prob_kind, i64 prob_columns, i64 threads_per_row) {
@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(256)
     const int count = static_cast<int>(top_k);
     const i32* own = rows + token * top_k;
     const Probs table{probs, experts, prob_kind, prob_columns, count};
-    Choices choices;
+    Choices loaded;
     const int end = static_cast<int>(vectors), step = group.threads;
     y += static_cast<i64>(group.thread) * kBytes;
     for (int base = 0; base < end; base += UNITS * step) {
@@ -31,14 +31,20 @@ __global__ void __launch_bounds__(256)
         for (int u = 0; u < UNITS; ++u)
 #pragma unroll
             for (int i = 0; i < VEC; ++i) sum[u][i] = 0.0f;
+        Choices choices = loaded;
 #pragma unroll 1
         for (int first = 0; first < count; first += CHOICES) {
             const bool fresh = first % kWarp == 0 && (base == 0 || count > kWarp);
-            if (fresh) choices.load(own, first, count, row_count);
+            if (fresh) loaded.load(own, first, count, row_count);
+            if (first % kWarp == 0) {
+                choices = loaded;
+            } else {
+                choices.advance(CHOICES);
+            }
             Packed<SIZE, VEC> raw[CHOICES][UNITS];
 #pragma unroll
             for (int c = 0; c < CHOICES; ++c) {
-                const i32 row = choices.row_of(first + c);
+                const i32 row = choices.row_of(c);
                 const u8* source = y + row * y_stride + static_cast<i64>(base) * kBytes;
 #pragma unroll
                 for (int u = 0; u < UNITS; ++u) {
@@ -47,10 +53,13 @@ __global__ void __launch_bounds__(256)
                         raw[c][u] = load_packed<SIZE, VEC>(source + static_cast<i64>(u * step) * kBytes);
                 }
             }
-            if (fresh && probs != nullptr) choices.load_weight(table, token, first);
+            if (fresh && probs != nullptr) {
+                loaded.load_weight(table, token, first);
+                choices = loaded;
+            }
 #pragma unroll
             for (int c = 0; c < CHOICES; ++c) {
-                const float weight = choices.weight_of(first + c);
+                const float weight = choices.weight_of(c);
 #pragma unroll
                 for (int u = 0; u < UNITS; ++u) {
                     float v[VEC];
@@ -116,6 +125,8 @@ __global__ void __launch_bounds__(256)
         if (first % kWarp == 0) {
             choices.load(own, first, count, row_count);
             if (dy != nullptr) choices.load_weight(table, token, first);
+        } else {
+            choices.advance(kChoices);
         }
         float dot[kChoices];
 #pragma unroll
@@ -128,7 +139,7 @@ __global__ void __launch_bounds__(256)
             if (here) packed = load_packed<SIZE, VEC>(dout + token * dout_stride + at * kBytes);
 #pragma unroll
             for (int c = 0; c < kChoices; ++c) {
-                const i32 row = choices.row_of(first + c);
+                const i32 row = choices.row_of(c);
                 clear(raw[c]);
                 if (y != nullptr && row >= 0 && here)
                     raw[c] = load_packed<SIZE, VEC>(y + row * y_stride + at * kBytes);
@@ -139,8 +150,8 @@ __global__ void __launch_bounds__(256)
             for (int c = 0; c < kChoices; ++c) {
                 float v[VEC];
                 widen<SIZE, VEC>(raw[c], half != 0, v);
-                const i32 row = choices.row_of(first + c);
-                const float weight = choices.weight_of(first + c);
+                const i32 row = choices.row_of(c);
+                const float weight = choices.weight_of(c);
                 if (row >= 0) {
 #pragma unroll
                     for (int i = 0; i < VEC; ++i) dot[c] = fmaf(g[i], v[i], dot[c]);

@@ -18,6 +18,8 @@ _WARP = 32
 _PERMUTE_BLOCK, _AHEAD = 256, 4  # threads of a block, accesses of a thread in flight
 _UNPERMUTE_BLOCK, _UNPERMUTE_GROUP = 256, 256  # threads of a block, of a token at most
 _FEW, _FEW_UNITS = 2, 2  # choices up to this number are added by threads with this many accesses of each row
+_BLOCKS_PER_SM = 3  # for whose registers moe_unpermute is compiled
+_SHAPES = ((2, 8, 8, 1), (2, 8, 2, 2), (2, 1, 8, 1), (4, 4, 8, 1), (4, 4, 2, 2), (4, 1, 8, 1))
 _BACKWARD_THREADS = 256
 _PROBS_THREADS = 256
 
@@ -42,11 +44,11 @@ PROBS = Kernel(
 UNPERMUTE = Kernel(
     "moe/unpermute.cu",
     "moe_unpermute",
-    template="SIZE VEC CHOICES UNITS",
+    template="SIZE VEC CHOICES UNITS BLOCKS",
     args="y:ptr rows:ptr probs:ptr experts:ptr carried:ptr out:ptr carried_out:ptr tokens:i64 top_k:i64 row_count:i64 "
     "vectors:i64 y_stride:i64 half:i64 prob_kind:i64 prob_columns:i64 threads_per_row:i64",
-    variants=[(2, 8, 8, 1), (2, 8, 2, 2), (2, 1, 8, 1), (4, 4, 8, 1), (4, 4, 2, 2), (4, 1, 8, 1)],
-    max_registers=80,
+    variants=[(*shape, _BLOCKS_PER_SM) for shape in _SHAPES],
+    max_registers=85,
 )
 UNPERMUTE_BWD = Kernel(
     "moe/unpermute.cu",
@@ -218,7 +220,8 @@ def _plan_unpermute(
     choices, units = (_FEW, _FEW_UNITS) if vec > 1 and top_k <= _FEW else (8, 1)
     threads = _warps(-(-vectors // units), _UNPERMUTE_GROUP)
     block = max(_UNPERMUTE_BLOCK // threads, 1) * threads
-    launch = UNPERMUTE.bind((size, vec, choices, units), device, _grid(-(-tokens // (block // threads))), block)
+    variant = (size, vec, choices, units, _BLOCKS_PER_SM)
+    launch = UNPERMUTE.bind(variant, device, _grid(-(-tokens // (block // threads))), block)
     numbers = probs if probs is not None else carried
     kind, columns = (0, 0) if numbers is None else (PROB_KIND[numbers[0]], numbers[1][-1])
     half = int(dtype == torch.float16)
