@@ -26,10 +26,10 @@ struct TileExtent {
 
 // 1 x 128 along rows (ROWS), 128 x 1 along columns (COLUMNS), or both. Three barriers with COLUMNS; the next tile may
 // use the same scratch. CHOOSE: only those whose output is not null, which is the same for the whole block; extent and
-// outputs are then in shared memory, and read again where they are used.
-template <typename T, typename F8, bool WIDE, bool ROWS, bool COLUMNS, bool CHOOSE = false>
-RTK_DEVICE void quantize_tile(const TileExtent& extent, const T* x, i64 x_stride, const TileOutput<F8>& out,
-                              TileScratch<16 / sizeof(T)>& scratch, bool pow2) {
+// outputs are then in shared memory, and read again where they are used. `load(tile, raw)` reads what load_tile does.
+template <typename T, typename F8, bool WIDE, bool ROWS, bool COLUMNS, bool CHOOSE, typename Load>
+RTK_DEVICE void quantize_loaded_tile(const TileExtent& extent, const Load& load, const TileOutput<F8>& out,
+                                     TileScratch<16 / sizeof(T)>& scratch, bool pow2) {
     constexpr int N = 16 / sizeof(T);
     auto here = [&] {
         // As if the thread's number were new each time: what follows from it then takes no registers between.
@@ -38,7 +38,7 @@ RTK_DEVICE void quantize_tile(const TileExtent& extent, const T* x, i64 x_stride
         return Tile<N>(extent.rows, extent.columns, static_cast<int>(thread.w[0]));
     };
     Raw<16> raw[kTileRows];
-    load_tile<T, WIDE>(here(), x, x_stride, raw);
+    load(here(), raw);
     using Max = WordMax<T>;
     u32 column_words[4] = {0, 0, 0, 0};
     float rows[kTileRows];
@@ -81,6 +81,15 @@ RTK_DEVICE void quantize_tile(const TileExtent& extent, const T* x, i64 x_stride
         __syncthreads();
         store_columns(tile, scratch, out.transposed, out.pitch);
     }
+}
+
+template <typename T, typename F8, bool WIDE, bool ROWS, bool COLUMNS, bool CHOOSE = false>
+RTK_DEVICE void quantize_tile(const TileExtent& extent, const T* x, i64 x_stride, const TileOutput<F8>& out,
+                              TileScratch<16 / sizeof(T)>& scratch, bool pow2) {
+    auto load = [&](const Tile<16 / sizeof(T)>& tile, Raw<16>(&raw)[kTileRows]) {
+        load_tile<T, WIDE>(tile, x, x_stride, raw);
+    };
+    quantize_loaded_tile<T, F8, WIDE, ROWS, COLUMNS, CHOOSE>(extent, load, out, scratch, pow2);
 }
 
 // One scale for the tile, its codes by rows and, with COLUMNS, by columns too. `maxima` alternates between the

@@ -30,7 +30,7 @@ PERMUTE = Kernel(
     args="x:ptr rows:ptr slots:ptr scale:ptr probs:ptr experts:ptr y:ptr scale_out:ptr probs_out:ptr tokens:i64 "
     "top_k:i64 row_count:i64 units:i64 x_stride:i64 scales:i64 prob_kind:i64 prob_columns:i64 threads_per_row:i64 "
     "pad_blocks:i64",
-    variants=[(16, 4), (4, 4), (2, 4), (1, 4)],
+    variants=[(16, 4), (2, 4), (1, 4)],
     max_registers=56,
 )
 PROBS = Kernel(
@@ -186,7 +186,7 @@ def _plan_permute(
     if count == 0:
         return None, (), memory
     width = vector_bytes(align, cols * size, step * size)
-    width = width if width != 8 else 4
+    width = width if width == 16 else min(width, 2)
     units = cols * size // width
     threads = _warps(-(-units // _AHEAD), _PERMUTE_BLOCK)
     block = max(_PERMUTE_BLOCK // threads, 1) * threads
