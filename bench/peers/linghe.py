@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.peers import linghe_fp8
+from bench.peers import linghe_fp8, linghe_moe
 from bench.peers.base import Absent, Call, Table, absent, silu_only
 
 # ---- norms, gates, activations ------------------------------------------------------------------------------------
@@ -228,6 +228,7 @@ _INTO = {"linghe": _embedding_into(False), "linghe_atomic": _embedding_into(True
 
 ADAPTERS: Table = {
     **linghe_fp8.ADAPTERS,
+    **linghe_moe.ADAPTERS,
     "rms_norm_fwd": {"linghe": _rms_norm_fwd},
     "rms_norm_bwd": {"linghe": _rms_norm_bwd},
     "gate_fwd": {"linghe": _gate_fwd},

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rtkernels.ops._moe_layout import MoeIndex, build
+from rtkernels.ops._moe_layout import MoeIndex
 from rtkernels.testing.rows import Row
 
 PAD = 16
@@ -34,17 +34,26 @@ class Case(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows with padding, on average: half of what one expert can need more."""
-        padding = self.used * (PAD - 1) / 2 if self.used > 1 else 0
+        """Rows with padding: half of what each expert can need more, and four standard deviations of that sum."""
+        padding = self.used * (PAD - 1) / 2 + 4 * PAD * (self.used / 12) ** 0.5 if self.used > 1 else 0
         return -(-(self.choices + int(padding)) // PAD) * PAD
 
     def index(self, device: str, generator: torch.Generator) -> MoeIndex:
-        """Return the index of random choices with exactly the rows they need."""
+        """Return the index of random choices. Also of tensors without data, unlike ``build``."""
         logits = torch.randn(self.tokens, self.used, device=device, generator=generator)
         spread = self.experts // self.used if self.used > 1 else 1  # the unused experts lie between the others
         choices = logits.topk(self.top_k, dim=1).indices * spread
-        padded = (torch.bincount(choices.flatten(), minlength=self.experts) + PAD - 1) // PAD * PAD
-        return build(choices, self.experts, PAD, int(padded.sum()))
+        key, places = choices.flatten(), torch.arange(self.choices, device=device)
+        counts = torch.zeros(self.experts, dtype=torch.int64, device=device)
+        counts = counts.scatter_add(0, key, torch.ones_like(key))
+        ends, padded_ends = counts.cumsum(0), ((counts + PAD - 1) // PAD * PAD).cumsum(0)
+        offsets = torch.cat([torch.zeros_like(ends[:1]), padded_ends])
+        order = torch.argsort(key, stable=True)
+        row = offsets[key[order]] + places - (ends - counts)[key[order]]
+        rows = torch.empty_like(key).scatter(0, order, row).view(choices.shape)
+        slots = torch.full((self.rows,), -1, dtype=torch.int64, device=device).scatter(0, row, order)
+        dropped = torch.zeros((), dtype=torch.int64, device=device)
+        return MoeIndex(*(t.to(torch.int32) for t in (rows, choices, slots, counts, offsets, dropped)))
 
 
 MAIN = Case(8192, 2048, 256, 8, 256)
