@@ -21,9 +21,9 @@ struct GatheredTile {
 };
 
 // x [tokens, cols] can be read 16 bytes at a time. slots [rows]: the choice (token * top_k + j) of each row, or -1;
-// `divisor`: of top_k (common/abi.cuh). q or q_t is null if not wanted.
-template <typename T, typename F8>
-__global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, Tile<16 / sizeof(T)>::kBlocksPerSm)
+// `divisor`: of top_k (common/abi.cuh). q or q_t is null if not wanted. BLOCKS: of those on a multiprocessor.
+template <typename T, typename F8, int BLOCKS>
+__global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, BLOCKS)
     moe_permute_fp8(const T* x, const i32* slots, const i32* offsets, const u8* probs, const i32* experts, F8* q,
                     float* scale, F8* q_t, float* scale_t, u8* probs_out, i64 choices, i64 top_k, i64 divisor, i64 rows,
                     i64 cols, i64 x_stride, i64 expert_count, i64 row_blocks, i64 column_tiles, i64 band, i64 prob_kind,
@@ -31,14 +31,18 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, Tile<16 / size
     constexpr int N = 16 / sizeof(T);
     extern __shared__ __align__(16) u8 memory[];
     __shared__ TileScratch<N> scratch;
-    __shared__ GatheredTile<T, F8> jobs[3];
+    __shared__ GatheredTile<T, F8> jobs[4];
     __shared__ __align__(16) i32 tokens[2][kTileSide];
     const ExpertTable table(memory, offsets, 0, expert_count, rows);
     auto tiles = [&] { return table.blocks() * static_cast<u32>(column_tiles); };
-    const int thread = static_cast<int>(threadIdx.x);
+    auto self = [] {  // anew each time, so that it takes no register in between
+        Raw<4> thread = {threadIdx.x};
+        ptx::forget(thread);
+        return static_cast<int>(thread.w[0]);
+    };
 
     auto prepare = [&](u32 index, GatheredTile<T, F8>& job) {
-        if (thread != 0 || index >= tiles()) return;
+        if (threadIdx.x != 0 || index >= tiles()) return;
         const u32 per_band = table.blocks() * static_cast<u32>(band), strip = index / per_band;
         const u32 first_group = strip * static_cast<u32>(band), inside = index - strip * per_band;
         const u32 width = min(static_cast<u32>(band), static_cast<u32>(column_tiles) - first_group);
@@ -65,12 +69,14 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, Tile<16 / size
     };
     // What fills this thread's row of a tile: requested early, used late.
     auto request = [&](u32 index, const GatheredTile<T, F8>& job) {
+        const int thread = self();
         i32 slot = -1;
         if (thread < kTileSide && index < tiles() && thread < job.extent.rows)
             slot = static_cast<i32>(ptx::ld_keep<4>(slots + job.row + thread).w[0]);
         return slot;
     };
     auto receive = [&](u32 index, i32 slot, const GatheredTile<T, F8>& job, i32* to) {
+        const int thread = self();
         if (thread >= kTileSide || index >= tiles()) return;
         const bool filled = static_cast<u32>(slot) < static_cast<u32>(choices);
         const i32 token = filled ? static_cast<i32>(divided(static_cast<u32>(slot), divisor)) : -1;
@@ -85,14 +91,13 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, Tile<16 / size
     prepare(blockIdx.x + gridDim.x, jobs[1]);
     __syncthreads();
     receive(blockIdx.x, request(blockIdx.x, jobs[0]), jobs[0], tokens[0]);
-    int phase = 0, now = 0;
-    for (u32 index = blockIdx.x; index < tiles(); index += gridDim.x, phase ^= 1) {
-        const int next = now == 2 ? 0 : now + 1, after = next == 2 ? 0 : next + 1;
+    u32 turn = 0;
+    for (u32 index = blockIdx.x; index < tiles(); index += gridDim.x, ++turn) {
         __syncthreads();
-        prepare(index + 2 * gridDim.x, jobs[after]);
-        const i32 slot = request(index + gridDim.x, jobs[next]);
-        const GatheredTile<T, F8>& job = jobs[now];
-        const i32* sources = tokens[phase];
+        prepare(index + 2 * gridDim.x, jobs[(turn + 2) % 4]);
+        const i32 slot = request(index + gridDim.x, jobs[(turn + 1) % 4]);
+        const GatheredTile<T, F8>& job = jobs[turn % 4];
+        const i32* sources = tokens[turn % 2];
         auto load = [&](const Tile<N>& tile, Raw<16>(&raw)[kTileRows]) {
             const T* from = job.x + tile.column;
             Raw<16> token[kTileRows / 4];
@@ -107,11 +112,10 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, Tile<16 / size
                     raw[r] = load_raw<T, N>(from + source * x_stride);
             }
         };
-        quantize_loaded_tile<T, F8, true, true, true, true>(job.extent, load, job.out, scratch, pow2 != 0);
-        receive(index + gridDim.x, slot, jobs[next], tokens[phase ^ 1]);
-        now = next;
+        quantize_loaded_tile<T, F8, true, true, true, true, true>(job.extent, load, job.out, scratch, pow2 != 0);
+        receive(index + gridDim.x, slot, jobs[(turn + 1) % 4], tokens[(turn + 1) % 2]);
     }
-    const i64 step = static_cast<i64>(gridDim.x) * blockDim.x, own = static_cast<i64>(blockIdx.x) * blockDim.x + thread;
+    const i64 step = static_cast<i64>(gridDim.x) * blockDim.x, own = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
     const i64 used = table.entry[expert_count].row;
     for (i64 i = used * cols / 4 + own; i < rows * cols / 4; i += step) {
         if (q != nullptr) reinterpret_cast<u32*>(q)[i] = 0;

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd.function import once_differentiable
 
+from rtkernels._arch import Target
 from rtkernels._guard import needs_grad
 from rtkernels._kernel import Kernel, Plans, dense_memory, device_info
 from rtkernels._layout import address, divisor, metadata, nothing, row_stride, rowed, token, vector_bytes
@@ -25,17 +26,22 @@ from rtkernels.testing.rows import Row
 
 OUTPUTS = quantizer.OUTPUTS
 _BAND_BYTES = 16 << 20  # of x that are read together, again and again: they should stay in L2
-_BLOCKS_PER_SM = 4
+
+
+def _blocks_per_sm(target: Target) -> int:
+    return 4 if (8, 9) <= target.capability < (12, 0) else 2  # elsewhere the registers for more are just too few
+
 
 KERNEL = Kernel(
     "moe/permute_fp8.cu",
     "moe_permute_fp8",
-    template="T F8",
+    template="T F8 BLOCKS",
     args="x:ptr slots:ptr offsets:ptr probs:ptr experts:ptr q:ptr scale:ptr q_t:ptr scale_t:ptr probs_out:ptr "
     "choices:i64 top_k:i64 divisor:i64 rows:i64 cols:i64 x_stride:i64 expert_count:i64 row_blocks:i64 "
     "column_tiles:i64 band:i64 prob_kind:i64 prob_columns:i64 pow2:i64",
-    variants=[("bf16", "e4m3"), ("bf16", "e5m2")],  # other types are permuted first and then quantised
-    max_registers=64,
+    # Other types are permuted first and then quantised.
+    variants=lambda target: [("bf16", f, _blocks_per_sm(target)) for f in ("e4m3", "e5m2")],
+    max_registers=128,
 )
 
 # ---- launcher -------------------------------------------------------------------------------------------------------
@@ -70,8 +76,10 @@ def _plan(x, rows, slots, offsets, probs, experts, output: str, dtype: torch.dty
     tiles, blocks = groups_of(cols), quantizer.row_blocks(count, expert_count)
     band = max(1, min(tiles, _BAND_BYTES // (tokens * 128 * size)))
     threads = tile_threads("bf16")
-    grid = min(blocks * tiles, _BLOCKS_PER_SM * device_info(device).sm_count)
-    variant = ("bf16", token("the result", dtype, FP8_DTYPES))
+    info = device_info(device)
+    resident = _blocks_per_sm(info.target)
+    grid = min(blocks * tiles, resident * info.sm_count)
+    variant = ("bf16", token("the result", dtype, FP8_DTYPES), resident)
     launch = KERNEL.bind(variant, device, grid, threads, shared=8 * (expert_count + 1))
     shapes = quantizer._shapes(count, cols, expert_count, output)
     memory = [s and dense_memory(device, s, d) for s, d in zip(shapes, (dtype, torch.float32) * 2, strict=True)]
