@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(512)
     constexpr int N = sizeof(T) == 4 ? 4 : 8, kChunks = 4;
     __shared__ GroupScratch<1> scratch;
     const RowGroup group(threads_per_row);
-    const i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index;
+    const int row = static_cast<int>(blockIdx.x) * group.count + group.index;
     i32 token = -1, expert = -1;
     if (row < rows) {
         const u32 slot = ptx::ld_keep<4>(slots + row).w[0];
@@ -38,19 +38,18 @@ __global__ void __launch_bounds__(512)
         clear(raw[c]);
         if (column < end) raw[c] = load_raw<T, N>(from + column);
     }
-    const float* factors = factor + expert * cols;
+    const float only = scales == 1 && token >= 0 ? scale[token] : 1.0f;
     auto plain = [&](int c, int column, float (&v)[N]) {
         unpack<T, N>(raw[c], v);
         if (scales == 0) return;
-        const int group_of = scales == 1 ? 0 : column / static_cast<int>(scale_cols);
-        float times[1];
-        load_keep<float, 1>(scale + token * scales + group_of, times);
+        float times = only;
+        if (scales > 1) times = scale[token * scales + column / static_cast<int>(scale_cols)];
 #pragma unroll
-        for (int i = 0; i < N; ++i) v[i] *= times[0];
+        for (int i = 0; i < N; ++i) v[i] *= times;
     };
     auto smoothed = [&](int c, int column, float (&v)[N]) {
         float times[N];
-        load_keep<float, N>(factors + column, times);
+        load_keep<float, N>(factor + expert * cols + column, times);
         plain(c, column, v);
 #pragma unroll
         for (int i = 0; i < N; ++i) v[i] *= times[i];

@@ -21,7 +21,7 @@ from rtkernels.ops.moe_permute import as_index, with_arrays
 from rtkernels.ops.quantize_fp8_experts import MAX_EXPERTS, row_blocks
 
 E4M3 = torch.float8_e4m3fn
-_WIDER = {torch.float16: torch.float32, E4M3: torch.bfloat16, torch.float8_e5m2: torch.bfloat16}  # exact
+_WIDER = {E4M3: torch.bfloat16, torch.float8_e5m2: torch.bfloat16}  # exact
 
 KERNEL = Kernel(
     "moe/permute_channel.cu",
@@ -29,7 +29,7 @@ KERNEL = Kernel(
     template="T CODES",
     args="x:ptr slots:ptr offsets:ptr scale:ptr smooth:ptr row_factor:ptr most:ptr q_t:ptr scale_out:ptr choices:i64 "
     "divisor:i64 rows:i64 cols:i64 x_cols:i64 x_stride:i64 expert_count:i64 column_tiles:i64 pow2:i64",
-    variants=[(t, codes) for t in ("bf16", "fp32") for codes in (False, True)],
+    variants=[("bf16", False), ("bf16", True)],  # wider types are left to torch
     max_registers=128,
 )
 KERNELS = (KERNEL,)
@@ -48,21 +48,20 @@ def _check(x, rows, slots, offsets, row_factor, scale, smooth) -> None:
 
 
 def _plan(x, rows, slots, offsets, row_factor, scale, smooth, align: int):
-    """Return ``(two launches, columns to add to x, integers)``; None if there is nothing to launch."""
+    """Return ``(two launches, columns to add to x, integers)``; None if torch does it."""
     _check(x, rows, slots, offsets, row_factor, scale, smooth)
     (tokens, cols), device, size = x[1], x[3], x[0].itemsize
     count, top_k, experts = slots[1][0], rows[1][1], offsets[1][0] - 1
-    if count * cols * tokens * top_k == 0:
+    if count * cols * tokens * top_k == 0 or x[0] != torch.bfloat16:
         return None
     step, extra = row_stride(x[1], x[2]), None
     if step is None or vector_bytes(align, cols * size, step * size) != 16:
         extra = -cols % (16 // size)
         step = cols + extra
-    t = token("x", x[0])
-    tiles, threads = groups_of(cols), tile_threads(t)
+    tiles, threads = groups_of(cols), tile_threads("bf16")
     grid = min(row_blocks(count, experts) * tiles, 512 // threads * 2 * device_info(device).sm_count)
-    build_together(device, (KERNEL, (t, False)), (KERNEL, (t, True)))
-    launches = [KERNEL.bind((t, codes), device, grid, threads, shared=8 * (experts + 1)) for codes in (False, True)]
+    build_together(device, (KERNEL, ("bf16", False)), (KERNEL, ("bf16", True)))
+    launches = [KERNEL.bind(("bf16", codes), device, grid, threads, 8 * (experts + 1)) for codes in (False, True)]
     numbers = (tokens * top_k, divisor(top_k), count, cols, cols + (extra or 0), step, experts, tiles)
     return launches, extra, numbers
 
@@ -116,16 +115,22 @@ def _reference(x, rows, slots, offsets, row_factor, scale, smooth, pow2_scale):
         times = times * row_factor
     products = (z if smooth is None else z * smooth) * times[:, None]
     z = torch.where((source >= 0)[:, None], products, 0)
-    count, cols, experts = len(slots), x.shape[1], len(offsets) - 1
-    q = torch.zeros(count * cols, dtype=torch.uint8, device=x.device)
-    out = torch.empty((experts, cols), dtype=torch.float32, device=x.device)
-    first = 0
-    for e, wanted in enumerate(offsets.diff().tolist()):
-        end = min(first + max(wanted, 0), count)
-        codes, out[e] = _fp8_reference.quantize(z[first:end].t(), "row", E4M3, pow2_scale, "row")
-        q[first * cols : end * cols] = codes.view(torch.uint8).flatten()
-        first = end
-    return q.view(E4M3), out
+    count, cols, counts = len(slots), x.shape[1], offsets.diff().clamp(min=0)
+    ends = counts.cumsum(0).clamp(max=count)
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    line = torch.arange(count, device=x.device)
+    expert = torch.searchsorted(ends, line, right=True)  # past the last one behind its rows
+    most = torch.zeros((len(ends) + 1, cols), dtype=torch.float32, device=x.device)
+    finite = torch.where(z.isfinite(), z.abs(), 0.0)
+    most = most.scatter_reduce(0, expert[:, None].expand(count, cols), finite, "amax")
+    scales = _fp8_reference.scale_of(most, E4M3, pow2_scale)
+    codes = _fp8_reference.codes(z, (1.0 / scales)[expert], E4M3).view(torch.uint8)
+    own = expert.clamp(max=len(ends) - 1)
+    column = torch.arange(cols, device=x.device)
+    place = (starts[own] * cols + line - starts[own])[:, None] + column * (ends - starts)[own][:, None]
+    place = torch.where((expert < len(ends))[:, None], place, count * cols)
+    q = torch.zeros(count * cols + 1, dtype=torch.uint8, device=x.device).scatter(0, place.flatten(), codes.flatten())
+    return q[:-1].clone().view(E4M3), scales[:-1].clone()
 
 
 def _fake(x, rows, slots, offsets, row_factor, scale, smooth, pow2_scale):
