@@ -19,7 +19,7 @@ moe_permute, moe_permute_fp8 = rtkernels.moe_permute, rtkernels.moe_permute_fp8
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # (tokens, experts, k, padding, columns): experts of more than a block, of none, of odd numbers of rows, one.
 CASES = {
-    "blocks": (300, 3, 2, 16, 264),
+    "blocks": (210, 3, 2, 16, 264),
     "no padding": (90, 7, 3, 1, 136),
     "one expert": (140, 1, 1, 8, 128),
     "many experts": (60, 40, 5, 4, 40),
@@ -113,8 +113,8 @@ def test_an_index_that_is_wrong_stays_inside(place: str):
 @pytest.mark.parametrize("order", ORDERS)
 def test_order_of_threads_does_not_matter(order: str | int):
     index, cols = tiny("blocks")
-    x, probs = wild(300, cols, torch.bfloat16), numbers(300, 2)
-    for output in module.OUTPUTS:
+    x, probs = wild(210, cols, torch.bfloat16), numbers(210, 2)
+    for output in ("row", "both"):
         want = composed(x, index, probs, output=output)
         with rtkernels.emulate("sm_90", order=order), poisoned():
             same(moe_permute_fp8(x, index, probs=probs, output=output), want, f"order {order}")

@@ -65,12 +65,23 @@ def _permute_quant(x: Any, rows: Any, counts: Any, slots: Any, **_: Any) -> Call
     return lambda: triton_batch_block_pad_permute_with_indices(x, counts, indices, splits)
 
 
+def _permute_smooth(x: Any, rows: Any, experts: Any, counts: Any, slots: Any, smooth: Any, **_: Any) -> Call:
+    """The map is made beforehand; ``reverse`` multiplies by the factors as the row does. Pad rows are left as they are."""
+    from linghe.utils.gather import triton_smooth_permute_with_mask_map
+
+    _power_of_two(x.shape[1])
+    table = _map(rows, experts, counts)
+    sizes = x.shape[0], counts.shape[0], slots.shape[0], x.shape[1]
+    return lambda: triton_smooth_permute_with_mask_map(x, table, None, *sizes, smooth, reverse=True)
+
+
 _NO_WEIGHTS = {"linghe": absent("linghe adds rows without weights")}
 
 ADAPTERS: Table = {
     "permute_pad": {"linghe": _permute},
     "permute_pad_bwd": {"linghe": _permute_bwd},
     "permute_pad_quant": {"linghe": _permute_quant},
+    "permute_smooth": {"linghe": _permute_smooth},
     "unpermute_pad": {"linghe": _unpermute},
     "unpermute_pad_bwd": {"linghe": _unpermute_bwd},
     "unpermute_pad_probs": _NO_WEIGHTS,
