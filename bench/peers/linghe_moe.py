@@ -66,7 +66,7 @@ def _permute_quant(x: Any, rows: Any, counts: Any, slots: Any, **_: Any) -> Call
 
 
 def _permute_smooth(x: Any, rows: Any, experts: Any, counts: Any, slots: Any, smooth: Any, **_: Any) -> Call:
-    """The map is made beforehand; ``reverse`` multiplies by the factors as the row does. Pad rows are left as they are."""
+    """The map is made beforehand; ``reverse`` multiplies by the factors as the row does. Pad rows are not written."""
     from linghe.utils.gather import triton_smooth_permute_with_mask_map
 
     _power_of_two(x.shape[1])
