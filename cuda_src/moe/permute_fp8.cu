@@ -10,6 +10,8 @@
 
 namespace rtk {
 
+inline constexpr u32 kNowhere = 0xffffffffu;
+
 // One tile, worked out by one thread and kept in shared memory, where it costs no registers.
 template <typename T, typename F8>
 struct GatheredTile {
@@ -32,7 +34,7 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, BLOCKS)
     extern __shared__ __align__(16) u8 memory[];
     __shared__ TileScratch<N> scratch;
     __shared__ GatheredTile<T, F8> jobs[4];
-    __shared__ __align__(16) i32 tokens[2][kTileSide];
+    __shared__ __align__(16) u32 places[2][kTileSide];  // of the rows' tokens in x, in units of 16 bytes, or kNowhere
     const ExpertTable table(memory, offsets, 0, expert_count, rows);
     auto tiles = [&] { return table.blocks() * static_cast<u32>(column_tiles); };
     auto self = [] {  // anew each time, so that it takes no register in between
@@ -75,12 +77,12 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, BLOCKS)
             slot = static_cast<i32>(ptx::ld_keep<4>(slots + job.row + thread).w[0]);
         return slot;
     };
-    auto receive = [&](u32 index, i32 slot, const GatheredTile<T, F8>& job, i32* to) {
+    auto receive = [&](u32 index, i32 slot, const GatheredTile<T, F8>& job, u32* to) {
         const int thread = self();
         if (thread >= kTileSide || index >= tiles()) return;
         const bool filled = static_cast<u32>(slot) < static_cast<u32>(choices);
         const i32 token = filled ? static_cast<i32>(divided(static_cast<u32>(slot), divisor)) : -1;
-        to[thread] = token;
+        to[thread] = filled ? static_cast<u32>(token) * static_cast<u32>(x_stride / N) : kNowhere;
         if (probs_out == nullptr || !job.leads || thread >= job.extent.rows) return;
         const Probs table_of{probs, experts, prob_kind, prob_columns, static_cast<int>(top_k)};
         const u8* place = filled ? table_of.place(token, slot - token * static_cast<i32>(top_k)) : nullptr;
@@ -90,30 +92,29 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, BLOCKS)
     prepare(blockIdx.x, jobs[0]);
     prepare(blockIdx.x + gridDim.x, jobs[1]);
     __syncthreads();
-    receive(blockIdx.x, request(blockIdx.x, jobs[0]), jobs[0], tokens[0]);
+    receive(blockIdx.x, request(blockIdx.x, jobs[0]), jobs[0], places[0]);
     u32 turn = 0;
     for (u32 index = blockIdx.x; index < tiles(); index += gridDim.x, ++turn) {
         __syncthreads();
         prepare(index + 2 * gridDim.x, jobs[(turn + 2) % 4]);
         const i32 slot = request(index + gridDim.x, jobs[(turn + 1) % 4]);
         const GatheredTile<T, F8>& job = jobs[turn % 4];
-        const i32* sources = tokens[turn % 2];
+        const u32* sources = places[turn % 2];
         auto load = [&](const Tile<N>& tile, Raw<16>(&raw)[kTileRows]) {
             const T* from = job.x + tile.column;
-            Raw<16> token[kTileRows / 4];
+            Raw<16> place[kTileRows / 4];
 #pragma unroll
             for (int i = 0; i < kTileRows / 4; ++i)
-                token[i] = *reinterpret_cast<const Raw<16>*>(sources + tile.row + 4 * i);
+                place[i] = *reinterpret_cast<const Raw<16>*>(sources + tile.row + 4 * i);
 #pragma unroll
             for (int r = 0; r < kTileRows; ++r) {
-                const i32 source = static_cast<i32>(token[r / 4].w[r % 4]);
+                const u32 at = place[r / 4].w[r % 4];
                 clear(raw[r]);
-                if (source >= 0 && r < tile.rows_here && tile.columns_here > 0)
-                    raw[r] = load_raw<T, N>(from + source * x_stride);
+                if (at != kNowhere && tile.columns_here > 0) raw[r] = load_raw<T, N>(from + static_cast<u64>(at) * N);
             }
         };
         quantize_loaded_tile<T, F8, true, true, true, true, true>(job.extent, load, job.out, scratch, pow2 != 0);
-        receive(index + gridDim.x, slot, jobs[(turn + 1) % 4], tokens[(turn + 1) % 2]);
+        receive(index + gridDim.x, slot, jobs[(turn + 1) % 4], places[(turn + 1) % 2]);
     }
     const i64 step = static_cast<i64>(gridDim.x) * blockDim.x, own = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
     const i64 used = table.entry[expert_count].row;

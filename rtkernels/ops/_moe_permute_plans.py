@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -79,8 +80,8 @@ def _check_integers(name: str, got: Metadata, rank: int, device: int, of: str) -
             f"{name} has dtype {kind} and shape {tuple(got[1])}; expected int32 and {rank} dimension{'s' * (rank > 1)}"
         )
     check_same(name, got[3], device, "device index", of=of)
-    if got[1][0] >= 2**31:
-        raise ArgumentError(f"{name} has {got[1][0]} entries; expected less than 2^31")
+    if prod(got[1]) >= 2**31:
+        raise ArgumentError(f"{name} has {prod(got[1])} entries; expected less than 2^31")
 
 
 def check_probs(probs: Metadata | None, experts: Metadata | None, rows: Metadata) -> None:

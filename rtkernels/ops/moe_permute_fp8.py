@@ -71,7 +71,10 @@ def _plan(x, rows, slots, offsets, probs, experts, output: str, dtype: torch.dty
     step = row_stride(x[1], stride)
     if step is None or not dense(rows, slots, offsets, probs, experts) or x[0] != torch.bfloat16:
         return None
-    if count * cols * tokens * top_k == 0 or vector_bytes(align, cols * size, step * size) != 16:
+    # Places in x are 32-bit numbers of 16 bytes.
+    if count * cols * tokens * top_k == 0 or tokens * step * size >= 2**36:
+        return None
+    if vector_bytes(align, cols * size, step * size) != 16:
         return None
     tiles, blocks = groups_of(cols), quantizer.row_blocks(count, expert_count)
     band = max(1, min(tiles, _BAND_BYTES // (tokens * 128 * size)))
