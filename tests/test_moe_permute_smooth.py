@@ -165,4 +165,4 @@ def emulated_coverage() -> None:
     """Launch every kernel of the op in the emulator; the registry's test asks for it when this file has not run."""
     with rtkernels.emulate("sm_90"):
         moe_permute_smooth(X, INDEX, S)
-        moe_permute_smooth_t(X, INDEX)
+        moe_permute_smooth_t(X.bfloat16(), INDEX)
