@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.peers import linghe_fp8, linghe_gemm, linghe_moe, linghe_router
+from bench.peers import linghe_fp8, linghe_gemm, linghe_moe, linghe_permute, linghe_router
 from bench.peers.base import Absent, Call, Table, absent, silu_only
 
 # ---- norms, gates, activations ------------------------------------------------------------------------------------
@@ -230,6 +230,7 @@ ADAPTERS: Table = {
     **linghe_fp8.ADAPTERS,
     **linghe_gemm.ADAPTERS,
     **linghe_moe.ADAPTERS,
+    **linghe_permute.ADAPTERS,
     **linghe_router.ADAPTERS,
     "rms_norm_fwd": {"linghe": _rms_norm_fwd},
     "rms_norm_bwd": {"linghe": _rms_norm_bwd},

@@ -19,13 +19,16 @@ struct ExpertTable {
     Entry* entry;  // [experts + 1]
     int experts;
 
-    // `memory`: (experts + 1) entries of shared memory. `counts`: rows of each expert, of `width` bytes each. Negative
-    // ones count as 0, and experts end at row `rows` at the latest. The whole block calls; two barriers.
+    // `memory`: (experts + 1) entries of shared memory. `counts`: rows of each expert, of `width` bytes each; of width 0,
+    // the first row of each expert and the last one's end, 4 bytes each. Negative counts are 0, and experts end at row
+    // `rows` at the latest. The whole block calls; two barriers.
     RTK_DEVICE ExpertTable(void* memory, const void* counts, i64 width, i64 count, i64 rows)
         : entry(static_cast<Entry*>(memory)), experts(static_cast<int>(count)) {
         const u32 limit = static_cast<u32>(rows);
         for (int e = static_cast<int>(threadIdx.x); e < experts; e += static_cast<int>(blockDim.x)) {
-            const i64 wanted = width == 8 ? static_cast<const i64*>(counts)[e] : static_cast<const i32*>(counts)[e];
+            const i32* narrow = static_cast<const i32*>(counts);
+            i64 wanted = width == 8 ? static_cast<const i64*>(counts)[e] : narrow[e];
+            if (width == 0) wanted = narrow[e + 1] - wanted;
             entry[e + 1].row = static_cast<u32>(min(max(wanted, 0ll), rows));
         }
         __syncthreads();

@@ -26,10 +26,11 @@ struct TileExtent {
 
 // 1 x 128 along rows (ROWS), 128 x 1 along columns (COLUMNS), or both. Three barriers with COLUMNS; the next tile may
 // use the same scratch. CHOOSE: only those whose output is not null, which is the same for the whole block; extent and
-// outputs are then in shared memory, and read again where they are used.
-template <typename T, typename F8, bool WIDE, bool ROWS, bool COLUMNS, bool CHOOSE = false>
-RTK_DEVICE void quantize_tile(const TileExtent& extent, const T* x, i64 x_stride, const TileOutput<F8>& out,
-                              TileScratch<16 / sizeof(T)>& scratch, bool pow2) {
+// outputs are then in shared memory, and read again where they are used. `load(tile, raw)` reads what
+// load_tile does. FEW: tiles often have few rows, and a test for that pays.
+template <typename T, typename F8, bool WIDE, bool ROWS, bool COLUMNS, bool CHOOSE, bool FEW, typename Load>
+RTK_DEVICE void quantize_loaded_tile(const TileExtent& extent, const Load& load, const TileOutput<F8>& out,
+                                     TileScratch<16 / sizeof(T)>& scratch, bool pow2) {
     constexpr int N = 16 / sizeof(T);
     auto here = [&] {
         // As if the thread's number were new each time: what follows from it then takes no registers between.
@@ -37,8 +38,13 @@ RTK_DEVICE void quantize_tile(const TileExtent& extent, const T* x, i64 x_stride
         if constexpr (CHOOSE) ptx::forget(thread);
         return Tile<N>(extent.rows, extent.columns, static_cast<int>(thread.w[0]));
     };
+    // Whether this warp has no row.
+    auto idle = [&] {
+        constexpr int kWarpRows = kWarp / Tile<N>::kLanes * kTileRows;
+        return FEW && static_cast<int>(threadIdx.x) / kWarp * kWarpRows >= static_cast<int>(extent.rows);
+    };
     Raw<16> raw[kTileRows];
-    load_tile<T, WIDE>(here(), x, x_stride, raw);
+    load(here(), raw);
     using Max = WordMax<T>;
     u32 column_words[4] = {0, 0, 0, 0};
     float rows[kTileRows];
@@ -65,7 +71,7 @@ RTK_DEVICE void quantize_tile(const TileExtent& extent, const T* x, i64 x_stride
         if (!CHOOSE || out.transposed != nullptr) share_columns(here(), columns, scratch);
     }
     auto value = [&](int r, int i) { return element<T>(raw[r], i); };
-    if (ROWS && (!CHOOSE || out.q != nullptr)) {
+    if (ROWS && (!CHOOSE || (out.q != nullptr && !idle()))) {
         const Tile<N> tile = here();
         const float inverse = row_scales<F8>(tile, rows, out.scale, out.scale_step, pow2);
         store_rows<WIDE>(tile, out.q, out.stride, inverse, value);
@@ -81,6 +87,15 @@ RTK_DEVICE void quantize_tile(const TileExtent& extent, const T* x, i64 x_stride
         __syncthreads();
         store_columns(tile, scratch, out.transposed, out.pitch);
     }
+}
+
+template <typename T, typename F8, bool WIDE, bool ROWS, bool COLUMNS, bool CHOOSE = false>
+RTK_DEVICE void quantize_tile(const TileExtent& extent, const T* x, i64 x_stride, const TileOutput<F8>& out,
+                              TileScratch<16 / sizeof(T)>& scratch, bool pow2) {
+    auto load = [&](const Tile<16 / sizeof(T)>& tile, Raw<16>(&raw)[kTileRows]) {
+        load_tile<T, WIDE>(tile, x, x_stride, raw);
+    };
+    quantize_loaded_tile<T, F8, WIDE, ROWS, COLUMNS, CHOOSE, false>(extent, load, out, scratch, pow2);
 }
 
 // One scale for the tile, its codes by rows and, with COLUMNS, by columns too. `maxima` alternates between the

@@ -1,0 +1,322 @@
+"""Rows of tokens to the experts that chose them, quantised to fp8 on the way, in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.autograd.function import once_differentiable
+
+from rtkernels._arch import Target
+from rtkernels._guard import needs_grad
+from rtkernels._kernel import Kernel, Plans, dense_memory, device_info
+from rtkernels._layout import address, divisor, metadata, nothing, row_stride, rowed, token, vector_bytes
+from rtkernels._registry import Op, TorchOp
+from rtkernels.errors import ArgumentError
+from rtkernels.ops import _moe_permute_reference as reference
+from rtkernels.ops import quantize_fp8_experts as quantizer
+from rtkernels.ops._fp8_plans import FP8_DTYPES, groups_of, tile_threads
+from rtkernels.ops._moe_layout import MoeIndex, build
+from rtkernels.ops._moe_permute_plans import PROB_KIND, Metadata, check_permute, dense
+from rtkernels.ops._moe_permute_rows import CASES, Case, filled, make
+from rtkernels.ops.moe_permute import PERMUTE, PROBS, UNPERMUTE, as_index, experts_if_dense, with_arrays
+from rtkernels.testing.rows import Row
+
+OUTPUTS = quantizer.OUTPUTS
+_BAND_BYTES = 16 << 20  # of x that are read together, again and again: they should stay in L2
+
+
+def _blocks_per_sm(target: Target) -> int:
+    return 4 if (8, 9) <= target.capability < (12, 0) else 2  # elsewhere the registers for more are just too few
+
+
+KERNEL = Kernel(
+    "moe/permute_fp8.cu",
+    "moe_permute_fp8",
+    template="T F8 BLOCKS",
+    args="x:ptr slots:ptr offsets:ptr probs:ptr experts:ptr q:ptr scale:ptr q_t:ptr scale_t:ptr probs_out:ptr "
+    "choices:i64 top_k:i64 divisor:i64 rows:i64 cols:i64 x_stride:i64 expert_count:i64 row_blocks:i64 "
+    "column_tiles:i64 band:i64 prob_kind:i64 prob_columns:i64 pow2:i64",
+    # Other types are permuted first and then quantised.
+    variants=lambda target: [("bf16", f, _blocks_per_sm(target)) for f in ("e4m3", "e5m2")],
+    max_registers=128,
+)
+
+# ---- launcher -------------------------------------------------------------------------------------------------------
+
+
+def _check(
+    x: Metadata, rows: Metadata, slots: Metadata, offsets: Metadata, probs: Metadata | None, experts: Metadata | None,
+    output: str, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    token("x", x[0])
+    token("the result", dtype, FP8_DTYPES)
+    if output not in OUTPUTS:
+        raise ArgumentError(f"output is {output!r}; expected one of {', '.join(map(repr, OUTPUTS))}")
+    check_permute(x, rows, slots, None, probs, experts)
+    if offsets[0] != torch.int32 or len(offsets[1]) != 1 or not 2 <= offsets[1][0] <= quantizer.MAX_EXPERTS + 1:
+        raise ArgumentError(
+            f"index.offsets has dtype {str(offsets[0]).removeprefix('torch.')} and shape {tuple(offsets[1])}; expected "
+            f"int32 and one entry more than there are experts, at most {quantizer.MAX_EXPERTS}"
+        )
+
+
+def _plan(x, rows, slots, offsets, probs, experts, output: str, dtype: torch.dtype, pow2: bool, align: int):
+    """Return ``(launch, integers, layouts)``; None if it takes two kernels, or copies."""
+    _check(x, rows, slots, offsets, probs, experts, output, dtype)
+    (tokens, cols), stride, device, size = x[1], x[2], x[3], x[0].itemsize
+    count, top_k, expert_count = slots[1][0], rows[1][1], offsets[1][0] - 1
+    step = row_stride(x[1], stride)
+    if step is None or not dense(rows, slots, offsets, probs, experts) or x[0] != torch.bfloat16:
+        return None
+    # Places in x are 32-bit numbers of 16 bytes.
+    if count * cols * tokens * top_k == 0 or tokens * step * size >= 2**36:
+        return None
+    if vector_bytes(align, cols * size, step * size) != 16:
+        return None
+    tiles, blocks = groups_of(cols), quantizer.row_blocks(count, expert_count)
+    band = max(1, min(tiles, _BAND_BYTES // (tokens * 128 * size)))
+    threads = tile_threads("bf16")
+    info = device_info(device)
+    resident = _blocks_per_sm(info.target)
+    grid = min(blocks * tiles, resident * info.sm_count)
+    variant = ("bf16", token("the result", dtype, FP8_DTYPES), resident)
+    launch = KERNEL.bind(variant, device, grid, threads, shared=8 * (expert_count + 1))
+    shapes = quantizer._shapes(count, cols, expert_count, output)
+    memory = [s and dense_memory(device, s, d) for s, d in zip(shapes, (dtype, torch.float32) * 2, strict=True)]
+    memory.append(None if probs is None else dense_memory(device, (count,), probs[0]))
+    kind, columns = (0, 0) if probs is None else (PROB_KIND[probs[0]], probs[1][1])
+    sizes = (tokens * top_k, top_k, divisor(top_k), count, cols, step, expert_count, blocks, tiles, band)
+    return launch, (*sizes, kind, columns, pow2), memory
+
+
+PLANS = Plans(_plan)
+
+
+def _launch(
+    x: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+    offsets: Tensor,
+    probs: Tensor | None,
+    experts: Tensor | None,
+    output: str,
+    dtype: torch.dtype,
+    pow2_scale: bool,
+) -> tuple[Tensor, ...]:
+    given = (slots, offsets, probs, experts)
+    plan = PLANS[
+        (metadata(x), metadata(rows), *map(metadata, given), output, dtype, pow2_scale, x.data_ptr() & 15)
+    ]  # fmt: skip
+    if plan is None:
+        dense_index = [None if t is None else t.contiguous() for t in (rows, *given)]
+        if any(t is not None and not t.is_contiguous() for t in (rows, *given)):
+            return _launch(rowed(x), *dense_index, output, dtype, pow2_scale)
+        return _in_two(x, rows, *given, output, dtype, pow2_scale)
+    launch, numbers, memory = plan
+    outputs = [None if m is None else m[0](*m[1]) for m in memory]
+    launch(x.data_ptr(), *map(address, given), *map(address, outputs), *numbers)
+    return tuple([nothing(x) if t is None else t for t in outputs])
+
+
+def _in_two(x, rows, slots, offsets, probs, experts, output, dtype, pow2_scale) -> tuple[Tensor, ...]:
+    """Permute, then quantise; what lies behind the last expert's rows is cleared."""
+    y, _, probs_out = PERMUTE.launch(x, rows, slots, None, probs, experts)
+    counts = offsets.diff()
+    codes = quantizer.QUANTIZE.launch(y, counts, output, dtype, pow2_scale)
+    used, (count, cols) = counts.clamp(min=0).sum(), y.shape
+    for i, t in enumerate(codes[:3]):
+        if t.numel():
+            unit = groups_of(cols) if i == 1 else cols
+            bits = t.view(torch.uint8 if t.itemsize == 1 else torch.int32).view(-1)
+            bits.masked_fill_(torch.arange(count * unit, device=x.device) >= used * unit, 0)
+    return *codes, probs_out
+
+
+def _reference(x, rows, slots, offsets, probs, experts, output, dtype, pow2_scale):
+    _check(*map(metadata, (x, rows, slots, offsets, probs, experts)), output, dtype)
+    y, _, probs_out = reference.permute(x, rows, slots, None, probs, experts)
+    return *quantizer.QUANTIZE.reference(y, offsets.diff(), output, dtype, pow2_scale), probs_out
+
+
+def _fake(x, rows, slots, offsets, probs, experts, output, dtype, pow2_scale):
+    shapes = quantizer._shapes(slots.shape[0], x.shape[1], offsets.shape[0] - 1, output)
+    codes = [
+        nothing(x) if s is None else x.new_empty(s, dtype=d)
+        for s, d in zip(shapes, (dtype, torch.float32) * 2, strict=True)
+    ]
+    return *codes, nothing(x) if probs is None else probs.new_empty(slots.shape[0])
+
+
+QUANTIZE = TorchOp(
+    "moe_permute_fp8_fwd(Tensor x, Tensor rows, Tensor slots, Tensor offsets, Tensor? probs, Tensor? experts, "
+    "str output, ScalarType dtype, bool pow2_scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    launch=_launch,
+    reference=_reference,
+    fake=_fake,
+)
+
+
+# ---- public ---------------------------------------------------------------------------------------------------------
+
+
+class MoePermutedFp8(NamedTuple):
+    """Codes and scales of the permuted rows, as :class:`QuantizedExperts` has them; None for what was not asked for.
+
+    Attributes:
+        q: ``[R, H]``.
+        scale: ``[R * g]`` with ``g = ceil(H/128)``. An expert's part, with rows ``s`` to ``s + c - 1``, is
+            ``[s * g : (s + c) * g]``, a matrix ``[g, c]``.
+        q_t: ``[R * H]``. The expert's part ``[s * H : (s + c) * H]`` is a matrix ``[H, c]``.
+        scale_t: ``[blocks, H]``, one scale per 128 rows of an expert and column; rows past the last block are 0.
+        probs: ``[R]``, the probabilities carried along.
+        y: Where a gradient of x is wanted, a tensor ``[R, H]`` of x's dtype without values (one NaN, expanded): what
+            takes the gradient of the permuted rows.
+    """
+
+    q: Tensor | None
+    scale: Tensor | None
+    q_t: Tensor | None
+    scale_t: Tensor | None
+    probs: Tensor | None
+    y: Tensor | None
+
+
+class _PermuteFp8(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, probs, rows, slots, offsets, experts, output, dtype, pow2_scale):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(rows, experts)
+        ctx.columns = 0 if probs is None else probs.shape[1]
+        *codes, probs_out = QUANTIZE(x, rows, slots, offsets, probs, experts, output, dtype, pow2_scale)
+        ctx.mark_non_differentiable(*codes)
+        y = x.new_full((), float("nan")).expand(slots.shape[0], x.shape[1])
+        return *codes, None if probs is None else probs_out, y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        *_, dprobs_out, dy = grads
+        rows, experts = ctx.saved_tensors
+        dx = None if dy is None else UNPERMUTE(dy, rows, None, None, None)[0]
+        dprobs = None if dprobs_out is None else PROBS(dprobs_out, rows, experts, ctx.columns)
+        return dx, dprobs, *(None,) * 7
+
+
+def moe_permute_fp8(
+    x: Tensor,
+    index: MoeIndex,
+    *,
+    output: str = "both",
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    pow2_scale: bool = False,
+    probs: Tensor | None = None,
+    dense_probs: bool | None = None,
+) -> MoePermutedFp8:
+    """Copy the rows of tokens to where their experts expect them, as fp8 codes with block scales, in one pass.
+
+    To the bit what ``quantize_fp8_experts(moe_permute(x, index), index.offsets.diff())`` gives: an expert's pad rows
+    count as its rows (their codes are 0), groups of 128 rows start anew with each expert, and codes, scales and
+    probabilities of the rows after the last expert are 0. The permuted rows themselves are never written. bfloat16 rows
+    of whole 16 bytes take one launch, others two or more. Nothing is read by the host.
+
+    **Gradients.** Codes and scales are not differentiable; probs is. The result's ``y``, which has no memory and no
+    values, takes the gradient of the permuted rows: an ``autograd.Function`` that multiplies the codes takes it as one
+    more input and returns that gradient there. dx is then what :func:`moe_permute` has.
+
+    **Gradients as fp8.** The gradient of :func:`moe_unpermute` without weights is ``moe_permute(dout, index)``; so
+    ``moe_permute_fp8(dout, index)`` is that gradient as codes, for the backward GEMMs of the experts.
+
+    Args:
+        x: ``[T, H]``, bfloat16, float16 or float32. Any strides (a copy is made unless rows are unit-stride). May be
+            any object with ``__dlpack__``; index and results are then of its kind.
+        index: From ``moe_index``, for these T tokens.
+        output: "row" (q and scale), "transposed" (q_t and scale_t) or "both".
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        pow2_scale: Round scales up to a power of two.
+        probs: Numbers to carry along, as for :func:`moe_permute`.
+        dense_probs: As for :func:`moe_permute`.
+
+    Returns:
+        A :class:`MoePermutedFp8`; everything in it but y is dense.
+    """
+    if not isinstance(x, Tensor):
+        options: dict[str, Any] = {"output": output, "dtype": dtype, "pow2_scale": pow2_scale}
+        return with_arrays(moe_permute_fp8, x, index, **options, probs=probs, dense_probs=dense_probs)
+    index = as_index(index)
+    experts = experts_if_dense(probs, index, dense_probs)
+    y = None
+    if is_grad_enabled() and needs_grad(x, probs):
+        *codes, probs_out, y = _PermuteFp8.apply(
+            x, probs, index.rows, index.slots, index.offsets, experts, output, dtype, pow2_scale
+        )
+        y = y if x.requires_grad else None
+    else:
+        *codes, probs_out = QUANTIZE(
+            x, index.rows, index.slots, index.offsets, probs, experts, output, dtype, pow2_scale
+        )
+    q, scale, q_t, scale_t = codes
+    by_rows, transposed = output != "transposed", output != "row"
+    return MoePermutedFp8(
+        q if by_rows else None,
+        scale if by_rows else None,
+        q_t if transposed else None,
+        scale_t if transposed else None,
+        None if probs is None else probs_out,
+        y,
+    )
+
+
+# ---- registry -------------------------------------------------------------------------------------------------------
+
+
+def _samples(device: str):
+    g = torch.Generator(device).manual_seed(0)
+    choices = torch.stack([torch.randperm(5, generator=g, device=device)[:3] for _ in range(70)])
+    index = build(choices, 5, 16, 320)
+    x, probs = torch.randn(70, 136, generator=g, device=device), torch.rand(70, 3, generator=g, device=device)
+    parts = index.rows, index.slots, index.offsets
+    yield QUANTIZE, (x.bfloat16(), *parts, probs, None, "both", FP8_DTYPES[0], False)
+    yield QUANTIZE, (x, *parts, None, None, "row", FP8_DTYPES[1], True)
+    yield QUANTIZE, (x.half(), *parts, x[:, :5].contiguous(), index.experts, "transposed", FP8_DTYPES[0], True)
+
+
+def _bytes(case: Case) -> int:
+    blocks = case.rows // 128 + case.used // 2
+    codes = 2 * case.rows * case.cols + 4 * (case.rows * groups_of(case.cols) + blocks * case.cols)
+    return 2 * case.tokens * case.cols + codes + 4 * case.rows
+
+
+def _plain(x: Tensor, rows: Tensor, slots: Tensor, **_: Any) -> tuple[Tensor, ...]:
+    """The codes by rows in plain torch; what takes the time is the gather and these."""
+    y = filled(x, slots, rows.shape[1])
+    y = y if y.dtype == torch.float64 else y.float()
+    scale = (y.unflatten(1, (-1, 128)).abs().amax(-1) / 448).clamp(min=1e-30)
+    codes = (y * (1 / scale).repeat_interleave(128, 1)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return codes, scale.t().contiguous(), codes.t().contiguous()
+
+
+def _rows() -> Iterator[Row]:
+    for case in CASES:
+        yield Row(
+            name="permute_pad_quant",
+            shape=case.shape,
+            make=lambda device, g, case=case: make(case, device, g, "x"),
+            ours=lambda x, rows, slots, offsets, **_: QUANTIZE(
+                x, rows, slots, offsets, None, None, "both", FP8_DTYPES[0], False
+            ),
+            torch=_plain,
+            bytes=_bytes(case),
+        )
+
+
+OP = Op(
+    "moe_permute_fp8",
+    public=("moe_permute_fp8",),
+    kernels=(KERNEL,),
+    torch_ops=(QUANTIZE,),
+    samples=_samples,
+    rows=_rows,
+)
