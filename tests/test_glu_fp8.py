@@ -268,6 +268,7 @@ def emulated_coverage() -> None:
     """Run every kernel of the op in the emulator; test_registry.py checks that it does."""
     with running_on("sm_90") as device:
         check(make("experts", torch.bfloat16, device))
+        check(Inputs(torch.ones(1, 2 * 24 * 128, dtype=torch.bfloat16, device=device)))  # many tiles
         check_backward(make("weight", torch.bfloat16, device), layout="transposed")
         check(make("merged_1d", torch.bfloat16, device), "relu")
         __import__("test_glu_fp8_smooth").check_smooth(make("merged_1d", torch.bfloat16, device))
@@ -412,6 +413,19 @@ def test_many_tiles_for_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
         check(inputs, scales="column")
         check(inputs, "relu", layout="row")
         check_backward(inputs, layout="transposed")
+    plans.FWD_PLANS.clear(), plans.BWD_PLANS.clear()
+
+
+@emulated
+def test_one_tile_per_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU whose blocks have so many tiles that the forward reads them when it needs them."""
+    with monkeypatch.context() as patch, running_on("sm_90") as device:
+        patch.setattr(plans, "_AHEAD_TURNS", 0), patch.setattr(plans, "_MANY_TURNS", 0)
+        for case in ("two_tiles", "experts"):
+            plans.FWD_PLANS.clear(), plans.BWD_PLANS.clear()
+            inputs = make_backward(case, torch.bfloat16, device)
+            check(inputs)
+            check_backward(inputs)
     plans.FWD_PLANS.clear(), plans.BWD_PLANS.clear()
 
 

@@ -48,20 +48,6 @@ RTK_DEVICE float row_weight(float weights, int r) {
     return __shfl_sync(0xffffffffu, weights, static_cast<int>(threadIdx.x) / 16 % 2 * kTileRows + r);
 }
 
-// Sums of the thread's numbers over the 16 lanes of a row, scattered: each lane gets that of its row lane % 8.
-RTK_DEVICE float scattered_sum(float (&v)[kTileRows], int thread) {
-#pragma unroll
-    for (int half = kTileRows / 2; half > 0; half /= 2) {
-        const bool upper = (thread & half) != 0;
-#pragma unroll
-        for (int i = 0; i < half; ++i) {
-            const float kept = upper ? v[i + half] : v[i], given = upper ? v[i] : v[i + half];
-            v[i] = kept + __shfl_xor_sync(0xffffffffu, given, half);
-        }
-    }
-    return v[0] + __shfl_xor_sync(0xffffffffu, v[0], kTileRows);
-}
-
 template <typename Larger>
 RTK_DEVICE void find_maxima(const Square& v, float (&rows)[kTileRows], float (&columns)[8], const Larger& larger) {
 #pragma unroll
@@ -98,11 +84,11 @@ RTK_DEVICE void store_aligned(const TileScratch<8>& scratch, const Tile<8>& tile
     }
 }
 
-// Quantises v, the thread's part of the tile at `place`, or (`right`) of the one `cols` columns to the right of it.
+// Quantises v, the thread's part of the tile at `place`.
 // Every thread of the block calls; there is at least one barrier, and the scratch may be used again.
-RTK_DEVICE void quantize_square(const Square& v, const TilePlace& place, u32 cols, bool right, const Quantized& out,
+RTK_DEVICE void quantize_square(const Square& v, const TilePlace& place, u32 cols, const Quantized& out,
                                 TileScratch<8>& scratch) {
-    const u32 column = place.column + (right ? cols : 0u);
+    const u32 column = place.column;
     float rows[kTileRows], most[8];
     find_maxima(v, rows, most, [](float a, float b) { return fmaxf(a, fabsf(b)); });
     constexpr float kLargest = 3.40282347e38f;

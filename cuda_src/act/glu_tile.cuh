@@ -9,9 +9,8 @@
 #pragma once
 #include "act/glu_quant_counts.cuh"
 #include "common/fp8_scale.cuh"
+#include "common/pressure.cuh"
 #include "common/vec.cuh"
-#include "ptx/forget.cuh"
-#include "ptx/math.cuh"
 
 namespace rtk {
 
@@ -85,25 +84,6 @@ struct TileWalk {
     }
 };
 
-// This thread's number, as if it were new: what follows from it takes no registers until then.
-RTK_DEVICE u32 this_thread() {
-    Raw<4> raw = {threadIdx.x};
-    ptx::forget(raw);
-    return raw.w[0];
-}
-
-// In one instruction, unlike that of 64-bit numbers.
-RTK_DEVICE u64 product(u32 a, u32 b) { return static_cast<u64>(a) * b; }
-
-// A pointer whose origin the compiler forgets: from then on it adds to it, and does not work it out anew for each row.
-template <typename T>
-RTK_DEVICE T* settled(T* p) {
-    const u64 bits = reinterpret_cast<u64>(p);
-    Raw<8> raw = {static_cast<u32>(bits), static_cast<u32>(bits >> 32)};
-    ptx::forget(raw);
-    return reinterpret_cast<T*>(static_cast<u64>(raw.w[1]) << 32 | raw.w[0]);
-}
-
 // The thread's part of a tile: its first row and column, and how many of its rows (0 or less: none) exist.
 struct Part {
     int warp, lane, row, column, rows;
@@ -115,12 +95,6 @@ struct Part {
         rows = static_cast<int>(rows_of_tile) - row;
     }
 };
-
-// The reciprocal of a scale, correctly rounded: scales are far from where __frcp_rn has to take the long way.
-RTK_DEVICE float inverse_scale(float scale) {
-    const float near = ptx::rcp(scale);
-    return fmaf(near, fmaf(-scale, near, 1.0f), near);
-}
 
 struct TileScratch512 {
     __align__(16) u8 codes[kSide * kSide];

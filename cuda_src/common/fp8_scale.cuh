@@ -10,6 +10,7 @@
 #include "common/abi.cuh"
 #include "common/convert.cuh"
 #include "common/types.cuh"
+#include "ptx/math.cuh"
 
 namespace rtk {
 
@@ -44,6 +45,12 @@ RTK_DEVICE float fp8_scale(float amax, bool pow2) {
     const float quotient = fmaf(fmaf(-near, kMax, amax), kInverse, near);
     const u32 bits = __float_as_uint(fmaxf(quotient, kScaleFloor));
     return __uint_as_float(pow2 ? (bits + 0x7fffffu) & 0xff800000u : bits);
+}
+
+// The reciprocal of a scale, correctly rounded: scales are far from where __frcp_rn has to take the long way.
+RTK_DEVICE float inverse_scale(float scale) {
+    const float near = ptx::rcp(scale);
+    return fmaf(near, fmaf(-scale, near, 1.0f), near);
 }
 
 template <typename F8, int N>

@@ -1,0 +1,26 @@
+// Against register pressure: values that the compiler is to work out where they are used.
+#pragma once
+#include "ptx/forget.cuh"
+
+namespace rtk {
+
+// This thread's number, as if it were new: what follows from it takes no registers until then.
+RTK_DEVICE u32 this_thread() {
+    Raw<4> raw = {threadIdx.x};
+    ptx::forget(raw);
+    return raw.w[0];
+}
+
+// In one instruction, unlike that of 64-bit numbers.
+RTK_DEVICE u64 product(u32 a, u32 b) { return static_cast<u64>(a) * b; }
+
+// A pointer whose origin the compiler forgets: from then on it adds to it, and does not work it out anew for each row.
+template <typename T>
+RTK_DEVICE T* settled(T* p) {
+    const u64 bits = reinterpret_cast<u64>(p);
+    Raw<8> raw = {static_cast<u32>(bits), static_cast<u32>(bits >> 32)};
+    ptx::forget(raw);
+    return reinterpret_cast<T*>(static_cast<u64>(raw.w[1]) << 32 | raw.w[0]);
+}
+
+}  // namespace rtk
