@@ -41,33 +41,43 @@ struct MapTile {
 template <int VEC, int THREADS>
 __global__ void __launch_bounds__(THREADS)
     row_id_count(const u8* map, u8* table, i64 tokens, i64 per_chunk, i64 experts, i64 width) {
-    extern __shared__ __align__(16) u32 count[];  // [stride]
+    __shared__ __align__(16) u32 part[THREADS * VEC];  // [groups][experts of a tile]
     ptx::launch_dependents();
     const ChunkTable chunks(table, width, gridDim.x, experts);
     const MapTile<VEC, THREADS> tile(experts);
     const Chunk mine(tokens, per_chunk);
-    for (int e = threadIdx.x; e < chunks.stride; e += THREADS) count[e] = 0;
-    __syncthreads();
     for (int start = 0; start < tile.columns; start += tile.width) {
-        const int at = start + tile.column;
         u32 sum[VEC];
 #pragma unroll
         for (u32& s : sum) s = 0;
         for (i64 token = mine.from; token < mine.to; token += tile.tokens()) {
             u32 flags[kTokens], bytes = 0;
-            tile.load(map, token + tile.group, mine.to, tile.groups, at, flags);
+            tile.load(map, token + tile.group, mine.to, tile.groups, start + tile.column, flags);
 #pragma unroll
             for (int k = 0; k < kTokens; ++k) bytes += flags[k];
 #pragma unroll
             for (int b = 0; b < VEC; ++b) sum[b] += bytes >> (8 * b) & 0xffu;
         }
-        if (tile.group < tile.groups && at < tile.columns)
+        if (start != 0) __syncthreads();
 #pragma unroll
-            for (int b = 0; b < VEC; ++b)
-                if (sum[b] != 0) atomicAdd(&count[at * VEC + b], sum[b]);
+        for (int b = 0; b < VEC; ++b) part[threadIdx.x * VEC + b] = sum[b];
+        __syncthreads();
+        const int length = tile.width * VEC, here = min(tile.columns - start, tile.width) * VEC;
+        for (int quad = threadIdx.x; 4 * quad < here; quad += THREADS) {
+            u32 count[4] = {0, 0, 0, 0};
+#pragma unroll 4
+            for (int g = 0; g < tile.groups; ++g) {
+                const u32* p = part + g * length + 4 * quad;
+                if constexpr (VEC == 4) {
+                    const uint4 four = *reinterpret_cast<const uint4*>(p);
+                    count[0] += four.x, count[1] += four.y, count[2] += four.z, count[3] += four.w;
+                } else {
+                    for (int i = 0; i < 4 && 4 * quad + i < here; ++i) count[i] += p[i];
+                }
+            }
+            chunks.write(blockIdx.x, start * VEC / 4 + quad, count);
+        }
     }
-    __syncthreads();
-    chunks.write(blockIdx.x, count);
 }
 
 template <int VEC, int THREADS>
@@ -75,54 +85,77 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     row_id_place(const u8* map, const u8* table, i32* ids, i32* counts, i32* offsets, i64 tokens, i64 per_chunk,
                  i64 experts, i64 row_count, i64 multiple, i64 width) {
     extern __shared__ __align__(16) u32 memory[];
+    __shared__ u32 column[THREADS];  // [groups][width] counts in bytes
     const ChunkTable chunks(table, width, gridDim.x, experts);
-    const RowLayout rows(memory, chunks.stride, experts, row_count, multiple);
-    u32* column = rows.end();  // [groups][width] counts in bytes
+    const RowLayout rows(memory, chunks, experts, row_count, multiple);
     const MapTile<VEC, THREADS> tile(experts);
     const Chunk mine(tokens, per_chunk);
     const int own_token = tile.group * kTokens;
-    u32 flags[kTokens];
+    u32 flags[kTokens], bytes = 0, above = 0;
+    // The counts of this thread and of those above it; one barrier.
+    const auto rank = [&] {
+        bytes = above = 0;
+#pragma unroll
+        for (int k = 0; k < kTokens; ++k) bytes += flags[k];
+        column[threadIdx.x] = bytes;
+        __syncthreads();
+        if (tile.group < tile.groups)
+            for (int g = 0; g < tile.group; ++g) above += column[g * tile.width + tile.column];
+    };
     tile.load(map, mine.from + own_token, mine.to, 1, tile.column, flags);
-    rows.clear();
-    __syncthreads();
+    // A chunk of one tile is filled with -1 while the counts are being made; only pairs that are routed are left.
+    const bool one_tile = tile.columns == tile.width && per_chunk <= tile.tokens();
+    if (one_tile && tile.group < tile.groups) {
+        Raw<4 * VEC> none;
+#pragma unroll
+        for (u32& word : none.w) word = 0xffffffffu;
+        i32* target = ids + (mine.from + own_token) * experts + tile.column * VEC;
+#pragma unroll
+        for (int k = 0; k < kTokens; ++k)
+            if (mine.from + own_token + k < mine.to) ptx::st<4 * VEC>(target + k * experts, none);
+    }
+    rank();
     ptx::wait_for_previous();
     rows.find(chunks, blockIdx.x);
 
-    for (int start = 0; start < tile.columns; start += tile.width) {
+    int start = 0;
+    i64 token = mine.from;
+    while (start < tile.columns && token < mine.to) {
         const int at = start + tile.column;
         const bool active = tile.group < tile.groups && at < tile.columns;
-        for (i64 token = mine.from; token < mine.to; token += tile.tokens()) {
-            if (start != 0 || token != mine.from) tile.load(map, token + own_token, mine.to, 1, at, flags);
-            u32 bytes = 0, above = 0;
+        u32 next[VEC];
+        if (active) {
 #pragma unroll
-            for (int k = 0; k < kTokens; ++k) bytes += flags[k];
-            if (active) column[threadIdx.x] = bytes;
+            for (int b = 0; b < VEC; ++b) next[b] = rows.base[at * VEC + b] + (above >> (8 * b) & 0xffu);
+        }
+        i32* target = ids + (token + own_token) * experts + at * VEC;
+        const int here = active ? static_cast<int>(min(mine.to - token - own_token, static_cast<i64>(kTokens))) : 0;
+        token += tile.tokens();
+        if (token >= mine.to) token = mine.from, start += tile.width;
+        u32 later[kTokens];  // flags of the next tile
+        if (!one_tile) {
+            tile.load(map, token + own_token, mine.to, 1, start + tile.column, later);
             __syncthreads();
-            u32 next[VEC];
-            if (active) {
-                for (int g = 0; g < tile.group; ++g) above += column[g * tile.width + tile.column];
-#pragma unroll
-                for (int b = 0; b < VEC; ++b) next[b] = rows.base[at * VEC + b] + (above >> (8 * b) & 0xffu);
-            }
-            __syncthreads();
-            if (!active) continue;
-            if (tile.group == tile.groups - 1)
+            if (active && tile.group == tile.groups - 1)
 #pragma unroll
                 for (int b = 0; b < VEC; ++b) rows.base[at * VEC + b] = next[b] + (bytes >> (8 * b) & 0xffu);
-            i32* target = ids + (token + own_token) * experts + at * VEC;
-#pragma unroll
-            for (int k = 0; k < kTokens; ++k) {
-                Raw<4 * VEC> row;
-#pragma unroll
-                for (int b = 0; b < VEC; ++b) {
-                    const u32 flag = flags[k] >> (8 * b) & 1u;
-                    row.w[b] = flag != 0 && next[b] < rows.rows ? next[b] : 0xffffffffu;
-                    next[b] += flag;
-                }
-                if (token + own_token + k < mine.to) ptx::st<4 * VEC>(target, row);
-                target += experts;
-            }
         }
+#pragma unroll
+        for (int k = 0; k < kTokens; ++k) {
+            Raw<4 * VEC> row;
+#pragma unroll
+            for (int b = 0; b < VEC; ++b) {
+                const u32 flag = flags[k] >> (8 * b) & 1u;
+                row.w[b] = flag != 0 && next[b] < rows.rows ? next[b] : 0xffffffffu;
+                next[b] += flag;
+            }
+            if (k < here && (!one_tile || flags[k] != 0)) ptx::st<4 * VEC>(target, row);
+            target += experts;
+        }
+        if (one_tile) break;
+#pragma unroll
+        for (int k = 0; k < kTokens; ++k) flags[k] = later[k];
+        rank();
     }
     if (blockIdx.x == 0) rows.write(counts, offsets);
 }

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rtkernels._kernel import Allocate, Kernel, Plans, build_together, dense_memory, device_info
+from rtkernels.ops._moe_layout import layout_bytes
 
 _THREADS, _WARPS = 512, 16
 MOST_DIGIT_BITS = 9
@@ -54,7 +55,7 @@ def _plan(tokens: int, rows: int, fill_bytes: int, device: int):
         if i % 2 == 0:
             launch = _COUNT.bind((_THREADS,), device, grid, _THREADS, 4 * columns, overlap=i > 0)
         else:
-            shared = 4 * (3 * columns + 4) + 2 * columns * (_WARPS + 1)
+            shared = layout_bytes(digits, chunks, _THREADS) + 2 * columns * (_WARPS + 1)
             launch = _PLACE.bind((_THREADS,), device, grid, _THREADS, shared, overlap=True)
         steps.append((launch, i // 2 * digit_bits, fill_from, filled))
     sizes = (tokens, each, chunks, digits, width)

@@ -9,7 +9,7 @@ import torch
 from rtkernels._kernel import Kernel, Plans, build_together, dense_memory, device_info
 from rtkernels._layout import row_stride, vector_bytes
 from rtkernels.errors import ArgumentError
-from rtkernels.ops._moe_layout import MAX_EXPERTS
+from rtkernels.ops._moe_layout import MAX_EXPERTS, layout_bytes
 
 Meta = tuple[Any, ...]
 INDEX_DTYPES, MAP_DTYPES = (torch.int32, torch.int64), (torch.bool, torch.uint8)
@@ -153,7 +153,7 @@ def _plan_index(routing: Meta, experts: int, top_k: int, multiple_of: int, rows:
     width = count_bytes(each * top_k)
     columns = -(-experts // 4) * 4  # of the table
     warps = _ranking_warps(experts)
-    shared = 4 * (3 * columns + 4) + 2 * columns * (warps + 1)
+    shared = layout_bytes(experts, chunks, _THREADS) + 2 * columns * (warps + 1)
     vec = 4 if vector_bytes(align, experts, most=4) == 4 else 1
     first, variant = (_LIST, (vec, _THREADS)) if mapped else (_COUNT, (_THREADS,))
     build_together(device, (first, variant), (_PLACE, (_THREADS,)))
@@ -187,9 +187,9 @@ def _plan_map(routing: Meta, multiple_of: int, rows: int, align: int):
     columns = -(-experts // 4) * 4  # of the table
     variant = (4 if vector_bytes(align, experts, most=4) == 4 else 1, _THREADS)
     build_together(device, (_MAP_COUNT, variant), (_MAP_PLACE, variant))
-    shared = 4 * (3 * columns + 4) + 4 * _THREADS
+    shared = layout_bytes(experts, chunks, _THREADS)
     return (
-        _MAP_COUNT.bind(variant, device, chunks, _THREADS, 4 * columns),
+        _MAP_COUNT.bind(variant, device, chunks, _THREADS),
         (tokens, each, experts, width),
         _MAP_PLACE.bind(variant, device, chunks, _THREADS, shared, overlap=True),
         (tokens, each, experts, rows, multiple_of, width),

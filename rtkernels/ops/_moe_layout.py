@@ -35,6 +35,13 @@ class MoeIndex(NamedTuple):
     dropped: Tensor
 
 
+def layout_bytes(experts: int, chunks: int, threads: int) -> int:
+    """Return the bytes of shared memory that the layout of rows in moe/chunks.cuh takes."""
+    columns = -(-experts // 4) * 4
+    groups = max(min(threads // (columns // 4), -(-chunks // 8)), 1)
+    return 4 * ((2 * groups + 1) * columns + 4)
+
+
 def most_rows(tokens: int, top_k: int, experts: int, multiple_of: int = 1) -> int:
     """Return the most rows, pad rows included, that `tokens` tokens with `top_k` choices among `experts` can need."""
     choices = tokens * min(top_k, experts)
