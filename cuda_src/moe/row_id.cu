@@ -1,6 +1,6 @@
 // The row of every routed (token, expert) pair as a dense map [tokens, experts], -1 where a token is not routed: rows
-// sorted by expert, inside an expert by token, every expert's rows padded to a multiple. Two launches, one block for each
-// chunk of tokens in both (moe/chunks.cuh): row_id_count counts, row_id_place writes.
+// sorted by expert, inside an expert by token, every expert's rows padded to a multiple. Two launches with the same
+// blocks, one or (many experts) a few for each chunk of tokens (moe/chunks.cuh): row_id_count counts, row_id_place writes.
 //
 // A thread owns VEC neighbouring experts and kTokens tokens in a row; threads with the same experts are a column, and
 // the counts of those above are added to a thread's own. Counts of up to 248 tokens are kept in bytes, four in a word.
@@ -10,21 +10,25 @@ namespace rtk {
 
 inline constexpr int kTokens = 8, kMostGroups = 32;
 
-// Which part of a tile of tokens and experts a thread has.
+// Which part of a tile of tokens and experts a thread has. Blocks of a chunk (gridDim.y) share the experts.
 template <int VEC, int THREADS>
 struct MapTile {
-    int columns, width, groups;  // of experts in all, in a tile, of tokens in a tile
+    int first, columns, width, groups;  // of experts: this block's first and last (exclusive), in a tile; of tokens
     int group, column;
     i64 experts;
 
     RTK_DEVICE explicit MapTile(i64 expert_count) : experts(expert_count) {
-        columns = static_cast<int>(experts) / VEC;
-        width = min(columns, THREADS);
+        const int all = static_cast<int>(experts) / VEC, blocks = static_cast<int>(gridDim.y);
+        const int share = ((all + blocks - 1) / blocks + 3) / 4 * 4;  // whole words of the table
+        first = min(static_cast<int>(blockIdx.y) * share, all);
+        columns = min(first + share, all);
+        width = max(min(columns - first, THREADS), 1);
         groups = min(THREADS / width, kMostGroups);
         group = static_cast<int>(threadIdx.x) / width;
         column = static_cast<int>(threadIdx.x) - group * width;
     }
 
+    RTK_DEVICE bool one_column() const { return columns - first <= width; }
     RTK_DEVICE int tokens() const { return groups * kTokens; }
 
     // Flags of this thread's experts in up to kTokens tokens from `token`, each `step` after the other.
@@ -46,7 +50,7 @@ __global__ void __launch_bounds__(THREADS)
     const ChunkTable chunks(table, width, gridDim.x, experts);
     const MapTile<VEC, THREADS> tile(experts);
     const Chunk mine(tokens, per_chunk);
-    for (int start = 0; start < tile.columns; start += tile.width) {
+    for (int start = tile.first; start < tile.columns; start += tile.width) {
         u32 sum[VEC];
 #pragma unroll
         for (u32& s : sum) s = 0;
@@ -58,7 +62,7 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
             for (int b = 0; b < VEC; ++b) sum[b] += bytes >> (8 * b) & 0xffu;
         }
-        if (start != 0) __syncthreads();
+        if (start != tile.first) __syncthreads();
 #pragma unroll
         for (int b = 0; b < VEC; ++b) part[threadIdx.x * VEC + b] = sum[b];
         __syncthreads();
@@ -91,25 +95,26 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     const MapTile<VEC, THREADS> tile(experts);
     const Chunk mine(tokens, per_chunk);
     const int own_token = tile.group * kTokens;
-    u32 flags[kTokens], bytes = 0, above = 0;
-    // The counts of this thread and of those above it; one barrier.
+    u32 flags[kTokens], set = 0, bytes = 0, above = 0;
+    // The flags in one word (token k in bit k of every byte), the counts of this thread and of those above it. One
+    // barrier.
     const auto rank = [&] {
-        bytes = above = 0;
+        set = bytes = above = 0;
 #pragma unroll
-        for (int k = 0; k < kTokens; ++k) bytes += flags[k];
+        for (int k = 0; k < kTokens; ++k) bytes += flags[k], set |= flags[k] << k;
         column[threadIdx.x] = bytes;
         __syncthreads();
         if (tile.group < tile.groups)
             for (int g = 0; g < tile.group; ++g) above += column[g * tile.width + tile.column];
     };
-    tile.load(map, mine.from + own_token, mine.to, 1, tile.column, flags);
+    tile.load(map, mine.from + own_token, mine.to, 1, tile.first + tile.column, flags);
     // A chunk of one tile is filled with -1 while the counts are being made; only pairs that are routed are left.
-    const bool one_tile = tile.columns == tile.width && per_chunk <= tile.tokens();
-    if (one_tile && tile.group < tile.groups) {
+    const bool one_tile = tile.one_column() && per_chunk <= tile.tokens();
+    if (one_tile && tile.group < tile.groups && tile.first + tile.column < tile.columns) {
         Raw<4 * VEC> none;
 #pragma unroll
         for (u32& word : none.w) word = 0xffffffffu;
-        i32* target = ids + (mine.from + own_token) * experts + tile.column * VEC;
+        i32* target = ids + (mine.from + own_token) * experts + (tile.first + tile.column) * VEC;
 #pragma unroll
         for (int k = 0; k < kTokens; ++k)
             if (mine.from + own_token + k < mine.to) ptx::st<4 * VEC>(target + k * experts, none);
@@ -118,7 +123,7 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     ptx::wait_for_previous();
     rows.find(chunks, blockIdx.x);
 
-    int start = 0;
+    int start = tile.first;
     i64 token = mine.from;
     while (start < tile.columns && token < mine.to) {
         const int at = start + tile.column;
@@ -132,9 +137,8 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
         const int here = active ? static_cast<int>(min(mine.to - token - own_token, static_cast<i64>(kTokens))) : 0;
         token += tile.tokens();
         if (token >= mine.to) token = mine.from, start += tile.width;
-        u32 later[kTokens];  // flags of the next tile
         if (!one_tile) {
-            tile.load(map, token + own_token, mine.to, 1, start + tile.column, later);
+            tile.load(map, token + own_token, mine.to, 1, start + tile.column, flags);
             __syncthreads();
             if (active && tile.group == tile.groups - 1)
 #pragma unroll
@@ -145,19 +149,17 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
             Raw<4 * VEC> row;
 #pragma unroll
             for (int b = 0; b < VEC; ++b) {
-                const u32 flag = flags[k] >> (8 * b) & 1u;
+                const u32 flag = set >> (8 * b + k) & 1u;
                 row.w[b] = flag != 0 && next[b] < rows.rows ? next[b] : 0xffffffffu;
                 next[b] += flag;
             }
-            if (k < here && (!one_tile || flags[k] != 0)) ptx::st<4 * VEC>(target, row);
+            if (k < here && (!one_tile || (set >> k & 0x01010101u) != 0)) ptx::st<4 * VEC>(target, row);
             target += experts;
         }
         if (one_tile) break;
-#pragma unroll
-        for (int k = 0; k < kTokens; ++k) flags[k] = later[k];
         rank();
     }
-    if (blockIdx.x == 0) rows.write(counts, offsets);
+    if (blockIdx.x == 0 && blockIdx.y == 0) rows.write(counts, offsets);
 }
 
 }  // namespace rtk

@@ -9,7 +9,7 @@ import torch
 from rtkernels._kernel import Kernel, Plans, build_together, dense_memory, device_info
 from rtkernels._layout import row_stride, vector_bytes
 from rtkernels.errors import ArgumentError
-from rtkernels.ops._moe_layout import MAX_EXPERTS, layout_bytes
+from rtkernels.ops._moe_layout import MAX_EXPERTS, beside, layout_bytes
 
 Meta = tuple[Any, ...]
 INDEX_DTYPES, MAP_DTYPES = (torch.int32, torch.int64), (torch.bool, torch.uint8)
@@ -17,6 +17,7 @@ LIMIT = 2**31 - 1  # of rows, and of choices
 _THREADS = 512
 _TOKENS_OF_A_THREAD = 8  # kTokens in moe/row_id.cu
 LEAST_CHOICES, LEAST_FLAGS = 256, 4096  # a chunk should have at least
+_MOST_COLUMNS = 256  # of a routing map that a block has
 _TABLE_BYTES = 2**19  # every block of the second launch reads all of the table
 CHUNKS_PER_PROCESSOR = 1
 MANY_CHOICES, MANY_FLAGS = 2**20, 2**23  # from these on, processors have two chunks each
@@ -113,7 +114,9 @@ def check_map(routing_map: Meta, multiple_of: int, rows: int) -> None:
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-def _chunked(tokens: int, items: int, least: int, many: int, experts: int, device: int, step: int) -> tuple[int, int]:
+def _chunked(
+    tokens: int, items: int, least: int, many: int, experts: int, device: int, step: int, sharing: int = 1
+) -> tuple[int, int]:
     """Return how many chunks tokens are cut into, and the tokens of one (a multiple of `step`).
 
     Args:
@@ -124,8 +127,10 @@ def _chunked(tokens: int, items: int, least: int, many: int, experts: int, devic
         experts: Their counts are what the second launch reads of each chunk.
         device: Index; -1 for the emulator.
         step: Tokens that belong together.
+        sharing: Blocks that share a chunk.
     """
     most = max(int(device_info(device).sm_count * CHUNKS_PER_PROCESSOR), 1) * (1 if tokens * items < many else 2)
+    most = max(most // sharing, 1)
     most = min(most, max(_TABLE_BYTES // (2 * experts), 1))
     wanted = max(1, min(-(-tokens * items // least), most))
     each = max(-(-tokens // (wanted * step)) * step, 1)
@@ -164,7 +169,7 @@ def _plan_index(routing: Meta, experts: int, top_k: int, multiple_of: int, rows:
         count_args = (tokens * top_k, each * top_k, experts, wide, width)
     shapes = ((tokens, top_k), (tokens, top_k), (rows,), (experts,), (experts + 1,), ())
     return (
-        first.bind(variant, device, chunks, _THREADS, 4 * columns),
+        first.bind(variant, device, chunks, _THREADS, beside(4 * columns, shared)),
         count_args,
         _PLACE.bind((_THREADS,), device, chunks, _THREADS, shared, overlap=True),
         (tokens * top_k, each * top_k, experts, rows, multiple_of, wide, width, int(mapped), warps),
@@ -182,16 +187,18 @@ def _plan_map(routing: Meta, multiple_of: int, rows: int, align: int):
     _, (tokens, experts), stride, device = routing
     if row_stride((tokens, experts), stride) != experts:
         return None
-    chunks, each = _chunked(tokens, experts, LEAST_FLAGS, MANY_FLAGS, experts, device, _TOKENS_OF_A_THREAD)
+    variant = (4 if vector_bytes(align, experts, most=4) == 4 else 1, _THREADS)
+    blocks = -(-experts // (variant[0] * _MOST_COLUMNS))  # of a chunk
+    sizes = (LEAST_FLAGS * blocks, MANY_FLAGS, experts, device, _TOKENS_OF_A_THREAD, blocks)
+    chunks, each = _chunked(tokens, experts, *sizes)
     width = count_bytes(each)
     columns = -(-experts // 4) * 4  # of the table
-    variant = (4 if vector_bytes(align, experts, most=4) == 4 else 1, _THREADS)
     build_together(device, (_MAP_COUNT, variant), (_MAP_PLACE, variant))
     shared = layout_bytes(experts, chunks, _THREADS)
     return (
-        _MAP_COUNT.bind(variant, device, chunks, _THREADS),
+        _MAP_COUNT.bind(variant, device, (chunks, blocks), _THREADS, beside(0, shared)),
         (tokens, each, experts, width),
-        _MAP_PLACE.bind(variant, device, chunks, _THREADS, shared, overlap=True),
+        _MAP_PLACE.bind(variant, device, (chunks, blocks), _THREADS, shared, overlap=True),
         (tokens, each, experts, rows, multiple_of, width),
         tuple(dense_memory(device, s, torch.int32) for s in ((tokens, experts), (experts,), (experts + 1,))),
         dense_memory(device, (chunks * columns * width,), torch.uint8),
