@@ -7,15 +7,10 @@
 // skips them. Longer runs are cut at window edges: pieces go to `partial` as fp32, and the last block to arrive adds
 // them up in order, in two levels (kGroup windows, then the sums of those), so that a row that owns all tokens takes
 // little longer than rows with a few each. Elements of dy have FROM bytes, those of grad TO bytes (common/widths.cuh).
+// Without ADDS, `accumulate` is 0: what grad holds takes a quarter of the registers.
 #include "common/widths.cuh"
 #include "embedding/tokens.cuh"
 
-#ifndef RTK_SUM_AHEAD
-#define RTK_SUM_AHEAD 8
-#endif
-#ifndef RTK_SUM_BLOCKS
-#define RTK_SUM_BLOCKS 4
-#endif
 namespace rtk {
 
 inline constexpr u32 kEveryLane = 0xffffffffu;
@@ -148,11 +143,11 @@ RTK_DEVICE void combine(const Pieces<TO, VEC>& pieces, const SortedList& list, i
 }
 
 template <int FROM, int TO, int VEC, bool ADDS>
-__global__ void __launch_bounds__(128, ADDS ? 4 : RTK_SUM_BLOCKS)
+__global__ void __launch_bounds__(128, 4)
     embedding_sum(const u8* dy, u8* grad, const i64* entries, float* partial, i32* counters, const float* weights,
                   i64 tokens, i64 cols, i64 dy_stride, i64 grad_stride, i64 window_size, i64 dy_half, i64 grad_half,
                   i64 accumulate) {
-    constexpr int kAhead = FROM == 2 && TO == 4 ? 4 : RTK_SUM_AHEAD;  // tokens
+    constexpr int kAhead = FROM == 2 && TO == 4 ? 4 : 8;  // tokens
     const bool add = ADDS && accumulate != 0;
     ptx::wait_for_previous();
     const SortedList list{entries, tokens, window_size};

@@ -6,13 +6,10 @@
 #include "common/reduce.cuh"
 #include "embedding/tokens.cuh"
 
-#ifndef RTK_SEL
-#define RTK_SEL 6
-#endif
 namespace rtk {
 
 template <int BYTES>
-__global__ void __launch_bounds__(256, RTK_SEL)
+__global__ void __launch_bounds__(256, 6)
     row_select(const void* indices, const u8* x, u8* y, const u8* scale, u8* scale_y, i64 count, i64 units,
                i64 x_stride, i64 y_stride, i64 rows, i64 wide, i64 threads_per_row, i64 scale_words,
                i64 scale_stride) {
@@ -35,7 +32,11 @@ __global__ void __launch_bounds__(256, RTK_SEL)
         }
 #pragma unroll
         for (int k = 0; k < kAhead; ++k)
+#ifdef RTK_CS
+            if (k * group.threads < left) ptx::st_stream<BYTES>(y + k * step, raw[k]);
+#else
             if (k * group.threads < left) ptx::st<BYTES>(y + k * step, raw[k]);
+#endif
         x += kAhead * step;
         y += kAhead * step;
     }

@@ -29,7 +29,8 @@ _MOST_LOW_BITS = 17  # of the key: 31 with the bits of a token
 _FILL_BYTES = _SORT_THREADS * 16 * 16  # zeros one block writes
 _SUM_THREADS = 128
 _WINDOW = 32
-MOST_WINDOWS = 2048
+LEAST_WINDOWS, MOST_WINDOWS = 256, 2048  # beyond the first, as many as run at once
+_SUM_BLOCKS = 4  # of embedding_sum on a processor
 
 _FWD = Kernel(
     "embedding/lookup.cu",
@@ -165,9 +166,11 @@ def _plan_sum(dy: Meta, grad: Meta, align: int, accumulate: bool):
     vec = _WIDTH[t] if wide else 1
     threads = min(-(-cols // (vec * 32)) * 32, _SUM_THREADS)
     slices = -(-cols // (threads * vec))
-    window = _WINDOW * -(-tokens // (_WINDOW * MOST_WINDOWS))
-    windows = -(-tokens // window)
     device = dy[3]
+    at_once = device_info(device).sm_count * _SUM_BLOCKS * _SUM_THREADS // (threads * slices)
+    most = min(max(at_once, LEAST_WINDOWS), MOST_WINDOWS)
+    window = _WINDOW * -(-tokens // (_WINDOW * most))
+    windows = -(-tokens // window)
     sizes = (dy[0].itemsize, grad[0].itemsize, vec)
     variant = (*sizes, accumulate or sizes != (2, 2, 8))
     launch = _SUM.bind(variant, device, (windows, slices), threads, overlap=True)

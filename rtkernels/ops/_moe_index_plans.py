@@ -17,7 +17,7 @@ LIMIT = 2**31 - 1  # of rows, and of choices
 _THREADS = 512
 _TOKENS_OF_A_THREAD = 8  # kTokens in moe/row_id.cu
 LEAST_CHOICES, LEAST_FLAGS = 256, 4096  # a chunk should have at least
-_MOST_COLUMNS = 256  # of a routing map that a block has
+_FEW_EXPERTS, _MORE_EXPERTS = 64, 128  # of a block, of small and large routing maps
 _TABLE_BYTES = 2**19  # every block of the second launch reads all of the table
 CHUNKS_PER_PROCESSOR = 1
 MANY_CHOICES, MANY_FLAGS = 2**20, 2**23  # from these on, processors have two chunks each
@@ -108,7 +108,7 @@ def check_map(routing_map: Meta, multiple_of: int, rows: int) -> None:
         given = str(dtype).removeprefix("torch.")
         raise ArgumentError(f"routing_map has dtype {given}; expected one of bool, uint8")
     experts = shape[-1] if shape else 0
-    check(routing_map, experts, experts, multiple_of, rows)
+    check(routing_map, experts, min(experts, 1), multiple_of, rows)  # any number of choices
 
 
 # ---- plans ----------------------------------------------------------------------------------------------------------
@@ -188,7 +188,8 @@ def _plan_map(routing: Meta, multiple_of: int, rows: int, align: int):
     if row_stride((tokens, experts), stride) != experts:
         return None
     variant = (4 if vector_bytes(align, experts, most=4) == 4 else 1, _THREADS)
-    blocks = -(-experts // (variant[0] * _MOST_COLUMNS))  # of a chunk
+    share = _FEW_EXPERTS if tokens * experts < MANY_FLAGS else _MORE_EXPERTS
+    blocks = -(-experts // share)  # of a chunk
     sizes = (LEAST_FLAGS * blocks, MANY_FLAGS, experts, device, _TOKENS_OF_A_THREAD, blocks)
     chunks, each = _chunked(tokens, experts, *sizes)
     width = count_bytes(each)

@@ -17,7 +17,7 @@ MAX_CHUNKS = 65536
 SHARED_CHUNKS = 8192  # more are looked up by torch: twelve bytes of shared memory each
 _CHUNK_THREADS = 512
 _ASKED_BYTES = _CHUNK_THREADS * 4 * 128  # of x that one block asks L2 for; kAskedLines in rows/chunks.cu
-MOST_ASKED = 2**25  # bytes
+MOST_ASKED = 2**23  # bytes
 LIMIT = 2**31 - 1
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
