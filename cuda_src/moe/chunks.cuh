@@ -82,21 +82,13 @@ struct RowLayout {
           stride(table.stride),
           rows(static_cast<u32>(row_count)),
           multiple(static_cast<u32>(multiple_of)) {
-        // No more threads read the table than have several chunks each: their sums meet at the same words.
+        // No more threads read the table than have several chunks each.
         groups = max(min(static_cast<int>(blockDim.x) / (stride / 4), (table.chunks + 7) / 8), 1);
     }
 
-#ifdef RTK_GROUPED
     RTK_DEVICE u32* end() const { return sums(groups); }
-#else
-    RTK_DEVICE u32* end() const { return first + stride + 4; }
-#endif
 
-    RTK_DEVICE void clear() const {
-        for (int i = threadIdx.x; i < 2 * stride; i += blockDim.x) total[i] = 0;
-    }
-
-    // The whole block calls, after clear() and a barrier; ends with a barrier.
+    // The whole block calls; ends with a barrier.
     RTK_DEVICE void find(const ChunkTable& table, int chunk) const {
         if (table.width == 1) {
             add<1>(table, chunk);
@@ -130,16 +122,6 @@ struct RowLayout {
         const u32 more = count + (multiple - 1);
         const u32 whole = (multiple & (multiple - 1)) == 0 ? more & ~(multiple - 1) : more / multiple * multiple;
         return min(whole, rows);
-    }
-
-    // Adds to four words. Every eight threads begin with another one: no two of a warp meet in a bank.
-    RTK_DEVICE static void put(u32* words, int quad, const u32 (&v)[4]) {
-        const int turn = quad >> 3;
-        const bool one = turn & 1, two = turn & 2;
-        const u32 a[4] = {one ? v[1] : v[0], one ? v[2] : v[1], one ? v[3] : v[2], one ? v[0] : v[3]};
-        const u32 b[4] = {two ? a[2] : a[0], two ? a[3] : a[1], two ? a[0] : a[2], two ? a[1] : a[3]};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) atomicAdd(&words[(i + turn) & 3], b[i]);
     }
 
     template <int WIDTH>
@@ -181,11 +163,6 @@ struct RowLayout {
                         }
                 }
             }
-#ifndef RTK_GROUPED
-            put(total + 4 * quad, quad, sum);
-            put(base + 4 * quad, quad, before);
-            continue;
-#endif
             u32* target = sums(group) + 4 * quad;
             *reinterpret_cast<uint4*>(target) = make_uint4(sum[0], sum[1], sum[2], sum[3]);
             *reinterpret_cast<uint4*>(target + stride) = make_uint4(before[0], before[1], before[2], before[3]);
@@ -196,14 +173,12 @@ struct RowLayout {
         const ScanItems own(experts);
         for (int e = own.from; e < own.to; ++e) {
             u32 sum = total[e], before = base[e];
-#ifdef RTK_GROUPED
 #pragma unroll 8
             for (int g = 1; g < groups; ++g) {
                 sum += sums(g)[e];
                 before += sums(g)[stride + e];
             }
             total[e] = sum, base[e] = before;
-#endif
             first[e] = padded(sum);
         }
         exclusive_scan_up_to(

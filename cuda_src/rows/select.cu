@@ -1,8 +1,8 @@
 // y[i] = x[indices[i]], and the same for a scale of each row; 0 for indices that are no row of x. Moves bytes: one kernel
 // for all types.
 //
-// A RowGroup owns one row of y and copies it in units of BYTES, four in flight in a thread. Grid: rows of y / groups per
-// block.
+// A RowGroup owns one row of y and copies it in units of BYTES, four in flight in a thread. Stores leave
+// the cache first: rows of x may be read again. Grid: rows of y / groups per block.
 #include "common/reduce.cuh"
 #include "embedding/tokens.cuh"
 
@@ -32,11 +32,7 @@ __global__ void __launch_bounds__(256, 6)
         }
 #pragma unroll
         for (int k = 0; k < kAhead; ++k)
-#ifdef RTK_CS
             if (k * group.threads < left) ptx::st_stream<BYTES>(y + k * step, raw[k]);
-#else
-            if (k * group.threads < left) ptx::st<BYTES>(y + k * step, raw[k]);
-#endif
         x += kAhead * step;
         y += kAhead * step;
     }
