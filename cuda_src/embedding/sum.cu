@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(128, 4)
     embedding_sum(const u8* dy, u8* grad, const i64* entries, float* partial, i32* counters, const float* weights,
                   i64 tokens, i64 cols, i64 dy_stride, i64 grad_stride, i64 window_size, i64 dy_half, i64 grad_half,
                   i64 accumulate) {
-    constexpr int kAhead = FROM == 2 && TO == 4 ? 4 : 8;  // tokens
+    constexpr int kAhead = !ADDS ? 8 : FROM == 2 && TO == 4 ? 4 : 6;  // tokens
     const bool add = ADDS && accumulate != 0;
     ptx::wait_for_previous();
     const SortedList list{entries, tokens, window_size};

@@ -200,12 +200,16 @@ struct Chunk {
     }
 };
 
-// VEC (4 or 1) flags of a routing map at `p`: 1 in the byte of each that is set, whatever its value.
+// VEC (4 or 1) flags of a routing map: 1 in the byte of each that is set, whatever its value.
 template <int VEC>
-RTK_DEVICE u32 load_flags(const u8* p) {
-    const u32 word = ptx::ld_stream<VEC>(p).w[0];
+RTK_DEVICE u32 set_flags(u32 word) {
     if constexpr (VEC == 1) return word != 0;
     return (((word & 0x7f7f7f7fu) + 0x7f7f7f7fu) | word) >> 7 & 0x01010101u;
+}
+
+template <int VEC>
+RTK_DEVICE u32 load_flags(const u8* p) {
+    return set_flags<VEC>(ptx::ld_stream<VEC>(p).w[0]);
 }
 
 }  // namespace rtk

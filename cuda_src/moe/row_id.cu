@@ -15,10 +15,10 @@ template <int VEC, int THREADS>
 struct MapTile {
     int first, columns, width, groups;  // of experts: this block's first and last (exclusive), in a tile; of tokens
     int group, column;
-    i64 experts;
+    int experts;
 
-    RTK_DEVICE explicit MapTile(i64 expert_count) : experts(expert_count) {
-        const int all = static_cast<int>(experts) / VEC, blocks = static_cast<int>(gridDim.y);
+    RTK_DEVICE explicit MapTile(i64 expert_count) : experts(static_cast<int>(expert_count)) {
+        const int all = experts / VEC, blocks = static_cast<int>(gridDim.y);
         const int share = ((all + blocks - 1) / blocks + 3) / 4 * 4;  // whole words of the table
         first = min(static_cast<int>(blockIdx.y) * share, all);
         columns = min(first + share, all);
@@ -31,14 +31,17 @@ struct MapTile {
     RTK_DEVICE bool one_column() const { return columns - first <= width; }
     RTK_DEVICE int tokens() const { return groups * kTokens; }
 
-    // Flags of this thread's experts in up to kTokens tokens from `token`, each `step` after the other.
-    RTK_DEVICE void load(const u8* map, i64 token, i64 end, int step, int at, u32 (&flags)[kTokens]) const {
+    // Flags of this thread's experts in up to kTokens tokens from `token`, each `step` after the other. All are requested
+    // before one is looked at, those that do not exist as the first flags of the map.
+    RTK_DEVICE void load(const u8* map, int token, int end, int step, int at, u32 (&flags)[kTokens]) const {
+        const int here = group < groups && at < columns ? end - token : 0;
+        const u8* from = here > 0 ? map + static_cast<i64>(token) * experts + at * VEC : map;
+        if (end > 0)
 #pragma unroll
-        for (int k = 0; k < kTokens; ++k) {
-            const i64 t = token + k * step;
-            flags[k] = 0;
-            if (t < end && group < groups && at < columns) flags[k] = load_flags<VEC>(map + t * experts + at * VEC);
-        }
+            for (int k = 0; k < kTokens; ++k)
+                flags[k] = ptx::ld_stream<VEC>(from + (k * step < here ? k * step * experts : 0)).w[0];
+#pragma unroll
+        for (int k = 0; k < kTokens; ++k) flags[k] = k * step < here ? set_flags<VEC>(flags[k]) : 0u;
     }
 };
 
@@ -50,13 +53,15 @@ __global__ void __launch_bounds__(THREADS)
     const ChunkTable chunks(table, width, gridDim.x, experts);
     const MapTile<VEC, THREADS> tile(experts);
     const Chunk mine(tokens, per_chunk);
+    const int count = static_cast<int>(mine.to - mine.from);
+    map += mine.from * experts;
     for (int start = tile.first; start < tile.columns; start += tile.width) {
         u32 sum[VEC];
 #pragma unroll
         for (u32& s : sum) s = 0;
-        for (i64 token = mine.from; token < mine.to; token += tile.tokens()) {
+        for (int token = 0; token < count; token += tile.tokens()) {
             u32 flags[kTokens], bytes = 0;
-            tile.load(map, token + tile.group, mine.to, tile.groups, start + tile.column, flags);
+            tile.load(map, token + tile.group, count, tile.groups, start + tile.column, flags);
 #pragma unroll
             for (int k = 0; k < kTokens; ++k) bytes += flags[k];
 #pragma unroll
@@ -68,18 +73,18 @@ __global__ void __launch_bounds__(THREADS)
         __syncthreads();
         const int length = tile.width * VEC, here = min(tile.columns - start, tile.width) * VEC;
         for (int quad = threadIdx.x; 4 * quad < here; quad += THREADS) {
-            u32 count[4] = {0, 0, 0, 0};
+            u32 sums[4] = {0, 0, 0, 0};
 #pragma unroll 4
             for (int g = 0; g < tile.groups; ++g) {
                 const u32* p = part + g * length + 4 * quad;
                 if constexpr (VEC == 4) {
                     const uint4 four = *reinterpret_cast<const uint4*>(p);
-                    count[0] += four.x, count[1] += four.y, count[2] += four.z, count[3] += four.w;
+                    sums[0] += four.x, sums[1] += four.y, sums[2] += four.z, sums[3] += four.w;
                 } else {
-                    for (int i = 0; i < 4 && 4 * quad + i < here; ++i) count[i] += p[i];
+                    for (int i = 0; i < 4 && 4 * quad + i < here; ++i) sums[i] += p[i];
                 }
             }
-            chunks.write(blockIdx.x, start * VEC / 4 + quad, count);
+            chunks.write(blockIdx.x, start * VEC / 4 + quad, sums);
         }
     }
 }
@@ -94,7 +99,9 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     const RowLayout rows(memory, chunks, experts, row_count, multiple);
     const MapTile<VEC, THREADS> tile(experts);
     const Chunk mine(tokens, per_chunk);
-    const int own_token = tile.group * kTokens;
+    const int count = static_cast<int>(mine.to - mine.from), own_token = tile.group * kTokens;
+    map += mine.from * experts;
+    ids += mine.from * experts;
     u32 flags[kTokens], set = 0, bytes = 0, above = 0;
     // The flags in one word (token k in bit k of every byte), the counts of this thread and of those above it. One
     // barrier.
@@ -107,25 +114,24 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
         if (tile.group < tile.groups)
             for (int g = 0; g < tile.group; ++g) above += column[g * tile.width + tile.column];
     };
-    tile.load(map, mine.from + own_token, mine.to, 1, tile.first + tile.column, flags);
+    tile.load(map, own_token, count, 1, tile.first + tile.column, flags);
     // A chunk of one tile is filled with -1 while the counts are being made; only pairs that are routed are left.
     const bool one_tile = tile.one_column() && per_chunk <= tile.tokens();
     if (one_tile && tile.group < tile.groups && tile.first + tile.column < tile.columns) {
         Raw<4 * VEC> none;
 #pragma unroll
         for (u32& word : none.w) word = 0xffffffffu;
-        i32* target = ids + (mine.from + own_token) * experts + (tile.first + tile.column) * VEC;
+        i32* target = ids + own_token * tile.experts + (tile.first + tile.column) * VEC;
 #pragma unroll
         for (int k = 0; k < kTokens; ++k)
-            if (mine.from + own_token + k < mine.to) ptx::st<4 * VEC>(target + k * experts, none);
+            if (own_token + k < count) ptx::st<4 * VEC>(target + k * tile.experts, none);
     }
     rank();
     ptx::wait_for_previous();
     rows.find(chunks, blockIdx.x);
 
-    int start = tile.first;
-    i64 token = mine.from;
-    while (start < tile.columns && token < mine.to) {
+    int start = tile.first, token = 0;
+    while (start < tile.columns && token < count) {
         const int at = start + tile.column;
         const bool active = tile.group < tile.groups && at < tile.columns;
         u32 next[VEC];
@@ -133,12 +139,12 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
 #pragma unroll
             for (int b = 0; b < VEC; ++b) next[b] = rows.base[at * VEC + b] + (above >> (8 * b) & 0xffu);
         }
-        i32* target = ids + (token + own_token) * experts + at * VEC;
-        const int here = active ? static_cast<int>(min(mine.to - token - own_token, static_cast<i64>(kTokens))) : 0;
+        i32* target = ids + static_cast<i64>(token + own_token) * tile.experts + at * VEC;
+        const int here = active ? count - token - own_token : 0;
         token += tile.tokens();
-        if (token >= mine.to) token = mine.from, start += tile.width;
+        if (token >= count) token = 0, start += tile.width;
         if (!one_tile) {
-            tile.load(map, token + own_token, mine.to, 1, start + tile.column, flags);
+            tile.load(map, token + own_token, count, 1, start + tile.column, flags);
             __syncthreads();
             if (active && tile.group == tile.groups - 1)
 #pragma unroll
@@ -154,7 +160,7 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
                 next[b] += flag;
             }
             if (k < here && (!one_tile || (set >> k & 0x01010101u) != 0)) ptx::st<4 * VEC>(target, row);
-            target += experts;
+            target += tile.experts;
         }
         if (one_tile) break;
         rank();
