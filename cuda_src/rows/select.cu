@@ -9,7 +9,7 @@
 namespace rtk {
 
 template <int BYTES>
-__global__ void __launch_bounds__(256, 6)
+__global__ void __launch_bounds__(256, 4)
     row_select(const void* indices, const u8* x, u8* y, const u8* scale, u8* scale_y, i64 count, i64 units,
                i64 x_stride, i64 y_stride, i64 rows, i64 wide, i64 threads_per_row, i64 scale_words,
                i64 scale_stride) {

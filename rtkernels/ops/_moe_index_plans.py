@@ -53,7 +53,7 @@ _MAP_COUNT = Kernel(
     template="VEC THREADS",
     args="map:ptr table:ptr tokens:i64 per_chunk:i64 experts:i64 width:i64",
     variants=[(4, _THREADS), (1, _THREADS)],
-    max_registers=48,
+    max_registers=64,
 )
 _MAP_PLACE = Kernel(
     "moe/row_id.cu",
