@@ -17,6 +17,16 @@ RTK_DEVICE u32 scan_up_to(u32 v, u32 limit) {
     return v;
 }
 
+// The items of this thread in a scan over n.
+struct ScanItems {
+    int from, to;
+    RTK_DEVICE explicit ScanItems(int n) {
+        const int threads = static_cast<int>(blockDim.x), each = (n + threads - 1) / threads;
+        from = min(static_cast<int>(threadIdx.x) * each, n);
+        to = min(from + each, n);
+    }
+};
+
 // write(i, sum of read(0) ... read(i - 1), the same with read(i)) for i < n. read(i), at most `limit`, is called twice,
 // by the thread that calls write(i), which may change what it reads. A thread has consecutive items. The whole block
 // calls; one barrier inside, none at the end.
@@ -24,8 +34,8 @@ template <typename Read, typename Write>
 RTK_DEVICE void exclusive_scan_up_to(int n, u32 limit, const Read& read, const Write& write) {
     __shared__ u32 sums[kWarp];
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
-    const int threads = static_cast<int>(blockDim.x), each = (n + threads - 1) / threads;
-    const int from = min(static_cast<int>(threadIdx.x) * each, n), to = min(from + each, n);
+    const int threads = static_cast<int>(blockDim.x);
+    const auto [from, to] = ScanItems(n);
     u32 own = 0;
     for (int i = from; i < to; ++i) own = min(own + read(i), limit);
     const u32 sum = scan_up_to(own, limit);

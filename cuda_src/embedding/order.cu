@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     ptx::launch_dependents();
     if (blockIdx.x >= chunk_count) return fill_zeros<THREADS>(fill + fill_from, fill_bytes, blockIdx.x - chunk_count);
     const ChunkTable chunks(table, width, chunk_count, digits);
-    const RowLayout layout(memory, chunks.stride, digits, tokens, 1);
+    const RowLayout layout(memory, chunks, digits, tokens, 1);
     const Keys keys{list, from_ids != 0, Tokens{list, wide != 0, start, rows, padding}, static_cast<int>(shift), digits - 1};
     if (!from_ids) ptx::wait_for_previous();
     place_chunk<THREADS>(

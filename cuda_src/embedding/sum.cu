@@ -7,6 +7,7 @@
 // skips them. Longer runs are cut at window edges: pieces go to `partial` as fp32, and the last block to arrive adds
 // them up in order, in two levels (kGroup windows, then the sums of those), so that a row that owns all tokens takes
 // little longer than rows with a few each. Elements of dy have FROM bytes, those of grad TO bytes (common/widths.cuh).
+// Without ADDS, `accumulate` is 0: what grad holds takes a quarter of the registers.
 #include "common/widths.cuh"
 #include "embedding/tokens.cuh"
 
@@ -141,19 +142,20 @@ RTK_DEVICE void combine(const Pieces<TO, VEC>& pieces, const SortedList& list, i
     pieces.finish(row, sum);
 }
 
-template <int FROM, int TO, int VEC>
+template <int FROM, int TO, int VEC, bool ADDS>
 __global__ void __launch_bounds__(128, 4)
     embedding_sum(const u8* dy, u8* grad, const i64* entries, float* partial, i32* counters, const float* weights,
                   i64 tokens, i64 cols, i64 dy_stride, i64 grad_stride, i64 window_size, i64 dy_half, i64 grad_half,
                   i64 accumulate) {
-    constexpr int kAhead = 4;  // tokens
+    constexpr int kAhead = !ADDS ? 8 : FROM == 2 && TO == 4 ? 4 : 6;  // tokens
+    const bool add = ADDS && accumulate != 0;
     ptx::wait_for_previous();
     const SortedList list{entries, tokens, window_size};
     const int window = static_cast<int>(blockIdx.x), windows = static_cast<int>(gridDim.x);
     const int lane = threadIdx.x % kWarp;
     const i64 column = (static_cast<i64>(blockIdx.y) * blockDim.x + threadIdx.x) * VEC;
     const Pieces<TO, VEC> pieces{partial + column, counters + blockIdx.y, cols, grad + column * TO, grad_stride * TO,
-                                 static_cast<int>(gridDim.y), accumulate != 0, grad_half != 0, column < cols};
+                                 static_cast<int>(gridDim.y), add, grad_half != 0, column < cols};
     const i64 start = window * window_size, end = list.end(window);
     // All that decides who owns which run, requested together.
     i64 entry = list.entry(start + lane);
@@ -197,7 +199,7 @@ __global__ void __launch_bounds__(128, 4)
         if (weights != nullptr && lane < count) weight = weights[entry_token(entry)];
         for (int group = base == start ? skip : 0; group < count; group += kAhead) {
             Packed<FROM, VEC> raw[kAhead];
-            Packed<TO, VEC> old[kAhead];
+            Packed<TO, VEC> old[ADDS ? kAhead : 1];
             i32 rows[kAhead];
             float factor[kAhead];
 #pragma unroll
@@ -208,8 +210,8 @@ __global__ void __launch_bounds__(128, 4)
                 factor[k] = __shfl_sync(kEveryLane, weight, j);
                 if (j < count && pieces.active) {
                     raw[k] = load_packed<FROM, VEC>(dy + token * dy_stride);
-                    if (accumulate && ends >> j & 1u)
-                        old[k] = load_packed<TO, VEC>(pieces.grad + rows[k] * pieces.grad_stride);
+                    if (add && ends >> j & 1u)
+                        old[ADDS ? k : 0] = load_packed<TO, VEC>(pieces.grad + rows[k] * pieces.grad_stride);
                 }
             }
 #pragma unroll
@@ -228,8 +230,8 @@ __global__ void __launch_bounds__(128, 4)
                             pieces.put(window, false, sum);
                             head_cut = true;
                         } else if (pieces.active) {
-                            if (accumulate) {
-                                widen<TO, VEC>(old[k], pieces.half, v);
+                            if (add) {
+                                widen<TO, VEC>(old[ADDS ? k : 0], pieces.half, v);
 #pragma unroll
                                 for (int i = 0; i < VEC; ++i) sum[i] += v[i];
                             }

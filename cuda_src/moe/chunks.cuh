@@ -40,51 +40,55 @@ struct ChunkTable {
 
     template <int WIDTH>
     RTK_DEVICE static u32 count(const Raw<4 * WIDTH>& packed, int i) {
-        if constexpr (WIDTH == 1) return packed.w[0] >> (8 * i) & 0xffu;
         if constexpr (WIDTH == 2) return packed.w[i / 2] >> (16 * (i % 2)) & 0xffffu;
         if constexpr (WIDTH == 4) return packed.w[i];
+    }
+
+    // Writes the counts of four experts.
+    RTK_DEVICE void write(int chunk, int quad, const u32 (&c)[4]) const {
+        u8* at = memory + (static_cast<i64>(chunk) * stride + 4 * quad) * width;
+        if (width == 1) {
+            *reinterpret_cast<u32*>(at) = c[0] | c[1] << 8 | c[2] << 16 | c[3] << 24;
+        } else if (width == 2) {
+            *reinterpret_cast<uint2*>(at) = make_uint2(c[0] | c[1] << 16, c[2] | c[3] << 16);
+        } else {
+            *reinterpret_cast<uint4*>(at) = make_uint4(c[0], c[1], c[2], c[3]);
+        }
     }
 
     // Writes a chunk's counts, [stride] in shared memory. The whole block calls, after a barrier.
     RTK_DEVICE void write(int chunk, const u32* count) const {
         for (int quad = threadIdx.x; quad < stride / 4; quad += blockDim.x) {
-            u8* at = memory + (static_cast<i64>(chunk) * stride + 4 * quad) * width;
             const u32* c = count + 4 * quad;
-            if (width == 1) {
-                *reinterpret_cast<u32*>(at) = c[0] | c[1] << 8 | c[2] << 16 | c[3] << 24;
-            } else if (width == 2) {
-                *reinterpret_cast<uint2*>(at) = make_uint2(c[0] | c[1] << 16, c[2] | c[3] << 16);
-            } else {
-                *reinterpret_cast<uint4*>(at) = make_uint4(c[0], c[1], c[2], c[3]);
-            }
+            write(chunk, quad, {c[0], c[1], c[2], c[3]});
         }
     }
 };
 
-// Where the rows of every expert are. In shared memory, 3 * stride + 4 words.
+// Where the rows of every expert are. In shared memory, (2 * groups + 1) * stride + 4 words (layout_bytes in
+// ops/_moe_layout.py).
 struct RowLayout {
     u32* total;  // [stride] tokens of each expert
     u32* base;   // [stride] row of the first token that this block's chunk has for each expert
     u32* first;  // [experts + 1] first row of each expert; no more than `rows`
-    int experts, stride;
+    int experts, stride, groups;
     u32 rows, multiple;
 
-    RTK_DEVICE RowLayout(u32* memory, int row_length, i64 expert_count, i64 row_count, i64 multiple_of)
+    RTK_DEVICE RowLayout(u32* memory, const ChunkTable& table, i64 expert_count, i64 row_count, i64 multiple_of)
         : total(memory),
-          base(memory + row_length),
-          first(memory + 2 * row_length),
+          base(memory + table.stride),
+          first(memory + 2 * table.stride),
           experts(static_cast<int>(expert_count)),
-          stride(row_length),
+          stride(table.stride),
           rows(static_cast<u32>(row_count)),
-          multiple(static_cast<u32>(multiple_of)) {}
-
-    RTK_DEVICE u32* end() const { return first + stride + 4; }
-
-    RTK_DEVICE void clear() const {
-        for (int i = threadIdx.x; i < 2 * stride; i += blockDim.x) total[i] = 0;
+          multiple(static_cast<u32>(multiple_of)) {
+        // No more threads read the table than have several chunks each.
+        groups = max(min(static_cast<int>(blockDim.x) / (stride / 4), (table.chunks + 7) / 8), 1);
     }
 
-    // The whole block calls, after clear() and a barrier; ends with a barrier.
+    RTK_DEVICE u32* end() const { return sums(groups); }
+
+    // The whole block calls; ends with a barrier.
     RTK_DEVICE void find(const ChunkTable& table, int chunk) const {
         if (table.width == 1) {
             add<1>(table, chunk);
@@ -109,8 +113,14 @@ struct RowLayout {
     }
 
    private:
+    // [2][stride] what a group of threads has read: all tokens of each expert, and those of earlier chunks.
+    RTK_DEVICE u32* sums(int group) const {
+        return group == 0 ? total : first + stride + 4 + (group - 1) * 2 * stride;
+    }
+
     RTK_DEVICE u32 padded(u32 count) const {
-        const u32 whole = multiple == 1 ? count : (count + (multiple - 1)) / multiple * multiple;
+        const u32 more = count + (multiple - 1);
+        const u32 whole = (multiple & (multiple - 1)) == 0 ? more & ~(multiple - 1) : more / multiple * multiple;
         return min(whole, rows);
     }
 
@@ -118,8 +128,6 @@ struct RowLayout {
     RTK_DEVICE void add(const ChunkTable& table, int mine) const {
         constexpr int kAhead = 16 / WIDTH;
         const int threads = static_cast<int>(blockDim.x), quads = stride / 4;
-        // No more threads than have several chunks each: their sums meet at the same few words of shared memory.
-        const int groups = max(min(threads / quads, (table.chunks + 7) / 8), 1);
         const int group = static_cast<int>(threadIdx.x) / quads;
         if (group >= groups) return;
         for (int quad = static_cast<int>(threadIdx.x) - group * quads; quad < quads; quad += threads) {
@@ -133,26 +141,48 @@ struct RowLayout {
                     for (u32& word : packed[k].w) word = 0;
                     if (at < table.chunks) packed[k] = table.load<WIDTH>(at, quad);
                 }
+                if constexpr (WIDTH == 1) {  // two counts in a word
+                    u32 even = 0, odd = 0, even_before = 0, odd_before = 0;
 #pragma unroll
-                for (int k = 0; k < kAhead; ++k)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const u32 count = ChunkTable::count<WIDTH>(packed[k], i);
-                        sum[i] += count;
-                        before[i] += chunk + k * groups < mine ? count : 0u;
+                    for (int k = 0; k < kAhead; ++k) {
+                        const u32 two = packed[k].w[0] & 0x00ff00ffu, others = packed[k].w[0] >> 8 & 0x00ff00ffu;
+                        even += two, odd += others;
+                        if (chunk + k * groups < mine) even_before += two, odd_before += others;
                     }
-            }
+                    sum[0] += even & 0xffffu, sum[1] += odd & 0xffffu, sum[2] += even >> 16, sum[3] += odd >> 16;
+                    before[0] += even_before & 0xffffu, before[1] += odd_before & 0xffffu;
+                    before[2] += even_before >> 16, before[3] += odd_before >> 16;
+                } else {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                atomicAdd(&total[4 * quad + i], sum[i]);
-                atomicAdd(&base[4 * quad + i], before[i]);
+                    for (int k = 0; k < kAhead; ++k)
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) {
+                            const u32 count = ChunkTable::count<WIDTH>(packed[k], i);
+                            sum[i] += count;
+                            before[i] += chunk + k * groups < mine ? count : 0u;
+                        }
+                }
             }
+            u32* target = sums(group) + 4 * quad;
+            *reinterpret_cast<uint4*>(target) = make_uint4(sum[0], sum[1], sum[2], sum[3]);
+            *reinterpret_cast<uint4*>(target + stride) = make_uint4(before[0], before[1], before[2], before[3]);
         }
     }
 
     RTK_DEVICE void scan() const {
+        const ScanItems own(experts);
+        for (int e = own.from; e < own.to; ++e) {
+            u32 sum = total[e], before = base[e];
+#pragma unroll 8
+            for (int g = 1; g < groups; ++g) {
+                sum += sums(g)[e];
+                before += sums(g)[stride + e];
+            }
+            total[e] = sum, base[e] = before;
+            first[e] = padded(sum);
+        }
         exclusive_scan_up_to(
-            experts, rows, [&](int e) { return padded(total[e]); },
+            experts, rows, [&](int e) { return first[e]; },
             [&](int e, u32 before, u32 sum) {
                 first[e] = before;
                 base[e] += before;
@@ -170,12 +200,16 @@ struct Chunk {
     }
 };
 
-// VEC (4 or 1) flags of a routing map at `p`: 1 in the byte of each that is set, whatever its value.
+// VEC (4 or 1) flags of a routing map: 1 in the byte of each that is set, whatever its value.
 template <int VEC>
-RTK_DEVICE u32 load_flags(const u8* p) {
-    const u32 word = ptx::ld_stream<VEC>(p).w[0];
+RTK_DEVICE u32 set_flags(u32 word) {
     if constexpr (VEC == 1) return word != 0;
     return (((word & 0x7f7f7f7fu) + 0x7f7f7f7fu) | word) >> 7 & 0x01010101u;
+}
+
+template <int VEC>
+RTK_DEVICE u32 load_flags(const u8* p) {
+    return set_flags<VEC>(ptx::ld_stream<VEC>(p).w[0]);
 }
 
 }  // namespace rtk

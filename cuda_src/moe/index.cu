@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
               i64 list_is_new, i64 warps) {
     extern __shared__ __align__(16) u32 memory[];
     const ChunkTable chunks(table, width, gridDim.x, experts);
-    const RowLayout rows(memory, chunks.stride, experts, row_count, multiple);
+    const RowLayout rows(memory, chunks, experts, row_count, multiple);
     const Choices given{list, wide != 0, experts};
     if (list_is_new) ptx::wait_for_previous();
     place_chunk<THREADS>(

@@ -27,7 +27,6 @@ RTK_DEVICE void place_chunk(const RowLayout& rows, const ChunkTable& chunks, con
     const u32 lower = (1u << lane) - 1u;
     u32* sums = earlier + ranking * words;
     u16* own = reinterpret_cast<u16*>(earlier + min(warp, ranking) * words);
-    rows.clear();
     i64 begin = mine.from;
     do {
         const int left = static_cast<int>(min(mine.to - begin, static_cast<i64>(kRounds * kWarp * ranking)));

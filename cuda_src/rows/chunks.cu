@@ -6,12 +6,15 @@
 // the latest. An entry of `order` that is no chunk, or one that an earlier entry names, stands for no rows.
 #include "common/scan.cuh"
 #include "ptx/pdl.cuh"
+#include "ptx/prefetch.cuh"
 
 namespace rtk {
 
 RTK_DEVICE i64 integer_at(const void* list, i64 wide, i64 i) {
     return wide ? static_cast<const i64*>(list)[i] : static_cast<const i32*>(list)[i];
 }
+
+inline constexpr int kAskedLines = 4;
 
 // The last of `count` ascending numbers that is not above `value`; the first is not.
 RTK_DEVICE int last_up_to(const u32* numbers, int count, u32 value) {
@@ -30,21 +33,33 @@ RTK_DEVICE int last_up_to(const u32* numbers, int count, u32 value) {
 template <int THREADS>
 __global__ void __launch_bounds__(THREADS)
     chunk_rows(const void* counts, const void* order, i32* source, i64 chunk_count, i64 rows, i64 counts_wide,
-               i64 order_wide, i64 inverse) {
+               i64 order_wide, i64 inverse, const u8* x, i64 blocks, i64 ahead) {
     extern __shared__ __align__(16) u32 memory[];
     ptx::launch_dependents();
+    if (blockIdx.x >= blocks) {
+        constexpr int kLine = 128;
+        const i64 first = ((blockIdx.x - blocks) * kAskedLines * THREADS + threadIdx.x) * kLine;
+#pragma unroll
+        for (int k = 0; k < kAskedLines; ++k)
+            if (first + k * THREADS * kLine < ahead) ptx::prefetch_l2(x + first + k * THREADS * kLine);
+        return;
+    }
     const int chunks = static_cast<int>(chunk_count);
     const u32 limit = static_cast<u32>(rows);
     u32* begin = memory;              // [chunks + 1] of each chunk in x
     u32* target = begin + chunks + 1; // [chunks + 1] of each entry of `order` in the result
     u32* entry = target + chunks + 1; // [chunks] the first one that names a chunk, `chunks` if there is none
-    for (int c = threadIdx.x; c < chunks; c += THREADS) {
+    const int own = static_cast<int>(threadIdx.x);
+    i64 own_name = -1;  // requested together with the first count
+    if (own < chunks) own_name = integer_at(order, order_wide, own);
+    const auto name = [&](int i) { return i == own ? own_name : integer_at(order, order_wide, i); };
+    for (int c = own; c < chunks; c += THREADS) {
         begin[c] = static_cast<u32>(min(max(integer_at(counts, counts_wide, c), 0ll), rows));
         entry[c] = static_cast<u32>(chunks);
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < chunks; i += THREADS) {
-        const i64 c = integer_at(order, order_wide, i);
+    for (int i = own; i < chunks; i += THREADS) {
+        const i64 c = name(i);
         if (c >= 0 && c < chunk_count) atomicMin(&entry[c], static_cast<u32>(i));
     }
     exclusive_scan_up_to(
@@ -54,8 +69,8 @@ __global__ void __launch_bounds__(THREADS)
             if (c == chunks - 1) begin[chunks] = sum;
         });
     __syncthreads();
-    for (int i = threadIdx.x; i < chunks; i += THREADS) {
-        const i64 c = integer_at(order, order_wide, i);
+    for (int i = own; i < chunks; i += THREADS) {
+        const i64 c = name(i);
         const bool named = c >= 0 && c < chunk_count && entry[c] == static_cast<u32>(i);
         target[i] = named ? begin[c + 1] - begin[c] : 0u;
     }
@@ -68,7 +83,7 @@ __global__ void __launch_bounds__(THREADS)
         });
     __syncthreads();
     const u32* starts = inverse ? begin : target;
-    const i64 step = static_cast<i64>(gridDim.x) * THREADS;
+    const i64 step = blocks * THREADS;
     for (i64 r = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x; r < rows; r += step) {
         const u32 row = static_cast<u32>(r);
         i64 from = -1;

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rtkernels._kernel import Allocate, Kernel, Plans, build_together, dense_memory, device_info
+from rtkernels.ops._moe_layout import beside, layout_bytes
 
 _THREADS, _WARPS = 512, 16
 MOST_DIGIT_BITS = 9
@@ -46,15 +47,15 @@ def _plan(tokens: int, rows: int, fill_bytes: int, device: int):
     width = 1 if each < 2**8 else 2 if each < 2**16 else 4
     build_together(device, (_COUNT, (_THREADS,)), (_PLACE, (_THREADS,)))
     share = -(-fill_bytes // (2 * passes * 16)) * 16  # of the zeros, for each launch
+    shared = layout_bytes(digits, chunks, _THREADS) + 2 * columns * (_WARPS + 1)
     steps = []
     for i in range(2 * passes):
         fill_from = min(i * share, fill_bytes)
         filled = min(share, fill_bytes - fill_from)
         grid = chunks + -(-filled // _FILL_BYTES)
         if i % 2 == 0:
-            launch = _COUNT.bind((_THREADS,), device, grid, _THREADS, 4 * columns, overlap=i > 0)
+            launch = _COUNT.bind((_THREADS,), device, grid, _THREADS, beside(4 * columns, shared), overlap=i > 0)
         else:
-            shared = 4 * (3 * columns + 4) + 2 * columns * (_WARPS + 1)
             launch = _PLACE.bind((_THREADS,), device, grid, _THREADS, shared, overlap=True)
         steps.append((launch, i // 2 * digit_bits, fill_from, filled))
     sizes = (tokens, each, chunks, digits, width)

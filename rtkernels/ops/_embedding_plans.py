@@ -29,7 +29,8 @@ _MOST_LOW_BITS = 17  # of the key: 31 with the bits of a token
 _FILL_BYTES = _SORT_THREADS * 16 * 16  # zeros one block writes
 _SUM_THREADS = 128
 _WINDOW = 32
-MOST_WINDOWS = 2048
+LEAST_WINDOWS, MOST_WINDOWS = 256, 2048  # beyond the first, as many as run at once
+_SUM_BLOCKS = 4  # of embedding_sum on a processor
 
 _FWD = Kernel(
     "embedding/lookup.cu",
@@ -54,10 +55,10 @@ _PAIRS = ("bf16 bf16", "bf16 fp32", "fp16 fp16", "fp16 fp32", "fp32 fp32")
 _SUM = Kernel(
     "embedding/sum.cu",
     "embedding_sum",
-    template="FROM TO VEC",
+    template="FROM TO VEC ADDS",
     args="dy:ptr grad:ptr entries:ptr partial:ptr counters:ptr weights:ptr tokens:i64 cols:i64 dy_stride:i64 "
     "grad_stride:i64 window_size:i64 dy_half:i64 grad_half:i64 accumulate:i64",
-    variants=[(2, 2, 8), (2, 4, 8), (4, 4, 4), (4, 4, 1), (4, 2, 1)],
+    variants=[(2, 2, 8, False), *((*each, True) for each in ((2, 2, 8), (2, 4, 8), (4, 4, 4), (4, 4, 1), (4, 2, 1)))],
     max_registers=128,
 )
 KERNELS = (_FWD, _SORT, _SUM)
@@ -152,7 +153,7 @@ def _plan_sort(tokens: int, rows: int, fill_bytes: int, device: int):
 SORT_PLANS = Plans(_plan_sort)
 
 
-def _plan_sum(dy: Meta, grad: Meta, align: int):
+def _plan_sum(dy: Meta, grad: Meta, align: int, accumulate: bool):
     """Return ``(launch, integers, allocators and layouts of list, counters and pieces)``; None if dy must be fp32."""
     tokens, cols = row_count(dy[1]), dy[1][-1]
     t, g = DTYPE_TOKEN[dy[0]], DTYPE_TOKEN[grad[0]]
@@ -165,10 +166,13 @@ def _plan_sum(dy: Meta, grad: Meta, align: int):
     vec = _WIDTH[t] if wide else 1
     threads = min(-(-cols // (vec * 32)) * 32, _SUM_THREADS)
     slices = -(-cols // (threads * vec))
-    window = _WINDOW * -(-tokens // (_WINDOW * MOST_WINDOWS))
-    windows = -(-tokens // window)
     device = dy[3]
-    variant = (dy[0].itemsize, grad[0].itemsize, vec)
+    at_once = device_info(device).sm_count * _SUM_BLOCKS * _SUM_THREADS // (threads * slices)
+    most = min(max(at_once, LEAST_WINDOWS), MOST_WINDOWS)
+    window = _WINDOW * -(-tokens // (_WINDOW * most))
+    windows = -(-tokens // window)
+    sizes = (dy[0].itemsize, grad[0].itemsize, vec)
+    variant = (*sizes, accumulate or sizes != (2, 2, 8))
     launch = _SUM.bind(variant, device, (windows, slices), threads, overlap=True)
     return (
         launch,

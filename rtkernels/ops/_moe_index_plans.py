@@ -9,7 +9,7 @@ import torch
 from rtkernels._kernel import Kernel, Plans, build_together, dense_memory, device_info
 from rtkernels._layout import row_stride, vector_bytes
 from rtkernels.errors import ArgumentError
-from rtkernels.ops._moe_layout import MAX_EXPERTS
+from rtkernels.ops._moe_layout import MAX_EXPERTS, beside, layout_bytes
 
 Meta = tuple[Any, ...]
 INDEX_DTYPES, MAP_DTYPES = (torch.int32, torch.int64), (torch.bool, torch.uint8)
@@ -17,6 +17,7 @@ LIMIT = 2**31 - 1  # of rows, and of choices
 _THREADS = 512
 _TOKENS_OF_A_THREAD = 8  # kTokens in moe/row_id.cu
 LEAST_CHOICES, LEAST_FLAGS = 256, 4096  # a chunk should have at least
+_FEW_EXPERTS, _MORE_EXPERTS = 64, 128  # of a block, of small and large routing maps
 _TABLE_BYTES = 2**19  # every block of the second launch reads all of the table
 CHUNKS_PER_PROCESSOR = 1
 MANY_CHOICES, MANY_FLAGS = 2**20, 2**23  # from these on, processors have two chunks each
@@ -52,7 +53,7 @@ _MAP_COUNT = Kernel(
     template="VEC THREADS",
     args="map:ptr table:ptr tokens:i64 per_chunk:i64 experts:i64 width:i64",
     variants=[(4, _THREADS), (1, _THREADS)],
-    max_registers=48,
+    max_registers=64,
 )
 _MAP_PLACE = Kernel(
     "moe/row_id.cu",
@@ -107,13 +108,15 @@ def check_map(routing_map: Meta, multiple_of: int, rows: int) -> None:
         given = str(dtype).removeprefix("torch.")
         raise ArgumentError(f"routing_map has dtype {given}; expected one of bool, uint8")
     experts = shape[-1] if shape else 0
-    check(routing_map, experts, experts, multiple_of, rows)
+    check(routing_map, experts, min(experts, 1), multiple_of, rows)  # any number of choices
 
 
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-def _chunked(tokens: int, items: int, least: int, many: int, experts: int, device: int, step: int) -> tuple[int, int]:
+def _chunked(
+    tokens: int, items: int, least: int, many: int, experts: int, device: int, step: int, sharing: int = 1
+) -> tuple[int, int]:
     """Return how many chunks tokens are cut into, and the tokens of one (a multiple of `step`).
 
     Args:
@@ -124,8 +127,10 @@ def _chunked(tokens: int, items: int, least: int, many: int, experts: int, devic
         experts: Their counts are what the second launch reads of each chunk.
         device: Index; -1 for the emulator.
         step: Tokens that belong together.
+        sharing: Blocks that share a chunk.
     """
     most = max(int(device_info(device).sm_count * CHUNKS_PER_PROCESSOR), 1) * (1 if tokens * items < many else 2)
+    most = max(most // sharing, 1)
     most = min(most, max(_TABLE_BYTES // (2 * experts), 1))
     wanted = max(1, min(-(-tokens * items // least), most))
     each = max(-(-tokens // (wanted * step)) * step, 1)
@@ -153,7 +158,7 @@ def _plan_index(routing: Meta, experts: int, top_k: int, multiple_of: int, rows:
     width = count_bytes(each * top_k)
     columns = -(-experts // 4) * 4  # of the table
     warps = _ranking_warps(experts)
-    shared = 4 * (3 * columns + 4) + 2 * columns * (warps + 1)
+    shared = layout_bytes(experts, chunks, _THREADS) + 2 * columns * (warps + 1)
     vec = 4 if vector_bytes(align, experts, most=4) == 4 else 1
     first, variant = (_LIST, (vec, _THREADS)) if mapped else (_COUNT, (_THREADS,))
     build_together(device, (first, variant), (_PLACE, (_THREADS,)))
@@ -164,7 +169,7 @@ def _plan_index(routing: Meta, experts: int, top_k: int, multiple_of: int, rows:
         count_args = (tokens * top_k, each * top_k, experts, wide, width)
     shapes = ((tokens, top_k), (tokens, top_k), (rows,), (experts,), (experts + 1,), ())
     return (
-        first.bind(variant, device, chunks, _THREADS, 4 * columns),
+        first.bind(variant, device, chunks, _THREADS, beside(4 * columns, shared)),
         count_args,
         _PLACE.bind((_THREADS,), device, chunks, _THREADS, shared, overlap=True),
         (tokens * top_k, each * top_k, experts, rows, multiple_of, wide, width, int(mapped), warps),
@@ -182,16 +187,19 @@ def _plan_map(routing: Meta, multiple_of: int, rows: int, align: int):
     _, (tokens, experts), stride, device = routing
     if row_stride((tokens, experts), stride) != experts:
         return None
-    chunks, each = _chunked(tokens, experts, LEAST_FLAGS, MANY_FLAGS, experts, device, _TOKENS_OF_A_THREAD)
+    variant = (4 if vector_bytes(align, experts, most=4) == 4 else 1, _THREADS)
+    share = _FEW_EXPERTS if tokens * experts < MANY_FLAGS else _MORE_EXPERTS
+    blocks = -(-experts // share)  # of a chunk
+    sizes = (LEAST_FLAGS * blocks, MANY_FLAGS, experts, device, _TOKENS_OF_A_THREAD, blocks)
+    chunks, each = _chunked(tokens, experts, *sizes)
     width = count_bytes(each)
     columns = -(-experts // 4) * 4  # of the table
-    variant = (4 if vector_bytes(align, experts, most=4) == 4 else 1, _THREADS)
     build_together(device, (_MAP_COUNT, variant), (_MAP_PLACE, variant))
-    shared = 4 * (3 * columns + 4) + 4 * _THREADS
+    shared = layout_bytes(experts, chunks, _THREADS)
     return (
-        _MAP_COUNT.bind(variant, device, chunks, _THREADS, 4 * columns),
+        _MAP_COUNT.bind(variant, device, (chunks, blocks), _THREADS, beside(0, shared)),
         (tokens, each, experts, width),
-        _MAP_PLACE.bind(variant, device, chunks, _THREADS, shared, overlap=True),
+        _MAP_PLACE.bind(variant, device, (chunks, blocks), _THREADS, shared, overlap=True),
         (tokens, each, experts, rows, multiple_of, width),
         tuple(dense_memory(device, s, torch.int32) for s in ((tokens, experts), (experts,), (experts + 1,))),
         dense_memory(device, (chunks * columns * width,), torch.uint8),

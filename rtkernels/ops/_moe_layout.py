@@ -35,6 +35,22 @@ class MoeIndex(NamedTuple):
     dropped: Tensor
 
 
+def layout_bytes(experts: int, chunks: int, threads: int) -> int:
+    """Return the bytes of shared memory that the layout of rows in moe/chunks.cuh takes."""
+    columns = -(-experts // 4) * 4
+    groups = max(min(threads // (columns // 4), -(-chunks // 8)), 1)
+    return 4 * ((2 * groups + 1) * columns + 4)
+
+
+def beside(own: int, next_kernel: int) -> int:
+    """Return how much shared memory to ask for in a kernel that needs `own` bytes and overlaps with the next one.
+
+    A processor splits its memory into cache and shared memory for one kernel at a time. Blocks of the next kernel can
+    only start beside this one's if they fit into its split.
+    """
+    return max(own, next_kernel)
+
+
 def most_rows(tokens: int, top_k: int, experts: int, multiple_of: int = 1) -> int:
     """Return the most rows, pad rows included, that `tokens` tokens with `top_k` choices among `experts` can need."""
     choices = tokens * min(top_k, experts)

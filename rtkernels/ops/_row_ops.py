@@ -161,12 +161,14 @@ def _fake_scatter_into(out, x, indices, weights, accumulate):
 # ---- chunks ---------------------------------------------------------------------------------------------------------
 
 
-def _chunk_rows(counts: Tensor, order: Tensor, rows: int, inverse: bool) -> Tensor:
-    launch, integers, memory = CHUNK_PLANS[metadata(counts), metadata(order), rows]
+def _chunk_rows(counts: Tensor, order: Tensor, x: Tensor, inverse: bool) -> Tensor:
+    rows = x.shape[0]
+    x_bytes = ((rows - 1) * x.stride(0) + x.shape[1]) * x.element_size() if x.numel() else 0
+    launch, integers, asked, memory = CHUNK_PLANS[metadata(counts), metadata(order), rows, x_bytes]
     if launch is None:
         return plans.chunk_rows(counts, order, rows, inverse)
     source = memory[0](*memory[1])
-    launch(counts.data_ptr(), order.data_ptr(), source.data_ptr(), *integers, int(inverse))
+    launch(counts.data_ptr(), order.data_ptr(), source.data_ptr(), *integers, int(inverse), x.data_ptr(), *asked)
     return source
 
 
@@ -176,7 +178,7 @@ def _launch_chunks(
     _check_rows(x, scale)
     x = x if row_stride(x.shape, x.stride()) is not None else x.contiguous()
     scale = None if scale is None else scale.contiguous()
-    source = _chunk_rows(counts.contiguous(), order.contiguous(), x.shape[0], inverse)
+    source = _chunk_rows(counts.contiguous(), order.contiguous(), x, inverse)
     return _select(x, source, scale, None, True)
 
 

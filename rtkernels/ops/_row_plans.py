@@ -16,6 +16,8 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 MAX_CHUNKS = 65536
 SHARED_CHUNKS = 8192  # more are looked up by torch: twelve bytes of shared memory each
 _CHUNK_THREADS = 512
+_ASKED_BYTES = _CHUNK_THREADS * 4 * 128  # of x that one block asks L2 for; kAskedLines in rows/chunks.cu
+MOST_ASKED = 2**23  # bytes
 LIMIT = 2**31 - 1
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -32,7 +34,8 @@ _CHUNKS = Kernel(
     "rows/chunks.cu",
     "chunk_rows",
     template="THREADS",
-    args="counts:ptr order:ptr source:ptr chunk_count:i64 rows:i64 counts_wide:i64 order_wide:i64 inverse:i64",
+    args="counts:ptr order:ptr source:ptr chunk_count:i64 rows:i64 counts_wide:i64 order_wide:i64 inverse:i64 "
+    "x:ptr blocks:i64 ahead:i64",
     variants=[(_CHUNK_THREADS,)],
     max_registers=48,
 )
@@ -143,17 +146,22 @@ def _plan_select(x: Meta, indices: Meta, scale: Meta | None, out: Meta | None, a
 SELECT_PLANS = Plans(_plan_select)
 
 
-def _plan_chunks(counts: Meta, order: Meta, rows: int):
-    """Return ``(launch, integers, allocator and layout of the list)``; the launch is None if torch has to do it."""
+def _plan_chunks(counts: Meta, order: Meta, rows: int, x_bytes: int):
+    """Return ``(launch, integers before and after inverse, allocator and layout of the list)``.
+
+    The launch is None if torch has to do it. `x_bytes` is how much memory the rows take.
+    """
     check_chunks(counts, order, rows)
     chunks, device = counts[1][0], counts[3]
     memory = dense_memory(device, (rows,), torch.int32)
     if chunks == 0 or chunks > SHARED_CHUNKS or rows == 0:
-        return None, (), memory
+        return None, (), (), memory
     grid = max(1, min(-(-rows // _CHUNK_THREADS), device_info(device).sm_count))
-    launch = _CHUNKS.bind((_CHUNK_THREADS,), device, grid, _CHUNK_THREADS, 4 * (3 * chunks + 2))
+    ahead = min(x_bytes, MOST_ASKED)
+    blocks = grid + -(-ahead // _ASKED_BYTES)
+    launch = _CHUNKS.bind((_CHUNK_THREADS,), device, blocks, _CHUNK_THREADS, 4 * (3 * chunks + 2))
     wide = tuple(int(meta[0] == torch.int64) for meta in (counts, order))
-    return launch, (chunks, rows, *wide), memory
+    return launch, (chunks, rows, *wide), (grid, ahead), memory
 
 
 CHUNK_PLANS = Plans(_plan_chunks)

@@ -69,7 +69,7 @@ def sum_rows(
     """
     dy, ids = rowed(dy), ids.contiguous()
     dy_address, grad_address = dy.data_ptr(), grad.data_ptr()
-    plan = SUM_PLANS[metadata(dy), metadata(grad), (dy_address | grad_address) & 15]
+    plan = SUM_PLANS[metadata(dy), metadata(grad), (dy_address | grad_address) & 15, accumulate]
     if plan is None:
         return sum_rows(grad, dy.float(), ids, start, padding, accumulate, weights)
     launch, sizes, (new_list, list_layout), (new_counters, counters_layout), (new_pieces, pieces_layout) = plan
