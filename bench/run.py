@@ -115,8 +115,8 @@ def _poisoned(row: Row, inputs: dict[str, Any]) -> Any:
     """Result of ours in memory that held 0xFF bytes (NaN in every float type) before the call."""
     given = _storages(inputs)
     for out in tensors(row.ours(**inputs)):
-        if out.untyped_storage().data_ptr() not in given:
-            out.untyped_storage().fill_(255)
+        if out.untyped_storage().data_ptr() not in given and out.is_contiguous():
+            out.reshape(-1).view(torch.uint8).fill_(255)  # not the whole storage: it may hold more than this result
     # The allocator hands the freed blocks out again.
     return row.ours(**inputs)
 

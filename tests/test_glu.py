@@ -212,11 +212,11 @@ def test_nan_and_infinity_as_torch(place: str, act: str) -> None:
     with running_on(place) as device:
         for dtype in (torch.float32, torch.bfloat16):
             gate = special[:16].to(dtype).to(device)
-            ours, theirs = gate.clone().requires_grad_(), gate.float().requires_grad_()  # torch rounds at every step
+            ours, theirs = gate.clone().requires_grad_(), gate.double().requires_grad_()  # torch rounds at every step
             one = torch.ones_like(gate)
             y, wanted = glu(ours, one * 0 if act == "swiglu_oai" else one, act=act), ACTS[act](theirs)
             y.backward(one)
-            wanted.backward(one.float())
+            wanted.backward(one.double())
             if act == "swiglu_oai":  # torch's clamp turns the gradient of NaN into 0
                 theirs.grad = theirs.grad.masked_fill(gate.isnan(), torch.nan)
             for got, other in ((y, wanted), (ours.grad, theirs.grad)):

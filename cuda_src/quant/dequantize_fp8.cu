@@ -13,26 +13,26 @@ __global__ void __launch_bounds__(256, 4)
     const Runs<VEC, VEC == 1 ? 8 : 2> runs(rows, cols, threads_per_row, runs_per_row);
     for (i64 run = runs.first; run < runs.count; run += runs.step) {
         Raw<VEC> raw[runs.kInFlight];
-        runs.load(run, q, q_stride, raw);
-        const i64 row = runs.row(run), first = runs.column(run, row), left = cols - first;
+        runs.load_each(run, q, q_stride, raw);
+        const i64 row = runs.row(run);
         const float* row_scale = scale + (row >> row_shift) * scale_row;
-        T* place = y + row * cols + first;
         float factor[runs.kInFlight];
 #pragma unroll
         for (int i = 0; i < runs.kInFlight; ++i) {
+            const i64 column = runs.column(run, row, i);
             float one[1] = {0.0f};
-            if (i * runs.pitch() < left)
-                load_keep<float, 1>(row_scale + ((first + i * runs.pitch()) >> 7) * scale_column, one);
+            if (column < cols) load_keep<float, 1>(row_scale + (column >> 7) * scale_column, one);
             factor[i] = one[0];
         }
 #pragma unroll
         for (int i = 0; i < runs.kInFlight; ++i) {
-            if (i * runs.pitch() < left) {
+            const i64 column = runs.column(run, row, i);
+            if (column < cols) {
                 float v[VEC];
                 unpack<F8, VEC>(raw[i], v);
 #pragma unroll
                 for (int k = 0; k < VEC; ++k) v[k] *= factor[i];
-                store<T, VEC>(place + i * runs.pitch(), v);
+                store<T, VEC>(y + row * cols + column, v);
             }
         }
     }

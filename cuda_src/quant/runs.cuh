@@ -34,6 +34,21 @@ struct Runs {
     }
     RTK_DEVICE int pitch() const { return threads * VEC; }
 
+    // Column of access i, and loads by it: 2 % faster than by a pitch in dequantize_fp8, slower elsewhere.
+    RTK_DEVICE i64 column(i64 run, i64 row, int i) const {
+        return (((run - row * per_row) * kInFlight + i) * threads + thread) * VEC;
+    }
+    template <typename T>
+    RTK_DEVICE void load_each(i64 run, const T* x, i64 stride, Raw<sizeof(T) * VEC> (&raw)[kInFlight]) const {
+        const i64 r = row(run);
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i) {
+            const i64 c = column(run, r, i);
+            clear(raw[i]);
+            if (c < cols) raw[i] = load_raw<T, VEC>(x + r * stride + c);
+        }
+    }
+
     template <typename T>
     RTK_DEVICE void load(i64 run, const T* x, i64 stride, Raw<sizeof(T) * VEC> (&raw)[kInFlight]) const {
         const i64 r = row(run), first = column(run, r), left = cols - first;

@@ -20,7 +20,7 @@ _PERMUTE_BLOCK, _AHEAD = 256, 4  # threads of a block, accesses of a thread in f
 _UNPERMUTE_BLOCK, _UNPERMUTE_GROUP = 128, 128  # threads of a block, of a token at most
 _FEW, _FEW_UNITS = 2, 2  # choices up to this number are added by threads with this many accesses of each row
 _BLOCKS_PER_SM = 3  # for whose registers moe_unpermute is compiled
-_SHAPES = ((2, 8, 8, 1), (2, 8, 2, 2), (2, 1, 8, 1), (4, 4, 8, 1), (4, 4, 2, 2), (4, 1, 8, 1))
+_SHAPES = ((2, 8, 8, 1), (2, 8, 2, _FEW_UNITS), (2, 1, 8, 1), (4, 4, 8, 1), (4, 4, 2, _FEW_UNITS), (4, 1, 8, 1))
 _BACKWARD_THREADS = 256
 _PROBS_THREADS = 256
 

@@ -115,7 +115,7 @@ def rows(permute: Callable[..., Any], unpermute: Callable[..., Any], backward: C
             name="permute_pad",
             shape=case.shape,
             make=lambda device, g, case=case: make(case, device, g, "x", "probs"),
-            ours=lambda x, rows, slots, probs, **_: permute(x, rows, slots, None, probs, None),
+            ours=lambda x, rows, slots, probs, **_: permute(x, rows, slots, None, probs, None)[::2],
             torch=plain_permute,
             bytes=tokens + many + 2 * numbers + 4 * case.rows,
         )

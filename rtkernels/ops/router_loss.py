@@ -169,7 +169,8 @@ def _rows() -> Iterator[Row]:
         inputs: dict[str, Any] = {"dy": torch.ones((), device=device)} if backward else {}
         inputs["logits"] = logits
         if counted:
-            inputs["counts"] = torch.full((experts,), tokens * k // experts, dtype=torch.int32, device=device)
+            uneven = torch.arange(experts, dtype=torch.int32, device=device) * 2  # of equal ones the gradient is 0
+            inputs["counts"] = uneven + (tokens * k // experts - experts + 1)
         return inputs
 
     def z_loss(logits: Tensor) -> Tensor:
