@@ -187,6 +187,14 @@ def _check_tensors(name: str, tensors: Iterable[Any]) -> None:
             raise ArgumentError(f"{name}[{i}] is a {type(t).__name__}; expected a torch.Tensor")
 
 
+class MutatingOp(TorchOp):
+    """An operator that changes an argument; calls always go through the dispatcher, which counts versions."""
+
+    def _make_call(self) -> Callable[..., Any]:
+        names = ", ".join(argument.name for argument in self.overload._schema.arguments)
+        return eval(f"lambda {names}: overload({names})", {"overload": self.overload})
+
+
 @dataclass(frozen=True)
 class Op:
     """One op family: everything ``ops/<name>.py`` offers to the rest of the library.

@@ -5,7 +5,7 @@
 // A persistent grid. Tiles are numbered by bands of `band` column tiles, in a band by blocks of rows, and then along the
 // columns: the part of x that a band reads stays in L2, although each token is read once for each of its experts.
 #include "moe/rows.cuh"
-#include "quant/experts.cuh"
+#include "quant/expert_output.cuh"
 #include "quant/tile_quantize.cuh"
 
 namespace rtk {
@@ -50,24 +50,12 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, BLOCKS)
         const u32 width = min(static_cast<u32>(band), static_cast<u32>(column_tiles) - first_group);
         const u32 block = inside / width, group = first_group + (inside - block * width);
         const ExpertRows expert = table.find(block);
-        const i64 first = expert.first_row, height = expert.rows, above = expert.above;
-        const i64 row = first + above, column = static_cast<i64>(group) * kTileSide;
+        const i64 row = static_cast<i64>(expert.first_row) + expert.above, column = static_cast<i64>(group) * kTileSide;
         job.x = x + column;
         job.row = row;
         job.leads = group == 0;
-        job.extent = {height - above, cols - column};
-        job.out = {};
-        if (q != nullptr) {
-            job.out.q = q + row * cols + column;
-            job.out.stride = cols;
-            job.out.scale = scale + first * column_tiles + group * height + above;
-            job.out.scale_step = 1;
-        }
-        if (q_t != nullptr) {
-            job.out.transposed = q_t + first * cols + column * height + above;
-            job.out.pitch = height;
-            job.out.column_scale = scale_t + block * cols + column;
-        }
+        job.extent = {static_cast<i64>(expert.rows) - expert.above, cols - column};
+        ExpertOutput<F8>{q, scale, q_t, scale_t, cols, column_tiles}.tile(expert, block, group, job.out);
     };
     // What fills this thread's row of a tile: requested early, used late.
     auto request = [&](u32 index, const GatheredTile<T, F8>& job) {

@@ -8,7 +8,7 @@
 //     scale_t  rows b .. of [row_blocks, cols]; rows past the last block are 0
 //
 // A persistent grid; q or q_t is null if not wanted.
-#include "quant/experts.cuh"
+#include "quant/expert_output.cuh"
 #include "quant/tile_quantize.cuh"
 
 namespace rtk {
@@ -35,22 +35,10 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, Tile<16 / size
         if (threadIdx.x != 0 || index >= tiles()) return;
         const u32 across = static_cast<u32>(column_tiles), block = index / across, group = index - block * across;
         const ExpertRows expert = table.find(block);
-        const i64 first = expert.first_row, height = expert.rows, above = expert.above;
-        const i64 row = first + above, column = static_cast<i64>(group) * kTileSide;
+        const i64 row = static_cast<i64>(expert.first_row) + expert.above, column = static_cast<i64>(group) * kTileSide;
         job.x = x + row * x_stride + column;
-        job.extent = {height - above, cols - column};
-        job.out = {};
-        if (q != nullptr) {
-            job.out.q = q + row * cols + column;
-            job.out.stride = cols;
-            job.out.scale = scale + first * column_tiles + group * height + above;
-            job.out.scale_step = 1;
-        }
-        if (q_t != nullptr) {
-            job.out.transposed = q_t + first * cols + column * height + above;
-            job.out.pitch = height;
-            job.out.column_scale = scale_t + block * cols + column;
-        }
+        job.extent = {static_cast<i64>(expert.rows) - expert.above, cols - column};
+        ExpertOutput<F8>{q, scale, q_t, scale_t, cols, column_tiles}.tile(expert, block, group, job.out);
     };
     int phase = 0;
     prepare(blockIdx.x, jobs[0]);

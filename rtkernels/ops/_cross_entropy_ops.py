@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rtkernels._layout import address, check_same, metadata, row_count, row_stride, rowed
-from rtkernels._registry import TorchOp
+from rtkernels._registry import MutatingOp, TorchOp
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _cross_entropy_reference as reference
 from rtkernels.ops._cross_entropy_plans import (
@@ -316,16 +316,6 @@ def _fake_grad_in_place(logits, *more):
 
 def _fake_nothing(*args):
     return None
-
-
-class MutatingOp(TorchOp):
-    """An operator that overwrites an argument; calls always go through the dispatcher."""
-
-    def _make_call(self):
-        names = ", ".join(argument.name for argument in self.overload._schema.arguments)
-        scope = {"overload": self.overload}
-        exec(f"def call({names}):\n    return overload({names})", scope)
-        return scope["call"]
 
 
 _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap"

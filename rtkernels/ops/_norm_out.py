@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd.function import once_differentiable
@@ -16,14 +13,6 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops._norm_quant_op import FORWARD
 
 # ---- memory of the caller -------------------------------------------------------------------------------------------
-
-
-class OutOp(TorchOp):
-    """An operator that writes into its last argument; calls always go through the dispatcher, which counts versions."""
-
-    def _make_call(self) -> Callable[..., Any]:
-        names = ", ".join(argument.name for argument in self.overload._schema.arguments)
-        return eval(f"lambda {names}: overload({names})", {"overload": self.overload})
 
 
 def check_out(out: Tensor, x: Tensor, residual: Tensor | None, *vectors: Tensor | None) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rtkernels._layout import address, metadata, nothing, row_stride, token
-from rtkernels._registry import TorchOp
+from rtkernels._registry import MutatingOp, TorchOp
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _row_plans as plans
 from rtkernels.ops._row_plans import CHUNK_PLANS, LIMIT, SELECT_PLANS
@@ -199,24 +199,13 @@ def _fake_chunks(x, counts, order, scale, inverse):
     return x.new_empty(x.shape), nothing(x) if scale is None else scale.new_empty(scale.shape)
 
 
-class _MutatingOp(TorchOp):
-    """An operator that changes an argument; calls always go through the dispatcher."""
-
-    def _make_call(self):
-        overload = self.overload
-        names = ", ".join(argument.name for argument in overload._schema.arguments)
-        scope = {"overload": overload}
-        exec(f"def call({names}):\n    return overload({names})\n", scope)
-        return scope["call"]
-
-
 SELECT = TorchOp(
     "index_select_fwd(Tensor x, Tensor indices, Tensor? scale) -> (Tensor, Tensor)",
     launch=_launch_select,
     reference=_reference_select,
     fake=_fake_select,
 )
-SELECT_INTO = _MutatingOp(
+SELECT_INTO = MutatingOp(
     "index_select_into(Tensor(a!) out, Tensor x, Tensor indices, Tensor? scale) -> Tensor",
     launch=_launch_select_into,
     reference=_reference_select_into,
@@ -228,7 +217,7 @@ SCATTER = TorchOp(
     reference=_reference_scatter,
     fake=_fake_scatter,
 )
-SCATTER_INTO = _MutatingOp(
+SCATTER_INTO = MutatingOp(
     "scatter_add_into(Tensor(a!) out, Tensor x, Tensor indices, Tensor? weights, bool accumulate) -> ()",
     launch=_launch_scatter_into,
     reference=_reference_scatter_into,

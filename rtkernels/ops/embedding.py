@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from rtkernels import interop
 from rtkernels._guard import needs_grad
 from rtkernels._layout import address, metadata, rowed
-from rtkernels._registry import Op, TorchOp
+from rtkernels._registry import MutatingOp, Op, TorchOp
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _embedding_order as order
 from rtkernels.ops._embedding_order import ordered
@@ -175,18 +175,6 @@ def _fake_add(main_grad, dy, ids, start, padding):
     return None
 
 
-class _MutatingOp(TorchOp):
-    """An operator that changes an argument; calls always go through the dispatcher."""
-
-    def _make_call(self):
-        overload = self.overload
-
-        def call(main_grad, dy, ids, start, padding):
-            return overload(main_grad, dy, ids, start, padding)
-
-        return call
-
-
 FORWARD = TorchOp(
     "embedding_fwd(Tensor weight, Tensor ids, int start) -> Tensor",
     launch=_launch_fwd,
@@ -199,7 +187,7 @@ BACKWARD = TorchOp(
     reference=_reference_bwd,
     fake=_fake_bwd,
 )
-ADD = _MutatingOp(
+ADD = MutatingOp(
     "embedding_bwd_into(Tensor(a!) main_grad, Tensor dy, Tensor ids, int start, int padding) -> ()",
     launch=_launch_add,
     reference=_reference_add,

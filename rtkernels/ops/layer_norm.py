@@ -13,10 +13,10 @@ from torch.autograd.function import once_differentiable
 from rtkernels import interop
 from rtkernels._guard import constant, is_dynamo_compiling, needs_grad
 from rtkernels._layout import address, check_same, metadata, nothing, row_count, rowed
-from rtkernels._registry import Op, TorchOp
+from rtkernels._registry import MutatingOp, Op, TorchOp
 from rtkernels.errors import ArgumentError
 from rtkernels.ops._layer_norm_plans import BWD_PLANS, FWD_PLANS, KERNELS, check
-from rtkernels.ops._norm_out import BACKWARDS, OutOp, check_no_gradient, check_out, with_statistics
+from rtkernels.ops._norm_out import BACKWARDS, check_no_gradient, check_out, with_statistics
 from rtkernels.testing.rows import Row
 
 # ---- launchers ------------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ ADD_FORWARD = TorchOp(
     fake=_fake_add_fwd,
 )
 # Writes y into out; the result is the sum, or empty without a residual.
-OUT_FORWARD = OutOp(
+OUT_FORWARD = MutatingOp(
     "layer_norm_out(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, float offset, Tensor(a!) out)"
     " -> Tensor",
     launch=_launch_out,

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from rtkernels import interop
 from rtkernels._guard import needs_grad
 from rtkernels._layout import check_same, nothing, row_count, token
-from rtkernels._registry import Op, TorchOp
+from rtkernels._registry import MutatingOp, Op, TorchOp
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _router_launch as launch
 from rtkernels.ops._router_kernels import EXACT, FAST, HIGH, KERNELS, PRECISIONS
@@ -149,18 +149,6 @@ def _fake_into(main_grad, dy, x, precision):
     return None
 
 
-class _MutatingOp(TorchOp):
-    """An operator that changes an argument; calls always go through the dispatcher."""
-
-    def _make_call(self):
-        overload = self.overload
-
-        def call(main_grad, dy, x, precision):
-            return overload(main_grad, dy, x, precision)
-
-        return call
-
-
 FORWARD = TorchOp(
     "router_gemm_fwd(Tensor x, Tensor weight, Tensor? bias, int precision) -> Tensor",
     launch=_launch_fwd,
@@ -174,7 +162,7 @@ BACKWARD = TorchOp(
     reference=_reference_bwd,
     fake=_fake_bwd,
 )
-BACKWARD_INTO = _MutatingOp(
+BACKWARD_INTO = MutatingOp(
     "router_gemm_bwd_into(Tensor(a!) main_grad, Tensor dy, Tensor x, int precision) -> ()",
     launch=_launch_into,
     reference=_reference_into,

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from rtkernels import interop
 from rtkernels._guard import constant, is_dynamo_compiling, needs_grad
 from rtkernels._layout import address, check_same, metadata, row_count, row_stride, rowed
-from rtkernels._registry import Op, TorchOp
+from rtkernels._registry import MutatingOp, Op, TorchOp
 from rtkernels.errors import ArgumentError
 from rtkernels.ops._softmax_plans import BWD_PLANS, FWD_PLANS, KERNELS, LARGEST_SCALE, check, check_scale
 from rtkernels.testing.rows import Row
@@ -148,25 +148,13 @@ def _fake_bwd(dy, y, lengths, scale, log):
     return torch.empty_like(y, memory_format=torch.contiguous_format)
 
 
-class _MutatingOp(TorchOp):
-    """An operator that overwrites an argument; calls always go through the dispatcher."""
-
-    def _make_call(self):
-        overload = self.overload
-
-        def call(x, lengths, scale, log):
-            return overload(x, lengths, scale, log)
-
-        return call
-
-
 FORWARD = TorchOp(
     "softmax_fwd(Tensor x, Tensor? lengths, float scale, bool log) -> Tensor",
     launch=_launch_fwd,
     reference=_reference_fwd,
     fake=_fake_fwd,
 )
-IN_PLACE = _MutatingOp(
+IN_PLACE = MutatingOp(
     "softmax_fwd_in_place(Tensor(a!) x, Tensor? lengths, float scale, bool log) -> ()",
     launch=_launch_in_place,
     reference=_reference_in_place,
