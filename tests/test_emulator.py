@@ -195,14 +195,14 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 @needs_compiler
-@pytest.mark.parametrize("features", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("place", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("op", OPS)
-def test_op_gives_the_same_bits_in_every_order(op: str, features: str) -> None:
+def test_op_gives_the_same_bits_in_every_order(op: str, place: str) -> None:
     for torch_op, args in _registry.get(op).samples("cpu"):
         results = []
         for order in ORDERS:
             given = _cloned(args)  # some operators write in place
-            with rtkernels.emulate(features, order):
+            with rtkernels.emulate(place, order):
                 out = torch_op(*given)
             results.append([t.reshape(-1).view(torch.uint8) for t in _tensors((out, given))])
         for other in results[1:]:
