@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ _LIBRARY = torch.library.Library("rtkernels", "FRAGMENT")
 _OPS: dict[str, Op] = {}
 _CANNOT_LAUNCH = (ToolkitError, UnsupportedDeviceError, KernelCompileError, NotWarmError)
 _fell_back: set[str] = set()
+_calls = threading.local()
 
 
 class Recalled:
@@ -155,10 +157,13 @@ def call({names}):
         return scope["call"]
 
     def _run_cuda(self, *args: Any) -> Any:
+        _calls.dispatched = True
         try:
             return self.launch(*args)
         except _CANNOT_LAUNCH as error:
             return self._fall_back(error, args)
+        finally:
+            _calls.dispatched = False
 
     def _fall_back(self, error: Exception, args: tuple[Any, ...]) -> Any:
         """Run the reference if the user allows it, else raise."""
@@ -176,6 +181,14 @@ def call({names}):
         emulate_features(features)
         with emulator.recording():
             return self.launch(*args)
+
+
+def dispatched() -> bool:
+    """Return True inside an operator that the dispatcher called, as compiled graphs do.
+
+    What it allocates then may come from the graphs' own memory, and must not outlive the call unless it is returned.
+    """
+    return getattr(_calls, "dispatched", False)
 
 
 def _check_tensors(name: str, tensors: Iterable[Any]) -> None:

@@ -81,3 +81,11 @@ def test_call_written_from_the_schema_takes_its_names() -> None:
         for torch_op in op.torch_ops:
             wanted = [argument.name for argument in torch_op.overload._schema.arguments]
             assert list(inspect.signature(torch_op.call).parameters) == wanted
+
+
+def test_an_operator_knows_that_the_dispatcher_called_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    op, seen = _registry.get("topk").torch_ops[0], []
+    monkeypatch.setattr(op, "launch", lambda *args: seen.append(_registry.dispatched()))
+    op._run_cuda()
+    assert seen == [True]
+    assert not _registry.dispatched()

@@ -169,6 +169,8 @@ def moe_permute_smooth_t(
     expert's rows, pad rows (zeros) included, are quantised as :func:`quantize_fp8_smooth` does with granularity
     "channel". For codes padded to 32 rows, build the index with ``multiple_of=32``. Not differentiable.
 
+    bfloat16 and fp8 rows take two launches; float16 and float32 are put together from several of torch's own kernels.
+
     Args:
         x: ``[T, H]``; bfloat16, float16, float32, float8_e4m3fn or float8_e5m2. Any strides (a copy is made unless rows
             are unit-stride and of whole 16 bytes). May be any object with ``__dlpack__``; all others are then of its

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rtkernels._layout import row_count, row_stride, token, vector_bytes
+from rtkernels._registry import dispatched
 from rtkernels.errors import ArgumentError
 
 KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -59,12 +60,13 @@ def fresh_zeros(device: int, n: int) -> Tensor:
 
     Kernels that count, or find out which block is the last one, start from zeros; clearing a few hundred bytes takes as
     long as they do. So many such tensors are cut from one cleared piece of memory, made in the stream that uses them.
-    A graph is replayed, so what is captured clears its own.
+    A graph is replayed, so what is captured clears its own; so does what a compiled graph calls, in whose memory the
+    rest could not stay.
     """
     if device < 0:
         stream = 0
     else:
-        if torch.cuda.is_current_stream_capturing():
+        if dispatched() or torch.cuda.is_current_stream_capturing():
             return torch.zeros(n, dtype=torch.int32, device=f"cuda:{device}")
         stream = torch._C._cuda_getCurrentRawStream(device)
     ready = _zeros.setdefault((device, stream, n), [])

@@ -215,6 +215,9 @@ def moe_permute_smooth(
     rounded; then as :func:`quantize_fp8` with granularity "row". Rows that no choice fills are quantised zeros: codes
     0, scale 1e-30 (2^-99 with pow2_scale). Everything is read from the index on the device. Not differentiable.
 
+    e4m3 codes of rows of whole 16 bytes that fit the registers of a block take one launch; everything else is put
+    together from several of torch's own kernels.
+
     Args:
         x: ``[T, H]``; bfloat16, float16, float32, float8_e4m3fn or float8_e5m2. Any strides (a copy is made unless rows
             are unit-stride). May be any object with ``__dlpack__``; everything else is then of its kind.
