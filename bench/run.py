@@ -115,8 +115,13 @@ def _poisoned(row: Row, inputs: dict[str, Any]) -> Any:
     """Result of ours in memory that held 0xFF bytes (NaN in every float type) before the call."""
     given = _storages(inputs)
     for out in tensors(row.ours(**inputs)):
-        if out.untyped_storage().data_ptr() not in given and out.is_contiguous():
-            out.reshape(-1).view(torch.uint8).fill_(255)  # not the whole storage: it may hold more than this result
+        storage = out.untyped_storage()
+        if storage.data_ptr() in given:
+            continue
+        if storage.nbytes() == out.nbytes:
+            storage.fill_(255)
+        elif out.is_contiguous():  # the storage holds more than this result, which is not ours to overwrite
+            out.reshape(-1).view(torch.uint8).fill_(255)
     # The allocator hands the freed blocks out again.
     return row.ours(**inputs)
 

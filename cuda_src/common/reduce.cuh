@@ -27,6 +27,25 @@ RTK_DEVICE float warp_reduce(float v, int lanes = kWarp) {
     return v;
 }
 
+// COUNT results (a power of two) over LANES neighbouring lanes, scattered: each lane gets that of number lane % COUNT.
+// Half as many exchanges as numbers, instead of log2(LANES) for each. The whole warp must call it; v is used up.
+template <int COUNT, int LANES, typename Combine>
+RTK_DEVICE float scattered(float (&v)[COUNT], int lane, const Combine& combine) {
+#pragma unroll
+    for (int half = COUNT / 2; half > 0; half /= 2) {
+        const bool upper = (lane & half) != 0;
+#pragma unroll
+        for (int i = 0; i < half; ++i) {
+            const float kept = upper ? v[i + half] : v[i], given = upper ? v[i] : v[i + half];
+            v[i] = combine(kept, __shfl_xor_sync(0xffffffffu, given, half));
+        }
+    }
+#pragma unroll
+    for (int offset = COUNT; offset < LANES; offset *= 2)
+        v[0] = combine(v[0], __shfl_xor_sync(0xffffffffu, v[0], offset));
+    return v[0];
+}
+
 // The threads of a block cut into groups of equal size that each work on one row at a time. A group is a power of
 // two of at most 32 lanes, or whole warps; with whole warps a block holds at most 15 groups (one named barrier each).
 struct RowGroup {

@@ -83,24 +83,6 @@ __global__ void __launch_bounds__(256, BLOCKS)
     }
 }
 
-// Sums of COUNT numbers over a warp, scattered: each lane gets that of number lane % COUNT.
-template <int COUNT>
-RTK_DEVICE float scattered_sum(float (&v)[COUNT]) {
-    const int lane = static_cast<int>(threadIdx.x) % kWarp;
-#pragma unroll
-    for (int half = COUNT / 2; half > 0; half /= 2) {
-        const bool upper = (lane & half) != 0;
-#pragma unroll
-        for (int i = 0; i < half; ++i) {
-            const float kept = upper ? v[i + half] : v[i], given = upper ? v[i] : v[i + half];
-            v[i] = kept + __shfl_xor_sync(0xffffffffu, given, half);
-        }
-    }
-#pragma unroll
-    for (int offset = COUNT; offset < kWarp; offset *= 2) v[0] += __shfl_xor_sync(0xffffffffu, v[0], offset);
-    return v[0];
-}
-
 // dy[rows[t, j]] = w[t, j] * dout[t], zeros in the rows that no choice fills, and dprobs[t, j] = <dout[t], y[row]> with 0
 // where the choice was dropped. Without y no dprobs; dy may be null. A block owns one token; grid: pad_blocks + tokens.
 template <int SIZE, int VEC>
@@ -165,7 +147,7 @@ __global__ void __launch_bounds__(256)
         }
         if (y == nullptr) continue;
         const int lane = static_cast<int>(threadIdx.x) % kWarp, warps = static_cast<int>(blockDim.x) / kWarp;
-        const float sum = scattered_sum(dot);
+        const float sum = scattered<kChoices, kWarp>(dot, lane, Sum::apply);
         if (lane < kChoices) partial[phase][threadIdx.x / kWarp][lane] = sum;
         __syncthreads();
         const int own_choice = static_cast<int>(threadIdx.x);

@@ -54,16 +54,7 @@ struct SquareScratch {
 // Maxima or sums of eight numbers over the 16 lanes of a row, scattered: each lane gets that of number lane % 8.
 template <typename Combine>
 RTK_DEVICE float scattered_by_rows(float (&v)[kSquare], int lane, const Combine& combine) {
-#pragma unroll
-    for (int half = kSquare / 2; half > 0; half /= 2) {
-        const bool upper = (lane & half) != 0;
-#pragma unroll
-        for (int i = 0; i < half; ++i) {
-            const float kept = upper ? v[i + half] : v[i], given = upper ? v[i] : v[i + half];
-            v[i] = combine(kept, __shfl_xor_sync(0xffffffffu, given, half));
-        }
-    }
-    return combine(v[0], __shfl_xor_sync(0xffffffffu, v[0], kSquare));
+    return scattered<kSquare, 16>(v, lane, combine);
 }
 
 // Number r of the eight that lanes of this thread's rows hold as scattered_by_rows leaves them.

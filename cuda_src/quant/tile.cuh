@@ -8,6 +8,7 @@
 // eight lanes share a column: both touch every bank once.
 #pragma once
 #include "common/fp8_scale.cuh"
+#include "common/reduce.cuh"
 #include "common/vec.cuh"
 
 namespace rtk {
@@ -87,20 +88,7 @@ RTK_DEVICE float element(const Raw<16>& raw, int i) {
 // Maxima of COUNT numbers over `LANES` neighbouring lanes, scattered: each lane gets that of number lane % COUNT.
 template <int COUNT, int LANES>
 RTK_DEVICE float scattered_max(float (&v)[COUNT], int thread = static_cast<int>(threadIdx.x)) {
-    const int lane = thread % LANES;
-#pragma unroll
-    for (int half = COUNT / 2; half > 0; half /= 2) {
-        const bool upper = (lane & half) != 0;
-#pragma unroll
-        for (int i = 0; i < half; ++i) {
-            const float kept = upper ? v[i + half] : v[i], given = upper ? v[i] : v[i + half];
-            v[i] = fmaxf(kept, __shfl_xor_sync(0xffffffffu, given, half));
-        }
-    }
-#pragma unroll
-    for (int offset = COUNT; offset < LANES; offset *= 2)
-        v[0] = fmaxf(v[0], __shfl_xor_sync(0xffffffffu, v[0], offset));
-    return v[0];
+    return scattered<COUNT, LANES>(v, thread % LANES, fmaxf);
 }
 
 // From the thread's row maxima to the reciprocals of the rows' scales, scattered: each lane gets that of its row

@@ -1,5 +1,5 @@
 // Forward of the split, norm and rotation of qkv: rope/qk_norm_rope.cuh says what is computed and who does what.
-#include "ptx/cp_async.cuh"
+#include "rope/fetch_heads.cuh"
 #include "rope/qk_norm_rope.cuh"
 
 namespace rtk {
@@ -95,14 +95,7 @@ __global__ void __launch_bounds__(kQkThreads, kQkBlocks)
     {
         const T* x = qkv + (batch * qkv_batch + place * qkv_place) + (from * dim + column);
         const i64 to_next = stride * dim;
-        ptx::SharedAddress to = own;
-#pragma unroll 4
-        for (int rest = left; rest > 0; rest -= step) {
-            ptx::cp_async_16(to, x);
-            x += to_next;
-            to = to + pitch;
-        }
-        ptx::cp_async_commit();
+        fetch_heads(x, to_next, left, step, own, pitch);
     }
 
     const StagedTurns<N> staged{memory + static_cast<int>(most) * pitch, lanes};

@@ -4,8 +4,8 @@
 //
 // Parameters of rope and rope_any: k may be null (k_heads 0). `slots` groups of threads work on a token, each on up to
 // kRopeHeads heads (slot, slot + slots, ...), q's first: the rotation of a token is read once per group.
-#include "ptx/cp_async.cuh"
 #include "rope/angles.cuh"
+#include "rope/fetch_heads.cuh"
 
 namespace rtk {
 
@@ -53,14 +53,7 @@ __global__ void __launch_bounds__(kTokenThreads, kTokenBlocks)
         const T* x = (is_q ? q + (batch * q_batch + place * q_place) : k + (batch * k_batch + place * k_place)) +
                      at * head + column;
         const i64 to_next = step * head;
-        ptx::SharedAddress to = slot;
-#pragma unroll 4
-        for (int rest = left; rest > 0; rest -= step) {
-            ptx::cp_async_16(to, x);
-            x += to_next;
-            to = to + pitch;
-        }
-        ptx::cp_async_commit();
+        fetch_heads(x, to_next, left, step, slot, pitch);
     }
     const Angles angles = RTK_ANGLES;
     const bool adjacent = pairs == kAdjacent;
