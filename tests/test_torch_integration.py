@@ -164,3 +164,32 @@ def test_inference_mode_and_no_grad() -> None:
 def test_autocast_leaves_dtypes_alone() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert rms_norm(torch.randn(4, 8), torch.randn(8)).dtype == torch.float32
+
+
+@pytest.mark.gpu
+def test_graphs_that_torch_compile_records() -> None:
+    """CUDA graphs of compiled code: what counts starts from zeros at every replay, and results follow the inputs."""
+
+    def loss(x: Tensor, weight: Tensor, router: Tensor) -> Tensor:
+        logits = rtkernels.router_gemm(rms_norm(x, weight), router)
+        routing = rtkernels.topk_router(logits, 2)
+        return (
+            routing.probs.square().sum()
+            + rtkernels.router_z_loss(logits, 0.1)
+            + rtkernels.load_balancing_loss(logits, counts=routing.counts, k=2)
+        )
+
+    compiled = torch.compile(loss, fullgraph=True, mode="reduce-overhead")
+    weight = torch.rand(256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    router = torch.randn(16, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(5):
+        x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
+        results = []
+        for function in (compiled, loss):
+            torch.compiler.cudagraph_mark_step_begin()
+            weight.grad = router.grad = None
+            value = function(x, weight, router)
+            value.backward()
+            results.append((value.detach().clone(), weight.grad.clone(), router.grad.clone()))
+        for got, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
