@@ -275,11 +275,13 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
 test_error_messages, test_launchers_raise_the_same_messages = error_tests(BAD)
 
 
+@pytest.mark.parametrize("dense", (True, False))
 @at("cpu", "cuda")
-def test_torch_compile(place: str) -> None:
+def test_torch_compile(place: str, dense: bool) -> None:
     def block(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        routing = topk_router(x * 2, 3, score="sigmoid", bias=bias, num_groups=4, top_groups=2, dense_probs=True)
-        return routing.probs.sum(-1, keepdim=True) + routing.dense_probs, routing.counts
+        routing = topk_router(x * 2, 3, score="sigmoid", bias=bias, num_groups=4, top_groups=2, dense_probs=dense)
+        probs = routing.probs.cumsum(-1)
+        return probs.sum(-1, keepdim=True) + routing.dense_probs if dense else probs, routing.counts
 
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
     for rows in (3, 4):

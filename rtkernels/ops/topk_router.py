@@ -155,13 +155,13 @@ class _Router(torch.autograd.Function):
         _, indices, counts, _, chosen_map = results
         ctx.mark_non_differentiable(indices, counts, chosen_map)
         ctx.save_for_backward(logits, indices)
-        ctx.options = mode, scale, eps
+        ctx.dense, ctx.options = dense, (mode, scale, eps)
         return results
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g_compact, _indices, _counts, g_dense, _map):
-        dx = None
+        dx, g_dense = None, g_dense if ctx.dense else None  # compiled graphs hand over zeros for what is not there
         if g_compact is not None or g_dense is not None:
             logits, indices = ctx.saved_tensors
             dx = BACKWARD(logits, indices, g_compact, g_dense, *ctx.options)
