@@ -153,6 +153,40 @@ def test_compiled_module_with_parameters(backend: str) -> None:
     torch.testing.assert_close(grad, block.weight.grad)
 
 
+def _routed(x: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
+    index = rtkernels.moe_index(torch.arange(12).view(6, 2) % 5, 5, rows=24)
+    moved = rtkernels.moe_permute(x, index, probs=probs)
+    coded = rtkernels.moe_permute_fp8(x, index, probs=probs)
+    return moved.y, moved.probs, coded.probs, coded.y
+
+
+SEVERAL_RESULTS = {
+    "rms_norm": lambda x, w: rms_norm(x, w[0], residual=2 * x),
+    "layer_norm": lambda x, w: rtkernels.layer_norm(x, w[0], w[1], residual=2 * x),
+    "rms_norm_fp8": lambda x, w: rtkernels.rms_norm_fp8(x, w[0], residual=2 * x, keep=True)[5:7],
+    "topk_router": lambda x, w: rtkernels.topk_router(x * w[0], 2)[:1],
+    "topk_router, dense": lambda x, w: rtkernels.topk_router(x * w[0], 2, dense_probs=True)[::3],
+    "moe_permute": lambda x, w: _routed(x, w[:2, :6].t()),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL_RESULTS)
+def test_compiled_gradients_of_one_result_of_several(name: str) -> None:
+    """A compiled graph hands over zeros as gradients of results that went unused."""
+    function = SEVERAL_RESULTS[name]
+    x, w = torch.randn(6, 128), torch.rand(2, 128)
+    for used in range(len(function(x, w))):
+        torch._dynamo.reset()
+        grads = []
+        for call in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+            leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+            result = call(*leaves)[used]
+            g = torch.linspace(-1, 1, result.numel()).view(result.shape)
+            grads.append(torch.autograd.grad(result, leaves, g, materialize_grads=True))
+        for got, wanted in zip(*grads, strict=True):
+            torch.testing.assert_close(got, wanted)
+
+
 def test_inference_mode_and_no_grad() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     with torch.inference_mode():
