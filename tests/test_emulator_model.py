@@ -13,6 +13,7 @@ from emulator_harness import FOLDER, FORMATS, ORDERS, needs_compiler, run
 import rtkernels
 from rtkernels import _arch, _nvrtc, _sources
 from rtkernels._kernel import Kernel
+from rtkernels.emulator import EmulatorError
 from rtkernels.errors import ToolkitError
 
 # ---- execution model -----------------------------------------------------------------------------------------------
@@ -109,6 +110,30 @@ def test_cp_async_pipeline(order: str | int) -> None:
     with rtkernels.emulate(order=order):
         run("features.cu", "pipelined_copy", x=x, y=y, rows=5)
     assert torch.equal(y, 2 * x.flip(1))
+
+
+@needs_compiler
+@pytest.mark.parametrize("order", ORDERS)
+def test_bulk_copies_through_a_ring(order: str | int) -> None:
+    x, y = torch.randn(5, 128), torch.empty(5, 128)
+    with rtkernels.emulate(order=order):
+        run("bulk.cu", "ring_of_rows", block=64, x=x, y=y, rows=5, fault=0)
+    assert torch.equal(y, 2 * x)
+
+
+@needs_compiler
+@pytest.mark.parametrize("order", ORDERS)
+def test_faults_of_a_ring_are_reported(order: str | int) -> None:
+    kinds = {
+        1: ("race", "uninitialised_shared"),  # no wait for the copies
+        2: ("race", "divergent_barrier"),  # a stage is filled again while it is read, or not full yet
+        3: ("divergent_barrier",),  # stages are not given back: all wait
+        4: ("race", "divergent_barrier"),  # given back twice
+    }
+    for fault, expected in kinds.items():
+        with rtkernels.emulate(order=order), pytest.raises(EmulatorError) as caught:
+            run("bulk.cu", "ring_of_rows", block=64, x=torch.ones(5, 128), y=torch.empty(5, 128), rows=5, fault=fault)
+        assert caught.value.kind in expected, (fault, str(caught.value))
 
 
 @needs_compiler

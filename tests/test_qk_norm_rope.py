@@ -14,6 +14,7 @@ from torch import Tensor
 
 import rtkernels
 from rtkernels.errors import ArgumentError
+from rtkernels.ops import _rope_qk_bulk as bulk
 from rtkernels.ops import _rope_qk_plans as plans
 from rtkernels.ops import qk_norm_rope as module
 from rtkernels.testing.compare import ROUNDOFF, assert_close, assert_same_bits, poisoned, running_on
@@ -228,9 +229,10 @@ def test_every_dtype(place: str, dtype: torch.dtype) -> None:
 
 def emulated_coverage() -> None:
     """Run every kernel of the op in the emulator; test_registry.py checks that it does."""
-    with rtkernels.emulate("sm_90"):
-        for case in ("plain", "odd"):
-            check(Inputs(case, torch.float32, "cpu"))
+    for number in ("sm_80", "sm_90"):
+        with rtkernels.emulate(number):
+            for case in ("plain", "odd"):
+                check(Inputs(case, torch.float32, "cpu"))
 
 
 @at("cpu", "sm_90", "cuda")
@@ -272,6 +274,22 @@ def test_backward_fits_in_shared_memory(limit: int, silu: bool) -> None:
     threads = plans._bwd_threads(limit * 1024, silu)
     assert threads % 32 == 0 and threads >= 160
     assert threads * 2 * plans._BWD_HEADS * 4 * 16 + threads <= limit * 1024
+
+
+@pytest.mark.parametrize("heads", ((1, 1), (7, 3), (32, 4), (32, 8), (64, 64), (128, 8)), ids=str)
+@pytest.mark.parametrize("lanes", (1, 8, 32))
+@pytest.mark.parametrize("memory", (99, 227))
+def test_teams_of_the_bulk_backward(heads: tuple[int, int], lanes: int, memory: int) -> None:
+    for stage in (512, 20_000, 45_000, 60_000, 120_000):
+        teams = bulk.share_out(*heads, lanes, stage, memory * 1024)
+        if teams is None:
+            assert 2 * stage + 16 * max(heads) > memory * 1024 - 20_000
+            continue
+        assert teams.stages >= 2 and teams.stages % teams.teams == 0
+        assert teams.stages * stage + 16 * teams.most * teams.groups(lanes) <= memory * 1024
+        assert teams.teams * teams.warps <= bulk._WARPS and 32 * (bulk._WARPS + bulk._HELPERS) <= 384
+        assert teams.groups(lanes) >= teams.q_slots + 2 * teams.kv_slots
+        assert teams.q_slots * teams.most >= heads[0] and teams.kv_slots * teams.most >= heads[1]
 
 
 @pytest.mark.parametrize("group", (1, 2, 3, 5, 7, 8, 13, 64))

@@ -23,6 +23,12 @@ namespace rtk {
         i64 group_magic, i64 q_extra, i64 kv_step, i64 k_first, i64 v_first, i64 head_dim, i64 lane_bits,          \
         i64 weight_wide, i64 by_slots, i64 by_length, double eps, double offset, double inverse_dim
 
+// Of the backward; dqkv has strides of its own.
+#define RTK_QKV_GRADIENT_PARAMETERS                                                                                \
+    const T *dq, const T *dk, const T *dv, const T *qkv, const void *q_weight, const void *k_weight, T *dqkv,      \
+        float *partial, i64 dq_batch, i64 dq_place, i64 dq_head, i64 dk_batch, i64 dk_place, i64 dk_head,          \
+        i64 dv_batch, i64 dv_place, i64 dv_head, i64 dqkv_batch, i64 dqkv_place
+
 inline constexpr int kQ = 0, kK = 1, kV = 2;
 
 // What the groups of one slot do.
@@ -38,6 +44,24 @@ struct HeadSlot {
         step = part == kQ ? q_slots : kv_slots;
         heads = part == kQ ? q_heads : kv_heads;
     }
+};
+
+// Tokens as qkv lies in memory: `inner` batches of a place side by side, or places of a batch. In steps of a fixed size,
+// without a division each.
+struct TokenWalk {
+    int token, outer, at, step, step_outer, step_at, inner;
+
+    RTK_DEVICE TokenWalk(int first, int step, int inner)
+        : token(first), outer(first / inner), at(first - outer * inner), step(step), step_outer(step / inner),
+          step_at(step - step_outer * inner), inner(inner) {}
+    RTK_DEVICE void advance() {
+        token += step;
+        outer += step_outer;
+        at += step_at;
+        if (at >= inner) at -= inner, ++outer;
+    }
+    RTK_DEVICE int batch(bool batch_inner) const { return batch_inner ? at : outer; }
+    RTK_DEVICE int place(bool batch_inner) const { return batch_inner ? outer : at; }
 };
 
 // Column of qkv where a head begins, in heads.

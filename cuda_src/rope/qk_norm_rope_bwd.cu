@@ -9,25 +9,6 @@
 
 namespace rtk {
 
-#define RTK_QKV_GRADIENT_PARAMETERS                                                                                \
-    const T *dq, const T *dk, const T *dv, const T *qkv, const void *q_weight, const void *k_weight, T *dqkv,      \
-        float *partial, i64 dq_batch, i64 dq_place, i64 dq_head, i64 dk_batch, i64 dk_place, i64 dk_head,          \
-        i64 dv_batch, i64 dv_place, i64 dv_head, i64 dqkv_batch, i64 dqkv_place
-
-// Tokens in steps of a fixed size, without a division each.
-struct TokenWalk {
-    int token, batch, place;
-
-    RTK_DEVICE TokenWalk(int first, int length) : token(first), batch(first / length), place(first - batch * length) {}
-    // step = step_batch * length + step_place
-    RTK_DEVICE void advance(int step, int step_batch, int step_place, int length) {
-        token += step;
-        batch += step_batch;
-        place += step_place;
-        if (place >= length) place -= length, ++batch;
-    }
-};
-
 // Two tokens' g and x of a block of THREADS threads in shared memory, each thread's own 16-byte chunks: waiting for its
 // own copies is enough and no barrier is needed. (RowRing with every offset known to the compiler.)
 template <int HEADS, int THREADS>
@@ -102,7 +83,8 @@ RTK_DEVICE void finish(const Ring& ring, int head, int chunk, bool normed, float
 // memory meanwhile. partial: [blocks, 2, head_dim], q's sums and k's; null when not wanted.
 template <typename T, int PAIRS, bool SILU, int HEADS, int THREADS>
 __global__ void __launch_bounds__(THREADS, 1)
-    qk_norm_rope_bwd(RTK_QKV_GRADIENT_PARAMETERS, i64 teams, RTK_QKV_PARAMETERS, RTK_ANGLE_PARAMETERS) {
+    qk_norm_rope_bwd(RTK_QKV_GRADIENT_PARAMETERS, i64 teams, i64 inner, i64 batch_inner, RTK_QKV_PARAMETERS,
+                     RTK_ANGLE_PARAMETERS) {
     constexpr int N = 16 / sizeof(T);
     extern __shared__ __align__(16) u8 memory[];
     __shared__ u8 part_of_group[THREADS];
@@ -117,8 +99,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     const HeadSlot slot(group - team * slots, static_cast<int>(q_slots), static_cast<int>(kv_slots),
                         static_cast<int>(q_heads), static_cast<int>(kv_heads));
     const int step = static_cast<int>(teams);
-    const int span = static_cast<int>(length);
-    const int step_batch = step / span, step_place = step - step_batch * span;
+    const bool by_batch = batch_inner != 0;
     const int dim = static_cast<int>(head_dim);
     const Pieces<N, kHalves> own(lane, 0, static_cast<int>(rotary), (dim - static_cast<int>(rotary)) / N);
     const int end = team < step && own.any ? static_cast<int>(tokens) : 0;
@@ -141,11 +122,12 @@ __global__ void __launch_bounds__(THREADS, 1)
         column[i] = dim * head_column(slot.part, slot.first + i * slot.step, group_magic, q_extra, kv_step, k_first,
                                       v_first);
 
-    TokenWalk next(team, span);
+    TokenWalk next(team, step, static_cast<int>(inner));
     auto fetch = [&] {
         if (next.token < end) {
-            const T* from = g + next.batch * g_batch + next.place * g_place;
-            const T* x = qkv + next.batch * qkv_batch + next.place * qkv_place;
+            const i64 batch = next.batch(by_batch), place = next.place(by_batch);
+            const T* from = g + batch * g_batch + place * g_place;
+            const T* x = qkv + batch * qkv_batch + place * qkv_place;
 #pragma unroll
             for (int i = 0; i < HEADS; ++i) {
                 if (i < count) {
@@ -160,7 +142,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             }
         }
         ptx::cp_async_commit();
-        next.advance(step, step_batch, step_place, span);
+        next.advance();
     };
 
     // Chunks nothing is copied to are read all the same, by lanes that only take part in the reductions.
@@ -192,16 +174,17 @@ __global__ void __launch_bounds__(THREADS, 1)
     Rotation<N> r;
     no_rotation(r);
     // Every group of a warp makes as many rounds as the one with most tokens: they share the reductions.
-    TokenWalk at(team, span);
+    TokenWalk at(team, step, static_cast<int>(inner));
     const int rounds = static_cast<int>(tokens + step - 1) / step;
     for (int round = 0; round < rounds; ++round) {
         ring.turn();
         fetch();
         const bool active = at.token < end;
         if (active && own.rotated && normed)
-            load_rotation<T, N, PAIRS == kAdjacent>(angles, at.batch, at.place, lane, r);
+            load_rotation<T, N, PAIRS == kAdjacent>(angles, at.batch(by_batch), at.place(by_batch), lane, r);
         ptx::cp_async_wait<1>();
-        T* to = dqkv + at.batch * dqkv_batch + at.place * dqkv_place;
+        const i64 batch = at.batch(by_batch), place = at.place(by_batch);
+        T* to = dqkv + batch * dqkv_batch + place * dqkv_place;
         // One head after the other, not unrolled: other warps fill the gaps, and the registers are few.
 #pragma unroll 1
         for (int i = 0; i < HEADS; ++i) {
@@ -233,7 +216,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                 store<T, N>(dx + to_b, gb);
             }
         }
-        at.advance(step, step_batch, step_place, span);
+        at.advance();
     }
 
     if (partial == nullptr) return;

@@ -5,7 +5,7 @@
 namespace rtk {
 
 inline constexpr int kQkThreads = 192;  // of a block, at most
-inline constexpr int kQkBlocks = 5;     // of that size on a multiprocessor, that registers must suffice for
+inline constexpr int kQkBlocks = 6;     // of that size on a multiprocessor, that registers must suffice for
 
 // The factors of a token's q heads and of its k heads in shared memory, by chunks of a head.
 template <int N>
@@ -39,31 +39,33 @@ struct StagedTurns {
     }
 };
 
-// A block has the groups of one token, blockIdx.x, or a part of them, blockIdx.y: what depends on the token is worked
-// out once per warp. A lane has one chunk of each of its heads. They all are on their way to shared memory at once, so
-// that registers do not limit how much is; the lane then reads its own, and those with the other elements of its pairs.
-// One warp meanwhile works out what the elements are multiplied with.
+// A block has the groups of one token, blockIdx.x (as qkv lies in memory: `inner` batches of a place side by side, or
+// places of a batch), or a part of them, blockIdx.y: what depends on the token is worked out once per warp. A lane has one
+// chunk of each of its heads. They all are on their way to shared memory at once, so that registers do not limit how much
+// is; the lane then reads its own, and those with the other elements of its pairs. One warp meanwhile works out what the
+// elements are multiplied with.
 //
 // The q heads are sets of set_heads, each the work of set_slots groups: set_columns heads lie from set to set in qkv.
 // Group `at` of a set has its heads at, at + set_slots, ..., which are evenly spaced (by q_step heads) in qkv. Shared
 // memory: `most` chunks of each thread, then StagedTurns.
 template <typename T, bool SILU>
-__global__ void __launch_bounds__(kQkThreads, kQkBlocks)
+__global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
     qk_norm_rope_fwd(const T* qkv, const void* q_weight, const void* k_weight, T* q, T* k, T* v, i64 length,
                      i64 qkv_batch, i64 qkv_place, i64 q_heads, i64 kv_heads, i64 q_slots, i64 kv_slots, i64 set_slots,
                      i64 set_heads, i64 set_columns, i64 q_step, i64 q_extra, i64 kv_step, i64 k_first, i64 v_first,
                      i64 head_dim, i64 lane_bits, i64 groups, i64 most, i64 pairs, i64 weight_wide, i64 by_set,
-                     i64 by_group, i64 by_length, double eps, double offset, double inverse_dim,
-                     RTK_ANGLE_PARAMETERS) {
+                     i64 by_group, i64 inner, i64 by_inner, i64 batch_inner, double eps, double offset,
+                     double inverse_dim, RTK_ANGLE_PARAMETERS) {
     constexpr int N = 16 / sizeof(T);
     constexpr int kBatch = SILU ? 2 : 4;  // heads at a time, for independent instructions
     extern __shared__ __align__(16) u8 memory[];
     const int lanes = 1 << lane_bits;
     const int column = (static_cast<int>(threadIdx.x) & (lanes - 1)) * N;
     const int group = static_cast<int>(threadIdx.x) >> lane_bits;
-    const u32 token = blockIdx.x;
-    const int batch = static_cast<int>(divided(token, by_length));
-    const int place = static_cast<int>(token - batch * static_cast<u32>(length));
+    const u32 outer = divided(blockIdx.x, by_inner);
+    const u32 rest = blockIdx.x - outer * static_cast<u32>(inner);
+    const int batch = static_cast<int>(batch_inner ? rest : outer), place = static_cast<int>(batch_inner ? outer : rest);
+    const u32 token = batch * static_cast<u32>(length) + place;
     const int dim = static_cast<int>(head_dim);
     const int of_kv = static_cast<int>(kv_slots);
 

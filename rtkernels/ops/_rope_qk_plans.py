@@ -23,6 +23,7 @@ from rtkernels.ops._rope_launch import (
     plan_tables,
     unit_stride,
 )
+from rtkernels.ops._rope_qk_bulk import BWD_BULK, plan_bulk
 
 _FWD_UNIT, _BWD_UNIT = "rope/qk_norm_rope_fwd.cu", "rope/qk_norm_rope_bwd.cu"
 _BLOCK = 128
@@ -40,13 +41,13 @@ _FWD_POINTERS = "qkv:ptr q_weight:ptr k_weight:ptr q:ptr k:ptr v:ptr "
 _FWD_DIMS = (
     "length:i64 qkv_batch:i64 qkv_place:i64 q_heads:i64 kv_heads:i64 q_slots:i64 kv_slots:i64 set_slots:i64 "
     "set_heads:i64 set_columns:i64 q_step:i64 q_extra:i64 kv_step:i64 k_first:i64 v_first:i64 head_dim:i64 "
-    "lane_bits:i64 groups:i64 most:i64 pairs:i64 weight_wide:i64 by_set:i64 by_group:i64 by_length:i64 eps:f64 "
-    "offset:f64 inverse_dim:f64 "
+    "lane_bits:i64 groups:i64 most:i64 pairs:i64 weight_wide:i64 by_set:i64 by_group:i64 inner:i64 by_inner:i64 "
+    "batch_inner:i64 eps:f64 offset:f64 inverse_dim:f64 "
 )
 _BWD_ARGS = (
     "dq:ptr dk:ptr dv:ptr qkv:ptr q_weight:ptr k_weight:ptr dqkv:ptr partial:ptr "
     "dq_batch:i64 dq_place:i64 dq_head:i64 dk_batch:i64 dk_place:i64 dk_head:i64 "
-    "dv_batch:i64 dv_place:i64 dv_head:i64 dqkv_batch:i64 dqkv_place:i64 {}:i64 " + _DIMS + angles_of.ARGS
+    "dv_batch:i64 dv_place:i64 dv_head:i64 dqkv_batch:i64 dqkv_place:i64 {} " + _DIMS + angles_of.ARGS
 )
 _SILU = (False, True)
 
@@ -57,6 +58,8 @@ def _bwd_threads(limit: int, silu: bool) -> int:
 
 
 def _bwd_variants(target: Target) -> Iterator[tuple[Any, ...]]:
+    if BWD_BULK.supports(target):  # which serves in its place
+        return
     for t in TYPES:
         for pairs in (angles_of.HALVES, angles_of.ADJACENT):
             for silu in _SILU:
@@ -83,7 +86,7 @@ BWD = Kernel(
     _BWD_UNIT,
     "qk_norm_rope_bwd",
     template="T PAIRS SILU HEADS THREADS",
-    args=_BWD_ARGS.format("teams"),
+    args=_BWD_ARGS.format("teams:i64 inner:i64 batch_inner:i64"),
     variants=_bwd_variants,
     max_registers=208,
 )
@@ -91,7 +94,7 @@ BWD_ANY = Kernel(
     _BWD_UNIT,
     "qk_norm_rope_bwd_any",
     template="T SILU",
-    args=_BWD_ARGS.format("pairs"),
+    args=_BWD_ARGS.format("pairs:i64"),
     variants=[(t, s) for t in TYPES for s in _SILU],
     max_registers=120,
 )
@@ -119,6 +122,12 @@ class Qkv(NamedTuple):
     def shape(self, packed: bool, heads: int) -> tuple[int, ...]:
         """Return the shape of q (or k, v)."""
         return (self.length, heads, self.head_dim) if packed else (self.batch, self.length, heads, self.head_dim)
+
+    @property
+    def inner(self) -> tuple[int, bool]:
+        """Return how many tokens lie side by side, and whether those are of different batches (or places)."""
+        by_batch = self.batch_stride < self.place_stride
+        return self.batch if by_batch else self.length, by_batch
 
     def head_order(self) -> tuple[int, ...]:
         """Return group_magic, q_extra, kv_step, k_first and v_first: see rope/qk_norm_rope.cuh."""
@@ -298,11 +307,12 @@ def _fwd_geometry(found: Qkv, lanes: int, vec: int, pairs: int, weight: Meta | N
     threads = -(-max(groups, 2) * lanes // 32) * 32
     most = max(sets.most, -(-found.kv_heads // kv_slots))
     _, _, kv_step, k_first, v_first = found.head_order()
+    inner, batch_inner = found.inner
     dims = (
         found.length, found.batch_stride, found.place_stride, found.q_heads, found.kv_heads, sets.slots, kv_slots,
         *sets[1:5], sets.extra, kv_step, k_first, v_first, found.head_dim, lanes.bit_length() - 1, groups, most, pairs,
         int(weight is not None and weight[0] == torch.float32), divisor(sets.set_slots), divisor(sets.group),
-        divisor(found.length),
+        inner, divisor(inner), int(batch_inner),
     )  # fmt: skip
     return dims, grid, threads, 16 * (most * threads + vec * lanes)
 
@@ -349,34 +359,38 @@ def _plan_bwd(
     every = (found.batch_stride, found.place_stride, *strides)
     lanes = lanes_of(found.head_dim, rotary, 0, vec)
     threads = _bwd_threads(info.shared_per_block, silu)
+    groups = 0 if lanes is None else threads // lanes
     tables = None
     if lanes is not None and vector_bytes(align, *(s * size for s in every)) == 16:
-        slots = _slots(found, _BWD_HEADS)
-        per_token = slots[0] + 2 * slots[1]
-        groups = threads // lanes
-        if info.sm_count * groups >= per_token:
-            tables = plan_tables(
-                tables_found, t, angles[0], table_align, pairs, vec, found.tokens, found.length, device
-            )  # fmt: skip
-    if tables is not None:
+        _limit(found, found.tokens)
+        tables = plan_tables(tables_found, t, angles[0], table_align, pairs, vec, found.tokens, found.length, device)
+        if tables is not None and BWD_BULK.supports(info.target):
+            bulk = plan_bulk(found, strides, lanes, t, size, pairs, silu, q_weight, eps, offset, device)
+            if bulk is not None:
+                launch, dims, grid = bulk
+                return BackwardPlan(launch, dims, tables, grid, found.head_dim)
+            tables = None
+    slots = _slots(found, _BWD_HEADS)
+    per_token = slots[0] + 2 * slots[1]
+    if tables is not None and info.sm_count * groups >= per_token:
         teams = min(found.tokens, info.sm_count * groups // per_token)
         grid = -(-teams * per_token // groups)
-        _limit(found, found.tokens)
-        bits, extra = lanes.bit_length() - 1, teams
+        inner, batch_inner = found.inner
+        bits, extra = lanes.bit_length() - 1, (teams, inner, int(batch_inner))
         shared = 2 * _BWD_HEADS * 4 * 16 * threads
         launch = BWD.bind((t, pairs, silu, _BWD_HEADS, threads), device, grid, threads, shared)
     else:
         if found.head_dim > _ANY_HEAD_DIM:
             raise ArgumentError(f"heads have {found.head_dim} elements; expected at most {_ANY_HEAD_DIM} here")
-        slots, bits, extra, tables = _slots(found, 1), 5, pairs, TablesPlan(tables_found.arguments())
+        slots, bits, extra, tables = _slots(found, 1), 5, (pairs,), TablesPlan(tables_found.arguments())
         units = found.tokens * (slots[0] + 2 * slots[1])
         _limit(found, units)
         warps = max(1, min(4, 32768 // (8 * found.head_dim)))
         grid = min(-(-units // warps), 4 * info.sm_count)
         launch = BWD_ANY.bind((t, silu), device, grid, 32 * warps, 8 * found.head_dim * warps)
-    dims = (*strides, extra, *_dims(found, slots, bits, q_weight, eps, offset))
+    dims = (*strides, *extra, *_dims(found, slots, bits, q_weight, eps, offset))
     return BackwardPlan(launch, dims, tables, grid, found.head_dim)
 
 
 BWD_PLANS = Plans(_plan_bwd)
-KERNELS = (FWD, FWD_ANY, BWD, BWD_ANY)
+KERNELS = (FWD, FWD_ANY, BWD, BWD_BULK, BWD_ANY)

@@ -84,6 +84,13 @@ void cp_async(void* shared, const void* global, u32 bytes, u32 from_global);
 void cp_async_commit();
 void cp_async_wait(u32 groups_in_flight);
 
+// mbarriers: a phase ends when all have arrived and all announced bytes have come. wait: until the one with `parity`
+// has ended; the phase before the first counts as ended, with parity 1.
+void mbarrier_init(void* barrier, u32 arrivals);
+void mbarrier_arrive(void* barrier, u32 bytes);
+void mbarrier_wait(void* barrier, u32 parity, Site site);
+void bulk_load(void* shared, const void* global, u32 bytes, void* barrier);
+
 // ---- launch -----------------------------------------------------------------------------------------------------
 
 // Bytes of one or more overlapping tensors. They are copied into an arena with unmapped-in-spirit gaps around them,

@@ -1,7 +1,7 @@
 // Blocks, fibers, barriers and warp operations of the emulator. Compiled once per machine, without the sanitizer flag
 // of the kernels; include/execution.h is the interface.
 #define RTK_EMU_RUNTIME
-#include "checks.h"
+#include "mbarrier.h"
 
 #include <link.h>
 #include <sys/mman.h>
@@ -58,7 +58,7 @@ void report_stuck() {
     for (u32 i = 0; i < block_threads && !waiting; ++i)
         if (threads[i].state == State::warp) waiting = &threads[i];
     for (u32 i = 0; i < block_threads && !waiting; ++i)
-        if (threads[i].state == State::barrier) waiting = &threads[i];
+        if (threads[i].state == State::barrier || threads[i].state == State::counting) waiting = &threads[i];
     const Thread* other = nullptr;
     for (u32 i = 0; i < block_threads && !other; ++i) {
         const Thread& t = threads[i];
@@ -120,7 +120,7 @@ void run_threads(std::vector<u64>& order) {
             resume(&threads[i]);
             if (launch->error.kind) return;
         }
-        if (!progress) return report_stuck();
+        if (!progress && !deliver(random_word())) return report_stuck();
     }
 }
 
@@ -134,6 +134,8 @@ bool run_block(std::vector<u64>& order) {
         poison(shared_range.begin, end);
     }
     memset(barriers, 0, sizeof(barriers));
+    counting.clear();
+    flying.clear();
     Clock* clock = new_clock();
     memset(clock->seen, 0, sizeof(u32) * block_threads);
     clock->users = block_threads;

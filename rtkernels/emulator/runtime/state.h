@@ -28,7 +28,7 @@ namespace {
 enum Kind {
     kOutOfBounds = 1, kMisaligned, kUninitialisedShared, kRace, kDivergentBarrier, kAbsentLanes, kLaunchLimit, kTrap
 };
-enum class State : u8 { ready, barrier, warp, done };
+enum class State : u8 { ready, barrier, warp, counting, done };
 
 constexpr u32 kMaxThreads = 1024;
 constexpr u64 kStackBytes = 256 << 10;

@@ -1,0 +1,274 @@
+// Backward of the split, norm and rotation of qkv (rope/qk_norm_rope_bwd.cu says what is computed) for sm_90 and up.
+//
+// A persistent block walks over tokens (TokenWalk) that pass through shared memory (rope/token_ring.cuh). A stage has g
+// of all heads, in the order q, k, v, then x of those that need it: x_pieces runs of x_piece_heads heads, kv_step heads
+// apart in qkv. In a team, each group of 2^lane_bits lanes has one slot (HeadSlot) of at most `most` heads, and a lane two
+// chunks of each (Pieces). partial: [blocks, 2, head_dim], q's sums and k's; null when not wanted.
+#include "ptx/pdl.cuh"
+#include "rope/token_ring.cuh"
+
+namespace rtk {
+
+inline constexpr int kBulkThreads = 384;  // of a block, at most
+inline constexpr int kBulkBound = 512;    // and what registers must suffice for: column_sum's blocks need some too
+
+// Rotations in shared memory: 4 N floats a lane, four at a time so that lanes are neighbours.
+template <int N>
+RTK_DEVICE void put_rotation(u8* memory, int lane, int lanes, const Rotation<N>& r) {
+    float4* to = reinterpret_cast<float4*>(memory) + lane;
+    auto put = [&](int array, const float (&f)[N]) {
+#pragma unroll
+        for (int i = 0; i < N; i += 4)
+            to[(array * N + i) / 4 * lanes] = make_float4(f[i], f[i + 1], f[i + 2], f[i + 3]);
+    };
+    put(0, r.own0), put(1, r.own1), put(2, r.cross0), put(3, r.cross1);
+}
+
+template <int N>
+RTK_DEVICE void get_rotation(const u8* memory, int lane, int lanes, Rotation<N>& r) {
+    const ptx::SharedAddress from = ptx::shared_address(memory + lane * 16);
+    auto get = [&](int array, float (&f)[N]) {
+#pragma unroll
+        for (int i = 0; i < N; i += 4) {
+            const Raw<16> four = ptx::ld_shared_16(from + (array * N + i) / 4 * lanes * 16);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) f[i + j] = __uint_as_float(four.w[j]);
+        }
+    };
+    get(0, r.own0), get(1, r.own1), get(2, r.cross0), get(3, r.cross1);
+}
+
+template <typename T, int PAIRS, bool SILU>
+__global__ void __launch_bounds__(SILU ? kBulkThreads : kBulkBound, 1)
+    qk_norm_rope_bwd_bulk(RTK_QKV_GRADIENT_PARAMETERS, i64 tokens, i64 length, i64 inner, i64 batch_inner,
+                          i64 qkv_batch, i64 qkv_place, i64 q_heads, i64 kv_heads, i64 q_slots, i64 kv_slots, i64 most,
+                          i64 team_warps, i64 teams, i64 stages, i64 group_magic, i64 q_extra, i64 kv_step,
+                          i64 k_first, i64 v_first, i64 x_extra, i64 x_pieces, i64 x_piece_heads, i64 head_dim,
+                          i64 lane_bits, i64 weight_wide, double eps, double offset, RTK_ANGLE_PARAMETERS) {
+    constexpr int N = 16 / sizeof(T);
+    extern __shared__ __align__(128) u8 memory[];
+    ptx::launch_dependents();
+    const int dim = static_cast<int>(head_dim), head_bytes = dim * static_cast<int>(sizeof(T));
+    const int lanes = 1 << lane_bits;
+    const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0);  // visibly the same for all
+    const int warp_lane = static_cast<int>(threadIdx.x) % kWarp;
+    const int of_q = static_cast<int>(q_heads), of_kv = static_cast<int>(kv_heads);
+    const int g_heads = of_q + 2 * of_kv, x_heads = static_cast<int>(x_pieces * x_piece_heads);
+    const int team_count = static_cast<int>(teams), warps = static_cast<int>(team_warps);
+    const int consumers = team_count * warps;
+    const int team_groups = warps * kWarp >> lane_bits, rounds = static_cast<int>(most);
+    const TokenRing ring{memory, static_cast<int>(stages), (g_heads + x_heads) * head_bytes, 16 * N * lanes};
+
+    const int grid = static_cast<int>(gridDim.x), first = static_cast<int>(blockIdx.x);
+    const int mine = (static_cast<int>(tokens) - first + grid - 1) / grid;  // tokens of this block
+    const bool by_batch = batch_inner != 0;
+
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < ring.stages; ++s) {
+            ptx::mbarrier_init(ring.full(s), 2);
+            ptx::mbarrier_init(ring.empty(s), static_cast<u32>(warps));
+        }
+        ptx::mbarrier_fence_init();
+    }
+    __syncthreads();
+
+    if (warp == consumers) {  // copies
+        TokenWalk walk(first, grid, static_cast<int>(inner));
+        RingStage at(0);
+        const int dq_pieces = dq_head == head_dim ? 1 : of_q;
+        const int dk_pieces = dk_head == head_dim ? 1 : of_kv, dv_pieces = dv_head == head_dim ? 1 : of_kv;
+        const int pieces = dq_pieces + dk_pieces + dv_pieces + static_cast<int>(x_pieces);
+        for (int j = 0; j < mine; ++j) {
+            const i64 batch = walk.batch(by_batch), place = walk.place(by_batch);
+            ptx::mbarrier_wait(ring.empty(at.stage), at.phase ^ 1u);
+            const ptx::SharedAddress barrier = ring.full(at.stage);
+            if (warp_lane == 0) {
+                ring.result(at.stage) = batch * dqkv_batch + place * dqkv_place;
+                ptx::mbarrier_arrive_expect(barrier, ring.heads_bytes);
+            }
+            __syncwarp();
+#pragma unroll 1
+            for (int p = warp_lane; p < pieces; p += kWarp) {
+                const T* from;
+                int heads, to, piece = p;
+                if (piece < dq_pieces) {
+                    heads = dq_pieces == 1 ? of_q : 1;
+                    to = piece;
+                    from = dq + (batch * dq_batch + place * dq_place + piece * dq_head);
+                } else if ((piece -= dq_pieces) < dk_pieces) {
+                    heads = dk_pieces == 1 ? of_kv : 1;
+                    to = of_q + piece;
+                    from = dk + (batch * dk_batch + place * dk_place + piece * dk_head);
+                } else if ((piece -= dk_pieces) < dv_pieces) {
+                    heads = dv_pieces == 1 ? of_kv : 1;
+                    to = of_q + of_kv + piece;
+                    from = dv + (batch * dv_batch + place * dv_place + piece * dv_head);
+                } else {
+                    piece -= dv_pieces;
+                    heads = static_cast<int>(x_piece_heads);
+                    to = g_heads + piece * heads;
+                    from = qkv + (batch * qkv_batch + place * qkv_place + piece * static_cast<int>(kv_step) * dim);
+                }
+                ptx::bulk_load(ptx::shared_address(ring.heads(at.stage) + to * head_bytes), from, heads * head_bytes,
+                               barrier);
+            }
+            walk.advance();
+            at.advance(1, ring.stages);
+        }
+    } else if (warp > consumers) {  // rotations
+        // Groups of lanes have neighbouring tokens, so that the latencies of their tables overlap.
+        const Angles angles = RTK_ANGLES;
+        const int lane = warp_lane & (lanes - 1), group = warp_lane >> lane_bits;
+        const int together = min(kWarp >> lane_bits, (ring.stages + 1) / 2);
+        TokenWalk walk(first + group * grid, together * grid, static_cast<int>(inner));
+        RingStage at(group);
+        const bool rotated = lane < static_cast<int>(rotary) / 2 / N;
+        for (int j = 0; j < mine; j += together) {
+            const bool active = group < together && j + group < mine;
+            Rotation<N> r;
+            no_rotation(r);
+            if (active && rotated)
+                load_rotation<T, N, PAIRS == kAdjacent>(angles, walk.batch(by_batch), walk.place(by_batch), lane, r);
+            if (active) {
+                ptx::mbarrier_wait(ring.empty(at.stage), at.phase ^ 1u);
+                put_rotation(ring.turn(at.stage), lane, lanes, r);
+            }
+            __syncwarp();
+            if (active && lane == 0) ptx::mbarrier_arrive(ring.full(at.stage));
+            walk.advance();
+            at.advance(together, ring.stages);
+        }
+    } else {  // heads
+        const int threads = consumers * kWarp;
+        for (int i = static_cast<int>(threadIdx.x); i < rounds * team_groups; i += threads) {
+            const int group = i / rounds;
+            const HeadSlot slot(group, static_cast<int>(q_slots), static_cast<int>(kv_slots), of_q, of_kv);
+            const int head = slot.first + (i - group * rounds) * slot.step;
+            HeadPlace here{0, 0, 0, 0};
+            if (group < static_cast<int>(q_slots + 2 * kv_slots) && head < slot.heads) {
+                here.exists = 1;
+                here.g = (head + (slot.part == kQ ? 0 : slot.part == kK ? of_q : of_q + of_kv)) * head_bytes;
+                if (SILU || slot.part != kV)
+                    here.x = (g_heads + head_column(slot.part, head, group_magic, x_extra, kv_step - q_extra + x_extra,
+                                                    k_first, v_first)) * head_bytes;
+                here.result = dim * head_column(slot.part, head, group_magic, q_extra, kv_step, k_first, v_first);
+            }
+            ring.places()[i] = here;
+        }
+        const int team = warp / warps;
+        const int thread = static_cast<int>(threadIdx.x) - team * warps * kWarp;
+        const int lane = thread & (lanes - 1), group = thread >> lane_bits;
+        const HeadSlot slot(group, static_cast<int>(q_slots), static_cast<int>(kv_slots), of_q, of_kv);
+        const Pieces<N, kHalves> own(lane, 0, static_cast<int>(rotary), (dim - static_cast<int>(rotary)) / N);
+        const bool normed = slot.part != kV;
+        const int in_a = own.any ? own.in_a : 0, to_b = own.any ? own.in_b - own.in_a : 0;
+        const int b_bytes = to_b * static_cast<int>(sizeof(T));
+
+        float gain_a[N], gain_b[N], dweight_a[N], dweight_b[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) gain_a[i] = gain_b[i] = dweight_a[i] = dweight_b[i] = 0.0f;
+        if (normed && own.any) {
+            const void* weight = slot.part == kQ ? q_weight : k_weight;
+            const float shift = static_cast<float>(offset);
+            load_gain<T, N>(weight, in_a, weight_wide, shift, gain_a);
+            load_gain<T, N>(weight, in_a + to_b, weight_wide, shift, gain_b);
+        }
+        const float epsilon = converted_once(eps), inverse = 1.0f / static_cast<float>(dim);
+        const ptx::SharedAddress places = ptx::shared_address(ring.places() + group * rounds);
+        Rotation<N> r;
+        no_rotation(r);
+        ptx::named_barrier_sync(1, threads);  // the table of places
+        RingStage at(team);
+        for (int j = team; j < mine; j += team_count) {
+            ptx::mbarrier_wait(ring.full(at.stage), at.phase);
+            T* to = dqkv + (ring.result(at.stage) + in_a);
+            const ptx::SharedAddress stage =
+                ptx::shared_address(ring.heads(at.stage)) + in_a * static_cast<int>(sizeof(T));
+            if (own.rotated) get_rotation(ring.turn(at.stage), lane, lanes, r);
+#pragma unroll 1
+            for (int i = 0; i < rounds; ++i) {
+                const Raw<16> where = ptx::ld_shared_16(places + 16 * i);  // HeadPlace
+                const ptx::SharedAddress g_at = stage + static_cast<int>(where.w[0]);
+                const ptx::SharedAddress x_at = stage + static_cast<int>(where.w[1]);
+                // Of v's heads too, and thrown away: the warps have no branch then that depends on the part.
+                float ga[N], gb[N], ua[N], ub[N];
+                unpack<T, N>(ptx::ld_shared_16(g_at), ga);
+                unpack<T, N>(ptx::ld_shared_16(g_at + b_bytes), gb);
+                unpack_u<T, N, SILU>(ptx::ld_shared_16(x_at), ua);
+                unpack_u<T, N, SILU>(ptx::ld_shared_16(x_at + b_bytes), ub);
+                rotate<N, PAIRS>(r, ga, gb);
+                float squares[2] = {0.0f, 0.0f}, products[2] = {0.0f, 0.0f};
+#pragma unroll
+                for (int e = 0; e < N; ++e) {
+                    squares[0] += ua[e] * ua[e];
+                    squares[1] += ub[e] * ub[e];
+                    products[0] += ga[e] * gain_a[e] * ua[e];
+                    products[1] += gb[e] * gain_b[e] * ub[e];
+                }
+                float sums[2] = {squares[0] + squares[1], products[0] + products[1]};
+                if (!own.any) sums[0] = sums[1] = 0.0f;
+                group_sums<2>(sums, lanes);
+                const float rstd = rsqrtf(sums[0] * inverse + epsilon);
+                const float pull = sums[1] * inverse * rstd * rstd * rstd;
+                if (where.w[3] == 0 || !own.any) continue;
+#pragma unroll
+                for (int e = 0; e < N; ++e) {
+                    ga[e] *= rstd, gb[e] *= rstd;
+                    dweight_a[e] += ga[e] * ua[e], dweight_b[e] += gb[e] * ub[e];
+                    ga[e] = ga[e] * gain_a[e] - ua[e] * pull;
+                    gb[e] = gb[e] * gain_b[e] - ub[e] * pull;
+                }
+                T* dx = to + static_cast<int>(where.w[2]);
+                if constexpr (SILU) {  // x is read again: cheaper than the registers to keep the slope in
+                    unpack<T, N>(ptx::ld_shared_16(x_at), ua);
+                    unpack<T, N>(ptx::ld_shared_16(x_at + b_bytes), ub);
+                    if (!normed) {
+                        unpack<T, N>(ptx::ld_shared_16(g_at), ga);
+                        unpack<T, N>(ptx::ld_shared_16(g_at + b_bytes), gb);
+                    }
+#pragma unroll
+                    for (int e = 0; e < N; ++e) {
+                        ga[e] *= silu<sizeof(T) == 2>(ua[e]).slope;
+                        gb[e] *= silu<sizeof(T) == 2>(ub[e]).slope;
+                    }
+                }
+                Raw<16> a = pack<T, N>(ga), b = pack<T, N>(gb);
+                if (!SILU && !normed) a = ptx::ld_shared_16(g_at), b = ptx::ld_shared_16(g_at + b_bytes);
+                ptx::st<16>(dx, a);
+                ptx::st<16>(dx + to_b, b);
+            }
+            __syncwarp();
+            if (warp_lane == 0) ptx::mbarrier_arrive(ring.empty(at.stage));
+            at.advance(team_count, ring.stages);
+        }
+
+        if (partial == nullptr) return;
+        ptx::named_barrier_sync(1, threads);
+        float* sums = reinterpret_cast<float*>(memory) + (static_cast<int>(threadIdx.x) >> lane_bits) * dim + in_a;
+        if (own.any) {
+#pragma unroll
+            for (int i = 0; i < N; i += 4) {
+                *reinterpret_cast<float4*>(sums + i) =
+                    make_float4(dweight_a[i], dweight_a[i + 1], dweight_a[i + 2], dweight_a[i + 3]);
+                *reinterpret_cast<float4*>(sums + to_b + i) =
+                    make_float4(dweight_b[i], dweight_b[i + 1], dweight_b[i + 2], dweight_b[i + 3]);
+            }
+        }
+        ptx::named_barrier_sync(1, threads);
+        partial += static_cast<i64>(blockIdx.x) * 2 * dim;
+        for (int i = static_cast<int>(threadIdx.x); i < 2 * dim; i += threads) {
+            const bool of_k = i >= dim;
+            const int begin = of_k ? static_cast<int>(q_slots) : 0;
+            const int end = of_k ? static_cast<int>(q_slots + kv_slots) : static_cast<int>(q_slots);
+            const float* column = reinterpret_cast<const float*>(memory) + (of_k ? i - dim : i);
+            float total = 0.0f;
+            for (int t = 0; t < team_count; ++t) {
+#pragma unroll 8
+                for (int s = begin; s < end; ++s) total += column[(t * team_groups + s) * dim];
+            }
+            partial[i] = total;
+        }
+    }
+}
+
+}  // namespace rtk

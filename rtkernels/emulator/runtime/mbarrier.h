@@ -1,0 +1,125 @@
+// Barriers in shared memory that count arrivals and bytes, and the bulk copies that bring the bytes.
+//
+// Copies arrive as late as they can: when no thread can run, one of them does, in the launch's order (the oldest, the
+// newest, or any). Until then nobody may read what it writes, and then only who waited for the end of the phase.
+#pragma once
+#include "checks.h"
+
+#include <map>
+
+namespace emu {
+namespace {
+
+struct CountingBarrier {
+    u32 arrivals, pending;
+    long long bytes;  // announced and not here yet
+    u32 phase;        // the one that has not ended
+    std::vector<u32> arrived, seen;  // per thread, how far it was: in arrivals so far, and when the last phase ended
+    std::vector<Thread*> waiting;
+};
+std::map<u64, CountingBarrier> counting;  // by address; of the block that runs
+
+struct BulkCopy {
+    u8* to;
+    const u8* from;
+    u32 bytes;
+    u64 barrier;
+    std::vector<u32> asked;  // how far the thread that asked knew the others to be, and was itself
+};
+std::vector<BulkCopy> flying;
+
+void join(std::vector<u32>& into, const std::vector<u32>& from) {
+    for (u32 i = 0; i < block_threads; ++i) into[i] = std::max(into[i], from[i]);
+}
+
+// What happened before now, as the current thread sees it.
+std::vector<u32> moment() {
+    std::vector<u32> now(current->clock->seen, current->clock->seen + block_threads);
+    now[current->id] = current->now++;
+    return now;
+}
+
+void learn(const std::vector<u32>& from) {
+    Clock* joined = new_clock();
+    joined->users = 1;
+    for (u32 i = 0; i < block_threads; ++i) joined->seen[i] = std::max(from[i], current->clock->seen[i]);
+    drop(current->clock);
+    current->clock = joined;
+}
+
+CountingBarrier& barrier_at(void* p, const char* what) {
+    const auto found = counting.find(reinterpret_cast<u64>(p));
+    if (found == counting.end())
+        report(kUninitialisedShared, 8, false, -1, static_cast<long long>(reinterpret_cast<u64>(p) - shared_range.begin),
+               nullptr, what);
+    return found->second;
+}
+
+void end_phase_if_complete(CountingBarrier& b) {
+    if (b.pending != 0 || b.bytes != 0) return;
+    b.pending = b.arrivals;
+    b.seen = b.arrived;
+    ++b.phase;
+    for (Thread* t : b.waiting) t->state = State::ready;
+    b.waiting.clear();
+}
+
+// One copy arrives; false if there is none.
+bool deliver(u64 choice) {
+    if (flying.empty()) return false;
+    const size_t at = launch->order == 0 ? 0 : launch->order == 1 ? flying.size() - 1 : choice % flying.size();
+    const BulkCopy c = flying[at];
+    flying.erase(flying.begin() + static_cast<long>(at));
+    memcpy(c.to, c.from, c.bytes);
+    Shadow* s = &shadow[reinterpret_cast<u64>(c.to) - shared_range.begin];
+    for (u32 i = 0; i < c.bytes; ++i) s[i].written = 1;
+    CountingBarrier& b = counting[c.barrier];
+    b.bytes -= c.bytes;
+    join(b.arrived, c.asked);
+    end_phase_if_complete(b);
+    return true;
+}
+
+}  // namespace
+
+void mbarrier_init(void* p, u32 arrivals) {
+    access(p, 8, true, true, false, __builtin_return_address(0));
+    const std::vector<u32> nothing(block_threads, 0);
+    counting[reinterpret_cast<u64>(p)] = {arrivals, arrivals, 0, 0, nothing, nothing, {}};
+}
+
+void mbarrier_arrive(void* p, u32 bytes) {
+    CountingBarrier& b = barrier_at(p, "an mbarrier that is not there");
+    if (b.pending == 0) fail(kDivergentBarrier, current, nullptr, "more threads arrive at an mbarrier than it counts");
+    --b.pending;
+    b.bytes += bytes;
+    join(b.arrived, moment());
+    end_phase_if_complete(b);
+}
+
+void mbarrier_wait(void* p, u32 parity, Site site) {
+    CountingBarrier& b = barrier_at(p, "an mbarrier that is not there");
+    while ((b.phase & 1u) == parity) {
+        current->site = site;
+        current->state = State::counting;
+        b.waiting.push_back(current);
+        suspend();
+    }
+    learn(b.seen);
+}
+
+void bulk_load(void* shared, const void* global, u32 bytes, void* p) {
+    void* pc = __builtin_return_address(0);
+    barrier_at(p, "an mbarrier that is not there");
+    if (bytes % 16 != 0) report(kMisaligned, bytes, true, -1, 0, pc, "size of a bulk copy");
+    for (u32 i = 0; i < bytes; i += 16) {
+        access(static_cast<u8*>(shared) + i, 16, true, true, false, pc);
+        access(static_cast<const u8*>(global) + i, 16, false, true, false, pc);
+    }
+    const u64 offset = reinterpret_cast<u64>(shared) - shared_range.begin;
+    for (u32 i = 0; i < bytes; ++i) shadow[offset + i].written = 0;  // in flight: nobody may read it yet
+    flying.push_back({static_cast<u8*>(shared), static_cast<const u8*>(global), bytes, reinterpret_cast<u64>(p),
+                      moment()});
+}
+
+}  // namespace emu
