@@ -10,13 +10,13 @@ namespace rtk {
 // A RowGroup owns a row and reads it once, BATCH pieces of 16 bytes per thread at a time; other warps work meanwhile. A
 // thread does not request piece by piece what it will need later: the hardware counts loads, and the compiler gives
 // all those of a loop one count, so that waiting for the oldest is waiting for the youngest.
-template <typename T, int BATCH>
+template <typename T>
 __global__ void __launch_bounds__(512, 2)
     cross_entropy_fwd(const T* x, const void* labels, float* loss, float* stats, float* correct, i64* report, i64 rows,
                       i64 cols, i64 x_stride, i64 wide, i64 ignore_index, i64 first, i64 vocabulary,
                       i64 threads_per_row, double smoothing, double z_loss, double per_column,
                       double softcap) {
-    constexpr int VEC = 16 / sizeof(T);
+    constexpr int VEC = 16 / sizeof(T), BATCH = 4;
     __shared__ GroupScratch<1> scratch[2];
     ptx::launch_dependents();
     const RowGroup group(threads_per_row);
@@ -193,7 +193,6 @@ __global__ void __launch_bounds__(256)
     cross_entropy_scale(T* x, const float* dloss, i64 rows, i64 cols, i64 x_stride, i64 dloss_stride,
                         i64 threads_per_row) {
     constexpr int VEC = 16 / sizeof(T), CHUNKS = 4;
-    ptx::wait_for_previous();
     if (dloss_stride == 0 && dloss[0] == 1.0f) return;
     const RowGroup group(threads_per_row);
     for (i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index; row < rows;

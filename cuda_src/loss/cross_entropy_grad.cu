@@ -39,7 +39,6 @@ __global__ void __launch_bounds__(512, 2)
     const int label = labels_of.column(name, row, static_cast<int>(cols), report, group.thread == 0);
     const bool counts = label >= 0;
     if (counts) target = score_at(source, label, cap);
-    ptx::wait_for_previous();
 
     // One maximum and one exponential for every element, which becomes its gradient.
     const float top = group_reduce<Max, false>(fmaxf(peak_of<T, CHUNKS>(raw), border), group, scratch[0], 0);
@@ -78,6 +77,7 @@ __global__ void __launch_bounds__(512, 2)
     const Terms terms(smoothing, z_loss, per_column);
     const float level = logf(sum);
     if (group.thread == 0) RowResults{loss, stats, rows}.write(row, label, terms, top, level, target, total);
+    ptx::wait_for_previous();
     const float g = factor == nullptr ? 1.0f : factor[0];
     const Gradient<T> gradient(terms, g, top, level, ptx::rcp(sum));
     T* out = dx + row * dx_stride;
@@ -267,10 +267,10 @@ __global__ void __launch_bounds__(640, 1)
         // The rest of the sum, and what follows from it.
         row = next;
         next = upcoming[phase];
+        ptx::wait_for_previous();
+        // Requested now, looked at when the sums are there.
         int then = 0;
         if (team.leads()) then = 2 * static_cast<int>(teams) + static_cast<int>(atomicAdd(drawn, 1u));
-        // Requested now, looked at when the sums are there.
-        ptx::wait_for_previous();
         const float g = factor == nullptr ? 1.0f : factor[0];
         const i64 next_label = next < count ? all.load(next) : ignore_index;
         Raw<sizeof(T)> target_raw;

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rtkernels._arch import Target
 from rtkernels._kernel import Kernel, Launch, Plans, device_info
 from rtkernels._layout import GRID_LIMIT, block_of, check_same, divisor, group_threads, row_count, row_stride, token
 from rtkernels.errors import ArgumentError
@@ -18,9 +17,9 @@ NONE, MEAN, SUM = 0, 1, 2
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
 _TYPES = [(t,) for t in _WIDTH]
 _FORWARD_THREADS, _BACKWARD_THREADS, _SHORT_THREADS, _CHUNKS = 256, 128, 256, 4
-# cross_entropy_fwd: from how many pieces a row is long, and pieces that a thread requests at once in such rows and in
-# others; batches of them at least, if that leaves enough of the 1024 threads of every multiprocessor something to do.
-_FORWARD_LONG, _LONG_BATCH, _FORWARD_BATCH, _FORWARD_BATCHES = 2049, 6, 4, 4
+# cross_entropy_fwd: pieces that a thread requests at once, and how often at least, if that leaves something to do for
+# 1024 threads of every multiprocessor.
+_FORWARD_BATCH, _FORWARD_BATCHES = 4, 4
 # cross_entropy_grad_long: the fewest slots (pieces of a row that a thread has in shared memory), how many pieces L2 is
 # asked ahead, registers of a thread, warps of a block at least (128 bytes and a piece of single columns have a thread
 # each), static shared memory.
@@ -31,22 +30,13 @@ _FEW_CHUNKS, _FEW_THREADS, _FEW_LEAST, _FEW_BLOCKS = 5, 512, 96, 8
 _REDUCE_ROWS = 1024  # of a block of cross_entropy_reduce, if there are several
 _REDUCE_ALONE = 8192  # rows that one block takes alone
 
-
-def _long_batch(target: Target) -> int:
-    return _LONG_BATCH if target.capability < (12, 0) else _LONG_BATCH - 1  # for 6 a register is missing there
-
-
-def _forward_variants(target: Target) -> list[tuple[str, int]]:
-    return [(t, _FORWARD_BATCH) for t in _WIDTH] + [(t, _long_batch(target)) for t in ("bf16", "fp16")]
-
-
 FWD = Kernel(
     "loss/cross_entropy.cu",
     "cross_entropy_fwd",
-    template="T BATCH",
+    template="T",
     args="x:ptr labels:ptr loss:ptr stats:ptr correct:ptr report:ptr rows:i64 cols:i64 x_stride:i64 wide:i64 "
     "ignore_index:i64 first:i64 vocabulary:i64 threads_per_row:i64 smoothing:f64 z_loss:f64 per_column:f64 softcap:f64",
-    variants=_forward_variants,
+    variants=_TYPES,
     max_registers=64,
 )
 BWD = Kernel(
@@ -229,12 +219,10 @@ def _plan_fwd(logits: Meta, labels: Meta, plain: bool) -> ForwardPlan | RowsPlan
         return _plan_rows(logits, labels, False, True)
     info = device_info(device)
     most = 512 if rows <= 2 * info.sm_count else _FORWARD_THREADS  # one block for each half multiprocessor, or less
-    batch, least = _FORWARD_BATCH, min(_FORWARD_BATCHES, rows * vectors // (1024 * info.sm_count * _FORWARD_BATCH))
-    if vectors >= _FORWARD_LONG and t != "fp32":
-        batch, least = _long_batch(info.target), 1
-    batches = max(1, least, -(-vectors // (most * batch)))  # a part of a batch takes as long as a whole one
-    threads = _group(vectors, most, batches * batch)
-    return ForwardPlan(FWD.bind((t, batch), device, *_grid(rows, threads)), shape, threads)
+    least = min(_FORWARD_BATCHES, rows * vectors // (1024 * info.sm_count * _FORWARD_BATCH))
+    batches = max(1, least, -(-vectors // (most * _FORWARD_BATCH)))  # a part of a batch takes as long as a whole one
+    threads = _group(vectors, most, batches * _FORWARD_BATCH)
+    return ForwardPlan(FWD.bind((t,), device, *_grid(rows, threads)), shape, threads)
 
 
 def _plan_bwd(logits: Meta, labels: Meta):
