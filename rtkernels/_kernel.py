@@ -117,6 +117,7 @@ class Kernel:
         shared: int = 0,
         *,
         overlap: bool = False,
+        cluster: int = 1,
     ) -> Launch:
         """Return a function that launches a variant on a device, compiling and loading it if needed.
 
@@ -128,17 +129,25 @@ class Kernel:
             shared: Dynamic shared memory in bytes.
             overlap: The kernel may start before the previous one of its stream has ended. It must call
                 ``ptx::wait_for_previous`` before it reads that one's results. Ignored below sm_90.
+            cluster: Blocks in x that run at the same time and reach each other's shared memory; divides the grid.
         """
         dims = (grid,) if isinstance(grid, int) else tuple(grid)
         dims += (1,) * (3 - len(dims))
         if device < 0:
             from rtkernels import emulator
 
+            if cluster > 1:
+                raise ValueError(f"{self.name}: the emulator has no clusters")
             return emulator.bind(self, variant, _emulated_number, dims, block, shared)
         function = self._functions.get((variant, device)) or self._load(variant, device)
         overlap = overlap and "pdl" in device_info(device).target.features
-        if overlap or self._maps:
-            return _extended_launcher(function, self._pack_into, self._maps, device, dims, block, shared, overlap)
+        if overlap or self._maps or cluster > 1:
+            attributes = b""
+            if overlap:
+                attributes += _ATTRIBUTE.pack(_PROGRAMMATIC_SERIALIZATION, 1, 0, 0)
+            if cluster > 1:
+                attributes += _ATTRIBUTE.pack(_CLUSTER_DIMENSION, cluster, 1, 1)
+            return _extended_launcher(function, self._pack_into, self._maps, device, dims, block, shared, attributes)
         return _launcher(function, self._pack_into, device, dims, block, shared)
 
     def _load(self, variant: Variant, device: int) -> int:
@@ -348,8 +357,9 @@ _MAX_ARGS = 64
 
 
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _CONFIG = struct.Struct("=7I4xQQI4x")  # CUlaunchConfig: grid, block, shared bytes, stream, attributes, their count
-_ATTRIBUTE = struct.Struct("=I4xI60x")  # CUlaunchAttribute: id, value
+_ATTRIBUTE = struct.Struct("=I4x3I52x")  # CUlaunchAttribute: id, value of up to three words
 
 
 class _ArgumentSlot:
@@ -414,11 +424,11 @@ def _launcher(
 
 def _extended_launcher(
     function: int, pack_into: Callable, maps: int, device: int, grid: tuple[int, ...], block: int, shared: int,
-    overlap: bool,
+    attributes: bytes,
 ) -> Launch:  # fmt: skip
     # CuPy has no launch with attributes, so this one goes to the driver itself (about 2 µs more host time).
-    attribute = ctypes.create_string_buffer(_ATTRIBUTE.pack(_PROGRAMMATIC_SERIALIZATION, 1), _ATTRIBUTE.size)
-    attribute_address, attributes = ctypes.addressof(attribute), int(overlap)
+    kept = ctypes.create_string_buffer(attributes, len(attributes))
+    kept_address, count = ctypes.addressof(kept), len(attributes) // _ATTRIBUTE.size
     launch_kernel_ex = _launch_kernel_ex()
     current_device = torch._C._cuda_getDevice
     current_stream = torch._C._cuda_getCurrentRawStream
@@ -427,14 +437,14 @@ def _extended_launcher(
 
     def send(slot: _ArgumentSlot) -> int:
         stream = current_stream(device)
-        _CONFIG.pack_into(slot.config, 0, *grid, block, 1, 1, shared, stream, attribute_address, attributes)
+        _CONFIG.pack_into(slot.config, 0, *grid, block, 1, 1, shared, stream, kept_address, count)
         status = launch_kernel_ex(slot.config_address, function, slot.pointers, 0)
         if status == _INVALID_CONTEXT:
             make_context()
             status = launch_kernel_ex(slot.config_address, function, slot.pointers, 0)
         return status
 
-    def launch(*args: Any, _keep_alive: Any = attribute) -> None:
+    def launch(*args: Any, _keep_alive: Any = kept) -> None:
         try:
             slot = slots.pop()
         except IndexError:

@@ -15,6 +15,7 @@ from places import DTYPES, ORDERS, at, emulated, short
 from torch import Tensor
 
 import rtkernels
+from rtkernels._kernel import Plans
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _cross_entropy_ops as ops
 from rtkernels.ops import _cross_entropy_parallel as parallel
@@ -202,11 +203,22 @@ def test_every_dtype(place: str, dtype: torch.dtype) -> None:
 def emulated_coverage() -> None:
     """Run every kernel of the op in the emulator; test_registry.py checks that it does."""
     with running_on("sm_90") as device:
-        for case, mode in itertools.product(("plain", "long_odd"), ("two_pass", "one_pass")):
+        for case, mode in itertools.product(("plain", "thousand", "long_odd"), ("two_pass", "one_pass")):
             check(make(case, torch.bfloat16, device), "mean", mode)
 
 
+@pytest.fixture(params=("few", "many"))
+def rows_as(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors go to the kernel for few rows, or to those for many."""
+    if request.param == "many":
+        monkeypatch.setattr(plans, "few_blocks", lambda vectors, rows, device: 0)
+    Plans.forget_all()
+    yield
+    Plans.forget_all()
+
+
 @pytest.mark.parametrize("cols", (40, 33, 17003))
+@pytest.mark.usefixtures("rows_as")
 @at("cpu", "sm_90", "cuda")
 def test_special_values(place: str, cols: int) -> None:
     """NaN and infinities as torch has them, in fp64 from the same logits."""
@@ -454,14 +466,35 @@ def test_bench_rows_agree_with_torch() -> None:
     torch.testing.assert_close(both.ours(logits=logits, labels=labels), both.torch(logits=logits, labels=labels))
 
 
-def test_long_rows_fit_the_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The vocabularies of today's models are held whole, shorter rows by several blocks."""
+LONG_ROWS = (
+    (157184, 8192, 1, 1), (151936, 8192, 1, 1), (128256, 8192, 1, 1), (65536, 8192, 2, 1), (50257, 8192, 3, 1),
+    (32768, 8192, 4, 1), (20000, 8192, 6, 1), (32000, 200, 2, 1), (262144, 8192, 1, 2), (151936, 66, 1, 2),
+    (151936, 133, 2, 2), (8200, 8192, 6, 1), (8200, 300, 6, 1),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("cols", "rows", "blocks", "team"), LONG_ROWS)
+def test_long_rows_fit_the_multiprocessors(
+    cols: int, rows: int, blocks: int, team: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The vocabularies of today's models are held whole, shorter rows by several blocks, longer ones by two."""
     info = plans.device_info(-1)
     monkeypatch.setattr(plans, "device_info", lambda device: type(info)("H200", info.target, 132, 227 * 1024))
-    for cols, blocks in ((157184, 1), (151936, 1), (128256, 1), (65536, 2), (50257, 3), (32768, 4), (20000, 6)):
-        grid, threads, slots, shared = plans.long_layout(cols // 8, 8192, 0)
-        assert grid == 132 * blocks, cols
-        assert (slots + plans._HELD) * threads * 8 >= cols and shared <= 227 * 1024 - plans._STATIC_SHARED
+    layout = plans.long_layout(cols // 8, rows, 0)
+    assert layout.grid == min(132 * blocks, rows * team) and layout.blocks == team
+    pieces = cols / 8 / (layout.threads * team)
+    assert layout.held < pieces <= layout.held + layout.slots
+    assert (layout.shared + plans._STATIC_SHARED + 1024) * blocks <= 228 * 1024
+
+
+def test_few_rows_are_for_all_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = plans.device_info(-1)
+    monkeypatch.setattr(plans, "device_info", lambda device: type(info)("H200", info.target, 132, 227 * 1024))
+    for cols, rows, blocks in ((1000, 1, 1), (4096, 256, 1), (16384, 1, 4), (32000, 64, 8), (157184, 16, 8)):
+        assert plans.few_blocks(cols // 8, rows, 0) == blocks, (cols, rows)
+    for cols, rows in ((1000, 300), (32000, 128), (157184, 32), (262144, 1)):
+        assert plans.few_blocks(cols // 8, rows, 0) == 0, (cols, rows)
+    assert plans.few_blocks(4000, 1, -1) == 0  # no clusters in the emulator
 
 
 @at("sm_90", "cuda")
@@ -469,6 +502,7 @@ def test_reductions_of_many_rows(place: str, monkeypatch: pytest.MonkeyPatch) ->
     """Several blocks add up the rows, and the last one their sums."""
     monkeypatch.setattr(plans, "_REDUCE_ALONE", 100)
     monkeypatch.setattr(plans, "_REDUCE_ROWS", 64)
+    Plans.forget_all()
     with running_on(place) as device:
         for mode, reduction in itertools.product(("two_pass", "one_pass"), ("mean", "sum")):
             check(make("many_rows", torch.float32, device), reduction, mode)
@@ -521,6 +555,20 @@ def test_bench_shapes(cols: int) -> None:
         with poisoned():
             for mode in MODES:
                 check(Inputs(logits, _labels(logits)), "mean", mode)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "cols"), ((1, 32000), (5, 50257), (3, 157184), (64, 32003), (200, 1003), (70, 128257), (133, 151937))
+)
+def test_rows_shared_by_several_blocks(rows: int, cols: int) -> None:
+    """Clusters of two to eight blocks, and whatever runs where there are a few more rows."""
+    generator = torch.Generator("cuda").manual_seed(cols)
+    logits = torch.randn(rows, cols, generator=generator, device="cuda").bfloat16()
+    for options in ({}, {"label_smoothing": 0.1, "z_loss": 1e-3}):
+        with poisoned():
+            for mode, reduction in itertools.product(MODES, ("mean", "sum", "none")):
+                check(Inputs(logits, _labels(logits), options), reduction, mode)
 
 
 @pytest.mark.gpu

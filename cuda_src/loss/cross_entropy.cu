@@ -3,12 +3,6 @@
 
 namespace rtk {
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-inline constexpr int kForwardBatch = 5;  // for 6 a register is missing here
-#else
-inline constexpr int kForwardBatch = 6;
-#endif
-
 // Per row: loss (0 if ignored, NaN for a bad label), stats, and optionally whether the label is the first column with
 // the largest score. Without `loss`: of this part of the vocabulary top, level, the label's score (-inf if it is
 // elsewhere), sum of scores.
@@ -22,7 +16,7 @@ __global__ void __launch_bounds__(512, 2)
                       i64 cols, i64 x_stride, i64 wide, i64 ignore_index, i64 first, i64 vocabulary,
                       i64 threads_per_row, double smoothing, double z_loss, double per_column,
                       double softcap) {
-    constexpr int VEC = 16 / sizeof(T), BATCH = kForwardBatch;
+    constexpr int VEC = 16 / sizeof(T), BATCH = 4;
     __shared__ GroupScratch<1> scratch[2];
     ptx::launch_dependents();
     const RowGroup group(threads_per_row);
@@ -66,7 +60,7 @@ __global__ void __launch_bounds__(512, 2)
     running.combine(group, scratch, totals);
     if (correct != nullptr) {
         const bool largest = label >= 0 && target == running.top;
-        const float hit = first_of_its_score<false>(source, largest ? label : 0, running.top, cap, group, scratch);
+        const float hit = first_of_its_score(source, largest ? label : 0, running.top, cap, group, scratch[1]);
         if (exists && group.thread == 0) correct[row] = largest ? hit : 0.0f;
     }
     if (exists && group.thread == 0) {
@@ -164,7 +158,7 @@ __global__ void __launch_bounds__(1024)
             for (i64 row = first; row < rows; row += step) hits += correct[row];
         }
         whole = group_reduce<Sum, false>(static_cast<float>(sum), group, scratch[0], 1);
-        right = group_reduce<Sum, false>(static_cast<float>(hits), group, scratch[1], 0);
+        if (correct != nullptr) right = group_reduce<Sum, false>(static_cast<float>(hits), group, scratch[1], 0);
     }
     if (blocks > 1) {
         if (threadIdx.x == 0) {
@@ -181,8 +175,8 @@ __global__ void __launch_bounds__(1024)
             for (int k = 0; k < 3; ++k) part[k] += static_cast<volatile T*>(parts)[k * blocks + i];
         }
         count = group_reduce<Sum, false>(part[0], group, scratch[1], 1);
-        whole = group_reduce<Sum, false>(part[1], group, scratch[2], 0);
-        right = group_reduce<Sum, false>(part[2], group, scratch[2], 1);
+        if (loss != nullptr) whole = group_reduce<Sum, false>(part[1], group, scratch[2], 0);
+        if (correct != nullptr) right = group_reduce<Sum, false>(part[2], group, scratch[2], 1);
     }
     if (threadIdx.x != 0) return;
     if (factor != nullptr) factor[0] = count == 0.0f ? 0.0f : 1.0f / count;

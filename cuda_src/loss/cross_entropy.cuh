@@ -219,17 +219,6 @@ RTK_DEVICE void load_batch(Raw<16> (&raw)[B], const T* from, int pitch, int left
     }
 }
 
-// group_reduce; for kBlock without the code for groups within a warp.
-template <typename Op, bool kBlock>
-RTK_DEVICE float reduce_row(float v, const RowGroup& group, GroupScratch<1>& scratch, int phase) {
-    if constexpr (!kBlock) return group_reduce<Op, false>(v, group, scratch, phase);
-    const int lane = group.thread % kWarp;
-    v = warp_reduce<Op>(v);
-    if (lane == 0) scratch.slot[phase][group.thread / kWarp][0] = v;
-    __syncthreads();
-    return warp_reduce<Op>(lane < group.threads / kWarp ? scratch.slot[phase][lane][0] : Op::kIdentity);
-}
-
 // What a thread has seen of a row: the largest score, the sum of exponentials relative to it, the sum of scores.
 template <typename T>
 struct Running {
@@ -308,36 +297,28 @@ struct Running {
     // Every thread of the group gets the numbers of the whole row.
     RTK_DEVICE void combine(const RowGroup& group, GroupScratch<1> (&scratch)[2], bool totals) {
         const float mine = top;
-        top = reduce_row<Max, false>(mine, group, scratch[0], 0);
-        sum = reduce_row<Sum, false>(sum * exponential<false>(mine - anchored(top)), group, scratch[0], 1);
-        if (totals) total = reduce_row<Sum, false>(total, group, scratch[1], 0);
-    }
-    // The same for a group that is a block of several warps, with one barrier: `pairs` must not be that of the row
-    // before.
-    RTK_DEVICE void combine_block(const RowGroup& group, GroupScratch<1>& pairs, GroupScratch<1>& other, bool totals) {
-        const int lane = group.thread % kWarp, warp = group.thread / kWarp;
-        float most = warp_reduce<Max>(top);
-        float part = warp_reduce<Sum>(sum * exponential<false>(top - anchored(most)));
-        if (lane == 0) pairs.slot[0][warp][0] = most, pairs.slot[1][warp][0] = part;
-        __syncthreads();
-        const bool there = lane < group.threads / kWarp;
-        most = there ? pairs.slot[0][lane][0] : -kInfinity;
-        part = there ? pairs.slot[1][lane][0] : 0.0f;
-        top = warp_reduce<Max>(most);
-        sum = warp_reduce<Sum>(part * exponential<false>(most - anchored(top)));
-        if (totals) total = reduce_row<Sum, true>(total, group, other, 0);
+        top = group_reduce<Max, false>(mine, group, scratch[0], 0);
+        sum = group_reduce<Sum, false>(sum * exponential<false>(mine - anchored(top)), group, scratch[0], 1);
+        if (totals) total = group_reduce<Sum, false>(total, group, scratch[1], 0);
     }
 };
 
-// True if no column before the label has the label's score, the largest of the row. The whole group calls it.
-template <bool kBlock, typename T, typename C>
-RTK_DEVICE float first_of_its_score(const T* row, int column, float top, const C& cap, const RowGroup& group,
-                                    GroupScratch<1> (&scratch)[2]) {
-    float earlier = 0.0f;
+// 1 if one of the columns thread, thread + threads, ... before a given one has this score, else 0.
+template <typename T, typename C>
+RTK_DEVICE float has_score(const T* row, int column, float score, const C& cap, int thread, int threads) {
+    float found = 0.0f;
 #pragma unroll 1
-    for (int i = group.thread; i < column; i += group.threads)
-        if (score_at(row, i, cap) == top) earlier = 1.0f;
-    return reduce_row<Max, kBlock>(earlier, group, scratch[1], 1) == 0.0f ? 1.0f : 0.0f;
+    for (int i = thread; i < column; i += threads)
+        if (score_at(row, i, cap) == score) found = 1.0f;
+    return found;
+}
+
+// 1 if no column before the label has the label's score, the largest of the row, else 0. The whole group calls it.
+template <typename T, typename C>
+RTK_DEVICE float first_of_its_score(const T* row, int column, float top, const C& cap, const RowGroup& group,
+                                    GroupScratch<1>& scratch) {
+    const float earlier = has_score(row, column, top, cap, group.thread, group.threads);
+    return group_reduce<Max, false>(earlier, group, scratch, 1) == 0.0f ? 1.0f : 0.0f;
 }
 
 // ---- loss and gradient ----------------------------------------------------------------------------------------------

@@ -3,14 +3,13 @@
 // g, the gradient of a row's loss, is factor[0] (1 if null). Rows that do not count get gradient 0.
 // dx may be x: a thread reads each of its pieces for the last time before it overwrites it, nobody else reads them, and
 // the label's score and the check for equal scores come before.
-#include "loss/cross_entropy.cuh"
+#include "loss/cross_entropy_team.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/prefetch.cuh"
 
 namespace rtk {
 
-// Rows that fit the registers of a group: thread i has the pieces i, i + threads, ... (CHUNKS of them). Without dx only
-// the results of the rows.
+// Rows that fit the registers of a group: thread i has the pieces i, i + threads, ... (CHUNKS of them).
 template <typename T>
 __global__ void __launch_bounds__(512, 2)
     cross_entropy_grad_short(const T* x, T* dx, const void* labels, float* loss, float* stats, float* correct,
@@ -40,10 +39,9 @@ __global__ void __launch_bounds__(512, 2)
     const int label = labels_of.column(name, row, static_cast<int>(cols), report, group.thread == 0);
     const bool counts = label >= 0;
     if (counts) target = score_at(source, label, cap);
-    ptx::wait_for_previous();
 
     // One maximum and one exponential for every element, which becomes its gradient.
-    const float top = reduce_row<Max, false>(fmaxf(peak_of<T, CHUNKS>(raw), border), group, scratch[0], 0);
+    const float top = group_reduce<Max, false>(fmaxf(peak_of<T, CHUNKS>(raw), border), group, scratch[0], 0);
     const Base<T> base(top);
     float total = 0.0f;
     if (not_zero(smoothing)) {
@@ -56,7 +54,7 @@ __global__ void __launch_bounds__(512, 2)
             if (c * group.threads < ahead) total += part;
         }
         if (edge >= 0) total += border;
-        total = reduce_row<Sum, false>(total, group, scratch[1], 0);
+        total = group_reduce<Sum, false>(total, group, scratch[1], 0);
     }
     float e[CHUNKS][VEC], part[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -68,10 +66,10 @@ __global__ void __launch_bounds__(512, 2)
     }
     float sum = (part[0] + part[1]) * base.correction;
     if (edge >= 0) sum += exponential<Base<T>::kFast>(border - anchored(top));
-    sum = reduce_row<Sum, false>(sum, group, scratch[0], 1);
+    sum = group_reduce<Sum, false>(sum, group, scratch[0], 1);
     if (correct != nullptr) {
         const bool largest = counts && target == top;
-        const float hit = first_of_its_score<false>(source, largest ? label : 0, top, cap, group, scratch);
+        const float hit = first_of_its_score(source, largest ? label : 0, top, cap, group, scratch[1]);
         if (exists && group.thread == 0) correct[row] = largest ? hit : 0.0f;
     }
     __syncwarp();  // like the barriers of wider groups: the label's score has been read before any store
@@ -79,7 +77,7 @@ __global__ void __launch_bounds__(512, 2)
     const Terms terms(smoothing, z_loss, per_column);
     const float level = logf(sum);
     if (group.thread == 0) RowResults{loss, stats, rows}.write(row, label, terms, top, level, target, total);
-    if (dx == nullptr) return;
+    ptx::wait_for_previous();
     const float g = factor == nullptr ? 1.0f : factor[0];
     const Gradient<T> gradient(terms, g, top, level, ptx::rcp(sum));
     T* out = dx + row * dx_stride;
@@ -106,8 +104,17 @@ __global__ void __launch_bounds__(512, 2)
         gradient.store_one(out + label, target, cap, gradient.target);
 }
 
-// Long rows: a persistent block holds one row on the multiprocessor: of each thread's pieces, kHeld in registers,
-// `slots` in shared memory; what is beyond is read again for the gradient, soon, so that it comes from L2.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+inline constexpr int kLongHeld = 6;  // for 9 a few registers are missing there
+#else
+inline constexpr int kLongHeld = 9;
+#endif
+
+// Long rows: persistent blocks, each alone or with the others of its cluster, hold one row on their multiprocessors: of
+// each thread's pieces, kHeld in registers, `slots` in shared memory; what is beyond is read again for the gradient,
+// soon, so that it comes from L2.
+//
+// Multiprocessors are not equally fast, so after its second row a block draws the next one from a counter that was 0.
 //
 // Memory is to be busy all the time: while the gradient of a row is written, piece by piece, the same piece of the next
 // row is fetched into the register or slot that became free, and summed up kLag pairs of slots later. A slot belongs to
@@ -118,24 +125,20 @@ template <typename T>
 __global__ void __launch_bounds__(640, 1)
     cross_entropy_grad_long(const T* x, T* dx, const void* labels, float* loss, float* stats, float* correct,
                             const float* factor, i64* report, i64 rows, i64 cols, i64 x_stride, i64 dx_stride,
-                            i64 wide, i64 ignore_index, i64 slots, double smoothing, double z_loss,
-                            double per_column) {
-    constexpr int VEC = 16 / sizeof(T), kHeld = 9, kLag = 1, kBeyond = 3, kAhead = 2;
+                            i64 wide, i64 ignore_index, u32* drawn, i64 slots, i64 turn, i64 blocks, i64 team_threads,
+                            i64 teams, double smoothing, double z_loss, double per_column) {
+    constexpr int VEC = 16 / sizeof(T), kHeld = kLongHeld, kLag = 1, kBeyond = 3, kAhead = 2;
     static_assert(kHeld % 3 == 0, "summed three at a time");
     extern __shared__ __align__(16) u8 memory[];
-    __shared__ GroupScratch<1> scratch[2];
-    __shared__ GroupScratch<1> pairs[2];
+    __shared__ Exchange<64> exchange[2];
+    __shared__ int upcoming[2];  // the row after the one that is being read
     __shared__ float own_gradient;  // of the label, from and to the thread that has it: a register is dear
     ptx::launch_dependents();
-    RowGroup group(kWarp);
-    group.threads = static_cast<int>(blockDim.x);
-    group.count = 1;
-    group.index = 0;
-    group.thread = static_cast<int>(threadIdx.x);
-    const int thread = group.thread, threads = group.threads, pitch = threads * VEC;
+    const Team team(blocks, team_threads);
+    const int thread = team.thread, threads = team.threads, pitch = threads * VEC;
     const int columns = static_cast<int>(cols), used = static_cast<int>(slots);
     const int count = static_cast<int>(rows);  // rows this long are fewer than 2^31
-    const ptx::SharedAddress base = ptx::shared_address(memory + thread * 16);
+    const ptx::SharedAddress base = ptx::shared_address(memory + threadIdx.x * 16);
     const Labels all{labels, wide != 0, ignore_index, 0, cols};
     const NoCap cap;
     const bool totals = not_zero(smoothing);
@@ -161,8 +164,10 @@ __global__ void __launch_bounds__(640, 1)
         }
     };
 
-    int row = -1, next = static_cast<int>(blockIdx.x), phase = 0;
-    int label = all.column(next, columns, report, thread == 0);
+    int row = -1, next = static_cast<int>(team.row()), phase = 0;
+    int label = all.column(next, columns, report, team.leads());
+    if (threadIdx.x == 0) upcoming[0] = next + static_cast<int>(teams);
+    team.meet();  // before other blocks are written to, they must have started
     while (true) {
         // From one row to the next: the first time there is nothing to write, the last time nothing to read.
         const T* start = x + (next < count ? next : row) * x_stride;
@@ -173,7 +178,6 @@ __global__ void __launch_bounds__(640, 1)
         const T* from = source;
         int to_read = ahead, to_write = left;
         // A line is fetched into L2 by its first thread; the last rounds fetch for the row after this one.
-        const int rounds = (columns / VEC + threads - 1) / threads;
         const T* fetched = from + kAhead * pitch;
         int to_fetch = thread % 8 == 0 ? to_read - kAhead * threads : 0;
         auto fetch = [&] {
@@ -191,7 +195,7 @@ __global__ void __launch_bounds__(640, 1)
         }
         ptx::SharedAddress slot = base, summed = base;
         int to_sum = ahead;
-        const int slot_pitch = threads * 16;
+        const int slot_pitch = static_cast<int>(blockDim.x) * 16;
         auto sum_pair = [&] {
             if (to_sum > 0) {
                 Raw<16> pair[2];
@@ -217,8 +221,10 @@ __global__ void __launch_bounds__(640, 1)
                 ptx::st<16>(out, pair[0]);
                 if (to_write > threads) ptx::st<16>(out + pitch, pair[1]);
             }
-            if (s == (rounds - kAhead - kHeld + 1) / 2 * 2) {
-                const int after = next + static_cast<int>(gridDim.x);
+            if (s == static_cast<int>(turn)) {
+                Raw<4> index{{static_cast<u32>(upcoming[phase])}};
+                ptx::forget(index);  // or all of this is computed in every round, and then chosen or not
+                const int after = static_cast<int>(index.w[0]);
                 if (after < count) {
                     fetched = x + after * x_stride;
                     const Pieces<T, 128> there(fetched, columns);
@@ -260,9 +266,11 @@ __global__ void __launch_bounds__(640, 1)
 
         // The rest of the sum, and what follows from it.
         row = next;
-        next += static_cast<int>(gridDim.x);
-        // Requested now, looked at when the sums are there.
+        next = upcoming[phase];
         ptx::wait_for_previous();
+        // Requested now, looked at when the sums are there.
+        int then = 0;
+        if (team.leads()) then = 2 * static_cast<int>(teams) + static_cast<int>(atomicAdd(drawn, 1u));
         const float g = factor == nullptr ? 1.0f : factor[0];
         const i64 next_label = next < count ? all.load(next) : ignore_index;
         Raw<sizeof(T)> target_raw;
@@ -289,20 +297,23 @@ __global__ void __launch_bounds__(640, 1)
         float border[1];
         unpack<T, 1>(border_raw, border);
         if (counts && edge >= 0) running.add_edge(border[0], totals);
-        // Its barrier also orders the label's score before any store.
-        running.combine_block(group, pairs[phase], scratch[1], totals);
         phase ^= 1;
+        if (team.leads())
+            for (int i = 0; i < team.blocks; ++i)
+                ptx::st_cluster(ptx::shared_address(upcoming + phase), i, __int_as_float(then));
+        // Its barrier also orders the label's score before any store.
+        share_row(running, team, exchange[phase], totals);
         float one_score[1];
         unpack<T, 1>(target_raw, one_score);
         const float target = one_score[0];
         if (correct != nullptr) {
             const bool largest = counts && target == running.top;
-            const float hit = first_of_its_score<true>(start, largest ? label : 0, running.top, cap, group, scratch);
-            if (thread == 0) correct[row] = largest ? hit : 0.0f;
+            const float hit = team.first_of_its_score(start, largest ? label : 0, running.top, cap);
+            if (team.leads()) correct[row] = largest ? hit : 0.0f;
         }
         const Terms terms(smoothing, z_loss, per_column);
         const float level = logf(running.sum);
-        if (thread == 0)
+        if (team.leads())
             RowResults{loss, stats, rows}.write(row, label, terms, running.top, level, target, running.total);
         own = pieces.owner(label, threads) == thread ? label : -1;
         gradient = Gradient<T>(terms, g, running.top, level, ptx::rcp(running.sum));
@@ -333,7 +344,7 @@ __global__ void __launch_bounds__(640, 1)
                     if (here > c * threads) write(to + c * pitch, beyond[c]);
             }
         }
-        label = all.column(next_label, next, columns, report, thread == 0);
+        label = all.column(next_label, next, columns, report, team.leads());
     }
 }
 

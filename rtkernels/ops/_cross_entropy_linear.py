@@ -179,8 +179,7 @@ def _gradient_launch(logits, labels, losses, correct, factor, options):
 
 
 def _reduce_launch(losses, correct, labels, ignore_index, reduction):
-    parts = reduction_ops.parts_of(losses.numel(), losses)
-    return reduction_ops.reduce_rows(losses, correct, labels, ignore_index, reduction, parts, False)[:2]
+    return reduction_ops.reduce_rows(losses, correct, labels, ignore_index, reduction, False)[:2]
 
 
 def _launch_fwd(*args):

@@ -5,24 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rtkernels._layout import address, check_same, metadata, row_count, row_stride, rowed
+from rtkernels._layout import address, check_same, metadata, nothing, row_count, row_stride, rowed
 from rtkernels._registry import MutatingOp, TorchOp
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _cross_entropy_reference as reference
 from rtkernels.ops._cross_entropy_plans import (
     BWD_PLANS,
     FWD_PLANS,
-    GRAD_PLANS,
     MEAN,
     NONE,
+    ROWS_PLANS,
     SCALE_PLANS,
+    RowsPlan,
     aligned,
     check,
     check_options,
     report,
-    short_forward,
 )
-from rtkernels.ops._cross_entropy_reduce import count_rows, floats, parts_of, results_of
+from rtkernels.ops._cross_entropy_reduce import count_rows, floats, results_of
+from rtkernels.ops._router_rows import fresh_zeros
 
 # ---- launchers ------------------------------------------------------------------------------------------------------
 
@@ -43,26 +44,20 @@ def _launch_fwd(logits, labels, ignore_index, label_smoothing, z_loss, softcap, 
     check_options(label_smoothing, z_loss, softcap, reduction)
     logits, labels = _ready(logits, labels)
     device = logits.get_device()
-    short = not softcap and short_forward(logits.dtype, logits.shape[-1])
-    if short:
-        launch, rows, cols, stride, wide, threads = GRAD_PLANS[metadata(logits), metadata(labels), False]
-    else:
-        launch, rows, cols, stride, wide, threads = FWD_PLANS[metadata(logits), metadata(labels)]
-    losses, stats = floats(logits, rows), floats(logits, 2, rows)
-    correct = floats(logits, rows) if accuracy else None
-    parts = None if reduction == NONE else parts_of(rows, logits)
+    plan, cols = FWD_PLANS[metadata(logits), metadata(labels), not softcap], logits.shape[-1]
     found = _begin(device)
-    if launch is not None:
-        more = (ignore_index, threads, label_smoothing, z_loss, label_smoothing / cols)
-        if short:
-            _run_rows(launch, logits, None, labels, losses, stats, correct, None, *more)
-        else:
-            launch(
-                logits.data_ptr(), labels.data_ptr(), losses.data_ptr(), stats.data_ptr(), address(correct),
-                found.tensor.data_ptr(), rows, cols, stride, wide, ignore_index, 0, cols, *more[1:], softcap,
-            )  # fmt: skip
+    more = (label_smoothing, z_loss, label_smoothing / cols)
+    if isinstance(plan, RowsPlan):
+        return _run_rows(plan, logits, None, labels, None, ignore_index, reduction, accuracy, True, *more)
+    losses, stats = floats(logits, plan.shape[0]), floats(logits, 2, plan.shape[0])
+    correct = floats(logits, plan.shape[0]) if accuracy else None
+    if plan.launch is not None:
+        plan.launch(
+            logits.data_ptr(), labels.data_ptr(), losses.data_ptr(), stats.data_ptr(), address(correct),
+            found.tensor.data_ptr(), *plan.shape, ignore_index, 0, cols, plan.threads, *more, softcap,
+        )  # fmt: skip
         _end(found, device)
-    loss, hits, factor = results_of(losses, correct, labels, ignore_index, reduction, parts, True)
+    loss, hits, factor = results_of(losses, correct, labels, ignore_index, reduction, True)
     return loss, hits, stats, factor
 
 
@@ -70,13 +65,13 @@ def _launch_parts(logits, labels, ignore_index, label_smoothing, softcap, first,
     check_options(label_smoothing, 0.0, softcap, NONE)
     logits, labels = _ready(logits, labels)
     device = logits.get_device()
-    launch, rows, cols, stride, wide, threads = FWD_PLANS[metadata(logits), metadata(labels)]
-    parts = floats(logits, 5, rows)
+    plan = FWD_PLANS[metadata(logits), metadata(labels), False]
+    parts = floats(logits, 5, plan.shape[0])
     found = _begin(device)
-    if launch is not None:
-        launch(
+    if plan.launch is not None:
+        plan.launch(
             logits.data_ptr(), labels.data_ptr(), 0, parts.data_ptr(), parts[4].data_ptr(), found.tensor.data_ptr(),
-            rows, cols, stride, wide, ignore_index, first, vocabulary, threads, label_smoothing, 0.0, 0.0, softcap,
+            *plan.shape, ignore_index, first, vocabulary, plan.threads, label_smoothing, 0.0, 0.0, softcap,
         )  # fmt: skip
         _end(found, device)
     return parts
@@ -132,27 +127,45 @@ def _run_grad(logits, out, labels, ignore_index, smoothing, z_loss, softcap, red
         dloss = factor if reduction == MEAN else torch.ones(1, dtype=torch.float32, device=logits.device)
         _run_bwd(dloss, logits, out, labels, stats, None, ignore_index, smoothing, z_loss, softcap, 0, cols)
         return loss, hits, stats
-    launch, rows, *_, size = GRAD_PLANS[metadata(logits), metadata(labels), reduction == MEAN]
+    plan = ROWS_PLANS[metadata(logits), metadata(labels), reduction == MEAN, True]
+    _begin(device)
+    factor = None
+    if reduction == MEAN and plan.launch is not None and not plan.few:
+        factor = count_rows(labels, ignore_index)
+    more = (smoothing, z_loss, smoothing / cols)
+    return _run_rows(plan, logits, out, labels, factor, ignore_index, reduction, accuracy, False, *more)[:3]
+
+
+def _run_rows(plan, logits, out, labels, factor, ignore_index, reduction, accuracy, count, *more):
+    """Run a kernel of one pass, without `out` only for results; return loss, accuracy, stats, and factor if `count`."""
+    rows, device = labels.numel(), logits.get_device()
     losses, stats = floats(logits, rows), floats(logits, 2, rows)
     correct = floats(logits, rows) if accuracy else None
-    parts = None if reduction == NONE else parts_of(rows, logits)
-    found = _begin(device)
-    if launch is not None:
-        factor = count_rows(labels, ignore_index) if reduction == MEAN else None
-        more = (smoothing, z_loss, smoothing / cols)
-        _run_rows(launch, logits, out, labels, losses, stats, correct, factor, ignore_index, size, *more)
-        _end(found, device)
-    loss, hits, _ = results_of(losses, correct, labels, ignore_index, reduction, parts, False)
-    return loss, hits, stats
+    if plan.few and reduction != NONE:
+        loss, hits = floats(logits), floats(logits) if accuracy else None
+        wanted, arrived = floats(logits, 1) if count else None, fresh_zeros(device, 1)
+        sums = (loss.data_ptr(), address(hits), address(wanted), arrived.data_ptr())
+        _launch_rows(plan, logits, out, labels, losses, stats, correct, sums, ignore_index, reduction, *more)
+        results = loss, nothing(loss) if hits is None else hits, stats, nothing(loss) if wanted is None else wanted
+    else:
+        if plan.launch is not None:
+            sums = (0, 0, 0, 0) if plan.few else (address(factor),)
+            _launch_rows(plan, logits, out, labels, losses, stats, correct, sums, ignore_index, NONE, *more)
+        loss, hits, wanted = results_of(losses, correct, labels, ignore_index, reduction, count)
+        results = loss, hits, stats, wanted
+    _end(report(device), device)
+    return results
 
 
-def _run_rows(launch, logits, out, labels, losses, stats, correct, factor, ignore_index, size, *more):
-    """Run a kernel of one pass; without `out` only for the results of the rows."""
-    launch(
+def _launch_rows(plan, logits, out, labels, losses, stats, correct, sums, ignore_index, kind, *more):
+    device = logits.get_device()
+    counter = fresh_zeros(device, 1) if plan.drawn else None
+    first = (kind,) if plan.few else (counter.data_ptr(),) if plan.drawn else ()
+    plan.launch(
         logits.data_ptr(), address(out), labels.data_ptr(), losses.data_ptr(), stats.data_ptr(), address(correct),
-        address(factor), report(logits.get_device()).tensor.data_ptr(), losses.numel(), logits.shape[-1],
+        *sums, report(device).tensor.data_ptr(), losses.numel(), logits.shape[-1],
         row_stride(logits.shape, logits.stride()), 0 if out is None else row_stride(out.shape, out.stride()),
-        int(labels.dtype == torch.int64), ignore_index, size, *more,
+        int(labels.dtype == torch.int64), ignore_index, *first, *plan.sizes, *more,
     )  # fmt: skip
 
 
@@ -163,18 +176,17 @@ def gradient_in_place(logits, labels, losses, stats, correct, factor, ignore_ind
     """
     device, cols = logits.get_device(), logits.shape[-1]
     if softcap:
-        launch, rows, cols, stride, wide, threads = FWD_PLANS[metadata(logits), metadata(labels)]
-        launch(
+        plan = FWD_PLANS[metadata(logits), metadata(labels), False]
+        plan.launch(
             logits.data_ptr(), labels.data_ptr(), losses.data_ptr(), stats.data_ptr(), address(correct),
-            report(device).tensor.data_ptr(), rows, cols, stride, wide, ignore_index, 0, cols, threads, smoothing,
-            z_loss, smoothing / cols, softcap,
+            report(device).tensor.data_ptr(), *plan.shape, ignore_index, 0, cols, plan.threads, smoothing, z_loss,
+            smoothing / cols, softcap,
         )  # fmt: skip
         dloss = torch.ones(1, dtype=torch.float32, device=logits.device) if factor is None else factor
         _run_bwd(dloss, logits, logits, labels, stats, None, ignore_index, smoothing, z_loss, softcap, 0, cols)
         return
-    launch, *_, size = GRAD_PLANS[metadata(logits), metadata(labels), False]
-    more = (smoothing, z_loss, smoothing / cols)
-    _run_rows(launch, logits, logits, labels, losses, stats, correct, factor, ignore_index, size, *more)
+    plan, more = ROWS_PLANS[metadata(logits), metadata(labels), False, False], (smoothing, z_loss, smoothing / cols)
+    _launch_rows(plan, logits, logits, labels, losses, stats, correct, (address(factor),), ignore_index, NONE, *more)
 
 
 def _launch_grad(logits, labels, ignore_index, label_smoothing, z_loss, softcap, reduction, accuracy):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rtkernels._kernel import Kernel, Plans, device_info
+from rtkernels._kernel import Kernel, Launch, Plans, device_info
 from rtkernels._layout import GRID_LIMIT, block_of, check_same, divisor, group_threads, row_count, row_stride, token
 from rtkernels.errors import ArgumentError
 
@@ -16,15 +16,19 @@ NONE, MEAN, SUM = 0, 1, 2
 
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
 _TYPES = [(t,) for t in _WIDTH]
-_FORWARD_THREADS, _BACKWARD_THREADS, _SHORT_THREADS, _CHUNKS = 256, 128, 512, 4
-_FORWARD_BATCH = 6  # kForwardBatch
-# cross_entropy_grad_long: pieces of a row that a thread has in registers, the fewest in shared memory, registers of a
-# thread, warps of a block at least (128 bytes and a piece of single columns have a thread each).
-_HELD, _LEAST, _LONG_REGISTERS, _LEAST_WARPS = 9, 4, 96, 3
-_STATIC_SHARED = 1040
-_SHORT_FORWARD = 256  # pieces of a row up to which cross_entropy_grad_short is faster than cross_entropy_fwd
-_REDUCE_ROWS = 4096  # of a block of cross_entropy_reduce, if there are several
-_REDUCE_ALONE = 16384  # rows that one block takes alone
+_FORWARD_THREADS, _BACKWARD_THREADS, _SHORT_THREADS, _CHUNKS = 256, 128, 256, 4
+# cross_entropy_fwd: pieces that a thread requests at once, and how often at least, if that leaves something to do for
+# 1024 threads of every multiprocessor.
+_FORWARD_BATCH, _FORWARD_BATCHES = 4, 4
+# cross_entropy_grad_long: the fewest slots (pieces of a row that a thread has in shared memory), how many pieces L2 is
+# asked ahead, registers of a thread, warps of a block at least (128 bytes and a piece of single columns have a thread
+# each), static shared memory.
+_LEAST, _AHEAD, _LONG_REGISTERS, _LEAST_WARPS, _STATIC_SHARED = 4, 2, 96, 3, 1552
+_FINE = 1.15  # rounds of rows, of which the last is partly empty, over full ones, from which rows are cut in two
+# cross_entropy_few: pieces of a thread, threads of a block at most, and at least if there are several; blocks of a row.
+_FEW_CHUNKS, _FEW_THREADS, _FEW_LEAST, _FEW_BLOCKS = 5, 512, 96, 8
+_REDUCE_ROWS = 1024  # of a block of cross_entropy_reduce, if there are several
+_REDUCE_ALONE = 8192  # rows that one block takes alone
 
 FWD = Kernel(
     "loss/cross_entropy.cu",
@@ -63,14 +67,14 @@ SCALE = Kernel(
     max_registers=96,
 )
 _GRAD_ARGS = (
-    "x:ptr dx:ptr labels:ptr loss:ptr stats:ptr correct:ptr factor:ptr report:ptr rows:i64 cols:i64 x_stride:i64 "
-    "dx_stride:i64 wide:i64 ignore_index:i64 {}:i64 smoothing:f64 z_loss:f64 per_column:f64"
+    "x:ptr dx:ptr labels:ptr loss:ptr stats:ptr correct:ptr {} report:ptr rows:i64 cols:i64 x_stride:i64 dx_stride:i64 "
+    "wide:i64 ignore_index:i64 {} smoothing:f64 z_loss:f64 per_column:f64"
 )
 GRAD_SHORT = Kernel(
     "loss/cross_entropy_grad.cu",
     "cross_entropy_grad_short",
     template="T",
-    args=_GRAD_ARGS.format("threads_per_row"),
+    args=_GRAD_ARGS.format("factor:ptr", "threads_per_row:i64"),
     variants=_TYPES,
     max_registers=64,
 )
@@ -78,11 +82,19 @@ GRAD_LONG = Kernel(
     "loss/cross_entropy_grad.cu",
     "cross_entropy_grad_long",
     template="T",
-    args=_GRAD_ARGS.format("slots"),
+    args=_GRAD_ARGS.format("factor:ptr", "drawn:ptr slots:i64 turn:i64 blocks:i64 team_threads:i64 teams:i64"),
     variants=_TYPES,
     max_registers=_LONG_REGISTERS,
 )
-KERNELS = (FWD, BWD, REDUCE, SCALE, GRAD_SHORT, GRAD_LONG)
+FEW = Kernel(
+    "loss/cross_entropy_few.cu",
+    "cross_entropy_few",
+    template="T",
+    args=_GRAD_ARGS.format("out:ptr accuracy:ptr factor:ptr arrived:ptr", "kind:i64 blocks:i64 threads:i64"),
+    variants=_TYPES,
+    max_registers=80,
+)
+KERNELS = (FWD, BWD, REDUCE, SCALE, GRAD_SHORT, GRAD_LONG, FEW)
 
 
 # ---- bad labels: kernels write what they find into host memory, which costs no synchronisation to look at -----------
@@ -179,20 +191,38 @@ def _shape(logits: Meta) -> tuple[str, int, int, int, int]:
     return token("logits", dtype), row_count(shape), shape[-1], row_stride(shape, stride), device
 
 
-def _plan_fwd(logits: Meta, labels: Meta):
-    """Return ``(launch, rows, cols, x_stride, wide, threads)``; rows without launch if there are none."""
+class RowsPlan(NamedTuple):
+    """How a kernel runs that can write results and gradient at once."""
+
+    launch: Launch | None  # None if there are no rows
+    few: bool  # cross_entropy_few, which also sums over the rows
+    drawn: bool  # needs a counter of rows
+    sizes: tuple[int, ...]  # its last integers
+
+
+class ForwardPlan(NamedTuple):
+    """How cross_entropy_fwd runs."""
+
+    launch: Launch | None  # None if there are no rows
+    shape: tuple[int, int, int, int]  # rows, cols, x_stride, wide
+    threads: int  # of a row
+
+
+def _plan_fwd(logits: Meta, labels: Meta, plain: bool) -> ForwardPlan | RowsPlan:
+    """Plan a forward pass; `plain`: over the whole vocabulary, without a cap, which cross_entropy_few can do, too."""
     check(logits, labels)
     t, rows, cols, stride, device = _shape(logits)
-    wide = int(labels[0] == torch.int64)
+    shape, vectors = (rows, cols, stride, int(labels[0] == torch.int64)), cols // _WIDTH[t]
     if not rows:
-        return None, rows, cols, stride, wide, 0
-    few = rows <= 2 * device_info(device).sm_count  # no more than a block of 512 threads for each half multiprocessor
-    most, vectors = 512 if few else _FORWARD_THREADS, cols // _WIDTH[t]
-    batches = max(1, -(-vectors // (most * _FORWARD_BATCH)))  # a part of a batch takes as long as a whole one
+        return ForwardPlan(None, shape, 0)
+    if plain and few_blocks(vectors, rows, device):
+        return _plan_rows(logits, labels, False, True)
+    info = device_info(device)
+    most = 512 if rows <= 2 * info.sm_count else _FORWARD_THREADS  # one block for each half multiprocessor, or less
+    least = min(_FORWARD_BATCHES, rows * vectors // (1024 * info.sm_count * _FORWARD_BATCH))
+    batches = max(1, least, -(-vectors // (most * _FORWARD_BATCH)))  # a part of a batch takes as long as a whole one
     threads = _group(vectors, most, batches * _FORWARD_BATCH)
-    grid, block = _grid(rows, threads)
-    launch = FWD.bind((t,), device, grid, block)
-    return launch, rows, cols, stride, wide, threads
+    return ForwardPlan(FWD.bind((t,), device, *_grid(rows, threads)), shape, threads)
 
 
 def _plan_bwd(logits: Meta, labels: Meta):
@@ -205,43 +235,95 @@ def _plan_bwd(logits: Meta, labels: Meta):
     return launch, rows, cols, stride, int(labels[0] == torch.int64), threads, segments, divisor(segments)
 
 
-def long_layout(vectors: int, rows: int, device: int) -> tuple[int, int, int, int]:
-    """Return grid, threads, slots and shared bytes of cross_entropy_grad_long for rows of `vectors` pieces.
+def _clusters(device: int) -> bool:
+    return device >= 0 and "cluster" in device_info(device).target.features
 
-    As many blocks on a multiprocessor as hold a row each. Its registers are in four parts, and a warp's are in one.
+
+def few_blocks(vectors: int, rows: int, device: int) -> int:
+    """Return how many blocks of cross_entropy_few share a row of `vectors` pieces; 0 if other kernels are better.
+
+    They are if a block on every multiprocessor does not hold all rows.
+    """
+    multiprocessors, each = device_info(device).sm_count, _FEW_THREADS * _FEW_CHUNKS
+    most = _FEW_BLOCKS if _clusters(device) else 1
+    if rows > 2 * multiprocessors or rows * vectors > multiprocessors * each or vectors > most * each:
+        return 0
+    blocks = 1
+    while 2 * blocks <= most and vectors >= 2 * blocks * _FEW_LEAST * _FEW_CHUNKS:
+        blocks *= 2
+    return blocks
+
+
+class LongLayout(NamedTuple):
+    """How cross_entropy_grad_long runs."""
+
+    grid: int
+    threads: int
+    shared: int
+    slots: int
+    blocks: int  # of a row
+    held: int  # pieces of a row that a thread has in registers
+
+
+def long_layout(vectors: int, rows: int, device: int) -> LongLayout:
+    """Return the layout for rows of `vectors` pieces.
+
+    As many blocks on a multiprocessor as hold a row each, unless there are fewer rows; its registers are in four parts,
+    and a warp's are in one. A row is held by two multiprocessors if it is too long for one or if half of them would
+    have none; it is cut in two, for two blocks on each, if few rounds end with a nearly empty one.
     """
     info = device_info(device)
+    held = 6 if info.target.capability >= (10, 0) else 9  # kLongHeld
     warps = 4 * (16384 // (_LONG_REGISTERS * 32))
-    for blocks in range(warps // _LEAST_WARPS, 0, -1):
-        threads = warps // blocks * 32
-        slots = max(_LEAST, -(-(-(-vectors // threads) - _HELD) // 2) * 2)
-        room = (info.shared_per_block + 1024) // blocks - 1024 - _STATIC_SHARED
-        if slots * threads * 16 <= room:
-            break
-    else:
-        slots = room // (threads * 16) // 2 * 2
-    return min(rows, info.sm_count * blocks), threads, slots, slots * threads * 16
+
+    def threads_of(blocks: int) -> int:
+        return warps // blocks * 32
+
+    def slots_of(threads: int) -> int:
+        return max(_LEAST, -(-(-(-vectors // threads) - held) // 2) * 2)
+
+    def room(blocks: int) -> int:
+        free = (info.shared_per_block + 1024) // blocks - 1024 - _STATIC_SHARED
+        return free // (threads_of(blocks) * 16) // 2 * 2
+
+    def filled(threads: int) -> bool:  # no register without a piece
+        return vectors >= (held + 1) * threads
+
+    counts = range(1, warps // _LEAST_WARPS + 1)
+    most = max((b for b in counts if slots_of(threads_of(b)) <= room(b)), default=0)
+    wanted = max(-(-rows // info.sm_count), next(b for b in counts if filled(threads_of(b)) or b == counts[-1]))
+    blocks, team = max(1, min(most, wanted)), 1
+    if _clusters(device):
+        rounds = -(-rows // info.sm_count)
+        if most == 0 or (blocks == 1 and 2 * rows <= info.sm_count and filled(2 * threads_of(1))):
+            team = 2
+        elif most == 1 and rows > info.sm_count and rounds * info.sm_count > _FINE * rows:
+            blocks = team = 2
+    threads = threads_of(blocks)
+    slots = min(slots_of(team * threads), room(blocks))
+    grid = min(rows, info.sm_count * blocks // team) * team
+    return LongLayout(grid, threads, slots * threads * 16, slots, team, held)
 
 
-def short_forward(dtype: torch.dtype, cols: int) -> bool:
-    """Return whether cross_entropy_grad_short is the kernel for the forward pass, too."""
-    return cols // _WIDTH[token("logits", dtype)] <= _SHORT_FORWARD
-
-
-def _plan_grad(logits: Meta, labels: Meta, overlap: bool):
-    """Return ``(launch, rows, cols, x_stride, wide, threads or slots)``."""
+def _plan_rows(logits: Meta, labels: Meta, overlap: bool, sums: bool) -> RowsPlan:
+    """Plan a kernel of one pass; `sums`: one that sums over the rows itself may be taken, it has no factor."""
     check(logits, labels)
-    t, rows, cols, stride, device = _shape(logits)
-    vectors, wide = cols // _WIDTH[t], int(labels[0] == torch.int64)
+    t, rows, cols, _, device = _shape(logits)
+    vectors = cols // _WIDTH[t]
     if not rows:
-        return None, rows, cols, stride, wide, 0
+        return RowsPlan(None, False, False, ())
+    if sums and (blocks := few_blocks(vectors, rows, device)):
+        threads = max(32, -(-vectors // (blocks * _FEW_CHUNKS * 32)) * 32)
+        launch = FEW.bind((t,), device, rows * blocks, threads, cluster=blocks)
+        return RowsPlan(launch, True, False, (blocks, blocks * threads))
     if vectors <= _SHORT_THREADS * _CHUNKS:
         threads = _group(vectors, _SHORT_THREADS)
         launch = GRAD_SHORT.bind((t,), device, *_grid(rows, threads), overlap=overlap)
-        return launch, rows, cols, stride, wide, threads
-    grid, threads, slots, shared = long_layout(vectors, rows, device)
-    launch = GRAD_LONG.bind((t,), device, grid, threads, shared, overlap=overlap)
-    return launch, rows, cols, stride, wide, slots
+        return RowsPlan(launch, False, False, (threads,))
+    grid, threads, shared, slots, blocks, held = long_layout(vectors, rows, device)
+    turn = (-(-vectors // (threads * blocks)) - _AHEAD - held + 1) // 2 * 2
+    launch = GRAD_LONG.bind((t,), device, grid, threads, shared, overlap=overlap, cluster=blocks)
+    return RowsPlan(launch, False, True, (slots, turn, blocks, threads * blocks, grid // blocks))
 
 
 def reduce_blocks(rows: int) -> int:
@@ -261,7 +343,7 @@ def _plan_scale(x: Meta):
     return (SCALE.bind((t,), device, grid, block) if rows and cols else None), rows, cols, stride, threads
 
 
-FWD_PLANS, BWD_PLANS, GRAD_PLANS = Plans(_plan_fwd), Plans(_plan_bwd), Plans(_plan_grad)
+FWD_PLANS, BWD_PLANS, ROWS_PLANS = Plans(_plan_fwd), Plans(_plan_bwd), Plans(_plan_rows)
 REDUCE_PLANS, SCALE_PLANS = Plans(_plan_reduce), Plans(_plan_scale)
 
 
