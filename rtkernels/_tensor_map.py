@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 from rtkernels.errors import RtkError
 
 _BYTES, _ALIGNMENT = 128, 64
-_TYPES = {"fp16": (6, 2), "fp32": (7, 4), "bf16": (9, 2)}  # CUtensorMapDataType, bytes
+_TYPES = {"byte": (0, 1), "fp16": (6, 2), "fp32": (7, 4), "bf16": (9, 2)}  # CUtensorMapDataType, bytes
 _SWIZZLE_128B = 3
 _PROMOTE_256B = 3  # of L2 reads
 _MAPS = 256  # remembered
@@ -32,29 +32,46 @@ class TensorMap:
         self.address = start + -start % _ALIGNMENT
 
 
-@lru_cache(maxsize=_MAPS)
 def matrix_map(address: int, token: str, rows: int, cols: int, pitch: int, box_rows: int, box_cols: int) -> TensorMap:
     """Return the map of a row-major matrix that is copied in boxes, swizzled by 128 bytes in shared memory.
 
     Args:
         address: Of the first element on the device, a multiple of 16.
-        token: ``"bf16"``, ``"fp16"`` or ``"fp32"``.
+        token: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"byte"``.
         rows: Rows of the matrix; what lies outside of it is read as 0.
         cols: Columns of the matrix.
         pitch: Elements from row to row; a multiple of 16 bytes.
         box_rows: Rows of a box, at most 256.
         box_cols: Columns of a box, at most 128 bytes.
+    """
+    size = _TYPES[token][1]
+    return tiled_map(address, token, (cols, rows), (pitch * size,), (box_cols, box_rows))
+
+
+@lru_cache(maxsize=_MAPS)
+def tiled_map(
+    address: int, token: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> TensorMap:
+    """Return the map of a tensor that is copied in boxes, swizzled by 128 bytes in shared memory.
+
+    Args:
+        address: Of the first element on the device, a multiple of 16.
+        token: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"byte"``.
+        sizes: Elements in each dimension, the contiguous one first; what lies outside is read as 0, and not written.
+        strides: Bytes from one to the next in each dimension but the first; multiples of 16.
+        box: Elements of a box in each dimension, at most 256, and 128 bytes in the first.
 
     Raises:
         RtkError: The driver refuses.
     """
-    kind, size = _TYPES[token]
-    made = TensorMap()
-    dims = (ctypes.c_uint64 * 2)(cols, rows)
-    strides = (ctypes.c_uint64 * 1)(pitch * size)
-    box = (ctypes.c_uint32 * 2)(box_cols, box_rows)
-    steps = (ctypes.c_uint32 * 2)(1, 1)
-    args = (made.address, kind, 2, address, dims, strides, box, steps, 0, _SWIZZLE_128B, _PROMOTE_256B, 0)
+    made, rank = TensorMap(), len(sizes)
+    arrays = (
+        (ctypes.c_uint64 * rank)(*sizes),
+        (ctypes.c_uint64 * (rank - 1))(*strides),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+    )
+    args = (made.address, _TYPES[token][0], rank, address, *arrays, 0, _SWIZZLE_128B, _PROMOTE_256B, 0)
     status = _encode()(*args)
     if status in _NO_CONTEXT:
         from rtkernels._kernel import make_context
@@ -63,8 +80,8 @@ def matrix_map(address: int, token: str, rows: int, cols: int, pitch: int, box_r
         status = _encode()(*args)
     if status:
         raise RtkError(
-            f"cuTensorMapEncodeTiled failed with status {status} for {token} [{rows}, {cols}], rows {pitch} apart, at "
-            f"{address:#x}, boxes of [{box_rows}, {box_cols}]"
+            f"cuTensorMapEncodeTiled failed with status {status} for {token} {list(sizes[::-1])}, "
+            f"{list(strides[::-1])} bytes apart, at {address:#x}, boxes of {list(box[::-1])}"
         )
     return made
 

@@ -14,8 +14,9 @@ from places import DTYPES, ORDERS, at, emulated, error_tests, short
 from torch import Tensor
 
 import rtkernels
-from rtkernels._kernel import Plans
+from rtkernels._kernel import Plans, device_info
 from rtkernels.ops import _norm_quant_plans as plans
+from rtkernels.ops import _norm_quant_ring as ring
 from rtkernels.ops import norm_quant as module
 from rtkernels.ops._fp8_reference import quantize
 from rtkernels.testing.compare import assert_close, assert_same_bits, running_on
@@ -604,6 +605,33 @@ def test_bench_shapes(cols: int) -> None:
         for layout in LAYOUTS:
             compare(check(inputs, layout, column=True), check(inputs, layout, column=True))
             check(replace(inputs, residual=residual), layout, pow2=True, keep=True)
+
+
+RING_CASES: dict[str, Callable[[Normal], Inputs]] = {
+    "tiles": lambda n: Inputs(n(4096, 512), n(512)),
+    "parts": lambda n: Inputs(n(272, 136), n(136), offset=1.0),
+    "few_rows": lambda n: Inputs(n(16, 4104), n(4104).float()),
+    "strided": lambda n: Inputs(_spaced(n, 1040, 640, every=2, pad=8)),
+    "many": lambda n: Inputs(n(20_000, 1032), n(1032)),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=short)
+@pytest.mark.parametrize("case", RING_CASES)
+def test_recomputing_with_the_copy_engine(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make(case, dtype, "cuda", RING_CASES)
+    inputs.x[3, 5], inputs.x[7, 9], inputs.x[-1] = math.inf, math.nan, 0.0
+    tensors = {"weight": inputs.weight, "offset": inputs.offset, "pow2_scale": case == "parts"}
+    first = rms_norm_fp8(inputs.x, layout="both", **tensors)
+    monkeypatch.setattr(ring, "_LEAST_BYTES", 0)
+    Plans.forget_all()
+    for _ in range(2):
+        again = rms_norm_fp8(inputs.x, layout="transposed", rstd=first.rstd, **tensors)
+        compare(again, NormFp8(q_t=first.q_t, scale_t=first.scale_t))
+    if ring.RING.supports(device_info(inputs.x.get_device()).target):
+        assert all(plan._ring is not None for plan in plans.PLANS.values())
+    Plans.forget_all()
 
 
 @pytest.mark.gpu

@@ -13,4 +13,7 @@ RTK_DEVICE void forget(Raw<B>& raw) {
     for (int i = 0; i < static_cast<int>(sizeof(raw.w) / sizeof(u32)); ++i) asm volatile("" : "+r"(raw.w[i]));
 }
 
+// The same for a number: what follows from it is worked out where it is used.
+RTK_DEVICE void forget(u32& number) { asm volatile("" : "+r"(number)); }
+
 }  // namespace rtk::ptx

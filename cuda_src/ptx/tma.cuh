@@ -29,6 +29,12 @@ RTK_DEVICE void tma_store_2d(const TensorMap& map, SharedAddress from, i32 colum
                  : "memory");
 }
 
+RTK_DEVICE void tma_store_3d(const TensorMap& map, SharedAddress from, i32 first, i32 second, i32 third) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(&map),
+                 "r"(first), "r"(second), "r"(third), "r"(from)
+                 : "memory");
+}
+
 // Closes this thread's current group of stores.
 RTK_DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 

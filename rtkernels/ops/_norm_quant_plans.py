@@ -20,6 +20,7 @@ from rtkernels._layout import (
     vector_bytes,
 )
 from rtkernels.errors import ArgumentError
+from rtkernels.ops import _norm_quant_ring as ring
 
 Metadata = tuple[Any, ...]  # (dtype, shape, stride, device index)
 
@@ -88,7 +89,7 @@ _SMOOTH = Kernel(
     variants=[(t, v) for t in _WIDTH for v in (1, _SMOOTH_VEC)],
     max_registers=100,
 )
-KERNELS = (_ROW, _STATS, _TILE, _SMOOTH)
+KERNELS = (_ROW, _STATS, _TILE, ring.RING, _SMOOTH)
 
 
 # ---- shapes and checks, shared by launchers, references and fakes ---------------------------------------------------
@@ -264,12 +265,16 @@ class _Plan:
         vectors = -(-cols // vec)
         parameter = weight or bias
         w = t if parameter is None else token("weight", parameter[0])
-        self._row = self._stats = None
+        self._row = self._stats = self._ring = None
         if layout in ("row", "none") and wide and vectors <= _ROW_THREADS * _ROW_CHUNKS:
             threads = max(group_threads(-(-vectors // _ROW_CHUNKS), _ROW_THREADS), GROUP // vec)
             block = block_of(threads)
             self._row = _ROW.bind((t, w, _ROW_CHUNKS, centred), device, -(-rows // (block // threads)), block)
             self._args = (rows, cols, x_stride, residual_stride, threads, *scale_strides, pow2, rstd is not None)
+            return
+        given_t = layout == "transposed" and rstd is not None and not centred
+        if given_t and wide and ring.serves(t, device, rows, cols, x_stride):
+            self._ring = ring.RingLaunch(t, device, rows, cols, x_stride, w != t, pow2)
             return
         self._ticket, ahead, makers, stats_rows = None, row_tiles, 0, 0
         if rstd is None:
@@ -318,6 +323,9 @@ class _Plan:
             self._row(
                 *inputs, address(weight), address(bias), q, scale, *statistics, y, total, *self._args, eps, offset
             )
+            return results
+        if self._ring is not None:
+            self._ring(inputs[0], q_t, address(weight), statistics[0], scale_t, offset)
             return results
         ticket = address(self._ticket)
         if self._stats is not None:

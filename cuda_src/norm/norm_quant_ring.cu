@@ -1,0 +1,220 @@
+// Transposed e4m3 codes of an RMS normalisation whose 1/rms is known (sm_90): v = x * rstd * gain with gain = offset +
+// weight, one scale per 128 rows of a column, quantised from fp32 (recipe: common/fp8_scale.cuh). x [rows, cols] has
+// any row stride; q_t [cols, rows] is dense.
+//
+// One block per multiprocessor stays and takes tiles of 128 x 128. One warp asks the copy engine for them, into a ring
+// in shared memory; another adds the numbers of their rows and columns. Two groups of 256 threads quantise a tile each:
+// values stay in registers, so the tile's place is free for the next one as soon as it is read, and codes leave through
+// shared memory by the copy engine while the next tile is worked on.
+#include "common/fp8_scale.cuh"
+#include "common/vec.cuh"
+#include "norm/common.cuh"
+#include "norm/norm_quant_ring.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/forget.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace rtk {
+
+// ---- one thread: tiles into the ring --------------------------------------------------------------------------------
+
+RTK_DEVICE void fetch_tiles(RingShared& shared, const ptx::TensorMap& x, u32 tiles, u32 tiles_across) {
+    RingTurn turn;
+    u32 tile = blockIdx.x;
+    for (int i = 0, ends = 0; ends < kGroups; ++i, tile += gridDim.x, turn.next()) {
+        if (i >= kSlots) ptx::mbarrier_wait(ptx::shared_address(&shared.empty[turn.slot]), turn.phase ^ 1);
+        const ptx::SharedAddress full = ptx::shared_address(&shared.full[turn.slot]);
+        if (tile < tiles) {
+            const u32 down = tile / tiles_across, across = tile - down * tiles_across;
+            shared.down[turn.slot] = static_cast<int>(down), shared.across[turn.slot] = static_cast<int>(across);
+            ptx::mbarrier_arrive_expect(full, 2 * kBoxBytes);
+#pragma unroll
+            for (int box = 0; box < 2; ++box)
+                ptx::tma_load_2d(ptx::shared_address(shared.x[turn.slot][box]), x, full,
+                                 static_cast<i32>(across * kSide + box * 64), static_cast<i32>(down * kSide));
+        } else {  // one end for each group
+            shared.down[turn.slot] = -1;
+            ptx::mbarrier_arrive(full);
+            ++ends;
+        }
+    }
+}
+
+// ---- one warp: numbers of rows and columns --------------------------------------------------------------------------
+
+template <typename T>
+RTK_DEVICE void complete_tiles(RingShared& shared, const void* weight, bool wide, const float* rstd, int rows, int cols,
+                               float offset) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    for (RingTurn turn;; turn.next()) {
+        ptx::mbarrier_wait(ptx::shared_address(&shared.full[turn.slot]), turn.phase);
+        const int down = shared.down[turn.slot];
+        if (down < 0) return;
+        const int row = down * kSide + lane * 4, column = shared.across[turn.slot] * kSide + lane * 4;
+        float gain[4] = {1.0f, 1.0f, 1.0f, 1.0f}, by[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) by[i] = row + i < rows ? rstd[row + i] : 0.0f;
+        if (column < cols) load_any_gain<T, 4>(weight, wide, column, offset, gain);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            shared.rstd[turn.slot][lane * 4 + i] = by[i];
+            shared.gain[turn.slot][lane * 4 + i] = gain[i];
+        }
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.ready[turn.slot]));
+    }
+}
+
+// ---- two groups: codes ----------------------------------------------------------------------------------------------
+
+RTK_DEVICE void load_shared_8(const float* low, const float* high, float (&v)[8]) {
+    const Raw<16> a = *reinterpret_cast<const Raw<16>*>(low), b = *reinterpret_cast<const Raw<16>*>(high);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] = __uint_as_float(a.w[i]), v[i + 4] = __uint_as_float(b.w[i]);
+}
+
+template <typename T>
+RTK_DEVICE void quantize_tiles(RingShared& shared, const ptx::TensorMap& q_t, float* scale_t, int cols, bool pow2) {
+    // Shuffles make them known to be uniform.
+    const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
+    const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp % kGroupWarps, 0);
+    const int maxima_there = 1 + group, scales_there = 3 + group, codes_there = 5 + group;  // barriers
+    const bool makes_scales = warp < kSide / kWarp;
+    float(&maxima)[kGroupWarps][kMaximaPitch] = shared.maxima[group];
+    u8* codes = shared.codes[group];
+    RingTurn turn;
+    turn.next(group);
+
+    for (;; turn.next(kGroups)) {
+        ptx::mbarrier_wait(ptx::shared_address(&shared.full[turn.slot]), turn.phase);
+        const int down = shared.down[turn.slot], across = shared.across[turn.slot];
+        if (down < 0) break;
+        ptx::mbarrier_wait(ptx::shared_address(&shared.ready[turn.slot]), turn.phase);
+        u32 id = threadIdx.x;
+        ptx::forget(id);
+        const RingThread thread(id, warp);
+
+        float v[8][8];
+        {
+            float gain[8], by[8];
+            const float *rstd = &shared.rstd[turn.slot][thread.row], *gains = &shared.gain[turn.slot][thread.column];
+            load_shared_8(rstd, rstd + 4, by);
+            load_shared_8(gains, gains + 4, gain);
+            const ptx::SharedAddress own = ptx::shared_address(shared.x[turn.slot][thread.part / 8]) + thread.row * 128;
+#pragma unroll
+            for (int r = 0; r < 8; ++r) {
+                unpack<T, 8>(ptx::ld_shared_16(own + r * 128 + ((thread.part % 8 ^ r) << 4)), v[r]);
+#pragma unroll
+                for (int i = 0; i < 8; ++i) v[r][i] = v[r][i] * by[r] * gain[i];
+            }
+        }
+
+        // Maxima that ignore NaN but not infinities, and once more without those in the rare thread that met one.
+        float columns[8], most = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            columns[i] = 0.0f;
+#pragma unroll
+            for (int r = 0; r < 8; ++r) columns[i] = fmaxf(columns[i], fabsf(v[r][i]));
+            most = fmaxf(most, columns[i]);
+        }
+        if (most == __uint_as_float(0x7f800000u)) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                columns[i] = 0.0f;
+#pragma unroll
+                for (int r = 0; r < 8; ++r) columns[i] = max_finite(columns[i], v[r][i]);
+            }
+        }
+        {
+            const int upper = thread.team & 1;  // of the two threads in the warp with these columns, each keeps four
+            Raw<16> four;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float kept = upper ? columns[i + 4] : columns[i], given = upper ? columns[i] : columns[i + 4];
+                four.w[i] = __float_as_uint(fmaxf(kept, __shfl_xor_sync(0xffffffffu, given, 24)));
+            }
+            *reinterpret_cast<Raw<16>*>(&maxima[warp][shared.place(thread.column + 4 * upper)]) = four;
+        }
+        float scale = 0.0f;
+        if (makes_scales) {
+            ptx::named_barrier_sync(maxima_there, kGroupThreads);
+            const int own_column = warp * kWarp + thread.lane, place = shared.place(own_column);
+            if (own_column == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[turn.slot]));
+            float largest = maxima[0][place];
+#pragma unroll
+            for (int w = 1; w < kGroupWarps; ++w) largest = fmaxf(largest, maxima[w][place]);
+            scale = fp8_scale<e4m3>(largest, pow2);
+            maxima[0][place] = inverse_scale(scale);
+        } else {
+            ptx::named_barrier_arrive(maxima_there, kGroupThreads);
+        }
+        if (warp == 0) ptx::tma_store_wait_read();  // the codes of the tile before have left
+        ptx::named_barrier_sync(scales_there, kGroupThreads);
+        float inverse[8];
+        load_shared_8(&maxima[0][shared.place(thread.column)], &maxima[0][shared.place(thread.column + 4)], inverse);
+        u8* place = codes + thread.part * kCodesPitch + thread.team % 2 * 8;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            float one[8];
+#pragma unroll
+            for (int r = 0; r < 8; ++r) one[r] = v[r][i];
+            *reinterpret_cast<Raw<8>*>(place + i * 128 + ((thread.team / 2 ^ ((thread.part + i) & 7)) << 4)) =
+                quantized<e4m3>(one, inverse[i]);
+        }
+        ptx::fence_async_shared();
+        if (warp == 0) {
+            ptx::named_barrier_sync(codes_there, kGroupThreads);
+            if (thread.lane == 0) {
+                ptx::tma_store_3d(q_t, ptx::shared_address(codes), down * kSide, 0, across * (kSide / 8));
+                ptx::tma_store_commit();
+            }
+            __syncwarp();
+        } else {
+            ptx::named_barrier_arrive(codes_there, kGroupThreads);
+        }
+        if (makes_scales) {  // last: the fence above waits for a thread's own stores
+            const int column = across * kSide + warp * kWarp + thread.lane;
+            if (column < cols) scale_t[static_cast<i64>(down) * cols + column] = scale;
+        }
+    }
+    if (warp == 0) ptx::tma_store_wait();
+}
+
+// scale_t is [ceil(rows/128), cols]. The weight (may be null) is of T, or of fp32 if `weight_wide`. Boxes: 128 x 64 of
+// x; of q_t as [cols/8, 8, rows] 16 x 9 x 128.
+template <typename T>
+__global__ void __launch_bounds__(kRingThreads, 1)
+    norm_fp8_ring(const __grid_constant__ ptx::TensorMap x, const __grid_constant__ ptx::TensorMap q_t,
+                  const void* weight, const float* rstd, float* scale_t, i64 rows, i64 cols, i64 weight_wide, i64 pow2,
+                  double offset) {
+    extern __shared__ __align__(1024) u8 memory[];
+    RingShared& shared = *reinterpret_cast<RingShared*>(memory);
+    const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0) - kGroups * kGroupWarps;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < kSlots; ++i) {
+            ptx::mbarrier_init(ptx::shared_address(&shared.full[i]), 1);
+            ptx::mbarrier_init(ptx::shared_address(&shared.ready[i]), 1);
+            ptx::mbarrier_init(ptx::shared_address(&shared.empty[i]), 1);
+        }
+        ptx::mbarrier_fence_init();
+    }
+    __syncthreads();
+    if (warp >= 0) {
+        ptx::registers_give<kOtherRegisters>();
+        if (warp == 0 && threadIdx.x % kWarp == 0) {
+            const u32 tiles_across = static_cast<u32>(ceil_div(cols, kSide));
+            fetch_tiles(shared, x, static_cast<u32>(ceil_div(rows, kSide)) * tiles_across, tiles_across);
+        } else if (warp == 1) {
+            complete_tiles<T>(shared, weight, weight_wide != 0, rstd, static_cast<int>(rows), static_cast<int>(cols),
+                              static_cast<float>(offset));
+        }
+    } else {
+        ptx::registers_take<kGroupRegisters>();
+        quantize_tiles<T>(shared, q_t, scale_t, static_cast<int>(cols), pow2 != 0);
+    }
+}
+
+}  // namespace rtk
