@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(256, BLOCKS)
             for (int i = 0; i < VEC; ++i) sum[u][i] = 0.0f;
         Choices choices = loaded;
 #pragma unroll 1
-        for (int first = 0; first < count; first += CHOICES) {
+        for (int first = 0; first < (UNITS > 1 ? CHOICES : count); first += CHOICES) {
             const bool fresh = first % kWarp == 0 && (base == 0 || count > kWarp);
             if (fresh) loaded.load(own, first, count, row_count);
             if (first % kWarp == 0) {
