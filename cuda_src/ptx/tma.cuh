@@ -1,4 +1,4 @@
-// The bulk tensor copy engine (sm_90 and up). One thread asks; the bytes arrive at an mbarrier.
+// The bulk copy engine (sm_90 and up), for boxes of a tensor and for neighbouring bytes. One thread asks; the bytes arrive at an mbarrier.
 #pragma once
 #include "ptx/shared.cuh"
 
@@ -26,6 +26,19 @@ RTK_DEVICE void tma_load_2d(SharedAddress to, const TensorMap& map, SharedAddres
 RTK_DEVICE void tma_store_2d(const TensorMap& map, SharedAddress from, i32 column, i32 row) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),
                  "r"(column), "r"(row), "r"(from)
+                 : "memory");
+}
+
+// Copies `bytes` neighbouring bytes to shared memory. Both addresses and `bytes` are multiples of 16.
+RTK_DEVICE void bulk_load(SharedAddress to, const void* from, u32 bytes, SharedAddress barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
+// The other way.
+RTK_DEVICE void bulk_store(void* to, SharedAddress from, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
                  : "memory");
 }
 
