@@ -14,7 +14,7 @@ from rtkernels.ops._fp8_plans import FP8_DTYPES, groups_of, tile_threads
 from rtkernels.ops._moe_permute_plans import PROB_KIND, Metadata, check_permute, dense
 
 OUTPUTS = quantizer.OUTPUTS
-_BAND_BYTES = 16 << 20  # of x that are read together, again and again: they should stay in L2
+_BAND_BYTES, _BAND_TILES = 4 << 20, 2  # of x that are read together, again and again, and should stay in L2; at least
 _ROW_THREADS, _ROW_COLUMNS = 256, 2048  # of a block; of a token that a warp holds at a time
 _SCALE_THREADS = 256
 
@@ -79,7 +79,7 @@ class _Tiles:
         (tokens, cols), device = x[1], x[3]
         count, top_k, experts = slots[1][0], rows[1][1], offsets[1][0] - 1
         tiles, blocks = groups_of(cols), quantizer.row_blocks(count, experts)
-        band = max(1, min(tiles, _BAND_BYTES // (tokens * 128 * x[0].itemsize)))
+        band = min(tiles, max(_BAND_TILES, _BAND_BYTES // (tokens * 128 * x[0].itemsize)))
         info = device_info(device)
         resident = _blocks_per_sm(info.target)
         variant = ("bf16", token("the result", dtype, FP8_DTYPES), resident)

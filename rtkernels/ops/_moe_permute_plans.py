@@ -18,6 +18,7 @@ PROB_KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _WARP = 32
 _PERMUTE_BLOCK, _AHEAD = 256, 4  # threads of a block, accesses of a thread in flight
 _BULK_BLOCK, _BULK_BYTES = 256, 128 << 10  # threads and shared memory of a block at most
+_BULK_ROWS = 4  # for each token at least
 _UNPERMUTE_BLOCK, _UNPERMUTE_GROUP = 128, 128  # threads of a block, of a token at most
 _FEW, _FEW_UNITS = 2, 4  # choices up to this number are added by threads with this many accesses of each row
 _BLOCKS_PER_SM = 3  # for whose registers moe_unpermute is compiled
@@ -42,7 +43,7 @@ PERMUTE_BULK = Kernel(
     args="x:ptr rows:ptr slots:ptr scale:ptr probs:ptr experts:ptr y:ptr scale_out:ptr probs_out:ptr tokens:i64 "
     "top_k:i64 divisor:i64 row_count:i64 row_bytes:i64 x_stride:i64 scales:i64 prob_kind:i64 prob_columns:i64 "
     "row_blocks:i64",
-    variants=[(1024,)],
+    variants=[(_BULK_BLOCK,)],
     max_registers=56,
     needs=("tma",),
     emulated="copies by the bulk copy engine",
@@ -208,10 +209,10 @@ def _plan_permute(
     kind, columns = (0, 0) if probs is None else (PROB_KIND[probs[0]], probs[1][1])
     top_k, row_bytes = rows[1][1], cols * size
     warps = min(_BULK_BLOCK // _WARP, _BULK_BYTES // max(row_bytes, 1))
-    if width == 16 and tokens * top_k * cols * warps > 0 and _has_bulk(device):
+    if width == 16 and top_k * cols * warps > 0 and 0 < _BULK_ROWS * tokens <= count and _has_bulk(device):
         pads = _pad_blocks(count, warps * _WARP)
         grid = _grid(-(-tokens // warps) + pads)
-        launch = PERMUTE_BULK.bind((1024,), device, grid, warps * _WARP, shared=warps * (row_bytes + 8))
+        launch = PERMUTE_BULK.bind((_BULK_BLOCK,), device, grid, warps * _WARP, shared=warps * (row_bytes + 8))
         sizes = (tokens, top_k, divisor(top_k), count, row_bytes, step * size, scales, kind, columns, pads)
         return launch, sizes, memory
     units = cols * size // width

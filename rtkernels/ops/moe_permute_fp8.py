@@ -146,7 +146,7 @@ def moe_permute_fp8(
     To the bit what ``quantize_fp8_experts(moe_permute(x, index), index.offsets.diff())`` gives: an expert's pad rows
     count as its rows (their codes are 0), groups of 128 rows start anew with each expert, and codes, scales and
     probabilities of the rows after the last expert are 0. The permuted rows themselves are never written. bfloat16 rows
-    of whole 16 bytes take one launch, others two or more. Nothing is read by the host.
+    of whole 16 bytes take one launch, codes by rows alone two, others two or more. Nothing is read by the host.
 
     **Gradients.** Codes and scales are not differentiable; probs is. The result's ``y``, which has no memory and no
     values, takes the gradient of the permuted rows: an ``autograd.Function`` that multiplies the codes takes it as one
