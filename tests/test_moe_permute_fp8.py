@@ -10,8 +10,8 @@ from test_moe_permute import numbers, on, routed
 from torch import Tensor
 
 import rtkernels
-from rtkernels.ops import moe_permute_fp8 as module
 from rtkernels.ops._moe_layout import MoeIndex, build, most_rows
+from rtkernels.ops._moe_permute_fp8_plans import OUTPUTS
 from rtkernels.ops.moe_permute_fp8 import MoePermutedFp8
 from rtkernels.testing.compare import assert_same_bits, poisoned, running_on
 
@@ -19,10 +19,10 @@ moe_permute, moe_permute_fp8 = rtkernels.moe_permute, rtkernels.moe_permute_fp8
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # (tokens, experts, k, padding, columns): experts of more than a block, of none, of odd numbers of rows, one.
 CASES = {
-    "blocks": (210, 3, 2, 16, 264),
+    "blocks": (210, 3, 2, 16, 272),
     "no padding": (90, 7, 3, 1, 136),
     "one expert": (140, 1, 1, 8, 128),
-    "many experts": (60, 40, 5, 4, 40),
+    "many experts": (60, 40, 5, 4, 48),
 }
 
 
@@ -47,12 +47,12 @@ def same(got: MoePermutedFp8, want: tuple[Tensor | None, ...], what: str) -> Non
 
 
 @at("cpu", *DEVICE_CODE)
-@pytest.mark.parametrize("output", module.OUTPUTS)
+@pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize("case", CASES)
 def test_bits_of_permutation_then_quantisation(case: str, output: str, place: str):
     index, cols = tiny(case)
     tokens, top_k = index.rows.shape
-    number = list(CASES).index(case) + module.OUTPUTS.index(output)
+    number = list(CASES).index(case) + OUTPUTS.index(output)
     fp8, pow2 = (E4M3, E5M2)[number % 2], bool(number // 2 % 2)
     x = wild(tokens, cols, torch.bfloat16)
     columns = len(index.counts) if number % 2 and top_k > 1 else top_k
@@ -73,7 +73,7 @@ def test_other_types_and_columns(place: str):
     views = [wild(40, 136, torch.float32), wild(40, 136, torch.float16), wild(40, 131, torch.bfloat16)]
     views += [wild(40, 320, torch.bfloat16)[:, 1:137], wild(136, 40, torch.bfloat16).t()]
     for i, x in enumerate(views):
-        options = {"output": module.OUTPUTS[(i + 2) % 3], "dtype": (E4M3, E5M2)[i % 2]}
+        options = {"output": OUTPUTS[(i + 2) % 3], "dtype": (E4M3, E5M2)[i % 2]}
         want = composed(x.contiguous(), index, **options)
         with running_on(place) as device:
             got = moe_permute_fp8(x.to(device), on(device, index), **options)
@@ -89,6 +89,9 @@ def test_rows_after_the_last_expert_are_zeros(place: str):
         with running_on(place) as device:
             x, probs = torch.ones(30, 128, dtype=dtype, device=device), torch.ones(30, 1, device=device)
             got = moe_permute_fp8(x, on(device, index), probs=probs)
+            alone = moe_permute_fp8(x, on(device, index), probs=probs, output="row")
+        for name in ("q", "scale", "probs"):
+            assert_same_bits(getattr(alone, name), getattr(got, name), name)
         for t, unit in ((got.q.view(-1), 128), (got.q_t, 128), (got.scale, 1), (got.probs, 1)):
             assert t[: used * unit].float().any() and not t[used * unit :].float().any()
         assert not got.scale_t[4:].any()
@@ -102,7 +105,8 @@ def test_an_index_that_is_wrong_stays_inside(place: str):
     offsets[2], offsets[-1] = 2**31 - 1, -5
     with running_on(place) as device:
         bad = on(device, index._replace(slots=slots, offsets=offsets))
-        moe_permute_fp8(wild(60, 136, torch.bfloat16).to(device), bad)
+        for output, cols in (("both", 136), ("row", 144)):
+            moe_permute_fp8(wild(60, cols, torch.bfloat16).to(device), bad, output=output)
         good = on(device, index._replace(slots=slots))
         got = moe_permute_fp8(torch.ones(60, 136, dtype=torch.bfloat16, device=device), good)
         if place != "cpu":  # where the slots are not asked
@@ -199,3 +203,4 @@ def emulated_coverage() -> None:
     """Launch every kernel of the op in the emulator; the registry's test asks for it when this file has not run."""
     with rtkernels.emulate("sm_90"):
         moe_permute_fp8(X.bfloat16(), INDEX)
+        moe_permute_fp8(X.bfloat16()[:, :128].contiguous(), INDEX, output="row")

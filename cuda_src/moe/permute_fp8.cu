@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, BLOCKS)
                 if (at != kNowhere && tile.columns_here > 0) raw[r] = load_raw<T, N>(from + static_cast<u64>(at) * N);
             }
         };
-        quantize_loaded_tile<T, F8, true, true, true, true, true>(job.extent, load, job.out, scratch, pow2 != 0);
+        quantize_loaded_tile<T, F8, true, true, true, true, true, true>(job.extent, load, job.out, scratch, pow2 != 0);
         receive(index + gridDim.x, slot, jobs[(turn + 1) % 4], places[(turn + 1) % 2]);
     }
     const i64 step = static_cast<i64>(gridDim.x) * blockDim.x, own = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;

@@ -6,9 +6,10 @@
 
 namespace rtk {
 
-// A RowGroup of whole warps owns one token and each of its threads columns of it; all rows of CHOICES choices are requested before the
-// first is added. `carried` [rows] goes back to the choices as it is, to carried_out [tokens, top_k]. No probs: w = 1.
-// BLOCKS: of 256 threads, on a multiprocessor. Grid: tokens / groups per block.
+// A RowGroup of whole warps owns one token and each of its threads columns of it; all rows of CHOICES choices are requested
+// before the first is added. UNITS: accesses of each row in a thread; with more than one, top_k is at most CHOICES, so that
+// sums need no registers. `carried` [rows] goes back to the choices as it is, to carried_out [tokens, top_k]. No probs:
+// w = 1. BLOCKS: of 256 threads, on a multiprocessor. Grid: tokens / groups per block.
 template <int SIZE, int VEC, int CHOICES, int UNITS, int BLOCKS>
 __global__ void __launch_bounds__(256, BLOCKS)
     moe_unpermute(const u8* y, const i32* rows, const u8* probs, const i32* experts, const u8* carried, u8* out,
@@ -33,7 +34,7 @@ __global__ void __launch_bounds__(256, BLOCKS)
             for (int i = 0; i < VEC; ++i) sum[u][i] = 0.0f;
         Choices choices = loaded;
 #pragma unroll 1
-        for (int first = 0; first < count; first += CHOICES) {
+        for (int first = 0; first < (UNITS > 1 ? CHOICES : count); first += CHOICES) {
             const bool fresh = first % kWarp == 0 && (base == 0 || count > kWarp);
             if (fresh) loaded.load(own, first, count, row_count);
             if (first % kWarp == 0) {

@@ -1,4 +1,4 @@
-// The bulk tensor copy engine (sm_90 and up). One thread asks; the bytes arrive at an mbarrier.
+// The bulk copy engine (sm_90 and up), for boxes of a tensor. One thread asks; the bytes arrive at an mbarrier.
 #pragma once
 #include "ptx/shared.cuh"
 

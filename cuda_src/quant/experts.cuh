@@ -56,20 +56,34 @@ struct ExpertTable {
 
     // `block` must be less than blocks().
     RTK_DEVICE ExpertRows find(u32 block) const {
+        const int expert = last([&](int e) { return entry[e].block <= block; });
+        const Entry found = entry[expert];
+        return {found.row, entry[expert + 1].row - found.row, (block - found.block) * kTileSide};
+    }
+
+    // The expert of a row, with the rows above that one; `row` must be less than the last expert's end.
+    RTK_DEVICE ExpertRows of_row(u32 row) const {
+        const int expert = last([&](int e) { return entry[e].row <= row; });
+        const u32 first = entry[expert].row;
+        return {first, entry[expert + 1].row - first, row - first};
+    }
+
+   private:
+    // The last expert for which that is true, or 0. It is true for no expert after one for which it is not.
+    template <typename Condition>
+    RTK_DEVICE int last(const Condition& condition) const {
         int low = 0, high = experts;
         while (high - low > 1) {
             const int middle = (low + high) / 2;
-            if (entry[middle].block <= block) {
+            if (condition(middle)) {
                 low = middle;
             } else {
                 high = middle;
             }
         }
-        const Entry found = entry[low];
-        return {found.row, entry[low + 1].row - found.row, (block - found.block) * kTileSide};
+        return low;
     }
 
-   private:
     // Sum of the lanes up to this one and of `before`, at most `limit`.
     RTK_DEVICE static u32 prefix(u32 v, u32 before, u32 limit) {
         const int lane = static_cast<int>(threadIdx.x) % kWarp;

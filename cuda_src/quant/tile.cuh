@@ -101,11 +101,21 @@ RTK_DEVICE float row_scales(const Tile<N>& tile, float (&v)[kTileRows], float* s
     return __frcp_rn(own);
 }
 
+// STREAM: the codes leave the cache before other data.
+template <bool STREAM, int B>
+RTK_DEVICE void store_codes(void* place, const Raw<B>& codes) {
+    if constexpr (STREAM) {
+        ptx::st_stream<B>(place, codes);
+    } else {
+        ptx::st<B>(place, codes);
+    }
+}
+
 // Writes the thread's packed codes of row r; `place`: that of its first element.
-template <bool WIDE, typename F8, int N>
+template <bool WIDE, bool STREAM = false, typename F8, int N>
 RTK_DEVICE void store_row(const Tile<N>& tile, int r, F8* place, const Raw<N>& codes) {
     if constexpr (WIDE) {
-        if (r < tile.rows_here && tile.columns_here > 0) ptx::st<N>(place, codes);
+        if (r < tile.rows_here && tile.columns_here > 0) store_codes<STREAM>(place, codes);
     } else {
 #pragma unroll
         for (int i = 0; i < N; ++i)
@@ -115,7 +125,7 @@ RTK_DEVICE void store_row(const Tile<N>& tile, int r, F8* place, const Raw<N>& c
 }
 
 // Quantises and writes the thread's rows with the reciprocals of row_scales. `q`: the code of the tile's first element.
-template <bool WIDE, typename F8, int N, typename Value>
+template <bool WIDE, bool STREAM = false, typename F8, int N, typename Value>
 RTK_DEVICE void store_rows(const Tile<N>& tile, F8* q, i64 stride, float scattered_inverse, const Value& value) {
     F8* place = q + tile.row * stride + tile.column;
 #pragma unroll
@@ -124,7 +134,7 @@ RTK_DEVICE void store_rows(const Tile<N>& tile, F8* q, i64 stride, float scatter
         float v[N];
 #pragma unroll
         for (int i = 0; i < N; ++i) v[i] = value(r, i);
-        store_row<WIDE>(tile, r, place, quantized<F8>(v, inverse));
+        store_row<WIDE, STREAM>(tile, r, place, quantized<F8>(v, inverse));
     }
 }
 
@@ -213,7 +223,7 @@ RTK_DEVICE void stage_columns(const Tile<N>& tile, TileScratch<N>& scratch, Raw<
 
 // Writes the staged columns, each `pitch` bytes after the one before; `q`: the code of the tile's first element. To be
 // called after a barrier; the next barrier frees the codes.
-template <typename F8, int N>
+template <bool STREAM = false, typename F8, int N>
 RTK_DEVICE void store_columns(const Tile<N>& tile, TileScratch<N>& scratch, F8* q, i64 pitch) {
     const int thread = tile.thread;
     const u64 mixed = reinterpret_cast<u64>(q) | static_cast<u64>(pitch) | static_cast<u64>(tile.rows);
@@ -234,7 +244,7 @@ RTK_DEVICE void store_columns(const Tile<N>& tile, TileScratch<N>& scratch, F8* 
         F8* p = q + first * pitch + piece * 16;
 #pragma unroll
         for (int step = 0; step < kTileSide; step += kStep, p += kStep * pitch)
-            if (first + step < tile.columns && piece * 16 < tile.rows) ptx::st<16>(p, codes[step / kStep]);
+            if (first + step < tile.columns && piece * 16 < tile.rows) store_codes<STREAM>(p, codes[step / kStep]);
         return;
     }
     // A column may begin at any byte. Lanes write its aligned words, shifted together from two words of codes, and

@@ -27,8 +27,9 @@ struct TileExtent {
 // 1 x 128 along rows (ROWS), 128 x 1 along columns (COLUMNS), or both. Three barriers with COLUMNS; the next tile may
 // use the same scratch. CHOOSE: only those whose output is not null, which is the same for the whole block; extent and
 // outputs are then in shared memory, and read again where they are used. `load(tile, raw)` reads what
-// load_tile does. FEW: tiles often have few rows, and a test for that pays.
-template <typename T, typename F8, bool WIDE, bool ROWS, bool COLUMNS, bool CHOOSE, bool FEW, typename Load>
+// load_tile does. FEW: tiles often have few rows, and a test for that pays. STREAM: x is read again
+// and again, and codes should leave the cache before it.
+template <typename T, typename F8, bool WIDE, bool ROWS, bool COLUMNS, bool CHOOSE, bool FEW, bool STREAM, typename Load>
 RTK_DEVICE void quantize_loaded_tile(const TileExtent& extent, const Load& load, const TileOutput<F8>& out,
                                      TileScratch<16 / sizeof(T)>& scratch, bool pow2) {
     constexpr int N = 16 / sizeof(T);
@@ -74,7 +75,7 @@ RTK_DEVICE void quantize_loaded_tile(const TileExtent& extent, const Load& load,
     if (ROWS && (!CHOOSE || (out.q != nullptr && !idle()))) {
         const Tile<N> tile = here();
         const float inverse = row_scales<F8>(tile, rows, out.scale, out.scale_step, pow2);
-        store_rows<WIDE>(tile, out.q, out.stride, inverse, value);
+        store_rows<WIDE, STREAM>(tile, out.q, out.stride, inverse, value);
     }
     if (COLUMNS && (!CHOOSE || out.transposed != nullptr)) {
         if constexpr (ROWS) {
@@ -85,7 +86,7 @@ RTK_DEVICE void quantize_loaded_tile(const TileExtent& extent, const Load& load,
         column_scales<F8>(tile, columns, scratch, out.column_scale, pow2);
         stage_columns<F8>(tile, scratch, columns, value);
         __syncthreads();
-        store_columns(tile, scratch, out.transposed, out.pitch);
+        store_columns<STREAM>(tile, scratch, out.transposed, out.pitch);
     }
 }
 
@@ -95,7 +96,7 @@ RTK_DEVICE void quantize_tile(const TileExtent& extent, const T* x, i64 x_stride
     auto load = [&](const Tile<16 / sizeof(T)>& tile, Raw<16>(&raw)[kTileRows]) {
         load_tile<T, WIDE>(tile, x, x_stride, raw);
     };
-    quantize_loaded_tile<T, F8, WIDE, ROWS, COLUMNS, CHOOSE, false>(extent, load, out, scratch, pow2);
+    quantize_loaded_tile<T, F8, WIDE, ROWS, COLUMNS, CHOOSE, false, false>(extent, load, out, scratch, pow2);
 }
 
 // One scale for the tile, its codes by rows and, with COLUMNS, by columns too. `maxima` alternates between the

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from rtkernels._kernel import Kernel, Plans, dense_memory
-from rtkernels._layout import FLOAT_DTYPES, GRID_LIMIT, check_same, row_stride, token, vector_bytes
+from rtkernels._kernel import Kernel, Plans, dense_memory, device_info
+from rtkernels._layout import FLOAT_DTYPES, GRID_LIMIT, check_same, divisor, row_stride, token, vector_bytes
 from rtkernels.errors import ArgumentError
 
 Metadata = tuple[Any, ...]  # (dtype, shape, stride, device index)
@@ -17,8 +17,10 @@ FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 PROB_KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _WARP = 32
 _PERMUTE_BLOCK, _AHEAD = 256, 4  # threads of a block, accesses of a thread in flight
+_BULK_BLOCK, _BULK_BYTES = 256, 128 << 10  # threads and shared memory of a block at most
+_BULK_ROWS = 4  # for each token at least
 _UNPERMUTE_BLOCK, _UNPERMUTE_GROUP = 128, 128  # threads of a block, of a token at most
-_FEW, _FEW_UNITS = 2, 2  # choices up to this number are added by threads with this many accesses of each row
+_FEW, _FEW_UNITS = 2, 4  # choices up to this number are added by threads with this many accesses of each row
 _BLOCKS_PER_SM = 3  # for whose registers moe_unpermute is compiled
 _SHAPES = ((2, 8, 8, 1), (2, 8, 2, _FEW_UNITS), (2, 1, 8, 1), (4, 4, 8, 1), (4, 4, 2, _FEW_UNITS), (4, 1, 8, 1))
 _BACKWARD_THREADS = 256
@@ -33,6 +35,18 @@ PERMUTE = Kernel(
     "pad_blocks:i64",
     variants=[(16, 4), (2, 4), (1, 4)],
     max_registers=56,
+)
+PERMUTE_BULK = Kernel(
+    "moe/permute_bulk.cu",
+    "moe_permute_bulk",
+    template="THREADS",
+    args="x:ptr rows:ptr slots:ptr scale:ptr probs:ptr experts:ptr y:ptr scale_out:ptr probs_out:ptr tokens:i64 "
+    "top_k:i64 divisor:i64 row_count:i64 row_bytes:i64 x_stride:i64 scales:i64 prob_kind:i64 prob_columns:i64 "
+    "row_blocks:i64",
+    variants=[(_BULK_BLOCK,)],
+    max_registers=56,
+    needs=("tma",),
+    emulated="copies by the bulk copy engine",
 )
 PROBS = Kernel(
     "moe/permute.cu",
@@ -60,7 +74,7 @@ UNPERMUTE_BWD = Kernel(
     variants=[(2, 8), (2, 1), (4, 4), (4, 1)],
     max_registers=88,
 )
-KERNELS = (PERMUTE, PROBS, UNPERMUTE, UNPERMUTE_BWD)
+KERNELS = (PERMUTE, PERMUTE_BULK, PROBS, UNPERMUTE, UNPERMUTE_BWD)
 
 # ---- validation -----------------------------------------------------------------------------------------------------
 
@@ -168,6 +182,10 @@ def _grid(blocks: int) -> int:
     return blocks
 
 
+def _has_bulk(device: int) -> bool:
+    return device >= 0 and PERMUTE_BULK.supports(device_info(device).target)
+
+
 def _plan_permute(
     x: Metadata, rows: Metadata, slots: Metadata, scale: Metadata | None, probs: Metadata | None,
     experts: Metadata | None, align: int,
@@ -188,13 +206,20 @@ def _plan_permute(
         return None, (), memory
     width = vector_bytes(align, cols * size, step * size)
     width = width if width == 16 else min(width, 2)
+    kind, columns = (0, 0) if probs is None else (PROB_KIND[probs[0]], probs[1][1])
+    top_k, row_bytes = rows[1][1], cols * size
+    warps = min(_BULK_BLOCK // _WARP, _BULK_BYTES // max(row_bytes, 1))
+    if width == 16 and top_k * cols * warps > 0 and 0 < _BULK_ROWS * tokens <= count and _has_bulk(device):
+        pads = _pad_blocks(count, warps * _WARP)
+        grid = _grid(-(-tokens // warps) + pads)
+        launch = PERMUTE_BULK.bind((_BULK_BLOCK,), device, grid, warps * _WARP, shared=warps * (row_bytes + 8))
+        sizes = (tokens, top_k, divisor(top_k), count, row_bytes, step * size, scales, kind, columns, pads)
+        return launch, sizes, memory
     units = cols * size // width
     threads = _warps(-(-units // _AHEAD), _PERMUTE_BLOCK)
     block = max(_PERMUTE_BLOCK // threads, 1) * threads
     pads = _pad_blocks(count, block)
     launch = PERMUTE.bind((width, _AHEAD), device, _grid(pads + -(-tokens // (block // threads))), block)
-    kind, columns = (0, 0) if probs is None else (PROB_KIND[probs[0]], probs[1][1])
-    top_k = rows[1][1]
     return launch, (tokens, top_k, count, units, step * size, scales, kind, columns, threads, pads), memory
 
 

@@ -1,4 +1,4 @@
-"""Rows of tokens to the experts that chose them, quantised to fp8 on the way, in one pass."""
+"""Rows of tokens to the experts that chose them, quantised to fp8 on the way, in one pass or two."""
 
 from __future__ import annotations
 
@@ -9,90 +9,19 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd.function import once_differentiable
 
-from rtkernels._arch import Target
 from rtkernels._guard import needs_grad
-from rtkernels._kernel import Kernel, Plans, dense_memory, device_info
-from rtkernels._layout import address, divisor, metadata, nothing, row_stride, rowed, token, vector_bytes
+from rtkernels._layout import metadata, nothing, rowed
 from rtkernels._registry import Op, TorchOp
-from rtkernels.errors import ArgumentError
 from rtkernels.ops import _moe_permute_reference as reference
 from rtkernels.ops import quantize_fp8_experts as quantizer
-from rtkernels.ops._fp8_plans import FP8_DTYPES, groups_of, tile_threads
+from rtkernels.ops._fp8_plans import FP8_DTYPES, groups_of
 from rtkernels.ops._moe_layout import MoeIndex, build
-from rtkernels.ops._moe_permute_plans import PROB_KIND, Metadata, check_permute, dense
+from rtkernels.ops._moe_permute_fp8_plans import KERNELS, PLANS, check
 from rtkernels.ops._moe_permute_rows import CASES, Case, filled, make
 from rtkernels.ops.moe_permute import PERMUTE, PROBS, UNPERMUTE, as_index, experts_if_dense, with_arrays
 from rtkernels.testing.rows import Row
 
-OUTPUTS = quantizer.OUTPUTS
-_BAND_BYTES = 16 << 20  # of x that are read together, again and again: they should stay in L2
-
-
-def _blocks_per_sm(target: Target) -> int:
-    return 4 if (8, 9) <= target.capability < (12, 0) else 2  # elsewhere the registers for more are just too few
-
-
-KERNEL = Kernel(
-    "moe/permute_fp8.cu",
-    "moe_permute_fp8",
-    template="T F8 BLOCKS",
-    args="x:ptr slots:ptr offsets:ptr probs:ptr experts:ptr q:ptr scale:ptr q_t:ptr scale_t:ptr probs_out:ptr "
-    "choices:i64 top_k:i64 divisor:i64 rows:i64 cols:i64 x_stride:i64 expert_count:i64 row_blocks:i64 "
-    "column_tiles:i64 band:i64 prob_kind:i64 prob_columns:i64 pow2:i64",
-    # Other types are permuted first and then quantised.
-    variants=lambda target: [("bf16", f, _blocks_per_sm(target)) for f in ("e4m3", "e5m2")],
-    max_registers=128,
-)
-
 # ---- launcher -------------------------------------------------------------------------------------------------------
-
-
-def _check(
-    x: Metadata, rows: Metadata, slots: Metadata, offsets: Metadata, probs: Metadata | None, experts: Metadata | None,
-    output: str, dtype: torch.dtype,
-) -> None:  # fmt: skip
-    token("x", x[0])
-    token("the result", dtype, FP8_DTYPES)
-    if output not in OUTPUTS:
-        raise ArgumentError(f"output is {output!r}; expected one of {', '.join(map(repr, OUTPUTS))}")
-    check_permute(x, rows, slots, None, probs, experts)
-    if offsets[0] != torch.int32 or len(offsets[1]) != 1 or not 2 <= offsets[1][0] <= quantizer.MAX_EXPERTS + 1:
-        raise ArgumentError(
-            f"index.offsets has dtype {str(offsets[0]).removeprefix('torch.')} and shape {tuple(offsets[1])}; expected "
-            f"int32 and one entry more than there are experts, at most {quantizer.MAX_EXPERTS}"
-        )
-
-
-def _plan(x, rows, slots, offsets, probs, experts, output: str, dtype: torch.dtype, pow2: bool, align: int):
-    """Return ``(launch, integers, layouts)``; None if it takes two kernels, or copies."""
-    _check(x, rows, slots, offsets, probs, experts, output, dtype)
-    (tokens, cols), stride, device, size = x[1], x[2], x[3], x[0].itemsize
-    count, top_k, expert_count = slots[1][0], rows[1][1], offsets[1][0] - 1
-    step = row_stride(x[1], stride)
-    if step is None or not dense(rows, slots, offsets, probs, experts) or x[0] != torch.bfloat16:
-        return None
-    # Places in x are 32-bit numbers of 16 bytes.
-    if count * cols * tokens * top_k == 0 or tokens * step * size >= 2**36:
-        return None
-    if vector_bytes(align, cols * size, step * size) != 16:
-        return None
-    tiles, blocks = groups_of(cols), quantizer.row_blocks(count, expert_count)
-    band = max(1, min(tiles, _BAND_BYTES // (tokens * 128 * size)))
-    threads = tile_threads("bf16")
-    info = device_info(device)
-    resident = _blocks_per_sm(info.target)
-    grid = min(blocks * tiles, resident * info.sm_count)
-    variant = ("bf16", token("the result", dtype, FP8_DTYPES), resident)
-    launch = KERNEL.bind(variant, device, grid, threads, shared=8 * (expert_count + 1))
-    shapes = quantizer._shapes(count, cols, expert_count, output)
-    memory = [s and dense_memory(device, s, d) for s, d in zip(shapes, (dtype, torch.float32) * 2, strict=True)]
-    memory.append(None if probs is None else dense_memory(device, (count,), probs[0]))
-    kind, columns = (0, 0) if probs is None else (PROB_KIND[probs[0]], probs[1][1])
-    sizes = (tokens * top_k, top_k, divisor(top_k), count, cols, step, expert_count, blocks, tiles, band)
-    return launch, (*sizes, kind, columns, pow2), memory
-
-
-PLANS = Plans(_plan)
 
 
 def _launch(
@@ -115,10 +44,7 @@ def _launch(
         if any(t is not None and not t.is_contiguous() for t in (rows, *given)):
             return _launch(rowed(x), *dense_index, output, dtype, pow2_scale)
         return _in_two(x, rows, *given, output, dtype, pow2_scale)
-    launch, numbers, memory = plan
-    outputs = [None if m is None else m[0](*m[1]) for m in memory]
-    launch(x.data_ptr(), *map(address, given), *map(address, outputs), *numbers)
-    return tuple([nothing(x) if t is None else t for t in outputs])
+    return plan.run(x, rows, *given)
 
 
 def _in_two(x, rows, slots, offsets, probs, experts, output, dtype, pow2_scale) -> tuple[Tensor, ...]:
@@ -136,7 +62,7 @@ def _in_two(x, rows, slots, offsets, probs, experts, output, dtype, pow2_scale) 
 
 
 def _reference(x, rows, slots, offsets, probs, experts, output, dtype, pow2_scale):
-    _check(*map(metadata, (x, rows, slots, offsets, probs, experts)), output, dtype)
+    check(*map(metadata, (x, rows, slots, offsets, probs, experts)), output, dtype)
     y, _, probs_out = reference.permute(x, rows, slots, None, probs, experts)
     return *quantizer.QUANTIZE.reference(y, offsets.diff(), output, dtype, pow2_scale), probs_out
 
@@ -220,7 +146,7 @@ def moe_permute_fp8(
     To the bit what ``quantize_fp8_experts(moe_permute(x, index), index.offsets.diff())`` gives: an expert's pad rows
     count as its rows (their codes are 0), groups of 128 rows start anew with each expert, and codes, scales and
     probabilities of the rows after the last expert are 0. The permuted rows themselves are never written. bfloat16 rows
-    of whole 16 bytes take one launch, others two or more. Nothing is read by the host.
+    of whole 16 bytes take one launch, codes by rows alone two, others two or more. Nothing is read by the host.
 
     **Gradients.** Codes and scales are not differentiable; probs is. The result's ``y``, which has no memory and no
     values, takes the gradient of the permuted rows: an ``autograd.Function`` that multiplies the codes takes it as one
@@ -316,7 +242,7 @@ def _rows() -> Iterator[Row]:
 OP = Op(
     "moe_permute_fp8",
     public=("moe_permute_fp8",),
-    kernels=(KERNEL,),
+    kernels=KERNELS,
     torch_ops=(QUANTIZE,),
     samples=_samples,
     rows=_rows,
