@@ -109,59 +109,13 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
         RingPlace<kStages> at;
         RingPlace<kDyPlaces> dy_at;
         const int t = place.lane % 4, group = place.warp / 4;
-        for (int tile = 0; tile < tiles; ++tile) {
-            float sums[64], part[64];
-            if (!stays) set_zero(sums);
-            for (int done = 0; done < blocks;) {
-                const int end = min(blocks, done + kDyPlaces);
-                int last_stage = 0, last_place = 0;
-                bool fresh = true;
-                for (int block = done; block < end; ++block) {
-                    const int where = stays ? block : dy_at.stage;
-                    if (tile == 0 || !stays) {
-                        ptx::mbarrier_wait(dy_ring.full(where), stays ? 0u : dy_at.phase);
-                        split_rows<kLeft>(dy_tiles + where * kDyBytes + group * (kTileBytes / 2), group);
-                    }
-                    const u64 a = k_major_descriptor(aligned + where * kDyBytes + group * (kTileBytes / 2));
-#pragma unroll
-                    for (int term = kRight - 1; term >= 0; --term) {  // of W; dy's small term meets the large one only
-                        ptx::mbarrier_wait(ring.full(at.stage), at.phase);
-                        const u64 b = column_major_descriptor(base + at.stage * kTileBytes);
-                        ptx::wgmma_fence();
-#pragma unroll
-                        for (int k = 0; k < kDepthSteps; ++k)
-#pragma unroll
-                            for (int l = term == 0 ? kLeft - 1 : 0; l >= 0; --l)
-                                ptx::wgmma_shared<bf16, true>(part, a + l * (kTileBytes >> 4) + k * kNextKMajor,
-                                                              b + k * kNextColumnMajor,
-                                                              !fresh || k != 0 || (term == 0 && l != kLeft - 1));
-                        ptx::wgmma_commit();
-                        ptx::wgmma_wait<1>();
-                        if (!fresh && place.lane == 0) {
-                            ptx::mbarrier_arrive(ring.empty(last_stage));
-                            if (!stays && term == kRight - 1) ptx::mbarrier_arrive(dy_ring.empty(last_place));
-                        }
-                        fresh = false;
-                        last_stage = at.stage;
-                        at.next();
-                    }
-                    last_place = where;
-                    dy_at.next();
-                }
-                ptx::wgmma_wait<0>();
-                if (place.lane == 0) {
-                    ptx::mbarrier_arrive(ring.empty(last_stage));
-                    if (!stays) ptx::mbarrier_arrive(dy_ring.empty(last_place));
-                }
-                if (!stays) add_to(sums, part);
-                done = end;
-            }
+        u8* own = results + group * kTileBytes + (place.row % 64) * kTileRow + t * 4;
 
+        auto write = [&](const float(&values)[64], int tile) {
             // Rows of 128 bytes as the copy engine wants them: two tiles of 64 columns for each warpgroup.
             if (threadIdx.x % 128 == 0) ptx::tma_store_wait_read();
             ptx::named_barrier_sync(1 + group, 128);
-            u8* own = results + group * kTileBytes + (place.row % 64) * kTileRow + t * 4;
-            auto write = [&](const float(&values)[64], auto pack) {
+            auto put = [&](auto pack) {
 #pragma unroll
                 for (int r = 0; r < 2; ++r)
 #pragma unroll
@@ -170,14 +124,10 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
                                                 ((j % 8 ^ (place.row & 7)) << 4)) =
                             pack(values[4 * j + 2 * r], values[4 * j + 2 * r + 1]);
             };
-            if (!stays) {
-                write(sums, [&](float lo, float hi) {
-                    return half ? ptx::cvt_f16x2(lo, hi) : ptx::cvt_bf16x2(lo, hi);
-                });
-            } else if (half) {
-                write(part, [](float lo, float hi) { return ptx::cvt_f16x2(lo, hi); });
+            if (half) {
+                put([](float lo, float hi) { return ptx::cvt_f16x2(lo, hi); });
             } else {
-                write(part, [](float lo, float hi) { return ptx::cvt_bf16x2(lo, hi); });
+                put([](float lo, float hi) { return ptx::cvt_bf16x2(lo, hi); });
             }
             ptx::fence_async_shared();
             ptx::named_barrier_sync(1 + group, 128);
@@ -187,6 +137,76 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
                     ptx::tma_store_2d(dx, ptx::shared_address(results) + group * kTileBytes + i * (kTileBytes / 2),
                                       (tile0 + tile) * kRouterTile + 64 * i, static_cast<i32>(m0) + 64 * group);
                 ptx::tma_store_commit();
+            }
+        };
+        // Products of up to 256 experts from block `first` on; `meanwhile` is called while the first of them are made.
+        auto multiply = [&](float(&part)[64], int first, bool split, auto meanwhile) {
+            const int end = min(blocks, first + kDyPlaces);
+            int last_stage = 0, last_place = 0;
+            auto one_block = [&](int block, bool fresh) {
+                const int where = stays ? block : dy_at.stage;
+                if (split) {
+                    ptx::mbarrier_wait(dy_ring.full(where), stays ? 0u : dy_at.phase);
+                    split_rows<kLeft>(dy_tiles + where * kDyBytes + group * (kTileBytes / 2), group);
+                }
+                const u64 a = k_major_descriptor(aligned + where * kDyBytes + group * (kTileBytes / 2));
+#pragma unroll
+                for (int term = kRight - 1; term >= 0; --term) {  // of W; dy's small term meets the large one only
+                    ptx::mbarrier_wait(ring.full(at.stage), at.phase);
+                    const u64 b = column_major_descriptor(base + at.stage * kTileBytes);
+                    ptx::wgmma_fence();
+#pragma unroll
+                    for (int k = 0; k < kDepthSteps; ++k)
+#pragma unroll
+                        for (int l = term == 0 ? kLeft - 1 : 0; l >= 0; --l)
+                            ptx::wgmma_shared<bf16, true>(
+                                part, a + l * (kTileBytes >> 4) + k * kNextKMajor, b + k * kNextColumnMajor,
+                                !fresh || term != kRight - 1 || k != 0 || (term == 0 && l != kLeft - 1));
+                    ptx::wgmma_commit();
+                    if (fresh && term == kRight - 1) {
+                        meanwhile();
+                    } else {
+                        ptx::wgmma_wait<1>();
+                        if (place.lane == 0) {
+                            ptx::mbarrier_arrive(ring.empty(last_stage));
+                            if (!stays && term == kRight - 1) ptx::mbarrier_arrive(dy_ring.empty(last_place));
+                        }
+                    }
+                    last_stage = at.stage;
+                    at.next();
+                }
+                last_place = where;
+                dy_at.next();
+            };
+            one_block(first, true);
+            for (int block = first + 1; block < end; ++block) one_block(block, false);
+            ptx::wgmma_wait<0>();
+            if (place.lane == 0) {
+                ptx::mbarrier_arrive(ring.empty(last_stage));
+                if (!stays) ptx::mbarrier_arrive(dy_ring.empty(last_place));
+            }
+        };
+        float even[64], odd[64];
+        if (stays) {  // a tile is written while the tensor cores make the next one
+            for (int tile = 0; tile < tiles; tile += 2) {
+                multiply(even, 0, tile == 0, [&] {
+                    if (tile > 0) write(odd, tile - 1);
+                });
+                if (tile + 1 < tiles) {
+                    multiply(odd, 0, false, [&] { write(even, tile); });
+                } else {
+                    write(even, tile);
+                }
+            }
+            if (tiles % 2 == 0) write(odd, tiles - 1);
+        } else {
+            for (int tile = 0; tile < tiles; ++tile) {
+                set_zero(odd);
+                for (int first = 0; first < blocks; first += kDyPlaces) {
+                    multiply(even, first, true, [] {});
+                    add_to(odd, even);
+                }
+                write(odd, tile);
             }
         }
         if (threadIdx.x % 128 == 0) ptx::tma_store_wait();

@@ -14,7 +14,7 @@ template <typename T, int kTerms>
 __global__ void __launch_bounds__(kRouterThreads, 1)
     router_fwd(const __grid_constant__ ptx::TensorMap x, const __grid_constant__ ptx::TensorMap weight,
                const __grid_constant__ ptx::TensorMap out, const float* bias, const float* scale, i64 experts,
-               i64 depth, i64 split_rows, i64 blocks_per_split, i64 promote) {
+               i64 depth, i64 split_rows, i64 blocks_per_split, i64 promote, i64 reach) {
     constexpr int kStages = 12 / (1 + kTerms);
     constexpr u32 kStageBytes = (1 + kTerms) * kTileBytes;
     extern __shared__ u8 memory[];
@@ -33,11 +33,16 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
         ptx::tma_load_2d(base + stage * kStageBytes, x, ring.full(stage), (first + block) * kBlockDepth,
                          static_cast<i32>(m0));
     };
+    auto prefetch_x = [&](int block) {
+        if (block < blocks && block % tiles == static_cast<int>(blockIdx.x % tiles))
+            ptx::tma_prefetch_2d(x, (first + block) * kBlockDepth, static_cast<i32>(m0));
+    };
     const int ahead = min(kStages, blocks);
     if (threadIdx.x == kConsumerWarps * kWarp) {
         ring.init(kConsumerWarps);
         ptx::mbarrier_fence_init();
         for (int i = 0; i < ahead; ++i) fetch_x(i, i);
+        for (int i = 0; i < static_cast<int>(reach); ++i) prefetch_x(ahead + i);
     }
     ptx::launch_dependents();
     __syncthreads();
@@ -55,6 +60,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
             for (int i = 0; i < ahead; ++i) fetch_weight(i, i);
             RingPlace<kStages> at{0, 0};
             for (int i = ahead; i < blocks; ++i) {
+                if (reach != 0) prefetch_x(i + static_cast<int>(reach));
                 ptx::mbarrier_wait(ring.empty(at.stage), at.phase);
                 fetch_x(at.stage, i);
                 fetch_weight(at.stage, i);

@@ -2,8 +2,8 @@
 //     z-loss:          factor * sum over rows of logsumexp(x)^2
 //     load balancing:  factor * sum over rows and experts of counts * s, s the softmax of the row, its sigmoids divided
 //                      by their sum, or the numbers themselves; counts are those of the row's sequence
-// A warp owns a row at a time, in PIECE columns per lane. Blocks leave their sums in `partial`; the last one, by
-// `ticket` (0 before), adds them.
+// A warp owns a row at a time, the first of its columns in registers and those of its next row on their way. Blocks leave
+// their sums in `partial`; the last one, by `ticket` (0 before), adds them.
 #include "router/rows.cuh"
 #include "router/scores.cuh"
 
@@ -28,48 +28,81 @@ RTK_DEVICE void load_counts(const i32* counts, int at, int cols, float (&f)[PIEC
     for (int i = 0; i < PIECE; ++i) f[i] = at + i < cols ? static_cast<float>(counts[at + i]) : 0.0f;
 }
 
+// Neighbouring columns of a row in the registers of a warp; most routers have no more. Missing ones add nothing to sums.
+template <int PIECE>
+struct Columns {
+    static constexpr int kPieces = 2;
+    static constexpr int kCount = kPieces * kWarp * PIECE;
+    float value[kPieces][PIECE];
+
+    RTK_DEVICE static int place(int piece, int lane) { return (piece * kWarp + lane) * PIECE; }
+
+    // Those from `first` on, of a row that starts at number `start` of x.
+    RTK_DEVICE void load(const void* x, i64 start, int first, int cols, int kind, bool whole, int loss, int lane) {
+#pragma unroll
+        for (int p = 0; p < kPieces; ++p) {
+            const int at = first + place(p, lane);
+            load_some<PIECE>(x, start + at, kind, whole, cols - at, value[p]);
+        }
+        if (first + kCount > cols) {
+            const float nothing = loss == kBalancePlain ? 0.0f : kMinusInfinity;
+#pragma unroll
+            for (int p = 0; p < kPieces; ++p)
+#pragma unroll
+                for (int i = 0; i < PIECE; ++i)
+                    if (first + place(p, lane) + i >= cols) value[p][i] = nothing;
+        }
+    }
+};
+
 struct RowSums {
     float top, sum, dot;  // the largest, the sum of exponentials or sigmoids, and that with the counts as factors
 };
 
+// `head` has the first columns of the row.
 template <int PIECE>
-RTK_DEVICE RowSums row_sums(const void* x, i64 start, const i32* counts, int cols, int kind, bool whole, int loss,
-                            int lane) {
+RTK_DEVICE RowSums row_sums(const Columns<PIECE>& head, const void* x, i64 start, const i32* counts, int cols, int kind,
+                            bool whole, int loss, int lane) {
+    using Part = Columns<PIECE>;
     float most = kMinusInfinity, sum = 0.0f, dot = 0.0f;
     const bool exponential = loss == kZLoss || loss == kBalanceSoftmax;
-    for (int at = lane * PIECE; at < cols; at += kWarp * PIECE) {
-        float value[PIECE], count[PIECE];
-        load_some<PIECE>(x, start + at, kind, whole, cols - at, value);
-        if (loss != kZLoss) {
-            load_counts<PIECE>(counts, at, cols, count);
-        } else {
-#pragma unroll
-            for (int i = 0; i < PIECE; ++i) count[i] = 0.0f;
-        }
-        float largest = most;
+    auto add = [&](const Part& part, int first) {
+        float anchor = 0.0f;
         if (exponential) {
+            float largest = most;
 #pragma unroll
-            for (int i = 0; i < PIECE; ++i)
-                if (at + i < cols) largest = fmaxf(largest, value[i]);
-            if (largest > most) {
-                const float factor = expf(most - largest);
-                sum *= factor, dot *= factor, most = largest;
+            for (int p = 0; p < Part::kPieces; ++p)
+#pragma unroll
+                for (int i = 0; i < PIECE; ++i) largest = fmaxf(largest, part.value[p][i]);
+            anchor = anchor_of(largest);
+            if (first > 0) {
+                const float factor = expf(most - anchor);
+                sum *= factor, dot *= factor;
             }
+            most = largest;
         }
-        const float anchor = anchor_of(most);
 #pragma unroll
-        for (int i = 0; i < PIECE; ++i) {
-            if (at + i < cols) {
-                float s = value[i];
+        for (int p = 0; p < Part::kPieces; ++p) {
+            float count[PIECE];
+            if (loss != kZLoss) load_counts<PIECE>(counts, first + Part::place(p, lane), cols, count);
+#pragma unroll
+            for (int i = 0; i < PIECE; ++i) {
+                float s = part.value[p][i];
                 if (exponential) {
                     s = expf(s - anchor);
                 } else if (loss == kBalanceSigmoid) {
                     s = sigmoid_score(s);
                 }
                 sum += s;
-                dot += s * count[i];
+                if (loss != kZLoss) dot += s * count[i];
             }
         }
+    };
+    add(head, 0);
+    for (int first = Part::kCount; first < cols; first += Part::kCount) {
+        Part part;
+        part.load(x, start, first, cols, kind, whole, loss, lane);
+        add(part, first);
     }
     RowSums all{0.0f, 0.0f, 0.0f};
     if (exponential) {
@@ -78,7 +111,7 @@ RTK_DEVICE RowSums row_sums(const void* x, i64 start, const i32* counts, int col
         sum *= factor, dot *= factor;
     }
     all.sum = warp_reduce<Sum>(sum);
-    all.dot = warp_reduce<Sum>(dot);
+    if (loss != kZLoss) all.dot = warp_reduce<Sum>(dot);
     return all;
 }
 
@@ -92,7 +125,7 @@ RTK_DEVICE float block_sum(float v, float* parts) {
 }
 
 template <int PIECE>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, 4)
     router_loss_fwd(const void* x, const i32* counts, float* partial, float* loss, u32* ticket, i64 rows, i64 experts,
                     i64 x_stride, i64 inner, i64 interleaved, i64 number_kind, i64 whole, i64 loss_kind,
                     double factor) {
@@ -102,11 +135,16 @@ __global__ void __launch_bounds__(256)
     const int which = static_cast<int>(loss_kind);
     const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
     const CountsOf counts_of{counts, experts, inner, interleaved};
+    const i64 step = static_cast<i64>(gridDim.x) * warps;
+    i64 row = static_cast<i64>(blockIdx.x) * warps + threadIdx.x / kWarp;
+    Columns<PIECE> ahead;
+    if (row < rows) ahead.load(x, row * x_stride, 0, cols, kind, whole != 0, which, lane);
     float total = 0.0f;
-    for (i64 row = static_cast<i64>(blockIdx.x) * warps + threadIdx.x / kWarp; row < rows;
-         row += static_cast<i64>(gridDim.x) * warps) {
+    for (; row < rows; row += step) {
+        const Columns<PIECE> head = ahead;
+        if (row + step < rows) ahead.load(x, (row + step) * x_stride, 0, cols, kind, whole != 0, which, lane);
         const RowSums sums =
-            row_sums<PIECE>(x, row * x_stride, counts_of(row), cols, kind, whole != 0, which, lane);
+            row_sums<PIECE>(head, x, row * x_stride, counts_of(row), cols, kind, whole != 0, which, lane);
         if (which == kZLoss) {
             const float level = logf(sums.sum) + sums.top;
             total += level * level;
@@ -131,43 +169,57 @@ __global__ void __launch_bounds__(256)
 
 // dx = factor * g * gradient of the row's term
 template <int PIECE>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, 4)
     router_loss_bwd(const float* g, const void* x, const i32* counts, void* dx, i64 rows, i64 experts, i64 x_stride,
                     i64 inner, i64 interleaved, i64 number_kind, i64 whole_in, i64 whole_out, i64 loss_kind,
                     double factor) {
     const int cols = static_cast<int>(experts), kind = static_cast<int>(number_kind);
     const int which = static_cast<int>(loss_kind);
     const int lane = threadIdx.x % kWarp;
-    const i64 row = static_cast<i64>(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp;
-    if (row >= rows) return;
-    const i64 start = row * x_stride;
-    const i32* weights = CountsOf{counts, experts, inner, interleaved}(row);
-    float scale = *g * static_cast<float>(factor), mean = 0.0f, inverse = 0.0f, top = 0.0f;
-    if (which != kBalancePlain) {
-        const RowSums sums = row_sums<PIECE>(x, start, weights, cols, kind, whole_in != 0, which, lane);
-        inverse = inverse_or_zero(sums.sum);
-        top = sums.top;
-        mean = sums.dot * inverse;
-        if (which == kZLoss) scale *= 2.0f * (logf(sums.sum) + top);
-    }
-    for (int at = lane * PIECE; at < cols; at += kWarp * PIECE) {
-        float value[PIECE], count[PIECE];
-        load_some<PIECE>(x, start + at, kind, whole_in != 0, cols - at, value);
-        if (which != kZLoss) load_counts<PIECE>(weights, at, cols, count);
+    const CountsOf counts_of{counts, experts, inner, interleaved};
+    using Part = Columns<PIECE>;
+    const i64 step = static_cast<i64>(gridDim.x) * (blockDim.x / kWarp);
+    i64 row = static_cast<i64>(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp;
+    Part ahead;
+    if (row < rows) ahead.load(x, row * x_stride, 0, cols, kind, whole_in != 0, which, lane);
+    const float all_rows = *g * static_cast<float>(factor);
+    for (; row < rows; row += step) {
+        const i64 start = row * x_stride;
+        const i32* weights = counts_of(row);
+        Part part = ahead;
+        if (row + step < rows) ahead.load(x, start + step * x_stride, 0, cols, kind, whole_in != 0, which, lane);
+        float scale = all_rows, mean = 0.0f, inverse = 0.0f, top = 0.0f;
+        if (which != kBalancePlain) {
+            const RowSums sums = row_sums<PIECE>(part, x, start, weights, cols, kind, whole_in != 0, which, lane);
+            inverse = inverse_or_zero(sums.sum);
+            top = sums.top;
+            mean = sums.dot * inverse;
+            if (which == kZLoss) scale *= 2.0f * (logf(sums.sum) + top);
+        }
+        for (int first = 0; first < cols; first += Part::kCount) {
+            if (first > 0) part.load(x, start, first, cols, kind, whole_in != 0, which, lane);
 #pragma unroll
-        for (int i = 0; i < PIECE; ++i) {
-            if (which == kZLoss) {
-                value[i] = scale * (expf(value[i] - top) * inverse);
-            } else if (which == kBalanceSoftmax) {
-                value[i] = scale * (expf(value[i] - top) * inverse) * (count[i] - mean);
-            } else if (which == kBalanceSigmoid) {
-                const float s = sigmoid_score(value[i]);
-                value[i] = scale * inverse * (s * (1.0f - s)) * (count[i] - mean);
-            } else {
-                value[i] = scale * count[i];
+            for (int p = 0; p < Part::kPieces; ++p) {
+                const int at = first + Part::place(p, lane);
+                float value[PIECE], count[PIECE];
+                if (which != kZLoss) load_counts<PIECE>(weights, at, cols, count);
+#pragma unroll
+                for (int i = 0; i < PIECE; ++i) {
+                    const float before = part.value[p][i];
+                    if (which == kZLoss) {
+                        value[i] = scale * (expf(before - top) * inverse);
+                    } else if (which == kBalanceSoftmax) {
+                        value[i] = scale * (expf(before - top) * inverse) * (count[i] - mean);
+                    } else if (which == kBalanceSigmoid) {
+                        const float s = sigmoid_score(before);
+                        value[i] = scale * inverse * (s * (1.0f - s)) * (count[i] - mean);
+                    } else {
+                        value[i] = scale * count[i];
+                    }
+                }
+                store_some<PIECE>(dx, row * cols + at, kind, whole_out != 0, cols - at, value);
             }
         }
-        store_some<PIECE>(dx, row * cols + at, kind, whole_out != 0, cols - at, value);
     }
 }
 

@@ -58,12 +58,13 @@ FWD = Kernel(
     "router_fwd",
     template="T TERMS",
     args="x:tmap weight:tmap out:tmap bias:ptr scale:ptr experts:i64 depth:i64 split_rows:i64 blocks_per_split:i64 "
-    "promote:i64",
+    "promote:i64 reach:i64",
     variants=[("bf16", 1), ("bf16", 2), ("bf16", 3), ("fp16", 1), ("fp16", 2)],
     max_registers=168,
     needs=("tma", "wgmma"),
     emulated=_ON_DEVICE_ONLY,
 )
+REACH = 0
 DX = Kernel(
     "gemm/router_dx.cu",
     "router_dx",

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from rtkernels._kernel import Kernel, Plans, device_info
-from rtkernels._layout import GRID_LIMIT, address, check_same, metadata, row_count, row_stride, rowed, vector_bytes
+from rtkernels._layout import address, check_same, metadata, row_count, row_stride, rowed, vector_bytes
 from rtkernels._registry import TorchOp
 from rtkernels.errors import ArgumentError
 from rtkernels.ops._moe_layout import MAX_EXPERTS
 from rtkernels.ops._router_rows import KIND, check_rows, fresh_zeros
 
 Z, SOFTMAX, SIGMOID, PLAIN = range(4)  # which loss; of load balancing, what the scores are
-_UNIT, _PIECE, _WARPS, _BLOCKS_PER_SM = "router/losses.cu", 4, 8, 5
+_UNIT, _PIECE, _WARPS, _BLOCKS_PER_SM = "router/losses.cu", 4, 8, 4
 _DIMS = "rows:i64 experts:i64 x_stride:i64 inner:i64 interleaved:i64 number_kind:i64"
 
 _FWD = Kernel(
@@ -71,14 +71,11 @@ def _plan(x, counts, align: int, out_align: int | None, inner: int, interleaved:
         return None, 0, ()
     piece, step = _PIECE * size, row_stride(shape, stride)
     whole = [int(vector_bytes(align, step * size, experts * size, most=piece) == piece)]
-    if out_align is None:
-        most = _WARPS * _BLOCKS_PER_SM * device_info(device).sm_count
-        rounds = -(-rows // most)
-        grid = -(-rows // (_WARPS * rounds))
-        launch = _FWD.bind((_PIECE,), device, grid, 32 * _WARPS)
-    else:
-        grid = min(-(-rows // _WARPS), GRID_LIMIT)
-        launch = _BWD.bind((_PIECE,), device, grid, 32 * _WARPS)
+    most = _WARPS * _BLOCKS_PER_SM * device_info(device).sm_count
+    rounds = -(-rows // most)
+    grid = -(-rows // (_WARPS * rounds))
+    launch = (_FWD if out_align is None else _BWD).bind((_PIECE,), device, grid, 32 * _WARPS)
+    if out_align is not None:
         whole.append(int(vector_bytes(out_align, experts * size, most=piece) == piece))
     return launch, grid, (rows, experts, step, inner, int(interleaved), KIND[dtype], *whole)
 
