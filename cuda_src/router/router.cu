@@ -37,13 +37,13 @@ RTK_DEVICE void copy_out(void* to, const void* from) {
 RTK_DEVICE int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 template <int V, bool WIDE>
-__global__ void __launch_bounds__(WIDE ? 512 : 256, WIDE ? 1 : 4)
+__global__ void __launch_bounds__(WIDE ? 512 : 1024, 1)
     router_fwd(const void* x, const float* bias, float* probs, i32* indices, float* dense, u8* map, u32* counts,
                i64 rows, i64 experts, i64 x_stride, i64 top_k, i64 number_kind, i64 whole_pieces, i64 modes,
                i64 number_of_groups, i64 top_groups, i64 of_group, i64 lanes_of_group, double scaling, double epsilon) {
     extern __shared__ __align__(16) u8 memory[];
-    __shared__ Choice chosen[WIDE ? 16 : 8][kMostChosen];
-    __shared__ Choice merged[WIDE ? kMostChosen : 1];
+    __shared__ u32 chosen[WIDE ? 16 : 32][kMostChosen];
+    __shared__ Choice lists[WIDE ? 16 * kMostChosen : 1], merged[WIDE ? kMostChosen : 1];
     __shared__ float parts[2][16];
     const int cols = static_cast<int>(experts), k = static_cast<int>(top_k), kind = static_cast<int>(number_kind);
     const int groups = static_cast<int>(number_of_groups), lanes = static_cast<int>(lanes_of_group);
@@ -133,22 +133,23 @@ __global__ void __launch_bounds__(WIDE ? 512 : 256, WIDE ? 1 : 4)
         keys_of<V>(value, valid, key);
 
         // ---- choices
-        const Choice* choices = WIDE ? merged : chosen[warp];
+        const bool short_keys = kind != kFloat32 && by_logits;
         bool found = false;
         if (groups > 1 && lanes != 0) {
             if constexpr (V == 8 && !WIDE) {
                 const u32 allowed = best_lanes<V>(key, lanes, static_cast<int>(of_group), static_cast<int>(top_groups));
                 const bool in = (allowed >> lane & 1u) != 0u;
                 if (__popc(allowed) * V <= kWarp) {  // one key for each lane
-                    Choice* list = chosen[warp] + kWarp;
-                    const int place = __popc(allowed & ((1u << lane) - 1u)) * V;
+                    u32 *choices = chosen[warp], *keys = choices + kWarp;
+                    const int at = __popc(allowed & ((1u << lane) - 1u)) * V;
                     if (in) {
 #pragma unroll
-                        for (int v = 0; v < V; ++v) list[place + v] = {key[v], lane * V + v};
+                        for (int v = 0; v < V; ++v) choices[at + v] = choice_of(lane * V + v), keys[at + v] = key[v];
                     }
                     __syncwarp();
-                    const Choice one = lane < __popc(allowed) * V ? list[lane] : Choice{0u, 0};
-                    choose_lanes(one, k, chosen[warp], lane);
+                    const u32 choice = choices[lane], its = lane < __popc(allowed) * V ? keys[lane] : 0u;
+                    __syncwarp();
+                    choose_lanes(its, choice, k, choices, lane);
                     found = true;
                 } else if (!in) {
 #pragma unroll
@@ -167,13 +168,11 @@ __global__ void __launch_bounds__(WIDE ? 512 : 256, WIDE ? 1 : 4)
                 if (v < valid && group_memory.allowed[(column + v) / size] == 0) key[v] = 0u;
         }
         if constexpr (WIDE) {
-            for (int i = lane; i < k; i += kWarp) chosen[0][warp * k + i] = {0u, 0};
-            __syncwarp();
-            choose<V>(key, k, column, &chosen[0][warp * k], lane);
+            list_choices<V>(key, k, short_keys, warp * kWarp * V, chosen[warp], lists + warp * k, lane);
             __syncthreads();
-            if (warp == 0) merge_choices(&chosen[0][0], warps, k, merged, lane);
+            if (warp == 0) merge_choices(lists, warps, k, merged, lane);
         } else if (!found) {
-            choose<V>(key, k, column, chosen[warp], lane);
+            choose<V>(key, k, short_keys, chosen[warp], lane);
         }
 
         // ---- probabilities
@@ -186,7 +185,7 @@ __global__ void __launch_bounds__(WIDE ? 512 : 256, WIDE ? 1 : 4)
                 score[j] = 0.0f;
                 const int i = lane + j * kWarp;
                 if (i < k) {
-                    expert[j] = choices[i].column;
+                    expert[j] = WIDE ? merged[i].column : column_of(chosen[warp][i]);
                     score[j] = load_one(x, start + expert[j], kind);
                     best = fmaxf(best, score[j]);
                 }

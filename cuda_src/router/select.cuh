@@ -1,10 +1,11 @@
 // The k largest numbers of a row, largest first, equal ones by column: exact, for every input.
 //
-// A warp holds up to 32 * V columns, each lane V neighbours. Numbers become unsigned keys of the same order: NaN above
-// all, -0 and +0 equal, 0 for what does not take part. A lane keeps its two largest keys at hand. The quick way takes
-// the largest of all lanes k times over, one warp reduction each, without looking at ties; it then checks that exactly k
-// keys were taken and that no lane hides a third one that belongs among them, which is so for most rows when k is small.
-// The other way takes ties and any number of keys from one lane in their order.
+// A warp holds up to 256 columns, each lane V neighbours. Numbers become unsigned keys of the same order: NaN above all,
+// -0 and +0 equal, 0 for what does not take part. The quick way puts a key's column in place of its last 8 bits, so that
+// no two are equal, and takes the largest of all lanes k times over, one warp reduction each, from the two largest that
+// each lane has at hand. Then it makes sure that neither those bits nor a third key of a lane could have changed
+// anything, which is so for most rows when k is small. The other way takes ties and any number of keys from one lane in
+// their order.
 #pragma once
 #include "common/abi.cuh"
 #include "ptx/math.cuh"
@@ -34,11 +35,6 @@ RTK_DEVICE void keys_of(const float (&value)[V], int valid, u32 (&key)[V]) {
     }
 }
 
-struct alignas(8) Choice {
-    u32 key;
-    i32 column;
-};
-
 template <int V>
 RTK_DEVICE void two_largest(const u32 (&key)[V], u32& first, u32& second) {
     first = max(key[0], key[1]), second = min(key[0], key[1]);
@@ -50,49 +46,39 @@ RTK_DEVICE void two_largest(const u32 (&key)[V], u32& first, u32& second) {
     }
 }
 
-// out[0..k) of the warp's own shared memory gets the choices; this lane's keys are of the columns from `column` on. Places
-// past the number of keys stay as they are. All lanes may read `out` afterwards.
+// A choice of a warp: anything, and in the last 8 bits its column among the warp's 256, the first one largest.
+inline constexpr u32 kColumnBits = 255u;
+RTK_DEVICE u32 choice_of(int column) { return kColumnBits - static_cast<u32>(column); }
+RTK_DEVICE int column_of(u32 choice) { return static_cast<int>(kColumnBits - (choice & kColumnBits)); }
+
+// out[0..k) gets the choices, unless the result is false. `short_keys`: the last 8 bits tell no two keys apart.
 template <int V>
-RTK_DEVICE void choose(const u32 (&key)[V], int k, int column, Choice* out, int lane) {
-    if (k <= kQuickChosen) {
-        u32 first, second;
-        two_largest(key, first, second);
-        u32 next = first, after = second, best = 0u;
-        int taken = -1, earlier = -1;  // turns at which this lane gave its last key, and the one before
-        for (int i = 0; i < k; ++i) {
-            best = __reduce_max_sync(kAllLanes, next);
-            if (next == best) {
-                earlier = taken, taken = i;
-                next = after, after = 0u;
-            }
-        }
-        const u32 givers = __ballot_sync(kAllLanes, taken >= 0), twice = __ballot_sync(kAllLanes, earlier >= 0);
-        bool sure = best != 0u && __popc(givers) + __popc(twice) == k;
-        if (V > 2 && sure && twice != 0u) {
-            int count = 0;
+RTK_DEVICE bool choose_quick(const u32 (&key)[V], int k, bool short_keys, u32* out, int lane) {
+    u32 marked[V], next, after, best = 0u;
 #pragma unroll
-            for (int v = 0; v < V; ++v) count += key[v] >= best ? 1 : 0;
-            sure = !__any_sync(kAllLanes, earlier >= 0 && count > 2);
-        }
-        if (sure) {
-            if (taken >= 0) {
-                int slot = 0;
-#pragma unroll
-                for (int v = V - 1; v >= 0; --v)
-                    if (key[v] == first) slot = v;
-                out[earlier >= 0 ? earlier : taken] = {first, column + slot};
-            }
-            if (earlier >= 0) {
-                int slot = 0;
-#pragma unroll
-                for (int v = 0; v < V; ++v)
-                    if (key[v] == second) slot = v;
-                out[taken] = {second, column + slot};
-            }
-            __syncwarp();
-            return;
-        }
+    for (int v = 0; v < V; ++v) marked[v] = (key[v] & ~kColumnBits) | (choice_of(lane * V) - v);
+    two_largest(marked, next, after);
+    for (int i = 0; i < k; ++i) {
+        best = __reduce_max_sync(kAllLanes, next);
+        if (lane == 0) out[i] = best;
+        if (next == best) next = after, after = 0u;
     }
+    const u32 least = short_keys ? best : best & ~kColumnBits;
+    bool sure = next < least;
+    if (V > 2 && __any_sync(kAllLanes, next == 0u)) {
+        int count = 0;
+#pragma unroll
+        for (int v = 0; v < V; ++v) count += marked[v] >= least ? 1 : 0;
+        sure = sure && (next != 0u || count <= 2);
+    }
+    __syncwarp();
+    if (!short_keys && lane < k - 1) sure = sure && (out[lane] ^ out[lane + 1]) > kColumnBits;
+    return __all_sync(kAllLanes, sure && best > kColumnBits);
+}
+
+// The same for all keys; returns how many were chosen, which is fewer if there are fewer.
+template <int V>
+RTK_DEVICE int choose_in_order(const u32 (&key)[V], int k, u32* out, int lane) {
     u32 alive = kAllLanes, head = 0u;
     int slot = 0;
     auto scan = [&] {
@@ -102,31 +88,65 @@ RTK_DEVICE void choose(const u32 (&key)[V], int k, int column, Choice* out, int 
             if (key[v] > head && (alive >> v & 1u) != 0u) head = key[v], slot = v;
     };
     scan();
-    for (int i = 0; i < k; ++i) {
+    int i = 0;
+    for (; i < k; ++i) {
         const u32 best = __reduce_max_sync(kAllLanes, head);
         if (best == 0u) break;
         const u32 equal = __ballot_sync(kAllLanes, head == best);
         if ((equal & (0u - equal)) == 1u << lane) {
-            out[i] = {best, column + slot};
+            out[i] = choice_of(lane * V + slot);
             alive &= ~(1u << slot);
             scan();
+        }
+    }
+    return i;
+}
+
+// out[0..k) of the warp's own shared memory gets the choices; all lanes may read them afterwards. Returns their number.
+template <int V>
+RTK_DEVICE int choose(const u32 (&key)[V], int k, bool short_keys, u32* out, int lane) {
+    if (k <= kQuickChosen && choose_quick<V>(key, k, short_keys, out, lane)) return k;
+    __syncwarp();
+    const int count = choose_in_order<V>(key, k, out, lane);
+    __syncwarp();
+    return count;
+}
+
+// The same for one key per lane; in the order of lanes where equal.
+RTK_DEVICE void choose_lanes(u32 key, u32 choice, int k, u32* out, int lane) {
+    for (int i = 0; i < k; ++i) {
+        const u32 best = __reduce_max_sync(kAllLanes, key);
+        const u32 equal = __ballot_sync(kAllLanes, key == best);
+        if ((equal & (0u - equal)) == 1u << lane) {
+            out[i] = choice;
+            key = 0u;
         }
     }
     __syncwarp();
 }
 
-// The k largest of one key per lane, in the order of lanes where equal.
-RTK_DEVICE void choose_lanes(Choice mine, int k, Choice* out, int lane) {
-    u32 left = mine.key;
-    for (int i = 0; i < k; ++i) {
-        const u32 best = __reduce_max_sync(kAllLanes, left);
-        const u32 equal = __ballot_sync(kAllLanes, left == best);
-        if ((equal & (0u - equal)) == 1u << lane) {
-            out[i] = mine;
-            left = 0u;
+// A choice among the columns of a whole row.
+struct alignas(8) Choice {
+    u32 key;
+    i32 column;
+};
+
+// The choices of a warp whose columns start at `column` as a list with keys, key 0 where there are no more. `scratch` has
+// room for k.
+template <int V>
+RTK_DEVICE void list_choices(const u32 (&key)[V], int k, bool short_keys, int column, u32* scratch, Choice* list,
+                             int lane) {
+    const int count = choose<V>(key, k, short_keys, scratch, lane);
+    for (int first = 0; first < k; first += kWarp) {
+        const int i = first + lane, at = i < count ? column_of(scratch[i]) : 0;
+        u32 its = 0u;
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+            const u32 one = __shfl_sync(kAllLanes, key[v], at / V);
+            if (at % V == v) its = one;
         }
+        if (i < k) list[i] = i < count ? Choice{its, column + at} : Choice{0u, 0};
     }
-    __syncwarp();
 }
 
 // The choices of up to 32 parts of a row, a list of `k` places for each (key 0: no more), become those of the row. Parts
