@@ -115,6 +115,58 @@ RTK_DEVICE RowSums row_sums(const Columns<PIECE>& head, const void* x, i64 start
     return all;
 }
 
+// z-loss of fp32 rows of whole pieces that fit into registers: several at a time, so that a warp waits for all together.
+inline constexpr int kRowsTogether = 4;
+
+template <int PIECE>
+struct RowsTogether {
+    static constexpr int kPieces = Columns<PIECE>::kPieces;
+    float value[kRowsTogether][kPieces][PIECE];
+    float top[kRowsTogether], sum[kRowsTogether];  // the largest, and the sum of exponentials of differences from it
+
+    RTK_DEVICE void load(const float* x, i64 first_row, i64 rows, i64 stride, int cols, int lane) {
+#pragma unroll
+        for (int r = 0; r < kRowsTogether; ++r) {  // of missing rows the last one, so that all do the same
+            const float* from = x + min(first_row + r, rows - 1) * stride;
+#pragma unroll
+            for (int p = 0; p < kPieces; ++p) {
+                const int at = Columns<PIECE>::place(p, lane);
+#pragma unroll
+                for (float& v : value[r][p]) v = kMinusInfinity;
+                if (at < cols) load_keep<float, PIECE>(from + at, value[r][p]);
+            }
+        }
+    }
+
+    // The sum of exp(value - top) for every row; values become exponentials.
+    RTK_DEVICE void add_up() {
+#pragma unroll
+        for (int r = 0; r < kRowsTogether; ++r) {
+            top[r] = kMinusInfinity, sum[r] = 0.0f;
+#pragma unroll
+            for (auto& piece : value[r])
+#pragma unroll
+                for (float v : piece) top[r] = fmaxf(top[r], v);
+        }
+#pragma unroll
+        for (int offset = kWarp / 2; offset > 0; offset /= 2)
+#pragma unroll
+            for (float& t : top) t = fmaxf(t, __shfl_xor_sync(kAllLanes, t, offset));
+#pragma unroll
+        for (int r = 0; r < kRowsTogether; ++r) {
+            top[r] = anchor_of(top[r]);
+#pragma unroll
+            for (auto& piece : value[r])
+#pragma unroll
+                for (float& v : piece) sum[r] += v = expf(v - top[r]);
+        }
+#pragma unroll
+        for (int offset = kWarp / 2; offset > 0; offset /= 2)
+#pragma unroll
+            for (float& t : sum) t += __shfl_xor_sync(kAllLanes, t, offset);
+    }
+};
+
 RTK_DEVICE float block_sum(float v, float* parts) {
     const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
     v = warp_reduce<Sum>(v);
@@ -124,13 +176,30 @@ RTK_DEVICE float block_sum(float v, float* parts) {
     return warp_reduce<Sum>(lane < warps ? parts[lane] : 0.0f);
 }
 
+// *loss = factor * the sum over all threads of all blocks.
+RTK_DEVICE void finish_loss(float total, float* partial, float* loss, u32* ticket, double factor) {
+    __shared__ float parts[kWarp];
+    __shared__ u32 drawn;
+    total = block_sum(total, parts);
+    if (threadIdx.x == 0) {
+        partial[blockIdx.x] = total;
+        __threadfence();
+        drawn = atomicAdd(ticket, 1u);
+    }
+    __syncthreads();
+    if (drawn != gridDim.x - 1) return;
+    __threadfence();
+    float sum = 0.0f;
+    for (int i = threadIdx.x; i < static_cast<int>(gridDim.x); i += blockDim.x) sum += __ldcg(partial + i);
+    sum = block_sum(sum, parts);
+    if (threadIdx.x == 0) *loss = sum * static_cast<float>(factor);
+}
+
 template <int PIECE>
 __global__ void __launch_bounds__(256, 4)
     router_loss_fwd(const void* x, const i32* counts, float* partial, float* loss, u32* ticket, i64 rows, i64 experts,
                     i64 x_stride, i64 inner, i64 interleaved, i64 number_kind, i64 whole, i64 loss_kind,
                     double factor) {
-    __shared__ float parts[kWarp];
-    __shared__ u32 drawn;
     const int cols = static_cast<int>(experts), kind = static_cast<int>(number_kind);
     const int which = static_cast<int>(loss_kind);
     const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
@@ -152,19 +221,53 @@ __global__ void __launch_bounds__(256, 4)
             total += which == kBalancePlain ? sums.dot : sums.dot * inverse_or_zero(sums.sum);
         }
     }
-    total = block_sum(lane == 0 ? total : 0.0f, parts);
-    if (threadIdx.x == 0) {
-        partial[blockIdx.x] = total;
-        __threadfence();
-        drawn = atomicAdd(ticket, 1u);
+    finish_loss(lane == 0 ? total : 0.0f, partial, loss, ticket, factor);
+}
+
+// The same arguments as above and below, for the rows of RowsTogether.
+template <int PIECE>
+__global__ void __launch_bounds__(256, 2)
+    router_z_fwd(const float* x, const i32*, float* partial, float* loss, u32* ticket, i64 rows, i64 experts,
+                 i64 x_stride, i64, i64, i64, i64, i64, double factor) {
+    const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
+    const i64 step = static_cast<i64>(gridDim.x) * warps * kRowsTogether;
+    float total = 0.0f;
+    for (i64 row = (static_cast<i64>(blockIdx.x) * warps + threadIdx.x / kWarp) * kRowsTogether; row < rows; row += step) {
+        RowsTogether<PIECE> all;
+        all.load(x, row, rows, x_stride, static_cast<int>(experts), lane);
+        all.add_up();
+#pragma unroll
+        for (int r = 0; r < kRowsTogether; ++r) {
+            const float level = logf(all.sum[r]) + all.top[r];
+            if (row + r < rows) total += level * level;
+        }
     }
-    __syncthreads();
-    if (drawn != gridDim.x - 1) return;
-    __threadfence();
-    float sum = 0.0f;
-    for (int i = threadIdx.x; i < static_cast<int>(gridDim.x); i += blockDim.x) sum += __ldcg(partial + i);
-    sum = block_sum(sum, parts);
-    if (threadIdx.x == 0) *loss = sum * static_cast<float>(factor);
+    finish_loss(lane == 0 ? total : 0.0f, partial, loss, ticket, factor);
+}
+
+template <int PIECE>
+__global__ void __launch_bounds__(256, 2)
+    router_z_bwd(const float* g, const float* x, const i32*, float* dx, i64 rows, i64 experts, i64 x_stride, i64, i64, i64,
+                 i64, i64, i64, double factor) {
+    const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp, cols = static_cast<int>(experts);
+    const i64 row = (static_cast<i64>(blockIdx.x) * warps + threadIdx.x / kWarp) * kRowsTogether;
+    if (row >= rows) return;
+    RowsTogether<PIECE> all;
+    all.load(x, row, rows, x_stride, cols, lane);
+    const float all_rows = *g * static_cast<float>(factor);
+    all.add_up();
+#pragma unroll
+    for (int r = 0; r < kRowsTogether; ++r) {
+        const float inverse = inverse_or_zero(all.sum[r]);
+        const float scale = all_rows * (2.0f * (logf(all.sum[r]) + all.top[r]));
+#pragma unroll
+        for (int p = 0; p < all.kPieces; ++p) {
+            const int at = Columns<PIECE>::place(p, lane);
+#pragma unroll
+            for (float& v : all.value[r][p]) v = scale * (v * inverse);
+            if (row + r < rows && at < cols) store<float, PIECE>(dx + (row + r) * cols + at, all.value[r][p]);
+        }
+    }
 }
 
 // dx = factor * g * gradient of the row's term

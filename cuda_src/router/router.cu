@@ -42,8 +42,8 @@ __global__ void __launch_bounds__(WIDE ? 512 : 1024, 1)
                i64 rows, i64 experts, i64 x_stride, i64 top_k, i64 number_kind, i64 whole_pieces, i64 modes,
                i64 number_of_groups, i64 top_groups, i64 of_group, i64 lanes_of_group, double scaling, double epsilon) {
     extern __shared__ __align__(16) u8 memory[];
-    __shared__ u32 chosen[WIDE ? 16 : 32][kMostChosen];
-    __shared__ Choice lists[WIDE ? 16 * kMostChosen : 1], merged[WIDE ? kMostChosen : 1];
+    __shared__ Choice chosen[WIDE ? 16 : 32][kMostChosen];
+    __shared__ Choice merged[WIDE ? kMostChosen : 1];
     __shared__ float parts[2][16];
     const int cols = static_cast<int>(experts), k = static_cast<int>(top_k), kind = static_cast<int>(number_kind);
     const int groups = static_cast<int>(number_of_groups), lanes = static_cast<int>(lanes_of_group);
@@ -131,25 +131,25 @@ __global__ void __launch_bounds__(WIDE ? 512 : 1024, 1)
         }
         u32 key[V];
         keys_of<V>(value, valid, key);
+        if (!WIDE && by_logits && kind != kFloat32) tell_apart<V>(key, column);
 
         // ---- choices
-        const bool short_keys = kind != kFloat32 && by_logits;
+        const Choice* choices = WIDE ? merged : chosen[warp];
         bool found = false;
         if (groups > 1 && lanes != 0) {
             if constexpr (V == 8 && !WIDE) {
                 const u32 allowed = best_lanes<V>(key, lanes, static_cast<int>(of_group), static_cast<int>(top_groups));
                 const bool in = (allowed >> lane & 1u) != 0u;
                 if (__popc(allowed) * V <= kWarp) {  // one key for each lane
-                    u32 *choices = chosen[warp], *keys = choices + kWarp;
-                    const int at = __popc(allowed & ((1u << lane) - 1u)) * V;
+                    Choice* list = chosen[warp] + kWarp;
+                    const int place = __popc(allowed & ((1u << lane) - 1u)) * V;
                     if (in) {
 #pragma unroll
-                        for (int v = 0; v < V; ++v) choices[at + v] = choice_of(lane * V + v), keys[at + v] = key[v];
+                        for (int v = 0; v < V; ++v) list[place + v] = {key[v], lane * V + v};
                     }
                     __syncwarp();
-                    const u32 choice = choices[lane], its = lane < __popc(allowed) * V ? keys[lane] : 0u;
-                    __syncwarp();
-                    choose_lanes(its, choice, k, choices, lane);
+                    const Choice one = lane < __popc(allowed) * V ? list[lane] : Choice{0u, 0};
+                    choose_lanes(one, k, chosen[warp], lane);
                     found = true;
                 } else if (!in) {
 #pragma unroll
@@ -168,11 +168,13 @@ __global__ void __launch_bounds__(WIDE ? 512 : 1024, 1)
                 if (v < valid && group_memory.allowed[(column + v) / size] == 0) key[v] = 0u;
         }
         if constexpr (WIDE) {
-            list_choices<V>(key, k, short_keys, warp * kWarp * V, chosen[warp], lists + warp * k, lane);
+            for (int i = lane; i < k; i += kWarp) chosen[0][warp * k + i] = {0u, 0};
+            __syncwarp();
+            choose<V>(key, k, column, &chosen[0][warp * k], lane);
             __syncthreads();
-            if (warp == 0) merge_choices(lists, warps, k, merged, lane);
+            if (warp == 0) merge_choices(&chosen[0][0], warps, k, merged, lane);
         } else if (!found) {
-            choose<V>(key, k, short_keys, chosen[warp], lane);
+            choose<V>(key, k, column, chosen[warp], lane);
         }
 
         // ---- probabilities
@@ -185,7 +187,7 @@ __global__ void __launch_bounds__(WIDE ? 512 : 1024, 1)
                 score[j] = 0.0f;
                 const int i = lane + j * kWarp;
                 if (i < k) {
-                    expert[j] = WIDE ? merged[i].column : column_of(chosen[warp][i]);
+                    expert[j] = choices[i].column;
                     score[j] = load_one(x, start + expert[j], kind);
                     best = fmaxf(best, score[j]);
                 }

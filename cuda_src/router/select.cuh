@@ -1,11 +1,10 @@
 // The k largest numbers of a row, largest first, equal ones by column: exact, for every input.
 //
-// A warp holds up to 256 columns, each lane V neighbours. Numbers become unsigned keys of the same order: NaN above all,
-// -0 and +0 equal, 0 for what does not take part. The quick way puts a key's column in place of its last 8 bits, so that
-// no two are equal, and takes the largest of all lanes k times over, one warp reduction each, from the two largest that
-// each lane has at hand. Then it makes sure that neither those bits nor a third key of a lane could have changed
-// anything, which is so for most rows when k is small. The other way takes ties and any number of keys from one lane in
-// their order.
+// A warp holds up to 32 * V columns, each lane V neighbours. Numbers become unsigned keys of the same order: NaN above
+// all, -0 and +0 equal, 0 for what does not take part. A lane keeps its three largest keys at hand. The quick way takes
+// the largest of all lanes k times over, one warp reduction each, without looking at ties; it then checks that exactly k
+// keys were taken and that no lane hides a fourth one that belongs among them, which is so for most rows when k is small.
+// The other way takes ties and any number of keys from one lane in their order.
 #pragma once
 #include "common/abi.cuh"
 #include "ptx/math.cuh"
@@ -14,7 +13,7 @@
 namespace rtk {
 
 inline constexpr int kMostChosen = 64;
-inline constexpr int kQuickChosen = 16;  // beyond, a third key of one lane is the rule
+inline constexpr int kQuickChosen = 16;  // beyond, a fourth key of one lane is the rule
 
 RTK_DEVICE u32 key_of(float x) {
     const u32 bits = __float_as_uint(ptx::canonical(x));
@@ -35,6 +34,20 @@ RTK_DEVICE void keys_of(const float (&value)[V], int valid, u32 (&key)[V]) {
     }
 }
 
+// Keys of 16-bit numbers leave their last 8 bits unused: with the column there, the first one largest, no two are equal.
+// `first` is the lane's first column among the warp's 256.
+template <int V>
+RTK_DEVICE void tell_apart(u32 (&key)[V], int first) {
+#pragma unroll
+    for (int v = 0; v < V; ++v)
+        if (key[v] != 0u) key[v] = (key[v] & ~255u) | static_cast<u32>(255 - first - v);
+}
+
+struct alignas(8) Choice {
+    u32 key;
+    i32 column;
+};
+
 template <int V>
 RTK_DEVICE void two_largest(const u32 (&key)[V], u32& first, u32& second) {
     first = max(key[0], key[1]), second = min(key[0], key[1]);
@@ -46,39 +59,64 @@ RTK_DEVICE void two_largest(const u32 (&key)[V], u32& first, u32& second) {
     }
 }
 
-// A choice of a warp: anything, and in the last 8 bits its column among the warp's 256, the first one largest.
-inline constexpr u32 kColumnBits = 255u;
-RTK_DEVICE u32 choice_of(int column) { return kColumnBits - static_cast<u32>(column); }
-RTK_DEVICE int column_of(u32 choice) { return static_cast<int>(kColumnBits - (choice & kColumnBits)); }
-
-// out[0..k) gets the choices, unless the result is false. `short_keys`: the last 8 bits tell no two keys apart.
+// The third one is 0 if there are but two.
 template <int V>
-RTK_DEVICE bool choose_quick(const u32 (&key)[V], int k, bool short_keys, u32* out, int lane) {
-    u32 marked[V], next, after, best = 0u;
+RTK_DEVICE void three_largest(const u32 (&key)[V], u32 (&largest)[3]) {
+    u32 first = max(key[0], key[1]), second = min(key[0], key[1]), third = 0u;
 #pragma unroll
-    for (int v = 0; v < V; ++v) marked[v] = (key[v] & ~kColumnBits) | (choice_of(lane * V) - v);
-    two_largest(marked, next, after);
-    for (int i = 0; i < k; ++i) {
-        best = __reduce_max_sync(kAllLanes, next);
-        if (lane == 0) out[i] = best;
-        if (next == best) next = after, after = 0u;
+    for (int v = 2; v < V; v += 2) {
+        const u32 high = max(key[v], key[v + 1]), low = min(key[v], key[v + 1]);
+        third = max(third, max(min(second, high), min(first, low)));
+        second = max(min(first, high), max(second, low));
+        first = max(first, high);
     }
-    const u32 least = short_keys ? best : best & ~kColumnBits;
-    bool sure = next < least;
-    if (V > 2 && __any_sync(kAllLanes, next == 0u)) {
-        int count = 0;
-#pragma unroll
-        for (int v = 0; v < V; ++v) count += marked[v] >= least ? 1 : 0;
-        sure = sure && (next != 0u || count <= 2);
-    }
-    __syncwarp();
-    if (!short_keys && lane < k - 1) sure = sure && (out[lane] ^ out[lane + 1]) > kColumnBits;
-    return __all_sync(kAllLanes, sure && best > kColumnBits);
+    largest[0] = first, largest[1] = second, largest[2] = third;
 }
 
-// The same for all keys; returns how many were chosen, which is fewer if there are fewer.
+// out[0..k) of the warp's own shared memory gets the choices; this lane's keys are of the columns from `column` on. Places
+// past the number of keys stay as they are. All lanes may read `out` afterwards.
 template <int V>
-RTK_DEVICE int choose_in_order(const u32 (&key)[V], int k, u32* out, int lane) {
+RTK_DEVICE void choose(const u32 (&key)[V], int k, int column, Choice* out, int lane) {
+    if (k <= kQuickChosen) {
+        u32 largest[3];
+        three_largest(key, largest);
+        u32 next = largest[0], second = largest[1], third = largest[2], best = 0u;
+        int turn[3] = {-1, -1, -1};  // at which this lane gave its last key, and the ones before
+        for (int i = 0; i < k; ++i) {
+            best = __reduce_max_sync(kAllLanes, next);
+            if (next == best) {
+                turn[2] = turn[1], turn[1] = turn[0], turn[0] = i;
+                next = second, second = third, third = 0u;
+            }
+        }
+        const u32 once = __ballot_sync(kAllLanes, turn[0] >= 0), twice = __ballot_sync(kAllLanes, turn[1] >= 0);
+        const u32 thrice = V > 2 ? __ballot_sync(kAllLanes, turn[2] >= 0) : 0u;
+        const bool tied = (turn[1] >= 0 && largest[0] == largest[1]) || (turn[2] >= 0 && largest[1] == largest[2]);
+        bool sure = best != 0u && __popc(once) + __popc(twice) + __popc(thrice) == k && !__any_sync(kAllLanes, tied);
+        if (sure && thrice != 0u) {
+            int count = 0;
+#pragma unroll
+            for (int v = 0; v < V; ++v) count += key[v] >= best ? 1 : 0;
+            sure = !__any_sync(kAllLanes, count > 3);
+        }
+        if (sure) {
+            const int given = turn[0] < 0 ? 0 : turn[1] < 0 ? 1 : turn[2] < 0 ? 2 : 3;
+#pragma unroll
+            for (int j = 0; j < 3; ++j) {
+                if (j == 2 && thrice == 0u) break;
+                if (j < given) {
+                    int slot = 0;
+#pragma unroll
+                    for (int v = V - 1; v >= 0; --v)
+                        if (key[v] == largest[j]) slot = v;
+                    const int at = given == 1 ? turn[0] : given == 2 ? turn[1 - j] : j == 0 ? turn[2] : turn[2 - j];
+                    out[at] = {largest[j], column + slot};
+                }
+            }
+            __syncwarp();
+            return;
+        }
+    }
     u32 alive = kAllLanes, head = 0u;
     int slot = 0;
     auto scan = [&] {
@@ -88,65 +126,31 @@ RTK_DEVICE int choose_in_order(const u32 (&key)[V], int k, u32* out, int lane) {
             if (key[v] > head && (alive >> v & 1u) != 0u) head = key[v], slot = v;
     };
     scan();
-    int i = 0;
-    for (; i < k; ++i) {
+    for (int i = 0; i < k; ++i) {
         const u32 best = __reduce_max_sync(kAllLanes, head);
         if (best == 0u) break;
         const u32 equal = __ballot_sync(kAllLanes, head == best);
         if ((equal & (0u - equal)) == 1u << lane) {
-            out[i] = choice_of(lane * V + slot);
+            out[i] = {best, column + slot};
             alive &= ~(1u << slot);
             scan();
         }
     }
-    return i;
+    __syncwarp();
 }
 
-// out[0..k) of the warp's own shared memory gets the choices; all lanes may read them afterwards. Returns their number.
-template <int V>
-RTK_DEVICE int choose(const u32 (&key)[V], int k, bool short_keys, u32* out, int lane) {
-    if (k <= kQuickChosen && choose_quick<V>(key, k, short_keys, out, lane)) return k;
-    __syncwarp();
-    const int count = choose_in_order<V>(key, k, out, lane);
-    __syncwarp();
-    return count;
-}
-
-// The same for one key per lane; in the order of lanes where equal.
-RTK_DEVICE void choose_lanes(u32 key, u32 choice, int k, u32* out, int lane) {
+// The k largest of one key per lane, in the order of lanes where equal.
+RTK_DEVICE void choose_lanes(Choice mine, int k, Choice* out, int lane) {
+    u32 left = mine.key;
     for (int i = 0; i < k; ++i) {
-        const u32 best = __reduce_max_sync(kAllLanes, key);
-        const u32 equal = __ballot_sync(kAllLanes, key == best);
+        const u32 best = __reduce_max_sync(kAllLanes, left);
+        const u32 equal = __ballot_sync(kAllLanes, left == best);
         if ((equal & (0u - equal)) == 1u << lane) {
-            out[i] = choice;
-            key = 0u;
+            out[i] = mine;
+            left = 0u;
         }
     }
     __syncwarp();
-}
-
-// A choice among the columns of a whole row.
-struct alignas(8) Choice {
-    u32 key;
-    i32 column;
-};
-
-// The choices of a warp whose columns start at `column` as a list with keys, key 0 where there are no more. `scratch` has
-// room for k.
-template <int V>
-RTK_DEVICE void list_choices(const u32 (&key)[V], int k, bool short_keys, int column, u32* scratch, Choice* list,
-                             int lane) {
-    const int count = choose<V>(key, k, short_keys, scratch, lane);
-    for (int first = 0; first < k; first += kWarp) {
-        const int i = first + lane, at = i < count ? column_of(scratch[i]) : 0;
-        u32 its = 0u;
-#pragma unroll
-        for (int v = 0; v < V; ++v) {
-            const u32 one = __shfl_sync(kAllLanes, key[v], at / V);
-            if (at % V == v) its = one;
-        }
-        if (i < k) list[i] = i < count ? Choice{its, column + at} : Choice{0u, 0};
-    }
 }
 
 // The choices of up to 32 parts of a row, a list of `k` places for each (key 0: no more), become those of the row. Parts

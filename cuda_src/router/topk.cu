@@ -31,32 +31,32 @@ struct TopkResults {
 };
 
 template <int V>
-__global__ void __launch_bounds__(256, 4) topk_fwd(const void* x, void* values, void* indices, i64 rows, i64 cols,
-                                                   i64 x_stride, i64 k, i64 kind, i64 whole, i64 wide) {
-    __shared__ u32 chosen[8][kMostChosen];
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
-    const int most = static_cast<int>(k), number_kind = static_cast<int>(kind);
-    const int valid = static_cast<int>(cols) - lane * V;
-    const TopkResults results{x, values, indices, number_kind, wide != 0};
-    const i64 step = static_cast<i64>(gridDim.x) * warps;
-    i64 row = static_cast<i64>(blockIdx.x) * warps + warp;
-    float ahead[V];  // the next row
-    load_some<V>(x, row * x_stride + lane * V, number_kind, whole != 0, row < rows ? valid : 0, ahead);
-    for (; row < rows; row += step) {
-        const i64 start = row * x_stride;
-        u32 key[V];
-        keys_of<V>(ahead, valid, key);
-        load_some<V>(x, start + step * x_stride + lane * V, number_kind, whole != 0, row + step < rows ? valid : 0, ahead);
-        choose<V>(key, most, number_kind != kFloat32, chosen[warp], lane);
-        for (int i = lane; i < most; i += kWarp) results.put(row * k + i, start, column_of(chosen[warp][i]));
-        __syncwarp();
-    }
+RTK_DEVICE void load_keys(const void* x, i64 start, int column, i64 cols, i64 kind, i64 whole, u32 (&key)[V]) {
+    const int valid = static_cast<int>(cols) - column;
+    float value[V];
+    load_some<V>(x, start + column, static_cast<int>(kind), whole != 0, valid, value);
+    keys_of<V>(value, valid, key);
+}
+
+template <int V>
+__global__ void __launch_bounds__(256) topk_fwd(const void* x, void* values, void* indices, i64 rows, i64 cols,
+                                                i64 x_stride, i64 k, i64 kind, i64 whole, i64 wide) {
+    __shared__ Choice chosen[8][kMostChosen];
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const i64 row = static_cast<i64>(blockIdx.x) * (blockDim.x / kWarp) + warp, start = row * x_stride;
+    if (row >= rows) return;
+    u32 key[V];
+    load_keys<V>(x, start, lane * V, cols, kind, whole, key);
+    if (kind != kFloat32) tell_apart<V>(key, lane * V);
+    choose<V>(key, static_cast<int>(k), lane * V, chosen[warp], lane);
+    const TopkResults results{x, values, indices, static_cast<int>(kind), wide != 0};
+    for (int i = lane; i < static_cast<int>(k); i += kWarp) results.put(row * k + i, start, chosen[warp][i].column);
 }
 
 inline constexpr int kMostCandidates = 256;
 
 template <int V>
-__global__ void __launch_bounds__(1024, 1) topk_fwd_wide(const void* x, void* values, void* indices, i64 rows, i64 cols,
+__global__ void __launch_bounds__(1024, 2) topk_fwd_wide(const void* x, void* values, void* indices, i64 rows, i64 cols,
                                                      i64 x_stride, i64 k, i64 kind, i64 whole, i64 wide) {
     extern __shared__ __align__(16) u8 memory[];
     __shared__ u64 candidates[kMostCandidates];
@@ -64,15 +64,10 @@ __global__ void __launch_bounds__(1024, 1) topk_fwd_wide(const void* x, void* va
     __shared__ Choice chosen[kMostChosen];
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
     const int most = static_cast<int>(k), column = static_cast<int>(threadIdx.x) * V;
-    const int valid = static_cast<int>(cols) - column;
     const i64 row = blockIdx.x, start = row * x_stride;
     const TopkResults results{x, values, indices, static_cast<int>(kind), wide != 0};
     u32 key[V];
-    {
-        float value[V];
-        load_some<V>(x, start + column, static_cast<int>(kind), whole != 0, valid, value);
-        keys_of<V>(value, valid, key);
-    }
+    load_keys<V>(x, start, column, cols, kind, whole, key);
 
     // ---- those that may be among the largest
     const int full = static_cast<int>(cols) / (kWarp * V);  // warps all of whose columns exist
@@ -117,8 +112,10 @@ __global__ void __launch_bounds__(1024, 1) topk_fwd_wide(const void* x, void* va
 
     // ---- all of them
     Choice* lists = reinterpret_cast<Choice*>(memory);
-    u32* scratch = reinterpret_cast<u32*>(lists + warps * most) + warp * most;
-    list_choices<V>(key, most, kind != kFloat32, warp * kWarp * V, scratch, lists + warp * most, lane);
+    for (int i = lane; i < most; i += kWarp) lists[warp * most + i] = {0u, 0};
+    __syncwarp();
+    load_keys<V>(x, start, column, cols, kind, whole, key);  // to keep them would take registers from other rows
+    choose<V>(key, most, column, lists + warp * most, lane);
     __syncthreads();
     if (warp != 0) return;
     merge_choices(lists, warps, most, chosen, lane);

@@ -56,15 +56,15 @@ MMA = Kernel(
 FWD = Kernel(
     "gemm/router_fwd.cu",
     "router_fwd",
-    template="T TERMS",
+    template="T TERMS STAGES",
     args="x:tmap weight:tmap out:tmap bias:ptr scale:ptr experts:i64 depth:i64 split_rows:i64 blocks_per_split:i64 "
-    "promote:i64 reach:i64",
-    variants=[("bf16", 1), ("bf16", 2), ("bf16", 3), ("fp16", 1), ("fp16", 2)],
+    "promote:i64 eager:i64 turns:i64",
+    variants=[("bf16", 1, 6), ("bf16", 1, 7), ("bf16", 2, 4), ("bf16", 3, 3), ("fp16", 1, 6), ("fp16", 2, 4)],
     max_registers=168,
     needs=("tma", "wgmma"),
     emulated=_ON_DEVICE_ONLY,
 )
-REACH = 0
+EAGER, DEEP, TURNS = 0, 6, 1
 DX = Kernel(
     "gemm/router_dx.cu",
     "router_dx",
@@ -140,8 +140,9 @@ def _splits(device: int, tiles: int, depth: int) -> tuple[int, int]:
 def _plan_fwd(device: int, token: str, count: int, rows: int, experts: int, depth: int, after_split: bool):
     tiles = _up(rows, TILE) * _up(experts, TILE)
     splits, each = _splits(device, tiles, depth)
-    shared = 12 * _TILE_BYTES + _SLACK
-    launch = FWD.bind((token, count), device, (tiles, splits), _THREADS, shared, overlap=after_split)
+    stages = (DEEP if count == 1 and token == "bf16" else 12 // (1 + count))
+    shared = stages * (1 + count) * _TILE_BYTES + _SLACK
+    launch = FWD.bind((token, count, stages), device, (tiles, splits), _THREADS, shared, overlap=after_split)
     return launch, splits, each
 
 

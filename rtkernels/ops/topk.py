@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from rtkernels import interop
 from rtkernels._guard import needs_grad
-from rtkernels._kernel import Kernel, Plans, allocator, dense_strides, device_info
+from rtkernels._kernel import Kernel, Plans, allocator, dense_strides
 from rtkernels._layout import GRID_LIMIT, check_same, metadata, row_count, row_stride, token, vector_bytes
 from rtkernels._registry import Op, TorchOp
 from rtkernels.errors import ArgumentError
@@ -19,7 +19,7 @@ from rtkernels.ops._router_rows import COLUMNS, KIND, WARP_COLUMNS, check_k, che
 from rtkernels.testing.rows import Row
 
 MAX_COLUMNS = 32 * WARP_COLUMNS
-_WARPS, _BLOCKS_PER_SM = 8, 4
+_WARPS = 8
 _UNIT = "router/topk.cu"
 _ARGS = "x:ptr values:ptr indices:ptr rows:i64 cols:i64 x_stride:i64 k:i64 kind:i64 whole:i64 wide:i64"
 _FWD = Kernel(_UNIT, "topk_fwd", template="V", args=_ARGS, variants=[(v,) for v in COLUMNS], max_registers=64)
@@ -72,10 +72,9 @@ def _plan_fwd(x, align: int, k: int, index_dtype: torch.dtype):
     v = lane_columns(cols)
     if cols > WARP_COLUMNS:
         warps = -(-cols // WARP_COLUMNS)
-        launch = _FWD_WIDE.bind((v,), device, min(rows, GRID_LIMIT), 32 * warps, 12 * warps * k)
+        launch = _FWD_WIDE.bind((v,), device, min(rows, GRID_LIMIT), 32 * warps, 8 * warps * k)
     else:
-        rounds = -(-rows // (_WARPS * _BLOCKS_PER_SM * device_info(device).sm_count))  # as many rows for every warp
-        launch = _FWD.bind((v,), device, -(-rows // (_WARPS * rounds)), 32 * _WARPS)
+        launch = _FWD.bind((v,), device, min(-(-rows // _WARPS), GRID_LIMIT), 32 * _WARPS)
     whole = whole_pieces(x, align, v)
     return launch, (rows, cols, step, k, KIND[dtype], int(whole), int(index_dtype == torch.int64)), *memory
 
