@@ -16,7 +16,7 @@ from rtkernels.errors import RtkError
 _BYTES, _ALIGNMENT = 128, 64
 _TYPES = {"fp16": (6, 2), "fp32": (7, 4), "bf16": (9, 2)}  # CUtensorMapDataType, bytes
 _SWIZZLE_128B = 3
-_PROMOTE_256B = 3  # of L2 reads
+_NO_PROMOTION = 0  # of L2 reads to more than is asked for
 _MAPS = 256  # remembered
 _NO_CONTEXT = (3, 201)  # CUDA_ERROR_NOT_INITIALIZED, CUDA_ERROR_INVALID_CONTEXT
 
@@ -54,7 +54,7 @@ def matrix_map(address: int, token: str, rows: int, cols: int, pitch: int, box_r
     strides = (ctypes.c_uint64 * 1)(pitch * size)
     box = (ctypes.c_uint32 * 2)(box_cols, box_rows)
     steps = (ctypes.c_uint32 * 2)(1, 1)
-    args = (made.address, kind, 2, address, dims, strides, box, steps, 0, _SWIZZLE_128B, _PROMOTE_256B, 0)
+    args = (made.address, kind, 2, address, dims, strides, box, steps, 0, _SWIZZLE_128B, _NO_PROMOTION, 0)
     status = _encode()(*args)
     if status in _NO_CONTEXT:
         from rtkernels._kernel import make_context

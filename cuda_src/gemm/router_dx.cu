@@ -4,8 +4,8 @@
 // left out.
 //
 // A block makes `tiles_each` tiles of 128 columns for its 128 rows, block = row tile * parts + part. Up to 256 experts,
-// dy's terms stay in shared memory meanwhile; beyond, their four places are a second ring. Sums of 256 experts go to
-// fp32 registers.
+// dy's terms stay in shared memory meanwhile, and a tile is written while the next one is made, in another set of
+// registers; beyond, dy's four places are a second ring, and sums of 256 experts go to the other registers.
 #include "gemm/router_wgmma.cuh"
 #include "ptx/barrier.cuh"
 
@@ -175,9 +175,9 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
             for (int k = 0; k < kDepthSteps; ++k)
 #pragma unroll
                 for (int l = term == 0 ? kLeft - 1 : 0; l >= 0; --l)  // dy's small term meets W's large one only
-                    ptx::wgmma_shared<bf16, true>(part, a + l * (kTileBytes >> 4) + k * kNextKMajor,
-                                                  b + k * kNextColumnMajor,
-                                                  !fresh || term != kRight - 1 || k != 0 || (term == 0 && l != kLeft - 1));
+                    ptx::wgmma_shared<bf16, true>(
+                        part, a + l * (kTileBytes >> 4) + k * kNextKMajor, b + k * kNextColumnMajor,
+                        !fresh || term != kRight - 1 || k != 0 || (term == 0 && l != kLeft - 1));
             ptx::wgmma_commit();
             at.next();
         };

@@ -10,11 +10,14 @@
 
 namespace rtk {
 
-template <typename T, int kTerms, int kStages>
+constexpr int router_fwd_stages(int terms) { return 14 / (1 + terms); }  // _router_kernels.py knows them too
+
+template <typename T, int kTerms>
 __global__ void __launch_bounds__(kRouterThreads, 1)
     router_fwd(const __grid_constant__ ptx::TensorMap x, const __grid_constant__ ptx::TensorMap weight,
                const __grid_constant__ ptx::TensorMap out, const float* bias, const float* scale, i64 experts,
-               i64 depth, i64 split_rows, i64 blocks_per_split, i64 promote, i64 eager, i64 turns) {
+               i64 depth, i64 split_rows, i64 blocks_per_split, i64 promote) {
+    constexpr int kStages = router_fwd_stages(kTerms);
     constexpr u32 kStageBytes = (1 + kTerms) * kTileBytes;
     extern __shared__ u8 memory[];
     const u32 base = (ptx::shared_address(memory) + 1023u) & ~1023u;
@@ -33,7 +36,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
                          static_cast<i32>(m0));
     };
     // Of the copies at the start the first come first, so those of x and W take turns; unless W may be late.
-    const int ahead = min(kStages, blocks), early = kTerms == 1 && turns ? 1 : ahead;
+    const int ahead = min(kStages, blocks), early = kTerms == 1 ? 1 : ahead;
     if (threadIdx.x == kConsumerWarps * kWarp) {
         ring.init(kConsumerWarps);
         ptx::mbarrier_fence_init();
@@ -87,18 +90,13 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
                                                     b + term * (kTileBytes >> 4) + k * kNextKMajor,
                                                     i != done || k != 0 || term != kTerms - 1);
                 ptx::wgmma_commit();
-                if (eager) {
-                    ptx::wgmma_wait<0>();
-                    ring.release(at.stage, place.lane);
-                } else {
-                    ptx::wgmma_wait<1>();
-                    if (i != done) ring.release(last_stage, place.lane);
-                }
+                ptx::wgmma_wait<1>();
+                if (i != done) ring.release(last_stage, place.lane);
                 last_stage = at.stage;
                 at.next();
             }
             ptx::wgmma_wait<0>();
-            if (!eager) ring.release(last_stage, place.lane);
+            ring.release(last_stage, place.lane);
             add_to(sums, part);
             done = end;
         }

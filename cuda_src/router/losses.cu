@@ -2,8 +2,8 @@
 //     z-loss:          factor * sum over rows of logsumexp(x)^2
 //     load balancing:  factor * sum over rows and experts of counts * s, s the softmax of the row, its sigmoids divided
 //                      by their sum, or the numbers themselves; counts are those of the row's sequence
-// A warp owns a row at a time, the first of its columns in registers and those of its next row on their way. Blocks leave
-// their sums in `partial`; the last one, by `ticket` (0 before), adds them.
+// A warp owns a row at a time, the first of its columns in registers and those of its next row on their way. Blocks
+// leave their sums in `partial`; the last one, by `ticket` (0 before), adds them.
 #include "router/rows.cuh"
 #include "router/scores.cuh"
 
@@ -28,7 +28,7 @@ RTK_DEVICE void load_counts(const i32* counts, int at, int cols, float (&f)[PIEC
     for (int i = 0; i < PIECE; ++i) f[i] = at + i < cols ? static_cast<float>(counts[at + i]) : 0.0f;
 }
 
-// Neighbouring columns of a row in the registers of a warp; most routers have no more. Missing ones add nothing to sums.
+// Columns of a row in the registers of a warp; most routers have no more. Missing ones add nothing to sums.
 template <int PIECE>
 struct Columns {
     static constexpr int kPieces = 2;
@@ -115,7 +115,7 @@ RTK_DEVICE RowSums row_sums(const Columns<PIECE>& head, const void* x, i64 start
     return all;
 }
 
-// z-loss of fp32 rows of whole pieces that fit into registers: several at a time, so that a warp waits for all together.
+// z-loss of fp32 rows of whole pieces that fit into registers: several at a time, for which a warp waits together.
 inline constexpr int kRowsTogether = 4;
 
 template <int PIECE>
@@ -232,7 +232,8 @@ __global__ void __launch_bounds__(256, 2)
     const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
     const i64 step = static_cast<i64>(gridDim.x) * warps * kRowsTogether;
     float total = 0.0f;
-    for (i64 row = (static_cast<i64>(blockIdx.x) * warps + threadIdx.x / kWarp) * kRowsTogether; row < rows; row += step) {
+    i64 row = (static_cast<i64>(blockIdx.x) * warps + threadIdx.x / kWarp) * kRowsTogether;
+    for (; row < rows; row += step) {
         RowsTogether<PIECE> all;
         all.load(x, row, rows, x_stride, static_cast<int>(experts), lane);
         all.add_up();
@@ -247,8 +248,8 @@ __global__ void __launch_bounds__(256, 2)
 
 template <int PIECE>
 __global__ void __launch_bounds__(256, 2)
-    router_z_bwd(const float* g, const float* x, const i32*, float* dx, i64 rows, i64 experts, i64 x_stride, i64, i64, i64,
-                 i64, i64, i64, double factor) {
+    router_z_bwd(const float* g, const float* x, const i32*, float* dx, i64 rows, i64 experts, i64 x_stride, i64, i64,
+                 i64, i64, i64, i64, double factor) {
     const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp, cols = static_cast<int>(experts);
     const i64 row = (static_cast<i64>(blockIdx.x) * warps + threadIdx.x / kWarp) * kRowsTogether;
     if (row >= rows) return;

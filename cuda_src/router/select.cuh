@@ -1,9 +1,9 @@
 // The k largest numbers of a row, largest first, equal ones by column: exact, for every input.
 //
 // A warp holds up to 32 * V columns, each lane V neighbours. Numbers become unsigned keys of the same order: NaN above
-// all, -0 and +0 equal, 0 for what does not take part. A lane keeps its three largest keys at hand. The quick way takes
+// all, -0 and +0 equal, 0 for what does not take part. A lane keeps its two largest keys at hand. The quick way takes
 // the largest of all lanes k times over, one warp reduction each, without looking at ties; it then checks that exactly k
-// keys were taken and that no lane hides a fourth one that belongs among them, which is so for most rows when k is small.
+// keys were taken and that no lane hides a third one that belongs among them, which is so for most rows when k is small.
 // The other way takes ties and any number of keys from one lane in their order.
 #pragma once
 #include "common/abi.cuh"
@@ -13,7 +13,7 @@
 namespace rtk {
 
 inline constexpr int kMostChosen = 64;
-inline constexpr int kQuickChosen = 16;  // beyond, a fourth key of one lane is the rule
+inline constexpr int kQuickChosen = 16;  // beyond, a third key of one lane is the rule
 
 RTK_DEVICE u32 key_of(float x) {
     const u32 bits = __float_as_uint(ptx::canonical(x));
@@ -34,8 +34,8 @@ RTK_DEVICE void keys_of(const float (&value)[V], int valid, u32 (&key)[V]) {
     }
 }
 
-// Keys of 16-bit numbers leave their last 8 bits unused: with the column there, the first one largest, no two are equal.
-// `first` is the lane's first column among the warp's 256.
+// Keys of 16-bit numbers leave their last 8 bits unused: with the column there, the first one largest, no two are
+// equal. `first` is the lane's first column among the warp's 256.
 template <int V>
 RTK_DEVICE void tell_apart(u32 (&key)[V], int first) {
 #pragma unroll
@@ -59,59 +59,44 @@ RTK_DEVICE void two_largest(const u32 (&key)[V], u32& first, u32& second) {
     }
 }
 
-// The third one is 0 if there are but two.
-template <int V>
-RTK_DEVICE void three_largest(const u32 (&key)[V], u32 (&largest)[3]) {
-    u32 first = max(key[0], key[1]), second = min(key[0], key[1]), third = 0u;
-#pragma unroll
-    for (int v = 2; v < V; v += 2) {
-        const u32 high = max(key[v], key[v + 1]), low = min(key[v], key[v + 1]);
-        third = max(third, max(min(second, high), min(first, low)));
-        second = max(min(first, high), max(second, low));
-        first = max(first, high);
-    }
-    largest[0] = first, largest[1] = second, largest[2] = third;
-}
-
 // out[0..k) of the warp's own shared memory gets the choices; this lane's keys are of the columns from `column` on. Places
 // past the number of keys stay as they are. All lanes may read `out` afterwards.
 template <int V>
 RTK_DEVICE void choose(const u32 (&key)[V], int k, int column, Choice* out, int lane) {
     if (k <= kQuickChosen) {
-        u32 largest[3];
-        three_largest(key, largest);
-        u32 next = largest[0], second = largest[1], third = largest[2], best = 0u;
-        int turn[3] = {-1, -1, -1};  // at which this lane gave its last key, and the ones before
+        u32 first, second;
+        two_largest(key, first, second);
+        u32 next = first, after = second, best = 0u;
+        int taken = -1, earlier = -1;  // turns at which this lane gave its last key, and the one before
         for (int i = 0; i < k; ++i) {
             best = __reduce_max_sync(kAllLanes, next);
             if (next == best) {
-                turn[2] = turn[1], turn[1] = turn[0], turn[0] = i;
-                next = second, second = third, third = 0u;
+                earlier = taken, taken = i;
+                next = after, after = 0u;
             }
         }
-        const u32 once = __ballot_sync(kAllLanes, turn[0] >= 0), twice = __ballot_sync(kAllLanes, turn[1] >= 0);
-        const u32 thrice = V > 2 ? __ballot_sync(kAllLanes, turn[2] >= 0) : 0u;
-        const bool tied = (turn[1] >= 0 && largest[0] == largest[1]) || (turn[2] >= 0 && largest[1] == largest[2]);
-        bool sure = best != 0u && __popc(once) + __popc(twice) + __popc(thrice) == k && !__any_sync(kAllLanes, tied);
-        if (sure && thrice != 0u) {
+        const u32 givers = __ballot_sync(kAllLanes, taken >= 0), twice = __ballot_sync(kAllLanes, earlier >= 0);
+        bool sure = best != 0u && __popc(givers) + __popc(twice) == k;
+        if (V > 2 && sure && twice != 0u) {
             int count = 0;
 #pragma unroll
             for (int v = 0; v < V; ++v) count += key[v] >= best ? 1 : 0;
-            sure = !__any_sync(kAllLanes, count > 3);
+            sure = !__any_sync(kAllLanes, earlier >= 0 && count > 2);
         }
         if (sure) {
-            const int given = turn[0] < 0 ? 0 : turn[1] < 0 ? 1 : turn[2] < 0 ? 2 : 3;
+            if (taken >= 0) {
+                int slot = 0;
 #pragma unroll
-            for (int j = 0; j < 3; ++j) {
-                if (j == 2 && thrice == 0u) break;
-                if (j < given) {
-                    int slot = 0;
+                for (int v = V - 1; v >= 0; --v)
+                    if (key[v] == first) slot = v;
+                out[earlier >= 0 ? earlier : taken] = {first, column + slot};
+            }
+            if (earlier >= 0) {
+                int slot = 0;
 #pragma unroll
-                    for (int v = V - 1; v >= 0; --v)
-                        if (key[v] == largest[j]) slot = v;
-                    const int at = given == 1 ? turn[0] : given == 2 ? turn[1 - j] : j == 0 ? turn[2] : turn[2 - j];
-                    out[at] = {largest[j], column + slot};
-                }
+                for (int v = 0; v < V; ++v)
+                    if (key[v] == second) slot = v;
+                out[taken] = {second, column + slot};
             }
             __syncwarp();
             return;

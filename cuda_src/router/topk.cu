@@ -1,9 +1,10 @@
-// values, indices = the k largest numbers of every row of x, largest first, equal ones by column. Values keep their bits.
+// values, indices = the k largest numbers of every row of x, largest first, equal ones by column. Values keep their
+// bits.
 //
-// Rows of up to 32 * V columns: a warp per row. Longer ones: a block per row, 32 * V columns per warp. Few of their numbers
-// can be among the k largest, namely those that are not below the t-th largest of the lanes' maxima in any warp, where
-// t * warps >= k; these find their places by counting the larger ones. Where too many are left (equal numbers), each warp
-// chooses from its own, and the first one merges.
+// Rows of up to 32 * V columns: one per warp. Longer ones: one per block, 32 * V columns per warp. None of the k largest
+// is below the t-th largest of the lanes' maxima in every warp, where t * warps >= k. The few that are not below the
+// least of these floors find their places by counting the larger ones. Where too many are left (equal numbers), each
+// warp chooses from its own, and the first one merges.
 #include "router/select.cuh"
 
 namespace rtk {
@@ -94,7 +95,8 @@ __global__ void __launch_bounds__(1024, 2) topk_fwd_wide(const void* x, void* va
         for (int v = 0; v < V; ++v) {
             if (key[v] >= floor) {
                 const u32 place = atomicAdd(&found, 1u);
-                if (place < kMostCandidates) candidates[place] = static_cast<u64>(key[v]) << 32 | ~static_cast<u32>(column + v);
+                if (place < kMostCandidates)
+                    candidates[place] = static_cast<u64>(key[v]) << 32 | ~static_cast<u32>(column + v);
             }
         }
     }
@@ -104,6 +106,7 @@ __global__ void __launch_bounds__(1024, 2) topk_fwd_wide(const void* x, void* va
         for (int i = threadIdx.x; i < count; i += blockDim.x) {
             const u64 mine = candidates[i];
             int rank = 0;
+#pragma unroll 8
             for (int j = 0; j < count; ++j) rank += candidates[j] > mine ? 1 : 0;
             if (rank < most) results.put(row * k + rank, start, static_cast<int>(~static_cast<u32>(mine)));
         }

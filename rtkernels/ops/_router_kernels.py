@@ -56,15 +56,14 @@ MMA = Kernel(
 FWD = Kernel(
     "gemm/router_fwd.cu",
     "router_fwd",
-    template="T TERMS STAGES",
+    template="T TERMS",
     args="x:tmap weight:tmap out:tmap bias:ptr scale:ptr experts:i64 depth:i64 split_rows:i64 blocks_per_split:i64 "
-    "promote:i64 eager:i64 turns:i64",
-    variants=[("bf16", 1, 6), ("bf16", 1, 7), ("bf16", 2, 4), ("bf16", 3, 3), ("fp16", 1, 6), ("fp16", 2, 4)],
+    "promote:i64",
+    variants=[("bf16", 1), ("bf16", 2), ("bf16", 3), ("fp16", 1), ("fp16", 2)],
     max_registers=168,
     needs=("tma", "wgmma"),
     emulated=_ON_DEVICE_ONLY,
 )
-EAGER, DEEP, TURNS = 0, 6, 1
 DX = Kernel(
     "gemm/router_dx.cu",
     "router_dx",
@@ -140,9 +139,8 @@ def _splits(device: int, tiles: int, depth: int) -> tuple[int, int]:
 def _plan_fwd(device: int, token: str, count: int, rows: int, experts: int, depth: int, after_split: bool):
     tiles = _up(rows, TILE) * _up(experts, TILE)
     splits, each = _splits(device, tiles, depth)
-    stages = (DEEP if count == 1 and token == "bf16" else 12 // (1 + count))
-    shared = stages * (1 + count) * _TILE_BYTES + _SLACK
-    launch = FWD.bind((token, count, stages), device, (tiles, splits), _THREADS, shared, overlap=after_split)
+    shared = 14 // (1 + count) * (1 + count) * _TILE_BYTES + _SLACK
+    launch = FWD.bind((token, count), device, (tiles, splits), _THREADS, shared, overlap=after_split)
     return launch, splits, each
 
 

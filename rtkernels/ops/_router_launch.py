@@ -135,7 +135,7 @@ def _logits(left: Operand, right: Operand, bias: Tensor | None, y: Tensor, after
     result = Operand(out, "fp32", rows if direct else splits * padded, experts if direct else pitch, pitch)
     launch(
         left.map(TILE, DEPTH), right.map(TILE, DEPTH), result.map(64, 32), address(bias) if splits == 1 else 0,
-        address(right.scale), experts, depth, padded, each, promote_blocks(precision), kernels.EAGER, kernels.TURNS,
+        address(right.scale), experts, depth, padded, each, promote_blocks(precision),
     )  # fmt: skip
     if pitch == experts:
         if splits > 1:
