@@ -16,7 +16,7 @@ from rtkernels.errors import RtkError
 _BYTES, _ALIGNMENT = 128, 64
 _TYPES = {"fp16": (6, 2), "fp32": (7, 4), "bf16": (9, 2)}  # CUtensorMapDataType, bytes
 _SWIZZLE_128B = 3
-_NO_PROMOTION = 0  # of L2 reads to more than is asked for
+_PROMOTION = {False: 0, True: 3}  # of L2 reads to 256 bytes
 _MAPS = 256  # remembered
 _NO_CONTEXT = (3, 201)  # CUDA_ERROR_NOT_INITIALIZED, CUDA_ERROR_INVALID_CONTEXT
 
@@ -33,7 +33,9 @@ class TensorMap:
 
 
 @lru_cache(maxsize=_MAPS)
-def matrix_map(address: int, token: str, rows: int, cols: int, pitch: int, box_rows: int, box_cols: int) -> TensorMap:
+def matrix_map(
+    address: int, token: str, rows: int, cols: int, pitch: int, box_rows: int, box_cols: int, promote: bool = True
+) -> TensorMap:
     """Return the map of a row-major matrix that is copied in boxes, swizzled by 128 bytes in shared memory.
 
     Args:
@@ -44,6 +46,7 @@ def matrix_map(address: int, token: str, rows: int, cols: int, pitch: int, box_r
         pitch: Elements from row to row; a multiple of 16 bytes.
         box_rows: Rows of a box, at most 256.
         box_cols: Columns of a box, at most 128 bytes.
+        promote: L2 reads 256 bytes where it must read.
 
     Raises:
         RtkError: The driver refuses.
@@ -54,7 +57,7 @@ def matrix_map(address: int, token: str, rows: int, cols: int, pitch: int, box_r
     strides = (ctypes.c_uint64 * 1)(pitch * size)
     box = (ctypes.c_uint32 * 2)(box_cols, box_rows)
     steps = (ctypes.c_uint32 * 2)(1, 1)
-    args = (made.address, kind, 2, address, dims, strides, box, steps, 0, _SWIZZLE_128B, _NO_PROMOTION, 0)
+    args = (made.address, kind, 2, address, dims, strides, box, steps, 0, _SWIZZLE_128B, _PROMOTION[promote], 0)
     status = _encode()(*args)
     if status in _NO_CONTEXT:
         from rtkernels._kernel import make_context

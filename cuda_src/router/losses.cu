@@ -286,13 +286,12 @@ __global__ void __launch_bounds__(256, 4)
     i64 row = static_cast<i64>(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp;
     Part ahead;
     if (row < rows) ahead.load(x, row * x_stride, 0, cols, kind, whole_in != 0, which, lane);
-    const float all_rows = *g * static_cast<float>(factor);
     for (; row < rows; row += step) {
         const i64 start = row * x_stride;
         const i32* weights = counts_of(row);
         Part part = ahead;
         if (row + step < rows) ahead.load(x, start + step * x_stride, 0, cols, kind, whole_in != 0, which, lane);
-        float scale = all_rows, mean = 0.0f, inverse = 0.0f, top = 0.0f;
+        float scale = *g * static_cast<float>(factor), mean = 0.0f, inverse = 0.0f, top = 0.0f;
         if (which != kBalancePlain) {
             const RowSums sums = row_sums<PIECE>(part, x, start, weights, cols, kind, whole_in != 0, which, lane);
             inverse = inverse_or_zero(sums.sum);

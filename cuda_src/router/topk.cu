@@ -106,7 +106,6 @@ __global__ void __launch_bounds__(1024, 2) topk_fwd_wide(const void* x, void* va
         for (int i = threadIdx.x; i < count; i += blockDim.x) {
             const u64 mine = candidates[i];
             int rank = 0;
-#pragma unroll 8
             for (int j = 0; j < count; ++j) rank += candidates[j] > mine ? 1 : 0;
             if (rank < most) results.put(row * k + rank, start, static_cast<int>(~static_cast<u32>(mine)));
         }

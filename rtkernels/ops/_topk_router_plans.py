@@ -122,9 +122,11 @@ def _plan_fwd(logits, bias, align, k, mode, num_groups, top_groups, group_k, den
         warps, teams = -(-experts // WARP_COLUMNS), 1
         grid = min(rows, max(_WARPS_PER_SM * device_info(device).sm_count // warps // 2, 1))
     else:
-        # Blocks add their counts to the same few numbers, so large ones where there are rows for all of them.
+        # Blocks add their counts to the same few numbers, so large ones where there are rows for all of them; half
+        # as large where rows have memory of their own (docs/measurements.md).
         sms = device_info(device).sm_count
-        warps = teams = _MANY_WARPS if rows > _WARPS_PER_SM * sms else _WARPS
+        many = _MANY_WARPS // 2 if team else _MANY_WARPS
+        warps = teams = many if rows > _WARPS_PER_SM * sms else _WARPS
         rounds = -(-rows // (_WARPS_PER_SM * sms))  # every warp gets the same number of rows
         grid = -(-rows // (warps * rounds))
     launch = _FWD.bind((v, wide), device, min(grid, GRID_LIMIT), 32 * warps, _round(4 * experts) + teams * team)
