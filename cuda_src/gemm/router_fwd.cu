@@ -10,14 +10,14 @@
 
 namespace rtk {
 
-constexpr int router_fwd_stages(int terms) { return 14 / (1 + terms); }  // _router_kernels.py knows them too
+inline constexpr int kRingTiles = 14;  // _router_kernels.py knows it too
 
 template <typename T, int kTerms>
 __global__ void __launch_bounds__(kRouterThreads, 1)
     router_fwd(const __grid_constant__ ptx::TensorMap x, const __grid_constant__ ptx::TensorMap weight,
                const __grid_constant__ ptx::TensorMap out, const float* bias, const float* scale, i64 experts,
                i64 depth, i64 split_rows, i64 blocks_per_split, i64 promote) {
-    constexpr int kStages = router_fwd_stages(kTerms);
+    constexpr int kStages = kRingTiles / (1 + kTerms);
     constexpr u32 kStageBytes = (1 + kTerms) * kTileBytes;
     extern __shared__ u8 memory[];
     const u32 base = (ptx::shared_address(memory) + 1023u) & ~1023u;

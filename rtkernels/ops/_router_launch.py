@@ -133,7 +133,7 @@ def _logits(left: Operand, right: Operand, bias: Tensor | None, y: Tensor, after
     direct = splits == 1 and pitch == experts
     out = y if direct else y.new_empty(splits, padded, pitch)
     result = Operand(out, "fp32", rows if direct else splits * padded, experts if direct else pitch, pitch)
-    promote = right.count > 1  # slower by 0.8 µs of 20 where x is most of what is read
+    promote = right.count > 1  # where x is most of what is read, more at a time is slower
     launch(
         left.map(TILE, DEPTH, promote), right.map(TILE, DEPTH, promote), result.map(64, 32),
         address(bias) if splits == 1 else 0,
