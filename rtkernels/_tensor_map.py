@@ -15,8 +15,8 @@ from rtkernels.errors import RtkError
 
 _BYTES, _ALIGNMENT = 128, 64
 _TYPES = {"byte": (0, 1), "fp16": (6, 2), "fp32": (7, 4), "bf16": (9, 2)}  # CUtensorMapDataType, bytes
-_SWIZZLE_128B = 3
-_PROMOTE_256B = 3  # of L2 reads
+_SWIZZLE = {False: 0, True: 3}  # none, or by 128 bytes
+_PROMOTION = {False: 0, True: 3}  # of L2 reads to 256 bytes
 _MAPS = 256  # remembered
 _NO_CONTEXT = (3, 201)  # CUDA_ERROR_NOT_INITIALIZED, CUDA_ERROR_INVALID_CONTEXT
 
@@ -32,8 +32,19 @@ class TensorMap:
         self.address = start + -start % _ALIGNMENT
 
 
-def matrix_map(address: int, token: str, rows: int, cols: int, pitch: int, box_rows: int, box_cols: int) -> TensorMap:
-    """Return the map of a row-major matrix that is copied in boxes, swizzled by 128 bytes in shared memory.
+def matrix_map(
+    address: int,
+    token: str,
+    rows: int,
+    cols: int,
+    pitch: int,
+    box_rows: int,
+    box_cols: int,
+    *,
+    swizzle: bool = True,
+    promote: bool = True,
+) -> TensorMap:
+    """Return the map of a row-major matrix that is copied in boxes.
 
     Args:
         address: Of the first element on the device, a multiple of 16.
@@ -42,24 +53,34 @@ def matrix_map(address: int, token: str, rows: int, cols: int, pitch: int, box_r
         cols: Columns of the matrix.
         pitch: Elements from row to row; a multiple of 16 bytes.
         box_rows: Rows of a box, at most 256.
-        box_cols: Columns of a box, at most 128 bytes.
+        box_cols: Columns of a box, at most 256; at most 128 bytes with `swizzle`.
+        swizzle: As for :func:`tiled_map`.
+        promote: As for :func:`tiled_map`.
     """
     size = _TYPES[token][1]
-    return tiled_map(address, token, (cols, rows), (pitch * size,), (box_cols, box_rows))
+    return tiled_map(address, token, (cols, rows), (pitch * size,), (box_cols, box_rows), swizzle, promote)
 
 
 @lru_cache(maxsize=_MAPS)
 def tiled_map(
-    address: int, token: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+    address: int,
+    token: str,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: bool = True,
+    promote: bool = True,
 ) -> TensorMap:
-    """Return the map of a tensor that is copied in boxes, swizzled by 128 bytes in shared memory.
+    """Return the map of a tensor that is copied in boxes.
 
     Args:
         address: Of the first element on the device, a multiple of 16.
         token: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"byte"``.
         sizes: Elements in each dimension, the contiguous one first; what lies outside is read as 0, and not written.
         strides: Bytes from one to the next in each dimension but the first; multiples of 16.
-        box: Elements of a box in each dimension, at most 256, and 128 bytes in the first.
+        box: Elements of a box in each dimension, at most 256, and 128 bytes in the first with `swizzle`.
+        swizzle: By 128 bytes, in shared memory; else rows follow each other there.
+        promote: L2 reads 256 bytes where it must read.
 
     Raises:
         RtkError: The driver refuses.
@@ -71,7 +92,7 @@ def tiled_map(
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*[1] * rank),
     )
-    args = (made.address, _TYPES[token][0], rank, address, *arrays, 0, _SWIZZLE_128B, _PROMOTE_256B, 0)
+    args = (made.address, _TYPES[token][0], rank, address, *arrays, 0, _SWIZZLE[swizzle], _PROMOTION[promote], 0)
     status = _encode()(*args)
     if status in _NO_CONTEXT:
         from rtkernels._kernel import make_context

@@ -38,6 +38,7 @@ CASES: dict[str, tuple[tuple[int, ...], int, Callable[[Tensor], Tensor]]] = {
     "ties": ((6, 256), 8, lambda x: (x * 2).round()),
     "ties_pieces": ((4, 700), 20, lambda x: (x * 2).round()),
     "ties_wide": ((2, 1100), 16, lambda x: x.round()),
+    "last_bits_decide": ((6, 256), 8, lambda x: 1 + (x * 40).round() * 2.0**-23),
     "equal": ((3, 256), 16, lambda x: torch.zeros_like(x)),
     "equal_pieces": ((2, 600), 16, lambda x: torch.ones_like(x)),
     "sorted": ((3, 256), 12, lambda x: x.sort(-1).values),

@@ -4,8 +4,8 @@
 // left out.
 //
 // A block makes `tiles_each` tiles of 128 columns for its 128 rows, block = row tile * parts + part. Up to 256 experts,
-// dy's terms stay in shared memory meanwhile; beyond, their four places are a second ring. Sums of 256 experts go to
-// fp32 registers.
+// dy's terms stay in shared memory meanwhile, and a tile is written while the next one is made, in another set of
+// registers; beyond, dy's four places are a second ring, and sums of 256 experts go to the other registers.
 #include "gemm/router_wgmma.cuh"
 #include "ptx/barrier.cuh"
 
@@ -61,6 +61,9 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
     const int tiles = min(static_cast<int>(tiles_each), static_cast<int>(ceil_div(depth, kRouterTile)) - tile0);
     const int blocks = static_cast<int>(ceil_div(experts, kBlockDepth));
     const bool stays = blocks <= kDyPlaces;
+    // Of the copies at the start the first come first, so those of dy and W take turns; unless W may be late.
+    const int early = kRight == 1 ? 1 : blocks;
+    const int together = kRight == 1 ? min(tiles, 2) : 1;  // tiles at the start: enough to multiply while dy comes
 
     auto fetch_dy = [&](int where, int block) {
         ptx::mbarrier_arrive_expect(dy_ring.full(where), kDyBytes);
@@ -75,7 +78,11 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
         dy_ring.init(kConsumerWarps);
         ptx::mbarrier_fence_init();
         if (stays)
-            for (int i = 0; i < blocks; ++i) fetch_dy(i, i);
+            for (int i = 0; i < early; ++i) fetch_dy(i, i);
+    }
+    if (threadIdx.x == 0) {
+        ptx::tma_prefetch_map(weight);
+        ptx::tma_prefetch_map(dx);
     }
     __syncthreads();
 
@@ -85,23 +92,33 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
             ptx::wait_for_previous();  // W's terms
             RingPlace<kStages> at{0, 1};
             RingPlace<kDyPlaces> dy_at{0, 1};
-            for (int tile = 0; tile < tiles; ++tile)
+            auto fetch_weight = [&](int tile, int block) {
+                for (int term = kRight - 1; term >= 0; --term) {
+                    ptx::mbarrier_wait(ring.empty(at.stage), at.phase);
+                    ptx::mbarrier_arrive_expect(ring.full(at.stage), kTileBytes);
+#pragma unroll
+                    for (int i = 0; i < 2; ++i)
+                        ptx::tma_load_2d(base + at.stage * kTileBytes + i * (kTileBytes / 2), weight,
+                                         ring.full(at.stage), (tile0 + tile) * kRouterTile + i * 64,
+                                         static_cast<i32>(term * experts + block * kBlockDepth));
+                    at.next();
+                }
+            };
+            if (stays) {
+                int here = early;
+                for (int block = 0; block < blocks; ++block) {
+                    for (; here < (block < 2 ? block + 1 : blocks); ++here) fetch_dy(here, here);
+                    for (int tile = 0; tile < together; ++tile) fetch_weight(tile, block);
+                }
+            }
+            for (int tile = stays ? together : 0; tile < tiles; ++tile)
                 for (int block = 0; block < blocks; ++block) {
                     if (!stays) {
                         ptx::mbarrier_wait(dy_ring.empty(dy_at.stage), dy_at.phase);
                         fetch_dy(dy_at.stage, block);
                         dy_at.next();
                     }
-                    for (int term = kRight - 1; term >= 0; --term) {
-                        ptx::mbarrier_wait(ring.empty(at.stage), at.phase);
-                        ptx::mbarrier_arrive_expect(ring.full(at.stage), kTileBytes);
-#pragma unroll
-                        for (int i = 0; i < 2; ++i)
-                            ptx::tma_load_2d(base + at.stage * kTileBytes + i * (kTileBytes / 2), weight,
-                                             ring.full(at.stage), (tile0 + tile) * kRouterTile + i * 64,
-                                             static_cast<i32>(term * experts + block * kBlockDepth));
-                        at.next();
-                    }
+                    fetch_weight(tile, block);
                 }
         }
     } else {
@@ -109,59 +126,13 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
         RingPlace<kStages> at;
         RingPlace<kDyPlaces> dy_at;
         const int t = place.lane % 4, group = place.warp / 4;
-        for (int tile = 0; tile < tiles; ++tile) {
-            float sums[64], part[64];
-            if (!stays) set_zero(sums);
-            for (int done = 0; done < blocks;) {
-                const int end = min(blocks, done + kDyPlaces);
-                int last_stage = 0, last_place = 0;
-                bool fresh = true;
-                for (int block = done; block < end; ++block) {
-                    const int where = stays ? block : dy_at.stage;
-                    if (tile == 0 || !stays) {
-                        ptx::mbarrier_wait(dy_ring.full(where), stays ? 0u : dy_at.phase);
-                        split_rows<kLeft>(dy_tiles + where * kDyBytes + group * (kTileBytes / 2), group);
-                    }
-                    const u64 a = k_major_descriptor(aligned + where * kDyBytes + group * (kTileBytes / 2));
-#pragma unroll
-                    for (int term = kRight - 1; term >= 0; --term) {  // of W; dy's small term meets the large one only
-                        ptx::mbarrier_wait(ring.full(at.stage), at.phase);
-                        const u64 b = column_major_descriptor(base + at.stage * kTileBytes);
-                        ptx::wgmma_fence();
-#pragma unroll
-                        for (int k = 0; k < kDepthSteps; ++k)
-#pragma unroll
-                            for (int l = term == 0 ? kLeft - 1 : 0; l >= 0; --l)
-                                ptx::wgmma_shared<bf16, true>(part, a + l * (kTileBytes >> 4) + k * kNextKMajor,
-                                                              b + k * kNextColumnMajor,
-                                                              !fresh || k != 0 || (term == 0 && l != kLeft - 1));
-                        ptx::wgmma_commit();
-                        ptx::wgmma_wait<1>();
-                        if (!fresh && place.lane == 0) {
-                            ptx::mbarrier_arrive(ring.empty(last_stage));
-                            if (!stays && term == kRight - 1) ptx::mbarrier_arrive(dy_ring.empty(last_place));
-                        }
-                        fresh = false;
-                        last_stage = at.stage;
-                        at.next();
-                    }
-                    last_place = where;
-                    dy_at.next();
-                }
-                ptx::wgmma_wait<0>();
-                if (place.lane == 0) {
-                    ptx::mbarrier_arrive(ring.empty(last_stage));
-                    if (!stays) ptx::mbarrier_arrive(dy_ring.empty(last_place));
-                }
-                if (!stays) add_to(sums, part);
-                done = end;
-            }
+        u8* own = results + group * kTileBytes + (place.row % 64) * kTileRow + t * 4;
 
+        auto write = [&](const float(&values)[64], int tile) {
             // Rows of 128 bytes as the copy engine wants them: two tiles of 64 columns for each warpgroup.
             if (threadIdx.x % 128 == 0) ptx::tma_store_wait_read();
             ptx::named_barrier_sync(1 + group, 128);
-            u8* own = results + group * kTileBytes + (place.row % 64) * kTileRow + t * 4;
-            auto write = [&](const float(&values)[64], auto pack) {
+            auto put = [&](auto pack) {
 #pragma unroll
                 for (int r = 0; r < 2; ++r)
 #pragma unroll
@@ -170,14 +141,10 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
                                                 ((j % 8 ^ (place.row & 7)) << 4)) =
                             pack(values[4 * j + 2 * r], values[4 * j + 2 * r + 1]);
             };
-            if (!stays) {
-                write(sums, [&](float lo, float hi) {
-                    return half ? ptx::cvt_f16x2(lo, hi) : ptx::cvt_bf16x2(lo, hi);
-                });
-            } else if (half) {
-                write(part, [](float lo, float hi) { return ptx::cvt_f16x2(lo, hi); });
+            if (half) {
+                put([](float lo, float hi) { return ptx::cvt_f16x2(lo, hi); });
             } else {
-                write(part, [](float lo, float hi) { return ptx::cvt_bf16x2(lo, hi); });
+                put([](float lo, float hi) { return ptx::cvt_bf16x2(lo, hi); });
             }
             ptx::fence_async_shared();
             ptx::named_barrier_sync(1 + group, 128);
@@ -188,8 +155,109 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
                                       (tile0 + tile) * kRouterTile + 64 * i, static_cast<i32>(m0) + 64 * group);
                 ptx::tma_store_commit();
             }
+        };
+        RingPlace<kStages> behind;  // the oldest place of W that products may still read
+        auto release = [&] {
+            if (place.lane == 0) ptx::mbarrier_arrive(ring.empty(behind.stage));
+            behind.next();
+        };
+        auto split = [&](int where, u32 phase) {
+            ptx::mbarrier_wait(dy_ring.full(where), phase);
+            split_rows<kLeft>(dy_tiles + where * kDyBytes + group * (kTileBytes / 2), group);
+        };
+        // Starts the products of dy in `where` and one term of W, the next one of the ring.
+        auto multiply = [&](float(&part)[64], int where, int term, bool fresh) {
+            ptx::mbarrier_wait(ring.full(at.stage), at.phase);
+            const u64 a = k_major_descriptor(aligned + where * kDyBytes + group * (kTileBytes / 2));
+            const u64 b = column_major_descriptor(base + at.stage * kTileBytes);
+            ptx::wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < kDepthSteps; ++k)
+#pragma unroll
+                for (int l = term == 0 ? kLeft - 1 : 0; l >= 0; --l)  // dy's small term meets W's large one only
+                    ptx::wgmma_shared<bf16, true>(
+                        part, a + l * (kTileBytes >> 4) + k * kNextKMajor, b + k * kNextColumnMajor,
+                        !fresh || term != kRight - 1 || k != 0 || (term == 0 && l != kLeft - 1));
+            ptx::wgmma_commit();
+            at.next();
+        };
+        // All products of a tile; `meanwhile` is called while the first are made.
+        auto whole_tile = [&](float(&part)[64], auto meanwhile) {
+            for (int block = 0; block < blocks; ++block) {
+#pragma unroll
+                for (int term = kRight - 1; term >= 0; --term) {
+                    multiply(part, block, term, block == 0);
+                    if (block == 0 && term == kRight - 1) {
+                        meanwhile();
+                    } else {
+                        ptx::wgmma_wait<1>();
+                        release();
+                    }
+                }
+            }
+            ptx::wgmma_wait<0>();
+            release();
+        };
+        float even[64], odd[64];
+        if (stays) {
+            split(0, 0u);
+            for (int block = 0; block < blocks; ++block) {
+#pragma unroll
+                for (int term = kRight - 1; term >= 0; --term) multiply(even, block, term, block == 0);
+                if (together == 2) {
+#pragma unroll
+                    for (int term = kRight - 1; term >= 0; --term) multiply(odd, block, term, block == 0);
+                }
+                if (block + 1 < blocks) split(block + 1, 0u);
+                ptx::wgmma_wait<0>();
+                for (int i = 0; i < together * kRight; ++i) release();
+            }
+            // From here on, a tile is written while the next one is made.
+            if (kRight == 2 && tiles > 1) {
+                whole_tile(odd, [&] { write(even, 0); });
+            } else {
+                write(even, 0);
+            }
+            for (int tile = 2; tile < tiles; tile += 2) {
+                whole_tile(even, [&] { write(odd, tile - 1); });
+                if (tile + 1 < tiles) {
+                    whole_tile(odd, [&] { write(even, tile); });
+                } else {
+                    write(even, tile);
+                }
+            }
+            if (tiles % 2 == 0) write(odd, tiles - 1);
+        } else {
+            RingPlace<kDyPlaces> dy_behind;
+            auto release_dy = [&] {
+                if (place.lane == 0) ptx::mbarrier_arrive(dy_ring.empty(dy_behind.stage));
+                dy_behind.next();
+            };
+            for (int tile = 0; tile < tiles; ++tile) {
+                set_zero(odd);
+                for (int first = 0; first < blocks; first += kDyPlaces) {
+                    const int end = min(blocks, first + kDyPlaces);
+                    for (int block = first; block < end; ++block) {
+                        split(dy_at.stage, dy_at.phase);
+#pragma unroll
+                        for (int term = kRight - 1; term >= 0; --term) {
+                            multiply(even, dy_at.stage, term, block == first);
+                            if (block == first && term == kRight - 1) continue;
+                            ptx::wgmma_wait<1>();
+                            release();
+                            if (term == kRight - 1) release_dy();
+                        }
+                        dy_at.next();
+                    }
+                    ptx::wgmma_wait<0>();
+                    release();
+                    release_dy();
+                    add_to(odd, even);
+                }
+                write(odd, tile);
+            }
         }
-        if (threadIdx.x % 128 == 0) ptx::tma_store_wait();
+        if (threadIdx.x % 128 == 0) ptx::tma_store_wait_read();  // the end of the kernel is that of the writes
     }
 }
 

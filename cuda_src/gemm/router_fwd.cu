@@ -10,12 +10,14 @@
 
 namespace rtk {
 
+inline constexpr int kRingTiles = 14;  // _router_kernels.py knows it too
+
 template <typename T, int kTerms>
 __global__ void __launch_bounds__(kRouterThreads, 1)
     router_fwd(const __grid_constant__ ptx::TensorMap x, const __grid_constant__ ptx::TensorMap weight,
                const __grid_constant__ ptx::TensorMap out, const float* bias, const float* scale, i64 experts,
                i64 depth, i64 split_rows, i64 blocks_per_split, i64 promote) {
-    constexpr int kStages = 12 / (1 + kTerms);
+    constexpr int kStages = kRingTiles / (1 + kTerms);
     constexpr u32 kStageBytes = (1 + kTerms) * kTileBytes;
     extern __shared__ u8 memory[];
     const u32 base = (ptx::shared_address(memory) + 1023u) & ~1023u;
@@ -33,11 +35,12 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
         ptx::tma_load_2d(base + stage * kStageBytes, x, ring.full(stage), (first + block) * kBlockDepth,
                          static_cast<i32>(m0));
     };
-    const int ahead = min(kStages, blocks);
+    // Of the copies at the start the first come first, so those of x and W take turns; unless W may be late.
+    const int ahead = min(kStages, blocks), early = kTerms == 1 ? 1 : ahead;
     if (threadIdx.x == kConsumerWarps * kWarp) {
         ring.init(kConsumerWarps);
         ptx::mbarrier_fence_init();
-        for (int i = 0; i < ahead; ++i) fetch_x(i, i);
+        for (int i = 0; i < early; ++i) fetch_x(i, i);
     }
     ptx::launch_dependents();
     __syncthreads();
@@ -52,7 +55,10 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
                                      (first + block) * kBlockDepth, static_cast<i32>(term * experts + n0));
             };
             ptx::wait_for_previous();  // the terms may still be on their way from there; x is not
-            for (int i = 0; i < ahead; ++i) fetch_weight(i, i);
+            for (int i = 0; i < ahead; ++i) {
+                if (i >= early) fetch_x(i, i);
+                fetch_weight(i, i);
+            }
             RingPlace<kStages> at{0, 0};
             for (int i = ahead; i < blocks; ++i) {
                 ptx::mbarrier_wait(ring.empty(at.stage), at.phase);
@@ -123,7 +129,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
                                   static_cast<i32>(n0) + 32 * i,
                                   static_cast<i32>(blockIdx.y * split_rows + m0) + 64 * group);
             ptx::tma_store_commit();
-            ptx::tma_store_wait();
+            ptx::tma_store_wait_read();  // the end of the kernel is that of the writes
         }
     }
 }

@@ -41,9 +41,6 @@ RTK_DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" 
 // Waits until this thread's stores have read shared memory.
 RTK_DEVICE void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-// Waits until this thread's stores are done.
-RTK_DEVICE void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-
 // Makes this thread's ordinary writes to shared memory visible to the copy engine and to wgmma; then comes a barrier.
 RTK_DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -2,8 +2,8 @@
 //     z-loss:          factor * sum over rows of logsumexp(x)^2
 //     load balancing:  factor * sum over rows and experts of counts * s, s the softmax of the row, its sigmoids divided
 //                      by their sum, or the numbers themselves; counts are those of the row's sequence
-// A warp owns a row at a time, in PIECE columns per lane. Blocks leave their sums in `partial`; the last one, by
-// `ticket` (0 before), adds them.
+// A warp owns a row at a time, the first of its columns in registers and those of its next row on their way. Blocks
+// leave their sums in `partial`; the last one, by `ticket` (0 before), adds them.
 #include "router/rows.cuh"
 #include "router/scores.cuh"
 
@@ -28,48 +28,81 @@ RTK_DEVICE void load_counts(const i32* counts, int at, int cols, float (&f)[PIEC
     for (int i = 0; i < PIECE; ++i) f[i] = at + i < cols ? static_cast<float>(counts[at + i]) : 0.0f;
 }
 
+// Columns of a row in the registers of a warp; most routers have no more. Missing ones add nothing to sums.
+template <int PIECE>
+struct Columns {
+    static constexpr int kPieces = 2;
+    static constexpr int kCount = kPieces * kWarp * PIECE;
+    float value[kPieces][PIECE];
+
+    RTK_DEVICE static int place(int piece, int lane) { return (piece * kWarp + lane) * PIECE; }
+
+    // Those from `first` on, of a row that starts at number `start` of x.
+    RTK_DEVICE void load(const void* x, i64 start, int first, int cols, int kind, bool whole, int loss, int lane) {
+#pragma unroll
+        for (int p = 0; p < kPieces; ++p) {
+            const int at = first + place(p, lane);
+            load_some<PIECE>(x, start + at, kind, whole, cols - at, value[p]);
+        }
+        if (first + kCount > cols) {
+            const float nothing = loss == kBalancePlain ? 0.0f : kMinusInfinity;
+#pragma unroll
+            for (int p = 0; p < kPieces; ++p)
+#pragma unroll
+                for (int i = 0; i < PIECE; ++i)
+                    if (first + place(p, lane) + i >= cols) value[p][i] = nothing;
+        }
+    }
+};
+
 struct RowSums {
     float top, sum, dot;  // the largest, the sum of exponentials or sigmoids, and that with the counts as factors
 };
 
+// `head` has the first columns of the row.
 template <int PIECE>
-RTK_DEVICE RowSums row_sums(const void* x, i64 start, const i32* counts, int cols, int kind, bool whole, int loss,
-                            int lane) {
+RTK_DEVICE RowSums row_sums(const Columns<PIECE>& head, const void* x, i64 start, const i32* counts, int cols, int kind,
+                            bool whole, int loss, int lane) {
+    using Part = Columns<PIECE>;
     float most = kMinusInfinity, sum = 0.0f, dot = 0.0f;
     const bool exponential = loss == kZLoss || loss == kBalanceSoftmax;
-    for (int at = lane * PIECE; at < cols; at += kWarp * PIECE) {
-        float value[PIECE], count[PIECE];
-        load_some<PIECE>(x, start + at, kind, whole, cols - at, value);
-        if (loss != kZLoss) {
-            load_counts<PIECE>(counts, at, cols, count);
-        } else {
-#pragma unroll
-            for (int i = 0; i < PIECE; ++i) count[i] = 0.0f;
-        }
-        float largest = most;
+    auto add = [&](const Part& part, int first) {
+        float anchor = 0.0f;
         if (exponential) {
+            float largest = most;
 #pragma unroll
-            for (int i = 0; i < PIECE; ++i)
-                if (at + i < cols) largest = fmaxf(largest, value[i]);
-            if (largest > most) {
-                const float factor = expf(most - largest);
-                sum *= factor, dot *= factor, most = largest;
+            for (int p = 0; p < Part::kPieces; ++p)
+#pragma unroll
+                for (int i = 0; i < PIECE; ++i) largest = fmaxf(largest, part.value[p][i]);
+            anchor = anchor_of(largest);
+            if (first > 0) {
+                const float factor = expf(most - anchor);
+                sum *= factor, dot *= factor;
             }
+            most = largest;
         }
-        const float anchor = anchor_of(most);
 #pragma unroll
-        for (int i = 0; i < PIECE; ++i) {
-            if (at + i < cols) {
-                float s = value[i];
+        for (int p = 0; p < Part::kPieces; ++p) {
+            float count[PIECE];
+            if (loss != kZLoss) load_counts<PIECE>(counts, first + Part::place(p, lane), cols, count);
+#pragma unroll
+            for (int i = 0; i < PIECE; ++i) {
+                float s = part.value[p][i];
                 if (exponential) {
                     s = expf(s - anchor);
                 } else if (loss == kBalanceSigmoid) {
                     s = sigmoid_score(s);
                 }
                 sum += s;
-                dot += s * count[i];
+                if (loss != kZLoss) dot += s * count[i];
             }
         }
+    };
+    add(head, 0);
+    for (int first = Part::kCount; first < cols; first += Part::kCount) {
+        Part part;
+        part.load(x, start, first, cols, kind, whole, loss, lane);
+        add(part, first);
     }
     RowSums all{0.0f, 0.0f, 0.0f};
     if (exponential) {
@@ -78,9 +111,61 @@ RTK_DEVICE RowSums row_sums(const void* x, i64 start, const i32* counts, int col
         sum *= factor, dot *= factor;
     }
     all.sum = warp_reduce<Sum>(sum);
-    all.dot = warp_reduce<Sum>(dot);
+    if (loss != kZLoss) all.dot = warp_reduce<Sum>(dot);
     return all;
 }
+
+// z-loss of fp32 rows of whole pieces that fit into registers: several at a time, for which a warp waits together.
+inline constexpr int kRowsTogether = 4;
+
+template <int PIECE>
+struct RowsTogether {
+    static constexpr int kPieces = Columns<PIECE>::kPieces;
+    float value[kRowsTogether][kPieces][PIECE];
+    float top[kRowsTogether], sum[kRowsTogether];  // the largest, and the sum of exponentials of differences from it
+
+    RTK_DEVICE void load(const float* x, i64 first_row, i64 rows, i64 stride, int cols, int lane) {
+#pragma unroll
+        for (int r = 0; r < kRowsTogether; ++r) {  // of missing rows the last one, so that all do the same
+            const float* from = x + min(first_row + r, rows - 1) * stride;
+#pragma unroll
+            for (int p = 0; p < kPieces; ++p) {
+                const int at = Columns<PIECE>::place(p, lane);
+#pragma unroll
+                for (float& v : value[r][p]) v = kMinusInfinity;
+                if (at < cols) load_keep<float, PIECE>(from + at, value[r][p]);
+            }
+        }
+    }
+
+    // The sum of exp(value - top) for every row; values become exponentials.
+    RTK_DEVICE void add_up() {
+#pragma unroll
+        for (int r = 0; r < kRowsTogether; ++r) {
+            top[r] = kMinusInfinity, sum[r] = 0.0f;
+#pragma unroll
+            for (auto& piece : value[r])
+#pragma unroll
+                for (float v : piece) top[r] = fmaxf(top[r], v);
+        }
+#pragma unroll
+        for (int offset = kWarp / 2; offset > 0; offset /= 2)
+#pragma unroll
+            for (float& t : top) t = fmaxf(t, __shfl_xor_sync(kAllLanes, t, offset));
+#pragma unroll
+        for (int r = 0; r < kRowsTogether; ++r) {
+            top[r] = anchor_of(top[r]);
+#pragma unroll
+            for (auto& piece : value[r])
+#pragma unroll
+                for (float& v : piece) sum[r] += v = expf(v - top[r]);
+        }
+#pragma unroll
+        for (int offset = kWarp / 2; offset > 0; offset /= 2)
+#pragma unroll
+            for (float& t : sum) t += __shfl_xor_sync(kAllLanes, t, offset);
+    }
+};
 
 RTK_DEVICE float block_sum(float v, float* parts) {
     const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
@@ -91,30 +176,11 @@ RTK_DEVICE float block_sum(float v, float* parts) {
     return warp_reduce<Sum>(lane < warps ? parts[lane] : 0.0f);
 }
 
-template <int PIECE>
-__global__ void __launch_bounds__(256)
-    router_loss_fwd(const void* x, const i32* counts, float* partial, float* loss, u32* ticket, i64 rows, i64 experts,
-                    i64 x_stride, i64 inner, i64 interleaved, i64 number_kind, i64 whole, i64 loss_kind,
-                    double factor) {
+// *loss = factor * the sum over all threads of all blocks.
+RTK_DEVICE void finish_loss(float total, float* partial, float* loss, u32* ticket, double factor) {
     __shared__ float parts[kWarp];
     __shared__ u32 drawn;
-    const int cols = static_cast<int>(experts), kind = static_cast<int>(number_kind);
-    const int which = static_cast<int>(loss_kind);
-    const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
-    const CountsOf counts_of{counts, experts, inner, interleaved};
-    float total = 0.0f;
-    for (i64 row = static_cast<i64>(blockIdx.x) * warps + threadIdx.x / kWarp; row < rows;
-         row += static_cast<i64>(gridDim.x) * warps) {
-        const RowSums sums =
-            row_sums<PIECE>(x, row * x_stride, counts_of(row), cols, kind, whole != 0, which, lane);
-        if (which == kZLoss) {
-            const float level = logf(sums.sum) + sums.top;
-            total += level * level;
-        } else {
-            total += which == kBalancePlain ? sums.dot : sums.dot * inverse_or_zero(sums.sum);
-        }
-    }
-    total = block_sum(lane == 0 ? total : 0.0f, parts);
+    total = block_sum(total, parts);
     if (threadIdx.x == 0) {
         partial[blockIdx.x] = total;
         __threadfence();
@@ -129,45 +195,134 @@ __global__ void __launch_bounds__(256)
     if (threadIdx.x == 0) *loss = sum * static_cast<float>(factor);
 }
 
+template <int PIECE>
+__global__ void __launch_bounds__(256, 4)
+    router_loss_fwd(const void* x, const i32* counts, float* partial, float* loss, u32* ticket, i64 rows, i64 experts,
+                    i64 x_stride, i64 inner, i64 interleaved, i64 number_kind, i64 whole, i64 loss_kind,
+                    double factor) {
+    const int cols = static_cast<int>(experts), kind = static_cast<int>(number_kind);
+    const int which = static_cast<int>(loss_kind);
+    const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
+    const CountsOf counts_of{counts, experts, inner, interleaved};
+    const i64 step = static_cast<i64>(gridDim.x) * warps;
+    i64 row = static_cast<i64>(blockIdx.x) * warps + threadIdx.x / kWarp;
+    Columns<PIECE> ahead;
+    if (row < rows) ahead.load(x, row * x_stride, 0, cols, kind, whole != 0, which, lane);
+    float total = 0.0f;
+    for (; row < rows; row += step) {
+        const Columns<PIECE> head = ahead;
+        if (row + step < rows) ahead.load(x, (row + step) * x_stride, 0, cols, kind, whole != 0, which, lane);
+        const RowSums sums =
+            row_sums<PIECE>(head, x, row * x_stride, counts_of(row), cols, kind, whole != 0, which, lane);
+        if (which == kZLoss) {
+            const float level = logf(sums.sum) + sums.top;
+            total += level * level;
+        } else {
+            total += which == kBalancePlain ? sums.dot : sums.dot * inverse_or_zero(sums.sum);
+        }
+    }
+    finish_loss(lane == 0 ? total : 0.0f, partial, loss, ticket, factor);
+}
+
+// The same arguments as above and below, for the rows of RowsTogether.
+template <int PIECE>
+__global__ void __launch_bounds__(256, 2)
+    router_z_fwd(const float* x, const i32*, float* partial, float* loss, u32* ticket, i64 rows, i64 experts,
+                 i64 x_stride, i64, i64, i64, i64, i64, double factor) {
+    const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
+    const i64 step = static_cast<i64>(gridDim.x) * warps * kRowsTogether;
+    float total = 0.0f;
+    i64 row = (static_cast<i64>(blockIdx.x) * warps + threadIdx.x / kWarp) * kRowsTogether;
+    for (; row < rows; row += step) {
+        RowsTogether<PIECE> all;
+        all.load(x, row, rows, x_stride, static_cast<int>(experts), lane);
+        all.add_up();
+#pragma unroll
+        for (int r = 0; r < kRowsTogether; ++r) {
+            const float level = logf(all.sum[r]) + all.top[r];
+            if (row + r < rows) total += level * level;
+        }
+    }
+    finish_loss(lane == 0 ? total : 0.0f, partial, loss, ticket, factor);
+}
+
+template <int PIECE>
+__global__ void __launch_bounds__(256, 2)
+    router_z_bwd(const float* g, const float* x, const i32*, float* dx, i64 rows, i64 experts, i64 x_stride, i64, i64,
+                 i64, i64, i64, i64, double factor) {
+    const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp, cols = static_cast<int>(experts);
+    const i64 row = (static_cast<i64>(blockIdx.x) * warps + threadIdx.x / kWarp) * kRowsTogether;
+    if (row >= rows) return;
+    RowsTogether<PIECE> all;
+    all.load(x, row, rows, x_stride, cols, lane);
+    const float all_rows = *g * static_cast<float>(factor);
+    all.add_up();
+#pragma unroll
+    for (int r = 0; r < kRowsTogether; ++r) {
+        const float inverse = inverse_or_zero(all.sum[r]);
+        const float scale = all_rows * (2.0f * (logf(all.sum[r]) + all.top[r]));
+#pragma unroll
+        for (int p = 0; p < all.kPieces; ++p) {
+            const int at = Columns<PIECE>::place(p, lane);
+#pragma unroll
+            for (float& v : all.value[r][p]) v = scale * (v * inverse);
+            if (row + r < rows && at < cols) store<float, PIECE>(dx + (row + r) * cols + at, all.value[r][p]);
+        }
+    }
+}
+
 // dx = factor * g * gradient of the row's term
 template <int PIECE>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, 4)
     router_loss_bwd(const float* g, const void* x, const i32* counts, void* dx, i64 rows, i64 experts, i64 x_stride,
                     i64 inner, i64 interleaved, i64 number_kind, i64 whole_in, i64 whole_out, i64 loss_kind,
                     double factor) {
     const int cols = static_cast<int>(experts), kind = static_cast<int>(number_kind);
     const int which = static_cast<int>(loss_kind);
     const int lane = threadIdx.x % kWarp;
-    const i64 row = static_cast<i64>(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp;
-    if (row >= rows) return;
-    const i64 start = row * x_stride;
-    const i32* weights = CountsOf{counts, experts, inner, interleaved}(row);
-    float scale = *g * static_cast<float>(factor), mean = 0.0f, inverse = 0.0f, top = 0.0f;
-    if (which != kBalancePlain) {
-        const RowSums sums = row_sums<PIECE>(x, start, weights, cols, kind, whole_in != 0, which, lane);
-        inverse = inverse_or_zero(sums.sum);
-        top = sums.top;
-        mean = sums.dot * inverse;
-        if (which == kZLoss) scale *= 2.0f * (logf(sums.sum) + top);
-    }
-    for (int at = lane * PIECE; at < cols; at += kWarp * PIECE) {
-        float value[PIECE], count[PIECE];
-        load_some<PIECE>(x, start + at, kind, whole_in != 0, cols - at, value);
-        if (which != kZLoss) load_counts<PIECE>(weights, at, cols, count);
+    const CountsOf counts_of{counts, experts, inner, interleaved};
+    using Part = Columns<PIECE>;
+    const i64 step = static_cast<i64>(gridDim.x) * (blockDim.x / kWarp);
+    i64 row = static_cast<i64>(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp;
+    Part ahead;
+    if (row < rows) ahead.load(x, row * x_stride, 0, cols, kind, whole_in != 0, which, lane);
+    for (; row < rows; row += step) {
+        const i64 start = row * x_stride;
+        const i32* weights = counts_of(row);
+        Part part = ahead;
+        if (row + step < rows) ahead.load(x, start + step * x_stride, 0, cols, kind, whole_in != 0, which, lane);
+        float scale = *g * static_cast<float>(factor), mean = 0.0f, inverse = 0.0f, top = 0.0f;
+        if (which != kBalancePlain) {
+            const RowSums sums = row_sums<PIECE>(part, x, start, weights, cols, kind, whole_in != 0, which, lane);
+            inverse = inverse_or_zero(sums.sum);
+            top = sums.top;
+            mean = sums.dot * inverse;
+            if (which == kZLoss) scale *= 2.0f * (logf(sums.sum) + top);
+        }
+        for (int first = 0; first < cols; first += Part::kCount) {
+            if (first > 0) part.load(x, start, first, cols, kind, whole_in != 0, which, lane);
 #pragma unroll
-        for (int i = 0; i < PIECE; ++i) {
-            if (which == kZLoss) {
-                value[i] = scale * (expf(value[i] - top) * inverse);
-            } else if (which == kBalanceSoftmax) {
-                value[i] = scale * (expf(value[i] - top) * inverse) * (count[i] - mean);
-            } else if (which == kBalanceSigmoid) {
-                const float s = sigmoid_score(value[i]);
-                value[i] = scale * inverse * (s * (1.0f - s)) * (count[i] - mean);
-            } else {
-                value[i] = scale * count[i];
+            for (int p = 0; p < Part::kPieces; ++p) {
+                const int at = first + Part::place(p, lane);
+                float value[PIECE], count[PIECE];
+                if (which != kZLoss) load_counts<PIECE>(weights, at, cols, count);
+#pragma unroll
+                for (int i = 0; i < PIECE; ++i) {
+                    const float before = part.value[p][i];
+                    if (which == kZLoss) {
+                        value[i] = scale * (expf(before - top) * inverse);
+                    } else if (which == kBalanceSoftmax) {
+                        value[i] = scale * (expf(before - top) * inverse) * (count[i] - mean);
+                    } else if (which == kBalanceSigmoid) {
+                        const float s = sigmoid_score(before);
+                        value[i] = scale * inverse * (s * (1.0f - s)) * (count[i] - mean);
+                    } else {
+                        value[i] = scale * count[i];
+                    }
+                }
+                store_some<PIECE>(dx, row * cols + at, kind, whole_out != 0, cols - at, value);
             }
         }
-        store_some<PIECE>(dx, row * cols + at, kind, whole_out != 0, cols - at, value);
     }
 }
 

@@ -37,12 +37,12 @@ RTK_DEVICE void copy_out(void* to, const void* from) {
 RTK_DEVICE int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 template <int V, bool WIDE>
-__global__ void __launch_bounds__(WIDE ? 512 : 256, WIDE ? 1 : 4)
+__global__ void __launch_bounds__(WIDE ? 512 : 1024, 1)
     router_fwd(const void* x, const float* bias, float* probs, i32* indices, float* dense, u8* map, u32* counts,
                i64 rows, i64 experts, i64 x_stride, i64 top_k, i64 number_kind, i64 whole_pieces, i64 modes,
                i64 number_of_groups, i64 top_groups, i64 of_group, i64 lanes_of_group, double scaling, double epsilon) {
     extern __shared__ __align__(16) u8 memory[];
-    __shared__ Choice chosen[WIDE ? 16 : 8][kMostChosen];
+    __shared__ Choice chosen[WIDE ? 16 : 32][kMostChosen];
     __shared__ Choice merged[WIDE ? kMostChosen : 1];
     __shared__ float parts[2][16];
     const int cols = static_cast<int>(experts), k = static_cast<int>(top_k), kind = static_cast<int>(number_kind);
@@ -131,6 +131,7 @@ __global__ void __launch_bounds__(WIDE ? 512 : 256, WIDE ? 1 : 4)
         }
         u32 key[V];
         keys_of<V>(value, valid, key);
+        if (!WIDE && by_logits && kind != kFloat32) tell_apart<V>(key, column);
 
         // ---- choices
         const Choice* choices = WIDE ? merged : chosen[warp];

@@ -34,6 +34,15 @@ RTK_DEVICE void keys_of(const float (&value)[V], int valid, u32 (&key)[V]) {
     }
 }
 
+// Keys of 16-bit numbers leave their last 8 bits unused: with the column there, the first one largest, no two are
+// equal. `first` is the lane's first column among the warp's 256.
+template <int V>
+RTK_DEVICE void tell_apart(u32 (&key)[V], int first) {
+#pragma unroll
+    for (int v = 0; v < V; ++v)
+        if (key[v] != 0u) key[v] = (key[v] & ~255u) | static_cast<u32>(255 - first - v);
+}
+
 struct alignas(8) Choice {
     u32 key;
     i32 column;

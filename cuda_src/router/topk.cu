@@ -1,16 +1,23 @@
-// values, indices = the k largest numbers of every row of x, largest first, equal ones by column. Values keep their bits.
+// values, indices = the k largest numbers of every row of x, largest first, equal ones by column. Values keep their
+// bits.
 //
-// Rows of up to 32 * V columns: one per warp. Longer ones: one per block, 32 * V columns per warp, whose choices the first
-// warp merges.
+// Rows of up to 32 * V columns: one per warp. Longer ones: one per block, 32 * V columns per warp. None of the k largest
+// is below the t-th largest of the lanes' maxima in every warp, where t * warps >= k. The few that are not below the
+// least of these floors find their places by counting the larger ones. Where too many are left (equal numbers), each
+// warp chooses from its own, and the first one merges.
 #include "router/select.cuh"
 
 namespace rtk {
 
-RTK_DEVICE void write_choices(const void* x, i64 start, void* values, void* indices, i64 row, int k, int kind, bool wide,
-                              const Choice* chosen, int lane) {
-    for (int i = lane; i < k; i += kWarp) {
-        const int column = chosen[i].column;
-        const i64 place = row * k + i;
+struct TopkResults {
+    const void* x;
+    void* values;
+    void* indices;
+    int kind;
+    bool wide;
+
+    // Number `start + column` of x goes to `place`.
+    RTK_DEVICE void put(i64 place, i64 start, int column) const {
         if (kind == kFloat32) {
             ptx::st<4>(static_cast<float*>(values) + place, ptx::ld_keep<4>(static_cast<const float*>(x) + start + column));
         } else {
@@ -22,7 +29,7 @@ RTK_DEVICE void write_choices(const void* x, i64 start, void* values, void* indi
             static_cast<i32*>(indices)[place] = column;
         }
     }
-}
+};
 
 template <int V>
 RTK_DEVICE void load_keys(const void* x, i64 start, int column, i64 cols, i64 kind, i64 whole, u32 (&key)[V]) {
@@ -37,33 +44,84 @@ __global__ void __launch_bounds__(256) topk_fwd(const void* x, void* values, voi
                                                 i64 x_stride, i64 k, i64 kind, i64 whole, i64 wide) {
     __shared__ Choice chosen[8][kMostChosen];
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-    const i64 row = static_cast<i64>(blockIdx.x) * (blockDim.x / kWarp) + warp;
+    const i64 row = static_cast<i64>(blockIdx.x) * (blockDim.x / kWarp) + warp, start = row * x_stride;
     if (row >= rows) return;
     u32 key[V];
-    load_keys<V>(x, row * x_stride, lane * V, cols, kind, whole, key);
+    load_keys<V>(x, start, lane * V, cols, kind, whole, key);
+    if (kind != kFloat32) tell_apart<V>(key, lane * V);
     choose<V>(key, static_cast<int>(k), lane * V, chosen[warp], lane);
-    write_choices(x, row * x_stride, values, indices, row, static_cast<int>(k), static_cast<int>(kind), wide != 0,
-                  chosen[warp], lane);
+    const TopkResults results{x, values, indices, static_cast<int>(kind), wide != 0};
+    for (int i = lane; i < static_cast<int>(k); i += kWarp) results.put(row * k + i, start, chosen[warp][i].column);
 }
 
+inline constexpr int kMostCandidates = 256;
+
 template <int V>
-__global__ void __launch_bounds__(1024, 1) topk_fwd_wide(const void* x, void* values, void* indices, i64 rows, i64 cols,
+__global__ void __launch_bounds__(1024, 2) topk_fwd_wide(const void* x, void* values, void* indices, i64 rows, i64 cols,
                                                      i64 x_stride, i64 k, i64 kind, i64 whole, i64 wide) {
     extern __shared__ __align__(16) u8 memory[];
-    Choice* parts = reinterpret_cast<Choice*>(memory);
+    __shared__ u64 candidates[kMostCandidates];
+    __shared__ u32 floors[kWarp], found;
     __shared__ Choice chosen[kMostChosen];
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
     const int most = static_cast<int>(k), column = static_cast<int>(threadIdx.x) * V;
     const i64 row = blockIdx.x, start = row * x_stride;
+    const TopkResults results{x, values, indices, static_cast<int>(kind), wide != 0};
     u32 key[V];
     load_keys<V>(x, start, column, cols, kind, whole, key);
-    for (int i = lane; i < most; i += kWarp) parts[warp * most + i] = {0u, 0};
+
+    // ---- those that may be among the largest
+    const int full = static_cast<int>(cols) / (kWarp * V);  // warps all of whose columns exist
+    const int turns = (most + full - 1) / full;
+    u32 largest = key[0];
+#pragma unroll
+    for (int v = 1; v < V; ++v) largest = max(largest, key[v]);
+    u32 floor = 0u;
+    if (turns <= kWarp) {
+        u32 left = largest;
+        for (int i = 0; i < turns; ++i) {
+            const u32 best = __reduce_max_sync(kAllLanes, left);
+            if (best == 0u) break;
+            floor = best;
+            if (left == best) left = 0u;
+        }
+    }
+    if (lane == 0) floors[warp] = floor;
+    if (threadIdx.x == 0) found = 0u;
+    __syncthreads();
+    floor = __reduce_min_sync(kAllLanes, lane < full ? floors[lane] : ~0u);
+    if (floor != 0u && largest >= floor) {
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+            if (key[v] >= floor) {
+                const u32 place = atomicAdd(&found, 1u);
+                if (place < kMostCandidates)
+                    candidates[place] = static_cast<u64>(key[v]) << 32 | ~static_cast<u32>(column + v);
+            }
+        }
+    }
+    __syncthreads();
+    const int count = static_cast<int>(found);
+    if (floor != 0u && count <= kMostCandidates) {
+        for (int i = threadIdx.x; i < count; i += blockDim.x) {
+            const u64 mine = candidates[i];
+            int rank = 0;
+            for (int j = 0; j < count; ++j) rank += candidates[j] > mine ? 1 : 0;
+            if (rank < most) results.put(row * k + rank, start, static_cast<int>(~static_cast<u32>(mine)));
+        }
+        return;
+    }
+
+    // ---- all of them
+    Choice* lists = reinterpret_cast<Choice*>(memory);
+    for (int i = lane; i < most; i += kWarp) lists[warp * most + i] = {0u, 0};
     __syncwarp();
-    choose<V>(key, most, column, parts + warp * most, lane);
+    load_keys<V>(x, start, column, cols, kind, whole, key);  // to keep them would take registers from other rows
+    choose<V>(key, most, column, lists + warp * most, lane);
     __syncthreads();
     if (warp != 0) return;
-    merge_choices(parts, warps, most, chosen, lane);
-    write_choices(x, start, values, indices, row, most, static_cast<int>(kind), wide != 0, chosen, lane);
+    merge_choices(lists, warps, most, chosen, lane);
+    for (int i = lane; i < most; i += kWarp) results.put(row * k + i, start, chosen[i].column);
 }
 
 // dx = g at the chosen columns, 0 elsewhere. A warp owns a row; SIZE is the bytes of a number, whose bits are moved.

@@ -17,6 +17,7 @@ _TERM_THREADS = 128
 _SUM_THREADS = 256
 _SLACK = 1024 + 256  # shared memory: alignment of the tiles, and barriers
 _TILE_BYTES = TILE * DEPTH * 2
+_RING_TILES = 14  # of the forward at most, as many of x and its terms as make whole stages
 _LEAST_BLOCKS = 4  # of DEPTH per split: fewer cost more to add up than they save
 
 _ON_DEVICE_ONLY = "TMA and wgmma; router_mma is its sibling"
@@ -139,7 +140,7 @@ def _splits(device: int, tiles: int, depth: int) -> tuple[int, int]:
 def _plan_fwd(device: int, token: str, count: int, rows: int, experts: int, depth: int, after_split: bool):
     tiles = _up(rows, TILE) * _up(experts, TILE)
     splits, each = _splits(device, tiles, depth)
-    shared = 12 * _TILE_BYTES + _SLACK
+    shared = _RING_TILES // (1 + count) * (1 + count) * _TILE_BYTES + _SLACK
     launch = FWD.bind((token, count), device, (tiles, splits), _THREADS, shared, overlap=after_split)
     return launch, splits, each
 

@@ -25,10 +25,10 @@ class Operand(NamedTuple):
     count: int = 1
     scale: Tensor | None = None
 
-    def map(self, box_rows: int, box_cols: int):
+    def map(self, box_rows: int, box_cols: int, promote: bool = True):
         """Return the tensor map of all terms."""
         rows = self.count * self.rows
-        return matrix_map(self.tensor.data_ptr(), self.token, rows, self.cols, self.pitch, box_rows, box_cols)
+        return matrix_map(self.tensor.data_ptr(), self.token, rows, self.cols, self.pitch, box_rows, box_cols, promote)
 
     @property
     def step(self) -> int:
@@ -133,8 +133,10 @@ def _logits(left: Operand, right: Operand, bias: Tensor | None, y: Tensor, after
     direct = splits == 1 and pitch == experts
     out = y if direct else y.new_empty(splits, padded, pitch)
     result = Operand(out, "fp32", rows if direct else splits * padded, experts if direct else pitch, pitch)
+    promote = right.count > 1  # where x is most of what is read, more at a time is slower
     launch(
-        left.map(TILE, DEPTH), right.map(TILE, DEPTH), result.map(64, 32), address(bias) if splits == 1 else 0,
+        left.map(TILE, DEPTH, promote), right.map(TILE, DEPTH, promote), result.map(64, 32),
+        address(bias) if splits == 1 else 0,
         address(right.scale), experts, depth, padded, each, promote_blocks(precision),
     )  # fmt: skip
     if pitch == experts:

@@ -15,25 +15,20 @@ from rtkernels.ops._moe_layout import MAX_EXPERTS
 from rtkernels.ops._router_rows import KIND, check_rows, fresh_zeros
 
 Z, SOFTMAX, SIGMOID, PLAIN = range(4)  # which loss; of load balancing, what the scores are
-_UNIT, _PIECE, _WARPS, _BLOCKS_PER_SM = "router/losses.cu", 4, 8, 5
+_UNIT, _PIECE, _WARPS, _BLOCKS_PER_SM = "router/losses.cu", 4, 8, 4
+_ROWS_TOGETHER, _MOST_TOGETHER = 4, 2 * 32 * _PIECE  # rows that a warp has at a time in router_z, and their columns
 _DIMS = "rows:i64 experts:i64 x_stride:i64 inner:i64 interleaved:i64 number_kind:i64"
 
-_FWD = Kernel(
-    _UNIT,
-    "router_loss_fwd",
-    template="PIECE",
-    args=f"x:ptr counts:ptr partial:ptr loss:ptr ticket:ptr {_DIMS} whole:i64 loss_kind:i64 factor:f64",
-    variants=[(_PIECE,)],
-    max_registers=64,
-)
-_BWD = Kernel(
-    _UNIT,
-    "router_loss_bwd",
-    template="PIECE",
-    args=f"g:ptr x:ptr counts:ptr dx:ptr {_DIMS} whole_in:i64 whole_out:i64 loss_kind:i64 factor:f64",
-    variants=[(_PIECE,)],
-    max_registers=64,
-)
+_FWD_ARGS = f"x:ptr counts:ptr partial:ptr loss:ptr ticket:ptr {_DIMS} whole:i64 loss_kind:i64 factor:f64"
+_BWD_ARGS = f"g:ptr x:ptr counts:ptr dx:ptr {_DIMS} whole_in:i64 whole_out:i64 loss_kind:i64 factor:f64"
+
+
+def _kernel(entry: str, args: str, registers: int) -> Kernel:
+    return Kernel(_UNIT, entry, template="PIECE", args=args, variants=[(_PIECE,)], max_registers=registers)
+
+
+_FWD, _BWD = _kernel("router_loss_fwd", _FWD_ARGS, 64), _kernel("router_loss_bwd", _BWD_ARGS, 64)
+_Z_FWD, _Z_BWD = _kernel("router_z_fwd", _FWD_ARGS, 128), _kernel("router_z_bwd", _BWD_ARGS, 128)
 _COUNTS = Kernel(
     _UNIT,
     "router_counts",
@@ -63,24 +58,26 @@ def _check(x: tuple[Any, ...], counts: tuple[Any, ...] | None, inner: int, inter
     check_same("counts", counts[3], x[3], "device index", of="logits")
 
 
-def _plan(x, counts, align: int, out_align: int | None, inner: int, interleaved: bool):
+def _plan(x, counts, align: int, out_align: int | None, inner: int, interleaved: bool, kind: int):
     _check(x, counts, inner, interleaved)
     dtype, shape, stride, device = x
     rows, experts, size = row_count(shape), shape[-1], dtype.itemsize
     if rows == 0:
         return None, 0, ()
-    piece, step = _PIECE * size, row_stride(shape, stride)
+    piece, step, backward = _PIECE * size, row_stride(shape, stride), out_align is not None
     whole = [int(vector_bytes(align, step * size, experts * size, most=piece) == piece)]
-    if out_align is None:
-        most = _WARPS * _BLOCKS_PER_SM * device_info(device).sm_count
-        rounds = -(-rows // most)
-        grid = -(-rows // (_WARPS * rounds))
-        launch = _FWD.bind((_PIECE,), device, grid, 32 * _WARPS)
-    else:
-        grid = min(-(-rows // _WARPS), GRID_LIMIT)
-        launch = _BWD.bind((_PIECE,), device, grid, 32 * _WARPS)
+    if backward:
         whole.append(int(vector_bytes(out_align, experts * size, most=piece) == piece))
-    return launch, grid, (rows, experts, step, inner, int(interleaved), KIND[dtype], *whole)
+    numbers = (rows, experts, step, inner, int(interleaved), KIND[dtype], *whole, kind)
+    most = _WARPS * _BLOCKS_PER_SM * device_info(device).sm_count
+    if kind == Z and dtype == torch.float32 and experts <= _MOST_TOGETHER and all(whole):
+        kernel, units = _Z_BWD if backward else _Z_FWD, -(-rows // _ROWS_TOGETHER)
+        rounds = 1 if backward else -(-units // most)
+    else:
+        kernel, units = _BWD if backward else _FWD, rows
+        rounds = -(-rows // most)
+    grid = -(-units // (_WARPS * rounds))
+    return kernel.bind((_PIECE,), device, min(grid, GRID_LIMIT), 32 * _WARPS), grid, numbers
 
 
 _PLANS = Plans(_plan)
@@ -91,14 +88,14 @@ def _launch_fwd(x, counts, kind, inner, interleaved, factor):
         x = rowed(x)
     counts = None if counts is None else counts.contiguous()
     x_address = x.data_ptr()
-    launch, grid, numbers = _PLANS[metadata(x), metadata(counts), x_address & 15, None, inner, interleaved]
+    launch, grid, numbers = _PLANS[metadata(x), metadata(counts), x_address & 15, None, inner, interleaved, kind]
     if launch is None:
         return torch.zeros((), device=x.device)
     loss = torch.empty((), dtype=torch.float32, device=x.device)
     partial = torch.empty(grid, dtype=torch.float32, device=x.device)
     ticket = fresh_zeros(x.get_device(), 1)
     pointers = x_address, address(counts), partial.data_ptr(), loss.data_ptr(), ticket.data_ptr()
-    launch(*pointers, *numbers, kind, factor)
+    launch(*pointers, *numbers, factor)
     return loss
 
 
@@ -109,9 +106,9 @@ def _launch_bwd(g, x, counts, kind, inner, interleaved, factor):
     counts = None if counts is None else counts.contiguous()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x_address, out = x.data_ptr(), dx.data_ptr()
-    launch, _, numbers = _PLANS[metadata(x), metadata(counts), x_address & 15, out & 15, inner, interleaved]
+    launch, _, numbers = _PLANS[metadata(x), metadata(counts), x_address & 15, out & 15, inner, interleaved, kind]
     if launch is not None:
-        launch(g.data_ptr(), x_address, address(counts), out, *numbers, kind, factor)
+        launch(g.data_ptr(), x_address, address(counts), out, *numbers, factor)
     return dx
 
 
@@ -250,4 +247,4 @@ COUNTS = TorchOp(
     reference=reference_counts,
     fake=_fake_counts,
 )
-KERNELS = (_FWD, _BWD, _COUNTS)
+KERNELS = (_FWD, _BWD, _Z_FWD, _Z_BWD, _COUNTS)

@@ -15,7 +15,7 @@ from rtkernels.ops._router_rows import KIND, WARP_COLUMNS, check_k, check_rows, 
 from rtkernels.ops.topk import largest, sort_key
 
 SOFTMAX, SCORE_FIRST, RENORMALIZE = 1, 2, 4  # bits of `mode`
-_WARPS, _BLOCKS_PER_SM = 8, 4
+_WARPS, _MANY_WARPS, _WARPS_PER_SM = 8, 32, 32
 _PIECE = 4
 
 _FWD = Kernel(
@@ -118,14 +118,17 @@ def _plan_fwd(logits, bias, align, k, mode, num_groups, top_groups, group_k, den
     team = _round(5 * experts) if dense or routing_map else 0
     if num_groups > 1 and lanes == 0:
         team += _round(4 * (experts + num_groups) + num_groups)
-    most = _BLOCKS_PER_SM * device_info(device).sm_count
     if wide:
         warps, teams = -(-experts // WARP_COLUMNS), 1
-        grid = min(rows, max(most * _WARPS // warps // 2, 1))
+        grid = min(rows, max(_WARPS_PER_SM * device_info(device).sm_count // warps // 2, 1))
     else:
-        warps = teams = _WARPS
-        rounds = -(-rows // (_WARPS * most))  # every warp gets the same number of rows
-        grid = -(-rows // (_WARPS * rounds))
+        # Blocks add their counts to the same few numbers, so large ones where there are rows for all of them; half
+        # as large where rows have memory of their own (docs/measurements.md).
+        sms = device_info(device).sm_count
+        many = _MANY_WARPS // 2 if team else _MANY_WARPS
+        warps = teams = many if rows > _WARPS_PER_SM * sms else _WARPS
+        rounds = -(-rows // (_WARPS_PER_SM * sms))  # every warp gets the same number of rows
+        grid = -(-rows // (warps * rounds))
     launch = _FWD.bind((v, wide), device, min(grid, GRID_LIMIT), 32 * warps, _round(4 * experts) + teams * team)
     numbers = (rows, experts, step, k, KIND[dtype], int(whole), mode, num_groups, top_groups, group_k, lanes)
     return launch, numbers, allocator(device), layouts
