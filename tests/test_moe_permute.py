@@ -83,6 +83,19 @@ def test_reference_is_the_definition(case: str):
     close(moe_unpermute(y, index, probs=probs, dense_probs=False), out, out.abs() + 3, top_k, "out")
 
 
+@emulated
+@pytest.mark.parametrize("order", ("forward", *ORDERS))
+def test_rows_by_the_copy_engine(order: str | int):
+    index = routed(21, 9, 5, 8)
+    x, probs, scale = numbers(21, 40), numbers(21, 5, seed=2), numbers(21, 3, seed=3)
+    want = moe_permute(x, index, probs=probs, scale=scale, dense_probs=False)
+    with rtkernels.emulate("sm_90", order=order):
+        got = moe_permute(x, index, probs=probs, scale=scale, dense_probs=False)
+        assert {entry for _, entry in rtkernels.emulator.launched()} >= {"moe_permute_bulk"}
+    for field, given, expected in zip(got._fields, got, want, strict=True):
+        assert_same_bits(given, expected, field)
+
+
 @at(*DEVICE_CODE)
 @pytest.mark.parametrize("case", CASES)
 def test_permute_on_the_device(case: str, place: str):
@@ -419,6 +432,7 @@ def emulated_coverage() -> None:
     with rtkernels.emulate("sm_90"):
         x, probs = numbers(4, 8), numbers(4, 2)
         y = moe_permute(x, index)
+        moe_permute(x, routed(4, 9, 5))  # many rows for each token: another kernel
         moe_unpermute(y, index)
         _, dprobs = UNPERMUTE_BWD(x, y, index.rows, index.slots, probs, None, True)
         PROBS(dprobs, None, index.experts, 3)

@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
 
         auto write = [&](const float(&values)[64], int tile) {
             // Rows of 128 bytes as the copy engine wants them: two tiles of 64 columns for each warpgroup.
-            if (threadIdx.x % 128 == 0) ptx::tma_store_wait_read();
+            if (threadIdx.x % 128 == 0) ptx::bulk_store_wait_read();
             ptx::named_barrier_sync(1 + group, 128);
             auto put = [&](auto pack) {
 #pragma unroll
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
                 for (int i = 0; i < 2; ++i)
                     ptx::tma_store_2d(dx, ptx::shared_address(results) + group * kTileBytes + i * (kTileBytes / 2),
                                       (tile0 + tile) * kRouterTile + 64 * i, static_cast<i32>(m0) + 64 * group);
-                ptx::tma_store_commit();
+                ptx::bulk_store_commit();
             }
         };
         RingPlace<kStages> behind;  // the oldest place of W that products may still read
@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
                 write(odd, tile);
             }
         }
-        if (threadIdx.x % 128 == 0) ptx::tma_store_wait_read();  // the end of the kernel is that of the writes
+        if (threadIdx.x % 128 == 0) ptx::bulk_store_wait_read();
     }
 }
 

@@ -128,8 +128,8 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
                 ptx::tma_store_2d(out, ptx::shared_address(results) + i * (kTileBytes / 2),
                                   static_cast<i32>(n0) + 32 * i,
                                   static_cast<i32>(blockIdx.y * split_rows + m0) + 64 * group);
-            ptx::tma_store_commit();
-            ptx::tma_store_wait_read();  // the end of the kernel is that of the writes
+            ptx::bulk_store_commit();
+            ptx::bulk_store_wait_read();
         }
     }
 }

@@ -61,14 +61,14 @@ __global__ void __launch_bounds__(THREADS)
         target = load_row(own + j, row_count);
         if (target >= 0) ptx::bulk_store(y + target * row_bytes, row_memory, bytes);
     }
-    ptx::tma_store_commit();
+    ptx::bulk_store_commit();
     const u32 each = static_cast<u32>(scales);
     for (u32 i = lane; i < each * count; i += kWarp) {
         const u32 j = i / each, s = i - j * each;
         const i32 row = load_row(own + j, row_count);
         if (row >= 0) scale_out[row * scales + s] = scale[token * scales + s];
     }
-    ptx::tma_store_wait_read();
+    ptx::bulk_store_wait_read();
 }
 
 }  // namespace rtk

@@ -151,7 +151,7 @@ RTK_DEVICE void quantize_tiles(RingShared& shared, const ptx::TensorMap& q_t, fl
         } else {
             ptx::named_barrier_arrive(maxima_there, kGroupThreads);
         }
-        if (warp == 0) ptx::tma_store_wait_read();  // the codes of the tile before have left
+        if (warp == 0) ptx::bulk_store_wait_read();  // the codes of the tile before have left
         ptx::named_barrier_sync(scales_there, kGroupThreads);
         float inverse[8];
         load_shared_8(&maxima[0][shared.place(thread.column)], &maxima[0][shared.place(thread.column + 4)], inverse);
@@ -169,7 +169,7 @@ RTK_DEVICE void quantize_tiles(RingShared& shared, const ptx::TensorMap& q_t, fl
             ptx::named_barrier_sync(codes_there, kGroupThreads);
             if (thread.lane == 0) {
                 ptx::tma_store_3d(q_t, ptx::shared_address(codes), down * kSide, 0, across * (kSide / 8));
-                ptx::tma_store_commit();
+                ptx::bulk_store_commit();
             }
             __syncwarp();
         } else {
@@ -180,7 +180,7 @@ RTK_DEVICE void quantize_tiles(RingShared& shared, const ptx::TensorMap& q_t, fl
             if (column < cols) scale_t[static_cast<i64>(down) * cols + column] = scale;
         }
     }
-    if (warp == 0) ptx::tma_store_wait();
+    if (warp == 0) ptx::bulk_store_wait_read();
 }
 
 // scale_t is [ceil(rows/128), cols]. The weight (may be null) is of T, or of fp32 if `weight_wide`. Boxes: 128 x 64 of

@@ -1,4 +1,5 @@
-// Copies of many bytes by the copy engine, without a tensor map (sm_90 and up). The bytes arrive at an mbarrier.
+// Copies of many bytes by the copy engine, without a tensor map (sm_90 and up). What is loaded arrives at an mbarrier; stores,
+// those of tensor maps too, belong to groups of the thread that asked.
 #pragma once
 #include "ptx/shared.cuh"
 
@@ -10,5 +11,17 @@ RTK_DEVICE void bulk_load(SharedAddress to, const void* from, u32 bytes, SharedA
                  "l"(from), "r"(bytes), "r"(barrier)
                  : "memory");
 }
+
+// The other way.
+RTK_DEVICE void bulk_store(void* to, SharedAddress from, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+                 : "memory");
+}
+
+// Closes this thread's current group of stores.
+RTK_DEVICE void bulk_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until this thread's stores have read shared memory. The end of the kernel waits for the writes.
+RTK_DEVICE void bulk_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 }  // namespace rtk::ptx

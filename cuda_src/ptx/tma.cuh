@@ -1,6 +1,6 @@
 // The bulk copy engine (sm_90 and up), for boxes of a tensor. One thread asks; the bytes arrive at an mbarrier.
 #pragma once
-#include "ptx/shared.cuh"
+#include "ptx/bulk.cuh"
 
 namespace rtk::ptx {
 
@@ -34,12 +34,6 @@ RTK_DEVICE void tma_store_3d(const TensorMap& map, SharedAddress from, i32 first
                  "r"(first), "r"(second), "r"(third), "r"(from)
                  : "memory");
 }
-
-// Closes this thread's current group of stores.
-RTK_DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
-// Waits until this thread's stores have read shared memory.
-RTK_DEVICE void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // Makes this thread's ordinary writes to shared memory visible to the copy engine and to wgmma; then comes a barrier.
 RTK_DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

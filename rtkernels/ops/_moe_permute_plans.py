@@ -46,7 +46,6 @@ PERMUTE_BULK = Kernel(
     variants=[(_BULK_BLOCK,)],
     max_registers=56,
     needs=("tma",),
-    emulated="copies by the bulk copy engine",
 )
 PROBS = Kernel(
     "moe/permute.cu",
@@ -183,7 +182,7 @@ def _grid(blocks: int) -> int:
 
 
 def _has_bulk(device: int) -> bool:
-    return device >= 0 and PERMUTE_BULK.supports(device_info(device).target)
+    return PERMUTE_BULK.supports(device_info(device).target)
 
 
 def _plan_permute(

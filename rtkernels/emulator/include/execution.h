@@ -90,6 +90,7 @@ void mbarrier_init(void* barrier, u32 arrivals);
 void mbarrier_arrive(void* barrier, u32 bytes);
 void mbarrier_wait(void* barrier, u32 parity, Site site);
 void bulk_load(void* shared, const void* global, u32 bytes, void* barrier);
+void bulk_store(void* global, const void* shared, u32 bytes);
 
 // ---- launch -----------------------------------------------------------------------------------------------------
 

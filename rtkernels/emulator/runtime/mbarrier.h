@@ -122,4 +122,15 @@ void bulk_load(void* shared, const void* global, u32 bytes, void* p) {
                       moment()});
 }
 
+// At once: a store that comes later, after somebody wrote over what it reads, is not modelled.
+void bulk_store(void* global, const void* shared, u32 bytes) {
+    void* pc = __builtin_return_address(0);
+    if (bytes % 16 != 0) report(kMisaligned, bytes, true, -1, 0, pc, "size of a bulk copy");
+    for (u32 i = 0; i < bytes; i += 16) {
+        access(static_cast<const u8*>(shared) + i, 16, false, true, false, pc);
+        access(static_cast<u8*>(global) + i, 16, true, true, false, pc);
+    }
+    memcpy(global, shared, bytes);
+}
+
 }  // namespace emu

@@ -8,4 +8,8 @@ RTK_DEVICE void bulk_load(SharedAddress to, const void* from, u32 bytes, SharedA
     emu::bulk_load(to, from, bytes, barrier);
 }
 
+RTK_DEVICE void bulk_store(void* to, SharedAddress from, u32 bytes) { emu::bulk_store(to, from, bytes); }
+RTK_DEVICE void bulk_store_commit() {}
+RTK_DEVICE void bulk_store_wait_read() {}
+
 }  // namespace rtk::ptx
