@@ -15,7 +15,7 @@ from rtkernels.errors import RtkError
 
 _BYTES, _ALIGNMENT = 128, 64
 _TYPES = {"fp16": (6, 2), "fp32": (7, 4), "bf16": (9, 2)}  # CUtensorMapDataType, bytes
-_SWIZZLE_128B = 3
+_SWIZZLE_NONE, _SWIZZLE_128B = 0, 3
 _PROMOTE_256B = 3  # of L2 reads
 _MAPS = 256  # remembered
 _NO_CONTEXT = (3, 201)  # CUDA_ERROR_NOT_INITIALIZED, CUDA_ERROR_INVALID_CONTEXT
@@ -33,8 +33,10 @@ class TensorMap:
 
 
 @lru_cache(maxsize=_MAPS)
-def matrix_map(address: int, token: str, rows: int, cols: int, pitch: int, box_rows: int, box_cols: int) -> TensorMap:
-    """Return the map of a row-major matrix that is copied in boxes, swizzled by 128 bytes in shared memory.
+def matrix_map(
+    address: int, token: str, rows: int, cols: int, pitch: int, box_rows: int, box_cols: int, swizzle: bool = True
+) -> TensorMap:
+    """Return the map of a row-major matrix that is copied in boxes.
 
     Args:
         address: Of the first element on the device, a multiple of 16.
@@ -43,7 +45,8 @@ def matrix_map(address: int, token: str, rows: int, cols: int, pitch: int, box_r
         cols: Columns of the matrix.
         pitch: Elements from row to row; a multiple of 16 bytes.
         box_rows: Rows of a box, at most 256.
-        box_cols: Columns of a box, at most 128 bytes.
+        box_cols: Columns of a box, at most 256; at most 128 bytes with `swizzle`.
+        swizzle: By 128 bytes, in shared memory; else rows follow each other there.
 
     Raises:
         RtkError: The driver refuses.
@@ -54,7 +57,8 @@ def matrix_map(address: int, token: str, rows: int, cols: int, pitch: int, box_r
     strides = (ctypes.c_uint64 * 1)(pitch * size)
     box = (ctypes.c_uint32 * 2)(box_cols, box_rows)
     steps = (ctypes.c_uint32 * 2)(1, 1)
-    args = (made.address, kind, 2, address, dims, strides, box, steps, 0, _SWIZZLE_128B, _PROMOTE_256B, 0)
+    swizzling = _SWIZZLE_128B if swizzle else _SWIZZLE_NONE
+    args = (made.address, kind, 2, address, dims, strides, box, steps, 0, swizzling, _PROMOTE_256B, 0)
     status = _encode()(*args)
     if status in _NO_CONTEXT:
         from rtkernels._kernel import make_context
