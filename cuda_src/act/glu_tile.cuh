@@ -8,52 +8,19 @@
 // column: both touch every bank once.
 #pragma once
 #include "act/glu_quant_counts.cuh"
+#include "quant/expert_tiles.cuh"
 #include "common/fp8_scale.cuh"
 #include "common/pressure.cuh"
 #include "common/vec.cuh"
 
 namespace rtk {
 
-inline constexpr int kSide = 128;                      // of a tile
+inline constexpr int kSide = kTileSide;
 inline constexpr int kThreads = 512, kWarps = kThreads / kWarp;
 inline constexpr int kHigh = kSide / kWarps;           // rows of a warp, and of a thread
 inline constexpr int kWide = kSide / kWarp;            // columns of a thread
 
 using Values = float[kHigh][kWide];
-
-// Up to 128 rows of one expert (without experts, all rows belong to one) by up to 128 columns.
-struct alignas(8) TilePlace {
-    u32 row, rows;     // the first one, and how many
-    u32 start, count;  // the expert's first row, and its rows
-    u32 down, column;  // number of the row block, and the first column
-};
-
-// All tiles, numbered along the columns first. Without counts there is one expert.
-struct TilePlaces {
-    ExpertTable table;
-    u32 rows, across;
-    bool by_expert;
-
-    // `memory`: 8 * (experts + 1) bytes of shared memory. Fewer than 2^31 rows. The whole block calls.
-    RTK_DEVICE TilePlaces(void* memory, const void* counts, i64 width, i64 experts, i64 all_rows, i64 cols)
-        : table(memory, counts, width, experts, all_rows),
-          rows(static_cast<u32>(all_rows)),
-          across(static_cast<u32>((cols + (kSide - 1)) / kSide)),
-          by_expert(counts != nullptr) {}
-
-    RTK_DEVICE u32 row_blocks() const { return by_expert ? table.blocks() : (rows + (kSide - 1)) / kSide; }
-    RTK_DEVICE u32 count() const { return row_blocks() * across; }
-
-    // `index` must be less than count().
-    RTK_DEVICE TilePlace find(u32 index) const {
-        const u32 down = index / across;
-        ExpertRows expert = {0, rows, down * kSide};
-        if (by_expert) expert = table.find(down);
-        const u32 left = expert.rows - expert.above;
-        return {expert.first_row + expert.above, min(left, static_cast<u32>(kSide)), expert.first_row, expert.rows,
-                down, (index - down * across) * kSide};
-    }
-};
 
 // The tiles of one block: blockIdx.x, blockIdx.x + gridDim.x, ... Their places are worked out 32 at a time, one per
 // lane, and kept in shared memory, where reading them again costs less than registers.
@@ -107,19 +74,6 @@ struct TileScratch512 {
 };
 
 static_assert(sizeof(TileScratch512) + TileWalk::kKept * sizeof(TilePlace) == 26624, "the host knows this number too");
-
-// Where the codes of a matrix [rows, cols] go; either half may be missing. Within an expert, scales of rows lie by
-// rows, or by groups if `by_group`; transposed codes and their scales lie as for a matrix of the expert's rows alone.
-struct Quantized {
-    e4m3* q;
-    float* scale;
-    e4m3* q_t;
-    float* scale_t;
-    u32 cols;
-    bool by_group, pow2;
-    const float* most = nullptr;  // of each column [experts, cols], if all rows of an expert's column share a scale
-    u32 expert = 0;               // that of the tile, if so
-};
 
 // Maxima or sums of eight numbers over the warp, scattered: each lane gets that of number lane % 8.
 template <typename Combine>
@@ -278,15 +232,6 @@ RTK_DEVICE void quantize_tile(const Values& v, const TilePlace& place, u32 colum
     __syncthreads();
     const u64 first = product(place.start, out.cols) + product(column, place.count) + (place.row - place.start);
     store_columns(scratch, out.q_t + first, place.count, static_cast<int>(place.rows), static_cast<int>(columns));
-}
-
-// There is room for the most row blocks that the rows can make; the scales of those that there are not are 0.
-RTK_DEVICE void clear_scales(const TilePlaces& places, i64 row_blocks, i64 cols, float* scale_t) {
-    if (scale_t == nullptr) return;
-    const i64 step = static_cast<i64>(gridDim.x) * blockDim.x;
-#pragma unroll 1
-    for (i64 i = places.row_blocks() * cols + blockIdx.x * blockDim.x + threadIdx.x; i < row_blocks * cols; i += step)
-        scale_t[i] = 0.0f;
 }
 
 }  // namespace rtk

@@ -33,6 +33,11 @@ struct SquareSpot {
     }
 };
 
+// Where the codes of rows 8u .. 8u + 7 of a column lie.
+RTK_DEVICE int square_unit(int column, int u) {
+    return column * kTileSide + ((u / 2) ^ (column / kSquare % 8)) * 16 + ((u ^ (column / 64)) % 2) * 8;
+}
+
 struct SquareScratch {
     // Numbers per column are kept by fours, first those of columns 0..3 of every thread, then 4..7; the 16 between put
     // them on different banks.
@@ -45,10 +50,7 @@ struct SquareScratch {
     RTK_DEVICE static int place(int column) {
         return column / 4 % 2 * (kTileSide / 2 + 16) + column / kSquare * 4 + column % 4;
     }
-    // The codes of rows 8u .. 8u + 7.
-    RTK_DEVICE u8* unit(int column, int u) {
-        return codes + column * kTileSide + ((u / 2) ^ (column / kSquare % 8)) * 16 + ((u ^ (column / 64)) % 2) * 8;
-    }
+    RTK_DEVICE u8* unit(int column, int u) { return codes + square_unit(column, u); }
 };
 
 // Maxima or sums of eight numbers over the 16 lanes of a row, scattered: each lane gets that of number lane % 8.
@@ -75,53 +77,62 @@ RTK_DEVICE void find_maxima(const Square& v, float (&rows)[kSquare], float (&col
     }
 }
 
-// Writes the staged columns, each `pitch` bytes after the one before; `q`: the code of the tile's first element. To be
-// called after a barrier; the next barrier frees the codes.
-template <typename Pitch>
-RTK_DEVICE void store_columns(SquareScratch& scratch, e4m3* q, Pitch pitch, int rows, int columns) {
-    const int thread = static_cast<int>(this_thread());
-    if (((reinterpret_cast<u64>(q) | static_cast<u64>(pitch) | static_cast<u64>(rows)) & 15) == 0) {
-        constexpr int kPieces = kTileSide / 16, kStep = kSquareThreads / kPieces;
-        const int p = thread % kPieces, first = thread / kPieces;
-        e4m3* to = settled(q + static_cast<u64>(pitch) * static_cast<u32>(first) + p * 16);
-        // 32 columns on, the order of the pieces is the same but for one bit.
-        const u8* from = scratch.codes + first * kTileSide;
-        const int even = (p ^ (first / kSquare)) * 16;
-        const u64 step = static_cast<u64>(pitch) * kStep;
-        const int columns_here = p * 16 < rows ? columns - first : 0;
+// Writes the staged columns, each `pitch` bytes after the one before; `q`: the code of the tile's first element. THREADS
+// of the block call, after a barrier; the next barrier frees the codes. Here q, pitch and rows are multiples of 16.
+template <int THREADS, typename Pitch>
+RTK_DEVICE void store_whole_columns(const u8* codes, e4m3* q, Pitch pitch, int rows, int columns, int thread) {
+    constexpr int kPieces = kTileSide / 16, kStep = THREADS / kPieces;
+    const int p = thread % kPieces, first = thread / kPieces;
+    e4m3* to = settled(q + static_cast<u64>(pitch) * static_cast<u32>(first) + p * 16);
+    // kStep columns on, the order of the pieces is the same but for one bit, if it changes at all.
+    const u8* from = codes + first * kTileSide;
+    const int piece = (p ^ (first / kSquare)) * 16;
+    const u64 step = static_cast<u64>(pitch) * kStep;
+    const int columns_here = p * 16 < rows ? columns - first : 0;
 #pragma unroll
-        for (int k = 0; k < kTileSide / kStep; ++k, to += step) {
-            const Raw<16> raw =
-                *reinterpret_cast<const Raw<16>*>(from + k * kStep * kTileSide + (k % 2 != 0 ? even ^ 64 : even));
-            const int swap = k * kStep < kTileSide / 2 ? 0 : 2;
-            const Raw<16> codes = {raw.w[swap], raw.w[1 + swap], raw.w[2 - swap], raw.w[3 - swap]};
-            if (k * kStep < columns_here) ptx::st<16>(to, codes);
-        }
-        return;
+    for (int k = 0; k < kTileSide / kStep; ++k, to += step) {
+        const int turned = piece ^ (k * kStep / kSquare % 8 * 16);
+        const Raw<16> raw = *reinterpret_cast<const Raw<16>*>(from + k * kStep * kTileSide + turned);
+        const int swap = k * kStep < kTileSide / 2 ? 0 : 2;
+        const Raw<16> ordered = {raw.w[swap], raw.w[1 + swap], raw.w[2 - swap], raw.w[3 - swap]};
+        if (k * kStep < columns_here) ptx::st<16>(to, ordered);
     }
-    // A column may begin at any byte. Lanes write its aligned words, shifted together from two words of codes, and
-    // the bytes at the ends.
+}
+
+// The same in general. A column may begin at any byte: lanes write its aligned words, shifted together from two words of
+// codes, and the bytes at the ends.
+template <int THREADS, typename Pitch>
+RTK_DEVICE void store_shifted_columns(const u8* codes, e4m3* q, Pitch pitch, int rows, int columns, int thread) {
     auto word = [&](int column, int w) {
         if (w < 0 || w >= kTileSide / 4) return 0u;
-        return *reinterpret_cast<const u32*>(scratch.unit(column, w / 2) + w % 2 * 4);
+        return *reinterpret_cast<const u32*>(codes + square_unit(column, w / 2) + w % 2 * 4);
     };
 #pragma unroll 1
-    for (int column = thread / kWarp; column < columns; column += kSquareWarps) {
+    for (int column = thread / kWarp; column < columns; column += THREADS / kWarp) {
         e4m3* to = q + static_cast<u64>(pitch) * static_cast<u32>(column);
         const int ahead = static_cast<int>(reinterpret_cast<u64>(to) & 3);
 #pragma unroll 1
         for (int w = thread % kWarp; w * 4 - ahead < rows; w += kWarp) {
-            const Raw<4> codes = {__funnelshift_l(word(column, w - 1), word(column, w), ahead * 8)};
+            const Raw<4> shifted = {__funnelshift_l(word(column, w - 1), word(column, w), ahead * 8)};
             const int first = w * 4 - ahead;
             if (first >= 0 && first + 4 <= rows) {
-                ptx::st<4>(to + first, codes);
+                ptx::st<4>(to + first, shifted);
             } else {
 #pragma unroll
                 for (int b = 0; b < 4; ++b)
                     if (first + b >= 0 && first + b < rows)
-                        ptx::st<1>(to + first + b, Raw<1>{(codes.w[0] >> (8 * b)) & 0xffu});
+                        ptx::st<1>(to + first + b, Raw<1>{(shifted.w[0] >> (8 * b)) & 0xffu});
             }
         }
+    }
+}
+
+template <int THREADS, typename Pitch>
+RTK_DEVICE void store_columns(const u8* codes, e4m3* q, Pitch pitch, int rows, int columns, int thread) {
+    if (((reinterpret_cast<u64>(q) | static_cast<u64>(pitch) | static_cast<u64>(rows)) & 15) == 0) {
+        store_whole_columns<THREADS>(codes, q, pitch, rows, columns, thread);
+    } else {
+        store_shifted_columns<THREADS>(codes, q, pitch, rows, columns, thread);
     }
 }
 
@@ -192,7 +203,8 @@ RTK_DEVICE void quantize_square(const Square& v, const Out& out, SquareScratch& 
         }
     }
     __syncthreads();
-    store_columns(scratch, out.q_t(), out.pitch(), out.rows(), out.columns());
+    store_columns<kSquareThreads>(scratch.codes, out.q_t(), out.pitch(), out.rows(), out.columns(),
+                                  static_cast<int>(this_thread()));
 }
 
 }  // namespace rtk

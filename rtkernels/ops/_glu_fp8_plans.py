@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rtkernels._arch import Target
-from rtkernels._kernel import DeviceInfo, Kernel, Plans, allocator, dense_strides, device_info, shared_limit
+from rtkernels._kernel import DeviceInfo, Plans, allocator, dense_strides, device_info
 from rtkernels._layout import check_same, row_count, row_stride, vector_bytes
 from rtkernels.errors import ArgumentError
+from rtkernels.ops._glu_fp8_kernels import ANY, BWD, BWD_STREAM, FAST_TYPES, FWD, FWD_AHEAD, FWD_STREAM
+from rtkernels.ops._patch_stream import TILE_BYTES, PatchLaunch, available
 from rtkernels.ops.glu import ACT_TYPES, check_inputs, is_dense
 
 GROUP = 128
@@ -24,70 +25,21 @@ MAX_EXPERTS = 8192  # their table is in shared memory
 Metadata = tuple[Any, ...]  # (dtype, shape, stride, device index)
 Output = tuple[Sequence[int], torch.dtype]  # shape and dtype of a dense result
 
-_FAST, _AHEAD, _ANY = "act/glu_quant.cu", "act/glu_quant_ahead.cu", "act/glu_quant_any.cu"
-_FAST_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # the numbers that glu_fp8_any takes
 ACTS = {act: number for number, act in enumerate(ACT_TYPES)}
 _THREADS, _FAST_THREADS = 512, 256
-_STATIC_SHARED, _FAST_STATIC_SHARED = 26624, 23104
+_STATIC_SHARED, _FAST_STATIC_SHARED, _STREAM_STATIC_SHARED = 26624, 23104, 35840
 _RESERVED_SHARED = 1024  # per block, by the hardware
 _LATE = 2  # of a thread's rows of the last input, kept in registers by the backward
-_FAST_SPACE = 128 << 10  # of shared memory, for fast kernels to be worth while
 _RESIDENT = 2  # fast blocks per multiprocessor, as their registers allow
 # Tiles per resident block: with fewer, the forward copies the next one to shared memory meanwhile; from so many on, the
 # backward has a block for each tile. Measured on the H200.
 _AHEAD_TURNS, _MANY_TURNS = 3, 8
-_OUTPUTS = "q:ptr scale:ptr q_t:ptr scale_t:ptr"
-_COMMON = "experts:i64 count_width:i64 row_blocks:i64 by_group:i64 pow2:i64 check:i64"
 
 
 def _fast_shared(inputs: int, table: int) -> int:
     """Return the dynamic shared memory of a fast kernel: tiles of the inputs that it keeps there, and the table."""
     return table + (8 * inputs - (_LATE if inputs == 3 else 0)) * 16 * _FAST_THREADS
-
-
-def _fast_variants(target: Target) -> list[tuple[str]]:
-    # The kernel for everything needs less, and smaller GPUs are not what these are tuned for.
-    return [(t,) for t in _FAST_TYPES.values()] if shared_limit(target) >= _FAST_SPACE else []
-
-
-_FWD_ARGS = (
-    f"gate:ptr up:ptr weight:ptr counts:ptr {_OUTPUTS} rows:i64 cols:i64 gate_stride:i64 up_stride:i64 {_COMMON}"
-)
-FWD = Kernel(
-    _FAST,
-    "glu_fp8_fwd",
-    template="T",
-    args=_FWD_ARGS,
-    variants=_fast_variants,
-    max_registers=128,
-)
-FWD_AHEAD = Kernel(
-    _AHEAD,
-    "glu_fp8_fwd_ahead",
-    template="T",
-    args=_FWD_ARGS,
-    variants=_fast_variants,
-    max_registers=128,
-)
-BWD = Kernel(
-    _AHEAD,
-    "glu_fp8_bwd",
-    template="T",
-    args=f"dy:ptr gate:ptr up:ptr weight:ptr counts:ptr {_OUTPUTS} dx:ptr partial:ptr rows:i64 cols:i64 dy_stride:i64 "
-    f"gate_stride:i64 up_stride:i64 {_COMMON}",
-    variants=_fast_variants,
-    max_registers=128,
-)
-ANY = Kernel(
-    _ANY,
-    "glu_fp8_any",
-    template="WIDE",
-    args=f"dy:ptr gate:ptr up:ptr weight:ptr counts:ptr {_OUTPUTS} dx:ptr partial:ptr factor:ptr most:ptr rows:i64 "
-    f"cols:i64 dy_stride:i64 gate_stride:i64 up_stride:i64 weight_type:i64 {_COMMON} act:i64 type:i64 words:i64",
-    variants=[(False,), (True,)],
-    max_registers=128,
-)
 
 
 # ---- shapes and checks, shared by launchers, references and fakes ---------------------------------------------------
@@ -241,6 +193,28 @@ class Plan:
         return outputs
 
 
+class PatchPlan(Plan):
+    """A plan whose kernel takes tensor maps of dy (in the backward), gate and up."""
+
+    __slots__ = ("_half", "_matrices")
+
+    def __init__(
+        self, launch: PatchLaunch, args: tuple[int, ...], device: int, outputs: Sequence[Output | None],
+        matrices: int, half: int,
+    ) -> None:  # fmt: skip
+        super().__init__(launch, args, device, outputs)
+        self._matrices, self._half = matrices, half
+
+    def run(self, *inputs: int, extra: tuple[int, ...] = ()) -> tuple[Tensor | None, ...]:
+        matrices, others = list(inputs[: self._matrices]), inputs[self._matrices :]
+        if not matrices[-1]:
+            matrices[-1] = matrices[-2] + self._half  # up follows gate in each row
+        outputs = tuple([o and self._allocate(*o) for o in self._outputs])
+        addresses = [0 if o is None else o.data_ptr() for o in outputs]
+        self._launch(matrices, [*others, *addresses], self._after)
+        return outputs
+
+
 class Inputs(NamedTuple):
     """What both directions have in common."""
 
@@ -256,7 +230,13 @@ class Inputs(NamedTuple):
 
 
 def bound_launch(
-    given: Inputs, dy: Metadata | None, shape: Sequence[int], blocks: int, align: int, any_act: bool = False
+    given: Inputs,
+    dy: Metadata | None,
+    shape: Sequence[int],
+    blocks: int,
+    align: int,
+    any_act: bool = False,
+    transposed: bool = False,
 ) -> tuple[Any, tuple[int, ...], bool] | None:
     """Return a bound launch, the numbers it ends with, and whether its kernel always takes gradients.
 
@@ -269,6 +249,7 @@ def bound_launch(
         blocks: The most blocks of 128 rows that there can be.
         align: Of all inputs' addresses.
         any_act: Use the kernel for every activation, whatever it is.
+        transposed: Transposed codes are among the results, so that kernels for them may be used.
     """
     x, up, weight, counts = given[:4]
     dtype, device = x[0], x[3]
@@ -282,10 +263,19 @@ def bound_launch(
     info, table = device_info(device), 16 * ((experts or 0) // 2 + 1)
     tiles = blocks * groups_of(cols)
     vector = vector_bytes(align, cols * dtype.itemsize, *(s * dtype.itemsize for s in strides))
-    fast = given.act == "silu" and dtype in _FAST_TYPES and vector == 16 and max(strides) < 2**31 and not any_act
+    fast = given.act == "silu" and dtype in FAST_TYPES and vector == 16 and max(strides) < 2**31 and not any_act
     resident = _RESIDENT * info.sm_count
     ahead = dy is not None or tiles < _AHEAD_TURNS * resident
     shared = _fast_shared(len(sources) if ahead else 0, table)
+    space = (4 if dy is None else 5) * TILE_BYTES + table  # two tiles of each input, but one of up in the backward
+    fits = space + _STREAM_STATIC_SHARED <= info.shared_per_block and min(strides) >= cols
+    if fast and transposed and fits and available(device, info.target):
+        if weight is not None and weight[0] != torch.float32:
+            return None
+        layouts = [(FAST_TYPES[dtype], rows, cols, stride) for stride in strides]
+        kernel = FWD_STREAM if dy is None else BWD_STREAM
+        launch = PatchLaunch(kernel, (FAST_TYPES[dtype],), device, tiles, space, layouts)
+        return launch, (rows, cols, *options), False
     if fast and FWD.variants(info.target) and shared + _FAST_STATIC_SHARED <= info.shared_per_block:
         if weight is not None and weight[0] != torch.float32:
             return None
@@ -293,7 +283,7 @@ def bound_launch(
         if (counts is not None or ahead) if dy is None else tiles < _MANY_TURNS * resident:
             grid = _grid(tiles, _RESIDENT, shared + _FAST_STATIC_SHARED, info)
         kernel = BWD if dy is not None else FWD_AHEAD if ahead else FWD
-        launch = kernel.bind((_FAST_TYPES[dtype],), device, grid, _FAST_THREADS, shared)
+        launch = kernel.bind((FAST_TYPES[dtype],), device, grid, _FAST_THREADS, shared)
         return launch, (rows, cols, *strides, *options), False
     shared = 4 * GROUP * GROUP + table
     if shared + _STATIC_SHARED > info.shared_per_block:
@@ -324,10 +314,12 @@ def _plan_fwd(*key: Any) -> Plan | None:
     outputs = quantized_outputs(shape, experts, layout, scales)
     if shape[-1] == 0 or blocks == 0:
         return Plan(None, (), x[3], outputs)
-    bound = bound_launch(inputs, None, shape, blocks, align)
+    bound = bound_launch(inputs, None, shape, blocks, align, transposed=layout != "row")
     if bound is None:
         return None
     launch, args, takes_gradients = bound
+    if isinstance(launch, PatchLaunch):
+        return PatchPlan(launch, args, x[3], outputs, 2, shape[-1] * x[0].itemsize)
     return Plan(launch, args, x[3], outputs, takes_gradients)
 
 
@@ -346,7 +338,9 @@ def _plan_bwd(*key: Any) -> Plan | None:
     outputs.append(((groups_of(shape[-1] // 2), rows), torch.float32) if weight_grad else None)
     if shape[-1] == 0 or blocks == 0:
         return Plan(None, (), x[3], outputs)
-    bound = bound_launch(inputs, dy, dy[1], blocks, align)
+    bound = bound_launch(inputs, dy, dy[1], blocks, align, transposed=layout != "row" and keep != "dense")
+    if bound is not None and isinstance(bound[0], PatchLaunch):
+        return PatchPlan(*bound[:2], x[3], outputs, 3, dy[1][-1] * x[0].itemsize)
     return None if bound is None else Plan(*bound[:2], x[3], outputs)
 
 
