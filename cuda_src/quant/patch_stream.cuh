@@ -1,6 +1,5 @@
 // How blocks that work as quant/patch.cuh says get their tiles: which ones, their inputs, and what helpers do with them.
 #pragma once
-#include "ptx/pdl.cuh"
 #include "ptx/tma.cuh"
 #include "quant/expert_tiles.cuh"
 #include "quant/patch.cuh"
@@ -147,11 +146,7 @@ RTK_DEVICE void help(PatchShared<SIDES>& shared, const StreamWalk& walk, bool po
         for (u32 turn = 0; walk.has(turn); ++turn) shared.store_columns(walk[turn], turn);
     } else if (role == PatchRole::kScale) {
         const bool draws = threadIdx.x % kWarp == 0;
-        u32 number = 0;
-        if (draws) {
-            ptx::wait_for_previous();  // which clears the counter
-            number = walk.draw(StreamWalk::kAhead);
-        }
+        u32 number = draws ? walk.draw(StreamWalk::kAhead) : 0;
 #pragma unroll 1
         for (u32 turn = 0; walk.has(turn); ++turn) {
             shared.make_scales(walk[turn], turn, pow2);

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rtkernels._layout import address, check_same, metadata, nothing, row_count, row_stride, rowed
 from rtkernels._registry import MutatingOp, TorchOp
+from rtkernels._zeros import fresh_zeros
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _cross_entropy_reference as reference
 from rtkernels.ops._cross_entropy_plans import (
@@ -23,7 +24,6 @@ from rtkernels.ops._cross_entropy_plans import (
     report,
 )
 from rtkernels.ops._cross_entropy_reduce import count_rows, floats, results_of
-from rtkernels.ops._router_rows import fresh_zeros
 
 # ---- launchers ------------------------------------------------------------------------------------------------------
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from rtkernels._layout import address, nothing
+from rtkernels._zeros import fresh_zeros
 from rtkernels.ops._cross_entropy_plans import MEAN, NONE, REDUCE_PLANS, reduce_blocks
-from rtkernels.ops._router_rows import fresh_zeros
 
 
 def floats(like: Tensor, *shape: int) -> Tensor:

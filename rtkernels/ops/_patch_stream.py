@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from rtkernels._arch import Target
-from rtkernels._kernel import Kernel, Launch, Variant, allocator, device_info
+from rtkernels._kernel import Kernel, Variant, device_info
 from rtkernels._tensor_map import TensorMap, matrix_map
+from rtkernels._zeros import fresh_zeros
 
 TILE_BYTES = 128 * 128 * 2  # of one input
 ON_DEVICE_ONLY = "copies by the tensor copy engine"
@@ -17,7 +15,7 @@ ON_DEVICE_ONLY = "copies by the tensor copy engine"
 _THREADS = 640
 _BOX_ROWS, _BOX_COLS = 32, 128
 # Tiles per multiprocessor from which on blocks draw tiles from a counter: then they stay together, and memory is faster
-# for it. With fewer, clearing the counter costs more than that gains.
+# for it. With fewer (4 and 8 were measured) it gains nothing.
 _DRAW_TURNS = 12
 
 
@@ -31,22 +29,10 @@ def available(device: int, target: Target) -> bool:
     return device >= 0 and supported(target)
 
 
-CLEAR = Kernel(
-    "quant/patch_counter.cu",
-    "clear_counters",
-    template="COUNT",
-    args="counters:ptr",
-    variants=lambda target: [(1,)] if supported(target) else [],
-    needs=("tma",),
-    max_registers=16,
-    emulated="only kernels that copy by the tensor copy engine draw from counters",
-)
-
-
 class PatchLaunch:
     """A kernel with one block per multiprocessor that takes tensor maps first, then pointers, a counter, numbers."""
 
-    __slots__ = ("_allocate", "_clear", "_launch", "_layouts")
+    __slots__ = ("_device", "_draws", "_launch", "_layouts")
 
     def __init__(
         self, kernel: Kernel, variant: Variant, device: int, tiles: int, shared: int, layouts: list[tuple[Any, ...]]
@@ -62,11 +48,8 @@ class PatchLaunch:
             layouts: Of each input: token, rows, columns, elements from row to row.
         """
         processors = device_info(device).sm_count
-        draws = tiles >= _DRAW_TURNS * processors
-        self._layouts = layouts
-        self._launch = kernel.bind(variant, device, min(tiles, processors), _THREADS, shared, overlap=draws)
-        self._clear: Launch | None = CLEAR.bind((1,), device, 1, 32) if draws else None
-        self._allocate = allocator(device)
+        self._launch = kernel.bind(variant, device, min(tiles, processors), _THREADS, shared)
+        self._device, self._layouts, self._draws = device, layouts, tiles >= _DRAW_TURNS * processors
 
     def __call__(self, inputs: list[int], pointers: list[int], numbers: tuple[int, ...]) -> None:
         """Launch on the addresses of the inputs."""
@@ -74,8 +57,5 @@ class PatchLaunch:
             matrix_map(address, *layout, _BOX_ROWS, _BOX_COLS, swizzle=False)
             for address, layout in zip(inputs, self._layouts, strict=True)
         ]
-        counter: Tensor | None = None
-        if self._clear is not None:
-            counter = self._allocate((1,), (1,), torch.int32)
-            self._clear(counter.data_ptr())
+        counter = fresh_zeros(self._device, 1) if self._draws else None
         self._launch(*maps, *pointers, 0 if counter is None else counter.data_ptr(), *numbers)

@@ -28,7 +28,8 @@ class Operand(NamedTuple):
     def map(self, box_rows: int, box_cols: int, promote: bool = True):
         """Return the tensor map of all terms."""
         rows = self.count * self.rows
-        return matrix_map(self.tensor.data_ptr(), self.token, rows, self.cols, self.pitch, box_rows, box_cols, promote=promote)
+        first = self.tensor.data_ptr()
+        return matrix_map(first, self.token, rows, self.cols, self.pitch, box_rows, box_cols, promote=promote)
 
     @property
     def step(self) -> int:

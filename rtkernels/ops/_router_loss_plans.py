@@ -10,9 +10,10 @@ from torch import Tensor
 from rtkernels._kernel import Kernel, Plans, device_info
 from rtkernels._layout import GRID_LIMIT, address, check_same, metadata, row_count, row_stride, rowed, vector_bytes
 from rtkernels._registry import TorchOp
+from rtkernels._zeros import fresh_zeros
 from rtkernels.errors import ArgumentError
 from rtkernels.ops._moe_layout import MAX_EXPERTS
-from rtkernels.ops._router_rows import KIND, check_rows, fresh_zeros
+from rtkernels.ops._router_rows import KIND, check_rows
 
 Z, SOFTMAX, SIGMOID, PLAIN = range(4)  # which loss; of load balancing, what the scores are
 _UNIT, _PIECE, _WARPS, _BLOCKS_PER_SM = "router/losses.cu", 4, 8, 4

@@ -16,7 +16,6 @@ from rtkernels.ops import _glu_fp8_smooth as smooth_quant
 from rtkernels.ops._glu_fp8_kernels import ANY, BWD, BWD_STREAM, FWD, FWD_AHEAD, FWD_STREAM
 from rtkernels.ops._glu_fp8_plans import BWD_PLANS, FWD_PLANS, check_options, quantized_outputs
 from rtkernels.ops._glu_fp8_smooth import glu_smooth_fp8, glu_smooth_fp8_backward
-from rtkernels.ops._patch_stream import CLEAR
 from rtkernels.ops.column_sum import column_sum
 
 __all__ = ["glu_fp8", "glu_fp8_backward", "glu_smooth_fp8", "glu_smooth_fp8_backward"]
@@ -316,7 +315,7 @@ def _samples(device: str):
 OP = Op(
     "glu_fp8",
     public=("glu_fp8", "glu_fp8_backward", "glu_smooth_fp8", "glu_smooth_fp8_backward"),
-    kernels=(FWD, FWD_AHEAD, BWD, FWD_STREAM, BWD_STREAM, CLEAR, ANY, smooth_quant.SMOOTH),
+    kernels=(FWD, FWD_AHEAD, BWD, FWD_STREAM, BWD_STREAM, ANY, smooth_quant.SMOOTH),
     torch_ops=(FORWARD, BACKWARD, smooth_quant.FORWARD, smooth_quant.BACKWARD),
     samples=_samples,
     rows=lambda: rows.rows(FORWARD, BACKWARD),

@@ -13,9 +13,9 @@ from rtkernels import interop
 from rtkernels._guard import constant, is_dynamo_compiling, needs_grad
 from rtkernels._layout import address, metadata, row_count, row_stride, rowed
 from rtkernels._registry import Op, TorchOp
+from rtkernels._zeros import fresh_zeros
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _topk_router_plans as plans
-from rtkernels.ops._router_rows import fresh_zeros
 from rtkernels.ops._topk_router_plans import BWD_PLANS, FWD_PLANS, KERNELS, RENORMALIZE, SCORE_FIRST, SOFTMAX
 from rtkernels.testing.rows import Row
 
