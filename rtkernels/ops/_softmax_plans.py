@@ -19,43 +19,36 @@ from rtkernels._layout import (
 )
 from rtkernels.errors import ArgumentError
 
-_UNIT = "softmax/softmax.cu"
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
-# Pieces of 16 bytes per thread, and the most threads a row has with so many.
-_FWD_CHUNKS = {1: 32, 3: 256, 4: 256, 8: 1024}
-_BWD_CHUNKS = {1: 32, 3: 1024, 4: 1024}
 LARGEST_SCALE = torch.finfo(torch.float32).max
+# Pieces of 16 bytes in a thread that holds a part of a row, and the most threads a row has with so many.
+_FWD_PIECES = {1: 32, 3: 256, 4: 256, 8: 1024}
+_BWD_PIECES = {1: 32, 3: 1024, 4: 1024}
 
 
-_LONG_VARIANTS = [(t, vec) for t in _WIDTH for vec in (1, _WIDTH[t])]
-_FWD_DIMS = "rows:i64 cols:i64 x_stride:i64 y_stride:i64 wide:i64"
-_BWD_DIMS = "rows:i64 cols:i64 dy_stride:i64 y_stride:i64 wide:i64"
-
-
-def _kernels(entry: str, pointers: str, dims: str, chunks: dict[int, int]) -> tuple[Kernel, Kernel]:
+def _kernels(unit: str, entry: str, args: str, pieces: dict[int, int]) -> tuple[Kernel, Kernel]:
     """Return the kernels for rows that a block holds, and for all other rows."""
+    args += " threads_per_row:i64 scale:f64"
+    held = [(t, p, log) for t in _WIDTH for p in pieces for log in (False, True)]
+    other = [(t, vec) for t in _WIDTH for vec in (1, _WIDTH[t])]
     return (
-        Kernel(
-            _UNIT,
-            entry,
-            template="T CHUNKS LOG",
-            args=f"{pointers} {dims} threads_per_row:i64 scale:f64",
-            variants=[(t, c, log) for t in _WIDTH for c in chunks for log in (False, True)],
-            max_registers=64,
-        ),
-        Kernel(
-            _UNIT,
-            f"{entry}_long",
-            template="T VEC",
-            args=f"{pointers} {dims} threads_per_row:i64 scale:f64 log:i64",
-            variants=_LONG_VARIANTS,
-            max_registers=64,
-        ),
+        Kernel(unit, entry, template="T CHUNKS LOG", args=args, variants=held, max_registers=64),
+        Kernel(unit, f"{entry}_long", template="T VEC", args=f"{args} log:i64", variants=other, max_registers=64),
     )
 
 
-_FWD = _kernels("softmax_fwd", "x:ptr y:ptr lengths:ptr", _FWD_DIMS, _FWD_CHUNKS)
-_BWD = _kernels("softmax_bwd", "dy:ptr y:ptr dx:ptr lengths:ptr", _BWD_DIMS, _BWD_CHUNKS)
+_FWD = _kernels(
+    "softmax/softmax.cu",
+    "softmax_fwd",
+    "x:ptr y:ptr lengths:ptr rows:i64 cols:i64 x_stride:i64 y_stride:i64 wide:i64",
+    _FWD_PIECES,
+)
+_BWD = _kernels(
+    "softmax/softmax_bwd.cu",
+    "softmax_bwd",
+    "dy:ptr y:ptr dx:ptr lengths:ptr rows:i64 cols:i64 dy_stride:i64 y_stride:i64 wide:i64",
+    _BWD_PIECES,
+)
 
 
 # ---- validation and planning: plain metadata in, a bound launch out -------------------------------------------------
@@ -98,26 +91,28 @@ def _bind(forward: bool, t: str, rows: int, cols: int, device: int, full: bool, 
         full: All rows can be accessed in pieces of 16 bytes.
         log: Of the logarithm.
     """
-    held, by_long = _FWD if forward else _BWD
-    chunks, threads = _holding(cols // _WIDTH[t], _FWD_CHUNKS if forward else _BWD_CHUNKS) if full else (0, 0)
-    block = block_of(threads)
-    shared = chunks * block * 16 if forward else 0
-    if chunks and shared <= device_info(device).shared_per_block - 1024:
-        grid = min(-(-rows // (block // threads)), GRID_LIMIT)
-        return held.bind((t, chunks, log), device, grid, block, shared), (threads,), ()
+    held, other = _FWD if forward else _BWD
+    found = _holding(cols // _WIDTH[t], _FWD_PIECES if forward else _BWD_PIECES) if full else None
+    if found:
+        pieces, threads = found
+        block = block_of(threads)
+        shared = pieces * block * 16 if forward else 0  # backward holds rows in registers
+        if shared <= device_info(device).shared_per_block - 1024:
+            grid = min(-(-rows // (block // threads)), GRID_LIMIT)
+            return held.bind((t, pieces, log), device, grid, block, shared), (threads,), ()
     vec = _WIDTH[t] if full else 1
     threads = group_threads(-(-cols // vec), 1024)
     block = block_of(threads)
     grid = min(-(-rows // (block // threads)), GRID_LIMIT)
-    return by_long.bind((t, vec), device, grid, block), (threads,), (int(log),)
+    return other.bind((t, vec), device, grid, block), (threads,), (int(log),)
 
 
-def _holding(vectors: int, most: dict[int, int]) -> tuple[int, int]:
-    """Return the pieces of each thread and the threads of a row, few of them idle; zeros if the row is too long."""
+def _holding(vectors: int, most: dict[int, int]) -> tuple[int, int] | None:
+    """Return the pieces of each thread and the threads of a row, few of them idle; None if the row is too long."""
     if vectors <= most[1]:
         return 1, group_threads(vectors, most[1])
-    choices = [(c, group_threads(-(-vectors // c), m)) for c, m in most.items() if 3 <= c and vectors <= c * m]
-    return min(choices, key=lambda choice: (choice[0] * choice[1], abs(choice[0] - 4)), default=(0, 0))
+    choices = [(p, group_threads(-(-vectors // p), m)) for p, m in most.items() if 1 < p and vectors <= p * m]
+    return min(choices, key=lambda choice: (choice[0] * choice[1], abs(choice[0] - 4)), default=None)
 
 
 def _lengths_dense(lengths: Meta | None) -> bool:
