@@ -102,7 +102,7 @@ __global__ void __maxnreg__(CHUNKS > 2 ? 128 : DSUM ? 120 : 112)
             visit(incoming, v, w);
         };
         float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // of h (soon their mean), d^2, g and g * d
-#pragma unroll kKeep ? CHUNKS : 1
+#pragma unroll 2
         for (int c = 0; c < CHUNKS; ++c) {
             piece(c, false, [&](const auto& incoming, const auto& v, const auto& w) {
 #pragma unroll
@@ -111,7 +111,7 @@ __global__ void __maxnreg__(CHUNKS > 2 ? 128 : DSUM ? 120 : 112)
         }
         warp_reduce_pair<Sum>(sums[0], sums[2], group.threads);
         sums[0] = mean_of(sums[0], columns.own());
-#pragma unroll kKeep ? CHUNKS : 1
+#pragma unroll 2
         for (int c = 0; c < CHUNKS; ++c) {
             const float centre = c * pitch < room ? sums[0] : 0.0f;  // past the end h is 0
             piece(c, true, [&](const auto& incoming, const auto& v, const auto& w) {

@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(1024, 1)
 // as one fp32 row per block (`partial`, [grid, cols]; null when not wanted) for column_sum to add up: the order is fixed
 // by the grid, never by timing.
 template <typename T, typename W, int CHUNKS, bool DSUM, int STAGES>
-__global__ void __maxnreg__(CHUNKS == 1 ? 72 : 112)
+__global__ void __launch_bounds__(CHUNKS == 1 ? 768 : 512, 1)
     rms_norm_bwd(const T* dy, const T* h, const W* weight, const T* dsum, T* dh, float* partial, i64 rows, i64 cols,
                  i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, double eps, double offset) {
     constexpr int VEC = 16 / sizeof(T);

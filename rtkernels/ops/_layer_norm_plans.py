@@ -29,7 +29,8 @@ _UNIT, _BWD_UNIT = "norm/layer_norm.cu", "norm/layer_norm_bwd.cu"
 _TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
 _REGISTER_THREADS, _REGISTER_CHUNKS = 512, 4
-_EVEN_THREADS = (128, 256)  # of rows with exactly two pieces of 16 bytes in a thread
+_SHORT = 32  # pieces of 16 bytes in rows that have one in each thread, unless there is a residual
+_EVEN_THREADS = 128  # of rows that have exactly two in each (256 threads: no gain)
 _RING_THREADS = 512
 _RING_CHUNKS = {2: 1024, 4: 2048}  # pieces of 16 bytes in a thread, and in the longest row it is used for
 _WIDTHS = [(t, vec) for t in _WIDTH for vec in (1, _WIDTH[t])]
@@ -65,7 +66,9 @@ _FWD = Kernel(
     "layer_norm_fwd",
     template="T W CHUNKS RESIDUAL",
     args=_FWD_ARGS,
-    variants=[(t, w, _REGISTER_CHUNKS, r) for t, w in _TYPES for r in (False, True)],
+    variants=[
+        (t, w, c, r) for t, w in _TYPES for c, r in ((1, False), (_REGISTER_CHUNKS, False), (_REGISTER_CHUNKS, True))
+    ],
     max_registers=128,
 )
 _FWD_EVEN = Kernel(
@@ -73,7 +76,7 @@ _FWD_EVEN = Kernel(
     "layer_norm_fwd_even",
     template="T W THREADS",
     args=_FWD_ARGS,
-    variants=[(t, w, threads) for t, w in _TYPES for threads in _EVEN_THREADS],
+    variants=[(t, w, _EVEN_THREADS) for t, w in _TYPES],
     max_registers=64,
 )
 _FWD_LONG = Kernel(
@@ -161,12 +164,13 @@ def _plan_fwd(x: Meta, weight: Meta | None, bias: Meta | None, residual: Meta | 
     size = dtype.itemsize
     full = vector_bytes(align, cols * size, x_stride * size, residual_stride * size) == 16
     vectors = cols // _WIDTH[t]
-    if full and residual is None and vectors % 2 == 0 and vectors // 2 in _EVEN_THREADS and rows <= GRID_LIMIT:
-        threads = vectors // 2
+    if full and residual is None and vectors == 2 * _EVEN_THREADS and rows <= GRID_LIMIT:
+        threads = _EVEN_THREADS
         kernel, variant, wide = _FWD_EVEN, (t, w, threads), ()
     elif full and vectors <= _REGISTER_THREADS * _REGISTER_CHUNKS:
-        threads = group_threads(-(-vectors // _REGISTER_CHUNKS), _REGISTER_THREADS)
-        kernel, variant, wide = _FWD, (t, w, _REGISTER_CHUNKS, residual is not None), ()
+        chunks = 1 if vectors <= _SHORT and residual is None else _REGISTER_CHUNKS
+        threads = group_threads(-(-vectors // chunks), _REGISTER_THREADS)
+        kernel, variant, wide = _FWD, (t, w, chunks, residual is not None), ()
     else:
         vec = _WIDTH[t] if full else 1
         threads = group_threads(-(-cols // vec), 1024)

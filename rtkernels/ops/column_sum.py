@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rtkernels._kernel import Kernel, Plans, device_info
+from rtkernels._kernel import Kernel, Plans
 from rtkernels._layout import DTYPE_TOKEN
 from rtkernels._registry import Op
 
@@ -20,9 +20,7 @@ _KERNEL = Kernel(
 
 
 def _plan(device: int, dtype: torch.dtype, cols: int):
-    blocks = -(-cols // 32)
-    threads = 256 if blocks <= device_info(device).sm_count else 128  # so that all of them can wait at once
-    return _KERNEL.bind((DTYPE_TOKEN[dtype],), device, blocks, threads, overlap=True)
+    return _KERNEL.bind((DTYPE_TOKEN[dtype],), device, -(-cols // 32), 256, overlap=True)
 
 
 _PLANS = Plans(_plan)
