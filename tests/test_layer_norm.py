@@ -62,6 +62,7 @@ CASES: dict[str, Callable[[Normal], Inputs]] = {
     "odd_wide": lambda n: _both(n, 3, 1027),
     "even_odd": lambda n: _both(n, 9, 1002),
     "hidden_1536": lambda n: _both(n, 9, 1536),
+    "hidden_2048": lambda n: _both(n, 5, 2048),
     "hidden_4096": lambda n: _both(n, 9, 4096),
     "hidden_5120": lambda n: _both(n, 5, 5120),
     "hidden_12288": lambda n: _both(n, 5, 12288, residual=n(5, 12288)),
@@ -182,7 +183,7 @@ def test_every_dtype(place: str, dtype: torch.dtype) -> None:
 
 def emulated_coverage() -> None:
     """Run every kernel of the op in the emulator; test_registry.py checks that it does."""
-    for case in ("both", "odd", "hidden_20480"):
+    for case in ("both", "odd", "hidden_2048", "hidden_20480"):
         with running_on("sm_90") as device:
             check(make(case, torch.bfloat16, device))
 

@@ -27,6 +27,25 @@ RTK_DEVICE float warp_reduce(float v, int lanes = kWarp) {
     return v;
 }
 
+// The same for two numbers over groups of threads, which are narrower than a warp or have whole ones. In 6 instead of 10
+// exchanges: after the first one even lanes carry `a` and odd lanes `b`.
+template <typename Op>
+RTK_DEVICE void warp_reduce_pair(float& a, float& b, int threads) {
+    if (threads < kWarp) {
+        a = warp_reduce<Op>(a, threads);
+        b = warp_reduce<Op>(b, threads);
+        return;
+    }
+    constexpr u32 kAll = 0xffffffffu;
+    const bool odd = threadIdx.x & 1;
+    float mine = Op::apply(odd ? b : a, __shfl_xor_sync(kAll, odd ? a : b, 1));
+#pragma unroll
+    for (int offset = 2; offset < kWarp; offset *= 2) mine = Op::apply(mine, __shfl_xor_sync(kAll, mine, offset));
+    const float other = __shfl_xor_sync(kAll, mine, 1);
+    a = odd ? other : mine;
+    b = odd ? mine : other;
+}
+
 // COUNT results (a power of two) over LANES neighbouring lanes, scattered: each lane gets that of number lane % COUNT.
 // Half as many exchanges as numbers, instead of log2(LANES) for each. The whole warp must call it; v is used up.
 template <int COUNT, int LANES, typename Combine>

@@ -74,36 +74,73 @@ RTK_DEVICE i64 valid_columns(const void* lengths, i64 wide, i64 row, i64 cols) {
     return length < 0 ? 0 : length < cols ? length : cols;
 }
 
-// A block that works on one row at a time.
-RTK_DEVICE RowGroup whole_block() {
-    RowGroup group(blockDim.x);
-    group.threads = static_cast<int>(blockDim.x);
-    group.count = 1;
-    group.index = 0;
-    group.thread = static_cast<int>(threadIdx.x);
-    return group;
-}
-
-// Shared memory for the next STAGES rows, PIECES of 16 bytes of each row in a thread. Every slot belongs to one thread.
-template <int PIECES, int STAGES>
-struct Stages {
+// Slots of 16 bytes in shared memory that belong to one thread: it waits for its own copies only, without a barrier.
+struct ThreadSlots {
     ptx::SharedAddress base;
-    int offset = 0;  // of the current row's slots
+    int pitch;
 
-    RTK_DEVICE explicit Stages(u8* memory) : base(ptx::shared_address(memory + threadIdx.x * 16)) {}
+    RTK_DEVICE explicit ThreadSlots(u8* memory)
+        : base(ptx::shared_address(memory + threadIdx.x * 16)), pitch(static_cast<int>(blockDim.x) * 16) {}
 
-    RTK_DEVICE ptx::SharedAddress slot(int piece) const {
-        return base + (offset + piece * static_cast<int>(blockDim.x) * 16);
-    }
-    // Closes the copies into the current slots and goes on to the next ones.
-    RTK_DEVICE void next() {
-        ptx::cp_async_commit();
-        if constexpr (STAGES > 1) {
-            offset += PIECES * static_cast<int>(blockDim.x) * 16;
-            if (offset == STAGES * PIECES * static_cast<int>(blockDim.x) * 16) offset = 0;
-        }
+    RTK_DEVICE void copy(int slot, const void* source) const { ptx::cp_async_16(base + slot * pitch, source); }
+    RTK_DEVICE Raw<16> read(int slot) const { return ptx::ld_shared_16(base + slot * pitch); }
+    RTK_DEVICE Raw<16>& at(u8* memory, int slot) const {
+        return *reinterpret_cast<Raw<16>*>(memory + threadIdx.x * 16 + slot * pitch);
     }
 };
+
+// Waits until at most `pending` (a constant after unrolling, at most 3) of this thread's groups of copies are unfinished.
+RTK_DEVICE void wait_for_all_but(int pending) {
+    switch (pending) {
+        case 0: return ptx::cp_async_wait<0>();
+        case 1: return ptx::cp_async_wait<1>();
+        case 2: return ptx::cp_async_wait<2>();
+        default: return ptx::cp_async_wait<3>();
+    }
+}
+
+// The largest of some scores, and the sum of exp(score - largest). Nothing but -inf: the sum is 0, or NaN if there was one.
+struct TopAndSum {
+    float top = -kInfinity, sum = 0.0f;
+
+    // Makes `to`, which is not less, the largest.
+    template <typename T>
+    RTK_DEVICE void raise(float to, const Exponent<T>& exponent) {
+        if (to > top) sum *= exponent(top - to), top = to;
+    }
+    // Adds scores none of which is larger.
+    template <int N, typename T>
+    RTK_DEVICE void add(const float (&v)[N], const Exponent<T>& exponent) {
+        const float from = top == -kInfinity ? 0.0f : top;
+        float part = 0.0f;
+#pragma unroll
+        for (int i = 0; i < N; ++i) part += exponent(v[i] - from);
+        sum += part;
+    }
+};
+
+// The same over each `lanes` neighbouring lanes; all of them get it. The whole warp must call it.
+template <typename T>
+RTK_DEVICE TopAndSum warp_top_and_sum(TopAndSum part, const Exponent<T>& exponent, int lanes = kWarp) {
+    part.raise(warp_reduce<Max>(part.top, lanes), exponent);
+    part.sum = warp_reduce<Sum>(part.sum, lanes);
+    return part;
+}
+
+// And over each group, with one barrier. `phase` alternates between 0 and 1 from call to call on the same scratch.
+template <typename T>
+RTK_DEVICE TopAndSum group_top_and_sum(TopAndSum part, const Exponent<T>& exponent, const RowGroup& group,
+                                       GroupScratch<2>& scratch, int phase) {
+    if (group.threads <= kWarp) return warp_top_and_sum(part, exponent, group.threads);
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    part = warp_top_and_sum(part, exponent);
+    auto& slots = scratch.slot[phase];
+    if (lane == 0) slots[threadIdx.x / kWarp][0] = part.top, slots[threadIdx.x / kWarp][1] = part.sum;
+    __syncthreads();
+    part = TopAndSum();
+    if (lane < group.threads / kWarp) part.top = slots[lane][0], part.sum = slots[lane][1];
+    return warp_top_and_sum(part, exponent);
+}
 
 // e / sum, correctly rounded but for rare cases where `exact`; `inverse` is about 1 / sum.
 template <bool kExact>

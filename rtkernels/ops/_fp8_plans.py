@@ -164,9 +164,9 @@ class Matrix:
         bytes_ = vector_bytes(align, self.cols * size, self.stride * size, most=width * size)
         self.vec = width if bytes_ == width * size else 1
 
-    def runs(self, in_flight: int) -> Runs:
+    def runs(self, in_flight: int, threads: int = 256) -> Runs:
         """Cut the matrix for a kernel with `in_flight` wide accesses per thread and run, or eight narrow ones."""
-        return runs(self.rows, self.cols, 8 if self.vec == 1 else self.vec * in_flight)
+        return runs(self.rows, self.cols, 8 if self.vec == 1 else self.vec * in_flight, threads)
 
 
 class _Plan:
@@ -362,7 +362,7 @@ def _plan_dequantize(
         "group": (0, 1, m.rows) if layout == "column" else (0, groups, 1),
         "block": (7, groups, 1),
     }[granularity]
-    cut = m.runs(2)
+    cut = m.runs(2, threads=128)
     launch = BACK.bind((t, f, m.vec), m.device, cut.grid, cut.block)
     return launch, (m.rows, m.cols, m.stride, *cut[:2], shift, scale_row, scale_column), out_shape
 

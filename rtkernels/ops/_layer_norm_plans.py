@@ -25,10 +25,12 @@ from rtkernels._layout import (
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.column_sum import column_sum
 
-_UNIT = "norm/layer_norm.cu"
+_UNIT, _BWD_UNIT = "norm/layer_norm.cu", "norm/layer_norm_bwd.cu"
 _TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
-_REGISTER_THREADS, _REGISTER_CHUNKS = 512, (1, 4)
+_REGISTER_THREADS, _REGISTER_CHUNKS = 512, 4
+_SHORT = 32  # pieces of 16 bytes in rows that have one in each thread, unless there is a residual
+_EVEN_THREADS = 128  # of rows that have exactly two in each (256 threads: no gain)
 _RING_THREADS = 512
 _RING_CHUNKS = {2: 1024, 4: 2048}  # pieces of 16 bytes in a thread, and in the longest row it is used for
 _WIDTHS = [(t, vec) for t in _WIDTH for vec in (1, _WIDTH[t])]
@@ -64,8 +66,18 @@ _FWD = Kernel(
     "layer_norm_fwd",
     template="T W CHUNKS RESIDUAL",
     args=_FWD_ARGS,
-    variants=[(t, w, c, r) for t, w in _TYPES for c in _REGISTER_CHUNKS for r in (False, True)],
+    variants=[
+        (t, w, c, r) for t, w in _TYPES for c, r in ((1, False), (_REGISTER_CHUNKS, False), (_REGISTER_CHUNKS, True))
+    ],
     max_registers=128,
+)
+_FWD_EVEN = Kernel(
+    _UNIT,
+    "layer_norm_fwd_even",
+    template="T W THREADS",
+    args=_FWD_ARGS,
+    variants=[(t, w, _EVEN_THREADS) for t, w in _TYPES],
+    max_registers=64,
 )
 _FWD_LONG = Kernel(
     _UNIT,
@@ -76,7 +88,7 @@ _FWD_LONG = Kernel(
     max_registers=64,
 )
 _BWD = Kernel(
-    _UNIT,
+    _BWD_UNIT,
     "layer_norm_bwd",
     template="T CHUNKS DSUM STAGES",
     args=f"{_BWD_ARGS.format(last='partial')} partial_stride:i64",
@@ -84,7 +96,7 @@ _BWD = Kernel(
     max_registers=128,
 )
 _BWD_LONG = Kernel(
-    _UNIT,
+    _BWD_UNIT,
     "layer_norm_bwd_long",
     template="T VEC",
     args=_BWD_ARGS.format(last="stats"),
@@ -92,7 +104,7 @@ _BWD_LONG = Kernel(
     max_registers=64,
 )
 _BWD_WEIGHT = Kernel(
-    _UNIT,
+    _BWD_UNIT,
     "layer_norm_bwd_weight",
     template="T VEC",
     args="dy:ptr h:ptr stats:ptr partial:ptr rows:i64 cols:i64 dy_stride:i64 h_stride:i64 partial_stride:i64",
@@ -152,8 +164,11 @@ def _plan_fwd(x: Meta, weight: Meta | None, bias: Meta | None, residual: Meta | 
     size = dtype.itemsize
     full = vector_bytes(align, cols * size, x_stride * size, residual_stride * size) == 16
     vectors = cols // _WIDTH[t]
-    if full and vectors <= _REGISTER_THREADS * max(_REGISTER_CHUNKS):
-        chunks = 1 if vectors <= 32 else 4
+    if full and residual is None and vectors == 2 * _EVEN_THREADS and rows <= GRID_LIMIT:
+        threads = _EVEN_THREADS
+        kernel, variant, wide = _FWD_EVEN, (t, w, threads), ()
+    elif full and vectors <= _REGISTER_THREADS * _REGISTER_CHUNKS:
+        chunks = 1 if vectors <= _SHORT and residual is None else _REGISTER_CHUNKS
         threads = group_threads(-(-vectors // chunks), _REGISTER_THREADS)
         kernel, variant, wide = _FWD, (t, w, chunks, residual is not None), ()
     else:
@@ -183,7 +198,7 @@ class _BackwardPlan:
         chunks = next((c for c, most in _RING_CHUNKS.items() if vectors <= most), 0)
         stages = _ring_stages(info.shared_per_block, chunks, dsum is not None) if chunks else 0
         self.rows, self.cols, self.sums, self.partial_launch = rows, cols, sums, None
-        if full and stages >= 2:
+        if full and stages >= 2 and rows < 2**30:
             threads = group_threads(-(-vectors // chunks), _RING_THREADS)
             most = _RING_THREADS // threads if threads <= 32 else min(_RING_THREADS // threads, 15)
             groups = max(1, min(most, rows // info.sm_count))
@@ -225,4 +240,4 @@ class _BackwardPlan:
 BWD_PLANS = Plans(_BackwardPlan)
 
 
-KERNELS = (_FWD, _FWD_LONG, _BWD, _BWD_LONG, _BWD_WEIGHT)
+KERNELS = (_FWD, _FWD_EVEN, _FWD_LONG, _BWD, _BWD_LONG, _BWD_WEIGHT)

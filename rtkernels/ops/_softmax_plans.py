@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from rtkernels._arch import Target
-from rtkernels._kernel import Kernel, Plans, dense_memory, device_info, shared_limit
+from rtkernels._kernel import Kernel, Plans, dense_memory, device_info
 from rtkernels._layout import (
     GRID_LIMIT,
     block_of,
@@ -21,63 +19,35 @@ from rtkernels._layout import (
 )
 from rtkernels.errors import ArgumentError
 
-_UNIT = "softmax/softmax.cu"
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
-_CHUNKS = (1, 3, 4)  # pieces of 16 bytes per thread
-_FWD_THREADS, _BWD_THREADS = 512, 1024  # the most that hold a row in registers
-_RING_THREADS, _RING_CHUNKS = 1024, 4
 LARGEST_SCALE = torch.finfo(torch.float32).max
+# Pieces of 16 bytes in a thread that holds a part of a row, and the most threads a row has with so many.
+_FWD_PIECES = {1: 32, 3: 256, 4: 256, 8: 1024}
+_BWD_PIECES = {1: 32, 3: 1024, 4: 1024}
 
 
-def _ring_stages(limit: int) -> int:
-    """Return how many rows ahead a persistent block holds within `limit` bytes of shared memory (3 at most)."""
-    return min(3, (limit - 1024) // (_RING_THREADS * _RING_CHUNKS * 16))
-
-
-def _ring_variants(target: Target) -> Iterator[tuple[Any, ...]]:
-    stages = _ring_stages(shared_limit(target))
-    return ((t, _RING_CHUNKS, log, stages) for t in _WIDTH for log in (False, True) if stages)
-
-
-_REGISTER_VARIANTS = [(t, c, log) for t in _WIDTH for c in _CHUNKS for log in (False, True)]
-_LONG_VARIANTS = [(t, vec) for t in _WIDTH for vec in (1, _WIDTH[t])]
-_FWD_DIMS = "rows:i64 cols:i64 x_stride:i64 y_stride:i64 wide:i64"
-_BWD_DIMS = "rows:i64 cols:i64 dy_stride:i64 y_stride:i64 wide:i64"
-
-
-def _kernels(entry: str, pointers: str, dims: str) -> tuple[Kernel, Kernel]:
-    """Return the kernels for rows in the registers of a block, and for all other rows."""
+def _kernels(unit: str, entry: str, args: str, pieces: dict[int, int]) -> tuple[Kernel, Kernel]:
+    """Return the kernels for rows that a block holds, and for all other rows."""
+    args += " threads_per_row:i64 scale:f64"
+    held = [(t, p, log) for t in _WIDTH for p in pieces for log in (False, True)]
+    other = [(t, vec) for t in _WIDTH for vec in (1, _WIDTH[t])]
     return (
-        Kernel(
-            _UNIT,
-            entry,
-            template="T CHUNKS LOG",
-            args=f"{pointers} {dims} threads_per_row:i64 scale:f64",
-            variants=_REGISTER_VARIANTS,
-            max_registers=64,
-        ),
-        Kernel(
-            _UNIT,
-            f"{entry}_long",
-            template="T VEC",
-            args=f"{pointers} {dims} threads_per_row:i64 scale:f64 log:i64",
-            variants=_LONG_VARIANTS,
-            max_registers=64,
-        ),
+        Kernel(unit, entry, template="T CHUNKS LOG", args=args, variants=held, max_registers=64),
+        Kernel(unit, f"{entry}_long", template="T VEC", args=f"{args} log:i64", variants=other, max_registers=64),
     )
 
 
-_FWD = _kernels("softmax_fwd", "x:ptr y:ptr lengths:ptr", _FWD_DIMS)
-_BWD = _kernels("softmax_bwd", "dy:ptr y:ptr dx:ptr lengths:ptr", _BWD_DIMS)
-# Forward reduces twice, so a block that fills a multiprocessor would leave the memory idle; backward reduces once, and
-# the next block starts soon enough.
-_RING = Kernel(
-    _UNIT,
-    "softmax_fwd_ring",
-    template="T CHUNKS LOG STAGES",
-    args=f"x:ptr y:ptr lengths:ptr {_FWD_DIMS} scale:f64",
-    variants=_ring_variants,
-    max_registers=64,
+_FWD = _kernels(
+    "softmax/softmax.cu",
+    "softmax_fwd",
+    "x:ptr y:ptr lengths:ptr rows:i64 cols:i64 x_stride:i64 y_stride:i64 wide:i64",
+    _FWD_PIECES,
+)
+_BWD = _kernels(
+    "softmax/softmax_bwd.cu",
+    "softmax_bwd",
+    "dy:ptr y:ptr dx:ptr lengths:ptr rows:i64 cols:i64 dy_stride:i64 y_stride:i64 wide:i64",
+    _BWD_PIECES,
 )
 
 
@@ -121,33 +91,28 @@ def _bind(forward: bool, t: str, rows: int, cols: int, device: int, full: bool, 
         full: All rows can be accessed in pieces of 16 bytes.
         log: Of the logarithm.
     """
-    by_registers, by_long = _FWD if forward else _BWD
-    most = _FWD_THREADS if forward else _BWD_THREADS
-    vectors = cols // _WIDTH[t]
-    if full and vectors <= most * max(_CHUNKS):
-        chunks, threads = _in_registers(vectors, most)
+    held, other = _FWD if forward else _BWD
+    found = _holding(cols // _WIDTH[t], _FWD_PIECES if forward else _BWD_PIECES) if full else None
+    if found:
+        pieces, threads = found
         block = block_of(threads)
-        grid = min(-(-rows // (block // threads)), GRID_LIMIT)
-        return by_registers.bind((t, chunks, log), device, grid, block), (threads,), ()
-    info = device_info(device)
-    stages = _ring_stages(info.shared_per_block)
-    if forward and full and stages and vectors <= _RING_THREADS * _RING_CHUNKS:
-        threads = group_threads(-(-vectors // _RING_CHUNKS), _RING_THREADS)
-        variant, shared = (t, _RING_CHUNKS, log, stages), stages * threads * _RING_CHUNKS * 16
-        return _RING.bind(variant, device, min(rows, info.sm_count), threads, shared), (), ()
+        shared = pieces * block * 16 if forward else 0  # backward holds rows in registers
+        if shared <= device_info(device).shared_per_block - 1024:
+            grid = min(-(-rows // (block // threads)), GRID_LIMIT)
+            return held.bind((t, pieces, log), device, grid, block, shared), (threads,), ()
     vec = _WIDTH[t] if full else 1
     threads = group_threads(-(-cols // vec), 1024)
     block = block_of(threads)
     grid = min(-(-rows // (block // threads)), GRID_LIMIT)
-    return by_long.bind((t, vec), device, grid, block), (threads,), (int(log),)
+    return other.bind((t, vec), device, grid, block), (threads,), (int(log),)
 
 
-def _in_registers(vectors: int, most: int) -> tuple[int, int]:
-    """Return the pieces of each thread and the threads of a row: four, or three where four leave more threads idle."""
-    if vectors <= 32:
-        return 1, group_threads(vectors, most)
-    choices = [(c, group_threads(-(-vectors // c), most)) for c in (4, 3) if vectors <= c * most]
-    return min(choices, key=lambda choice: choice[0] * choice[1])
+def _holding(vectors: int, most: dict[int, int]) -> tuple[int, int] | None:
+    """Return the pieces of each thread and the threads of a row, few of them idle; None if the row is too long."""
+    if vectors <= most[1]:
+        return 1, group_threads(vectors, most[1])
+    choices = [(p, group_threads(-(-vectors // p), m)) for p, m in most.items() if 1 < p and vectors <= p * m]
+    return min(choices, key=lambda choice: (choice[0] * choice[1], abs(choice[0] - 4)), default=None)
 
 
 def _lengths_dense(lengths: Meta | None) -> bool:
@@ -190,4 +155,4 @@ def _plan_bwd(dy: Meta, y: Meta, lengths: Meta | None, align: int, log: bool):
 BWD_PLANS = Plans(_plan_bwd)
 
 
-KERNELS = (*_FWD, _RING, *_BWD)
+KERNELS = (*_FWD, *_BWD)

@@ -17,6 +17,7 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 #define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
 #define alignas(n) __attribute__((aligned(n)))  // CUDA allows it after __shared__, C++ does not after thread_local

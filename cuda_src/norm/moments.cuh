@@ -1,0 +1,74 @@
+// Mean and squared differences of a row that the warps of a RowGroup share, with one barrier: every warp works with the
+// differences from the mean of its own columns, then these are merged. No sum of squares that cancel: a mean far from zero
+// costs no digits.
+#pragma once
+#include "common/reduce.cuh"
+#include "norm/common.cuh"
+
+namespace rtk {
+
+// How many columns a row has, and how many of them a warp of its group. Threads own CHUNKS pieces of VEC columns, one
+// piece of every other thread apart.
+template <int VEC, int CHUNKS>
+struct WarpColumns {
+    int threads, warp, cols;
+
+    RTK_DEVICE WarpColumns(const RowGroup& group, i64 cols_)
+        : threads(group.threads), warp(group.thread / kWarp), cols(static_cast<int>(cols_)) {}
+
+    RTK_DEVICE float all() const { return static_cast<float>(cols); }
+    RTK_DEVICE float of(int w) const {
+        int count = 0;
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c)
+            count += min(max(cols - (c * threads + w * kWarp) * VEC, 0), kWarp * VEC);
+        return static_cast<float>(count);
+    }
+    RTK_DEVICE float own() const { return threads <= kWarp ? all() : of(warp); }
+};
+
+// `v` of a warp becomes that of its group: mean, sum of (h - mean)^2 and, of four values, sum of g, sum of g * (h - mean).
+// Groups of at most 16 warps; `phase` alternates between 0 and 1 from call to call on the same scratch.
+//
+// All warps' means are taken as differences from that of the first, so what is subtracted again in the end is at most as
+// many times larger than the result as there are warps.
+template <bool kManyGroups, int VALUES, int VEC, int CHUNKS>
+RTK_DEVICE void merge_warps(float (&v)[VALUES], const WarpColumns<VEC, CHUNKS>& columns, const RowGroup& group,
+                            GroupScratch<VALUES>& scratch, int phase) {
+    static_assert(VALUES == 2 || VALUES == 4);
+    if (group.threads <= kWarp) return;
+    constexpr u32 kAll = 0xffffffffu;
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const int warps = group.threads / kWarp;
+    if (lane == 0) {
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) scratch.slot[phase][threadIdx.x / kWarp][i] = v[i];
+    }
+    group_barrier<kManyGroups>(group);
+    const auto* slots = &scratch.slot[phase][group.index * warps];
+    const float centre = slots[0][0];
+    float part[VALUES];
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) part[i] = 0.0f;
+    const int from = lane % 16;
+    if (from < warps) {
+        const float away = slots[from][0] - centre, moved = columns.of(from) * away;
+        part[0] = moved;
+        part[1] = slots[from][1] + moved * away;
+        if constexpr (VALUES == 4) {
+            part[2] = slots[from][2];
+            part[3] = slots[from][3] + part[2] * away;
+        }
+    }
+    const float mine = scattered<VALUES, 16>(part, lane, [](float a, float b) { return a + b; });
+    const float moved = __shfl_sync(kAll, mine, 0);
+    const float away = mean_of(moved, columns.all());
+    v[0] = centre + away;
+    v[1] = __shfl_sync(kAll, mine, 1) - away * moved;
+    if constexpr (VALUES == 4) {
+        v[2] = __shfl_sync(kAll, mine, 2);
+        v[3] = __shfl_sync(kAll, mine, 3) - away * v[2];
+    }
+}
+
+}  // namespace rtk
