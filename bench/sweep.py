@@ -14,7 +14,7 @@ import torch
 from bench.timing import Timer, copy_calls
 
 HIDDEN = (1536, 2048, 4096, 5120, 7168, 8192)
-VOCABULARY = (1000, 4096, 32000, 50257, 128256, 151936, 157184, 262144)
+VOCABULARY = (1000, 4096, 16384, 32000, 50257, 65536, 128256, 151936, 157184, 262144)
 ELEMENTS = 1 << 28
 COPIES, ROTATED_BYTES = 3, 2 << 30
 
@@ -93,7 +93,7 @@ def points(device: str) -> Iterator[Point]:
         yield from _rows(rows, 4096, device)
     for cols in VOCABULARY:
         yield from _losses(ELEMENTS // cols, cols, device)
-    for rows in (1, 16, 256, 1024, 4096, 65536):
+    for rows in (1, 16, 64, 256, 512, 1024, 2048, 4096, 16384, 65536):
         yield from _losses(rows, 32000, device)
 
 
