@@ -10,8 +10,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import cache, lru_cache
+from typing import Any
+
+import torch
 
 from rtkernels.errors import RtkError
+
+Words = tuple[int, ...]
 
 _BYTES, _ALIGNMENT = 128, 64
 _TYPES = {"byte": (0, 1), "fp16": (6, 2), "fp32": (7, 4), "bf16": (9, 2)}  # CUtensorMapDataType, bytes
@@ -32,6 +37,21 @@ class TensorMap:
         self.address = start + -start % _ALIGNMENT
 
 
+class EmulatedMap:
+    """The same for the emulator: a table of words (``emulator/runtime/mbarrier.h``), the first one the tensor."""
+
+    def __init__(self, address: Any, size: int, sizes: Words, strides: Words, box: Words, swizzle: bool) -> None:
+        from rtkernels.emulator._launch import points_to
+
+        def five(words: Words) -> list[int]:
+            return [*words, *[0] * (5 - len(words))]
+
+        first = int(address.tensor.data_ptr())
+        head = [first, int(address) - first, size, len(sizes), int(swizzle)]
+        self.table = torch.tensor([*head, *five(sizes), *five((size, *strides)), *five(box)], dtype=torch.int64)
+        points_to(self.table, {0: address.tensor})
+
+
 def matrix_map(
     address: int,
     token: str,
@@ -43,7 +63,7 @@ def matrix_map(
     *,
     swizzle: bool = True,
     promote: bool = True,
-) -> TensorMap:
+) -> TensorMap | EmulatedMap:
     """Return the map of a row-major matrix that is copied in boxes.
 
     Args:
@@ -61,16 +81,15 @@ def matrix_map(
     return tiled_map(address, token, (cols, rows), (pitch * size,), (box_cols, box_rows), swizzle, promote)
 
 
-@lru_cache(maxsize=_MAPS)
 def tiled_map(
     address: int,
     token: str,
-    sizes: tuple[int, ...],
-    strides: tuple[int, ...],
-    box: tuple[int, ...],
+    sizes: Words,
+    strides: Words,
+    box: Words,
     swizzle: bool = True,
     promote: bool = True,
-) -> TensorMap:
+) -> TensorMap | EmulatedMap:
     """Return the map of a tensor that is copied in boxes.
 
     Args:
@@ -85,6 +104,15 @@ def tiled_map(
     Raises:
         RtkError: The driver refuses.
     """
+    if hasattr(address, "tensor"):  # while a launcher runs in the emulator
+        return EmulatedMap(address, _TYPES[token][1], sizes, strides, box, swizzle)
+    return _made(address, token, sizes, strides, box, swizzle, promote)
+
+
+@lru_cache(maxsize=_MAPS)
+def _made(
+    address: int, token: str, sizes: Words, strides: Words, box: Words, swizzle: bool, promote: bool
+) -> TensorMap:
     made, rank = TensorMap(), len(sizes)
     arrays = (
         (ctypes.c_uint64 * rank)(*sizes),

@@ -38,7 +38,7 @@ CASES = {
 def kernels(patch: pytest.MonkeyPatch, *, streams: bool, draws: bool = False) -> Iterator[None]:
     with patch.context() as inner:
         if not streams:
-            inner.setattr(plans, "available", lambda *_: False)
+            inner.setattr(plans, "supported", lambda *_: False)
         inner.setattr(stream, "_DRAW_TURNS", 0 if draws else 2**31)
         Plans.forget_all()
         yield

@@ -57,7 +57,7 @@ def test_kernel_parameters_match_their_records() -> None:
     """The packed argument buffer is read by position: a record that is one off would shift every argument."""
     import re
 
-    kinds = {"ptr": r"\*", "i64": "i64 ", "f64": "double ", "tmap": "const __grid_constant__ ptx::TensorMap "}
+    kinds = {"ptr": r"\*", "i64": r"\bi64\b", "f64": r"\bdouble\b", "tmap": "const __grid_constant__ ptx::TensorMap "}
     for kernel in KERNELS.values():
         text = "".join(content.decode() for content in _sources.closure(kernel.unit).values()).replace("\\\n", " ")
         signature = re.search(rf"\b{kernel.name}\(([^)]*)\)\s*\{{", text)

@@ -293,7 +293,7 @@ def test_launch_with_tensor_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     maps = TensorMap(), TensorMap()
     pack_into = struct.Struct("=qq").pack_into
-    launch = _kernel._extended_launcher(77, pack_into, 2, 0, (5, 1, 1), 128, 0, False)
+    launch = _kernel._extended_launcher(77, pack_into, 2, 0, (5, 1, 1), 128, 0, b"")
     launch(*maps, -3, 4)
     launch(*reversed(maps), 5, 6)
     first, second = (m.address for m in maps)

@@ -42,11 +42,13 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
     const StreamWalk walk(places, out, static_cast<u32>(cols), kept, counter);
     if (threadIdx.x >= kPatchWorkers) {
         auto fetch = [&](u32 turn) {
-            if (walk.has(turn)) stream.fetch(walk[turn], turn, gate, up);
+            if (!walk.has(turn)) return false;
+            stream.fetch(walk[turn], turn, gate, up);
+            return true;
         };
         if (asks && counts != nullptr) fetch(0);
         if (asks) fetch(1);
-        help(shared, walk, out.pow2, [&](u32 turn) { fetch(turn + 2); });
+        help(shared, walk, out.pow2, [&](u32 turn) { return fetch(turn + 2); });
     } else {
         float weights = 1.0f;
         if (weight != nullptr && walk.has(0)) weights = warp_weights(walk[0], weight);
@@ -152,7 +154,11 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
         };
         if (asks && counts != nullptr) fetch_gate_dy(0), fetch_up(0);
         if (asks) fetch_gate_dy(1);
-        help(shared, walk, out.pow2, [&](u32 turn) { fetch_up(turn + 1), fetch_gate_dy(turn + 2); });
+        help(shared, walk, out.pow2, [&](u32 turn) {
+            if (!walk.has(turn + 1)) return false;
+            fetch_up(turn + 1), fetch_gate_dy(turn + 2);
+            return true;
+        });
     } else {
         float weights = 1.0f;
         if (weight != nullptr && walk.has(0)) weights = warp_weights(walk[0], weight);

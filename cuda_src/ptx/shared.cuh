@@ -18,4 +18,7 @@ RTK_DEVICE Raw<16> ld_shared_16(SharedAddress address) {
     return r;
 }
 
+// What these bytes are does not matter, although they will be read. Costs nothing; the emulator fills them.
+RTK_DEVICE void leave_undefined(SharedAddress, u32) {}
+
 }  // namespace rtk::ptx

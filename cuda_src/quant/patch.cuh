@@ -111,7 +111,7 @@ struct PatchShared {
             float largest = rows[side * kPatchRows];
 #pragma unroll
             for (int r = 1; r < kPatchRows; ++r) largest = fmaxf(largest, rows[side * kPatchRows + r]);
-            if (largest > 3.40282347e38f) find(side, columns, max_finite);
+            if (largest > 3.40282347e38f) find(side, columns, [](float a, float b) { return max_finite(a, b); });
             const ptx::SharedAddress to = ptx::shared_address(&most[side][lane]);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {

@@ -44,6 +44,7 @@ struct PatchStream {
                 ptx::mbarrier_arrive_expect(own_full, INPUTS * kBoxBytes);
                 ((ptx::tma_load_2d(to, maps, own_full, column, row + static_cast<i32>(first)), to += kBoxBytes), ...);
             } else {
+                ptx::leave_undefined(to, INPUTS * kBoxBytes);
                 ptx::mbarrier_arrive(own_full);
             }
         }
@@ -134,13 +135,15 @@ RTK_DEVICE PatchOutput first_place(i64 rows, i64 cols) {
     return place;
 }
 
-// What the helpers do with all tiles of the block. `fetch(turn)` asks for the inputs that follow those of a turn.
+// What the helpers do with all tiles of the block. `fetch(turn)` asks for the inputs that follow those of a turn, and
+// returns false when there are none: then it must not look further, for nothing has told it that those places are known.
 template <int SIDES, typename Fetch>
 RTK_DEVICE void help(PatchShared<SIDES>& shared, const StreamWalk& walk, bool pow2, const Fetch& fetch) {
     const PatchRole role = patch_role();
     if (role == PatchRole::kFetch) {
 #pragma unroll 1
-        for (u32 turn = 0; walk.has(turn); ++turn) fetch(turn);
+        for (u32 turn = 0; fetch(turn); ++turn) {
+        }
     } else if (role == PatchRole::kStore) {
 #pragma unroll 1
         for (u32 turn = 0; walk.has(turn); ++turn) shared.store_columns(walk[turn], turn);

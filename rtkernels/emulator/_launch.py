@@ -311,7 +311,9 @@ class Bound:
             raise TypeError(f"{self.kernel.name} takes {len(self.kernel.args)} arguments, got {len(args)}")
         buffers = []
         for i, ((name, kind), value) in enumerate(zip(self.kernel.args, args, strict=True)):
-            if kind != "ptr" or not value:
+            if kind == "tmap":
+                value = Pointer.of(value.table)
+            if kind not in ("ptr", "tmap") or not value:
                 continue
             if not isinstance(value, Pointer):
                 raise TypeError(f"{self.kernel.name}: pointer {name} comes from no tensor's data_ptr()")
@@ -326,6 +328,7 @@ class Bound:
                 values[i] = struct.unpack("=Q", struct.pack("=d", value))[0]
             elif i in memory.position:
                 where[i], start = memory.position[i]
+                value = value.table.data_ptr() if kind == "tmap" else value
                 values[i] = (int(value) - start) & (2**64 - 1)
             else:
                 values[i] = int(value) & (2**64 - 1)

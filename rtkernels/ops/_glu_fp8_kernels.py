@@ -6,7 +6,7 @@ import torch
 
 from rtkernels._arch import Target
 from rtkernels._kernel import Kernel, shared_limit
-from rtkernels.ops._patch_stream import ON_DEVICE_ONLY, supported
+from rtkernels.ops._patch_stream import supported
 
 FAST_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -62,7 +62,6 @@ FWD_STREAM = Kernel(
     variants=_stream_variants,
     needs=("tma",),
     max_registers=96,
-    emulated=ON_DEVICE_ONLY,
 )
 BWD_STREAM = Kernel(
     _STREAM,
@@ -73,7 +72,6 @@ BWD_STREAM = Kernel(
     variants=_stream_variants,
     needs=("tma",),
     max_registers=96,
-    emulated=ON_DEVICE_ONLY,
 )
 ANY = Kernel(
     _ANY,

@@ -12,7 +12,7 @@ from rtkernels._kernel import DeviceInfo, Plans, allocator, dense_strides, devic
 from rtkernels._layout import check_same, row_count, row_stride, vector_bytes
 from rtkernels.errors import ArgumentError
 from rtkernels.ops._glu_fp8_kernels import ANY, BWD, BWD_STREAM, FAST_TYPES, FWD, FWD_AHEAD, FWD_STREAM
-from rtkernels.ops._patch_stream import TILE_BYTES, PatchLaunch, available
+from rtkernels.ops._patch_stream import TILE_BYTES, PatchLaunch, supported
 from rtkernels.ops.glu import ACT_TYPES, check_inputs, is_dense
 
 GROUP = 128
@@ -269,7 +269,7 @@ def bound_launch(
     shared = _fast_shared(len(sources) if ahead else 0, table)
     space = (4 if dy is None else 5) * TILE_BYTES + table  # two tiles of each input, but one of up in the backward
     fits = space + _STREAM_STATIC_SHARED <= info.shared_per_block and min(strides) >= cols
-    if fast and transposed and fits and available(device, info.target):
+    if fast and transposed and fits and supported(info.target):
         if weight is not None and weight[0] != torch.float32:
             return None
         layouts = [(FAST_TYPES[dtype], rows, cols, stride) for stride in strides]

@@ -6,11 +6,10 @@ from typing import Any
 
 from rtkernels._arch import Target
 from rtkernels._kernel import Kernel, Variant, device_info
-from rtkernels._tensor_map import TensorMap, matrix_map
+from rtkernels._tensor_map import matrix_map
 from rtkernels._zeros import fresh_zeros
 
 TILE_BYTES = 128 * 128 * 2  # of one input
-ON_DEVICE_ONLY = "copies by the tensor copy engine"
 
 _THREADS = 640
 _BOX_ROWS, _BOX_COLS = 32, 128
@@ -22,11 +21,6 @@ _DRAW_TURNS = 12
 def supported(target: Target) -> bool:
     """Return whether these kernels are for a target: sm_90, where they were measured."""
     return target.capability == (9, 0)
-
-
-def available(device: int, target: Target) -> bool:
-    """Return whether these kernels run on a device; the emulator (-1) has no copy engine."""
-    return device >= 0 and supported(target)
 
 
 class PatchLaunch:
@@ -53,7 +47,7 @@ class PatchLaunch:
 
     def __call__(self, inputs: list[int], pointers: list[int], numbers: tuple[int, ...]) -> None:
         """Launch on the addresses of the inputs."""
-        maps: list[TensorMap] = [
+        maps = [
             matrix_map(address, *layout, _BOX_ROWS, _BOX_COLS, swizzle=False)
             for address, layout in zip(inputs, self._layouts, strict=True)
         ]

@@ -92,6 +92,8 @@ void mbarrier_arrive(void* barrier, u32 bytes);
 void mbarrier_wait(void* barrier, u32 parity, Site site);
 void bulk_load(void* shared, const void* global, u32 bytes, void* barrier);
 void bulk_store(void* global, const void* shared, u32 bytes);
+void tensor_load(void* shared, const long long* map, void* barrier, const int* at);
+void tensor_store(const long long* map, const void* shared, const int* at);
 
 // ---- launch -----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-// Barriers in shared memory that count arrivals and bytes, and the bulk copies that bring the bytes.
+// Barriers in shared memory that count arrivals and bytes, and the copies of bytes or boxes that bring the bytes.
 //
 // Copies arrive as late as they can: when no thread can run, one of them does, in the launch's order (the oldest, the
 // newest, or any). Until then nobody may read what it writes, and then only who waited for the end of the phase.
@@ -24,6 +24,7 @@ struct BulkCopy {
     const u8* from;
     u32 bytes;
     u64 barrier;
+    std::vector<u8> box;     // instead of `from`, if not empty
     std::vector<u32> asked;  // how far the thread that asked knew the others to be, and was itself
 };
 std::vector<BulkCopy> flying;
@@ -70,7 +71,7 @@ bool deliver(u64 choice) {
     const size_t at = launch->order == 0 ? 0 : launch->order == 1 ? flying.size() - 1 : choice % flying.size();
     const BulkCopy c = flying[at];
     flying.erase(flying.begin() + static_cast<long>(at));
-    memcpy(c.to, c.from, c.bytes);
+    memcpy(c.to, c.box.empty() ? c.from : c.box.data(), c.bytes);
     Shadow* s = &shadow[reinterpret_cast<u64>(c.to) - shared_range.begin];
     for (u32 i = 0; i < c.bytes; ++i) s[i].written = 1;
     CountingBarrier& b = counting[c.barrier];
@@ -118,7 +119,7 @@ void bulk_load(void* shared, const void* global, u32 bytes, void* p) {
     }
     const u64 offset = reinterpret_cast<u64>(shared) - shared_range.begin;
     for (u32 i = 0; i < bytes; ++i) shadow[offset + i].written = 0;  // in flight: nobody may read it yet
-    flying.push_back({static_cast<u8*>(shared), static_cast<const u8*>(global), bytes, reinterpret_cast<u64>(p),
+    flying.push_back({static_cast<u8*>(shared), static_cast<const u8*>(global), bytes, reinterpret_cast<u64>(p), {},
                       moment()});
 }
 
@@ -131,6 +132,75 @@ void bulk_store(void* global, const void* shared, u32 bytes) {
         access(static_cast<u8*>(global) + i, 16, true, true, false, pc);
     }
     memcpy(global, shared, bytes);
+}
+
+// A tensor map, as rtkernels/_tensor_map.py writes it: the tensor and the bytes from its start to the first element, bytes
+// of an element, dimensions, swizzled or not; then 5 words each of sizes, strides in bytes, and sizes of the box.
+struct Box {
+    u8* first;
+    const long long *sizes, *strides, *box;
+    u32 rank, row_bytes, rows, element;
+    bool swizzled;
+
+    explicit Box(const long long* map)
+        : first(reinterpret_cast<u8*>(map[0]) + map[1]), sizes(map + 5), strides(map + 10), box(map + 15),
+          rank(static_cast<u32>(map[3])), row_bytes(static_cast<u32>(map[15] * map[2])), rows(1),
+          element(static_cast<u32>(map[2])), swizzled(map[4] != 0) {
+        for (u32 d = 1; d < rank; ++d) rows *= static_cast<u32>(box[d]);
+    }
+
+    u32 bytes() const { return rows * row_bytes; }
+
+    // Calls f(offset in shared memory, address, bytes) for the pieces of the box at `at` that exist, 16 bytes at most.
+    template <typename F>
+    void each(const void* shared, const int* at, F f) const {
+        for (u32 row = 0; row < rows; ++row) {
+            u8* start = first;
+            bool exists = true;
+            for (u32 d = 1, rest = row; d < rank; rest /= static_cast<u32>(box[d]), ++d) {
+                const long long i = at[d] + static_cast<long long>(rest % static_cast<u32>(box[d]));
+                exists = exists && i >= 0 && i < sizes[d];
+                start += i * strides[d];
+            }
+            for (u32 b = 0; exists && b < row_bytes; b += 16) {
+                const long long column = at[0] + static_cast<long long>(b / element);
+                const long long left = (sizes[0] - column) * element, bytes = left < 16 ? left : 16;
+                if (column < 0 || bytes <= 0) continue;
+                u64 to = reinterpret_cast<u64>(shared) + row * row_bytes + b;
+                if (swizzled) to ^= (to >> 7 & 7) << 4;
+                f(static_cast<u32>(to - reinterpret_cast<u64>(shared)), start + column * element, static_cast<u32>(bytes));
+            }
+        }
+    }
+};
+
+void tensor_load(void* shared, const long long* map, void* p, const int* at) {
+    void* pc = __builtin_return_address(0);
+    const Box box(map);
+    const u32 bytes = box.bytes();
+    barrier_at(p, "an mbarrier that is not there");
+    if (reinterpret_cast<u64>(shared) % (box.swizzled ? 1024 : 128) != 0)
+        report(kMisaligned, bytes, true, -1, 0, pc, "place of a box in shared memory");
+    std::vector<u8> data(bytes, 0);
+    for (u32 i = 0; i < bytes; i += 16) access(static_cast<u8*>(shared) + i, 16, true, true, false, pc);
+    box.each(shared, at, [&](u32 to, const u8* from, u32 size) {
+        access(from, size, false, false, false, pc);
+        memcpy(data.data() + to, from, size);
+    });
+    const u64 offset = reinterpret_cast<u64>(shared) - shared_range.begin;
+    for (u32 i = 0; i < bytes; ++i) shadow[offset + i].written = 0;  // in flight: nobody may read it yet
+    flying.push_back({static_cast<u8*>(shared), nullptr, bytes, reinterpret_cast<u64>(p), data, moment()});
+}
+
+// At once, as bulk_store.
+void tensor_store(const long long* map, const void* shared, const int* at) {
+    void* pc = __builtin_return_address(0);
+    Box(map).each(shared, at, [&](u32 offset, u8* to, u32 size) {
+        const u8* from = static_cast<const u8*>(shared) + offset;
+        access(from, 16, false, true, false, pc);
+        access(to, size, true, false, false, pc);
+        memcpy(to, from, size);
+    });
 }
 
 }  // namespace emu

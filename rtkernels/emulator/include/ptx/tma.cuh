@@ -1,0 +1,27 @@
+// Host version of cuda_src/ptx/tma.cuh.
+#pragma once
+#include "ptx/bulk.cuh"
+
+namespace rtk::ptx {
+
+// What rtkernels/_tensor_map.py writes for the emulator: words that say where the tensor is and how it lies there.
+struct TensorMap {
+    const long long* words;
+};
+
+RTK_DEVICE void tma_prefetch_map(const TensorMap&) {}
+RTK_DEVICE void tma_load_2d(SharedAddress to, const TensorMap& map, SharedAddress barrier, i32 column, i32 row) {
+    const int at[] = {column, row};
+    emu::tensor_load(to, map.words, barrier, at);
+}
+RTK_DEVICE void tma_store_2d(const TensorMap& map, SharedAddress from, i32 column, i32 row) {
+    const int at[] = {column, row};
+    emu::tensor_store(map.words, from, at);
+}
+RTK_DEVICE void tma_store_3d(const TensorMap& map, SharedAddress from, i32 first, i32 second, i32 third) {
+    const int at[] = {first, second, third};
+    emu::tensor_store(map.words, from, at);
+}
+RTK_DEVICE void fence_async_shared() {}
+
+}  // namespace rtk::ptx
