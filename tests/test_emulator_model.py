@@ -137,6 +137,18 @@ def test_faults_of_a_ring_are_reported(order: str | int) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("order", ORDERS)
+def test_arriving_at_a_barrier_without_waiting(order: str | int) -> None:
+    y = torch.empty(32)
+    with rtkernels.emulate(order=order):
+        run("arrive.cu", "told_by_a_barrier", block=64, y=y, fault=0)
+        assert torch.equal(y, 2.0 * torch.arange(31, -1, -1))
+        with pytest.raises(EmulatorError) as caught:
+            run("arrive.cu", "told_by_a_barrier", block=64, y=y, fault=1)
+    assert caught.value.kind == "race"
+
+
+@needs_compiler
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32", "e4m3", "s8"])
 def test_mma_equals_matmul(kind: str) -> None:
     generator = torch.Generator().manual_seed(1)

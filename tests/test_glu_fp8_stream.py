@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from places import ORDERS, emulated
 from torch import Tensor
 
 import rtkernels
@@ -14,8 +15,6 @@ from rtkernels._kernel import Plans
 from rtkernels.ops import _glu_fp8_plans as plans
 from rtkernels.ops import _patch_stream as stream
 from rtkernels.testing.compare import assert_same_bits
-
-pytestmark = pytest.mark.gpu
 
 # Rows, columns, rows of experts, options of the inputs.
 CASES = {
@@ -45,12 +44,12 @@ def kernels(patch: pytest.MonkeyPatch, *, streams: bool, draws: bool = False) ->
     Plans.forget_all()
 
 
-def calls(case: str) -> tuple[Callable[[], tuple], Callable[[], tuple]]:
+def calls(case: str, device: str = "cuda") -> tuple[Callable[[], tuple], Callable[[], tuple]]:
     rows, cols, numbers, options = CASES[case]
-    generator = torch.Generator("cuda").manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
-        wide = torch.randn(*shape, device="cuda", generator=generator) * 2
+        wide = torch.randn(*shape, device=device, generator=generator) * 2
         return wide.to(torch.float16 if "fp16" in options else torch.bfloat16)
 
     x, dy, up = normal(rows, 2 * cols), normal(rows, cols), None
@@ -58,8 +57,8 @@ def calls(case: str) -> tuple[Callable[[], tuple], Callable[[], tuple]]:
         x.view(-1)[::977], x.view(-1)[::1013], dy.view(-1)[5::3001] = float("inf"), float("nan"), float("-inf")
     if "up" in options:
         x, up = x[:, :cols], normal(rows, cols + 16)[:, 8 : 8 + cols]
-    weight = torch.randn(rows, device="cuda", generator=generator) if "weight" in options else None
-    counts = None if numbers is None else torch.tensor(numbers, device="cuda")
+    weight = torch.randn(rows, device=device, generator=generator) if "weight" in options else None
+    counts = None if numbers is None else torch.tensor(numbers, device=device)
     layout = "transposed" if "transposed" in options else "both"
     common = {"weight": weight, "counts": counts, "layout": layout, "pow2_scale": rows % 2 == 0}
 
@@ -81,6 +80,22 @@ def assert_same(got: tuple, wanted: tuple, rows: int) -> None:
             assert_same_bits(a[part], b[part])
 
 
+@emulated
+@pytest.mark.parametrize("order", ("forward", *ORDERS))
+def test_same_bits_in_the_emulator(monkeypatch: pytest.MonkeyPatch, order: str | int) -> None:
+    """Copies that come late, warps in any order: what passes between warps is ordered by their barriers alone."""
+    for case in ("one_row", "ragged", "experts"):
+        for call in calls(case, "cpu"):
+            with rtkernels.emulate("sm_80"):
+                wanted = call()
+            for draws in (False, True):
+                with kernels(monkeypatch, streams=True, draws=draws), rtkernels.emulate("sm_90", order=order):
+                    got = call()
+                assert_same(got, wanted, CASES[case][0])
+    assert {"glu_fp8_fwd_stream", "glu_fp8_bwd_stream"} <= {entry for _, entry in rtkernels.emulator.launched()}
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("draws", (False, True))
 @pytest.mark.parametrize("case", CASES)
 def test_same_bits(monkeypatch: pytest.MonkeyPatch, case: str, draws: bool) -> None:
@@ -98,6 +113,7 @@ def test_same_bits(monkeypatch: pytest.MonkeyPatch, case: str, draws: bool) -> N
             assert_same(got, wanted, rows)
 
 
+@pytest.mark.gpu
 def test_graphs_and_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls at the same time draw from different counters; a graph clears its own."""
     forward, backward = calls("many")

@@ -312,6 +312,11 @@ def emulated_coverage() -> None:
         for layout in LAYOUTS:
             check(make("parts", torch.bfloat16, device), layout)
         rms_norm_fp8(torch.ones(2, 8), smooth=torch.ones(8))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ring, "_LEAST_BYTES", 0)
+            x = torch.ones(16, 128, dtype=torch.bfloat16)
+            rms_norm_fp8(x, layout="transposed", rstd=torch.ones(16))
+    Plans.forget_all()
 
 
 @emulated
@@ -610,10 +615,29 @@ def test_bench_shapes(cols: int) -> None:
 RING_CASES: dict[str, Callable[[Normal], Inputs]] = {
     "tiles": lambda n: Inputs(n(4096, 512), n(512)),
     "parts": lambda n: Inputs(n(272, 136), n(136), offset=1.0),
+    "two_groups": lambda n: Inputs(n(144, 1288), n(1288)),
     "few_rows": lambda n: Inputs(n(16, 4104), n(4104).float()),
     "strided": lambda n: Inputs(_spaced(n, 1040, 640, every=2, pad=8)),
     "many": lambda n: Inputs(n(20_000, 1032), n(1032)),
 }
+
+
+@emulated
+@pytest.mark.parametrize("order", ("forward", *ORDERS))
+def test_recomputing_by_tensor_copies(order: str | int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "_LEAST_BYTES", 0)
+    for case in ("parts", "two_groups"):
+        inputs = make(case, torch.bfloat16, "cpu", RING_CASES)
+        inputs.x[3, 5], inputs.x[7, 9], inputs.x[-1] = math.inf, math.nan, 0.0
+        tensors = {"weight": inputs.weight, "offset": inputs.offset}
+        with rtkernels.emulate("sm_80"):
+            first = rms_norm_fp8(inputs.x, layout="both", **tensors)
+        Plans.forget_all()
+        with rtkernels.emulate("sm_90", order=order):
+            again = rms_norm_fp8(inputs.x, layout="transposed", rstd=first.rstd, **tensors)
+        Plans.forget_all()
+        compare(again, NormFp8(q_t=first.q_t, scale_t=first.scale_t))
+    assert "norm_fp8_ring" in {entry for _, entry in rtkernels.emulator.launched()}
 
 
 @pytest.mark.gpu

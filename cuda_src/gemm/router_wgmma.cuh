@@ -4,6 +4,7 @@
 #include "gemm/shared_tile.cuh"
 #include "gemm/terms.cuh"
 #include "ptx/pdl.cuh"
+#include "ptx/registers.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace rtk {

@@ -13,8 +13,8 @@
 #include "ptx/barrier.cuh"
 #include "ptx/forget.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/registers.cuh"
 #include "ptx/tma.cuh"
-#include "ptx/wgmma.cuh"
 
 namespace rtk {
 
@@ -89,8 +89,9 @@ RTK_DEVICE void quantize_tiles(RingShared& shared, const ptx::TensorMap& q_t, fl
 
     for (;; turn.next(kGroups)) {
         ptx::mbarrier_wait(ptx::shared_address(&shared.full[turn.slot]), turn.phase);
-        const int down = shared.down[turn.slot], across = shared.across[turn.slot];
+        const int down = shared.down[turn.slot];
         if (down < 0) break;
+        const int across = shared.across[turn.slot];
         ptx::mbarrier_wait(ptx::shared_address(&shared.ready[turn.slot]), turn.phase);
         u32 id = threadIdx.x;
         ptx::forget(id);

@@ -28,18 +28,6 @@ RTK_DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// The threads of this warpgroup keep kCount registers each, and give the others back; a multiple of 8.
-template <int kCount>
-RTK_DEVICE void registers_give() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
-}
-
-// The threads of this warpgroup wait until they have kCount registers each.
-template <int kCount>
-RTK_DEVICE void registers_take() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
-}
-
 #define RTK_WGMMA_NAMES \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
     "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, " \

@@ -17,18 +17,17 @@ RING = Kernel(
     "norm_fp8_ring",
     template="T",
     args="x:tmap q_t:tmap weight:ptr rstd:ptr scale_t:ptr rows:i64 cols:i64 weight_wide:i64 pow2:i64 offset:f64",
-    variants=[("bf16",), ("fp16",)],
+    variants=lambda target: [("bf16",), ("fp16",)] if target.capability == (9, 0) else [],
     max_registers=104,
-    needs=("tma", "wgmma"),
-    emulated="TMA; norm_fp8_tile is its sibling",
+    needs=("tma",),
 )
 
 
 def serves(t: str, device: int, rows: int, cols: int, x_stride: int) -> bool:
     """Return True if the kernel serves x of this type and shape, whose rows are of whole 16 bytes."""
-    if device < 0 or t == "fp32" or rows % 16 or x_stride < cols or max(rows, cols) >= 1 << 31:
+    if t == "fp32" or rows % 16 or x_stride < cols or max(rows, cols) >= 1 << 31:
         return False
-    return rows * cols * 2 >= _LEAST_BYTES and RING.supports(device_info(device).target)
+    return rows * cols * 2 >= _LEAST_BYTES and device_info(device).target.capability == (9, 0)
 
 
 class RingLaunch:

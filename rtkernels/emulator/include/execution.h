@@ -60,7 +60,7 @@ struct Site {
 #define RTK_EMU_CALLER const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
 // Barrier `id` for `threads` threads of the block (0: all of them). Returns how many arrived with `predicate`.
-int barrier(int id, int threads, bool predicate, Site site);
+int barrier(int id, int threads, bool predicate, Site site, bool waits = true);
 
 // Waits for the lanes of `mask`, then returns the 32 values they deposited (0 for lanes outside the mask).
 const u64* gather(u32 mask, u64 value, Site site);

@@ -220,7 +220,7 @@ u32 lane() { return current->id % 32; }
 
 u32 active_mask() { return current->active; }
 
-int barrier(int id, int count, bool predicate, Site site) {
+int barrier(int id, int count, bool predicate, Site site, bool waits) {
     Thread* me = current;
     me->site = site;
     if (id < 0 || id > 15 || count % 32 != 0)
@@ -229,25 +229,39 @@ int barrier(int id, int count, bool predicate, Site site) {
     Barrier& b = barriers[id];
     const u32 expected = count ? static_cast<u32>(count) : block_threads;
     if (b.arrived == 0) {
-        b.expected = expected, b.votes = 0, b.site = site;
+        b.expected = expected, b.votes = 0, b.site = site, b.first = me->id, b.waiting = 0, b.passed = false;
     } else if (b.expected != expected ||
                (count == 0 && (b.site.line != site.line || strcmp(b.site.file, site.file) != 0))) {
         char other[300];
-        describe(other, sizeof(other), threads[b.threads[0]]);
+        describe(other, sizeof(other), threads[b.first]);
         fail(kDivergentBarrier, me, nullptr, "it arrives at %s for %u threads, %s:%d, but %s for %u threads",
              site.what, expected, site.file, site.line, other, b.expected);
     }
-    b.threads[b.arrived++] = me->id;
+    ++b.arrived;
     b.votes += predicate;
+    if (waits) {
+        b.threads[b.waiting++] = me->id;
+    } else {
+        const std::vector<u32> now = moment();
+        for (u32 i = 0; i < block_threads; ++i) b.seen[i] = std::max(b.passed ? b.seen[i] : 0, now[i]);
+        b.passed = true;
+    }
     if (b.arrived < b.expected) {
+        if (!waits) return 0;
         me->state = State::barrier;
         suspend();
         return me->count;
     }
-    synchronise(b.arrived, [&](u32 i) { return &threads[b.threads[i]]; });
-    for (u32 i = 0; i < b.arrived; ++i) {
-        wake(&threads[b.threads[i]]);
-        threads[b.threads[i]].count = b.votes;
+    synchronise(b.waiting, [&](u32 i) { return &threads[b.threads[i]]; });
+    for (u32 i = 0; i < b.waiting; ++i) {
+        Thread& t = threads[b.threads[i]];
+        if (b.passed) {
+            current = &t;
+            learn(std::vector<u32>(b.seen, b.seen + block_threads));
+            current = me;
+        }
+        wake(&t);
+        t.count = b.votes;
     }
     b.arrived = 0;
     return me->count;

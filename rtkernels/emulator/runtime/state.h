@@ -70,10 +70,13 @@ struct Warp {
 };
 
 struct Barrier {
-    u32 expected, arrived;
+    u32 expected, arrived, waiting;
     int votes;
     Site site;
-    u32 threads[kMaxThreads];
+    u32 first;                 // that arrived
+    u32 threads[kMaxThreads];  // that wait
+    bool passed;               // by threads that arrived without waiting; what they had seen then:
+    u32 seen[kMaxThreads];
 };
 
 // One byte of shared memory: who wrote and read it last, and when on that thread's clock.
