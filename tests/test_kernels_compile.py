@@ -31,6 +31,16 @@ def test_compiles_without_spills(name: str, target: str) -> None:
         assert used.shared <= shared_limit(wanted), f"{expression} has {used.shared} bytes of static shared memory"
 
 
+@pytest.mark.parametrize("name", ("norm_quant.norm_fp8_ring", "glu_fp8.glu_fp8_bwd_stream"))
+def test_kernels_of_the_h100_compile_without_its_own_instructions(name: str) -> None:
+    """What serves sm_90a alone among the targets above serves sm_90 too, which lacks some instructions."""
+    kernel, target = KERNELS[name], _arch.parse("sm_90")
+    for variant in kernel.variants(target):
+        expression = kernel.expression(variant)
+        used = _nvrtc.compile_unit(kernel.unit, [expression], target).resources[expression]
+        assert used.spill_stores == used.spill_loads == 0
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_variants_are_plain_and_distinct(name: str) -> None:
     kernel: Kernel = KERNELS[name]

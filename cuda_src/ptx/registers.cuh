@@ -1,4 +1,4 @@
-// Registers that pass between warpgroups of a block (sm_90a and newer).
+// Registers that pass between warpgroups of a block (sm_90a; elsewhere all keep what they have).
 #pragma once
 #include "common/abi.cuh"
 
@@ -7,13 +7,17 @@ namespace rtk::ptx {
 // The threads of this warpgroup keep kCount registers each, and give the others back; a multiple of 8.
 template <int kCount>
 RTK_DEVICE void registers_give() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+#endif
 }
 
 // The threads of this warpgroup wait until they have kCount registers each.
 template <int kCount>
 RTK_DEVICE void registers_take() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+#endif
 }
 
 }  // namespace rtk::ptx
