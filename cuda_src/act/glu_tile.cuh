@@ -11,6 +11,7 @@
 #include "quant/expert_tiles.cuh"
 #include "common/fp8_scale.cuh"
 #include "common/pressure.cuh"
+#include "common/reduce.cuh"
 #include "common/vec.cuh"
 
 namespace rtk {
@@ -74,24 +75,6 @@ struct TileScratch512 {
 };
 
 static_assert(sizeof(TileScratch512) + TileWalk::kKept * sizeof(TilePlace) == 26624, "the host knows this number too");
-
-// Maxima or sums of eight numbers over the warp, scattered: each lane gets that of number lane % 8.
-template <typename Combine>
-RTK_DEVICE float scattered(float (&v)[kHigh], int lane, const Combine& combine) {
-#pragma unroll
-    for (int half = kHigh / 2; half > 0; half /= 2) {
-        const bool upper = (lane & half) != 0;
-#pragma unroll
-        for (int i = 0; i < half; ++i) {
-            const float kept = upper ? v[i + half] : v[i], given = upper ? v[i] : v[i + half];
-            v[i] = combine(kept, __shfl_xor_sync(0xffffffffu, given, half));
-        }
-    }
-#pragma unroll
-    for (int offset = kHigh; offset < kWarp; offset *= 2)
-        v[0] = combine(v[0], __shfl_xor_sync(0xffffffffu, v[0], offset));
-    return v[0];
-}
 
 // Writes the staged columns, each `pitch` bytes after the one before; `q`: the code of the tile's first element. To be
 // called after a barrier; the next barrier frees the codes.
@@ -191,7 +174,7 @@ RTK_DEVICE void quantize_tile(const Values& v, const TilePlace& place, u32 colum
     if (out.q != nullptr) {
         const Part part(place.rows);
         const int lane = part.lane;
-        const float own = fp8_scale<e4m3>(scattered(rows, lane, fmaxf), out.pow2);
+        const float own = fp8_scale<e4m3>(scattered<kHigh, kWarp>(rows, lane, fmaxf), out.pow2);
         const u32 first = place.row + part.row;
         if (lane < kHigh && lane < part.rows) {
             const u32 groups = (out.cols + (kSide - 1)) / kSide, group = column / kSide, m = first + lane;
