@@ -123,7 +123,7 @@ def _made(
     args = (made.address, _TYPES[token][0], rank, address, *arrays, 0, _SWIZZLE[swizzle], _PROMOTION[promote], 0)
     status = _encode()(*args)
     if status in _NO_CONTEXT:
-        from rtkernels._kernel import make_context
+        from rtkernels._launch import make_context
 
         make_context()
         status = _encode()(*args)

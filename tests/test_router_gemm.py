@@ -14,7 +14,7 @@ from places import ORDERS, at, emulated, error_tests, short
 from torch import Tensor
 
 import rtkernels
-from rtkernels import _kernel
+from rtkernels import _launch
 from rtkernels._kernel import Kernel
 from rtkernels._tensor_map import TensorMap, matrix_map
 from rtkernels.errors import RtkError
@@ -287,13 +287,13 @@ def test_launch_with_tensor_maps(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append((function, words[0], words[1], *values, ctypes.cast(config, ctypes.POINTER(ctypes.c_uint32))[0]))
         return 0
 
-    monkeypatch.setattr(_kernel, "_launch_kernel_ex", lambda: driver)
+    monkeypatch.setattr(_launch, "_launch_kernel_ex", lambda: driver)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     maps = TensorMap(), TensorMap()
     pack_into = struct.Struct("=qq").pack_into
-    launch = _kernel._extended_launcher(77, pack_into, 2, 0, (5, 1, 1), 128, 0, b"")
+    launch = _launch.launcher(77, pack_into, 2, 0, (5, 1, 1), 128, 0, overlap=False, cluster=1)
     launch(*maps, -3, 4)
     launch(*reversed(maps), 5, 6)
     first, second = (m.address for m in maps)

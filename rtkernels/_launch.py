@@ -1,0 +1,185 @@
+"""The only file that launches: functions that pack their arguments into one buffer and call the driver.
+
+``Kernel.bind`` makes them, with function, device, grid and block fixed. They launch on torch's current stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from rtkernels import _nvrtc
+
+Launch = Callable[..., None]
+
+_STATIC_SHARED = 1  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_MAX_ARGS = 64
+_INVALID_CONTEXT = 201
+_PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_CONFIG = struct.Struct("=7I4xQQI4x")  # CUlaunchConfig: grid, block, shared bytes, stream, attributes, their count
+_ATTRIBUTE = struct.Struct("=I4x3I52x")  # CUlaunchAttribute: id, value of up to three words
+
+
+def launcher(
+    function: int, pack_into: Callable, maps: int, device: int, grid: tuple[int, ...], block: int, shared: int, *,
+    overlap: bool, cluster: int,
+) -> Launch:  # fmt: skip
+    """Return a function of the kernel's arguments that launches it.
+
+    Args:
+        function: The driver's handle of the kernel.
+        pack_into: ``struct.Struct.pack_into`` for the arguments, eight bytes each, without tensor maps.
+        maps: How many tensor maps come before them.
+        device: CUDA ordinal.
+        grid: Blocks in three dimensions.
+        block: Threads per block.
+        shared: Dynamic shared memory in bytes.
+        overlap: May start before the previous kernel of its stream has ended.
+        cluster: Blocks of a cluster.
+    """
+    attributes = b""
+    if overlap:
+        attributes += _ATTRIBUTE.pack(_PROGRAMMATIC_SERIALIZATION, 1, 0, 0)
+    if cluster > 1:
+        attributes += _ATTRIBUTE.pack(_CLUSTER_DIMENSION, cluster, 1, 1)
+    if attributes or maps:
+        return _extended_launcher(function, pack_into, maps, device, grid, block, shared, attributes)
+    return _plain_launcher(function, pack_into, device, grid, block, shared)
+
+
+def allow_shared(function: int, limit: int) -> None:
+    """Let a kernel have up to `limit` bytes of shared memory, what it declares itself included."""
+    driver = _driver()
+    static = driver.funcGetAttribute(_STATIC_SHARED, function)
+    driver.funcSetAttribute(function, _MAX_DYNAMIC_SHARED, limit - static)
+
+
+class _ArgumentSlot:
+    """One argument buffer and the array of pointers into it that the driver wants (every argument is 8 bytes).
+
+    Tensor maps, the first `maps` arguments, are copied by the driver from where they are: their addresses go into the
+    array of pointers itself.
+    """
+
+    __slots__ = ("buffer", "config", "config_address", "pointers", "table")
+
+    def __init__(self, maps: int = 0) -> None:
+        self.buffer = (ctypes.c_uint64 * _MAX_ARGS)()
+        base = ctypes.addressof(self.buffer)
+        self.table = (ctypes.c_uint64 * (maps + _MAX_ARGS))(*[0] * maps, *range(base, base + 8 * _MAX_ARGS, 8))
+        self.pointers = ctypes.addressof(self.table)
+        self.config = (ctypes.c_uint8 * _CONFIG.size)()
+        self.config_address = ctypes.addressof(self.config)
+
+
+# The driver copies the arguments before it returns, but the GIL is released meanwhile: a slot belongs to one call.
+_slots: list[_ArgumentSlot] = []
+
+
+def _plain_launcher(
+    function: int, pack_into: Callable, device: int, grid: tuple[int, ...], block: int, shared: int
+) -> Launch:
+    # One flat function: every Python call saved here is saved in every op call.
+    grid_x, grid_y, grid_z = grid
+    launch_kernel = _driver().launchKernel
+    error_type = _driver().CUDADriverError
+    current_device = torch._C._cuda_getDevice
+    current_stream = torch._C._cuda_getCurrentRawStream
+    only_device = torch.cuda.device_count() == 1
+    take, give_back = _slots.pop, _slots.append
+
+    def launch(*args: int | float) -> None:
+        try:
+            slot = take()
+        except IndexError:
+            slot = _ArgumentSlot()
+        pack_into(slot.buffer, 0, *args)
+        if only_device or current_device() == device:
+            try:
+                launch_kernel(
+                    function, grid_x, grid_y, grid_z, block, 1, 1, shared, current_stream(device), slot.pointers, 0
+                )
+            except error_type as error:
+                if error.status != _INVALID_CONTEXT:
+                    raise
+                make_context()
+                launch(*args)
+        else:
+            with torch.cuda.device(device):
+                launch_kernel(
+                    function, grid_x, grid_y, grid_z, block, 1, 1, shared, current_stream(device), slot.pointers, 0
+                )
+        give_back(slot)
+
+    return launch
+
+
+def _extended_launcher(
+    function: int, pack_into: Callable, maps: int, device: int, grid: tuple[int, ...], block: int, shared: int,
+    attributes: bytes,
+) -> Launch:  # fmt: skip
+    # CuPy has no launch with attributes, so this one goes to the driver itself (about 2 µs more host time).
+    kept = ctypes.create_string_buffer(attributes, len(attributes))
+    kept_address, count = ctypes.addressof(kept), len(attributes) // _ATTRIBUTE.size
+    launch_kernel_ex = _launch_kernel_ex()
+    current_device = torch._C._cuda_getDevice
+    current_stream = torch._C._cuda_getCurrentRawStream
+    only_device = torch.cuda.device_count() == 1
+    slots: list[_ArgumentSlot] = []  # by the number of maps, so not those of all launches
+
+    def send(slot: _ArgumentSlot) -> int:
+        stream = current_stream(device)
+        _CONFIG.pack_into(slot.config, 0, *grid, block, 1, 1, shared, stream, kept_address, count)
+        status = launch_kernel_ex(slot.config_address, function, slot.pointers, 0)
+        if status == _INVALID_CONTEXT:
+            make_context()
+            status = launch_kernel_ex(slot.config_address, function, slot.pointers, 0)
+        return status
+
+    def launch(*args: Any, _keep_alive: Any = kept) -> None:
+        try:
+            slot = slots.pop()
+        except IndexError:
+            slot = _ArgumentSlot(maps)
+        for i in range(maps):
+            slot.table[i] = args[i].address
+        pack_into(slot.buffer, 0, *args[maps:])
+        if only_device or current_device() == device:
+            status = send(slot)
+        else:
+            with torch.cuda.device(device):
+                status = send(slot)
+        if status:
+            raise _driver().CUDADriverError(status)
+        slots.append(slot)
+
+    return launch
+
+
+def make_context() -> None:
+    """Give this thread a CUDA context: one that has made no CUDA call yet has none, and torch's allocator may not
+    have needed one."""
+    _nvrtc.import_cupy().cuda.runtime.free(0)
+
+
+@cache
+def _launch_kernel_ex() -> Callable[..., int]:
+    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    function.argtypes = [ctypes.c_void_p] * 4
+    function.restype = ctypes.c_int
+    return function
+
+
+@cache
+def _driver() -> Any:
+    _nvrtc.import_cupy()
+    from cupy_backends.cuda.api import driver
+
+    return driver
