@@ -72,7 +72,7 @@ def read(rel: str) -> bytes:
     Raises:
         SourceError: There is no such file.
     """
-    return _load(rel).content
+    return _load(root(), rel).content
 
 
 def closure(unit: str) -> dict[str, bytes]:
@@ -134,10 +134,11 @@ def flatten(sources: Mapping[str, bytes]) -> str:
 
 
 def _closure(unit: str) -> dict[str, _File]:
+    base = root()
     found: dict[str, _File] = {}
 
     def visit(rel: str) -> None:
-        file = found[rel] = _load(rel)
+        file = found[rel] = _load(base, rel)
         for name in file.own:
             if name not in found:
                 visit(name)
@@ -146,15 +147,14 @@ def _closure(unit: str) -> dict[str, _File]:
     return found
 
 
-def _load(rel: str) -> _File:
-    base = root()
-    path = base / rel
+def _load(base: Path, rel: str) -> _File:
+    path = os.path.join(base, rel)
     try:
         stamp = _stamp(path)
         known = _files.get((base, rel))
         if known is not None and stamp is not None and known.stamp == stamp:
             return known
-        content = path.read_bytes()
+        content = Path(path).read_bytes()
     except OSError as error:
         why = error.strerror or error
         raise SourceError(f"cannot read the CUDA source {rel!r} in {base}: {why}") from error
@@ -164,7 +164,7 @@ def _load(rel: str) -> _File:
     return file
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
+def _stamp(path: str) -> tuple[int, int, int] | None:
     """Return what identifies the current version of a file, or None if it is too young to tell."""
     status = os.stat(path)
     if abs(time.time_ns() - status.st_mtime_ns) < _CLOCK_TICK_NS:
