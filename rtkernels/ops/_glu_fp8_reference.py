@@ -9,7 +9,7 @@ from rtkernels._layout import metadata, nothing, row_count
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _fp8_reference as fp8
 from rtkernels.ops._glu_fp8_plans import E4M3, check_backward, check_forward, experts_of, output_shapes
-from rtkernels.ops.glu import halves, partner_and_slope, value_and_slope
+from rtkernels.ops._glu_reference import halves, partner_and_slope, value_and_slope
 
 
 def quantized(

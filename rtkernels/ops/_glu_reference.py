@@ -1,0 +1,50 @@
+"""The activations of gated linear units in plain torch, with their derivatives."""
+
+from __future__ import annotations
+
+from math import pi, sqrt
+
+import torch
+from torch import Tensor
+
+_OAI_LIMIT, _OAI_ALPHA = 7.0, 1.702
+
+def value_and_slope(act: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return act(x) and its derivative."""
+    if act == "silu":
+        s = torch.sigmoid(x)
+        return x * s, s + x * s * (1 - s)
+    if act == "gelu_tanh":
+        linear = sqrt(8 / pi)  # of 2u; (1 + tanh(u)) / 2 is sigmoid(2u)
+        s = torch.sigmoid(linear * (x + 0.044715 * x**3))
+        return x * s, s + x * s * (1 - s) * linear * (1 + 3 * 0.044715 * x**2)
+    if act == "gelu_erf":
+        below = 0.5 * torch.erfc(x * -sqrt(0.5))
+        return x * below, below + x * torch.exp(-0.5 * x**2) / sqrt(2 * pi)
+    if act == "relu":
+        return torch.relu(x), (~(x <= 0)).to(x.dtype)
+    if act == "relu2":
+        r = torch.relu(x)
+        return r.square(), 2 * r
+    if act == "sigmoid":
+        s = torch.sigmoid(x)
+        return s, s * torch.sigmoid(-x)
+    if act == "swiglu_oai":
+        g = x.clamp(max=_OAI_LIMIT)
+        s = torch.sigmoid(_OAI_ALPHA * g)
+        slope = s + _OAI_ALPHA * g * s * (1 - s)
+        return g * s, slope.masked_fill(x > _OAI_LIMIT, 0.0)
+    return x, torch.ones_like(x)
+
+
+def partner_and_slope(act: str, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what the activation is multiplied with, up itself for most, and its derivative."""
+    if act == "swiglu_oai":
+        return up.clamp(-_OAI_LIMIT, _OAI_LIMIT) + 1, (~(up.abs() > _OAI_LIMIT)).to(up.dtype)
+    return up, torch.ones_like(up)
+
+
+def halves(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return gate and up in fp32."""
+    gate, up = x.chunk(2, -1) if up is None else (x, up)
+    return gate.float(), up.float()
