@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from rtkernels import _env, _nvrtc, _sources, _store
+from rtkernels import _env, _nvrtc, _places, _sources, _store
 from rtkernels._arch import Target
 from rtkernels._store import BadEntry, Store
 from rtkernels.errors import ArgumentError, NotWarmError, ToolkitError
@@ -169,58 +169,6 @@ def key(
     return _request("key", unit, expressions, target, flags, nvrtc_version).key
 
 
-# --- places -------------------------------------------------------------------------------------------------
-
-
-def location() -> tuple[Path | None, bool]:
-    """Return the configured cache directory, and whether the user named it."""
-    if named := _env.get("CACHE_DIR"):
-        return named, True
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(base):
-        return Path(base) / "rtkernels", False
-    try:
-        return Path.home() / ".cache" / "rtkernels", False
-    except RuntimeError:
-        return None, False
-
-
-def user_store() -> Store | None:
-    """Return the user's cache, or None when it is off or must not be used (said once)."""
-    mode = _env.get("CACHE")
-    if mode == "off":
-        return None
-    path, explicit = location()
-    if path is None:
-        _store.warn_once("home", "no home directory: kernels stay in memory; set RTKERNELS_CACHE_DIR")
-        return None
-    return _store.open_store(path, explicit=explicit, writable=mode == "rw")
-
-
-def extra_stores() -> list[Store]:
-    """Return the read-only caches of ``RTKERNELS_CACHE_EXTRA`` that exist and may be used."""
-    if _env.get("CACHE") == "off":
-        return []
-    found = []
-    for path in _env.get("CACHE_EXTRA"):
-        if not path.is_dir():
-            _store.warn_once(f"extra {path}", f"RTKERNELS_CACHE_EXTRA: {path} is no directory, ignored")
-        elif store := _store.open_store(path, explicit=True, writable=False, extra=True):
-            found.append(store)
-    return found
-
-
-def _stores(directory: Path | None) -> list[Store]:
-    """Return the caches to look in, the writable one first."""
-    if directory is not None:
-        if problem := _store.distrust(Path(os.path.realpath(directory)), explicit=True):
-            raise ArgumentError(f"{directory} cannot hold compiled kernels: {problem}; use another or chmod it")
-        own = _store.open_store(directory, explicit=True)
-        return [own] if own else []
-    own = user_store()
-    return ([own] if own else []) + extra_stores()
-
-
 # --- one store ----------------------------------------------------------------------------------------------
 
 
@@ -340,7 +288,7 @@ def load(
     except ToolkitError as error:
         missing, version = error, None
     request = _request(op, unit, expressions, target, flags, version)
-    stores = _stores(directory)
+    stores = _places.stores(directory)
 
     with _state.lock(request.key):
         if directory is None and (known := _state.memory.get(request.key)):
@@ -361,7 +309,7 @@ def load(
 def peek(unit: str, expressions: Sequence[str], target: Target, flags: Iterable[str] = (), *, op: str) -> Path | None:
     """Return the directory of the entry ``load`` would find, neither checked nor built; None if absent."""
     request = _request(op, unit, expressions, target, flags, _nvrtc.version())
-    candidates = (request.directory(store) for store in _stores(None))
+    candidates = (request.directory(store) for store in _places.stores(None))
     return next((directory for directory in candidates if (directory / _store.META).is_file()), None)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from rtkernels import _arch, _cache, _env, _nvrtc
+from rtkernels import _arch, _cache, _env, _nvrtc, _places
 from rtkernels._arch import Target
 from rtkernels.errors import ArgumentError, RtkError
 
@@ -165,9 +165,9 @@ def _directory(out: str | os.PathLike[str] | None) -> Path:
         if directory.exists() and not directory.is_dir():
             raise ArgumentError(f"{directory} is not a directory")
         return directory
-    store = _cache.user_store()
+    store = _places.user_store()
     if store is None or not store.writable:
-        path, _ = _cache.location()
+        path, _ = _places.location()
         raise ArgumentError(
             f"the cache {path} may not be written (RTKERNELS_CACHE={_env.get('CACHE')}); "
             "name a directory to fill with --out"

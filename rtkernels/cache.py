@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rtkernels import _cache, _env, _store
+from rtkernels import _cache, _env, _places, _store
 from rtkernels._store import BadEntry, Store
 
 __all__ = ["Cached", "Removed", "Verified", "clear", "info", "ls", "path", "prune", "verify"]
@@ -59,7 +59,7 @@ class Removed:
 
 def path() -> Path | None:
     """Return the directory of the cache, symbolic links resolved; None if there is no home to put it in."""
-    configured, _ = _cache.location()
+    configured, _ = _places.location()
     return configured.resolve() if configured else None
 
 
@@ -71,7 +71,7 @@ def info() -> dict[str, Any]:
         ``max_size`` in bytes, ``targets`` (entries per target), ``extra`` (the read-only caches in use), and
         ``stats`` (what this process did).
     """
-    directory, explicit = _cache.location()
+    directory, explicit = _places.location()
     problem = "no home directory" if directory is None else _store.distrust(path(), explicit=explicit)
     cached = ls()
     targets: dict[str, int] = {}
@@ -85,14 +85,14 @@ def info() -> dict[str, Any]:
         "size": sum(entry.size for entry in cached),
         "max_size": _env.get("CACHE_MAX_MB") * 1_000_000,
         "targets": targets,
-        "extra": [store.root for store in _cache.extra_stores()],
+        "extra": [store.root for store in _places.extra_stores()],
         "stats": vars(_cache.stats).copy(),
     }
 
 
 def ls(target: str | None = None, op: str | None = None) -> list[Cached]:
     """Return all entries of the user's cache, checksums verified, sorted by target and op."""
-    store = _cache.user_store()
+    store = _places.user_store()
     if store is None:
         return []
     return [_inspect(directory) for directory in store.entries(target or "*", op or "*")]
@@ -140,7 +140,7 @@ def clear(target: str | None = None, op: str | None = None) -> Removed:
 
 
 def _writable_store() -> Store | None:
-    store = _cache.user_store()
+    store = _places.user_store()
     return store if store and store.writable else None
 
 

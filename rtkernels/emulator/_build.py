@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from rtkernels import _cache, _env, _sources, _store
+from rtkernels import _env, _places, _sources, _store
 from rtkernels.errors import KernelCompileError, NotWarmError, SourceError, ToolkitError
 
 _HERE = Path(__file__).resolve().parent
@@ -144,7 +144,7 @@ def _target() -> str:
 def _cached(op: str, expression: str, content: dict[str, object], make: Callable[[Path], None]) -> Path:
     """Return the file that ``make`` writes, from the cache if there is one for this content."""
     key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    store = _cache.user_store()
+    store = _places.user_store()
     if store is None:
         return _private(key, make)
     final = store.base / _target() / f"{op}-{key[:32]}"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 _OAI_LIMIT, _OAI_ALPHA = 7.0, 1.702
 
+
 def value_and_slope(act: str, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return act(x) and its derivative."""
     if act == "silu":
