@@ -16,4 +16,7 @@ RTK_DEVICE void forget(Raw<B>& raw) {
 // The same for a number: what follows from it is worked out where it is used.
 RTK_DEVICE void forget(u32& number) { asm volatile("" : "+r"(number)); }
 
+// The same for an address: accesses around it are known distances from it, instead of each one's own sum.
+RTK_DEVICE void forget(const u8*& address) { asm volatile("" : "+l"(address)); }
+
 }  // namespace rtk::ptx
