@@ -36,9 +36,10 @@ __global__ void __launch_bounds__(kFewThreads, 2)
             top = anchor_of(octet.top);
             float sum = 0.0f;
 #pragma unroll
-            for (const auto& raw : octet.raw) {
+            for (int j = 0; j < 8; ++j) {
+                if (j * (kOctet * kGroupWidth) >= cols) break;
                 float value[kGroupWidth];
-                unpack_group<SIZE>(raw, octet.kind, value);
+                unpack_group<SIZE>(octet.raw[j], octet.kind, value);
 #pragma unroll
                 for (float v : value) sum += exponential<true>(v - top);
             }
@@ -62,18 +63,16 @@ __global__ void __launch_bounds__(kFewThreads, 2)
         } else if ((modes & kRenormalize) != 0) {
             factor = scale / (sum + eps);
         }
-        if (row < rows) {
+        if (dense != nullptr || map != nullptr) {
             Raw<16> zeros;
             clear(zeros);
-#pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                if (!octet.has(j)) continue;
+            for (int j = 0; row < rows && octet.has(j); ++j) {
                 const i64 at = row * experts + octet.column_of(j);
                 if (dense != nullptr) ptx::st<16>(dense + at, zeros);
                 if (map != nullptr) ptx::st<4>(map + at, Raw<4>{{0u}});
             }
+            __syncwarp();  // zeros first, then what is among them
         }
-        __syncwarp();  // zeros first, then what is among them
         if (here && row < rows) {
             const float p = score * factor;
             probs[row * k + octet.lane] = p;

@@ -176,10 +176,11 @@ struct Octet {
 
     // The column of what is at place `lane` among the k largest, after `look`. Takes the whole warp, and scratch of it.
     RTK_DEVICE int find(int k, Choice* scratch) {
-        const u32 best = best_group();
-        const bool missing = best == kMissing;
-        // By place, so that the order of candidates is that of columns.
-        const u32 mine = sort_lanes(missing ? kMissing : best & 63u, lane);
+        u32 mine = has(0) ? static_cast<u32>(lane) : kMissing;
+        if (cols > kOctet * kGroupWidth) {  // more than one group for each lane
+            const u32 best = best_group();
+            mine = sort_lanes(best == kMissing ? best : best & 63u, lane);  // candidates in the order of columns
+        }
         const u32 key = choose(mine);
         int column = static_cast<int>(__shfl_sync(kAllLanes, mine, key >> 2 & 7u, kOctet) * kGroupWidth + (key & 3u));
         if constexpr (SIZE == 4) {
