@@ -1,4 +1,4 @@
-// Register pressure. No instruction: host compilers take this file as it is.
+// What the compiler shall not know, for the sake of registers and addresses. No instructions.
 #pragma once
 #include "common/abi.cuh"
 #include "ptx/ldst.cuh"
