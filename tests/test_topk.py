@@ -17,6 +17,14 @@ from rtkernels.testing.compare import assert_same_bits, running_on
 
 topk = rtkernels.topk
 
+
+def far_below(x: Tensor) -> Tensor:
+    """Return rows with one large number; the others are close to each other, 2 to 2^15 times smaller."""
+    rows = torch.arange(len(x), device=x.device)[:, None]
+    close = torch.exp2(-(rows % 14) - (x > 0).float()) * (1 + (x.float() * 100).round() * 2.0**-23)
+    return torch.where(torch.arange(x.shape[1], device=x.device) == 9, 1.5, close).to(x.dtype)
+
+
 # name: shape, k, how x is made from normal numbers
 CASES: dict[str, tuple[tuple[int, ...], int, Callable[[Tensor], Tensor]]] = {
     "plain": ((9, 256), 8, lambda x: x),
@@ -38,6 +46,8 @@ CASES: dict[str, tuple[tuple[int, ...], int, Callable[[Tensor], Tensor]]] = {
     "ties": ((6, 256), 8, lambda x: (x * 2).round()),
     "ties_pieces": ((4, 700), 20, lambda x: (x * 2).round()),
     "ties_wide": ((2, 1100), 16, lambda x: x.round()),
+    "last_bits_decide_far_below": ((40, 256), 8, lambda x: far_below(x)),
+    "half_of_few": ((9, 16), 8, lambda x: x),
     "last_bits_decide": ((6, 256), 8, lambda x: 1 + (x * 40).round() * 2.0**-23),
     "equal": ((3, 256), 16, lambda x: torch.zeros_like(x)),
     "equal_pieces": ((2, 600), 16, lambda x: torch.ones_like(x)),
@@ -103,7 +113,7 @@ def test_every_dtype(place: str, dtype: torch.dtype) -> None:
 
 def emulated_coverage() -> None:
     """Run every kernel of the op in the emulator; test_registry.py checks that it does."""
-    for case in ("plain", "wide"):
+    for case in ("plain", "many_chosen", "wide"):
         with running_on("sm_90") as device:
             check(*make(case, torch.float32, device))
 

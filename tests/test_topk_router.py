@@ -182,7 +182,8 @@ def test_every_dtype(place: str, dtype: torch.dtype) -> None:
 def emulated_coverage() -> None:
     """Run every kernel of the op in the emulator; test_registry.py checks that it does."""
     with running_on("sm_90") as device:
-        check(*make("softmax", torch.float32, device))
+        for case in ("softmax", "sigmoid_bias"):
+            check(*make(case, torch.float32, device))
 
 
 @emulated

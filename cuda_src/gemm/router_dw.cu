@@ -114,28 +114,31 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
                                             !fresh || k != 0 || term != kTerms - 1);
             ptx::wgmma_commit();
         };
-        for (int done = 0; done < blocks;) {
-            const int end = min(blocks, done + static_cast<int>(promote));
-            int last_stage = 0;
-            for (int i = done; i < end; ++i) {
-                ptx::mbarrier_wait(ring.full(at.stage), at.phase);
-                const u8* tile = own + at.stage * kStageBytes;
-                const u64 b = column_major_descriptor(base + at.stage * kStageBytes + kDyBytes);
-                convert(0, tile);
-                multiply(0, b, i == done);
-                ptx::wgmma_wait<1>();
-                if (i != done) ring.release(last_stage, place.lane);
-                convert(1, tile);
-                multiply(1, b, false);
-                ptx::wgmma_wait<1>();
-                last_stage = at.stage;
-                at.next();
+        int until = static_cast<int>(promote), last_stage = 0;  // until sums leave the tensor cores
+        bool fresh = true;
+        for (int i = 0; i < blocks; ++i) {
+            ptx::mbarrier_wait(ring.full(at.stage), at.phase);
+            const u8* tile = own + at.stage * kStageBytes;
+            const u64 b = column_major_descriptor(base + at.stage * kStageBytes + kDyBytes);
+            convert(0, tile);
+            if (until-- == 0) {
+                ptx::wgmma_wait<0>();
+                add_to(sums, part);
+                fresh = true;
+                until = static_cast<int>(promote) - 1;
             }
-            ptx::wgmma_wait<0>();
-            ring.release(last_stage, place.lane);
-            add_to(sums, part);
-            done = end;
+            multiply(0, b, fresh);
+            fresh = false;
+            ptx::wgmma_wait<1>();
+            if (i != 0) ring.release(last_stage, place.lane);
+            convert(1, tile);
+            multiply(1, b, false);
+            ptx::wgmma_wait<1>();
+            last_stage = at.stage;
+            at.next();
         }
+        ptx::wgmma_wait<0>();
+        add_to(sums, part);
         ptx::wait_for_previous();  // so that this kernel's end means the end of all before it
         const bool even = depth % 2 == 0;
 #pragma unroll

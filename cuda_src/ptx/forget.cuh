@@ -1,4 +1,4 @@
-// Register pressure. No instruction: host compilers take this file as it is.
+// What the compiler shall not know, for the sake of registers and addresses. No instructions.
 #pragma once
 #include "common/abi.cuh"
 #include "ptx/ldst.cuh"
@@ -15,5 +15,8 @@ RTK_DEVICE void forget(Raw<B>& raw) {
 
 // The same for a number: what follows from it is worked out where it is used.
 RTK_DEVICE void forget(u32& number) { asm volatile("" : "+r"(number)); }
+
+// The same for an address: accesses around it are known distances from it, instead of each one's own sum.
+RTK_DEVICE void forget(const u8*& address) { asm volatile("" : "+l"(address)); }
 
 }  // namespace rtk::ptx

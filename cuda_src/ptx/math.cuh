@@ -25,4 +25,11 @@ RTK_DEVICE float canonical(float x) {
     return y;
 }
 
+// The larger one; NaN (0x7fffffff) if either is.
+RTK_DEVICE float max_nan(float x, float y) {
+    float z;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+
 }  // namespace rtk::ptx

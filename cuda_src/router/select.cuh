@@ -15,10 +15,12 @@ namespace rtk {
 inline constexpr int kMostChosen = 64;
 inline constexpr int kQuickChosen = 16;  // beyond, a third key of one lane is the rule
 
-RTK_DEVICE u32 key_of(float x) {
-    const u32 bits = __float_as_uint(ptx::canonical(x));
+RTK_DEVICE u32 key_of_canonical(float x) {
+    const u32 bits = __float_as_uint(x);
     return bits ^ (static_cast<u32>(static_cast<i32>(bits) >> 31) | 0x80000000u);
 }
+
+RTK_DEVICE u32 key_of(float x) { return key_of_canonical(ptx::canonical(x)); }
 
 RTK_DEVICE float value_of(u32 key) { return __uint_as_float(key ^ ((key & 0x80000000u) ? 0x80000000u : 0xffffffffu)); }
 

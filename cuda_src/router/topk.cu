@@ -1,11 +1,11 @@
 // values, indices = the k largest numbers of every row of x, largest first, equal ones by column. Values keep their
 // bits.
 //
-// Rows of up to 32 * V columns: one per warp. Longer ones: one per block, 32 * V columns per warp. None of the k largest
-// is below the t-th largest of the lanes' maxima in every warp, where t * warps >= k. The few that are not below the
-// least of these floors find their places by counting the larger ones. Where too many are left (equal numbers), each
-// warp chooses from its own, and the first one merges.
-#include "router/select.cuh"
+// Up to 8 of rows of up to 256 columns: four rows per warp. Others of up to 32 * V columns: one per warp. Longer ones: one
+// per block, 32 * V columns per warp. None of the k largest is below the t-th largest of the lanes' maxima in every warp,
+// where t * warps >= k. The few that are not below the least of these floors find their places by counting the larger
+// ones. Where too many are left (equal numbers), each warp chooses from its own, and the first one merges.
+#include "router/top8.cuh"
 
 namespace rtk {
 
@@ -52,6 +52,25 @@ __global__ void __launch_bounds__(256) topk_fwd(const void* x, void* values, voi
     choose<V>(key, static_cast<int>(k), lane * V, chosen[warp], lane);
     const TopkResults results{x, values, indices, static_cast<int>(kind), wide != 0};
     for (int i = lane; i < static_cast<int>(k); i += kWarp) results.put(row * k + i, start, chosen[warp][i].column);
+}
+
+inline constexpr int kFewThreads = 128;
+
+// k up to 8 of up to 256 columns, whole groups of numbers of SIZE bytes: four rows of a warp at a time (top8.cuh).
+template <int SIZE>
+__global__ void __launch_bounds__(kFewThreads, 4) topk_few(const void* x, void* values, void* indices, i64 rows, i64 cols,
+                                                           i64 x_stride, i64 k, i64 kind, i64, i64 wide) {
+    __shared__ Choice chosen[kFewThreads / kWarp][kOctet];
+    const int most = static_cast<int>(k), in_warp = static_cast<int>(threadIdx.x) % kWarp / kOctet;
+    const i64 row = (static_cast<i64>(blockIdx.x) * kFewThreads + threadIdx.x) / kOctet;
+    if (row - in_warp >= rows) return;
+    const i64 start = min(row, rows - 1) * x_stride;  // missing rows do as the last one: no lane is left out
+    Octet<SIZE> octet(static_cast<const u8*>(x) + start * SIZE, cols, static_cast<int>(kind));
+    octet.load();
+    octet.look();
+    const int column = octet.find(most, chosen[threadIdx.x / kWarp]);
+    const TopkResults results{x, values, indices, octet.kind, wide != 0};
+    if (octet.lane < most && row < rows) results.put(row * k + octet.lane, start, column);
 }
 
 inline constexpr int kMostCandidates = 256;

@@ -12,6 +12,7 @@ from rtkernels.errors import ArgumentError
 KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 COLUMNS = (2, 8)  # of a lane
 WARP_COLUMNS = 256  # at most
+OCTET, _GROUP = 8, 4  # lanes of a row in cuda_src/router/top8.cuh, which find as many numbers; columns of a group
 MAX_K = 64
 
 Meta = tuple[Any, ...]
@@ -45,3 +46,8 @@ def whole_pieces(meta: Meta, align: int, v: int) -> bool:
     wanted = min(16, v * size)
     steps = 0 if row_count(shape) <= 1 else row_stride(shape, stride) * size
     return shape[-1] % v == 0 and vector_bytes(align, steps, most=wanted) == wanted
+
+
+def takes_octets(meta: Meta, align: int, k: int) -> bool:
+    """Return True if eight lanes can find the k largest numbers of a row (cuda_src/router/top8.cuh)."""
+    return k <= OCTET and meta[1][-1] <= WARP_COLUMNS and whole_pieces(meta, align, _GROUP)

@@ -11,11 +11,21 @@ from rtkernels._kernel import Kernel, Plans, allocator, dense_strides, device_in
 from rtkernels._layout import GRID_LIMIT, check_same, row_count, row_stride, token, vector_bytes
 from rtkernels.errors import ArgumentError
 from rtkernels.ops._moe_layout import MAX_EXPERTS
-from rtkernels.ops._router_rows import KIND, WARP_COLUMNS, check_k, check_rows, lane_columns, whole_pieces
+from rtkernels.ops._router_rows import (
+    KIND,
+    OCTET,
+    WARP_COLUMNS,
+    check_k,
+    check_rows,
+    lane_columns,
+    takes_octets,
+    whole_pieces,
+)
 from rtkernels.ops.topk import largest, sort_key
 
 SOFTMAX, SCORE_FIRST, RENORMALIZE = 1, 2, 4  # bits of `mode`
 _WARPS, _MANY_WARPS, _WARPS_PER_SM = 8, 32, 32
+_FEW_WARPS, _FEW_BLOCKS_PER_SM = 16, 2
 _PIECE = 4
 
 _FWD = Kernel(
@@ -28,6 +38,15 @@ _FWD = Kernel(
     variants=[(2, False), (8, False), (8, True)],
     max_registers=96,
 )
+_FEW = Kernel(
+    "router/router_few.cu",
+    "router_few",
+    template="SIZE",
+    args="x:ptr bias:ptr probs:ptr indices:ptr dense:ptr map:ptr counts:ptr rows:i64 experts:i64 x_stride:i64 "
+    "top_k:i64 number_kind:i64 modes:i64 scaling:f64 epsilon:f64",
+    variants=[(2,), (4,)],
+    max_registers=64,
+)
 _BWD = Kernel(
     "router/router_bwd.cu",
     "router_bwd",
@@ -37,7 +56,7 @@ _BWD = Kernel(
     variants=[(_PIECE,)],
     max_registers=64,
 )
-KERNELS = (_FWD, _BWD)
+KERNELS = (_FWD, _FEW, _BWD)
 
 Meta = tuple[Any, ...]
 
@@ -107,6 +126,11 @@ def _plan_fwd(logits, bias, align, k, mode, num_groups, top_groups, group_k, den
     step = row_stride(shape, stride)
     if step is None:
         return None
+    if bias is None and num_groups == 1 and takes_octets(logits, align[0], k):
+        warps = min(_FEW_WARPS, -(-rows * OCTET // 32))
+        grid = min(-(-rows * OCTET // (32 * warps)), _FEW_BLOCKS_PER_SM * device_info(device).sm_count)
+        launch = _FEW.bind((dtype.itemsize,), device, grid, 32 * warps)
+        return launch, (rows, experts, step, k, KIND[dtype], mode), allocator(device), layouts
     wide = experts > WARP_COLUMNS
     v = lane_columns(experts)
     lanes = 0 if wide or num_groups == 1 else _lanes_of_group(v, experts, num_groups, group_k)

@@ -15,14 +15,26 @@ from rtkernels._kernel import Kernel, Plans, allocator, dense_strides
 from rtkernels._layout import GRID_LIMIT, check_same, metadata, row_count, row_stride, token, vector_bytes
 from rtkernels._registry import Op, TorchOp
 from rtkernels.errors import ArgumentError
-from rtkernels.ops._router_rows import COLUMNS, KIND, WARP_COLUMNS, check_k, check_rows, lane_columns, whole_pieces
+from rtkernels.ops._router_rows import (
+    COLUMNS,
+    KIND,
+    OCTET,
+    WARP_COLUMNS,
+    check_k,
+    check_rows,
+    lane_columns,
+    takes_octets,
+    whole_pieces,
+)
 from rtkernels.testing.rows import Row
 
 MAX_COLUMNS = 32 * WARP_COLUMNS
 _WARPS = 8
 _UNIT = "router/topk.cu"
 _ARGS = "x:ptr values:ptr indices:ptr rows:i64 cols:i64 x_stride:i64 k:i64 kind:i64 whole:i64 wide:i64"
+_FEW_THREADS = 128
 _FWD = Kernel(_UNIT, "topk_fwd", template="V", args=_ARGS, variants=[(v,) for v in COLUMNS], max_registers=64)
+_FEW = Kernel(_UNIT, "topk_few", template="SIZE", args=_ARGS, variants=[(2,), (4,)], max_registers=64)
 _FWD_WIDE = Kernel(_UNIT, "topk_fwd_wide", template="V", args=_ARGS, variants=[(COLUMNS[-1],)], max_registers=64)
 _BWD = Kernel(
     _UNIT,
@@ -73,6 +85,9 @@ def _plan_fwd(x, align: int, k: int, index_dtype: torch.dtype):
     if cols > WARP_COLUMNS:
         warps = -(-cols // WARP_COLUMNS)
         launch = _FWD_WIDE.bind((v,), device, min(rows, GRID_LIMIT), 32 * warps, 8 * warps * k)
+    elif takes_octets(x, align, k):
+        grid = -(-rows * OCTET // _FEW_THREADS)
+        launch = _FEW.bind((dtype.itemsize,), device, min(grid, GRID_LIMIT), _FEW_THREADS)
     else:
         launch = _FWD.bind((v,), device, min(-(-rows // _WARPS), GRID_LIMIT), 32 * _WARPS)
     whole = whole_pieces(x, align, v)
@@ -261,7 +276,7 @@ def _rows() -> Iterator[Row]:
 OP = Op(
     "topk",
     public=("topk",),
-    kernels=(_FWD, _FWD_WIDE, _BWD),
+    kernels=(_FWD, _FEW, _FWD_WIDE, _BWD),
     torch_ops=(FORWARD, BACKWARD),
     samples=_samples,
     rows=_rows,

@@ -1,0 +1,12 @@
+// Host version of cuda_src/ptx/forget.cuh: there is nothing to be gained here.
+#pragma once
+#include "ptx/ldst.cuh"
+
+namespace rtk::ptx {
+
+template <int B>
+RTK_DEVICE void forget(Raw<B>&) {}
+RTK_DEVICE void forget(u32&) {}
+RTK_DEVICE void forget(const u8*&) {}
+
+}  // namespace rtk::ptx
