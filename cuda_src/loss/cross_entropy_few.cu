@@ -69,7 +69,7 @@ struct RowSums {
 // Thread i of a row's team has the pieces i, i + threads, ... (CHUNKS of them). Without dx only the results of the rows.
 // dx may be x: all of a row is read before any of it is written.
 template <typename T>
-__global__ void __launch_bounds__(768, 1)
+__global__ void __launch_bounds__(896, 1)
     cross_entropy_few(const T* x, T* dx, const void* labels, float* loss, float* stats, float* correct, float* out,
                       float* accuracy, float* factor, u32* arrived, i64* report, i64 rows, i64 cols, i64 x_stride,
                       i64 dx_stride, i64 wide, i64 ignore_index, i64 kind, i64 blocks, i64 threads, double smoothing,

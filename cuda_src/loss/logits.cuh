@@ -162,26 +162,30 @@ RTK_DEVICE void clear_scores(Raw<16>& raw) {
         word = is_same<T, bf16>::value ? 0xff80ff80u : is_same<T, fp16>::value ? 0xfc00fc00u : 0xff800000u;
 }
 
-// Loads pieces at `from` and every `pitch` elements. Those for which c * threads < left is false do not exist; they are
-// cleared.
-template <typename T, int B>
-RTK_DEVICE void load_batch(Raw<16> (&raw)[B], const T* from, int pitch, int left, int threads) {
-    constexpr int VEC = 16 / sizeof(T);
+// Loads pieces at `from` and every `pitch` elements, each by `load`. Those for which c * threads < left is false do not
+// exist; they are cleared.
+template <typename T, int B, typename Load>
+RTK_DEVICE void load_batch(Raw<16> (&raw)[B], const T* from, int pitch, int left, int threads, const Load& load) {
     if (left > (B - 1) * threads) {
 #pragma unroll
         for (int c = 0; c < B; ++c) {  // walks: all the multiples of the pitch would take registers
-            raw[c] = load_raw<T, VEC>(from);
+            raw[c] = load(from);
             from += pitch;
         }
     } else {
 #pragma unroll
         for (int c = 0; c < B; ++c) {
             clear_scores<T>(raw[c]);
-            if (left > 0) raw[c] = load_raw<T, VEC>(from);
+            if (left > 0) raw[c] = load(from);
             from += pitch;
             left -= threads;
         }
     }
+}
+
+template <typename T, int B>
+RTK_DEVICE void load_batch(Raw<16> (&raw)[B], const T* from, int pitch, int left, int threads) {
+    load_batch(raw, from, pitch, left, threads, [](const T* p) { return load_raw<T, 16 / sizeof(T)>(p); });
 }
 
 // What a thread has seen of a row: the largest score, the sum of exponentials relative to it, the sum of scores.

@@ -6,8 +6,8 @@
 namespace rtk {
 
 template <int VEC, typename T>
-RTK_DEVICE float partial_dot(const T* x, const T* y, i64 cols, const RowGroup& group) {
-    constexpr int kInFlight = VEC == 1 ? 8 : 4;
+RTK_DEVICE float partial_dot(const T* x, const T* y, i64 cols, const RowGroup& group, u64 policy) {
+    constexpr int kInFlight = VEC == 1 ? 8 : 2;  // of each
     const i64 step = static_cast<i64>(group.threads) * VEC;
     float total = 0.0f;
 #pragma unroll 1
@@ -19,8 +19,8 @@ RTK_DEVICE float partial_dot(const T* x, const T* y, i64 cols, const RowGroup& g
             clear(a[i]);
             clear(b[i]);
             if (base + i * step < cols) {
-                a[i] = load_raw<T, VEC>(x + base + i * step);
-                b[i] = load_raw<T, VEC>(y + base + i * step);
+                a[i] = load_raw<T, VEC>(x + base + i * step, policy);
+                b[i] = load_raw<T, VEC>(y + base + i * step, policy);
             }
         }
 #pragma unroll
@@ -38,16 +38,18 @@ RTK_DEVICE float partial_dot(const T* x, const T* y, i64 cols, const RowGroup& g
 template <typename T>
 __global__ void __launch_bounds__(512)
     row_dot_fwd(const T* x, const T* y, T* out, i64 rows, i64 cols, i64 x_stride, i64 y_stride, i64 threads_per_row,
-                i64 wide) {
+                i64 wide, i64 passing) {
     __shared__ GroupScratch<1> scratch;
     const RowGroup group(threads_per_row);
+    const u64 policy = ptx::l2_policy(passing != 0);
     int phase = 0;
     for (i64 base = static_cast<i64>(blockIdx.x) * group.count; base < rows;
          base += static_cast<i64>(gridDim.x) * group.count, phase ^= 1) {
         const i64 row = base + group.index, end = row < rows ? cols : 0;
         const T* a = x + row * x_stride;
         const T* b = y + row * y_stride;
-        const float part = wide != 0 ? partial_dot<16 / sizeof(T)>(a, b, end, group) : partial_dot<1>(a, b, end, group);
+        const float part = wide != 0 ? partial_dot<16 / sizeof(T)>(a, b, end, group, policy)
+                                     : partial_dot<1>(a, b, end, group, policy);
         const float total[1] = {group_reduce<Sum, false>(part, group, scratch, phase)};
         if (row < rows && group.thread == 0) store<T, 1>(out + row, total);
     }
