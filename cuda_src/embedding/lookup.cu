@@ -17,21 +17,21 @@ __global__ void __launch_bounds__(256)
     if (token >= tokens || group.index >= group.count) return;
     const Tokens table{ids, wide != 0, start, rows, -1};
     const i64 row = table.row_of(table.id(token));
-    const int pitch = group.threads * BYTES;
-    const u8* source = weight + row * weight_stride + group.thread * BYTES;
-    u8* target = y + token * units * BYTES + group.thread * BYTES;
-    for (int left = static_cast<int>(units) - group.thread; left > 0; left -= kAhead * group.threads) {
+    const u8* source = weight + row * weight_stride;
+    u8* target = y + token * units * BYTES;
+    for (i64 unit = group.thread; unit < units; unit += kAhead * group.threads) {
         Raw<BYTES> raw[kAhead];
 #pragma unroll
         for (int k = 0; k < kAhead; ++k) {
+            const i64 at = unit + k * group.threads;
             clear(raw[k]);
-            if (k * group.threads < left && row >= 0) raw[k] = ptx::ld_stream<BYTES>(source + k * pitch);
+            if (at < units && row >= 0) raw[k] = ptx::ld_stream<BYTES>(source + at * BYTES);
         }
 #pragma unroll
-        for (int k = 0; k < kAhead; ++k)
-            if (k * group.threads < left) ptx::st<BYTES>(target + k * pitch, raw[k]);
-        source += kAhead * pitch;
-        target += kAhead * pitch;
+        for (int k = 0; k < kAhead; ++k) {
+            const i64 at = unit + k * group.threads;
+            if (at < units) ptx::st<BYTES>(target + at * BYTES, raw[k]);
+        }
     }
 }
 

@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(896, 1)
                       i64 dx_stride, i64 wide, i64 ignore_index, i64 kind, i64 blocks, i64 threads, double smoothing,
                       double z_loss, double per_column) {
     constexpr int CHUNKS = 5;
-    __shared__ Exchange<128> exchange;
+    __shared__ Exchange<8 * 896 / kWarp> exchange;
     __shared__ float slots[2][kWarp];
     ptx::launch_dependents();
     const Team team(blocks, threads);

@@ -78,7 +78,9 @@ def _plan(x, y, align: int, backward: bool):
         return _BWD.bind((t,), x[3], cut.grid, cut.block), (rows, cols, *steps, *cut[:2], wide)
     threads = group_threads(-(-cols // (vec * in_flight)), 512)
     block = block_of(threads)
-    grid = min(-(-rows // (block // threads)), GRID_LIMIT)
+    grid = -(-rows // (block // threads))
+    if cols >= 2**31 or grid > GRID_LIMIT:
+        raise ArgumentError(f"x has {rows} rows of {cols} elements; expected fewer than 2^31 of either")
     how = threads, wide, passing(2 * rows * cols * x[0].itemsize)
     return _FWD.bind((t,), x[3], grid, block), (rows, cols, *steps, *how)
 
