@@ -105,7 +105,7 @@ FEW = Kernel(
     template="T",
     args=_GRAD_ARGS.format("out:ptr accuracy:ptr factor:ptr arrived:ptr", "kind:i64 blocks:i64 threads:i64"),
     variants=_TYPES,
-    max_registers=80,
+    max_registers=72,
 )
 KERNELS = (FWD, BWD, REDUCE, SCALE, GRAD_SHORT, GRAD_LONG, FEW)
 
