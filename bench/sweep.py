@@ -15,6 +15,7 @@ from bench.timing import Timer, copy_calls
 
 HIDDEN = (1536, 2048, 4096, 5120, 7168, 8192)
 VOCABULARY = (1000, 4096, 16384, 32000, 50257, 65536, 128256, 151936, 157184, 262144)
+BATCHES = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
 ELEMENTS = 1 << 28
 COPIES, ROTATED_BYTES = 3, 2 << 30
 
@@ -71,18 +72,33 @@ def _rows(rows: int, cols: int, device: str) -> Iterator[Point]:
 
 
 def _losses(rows: int, cols: int, device: str) -> Iterator[Point]:
+    """Yield cross entropy, forward for each row, and loss and gradient in one call, as a training step makes it."""
+    from rtkernels.ops import cross_entropy as losses
+
+    def make(op: Callable[..., Any], reduction: int) -> Callable[[], Any]:
+        inputs = _logits(rows, cols, device)
+        return lambda: op(*inputs, -100, 0.0, 0.0, 0.0, reduction, False)
+
+    n = 2 * rows * cols
+    yield Point("cross_entropy_fwd", rows, cols, n, lambda: make(losses.FORWARD, losses.NONE))
+    yield Point("cross_entropy_fwdbwd", rows, cols, 2 * n, lambda: make(losses.ONE_PASS, losses.MEAN))
+
+
+def _autograd(rows: int, cols: int, device: str) -> Iterator[Point]:
+    """Yield the same through autograd: also torch's fill of the loss' gradient, and the kernel that looks at it."""
     import rtkernels as rtk
 
-    def make(**options: Any) -> Callable[[], Any]:
-        logits = torch.randn(rows, cols, device=device, dtype=torch.bfloat16)
-        labels = torch.randint(0, cols, (rows,), device=device)
-        if not options:
-            return lambda: rtk.cross_entropy(logits, labels, reduction="none")
+    def make() -> Callable[[], Any]:
+        logits, labels = _logits(rows, cols, device)
         logits.requires_grad_()
-        return lambda: torch.autograd.grad(rtk.cross_entropy(logits, labels, **options), logits)
+        return lambda: torch.autograd.grad(rtk.cross_entropy(logits, labels, one_pass=True), logits)
 
-    yield Point("cross_entropy_fwd", rows, cols, 2 * rows * cols, make)
-    yield Point("cross_entropy_fwdbwd", rows, cols, 4 * rows * cols, lambda: make(one_pass=True))
+    yield Point("cross_entropy_autograd", rows, cols, 4 * rows * cols, make)
+
+
+def _logits(rows: int, cols: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    labels = torch.randint(0, cols, (rows,), device=device)
+    return torch.randn(rows, cols, device=device, dtype=torch.bfloat16), labels
 
 
 def points(device: str) -> Iterator[Point]:
@@ -93,8 +109,9 @@ def points(device: str) -> Iterator[Point]:
         yield from _rows(rows, 4096, device)
     for cols in VOCABULARY:
         yield from _losses(ELEMENTS // cols, cols, device)
-    for rows in (1, 16, 64, 256, 512, 1024, 2048, 4096, 16384, 65536):
+    for rows in BATCHES:
         yield from _losses(rows, 32000, device)
+        yield from _autograd(rows, 32000, device)
 
 
 def measure(timer: Timer, device: str, log: Callable[[str], None], only: Callable[[str], bool]) -> list[dict[str, Any]]:

@@ -353,11 +353,12 @@ def test_sweep_times_every_point_on_a_simulated_device() -> None:
             pass
 
     names = {point.name for point in sweep.points("cpu")}
-    assert {"rms_norm_bwd", "layer_norm_fwd", "softmax_fwd", "glu_fwd", "cross_entropy_fwdbwd"} <= names
+    losses = {"cross_entropy_fwd", "cross_entropy_fwdbwd", "cross_entropy_autograd"}
+    assert {"rms_norm_bwd", "layer_norm_fwd", "softmax_fwd", "glu_fwd", *losses} <= names
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sweep, "points", _few_points)
-        rows = sweep.measure(Timer(Device(), 2, 2, 0.0), "cpu", lambda text: None, lambda name: "bwd" not in name)
-    assert {row["row"] for row in rows} == {"rms_norm_fwd", "layer_norm_fwd", "cross_entropy_fwd"}
+        rows = sweep.measure(Timer(Device(), 2, 2, 0.0), "cpu", lambda text: None, lambda name: name != "rms_norm_bwd")
+    assert {row["row"] for row in rows} == {"rms_norm_fwd", "layer_norm_fwd", *losses}
     assert all(row["us"] > 0 and row["copy_us"] > 0 and row["peak_extra_bytes"] is None for row in rows)
 
 
@@ -366,3 +367,4 @@ def _few_points(device: str):
 
     yield from sweep._norms(4, 64, device)
     yield from sweep._losses(4, 100, device)
+    yield from sweep._autograd(4, 100, device)

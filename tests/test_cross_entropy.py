@@ -78,7 +78,7 @@ CASES: dict[str, Callable[[Normal], Inputs]] = {
     "thousand": _plain(9, 1000),
     "several_warps": _plain(5, 5000),
     "long": _plain(9, 20000),
-    "long_odd": _plain(6, 17003),
+    "long_odd": _plain(6, 18003),
     "beyond": _plain(3, 165003),
     "many_rows": _plain(530, 24),
     "three_dimensions": _view(lambda n: n(2, 3, 40)),
@@ -86,11 +86,11 @@ CASES: dict[str, Callable[[Normal], Inputs]] = {
     "labels_int32": _view(lambda n: n(6, 40), torch.int32),
     "strided_rows": _view(lambda n: n(10, 80)[::2, :64]),
     "unaligned": _view(lambda n: n(5, 72)[:, 3:67]),
-    "unaligned_long": _view(lambda n: n(5, 17003)[:, 1:]),
+    "unaligned_long": _view(lambda n: n(5, 18003)[:, 1:]),
     "transposed": _view(lambda n: n(48, 6).t()),
     "expanded": _view(lambda n: n(1, 64).expand(4, -1)),
     "smoothing": _plain(6, 200, label_smoothing=0.2),
-    "smoothing_long": _plain(5, 17003, label_smoothing=0.2, z_loss=0.01),
+    "smoothing_long": _plain(5, 18003, label_smoothing=0.2, z_loss=0.01),
     "smoothing_all": _plain(5, 77, label_smoothing=1.0),
     "z_loss": _plain(6, 200, z_loss=0.1),
     "softcap": _plain(6, 200, softcap=2.5),
@@ -203,7 +203,7 @@ def test_every_dtype(place: str, dtype: torch.dtype) -> None:
 def emulated_coverage() -> None:
     """Run every kernel of the op in the emulator; test_registry.py checks that it does."""
     with running_on("sm_90") as device:
-        for case, mode in itertools.product(("plain", "thousand", "long_odd"), ("two_pass", "one_pass")):
+        for case, mode in itertools.product(("plain", "thousand", "long_odd", "one_element"), ("two_pass", "one_pass")):
             check(make(case, torch.bfloat16, device), "mean", mode)
 
 
@@ -211,7 +211,7 @@ def emulated_coverage() -> None:
 def rows_as(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors go to the kernel for few rows, or to those for many."""
     if request.param == "many":
-        monkeypatch.setattr(plans, "few_blocks", lambda vectors, rows, device: 0)
+        monkeypatch.setattr(plans, "few_blocks", lambda *shape: 0)
     Plans.forget_all()
     yield
     Plans.forget_all()
@@ -490,11 +490,16 @@ def test_long_rows_fit_the_multiprocessors(
 def test_few_rows_are_for_all_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     info = plans.device_info(-1)
     monkeypatch.setattr(plans, "device_info", lambda device: type(info)("H200", info.target, 132, 227 * 1024))
-    for cols, rows, blocks in ((1000, 1, 1), (4096, 256, 1), (16384, 1, 4), (32000, 64, 8), (157184, 16, 8)):
-        assert plans.few_blocks(cols // 8, rows, 0) == blocks, (cols, rows)
-    for cols, rows in ((1000, 300), (32000, 128), (157184, 32), (262144, 1)):
-        assert plans.few_blocks(cols // 8, rows, 0) == 0, (cols, rows)
-    assert plans.few_blocks(4000, 1, -1) == 0  # no clusters in the emulator
+
+    def blocks(cols: int, rows: int, sums: bool = True) -> int:
+        return plans.few_blocks(cols // 8, rows, 0, 1024, sums)
+
+    for cols, rows, wanted in ((1000, 1, 1), (4096, 66, 1), (16384, 1, 4), (32000, 64, 8), (32000, 128, 1)):
+        assert blocks(cols, rows) == wanted, (cols, rows)
+    for cols, rows in ((1000, 100), (32000, 133), (157184, 32), (300000, 1)):
+        assert blocks(cols, rows) == 0, (cols, rows)
+    assert blocks(8192, 1, False) == 0 and blocks(16384, 1, False) == 4 and blocks(262144, 1) == 8
+    assert plans.few_blocks(5000, 1, -1, 1024, True) == 0  # no clusters in the emulator
 
 
 @at("sm_90", "cuda")

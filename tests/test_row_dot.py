@@ -13,6 +13,7 @@ from places import DTYPES, ORDERS, at, emulated, error_tests, short
 from torch import Tensor
 
 import rtkernels
+from rtkernels.errors import ArgumentError
 from rtkernels.ops import row_dot as module
 from rtkernels.testing.compare import ROUNDOFF, assert_close, assert_same_bits, running_on
 
@@ -105,6 +106,12 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 test_errors, test_launchers_raise_the_same_messages = error_tests(BAD)
+
+
+def test_rows_that_are_too_long() -> None:
+    vector = (torch.bfloat16, torch.Size((2**31,)), (1,), -1)
+    with pytest.raises(ArgumentError, match=r"x has 1 rows of 2147483648 elements; expected fewer than 2\^31"):
+        module._plan(vector, vector, 0, False)
 
 
 @at("cpu", "cuda")

@@ -12,6 +12,16 @@ RTK_DEVICE Raw<sizeof(T) * N> load_raw(const T* p) {
     return ptx::ld_stream<sizeof(T) * N>(p);
 }
 
+// The same with a policy for L2 (ptx::l2_policy), which narrow accesses do not have.
+template <typename T, int N>
+RTK_DEVICE Raw<sizeof(T) * N> load_raw(const T* p, u64 policy) {
+    if constexpr (sizeof(T) * N == 16) {
+        return ptx::ld_stream_16(p, policy);
+    } else {
+        return load_raw<T, N>(p);
+    }
+}
+
 template <typename T, int N>
 RTK_DEVICE void load_stream(const T* p, float (&f)[N]) {
     unpack<T, N>(ptx::ld_stream<sizeof(T) * N>(p), f);

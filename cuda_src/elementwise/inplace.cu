@@ -6,7 +6,7 @@ namespace rtk {
 template <int VEC, typename T, typename U>
 RTK_DEVICE void add_runs(T* x, const U* y, i64 rows, i64 cols, i64 x_stride, i64 y_stride, i64 threads_per_row,
                          i64 runs_per_row, float alpha, float beta) {
-    const Runs<VEC> runs(rows, cols, threads_per_row, runs_per_row);
+    const Runs<VEC, VEC == 1 ? 8 : 2> runs(rows, cols, threads_per_row, runs_per_row);
     const bool reads = beta != 0.0f || y == nullptr;
     for (i64 run = runs.first; run < runs.count; run += runs.step) {
         Raw<sizeof(T) * VEC> old[runs.kInFlight];
@@ -43,7 +43,7 @@ RTK_DEVICE void add_runs(T* x, const U* y, i64 rows, i64 cols, i64 x_stride, i64
 // Without `y`, x is only scaled; without beta it is not read. `factor`, if not null, is one number that beta is
 // multiplied by. `wide`: rows allow accesses of 16 bytes of the wider type.
 template <typename T, typename U>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(128)
     add_in_place(T* x, const U* y, const float* factor, i64 rows, i64 cols, i64 x_stride, i64 y_stride,
                  i64 threads_per_row, i64 runs_per_row, i64 wide, double alpha, double beta) {
     constexpr int N = 16 / (sizeof(T) > sizeof(U) ? sizeof(T) : sizeof(U));

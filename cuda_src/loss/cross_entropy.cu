@@ -14,7 +14,7 @@ template <typename T>
 __global__ void __launch_bounds__(512, 2)
     cross_entropy_fwd(const T* x, const void* labels, float* loss, float* stats, float* correct, i64* report, i64 rows,
                       i64 cols, i64 x_stride, i64 wide, i64 ignore_index, i64 first, i64 vocabulary,
-                      i64 threads_per_row, double smoothing, double z_loss, double per_column,
+                      i64 threads_per_row, i64 passing, double smoothing, double z_loss, double per_column,
                       double softcap) {
     constexpr int VEC = 16 / sizeof(T), BATCH = 4;
     __shared__ GroupScratch<1> scratch[2];
@@ -28,8 +28,10 @@ __global__ void __launch_bounds__(512, 2)
     const T* next = source + pieces.head + group.thread * VEC;
     int ahead = (exists ? pieces.vectors : 0) - group.thread;  // pieces from this thread's next one to the end
     const int edge = pieces.edge(group.thread);
+    const u64 policy = ptx::l2_policy(passing != 0);
+    auto load = [&](const T* p) { return load_raw<T, VEC>(p, policy); };
     Raw<16> raw[BATCH];
-    load_batch<T>(raw, next, pitch, ahead, threads);  // before the label is known: a row that counts must not wait
+    load_batch(raw, next, pitch, ahead, threads, load);  // before the label is known: a row that counts must not wait
 
     const Labels all{labels, wide != 0, ignore_index, first, vocabulary};
     const int label = exists ? all.column(row, static_cast<int>(cols), report, group.thread == 0) : kIgnored;
@@ -54,7 +56,7 @@ __global__ void __launch_bounds__(512, 2)
         running.add_batch(raw, ahead, threads, totals);
         next += BATCH * pitch;
         ahead -= BATCH * threads;
-        if (ahead > 0) load_batch<T>(raw, next, pitch, ahead, threads);
+        if (ahead > 0) load_batch(raw, next, pitch, ahead, threads, load);
     }
     if (counts && edge >= 0) running.add_edge(score_at(source, edge, cap), totals);
     running.combine(group, scratch, totals);
@@ -193,6 +195,7 @@ __global__ void __launch_bounds__(256)
     cross_entropy_scale(T* x, const float* dloss, i64 rows, i64 cols, i64 x_stride, i64 dloss_stride,
                         i64 threads_per_row) {
     constexpr int VEC = 16 / sizeof(T), CHUNKS = 4;
+    ptx::wait_for_previous();
     if (dloss_stride == 0 && dloss[0] == 1.0f) return;
     const RowGroup group(threads_per_row);
     for (i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index; row < rows;

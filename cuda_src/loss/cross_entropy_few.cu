@@ -1,6 +1,7 @@
 // Cross entropy of few rows, in one pass or forward only, in one launch: every row is cut into pieces for so many threads,
 // in up to eight blocks, that each reads a few of them at once; sums over the rows are made here, too.
 // The formulas: cross_entropy.cuh.
+#include "loss/cross_entropy_held.cuh"
 #include "loss/cross_entropy_team.cuh"
 
 namespace rtk {
@@ -68,70 +69,41 @@ struct RowSums {
 // Thread i of a row's team has the pieces i, i + threads, ... (CHUNKS of them). Without dx only the results of the rows.
 // dx may be x: all of a row is read before any of it is written.
 template <typename T>
-__global__ void __launch_bounds__(768, 1)
+__global__ void __launch_bounds__(896, 1)
     cross_entropy_few(const T* x, T* dx, const void* labels, float* loss, float* stats, float* correct, float* out,
                       float* accuracy, float* factor, u32* arrived, i64* report, i64 rows, i64 cols, i64 x_stride,
                       i64 dx_stride, i64 wide, i64 ignore_index, i64 kind, i64 blocks, i64 threads, double smoothing,
                       double z_loss, double per_column) {
-    constexpr int VEC = 16 / sizeof(T), CHUNKS = 5;
-    __shared__ Exchange<128> exchange;
+    constexpr int CHUNKS = 5;
+    __shared__ Exchange<8 * 896 / kWarp> exchange;
     __shared__ float slots[2][kWarp];
     ptx::launch_dependents();
     const Team team(blocks, threads);
     const int row = team.row(), columns = static_cast<int>(cols), count_of_rows = static_cast<int>(rows);
     const T* source = x + row * x_stride;
-    const Pieces<T> pieces(source, columns);
-    const int pitch = team.threads * VEC;
-    const int offset = pieces.head + team.thread * VEC;
-    const int ahead = pieces.vectors - team.thread;
-    const int edge = pieces.edge(team.thread);
-    const Labels all{labels, wide != 0, ignore_index, 0, cols};
-    Raw<16> raw[CHUNKS];
-    load_batch<T>(raw, source + offset, pitch, ahead, team.threads);
+    HeldRow<T, CHUNKS> held(source, columns, true, team.thread, team.threads);
     // Requested now, looked at when the row is there.
+    const Labels all{labels, wide != 0, ignore_index, 0, cols};
     const i64 name = all.load(row);
-    const NoCap cap;
-    float border = -kInfinity, target = -kInfinity;
-    if (edge >= 0) border = score_at(source, edge, cap);
+    held.load_edge(source);
     if (team.blocks > 1) team.meet();  // before the others are written to, they must have started
+    const NoCap cap;
     const int label = all.column(name, row, columns, report, team.leads());
-    const bool counts = label >= 0;
-    if (counts) target = score_at(source, label, cap);
+    float target = -kInfinity;
+    if (label >= 0) target = score_at(source, label, cap);
     const RowSums sums{static_cast<RowSums::Kind>(kind), out, accuracy, factor, arrived};
     const float count = sums.count(all, count_of_rows, slots[0]);
 
-    // One exponential for every element, relative to the largest score of the warp; it becomes its gradient.
+    // Exponentials are relative to the largest score of the warp.
     const bool totals = not_zero(smoothing);
-    const float near = warp_reduce<Max>(fmaxf(peak_of<T, CHUNKS>(raw), border));
+    const float near = warp_reduce<Max>(held.peak());
     const Base<T> base(near);
-    float total = 0.0f;
-    if (totals) {
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) {
-            float z[VEC], part = 0.0f;
-            unpack<T, VEC>(raw[c], z);
-#pragma unroll
-            for (int i = 0; i < VEC; ++i) part += z[i];
-            if (c * team.threads < ahead) total += part;
-        }
-        if (edge >= 0) total += border;
-        total = warp_reduce<Sum>(total);
-    }
-    float e[CHUNKS][VEC], part[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-        ptx::forget(raw[c]);
-        unpack<T, VEC>(raw[c], e[c]);
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) part[i % 2] += e[c][i] = base.at(e[c][i]);
-    }
-    float sum = (part[0] + part[1]) * base.correction;
-    if (edge >= 0) sum += exponential<Base<T>::kFast>(border - anchored(near));
-    sum = warp_reduce<Sum>(sum);
-    float top = near;
+    float top = near, total = 0.0f;
+    if (totals) total = warp_reduce<Sum>(held.total());
+    float sum = warp_reduce<Sum>(held.exponentials(base, near));
     share_row(top, sum, total, team, exchange, totals);  // the label's score has been read before any store
     if (correct != nullptr) {
-        const bool largest = counts && target == top;
+        const bool largest = label >= 0 && target == top;
         const float hit = team.first_of_its_score(source, largest ? label : 0, top, cap);
         if (team.leads()) correct[row] = largest ? hit : 0.0f;
     }
@@ -141,27 +113,7 @@ __global__ void __launch_bounds__(768, 1)
     if (dx != nullptr) {
         const Gradient<T> gradient(terms, sums.gradient(count), top, level, ptx::rcp(sum));
         const float scale = gradient.scale * base.correction * exponential<false>(near - anchored(top));
-        T* to = dx + row * dx_stride;
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) {
-            if (c * team.threads >= ahead) break;
-            if (counts) {
-#pragma unroll
-                for (int i = 0; i < VEC; ++i) e[c][i] = e[c][i] * scale - gradient.offset;
-                store<T, VEC>(to + offset + c * pitch, e[c]);
-            } else {
-                store_zeros<T, VEC>(to + offset + c * pitch);
-            }
-        }
-        if (edge >= 0) {
-            if (counts) {
-                gradient.store_one(to + edge, border, cap, 0.0f);
-            } else {
-                store_zeros<T, 1>(to + edge);
-            }
-        }
-        if (counts && pieces.owner(label, team.threads) == team.thread)
-            gradient.store_one(to + label, target, cap, gradient.target);
+        held.store_gradient(dx + row * dx_stride, gradient, scale, label, target);
     }
     sums.add_up(loss, correct, count_of_rows, count, slots);
 }

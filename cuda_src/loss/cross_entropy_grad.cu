@@ -3,6 +3,7 @@
 // g, the gradient of a row's loss, is factor[0] (1 if null). Rows that do not count get gradient 0.
 // dx may be x: a thread reads each of its pieces for the last time before it overwrites it, nobody else reads them, and
 // the label's score and the check for equal scores come before.
+#include "loss/cross_entropy_held.cuh"
 #include "loss/cross_entropy_team.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/prefetch.cuh"
@@ -16,59 +17,31 @@ __global__ void __launch_bounds__(512, 2)
                              const float* factor, i64* report, i64 rows, i64 cols, i64 x_stride, i64 dx_stride,
                              i64 wide, i64 ignore_index, i64 threads_per_row, double smoothing, double z_loss,
                              double per_column) {
-    constexpr int VEC = 16 / sizeof(T), CHUNKS = 4;
+    constexpr int CHUNKS = 4;
     __shared__ GroupScratch<1> scratch[2];
     ptx::launch_dependents();
     const RowGroup group(threads_per_row);
     const i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index;
     const bool exists = row < rows;
+    const int columns = static_cast<int>(cols);
     const T* source = x + (exists ? row : 0) * x_stride;
-    const Pieces<T> pieces(source, static_cast<int>(cols));
-    const int pitch = group.threads * VEC;
-    const int offset = pieces.head + group.thread * VEC;
-    const int ahead = (exists ? pieces.vectors : 0) - group.thread;
-    const int edge = exists ? pieces.edge(group.thread) : -1;
-    const Labels labels_of{labels, wide != 0, ignore_index, 0, cols};
-    Raw<16> raw[CHUNKS];
-    load_batch<T>(raw, source + offset, pitch, ahead, group.threads);
+    HeldRow<T, CHUNKS> held(source, columns, exists, group.thread, group.threads);
     // Requested now, looked at when the row is there.
-    const i64 name = exists ? labels_of.load(row) : ignore_index;
+    const Labels all{labels, wide != 0, ignore_index, 0, cols};
+    const i64 name = exists ? all.load(row) : ignore_index;
+    held.load_edge(source);
     const NoCap cap;
-    float border = -kInfinity, target = -kInfinity;
-    if (edge >= 0) border = score_at(source, edge, cap);
-    const int label = labels_of.column(name, row, static_cast<int>(cols), report, group.thread == 0);
-    const bool counts = label >= 0;
-    if (counts) target = score_at(source, label, cap);
+    const int label = all.column(name, row, columns, report, group.thread == 0);
+    float target = -kInfinity;
+    if (label >= 0) target = score_at(source, label, cap);
 
-    // One maximum and one exponential for every element, which becomes its gradient.
-    const float top = group_reduce<Max, false>(fmaxf(peak_of<T, CHUNKS>(raw), border), group, scratch[0], 0);
+    const float top = group_reduce<Max, false>(held.peak(), group, scratch[0], 0);
     const Base<T> base(top);
     float total = 0.0f;
-    if (not_zero(smoothing)) {
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) {
-            float z[VEC], part = 0.0f;
-            unpack<T, VEC>(raw[c], z);
-#pragma unroll
-            for (int i = 0; i < VEC; ++i) part += z[i];
-            if (c * group.threads < ahead) total += part;
-        }
-        if (edge >= 0) total += border;
-        total = group_reduce<Sum, false>(total, group, scratch[1], 0);
-    }
-    float e[CHUNKS][VEC], part[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-        ptx::forget(raw[c]);
-        unpack<T, VEC>(raw[c], e[c]);
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) part[i % 2] += e[c][i] = base.at(e[c][i]);
-    }
-    float sum = (part[0] + part[1]) * base.correction;
-    if (edge >= 0) sum += exponential<Base<T>::kFast>(border - anchored(top));
-    sum = group_reduce<Sum, false>(sum, group, scratch[0], 1);
+    if (not_zero(smoothing)) total = group_reduce<Sum, false>(held.total(), group, scratch[1], 0);
+    const float sum = group_reduce<Sum, false>(held.exponentials(base, top), group, scratch[0], 1);
     if (correct != nullptr) {
-        const bool largest = counts && target == top;
+        const bool largest = label >= 0 && target == top;
         const float hit = first_of_its_score(source, largest ? label : 0, top, cap, group, scratch[1]);
         if (exists && group.thread == 0) correct[row] = largest ? hit : 0.0f;
     }
@@ -80,28 +53,7 @@ __global__ void __launch_bounds__(512, 2)
     ptx::wait_for_previous();
     const float g = factor == nullptr ? 1.0f : factor[0];
     const Gradient<T> gradient(terms, g, top, level, ptx::rcp(sum));
-    T* out = dx + row * dx_stride;
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-        if (c * group.threads < ahead) {
-            if (counts) {
-#pragma unroll
-                for (int i = 0; i < VEC; ++i) e[c][i] = e[c][i] * gradient.base_scale - gradient.offset;
-                store<T, VEC>(out + offset + c * pitch, e[c]);
-            } else {
-                store_zeros<T, VEC>(out + offset + c * pitch);
-            }
-        }
-    }
-    if (edge >= 0) {
-        if (counts) {
-            gradient.store_one(out + edge, border, cap, 0.0f);
-        } else {
-            store_zeros<T, 1>(out + edge);
-        }
-    }
-    if (counts && pieces.owner(label, group.threads) == group.thread)
-        gradient.store_one(out + label, target, cap, gradient.target);
+    held.store_gradient(dx + row * dx_stride, gradient, gradient.base_scale, label, target);
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000

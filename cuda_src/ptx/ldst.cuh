@@ -37,6 +37,24 @@ RTK_DEVICE Raw<B> ld_stream(const void* p) {
     return r;
 }
 
+// How long L2 keeps the lines of a load: as if there had been none, or, `passing`, less than anything else, so that what
+// others have written there can stay. All threads of a launch must agree, or every load has to find out.
+RTK_DEVICE u64 l2_policy(bool passing) {
+    u64 first, unchanged;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
+    asm("createpolicy.fractional.L2::evict_unchanged.b64 %0, 1.0;" : "=l"(unchanged));
+    return passing ? first : unchanged;
+}
+
+// ld_stream of 16 bytes with a policy.
+RTK_DEVICE Raw<16> ld_stream_16(const void* p, u64 policy) {
+    Raw<16> r;
+    asm volatile("ld.global.nc.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
+                 : "=r"(r.w[0]), "=r"(r.w[1]), "=r"(r.w[2]), "=r"(r.w[3])
+                 : "l"(p), "l"(policy));
+    return r;
+}
+
 // Read-only data that other threads or later rows read again (weights, scales). The same instruction: cache hints for
 // either kind made no difference (docs/measurements.md).
 template <int B>

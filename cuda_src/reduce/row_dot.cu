@@ -6,21 +6,23 @@
 namespace rtk {
 
 template <int VEC, typename T>
-RTK_DEVICE float partial_dot(const T* x, const T* y, i64 cols, const RowGroup& group) {
-    constexpr int kInFlight = VEC == 1 ? 8 : 4;
-    const i64 step = static_cast<i64>(group.threads) * VEC;
-    float total = 0.0f;
+RTK_DEVICE float partial_dot(const T* x, const T* y, int cols, const RowGroup& group, u64 policy) {
+    constexpr int kInFlight = VEC == 1 ? 8 : 2;  // of each
+    const int step = group.threads * VEC;
+    x += group.thread * VEC;
+    y += group.thread * VEC;
+    float total[2] = {0.0f, 0.0f};
 #pragma unroll 1
-    for (i64 base = static_cast<i64>(group.thread) * VEC; base < cols; base += step * kInFlight) {
+    for (int left = cols - group.thread * VEC; left > 0; left -= kInFlight * step) {
         Raw<sizeof(T) * VEC> a[kInFlight];
         Raw<sizeof(T) * VEC> b[kInFlight];
 #pragma unroll
         for (int i = 0; i < kInFlight; ++i) {
             clear(a[i]);
             clear(b[i]);
-            if (base + i * step < cols) {
-                a[i] = load_raw<T, VEC>(x + base + i * step);
-                b[i] = load_raw<T, VEC>(y + base + i * step);
+            if (i * step < left) {
+                a[i] = load_raw<T, VEC>(x + i * step, policy);
+                b[i] = load_raw<T, VEC>(y + i * step, policy);
             }
         }
 #pragma unroll
@@ -29,28 +31,30 @@ RTK_DEVICE float partial_dot(const T* x, const T* y, i64 cols, const RowGroup& g
             unpack<T, VEC>(a[i], v);
             unpack<T, VEC>(b[i], w);
 #pragma unroll
-            for (int k = 0; k < VEC; ++k) total = fmaf(v[k], w[k], total);
+            for (int k = 0; k < VEC; ++k) total[i % 2] = fmaf(v[k], w[k], total[i % 2]);
         }
+        x += kInFlight * step;
+        y += kInFlight * step;
     }
-    return total;
+    return total[0] + total[1];
 }
 
+// Grid: rows / groups per block. `passing`: rows should leave L2 first. `wide`: they allow accesses of 16 bytes.
 template <typename T>
 __global__ void __launch_bounds__(512)
     row_dot_fwd(const T* x, const T* y, T* out, i64 rows, i64 cols, i64 x_stride, i64 y_stride, i64 threads_per_row,
-                i64 wide) {
+                i64 wide, i64 passing) {
     __shared__ GroupScratch<1> scratch;
     const RowGroup group(threads_per_row);
-    int phase = 0;
-    for (i64 base = static_cast<i64>(blockIdx.x) * group.count; base < rows;
-         base += static_cast<i64>(gridDim.x) * group.count, phase ^= 1) {
-        const i64 row = base + group.index, end = row < rows ? cols : 0;
-        const T* a = x + row * x_stride;
-        const T* b = y + row * y_stride;
-        const float part = wide != 0 ? partial_dot<16 / sizeof(T)>(a, b, end, group) : partial_dot<1>(a, b, end, group);
-        const float total[1] = {group_reduce<Sum, false>(part, group, scratch, phase)};
-        if (row < rows && group.thread == 0) store<T, 1>(out + row, total);
-    }
+    const i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index;
+    const int end = row < rows ? static_cast<int>(cols) : 0;
+    const u64 policy = ptx::l2_policy(passing != 0);
+    const T* a = x + row * x_stride;
+    const T* b = y + row * y_stride;
+    const float part = wide != 0 ? partial_dot<16 / sizeof(T)>(a, b, end, group, policy)
+                                 : partial_dot<1>(a, b, end, group, policy);
+    const float total[1] = {group_reduce<Sum, false>(part, group, scratch, 0)};
+    if (row < rows && group.thread == 0) store<T, 1>(out + row, total);
 }
 
 template <int VEC, typename T>

@@ -44,7 +44,7 @@ def _launch_fwd(logits, labels, ignore_index, label_smoothing, z_loss, softcap, 
     check_options(label_smoothing, z_loss, softcap, reduction)
     logits, labels = _ready(logits, labels)
     device = logits.get_device()
-    plan, cols = FWD_PLANS[metadata(logits), metadata(labels), not softcap], logits.shape[-1]
+    plan, cols = FWD_PLANS[metadata(logits), metadata(labels), None if softcap else reduction], logits.shape[-1]
     found = _begin(device)
     more = (label_smoothing, z_loss, label_smoothing / cols)
     if isinstance(plan, RowsPlan):
@@ -54,7 +54,7 @@ def _launch_fwd(logits, labels, ignore_index, label_smoothing, z_loss, softcap, 
     if plan.launch is not None:
         plan.launch(
             logits.data_ptr(), labels.data_ptr(), losses.data_ptr(), stats.data_ptr(), address(correct),
-            found.tensor.data_ptr(), *plan.shape, ignore_index, 0, cols, plan.threads, *more, softcap,
+            found.tensor.data_ptr(), *plan.shape, ignore_index, 0, cols, *plan.how, *more, softcap,
         )  # fmt: skip
         _end(found, device)
     loss, hits, factor = results_of(losses, correct, labels, ignore_index, reduction, True)
@@ -65,13 +65,13 @@ def _launch_parts(logits, labels, ignore_index, label_smoothing, softcap, first,
     check_options(label_smoothing, 0.0, softcap, NONE)
     logits, labels = _ready(logits, labels)
     device = logits.get_device()
-    plan = FWD_PLANS[metadata(logits), metadata(labels), False]
+    plan = FWD_PLANS[metadata(logits), metadata(labels), None]
     parts = floats(logits, 5, plan.shape[0])
     found = _begin(device)
     if plan.launch is not None:
         plan.launch(
             logits.data_ptr(), labels.data_ptr(), 0, parts.data_ptr(), parts[4].data_ptr(), found.tensor.data_ptr(),
-            *plan.shape, ignore_index, first, vocabulary, plan.threads, label_smoothing, 0.0, 0.0, softcap,
+            *plan.shape, ignore_index, first, vocabulary, *plan.how, label_smoothing, 0.0, 0.0, softcap,
         )  # fmt: skip
         _end(found, device)
     return parts
@@ -127,7 +127,7 @@ def _run_grad(logits, out, labels, ignore_index, smoothing, z_loss, softcap, red
         dloss = factor if reduction == MEAN else torch.ones(1, dtype=torch.float32, device=logits.device)
         _run_bwd(dloss, logits, out, labels, stats, None, ignore_index, smoothing, z_loss, softcap, 0, cols)
         return loss, hits, stats
-    plan = ROWS_PLANS[metadata(logits), metadata(labels), reduction == MEAN, True]
+    plan = ROWS_PLANS[metadata(logits), metadata(labels), reduction]
     _begin(device)
     factor = None
     if reduction == MEAN and plan.launch is not None and not plan.few:
@@ -176,16 +176,16 @@ def gradient_in_place(logits, labels, losses, stats, correct, factor, ignore_ind
     """
     device, cols = logits.get_device(), logits.shape[-1]
     if softcap:
-        plan = FWD_PLANS[metadata(logits), metadata(labels), False]
+        plan = FWD_PLANS[metadata(logits), metadata(labels), None]
         plan.launch(
             logits.data_ptr(), labels.data_ptr(), losses.data_ptr(), stats.data_ptr(), address(correct),
-            report(device).tensor.data_ptr(), *plan.shape, ignore_index, 0, cols, plan.threads, smoothing, z_loss,
+            report(device).tensor.data_ptr(), *plan.shape, ignore_index, 0, cols, *plan.how, smoothing, z_loss,
             smoothing / cols, softcap,
         )  # fmt: skip
         dloss = torch.ones(1, dtype=torch.float32, device=logits.device) if factor is None else factor
         _run_bwd(dloss, logits, logits, labels, stats, None, ignore_index, smoothing, z_loss, softcap, 0, cols)
         return
-    plan, more = ROWS_PLANS[metadata(logits), metadata(labels), False, False], (smoothing, z_loss, smoothing / cols)
+    plan, more = ROWS_PLANS[metadata(logits), metadata(labels), None], (smoothing, z_loss, smoothing / cols)
     _launch_rows(plan, logits, logits, labels, losses, stats, correct, (address(factor),), ignore_index, NONE, *more)
 
 

@@ -8,7 +8,17 @@ import torch
 from torch import Tensor
 
 from rtkernels._kernel import Kernel, Launch, Plans, device_info
-from rtkernels._layout import GRID_LIMIT, block_of, check_same, divisor, group_threads, row_count, row_stride, token
+from rtkernels._layout import (
+    GRID_LIMIT,
+    block_of,
+    check_same,
+    divisor,
+    group_threads,
+    passing,
+    row_count,
+    row_stride,
+    token,
+)
 from rtkernels.errors import ArgumentError
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
@@ -25,8 +35,10 @@ _FORWARD_BATCH, _FORWARD_BATCHES = 4, 4
 # each), static shared memory.
 _LEAST, _AHEAD, _LONG_REGISTERS, _LEAST_WARPS, _STATIC_SHARED = 4, 2, 96, 3, 1552
 _FINE = 1.15  # rounds of rows, of which the last is partly empty, over full ones, from which rows are cut in two
-# cross_entropy_few: pieces of a thread, threads of a block at most, and at least if there are several; blocks of a row.
-_FEW_CHUNKS, _FEW_THREADS, _FEW_LEAST, _FEW_BLOCKS = 5, 512, 96, 8
+# cross_entropy_few: pieces of a thread; warps of a multiprocessor, for which it has registers, and how many of them
+# clusters fill; threads of a block at least, if a row has several blocks; blocks of a row.
+_FEW_CHUNKS, _FEW_WARPS, _FEW_CLUSTERED_WARPS, _FEW_LEAST, _FEW_BLOCKS = 5, 28, 24, 96, 8
+_FEW_FORWARD = 512 * _FEW_CHUNKS  # pieces of a row up to which cross_entropy_fwd is as fast
 _REDUCE_ROWS = 1024  # of a block of cross_entropy_reduce, if there are several
 _REDUCE_ALONE = 8192  # rows that one block takes alone
 
@@ -35,7 +47,8 @@ FWD = Kernel(
     "cross_entropy_fwd",
     template="T",
     args="x:ptr labels:ptr loss:ptr stats:ptr correct:ptr report:ptr rows:i64 cols:i64 x_stride:i64 wide:i64 "
-    "ignore_index:i64 first:i64 vocabulary:i64 threads_per_row:i64 smoothing:f64 z_loss:f64 per_column:f64 softcap:f64",
+    "ignore_index:i64 first:i64 vocabulary:i64 threads_per_row:i64 passing:i64 smoothing:f64 z_loss:f64 per_column:f64 "
+    "softcap:f64",
     variants=_TYPES,
     max_registers=64,
 )
@@ -92,7 +105,7 @@ FEW = Kernel(
     template="T",
     args=_GRAD_ARGS.format("out:ptr accuracy:ptr factor:ptr arrived:ptr", "kind:i64 blocks:i64 threads:i64"),
     variants=_TYPES,
-    max_registers=80,
+    max_registers=72,
 )
 KERNELS = (FWD, BWD, REDUCE, SCALE, GRAD_SHORT, GRAD_LONG, FEW)
 
@@ -205,24 +218,25 @@ class ForwardPlan(NamedTuple):
 
     launch: Launch | None  # None if there are no rows
     shape: tuple[int, int, int, int]  # rows, cols, x_stride, wide
-    threads: int  # of a row
+    how: tuple[int, int]  # threads of a row, whether its data passes L2
 
 
-def _plan_fwd(logits: Meta, labels: Meta, plain: bool) -> ForwardPlan | RowsPlan:
-    """Plan a forward pass; `plain`: over the whole vocabulary, without a cap, which cross_entropy_few can do, too."""
+def _plan_fwd(logits: Meta, labels: Meta, reduction: int | None) -> ForwardPlan | RowsPlan:
+    """Plan a forward pass; `reduction` is None with a cap or a part of the vocabulary: not for cross_entropy_few."""
     check(logits, labels)
     t, rows, cols, stride, device = _shape(logits)
     shape, vectors = (rows, cols, stride, int(labels[0] == torch.int64)), cols // _WIDTH[t]
     if not rows:
-        return ForwardPlan(None, shape, 0)
-    if plain and few_blocks(vectors, rows, device):
-        return _plan_rows(logits, labels, False, True)
+        return ForwardPlan(None, shape, (0, 0))
+    if reduction is not None and (few := _plan_few(logits, _FEW_FORWARD, reduction != NONE)):
+        return few
     info = device_info(device)
     most = 512 if rows <= 2 * info.sm_count else _FORWARD_THREADS  # one block for each half multiprocessor, or less
     least = min(_FORWARD_BATCHES, rows * vectors // (1024 * info.sm_count * _FORWARD_BATCH))
     batches = max(1, least, -(-vectors // (most * _FORWARD_BATCH)))  # a part of a batch takes as long as a whole one
     threads = _group(vectors, most, batches * _FORWARD_BATCH)
-    return ForwardPlan(FWD.bind((t,), device, *_grid(rows, threads)), shape, threads)
+    how = threads, int(passing(rows * cols * logits[0].itemsize))
+    return ForwardPlan(FWD.bind((t,), device, *_grid(rows, threads)), shape, how)
 
 
 def _plan_bwd(logits: Meta, labels: Meta):
@@ -239,18 +253,27 @@ def _clusters(device: int) -> bool:
     return device >= 0 and "cluster" in device_info(device).target.features
 
 
-def few_blocks(vectors: int, rows: int, device: int) -> int:
+def few_threads(vectors: int, blocks: int) -> int:
+    """Return how many threads each block of cross_entropy_few has if several share a row of `vectors` pieces."""
+    return max(32, -(-vectors // (blocks * _FEW_CHUNKS * 32)) * 32)
+
+
+def few_blocks(vectors: int, rows: int, device: int, short: int, sums: bool) -> int:
     """Return how many blocks of cross_entropy_few share a row of `vectors` pieces; 0 if other kernels are better.
 
-    They are if a block on every multiprocessor does not hold all rows.
+    They are if not all rows run at once, and for rows of up to `short` pieces unless few of them are to be summed up.
     """
-    multiprocessors, each = device_info(device).sm_count, _FEW_THREADS * _FEW_CHUNKS
-    most = _FEW_BLOCKS if _clusters(device) else 1
-    if rows > 2 * multiprocessors or rows * vectors > multiprocessors * each or vectors > most * each:
+    multiprocessors = device_info(device).sm_count
+    if rows > 2 * multiprocessors or (vectors <= short and not (sums and 2 * rows <= multiprocessors)):
         return 0
-    blocks = 1
-    while 2 * blocks <= most and vectors >= 2 * blocks * _FEW_LEAST * _FEW_CHUNKS:
-        blocks *= 2
+    blocks = _FEW_BLOCKS if _clusters(device) else 1
+    while blocks:
+        warps = few_threads(vectors, blocks) // 32
+        at_once = max(1, (_FEW_WARPS if blocks == 1 else _FEW_CLUSTERED_WARPS) // warps) * multiprocessors
+        work = blocks == 1 or vectors >= blocks * _FEW_LEAST * _FEW_CHUNKS
+        if work and warps <= _FEW_WARPS and rows * blocks <= at_once:
+            break
+        blocks //= 2
     return blocks
 
 
@@ -305,18 +328,28 @@ def long_layout(vectors: int, rows: int, device: int) -> LongLayout:
     return LongLayout(grid, threads, slots * threads * 16, slots, team, held)
 
 
-def _plan_rows(logits: Meta, labels: Meta, overlap: bool, sums: bool) -> RowsPlan:
-    """Plan a kernel of one pass; `sums`: one that sums over the rows itself may be taken, it has no factor."""
-    check(logits, labels)
+def _plan_few(logits: Meta, short: int, sums: bool) -> RowsPlan | None:
+    """Plan cross_entropy_few, if it is the best for these rows."""
     t, rows, cols, _, device = _shape(logits)
     vectors = cols // _WIDTH[t]
+    blocks = few_blocks(vectors, rows, device, short, sums)
+    if not blocks:
+        return None
+    threads = few_threads(vectors, blocks)
+    launch = FEW.bind((t,), device, rows * blocks, threads, cluster=blocks)
+    return RowsPlan(launch, True, False, (blocks, blocks * threads))
+
+
+def _plan_rows(logits: Meta, labels: Meta, reduction: int | None) -> RowsPlan:
+    """Plan a kernel of one pass; `reduction` is None if a factor is given, which cross_entropy_few does not take."""
+    check(logits, labels)
+    t, rows, cols, _, device = _shape(logits)
+    vectors, short, overlap = cols // _WIDTH[t], _SHORT_THREADS * _CHUNKS, reduction == MEAN
     if not rows:
         return RowsPlan(None, False, False, ())
-    if sums and (blocks := few_blocks(vectors, rows, device)):
-        threads = max(32, -(-vectors // (blocks * _FEW_CHUNKS * 32)) * 32)
-        launch = FEW.bind((t,), device, rows * blocks, threads, cluster=blocks)
-        return RowsPlan(launch, True, False, (blocks, blocks * threads))
-    if vectors <= _SHORT_THREADS * _CHUNKS:
+    if reduction is not None and (few := _plan_few(logits, short, reduction != NONE)):
+        return few
+    if vectors <= short:
         threads = _group(vectors, _SHORT_THREADS)
         launch = GRAD_SHORT.bind((t,), device, *_grid(rows, threads), overlap=overlap)
         return RowsPlan(launch, False, False, (threads,))
@@ -340,7 +373,7 @@ def _plan_scale(x: Meta):
     threads = _group(cols // _WIDTH[t], _BACKWARD_THREADS)
     block = block_of(threads)
     grid = min(-(-rows // (block // threads)), 8 * device_info(device).sm_count)
-    return (SCALE.bind((t,), device, grid, block) if rows and cols else None), rows, cols, stride, threads
+    return (SCALE.bind((t,), device, grid, block, overlap=True) if rows and cols else None), rows, cols, stride, threads
 
 
 FWD_PLANS, BWD_PLANS, ROWS_PLANS = Plans(_plan_fwd), Plans(_plan_bwd), Plans(_plan_rows)

@@ -36,6 +36,8 @@ _KERNEL = Kernel(
     max_registers=80,
 )
 
+_THREADS = 128
+
 # ---- launchers ------------------------------------------------------------------------------------------------------
 
 
@@ -72,8 +74,8 @@ def _plan(x, y, factor, align: int):
     n = 16 // max(sizes)
     # Every access is of n elements: 16 bytes of the wider type.
     wide = vector_bytes(align, cols, *steps, most=n) == n
-    vec, in_flight = (n, 4) if wide else (1, 8)
-    cut = runs(rows, cols, vec * in_flight)
+    vec, in_flight = (n, 2) if wide else (1, 8)
+    cut = runs(rows, cols, vec * in_flight, most=_THREADS)
     return _KERNEL.bind((t, u), x[3], cut.grid, cut.block), (rows, cols, *steps, *cut[:2], wide)
 
 

@@ -20,6 +20,7 @@ from rtkernels._layout import (
     group_threads,
     metadata,
     nothing,
+    passing,
     row_count,
     row_stride,
     rowed,
@@ -36,7 +37,7 @@ _FWD = Kernel(
     "reduce/row_dot.cu",
     "row_dot_fwd",
     template="T",
-    args="x:ptr y:ptr out:ptr rows:i64 cols:i64 x_stride:i64 y_stride:i64 threads_per_row:i64 wide:i64",
+    args="x:ptr y:ptr out:ptr rows:i64 cols:i64 x_stride:i64 y_stride:i64 threads_per_row:i64 wide:i64 passing:i64",
     variants=[(t,) for t in _TOKENS],
     max_registers=72,
 )
@@ -71,14 +72,17 @@ def _plan(x, y, align: int, backward: bool):
     steps = [row_stride(shape, m[2]) for m in (x, y)]
     rows, cols, n = row_count(shape), shape[-1], 16 // x[0].itemsize
     wide = vector_bytes(align, cols, *steps, most=n) == n
-    vec, in_flight = (n, 4) if wide else (1, 8)
+    vec, in_flight = (n, 4 if backward else 2) if wide else (1, 8)
     if backward:
         cut = runs(rows, cols, vec * in_flight)
         return _BWD.bind((t,), x[3], cut.grid, cut.block), (rows, cols, *steps, *cut[:2], wide)
     threads = group_threads(-(-cols // (vec * in_flight)), 512)
     block = block_of(threads)
-    grid = min(-(-rows // (block // threads)), GRID_LIMIT)
-    return _FWD.bind((t,), x[3], grid, block), (rows, cols, *steps, threads, wide)
+    grid = -(-rows // (block // threads))
+    if cols >= 2**31 or grid > GRID_LIMIT:
+        raise ArgumentError(f"x has {rows} rows of {cols} elements; expected fewer than 2^31 of either")
+    how = threads, wide, passing(2 * rows * cols * x[0].itemsize)
+    return _FWD.bind((t,), x[3], grid, block), (rows, cols, *steps, *how)
 
 
 _PLANS = Plans(_plan)

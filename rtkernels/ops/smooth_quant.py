@@ -18,6 +18,7 @@ from rtkernels._layout import (
     group_threads,
     metadata,
     nothing,
+    passing,
     row_count,
     row_stride,
     token,
@@ -43,7 +44,7 @@ _KERNEL = Kernel(
     "quantize_fp8_smooth",
     template="T CALIBRATE",
     args="x:ptr factor:ptr expert:ptr q:ptr scale:ptr partial:ptr rows:i64 x_cols:i64 x_stride:i64 q_cols:i64 "
-    "threads_per_row:i64 pow2:i64",
+    "threads_per_row:i64 pow2:i64 passing:i64",
     variants=[("bf16", False), ("fp32", False), ("bf16", True)],
     max_registers=116,
 )
@@ -92,7 +93,7 @@ class _Plan:
         self.partial = (grid * groups, x_cols) if calibrate else None
         self.launch = _KERNEL.bind((token("x", kind), calibrate), device, grid, block)
         step = x_cols if self.extra is not None else step
-        self.args = (rows, x_cols, step, self.cols, threads, pow2)
+        self.args = (rows, x_cols, step, self.cols, threads, pow2, passing(rows * x_cols * size))
 
 
 def _plan(x, smooth, expert, dtype: torch.dtype, pow2: bool, calibrate: bool, align: int) -> _Plan | None:

@@ -1,0 +1,90 @@
+// A row of logits that stays in registers from the first read to the gradient.
+#pragma once
+#include "loss/cross_entropy.cuh"
+
+namespace rtk {
+
+// What one of the threads of a row has of it, if they are so many that nobody has more than CHUNKS pieces: those thread,
+// thread + threads, ..., and perhaps one of the columns beside the pieces. First logits, then their exponentials, then the
+// gradient.
+template <typename T, int CHUNKS>
+struct HeldRow {
+    static constexpr int VEC = 16 / sizeof(T);
+    const Pieces<T> pieces;
+    const int thread, threads;
+    const int offset;  // column of the first piece
+    const int ahead;   // pieces from that one to the end of the row
+    const int edge;    // the column beside the pieces, or -1
+    Raw<16> raw[CHUNKS];
+    float border = -kInfinity;  // score of the edge
+    float e[CHUNKS][VEC];
+
+    // Requests the pieces. A row that does not exist has none.
+    RTK_DEVICE HeldRow(const T* row, int cols, bool exists, int thread_, int threads_)
+        : pieces(row, cols),
+          thread(thread_),
+          threads(threads_),
+          offset(pieces.head + thread * VEC),
+          ahead((exists ? pieces.vectors : 0) - thread),
+          edge(exists ? pieces.edge(thread) : -1) {
+        load_batch<T>(raw, row + offset, threads * VEC, ahead, threads);
+    }
+    RTK_DEVICE void load_edge(const T* row) {
+        if (edge >= 0) border = score_at(row, edge, NoCap{});
+    }
+    RTK_DEVICE float peak() const { return fmaxf(peak_of<T, CHUNKS>(raw), border); }
+    RTK_DEVICE float total() const {
+        float total = 0.0f;
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            float z[VEC], part = 0.0f;
+            unpack<T, VEC>(raw[c], z);
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) part += z[i];
+            if (c * threads < ahead) total += part;
+        }
+        return edge >= 0 ? total + border : total;
+    }
+    // One exponential for every element, which becomes its gradient; `base` is that of `top`. Returns their sum.
+    RTK_DEVICE float exponentials(const Base<T>& base, float top) {
+        float part[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            ptx::forget(raw[c]);
+            unpack<T, VEC>(raw[c], e[c]);
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) part[i % 2] += e[c][i] = base.at(e[c][i]);
+        }
+        const float sum = (part[0] + part[1]) * base.correction;
+        return edge >= 0 ? sum + exponential<Base<T>::kFast>(border - anchored(top)) : sum;
+    }
+    // The gradient of the row, to `out`; the exponentials times `scale` are what `gradient` makes of the logits. `target`
+    // is the score of the label's column; without one the gradient is 0.
+    RTK_DEVICE void store_gradient(T* out, const Gradient<T>& gradient, float scale, int label, float target) {
+        const NoCap cap;
+        const bool counts = label >= 0;
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            if (c * threads >= ahead) break;
+            T* to = out + offset + c * threads * VEC;
+            if (counts) {
+#pragma unroll
+                for (int i = 0; i < VEC; ++i) e[c][i] = e[c][i] * scale - gradient.offset;
+                store<T, VEC>(to, e[c]);
+            } else {
+                store_zeros<T, VEC>(to);
+            }
+        }
+        if (edge >= 0) {
+            if (counts) {
+                gradient.store_one(out + edge, border, cap, 0.0f);
+            } else {
+                store_zeros<T, 1>(out + edge);
+            }
+        }
+        if (counts && pieces.owner(label, threads) == thread)
+            gradient.store_one(out + label, target, cap, gradient.target);
+    }
+};
+
+}  // namespace rtk
