@@ -154,8 +154,8 @@ def single(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(plans._Plan, "run", counted)
     monkeypatch.setattr(plans, "_BUSY", 0.0)
-    monkeypatch.setattr(plans, "_EXPERTS", range(1, 257))
-    monkeypatch.setattr(plans, "_COLUMNS", range(8, 3073))
+    monkeypatch.setattr(plans, "_EXPERTS", range(4, 257, 4))
+    monkeypatch.setattr(plans, "_COLUMNS", range(8, 3073, 8))
     if not plans.KERNEL.supports(device_info(0).target):
         pytest.skip("the single kernel is for sm_90a")
     Plans.forget_all()

@@ -1,13 +1,14 @@
-// RMS norm of rows, their e4m3 codes and the router's logits in one kernel (sm_90a): y = x * rstd * gain with gain = offset +
-// weight, rounded to T; codes from the same values in fp32, one scale per 128 columns of a row (common/fp8_scale.cuh);
-// logits[m, e] = sum over k of y[m, k] W[e, k], in fp32, of y as it is stored. x [rows, cols] has any row stride, y and
-// q are dense.
+// RMS norm of rows, their e4m3 codes and the router's logits in one kernel (sm_90a): y = x * rstd * gain with gain =
+// offset + weight, rounded to T; codes from the same values in fp32, one scale per 128 columns of a row (recipe:
+// common/fp8_scale.cuh); logits[m, e] = sum over k of y[m, k] W[e, k], in fp32, of y as it is stored. x [rows, cols]
+// has any row stride; y and q are dense.
 //
-// A block has 64 rows and at most 256 experts. It walks over x twice, in slabs of 128 columns that come to shared memory:
-// first for sums of squares, then a slab is normalised where it lies, which makes it an operand of the products, and
-// leaves as y and as codes from registers. What fits of x stays there in between; the second walk begins with it, and
-// the rest comes again, from L2. One warpgroup multiplies, three make slabs (one each), two more threads ask the copy
-// engine for x and W. The walks are one sequence of copies l = 0, 1, ...: slab l modulo their number, in slot l % kSlots.
+// A block has 64 rows and all experts, at most 256. It walks over x twice, in slabs of 128 columns that come to shared
+// memory: first for sums of squares; then a slab is normalised where it lies, which makes it an operand of the
+// products, and leaves as y and codes from registers. As much of x as fits stays in between; the second walk begins with
+// it, and the rest comes again, from L2. One warpgroup multiplies, three make slabs (one each), two more threads ask the
+// copy engine for x and W. The walks are one sequence of copies l = 0, 1, ...: slab l modulo their number, to slot
+// l % kSlots.
 #include "common/fp8_scale.cuh"
 #include "gemm/shared_tile.cuh"
 #include "norm/norm_quant_stats.cuh"
@@ -74,16 +75,19 @@ RTK_DEVICE void fetch_x(const NormRouterShared& shared, const ptx::TensorMap& x,
         }
         ptx::mbarrier_arrive_expect(shared.full(l), kSlabBytes);
         for (int half = 0; half < 2; ++half)
-            ptx::tma_load_2d(shared.slot(l) + half * kBoxBytes, x, shared.full(l), shared.slab(l) * kSlab + half * 64, row);
+            ptx::tma_load_2d(shared.slot(l) + half * kBoxBytes, x, shared.full(l), shared.slab(l) * kSlab + half * 64,
+                             row);
     }
 }
 
-RTK_DEVICE void fetch_weight(const NormRouterShared& shared, const ptx::TensorMap& weight) {
+// Boxes have as many rows as there are experts, because rows outside of the tensor cost time too. What the rest of a
+// stage is multiplied to is in columns that are not stored.
+RTK_DEVICE void fetch_weight(const NormRouterShared& shared, const ptx::TensorMap& weight, u32 experts) {
     const RingBarriers<kStages> ring = shared.weights();
     RingPlace<kStages> at{0, 1};
     for (int i = 0; i < 2 * shared.slabs; ++i, at.next()) {
         ptx::mbarrier_wait(ring.empty(at.stage), at.phase);
-        ptx::mbarrier_arrive_expect(ring.full(at.stage), kWeightBytes);
+        ptx::mbarrier_arrive_expect(ring.full(at.stage), experts * kTileRow);
         ptx::tma_load_2d(shared.ring + at.stage * kWeightBytes, weight, ring.full(at.stage),
                          shared.slab(shared.again + i / 2) * kSlab + i % 2 * 64, 0);
     }
@@ -92,7 +96,8 @@ RTK_DEVICE void fetch_weight(const NormRouterShared& shared, const ptx::TensorMa
 // ---- one warpgroup: products ----------------------------------------------------------------------------------------
 
 template <typename T>
-RTK_DEVICE void multiply(const NormRouterShared& shared, const ptx::TensorMap& logits, int warp, int lane, i32 first_row) {
+RTK_DEVICE void multiply(const NormRouterShared& shared, const ptx::TensorMap& logits, int warp, int lane,
+                         i32 first_row) {
     const RingBarriers<kStages> ring = shared.weights();
     float sums[2][64];
     RingPlace<kStages> at;
@@ -198,7 +203,7 @@ RTK_DEVICE void sum_squares(const NormRouterShared& shared, const Maker& own, fl
     ptx::named_barrier_sync(2, kMakerWarps * kWarp);
 }
 
-// Pointers are to the block's first row. The scale of its row m, group j goes to scale[m * scale_row + j * scale_group].
+// Pointers are to the block's first row. The scale of row m, group j goes to scale[m * scale_row + j * scale_group].
 template <typename T>
 RTK_DEVICE void make_slabs(const NormRouterShared& shared, const Maker& own, const void* weight, bool weight_wide,
                            float offset, T* y, e4m3* q, float* scale, int rows_here, i64 cols, i64 scale_row,
@@ -272,8 +277,8 @@ template <typename T>
 __global__ void __launch_bounds__(kNormThreads, 1)
     norm_router(const __grid_constant__ ptx::TensorMap x, const __grid_constant__ ptx::TensorMap router,
                 const __grid_constant__ ptx::TensorMap logits, const void* weight, T* y, e4m3* q, float* scale,
-                float* rstd, i64 rows, i64 cols, i64 weight_wide, i64 scale_row, i64 scale_group, i64 pow2, double eps,
-                double offset) {
+                float* rstd, i64 rows, i64 cols, i64 experts, i64 weight_wide, i64 scale_row, i64 scale_group, i64 pow2,
+                double eps, double offset) {
     extern __shared__ u8 memory[];
     const NormRouterShared shared(memory, cols);
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0);  // known to be uniform
@@ -304,8 +309,9 @@ __global__ void __launch_bounds__(kNormThreads, 1)
                       scale + m0 * scale_row, rows_here, cols, scale_row, scale_group, pow2 != 0);
     } else {
         ptx::registers_give<24>();
-        if (warp == kProductWarps + kMakerWarps && lane == 0) fetch_x(shared, x, static_cast<i32>(m0));
-        if (warp == kProductWarps + kMakerWarps + 1 && lane == 0) fetch_weight(shared, router);
+        const int helper = warp - kProductWarps - kMakerWarps;
+        if (helper == 0 && lane == 0) fetch_x(shared, x, static_cast<i32>(m0));
+        if (helper == 1 && lane == 0) fetch_weight(shared, router, static_cast<u32>(experts));
     }
 }
 

@@ -19,18 +19,19 @@ _THREADS, _BLOCK_ROWS, _BOX = 640, 64, 64
 _SLOTS, _STAGES = 6, 4  # of x and of the router's weight in shared memory, 16 and 32 KB
 _SHARED = _SLOTS * 16384 + _STAGES * 32768 + 1024 + 8 * (4 * _SLOTS + 2 * _STAGES) + 4 * 4 * _BLOCK_ROWS
 
-# Where it was measured to be faster than two kernels: its tiles are 256 experts wide, and a block takes as long for the
-# last rows as for the first. Sums stay in the tensor cores, whose error grows with the columns.
-_EXPERTS = range(129, 257)
-_COLUMNS = range(1024, 3073)
-_BUSY = 0.9  # of the multiprocessors, over all rounds of blocks
+# Where it is faster than two kernels, by measurements (docs/measurements.md). It takes multiples of 4 experts and 8
+# columns, but with a slab that is not full it gains nothing. Sums stay in the tensor cores, so their error grows with the
+# columns: 2.1e-6 at 2048, 4.5e-6 at 4096.
+_EXPERTS = range(64, 257, 4)
+_COLUMNS = range(1024, 3073, 128)
+_BUSY = 0.7  # of the multiprocessors, over all rounds of blocks
 
 KERNEL = Kernel(
     "gemm/norm_router.cu",
     "norm_router",
     template="T",
-    args="x:tmap router:tmap logits:tmap weight:ptr y:ptr q:ptr scale:ptr rstd:ptr rows:i64 cols:i64 weight_wide:i64 "
-    "scale_row:i64 scale_group:i64 pow2:i64 eps:f64 offset:f64",
+    args="x:tmap router:tmap logits:tmap weight:ptr y:ptr q:ptr scale:ptr rstd:ptr rows:i64 cols:i64 experts:i64 "
+    "weight_wide:i64 scale_row:i64 scale_group:i64 pow2:i64 eps:f64 offset:f64",
     variants=[("bf16",)],
     max_registers=96,
     needs=("tma", "wgmma"),
@@ -63,15 +64,15 @@ def _serves(x: Metadata, weight: Metadata | None, router: Metadata, precision: i
     if device < 0 or dtype != torch.bfloat16 or router[0] != dtype or precision == EXACT:
         return False
     rows, cols, pitch = row_count(shape), shape[-1], row_stride(shape, stride)
-    if cols not in _COLUMNS or experts not in _EXPERTS or experts % 4 or pitch is None or pitch < cols:
+    if cols not in _COLUMNS or experts not in _EXPERTS or pitch is None or pitch < cols:
         return False
     if (weight is not None and weight[2] != (1,)) or router[2] != (cols, 1) or rows >= 1 << 31:
         return False
     if vector_bytes(align, 2 * cols, 2 * pitch) != 16:
         return False
     info, blocks = device_info(device), -(-rows // _BLOCK_ROWS)
-    busy = blocks / max(info.sm_count * -(-blocks // info.sm_count), 1)
-    return KERNEL.supports(info.target) and blocks > 0 and busy >= _BUSY
+    rounds = -(-blocks // info.sm_count)
+    return KERNEL.supports(info.target) and blocks > 0 and blocks >= _BUSY * rounds * info.sm_count
 
 
 class _Plan:
@@ -86,7 +87,8 @@ class _Plan:
         self._launch = KERNEL.bind(("bf16",), device, -(-self._rows // _BLOCK_ROWS), _THREADS, _SHARED)
         groups = self._results[3][0][0 if scale_layout == "column" else -1]
         scale_strides = (1, self._rows) if scale_layout == "column" else (groups, 1)
-        self._args = (self._rows, self._cols, weight is not None and weight[0] == torch.float32, *scale_strides)
+        wide = weight is not None and weight[0] == torch.float32
+        self._args = (self._rows, self._cols, self._experts, wide, *scale_strides)
 
     def run(self, x: Tensor, weight: Tensor | None, router: Tensor, eps: float, offset: float, pow2: bool):
         rows, cols, experts = self._rows, self._cols, self._experts
@@ -94,7 +96,7 @@ class _Plan:
         logits, *rest = (t.data_ptr() for t in results)
         self._launch(
             matrix_map(x.data_ptr(), "bf16", rows, cols, self._pitch, _BLOCK_ROWS, _BOX),
-            matrix_map(router.data_ptr(), "bf16", experts, cols, cols, 256, _BOX),
+            matrix_map(router.data_ptr(), "bf16", experts, cols, cols, experts, _BOX),
             matrix_map(logits, "fp32", rows, experts, experts, _BLOCK_ROWS, 32),
             address(weight), *rest, *self._args, pow2, eps, offset,
         )  # fmt: skip

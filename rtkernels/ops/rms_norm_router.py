@@ -123,9 +123,9 @@ def rms_norm_router(
     from fp32 values, logits from y as it is stored, with the errors that :func:`rtkernels.router_gemm` promises against
     exact products of that y. (Against a y that is not rounded, bfloat16 logits are off by 1.7e-3, either way.)
 
-    One kernel does it where that was measured to be faster: sm_90a; x and router_weight bfloat16, rows of 1024 to 3072
-    columns, a multiple of 8; 129 to 256 experts, a multiple of 4; "fast" or "high"; and rows that fill nearly all
-    multiprocessors with 64 each. Elsewhere the two functions run one after the other.
+    One kernel does it where that is faster: on sm_90a, with x and router_weight of bfloat16, 1024 to 3072 columns (a
+    multiple of 128), 64 to 256 experts (a multiple of 4), precision "fast" or "high", and enough rows to occupy 70 % of
+    the multiprocessors with 64 each. Elsewhere the two functions run one after the other.
 
     Differentiable once in x, weight and router_weight, through ``logits`` and ``y``; codes, scales and rstd are not.
 
