@@ -5,10 +5,10 @@
 //
 // A block has 64 rows and all experts, at most 256. It walks over x twice, in slabs of 128 columns that come to shared
 // memory: first for sums of squares; then a slab is normalised where it lies, which makes it an operand of the
-// products, and leaves as y and codes from registers. As much of x as fits stays in between; the second walk begins with
-// it, and the rest comes again, from L2. One warpgroup multiplies, three make slabs (one each), two more threads ask the
-// copy engine for x and W. The walks are one sequence of copies l = 0, 1, ...: slab l modulo their number, to slot
-// l % kSlots.
+// products, and leaves as y and codes from registers. As much of x as fits stays in between; the second walk begins
+// with it, and the rest comes again, from L2. One warpgroup multiplies, three make slabs (one each), two more threads
+// ask the copy engine for x and W. The walks are one sequence of copies l = 0, 1, ...: slab l modulo their number, to
+// slot l % kSlots.
 #include "common/fp8_scale.cuh"
 #include "gemm/shared_tile.cuh"
 #include "norm/norm_quant_stats.cuh"

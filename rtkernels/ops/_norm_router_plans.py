@@ -20,8 +20,8 @@ _SLOTS, _STAGES = 6, 4  # of x and of the router's weight in shared memory, 16 a
 _SHARED = _SLOTS * 16384 + _STAGES * 32768 + 1024 + 8 * (4 * _SLOTS + 2 * _STAGES) + 4 * 4 * _BLOCK_ROWS
 
 # Where it is faster than two kernels, by measurements (docs/measurements.md). It takes multiples of 4 experts and 8
-# columns, but with a slab that is not full it gains nothing. Sums stay in the tensor cores, so their error grows with the
-# columns: 2.1e-6 at 2048, 4.5e-6 at 4096.
+# columns, but with a slab that is not full it gains nothing. Sums stay in the tensor cores, so their error grows with
+# the columns: 2.1e-6 at 2048, 4.5e-6 at 4096.
 _EXPERTS = range(64, 257, 4)
 _COLUMNS = range(1024, 3073, 128)
 _BUSY = 0.7  # of the multiprocessors, over all rounds of blocks
