@@ -36,11 +36,11 @@ def _router(which: str, split: bool) -> Prepare:
     return prepare
 
 
-def _norm_router(x: Any, gain: Any, weight: Any, **_: Any) -> Call:
+def _norm_router(x: Any, weight: Any, router_weight: Any, **_: Any) -> Call:
     """Norm, logits and codes in one kernel."""
     from linghe.utils.norm import triton_rms_norm_fp32_gemm_block_quant_forward as together
 
-    return Compared(lambda: together(x, gain, weight, eps=1e-6), lambda result: (result[2], result[0]))
+    return Compared(lambda: together(x, weight, router_weight, eps=1e-6), lambda result: (result[2], result[0]))
 
 
 _PRODUCTS = {

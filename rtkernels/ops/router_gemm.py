@@ -302,41 +302,11 @@ def _inputs(device: str, generator: torch.Generator, sizes: tuple[int, int, int]
     return {"dy": torch.randn(rows, experts, device=device, generator=generator) * 1e-3, "x": x, "weight": weight}
 
 
-def _norm_router(x: Tensor, gain: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The norm before a router with its codes, and the logits: two launches, beside libraries that have them in one."""
-    from rtkernels.ops.norm_quant import rms_norm_fp8
-
-    normed = rms_norm_fp8(x, gain, eps=1e-6, keep=True, scale_layout="column")
-    return FORWARD(normed.y, weight, None, HIGH), normed.y
-
-
-def _torch_norm_router(x: Tensor, gain: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    y = torch.nn.functional.rms_norm(x.to(wide), x.shape[-1:], gain.to(wide), 1e-6).to(x.dtype)
-    return _torch_fwd(y, weight), y
-
-
-def _norm_router_row(rows: int, experts: int, depth: int) -> Row:
-    def make(device: str, generator: torch.Generator) -> dict[str, Tensor]:
-        gain = torch.rand(depth, device=device, generator=generator).bfloat16() + 0.5
-        return {**_inputs(device, generator, (rows, experts, depth), torch.bfloat16, False), "gain": gain}
-
-    return Row(
-        name="norm_router_quant",
-        shape=f"{rows}x{experts}x{depth}",
-        make=make,
-        ours=_norm_router,
-        torch=_torch_norm_router,
-        bytes=5 * rows * depth + rows * depth // 32 + 4 * rows * experts + 2 * experts * depth,
-    )
-
-
 _VARIANTS = {"bf16": (torch.bfloat16, HIGH), "high": (torch.float32, HIGH), "exact": (torch.float32, EXACT)}
 
 
 def _rows() -> Iterator[Row]:
     """Weights of bf16, as linghe has them, and of fp32 with the two precisions."""
-    yield _norm_router_row(8192, 256, 2048)
     for sizes in ((8192, 256, 2048), (2048, 256, 8192)):
         rows, experts, depth = sizes
         x_bytes, y_bytes = 2 * rows * depth, 4 * rows * experts
