@@ -309,9 +309,9 @@ __global__ void __launch_bounds__(kNormThreads, 1)
                       scale + m0 * scale_row, rows_here, cols, scale_row, scale_group, pow2 != 0);
     } else {
         ptx::registers_give<24>();
-        const int helper = warp - kProductWarps - kMakerWarps;
-        if (helper == 0 && lane == 0) fetch_x(shared, x, static_cast<i32>(m0));
-        if (helper == 1 && lane == 0) fetch_weight(shared, router, static_cast<u32>(experts));
+        constexpr int kHelper = kProductWarps + kMakerWarps;
+        if (warp == kHelper && lane == 0) fetch_x(shared, x, static_cast<i32>(m0));
+        if (warp == kHelper + 1 && lane == 0) fetch_weight(shared, router, static_cast<u32>(experts));
     }
 }
 
