@@ -16,4 +16,11 @@ RTK_DEVICE void forget(Raw<B>& raw) {
 // The same for a number: what follows from it is worked out where it is used.
 RTK_DEVICE void forget(u32& number) { asm volatile("" : "+r"(number)); }
 
+// A number to be kept in a register, not worked out again where it is used again.
+RTK_DEVICE void keep(float& number) {
+    u32 bits = __float_as_uint(number);
+    asm volatile("" : "+r"(bits));
+    number = __uint_as_float(bits);
+}
+
 }  // namespace rtk::ptx

@@ -266,7 +266,7 @@ class _Plan:
         parameter = weight or bias
         w = t if parameter is None else token("weight", parameter[0])
         self._row = self._stats = self._ring = None
-        if layout in ("row", "none") and wide and vectors <= _ROW_THREADS * _ROW_CHUNKS:
+        if layout in ("row", "none") and wide and vectors <= _ROW_THREADS * _ROW_CHUNKS and rows < 1 << 31:
             threads = max(group_threads(-(-vectors // _ROW_CHUNKS), _ROW_THREADS), GROUP // vec)
             block = block_of(threads)
             self._row = _ROW.bind((t, w, _ROW_CHUNKS, centred), device, -(-rows // (block // threads)), block)
