@@ -42,7 +42,7 @@ template <typename T>
 constexpr int kTilesBeside = sizeof(T) == 2 ? 2 : 1;
 
 template <typename T, typename F8, bool WIDE>
-__global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads* kTilesBeside<T>, WIDE && sizeof(T) == 2 ? 2 : 1)
+__global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads* kTilesBeside<T>, WIDE ? 2 : 1)
     quantize_fp8_group_both(const T* x, F8* q, float* scale, F8* q_t, float* scale_t, i64 rows, i64 cols, i64 x_stride,
                             i64 scale_row, i64 scale_group, i64 pow2) {
     constexpr int kBeside = kTilesBeside<T>, kThreads = Tile<16 / sizeof(T)>::kThreads;
