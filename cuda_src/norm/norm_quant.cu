@@ -15,7 +15,7 @@ namespace rtk {
 // cols <= CHUNKS * VEC * threads_per_row. The kLanes neighbouring lanes of a group of 128 belong to one row:
 // threads_per_row is a multiple of kLanes. The scale of row m, group j goes to scale[m * scale_row + j * scale_group].
 // `given`: rstd and mean are inputs, nothing is summed up. Null means absent: residual and sum, weight, bias, q and
-// scale, rstd and mean as outputs, y.
+// scale, rstd and mean as outputs, y. Fewer than 2^31 rows.
 template <typename T, typename W, int CHUNKS, bool CENTRED>
 __global__ void __launch_bounds__(512, sizeof(W) == 2 && !CENTRED ? 2 : 1)
     norm_fp8_row(const T* x, const T* residual, const W* weight, const W* bias, e4m3* q, float* scale, float* rstd_at,
