@@ -18,6 +18,7 @@ from rtkernels._kernel import Plans, device_info
 from rtkernels.emulator import _launch
 from rtkernels.ops import _norm_quant_plans as plans
 from rtkernels.ops import _norm_quant_ring as ring
+from rtkernels.ops import _norm_quant_shapes as shapes
 from rtkernels.ops import norm_quant as module
 from rtkernels.ops._fp8_reference import quantize
 from rtkernels.testing.compare import assert_close, assert_same_bits, running_on
@@ -106,6 +107,7 @@ def together(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def switch() -> None:
         monkeypatch.setattr(plans, "_TOGETHER_BYTES", 1)
+        monkeypatch.setattr(ring, "_LEAST_BYTES", 1 << 60)
         Plans.forget_all()
 
     yield switch
@@ -316,7 +318,8 @@ def emulated_coverage() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ring, "_LEAST_BYTES", 0)
             x = torch.ones(16, 128, dtype=torch.bfloat16)
-            rms_norm_fp8(x, layout="transposed", rstd=torch.ones(16))
+            for layout in ("transposed", "both"):
+                rms_norm_fp8(x, layout=layout, rstd=torch.ones(16))
     Plans.forget_all()
 
 
@@ -515,7 +518,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "keep goes with layout 'row' or 'both', not 'transposed'",
     ),
     "device": (
-        lambda: plans.check(
+        lambda: shapes.check(
             (torch.float32, (4, 8), (8, 1), 0),
             (torch.float32, (8,), (1,), -1),
             None,
@@ -616,11 +619,22 @@ def test_bench_shapes(cols: int) -> None:
 RING_CASES: dict[str, Callable[[Normal], Inputs]] = {
     "tiles": lambda n: Inputs(n(4096, 512), n(512)),
     "parts": lambda n: Inputs(n(272, 136), n(136), offset=1.0),
-    "two_groups": lambda n: Inputs(n(144, 1288), n(1288)),
+    "pairs": lambda n: Inputs(n(400, 1272), n(1272)),  # of tiles, so that scales of neighbours are written together
     "few_rows": lambda n: Inputs(n(16, 4104), n(4104).float()),
     "strided": lambda n: Inputs(_spaced(n, 1040, 640, every=2, pad=8)),
     "many": lambda n: Inputs(n(20_000, 1032), n(1032)),
 }
+
+
+def _both_and_transposed(inputs: Inputs, first: NormFp8, **options: Any) -> None:
+    """Make the codes of `first` again from its 1/rms, by rows and transposed, or transposed."""
+    for layout, scale_layout in (("both", "row"), ("both", "column"), ("transposed", "row")):
+        tensors = {"weight": inputs.weight, "offset": inputs.offset, "rstd": first.rstd}
+        again = rms_norm_fp8(inputs.x, layout=layout, scale_layout=scale_layout, **tensors, **options)
+        q, scale = (first.q, first.scale) if layout == "both" else (None, None)
+        if scale_layout == "column":
+            scale = scale.t().contiguous()
+        compare(again, NormFp8(q, scale, first.q_t, first.scale_t))
 
 
 @emulated
@@ -628,18 +642,27 @@ RING_CASES: dict[str, Callable[[Normal], Inputs]] = {
 def test_recomputing_by_tensor_copies(order: str | int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ring, "_LEAST_BYTES", 0)
     monkeypatch.setattr(_launch, "launched", set())  # of this test alone
-    for case in ("parts", "two_groups"):
+    for case in ("parts", "pairs"):
         inputs = make(case, torch.bfloat16, "cpu", RING_CASES)
         inputs.x[3, 5], inputs.x[7, 9], inputs.x[-1] = math.inf, math.nan, 0.0
-        tensors = {"weight": inputs.weight, "offset": inputs.offset}
         with rtkernels.emulate("sm_80"):
-            first = rms_norm_fp8(inputs.x, layout="both", **tensors)
+            first = rms_norm_fp8(inputs.x, inputs.weight, layout="both", offset=inputs.offset)
         Plans.forget_all()
         with rtkernels.emulate("sm_90", order=order):
-            again = rms_norm_fp8(inputs.x, layout="transposed", rstd=first.rstd, **tensors)
+            _both_and_transposed(inputs, first)
         Plans.forget_all()
-        compare(again, NormFp8(q_t=first.q_t, scale_t=first.scale_t))
     assert "norm_fp8_ring" in {entry for _, entry in rtkernels.emulator.launched()}
+
+
+@emulated
+def test_sums_by_tensor_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "_LEAST_BYTES", 0)
+    Plans.forget_all()
+    with running_on("sm_90") as device:
+        inputs = make("parts", torch.bfloat16, device, RING_CASES)
+        check(replace(inputs, residual=inputs.x.flip(0)), "both")
+    assert all(plan._ring is not None for plan in plans.PLANS.values())
+    Plans.forget_all()
 
 
 @pytest.mark.gpu
@@ -648,13 +671,17 @@ def test_recomputing_by_tensor_copies(order: str | int, monkeypatch: pytest.Monk
 def test_recomputing_with_the_copy_engine(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make(case, dtype, "cuda", RING_CASES)
     inputs.x[3, 5], inputs.x[7, 9], inputs.x[-1] = math.inf, math.nan, 0.0
-    tensors = {"weight": inputs.weight, "offset": inputs.offset, "pow2_scale": case == "parts"}
-    first = rms_norm_fp8(inputs.x, layout="both", **tensors)
+    options = {"pow2_scale": case == "parts"}
+    monkeypatch.setattr(ring, "_LEAST_BYTES", 1 << 60)
+    Plans.forget_all()
+    first = rms_norm_fp8(inputs.x, inputs.weight, layout="both", offset=inputs.offset, **options)
     monkeypatch.setattr(ring, "_LEAST_BYTES", 0)
     Plans.forget_all()
     for _ in range(2):
-        again = rms_norm_fp8(inputs.x, layout="transposed", rstd=first.rstd, **tensors)
-        compare(again, NormFp8(q_t=first.q_t, scale_t=first.scale_t))
+        _both_and_transposed(inputs, first, **options)
+    with running_on("cuda"):
+        for layout in ("both", "transposed"):
+            check(replace(make(case, dtype, "cuda", RING_CASES), residual=torch.ones_like(inputs.x)), layout)
     if ring.RING.supports(device_info(inputs.x.get_device()).target):
         assert all(plan._ring is not None for plan in plans.PLANS.values())
     Plans.forget_all()

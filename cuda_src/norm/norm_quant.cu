@@ -2,6 +2,7 @@
 // that need them before they start (norm/norm_quant_tile.cu).  v = h * rstd * gain, or if CENTRED v = (h - mean) * rstd *
 // gain + bias, with gain = offset + weight, is quantised from fp32 (recipe: common/fp8_scale.cuh); h = x, or the rounded
 // sum x + residual, which is then an output too. Inputs have any row stride; outputs are dense.
+#include "common/pressure.cuh"
 #include "common/reduce.cuh"
 #include "norm/norm_quant_stats.cuh"
 #include "ptx/forget.cuh"
@@ -14,7 +15,7 @@ namespace rtk {
 // cols <= CHUNKS * VEC * threads_per_row. The kLanes neighbouring lanes of a group of 128 belong to one row:
 // threads_per_row is a multiple of kLanes. The scale of row m, group j goes to scale[m * scale_row + j * scale_group].
 // `given`: rstd and mean are inputs, nothing is summed up. Null means absent: residual and sum, weight, bias, q and
-// scale, rstd and mean as outputs, y.
+// scale, rstd and mean as outputs, y. Fewer than 2^31 rows.
 template <typename T, typename W, int CHUNKS, bool CENTRED>
 __global__ void __launch_bounds__(512, sizeof(W) == 2 && !CENTRED ? 2 : 1)
     norm_fp8_row(const T* x, const T* residual, const W* weight, const W* bias, e4m3* q, float* scale, float* rstd_at,
@@ -23,15 +24,15 @@ __global__ void __launch_bounds__(512, sizeof(W) == 2 && !CENTRED ? 2 : 1)
     constexpr int VEC = 16 / sizeof(T), kGroup = 128, kLanes = kGroup / VEC;
     __shared__ GroupScratch<1> scratch;
     const RowGroup group(threads_per_row);
-    const i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index;
-    const int end = row < rows ? static_cast<int>(cols) : 0;
-    const int column = group.thread * VEC;
-    const int pitch = group.threads * VEC;
-    const float count = static_cast<float>(static_cast<int>(cols)), epsilon = static_cast<float>(eps);
+    const u32 row = blockIdx.x * static_cast<u32>(group.count) + static_cast<u32>(group.index);
+    const int width = static_cast<int>(cols), column = group.thread * VEC, pitch = group.threads * VEC;
+    const bool row_exists = row < static_cast<u64>(rows);
+    bool inside[CHUNKS];
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) inside[c] = row_exists && column + c * pitch < width;
+    const float count = static_cast<float>(width), epsilon = static_cast<float>(eps);
     const bool weighted = weight != nullptr;
     const float base = weighted ? static_cast<float>(offset) : 1.0f;
-    x += row * x_stride + column;
-    weight += column;
 
     Raw<16> raw[CHUNKS];
     WideRaw<W, VEC> gains[CHUNKS];
@@ -39,9 +40,17 @@ __global__ void __launch_bounds__(512, sizeof(W) == 2 && !CENTRED ? 2 : 1)
     for (int c = 0; c < CHUNKS; ++c) {
         clear(raw[c]);
         clear(gains[c]);
-        if (column + c * pitch < end) {
-            raw[c] = load_raw<T, VEC>(x + c * pitch);
-            if (weighted) gains[c] = load_keep_raw<W, VEC>(weight + c * pitch);
+    }
+    {
+        const T* from = settled(x + row * x_stride + column);
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c, from += pitch)
+            if (inside[c]) raw[c] = load_raw<T, VEC>(from);
+        if (weighted) {
+            const W* gain_from = settled(weight + column);
+#pragma unroll
+            for (int c = 0; c < CHUNKS; ++c, gain_from += pitch)
+                if (inside[c]) gains[c] = load_keep_raw<W, VEC>(gain_from);
         }
     }
     if (residual != nullptr) {
@@ -49,15 +58,22 @@ __global__ void __launch_bounds__(512, sizeof(W) == 2 && !CENTRED ? 2 : 1)
         sum += row * cols + column;
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
-            if (column + c * pitch < end) {
+            if (inside[c]) {
                 raw[c] = add_rounded<T, VEC>(raw[c], load_raw<T, VEC>(residual + c * pitch));
                 ptx::st<16>(sum + c * pitch, raw[c]);
             }
         }
     }
+    float v[CHUNKS][VEC];
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        unpack<T, VEC>(raw[c], v[c]);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) ptx::keep(v[c][i]);
+    }
     float mean = 0.0f, rstd = 0.0f;
     if (given != 0) {
-        if (row < rows) {
+        if (row_exists) {
             rstd = rstd_at[row];
             if (CENTRED) mean = mean_at[row];
         }
@@ -65,30 +81,22 @@ __global__ void __launch_bounds__(512, sizeof(W) == 2 && !CENTRED ? 2 : 1)
         if constexpr (CENTRED) {
             float total = 0.0f;
 #pragma unroll
-            for (int c = 0; c < CHUNKS; ++c) {
-                float h[VEC];
-                unpack<T, VEC>(raw[c], h);
-                ptx::forget(raw[c]);
+            for (int c = 0; c < CHUNKS; ++c)
 #pragma unroll
-                for (int i = 0; i < VEC; ++i) total += h[i];
-            }
+                for (int i = 0; i < VEC; ++i) total += v[c][i];
             mean = mean_of(group_reduce<Sum, false>(total, group, scratch, 0), count);
         }
         float square = 0.0f;
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
-            const bool inside = column + c * pitch < end;
-            float h[VEC];
-            unpack<T, VEC>(raw[c], h);
-            ptx::forget(raw[c]);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
-                const float d = CENTRED ? (inside ? h[i] - mean : 0.0f) : h[i];
+                const float d = CENTRED ? (inside[c] ? v[c][i] - mean : 0.0f) : v[c][i];
                 square += d * d;
             }
         }
         rstd = rstd_of(group_reduce<Sum, false>(square, group, scratch, 1), count, epsilon);
-        if (group.thread == 0 && row < rows) {
+        if (group.thread == 0 && row_exists) {
             if (rstd_at != nullptr) rstd_at[row] = rstd;
             if (CENTRED && mean_at != nullptr) mean_at[row] = mean;
         }
@@ -96,12 +104,10 @@ __global__ void __launch_bounds__(512, sizeof(W) == 2 && !CENTRED ? 2 : 1)
 
     // All values at once, in the registers of what they come from: one chain of shuffles and one scale per thread
     // for all pieces, instead of one after the other.
-    float v[CHUNKS][VEC];
     const float level = -mean * rstd;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         float gain[VEC], shift[VEC];
-        unpack<T, VEC>(raw[c], v[c]);
         unpack_wide<W, VEC>(gains[c], gain);
         if (base != 0.0f) {  // the same for all threads, and an instruction per element less
 #pragma unroll
@@ -110,8 +116,7 @@ __global__ void __launch_bounds__(512, sizeof(W) == 2 && !CENTRED ? 2 : 1)
         if constexpr (CENTRED) {
             WideRaw<W, VEC> shifts;
             clear(shifts);
-            if (bias != nullptr && column + c * pitch < end)
-                shifts = load_keep_raw<W, VEC>(bias + column + c * pitch);
+            if (bias != nullptr && inside[c]) shifts = load_keep_raw<W, VEC>(bias + column + c * pitch);
             unpack_wide<W, VEC>(shifts, shift);
         }
 #pragma unroll
@@ -123,11 +128,11 @@ __global__ void __launch_bounds__(512, sizeof(W) == 2 && !CENTRED ? 2 : 1)
             }
         }
     }
-    const i64 first = row * cols + column;
+    const u64 first = product(row, static_cast<u32>(width)) + static_cast<u32>(column);
     if (y != nullptr) {
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c)
-            if (column + c * pitch < end) store<T, VEC>(y + first + c * pitch, v[c]);
+            if (inside[c]) store<T, VEC>(y + first + c * pitch, v[c]);
     }
     if (q == nullptr) return;
 
@@ -135,28 +140,28 @@ __global__ void __launch_bounds__(512, sizeof(W) == 2 && !CENTRED ? 2 : 1)
     float most[CHUNKS], overall = 0.0f;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
-        most[c] = 0.0f;
+        most[c] = fabsf(v[c][0]);
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) most[c] = fmaxf(most[c], fabsf(v[c][i]));
+        for (int i = 1; i < VEC; ++i) most[c] = fmaxf(most[c], fabsf(v[c][i]));
         // What does not exist is 0 (or NaN), but for a mean and a bias.
-        if (CENTRED && column + c * pitch >= end) most[c] = 0.0f;
+        if (CENTRED && !inside[c]) most[c] = 0.0f;
         overall = fmaxf(overall, most[c]);
     }
     if (overall == __uint_as_float(0x7f800000u)) {
 #pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) most[c] = column + c * pitch < end ? finite_amax(v[c]) : 0.0f;
+        for (int c = 0; c < CHUNKS; ++c) most[c] = inside[c] ? finite_amax(v[c]) : 0.0f;
     }
-    const int lane = group.thread % kLanes, mine = lane % CHUNKS;
+    const u32 lane = static_cast<u32>(group.thread) % kLanes;
     const float own = fp8_scale<e4m3>(scattered_max<CHUNKS, kLanes>(most), pow2 != 0);
-    const float own_inverse = __frcp_rn(own);
-    const int own_column = column + mine * pitch;
-    if (lane < CHUNKS && own_column - lane * VEC < end)
-        scale[row * scale_row + own_column / kGroup * scale_group] = own;
-    q += first;
+    const float own_inverse = inverse_scale(own);
+    const u32 own_group = (static_cast<u32>(column) + lane % CHUNKS * static_cast<u32>(pitch)) / kGroup;
+    if (lane < CHUNKS && own_group * kGroup < static_cast<u32>(width) && row_exists)
+        scale[product(row, static_cast<u32>(scale_row)) + product(own_group, static_cast<u32>(scale_group))] = own;
+    e4m3* to = settled(q + first);
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-        const float inverse = __shfl_sync(0xffffffffu, own_inverse, c, kLanes);
-        if (column + c * pitch < end) ptx::st<VEC>(q + c * pitch, quantized<e4m3>(v[c], inverse));
+    for (int c = 0; c < CHUNKS; ++c, to += pitch) {
+        const Raw<VEC> codes = quantized<e4m3>(v[c], __shfl_sync(0xffffffffu, own_inverse, c, kLanes));
+        if (inside[c]) ptx::st<VEC>(to, codes);
     }
 }
 

@@ -1,18 +1,21 @@
-// Transposed e4m3 codes of an RMS normalisation whose 1/rms is known (sm_90): v = x * rstd * gain with gain = offset +
-// weight, one scale per 128 rows of a column, quantised from fp32 (recipe: common/fp8_scale.cuh). x [rows, cols] has
-// any row stride; q_t [cols, rows] is dense.
+// e4m3 codes of an RMS normalisation whose 1/rms is known (sm_90): v = x * rstd * gain with gain = offset + weight,
+// transposed with one scale per 128 rows of a column, and with ROWS also by rows with one scale per 128 columns, quantised
+// from fp32 (recipe: common/fp8_scale.cuh). x [rows, cols] has any row stride; q [rows, cols] and q_t [cols, rows] are
+// dense.
 //
-// One block per multiprocessor stays and takes tiles of 128 x 128. One warp asks the copy engine for them, into a ring
-// in shared memory; another adds the numbers of their rows and columns. Two groups of 256 threads quantise a tile each:
-// values stay in registers, so the tile's place is free for the next one as soon as it is read, and codes leave through
-// shared memory by the copy engine while the next tile is worked on.
+// One block per multiprocessor stays and takes tiles of 128 x 128, with ROWS two neighbours at a time. One warp asks the
+// copy engine for them, into a ring in shared memory; another adds the numbers of their rows and columns. Two groups of
+// 256 threads quantise a tile each: values stay in registers, so the tile's place is free for the next one as soon as it
+// is read, and transposed codes leave through shared memory by the copy engine while the next tile is worked on.
 #include "common/fp8_scale.cuh"
+#include "common/pressure.cuh"
 #include "common/vec.cuh"
 #include "norm/common.cuh"
 #include "norm/norm_quant_ring.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/forget.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/pdl.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/tma.cuh"
 
@@ -20,20 +23,25 @@ namespace rtk {
 
 // ---- one thread: tiles into the ring --------------------------------------------------------------------------------
 
-RTK_DEVICE void fetch_tiles(RingShared& shared, const ptx::TensorMap& x, u32 tiles, u32 tiles_across) {
+// BESIDE neighbouring tiles at a time, one for each group. `backwards`: from the last strip of 128 rows to the first.
+template <int BESIDE>
+RTK_DEVICE void fetch_tiles(RingShared& shared, const ptx::TensorMap& x, i64 rows, i64 cols, bool backwards) {
+    const u32 strips = static_cast<u32>(ceil_div(rows, kSide)), wide = static_cast<u32>(ceil_div(cols, BESIDE * kSide));
     RingTurn turn;
-    u32 tile = blockIdx.x;
-    for (int i = 0, ends = 0; ends < kGroups; ++i, tile += gridDim.x, turn.next()) {
+    u32 place = blockIdx.x;
+    for (int i = 0, ends = 0; ends < kGroups; ++i, turn.next()) {
         if (i >= kSlots) ptx::mbarrier_wait(ptx::shared_address(&shared.empty[turn.slot]), turn.phase ^ 1);
         const ptx::SharedAddress full = ptx::shared_address(&shared.full[turn.slot]);
-        if (tile < tiles) {
-            const u32 down = tile / tiles_across, across = tile - down * tiles_across;
+        if (place < strips * wide) {
+            const u32 above = place / wide, across = (place - above * wide) * BESIDE + i % BESIDE;
+            const u32 down = backwards ? strips - 1 - above : above;
             shared.down[turn.slot] = static_cast<int>(down), shared.across[turn.slot] = static_cast<int>(across);
             ptx::mbarrier_arrive_expect(full, 2 * kBoxBytes);
 #pragma unroll
             for (int box = 0; box < 2; ++box)
                 ptx::tma_load_2d(ptx::shared_address(shared.x[turn.slot][box]), x, full,
                                  static_cast<i32>(across * kSide + box * 64), static_cast<i32>(down * kSide));
+            if (i % BESIDE == BESIDE - 1) place += gridDim.x;
         } else {  // one end for each group
             shared.down[turn.slot] = -1;
             ptx::mbarrier_arrive(full);
@@ -75,8 +83,52 @@ RTK_DEVICE void load_shared_8(const float* low, const float* high, float (&v)[8]
     for (int i = 0; i < 4; ++i) v[i] = __uint_as_float(a.w[i]), v[i + 4] = __uint_as_float(b.w[i]);
 }
 
-template <typename T>
-RTK_DEVICE void quantize_tiles(RingShared& shared, const ptx::TensorMap& q_t, float* scale_t, int cols, bool pow2) {
+// Where the codes of the rows go; the scale of row m, group j to scale[m * scale_row + j * scale_group].
+struct RingRows {
+    e4m3* q;
+    float* scale;
+    i64 scale_row, scale_group;
+    int rows;
+};
+
+// Scales of the thread's rows from their maxima, then codes. Where the scales of neighbouring tiles lie side by side, the
+// first group leaves its own to the second one, which writes both: one by one they would be 6 % of all requests to L2.
+RTK_DEVICE void quantize_rows(RingShared& shared, const RingThread& thread, const float (&v)[8][8], float (&most)[8],
+                              const RingRows& out, int group, u32 round, int down, int across, int cols, bool pow2) {
+    const float own = fp8_scale<e4m3>(thread.team_max(most), pow2), own_inverse = inverse_scale(own);
+    const int own_row = thread.owned_row(), column = across * kSide + thread.column;
+    const int rows_here = out.rows - down * kSide - thread.row;
+    const i64 row = static_cast<i64>(down) * kSide + thread.row;
+    const bool owns = thread.lane % 2 == 0, stores = owns && own_row < rows_here && across * kSide < cols;
+    float* place = out.scale + (row + own_row) * out.scale_row + across * out.scale_group;
+    if (out.scale_group == 1 && out.scale_row % 2 == 0) {
+        float& staged = shared.scales[round & 1][thread.row + own_row];
+        const ptx::SharedAddress there = ptx::shared_address(&shared.scales_there[round & 1]);
+        const ptx::SharedAddress gone = ptx::shared_address(&shared.scales_gone[round & 1]);
+        if (group == 0) {
+            if (round >= 2) ptx::mbarrier_wait(gone, (round >> 1 & 1) ^ 1);
+            if (owns) staged = own;
+        } else {
+            ptx::mbarrier_wait(there, round >> 1 & 1);
+            const Raw<8> both = {__float_as_uint(staged), __float_as_uint(own)};
+            if (stores) ptx::st<8>(place - 1, both);
+        }
+        __syncwarp();
+        if (thread.lane == 0) ptx::mbarrier_arrive(group == 0 ? there : gone);
+    } else if (stores) {
+        *place = own;
+    }
+    e4m3* to = settled(out.q + row * cols + column);
+#pragma unroll
+    for (int r = 0; r < 8; ++r, to += cols) {
+        const Raw<8> codes = quantized<e4m3>(v[r], __shfl_sync(0xffffffffu, own_inverse, thread.lane_of_row(r)));
+        if (r < rows_here && column < cols) ptx::st<8>(to, codes);
+    }
+}
+
+template <typename T, bool ROWS>
+RTK_DEVICE void quantize_tiles(RingShared& shared, const ptx::TensorMap& q_t, float* scale_t, const RingRows& out,
+                               int cols, bool pow2) {
     // Shuffles make them known to be uniform.
     const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp % kGroupWarps, 0);
@@ -87,7 +139,7 @@ RTK_DEVICE void quantize_tiles(RingShared& shared, const ptx::TensorMap& q_t, fl
     RingTurn turn;
     turn.next(group);
 
-    for (;; turn.next(kGroups)) {
+    for (u32 round = 0;; ++round, turn.next(kGroups)) {
         ptx::mbarrier_wait(ptx::shared_address(&shared.full[turn.slot]), turn.phase);
         const int down = shared.down[turn.slot];
         if (down < 0) break;
@@ -113,13 +165,21 @@ RTK_DEVICE void quantize_tiles(RingShared& shared, const ptx::TensorMap& q_t, fl
         }
 
         // Maxima that ignore NaN but not infinities, and once more without those in the rare thread that met one.
-        float columns[8], most = 0.0f;
+        float columns[8], of_rows[8], most = 0.0f;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             columns[i] = 0.0f;
 #pragma unroll
             for (int r = 0; r < 8; ++r) columns[i] = fmaxf(columns[i], fabsf(v[r][i]));
             most = fmaxf(most, columns[i]);
+        }
+        if constexpr (ROWS) {
+#pragma unroll
+            for (int r = 0; r < 8; ++r) {
+                of_rows[r] = fabsf(v[r][0]);
+#pragma unroll
+                for (int i = 1; i < 8; ++i) of_rows[r] = fmaxf(of_rows[r], fabsf(v[r][i]));
+            }
         }
         if (most == __uint_as_float(0x7f800000u)) {
 #pragma unroll
@@ -128,6 +188,8 @@ RTK_DEVICE void quantize_tiles(RingShared& shared, const ptx::TensorMap& q_t, fl
 #pragma unroll
                 for (int r = 0; r < 8; ++r) columns[i] = max_finite(columns[i], v[r][i]);
             }
+#pragma unroll
+            for (int r = 0; r < 8; ++r) of_rows[r] = finite_amax(v[r]);
         }
         {
             const int upper = thread.team & 1;  // of the two threads in the warp with these columns, each keeps four
@@ -152,6 +214,8 @@ RTK_DEVICE void quantize_tiles(RingShared& shared, const ptx::TensorMap& q_t, fl
         } else {
             ptx::named_barrier_arrive(maxima_there, kGroupThreads);
         }
+        if constexpr (ROWS)
+            quantize_rows(shared, thread, v, of_rows, out, group, round, down, across, cols, pow2);
         if (warp == 0) ptx::bulk_store_wait_read();  // the codes of the tile before have left
         ptx::named_barrier_sync(scales_there, kGroupThreads);
         float inverse[8];
@@ -185,12 +249,13 @@ RTK_DEVICE void quantize_tiles(RingShared& shared, const ptx::TensorMap& q_t, fl
 }
 
 // scale_t is [ceil(rows/128), cols]. The weight (may be null) is of T, or of fp32 if `weight_wide`. Boxes: 128 x 64 of
-// x; of q_t as [cols/8, 8, rows] 16 x 9 x 128.
-template <typename T>
+// x; of q_t as [cols/8, 8, rows] 16 x 9 x 128. `after`: x and rstd come from the previous kernel of the stream, which
+// wrote the last rows last, so that those may still be in L2.
+template <typename T, bool ROWS>
 __global__ void __launch_bounds__(kRingThreads, 1)
     norm_fp8_ring(const __grid_constant__ ptx::TensorMap x, const __grid_constant__ ptx::TensorMap q_t,
-                  const void* weight, const float* rstd, float* scale_t, i64 rows, i64 cols, i64 weight_wide, i64 pow2,
-                  double offset) {
+                  const void* weight, const float* rstd, e4m3* q, float* scale, float* scale_t, i64 rows, i64 cols,
+                  i64 scale_row, i64 scale_group, i64 weight_wide, i64 pow2, i64 after, double offset) {
     extern __shared__ __align__(1024) u8 memory[];
     RingShared& shared = *reinterpret_cast<RingShared*>(memory);
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0) - kGroups * kGroupWarps;
@@ -200,21 +265,26 @@ __global__ void __launch_bounds__(kRingThreads, 1)
             ptx::mbarrier_init(ptx::shared_address(&shared.ready[i]), 1);
             ptx::mbarrier_init(ptx::shared_address(&shared.empty[i]), 1);
         }
+        for (int i = 0; i < 2; ++i) {
+            ptx::mbarrier_init(ptx::shared_address(&shared.scales_there[i]), kGroupWarps);
+            ptx::mbarrier_init(ptx::shared_address(&shared.scales_gone[i]), kGroupWarps);
+        }
         ptx::mbarrier_fence_init();
     }
     __syncthreads();
+    if (after != 0) ptx::wait_for_previous();
     if (warp >= 0) {
         ptx::registers_give<kOtherRegisters>();
         if (warp == 0 && threadIdx.x % kWarp == 0) {
-            const u32 tiles_across = static_cast<u32>(ceil_div(cols, kSide));
-            fetch_tiles(shared, x, static_cast<u32>(ceil_div(rows, kSide)) * tiles_across, tiles_across);
+            fetch_tiles<ROWS ? kGroups : 1>(shared, x, rows, cols, after != 0);
         } else if (warp == 1) {
             complete_tiles<T>(shared, weight, weight_wide != 0, rstd, static_cast<int>(rows), static_cast<int>(cols),
                               static_cast<float>(offset));
         }
     } else {
         ptx::registers_take<kGroupRegisters>();
-        quantize_tiles<T>(shared, q_t, scale_t, static_cast<int>(cols), pow2 != 0);
+        const RingRows out = {q, scale, scale_row, scale_group, static_cast<int>(rows)};
+        quantize_tiles<T, ROWS>(shared, q_t, scale_t, out, static_cast<int>(cols), pow2 != 0);
     }
 }
 

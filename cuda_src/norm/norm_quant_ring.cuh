@@ -29,6 +29,8 @@ struct RingShared {
     u64 full[kSlots];                  // x is there
     u64 ready[kSlots];                 // and everything else about the tile
     u64 empty[kSlots];                 // nothing of it is needed any more
+    float scales[2][kSide];            // of the rows of the first group's tile, for every other round
+    u64 scales_there[2], scales_gone[2];
 
     // Numbers per column are kept by fours, first those of columns 0..3 of every eight, then 4..7; the 16 between the
     // halves put them on different banks.
@@ -60,6 +62,22 @@ struct RingThread {
         row = team * 8;
         column = part * 8;
     }
+
+    // Maxima over the 16 threads of a team, scattered: the lane gets that of row owned_row().
+    RTK_DEVICE float team_max(float (&v)[8]) const {
+#pragma unroll
+        for (int half = 4, mask = 16; half > 0; half /= 2, mask = half * 2) {
+            const bool upper = (lane & mask) != 0;
+#pragma unroll
+            for (int i = 0; i < half; ++i) {
+                const float kept = upper ? v[i + half] : v[i], given = upper ? v[i] : v[i + half];
+                v[i] = fmaxf(kept, __shfl_xor_sync(0xffffffffu, given, mask));
+            }
+        }
+        return fmaxf(v[0], __shfl_xor_sync(0xffffffffu, v[0], 1));
+    }
+    RTK_DEVICE int owned_row() const { return (lane >> 4 & 1) * 4 + (lane >> 1 & 3); }
+    RTK_DEVICE int lane_of_row(int r) const { return (lane & 8) + (r >> 2) * 16 + (r & 3) * 2; }
 };
 
 }  // namespace rtk

@@ -19,4 +19,11 @@ RTK_DEVICE void forget(u32& number) { asm volatile("" : "+r"(number)); }
 // The same for an address: accesses around it are known distances from it, instead of each one's own sum.
 RTK_DEVICE void forget(const u8*& address) { asm volatile("" : "+l"(address)); }
 
+// A number to be kept in a register, not worked out again where it is used again.
+RTK_DEVICE void keep(float& number) {
+    u32 bits = __float_as_uint(number);
+    asm volatile("" : "+r"(bits));
+    number = __uint_as_float(bits);
+}
+
 }  // namespace rtk::ptx

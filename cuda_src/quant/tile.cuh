@@ -10,6 +10,7 @@
 #include "common/fp8_scale.cuh"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
+#include "ptx/barrier.cuh"
 
 namespace rtk {
 
@@ -56,6 +57,20 @@ struct Tile {
         rows_here = rows - row;
         columns_here = columns - column;
     }
+};
+
+// Threads that have a tile: which of them this is, and where they meet.
+struct WholeBlock {
+    RTK_DEVICE static u32 thread() { return threadIdx.x; }
+    RTK_DEVICE static void meet() { __syncthreads(); }
+};
+
+// One of several teams of THREADS in a block, each with a tile of its own.
+template <int THREADS>
+struct PartOfBlock {
+    RTK_DEVICE static u32 index() { return threadIdx.x / THREADS; }
+    RTK_DEVICE static u32 thread() { return threadIdx.x % THREADS; }
+    RTK_DEVICE static void meet() { ptx::named_barrier_sync(static_cast<int>(index()) + 1, THREADS); }
 };
 
 // Elements that do not exist are 0. WIDE: rows can be read 16 bytes at a time. `x`: the tile's first element.
@@ -158,12 +173,12 @@ RTK_DEVICE void share_columns(const Tile<N>& tile, const float (&v)[N], TileScra
 }
 
 // The reciprocals of the scales of the thread's columns, to `v`. Stores the scales, `scale` being the place of the
-// tile's first column. The whole block calls; two barriers.
-template <typename F8, int N>
+// tile's first column. All threads of the tile call; two barriers.
+template <typename F8, typename Team = WholeBlock, int N>
 RTK_DEVICE void column_scales(const Tile<N>& tile, float (&v)[N], TileScratch<N>& scratch, float* scale, bool pow2) {
     constexpr int kWarps = Tile<N>::kWarps;
     const int thread = tile.thread;
-    __syncthreads();
+    Team::meet();
     if (thread < kTileSide) {
         const int place = scratch.place(thread);
         float most = scratch.most[0][place];
@@ -173,7 +188,7 @@ RTK_DEVICE void column_scales(const Tile<N>& tile, float (&v)[N], TileScratch<N>
         if (thread < tile.columns) scale[thread] = own;
         scratch.inverse[place] = __frcp_rn(own);
     }
-    __syncthreads();
+    Team::meet();
 #pragma unroll
     for (int i = 0; i < N; i += 4) {
         const Raw<16> part = *reinterpret_cast<const Raw<16>*>(&scratch.inverse[scratch.place(tile.column + i)]);

@@ -29,20 +29,21 @@ struct TileExtent {
 // outputs are then in shared memory, and read again where they are used. `load(tile, raw)` reads what
 // load_tile does. FEW: tiles often have few rows, and a test for that pays. STREAM: x is read again
 // and again, and codes should leave the cache before it.
-template <typename T, typename F8, bool WIDE, bool ROWS, bool COLUMNS, bool CHOOSE, bool FEW, bool STREAM, typename Load>
+template <typename T, typename F8, bool WIDE, bool ROWS, bool COLUMNS, bool CHOOSE, bool FEW, bool STREAM,
+          typename Team = WholeBlock, typename Load>
 RTK_DEVICE void quantize_loaded_tile(const TileExtent& extent, const Load& load, const TileOutput<F8>& out,
                                      TileScratch<16 / sizeof(T)>& scratch, bool pow2) {
     constexpr int N = 16 / sizeof(T);
     auto here = [&] {
         // As if the thread's number were new each time: what follows from it then takes no registers between.
-        Raw<4> thread = {threadIdx.x};
-        if constexpr (CHOOSE) ptx::forget(thread);
+        Raw<4> thread = {Team::thread()};
+        if constexpr (CHOOSE || !is_same<Team, WholeBlock>::value) ptx::forget(thread);
         return Tile<N>(extent.rows, extent.columns, static_cast<int>(thread.w[0]));
     };
     // Whether this warp has no row.
     auto idle = [&] {
         constexpr int kWarpRows = kWarp / Tile<N>::kLanes * kTileRows;
-        return FEW && static_cast<int>(threadIdx.x) / kWarp * kWarpRows >= static_cast<int>(extent.rows);
+        return FEW && static_cast<int>(Team::thread()) / kWarp * kWarpRows >= static_cast<int>(extent.rows);
     };
     Raw<16> raw[kTileRows];
     load(here(), raw);
@@ -83,20 +84,20 @@ RTK_DEVICE void quantize_loaded_tile(const TileExtent& extent, const Load& load,
             for (int r = 0; r < kTileRows; ++r) ptx::forget(raw[r]);
         }
         const Tile<N> tile = here();
-        column_scales<F8>(tile, columns, scratch, out.column_scale, pow2);
+        column_scales<F8, Team>(tile, columns, scratch, out.column_scale, pow2);
         stage_columns<F8>(tile, scratch, columns, value);
-        __syncthreads();
+        Team::meet();
         store_columns<STREAM>(tile, scratch, out.transposed, out.pitch);
     }
 }
 
-template <typename T, typename F8, bool WIDE, bool ROWS, bool COLUMNS, bool CHOOSE = false>
+template <typename T, typename F8, bool WIDE, bool ROWS, bool COLUMNS, bool CHOOSE = false, typename Team = WholeBlock>
 RTK_DEVICE void quantize_tile(const TileExtent& extent, const T* x, i64 x_stride, const TileOutput<F8>& out,
                               TileScratch<16 / sizeof(T)>& scratch, bool pow2) {
     auto load = [&](const Tile<16 / sizeof(T)>& tile, Raw<16>(&raw)[kTileRows]) {
         load_tile<T, WIDE>(tile, x, x_stride, raw);
     };
-    quantize_loaded_tile<T, F8, WIDE, ROWS, COLUMNS, CHOOSE, false, false>(extent, load, out, scratch, pow2);
+    quantize_loaded_tile<T, F8, WIDE, ROWS, COLUMNS, CHOOSE, false, false, Team>(extent, load, out, scratch, pow2);
 }
 
 // One scale for the tile, its codes by rows and, with COLUMNS, by columns too. `maxima` alternates between the

@@ -73,7 +73,7 @@ GROUP_BOTH = Kernel(
     "quantize_fp8_group_both",
     template="T F8 WIDE",
     args="x:ptr q:ptr scale:ptr q_t:ptr scale_t:ptr rows:i64 cols:i64 x_stride:i64 scale_row:i64 scale_group:i64 "
-    "column_tiles:i64 pow2:i64",
+    "pow2:i64",
     variants=_TILES,
     max_registers=112,
 )

@@ -51,6 +51,7 @@ _ROW_THREADS, _ROW_CHUNKS = 512, 4
 _GROUP_THREADS = 256
 _SECTOR_SCALES = 8  # of 4 bytes each: what L2 and memory move at least
 _TRANSPOSED_THREADS = 128
+_GRID_LIMIT_Y = 65535  # blocks in y or z
 _AMAX_BLOCKS_PER_SM = 4  # resident together: the pass ends everywhere at about the same time
 
 
@@ -258,11 +259,15 @@ def _plan_both(x: Metadata, granularity: str, dtype: torch.dtype, pow2: bool, la
     if row_stride(shape, x[2]) is None:
         return None
     m = Matrix(x, align, WIDTH[t], flat=False)
-    tiles, strides, kernel = groups_of(m.cols), (), BLOCK_BOTH
+    variant, tiles, strips = (t, f, m.vec > 1), groups_of(m.cols), groups_of(m.rows)
     if granularity == "group":
-        strides, kernel = ((1, m.rows) if layout == "column" else (tiles, 1)), GROUP_BOTH
-    launch = kernel.bind((t, f, m.vec > 1), m.device, tiles * groups_of(m.rows), tile_threads(t))
-    return _Plan(launch, (m.rows, m.cols, m.stride, *strides, tiles, pow2), m.device, outputs)
+        strides = (1, m.rows) if layout == "column" else (tiles, 1)
+        beside = 1 if t == "fp32" else 2  # tiles of a block
+        grid = -(-tiles // beside), min(strips, _GRID_LIMIT_Y), -(-strips // _GRID_LIMIT_Y)
+        launch, more = GROUP_BOTH.bind(variant, m.device, grid, beside * tile_threads(t)), strides
+    else:
+        launch, more = BLOCK_BOTH.bind(variant, m.device, tiles * strips, tile_threads(t)), (tiles,)
+    return _Plan(launch, (m.rows, m.cols, m.stride, *more, pow2), m.device, outputs)
 
 
 def _row(m: Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch, tuple[int, ...]]:

@@ -8,10 +8,9 @@ from torch import Tensor
 from rtkernels._layout import address, metadata, rowed
 from rtkernels._registry import TorchOp
 from rtkernels.ops import _fp8_reference as fp8
-from rtkernels.ops._norm_quant_plans import (
+from rtkernels.ops._norm_quant_plans import PLANS, SMOOTH_PLANS
+from rtkernels.ops._norm_quant_shapes import (
     CODES,
-    PLANS,
-    SMOOTH_PLANS,
     check,
     check_inputs,
     check_options,

@@ -1,9 +1,6 @@
-"""How the quantised normalisations are launched: kernel records, checks, and from tensor metadata to launches."""
+"""How the quantised normalisations are launched: kernel records, and from tensor metadata to launches."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,22 +9,23 @@ from rtkernels._kernel import Kernel, Plans, allocator, dense_strides, device_in
 from rtkernels._layout import (
     address,
     block_of,
-    check_same,
     group_threads,
     row_count,
     row_stride,
     token,
     vector_bytes,
 )
-from rtkernels.errors import ArgumentError
 from rtkernels.ops import _norm_quant_ring as ring
-
-Metadata = tuple[Any, ...]  # (dtype, shape, stride, device index)
-
-LAYOUTS = ("row", "transposed", "both", "none")  # the last one: no codes, what is kept and the statistics only
-SCALE_LAYOUTS = ("row", "column")
-CODES = torch.float8_e4m3fn
-GROUP = 128
+from rtkernels.ops._norm_quant_shapes import (
+    GROUP,
+    Metadata,
+    check,
+    check_inputs,
+    groups_of,
+    outputs_of,
+    smooth_outputs_of,
+    statistics_of,
+)
 
 _TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
@@ -92,125 +90,6 @@ _SMOOTH = Kernel(
 KERNELS = (_ROW, _STATS, _TILE, ring.RING, _SMOOTH)
 
 
-# ---- shapes and checks, shared by launchers, references and fakes ---------------------------------------------------
-
-
-def groups_of(size: int) -> int:
-    """Return how many groups of 128 cover `size` elements."""
-    return -(-size // GROUP)
-
-
-def check_options(layout: str, scale_layout: str) -> None:
-    """Raise an ArgumentError unless both are known and go together."""
-    for name, value, accepted in (("layout", layout, LAYOUTS), ("scale_layout", scale_layout, SCALE_LAYOUTS)):
-        if value not in accepted:
-            wanted = ", ".join(repr(a) for a in accepted if a != "none")
-            raise ArgumentError(f"{name} is {value!r}; expected one of {wanted}")
-    if scale_layout == "column" and layout == "transposed":
-        raise ArgumentError("scale_layout 'column' is for the scales of rows; layout 'transposed' has none")
-
-
-def check_inputs(
-    x: Metadata, weight: Metadata | None, bias: Metadata | None, residual: Metadata | None, **vectors: Metadata | None
-) -> None:
-    """Raise an ArgumentError unless these tensors go together. `vectors`: fp32, one number per column."""
-    dtype, shape, _, device = x
-    token("x", dtype)
-    if not shape:
-        raise ArgumentError("x has no dimensions; expected at least one, the last is normalised")
-    accepted = {"weight": (dtype, torch.float32), "bias": (dtype, torch.float32)}
-    for name, meta in (("weight", weight), ("bias", bias), *vectors.items()):
-        if meta is not None:
-            token(name, meta[0], accepted.get(name, (torch.float32,)))
-            if tuple(meta[1]) != (shape[-1],):
-                raise ArgumentError(
-                    f"{name} has shape {tuple(meta[1])}; expected ({shape[-1]},), the last dimension of x"
-                )
-            check_same(name, meta[3], device, "device index")
-    if weight is not None and bias is not None:
-        check_same("bias", bias[0], weight[0], "dtype", of="weight")
-    if residual is not None:
-        check_same("residual", residual[0], dtype, "dtype")
-        check_same("residual", residual[1], shape, "shape")
-        check_same("residual", residual[3], device, "device index")
-
-
-def check(
-    x: Metadata,
-    weight: Metadata | None,
-    bias: Metadata | None,
-    residual: Metadata | None,
-    rstd: Metadata | None,
-    mean: Metadata | None,
-    layout: str,
-    scale_layout: str,
-    keep: bool,
-    centred: bool,
-) -> None:
-    """Raise an ArgumentError unless these arguments go together."""
-    check_options(layout, scale_layout)
-    check_inputs(x, weight, bias, residual)
-    shape, device = x[1], x[3]
-    for name, meta in (("rstd", rstd), ("mean", mean)):
-        if meta is None:
-            continue
-        token(name, meta[0], (torch.float32,))
-        if tuple(meta[1]) != tuple(shape[:-1]):
-            raise ArgumentError(f"{name} has shape {tuple(meta[1])}; expected {tuple(shape[:-1])}, one per row of x")
-        check_same(name, meta[3], device, "device index")
-        if residual is not None:
-            raise ArgumentError(f"{name} goes without residual: give the sum that was normalised as x")
-    if centred and (rstd is None) != (mean is None):
-        raise ArgumentError("mean and rstd come together: both from an earlier call, or neither")
-    if keep and layout == "transposed":
-        raise ArgumentError("keep goes with layout 'row' or 'both', not 'transposed'")
-
-
-def outputs_of(
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    layout: str,
-    scale_layout: str,
-    statistics: tuple[str, ...],
-    keep: bool,
-    residual: bool,
-) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    """Return name, shape and dtype of every result of a call, in order. `statistics`: those computed, not given."""
-    shape, rows, cols = tuple(shape), row_count(shape), shape[-1]
-    found: list[tuple[str, tuple[int, ...], torch.dtype]] = []
-    if layout in ("row", "both"):
-        groups = groups_of(cols)
-        scales = (groups, rows) if scale_layout == "column" else (*shape[:-1], groups)
-        found += [("q", shape, CODES), ("scale", scales, torch.float32)]
-    if layout in ("transposed", "both"):
-        found += [("q_t", (cols, rows), CODES), ("scale_t", (groups_of(rows), cols), torch.float32)]
-    return found + _more_outputs(shape, dtype, statistics, keep, residual)
-
-
-def _more_outputs(shape: tuple[int, ...], dtype: torch.dtype, statistics: tuple[str, ...], keep: bool, residual: bool):
-    found = [(name, shape[:-1], torch.float32) for name in statistics]
-    if keep:
-        found.append(("y", shape, dtype))
-    if residual:
-        found.append(("sum", shape, dtype))
-    return found
-
-
-def smooth_outputs_of(
-    shape: Sequence[int], dtype: torch.dtype, keep: bool, residual: bool, calibrate: bool, centred: bool
-) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    """Return what outputs_of does, for codes with a scale per row of smoothed values."""
-    shape = tuple(shape)
-    found = [("q", shape, CODES), ("scale", shape[:-1], torch.float32)]
-    found += _more_outputs(shape, dtype, statistics_of(centred), keep, residual)
-    return found + [("amax", (shape[-1],), torch.float32)] * calibrate
-
-
-def statistics_of(centred: bool) -> tuple[str, ...]:
-    """Return the names of a row's statistics."""
-    return ("rstd", "mean") if centred else ("rstd",)
-
-
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 _SLOTS = ("q", "scale", "q_t", "scale_t", "rstd", "mean", "y", "sum", "amax")
@@ -263,18 +142,25 @@ class _Plan:
         scale_strides = (1, rows) if scale_layout == "column" else (groups, 1)
         vec = _WIDTH[t] if wide else 1
         vectors = -(-cols // vec)
+        dims = (rows, cols, x_stride, residual_stride)
         parameter = weight or bias
         w = t if parameter is None else token("weight", parameter[0])
         self._row = self._stats = self._ring = None
-        if layout in ("row", "none") and wide and vectors <= _ROW_THREADS * _ROW_CHUNKS:
+        if layout in ("row", "none") and wide and vectors <= _ROW_THREADS * _ROW_CHUNKS and rows < 1 << 31:
             threads = max(group_threads(-(-vectors // _ROW_CHUNKS), _ROW_THREADS), GROUP // vec)
             block = block_of(threads)
             self._row = _ROW.bind((t, w, _ROW_CHUNKS, centred), device, -(-rows // (block // threads)), block)
             self._args = (rows, cols, x_stride, residual_stride, threads, *scale_strides, pow2, rstd is not None)
             return
-        given_t = layout == "transposed" and rstd is not None and not centred
-        if given_t and wide and ring.serves(t, device, rows, cols, x_stride):
-            self._ring = ring.RingLaunch(t, device, rows, cols, x_stride, w != t, pow2)
+        known = rstd is not None or residual is not None  # before the tiles begin
+        ringed = known and wide and not (centred or keep) and ring.serves(t, device, rows, cols, x_stride)
+        if ringed and layout in ("transposed", "both"):
+            self._ring = ring.RingLaunch(
+                t, device, rows, cols, x_stride if residual is None else cols, scale_strides, by_rows=layout == "both",
+                weight_wide=w != t, pow2=pow2, after=residual is not None,
+            )  # fmt: skip
+            if residual is not None:
+                self._bind_stats((t, vec, False), device, rows, dims)
             return
         self._ticket, ahead, makers, stats_rows = None, row_tiles, 0, 0
         if rstd is None:
@@ -285,10 +171,7 @@ class _Plan:
                 ahead = -(-_AHEAD_PER_SM * device_info(device).sm_count // (groups + makers))
                 if 2 * ahead > row_tiles:
                     ahead, makers = row_tiles, 0
-            threads = group_threads(-(-vectors // 4), _STATS_THREADS)
-            block, first = block_of(threads), min(rows, ahead * GROUP)
-            self._stats = _STATS.bind((t, vec, centred or not wide), device, -(-first // (block // threads)), block)
-            self._stats_args = (first, rows, cols, x_stride, residual_stride, threads)
+            self._bind_stats((t, vec, centred or not wide), device, min(rows, ahead * GROUP), dims)
             if makers and device < 0:  # the emulator starts blocks in any order
                 self._ticket = torch.empty(1, dtype=torch.int32)
         if not wide:
@@ -304,6 +187,15 @@ class _Plan:
         self._args = (
             rows, cols, x_stride, *scale_strides, groups, w != t, residual is None, pow2, ahead, makers, stats_rows,
         )  # fmt: skip
+
+    def _bind_stats(
+        self, variant: tuple[str, int, bool], device: int, first: int, dims: tuple[int, int, int, int]
+    ) -> None:
+        """Bind the statistics of the `first` rows; `dims`: rows, columns, row strides of x and the residual."""
+        threads = group_threads(-(-dims[1] // (4 * variant[1])), _STATS_THREADS)
+        block = block_of(threads)
+        self._stats = _STATS.bind(variant, device, -(-first // (block // threads)), block)
+        self._stats_args = (first, *dims, threads)
 
     def run(
         self,
@@ -324,12 +216,12 @@ class _Plan:
                 *inputs, address(weight), address(bias), q, scale, *statistics, y, total, *self._args, eps, offset
             )
             return results
-        if self._ring is not None:
-            self._ring(inputs[0], q_t, address(weight), statistics[0], scale_t, offset)
-            return results
-        ticket = address(self._ticket)
+        ticket = address(self._ticket) if self._ring is None else 0
         if self._stats is not None:
             self._stats(*inputs, total, *statistics, ticket, *self._stats_args, eps)
+        if self._ring is not None:
+            self._ring(total or inputs[0], address(weight), statistics[0], q, scale, q_t, scale_t, offset)
+            return results
         self._tile(
             total or inputs[0], address(weight), address(bias), *statistics, q, scale, q_t, scale_t, y, ticket,
             *self._args, eps, offset,

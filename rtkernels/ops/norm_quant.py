@@ -17,7 +17,8 @@ from rtkernels.ops import layer_norm as _layer_norm  # noqa: F401  for its backw
 from rtkernels.ops import rms_norm as _rms_norm  # noqa: F401  for its backward
 from rtkernels.ops._norm_out import backward
 from rtkernels.ops._norm_quant_op import FORWARD, SMOOTH
-from rtkernels.ops._norm_quant_plans import CODES, GROUP, KERNELS, check_options, statistics_of
+from rtkernels.ops._norm_quant_plans import KERNELS
+from rtkernels.ops._norm_quant_shapes import CODES, GROUP, check_options, statistics_of
 from rtkernels.testing.rows import Row
 
 
