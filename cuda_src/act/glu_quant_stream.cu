@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
             shared.add_maxima(y, row_maxima);
             if (q != nullptr) shared.quantize_rows(y, row_maxima, place, out.cols, walk.scale_step(), out.pow2);
             shared.stage_columns(y, turn);
-            shared.store_unaligned(place, turn);
+            shared.store_column_ends(place, turn);
         }
     }
     clear_scales(places, row_blocks, cols, scale_t);
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
             shared.add_maxima(v, row_maxima);
             if (q != nullptr) shared.quantize_rows(v, row_maxima, place, out.cols, walk.scale_step(), out.pow2);
             shared.stage_columns(v, turn);
-            shared.store_unaligned(place, turn);
+            shared.store_column_ends(place, turn);
         }
     }
     clear_scales(places, row_blocks, 2 * cols, scale_t);

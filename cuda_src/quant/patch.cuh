@@ -7,7 +7,7 @@
 //     add_maxima      maxima of columns to shared memory
 //     quantize_rows   needs nothing from other warps          make_scales     when all maxima are there
 //     stage_columns   transposed codes to shared memory
-//     store_unaligned                                         store_columns   when all codes are there
+//     store_column_ends                                       store_columns   when all codes are there
 #pragma once
 #include "common/fp8_scale.cuh"
 #include "ptx/mbarrier.cuh"
@@ -194,25 +194,29 @@ struct PatchShared {
     RTK_DEVICE void store_columns(const PatchOutput& out, u32 turn) {
         const int thread = static_cast<int>(threadIdx.x) - (kPatchThreads - kPatchStorers);
         ptx::mbarrier_wait(ptx::shared_address(&staged), turn & 1);
-        if (out.whole) {
 #pragma unroll
-            for (int side = 0; side < SIDES; ++side)
-                store_whole_columns<kPatchStorers>(codes[side], out.q_t + (side == 0 ? 0 : out.q_t_right), out.pitch,
-                                                   static_cast<int>(out.rows), static_cast<int>(out.columns), thread);
+        for (int side = 0; side < SIDES; ++side) {
+            e4m3* to = out.q_t + (side == 0 ? 0 : out.q_t_right);
+            const int rows = static_cast<int>(out.rows), columns = static_cast<int>(out.columns);
+            if (out.whole) {
+                store_whole_columns<kPatchStorers>(codes[side], to, out.pitch, rows, columns, thread);
+            } else {
+                store_shifted_pieces<kPatchStorers>(codes[side], SquareTurn{}, to, out.pitch, rows, columns, thread);
+            }
         }
         __syncwarp();
         if (thread % kWarp == 0) ptx::mbarrier_arrive(ptx::shared_address(&stored));
     }
 
-    // Workers store what takes many instructions.
-    RTK_DEVICE void store_unaligned(const PatchOutput& out, u32 turn) const {
+    // Workers store the ends of columns that begin anywhere.
+    RTK_DEVICE void store_column_ends(const PatchOutput& out, u32 turn) const {
         if (out.whole) return;
         ptx::mbarrier_wait(ptx::shared_address(&staged), turn & 1);
 #pragma unroll 1
         for (int side = 0; side < SIDES; ++side)
-            store_shifted_columns<kPatchWorkers>(codes[side], out.q_t + (side == 0 ? 0 : out.q_t_right), out.pitch,
-                                                 static_cast<int>(out.rows), static_cast<int>(out.columns),
-                                                 static_cast<int>(this_thread()));
+            store_ends<kPatchWorkers>(codes[side], SquareTurn{}, out.q_t + (side == 0 ? 0 : out.q_t_right), out.pitch,
+                                      static_cast<int>(out.rows), static_cast<int>(out.columns),
+                                      static_cast<int>(this_thread()));
     }
 };
 
