@@ -99,7 +99,30 @@ RTK_DEVICE void store_columns(TileScratch512& scratch, e4m3* q, u32 pitch, int r
         }
         return;
     }
-    store_shifted_columns<kThreads>(scratch.codes, TileTurn<kWide>{}, q, pitch, rows, columns, static_cast<int>(thread));
+    // A column may begin at any byte. Lanes write its aligned words, shifted together from two words of codes, and
+    // the bytes at the ends.
+    auto word = [&](int column, int w) {
+        if (w < 0 || w >= kSide / 4) return 0u;
+        return *reinterpret_cast<const u32*>(scratch.unit(column, w * 4) + w % 2 * 4);
+    };
+#pragma unroll 1
+    for (int column = static_cast<int>(thread / kWarp); column < columns; column += kWarps) {
+        e4m3* p = q + product(column, pitch);
+        const int ahead = static_cast<int>(reinterpret_cast<u64>(p) & 3);
+#pragma unroll 1
+        for (int w = static_cast<int>(thread % kWarp); w * 4 - ahead < rows; w += kWarp) {
+            const Raw<4> codes = {__funnelshift_l(word(column, w - 1), word(column, w), ahead * 8)};
+            const int first = w * 4 - ahead;
+            if (first >= 0 && first + 4 <= rows) {
+                ptx::st<4>(p + first, codes);
+            } else {
+#pragma unroll
+                for (int b = 0; b < 4; ++b)
+                    if (first + b >= 0 && first + b < rows)
+                        ptx::st<1>(p + first + b, Raw<1>{(codes.w[0] >> (8 * b)) & 0xffu});
+            }
+        }
+    }
 }
 
 // Maxima of the thread's rows and columns.

@@ -10,7 +10,6 @@
 #include "common/fp8_scale.cuh"
 #include "common/pressure.cuh"
 #include "common/vec.cuh"
-#include "quant/shifted_columns.cuh"
 #include "quant/tile.cuh"
 
 namespace rtk {
@@ -39,10 +38,8 @@ RTK_DEVICE int square_unit(int column, int u) {
     return column * kTileSide + ((u / 2) ^ (column / kSquare % 8)) * 16 + ((u ^ (column / 64)) % 2) * 8;
 }
 
-// The same for quant/shifted_columns.cuh.
-struct SquareTurn {
-    RTK_DEVICE int operator()(int column) const { return column / kSquare % 8 * 16 + column / 64 * 8; }
-};
+// The code of row r of a column is byte r ^ square_turn(column) of its 128.
+RTK_DEVICE int square_turn(int column) { return column / kSquare % 8 * 16 + column / 64 * 8; }
 
 struct SquareScratch {
     // Numbers per column are kept by fours, first those of columns 0..3 of every thread, then 4..7; the 16 between put
@@ -105,12 +102,40 @@ RTK_DEVICE void store_whole_columns(const u8* codes, e4m3* q, Pitch pitch, int r
     }
 }
 
+// The same in general. A column may begin at any byte: lanes write its aligned words, shifted together from two words of
+// codes, and the bytes at the ends.
+template <int THREADS, typename Pitch>
+RTK_DEVICE void store_shifted_columns(const u8* codes, e4m3* q, Pitch pitch, int rows, int columns, int thread) {
+    auto word = [&](int column, int w) {
+        if (w < 0 || w >= kTileSide / 4) return 0u;
+        return *reinterpret_cast<const u32*>(codes + square_unit(column, w / 2) + w % 2 * 4);
+    };
+#pragma unroll 1
+    for (int column = thread / kWarp; column < columns; column += THREADS / kWarp) {
+        e4m3* to = q + static_cast<u64>(pitch) * static_cast<u32>(column);
+        const int ahead = static_cast<int>(reinterpret_cast<u64>(to) & 3);
+#pragma unroll 1
+        for (int w = thread % kWarp; w * 4 - ahead < rows; w += kWarp) {
+            const Raw<4> shifted = {__funnelshift_l(word(column, w - 1), word(column, w), ahead * 8)};
+            const int first = w * 4 - ahead;
+            if (first >= 0 && first + 4 <= rows) {
+                ptx::st<4>(to + first, shifted);
+            } else {
+#pragma unroll
+                for (int b = 0; b < 4; ++b)
+                    if (first + b >= 0 && first + b < rows)
+                        ptx::st<1>(to + first + b, Raw<1>{(shifted.w[0] >> (8 * b)) & 0xffu});
+            }
+        }
+    }
+}
+
 template <int THREADS, typename Pitch>
 RTK_DEVICE void store_columns(const u8* codes, e4m3* q, Pitch pitch, int rows, int columns, int thread) {
     if (((reinterpret_cast<u64>(q) | static_cast<u64>(pitch) | static_cast<u64>(rows)) & 15) == 0) {
         store_whole_columns<THREADS>(codes, q, pitch, rows, columns, thread);
     } else {
-        store_shifted_columns<THREADS>(codes, SquareTurn{}, q, pitch, rows, columns, thread);
+        store_shifted_columns<THREADS>(codes, q, pitch, rows, columns, thread);
     }
 }
 

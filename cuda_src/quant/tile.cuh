@@ -10,19 +10,12 @@
 #include "common/fp8_scale.cuh"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
-#include "quant/shifted_columns.cuh"
 
 namespace rtk {
 
 inline constexpr int kTileSide = 128;
 inline constexpr int kTileRows = 8;                        // of one thread
 inline constexpr int kTileTeams = kTileSide / kTileRows;   // threads above one another
-
-// As quant/shifted_columns.cuh has it.
-template <int N>
-struct TileTurn {
-    RTK_DEVICE int operator()(int column) const { return column / N % 16 * 8; }
-};
 
 template <int N>
 struct TileScratch {
@@ -254,7 +247,28 @@ RTK_DEVICE void store_columns(const Tile<N>& tile, TileScratch<N>& scratch, F8* 
             if (first + step < tile.columns && piece * 16 < tile.rows) store_codes<STREAM>(p, codes[step / kStep]);
         return;
     }
-    store_shifted_columns<Tile<N>::kThreads>(scratch.codes, TileTurn<N>{}, q, pitch, tile.rows, tile.columns, thread);
+    // A column may begin at any byte. Lanes write its aligned words, shifted together from two words of codes, and
+    // the bytes at the ends.
+    auto word = [&](int column, int w) {
+        if (w < 0 || w >= kTileSide / 4) return 0u;
+        return *reinterpret_cast<const u32*>(scratch.unit(column, w * 4) + w % 2 * 4);
+    };
+    for (int column = thread / kWarp; column < tile.columns; column += Tile<N>::kWarps) {
+        F8* p = q + column * pitch;
+        const int ahead = static_cast<int>(reinterpret_cast<u64>(p) & 3);
+        for (int w = thread % kWarp; w * 4 - ahead < tile.rows; w += kWarp) {
+            const Raw<4> codes = {__funnelshift_l(word(column, w - 1), word(column, w), ahead * 8)};
+            const int first = w * 4 - ahead;
+            if (first >= 0 && first + 4 <= tile.rows) {
+                ptx::st<4>(p + first, codes);
+            } else {
+#pragma unroll
+                for (int b = 0; b < 4; ++b)
+                    if (first + b >= 0 && first + b < tile.rows)
+                        ptx::st<1>(p + first + b, Raw<1>{(codes.w[0] >> (8 * b)) & 0xffu});
+            }
+        }
+    }
 }
 
 }  // namespace rtk
