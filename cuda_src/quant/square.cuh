@@ -38,6 +38,9 @@ RTK_DEVICE int square_unit(int column, int u) {
     return column * kTileSide + ((u / 2) ^ (column / kSquare % 8)) * 16 + ((u ^ (column / 64)) % 2) * 8;
 }
 
+// The code of row r of a column is byte r ^ square_turn(column) of its 128.
+RTK_DEVICE int square_turn(int column) { return column / kSquare % 8 * 16 + column / 64 * 8; }
+
 struct SquareScratch {
     // Numbers per column are kept by fours, first those of columns 0..3 of every thread, then 4..7; the 16 between put
     // them on different banks.
