@@ -18,6 +18,11 @@ RTK_DEVICE Raw<16> ld_shared_16(SharedAddress address) {
     return r;
 }
 
+RTK_DEVICE void st_shared_16(SharedAddress address, const Raw<16>& r) {
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r.w[0]), "r"(r.w[1]), "r"(r.w[2]), "r"(r.w[3])
+                 : "memory");
+}
+
 // What these bytes are does not matter, although they will be read. Costs nothing; the emulator fills them.
 RTK_DEVICE void leave_undefined(SharedAddress, u32) {}
 

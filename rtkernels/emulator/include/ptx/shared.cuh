@@ -8,6 +8,7 @@ using SharedAddress = u8*;
 
 RTK_DEVICE SharedAddress shared_address(const void* p) { return static_cast<u8*>(const_cast<void*>(p)); }
 RTK_DEVICE Raw<16> ld_shared_16(SharedAddress address) { return ld_keep<16>(address); }
+RTK_DEVICE void st_shared_16(SharedAddress address, const Raw<16>& r) { st<16>(address, r); }
 
 RTK_DEVICE void leave_undefined(SharedAddress first, u32 bytes) {
     for (u32 i = 0; i < bytes; ++i) first[i] = 255;
