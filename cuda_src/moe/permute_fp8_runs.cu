@@ -64,8 +64,8 @@ RTK_DEVICE void quantize_block_rows(const RowBlock& block, const u8* tile, int w
             largest = fmaxf(largest, most[s]);
         }
     };
-    find(larger_of<false>);
-    if (not_finite(largest)) find(larger_of<true>);  // rarely
+    find([](u32 a, u32 b) { return larger_of<false>(a, b); });
+    if (not_finite(largest)) find([](u32 a, u32 b) { return larger_of<true>(a, b); });  // rarely
     const float own = fp8_scale<F8>(scattered<kSteps, 16>(most, lane, fmaxf), out.pow2);
     const u32 above = block.unit.above + block.down;
     const int own_row = row + 2 * (lane % kSteps);
@@ -105,8 +105,8 @@ RTK_DEVICE void quantize_block_columns(const RowBlock& block, const u8* tile, in
             most[0] = larger(most[0], most[1]);
             magnitude[0] = low_magnitude(most[0]), magnitude[1] = high_magnitude(most[0]);
         };
-        find(larger_of<false>);
-        if (not_finite(fmaxf(magnitude[0], magnitude[1]))) find(larger_of<true>);  // rarely
+        find([](u32 a, u32 b) { return larger_of<false>(a, b); });
+        if (not_finite(fmaxf(magnitude[0], magnitude[1]))) find([](u32 a, u32 b) { return larger_of<true>(a, b); });  // rarely
         Raw<8> scales;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
