@@ -1,16 +1,17 @@
 // What moe/permute_fp8.cu does, with transposed codes among the results, for sm_90. Transposed codes of 128 columns of an
 // expert are one run of memory, however many rows it has: they are put together in shared memory and written as a run, so
-// that lines of memory are whole, although the columns begin anywhere. Experts of many rows have several such pieces.
+// that lines of memory are whole, although columns begin anywhere. Experts of many rows have several such pieces.
 //
-// Blocks stay, and draw units of work (moe/permute_fp8_runs.cuh) from a counter. One warp asks the copy engine for rows
-// of tokens, block of 128 rows after block; eight quantise them along the rows, 16 rows each; for each of four slots, two
-// quantise the columns, 64 each and a lane two of them, alone with their maxima; the last ones write runs.
+// Blocks stay; each has its share of units (moe/permute_fp8_runs.cuh), which one warp works out. Four warps fetch rows of tokens, block of
+// 128 rows after block, to four slots of shared memory. Two teams of eight warps quantise a block each: a warp has 16 rows,
+// and 32 rows of 64 columns, two in a lane. Four warps write the runs. All of them meet at mbarriers only.
 //
 // Staged codes have no gaps, and no padding that would spread them over the banks. Instead, lanes take pieces of 16
 // rows in an order of their own: lane l has columns 2l and 2l + 1, and begins with piece l. In units of 16 bytes, column to
 // column is any number m; then neighbouring lanes are 2m + 1 units apart, an odd number.
 #include "moe/permute_fp8_runs.cuh"
 #include "moe/rows.cuh"
+#include "ptx/cp_async.cuh"
 #include "quant/amax.cuh"
 
 namespace rtk {
@@ -41,13 +42,13 @@ RTK_DEVICE float high_magnitude(u32 word) { return __uint_as_float(word & 0x7fff
 
 // Codes and scales of the warp's 16 rows of a block.
 template <typename F8>
-RTK_DEVICE void quantize_block_rows(const RowBlock& block, const u8* tile, int warp, const RunOutput& out) {
+RTK_DEVICE void quantize_block_rows(const RowBlock& block, const u8* tile, u32 warp, const RunOutput& out) {
     constexpr int kSteps = 8;
-    const int lane = static_cast<int>(threadIdx.x) % kWarp, rows = static_cast<int>(block.rows);
+    const u32 lane = threadIdx.x % kWarp, rows = block.rows();
     if (warp * 16 >= rows) return;
     const u32 column = lane % 16 * 8;
     const bool here = column < out.columns(block.unit);
-    const int row = warp * 16 + lane / 16;  // of the thread's first; the others are two apart
+    const u32 row = warp * 16 + lane / 16;  // of the thread's first; the others are two apart
     const ptx::SharedAddress own_rows = ptx::shared_address(tile) + row * kRowBytes + column * 2;
     Raw<16> raw[kSteps];
 #pragma unroll
@@ -66,9 +67,9 @@ RTK_DEVICE void quantize_block_rows(const RowBlock& block, const u8* tile, int w
     };
     find([](u32 a, u32 b) { return larger_of<false>(a, b); });
     if (not_finite(largest)) find([](u32 a, u32 b) { return larger_of<true>(a, b); });  // rarely
-    const float own = fp8_scale<F8>(scattered<kSteps, 16>(most, lane, fmaxf), out.pow2);
+    const float own = fp8_scale<F8>(scattered<kSteps, 16>(most, static_cast<int>(lane), fmaxf), out.pow2);
     const u32 above = block.unit.above + block.down;
-    const int own_row = row + 2 * (lane % kSteps);
+    const u32 own_row = row + 2 * (lane % kSteps);
     if (lane % 16 < kSteps && own_row < rows)
         out.scale[static_cast<u64>(block.unit.start) * out.strips + static_cast<u64>(block.unit.strip) * block.unit.count +
                   above + own_row] = own;
@@ -84,58 +85,82 @@ RTK_DEVICE void quantize_block_rows(const RowBlock& block, const u8* tile, int w
     }
 }
 
-// Codes and scales of 64 columns of a block, two in a lane. `wait` returns when the codes may be staged.
-template <typename F8, typename Wait>
-RTK_DEVICE void quantize_block_columns(const RowBlock& block, const u8* tile, int half, u8* stage, const RunOutput& out,
-                                       const Wait& wait) {
-    const int lane = static_cast<int>(threadIdx.x) % kWarp, chunks = static_cast<int>(block.rows + 15) / 16;
-    const u32 column = half * 64 + lane * 2;
-    const bool here = column < out.columns(block.unit);
-    const u8* words = tile + column * 2;
-    auto word = [&](int r) { return *reinterpret_cast<const u32*>(words + r * kRowBytes); };
-    float inverse[2] = {};
-    if (here) {
-        float magnitude[2];
+// Columns of a block, in registers: 64 of them in a warp, two in a lane, and two pieces of 16 rows.
+template <typename F8>
+struct BlockColumns {
+    static constexpr int kPieces = 2;                                  // of a lane
+    static constexpr int kInColumn = kTileSide / 16, kAbove = kInColumn / kPieces;  // warps above one another
+
+    u32 word[kPieces][16];
+    u32 lane, warp, column;
+    u32 rows;  // of the block, up to the next 16; 0 if there are no such columns
+    u32 piece;
+
+    RTK_DEVICE BlockColumns(const RowBlock& block, const u8* tile, u32 warp_of_team, const RunOutput& out)
+        : lane(threadIdx.x % kWarp), warp(warp_of_team) {
+        column = warp / kAbove * (2 * kWarp) + lane * 2;
+        rows = column < out.columns(block.unit) ? (block.rows() + 15) / 16 * 16 : 0;
+        // With few rows, conflicts matter less than that warps have nothing to do.
+        piece = warp % kAbove * kPieces + (block.rows() > kTileSide / 2 ? lane : 0);
+#pragma unroll
+        for (int p = 0; p < kPieces; ++p) {
+            const u8* first = tile + row(p) * kRowBytes + column * 2;
+#pragma unroll
+            for (int r = 0; r < 16; ++r)
+                word[p][r] = row(p) < rows ? *reinterpret_cast<const u32*>(first + r * kRowBytes) : 0u;
+        }
+    }
+
+    // First of the lane's pieces.
+    RTK_DEVICE u32 row(int p) const { return (piece + p) % kInColumn * 16; }
+
+    // Largest magnitudes, in a word.
+    RTK_DEVICE u32 maxima() const {
         auto find = [&](auto larger) {
-            u32 most[2] = {0, 0};
-#pragma unroll 1
-            for (int c = 0; c < chunks; ++c)
+            u32 most[kPieces] = {};
 #pragma unroll
-                for (int r = 0; r < 16; ++r) most[r % 2] = larger(most[r % 2], word(c * 16 + r));
-            most[0] = larger(most[0], most[1]);
-            magnitude[0] = low_magnitude(most[0]), magnitude[1] = high_magnitude(most[0]);
+            for (int r = 0; r < 16; ++r)
+#pragma unroll
+                for (int p = 0; p < kPieces; ++p) most[p] = larger(most[p], word[p][r]);
+            return larger(most[0], most[1]);
         };
-        find([](u32 a, u32 b) { return larger_of<false>(a, b); });
-        if (not_finite(fmaxf(magnitude[0], magnitude[1]))) find([](u32 a, u32 b) { return larger_of<true>(a, b); });  // rarely
-        Raw<8> scales;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float scale = fp8_scale<F8>(magnitude[i], out.pow2);
-            scales.w[i] = __float_as_uint(scale);
-            inverse[i] = inverse_scale(scale);
-        }
-        const u32 number = block.unit.block + block.down / kTileSide;
-        ptx::st<8>(out.scale_t + static_cast<u64>(number) * out.cols + block.unit.strip * kTileSide + column, scales);
+        const u32 most = find([](u32 a, u32 b) { return larger_of<false>(a, b); });
+        if (!not_finite(fmaxf(low_magnitude(most), high_magnitude(most)))) return most;
+        return find([](u32 a, u32 b) { return larger_of<true>(a, b); });  // rarely
     }
-    wait();
-    if (!here) return;
-    const u32 pitch = block.unit.pitch();
-    const ptx::SharedAddress to = ptx::shared_address(stage) + column * pitch + block.down;
-    int chunk = lane % chunks;
-#pragma unroll 1
-    for (int s = 0; s < chunks; ++s) {
-        float low[16], high[16];
+
+    // From the maxima of all warps above one another, [kAbove][kWarp], to the reciprocals of the lane's scales. One of
+    // these warps stores the scales.
+    RTK_DEVICE void scales(const RowBlock& block, const u32* most, const RunOutput& out, float (&inverse)[2]) const {
+        u32 all = most[lane];
 #pragma unroll
-        for (int r = 0; r < 16; ++r) {
-            float both[2];
-            unpack<bf16, 2>(Raw<4>{word(chunk * 16 + r)}, both);
-            low[r] = both[0], high[r] = both[1];
-        }
-        ptx::st_shared_16(to + chunk * 16, quantized<F8>(low, inverse[0]));
-        ptx::st_shared_16(to + pitch + chunk * 16, quantized<F8>(high, inverse[1]));
-        chunk = chunk + 1 == chunks ? 0 : chunk + 1;
+        for (int w = 1; w < kAbove; ++w) all = larger_of<false>(all, most[w * kWarp + lane]);
+        const float own[2] = {fp8_scale<F8>(low_magnitude(all), out.pow2), fp8_scale<F8>(high_magnitude(all), out.pow2)};
+        inverse[0] = inverse_scale(own[0]), inverse[1] = inverse_scale(own[1]);
+        if (warp % kAbove != 0 || rows == 0) return;
+        const u64 place = static_cast<u64>(block.unit.block + block.down / kTileSide) * out.cols;
+        ptx::st<8>(out.scale_t + place + block.unit.strip * kTileSide + column,
+                   Raw<8>{__float_as_uint(own[0]), __float_as_uint(own[1])});
     }
-}
+
+    // Codes, `pitch` bytes from column to column; `stage`: where the block's first row has its.
+    RTK_DEVICE void codes(const float (&inverse)[2], u8* stage, u32 pitch) const {
+        const ptx::SharedAddress to = ptx::shared_address(stage) + column * pitch;
+#pragma unroll
+        for (int p = 0; p < kPieces; ++p) {
+            if (row(p) >= rows) continue;
+            float low[16], high[16];
+#pragma unroll
+            for (int r = 0; r < 16; ++r) {
+                float both[2];
+                unpack<bf16, 2>(Raw<4>{word[p][r]}, both);
+                low[r] = both[0], high[r] = both[1];
+            }
+            ptx::st_shared_16(to + row(p), quantized<F8>(low, inverse[0]));
+            ptx::st_shared_16(to + pitch + row(p), quantized<F8>(high, inverse[1]));
+        }
+    }
+};
 
 // Writes the staged codes of a unit. All warps that store call.
 RTK_DEVICE void store_unit(const Unit& unit, const u8* stage, int thread, const RunOutput& out) {
@@ -147,13 +172,21 @@ RTK_DEVICE void store_unit(const Unit& unit, const u8* stage, int thread, const 
         if (unit.whole()) {
             constexpr u32 kPart = 4096;
             const u32 bytes = columns * pitch, first = thread * kPart;
-            if (thread < kWarp && first < bytes) ptx::bulk_store(to + first, from + first, min(bytes - first, kPart));
-        } else {
-            for (u32 c = thread; c < columns; c += kStoreWarps * kWarp)
-                ptx::bulk_store(to + static_cast<u64>(c) * unit.count, from + c * pitch, unit.rows);
+            if (first < bytes) ptx::bulk_store(to + first, from + first, min(bytes - first, kPart));
+            ptx::bulk_store_commit();
+            ptx::bulk_store_wait_read();
+            return;
         }
-        ptx::bulk_store_commit();
-        ptx::bulk_store_wait_read();
+        // Pieces of 16 bytes along the columns.
+        const u32 in_column = pitch / 16, all = in_column * columns;
+        const u32 step = kStoreWarps * kWarp, down = step / in_column, right = step - down * in_column;
+        u32 c = thread / in_column, piece = thread - c * in_column;
+#pragma unroll 4
+        for (u32 i = thread; i < all; i += step) {
+            ptx::st<16>(to + static_cast<u64>(c) * unit.count + piece * 16, ptx::ld_shared_16(from + i * 16));
+            c += down, piece += right;
+            if (piece >= in_column) ++c, piece -= in_column;
+        }
         return;
     }
     // Columns may begin at any byte. Lanes write aligned words, shifted together from two, and the bytes at the ends.
@@ -179,161 +212,166 @@ RTK_DEVICE void store_unit(const Unit& unit, const u8* stage, int thread, const 
     }
 }
 
-// Warps that ask for rows of x, `x_stride` elements apart, 32 of each block.
-template <int MODE>
+// What the warps that fetch do; each looks after one slot. `stride`: from token to token, in units of 16 bytes.
 struct RowFetch {
-    const bf16* x;
-    const i32* slots;
-    i64 x_stride, divisor;
-    u32 choices, cols;
-    u32 first;  // row of the warp in a block
+    static constexpr int kOwn = kTileSide / kWarp;  // rows of a lane
+    static constexpr u32 kNowhere = 0xffffffffu;
 
-    // What fills the lane's row of a block.
-    RTK_DEVICE u32 request(const Unit& unit, u32 down) const {
-        const u32 row = down + first + threadIdx.x % kWarp;
-        return row < unit.rows ? ptx::ld_keep<4>(slots + unit.start + unit.above + row).w[0] : ~0u;
+    const u8* x;
+    const i32* slots;
+    u32 stride, choices, cols;
+    i64 divisor;
+
+    // What fills the lane's rows.
+    RTK_DEVICE void request(const RowBlock& block, u32 (&found)[kOwn]) const {
+        const i32* first = slots + (block.unit.start + block.unit.above + block.down);
+        const u32 rows = block.rows();
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) {
+            const u32 row = i * kWarp + threadIdx.x % kWarp;
+            found[i] = row < rows ? ptx::ld_keep<4>(first + row).w[0] : ~0u;
+        }
     }
 
     // Rows without a token are zeros, up to the next 16.
-    RTK_DEVICE void ask(const RowBlock& block, u32 found, ptx::SharedAddress barrier, u8* tile) const {
-        const u32 lane = threadIdx.x % kWarp, column = block.unit.strip * kTileSide;
-        const u32 columns = min(cols - column, static_cast<u32>(kTileSide)), bytes = columns * 2;
-        const u32 rows = (block.rows + 15) / 16 * 16;
-        const bool filled = found < choices;
-        if constexpr (MODE == 0) {
-            u8* row = tile + (first + lane) * kRowBytes;
-            if (first + lane < rows && !filled) {
-                Raw<16> zeros;
-                clear(zeros);
-                for (u32 b = 0; b < bytes; b += 16) *reinterpret_cast<Raw<16>*>(row + b) = zeros;
-                ptx::fence_async_shared();
-            }
-            const int count = __popc(__ballot_sync(0xffffffffu, filled ? 1 : 0));
-            __syncwarp();
-            if (lane == 0) ptx::mbarrier_arrive_expect(barrier, static_cast<u32>(count) * bytes);
-            __syncwarp();
-            if (filled) ptx::bulk_load(ptx::shared_address(row), x + divided(found, divisor) * x_stride + column, bytes, barrier);
-        } else {
-            const i64 place = filled ? divided(found, divisor) * x_stride : -1;
-            const u32 own = lane % 16 * 8;
-            const ptx::SharedAddress to = ptx::shared_address(tile) + (first + lane / 16) * kRowBytes + own * 2;
+    RTK_DEVICE void ask(const RowBlock& block, const u32 (&found)[kOwn], ptx::SharedAddress tile,
+                        ptx::SharedAddress barrier) const {
+        const u32 lane = threadIdx.x % kWarp, piece = lane % 16;
+        const u32 column = block.unit.strip * kTileSide, columns = min(cols - column, static_cast<u32>(kTileSide));
+        const u32 rows = piece * 8 < columns ? (block.rows() + 15) / 16 * 16 : 0;
+        const u8* from = x + column * 2 + piece * 16;
+        const ptx::SharedAddress to = tile + lane / 16 * kRowBytes + piece * 16;
 #pragma unroll
-            for (int r = 0; r < kWarp; r += 2) {
-                const i64 from = __shfl_sync(0xffffffffu, place, r + static_cast<int>(lane) / 16);
-                if (first + r < rows && own < columns)
-                    ptx::cp_async_16_or_zero(to + r * kRowBytes, x + (from < 0 ? 0 : from) + column + own, from >= 0);
+        for (int i = 0; i < kOwn; ++i) {
+            const bool filled = found[i] < choices;
+            const u32 own = filled ? divided(found[i], divisor) * stride : kNowhere;
+            if (__all_sync(0xffffffffu, filled && rows != 0 ? 1 : 0)) {
+#pragma unroll
+                for (int r = 0; r < kWarp; r += 2) {
+                    const u32 at = __shfl_sync(0xffffffffu, own, r + static_cast<int>(lane) / 16);
+                    ptx::cp_async_16(to + (i * kWarp + r) * kRowBytes, from + static_cast<u64>(at) * 16);
+                }
+            } else if (i * kWarp < block.rows()) {
+#pragma unroll 1
+                for (int r = 0; r < kWarp; r += 2) {
+                    const u32 at = __shfl_sync(0xffffffffu, own, r + static_cast<int>(lane) / 16);
+                    const bool reads = at != kNowhere;
+                    if (i * kWarp + r < rows)
+                        ptx::cp_async_16_or_zero(to + (i * kWarp + r) * kRowBytes,
+                                                 from + (reads ? static_cast<u64>(at) * 16 : 0), reads);
+                }
             }
-            ptx::cp_async_arrive(barrier);
         }
+        ptx::cp_async_arrive(barrier);
     }
 };
 
-// Arguments as those of moe_permute_fp8 (moe/permute_fp8.cu); cols is a multiple of 16, q_t is wanted. counter: 0.
+// Arguments as those of moe_permute_fp8 (moe/permute_fp8.cu); cols is a multiple of 16, q_t is wanted.
 // Dynamic shared memory: kRunMemory + 12 * (expert_count + 1) bytes.
-template <typename F8, int MODE>
+template <typename F8>
 __global__ void __launch_bounds__(kRunThreads, 1)
     moe_permute_fp8_runs(const bf16* x, const i32* slots, const i32* offsets, const u8* probs, const i32* experts, F8* q,
-                         float* scale, F8* q_t, float* scale_t, u8* probs_out, u32* counter, i64 choices, i64 top_k,
+                         float* scale, F8* q_t, float* scale_t, u8* probs_out, i64 choices, i64 top_k,
                          i64 divisor, i64 rows, i64 cols, i64 x_stride, i64 expert_count, i64 row_blocks,
                          i64 column_tiles, i64 prob_kind, i64 prob_columns, i64 pow2) {
     extern __shared__ __align__(128) u8 memory[];
     __shared__ RunShared shared;
     u8* const stages = memory + kSlots * kSlotBytes;
-    shared.init(MODE == 0 ? kFetchWarps + 1 : kFetchWarps * kWarp + 1);
-    const Units units(memory + kRunMemory, offsets, expert_count, rows);
+    shared.init();
+    const Units units(memory + kRunMemory, offsets, expert_count, rows, static_cast<u32>(column_tiles));
     const RunOutput out = {reinterpret_cast<u8*>(q), scale, reinterpret_cast<u8*>(q_t), scale_t, static_cast<u32>(cols),
-                           static_cast<u32>(column_tiles), pow2 != 0};
-    const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
+                           units.strips, pow2 != 0};
+    const u32 warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
 
-    if (warp < kRowWarps) {
+    if (warp < kWorkWarps) {
+        const u32 team = warp / kTeamWarps, own = warp % kTeamWarps;
 #pragma unroll 1
-        for (u32 turn = 0;; ++turn) {
-            const RowBlock& block = shared.wait_full(turn);
-            if (block.rows == 0) break;
-            if (q != nullptr)
-                quantize_block_rows<F8>(block, memory + turn % kSlots * kSlotBytes, (warp + turn) % kRowWarps, out);
-            shared.release(turn);
-        }
-    } else if (warp < kRowWarps + kColumnWarps) {
-        const u32 slot = (warp - kRowWarps) / 2;
-#pragma unroll 1
-        for (u32 turn = slot;; turn += kSlots) {
-            const RowBlock& block = shared.wait_full(turn);
-            const u32 buffer = block.turn % 2, rows_here = block.rows, arrivals = block.arrivals;
-            auto wait = [&] { ptx::mbarrier_wait(ptx::shared_address(&shared.freed[buffer]), (block.turn / 2 & 1) ^ 1); };
-            if (rows_here != 0) {
-                quantize_block_columns<F8>(block, memory + slot * kSlotBytes, warp % 2, stages + buffer * kStageBytes, out,
-                                           wait);
-            } else if (arrivals != 0) {
-                wait();
+        for (u32 turn = team;; turn += kTeams) {
+            const u32 slot = turn % kSlots, phase = turn / kTeams;
+            wait_for(shared.full[slot], turn / kSlots);
+            const RowBlock block = shared.blocks[slot];
+            const u32 buffer = block.turn % 2;
+            if (block.rows() == 0) {
+                // One team tells those that store.
+                if (block.down == 0) wait_for(shared.freed[buffer], block.turn / 2 + 1);
+                if (block.down == 0) warp_arrive(shared.staged[buffer], block.arrivals());
+                break;
             }
+            const u8* tile = memory + slot * kSlotBytes;
+            if (q != nullptr) quantize_block_rows<F8>(block, tile, own, out);
+            const BlockColumns<F8> columns(block, tile, own, out);
+            warp_arrive(shared.empty[slot]);
+            shared.most[team][phase % 2][own][lane] = columns.maxima();
+            warp_arrive(shared.added[team]);
+            wait_for(shared.added[team], phase);
+            float inverse[2];
+            columns.scales(block, shared.most[team][phase % 2][own / 4 * 4], out, inverse);
+            wait_for(shared.freed[buffer], block.turn / 2 + 1);
+            columns.codes(inverse, stages + buffer * kStageBytes + block.down, block.unit.pitch());
             ptx::fence_async_shared();
-            __syncwarp();
-            if (lane == 0)
-                for (u32 i = 0; i < arrivals; ++i) ptx::mbarrier_arrive(ptx::shared_address(&shared.staged[buffer]));
-            if (rows_here == 0) break;
-            shared.release(turn);
+            warp_arrive(shared.staged[buffer], block.arrivals());
         }
-    } else if (warp < kRowWarps + kColumnWarps + kStoreWarps) {
-        const int thread = static_cast<int>(threadIdx.x) - (kRowWarps + kColumnWarps) * kWarp;
+    } else if (warp < kWorkWarps + kStoreWarps) {
+        const int thread = static_cast<int>(threadIdx.x) - kWorkWarps * kWarp;
 #pragma unroll 1
         for (u32 turn = 0;; ++turn) {
             const u32 buffer = turn % 2;
-            ptx::mbarrier_wait(ptx::shared_address(&shared.staged[buffer]), turn / 2 & 1);
-            const Unit& unit = shared.units[turn % kKeptUnits];
+            wait_for(shared.staged[buffer], turn / 2);
+            const Unit unit = shared.units[turn % kKeptUnits];
             if (unit.rows == 0) break;
             store_unit(unit, stages + buffer * kStageBytes, thread, out);
-            __syncwarp();
-            if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.freed[buffer]));
+            warp_arrive(shared.freed[buffer]);
         }
-    } else {
-        const u32 fetcher = warp - (kRowWarps + kColumnWarps + kStoreWarps);
-        const RowFetch<MODE> fetch = {x, slots, x_stride, divisor, static_cast<u32>(choices), out.cols, fetcher * kWarp};
-        const bool tells = fetcher == 0 && lane == 0;  // the others what there is to do
-        auto draw = [&](u32 later) {
-            if (!tells) return;
-            shared.numbers[later % kKeptUnits] = later == 0 ? blockIdx.x : gridDim.x + atomicAdd(counter, 1u);
-            ptx::mbarrier_arrive(ptx::shared_address(&shared.drawn[later % kKeptUnits]));
+    } else if (warp < kWorkWarps + kStoreWarps + kFetchWarps) {
+        const u32 slot = warp - (kWorkWarps + kStoreWarps);
+        const RowFetch fetch = {reinterpret_cast<const u8*>(x), slots, static_cast<u32>(x_stride / 8),
+                                static_cast<u32>(choices), out.cols, divisor};
+        auto take = [&](u32 turn, u32(&found)[RowFetch::kOwn]) {
+            wait_for(shared.planned[turn % kPlanned], turn / kPlanned);
+            const RowBlock block = shared.plan[turn % kPlanned];
+            fetch.request(block, found);
+            warp_arrive(shared.taken[turn % kPlanned]);
+            return block;
         };
-        draw(0), draw(1);
-        u32 down = 0, unit_turn = 0, turn = 0;
-        Unit unit = units.find(blockIdx.x, out.strips);
-        u32 found = fetch.request(unit, 0);
+        u32 found[RowFetch::kOwn], found_next[RowFetch::kOwn];
+        RowBlock block = take(slot, found);
 #pragma unroll 1
-        for (u32 ends = 0; ends < kSlots; ++turn) {
-            Unit next = unit;
-            u32 next_down = down + kTileSide;
-            if (unit.rows != 0 && next_down >= unit.rows) {
-                const u32 later = unit_turn + 1;
-                ptx::mbarrier_wait(ptx::shared_address(&shared.drawn[later % kKeptUnits]), later / kKeptUnits & 1);
-                next = units.find(shared.numbers[later % kKeptUnits], out.strips);
-                next_down = 0;
-                draw(later + 1);
-            }
-            const u32 requested = fetch.request(next, next_down);
-            const u32 slot = turn % kSlots;
-            ptx::mbarrier_wait(ptx::shared_address(&shared.empty[slot]), (turn / kSlots & 1) ^ 1);
-            const u32 left = unit.rows - min(down, unit.rows), rows_here = min(left, static_cast<u32>(kTileSide));
-            // The last block of a unit arrives for those that are not there, too.
-            const u32 blocks_missing = kUnitBlocks - unit.blocks();
-            const u32 arrivals = ends > 0 ? 0u : left > kTileSide ? 1u : unit.rows == 0 ? kUnitBlocks : 1 + blocks_missing;
-            const RowBlock block = {unit, unit_turn, down, rows_here, arrivals};
-            const ptx::SharedAddress full = ptx::shared_address(&shared.full[slot]);
-            if (tells) {
+        for (u32 turn = slot;; turn += kSlots) {
+            const bool last = block.unit.rows == 0;
+            RowBlock next = block;
+            if (!last) next = take(turn + kSlots, found_next);
+            wait_for(shared.empty[slot], turn / kSlots + 1);
+            if (lane == 0) {
                 shared.blocks[slot] = block;
-                if (down == 0 && ends == 0) shared.units[unit_turn % kKeptUnits] = unit;
-                ptx::mbarrier_arrive(full);
+                if (block.down == 0) shared.units[block.turn % kKeptUnits] = block.unit;
+                ptx::mbarrier_arrive(ptx::shared_address(&shared.full[slot]));
             }
-            fetch.ask(block, found, full, memory + slot * kSlotBytes);
-            if (rows_here == 0) ++ends;
-            if (next_down == 0) ++unit_turn;
-            unit = next, down = unit.rows == 0 ? 0 : next_down;
-            found = requested;
+            fetch.ask(block, found, ptx::shared_address(memory + slot * kSlotBytes),
+                      ptx::shared_address(&shared.full[slot]));
+            if (last) break;
+            block = next;
+#pragma unroll
+            for (int i = 0; i < RowFetch::kOwn; ++i) found[i] = found_next[i];
+        }
+    } else if (lane == 0) {
+        u32 turn = 0;
+#pragma unroll 1
+        for (u32 unit_turn = 0;; ++unit_turn) {
+            const Unit unit = units.find(blockIdx.x + unit_turn * gridDim.x);
+            // At the end, something for every warp that fetches.
+            const u32 rows_or_ends = unit.rows == 0 ? kSlots : unit.rows, step_down = unit.rows == 0 ? 1 : kTileSide;
+#pragma unroll 1
+            for (u32 down = 0; down < rows_or_ends; down += step_down, ++turn) {
+                wait_for(shared.taken[turn % kPlanned], turn / kPlanned + 1);
+                shared.plan[turn % kPlanned] = {unit, unit_turn, down};
+                ptx::mbarrier_arrive(ptx::shared_address(&shared.planned[turn % kPlanned]));
+            }
+            if (unit.rows == 0) break;
         }
     }
 
     const i64 step = static_cast<i64>(gridDim.x) * kRunThreads, own = static_cast<i64>(blockIdx.x) * kRunThreads + threadIdx.x;
-    const i64 used = units.table.entry[expert_count].row;
+    const i64 used = units.entry[expert_count].row;
     if (probs_out != nullptr) {
         const Probs numbers{probs, experts, prob_kind, prob_columns, static_cast<int>(top_k)};
         for (i64 row = own; row < rows; row += step) {
@@ -349,7 +387,7 @@ __global__ void __launch_bounds__(kRunThreads, 1)
     }
     if (q != nullptr)
         for (i64 i = used * column_tiles + own; i < rows * column_tiles; i += step) scale[i] = 0.0f;
-    for (i64 i = units.table.blocks() * cols + own; i < row_blocks * cols; i += step) scale_t[i] = 0.0f;
+    for (i64 i = units.entry[expert_count].block * cols + own; i < row_blocks * cols; i += step) scale_t[i] = 0.0f;
 }
 
 }  // namespace rtk

@@ -1,10 +1,9 @@
 // The work of moe/permute_fp8_runs.cu in units, and how warps that do different things with it find each other.
 #pragma once
 #include "ptx/bulk.cuh"
-#include "ptx/cp_async.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
-#include "quant/experts.cuh"
+#include "quant/tile.cuh"
 
 namespace rtk {
 
@@ -12,14 +11,15 @@ inline constexpr u32 kRunRows = 320;     // the most of a unit
 inline constexpr u32 kPieceRows = 256;   // of a unit, if its expert has more rows than that
 inline constexpr u32 kUnitBlocks = 3;    // of 128 rows: the most of a unit
 inline constexpr u32 kSlots = 4;         // of blocks of rows on their way
-inline constexpr u32 kKeptUnits = 8;
+inline constexpr u32 kKeptUnits = 8, kPlanned = 8;
 inline constexpr u32 kRowBytes = kTileSide * 2, kSlotBytes = kTileSide * kRowBytes;
 inline constexpr u32 kStageBytes = kTileSide * kRunRows;
 inline constexpr u32 kRunMemory = kSlots * kSlotBytes + 2 * kStageBytes;
 
-inline constexpr int kRowWarps = 8, kColumnWarps = 2 * static_cast<int>(kSlots), kStoreWarps = 4;
-inline constexpr int kFetchWarps = kTileSide / kWarp;
-inline constexpr int kRunThreads = (kRowWarps + kColumnWarps + kStoreWarps + kFetchWarps) * kWarp;
+// Warps: teams that quantise, each a block of rows at a time; those that store; those that fetch.
+inline constexpr int kTeams = 2, kTeamWarps = 8, kWorkWarps = kTeams * kTeamWarps;
+inline constexpr int kStoreWarps = 3, kFetchWarps = kSlots;
+inline constexpr int kRunThreads = (kWorkWarps + kStoreWarps + kFetchWarps + 1) * kWarp;
 
 // 128 columns of an expert's rows, or of some of its rows.
 struct Unit {
@@ -37,36 +37,52 @@ struct Unit {
 // Up to 128 rows of a unit.
 struct RowBlock {
     Unit unit;
-    u32 turn;       // of the unit
-    u32 down;       // rows of the unit above
-    u32 rows;       // no rows: there are no more blocks
-    u32 arrivals;   // at `staged`, of each warp
+    u32 turn;  // of the unit
+    u32 down;  // rows of the unit above
+
+    // No rows: there are no more blocks.
+    RTK_DEVICE u32 rows() const { return unit.rows == 0 ? 0 : min(unit.rows - down, static_cast<u32>(kTileSide)); }
+    // Of each warp at `staged`: the last block of a unit arrives for those that are not there, too.
+    RTK_DEVICE u32 arrivals() const {
+        return down + kTileSide < unit.rows ? 1 : kUnitBlocks + 1 - max(unit.blocks(), 1u);
+    }
 };
 
 // All units, numbered by expert and then along the rows, strip after strip: the part of x that a strip reads stays in L2.
 struct Units {
-    ExpertTable table;
-    u32* first;  // unit of each expert, and their number
+    struct Entry {
+        u32 row, block, unit;  // first of this expert
+    };
+    Entry* entry;  // [experts + 1]
+    int experts;
+    u32 strips;
 
-    // `memory`: 12 * (experts + 1) bytes. The whole block calls.
-    RTK_DEVICE Units(u8* memory, const i32* offsets, i64 experts, i64 rows)
-        : table(memory, offsets, 0, experts, rows), first(reinterpret_cast<u32*>(memory + 8 * (experts + 1))) {
+    // `memory`: that of the entries. Offsets as for ExpertTable (quant/experts.cuh). The whole block calls; two barriers.
+    RTK_DEVICE Units(u8* memory, const i32* offsets, i64 expert_count, i64 rows, u32 column_tiles)
+        : entry(reinterpret_cast<Entry*>(memory)), experts(static_cast<int>(expert_count)), strips(column_tiles) {
+        for (int e = static_cast<int>(threadIdx.x); e < experts; e += kRunThreads) {
+            const i64 wanted = static_cast<i64>(offsets[e + 1]) - offsets[e];
+            entry[e + 1].row = static_cast<u32>(min(max(wanted, 0ll), rows));
+        }
+        __syncthreads();
         if (threadIdx.x < kWarp) {
-            const int lane = static_cast<int>(threadIdx.x);
-            u32 before = 0;
-            if (lane == 0) first[0] = 0;
+            // A lane has a stretch of experts.
+            const int lane = static_cast<int>(threadIdx.x), each = (experts + (kWarp - 1)) / kWarp;
+            const int begin = min(lane * each, experts), end = min(begin + each, experts);
+            const u32 limit = static_cast<u32>(rows);
+            u32 sum = 0;
+#pragma unroll 4
+            for (int e = begin; e < end; ++e) sum = min(sum + entry[e + 1].row, limit);
+            const u32 first = before(sum, limit);
+            Entry here = {first, 0, 0};
 #pragma unroll 1
-            for (int base = 0; base < table.experts; base += kWarp) {
-                const int e = base + lane;
-                u32 end = e < table.experts ? units_of(table.entry[e + 1].row - table.entry[e].row) : 0;
-#pragma unroll
-                for (int offset = 1; offset < kWarp; offset *= 2) {
-                    const u32 lower = __shfl_up_sync(0xffffffffu, end, offset);
-                    if (lane >= offset) end += lower;
-                }
-                end += before;
-                if (e < table.experts) first[e + 1] = end;
-                before = __shfl_sync(0xffffffffu, end, kWarp - 1);
+            for (int e = begin; e < end; ++e) add(here, entry[e + 1].row, limit);
+            here = {first, before(here.block, ~0u), before(here.unit, ~0u)};
+            if (lane == 0) entry[0] = here;
+#pragma unroll 1
+            for (int e = begin; e < end; ++e) {
+                add(here, entry[e + 1].row, limit);
+                entry[e + 1] = here;
             }
         }
         __syncthreads();
@@ -75,65 +91,84 @@ struct Units {
     RTK_DEVICE static u32 units_of(u32 rows) {
         return rows <= kRunRows ? min(rows, 1u) : (rows + (kPieceRows - 1)) / kPieceRows;
     }
-    RTK_DEVICE u32 per_strip() const { return first[table.experts]; }
 
-    RTK_DEVICE Unit find(u32 number, u32 strips) const {
+    RTK_DEVICE Unit find(u32 number) const {
         Unit unit = {};
-        const u32 all = per_strip();
-        if (all == 0 || number / all >= strips) return unit;
+        const u32 all = entry[experts].unit;
+        if (number >= all * strips) return unit;
         unit.strip = number / all;
         const u32 inside = number - unit.strip * all;
-        int low = 0, high = table.experts;
+        int low = 0, high = experts;
         while (high - low > 1) {
             const int middle = (low + high) / 2;
-            if (first[middle] <= inside) {
+            if (entry[middle].unit <= inside) {
                 low = middle;
             } else {
                 high = middle;
             }
         }
-        unit.start = table.entry[low].row;
-        unit.count = table.entry[low + 1].row - unit.start;
-        unit.above = (inside - first[low]) * kPieceRows;
+        unit.start = entry[low].row;
+        unit.count = entry[low + 1].row - unit.start;
+        unit.above = (inside - entry[low].unit) * kPieceRows;
         unit.rows = unit.count <= kRunRows ? unit.count : min(unit.count - unit.above, kPieceRows);
-        unit.block = table.entry[low].block + unit.above / kTileSide;
+        unit.block = entry[low].block + unit.above / kTileSide;
         return unit;
     }
+
+   private:
+    // Goes on behind an expert with so many rows.
+    RTK_DEVICE static void add(Entry& here, u32 rows, u32 limit) {
+        const u32 end = min(here.row + rows, limit), own = end - here.row;
+        here = {end, here.block + (own + (kTileSide - 1)) / kTileSide, here.unit + units_of(own)};
+    }
+
+    // Sum of the lanes before this one, at most `limit`.
+    RTK_DEVICE static u32 before(u32 v, u32 limit) {
+        const int lane = static_cast<int>(threadIdx.x);
+#pragma unroll
+        for (int offset = 1; offset < kWarp; offset *= 2) {
+            const u32 lower = __shfl_up_sync(0xffffffffu, v, offset);
+            if (lane >= offset) v = min(v + lower, limit);
+        }
+        const u32 lower = __shfl_up_sync(0xffffffffu, v, 1);
+        return lane == 0 ? 0 : lower;
+    }
 };
 
-// What the warps share.
+// What the warps share. Blocks of rows are numbered by turns; a slot has every kSlots'th.
 struct RunShared {
     RowBlock blocks[kSlots];
-    Unit units[kKeptUnits];
-    u64 full[kSlots], empty[kSlots];  // a phase for each block in the slot
-    u64 staged[2], freed[2];          // a phase for each unit in the buffer
-    u64 drawn[kKeptUnits];            // a phase for each number there
-    u32 numbers[kKeptUnits];          // of the units
+    Unit units[kKeptUnits];                       // that have been asked for lately
+    RowBlock plan[kPlanned];                      // blocks that come next
+    u32 most[kTeams][2][kTeamWarps][kWarp];       // maxima of columns, two in a word: of this and of the next block
+    u64 full[kSlots], empty[kSlots];              // barriers, a phase for each block in the slot
+    u64 added[kTeams];                            // a phase for each block of the team
+    u64 staged[2], freed[2];                      // a phase for each unit in the buffer
+    u64 planned[kPlanned], taken[kPlanned];       // a phase for each block in the plan
 
     // The whole block calls, and then meets.
-    RTK_DEVICE void init(u32 arrivals_of_block) {
+    RTK_DEVICE void init() {
         if (threadIdx.x != 0) return;
-        for (u32 s = 0; s < kSlots; ++s) {
-            ptx::mbarrier_init(ptx::shared_address(&full[s]), arrivals_of_block);
-            ptx::mbarrier_init(ptx::shared_address(&empty[s]), kRowWarps + 2);
-        }
-        for (u32 b = 0; b < 2; ++b) {
-            ptx::mbarrier_init(ptx::shared_address(&staged[b]), 2 * kUnitBlocks);
-            ptx::mbarrier_init(ptx::shared_address(&freed[b]), kStoreWarps);
-        }
-        for (u32 u = 0; u < kKeptUnits; ++u) ptx::mbarrier_init(ptx::shared_address(&drawn[u]), 1);
+        auto each = [](u64* barriers, u32 count, u32 arrivals) {
+            for (u32 b = 0; b < count; ++b) ptx::mbarrier_init(ptx::shared_address(barriers + b), arrivals);
+        };
+        each(full, kSlots, kWarp + 1);
+        each(empty, kSlots, kTeamWarps);
+        each(added, kTeams, kTeamWarps);
+        each(staged, 2, kTeamWarps * kUnitBlocks);
+        each(freed, 2, kStoreWarps);
+        each(planned, kPlanned, 1);
+        each(taken, kPlanned, 1);
         ptx::mbarrier_fence_init();
     }
-
-    RTK_DEVICE const RowBlock& wait_full(u32 turn) {
-        ptx::mbarrier_wait(ptx::shared_address(&full[turn % kSlots]), turn / kSlots & 1);
-        return blocks[turn % kSlots];
-    }
-    // The whole warp calls.
-    RTK_DEVICE void release(u32 turn) {
-        __syncwarp();
-        if (threadIdx.x % kWarp == 0) ptx::mbarrier_arrive(ptx::shared_address(&empty[turn % kSlots]));
-    }
 };
+
+// The warp arrives, as often as said, with what its lanes have done so far.
+RTK_DEVICE void warp_arrive(u64& barrier, u32 times = 1) {
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0)
+        for (u32 i = 0; i < times; ++i) ptx::mbarrier_arrive(ptx::shared_address(&barrier));
+}
+RTK_DEVICE void wait_for(u64& barrier, u32 parity) { ptx::mbarrier_wait(ptx::shared_address(&barrier), parity & 1); }
 
 }  // namespace rtk

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
 from rtkernels._arch import Target
 from rtkernels._kernel import Kernel, Plans, dense_memory, device_info
 from rtkernels._layout import address, divisor, nothing, row_stride, token, vector_bytes
-from rtkernels._zeros import fresh_zeros
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import quantize_fp8_experts as quantizer
 from rtkernels.ops._fp8_plans import FP8_DTYPES, groups_of, tile_threads
@@ -21,8 +18,8 @@ OUTPUTS = quantizer.OUTPUTS
 _BAND_BYTES, _BAND_TILES = 4 << 20, 2  # of x that are read together, again and again, and should stay in L2; at least
 _ROW_THREADS, _ROW_COLUMNS = 256, 2048  # of a block; of a token that a warp holds at a time
 _SCALE_THREADS = 256
-_RUN_THREADS, _RUN_MEMORY = 768, 4 * 128 * 256 + 2 * 128 * 320  # of a block of RUNS; what it needs besides its table
-_RUN_EXPERTS = 1024  # a table of more would not fit
+_RUN_THREADS, _RUN_MEMORY = 768, 4 * 128 * 256 + 2 * 128 * 320  # of a block; of shared memory, besides its table
+_RUN_EXPERTS = 1024  # a table for more would not fit
 
 
 def _blocks_per_sm(target: Target) -> int:
@@ -61,11 +58,11 @@ SCALES = Kernel(
 RUNS = Kernel(
     "moe/permute_fp8_runs.cu",
     "moe_permute_fp8_runs",
-    template="F8 MODE",
+    template="F8",
     args="x:ptr slots:ptr offsets:ptr probs:ptr experts:ptr q:ptr scale:ptr q_t:ptr scale_t:ptr probs_out:ptr "
-    "counter:ptr choices:i64 top_k:i64 divisor:i64 rows:i64 cols:i64 x_stride:i64 expert_count:i64 row_blocks:i64 "
+    "choices:i64 top_k:i64 divisor:i64 rows:i64 cols:i64 x_stride:i64 expert_count:i64 row_blocks:i64 "
     "column_tiles:i64 prob_kind:i64 prob_columns:i64 pow2:i64",
-    variants=lambda target: [(f, m) for f in ("e4m3", "e5m2") for m in (0, 1)] if supported(target) else [],
+    variants=lambda target: [("e4m3",), ("e5m2",)] if supported(target) else [],
     max_registers=96,
     needs=("tma",),
 )
@@ -90,19 +87,24 @@ def check(
 
 
 class _Tiles:
-    """One kernel for everything that is asked for."""
+    """One kernel for everything that is asked for: TILES, or RUNS."""
 
-    def __init__(self, x, rows, slots, offsets, probs, step: int, output: str, dtype: torch.dtype, pow2: bool) -> None:
-        (tokens, cols), device = x[1], x[3]
+    def __init__(
+        self, x, rows, slots, offsets, probs, step: int, output: str, dtype: torch.dtype, pow2: bool, runs: bool
+    ) -> None:
+        (tokens, cols), device, f = x[1], x[3], token("the result", dtype, FP8_DTYPES)
         count, top_k, experts = slots[1][0], rows[1][1], offsets[1][0] - 1
         tiles, blocks = groups_of(cols), quantizer.row_blocks(count, experts)
-        band = min(tiles, max(_BAND_TILES, _BAND_BYTES // (tokens * 128 * x[0].itemsize)))
+        sizes = (tokens * top_k, top_k, divisor(top_k), count, cols, step, experts, blocks, tiles)
         info = device_info(device)
-        resident = _blocks_per_sm(info.target)
-        variant = ("bf16", token("the result", dtype, FP8_DTYPES), resident)
-        grid = min(blocks * tiles, resident * info.sm_count)
-        self._launch = TILES.bind(variant, device, grid, tile_threads("bf16"), shared=8 * (experts + 1))
-        sizes = (tokens * top_k, top_k, divisor(top_k), count, cols, step, experts, blocks, tiles, band)
+        if runs:
+            grid, memory = min(blocks * tiles, info.sm_count), _RUN_MEMORY + 12 * (experts + 1)
+            self._launch = RUNS.bind((f,), device, grid, _RUN_THREADS, shared=memory)
+        else:
+            resident = _blocks_per_sm(info.target)
+            grid, memory = min(blocks * tiles, resident * info.sm_count), 8 * (experts + 1)
+            self._launch = TILES.bind(("bf16", f, resident), device, grid, tile_threads("bf16"), shared=memory)
+            sizes += (min(tiles, max(_BAND_TILES, _BAND_BYTES // (tokens * 128 * x[0].itemsize))),)
         self._sizes = (*sizes, *_numbers(probs), pow2)
         self._memory = _memory(device, count, cols, experts, probs, output, dtype)
 
@@ -110,28 +112,6 @@ class _Tiles:
         """Launch; `given` are slots, offsets, probs and experts."""
         outputs = [None if m is None else m[0](*m[1]) for m in self._memory]
         self._launch(x.data_ptr(), *map(address, given), *map(address, outputs), *self._sizes)
-        return tuple([nothing(x) if t is None else t for t in outputs])
-
-
-class _Runs:
-    """Transposed codes, and others if asked for, where the copy engine gathers rows and writes runs of codes."""
-
-    def __init__(self, x, rows, slots, offsets, probs, step: int, output: str, dtype: torch.dtype, pow2: bool) -> None:
-        (tokens, cols), device = x[1], x[3]
-        count, top_k, experts = slots[1][0], rows[1][1], offsets[1][0] - 1
-        tiles, blocks = groups_of(cols), quantizer.row_blocks(count, experts)
-        variant = (token("the result", dtype, FP8_DTYPES), int(os.environ.get("PERMQ_MODE", "1")))
-        grid = min(blocks * tiles, device_info(device).sm_count)
-        self._launch = RUNS.bind(variant, device, grid, _RUN_THREADS, shared=_RUN_MEMORY + 12 * (experts + 1))
-        sizes = (tokens * top_k, top_k, divisor(top_k), count, cols, step, experts, blocks, tiles)
-        self._sizes, self._device = (*sizes, *_numbers(probs), pow2), device
-        self._memory = _memory(device, count, cols, experts, probs, output, dtype)
-
-    def run(self, x: Tensor, rows: Tensor, *given: Tensor | None) -> tuple[Tensor, ...]:
-        """Launch; `given` are slots, offsets, probs and experts."""
-        outputs = [None if m is None else m[0](*m[1]) for m in self._memory]
-        counter = fresh_zeros(self._device, 1).data_ptr()
-        self._launch(x.data_ptr(), *map(address, given), *map(address, outputs), counter, *self._sizes)
         return tuple([nothing(x) if t is None else t for t in outputs])
 
 
@@ -176,7 +156,7 @@ def _memory(device: int, count: int, cols: int, experts: int, probs: Metadata | 
 
 def _plan(
     x, rows, slots, offsets, probs, experts, output: str, dtype: torch.dtype, pow2: bool, align: int
-) -> _Tiles | _Runs | _Rows | None:
+) -> _Tiles | _Rows | None:
     """Return how to run on such tensors; None if they are to be permuted first, or copied."""
     check(x, rows, slots, offsets, probs, experts, output, dtype)
     (tokens, cols), size, step = x[1], x[0].itemsize, row_stride(x[1], x[2])
@@ -189,9 +169,8 @@ def _plan(
         return None
     if output == "row" and cols % 16 == 0:
         return _Rows(x, rows, slots, offsets, probs, step, dtype, pow2)
-    if cols % 16 == 0 and offsets[1][0] <= _RUN_EXPERTS and supported(device_info(x[3]).target) and not os.environ.get("PERMQ_BASE"):
-        return _Runs(x, rows, slots, offsets, probs, step, output, dtype, pow2)
-    return _Tiles(x, rows, slots, offsets, probs, step, output, dtype, pow2)
+    runs = cols % 16 == 0 and offsets[1][0] <= _RUN_EXPERTS and supported(device_info(x[3]).target)
+    return _Tiles(x, rows, slots, offsets, probs, step, output, dtype, pow2, runs)
 
 
 PLANS = Plans(_plan)
