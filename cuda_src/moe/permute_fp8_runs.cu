@@ -1,14 +1,15 @@
-// What moe/permute_fp8.cu does, with transposed codes among the results, for sm_90. Transposed codes of 128 columns of an
-// expert are one run of memory, however many rows it has: they are put together in shared memory and written as a run, so
-// that lines of memory are whole, although columns begin anywhere. Experts of many rows have several such pieces.
+// What moe/permute_fp8.cu does, with transposed codes among the results, for sm_90. Transposed codes of 128 columns of
+// an expert are one run of memory, however many rows it has: they are put together in shared memory and written as a
+// run, so that lines of memory are whole, although columns begin anywhere. Long experts have several such pieces.
 //
-// Blocks stay; each has its share of units (moe/permute_fp8_runs.cuh), which one warp works out. Four warps fetch rows of tokens, block of
-// 128 rows after block, to four slots of shared memory. Two teams of eight warps quantise a block each: a warp has 16 rows,
-// and 32 rows of 64 columns, two in a lane. Four warps write the runs. All of them meet at mbarriers only.
+// One block per multiprocessor; each has its share of units (moe/permute_fp8_runs.cuh), which one warp works out. Four
+// warps fetch rows of tokens, up to 128 at a time, to four slots of shared memory. Two teams of eight warps quantise
+// what a slot has: a warp 16 rows, and then 32 rows of 64 columns, two in a lane, which are kept in registers, so that
+// the slot is free. Three warps write the runs. They all meet at mbarriers only.
 //
 // Staged codes have no gaps, and no padding that would spread them over the banks. Instead, lanes take pieces of 16
-// rows in an order of their own: lane l has columns 2l and 2l + 1, and begins with piece l. In units of 16 bytes, column to
-// column is any number m; then neighbouring lanes are 2m + 1 units apart, an odd number.
+// rows in an order of their own: lane l has columns 2l and 2l + 1, and begins with piece l. In units of 16 bytes,
+// column to column is any number m; then neighbouring lanes are 2m + 1 units apart, an odd number.
 #include "moe/permute_fp8_runs.cuh"
 #include "moe/rows.cuh"
 #include "ptx/cp_async.cuh"
@@ -16,6 +17,7 @@
 
 namespace rtk {
 
+// Where codes and scales go, as in quant/expert_output.cuh.
 struct RunOutput {
     u8* q;
     float* scale;
@@ -68,13 +70,12 @@ RTK_DEVICE void quantize_block_rows(const RowBlock& block, const u8* tile, u32 w
     find([](u32 a, u32 b) { return larger_of<false>(a, b); });
     if (not_finite(largest)) find([](u32 a, u32 b) { return larger_of<true>(a, b); });  // rarely
     const float own = fp8_scale<F8>(scattered<kSteps, 16>(most, static_cast<int>(lane), fmaxf), out.pow2);
-    const u32 above = block.unit.above + block.down;
-    const u32 own_row = row + 2 * (lane % kSteps);
-    if (lane % 16 < kSteps && own_row < rows)
-        out.scale[static_cast<u64>(block.unit.start) * out.strips + static_cast<u64>(block.unit.strip) * block.unit.count +
-                  above + own_row] = own;
+    const u32 above = block.unit.above + block.down, own_row = row + 2 * (lane % kSteps);
+    const Unit& unit = block.unit;
+    const u64 scales = static_cast<u64>(unit.start) * out.strips + static_cast<u64>(unit.strip) * unit.count;
+    if (lane % 16 < kSteps && own_row < rows) out.scale[scales + above + own_row] = own;
     const float inverses = inverse_scale(own);
-    u8* to = out.q + static_cast<u64>(block.unit.start + above + row) * out.cols + (block.unit.strip * kTileSide + column);
+    u8* to = out.q + static_cast<u64>(unit.start + above + row) * out.cols + (unit.strip * kTileSide + column);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s, to += 2 * out.cols) {
         const float inverse = __shfl_sync(0xffffffffu, inverses, s, 16);
@@ -88,13 +89,13 @@ RTK_DEVICE void quantize_block_rows(const RowBlock& block, const u8* tile, u32 w
 // Columns of a block, in registers: 64 of them in a warp, two in a lane, and two pieces of 16 rows.
 template <typename F8>
 struct BlockColumns {
-    static constexpr int kPieces = 2;                                  // of a lane
+    static constexpr int kPieces = 2;  // of a lane
     static constexpr int kInColumn = kTileSide / 16, kAbove = kInColumn / kPieces;  // warps above one another
 
     u32 word[kPieces][16];
     u32 lane, warp, column;
-    u32 rows;  // of the block, up to the next 16; 0 if there are no such columns
-    u32 piece;
+    u32 rows;   // of the block, up to the next 16; 0 if there are no such columns
+    u32 piece;  // the lane's first
 
     RTK_DEVICE BlockColumns(const RowBlock& block, const u8* tile, u32 warp_of_team, const RunOutput& out)
         : lane(threadIdx.x % kWarp), warp(warp_of_team) {
@@ -135,12 +136,13 @@ struct BlockColumns {
         u32 all = most[lane];
 #pragma unroll
         for (int w = 1; w < kAbove; ++w) all = larger_of<false>(all, most[w * kWarp + lane]);
-        const float own[2] = {fp8_scale<F8>(low_magnitude(all), out.pow2), fp8_scale<F8>(high_magnitude(all), out.pow2)};
-        inverse[0] = inverse_scale(own[0]), inverse[1] = inverse_scale(own[1]);
+        const float low = fp8_scale<F8>(low_magnitude(all), out.pow2);
+        const float high = fp8_scale<F8>(high_magnitude(all), out.pow2);
+        inverse[0] = inverse_scale(low), inverse[1] = inverse_scale(high);
         if (warp % kAbove != 0 || rows == 0) return;
         const u64 place = static_cast<u64>(block.unit.block + block.down / kTileSide) * out.cols;
         ptx::st<8>(out.scale_t + place + block.unit.strip * kTileSide + column,
-                   Raw<8>{__float_as_uint(own[0]), __float_as_uint(own[1])});
+                   Raw<8>{__float_as_uint(low), __float_as_uint(high)});
     }
 
     // Codes, `pitch` bytes from column to column; `stage`: where the block's first row has its.
@@ -206,7 +208,8 @@ RTK_DEVICE void store_unit(const Unit& unit, const u8* stage, int thread, const 
             } else {
 #pragma unroll
                 for (int b = 0; b < 4; ++b)
-                    if (first + b >= 0 && first + b < rows) ptx::st<1>(column + first + b, Raw<1>{shifted >> (8 * b) & 0xffu});
+                    if (first + b >= 0 && first + b < rows)
+                        ptx::st<1>(column + first + b, Raw<1>{shifted >> (8 * b) & 0xffu});
             }
         }
     }
@@ -270,8 +273,8 @@ struct RowFetch {
 // Dynamic shared memory: kRunMemory + 12 * (expert_count + 1) bytes.
 template <typename F8>
 __global__ void __launch_bounds__(kRunThreads, 1)
-    moe_permute_fp8_runs(const bf16* x, const i32* slots, const i32* offsets, const u8* probs, const i32* experts, F8* q,
-                         float* scale, F8* q_t, float* scale_t, u8* probs_out, i64 choices, i64 top_k,
+    moe_permute_fp8_runs(const bf16* x, const i32* slots, const i32* offsets, const u8* probs, const i32* experts,
+                         F8* q, float* scale, F8* q_t, float* scale_t, u8* probs_out, i64 choices, i64 top_k,
                          i64 divisor, i64 rows, i64 cols, i64 x_stride, i64 expert_count, i64 row_blocks,
                          i64 column_tiles, i64 prob_kind, i64 prob_columns, i64 pow2) {
     extern __shared__ __align__(128) u8 memory[];
@@ -292,9 +295,10 @@ __global__ void __launch_bounds__(kRunThreads, 1)
             const RowBlock block = shared.blocks[slot];
             const u32 buffer = block.turn % 2;
             if (block.rows() == 0) {
-                // One team tells those that store.
-                if (block.down == 0) wait_for(shared.freed[buffer], block.turn / 2 + 1);
-                if (block.down == 0) warp_arrive(shared.staged[buffer], block.arrivals());
+                if (block.down == 0) {  // one team tells those that store
+                    wait_for(shared.freed[buffer], block.turn / 2 + 1);
+                    warp_arrive(shared.staged[buffer], block.arrivals());
+                }
                 break;
             }
             const u8* tile = memory + slot * kSlotBytes;
@@ -305,7 +309,7 @@ __global__ void __launch_bounds__(kRunThreads, 1)
             warp_arrive(shared.added[team]);
             wait_for(shared.added[team], phase);
             float inverse[2];
-            columns.scales(block, shared.most[team][phase % 2][own / 4 * 4], out, inverse);
+            columns.scales(block, shared.most[team][phase % 2][own / columns.kAbove * columns.kAbove], out, inverse);
             wait_for(shared.freed[buffer], block.turn / 2 + 1);
             columns.codes(inverse, stages + buffer * kStageBytes + block.down, block.unit.pitch());
             ptx::fence_async_shared();
@@ -370,14 +374,16 @@ __global__ void __launch_bounds__(kRunThreads, 1)
         }
     }
 
-    const i64 step = static_cast<i64>(gridDim.x) * kRunThreads, own = static_cast<i64>(blockIdx.x) * kRunThreads + threadIdx.x;
+    const i64 step = static_cast<i64>(gridDim.x) * kRunThreads;
+    const i64 own = static_cast<i64>(blockIdx.x) * kRunThreads + threadIdx.x;
     const i64 used = units.entry[expert_count].row;
     if (probs_out != nullptr) {
         const Probs numbers{probs, experts, prob_kind, prob_columns, static_cast<int>(top_k)};
         for (i64 row = own; row < rows; row += step) {
             const u32 slot = ptx::ld_keep<4>(slots + row).w[0], token = divided(slot, divisor);
+            const int choice = static_cast<int>(slot - token * static_cast<u32>(top_k));
             const bool filled = row < used && slot < static_cast<u32>(choices);
-            const u8* place = filled ? numbers.place(token, static_cast<int>(slot - token * static_cast<u32>(top_k))) : nullptr;
+            const u8* place = filled ? numbers.place(token, choice) : nullptr;
             store_prob_bits(probs_out + row * numbers.bytes(), prob_kind, place == nullptr ? 0u : numbers.bits(place));
         }
     }

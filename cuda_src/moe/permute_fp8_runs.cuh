@@ -48,7 +48,8 @@ struct RowBlock {
     }
 };
 
-// All units, numbered by expert and then along the rows, strip after strip: the part of x that a strip reads stays in L2.
+// All units, numbered by expert and then along the rows, strip after strip: the part of x that a strip reads stays in
+// L2, although each token is read once for each of its experts.
 struct Units {
     struct Entry {
         u32 row, block, unit;  // first of this expert
@@ -57,7 +58,8 @@ struct Units {
     int experts;
     u32 strips;
 
-    // `memory`: that of the entries. Offsets as for ExpertTable (quant/experts.cuh). The whole block calls; two barriers.
+    // `memory`: that of the entries. Offsets mean what they do for ExpertTable (quant/experts.cuh). The whole block
+    // calls; two barriers.
     RTK_DEVICE Units(u8* memory, const i32* offsets, i64 expert_count, i64 rows, u32 column_tiles)
         : entry(reinterpret_cast<Entry*>(memory)), experts(static_cast<int>(expert_count)), strips(column_tiles) {
         for (int e = static_cast<int>(threadIdx.x); e < experts; e += kRunThreads) {

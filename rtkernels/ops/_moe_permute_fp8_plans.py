@@ -63,7 +63,7 @@ RUNS = Kernel(
     "choices:i64 top_k:i64 divisor:i64 rows:i64 cols:i64 x_stride:i64 expert_count:i64 row_blocks:i64 "
     "column_tiles:i64 prob_kind:i64 prob_columns:i64 pow2:i64",
     variants=lambda target: [("e4m3",), ("e5m2",)] if supported(target) else [],
-    max_registers=96,
+    max_registers=80,
     needs=("tma",),
 )
 KERNELS = (TILES, ROWS, SCALES, RUNS)
