@@ -17,12 +17,15 @@ from rtkernels.testing.compare import assert_same_bits, poisoned, running_on
 
 moe_permute, moe_permute_fp8 = rtkernels.moe_permute, rtkernels.moe_permute_fp8
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# (tokens, experts, k, padding, columns): experts of more than a block, of none, of odd numbers of rows, one.
+# (tokens, experts, k, padding, columns): experts of more than a block, of none, of odd numbers of rows, one; of more
+# rows than one run of transposed codes has.
 CASES = {
     "blocks": (210, 3, 2, 16, 272),
-    "no padding": (90, 7, 3, 1, 136),
+    "no padding": (90, 7, 3, 1, 144),
     "one expert": (140, 1, 1, 8, 128),
     "many experts": (60, 40, 5, 4, 48),
+    "long experts": (700, 2, 1, 16, 32),
+    "long experts, no padding": (690, 2, 1, 1, 32),
 }
 
 
@@ -203,4 +206,5 @@ def emulated_coverage() -> None:
     """Launch every kernel of the op in the emulator; the registry's test asks for it when this file has not run."""
     with rtkernels.emulate("sm_90"):
         moe_permute_fp8(X.bfloat16(), INDEX)
-        moe_permute_fp8(X.bfloat16()[:, :128].contiguous(), INDEX, output="row")
+        for output in ("row", "both"):
+            moe_permute_fp8(X.bfloat16()[:, :128].contiguous(), INDEX, output=output)

@@ -25,4 +25,10 @@ RTK_DEVICE void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// Arrives at an mbarrier (sm_90 and up: ptx/mbarrier.cuh) when all copies of this thread so far are there; the barrier
+// counts it as one of its arrivals.
+RTK_DEVICE void cp_async_arrive(SharedAddress barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 }  // namespace rtk::ptx

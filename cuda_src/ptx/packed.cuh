@@ -28,6 +28,13 @@ RTK_DEVICE u32 max_magnitude_f16x2(u32 a, u32 b) {
     return out;
 }
 
+// The larger magnitudes, with signs that mean nothing; where one is NaN, the other (sm_86 and up).
+RTK_DEVICE u32 max_magnitudes_bf16x2(u32 a, u32 b) {
+    u32 out;
+    asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    return out;
+}
+
 // The larger ones; where one is NaN, the other.
 RTK_DEVICE u32 max_bf16x2(u32 a, u32 b) {
     u32 out;

@@ -12,11 +12,14 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops import quantize_fp8_experts as quantizer
 from rtkernels.ops._fp8_plans import FP8_DTYPES, groups_of, tile_threads
 from rtkernels.ops._moe_permute_plans import PROB_KIND, Metadata, check_permute, dense
+from rtkernels.ops._patch_stream import supported
 
 OUTPUTS = quantizer.OUTPUTS
 _BAND_BYTES, _BAND_TILES = 4 << 20, 2  # of x that are read together, again and again, and should stay in L2; at least
 _ROW_THREADS, _ROW_COLUMNS = 256, 2048  # of a block; of a token that a warp holds at a time
 _SCALE_THREADS = 256
+_RUN_THREADS, _RUN_MEMORY = 768, 4 * 128 * 256 + 2 * 128 * 320  # of a block; of shared memory, besides its table
+_RUN_EXPERTS = 1024  # a table for more would not fit
 
 
 def _blocks_per_sm(target: Target) -> int:
@@ -52,7 +55,18 @@ SCALES = Kernel(
     variants=[(_SCALE_THREADS,)],
     max_registers=40,
 )
-KERNELS = (TILES, ROWS, SCALES)
+RUNS = Kernel(
+    "moe/permute_fp8_runs.cu",
+    "moe_permute_fp8_runs",
+    template="F8",
+    args="x:ptr slots:ptr offsets:ptr probs:ptr experts:ptr q:ptr scale:ptr q_t:ptr scale_t:ptr probs_out:ptr "
+    "choices:i64 top_k:i64 divisor:i64 rows:i64 cols:i64 x_stride:i64 expert_count:i64 row_blocks:i64 "
+    "column_tiles:i64 prob_kind:i64 prob_columns:i64 pow2:i64",
+    variants=lambda target: [("e4m3",), ("e5m2",)] if supported(target) else [],
+    max_registers=80,
+    needs=("tma",),
+)
+KERNELS = (TILES, ROWS, SCALES, RUNS)
 
 
 def check(
@@ -73,19 +87,24 @@ def check(
 
 
 class _Tiles:
-    """One kernel for everything that is asked for."""
+    """One kernel for everything that is asked for: TILES, or RUNS."""
 
-    def __init__(self, x, rows, slots, offsets, probs, step: int, output: str, dtype: torch.dtype, pow2: bool) -> None:
-        (tokens, cols), device = x[1], x[3]
+    def __init__(
+        self, x, rows, slots, offsets, probs, step: int, output: str, dtype: torch.dtype, pow2: bool, runs: bool
+    ) -> None:
+        (tokens, cols), device, f = x[1], x[3], token("the result", dtype, FP8_DTYPES)
         count, top_k, experts = slots[1][0], rows[1][1], offsets[1][0] - 1
         tiles, blocks = groups_of(cols), quantizer.row_blocks(count, experts)
-        band = min(tiles, max(_BAND_TILES, _BAND_BYTES // (tokens * 128 * x[0].itemsize)))
+        sizes = (tokens * top_k, top_k, divisor(top_k), count, cols, step, experts, blocks, tiles)
         info = device_info(device)
-        resident = _blocks_per_sm(info.target)
-        variant = ("bf16", token("the result", dtype, FP8_DTYPES), resident)
-        grid = min(blocks * tiles, resident * info.sm_count)
-        self._launch = TILES.bind(variant, device, grid, tile_threads("bf16"), shared=8 * (experts + 1))
-        sizes = (tokens * top_k, top_k, divisor(top_k), count, cols, step, experts, blocks, tiles, band)
+        if runs:
+            grid, memory = min(blocks * tiles, info.sm_count), _RUN_MEMORY + 12 * (experts + 1)
+            self._launch = RUNS.bind((f,), device, grid, _RUN_THREADS, shared=memory)
+        else:
+            resident = _blocks_per_sm(info.target)
+            grid, memory = min(blocks * tiles, resident * info.sm_count), 8 * (experts + 1)
+            self._launch = TILES.bind(("bf16", f, resident), device, grid, tile_threads("bf16"), shared=memory)
+            sizes += (min(tiles, max(_BAND_TILES, _BAND_BYTES // (tokens * 128 * x[0].itemsize))),)
         self._sizes = (*sizes, *_numbers(probs), pow2)
         self._memory = _memory(device, count, cols, experts, probs, output, dtype)
 
@@ -150,7 +169,8 @@ def _plan(
         return None
     if output == "row" and cols % 16 == 0:
         return _Rows(x, rows, slots, offsets, probs, step, dtype, pow2)
-    return _Tiles(x, rows, slots, offsets, probs, step, output, dtype, pow2)
+    runs = cols % 16 == 0 and offsets[1][0] <= _RUN_EXPERTS and supported(device_info(x[3]).target)
+    return _Tiles(x, rows, slots, offsets, probs, step, output, dtype, pow2, runs)
 
 
 PLANS = Plans(_plan)

@@ -14,4 +14,10 @@ RTK_DEVICE void cp_async_wait() {
     emu::cp_async_wait(kPending);
 }
 
+RTK_DEVICE void cp_async_arrive(SharedAddress barrier) {
+    emu::cp_async_commit();
+    emu::cp_async_wait(0);
+    emu::mbarrier_arrive(barrier, 0);
+}
+
 }  // namespace rtk::ptx

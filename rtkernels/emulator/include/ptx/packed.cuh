@@ -44,4 +44,8 @@ RTK_EMU_PACKED(bf16x2, 0x7f80u)
 RTK_EMU_PACKED(f16x2, 0x7c00u)
 #undef RTK_EMU_PACKED
 
+RTK_DEVICE u32 max_magnitudes_bf16x2(u32 a, u32 b) {
+    return max_bf16x2(a & 0x7fff7fffu, b & 0x7fff7fffu) | ((a ^ b) & 0x80008000u);
+}
+
 }  // namespace rtk::ptx
