@@ -40,25 +40,27 @@ RTK_DEVICE float inverse_rms(float square, i64 count, double eps) {
 }
 
 // Forward with the row in registers: thread k of a RowGroup owns the 16-byte pieces k, k + threads, ... (CHUNKS of them),
-// so cols <= CHUNKS * VEC * threads_per_row. Grid: x over the rows of the inner tokens, y over the outer tokens. All
-// three inputs are requested before the reduction.
+// so cols <= CHUNKS * VEC * threads_per_row. Grid: over the rows. All three inputs are requested before the reduction.
 template <typename T, typename W, int CHUNKS>
 __global__ void __launch_bounds__(512)
-    group_rms_norm_gate_fwd(const T* x, const T* gate, const W* weight, T* y, i64 inner_size, i64 groups, i64 cols,
-                            i64 x_outer, i64 x_inner, i64 x_group, i64 gate_outer, i64 gate_inner, i64 y_outer,
-                            i64 y_inner, i64 weight_group, i64 threads_per_row, i64 by_groups, double eps) {
+    group_rms_norm_gate_fwd(const T* x, const T* gate, const W* weight, T* y, i64 tokens, i64 inner_size, i64 groups,
+                            i64 cols, i64 x_outer, i64 x_inner, i64 x_group, i64 gate_outer, i64 gate_inner,
+                            i64 y_outer, i64 y_inner, i64 weight_group, i64 threads_per_row, i64 by_groups,
+                            i64 by_inner, double eps) {
     constexpr int VEC = 16 / sizeof(T);
     __shared__ GroupScratch<1> scratch;
     const RowGroup group(threads_per_row);
     const u32 row = blockIdx.x * group.count + group.index;
     const u32 token = divided(row, by_groups);
     const u32 g = row - token * static_cast<u32>(groups);
-    const int end = token < static_cast<u32>(inner_size) ? static_cast<int>(cols) : 0;
+    const u32 o = divided(token, by_inner);
+    const u32 i = token - o * static_cast<u32>(inner_size);
+    const int end = token < static_cast<u32>(tokens) ? static_cast<int>(cols) : 0;
     const int column = group.thread * VEC;
     const int pitch = group.threads * VEC;
     const i64 channel = g * cols + column;
-    x += blockIdx.y * x_outer + token * x_inner + g * x_group + column;
-    gate += blockIdx.y * gate_outer + token * gate_inner + channel;
+    x += o * x_outer + i * x_inner + g * x_group + column;
+    gate += o * gate_outer + i * gate_inner + channel;
 
     // One condition per load: those with a branch around them would wait for the first of x.
     const int weight_end = weight != nullptr ? end : 0;
@@ -90,7 +92,7 @@ __global__ void __launch_bounds__(512)
     }
     square = group_reduce<Sum, false>(square, group, scratch, 0);
     const float rstd = inverse_rms(square, cols, eps);
-    y += blockIdx.y * y_outer + token * y_inner + channel;
+    y += o * y_outer + i * y_inner + channel;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         if (column + c * pitch < end) {
@@ -169,8 +171,8 @@ __global__ void __launch_bounds__(512, 1)
                             i64 tokens, i64 inner_size, i64 groups, i64 cols, i64 dy_outer, i64 dy_inner, i64 dy_step,
                             i64 dy_wrap, i64 x_outer, i64 x_inner, i64 x_step, i64 x_wrap, i64 x_group, i64 gate_outer,
                             i64 gate_inner, i64 gate_step, i64 gate_wrap, i64 dgate_outer, i64 dgate_inner,
-                            i64 dgate_step, i64 dgate_wrap, i64 dx_step, i64 inner_step, i64 weight_group,
-                            i64 groups_per_block, i64 threads_per_row, double eps) {
+                            i64 dgate_step, i64 dgate_wrap, i64 dx_outer, i64 dx_inner, i64 dx_step, i64 dx_wrap,
+                            i64 inner_step, i64 weight_group, i64 groups_per_block, i64 threads_per_row, double eps) {
     constexpr int VEC = 16 / sizeof(T);
     extern __shared__ __align__(16) u8 memory[];
     __shared__ GroupScratch<2> scratch;
@@ -199,7 +201,7 @@ __global__ void __launch_bounds__(512, 1)
     x += o * x_outer + fetched_i * x_inner + g * x_group + column;
     gate += o * gate_outer + fetched_i * gate_inner + channel;
     dgate += o * dgate_outer + fetched_i * dgate_inner + channel;
-    dx += first * (groups * cols) + channel;
+    dx += o * dx_outer + fetched_i * dx_inner + channel;
     auto wraps = [&](u32& i) {
         i += static_cast<u32>(inner_step);
         const bool over = i >= inner;
@@ -286,8 +288,9 @@ __global__ void __launch_bounds__(512, 1)
                 }
             }
         }
-        dx += dx_step;
-        dgate += wraps(stored_i) ? dgate_step + dgate_wrap : dgate_step;
+        const bool over = wraps(stored_i);
+        dx += over ? dx_step + dx_wrap : dx_step;
+        dgate += over ? dgate_step + dgate_wrap : dgate_step;
         ring.next_row();
     }
 
@@ -327,7 +330,8 @@ __global__ void __launch_bounds__(512, 1)
     group_rms_norm_gate_bwd_long(const T* dy, const T* x, const T* gate, const W* weight, T* dx, T* dgate,
                                  float* rstd_out, i64 tokens, i64 inner_size, i64 groups, i64 cols, i64 dy_outer,
                                  i64 dy_inner, i64 x_outer, i64 x_inner, i64 x_group, i64 gate_outer, i64 gate_inner,
-                                 i64 dgate_outer, i64 dgate_inner, i64 weight_group, i64 threads_per_row, double eps) {
+                                 i64 dgate_outer, i64 dgate_inner, i64 dx_outer, i64 dx_inner, i64 weight_group,
+                                 i64 threads_per_row, double eps) {
     __shared__ GroupScratch<1> scratch, product_scratch;
     const RowGroup group(threads_per_row);
     const i64 rows = tokens * groups;
@@ -343,6 +347,7 @@ __global__ void __launch_bounds__(512, 1)
         const T* x_row = x + o * x_outer + i * x_inner + g * x_group;
         const T* gate_row = gate + o * gate_outer + i * gate_inner + g * cols;
         T* dgate_row = dgate + o * dgate_outer + i * dgate_inner + g * cols;
+        T* dx_row = dx + o * dx_outer + i * dx_inner + g * cols;
         float square = 0.0f, product = 0.0f;  // x^2, a * x
         for (i64 column = static_cast<i64>(group.thread) * VEC; column < end; column += pitch) {
             float d[VEC], v[VEC], t[VEC], w[VEC];
@@ -374,7 +379,7 @@ __global__ void __launch_bounds__(512, 1)
                 t[k] = a * (v[k] * rstd) * s.closed;
                 v[k] = a * rstd - v[k] * pull;
             }
-            store<T, VEC>(dx + row * cols + column, v);
+            store<T, VEC>(dx_row + column, v);
             store<T, VEC>(dgate_row + column, t);
         }
     }
