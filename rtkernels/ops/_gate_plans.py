@@ -14,7 +14,7 @@ from rtkernels._kernel import DeviceInfo, Kernel, Plans, dense_memory, device_in
 from rtkernels._layout import GRID_LIMIT, block_of, check_same, divisor, group_threads, row_stride, token, vector_bytes
 from rtkernels.errors import ArgumentError
 
-_UNIT = "norm/group_rms_norm_gate.cu"
+_UNIT, _BWD_UNIT = "norm/group_rms_norm_gate.cu", "norm/group_rms_norm_gate_bwd.cu"
 _LAYOUTS = ("same", "sequence_first")
 _TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
@@ -57,7 +57,7 @@ _FWD_LONG = Kernel(
     max_registers=80,
 )
 _BWD = Kernel(
-    _UNIT,
+    _BWD_UNIT,
     "group_rms_norm_gate_bwd",
     template="T W CHUNKS STAGES",
     args=f"{_BWD_POINTERS} partial:ptr {_COUNTS} dy_outer:i64 dy_inner:i64 dy_step:i64 dy_wrap:i64 "
@@ -70,7 +70,7 @@ _BWD = Kernel(
     max_registers=128,
 )
 _BWD_LONG = Kernel(
-    _UNIT,
+    _BWD_UNIT,
     "group_rms_norm_gate_bwd_long",
     template="T W VEC",
     args=f"{_BWD_POINTERS} rstd:ptr {_COUNTS} {_BWD_INPUTS} dgate_outer:i64 dgate_inner:i64 dx_outer:i64 dx_inner:i64 "
@@ -79,7 +79,7 @@ _BWD_LONG = Kernel(
     max_registers=96,
 )
 _BWD_WEIGHT = Kernel(
-    _UNIT,
+    _BWD_UNIT,
     "group_rms_norm_gate_bwd_weight",
     template="T VEC",
     args=f"dy:ptr x:ptr gate:ptr rstd:ptr partial:ptr {_COUNTS} {_BWD_INPUTS}",
