@@ -1,4 +1,5 @@
 // Backward of the gated normalisation of groups of channels (norm/group_rms_norm_gate.cuh).
+#include "common/block_sums.cuh"
 #include "common/row_ring.cuh"
 #include "norm/group_rms_norm_gate.cuh"
 #include "ptx/pdl.cuh"
@@ -148,31 +149,28 @@ __global__ void __launch_bounds__(512, 1)
     }
 
     if (partial == nullptr) return;
+    const bool shared = weight_group == 0;
+    if (lanes == 1 && !shared) {  // nothing to add
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c)
+            if (first < last && column + c * pitch < end)
+                store<float, VEC>(partial + blockIdx.x * (groups * cols) + channel + c * pitch, dweight[c]);
+        return;
+    }
     ptx::cp_async_wait<0>();
     __syncthreads();
     float* sums = reinterpret_cast<float*>(memory);  // [RowGroups, cols]
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-        if (column + c * pitch < end) {
-#pragma unroll
-            for (int i = 0; i < VEC; i += 4)
-                *reinterpret_cast<float4*>(sums + group.index * end + column + c * pitch + i) =
-                    make_float4(dweight[c][i], dweight[c][i + 1], dweight[c][i + 2], dweight[c][i + 3]);
-        }
-    }
+    for (int c = 0; c < CHUNKS; ++c)
+        if (column + c * pitch < end) put_sums(sums + group.index * end + column + c * pitch, dweight[c]);
     __syncthreads();
     const u32 first_group = blockIdx.y * slice;
     const u32 own_groups = min(slice, static_cast<u32>(groups) - first_group);
-    const bool shared = weight_group == 0;
     const int width = shared ? end : own_groups * end;
     const int terms = shared ? lanes * slice : lanes, apart = shared ? end : slice * end;
     partial += shared ? (static_cast<i64>(blockIdx.y) * gridDim.x + blockIdx.x) * cols
                       : blockIdx.x * (groups * cols) + first_group * cols;
-    for (int k = threadIdx.x; k < width; k += blockDim.x) {
-        float total = 0.0f;
-        for (int t = 0; t < terms; ++t) total += sums[t * apart + k];
-        partial[k] = total;
-    }
+    add_rows(sums, terms, apart, width, partial);
 }
 
 // Backward for groups that do not fit in registers or allow only narrow accesses, and for any number of tokens: reads
