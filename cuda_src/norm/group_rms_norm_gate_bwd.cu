@@ -26,7 +26,8 @@ __global__ void __launch_bounds__(512, 1)
                             i64 dy_wrap, i64 x_outer, i64 x_inner, i64 x_step, i64 x_wrap, i64 x_group, i64 gate_outer,
                             i64 gate_inner, i64 gate_step, i64 gate_wrap, i64 dgate_outer, i64 dgate_inner,
                             i64 dgate_step, i64 dgate_wrap, i64 dx_outer, i64 dx_inner, i64 dx_step, i64 dx_wrap,
-                            i64 inner_step, i64 weight_group, i64 groups_per_block, i64 threads_per_row, double eps) {
+                            i64 inner_step, i64 weight_group, i64 groups_per_block, i64 tokens_at_once, i64 threads_per_row,
+                            i64 by_inner, i64 by_slice, double eps) {
     constexpr int VEC = 16 / sizeof(T);
     extern __shared__ __align__(16) u8 memory[];
     __shared__ GroupScratch<2> scratch;
@@ -34,9 +35,9 @@ __global__ void __launch_bounds__(512, 1)
     RowRing<3, CHUNKS, STAGES> ring(memory);
     ptx::launch_dependents();
     const u32 slice = static_cast<u32>(groups_per_block);
-    const u32 lanes = group.count / slice;  // tokens at once
-    const u32 lane = group.index / slice;
-    const u32 g = blockIdx.y * slice + group.index % slice;
+    const u32 lanes = static_cast<u32>(tokens_at_once);
+    const u32 lane = divided(group.index, by_slice);
+    const u32 g = blockIdx.y * slice + (group.index - lane * slice);
     const u32 last = static_cast<u32>(tokens), inner = static_cast<u32>(inner_size);
     const u32 step = gridDim.x * lanes;
     // RowGroups without a group or a lane of their own stand past the last token.
@@ -49,8 +50,8 @@ __global__ void __launch_bounds__(512, 1)
 
     // This thread's first channel of the next row to fetch, and to store.
     const i64 channel = g * cols + column;
-    const u32 o = first / inner;
-    u32 fetched_i = first % inner, stored_i = fetched_i;
+    const u32 o = divided(first, by_inner);
+    u32 fetched_i = first - o * inner, stored_i = fetched_i;
     dy += o * dy_outer + fetched_i * dy_inner + channel;
     x += o * x_outer + fetched_i * x_inner + g * x_group + column;
     gate += o * gate_outer + fetched_i * gate_inner + channel;

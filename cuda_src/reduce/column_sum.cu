@@ -5,6 +5,7 @@
 // order. The blocks are small, and there should be no more than multiprocessors, so that all of them can wait there while
 // the kernel that makes `partial` still runs. Shared memory: a float for each thread and column of a lane.
 #include "common/vec.cuh"
+#include "ptx/forget.cuh"
 #include "ptx/pdl.cuh"
 
 namespace rtk {
@@ -17,46 +18,55 @@ struct alignas(4 * COLUMNS) LaneSums {
     float of[COLUMNS];
 };
 
+// Fewer than 2^32 numbers in all.
 template <typename T, int COLUMNS>
-RTK_DEVICE void add_columns(const float* partial, T* out, i64 rows, i64 cols, u8* memory) {
+RTK_DEVICE void add_columns(const float* partial, T* out, u32 rows, u32 cols, u8* memory) {
     using Sums = LaneSums<COLUMNS>;
     constexpr int kInFlight = COLUMNS == 1 ? 17 : 9;  // rows a warp asks for at once: all of its 132 / 8, or half
     Sums* const of_warps = reinterpret_cast<Sums*>(memory);
-    const int lane = threadIdx.x % kWarp;
-    const int warp = threadIdx.x / kWarp;
-    const i64 column = (static_cast<i64>(blockIdx.x) * kWarp + lane) * COLUMNS;
-    const float* next = partial + warp * cols + column;
-    Sums total;
+    const u32 lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const u32 column = (blockIdx.x * kWarp + lane) * COLUMNS;
+    const u32 own_rows = column < cols ? (rows + kColumnSumWarps - 1 - warp) / kColumnSumWarps : 0;
+    // First without any row, so that what is left to do when they are there has its instructions at hand.
+    u32 left = 0;
+#pragma unroll 1
+    for (int pass = 0; pass < 2; ++pass) {
+        ptx::forget(left);
+        u32 next = warp * cols + column;
+        Sums total;
 #pragma unroll
-    for (float& sum : total.of) sum = 0.0f;
-    ptx::wait_for_previous();
-    if (column < cols) {
-        for (i64 row = warp; row < rows; row += kInFlight * kColumnSumWarps) {
+        for (float& sum : total.of) sum = 0.0f;
+        do {
             Sums part[kInFlight];
 #pragma unroll
-            for (int i = 0; i < kInFlight; ++i) {
+            for (u32 i = 0; i < kInFlight; ++i) {
 #pragma unroll
                 for (float& sum : part[i].of) sum = 0.0f;
-                if (row + i * kColumnSumWarps < rows)
-                    part[i] = *reinterpret_cast<const Sums*>(next + i * kColumnSumWarps * cols);
+                if (i < left) part[i] = *reinterpret_cast<const Sums*>(partial + next);
+                next += kColumnSumWarps * cols;
             }
-            next += kInFlight * kColumnSumWarps * cols;
+            left -= min(left, static_cast<u32>(kInFlight));
 #pragma unroll
             for (int i = 0; i < kInFlight; ++i) {
 #pragma unroll
                 for (int c = 0; c < COLUMNS; ++c) total.of[c] += part[i].of[c];
             }
+        } while (left != 0);
+        of_warps[threadIdx.x] = total;
+        __syncthreads();
+        if (warp == 0) {
+#pragma unroll
+            for (int w = 1; w < kColumnSumWarps; ++w) {
+#pragma unroll
+                for (int c = 0; c < COLUMNS; ++c) total.of[c] += of_warps[w * kWarp + lane].of[c];
+            }
+            if (pass != 0 && column < cols) store<T, COLUMNS>(out + column, total.of);
         }
+        if (pass != 0) break;
+        __syncthreads();
+        left = own_rows;
+        ptx::wait_for_previous();
     }
-    of_warps[threadIdx.x] = total;
-    __syncthreads();
-    if (warp != 0 || column >= cols) return;
-#pragma unroll
-    for (int w = 1; w < kColumnSumWarps; ++w) {
-#pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) total.of[c] += of_warps[w * kWarp + lane].of[c];
-    }
-    store<T, COLUMNS>(out + column, total.of);
 }
 
 template <typename T>
@@ -64,9 +74,9 @@ __global__ void __launch_bounds__(kColumnSumWarps* kWarp, 8)
     column_sum(const float* partial, T* out, i64 rows, i64 cols, i64 pairs) {
     extern __shared__ __align__(8) u8 memory[];
     if (pairs) {
-        add_columns<T, 2>(partial, out, rows, cols, memory);
+        add_columns<T, 2>(partial, out, static_cast<u32>(rows), static_cast<u32>(cols), memory);
     } else {
-        add_columns<T, 1>(partial, out, rows, cols, memory);
+        add_columns<T, 1>(partial, out, static_cast<u32>(rows), static_cast<u32>(cols), memory);
     }
 }
 

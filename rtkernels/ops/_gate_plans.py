@@ -65,7 +65,8 @@ _BWD = Kernel(
     "gate_outer:i64 gate_inner:i64 gate_step:i64 gate_wrap:i64 "
     "dgate_outer:i64 dgate_inner:i64 dgate_step:i64 dgate_wrap:i64 "
     "dx_outer:i64 dx_inner:i64 dx_step:i64 dx_wrap:i64 "
-    "inner_step:i64 weight_group:i64 groups_per_block:i64 threads_per_row:i64 eps:f64",
+    "inner_step:i64 weight_group:i64 groups_per_block:i64 tokens_at_once:i64 threads_per_row:i64 "
+    "by_inner:i64 by_slice:i64 eps:f64",
     variants=_bwd_variants,
     max_registers=128,
 )
@@ -320,7 +321,8 @@ class _BackwardPlan:
         )
         counts = (s.tokens, s.inner, s.groups, s.cols)
         self.numbers = (
-            *counts, *dy, *x, s.x[2], *gate, *dgate, *dx, near, s.weight_group, slice_groups, threads
+            *counts, *dy, *x, s.x[2], *gate, *dgate, *dx, near, s.weight_group, slice_groups, lanes, threads,
+            divisor(s.inner), divisor(slice_groups),
         )  # fmt: skip
         variant = (s.t, s.w, chunks, _STAGES)
         self.launch = _BWD.bind(variant, s.device, (blocks, slices), block, _ring_bytes(block, chunks))
