@@ -116,7 +116,8 @@ __global__ void __launch_bounds__(1024, 1)
 // thread i of it the pieces i, i + threads, ...; rows arrive through a RowRing, gains stay in registers. Weight
 // gradients are summed in registers over the rows of a group, over the groups of the block in shared memory, and written
 // as one fp32 row per block (`partial`, [grid, cols]; null when not wanted) for column_sum to add up: the order is fixed
-// by the grid, never by timing.
+// by the grid, never by timing. Blocks of at most 768 (CHUNKS 1) or 512 threads, with as many registers as leave room for
+// a block of column_sum beside them.
 template <typename T, typename W, int CHUNKS, bool DSUM, int STAGES>
 __global__ void __maxnreg__(CHUNKS == 1 ? 72 : 112)
     rms_norm_bwd(const T* dy, const T* h, const W* weight, const T* dsum, T* dh, float* partial, i64 rows, i64 cols,
