@@ -2,6 +2,7 @@
 //
 // Rows are worked on by groups of threads (RowGroup). Inputs have any row stride; outputs are dense. The weight (which may
 // be null) is of T, or fp32 if `wide`.
+#include "common/block_sums.cuh"
 #include "common/reduce.cuh"
 #include "common/row_ring.cuh"
 #include "norm/common.cuh"
@@ -170,29 +171,17 @@ __global__ void __maxnreg__(CHUNKS > 2 ? 128 : DSUM ? 120 : 112)
     }
     ptx::cp_async_wait<0>();
     __syncthreads();
-    float* sums_of_groups = reinterpret_cast<float*>(memory);  // [groups, 2, cols]
+    float* sums = reinterpret_cast<float*>(memory);  // [groups, 2, cols]
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         if (c * pitch < room) {
-            float* mine = sums_of_groups + 2 * group.index * end + column + c * pitch;
-#pragma unroll
-            for (int i = 0; i < VEC; i += 4) {
-                *reinterpret_cast<float4*>(mine + i) =
-                    make_float4(dweight[c][i], dweight[c][i + 1], dweight[c][i + 2], dweight[c][i + 3]);
-                *reinterpret_cast<float4*>(mine + end + i) =
-                    make_float4(dbias[c][i], dbias[c][i + 1], dbias[c][i + 2], dbias[c][i + 3]);
-            }
+            float* mine = sums + 2 * group.index * end + column + c * pitch;
+            put_sums(mine, dweight[c]);
+            put_sums(mine + end, dbias[c]);
         }
     }
     __syncthreads();
-    for (int at = threadIdx.x * 4; at < sets * end; at += blockDim.x * 4) {
-        float total[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        for (int g = 0; g < group.count; ++g) {
-            const float4 part = *reinterpret_cast<const float4*>(sums_of_groups + 2 * g * end + at);
-            total[0] += part.x, total[1] += part.y, total[2] += part.z, total[3] += part.w;
-        }
-        store<float, 4>(partial + at, total);
-    }
+    add_rows(sums, group.count, 2 * end, sets * end, partial);
 }
 
 // Backward for rows that do not fit in registers or allow only narrow accesses: reads the row three times and leaves

@@ -2,6 +2,7 @@
 // h = x, or the rounded sum x + residual, which is then an output too. fp32 arithmetic, one rounding at each store.
 //
 // Rows are worked on by groups of threads (RowGroup). Inputs have any row stride; outputs are dense.
+#include "common/block_sums.cuh"
 #include "common/reduce.cuh"
 #include "common/row_ring.cuh"
 #include "norm/common.cuh"
@@ -115,9 +116,10 @@ __global__ void __launch_bounds__(1024, 1)
 // thread i of it the pieces i, i + threads, ...; rows arrive through a RowRing, gains stay in registers. Weight
 // gradients are summed in registers over the rows of a group, over the groups of the block in shared memory, and written
 // as one fp32 row per block (`partial`, [grid, cols]; null when not wanted) for column_sum to add up: the order is fixed
-// by the grid, never by timing.
+// by the grid, never by timing. Blocks of at most 768 (CHUNKS 1) or 512 threads, with as many registers as leave room for
+// a block of column_sum beside them.
 template <typename T, typename W, int CHUNKS, bool DSUM, int STAGES>
-__global__ void __launch_bounds__(CHUNKS == 1 ? 768 : 512, 1)
+__global__ void __maxnreg__(CHUNKS == 1 ? 72 : 112)
     rms_norm_bwd(const T* dy, const T* h, const W* weight, const T* dsum, T* dh, float* partial, i64 rows, i64 cols,
                  i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, double eps, double offset) {
     constexpr int VEC = 16 / sizeof(T);
@@ -234,25 +236,12 @@ __global__ void __launch_bounds__(CHUNKS == 1 ? 768 : 512, 1)
     }
     ptx::cp_async_wait<0>();
     __syncthreads();
-    float* sums_of_groups = reinterpret_cast<float*>(memory);  // [groups, cols]
+    float* sums = reinterpret_cast<float*>(memory);  // [groups, cols]
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-        if (column + c * pitch < cols) {
-#pragma unroll
-            for (int i = 0; i < VEC; i += 4)
-                *reinterpret_cast<float4*>(sums_of_groups + group.index * cols + column + c * pitch + i) =
-                    make_float4(dweight[c][i], dweight[c][i + 1], dweight[c][i + 2], dweight[c][i + 3]);
-        }
-    }
+    for (int c = 0; c < CHUNKS; ++c)
+        if (column + c * pitch < end) put_sums(sums + group.index * end + column + c * pitch, dweight[c]);
     __syncthreads();
-    for (int at = threadIdx.x * 4; at < end; at += blockDim.x * 4) {
-        float total[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        for (int g = 0; g < group.count; ++g) {
-            const float4 part = *reinterpret_cast<const float4*>(sums_of_groups + g * cols + at);
-            total[0] += part.x, total[1] += part.y, total[2] += part.z, total[3] += part.w;
-        }
-        store<float, 4>(partial + at, total);
-    }
+    add_rows(sums, group.count, end, end, partial);
 }
 
 // Backward for rows that do not fit in registers or allow only narrow accesses: reads the row twice and leaves rstd

@@ -3,6 +3,7 @@
 // With g the gradient of a q or k head and a its inverse rotation (angle_flags has kInverse):
 //     du = rstd * a * gain - u * (rstd^3 / dim) * sum(u * a * gain),   dweight += u * rstd * a
 // and dx = du, or du * silu'(x). v heads pass g on. dq, dk, dv have any strides but in the head; dqkv has its own.
+#include "common/block_sums.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/pdl.cuh"
 #include "rope/qk_norm_rope.cuh"
@@ -225,13 +226,8 @@ __global__ void __launch_bounds__(THREADS, 1)
     float* sums = reinterpret_cast<float*>(memory) + group_in_block * dim;  // [groups, head_dim]
     if (lane == 0) part_of_group[group_in_block] = static_cast<u8>(team < step ? slot.part : kV);
     if (own.any) {
-#pragma unroll
-        for (int i = 0; i < N; i += 4) {
-            *reinterpret_cast<float4*>(sums + own.in_a + i) =
-                make_float4(dweight_a[i], dweight_a[i + 1], dweight_a[i + 2], dweight_a[i + 3]);
-            *reinterpret_cast<float4*>(sums + own.in_b + i) =
-                make_float4(dweight_b[i], dweight_b[i + 1], dweight_b[i + 2], dweight_b[i + 3]);
-        }
+        put_sums(sums + own.in_a, dweight_a);
+        put_sums(sums + own.in_b, dweight_b);
     }
     __syncthreads();
     sums = reinterpret_cast<float*>(memory);

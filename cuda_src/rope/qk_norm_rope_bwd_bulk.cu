@@ -4,6 +4,7 @@
 // of all heads, in the order q, k, v, then x of those that need it: x_pieces runs of x_piece_heads heads, kv_step heads
 // apart in qkv. In a team, each group of 2^lane_bits lanes has one slot (HeadSlot) of at most `most` heads, and a lane two
 // chunks of each (Pieces). partial: [blocks, 2, head_dim], q's sums and k's; null when not wanted.
+#include "common/block_sums.cuh"
 #include "ptx/pdl.cuh"
 #include "rope/token_ring.cuh"
 
@@ -246,13 +247,8 @@ __global__ void __launch_bounds__(SILU ? kBulkThreads : kBulkBound, 1)
         ptx::named_barrier_sync(1, threads);
         float* sums = reinterpret_cast<float*>(memory) + (static_cast<int>(threadIdx.x) >> lane_bits) * dim + in_a;
         if (own.any) {
-#pragma unroll
-            for (int i = 0; i < N; i += 4) {
-                *reinterpret_cast<float4*>(sums + i) =
-                    make_float4(dweight_a[i], dweight_a[i + 1], dweight_a[i + 2], dweight_a[i + 3]);
-                *reinterpret_cast<float4*>(sums + to_b + i) =
-                    make_float4(dweight_b[i], dweight_b[i + 1], dweight_b[i + 2], dweight_b[i + 3]);
-            }
+            put_sums(sums, dweight_a);
+            put_sums(sums + to_b, dweight_b);
         }
         ptx::named_barrier_sync(1, threads);
         partial += static_cast<i64>(blockIdx.x) * 2 * dim;

@@ -14,7 +14,7 @@ from rtkernels._kernel import DeviceInfo, Kernel, Plans, dense_memory, device_in
 from rtkernels._layout import GRID_LIMIT, block_of, check_same, divisor, group_threads, row_stride, token, vector_bytes
 from rtkernels.errors import ArgumentError
 
-_UNIT = "norm/group_rms_norm_gate.cu"
+_UNIT, _BWD_UNIT = "norm/group_rms_norm_gate.cu", "norm/group_rms_norm_gate_bwd.cu"
 _LAYOUTS = ("same", "sequence_first")
 _TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
@@ -34,7 +34,7 @@ def _bwd_variants(target: Target) -> Iterator[tuple[Any, ...]]:
 
 _LONG_VARIANTS = [(t, w, v) for t, w in _TYPES for v in (1, _WIDTH[t])]
 _FWD_STRIDES = (
-    "inner_size:i64 groups:i64 cols:i64 x_outer:i64 x_inner:i64 x_group:i64 gate_outer:i64 gate_inner:i64 "
+    "tokens:i64 inner_size:i64 groups:i64 cols:i64 x_outer:i64 x_inner:i64 x_group:i64 gate_outer:i64 gate_inner:i64 "
     "y_outer:i64 y_inner:i64 weight_group:i64 threads_per_row:i64"
 )
 _BWD_POINTERS = "dy:ptr x:ptr gate:ptr weight:ptr dx:ptr dgate:ptr"
@@ -44,7 +44,7 @@ _FWD = Kernel(
     _UNIT,
     "group_rms_norm_gate_fwd",
     template="T W CHUNKS",
-    args=f"x:ptr gate:ptr weight:ptr y:ptr {_FWD_STRIDES} by_groups:i64 eps:f64",
+    args=f"x:ptr gate:ptr weight:ptr y:ptr {_FWD_STRIDES} by_groups:i64 by_inner:i64 eps:f64",
     variants=[(t, w, _CHUNKS) for t, w in _TYPES],
     max_registers=64,
 )
@@ -52,33 +52,35 @@ _FWD_LONG = Kernel(
     _UNIT,
     "group_rms_norm_gate_fwd_long",
     template="T W VEC",
-    args=f"x:ptr gate:ptr weight:ptr y:ptr tokens:i64 {_FWD_STRIDES} eps:f64",
+    args=f"x:ptr gate:ptr weight:ptr y:ptr {_FWD_STRIDES} eps:f64",
     variants=_LONG_VARIANTS,
     max_registers=80,
 )
 _BWD = Kernel(
-    _UNIT,
+    _BWD_UNIT,
     "group_rms_norm_gate_bwd",
     template="T W CHUNKS STAGES",
     args=f"{_BWD_POINTERS} partial:ptr {_COUNTS} dy_outer:i64 dy_inner:i64 dy_step:i64 dy_wrap:i64 "
     "x_outer:i64 x_inner:i64 x_step:i64 x_wrap:i64 x_group:i64 "
     "gate_outer:i64 gate_inner:i64 gate_step:i64 gate_wrap:i64 "
     "dgate_outer:i64 dgate_inner:i64 dgate_step:i64 dgate_wrap:i64 "
-    "dx_step:i64 inner_step:i64 weight_group:i64 groups_per_block:i64 threads_per_row:i64 eps:f64",
+    "dx_outer:i64 dx_inner:i64 dx_step:i64 dx_wrap:i64 "
+    "inner_step:i64 weight_group:i64 groups_per_block:i64 tokens_at_once:i64 threads_per_row:i64 "
+    "by_inner:i64 by_slice:i64 eps:f64",
     variants=_bwd_variants,
     max_registers=128,
 )
 _BWD_LONG = Kernel(
-    _UNIT,
+    _BWD_UNIT,
     "group_rms_norm_gate_bwd_long",
     template="T W VEC",
-    args=f"{_BWD_POINTERS} rstd:ptr {_COUNTS} {_BWD_INPUTS} dgate_outer:i64 dgate_inner:i64 weight_group:i64 "
-    "threads_per_row:i64 eps:f64",
+    args=f"{_BWD_POINTERS} rstd:ptr {_COUNTS} {_BWD_INPUTS} dgate_outer:i64 dgate_inner:i64 dx_outer:i64 dx_inner:i64 "
+    "weight_group:i64 threads_per_row:i64 eps:f64",
     variants=_LONG_VARIANTS,
     max_registers=96,
 )
 _BWD_WEIGHT = Kernel(
-    _UNIT,
+    _BWD_UNIT,
     "group_rms_norm_gate_bwd_weight",
     template="T VEC",
     args=f"dy:ptr x:ptr gate:ptr rstd:ptr partial:ptr {_COUNTS} {_BWD_INPUTS}",
@@ -142,13 +144,10 @@ def check_bwd(dy: Meta, x: Meta, gate: Meta, weight: Meta | None, groups: int, l
 # ---- tensors as two levels of tokens --------------------------------------------------------------------------------
 
 
-def _strides(shape, stride, swapped: bool) -> tuple[int, int] | None:
-    """Return how far apart outer and inner tokens are; None unless channels are unit-stride and tokens even.
+def _strides(shape, stride) -> tuple[int, int] | None:
+    """Return how far apart outer and inner tokens ``[..., inner, channels]`` are.
 
-    Args:
-        shape: ``[..., inner, channels]``.
-        stride: Of the same.
-        swapped: The outer tokens are inside instead: ``[inner, outer, channels]``.
+    None unless channels are unit-stride and tokens even.
     """
     if shape[-1] > 1 and stride[-1] != 1:
         return None
@@ -156,11 +155,20 @@ def _strides(shape, stride, swapped: bool) -> tuple[int, int] | None:
     inner = stride[-2] if len(shape) > 1 and shape[-2] != 1 else 0
     if outer is None:
         return None
-    return (inner, outer) if swapped else (outer, inner)
+    return outer, inner
 
 
-def _strides_of_x(shape, stride, split: bool, groups: int, cols: int) -> tuple[int, int, int] | None:
-    """Return how far apart outer tokens, inner tokens and groups are in x; None unless there are such numbers."""
+def _strides_of_x(shape, stride, split: bool, swapped: bool, groups: int, cols: int) -> tuple[int, int, int] | None:
+    """Return how far apart outer tokens, inner tokens and groups are in x; None unless there are such numbers.
+
+    Args:
+        shape: ``[..., inner, channels]``, the channels in two dimensions if `split`.
+        stride: Of the same.
+        split: See shape.
+        swapped: The outer tokens are inside instead.
+        groups: Of a token.
+        cols: Channels of a group.
+    """
     apart = cols
     if split:
         heads, size = shape[-2:]
@@ -169,19 +177,22 @@ def _strides_of_x(shape, stride, split: bool, groups: int, cols: int) -> tuple[i
                 return None
             apart = stride[-2]
         shape, stride = (*shape[:-2], size), (*stride[:-2], stride[-1])
-    found = _strides(shape, stride, False)
-    return None if found is None else (*found, apart)
+    found = _strides(shape, stride)
+    if found is None:
+        return None
+    return (*found[:: -1 if swapped else 1], apart)
 
 
 class Tensors:
     """The inputs of a call as kernels see them.
 
     Attributes:
-        outer, inner, tokens: How many tokens there are, in x's order; tokens is their product.
+        outer, inner, tokens: How many tokens there are, in gate's order, which y, dy and dgate
+            have too, x and dx perhaps not; tokens is their product.
         groups, cols, channels: Groups of a token, channels of a group, their product.
         x: Distances between outer tokens, inner tokens and groups; None if x must be copied first.
         gate, dy: Distances between outer and inner tokens; None if the tensor must be copied first.
-        out: The same of y and dgate.
+        out, dx: The same of y and dgate, and of dx.
         fits: No input must be copied.
         vec: Elements per access.
     """
@@ -195,13 +206,14 @@ class Tensors:
         self.channels = channels = gate[1][-1]
         self.groups, self.cols = groups, channels // groups
         split, swapped = len(shape) == len(gate[1]) + 1, layout == "sequence_first"
-        lead = shape[: -2 if split else -1]
+        lead = gate[1][:-1]
         self.outer, self.inner = prod(lead[:-1]), lead[-1] if lead else 1
         self.tokens = self.outer * self.inner
-        self.x = _strides_of_x(shape, stride, split, groups, self.cols)
-        self.gate = _strides(gate[1], gate[2], swapped)
-        self.dy = () if dy is None else _strides(dy[1], dy[2], swapped)
-        self.out = (channels, self.outer * channels) if swapped else (self.inner * channels, channels)
+        self.x = _strides_of_x(shape, stride, split, swapped, groups, self.cols)
+        self.gate = _strides(*gate[1:3])
+        self.dy = () if dy is None else _strides(*dy[1:3])
+        self.out = self.inner * channels, channels
+        self.dx = (channels, self.outer * channels) if swapped else self.out
         self.weight_group = 0 if weight is None or weight[1][0] == self.cols else self.cols
         self.fits = None not in (self.x, self.gate, self.dy)
         if weight is not None and weight[1][0] > 1 and weight[2] != (1,):
@@ -243,18 +255,14 @@ def _plan_fwd(x: Meta, gate: Meta, weight: Meta | None, groups: int, layout: str
     s = Tensors(x, gate, weight, None, groups, layout, align)
     if not s.fits:
         return s
-    outer, inner, strides = s.outer, s.inner, [s.x[:2], s.gate, s.out]
-    if outer == 1 or all(far == inner * near for far, near in strides):
-        outer, inner = 1, outer * inner
-    elif outer > inner:  # the grid has room for few outer tokens only
-        outer, inner, strides = inner, outer, [(near, far) for far, near in strides]
-    numbers = (inner, groups, s.cols, *strides[0], s.x[2], *strides[1], *strides[2], s.weight_group)
-    if (threads := s.threads()) and outer <= 65535:
+    numbers = (s.tokens, s.inner, groups, s.cols, *s.x, *s.gate, *s.out, s.weight_group)
+    if threads := s.threads():
         block = block_of(threads)
-        grid = (-(-inner * groups // (block // threads)), outer)
-        return _FWD.bind((s.t, s.w, _CHUNKS), s.device, grid, block), (*numbers, threads, divisor(groups)), *memory
+        grid = -(-s.tokens * groups // (block // threads))
+        numbers += threads, divisor(groups), divisor(s.inner)
+        return _FWD.bind((s.t, s.w, _CHUNKS), s.device, grid, block), numbers, *memory
     grid, block, threads = s.long_geometry()
-    return _FWD_LONG.bind((s.t, s.w, s.vec), s.device, grid, block), (s.tokens, *numbers, threads), *memory
+    return _FWD_LONG.bind((s.t, s.w, s.vec), s.device, grid, block), (*numbers, threads), *memory
 
 
 FWD_PLANS = Plans(_plan_fwd)
@@ -307,13 +315,15 @@ class _BackwardPlan:
         blocks = min(max(1, info.sm_count // slices), -(-s.tokens // lanes))
         self.partial = (blocks, s.channels) if s.weight_group else (blocks * slices, s.cols)
         far, near = divmod(blocks * lanes, s.inner)  # from one token of a row group to its next
-        dy, x, gate, dgate = (
+        dy, x, gate, dgate, dx = (
             (outer, inner, far * outer + near * inner, outer - s.inner * inner)
-            for outer, inner in (s.dy, s.x[:2], s.gate, s.out)
+            for outer, inner in (s.dy, s.x[:2], s.gate, s.out, s.dx)
         )
         counts = (s.tokens, s.inner, s.groups, s.cols)
-        steps = (blocks * lanes * s.channels, near)
-        self.numbers = (*counts, *dy, *x, s.x[2], *gate, *dgate, *steps, s.weight_group, slice_groups, threads)
+        self.numbers = (
+            *counts, *dy, *x, s.x[2], *gate, *dgate, *dx, near, s.weight_group, slice_groups, lanes, threads,
+            divisor(s.inner), divisor(slice_groups),
+        )  # fmt: skip
         variant = (s.t, s.w, chunks, _STAGES)
         self.launch = _BWD.bind(variant, s.device, (blocks, slices), block, _ring_bytes(block, chunks))
 
@@ -321,7 +331,7 @@ class _BackwardPlan:
         inputs = (s.tokens, s.inner, s.groups, s.cols, *s.dy, *s.x, *s.gate)
         grid, block, threads = s.long_geometry()
         self.launch = _BWD_LONG.bind((s.t, s.w, s.vec), s.device, grid, block)
-        self.numbers = (*inputs, *s.out, s.weight_group, threads)
+        self.numbers = (*inputs, *s.out, *s.dx, s.weight_group, threads)
         if weight_grad:
             column_blocks = -(-s.channels // (256 * s.vec))
             parts = min(max(1, 4 * info.sm_count // column_blocks), s.tokens, 65535)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rtkernels._kernel import Kernel, Plans
+from rtkernels._kernel import Kernel, Plans, device_info
 from rtkernels._layout import DTYPE_TOKEN
 from rtkernels._registry import Op
 
@@ -13,14 +13,17 @@ _KERNEL = Kernel(
     "reduce/column_sum.cu",
     "column_sum",
     template="T",
-    args="partial:ptr out:ptr rows:i64 cols:i64",
+    args="partial:ptr out:ptr rows:i64 cols:i64 pairs:i64",
     variants=[("bf16",), ("fp16",), ("fp32",)],
     max_registers=40,
 )
 
 
 def _plan(device: int, dtype: torch.dtype, cols: int):
-    return _KERNEL.bind((DTYPE_TOKEN[dtype],), device, -(-cols // 32), 256, overlap=True)
+    # Two columns in a lane where there would be more blocks than can wait beside the kernel before.
+    pairs = int(cols > 32 * device_info(device).sm_count and cols % 2 == 0)
+    grid = -(-cols // (32 << pairs))
+    return _KERNEL.bind((DTYPE_TOKEN[dtype],), device, grid, 256, 1024 << pairs, overlap=True), pairs
 
 
 _PLANS = Plans(_plan)
@@ -34,7 +37,8 @@ def column_sum(partial: Tensor, dtype: torch.dtype) -> Tensor:
     """
     rows, cols = partial.shape
     out = torch.empty(cols, dtype=dtype, device=partial.device)
-    _PLANS[partial.get_device(), dtype, cols](partial.data_ptr(), out.data_ptr(), rows, cols)
+    launch, pairs = _PLANS[partial.get_device(), dtype, cols]
+    launch(partial.data_ptr(), out.data_ptr(), rows, cols, pairs)
     return out
 
 

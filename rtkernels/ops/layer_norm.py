@@ -12,10 +12,19 @@ from torch.autograd.function import once_differentiable
 
 from rtkernels import interop
 from rtkernels._guard import constant, is_dynamo_compiling, needs_grad
-from rtkernels._layout import address, check_same, metadata, nothing, row_count, rowed
+from rtkernels._layout import address, metadata, nothing, rowed
 from rtkernels._registry import MutatingOp, Op, TorchOp
 from rtkernels.errors import ArgumentError
 from rtkernels.ops._layer_norm_plans import BWD_PLANS, FWD_PLANS, KERNELS, check
+from rtkernels.ops._layer_norm_reference import (
+    check_bwd,
+    normalised_rows,
+    parameter_sums,
+    reference_add_fwd,
+    reference_bwd,
+    reference_fwd,
+    reference_out,
+)
 from rtkernels.ops._norm_out import BACKWARDS, check_no_gradient, check_out, with_statistics
 from rtkernels.testing.rows import Row
 
@@ -92,8 +101,8 @@ def _launch_bwd(
     offset: float,
     parameter_grad: bool,
 ):
-    _check_bwd(dy, h, weight, bias, dsum, parameter_grad)
-    sums, dtype = _parameter_sums(weight, bias, parameter_grad)
+    check_bwd(dy, h, weight, bias, dsum, parameter_grad)
+    sums, dtype = parameter_sums(weight, bias, parameter_grad)
     if h.numel() == 0:
         return torch.empty(h.shape, dtype=h.dtype, device=h.device), (
             torch.zeros(sums, h.shape[-1], dtype=dtype, device=h.device) if sums else nothing(h)
@@ -108,96 +117,7 @@ def _dense(vector: Tensor | None) -> Tensor | None:
     return None if vector is None else vector.contiguous()
 
 
-def _parameter_sums(weight: Tensor | None, bias: Tensor | None, wanted: bool) -> tuple[int, torch.dtype | None]:
-    """Return how many parameter gradients a backward call makes, and their dtype. dbias always follows dweight."""
-    if not wanted:
-        return 0, None
-    return (1, weight.dtype) if bias is None else (2, bias.dtype)
-
-
-def _check_bwd(dy, h, weight, bias, dsum, parameter_grad: bool) -> None:
-    check(metadata(h), metadata(weight), metadata(bias), None)
-    for name, tensor in (("dy", dy), ("dsum", dsum)):
-        if tensor is not None:
-            check_same(name, tensor.dtype, h.dtype, "dtype", of="h")
-            check_same(name, tensor.shape, h.shape, "shape", of="h")
-            check_same(name, tensor.get_device(), h.get_device(), "device index", of="h")
-    if parameter_grad and weight is None and bias is None:
-        raise ArgumentError("parameter_grad is True but there is neither weight nor bias")
-
-
-# ---- the same in plain torch ----------------------------------------------------------------------------------------
-
-
-def _gain(weight: Tensor | None, offset: float) -> Tensor | float:
-    return 1.0 if weight is None else weight.float() + offset
-
-
-def _normalised(h: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return ``(h - mean) * rstd`` and rstd."""
-    centred = h - h.mean(-1, keepdim=True)
-    rstd = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
-    return centred * rstd, rstd
-
-
-def _reference_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float) -> Tensor:
-    check(metadata(x), metadata(weight), metadata(bias), None)
-    y = _normalised(x.float(), eps)[0] * _gain(weight, offset)
-    if bias is not None:
-        y = y + bias.float()
-    return y.to(x.dtype).contiguous()
-
-
-def _reference_add_fwd(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float
-):
-    check(metadata(x), metadata(weight), metadata(bias), metadata(residual))
-    total = (x.float() + residual.float()).to(x.dtype).contiguous()
-    return _reference_fwd(total, weight, bias, eps, offset), total
-
-
-def _reference_out(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    offset: float,
-    out: Tensor,
-) -> Tensor:
-    check(metadata(x), metadata(weight), metadata(bias), metadata(residual))
-    check_out(out, x, residual, weight, bias)
-    if residual is None:
-        made, total = _reference_fwd(x, weight, bias, eps, offset), nothing(x)
-    else:
-        made, total = _reference_add_fwd(x, residual, weight, bias, eps, offset)
-    out.copy_(made)
-    return total
-
-
-def _reference_bwd(
-    dy: Tensor,
-    h: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    dsum: Tensor | None,
-    eps: float,
-    offset: float,
-    parameter_grad: bool,
-):
-    _check_bwd(dy, h, weight, bias, dsum, parameter_grad)
-    d = dy.float()
-    normalised, rstd = _normalised(h.float(), eps)
-    g = d * _gain(weight, offset)
-    dh = rstd * (g - g.mean(-1, keepdim=True) - normalised * (g * normalised).mean(-1, keepdim=True))
-    if dsum is not None:
-        dh = dh + dsum.float()
-    sums, dtype = _parameter_sums(weight, bias, parameter_grad)
-    gradients = nothing(h)
-    if sums:
-        both = torch.stack((d * normalised, d)[:sums]).reshape(sums, row_count(h.shape), h.shape[-1])
-        gradients = both.sum(1).to(dtype)
-    return dh.to(h.dtype).contiguous(), gradients
+# ---- fake results and operators --------------------------------------------------------------------------------------
 
 
 def _fake_fwd(x, weight, bias, eps, offset):
@@ -213,7 +133,7 @@ def _fake_out(x, residual, weight, bias, eps, offset, out):
 
 
 def _fake_bwd(dy, h, weight, bias, dsum, eps, offset, parameter_grad):
-    sums, dtype = _parameter_sums(weight, bias, parameter_grad)
+    sums, dtype = parameter_sums(weight, bias, parameter_grad)
     gradients = h.new_empty(sums, h.shape[-1], dtype=dtype) if sums else nothing(h)
     return _fake_fwd(h, weight, bias, eps, offset), gradients
 
@@ -221,14 +141,14 @@ def _fake_bwd(dy, h, weight, bias, dsum, eps, offset, parameter_grad):
 FORWARD = TorchOp(
     "layer_norm_fwd(Tensor x, Tensor? weight, Tensor? bias, float eps, float offset) -> Tensor",
     launch=_launch_fwd,
-    reference=_reference_fwd,
+    reference=reference_fwd,
     fake=_fake_fwd,
 )
 ADD_FORWARD = TorchOp(
     "add_layer_norm_fwd(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, float offset)"
     " -> (Tensor, Tensor)",
     launch=_launch_add_fwd,
-    reference=_reference_add_fwd,
+    reference=reference_add_fwd,
     fake=_fake_add_fwd,
 )
 # Writes y into out; the result is the sum, or empty without a residual.
@@ -236,7 +156,7 @@ OUT_FORWARD = MutatingOp(
     "layer_norm_out(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, float offset, Tensor(a!) out)"
     " -> Tensor",
     launch=_launch_out,
-    reference=_reference_out,
+    reference=reference_out,
     fake=_fake_out,
 )
 # The second result is [1, n] (dweight), [2, n] (dweight and dbias) or empty; bias says only that dbias is wanted.
@@ -244,7 +164,7 @@ BACKWARD = TorchOp(
     "layer_norm_bwd(Tensor dy, Tensor h, Tensor? weight, Tensor? bias, Tensor? dsum, float eps, float offset,"
     " bool parameter_grad) -> (Tensor, Tensor)",
     launch=_launch_bwd,
-    reference=_reference_bwd,
+    reference=reference_bwd,
     fake=_fake_bwd,
 )
 
@@ -360,13 +280,13 @@ def _samples(device: str):
 
 def _torch_fwd(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
-    return (_normalised(x.to(wide), eps)[0] * weight + bias).to(x.dtype)
+    return (normalised_rows(x.to(wide), eps)[0] * weight + bias).to(x.dtype)
 
 
 def _torch_bwd(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(x.dtype, torch.float32)
     d = dy.to(wide)
-    normalised, rstd = _normalised(x.to(wide), eps)
+    normalised, rstd = normalised_rows(x.to(wide), eps)
     g = d * weight.to(wide)
     dx = rstd * (g - g.mean(-1, keepdim=True) - normalised * (g * normalised).mean(-1, keepdim=True))
     return dx.to(x.dtype), torch.stack(((d * normalised).sum(0), d.sum(0))).to(weight.dtype)

@@ -1,0 +1,41 @@
+// RMS normalisation of each group of channels, times a sigmoid gate:
+//     y = n * w * s,  n = x * rstd,  rstd = 1/sqrt(mean over the group of x^2 + eps),  s = sigmoid(gate),
+// w the weight of the channel (null: ones). fp32 arithmetic, one rounding at each store.
+//
+// A token has `groups` groups of `cols` channels. A row is one group of one token; rows are worked on by groups of
+// threads (RowGroup). Tokens are counted in two levels, token = o * inner_size + i, and every tensor says how far apart
+// its tokens are in each: so x may be [batch, sequence, ...] while gate, y and their gradients are [sequence, batch,
+// ...], and none of the inputs need be dense. The weight of group g starts at g * weight_group: 0 if all groups share it.
+#pragma once
+#include "common/math.cuh"
+#include "common/reduce.cuh"
+#include "norm/common.cuh"
+
+namespace rtk {
+
+// sigmoid(x) and 1 - sigmoid(x), neither by a difference that cancels.
+struct Gate {
+    float open, closed;
+};
+
+template <typename T>
+RTK_DEVICE Gate gate_at(float x) {
+    constexpr bool kFast = sizeof(T) == 2;
+    const float e = exponential<kFast>(-fabsf(x));
+    float larger, smaller;
+    if constexpr (kFast) {
+        larger = ptx::rcp(1.0f + e);
+        smaller = e * larger;
+    } else {
+        smaller = e / (1.0f + e);
+        larger = 1.0f - smaller;
+    }
+    return {x < 0.0f ? smaller : larger, x < 0.0f ? larger : smaller};
+}
+
+// 1 / sqrt(sum / count + eps). An infinite sum gives 0.
+RTK_DEVICE float inverse_rms(float square, i64 count, double eps) {
+    return rsqrtf(square * ptx::rcp(static_cast<float>(count)) + static_cast<float>(eps));
+}
+
+}  // namespace rtk
