@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
             if (place.rows < static_cast<u32>(kTileSide)) cut_rows(y[0], place.rows);
             float row_maxima[kPatchRows];
             shared.add_maxima(y, row_maxima);
-            if (q != nullptr) shared.quantize_rows(y, row_maxima, place, out.cols, out.pow2, turn);
+            if (q != nullptr) shared.quantize_rows(y, row_maxima, place, out.cols, walk.scale_step(), out.pow2);
             shared.stage_columns(y, turn);
             shared.store_column_ends(place, turn);
         }
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
             }
             float row_maxima[2 * kPatchRows];
             shared.add_maxima(v, row_maxima);
-            if (q != nullptr) shared.quantize_rows(v, row_maxima, place, out.cols, out.pow2, turn);
+            if (q != nullptr) shared.quantize_rows(v, row_maxima, place, out.cols, walk.scale_step(), out.pow2);
             shared.stage_columns(v, turn);
             shared.store_column_ends(place, turn);
         }

@@ -71,9 +71,8 @@ struct PatchShared {
     __align__(16) u8 codes[SIDES][kTileSide * kTileSide];
     // Of column 8k + 4h + i, in [16h + k][i]: as lanes hold them.
     __align__(16) float inverse[SIDES][kTileSide];
-    u32 most[SIDES][kTileSide];            // the same, in [i][16h + k], as bits; 0 between tiles
-    float row_scale[2][SIDES][kTileSide];  // of this tile and the one before
-    u64 added, scaled, staged, stored;     // barriers, a phase for each tile
+    u32 most[SIDES][kTileSide];         // the same, in [i][16h + k], as bits; 0 between tiles
+    u64 added, scaled, staged, stored;  // barriers, a phase for each tile
 
     // The whole block calls, and then meets.
     RTK_DEVICE void init() {
@@ -147,13 +146,14 @@ struct PatchShared {
         if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&scaled));
     }
 
-    // Codes of the thread's rows, from their maxima; scales to shared memory. Rows of q are `stride` apart.
+    // Codes and scales of the thread's rows, from their maxima. Rows of q are `stride` apart, their scales `step`.
     RTK_DEVICE void quantize_rows(const Patch (&v)[SIDES], float (&rows)[kMaxima], const PatchOutput& out, u32 stride,
-                                  bool pow2, u32 turn) {
+                                  u32 step, bool pow2) const {
         const int lane = patch_lane(), row = patch_row(), rows_here = static_cast<int>(out.rows) - row;
         const float own = fp8_scale<e4m3>(scattered<kMaxima, 16>(rows, lane, fmaxf), pow2);
         const int own_row = lane % kPatchRows, own_side = SIDES == 1 ? 0 : lane / kPatchRows % 2;
-        if (lane % 16 < kMaxima) row_scale[turn & 1][own_side][row + own_row] = own;
+        if (lane % 16 < kMaxima && own_row < rows_here)
+            out.scale[(own_side == 0 ? 0 : out.scale_right) + product(row + own_row, step)] = own;
         const float inverses = inverse_scale(own);
         const int column = patch_column(), rows_to_store = column < static_cast<int>(out.columns) ? rows_here : 0;
         e4m3* to = settled(out.q + product(row, stride) + column);
@@ -190,11 +190,10 @@ struct PatchShared {
         if (patch_lane() == 0) ptx::mbarrier_arrive(ptx::shared_address(&staged));
     }
 
-    // The warps that store call it. `by_rows`: there are codes by rows, whose scales are `step` apart.
-    RTK_DEVICE void store_columns(const PatchOutput& out, u32 turn, bool by_rows, u32 step) {
+    // The warps that store call it.
+    RTK_DEVICE void store_columns(const PatchOutput& out, u32 turn) {
         const int thread = static_cast<int>(threadIdx.x) - (kPatchThreads - kPatchStorers);
         ptx::mbarrier_wait(ptx::shared_address(&staged), turn & 1);
-        if (by_rows) store_row_scales(out, turn, step, thread);
 #pragma unroll
         for (int side = 0; side < SIDES; ++side) {
             e4m3* to = out.q_t + (side == 0 ? 0 : out.q_t_right);
@@ -218,17 +217,6 @@ struct PatchShared {
             store_ends<kPatchWorkers>(codes[side], out.q_t + (side == 0 ? 0 : out.q_t_right), out.pitch,
                                       static_cast<int>(out.rows), static_cast<int>(out.columns),
                                       static_cast<int>(this_thread()));
-    }
-
-   private:
-    RTK_DEVICE void store_row_scales(const PatchOutput& out, u32 turn, u32 step, int thread) const {
-#pragma unroll
-        for (int side = 0; side < SIDES; ++side)
-#pragma unroll
-            for (int row = 0; row < kTileSide; row += kPatchStorers)
-                if (static_cast<u32>(row + thread) < out.rows)
-                    out.scale[(side == 0 ? 0 : out.scale_right) + product(row + thread, step)] =
-                        row_scale[turn & 1][side][row + thread];
     }
 };
 

@@ -146,8 +146,7 @@ RTK_DEVICE void help(PatchShared<SIDES>& shared, const StreamWalk& walk, bool po
         }
     } else if (role == PatchRole::kStore) {
 #pragma unroll 1
-        for (u32 turn = 0; walk.has(turn); ++turn)
-            shared.store_columns(walk[turn], turn, walk.out.q != nullptr, walk.scale_step());
+        for (u32 turn = 0; walk.has(turn); ++turn) shared.store_columns(walk[turn], turn);
     } else if (role == PatchRole::kScale) {
         const bool draws = threadIdx.x % kWarp == 0;
         u32 number = draws ? walk.draw(StreamWalk::kAhead) : 0;

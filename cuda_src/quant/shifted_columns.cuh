@@ -3,8 +3,7 @@
 //
 // Memory gets aligned pieces of 16 bytes, each put together from two staged ones. Of a column that begins `past` bytes
 // after a multiple of 16, there are 16 - past bytes before the first whole piece and `past` bytes behind the last one. A
-// lane writes each of these 16, so that an end is one request, whatever its length: what counts is requests, for a
-// byte takes L2 as long as 32 do.
+// lane writes each of these 16, so that an end is one request, whatever its length.
 #pragma once
 #include "quant/square.cuh"
 
@@ -25,9 +24,8 @@ RTK_DEVICE Raw<16> shifted_together(const Raw<16>& before, const Raw<16>& own, i
 }
 
 // The whole pieces. `q`: the code of the tile's first element; columns are `pitch` apart. THREADS call, whole warps.
-template <int THREADS, typename Pitch>
-RTK_DEVICE void store_shifted_pieces(const u8* codes, e4m3* q, Pitch pitch, int rows, int columns,
-                                     int thread) {
+template <int THREADS>
+RTK_DEVICE void store_shifted_pieces(const u8* codes, e4m3* q, u32 pitch, int rows, int columns, int thread) {
     constexpr int kPieces = kTileSide / 16, kStep = THREADS / kPieces;
     const int p = thread % kPieces;
     int column = thread / kPieces;
@@ -51,8 +49,8 @@ RTK_DEVICE void store_shifted_pieces(const u8* codes, e4m3* q, Pitch pitch, int 
 }
 
 // What store_shifted_pieces leaves out.
-template <int THREADS, typename Pitch>
-RTK_DEVICE void store_ends(const u8* codes, e4m3* q, Pitch pitch, int rows, int columns, int thread) {
+template <int THREADS>
+RTK_DEVICE void store_ends(const u8* codes, e4m3* q, u32 pitch, int rows, int columns, int thread) {
     constexpr int kEnd = 16, kStep = THREADS / kEnd;
     const int lane = thread % kEnd;
     int column = thread / kEnd;
