@@ -178,7 +178,7 @@ def test_driver_launch_in_a_thread_that_made_no_cuda_call() -> None:
     x, weight, _ = _inputs(8, 256)
     partial = torch.randn(4, 64, device="cuda")
     out, y = torch.empty(64, device="cuda"), torch.empty_like(x)
-    sum_launch = column_sum._KERNEL.bind(("fp32",), 0, 2, 256, overlap=True)
+    sum_launch = column_sum._KERNEL.bind(("fp32",), 0, 2, 256, 1024, overlap=True)
     norm_launch = plans._FWD.bind(("bf16", "bf16", 8, 1, False), 0, 2, 128)
     failures: list[BaseException] = []
 
@@ -189,7 +189,7 @@ def test_driver_launch_in_a_thread_that_made_no_cuda_call() -> None:
             failures.append(error)
 
     norm_args = (x.data_ptr(), 0, weight.data_ptr(), y.data_ptr(), 0, 8, 256, 256, 0, 32, 1e-6, 0.0)
-    for launch, args in ((sum_launch, (partial.data_ptr(), out.data_ptr(), 4, 64)), (norm_launch, norm_args)):
+    for launch, args in ((sum_launch, (partial.data_ptr(), out.data_ptr(), 4, 64, 0)), (norm_launch, norm_args)):
         thread = threading.Thread(target=work, args=(launch, args))
         thread.start()
         thread.join()
