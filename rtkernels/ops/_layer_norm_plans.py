@@ -14,7 +14,6 @@ from rtkernels._layout import (
     GRID_LIMIT,
     address,
     block_of,
-    check_same,
     group_threads,
     nothing,
     row_count,
@@ -22,7 +21,7 @@ from rtkernels._layout import (
     token,
     vector_bytes,
 )
-from rtkernels.errors import ArgumentError
+from rtkernels.ops._norm_inputs import check_inputs as check
 from rtkernels.ops.column_sum import column_sum
 
 _UNIT, _BWD_UNIT = "norm/layer_norm.cu", "norm/layer_norm_bwd.cu"
@@ -116,28 +115,6 @@ _BWD_WEIGHT = Kernel(
 # ---- validation and planning: plain metadata in, a bound launch out -------------------------------------------------
 
 Meta = tuple[Any, ...]
-
-
-def check(x: Meta, weight: Meta | None, bias: Meta | None, residual: Meta | None) -> None:
-    """Raise an ArgumentError for arguments that do not fit together."""
-    dtype, shape, _, device = x
-    token("x", dtype)
-    if not shape:
-        raise ArgumentError("x has no dimensions; expected at least one, the last is normalised")
-    for name, meta in (("weight", weight), ("bias", bias)):
-        if meta is not None:
-            token(name, meta[0], (dtype, torch.float32))
-            if tuple(meta[1]) != (shape[-1],):
-                raise ArgumentError(
-                    f"{name} has shape {tuple(meta[1])}; expected ({shape[-1]},), the last dimension of x"
-                )
-            check_same(name, meta[3], device, "device index")
-    if weight is not None and bias is not None:
-        check_same("bias", bias[0], weight[0], "dtype", of="weight")
-    if residual is not None:
-        check_same("residual", residual[0], dtype, "dtype")
-        check_same("residual", residual[1], shape, "shape")
-        check_same("residual", residual[3], device, "device index")
 
 
 def _is_dense(vector: Meta | None) -> bool:
