@@ -14,7 +14,7 @@
 #include "common/math.cuh"
 #include "common/reduce.cuh"
 #include "ptx/forget.cuh"
-#include "rope/angles.cuh"
+#include "rope/pieces.cuh"
 
 namespace rtk {
 

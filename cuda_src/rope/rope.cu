@@ -4,7 +4,7 @@
 //
 // Parameters of rope and rope_any: k may be null (k_heads 0). `slots` groups of threads work on a token, each on up to
 // kRopeHeads heads (slot, slot + slots, ...), q's first: the rotation of a token is read once per group.
-#include "rope/angles.cuh"
+#include "rope/pieces.cuh"
 #include "rope/fetch_heads.cuh"
 
 namespace rtk {

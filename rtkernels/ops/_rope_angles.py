@@ -23,7 +23,7 @@ SCHEMA = (
     "float mscale"
 )
 
-HALVES, ADJACENT, GATHER, SCATTER = range(4)  # orders of pairs, in and out: rope/angles.cuh
+HALVES, ADJACENT, GATHER, SCATTER = range(4)  # orders of pairs, in and out: rope/pieces.cuh
 _WIDE, _FULL, _ADJACENT, _INDEX_WIDE, _INVERSE = 1, 2, 4, 8, 16
 _BY_PLACE, _BY_TOKEN, _BY_POSITION, _BY_SEQUENCE = range(4)
 _SECTION_KINDS = {"": 0, "blocks": 1, "interleaved": 2}

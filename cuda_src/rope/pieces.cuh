@@ -1,0 +1,181 @@
+// Rotary position embedding: which elements of a head a thread rotates, and how (rotations: rope/angles.cuh).
+#pragma once
+#include "rope/angles.cuh"
+
+namespace rtk {
+
+inline constexpr int kHalves = 0;    // pairs (i, i + rotary / 2), in and out
+inline constexpr int kAdjacent = 1;  // pairs (2 i, 2 i + 1), in and out
+inline constexpr int kGather = 2;    // adjacent in, halves out
+inline constexpr int kScatter = 3;   // halves in, adjacent out
+
+// A thread ("lane" of the group that works on a head) owns two chunks of N elements. The first rotary / (2 N) lanes
+// have the rotary part, so that both elements of a pair are theirs; the others share the rest, an even number of
+// chunks. Offsets are in elements from the start of the head.
+template <int N, int PAIRS>
+struct Pieces {
+    int in_a, in_b, out_a, out_b;
+    bool rotated, any;
+
+    // The rotary part is [first, first + rotary) of the head; spare_chunks are left beside it.
+    RTK_DEVICE Pieces(int lane, int first, int rotary, int spare_chunks) {
+        const int rotary_lanes = rotary / 2 / N;
+        rotated = lane < rotary_lanes;
+        any = lane < rotary_lanes + spare_chunks / 2;
+        if (rotated) {
+            const int near = first + lane * N, far = first + rotary / 2 + lane * N;
+            const int even = first + lane * 2 * N;
+            in_a = PAIRS == kGather ? even : near;
+            in_b = PAIRS == kGather ? even + N : far;
+            out_a = PAIRS == kScatter ? even : near;
+            out_b = PAIRS == kScatter ? even + N : far;
+        } else {
+            const int a = (lane - rotary_lanes) * N, b = a + spare_chunks / 2 * N;
+            in_a = out_a = a < first ? a : a + rotary;
+            in_b = out_b = b < first ? b : b + rotary;
+        }
+    }
+};
+
+// Rotates the N pairs of two chunks in place.
+template <int N, int PAIRS>
+RTK_DEVICE void rotate(const Rotation<N>& r, float (&a)[N], float (&b)[N]) {
+    float x0[N], x1[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        constexpr int kRun = N > 1 ? N / 2 : 1;
+        float* x = i < kRun ? a : b;
+        const int at = 2 * (i % kRun);
+        const bool adjacent = (PAIRS == kAdjacent || PAIRS == kGather) && N > 1;
+        x0[i] = adjacent ? x[at] : a[i];
+        x1[i] = adjacent ? x[at + 1] : b[i];
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const float out0 = x0[i] * r.own0[i] + x1[i] * r.cross0[i];
+        const float out1 = x1[i] * r.own1[i] + x0[i] * r.cross1[i];
+        constexpr int kRun = N > 1 ? N / 2 : 1;
+        if constexpr ((PAIRS == kAdjacent || PAIRS == kScatter) && N > 1) {
+            float* x = i < kRun ? a : b;
+            x[2 * (i % kRun)] = out0;
+            x[2 * (i % kRun) + 1] = out1;
+        } else {
+            a[i] = out0;
+            b[i] = out1;
+        }
+    }
+}
+
+// ---- one chunk of a head a lane ----------------------------------------------------------------------------------
+
+// What a chunk of N elements of the rotary part is multiplied with:  out = x * own + partner * cross, where partner
+// holds the other element of each pair.
+template <int N>
+struct Turn {
+    float own[N], cross[N];
+};
+
+// The chunk begins at element `column` of the rotary part. `adjacent`: pairs are neighbours, not halves apart. One
+// position stream; table rows must allow accesses of N entries (half of that for neighbours, unless tables are full).
+template <typename T, int N>
+RTK_DEVICE void load_turn(const Angles& angles, i64 row, int column, bool adjacent, Turn<N>& turn) {
+    const int flags = angles.flags, half = angles.rotary / 2;
+    const bool inverse = flags & kInverse, full = flags & kTableFull;
+    const int folded = column < half ? column : column - half;
+    const float scale = angles.mscale;
+    if (row < 0) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) turn.own[i] = turn.cross[i] = __uint_as_float(0x7fffffffu);
+        return;
+    }
+    const i64 at = row * angles.stride;
+    if (!adjacent) {
+        const int other = column < half ? column + half : column - half;
+        load_entries<T, N>(angles.cos, at + (full ? column : folded), flags, turn.own);
+        load_entries<T, N>(angles.sin, at + (!full ? folded : inverse ? other : column), flags, turn.cross);
+        const float factor = (column < half) != inverse ? -scale : scale;
+#pragma unroll
+        for (int i = 0; i < N; ++i) turn.own[i] *= scale, turn.cross[i] *= factor;
+    } else {
+        float s[N];
+        if (full) {
+            load_entries<T, N>(angles.cos, at + column, flags, turn.own);
+            load_entries<T, N>(angles.sin, at + column, flags, s);
+        } else {
+            float c[N / 2], d[N / 2];
+            load_entries<T, N / 2>(angles.cos, at + column / 2, flags, c);
+            load_entries<T, N / 2>(angles.sin, at + column / 2, flags, d);
+#pragma unroll
+            for (int i = 0; i < N; ++i) turn.own[i] = c[i / 2], s[i] = d[i / 2];
+        }
+        const float even = inverse ? scale : -scale;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            turn.own[i] *= scale;
+            turn.cross[i] = (inverse ? s[i ^ 1] : s[i]) * (i % 2 == 0 ? even : -even);
+        }
+    }
+}
+
+// The other elements of the pairs of a chunk, where `raw` has them: in the same places, or (`adjacent`) it is the chunk
+// itself and they are its neighbours.
+template <typename T>
+RTK_DEVICE void unpack_others(Raw<16> raw, bool adjacent, float (&f)[16 / sizeof(T)]) {
+    if constexpr (is_same<T, bf16>::value) {
+        const u32 even = adjacent ? 0x3244u : 0x1044u, odd = adjacent ? 0x1044u : 0x3244u;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) f[i] = __uint_as_float(__byte_perm(raw.w[i / 2], 0u, i % 2 == 0 ? even : odd));
+    } else {
+        const Raw<16> given = raw;
+        if (adjacent) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                raw.w[i] = sizeof(T) == 2 ? __byte_perm(given.w[i], 0u, 0x1032u) : given.w[i ^ 1];
+        }
+        unpack<T, 16 / sizeof(T)>(raw, f);
+    }
+}
+
+// Element offsets of one pair, for threads that own pairs and not chunks; `pairs` as PAIRS above.
+struct PairPlace {
+    int in_0, in_1, out_0, out_1;
+
+    RTK_DEVICE PairPlace(int pair, int first, int rotary, int pairs) {
+        const bool adjacent_in = pairs == kAdjacent || pairs == kGather;
+        const bool adjacent_out = pairs == kAdjacent || pairs == kScatter;
+        in_0 = first + (adjacent_in ? 2 * pair : pair);
+        in_1 = in_0 + (adjacent_in ? 1 : rotary / 2);
+        out_0 = first + (adjacent_out ? 2 * pair : pair);
+        out_1 = out_0 + (adjacent_out ? 1 : rotary / 2);
+    }
+};
+
+// Word by word: for `= {}` of several of them the compiler keeps a zero in global memory and loads it.
+RTK_DEVICE void clear(Raw<16>& raw) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) raw.w[i] = 0u;
+}
+
+// One element.
+template <typename T>
+RTK_DEVICE float load_one(const T* p) {
+    float value[1];
+    load_keep<T, 1>(p, value);
+    return value[0];
+}
+
+template <typename T>
+RTK_DEVICE void store_one(T* p, float v) {
+    const float value[1] = {v};
+    store<T, 1>(p, value);
+}
+
+// A weight of T or fp32.
+template <typename T>
+RTK_DEVICE float load_weight(const void* weight, int column, bool wide, float offset) {
+    if (weight == nullptr) return 1.0f;
+    return offset + (wide ? load_one(static_cast<const float*>(weight) + column)
+                          : load_one(static_cast<const T*>(weight) + column));
+}
+
+}  // namespace rtk
