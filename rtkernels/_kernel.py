@@ -134,9 +134,7 @@ class Kernel:
         if device < 0:
             from rtkernels import emulator
 
-            if cluster > 1:
-                raise ValueError(f"{self.name}: the emulator has no clusters")
-            return emulator.bind(self, variant, _emulated_number, dims, block, shared)
+            return emulator.bind(self, variant, _emulated_number, dims, block, shared, cluster)
         function = self._functions.get((variant, device)) or self._load(variant, device)
         overlap = overlap and "pdl" in device_info(device).target.features
         return _launch.launcher(

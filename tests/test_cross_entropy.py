@@ -499,7 +499,7 @@ def test_few_rows_are_for_all_multiprocessors(monkeypatch: pytest.MonkeyPatch) -
     for cols, rows in ((1000, 100), (32000, 133), (157184, 32), (300000, 1)):
         assert blocks(cols, rows) == 0, (cols, rows)
     assert blocks(8192, 1, False) == 0 and blocks(16384, 1, False) == 4 and blocks(262144, 1) == 8
-    assert plans.few_blocks(5000, 1, -1, 1024, True) == 0  # no clusters in the emulator
+    assert plans.few_blocks(5000, 1, -1, 1024, True) == 0  # the emulated GPU is not given clusters
 
 
 @at("sm_90", "cuda")
@@ -546,6 +546,33 @@ def test_thread_order_does_not_matter(order: str | int) -> None:
             got = check(make(case, torch.bfloat16, "cpu"), "mean", mode)
         for a, b in zip(expected, got, strict=True):
             assert_same_bits(a, b)
+
+
+@emulated
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("blocks", (2, 8))
+def test_few_rows_in_clusters(blocks: int, order: str | int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row in several blocks, which write their sums to each other."""
+    monkeypatch.setattr(plans, "few_blocks", lambda *shape: blocks)
+    Plans.forget_all()
+    with rtkernels.emulate("sm_90", order):
+        for case, mode in (("odd_wide", "two_pass"), ("smoothing_long", "one_pass")):
+            check(make(case, torch.bfloat16, "cpu"), "mean", mode)
+    Plans.forget_all()
+
+
+@emulated
+@pytest.mark.parametrize("order", ORDERS)
+def test_long_rows_in_clusters(order: str | int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks hold a row, and draw the next one together."""
+    monkeypatch.setattr(plans, "few_blocks", lambda *shape: 0)
+    layout = plans.LongLayout(grid=4, threads=64, shared=10 * 64 * 16, slots=10, blocks=2, held=9)
+    monkeypatch.setattr(plans, "long_layout", lambda *shape: layout)
+    Plans.forget_all()
+    with rtkernels.emulate("sm_90", order):
+        for mode in ("one_pass", "one_pass_in_place"):
+            check(make("smoothing_long", torch.bfloat16, "cpu"), "mean", mode)
+    Plans.forget_all()
 
 
 # ---- on the GPU -----------------------------------------------------------------------------------------------------

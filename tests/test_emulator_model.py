@@ -138,6 +138,43 @@ def test_faults_of_a_ring_are_reported(order: str | int) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("order", ORDERS)
+def test_clusters(order: str | int) -> None:
+    x, y = torch.randn(6), torch.empty(6)
+    with rtkernels.emulate("sm_90", order=order):
+        run("cluster.cu", "sum_of_cluster", grid=6, block=64, cluster=3, x=x, y=y, blocks=3, fault=0)
+    for first in (0, 3):
+        wanted = x[first] + x[first + 1] + x[first + 2]
+        assert all(y[i] == wanted for i in range(first, first + 3))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("fault", "kind", "text"),
+    [
+        (1, "race", "may not have started"),
+        (2, "race", "no cluster barrier lies between"),
+        (3, "race", "another thread of the cluster"),
+        (4, "out_of_bounds", "the cluster does not have"),
+        (5, "out_of_bounds", "out of bounds write"),
+        (6, "divergent_barrier", "__syncthreads"),
+    ],
+)
+def test_faults_of_clusters(fault: int, kind: str, text: str) -> None:
+    for order in ORDERS:
+        with rtkernels.emulate("sm_90", order=order), pytest.raises(EmulatorError, match=text) as caught:
+            x, y = torch.ones(3), torch.empty(3)
+            run("cluster.cu", "sum_of_cluster", grid=3, block=64, cluster=3, x=x, y=y, blocks=3, fault=fault)
+        assert caught.value.kind == kind
+
+
+@needs_compiler
+def test_clusters_that_do_not_divide_the_grid() -> None:
+    with pytest.raises(EmulatorError, match="clusters of 4 blocks"):
+        run("cluster.cu", "sum_of_cluster", grid=6, cluster=4, x=torch.ones(6), y=torch.empty(6), blocks=4, fault=0)
+
+
+@needs_compiler
+@pytest.mark.parametrize("order", ORDERS)
 def test_arriving_at_a_barrier_without_waiting(order: str | int) -> None:
     y = torch.empty(32)
     with rtkernels.emulate(order=order):

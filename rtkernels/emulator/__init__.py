@@ -132,7 +132,9 @@ def recording() -> Any:
     return Recording()
 
 
-def bind(kernel: Any, variant: tuple[Any, ...], arch: int, grid: Any, block: Any, shared: int = 0) -> Bound:
+def bind(
+    kernel: Any, variant: tuple[Any, ...], arch: int, grid: Any, block: Any, shared: int = 0, cluster: int = 1
+) -> Bound:
     """Return a function that runs a kernel variant on the host; its arguments are those of the kernel.
 
     Pointers must come from ``Tensor.data_ptr()`` inside ``recording()``, or from ``Pointer.of(tensor)``.
@@ -144,10 +146,11 @@ def bind(kernel: Any, variant: tuple[Any, ...], arch: int, grid: Any, block: Any
         grid: Blocks in up to three dimensions.
         block: Threads in up to three dimensions.
         shared: Dynamic shared memory in bytes.
+        cluster: Blocks in x of a cluster.
     """
     from rtkernels.emulator._launch import Bound
 
-    return Bound(kernel, variant, arch, grid, block, shared)
+    return Bound(kernel, variant, arch, grid, block, shared, cluster)
 
 
 def on_host(kernel: Any, variant: tuple[Any, ...]) -> Callable[..., None]:

@@ -167,6 +167,8 @@ class _Launch(ctypes.Structure):
         ("order", ctypes.c_uint64),
         ("races", ctypes.c_uint32),
         ("arg_count", ctypes.c_uint32),
+        ("cluster", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
         ("args", ctypes.c_void_p),
         ("arg_segment", ctypes.c_void_p),
         ("segments", ctypes.c_void_p),
@@ -274,7 +276,14 @@ class Bound:
     """A kernel variant with grid, block and dynamic shared memory fixed: call it with the kernel's arguments."""
 
     def __init__(
-        self, kernel: Any, variant: tuple[Any, ...], arch: int, grid: tuple[int, ...], block: Any, shared: int
+        self,
+        kernel: Any,
+        variant: tuple[Any, ...],
+        arch: int,
+        grid: tuple[int, ...],
+        block: Any,
+        shared: int,
+        cluster: int = 1,
     ) -> None:
         self.kernel = kernel
         self.arch = arch
@@ -282,6 +291,7 @@ class Bound:
         self.grid = _three(grid)
         self.block = _three(block)
         self.shared = shared
+        self.cluster = cluster
 
     def __call__(self, *args: int | float) -> None:
         from rtkernels.emulator import settings
@@ -295,7 +305,7 @@ class Bound:
         relocations, relocation_count = memory.relocations()
         launch = _Launch(
             grid=self.grid, block=self.block, shared_bytes=self.shared, shared_limit=_SHARED_LIMIT[self.arch],
-            order=chosen.order_code, races=chosen.races, arg_count=len(args),
+            order=chosen.order_code, races=chosen.races, arg_count=len(args), cluster=self.cluster,
             args=ctypes.addressof(values), arg_segment=ctypes.addressof(where),
             segments=ctypes.addressof(memory.segments), segment_count=len(memory.groups),
             relocations=ctypes.addressof(relocations), relocation_count=relocation_count,

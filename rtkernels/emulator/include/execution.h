@@ -95,6 +95,11 @@ void bulk_store(void* global, const void* shared, u32 bytes);
 void tensor_load(void* shared, const long long* map, void* barrier, const int* at);
 void tensor_store(const long long* map, const void* shared, const int* at);
 
+// Clusters: the blocks of one run by turns. What a thread writes to another block's memory is there after the barrier.
+u32 cluster_rank();
+void cluster_barrier(Site site);
+void cluster_store(void* shared, u32 rank, u32 word);
+
 // ---- launch -----------------------------------------------------------------------------------------------------
 
 // Bytes of one or more overlapping tensors. They are copied into an arena with unmapped-in-spirit gaps around them,
@@ -130,6 +135,7 @@ struct Launch {
     u64 order;  // 0: forward, 1: reverse, else the seed of a random order
     u32 races;  // report conflicting shared-memory accesses that no barrier orders
     u32 arg_count;
+    u32 cluster, unused;  // blocks in x of a cluster
     u64* args;
     const int* arg_segment;  // -1: not a pointer into a segment; else args[i] is an offset into it
     Segment* segments;

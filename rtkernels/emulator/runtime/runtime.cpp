@@ -1,7 +1,7 @@
 // Blocks, fibers, barriers and warp operations of the emulator. Compiled once per machine, without the sanitizer flag
 // of the kernels; include/execution.h is the interface.
 #define RTK_EMU_RUNTIME
-#include "mbarrier.h"
+#include "cluster.h"
 
 #include <link.h>
 #include <sys/mman.h>
@@ -58,7 +58,7 @@ void report_stuck() {
     for (u32 i = 0; i < block_threads && !waiting; ++i)
         if (threads[i].state == State::warp) waiting = &threads[i];
     for (u32 i = 0; i < block_threads && !waiting; ++i)
-        if (threads[i].state == State::barrier || threads[i].state == State::counting) waiting = &threads[i];
+        if (threads[i].state != State::ready && threads[i].state != State::done) waiting = &threads[i];
     const Thread* other = nullptr;
     for (u32 i = 0; i < block_threads && !other; ++i) {
         const Thread& t = threads[i];
@@ -89,7 +89,7 @@ void resume(Thread* t) {
 
 void start_thread(u32 id, Clock* clock) {
     Thread& t = threads[id];
-    u64* top = reinterpret_cast<u64*>(stacks + (id + 1) * kStackBytes) - 2;
+    u64* top = reinterpret_cast<u64*>(stacks + (rank_now * kMaxThreads + id + 1) * kStackBytes) - 2;
     u64* frame = top - kFrameWords;
     memset(frame, 0, kFrameWords * sizeof(u64));
     frame[kReturnWord] = reinterpret_cast<u64>(&fiber_main);
@@ -99,7 +99,7 @@ void start_thread(u32 id, Clock* clock) {
     t.state = State::ready;
     t.active = warps[id / 32].alive;
     t.clock = clock;
-    t.now = 1;
+    t.now = t.met = 1;
     t.copy_group = 0;
     t.copies.clear();
 }
@@ -109,7 +109,7 @@ void poison(u64 begin, u64 end) {
     memset(static_cast<void*>(shadow.data() + (begin - shared_range.begin)), 0, (end - begin) * sizeof(Shadow));
 }
 
-// Runs the block's threads, each until it waits or returns, until all have returned or an error is found.
+// Runs the block's threads, each until it waits or returns, until none of them can or an error is found.
 void run_threads(std::vector<u64>& order) {
     while (done_threads < block_threads) {
         bool progress = false;
@@ -120,11 +120,11 @@ void run_threads(std::vector<u64>& order) {
             resume(&threads[i]);
             if (launch->error.kind) return;
         }
-        if (!progress && !deliver(random_word())) return report_stuck();
+        if (!progress && !deliver(random_word())) return;
     }
 }
 
-bool run_block(std::vector<u64>& order) {
+void start_block() {
     const u64 end = shared_range.begin + shared_range.size;
     if (dynamic_range.size) {  // static variables may lie on both sides
         poison(shared_range.begin, dynamic_range.begin);
@@ -133,7 +133,7 @@ bool run_block(std::vector<u64>& order) {
     } else {
         poison(shared_range.begin, end);
     }
-    memset(barriers, 0, sizeof(barriers));
+    memset(barriers, 0, 16 * sizeof(Barrier));
     counting.clear();
     flying.clear();
     Clock* clock = new_clock();
@@ -143,8 +143,69 @@ bool run_block(std::vector<u64>& order) {
         warps[i / 32] = {block_threads - i >= 32 ? ~0u : (1u << (block_threads - i)) - 1u, 0};
     for (u32 i = 0; i < block_threads; ++i) start_thread(i, clock);
     done_threads = 0;
-    run_threads(order);
-    for (u32 i = 0; i < block_threads; ++i) drop(threads[i].clock);
+}
+
+// All threads of the cluster that have not returned wait for each other: they go on.
+void meet() {
+    cluster_met = true;
+    for (u32 rank = 0; rank < launch->cluster; ++rank) {
+        enter(rank);
+        if (!receive()) return;
+        std::vector<Thread*> waiting;
+        for (u32 i = 0; i < block_threads; ++i)
+            if (threads[i].state == State::cluster) waiting.push_back(&threads[i]);
+        if (!waiting.empty()) synchronise(static_cast<u32>(waiting.size()), [&](u32 i) { return waiting[i]; });
+        for (Thread* t : waiting) {
+            wake(t);
+            t->met = t->now;
+        }
+        leave();
+    }
+    far_stores.clear();
+}
+
+// Runs the blocks of a cluster by turns until all have returned or an error is found.
+void run_blocks(std::vector<u64>& order) {
+    const u32 size = launch->cluster;
+    for (u32 done = 0; done < size * block_threads;) {
+        u32 waiting = 0, stuck = size;
+        done = 0;
+        for (u32 i = 0; i < size; ++i) {
+            const u32 rank = launch->order == 1 ? size - 1 - i : i;
+            enter(rank);
+            run_threads(order);
+            if (launch->error.kind) return;
+            u32 here = 0;
+            for (u32 t = 0; t < block_threads; ++t) here += threads[t].state == State::cluster;
+            if (here + done_threads < block_threads) stuck = rank;
+            waiting += here, done += done_threads;
+            leave();
+        }
+        if (stuck < size) {
+            enter(stuck);
+            return report_stuck();
+        }
+        if (waiting) meet();
+        if (launch->error.kind) return;
+    }
+}
+
+// A cluster, which is one block if the launch has none, from block `first` on.
+bool run_cluster(u64 first, std::vector<u64>& order) {
+    const u32 size = launch->cluster;
+    cluster_met = false;
+    far_stores.clear();
+    for (u32 rank = 0; rank < size; ++rank) {
+        enter(rank);
+        const u64 b = first + rank;
+        blocks[rank].index = blockIdx = {static_cast<u32>(b % gridDim.x), static_cast<u32>(b / gridDim.x % gridDim.y),
+                                          static_cast<u32>(b / gridDim.x / gridDim.y)};
+        start_block();
+        leave();
+    }
+    run_blocks(order);
+    for (u32 rank = 0; rank < size; ++rank)
+        for (u32 i = 0; i < block_threads; ++i) drop(blocks[rank].threads[i].clock);
     return launch->error.kind == 0;
 }
 
@@ -323,16 +384,16 @@ int run(Launch* l, Entry kernel, u8* dynamic_shared, u64 dynamic_capacity) {
     memcpy(&gridDim, l->grid, sizeof(gridDim));
     memcpy(&blockDim, l->block, sizeof(blockDim));
     block_threads = blockDim.x * blockDim.y * blockDim.z;
-    if (!stacks) {
-        stacks = static_cast<u8*>(mmap(nullptr, kMaxThreads * kStackBytes, PROT_READ | PROT_WRITE,
+    if (!stacks)
+        stacks = static_cast<u8*>(mmap(nullptr, kMaxCluster * kMaxThreads * kStackBytes, PROT_READ | PROT_WRITE,
                                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-        for (u32 i = 0; i < kMaxThreads; ++i) mprotect(stacks + i * kStackBytes, 4096, PROT_NONE);
-    }
+    for (; guarded_stacks < l->cluster * kMaxThreads; ++guarded_stacks)
+        mprotect(stacks + guarded_stacks * kStackBytes, 4096, PROT_NONE);
     Module unit = {reinterpret_cast<u64>(kernel), {0, 0}, {0, 0}};
     Module self = {reinterpret_cast<u64>(&threadIdx), {0, 0}, {0, 0}};
     dl_iterate_phdr(find_module, &unit);
     dl_iterate_phdr(find_module, &self);
-    stack_range = {reinterpret_cast<u64>(stacks), kMaxThreads * kStackBytes};
+    stack_range = {reinterpret_cast<u64>(stacks), kMaxCluster * kMaxThreads * kStackBytes};
     shared_range = unit.tls;
     dynamic_range = {reinterpret_cast<u64>(dynamic_shared), dynamic_capacity};
     module_range = unit.loaded;
@@ -348,6 +409,12 @@ int run(Launch* l, Entry kernel, u8* dynamic_shared, u64 dynamic_capacity) {
         snprintf(text, sizeof(l->error.detail), "a block has 1 to %u threads, not %u", kMaxThreads, block_threads);
         return 1;
     }
+    if (l->cluster == 0 || l->cluster > kMaxCluster || l->grid[0] % l->cluster != 0) {
+        l->error.kind = kLaunchLimit;
+        snprintf(text, sizeof(l->error.detail), "clusters of %u blocks, which is not 1 to %u or no divisor of %u",
+                 l->cluster, kMaxCluster, l->grid[0]);
+        return 1;
+    }
     if (shared_bytes > l->shared_limit || l->shared_bytes > dynamic_capacity) {
         l->error.kind = kLaunchLimit;
         snprintf(text, sizeof(l->error.detail), "%llu bytes of shared memory (%llu dynamic), the limit is %llu",
@@ -356,13 +423,10 @@ int run(Launch* l, Entry kernel, u8* dynamic_shared, u64 dynamic_capacity) {
     }
     place_segments();
     std::vector<u64> block_order, thread_order;
-    const u64 blocks = static_cast<u64>(l->grid[0]) * l->grid[1] * l->grid[2];
-    if (blocks) arrange(block_order, blocks);
-    for (u64 b : block_order) {
-        blockIdx = {static_cast<u32>(b % l->grid[0]), static_cast<u32>(b / l->grid[0] % l->grid[1]),
-                    static_cast<u32>(b / l->grid[0] / l->grid[1])};
-        if (!run_block(thread_order)) break;
-    }
+    const u64 clusters = static_cast<u64>(l->grid[0]) * l->grid[1] * l->grid[2] / l->cluster;
+    if (clusters) arrange(block_order, clusters);
+    for (u64 c : block_order)
+        if (!run_cluster(c * l->cluster, thread_order)) break;
     copy_back();
     free(arena);
     current = nullptr;

@@ -28,9 +28,9 @@ namespace {
 enum Kind {
     kOutOfBounds = 1, kMisaligned, kUninitialisedShared, kRace, kDivergentBarrier, kAbsentLanes, kLaunchLimit, kTrap
 };
-enum class State : u8 { ready, barrier, warp, counting, done };
+enum class State : u8 { ready, barrier, warp, counting, cluster, done };
 
-constexpr u32 kMaxThreads = 1024;
+constexpr u32 kMaxThreads = 1024, kMaxCluster = 8;
 constexpr u64 kStackBytes = 256 << 10;
 constexpr u64 kGap = 1 << 16;  // between tensors in the arena
 
@@ -60,6 +60,7 @@ struct Thread {
     u32 active;      // lanes of its warp that had not returned when it last waited
     Clock* clock;
     u32 now;
+    u32 met;  // `now` when the cluster last met
     u32 copy_group;
     std::vector<Copy> copies;
 };
@@ -87,9 +88,11 @@ struct Shadow {
 };
 
 u8* stacks;
-Thread threads[kMaxThreads];
-Warp warps[kMaxThreads / 32];
-Barrier barriers[16];
+u64 guarded_stacks;
+Thread* threads;  // these, `shadow` and blockIdx are those of the block that runs (cluster.h)
+Warp* warps;
+Barrier* barriers;
+u32 done_threads;
 std::vector<Clock*> free_clocks;
 std::vector<Shadow> shadow;
 u8* arena;  // the tensors of the launch
@@ -97,7 +100,7 @@ void* scheduler;
 Thread* current;
 Launch* launch;
 Entry entry;
-u32 block_threads, done_threads;
+u32 block_threads;
 u64 random_state;
 
 struct Range {

@@ -1,0 +1,112 @@
+// The blocks of a cluster: they run by turns, each until none of its threads can, and share nothing but what they write to
+// each other's shared memory.
+//
+// Shared memory has one place for all of them (see execution.h), so that of a block that does not run is kept elsewhere.
+// What is written to another block waits for the cluster's next barrier: who looks earlier sees what was there before.
+#pragma once
+#include "mbarrier.h"
+
+namespace emu {
+namespace {
+
+struct Block {
+    Thread threads[kMaxThreads];
+    Warp warps[kMaxThreads / 32];
+    Barrier barriers[16];
+    u32 done_threads;
+    uint3 index;
+    // While another one runs:
+    std::vector<u8> memory;
+    std::vector<Shadow> shadow;
+    std::map<u64, CountingBarrier> counting;
+    std::vector<BulkCopy> flying;
+};
+Block blocks[kMaxCluster];  // by rank
+u32 rank_now;
+bool cluster_met;  // at least once
+
+struct FarStore {
+    u32 to, from, thread, word;
+    u64 offset;
+};
+std::vector<FarStore> far_stores;  // since the cluster last met
+
+// Makes a block the one that runs. `leave` ends that.
+void enter(u32 rank) {
+    Block& b = blocks[rank];
+    rank_now = rank;
+    threads = b.threads, warps = b.warps, barriers = b.barriers;
+    done_threads = b.done_threads;
+    blockIdx = b.index;
+    if (launch->cluster == 1) return;
+    b.memory.resize(shared_range.size);
+    memcpy(reinterpret_cast<void*>(shared_range.begin), b.memory.data(), shared_range.size);
+    shadow.swap(b.shadow), counting.swap(b.counting), flying.swap(b.flying);
+    shadow.resize(shared_range.size);
+}
+
+void leave() {
+    Block& b = blocks[rank_now];
+    b.done_threads = done_threads;
+    if (launch->cluster == 1) return;
+    memcpy(b.memory.data(), reinterpret_cast<void*>(shared_range.begin), shared_range.size);
+    shadow.swap(b.shadow), counting.swap(b.counting), flying.swap(b.flying);
+}
+
+// What was written to the block that runs is there from now on. No thread of it may have touched that since the cluster
+// last met; false if one has.
+bool receive() {
+    for (const FarStore& f : far_stores) {
+        if (f.to != rank_now) continue;
+        for (Shadow *s = &shadow[f.offset], *end = s + 4; s != end; ++s) {
+            const bool wrote = s->written && s->write_time >= threads[s->writer].met;
+            const bool read = s->read_time && s->read_time >= threads[s->reader].met;
+            if (launch->races && (wrote || read)) {
+                const uint3 i = threads[wrote ? s->writer : s->reader].index, b = blocks[f.from].index;
+                const uint3 t = blocks[f.from].threads[f.thread].index;
+                Error& e = launch->error;
+                e.kind = kRace, e.write = wrote, e.size = 4, e.segment = -1;
+                e.offset = static_cast<long long>(f.offset);
+                memcpy(e.block, &blockIdx, sizeof(e.block));
+                memcpy(e.thread, &i, sizeof(e.thread));
+                snprintf(e.detail, sizeof(e.detail),
+                         "thread (%u,%u,%u) of block (%u,%u,%u) writes it and no cluster barrier lies between the two",
+                         t.x, t.y, t.z, b.x, b.y, b.z);
+                return false;
+            }
+            *s = {0, 0, 0, 0, 1};
+        }
+        memcpy(reinterpret_cast<void*>(shared_range.begin + f.offset), &f.word, 4);
+    }
+    return true;
+}
+
+}  // namespace
+
+u32 cluster_rank() { return rank_now; }
+
+void cluster_barrier(Site site) {
+    current->site = site;
+    current->state = State::cluster;
+    suspend();
+}
+
+void cluster_store(void* p, u32 rank, u32 word) {
+    void* pc = __builtin_return_address(0);
+    const u64 a = reinterpret_cast<u64>(p), offset = a - shared_range.begin;
+    if (a % 4 != 0) report(kMisaligned, 4, true, -1, static_cast<long long>(offset), pc, "");
+    if (!shared_range.has(a) || (dynamic_range.has(a) && a + 4 - dynamic_range.begin > launch->shared_bytes))
+        report(kOutOfBounds, 4, true, -2, static_cast<long long>(a - dynamic_range.begin), pc, "of another block");
+    if (rank >= launch->cluster)
+        report(kOutOfBounds, 4, true, -2, static_cast<long long>(a - dynamic_range.begin), pc,
+               "of a block that the cluster does not have");
+    if (!cluster_met) report(kRace, 4, true, -1, static_cast<long long>(offset), pc, "the block may not have started");
+    if (blocks[rank].done_threads == block_threads)
+        report(kRace, 4, true, -1, static_cast<long long>(offset), pc, "the block has returned");
+    for (const FarStore& f : far_stores)
+        if (launch->races && f.to == rank && f.offset == offset && (f.from != rank_now || f.thread != current->id))
+            report(kRace, 4, true, -1, static_cast<long long>(offset), pc, "another thread of the cluster wrote it too");
+    far_stores.push_back({rank, rank_now, current->id, word, offset});
+}
+
+}  // namespace emu
