@@ -269,7 +269,8 @@ def device_info(device: int) -> DeviceInfo:
     """Return the properties of a CUDA device, or of the emulated one for -1."""
     if device < 0:
         # Few multiprocessors, so that persistent kernels have several rows per block to walk even in small tests.
-        target = Target(f"sm_{_emulated_number}", divmod(_emulated_number, 10))
+        name = f"sm_{_emulated_number}" + ("a" if _emulated_number >= 90 else "")
+        target = Target(name, divmod(_emulated_number, 10))
         return DeviceInfo(f"emulated {target}", target, 4, shared_limit(target))
     return _cuda_info(device)
 

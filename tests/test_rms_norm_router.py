@@ -1,4 +1,4 @@
-"""Norm, codes and logits together: the bits of the two ops apart, gradients, errors; the single kernel on a GPU."""
+"""Norm, codes and logits together: the bits of the two ops apart, gradients, errors; the single kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from places import at, emulated, error_tests
+from places import ORDERS, at, emulated, error_tests
 from torch import Tensor
 
 import rtkernels
@@ -71,9 +71,9 @@ def test_bits_of_the_two_apart(place: str, case: str) -> None:
 
 
 def emulated_coverage() -> None:
-    """The single kernel cannot be emulated; what runs instead belongs to other ops."""
-    with running_on("sm_80") as device:
-        together(make("odd", device))
+    """Run the single kernel in the emulator; test_registry.py checks that it does."""
+    with running_on("sm_90") as device:
+        together(make(lambda n: Inputs(n(192, 1024).to(BF16), None, n(64, 1024).to(BF16)), device))
 
 
 def gradients(function: Callable[..., module.NormRouter], inputs: Inputs, use: str) -> list[Tensor | None]:
@@ -156,7 +156,7 @@ def single(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(plans, "_BUSY", 0.0)
     monkeypatch.setattr(plans, "_EXPERTS", range(4, 257, 4))
     monkeypatch.setattr(plans, "_COLUMNS", range(8, 3073, 8))
-    if not plans.KERNEL.supports(device_info(0).target):
+    if torch.cuda.is_available() and not plans.KERNEL.supports(device_info(0).target):
         pytest.skip("the single kernel is for sm_90a")
     Plans.forget_all()
     yield lambda: count[0]
@@ -203,6 +203,15 @@ def test_single_kernel(single: Callable[[], int], shape: tuple[int, int, int]) -
         )
         check_single(inputs, **options)
     assert single() == 3
+
+
+@emulated
+@pytest.mark.parametrize("order", ORDERS[:2])
+def test_single_kernel_in_the_emulator(single: Callable[[], int], order: str | int) -> None:
+    """Eight slabs in six slots, so that two come twice; the last one and the last rows are not whole."""
+    with rtkernels.emulate("sm_90", order):
+        check_single(make(lambda n: Inputs(n(70, 904).to(BF16), n(904), n(20, 904).to(BF16), 0.5), "cpu"))
+    assert single() == 1
 
 
 @pytest.mark.gpu

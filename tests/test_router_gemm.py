@@ -133,14 +133,17 @@ def emulated_coverage() -> None:
     with running_on("sm_80") as device:
         check(make("odd", BF16, BF16, device), "high")
         check(make("odd", BF16, FP32, device), "high")
+    with running_on("sm_90") as device:
+        check(make("plain", BF16, BF16, device), "high")
 
 
 @emulated
-def test_order_of_threads_does_not_matter() -> None:
-    inputs = make("odd", BF16, FP32, "cpu")
+@pytest.mark.parametrize(("target", "case"), (("sm_80", "odd"), ("sm_90", "plain")))
+def test_order_of_threads_does_not_matter(target: str, case: str) -> None:
+    inputs = make(case, BF16, FP32, "cpu")
     results = []
     for order in ("forward", *ORDERS):
-        with rtkernels.emulate("sm_80", order=order):
+        with rtkernels.emulate(target, order=order):
             y = module.FORWARD(inputs.x, inputs.weight, None, 1)
             results.append((y, *module.BACKWARD(inputs.dy, inputs.x, inputs.weight.bfloat16(), 1, True, True)))
     for others in results[1:]:

@@ -35,25 +35,25 @@ static_assert(kSlots % kTeams == 0, "a slot belongs to one team, which then sees
 
 // Where things are in shared memory, and which slab is where.
 struct NormRouterShared {
-    u32 slots, ring, barriers;
+    ptx::SharedAddress slots, ring, barriers;
     u8* generic;  // the same as `slots`
     int slabs, again;
 
     RTK_DEVICE NormRouterShared(u8* memory, i64 cols) {
-        slots = (ptx::shared_address(memory) + 1023u) & ~1023u;
+        slots = ptx::aligned_up<1024>(ptx::shared_address(memory));
         generic = memory + (slots - ptx::shared_address(memory));
         ring = slots + kSlots * kSlabBytes;
         barriers = ring + kStages * kWeightBytes;
         slabs = static_cast<int>(ceil_div(cols, kSlab));
         again = max(slabs - kSlots, 0);  // the first ones are read twice
     }
-    RTK_DEVICE u32 slot(int l) const { return slots + l % kSlots * kSlabBytes; }
+    RTK_DEVICE ptx::SharedAddress slot(int l) const { return slots + l % kSlots * kSlabBytes; }
     RTK_DEVICE int slab(int l) const { return l < slabs ? l : l - slabs; }
     // Of a slot: x has come; its squares are summed, and it may go; y is there; y is multiplied.
-    RTK_DEVICE u32 full(int l) const { return barriers + 8 * (l % kSlots); }
-    RTK_DEVICE u32 summed(int l) const { return full(l) + 8 * kSlots; }
-    RTK_DEVICE u32 ready(int l) const { return full(l) + 8 * 2 * kSlots; }
-    RTK_DEVICE u32 spent(int l) const { return full(l) + 8 * 3 * kSlots; }
+    RTK_DEVICE ptx::SharedAddress full(int l) const { return barriers + 8 * (l % kSlots); }
+    RTK_DEVICE ptx::SharedAddress summed(int l) const { return full(l) + 8 * kSlots; }
+    RTK_DEVICE ptx::SharedAddress ready(int l) const { return full(l) + 8 * 2 * kSlots; }
+    RTK_DEVICE ptx::SharedAddress spent(int l) const { return full(l) + 8 * 3 * kSlots; }
     RTK_DEVICE RingBarriers<kStages> weights() const { return {barriers + 8 * 4 * kSlots}; }
     RTK_DEVICE float* sums() const {  // [kTeams][kNormRows], then 1/rms [kNormRows]
         return reinterpret_cast<float*>(generic + (barriers - slots) + 8 * (4 * kSlots + 2 * kStages));
@@ -173,7 +173,7 @@ RTK_DEVICE void sum_squares(const NormRouterShared& shared, const Maker& own, fl
     for (float& t : total) t = 0.0f;
     for (int l = own.team; l < shared.slabs; l += kTeams) {
         ptx::mbarrier_wait(shared.full(l), shared.phase(l));
-        const u32 from = shared.slot(l) + own.offset;
+        const ptx::SharedAddress from = shared.slot(l) + own.offset;
 #pragma unroll
         for (int r = 0; r < kPieces; ++r) {
             float h[8];
@@ -223,14 +223,14 @@ RTK_DEVICE void make_slabs(const NormRouterShared& shared, const Maker& own, con
         T* to_y = y + origin + slab * kSlab;
         e4m3* to_q = q + origin + slab * kSlab;
         float* to_scale = scale + slab * scale_group;
-        u32 place = shared.slot(l) + own.offset;
+        ptx::SharedAddress place = shared.slot(l) + own.offset;
         ptx::mbarrier_wait(shared.full(l), shared.phase(l));
 #pragma unroll 1
         for (int batch = 0; batch < kNormRows / kTeamRows; batch += kBatch) {
             float v[kBatch][8];
 #pragma unroll
             for (int r = 0; r < kBatch; ++r, to_y += step) {
-                const u32 at = place + r * kTeamRows * kTileRow;
+                const ptx::SharedAddress at = place + r * kTeamRows * kTileRow;
                 const float by = rstd[(batch + r) * kTeamRows];
                 unpack<T, 8>(ptx::ld_shared_16(at), v[r]);
 #pragma unroll
@@ -294,6 +294,9 @@ __global__ void __launch_bounds__(kNormThreads, 1)
         }
         shared.weights().init(kProductWarps);
         ptx::mbarrier_fence_init();
+        const u32 used = static_cast<u32>(experts) * kTileRow;
+        for (int stage = 0; stage < kStages; ++stage)
+            ptx::leave_undefined(shared.ring + stage * kWeightBytes + used, kWeightBytes - used);
     }
     __syncthreads();
 

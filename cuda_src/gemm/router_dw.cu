@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
     constexpr u32 kDyBytes = 2 * kTileBytes;  // 64 tokens of 128 fp32 experts: four tiles of 32
     constexpr u32 kStageBytes = kDyBytes + kTileBytes;
     extern __shared__ u8 memory[];
-    const u32 base = (ptx::shared_address(memory) + 1023u) & ~1023u;
+    const ptx::SharedAddress base = ptx::aligned_up<1024>(ptx::shared_address(memory));
     const u8* tiles = memory + (base - ptx::shared_address(memory));
     const RingBarriers<kStages> ring{base + kStages * kStageBytes};
     const Fragment place;
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
             RingPlace<kStages> at{0, 1};
             for (int i = 0; i < blocks; ++i) {
                 const i32 token = (first + i) * kBlockDepth;
-                const u32 stage = base + at.stage * kStageBytes, full = ring.full(at.stage);
+                const ptx::SharedAddress stage = base + at.stage * kStageBytes, full = ring.full(at.stage);
                 ptx::mbarrier_wait(ring.empty(at.stage), at.phase);
                 ptx::mbarrier_arrive_expect(full, kStageBytes);
 #pragma unroll

@@ -49,9 +49,9 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
               const __grid_constant__ ptx::TensorMap dx, i64 experts, i64 depth, i64 parts, i64 tiles_each, i64 half) {
     constexpr int kStages = 4;  // of one term of W each
     extern __shared__ u8 memory[];
-    const u32 aligned = (ptx::shared_address(memory) + 1023u) & ~1023u;
+    const ptx::SharedAddress aligned = ptx::aligned_up<1024>(ptx::shared_address(memory));
     u8* dy_tiles = memory + (aligned - ptx::shared_address(memory));
-    const u32 base = aligned + kDyPlaces * kDyBytes;
+    const ptx::SharedAddress base = aligned + kDyPlaces * kDyBytes;
     u8* results = dy_tiles + kDyPlaces * kDyBytes + kStages * kTileBytes;  // 2 * kTileBytes
     const RingBarriers<kStages> ring{base + (kStages + 2) * kTileBytes};
     const RingBarriers<kDyPlaces> dy_ring{ring.base + 16 * kStages};

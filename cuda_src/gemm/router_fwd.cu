@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
     constexpr int kStages = kRingTiles / (1 + kTerms);
     constexpr u32 kStageBytes = (1 + kTerms) * kTileBytes;
     extern __shared__ u8 memory[];
-    const u32 base = (ptx::shared_address(memory) + 1023u) & ~1023u;
+    const ptx::SharedAddress base = ptx::aligned_up<1024>(ptx::shared_address(memory));
     const RingBarriers<kStages> ring{base + kStages * kStageBytes};
     const Fragment place;
     const int tiles = static_cast<int>(ceil_div(experts, kRouterTile));
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
             int last_stage = 0;
             for (int i = done; i < end; ++i) {
                 ptx::mbarrier_wait(ring.full(at.stage), at.phase);
-                const u32 tile = base + at.stage * kStageBytes;
+                const ptx::SharedAddress tile = base + at.stage * kStageBytes;
                 const u64 a = k_major_descriptor(tile + own_rows);
                 const u64 b = k_major_descriptor(tile + kTileBytes);
                 ptx::wgmma_fence();

@@ -5,23 +5,20 @@
 #pragma once
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
 
 namespace rtk {
 
 inline constexpr u32 kTileRow = 128;
 inline constexpr int kBlockDepth = 64;  // of the summed dimension per stage: a row of 16-bit elements
-inline constexpr u64 kDescriptorSwizzle = 1ull << 62;
 
 // Rows of k (16-bit elements): groups of 8 rows are 1024 bytes apart. The next 16 of k are +2.
-RTK_DEVICE u64 k_major_descriptor(u32 address) {
-    return (address & 0x3ffffu) >> 4 | 1ull << 16 | static_cast<u64>(1024 >> 4) << 32 | kDescriptorSwizzle;
-}
+RTK_DEVICE u64 k_major_descriptor(ptx::SharedAddress address) { return ptx::matrix_descriptor(address, 16); }
 inline constexpr u64 kNextKMajor = 32 >> 4;
 
 // kBlockDepth rows of 64 columns each, the next 64 columns behind them. The next 16 of k are +128.
-RTK_DEVICE u64 column_major_descriptor(u32 address) {
-    return (address & 0x3ffffu) >> 4 | static_cast<u64>(kBlockDepth * kTileRow >> 4) << 16 |
-           static_cast<u64>(1024 >> 4) << 32 | kDescriptorSwizzle;
+RTK_DEVICE u64 column_major_descriptor(ptx::SharedAddress address) {
+    return ptx::matrix_descriptor(address, kBlockDepth * kTileRow);
 }
 inline constexpr u64 kNextColumnMajor = 16 * kTileRow >> 4;
 
@@ -39,10 +36,10 @@ struct RingPlace {
 // Barriers of a ring, 16 bytes a stage: full (the copies have come), empty (all consumer warps are done).
 template <int kStages>
 struct RingBarriers {
-    u32 base;
+    ptx::SharedAddress base;
 
-    RTK_DEVICE u32 full(int stage) const { return base + 8 * stage; }
-    RTK_DEVICE u32 empty(int stage) const { return base + 8 * (kStages + stage); }
+    RTK_DEVICE ptx::SharedAddress full(int stage) const { return base + 8 * stage; }
+    RTK_DEVICE ptx::SharedAddress empty(int stage) const { return base + 8 * (kStages + stage); }
     RTK_DEVICE void init(u32 consumer_warps) const {
         for (int s = 0; s < kStages; ++s) {
             ptx::mbarrier_init(full(s), 1);

@@ -8,6 +8,12 @@ using SharedAddress = u32;  // the host emulator has a pointer here: add byte of
 
 RTK_DEVICE SharedAddress shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
+// The next multiple of kBytes, a power of two.
+template <u32 kBytes>
+RTK_DEVICE SharedAddress aligned_up(SharedAddress address) {
+    return (address + (kBytes - 1)) & ~(kBytes - 1);
+}
+
 // 16 bytes, 16-byte aligned.
 RTK_DEVICE Raw<16> ld_shared_16(SharedAddress address) {
     Raw<16> r;

@@ -6,8 +6,15 @@
 // Neither d nor a may be touched between the call and the wait for its group.
 #pragma once
 #include "common/types.cuh"
+#include "ptx/shared.cuh"
 
 namespace rtk::ptx {
+
+// A matrix of 16-bit elements in rows of 128 bytes, with the 128-byte swizzle, groups of 8 rows 1024 bytes apart. `next` is
+// how many bytes lie between 64 columns and the next, where rows are longer. 16 bytes further is + 1.
+RTK_DEVICE u64 matrix_descriptor(SharedAddress address, u32 next) {
+    return (address & 0x3ffffu) >> 4 | static_cast<u64>(next >> 4) << 16 | static_cast<u64>(1024 >> 4) << 32 | 1ull << 62;
+}
 
 // Orders earlier accesses to the registers before the products that follow.
 RTK_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

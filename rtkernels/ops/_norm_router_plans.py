@@ -35,7 +35,6 @@ KERNEL = Kernel(
     variants=[("bf16",)],
     max_registers=96,
     needs=("tma", "wgmma"),
-    emulated="TMA and wgmma; rms_norm_fp8 and router_gemm are its siblings",
 )
 
 Metadata = tuple[Any, ...]
@@ -61,7 +60,7 @@ def results_of(x: Metadata, experts: int, scale_layout: str) -> list[tuple[tuple
 
 def _serves(x: Metadata, weight: Metadata | None, router: Metadata, precision: int, align: int) -> bool:
     (dtype, shape, stride, device), experts = x, router[1][0]
-    if device < 0 or dtype != torch.bfloat16 or router[0] != dtype or precision == EXACT:
+    if dtype != torch.bfloat16 or router[0] != dtype or precision == EXACT:
         return False
     rows, cols, pitch = row_count(shape), shape[-1], row_stride(shape, stride)
     if cols not in _COLUMNS or experts not in _EXPERTS or pitch is None or pitch < cols:

@@ -20,7 +20,6 @@ _TILE_BYTES = TILE * DEPTH * 2
 _RING_TILES = 14  # of the forward at most, as many of x and its terms as make whole stages
 _LEAST_BLOCKS = 4  # of DEPTH per split: fewer cost more to add up than they save
 
-_ON_DEVICE_ONLY = "TMA and wgmma; router_mma is its sibling"
 _MMA_SHARED = 3 * 2 * _TILE_BYTES
 
 SPLIT = Kernel(
@@ -63,7 +62,6 @@ FWD = Kernel(
     variants=[("bf16", 1), ("bf16", 2), ("bf16", 3), ("fp16", 1), ("fp16", 2)],
     max_registers=168,
     needs=("tma", "wgmma"),
-    emulated=_ON_DEVICE_ONLY,
 )
 DX = Kernel(
     "gemm/router_dx.cu",
@@ -73,7 +71,6 @@ DX = Kernel(
     variants=[(1, 1), (2, 1), (2, 2)],
     max_registers=168,
     needs=("tma", "wgmma"),
-    emulated=_ON_DEVICE_ONLY,
 )
 DW = Kernel(
     "gemm/router_dw.cu",
@@ -83,7 +80,6 @@ DW = Kernel(
     variants=[("bf16", 1), ("bf16", 2), ("bf16", 3), ("fp16", 1), ("fp16", 2)],
     max_registers=168,
     needs=("tma", "wgmma"),
-    emulated=_ON_DEVICE_ONLY,
 )
 KERNELS = (SPLIT, SUM, MMA, FWD, DX, DW)
 

@@ -78,6 +78,7 @@ void check_atomic(const void* p, u32 bytes);
 [[noreturn]] void trap(Site site);
 
 u32 lane();
+u32& own_word();  // of the thread; 0 when it starts
 u32 active_mask();  // the lanes of this warp that had not returned when it last waited
 
 // cp.async: the bytes arrive in shared memory when the thread waits for them, not before.

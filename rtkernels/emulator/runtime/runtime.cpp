@@ -100,7 +100,7 @@ void start_thread(u32 id, Clock* clock) {
     t.active = warps[id / 32].alive;
     t.clock = clock;
     t.now = t.met = 1;
-    t.copy_group = 0;
+    t.copy_group = t.word = 0;
     t.copies.clear();
 }
 
@@ -278,6 +278,8 @@ void copy_back() {
 // ---- interface --------------------------------------------------------------------------------------------------
 
 u32 lane() { return current->id % 32; }
+
+u32& own_word() { return current->word; }
 
 u32 active_mask() { return current->active; }
 

@@ -62,6 +62,7 @@ struct Thread {
     u32 now;
     u32 met;  // `now` when the cluster last met
     u32 copy_group;
+    u32 word;  // own_word()
     std::vector<Copy> copies;
 };
 

@@ -7,6 +7,10 @@ namespace rtk::ptx {
 using SharedAddress = u8*;
 
 RTK_DEVICE SharedAddress shared_address(const void* p) { return static_cast<u8*>(const_cast<void*>(p)); }
+template <u32 kBytes>
+RTK_DEVICE SharedAddress aligned_up(SharedAddress address) {
+    return address + (-reinterpret_cast<u64>(address) & (kBytes - 1));
+}
 RTK_DEVICE Raw<16> ld_shared_16(SharedAddress address) { return ld_keep<16>(address); }
 RTK_DEVICE void st_shared_16(SharedAddress address, const Raw<16>& r) { st<16>(address, r); }
 

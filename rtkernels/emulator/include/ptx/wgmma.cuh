@@ -1,0 +1,120 @@
+// Host version of cuda_src/ptx/wgmma.cuh. A product is made as late as it can be, by each thread for its own sums: when it is
+// waited for, from what is in shared memory then. Sums are as in mma.cuh.
+#pragma once
+#include "common/types.cuh"
+#include "ptx/shared.cuh"
+
+namespace rtk::ptx {
+
+// Address and `next` in units of 16 bytes, so that + 1 is 16 bytes here, too.
+RTK_DEVICE u64 matrix_descriptor(SharedAddress address, u32 next) {
+    return reinterpret_cast<u64>(address) >> 4 | static_cast<u64>(next >> 4) << 48;
+}
+
+struct EmulatedMatrix {
+    u64 first;
+    u32 next;
+
+    // Two neighbours of a row, of which the first is at an even place.
+    RTK_DEVICE u32 pair(int row, int column) const {
+        const u64 at = first + static_cast<u64>(column / 64 * static_cast<int>(next) + row * 128 + column % 64 * 2);
+        return static_cast<u32>(emu::load(reinterpret_cast<const void*>(at ^ (at >> 7 & 7) << 4), 4).lo);
+    }
+};
+
+RTK_DEVICE EmulatedMatrix emulated_matrix(u64 descriptor) {
+    return {(descriptor & 0xffffffffffffull) << 4, static_cast<u32>(descriptor >> 48) << 4};
+}
+
+struct EmulatedProduct {  // nothing runs when a unit is loaded: no constructors
+    float* sums;
+    EmulatedMatrix a, b;
+    u32 left[2][8];  // a's pairs of this thread's two rows, if they come from registers
+    bool in_registers, across, add, half;
+    u32 group;
+};
+inline constexpr u32 kEmulatedProducts = 64;
+inline EmulatedProduct emulated_products[1024][kEmulatedProducts];  // own_word(): how many, and the open group << 16
+
+RTK_DEVICE void emulated_product(const EmulatedProduct& p) {
+    const int lane = static_cast<int>(emu::lane()), g = lane / 4, t = lane % 4;
+    const int row = static_cast<int>(threadIdx.x) / 32 % 4 * 16 + g;
+    auto value = [&](u32 pair, int i) {
+        const u32 bits = pair >> 16 * i & 0xffffu;
+        return static_cast<double>(p.half ? emu::f16_to_f32(bits) : emu::bf16_to_f32(bits));
+    };
+    double a[2][16];
+    for (int r = 0; r < 2; ++r)
+        for (int k = 0; k < 16; ++k)
+            a[r][k] = value(p.in_registers ? p.left[r][k / 2] : p.a.pair(row + 8 * r, k & ~1), k % 2);
+    for (int j = 0; j < 16; ++j)
+        for (int c = 0; c < 2; ++c) {
+            const int n = 8 * j + 2 * t + c;
+            double sum[2] = {0.0, 0.0};
+            for (int k = 0; k < 16; ++k) {
+                const double b = p.across ? value(p.b.pair(k, n & ~1), n % 2) : value(p.b.pair(n, k & ~1), k % 2);
+                for (int r = 0; r < 2; ++r) sum[r] += a[r][k] * b;
+            }
+            for (int r = 0; r < 2; ++r) {
+                float& d = p.sums[4 * j + 2 * r + c];
+                d = static_cast<float>((p.add ? static_cast<double>(d) : 0.0) + sum[r]);
+            }
+        }
+}
+
+RTK_DEVICE void emulated_products_push(EmulatedProduct product) {
+    u32& word = emu::own_word();
+    product.group = word >> 16;
+    if ((word & 0xffffu) == kEmulatedProducts) emu::trap({"more products on their way than the emulator keeps", "", 0});
+    emulated_products[threadIdx.x][word++ & 0xffffu] = product;
+}
+
+RTK_DEVICE void wgmma_fence() {}
+
+template <int N>
+RTK_DEVICE void wgmma_pin(u32 (&)[N]) {}
+
+RTK_DEVICE void wgmma_commit() { emu::own_word() += 1u << 16; }
+
+template <int kPending>
+RTK_DEVICE void wgmma_wait(RTK_EMU_CALLER) {
+    u32& word = emu::own_word();
+    const u32 count = word & 0xffffu, open = word >> 16;
+    u32 left = 0;
+    for (u32 i = 0; i < count; ++i) {
+        EmulatedProduct& p = emulated_products[threadIdx.x][i];
+        if (p.group + kPending < open) {
+            emulated_product(p);
+        } else {
+            emulated_products[threadIdx.x][left++] = p;
+        }
+    }
+    word = open << 16 | left;
+    emu::gather(0xffffffffu, 0, RTK_EMU_SITE("wgmma_wait"));  // the instruction is for whole warps
+}
+
+template <typename T, bool kAcross>
+RTK_DEVICE void wgmma_shared(float (&d)[64], u64 a, u64 b, u32 add) {
+    EmulatedProduct product{};
+    product.sums = d, product.a = emulated_matrix(a), product.b = emulated_matrix(b);
+    product.across = kAcross, product.add = add != 0, product.half = !is_same<T, bf16>::value;
+    emulated_products_push(product);
+}
+
+template <typename T>
+RTK_DEVICE void wgmma_registers(float (&d)[64], const u32 (&a)[4], u64 b, u32 add, RTK_EMU_CALLER) {
+    EmulatedProduct product{};
+    product.sums = d, product.b = emulated_matrix(b);
+    product.in_registers = product.across = true, product.add = add != 0, product.half = !is_same<T, bf16>::value;
+    const u32 first = emu::lane() & ~3u;
+    for (int h = 0; h < 2; ++h) {  // of the quad's lanes, k = 8 h + 2 lane
+        const u64* all =
+            emu::gather(0xffffffffu, a[2 * h] | static_cast<u64>(a[2 * h + 1]) << 32, RTK_EMU_SITE("wgmma_registers"));
+        for (u32 lane = 0; lane < 4; ++lane)
+            for (int r = 0; r < 2; ++r)
+                product.left[r][4 * h + static_cast<int>(lane)] = static_cast<u32>(all[first + lane] >> 32 * r);
+    }
+    emulated_products_push(product);
+}
+
+}  // namespace rtk::ptx
