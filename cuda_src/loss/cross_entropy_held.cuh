@@ -35,14 +35,7 @@ struct HeldRow {
     RTK_DEVICE float peak() const { return fmaxf(peak_of<T, CHUNKS>(raw), border); }
     RTK_DEVICE float total() const {
         float total = 0.0f;
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) {
-            float z[VEC], part = 0.0f;
-            unpack<T, VEC>(raw[c], z);
-#pragma unroll
-            for (int i = 0; i < VEC; ++i) part += z[i];
-            if (c * threads < ahead) total += part;
-        }
+        add_total<T, CHUNKS>(raw, ahead, threads, total);
         return edge >= 0 ? total + border : total;
     }
     // One exponential for every element, which becomes its gradient; `base` is that of `top`. Returns their sum.

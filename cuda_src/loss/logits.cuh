@@ -125,6 +125,20 @@ struct Base {
     }
 };
 
+// Adds up the logits of those pieces for which c * threads < left.
+template <typename T, int B>
+RTK_DEVICE void add_total(const Raw<16> (&raw)[B], int left, int threads, float& total) {
+    constexpr int VEC = 16 / sizeof(T);
+#pragma unroll
+    for (int c = 0; c < B; ++c) {
+        float z[VEC], part = 0.0f;
+        unpack<T, VEC>(raw[c], z);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) part += z[i];
+        if (c * threads < left) total += part;
+    }
+}
+
 // The largest of the logits in some pieces; NaN only if there is nothing else in some of its columns.
 template <typename T, int B>
 RTK_DEVICE float peak_of(const Raw<16> (&raw)[B]) {
@@ -224,16 +238,7 @@ struct Running {
         constexpr int VEC = 16 / sizeof(T);
         Raw<4> wanted{{totals ? 1u : 0u}};
         ptx::forget(wanted);
-        if (wanted.w[0] != 0u) {
-#pragma unroll
-            for (int c = 0; c < B; ++c) {
-                float z[VEC], part = 0.0f;
-                unpack<T, VEC>(raw[c], z);
-#pragma unroll
-                for (int i = 0; i < VEC; ++i) part += z[i];
-                if (c * threads < left) total += part;
-            }
-        }
+        if (wanted.w[0] != 0u) add_total<T, B>(raw, left, threads, total);
 #pragma unroll
         for (int c = 0; c < B; ++c) ptx::forget(raw[c]);
         const float was = top;
