@@ -6,10 +6,10 @@
 
 namespace rtk {
 
-// Data read once.
-template <typename T, int N>
+// Data read once; `kLast`: L2 gives it up last (ptx::ld_stream).
+template <typename T, int N, bool kLast = true>
 RTK_DEVICE Raw<sizeof(T) * N> load_raw(const T* p) {
-    return ptx::ld_stream<sizeof(T) * N>(p);
+    return kLast ? ptx::ld_stream<sizeof(T) * N>(p) : ptx::ld_keep<sizeof(T) * N>(p);
 }
 
 // The same with a policy for L2 (ptx::l2_policy), which narrow accesses do not have.

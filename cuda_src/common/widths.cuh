@@ -19,11 +19,13 @@ struct stored<2> {
 template <int BYTES, int N>
 using Packed = WideRaw<typename stored<BYTES>::type, N>;
 
-template <int BYTES, int N>
+// Data read once; `kLast`: L2 gives it up last (ptx::ld_stream).
+template <int BYTES, int N, bool kLast = true>
 RTK_DEVICE Packed<BYTES, N> load_packed(const u8* p) {
     Packed<BYTES, N> raw;
 #pragma unroll
-    for (int i = 0; i < raw.kParts; ++i) raw.part[i] = ptx::ld_stream<raw.kBytes>(p + i * raw.kBytes);
+    for (int i = 0; i < raw.kParts; ++i)
+        raw.part[i] = kLast ? ptx::ld_stream<raw.kBytes>(p + i * raw.kBytes) : ptx::ld_keep<raw.kBytes>(p + i * raw.kBytes);
     return raw;
 }
 

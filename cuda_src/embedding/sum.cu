@@ -209,9 +209,9 @@ __global__ void __launch_bounds__(128, 4)
                 rows[k] = __shfl_sync(kEveryLane, row, j);
                 factor[k] = __shfl_sync(kEveryLane, weight, j);
                 if (j < count && pieces.active) {
-                    raw[k] = load_packed<FROM, VEC>(dy + token * dy_stride);
+                    raw[k] = load_packed<FROM, VEC, false>(dy + token * dy_stride);
                     if (add && ends >> j & 1u)
-                        old[ADDS ? k : 0] = load_packed<TO, VEC>(pieces.grad + rows[k] * pieces.grad_stride);
+                        old[ADDS ? k : 0] = load_packed<TO, VEC, false>(pieces.grad + rows[k] * pieces.grad_stride);
                 }
             }
 #pragma unroll

@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(256, 4)
     Raw<16> raw[CHUNKS];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)
-        if (start + c * group.threads < pieces.vectors) raw[c] = load_raw<T, VEC>(x + offset + c * group.threads * VEC);
+        if (start + c * group.threads < pieces.vectors) raw[c] = load_raw<T, VEC, false>(x + offset + c * group.threads * VEC);
 
     const Labels all{labels, wide != 0, ignore_index, first, vocabulary};
     const int label = all.column(row, static_cast<int>(cols), report, false);

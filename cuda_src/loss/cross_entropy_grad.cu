@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(640, 1)
         for (int c = 0; c < kHeld; ++c) {
             if (to_write > 0) write(out, raw[c]);
             fetch();
-            if (to_read > 0) raw[c] = load_raw<T, VEC>(from);
+            if (to_read > 0) raw[c] = load_raw<T, VEC, false>(from);
             from += pitch, out += pitch;
             to_read -= threads, to_write -= threads;
         }

@@ -76,7 +76,7 @@ template <int BYTES, int VEC, int MODE, bool kTarget>
 RTK_DEVICE float divergence_row(const u8* x, const u8* target, u8* each, u8* out, i64 cols, const RowGroup& group,
                                 bool half, float beta, float scale) {
     constexpr int kAhead = VEC == 1 ? 4 : 2, kPiece = BYTES * VEC;
-    constexpr bool kFast = BYTES == 2;
+    constexpr bool kFast = BYTES == 2, kLast = MODE != kMixed;
     const i64 pitch = group.threads * kPiece, end = cols * BYTES;
     float sum = 0.0f;
     for (i64 at = group.thread * kPiece; at < end; at += kAhead * pitch) {
@@ -84,8 +84,8 @@ RTK_DEVICE float divergence_row(const u8* x, const u8* target, u8* each, u8* out
 #pragma unroll
         for (int k = 0; k < kAhead; ++k) {
             if (at + k * pitch < end) {
-                a[k] = load_packed<BYTES, VEC>(x + at + k * pitch);
-                b[k] = load_packed<BYTES, VEC>(target + at + k * pitch);
+                a[k] = load_packed<BYTES, VEC, kLast>(x + at + k * pitch);
+                b[k] = load_packed<BYTES, VEC, kLast>(target + at + k * pitch);
             }
         }
 #pragma unroll
@@ -191,16 +191,16 @@ RTK_DEVICE void divergence_grad_row(const u8* x, const u8* target, const u8* eac
                                     const RowGroup& group, bool half, float beta, float scale) {
     constexpr int kAhead = VEC == 1 ? 4 : 2, kPiece = BYTES * VEC;
     constexpr bool kFast = BYTES == 2;
-    constexpr bool kNeedsX = kTarget || MODE == kMixed;
+    constexpr bool kNeedsX = kTarget || MODE == kMixed, kLast = MODE != kMixed;
     const i64 pitch = group.threads * kPiece, end = cols * BYTES;
     for (i64 at = group.thread * kPiece; at < end; at += kAhead * pitch) {
         Packed<BYTES, VEC> a[kAhead], b[kAhead], c[kAhead];
 #pragma unroll
         for (int k = 0; k < kAhead; ++k) {
             if (at + k * pitch < end) {
-                if constexpr (kNeedsX) a[k] = load_packed<BYTES, VEC>(x + at + k * pitch);
-                b[k] = load_packed<BYTES, VEC>(target + at + k * pitch);
-                if (each != nullptr) c[k] = load_packed<BYTES, VEC>(each + at + k * pitch);
+                if constexpr (kNeedsX) a[k] = load_packed<BYTES, VEC, kLast>(x + at + k * pitch);
+                b[k] = load_packed<BYTES, VEC, kLast>(target + at + k * pitch);
+                if (each != nullptr) c[k] = load_packed<BYTES, VEC, kLast>(each + at + k * pitch);
             }
         }
 #pragma unroll

@@ -199,7 +199,7 @@ RTK_DEVICE void load_batch(Raw<16> (&raw)[B], const T* from, int pitch, int left
 
 template <typename T, int B>
 RTK_DEVICE void load_batch(Raw<16> (&raw)[B], const T* from, int pitch, int left, int threads) {
-    load_batch(raw, from, pitch, left, threads, [](const T* p) { return load_raw<T, 16 / sizeof(T)>(p); });
+    load_batch(raw, from, pitch, left, threads, [](const T* p) { return load_raw<T, 16 / sizeof(T), false>(p); });
 }
 
 // What a thread has seen of a row: the largest score, the sum of exponentials relative to it, the sum of scores.

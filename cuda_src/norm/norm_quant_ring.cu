@@ -14,6 +14,7 @@
 #include "norm/norm_quant_ring.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/forget.cuh"
+#include "ptx/ldst.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/registers.cuh"
@@ -27,6 +28,7 @@ namespace rtk {
 template <int BESIDE>
 RTK_DEVICE void fetch_tiles(RingShared& shared, const ptx::TensorMap& x, i64 rows, i64 cols, bool backwards) {
     const u32 strips = static_cast<u32>(ceil_div(rows, kSide)), wide = static_cast<u32>(ceil_div(cols, BESIDE * kSide));
+    const u64 policy = ptx::l2_last();
     RingTurn turn;
     u32 place = blockIdx.x;
     for (int i = 0, ends = 0; ends < kGroups; ++i, turn.next()) {
@@ -40,7 +42,7 @@ RTK_DEVICE void fetch_tiles(RingShared& shared, const ptx::TensorMap& x, i64 row
 #pragma unroll
             for (int box = 0; box < 2; ++box)
                 ptx::tma_load_2d(ptx::shared_address(shared.x[turn.slot][box]), x, full,
-                                 static_cast<i32>(across * kSide + box * 64), static_cast<i32>(down * kSide));
+                                 static_cast<i32>(across * kSide + box * 64), static_cast<i32>(down * kSide), policy);
             if (i % BESIDE == BESIDE - 1) place += gridDim.x;
         } else {  // one end for each group
             shared.down[turn.slot] = -1;

@@ -12,6 +12,14 @@ RTK_DEVICE void bulk_load(SharedAddress to, const void* from, u32 bytes, SharedA
                  : "memory");
 }
 
+// The same with a policy for L2 (ptx/ldst.cuh).
+RTK_DEVICE void bulk_load(SharedAddress to, const void* from, u32 bytes, SharedAddress barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
 // The other way.
 RTK_DEVICE void bulk_store(void* to, SharedAddress from, u32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)

@@ -34,6 +34,7 @@ struct PatchStream {
     RTK_DEVICE void fetch(const PatchOutput& place, u32 turn, const Maps&... maps) const {
         const u32 slot = turn % SLOTS, rows = place.rows;
         const i32 column = static_cast<i32>(place.column), row = static_cast<i32>(place.row);
+        const u64 policy = ptx::l2_last();
 #pragma unroll 1
         for (u32 team = 0; team < kTeams; ++team) {
             const ptx::SharedAddress own_full = full + 8 * (team * kTeamBarriers + slot);
@@ -42,7 +43,7 @@ struct PatchStream {
             if (turn >= SLOTS) ptx::mbarrier_wait(own_full + 8 * SLOTS, (turn / SLOTS & 1) ^ 1);
             if (first < rows) {
                 ptx::mbarrier_arrive_expect(own_full, INPUTS * kBoxBytes);
-                ((ptx::tma_load_2d(to, maps, own_full, column, row + static_cast<i32>(first)), to += kBoxBytes), ...);
+                ((ptx::tma_load_2d(to, maps, own_full, column, row + static_cast<i32>(first), policy), to += kBoxBytes), ...);
             } else {
                 ptx::leave_undefined(to, INPUTS * kBoxBytes);
                 ptx::mbarrier_arrive(own_full);

@@ -74,6 +74,7 @@ __global__ void __launch_bounds__(SILU ? kBulkThreads : kBulkBound, 1)
     __syncthreads();
 
     if (warp == consumers) {  // copies
+        const u64 policy = ptx::l2_last();
         TokenWalk walk(first, grid, static_cast<int>(inner));
         RingStage at(0);
         const int dq_pieces = dq_head == head_dim ? 1 : of_q;
@@ -111,7 +112,7 @@ __global__ void __launch_bounds__(SILU ? kBulkThreads : kBulkBound, 1)
                     from = qkv + (batch * qkv_batch + place * qkv_place + piece * static_cast<int>(kv_step) * dim);
                 }
                 ptx::bulk_load(ptx::shared_address(ring.heads(at.stage) + to * head_bytes), from, heads * head_bytes,
-                               barrier);
+                               barrier, policy);
             }
             walk.advance();
             at.advance(1, ring.stages);

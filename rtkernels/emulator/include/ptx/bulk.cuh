@@ -7,6 +7,9 @@ namespace rtk::ptx {
 RTK_DEVICE void bulk_load(SharedAddress to, const void* from, u32 bytes, SharedAddress barrier) {
     emu::bulk_load(to, from, bytes, barrier);
 }
+RTK_DEVICE void bulk_load(SharedAddress to, const void* from, u32 bytes, SharedAddress barrier, u64) {
+    emu::bulk_load(to, from, bytes, barrier);
+}
 
 RTK_DEVICE void bulk_store(void* to, SharedAddress from, u32 bytes) { emu::bulk_store(to, from, bytes); }
 RTK_DEVICE void bulk_store_commit() {}

@@ -33,6 +33,8 @@ template <int B>
 RTK_DEVICE Raw<B> ld_stream(const void* p) {
     return ld_keep<B>(p);
 }
+RTK_DEVICE u64 l2_first() { return 0; }
+RTK_DEVICE u64 l2_last() { return 0; }
 RTK_DEVICE u64 l2_policy(bool) { return 0; }
 RTK_DEVICE Raw<16> ld_stream_16(const void* p, u64) { return ld_keep<16>(p); }
 template <int B>
