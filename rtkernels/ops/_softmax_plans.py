@@ -21,7 +21,7 @@ from rtkernels.errors import ArgumentError
 
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
 LARGEST_SCALE = torch.finfo(torch.float32).max
-# Pieces of 16 bytes in a thread that holds a part of a row, best ones first, and the most threads of a row with so many.
+# Pieces of 16 bytes in a thread that holds a part of a row, best ones first, and the most threads a row then has.
 _FWD_PIECES = {1: 32, 4: 256, 3: 256, 8: 1024}
 _BWD_PIECES = {1: 32, 2: 512, 4: 1024}
 
