@@ -83,6 +83,7 @@ CASES: dict[str, Callable[[Normal], Inputs]] = {
     "dy_strided": lambda n: _both(n, 6, 64, dy=_spaced(n, 6, 64, every=2, pad=8)),
     "dy_unaligned": lambda n: _both(n, 6, 64, dy=_spaced(n, 6, 64, skip=3, pad=5)),
     "weight_fp32": lambda n: Inputs(n(6, 640), n(640).float(), n(640).float()),
+    "weight_fp32_even": lambda n: Inputs(n(3, 1024), n(1024).float(), n(1024).float()),
     "weight_fp32_odd": lambda n: Inputs(n(6, 77), n(77).float(), n(77).float()),
     "weight_fp32_wide": lambda n: Inputs(n(5, 9216), n(9216).float(), n(9216).float()),
     "offset": lambda n: _both(n, 6, 128, offset=1.0),

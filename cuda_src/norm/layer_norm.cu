@@ -88,22 +88,37 @@ __global__ void __launch_bounds__(sizeof(W) > sizeof(T) ? 512 : 768, 1)
     }
 }
 
-// Forward for rows of exactly 2 * THREADS pieces of 16 bytes, one block each, without a residual: nothing is masked, and
-// there is one barrier. Every warp works with the differences from the mean of its own columns, which are equally many for
-// all; merging these costs no digits either. Takes the arguments of layer_norm_fwd.
-template <typename T, typename W, int THREADS>
-__global__ void __launch_bounds__(THREADS, (sizeof(W) > sizeof(T) ? 1024 : RTK_HAS_TMA ? 1536 : 1280) / THREADS)
+inline constexpr int kEvenThreads = 256;  // of a block of layer_norm_fwd_even, at most
+
+// Threads on a multiprocessor that its registers must suffice for.
+template <typename T, typename W, int PIECES>
+constexpr int even_resident() {
+    if (PIECES > 2) return sizeof(W) > sizeof(T) || !RTK_HAS_TMA ? 768 : 1024;
+    return sizeof(W) > sizeof(T) ? 1024 : RTK_HAS_TMA ? 1536 : 1280;
+}
+
+// Forward for rows of exactly PIECES pieces of 16 bytes for each thread of a block, without a residual: nothing is masked,
+// and there is one barrier. Every warp works with the differences from the mean of its own columns, which are equally many
+// for all; merging these costs no digits either. THREADS: of the block, 0 if known at run time only. Takes the arguments of
+// layer_norm_fwd.
+template <typename T, typename W, int PIECES, int THREADS>
+__global__ void __launch_bounds__(THREADS ? THREADS : kEvenThreads,
+                                  even_resident<T, W, PIECES>() / (THREADS ? THREADS : kEvenThreads))
     layer_norm_fwd_even(const T* x, const T*, const W* weight, const W* bias, T* y, T*, i64, i64, i64 x_stride, i64, i64,
                         double eps, double offset) {
-    constexpr int VEC = 16 / sizeof(T), kWarps = THREADS / kWarp, kPitch = THREADS * VEC;
-    constexpr float kEach = 2 * kWarp * VEC;  // columns of a warp
-    __shared__ float means[kWarps], squares[kWarps];
-    const int column = threadIdx.x * VEC;
+    constexpr int VEC = 16 / sizeof(T), kMostWarps = (THREADS ? THREADS : kEvenThreads) / kWarp;
+    constexpr float kEach = PIECES * kWarp * VEC;  // columns of a warp
+    constexpr bool kEarly = PIECES <= 2;           // weight and bias are requested before the sums are merged
+    __shared__ float means[kMostWarps], squares[kMostWarps];
+    const int threads = THREADS ? THREADS : static_cast<int>(blockDim.x);
+    const int column = static_cast<int>(threadIdx.x) * VEC, pitch = threads * VEC;
     x += blockIdx.x * x_stride + column;
-    Raw<16> raw[2] = {load_raw<T, VEC>(x), load_raw<T, VEC>(x + kPitch)};
+    Raw<16> raw[PIECES];
+#pragma unroll
+    for (int c = 0; c < PIECES; ++c) raw[c] = load_raw<T, VEC>(x + c * pitch);
     float total = 0.0f, square = 0.0f;
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
+    for (int c = 0; c < PIECES; ++c) {
         float h[VEC];
         unpack<T, VEC>(raw[c], h);
 #pragma unroll
@@ -111,7 +126,7 @@ __global__ void __launch_bounds__(THREADS, (sizeof(W) > sizeof(T) ? 1024 : RTK_H
     }
     const float own_mean = warp_reduce<Sum>(total) * (1.0f / kEach);
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
+    for (int c = 0; c < PIECES; ++c) {
         ptx::forget(raw[c]);
         float h[VEC];
         unpack<T, VEC>(raw[c], h);
@@ -121,39 +136,61 @@ __global__ void __launch_bounds__(THREADS, (sizeof(W) > sizeof(T) ? 1024 : RTK_H
     square = warp_reduce<Sum>(square);
     if (threadIdx.x % kWarp == 0) means[threadIdx.x / kWarp] = own_mean, squares[threadIdx.x / kWarp] = square;
     __syncthreads();
-    WideRaw<W, VEC> gains[2], biases[2];
-    auto load_biases = [&](int c) {
-        clear(biases[c]);
-        if (bias != nullptr) biases[c] = load_keep_raw<W, VEC>(bias + column + c * kPitch);
+    const bool weighted = weight != nullptr, biased = bias != nullptr;
+    weight += column, bias += column;
+    WideRaw<W, VEC> gains[kEarly ? PIECES : 1], biases;
+    auto load_gains = [&](int c, WideRaw<W, VEC>& to) {
+        clear(to);
+        if (weighted) to = load_keep_raw<W, VEC>(weight + c * pitch);
     };
+    auto load_biases = [&](int c) {
+        clear(biases);
+        if (biased) biases = load_keep_raw<W, VEC>(bias + c * pitch);
+    };
+    if constexpr (kEarly) {
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-        clear(gains[c]);
-        if (weight != nullptr) gains[c] = load_keep_raw<W, VEC>(weight + column + c * kPitch);
+        for (int c = 0; c < PIECES; ++c) load_gains(c, gains[c]);
+        load_biases(0);
     }
-    load_biases(0);
     float mean = 0.0f;
     square = 0.0f;
+    if constexpr (THREADS != 0) {
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) mean += means[w];
-    mean *= 1.0f / kWarps;
+        for (int w = 0; w < kMostWarps; ++w) mean += means[w];
+        mean *= 1.0f / kMostWarps;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) square += squares[w] + (means[w] - mean) * (means[w] - mean) * kEach;
-    const float rstd = rsqrtf(square * (1.0f / (kWarps * kEach)) + static_cast<float>(eps));
+        for (int w = 0; w < kMostWarps; ++w) square += squares[w] + (means[w] - mean) * (means[w] - mean) * kEach;
+        square *= 1.0f / (kMostWarps * kEach);
+    } else {
+        const float warps = static_cast<float>(threads / kWarp);
+        const int from = static_cast<int>(threadIdx.x) % kMostWarps;
+        const bool exists = from * kWarp < threads;
+        const float there = exists ? means[from] : 0.0f;
+        mean = mean_of(warp_reduce<Sum>(there, kMostWarps), warps);
+        const float away = there - mean;
+        square = warp_reduce<Sum>(exists ? squares[from] * (1.0f / kEach) + away * away : 0.0f, kMostWarps);
+        square = mean_of(square, warps);
+    }
+    const float rstd = rsqrtf(square + static_cast<float>(eps));
     const float level = -mean * rstd;
-    const float base = weight != nullptr ? static_cast<float>(offset) : 1.0f;
-    y += blockIdx.x * static_cast<i64>(2 * kPitch) + column;
+    const float base = weighted ? static_cast<float>(offset) : 1.0f;
+    y += blockIdx.x * static_cast<i64>(PIECES * pitch) + column;
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
+    for (int c = 0; c < PIECES; ++c) {
+        if constexpr (!kEarly) {
+            load_gains(0, gains[0]), load_biases(0);
+            weight += pitch, bias += pitch;
+        }
         ptx::forget(raw[c]);
         float h[VEC], gain[VEC], shift[VEC];
         unpack<T, VEC>(raw[c], h);
-        unpack_wide<W, VEC>(gains[c], gain);
-        unpack_wide<W, VEC>(biases[c], shift);
+        unpack_wide<W, VEC>(gains[kEarly ? c : 0], gain);
+        unpack_wide<W, VEC>(biases, shift);
 #pragma unroll
         for (int i = 0; i < VEC; ++i) h[i] = (h[i] * rstd + level) * (gain[i] + base) + shift[i];
-        if (c == 0) load_biases(1);
-        store<T, VEC>(y + c * kPitch, h);
+        if (kEarly && c + 1 < PIECES) load_biases(c + 1);
+        store<T, VEC>(y, h);
+        y += pitch;
     }
 }
 

@@ -13,7 +13,7 @@ inline constexpr int kAbsmaxWarps = 8;
 // The maxima of VEC columns from `column` on, over rows first, first + kAbsmaxWarps, ... below `end`, to `most`.
 template <int VEC, typename T>
 RTK_DEVICE void absmax_of_columns(const T* x, const float* row_factor, const float* column_factor, i64 first, i64 end,
-                                  i64 stride, i64 column, float (&most)[VEC]) {
+                                  i64 stride, i64 column, u64 policy, float (&most)[VEC]) {
     constexpr int kInFlight = VEC == 1 ? 4 : 8;
     constexpr bool kPacked = VEC > 1 && sizeof(T) > 1;
     float times[VEC];
@@ -32,7 +32,7 @@ RTK_DEVICE void absmax_of_columns(const T* x, const float* row_factor, const flo
 #pragma unroll
         for (int k = 0; k < kInFlight; ++k, p += kAbsmaxWarps * stride) {
             clear(raw[k]);
-            if (row + k * kAbsmaxWarps < end) raw[k] = load_raw<T, VEC>(p);
+            if (row + k * kAbsmaxWarps < end) raw[k] = load_raw<T, VEC>(p, policy);
         }
         if (kPacked && plain) {
 #pragma unroll
@@ -72,7 +72,8 @@ RTK_DEVICE void absmax_of_columns(const T* x, const float* row_factor, const flo
 
 template <int VEC, typename T>
 RTK_DEVICE void absmax_block(const T* x, const float* row_factor, const float* column_factor, float* partial, i64 rows,
-                             i64 cols, i64 stride, i64 rows_per_block, i64 column_tiles, float* shared) {
+                             i64 cols, i64 stride, i64 rows_per_block, i64 column_tiles, u64 policy,
+                             float* shared) {
     constexpr int kWidth = kWarp * VEC;
     const u32 split = blockIdx.x / static_cast<u32>(column_tiles);
     const i64 first_column = static_cast<i64>(blockIdx.x - split * static_cast<u32>(column_tiles)) * kWidth;
@@ -83,7 +84,7 @@ RTK_DEVICE void absmax_block(const T* x, const float* row_factor, const float* c
     for (int i = 0; i < VEC; ++i) most[i] = 0.0f;
     if (column < cols)
         absmax_of_columns<VEC>(x, row_factor, column_factor, first + warp, min(first + rows_per_block, rows), stride,
-                               column, most);
+                               column, policy, most);
     // Number i of a lane in line i: lanes are neighbours there.
 #pragma unroll
     for (int i = 0; i < VEC; ++i) shared[(warp * VEC + i) * kWarp + lane] = most[i];
@@ -98,17 +99,20 @@ RTK_DEVICE void absmax_block(const T* x, const float* row_factor, const float* c
 }
 
 // Blocks are numbered along the columns first; `partial` has one row per split of the rows. `wide`: rows allow
-// accesses of 16 bytes.
+// accesses of 16 bytes. `passing`: they should leave L2 first.
 template <typename T>
 __global__ void __launch_bounds__(kAbsmaxWarps* kWarp)
     column_absmax(const T* x, const float* row_factor, const float* column_factor, float* partial, i64 rows, i64 cols,
-                  i64 x_stride, i64 rows_per_block, i64 column_tiles, i64 wide) {
+                  i64 x_stride, i64 rows_per_block, i64 column_tiles, i64 wide, i64 passing) {
     constexpr int N = 16 / sizeof(T);
     __shared__ float shared[kAbsmaxWarps * kWarp * N];
+    const u64 policy = ptx::l2_policy(passing != 0);
     if (wide != 0) {
-        absmax_block<N>(x, row_factor, column_factor, partial, rows, cols, x_stride, rows_per_block, column_tiles, shared);
+        absmax_block<N>(x, row_factor, column_factor, partial, rows, cols, x_stride, rows_per_block, column_tiles, policy,
+                        shared);
     } else {
-        absmax_block<1>(x, row_factor, column_factor, partial, rows, cols, x_stride, rows_per_block, column_tiles, shared);
+        absmax_block<1>(x, row_factor, column_factor, partial, rows, cols, x_stride, rows_per_block, column_tiles, policy,
+                        shared);
     }
 }
 

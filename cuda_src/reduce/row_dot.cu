@@ -5,9 +5,9 @@
 
 namespace rtk {
 
-template <int VEC, typename T>
+// A thread's part of one row, with kInFlight accesses of VEC elements of x and of y at a time.
+template <int VEC, int kInFlight, typename T>
 RTK_DEVICE float partial_dot(const T* x, const T* y, int cols, const RowGroup& group, u64 policy) {
-    constexpr int kInFlight = VEC == 1 ? 8 : 2;  // of each
     const int step = group.threads * VEC;
     x += group.thread * VEC;
     y += group.thread * VEC;
@@ -39,7 +39,8 @@ RTK_DEVICE float partial_dot(const T* x, const T* y, int cols, const RowGroup& g
     return total[0] + total[1];
 }
 
-// Grid: rows / groups per block. `passing`: rows should leave L2 first. `wide`: they allow accesses of 16 bytes.
+// Grid: rows / groups per block. `passing`: rows should leave L2 first. `wide`: 0 if they do not allow accesses of 16
+// bytes, 1 if one for each thread is all of a row, else 2.
 template <typename T>
 __global__ void __launch_bounds__(512)
     row_dot_fwd(const T* x, const T* y, T* out, i64 rows, i64 cols, i64 x_stride, i64 y_stride, i64 threads_per_row,
@@ -51,8 +52,10 @@ __global__ void __launch_bounds__(512)
     const u64 policy = ptx::l2_policy(passing != 0);
     const T* a = x + row * x_stride;
     const T* b = y + row * y_stride;
-    const float part = wide != 0 ? partial_dot<16 / sizeof(T)>(a, b, end, group, policy)
-                                 : partial_dot<1>(a, b, end, group, policy);
+    constexpr int N = 16 / sizeof(T);
+    const float part = wide == 0   ? partial_dot<1, 8>(a, b, end, group, policy)
+                       : wide == 1 ? partial_dot<N, 1>(a, b, end, group, policy)
+                                   : partial_dot<N, 2>(a, b, end, group, policy);
     const float total[1] = {group_reduce<Sum, false>(part, group, scratch, 0)};
     if (row < rows && group.thread == 0) store<T, 1>(out + row, total);
 }

@@ -143,6 +143,7 @@ __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
     ptx::SharedAddress slot = own;
 #pragma unroll 1
     for (int i = 0; i < static_cast<int>(most); i += kBatch) {
+        if (__all_sync(0xffffffffu, left <= 0)) break;
         float square[kBatch];
         float kept[SILU ? kBatch : 1][N];
 #pragma unroll
@@ -160,8 +161,11 @@ __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
         float rstd[kBatch];
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) rstd[j] = rsqrtf(square[j] * inverse + epsilon);
+        // No branches here: the loads of all heads can then be asked for together.
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) {
+            const bool exists = j * step < left;
+            Raw<16> raw;
             float u[N], other[N];
             if constexpr (SILU) {
 #pragma unroll
@@ -169,19 +173,23 @@ __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
                     u[e] = kept[j][e];
                     other[e] = adjacent ? kept[j][e ^ 1] : __shfl_sync(0xffffffffu, kept[j][e], other_lane);
                 }
-            }
-            if (j * step < left) {
-                Raw<16> raw;
-                if constexpr (!SILU) raw = ptx::ld_shared_16(slot + j * pitch);
-                if (part != kV) {
-                    if constexpr (!SILU) {
-                        unpack<T, N>(raw, u);
-                        unpack_others<T>(ptx::ld_shared_16(slot + (j * pitch + to_partner)), adjacent, other);
-                    }
-#pragma unroll
-                    for (int e = 0; e < N; ++e) u[e] = (u[e] * turn.own[e] + other[e] * turn.cross[e]) * rstd[j];
+                raw = pack<T, N>(u);
+            } else {
+                Raw<16> partner;
+                clear(raw), clear(partner);
+                if (exists) {
+                    raw = ptx::ld_shared_16(slot + j * pitch);
+                    partner = ptx::ld_shared_16(slot + (j * pitch + to_partner));
                 }
-                if (SILU || part != kV) raw = pack<T, N>(u);
+                unpack<T, N>(raw, u);
+                unpack_others<T>(partner, adjacent, other);
+            }
+#pragma unroll
+            for (int e = 0; e < N; ++e) u[e] = (u[e] * turn.own[e] + other[e] * turn.cross[e]) * rstd[j];
+            const Raw<16> turned = pack<T, N>(u);
+#pragma unroll
+            for (int w = 0; w < 4; ++w) raw.w[w] = part == kV ? raw.w[w] : turned.w[w];
+            if (exists) {
                 ptx::st<16>(y, raw);
                 y += to_next;
             }

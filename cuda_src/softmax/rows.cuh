@@ -3,7 +3,7 @@
 #include "common/math.cuh"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
-#include "ptx/cp_async.cuh"
+#include "ptx/shared.cuh"
 
 namespace rtk {
 
@@ -74,7 +74,7 @@ RTK_DEVICE i64 valid_columns(const void* lengths, i64 wide, i64 row, i64 cols) {
     return length < 0 ? 0 : length < cols ? length : cols;
 }
 
-// Slots of 16 bytes in shared memory that belong to one thread: it waits for its own copies only, without a barrier.
+// Slots of 16 bytes in shared memory that belong to one thread: it needs no barrier.
 struct ThreadSlots {
     ptx::SharedAddress base;
     int pitch;
@@ -82,22 +82,9 @@ struct ThreadSlots {
     RTK_DEVICE explicit ThreadSlots(u8* memory)
         : base(ptx::shared_address(memory + threadIdx.x * 16)), pitch(static_cast<int>(blockDim.x) * 16) {}
 
-    RTK_DEVICE void copy(int slot, const void* source) const { ptx::cp_async_16(base + slot * pitch, source); }
+    RTK_DEVICE void put(int slot, const Raw<16>& raw) const { ptx::st_shared_16(base + slot * pitch, raw); }
     RTK_DEVICE Raw<16> read(int slot) const { return ptx::ld_shared_16(base + slot * pitch); }
-    RTK_DEVICE Raw<16>& at(u8* memory, int slot) const {
-        return *reinterpret_cast<Raw<16>*>(memory + threadIdx.x * 16 + slot * pitch);
-    }
 };
-
-// Waits until at most `pending` (a constant after unrolling, at most 3) of this thread's groups of copies are unfinished.
-RTK_DEVICE void wait_for_all_but(int pending) {
-    switch (pending) {
-        case 0: return ptx::cp_async_wait<0>();
-        case 1: return ptx::cp_async_wait<1>();
-        case 2: return ptx::cp_async_wait<2>();
-        default: return ptx::cp_async_wait<3>();
-    }
-}
 
 // The largest of some scores, and the sum of exp(score - largest). Nothing but -inf: the sum is 0, or NaN if there was one.
 struct TopAndSum {

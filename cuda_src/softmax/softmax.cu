@@ -34,15 +34,15 @@ RTK_DEVICE void prepare_scores(Raw<sizeof(T) * N>& raw, u32 flip, int valid) {
 }
 
 // Forward for rows that fit in shared memory: thread i of a RowGroup owns the 16-byte pieces i, i + threads, ... (CHUNKS
-// of them) of its row, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block. A thread's pieces stay
-// in slots of its own, CHUNKS * blockDim.x * 16 bytes in all, and are read from there for the sum and for the result: that
-// leaves registers for more blocks, and a row needs only one reduction, of maximum and sum together.
+// of them) of its row, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block. A row needs only one
+// reduction, of maximum and sum together; a thread's pieces are then read again for the result, from slots of its own,
+// CHUNKS * blockDim.x * 16 bytes in all: that leaves registers for more blocks.
 template <typename T, int CHUNKS, bool LOG>
 __global__ void __launch_bounds__(CHUNKS > 4 ? 1024 : 256, CHUNKS > 4 ? 1 : 5)
     softmax_fwd(const T* x, T* y, const void* lengths, i64 rows, i64 cols, i64 x_stride, i64 y_stride, i64 wide,
                 i64 threads_per_row, double scale) {
     constexpr int VEC = 16 / sizeof(T);
-    constexpr int kStep = CHUNKS % 2 == 0 ? 2 : CHUNKS;  // pieces that are waited for and rescaled together
+    constexpr int kStep = CHUNKS % 2 == 0 ? 2 : CHUNKS;  // pieces that are rescaled together
     extern __shared__ __align__(16) u8 memory[];
     __shared__ GroupScratch<2> scratch;
     const RowGroup group(threads_per_row);
@@ -56,32 +56,26 @@ __global__ void __launch_bounds__(CHUNKS > 4 ? 1024 : 256, CHUNKS > 4 ? 1 : 5)
     const ThreadSlots slots(memory);
     x += row * x_stride + column;
     y += row * y_stride + column;
+    // Through registers, not by cp.async, which cannot tell L2 to give up these lines last (ptx::ld_stream).
+    Raw<16> raw[CHUNKS];
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-        if (c * pitch < valid) slots.copy(c, x + c * pitch);
-        if (c % kStep == kStep - 1) ptx::cp_async_commit();
-    }
+    for (int c = 0; c < CHUNKS; ++c)
+        if (c * pitch < valid) raw[c] = load_raw<T, VEC>(x + c * pitch);
     if (exponent.flip != 0 || (CHUNKS - 1) * pitch + VEC > valid) {
-        ptx::cp_async_wait<0>();
-#pragma unroll 1
-        for (int c = 0; c < CHUNKS; ++c) {
-            Raw<16> raw;
-            clear(raw);
-            if (c * pitch < valid) raw = slots.read(c);
-            prepare_scores<T, VEC>(raw, exponent.flip, valid - c * pitch);
-            slots.at(memory, c) = raw;
-        }
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) prepare_scores<T, VEC>(raw[c], exponent.flip, valid - c * pitch);
     }
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) slots.put(c, raw[c]);
 
     TopAndSum part;
 #pragma unroll
     for (int c = 0; c < CHUNKS; c += kStep) {
-        wait_for_all_but((CHUNKS - c) / kStep - 1);
         float top = part.top;
 #pragma unroll
         for (int k = c; k < c + kStep; ++k) {
             float v[VEC];
-            unpack<T, VEC>(slots.read(k), v);
+            unpack<T, VEC>(raw[k], v);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) top = fmaxf(top, v[i]);
         }
@@ -89,7 +83,7 @@ __global__ void __launch_bounds__(CHUNKS > 4 ? 1024 : 256, CHUNKS > 4 ? 1 : 5)
 #pragma unroll
         for (int k = c; k < c + kStep; ++k) {
             float v[VEC];
-            unpack<T, VEC>(slots.read(k), v);
+            unpack<T, VEC>(raw[k], v);
             part.add<VEC>(v, exponent);
         }
     }

@@ -75,7 +75,7 @@ RTK_DEVICE void softmax_row_gradient(Raw<16> (&dy_raw)[CHUNKS], Raw<16> (&y_raw)
 // With the row in registers: thread i of a RowGroup owns the 16-byte pieces i, i + threads, ... (CHUNKS of them) of dy and
 // y, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block.
 template <typename T, int CHUNKS, bool LOG>
-__global__ void __launch_bounds__(1024, 1)
+__global__ void __launch_bounds__(CHUNKS > 2 ? 1024 : 512, CHUNKS > 2 ? 1 : 3)
     softmax_bwd(const T* dy, const T* y, T* dx, const void* lengths, i64 rows, i64 cols, i64 dy_stride, i64 y_stride,
                 i64 wide, i64 threads_per_row, double scale) {
     constexpr int VEC = 16 / sizeof(T);

@@ -85,6 +85,8 @@ RTK_DEVICE void transpose_tile(const u8* x, i64 x_stride, i64 rows, i64 rows_out
         constexpr int N = Shape::N, kDown = Shape::kDown, kPerWord = 4 / S;
         const int across = thread % Shape::kAcross, down = thread / Shape::kAcross;
         const int here = across * N < cols ? static_cast<int>(min(rows, static_cast<i64>(Shape::kRows))) - down * N : 0;
+        const int rows_here = static_cast<int>(min(rows_out, static_cast<i64>(Shape::kRows)));
+        const int cols_here = static_cast<int>(min(cols, static_cast<i64>(Shape::kCols)));
         const u8* p = x + down * N * x_stride + across * 16;
         Raw<16> raw[N];
 #pragma unroll
@@ -108,7 +110,7 @@ RTK_DEVICE void transpose_tile(const u8* x, i64 x_stride, i64 rows, i64 rows_out
         for (int step = 0; step < N; ++step, to += Shape::kAcross * y_stride) {
             const int column = first + step * Shape::kAcross;
             const u8* from = memory + (column * kDown + (u ^ (column / N % kDown))) * 16;
-            if (column < cols && u * N < rows_out) ptx::st<16>(to, *reinterpret_cast<const Raw<16>*>(from));
+            if (column < cols_here && u * N < rows_here) ptx::st<16>(to, *reinterpret_cast<const Raw<16>*>(from));
         }
     } else {
         using Shape = SingleElements;

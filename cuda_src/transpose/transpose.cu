@@ -6,7 +6,7 @@ namespace rtk {
 
 // The last dimension with another one: matrices x [rows, cols] to y [cols, rows_out], rows past `rows` being zeros. The
 // matrices are numbered by two more dimensions, of which the inner one has `inner` entries. One block per tile, numbered
-// along the columns of x first.
+// down the rows of x first, so that neighbours write side by side.
 template <int S>
 __global__ void __launch_bounds__(TileShape<S>::kThreads, TileShape<S>::kBlocksPerSm)
     transpose_tiles(const u8* x, u8* y, i64 rows, i64 rows_out, i64 cols, i64 x_stride, i64 y_stride, i64 tiles_across,
@@ -14,10 +14,10 @@ __global__ void __launch_bounds__(TileShape<S>::kThreads, TileShape<S>::kBlocksP
                     i64 size) {
     using Shape = TileShape<S>;
     __shared__ __align__(16) u8 memory[Shape::kBytes];
-    const u32 line = blockIdx.x / static_cast<u32>(tiles_across);
-    const u32 matrix = line / static_cast<u32>(tiles_down), outer = matrix / static_cast<u32>(inner);
-    const i64 column = static_cast<i64>(blockIdx.x - line * static_cast<u32>(tiles_across)) * Shape::kCols;
-    const i64 row = static_cast<i64>(line - matrix * static_cast<u32>(tiles_down)) * Shape::kRows;
+    const u32 strip = blockIdx.x / static_cast<u32>(tiles_down);
+    const u32 matrix = strip / static_cast<u32>(tiles_across), outer = matrix / static_cast<u32>(inner);
+    const i64 row = static_cast<i64>(blockIdx.x - strip * static_cast<u32>(tiles_down)) * Shape::kRows;
+    const i64 column = static_cast<i64>(strip - matrix * static_cast<u32>(tiles_across)) * Shape::kCols;
     const i64 within = matrix - outer * static_cast<u32>(inner);
     x += outer * x_outer + within * x_inner + row * x_stride + column * size;
     y += outer * y_outer + within * y_inner + column * y_stride + row * size;

@@ -29,7 +29,7 @@ _TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32")
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
 _REGISTER_THREADS, _REGISTER_CHUNKS = 512, 4
 _SHORT = 32  # pieces of 16 bytes in rows that have one in each thread, unless there is a residual
-_EVEN_THREADS = 128  # of rows that have exactly two in each (256 threads: no gain)
+_EVEN_THREADS = 96, 256  # fewest and most of rows that have exactly four in each
 _RING_THREADS = 512
 _RING_CHUNKS = {2: 1024, 4: 2048}  # pieces of 16 bytes in a thread, and in the longest row it is used for
 _WIDTHS = [(t, vec) for t in _WIDTH for vec in (1, _WIDTH[t])]
@@ -73,10 +73,10 @@ _FWD = Kernel(
 _FWD_EVEN = Kernel(
     _UNIT,
     "layer_norm_fwd_even",
-    template="T W THREADS",
+    template="T W PIECES THREADS",
     args=_FWD_ARGS,
-    variants=[(t, w, _EVEN_THREADS) for t, w in _TYPES],
-    max_registers=64,
+    variants=[(t, w, p, n) for t, w in _TYPES for p, n in ((2, 128), (4, 0)) if n or t == w],
+    max_registers=80,
 )
 _FWD_LONG = Kernel(
     _UNIT,
@@ -125,6 +125,14 @@ def _parameter_dtype(weight: Meta | None, bias: Meta | None, dtype: torch.dtype)
     return weight[0] if weight is not None else bias[0] if bias is not None else dtype
 
 
+def _evenly(vectors: int, one_type: bool) -> tuple[int, int] | None:
+    """Return PIECES and THREADS of layer_norm_fwd_even for rows of so many pieces of 16 bytes; None if it cannot."""
+    if vectors == 256:
+        return 2, 128
+    fewest, most = _EVEN_THREADS
+    return (4, 0) if one_type and vectors % 128 == 0 and 4 * fewest <= vectors <= 4 * most else None
+
+
 def _plan_fwd(x: Meta, weight: Meta | None, bias: Meta | None, residual: Meta | None, align: int):
     """Return ``(launch, what it ends with, allocator and layout of y)``; None if an input must be copied first."""
     check(x, weight, bias, residual)
@@ -141,9 +149,11 @@ def _plan_fwd(x: Meta, weight: Meta | None, bias: Meta | None, residual: Meta | 
     size = dtype.itemsize
     full = vector_bytes(align, cols * size, x_stride * size, residual_stride * size) == 16
     vectors = cols // _WIDTH[t]
-    if full and residual is None and vectors == 2 * _EVEN_THREADS and rows <= GRID_LIMIT:
-        threads = _EVEN_THREADS
-        kernel, variant, wide = _FWD_EVEN, (t, w, threads), ()
+    even = _evenly(vectors, t == w) if full and residual is None and rows <= GRID_LIMIT else None
+    if even is not None:
+        pieces, known = even
+        threads = vectors // pieces
+        kernel, variant, wide = _FWD_EVEN, (t, w, pieces, known), ()
     elif full and vectors <= _REGISTER_THREADS * _REGISTER_CHUNKS:
         chunks = 1 if vectors <= _SHORT and residual is None else _REGISTER_CHUNKS
         threads = group_threads(-(-vectors // chunks), _REGISTER_THREADS)
@@ -152,7 +162,7 @@ def _plan_fwd(x: Meta, weight: Meta | None, bias: Meta | None, residual: Meta | 
         vec = _WIDTH[t] if full else 1
         threads = group_threads(-(-cols // vec), 1024)
         kernel, variant, wide = _FWD_LONG, (t, vec), (int(w == "fp32"),)
-    block = block_of(threads)
+    block = threads if even is not None else block_of(threads)
     grid = min(-(-rows // (block // threads)), GRID_LIMIT)
     dims = (rows, cols, x_stride, residual_stride, threads)
     return kernel.bind(variant, device, grid, block), dims, wide, *memory

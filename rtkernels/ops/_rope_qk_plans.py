@@ -27,7 +27,7 @@ from rtkernels.ops._rope_qk_bulk import BWD_BULK, plan_bulk
 
 _FWD_UNIT, _BWD_UNIT = "rope/qk_norm_rope_fwd.cu", "rope/qk_norm_rope_bwd.cu"
 _BLOCK = 128
-_HEADS = 8  # of a thread in the forward, at most
+_HEADS = 8  # of a thread in the forward, at most (kFetchedHeads)
 _FWD_THREADS = 192  # kQkThreads
 _BWD_HEADS = 4
 _ANY_HEAD_DIM = 4096  # what rows of dweight in shared memory allow everywhere

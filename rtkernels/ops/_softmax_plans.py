@@ -21,9 +21,9 @@ from rtkernels.errors import ArgumentError
 
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
 LARGEST_SCALE = torch.finfo(torch.float32).max
-# Pieces of 16 bytes in a thread that holds a part of a row, and the most threads a row has with so many.
-_FWD_PIECES = {1: 32, 3: 256, 4: 256, 8: 1024}
-_BWD_PIECES = {1: 32, 3: 1024, 4: 1024}
+# Pieces of 16 bytes in a thread that holds a part of a row, best ones first, and the most threads a row then has.
+_FWD_PIECES = {1: 32, 4: 256, 3: 256, 8: 1024}
+_BWD_PIECES = {1: 32, 2: 512, 4: 1024}
 
 
 def _kernels(unit: str, entry: str, args: str, pieces: dict[int, int]) -> tuple[Kernel, Kernel]:
@@ -112,7 +112,7 @@ def _holding(vectors: int, most: dict[int, int]) -> tuple[int, int] | None:
     if vectors <= most[1]:
         return 1, group_threads(vectors, most[1])
     choices = [(p, group_threads(-(-vectors // p), m)) for p, m in most.items() if 1 < p and vectors <= p * m]
-    return min(choices, key=lambda choice: (choice[0] * choice[1], abs(choice[0] - 4)), default=None)
+    return min(choices, key=lambda choice: choice[0] * choice[1], default=None)
 
 
 def _lengths_dense(lengths: Meta | None) -> bool:

@@ -15,6 +15,7 @@ from rtkernels._layout import (
     address,
     check_same,
     metadata,
+    passing,
     row_count,
     row_stride,
     rowed,
@@ -35,7 +36,7 @@ _PARTIAL = Kernel(
     "column_absmax",
     template="T",
     args="x:ptr row_factor:ptr column_factor:ptr partial:ptr rows:i64 cols:i64 x_stride:i64 rows_per_block:i64 "
-    "column_tiles:i64 wide:i64",
+    "column_tiles:i64 wide:i64 passing:i64",
     variants=[("bf16",), ("fp16",), ("fp32",)],
     max_registers=128,
 )
@@ -83,7 +84,8 @@ def _plan(x, row, column, result: torch.dtype | None, align: int):
     splits = -(-rows // each)
     partial = _PARTIAL.bind((t,), device, tiles * splits, 32 * _WARPS)
     finish = _FINISH.bind((_RESULTS[result],), device, -(-cols // 32), 32 * _WARPS, overlap=True)
-    return partial, (rows, cols, stride, each, tiles, wide), finish, splits, cols
+    leaving = result is None and passing(rows * cols * size)  # what scales are made for reads x again
+    return partial, (rows, cols, stride, each, tiles, wide, leaving), finish, splits, cols
 
 
 _PLANS = Plans(_plan)

@@ -33,6 +33,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.testing.rows import Row
 
 _TOKENS = ("bf16", "fp16", "fp32")
+_THREADS = 512  # of a row, at most
 _FWD = Kernel(
     "reduce/row_dot.cu",
     "row_dot_fwd",
@@ -72,16 +73,16 @@ def _plan(x, y, align: int, backward: bool):
     steps = [row_stride(shape, m[2]) for m in (x, y)]
     rows, cols, n = row_count(shape), shape[-1], 16 // x[0].itemsize
     wide = vector_bytes(align, cols, *steps, most=n) == n
-    vec, in_flight = (n, 4 if backward else 2) if wide else (1, 8)
     if backward:
-        cut = runs(rows, cols, vec * in_flight)
+        cut = runs(rows, cols, 4 * n if wide else 8)
         return _BWD.bind((t,), x[3], cut.grid, cut.block), (rows, cols, *steps, *cut[:2], wide)
-    threads = group_threads(-(-cols // (vec * in_flight)), 512)
+    accesses = (1 if cols <= _THREADS * n else 2) if wide else 0
+    threads = group_threads(-(-cols // (accesses * n if wide else 8)), _THREADS)
     block = block_of(threads)
     grid = -(-rows // (block // threads))
     if cols >= 2**31 or grid > GRID_LIMIT:
         raise ArgumentError(f"x has {rows} rows of {cols} elements; expected fewer than 2^31 of either")
-    how = threads, wide, passing(2 * rows * cols * x[0].itemsize)
+    how = threads, accesses, passing(2 * rows * cols * x[0].itemsize)
     return _FWD.bind((t,), x[3], grid, block), (rows, cols, *steps, *how)
 
 
