@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +14,9 @@ from places import DTYPES, ORDERS, at, emulated
 from torch import Tensor
 
 import rtkernels
+from rtkernels._kernel import Plans
 from rtkernels.errors import ArgumentError
+from rtkernels.ops import _patch_stream as stream
 from rtkernels.ops import quantize_fp8_experts as module
 from rtkernels.testing.compare import assert_same_bits, poisoned, running_on
 
@@ -27,6 +32,23 @@ CASES = [
     ([1] * 70, 33),
     ([129, 127], 257),
 ]
+
+
+@pytest.fixture(autouse=True)
+def by_the_copy_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small inputs, too, go to the kernel for large ones, wherever it can be used."""
+    with kernels(monkeypatch, streams=True):
+        yield
+
+
+@contextmanager
+def kernels(patch: pytest.MonkeyPatch, *, streams: bool, draws: bool = False) -> Iterator[None]:
+    with patch.context() as inner:
+        inner.setattr(module, "_STREAM_TURNS", 0 if streams else 2**31)
+        inner.setattr(stream, "_DRAW_TURNS", 0 if draws else 2**31)
+        Plans.forget_all()
+        yield
+    Plans.forget_all()
 
 
 def expected(x: Tensor, counts: list[int], dtype: torch.dtype, pow2: bool) -> tuple[np.ndarray, ...]:
@@ -112,13 +134,30 @@ def test_counts_that_do_not_sum_to_the_rows(place: str):
 
 @emulated
 @pytest.mark.parametrize("order", ORDERS)
-def test_order_of_threads_does_not_matter(order: str | int):
+def test_order_of_threads_does_not_matter(monkeypatch: pytest.MonkeyPatch, order: str | int):
     counts, cols = CASES[0]
     x = wild(sum(counts), cols, torch.bfloat16)
-    for output in module.OUTPUTS:
+    for streams, output in ((True, "both"), (True, "transposed"), *((False, output) for output in module.OUTPUTS)):
         want = quantize_fp8_experts(x, torch.tensor(counts), output=output)
-        with rtkernels.emulate("sm_90", order=order), poisoned():
+        with kernels(monkeypatch, streams=streams, draws=True), rtkernels.emulate("sm_90", order=order), poisoned():
             same(quantize_fp8_experts(x, torch.tensor(counts), output=output), want, f"order {order}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("draws", (False, True))
+def test_both_kernels_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, draws: bool):
+    for counts, cols in (([1000, 0, 7, 3333, 128, 20000], 1024), ([16] * 300, 264), ([4096, 4096], 7168)):
+        x, numbers = torch.randn(sum(counts), cols, device="cuda"), torch.tensor(counts, device="cuda")
+        x.view(-1)[::977], x.view(-1)[::1013] = float("inf"), float("nan")
+        for dtype, output in ((torch.bfloat16, "both"), (torch.float16, "transposed")):
+            with kernels(monkeypatch, streams=False):
+                want = quantize_fp8_experts(x.to(dtype), numbers, output=output)
+            with kernels(monkeypatch, streams=True, draws=draws), poisoned():
+                for _ in range(3):
+                    got = quantize_fp8_experts(x.to(dtype), numbers, output=output)
+                    for name, a, b in zip(NAMES, got, want, strict=True):
+                        if b is not None:
+                            assert_same_bits(a, b, f"{name}, {counts}, {cols}")
 
 
 @at("cpu", *DEVICE_CODE)
@@ -204,3 +243,4 @@ def emulated_coverage() -> None:
     """Launch every kernel of the op in the emulator; the registry's test asks for it when this file has not run."""
     with rtkernels.emulate("sm_90"):
         quantize_fp8_experts(X, COUNTS)
+        quantize_fp8_experts(torch.ones(1, 2560, dtype=torch.bfloat16), COUNTS)  # 20 tiles

@@ -1,6 +1,6 @@
-// What act/glu_quant_ahead.cu does, with transposed codes among the results, for sm_90: inputs come by the copy engine, up
-// to two tiles ahead, and warps do not wait for each other at barriers (quant/patch.cuh). Recipe: common/fp8_scale.cuh.
-// Layouts: quant/expert_tiles.cuh.
+// What act/glu_quant_ahead.cu does, with transposed codes among the results, for sm_90: inputs of the next tile come by the
+// copy engine, and warps do not wait for each other at barriers (quant/patch.cuh). Recipe: common/fp8_scale.cuh. Layouts:
+// quant/expert_tiles.cuh.
 //
 // Tensor maps have boxes of 32 rows by 128 columns. cols is a multiple of 8.
 #include "act/activations.cuh"
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
                        const float* weight, const void* counts, e4m3* q, float* scale, e4m3* q_t, float* scale_t,
                        u32* counter, i64 rows, i64 cols, i64 experts, i64 count_width, i64 row_blocks, i64 by_group,
                        i64 pow2, i64 check) {
-    using Stream = PatchStream<2, 2>;
+    using Stream = PatchStream<1, 2>;
     __shared__ PatchShared<1> shared;
     __shared__ PatchOutput kept[StreamWalk::kKept];
     __shared__ u64 barriers[Stream::kBarriers];
@@ -47,8 +47,7 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
             return true;
         };
         if (asks && counts != nullptr) fetch(0);
-        if (asks) fetch(1);
-        help(shared, walk, out.pow2, [&](u32 turn) { return fetch(turn + 2); });
+        help(shared, walk, out.pow2, [&](u32 turn) { return fetch(turn + 1); });
     } else {
         float weights = 1.0f;
         if (weight != nullptr && walk.has(0)) weights = warp_weights(walk[0], weight);
@@ -118,8 +117,8 @@ RTK_DEVICE float sum_of_rows(float (&sums)[kPatchRows], int lane) {
     return sum + __shfl_xor_sync(0xffffffffu, sum, 8);
 }
 
-// The gradient of [gate | up], as glu_fp8_bwd in act/glu_quant_ahead.cu. Two tiles of gate and dy are on their way, one
-// of up.
+// The gradient of [gate | up], as glu_fp8_bwd in act/glu_quant_ahead.cu. One tile of up is on its way, and two of gate and
+// dy; but only one of them where tiles are drawn, which is faster for experts (docs/measurements.md).
 template <typename T>
 __global__ void __launch_bounds__(kPatchThreads, 1)
     glu_fp8_bwd_stream(const __grid_constant__ ptx::TensorMap dy, const __grid_constant__ ptx::TensorMap gate,
@@ -136,27 +135,27 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
     const Quantized out = {q, scale, q_t, scale_t, static_cast<u32>(2 * cols), by_group != 0, pow2 != 0};
     const Gates gates(memory, barriers);
     const Ups ups(memory + Gates::kBytes, barriers + Gates::kBarriers);
+    // With even turns alone, the first slot is the only one.
+    auto own_turn = [&](u32 turn) { return counter == nullptr ? turn : 2 * turn; };
+    auto fetch_first = [&](const PatchOutput& place) { gates.fetch(place, 0, gate, dy), ups.fetch(place, 0, up); };
     const bool asks = patch_role() == PatchRole::kFetch;
-    if (asks && counts == nullptr) {
-        gates.fetch(first_place(rows, cols), 0, gate, dy);
-        ups.fetch(first_place(rows, cols), 0, up);
-    }
+    if (asks && counts == nullptr) fetch_first(first_place(rows, cols));
     shared.init();
     const TilePlaces places(memory + Gates::kBytes + Ups::kBytes, counts, count_width, experts, rows, cols);
     if (check && counts != nullptr && !adds_up(counts, count_width, experts, rows)) __trap();
     const StreamWalk walk(places, out, static_cast<u32>(cols), kept, counter);
     if (threadIdx.x >= kPatchWorkers) {
         auto fetch_gate_dy = [&](u32 turn) {
-            if (walk.has(turn)) gates.fetch(walk[turn], turn, gate, dy);
+            if (walk.has(turn)) gates.fetch(walk[turn], own_turn(turn), gate, dy);
         };
         auto fetch_up = [&](u32 turn) {
             if (walk.has(turn)) ups.fetch(walk[turn], turn, up);
         };
-        if (asks && counts != nullptr) fetch_gate_dy(0), fetch_up(0);
-        if (asks) fetch_gate_dy(1);
+        if (asks && counts != nullptr && walk.has(0)) fetch_first(walk[0]);
+        if (asks && counter == nullptr) fetch_gate_dy(1);
         help(shared, walk, out.pow2, [&](u32 turn) {
             if (!walk.has(turn + 1)) return false;
-            fetch_up(turn + 1), fetch_gate_dy(turn + 2);
+            fetch_up(turn + 1), fetch_gate_dy(counter == nullptr ? turn + 2 : turn + 1);
             return true;
         });
     } else {
@@ -165,7 +164,7 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
 #pragma unroll 1
         for (u32 turn = 0; walk.has(turn); ++turn) {
             const PatchOutput& place = walk[turn];
-            const ptx::SharedAddress own_gate = gates.wait(turn), own_dy = own_gate + Gates::kBoxBytes;
+            const ptx::SharedAddress own_gate = gates.wait(own_turn(turn)), own_dy = own_gate + Gates::kBoxBytes;
             const ptx::SharedAddress own_up = ups.wait(turn);
             Patch v[2];  // the gradients of the gate and of up
             float sums[kPatchRows];
@@ -174,7 +173,7 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
             } else {
                 patch_gradients<T, false>(own_gate, own_dy, own_up, weights, v, sums);
             }
-            gates.release(turn), ups.release(turn);
+            gates.release(own_turn(turn)), ups.release(turn);
             if (weight != nullptr) {
                 if (partial != nullptr) {
                     const int lane = patch_lane(), row = patch_row() + lane % 16;

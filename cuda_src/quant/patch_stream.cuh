@@ -16,14 +16,17 @@ struct PatchStream {
     static constexpr u32 kBytes = kTeams * kTeamBytes;  // of shared memory, aligned to 128
     static constexpr int kBarriers = kTeams * kTeamBarriers;
 
-    ptx::SharedAddress boxes, full;  // of the worker's team, or all; behind `full` barriers of a team, `empty` ones
+    ptx::SharedAddress boxes, full;          // of all teams; behind `full` barriers of a team, `empty` ones
+    ptx::SharedAddress own_boxes, own_full;  // of the worker's team
 
-    // A barrier of the block later, workers may wait; the thread that fetches may begin at once.
-    RTK_DEVICE PatchStream(u8* memory, u64* barriers) {
-        const u32 team = threadIdx.x < kPatchWorkers ? threadIdx.x / (kTeam * kWarp) : 0;
-        boxes = ptx::shared_address(memory) + team * kTeamBytes;
-        full = ptx::shared_address(barriers) + team * (8 * kTeamBarriers);
+    // A barrier of the block later, workers may wait; the thread that fetches may begin at once. It does so soon, as all
+    // addresses of barriers are constants.
+    RTK_DEVICE PatchStream(u8* memory, u64* barriers)
+        : boxes(ptx::shared_address(memory)), full(ptx::shared_address(barriers)) {
+        const u32 team = threadIdx.x / (kTeam * kWarp);
+        own_boxes = boxes + team * kTeamBytes, own_full = full + team * (8 * kTeamBarriers);
         if (patch_role() == PatchRole::kFetch) {
+#pragma unroll
             for (u32 b = 0; b < kBarriers; ++b) ptx::mbarrier_init(full + 8 * b, b % kTeamBarriers < SLOTS ? 1 : kTeam);
             ptx::mbarrier_fence_init();
         }
@@ -37,16 +40,16 @@ struct PatchStream {
         const u64 policy = ptx::l2_last();
 #pragma unroll 1
         for (u32 team = 0; team < kTeams; ++team) {
-            const ptx::SharedAddress own_full = full + 8 * (team * kTeamBarriers + slot);
+            const ptx::SharedAddress ready = full + 8 * (team * kTeamBarriers + slot);
             ptx::SharedAddress to = boxes + team * kTeamBytes + slot * (INPUTS * kBoxBytes);
             const u32 first = team * kBoxRows;
-            if (turn >= SLOTS) ptx::mbarrier_wait(own_full + 8 * SLOTS, (turn / SLOTS & 1) ^ 1);
+            if (turn >= SLOTS) ptx::mbarrier_wait(ready + 8 * SLOTS, (turn / SLOTS & 1) ^ 1);
             if (first < rows) {
-                ptx::mbarrier_arrive_expect(own_full, INPUTS * kBoxBytes);
-                ((ptx::tma_load_2d(to, maps, own_full, column, row + static_cast<i32>(first), policy), to += kBoxBytes), ...);
+                ptx::mbarrier_arrive_expect(ready, INPUTS * kBoxBytes);
+                ((ptx::tma_load_2d(to, maps, ready, column, row + static_cast<i32>(first), policy), to += kBoxBytes), ...);
             } else {
                 ptx::leave_undefined(to, INPUTS * kBoxBytes);
-                ptx::mbarrier_arrive(own_full);
+                ptx::mbarrier_arrive(ready);
             }
         }
     }
@@ -54,8 +57,8 @@ struct PatchStream {
     // Waits for them, and returns where the thread's first row of the first input begins; the next is kBoxBytes further.
     RTK_DEVICE ptx::SharedAddress wait(u32 turn) const {
         const u32 slot = turn % SLOTS, thread = this_thread();
-        ptx::mbarrier_wait(full + 8 * slot, turn / SLOTS & 1);
-        return boxes + slot * (INPUTS * kBoxBytes) + thread / 16 % (2 * kTeam) * (kPatchRows * kRowBytes) +
+        ptx::mbarrier_wait(own_full + 8 * slot, turn / SLOTS & 1);
+        return own_boxes + slot * (INPUTS * kBoxBytes) + thread / 16 % (2 * kTeam) * (kPatchRows * kRowBytes) +
                thread % 16 * 16;
     }
     // Row r from there.
@@ -64,7 +67,7 @@ struct PatchStream {
     // The warp has read what it needs.
     RTK_DEVICE void release(u32 turn) const {
         __syncwarp();
-        if (patch_lane() == 0) ptx::mbarrier_arrive(full + 8 * (SLOTS + turn % SLOTS));
+        if (patch_lane() == 0) ptx::mbarrier_arrive(own_full + 8 * (SLOTS + turn % SLOTS));
     }
 };
 

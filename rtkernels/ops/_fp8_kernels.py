@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rtkernels._kernel import Kernel
+from rtkernels.ops._patch_stream import supported
 
 GROUP = 128
 WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
@@ -93,6 +94,16 @@ EXPERTS = Kernel(
     "count_width:i64 row_blocks:i64 column_tiles:i64 pow2:i64",
     variants=_TILES,
     max_registers=128,
+)
+EXPERTS_STREAM = Kernel(
+    "quant/quantize_fp8_experts_stream.cu",
+    "quantize_fp8_experts_stream",
+    template="T",
+    args="x:tmap counts:ptr q:ptr scale:ptr q_t:ptr scale_t:ptr counter:ptr rows:i64 cols:i64 experts:i64 "
+    "count_width:i64 row_blocks:i64 pow2:i64",
+    variants=lambda target: [("bf16",), ("fp16",)] if supported(target) else [],
+    needs=("tma",),
+    max_registers=96,
 )
 BACK = Kernel(
     "quant/dequantize_fp8.cu",

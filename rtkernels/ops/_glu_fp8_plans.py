@@ -267,7 +267,7 @@ def bound_launch(
     resident = _RESIDENT * info.sm_count
     ahead = dy is not None or tiles < _AHEAD_TURNS * resident
     shared = _fast_shared(len(sources) if ahead else 0, table)
-    space = (4 if dy is None else 5) * TILE_BYTES + table  # two tiles of each input, but one of up in the backward
+    space = (2 if dy is None else 5) * TILE_BYTES + table  # one tile of each input, two of gate and dy in the backward
     fits = space + _STREAM_STATIC_SHARED <= info.shared_per_block and min(strides) >= cols
     if fast and transposed and fits and supported(info.target):
         if weight is not None and weight[0] != torch.float32:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rtkernels._arch import Target
@@ -45,10 +46,10 @@ class PatchLaunch:
         self._launch = kernel.bind(variant, device, min(tiles, processors), _THREADS, shared)
         self._device, self._layouts, self._draws = device, layouts, tiles >= _DRAW_TURNS * processors
 
-    def __call__(self, inputs: list[int], pointers: list[int], numbers: tuple[int, ...]) -> None:
+    def __call__(self, inputs: Sequence[int], pointers: Sequence[int], numbers: tuple[int, ...]) -> None:
         """Launch on the addresses of the inputs."""
         maps = [
-            matrix_map(address, *layout, _BOX_ROWS, _BOX_COLS, swizzle=False)
+            matrix_map(address, *layout, _BOX_ROWS, _BOX_COLS, swizzle=False, promote=False)
             for address, layout in zip(inputs, self._layouts, strict=True)
         ]
         counter = fresh_zeros(self._device, 1) if self._draws else None

@@ -1,0 +1,53 @@
+// What quant/quantize_fp8_experts.cu does, with transposed codes among the results and for many tiles, for sm_90: up to two
+// tiles are on their way by the copy engine, and warps do not wait for each other at barriers (quant/patch.cuh).
+//
+// The tensor map has boxes of 32 rows by 128 columns. cols is a multiple of 8.
+#include "common/vec.cuh"
+#include "quant/patch_stream.cuh"
+
+namespace rtk {
+
+template <typename T>
+__global__ void __launch_bounds__(kPatchThreads, 1)
+    quantize_fp8_experts_stream(const __grid_constant__ ptx::TensorMap x, const void* counts, e4m3* q, float* scale,
+                                e4m3* q_t, float* scale_t, u32* counter, i64 rows, i64 cols, i64 experts, i64 count_width,
+                                i64 row_blocks, i64 pow2) {
+        using Stream = PatchStream<2, 1>;
+    __shared__ PatchShared<1> shared;
+    __shared__ PatchOutput kept[StreamWalk::kKept];
+    __shared__ u64 barriers[Stream::kBarriers];
+    extern __shared__ __align__(128) u8 memory[];
+    const Quantized out = {q, scale, q_t, scale_t, static_cast<u32>(cols), true, pow2 != 0};
+    const Stream stream(memory, barriers);
+    shared.init();
+    const TilePlaces places(memory + Stream::kBytes, counts, count_width, experts, rows, cols);
+    const StreamWalk walk(places, out, static_cast<u32>(cols), kept, counter);
+    if (threadIdx.x >= kPatchWorkers) {
+        auto fetch = [&](u32 turn) {
+            if (!walk.has(turn)) return false;
+            stream.fetch(walk[turn], turn, x);
+            return true;
+        };
+        if (patch_role() == PatchRole::kFetch) fetch(0), fetch(1);
+        help(shared, walk, out.pow2, [&](u32 turn) { return fetch(turn + 2); });
+    } else {
+#pragma unroll 1
+        for (u32 turn = 0; walk.has(turn); ++turn) {
+            const PatchOutput& place = walk[turn];
+            Patch v[1];
+            const ptx::SharedAddress own = stream.wait(turn);
+#pragma unroll
+            for (int r = 0; r < kPatchRows; ++r) unpack<T, 8>(stream.read(own, r), v[0][r]);
+            stream.release(turn);
+            if (place.rows < static_cast<u32>(kTileSide)) cut_rows(v[0], place.rows);
+            float row_maxima[kPatchRows];
+            shared.add_maxima(v, row_maxima);
+            if (q != nullptr) shared.quantize_rows(v, row_maxima, place, out.cols, walk.scale_step(), out.pow2);
+            shared.stage_columns(v, turn);
+            shared.store_column_ends(place, turn);
+        }
+    }
+    clear_scales(places, row_blocks, cols, scale_t);
+}
+
+}  // namespace rtk
