@@ -202,6 +202,26 @@ def test_large_and_captured():
     same(captured, composed(x.cpu(), on("cpu", index)), "replayed")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_more_codes_than_32_bits_count(output: str):
+    # Every token goes to every expert, so each expert has the codes of all tokens.
+    tokens, cols, experts = 4112, 2048, 256
+    index = build(torch.arange(experts, device="cuda").expand(tokens, -1), experts, 16, tokens * experts)
+    assert tokens * experts * cols > 2**31
+    x = torch.randn(tokens, cols, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).bfloat16()
+    got = moe_permute_fp8(x, index, output=output)
+    want = rtkernels.quantize_fp8_experts(x, torch.tensor([tokens], device="cuda"), output=output)
+    blocks = -(-tokens // 128)
+    for expert in (0, experts // 2, experts - 1):
+        for name, a, b in zip(got._fields[:4], got[:4], want, strict=True):
+            assert (a is None) == (b is None), name
+            if a is not None and b is not None:
+                length = b.numel() if name != "scale_t" else blocks * cols
+                part = a.view(-1)[expert * length : (expert + 1) * length]
+                assert_same_bits(part, b.view(-1)[:length], f"{name} of expert {expert}")
+
+
 def emulated_coverage() -> None:
     """Launch every kernel of the op in the emulator; the registry's test asks for it when this file has not run."""
     with rtkernels.emulate("sm_90"):
