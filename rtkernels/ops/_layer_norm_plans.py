@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from rtkernels._layout import (
     vector_bytes,
 )
 from rtkernels.ops._norm_inputs import check_inputs as check
+from rtkernels.ops._row_ring import has_copy_engine, ring, thread_stages
 from rtkernels.ops.column_sum import column_sum
 
 _UNIT, _BWD_UNIT = "norm/layer_norm.cu", "norm/layer_norm_bwd.cu"
@@ -40,16 +42,16 @@ def _ring_stages(limit: int, chunks: int, dsum: bool) -> int:
 
     Two are best: 38.2 µs against 39.6 with four at 8192x2048, 63.6 against 64.7 with three at 8192x4096.
     """
-    return min(2, (limit - 2048) // (_RING_THREADS * 16 * chunks * (3 if dsum else 2)))
+    return thread_stages(limit, _RING_THREADS * 16 * chunks * (3 if dsum else 2), 2)
 
 
 def _ring_variants(target: Target) -> Iterator[tuple[Any, ...]]:
-    for t in _WIDTH:
-        for chunks in _RING_CHUNKS:
-            for dsum in (False, True):
-                stages = _ring_stages(shared_limit(target), chunks, dsum)
-                if stages >= 2:
-                    yield t, chunks, dsum, stages
+    for t, chunks, dsum in product(_WIDTH, _RING_CHUNKS, (False, True)):
+        stages = _ring_stages(shared_limit(target), chunks, dsum)
+        if stages >= 2:
+            yield t, chunks, dsum, stages
+        if chunks == 2 and has_copy_engine(target):
+            yield t, chunks, dsum, 0
 
 
 _FWD_ARGS = (
@@ -90,7 +92,7 @@ _BWD = Kernel(
     _BWD_UNIT,
     "layer_norm_bwd",
     template="T CHUNKS DSUM STAGES",
-    args=f"{_BWD_ARGS.format(last='partial')} partial_stride:i64",
+    args=f"{_BWD_ARGS.format(last='partial')} partial_stride:i64 stages:i64",
     variants=_ring_variants,
     max_registers=128,
 )
@@ -176,15 +178,12 @@ class _BackwardPlan:
         stages = _ring_stages(info.shared_per_block, chunks, dsum is not None) if chunks else 0
         self.rows, self.cols, self.sums, self.partial_launch = rows, cols, sums, None
         if full and stages >= 2 and rows < 2**30:
-            threads = group_threads(-(-vectors // chunks), _RING_THREADS)
-            most = _RING_THREADS // threads if threads <= 32 else min(_RING_THREADS // threads, 15)
-            groups = max(1, min(most, rows // info.sm_count))
-            groups += -groups % (32 // min(threads, 32))  # whole warps
-            shared = stages * groups * threads * 16 * chunks * (2 if dsum is None else 3)
-            self.partial_rows = min(info.sm_count, -(-rows // groups))
-            variant = (t, chunks, dsum is not None, stages)
-            self.launch = _BWD.bind(variant, device, self.partial_rows, groups * threads, shared)
-            self.tail = (wide, max(sums, 1) * cols)
+            inputs = 2 if dsum is None else 3
+            r = ring(info, rows, vectors, chunks, inputs, _RING_THREADS, _RING_THREADS, stages, bulk=chunks == 2)
+            threads, self.partial_rows = r.threads, r.blocks
+            variant = (t, chunks, dsum is not None, r.stages)
+            self.launch = _BWD.bind(variant, device, r.blocks, r.groups * r.threads, r.shared)
+            self.tail = (wide, max(sums, 1) * cols, r.depth)
         else:
             vec = _WIDTH[t] if full else 1
             threads = group_threads(-(-cols // vec), 1024)
