@@ -288,9 +288,9 @@ def test_backward_grid_covers_every_row(tokens: int, groups: int, cols: int, mon
     monkeypatch.setattr(plans, "_BWD", SimpleNamespace(bind=lambda *args: bound.extend(args)))
     meta = _meta(tokens, groups * cols)
     plan = plans._BackwardPlan(meta, meta, meta, _meta(groups * cols), groups, "same", 0, True)
-    _, _, (blocks, slices), block, shared = bound
+    variant, _, (blocks, slices), block, shared = bound
     slice_groups, lanes, threads = plan.numbers[-5:-2]
-    assert block % 32 == 0 and block <= 512 and shared <= 227 * 1024 and plan.tail[0] >= 2
+    assert block % 32 == 0 and block <= 512 and shared <= 227 * 1024 and variant[-1] >= 2
     units = block // threads
     assert units * threads == block and (threads <= 32 or units <= 15)
     assert slices * slice_groups >= groups > (slices - 1) * slice_groups and units >= lanes * slice_groups

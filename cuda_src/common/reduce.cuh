@@ -114,7 +114,7 @@ RTK_DEVICE float group_reduce(float v, const RowGroup& group, GroupScratch<1>& s
 }
 
 // The same for two numbers at half the price of two reductions: after the first exchange even lanes carry `a` and odd
-// lanes `b`.
+// lanes `b`. Groups of at most 16 warps.
 template <typename Op, bool kManyGroups>
 RTK_DEVICE void group_reduce_pair(float& a, float& b, const RowGroup& group, GroupScratch<2>& scratch, int phase) {
     if (group.threads <= kWarp) {
@@ -133,7 +133,6 @@ RTK_DEVICE void group_reduce_pair(float& a, float& b, const RowGroup& group, Gro
     group_barrier<kManyGroups>(group);
     const float* slots = &scratch.slot[phase][group.index * warps][0];
     mine = lane < 2 * warps ? slots[lane] : Op::kIdentity;
-    if (lane + kWarp < 2 * warps) mine = Op::apply(mine, slots[lane + kWarp]);
 #pragma unroll
     for (int offset = 2; offset < kWarp; offset *= 2) mine = Op::apply(mine, __shfl_xor_sync(kAll, mine, offset));
     const float other = __shfl_xor_sync(kAll, mine, 1);

@@ -2,7 +2,6 @@
 #include "common/block_sums.cuh"
 #include "common/row_ring.cuh"
 #include "norm/group_rms_norm_gate.cuh"
-#include "ptx/forget.cuh"
 #include "ptx/pdl.cuh"
 
 namespace rtk {
@@ -13,26 +12,27 @@ namespace rtk {
 //
 // Persistent, for groups of at most CHUNKS * VEC * blockDim channels. A block works on groups_per_block groups of several
 // tokens at once: RowGroup u has token lane u / groups_per_block and always the same group, so weights and their
-// gradients stay in registers. Rows arrive through a RowRing; if that is one by the copy engine (STAGES 0: of `stages`), the
-// RowGroups of a warp get theirs together: they have groups side by side of the same token, and all 32 pieces of 16 bytes of
-// the warp are of these. Grid: x over tokens, y over slices of the groups. Weight gradients are summed over the block in shared memory and written as one fp32 row per block (`partial`; null when not
+// gradients stay in registers. Rows arrive through a RowRing. Grid: x over tokens, y over slices of the groups. Weight
+// gradients are summed over the block in shared memory and written as one fp32 row per block (`partial`; null when not
 // wanted) for column_sum to add up: [gridDim.x, groups * cols], or [gridDim.y * gridDim.x, cols] for a shared weight. The
 // order is fixed by the grid, never by timing.
 //
-// Pointers to results walk along with the tokens: by *_step for the next token of a RowGroup, and by *_wrap more when its
-// inner index, which grows by inner_step, passes inner_size.
+// Pointers walk along with the tokens: by *_step for the next token of a RowGroup, and by *_wrap more when its inner
+// index, which grows by inner_step, passes inner_size.
 template <typename T, typename W, int CHUNKS, int STAGES>
 __global__ void __launch_bounds__(512, 1)
     group_rms_norm_gate_bwd(const T* dy, const T* x, const T* gate, const W* weight, T* dx, T* dgate, float* partial,
-                            i64 tokens, i64 inner_size, i64 groups, i64 cols, i64 dy_outer, i64 dy_inner, i64 x_outer,
-                            i64 x_inner, i64 x_group, i64 gate_outer, i64 gate_inner, i64 dgate_outer, i64 dgate_inner,
+                            i64 tokens, i64 inner_size, i64 groups, i64 cols, i64 dy_outer, i64 dy_inner, i64 dy_step,
+                            i64 dy_wrap, i64 x_outer, i64 x_inner, i64 x_step, i64 x_wrap, i64 x_group, i64 gate_outer,
+                            i64 gate_inner, i64 gate_step, i64 gate_wrap, i64 dgate_outer, i64 dgate_inner,
                             i64 dgate_step, i64 dgate_wrap, i64 dx_outer, i64 dx_inner, i64 dx_step, i64 dx_wrap,
                             i64 inner_step, i64 weight_group, i64 groups_per_block, i64 tokens_at_once, i64 threads_per_row,
-                            i64 by_inner, i64 by_slice, double eps, i64 stages) {
+                            i64 by_inner, i64 by_slice, double eps) {
     constexpr int VEC = 16 / sizeof(T);
     extern __shared__ __align__(16) u8 memory[];
     __shared__ GroupScratch<2> scratch;
     const RowGroup group(threads_per_row);
+    RowRing<3, CHUNKS, STAGES> ring(memory);
     ptx::launch_dependents();
     const u32 slice = static_cast<u32>(groups_per_block);
     const u32 lanes = static_cast<u32>(tokens_at_once);
@@ -42,32 +42,54 @@ __global__ void __launch_bounds__(512, 1)
     const u32 step = gridDim.x * lanes;
     // RowGroups without a group or a lane of their own stand past the last token.
     const u32 first = lane < lanes && g < groups ? blockIdx.x * lanes + lane : last;
-    const int end = static_cast<int>(cols);
-    const int column = group.thread * VEC;
-    const i64 channel = g * cols + column;
-
-    // What is fetched together: the row of a RowGroup, or those of a warp. A whole RowGroup gives its first channel.
-    constexpr bool kBulk = STAGES == 0, kKeep = CHUNKS == 1;
-    static_assert(kKeep || !kBulk);
-    const RowGroup fetchers(kBulk && group.threads < kWarp ? kWarp : group.threads);
-    const int bytes = kBulk && group.threads < kWarp ? kWarp * 16 : end * static_cast<int>(sizeof(T));
-    RowRing<3, CHUNKS, STAGES> ring(memory, fetchers, bytes, stages, first + STAGES * step >= last + step);
-    const i64 from = g * cols, x_from = g * x_group;
-    auto fetch = [&](u32 token) {
-        const u32 o = divided(token, by_inner), i = token - o * inner;
-        ring.fetch(token < last, {dy + (o * dy_outer + i * dy_inner + from), x + (o * x_outer + i * x_inner + x_from),
-                                  gate + (o * gate_outer + i * gate_inner + from)});
-    };
-    for (int s = 0; s < ring.stages; ++s, ring.next_row()) fetch(first + s * step);
     const float epsilon = static_cast<float>(eps);
     const float inverse = 1.0f / static_cast<float>(cols);
     const int pitch = group.threads * VEC;
+    const int end = static_cast<int>(cols);
+    const int column = group.thread * VEC;
 
-    // This thread's first channel of the next row to store.
+    // This thread's first channel of the next row to fetch, and to store.
+    const i64 channel = g * cols + column;
     const u32 o = divided(first, by_inner);
-    u32 stored_i = first - o * inner;
-    dgate += o * dgate_outer + stored_i * dgate_inner + channel;
-    dx += o * dx_outer + stored_i * dx_inner + channel;
+    u32 fetched_i = first - o * inner, stored_i = fetched_i;
+    dy += o * dy_outer + fetched_i * dy_inner + channel;
+    x += o * x_outer + fetched_i * x_inner + g * x_group + column;
+    gate += o * gate_outer + fetched_i * gate_inner + channel;
+    dgate += o * dgate_outer + fetched_i * dgate_inner + channel;
+    dx += o * dx_outer + fetched_i * dx_inner + channel;
+    auto wraps = [&](u32& i) {
+        i += static_cast<u32>(inner_step);
+        const bool over = i >= inner;
+        if (over) i -= inner;
+        return over;
+    };
+    u32 fetched = first;
+    auto fetch = [&] {
+        if (fetched < last) {
+#pragma unroll
+            for (int c = 0; c < CHUNKS; ++c) {
+                if (column + c * pitch < end) {
+                    ring.copy(0, c, dy + c * pitch);
+                    ring.copy(1, c, x + c * pitch);
+                    ring.copy(2, c, gate + c * pitch);
+                }
+            }
+        }
+        ring.commit();
+        fetched += step;
+        const bool over = wraps(fetched_i);
+        dy += over ? dy_step + dy_wrap : dy_step;
+        x += over ? x_step + x_wrap : x_step;
+        gate += over ? gate_step + gate_wrap : gate_step;
+    };
+
+    // RowGroups that run out of rows go on reading their slots while others of the warp work: all must hold something.
+    const bool few = first + (STAGES - 1) * step >= last;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c)
+        if (few || column + c * pitch >= end) ring.zero(memory, c);
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; ++s) fetch();
     float w[CHUNKS][VEC], dweight[CHUNKS][VEC];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
@@ -77,23 +99,19 @@ __global__ void __launch_bounds__(512, 1)
             load_gain<W, VEC>(weight, g * weight_group + column + c * pitch, 0.0f, w[c]);
     }
 
-    __syncthreads();
-
     int phase = 0;
     u32 token = first;
     for (u32 base = blockIdx.x * lanes; base < last; base += step, token += step, phase ^= 1) {
-        if (kBulk && token >= last) break;  // whole warps; else RowGroups go on while others of their warp work
+        fetch();
         ring.wait();
         float opened[CHUNKS][VEC], closed[CHUNKS][VEC];  // dy * s, 1 - s
-        Raw<16> x_kept;
         float square = 0.0f, product = 0.0f;             // sums of x^2 and a * x
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
             float v[VEC];
-            x_kept = ring.read(1, c);
-            unpack<T, VEC>(ring.read(0, c), opened[c]);
-            unpack<T, VEC>(x_kept, v);
-            unpack<T, VEC>(ring.read(2, c), closed[c]);
+            ring.template read<T>(0, c, opened[c]);
+            ring.template read<T>(1, c, v);
+            ring.template read<T>(2, c, closed[c]);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
                 const Gate s = gate_at<T>(closed[c][i]);
@@ -102,17 +120,15 @@ __global__ void __launch_bounds__(512, 1)
                 square += v[i] * v[i];
                 product += opened[c][i] * w[c][i] * v[i];
             }
-            ptx::forget(x_kept);  // unpacked, it would cost the registers of the weights
         }
         group_reduce_pair<Sum, true>(square, product, group, scratch, phase);
-        if constexpr (kKeep) fetch(token + ring.stages * step);
         const float rstd = rsqrtf(square * inverse + epsilon);
         const float pull = product * inverse * rstd * rstd * rstd;
         if (token < last) {
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c) {
                 float v[VEC], to_gate[VEC];
-                unpack<T, VEC>(kKeep ? x_kept : ring.read(1, c), v);
+                ring.template read<T>(1, c, v);  // again: to keep it would cost the registers of the weights
 #pragma unroll
                 for (int i = 0; i < VEC; ++i) {
                     const float n = v[i] * rstd;
@@ -127,12 +143,9 @@ __global__ void __launch_bounds__(512, 1)
                 }
             }
         }
-        stored_i += static_cast<u32>(inner_step);
-        const bool over = stored_i >= inner;
-        if (over) stored_i -= inner;
+        const bool over = wraps(stored_i);
         dx += over ? dx_step + dx_wrap : dx_step;
         dgate += over ? dgate_step + dgate_wrap : dgate_step;
-        if constexpr (!kKeep) fetch(token + ring.stages * step);
         ring.next_row();
     }
 
@@ -145,7 +158,7 @@ __global__ void __launch_bounds__(512, 1)
                 store<float, VEC>(partial + blockIdx.x * (groups * cols) + channel + c * pitch, dweight[c]);
         return;
     }
-    ring.wait_all();
+    ptx::cp_async_wait<0>();
     __syncthreads();
     float* sums = reinterpret_cast<float*>(memory);  // [RowGroups, cols]
 #pragma unroll

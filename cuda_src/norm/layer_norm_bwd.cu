@@ -16,47 +16,59 @@ namespace rtk {
 // mean and rstd are recomputed, since h is read anyway: four sums over the row, with one barrier (merge_warps).
 //
 // Persistent, one block of at most 512 threads per multiprocessor, for rows of at most CHUNKS * 512 pieces of 16 bytes: a
-// RowGroup owns a row, thread i of it the pieces i, i + threads, ...; rows arrive through a RowRing (STAGES 0: of `stages`, by
-// the copy engine). With CHUNKS up to 2 gains and inputs stay in registers, of which enough are left for a block of column_sum
-// to wait beside this one; with more they are read again, which a ring by the copy engine does not allow. Fewer than 2^30
-// rows. Parameter gradients are summed in registers over the rows of a group, over
+// RowGroup owns a row, thread i of it the pieces i, i + threads, ...; rows arrive through a RowRing. With CHUNKS up to 2
+// gains and inputs stay in registers, of which enough are left for a block of column_sum to wait beside this one; with more
+// they are read again. Fewer than 2^30 rows. Parameter gradients are summed in registers over the rows of a group, over
 // the groups of the block in shared memory, and written as one fp32 row per block into `partial` [grid, partial_stride]
 // (null when not wanted): dweight, then dbias if partial_stride is more than cols. column_sum adds the rows up: the order
 // is fixed by the grid, never by timing.
 template <typename T, int CHUNKS, bool DSUM, int STAGES>
-__global__ void __maxnreg__(CHUNKS > 2 ? 128 : CHUNKS == 1 ? 72 : DSUM ? 120 : 112)
+__global__ void __maxnreg__(CHUNKS > 2 ? 128 : DSUM ? 120 : 112)
     layer_norm_bwd(const T* dy, const T* h, const void* weight, const T* dsum, T* dh, float* partial, i64 rows, i64 cols,
                    i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, double eps, double offset,
-                   i64 wide, i64 partial_stride, i64 stages) {
+                   i64 wide, i64 partial_stride) {
     constexpr int VEC = 16 / sizeof(T);
     constexpr bool kKeep = CHUNKS <= 2;
-    static_assert(kKeep || STAGES != 0);
     extern __shared__ __align__(16) u8 memory[];
     __shared__ GroupScratch<4> scratch;
     const RowGroup group(threads_per_row);
     const WarpColumns<VEC, CHUNKS> columns(group, cols);
+    RowRing<DSUM ? 3 : 2, CHUNKS, STAGES> ring(memory);
     ptx::launch_dependents();  // column_sum's blocks are small enough to wait beside this one
     const int step = static_cast<int>(gridDim.x) * group.count;
     const int first = static_cast<int>(blockIdx.x) * group.count + group.index;
-    const int count = static_cast<int>(rows);
-    const int end = static_cast<int>(cols);
-    RowRing<DSUM ? 3 : 2, CHUNKS, STAGES> ring(memory, group, end * sizeof(T), stages, first + (STAGES - 1) * step >= count);
-    auto fetch = [&](int row) {
-        const void* const dy_row = dy + row * dy_stride;
-        const void* const h_row = h + row * h_stride;
-        if constexpr (DSUM) {
-            ring.fetch(row < count, {dy_row, h_row, dsum + row * dsum_stride});
-        } else {
-            ring.fetch(row < count, {dy_row, h_row});
-        }
-    };
-    for (int s = 0; s < ring.stages; ++s, ring.next_row()) fetch(first + s * step);
     const float epsilon = static_cast<float>(eps);
     const float shift = static_cast<float>(offset);
     const float inverse = 1.0f / static_cast<float>(cols);
     const int pitch = group.threads * VEC;
+    const int end = static_cast<int>(cols);
     const int column = group.thread * VEC;
     const int room = end - column;  // columns from this thread's first one on
+
+    // Addresses are worked out anew for every row: pointers that walk along would take registers.
+    const int count = static_cast<int>(rows);
+    auto fetch = [&](int row) {
+        if (row < count) {
+            const i64 at = row;
+#pragma unroll
+            for (int c = 0; c < CHUNKS; ++c) {
+                if (c * pitch < room) {
+                    ring.copy(0, c, dy + at * dy_stride + (column + c * pitch));
+                    ring.copy(1, c, h + at * h_stride + (column + c * pitch));
+                    if constexpr (DSUM) ring.copy(2, c, dsum + at * dsum_stride + (column + c * pitch));
+                }
+            }
+        }
+        ring.commit();
+    };
+
+    // Groups that run out of rows go on reading their slots while others of the block work: all must hold something.
+    const bool few = first + (STAGES - 1) * step >= count;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c)
+        if (few || c * pitch >= room) ring.zero(memory, c);
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; ++s) fetch(first + s * step);
     float gain[kKeep ? CHUNKS : 1][VEC], dweight[CHUNKS][VEC], dbias[CHUNKS][VEC];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
@@ -69,12 +81,9 @@ __global__ void __maxnreg__(CHUNKS > 2 ? 128 : CHUNKS == 1 ? 72 : DSUM ? 120 : 1
         }
     }
 
-    __syncthreads();
-
-    // Groups narrower than a warp go on, without a row, while others of their warp work.
-    const int behind = group.threads < kWarp ? group.index : 0;
     int phase = 0;
-    for (int row = first; row - behind < count; row += step, phase ^= 1) {
+    for (int row = first; row - group.index < count; row += step, phase ^= 1) {
+        fetch(row + (STAGES - 1) * step);
         ring.wait();
         float dy_kept[kKeep ? CHUNKS : 1][VEC], h_kept[kKeep ? CHUNKS : 1][VEC];
         // Calls visit(dy, h, gain) for a piece, `again` if not for the first time; past the end all are 0.
@@ -83,8 +92,8 @@ __global__ void __maxnreg__(CHUNKS > 2 ? 128 : CHUNKS == 1 ? 72 : DSUM ? 120 : 1
             float(&v)[VEC] = h_kept[kKeep ? c : 0];
             float(&w)[VEC] = gain[kKeep ? c : 0];
             if (!kKeep || !again) {
-                unpack<T, VEC>(ring.read(0, c), incoming);
-                unpack<T, VEC>(ring.read(1, c), v);
+                ring.template read<T>(0, c, incoming);
+                ring.template read<T>(1, c, v);
             }
             if constexpr (!kKeep) {
 #pragma unroll
@@ -93,11 +102,6 @@ __global__ void __maxnreg__(CHUNKS > 2 ? 128 : CHUNKS == 1 ? 72 : DSUM ? 120 : 1
             }
             visit(incoming, v, w);
         };
-        Raw<16> dsum_kept[DSUM && kKeep ? CHUNKS : 1];
-        if constexpr (DSUM && kKeep) {
-#pragma unroll
-            for (int c = 0; c < CHUNKS; ++c) dsum_kept[c] = ring.read(2, c);
-        }
         float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // of h (soon their mean), d^2, g and g * d
 #pragma unroll 2
         for (int c = 0; c < CHUNKS; ++c) {
@@ -141,7 +145,7 @@ __global__ void __maxnreg__(CHUNKS > 2 ? 128 : CHUNKS == 1 ? 72 : DSUM ? 120 : 1
                     }
                     if constexpr (DSUM) {
                         float extra[VEC];
-                        unpack<T, VEC>(kKeep ? dsum_kept[kKeep ? c : 0] : ring.read(2, c), extra);
+                        ring.template read<T>(2, c, extra);
 #pragma unroll
                         for (int i = 0; i < VEC; ++i) out[i] += extra[i];
                     }
@@ -149,7 +153,6 @@ __global__ void __maxnreg__(CHUNKS > 2 ? 128 : CHUNKS == 1 ? 72 : DSUM ? 120 : 1
                 });
             }
         }
-        fetch(row + ring.stages * step);
         ring.next_row();
     }
 
@@ -166,7 +169,7 @@ __global__ void __maxnreg__(CHUNKS > 2 ? 128 : CHUNKS == 1 ? 72 : DSUM ? 120 : 1
         }
         return;
     }
-    ring.wait_all();
+    ptx::cp_async_wait<0>();
     __syncthreads();
     float* sums = reinterpret_cast<float*>(memory);  // [groups, 2, cols]
 #pragma unroll

@@ -110,99 +110,120 @@ __global__ void __launch_bounds__(1024, 1)
 }
 
 // Backward:  dh = rstd * g - h * rstd^3 * mean(g * h) + dsum,  g = dy * gain;  dweight = sum of dy * h * rstd over rows.
-// rstd is recomputed: h is read anyway, and the two row sums share one reduction. The weight (which may be null) is of T, or
-// fp32 if `wide`.
+// rstd is recomputed: h is read anyway, and the two row sums share one reduction. weight is of T, or of fp32 if `wide`.
 //
-// Persistent, one block per multiprocessor, for rows of at most CHUNKS * 512 pieces of 16 bytes, fewer than 2^30 of them: a
-// RowGroup owns a row, thread i of it the pieces i, i + threads, ...; rows arrive through a RowRing (STAGES 0: of `stages`,
-// by the copy engine), gains stay in registers. Weight gradients are summed in registers over the rows of a group, over the
-// groups of the block in shared memory, and written as one fp32 row per block (`partial`, [grid, cols]; null when not wanted)
-// for column_sum to add up: the order is fixed by the grid, never by timing. Blocks of at most 768 (CHUNKS 1) or 512
-// threads, with as many registers as leave room for a block of column_sum beside them.
+// Persistent, one block per multiprocessor, for rows of at most CHUNKS * 512 pieces of 16 bytes: a RowGroup owns a row,
+// thread i of it the pieces i, i + threads, ...; rows arrive through a RowRing, gains stay in registers. Weight
+// gradients are summed in registers over the rows of a group, over the groups of the block in shared memory, and written
+// as one fp32 row per block (`partial`, [grid, cols]; null when not wanted) for column_sum to add up: the order is fixed
+// by the grid, never by timing. Blocks of at most 768 (CHUNKS 1) or 512 threads, with as many registers as leave room for
+// a block of column_sum beside them.
 template <typename T, int CHUNKS, bool DSUM, int STAGES>
 __global__ void __maxnreg__(CHUNKS == 1 ? 72 : 112)
     rms_norm_bwd(const T* dy, const T* h, const void* weight, const T* dsum, T* dh, float* partial, i64 rows, i64 cols,
-                 i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, i64 wide, double eps, double offset,
-                 i64 stages) {
+                 i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, i64 wide, double eps,
+                 double offset) {
     constexpr int VEC = 16 / sizeof(T);
     extern __shared__ __align__(16) u8 memory[];
     __shared__ GroupScratch<2> scratch;
     const RowGroup group(threads_per_row);
+    RowRing<DSUM ? 3 : 2, CHUNKS, STAGES> ring(memory);
     ptx::launch_dependents();  // column_sum's blocks are small enough to wait beside this one
-    const int step = static_cast<int>(gridDim.x) * group.count;
-    const int first = static_cast<int>(blockIdx.x) * group.count + group.index;
-    const int count = static_cast<int>(rows);
-    const int end = static_cast<int>(cols);
-    RowRing<DSUM ? 3 : 2, CHUNKS, STAGES> ring(memory, group, end * sizeof(T), stages, first + (STAGES - 1) * step >= count);
-    auto fetch = [&](int row) {
-        const void* const dy_row = dy + row * dy_stride;
-        const void* const h_row = h + row * h_stride;
-        if constexpr (DSUM) {
-            ring.fetch(row < count, {dy_row, h_row, dsum + row * dsum_stride});
-        } else {
-            ring.fetch(row < count, {dy_row, h_row});
-        }
-    };
-    for (int s = 0; s < ring.stages; ++s, ring.next_row()) fetch(first + s * step);
+    const i64 step = static_cast<i64>(gridDim.x) * group.count;
+    const i64 first = static_cast<i64>(blockIdx.x) * group.count + group.index;
     const float epsilon = static_cast<float>(eps);
     const float shift = static_cast<float>(offset);
     const float inverse = 1.0f / static_cast<float>(cols);
     const int pitch = group.threads * VEC;
+    const int end = static_cast<int>(cols);
     const int column = group.thread * VEC;
+
+    // Pointers that walk along with the rows: this thread's first column of the next row to fetch, and to store.
+    dy += first * dy_stride + column;
+    h += first * h_stride + column;
+    if constexpr (DSUM) dsum += first * dsum_stride + column;
+    dh += first * cols + column;
+    i64 fetched = first;
+    auto fetch = [&] {
+        if (fetched < rows) {
+#pragma unroll
+            for (int c = 0; c < CHUNKS; ++c) {
+                if (column + c * pitch < end) {
+                    ring.copy(0, c, dy + c * pitch);
+                    ring.copy(1, c, h + c * pitch);
+                    if constexpr (DSUM) ring.copy(2, c, dsum + c * pitch);
+                }
+            }
+        }
+        ring.commit();
+        fetched += step;
+        dy += step * dy_stride;
+        h += step * h_stride;
+        if constexpr (DSUM) dsum += step * dsum_stride;
+    };
+
+    // Groups that run out of rows go on reading their slots while others of the block work: all must hold something.
+    const bool few = first + (STAGES - 1) * step >= rows;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c)
+        if (few || column + c * pitch >= end) ring.zero(memory, c);
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; ++s) fetch();
     float gain[CHUNKS][VEC], dweight[CHUNKS][VEC];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) gain[c][i] = dweight[c][i] = 0.0f;
+        for (int i = 0; i < VEC; ++i) dweight[c][i] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) gain[c][i] = 0.0f;
         if (column + c * pitch < end) load_any_gain<T, VEC>(weight, wide, column + c * pitch, shift, gain[c]);
     }
-    __syncthreads();
 
-    // Groups narrower than a warp go on, without a row, while others of their warp work.
-    const int behind = group.threads < kWarp ? group.index : 0;
     int phase = 0;
-    for (int row = first; row - behind < count; row += step, phase ^= 1) {
+    for (i64 row = first; row - group.index < rows; row += step, phase ^= 1) {
+        fetch();
         ring.wait();
         float dy_kept[CHUNKS][VEC], h_kept[CHUNKS][VEC];
-        Raw<16> dsum_kept[DSUM ? CHUNKS : 1];
         float square = 0.0f, product = 0.0f;  // sums of h^2 and g * h
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
             float(&d)[VEC] = dy_kept[c];
             float(&v)[VEC] = h_kept[c];
-            unpack<T, VEC>(ring.read(0, c), d);
-            unpack<T, VEC>(ring.read(1, c), v);
-            if constexpr (DSUM) dsum_kept[c] = ring.read(2, c);
+            float(&w)[VEC] = gain[c];
+            ring.template read<T>(0, c, d);
+            ring.template read<T>(1, c, v);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
                 square += v[i] * v[i];
-                product += d[i] * gain[c][i] * v[i];
+                product += d[i] * w[i] * v[i];
             }
         }
         group_reduce_pair<Sum, true>(square, product, group, scratch, phase);
         const float rstd = rsqrtf(square * inverse + epsilon);
         const float pull = product * inverse * rstd * rstd * rstd;
-        if (row < count) {
-            T* const out_row = dh + row * cols + column;
+        if (row < rows) {
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c) {
+                float(&d)[VEC] = dy_kept[c];
+                float(&v)[VEC] = h_kept[c];
+                float(&w)[VEC] = gain[c];
                 float out[VEC];
 #pragma unroll
                 for (int i = 0; i < VEC; ++i) {
-                    const float scaled = dy_kept[c][i] * rstd;
-                    dweight[c][i] += scaled * h_kept[c][i];
-                    out[i] = scaled * gain[c][i] - h_kept[c][i] * pull;
+                    const float scaled = d[i] * rstd;
+                    dweight[c][i] += scaled * v[i];
+                    out[i] = scaled * w[i] - v[i] * pull;
                 }
                 if constexpr (DSUM) {
                     float extra[VEC];
-                    unpack<T, VEC>(dsum_kept[c], extra);
+                    ring.template read<T>(2, c, extra);
 #pragma unroll
                     for (int i = 0; i < VEC; ++i) out[i] += extra[i];
                 }
-                if (column + c * pitch < end) store<T, VEC>(out_row + c * pitch, out);
+                if (column + c * pitch < end) store<T, VEC>(dh + c * pitch, out);
             }
         }
-        fetch(row + ring.stages * step);
+        dh += step * cols;
         ring.next_row();
     }
 
@@ -211,10 +232,10 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 72 : 112)
     if (group.count == 1) {
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c)
-            if (column + c * pitch < end) store<float, VEC>(partial + column + c * pitch, dweight[c]);
+            if (column + c * pitch < cols) store<float, VEC>(partial + column + c * pitch, dweight[c]);
         return;
     }
-    ring.wait_all();
+    ptx::cp_async_wait<0>();
     __syncthreads();
     float* sums = reinterpret_cast<float*>(memory);  // [groups, cols]
 #pragma unroll

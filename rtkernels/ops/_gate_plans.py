@@ -13,7 +13,6 @@ from rtkernels._arch import Target
 from rtkernels._kernel import DeviceInfo, Kernel, Plans, dense_memory, device_info
 from rtkernels._layout import GRID_LIMIT, block_of, check_same, divisor, group_threads, row_stride, token, vector_bytes
 from rtkernels.errors import ArgumentError
-from rtkernels.ops._row_ring import has_copy_engine, ring_memory
 
 _UNIT, _BWD_UNIT = "norm/group_rms_norm_gate.cu", "norm/group_rms_norm_gate_bwd.cu"
 _LAYOUTS = ("same", "sequence_first")
@@ -25,9 +24,12 @@ _THREADS = 512
 _COUNT_LIMIT = 2**31 - 1024  # the kernels that count in 32 bits take no more, and a block may pass the end
 
 
+def _ring_bytes(threads: int, chunks: int) -> int:
+    return _STAGES * threads * 16 * chunks * 3
+
+
 def _bwd_variants(target: Target) -> Iterator[tuple[Any, ...]]:
-    rings = [(1, _STAGES), (_CHUNKS, _STAGES), (1, 0)]
-    return ((t, w, *ring) for t, w in _TYPES for ring in (rings if has_copy_engine(target) else rings[:2]))
+    return ((t, w, chunks, _STAGES) for t, w in _TYPES for chunks in (1, _CHUNKS))
 
 
 _LONG_VARIANTS = [(t, w, v) for t, w in _TYPES for v in (1, _WIDTH[t])]
@@ -58,11 +60,13 @@ _BWD = Kernel(
     _BWD_UNIT,
     "group_rms_norm_gate_bwd",
     template="T W CHUNKS STAGES",
-    args=f"{_BWD_POINTERS} partial:ptr {_COUNTS} {_BWD_INPUTS} "
+    args=f"{_BWD_POINTERS} partial:ptr {_COUNTS} dy_outer:i64 dy_inner:i64 dy_step:i64 dy_wrap:i64 "
+    "x_outer:i64 x_inner:i64 x_step:i64 x_wrap:i64 x_group:i64 "
+    "gate_outer:i64 gate_inner:i64 gate_step:i64 gate_wrap:i64 "
     "dgate_outer:i64 dgate_inner:i64 dgate_step:i64 dgate_wrap:i64 "
     "dx_outer:i64 dx_inner:i64 dx_step:i64 dx_wrap:i64 "
     "inner_step:i64 weight_group:i64 groups_per_block:i64 tokens_at_once:i64 threads_per_row:i64 "
-    "by_inner:i64 by_slice:i64 eps:f64 stages:i64",
+    "by_inner:i64 by_slice:i64 eps:f64",
     variants=_bwd_variants,
     max_registers=128,
 )
@@ -311,28 +315,23 @@ class _BackwardPlan:
         blocks = min(max(1, info.sm_count // slices), -(-s.tokens // lanes))
         self.partial = (blocks, s.channels) if s.weight_group else (blocks * slices, s.cols)
         far, near = divmod(blocks * lanes, s.inner)  # from one token of a row group to its next
-        dgate, dx = (
-            (outer, inner, far * outer + near * inner, outer - s.inner * inner) for outer, inner in (s.out, s.dx)
+        dy, x, gate, dgate, dx = (
+            (outer, inner, far * outer + near * inner, outer - s.inner * inner)
+            for outer, inner in (s.dy, s.x[:2], s.gate, s.out, s.dx)
         )
         counts = (s.tokens, s.inner, s.groups, s.cols)
         self.numbers = (
-            *counts, *s.dy, *s.x, *s.gate, *dgate, *dx, near, s.weight_group, slice_groups, lanes, threads,
+            *counts, *dy, *x, s.x[2], *gate, *dgate, *dx, near, s.weight_group, slice_groups, lanes, threads,
             divisor(s.inner), divisor(slice_groups),
         )  # fmt: skip
-        # The copy engine fetches for whole warps: a row, or neighbouring groups that fill 32 pieces of 16 bytes.
-        per_warp = 32 // min(threads, 32)
-        together = per_warp == 1 or (
-            s.cols == threads * s.vec == s.x[2] and s.groups % per_warp == 0 and slice_groups % per_warp == 0
-        )
-        stages, depth, shared = ring_memory(info, block, chunks, 3, _STAGES, bulk=chunks == 1 and together)
-        self.tail = (depth,)
-        self.launch = _BWD.bind((s.t, s.w, chunks, stages), s.device, (blocks, slices), block, shared)
+        variant = (s.t, s.w, chunks, _STAGES)
+        self.launch = _BWD.bind(variant, s.device, (blocks, slices), block, _ring_bytes(block, chunks))
 
     def _plan_long(self, s: Tensors, info: DeviceInfo, weight_grad: bool) -> None:
         inputs = (s.tokens, s.inner, s.groups, s.cols, *s.dy, *s.x, *s.gate)
         grid, block, threads = s.long_geometry()
         self.launch = _BWD_LONG.bind((s.t, s.w, s.vec), s.device, grid, block)
-        self.numbers, self.tail = (*inputs, *s.out, *s.dx, s.weight_group, threads), ()
+        self.numbers = (*inputs, *s.out, *s.dx, s.weight_group, threads)
         if weight_grad:
             column_blocks = -(-s.channels // (256 * s.vec))
             parts = min(max(1, 4 * info.sm_count // column_blocks), s.tokens, 65535)

@@ -52,14 +52,14 @@ def _launch_bwd(
         return dx, dgate, torch.zeros_like(weight, memory_format=_DENSE) if weight_grad else nothing(x)
     pointers = (*inputs, weight_address, dx.data_ptr(), dgate.data_ptr())
     if not weight_grad:
-        plan.launch(*pointers, 0, *plan.numbers, eps, *plan.tail)
+        plan.launch(*pointers, 0, *plan.numbers, eps)
         return dx, dgate, nothing(x)
     partial = torch.empty(plan.partial, dtype=torch.float32, device=x.device)
     if plan.weight_launch is None:
-        plan.launch(*pointers, partial.data_ptr(), *plan.numbers, eps, *plan.tail)
+        plan.launch(*pointers, partial.data_ptr(), *plan.numbers, eps)
     else:
         rstd = torch.empty(tensors.tokens * groups, dtype=torch.float32, device=x.device)
-        plan.launch(*pointers, rstd.data_ptr(), *plan.numbers, eps, *plan.tail)
+        plan.launch(*pointers, rstd.data_ptr(), *plan.numbers, eps)
         plan.weight_launch(*inputs, rstd.data_ptr(), partial.data_ptr(), *plan.weight_numbers)
     return dx, dgate, column_sum(partial.view(-1, plan.width), weight.dtype)
 
