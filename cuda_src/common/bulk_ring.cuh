@@ -6,7 +6,7 @@
 //
 // First every stage gets a fetch(...) and next_row(). Then each round is wait(), read(...), fetch(...) of the row that comes
 // `stages` rows later, into the stage just read, and next_row(). All threads of the group must have read their pieces before
-// that fetch: between the two is a barrier of the group, or an exchange between all lanes if it is one warp.
+// that fetch: between the two is a barrier of the group, unless it is one warp.
 #pragma once
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
@@ -52,6 +52,7 @@ struct BulkRing {
 
     // Starts the copies of a row, given by its address in each input, if there is one.
     RTK_DEVICE void fetch(bool exists, const void* const (&rows)[INPUTS]) {
+        __syncwarp();
         if (place == 0 && exists) {
             const ptx::SharedAddress barrier = full + 8 * stage;
             ptx::mbarrier_arrive_expect(barrier, INPUTS * bytes);
