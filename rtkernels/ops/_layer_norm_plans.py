@@ -33,7 +33,8 @@ _REGISTER_THREADS, _REGISTER_CHUNKS = 512, 4
 _SHORT = 32  # pieces of 16 bytes in rows that have one in each thread, unless there is a residual
 _EVEN_THREADS = 128  # of rows that have exactly two in each (256 threads: no gain)
 _RING_THREADS = 512
-_IN_FLIGHT = 96 << 10  # bytes asked of the copy engine: 4096 columns 58.6 µs, 62.5 with 64 KB, 59.7 with 128 KB
+_IN_FLIGHT = 96 << 10  # bytes asked of the copy engine: 4096 columns 60.0 µs, 62.2 with 64 KB, 60.3 with 128 KB
+_BULK_ROWS = 16  # of a multiprocessor, from which it is used (1024x4096: 18.0 µs, 17.0 with cp.async)
 _RING_CHUNKS = {2: 1024, 4: 2048}  # pieces of 16 bytes in a thread, and in the longest row it is used for
 _WIDTHS = [(t, vec) for t in _WIDTH for vec in (1, _WIDTH[t])]
 
@@ -188,7 +189,7 @@ class _BackwardPlan:
         stages = _ring_stages(info.shared_per_block, chunks, dsum is not None) if chunks else 0
         self.rows, self.cols, self.sums, self.partial_launch = rows, cols, sums, None
         inputs = 2 if dsum is None else 3
-        bulk = full and chunks == 2
+        bulk = full and chunks == 2 and rows >= _BULK_ROWS * info.sm_count
         if bulk and (r := bulk_ring(info, rows, vectors, chunks, inputs, _RING_THREADS, _IN_FLIGHT)):
             threads, self.partial_rows = r.threads, r.blocks
             self.launch = _BWD_BULK.bind((t, dsum is not None), device, r.blocks, r.block, r.shared)
