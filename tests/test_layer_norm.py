@@ -68,6 +68,8 @@ CASES: dict[str, Callable[[Normal], Inputs]] = {
     "hidden_12288": lambda n: _both(n, 5, 12288, residual=n(5, 12288)),
     "hidden_20480": lambda n: _both(n, 5, 20480),
     "many_short_rows": lambda n: _both(n, 530, 8),
+    "more_than_the_ring_holds": lambda n: _both(n, 66, 4080),
+    "residual_many_rows": lambda n: _both(n, 130, 520, residual=n(130, 520)),
     "no_rows": lambda n: _both(n, 0, 16),
     "no_columns": lambda n: _both(n, 4, 0),
     "strided_rows": lambda n: Inputs(_spaced(n, 5, 64, every=3, pad=16), n(64), n(64)),
@@ -184,7 +186,7 @@ def test_every_dtype(place: str, dtype: torch.dtype) -> None:
 
 def emulated_coverage() -> None:
     """Run every kernel of the op in the emulator; test_registry.py checks that it does."""
-    for case in ("both", "odd", "hidden_2048", "hidden_20480"):
+    for case in ("both", "residual_many_rows", "odd", "hidden_2048", "hidden_20480"):
         with running_on("sm_90") as device:
             check(make(case, torch.bfloat16, device))
 
@@ -404,7 +406,7 @@ def test_equal_bits_twice(place: str, case: str) -> None:
 @emulated
 @pytest.mark.parametrize("order", ORDERS)
 def test_thread_order_does_not_matter(order: str | int) -> None:
-    for case in ("odd", "residual", "hidden_4096", "many_short_rows"):
+    for case in ("odd", "residual", "more_than_the_ring_holds", "residual_many_rows", "many_short_rows"):
         with rtkernels.emulate("sm_90"):
             expected = check(make(case, torch.bfloat16, "cpu"))
         with rtkernels.emulate("sm_90", order):

@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(1024, 1)
 }
 
 // Backward:  dh = rstd * g - h * rstd^3 * mean(g * h) + dsum,  g = dy * gain;  dweight = sum of dy * h * rstd over rows.
-// rstd is recomputed: h is read anyway, and the two row sums share one reduction.
+// rstd is recomputed: h is read anyway, and the two row sums share one reduction. weight is of T, or of fp32 if `wide`.
 //
 // Persistent, one block per multiprocessor, for rows of at most CHUNKS * 512 pieces of 16 bytes: a RowGroup owns a row,
 // thread i of it the pieces i, i + threads, ...; rows arrive through a RowRing, gains stay in registers. Weight
@@ -118,10 +118,11 @@ __global__ void __launch_bounds__(1024, 1)
 // as one fp32 row per block (`partial`, [grid, cols]; null when not wanted) for column_sum to add up: the order is fixed
 // by the grid, never by timing. Blocks of at most 768 (CHUNKS 1) or 512 threads, with as many registers as leave room for
 // a block of column_sum beside them.
-template <typename T, typename W, int CHUNKS, bool DSUM, int STAGES>
+template <typename T, int CHUNKS, bool DSUM, int STAGES>
 __global__ void __maxnreg__(CHUNKS == 1 ? 72 : 112)
-    rms_norm_bwd(const T* dy, const T* h, const W* weight, const T* dsum, T* dh, float* partial, i64 rows, i64 cols,
-                 i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, double eps, double offset) {
+    rms_norm_bwd(const T* dy, const T* h, const void* weight, const T* dsum, T* dh, float* partial, i64 rows, i64 cols,
+                 i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, i64 wide, double eps,
+                 double offset) {
     constexpr int VEC = 16 / sizeof(T);
     extern __shared__ __align__(16) u8 memory[];
     __shared__ GroupScratch<2> scratch;
@@ -175,7 +176,7 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 72 : 112)
         for (int i = 0; i < VEC; ++i) dweight[c][i] = 0.0f;
 #pragma unroll
         for (int i = 0; i < VEC; ++i) gain[c][i] = 0.0f;
-        if (column + c * pitch < end) load_gain<W, VEC>(weight, column + c * pitch, shift, gain[c]);
+        if (column + c * pitch < end) load_any_gain<T, VEC>(weight, wide, column + c * pitch, shift, gain[c]);
     }
 
     int phase = 0;

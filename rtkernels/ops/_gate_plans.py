@@ -54,7 +54,7 @@ _FWD_LONG = Kernel(
     template="T W VEC",
     args=f"x:ptr gate:ptr weight:ptr y:ptr {_FWD_STRIDES} eps:f64",
     variants=_LONG_VARIANTS,
-    max_registers=80,
+    max_registers=88,
 )
 _BWD = Kernel(
     _BWD_UNIT,

@@ -1,0 +1,114 @@
+// Backward of RMS normalisation (norm/rms_norm.cu) with rows that the copy engine brings (sm_90 and up).
+#include "common/block_sums.cuh"
+#include "common/bulk_ring.cuh"
+#include "norm/common.cuh"
+#include "ptx/pdl.cuh"
+
+namespace rtk {
+
+// What rms_norm_bwd does, and in the same order: dh, and a row of partial weight gradients per block. For groups of whole
+// warps, rows of at most CHUNKS * 512 pieces of 16 bytes, and fewer than 2^30 of them. The weight (which may be null) is of T,
+// or fp32 if `wide`. Blocks of at most 768 (CHUNKS 1) or 512 threads, with as many registers as leave room for a block of
+// column_sum beside them.
+template <typename T, int CHUNKS, bool DSUM>
+__global__ void __maxnreg__(CHUNKS == 1 ? 72 : 112)
+    rms_norm_bwd_bulk(const T* dy, const T* h, const void* weight, const T* dsum, T* dh, float* partial, i64 rows,
+                      i64 cols, i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, i64 wide, double eps,
+                      double offset, i64 stages) {
+    constexpr int VEC = 16 / sizeof(T);
+    extern __shared__ __align__(16) u8 memory[];
+    __shared__ GroupScratch<2> scratch;
+    const RowGroup group(threads_per_row);
+    ptx::launch_dependents();  // column_sum's blocks are small enough to wait beside this one
+    const int step = static_cast<int>(gridDim.x) * group.count;
+    const int first = static_cast<int>(blockIdx.x) * group.count + group.index;
+    const int count = static_cast<int>(rows);
+    const int end = static_cast<int>(cols);
+    BulkRing<DSUM ? 3 : 2, CHUNKS> ring(memory, group, end * sizeof(T), stages);
+    auto fetch = [&](int row) {
+        const void* const dy_row = dy + row * dy_stride;
+        const void* const h_row = h + row * h_stride;
+        if constexpr (DSUM) {
+            ring.fetch(row < count, {dy_row, h_row, dsum + row * dsum_stride});
+        } else {
+            ring.fetch(row < count, {dy_row, h_row});
+        }
+    };
+#pragma unroll 1
+    for (int s = 0; s < ring.stages; ++s, ring.next_row()) fetch(first + s * step);
+    const float epsilon = static_cast<float>(eps);
+    const float shift = static_cast<float>(offset);
+    const float inverse = 1.0f / static_cast<float>(cols);
+    const int pitch = group.threads * VEC;
+    const int column = group.thread * VEC;
+    float gain[CHUNKS][VEC], dweight[CHUNKS][VEC];
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) gain[c][i] = dweight[c][i] = 0.0f;
+        if (ring.has(c)) load_any_gain<T, VEC>(weight, wide, column + c * pitch, shift, gain[c]);
+    }
+    __syncthreads();
+
+    int phase = 0;
+    for (int row = first; row < count; row += step, phase ^= 1) {
+        ring.wait();
+        float dy_kept[CHUNKS][VEC], h_kept[CHUNKS][VEC];
+        Raw<16> dsum_kept[DSUM ? CHUNKS : 1];
+        float square = 0.0f, product = 0.0f;  // sums of h^2 and g * h
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            float(&d)[VEC] = dy_kept[c];
+            float(&v)[VEC] = h_kept[c];
+            unpack<T, VEC>(ring.read(0, c), d);
+            unpack<T, VEC>(ring.read(1, c), v);
+            if constexpr (DSUM) dsum_kept[c] = ring.read(2, c);
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) {
+                square += v[i] * v[i];
+                product += d[i] * gain[c][i] * v[i];
+            }
+        }
+        group_reduce_pair<Sum, true>(square, product, group, scratch, phase);
+        const float rstd = rsqrtf(square * inverse + epsilon);
+        const float pull = product * inverse * rstd * rstd * rstd;
+        T* const out_row = dh + row * cols + column;
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            float out[VEC];
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) {
+                const float scaled = dy_kept[c][i] * rstd;
+                dweight[c][i] += scaled * h_kept[c][i];
+                out[i] = scaled * gain[c][i] - h_kept[c][i] * pull;
+            }
+            if constexpr (DSUM) {
+                float extra[VEC];
+                unpack<T, VEC>(dsum_kept[c], extra);
+#pragma unroll
+                for (int i = 0; i < VEC; ++i) out[i] += extra[i];
+            }
+            if (ring.has(c)) store<T, VEC>(out_row + c * pitch, out);
+        }
+        fetch(row + ring.stages * step);
+        ring.next_row();
+    }
+
+    if (partial == nullptr) return;
+    partial += blockIdx.x * cols;
+    if (group.count == 1) {
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c)
+            if (ring.has(c)) store<float, VEC>(partial + column + c * pitch, dweight[c]);
+        return;
+    }
+    __syncthreads();
+    float* sums = reinterpret_cast<float*>(memory);  // [groups, cols]
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c)
+        if (ring.has(c)) put_sums(sums + group.index * end + column + c * pitch, dweight[c]);
+    __syncthreads();
+    add_rows(sums, group.count, end, end, partial);
+}
+
+}  // namespace rtk
