@@ -5,7 +5,7 @@
 //
 // A tile needs the statistics of whole rows. The kernel before this one (norm_fp8_stats) makes those of the first
 // `ahead` blocks of 128 rows; the others are made here, by blocks that come a fixed distance before the tiles that
-// wait for them, so that x is read from memory once and from L2 the second time.
+// wait for them, so that x is read from memory once and from L2 the second time, after which L2 may forget it.
 #include "common/reduce.cuh"
 #include "norm/norm_quant_stats.cuh"
 #include "norm/norm_quant_tile.cuh"
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, sizeof(T) == 4
     Raw<16> raw[kTileRows];
     float gain[N], shift[N];
     if (early == 0) ptx::wait_for_previous();
-    load_tile<T, WIDE>(tile, x + row * x_stride + column, x_stride, raw);
+    load_tile<T, WIDE>(tile, x + row * x_stride + column, x_stride, raw, ptx::l2_policy(stats_blocks != 0));
     load_tile_vector<T, WIDE>(tile, weight, weight_wide != 0, column, static_cast<float>(offset), 1.0f, gain);
     // With -0 for mean and bias a CENTRED kernel gives the bits of the other one.
     if constexpr (CENTRED) load_tile_vector<T, WIDE>(tile, bias, weight_wide != 0, column, 0.0f, -0.0f, shift);
