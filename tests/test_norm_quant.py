@@ -102,12 +102,15 @@ def expected(h: Tensor, inputs: Inputs, rstd: Tensor, layout: str, pow2: bool, s
 
 
 @pytest.fixture
-def together(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Make one launch work out statistics and tiles together, for small inputs too."""
+def together(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make one launch work out statistics and tiles together, for small inputs too; `long`: as for long rows."""
 
-    def switch() -> None:
+    def switch(*, long: bool = False) -> None:
         monkeypatch.setattr(plans, "_TOGETHER_BYTES", 1)
         monkeypatch.setattr(ring, "_LEAST_BYTES", 1 << 60)
+        if long:
+            monkeypatch.setattr(plans, "_STATS_BYTES", 0)
+            monkeypatch.setattr(plans, "_MOST_STATS_BYTES", 0)
         Plans.forget_all()
 
     yield switch
@@ -170,7 +173,7 @@ def test_every_dtype(place: str, dtype: torch.dtype, case: str) -> None:
 
 
 @at("cpu", "sm_90", "cuda")
-def test_statistics_and_tiles_together(place: str, together: Callable[[], None]) -> None:
+def test_statistics_and_tiles_together(place: str, together: Callable[..., None]) -> None:
     rows, cols = (1100, 264) if place != "cuda" else (40_000, 1032)
     with running_on(place) as device:
         generator = torch.Generator().manual_seed(3)
@@ -178,9 +181,11 @@ def test_statistics_and_tiles_together(place: str, together: Callable[[], None])
                            for s in ((rows, cols), (cols,), (cols,)))  # fmt: skip
         together()
         check(Inputs(x, weight), "both")
-        check(Inputs(x, weight), "transposed")
         check_layer_norm(Inputs(x, weight, bias=bias), "both")
         used = [plan for plan in plans.PLANS.values() if plan]
+        together(long=True)
+        check(Inputs(x, weight), "transposed")
+        used += [plan for plan in plans.PLANS.values() if plan]
         assert place == "cpu" or all(plan._args[-2] for plan in used), "no block made statistics"
 
 

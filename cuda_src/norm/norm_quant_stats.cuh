@@ -66,4 +66,35 @@ RTK_DEVICE RowStatistics row_statistics(const T* x, const T* residual, T* sum, i
     return found;
 }
 
+// Sums of squares of two rows, this lane's part: twice as much in flight, and two chains of additions, in the order of
+// row_statistics.
+template <typename T, int VEC, int IN_FLIGHT>
+RTK_DEVICE void squares_of_two(const T* upper, const T* lower, i64 cols, int lane, float (&square)[2]) {
+    const i64 pitch = kWarp * VEC;
+    square[0] = square[1] = 0.0f;
+#pragma unroll 1
+    for (i64 first = lane * VEC; first < cols; first += pitch * IN_FLIGHT) {
+        Raw<sizeof(T) * VEC> raw[IN_FLIGHT][2];
+#pragma unroll
+        for (int k = 0; k < IN_FLIGHT; ++k) {
+            clear(raw[k][0]);
+            clear(raw[k][1]);
+            if (first + k * pitch < cols) {
+                raw[k][0] = load_raw<T, VEC>(upper + first + k * pitch);
+                raw[k][1] = load_raw<T, VEC>(lower + first + k * pitch);
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < IN_FLIGHT; ++k) {
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+                float h[VEC];
+                unpack<T, VEC>(raw[k][row], h);
+#pragma unroll
+                for (int i = 0; i < VEC; ++i) square[row] += h[i] * h[i];
+            }
+        }
+    }
+}
+
 }  // namespace rtk

@@ -5,7 +5,7 @@
 //
 // A tile needs the statistics of whole rows. The kernel before this one (norm_fp8_stats) makes those of the first
 // `ahead` blocks of 128 rows; the others are made here, by blocks that come a fixed distance before the tiles that
-// wait for them, so that x is read from memory once and from L2 the second time.
+// wait for them, so that x is read from memory once and from L2 the second time, after which L2 may forget it.
 #include "common/reduce.cuh"
 #include "norm/norm_quant_stats.cuh"
 #include "norm/norm_quant_tile.cuh"
@@ -46,20 +46,36 @@ RTK_DEVICE void load_tile_vector(const Tile<N>& tile, const void* vector, bool w
     }
 }
 
-// Statistics of rows [row, row + count), a row per warp at a time. rstd is written last: it says that both are there.
+// Statistics of rows [row, row + count), a row per warp at a time, or two where each warp has two, there is no mean and
+// they fit into the registers that tiles need. rstd is written last: it says that both are there.
 template <typename T, bool CENTRED>
 RTK_DEVICE void make_statistics(const T* x, i64 x_stride, float* rstd, float* mean, i64 row, int count, i64 rows,
                                 i64 cols, float eps) {
     constexpr int N = 16 / sizeof(T), kWarps = Tile<N>::kWarps;
-    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
+    const float size = static_cast<float>(static_cast<int>(cols));
     auto reduce = [](float v, int) { return warp_reduce<Sum>(v); };
-    bool first = true;
-    for (int i = static_cast<int>(threadIdx.x) / kWarp; i < count && row + i < rows; i += kWarps) {
+    if (!CENTRED && sizeof(T) == 2 && count >= 2 * kWarps) {
+        for (int i = warp * 2; i < count && row + i < rows; i += 2 * kWarps) {
+            const bool two = row + i + 1 < rows;
+            const T* upper = x + (row + i) * x_stride;
+            float square[2];
+            squares_of_two<T, N, 8>(upper, two ? upper + x_stride : upper, cols, lane, square);
+            const float first = rstd_of(reduce(square[0], 0), size, eps);
+            const float second = rstd_of(reduce(square[1], 0), size, eps);
+            ptx::wait_for_previous();  // which set rstd to "not there yet"
+            volatile float* to = rstd + row + i;
+            if (lane == 0) {
+                to[0] = first;
+                if (two) to[1] = second;
+            }
+        }
+        return;
+    }
+    for (int i = warp; i < count && row + i < rows; i += kWarps) {
         const RowStatistics found = row_statistics<T, N, CENTRED, 8>(
-            x + (row + i) * x_stride, nullptr, nullptr, cols, static_cast<float>(static_cast<int>(cols)), eps, true,
-            lane, kWarp, reduce);
-        if (first) ptx::wait_for_previous();  // which set rstd to "not there yet"
-        first = false;
+            x + (row + i) * x_stride, nullptr, nullptr, cols, size, eps, true, lane, kWarp, reduce);
+        ptx::wait_for_previous();
         if (lane == 0) {
             if constexpr (CENTRED) {
                 *static_cast<volatile float*>(mean + row + i) = found.mean;
@@ -132,7 +148,7 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, sizeof(T) == 4
     Raw<16> raw[kTileRows];
     float gain[N], shift[N];
     if (early == 0) ptx::wait_for_previous();
-    load_tile<T, WIDE>(tile, x + row * x_stride + column, x_stride, raw);
+    load_tile<T, WIDE>(tile, x + row * x_stride + column, x_stride, raw, ptx::l2_policy(stats_blocks != 0));
     load_tile_vector<T, WIDE>(tile, weight, weight_wide != 0, column, static_cast<float>(offset), 1.0f, gain);
     // With -0 for mean and bias a CENTRED kernel gives the bits of the other one.
     if constexpr (CENTRED) load_tile_vector<T, WIDE>(tile, bias, weight_wide != 0, column, 0.0f, -0.0f, shift);

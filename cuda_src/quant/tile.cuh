@@ -73,16 +73,18 @@ struct PartOfBlock {
     RTK_DEVICE static void meet() { ptx::named_barrier_sync(static_cast<int>(index()) + 1, THREADS); }
 };
 
-// Elements that do not exist are 0. WIDE: rows can be read 16 bytes at a time. `x`: the tile's first element.
+// Elements that do not exist are 0. WIDE: rows can be read 16 bytes at a time, with this policy for L2. `x`: the tile's
+// first element.
 template <typename T, bool WIDE>
-RTK_DEVICE void load_tile(const Tile<16 / sizeof(T)>& tile, const T* x, i64 stride, Raw<16> (&raw)[kTileRows]) {
+RTK_DEVICE void load_tile(const Tile<16 / sizeof(T)>& tile, const T* x, i64 stride, Raw<16> (&raw)[kTileRows],
+                          u64 policy = ptx::l2_last()) {
     constexpr int N = 16 / sizeof(T), kPerWord = 4 / sizeof(T);
     const T* p = x + tile.row * stride + tile.column;
 #pragma unroll
     for (int r = 0; r < kTileRows; ++r, p += stride) {
         clear(raw[r]);
         if constexpr (WIDE) {
-            if (r < tile.rows_here && tile.columns_here > 0) raw[r] = load_raw<T, N>(p);
+            if (r < tile.rows_here && tile.columns_here > 0) raw[r] = load_raw<T, N>(p, policy);
         } else {
 #pragma unroll
             for (int i = 0; i < N; ++i)

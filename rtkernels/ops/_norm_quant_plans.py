@@ -37,7 +37,8 @@ _SMOOTH_VEC = 4  # elements per access
 _TOGETHER_BYTES = 24 << 20
 # Tiles and makers of statistics between the making of a row's statistics and their use, per multiprocessor.
 _AHEAD_PER_SM = 3
-_STATS_BYTES = 128 << 10  # of x that a block makes statistics of, about
+# Of x that a block makes statistics of: two rows a warp, but not more than the second; then up to the first.
+_STATS_BYTES, _MOST_STATS_BYTES = 64 << 10, 128 << 10
 
 _STATISTICS = "rstd:ptr mean:ptr"
 _ROW = Kernel(
@@ -231,7 +232,7 @@ class _Plan:
 
 def _stats_rows(row_bytes: int, warps: int) -> int:
     """Return how many rows a block makes statistics of: a power of two, at least one per warp, at most 128."""
-    rows = warps
+    rows = 2 * warps if 2 * warps * row_bytes <= _MOST_STATS_BYTES else warps
     while rows < GROUP and 2 * rows * row_bytes <= _STATS_BYTES:
         rows *= 2
     return rows
