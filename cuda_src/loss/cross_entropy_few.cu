@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(896, 1)
     const Team team(blocks, threads);
     const int row = team.row(), columns = static_cast<int>(cols), count_of_rows = static_cast<int>(rows);
     const T* source = x + row * x_stride;
-    HeldRow<T, CHUNKS> held(source, columns, true, team.thread, team.threads);
+    HeldRow<T, CHUNKS, true> held(source, columns, true, team.thread, team.threads);
     // Requested now, looked at when the row is there.
     const Labels all{labels, wide != 0, ignore_index, 0, cols};
     const i64 name = all.load(row);

@@ -6,8 +6,8 @@ namespace rtk {
 
 // What one of the threads of a row has of it, if they are so many that nobody has more than CHUNKS pieces: those thread,
 // thread + threads, ..., and perhaps one of the columns beside the pieces. First logits, then their exponentials, then the
-// gradient.
-template <typename T, int CHUNKS>
+// gradient. `kLast`: L2 gives the logits up last (ptx::ld_stream), which gains with few rows only.
+template <typename T, int CHUNKS, bool kLast = false>
 struct HeldRow {
     static constexpr int VEC = 16 / sizeof(T);
     const Pieces<T> pieces;
@@ -27,7 +27,7 @@ struct HeldRow {
           offset(pieces.head + thread * VEC),
           ahead((exists ? pieces.vectors : 0) - thread),
           edge(exists ? pieces.edge(thread) : -1) {
-        load_batch<T>(raw, row + offset, threads * VEC, ahead, threads);
+        load_batch(raw, row + offset, threads * VEC, ahead, threads, [](const T* p) { return load_raw<T, VEC, kLast>(p); });
     }
     RTK_DEVICE void load_edge(const T* row) {
         if (edge >= 0) border = score_at(row, edge, NoCap{});
