@@ -1,6 +1,6 @@
 // Backward of RMS normalisation (norm/rms_norm.cu) with rows that the copy engine brings (sm_90 and up).
 #include "common/block_sums.cuh"
-#include "common/bulk_ring.cuh"
+#include "norm/bulk_rows.cuh"
 #include "norm/common.cuh"
 #include "ptx/pdl.cuh"
 
@@ -20,22 +20,9 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 72 : 112)
     __shared__ GroupScratch<2> scratch;
     const RowGroup group(threads_per_row);
     ptx::launch_dependents();  // column_sum's blocks are small enough to wait beside this one
-    const int step = static_cast<int>(gridDim.x) * group.count;
-    const int first = static_cast<int>(blockIdx.x) * group.count + group.index;
-    const int count = static_cast<int>(rows);
     const int end = static_cast<int>(cols);
-    BulkRing<DSUM ? 3 : 2, CHUNKS> ring(memory, group, end * sizeof(T), stages);
-    auto fetch = [&](int row) {
-        const void* const dy_row = dy + row * dy_stride;
-        const void* const h_row = h + row * h_stride;
-        if constexpr (DSUM) {
-            ring.fetch(row < count, {dy_row, h_row, dsum + row * dsum_stride});
-        } else {
-            ring.fetch(row < count, {dy_row, h_row});
-        }
-    };
-#pragma unroll 1
-    for (int s = 0; s < ring.stages; ++s, ring.next_row()) fetch(first + s * step);
+    BulkRows<T, CHUNKS, DSUM> mine(memory, group, dy, h, dsum, rows, cols, dy_stride, h_stride, dsum_stride, stages);
+    const auto& ring = mine.ring;
     const float epsilon = static_cast<float>(eps);
     const float shift = static_cast<float>(offset);
     const float inverse = 1.0f / static_cast<float>(cols);
@@ -51,7 +38,7 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 72 : 112)
     __syncthreads();
 
     int phase = 0;
-    for (int row = first; row < count; row += step, phase ^= 1) {
+    for (int row = mine.first; row < mine.count; row += mine.step, phase ^= 1) {
         ring.wait();
         float dy_kept[CHUNKS][VEC], h_kept[CHUNKS][VEC];
         Raw<16> dsum_kept[DSUM ? CHUNKS : 1];
@@ -90,8 +77,7 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 72 : 112)
             }
             if (ring.has(c)) store<T, VEC>(out_row + c * pitch, out);
         }
-        fetch(row + ring.stages * step);
-        ring.next_row();
+        mine.next(row);
     }
 
     if (partial == nullptr) return;

@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
     quantize_fp8_experts_stream(const __grid_constant__ ptx::TensorMap x, const void* counts, e4m3* q, float* scale,
                                 e4m3* q_t, float* scale_t, u32* counter, i64 rows, i64 cols, i64 experts, i64 count_width,
                                 i64 row_blocks, i64 pow2) {
-        using Stream = PatchStream<2, 1>;
+    using Stream = PatchStream<2, 1>;
     __shared__ PatchShared<1> shared;
     __shared__ PatchOutput kept[StreamWalk::kKept];
     __shared__ u64 barriers[Stream::kBarriers];
