@@ -63,8 +63,8 @@ RTK_DEVICE Raw<16> ld_stream_16(const void* p, u64 policy) {
     return r;
 }
 
-// Read-only data used once, by a kernel that writes as well. L2 gives up these lines last, odd as that seems: what is
-// written then goes to memory early and in order, and the kernel is up to 8 % faster (docs/measurements.md).
+// Read-only data used once, by a kernel that writes as well. L2 gives up these lines last, odd as that seems: the kernel is
+// up to 8 % faster, presumably because lines that it wrote make room instead (docs/measurements.md).
 template <int B>
 RTK_DEVICE Raw<B> ld_stream(const void* p) {
     if constexpr (B == 16) {
