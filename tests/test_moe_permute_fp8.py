@@ -210,7 +210,8 @@ def test_more_codes_than_32_bits_count(output: str):
     index = build(torch.arange(experts, device="cuda").expand(tokens, -1), experts, 16, tokens * experts)
     assert tokens * experts * cols > 2**31
     x = torch.randn(tokens, cols, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).bfloat16()
-    got = moe_permute_fp8(x, index, output=output)
+    with poisoned():  # the memory may still have the results of another case, which are the same
+        got = moe_permute_fp8(x, index, output=output)
     want = rtkernels.quantize_fp8_experts(x, torch.tensor([tokens], device="cuda"), output=output)
     blocks = -(-tokens // 128)
     for expert in (0, experts // 2, experts - 1):
