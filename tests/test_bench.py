@@ -69,9 +69,7 @@ def bench_with(timer: FakeTimer, wanted: list[str] | None) -> run.Bench:
     return run.Bench(timer, "cpu", wanted, log=lambda text: None)
 
 
-def measured(
-    rows: list[Row], wanted: list[str], timer: FakeTimer | None = None, **options: Any
-) -> dict[str, Any]:
+def measured(rows: list[Row], wanted: list[str], timer: FakeTimer | None = None, **options: Any) -> dict[str, Any]:
     bench = bench_with(timer or FakeTimer(), wanted)
     return run.run(rows, bench, pool=rows, peak_bytes=1 << 16, **options)
 
@@ -190,9 +188,7 @@ def test_backward_is_timed_through_the_forward_row(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     got = measured([backward], ["torch", "inductor"])["rows"][0]
     assert got["peers"] == {"torch": 10.0, "inductor": 10.0}
-    got = run.run(
-        [backward], bench_with(FakeTimer(), ["torch"]), pool=[forward, backward], peak_bytes=1 << 16
-    )
+    got = run.run([backward], bench_with(FakeTimer(), ["torch"]), pool=[forward, backward], peak_bytes=1 << 16)
     assert got["rows"][0]["peers"] == {"torch": 10.0, "torch_fused": 10.0}
 
 
@@ -218,9 +214,7 @@ def test_result_survives_the_file(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "r.json"
     got = measured([scale_row()], ["torch"], path=path, host=lambda: {"us_per_call": {}})
     assert set(got) == set(meta.TOP_KEYS)
-    assert {"gpu", "driver", "torch", "cupy", "nvrtc", "triton", "commit", "dirty", "date"} <= set(
-        got["environment"]
-    )
+    assert {"gpu", "driver", "torch", "cupy", "nvrtc", "triton", "commit", "dirty", "date"} <= set(got["environment"])
     assert meta.load(path) == got
     assert list(path.parent.iterdir()) == [path]
 
@@ -277,9 +271,7 @@ def test_report_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "beyond `import torch`: 12.5 ms" in text
 
 
-def test_report_plot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     path, image = tmp_path / "r.json", tmp_path / "r.png"
     meta.save(measured([scale_row()], ["torch"]), path)
     with monkeypatch.context() as patch:

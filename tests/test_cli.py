@@ -116,7 +116,7 @@ def test_missing_compiler_is_one_line_and_code_1(capsys, monkeypatch):
 
 def test_closed_pipe_is_quiet():
     code = "import sys; from rtkernels.__main__ import main; sys.exit(main(['list', '--json']))"
-    command = f"{sys.executable} -c \"{code}\" | head -n 1; exit ${{PIPESTATUS[0]}}"
+    command = f'{sys.executable} -c "{code}" | head -n 1; exit ${{PIPESTATUS[0]}}'
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[\n", "")
@@ -317,7 +317,7 @@ def test_show_source_has_the_kernel_and_its_headers(capsys):
     assert code == 0
     assert "// ==== norm/rms_norm.cu" in out
     assert "__global__" in out
-    assert 'common/abi.cuh' in out
+    assert "common/abi.cuh" in out
 
 
 # ---- doctor ----------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from places import DTYPES, ORDERS, PLACES, at, emulated, error_tests, short
 from torch import Tensor
+from ways import assert_compiles, assert_equal_bits, captured
 
 import rtkernels
 from rtkernels.errors import ArgumentError
@@ -20,7 +21,6 @@ from rtkernels.ops import glu as module
 from rtkernels.testing.compare import ROUNDOFF, assert_close, assert_no_worse, assert_same_bits, poisoned, running_on
 
 glu = rtkernels.glu
-
 
 
 ACTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -38,7 +38,6 @@ EXACT = ACTS | {
     "gelu_tanh": lambda x: x * torch.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3)),
     "gelu_erf": lambda x: x * 0.5 * torch.erfc(x * -math.sqrt(0.5)),
 }
-
 
 
 def plain_glu(x: Tensor, up: Tensor | None, weight: Tensor | None, act: str) -> Tensor:
@@ -332,17 +331,10 @@ def test_torch_compile(place: str, dynamic: bool) -> None:
     def block(x: Tensor, up: Tensor, weight: Tensor) -> Tensor:
         return glu(x * 2, act="gelu_tanh", weight=weight) + glu(up, up.flip(-1), act="relu2")
 
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for rows in (3, 4):
-        x, up = torch.randn(rows, 16, device=place), torch.randn(rows, 8, device=place)
-        weight = torch.randn(rows, device=place)
-        torch.testing.assert_close(compiled(x, up, weight), block(x, up, weight))
-        grads = []
-        for function in (compiled, block):
-            leaves = [t.clone().requires_grad_() for t in (x, up, weight)]
-            function(*leaves).square().sum().backward()
-            grads.append([t.grad for t in leaves])
-        torch.testing.assert_close(*grads)
+    def inputs(rows: int) -> list[Tensor]:
+        return [torch.randn(shape, device=place) for shape in ((rows, 16), (rows, 8), (rows,))]
+
+    assert_compiles(block, map(inputs, (3, 4)), dynamic=dynamic)
 
 
 def test_numpy_in_numpy_out() -> None:
@@ -440,14 +432,9 @@ def test_graph_capture_and_replay() -> None:
     def run() -> tuple[Tensor, ...]:
         return module.FORWARD(x, None, weight, "silu"), *module.BACKWARD(dy, x, None, weight, "silu", True)
 
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    replay = captured(run)
     x.copy_(torch.randn_like(x))
-    graph.replay()
-    for got, wanted in zip(captured, run(), strict=True):
-        assert_same_bits(got, wanted)
+    assert_equal_bits(replay(), run())
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from fp8_reference import E4M3, encode
 from places import DTYPES, ORDERS, at, emulated, short
 from test_glu import ACTS, plain_glu
 from torch import Tensor
+from ways import assert_equal_bits, captured
 
 import rtkernels
 from rtkernels.errors import ArgumentError
@@ -589,16 +590,11 @@ def test_graph_replays_with_other_counts() -> None:
     def run() -> module.GluFp8:
         return glu_fp8(x, weight=weight, counts=numbers, layout="both", scale_layout="column")
 
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    replay = captured(run)
     x.normal_()
     numbers.copy_(counts(317, 600, 83))
-    graph.replay()
-    for got, wanted in zip(captured, run(), strict=True):
-        assert_same_bits(got, wanted)
-    judge(captured, Inputs(x, None, weight).exact("silu"), numbers, layout="both", pow2=False, scales="column")
+    assert_equal_bits(replay(), run())
+    judge(replay(), Inputs(x, None, weight).exact("silu"), numbers, layout="both", pow2=False, scales="column")
 
 
 @pytest.mark.gpu
@@ -624,12 +620,7 @@ def test_backward_twice_and_in_a_graph() -> None:
     def run() -> tuple[Tensor, ...]:
         return glu_fp8_backward(dy, inputs.x, weight=inputs.weight, counts=inputs.counts, keep="both")
 
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    graph.replay()
-    for again, a in zip(captured, first, strict=True):
-        assert_same_bits(again, a)
+    assert_equal_bits(captured(run)(), first)
 
 
 @pytest.mark.gpu

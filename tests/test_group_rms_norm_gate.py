@@ -12,6 +12,7 @@ import pytest
 import torch
 from places import DTYPES, ORDERS, at, emulated, error_tests, short
 from torch import Tensor
+from ways import assert_compiles, assert_equal_bits, captured
 
 import rtkernels
 from rtkernels.ops import _gate_plans as plans
@@ -412,17 +413,10 @@ def test_torch_compile(place: str, dynamic: bool) -> None:
         turned = gated(x * 2, gate, weight, groups=2, layout="sequence_first")
         return turned + gated(turned.flip(-1), gate, groups=4)
 
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for tokens in (3, 4):
-        x, gate = torch.randn(2, tokens, 4, 4, device=place), torch.randn(tokens, 2, 16, device=place)
-        weight = torch.randn(8, device=place)
-        torch.testing.assert_close(compiled(x, gate, weight), block(x, gate, weight))
-        grads = []
-        for function in (compiled, block):
-            leaves = [t.clone().requires_grad_() for t in (x, gate, weight)]
-            function(*leaves).square().sum().backward()
-            grads.append([t.grad for t in leaves])
-        torch.testing.assert_close(*grads)
+    def inputs(tokens: int) -> list[Tensor]:
+        return [torch.randn(shape, device=place) for shape in ((2, tokens, 4, 4), (tokens, 2, 16), (8,))]
+
+    assert_compiles(block, map(inputs, (3, 4)), dynamic=dynamic)
 
 
 def test_numpy_in_numpy_out() -> None:
@@ -515,11 +509,6 @@ def test_graph_capture_and_replay() -> None:
         options = (weight, 4, 1e-6, "same")
         return module.FORWARD(x, gate, *options), *module.BACKWARD(dy, x, gate, *options, True)
 
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    replay = captured(run)
     x.copy_(torch.randn_like(x))
-    graph.replay()
-    for got, wanted in zip(captured, run(), strict=True):
-        assert_same_bits(got, wanted)
+    assert_equal_bits(replay(), run())

@@ -12,6 +12,7 @@ from fp8_cases import DEVICE_CODE, same_strides, wild
 from fp8_reference import E4M3, E5M2, slow
 from places import DTYPES, ORDERS, at, emulated, error_tests, short
 from torch import Tensor
+from ways import assert_equal_bits, captured
 
 import rtkernels
 from rtkernels.ops import hadamard as module
@@ -216,14 +217,9 @@ def test_graph_capture() -> None:
     def run() -> tuple[Tensor, ...]:
         return hadamard(x, 64), *quantize_fp8_hadamard(x, 64, transposed=True)
 
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    replay = captured(run)
     x.copy_(torch.randn_like(x))
-    graph.replay()
-    for a, b in zip(captured, run(), strict=True):
-        assert_same_bits(a, b)
+    assert_equal_bits(replay(), run())
 
 
 @pytest.mark.gpu

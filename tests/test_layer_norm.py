@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from places import DTYPES, ORDERS, at, emulated, error_tests, short
 from torch import Tensor
+from ways import assert_compiles, assert_equal_bits, captured
 
 import rtkernels
 from rtkernels._kernel import device_info
@@ -359,16 +360,10 @@ def test_torch_compile(place: str, dynamic: bool) -> None:
         y, h = layer_norm(x * 2, weight, bias, residual=x)
         return layer_norm(y, weight) + h
 
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for rows in (3, 4):
-        x, weight, bias = (torch.randn(shape, device=place) for shape in ((rows, 16), (16,), (16,)))
-        torch.testing.assert_close(compiled(x, weight, bias), block(x, weight, bias))
-        grads = []
-        for function in (compiled, block):
-            leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
-            function(*leaves).square().sum().backward()
-            grads.append([t.grad for t in leaves])
-        torch.testing.assert_close(*grads)
+    def inputs(rows: int) -> list[Tensor]:
+        return [torch.randn(shape, device=place) for shape in ((rows, 16), (16,), (16,))]
+
+    assert_compiles(block, map(inputs, (3, 4)), dynamic=dynamic)
 
 
 def test_numpy_in_numpy_out() -> None:
@@ -452,11 +447,6 @@ def test_graph_capture_and_replay() -> None:
         y = module.FORWARD(x, weight, bias, EPS, 0.0)
         return y, *module.BACKWARD(dy, x, weight, bias, None, EPS, 0.0, True)
 
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    replay = captured(run)
     x.copy_(torch.randn_like(x))
-    graph.replay()
-    for got, wanted in zip(captured, run(), strict=True):
-        assert_same_bits(got, wanted)
+    assert_equal_bits(replay(), run())

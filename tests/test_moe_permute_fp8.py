@@ -8,6 +8,7 @@ from fp8_cases import DEVICE_CODE, wild
 from places import DTYPES, ORDERS, at, emulated, error_tests
 from test_moe_permute import numbers, on, routed
 from torch import Tensor
+from ways import captured
 
 import rtkernels
 from rtkernels.ops._moe_layout import MoeIndex, build, most_rows
@@ -191,15 +192,11 @@ def test_large_and_captured():
     choices = torch.rand(3000, 64, device="cuda", generator=g).topk(6).indices
     index = build(choices, 64, 16, most_rows(3000, 6, 64, 16))
     x = torch.randn(3000, 1024, device="cuda", generator=g).bfloat16()
-    moe_permute_fp8(x, index)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = moe_permute_fp8(x, index)
+    replay = captured(lambda: moe_permute_fp8(x, index))
     x.normal_(generator=g)
     for ours, new in zip(index, build(choices.flip(0) % 9, 64, 16, len(index.slots)), strict=True):
         ours.copy_(new)
-    graph.replay()
-    same(captured, composed(x.cpu(), on("cpu", index)), "replayed")
+    same(replay(), composed(x.cpu(), on("cpu", index)), "replayed")
 
 
 @pytest.mark.gpu

@@ -31,7 +31,8 @@ def python(code: str, *, cwd: Path | None = None, **environment: str) -> str:
 
 
 def test_import_touches_no_device_and_loads_no_compiler():
-    loaded = json.loads(python("""
+    loaded = json.loads(
+        python("""
 import json, sys, torch
 before = set(sys.modules)
 import rtkernels
@@ -40,7 +41,8 @@ maps = open("/proc/self/maps").read()
 cupy = [m for m in sys.modules if m.split(".")[0] in ("cupy", "cupy_backends")]
 cuda = torch.cuda.is_initialized()
 print(json.dumps({"new": new, "cupy": cupy, "initialised": cuda, "mapped": "cupy" in maps}))
-"""))
+""")
+    )
     assert not loaded["initialised"]
     assert loaded["cupy"] == []
     assert not loaded["mapped"]

@@ -11,6 +11,7 @@ import rope_reference as reference
 import torch
 from places import DTYPES, ORDERS, at, emulated, error_tests, short
 from torch import Tensor
+from ways import assert_equal_bits, captured
 
 import rtkernels
 from rtkernels.errors import ArgumentError
@@ -524,12 +525,7 @@ def test_graph_capture_and_replay() -> None:
         results = module.FORWARD(qkv, *inputs.weights, *options, *angles)
         return *results, *module.BACKWARD(*inputs.gradients, qkv, *inputs.weights, *options, True, *angles)
 
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    replay = captured(run)
     qkv.copy_(torch.randn_like(qkv))
     starts[1:3] = 6
-    graph.replay()
-    for got, wanted in zip(captured, run(), strict=True):
-        assert_same_bits(got, wanted)
+    assert_equal_bits(replay(), run())

@@ -12,6 +12,7 @@ from fp8_cases import DEVICE_CODE, same_strides, wild
 from fp8_reference import E4M3, E5M2, slow
 from places import DTYPES, ORDERS, at, emulated
 from torch import Tensor
+from ways import captured
 
 import rtkernels
 from rtkernels._kernel import Plans
@@ -213,14 +214,10 @@ def test_compile_and_no_grad():
 def test_graph_replays_with_other_counts():
     x = torch.randn(1000, 264, device="cuda", dtype=torch.bfloat16)
     counts = torch.tensor([100, 0, 900], device="cuda")
-    quantize_fp8_experts(x, counts)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = quantize_fp8_experts(x, counts)
+    replay = captured(lambda: quantize_fp8_experts(x, counts))
     for new in ([1000, 0, 0], [3, 500, 497], [333, 333, 334]):
         counts.copy_(torch.tensor(new))
-        graph.replay()
-        same(captured, quantize_fp8_experts(x.cpu(), torch.tensor(new)), f"counts {new}")
+        same(replay(), quantize_fp8_experts(x.cpu(), torch.tensor(new)), f"counts {new}")
 
 
 @pytest.mark.gpu

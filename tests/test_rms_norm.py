@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from places import DTYPES, ORDERS, at, emulated, error_tests, short
 from torch import Tensor
+from ways import assert_compiles
 
 import rtkernels
 from rtkernels.errors import ArgumentError
@@ -315,16 +316,10 @@ def test_torch_compile(place: str, dynamic: bool) -> None:
         y, total = rms_norm(x * 2, weight, offset=1.0, residual=residual)
         return rms_norm(y, weight) + total
 
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for rows in (3, 4):
-        tensors = [torch.randn(*shape, device=place) for shape in ((rows, 16), (16,), (rows, 16))]
-        torch.testing.assert_close(compiled(*tensors), block(*tensors))
-        grads = []
-        for function in (compiled, block):
-            leaves = [t.clone().requires_grad_() for t in tensors]
-            function(*leaves).square().sum().backward()
-            grads.append([t.grad for t in leaves])
-        torch.testing.assert_close(*grads)
+    def inputs(rows: int) -> list[Tensor]:
+        return [torch.randn(shape, device=place) for shape in ((rows, 16), (16,), (rows, 16))]
+
+    assert_compiles(block, map(inputs, (3, 4)), dynamic=dynamic)
 
 
 def test_numpy_in_numpy_out() -> None:

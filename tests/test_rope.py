@@ -11,6 +11,7 @@ import rope_reference as reference
 import torch
 from places import DTYPES, ORDERS, at, emulated, error_tests, short
 from torch import Tensor
+from ways import assert_equal_bits, captured
 
 import rtkernels
 from rtkernels.errors import ArgumentError
@@ -641,14 +642,9 @@ def test_graph_capture_and_replay() -> None:
         y = rope(x, **tables, cu_seqlens=starts)
         return y, *mla_rope(x, kv, pos, **half, cu_seqlens=starts)
 
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    replay = captured(run)
     x.copy_(torch.randn_like(x))
-    graph.replay()
-    for got, wanted in zip(captured, run(), strict=True):
-        assert_same_bits(got, wanted)
+    assert_equal_bits(replay(), run())
 
 
 def test_mla_kernels_are_registered() -> None:

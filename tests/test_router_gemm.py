@@ -12,6 +12,7 @@ import pytest
 import torch
 from places import ORDERS, at, emulated, error_tests, short
 from torch import Tensor
+from ways import assert_equal_bits, captured
 
 import rtkernels
 from rtkernels import _launch
@@ -345,18 +346,12 @@ def test_captured_in_a_graph() -> None:
         module.BACKWARD_INTO(main_grad, inputs.dy, inputs.x, 1)
         return y, *module.BACKWARD(inputs.dy, inputs.x, inputs.weight, 1, True, True)
 
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    replay = captured(step)
     inputs.x.copy_(torch.randn_like(inputs.x))
     main_grad.zero_()
-    graph.replay()
-    total = main_grad.clone()
+    replayed = *replay(), main_grad.clone()
     main_grad.zero_()
-    for got, wanted in zip(captured, step(), strict=True):
-        assert_same_bits(got, wanted)
-    assert_same_bits(total, main_grad)
+    assert_equal_bits(replayed, (*step(), main_grad))
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from fp8_cases import DEVICE_CODE, VIEWS, same_strides, wild
 from fp8_reference import E4M3, E5M2, slow
 from places import DTYPES, ORDERS, at, emulated, error_tests, short
 from torch import Tensor
+from ways import assert_equal_bits, captured
 
 import rtkernels
 from rtkernels.ops import smooth_quant as module
@@ -322,14 +323,9 @@ def test_graph_capture() -> None:
     def run() -> tuple[Tensor, ...]:
         return *quantize_fp8_smooth(x, smooth, with_amax=True), *quantize_fp8(x, granularity="channel")
 
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    replay = captured(run)
     x.copy_(torch.randn_like(x))
-    graph.replay()
-    for a, b in zip(captured, run(), strict=True):
-        assert_same_bits(a, b)
+    assert_equal_bits(replay(), run())
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ import pytest
 import torch
 from places import DTYPES, ORDERS, at, emulated, error_tests, short
 from torch import Tensor
+from ways import assert_compiles, assert_equal_bits, captured
 
 import rtkernels
 from rtkernels.ops import _softmax_plans as plans
@@ -372,16 +373,10 @@ def test_torch_compile(place: str, dynamic: bool) -> None:
         y = softmax(x * 2, scale=0.5, lengths=lengths)
         return y + softmax(x + 1, 0) + softmax(x * 3, in_place=True)
 
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for rows in (3, 4):
-        x, lengths = torch.randn(rows, 16, device=place), torch.arange(1, rows + 1, device=place)
-        torch.testing.assert_close(compiled(x, lengths), block(x, lengths))
-        grads = []
-        for function in (compiled, block):
-            leaf = x.clone().requires_grad_()
-            function(leaf, lengths).square().sum().backward()
-            grads.append(leaf.grad)
-        torch.testing.assert_close(*grads)
+    def inputs(rows: int) -> list[Tensor]:
+        return [torch.randn(rows, 16, device=place), torch.arange(1, rows + 1, device=place)]
+
+    assert_compiles(block, map(inputs, (3, 4)), dynamic=dynamic)
 
 
 def test_numpy_in_numpy_out() -> None:
@@ -460,11 +455,6 @@ def test_graph_capture_and_replay(cols: int) -> None:
         y = module.FORWARD(x, None, 0.5, False)
         return y, module.BACKWARD(dy, y, None, 0.5, False)
 
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    replay = captured(run)
     x.copy_(torch.randn_like(x))
-    graph.replay()
-    for got, wanted in zip(captured, run(), strict=True):
-        assert_same_bits(got, wanted)
+    assert_equal_bits(replay(), run())
