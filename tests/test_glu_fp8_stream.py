@@ -81,6 +81,11 @@ def assert_same(got: tuple, wanted: tuple, rows: int) -> None:
             assert_same_bits(a[part], b[part])
 
 
+def test_few_tiles_are_shared_out_evenly() -> None:
+    for tiles, blocks in ((7, 7), (140, 132), (256, 128), (512, 128), (528, 132), (1024, 132)):
+        assert stream.blocks_for(tiles, 132) == blocks
+
+
 @emulated
 @pytest.mark.parametrize("order", ("forward", *ORDERS))
 def test_same_bits_in_the_emulator(monkeypatch: pytest.MonkeyPatch, order: str | int) -> None:

@@ -63,6 +63,18 @@ def test_device_code_gives_the_bits_of_the_reference(granularity: str, layout: s
             assert torch.equal(again.isnan(), back.isnan())
 
 
+@at(*DEVICE_CODE)
+@pytest.mark.parametrize("granularity", ["tensor", "group"])
+def test_back_from_dense_codes(granularity: str, place: str):
+    # Blocks with a run of 2048 elements each, none of them shorter.
+    q, scale = quantize_fp8(wild(48, 128, torch.float32), granularity=granularity)
+    for dtype in DTYPES:
+        want = dequantize_fp8(q, scale, granularity=granularity, dtype=dtype)
+        with running_on(place) as device:
+            got = dequantize_fp8(q.to(device), scale.to(device), granularity=granularity, dtype=dtype).cpu()
+        assert torch.equal(got.nan_to_num(nan=7.0), want.nan_to_num(nan=7.0)), dtype
+
+
 @emulated
 @recipes
 @pytest.mark.parametrize("order", ORDERS)

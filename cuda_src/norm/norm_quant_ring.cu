@@ -3,14 +3,13 @@
 // from fp32 (recipe: common/fp8_scale.cuh). x [rows, cols] has any row stride; q [rows, cols] and q_t [cols, rows] are
 // dense.
 //
-// One block per multiprocessor stays and takes tiles of 128 x 128, with ROWS two neighbours at a time. One warp asks the
-// copy engine for them, into a ring in shared memory; another adds the numbers of their rows and columns. Two groups of
+// One block per multiprocessor stays and takes tiles of 128 x 128, with ROWS two neighbours at a time. One thread asks the
+// copy engine for them, into a ring in shared memory; a warp adds the numbers of their rows and columns. Two groups of
 // 256 threads quantise a tile each: values stay in registers, so the tile's place is free for the next one as soon as it
 // is read, and transposed codes leave through shared memory by the copy engine while the next tile is worked on.
 #include "common/fp8_scale.cuh"
 #include "common/pressure.cuh"
 #include "common/vec.cuh"
-#include "norm/common.cuh"
 #include "norm/norm_quant_ring.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/forget.cuh"
@@ -22,60 +21,125 @@
 
 namespace rtk {
 
+// ---- which tiles ----------------------------------------------------------------------------------------------------
+
+// The block's tiles in their order, BESIDE neighbours at a time, one for each group. `backwards`: from the last strip of
+// 128 rows to the first.
+template <int BESIDE>
+struct RingWalk {
+    u32 strips, wide;  // and sets of neighbours in a strip
+    bool backwards;
+
+    RTK_DEVICE RingWalk(i64 rows, i64 cols, bool from_the_end)
+        : strips(static_cast<u32>(ceil_div(rows, kSide))),
+          wide(static_cast<u32>(ceil_div(cols, BESIDE * kSide))),
+          backwards(from_the_end) {}
+
+    // Finds the tile of a turn; false if there is none.
+    RTK_DEVICE bool find(int turn, int& down, int& across) const {
+        const u32 place = blockIdx.x + static_cast<u32>(turn / BESIDE) * gridDim.x, above = place / wide;
+        across = static_cast<int>((place - above * wide) * BESIDE) + turn % BESIDE;
+        down = static_cast<int>(backwards ? strips - 1 - above : above);
+        return above < strips;
+    }
+};
+
 // ---- one thread: tiles into the ring --------------------------------------------------------------------------------
 
-// BESIDE neighbouring tiles at a time, one for each group. `backwards`: from the last strip of 128 rows to the first.
-template <int BESIDE>
-RTK_DEVICE void fetch_tiles(RingShared& shared, const ptx::TensorMap& x, i64 rows, i64 cols, bool backwards) {
-    const u32 strips = static_cast<u32>(ceil_div(rows, kSide)), wide = static_cast<u32>(ceil_div(cols, BESIDE * kSide));
-    const u64 policy = ptx::l2_last();
-    RingTurn turn;
-    u32 place = blockIdx.x;
-    for (int i = 0, ends = 0; ends < kGroups; ++i, turn.next()) {
-        if (i >= kSlots) ptx::mbarrier_wait(ptx::shared_address(&shared.empty[turn.slot]), turn.phase ^ 1);
-        const ptx::SharedAddress full = ptx::shared_address(&shared.full[turn.slot]);
-        if (place < strips * wide) {
-            const u32 above = place / wide, across = (place - above * wide) * BESIDE + i % BESIDE;
-            const u32 down = backwards ? strips - 1 - above : above;
-            shared.down[turn.slot] = static_cast<int>(down), shared.across[turn.slot] = static_cast<int>(across);
-            ptx::mbarrier_arrive_expect(full, 2 * kBoxBytes);
+// Asks for the tile of a turn, whose slot is free; a group sees one that does not exist as its end.
+template <typename Walk>
+RTK_DEVICE void fetch_tile(RingShared& shared, const ptx::TensorMap& x, const Walk& walk, int turn, int slot) {
+    const ptx::SharedAddress full = ptx::shared_address(&shared.full[slot]);
+    int down, across;
+    const bool exists = walk.find(turn, down, across);
+    shared.down[slot] = exists ? down : -1, shared.across[slot] = across;
+    if (exists) {
+        const u64 policy = ptx::l2_last();
+        ptx::mbarrier_arrive_expect(full, 2 * kBoxBytes);
 #pragma unroll
-            for (int box = 0; box < 2; ++box)
-                ptx::tma_load_2d(ptx::shared_address(shared.x[turn.slot][box]), x, full,
-                                 static_cast<i32>(across * kSide + box * 64), static_cast<i32>(down * kSide), policy);
-            if (i % BESIDE == BESIDE - 1) place += gridDim.x;
-        } else {  // one end for each group
-            shared.down[turn.slot] = -1;
-            ptx::mbarrier_arrive(full);
-            ++ends;
-        }
+        for (int box = 0; box < 2; ++box)
+            ptx::tma_load_2d(ptx::shared_address(shared.x[slot][box]), x, full, across * kSide + box * 64, down * kSide,
+                             policy);
+    } else {
+        ptx::mbarrier_arrive(full);
+    }
+}
+
+// All of them from a turn on; the last turns are one end for each group.
+template <typename Walk>
+RTK_DEVICE void fetch_tiles(RingShared& shared, const ptx::TensorMap& x, const Walk& walk, int first_turn) {
+    int down, across;
+    RingTurn turn;
+    turn.next(first_turn);
+#pragma unroll 1
+    for (int i = first_turn; i < kGroups || walk.find(i - kGroups, down, across); ++i, turn.next()) {
+        if (i >= kSlots) ptx::mbarrier_wait(ptx::shared_address(&shared.empty[turn.slot]), turn.phase ^ 1);
+        fetch_tile(shared, x, walk, i, turn.slot);
     }
 }
 
 // ---- one warp: numbers of rows and columns --------------------------------------------------------------------------
 
-template <typename T>
-RTK_DEVICE void complete_tiles(RingShared& shared, const void* weight, bool wide, const float* rstd, int rows, int cols,
-                               float offset) {
-    const int lane = static_cast<int>(threadIdx.x) % kWarp;
-    for (RingTurn turn;; turn.next()) {
-        ptx::mbarrier_wait(ptx::shared_address(&shared.full[turn.slot]), turn.phase);
-        const int down = shared.down[turn.slot];
-        if (down < 0) return;
-        const int row = down * kSide + lane * 4, column = shared.across[turn.slot] * kSide + lane * 4;
-        float gain[4] = {1.0f, 1.0f, 1.0f, 1.0f}, by[4];
+// Those of one tile at a time, four in a lane, as they come from memory. They are asked for long before they are needed:
+// behind all copies that the multiprocessor waits for, they would be the last to come.
+template <typename T, typename Walk>
+struct RingNumbers {
+    const Walk& walk;
+    const void* weight;
+    bool wide;
+    const float* rstd;
+    int rows, cols;
+    float offset;
+    int turn = 0;
+    bool exist = false;
+    float by[4];
+    Raw<16> gains;
+
+    // Asks for those of the turn's tile, if there is one.
+    RTK_DEVICE void load() {
+        int down, across;
+        exist = walk.find(turn, down, across);
+        if (!exist) return;
+        const int lane = static_cast<int>(threadIdx.x) % kWarp;
+        const int row = down * kSide + lane * 4, column = across * kSide + lane * 4;
 #pragma unroll
         for (int i = 0; i < 4; ++i) by[i] = row + i < rows ? rstd[row + i] : 0.0f;
-        if (column < cols) load_any_gain<T, 4>(weight, wide, column, offset, gain);
+        clear(gains);
+        if (column >= cols || weight == nullptr) return;
+        if (wide) {
+            gains = ptx::ld_keep<16>(static_cast<const float*>(weight) + column);
+        } else {
+            const Raw<8> narrow = ptx::ld_keep<8>(static_cast<const T*>(weight) + column);
+            gains.w[0] = narrow.w[0], gains.w[1] = narrow.w[1];
+        }
+    }
+
+    RTK_DEVICE void give(RingShared& shared, int slot) const {
+        const int lane = static_cast<int>(threadIdx.x) % kWarp;
+        float gain[4];
+        unpack<T, 4>(Raw<8>{gains.w[0], gains.w[1]}, gain);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            shared.rstd[turn.slot][lane * 4 + i] = by[i];
-            shared.gain[turn.slot][lane * 4 + i] = gain[i];
+            if (wide) gain[i] = __uint_as_float(gains.w[i]);
+            shared.rstd[slot][lane * 4 + i] = by[i];
+            shared.gain[slot][lane * 4 + i] = weight == nullptr ? 1.0f : gain[i] + offset;
         }
         __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.ready[turn.slot]));
+        if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.ready[slot]));
     }
-}
+
+    // Those of the first tile have been asked for.
+    RTK_DEVICE void give_all(RingShared& shared) {
+        RingTurn place;
+#pragma unroll 1
+        for (; exist; place.next()) {
+            if (turn >= kSlots) ptx::mbarrier_wait(ptx::shared_address(&shared.empty[place.slot]), place.phase ^ 1);
+            give(shared, place.slot);
+            ++turn;
+            load();
+        }
+    }
+};
 
 // ---- two groups: codes ----------------------------------------------------------------------------------------------
 
@@ -113,7 +177,7 @@ RTK_DEVICE void quantize_rows(RingShared& shared, const RingThread& thread, cons
         } else {
             ptx::mbarrier_wait(there, round >> 1 & 1);
             const Raw<8> both = {__float_as_uint(staged), __float_as_uint(own)};
-            if (stores) ptx::st<8>(place - 1, both);
+            if (stores) ptx::st_last<8>(place - 1, both);
         }
         __syncwarp();
         if (thread.lane == 0) ptx::mbarrier_arrive(group == 0 ? there : gone);
@@ -261,27 +325,41 @@ __global__ void __launch_bounds__(kRingThreads, 1)
     extern __shared__ __align__(1024) u8 memory[];
     RingShared& shared = *reinterpret_cast<RingShared*>(memory);
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0) - kGroups * kGroupWarps;
-    if (threadIdx.x == 0) {
+    constexpr int kBeside = ROWS ? kGroups : 1;
+    const RingWalk<kBeside> walk(rows, cols, after != 0);
+    const bool fetches = threadIdx.x == kGroups * kGroupThreads;
+    RingNumbers<T, RingWalk<kBeside>> numbers = {walk,
+                                                 weight,
+                                                 weight_wide != 0,
+                                                 rstd,
+                                                 static_cast<int>(rows),
+                                                 static_cast<int>(cols),
+                                                 static_cast<float>(offset)};
+    if (warp == 1 && after == 0) numbers.load();
+    if (fetches) {
+#pragma unroll
         for (int i = 0; i < kSlots; ++i) {
             ptx::mbarrier_init(ptx::shared_address(&shared.full[i]), 1);
             ptx::mbarrier_init(ptx::shared_address(&shared.ready[i]), 1);
             ptx::mbarrier_init(ptx::shared_address(&shared.empty[i]), 1);
         }
+#pragma unroll
         for (int i = 0; i < 2; ++i) {
             ptx::mbarrier_init(ptx::shared_address(&shared.scales_there[i]), kGroupWarps);
             ptx::mbarrier_init(ptx::shared_address(&shared.scales_gone[i]), kGroupWarps);
         }
         ptx::mbarrier_fence_init();
+        if (after == 0) fetch_tile(shared, x, walk, 0, 0);
     }
     __syncthreads();
     if (after != 0) ptx::wait_for_previous();
     if (warp >= 0) {
         ptx::registers_give<kOtherRegisters>();
-        if (warp == 0 && threadIdx.x % kWarp == 0) {
-            fetch_tiles<ROWS ? kGroups : 1>(shared, x, rows, cols, after != 0);
+        if (fetches) {
+            fetch_tiles(shared, x, walk, after == 0 ? 1 : 0);
         } else if (warp == 1) {
-            complete_tiles<T>(shared, weight, weight_wide != 0, rstd, static_cast<int>(rows), static_cast<int>(cols),
-                              static_cast<float>(offset));
+            if (after != 0) numbers.load();
+            numbers.give_all(shared);
         }
     } else {
         ptx::registers_take<kGroupRegisters>();

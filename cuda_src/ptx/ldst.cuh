@@ -98,6 +98,19 @@ RTK_DEVICE void st(void* p, const Raw<B>& r) {
     }
 }
 
+// Store of 4 or 8 bytes of a line whose others come from other blocks at about the same time. L2 gives it up last, so that
+// memory gets it in one piece.
+template <int B>
+RTK_DEVICE void st_last(void* p, const Raw<B>& r) {
+    if constexpr (B == 8) {
+        asm volatile("st.global.L2::cache_hint.v2.u32 [%0], {%1,%2}, %3;" ::"l"(p), "r"(r.w[0]), "r"(r.w[1]), "l"(l2_last())
+                     : "memory");
+    } else {
+        static_assert(B == 4, "narrow pieces of lines");
+        asm volatile("st.global.L2::cache_hint.u32 [%0], %1, %2;" ::"l"(p), "r"(r.w[0]), "l"(l2_last()) : "memory");
+    }
+}
+
 // Store of data nothing on the device reads soon.
 template <int B>
 RTK_DEVICE void st_stream(void* p, const Raw<B>& r) {

@@ -5,11 +5,35 @@
 namespace rtk {
 
 // The scale of an element is scale[(row >> row_shift) * scale_row + (column >> 7) * scale_column]; strides of 0 make it
-// one per tensor, or per row.
+// one per tensor, or per row. No runs_per_row: a dense tensor, one row, of which every block has one whole run; then
+// nothing has to be found out before the first load.
 template <typename T, typename F8, int VEC>
 __global__ void __launch_bounds__(256, 4)
     dequantize_fp8(const F8* q, const float* scale, T* y, i64 rows, i64 cols, i64 q_stride, i64 threads_per_row,
                    i64 runs_per_row, i64 row_shift, i64 scale_row, i64 scale_column) {
+    if (VEC > 1 && runs_per_row == 0) {
+        const u32 pitch = blockDim.x * VEC;
+        const i64 first = static_cast<i64>(blockIdx.x) * (2 * pitch) + threadIdx.x * VEC;
+        Raw<VEC> raw[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) raw[i] = load_raw<F8, VEC>(q + first + i * pitch);
+        float factor[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float one[1];
+            load_keep<float, 1>(scale + ((first + i * pitch) >> 7) * scale_column, one);
+            factor[i] = one[0];
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float v[VEC];
+            unpack<F8, VEC>(raw[i], v);
+#pragma unroll
+            for (int k = 0; k < VEC; ++k) v[k] *= factor[i];
+            store<T, VEC>(y + first + i * pitch, v);
+        }
+        return;
+    }
     const Runs<VEC, VEC == 1 ? 8 : 2> runs(rows, cols, threads_per_row, runs_per_row);
     for (i64 run = runs.first; run < runs.count; run += runs.step) {
         Raw<VEC> raw[runs.kInFlight];

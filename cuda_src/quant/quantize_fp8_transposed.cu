@@ -67,7 +67,8 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads* kTilesBeside<T
     const u32 thread = threadIdx.x, m = side_by_side ? thread / kBeside : thread % kTileSide;
     const u32 j = side_by_side ? thread % kBeside : thread / kTileSide;
     if (thread < kTileSide * kBeside && row + m < rows && (first + j) * static_cast<i64>(kTileSide) < cols)
-        scale[(row + m) * scale_row + (first + j) * scale_group] = scales[m * kBeside + j];
+        ptx::st_last<4>(scale + (row + m) * scale_row + (first + j) * scale_group,
+                        Raw<4>{__float_as_uint(scales[m * kBeside + j])});
 }
 
 // One scale per 128 x 128 for both: scale [ceil(rows/128), column_tiles].

@@ -369,7 +369,9 @@ def _plan_dequantize(
     }[granularity]
     cut = m.runs(2, threads=128)
     launch = BACK.bind((t, f, m.vec), m.device, cut.grid, cut.block)
-    return launch, (m.rows, m.cols, m.stride, *cut[:2], shift, scale_row, scale_column), out_shape
+    whole = m.rows == 1 and m.vec > 1 and cut.grid * cut.block * 2 * m.vec == m.cols
+    per_row = 0 if whole else cut.runs_per_row
+    return launch, (m.rows, m.cols, m.stride, cut.threads_per_row, per_row, shift, scale_row, scale_column), out_shape
 
 
 QUANTIZE_PLANS = Plans(_plan_quantize)
