@@ -10,8 +10,9 @@
 
 namespace rtk {
 
-inline constexpr int kBulkThreads = 384;  // of a block, at most
-inline constexpr int kBulkBound = 512;    // and what registers must suffice for: column_sum's blocks need some too
+// A block has 384 threads at most. With 144 registers each, a block of column_sum still finds room; with silu, which
+// needs more, it does not.
+inline constexpr int kBulkRegisters = 144, kBulkSiluRegisters = 168;
 
 // Rotations in shared memory: 4 N floats a lane, four at a time so that lanes are neighbours.
 template <int N>
@@ -40,7 +41,7 @@ RTK_DEVICE void get_rotation(const u8* memory, int lane, int lanes, Rotation<N>&
 }
 
 template <typename T, int PAIRS, bool SILU>
-__global__ void __launch_bounds__(SILU ? kBulkThreads : kBulkBound, 1)
+__global__ void __maxnreg__(SILU ? kBulkSiluRegisters : kBulkRegisters)
     qk_norm_rope_bwd_bulk(RTK_QKV_GRADIENT_PARAMETERS, i64 tokens, i64 length, i64 inner, i64 batch_inner,
                           i64 qkv_batch, i64 qkv_place, i64 q_heads, i64 kv_heads, i64 q_slots, i64 kv_slots, i64 most,
                           i64 team_warps, i64 teams, i64 stages, i64 group_magic, i64 q_extra, i64 kv_step,
@@ -171,9 +172,7 @@ __global__ void __launch_bounds__(SILU ? kBulkThreads : kBulkBound, 1)
         for (int i = 0; i < N; ++i) gain_a[i] = gain_b[i] = dweight_a[i] = dweight_b[i] = 0.0f;
         if (normed && own.any) {
             const void* weight = slot.part == kQ ? q_weight : k_weight;
-            const float shift = static_cast<float>(offset);
-            load_gain<T, N>(weight, in_a, weight_wide, shift, gain_a);
-            load_gain<T, N>(weight, in_a + to_b, weight_wide, shift, gain_b);
+            load_gains<T, N>(weight, in_a, in_a + to_b, weight_wide, static_cast<float>(offset), gain_a, gain_b);
         }
         const float epsilon = converted_once(eps), inverse = 1.0f / static_cast<float>(dim);
         const ptx::SharedAddress places = ptx::shared_address(ring.places() + group * rounds);
