@@ -23,7 +23,7 @@ RTK_DEVICE void gradient(float (&g)[N], const float (&v)[N], float sum, float sc
         if constexpr (LOG) {
             g[i] = scale * (g[i] - exponential<sizeof(T) == 2>(v[i]) * sum);
         } else {
-            g[i] = v[i] * (scale * g[i] - scale * sum);
+            g[i] = scale * v[i] * (g[i] - sum);
         }
     }
 }
