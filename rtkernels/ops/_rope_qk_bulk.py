@@ -32,7 +32,7 @@ BWD_BULK = Kernel(
 _HEADS = 2  # of a group of lanes, if a team then has at most _WARPS; one if that makes a single team
 _WARPS = 10  # that work on heads
 _HELPERS = 2  # warps that copy and make rotations
-_STAGES = 4  # at most
+_STAGES, _RING = 4, 104 << 10  # at most so many stages, or one more if that is no more than so many bytes
 _STAGE_EXTRA = 32  # bytes: two barriers, where results go, and room to keep 16-byte alignment
 
 
@@ -62,7 +62,8 @@ def share_out(q_heads: int, kv_heads: int, lanes: int, stage: int, memory: int) 
     while shared_by(heads)[1] > _WARPS:
         heads += 1
     slots, warps = shared_by(heads)
-    stages = min(_STAGES, (memory - 16 * heads * (warps * 32 // lanes)) // stage)
+    most = _STAGES + ((_STAGES + 1) * stage <= _RING)
+    stages = min(most, (memory - 16 * heads * (warps * 32 // lanes)) // stage)
     if stages < 2:
         return None
     teams = min(_WARPS // warps, stages)
