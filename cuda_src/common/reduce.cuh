@@ -81,6 +81,15 @@ struct RowGroup {
         index = static_cast<int>((static_cast<float>(threadIdx.x) + 0.5f) * inverse);
         thread = static_cast<int>(threadIdx.x) - index * threads;
     }
+
+    // The whole block as one group.
+    RTK_DEVICE static RowGroup block() {
+        return RowGroup(static_cast<int>(blockDim.x), 1, 0, static_cast<int>(threadIdx.x));
+    }
+
+private:
+    RTK_DEVICE RowGroup(int threads, int count, int index, int thread)
+        : threads(threads), count(count), index(index), thread(thread) {}
 };
 
 // Shared memory of the group reductions, two halves so that one barrier per reduction is enough.

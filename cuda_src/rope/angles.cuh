@@ -83,6 +83,18 @@ struct Angles {
         return zigzag(token - start, end - start);
     }
 
+    // Checked before the stream is added: a row of another stream is as wrong as one outside the table.
+    RTK_DEVICE i64 checked(i64 row, int stream) const {
+        const i64 limit = stream_rows == 0 ? rows : stream_rows;
+        return row >= 0 && row < limit ? row + stream * stream_rows : -1;
+    }
+
+    // The row of stream 0, if it is in no index.
+    RTK_DEVICE bool is_direct() const { return kind == kByPlace || kind == kByToken; }
+    RTK_DEVICE i64 direct_row(int batch, int place) const {
+        return checked(kind == kByPlace ? zigzag(place, length) : static_cast<i64>(batch) * length + place, 0);
+    }
+
     RTK_DEVICE i64 row(int batch, int place, int stream) const {
         i64 row;
         if (kind == kByPlace) {
@@ -94,9 +106,7 @@ struct Angles {
         } else {
             row = in_sequence(place);
         }
-        // Checked before the stream is added: a row of another stream is as wrong as one outside the table.
-        const i64 limit = stream_rows == 0 ? rows : stream_rows;
-        return row >= 0 && row < limit ? row + stream * stream_rows : -1;
+        return checked(row, stream);
     }
 
     RTK_DEVICE int stream_of(int pair) const {

@@ -77,12 +77,11 @@ struct Turn {
 
 // The chunk begins at element `column` of the rotary part. `adjacent`: pairs are neighbours, not halves apart. One
 // position stream; table rows must allow accesses of N entries (half of that for neighbours, unless tables are full).
+// First entries of the tables, then (finish_turn) what they mean.
 template <typename T, int N>
 RTK_DEVICE void load_turn(const Angles& angles, i64 row, int column, bool adjacent, Turn<N>& turn) {
     const int flags = angles.flags, half = angles.rotary / 2;
     const bool inverse = flags & kInverse, full = flags & kTableFull;
-    const int folded = column < half ? column : column - half;
-    const float scale = angles.mscale;
     if (row < 0) {
 #pragma unroll
         for (int i = 0; i < N; ++i) turn.own[i] = turn.cross[i] = __uint_as_float(0x7fffffffu);
@@ -90,31 +89,47 @@ RTK_DEVICE void load_turn(const Angles& angles, i64 row, int column, bool adjace
     }
     const i64 at = row * angles.stride;
     if (!adjacent) {
+        const int folded = column < half ? column : column - half;
         const int other = column < half ? column + half : column - half;
         load_entries<T, N>(angles.cos, at + (full ? column : folded), flags, turn.own);
         load_entries<T, N>(angles.sin, at + (!full ? folded : inverse ? other : column), flags, turn.cross);
-        const float factor = (column < half) != inverse ? -scale : scale;
+    } else if (full) {
+        load_entries<T, N>(angles.cos, at + column, flags, turn.own);
+        load_entries<T, N>(angles.sin, at + column, flags, turn.cross);
+    } else {
+        float c[N / 2], s[N / 2];
+        load_entries<T, N / 2>(angles.cos, at + column / 2, flags, c);
+        load_entries<T, N / 2>(angles.sin, at + column / 2, flags, s);
+#pragma unroll
+        for (int i = 0; i < N; ++i) turn.own[i] = c[i / 2], turn.cross[i] = s[i / 2];
+    }
+}
+
+template <int N>
+RTK_DEVICE void finish_turn(const Angles& angles, int column, bool adjacent, Turn<N>& turn) {
+    const bool inverse = angles.flags & kInverse;
+    const float scale = angles.mscale;
+    if (!adjacent) {
+        const float factor = (column < angles.rotary / 2) != inverse ? -scale : scale;
 #pragma unroll
         for (int i = 0; i < N; ++i) turn.own[i] *= scale, turn.cross[i] *= factor;
     } else {
-        float s[N];
-        if (full) {
-            load_entries<T, N>(angles.cos, at + column, flags, turn.own);
-            load_entries<T, N>(angles.sin, at + column, flags, s);
-        } else {
-            float c[N / 2], d[N / 2];
-            load_entries<T, N / 2>(angles.cos, at + column / 2, flags, c);
-            load_entries<T, N / 2>(angles.sin, at + column / 2, flags, d);
-#pragma unroll
-            for (int i = 0; i < N; ++i) turn.own[i] = c[i / 2], s[i] = d[i / 2];
-        }
         const float even = inverse ? scale : -scale;
 #pragma unroll
-        for (int i = 0; i < N; ++i) {
-            turn.own[i] *= scale;
-            turn.cross[i] = (inverse ? s[i ^ 1] : s[i]) * (i % 2 == 0 ? even : -even);
+        for (int i = 0; i < N; i += 2) {
+            const float s0 = turn.cross[i], s1 = turn.cross[i + 1];
+            turn.own[i] *= scale, turn.own[i + 1] *= scale;
+            turn.cross[i] = (inverse ? s1 : s0) * even;
+            turn.cross[i + 1] = (inverse ? s0 : s1) * -even;
         }
     }
+}
+
+// Whether load_turn, with float for T, can be the first thing a thread does: it then waits for nothing before finish_turn,
+// and its few bytes do not queue up behind the heads. fp32 tables and rows without an index.
+template <typename T>
+RTK_DEVICE bool tables_first(const Angles& angles) {
+    return angles.is_direct() && (sizeof(T) == 4 || (angles.flags & kTableWide));
 }
 
 // The other elements of the pairs of a chunk, where `raw` has them: in the same places, or (`adjacent`) it is the chunk

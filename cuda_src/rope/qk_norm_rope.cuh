@@ -116,17 +116,29 @@ RTK_DEVICE void unpack_u(const Raw<sizeof(T) * N>& raw, float (&u)[N]) {
     }
 }
 
-// (offset + weight) of N columns, or ones without a weight. Columns are a multiple of N; pointers are aligned to 16.
+// (offset + weight) of N columns from `a` on and of N from `b` on, or ones without a weight. Columns are multiples of N;
+// pointers are aligned to 16.
 template <typename T, int N>
-RTK_DEVICE void load_gain(const void* weight, int column, bool wide, float offset, float (&gain)[N]) {
+RTK_DEVICE void load_gains(const void* weight, int a, int b, bool wide, float offset, float (&of_a)[N],
+                           float (&of_b)[N]) {
+    // Added in each case by itself: else the loads of one wait for registers of the other's, and so for what was asked for
+    // before them.
+    auto add_offset = [&] {
+#pragma unroll
+        for (int i = 0; i < N; ++i) of_a[i] += offset, of_b[i] += offset;
+    };
     if (weight == nullptr) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) gain[i] = 1.0f;
-        return;
+        for (int i = 0; i < N; ++i) of_a[i] = of_b[i] = 1.0f;
+    } else if (wide) {
+        load_keep<float, N>(static_cast<const float*>(weight) + a, of_a);
+        load_keep<float, N>(static_cast<const float*>(weight) + b, of_b);
+        add_offset();
+    } else {
+        load_keep<T, N>(static_cast<const T*>(weight) + a, of_a);
+        load_keep<T, N>(static_cast<const T*>(weight) + b, of_b);
+        add_offset();
     }
-    load_entries<T, N>(weight, column, wide ? kTableWide : 0, gain);
-#pragma unroll
-    for (int i = 0; i < N; ++i) gain[i] += offset;
 }
 
 }  // namespace rtk

@@ -159,14 +159,12 @@ __global__ void __launch_bounds__(THREADS, 1)
     }
     fetch();
 
-    const float shift = static_cast<float>(offset);
     float gain_a[N], gain_b[N], dweight_a[N], dweight_b[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) gain_a[i] = gain_b[i] = dweight_a[i] = dweight_b[i] = 0.0f;
     if (normed && own.any) {
         const void* weight = slot.part == kQ ? q_weight : k_weight;
-        load_gain<T, N>(weight, own.in_a, weight_wide, shift, gain_a);
-        load_gain<T, N>(weight, own.in_b, weight_wide, shift, gain_b);
+        load_gains<T, N>(weight, own.in_a, own.in_b, weight_wide, static_cast<float>(offset), gain_a, gain_b);
     }
 
     const Angles angles = RTK_ANGLES;

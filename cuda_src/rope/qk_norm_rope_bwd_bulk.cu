@@ -10,8 +10,9 @@
 
 namespace rtk {
 
-inline constexpr int kBulkThreads = 384;  // of a block, at most
-inline constexpr int kBulkBound = 512;    // and what registers must suffice for: column_sum's blocks need some too
+// A block has 384 threads at most. With 144 registers each, a block of column_sum still finds room; with silu, which
+// needs more, it does not.
+inline constexpr int kBulkRegisters = 144, kBulkSiluRegisters = 168;
 
 // Rotations in shared memory: 4 N floats a lane, four at a time so that lanes are neighbours.
 template <int N>
@@ -40,7 +41,7 @@ RTK_DEVICE void get_rotation(const u8* memory, int lane, int lanes, Rotation<N>&
 }
 
 template <typename T, int PAIRS, bool SILU>
-__global__ void __launch_bounds__(SILU ? kBulkThreads : kBulkBound, 1)
+__global__ void __maxnreg__(SILU ? kBulkSiluRegisters : kBulkRegisters)
     qk_norm_rope_bwd_bulk(RTK_QKV_GRADIENT_PARAMETERS, i64 tokens, i64 length, i64 inner, i64 batch_inner,
                           i64 qkv_batch, i64 qkv_place, i64 q_heads, i64 kv_heads, i64 q_slots, i64 kv_slots, i64 most,
                           i64 team_warps, i64 teams, i64 stages, i64 group_magic, i64 q_extra, i64 kv_step,
@@ -64,16 +65,18 @@ __global__ void __launch_bounds__(SILU ? kBulkThreads : kBulkBound, 1)
     const int mine = (static_cast<int>(tokens) - first + grid - 1) / grid;  // tokens of this block
     const bool by_batch = batch_inner != 0;
 
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < ring.stages; ++s) {
-            ptx::mbarrier_init(ring.full(s), 2);
-            ptx::mbarrier_init(ring.empty(s), static_cast<u32>(warps));
-        }
-        ptx::mbarrier_fence_init();
-    }
-    __syncthreads();
+    // The warp that copies has the barriers ready first and does not wait for the others, who meanwhile ask for what is
+    // small: weights and the first rotations would queue up behind the tokens.
+    const int threads = static_cast<int>(blockDim.x);
 
     if (warp == consumers) {  // copies
+        if (warp_lane < ring.stages) {
+            ptx::mbarrier_init(ring.full(warp_lane), 2);
+            ptx::mbarrier_init(ring.empty(warp_lane), static_cast<u32>(warps));
+        }
+        ptx::mbarrier_fence_init();
+        __syncwarp();
+        ptx::named_barrier_arrive(1, threads);
         const u64 policy = ptx::l2_last();
         TokenWalk walk(first, grid, static_cast<int>(inner));
         RingStage at(0);
@@ -125,12 +128,13 @@ __global__ void __launch_bounds__(SILU ? kBulkThreads : kBulkBound, 1)
         TokenWalk walk(first + group * grid, together * grid, static_cast<int>(inner));
         RingStage at(group);
         const bool rotated = lane < static_cast<int>(rotary) / 2 / N;
+        Rotation<N> r;
+        no_rotation(r);
         for (int j = 0; j < mine; j += together) {
             const bool active = group < together && j + group < mine;
-            Rotation<N> r;
-            no_rotation(r);
             if (active && rotated)
                 load_rotation<T, N, PAIRS == kAdjacent>(angles, walk.batch(by_batch), walk.place(by_batch), lane, r);
+            if (j == 0) ptx::named_barrier_sync(1, threads);
             if (active) {
                 ptx::mbarrier_wait(ring.empty(at.stage), at.phase ^ 1u);
                 put_rotation(ring.turn(at.stage), lane, lanes, r);
@@ -141,22 +145,6 @@ __global__ void __launch_bounds__(SILU ? kBulkThreads : kBulkBound, 1)
             at.advance(together, ring.stages);
         }
     } else {  // heads
-        const int threads = consumers * kWarp;
-        for (int i = static_cast<int>(threadIdx.x); i < rounds * team_groups; i += threads) {
-            const int group = i / rounds;
-            const HeadSlot slot(group, static_cast<int>(q_slots), static_cast<int>(kv_slots), of_q, of_kv);
-            const int head = slot.first + (i - group * rounds) * slot.step;
-            HeadPlace here{0, 0, 0, 0};
-            if (group < static_cast<int>(q_slots + 2 * kv_slots) && head < slot.heads) {
-                here.exists = 1;
-                here.g = (head + (slot.part == kQ ? 0 : slot.part == kK ? of_q : of_q + of_kv)) * head_bytes;
-                if (SILU || slot.part != kV)
-                    here.x = (g_heads + head_column(slot.part, head, group_magic, x_extra, kv_step - q_extra + x_extra,
-                                                    k_first, v_first)) * head_bytes;
-                here.result = dim * head_column(slot.part, head, group_magic, q_extra, kv_step, k_first, v_first);
-            }
-            ring.places()[i] = here;
-        }
         const int team = warp / warps;
         const int thread = static_cast<int>(threadIdx.x) - team * warps * kWarp;
         const int lane = thread & (lanes - 1), group = thread >> lane_bits;
@@ -171,15 +159,28 @@ __global__ void __launch_bounds__(SILU ? kBulkThreads : kBulkBound, 1)
         for (int i = 0; i < N; ++i) gain_a[i] = gain_b[i] = dweight_a[i] = dweight_b[i] = 0.0f;
         if (normed && own.any) {
             const void* weight = slot.part == kQ ? q_weight : k_weight;
-            const float shift = static_cast<float>(offset);
-            load_gain<T, N>(weight, in_a, weight_wide, shift, gain_a);
-            load_gain<T, N>(weight, in_a + to_b, weight_wide, shift, gain_b);
+            load_gains<T, N>(weight, in_a, in_a + to_b, weight_wide, static_cast<float>(offset), gain_a, gain_b);
+        }
+        for (int i = static_cast<int>(threadIdx.x); i < rounds * team_groups; i += consumers * kWarp) {
+            const int of = i / rounds;
+            const HeadSlot slot(of, static_cast<int>(q_slots), static_cast<int>(kv_slots), of_q, of_kv);
+            const int head = slot.first + (i - of * rounds) * slot.step;
+            HeadPlace here{0, 0, 0, 0};
+            if (of < static_cast<int>(q_slots + 2 * kv_slots) && head < slot.heads) {
+                here.exists = 1;
+                here.g = (head + (slot.part == kQ ? 0 : slot.part == kK ? of_q : of_q + of_kv)) * head_bytes;
+                if (SILU || slot.part != kV)
+                    here.x = (g_heads + head_column(slot.part, head, group_magic, x_extra, kv_step - q_extra + x_extra,
+                                                    k_first, v_first)) * head_bytes;
+                here.result = dim * head_column(slot.part, head, group_magic, q_extra, kv_step, k_first, v_first);
+            }
+            ring.places()[i] = here;
         }
         const float epsilon = converted_once(eps), inverse = 1.0f / static_cast<float>(dim);
         const ptx::SharedAddress places = ptx::shared_address(ring.places() + group * rounds);
         Rotation<N> r;
         no_rotation(r);
-        ptx::named_barrier_sync(1, threads);  // the table of places
+        ptx::named_barrier_sync(1, threads);
         RingStage at(team);
         for (int j = team; j < mine; j += team_count) {
             ptx::mbarrier_wait(ring.full(at.stage), at.phase);
@@ -245,15 +246,15 @@ __global__ void __launch_bounds__(SILU ? kBulkThreads : kBulkBound, 1)
         }
 
         if (partial == nullptr) return;
-        ptx::named_barrier_sync(1, threads);
+        ptx::named_barrier_sync(1, consumers * kWarp);
         float* sums = reinterpret_cast<float*>(memory) + (static_cast<int>(threadIdx.x) >> lane_bits) * dim + in_a;
         if (own.any) {
             put_sums(sums, dweight_a);
             put_sums(sums + to_b, dweight_b);
         }
-        ptx::named_barrier_sync(1, threads);
+        ptx::named_barrier_sync(1, consumers * kWarp);
         partial += static_cast<i64>(blockIdx.x) * 2 * dim;
-        for (int i = static_cast<int>(threadIdx.x); i < 2 * dim; i += threads) {
+        for (int i = static_cast<int>(threadIdx.x); i < 2 * dim; i += consumers * kWarp) {
             const bool of_k = i >= dim;
             const int begin = of_k ? static_cast<int>(q_slots) : 0;
             const int end = of_k ? static_cast<int>(q_slots + kv_slots) : static_cast<int>(q_slots);

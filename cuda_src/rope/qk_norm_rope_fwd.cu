@@ -43,7 +43,7 @@ struct StagedTurns {
 // places of a batch), or a part of them, blockIdx.y: what depends on the token is worked out once per warp. A lane has one
 // chunk of each of its heads. They all are on their way to shared memory at once, so that registers do not limit how much
 // is; the lane then reads its own, and those with the other elements of its pairs. One warp meanwhile works out what the
-// elements are multiplied with.
+// elements are multiplied with; if it can, it has asked for that before its heads, behind which it would queue up.
 //
 // The q heads are sets of set_heads, each the work of set_slots groups: set_columns heads lie from set to set in qkv.
 // Group `at` of a set has its heads at, at + set_slots, ..., which are evenly spaced (by q_step heads) in qkv. Shared
@@ -94,40 +94,35 @@ __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
     if (group >= static_cast<int>(groups) || column >= dim) left = 0;
     const int pitch = static_cast<int>(blockDim.x) * 16;
     const ptx::SharedAddress own = ptx::shared_address(memory + threadIdx.x * 16);
-    {
-        const T* x = qkv + (batch * qkv_batch + place * qkv_place) + (from * dim + column);
-        const i64 to_next = stride * dim;
-        fetch_heads(x, to_next, left, step, own, pitch);
-    }
-
     const StagedTurns<N> staged{memory + static_cast<int>(most) * pitch, lanes};
     const bool adjacent = pairs == kAdjacent;
     const int half = static_cast<int>(rotary) / 2;
     // From a column to the other element of its pair; nothing where that is in the same chunk or there is none.
     auto to_other = [&](int begin) { return adjacent || begin >= 2 * half ? 0 : begin < half ? half : -half; };
-    // The last threads have fewer heads. A block has at least 2 * lanes.
+    // The last threads, which have fewer heads, work out the factors. A block has at least 2 * lanes.
     const int task = static_cast<int>(blockDim.x - 1 - threadIdx.x);
-    if (task < 2 * lanes) {
-        const int begin = (task & (lanes - 1)) * N;
-        if (begin < dim) {
-            Turn<N> turn;
+    const int begin = (task & (lanes - 1)) * N;
+    const bool turns = task < 2 * lanes && begin < dim;
+    const Angles angles = RTK_ANGLES;
+    Turn<N> made;
 #pragma unroll
-            for (int i = 0; i < N; ++i) turn.own[i] = 1.0f, turn.cross[i] = 0.0f;
-            const Angles angles = RTK_ANGLES;
-            if (begin < 2 * half) load_turn<T, N>(angles, angles.row(batch, place, 0), begin, adjacent, turn);
-            const void* weight = task < lanes ? q_weight : k_weight;
-            if (weight != nullptr) {
-                const float shift = static_cast<float>(offset);
-                float gain[N];
-                load_gain<T, N>(weight, begin, weight_wide, shift, gain);
+    for (int i = 0; i < N; ++i) made.own[i] = 1.0f, made.cross[i] = 0.0f;
+    const bool rotates = turns && begin < 2 * half, early = tables_first<T>(angles);
+    if (rotates && early) load_turn<float, N>(angles, angles.direct_row(batch, place), begin, adjacent, made);
+    {
+        const T* x = qkv + (batch * qkv_batch + place * qkv_place) + (from * dim + column);
+        const i64 to_next = stride * dim;
+        fetch_heads(x, to_next, left, step, own, pitch);
+    }
+    if (rotates && !early) load_turn<T, N>(angles, angles.row(batch, place, 0), begin, adjacent, made);
+    if (turns) {
+        const void* weight = task < lanes ? q_weight : k_weight;
+        float gain[N], of_other[N];
+        load_gains<T, N>(weight, begin, begin + to_other(begin), weight_wide, static_cast<float>(offset), gain, of_other);
+        if (rotates) finish_turn<N>(angles, begin, adjacent, made);
 #pragma unroll
-                for (int i = 0; i < N; ++i) turn.own[i] *= gain[i];
-                load_gain<T, N>(weight, begin + to_other(begin), weight_wide, shift, gain);
-#pragma unroll
-                for (int i = 0; i < N; ++i) turn.cross[i] *= adjacent ? gain[i ^ 1] : gain[i];
-            }
-            staged.put(task < lanes ? 0 : 1, begin / N, turn);
-        }
+        for (int i = 0; i < N; ++i) made.own[i] *= gain[i], made.cross[i] *= adjacent ? of_other[i ^ 1] : of_other[i];
+        staged.put(task < lanes ? 0 : 1, begin / N, made);
     }
     ptx::cp_async_wait<0>();
     __syncthreads();

@@ -61,7 +61,10 @@ __global__ void __launch_bounds__(kTokenThreads, kTokenBlocks)
     const bool rotated = left > 0 && turned >= 0 && turned < 2 * half;
     const int to_other = adjacent ? 0 : (turned < half ? half : -half) / N * 16;
     Turn<N> turn;
-    if (rotated) load_turn<T, N>(angles, angles.row(batch, place, 0), turned, adjacent, turn);
+    if (rotated) {
+        load_turn<T, N>(angles, angles.row(batch, place, 0), turned, adjacent, turn);
+        finish_turn<N>(angles, turned, adjacent, turn);
+    }
     const i64 head = is_q ? q_out_head : k_out_head;
     T* y = (is_q ? q_out + (batch * q_out_batch + place * q_out_place)
                  : k_out + (batch * k_out_batch + place * k_out_place)) + at * head + column;

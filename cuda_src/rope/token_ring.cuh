@@ -1,8 +1,8 @@
 // Tokens on their way through shared memory (sm_90 and up): one warp has the copy engine bring them to a ring of stages,
 // one makes their rotations, and teams of warps take them in turn.
 //
-// Each warp that waits sees every turn of the stages it waits for (stages are a multiple of the teams), because a
-// barrier's parity tells only neighbouring turns apart.
+// Each warp that waits sees every turn of the stages it waits for (stages are a multiple of the teams; the warp that makes
+// rotations has all tokens), because a barrier's parity tells only neighbouring turns apart.
 #pragma once
 #include "ptx/bulk.cuh"
 #include "ptx/mbarrier.cuh"

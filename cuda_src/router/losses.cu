@@ -115,18 +115,16 @@ RTK_DEVICE RowSums row_sums(const Columns<PIECE>& head, const void* x, i64 start
     return all;
 }
 
-// z-loss of fp32 rows of whole pieces that fit into registers: several at a time, for which a warp waits together.
-inline constexpr int kRowsTogether = 4;
-
-template <int PIECE>
+// z-loss of fp32 rows of whole pieces that fit into registers: ROWS at a time, for which a warp waits together.
+template <int PIECE, int ROWS>
 struct RowsTogether {
     static constexpr int kPieces = Columns<PIECE>::kPieces;
-    float value[kRowsTogether][kPieces][PIECE];
-    float top[kRowsTogether], sum[kRowsTogether];  // the largest, and the sum of exponentials of differences from it
+    float value[ROWS][kPieces][PIECE];
+    float top[ROWS], sum[ROWS];  // the largest, and the sum of exponentials of differences from it
 
     RTK_DEVICE void load(const float* x, i64 first_row, i64 rows, i64 stride, int cols, int lane) {
 #pragma unroll
-        for (int r = 0; r < kRowsTogether; ++r) {  // of missing rows the last one, so that all do the same
+        for (int r = 0; r < ROWS; ++r) {  // of missing rows the last one, so that all do the same
             const float* from = x + min(first_row + r, rows - 1) * stride;
 #pragma unroll
             for (int p = 0; p < kPieces; ++p) {
@@ -141,7 +139,7 @@ struct RowsTogether {
     // The sum of exp(value - top) for every row; values become exponentials.
     RTK_DEVICE void add_up() {
 #pragma unroll
-        for (int r = 0; r < kRowsTogether; ++r) {
+        for (int r = 0; r < ROWS; ++r) {
             top[r] = kMinusInfinity, sum[r] = 0.0f;
 #pragma unroll
             for (auto& piece : value[r])
@@ -153,7 +151,7 @@ struct RowsTogether {
 #pragma unroll
             for (float& t : top) t = fmaxf(t, __shfl_xor_sync(kAllLanes, t, offset));
 #pragma unroll
-        for (int r = 0; r < kRowsTogether; ++r) {
+        for (int r = 0; r < ROWS; ++r) {
             top[r] = anchor_of(top[r]);
 #pragma unroll
             for (auto& piece : value[r])
@@ -224,21 +222,22 @@ __global__ void __launch_bounds__(256, 4)
     finish_loss(lane == 0 ? total : 0.0f, partial, loss, ticket, factor);
 }
 
-// The same arguments as above and below, for the rows of RowsTogether.
+// The same arguments as above and below, for rows that fit into registers.
 template <int PIECE>
 __global__ void __launch_bounds__(256, 2)
     router_z_fwd(const float* x, const i32*, float* partial, float* loss, u32* ticket, i64 rows, i64 experts,
                  i64 x_stride, i64, i64, i64, i64, i64, double factor) {
     const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
-    const i64 step = static_cast<i64>(gridDim.x) * warps * kRowsTogether;
+    constexpr int kRows = 4;
+    const i64 step = static_cast<i64>(gridDim.x) * warps * kRows;
     float total = 0.0f;
-    i64 row = (static_cast<i64>(blockIdx.x) * warps + threadIdx.x / kWarp) * kRowsTogether;
+    i64 row = (static_cast<i64>(blockIdx.x) * warps + threadIdx.x / kWarp) * kRows;
     for (; row < rows; row += step) {
-        RowsTogether<PIECE> all;
+        RowsTogether<PIECE, kRows> all;
         all.load(x, row, rows, x_stride, static_cast<int>(experts), lane);
         all.add_up();
 #pragma unroll
-        for (int r = 0; r < kRowsTogether; ++r) {
+        for (int r = 0; r < kRows; ++r) {
             const float level = logf(all.sum[r]) + all.top[r];
             if (row + r < rows) total += level * level;
         }
@@ -251,23 +250,20 @@ __global__ void __launch_bounds__(256, 2)
     router_z_bwd(const float* g, const float* x, const i32*, float* dx, i64 rows, i64 experts, i64 x_stride, i64, i64,
                  i64, i64, i64, i64, double factor) {
     const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp, cols = static_cast<int>(experts);
-    const i64 row = (static_cast<i64>(blockIdx.x) * warps + threadIdx.x / kWarp) * kRowsTogether;
+    const i64 row = static_cast<i64>(blockIdx.x) * warps + threadIdx.x / kWarp;
     if (row >= rows) return;
-    RowsTogether<PIECE> all;
-    all.load(x, row, rows, x_stride, cols, lane);
+    RowsTogether<PIECE, 1> one;
+    one.load(x, row, rows, x_stride, cols, lane);
     const float all_rows = *g * static_cast<float>(factor);
-    all.add_up();
+    one.add_up();
+    const float inverse = inverse_or_zero(one.sum[0]);
+    const float scale = all_rows * (2.0f * (logf(one.sum[0]) + one.top[0]));
 #pragma unroll
-    for (int r = 0; r < kRowsTogether; ++r) {
-        const float inverse = inverse_or_zero(all.sum[r]);
-        const float scale = all_rows * (2.0f * (logf(all.sum[r]) + all.top[r]));
+    for (int p = 0; p < one.kPieces; ++p) {
+        const int at = Columns<PIECE>::place(p, lane);
 #pragma unroll
-        for (int p = 0; p < all.kPieces; ++p) {
-            const int at = Columns<PIECE>::place(p, lane);
-#pragma unroll
-            for (float& v : all.value[r][p]) v = scale * (v * inverse);
-            if (row + r < rows && at < cols) store<float, PIECE>(dx + (row + r) * cols + at, all.value[r][p]);
-        }
+        for (float& v : one.value[0][p]) v = scale * (v * inverse);
+        if (at < cols) store<float, PIECE>(dx + row * cols + at, one.value[0][p]);
     }
 }
 

@@ -29,10 +29,10 @@ BWD_BULK = Kernel(
     needs=("tma",),
 )
 
-_HEADS = 2  # of a group of lanes, if a team then has at most _WARPS
+_HEADS = 2  # of a group of lanes, if a team then has at most _WARPS; one if that makes a single team
 _WARPS = 10  # that work on heads
 _HELPERS = 2  # warps that copy and make rotations
-_STAGES = 4  # at most
+_STAGES, _RING = 4, 104 << 10  # at most so many stages, or one more if that is no more than so many bytes
 _STAGE_EXTRA = 32  # bytes: two barriers, where results go, and room to keep 16-byte alignment
 
 
@@ -53,14 +53,17 @@ class Teams(NamedTuple):
 
 def share_out(q_heads: int, kv_heads: int, lanes: int, stage: int, memory: int) -> Teams | None:
     """Return teams for stages of `stage` bytes in `memory` bytes; None if not even two stages fit."""
-    heads = _HEADS
-    while True:
+
+    def shared_by(heads: int) -> tuple[tuple[int, int], int]:
         slots = -(-q_heads // heads), -(-kv_heads // heads)
-        warps = -(-(slots[0] + 2 * slots[1]) * lanes // 32)
-        if warps <= _WARPS:
-            break
+        return slots, -(-(slots[0] + 2 * slots[1]) * lanes // 32)
+
+    heads = 1 if _WARPS // 2 < shared_by(1)[1] <= _WARPS else _HEADS
+    while shared_by(heads)[1] > _WARPS:
         heads += 1
-    stages = min(_STAGES, (memory - 16 * heads * (warps * 32 // lanes)) // stage)
+    slots, warps = shared_by(heads)
+    most = _STAGES + ((_STAGES + 1) * stage <= _RING)
+    stages = min(most, (memory - 16 * heads * (warps * 32 // lanes)) // stage)
     if stages < 2:
         return None
     teams = min(_WARPS // warps, stages)

@@ -17,7 +17,7 @@ from rtkernels.ops._router_rows import KIND, check_rows
 
 Z, SOFTMAX, SIGMOID, PLAIN = range(4)  # which loss; of load balancing, what the scores are
 _UNIT, _PIECE, _WARPS, _BLOCKS_PER_SM = "router/losses.cu", 4, 8, 4
-_ROWS_TOGETHER, _MOST_TOGETHER = 4, 2 * 32 * _PIECE  # rows that a warp has at a time in router_z, and their columns
+_ROWS_TOGETHER, _MOST_TOGETHER = 4, 2 * 32 * _PIECE  # rows that a warp has at a time in router_z_fwd; their columns
 _DIMS = "rows:i64 experts:i64 x_stride:i64 inner:i64 interleaved:i64 number_kind:i64"
 
 _FWD_ARGS = f"x:ptr counts:ptr partial:ptr loss:ptr ticket:ptr {_DIMS} whole:i64 loss_kind:i64 factor:f64"
@@ -72,7 +72,7 @@ def _plan(x, counts, align: int, out_align: int | None, inner: int, interleaved:
     numbers = (rows, experts, step, inner, int(interleaved), KIND[dtype], *whole, kind)
     most = _WARPS * _BLOCKS_PER_SM * device_info(device).sm_count
     if kind == Z and dtype == torch.float32 and experts <= _MOST_TOGETHER and all(whole):
-        kernel, units = _Z_BWD if backward else _Z_FWD, -(-rows // _ROWS_TOGETHER)
+        kernel, units = (_Z_BWD, rows) if backward else (_Z_FWD, -(-rows // _ROWS_TOGETHER))
         rounds = 1 if backward else -(-units // most)
     else:
         kernel, units = _BWD if backward else _FWD, rows

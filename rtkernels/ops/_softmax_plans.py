@@ -24,6 +24,7 @@ LARGEST_SCALE = torch.finfo(torch.float32).max
 # Pieces of 16 bytes in a thread that holds a part of a row, best ones first, and the most threads a row then has.
 _FWD_PIECES = {1: 32, 4: 256, 3: 256, 8: 1024}
 _BWD_PIECES = {1: 32, 2: 512, 4: 1024}
+_BWD_FILLED = 512  # threads of a block that a row just fills with one piece each; most instructions are spared then
 
 
 def _kernels(unit: str, entry: str, args: str, pieces: dict[int, int]) -> tuple[Kernel, Kernel]:
@@ -79,7 +80,7 @@ def check_scale(scale: float) -> None:
         raise ArgumentError(f"scale is {scale}; expected a finite float32 number")
 
 
-def _bind(forward: bool, t: str, rows: int, cols: int, device: int, full: bool, log: bool):
+def _bind(forward: bool, t: str, rows: int, cols: int, device: int, full: bool, cut: bool, log: bool):
     """Return the launch for rows of `cols` columns, and the integers that go before and after scale.
 
     Args:
@@ -89,10 +90,14 @@ def _bind(forward: bool, t: str, rows: int, cols: int, device: int, full: bool, 
         cols: At least 1.
         device: CUDA ordinal, or -1.
         full: All rows can be accessed in pieces of 16 bytes.
+        cut: There are lengths of rows.
         log: Of the logarithm.
     """
     held, other = _FWD if forward else _BWD
-    found = _holding(cols // _WIDTH[t], _FWD_PIECES if forward else _BWD_PIECES) if full else None
+    vectors = cols // _WIDTH[t]
+    found = _holding(vectors, _FWD_PIECES if forward else _BWD_PIECES) if full else None
+    if found and not forward and not cut and vectors % 32 == 0 and vectors <= _BWD_FILLED:
+        found = 1, vectors
     if found:
         pieces, threads = found
         block = block_of(threads)
@@ -134,7 +139,7 @@ def _plan_fwd(x: Meta, lengths: Meta | None, align: int, log: bool, in_place: bo
         return None
     t, size = token("x", dtype), dtype.itemsize
     full = vector_bytes(align, cols * size, x_stride * size) == 16
-    launch, before, after = _bind(True, t, rows, cols, device, full, log)
+    launch, before, after = _bind(True, t, rows, cols, device, full, lengths is not None, log)
     wide = int(lengths is not None and lengths[0] == torch.int64)
     return launch, (rows, cols, x_stride, x_stride if in_place else cols, wide, *before), after, *memory
 
@@ -147,7 +152,7 @@ def _plan_bwd(dy: Meta, y: Meta, lengths: Meta | None, align: int, log: bool):
     rows, cols, size = row_count(shape), shape[-1], dtype.itemsize
     strides = [row_stride(m[1], m[2]) for m in (dy, y)]
     full = vector_bytes(align, cols * size, *(s * size for s in strides)) == 16
-    launch, before, after = _bind(False, token("y", dtype), rows, cols, device, full, log)
+    launch, before, after = _bind(False, token("y", dtype), rows, cols, device, full, lengths is not None, log)
     wide = int(lengths is not None and lengths[0] == torch.int64)
     return launch, (rows, cols, *strides, wide, *before), after
 
