@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from math import inf
 from typing import Any
 
 import torch
@@ -199,8 +200,8 @@ class _BackwardPlan:
         stages = _ring_stages(info.shared_per_block, chunks, dsum is not None) if chunks else 0
         self.rows, self.cols, self.sums, self.partial_launch = rows, cols, sums, None
         inputs = 2 if dsum is None else 3
-        bulk = full and chunks == 2 and rows >= _BULK_ROWS * info.sm_count
-        if bulk and (r := bulk_ring(info, rows, vectors, chunks, inputs, _RING_THREADS, _IN_FLIGHT)):
+        bulk = full and chunks == 2 and rows >= _BULK_ROWS * info.sm_count and max(strides) < 2**31
+        if bulk and (r := bulk_ring(info, rows, vectors, chunks, inputs, _RING_THREADS, _IN_FLIGHT, inf)):
             threads, self.partial_rows = r.threads, r.blocks
             self.launch = _BWD_BULK.bind((t, dsum is not None), device, r.blocks, r.block, r.shared)
             self.tail = (wide, max(sums, 1) * cols, r.stages, r.groups)
