@@ -5,30 +5,32 @@
 namespace rtk {
 
 // dy, h and, if DSUM, dsum: rows first, first + step, ... below `count` are those of a group; fewer than 2^30 rows, strides
-// below 2^31. The constructor asks for as many as the ring holds: the copy engine takes its time to be asked and to
-// answer, so every thread asks for its pieces of the first row itself, and each of the others has a lane of its own to ask
-// for it. All further rows are fetched by helpers, if the groups have them, or else by their first thread.
+// of less than 2^32 bytes. The copy engine takes its time to be asked and to answer: so in the constructor every thread asks
+// for its pieces of the first row itself, and in open(), which asks for as many rows as the ring holds, each has a lane of its
+// own. All further rows are fetched by helpers, if the groups have them, or else by their first thread.
 template <typename T, int CHUNKS, bool DSUM>
 struct BulkRows {
     static constexpr int kInputs = DSUM ? 3 : 2;
     const T *dy, *h, *dsum;
-    u32 dy_stride, h_stride, dsum_stride;
+    u32 dy_pitch, h_pitch, dsum_pitch;  // bytes from row to row
     int step, first, count;
+    int ahead;   // from a row to the one that is fetched after it
     int server;  // place of the thread that fetches
     BulkRing<kInputs, CHUNKS> ring;
     Raw<16> first_row[kInputs][CHUNKS];
 
     RTK_DEVICE BulkRows(u8* memory, const RowGroup& group, const T* dy_, const T* h_, const T* dsum_, i64 rows, i64 cols,
-                        i64 dy_stride_, i64 h_stride_, i64 dsum_stride_, i64 stages)
+                        i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 stages)
         : dy(dy_),
           h(h_),
           dsum(dsum_),
-          dy_stride(static_cast<u32>(dy_stride_)),
-          h_stride(static_cast<u32>(h_stride_)),
-          dsum_stride(static_cast<u32>(dsum_stride_)),
+          dy_pitch(static_cast<u32>(dy_stride * sizeof(T))),
+          h_pitch(static_cast<u32>(h_stride * sizeof(T))),
+          dsum_pitch(static_cast<u32>(dsum_stride * sizeof(T))),
           step(static_cast<int>(gridDim.x) * group.count),
           first(static_cast<int>(blockIdx.x) * group.count + group.index),
           count(static_cast<int>(rows)),
+          ahead(static_cast<int>(stages) * step),
           server(group.meeting > group.threads ? ring.kPast : 0),
           ring(memory, group, static_cast<int>(cols) * sizeof(T), stages) {
         constexpr int VEC = 16 / sizeof(T);
@@ -40,8 +42,12 @@ struct BulkRows {
             const int column = (c * group.threads + group.thread) * VEC;
 #pragma unroll
             for (int input = 0; input < kInputs; ++input)
-                first_row[input][c] = load_raw<T, VEC>(row_of(input, first) + column);
+                first_row[input][c] = load_raw<T, VEC>(static_cast<const T*>(row_of(input, first)) + column);
         }
+    }
+
+    // Asks for the other rows. Comes after whatever else is small and to be asked for, and before a barrier of the block.
+    RTK_DEVICE void open(const RowGroup& group) const {
         if (group.thread < ring.stages) {
             ring.open(group.thread);
             if (group.thread == 0) {
@@ -54,7 +60,7 @@ struct BulkRows {
     }
 
     // The first row to its place, where each thread reads what it has written; the copy engine writes there only after that.
-    // Comes after the constructor, whatever else is to be asked for, and a barrier of the block.
+    // Comes after that barrier.
     RTK_DEVICE void begin(const RowGroup& group) const {
         if (group.helps() || first >= count) return;
 #pragma unroll
@@ -67,7 +73,7 @@ struct BulkRows {
     // What comes `stages` rows after `row`, into the place of it, of which all of the group have read.
     RTK_DEVICE void next(int row) {
         __syncwarp();
-        if (ring.place == server) fetch(ring.stage, row + ring.stages * step);
+        if (ring.place == server) fetch(ring.stage, row + ahead);
         ring.next_row();
     }
 
@@ -81,9 +87,11 @@ struct BulkRows {
     }
 
   private:
-    RTK_DEVICE const T* row_of(int input, int row) const {
-        const u64 at = static_cast<u32>(row);  // times 32 bits: one instruction
-        return input == 0 ? dy + at * dy_stride : input == 1 ? h + at * h_stride : dsum + at * dsum_stride;
+    RTK_DEVICE const void* row_of(int input, int row) const {
+        const T* const base = input == 0 ? dy : input == 1 ? h : dsum;
+        const u32 pitch = input == 0 ? dy_pitch : input == 1 ? h_pitch : dsum_pitch;
+        // 32 bits by 32 bits: one instruction, and the group waits for the thread that fetches.
+        return reinterpret_cast<const u8*>(base) + static_cast<u64>(static_cast<u32>(row)) * pitch;
     }
     RTK_DEVICE void fetch(int stage, int row) const {
         if (row >= count) return;

@@ -22,14 +22,15 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 72 : 112)
     const int end = static_cast<int>(cols);
     const int pitch = group.threads * VEC;
     const int column = group.thread * VEC;
+    BulkRows<T, CHUNKS, DSUM> mine(memory, group, dy, h, dsum, rows, cols, dy_stride, h_stride, dsum_stride, stages);
+    const auto& ring = mine.ring;
     AskedGain<T, VEC> asked[CHUNKS];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         clear(asked[c].raw);
-        if (weight != nullptr && !group.helps() && column + c * pitch < end) asked[c].ask(weight, wide, column + c * pitch);
+        if (weight != nullptr && ring.has(c)) asked[c].ask(weight, wide, column + c * pitch);
     }
-    BulkRows<T, CHUNKS, DSUM> mine(memory, group, dy, h, dsum, rows, cols, dy_stride, h_stride, dsum_stride, stages);
-    const auto& ring = mine.ring;
+    mine.open(group);
     ptx::launch_dependents();  // column_sum's blocks are small enough to wait beside this one
     const float epsilon = static_cast<float>(eps);
     const float shift = weight == nullptr ? 1.0f : static_cast<float>(offset);
@@ -67,7 +68,7 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 72 : 112)
         group_reduce_pair<Sum, true>(square, product, group, scratch, phase);
         const float rstd = rsqrtf(square * inverse + epsilon);
         const float pull = product * inverse * rstd * rstd * rstd;
-        T* const out_row = dh + static_cast<i64>(row) * end + column;
+        T* const out_row = dh + static_cast<u64>(static_cast<u32>(row)) * static_cast<u32>(end) + column;
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
             float out[VEC];

@@ -200,7 +200,7 @@ class _BackwardPlan:
         stages = _ring_stages(info.shared_per_block, chunks, dsum is not None) if chunks else 0
         self.rows, self.cols, self.sums, self.partial_launch = rows, cols, sums, None
         inputs = 2 if dsum is None else 3
-        bulk = full and chunks == 2 and rows >= _BULK_ROWS * info.sm_count and max(strides) < 2**31
+        bulk = full and chunks == 2 and rows >= _BULK_ROWS * info.sm_count and max(strides) < 2**30
         if bulk and (r := bulk_ring(info, rows, vectors, chunks, inputs, _RING_THREADS, _IN_FLIGHT, inf)):
             threads, self.partial_rows = r.threads, r.blocks
             self.launch = _BWD_BULK.bind((t, dsum is not None), device, r.blocks, r.block, r.shared)

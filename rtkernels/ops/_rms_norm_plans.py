@@ -214,7 +214,7 @@ class _BackwardPlan:
         self.tail: tuple[int, ...] = ()
         fits = vec == _WIDTH[t] and vectors <= _RING_THREADS * chunks
         inputs, most = 2 if dsum is None else 3, _ring_block(chunks)
-        near = max(strides) < 2**31
+        near = max(strides) < 2**30
         if fits and near and (r := bulk_ring(info, rows, vectors, chunks, inputs, most, _IN_FLIGHT, _HELPED)):
             threads, self.partial_rows, self.tail = r.threads, r.blocks, (r.stages, r.groups)
             self.launch = _BWD_BULK.bind((t, chunks, dsum is not None), device, r.blocks, r.block, r.shared)
