@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from rtkernels import _arch
@@ -16,27 +18,34 @@ def device(target: str) -> DeviceInfo:
 
 @pytest.mark.parametrize("target", ("sm_90a", "sm_100a", "sm_120a"))
 @pytest.mark.parametrize("rows", (1, 131, 265, 8192))
+@pytest.mark.parametrize("helped", (0, inf))
 @pytest.mark.parametrize(("pieces", "chunks"), ((17, 1), (32, 1), (64, 1), (192, 1), (512, 1), (640, 2), (1024, 2)))
-def test_fits(target: str, rows: int, pieces: int, chunks: int) -> None:
+def test_fits(target: str, rows: int, helped: float, pieces: int, chunks: int) -> None:
     info = device(target)
     for inputs in (2, 3):
-        ring = bulk_ring(info, rows, pieces, chunks, inputs, 768 if chunks == 1 else 512, 64 << 10)
-        groups = ring.block // ring.threads
-        assert ring.threads % 32 == 0 and ring.threads * chunks >= pieces and ring.threads * groups == ring.block <= 768
+        ring = bulk_ring(info, rows, pieces, chunks, inputs, 768 if chunks == 1 else 512, 64 << 10, helped)
+        groups, workers = ring.groups, ring.groups * ring.threads
+        assert ring.threads % 32 == 0 and ring.threads * chunks >= pieces and ring.block <= 768
+        assert ring.block in ((workers, workers + 32 * groups) if helped and ring.threads > 32 else (workers,))
         assert groups <= 16 and (ring.threads == 32 or groups <= 15)
         assert ring.blocks == min(132, -(-rows // groups)) and 2 <= ring.stages <= 16
-        needed = ring.stages * ring.block * 16 * chunks * inputs + 128 * groups
+        needed = ring.stages * workers * 16 * chunks * inputs + 128 * groups
         assert needed <= ring.shared <= info.shared_per_block - 2048
 
 
 def test_leaves_room_for_column_sum() -> None:
-    ring = bulk_ring(device("sm_90a"), 8192, 512, 2, 2, 512, 96 << 10)
+    ring = bulk_ring(device("sm_90a"), 8192, 512, 2, 2, 512, 96 << 10, 0)
     assert ring.stages == 3 and ring.shared > 100 * 1024 - 2048  # not 98560, which leaves too little of 100 KB
-    ring = bulk_ring(device("sm_90a"), 8192, 512, 1, 2, 768, 64 << 10)
+    ring = bulk_ring(device("sm_90a"), 8192, 512, 1, 2, 768, 64 << 10, 0)
     assert ring.shared == 4 * 512 * 32 + 128
 
 
+def test_helpers_for_few_rows() -> None:
+    few, many = (bulk_ring(device("sm_90a"), rows, 512, 1, 2, 768, 64 << 10, 16) for rows in (1024, 8192))
+    assert (few.block, few.groups, many.block, many.groups) == (544, 1, 512, 1)
+
+
 def test_not_for_short_rows_or_other_gpus() -> None:
-    assert bulk_ring(device("sm_90a"), 8192, 16, 1, 2, 768, 64 << 10) is None
-    assert bulk_ring(device("sm_89"), 8192, 512, 1, 2, 768, 64 << 10) is None
-    assert bulk_ring(device("sm_90a"), 2**30, 512, 1, 2, 768, 64 << 10) is None
+    assert bulk_ring(device("sm_90a"), 8192, 16, 1, 2, 768, 64 << 10, 0) is None
+    assert bulk_ring(device("sm_89"), 8192, 512, 1, 2, 768, 64 << 10, 0) is None
+    assert bulk_ring(device("sm_90a"), 2**30, 512, 1, 2, 768, 64 << 10, 0) is None

@@ -66,6 +66,7 @@ CASES: dict[str, Callable[[Normal], Inputs]] = {
     "many_short_rows": lambda n: Inputs(n(530, 8), n(8)),
     "many_rows": lambda n: Inputs(n(130, 256), n(256)),
     "more_than_the_ring_holds": lambda n: Inputs(n(42, 2040), n(2040)),
+    "many_wide_rows": lambda n: Inputs(n(66, 3080), n(3080)),
     "wide": lambda n: Inputs(n(5, 8192), n(8192)),
     "wider": lambda n: Inputs(n(2, 9216), n(9216)),
     "widest": lambda n: Inputs(n(2, 20480), n(20480)),
@@ -185,7 +186,7 @@ def emulated_coverage() -> None:
 @emulated
 @pytest.mark.parametrize("order", ORDERS)
 def test_thread_order_does_not_matter(order: str | int) -> None:
-    for case in ("short", "many_short_rows", "more_than_the_ring_holds", "odd", "wide", "residual_wide"):
+    for case in ("short", "many_short_rows", "more_than_the_ring_holds", "many_wide_rows", "odd", "residual_wide"):
         with rtkernels.emulate("sm_90"):
             expected = check(make(case, torch.bfloat16, "cpu"))
         with rtkernels.emulate("sm_90", order):

@@ -1,12 +1,13 @@
 // Rows of one or more inputs on their way from global memory, several deep, by the copy engine (sm_90 and up): a persistent
-// block walks its rows, and while a group of whole warps works on one, the next ones come to shared memory. One thread of
-// the group asks for whole rows, with the policy for L2 that the cp.async of a RowRing cannot have. Thread i of the group has
-// the 16-byte pieces i, i + threads, ... of each row, CHUNKS of them; those past the end are zero and never copied, so that
-// readers need no mask.
+// block walks its rows, and while a group of whole warps works on one, the next ones come to shared memory. One thread asks
+// for whole rows, with the policy for L2 that the cp.async of a RowRing cannot have. Thread i of the group has the 16-byte
+// pieces i, i + threads, ... of each row, CHUNKS of them; those past the end are zero and never copied, so that readers need
+// no mask.
 //
-// First every stage gets a fetch(...) and next_row(). Then each round is wait(), read(...), fetch(...) of the row that comes
-// `stages` rows later, into the stage just read, and next_row(). All threads of the group must have read their pieces before
-// that fetch: between the two is a barrier of the group, unless it is one warp.
+// First every stage is opened, and gets a fetch(...) by the thread that opened it; then comes a barrier of the block. Each
+// round is wait(), read(...), fetch(...) of the row that comes `stages` rows later, into the stage just read, and
+// next_row(). All threads of the group must have read their pieces before that fetch: between the two is a barrier of the
+// group, unless it is one warp.
 #pragma once
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
@@ -17,59 +18,66 @@ namespace rtk {
 
 template <int INPUTS, int CHUNKS>
 struct BulkRing {
-    static constexpr int kMost = 16;  // stages
+    static constexpr int kMost = 16;       // stages
+    static constexpr int kPast = 1 << 24;  // past the end of any row
     int stages;
     ptx::SharedAddress full;  // barriers of this group's stages, kMost of them: the rows have come; then the stages
-    int place, apart, bytes;  // of this thread's first piece in a row; from it to the next; of the row
+    int place, apart, bytes;  // of this thread's first piece in a row (from kPast on: helpers); to the next; of the row
     int stage = 0;            // of the current row
-    u32 phase = 1;            // of its barrier; what is fetched at first comes in phase 0
+    u32 phase = 0;            // of its barrier
 
-    // `memory`: for every stage INPUTS * CHUNKS * blockDim.x * 16 bytes, and 8 * kMost for each group; 16-byte aligned.
+    // `memory`: group_bytes() for each group, 16-byte aligned.
     RTK_DEVICE BulkRing(u8* memory, const RowGroup& group, int row_bytes, i64 stage_count)
         : stages(static_cast<int>(stage_count)),
-          place(group.thread * 16),
+          place(group.helps() ? kPast + group.thread - group.threads : group.thread * 16),
           apart(group.threads * 16),
           bytes(row_bytes) {
-        full = ptx::shared_address(memory + group.index * (8 * kMost + stages * INPUTS * CHUNKS * apart));
+        full = ptx::shared_address(memory) + group.index * group_bytes();
+    }
+
+    // From the barriers of one group to those of the next.
+    RTK_DEVICE int group_bytes() const { return 8 * kMost + stages * INPUTS * CHUNKS * apart; }
+
+    // This thread's piece c is not past the end of the row.
+    RTK_DEVICE bool has(int c) const { return place + c * apart < bytes; }
+
+    // Pieces past the end. Not for helpers.
+    RTK_DEVICE void clear_rest() const {
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
             if (has(c)) continue;
             Raw<16> zero;
             clear(zero);
 #pragma unroll 1
-            for (int i = 0; i < stages * INPUTS; ++i)
-                ptx::st_shared_16(full + (8 * kMost + (i * CHUNKS + c) * apart + place), zero);
-        }
-        if (group.thread == 0) {
-#pragma unroll 1
-            for (int s = 0; s < stages; ++s) ptx::mbarrier_init(full + 8 * s, 1);
-            ptx::mbarrier_fence_init();
+            for (int i = 0; i < stages * INPUTS; ++i) ptx::st_shared_16(piece(0, i, c), zero);
         }
     }
 
-    // This thread's piece c is not past the end of the row.
-    RTK_DEVICE bool has(int c) const { return place + c * apart < bytes; }
+    // By one thread for each stage.
+    RTK_DEVICE void open(int s) const {
+        ptx::mbarrier_init(full + 8 * s, 1);
+        ptx::mbarrier_fence_init();
+    }
 
-    // Starts the copies of a row, given by its address in each input, if there is one.
-    RTK_DEVICE void fetch(bool exists, const void* const (&rows)[INPUTS]) {
-        __syncwarp();
-        if (place == 0 && exists) {
-            const ptx::SharedAddress barrier = full + 8 * stage;
-            ptx::mbarrier_arrive_expect(barrier, INPUTS * bytes);
+    // Starts the copies of a row, given by its address in each input. One thread calls it.
+    RTK_DEVICE void fetch(int s, const void* const (&rows)[INPUTS]) const {
+        const ptx::SharedAddress barrier = full + 8 * s;
+        ptx::mbarrier_arrive_expect(barrier, INPUTS * bytes);
 #pragma unroll
-            for (int input = 0; input < INPUTS; ++input)
-                ptx::bulk_load(full + (8 * kMost + (stage * INPUTS + input) * CHUNKS * apart), rows[input], bytes, barrier,
-                               ptx::l2_last());
-        }
+        for (int input = 0; input < INPUTS; ++input)
+            ptx::bulk_load(full + (8 * kMost + (s * INPUTS + input) * CHUNKS * apart), rows[input], bytes, barrier,
+                           ptx::l2_last());
     }
 
-    // Before the first one, all threads of the group must know its barriers: a barrier after construction.
     RTK_DEVICE void wait() const { ptx::mbarrier_wait(full + 8 * stage, phase); }
-    RTK_DEVICE Raw<16> read(int input, int chunk) const {
-        return ptx::ld_shared_16(full + (8 * kMost + ((stage * INPUTS + input) * CHUNKS + chunk) * apart + place));
-    }
+    RTK_DEVICE Raw<16> read(int input, int chunk) const { return ptx::ld_shared_16(piece(stage, input, chunk)); }
     RTK_DEVICE void next_row() {
         if (++stage == stages) stage = 0, phase ^= 1;
+    }
+
+    // Of this thread.
+    RTK_DEVICE ptx::SharedAddress piece(int s, int input, int chunk) const {
+        return full + (8 * kMost + ((s * INPUTS + input) * CHUNKS + chunk) * apart + place);
     }
 };
 

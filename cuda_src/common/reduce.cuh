@@ -72,24 +72,43 @@ struct RowGroup {
     int count;    // groups in the block
     int index;    // of this thread's group
     int thread;   // of this thread in its group
+    int meeting;  // threads at the group's barrier
 
-    RTK_DEVICE explicit RowGroup(i64 threads_per_row) : threads(static_cast<int>(threads_per_row)) {
-        // Integer division would be a third of the instructions before the first load. Half a thread from any whole
-        // quotient, the error of the reciprocal (2^-23 relative) cannot reach the next one for blocks of up to 1024.
+    RTK_DEVICE explicit RowGroup(i64 threads_per_row)
+        : threads(static_cast<int>(threads_per_row)), meeting(threads) {
         const float inverse = ptx::rcp(static_cast<float>(threads));
-        count = static_cast<int>((static_cast<float>(blockDim.x) + 0.5f) * inverse);
-        index = static_cast<int>((static_cast<float>(threadIdx.x) + 0.5f) * inverse);
+        count = quotient(blockDim.x, inverse);
+        index = quotient(threadIdx.x, inverse);
         thread = static_cast<int>(threadIdx.x) - index * threads;
+    }
+
+    // `groups` of them; if the block has more threads, a warp that helps each group comes behind them. Helpers meet their
+    // group at its barrier, and have numbers from `threads` on.
+    RTK_DEVICE RowGroup(i64 threads_per_row, i64 groups)
+        : threads(static_cast<int>(threads_per_row)), count(static_cast<int>(groups)) {
+        const int behind = static_cast<int>(threadIdx.x) - threads * count;
+        index = quotient(threadIdx.x, ptx::rcp(static_cast<float>(threads)));
+        thread = static_cast<int>(threadIdx.x) - index * threads;
+        if (behind >= 0) index = behind / kWarp, thread = threads + behind % kWarp;
+        meeting = static_cast<int>(blockDim.x) > threads * count ? threads + kWarp : threads;
     }
 
     // The whole block as one group.
     RTK_DEVICE static RowGroup block() {
-        return RowGroup(static_cast<int>(blockDim.x), 1, 0, static_cast<int>(threadIdx.x));
+        return RowGroup(static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x));
     }
 
-private:
-    RTK_DEVICE RowGroup(int threads, int count, int index, int thread)
-        : threads(threads), count(count), index(index), thread(thread) {}
+    RTK_DEVICE bool helps() const { return thread >= threads; }
+
+  private:
+    RTK_DEVICE RowGroup(int block_threads, int number)
+        : threads(block_threads), count(1), index(0), thread(number), meeting(block_threads) {}
+
+    // Integer division would be a third of the instructions before the first load. Half a thread from any whole
+    // quotient, the error of the reciprocal (2^-23 relative) cannot reach the next one for blocks of up to 1024.
+    RTK_DEVICE static int quotient(u32 number, float inverse) {
+        return static_cast<int>((static_cast<float>(number) + 0.5f) * inverse);
+    }
 };
 
 // Shared memory of the group reductions, two halves so that one barrier per reduction is enough.
@@ -103,7 +122,7 @@ struct GroupScratch {
 template <bool kManyGroups>
 RTK_DEVICE void group_barrier(const RowGroup& group) {
     if constexpr (kManyGroups) {
-        ptx::named_barrier_sync(group.index + 1, group.threads);
+        ptx::named_barrier_sync(group.index + 1, group.meeting);
     } else {
         __syncthreads();
     }

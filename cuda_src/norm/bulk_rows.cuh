@@ -4,45 +4,101 @@
 
 namespace rtk {
 
-// dy, h and, if DSUM, dsum: rows first, first + step, ... below `count` are those of a group. The constructor asks for the
-// first ones; fewer than 2^30 rows.
+// dy, h and, if DSUM, dsum: rows first, first + step, ... below `count` are those of a group; fewer than 2^30 rows, strides
+// of less than 2^32 bytes. The copy engine takes its time to be asked and to answer: so in the constructor every thread asks
+// for its pieces of the first row itself, and in open(), which asks for as many rows as the ring holds, each has a lane of its
+// own. All further rows are fetched by helpers, if the groups have them, or else by their first thread.
 template <typename T, int CHUNKS, bool DSUM>
 struct BulkRows {
+    static constexpr int kInputs = DSUM ? 3 : 2;
     const T *dy, *h, *dsum;
-    i64 dy_stride, h_stride, dsum_stride;
+    u32 dy_pitch, h_pitch, dsum_pitch;  // bytes from row to row
     int step, first, count;
-    BulkRing<DSUM ? 3 : 2, CHUNKS> ring;
+    int ahead;   // from a row to the one that is fetched after it
+    int server;  // place of the thread that fetches
+    BulkRing<kInputs, CHUNKS> ring;
+    Raw<16> first_row[kInputs][CHUNKS];
 
     RTK_DEVICE BulkRows(u8* memory, const RowGroup& group, const T* dy_, const T* h_, const T* dsum_, i64 rows, i64 cols,
-                        i64 dy_stride_, i64 h_stride_, i64 dsum_stride_, i64 stages)
+                        i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 stages)
         : dy(dy_),
           h(h_),
           dsum(dsum_),
-          dy_stride(dy_stride_),
-          h_stride(h_stride_),
-          dsum_stride(dsum_stride_),
+          dy_pitch(static_cast<u32>(dy_stride * sizeof(T))),
+          h_pitch(static_cast<u32>(h_stride * sizeof(T))),
+          dsum_pitch(static_cast<u32>(dsum_stride * sizeof(T))),
           step(static_cast<int>(gridDim.x) * group.count),
           first(static_cast<int>(blockIdx.x) * group.count + group.index),
           count(static_cast<int>(rows)),
+          ahead(static_cast<int>(stages) * step),
+          server(group.meeting > group.threads ? ring.kPast : 0),
           ring(memory, group, static_cast<int>(cols) * sizeof(T), stages) {
-#pragma unroll 1
-        for (int s = 0; s < ring.stages; ++s, ring.next_row()) fetch(first + s * step);
+        constexpr int VEC = 16 / sizeof(T);
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+            for (int input = 0; input < kInputs; ++input) clear(first_row[input][c]);
+            if (!ring.has(c) || first >= count) continue;
+            const int column = (c * group.threads + group.thread) * VEC;
+#pragma unroll
+            for (int input = 0; input < kInputs; ++input)
+                first_row[input][c] = load_raw<T, VEC>(static_cast<const T*>(row_of(input, first)) + column);
+        }
+    }
+
+    // Asks for the other rows. Comes after whatever else is small and to be asked for, and before a barrier of the block.
+    RTK_DEVICE void open(const RowGroup& group) const {
+        if (group.thread < ring.stages) {
+            ring.open(group.thread);
+            if (group.thread == 0) {
+                ptx::mbarrier_arrive(ring.full);
+            } else {
+                fetch(group.thread, first + group.thread * step);
+            }
+        }
+        if (!group.helps()) ring.clear_rest();
+    }
+
+    // The first row to its place, where each thread reads what it has written; the copy engine writes there only after that.
+    // Comes after that barrier.
+    RTK_DEVICE void begin(const RowGroup& group) const {
+        if (group.helps() || first >= count) return;
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+            for (int input = 0; input < kInputs; ++input) ptx::st_shared_16(ring.piece(0, input, c), first_row[input][c]);
+        }
     }
 
     // What comes `stages` rows after `row`, into the place of it, of which all of the group have read.
     RTK_DEVICE void next(int row) {
-        fetch(row + ring.stages * step);
+        __syncwarp();
+        if (ring.place == server) fetch(ring.stage, row + ahead);
         ring.next_row();
     }
 
+    // What helpers do while their group works on its rows, with one barrier for each; then none are left for themselves.
+    RTK_DEVICE void serve(const RowGroup& group) {
+#pragma unroll 1
+        for (; first < count; first += step) {
+            group_barrier<true>(group);
+            next(first);
+        }
+    }
+
   private:
-    RTK_DEVICE void fetch(int row) {
-        const void* const dy_row = dy + row * dy_stride;
-        const void* const h_row = h + row * h_stride;
+    RTK_DEVICE const void* row_of(int input, int row) const {
+        const T* const base = input == 0 ? dy : input == 1 ? h : dsum;
+        const u32 pitch = input == 0 ? dy_pitch : input == 1 ? h_pitch : dsum_pitch;
+        // 32 bits by 32 bits: one instruction, and the group waits for the thread that fetches.
+        return reinterpret_cast<const u8*>(base) + static_cast<u64>(static_cast<u32>(row)) * pitch;
+    }
+    RTK_DEVICE void fetch(int stage, int row) const {
+        if (row >= count) return;
         if constexpr (DSUM) {
-            ring.fetch(row < count, {dy_row, h_row, dsum + row * dsum_stride});
+            ring.fetch(stage, {row_of(0, row), row_of(1, row), row_of(2, row)});
         } else {
-            ring.fetch(row < count, {dy_row, h_row});
+            ring.fetch(stage, {row_of(0, row), row_of(1, row)});
         }
     }
 };

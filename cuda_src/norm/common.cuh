@@ -34,6 +34,28 @@ RTK_DEVICE void load_any_gain(const void* weight, bool wide, i64 column, float o
     }
 }
 
+// The same in two steps: asked for as early as possible, unpacked where it is needed.
+template <typename T, int N>
+struct AskedGain {
+    WideRaw<float, N> raw;  // or N of T in its first part
+
+    // One address for both: loads of either kind into the same registers would wait for each other.
+    RTK_DEVICE void ask(const void* weight, bool wide, i64 column) {
+        const u8* const from = static_cast<const u8*>(weight) + column * (wide ? sizeof(float) : sizeof(T));
+        raw.part[0] = ptx::ld_keep<16>(from);
+        if (sizeof(T) < sizeof(float) && wide) raw.part[raw.kParts - 1] = ptx::ld_keep<16>(from + 16);
+    }
+    RTK_DEVICE void get(bool wide, float offset, float (&gain)[N]) const {
+        if (wide) {
+            unpack_wide<float, N>(raw, gain);
+        } else {
+            unpack<T, N>(raw.part[0], gain);
+        }
+#pragma unroll
+        for (int i = 0; i < N; ++i) gain[i] += offset;
+    }
+};
+
 // x + residual as stored, rounded to T.
 template <typename T, int N>
 RTK_DEVICE Raw<sizeof(T) * N> add_rounded(const Raw<sizeof(T) * N>& x, const Raw<sizeof(T) * N>& residual) {

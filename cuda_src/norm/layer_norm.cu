@@ -88,8 +88,6 @@ __global__ void __launch_bounds__(sizeof(W) > sizeof(T) ? 512 : 768, 1)
     }
 }
 
-inline constexpr int kEvenThreads = 256;  // of a block of layer_norm_fwd_even, at most
-
 // Threads on a multiprocessor that its registers must suffice for.
 template <typename T, typename W, int PIECES>
 constexpr int even_resident() {
@@ -99,19 +97,19 @@ constexpr int even_resident() {
 
 // Forward for rows of exactly PIECES pieces of 16 bytes for each thread of a block, without a residual: nothing is masked,
 // and there is one barrier. Every warp works with the differences from the mean of its own columns, which are equally many
-// for all; merging these costs no digits either. THREADS: of the block, 0 if known at run time only. Takes the arguments of
-// layer_norm_fwd.
+// for all; merging these costs no digits either. Blocks have at most THREADS threads, and
+// with two pieces at most one warp less. Takes the arguments of layer_norm_fwd.
 template <typename T, typename W, int PIECES, int THREADS>
-__global__ void __launch_bounds__(THREADS ? THREADS : kEvenThreads,
-                                  even_resident<T, W, PIECES>() / (THREADS ? THREADS : kEvenThreads))
-    layer_norm_fwd_even(const T* x, const T*, const W* weight, const W* bias, T* y, T*, i64, i64, i64 x_stride, i64, i64,
+__global__ void __launch_bounds__(THREADS, even_resident<T, W, PIECES>() / THREADS)
+    layer_norm_fwd_even(const T* x, const T*, const W* weight, const W* bias, T* y, T*, i64, i64 cols, i64 x_stride, i64, i64,
                         double eps, double offset) {
-    constexpr int VEC = 16 / sizeof(T), kMostWarps = (THREADS ? THREADS : kEvenThreads) / kWarp;
+    constexpr int VEC = 16 / sizeof(T), kMostWarps = THREADS / kWarp;
     constexpr float kEach = PIECES * kWarp * VEC;  // columns of a warp
     constexpr bool kEarly = PIECES <= 2;           // weight and bias are requested before the sums are merged
     __shared__ float means[kMostWarps], squares[kMostWarps];
-    const int threads = THREADS ? THREADS : static_cast<int>(blockDim.x);
-    const int column = static_cast<int>(threadIdx.x) * VEC, pitch = threads * VEC;
+    const int threads = static_cast<int>(blockDim.x);
+    constexpr int pitch = kWarp * VEC;  // the pieces of a warp lie side by side
+    const int column = static_cast<int>(threadIdx.x / kWarp * PIECES * kWarp + threadIdx.x % kWarp) * VEC;
     x += blockIdx.x * x_stride + column;
     Raw<16> raw[PIECES];
 #pragma unroll
@@ -152,29 +150,33 @@ __global__ void __launch_bounds__(THREADS ? THREADS : kEvenThreads,
         for (int c = 0; c < PIECES; ++c) load_gains(c, gains[c]);
         load_biases(0);
     }
+    const float warps = static_cast<float>(threads / kWarp);
     float mean = 0.0f;
-    square = 0.0f;
-    if constexpr (THREADS != 0) {
+    if constexpr (kMostWarps <= 4) {  // every thread adds them up; at most one warp is missing
+        const bool all = threads == THREADS;
+        float there[kMostWarps];
 #pragma unroll
-        for (int w = 0; w < kMostWarps; ++w) mean += means[w];
-        mean *= 1.0f / kMostWarps;
+        for (int w = 0; w < kMostWarps; ++w) mean += there[w] = w < kMostWarps - 1 || all ? means[w] : 0.0f;
+        mean = mean_of(mean, warps);
+        square = 0.0f;
 #pragma unroll
-        for (int w = 0; w < kMostWarps; ++w) square += squares[w] + (means[w] - mean) * (means[w] - mean) * kEach;
-        square *= 1.0f / (kMostWarps * kEach);
+        for (int w = 0; w < kMostWarps; ++w) {
+            const float away = there[w] - mean;
+            square += w < kMostWarps - 1 || all ? squares[w] * (1.0f / kEach) + away * away : 0.0f;
+        }
     } else {
-        const float warps = static_cast<float>(threads / kWarp);
         const int from = static_cast<int>(threadIdx.x) % kMostWarps;
         const bool exists = from * kWarp < threads;
         const float there = exists ? means[from] : 0.0f;
         mean = mean_of(warp_reduce<Sum>(there, kMostWarps), warps);
         const float away = there - mean;
         square = warp_reduce<Sum>(exists ? squares[from] * (1.0f / kEach) + away * away : 0.0f, kMostWarps);
-        square = mean_of(square, warps);
     }
+    square = mean_of(square, warps);
     const float rstd = rsqrtf(square + static_cast<float>(eps));
     const float level = -mean * rstd;
     const float base = weighted ? static_cast<float>(offset) : 1.0f;
-    y += blockIdx.x * static_cast<i64>(PIECES * pitch) + column;
+    y += blockIdx.x * cols + column;
 #pragma unroll
     for (int c = 0; c < PIECES; ++c) {
         if constexpr (!kEarly) {

@@ -3,6 +3,7 @@
 #include "norm/bulk_rows.cuh"
 #include "norm/common.cuh"
 #include "norm/moments.cuh"
+#include "ptx/forget.cuh"
 #include "ptx/pdl.cuh"
 
 namespace rtk {
@@ -13,54 +14,69 @@ template <typename T, bool DSUM>
 __global__ void __maxnreg__(DSUM ? 128 : 112)
     layer_norm_bwd_bulk(const T* dy, const T* h, const void* weight, const T* dsum, T* dh, float* partial, i64 rows,
                         i64 cols, i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, double eps,
-                        double offset, i64 wide, i64 partial_stride, i64 stages) {
+                        double offset, i64 wide, i64 partial_stride, i64 stages, i64 groups) {
     constexpr int VEC = 16 / sizeof(T), CHUNKS = 2;
     extern __shared__ __align__(16) u8 memory[];
     __shared__ GroupScratch<4> scratch;
-    const RowGroup group(threads_per_row);
+    const RowGroup group(threads_per_row, groups);
     const WarpColumns<VEC, CHUNKS> columns(group, cols);
-    ptx::launch_dependents();  // column_sum's blocks are small enough to wait beside this one
     const int end = static_cast<int>(cols);
-    BulkRows<T, CHUNKS, DSUM> mine(memory, group, dy, h, dsum, rows, cols, dy_stride, h_stride, dsum_stride, stages);
-    const auto& ring = mine.ring;
-    const float epsilon = static_cast<float>(eps);
-    const float shift = static_cast<float>(offset);
-    const float inverse = 1.0f / static_cast<float>(cols);
     const int pitch = group.threads * VEC;
     const int column = group.thread * VEC;
+    BulkRows<T, CHUNKS, DSUM> mine(memory, group, dy, h, dsum, rows, cols, dy_stride, h_stride, dsum_stride, stages);
+    const auto& ring = mine.ring;
+    AskedGain<T, VEC> asked[CHUNKS];
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        clear(asked[c].raw);
+        if (weight != nullptr && ring.has(c)) asked[c].ask(weight, wide, column + c * pitch);
+    }
+    mine.open(group);
+    ptx::launch_dependents();  // column_sum's blocks are small enough to wait beside this one
+    const float epsilon = static_cast<float>(eps);
+    const float shift = weight == nullptr ? 1.0f : static_cast<float>(offset);
+    const float inverse = 1.0f / static_cast<float>(cols);
+    __syncthreads();
+    mine.begin(group);
     float gain[CHUNKS][VEC], dweight[CHUNKS][VEC], dbias[CHUNKS][VEC];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) gain[c][i] = dweight[c][i] = dbias[c][i] = 0.0f;
-        if (ring.has(c)) load_any_gain<T, VEC>(weight, wide, column + c * pitch, shift, gain[c]);
+        for (int i = 0; i < VEC; ++i) dweight[c][i] = dbias[c][i] = 0.0f;
+        asked[c].get(wide, shift, gain[c]);
     }
-    __syncthreads();
 
+    if (group.helps()) mine.serve(group);
     int phase = 0;
     for (int row = mine.first; row < mine.count; row += mine.step, phase ^= 1) {
         ring.wait();
-        float dy_kept[CHUNKS][VEC], h_kept[CHUNKS][VEC];  // past the end 0, as are the gains
-        Raw<16> dsum_kept[DSUM ? CHUNKS : 1];
+        Raw<16> kept[DSUM ? 3 : 2][CHUNKS];  // dy, h, dsum; past the end 0
+        float d[VEC], v[VEC];                // of a piece: dy, and h or what is left of it
+        auto unpack_piece = [&](int c) {
+            ptx::forget(kept[0][c]), ptx::forget(kept[1][c]);  // once more instead of kept: registers decide here
+            unpack<T, VEC>(kept[0][c], d);
+            unpack<T, VEC>(kept[1][c], v);
+        };
         float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // of h (soon their mean), d^2, g and g * d
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
-            unpack<T, VEC>(ring.read(0, c), dy_kept[c]);
-            unpack<T, VEC>(ring.read(1, c), h_kept[c]);
-            if constexpr (DSUM) dsum_kept[c] = ring.read(2, c);
 #pragma unroll
-            for (int i = 0; i < VEC; ++i) sums[0] += h_kept[c][i], sums[2] += dy_kept[c][i] * gain[c][i];
+            for (int input = 0; input < mine.kInputs; ++input) kept[input][c] = ring.read(input, c);
+            unpack_piece(c);
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) sums[0] += v[i], sums[2] += d[i] * gain[c][i];
         }
         warp_reduce_pair<Sum>(sums[0], sums[2], group.threads);
         sums[0] = mean_of(sums[0], columns.own());
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
             const float centre = ring.has(c) ? sums[0] : 0.0f;
+            unpack_piece(c);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
-                const float d = h_kept[c][i] - centre;
-                sums[1] += d * d;
-                sums[3] += dy_kept[c][i] * gain[c][i] * d;
+                v[i] -= centre;
+                sums[1] += v[i] * v[i];
+                sums[3] += d[i] * gain[c][i] * v[i];
             }
         }
         warp_reduce_pair<Sum>(sums[1], sums[3], group.threads);
@@ -69,24 +85,24 @@ __global__ void __maxnreg__(DSUM ? 128 : 112)
         const float rstd = rsqrtf(sums[1] * inverse + epsilon);
         const float level = sums[2] * inverse * rstd;
         const float pull = sums[3] * inverse * rstd * rstd * rstd;
-        T* const out_row = dh + row * cols + column;
+        T* const out_row = dh + static_cast<u64>(static_cast<u32>(row)) * static_cast<u32>(end) + column;
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
-            float out[VEC];
+            unpack_piece(c);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
-                const float d = h_kept[c][i] - mean, scaled = dy_kept[c][i] * rstd;
-                dweight[c][i] += scaled * d;
-                dbias[c][i] += dy_kept[c][i];
-                out[i] = scaled * gain[c][i] - (d * pull + level);
+                v[i] -= mean;
+                dbias[c][i] += d[i];
+                d[i] *= rstd;
+                dweight[c][i] += d[i] * v[i];
+                v[i] = d[i] * gain[c][i] - (v[i] * pull + level);
             }
             if constexpr (DSUM) {
-                float extra[VEC];
-                unpack<T, VEC>(dsum_kept[c], extra);
+                unpack<T, VEC>(kept[2][c], d);
 #pragma unroll
-                for (int i = 0; i < VEC; ++i) out[i] += extra[i];
+                for (int i = 0; i < VEC; ++i) v[i] += d[i];
             }
-            if (ring.has(c)) store<T, VEC>(out_row + c * pitch, out);
+            if (ring.has(c)) store<T, VEC>(out_row + c * pitch, v);
         }
         mine.next(row);
     }
@@ -94,28 +110,18 @@ __global__ void __maxnreg__(DSUM ? 128 : 112)
     if (partial == nullptr) return;
     partial += blockIdx.x * partial_stride;
     const int sets = partial_stride > cols ? 2 : 1;
-    if (group.count == 1) {
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) {
-            if (ring.has(c)) {
-                store<float, VEC>(partial + column + c * pitch, dweight[c]);
-                if (sets == 2) store<float, VEC>(partial + end + column + c * pitch, dbias[c]);
-            }
-        }
-        return;
-    }
-    __syncthreads();
-    float* sums = reinterpret_cast<float*>(memory);  // [groups, 2, cols]
+    const int apart = ring.group_bytes() / 4;
+    float* sums = reinterpret_cast<float*>(memory + 8 * ring.kMost);  // two rows in the ring of each group
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         if (ring.has(c)) {
-            float* own = sums + 2 * group.index * end + column + c * pitch;
+            float* own = sums + group.index * apart + column + c * pitch;
             put_sums(own, dweight[c]);
             put_sums(own + end, dbias[c]);
         }
     }
     __syncthreads();
-    add_rows(sums, group.count, 2 * end, sets * end, partial);
+    add_rows(sums, group.count, apart, sets * end, partial);
 }
 
 }  // namespace rtk

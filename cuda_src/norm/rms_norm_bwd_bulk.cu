@@ -14,29 +14,38 @@ template <typename T, int CHUNKS, bool DSUM>
 __global__ void __maxnreg__(CHUNKS == 1 ? 72 : 112)
     rms_norm_bwd_bulk(const T* dy, const T* h, const void* weight, const T* dsum, T* dh, float* partial, i64 rows,
                       i64 cols, i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, i64 wide, double eps,
-                      double offset, i64 stages) {
+                      double offset, i64 stages, i64 groups) {
     constexpr int VEC = 16 / sizeof(T);
     extern __shared__ __align__(16) u8 memory[];
     __shared__ GroupScratch<2> scratch;
-    const RowGroup group(threads_per_row);
-    ptx::launch_dependents();  // column_sum's blocks are small enough to wait beside this one
+    const RowGroup group(threads_per_row, groups);
     const int end = static_cast<int>(cols);
-    BulkRows<T, CHUNKS, DSUM> mine(memory, group, dy, h, dsum, rows, cols, dy_stride, h_stride, dsum_stride, stages);
-    const auto& ring = mine.ring;
-    const float epsilon = static_cast<float>(eps);
-    const float shift = static_cast<float>(offset);
-    const float inverse = 1.0f / static_cast<float>(cols);
     const int pitch = group.threads * VEC;
     const int column = group.thread * VEC;
+    BulkRows<T, CHUNKS, DSUM> mine(memory, group, dy, h, dsum, rows, cols, dy_stride, h_stride, dsum_stride, stages);
+    const auto& ring = mine.ring;
+    AskedGain<T, VEC> asked[CHUNKS];
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        clear(asked[c].raw);
+        if (weight != nullptr && ring.has(c)) asked[c].ask(weight, wide, column + c * pitch);
+    }
+    mine.open(group);
+    ptx::launch_dependents();  // column_sum's blocks are small enough to wait beside this one
+    const float epsilon = static_cast<float>(eps);
+    const float shift = weight == nullptr ? 1.0f : static_cast<float>(offset);
+    const float inverse = 1.0f / static_cast<float>(cols);
+    __syncthreads();
+    mine.begin(group);
     float gain[CHUNKS][VEC], dweight[CHUNKS][VEC];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) gain[c][i] = dweight[c][i] = 0.0f;
-        if (ring.has(c)) load_any_gain<T, VEC>(weight, wide, column + c * pitch, shift, gain[c]);
+        for (int i = 0; i < VEC; ++i) dweight[c][i] = 0.0f;
+        asked[c].get(wide, shift, gain[c]);
     }
-    __syncthreads();
 
+    if (group.helps()) mine.serve(group);
     int phase = 0;
     for (int row = mine.first; row < mine.count; row += mine.step, phase ^= 1) {
         ring.wait();
@@ -59,7 +68,7 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 72 : 112)
         group_reduce_pair<Sum, true>(square, product, group, scratch, phase);
         const float rstd = rsqrtf(square * inverse + epsilon);
         const float pull = product * inverse * rstd * rstd * rstd;
-        T* const out_row = dh + row * cols + column;
+        T* const out_row = dh + static_cast<u64>(static_cast<u32>(row)) * static_cast<u32>(end) + column;
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
             float out[VEC];
@@ -82,19 +91,13 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 72 : 112)
 
     if (partial == nullptr) return;
     partial += blockIdx.x * cols;
-    if (group.count == 1) {
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c)
-            if (ring.has(c)) store<float, VEC>(partial + column + c * pitch, dweight[c]);
-        return;
-    }
-    __syncthreads();
-    float* sums = reinterpret_cast<float*>(memory);  // [groups, cols]
+    const int apart = ring.group_bytes() / 4;
+    float* sums = reinterpret_cast<float*>(memory + 8 * ring.kMost);  // a row in the ring of each group
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)
-        if (ring.has(c)) put_sums(sums + group.index * end + column + c * pitch, dweight[c]);
+        if (ring.has(c)) put_sums(sums + group.index * apart + column + c * pitch, dweight[c]);
     __syncthreads();
-    add_rows(sums, group.count, end, end, partial);
+    add_rows(sums, group.count, apart, end, partial);
 }
 
 }  // namespace rtk

@@ -16,17 +16,21 @@ _STEPS = (8, 16, 32, 64, 100, 132, 164, 196, 228)  # KB of shared memory that a 
 
 
 class BulkRing(NamedTuple):
-    """Geometry of a launch: threads of a row, threads of a block, blocks, rows in the ring of a group, its bytes."""
+    """Geometry of a launch: threads of a row, threads of a block, blocks, rows in the ring of a group, groups, bytes.
+
+    A block has a helper warp for each group if it has more threads than its groups.
+    """
 
     threads: int
     block: int
     blocks: int
     stages: int
+    groups: int
     shared: int
 
 
 def bulk_ring(
-    info: DeviceInfo, rows: int, pieces: int, chunks: int, inputs: int, most_threads: int, in_flight: int
+    info: DeviceInfo, rows: int, pieces: int, chunks: int, inputs: int, most_threads: int, in_flight: int, helped: float
 ) -> BulkRing | None:
     """Return how such a kernel is launched, or None if it cannot be: no copy engine, or rows shorter than a warp.
 
@@ -38,6 +42,7 @@ def bulk_ring(
         inputs: That have rows in the ring.
         most_threads: In a block.
         in_flight: Bytes that a block asks for at a time.
+        helped: Groups with fewer rows than this have a warp each that fetches for them, if there is room for these.
     """
     threads = group_threads(-(-pieces // chunks), _ROW_THREADS)
     if "tma" not in info.target.features or threads < 32 or rows >= 2**30:
@@ -52,7 +57,9 @@ def bulk_ring(
     if stages < 2:
         return None
     shared = _beside(stages * stage_bytes + groups * _BARRIERS, info.shared_per_block)
-    return BulkRing(threads, block, min(info.sm_count, -(-rows // groups)), stages, shared)
+    if rows < helped * groups * info.sm_count and threads > 32 and block + 32 * groups <= most_threads:
+        block += 32 * groups
+    return BulkRing(threads, block, min(info.sm_count, -(-rows // groups)), stages, groups, shared)
 
 
 def _beside(shared: int, limit: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from math import inf
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ _TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32")
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
 _REGISTER_THREADS, _REGISTER_CHUNKS = 512, 4
 _SHORT = 32  # pieces of 16 bytes in rows that have one in each thread, unless there is a residual
-_EVEN_THREADS = 96, 256  # fewest and most of rows that have exactly four in each
+_EVEN = ((2, 128), (4, 256))  # exactly as many in each thread, and the most threads
+_EVEN_THREADS = 96  # and the fewest
 _RING_THREADS = 512
 _IN_FLIGHT = 96 << 10  # bytes asked of the copy engine: 4096 columns 60.0 µs, 62.2 with 64 KB, 60.3 with 128 KB
 _BULK_ROWS = 16  # of a multiprocessor, from which it is used (1024x4096: 18.0 µs, 17.0 with cp.async)
@@ -79,7 +81,7 @@ _FWD_EVEN = Kernel(
     "layer_norm_fwd_even",
     template="T W PIECES THREADS",
     args=_FWD_ARGS,
-    variants=[(t, w, p, n) for t, w in _TYPES for p, n in ((2, 128), (4, 0)) if n or t == w],
+    variants=[(t, w, p, n) for t, w in _TYPES for p, n in _EVEN if p == 2 or t == w],
     max_registers=80,
 )
 _FWD_LONG = Kernel(
@@ -102,7 +104,7 @@ _BWD_BULK = Kernel(
     "norm/layer_norm_bwd_bulk.cu",
     "layer_norm_bwd_bulk",
     template="T DSUM",
-    args=f"{_BWD_ARGS.format(last='partial')} partial_stride:i64 stages:i64",
+    args=f"{_BWD_ARGS.format(last='partial')} partial_stride:i64 stages:i64 groups:i64",
     variants=[*product(_WIDTH, (False, True))],
     max_registers=128,
     needs=("tma",),
@@ -140,10 +142,10 @@ def _parameter_dtype(weight: Meta | None, bias: Meta | None, dtype: torch.dtype)
 
 def _evenly(vectors: int, one_type: bool) -> tuple[int, int] | None:
     """Return PIECES and THREADS of layer_norm_fwd_even for rows of so many pieces of 16 bytes; None if it cannot."""
-    if vectors == 256:
-        return 2, 128
-    fewest, most = _EVEN_THREADS
-    return (4, 0) if one_type and vectors % 128 == 0 and 4 * fewest <= vectors <= 4 * most else None
+    for pieces, most in _EVEN if one_type else _EVEN[:1]:
+        if vectors % (32 * pieces) == 0 and _EVEN_THREADS <= vectors // pieces <= most:
+            return pieces, most
+    return None
 
 
 def _plan_fwd(x: Meta, weight: Meta | None, bias: Meta | None, residual: Meta | None, align: int):
@@ -164,9 +166,8 @@ def _plan_fwd(x: Meta, weight: Meta | None, bias: Meta | None, residual: Meta | 
     vectors = cols // _WIDTH[t]
     even = _evenly(vectors, t == w) if full and residual is None and rows <= GRID_LIMIT else None
     if even is not None:
-        pieces, known = even
-        threads = vectors // pieces
-        kernel, variant, wide = _FWD_EVEN, (t, w, pieces, known), ()
+        threads = vectors // even[0]
+        kernel, variant, wide = _FWD_EVEN, (t, w, *even), ()
     elif full and vectors <= _REGISTER_THREADS * _REGISTER_CHUNKS:
         chunks = 1 if vectors <= _SHORT and residual is None else _REGISTER_CHUNKS
         threads = group_threads(-(-vectors // chunks), _REGISTER_THREADS)
@@ -199,11 +200,11 @@ class _BackwardPlan:
         stages = _ring_stages(info.shared_per_block, chunks, dsum is not None) if chunks else 0
         self.rows, self.cols, self.sums, self.partial_launch = rows, cols, sums, None
         inputs = 2 if dsum is None else 3
-        bulk = full and chunks == 2 and rows >= _BULK_ROWS * info.sm_count
-        if bulk and (r := bulk_ring(info, rows, vectors, chunks, inputs, _RING_THREADS, _IN_FLIGHT)):
+        bulk = full and chunks == 2 and rows >= _BULK_ROWS * info.sm_count and max(strides) < 2**30
+        if bulk and (r := bulk_ring(info, rows, vectors, chunks, inputs, _RING_THREADS, _IN_FLIGHT, inf)):
             threads, self.partial_rows = r.threads, r.blocks
             self.launch = _BWD_BULK.bind((t, dsum is not None), device, r.blocks, r.block, r.shared)
-            self.tail = (wide, max(sums, 1) * cols, r.stages)
+            self.tail = (wide, max(sums, 1) * cols, r.stages, r.groups)
         elif full and stages >= 2 and rows < 2**30:
             threads = group_threads(-(-vectors // chunks), _RING_THREADS)
             most = _RING_THREADS // threads if threads <= 32 else min(_RING_THREADS // threads, 15)
