@@ -1,14 +1,16 @@
 // The rows that a block of a backward norm works on, brought by the copy engine (sm_90 and up).
 #pragma once
 #include "common/bulk_ring.cuh"
+#include "common/pressure.cuh"
+#include "ptx/tma.cuh"
 
 namespace rtk {
 
 // dy, h and, if DSUM, dsum: rows first, first + step, ... below `count` are those of a group; fewer than 2^30 rows, strides
 // of less than 2^32 bytes. The copy engine takes its time to be asked and to answer: so in the constructor every thread asks
 // for its pieces of the first row itself, and in open(), which asks for as many rows as the ring holds, each has a lane of its
-// own. All further rows are fetched by helpers, if the groups have them, or else by their first thread.
-template <typename T, int CHUNKS, bool DSUM>
+// own. All further rows are fetched by helpers, if the groups have them (HELPED: they may), or else by their first thread.
+template <typename T, int CHUNKS, bool DSUM, bool HELPED>
 struct BulkRows {
     static constexpr int kInputs = DSUM ? 3 : 2;
     const T *dy, *h, *dsum;
@@ -31,7 +33,7 @@ struct BulkRows {
           first(static_cast<int>(blockIdx.x) * group.count + group.index),
           count(static_cast<int>(rows)),
           ahead(static_cast<int>(stages) * step),
-          server(group.meeting > group.threads ? ring.kPast : 0),
+          server(HELPED && group.meeting > group.threads ? ring.kPast : 0),
           ring(memory, group, static_cast<int>(cols) * sizeof(T), stages) {
         constexpr int VEC = 16 / sizeof(T);
 #pragma unroll
@@ -56,24 +58,28 @@ struct BulkRows {
                 fetch(group.thread, first + group.thread * step);
             }
         }
-        if (!group.helps()) ring.clear_rest();
+        if (!HELPED || !group.helps()) ring.clear_rest();
     }
 
-    // The first row to its place, where each thread reads what it has written; the copy engine writes there only after that.
-    // Comes after that barrier.
+    // The first row to its place, where each thread reads what it has written, and where the copy engine writes next. Comes
+    // after that barrier.
     RTK_DEVICE void begin(const RowGroup& group) const {
-        if (group.helps() || first >= count) return;
+        if ((HELPED && group.helps()) || first >= count) return;
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
             for (int input = 0; input < kInputs; ++input) ptx::st_shared_16(ring.piece(0, input, c), first_row[input][c]);
         }
+        ptx::fence_async_shared();
     }
 
-    // What comes `stages` rows after `row`, into the place of it, of which all of the group have read.
-    RTK_DEVICE void next(int row) {
+    // Asks for what comes `stages` rows after `row`, into the place of it, of which all of the group have read.
+    RTK_DEVICE void ask(int row) const {
         __syncwarp();
         if (ring.place == server) fetch(ring.stage, row + ahead);
+    }
+    RTK_DEVICE void next(int row) {
+        ask(row);
         ring.next_row();
     }
 
@@ -90,8 +96,7 @@ struct BulkRows {
     RTK_DEVICE const void* row_of(int input, int row) const {
         const T* const base = input == 0 ? dy : input == 1 ? h : dsum;
         const u32 pitch = input == 0 ? dy_pitch : input == 1 ? h_pitch : dsum_pitch;
-        // 32 bits by 32 bits: one instruction, and the group waits for the thread that fetches.
-        return reinterpret_cast<const u8*>(base) + static_cast<u64>(static_cast<u32>(row)) * pitch;
+        return reinterpret_cast<const u8*>(base) + product(row, pitch);
     }
     RTK_DEVICE void fetch(int stage, int row) const {
         if (row >= count) return;

@@ -23,7 +23,7 @@ __global__ void __maxnreg__(DSUM ? 128 : 112)
     const int end = static_cast<int>(cols);
     const int pitch = group.threads * VEC;
     const int column = group.thread * VEC;
-    BulkRows<T, CHUNKS, DSUM> mine(memory, group, dy, h, dsum, rows, cols, dy_stride, h_stride, dsum_stride, stages);
+    BulkRows<T, CHUNKS, DSUM, true> mine(memory, group, dy, h, dsum, rows, cols, dy_stride, h_stride, dsum_stride, stages);
     const auto& ring = mine.ring;
     AskedGain<T, VEC> asked[CHUNKS];
 #pragma unroll
@@ -85,7 +85,7 @@ __global__ void __maxnreg__(DSUM ? 128 : 112)
         const float rstd = rsqrtf(sums[1] * inverse + epsilon);
         const float level = sums[2] * inverse * rstd;
         const float pull = sums[3] * inverse * rstd * rstd * rstd;
-        T* const out_row = dh + static_cast<u64>(static_cast<u32>(row)) * static_cast<u32>(end) + column;
+        T* const out_row = dh + rtk::product(row, end) + column;
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
             unpack_piece(c);

@@ -6,23 +6,32 @@
 
 namespace rtk {
 
+// Registers of a thread with one piece of a row: they leave room for a block of column_sum beside 768 such threads; for sm_120
+// the compiler needs more.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+inline constexpr int kOnePieceRegisters = 80;
+#else
+inline constexpr int kOnePieceRegisters = 72;
+#endif
+
 // What rms_norm_bwd does, and in the same order: dh, and a row of partial weight gradients per block. For groups of whole
 // warps, rows of at most CHUNKS * 512 pieces of 16 bytes, and fewer than 2^30 of them. The weight (which may be null) is of T,
-// or fp32 if `wide`. Blocks of at most 768 (CHUNKS 1) or 512 threads, with as many registers as leave room for a block of
-// column_sum beside them.
-template <typename T, int CHUNKS, bool DSUM>
-__global__ void __maxnreg__(CHUNKS == 1 ? 72 : 112)
+// or fp32 if `wide`. HELPED: every group has a warp that fetches its rows. Blocks of at most 768 (CHUNKS 1) or 512 threads, with
+// as many registers as leave room for a block of column_sum beside them.
+template <typename T, int CHUNKS, bool DSUM, bool HELPED>
+__global__ void __maxnreg__(CHUNKS == 1 ? kOnePieceRegisters : 112)
     rms_norm_bwd_bulk(const T* dy, const T* h, const void* weight, const T* dsum, T* dh, float* partial, i64 rows,
                       i64 cols, i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, i64 wide, double eps,
                       double offset, i64 stages, i64 groups) {
     constexpr int VEC = 16 / sizeof(T);
+    constexpr bool kAsksEarly = !HELPED && !DSUM;  // with dsum there are no registers left for that
     extern __shared__ __align__(16) u8 memory[];
     __shared__ GroupScratch<2> scratch;
-    const RowGroup group(threads_per_row, groups);
+    const RowGroup group = HELPED ? RowGroup(threads_per_row, groups) : RowGroup(threads_per_row);
     const int end = static_cast<int>(cols);
     const int pitch = group.threads * VEC;
     const int column = group.thread * VEC;
-    BulkRows<T, CHUNKS, DSUM> mine(memory, group, dy, h, dsum, rows, cols, dy_stride, h_stride, dsum_stride, stages);
+    BulkRows<T, CHUNKS, DSUM, HELPED> mine(memory, group, dy, h, dsum, rows, cols, dy_stride, h_stride, dsum_stride, stages);
     const auto& ring = mine.ring;
     AskedGain<T, VEC> asked[CHUNKS];
 #pragma unroll
@@ -45,7 +54,7 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 72 : 112)
         asked[c].get(wide, shift, gain[c]);
     }
 
-    if (group.helps()) mine.serve(group);
+    if (HELPED && group.helps()) mine.serve(group);
     int phase = 0;
     for (int row = mine.first; row < mine.count; row += mine.step, phase ^= 1) {
         ring.wait();
@@ -66,9 +75,10 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 72 : 112)
             }
         }
         group_reduce_pair<Sum, true>(square, product, group, scratch, phase);
+        if (kAsksEarly) mine.ask(row);
         const float rstd = rsqrtf(square * inverse + epsilon);
         const float pull = product * inverse * rstd * rstd * rstd;
-        T* const out_row = dh + static_cast<u64>(static_cast<u32>(row)) * static_cast<u32>(end) + column;
+        T* const out_row = dh + rtk::product(row, end) + column;
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
             float out[VEC];
@@ -86,7 +96,8 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 72 : 112)
             }
             if (ring.has(c)) store<T, VEC>(out_row + c * pitch, out);
         }
-        mine.next(row);
+        if (!HELPED && !kAsksEarly) mine.ask(row);
+        mine.ring.next_row();
     }
 
     if (partial == nullptr) return;

@@ -16,10 +16,7 @@ _STEPS = (8, 16, 32, 64, 100, 132, 164, 196, 228)  # KB of shared memory that a 
 
 
 class BulkRing(NamedTuple):
-    """Geometry of a launch: threads of a row, threads of a block, blocks, rows in the ring of a group, groups, bytes.
-
-    A block has a helper warp for each group if it has more threads than its groups.
-    """
+    """Geometry of a launch: threads of a row and of a block, blocks, rows in the ring of a group, groups, bytes."""
 
     threads: int
     block: int
@@ -27,6 +24,11 @@ class BulkRing(NamedTuple):
     stages: int
     groups: int
     shared: int
+
+    @property
+    def helped(self) -> bool:
+        """Whether a block has a warp for each group that fetches its rows."""
+        return self.block > self.groups * self.threads
 
 
 def bulk_ring(

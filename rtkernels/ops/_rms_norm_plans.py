@@ -34,7 +34,7 @@ _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
 _NARROW = (1, 2)  # elements per access where addresses do not allow 16 bytes
 _REGISTER_THREADS, _REGISTER_CHUNKS = 512, (1, 2, 4)
 _RING_THREADS, _RING_CHUNKS = 512, (1, 2)
-_HELPED = 16  # rows of a group: 1024x4096 14.2 µs with a warp that fetches, 14.9 without; 8192x4096 56.4 and 55.6
+_HELPED = 16  # rows of a group: 1024x4096 14.2 µs with a warp that fetches, 14.7 without; 8192x4096 55.7 and 55.1
 _IN_FLIGHT = 64 << 10  # bytes asked of the copy engine: 4096 columns 56.0 µs, 60.9 with 48 KB, 56.8 with 128 KB
 
 
@@ -98,9 +98,11 @@ _BWD = Kernel(
 _BWD_BULK = Kernel(
     "norm/rms_norm_bwd_bulk.cu",
     "rms_norm_bwd_bulk",
-    template="T CHUNKS DSUM",
+    template="T CHUNKS DSUM HELPED",
     args=_BWD_ARGS.format(last="partial") + " stages:i64 groups:i64",
-    variants=[*product(_WIDTH, _RING_CHUNKS, (False, True))],
+    variants=[
+        (t, c, d, h) for t in _WIDTH for c in _RING_CHUNKS for d in (False, True) for h in (False, True)[: 3 - c]
+    ],
     max_registers=112,
     needs=("tma",),
 )
@@ -214,10 +216,11 @@ class _BackwardPlan:
         self.tail: tuple[int, ...] = ()
         fits = vec == _WIDTH[t] and vectors <= _RING_THREADS * chunks
         inputs, most = 2 if dsum is None else 3, _ring_block(chunks)
-        near = max(strides) < 2**30
-        if fits and near and (r := bulk_ring(info, rows, vectors, chunks, inputs, most, _IN_FLIGHT, _HELPED)):
+        near, few = max(strides) < 2**30, _HELPED if chunks == 1 else 0
+        if fits and near and (r := bulk_ring(info, rows, vectors, chunks, inputs, most, _IN_FLIGHT, few)):
             threads, self.partial_rows, self.tail = r.threads, r.blocks, (r.stages, r.groups)
-            self.launch = _BWD_BULK.bind((t, chunks, dsum is not None), device, r.blocks, r.block, r.shared)
+            variant = (t, chunks, dsum is not None, r.helped)
+            self.launch = _BWD_BULK.bind(variant, device, r.blocks, r.block, r.shared)
         elif fits and stages >= 2:
             threads = group_threads(-(-vectors // chunks), _RING_THREADS)
             most = _ring_block(chunks) // threads if threads <= 32 else min(_ring_block(chunks) // threads, 15)
