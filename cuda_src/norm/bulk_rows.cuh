@@ -52,11 +52,7 @@ struct BulkRows {
     RTK_DEVICE void open(const RowGroup& group) const {
         if (group.thread < ring.stages) {
             ring.open(group.thread);
-            if (group.thread == 0) {
-                ptx::mbarrier_arrive(ring.full);
-            } else {
-                fetch(group.thread, first + group.thread * step);
-            }
+            if (group.thread != 0) fetch(group.thread, first + group.thread * step);
         }
         if (!HELPED || !group.helps()) ring.clear_rest();
     }
@@ -65,6 +61,8 @@ struct BulkRows {
     // after that barrier.
     RTK_DEVICE void begin(const RowGroup& group) const {
         if ((HELPED && group.helps()) || first >= count) return;
+        // Nobody waits for what others write. Not in open(): racecheck takes lanes that set up barriers together for writers of all.
+        if (group.thread == 0) ptx::mbarrier_arrive(ring.full);
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
