@@ -61,7 +61,8 @@ struct BulkRows {
     // after that barrier.
     RTK_DEVICE void begin(const RowGroup& group) const {
         if ((HELPED && group.helps()) || first >= count) return;
-        // Nobody waits for what others write. Not in open(): racecheck takes lanes that set up barriers together for writers of all.
+        // Nobody waits for what others write. Not in open(): racecheck takes lanes that set up barriers side by side for writers
+        // of all of them.
         if (group.thread == 0) ptx::mbarrier_arrive(ring.full);
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
