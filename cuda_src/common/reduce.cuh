@@ -95,14 +95,16 @@ struct RowGroup {
 
     // The whole block as one group.
     RTK_DEVICE static RowGroup block() {
-        return RowGroup(static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x));
+        RowGroup all;
+        all.threads = all.meeting = static_cast<int>(blockDim.x);
+        all.count = 1, all.index = 0, all.thread = static_cast<int>(threadIdx.x);
+        return all;
     }
 
     RTK_DEVICE bool helps() const { return thread >= threads; }
 
   private:
-    RTK_DEVICE RowGroup(int block_threads, int number)
-        : threads(block_threads), count(1), index(0), thread(number), meeting(block_threads) {}
+    RowGroup() = default;
 
     // Integer division would be a third of the instructions before the first load. Half a thread from any whole
     // quotient, the error of the reciprocal (2^-23 relative) cannot reach the next one for blocks of up to 1024.

@@ -2,17 +2,19 @@
 #pragma once
 #include "common/bulk_ring.cuh"
 #include "common/pressure.cuh"
+#include "norm/common.cuh"
+#include "ptx/pdl.cuh"
 #include "ptx/tma.cuh"
 
 namespace rtk {
 
 // dy, h and, if DSUM, dsum: rows first, first + step, ... below `count` are those of a group; fewer than 2^30 rows, strides
 // of less than 2^32 bytes. The copy engine takes its time to be asked and to answer: so in the constructor every thread asks
-// for its pieces of the first row itself, and in open(), which asks for as many rows as the ring holds, each has a lane of its
+// for its pieces of the first row itself, and in start(), which asks for as many rows as the ring holds, each has a lane of its
 // own. All further rows are fetched by helpers, if the groups have them (HELPED: they may), or else by their first thread.
 template <typename T, int CHUNKS, bool DSUM, bool HELPED>
 struct BulkRows {
-    static constexpr int kInputs = DSUM ? 3 : 2;
+    static constexpr int kInputs = DSUM ? 3 : 2, VEC = 16 / sizeof(T);
     const T *dy, *h, *dsum;
     u32 dy_pitch, h_pitch, dsum_pitch;  // bytes from row to row
     int step, first, count;
@@ -35,7 +37,6 @@ struct BulkRows {
           ahead(static_cast<int>(stages) * step),
           server(HELPED && group.meeting > group.threads ? ring.kPast : 0),
           ring(memory, group, static_cast<int>(cols) * sizeof(T), stages) {
-        constexpr int VEC = 16 / sizeof(T);
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
@@ -48,28 +49,19 @@ struct BulkRows {
         }
     }
 
-    // Asks for the other rows. Comes after whatever else is small and to be asked for, and before a barrier of the block.
-    RTK_DEVICE void open(const RowGroup& group) const {
-        if (group.thread < ring.stages) {
-            ring.open(group.thread);
-            if (group.thread != 0) fetch(group.thread, first + group.thread * step);
-        }
-        if (!HELPED || !group.helps()) ring.clear_rest();
-    }
-
-    // The first row to its place, where each thread reads what it has written, and where the copy engine writes next. Comes
-    // after that barrier.
-    RTK_DEVICE void begin(const RowGroup& group) const {
-        if ((HELPED && group.helps()) || first >= count) return;
-        // Nobody waits for what others write. Not in open(): racecheck takes lanes that set up barriers side by side for writers
-        // of all of them.
-        if (group.thread == 0) ptx::mbarrier_arrive(ring.full);
+    // Asks for the gains (of a weight of T, or fp32 if `wide`; null: for none), then for the other rows, and has all in place
+    // for the first one. In it is a barrier of the block.
+    RTK_DEVICE void start(const RowGroup& group, const void* weight, bool wide, AskedGain<T, VEC> (&asked)[CHUNKS]) {
+        const int pitch = group.threads * VEC, column = group.thread * VEC;
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
-#pragma unroll
-            for (int input = 0; input < kInputs; ++input) ptx::st_shared_16(ring.piece(0, input, c), first_row[input][c]);
+            clear(asked[c].raw);
+            if (weight != nullptr && ring.has(c)) asked[c].ask(weight, wide, column + c * pitch);
         }
-        ptx::fence_async_shared();
+        open(group);
+        ptx::launch_dependents();  // column_sum's blocks are small enough to wait beside this one
+        __syncthreads();
+        begin(group);
     }
 
     // Asks for what comes `stages` rows after `row`, into the place of it, of which all of the group have read.
@@ -92,6 +84,30 @@ struct BulkRows {
     }
 
   private:
+    // Asks for the other rows.
+    RTK_DEVICE void open(const RowGroup& group) const {
+        if (group.thread < ring.stages) {
+            ring.open(group.thread);
+            if (group.thread != 0) fetch(group.thread, first + group.thread * step);
+        }
+        if (!HELPED || !group.helps()) ring.clear_rest();
+    }
+
+    // The first row to its place, where each thread reads what it has written, and where the copy engine writes next. Comes
+    // after a barrier of the block.
+    RTK_DEVICE void begin(const RowGroup& group) const {
+        if ((HELPED && group.helps()) || first >= count) return;
+        // Nobody waits for what others write. Not in open(): racecheck takes lanes that set up barriers side by side for writers
+        // of all of them.
+        if (group.thread == 0) ptx::mbarrier_arrive(ring.full);
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+            for (int input = 0; input < kInputs; ++input) ptx::st_shared_16(ring.piece(0, input, c), first_row[input][c]);
+        }
+        ptx::fence_async_shared();
+    }
+
     RTK_DEVICE const void* row_of(int input, int row) const {
         const T* const base = input == 0 ? dy : input == 1 ? h : dsum;
         const u32 pitch = input == 0 ? dy_pitch : input == 1 ? h_pitch : dsum_pitch;

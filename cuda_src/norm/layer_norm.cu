@@ -97,8 +97,8 @@ constexpr int even_resident() {
 
 // Forward for rows of exactly PIECES pieces of 16 bytes for each thread of a block, without a residual: nothing is masked,
 // and there is one barrier. Every warp works with the differences from the mean of its own columns, which are equally many
-// for all; merging these costs no digits either. Blocks have at most THREADS threads, and
-// with two pieces at most one warp less. Takes the arguments of layer_norm_fwd.
+// for all; merging these costs no digits either. Blocks have at most THREADS threads, with two pieces that many or one warp
+// less. Takes the arguments of layer_norm_fwd.
 template <typename T, typename W, int PIECES, int THREADS>
 __global__ void __launch_bounds__(THREADS, even_resident<T, W, PIECES>() / THREADS)
     layer_norm_fwd_even(const T* x, const T*, const W* weight, const W* bias, T* y, T*, i64, i64 cols, i64 x_stride, i64, i64,

@@ -4,7 +4,6 @@
 #include "norm/common.cuh"
 #include "norm/moments.cuh"
 #include "ptx/forget.cuh"
-#include "ptx/pdl.cuh"
 
 namespace rtk {
 
@@ -26,18 +25,10 @@ __global__ void __maxnreg__(DSUM ? 128 : 112)
     BulkRows<T, CHUNKS, DSUM, true> mine(memory, group, dy, h, dsum, rows, cols, dy_stride, h_stride, dsum_stride, stages);
     const auto& ring = mine.ring;
     AskedGain<T, VEC> asked[CHUNKS];
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-        clear(asked[c].raw);
-        if (weight != nullptr && ring.has(c)) asked[c].ask(weight, wide, column + c * pitch);
-    }
-    mine.open(group);
-    ptx::launch_dependents();  // column_sum's blocks are small enough to wait beside this one
+    mine.start(group, weight, wide, asked);
     const float epsilon = static_cast<float>(eps);
     const float shift = weight == nullptr ? 1.0f : static_cast<float>(offset);
     const float inverse = 1.0f / static_cast<float>(cols);
-    __syncthreads();
-    mine.begin(group);
     float gain[CHUNKS][VEC], dweight[CHUNKS][VEC], dbias[CHUNKS][VEC];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {

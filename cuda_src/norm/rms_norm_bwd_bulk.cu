@@ -1,8 +1,6 @@
 // Backward of RMS normalisation (norm/rms_norm.cu) with rows that the copy engine brings (sm_90 and up).
 #include "common/block_sums.cuh"
 #include "norm/bulk_rows.cuh"
-#include "norm/common.cuh"
-#include "ptx/pdl.cuh"
 
 namespace rtk {
 
@@ -16,8 +14,8 @@ inline constexpr int kOnePieceRegisters = 72;
 
 // What rms_norm_bwd does, and in the same order: dh, and a row of partial weight gradients per block. For groups of whole
 // warps, rows of at most CHUNKS * 512 pieces of 16 bytes, and fewer than 2^30 of them. The weight (which may be null) is of T,
-// or fp32 if `wide`. HELPED: every group has a warp that fetches its rows. Blocks of at most 768 (CHUNKS 1) or 512 threads, with
-// as many registers as leave room for a block of column_sum beside them.
+// or fp32 if `wide`. HELPED: every group has a warp that fetches its rows. Blocks of at most 768 (CHUNKS 1) or 512 threads,
+// with as many registers as leave room for a block of column_sum beside them.
 template <typename T, int CHUNKS, bool DSUM, bool HELPED>
 __global__ void __maxnreg__(CHUNKS == 1 ? kOnePieceRegisters : 112)
     rms_norm_bwd_bulk(const T* dy, const T* h, const void* weight, const T* dsum, T* dh, float* partial, i64 rows,
@@ -34,18 +32,10 @@ __global__ void __maxnreg__(CHUNKS == 1 ? kOnePieceRegisters : 112)
     BulkRows<T, CHUNKS, DSUM, HELPED> mine(memory, group, dy, h, dsum, rows, cols, dy_stride, h_stride, dsum_stride, stages);
     const auto& ring = mine.ring;
     AskedGain<T, VEC> asked[CHUNKS];
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-        clear(asked[c].raw);
-        if (weight != nullptr && ring.has(c)) asked[c].ask(weight, wide, column + c * pitch);
-    }
-    mine.open(group);
-    ptx::launch_dependents();  // column_sum's blocks are small enough to wait beside this one
+    mine.start(group, weight, wide, asked);
     const float epsilon = static_cast<float>(eps);
     const float shift = weight == nullptr ? 1.0f : static_cast<float>(offset);
     const float inverse = 1.0f / static_cast<float>(cols);
-    __syncthreads();
-    mine.begin(group);
     float gain[CHUNKS][VEC], dweight[CHUNKS][VEC];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {

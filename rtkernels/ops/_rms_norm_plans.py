@@ -101,7 +101,9 @@ _BWD_BULK = Kernel(
     template="T CHUNKS DSUM HELPED",
     args=_BWD_ARGS.format(last="partial") + " stages:i64 groups:i64",
     variants=[
-        (t, c, d, h) for t in _WIDTH for c in _RING_CHUNKS for d in (False, True) for h in (False, True)[: 3 - c]
+        (t, chunks, dsum, helped)
+        for t, chunks, dsum, helped in product(_WIDTH, _RING_CHUNKS, (False, True), (False, True))
+        if chunks == 1 or not helped
     ],
     max_registers=112,
     needs=("tma",),
