@@ -143,6 +143,16 @@ RTK_DEVICE float group_reduce(float v, const RowGroup& group, GroupScratch<1>& s
     return warp_reduce<Op>(lane < warps ? scratch.slot[phase][group.index * warps + lane][0] : Op::kIdentity);
 }
 
+// The same over a block of whole warps, more than one, in which nothing else is reduced.
+template <typename Op>
+RTK_DEVICE float block_reduce(float v, GroupScratch<1>& scratch) {
+    const u32 lane = threadIdx.x % kWarp;
+    v = warp_reduce<Op>(v);
+    if (lane == 0) scratch.slot[0][threadIdx.x / kWarp][0] = v;
+    __syncthreads();
+    return warp_reduce<Op>(lane < blockDim.x / kWarp ? scratch.slot[0][lane][0] : Op::kIdentity);
+}
+
 // The same for two numbers at half the price of two reductions: after the first exchange even lanes carry `a` and odd
 // lanes `b`. Groups of at most 16 warps.
 template <typename Op, bool kManyGroups>

@@ -41,12 +41,9 @@ RTK_DEVICE void zero_past(Raw<sizeof(T) * N> (&dy_raw)[CHUNKS], Raw<sizeof(T) * 
     }
 }
 
-// One row in registers. WHOLE: thread i of the group has all of its pieces i, i + threads, ...; else those before `end`,
-// and dy_raw and y_raw are 0 from `limit` on. `column` is that of the thread's first piece.
-template <typename T, int CHUNKS, bool LOG, bool WHOLE>
-RTK_DEVICE void softmax_row_gradient(Raw<16> (&dy_raw)[CHUNKS], Raw<16> (&y_raw)[CHUNKS], float scale,
-                                     const RowGroup& group, GroupScratch<1>& scratch, T* dx, int column, int pitch,
-                                     int end, int limit, u32 zero) {
+// A thread's part of the sum over the row.
+template <typename T, int CHUNKS, bool LOG>
+RTK_DEVICE float held_sum(const Raw<16> (&dy_raw)[CHUNKS], const Raw<16> (&y_raw)[CHUNKS]) {
     constexpr int VEC = 16 / sizeof(T);
     float sum = 0.0f;
 #pragma unroll
@@ -56,68 +53,78 @@ RTK_DEVICE void softmax_row_gradient(Raw<16> (&dy_raw)[CHUNKS], Raw<16> (&y_raw)
         unpack<T, VEC>(y_raw[c], v);
         sum += gradient_sum<LOG, VEC>(g, v);
     }
-    sum = group_reduce<Sum, false>(sum, group, scratch, 0);
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-        if (WHOLE || column + c * pitch < end) {
-            refresh(dy_raw[c], zero);
-            refresh(y_raw[c], zero);
-            float g[VEC], v[VEC];
-            unpack<T, VEC>(dy_raw[c], g);
-            unpack<T, VEC>(y_raw[c], v);
-            gradient<T, LOG, VEC>(g, v, sum, scale);
-            Raw<16> out = pack<T, VEC>(g);
-            if (!WHOLE && column + c * pitch + VEC > limit) mask_tail<T, VEC, false>(out, limit - column - c * pitch);
-            ptx::st<16>(dx + c * pitch, out);
-        }
-    }
+    return sum;
+}
+
+// The gradient of x in a piece.
+template <typename T, bool LOG>
+RTK_DEVICE Raw<16> held_gradient(Raw<16> dy_raw, Raw<16> y_raw, float sum, float scale, u32 zero) {
+    constexpr int VEC = 16 / sizeof(T);
+    refresh(dy_raw, zero);
+    refresh(y_raw, zero);
+    float g[VEC], v[VEC];
+    unpack<T, VEC>(dy_raw, g);
+    unpack<T, VEC>(y_raw, v);
+    gradient<T, LOG, VEC>(g, v, sum, scale);
+    return pack<T, VEC>(g);
 }
 
 // With the row in registers: thread i of a RowGroup owns the 16-byte pieces i, i + threads, ... (CHUNKS of them) of dy and
-// y, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block.
-template <typename T, int CHUNKS, bool LOG>
+// y, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block. FILLED: rows just fill blocks of more than a
+// warp, and there are no lengths; that needs half as many instructions.
+template <typename T, int CHUNKS, bool LOG, bool FILLED>
 __global__ void __launch_bounds__(CHUNKS > 2 ? 1024 : 512, CHUNKS > 2 ? 1 : CHUNKS > 1 ? 3 : 4)
     softmax_bwd(const T* dy, const T* y, T* dx, const void* lengths, i64 rows, i64 cols, i64 dy_stride, i64 y_stride,
                 i64 wide, i64 threads_per_row, double scale) {
     constexpr int VEC = 16 / sizeof(T);
     const u32 zero = static_cast<u32>(rows >> 62);
     __shared__ GroupScratch<1> scratch;
-    const float slope = static_cast<float>(scale);
     Raw<16> dy_raw[CHUNKS], y_raw[CHUNKS];
-    // A block that is just filled by a row needs half as many instructions.
-    if (threads_per_row > kWarp && cols == CHUNKS * VEC * threads_per_row && lengths == nullptr) {
-        const RowGroup group = RowGroup::block();
-        const int column = group.thread * VEC, pitch = group.threads * VEC;
+    if constexpr (FILLED) {
+        const u32 column = threadIdx.x * VEC, pitch = blockDim.x * VEC;
         const i64 row = blockIdx.x;
         dy += row * dy_stride + column;
         y += row * y_stride + column;
+        dx += row * cols + column;
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
             dy_raw[c] = load_raw<T, VEC>(dy + c * pitch);
             y_raw[c] = load_raw<T, VEC>(y + c * pitch);
         }
-        softmax_row_gradient<T, CHUNKS, LOG, true>(dy_raw, y_raw, slope, group, scratch, dx + row * cols + column, column,
-                                                   pitch, 0, 0, zero);
-        return;
-    }
-    const RowGroup group(threads_per_row);
-    const i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index;
-    const int end = row < rows ? static_cast<int>(cols) : 0;
-    const int limit = row < rows ? static_cast<int>(valid_columns(lengths, wide, row, cols)) : 0;
-    const int column = group.thread * VEC;
-    const int pitch = group.threads * VEC;
-    dy += row * dy_stride + column;
-    y += row * y_stride + column;
-    dx += row * cols + column;
+        const float sum = block_reduce<Sum>(held_sum<T, CHUNKS, LOG>(dy_raw, y_raw), scratch);
+        const float slope = static_cast<float>(scale);
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-        if (column + c * pitch < limit) {
-            dy_raw[c] = load_raw<T, VEC>(dy + c * pitch);
-            y_raw[c] = load_raw<T, VEC>(y + c * pitch);
+        for (int c = 0; c < CHUNKS; ++c)
+            ptx::st<16>(dx + c * pitch, held_gradient<T, LOG>(dy_raw[c], y_raw[c], sum, slope, zero));
+    } else {
+        const RowGroup group(threads_per_row);
+        const i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index;
+        const int end = row < rows ? static_cast<int>(cols) : 0;
+        const int limit = row < rows ? static_cast<int>(valid_columns(lengths, wide, row, cols)) : 0;
+        const int column = group.thread * VEC;
+        const int pitch = group.threads * VEC;
+        dy += row * dy_stride + column;
+        y += row * y_stride + column;
+        dx += row * cols + column;
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            if (column + c * pitch < limit) {
+                dy_raw[c] = load_raw<T, VEC>(dy + c * pitch);
+                y_raw[c] = load_raw<T, VEC>(y + c * pitch);
+            }
+        }
+        zero_past<T, VEC>(dy_raw, y_raw, limit - column, pitch);
+        const float sum = group_reduce<Sum, false>(held_sum<T, CHUNKS, LOG>(dy_raw, y_raw), group, scratch, 0);
+        const float slope = static_cast<float>(scale);
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            if (column + c * pitch < end) {
+                Raw<16> out = held_gradient<T, LOG>(dy_raw[c], y_raw[c], sum, slope, zero);
+                if (column + c * pitch + VEC > limit) mask_tail<T, VEC, false>(out, limit - column - c * pitch);
+                ptx::st<16>(dx + c * pitch, out);
+            }
         }
     }
-    zero_past<T, VEC>(dy_raw, y_raw, limit - column, pitch);
-    softmax_row_gradient<T, CHUNKS, LOG, false>(dy_raw, y_raw, slope, group, scratch, dx, column, pitch, end, limit, zero);
 }
 
 // As softmax_fwd_long.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import torch
@@ -27,13 +28,12 @@ _BWD_PIECES = {1: 32, 2: 512, 4: 1024}
 _BWD_FILLED = 512  # threads of a block that a row just fills with one piece each; most instructions are spared then
 
 
-def _kernels(unit: str, entry: str, args: str, pieces: dict[int, int]) -> tuple[Kernel, Kernel]:
-    """Return the kernels for rows that a block holds, and for all other rows."""
+def _kernels(unit: str, entry: str, template: str, args: str, held: list[tuple]) -> tuple[Kernel, Kernel]:
+    """Return the kernels for rows that a block holds, with the variants `held`, and for all other rows."""
     args += " threads_per_row:i64 scale:f64"
-    held = [(t, p, log) for t in _WIDTH for p in pieces for log in (False, True)]
     other = [(t, vec) for t in _WIDTH for vec in (1, _WIDTH[t])]
     return (
-        Kernel(unit, entry, template="T CHUNKS LOG", args=args, variants=held, max_registers=64),
+        Kernel(unit, entry, template=template, args=args, variants=held, max_registers=64),
         Kernel(unit, f"{entry}_long", template="T VEC", args=f"{args} log:i64", variants=other, max_registers=64),
     )
 
@@ -41,14 +41,16 @@ def _kernels(unit: str, entry: str, args: str, pieces: dict[int, int]) -> tuple[
 _FWD = _kernels(
     "softmax/softmax.cu",
     "softmax_fwd",
+    "T CHUNKS LOG",
     "x:ptr y:ptr lengths:ptr rows:i64 cols:i64 x_stride:i64 y_stride:i64 wide:i64",
-    _FWD_PIECES,
+    list(product(_WIDTH, _FWD_PIECES, (False, True))),
 )
 _BWD = _kernels(
     "softmax/softmax_bwd.cu",
     "softmax_bwd",
+    "T CHUNKS LOG FILLED",
     "dy:ptr y:ptr dx:ptr lengths:ptr rows:i64 cols:i64 dy_stride:i64 y_stride:i64 wide:i64",
-    _BWD_PIECES,
+    list(product(_WIDTH, _BWD_PIECES, (False, True), (False, True))),
 )
 
 
@@ -96,15 +98,16 @@ def _bind(forward: bool, t: str, rows: int, cols: int, device: int, full: bool, 
     held, other = _FWD if forward else _BWD
     vectors = cols // _WIDTH[t]
     found = _holding(vectors, _FWD_PIECES if forward else _BWD_PIECES) if full else None
-    if found and not forward and not cut and vectors % 32 == 0 and vectors <= _BWD_FILLED:
+    if found and not forward and not cut and vectors % 32 == 0 and 32 < vectors <= _BWD_FILLED:
         found = 1, vectors
     if found:
         pieces, threads = found
         block = block_of(threads)
+        filled = () if forward else (not cut and threads > 32 and vectors == pieces * threads,)
         shared = pieces * block * 16 if forward else 0  # backward holds rows in registers
         if shared <= device_info(device).shared_per_block - 1024:
             grid = min(-(-rows // (block // threads)), GRID_LIMIT)
-            return held.bind((t, pieces, log), device, grid, block, shared), (threads,), ()
+            return held.bind((t, pieces, log, *filled), device, grid, block, shared), (threads,), ()
     vec = _WIDTH[t] if full else 1
     threads = group_threads(-(-cols // vec), 1024)
     block = block_of(threads)
