@@ -48,14 +48,13 @@ def never(*tensors: Any) -> bool:
     return False
 
 
-def same_tensors(tensors: Sequence[Tensor | None]) -> Callable[..., bool]:
+def same_tensors(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """Return a function that says whether it is given tensors just like these: one comparison in C++.
 
     It compares type, dtype, sizes, strides, device, ``requires_grad`` and the dispatch keys in effect, which a
-    functorch transform changes. It never matches where an argument is None, or without the private class of torch that
-    it needs.
+    functorch transform changes. Without the private class of torch that it needs it never matches.
     """
-    if TensorGuards is None or any(t is None for t in tensors):
+    if TensorGuards is None:
         return never
     sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
     return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
