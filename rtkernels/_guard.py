@@ -9,7 +9,7 @@ functorch transform on. The private torch functions used for that are all here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,16 @@ try:
 except ImportError:  # pragma: no cover
     TensorGuards = None
 
+try:
+    from torch.autograd import forward_ad
+
+    forward_ad._current_level  # noqa: B018
+except (ImportError, AttributeError):  # pragma: no cover
+
+    class forward_ad:
+        _current_level = -1
+
+
 TENSOR_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
 
@@ -67,6 +77,16 @@ def needs_grad(a: Tensor, b: Tensor | None = None, c: Tensor | None = None) -> b
     except AttributeError:
         got = ", ".join(type(tensor).__name__ for tensor in (a, b, c) if not isinstance(tensor, Tensor | None))
         raise ArgumentError(f"got {got} beside a torch.Tensor; expected all array arguments to be tensors") from None
+
+
+def refuse_tangents(op: str, tensors: Iterable[Tensor | None]) -> None:
+    """Raise if forward-mode differentiation is under way through one of these: its derivative would be lost."""
+    for t in tensors:
+        if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
+            raise ArgumentError(
+                f"{op} got a tensor with a tangent (forward-mode AD, torch.func.jvp) and has no derivative for it; use "
+                f"backward, or give the primal (torch.autograd.forward_ad.unpack_dual) if the tangent may be dropped"
+            )
 
 
 def constant(value: float) -> float:

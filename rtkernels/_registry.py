@@ -15,9 +15,11 @@ from rtkernels import _env, emulator
 from rtkernels._guard import (
     TENSOR_TYPES,
     dispatch_modes,
+    forward_ad,
     functorch_transform,
     is_dynamo_compiling,
     never,
+    refuse_tangents,
     same_tensors,
 )
 from rtkernels._kernel import Kernel, emulate_features
@@ -114,6 +116,7 @@ class TorchOp:
         source = f"""
 def call({names}):
 {empty}{recall}\
+{self._refusal()}\
     if {" and ".join(plain)} and not dispatch_modes() and functorch_transform() is None:
         if {first}.is_cuda:
             try:
@@ -130,6 +133,8 @@ def call({names}):
             "is_dynamo_compiling": is_dynamo_compiling,
             "dispatch_modes": dispatch_modes,
             "functorch_transform": functorch_transform,
+            "forward_ad": forward_ad,
+            "refuse_tangents": refuse_tangents,
             "cannot_launch": _CANNOT_LAUNCH,
             "launch": self.launch,
             "fall_back": self._fall_back,
@@ -148,6 +153,15 @@ def call({names}):
         exec(compile(source, f"<rtkernels {self.name}>", "exec"), scope)
         self.again = scope.get("again")
         return scope["call"]
+
+    def _refusal(self) -> str:
+        """Return the lines of ``call`` that refuse tensors of forward-mode differentiation."""
+        tensors = [argument for argument in self.overload._schema.arguments if "Tensor" in str(argument.type)]
+        given = ", ".join("*" * ("List" in str(argument.type)) + argument.name for argument in tensors)
+        return f"""\
+    if forward_ad._current_level >= 0 and not is_dynamo_compiling():
+        refuse_tangents({self.name!r}, [{given}])
+"""
 
     def _recall(self, recent: str) -> str:
         """Return the lines of ``call`` and ``again`` that run a plan once more.
@@ -170,7 +184,7 @@ def call({names}):
         pointers = [f"pointer_{i}" for i in range(len(addresses))]
         assign = "".join(f"            {p} = {a}\n" for p, a in zip(pointers, addresses, strict=True))
         return f"""\
-    if not is_dynamo_compiling() and not dispatch_modes():
+    if not is_dynamo_compiling() and forward_ad._current_level < 0 and not dispatch_modes():
         matches, run, {", ".join(kept)} = {recent}
         if {" and ".join([f"matches({', '.join(tensors)})", *same])}:
 {assign}\
@@ -254,7 +268,14 @@ class MutatingOp(TorchOp):
 
     def _make_call(self) -> Callable[..., Any]:
         names = ", ".join(argument.name for argument in self.overload._schema.arguments)
-        return eval(f"lambda {names}: overload({names})", {"overload": self.overload})
+        scope = {
+            "overload": self.overload,
+            "is_dynamo_compiling": is_dynamo_compiling,
+            "forward_ad": forward_ad,
+            "refuse_tangents": refuse_tangents,
+        }
+        exec(f"def call({names}):\n{self._refusal()}    return overload({names})", scope)
+        return scope["call"]
 
 
 @dataclass(frozen=True)
