@@ -311,11 +311,11 @@ def test_report_without_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_host_modes() -> None:
-    modes = host._modes(lambda x, w: x * w, [torch.ones(4), torch.full((4,), 2.0)], True)
+    modes = host._modes(lambda x, w: lambda: x * w, [torch.ones(4), torch.full((4,), 2.0)], True)
     assert list(modes) == ["no_grad", "inference", "grad", "grad_backward"]
     assert not modes["no_grad"]().requires_grad and modes["grad"]().requires_grad
     assert len(modes["grad_backward"]()) == 2
-    assert list(host._modes(lambda x: x, [torch.ones(4)], False)) == ["no_grad", "inference"]
+    assert list(host._modes(lambda x: lambda: x, [torch.ones(4)], False)) == ["no_grad", "inference"]
 
 
 def test_sweep_times_every_point_on_a_simulated_device() -> None:

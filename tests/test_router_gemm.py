@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -296,10 +295,10 @@ def test_launch_with_tensor_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     maps = TensorMap(), TensorMap()
-    pack_into = struct.Struct("=qq").pack_into
-    launch = _launch.launcher(77, pack_into, 2, 0, (5, 1, 1), 128, 0, overlap=False, cluster=1)
+    launch = _launch.launcher(77, _launch.Arguments(2, "qq"), 0, (5, 1, 1), 128, 0, overlap=False, cluster=1)
     launch(*maps, -3, 4)
-    launch(*reversed(maps), 5, 6)
+    ended = _launch.launcher(77, _launch.Arguments(2, "qq", (6,)), 0, (5, 1, 1), 128, 0, overlap=False, cluster=1)
+    ended(*reversed(maps), 5)
     first, second = (m.address for m in maps)
     assert seen == [(77, first, second, -3, 4, 5), (77, second, first, 5, 6, 5)]
 
