@@ -9,8 +9,8 @@ namespace rtk {
 inline constexpr int kCodesAhead = 4 << 20;
 
 // The scale of an element is scale[(row >> row_shift) * scale_row + (column >> 7) * scale_column]; strides of 0 make it
-// one per tensor, or per row. DENSE: one row, of which every block has one whole run of fewer than 2^31 blocks; then nothing
-// has to be found out before the first load.
+// one per tensor, or per row. DENSE: one row, of which every block has one whole run; then nothing has to be found out
+// before the first load.
 template <typename T, typename F8, int VEC, bool DENSE>
 __global__ void __launch_bounds__(256, 4)
     dequantize_fp8(const F8* q, const float* scale, T* y, i64 rows, i64 cols, i64 q_stride, i64 threads_per_row,

@@ -116,10 +116,10 @@ EXPERTS_STREAM = Kernel(
 BACK = Kernel(
     "quant/dequantize_fp8.cu",
     "dequantize_fp8",
-    template="T F8 VEC",
+    template="T F8 VEC DENSE",
     args="q:ptr scale:ptr y:ptr rows:i64 cols:i64 q_stride:i64 threads_per_row:i64 runs_per_row:i64 row_shift:i64 "
     "scale_row:i64 scale_column:i64",
-    variants=_WIDE_AND_NARROW,
+    variants=[(*v, dense) for v in _WIDE_AND_NARROW for dense in (False, True) if v[-1] > 1 or not dense],
     max_registers=64,
 )
 BACK_T = Kernel(

@@ -429,10 +429,9 @@ def _plan_dequantize(
         "block": (7, groups, 1),
     }[granularity]
     cut = m.runs(2, threads=128)
-    whole = m.rows == 1 and m.vec > 1 and cut.grid * cut.block * 2 * m.vec == m.cols
-    per_row = 0 if whole else cut.runs_per_row
-    ending = (m.rows, m.cols, m.stride, cut.threads_per_row, per_row, shift, scale_row, scale_column)
-    return _DequantizePlan(BACK.bind((t, f, m.vec), m.device, cut.grid, cut.block, ending=ending), *memory)
+    dense = m.rows == 1 and m.vec > 1 and cut.grid * cut.block * 2 * m.vec == m.cols
+    ending = (m.rows, m.cols, m.stride, cut.threads_per_row, cut.runs_per_row, shift, scale_row, scale_column)
+    return _DequantizePlan(BACK.bind((t, f, m.vec, dense), m.device, cut.grid, cut.block, ending=ending), *memory)
 
 
 QUANTIZE_PLANS = Plans(_plan_quantize)
