@@ -2,6 +2,7 @@
 // h = x, or the rounded sum x + residual, which is then an output too. fp32 arithmetic, one rounding at each store.
 //
 // Rows are worked on by groups of threads (RowGroup). Inputs have any row stride; outputs are dense.
+#include "common/ahead.cuh"
 #include "common/block_sums.cuh"
 #include "common/reduce.cuh"
 #include "common/row_ring.cuh"
@@ -37,6 +38,7 @@ __global__ void __launch_bounds__(512, 1)
             if (weight != nullptr) gains[c] = load_keep_raw<W, VEC>(weight + column + c * pitch);
         }
     }
+    if (!RESIDUAL && group.thread == 0) ask_ahead(x, row, rows, cols, x_stride);
     float square = 0.0f;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {

@@ -1,12 +1,9 @@
 // Back from fp8: q * scale in fp32, rounded once to the output type. Outputs are dense.
-#include "ptx/prefetch.cuh"
+#include "common/ahead.cuh"
 #include "quant/fp8_transposed.cuh"
 #include "quant/runs.cuh"
 
 namespace rtk {
-
-// How far ahead dense codes are asked for: about what all blocks that run at once have read.
-inline constexpr int kCodesAhead = 4 << 20;
 
 // The scale of an element is scale[(row >> row_shift) * scale_row + (column >> 7) * scale_column]; strides of 0 make it
 // one per tensor, or per row. DENSE: one row, of which every block has one whole run; then nothing has to be found out
@@ -28,8 +25,8 @@ __global__ void __launch_bounds__(256, 4)
             load_keep<float, 1>(scale + ((first + i * pitch) >> 7) * scale_column, one);
             factor[i] = one[0];
         }
-        if (threadIdx.x == 0 && start + kCodesAhead + 2 * pitch <= cols) {
-            const u64 ahead = reinterpret_cast<u64>(q + start + kCodesAhead);
+        if (threadIdx.x == 0 && start + kBytesAhead + 2 * pitch <= cols && cols > kBytesEnough) {
+            const u64 ahead = reinterpret_cast<u64>(q + start + kBytesAhead);
             ptx::prefetch_l2_bulk(reinterpret_cast<const void*>(ahead & ~u64{15}), 2 * pitch);
         }
 #pragma unroll

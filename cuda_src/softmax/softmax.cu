@@ -5,7 +5,7 @@
 //
 // Rows are worked on by groups of threads (RowGroup). x and y have any row stride and may be the same memory: a thread
 // has read each piece for the last time before it overwrites it, and no other thread reads it.
-#include "ptx/prefetch.cuh"
+#include "common/ahead.cuh"
 #include "softmax/rows.cuh"
 
 namespace rtk {
@@ -37,11 +37,11 @@ RTK_DEVICE void prepare_scores(Raw<sizeof(T) * N>& raw, u32 flip, int valid) {
 // Forward for rows that fit in shared memory: thread i of a RowGroup owns the 16-byte pieces i, i + threads, ... (CHUNKS
 // of them) of its row, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block. A row needs only one
 // reduction, of maximum and sum together; a thread's pieces are then read again for the result, from slots of its own,
-// CHUNKS * blockDim.x * 16 bytes in all: that leaves registers for more blocks. Rows are asked for `ahead` rows early.
+// CHUNKS * blockDim.x * 16 bytes in all: that leaves registers for more blocks.
 template <typename T, int CHUNKS, bool LOG>
 __global__ void __launch_bounds__(CHUNKS > 4 ? 1024 : 256, CHUNKS > 4 ? 1 : 5)
     softmax_fwd(const T* x, T* y, const void* lengths, i64 rows, i64 cols, i64 x_stride, i64 y_stride, i64 wide,
-                i64 ahead, i64 threads_per_row, double scale) {
+                i64 threads_per_row, double scale) {
     constexpr int VEC = 16 / sizeof(T);
     constexpr int kStep = CHUNKS % 2 == 0 ? 2 : CHUNKS;  // pieces that are rescaled together
     extern __shared__ __align__(16) u8 memory[];
@@ -62,8 +62,7 @@ __global__ void __launch_bounds__(CHUNKS > 4 ? 1024 : 256, CHUNKS > 4 ? 1 : 5)
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)
         if (c * pitch < valid) raw[c] = load_raw<T, VEC>(x + c * pitch);
-    if (group.thread == 0 && row + ahead < rows)
-        ptx::prefetch_l2_bulk(x + ahead * x_stride, static_cast<u32>(cols * sizeof(T)));
+    if (group.thread == 0) ask_ahead(x, row, rows, cols, x_stride);
     if (exponent.flip != 0 || (CHUNKS - 1) * pitch + VEC > valid) {
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) prepare_scores<T, VEC>(raw[c], exponent.flip, valid - c * pitch);

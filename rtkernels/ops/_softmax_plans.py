@@ -26,17 +26,15 @@ LARGEST_SCALE = torch.finfo(torch.float32).max
 _FWD_PIECES = {1: 32, 4: 256, 3: 256, 8: 1024}
 _BWD_PIECES = {1: 32, 2: 512, 4: 1024}
 _BWD_FILLED = 512  # threads of a block that a row just fills with one piece each; most instructions are spared then
-_AHEAD = 4 << 20  # bytes between a row of forward and the one it asks for early: about what runs at once
 
 
-def _kernels(unit: str, entry: str, template: str, args: str, held: list[tuple], more: str) -> tuple[Kernel, Kernel]:
-    """Return the kernels for rows that a block holds, with variants `held` and arguments `more`, and for other rows."""
-    end = "threads_per_row:i64 scale:f64"
+def _kernels(unit: str, entry: str, template: str, args: str, held: list[tuple]) -> tuple[Kernel, Kernel]:
+    """Return the kernels for rows that a block holds, with the variants `held`, and for all other rows."""
+    args += " threads_per_row:i64 scale:f64"
     other = [(t, vec) for t in _WIDTH for vec in (1, _WIDTH[t])]
-    long = f"{args} {end} log:i64"
     return (
-        Kernel(unit, entry, template=template, args=f"{args} {more} {end}", variants=held, max_registers=64),
-        Kernel(unit, f"{entry}_long", template="T VEC", args=long, variants=other, max_registers=64),
+        Kernel(unit, entry, template=template, args=args, variants=held, max_registers=64),
+        Kernel(unit, f"{entry}_long", template="T VEC", args=f"{args} log:i64", variants=other, max_registers=64),
     )
 
 
@@ -46,7 +44,6 @@ _FWD = _kernels(
     "T CHUNKS LOG",
     "x:ptr y:ptr lengths:ptr rows:i64 cols:i64 x_stride:i64 y_stride:i64 wide:i64",
     list(product(_WIDTH, _FWD_PIECES, (False, True))),
-    "ahead:i64",
 )
 _BWD = _kernels(
     "softmax/softmax_bwd.cu",
@@ -54,7 +51,6 @@ _BWD = _kernels(
     "T CHUNKS LOG FILLED",
     "dy:ptr y:ptr dx:ptr lengths:ptr rows:i64 cols:i64 dy_stride:i64 y_stride:i64 wide:i64",
     list(product(_WIDTH, _BWD_PIECES, (False, True), (False, True))),
-    "",
 )
 
 
@@ -113,8 +109,7 @@ def _bind(forward: bool, t: str, rows: int, cols: int, device: int, full: bool, 
             return held.bind((t, pieces, log, filled), device, grid, block), (threads,), ()
         shared = pieces * block * 16
         if shared <= device_info(device).shared_per_block - 1024:
-            ahead = max(1, _AHEAD // (vectors * 16))
-            return held.bind((t, pieces, log), device, grid, block, shared), (ahead, threads), ()
+            return held.bind((t, pieces, log), device, grid, block, shared), (threads,), ()
     vec = _WIDTH[t] if full else 1
     threads = group_threads(-(-cols // vec), 1024)
     block = block_of(threads)
