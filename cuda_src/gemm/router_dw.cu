@@ -3,6 +3,8 @@
 // cores. x [tokens, depth] is used as it is. For fp16 dy is scaled by powers of two, by the largest magnitude of each
 // expert (`largest`, fp32 [experts]).
 //
+// Two bf16 terms and short splits are router_dw_turns.cu's.
+//
 // A block makes a 128x128 tile of one split of the tokens; 64 of them per stage. Split s writes at
 // out + s * experts * depth; whoever adds the splits up does it in order. Every `promote` stages the sums of the tensor
 // cores, which drop low bits as they add, go to fp32 registers.
@@ -63,20 +65,19 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
     } else {
         ptx::registers_take<kConsumerRegisters>();
         const i64 expert = e0 + place.warp * 16 + place.lane / 4 * 2;  // and the next one
-        float factor[2] = {1.0f, 1.0f};
+        DyFragment<T, kTerms> fragment(place.warp, place.lane, kTileBytes / 2);
         if (largest != nullptr) {
             ptx::wait_for_previous();  // it comes from there
 #pragma unroll
             for (int r = 0; r < 2; ++r)
-                if (expert + r < experts) factor[r] = fp16_factor(largest[expert + r]);
+                if (expert + r < experts) fragment.factor[r] = fp16_factor(largest[expert + r]);
         }
         float sums[64], part[64];
         set_zero(sums);
         RingPlace<kStages> at;
-        const DyFragment<T, kTerms> fragment(place.warp, place.lane, kTileBytes / 2);
         // 32 tokens at a time, in two sets of registers: one is made while the tensor cores read the other.
         u32 left[2][kTerms][kHalfSteps][4];
-        auto convert = [&](int half, const u8* stage) { fragment.terms(stage, 32 * half, factor, left[half]); };
+        auto convert = [&](int half, const u8* stage) { fragment.terms(stage, 32 * half, left[half]); };
         auto multiply = [&](int half, u64 b, bool fresh) {
             ptx::wgmma_fence();
 #pragma unroll
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             if (expert + r >= experts) continue;
-            const float back = is_same<T, fp16>::value ? 1.0f / factor[r] : 1.0f;
+            const float back = is_same<T, fp16>::value ? 1.0f / fragment.factor[r] : 1.0f;
             const i64 column = k0 + place.column;
             float* to = out + (blockIdx.y * experts + expert + r) * depth + column;
 #pragma unroll

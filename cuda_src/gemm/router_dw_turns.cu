@@ -1,6 +1,6 @@
-// Gradient of the router's weight as in router_dw.cu, for splits short enough that sums can stay in the tensor cores: there is
-// room then for products of 256 columns, with half the conversions of dy, which otherwise compete with tensor cores
-// and copies for shared memory.
+// Gradient of the router's weight as in router_dw.cu, for splits so short that sums may stay in the tensor cores. There are
+// registers then for products of 256 columns, which want half the conversions of dy; with 128, conversions, copies and
+// tensor cores together ask for more than shared memory gives.
 //
 // A block makes a tile of 64 experts and 256 columns of one split of the tokens. Its two warpgroups take stages of 32 tokens
 // by turns; at the end their sums meet in shared memory, and leave as whole rows.
@@ -9,14 +9,13 @@
 
 namespace rtk {
 
-template <typename T, int kTerms, int kProducers = 1>
+template <typename T, int kTerms>
 __global__ void __launch_bounds__(kRouterThreads, 1)
     router_dw_turns(const __grid_constant__ ptx::TensorMap dy, const __grid_constant__ ptx::TensorMap x, float* out,
                     i64 tokens, i64 experts, i64 depth, i64 stages_per_split) {
-    constexpr int kStages = 8, kTokens = 32, kSteps = kTokens / 16, kExperts = 64, kColumns = 256, kGroup = 128;
+    constexpr int kStages = 8, kTokens = 32, kSteps = kTokens / 16, kExperts = 64, kColumns = 256;
     constexpr u32 kBoxBytes = kTokens * kTileRow;
-    constexpr u32 kDyBytes = kExperts / 32 * kBoxBytes, kXBytes = kColumns / 64 * kBoxBytes;
-    constexpr u32 kStageBytes = kDyBytes + kXBytes;
+    constexpr u32 kDyBytes = kExperts / 32 * kBoxBytes, kStageBytes = kDyBytes + kColumns / 64 * kBoxBytes;
     constexpr u32 kSumsRow = kColumns * 4 + 16;  // so that 8 rows are in different banks
     extern __shared__ u8 memory[];
     const ptx::SharedAddress base = ptx::aligned_up<1024>(ptx::shared_address(memory));
@@ -33,33 +32,27 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
     if (threadIdx.x == 0) {
         ptx::tma_prefetch_map(dy);
         ptx::tma_prefetch_map(x);
-        ring.init(kConsumerWarps / 2, kProducers);
+        ring.init(kConsumerWarps / 2);
         ptx::mbarrier_fence_init();
     }
     __syncthreads();
 
     if (place.warp >= kConsumerWarps) {
         ptx::registers_give<kProducerRegisters>();
-        const int producer = place.warp - kConsumerWarps;
-        if (producer < kProducers && place.lane == 0) {
-            const bool fetches_dy = producer == 0, fetches_x = producer == kProducers - 1;
+        if (threadIdx.x == kConsumerWarps * kWarp) {
             RingPlace<kStages> at{0, 1};
             for (int i = 0; i < count; ++i) {
                 const i32 token = (first + i) * kTokens;
                 const ptx::SharedAddress stage = base + at.stage * kStageBytes, full = ring.full(at.stage);
                 ptx::mbarrier_wait(ring.empty(at.stage), at.phase);
-                ptx::mbarrier_arrive_expect(full, fetches_dy * kDyBytes + fetches_x * kXBytes);
-                if (fetches_x) {
+                ptx::mbarrier_arrive_expect(full, kStageBytes);
 #pragma unroll
-                    for (int part = 0; part < kColumns / 64; ++part)
-                        ptx::tma_load_2d(stage + kDyBytes + part * kBoxBytes, x, full, static_cast<i32>(k0) + 64 * part,
-                                         token);
-                }
-                if (fetches_dy) {
+                for (int part = 0; part < kColumns / 64; ++part)
+                    ptx::tma_load_2d(stage + kDyBytes + part * kBoxBytes, x, full, static_cast<i32>(k0) + 64 * part,
+                                     token);
 #pragma unroll
-                    for (int part = 0; part < kExperts / 32; ++part)
-                        ptx::tma_load_2d(stage + part * kBoxBytes, dy, full, static_cast<i32>(e0) + 32 * part, token);
-                }
+                for (int part = 0; part < kExperts / 32; ++part)
+                    ptx::tma_load_2d(stage + part * kBoxBytes, dy, full, static_cast<i32>(e0) + 32 * part, token);
                 at.next();
             }
         }
@@ -68,7 +61,6 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
     ptx::registers_take<kConsumerRegisters>();
     const int group = place.warp / 4, warp = place.warp % 4;
     const DyFragment<T, kTerms> fragment(warp, place.lane, kBoxBytes);
-    const float factor[2] = {1.0f, 1.0f};
     float sums[kColumns / 2];
 #pragma unroll
     for (float& sum : sums) sum = 0.0f;
@@ -77,7 +69,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
     u32 phase = 0;
     auto multiply = [&](u32(&terms)[kTerms][kSteps][4]) {
         ptx::mbarrier_wait(ring.full(stage), phase);
-        fragment.terms(stages + stage * kStageBytes, 0, factor, terms);
+        fragment.terms(stages + stage * kStageBytes, 0, terms);
         const u64 b = ptx::matrix_descriptor(base + stage * kStageBytes + kDyBytes, kBoxBytes);
         ptx::wgmma_fence();
 #pragma unroll
@@ -98,7 +90,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
     }
     ptx::wgmma_wait<0>();
 
-    ptx::named_barrier_sync(1, 2 * kGroup);  // nobody reads stages any more
+    ptx::named_barrier_sync(1, kConsumerWarps * kWarp);  // nobody reads stages any more
     u8* own = stages + (group * kExperts + warp * 16 + place.lane / 4 * 2) * kSumsRow + place.column * 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r)
@@ -106,7 +98,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
         for (int j = 0; j < kColumns / 8; ++j)
             *reinterpret_cast<float2*>(own + r * kSumsRow + 32 * j) =
                 make_float2(sums[4 * j + 2 * r], sums[4 * j + 2 * r + 1]);
-    ptx::named_barrier_sync(1, 2 * kGroup);
+    ptx::named_barrier_sync(1, kConsumerWarps * kWarp);
     ptx::wait_for_previous();  // so that this kernel's end means the end of all before it
     float* to = out + (blockIdx.y * experts + e0) * depth + k0;
     if (e0 + kExperts <= experts && k0 + kColumns <= depth && depth % 4 == 0) {
@@ -115,7 +107,8 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
         float values[kRows * kPieces][4];
 #pragma unroll
         for (int i = 0; i < kRows * kPieces; ++i) {
-            const u8* from = stages + (place.warp + i / kPieces * kConsumerWarps) * kSumsRow + (i % kPieces * kWarp + place.lane) * 16;
+            const int row = place.warp + i / kPieces * kConsumerWarps, piece = i % kPieces * kWarp + place.lane;
+            const u8* from = stages + row * kSumsRow + piece * 16;
             const float4 a = *reinterpret_cast<const float4*>(from);
             const float4 b = *reinterpret_cast<const float4*>(from + kExperts * kSumsRow);
             values[i][0] = a.x + b.x, values[i][1] = a.y + b.y, values[i][2] = a.z + b.z, values[i][3] = a.w + b.w;

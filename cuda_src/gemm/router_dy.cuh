@@ -10,7 +10,8 @@ namespace rtk {
 template <typename T, int kTerms>
 struct DyFragment {
     int t, piece;
-    u32 offset;  // of this lane's column in a stage
+    u32 offset;                      // of this lane's column in a stage
+    float factor[2] = {1.0f, 1.0f};  // by which fp16 experts are multiplied
 
     RTK_DEVICE DyFragment(int warp, int lane, u32 box_bytes) {
         const int g = lane / 4;
@@ -19,9 +20,9 @@ struct DyFragment {
         offset = warp / 2 * box_bytes + g % 2 * 8;
     }
 
-    // 16 kSteps tokens of a stage, from `token` on. For fp16 the two experts are multiplied by `factor`.
+    // 16 kSteps tokens of a stage, from `token` on.
     template <int kSteps>
-    RTK_DEVICE void terms(const u8* stage, int token, const float (&factor)[2], u32 (&left)[kTerms][kSteps][4]) const {
+    RTK_DEVICE void terms(const u8* stage, int token, u32 (&left)[kTerms][kSteps][4]) const {
         const u8* own = stage + offset + (token + 2 * t) * kTileRow;
 #pragma unroll
         for (int k = 0; k < kSteps; ++k)

@@ -40,9 +40,9 @@ struct RingBarriers {
 
     RTK_DEVICE ptx::SharedAddress full(int stage) const { return base + 8 * stage; }
     RTK_DEVICE ptx::SharedAddress empty(int stage) const { return base + 8 * (kStages + stage); }
-    RTK_DEVICE void init(u32 consumer_warps, u32 producers = 1) const {
+    RTK_DEVICE void init(u32 consumer_warps) const {
         for (int s = 0; s < kStages; ++s) {
-            ptx::mbarrier_init(full(s), producers);
+            ptx::mbarrier_init(full(s), 1);
             ptx::mbarrier_init(empty(s), consumer_warps);
         }
     }

@@ -24,6 +24,7 @@ _LEAST_BLOCKS = 4  # of DEPTH per split: fewer cost more to add up than they sav
 # Of router_dw_turns: its tile and stage, and how many tokens of a split leave "high" its precision with sums that stay in
 # the tensor cores of two warpgroups.
 _TURNS_EXPERTS, _TURNS_COLUMNS, _TURNS_STAGE, _TURNS_TOKENS = 64, 256, 32, 2048
+_TURNS_SPLITS = 0
 _TURNS_SHARED = 8 * _TURNS_STAGE * (4 * _TURNS_EXPERTS + 2 * _TURNS_COLUMNS) + _SLACK
 
 _MMA_SHARED = 3 * 2 * _TILE_BYTES
@@ -178,6 +179,10 @@ def _plan_dw(device: int, token: str, count: int, tokens: int, experts: int, dep
     if (token, count) == ("bf16", 2):
         tiles = _up(experts, _TURNS_EXPERTS) * _up(depth, _TURNS_COLUMNS)
         splits, each = _splits(device, tiles, tokens)
+        if each * DEPTH > _TURNS_TOKENS and _up(tokens, _TURNS_TOKENS) <= _TURNS_SPLITS:
+            each = _TURNS_TOKENS // DEPTH
+            splits = _up(tokens, _TURNS_TOKENS)
+            each = _up(_up(tokens, DEPTH), splits)
         if each * DEPTH <= _TURNS_TOKENS:
             launch = DW_TURNS.bind((token, count), device, (tiles, splits), _THREADS, _TURNS_SHARED, overlap=after_other)
             return DwPlan(launch, splits, each * DEPTH // _TURNS_STAGE, _TURNS_STAGE, True)
