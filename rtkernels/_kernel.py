@@ -116,6 +116,7 @@ class Kernel:
         *,
         overlap: bool = False,
         cluster: int = 1,
+        resident: bool = False,
     ) -> Launch:
         """Return a function that launches a variant on a device, compiling and loading it if needed.
 
@@ -128,6 +129,7 @@ class Kernel:
             overlap: The kernel may start before the previous one of its stream has ended. It must call
                 ``ptx::wait_for_previous`` before it reads that one's results. Ignored below sm_90.
             cluster: Blocks in x that run at the same time and reach each other's shared memory; divides the grid.
+            resident: All blocks run at the same time, as those must that wait for each other; or the launch fails.
         """
         dims = (grid,) if isinstance(grid, int) else tuple(grid)
         dims += (1,) * (3 - len(dims))
@@ -138,8 +140,9 @@ class Kernel:
         function = self._functions.get((variant, device)) or self._load(variant, device)
         overlap = overlap and "pdl" in device_info(device).target.features
         return _launch.launcher(
-            function, self._pack_into, self._maps, device, dims, block, shared, overlap=overlap, cluster=cluster
-        )
+            function, self._pack_into, self._maps, device, dims, block, shared, overlap=overlap, cluster=cluster,
+            resident=resident,
+        )  # fmt: skip
 
     def _load(self, variant: Variant, device: int) -> int:
         with self._lock:
