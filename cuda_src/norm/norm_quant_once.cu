@@ -7,16 +7,16 @@
 // While the two groups quantise, two warps add up the squares of pairs that have come, one adds up those of all blocks for
 // some rows of a strip and makes their 1/rms (norm/norm_quant_once.cuh), and one collects 1/rms of all rows of a strip.
 //
-// Blocks wait for each other, so all of them must be resident: the launch is cooperative. They take pairs in one order, and
-// a pair can wait for the end of those two rounds before it alone; the strip of the oldest pair therefore comes to its end.
+// Blocks wait for each other, so all of them must be resident: the launch is cooperative. A pair's place is taken by one of
+// its block at least three rounds before, of an earlier strip if strips are no wider than two rounds; so all pairs of the
+// first strip that is not complete get their place.
 #include "norm/norm_quant_once.cuh"
 #include "norm/norm_quant_ring_codes.cuh"
 #include "ptx/registers.cuh"
 
 namespace rtk {
 
-// Tiles are asked for one when another one has come, at first: few bytes on their way, so that all blocks have their first
-// pair soon.
+// The first tiles are asked for when others have come, so that all blocks have their first pair soon.
 inline constexpr int kFirstTiles = 7, kOnTheirWay = 2;
 
 // One warp: asks for tiles when their slots are free, and shares out 1/rms when sums are there, without waiting for either.

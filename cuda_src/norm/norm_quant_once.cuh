@@ -15,7 +15,7 @@
 namespace rtk {
 
 inline constexpr int kAdders = 2;  // warps that add up squares
-inline constexpr int kAhead = 4;   // pairs that they may be ahead of the others, and more: slots are fewer
+inline constexpr int kAhead = 4;   // pairs that a block has at once, in slots and registers
 
 struct OnceShared : RingShared<6, 1> {
     u64 published[kAhead];   // the pair's sums have been written

@@ -1,6 +1,6 @@
 // How the blocks of norm/norm_quant_ring.cu and norm/norm_quant_once.cu quantise the tiles of their ring: two groups of 256
-// threads, a tile each at a time. A tile's place is free for the next one as soon as the group has it in registers, which
-// may be before its 1/rms is known; transposed codes leave through shared memory by the copy engine while the next tile is
+// threads, a tile each at a time. A tile's place is free for the next one as soon as the group has it in registers, with
+// ROWS before its 1/rms is known; transposed codes leave through shared memory by the copy engine while the next tile is
 // worked on.
 #pragma once
 #include "common/fp8_scale.cuh"
@@ -87,13 +87,15 @@ RTK_DEVICE void quantize_tiles(Shared& shared, const ptx::TensorMap& q_t, float*
 
         float v[8][8];
         {
+            const ptx::SharedAddress ready = ptx::shared_address(&shared.ready[turn.slot]);
+            if (!ROWS) ptx::mbarrier_wait(ready, turn.phase);  // 1 % slower the other way round
             Raw<16> raw[8];
             const ptx::SharedAddress own = ptx::shared_address(shared.x[turn.slot][thread.part / 8]) + thread.row * 128;
 #pragma unroll
             for (int r = 0; r < 8; ++r) raw[r] = ptx::ld_shared_16(own + r * 128 + ((thread.part % 8 ^ r) << 4));
             __syncwarp();
             if (thread.lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[turn.slot]));
-            ptx::mbarrier_wait(ptx::shared_address(&shared.ready[turn.slot]), turn.phase);
+            if (ROWS) ptx::mbarrier_wait(ready, turn.phase);
             float gain[8], by[8];
             const float *rstd = &shared.rstd[turn.slot][thread.row], *gains = &shared.gain[turn.slot][thread.column];
             load_shared_8(rstd, rstd + 4, by);

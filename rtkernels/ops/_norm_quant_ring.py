@@ -19,6 +19,7 @@ def _shared(slots: int, staged: int, more: int = 0) -> int:
 
 # Of x: what it was measured for. A smaller one is a few tiles per multiprocessor, not worth blocks that stay.
 _LEAST_BYTES = 24 << 20
+_MOST_WIDE = 128  # pairs of tiles in a strip
 _MOST_WORDS = 4 << 20  # of 8 bytes, for sums of squares on their way from block to block, which stay allocated
 
 RING = Kernel(
@@ -56,9 +57,10 @@ def serves(t: str, device: int, rows: int, cols: int, x_stride: int) -> bool:
 
 def serves_once(t: str, device: int, rows: int, cols: int, x_stride: int) -> bool:
     """Return True if the kernel that makes 1/rms as well serves x, whose rows are of whole 16 bytes."""
-    words = rows * -(-cols // (_GROUPS * _SIDE))
-    fits = device >= 0 and 2 * _SIDE < cols <= 1 << 15 and words <= _MOST_WORDS
-    return fits and serves(t, device, rows, cols, x_stride)
+    wide = -(-cols // (_GROUPS * _SIDE))
+    if device < 0 or wide == 1 or wide > min(_MOST_WIDE, device_info(device).sm_count) or rows * wide > _MOST_WORDS:
+        return False
+    return serves(t, device, rows, cols, x_stride)
 
 
 def _maps(x: int, q_t: int, t: str, rows: int, cols: int, x_stride: int) -> tuple:
