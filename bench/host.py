@@ -24,52 +24,42 @@ ROWS, COLS = 64, 1024
 Case = Callable[[], Any]
 
 
-def _public_calls(rtk: Any, device: str) -> dict[str, tuple[Callable[..., Any], list[Any], bool]]:
-    """Small call of each public op: name -> (function of its tensors, tensors, differentiable)."""
+def _public_calls(rtk: Any, device: str) -> dict[str, tuple[Callable[..., Case], list[Any], bool]]:
+    """Small call of each public op: name -> (function of tensors that gives a call, tensors, differentiable).
+
+    The call is made without another one around it, as that of ``x * 2`` is.
+    """
     import torch
 
     def rand(*shape: int) -> Any:
         return torch.randn(*shape, device=device, dtype=torch.bfloat16)
 
-    table: dict[str, tuple[Callable[..., Any], list[Any], bool]] = {
-        "rms_norm": (lambda x, w: rtk.rms_norm(x, w, eps=1e-6), [rand(ROWS, COLS), rand(COLS)], True),
-        "glu": (lambda x: rtk.glu(x), [rand(ROWS, 2 * COLS)], True),
-        "layer_norm": (lambda x, w, b: rtk.layer_norm(x, w, b), [rand(ROWS, COLS), rand(COLS), rand(COLS)], True),
-        "softmax": (lambda x: rtk.softmax(x), [rand(ROWS, COLS)], True),
-        "quantize_fp8": (lambda x: rtk.quantize_fp8(x), [rand(ROWS, COLS)], False),
-        "quantize_fp8_row": (lambda x: rtk.quantize_fp8(x, granularity="row"), [rand(ROWS, COLS)], False),
+    x, w = rand(ROWS, COLS), rand(COLS)
+    one = torch.ones((), device=device)
+    return {
+        "rms_norm": (lambda x, w: lambda: rtk.rms_norm(x, w, eps=1e-6), [x, w], True),
+        "glu": (lambda x: lambda: rtk.glu(x), [rand(ROWS, 2 * COLS)], True),
+        "layer_norm": (lambda x, w, b: lambda: rtk.layer_norm(x, w, b), [x, w, rand(COLS)], True),
+        "softmax": (lambda x: lambda: rtk.softmax(x), [x], True),
+        "quantize_fp8": (lambda x: lambda: rtk.quantize_fp8(x), [x], False),
+        "quantize_fp8_static": (lambda x, s: lambda: rtk.quantize_fp8(x, s), [x, one], False),
+        "quantize_fp8_row": (lambda x: lambda: rtk.quantize_fp8(x, granularity="row"), [x], False),
+        "quantize_fp8_group": (lambda x: lambda: rtk.quantize_fp8(x, granularity="group"), [x], False),
+        "dequantize_fp8": (lambda q, s: lambda: rtk.dequantize_fp8(q, s), [x.to(torch.float8_e4m3fn), one], False),
     }
-    try:
-        quantised = rtk.quantize_fp8(rand(ROWS, COLS))
-        parts = list(quantised) if isinstance(quantised, (tuple, list)) else [quantised]
-        table["dequantize_fp8"] = (lambda *q: rtk.dequantize_fp8(*q), parts, False)
-    except Exception as error:
-        message = str(error)
-
-        def broken() -> None:
-            raise RuntimeError(f"no quantised input for dequantize_fp8: {message}")
-
-        table["dequantize_fp8"] = (broken, [], False)
-    return table
 
 
-def _modes(function: Callable[..., Any], args: list[Any], differentiable: bool) -> dict[str, Case]:
+def _modes(call: Callable[..., Case], args: list[Any], differentiable: bool) -> dict[str, Case]:
     """The ways a call is made: without grad, in inference mode, with grad, forward and backward."""
     import torch
 
-    def no_grad() -> Any:
-        return function(*args)
-
-    cases: dict[str, Case] = {"no_grad": no_grad, "inference": no_grad}
+    cases: dict[str, Case] = {"no_grad": call(*args), "inference": call(*args)}
     if differentiable:
         leaves = [a.clone().requires_grad_() for a in args]
-        gradient = torch.randn_like(function(*args))
-
-        def forward() -> Any:
-            return function(*leaves)
+        gradient, forward = torch.randn_like(call(*args)()), call(*leaves)
 
         def forward_backward() -> Any:
-            return torch.autograd.grad(function(*leaves), leaves, gradient)
+            return torch.autograd.grad(forward(), leaves, gradient)
 
         cases |= {"grad": forward, "grad_backward": forward_backward}
     return cases
@@ -88,12 +78,12 @@ def cases(device: str = "cuda") -> dict[str, Case | str]:
         "torch x*2": lambda: x * 2,
         "torch F.rms_norm": lambda: F.rms_norm(x, (COLS,), w, 1e-6),
     }
-    for mode, case in _modes(lambda x, w: F.rms_norm(x, (COLS,), w, 1e-6), [x, w], True).items():
+    for mode, case in _modes(lambda x, w: lambda: F.rms_norm(x, (COLS,), w, 1e-6), [x, w], True).items():
         if mode.startswith("grad"):
             found[f"torch F.rms_norm {mode}"] = case
-    for name, (function, args, differentiable) in _public_calls(rtk, device).items():
+    for name, (call, args, differentiable) in _public_calls(rtk, device).items():
         try:
-            for mode, case in _modes(function, args, differentiable).items():
+            for mode, case in _modes(call, args, differentiable).items():
                 case()
                 found[f"{name} {mode}"] = case
         except Exception as error:

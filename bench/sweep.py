@@ -30,45 +30,64 @@ class Point(NamedTuple):
     make: Callable[[], Callable[[], Any]]
 
 
+def _data(*shape: int, device: str) -> torch.Tensor:
+    return torch.randn(*shape, device=device, dtype=torch.bfloat16)
+
+
+def _call(function: Callable[..., Any], *args: Any, **options: Any) -> Callable[[], Any]:
+    return lambda: function(*args, **options)
+
+
 def _norms(rows: int, cols: int, device: str) -> Iterator[Point]:
+    from rtkernels.ops import group_rms_norm_gate as gates
     from rtkernels.ops import layer_norm as layers
     from rtkernels.ops import rms_norm as rms
 
-    def data(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=device, dtype=torch.bfloat16)
+    def x() -> torch.Tensor:
+        return _data(rows, cols, device=device)
 
-    def call(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-        return lambda: function(*args)
+    def w() -> torch.Tensor:
+        return _data(cols, device=device)
+
+    def gated(op: Callable[..., Any], *more: Any) -> Callable[[], Any]:
+        tensors = [x().view(1, rows, cols) for _ in range(2 + len(more))]
+        return _call(op, *tensors, w(), 4, 1e-6, "same", *more)
 
     n = 2 * rows * cols
-    yield Point("rms_norm_fwd", rows, cols, 2 * n, lambda: call(rms.FORWARD, data(rows, cols), data(cols), 1e-6, 0.0))
+    yield Point("rms_norm_fwd", rows, cols, 2 * n, lambda: _call(rms.FORWARD, x(), w(), 1e-6, 0.0))
+    yield Point("rms_norm_bwd", rows, cols, 3 * n, lambda: _call(rms.BACKWARD, x(), x(), w(), None, 1e-6, 0.0, True))
+    yield Point("layer_norm_fwd", rows, cols, 2 * n, lambda: _call(layers.layer_norm, x(), w(), w()))
     yield Point(
-        "rms_norm_bwd", rows, cols, 3 * n,
-        lambda: call(rms.BACKWARD, data(rows, cols), data(rows, cols), data(cols), None, 1e-6, 0.0, True),
+        "layer_norm_bwd", rows, cols, 3 * n,
+        lambda: _call(layers.BACKWARD, x(), x(), w(), w(), None, 1e-5, 0.0, True),
     )  # fmt: skip
-    yield Point(
-        "layer_norm_fwd", rows, cols, 2 * n,
-        lambda: call(layers.layer_norm, data(rows, cols), data(cols), data(cols)),
-    )  # fmt: skip
+    yield Point("gate_fwd", rows, cols, 3 * n, lambda: gated(gates.FORWARD))
+    yield Point("gate_bwd", rows, cols, 5 * n, lambda: gated(gates.BACKWARD, True))
 
 
 def _rows(rows: int, cols: int, device: str) -> Iterator[Point]:
     import rtkernels as rtk
+    from rtkernels.ops import glu, softmax
 
-    def data(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=device, dtype=torch.bfloat16)
+    def x(times: int = 1) -> torch.Tensor:
+        return _data(rows, times * cols, device=device)
 
-    def call(function: Callable[..., Any], *args: Any, **options: Any) -> Callable[[], Any]:
-        return lambda: function(*args, **options)
-
-    n = 2 * rows * cols
+    n, scales = 2 * rows * cols, rows * cols // 32
     yield from _norms(rows, cols, device)
-    yield Point("softmax_fwd", rows, cols, 2 * n, lambda: call(rtk.softmax, data(rows, cols)))
-    yield Point("glu_fwd", rows, cols, 3 * n, lambda: call(rtk.glu, data(rows, 2 * cols)))
-    yield Point(
-        "quantize_fp8_group", rows, cols, n + n // 2 + rows * cols // 32,
-        lambda: call(rtk.quantize_fp8, data(rows, cols), granularity="group"),
-    )  # fmt: skip
+    yield Point("softmax_fwd", rows, cols, 2 * n, lambda: _call(rtk.softmax, x()))
+    yield Point("softmax_bwd", rows, cols, 3 * n, lambda: _call(softmax.BACKWARD, x(), x(), None, 1.0, False))
+    yield Point("glu_fwd", rows, cols, 3 * n, lambda: _call(rtk.glu, x(2)))
+    yield Point("glu_bwd", rows, cols, 5 * n, lambda: _call(glu.BACKWARD, x(), x(2), None, None, "silu", False))
+    group = {"granularity": "group"}
+    yield Point("quantize_fp8_group", rows, cols, n + n // 2 + scales, lambda: _call(rtk.quantize_fp8, x(), **group))
+    both = {**group, "with_transposed": True}
+    yield Point("quantize_fp8_both", rows, cols, 2 * n + 2 * scales, lambda: _call(rtk.quantize_fp8, x(), **both))
+    for layout, moved in (("row", n + n // 2 + scales), ("both", 2 * n + 2 * scales)):
+        yield Point(
+            f"rms_norm_fp8_{layout}", rows, cols, moved,
+            lambda layout=layout: _call(rtk.rms_norm_fp8, x(), _data(cols, device=device), layout=layout),
+        )  # fmt: skip
+    yield Point("glu_fp8_both", rows, cols, 3 * n + 2 * scales, lambda: _call(rtk.glu_fp8, x(2), layout="both"))
 
 
 def _losses(rows: int, cols: int, device: str) -> Iterator[Point]:

@@ -9,7 +9,7 @@ functorch transform on. The private torch functions used for that are all here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,16 @@ try:
 except ImportError:  # pragma: no cover
     TensorGuards = None
 
+try:
+    from torch.autograd import forward_ad
+
+    forward_ad._current_level  # noqa: B018
+except (ImportError, AttributeError):  # pragma: no cover
+
+    class forward_ad:
+        _current_level = -1
+
+
 TENSOR_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
 
@@ -48,14 +58,13 @@ def never(*tensors: Any) -> bool:
     return False
 
 
-def same_tensors(tensors: Sequence[Tensor | None]) -> Callable[..., bool]:
+def same_tensors(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """Return a function that says whether it is given tensors just like these: one comparison in C++.
 
     It compares type, dtype, sizes, strides, device, ``requires_grad`` and the dispatch keys in effect, which a
-    functorch transform changes. It never matches where an argument is None, or without the private class of torch that
-    it needs.
+    functorch transform changes. Without the private class of torch that it needs it never matches.
     """
-    if TensorGuards is None or any(t is None for t in tensors):
+    if TensorGuards is None:
         return never
     sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
     return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
@@ -68,6 +77,16 @@ def needs_grad(a: Tensor, b: Tensor | None = None, c: Tensor | None = None) -> b
     except AttributeError:
         got = ", ".join(type(tensor).__name__ for tensor in (a, b, c) if not isinstance(tensor, Tensor | None))
         raise ArgumentError(f"got {got} beside a torch.Tensor; expected all array arguments to be tensors") from None
+
+
+def refuse_tangents(op: str, tensors: Iterable[Tensor | None]) -> None:
+    """Raise if forward-mode differentiation is under way through one of these: its derivative would be lost."""
+    for t in tensors:
+        if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
+            raise ArgumentError(
+                f"{op} got a tensor with a tangent (forward-mode AD, torch.func.jvp) and has no derivative for it; use "
+                f"backward, or give the primal (torch.autograd.forward_ad.unpack_dual) if the tangent may be dropped"
+            )
 
 
 def constant(value: float) -> float:

@@ -8,7 +8,6 @@ launches in ``Plans``, keyed by the metadata of their tensors, so a repeated cal
 from __future__ import annotations
 
 import os
-import struct
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -80,8 +79,7 @@ class Kernel:
         self.op = entry  # the owning Op sets its own name
         self._variants = variants
         self._maps = sum(kind == "tmap" for _, kind in self.args)
-        kinds = (_KIND_FORMAT[kind] for _, kind in self.args[self._maps :])
-        self._pack_into = struct.Struct("=" + "".join(kinds)).pack_into
+        self._kinds = "".join(_KIND_FORMAT[kind] for _, kind in self.args[self._maps :])
         self._functions: dict[tuple[Variant, int], int] = {}
         self._alive: list[Any] = []  # CuPy modules, whose functions die with them
         self._lock = threading.Lock()
@@ -117,6 +115,7 @@ class Kernel:
         overlap: bool = False,
         cluster: int = 1,
         resident: bool = False,
+        ending: Sequence[int | float] = (),
     ) -> Launch:
         """Return a function that launches a variant on a device, compiling and loading it if needed.
 
@@ -130,19 +129,21 @@ class Kernel:
                 ``ptx::wait_for_previous`` before it reads that one's results. Ignored below sm_90.
             cluster: Blocks in x that run at the same time and reach each other's shared memory; divides the grid.
             resident: All blocks run at the same time, as those must that wait for each other; or the launch fails.
+            ending: The kernel's last arguments, fixed for all launches, which then take those before them.
         """
         dims = (grid,) if isinstance(grid, int) else tuple(grid)
         dims += (1,) * (3 - len(dims))
         if device < 0:
             from rtkernels import emulator
 
-            return emulator.bind(self, variant, _emulated_number, dims, block, shared, cluster)
+            launch = emulator.bind(self, variant, _emulated_number, dims, block, shared, cluster)
+            return (lambda *args: launch(*args, *ending)) if ending else launch
         function = self._functions.get((variant, device)) or self._load(variant, device)
         overlap = overlap and "pdl" in device_info(device).target.features
+        arguments = _launch.Arguments(self._maps, self._kinds, ending)
         return _launch.launcher(
-            function, self._pack_into, self._maps, device, dims, block, shared, overlap=overlap, cluster=cluster,
-            resident=resident,
-        )  # fmt: skip
+            function, arguments, device, dims, block, shared, overlap=overlap, cluster=cluster, resident=resident
+        )
 
     def _load(self, variant: Variant, device: int) -> int:
         with self._lock:

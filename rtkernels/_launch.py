@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from types import CodeType
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ Launch = Callable[..., None]
 
 _STATIC_SHARED = 1  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_MAX_ARGS = 64
 _INVALID_CONTEXT = 201
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
@@ -28,16 +28,37 @@ _CONFIG = struct.Struct("=7I4xQQI4x")  # CUlaunchConfig: grid, block, shared byt
 _ATTRIBUTE = struct.Struct("=I4x3I52x")  # CUlaunchAttribute: id, value of up to three words
 
 
+class Arguments:
+    """How the arguments of a launch are passed: eight bytes each in a buffer, tensor maps by their addresses.
+
+    Args:
+        maps: How many tensor maps come first.
+        kinds: A letter of ``struct`` for each argument after them.
+        ending: The last arguments, if they are the same in every launch: written once, not each time. `count` others
+            are left, besides tensor maps.
+    """
+
+    def __init__(self, maps: int, kinds: str, ending: Sequence[int | float] = ()) -> None:
+        self.maps, self.count = maps, len(kinds) - len(ending)
+        self.pack_into = struct.Struct("=" + kinds[: self.count]).pack_into
+        self._kinds, self._ending = kinds, ending
+
+    def slot(self) -> _Slot:
+        """Return memory for the arguments of one launch."""
+        slot = _Slot(self.maps, len(self._kinds))
+        struct.pack_into("=" + self._kinds[self.count :], slot.buffer, 8 * self.count, *self._ending)
+        return slot
+
+
 def launcher(
-    function: int, pack_into: Callable, maps: int, device: int, grid: tuple[int, ...], block: int, shared: int, *,
-    overlap: bool, cluster: int, resident: bool,
+    function: int, arguments: Arguments, device: int, grid: tuple[int, ...], block: int, shared: int, *,
+    overlap: bool, cluster: int, resident: bool = False,
 ) -> Launch:  # fmt: skip
     """Return a function of the kernel's arguments that launches it.
 
     Args:
         function: The driver's handle of the kernel.
-        pack_into: ``struct.Struct.pack_into`` for the arguments, eight bytes each, without tensor maps.
-        maps: How many tensor maps come before them.
+        arguments: How they are passed.
         device: CUDA ordinal.
         grid: Blocks in three dimensions.
         block: Threads per block.
@@ -53,9 +74,9 @@ def launcher(
         attributes += _ATTRIBUTE.pack(_CLUSTER_DIMENSION, cluster, 1, 1)
     if resident:
         attributes += _ATTRIBUTE.pack(_COOPERATIVE, 1, 0, 0)
-    if attributes or maps:
-        return _extended_launcher(function, pack_into, maps, device, grid, block, shared, attributes)
-    return _plain_launcher(function, pack_into, device, grid, block, shared)
+    if attributes or arguments.maps:
+        return _extended_launcher(function, arguments, device, grid, block, shared, attributes)
+    return _plain_launcher(function, arguments, device, grid, block, shared)
 
 
 def allow_shared(function: int, limit: int) -> None:
@@ -65,68 +86,84 @@ def allow_shared(function: int, limit: int) -> None:
     driver.funcSetAttribute(function, _MAX_DYNAMIC_SHARED, limit - static)
 
 
-class _ArgumentSlot:
-    """One argument buffer and the array of pointers into it that the driver wants (every argument is 8 bytes).
+class _Slot:
+    """One argument buffer and the array of pointers into it that the driver wants.
 
-    Tensor maps, the first `maps` arguments, are copied by the driver from where they are: their addresses go into the
-    array of pointers itself.
+    Tensor maps are copied by the driver from where they are: their addresses go into the array of pointers itself.
+    The driver copies everything before it returns, but the GIL is released meanwhile: a slot belongs to one call.
     """
 
     __slots__ = ("buffer", "config", "config_address", "pointers", "table")
 
-    def __init__(self, maps: int = 0) -> None:
-        self.buffer = (ctypes.c_uint64 * _MAX_ARGS)()
+    def __init__(self, maps: int, count: int) -> None:
+        self.buffer = (ctypes.c_uint64 * count)()
         base = ctypes.addressof(self.buffer)
-        self.table = (ctypes.c_uint64 * (maps + _MAX_ARGS))(*[0] * maps, *range(base, base + 8 * _MAX_ARGS, 8))
+        self.table = (ctypes.c_uint64 * (maps + count))(*[0] * maps, *range(base, base + 8 * count, 8))
         self.pointers = ctypes.addressof(self.table)
         self.config = (ctypes.c_uint8 * _CONFIG.size)()
         self.config_address = ctypes.addressof(self.config)
 
 
-# The driver copies the arguments before it returns, but the GIL is released meanwhile: a slot belongs to one call.
-_slots: list[_ArgumentSlot] = []
-
-
 def _plain_launcher(
-    function: int, pack_into: Callable, device: int, grid: tuple[int, ...], block: int, shared: int
+    function: int, arguments: Arguments, device: int, grid: tuple[int, ...], block: int, shared: int
 ) -> Launch:
-    # One flat function: every Python call saved here is saved in every op call.
-    grid_x, grid_y, grid_z = grid
-    launch_kernel = _driver().launchKernel
-    error_type = _driver().CUDADriverError
-    current_device = torch._C._cuda_getDevice
-    current_stream = torch._C._cuda_getCurrentRawStream
-    only_device = torch.cuda.device_count() == 1
-    take, give_back = _slots.pop, _slots.append
+    slots: list[_Slot] = []
+    scope = {
+        "function": function,
+        "grid_x": grid[0],
+        "grid_y": grid[1],
+        "grid_z": grid[2],
+        "block": block,
+        "shared": shared,
+        "device": device,
+        "take": slots.pop,
+        "give_back": slots.append,
+        "new_slot": arguments.slot,
+        "pack_into": arguments.pack_into,
+        "launch_kernel": _driver().launchKernel,
+        "DriverError": _driver().CUDADriverError,
+        "INVALID_CONTEXT": _INVALID_CONTEXT,
+        "make_context": make_context,
+        "only_device": torch.cuda.device_count() == 1,
+        "current_device": torch._C._cuda_getDevice,
+        "current_stream": torch._C._cuda_getCurrentRawStream,
+        "on_device": torch.cuda.device,
+    }
+    exec(_plain_code(arguments.count), scope)
+    return scope["launch"]
 
-    def launch(*args: int | float) -> None:
+
+@cache
+def _plain_code(count: int) -> CodeType:
+    """Return a flat function with a name for each argument: what is saved here is saved in every call of an op."""
+    names = ", ".join(f"argument_{i}" for i in range(count))
+    grid = "grid_x, grid_y, grid_z, block, 1, 1"
+    send = f"launch_kernel(function, {grid}, shared, current_stream(device), slot.pointers, 0)"
+    source = f"""
+def launch({names}):
+    try:
+        slot = take()
+    except IndexError:
+        slot = new_slot()
+    pack_into(slot.buffer, 0, {names})
+    if only_device or current_device() == device:
         try:
-            slot = take()
-        except IndexError:
-            slot = _ArgumentSlot()
-        pack_into(slot.buffer, 0, *args)
-        if only_device or current_device() == device:
-            try:
-                launch_kernel(
-                    function, grid_x, grid_y, grid_z, block, 1, 1, shared, current_stream(device), slot.pointers, 0
-                )
-            except error_type as error:
-                if error.status != _INVALID_CONTEXT:
-                    raise
-                make_context()
-                launch(*args)
-        else:
-            with torch.cuda.device(device):
-                launch_kernel(
-                    function, grid_x, grid_y, grid_z, block, 1, 1, shared, current_stream(device), slot.pointers, 0
-                )
-        give_back(slot)
-
-    return launch
+            {send}
+        except DriverError as error:
+            if error.status != INVALID_CONTEXT:
+                raise
+            make_context()
+            launch({names})
+    else:
+        with on_device(device):
+            {send}
+    give_back(slot)
+"""
+    return compile(source, f"<rtkernels launch of {count}>", "exec")
 
 
 def _extended_launcher(
-    function: int, pack_into: Callable, maps: int, device: int, grid: tuple[int, ...], block: int, shared: int,
+    function: int, arguments: Arguments, device: int, grid: tuple[int, ...], block: int, shared: int,
     attributes: bytes,
 ) -> Launch:  # fmt: skip
     # CuPy has no launch with attributes, so this one goes to the driver itself (about 2 µs more host time).
@@ -136,9 +173,10 @@ def _extended_launcher(
     current_device = torch._C._cuda_getDevice
     current_stream = torch._C._cuda_getCurrentRawStream
     only_device = torch.cuda.device_count() == 1
-    slots: list[_ArgumentSlot] = []  # by the number of maps, so not those of all launches
+    maps, pack_into = arguments.maps, arguments.pack_into
+    slots: list[_Slot] = []
 
-    def send(slot: _ArgumentSlot) -> int:
+    def send(slot: _Slot) -> int:
         stream = current_stream(device)
         _CONFIG.pack_into(slot.config, 0, *grid, block, 1, 1, shared, stream, kept_address, count)
         status = launch_kernel_ex(slot.config_address, function, slot.pointers, 0)
@@ -151,7 +189,7 @@ def _extended_launcher(
         try:
             slot = slots.pop()
         except IndexError:
-            slot = _ArgumentSlot(maps)
+            slot = arguments.slot()
         for i in range(maps):
             slot.table[i] = args[i].address
         pack_into(slot.buffer, 0, *args[maps:])

@@ -132,6 +132,11 @@ def metadata(t: Tensor | None) -> tuple[Any, ...] | None:
     return None if t is None else (t.dtype, t.shape, t.stride(), t.get_device())
 
 
+def is_dense(meta: tuple[Any, ...] | None) -> bool:
+    """Return True if the elements of a tensor with this metadata lie side by side, in order (or for None)."""
+    return meta is None or row_stride((*meta[1], 1), (*meta[2], 1)) == 1
+
+
 def address(t: Tensor | None) -> int:
     """Return the address of a tensor's first element, 0 for None."""
     return 0 if t is None else t.data_ptr()

@@ -15,12 +15,15 @@ from rtkernels import _env, emulator
 from rtkernels._guard import (
     TENSOR_TYPES,
     dispatch_modes,
+    forward_ad,
     functorch_transform,
     is_dynamo_compiling,
     never,
+    refuse_tangents,
     same_tensors,
 )
 from rtkernels._kernel import Kernel, emulate_features
+from rtkernels._plan import Plan
 from rtkernels._pointers import TensorList
 from rtkernels.errors import ArgumentError, KernelCompileError, NotWarmError, ToolkitError, UnsupportedDeviceError
 
@@ -29,50 +32,55 @@ if TYPE_CHECKING:
 
 _LIBRARY = torch.library.Library("rtkernels", "FRAGMENT")
 _OPS: dict[str, Op] = {}
+_STAND_INS = [torch.empty(0) for _ in range(8)]  # by the place of the argument
 _CANNOT_LAUNCH = (ToolkitError, UnsupportedDeviceError, KernelCompileError, NotWarmError)
 _fell_back: set[str] = set()
 _calls = threading.local()
-
-
-class Recalled:
-    """A plan that its op can find again without a dictionary: ``matches`` is made at its first use."""
-
-    __slots__ = ("matches",)
-
-    def __init__(self) -> None:
-        self.matches: Callable[..., bool] | None = None
 
 
 class TorchOp:
     """One ``torch.ops.rtkernels.<name>``: device code for CUDA tensors, plain torch for CPU tensors, shapes for fakes.
 
     Calling it skips the dispatcher when nobody but the launcher needs to see the call. It records no gradient; the
-    ``autograd.Function`` around it does.
+    ``autograd.Function`` around it does. With a `plan`, public functions ask ``again`` first, which takes the same
+    arguments: if this call is like the one before, and no tensor requires a gradient, it runs that one's plan; if not,
+    it gives None.
 
     Args:
         schema: ``"name(Tensor x, float eps) -> Tensor"``; the first argument is a tensor, or a list of tensors on one
             device (an empty one runs the reference).
-        launch: Runs device code. Gets CUDA tensors, or CPU tensors while emulating.
-        reference: The same in plain torch, on any device.
+        reference: What it computes in plain torch, on any device.
         fake: The same on tensors without data.
-        plan: For ops whose host time counts most: gives what `launch` then gets as its first argument, a ``Recalled``
-            or None. It may depend on the metadata of the tensors only, for the last one is found again by a single
-            comparison of those.
+        launch: Runs device code. Gets CUDA tensors, or CPU tensors while emulating.
+        plan: Instead of `launch`, for ops whose host time counts: gives a ``Plan``, or None if the strides of a tensor
+            will not do. It may depend on the metadata of tensors, on whether their addresses are multiples of 16, and
+            on the other arguments: a call that is like the one before in all of these runs the same plan, found by one
+            comparison.
+        copied: With `plan`: its arguments with such tensors copied.
     """
 
     def __init__(
-        self, schema: str, *, launch: Callable, reference: Callable, fake: Callable, plan: Callable | None = None
+        self,
+        schema: str,
+        *,
+        reference: Callable,
+        fake: Callable,
+        launch: Callable | None = None,
+        plan: Callable[..., Plan | None] | None = None,
+        copied: Callable[..., tuple[Any, ...]] | None = None,
     ) -> None:
         self.name = schema.split("(", 1)[0]
         self.schema = schema
-        self.launch = launch if plan is None else lambda *args: launch(plan(*args), *args)
-        self._run_plan, self._plan = launch, plan
+        self.launch = launch or self._launch_planned
+        self._plan, self._copied = plan, copied
         self.reference = reference
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
         _LIBRARY.impl(self.name, self._run_cuda, "CUDA")
         _LIBRARY.impl(self.name, self._run_cpu, "CPU")
         torch.library.register_fake(f"rtkernels::{self.name}", fake, lib=_LIBRARY)
         self.overload = getattr(torch.ops.rtkernels, self.name).default
+        arguments = self.overload._schema.arguments
+        self._tensors = [i for i, argument in enumerate(arguments) if "Tensor" in str(argument.type)]
         self.call = self._make_call()
 
     def __call__(self, *args: Any) -> Any:
@@ -102,19 +110,13 @@ class TorchOp:
             # Without a tensor there is no device, and the dispatcher would not know where to go.
             empty = f"    if not {first}:\n        return reference({names})\n"
             first += "[0]"
-        tensors = [i for i, argument in enumerate(arguments) if "Tensor" in str(argument.type)]
         recall, launch = "", "launch"
         if self._plan is not None:
-            launch = "remember"
-            recall = f"""\
-    if not is_dynamo_compiling() and not dispatch_modes():
-        matches, plan = recent
-        if matches({", ".join(arguments[i].name for i in tensors)}):
-            return run_plan(plan, {names})
-"""
+            launch, recall = "remember", self._recall("recent")
         source = f"""
 def call({names}):
 {empty}{recall}\
+{self._refusal()}\
     if {" and ".join(plain)} and not dispatch_modes() and functorch_transform() is None:
         if {first}.is_cuda:
             try:
@@ -131,6 +133,8 @@ def call({names}):
             "is_dynamo_compiling": is_dynamo_compiling,
             "dispatch_modes": dispatch_modes,
             "functorch_transform": functorch_transform,
+            "forward_ad": forward_ad,
+            "refuse_tangents": refuse_tangents,
             "cannot_launch": _CANNOT_LAUNCH,
             "launch": self.launch,
             "fall_back": self._fall_back,
@@ -139,22 +143,81 @@ def call({names}):
             "TensorList": TensorList,
             "check_tensors": _check_tensors,
             "overload": self.overload,
-            "run_plan": self._run_plan,
-            "recent": (never, None),
+            "stand_ins": _STAND_INS,
+            "remember": lambda *args: self._remember(scope, args),
         }
-
-        def remember(*args: Any) -> Any:
-            plan = self._plan(*args)
-            if plan is not None:
-                given = [args[i] for i in tensors]
-                if plan.matches is None or not plan.matches(*given):  # or made under inference mode, say
-                    plan.matches = same_tensors(given)
-                scope["recent"] = plan.matches, plan  # one assignment: other threads see both or neither
-            return self._run_plan(plan, *args)
-
-        scope["remember"] = remember
+        if self._plan is not None:
+            nothing = (never, *[None] * (1 + len(arguments)))
+            scope |= {"recent": nothing, "recent_plain": nothing}
+            source += f"\ndef again({names}):\n{self._recall('recent_plain')}"
         exec(compile(source, f"<rtkernels {self.name}>", "exec"), scope)
+        self.again = scope.get("again")
         return scope["call"]
+
+    def _refusal(self) -> str:
+        """Return the lines of ``call`` that refuse tensors of forward-mode differentiation."""
+        tensors = [argument for argument in self.overload._schema.arguments if "Tensor" in str(argument.type)]
+        given = ", ".join("*" * ("List" in str(argument.type)) + argument.name for argument in tensors)
+        return f"""\
+    if forward_ad._current_level >= 0 and not is_dynamo_compiling():
+        refuse_tangents({self.name!r}, [{given}])
+"""
+
+    def _recall(self, recent: str) -> str:
+        """Return the lines of ``call`` and ``again`` that run a plan once more.
+
+        A tensor that is None has a stand-in in the comparison, which wants tensors, all different ones.
+        """
+        tensors, same, kept, addresses = [], [], [], []
+        for i, argument in enumerate(self.overload._schema.arguments):
+            name = argument.name
+            kept.append(f"kept_{i}")
+            if i not in self._tensors:
+                same.append(f"{name} == kept_{i}")
+            elif str(argument.type) == "Tensor":
+                tensors.append(name)
+                addresses.append(f"{name}.data_ptr()")
+            else:
+                same.append(f"({name} is None) is kept_{i}")
+                tensors.append(f"stand_ins[{i}] if {name} is None else {name}")
+                addresses.append(f"0 if {name} is None else {name}.data_ptr()")
+        pointers = [f"pointer_{i}" for i in range(len(addresses))]
+        assign = "".join(f"            {p} = {a}\n" for p, a in zip(pointers, addresses, strict=True))
+        return f"""\
+    if not is_dynamo_compiling() and forward_ad._current_level < 0 and not dispatch_modes():
+        matches, run, {", ".join(kept)} = {recent}
+        if {" and ".join([f"matches({', '.join(tensors)})", *same])}:
+{assign}\
+            if not ({" | ".join(pointers)}) & 15:
+                return run({", ".join(pointers)})
+"""
+
+    def _planned(self, args: tuple[Any, ...]) -> tuple[Plan, tuple[Any, ...]]:
+        plan = self._plan(*args)
+        if plan is None:
+            args = self._copied(*args)
+            plan = self._plan(*args)
+        return plan, args
+
+    def _addresses(self, args: tuple[Any, ...]) -> list[int]:
+        return [0 if args[i] is None else args[i].data_ptr() for i in self._tensors]
+
+    def _launch_planned(self, *args: Any) -> Any:
+        plan, args = self._planned(args)
+        return plan.run(*self._addresses(args))
+
+    def _remember(self, scope: dict[str, Any], args: tuple[Any, ...]) -> Any:
+        plan, used = self._planned(args)
+        addresses = self._addresses(used)
+        if used is args and not any(address & 15 for address in addresses):
+            given = [_STAND_INS[i] if args[i] is None else args[i] for i in self._tensors]
+            if plan.matches is None or not plan.matches(*given):  # or made under inference mode, say
+                plan.matches = same_tensors(given)
+            kept = [args[i] is None if i in self._tensors else value for i, value in enumerate(args)]
+            scope["recent"] = recent = (plan.matches, plan.run, *kept)  # one assignment: other threads see all or none
+            if not any(tensor.requires_grad for tensor in given):
+                scope["recent_plain"] = recent
+        return plan.run(*addresses)
 
     def _run_cuda(self, *args: Any) -> Any:
         _calls.dispatched = True
@@ -205,7 +268,14 @@ class MutatingOp(TorchOp):
 
     def _make_call(self) -> Callable[..., Any]:
         names = ", ".join(argument.name for argument in self.overload._schema.arguments)
-        return eval(f"lambda {names}: overload({names})", {"overload": self.overload})
+        scope = {
+            "overload": self.overload,
+            "is_dynamo_compiling": is_dynamo_compiling,
+            "forward_ad": forward_ad,
+            "refuse_tangents": refuse_tangents,
+        }
+        exec(f"def call({names}):\n{self._refusal()}    return overload({names})", scope)
+        return scope["call"]
 
 
 @dataclass(frozen=True)

@@ -311,11 +311,11 @@ def test_report_without_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_host_modes() -> None:
-    modes = host._modes(lambda x, w: x * w, [torch.ones(4), torch.full((4,), 2.0)], True)
+    modes = host._modes(lambda x, w: lambda: x * w, [torch.ones(4), torch.full((4,), 2.0)], True)
     assert list(modes) == ["no_grad", "inference", "grad", "grad_backward"]
     assert not modes["no_grad"]().requires_grad and modes["grad"]().requires_grad
     assert len(modes["grad_backward"]()) == 2
-    assert list(host._modes(lambda x: x, [torch.ones(4)], False)) == ["no_grad", "inference"]
+    assert list(host._modes(lambda x: lambda: x, [torch.ones(4)], False)) == ["no_grad", "inference"]
 
 
 def test_sweep_times_every_point_on_a_simulated_device() -> None:
@@ -346,11 +346,12 @@ def test_sweep_times_every_point_on_a_simulated_device() -> None:
 
     names = {point.name for point in sweep.points("cpu")}
     losses = {"cross_entropy_fwd", "cross_entropy_fwdbwd", "cross_entropy_autograd"}
-    assert {"rms_norm_bwd", "layer_norm_fwd", "softmax_fwd", "glu_fwd", *losses} <= names
+    assert {"rms_norm_bwd", "layer_norm_bwd", "gate_bwd", "softmax_bwd", "rms_norm_fp8_both", *losses} <= names
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sweep, "points", _few_points)
         rows = sweep.measure(Timer(Device(), 2, 2, 0.0), "cpu", lambda text: None, lambda name: name != "rms_norm_bwd")
-    assert {row["row"] for row in rows} == {"rms_norm_fwd", "layer_norm_fwd", *losses}
+    norms = {"rms_norm_fwd", "layer_norm_fwd", "layer_norm_bwd", "gate_fwd", "gate_bwd"}
+    assert {row["row"] for row in rows} == norms | losses
     assert all(row["us"] > 0 and row["copy_us"] > 0 and row["peak_extra_bytes"] is None for row in rows)
 
 

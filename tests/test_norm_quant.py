@@ -715,7 +715,7 @@ def test_reading_once(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyP
     assert all(plan._once is not None for plan in plans.PLANS.values())
     inputs.x[3, 5], inputs.x[7, 9], inputs.x[-1] = math.inf, math.nan, 0.0
     first = rms_norm_fp8(inputs.x, inputs.weight, eps=EPS, layout="both")
-    assert first.rstd[3] == 0 and first.rstd[7].isnan() and first.rstd[-1] == torch.tensor(EPS).rsqrt()
+    assert first.rstd[3] == 0 and first.rstd[7].isnan() and abs(first.rstd[-1] * EPS**0.5 - 1) < 1e-6
     _both_and_transposed(inputs, first)
     Plans.forget_all()
 

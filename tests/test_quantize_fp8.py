@@ -311,3 +311,4 @@ def emulated_coverage() -> None:
         for granularity in ("group", "block"):
             quantize_fp8(x, granularity=granularity, with_transposed=True)
         quantize_fp8(torch.randn(1, 17000), granularity="row")
+        quantize_fp8(x[:, :128])  # by two kernels, as rows are apart

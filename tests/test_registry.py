@@ -89,3 +89,34 @@ def test_an_operator_knows_that_the_dispatcher_called_it(monkeypatch: pytest.Mon
     op._run_cuda()
     assert seen == [True]
     assert not _registry.dispatched()
+
+
+@emulated
+def test_a_call_like_the_one_before_runs_its_plan_again() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    op = _registry.get("glu").torch_ops[0]
+    x, up, weight = torch.randn(4, 16), torch.randn(4, 16), torch.rand(4)
+    for given in ((x, None, None), (x, up, None), (x, None, weight[:4]), (x, up, weight)):
+        args, like = (*given, "silu"), (*(None if t is None else t.clone() for t in given), "silu")
+        with rtkernels.emulate("sm_90"), emulator.recording():
+            first = op._remember(op.call.__globals__, args)
+            torch.testing.assert_close(first, op.reference(*args))
+            assert torch.equal(op.again(*like), first)
+            assert op.again(*given, "relu") is None
+            assert op.again(x[:2], *args[1:]) is None and op.again(x.double(), *args[1:]) is None
+            assert op.again(torch.randn(65)[1:].view(4, 16), *args[1:]) is None  # its address
+            assert op.again(x, None if given[1] is not None else up, *args[2:]) is None
+            assert op.again(x.clone().requires_grad_(), *args[1:]) is None
+            with FakeTensorMode():
+                assert op.again(*like) is None
+    with rtkernels.emulate("sm_90"), emulator.recording():
+        seen = []
+        op._remember(op.call.__globals__, (x, None, None, "silu"))
+        torch.func.vmap(lambda row: (row, seen.append(op.again(x, None, None, "silu")))[0])(x)
+        assert seen == [None]
+        with torch.inference_mode():
+            assert op.again(x, None, None, "silu") is None  # the result has to be an inference tensor
+            op._remember(op.call.__globals__, (x, None, None, "silu"))
+            assert op.again(x, None, None, "silu").is_inference()
+        assert op.again(x, None, None, "silu") is None

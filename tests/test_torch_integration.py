@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import rtkernels
+from rtkernels.errors import ArgumentError
 from rtkernels.ops import rms_norm as module
 
 rms_norm = rtkernels.rms_norm
@@ -185,6 +186,20 @@ def test_compiled_gradients_of_one_result_of_several(name: str) -> None:
             grads.append(torch.autograd.grad(result, leaves, g, materialize_grads=True))
         for got, wanted in zip(*grads, strict=True):
             torch.testing.assert_close(got, wanted)
+
+
+def test_forward_mode_is_refused_clearly() -> None:
+    x = torch.randn(4, 8)
+    with pytest.raises(ArgumentError, match="rms_norm_fwd got a tensor with a tangent"):
+        torch.func.jvp(rms_norm, (x,), (x,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        for call in (rms_norm, rtkernels.softmax, rtkernels.quantize_fp8, lambda t: rtkernels.multi_norm([x, t])):
+            call(x)
+            with pytest.raises(ArgumentError, match="got a tensor with a tangent"):
+                call(dual)
+        with pytest.raises(ArgumentError, match="got a tensor with a tangent"):
+            rms_norm(x, out=dual)
 
 
 def test_inference_mode_and_no_grad() -> None:

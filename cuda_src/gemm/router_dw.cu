@@ -3,10 +3,12 @@
 // cores. x [tokens, depth] is used as it is. For fp16 dy is scaled by powers of two, by the largest magnitude of each
 // expert (`largest`, fp32 [experts]).
 //
+// Two bf16 terms and short splits are router_dw_turns.cu's.
+//
 // A block makes a 128x128 tile of one split of the tokens; 64 of them per stage. Split s writes at
 // out + s * experts * depth; whoever adds the splits up does it in order. Every `promote` stages the sums of the tensor
 // cores, which drop low bits as they add, go to fp32 registers.
-#include "gemm/router_wgmma.cuh"
+#include "gemm/router_dy.cuh"
 
 namespace rtk {
 
@@ -63,47 +65,19 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
     } else {
         ptx::registers_take<kConsumerRegisters>();
         const i64 expert = e0 + place.warp * 16 + place.lane / 4 * 2;  // and the next one
-        float factor[2] = {1.0f, 1.0f};
+        DyFragment<T, kTerms> fragment(place.warp, place.lane, kTileBytes / 2);
         if (largest != nullptr) {
             ptx::wait_for_previous();  // it comes from there
 #pragma unroll
             for (int r = 0; r < 2; ++r)
-                if (expert + r < experts) factor[r] = fp16_factor(largest[expert + r]);
+                if (expert + r < experts) fragment.factor[r] = fp16_factor(largest[expert + r]);
         }
         float sums[64], part[64];
         set_zero(sums);
         RingPlace<kStages> at;
-        // Which expert a row of a fragment is does not matter, so a lane's two rows are neighbours: experts 2g and
-        // 2g + 1 of the warp's 16, tokens 2t and 2t + 1 of 16. Pieces of 16 bytes are swizzled by the token.
-        const int g = place.lane / 4, t = place.lane % 4;
-        const u8* own = tiles + place.warp / 2 * (kTileBytes / 2) + g % 2 * 8;
-        const int piece = place.warp % 2 * 4 + g / 2;
         // 32 tokens at a time, in two sets of registers: one is made while the tensor cores read the other.
         u32 left[2][kTerms][kHalfSteps][4];
-        auto convert = [&](int half, const u8* tile) {
-#pragma unroll
-            for (int k = 0; k < kHalfSteps; ++k)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const int token = 32 * half + 16 * k + 8 * h + 2 * t;
-                    float2 both[2];
-#pragma unroll
-                    for (int c = 0; c < 2; ++c)
-                        both[c] = *reinterpret_cast<const float2*>(tile + (token + c) * kTileRow +
-                                                                   ((piece ^ ((2 * t + c) & 7)) << 4));
-#pragma unroll
-                    for (int r = 0; r < 2; ++r) {
-                        float pair[2] = {r ? both[0].y : both[0].x, r ? both[1].y : both[1].x};
-                        if constexpr (is_same<T, fp16>::value) pair[0] *= factor[r], pair[1] *= factor[r];
-                        u32 terms[kTerms];
-                        split_pair<T, kTerms, false>(pair[0], pair[1], terms);
-#pragma unroll
-                        for (int term = 0; term < kTerms; ++term) left[half][term][k][2 * h + r] = terms[term];
-                    }
-                }
-#pragma unroll
-            for (int i = 0; i < kTerms * kHalfSteps; ++i) ptx::wgmma_pin(left[half][i / kHalfSteps][i % kHalfSteps]);
-        };
+        auto convert = [&](int half, const u8* stage) { fragment.terms(stage, 32 * half, left[half]); };
         auto multiply = [&](int half, u64 b, bool fresh) {
             ptx::wgmma_fence();
 #pragma unroll
@@ -118,9 +92,9 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
         bool fresh = true;
         for (int i = 0; i < blocks; ++i) {
             ptx::mbarrier_wait(ring.full(at.stage), at.phase);
-            const u8* tile = own + at.stage * kStageBytes;
+            const u8* stage = tiles + at.stage * kStageBytes;
             const u64 b = column_major_descriptor(base + at.stage * kStageBytes + kDyBytes);
-            convert(0, tile);
+            convert(0, stage);
             if (until-- == 0) {
                 ptx::wgmma_wait<0>();
                 add_to(sums, part);
@@ -131,7 +105,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
             fresh = false;
             ptx::wgmma_wait<1>();
             if (i != 0) ring.release(last_stage, place.lane);
-            convert(1, tile);
+            convert(1, stage);
             multiply(1, b, false);
             ptx::wgmma_wait<1>();
             last_stage = at.stage;
@@ -144,7 +118,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             if (expert + r >= experts) continue;
-            const float back = 1.0f / factor[r];
+            const float back = is_same<T, fp16>::value ? 1.0f / fragment.factor[r] : 1.0f;
             const i64 column = k0 + place.column;
             float* to = out + (blockIdx.y * experts + expert + r) * depth + column;
 #pragma unroll

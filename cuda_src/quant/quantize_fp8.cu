@@ -70,6 +70,41 @@ __global__ void __launch_bounds__(256, 5)
     }
 }
 
+// One scale for all of a small dense tensor, in one launch: every block reads all of x for the largest magnitude, from L2
+// but for the first time, and writes the codes of its own 16 bytes a thread; the first one stores the scale. Two
+// launches would take longer than the reading.
+template <typename T, typename F8>
+__global__ void __launch_bounds__(1024, 1)
+    quantize_fp8_tensor_small(const T* x, F8* q, float* scale, i64 vectors, i64 pow2) {
+    constexpr int kVec = 16 / sizeof(T), kInFlight = 8;
+    __shared__ GroupScratch<1> scratch;
+    const int count = static_cast<int>(vectors), own = blockIdx.x * blockDim.x + threadIdx.x;
+    Raw<16> mine;
+    clear(mine);
+    if (own < count) mine = load_raw<T, kVec, false>(x + static_cast<i64>(own) * kVec);
+    u32 most = 0;
+#pragma unroll 1
+    for (int first = threadIdx.x; first < count; first += kInFlight * blockDim.x) {
+        Raw<16> raw[kInFlight];
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i) {
+            const int vector = first + i * blockDim.x;
+            clear(raw[i]);
+            if (vector < count) raw[i] = load_raw<T, kVec, false>(x + static_cast<i64>(vector) * kVec);
+        }
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i) most = with_larger<T>(most, raw[i]);
+    }
+    const float amax = group_reduce<MaxNumber, false>(WordMax<T>::largest(most), RowGroup(blockDim.x), scratch, 0);
+    const float shared_scale = fp8_scale<F8>(amax, pow2 != 0);
+    if (own == 0) *scale = shared_scale;
+    if (own < count) {
+        float v[kVec];
+        unpack<T, kVec>(mine, v);
+        ptx::st<kVec>(q + static_cast<i64>(own) * kVec, quantized<F8>(v, __frcp_rn(shared_scale)));
+    }
+}
+
 // One scale per row, the row in registers: a thread owns accesses thread, thread + threads, ... (four of them).
 // cols <= 4 * VEC * threads_per_row. Grid: any; blocks stride over the rows.
 template <typename T, typename F8, int VEC>

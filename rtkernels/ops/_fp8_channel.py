@@ -13,7 +13,7 @@ from rtkernels._layout import FLOAT_DTYPES, address, metadata, row_count, row_st
 from rtkernels._registry import TorchOp
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _fp8_reference as reference
-from rtkernels.ops._fp8_plans import FP8_DTYPES, QUANTIZE_PLANS, empty_scale, groups_of, tile_threads
+from rtkernels.ops._fp8_plans import FP8_DTYPES, empty_scale, groups_of, quantized_rows, tile_threads
 from rtkernels.ops._transpose_plans import padded
 from rtkernels.ops.column_absmax import check_factor, column_scales
 from rtkernels.ops.transpose import TRANSPOSE
@@ -88,8 +88,7 @@ def _launch(
         return _nothing(x, dtype, pow2_scale, pad_to)
     if plan is False:
         values = TRANSPOSE.launch(_values(x, row, column), 0, 1, pad_to)
-        rows = QUANTIZE_PLANS[metadata(values), "row", dtype, pow2_scale, "row", values.data_ptr() & 15]
-        return rows.run(values, values.data_ptr())
+        return quantized_rows(values, dtype, pow2_scale)
     scale = column_scales(x, row, column, dtype, pow2_scale)
     if plan.extra is not None:
         x = _widened(x, plan.extra)

@@ -19,6 +19,14 @@ AMAX = Kernel(
     variants=[(t, v) for t in WIDTH for v in (1, WIDTH[t])],
     max_registers=64,
 )
+SMALL = Kernel(
+    "quant/quantize_fp8.cu",
+    "quantize_fp8_tensor_small",
+    template="T F8",
+    args="x:ptr q:ptr scale:ptr vectors:i64 pow2:i64",
+    variants=_PAIRS,
+    max_registers=64,
+)
 TENSOR = Kernel(
     "quant/quantize_fp8.cu",
     "quantize_fp8_tensor",
@@ -122,4 +130,4 @@ BACK_T = Kernel(
     variants=_PAIRS,
     max_registers=80,
 )
-KERNELS = (AMAX, TENSOR, ROW, ROW_LONG, GROUPED, BLOCK, GROUPED_T, GROUP_BOTH, BLOCK_BOTH, BACK, BACK_T)
+KERNELS = (AMAX, TENSOR, SMALL, ROW, ROW_LONG, GROUPED, BLOCK, GROUPED_T, GROUP_BOTH, BLOCK_BOTH, BACK, BACK_T)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels._kernel import Launch, Plans, allocator, build_together, dense_strides, device_info
+from rtkernels._kernel import Launch, Plans, allocator, build_together, dense_memory, dense_strides, device_info
 from rtkernels._layout import (
     FLOAT_DTYPES,
     GRID_LIMIT,
@@ -16,12 +16,15 @@ from rtkernels._layout import (
     block_of,
     check_same,
     group_threads,
+    is_dense,
+    metadata,
     row_count,
     row_stride,
     runs,
     token,
     vector_bytes,
 )
+from rtkernels._plan import DensePlan, Plan
 from rtkernels.errors import ArgumentError
 from rtkernels.ops._fp8_kernels import (
     AMAX,
@@ -35,6 +38,7 @@ from rtkernels.ops._fp8_kernels import (
     GROUPED_T,
     ROW,
     ROW_LONG,
+    SMALL,
     TENSOR,
     WIDTH,
 )
@@ -52,6 +56,7 @@ _GROUP_THREADS = 256
 _SECTOR_SCALES = 8  # of 4 bytes each: what L2 and memory move at least
 _TRANSPOSED_THREADS = 128
 _GRID_LIMIT_Y = 65535  # blocks in y or z
+_SMALL_BYTES, _SMALL_THREADS = 256 << 10, 1024  # one launch, in which every block reads all of x
 _AMAX_BLOCKS_PER_SM = 4  # resident together: the pass ends everywhere at about the same time
 
 
@@ -170,62 +175,86 @@ class Matrix:
         return runs(self.rows, self.cols, 8 if self.vec == 1 else self.vec * in_flight, threads)
 
 
-class _Plan:
-    """One launch that writes everything: a tuple of outputs, in the order of the kernel's arguments after x."""
+class _QuantizePlan(Plan):
+    """One launch that writes codes and scales."""
 
-    __slots__ = ("_allocate", "_args", "_launch", "_outputs")
+    __slots__ = ("_allocate", "_launch", "_q", "_scale")
 
-    def __init__(self, launch: Launch, args: tuple[int, ...], device: int, outputs: Sequence[Output]) -> None:
-        self._launch, self._args, self._allocate = launch, args, allocator(device)
-        self._outputs = tuple((shape, dense_strides(shape), dtype) for shape, dtype in outputs)
+    def __init__(self, launch: Launch, device: int, q: Output, scale: Output) -> None:
+        super().__init__()
+        self._launch, self._allocate, self._q, self._scale = launch, allocator(device), _layout(q), _layout(scale)
 
-    def run(self, x: Tensor, address: int) -> tuple[Tensor, ...]:
-        allocate = self._allocate
-        outputs = tuple([allocate(*output) for output in self._outputs])
-        self._launch(address, *[output.data_ptr() for output in outputs], *self._args)
-        return outputs
-
-
-class _DynamicPlan:
-    """One scale for the tensor: a pass for the largest magnitude, then one that quantises."""
-
-    __slots__ = ("_allocate", "_amax", "_amax_args", "_args", "_blocks", "_dtype", "_pow2", "_quantize")
-
-    def __init__(self, m: Matrix, t: str, f: str, pow2: bool, dtype: torch.dtype) -> None:
-        reading, writing = m.runs(8), m.runs(4)
-        self._blocks = min(reading.grid, _AMAX_BLOCKS_PER_SM * device_info(m.device).sm_count)
-        build_together(m.device, (AMAX, (t, m.vec)), (TENSOR, (t, f, m.vec)))
-        self._amax = AMAX.bind((t, m.vec), m.device, self._blocks, reading.block)
-        self._quantize = TENSOR.bind((t, f, m.vec), m.device, writing.grid, writing.block, overlap=True)
-        dims = m.rows, m.cols, m.stride
-        self._amax_args, self._args = (*dims, *reading[:2]), (*dims, *writing[:2])
-        self._pow2, self._dtype = pow2, dtype
-        self._allocate = allocator(m.device)
-
-    def run(self, x: Tensor, address: int) -> tuple[Tensor, Tensor]:
-        q = self._allocate(tuple(x.shape), dense_strides(x.shape), self._dtype)
-        scale = self._allocate((), (), torch.float32)
-        partial = self._allocate((self._blocks,), (1,), torch.float32)
-        self._amax(address, partial.data_ptr(), *self._amax_args)
-        self._quantize(
-            address, scale.data_ptr(), partial.data_ptr(), q.data_ptr(), *self._args, self._blocks, self._pow2
-        )
+    def run(self, x: int) -> tuple[Tensor, Tensor]:
+        q, scale = self._allocate(*self._q), self._allocate(*self._scale)
+        self._launch(x, q.data_ptr(), scale.data_ptr())
         return q, scale
 
 
-class _EmptyPlan:
+class _BothPlan(Plan):
+    """The same with transposed codes and their scales, which "block" does not have."""
+
+    __slots__ = ("_allocate", "_launch", "_layouts", "_written")
+
+    def __init__(self, launch: Launch, device: int, outputs: Sequence[Output]) -> None:
+        super().__init__()
+        self._launch, self._allocate, self._written = launch, allocator(device), len(outputs)
+        self._layouts = [_layout(output) for output in (*outputs, ((0,), torch.float32))[:4]]
+
+    def run(self, x: int) -> tuple[Tensor, ...]:
+        outputs = [self._allocate(*layout) for layout in self._layouts]
+        self._launch(x, *[output.data_ptr() for output in outputs[: self._written]])
+        return tuple(outputs)
+
+
+class _DynamicPlan(Plan):
+    """One scale for the tensor: a pass for the largest magnitude, then one that quantises."""
+
+    __slots__ = ("_allocate", "_amax", "_layouts", "_quantize")
+
+    def __init__(self, m: Matrix, t: str, f: str, pow2: bool, q: Output) -> None:
+        super().__init__()
+        reading, writing = m.runs(8), m.runs(4)
+        blocks = min(reading.grid, _AMAX_BLOCKS_PER_SM * device_info(m.device).sm_count)
+        build_together(m.device, (AMAX, (t, m.vec)), (TENSOR, (t, f, m.vec)))
+        dims = m.rows, m.cols, m.stride
+        self._amax = AMAX.bind((t, m.vec), m.device, blocks, reading.block, ending=(*dims, *reading[:2]))
+        self._quantize = TENSOR.bind(
+            (t, f, m.vec), m.device, writing.grid, writing.block, overlap=True,
+            ending=(*dims, *writing[:2], blocks, pow2),
+        )  # fmt: skip
+        self._allocate = allocator(m.device)
+        self._layouts = _layout(q), _layout(((), torch.float32)), _layout(((blocks,), torch.float32))
+
+    def run(self, x: int) -> tuple[Tensor, Tensor]:
+        q, scale, partial = [self._allocate(*layout) for layout in self._layouts]
+        self._amax(x, partial.data_ptr())
+        self._quantize(x, scale.data_ptr(), partial.data_ptr(), q.data_ptr())
+        return q, scale
+
+
+class _EmptyPlan(Plan):
     """No elements, but perhaps rows: their scales are those of all-zero groups."""
 
-    def __init__(self, outputs: Sequence[Output], pow2: bool) -> None:
+    __slots__ = ("_device", "_outputs", "_value")
+
+    def __init__(self, device: int, outputs: Sequence[Output], pow2: bool) -> None:
+        super().__init__()
+        self._device = "cpu" if device < 0 else f"cuda:{device}"
         self._outputs, self._value = outputs, empty_scale(pow2)
 
-    def run(self, x: Tensor, address: int) -> tuple[Tensor, ...]:
+    def run(self, x: int) -> tuple[Tensor, ...]:
         return tuple(
-            torch.full(shape, self._value, dtype=dtype, device=x.device)
+            torch.full(shape, self._value, dtype=dtype, device=self._device)
             if dtype == torch.float32
-            else torch.empty(shape, dtype=dtype, device=x.device)
+            else torch.empty(shape, dtype=dtype, device=self._device)
             for shape, dtype in self._outputs
         )
+
+
+def _layout(output: Output) -> tuple[Any, ...]:
+    """Return the arguments of an allocator."""
+    shape, dtype = output
+    return tuple(shape), dense_strides(shape), dtype
 
 
 def q_shape(shape: Sequence[int], granularity: str) -> tuple[int, ...]:
@@ -236,15 +265,25 @@ def q_shape(shape: Sequence[int], granularity: str) -> tuple[int, ...]:
 def _plan_quantize(x: Metadata, granularity: str, dtype: torch.dtype, pow2: bool, layout: str, align: int):
     check_quantize(x, granularity, dtype, layout)
     t, f, shape = token("x", x[0]), token("the result", dtype, FP8_DTYPES), x[1]
-    outputs = (q_shape(shape, granularity), dtype), (scale_shape(shape, granularity, layout), torch.float32)
+    q, scale = (q_shape(shape, granularity), dtype), (scale_shape(shape, granularity, layout), torch.float32)
     if 0 in shape:
-        return _EmptyPlan(outputs, pow2)
+        return _EmptyPlan(x[3], (q, scale), pow2)
     if row_stride(shape, x[2]) is None:
         return None
     m = Matrix(x, align, WIDTH[t], flat=granularity == "tensor")
-    if granularity == "tensor":
-        return _DynamicPlan(m, t, f, pow2, dtype)
-    return _Plan(*_BY_GRANULARITY[granularity](m, t, f, pow2, layout), m.device, outputs)
+    if granularity != "tensor":
+        return _QuantizePlan(_BY_GRANULARITY[granularity](m, t, f, pow2, layout), m.device, q, scale)
+    if m.vec > 1 and m.rows == 1 and m.cols * x[0].itemsize <= _SMALL_BYTES:
+        grid = -(-m.cols // (m.vec * _SMALL_THREADS))
+        launch = SMALL.bind((t, f), m.device, grid, _SMALL_THREADS, ending=(m.cols // m.vec, pow2))
+        return _QuantizePlan(launch, m.device, q, scale)
+    return _DynamicPlan(m, t, f, pow2, q)
+
+
+def quantized_rows(x: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
+    """Launch what gives codes and a scale for each row of a tensor of evenly spaced rows."""
+    address = x.data_ptr()
+    return QUANTIZE_PLANS[metadata(x), "row", dtype, pow2, "row", address & 15].run(address)
 
 
 def _plan_both(x: Metadata, granularity: str, dtype: torch.dtype, pow2: bool, layout: str, align: int):
@@ -255,22 +294,24 @@ def _plan_both(x: Metadata, granularity: str, dtype: torch.dtype, pow2: bool, la
     if granularity == "group":
         outputs.append((scale_shape(shape, "group_t", "row"), torch.float32))
     if 0 in shape:
-        return _EmptyPlan(outputs, pow2)
+        return _EmptyPlan(x[3], (*outputs, ((0,), torch.float32))[:4], pow2)
     if row_stride(shape, x[2]) is None:
         return None
     m = Matrix(x, align, WIDTH[t], flat=False)
     variant, tiles, strips = (t, f, m.vec > 1), groups_of(m.cols), groups_of(m.rows)
+    dims = m.rows, m.cols, m.stride
     if granularity == "group":
         strides = (1, m.rows) if layout == "column" else (tiles, 1)
         beside = 1 if t == "fp32" else 2  # tiles of a block
         grid = -(-tiles // beside), min(strips, _GRID_LIMIT_Y), -(-strips // _GRID_LIMIT_Y)
-        launch, more = GROUP_BOTH.bind(variant, m.device, grid, beside * tile_threads(t)), strides
+        ending = (*dims, *strides, pow2)
+        launch = GROUP_BOTH.bind(variant, m.device, grid, beside * tile_threads(t), ending=ending)
     else:
-        launch, more = BLOCK_BOTH.bind(variant, m.device, tiles * strips, tile_threads(t)), (tiles,)
-    return _Plan(launch, (m.rows, m.cols, m.stride, *more, pow2), m.device, outputs)
+        launch = BLOCK_BOTH.bind(variant, m.device, tiles * strips, tile_threads(t), ending=(*dims, tiles, pow2))
+    return _BothPlan(launch, m.device, outputs)
 
 
-def _row(m: Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch, tuple[int, ...]]:
+def _row(m: Matrix, t: str, f: str, pow2: bool, layout: str) -> Launch:
     vectors = m.cols // m.vec
     if m.vec > 1 and vectors <= _ROW_THREADS * _ROW_CHUNKS:
         kernel, threads = ROW, group_threads(-(-vectors // _ROW_CHUNKS), _ROW_THREADS)
@@ -278,10 +319,10 @@ def _row(m: Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch, tu
         kernel, threads = ROW_LONG, group_threads(vectors, 1024)
     block = block_of(threads)
     grid = min(-(-m.rows // (block // threads)), GRID_LIMIT)
-    return kernel.bind((t, f, m.vec), m.device, grid, block), (m.rows, m.cols, m.stride, threads, pow2)
+    return kernel.bind((t, f, m.vec), m.device, grid, block, ending=(m.rows, m.cols, m.stride, threads, pow2))
 
 
-def _group(m: Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch, tuple[int, ...]]:
+def _group(m: Matrix, t: str, f: str, pow2: bool, layout: str) -> Launch:
     rows, cols, stride = m.rows, m.cols, m.stride
     groups = groups_of(cols)
     strides = (1, rows) if layout == "column" else (groups, 1)
@@ -293,15 +334,15 @@ def _group(m: Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch, 
     across = 1 if m.vec == 1 or layout == "column" or groups < _SECTOR_SCALES else _SECTOR_SCALES // teams
     tiles = -(-groups // (across * teams))
     grid = tiles * -(-rows // (_GROUP_THREADS // 32 * sets // across))
-    launch = GROUPED.bind((t, f, m.vec, across), m.device, grid, _GROUP_THREADS)
-    return launch, (rows, cols, stride, *strides, tiles, pow2)
+    ending = (rows, cols, stride, *strides, tiles, pow2)
+    return GROUPED.bind((t, f, m.vec, across), m.device, grid, _GROUP_THREADS, ending=ending)
 
 
-def _block(m: Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch, tuple[int, ...]]:
+def _block(m: Matrix, t: str, f: str, pow2: bool, layout: str) -> Launch:
     tiles = groups_of(m.cols)
     threads = 1024 if m.vec == 1 else GROUP * GROUP // (8 * m.vec)
-    launch = BLOCK.bind((t, f, m.vec), m.device, tiles * groups_of(m.rows), threads)
-    return launch, (m.rows, m.cols, m.stride, tiles, pow2)
+    ending = (m.rows, m.cols, m.stride, tiles, pow2)
+    return BLOCK.bind((t, f, m.vec), m.device, tiles * groups_of(m.rows), threads, ending=ending)
 
 
 def tile_threads(t: str) -> int:
@@ -313,33 +354,52 @@ def _transposed_tiles(cols: int, t: str) -> int:
     return -(-cols // (_TRANSPOSED_THREADS // 32 * 4 * WIDTH[t]))
 
 
-def _group_t(m: Matrix, t: str, f: str, pow2: bool, layout: str) -> tuple[Launch, tuple[int, ...]]:
+def _group_t(m: Matrix, t: str, f: str, pow2: bool, layout: str) -> Launch:
     tiles = groups_of(m.cols)
-    launch = GROUPED_T.bind((t, f, m.vec > 1), m.device, tiles * groups_of(m.rows), tile_threads(t))
-    return launch, (m.rows, m.cols, m.stride, tiles, pow2)
+    ending = (m.rows, m.cols, m.stride, tiles, pow2)
+    return GROUPED_T.bind((t, f, m.vec > 1), m.device, tiles * groups_of(m.rows), tile_threads(t), ending=ending)
 
 
-_BY_GRANULARITY: dict[str, Callable[..., tuple[Launch, tuple[int, ...]]]] = {
+_BY_GRANULARITY: dict[str, Callable[..., Launch]] = {
     "row": _row,
     "group": _group,
     "block": _block,
     "group_t": _group_t,
 }
-_EMPTY: tuple[None, tuple[()]] = (None, ())
+
+
+class _StaticPlan(DensePlan):
+    __slots__ = ()
+
+    def run(self, x: int, scale: int) -> Tensor:
+        q = self.allocate(*self.layout)
+        if self.launch is not None:
+            self.launch(x, scale, 0, q.data_ptr())
+        return q
 
 
 def _plan_static(x: Metadata, scale: Metadata, dtype: torch.dtype, align: int):
     check_quantize(x, "tensor", dtype, "row")
     check_static_scale(scale, x[3])
-    t, f = token("x", x[0]), token("the result", dtype, FP8_DTYPES)
+    t, f, memory = token("x", x[0]), token("the result", dtype, FP8_DTYPES), dense_memory(x[3], x[1], dtype)
     if 0 in x[1]:
-        return _EMPTY
+        return _StaticPlan(None, *memory)
     if row_stride(x[1], x[2]) is None:
         return None
     m = Matrix(x, align, WIDTH[t], flat=True)
     cut = m.runs(4)
-    launch = TENSOR.bind((t, f, m.vec), m.device, cut.grid, cut.block)
-    return launch, (m.rows, m.cols, m.stride, *cut[:2], 0, 0)
+    ending = (m.rows, m.cols, m.stride, *cut[:2], 0, 0)
+    return _StaticPlan(TENSOR.bind((t, f, m.vec), m.device, cut.grid, cut.block, ending=ending), *memory)
+
+
+class _DequantizePlan(DensePlan):
+    __slots__ = ()
+
+    def run(self, q: int, scale: int) -> Tensor:
+        y = self.allocate(*self.layout)
+        if self.launch is not None:
+            self.launch(q, scale, y.data_ptr())
+        return y
 
 
 def _plan_dequantize(
@@ -347,18 +407,19 @@ def _plan_dequantize(
 ):
     check_dequantize(q, scale, granularity, code, dtype, layout)
     t, f, shape = token("the result", dtype), token("q", code, FP8_DTYPES), q[1]
-    out_shape = shape[::-1] if granularity == "group_t" else shape
+    memory = dense_memory(q[3], shape[::-1] if granularity == "group_t" else shape, dtype)
     if 0 in shape:
-        return None, (), out_shape
-    if row_stride(shape, q[2]) is None:
+        return _DequantizePlan(None, *memory)
+    if row_stride(shape, q[2]) is None or not is_dense(scale):
         return None
     groups = groups_of(shape[-1])
     if granularity == "group_t":
         m = Matrix(q, align, 16, flat=False)
         rows, cols = m.cols, m.rows
         tiles = _transposed_tiles(cols, t)
-        launch = BACK_T.bind((t, f), m.device, tiles * groups_of(rows), _TRANSPOSED_THREADS)
-        return launch, (rows, cols, m.stride, tiles, m.vec > 1, cols % WIDTH[t] == 0), out_shape
+        ending = (rows, cols, m.stride, tiles, m.vec > 1, cols % WIDTH[t] == 0)
+        launch = BACK_T.bind((t, f), m.device, tiles * groups_of(rows), _TRANSPOSED_THREADS, ending=ending)
+        return _DequantizePlan(launch, *memory)
     flat = granularity == "tensor" or (granularity == "group" and layout == "row" and shape[-1] % GROUP == 0)
     m = Matrix(q, align, WIDTH[t], flat=flat)
     shift, scale_row, scale_column = {
@@ -368,10 +429,10 @@ def _plan_dequantize(
         "block": (7, groups, 1),
     }[granularity]
     cut = m.runs(2, threads=128)
-    launch = BACK.bind((t, f, m.vec), m.device, cut.grid, cut.block)
     whole = m.rows == 1 and m.vec > 1 and cut.grid * cut.block * 2 * m.vec == m.cols
     per_row = 0 if whole else cut.runs_per_row
-    return launch, (m.rows, m.cols, m.stride, cut.threads_per_row, per_row, shift, scale_row, scale_column), out_shape
+    ending = (m.rows, m.cols, m.stride, cut.threads_per_row, per_row, shift, scale_row, scale_column)
+    return _DequantizePlan(BACK.bind((t, f, m.vec), m.device, cut.grid, cut.block, ending=ending), *memory)
 
 
 QUANTIZE_PLANS = Plans(_plan_quantize)

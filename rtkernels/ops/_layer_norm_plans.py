@@ -17,12 +17,14 @@ from rtkernels._layout import (
     address,
     block_of,
     group_threads,
+    is_dense,
     nothing,
     row_count,
     row_stride,
     token,
     vector_bytes,
 )
+from rtkernels._plan import DensePlan
 from rtkernels.ops._bulk_ring import bulk_ring
 from rtkernels.ops._norm_inputs import check_inputs as check
 from rtkernels.ops.column_sum import column_sum
@@ -132,10 +134,6 @@ _BWD_WEIGHT = Kernel(
 Meta = tuple[Any, ...]
 
 
-def _is_dense(vector: Meta | None) -> bool:
-    return vector is None or vector[1][0] <= 1 or vector[2] == (1,)
-
-
 def _parameter_dtype(weight: Meta | None, bias: Meta | None, dtype: torch.dtype) -> torch.dtype:
     return weight[0] if weight is not None else bias[0] if bias is not None else dtype
 
@@ -148,17 +146,31 @@ def _evenly(vectors: int, one_type: bool) -> tuple[int, int] | None:
     return None
 
 
-def _plan_fwd(x: Meta, weight: Meta | None, bias: Meta | None, residual: Meta | None, align: int):
-    """Return ``(launch, what it ends with, allocator and layout of y)``; None if an input must be copied first."""
+class ForwardPlan(DensePlan):
+    """Its launch takes x, residual, weight, bias, y and sum."""
+
+    __slots__ = ()
+
+    def run(self, x: int, weight: int, bias: int) -> Tensor:
+        y = self.allocate(*self.layout)
+        if self.launch is not None:
+            self.launch(x, 0, weight, bias, y.data_ptr(), 0)
+        return y
+
+
+def _plan_fwd(
+    x: Meta, weight: Meta | None, bias: Meta | None, residual: Meta | None, align: int, eps: float, offset: float
+) -> ForwardPlan | None:
+    """Return a plan, None if an input must be copied first."""
     check(x, weight, bias, residual)
     dtype, shape, stride, device = x
     rows, cols = row_count(shape), shape[-1]
     memory = dense_memory(device, shape, dtype)
     if rows == 0 or cols == 0:
-        return None, (), (), *memory
+        return ForwardPlan(None, *memory)
     x_stride = row_stride(shape, stride)
     residual_stride = 0 if residual is None else row_stride(residual[1], residual[2])
-    if x_stride is None or residual_stride is None or not (_is_dense(weight) and _is_dense(bias)):
+    if x_stride is None or residual_stride is None or not (is_dense(weight) and is_dense(bias)):
         return None
     t, w = token("x", dtype), token("weight", _parameter_dtype(weight, bias, dtype))
     size = dtype.itemsize
@@ -178,8 +190,8 @@ def _plan_fwd(x: Meta, weight: Meta | None, bias: Meta | None, residual: Meta | 
         kernel, variant, wide = _FWD_LONG, (t, vec), (int(w == "fp32"),)
     block = threads if even is not None else block_of(threads)
     grid = min(-(-rows // (block // threads)), GRID_LIMIT)
-    dims = (rows, cols, x_stride, residual_stride, threads)
-    return kernel.bind(variant, device, grid, block), dims, wide, *memory
+    ending = (rows, cols, x_stride, residual_stride, threads, eps, offset, *wide)
+    return ForwardPlan(kernel.bind(variant, device, grid, block, ending=ending), *memory)
 
 
 FWD_PLANS = Plans(_plan_fwd)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rtkernels._arch import Target
-from rtkernels._kernel import Kernel, Launch, Plans, dense_memory, dense_strides, device_info, shared_limit
+from rtkernels._kernel import Kernel, Plans, dense_memory, dense_strides, device_info, shared_limit
 from rtkernels._layout import (
     GRID_LIMIT,
     address,
@@ -23,7 +23,7 @@ from rtkernels._layout import (
     token,
     vector_bytes,
 )
-from rtkernels._registry import Recalled
+from rtkernels._plan import DensePlan
 from rtkernels.errors import ArgumentError
 from rtkernels.ops._bulk_ring import bulk_ring
 from rtkernels.ops.column_sum import column_sum
@@ -145,18 +145,23 @@ def _long_width(vec: int, t: str, w: str) -> int:
     return 1 if w != t else min(vec, max(_NARROW))
 
 
-class ForwardPlan(Recalled):
-    """A launch, the sizes it gets, allocator and layout of y, and the alignment of addresses it was made for."""
+class ForwardPlan(DensePlan):
+    """Its launch takes x, residual, weight, y and sum."""
 
-    __slots__ = ("align", "allocate", "dims", "launch", "layout")
+    __slots__ = ()
 
-    def __init__(self, launch: Launch | None, dims: tuple[int, ...], allocate: Any, layout: Any, align: int) -> None:
-        super().__init__()
-        self.launch, self.dims, self.allocate, self.layout, self.align = launch, dims, allocate, layout, align
+    def run(self, x: int, weight: int) -> Tensor:
+        y = self.allocate(*self.layout)
+        if self.launch is not None:
+            self.launch(x, 0, weight, y.data_ptr(), 0)
+        return y
 
 
-def _plan_fwd(dtype, shape, stride, device, w_dtype, w_shape, w_dense: bool, w_device, residual, align: int):
-    """Return a ForwardPlan (with launch None if there is nothing to do); None if an input must be copied first.
+def _plan_fwd(
+    dtype, shape, stride, device, w_dtype, w_shape, w_dense: bool, w_device, residual, align: int, eps: float,
+    offset: float,
+) -> ForwardPlan | None:  # fmt: skip
+    """Return a plan, None if an input must be copied first.
 
     `stride` is None for a contiguous x; `residual` is None or its metadata.
     """
@@ -176,7 +181,7 @@ def _plan_fwd(dtype, shape, stride, device, w_dtype, w_shape, w_dense: bool, w_d
         residual_stride = row_stride(residual[1], residual[2])
     memory = dense_memory(device, shape, dtype)
     if rows == 0 or cols == 0:
-        return ForwardPlan(None, (), *memory, align)
+        return ForwardPlan(None, *memory)
     if x_stride is None or residual_stride is None or not w_dense:
         return None
     size = dtype.itemsize
@@ -193,8 +198,8 @@ def _plan_fwd(dtype, shape, stride, device, w_dtype, w_shape, w_dense: bool, w_d
         kernel, variant, wide = _FWD_LONG, (t, vec), (int(w != t),)
     block = block_of(threads)
     grid = min(-(-rows // (block // threads)), GRID_LIMIT)
-    dims = (rows, cols, x_stride, residual_stride, threads, *wide)
-    return ForwardPlan(kernel.bind(variant, device, grid, block), dims, *memory, align)
+    ending = (rows, cols, x_stride, residual_stride, threads, *wide, eps, offset)
+    return ForwardPlan(kernel.bind(variant, device, grid, block, ending=ending), *memory)
 
 
 FWD_PLANS = Plans(_plan_fwd)

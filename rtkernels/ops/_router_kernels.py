@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from rtkernels._kernel import Kernel, Plans, device_info
+from rtkernels._launch import Launch
 
 FAST, HIGH, EXACT = 0, 1, 2
 PRECISIONS = {"fast": FAST, "high": HIGH, "exact": EXACT}
@@ -19,6 +21,10 @@ _SLACK = 1024 + 256  # shared memory: alignment of the tiles, and barriers
 _TILE_BYTES = TILE * DEPTH * 2
 _RING_TILES = 14  # of the forward at most, as many of x and its terms as make whole stages
 _LEAST_BLOCKS = 4  # of DEPTH per split: fewer cost more to add up than they save
+# Of router_dw_turns: tile and stage, and the most tokens of a split. Sums of 1024 tokens, half of them, may stay in the
+# tensor cores: 3.3e-6 of the 5e-6 that "high" promises.
+_TURNS_EXPERTS, _TURNS_COLUMNS, _TURNS_STAGE, _TURNS_TOKENS = 64, 256, 32, 2048
+_TURNS_SHARED = 8 * _TURNS_STAGE * (4 * _TURNS_EXPERTS + 2 * _TURNS_COLUMNS) + _SLACK
 
 _MMA_SHARED = 3 * 2 * _TILE_BYTES
 
@@ -81,7 +87,16 @@ DW = Kernel(
     max_registers=168,
     needs=("tma", "wgmma"),
 )
-KERNELS = (SPLIT, SUM, MMA, FWD, DX, DW)
+DW_TURNS = Kernel(
+    "gemm/router_dw_turns.cu",
+    "router_dw_turns",
+    template="T TERMS",
+    args="dy:tmap x:tmap out:ptr tokens:i64 experts:i64 depth:i64 stages_per_split:i64",
+    variants=[("bf16", 2)],
+    max_registers=168,
+    needs=("tma", "wgmma"),
+)
+KERNELS = (SPLIT, SUM, MMA, FWD, DX, DW, DW_TURNS)
 
 
 # ---- numerics -------------------------------------------------------------------------------------------------------
@@ -149,12 +164,30 @@ def _plan_dx(device: int, left: int, right: int, rows: int, depth: int, after_sp
     return DX.bind((left, right), device, row_tiles * parts, _THREADS, shared, overlap=after_split), parts, each
 
 
-def _plan_dw(device: int, token: str, count: int, tokens: int, experts: int, depth: int, after_other: bool):
+class DwPlan(NamedTuple):
+    """How the weight's gradient is made."""
+
+    launch: Launch
+    splits: int
+    each: int  # stages of a split
+    stage_tokens: int
+    turns: bool  # by the kernel whose warpgroups take turns
+
+
+def _plan_dw(device: int, token: str, count: int, tokens: int, experts: int, depth: int, after_other: bool) -> DwPlan:
+    if (token, count) == ("bf16", 2):
+        tiles = _up(experts, _TURNS_EXPERTS) * _up(depth, _TURNS_COLUMNS)
+        splits, each = _splits(device, tiles, tokens)
+        if each * DEPTH <= _TURNS_TOKENS:
+            launch = DW_TURNS.bind(
+                (token, count), device, (tiles, splits), _THREADS, _TURNS_SHARED, overlap=after_other
+            )
+            return DwPlan(launch, splits, each * DEPTH // _TURNS_STAGE, _TURNS_STAGE, True)
     tiles = _up(experts, TILE) * _up(depth, TILE)
     splits, each = _splits(device, tiles, tokens)
     shared = 4 * 3 * _TILE_BYTES + _SLACK
     launch = DW.bind((token, count), device, (tiles, splits), _THREADS, shared, overlap=after_other)
-    return launch, splits, each
+    return DwPlan(launch, splits, each, DEPTH, False)
 
 
 def _plan_mma(device: int, token: str, across_a: bool, across_b: bool, m: int, n: int, k: int, splits_allowed: bool):

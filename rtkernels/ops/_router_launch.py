@@ -196,13 +196,16 @@ def weight_gradient(
         sizes = (left.rows, left.cols, right.cols)
         overlap = after_other and largest is None and left.tensor is dy and right.tensor is x
         key = (device, right.token, count, *sizes, overlap)
-        launch, splits, each = kernels.DW_PLANS[key]
+        plan = kernels.DW_PLANS[key]
+        splits, tokens = plan.splits, plan.stage_tokens
         direct = direct and splits == 1
         partial = out if direct else torch.empty(splits, *out.shape, dtype=torch.float32, device=x.device)
-        launch(
-            left.map(DEPTH, 32), right.map(DEPTH, DEPTH), partial.data_ptr(), address(largest), *sizes, each,
-            promote_blocks(precision),
-        )  # fmt: skip
+        maps = left.map(tokens, 32), right.map(tokens, DEPTH)
+        if plan.turns:
+            plan.launch(*maps, partial.data_ptr(), *sizes, plan.each)
+        else:
+            scale, promote = address(largest), promote_blocks(precision)
+            plan.launch(*maps, partial.data_ptr(), scale, *sizes, plan.each, promote)
     else:
         left = split(dy, right.token, count, largest)
         partial = out if direct else torch.empty(out.shape, dtype=torch.float32, device=x.device)

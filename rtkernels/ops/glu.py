@@ -19,6 +19,7 @@ from rtkernels._layout import (
     block_of,
     check_same,
     group_threads,
+    is_dense,
     metadata,
     nothing,
     row_count,
@@ -27,6 +28,7 @@ from rtkernels._layout import (
     token,
     vector_bytes,
 )
+from rtkernels._plan import DensePlan
 from rtkernels._registry import Op, TorchOp
 from rtkernels.errors import ArgumentError
 from rtkernels.ops._glu_reference import halves, partner_and_slope, value_and_slope
@@ -121,10 +123,6 @@ def check_inputs(x: _Meta, up: _Meta | None, weight: _Meta | None, act: str) -> 
     return tuple(shape)
 
 
-def is_dense(weight: _Meta | None) -> bool:
-    return weight is None or row_stride((*weight[1], 1), (*weight[2], 1)) == 1
-
-
 def is_wide(weight: _Meta | None) -> bool:
     return weight is not None and weight[0] == torch.float32
 
@@ -141,13 +139,23 @@ def _tile(rows: int, vectors: int, rows_per_thread: int) -> tuple[tuple[int, int
     return (strips, -(-row_blocks // depth), depth), block, bits
 
 
-def _plan_fwd(x: _Meta, up: _Meta | None, weight: _Meta | None, act: str, align: int):
+class _ForwardPlan(DensePlan):
+    __slots__ = ()
+
+    def run(self, x: int, up: int, weight: int) -> Tensor:
+        y = self.allocate(*self.layout)
+        if self.launch is not None:
+            self.launch(x, up, weight, y.data_ptr())
+        return y
+
+
+def _plan_fwd(x: _Meta, up: _Meta | None, weight: _Meta | None, act: str, align: int) -> _ForwardPlan | None:
     shape = check_inputs(x, up, weight, act)
     dtype, device = x[0], x[3]
     rows, cols = row_count(shape), shape[-1]
     memory = dense_memory(device, shape, dtype)
     if rows == 0 or cols == 0:
-        return None, (), *memory
+        return _ForwardPlan(None, *memory)
     gate_stride = row_stride(x[1], x[2])
     up_stride = gate_stride if up is None else row_stride(up[1], up[2])
     if gate_stride is None or up_stride is None or not is_dense(weight):
@@ -156,8 +164,8 @@ def _plan_fwd(x: _Meta, up: _Meta | None, weight: _Meta | None, act: str, align:
     narrow = vector_bytes(align, cols * size, gate_stride * size, up_stride * size) < 16
     vec, per_thread = 1 if narrow else _WIDTH[t], _FWD_ROWS[narrow]
     grid, block, lane_bits = _tile(rows, cols // vec, per_thread)
-    launch = _FWD.bind((t, ACT_TYPES[act], vec, per_thread), device, grid, block)
-    return launch, (rows, cols, gate_stride, up_stride, int(is_wide(weight)), lane_bits), *memory
+    ending = (rows, cols, gate_stride, up_stride, int(is_wide(weight)), lane_bits)
+    return _ForwardPlan(_FWD.bind((t, ACT_TYPES[act], vec, per_thread), device, grid, block, ending=ending), *memory)
 
 
 _FWD_PLANS = Plans(_plan_fwd)
@@ -192,21 +200,12 @@ _BWD_PLANS = Plans(_plan_bwd)
 # ---- launchers ------------------------------------------------------------------------------------------------------
 
 
-def _launch_fwd(x: Tensor, up: Tensor | None, weight: Tensor | None, act: str) -> Tensor:
-    x_address = x.data_ptr()
-    x_key = (x.dtype, x.shape, x.stride(), x.get_device())
-    if up is None and weight is None:
-        up_address, weight_address, plan = 0, 0, _FWD_PLANS[x_key, None, None, act, x_address & 15]
-    else:
-        up_address, weight_address = address(up), address(weight)
-        plan = _FWD_PLANS[x_key, metadata(up), metadata(weight), act, (x_address | up_address) & 15]
-    if plan is None:
-        return _launch_fwd(rowed(x), rowed(up), weight if weight is None else weight.contiguous(), act)
-    launch, dims, allocate, layout = plan
-    y = allocate(*layout)
-    if launch is not None:
-        launch(x_address, up_address, weight_address, y.data_ptr(), *dims)
-    return y
+def _planned_fwd(x: Tensor, up: Tensor | None, weight: Tensor | None, act: str) -> _ForwardPlan | None:
+    return _FWD_PLANS[metadata(x), metadata(up), metadata(weight), act, (x.data_ptr() | address(up)) & 15]
+
+
+def _copied(x: Tensor, up: Tensor | None, weight: Tensor | None, act: str) -> tuple[Any, ...]:
+    return rowed(x), rowed(up), weight if weight is None else weight.contiguous(), act
 
 
 def _launch_bwd(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, weight_grad: bool):
@@ -278,7 +277,8 @@ def _fake_bwd(dy, x, up, weight, act, weight_grad):
 
 FORWARD = TorchOp(
     "glu_fwd(Tensor x, Tensor? up, Tensor? weight, str act) -> Tensor",
-    launch=_launch_fwd,
+    plan=_planned_fwd,
+    copied=_copied,
     reference=_reference_fwd,
     fake=_fake_fwd,
 )
@@ -288,6 +288,9 @@ BACKWARD = TorchOp(
     reference=_reference_bwd,
     fake=_fake_bwd,
 )
+
+
+_again, _forward = FORWARD.again, FORWARD.call
 
 
 class _Glu(torch.autograd.Function):
@@ -330,9 +333,12 @@ def glu(x: Tensor, up: Tensor | None = None, *, act: str = "silu", weight: Tenso
     """
     if not isinstance(x, Tensor):
         return interop.call(glu, x, up, act=act, weight=weight)
+    y = _again(x, up, weight, act)
+    if y is not None:
+        return y
     if is_grad_enabled() and needs_grad(x, up, weight):
         return _Glu.apply(x, up, weight, act)
-    return FORWARD(x, up, weight, act)
+    return _forward(x, up, weight, act)
 
 
 # ---- registry -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from rtkernels._layout import FLOAT_DTYPES, GRID_LIMIT, block_of, group_threads,
 from rtkernels._registry import Op, TorchOp
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _fp8_reference as reference
-from rtkernels.ops._fp8_plans import FP8_DTYPES, QUANTIZE_PLANS
+from rtkernels.ops._fp8_plans import FP8_DTYPES, quantized_rows
 from rtkernels.ops.quantize_fp8 import dequantize_fp8
 from rtkernels.ops.transpose import transpose
 from rtkernels.testing.rows import Row
@@ -116,8 +116,7 @@ def _launch_quantize(x: Tensor, block: int, dtype: torch.dtype, pow2_scale: bool
     launch, args = _QUANTIZE_PLANS[metadata(x), block, dtype, pow2_scale]
     if launch is None:
         z = _launch(x, block, torch.float32)
-        plan = QUANTIZE_PLANS[metadata(z), "row", dtype, pow2_scale, "row", z.data_ptr() & 15]
-        return plan.run(z, z.data_ptr())
+        return quantized_rows(z, dtype, pow2_scale)
     q = torch.empty(x.shape, dtype=dtype, device=x.device)
     scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     launch(x.data_ptr(), q.data_ptr(), scale.data_ptr(), *args)

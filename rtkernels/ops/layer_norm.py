@@ -15,7 +15,7 @@ from rtkernels._guard import constant, is_dynamo_compiling, needs_grad
 from rtkernels._layout import address, metadata, nothing, rowed
 from rtkernels._registry import MutatingOp, Op, TorchOp
 from rtkernels.errors import ArgumentError
-from rtkernels.ops._layer_norm_plans import BWD_PLANS, FWD_PLANS, KERNELS, check
+from rtkernels.ops._layer_norm_plans import BWD_PLANS, FWD_PLANS, KERNELS, ForwardPlan, check
 from rtkernels.ops._layer_norm_reference import (
     check_bwd,
     normalised_rows,
@@ -31,34 +31,35 @@ from rtkernels.testing.rows import Row
 # ---- launchers ------------------------------------------------------------------------------------------------------
 
 
-def _launch_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float) -> Tensor:
-    x_address, weight_address, bias_address = x.data_ptr(), address(weight), address(bias)
-    plan = FWD_PLANS[
-        (x.dtype, x.shape, x.stride(), x.get_device()),
-        None if weight is None else (weight.dtype, weight.shape, weight.stride(), weight.get_device()),
-        None if bias is None else (bias.dtype, bias.shape, bias.stride(), bias.get_device()),
-        None,
-        (x_address | weight_address | bias_address) & 15,
-    ]
-    if plan is None:
-        return _launch_fwd(rowed(x), _dense(weight), _dense(bias), eps, offset)
-    launch, dims, wide, allocate, layout = plan
-    y = allocate(*layout)
-    if launch is not None:
-        launch(x_address, 0, weight_address, bias_address, y.data_ptr(), 0, *dims, eps, offset, *wide)
-    return y
+def _plan(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    offset: float,
+    out: Tensor | None = None,
+) -> ForwardPlan | None:
+    align = (x.data_ptr() | address(residual) | address(weight) | address(bias) | address(out)) & 15
+    return FWD_PLANS[metadata(x), metadata(weight), metadata(bias), metadata(residual), align, eps, offset]
+
+
+def _plan_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float) -> ForwardPlan | None:
+    return _plan(x, None, weight, bias, eps, offset)
+
+
+def _copied(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float) -> tuple[Any, ...]:
+    return rowed(x), _dense(weight), _dense(bias), eps, offset
 
 
 def _launch_add_fwd(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float):
-    addresses = x.data_ptr(), residual.data_ptr(), address(weight), address(bias)
-    align = (addresses[0] | addresses[1] | addresses[2] | addresses[3]) & 15
-    plan = FWD_PLANS[metadata(x), metadata(weight), metadata(bias), metadata(residual), align]
+    plan = _plan(x, residual, weight, bias, eps, offset)
     if plan is None:
         return _launch_add_fwd(rowed(x), rowed(residual), _dense(weight), _dense(bias), eps, offset)
-    launch, dims, wide, allocate, layout = plan
-    y, total = allocate(*layout), allocate(*layout)
-    if launch is not None:
-        launch(*addresses, y.data_ptr(), total.data_ptr(), *dims, eps, offset, *wide)
+    y, total = plan.allocate(*plan.layout), plan.allocate(*plan.layout)
+    if plan.launch is not None:
+        inputs = x.data_ptr(), residual.data_ptr(), address(weight), address(bias)
+        plan.launch(*inputs, y.data_ptr(), total.data_ptr())
     return y, total
 
 
@@ -75,19 +76,17 @@ def _launch_out(
     check_out(out, x, residual, weight, bias)
     if not out.is_contiguous():
         if residual is None:
-            made, total = _launch_fwd(x, weight, bias, eps, offset), nothing(x)
+            made, total = FORWARD.launch(x, weight, bias, eps, offset), nothing(x)
         else:
             made, total = _launch_add_fwd(x, residual, weight, bias, eps, offset)
         out.copy_(made)
         return total
     x, residual, weight, bias = rowed(x), rowed(residual), _dense(weight), _dense(bias)
-    addresses = x.data_ptr(), address(residual), address(weight), address(bias)
-    align = (addresses[0] | addresses[1] | addresses[2] | addresses[3] | out.data_ptr()) & 15
-    plan = FWD_PLANS[metadata(x), metadata(weight), metadata(bias), metadata(residual), align]
-    launch, dims, wide, allocate, layout = plan
-    total = nothing(x) if residual is None else allocate(*layout)
-    if launch is not None:
-        launch(*addresses, out.data_ptr(), 0 if residual is None else total.data_ptr(), *dims, eps, offset, *wide)
+    plan = _plan(x, residual, weight, bias, eps, offset, out)
+    total = nothing(x) if residual is None else plan.allocate(*plan.layout)
+    if plan.launch is not None:
+        inputs = x.data_ptr(), address(residual), address(weight), address(bias)
+        plan.launch(*inputs, out.data_ptr(), 0 if residual is None else total.data_ptr())
     return total
 
 
@@ -140,7 +139,8 @@ def _fake_bwd(dy, h, weight, bias, dsum, eps, offset, parameter_grad):
 
 FORWARD = TorchOp(
     "layer_norm_fwd(Tensor x, Tensor? weight, Tensor? bias, float eps, float offset) -> Tensor",
-    launch=_launch_fwd,
+    plan=_plan_fwd,
+    copied=_copied,
     reference=reference_fwd,
     fake=_fake_fwd,
 )
@@ -169,7 +169,7 @@ BACKWARD = TorchOp(
 )
 
 
-_forward = FORWARD.call
+_again, _forward = FORWARD.again, FORWARD.call
 BACKWARDS[True] = BACKWARD
 
 
@@ -243,6 +243,10 @@ def layer_norm(
     if not isinstance(x, Tensor):
         more = {"rstd": rstd, "mean": mean, "return_statistics": return_statistics, "out": out}
         return interop.call(layer_norm, x, weight, bias, eps=eps, offset=offset, residual=residual, **more)
+    if residual is None and out is None and rstd is None and mean is None and not return_statistics:
+        y = _again(x, weight, bias, eps, offset)
+        if y is not None:
+            return y
     if out is not None:
         if rstd is not None or mean is not None or return_statistics:
             raise ArgumentError("out goes without rstd, mean and return_statistics")

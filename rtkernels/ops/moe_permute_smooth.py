@@ -28,7 +28,7 @@ from rtkernels._registry import Op, TorchOp
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _fp8_reference
 from rtkernels.ops import _moe_permute_smooth_t as transposed
-from rtkernels.ops._fp8_plans import FP8_DTYPES, QUANTIZE_PLANS
+from rtkernels.ops._fp8_plans import FP8_DTYPES, quantized_rows
 from rtkernels.ops._moe_layout import MoeIndex, build
 from rtkernels.ops._moe_permute_plans import Metadata, check_permute, dense
 from rtkernels.ops._moe_permute_reference import gathered, kept
@@ -142,7 +142,7 @@ def _launch(
 
 
 def _quantized(z: Tensor, dtype: torch.dtype, pow2_scale: bool) -> tuple[Tensor, Tensor]:
-    return QUANTIZE_PLANS[metadata(z), "row", dtype, pow2_scale, "row", z.data_ptr() & 15].run(z, z.data_ptr())
+    return quantized_rows(z, dtype, pow2_scale)
 
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rtkernels import interop
-from rtkernels._layout import metadata, nothing
+from rtkernels._layout import metadata, rowed
 from rtkernels._registry import Op, TorchOp
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _fp8_reference as reference
@@ -25,53 +25,34 @@ from rtkernels.ops._fp8_plans import (
     scale_shape,
 )
 
-# ---- launchers ------------------------------------------------------------------------------------------------------
+# ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-def _launch_quantize(x: Tensor, granularity: str, dtype: torch.dtype, pow2_scale: bool, scale_layout: str):
-    address = x.data_ptr()
-    key = (x.dtype, x.shape, x.stride(), x.get_device())
-    plan = QUANTIZE_PLANS[key, granularity, dtype, pow2_scale, scale_layout, address & 15]
-    if plan is None:
-        return _launch_quantize(x.contiguous(), granularity, dtype, pow2_scale, scale_layout)
-    return plan.run(x, address)
+def _plan_quantize(x: Tensor, granularity: str, dtype: torch.dtype, pow2_scale: bool, scale_layout: str):
+    return QUANTIZE_PLANS[metadata(x), granularity, dtype, pow2_scale, scale_layout, x.data_ptr() & 15]
 
 
-def _launch_both(x: Tensor, granularity: str, dtype: torch.dtype, pow2_scale: bool, scale_layout: str):
-    address = x.data_ptr()
-    key = (x.dtype, x.shape, x.stride(), x.get_device())
-    plan = BOTH_PLANS[key, granularity, dtype, pow2_scale, scale_layout, address & 15]
-    if plan is None:
-        return _launch_both(x.contiguous(), granularity, dtype, pow2_scale, scale_layout)
-    outputs = plan.run(x, address)
-    return outputs if len(outputs) == 4 else (*outputs, nothing(x))
+def _plan_both(x: Tensor, granularity: str, dtype: torch.dtype, pow2_scale: bool, scale_layout: str):
+    return BOTH_PLANS[metadata(x), granularity, dtype, pow2_scale, scale_layout, x.data_ptr() & 15]
 
 
-def _launch_static(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    address = x.data_ptr()
-    plan = STATIC_PLANS[metadata(x), metadata(scale), dtype, address & 15]
-    if plan is None:
-        return _launch_static(x.contiguous(), scale, dtype)
-    launch, args = plan
-    q = torch.empty(x.shape, dtype=dtype, device=x.device)
-    if launch is not None:
-        launch(address, scale.data_ptr(), 0, q.data_ptr(), *args)
-    return q
+def _plan_static(x: Tensor, scale: Tensor, dtype: torch.dtype):
+    return STATIC_PLANS[metadata(x), metadata(scale), dtype, x.data_ptr() & 15]
 
 
-def _launch_dequantize(
+def _plan_dequantize(
     q: Tensor, scale: Tensor, granularity: str, code_dtype: torch.dtype, dtype: torch.dtype, scale_layout: str
-) -> Tensor:
-    address = q.data_ptr()
-    plan = DEQUANTIZE_PLANS[metadata(q), metadata(scale), granularity, code_dtype, dtype, scale_layout, address & 15]
-    if plan is None:
-        return _launch_dequantize(q.contiguous(), scale, granularity, code_dtype, dtype, scale_layout)
-    launch, args, shape = plan
-    y = torch.empty(shape, dtype=dtype, device=q.device)
-    if launch is not None:
-        scale = scale.contiguous()
-        launch(address, scale.data_ptr(), y.data_ptr(), *args)
-    return y
+):
+    align = q.data_ptr() & 15
+    return DEQUANTIZE_PLANS[metadata(q), metadata(scale), granularity, code_dtype, dtype, scale_layout, align]
+
+
+def _copied(x: Tensor, *options: Any) -> tuple[Any, ...]:
+    return x.contiguous(), *options
+
+
+def _both_copied(q: Tensor, scale: Tensor, *options: Any) -> tuple[Any, ...]:
+    return rowed(q), scale.contiguous(), *options
 
 
 # ---- operators ------------------------------------------------------------------------------------------------------
@@ -100,30 +81,37 @@ def _fake_dequantize(q, scale, granularity, code_dtype, dtype, scale_layout):
 
 QUANTIZE = TorchOp(
     "quantize_fp8(Tensor x, str granularity, ScalarType dtype, bool pow2_scale, str scale_layout) -> (Tensor, Tensor)",
-    launch=_launch_quantize,
+    plan=_plan_quantize,
+    copied=_copied,
     reference=reference.quantize,
     fake=_fake_quantize,
 )
 BOTH = TorchOp(
     "quantize_fp8_both(Tensor x, str granularity, ScalarType dtype, bool pow2_scale, str scale_layout)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    launch=_launch_both,
+    plan=_plan_both,
+    copied=_copied,
     reference=reference.both,
     fake=_fake_both,
 )
 STATIC = TorchOp(
     "quantize_fp8_static(Tensor x, Tensor scale, ScalarType dtype) -> Tensor",
-    launch=_launch_static,
+    plan=_plan_static,
+    copied=_copied,
     reference=reference.static,
     fake=_fake_static,
 )
 DEQUANTIZE = TorchOp(
     "dequantize_fp8(Tensor q, Tensor scale, str granularity, ScalarType code_dtype, ScalarType dtype, str scale_layout)"
     " -> Tensor",
-    launch=_launch_dequantize,
+    plan=_plan_dequantize,
+    copied=_both_copied,
     reference=reference.dequantize,
     fake=_fake_dequantize,
 )
+
+
+_quantize_again, _dequantize_again = QUANTIZE.again, DEQUANTIZE.again
 
 
 # ---- public ---------------------------------------------------------------------------------------------------------
@@ -193,6 +181,10 @@ def quantize_fp8(
     Returns:
         ``(q, scale)``, both dense; with_transposed: a :class:`QuantizedBoth`.
     """
+    if scale is None and not with_transposed:
+        found = _quantize_again(x, granularity, dtype, pow2_scale, scale_layout)
+        if found is not None:
+            return found
     if not isinstance(x, Tensor):
         options = {"granularity": granularity, "dtype": dtype, "pow2_scale": pow2_scale, "scale_layout": scale_layout}
         return interop.call(quantize_fp8, x, scale, **options, with_transposed=with_transposed)
@@ -215,7 +207,8 @@ def quantize_fp8(
         raise ArgumentError("with_transposed goes with computed scales of granularity 'group' and 'block'")
     if pow2_scale:
         raise ArgumentError("pow2_scale rounds computed scales; a given scale is used as it is")
-    scale = scale.detach()
+    if scale.requires_grad:
+        scale = scale.detach()
     return STATIC(x, scale, dtype), scale
 
 
@@ -247,6 +240,9 @@ def dequantize_fp8(
     if not isinstance(q, Tensor):
         options = {"granularity": granularity, "dtype": dtype, "scale_layout": scale_layout, "code_dtype": code_dtype}
         return interop.call(dequantize_fp8, q, scale, **options)
+    y = _dequantize_again(q, scale, granularity, code_dtype or q.dtype, dtype, scale_layout)
+    if y is not None:
+        return y
     if scale.requires_grad:
         scale = scale.detach()
     if q.requires_grad:

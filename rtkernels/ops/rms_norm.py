@@ -22,44 +22,33 @@ from rtkernels.testing.rows import Row
 # ---- launchers ------------------------------------------------------------------------------------------------------
 
 
-def _plan_fwd(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> ForwardPlan | None:
+def _plan(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, out: Tensor | None = None
+) -> ForwardPlan | None:
     stride = None if x.is_contiguous() else x.stride()  # the common case costs less to hash
     w = (None, None, True, None)
     if weight is not None:
         w = weight.dtype, weight.shape, weight.is_contiguous(), weight.get_device()
-    return FWD_PLANS[(x.dtype, x.shape, stride, x.get_device(), *w, None, (x.data_ptr() | address(weight)) & 15)]
+    align = (x.data_ptr() | address(residual) | address(weight) | address(out)) & 15
+    return FWD_PLANS[(x.dtype, x.shape, stride, x.get_device(), *w, metadata(residual), align, eps, offset)]
 
 
-def _run_fwd(plan: ForwardPlan | None, x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
-    x_address = x.data_ptr()
-    weight_address = 0 if weight is None else weight.data_ptr()
-    if plan is None:
-        return _launch_fwd(rowed(x), weight if weight is None else weight.contiguous(), eps, offset)
-    if (x_address | weight_address) & 15 != plan.align:  # a recalled plan knows the metadata only
-        return _launch_fwd(x, weight, eps, offset)
-    y = plan.allocate(*plan.layout)
-    if plan.launch is not None:
-        plan.launch(x_address, 0, weight_address, y.data_ptr(), 0, *plan.dims, eps, offset)
-    return y
+def _plan_fwd(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> ForwardPlan | None:
+    return _plan(x, None, weight, eps, offset)
 
 
-def _launch_fwd(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
-    return _run_fwd(_plan_fwd(x, weight, eps, offset), x, weight, eps, offset)
+def _copied(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Any, ...]:
+    return rowed(x), weight if weight is None else weight.contiguous(), eps, offset
 
 
 def _launch_add_fwd(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float):
-    addresses = x.data_ptr(), residual.data_ptr(), address(weight)
-    align = (addresses[0] | addresses[1] | addresses[2]) & 15
-    w = (None, None, True, None)
-    if weight is not None:
-        w = weight.dtype, weight.shape, weight.is_contiguous(), weight.get_device()
-    plan = FWD_PLANS[(*metadata(x), *w, metadata(residual), align)]
+    plan = _plan(x, residual, weight, eps, offset)
     if plan is None:
         weight = weight if weight is None else weight.contiguous()
         return _launch_add_fwd(rowed(x), rowed(residual), weight, eps, offset)
     y, total = plan.allocate(*plan.layout), plan.allocate(*plan.layout)
     if plan.launch is not None:
-        plan.launch(*addresses, y.data_ptr(), total.data_ptr(), *plan.dims, eps, offset)
+        plan.launch(x.data_ptr(), residual.data_ptr(), address(weight), y.data_ptr(), total.data_ptr())
     return y, total
 
 
@@ -69,23 +58,17 @@ def _launch_out(
     check_out(out, x, residual, weight)
     if not out.is_contiguous():
         if residual is None:
-            made, total = _launch_fwd(x, weight, eps, offset), nothing(x)
+            made, total = FORWARD.launch(x, weight, eps, offset), nothing(x)
         else:
             made, total = _launch_add_fwd(x, residual, weight, eps, offset)
         out.copy_(made)
         return total
     x, residual, weight = rowed(x), rowed(residual), weight if weight is None else weight.contiguous()
-    addresses = x.data_ptr(), address(residual), address(weight)
-    align = (addresses[0] | addresses[1] | addresses[2] | out.data_ptr()) & 15
-    w = (None, None, True, None)
-    if weight is not None:
-        w = weight.dtype, weight.shape, weight.is_contiguous(), weight.get_device()
-    plan = FWD_PLANS[(*metadata(x), *w, metadata(residual), align)]
+    plan = _plan(x, residual, weight, eps, offset, out)
     total = nothing(x) if residual is None else plan.allocate(*plan.layout)
     if plan.launch is not None:
-        plan.launch(
-            *addresses, out.data_ptr(), total.data_ptr() if residual is not None else 0, *plan.dims, eps, offset
-        )
+        inputs = x.data_ptr(), address(residual), address(weight)
+        plan.launch(*inputs, out.data_ptr(), 0 if residual is None else total.data_ptr())
     return total
 
 
@@ -195,7 +178,7 @@ def _fake_bwd(dy, h, weight, dsum, eps, offset, weight_grad):
 FORWARD = TorchOp(
     "rms_norm_fwd(Tensor x, Tensor? weight, float eps, float offset) -> Tensor",
     plan=_plan_fwd,
-    launch=_run_fwd,
+    copied=_copied,
     reference=_reference_fwd,
     fake=_fake_fwd,
 )
@@ -221,7 +204,7 @@ BACKWARD = TorchOp(
 )
 
 
-_forward = FORWARD.call
+_again, _forward = FORWARD.again, FORWARD.call
 BACKWARDS[False] = BACKWARD
 
 
@@ -286,6 +269,10 @@ def rms_norm(
     if not isinstance(x, Tensor):
         more = {"rstd": rstd, "return_rstd": return_rstd, "out": out}
         return interop.call(rms_norm, x, weight, eps=eps, offset=offset, residual=residual, **more)
+    if residual is None and out is None and rstd is None and not return_rstd:
+        y = _again(x, weight, eps, offset)
+        if y is not None:
+            return y
     if out is not None:
         if rstd is not None or return_rstd:
             raise ArgumentError("out goes without rstd and return_rstd")

@@ -29,7 +29,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops import _fp8_channel as channel
 from rtkernels.ops import _fp8_reference as reference
 from rtkernels.ops import _smooth_rows
-from rtkernels.ops._fp8_plans import FP8_DTYPES, QUANTIZE_PLANS, empty_scale
+from rtkernels.ops._fp8_plans import FP8_DTYPES, empty_scale, quantized_rows
 from rtkernels.ops._smooth_shard import quantize_fp8_shard_ as quantize_fp8_shard_
 from rtkernels.ops.column_absmax import ABSMAX, column_max
 from rtkernels.ops.column_absmax import reference as absmax_reference
@@ -113,7 +113,7 @@ def _launch(
         return _nothing(x, dtype, pow2_scale, with_amax)
     if plan.launch is None:
         z = _smoothed(x, smooth, expert)
-        q, scale = QUANTIZE_PLANS[metadata(z), "row", dtype, pow2_scale, "row", z.data_ptr() & 15].run(z, z.data_ptr())
+        q, scale = quantized_rows(z, dtype, pow2_scale)
         return q, scale, ABSMAX.launch(x, None, None) if with_amax else nothing(x)
     amax = ABSMAX.launch(x, None, None) if with_amax and plan.partial is None else None
     if plan.extra is not None:

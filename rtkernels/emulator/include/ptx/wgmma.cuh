@@ -30,6 +30,7 @@ struct EmulatedProduct {  // nothing runs when a unit is loaded: no constructors
     float* sums;
     EmulatedMatrix a, b;
     u32 left[2][8];  // a's pairs of this thread's two rows, if they come from registers
+    int eights;      // of columns
     bool in_registers, across, add, half;
     u32 group;
 };
@@ -47,7 +48,7 @@ RTK_DEVICE void emulated_product(const EmulatedProduct& p) {
     for (int r = 0; r < 2; ++r)
         for (int k = 0; k < 16; ++k)
             a[r][k] = value(p.in_registers ? p.left[r][k / 2] : p.a.pair(row + 8 * r, k & ~1), k % 2);
-    for (int j = 0; j < 16; ++j)
+    for (int j = 0; j < p.eights; ++j)
         for (int c = 0; c < 2; ++c) {
             const int n = 8 * j + 2 * t + c;
             double sum[2] = {0.0, 0.0};
@@ -96,15 +97,15 @@ RTK_DEVICE void wgmma_wait(RTK_EMU_CALLER) {
 template <typename T, bool kAcross>
 RTK_DEVICE void wgmma_shared(float (&d)[64], u64 a, u64 b, u32 add) {
     EmulatedProduct product{};
-    product.sums = d, product.a = emulated_matrix(a), product.b = emulated_matrix(b);
+    product.sums = d, product.eights = 16, product.a = emulated_matrix(a), product.b = emulated_matrix(b);
     product.across = kAcross, product.add = add != 0, product.half = !is_same<T, bf16>::value;
     emulated_products_push(product);
 }
 
-template <typename T>
-RTK_DEVICE void wgmma_registers(float (&d)[64], const u32 (&a)[4], u64 b, u32 add, RTK_EMU_CALLER) {
+template <typename T, int N>
+RTK_DEVICE void wgmma_registers(float (&d)[N], const u32 (&a)[4], u64 b, u32 add, RTK_EMU_CALLER) {
     EmulatedProduct product{};
-    product.sums = d, product.b = emulated_matrix(b);
+    product.sums = d, product.eights = N / 4, product.b = emulated_matrix(b);
     product.in_registers = product.across = true, product.add = add != 0, product.half = !is_same<T, bf16>::value;
     const u32 first = emu::lane() & ~3u;
     for (int h = 0; h < 2; ++h) {  // of the quad's lanes, k = 8 h + 2 lane
