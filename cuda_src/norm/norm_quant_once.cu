@@ -20,7 +20,6 @@ namespace rtk {
 inline constexpr int kFirstTiles = 7, kOnTheirWay = 2;
 
 // One warp: asks for tiles when their slots are free, and shares out 1/rms when sums are there, without waiting for either.
-template <typename T>
 RTK_DEVICE void fetch_and_share_out(OnceShared& shared, const ptx::TensorMap& x, const OnceWalk& walk,
                                     const OnceExchange& exchange, float cols, float eps, float* rstd) {
     const bool leader = threadIdx.x % kWarp == 0;
@@ -152,7 +151,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
     if (warp >= 0) {
         ptx::registers_give<kOtherRegisters>();
         if (warp == 0) {
-            fetch_and_share_out<T>(shared, x, walk, exchange, static_cast<float>(cols), static_cast<float>(eps), rstd);
+            fetch_and_share_out(shared, x, walk, exchange, static_cast<float>(cols), static_cast<float>(eps), rstd);
         } else if (warp == 1) {
             collect_numbers<T>(shared, walk, exchange, gains, raw_gains);
         } else {
