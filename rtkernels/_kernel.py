@@ -114,6 +114,7 @@ class Kernel:
         *,
         overlap: bool = False,
         cluster: int = 1,
+        resident: bool = False,
         ending: Sequence[int | float] = (),
     ) -> Launch:
         """Return a function that launches a variant on a device, compiling and loading it if needed.
@@ -127,6 +128,7 @@ class Kernel:
             overlap: The kernel may start before the previous one of its stream has ended. It must call
                 ``ptx::wait_for_previous`` before it reads that one's results. Ignored below sm_90.
             cluster: Blocks in x that run at the same time and reach each other's shared memory; divides the grid.
+            resident: All blocks run at the same time, as those must that wait for each other; or the launch fails.
             ending: The kernel's last arguments, fixed for all launches, which then take those before them.
         """
         dims = (grid,) if isinstance(grid, int) else tuple(grid)
@@ -139,7 +141,9 @@ class Kernel:
         function = self._functions.get((variant, device)) or self._load(variant, device)
         overlap = overlap and "pdl" in device_info(device).target.features
         arguments = _launch.Arguments(self._maps, self._kinds, ending)
-        return _launch.launcher(function, arguments, device, dims, block, shared, overlap=overlap, cluster=cluster)
+        return _launch.launcher(
+            function, arguments, device, dims, block, shared, overlap=overlap, cluster=cluster, resident=resident
+        )
 
     def _load(self, variant: Variant, device: int) -> int:
         with self._lock:

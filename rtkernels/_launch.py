@@ -22,6 +22,7 @@ _STATIC_SHARED = 1  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _INVALID_CONTEXT = 201
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _CONFIG = struct.Struct("=7I4xQQI4x")  # CUlaunchConfig: grid, block, shared bytes, stream, attributes, their count
 _ATTRIBUTE = struct.Struct("=I4x3I52x")  # CUlaunchAttribute: id, value of up to three words
@@ -51,7 +52,7 @@ class Arguments:
 
 def launcher(
     function: int, arguments: Arguments, device: int, grid: tuple[int, ...], block: int, shared: int, *,
-    overlap: bool, cluster: int,
+    overlap: bool, cluster: int, resident: bool = False,
 ) -> Launch:  # fmt: skip
     """Return a function of the kernel's arguments that launches it.
 
@@ -64,12 +65,15 @@ def launcher(
         shared: Dynamic shared memory in bytes.
         overlap: May start before the previous kernel of its stream has ended.
         cluster: Blocks of a cluster.
+        resident: All blocks run at the same time, or the launch fails.
     """
     attributes = b""
     if overlap:
         attributes += _ATTRIBUTE.pack(_PROGRAMMATIC_SERIALIZATION, 1, 0, 0)
     if cluster > 1:
         attributes += _ATTRIBUTE.pack(_CLUSTER_DIMENSION, cluster, 1, 1)
+    if resident:
+        attributes += _ATTRIBUTE.pack(_COOPERATIVE, 1, 0, 0)
     if attributes or arguments.maps:
         return _extended_launcher(function, arguments, device, grid, block, shared, attributes)
     return _plain_launcher(function, arguments, device, grid, block, shared)

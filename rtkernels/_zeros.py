@@ -9,6 +9,7 @@ from rtkernels._registry import dispatched
 
 _AT_ONCE = 64
 _zeros: dict[tuple[int, int, int], list[Tensor]] = {}
+_kept: dict[tuple[int, int], Tensor] = {}
 
 
 def fresh_zeros(device: int, n: int) -> Tensor:
@@ -35,3 +36,19 @@ def fresh_zeros(device: int, n: int) -> Tensor:
             first, *rest = (row[:n] for row in made.unbind())
         ready.extend(rest)
         return first
+
+
+def kept_zeros(device: int, n: int) -> Tensor:
+    """Return at least `n` int32 on a CUDA device: zeros, or what the last kernel of the stream that got them has left.
+
+    For kernels that leave everything as they want to find it. What a graph or a compiled graph calls gets zeros of its
+    own, for the reasons of :func:`fresh_zeros`.
+    """
+    if dispatched() or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(n, dtype=torch.int32, device=f"cuda:{device}")
+    key = device, torch._C._cuda_getCurrentRawStream(device)
+    kept = _kept.get(key)
+    if kept is None or kept.numel() < n:
+        with torch.inference_mode(False):
+            kept = _kept[key] = torch.zeros(n, dtype=torch.int32, device=f"cuda:{device}")
+    return kept

@@ -694,7 +694,42 @@ def test_recomputing_with_the_copy_engine(case: str, dtype: torch.dtype, monkeyp
 
 
 @pytest.mark.gpu
-def test_cuda_graph() -> None:
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=short)
+@pytest.mark.parametrize("case", [case for case in RING_CASES if case != "parts"])
+def test_reading_once(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make(case, dtype, "cuda", RING_CASES)
+    if not ring.ONCE.supports(device_info(inputs.x.get_device()).target):
+        pytest.skip("for GPUs with a bulk copy engine")
+    monkeypatch.setattr(ring, "_LEAST_BYTES", 0)
+    Plans.forget_all()
+    with running_on("cuda"):
+        first = check(inputs, "both")
+        check(inputs, "both", pow2=True, column=True)
+        for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                again = [rms_norm_fp8(inputs.x, inputs.weight, eps=EPS, layout="both") for _ in range(20)]
+            torch.cuda.synchronize()
+            for one in again[::19]:
+                compare(one, first)
+    assert all(plan._once is not None for plan in plans.PLANS.values())
+    inputs.x[3, 5], inputs.x[7, 9], inputs.x[-1] = math.inf, math.nan, 0.0
+    first = rms_norm_fp8(inputs.x, inputs.weight, eps=EPS, layout="both")
+    assert first.rstd[3] == 0 and first.rstd[7].isnan() and abs(first.rstd[-1] * EPS**0.5 - 1) < 1e-6
+    _both_and_transposed(inputs, first)
+    Plans.forget_all()
+
+
+@pytest.mark.gpu
+def test_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    for least in (ring._LEAST_BYTES, 0):
+        monkeypatch.setattr(ring, "_LEAST_BYTES", least)
+        Plans.forget_all()
+        _check_cuda_graph()
+    Plans.forget_all()
+
+
+def _check_cuda_graph() -> None:
     x, weight = torch.randn(256, 2048, device="cuda").bfloat16(), torch.randn(2048, device="cuda").bfloat16()
     replay = captured(lambda: rms_norm_fp8(x, weight, layout="both"))
     x.copy_(torch.randn_like(x))

@@ -1,16 +1,18 @@
-// The shared memory of norm/norm_quant_ring.cu, and which part of a tile of 128 x 128 its threads have.
+// The ring of tiles of x in shared memory that norm/norm_quant_ring.cu and norm/norm_quant_once.cu quantise from: what is
+// there, which tiles a block takes, how they get there, and which part of a tile of 128 x 128 a thread has.
 //
 // A tile of x is two boxes of 128 rows x 128 bytes as the copy engine writes them: the 16 bytes of piece p of row r are
 // at piece p ^ (r % 8). Codes leave as 16 groups of 8 columns x 128 bytes with the same pattern, which goes by address:
 // groups are nine columns apart, the ninth being outside of the tensor, so that threads with neighbouring groups, which
 // write the same bytes of the same column of each, meet different banks.
 #pragma once
-#include "common/abi.cuh"
+#include "common/vec.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
 
 namespace rtk {
 
 inline constexpr int kSide = 128;  // of a tile
-inline constexpr int kSlots = 4;   // tiles of x in shared memory
 inline constexpr int kGroups = 2;  // of threads that quantise, a tile each at a time
 inline constexpr int kGroupThreads = 256, kGroupWarps = kGroupThreads / kWarp;
 inline constexpr int kRingThreads = kGroups * kGroupThreads + 4 * kWarp;  // a warpgroup for everything else
@@ -19,18 +21,40 @@ inline constexpr int kBoxBytes = kSide * 128;
 inline constexpr int kCodesPitch = 9 * kSide;
 inline constexpr int kMaximaPitch = kSide + 16;
 
+// SLOTS tiles of x, and room for the transposed codes of STAGED tiles: one for each group, or one for both by turns.
+template <int SLOTS, int STAGED>
 struct RingShared {
-    u8 x[kSlots][2][kBoxBytes];
-    u8 codes[kGroups][16 * kCodesPitch];
+    static constexpr int kSlots = SLOTS, kStaged = STAGED;
+    u8 x[SLOTS][2][kBoxBytes];
+    u8 codes[STAGED][16 * kCodesPitch];
     float maxima[kGroups][kGroupWarps][kMaximaPitch];  // of columns; then reciprocals of scales in the first row
-    float rstd[kSlots][kSide];
-    float gain[kSlots][kSide];
-    int down[kSlots], across[kSlots];  // which tile it is; down is negative when there are no more
-    u64 full[kSlots];                  // x is there
-    u64 ready[kSlots];                 // and everything else about the tile
-    u64 empty[kSlots];                 // nothing of it is needed any more
-    float scales[2][kSide];            // of the rows of the first group's tile, for every other round
+    float rstd[SLOTS][kSide];
+    float gain[SLOTS][kSide];
+    int down[SLOTS], across[SLOTS];  // which tile it is; down is negative when there are no more
+    u64 full[SLOTS];                 // x is there
+    u64 ready[SLOTS];                // and 1/rms and gains
+    u64 empty[SLOTS];                // x is not needed any more
+    u64 taken[SLOTS];                // nor are 1/rms and gains
+    float scales[2][kSide];          // of the rows of the first group's tile, for every other round
     u64 scales_there[2], scales_gone[2];
+    u64 codes_gone;  // for one tile of staged codes: it has left
+
+    // `readers`: warps besides a group's that read a tile.
+    RTK_DEVICE void init(int readers) {
+#pragma unroll
+        for (int i = 0; i < SLOTS; ++i) {
+            ptx::mbarrier_init(ptx::shared_address(&full[i]), 1);
+            ptx::mbarrier_init(ptx::shared_address(&ready[i]), 1);
+            ptx::mbarrier_init(ptx::shared_address(&empty[i]), kGroupWarps + readers);
+            ptx::mbarrier_init(ptx::shared_address(&taken[i]), 1);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            ptx::mbarrier_init(ptx::shared_address(&scales_there[i]), kGroupWarps);
+            ptx::mbarrier_init(ptx::shared_address(&scales_gone[i]), kGroupWarps);
+        }
+        if (STAGED == 1) ptx::mbarrier_init(ptx::shared_address(&codes_gone), 1);
+    }
 
     // Numbers per column are kept by fours, first those of columns 0..3 of every eight, then 4..7; the 16 between the
     // halves put them on different banks.
@@ -38,12 +62,83 @@ struct RingShared {
 };
 
 // Goes round the slots; `phase` is that of the slot's barriers.
+template <int SLOTS>
 struct RingTurn {
     int slot = 0;
     u32 phase = 0;
     RTK_DEVICE void next(int by = 1) {
         slot += by;
-        if (slot >= kSlots) slot -= kSlots, phase ^= 1;
+        if (slot >= SLOTS) slot -= SLOTS, phase ^= 1;
+    }
+};
+
+// The block's tiles in their order, BESIDE neighbours at a time, one for each group. `backwards`: from the last strip of
+// 128 rows to the first.
+template <int BESIDE>
+struct RingWalk {
+    u32 strips, wide;  // and sets of neighbours in a strip
+    bool backwards;
+
+    RTK_DEVICE RingWalk(i64 rows, i64 cols, bool from_the_end)
+        : strips(static_cast<u32>(ceil_div(rows, kSide))),
+          wide(static_cast<u32>(ceil_div(cols, BESIDE * kSide))),
+          backwards(from_the_end) {}
+
+    // Finds the tile of a turn; false if there is none.
+    RTK_DEVICE bool find(int turn, int& down, int& across) const {
+        const u32 place = blockIdx.x + static_cast<u32>(turn / BESIDE) * gridDim.x, above = place / wide;
+        across = static_cast<int>((place - above * wide) * BESIDE) + turn % BESIDE;
+        down = static_cast<int>(backwards ? strips - 1 - above : above);
+        return above < strips;
+    }
+};
+
+// One thread asks for the tile of a turn, whose slot is free; a group sees one that does not exist as its end.
+template <typename Shared, typename Walk>
+RTK_DEVICE void fetch_tile(Shared& shared, const ptx::TensorMap& x, const Walk& walk, int turn, int slot) {
+    const ptx::SharedAddress full = ptx::shared_address(&shared.full[slot]);
+    int down, across;
+    const bool exists = walk.find(turn, down, across);
+    shared.down[slot] = exists ? down : -1, shared.across[slot] = across;
+    if (exists) {
+        const u64 policy = ptx::l2_last();
+        ptx::mbarrier_arrive_expect(full, 2 * kBoxBytes);
+#pragma unroll
+        for (int box = 0; box < 2; ++box)
+            ptx::tma_load_2d(ptx::shared_address(shared.x[slot][box]), x, full, across * kSide + box * 64, down * kSide,
+                             policy);
+    } else {
+        ptx::mbarrier_arrive(full);
+    }
+}
+
+// Gains of a tile's columns, four in a lane, offset + weight or 1 without one. The weight is of T, or of fp32 if `wide`.
+template <typename T>
+struct RingGains {
+    const void* weight;
+    bool wide;
+    int cols;
+    float offset;
+
+    RTK_DEVICE Raw<16> load(int across) const {
+        const int column = across * kSide + static_cast<int>(threadIdx.x) % kWarp * 4;
+        Raw<16> raw;
+        clear(raw);
+        if (column >= cols || weight == nullptr) return raw;
+        if (wide) return ptx::ld_keep<16>(static_cast<const float*>(weight) + column);
+        const Raw<8> narrow = ptx::ld_keep<8>(static_cast<const T*>(weight) + column);
+        raw.w[0] = narrow.w[0], raw.w[1] = narrow.w[1];
+        return raw;
+    }
+
+    RTK_DEVICE void give(float (&to)[kSide], const Raw<16>& raw) const {
+        float gain[4];
+        unpack<T, 4>(Raw<8>{raw.w[0], raw.w[1]}, gain);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (wide) gain[i] = __uint_as_float(raw.w[i]);
+            to[static_cast<int>(threadIdx.x) % kWarp * 4 + i] = weight == nullptr ? 1.0f : gain[i] + offset;
+        }
     }
 };
 

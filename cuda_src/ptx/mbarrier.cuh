@@ -34,4 +34,19 @@ RTK_DEVICE void mbarrier_wait(SharedAddress barrier, u32 parity) {
         : "memory");
 }
 
+// The same without waiting: whether it has ended.
+RTK_DEVICE bool mbarrier_test(SharedAddress barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n"
+        ".reg .pred ended;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 ended, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, ended;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
 }  // namespace rtk::ptx

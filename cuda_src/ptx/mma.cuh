@@ -25,6 +25,18 @@ RTK_MMA_F32(mma_m16n8k32_e4m3, "m16n8k32.row.col.f32.e4m3.e4m3.f32")
 #endif
 #undef RTK_MMA_F32
 
+// Of 8 elements: only a[0], a[1] and b[0] of the above.
+#define RTK_MMA_K8_F32(name, instruction)                                                                     \
+    RTK_DEVICE void name(float(&d)[4], u32 a0, u32 a1, u32 b) {                                               \
+        asm volatile("mma.sync.aligned." instruction " {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"          \
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                         \
+                     : "r"(a0), "r"(a1), "r"(b));                                                             \
+    }
+
+RTK_MMA_K8_F32(mma_m16n8k8_bf16, "m16n8k8.row.col.f32.bf16.bf16.f32")
+RTK_MMA_K8_F32(mma_m16n8k8_f16, "m16n8k8.row.col.f32.f16.f16.f32")
+#undef RTK_MMA_K8_F32
+
 RTK_DEVICE void mma_m16n8k32_s8(i32 (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
     asm volatile(
         "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

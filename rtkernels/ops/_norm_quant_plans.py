@@ -88,7 +88,7 @@ _SMOOTH = Kernel(
     variants=[(t, v) for t in _WIDTH for v in (1, _SMOOTH_VEC)],
     max_registers=100,
 )
-KERNELS = (_ROW, _STATS, _TILE, ring.RING, _SMOOTH)
+KERNELS = (_ROW, _STATS, _TILE, ring.RING, ring.ONCE, _SMOOTH)
 
 
 # ---- plans ----------------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class _Plan:
         dims = (rows, cols, x_stride, residual_stride)
         parameter = weight or bias
         w = t if parameter is None else token("weight", parameter[0])
-        self._row = self._stats = self._ring = None
+        self._row = self._stats = self._ring = self._once = None
         if layout in ("row", "none") and wide and vectors <= _ROW_THREADS * _ROW_CHUNKS and rows < 1 << 31:
             threads = max(group_threads(-(-vectors // _ROW_CHUNKS), _ROW_THREADS), GROUP // vec)
             block = block_of(threads)
@@ -162,6 +162,12 @@ class _Plan:
             )  # fmt: skip
             if residual is not None:
                 self._bind_stats((t, vec, False), device, rows, dims)
+            return
+        alone = layout == "both" and wide and not (known or centred or keep)
+        if alone and ring.serves_once(t, device, rows, cols, x_stride):
+            self._once = ring.OnceLaunch(
+                t, device, rows, cols, x_stride, scale_strides, weight_wide=w != t, pow2=pow2
+            )  # fmt: skip
             return
         self._ticket, ahead, makers, stats_rows = None, row_tiles, 0, 0
         if rstd is None:
@@ -216,6 +222,9 @@ class _Plan:
             self._row(
                 *inputs, address(weight), address(bias), q, scale, *statistics, y, total, *self._args, eps, offset
             )
+            return results
+        if self._once is not None:
+            self._once(inputs[0], address(weight), made_rstd, q, scale, q_t, scale_t, eps, offset)
             return results
         ticket = address(self._ticket) if self._ring is None else 0
         if self._stats is not None:

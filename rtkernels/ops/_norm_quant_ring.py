@@ -1,17 +1,26 @@
-"""Codes of an RMS norm whose 1/rms is known, transposed or both: the launch on GPUs with a bulk copy engine."""
+"""Codes of an RMS norm by rings of tiles, on GPUs with a bulk copy engine; 1/rms is known, or made by the kernel."""
 
 from __future__ import annotations
 
 from rtkernels._kernel import Kernel, device_info
 from rtkernels._tensor_map import matrix_map, tiled_map
+from rtkernels._zeros import kept_zeros
 
 _SIDE = 128  # of a tile
-_SLOTS, _GROUPS = 4, 2
+_GROUPS = 2
 _THREADS = 640
-_SHARED = _SLOTS * (2 * _SIDE * _SIDE + 2 * 4 * _SIDE + 32) + _GROUPS * (16 * 9 * _SIDE + 8 * 4 * (_SIDE + 16))
-_SHARED += 2 * (4 * _SIDE + 16)
+
+
+def _shared(slots: int, staged: int, more: int = 0) -> int:
+    """Return bytes of shared memory for `slots` tiles of x and transposed codes of `staged` tiles."""
+    numbers = _GROUPS * 8 * 4 * (_SIDE + 16) + 2 * (4 * _SIDE + 16) + 8
+    return slots * (2 * _SIDE * _SIDE + 2 * 4 * _SIDE + 40) + staged * 16 * 9 * _SIDE + numbers + more
+
+
 # Of x: what it was measured for. A smaller one is a few tiles per multiprocessor, not worth blocks that stay.
 _LEAST_BYTES = 24 << 20
+_MOST_WIDE = 128  # pairs of tiles in a strip
+_MOST_WORDS = 4 << 20  # of 8 bytes, for sums of squares on their way from block to block, which stay allocated
 
 RING = Kernel(
     "norm/norm_quant_ring.cu",
@@ -26,12 +35,39 @@ RING = Kernel(
     needs=("tma",),
 )
 
+ONCE = Kernel(
+    "norm/norm_quant_once.cu",
+    "norm_fp8_once",
+    template="T",
+    args="x:tmap q_t:tmap weight:ptr rstd:ptr q:ptr scale:ptr scale_t:ptr words:ptr rows:i64 cols:i64 scale_row:i64 "
+    "scale_group:i64 share:i64 weight_wide:i64 pow2:i64 eps:f64 offset:f64",
+    variants=lambda target: [("bf16",), ("fp16",)] if target.capability == (9, 0) else [],
+    max_registers=104,
+    needs=("tma",),
+    emulated="its blocks wait for each other; emulated ones run one after the other",
+)
+
 
 def serves(t: str, device: int, rows: int, cols: int, x_stride: int) -> bool:
     """Return True if the kernel serves x of this type and shape, whose rows are of whole 16 bytes."""
     if t == "fp32" or rows % 16 or x_stride < cols or max(rows, cols) >= 1 << 31:
         return False
     return rows * cols * 2 >= _LEAST_BYTES and device_info(device).target.capability == (9, 0)
+
+
+def serves_once(t: str, device: int, rows: int, cols: int, x_stride: int) -> bool:
+    """Return True if the kernel that makes 1/rms as well serves x, whose rows are of whole 16 bytes."""
+    wide = -(-cols // (_GROUPS * _SIDE))
+    if device < 0 or wide == 1 or wide > min(_MOST_WIDE, device_info(device).sm_count) or rows * wide > _MOST_WORDS:
+        return False
+    return serves(t, device, rows, cols, x_stride)
+
+
+def _maps(x: int, q_t: int, t: str, rows: int, cols: int, x_stride: int) -> tuple:
+    return (
+        matrix_map(x, t, rows, cols, x_stride, _SIDE, 64),
+        tiled_map(q_t, "byte", (rows, 8, cols // 8), (rows, 8 * rows), (_SIDE, 9, 16)),
+    )
 
 
 class RingLaunch:
@@ -68,15 +104,47 @@ class RingLaunch:
         beside = _GROUPS if by_rows else 1  # tiles that a block takes together
         blocks = min(device_info(device).sm_count, -(-rows // _SIDE) * -(-cols // (beside * _SIDE)))
         self._shape = (t, rows, cols, x_stride)
-        self._launch = RING.bind((t, by_rows), device, blocks, _THREADS, _SHARED, overlap=after)
+        self._launch = RING.bind((t, by_rows), device, blocks, _THREADS, _shared(4, _GROUPS), overlap=after)
         self._args = (rows, cols, *scale_strides, weight_wide, pow2, after)
 
     def __call__(
         self, x: int, weight: int, rstd: int, q: int, scale: int, q_t: int, scale_t: int, offset: float
     ) -> None:
-        t, rows, cols, x_stride = self._shape
-        maps = (
-            matrix_map(x, t, rows, cols, x_stride, _SIDE, 64),
-            tiled_map(q_t, "byte", (rows, 8, cols // 8), (rows, 8 * rows), (_SIDE, 9, 16)),
-        )
+        maps = _maps(x, q_t, *self._shape)
         self._launch(*maps, weight, rstd, q, scale, scale_t, *self._args, offset)
+
+
+class OnceLaunch:
+    """The launch for one shape that makes 1/rms as well; called with addresses, epsilon and the offset."""
+
+    def __init__(
+        self,
+        t: str,
+        device: int,
+        rows: int,
+        cols: int,
+        x_stride: int,
+        scale_strides: tuple[int, int],
+        *,
+        weight_wide: bool,
+        pow2: bool,
+    ) -> None:
+        """Bind the kernel; arguments as for RingLaunch."""
+        strips, wide = -(-rows // _SIDE), -(-cols // (_GROUPS * _SIDE))
+        turns = -(-strips * wide // device_info(device).sm_count)
+        share = 2  # rows of a strip of which a block makes 1/rms
+        while share * wide < _SIDE:
+            share *= 2
+        self._device, self._words = device, 16 + strips * _SIDE * (1 + wide)
+        self._shape = (t, rows, cols, x_stride)
+        memory = _shared(6, 1, 64 + 4 * _SIDE)
+        # As few blocks as take no more turns: neighbours on a strip are then seldom a turn apart.
+        self._launch = ONCE.bind((t,), device, -(-strips * wide // turns), _THREADS, memory, resident=True)
+        self._args = (rows, cols, *scale_strides, share, weight_wide, pow2)
+
+    def __call__(
+        self, x: int, weight: int, rstd: int, q: int, scale: int, q_t: int, scale_t: int, eps: float, offset: float
+    ) -> None:
+        maps = _maps(x, q_t, *self._shape)
+        words = kept_zeros(self._device, 2 * self._words)
+        self._launch(*maps, weight, rstd, q, scale, scale_t, words.data_ptr(), *self._args, eps, offset)

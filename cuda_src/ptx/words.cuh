@@ -1,0 +1,22 @@
+// Words of 8 bytes in global memory that other blocks read or write meanwhile: each is read and written whole, and comes
+// from L2. Two at a time, 16-byte aligned; which of the two is written first is not said.
+#pragma once
+#include "common/abi.cuh"
+
+namespace rtk::ptx {
+
+struct Words {
+    u64 first, second;
+};
+
+RTK_DEVICE Words ld_words(const u64* p) {
+    Words r;
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0,%1}, [%2];" : "=l"(r.first), "=l"(r.second) : "l"(p) : "memory");
+    return r;
+}
+
+RTK_DEVICE void st_words(u64* p, const Words& w) {
+    asm volatile("st.relaxed.gpu.global.v2.u64 [%0], {%1,%2};" ::"l"(p), "l"(w.first), "l"(w.second) : "memory");
+}
+
+}  // namespace rtk::ptx
