@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from ways import assert_equal_bits
 
 from rtkernels import emulate, emulator
 from rtkernels.errors import ArgumentError
+from rtkernels.testing.compare import poisoned
 
 emulated = pytest.mark.skipif(emulator.unavailable() is not None, reason=str(emulator.unavailable()))
 PLACES = {"cpu": (), "sm_80": emulated, "sm_90": emulated, "cuda": pytest.mark.gpu}
@@ -43,6 +45,21 @@ def error_tests(bad: dict[str, tuple[Callable[[], Any], str]]) -> tuple[Callable
             call()
 
     return on_the_cpu, in_the_launchers
+
+
+def order_test(run: Callable[[Any], Any], *cases: Any) -> Callable[[Any], None]:
+    """Return a test that threads in any order give the same bits; ``run(case)`` gives tensors, some may be None."""
+
+    @emulated
+    @pytest.mark.parametrize("case", cases, ids=str)
+    def in_every_order(case: Any) -> None:
+        with emulate("sm_90"):
+            expected = tuple(run(case))
+        for order in ORDERS:
+            with emulate("sm_90", order), poisoned():
+                assert_equal_bits(tuple(run(case)), expected, f"order {order}")
+
+    return in_every_order
 
 
 def short(dtype: torch.dtype) -> str:

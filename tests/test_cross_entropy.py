@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from places import DTYPES, ORDERS, at, emulated, short
+from places import DTYPES, ORDERS, at, emulated, order_test, short
 from torch import Tensor
 from ways import assert_equal_bits, captured
 
@@ -537,16 +537,10 @@ def test_logits_of_any_size(largest: float, place: str) -> None:
 # ---- the same bits every time ---------------------------------------------------------------------------------------
 
 
-@emulated
-@pytest.mark.parametrize("order", ORDERS)
-def test_thread_order_does_not_matter(order: str | int) -> None:
-    for case, mode in itertools.product(("odd", "long_odd", "many_rows"), ("two_pass", "one_pass_in_place")):
-        with rtkernels.emulate("sm_90"):
-            expected = check(make(case, torch.bfloat16, "cpu"), "mean", mode)
-        with rtkernels.emulate("sm_90", order):
-            got = check(make(case, torch.bfloat16, "cpu"), "mean", mode)
-        for a, b in zip(expected, got, strict=True):
-            assert_same_bits(a, b)
+test_thread_order_does_not_matter = order_test(
+    lambda case: check(make(case[0], torch.bfloat16, "cpu"), "mean", case[1]),
+    *itertools.product(("odd", "long_odd", "many_rows"), ("two_pass", "one_pass_in_place")),
+)
 
 
 @emulated

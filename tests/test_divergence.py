@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from places import ORDERS, at, emulated, error_tests, short
+from places import at, error_tests, order_test, short
 from torch import Tensor
 from ways import assert_equal_bits, captured
 
@@ -187,16 +187,10 @@ def emulated_coverage() -> None:
         check(make("plain", torch.bfloat16, device), "jsd_0.5", "batchmean")
 
 
-@emulated
-@pytest.mark.parametrize("order", ORDERS)
-def test_thread_order_does_not_matter(order: str | int) -> None:
-    for case, loss in (("several_warps", "jsd_0.5"), ("labels", "kl"), ("many_short_rows", "kl_log")):
-        with rtkernels.emulate("sm_90"):
-            expected = check(make(case, torch.bfloat16, "cpu"), loss, "mean")
-        with rtkernels.emulate("sm_90", order):
-            got = check(make(case, torch.bfloat16, "cpu"), loss, "mean")
-        for a, b in zip(expected, got, strict=True):
-            assert_same_bits(a, b)
+test_thread_order_does_not_matter = order_test(
+    lambda case: check(make(case[0], torch.bfloat16, "cpu"), case[1], "mean"),
+    *(("several_warps", "jsd_0.5"), ("labels", "kl"), ("many_short_rows", "kl_log")),
+)
 
 
 @at("cpu", "sm_90", "cuda")

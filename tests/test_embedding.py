@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from places import DTYPES, ORDERS, at, emulated, error_tests, short
+from places import DTYPES, ORDERS, at, emulated, error_tests, order_test, short
 from torch import Tensor
 from ways import assert_equal_bits, captured
 
@@ -225,16 +225,10 @@ def test_windows_of_several_warps(place: str, monkeypatch: pytest.MonkeyPatch) -
         plans.SUM_PLANS.clear()
 
 
-@emulated
-@pytest.mark.parametrize("order", ORDERS)
-def test_thread_order_does_not_matter(order: str | int) -> None:
-    for case in ("edges", "heavy", "groups_meet", "range_padding", "odd"):
-        with rtkernels.emulate("sm_90"):
-            expected = check(make(case, torch.bfloat16, "cpu"))
-        with rtkernels.emulate("sm_90", order):
-            got = check(make(case, torch.bfloat16, "cpu"))
-        for a, b in zip(expected, got, strict=True):
-            assert_same_bits(a, b)
+test_thread_order_does_not_matter = order_test(
+    lambda case: check(make(case, torch.bfloat16, "cpu")),
+    *("edges", "heavy", "groups_meet", "range_padding", "odd"),
+)
 
 
 @at()

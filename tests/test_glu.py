@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from places import DTYPES, ORDERS, PLACES, at, emulated, error_tests, short
+from places import DTYPES, PLACES, at, error_tests, order_test, short
 from torch import Tensor
 from ways import assert_compiles, assert_equal_bits, captured
 
@@ -369,17 +369,10 @@ def test_equal_bits_twice(place: str, case: str) -> None:
             assert_same_bits(a, b)
 
 
-@emulated
-@pytest.mark.parametrize("order", ORDERS)
-def test_thread_order_does_not_matter(order: str | int) -> None:
-    for case in ("odd", "weight_wide", "weight_odd", "weight_many_rows"):
-        with rtkernels.emulate("sm_90"):
-            expected = check(make(case, torch.bfloat16, "cpu"), "silu")
-        with rtkernels.emulate("sm_90", order):
-            got = check(make(case, torch.bfloat16, "cpu"), "silu")
-        for a, b in zip(expected, got, strict=True):
-            if a is not None:
-                assert_same_bits(a, b)
+test_thread_order_does_not_matter = order_test(
+    lambda case: check(make(case, torch.bfloat16, "cpu"), "silu"),
+    *("odd", "weight_wide", "weight_odd", "weight_many_rows"),
+)
 
 
 @pytest.mark.gpu

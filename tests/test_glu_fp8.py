@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fp8_reference import E4M3, encode
-from places import DTYPES, ORDERS, at, emulated, short
+from places import DTYPES, at, emulated, order_test, short
 from test_glu import ACTS, plain_glu
 from torch import Tensor
 from ways import assert_equal_bits, captured
@@ -253,16 +253,7 @@ def test_counts_that_do_not_add_up(place: str) -> None:
             assert not got.scale_t[blocks:].any()
 
 
-@emulated
-@pytest.mark.parametrize("order", ORDERS)
-def test_thread_order_does_not_matter(order: str | int) -> None:
-    for case in ("experts", "odd"):
-        with rtkernels.emulate("sm_90"):
-            expected = check(make(case, torch.bfloat16, "cpu"))
-        with rtkernels.emulate("sm_90", order), poisoned():
-            got = check(make(case, torch.bfloat16, "cpu"))
-        for a, b in zip(expected, got, strict=True):
-            assert_same_bits(a, b)
+test_thread_order_does_not_matter = order_test(lambda case: check(make(case, torch.bfloat16, "cpu")), "experts", "odd")
 
 
 def emulated_coverage() -> None:
@@ -445,16 +436,9 @@ def test_counts_can_be_checked(place: str) -> None:
                     glu_fp8_backward(dy.to(wide.dtype), wide, counts=wrong, check_counts=True)
 
 
-@emulated
-@pytest.mark.parametrize("order", ORDERS)
-def test_backward_thread_order_does_not_matter(order: str | int) -> None:
-    for case in ("experts", "unaligned"):
-        with rtkernels.emulate("sm_90"):
-            expected = check_backward(make_backward(case, torch.bfloat16, "cpu"))
-        with rtkernels.emulate("sm_90", order), poisoned():
-            got = check_backward(make_backward(case, torch.bfloat16, "cpu"))
-        for a, b in zip(expected, got, strict=True):
-            assert a is b is None or assert_same_bits(a, b) is None
+test_backward_thread_order_does_not_matter = order_test(
+    lambda case: check_backward(make_backward(case, torch.bfloat16, "cpu")), "experts", "unaligned"
+)
 
 
 def test_through_autograd() -> None:

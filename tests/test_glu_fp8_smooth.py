@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from places import DTYPES, ORDERS, at, emulated, short
+from places import DTYPES, at, order_test, short
 from test_glu import ACTS
 from test_glu_fp8 import Inputs, counts, gradients, judge_rows, make
 from torch import Tensor
 
 import rtkernels
 from rtkernels.errors import ArgumentError
-from rtkernels.testing.compare import ROUNDOFF, assert_close, assert_same_bits, poisoned, running_on
+from rtkernels.testing.compare import ROUNDOFF, assert_close, assert_same_bits, running_on
 
 
 def _spread(line: Tensor, inputs: Inputs, rows: int) -> Tensor:
@@ -103,15 +103,10 @@ def test_smooth_of_every_activation(place: str, dtype: torch.dtype) -> None:
             check_smooth(make("weight_fp32", dtype, device), act)
 
 
-@emulated
-@pytest.mark.parametrize("order", ORDERS)
-def test_smooth_thread_order_does_not_matter(order: str | int) -> None:
-    with rtkernels.emulate("sm_90"):
-        expected = check_smooth(make("experts_odd", torch.bfloat16, "cpu"))
-    with rtkernels.emulate("sm_90", order), poisoned():
-        got = check_smooth(make("experts_odd", torch.bfloat16, "cpu"))
-    for a, b in zip(expected, got, strict=True):
-        assert a is b is None or assert_same_bits(a, b) is None
+test_smooth_thread_order_does_not_matter = order_test(
+    lambda case: check_smooth(make(case, torch.bfloat16, "cpu")),
+    "experts_odd",
+)
 
 
 @at("cpu", "sm_90", "cuda")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from places import DTYPES, ORDERS, at, emulated, error_tests, short
+from places import DTYPES, at, emulated, error_tests, order_test, short
 from torch import Tensor
 from ways import assert_compiles, assert_equal_bits, captured
 
@@ -398,16 +398,10 @@ def test_equal_bits_twice(place: str, case: str) -> None:
         assert_same_bits(first[name], second[name])
 
 
-@emulated
-@pytest.mark.parametrize("order", ORDERS)
-def test_thread_order_does_not_matter(order: str | int) -> None:
-    for case in ("odd", "residual", "more_than_the_ring_holds", "residual_many_rows", "many_short_rows"):
-        with rtkernels.emulate("sm_90"):
-            expected = check(make(case, torch.bfloat16, "cpu"))
-        with rtkernels.emulate("sm_90", order):
-            got = check(make(case, torch.bfloat16, "cpu"))
-        for name in expected:
-            assert_same_bits(expected[name], got[name])
+test_thread_order_does_not_matter = order_test(
+    lambda case: check(make(case, torch.bfloat16, "cpu")).values(),
+    *("odd", "residual", "more_than_the_ring_holds", "residual_many_rows", "many_short_rows"),
+)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import rope_reference as reference
 import torch
-from places import DTYPES, ORDERS, at, emulated, error_tests, short
+from places import DTYPES, at, error_tests, order_test, short
 from torch import Tensor
 from ways import assert_equal_bits, captured
 
@@ -471,16 +471,10 @@ def test_equal_bits_twice(place: str, case: str) -> None:
         assert_same_bits(a, b)
 
 
-@emulated
-@pytest.mark.parametrize("order", ORDERS)
-def test_thread_order_does_not_matter(order: str | int) -> None:
-    for case in ("plain", "odd", "fraction", "many_tokens"):
-        with rtkernels.emulate("sm_90"):
-            expected = check(Inputs(case, torch.bfloat16, "cpu"))
-        with rtkernels.emulate("sm_90", order):
-            got = check(Inputs(case, torch.bfloat16, "cpu"))
-        for a, b in zip(expected, got, strict=True):
-            assert_same_bits(a, b)
+test_thread_order_does_not_matter = order_test(
+    lambda case: check(Inputs(case, torch.bfloat16, "cpu")),
+    *("plain", "odd", "fraction", "many_tokens"),
+)
 
 
 @pytest.mark.gpu

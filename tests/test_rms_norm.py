@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from places import DTYPES, ORDERS, at, emulated, error_tests, short
+from places import DTYPES, at, error_tests, order_test, short
 from torch import Tensor
 from ways import assert_compiles
 
@@ -183,16 +183,10 @@ def emulated_coverage() -> None:
             check(make(case, torch.bfloat16, device))
 
 
-@emulated
-@pytest.mark.parametrize("order", ORDERS)
-def test_thread_order_does_not_matter(order: str | int) -> None:
-    for case in ("short", "many_short_rows", "more_than_the_ring_holds", "many_wide_rows", "odd", "residual_wide"):
-        with rtkernels.emulate("sm_90"):
-            expected = check(make(case, torch.bfloat16, "cpu"))
-        with rtkernels.emulate("sm_90", order):
-            got = check(make(case, torch.bfloat16, "cpu"))
-        for a, b in zip(expected, got, strict=True):
-            assert_same_bits(a, b)
+test_thread_order_does_not_matter = order_test(
+    lambda case: check(make(case, torch.bfloat16, "cpu")),
+    *("short", "many_short_rows", "more_than_the_ring_holds", "many_wide_rows", "odd", "residual_wide"),
+)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from places import DTYPES, ORDERS, at, emulated, error_tests, short
+from places import DTYPES, at, error_tests, order_test, short
 from torch import Tensor
 
 import rtkernels
@@ -86,15 +86,7 @@ def emulated_coverage() -> None:
         check("few", torch.float32, device)
 
 
-@emulated
-@pytest.mark.parametrize("order", ORDERS)
-def test_thread_order_does_not_matter(order: str | int) -> None:
-    with rtkernels.emulate("sm_90"):
-        expected = check("plain", torch.float32, "cpu")
-    with rtkernels.emulate("sm_90", order):
-        got = check("plain", torch.float32, "cpu")
-    for a, b in zip(expected, got, strict=True):
-        assert_same_bits(a, b)
+test_thread_order_does_not_matter = order_test(lambda case: check(case, torch.float32, "cpu"), "plain")
 
 
 @at("cpu", "sm_90", "cuda")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from places import DTYPES, ORDERS, at, emulated, error_tests, short
+from places import DTYPES, at, error_tests, order_test, short
 from torch import Tensor
 from ways import assert_compiles, assert_equal_bits, captured
 
@@ -410,16 +410,10 @@ def test_equal_bits_twice(place: str, case: str) -> None:
         assert_same_bits(a, b)
 
 
-@emulated
-@pytest.mark.parametrize("order", ORDERS)
-def test_thread_order_does_not_matter(order: str | int) -> None:
-    for case in ("odd", "several_warps", "ring", "lengths", "many_short_rows"):
-        with rtkernels.emulate("sm_90"):
-            expected = check(make(case, torch.bfloat16, "cpu"), "softmax")
-        with rtkernels.emulate("sm_90", order):
-            got = check(make(case, torch.bfloat16, "cpu"), "softmax")
-        for a, b in zip(expected, got, strict=True):
-            assert_same_bits(a, b)
+test_thread_order_does_not_matter = order_test(
+    lambda case: check(make(case, torch.bfloat16, "cpu"), "softmax"),
+    *("odd", "several_warps", "ring", "lengths", "many_short_rows"),
+)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from places import ORDERS, at, emulated, error_tests, short
+from places import at, error_tests, order_test, short
 from torch import Tensor
 from ways import assert_equal_bits, captured
 
@@ -187,16 +187,10 @@ def emulated_coverage() -> None:
             check(*make(case, torch.float32, device))
 
 
-@emulated
-@pytest.mark.parametrize("order", ORDERS)
-def test_thread_order_does_not_matter(order: str | int) -> None:
-    for case in ("groups_of_lanes", "groups_odd", "wide_softmax", "softmax_renormalized"):
-        with rtkernels.emulate("sm_90"):
-            expected = check(*make(case, torch.float32, "cpu"))
-        with rtkernels.emulate("sm_90", order):
-            got = check(*make(case, torch.float32, "cpu"))
-        for a, b in zip(expected, got, strict=True):
-            assert_same_bits(a, b)
+test_thread_order_does_not_matter = order_test(
+    lambda case: check(*make(case, torch.float32, "cpu")),
+    *("groups_of_lanes", "groups_odd", "wide_softmax", "softmax_renormalized"),
+)
 
 
 @at("sm_90", "cuda")

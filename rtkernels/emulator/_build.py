@@ -28,6 +28,12 @@ DYNAMIC_SHARED = 232_448  # bytes reserved for `extern __shared__` arrays: the m
 
 _INCLUDES = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 _DYNAMIC = re.compile(r"\bextern\s+__shared__\s+([^;{}]*?)\b(\w+)\s*\[\s*\]\s*;")
+# Of kernels, where the compiler knows them. Most run once: passes that take long and speed up little are left out, and
+# of debug information all but the lines.
+_KERNEL_FLAGS = (
+    *("-fno-tree-sra", "-fno-gnu-unique", "-fno-extern-tls-init", "--param=tsan-instrument-func-entry-exit=0"),
+    *("-fno-tree-dominator-opts", "-fno-tree-loop-optimize", "-fno-tree-pta", "-fira-region=one", "-fno-var-tracking"),
+)
 _shrunk = False
 
 
@@ -286,12 +292,11 @@ def _build_kernel(
     tool = compiler()
     path = Path(unit) if os.path.isabs(unit) else _sources.root() / unit
     sources, times = _closure(path)
-    optional = ("-fno-tree-sra", "-fno-gnu-unique", "-fno-extern-tls-init", "--param=tsan-instrument-func-entry-exit=0")
     flags = [
         *tool.flags,
         *(("-O0", "-g", "-gdwarf-4") if debug else ("-O1", "-g1", "-gdwarf-4")),
         "-fsanitize=thread",
-        *(flag for flag in optional if _accepts(tool.command, flag)),
+        *(flag for flag in _KERNEL_FLAGS if _accepts(tool.command, flag)),
         f"-D__CUDA_ARCH__={arch}0",
         *defines,
     ]

@@ -97,8 +97,7 @@ bool all_valid(const u8* valid, u32 bytes) {
     }
 }
 
-[[gnu::noinline]] void foreign_access(u64 a, u32 bytes, bool write, void* pc) {
-    if (module_range.has(a) || runtime_range.has(a)) return;  // constants and tables of the unit
+[[noreturn, gnu::noinline]] void foreign_access(u64 a, u32 bytes, bool write, void* pc) {
     int nearest = -1;
     long long best = 0;
     for (u64 i = 0; i < launch->segment_count; ++i) {
@@ -124,12 +123,13 @@ inline void access(const void* p, u32 bytes, bool write, bool aligned, bool atom
     }
     Segment* s = last_segment;
     if (!s || a - reinterpret_cast<u64>(s->copy) >= s->bytes) {
+        if (runtime_range.has(a) || module_range.has(a)) return;  // threadIdx; constants and tables of the unit
         // The copies lie in the order of the segments.
         Segment* const end = launch->segments + launch->segment_count;
         s = std::upper_bound(launch->segments, end, a,
                              [](u64 at, const Segment& next) { return at < reinterpret_cast<u64>(next.copy); });
         if (s-- == launch->segments || a - reinterpret_cast<u64>(s->copy) >= s->bytes)
-            return foreign_access(a, bytes, write, pc);
+            foreign_access(a, bytes, write, pc);
         last_segment = s;
     }
     const u64 offset = a - reinterpret_cast<u64>(s->copy);
