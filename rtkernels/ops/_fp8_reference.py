@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rtkernels._layout import metadata, nothing, row_count
+from rtkernels.ops._fp8_back_plans import check_dequantize
 from rtkernels.ops._fp8_plans import (
     GROUP,
     check_both,
-    check_dequantize,
     check_quantize,
     check_static_scale,
     empty_scale,

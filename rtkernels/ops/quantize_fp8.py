@@ -13,10 +13,10 @@ from rtkernels._registry import Op, TorchOp
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _fp8_reference as reference
 from rtkernels.ops import _fp8_rows as rows
+from rtkernels.ops._fp8_back_plans import DEQUANTIZE_PLANS
 from rtkernels.ops._fp8_kernels import KERNELS
 from rtkernels.ops._fp8_plans import (
     BOTH_PLANS,
-    DEQUANTIZE_PLANS,
     QUANTIZE_PLANS,
     STATIC_PLANS,
     check_options,
