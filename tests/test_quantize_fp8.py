@@ -15,6 +15,7 @@ from torch import Tensor
 
 import rtkernels
 from rtkernels.errors import ArgumentError
+from rtkernels.ops import _fp8_back_plans as back_plans
 from rtkernels.ops import _fp8_plans as plans
 from rtkernels.testing.compare import assert_same_bits, poisoned, running_on
 
@@ -189,7 +190,7 @@ BAD = {
     "scale has dtype float16; expected one of float32": lambda: dequantize_fp8(
         Q, torch.ones(3).half(), granularity="row"
     ),
-    "scale has device index 0; expected -1, that of q": lambda: plans.check_dequantize(
+    "scale has device index 0; expected -1, that of q": lambda: back_plans.check_dequantize(
         (E4M3, (4, 8), (8, 1), -1), (torch.float32, (4,), (1,), 0), "row", E4M3, torch.float32, "row"
     ),
 }
