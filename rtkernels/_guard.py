@@ -9,6 +9,7 @@ functorch transform on. The private torch functions used for that are all here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -87,6 +88,35 @@ def refuse_tangents(op: str, tensors: Iterable[Tensor | None]) -> None:
                 f"{op} got a tensor with a tangent (forward-mode AD, torch.func.jvp) and has no derivative for it; use "
                 f"backward, or give the primal (torch.autograd.forward_ad.unpack_dual) if the tangent may be dropped"
             )
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark the ``backward`` of an ``autograd.Function`` as one that has no derivative itself.
+
+    Torch's decorator of this name hands out gradients that look constant where the incoming ones are, as after
+    ``y.sum()``: second derivatives are then short of a term, without a word. Here all gradients of a pass with
+    ``create_graph=True`` raise if they are differentiated. Incoming ones that are lazy negatives become real ones.
+    """
+    message = f"{backward.__qualname__}: this op is differentiable once; its gradient has no derivative".encode()
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *grads: Tensor | None) -> Any:
+        if is_dynamo_compiling():
+            with torch.no_grad():
+                return backward(ctx, *grads)
+        for grad in grads:
+            if grad is not None and grad.is_neg():
+                grads = [g if g is None else g.resolve_neg() for g in grads]
+                break
+        if not torch.is_grad_enabled():  # nearly always
+            return backward(ctx, *grads)
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        results = results if isinstance(results, tuple) else (results,)
+        raising = torch._C._functions.DelayedError(message, len(results))
+        return raising(*[r if r is None else r.detach().requires_grad_() for r in results])
+
+    return wrapper
 
 
 def constant(value: float) -> float:

@@ -202,6 +202,25 @@ def test_forward_mode_is_refused_clearly() -> None:
             rms_norm(x, out=dual)
 
 
+def test_second_derivatives_are_refused_even_of_sums() -> None:
+    """The gradient of a sum comes in as a constant, and yet the gradient of x is none."""
+    x = torch.randn(4, 8, requires_grad=True)
+    for function in (rms_norm, rtkernels.softmax, rtkernels.glu):
+        total = function(x).sum()
+        (gradient,) = torch.autograd.grad(total, x, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiable once"):
+            (total + gradient.square().sum()).backward()
+
+
+def test_gradients_that_are_lazy_negatives() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    grads = []
+    for g in (torch._neg_view(torch.ones(4, 8)), -torch.ones(4, 8)):
+        with rtkernels.emulate("sm_80"):
+            grads += torch.autograd.grad(rms_norm(x), x, g)
+    torch.testing.assert_close(*grads)
+
+
 def test_inference_mode_and_no_grad() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     with torch.inference_mode():

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.autograd.function import once_differentiable
 
-from rtkernels._guard import constant, is_dynamo_compiling, needs_grad
+from rtkernels._guard import constant, is_dynamo_compiling, needs_grad, once_differentiable
 from rtkernels._layout import check_same
 from rtkernels._registry import TorchOp
 from rtkernels.errors import ArgumentError
