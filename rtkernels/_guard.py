@@ -97,7 +97,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     ``y.sum()``: second derivatives are then short of a term, without a word. Here all gradients of a pass with
     ``create_graph=True`` raise if they are differentiated. Incoming ones that are lazy negatives become real ones.
     """
-    message = f"{backward.__qualname__}: this op is differentiable once; its gradient has no derivative".encode()
+    message = f"{backward.__qualname__} is differentiable once (once_differentiable): it has no derivative itself"
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Tensor | None) -> Any:
@@ -113,7 +113,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         with torch.no_grad():
             results = backward(ctx, *grads)
         results = results if isinstance(results, tuple) else (results,)
-        raising = torch._C._functions.DelayedError(message, len(results))
+        raising = torch._C._functions.DelayedError(message.encode(), len(results))
         return raising(*[r if r is None else r.detach().requires_grad_() for r in results])
 
     return wrapper

@@ -79,6 +79,8 @@ def test_fake_tensors_get_shapes_and_launch_nothing() -> None:
 def test_meta_tensors() -> None:
     y, total = rms_norm(torch.empty(4, 8, device="meta"), residual=torch.empty(4, 8, device="meta"))
     assert y.is_meta and total.shape == (4, 8)
+    labels = torch.empty(4, dtype=torch.int64, device="meta")
+    assert rtkernels.linear_cross_entropy(y, torch.empty(5, 8, device="meta"), labels).is_meta
 
 
 def test_vmap_works_and_func_grad_is_refused_clearly() -> None:

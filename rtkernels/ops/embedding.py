@@ -135,7 +135,7 @@ def _reference_fwd(weight: Tensor, ids: Tensor, start: int) -> Tensor:
     if rows == 0 or ids.numel() == 0:
         return torch.zeros((*ids.shape, cols), dtype=weight.dtype, device=weight.device)
     local, valid = _local(ids, rows, start)
-    return torch.where(valid.unsqueeze(-1), weight[local.clamp(0, rows - 1)], 0.0)
+    return torch.where(valid.unsqueeze(-1), weight[local.clamp(0, rows - 1)], 0.0).contiguous()
 
 
 def _sums(dy: Tensor, ids: Tensor, rows: int, start: int, padding: int) -> tuple[Tensor, Tensor]:

@@ -107,7 +107,7 @@ def linear_cross_entropy(
         raise ArgumentError(f"reduction is {reduction!r}; expected one of 'none', 'mean', 'sum'")
     if softcap is not None and not softcap > 0:
         raise ArgumentError(f"softcap is {softcap}; expected a positive number, or None")
-    if torch.is_autocast_enabled(hidden.device.type):
+    if hidden.device.type != "meta" and torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if chunk_rows is None:

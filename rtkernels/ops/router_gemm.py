@@ -196,7 +196,7 @@ class _RouterGemm(torch.autograd.Function):
         if into:
             BACKWARD_INTO(ctx.main_grad, dy, x, ctx.precision)
         if need_bias:
-            dbias = dy.sum(tuple(range(dy.dim() - 1)), dtype=torch.float32).to(ctx.bias_dtype)
+            dbias = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return dx, dweight, dbias, None, None
 
 
