@@ -37,6 +37,14 @@ except ImportError:  # pragma: no cover
 
 
 try:
+    from torch._C import _get_tracing_state as jit_tracing_state
+except ImportError:  # pragma: no cover
+
+    def jit_tracing_state() -> Any:
+        return None
+
+
+try:
     from torch._C._dynamo.guards import TensorGuards
 except ImportError:  # pragma: no cover
     TensorGuards = None
@@ -76,8 +84,20 @@ def needs_grad(a: Tensor, b: Tensor | None = None, c: Tensor | None = None) -> b
     try:
         return a.requires_grad or (b is not None and b.requires_grad) or (c is not None and c.requires_grad)
     except AttributeError:
-        got = ", ".join(type(tensor).__name__ for tensor in (a, b, c) if not isinstance(tensor, Tensor | None))
-        raise ArgumentError(f"got {got} beside a torch.Tensor; expected all array arguments to be tensors") from None
+        raise _not_tensors(a, b, c) from None
+
+
+def detached(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Return tensors that require no gradient: the arguments of functions that have none."""
+    try:
+        return [t.detach() if t is not None and t.requires_grad else t for t in tensors]
+    except AttributeError:
+        raise _not_tensors(*tensors) from None
+
+
+def _not_tensors(*values: Any) -> ArgumentError:
+    got = ", ".join(type(value).__name__ for value in values if not isinstance(value, Tensor | None))
+    return ArgumentError(f"got {got} beside a torch.Tensor; expected all array arguments to be tensors")
 
 
 def refuse_tangents(op: str, tensors: Iterable[Tensor | None]) -> None:

@@ -19,8 +19,9 @@ import torch
 
 from rtkernels import _arch, _cache, _env, _launch, _nvrtc
 from rtkernels._arch import Target
+from rtkernels._guard import jit_tracing_state
 from rtkernels._launch import Launch
-from rtkernels.errors import NotWarmError, RtkError, ToolkitError, UnsupportedDeviceError
+from rtkernels.errors import ArgumentError, NotWarmError, RtkError, ToolkitError, UnsupportedDeviceError
 
 Variant = tuple[Any, ...]
 
@@ -230,6 +231,12 @@ class Plans(dict):
             plans.clear()
 
     def __missing__(self, key: tuple[Any, ...]) -> Any:
+        if jit_tracing_state() is not None:
+            raise UnsupportedDeviceError(
+                "torch.jit.trace would record the results of device code as constants; use torch.export"
+            )
+        if any(isinstance(value, torch.Tensor) for value in key):
+            raise ArgumentError("got a tensor where a number is expected; a plan would keep its value")
         plan = self._build(*key)
         if len(self) >= _PLANS_LIMIT:
             self.clear()

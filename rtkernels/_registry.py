@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rtkernels import _env, emulator
+from rtkernels._arguments import ArgumentTypes
 from rtkernels._guard import (
     TENSOR_TYPES,
     dispatch_modes,
@@ -81,6 +82,7 @@ class TorchOp:
         self.overload = getattr(torch.ops.rtkernels, self.name).default
         arguments = self.overload._schema.arguments
         self._tensors = [i for i, argument in enumerate(arguments) if "Tensor" in str(argument.type)]
+        self._check_types = ArgumentTypes(self.overload._schema).check
         self.call = self._make_call()
 
     def __call__(self, *args: Any) -> Any:
@@ -103,8 +105,6 @@ class TorchOp:
             elif str(argument.type) == "List[Tensor]":  # one C loop over the list, none over a TensorList
                 name = argument.name
                 plain.append(f"(type({name}) is TensorList or TENSOR_TYPES.issuperset(map(type, {name})))")
-        lists = [argument.name for argument in arguments if str(argument.type) == "List[Tensor]"]
-        check = "".join(f"    check_tensors({name!r}, {name})\n" for name in lists)
         first, empty = arguments[0].name, ""
         if str(arguments[0].type) == "List[Tensor]":
             # Without a tensor there is no device, and the dispatcher would not know where to go.
@@ -125,7 +125,8 @@ def call({names}):
                 return fall_back(error, ({names},))
         if {first}.is_cpu:
             return run_cpu({names})
-{check}\
+    if not is_dynamo_compiling():
+        check_types({names})
     return overload({names})
 """
         scope = {
@@ -141,7 +142,7 @@ def call({names}):
             "run_cpu": self._run_cpu,
             "reference": self.reference,
             "TensorList": TensorList,
-            "check_tensors": _check_tensors,
+            "check_types": self._check_types,
             "overload": self.overload,
             "stand_ins": _STAND_INS,
             "remember": lambda *args: self._remember(scope, args),
@@ -238,6 +239,7 @@ def call({names}):
         return self.reference(*args)
 
     def _run_cpu(self, *args: Any) -> Any:
+        self._check_types(*args)
         features = emulator.active()
         if features is None:
             return self.reference(*args)
@@ -254,15 +256,6 @@ def dispatched() -> bool:
     return getattr(_calls, "dispatched", False)
 
 
-def _check_tensors(name: str, tensors: Iterable[Any]) -> None:
-    """Raise before the dispatcher does: it would only say that a list is no list of tensors."""
-    if is_dynamo_compiling():
-        return
-    for i, t in enumerate(tensors):
-        if not isinstance(t, torch.Tensor):
-            raise ArgumentError(f"{name}[{i}] is a {type(t).__name__}; expected a torch.Tensor")
-
-
 class MutatingOp(TorchOp):
     """An operator that changes an argument; calls always go through the dispatcher, which counts versions."""
 
@@ -270,11 +263,21 @@ class MutatingOp(TorchOp):
         names = ", ".join(argument.name for argument in self.overload._schema.arguments)
         scope = {
             "overload": self.overload,
+            "check_types": self._check_types,
             "is_dynamo_compiling": is_dynamo_compiling,
             "forward_ad": forward_ad,
             "refuse_tangents": refuse_tangents,
         }
-        exec(f"def call({names}):\n{self._refusal()}    return overload({names})", scope)
+        source = f"""
+def call({names}):
+{self._refusal()}\
+    try:
+        return overload({names})
+    except (RuntimeError, TypeError):
+        check_types({names})
+        raise
+"""
+        exec(source, scope)
         return scope["call"]
 
 

@@ -223,6 +223,21 @@ def test_gradients_that_are_lazy_negatives() -> None:
     torch.testing.assert_close(*grads)
 
 
+def test_what_is_no_number_is_refused() -> None:
+    x = torch.randn(4, 8)
+    for eps in (torch.tensor(1e-6), "1e-6", None, 1j):
+        with pytest.raises(ArgumentError, match="eps is .*; expected a number"):
+            rms_norm(x, eps=eps)
+    with pytest.raises(ArgumentError, match="where a number is expected"):
+        module.FWD_PLANS[x.dtype, x.shape, None, -1, None, None, True, None, None, 0, torch.tensor(1e-6), 0.0]
+
+
+def test_tracing_device_code_is_refused() -> None:
+    x = torch.randn(4, 8)
+    with rtkernels.emulate("sm_80"), pytest.raises(RuntimeError, match=r"torch\.jit\.trace would record"):
+        torch.jit.trace(rms_norm, (x,))
+
+
 def test_inference_mode_and_no_grad() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     with torch.inference_mode():

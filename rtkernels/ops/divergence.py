@@ -10,6 +10,7 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
 from rtkernels._guard import constant, is_dynamo_compiling, needs_grad, once_differentiable
+from rtkernels._layout import token
 from rtkernels._registry import Op
 from rtkernels.errors import ArgumentError
 from rtkernels.ops._cross_entropy_ops import SCALE
@@ -99,6 +100,16 @@ def _divergence(x, target, labels, ignore, mode, beta, reduction, per_row: bool,
     return loss * scale if factor is None and scale != 1.0 else loss
 
 
+def _log_probabilities(input: Tensor, target: Tensor, temperature: float) -> list[Tensor]:
+    for name, logits in (("input", input), ("target", target)):
+        if not isinstance(logits, Tensor):
+            raise ArgumentError(f"{name} is a {type(logits).__name__}; expected a torch.Tensor")
+        token(name, logits.dtype)
+        if not logits.dim():
+            raise ArgumentError(f"{name} has no dimensions; expected at least one")
+    return [log_softmax(logits, scale=1.0 / temperature) for logits in (input, target)]
+
+
 def _check_temperature(temperature: float, from_logits: bool) -> None:
     if not 0.0 < temperature < float("inf"):
         raise ArgumentError(f"temperature is {temperature}; expected a positive number")
@@ -151,7 +162,7 @@ def kl_div(
         return interop.call(kl_div, input, target, **options, from_logits=from_logits, temperature=temperature)
     _check_temperature(temperature, from_logits)
     if from_logits:
-        input, target = (log_softmax(t, scale=1.0 / temperature) for t in (input, target))
+        input, target = _log_probabilities(input, target, temperature)
     mode = LOGARITHM if log_target or from_logits else PROBABILITY
     return _divergence(input, target, labels, ignore_index, mode, 0.0, reduction, False, temperature, one_pass)
 
@@ -200,7 +211,7 @@ def jsd(
     if not 0.0 <= beta <= 1.0:
         raise ArgumentError(f"beta is {beta}; expected 0 to 1")
     if from_logits:
-        input, target = (log_softmax(t, scale=1.0 / temperature) for t in (input, target))
+        input, target = _log_probabilities(input, target, temperature)
     mode = LOGARITHM if beta == 0.0 else REVERSE if beta == 1.0 else MIXED
     return _divergence(input, target, labels, ignore_index, mode, beta, reduction, True, temperature, one_pass)
 

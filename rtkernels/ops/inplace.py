@@ -167,6 +167,8 @@ def add_(x: Tensor, y: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tens
     """
     if not isinstance(x, Tensor):
         return interop.call(add_, x, y, alpha=alpha, beta=beta)
+    if y is None:
+        raise ArgumentError("y is None; expected a tensor like x (scale_ goes without)")
     ADD(_checked("add_", x, y), y, None, float(alpha), float(beta))
     return x
 

@@ -232,9 +232,8 @@ def topk_router(
         top_groups = num_groups
     if group_k is None:
         group_k = max(k // max(top_groups, 1), 1)
-    if top_groups == num_groups:
-        num_groups = top_groups = 1 if num_groups >= 1 else num_groups
-        group_k = 1
+    if top_groups == num_groups >= 1 and logits.dim() and logits.shape[-1] % num_groups == 0:
+        num_groups = top_groups = group_k = 1  # all of them: as if there were none
     args = logits, bias, k, mode, num_groups, top_groups, group_k, scale, eps, dense_probs, routing_map
     if is_grad_enabled() and needs_grad(logits):
         if is_dynamo_compiling():
