@@ -213,12 +213,23 @@ def call({names}):
         if used is args and not any(address & 15 for address in addresses):
             given = [_STAND_INS[i] if args[i] is None else args[i] for i in self._tensors]
             if plan.matches is None or not plan.matches(*given):  # or made under inference mode, say
+                if self._negative(args):
+                    return self._launch_resolved(args)
                 plan.matches = same_tensors(given)
             kept = [args[i] is None if i in self._tensors else value for i, value in enumerate(args)]
             scope["recent"] = recent = (plan.matches, plan.run, *kept)  # one assignment: other threads see all or none
             if not any(tensor.requires_grad for tensor in given):
                 scope["recent_plain"] = recent
+        elif self._negative(args):
+            return self._launch_resolved(args)
         return plan.run(*addresses)
+
+    def _negative(self, args: tuple[Any, ...]) -> bool:
+        """Return True if a tensor is a lazy negative (``z.conj().imag``), whose memory holds the opposite values."""
+        return any(args[i] is not None and args[i].is_neg() for i in self._tensors)
+
+    def _launch_resolved(self, args: tuple[Any, ...]) -> Any:
+        return self._launch_planned(*(a.resolve_neg() if isinstance(a, torch.Tensor) else a for a in args))
 
     def _run_cuda(self, *args: Any) -> Any:
         _calls.dispatched = True

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import rtkernels
+from rtkernels._plan import Plan
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import rms_norm as module
 
@@ -226,7 +227,7 @@ def test_gradients_that_are_lazy_negatives() -> None:
 def test_what_is_no_number_is_refused() -> None:
     x = torch.randn(4, 8)
     for eps in (torch.tensor(1e-6), "1e-6", None, 1j):
-        with pytest.raises(ArgumentError, match="eps is .*; expected a number"):
+        with pytest.raises(ArgumentError, match=r"eps is .*; expected a number"):
             rms_norm(x, eps=eps)
     with pytest.raises(ArgumentError, match="where a number is expected"):
         module.FWD_PLANS[x.dtype, x.shape, None, -1, None, None, True, None, None, 0, torch.tensor(1e-6), 0.0]
@@ -236,6 +237,23 @@ def test_tracing_device_code_is_refused() -> None:
     x = torch.randn(4, 8)
     with rtkernels.emulate("sm_80"), pytest.raises(RuntimeError, match=r"torch\.jit\.trace would record"):
         torch.jit.trace(rms_norm, (x,))
+
+
+def test_plans_never_see_lazy_negatives(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Echo(Plan):
+        def run(self, *addresses: int) -> tuple[int, ...]:
+            return addresses
+
+    plan, scope = Echo(), module.FORWARD.call.__globals__
+    monkeypatch.setattr(module.FORWARD, "_plan", lambda *args: plan)
+    for name in ("recent", "recent_plain"):
+        monkeypatch.setitem(scope, name, scope[name])
+    x, odd = torch.randn(4, 8), torch.randn(9)[1:]
+    for t in (x, odd, x):
+        assert scope["remember"](t, None, 1e-6, 0.0) == (t.data_ptr(), 0)
+        assert scope["remember"](torch._neg_view(t), None, 1e-6, 0.0) != (t.data_ptr(), 0)
+    assert module.FORWARD.again(x, None, 1e-6, 0.0) == (x.data_ptr(), 0)
+    assert module.FORWARD.again(torch._neg_view(x), None, 1e-6, 0.0) is None
 
 
 def test_inference_mode_and_no_grad() -> None:
