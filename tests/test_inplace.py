@@ -81,6 +81,15 @@ def test_different_layouts(place: str) -> None:
 
 
 @at()
+def test_arguments_that_share_memory(place: str) -> None:
+    with running_on(place) as device:
+        for shift in (0, 1, 3):
+            a = torch.arange(8000.0, device=device).view(1000, 8)
+            wanted = a[shift:] + a[: 1000 - shift]
+            assert_same_bits(add_(a[shift:], a[: 1000 - shift]), wanted)
+
+
+@at()
 def test_scale(place: str) -> None:
     with running_on(place) as device:
         for dtype in DTYPES:
