@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -20,7 +21,7 @@ _ACCEPTED: dict[str, tuple[Any, str]] = {
     "Optional[Tensor]": ((Tensor, type(None)), "a torch.Tensor or None"),
     "float": ((Real, torch.SymFloat, torch.SymInt), "a number"),
     "int": ((Integral, torch.SymInt), "an integer"),
-    "bool": ((Integral, torch.SymBool), "True or False"),
+    "bool": ((Integral, numpy.bool_, torch.SymBool), "True or False"),
     "str": (str, "a string"),
     "ScalarType": (torch.dtype, "a torch.dtype"),
 }

@@ -130,7 +130,7 @@ class Kernel:
             cluster: Blocks in x that run at the same time and reach each other's shared memory; divides the grid.
             ending: The kernel's last arguments, fixed for all launches, which then take those before them.
         """
-        dims = (grid,) if isinstance(grid, int) else tuple(grid)
+        dims = tuple(map(int, grid if isinstance(grid, Sequence) else (grid,)))  # numbers of NumPy come by sizes
         dims += (1,) * (3 - len(dims))
         if device < 0:
             from rtkernels import emulator

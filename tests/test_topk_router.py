@@ -260,6 +260,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "score": (lambda: topk_router(X, 2, score="relu"), "score is 'relu'; expected 'softmax' or 'sigmoid'"),
     "all groups": (lambda: topk_router(X, 2, num_groups=5), "num_groups is 5; expected a divisor of the 12 experts"),
     "scale": (lambda: topk_router(X, 2, scale=torch.ones(2)), "scale is a Tensor; expected a number"),
+    "wide bias": (lambda: topk_router(X, 2, bias=torch.ones(12).double()), "bias has dtype float64; expected one of"),
     "bias shape": (lambda: topk_router(X, 2, bias=torch.ones(11)), r"bias has shape \(11,\); expected \(12,\)"),
     "bias dtype": (lambda: topk_router(X, 2, bias=torch.ones(12).long()), "bias has dtype int64; expected one of"),
     "groups": (lambda: topk_router(X, 2, num_groups=5, top_groups=1), "num_groups is 5; expected a divisor of the 12"),

@@ -10,7 +10,7 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
 from rtkernels._guard import constant, is_dynamo_compiling, needs_grad, once_differentiable
-from rtkernels._layout import address, metadata, row_count, row_stride, rowed
+from rtkernels._layout import FLOAT_DTYPES, address, metadata, row_count, row_stride, rowed
 from rtkernels._registry import Op, TorchOp
 from rtkernels._zeros import fresh_zeros
 from rtkernels.errors import ArgumentError
@@ -64,7 +64,7 @@ def _launch_fwd(logits, bias, k, mode, num_groups, top_groups, group_k, scale, e
 def _dense_bias(bias: Tensor | None) -> Tensor | None:
     if bias is None or (bias.dtype == torch.float32 and bias.is_contiguous()):
         return bias
-    return bias.float().contiguous() if bias.is_floating_point() else bias
+    return bias.float().contiguous() if bias.dtype in FLOAT_DTYPES else bias
 
 
 def _launch_bwd(logits, indices, g_compact, g_dense, mode, scale, eps):
