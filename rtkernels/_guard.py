@@ -114,8 +114,10 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Mark the ``backward`` of an ``autograd.Function`` as one that has no derivative itself.
 
     Torch's decorator of this name hands out gradients that look constant where the incoming ones are, as after
-    ``y.sum()``: second derivatives are then short of a term, without a word. Here all gradients of a pass with
-    ``create_graph=True`` raise if they are differentiated. Incoming ones that are lazy negatives become real ones.
+    ``y.sum()``, and that lead nowhere: second derivatives are then short of a term, or 0, without a word. Here all
+    gradients of a pass with ``create_graph=True`` raise if they are differentiated, also in inputs of the forward pass
+    alone (``torch.autograd.functional.hessian``). A forward that made the gradient and saved nothing else says
+    ``ctx.made_gradient = True``: without a way back, such a pass raises at once. Lazy negatives are made real.
     """
     message = f"{backward.__qualname__} is differentiable once (once_differentiable): it has no derivative itself"
 
@@ -130,11 +132,15 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
                 break
         if not torch.is_grad_enabled():  # nearly always
             return backward(ctx, *grads)
+        ways = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad]  # back to the inputs
+        if not ways and getattr(ctx, "made_gradient", False):
+            raise RuntimeError(message)
         with torch.no_grad():
             results = backward(ctx, *grads)
         results = results if isinstance(results, tuple) else (results,)
-        raising = torch._C._functions.DelayedError(message.encode(), len(results))
-        return raising(*[r if r is None else r.detach().requires_grad_() for r in results])
+        results = [r if r is None else r.detach().requires_grad_() for r in results]
+        raising = torch._C._functions.DelayedError(message.encode(), len(results) + len(ways))
+        return raising(*results, *ways)[: len(results)]
 
     return wrapper
 

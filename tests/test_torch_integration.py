@@ -208,11 +208,16 @@ def test_forward_mode_is_refused_clearly() -> None:
 def test_second_derivatives_are_refused_even_of_sums() -> None:
     """The gradient of a sum comes in as a constant, and yet the gradient of x is none."""
     x = torch.randn(4, 8, requires_grad=True)
+    labels = torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.functional.hessian(lambda t: rtkernels.cross_entropy(t, labels, one_pass=True), x)
     for function in (rms_norm, rtkernels.softmax, rtkernels.glu):
         total = function(x).sum()
         (gradient,) = torch.autograd.grad(total, x, create_graph=True)
         with pytest.raises(RuntimeError, match="differentiable once"):
             (total + gradient.square().sum()).backward()
+        with pytest.raises(RuntimeError, match="differentiable once"):
+            torch.autograd.functional.hessian(lambda t, f=function: f(t).sum(), x)
 
 
 def test_gradients_that_are_lazy_negatives() -> None:

@@ -53,6 +53,7 @@ class _OnePass(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         total, dx = BOTH(x, target, labels, ignore, mode, beta, factor, divide)
         ctx.save_for_backward(dx)
+        ctx.made_gradient = True
         return total[0].clone()
 
     @staticmethod
