@@ -9,6 +9,7 @@ functorch transform on. The private torch functions used for that are all here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -32,6 +33,14 @@ try:
 except ImportError:  # pragma: no cover
 
     def functorch_transform() -> Any:
+        return None
+
+
+try:
+    from torch._C import _get_tracing_state as jit_tracing_state
+except ImportError:  # pragma: no cover
+
+    def jit_tracing_state() -> Any:
         return None
 
 
@@ -75,8 +84,20 @@ def needs_grad(a: Tensor, b: Tensor | None = None, c: Tensor | None = None) -> b
     try:
         return a.requires_grad or (b is not None and b.requires_grad) or (c is not None and c.requires_grad)
     except AttributeError:
-        got = ", ".join(type(tensor).__name__ for tensor in (a, b, c) if not isinstance(tensor, Tensor | None))
-        raise ArgumentError(f"got {got} beside a torch.Tensor; expected all array arguments to be tensors") from None
+        raise _not_tensors(a, b, c) from None
+
+
+def detached(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Return tensors that require no gradient: the arguments of functions that have none."""
+    try:
+        return [t.detach() if t is not None and t.requires_grad else t for t in tensors]
+    except AttributeError:
+        raise _not_tensors(*tensors) from None
+
+
+def _not_tensors(*values: Any) -> ArgumentError:
+    got = ", ".join(type(value).__name__ for value in values if not isinstance(value, Tensor | None))
+    return ArgumentError(f"got {got} beside a torch.Tensor; expected all array arguments to be tensors")
 
 
 def refuse_tangents(op: str, tensors: Iterable[Tensor | None]) -> None:
@@ -87,6 +108,41 @@ def refuse_tangents(op: str, tensors: Iterable[Tensor | None]) -> None:
                 f"{op} got a tensor with a tangent (forward-mode AD, torch.func.jvp) and has no derivative for it; use "
                 f"backward, or give the primal (torch.autograd.forward_ad.unpack_dual) if the tangent may be dropped"
             )
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark the ``backward`` of an ``autograd.Function`` as one that has no derivative itself.
+
+    Torch's decorator of this name hands out gradients that look constant where the incoming ones are, as after
+    ``y.sum()``, and that lead nowhere: second derivatives are then short of a term, or 0, without a word. Here all
+    gradients of a pass with ``create_graph=True`` raise if they are differentiated, also in inputs of the forward pass
+    alone (``torch.autograd.functional.hessian``). A forward that made the gradient and saved nothing else says
+    ``ctx.made_gradient = True``: without a way back, such a pass raises at once. Lazy negatives are made real.
+    """
+    message = f"{backward.__qualname__} is differentiable once (once_differentiable): it has no derivative itself"
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *grads: Tensor | None) -> Any:
+        if is_dynamo_compiling():
+            with torch.no_grad():
+                return backward(ctx, *grads)
+        for grad in grads:
+            if grad is not None and grad.is_neg():
+                grads = [g if g is None else g.resolve_neg() for g in grads]
+                break
+        if not torch.is_grad_enabled():  # nearly always
+            return backward(ctx, *grads)
+        ways = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad]  # back to the inputs
+        if not ways and getattr(ctx, "made_gradient", False):
+            raise RuntimeError(message)
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        results = results if isinstance(results, tuple) else (results,)
+        results = [r if r is None else r.detach().requires_grad_() for r in results]
+        raising = torch._C._functions.DelayedError(message.encode(), len(results) + len(ways))
+        return raising(*results, *ways)[: len(results)]
+
+    return wrapper
 
 
 def constant(value: float) -> float:

@@ -19,8 +19,9 @@ import torch
 
 from rtkernels import _arch, _cache, _env, _launch, _nvrtc
 from rtkernels._arch import Target
+from rtkernels._guard import jit_tracing_state
 from rtkernels._launch import Launch
-from rtkernels.errors import NotWarmError, RtkError, ToolkitError, UnsupportedDeviceError
+from rtkernels.errors import ArgumentError, NotWarmError, RtkError, ToolkitError, UnsupportedDeviceError
 
 Variant = tuple[Any, ...]
 
@@ -131,7 +132,7 @@ class Kernel:
             resident: All blocks run at the same time, as those must that wait for each other; or the launch fails.
             ending: The kernel's last arguments, fixed for all launches, which then take those before them.
         """
-        dims = (grid,) if isinstance(grid, int) else tuple(grid)
+        dims = tuple(map(int, grid if isinstance(grid, Sequence) else (grid,)))  # numbers of NumPy come by sizes
         dims += (1,) * (3 - len(dims))
         if device < 0:
             from rtkernels import emulator
@@ -234,6 +235,12 @@ class Plans(dict):
             plans.clear()
 
     def __missing__(self, key: tuple[Any, ...]) -> Any:
+        if jit_tracing_state() is not None:
+            raise UnsupportedDeviceError(
+                "torch.jit.trace would record the results of device code as constants; use torch.export"
+            )
+        if any(isinstance(value, torch.Tensor) for value in key):
+            raise ArgumentError("got a tensor where a number is expected; a plan would keep its value")
         plan = self._build(*key)
         if len(self) >= _PLANS_LIMIT:
             self.clear()

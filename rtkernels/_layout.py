@@ -147,6 +147,21 @@ def rowed(t: Tensor | None) -> Tensor | None:
     return t if t is None or row_stride(t.shape, t.stride()) is not None else t.contiguous()
 
 
+def extent(t: Tensor) -> tuple[int, int]:
+    """Return the addresses between which the elements of a tensor that is not empty lie."""
+    first = t.data_ptr()
+    reach = sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True))
+    return first, first + (reach + 1) * t.itemsize
+
+
+def may_overlap(a: Tensor, b: Tensor) -> bool:
+    """Return True if two tensors may share memory: tensors that lie within each other's gaps count as well."""
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    (first, last), (begin, end) = extent(a), extent(b)
+    return begin < last and first < end
+
+
 def nothing(like: Tensor) -> Tensor:
     """Stand for an output nobody asked for: operators cannot return None."""
     return torch.empty(0, dtype=torch.float32, device=like.device)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rtkernels import _env, emulator
+from rtkernels._arguments import ArgumentTypes
 from rtkernels._guard import (
     TENSOR_TYPES,
     dispatch_modes,
@@ -81,6 +82,7 @@ class TorchOp:
         self.overload = getattr(torch.ops.rtkernels, self.name).default
         arguments = self.overload._schema.arguments
         self._tensors = [i for i, argument in enumerate(arguments) if "Tensor" in str(argument.type)]
+        self._check_types = ArgumentTypes(self.overload._schema).check
         self.call = self._make_call()
 
     def __call__(self, *args: Any) -> Any:
@@ -103,8 +105,6 @@ class TorchOp:
             elif str(argument.type) == "List[Tensor]":  # one C loop over the list, none over a TensorList
                 name = argument.name
                 plain.append(f"(type({name}) is TensorList or TENSOR_TYPES.issuperset(map(type, {name})))")
-        lists = [argument.name for argument in arguments if str(argument.type) == "List[Tensor]"]
-        check = "".join(f"    check_tensors({name!r}, {name})\n" for name in lists)
         first, empty = arguments[0].name, ""
         if str(arguments[0].type) == "List[Tensor]":
             # Without a tensor there is no device, and the dispatcher would not know where to go.
@@ -125,7 +125,8 @@ def call({names}):
                 return fall_back(error, ({names},))
         if {first}.is_cpu:
             return run_cpu({names})
-{check}\
+    if not is_dynamo_compiling():
+        check_types({names})
     return overload({names})
 """
         scope = {
@@ -141,7 +142,7 @@ def call({names}):
             "run_cpu": self._run_cpu,
             "reference": self.reference,
             "TensorList": TensorList,
-            "check_tensors": _check_tensors,
+            "check_types": self._check_types,
             "overload": self.overload,
             "stand_ins": _STAND_INS,
             "remember": lambda *args: self._remember(scope, args),
@@ -212,12 +213,23 @@ def call({names}):
         if used is args and not any(address & 15 for address in addresses):
             given = [_STAND_INS[i] if args[i] is None else args[i] for i in self._tensors]
             if plan.matches is None or not plan.matches(*given):  # or made under inference mode, say
+                if self._negative(args):
+                    return self._launch_resolved(args)
                 plan.matches = same_tensors(given)
             kept = [args[i] is None if i in self._tensors else value for i, value in enumerate(args)]
             scope["recent"] = recent = (plan.matches, plan.run, *kept)  # one assignment: other threads see all or none
             if not any(tensor.requires_grad for tensor in given):
                 scope["recent_plain"] = recent
+        elif self._negative(args):
+            return self._launch_resolved(args)
         return plan.run(*addresses)
+
+    def _negative(self, args: tuple[Any, ...]) -> bool:
+        """Return True if a tensor is a lazy negative (``z.conj().imag``), whose memory holds the opposite values."""
+        return any(args[i] is not None and args[i].is_neg() for i in self._tensors)
+
+    def _launch_resolved(self, args: tuple[Any, ...]) -> Any:
+        return self._launch_planned(*(a.resolve_neg() if isinstance(a, torch.Tensor) else a for a in args))
 
     def _run_cuda(self, *args: Any) -> Any:
         _calls.dispatched = True
@@ -238,6 +250,7 @@ def call({names}):
         return self.reference(*args)
 
     def _run_cpu(self, *args: Any) -> Any:
+        self._check_types(*args)
         features = emulator.active()
         if features is None:
             return self.reference(*args)
@@ -254,15 +267,6 @@ def dispatched() -> bool:
     return getattr(_calls, "dispatched", False)
 
 
-def _check_tensors(name: str, tensors: Iterable[Any]) -> None:
-    """Raise before the dispatcher does: it would only say that a list is no list of tensors."""
-    if is_dynamo_compiling():
-        return
-    for i, t in enumerate(tensors):
-        if not isinstance(t, torch.Tensor):
-            raise ArgumentError(f"{name}[{i}] is a {type(t).__name__}; expected a torch.Tensor")
-
-
 class MutatingOp(TorchOp):
     """An operator that changes an argument; calls always go through the dispatcher, which counts versions."""
 
@@ -270,11 +274,21 @@ class MutatingOp(TorchOp):
         names = ", ".join(argument.name for argument in self.overload._schema.arguments)
         scope = {
             "overload": self.overload,
+            "check_types": self._check_types,
             "is_dynamo_compiling": is_dynamo_compiling,
             "forward_ad": forward_ad,
             "refuse_tangents": refuse_tangents,
         }
-        exec(f"def call({names}):\n{self._refusal()}    return overload({names})", scope)
+        source = f"""
+def call({names}):
+{self._refusal()}\
+    try:
+        return overload({names})
+    except (RuntimeError, TypeError):
+        check_types({names})
+        raise
+"""
+        exec(source, scope)
         return scope["call"]
 
 

@@ -58,7 +58,13 @@ def _kind(value: Any) -> str:
 
 
 def to_torch(value: Any) -> Tensor:
-    """Return a tensor that shares memory with an array."""
+    """Return a tensor that shares memory with an array.
+
+    Raises:
+        ArgumentError: The array runs backwards; ``torch.from_dlpack`` would end the process.
+    """
+    if any(step < 0 for step in getattr(value, "strides", None) or ()):
+        raise ArgumentError(f"an array has strides {value.strides}; expected none below 0 (call .copy())")
     dtype = _BY_NAME.get(str(getattr(value, "dtype", "")))
     if dtype is not None and _kind(value) in ("numpy", "cupy"):
         return torch.from_dlpack(value.view(f"uint{8 * dtype.itemsize}")).view(dtype)

@@ -291,6 +291,8 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "target dtype": (lambda: jsd(X, X.half()), "target has dtype float16; expected float32, that of input"),
     "target shape": (lambda: jsd(X, X[:1]), r"target has shape \(1, 8\); expected \(4, 8\), that of input"),
     "no dimensions": (lambda: kl_div(X[0, 0], X[0, 0]), "input has no dimensions; expected at least one"),
+    "logits": (lambda: jsd(X, X.double(), from_logits=True), "target has dtype float64; expected one of bfloat16"),
+    "labels": (lambda: jsd(X, X, labels=[1]), "labels is a list; expected a torch.Tensor or None"),
     "labels shape": (
         lambda: jsd(X, X, labels=torch.zeros(8, dtype=torch.int64)),
         r"labels has shape \(8,\); expected \(4,\), that of input without its last one",

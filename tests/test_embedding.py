@@ -274,6 +274,7 @@ def test_agrees_with_torch() -> None:
         for t in (y, wanted):
             t.square().sum().backward()
         torch.testing.assert_close(ours.grad, theirs.grad)
+    assert embedding(ids.t(), weight).is_contiguous()
 
 
 def test_nan_and_infinity_stay_in_their_row() -> None:

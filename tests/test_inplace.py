@@ -81,6 +81,15 @@ def test_different_layouts(place: str) -> None:
 
 
 @at()
+def test_arguments_that_share_memory(place: str) -> None:
+    with running_on(place) as device:
+        for shift in (0, 1, 3):
+            a = torch.arange(8000.0, device=device).view(1000, 8)
+            wanted = a[shift:] + a[: 1000 - shift]
+            assert_same_bits(add_(a[shift:], a[: 1000 - shift]), wanted)
+
+
+@at()
 def test_scale(place: str) -> None:
     with running_on(place) as device:
         for dtype in DTYPES:
@@ -114,6 +123,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "dtype": (lambda: add_(X.double(), X.double()), "x has dtype float64; expected one of bfloat16, float16, float32"),
     "y dtype": (lambda: add_(X.half(), X), "y has dtype float32; expected one of float16"),
     "y shape": (lambda: add_(X, X[0]), r"y has shape \(8,\); expected \(3, 8\), that of x"),
+    "y": (lambda: add_(X, None), "y is None; expected a tensor like x"),
     "overlap": (lambda: add_(X[:1].expand(3, 8), X), "x has overlapping rows"),
     "factor dtype": (lambda: scale_(X, torch.ones((), dtype=torch.float64)), "factor has dtype float64"),
     "factor shape": (lambda: scale_(X, torch.ones(2)), r"factor has shape \(2,\); expected one element"),

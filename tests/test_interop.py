@@ -46,6 +46,11 @@ def test_not_an_array() -> None:
         interop.call(rtkernels.rms_norm, [1.0])
 
 
+def test_arrays_that_run_backwards() -> None:
+    with pytest.raises(ArgumentError, match="expected none below 0"):
+        rtkernels.rms_norm(np.ones((2, 4), np.float32)[::-1])
+
+
 def test_mixed_libraries() -> None:
     with pytest.raises(ArgumentError, match="arrays of different libraries in one call"):
         rtkernels.rms_norm(np.ones((2, 4), np.float32), torch.ones(4))

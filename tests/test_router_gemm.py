@@ -241,6 +241,12 @@ def test_only_needed_gradients_are_computed(monkeypatch: pytest.MonkeyPatch) -> 
     assert asked == [(True, False), (False, True), (True, True)]
 
 
+def test_bias_of_a_single_row() -> None:
+    x, weight, bias = torch.randn(16).bfloat16(), torch.randn(4, 16), torch.zeros(4, requires_grad=True)
+    router_gemm(x, weight, bias=bias).backward(torch.arange(4.0))
+    assert torch.equal(bias.grad, torch.arange(4.0))
+
+
 def test_differentiable_once_only() -> None:
     inputs = make("plain", BF16, FP32, "cpu")
     x = inputs.x.requires_grad_()

@@ -138,6 +138,16 @@ def test_scatter_add(place: str, case: str, weighted: bool) -> None:
 
 
 @at()
+def test_results_in_the_memory_of_x(place: str) -> None:
+    with running_on(place) as device:
+        rows = torch.arange(2000, device=device).flip(0)
+        for move in (index_select, scatter_add):
+            x = torch.randn(2000, 8, device=device)
+            wanted = x.flip(0)
+            assert torch.equal(move(x, rows, out=x), wanted)
+
+
+@at()
 def test_scatter_add_of_nothing(place: str) -> None:
     with running_on(place) as device:
         x, indices = normal(5, 8).to(device), torch.tensor([0, 1, 1, 0, 2], device=device)

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import rtkernels
+from rtkernels._plan import Plan
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import rms_norm as module
 
@@ -79,6 +80,8 @@ def test_fake_tensors_get_shapes_and_launch_nothing() -> None:
 def test_meta_tensors() -> None:
     y, total = rms_norm(torch.empty(4, 8, device="meta"), residual=torch.empty(4, 8, device="meta"))
     assert y.is_meta and total.shape == (4, 8)
+    labels = torch.empty(4, dtype=torch.int64, device="meta")
+    assert rtkernels.linear_cross_entropy(y, torch.empty(5, 8, device="meta"), labels).is_meta
 
 
 def test_vmap_works_and_func_grad_is_refused_clearly() -> None:
@@ -200,6 +203,62 @@ def test_forward_mode_is_refused_clearly() -> None:
                 call(dual)
         with pytest.raises(ArgumentError, match="got a tensor with a tangent"):
             rms_norm(x, out=dual)
+
+
+def test_second_derivatives_are_refused_even_of_sums() -> None:
+    """The gradient of a sum comes in as a constant, and yet the gradient of x is none."""
+    x = torch.randn(4, 8, requires_grad=True)
+    labels = torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.functional.hessian(lambda t: rtkernels.cross_entropy(t, labels, one_pass=True), x)
+    for function in (rms_norm, rtkernels.softmax, rtkernels.glu):
+        total = function(x).sum()
+        (gradient,) = torch.autograd.grad(total, x, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiable once"):
+            (total + gradient.square().sum()).backward()
+        with pytest.raises(RuntimeError, match="differentiable once"):
+            torch.autograd.functional.hessian(lambda t, f=function: f(t).sum(), x)
+
+
+def test_gradients_that_are_lazy_negatives() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    grads = []
+    for g in (torch._neg_view(torch.ones(4, 8)), -torch.ones(4, 8)):
+        with rtkernels.emulate("sm_80"):
+            grads += torch.autograd.grad(rms_norm(x), x, g)
+    torch.testing.assert_close(*grads)
+
+
+def test_what_is_no_number_is_refused() -> None:
+    x = torch.randn(4, 8)
+    for eps in (torch.tensor(1e-6), "1e-6", None, 1j):
+        with pytest.raises(ArgumentError, match=r"eps is .*; expected a number"):
+            rms_norm(x, eps=eps)
+    with pytest.raises(ArgumentError, match="where a number is expected"):
+        module.FWD_PLANS[x.dtype, x.shape, None, -1, None, None, True, None, None, 0, torch.tensor(1e-6), 0.0]
+
+
+def test_tracing_device_code_is_refused() -> None:
+    x = torch.randn(4, 8)
+    with rtkernels.emulate("sm_80"), pytest.raises(RuntimeError, match=r"torch\.jit\.trace would record"):
+        torch.jit.trace(rms_norm, (x,))
+
+
+def test_plans_never_see_lazy_negatives(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Echo(Plan):
+        def run(self, *addresses: int) -> tuple[int, ...]:
+            return addresses
+
+    plan, scope = Echo(), module.FORWARD.call.__globals__
+    monkeypatch.setattr(module.FORWARD, "_plan", lambda *args: plan)
+    for name in ("recent", "recent_plain"):
+        monkeypatch.setitem(scope, name, scope[name])
+    x, odd = torch.randn(4, 8), torch.randn(9)[1:]
+    for t in (x, odd, x):
+        assert scope["remember"](t, None, 1e-6, 0.0) == (t.data_ptr(), 0)
+        assert scope["remember"](torch._neg_view(t), None, 1e-6, 0.0) != (t.data_ptr(), 0)
+    assert module.FORWARD.again(x, None, 1e-6, 0.0) == (x.data_ptr(), 0)
+    assert module.FORWARD.again(torch._neg_view(x), None, 1e-6, 0.0) is None
 
 
 def test_inference_mode_and_no_grad() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from rtkernels._guard import once_differentiable
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _cross_entropy_reference as reference
 from rtkernels.ops._cross_entropy_ops import BACKWARD, BACKWARD_IN_PLACE, PARTS

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rtkernels import interop
+from rtkernels._guard import detached
 from rtkernels._kernel import Kernel, Plans, device_info
 from rtkernels._layout import address, check_same, metadata, nothing, row_count, row_stride, rowed, vector_bytes
 from rtkernels._registry import TorchOp
@@ -322,7 +323,7 @@ def glu_smooth_fp8(
     options = {"act": act, "weight": weight, "counts": counts, "pow2_scale": pow2_scale, "with_maxima": with_maxima}
     if not isinstance(x, Tensor):
         return GluSmoothFp8(*interop.call(glu_smooth_fp8, x, smooth, up, **options, check_counts=check_counts))
-    x, up, smooth, weight = (t.detach() if t is not None and t.requires_grad else t for t in (x, up, smooth, weight))
+    x, up, smooth, weight = detached(x, up, smooth, weight)
     q, scale, maxima = FORWARD(x, up, smooth, weight, counts, act, pow2_scale, with_maxima, check_counts)
     return GluSmoothFp8(q, scale, maxima if with_maxima else None)
 
@@ -378,7 +379,7 @@ def glu_smooth_fp8_backward(
         options = {"row_factor": row_factor, "act": act, "weight": weight, "counts": counts, "layout": layout}
         options |= {"pow2_scale": pow2_scale, "keep": keep, "weight_grad": weight_grad, "check_counts": check_counts}
         return GluSmoothFp8Gradients(*interop.call(glu_smooth_fp8_backward, dy, x, smooth, up, **options))
-    inputs = (t.detach() if t is not None and t.requires_grad else t for t in (dy, x, up, smooth, row_factor, weight))
+    inputs = detached(dy, x, up, smooth, row_factor, weight)
     outputs = BACKWARD(*inputs, counts, act, layout, pow2_scale, check_counts, keep, weight_grad)
     by_rows, transposed = keep != "dense" and layout != "transposed", keep != "dense" and layout != "row"
     asked = (by_rows, by_rows, transposed, transposed, keep != "fp8", weight_grad)

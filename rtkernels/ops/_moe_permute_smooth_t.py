@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rtkernels._guard import detached
 from rtkernels._kernel import Kernel, Plans, build_together, device_info
 from rtkernels._layout import address, check_same, divisor, metadata, row_stride, token, vector_bytes
 from rtkernels._registry import TorchOp
@@ -189,7 +190,7 @@ def moe_permute_smooth_t(
         options = {"scale": scale, "smooth": smooth, "pow2_scale": pow2_scale}
         return with_arrays(moe_permute_smooth_t, x, index, row_factor, **options)
     index = as_index(index)
-    x, row, scale, smooth = (t if t is None else t.detach() for t in (x, row_factor, scale, smooth))
+    x, row, scale, smooth = detached(x, row_factor, scale, smooth)
     return MoePermutedChannel(*CHANNEL(x, index.rows, index.slots, index.offsets, row, scale, smooth, pow2_scale))
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.autograd.function import once_differentiable
 
-from rtkernels._guard import constant, is_dynamo_compiling, needs_grad
-from rtkernels._layout import check_same
+from rtkernels._guard import constant, is_dynamo_compiling, needs_grad, once_differentiable
+from rtkernels._layout import check_same, extent, may_overlap
 from rtkernels._registry import TorchOp
 from rtkernels.errors import ArgumentError
 from rtkernels.ops._norm_quant_op import FORWARD
@@ -25,23 +24,15 @@ def check_out(out: Tensor, x: Tensor, residual: Tensor | None, *vectors: Tensor 
     check_same("out", out.get_device(), x.get_device(), "device index")
     if out.numel() == 0:
         return
-    first, last = _extent(out)
+    first, last = extent(out)
     if last - first < out.numel() * out.itemsize:
         raise ArgumentError(f"out has strides {out.stride()}; expected memory of its own for every element")
     for name, t in (("x", x), ("residual", residual), *(("weight or bias", v) for v in vectors)):
-        if t is None or t.numel() == 0:
+        if t is None:
             continue
-        begin, end = _extent(t)
         same = name in ("x", "residual") and t.data_ptr() == out.data_ptr() and t.stride() == out.stride()
-        if begin < last and first < end and not same:
+        if not same and may_overlap(out, t):
             raise ArgumentError(f"out overlaps {name}; expected memory of its own, or exactly x or residual")
-
-
-def _extent(t: Tensor) -> tuple[int, int]:
-    """Return the addresses between which the elements lie."""
-    first = t.data_ptr()
-    reach = sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True))
-    return first, first + (reach + 1) * t.itemsize
 
 
 def check_no_gradient(out: Tensor, *inputs: Tensor | None) -> None:

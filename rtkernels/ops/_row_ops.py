@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rtkernels._layout import address, metadata, nothing, row_stride, token
+from rtkernels._layout import address, may_overlap, metadata, nothing, row_stride, token
 from rtkernels._registry import MutatingOp, TorchOp
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _row_plans as plans
@@ -39,7 +39,7 @@ def _launch_select(x: Tensor, indices: Tensor, scale: Tensor | None) -> tuple[Te
 
 
 def _launch_select_into(out: Tensor, x: Tensor, indices: Tensor, scale: Tensor | None) -> Tensor:
-    moved = _select(x, indices, scale, out, False)[1]
+    moved = _select(x.clone() if may_overlap(x, out) else x, indices, scale, out, False)[1]
     _count_version(out)
     return moved
 
@@ -124,6 +124,7 @@ def _launch_scatter(x: Tensor, indices: Tensor, rows: int, weights: Tensor | Non
 
 def _launch_scatter_into(out: Tensor, x: Tensor, indices: Tensor, weights: Tensor | None, accumulate: bool) -> None:
     _check_scatter_into(out, x, indices, weights)
+    x = x.clone() if may_overlap(x, out) else x
     if not accumulate and (x.numel() == 0 or not out.is_contiguous()):
         out.zero_()
         accumulate = True

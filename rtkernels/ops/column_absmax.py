@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rtkernels import interop
+from rtkernels._guard import detached
 from rtkernels._kernel import Kernel, Plans, device_info
 from rtkernels._layout import (
     FLOAT_DTYPES,
@@ -175,7 +176,7 @@ def column_absmax(x: Tensor, *, row_factor: Tensor | None = None, column_factor:
     """
     if not isinstance(x, Tensor):
         return interop.call(column_absmax, x, row_factor=row_factor, column_factor=column_factor)
-    x, row, column = (t.detach() if t is not None and t.requires_grad else t for t in (x, row_factor, column_factor))
+    x, row, column = detached(x, row_factor, column_factor)
     return ABSMAX(x, row, column)
 
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.autograd.function import once_differentiable
 
 from rtkernels import interop
-from rtkernels._guard import constant, is_dynamo_compiling, needs_grad
+from rtkernels._guard import constant, is_dynamo_compiling, needs_grad, once_differentiable
 from rtkernels._registry import Op
 from rtkernels.errors import ArgumentError
 from rtkernels.ops._cross_entropy_ops import (
@@ -62,6 +61,7 @@ class _OnePass(torch.autograd.Function):
         else:
             loss, hits, stats, dlogits = ONE_PASS(logits, labels, *options)
         ctx.save_for_backward(dlogits)
+        ctx.made_gradient = True
         ctx.mark_non_differentiable(hits, stats)
         return loss, hits, stats
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.autograd.function import once_differentiable
 
 from rtkernels import interop
-from rtkernels._guard import constant, is_dynamo_compiling, needs_grad
+from rtkernels._guard import constant, is_dynamo_compiling, needs_grad, once_differentiable
+from rtkernels._layout import token
 from rtkernels._registry import Op
 from rtkernels.errors import ArgumentError
 from rtkernels.ops._cross_entropy_ops import SCALE
@@ -53,6 +53,7 @@ class _OnePass(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         total, dx = BOTH(x, target, labels, ignore, mode, beta, factor, divide)
         ctx.save_for_backward(dx)
+        ctx.made_gradient = True
         return total[0].clone()
 
     @staticmethod
@@ -98,6 +99,16 @@ def _divergence(x, target, labels, ignore, mode, beta, reduction, per_row: bool,
     else:
         loss = FORWARD(x, target, labels, ignore, mode, beta, factor, divide)[0]
     return loss * scale if factor is None and scale != 1.0 else loss
+
+
+def _log_probabilities(input: Tensor, target: Tensor, temperature: float) -> list[Tensor]:
+    for name, logits in (("input", input), ("target", target)):
+        if not isinstance(logits, Tensor):
+            raise ArgumentError(f"{name} is a {type(logits).__name__}; expected a torch.Tensor")
+        token(name, logits.dtype)
+        if not logits.dim():
+            raise ArgumentError(f"{name} has no dimensions; expected at least one")
+    return [log_softmax(logits, scale=1.0 / temperature) for logits in (input, target)]
 
 
 def _check_temperature(temperature: float, from_logits: bool) -> None:
@@ -152,7 +163,7 @@ def kl_div(
         return interop.call(kl_div, input, target, **options, from_logits=from_logits, temperature=temperature)
     _check_temperature(temperature, from_logits)
     if from_logits:
-        input, target = (log_softmax(t, scale=1.0 / temperature) for t in (input, target))
+        input, target = _log_probabilities(input, target, temperature)
     mode = LOGARITHM if log_target or from_logits else PROBABILITY
     return _divergence(input, target, labels, ignore_index, mode, 0.0, reduction, False, temperature, one_pass)
 
@@ -201,7 +212,7 @@ def jsd(
     if not 0.0 <= beta <= 1.0:
         raise ArgumentError(f"beta is {beta}; expected 0 to 1")
     if from_logits:
-        input, target = (log_softmax(t, scale=1.0 / temperature) for t in (input, target))
+        input, target = _log_probabilities(input, target, temperature)
     mode = LOGARITHM if beta == 0.0 else REVERSE if beta == 1.0 else MIXED
     return _divergence(input, target, labels, ignore_index, mode, beta, reduction, True, temperature, one_pass)
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.autograd.function import once_differentiable
 
 from rtkernels import interop
-from rtkernels._guard import needs_grad
+from rtkernels._guard import detached, needs_grad, once_differentiable
 from rtkernels._layout import address, metadata, rowed
 from rtkernels._registry import MutatingOp, Op, TorchOp
 from rtkernels.errors import ArgumentError
@@ -136,7 +135,7 @@ def _reference_fwd(weight: Tensor, ids: Tensor, start: int) -> Tensor:
     if rows == 0 or ids.numel() == 0:
         return torch.zeros((*ids.shape, cols), dtype=weight.dtype, device=weight.device)
     local, valid = _local(ids, rows, start)
-    return torch.where(valid.unsqueeze(-1), weight[local.clamp(0, rows - 1)], 0.0)
+    return torch.where(valid.unsqueeze(-1), weight[local.clamp(0, rows - 1)], 0.0).contiguous()
 
 
 def _sums(dy: Tensor, ids: Tensor, rows: int, start: int, padding: int) -> tuple[Tensor, Tensor]:
@@ -296,7 +295,7 @@ def embedding_grad_(
     if not isinstance(main_grad, Tensor):
         return interop.call(embedding_grad_, main_grad, ids, dy, padding_idx=padding_idx, vocab_start=vocab_start)
     padding = _padding(padding_idx, main_grad.shape[0] if main_grad.dim() else 0, vocab_start)
-    ADD(main_grad, dy.detach(), ids, vocab_start, padding)
+    ADD(main_grad, *detached(dy), ids, vocab_start, padding)
     return main_grad
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rtkernels import interop
+from rtkernels._guard import detached
 from rtkernels._layout import address, metadata, nothing, rowed
 from rtkernels._registry import Op, TorchOp
 from rtkernels.ops import _glu_fp8_reference as reference
@@ -222,7 +223,7 @@ def glu_fp8(
         options = {"act": act, "weight": weight, "counts": counts, "layout": layout, "pow2_scale": pow2_scale}
         options |= {"scale_layout": scale_layout, "check_counts": check_counts}
         return GluFp8(*interop.call(glu_fp8, x, up, **options))
-    x, up, weight = (t.detach() if t is not None and t.requires_grad else t for t in (x, up, weight))
+    x, up, weight = detached(x, up, weight)
     return _asked(FORWARD(x, up, weight, counts, act, layout, pow2_scale, scale_layout, check_counts), layout)
 
 
@@ -276,7 +277,7 @@ def glu_fp8_backward(
             "check_counts": check_counts,
         }
         return GluFp8Gradients(*interop.call(glu_fp8_backward, dy, x, up, **options))
-    dy, x, up, weight = (t.detach() if t is not None and t.requires_grad else t for t in (dy, x, up, weight))
+    dy, x, up, weight = detached(dy, x, up, weight)
     outputs = BACKWARD(
         dy, x, up, weight, counts, act, layout, pow2_scale, scale_layout, check_counts, keep, weight_grad
     )

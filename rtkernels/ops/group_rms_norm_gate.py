@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.autograd.function import once_differentiable
 
 from rtkernels import interop
-from rtkernels._guard import needs_grad
+from rtkernels._guard import needs_grad, once_differentiable
 from rtkernels._layout import address, metadata, nothing
 from rtkernels._registry import Op, TorchOp
 from rtkernels.ops._gate_plans import BWD_PLANS, FWD_PLANS, KERNELS, Tensors, check, check_bwd

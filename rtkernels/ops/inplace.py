@@ -56,27 +56,31 @@ def _check(x: tuple[Any, ...], y: tuple[Any, ...] | None, factor: tuple[Any, ...
 
 
 def _plan(x, y, factor, align: int):
-    """Return launch and numbers, (None, ()) for nothing to do, or None if x is no stack of rows."""
+    """Return launch, numbers and from where to where x and y reach in bytes; None if x is no stack of rows.
+
+    The launch is None if there is nothing to do.
+    """
     t, u = _check(x, y, factor)
     shape = x[1] or (1,)
     if 0 in shape:
-        return None, ()
+        return None, (), 0, 0
     steps = [row_stride(shape, m[2] or (1,)) for m in (x, y or x)]
     if None in steps:
         return None
     if steps[0] < shape[-1] and row_count(shape) > 1:
         raise ArgumentError("x has overlapping rows; it needs memory of its own for every element")
     rows, cols = row_count(shape), shape[-1]
+    sizes = x[0].itemsize, (y or x)[0].itemsize
+    reach = [((rows - 1) * step + cols) * size for step, size in zip(steps, sizes, strict=True)]
     if steps == [cols, cols]:
         rows, cols = 1, rows * cols
         steps = [cols, cols]
-    sizes = x[0].itemsize, (y or x)[0].itemsize
     n = 16 // max(sizes)
     # Every access is of n elements: 16 bytes of the wider type.
     wide = vector_bytes(align, cols, *steps, most=n) == n
     vec, in_flight = (n, 2) if wide else (1, 8)
     cut = runs(rows, cols, vec * in_flight, most=_THREADS)
-    return _KERNEL.bind((t, u), x[3], cut.grid, cut.block), (rows, cols, *steps, *cut[:2], wide)
+    return _KERNEL.bind((t, u), x[3], cut.grid, cut.block), (rows, cols, *steps, *cut[:2], wide), *reach
 
 
 _PLANS = Plans(_plan)
@@ -104,8 +108,11 @@ def _launch(x: Tensor, y: Tensor | None, factor: Tensor | None, alpha: float, be
         _launch(dense, y, factor, alpha, beta)
         x.copy_(dense)
         return
-    launch, args = plan
+    launch, args, x_bytes, y_bytes = plan
     if launch is not None:
+        near = address - y_bytes < y_address < address + x_bytes
+        if near and (y_address, metadata(y)) != (address, metadata(x)):  # y would change while it is read
+            return _launch(x, y.clone(), factor, alpha, beta)
         launch(address, y_address, 0 if factor is None else factor.data_ptr(), *args, alpha, beta)
         if not x.is_inference():
             torch.autograd.graph.increment_version(x)
@@ -158,7 +165,8 @@ def add_(x: Tensor, y: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tens
     Args:
         x: bfloat16, float16 or float32, any shape; overwritten. Any strides without overlap (a copy is made unless rows
             are unit-stride and evenly spaced).
-        y: Of x's shape and dtype, or bfloat16 or float16 for a float32 x. Any strides.
+        y: Of x's shape and dtype, or bfloat16 or float16 for a float32 x. Any strides. May be x, or share memory with
+            it (then a copy is made).
         alpha: Factor of y.
         beta: Factor of x.
 
@@ -167,6 +175,8 @@ def add_(x: Tensor, y: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tens
     """
     if not isinstance(x, Tensor):
         return interop.call(add_, x, y, alpha=alpha, beta=beta)
+    if y is None:
+        raise ArgumentError("y is None; expected a tensor like x (scale_ goes without)")
     ADD(_checked("add_", x, y), y, None, float(alpha), float(beta))
     return x
 

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
-from torch.autograd.function import once_differentiable
 
 from rtkernels import interop
-from rtkernels._guard import constant, is_dynamo_compiling, needs_grad
+from rtkernels._guard import constant, is_dynamo_compiling, needs_grad, once_differentiable
 from rtkernels._layout import address, metadata, nothing, rowed
 from rtkernels._registry import MutatingOp, Op, TorchOp
 from rtkernels.errors import ArgumentError

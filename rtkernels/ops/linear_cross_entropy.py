@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.autograd.function import once_differentiable
 
 from rtkernels import interop
-from rtkernels._guard import constant, is_dynamo_compiling, needs_grad
+from rtkernels._guard import constant, is_dynamo_compiling, needs_grad, once_differentiable
 from rtkernels._registry import Op
 from rtkernels.errors import ArgumentError
 from rtkernels.ops._cross_entropy_linear import BACKWARD, FORWARD, default_chunk_rows
@@ -33,6 +32,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
         ctx.more = (*options, chunk_rows, in_fp32)
         ctx.save_for_backward(*((hidden, weight, labels, bias) if ctx.later else grads))
+        ctx.made_gradient = not ctx.later
         ctx.mark_non_differentiable(hits, sums)
         return loss, hits, sums
 
@@ -108,7 +108,7 @@ def linear_cross_entropy(
         raise ArgumentError(f"reduction is {reduction!r}; expected one of 'none', 'mean', 'sum'")
     if softcap is not None and not softcap > 0:
         raise ArgumentError(f"softcap is {softcap}; expected a positive number, or None")
-    if torch.is_autocast_enabled(hidden.device.type):
+    if hidden.device.type != "meta" and torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if chunk_rows is None:

@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.autograd.function import once_differentiable
 
 from rtkernels import interop
-from rtkernels._guard import needs_grad
+from rtkernels._guard import needs_grad, once_differentiable
 from rtkernels._layout import address, metadata, nothing, rowed
 from rtkernels._registry import Op, TorchOp
 from rtkernels.errors import ArgumentError

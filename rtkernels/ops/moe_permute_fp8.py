@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.autograd.function import once_differentiable
 
-from rtkernels._guard import needs_grad
+from rtkernels._guard import needs_grad, once_differentiable
 from rtkernels._layout import metadata, nothing, rowed
 from rtkernels._registry import Op, TorchOp
 from rtkernels.ops import _moe_permute_reference as reference

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rtkernels._guard import detached
 from rtkernels._kernel import Kernel, Plans, dense_memory
 from rtkernels._layout import (
     FLOAT_DTYPES,
@@ -238,7 +239,7 @@ def moe_permute_smooth(
         options: dict[str, Any] = {"divide": divide, "scale": scale, "tokens": tokens, "dtype": dtype}
         return with_arrays(moe_permute_smooth, x, index, smooth, **options, pow2_scale=pow2_scale)
     index = as_index(index)
-    x, smooth, scale, tokens = (t if t is None else t.detach() for t in (x, smooth, scale, tokens))
+    x, smooth, scale, tokens = detached(x, smooth, scale, tokens)
     factor = smooth.reciprocal() if divide else smooth
     q, scales, dot = SMOOTH(x, index.rows, index.slots, index.experts, factor, scale, tokens, dtype, pow2_scale)
     return MoePermutedSmooth(q, scales, None if tokens is None else dot)

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.autograd.function import once_differentiable
 
 from rtkernels import interop
-from rtkernels._guard import needs_grad
+from rtkernels._guard import detached, needs_grad, once_differentiable
 from rtkernels._registry import Op
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import layer_norm as _layer_norm  # noqa: F401  for its backward
@@ -140,7 +139,7 @@ def _norm_fp8(x, weight, bias, residual, smooth, rstd, mean, options: _Options) 
         names = _names(options.layout, False, False, False, options.calibrate, options.centred)
         return NormFp8(**dict(zip((*names, "y", "sum"), made, strict=False)))
     if rstd is not None and is_grad_enabled():
-        x, weight, bias, rstd, mean = (t if t is None else t.detach() for t in (x, weight, bias, rstd, mean))
+        x, weight, bias, rstd, mean = detached(x, weight, bias, rstd, mean)
     return NormFp8(**_run(x, weight, bias, residual, smooth, rstd, mean, options))
 
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.autograd.function import once_differentiable
 
 from rtkernels import interop
-from rtkernels._guard import needs_grad
+from rtkernels._guard import needs_grad, once_differentiable
 from rtkernels._registry import Op
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _rope_angles as angles_of

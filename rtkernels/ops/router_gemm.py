@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.autograd.function import once_differentiable
 
 from rtkernels import interop
-from rtkernels._guard import needs_grad
+from rtkernels._guard import needs_grad, once_differentiable
 from rtkernels._layout import check_same, nothing, row_count, token
 from rtkernels._registry import MutatingOp, Op, TorchOp
 from rtkernels.errors import ArgumentError
@@ -197,7 +196,7 @@ class _RouterGemm(torch.autograd.Function):
         if into:
             BACKWARD_INTO(ctx.main_grad, dy, x, ctx.precision)
         if need_bias:
-            dbias = dy.sum(tuple(range(dy.dim() - 1)), dtype=torch.float32).to(ctx.bias_dtype)
+            dbias = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return dx, dweight, dbias, None, None
 
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.autograd.function import once_differentiable
 
 from rtkernels import interop
-from rtkernels._guard import needs_grad
+from rtkernels._guard import needs_grad, once_differentiable
 from rtkernels._registry import Op
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _row_plans as plans
@@ -91,7 +90,8 @@ def index_select(
             any object with ``__dlpack__``; the result is then of its kind.
         indices: ``[n]``, int32 or int64.
         scale: ``[rows]`` or ``[rows, any]``, float32: moved the same way.
-        out: ``[n, columns]`` of x's dtype with unit-stride rows, to write to. Not with an x that requires grad.
+        out: ``[n, columns]`` of x's dtype with unit-stride rows, to write to. Not with an x that requires grad. x is
+            copied if they share memory.
 
     Returns:
         ``[n, columns]`` of x's dtype, dense unless it is `out`; with `scale` a tuple of it and ``[n]`` or ``[n, any]``.
@@ -129,7 +129,8 @@ def scatter_add(
         indices: ``[n]``, int32 or int64.
         rows: Rows of the result. May be left out if `out` is given.
         weights: ``[n]``, bfloat16, float16 or float32, multiplied in fp32.
-        out: ``[rows, columns]``, bfloat16, float16 or float32 with unit-stride rows, to write the sums to.
+        out: ``[rows, columns]``, bfloat16, float16 or float32 with unit-stride rows, to write the sums to. x is copied
+            if they share memory.
         accumulate: Add to what `out` holds, in fp32 before the rounding. Without it, what `out` holds is discarded.
 
     Returns:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rtkernels import interop
+from rtkernels._guard import detached
 from rtkernels._kernel import Kernel, Plans, device_info
 from rtkernels._layout import (
     GRID_LIMIT,
@@ -239,7 +240,7 @@ def quantize_fp8_smooth(
         options |= {"granularity": granularity, "pow2_scale": pow2_scale, "with_amax": with_amax, "pad_to": pad_to}
         return interop.call(quantize_fp8_smooth, x, smooth, **options)
     _check_options(granularity, smooth, row_factor, counts, with_amax, pad_to)
-    x, smooth, row = (t.detach() if t is not None and t.requires_grad else t for t in (x, smooth, row_factor))
+    x, smooth, row = detached(x, smooth, row_factor)
     if divide and smooth is not None:
         smooth = smooth.reciprocal()
     if granularity == "channel":
@@ -309,13 +310,23 @@ def dequantize_fp8_smooth(
     _check_options(granularity, q if smooth is None else smooth, row_factor, counts, False, 1)
     if granularity == "channel" and rows is not None:
         q = q[:, :rows]
+    token("the result", dtype)
     y = dequantize_fp8(q, scale, granularity=granularity, dtype=torch.float32)
     if smooth is not None:
+        experts = smooth.shape[:1] if counts is not None else ()
+        _check_factor("smooth", smooth, (*experts, y.shape[-1]))
         lines = smooth if counts is None else smooth[_experts(counts, smooth, q).long()].view(q.shape)
         y = y * lines if divide else y / lines
     if row_factor is not None:
+        _check_factor("row_factor", row_factor, y.shape[:1])
         y = y / row_factor[:, None]
     return y.to(dtype)
+
+
+def _check_factor(name: str, factor: Tensor, shape: tuple[int, ...]) -> None:
+    if factor.dtype != torch.float32 or factor.shape != shape:
+        came = f"{str(factor.dtype).removeprefix('torch.')} {list(factor.shape)}"
+        raise ArgumentError(f"{name} is {came}; expected float32 {list(shape)}")
 
 
 def smooth_factors(
@@ -336,8 +347,14 @@ def smooth_factors(
     Returns:
         float32, of amax's shape.
     """
+    if not 0.0 <= alpha <= 1.0:
+        raise ArgumentError(f"alpha is {alpha}; expected 0 to 1")
+    if not 0.0 < floor < float("inf"):
+        raise ArgumentError(f"floor is {floor}; expected a positive number")
+    token("amax", amax.dtype)
     factors = amax.detach().float().clamp(min=floor).pow(-alpha)
     if weight_amax is not None:
+        token("weight_amax", weight_amax.dtype)
         check_same("weight_amax", weight_amax.shape, amax.shape, "shape", of="amax")
         factors = weight_amax.detach().float().clamp(min=floor).pow(1 - alpha) * factors
     if pow2:

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.autograd.function import once_differentiable
 
 from rtkernels import interop
-from rtkernels._guard import constant, is_dynamo_compiling, needs_grad
+from rtkernels._guard import constant, is_dynamo_compiling, needs_grad, once_differentiable
 from rtkernels._layout import address, check_same, metadata, row_count, row_stride, rowed
 from rtkernels._registry import MutatingOp, Op, TorchOp
 from rtkernels.errors import ArgumentError

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.autograd.function import once_differentiable
 
 from rtkernels import interop
-from rtkernels._guard import needs_grad
+from rtkernels._guard import needs_grad, once_differentiable
 from rtkernels._kernel import Kernel, Plans, allocator, dense_strides
 from rtkernels._layout import GRID_LIMIT, check_same, metadata, row_count, row_stride, token, vector_bytes
 from rtkernels._registry import Op, TorchOp

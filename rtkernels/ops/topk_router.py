@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.autograd.function import once_differentiable
 
 from rtkernels import interop
-from rtkernels._guard import constant, is_dynamo_compiling, needs_grad
-from rtkernels._layout import address, metadata, row_count, row_stride, rowed
+from rtkernels._guard import constant, is_dynamo_compiling, needs_grad, once_differentiable
+from rtkernels._layout import FLOAT_DTYPES, address, metadata, row_count, row_stride, rowed
 from rtkernels._registry import Op, TorchOp
 from rtkernels._zeros import fresh_zeros
 from rtkernels.errors import ArgumentError
@@ -65,7 +64,7 @@ def _launch_fwd(logits, bias, k, mode, num_groups, top_groups, group_k, scale, e
 def _dense_bias(bias: Tensor | None) -> Tensor | None:
     if bias is None or (bias.dtype == torch.float32 and bias.is_contiguous()):
         return bias
-    return bias.float().contiguous() if bias.is_floating_point() else bias
+    return bias.float().contiguous() if bias.dtype in FLOAT_DTYPES else bias
 
 
 def _launch_bwd(logits, indices, g_compact, g_dense, mode, scale, eps):
@@ -233,9 +232,8 @@ def topk_router(
         top_groups = num_groups
     if group_k is None:
         group_k = max(k // max(top_groups, 1), 1)
-    if top_groups == num_groups:
-        num_groups = top_groups = 1 if num_groups >= 1 else num_groups
-        group_k = 1
+    if top_groups == num_groups >= 1 and logits.dim() and logits.shape[-1] % num_groups == 0:
+        num_groups = top_groups = group_k = 1  # all of them: as if there were none
     args = logits, bias, k, mode, num_groups, top_groups, group_k, scale, eps, dense_probs, routing_map
     if is_grad_enabled() and needs_grad(logits):
         if is_dynamo_compiling():
