@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rtkernels._arch import Target
 from rtkernels._kernel import DeviceInfo, Kernel, Plans, dense_memory, device_info
 from rtkernels._layout import GRID_LIMIT, block_of, check_same, divisor, group_threads, row_stride, token, vector_bytes
 from rtkernels.errors import ArgumentError
@@ -19,17 +17,8 @@ _LAYOUTS = ("same", "sequence_first")
 _TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
 _CHUNKS = 2  # 16-byte pieces of each input that a thread owns, at most
-_STAGES = 2  # rows per thread group in the ring of the backward: 51.4 µs, 52.3 with four (c 2048, 4 groups)
 _THREADS = 512
 _COUNT_LIMIT = 2**31 - 1024  # the kernels that count in 32 bits take no more, and a block may pass the end
-
-
-def _ring_bytes(threads: int, chunks: int) -> int:
-    return _STAGES * threads * 16 * chunks * 3
-
-
-def _bwd_variants(target: Target) -> Iterator[tuple[Any, ...]]:
-    return ((t, w, chunks, _STAGES) for t, w in _TYPES for chunks in (1, _CHUNKS))
 
 
 _LONG_VARIANTS = [(t, w, v) for t, w in _TYPES for v in (1, _WIDTH[t])]
@@ -59,15 +48,15 @@ _FWD_LONG = Kernel(
 _BWD = Kernel(
     _BWD_UNIT,
     "group_rms_norm_gate_bwd",
-    template="T W CHUNKS STAGES",
+    template="T CHUNKS WARPS",
     args=f"{_BWD_POINTERS} partial:ptr {_COUNTS} dy_outer:i64 dy_inner:i64 dy_step:i64 dy_wrap:i64 "
     "x_outer:i64 x_inner:i64 x_step:i64 x_wrap:i64 x_group:i64 "
     "gate_outer:i64 gate_inner:i64 gate_step:i64 gate_wrap:i64 "
     "dgate_outer:i64 dgate_inner:i64 dgate_step:i64 dgate_wrap:i64 "
     "dx_outer:i64 dx_inner:i64 dx_step:i64 dx_wrap:i64 "
     "inner_step:i64 weight_group:i64 groups_per_block:i64 tokens_at_once:i64 threads_per_row:i64 "
-    "by_inner:i64 by_slice:i64 eps:f64",
-    variants=_bwd_variants,
+    "by_inner:i64 by_slice:i64 wide:i64 eps:f64",
+    variants=[(t, c, w) for t in _WIDTH for c, w in ((1, False), (1, True), (_CHUNKS, True))],
     max_registers=128,
 )
 _BWD_LONG = Kernel(
@@ -298,7 +287,8 @@ class _BackwardPlan:
         self.width = s.channels if s.weight_group else s.cols
         info = device_info(s.device)
         # More threads with one piece each are faster while a row has enough of them.
-        chunks = next((c for c in (1, _CHUNKS) if s.threads(c)), 0)
+        near = max(*s.dy, *s.x, *s.gate, *s.out, *s.dx) < 2**32
+        chunks = next((c for c in (1, _CHUNKS) if near and s.threads(c)), 0)
         if chunks:
             self._plan_ring(s, info, chunks)
         else:
@@ -322,10 +312,11 @@ class _BackwardPlan:
         counts = (s.tokens, s.inner, s.groups, s.cols)
         self.numbers = (
             *counts, *dy, *x, s.x[2], *gate, *dgate, *dx, near, s.weight_group, slice_groups, lanes, threads,
-            divisor(s.inner), divisor(slice_groups),
+            divisor(s.inner), divisor(slice_groups), int(s.w != s.t),
         )  # fmt: skip
-        variant = (s.t, s.w, chunks, _STAGES)
-        self.launch = _BWD.bind(variant, s.device, (blocks, slices), block, _ring_bytes(block, chunks))
+        # For the sums, and for the rows to come if a thread has no registers for these.
+        shared = block // threads * s.cols * 4 if chunks == 1 else 2 * 3 * chunks * block * 16
+        self.launch = _BWD.bind((s.t, chunks, threads > 32), s.device, (blocks, slices), block, shared)
 
     def _plan_long(self, s: Tensors, info: DeviceInfo, weight_grad: bool) -> None:
         inputs = (s.tokens, s.inner, s.groups, s.cols, *s.dy, *s.x, *s.gate)
