@@ -1,6 +1,7 @@
 // Backward of RMS normalisation (norm/rms_norm.cu) with rows that the copy engine brings (sm_90 and up).
 #include "common/block_sums.cuh"
 #include "norm/bulk_rows.cuh"
+#include "ptx/pdl.cuh"
 
 namespace rtk {
 
@@ -33,6 +34,7 @@ __global__ void __maxnreg__(CHUNKS == 1 ? kOnePieceRegisters : 112)
     const auto& ring = mine.ring;
     AskedGain<T, VEC> asked[CHUNKS];
     mine.start(group, weight, wide, asked);
+    ptx::launch_dependents();  // column_sum's blocks are small enough to wait beside this one
     const float epsilon = static_cast<float>(eps);
     const float shift = weight == nullptr ? 1.0f : static_cast<float>(offset);
     const float inverse = 1.0f / static_cast<float>(cols);

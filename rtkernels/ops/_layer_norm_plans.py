@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from math import inf
 from typing import Any
 
 import torch
@@ -35,7 +34,8 @@ _SHORT = 32  # pieces of 16 bytes in rows that have one in each thread, unless t
 _EVEN = ((2, 128), (4, 256))  # exactly as many in each thread, and the most threads
 _EVEN_THREADS = 96  # and the fewest
 _RING_THREADS = 512
-_IN_FLIGHT = 96 << 10  # bytes asked of the copy engine: 4096 columns 60.0 µs, 62.2 with 64 KB, 60.3 with 128 KB
+_IN_FLIGHT = 64 << 10  # bytes asked of the copy engine
+_FEW_THREADS = 384  # of a block whose rows have no more than 128 each: 2048 columns 32.5 µs, 33.3 with 512
 _BULK_ROWS = 16  # of a multiprocessor, from which it is used (1024x4096: 18.0 µs, 17.0 with cp.async)
 _RING_CHUNKS = {2: 1024, 4: 2048}  # pieces of 16 bytes in a thread, and in the longest row it is used for
 _WIDTHS = [(t, vec) for t in _WIDTH for vec in (1, _WIDTH[t])]
@@ -104,7 +104,7 @@ _BWD_BULK = Kernel(
     "norm/layer_norm_bwd_bulk.cu",
     "layer_norm_bwd_bulk",
     template="T DSUM",
-    args=f"{_BWD_ARGS.format(last='partial')} partial_stride:i64 stages:i64 groups:i64",
+    args=f"{_BWD_ARGS.format(last='partial')} partial_stride:i64 stages:i64",
     variants=[*product(_WIDTH, (False, True))],
     max_registers=128,
     needs=("tma",),
@@ -201,10 +201,11 @@ class _BackwardPlan:
         self.rows, self.cols, self.sums, self.partial_launch = rows, cols, sums, None
         inputs = 2 if dsum is None else 3
         bulk = full and chunks == 2 and rows >= _BULK_ROWS * info.sm_count and max(strides) < 2**30
-        if bulk and (r := bulk_ring(info, rows, vectors, chunks, inputs, _RING_THREADS, _IN_FLIGHT, inf)):
+        most = _FEW_THREADS if vectors <= 128 * chunks else _RING_THREADS
+        if bulk and (r := bulk_ring(info, rows, vectors, chunks, inputs, most, _IN_FLIGHT, 0)):
             threads, self.partial_rows = r.threads, r.blocks
             self.launch = _BWD_BULK.bind((t, dsum is not None), device, r.blocks, r.block, r.shared)
-            self.tail = (wide, max(sums, 1) * cols, r.stages, r.groups)
+            self.tail = (wide, max(sums, 1) * cols, r.stages)
         elif full and stages >= 2 and rows < 2**30:
             threads = group_threads(-(-vectors // chunks), _RING_THREADS)
             most = _RING_THREADS // threads if threads <= 32 else min(_RING_THREADS // threads, 15)
