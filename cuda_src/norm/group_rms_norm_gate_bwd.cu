@@ -26,10 +26,14 @@ RTK_DEVICE void sum_pair(float& a, float& b, const RowGroup& group, GroupScratch
         if (lane < 2) scratch.slot[phase][threadIdx.x / kWarp][lane] = mine;
         group_barrier<true>(group);
         const float* slots = &scratch.slot[phase][group.index * warps][0];
-        if (warps == 2) {
-            const float4 both = *reinterpret_cast<const float4*>(slots);
-            a = both.x + both.z;
-            b = both.y + both.w;
+        if (warps == 2 || warps == 4) {  // as most often
+            float4 sums = *reinterpret_cast<const float4*>(slots);
+            if (warps == 4) {
+                const float4 more = *reinterpret_cast<const float4*>(slots + 4);
+                sums.x += more.x, sums.y += more.y, sums.z += more.z, sums.w += more.w;
+            }
+            a = sums.x + sums.z;
+            b = sums.y + sums.w;
             return;
         }
         mine = lane < 2 * warps ? slots[lane] : 0.0f;
@@ -52,19 +56,15 @@ RTK_DEVICE void sum_pair(float& a, float& b, const RowGroup& group, GroupScratch
 // registers, come through a RowRing. Grid: x over tokens, y over slices of the groups. Weight gradients are summed over the
 // block in shared memory and written as one fp32 row per block (`partial`; null when not wanted) for column_sum to add up:
 // [gridDim.x, groups * cols], or [gridDim.y * gridDim.x, cols] for a shared weight. The order is fixed by the grid, never by
-// timing. The weight (null: ones) is of T, or fp32 if `wide`. 112 registers leave room for a block of column_sum.
-//
-// Pointers walk along with the tokens: by *_step for the next token of a RowGroup, and by *_wrap more when its inner
-// index, which grows by inner_step, passes inner_size. Tokens and groups are less than 2^32 elements apart.
+// timing. The weight (null: ones) is of T, or fp32 if `wide`. 112 registers leave room for a block of column_sum. Tokens and groups are
+// less than 2^32 bytes apart: *_outer, *_inner and x_group are in bytes.
 template <typename T, int CHUNKS, bool WARPS>
 __global__ void __maxnreg__(CHUNKS == 1 ? 112 : 128)
-    group_rms_norm_gate_bwd(const T* dy, const T* x, const T* gate, const void* weight, T* dx, T* dgate, float* partial,
-                            i64 tokens, i64 inner_size, i64 groups, i64 cols, i64 dy_outer, i64 dy_inner, i64 dy_step,
-                            i64 dy_wrap, i64 x_outer, i64 x_inner, i64 x_step, i64 x_wrap, i64 x_group, i64 gate_outer,
-                            i64 gate_inner, i64 gate_step, i64 gate_wrap, i64 dgate_outer, i64 dgate_inner,
-                            i64 dgate_step, i64 dgate_wrap, i64 dx_outer, i64 dx_inner, i64 dx_step, i64 dx_wrap,
-                            i64 inner_step, i64 weight_group, i64 groups_per_block, i64 tokens_at_once, i64 threads_per_row,
-                            i64 by_inner, i64 by_slice, i64 wide, double eps) {
+    group_rms_norm_gate_bwd(const u8* dy, const u8* x, const u8* gate, const void* weight, u8* dx, u8* dgate, float* partial,
+                            i64 tokens, i64 inner_size, i64 groups, i64 cols, i64 dy_outer, i64 dy_inner, i64 x_outer,
+                            i64 x_inner, i64 x_group, i64 gate_outer, i64 gate_inner, i64 dgate_outer, i64 dgate_inner,
+                            i64 dx_outer, i64 dx_inner, i64 weight_group, i64 groups_per_block, i64 tokens_at_once,
+                            i64 threads_per_row, i64 by_inner, i64 by_slice, i64 wide, double eps) {
     constexpr int VEC = 16 / sizeof(T), kStages = 2;
     constexpr bool kRegisters = CHUNKS == 1;
     extern __shared__ __align__(16) u8 memory[];
@@ -80,40 +80,32 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 112 : 128)
     const int pitch = group.threads * VEC;
     const int column = group.thread * VEC;
     auto has = [&](int c) { return column + c * pitch < end; };
-    const u32 o = divided(first, by_inner), i = first - o * inner;
-    auto at = [&](i64 outer_stride, i64 inner_stride) {
-        return product(o, static_cast<u32>(outer_stride)) + product(i, static_cast<u32>(inner_stride));
+    // A token, and in it this thread's first channel.
+    auto at = [&](u32 token, i64 outer_bytes, i64 inner_bytes) {
+        const u32 o = divided(token, by_inner);
+        return product(o, static_cast<u32>(outer_bytes)) + product(token - o * inner, static_cast<u32>(inner_bytes));
     };
-    // This thread's first channel of the next row to fetch.
-    const i64 channel = product(g, static_cast<u32>(cols)) + column;
-    dy += at(dy_outer, dy_inner) + channel;
-    x += at(x_outer, x_inner) + product(g, static_cast<u32>(x_group)) + column;
-    gate += at(gate_outer, gate_inner) + channel;
-    u32 fetched_i = i;
-    auto walk = [&](u32& i, const auto& wrap) {
-        if (inner_step == 0) return;
-        i += static_cast<u32>(inner_step);
-        if (i >= inner) i -= inner, wrap();
-    };
+    const u64 channel = product(g, static_cast<u32>(cols * sizeof(T))) + column * sizeof(T);
+    dy += channel, gate += channel, dx += channel, dgate += channel;
+    x += product(g, static_cast<u32>(x_group)) + column * sizeof(T);
     RowRing<3, CHUNKS, kStages> ring(memory);
     Raw<16> ahead[kStages][3];  // instead of the ring if kRegisters: dy, x and gate
     auto fetch = [&](u32 token, int stage) {
         if (token < last && has(0)) {
-            const T* const rows[3] = {dy, x, gate};
+            const u8* const rows[3] = {dy + at(token, dy_outer, dy_inner), x + at(token, x_outer, x_inner),
+                                       gate + at(token, gate_outer, gate_inner)};
 #pragma unroll
             for (int input = 0; input < 3; ++input) {
                 if constexpr (kRegisters) {
-                    ahead[stage][input] = load_raw<T, VEC>(rows[input]);
+                    ahead[stage][input] = load_raw<T, VEC>(reinterpret_cast<const T*>(rows[input]));
                 } else {
 #pragma unroll
                     for (int c = 0; c < CHUNKS; ++c)
-                        if (has(c)) ring.copy(input, c, rows[input] + c * pitch);
+                        if (has(c)) ring.copy(input, c, rows[input] + c * group.threads * 16);
                 }
             }
         }
         if constexpr (!kRegisters) ring.commit();
-        dy += dy_step, x += x_step, gate += gate_step;
-        walk(fetched_i, [&] { dy += dy_wrap, x += x_wrap, gate += gate_wrap; });
     };
 
     // RowGroups that run out of rows go on reading while others of the warp work: there must be something.
@@ -138,10 +130,6 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 112 : 128)
         if (weight != nullptr && has(c)) asked[c].ask(weight, wide, g * weight_group + column + c * pitch);
     }
     begin(1);
-    // And of the next one to store.
-    dx += at(dx_outer, dx_inner) + channel;
-    dgate += at(dgate_outer, dgate_inner) + channel;
-    u32 stored_i = i;
     ptx::launch_dependents();
     float epsilon = static_cast<float>(eps);
     ptx::keep(epsilon);
@@ -192,6 +180,8 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 112 : 128)
         const float rstd = rsqrtf(square * inverse + epsilon);
         const float pull = product * inverse * rstd * rstd * rstd;
         if (token < last && has(0)) {
+            T* const dx_row = reinterpret_cast<T*>(dx + at(token, dx_outer, dx_inner));
+            T* const dgate_row = reinterpret_cast<T*>(dgate + at(token, dgate_outer, dgate_inner));
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c) {
                 if constexpr (!kRegisters) ring.template read<T>(1, c, v);  // again: there are no registers for it
@@ -205,13 +195,11 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 112 : 128)
                     v[i] = a * rstd - v[i] * pull;
                 }
                 if (has(c)) {
-                    store<T, VEC>(dx + c * pitch, v);
-                    store<T, VEC>(dgate + c * pitch, to_gate);
+                    store<T, VEC>(dx_row + c * pitch, v);
+                    store<T, VEC>(dgate_row + c * pitch, to_gate);
                 }
             }
         }
-        dx += dx_step, dgate += dgate_step;
-        walk(stored_i, [&] { dx += dx_wrap, dgate += dgate_wrap; });
         if constexpr (!kRegisters) ring.next_row();
     };
     // As long as one RowGroup of the block has a row, all go on.
@@ -228,7 +216,7 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 112 : 128)
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c)
             if (has(c))
-                store<float, VEC>(partial + blockIdx.x * (groups * cols) + channel + c * pitch, dweight[c]);
+                store<float, VEC>(partial + blockIdx.x * (groups * cols) + g * cols + column + c * pitch, dweight[c]);
         return;
     }
     if constexpr (!kRegisters) ptx::cp_async_wait<0>();

@@ -49,13 +49,9 @@ _BWD = Kernel(
     _BWD_UNIT,
     "group_rms_norm_gate_bwd",
     template="T CHUNKS WARPS",
-    args=f"{_BWD_POINTERS} partial:ptr {_COUNTS} dy_outer:i64 dy_inner:i64 dy_step:i64 dy_wrap:i64 "
-    "x_outer:i64 x_inner:i64 x_step:i64 x_wrap:i64 x_group:i64 "
-    "gate_outer:i64 gate_inner:i64 gate_step:i64 gate_wrap:i64 "
-    "dgate_outer:i64 dgate_inner:i64 dgate_step:i64 dgate_wrap:i64 "
-    "dx_outer:i64 dx_inner:i64 dx_step:i64 dx_wrap:i64 "
-    "inner_step:i64 weight_group:i64 groups_per_block:i64 tokens_at_once:i64 threads_per_row:i64 "
-    "by_inner:i64 by_slice:i64 wide:i64 eps:f64",
+    args=f"{_BWD_POINTERS} partial:ptr {_COUNTS} {_BWD_INPUTS} dgate_outer:i64 dgate_inner:i64 dx_outer:i64 "
+    "dx_inner:i64 weight_group:i64 groups_per_block:i64 tokens_at_once:i64 threads_per_row:i64 by_inner:i64 "
+    "by_slice:i64 wide:i64 eps:f64",
     variants=[(t, c, w) for t in _WIDTH for c, w in ((1, False), (1, True), (_CHUNKS, True))],
     max_registers=128,
 )
@@ -287,7 +283,7 @@ class _BackwardPlan:
         self.width = s.channels if s.weight_group else s.cols
         info = device_info(s.device)
         # More threads with one piece each are faster while a row has enough of them.
-        near = max(*s.dy, *s.x, *s.gate, *s.out, *s.dx) < 2**32
+        near = max(*s.dy, *s.x, *s.gate, *s.out, *s.dx) < 2**30
         chunks = next((c for c in (1, _CHUNKS) if near and s.threads(c)), 0)
         if chunks:
             self._plan_ring(s, info, chunks)
@@ -304,14 +300,10 @@ class _BackwardPlan:
         block = (rows + -rows % (32 // min(threads, 32))) * threads  # whole warps
         blocks = min(max(1, info.sm_count // slices), -(-s.tokens // lanes))
         self.partial = (blocks, s.channels) if s.weight_group else (blocks * slices, s.cols)
-        far, near = divmod(blocks * lanes, s.inner)  # from one token of a row group to its next
-        dy, x, gate, dgate, dx = (
-            (outer, inner, far * outer + near * inner, outer - s.inner * inner)
-            for outer, inner in (s.dy, s.x[:2], s.gate, s.out, s.dx)
-        )
-        counts = (s.tokens, s.inner, s.groups, s.cols)
+        size = 16 // _WIDTH[s.t]
+        distances = (d * size for d in (*s.dy, *s.x, *s.gate, *s.out, *s.dx))
         self.numbers = (
-            *counts, *dy, *x, s.x[2], *gate, *dgate, *dx, near, s.weight_group, slice_groups, lanes, threads,
+            s.tokens, s.inner, s.groups, s.cols, *distances, s.weight_group, slice_groups, lanes, threads,
             divisor(s.inner), divisor(slice_groups), int(s.w != s.t),
         )  # fmt: skip
         # For the sums, and for the rows to come if a thread has no registers for these.
