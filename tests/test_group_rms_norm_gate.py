@@ -290,7 +290,7 @@ def test_backward_grid_covers_every_row(tokens: int, groups: int, cols: int, mon
     meta = _meta(tokens, groups * cols)
     plan = plans._BackwardPlan(meta, meta, meta, _meta(groups * cols), groups, "same", 0, True)
     variant, _, (blocks, slices), block, shared = bound
-    slice_groups, lanes, threads = plan.numbers[-6:-3]
+    slice_groups, lanes, threads = plan.numbers[-7:-4]
     assert block % 32 == 0 and block <= 512
     units, chunks = block // threads, variant[1]
     assert max(units * cols * 4, 96 * chunks * block if chunks > 1 else 0) <= shared <= 227 * 1024

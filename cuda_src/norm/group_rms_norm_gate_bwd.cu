@@ -56,15 +56,15 @@ RTK_DEVICE void sum_pair(float& a, float& b, const RowGroup& group, GroupScratch
 // registers, come through a RowRing. Grid: x over tokens, y over slices of the groups. Weight gradients are summed over the
 // block in shared memory and written as one fp32 row per block (`partial`; null when not wanted) for column_sum to add up:
 // [gridDim.x, groups * cols], or [gridDim.y * gridDim.x, cols] for a shared weight. The order is fixed by the grid, never by
-// timing. The weight (null: ones) is of T, or fp32 if `wide`. 112 registers leave room for a block of column_sum. Tokens and groups are
-// less than 2^32 bytes apart: *_outer, *_inner and x_group are in bytes.
+// timing. The weight (null: ones) is of T, or fp32 if `wide`. 112 registers leave room for a block of column_sum;
+// `early`: these may come and wait there. *_outer, *_inner and x_group are in bytes, less than 2^32 of them.
 template <typename T, int CHUNKS, bool WARPS>
 __global__ void __maxnreg__(CHUNKS == 1 ? 112 : 128)
     group_rms_norm_gate_bwd(const u8* dy, const u8* x, const u8* gate, const void* weight, u8* dx, u8* dgate, float* partial,
                             i64 tokens, i64 inner_size, i64 groups, i64 cols, i64 dy_outer, i64 dy_inner, i64 x_outer,
                             i64 x_inner, i64 x_group, i64 gate_outer, i64 gate_inner, i64 dgate_outer, i64 dgate_inner,
                             i64 dx_outer, i64 dx_inner, i64 weight_group, i64 groups_per_block, i64 tokens_at_once,
-                            i64 threads_per_row, i64 by_inner, i64 by_slice, i64 wide, double eps) {
+                            i64 threads_per_row, i64 by_inner, i64 by_slice, i64 wide, i64 early, double eps) {
     constexpr int VEC = 16 / sizeof(T), kStages = 2;
     constexpr bool kRegisters = CHUNKS == 1;
     extern __shared__ __align__(16) u8 memory[];
@@ -130,7 +130,7 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 112 : 128)
         if (weight != nullptr && has(c)) asked[c].ask(weight, wide, g * weight_group + column + c * pitch);
     }
     begin(1);
-    ptx::launch_dependents();
+    if (early) ptx::launch_dependents();
     float epsilon = static_cast<float>(eps);
     ptx::keep(epsilon);
     const float inverse = 1.0f / static_cast<float>(cols);
@@ -210,6 +210,7 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 112 : 128)
             work(token, stage);
     }
 
+    if (!early) ptx::launch_dependents();
     if (partial == nullptr) return;
     const bool shared = weight_group == 0;
     if (lanes == 1 && !shared) {  // nothing to add
@@ -225,8 +226,7 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 112 : 128)
     const int size = static_cast<int>(cols);
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)
-        if (column + c * pitch < size)
-            put_sums(sums + group.index * size + column + c * pitch, dweight[c]);
+        if (column + c * pitch < size) put_sums(sums + group.index * size + column + c * pitch, dweight[c]);
     __syncthreads();
     const u32 first_group = blockIdx.y * slice;
     const u32 own_groups = min(slice, static_cast<u32>(groups) - first_group);

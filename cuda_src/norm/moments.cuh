@@ -71,10 +71,10 @@ RTK_DEVICE void merge_warps(float (&v)[VALUES], const WarpColumns<VEC, CHUNKS>& 
     }
 }
 
-// The same of four values in one pass, for groups of whole warps: `v` are sums over a warp's columns of h - shift, (h - shift)^2,
-// g and g * (h - shift), where `shift` is the mean of VEC of these columns. So the second is at most as many times larger than
-// with the mean as the warp has threads times CHUNKS, and no sum of squares cancels more than that. Every warp has said
-// how many columns it has (count_columns) before the group's first barrier.
+// The same of four values in one pass, for groups of whole warps: `v` are sums over a warp's columns of h - shift, of
+// (h - shift)^2, g and g * (h - shift), where `shift` is the mean of VEC of these columns. The squares are then at most as
+// many times larger than those of differences from the mean as the warp has pieces of VEC columns, and no more than that
+// cancels. Every warp has said how many columns it has (count_columns) before the group's first barrier.
 struct ShiftedSums {
     float sums[4], shift, columns, per_column, unused;
 };
@@ -110,7 +110,8 @@ RTK_DEVICE void merge_shifted(float (&v)[4], float shift, float per_column, cons
     const bool has_warp = lane % 16 < warps;
     if (has_warp) {
         const ShiftedSums& from = scratch.of[phase][group.index * warps + lane % 16];
-        const float4 sums = *reinterpret_cast<const float4*>(from.sums), rest = *reinterpret_cast<const float4*>(&from.shift);
+        const float4 sums = *reinterpret_cast<const float4*>(from.sums);
+        const float4 rest = *reinterpret_cast<const float4*>(&from.shift);
         const float off = sums.x * rest.z;
         mean = rest.x + off, columns = rest.y;
         part[1] = sums.y - sums.x * off;

@@ -11,6 +11,7 @@ from torch import Tensor
 from rtkernels._kernel import DeviceInfo, Kernel, Plans, dense_memory, device_info
 from rtkernels._layout import GRID_LIMIT, block_of, check_same, divisor, group_threads, row_stride, token, vector_bytes
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.column_sum import waits_beside
 
 _UNIT, _BWD_UNIT = "norm/group_rms_norm_gate.cu", "norm/group_rms_norm_gate_bwd.cu"
 _LAYOUTS = ("same", "sequence_first")
@@ -51,7 +52,7 @@ _BWD = Kernel(
     template="T CHUNKS WARPS",
     args=f"{_BWD_POINTERS} partial:ptr {_COUNTS} {_BWD_INPUTS} dgate_outer:i64 dgate_inner:i64 dx_outer:i64 "
     "dx_inner:i64 weight_group:i64 groups_per_block:i64 tokens_at_once:i64 threads_per_row:i64 by_inner:i64 "
-    "by_slice:i64 wide:i64 eps:f64",
+    "by_slice:i64 wide:i64 early:i64 eps:f64",
     variants=[(t, c, w) for t in _WIDTH for c, w in ((1, False), (1, True), (_CHUNKS, True))],
     max_registers=128,
 )
@@ -260,6 +261,7 @@ class _BackwardPlan:
         tensors: If not `fits`, the inputs must be copied first; None if there is nothing to do.
         launch: Computes dx and dgate; its last pointer is `partial`, or rstd if there is a `weight_launch`.
         partial: Shape of the partial weight gradients; `width` is the size of dweight.
+        early: Their sum waits beside `launch`.
     """
 
     def __init__(
@@ -274,7 +276,7 @@ class _BackwardPlan:
         weight_grad: bool,
     ) -> None:
         check_bwd(dy, x, gate, weight, groups, layout, weight_grad)
-        self.tensors, self.weight_launch = None, None
+        self.tensors, self.weight_launch, self.early = None, None, True
         if 0 in gate[1]:
             return
         self.tensors = s = Tensors(x, gate, weight, dy, groups, layout, align)
@@ -300,11 +302,12 @@ class _BackwardPlan:
         block = (rows + -rows % (32 // min(threads, 32))) * threads  # whole warps
         blocks = min(max(1, info.sm_count // slices), -(-s.tokens // lanes))
         self.partial = (blocks, s.channels) if s.weight_group else (blocks * slices, s.cols)
+        self.early = waits_beside(self.width)
         size = 16 // _WIDTH[s.t]
         distances = (d * size for d in (*s.dy, *s.x, *s.gate, *s.out, *s.dx))
         self.numbers = (
             s.tokens, s.inner, s.groups, s.cols, *distances, s.weight_group, slice_groups, lanes, threads,
-            divisor(s.inner), divisor(slice_groups), int(s.w != s.t),
+            divisor(s.inner), divisor(slice_groups), int(s.w != s.t), int(self.early),
         )  # fmt: skip
         # For the sums, and for the rows to come if a thread has no registers for these.
         shared = block // threads * s.cols * 4 if chunks == 1 else 2 * 3 * chunks * block * 16

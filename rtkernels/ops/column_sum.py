@@ -34,6 +34,14 @@ def _plan(device: int, dtype: torch.dtype, cols: int, beside: bool):
 _PLANS = Plans(_plan)
 
 
+def waits_beside(cols: int) -> bool:
+    """Return whether the kernel before a sum of so many columns should let it start early, to wait beside it.
+
+    With more blocks of the sum that costs more than it saves: `rms_norm` 8192x8192 104.1 µs, 103.5 if not.
+    """
+    return cols <= 2048
+
+
 def column_sum(partial: Tensor, dtype: torch.dtype, *, beside: bool = True) -> Tensor:
     """Return the sum over the rows of `partial` (dense fp32 ``[rows, cols]``, cols > 0) as ``[cols]`` of `dtype`.
 
