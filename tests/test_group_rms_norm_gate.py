@@ -290,12 +290,13 @@ def test_backward_grid_covers_every_row(tokens: int, groups: int, cols: int, mon
     meta = _meta(tokens, groups * cols)
     plan = plans._BackwardPlan(meta, meta, meta, _meta(groups * cols), groups, "same", 0, True)
     variant, _, (blocks, slices), block, shared = bound
-    slice_groups, lanes, threads = plan.numbers[-5:-2]
-    assert block % 32 == 0 and block <= 512 and shared <= 227 * 1024 and variant[-1] >= 2
-    units = block // threads
+    slice_groups, lanes, threads = plan.numbers[-7:-4]
+    assert block % 32 == 0 and block <= 512
+    units, chunks = block // threads, variant[1]
+    assert max(units * cols * 4, 96 * chunks * block if chunks > 1 else 0) <= shared <= 227 * 1024
     assert units * threads == block and (threads <= 32 or units <= 15)
     assert slices * slice_groups >= groups > (slices - 1) * slice_groups and units >= lanes * slice_groups
-    assert threads * 2 * 8 >= cols and blocks <= tokens and plan.partial == (blocks, groups * cols)
+    assert threads * chunks * 8 >= cols and blocks <= tokens and plan.partial == (blocks, groups * cols)
 
 
 # ---- autograd -------------------------------------------------------------------------------------------------------

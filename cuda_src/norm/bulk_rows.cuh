@@ -3,7 +3,6 @@
 #include "common/bulk_ring.cuh"
 #include "common/pressure.cuh"
 #include "norm/common.cuh"
-#include "ptx/pdl.cuh"
 #include "ptx/tma.cuh"
 
 namespace rtk {
@@ -59,7 +58,6 @@ struct BulkRows {
             if (weight != nullptr && ring.has(c)) asked[c].ask(weight, wide, column + c * pitch);
         }
         open(group);
-        ptx::launch_dependents();  // column_sum's blocks are small enough to wait beside this one
         __syncthreads();
         begin(group);
     }

@@ -1,10 +1,49 @@
 // Backward of the gated normalisation of groups of channels (norm/group_rms_norm_gate.cuh).
 #include "common/block_sums.cuh"
+#include "common/pressure.cuh"
 #include "common/row_ring.cuh"
 #include "norm/group_rms_norm_gate.cuh"
+#include "ptx/forget.cuh"
 #include "ptx/pdl.cuh"
 
 namespace rtk {
+
+// Sums of a and b over the group of this thread, which has them all in the end. WARPS: groups of whole warps, at most 16, or
+// else of a power of two of at most 32 lanes. `phase` alternates between 0 and 1 from call to call on the same scratch.
+template <bool WARPS>
+RTK_DEVICE void sum_pair(float& a, float& b, const RowGroup& group, GroupScratch<2>& scratch, int phase) {
+    if constexpr (!WARPS) {
+        if (group.threads == 1) return;
+    }
+    constexpr u32 kAll = 0xffffffffu;
+    const bool odd = threadIdx.x & 1;  // even lanes carry a, odd ones b
+    float mine = (odd ? b : a) + __shfl_xor_sync(kAll, odd ? a : b, 1);
+#pragma unroll
+    for (int offset = 2; offset < kWarp; offset *= 2)
+        if (WARPS || offset < group.threads) mine += __shfl_xor_sync(kAll, mine, offset);
+    if constexpr (WARPS) {
+        const int lane = static_cast<int>(threadIdx.x) % kWarp, warps = group.threads / kWarp;
+        if (lane < 2) scratch.slot[phase][threadIdx.x / kWarp][lane] = mine;
+        group_barrier<true>(group);
+        const float* slots = &scratch.slot[phase][group.index * warps][0];
+        if (warps == 2 || warps == 4) {  // as most often
+            float4 sums = *reinterpret_cast<const float4*>(slots);
+            if (warps == 4) {
+                const float4 more = *reinterpret_cast<const float4*>(slots + 4);
+                sums.x += more.x, sums.y += more.y, sums.z += more.z, sums.w += more.w;
+            }
+            a = sums.x + sums.z;
+            b = sums.y + sums.w;
+            return;
+        }
+        mine = lane < 2 * warps ? slots[lane] : 0.0f;
+#pragma unroll
+        for (int offset = 2; offset < kWarp; offset *= 2) mine += __shfl_xor_sync(kAll, mine, offset);
+    }
+    const float other = __shfl_xor_sync(kAll, mine, 1);
+    a = odd ? other : mine;
+    b = odd ? mine : other;
+}
 
 // Backward. With a = dy * w * s, the gradient of n:
 //     dx = rstd * a - x * rstd^3 * mean(a * x),  dgate = n * a * (1 - s),  dweight = sum over tokens of dy * s * n.
@@ -12,106 +51,121 @@ namespace rtk {
 //
 // Persistent, for groups of at most CHUNKS * VEC * blockDim channels. A block works on groups_per_block groups of several
 // tokens at once: RowGroup u has token lane u / groups_per_block and always the same group, so weights and their
-// gradients stay in registers. Rows arrive through a RowRing. Grid: x over tokens, y over slices of the groups. Weight
-// gradients are summed over the block in shared memory and written as one fp32 row per block (`partial`; null when not
-// wanted) for column_sum to add up: [gridDim.x, groups * cols], or [gridDim.y * gridDim.x, cols] for a shared weight. The
-// order is fixed by the grid, never by timing.
-//
-// Pointers walk along with the tokens: by *_step for the next token of a RowGroup, and by *_wrap more when its inner
-// index, which grows by inner_step, passes inner_size.
-template <typename T, typename W, int CHUNKS, int STAGES>
-__global__ void __launch_bounds__(512, 1)
-    group_rms_norm_gate_bwd(const T* dy, const T* x, const T* gate, const W* weight, T* dx, T* dgate, float* partial,
-                            i64 tokens, i64 inner_size, i64 groups, i64 cols, i64 dy_outer, i64 dy_inner, i64 dy_step,
-                            i64 dy_wrap, i64 x_outer, i64 x_inner, i64 x_step, i64 x_wrap, i64 x_group, i64 gate_outer,
-                            i64 gate_inner, i64 gate_step, i64 gate_wrap, i64 dgate_outer, i64 dgate_inner,
-                            i64 dgate_step, i64 dgate_wrap, i64 dx_outer, i64 dx_inner, i64 dx_step, i64 dx_wrap,
-                            i64 inner_step, i64 weight_group, i64 groups_per_block, i64 tokens_at_once, i64 threads_per_row,
-                            i64 by_inner, i64 by_slice, double eps) {
-    constexpr int VEC = 16 / sizeof(T);
+// gradients stay in registers. So do the next two rows of a thread with one piece: it asks for a row, by loads with a policy
+// for L2, as soon as the one before it in the same registers is unpacked. Rows of two pieces, for which there are too few
+// registers, come through a RowRing. Grid: x over tokens, y over slices of the groups. Weight gradients are summed over the
+// block in shared memory and written as one fp32 row per block (`partial`; null when not wanted) for column_sum to add up:
+// [gridDim.x, groups * cols], or [gridDim.y * gridDim.x, cols] for a shared weight. The order is fixed by the grid, never by
+// timing. The weight (null: ones) is of T, or fp32 if `wide`. 112 registers leave room for a block of column_sum;
+// `early`: these may come and wait there. *_outer, *_inner and x_group are in bytes, less than 2^32 of them.
+template <typename T, int CHUNKS, bool WARPS>
+__global__ void __maxnreg__(CHUNKS == 1 ? 112 : 128)
+    group_rms_norm_gate_bwd(const u8* dy, const u8* x, const u8* gate, const void* weight, u8* dx, u8* dgate, float* partial,
+                            i64 tokens, i64 inner_size, i64 groups, i64 cols, i64 dy_outer, i64 dy_inner, i64 x_outer,
+                            i64 x_inner, i64 x_group, i64 gate_outer, i64 gate_inner, i64 dgate_outer, i64 dgate_inner,
+                            i64 dx_outer, i64 dx_inner, i64 weight_group, i64 groups_per_block, i64 tokens_at_once,
+                            i64 threads_per_row, i64 by_inner, i64 by_slice, i64 wide, i64 early, double eps) {
+    constexpr int VEC = 16 / sizeof(T), kStages = 2;
+    constexpr bool kRegisters = CHUNKS == 1;
     extern __shared__ __align__(16) u8 memory[];
-    __shared__ GroupScratch<2> scratch;
+    __shared__ __align__(16) GroupScratch<2> scratch;
     const RowGroup group(threads_per_row);
-    RowRing<3, CHUNKS, STAGES> ring(memory);
-    ptx::launch_dependents();
     const u32 slice = static_cast<u32>(groups_per_block);
     const u32 lanes = static_cast<u32>(tokens_at_once);
     const u32 lane = divided(group.index, by_slice);
     const u32 g = blockIdx.y * slice + (group.index - lane * slice);
     const u32 last = static_cast<u32>(tokens), inner = static_cast<u32>(inner_size);
-    const u32 step = gridDim.x * lanes;
-    // RowGroups without a group or a lane of their own stand past the last token.
-    const u32 first = lane < lanes && g < groups ? blockIdx.x * lanes + lane : last;
-    const float epsilon = static_cast<float>(eps);
-    const float inverse = 1.0f / static_cast<float>(cols);
+    const u32 step = gridDim.x * lanes, first = blockIdx.x * lanes + lane;
+    const int end = lane < lanes && g < groups ? static_cast<int>(cols) : 0;  // or the RowGroup has nothing to do
     const int pitch = group.threads * VEC;
-    const int end = static_cast<int>(cols);
     const int column = group.thread * VEC;
-
-    // This thread's first channel of the next row to fetch, and to store.
-    const i64 channel = g * cols + column;
-    const u32 o = divided(first, by_inner);
-    u32 fetched_i = first - o * inner, stored_i = fetched_i;
-    dy += o * dy_outer + fetched_i * dy_inner + channel;
-    x += o * x_outer + fetched_i * x_inner + g * x_group + column;
-    gate += o * gate_outer + fetched_i * gate_inner + channel;
-    dgate += o * dgate_outer + fetched_i * dgate_inner + channel;
-    dx += o * dx_outer + fetched_i * dx_inner + channel;
-    auto wraps = [&](u32& i) {
-        i += static_cast<u32>(inner_step);
-        const bool over = i >= inner;
-        if (over) i -= inner;
-        return over;
+    auto has = [&](int c) { return column + c * pitch < end; };
+    // A token, and in it this thread's first channel.
+    auto at = [&](u32 token, i64 outer_bytes, i64 inner_bytes) {
+        const u32 o = divided(token, by_inner);
+        return product(o, static_cast<u32>(outer_bytes)) + product(token - o * inner, static_cast<u32>(inner_bytes));
     };
-    u32 fetched = first;
-    auto fetch = [&] {
-        if (fetched < last) {
+    const u64 channel = product(g, static_cast<u32>(cols * sizeof(T))) + column * sizeof(T);
+    dy += channel, gate += channel, dx += channel, dgate += channel;
+    x += product(g, static_cast<u32>(x_group)) + column * sizeof(T);
+    RowRing<3, CHUNKS, kStages> ring(memory);
+    Raw<16> ahead[kStages][3];  // instead of the ring if kRegisters: dy, x and gate
+    auto fetch = [&](u32 token, int stage) {
+        if (token < last && has(0)) {
+            const u8* const rows[3] = {dy + at(token, dy_outer, dy_inner), x + at(token, x_outer, x_inner),
+                                       gate + at(token, gate_outer, gate_inner)};
 #pragma unroll
-            for (int c = 0; c < CHUNKS; ++c) {
-                if (column + c * pitch < end) {
-                    ring.copy(0, c, dy + c * pitch);
-                    ring.copy(1, c, x + c * pitch);
-                    ring.copy(2, c, gate + c * pitch);
+            for (int input = 0; input < 3; ++input) {
+                if constexpr (kRegisters) {
+                    ahead[stage][input] = load_raw<T, VEC>(reinterpret_cast<const T*>(rows[input]));
+                } else {
+#pragma unroll
+                    for (int c = 0; c < CHUNKS; ++c)
+                        if (has(c)) ring.copy(input, c, rows[input] + c * group.threads * 16);
                 }
             }
         }
-        ring.commit();
-        fetched += step;
-        const bool over = wraps(fetched_i);
-        dy += over ? dy_step + dy_wrap : dy_step;
-        x += over ? x_step + x_wrap : x_step;
-        gate += over ? gate_step + gate_wrap : gate_step;
+        if constexpr (!kRegisters) ring.commit();
     };
 
-    // RowGroups that run out of rows go on reading their slots while others of the warp work: all must hold something.
-    const bool few = first + (STAGES - 1) * step >= last;
+    // RowGroups that run out of rows go on reading while others of the warp work: there must be something.
+    auto begin = [&](int stage) {
+        if constexpr (kRegisters) {
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c)
-        if (few || column + c * pitch >= end) ring.zero(memory, c);
+            for (Raw<16>& raw : ahead[stage]) clear(raw);
+            fetch(first + stage * step, stage);
+        } else if (stage == 0) {
+            const bool few = first + (kStages - 1) * step >= last;
 #pragma unroll
-    for (int s = 0; s < STAGES - 1; ++s) fetch();
+            for (int c = 0; c < CHUNKS; ++c)
+                if (few || !has(c)) ring.zero(memory, c);
+            fetch(first, 0);
+        }
+    };
+    begin(0);
+    AskedGain<T, VEC> asked[CHUNKS];
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        clear(asked[c].raw);
+        if (weight != nullptr && has(c)) asked[c].ask(weight, wide, g * weight_group + column + c * pitch);
+    }
+    begin(1);
+    if (early) ptx::launch_dependents();
+    float epsilon = static_cast<float>(eps);
+    ptx::keep(epsilon);
+    const float inverse = 1.0f / static_cast<float>(cols);
     float w[CHUNKS][VEC], dweight[CHUNKS][VEC];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) w[c][i] = dweight[c][i] = 0.0f;
-        if (g < groups && column + c * pitch < end)
-            load_gain<W, VEC>(weight, g * weight_group + column + c * pitch, 0.0f, w[c]);
+        for (int i = 0; i < VEC; ++i) dweight[c][i] = 0.0f;
+        asked[c].get(wide, weight == nullptr ? 1.0f : 0.0f, w[c]);
     }
 
     int phase = 0;
-    u32 token = first;
-    for (u32 base = blockIdx.x * lanes; base < last; base += step, token += step, phase ^= 1) {
-        fetch();
-        ring.wait();
+    auto work = [&](u32 token, int stage) {
+        if constexpr (!kRegisters) fetch(token + step, stage), ring.wait();
         float opened[CHUNKS][VEC], closed[CHUNKS][VEC];  // dy * s, 1 - s
-        float square = 0.0f, product = 0.0f;             // sums of x^2 and a * x
+        float v[VEC];                                    // x
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
-            float v[VEC];
-            ring.template read<T>(0, c, opened[c]);
-            ring.template read<T>(1, c, v);
-            ring.template read<T>(2, c, closed[c]);
+            if constexpr (kRegisters) {
+                unpack<T, VEC>(ahead[stage][0], opened[c]);
+                unpack<T, VEC>(ahead[stage][1], v);
+                unpack<T, VEC>(ahead[stage][2], closed[c]);
+                // All of it now: else what is fetched next needs other registers, and has to come before it can be moved.
+#pragma unroll
+                for (int i = 0; i < VEC; ++i) ptx::keep(opened[c][i]), ptx::keep(v[i]), ptx::keep(closed[c][i]);
+            } else {
+                ring.template read<T>(0, c, opened[c]);
+                ring.template read<T>(2, c, closed[c]);
+            }
+        }
+        if constexpr (kRegisters) fetch(token + kStages * step, stage);
+        float square = 0.0f, product = 0.0f;  // sums of x^2 and a * x
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            if constexpr (!kRegisters) ring.template read<T>(1, c, v);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
                 const Gate s = gate_at<T>(closed[c][i]);
@@ -121,14 +175,17 @@ __global__ void __launch_bounds__(512, 1)
                 product += opened[c][i] * w[c][i] * v[i];
             }
         }
-        group_reduce_pair<Sum, true>(square, product, group, scratch, phase);
+        sum_pair<WARPS>(square, product, group, scratch, phase);
+        phase ^= 1;
         const float rstd = rsqrtf(square * inverse + epsilon);
         const float pull = product * inverse * rstd * rstd * rstd;
-        if (token < last) {
+        if (token < last && has(0)) {
+            T* const dx_row = reinterpret_cast<T*>(dx + at(token, dx_outer, dx_inner));
+            T* const dgate_row = reinterpret_cast<T*>(dgate + at(token, dgate_outer, dgate_inner));
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c) {
-                float v[VEC], to_gate[VEC];
-                ring.template read<T>(1, c, v);  // again: to keep it would cost the registers of the weights
+                if constexpr (!kRegisters) ring.template read<T>(1, c, v);  // again: there are no registers for it
+                float to_gate[VEC];
 #pragma unroll
                 for (int i = 0; i < VEC; ++i) {
                     const float n = v[i] * rstd;
@@ -137,41 +194,47 @@ __global__ void __launch_bounds__(512, 1)
                     to_gate[i] = a * n * closed[c][i];
                     v[i] = a * rstd - v[i] * pull;
                 }
-                if (column + c * pitch < end) {
-                    store<T, VEC>(dx + c * pitch, v);
-                    store<T, VEC>(dgate + c * pitch, to_gate);
+                if (has(c)) {
+                    store<T, VEC>(dx_row + c * pitch, v);
+                    store<T, VEC>(dgate_row + c * pitch, to_gate);
                 }
             }
         }
-        const bool over = wraps(stored_i);
-        dx += over ? dx_step + dx_wrap : dx_step;
-        dgate += over ? dgate_step + dgate_wrap : dgate_step;
-        ring.next_row();
+        if constexpr (!kRegisters) ring.next_row();
+    };
+    // As long as one RowGroup of the block has a row, all go on.
+    u32 token = first;
+    while (token - lane < last) {
+#pragma unroll
+        for (int stage = 0; stage < (kRegisters ? kStages : 1) && token - lane < last; ++stage, token += step)
+            work(token, stage);
     }
 
+    if (!early) ptx::launch_dependents();
     if (partial == nullptr) return;
     const bool shared = weight_group == 0;
     if (lanes == 1 && !shared) {  // nothing to add
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c)
-            if (first < last && column + c * pitch < end)
-                store<float, VEC>(partial + blockIdx.x * (groups * cols) + channel + c * pitch, dweight[c]);
+            if (has(c))
+                store<float, VEC>(partial + blockIdx.x * (groups * cols) + g * cols + column + c * pitch, dweight[c]);
         return;
     }
-    ptx::cp_async_wait<0>();
+    if constexpr (!kRegisters) ptx::cp_async_wait<0>();
     __syncthreads();
     float* sums = reinterpret_cast<float*>(memory);  // [RowGroups, cols]
+    const int size = static_cast<int>(cols);
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)
-        if (column + c * pitch < end) put_sums(sums + group.index * end + column + c * pitch, dweight[c]);
+        if (column + c * pitch < size) put_sums(sums + group.index * size + column + c * pitch, dweight[c]);
     __syncthreads();
     const u32 first_group = blockIdx.y * slice;
     const u32 own_groups = min(slice, static_cast<u32>(groups) - first_group);
-    const int width = shared ? end : own_groups * end;
-    const int terms = shared ? lanes * slice : lanes, apart = shared ? end : slice * end;
+    const int width = shared ? size : own_groups * size;
+    const int terms = shared ? lanes * slice : lanes, between = shared ? size : slice * size;
     partial += shared ? (static_cast<i64>(blockIdx.y) * gridDim.x + blockIdx.x) * cols
                       : blockIdx.x * (groups * cols) + first_group * cols;
-    add_rows(sums, terms, apart, width, partial);
+    add_rows(sums, terms, between, width, partial);
 }
 
 // Backward for groups that do not fit in registers or allow only narrow accesses, and for any number of tokens: reads

@@ -4,74 +4,72 @@
 #include "norm/common.cuh"
 #include "norm/moments.cuh"
 #include "ptx/forget.cuh"
+#include "ptx/pdl.cuh"
 
 namespace rtk {
 
-// What layer_norm_bwd (norm/layer_norm_bwd.cu) does with two pieces of a row in a thread, and in the same order: dh, and a row
-// of partial parameter gradients per block. For groups of whole warps and rows of at most 1024 pieces of 16 bytes.
+// What layer_norm_bwd (norm/layer_norm_bwd.cu) does with two pieces of a row in a thread, but in one pass over them: dh, and a
+// row of partial parameter gradients per block. For groups of whole warps and rows of at most 1024 pieces of 16 bytes.
 template <typename T, bool DSUM>
-__global__ void __maxnreg__(DSUM ? 128 : 112)
+__global__ void __maxnreg__(128)
     layer_norm_bwd_bulk(const T* dy, const T* h, const void* weight, const T* dsum, T* dh, float* partial, i64 rows,
                         i64 cols, i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, double eps,
-                        double offset, i64 wide, i64 partial_stride, i64 stages, i64 groups) {
+                        double offset, i64 wide, i64 partial_stride, i64 stages) {
     constexpr int VEC = 16 / sizeof(T), CHUNKS = 2;
     extern __shared__ __align__(16) u8 memory[];
-    __shared__ GroupScratch<4> scratch;
-    const RowGroup group(threads_per_row, groups);
-    const WarpColumns<VEC, CHUNKS> columns(group, cols);
+    __shared__ __align__(16) ShiftedScratch scratch;
+    const RowGroup group(threads_per_row);
     const int end = static_cast<int>(cols);
     const int pitch = group.threads * VEC;
     const int column = group.thread * VEC;
-    BulkRows<T, CHUNKS, DSUM, true> mine(memory, group, dy, h, dsum, rows, cols, dy_stride, h_stride, dsum_stride, stages);
+    BulkRows<T, CHUNKS, DSUM, false> mine(memory, group, dy, h, dsum, rows, cols, dy_stride, h_stride, dsum_stride, stages);
     const auto& ring = mine.ring;
     AskedGain<T, VEC> asked[CHUNKS];
     mine.start(group, weight, wide, asked);
+    count_columns(WarpColumns<VEC, CHUNKS>(group, cols), scratch);
     const float epsilon = static_cast<float>(eps);
-    const float shift = weight == nullptr ? 1.0f : static_cast<float>(offset);
+    const float offset_or_one = weight == nullptr ? 1.0f : static_cast<float>(offset);
     const float inverse = 1.0f / static_cast<float>(cols);
     float gain[CHUNKS][VEC], dweight[CHUNKS][VEC], dbias[CHUNKS][VEC];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
         for (int i = 0; i < VEC; ++i) dweight[c][i] = dbias[c][i] = 0.0f;
-        asked[c].get(wide, shift, gain[c]);
+        asked[c].get(wide, offset_or_one, gain[c]);
     }
 
-    if (group.helps()) mine.serve(group);
     int phase = 0;
     for (int row = mine.first; row < mine.count; row += mine.step, phase ^= 1) {
         ring.wait();
         Raw<16> kept[DSUM ? 3 : 2][CHUNKS];  // dy, h, dsum; past the end 0
         float d[VEC], v[VEC];                // of a piece: dy, and h or what is left of it
-        auto unpack_piece = [&](int c) {
-            ptx::forget(kept[0][c]), ptx::forget(kept[1][c]);  // once more instead of kept: registers decide here
-            unpack<T, VEC>(kept[0][c], d);
-            unpack<T, VEC>(kept[1][c], v);
-        };
-        float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // of h (soon their mean), d^2, g and g * d
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
             for (int input = 0; input < mine.kInputs; ++input) kept[input][c] = ring.read(input, c);
-            unpack_piece(c);
-#pragma unroll
-            for (int i = 0; i < VEC; ++i) sums[0] += v[i], sums[2] += d[i] * gain[c][i];
         }
-        warp_reduce_pair<Sum>(sums[0], sums[2], group.threads);
-        sums[0] = mean_of(sums[0], columns.own());
+        unpack<T, VEC>(kept[1][0], v);
+        float shift = 0.0f;
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) shift += v[i];
+        shift = __shfl_sync(0xffffffffu, shift, 0) * (1.0f / VEC);
+        float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // of h - shift (soon the mean of h), its square, g and g * (h - shift)
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
-            const float centre = ring.has(c) ? sums[0] : 0.0f;
-            unpack_piece(c);
+            const float centre = ring.has(c) ? shift : 0.0f;
+            unpack<T, VEC>(kept[0][c], d);
+            unpack<T, VEC>(kept[1][c], v);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
-                v[i] -= centre;
-                sums[1] += v[i] * v[i];
-                sums[3] += d[i] * gain[c][i] * v[i];
+                const float away = v[i] - centre, g = d[i] * gain[c][i];
+                sums[0] += away;
+                sums[1] += away * away;
+                sums[2] += g;
+                sums[3] += g * away;
             }
         }
-        warp_reduce_pair<Sum>(sums[1], sums[3], group.threads);
-        merge_warps<true>(sums, columns, group, scratch, phase);
+        merge_shifted(sums, shift, inverse, group, scratch, phase);
+        mine.ask(row);
         const float mean = sums[0];
         const float rstd = rsqrtf(sums[1] * inverse + epsilon);
         const float level = sums[2] * inverse * rstd;
@@ -79,7 +77,9 @@ __global__ void __maxnreg__(DSUM ? 128 : 112)
         T* const out_row = dh + rtk::product(row, end) + column;
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
-            unpack_piece(c);
+            ptx::forget(kept[0][c]), ptx::forget(kept[1][c]);  // unpacked once more instead of kept: registers decide here
+            unpack<T, VEC>(kept[0][c], d);
+            unpack<T, VEC>(kept[1][c], v);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
                 v[i] -= mean;
@@ -95,9 +95,10 @@ __global__ void __maxnreg__(DSUM ? 128 : 112)
             }
             if (ring.has(c)) store<T, VEC>(out_row + c * pitch, v);
         }
-        mine.next(row);
+        mine.ring.next_row();
     }
 
+    ptx::launch_dependents();  // earlier is slower here
     if (partial == nullptr) return;
     partial += blockIdx.x * partial_stride;
     const int sets = partial_stride > cols ? 2 : 1;

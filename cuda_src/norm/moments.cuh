@@ -71,4 +71,63 @@ RTK_DEVICE void merge_warps(float (&v)[VALUES], const WarpColumns<VEC, CHUNKS>& 
     }
 }
 
+// The same of four values in one pass, for groups of whole warps: `v` are sums over a warp's columns of h - shift, of
+// (h - shift)^2, g and g * (h - shift), where `shift` is the mean of VEC of these columns. The squares are then at most as
+// many times larger than those of differences from the mean as the warp has pieces of VEC columns, and no more than that
+// cancels. Every warp has said how many columns it has (count_columns) before the group's first barrier.
+struct ShiftedSums {
+    float sums[4], shift, columns, per_column, unused;
+};
+struct ShiftedScratch {
+    ShiftedSums of[2][kWarp];
+};
+
+template <int VEC, int CHUNKS>
+RTK_DEVICE void count_columns(const WarpColumns<VEC, CHUNKS>& columns, ShiftedScratch& scratch) {
+    const u32 phase = threadIdx.x % kWarp;
+    if (phase >= 2) return;
+    ShiftedSums& own = scratch.of[phase][threadIdx.x / kWarp];
+    own.columns = columns.own();
+    own.per_column = own.columns > 0.0f ? 1.0f / own.columns : 0.0f;
+    own.unused = 0.0f;  // it is read with the others
+}
+
+RTK_DEVICE void merge_shifted(float (&v)[4], float shift, float per_column, const RowGroup& group, ShiftedScratch& scratch,
+                              int phase) {
+    constexpr u32 kAll = 0xffffffffu;
+    const int lane = static_cast<int>(threadIdx.x) % kWarp, warps = group.threads / kWarp;
+    const auto add = [](float a, float b) { return a + b; };
+    const float sum = scattered<4, kWarp>(v, lane, add);
+    ShiftedSums& own = scratch.of[phase][threadIdx.x / kWarp];
+    if (lane < 4) own.sums[lane] = sum;
+    if (lane == 4) own.shift = shift;
+    if (warps == 1) {
+        __syncwarp();  // there may be more such groups than named barriers
+    } else {
+        group_barrier<true>(group);
+    }
+    float part[4] = {0.0f, 0.0f, 0.0f, 0.0f}, mean = 0.0f, columns = 0.0f;
+    const bool has_warp = lane % 16 < warps;
+    if (has_warp) {
+        const ShiftedSums& from = scratch.of[phase][group.index * warps + lane % 16];
+        const float4 sums = *reinterpret_cast<const float4*>(from.sums);
+        const float4 rest = *reinterpret_cast<const float4*>(&from.shift);
+        const float off = sums.x * rest.z;
+        mean = rest.x + off, columns = rest.y;
+        part[1] = sums.y - sums.x * off;
+        part[2] = sums.z;
+        part[3] = sums.w - sums.z * off;
+    }
+    const float centre = __shfl_sync(kAll, mean, 0), away = has_warp ? mean - centre : 0.0f;
+    part[0] = columns * away;
+    part[1] += part[0] * away;
+    part[3] += part[2] * away;
+    const float mine = scattered<4, 16>(part, lane, add);
+    const float moved = __shfl_sync(kAll, mine, 0), more = moved * per_column;
+    v[0] = centre + more;
+    v[1] = __shfl_sync(kAll, mine, 1) - more * moved;
+    v[2] = __shfl_sync(kAll, mine, 2);
+    v[3] = __shfl_sync(kAll, mine, 3) - more * v[2];
+}
+
 }  // namespace rtk

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rtkernels._arch import Target
 from rtkernels._kernel import DeviceInfo, Kernel, Plans, dense_memory, device_info
 from rtkernels._layout import GRID_LIMIT, block_of, check_same, divisor, group_threads, row_stride, token, vector_bytes
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.column_sum import waits_beside
 
 _UNIT, _BWD_UNIT = "norm/group_rms_norm_gate.cu", "norm/group_rms_norm_gate_bwd.cu"
 _LAYOUTS = ("same", "sequence_first")
 _TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
 _CHUNKS = 2  # 16-byte pieces of each input that a thread owns, at most
-_STAGES = 2  # rows per thread group in the ring of the backward: 51.4 µs, 52.3 with four (c 2048, 4 groups)
 _THREADS = 512
 _COUNT_LIMIT = 2**31 - 1024  # the kernels that count in 32 bits take no more, and a block may pass the end
-
-
-def _ring_bytes(threads: int, chunks: int) -> int:
-    return _STAGES * threads * 16 * chunks * 3
-
-
-def _bwd_variants(target: Target) -> Iterator[tuple[Any, ...]]:
-    return ((t, w, chunks, _STAGES) for t, w in _TYPES for chunks in (1, _CHUNKS))
 
 
 _LONG_VARIANTS = [(t, w, v) for t, w in _TYPES for v in (1, _WIDTH[t])]
@@ -59,15 +49,11 @@ _FWD_LONG = Kernel(
 _BWD = Kernel(
     _BWD_UNIT,
     "group_rms_norm_gate_bwd",
-    template="T W CHUNKS STAGES",
-    args=f"{_BWD_POINTERS} partial:ptr {_COUNTS} dy_outer:i64 dy_inner:i64 dy_step:i64 dy_wrap:i64 "
-    "x_outer:i64 x_inner:i64 x_step:i64 x_wrap:i64 x_group:i64 "
-    "gate_outer:i64 gate_inner:i64 gate_step:i64 gate_wrap:i64 "
-    "dgate_outer:i64 dgate_inner:i64 dgate_step:i64 dgate_wrap:i64 "
-    "dx_outer:i64 dx_inner:i64 dx_step:i64 dx_wrap:i64 "
-    "inner_step:i64 weight_group:i64 groups_per_block:i64 tokens_at_once:i64 threads_per_row:i64 "
-    "by_inner:i64 by_slice:i64 eps:f64",
-    variants=_bwd_variants,
+    template="T CHUNKS WARPS",
+    args=f"{_BWD_POINTERS} partial:ptr {_COUNTS} {_BWD_INPUTS} dgate_outer:i64 dgate_inner:i64 dx_outer:i64 "
+    "dx_inner:i64 weight_group:i64 groups_per_block:i64 tokens_at_once:i64 threads_per_row:i64 by_inner:i64 "
+    "by_slice:i64 wide:i64 early:i64 eps:f64",
+    variants=[(t, c, w) for t in _WIDTH for c, w in ((1, False), (1, True), (_CHUNKS, True))],
     max_registers=128,
 )
 _BWD_LONG = Kernel(
@@ -275,6 +261,7 @@ class _BackwardPlan:
         tensors: If not `fits`, the inputs must be copied first; None if there is nothing to do.
         launch: Computes dx and dgate; its last pointer is `partial`, or rstd if there is a `weight_launch`.
         partial: Shape of the partial weight gradients; `width` is the size of dweight.
+        early: Their sum waits beside `launch`.
     """
 
     def __init__(
@@ -289,7 +276,7 @@ class _BackwardPlan:
         weight_grad: bool,
     ) -> None:
         check_bwd(dy, x, gate, weight, groups, layout, weight_grad)
-        self.tensors, self.weight_launch = None, None
+        self.tensors, self.weight_launch, self.early = None, None, True
         if 0 in gate[1]:
             return
         self.tensors = s = Tensors(x, gate, weight, dy, groups, layout, align)
@@ -298,7 +285,8 @@ class _BackwardPlan:
         self.width = s.channels if s.weight_group else s.cols
         info = device_info(s.device)
         # More threads with one piece each are faster while a row has enough of them.
-        chunks = next((c for c in (1, _CHUNKS) if s.threads(c)), 0)
+        near = max(*s.dy, *s.x, *s.gate, *s.out, *s.dx) < 2**30
+        chunks = next((c for c in (1, _CHUNKS) if near and s.threads(c)), 0)
         if chunks:
             self._plan_ring(s, info, chunks)
         else:
@@ -314,18 +302,16 @@ class _BackwardPlan:
         block = (rows + -rows % (32 // min(threads, 32))) * threads  # whole warps
         blocks = min(max(1, info.sm_count // slices), -(-s.tokens // lanes))
         self.partial = (blocks, s.channels) if s.weight_group else (blocks * slices, s.cols)
-        far, near = divmod(blocks * lanes, s.inner)  # from one token of a row group to its next
-        dy, x, gate, dgate, dx = (
-            (outer, inner, far * outer + near * inner, outer - s.inner * inner)
-            for outer, inner in (s.dy, s.x[:2], s.gate, s.out, s.dx)
-        )
-        counts = (s.tokens, s.inner, s.groups, s.cols)
+        self.early = waits_beside(self.width)
+        size = 16 // _WIDTH[s.t]
+        distances = (d * size for d in (*s.dy, *s.x, *s.gate, *s.out, *s.dx))
         self.numbers = (
-            *counts, *dy, *x, s.x[2], *gate, *dgate, *dx, near, s.weight_group, slice_groups, lanes, threads,
-            divisor(s.inner), divisor(slice_groups),
+            s.tokens, s.inner, s.groups, s.cols, *distances, s.weight_group, slice_groups, lanes, threads,
+            divisor(s.inner), divisor(slice_groups), int(s.w != s.t), int(self.early),
         )  # fmt: skip
-        variant = (s.t, s.w, chunks, _STAGES)
-        self.launch = _BWD.bind(variant, s.device, (blocks, slices), block, _ring_bytes(block, chunks))
+        # For the sums, and for the rows to come if a thread has no registers for these.
+        shared = block // threads * s.cols * 4 if chunks == 1 else 2 * 3 * chunks * block * 16
+        self.launch = _BWD.bind((s.t, chunks, threads > 32), s.device, (blocks, slices), block, shared)
 
     def _plan_long(self, s: Tensors, info: DeviceInfo, weight_grad: bool) -> None:
         inputs = (s.tokens, s.inner, s.groups, s.cols, *s.dy, *s.x, *s.gate)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rtkernels._arch import Target
-from rtkernels._kernel import Kernel, Plans, dense_memory, device_info, shared_limit
+from rtkernels._kernel import DeviceInfo, Kernel, Plans, dense_memory, device_info, shared_limit
 from rtkernels._layout import (
     GRID_LIMIT,
     address,
@@ -25,7 +24,7 @@ from rtkernels._layout import (
     vector_bytes,
 )
 from rtkernels._plan import DensePlan
-from rtkernels.ops._bulk_ring import bulk_ring
+from rtkernels.ops._bulk_ring import BulkRing, bulk_ring
 from rtkernels.ops._norm_inputs import check_inputs as check
 from rtkernels.ops.column_sum import column_sum
 
@@ -37,10 +36,20 @@ _SHORT = 32  # pieces of 16 bytes in rows that have one in each thread, unless t
 _EVEN = ((2, 128), (4, 256))  # exactly as many in each thread, and the most threads
 _EVEN_THREADS = 96  # and the fewest
 _RING_THREADS = 512
-_IN_FLIGHT = 96 << 10  # bytes asked of the copy engine: 4096 columns 60.0 µs, 62.2 with 64 KB, 60.3 with 128 KB
-_BULK_ROWS = 16  # of a multiprocessor, from which it is used (1024x4096: 18.0 µs, 17.0 with cp.async)
 _RING_CHUNKS = {2: 1024, 4: 2048}  # pieces of 16 bytes in a thread, and in the longest row it is used for
 _WIDTHS = [(t, vec) for t in _WIDTH for vec in (1, _WIDTH[t])]
+
+
+def _bulk_ring(info: DeviceInfo, rows: int, vectors: int, inputs: int) -> BulkRing | None:
+    """Return how layer_norm_bwd_bulk is launched for rows of so many pieces of 16 bytes; None if it cannot be.
+
+    With 64 KB asked for at a time 8192x4096 takes 57.4 µs, 58.8 with 96 KB; 2048x4096 23.2 and 21.7, 8192x8192 112.4
+    and 106.7. Blocks of 384 threads at 1536 and 2048 columns: 26.7 and 32.5, with 512 27.5 and 33.3.
+    """
+    threads = group_threads(-(-vectors // 2), _RING_THREADS)
+    more = threads > 256 or (threads > 128 and rows < 32 * info.sm_count)
+    most = 384 if 64 < threads <= 128 else _RING_THREADS
+    return bulk_ring(info, rows, vectors, 2, inputs, most, (96 if more else 64) << 10, 0)
 
 
 def _ring_stages(limit: int, chunks: int, dsum: bool) -> int:
@@ -106,7 +115,7 @@ _BWD_BULK = Kernel(
     "norm/layer_norm_bwd_bulk.cu",
     "layer_norm_bwd_bulk",
     template="T DSUM",
-    args=f"{_BWD_ARGS.format(last='partial')} partial_stride:i64 stages:i64 groups:i64",
+    args=f"{_BWD_ARGS.format(last='partial')} partial_stride:i64 stages:i64",
     variants=[*product(_WIDTH, (False, True))],
     max_registers=128,
     needs=("tma",),
@@ -212,11 +221,13 @@ class _BackwardPlan:
         stages = _ring_stages(info.shared_per_block, chunks, dsum is not None) if chunks else 0
         self.rows, self.cols, self.sums, self.partial_launch = rows, cols, sums, None
         inputs = 2 if dsum is None else 3
-        bulk = full and chunks == 2 and rows >= _BULK_ROWS * info.sm_count and max(strides) < 2**30
-        if bulk and (r := bulk_ring(info, rows, vectors, chunks, inputs, _RING_THREADS, _IN_FLIGHT, inf)):
+        bulk = full and chunks == 2 and max(strides) < 2**30
+        self.early = True  # column_sum finds room beside the kernel
+        if bulk and (r := _bulk_ring(info, rows, vectors, inputs)):
+            self.early = False
             threads, self.partial_rows = r.threads, r.blocks
             self.launch = _BWD_BULK.bind((t, dsum is not None), device, r.blocks, r.block, r.shared)
-            self.tail = (wide, max(sums, 1) * cols, r.stages, r.groups)
+            self.tail = (wide, max(sums, 1) * cols, r.stages)
         elif full and stages >= 2 and rows < 2**30:
             threads = group_threads(-(-vectors // chunks), _RING_THREADS)
             most = _RING_THREADS // threads if threads <= 32 else min(_RING_THREADS // threads, 15)
@@ -253,7 +264,7 @@ class _BackwardPlan:
             stats = torch.empty(self.rows, 2, dtype=torch.float32, device=h.device)
             self.launch(*inputs, dh.data_ptr(), stats.data_ptr(), *self.args, eps, offset, *self.tail)
             self.partial_launch(*inputs[:2], stats.data_ptr(), partial.data_ptr(), *self.partial_args)
-        return dh, column_sum(partial, dtype).view(self.sums, self.cols)
+        return dh, column_sum(partial, dtype, beside=self.early).view(self.sums, self.cols)
 
 
 BWD_PLANS = Plans(_BackwardPlan)

@@ -60,7 +60,7 @@ def _launch_bwd(
         rstd = torch.empty(tensors.tokens * groups, dtype=torch.float32, device=x.device)
         plan.launch(*pointers, rstd.data_ptr(), *plan.numbers, eps)
         plan.weight_launch(*inputs, rstd.data_ptr(), partial.data_ptr(), *plan.weight_numbers)
-    return dx, dgate, column_sum(partial.view(-1, plan.width), weight.dtype)
+    return dx, dgate, column_sum(partial.view(-1, plan.width), weight.dtype, beside=plan.early)
 
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
