@@ -272,6 +272,7 @@ def test_inference_mode_and_no_grad() -> None:
 def test_autocast_leaves_dtypes_alone() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert rms_norm(torch.randn(4, 8), torch.randn(8)).dtype == torch.float32
+        assert rtkernels.router_gemm(torch.randn(4, 8).half(), torch.randn(3, 8)).dtype == torch.float32
 
 
 @pytest.mark.gpu
