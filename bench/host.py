@@ -160,9 +160,7 @@ def _best(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 def import_ms(repeat: int = 5) -> float | dict[str, str]:
     """Milliseconds that ``import rtkernels`` adds to ``import torch``, best of ``repeat`` processes."""
-    code = (
-        "import torch; from time import perf_counter as t; a = t(); import rtkernels; print(1e3 * (t() - a))"
-    )
+    code = "import torch; from time import perf_counter as t; a = t(); import rtkernels; print(1e3 * (t() - a))"
     try:
         outputs = [
             subprocess.run(

@@ -115,9 +115,7 @@ def load(path: Path) -> dict[str, Any]:
         raise ResultError(f"{path}: schema {found!r}, this version reads schema {SCHEMA}; measure again.")
     missing = [key for key in TOP_KEYS if key not in result]
     for row in result.get("rows", ()):
-        missing += [
-            f"rows[{row.get('row')}].{key}" for key in ROW_KEYS if key not in row and "failed" not in row
-        ]
+        missing += [f"rows[{row.get('row')}].{key}" for key in ROW_KEYS if key not in row and "failed" not in row]
     if missing:
         raise ResultError(f"{path}: lacks {', '.join(missing)}.")
     return result

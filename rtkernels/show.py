@@ -123,9 +123,7 @@ def _jobs(op: str, target: Target, kernel: str | None, variant: int | None) -> l
     return chosen
 
 
-def resources(
-    op: str, target: Target, kernel: str | None = None, variant: int | None = None
-) -> list[dict[str, Any]]:
+def resources(op: str, target: Target, kernel: str | None = None, variant: int | None = None) -> list[dict[str, Any]]:
     """Return what each variant of an op's kernels takes on a target, compiling what the cache does not have.
 
     Registers are per thread, everything else is in bytes; empty for a PTX target, where the driver decides.

@@ -207,7 +207,7 @@ def quantize_fp8(
         raise ArgumentError("with_transposed goes with computed scales of granularity 'group' and 'block'")
     if pow2_scale:
         raise ArgumentError("pow2_scale rounds computed scales; a given scale is used as it is")
-    if scale.requires_grad:
+    if isinstance(scale, Tensor) and scale.requires_grad:
         scale = scale.detach()
     return STATIC(x, scale, dtype), scale
 
@@ -243,6 +243,8 @@ def dequantize_fp8(
     y = _dequantize_again(q, scale, granularity, code_dtype or q.dtype, dtype, scale_layout)
     if y is not None:
         return y
+    if not isinstance(scale, Tensor):
+        raise ArgumentError(f"scale is a {type(scale).__name__}; expected a torch.Tensor, as q is")
     if scale.requires_grad:
         scale = scale.detach()
     if q.requires_grad:
