@@ -137,7 +137,8 @@ class Kernel:
         if device < 0:
             from rtkernels import emulator
 
-            launch = emulator.bind(self, variant, _emulated_number, dims, block, shared, cluster)
+            together = dims[0] if resident else cluster  # blocks that run by turns
+            launch = emulator.bind(self, variant, _emulated_number, dims, block, shared, together)
             return (lambda *args: launch(*args, *ending)) if ending else launch
         function = self._functions.get((variant, device)) or self._load(variant, device)
         overlap = overlap and "pdl" in device_info(device).target.features

@@ -39,16 +39,18 @@ def fresh_zeros(device: int, n: int) -> Tensor:
 
 
 def kept_zeros(device: int, n: int) -> Tensor:
-    """Return at least `n` int32 on a CUDA device: zeros, or what the last kernel of the stream that got them has left.
+    """Return at least `n` int32, zeros or what the last kernel of the stream that got them has left.
 
-    For kernels that leave everything as they want to find it. What a graph or a compiled graph calls gets zeros of its
-    own, for the reasons of :func:`fresh_zeros`.
+    On a CUDA device, or for -1 on the CPU. For kernels that leave everything as they want to find it. What a graph or a
+    compiled graph calls gets zeros of its own, for the reasons of :func:`fresh_zeros`.
     """
-    if dispatched() or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(n, dtype=torch.int32, device=f"cuda:{device}")
-    key = device, torch._C._cuda_getCurrentRawStream(device)
+    place, key = "cpu" if device < 0 else f"cuda:{device}", (device, 0)
+    if device >= 0:
+        if dispatched() or torch.cuda.is_current_stream_capturing():
+            return torch.zeros(n, dtype=torch.int32, device=place)
+        key = device, torch._C._cuda_getCurrentRawStream(device)
     kept = _kept.get(key)
     if kept is None or kept.numel() < n:
         with torch.inference_mode(False):
-            kept = _kept[key] = torch.zeros(n, dtype=torch.int32, device=f"cuda:{device}")
+            kept = _kept[key] = torch.zeros(n, dtype=torch.int32, device=place)
     return kept

@@ -168,6 +168,18 @@ def test_faults_of_clusters(fault: int, kind: str, text: str) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("order", ORDERS)
+def test_blocks_that_wait_for_each_other(order: str | int) -> None:
+    words = torch.zeros(6, 2, dtype=torch.int64)
+    with rtkernels.emulate("sm_90", order=order):
+        with pytest.raises(EmulatorError, match="waits at ld_words"):  # nobody gives the first one
+            run("words.cu", "hand_on", grid=5, block=32, cluster=5, words=words)
+        words[0] = torch.tensor([1, 7])
+        run("words.cu", "hand_on", grid=5, block=32, cluster=5, words=words)
+    assert words[-1].tolist() == [1, 7 + 0 + 1 + 2 + 3 + 4]
+
+
+@needs_compiler
 def test_clusters_that_do_not_divide_the_grid() -> None:
     with pytest.raises(EmulatorError, match="clusters of 4 blocks"):
         run("cluster.cu", "sum_of_cluster", grid=6, cluster=4, x=torch.ones(6), y=torch.empty(6), blocks=4, fault=0)

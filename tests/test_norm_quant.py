@@ -693,6 +693,21 @@ def test_recomputing_with_the_copy_engine(case: str, dtype: torch.dtype, monkeyp
     Plans.forget_all()
 
 
+@emulated
+@pytest.mark.parametrize("order", ("forward", *ORDERS))
+def test_reading_once_emulated(order: str | int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(_launch, "launched", set())  # of this test alone
+    Plans.forget_all()
+    g = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*shape, generator=g).bfloat16() for shape in ((144, 520), (520,)))
+    with rtkernels.emulate("sm_90", order=order):
+        for pow2 in (False, True):  # three blocks, two pairs of tiles each
+            check(Inputs(x, weight, offset=0.5), "both", pow2=pow2, column=pow2)
+    assert "norm_fp8_once" in {entry for _, entry in rtkernels.emulator.launched()}
+    Plans.forget_all()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=short)
 @pytest.mark.parametrize("case", [case for case in RING_CASES if case != "parts"])

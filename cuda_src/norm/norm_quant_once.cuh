@@ -118,8 +118,10 @@ RTK_DEVICE void add_squares(const u8* x, float* sums, bool added) {
             load(k < 4 ? k + 4 : k - 4, f);
         }
         float upper = odd ? d[0][1] + d[2][1] : d[0][0] + d[2][0], lower = odd ? d[1][3] + d[3][3] : d[1][2] + d[3][2];
-        if (added) upper += sums[0], lower += sums[8];
-        if (diagonal) sums[0] = upper, sums[8] = lower;
+        if (diagonal) {
+            if (added) upper += sums[0], lower += sums[8];
+            sums[0] = upper, sums[8] = lower;
+        }
     }
 }
 

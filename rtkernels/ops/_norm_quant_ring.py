@@ -44,7 +44,6 @@ ONCE = Kernel(
     variants=lambda target: [("bf16",), ("fp16",)] if target.capability == (9, 0) else [],
     max_registers=104,
     needs=("tma",),
-    emulated="its blocks wait for each other; emulated ones run one after the other",
 )
 
 
@@ -58,7 +57,7 @@ def serves(t: str, device: int, rows: int, cols: int, x_stride: int) -> bool:
 def serves_once(t: str, device: int, rows: int, cols: int, x_stride: int) -> bool:
     """Return True if the kernel that makes 1/rms as well serves x, whose rows are of whole 16 bytes."""
     wide = -(-cols // (_GROUPS * _SIDE))
-    if device < 0 or wide == 1 or wide > min(_MOST_WIDE, device_info(device).sm_count) or rows * wide > _MOST_WORDS:
+    if wide == 1 or wide > min(_MOST_WIDE, device_info(device).sm_count) or rows * wide > _MOST_WORDS:
         return False
     return serves(t, device, rows, cols, x_stride)
 

@@ -91,10 +91,16 @@ void cp_async_wait(u32 groups_in_flight);
 void mbarrier_init(void* barrier, u32 arrivals);
 void mbarrier_arrive(void* barrier, u32 bytes);
 void mbarrier_wait(void* barrier, u32 parity, Site site);
+bool mbarrier_test(void* barrier, u32 parity, Site site);
 void bulk_load(void* shared, const void* global, u32 bytes, void* barrier);
 void bulk_store(void* global, const void* shared, u32 bytes);
 void tensor_load(void* shared, const long long* map, void* barrier, const int* at);
 void tensor_store(const long long* map, const void* shared, const int* at);
+
+// poll: before looking for something that others do. Those who poll go on when nobody else can, and now and then when
+// nothing has happened, which a note says has.
+void poll(Site site);
+void note();
 
 // Clusters: the blocks of one run by turns. What a thread writes to another block's memory is there after the barrier.
 u32 cluster_rank();

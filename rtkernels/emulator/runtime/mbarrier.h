@@ -75,6 +75,7 @@ bool deliver(u64 choice) {
     Shadow* s = &shadow[reinterpret_cast<u64>(c.to) - shared_range.begin];
     for (u32 i = 0; i < c.bytes; ++i) s[i].written = 1;
     CountingBarrier& b = counting[c.barrier];
+    ++events;
     b.bytes -= c.bytes;
     join(b.arrived, c.asked);
     end_phase_if_complete(b);
@@ -93,6 +94,7 @@ void mbarrier_arrive(void* p, u32 bytes) {
     CountingBarrier& b = barrier_at(p, "an mbarrier that is not there");
     if (b.pending == 0) fail(kDivergentBarrier, current, nullptr, "more threads arrive at an mbarrier than it counts");
     --b.pending;
+    ++events;
     b.bytes += bytes;
     join(b.arrived, moment());
     end_phase_if_complete(b);
@@ -107,6 +109,22 @@ void mbarrier_wait(void* p, u32 parity, Site site) {
         suspend();
     }
     learn(b.seen);
+}
+
+void poll(Site site) {
+    current->site = site;
+    current->state = State::polling;
+    suspend();
+}
+
+void note() { ++events; }
+
+bool mbarrier_test(void* p, u32 parity, Site site) {
+    CountingBarrier& b = barrier_at(p, "an mbarrier that is not there");
+    if ((b.phase & 1u) == parity) poll(site);
+    if ((b.phase & 1u) == parity) return false;
+    learn(b.seen);
+    return true;
 }
 
 void bulk_load(void* shared, const void* global, u32 bytes, void* p) {

@@ -109,9 +109,23 @@ void poison(u64 begin, u64 end) {
     memset(static_cast<void*>(shadow.data() + (begin - shared_range.begin)), 0, (end - begin) * sizeof(Shadow));
 }
 
+constexpr int kLooks = 8;           // of those who poll, without anything happening, before other blocks have their turn
+constexpr int kIdleRounds = 64;     // of all blocks, before they are stuck
+
+u32 let_polling_look() {
+    u32 woken = 0;
+    for (u32 i = 0; i < block_threads; ++i) {
+        if (threads[i].state != State::polling) continue;
+        wake(&threads[i]);
+        ++woken;
+    }
+    return woken;
+}
+
 // Runs the block's threads, each until it waits or returns, until none of them can or an error is found.
 void run_threads(std::vector<u64>& order) {
-    while (done_threads < block_threads) {
+    u64 seen = events;
+    for (int looks = 0; done_threads < block_threads;) {
         bool progress = false;
         arrange(order, block_threads);
         for (u64 i : order) {
@@ -120,7 +134,9 @@ void run_threads(std::vector<u64>& order) {
             resume(&threads[i]);
             if (launch->error.kind) return;
         }
-        if (!progress && !deliver(random_word())) return;
+        if (progress || deliver(random_word())) continue;
+        if (events != seen) seen = events, looks = 0;
+        if (looks++ == kLooks || let_polling_look() == 0) return;
     }
 }
 
@@ -167,25 +183,32 @@ void meet() {
 // Runs the blocks of a cluster by turns until all have returned or an error is found.
 void run_blocks(std::vector<u64>& order) {
     const u32 size = launch->cluster;
+    int idle = 0;
     for (u32 done = 0; done < size * block_threads;) {
-        u32 waiting = 0, stuck = size;
+        u32 waiting = 0, polling = 0, stuck = size;
+        const u64 before = events;
         done = 0;
         for (u32 i = 0; i < size; ++i) {
             const u32 rank = launch->order == 1 ? size - 1 - i : i;
             enter(rank);
             run_threads(order);
             if (launch->error.kind) return;
-            u32 here = 0;
-            for (u32 t = 0; t < block_threads; ++t) here += threads[t].state == State::cluster;
-            if (here + done_threads < block_threads) stuck = rank;
-            waiting += here, done += done_threads;
+            u32 here = 0, looking = 0;
+            for (u32 t = 0; t < block_threads; ++t) {
+                here += threads[t].state == State::cluster;
+                looking += threads[t].state == State::polling;
+            }
+            idle = events == before ? idle : 0;
+            if (here + done_threads < block_threads && (looking == 0 || idle == kIdleRounds)) stuck = rank;
+            waiting += here, polling += looking, done += done_threads;
             leave();
         }
         if (stuck < size) {
             enter(stuck);
             return report_stuck();
         }
-        if (waiting) meet();
+        ++idle;
+        if (waiting && !polling) meet();
         if (launch->error.kind) return;
     }
 }

@@ -28,7 +28,7 @@ namespace {
 enum Kind {
     kOutOfBounds = 1, kMisaligned, kUninitialisedShared, kRace, kDivergentBarrier, kAbsentLanes, kLaunchLimit, kTrap
 };
-enum class State : u8 { ready, barrier, warp, counting, cluster, done };
+enum class State : u8 { ready, barrier, warp, counting, cluster, polling, done };
 
 constexpr u32 kMaxThreads = 1024, kMaxCluster = 8;
 constexpr u64 kStackBytes = 256 << 10;
@@ -103,6 +103,7 @@ Launch* launch;
 Entry entry;
 u32 block_threads;
 u64 random_state;
+u64 events;  // things that somebody who polls may look for
 
 struct Range {
     u64 begin, size;

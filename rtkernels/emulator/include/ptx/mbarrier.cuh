@@ -11,5 +11,8 @@ RTK_DEVICE void mbarrier_arrive_expect(SharedAddress barrier, u32 bytes) { emu::
 RTK_DEVICE void mbarrier_wait(SharedAddress barrier, u32 parity, RTK_EMU_CALLER) {
     emu::mbarrier_wait(barrier, parity, RTK_EMU_SITE("mbarrier_wait"));
 }
+RTK_DEVICE bool mbarrier_test(SharedAddress barrier, u32 parity, RTK_EMU_CALLER) {
+    return emu::mbarrier_test(barrier, parity, RTK_EMU_SITE("mbarrier_test"));
+}
 
 }  // namespace rtk::ptx

@@ -37,6 +37,12 @@ RTK_EMU_MMA(mma_m16n8k8_tf32, 1, double, float, emu::tf32_to_f32(bits))
 #if RTK_HAS_FP8_CVT
 RTK_EMU_MMA(mma_m16n8k32_e4m3, 4, double, float, emu::e4m3_to_f32(bits & 0xffu))
 #endif
+#define RTK_EMU_MMA_K8(name, value)                                                                              \
+    RTK_DEVICE void name(float(&d)[4], u32 a0, u32 a1, u32 b, RTK_EMU_CALLER) {                                  \
+        emulated_mma<2, double>(d, {a0, a1, 0u, 0u}, {b, 0u}, [](u32 bits) { return value; }, RTK_EMU_SITE(#name)); \
+    }
+RTK_EMU_MMA_K8(mma_m16n8k8_bf16, emu::bf16_to_f32(bits & 0xffffu))
+RTK_EMU_MMA_K8(mma_m16n8k8_f16, emu::f16_to_f32(bits & 0xffffu))
 RTK_EMU_MMA(mma_m16n8k32_s8, 4, long long, i32, static_cast<signed char>(bits))
 
 template <int N>
