@@ -326,6 +326,7 @@ def emulated_coverage() -> None:
             x = torch.ones(16, 128, dtype=torch.bfloat16)
             for layout in ("transposed", "both"):
                 rms_norm_fp8(x, layout=layout, rstd=torch.ones(16))
+            rms_norm_fp8(torch.ones(16, 264, dtype=torch.bfloat16), layout="both")
     Plans.forget_all()
 
 
