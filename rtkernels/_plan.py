@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 from rtkernels._kernel import Allocate, Launch
 
 
-class Plan:
+class Plan(ABC):
     """One call of an operator, to be run as often as it comes again."""
 
     __slots__ = ("matches",)
@@ -16,9 +17,9 @@ class Plan:
     def __init__(self) -> None:
         self.matches: Callable[..., bool] | None = None  # its operator finds it again by this; made at its first use
 
+    @abstractmethod
     def run(self, *addresses: int) -> Any:
         """Allocate results, launch and return them. Addresses are those of the operator's tensors, 0 for None."""
-        raise NotImplementedError
 
 
 class DensePlan(Plan):

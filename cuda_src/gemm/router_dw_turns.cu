@@ -40,21 +40,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
     if (place.warp >= kConsumerWarps) {
         ptx::registers_give<kProducerRegisters>();
         if (threadIdx.x == kConsumerWarps * kWarp) {
-            RingPlace<kStages> at{0, 1};
-            for (int i = 0; i < count; ++i) {
-                const i32 token = (first + i) * kTokens;
-                const ptx::SharedAddress stage = base + at.stage * kStageBytes, full = ring.full(at.stage);
-                ptx::mbarrier_wait(ring.empty(at.stage), at.phase);
-                ptx::mbarrier_arrive_expect(full, kStageBytes);
-#pragma unroll
-                for (int part = 0; part < kColumns / 64; ++part)
-                    ptx::tma_load_2d(stage + kDyBytes + part * kBoxBytes, x, full, static_cast<i32>(k0) + 64 * part,
-                                     token);
-#pragma unroll
-                for (int part = 0; part < kExperts / 32; ++part)
-                    ptx::tma_load_2d(stage + part * kBoxBytes, dy, full, static_cast<i32>(e0) + 32 * part, token);
-                at.next();
-            }
+            fetch_dy_and_x<kTokens, kExperts / 32, kColumns / 64>(ring, base, dy, x, e0, k0, first, count);
         }
         return;
     }

@@ -1,7 +1,7 @@
-// From fp32 dy in shared memory to terms of it in registers, the left operand of the weight's gradient: rows are experts, k
-// are tokens. Boxes of dy are 32 experts wide, and a warp has 16 experts. Which of them a row of a fragment is does not matter,
-// so a lane's two rows are neighbours: experts 2g and 2g + 1 for lane 4g + t, tokens 2t and 2t + 1 of 8. Pieces of 16 bytes
-// are swizzled by the token.
+// The left operand of the router's weight gradient, and the stages it comes from. Fp32 dy in shared memory becomes terms of it
+// in registers: rows are experts, k are tokens. Boxes of dy are 32 experts wide, and a warp has 16 experts. Which of them a
+// row of a fragment is does not matter, so a lane's two rows are neighbours: experts 2g and 2g + 1 for lane 4g + t, tokens 2t
+// and 2t + 1 of 8. Pieces of 16 bytes are swizzled by the token.
 #pragma once
 #include "gemm/router_wgmma.cuh"
 
@@ -47,5 +47,27 @@ struct DyFragment {
         for (int i = 0; i < kTerms * kSteps; ++i) ptx::wgmma_pin(left[i / kSteps][i % kSteps]);
     }
 };
+
+// One thread: stages `first` and on, `count` of them, into the ring at `base`. Each has TOKENS tokens in DY_BOXES boxes of
+// 32 experts from e0 on, then X_BOXES boxes of 64 columns from k0 on.
+template <int TOKENS, int DY_BOXES, int X_BOXES, int STAGES>
+RTK_DEVICE void fetch_dy_and_x(const RingBarriers<STAGES>& ring, ptx::SharedAddress base, const ptx::TensorMap& dy,
+                               const ptx::TensorMap& x, i64 e0, i64 k0, int first, int count) {
+    constexpr u32 kBox = TOKENS * kTileRow, kStage = (DY_BOXES + X_BOXES) * kBox;
+    RingPlace<STAGES> at{0, 1};
+    for (int i = 0; i < count; ++i) {
+        const i32 token = (first + i) * TOKENS;
+        const ptx::SharedAddress stage = base + at.stage * kStage, full = ring.full(at.stage);
+        ptx::mbarrier_wait(ring.empty(at.stage), at.phase);
+        ptx::mbarrier_arrive_expect(full, kStage);
+#pragma unroll
+        for (int part = 0; part < X_BOXES; ++part)
+            ptx::tma_load_2d(stage + (DY_BOXES + part) * kBox, x, full, static_cast<i32>(k0) + 64 * part, token);
+#pragma unroll
+        for (int part = 0; part < DY_BOXES; ++part)
+            ptx::tma_load_2d(stage + part * kBox, dy, full, static_cast<i32>(e0) + 32 * part, token);
+        at.next();
+    }
+}
 
 }  // namespace rtk

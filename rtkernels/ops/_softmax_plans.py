@@ -13,6 +13,7 @@ from rtkernels._layout import (
     block_of,
     check_same,
     group_threads,
+    is_dense,
     row_count,
     row_stride,
     token,
@@ -125,10 +126,6 @@ def _holding(vectors: int, most: dict[int, int]) -> tuple[int, int] | None:
     return min(choices, key=lambda choice: choice[0] * choice[1], default=None)
 
 
-def _lengths_dense(lengths: Meta | None) -> bool:
-    return lengths is None or row_stride((*lengths[1], 1), (*lengths[2], 1)) == 1
-
-
 def _plan_fwd(x: Meta, lengths: Meta | None, align: int, log: bool, in_place: bool):
     """Return ``(launch, integers, integers, allocator and layout of y)``; None if an input must be copied first."""
     check(x, lengths)
@@ -140,7 +137,7 @@ def _plan_fwd(x: Meta, lengths: Meta | None, align: int, log: bool, in_place: bo
     x_stride = row_stride(shape, stride)
     if in_place and x_stride is not None and rows > 1 and abs(x_stride) < cols:
         raise ArgumentError("x has overlapping rows; in_place needs memory of its own for every element")
-    if x_stride is None or not _lengths_dense(lengths):
+    if x_stride is None or not is_dense(lengths):
         return None
     t, size = token("x", dtype), dtype.itemsize
     full = vector_bytes(align, cols * size, x_stride * size) == 16
