@@ -1,4 +1,4 @@
-"""``python -m bench run``, ``check``, ``sweep`` and ``report``."""
+"""``python -m bench run``, ``check``, ``sweep``, ``report`` and ``readme``."""
 
 from __future__ import annotations
 
@@ -49,6 +49,8 @@ def parser() -> argparse.ArgumentParser:
     show = commands.add_parser("report", help="print result files as markdown")
     show.add_argument("files", nargs="*", type=Path, help="default: the newest in bench/results/")
     show.add_argument("--plot", type=Path, metavar="PNG", help="also draw copy / time per row")
+    tables = commands.add_parser("readme", help="write the README's tables anew from all result files")
+    tables.add_argument("--check", action="store_true", help="write nothing; exit with 1 if they are not up to date")
     return top
 
 
@@ -141,10 +143,25 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
+def _readme(args: argparse.Namespace) -> int:
+    from bench import readme, run
+
+    path = meta.ROOT / "README.md"
+    text = path.read_text(encoding="utf-8")
+    # What examples/moe_layer.py measures is a file of another kind.
+    files = [file for file in meta.RESULTS.glob("*.json") if "moe-layer" not in file.name]
+    measured = readme.newest(meta.load(file) for file in files)
+    fresh = readme.rewritten(text, readme.tables(measured, run.all_rows()))
+    if args.check:
+        return int(fresh != text)
+    path.write_text(fresh, encoding="utf-8")
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     args = parser().parse_args(argv)
-    return {"run": _run, "check": _check, "sweep": _sweep, "report": _report}[args.command](args)
+    return {"run": _run, "check": _check, "sweep": _sweep, "report": _report, "readme": _readme}[args.command](args)
 
 
 if __name__ == "__main__":

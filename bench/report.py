@@ -20,7 +20,8 @@ def _line(cells: list[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _table(head: list[str], body: list[list[str]]) -> list[str]:
+def table(head: list[str], body: list[list[str]]) -> list[str]:
+    """A markdown table, line by line."""
     return [_line(head), "|" + "---|" * len(head), *(_line(cells) for cells in body)]
 
 
@@ -65,7 +66,7 @@ def row_table(result: dict[str, Any]) -> list[str]:
                 ", ".join(f"{name} {us:.1f}{'*' * (name in waiting)}" for name, us in peers) or "-",
             ]
         )
-    return _table(head, body)
+    return table(head, body)
 
 
 def missing(result: dict[str, Any]) -> list[str]:
@@ -90,7 +91,7 @@ def host_table(host: dict[str, Any]) -> list[str]:
             body.append([name, us["error"], "-"])
         else:
             body.append([name, f"{us:.2f}", f"{us / base:.2f}" if isinstance(base, float) else "-"])
-    lines = _table(["call", "host µs", "/ x*2"], body)
+    lines = table(["call", "host µs", "/ x*2"], body)
     lines += ["", *_first_use_table(host["first_use"]), ""]
     added = host["import_ms"]
     text = f"{added:.1f} ms" if isinstance(added, float) else added["error"]
@@ -106,7 +107,7 @@ def _first_use_table(first_use: dict[str, Any]) -> list[str]:
             else:
                 times = [f"{found[key]:.1f}" for key in ("first_call_ms", "second_call_ms", "import_cupy_ms")]
                 body.append([op, kind, *times])
-    return _table(["op", "cache", "first call ms", "second call ms", "import cupy ms"], body)
+    return table(["op", "cache", "first call ms", "second call ms", "import cupy ms"], body)
 
 
 def markdown(result: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import __main__ as cli
-from bench import host, meta, peers, report, run
+from bench import host, meta, peers, readme, report, run
 from bench.timing import Timer, Timing
 from rtkernels.errors import ArgumentError
 from rtkernels.testing import Row
@@ -361,3 +362,34 @@ def _few_points(device: str):
     yield from sweep._norms(4, 64, device)
     yield from sweep._losses(4, 100, device)
     yield from sweep._autograd(4, 100, device)
+
+
+def _measured(us: float, date: str, **times: float) -> dict[str, Any]:
+    row = {"row": "rms_norm_fwd", "shape": "8192x2048", "us": us, "efficiency": 0.5, "peers": times}
+    return {"environment": {"date": date}, "copy_peak_gbps": 1.0, "rows": [row]}
+
+
+def test_newest_measurement_counts_unless_it_leaves_out_the_fastest_peer() -> None:
+    first = _measured(20.0, "2026-01-01", liger=25.0, torch=90.0)
+    assert readme.newest([_measured(19.0, "2026-01-02", liger=26.0), first]).popitem()[1]["us"] == 19.0
+    assert readme.newest([_measured(19.0, "2026-01-02", torch=90.0), first]).popitem()[1]["us"] == 20.0
+    assert readme.newest([_measured(19.0, "2026-01-02", inductor=24.0), first]).popitem()[1]["us"] == 19.0
+    sweep = {**_measured(18.0, "2026-01-03", liger=25.0), "copy_peak_gbps": None}
+    assert readme.newest([sweep, first]).popitem()[1]["us"] == 20.0
+
+
+def test_readme_tables() -> None:
+    rows = [SimpleNamespace(name=name, shape="8192x2048") for name in ("rms_norm_fwd", "topk", "rope_fwd", "absent")]
+    row = _measured(20.04, "", liger=25.0, torch=90.0)["rows"][0]
+    fresh = readme.tables({(r.name, r.shape): row for r in rows[:3]}, rows)
+    assert fresh[0][2] == "| `rms_norm` forward | 20.0 (0.50); liger 25.0 | - | - |"
+    assert fresh[1][2:] == ["| rope_fwd | 8192x2048 | 20.0 (0.50) | liger 25.0 |"]
+    assert fresh[2][2:] == ["| topk | 8192x2048 | 20.0 (0.50) | liger 25.0 |"]
+    old = "text\n| op, bf16 | old |\n|---|\n\n| op | shape |\nmore\n| mixture of experts | x |\n| y |"
+    assert readme.rewritten(old, fresh).split("\n") == ["text", *fresh[0], "", *fresh[1], "more", *fresh[2]]
+    with pytest.raises(meta.ResultError, match="no table that begins with"):
+        readme.rewritten("nothing", fresh)
+
+
+def test_readme_has_what_was_recorded() -> None:
+    assert cli.main(["readme", "--check"]) == 0
