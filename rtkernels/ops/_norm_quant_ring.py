@@ -18,7 +18,7 @@ def _shared(slots: int, staged: int, more: int = 0) -> int:
 
 
 # Of x: what it was measured for. A smaller one is a few tiles per multiprocessor, not worth blocks that stay.
-_LEAST_BYTES = 24 << 20
+_LEAST_BYTES = 16 << 20
 _MOST_WIDE = 128  # pairs of tiles in a strip
 _MOST_WORDS = 4 << 20  # of 8 bytes, for sums of squares on their way from block to block, which stay allocated
 
