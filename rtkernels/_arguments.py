@@ -33,6 +33,7 @@ class ArgumentTypes:
 
     def __init__(self, schema: torch._C.FunctionSchema) -> None:
         self._arguments = [(argument.name, str(argument.real_type)) for argument in schema.arguments]
+        self._written = [i for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
 
     def check(self, *args: Any) -> None:
         """Raise an ArgumentError that names the first argument whose type will not do."""
@@ -45,6 +46,25 @@ class ArgumentTypes:
                     raise ArgumentError(_message(name, value, wanted))
                 if kind == "int" and isinstance(value, int) and value not in _INT64:
                     raise ArgumentError(f"{name} is {value}; expected an integer of 64 bits")
+        for i in self._written:
+            if isinstance(args[i], Tensor):
+                refuse_lazy(self._arguments[i][0], args[i])
+            elif args[i] is not None:
+                for j, tensor in enumerate(args[i]):
+                    refuse_lazy(f"{self._arguments[i][0]}[{j}]", tensor)
+
+
+def refuse_lazy(name: str, tensor: Tensor) -> None:
+    """Raise an ArgumentError if the memory of a tensor holds the opposite of its values.
+
+    Where it is only read, a copy is made instead: by ``TorchOp``, or by the dispatcher.
+    """
+    if tensor.is_neg() or tensor.is_conj():
+        what, remedy = ("negative", "neg") if tensor.is_neg() else ("conjugate", "conj")
+        raise ArgumentError(
+            f"{name} is a lazy {what}: its memory holds other values; expected a tensor whose memory holds its own "
+            f"(call .resolve_{remedy}())"
+        )
 
 
 def _check_list(name: str, tensors: Sequence[Any]) -> None:

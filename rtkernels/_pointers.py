@@ -20,6 +20,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from rtkernels._arguments import refuse_lazy
 from rtkernels._guard import TENSOR_TYPES, TensorGuards, same_tensors
 from rtkernels._kernel import Plans
 from rtkernels.errors import ArgumentError, NotWarmError
@@ -127,7 +128,7 @@ class _Matcher:
 
 
 def _metadata(t: Tensor) -> tuple[Any, ...]:
-    return t.dtype, t.get_device(), t.shape, t.stride()
+    return t.dtype, t.get_device(), t.shape, t.stride(), t.is_neg()
 
 
 # ---- uploading ------------------------------------------------------------------------------------------------------
@@ -200,6 +201,7 @@ def check_list(name: str, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtyp
         and {t.dtype for t in tensors} <= set(dtypes)
         and {t.device for t in tensors} <= {device}
         and all(map(Tensor.is_contiguous, tensors))
+        and not any(map(Tensor.is_neg, tensors))
     ):
         return  # nearly always; what follows is slower and says what is wrong
     for i, t in enumerate(tensors):
@@ -213,6 +215,7 @@ def check_list(name: str, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtyp
             raise ArgumentError(f"{name}[{i}] has dtype {got}; expected one of {wanted}")
         if t.device != device:
             raise ArgumentError(f"{name}[{i}] is on {t.device}; expected {device}, that of the first tensor")
+        refuse_lazy(f"{name}[{i}]", t)
         if not t.is_contiguous() and not _fills_memory(t):
             raise ArgumentError(
                 f"{name}[{i}] has shape {tuple(t.shape)} and strides {tuple(t.stride())}, which leave gaps or overlap; "

@@ -96,12 +96,14 @@ class TorchOp:
         """
         arguments = self.overload._schema.arguments
         names = ", ".join(argument.name for argument in arguments)
-        plain = ["not is_dynamo_compiling()"]
+        plain, lazy = ["not is_dynamo_compiling()"], []
         for argument in arguments:
             if str(argument.type) == "Tensor":
                 plain.append(f"type({argument.name}) in TENSOR_TYPES")
+                lazy.append(f"{argument.name}.is_neg() or {argument.name}.is_conj()")
             elif str(argument.type) == "Optional[Tensor]":
                 plain.append(f"({argument.name} is None or type({argument.name}) in TENSOR_TYPES)")
+                lazy.append(f"{argument.name} is not None and ({argument.name}.is_neg() or {argument.name}.is_conj())")
             elif str(argument.type) == "List[Tensor]":  # one C loop over the list, none over a TensorList
                 name = argument.name
                 plain.append(f"(type({name}) is TensorList or TENSOR_TYPES.issuperset(map(type, {name})))")
@@ -110,20 +112,23 @@ class TorchOp:
             # Without a tensor there is no device, and the dispatcher would not know where to go.
             empty = f"    if not {first}:\n        return reference({names})\n"
             first += "[0]"
-        recall, launch = "", "launch"
+        # Tensors whose memory holds other values (lazy negatives) go to the dispatcher, which copies them. Plans on a
+        # GPU ask that themselves, and so do the tables of lists.
+        resolved = f"not ({' or '.join(lazy)})" if lazy else "True"
+        recall, launch, on_gpu = "", "launch", resolved
         if self._plan is not None:
-            launch, recall = "remember", self._recall("recent")
+            launch, recall, on_gpu = "remember", self._recall("recent"), "True"
         source = f"""
 def call({names}):
 {empty}{recall}\
 {self._refusal()}\
     if {" and ".join(plain)} and not dispatch_modes() and functorch_transform() is None:
-        if {first}.is_cuda:
+        if {first}.is_cuda and {on_gpu}:
             try:
                 return {launch}({names})
             except cannot_launch as error:
                 return fall_back(error, ({names},))
-        if {first}.is_cpu:
+        if {first}.is_cpu and {resolved}:
             return run_cpu({names})
     if not is_dynamo_compiling():
         check_types({names})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from typing import ClassVar
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import rtkernels
+from rtkernels import _registry
 from rtkernels._plan import Plan
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import rms_norm as module
@@ -259,6 +262,67 @@ def test_plans_never_see_lazy_negatives(monkeypatch: pytest.MonkeyPatch) -> None
         assert scope["remember"](torch._neg_view(t), None, 1e-6, 0.0) != (t.data_ptr(), 0)
     assert module.FORWARD.again(x, None, 1e-6, 0.0) == (x.data_ptr(), 0)
     assert module.FORWARD.again(torch._neg_view(x), None, 1e-6, 0.0) is None
+
+
+def _lazy(value: Any) -> Any:
+    """Return tensors with the same values, kept as lazy negatives of memory with the opposite ones."""
+    if isinstance(value, list):
+        return [_lazy(v) for v in value]
+    if not isinstance(value, Tensor) or value.dtype in (torch.bool, torch.uint8) or value.dtype.itemsize == 1:
+        return value
+    return torch._neg_view(torch.empty_like(value).copy_(-value))
+
+
+def _one_sample_of_each() -> Iterator[Any]:
+    for op in _registry.ops():
+        for torch_op, args in dict(op.samples("cpu")).items():
+            yield pytest.param(torch_op, args, id=torch_op.name)
+
+
+@pytest.mark.parametrize(("torch_op", "args"), _one_sample_of_each())
+def test_device_code_never_sees_lazy_negatives(
+    torch_op: _registry.TorchOp, args: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither in a plain call nor in one that came through the dispatcher, which makes them real."""
+    seen = []
+
+    def recorded(*got: Any) -> Any:
+        seen.extend(t for arg in got for t in (arg if isinstance(arg, list) else [arg]) if isinstance(t, Tensor))
+        return original(*got)
+
+    original = torch_op.reference
+    monkeypatch.setattr(torch_op, "reference", recorded)
+    given = [_lazy(a) for a in args]
+    written = [i for i, a in enumerate(torch_op.overload._schema.arguments) if a.alias_info and a.alias_info.is_write]
+    if written or isinstance(args[0], list):
+        with pytest.raises(ArgumentError, match="is a lazy negative"):
+            torch_op(*given)
+        given = [args[i] if i in written or isinstance(a, list) else a for i, a in enumerate(given)]
+    if torch_op.name == "multi_reduce":
+        return  # there is nothing but a list
+    wanted_args = copy.deepcopy(args)
+    wanted = torch_op(*wanted_args)
+    seen.clear()
+    got = torch_op(*given)
+    assert seen and not any(t.is_neg() for t in seen)
+    torch.testing.assert_close((got, [given[i] for i in written]), (wanted, [wanted_args[i] for i in written]))
+
+
+def test_lazy_negatives_and_conjugates_on_device_code() -> None:
+    x = torch.randn(4, 8)
+    z = torch.randn(4, 8, dtype=torch.complex64)
+    indices = torch.tensor([2, 0])
+    with rtkernels.emulate("sm_80"):
+        torch.testing.assert_close(rtkernels.softmax(torch._neg_view(x)), torch.softmax(-x, -1))
+        torch.testing.assert_close(rms_norm(torch._neg_view(x)), rms_norm(-x))
+        torch.testing.assert_close(rtkernels.index_select(z.conj(), indices), z.conj()[indices])
+        for call in (rtkernels.scale_, lambda t, by: rtkernels.softmax(t, scale=by, in_place=True)):
+            with pytest.raises(ArgumentError, match=r"x is a lazy negative.*resolve_neg"):
+                call(torch._neg_view(x), 2.0)
+        same = [x.clone()]
+        rtkernels.multi_norm(same)
+        with pytest.raises(ArgumentError, match="resolve_neg"):  # nor is the list taken for the one before
+            rtkernels.multi_norm([torch._neg_view(same[0])])
 
 
 def test_inference_mode_and_no_grad() -> None:
