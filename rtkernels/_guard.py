@@ -87,6 +87,24 @@ def needs_grad(a: Tensor, b: Tensor | None = None, c: Tensor | None = None) -> b
         raise _not_tensors(a, b, c) from None
 
 
+def refuse_gradients(op: str, tensors: Iterable[Tensor]) -> None:
+    """Raise if one of the tensors of an in-place function that is not differentiable requires a gradient."""
+    try:
+        refused = torch.is_grad_enabled() and [t for t in tensors if t.requires_grad]
+    except AttributeError:  # not all are tensors, as the operator will say
+        return
+    if refused:
+        raise ArgumentError(f"{op} is not differentiable, and a tensor requires grad; call it under torch.no_grad()")
+
+
+def refuse_leaf(name: str, x: Tensor | None) -> None:
+    """Raise if a tensor to be overwritten is a leaf that requires grad. Torch says so after it was overwritten."""
+    if x is not None and x.requires_grad and x.is_leaf and torch.is_grad_enabled():
+        raise ArgumentError(
+            f"{name} is a leaf that requires grad; expected the result of an operation for in_place, or torch.no_grad()"
+        )
+
+
 def detached(*tensors: Tensor | None) -> list[Tensor | None]:
     """Return tensors that require no gradient: the arguments of functions that have none."""
     try:

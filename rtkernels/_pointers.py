@@ -46,10 +46,12 @@ class TensorList(tuple):
     """Tensors that are used together again and again; see ``rtkernels.tensor_list``."""
 
     tables: dict[Any, Any]
+    requires_grad: bool  # of any of them
 
     def __new__(cls, tensors: Iterable[Tensor]) -> TensorList:
         made = super().__new__(cls, tensors)
         made.tables = {}
+        made.requires_grad = any(getattr(t, "requires_grad", False) for t in made)
         return made
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
-from rtkernels._guard import needs_grad, once_differentiable
+from rtkernels._guard import needs_grad, once_differentiable, refuse_leaf
 from rtkernels._kernel import Kernel, Launch, Plans, allocator, dense_strides
 from rtkernels._layout import address, check_same, metadata, token, vector_bytes
 from rtkernels._registry import TorchOp
@@ -375,6 +375,8 @@ def mla_rope(
     if is_grad_enabled() and (needs_grad(q, kv, k_pos) or needs_grad(cos, sin)):
         if cos.requires_grad or sin.requires_grad:
             raise ArgumentError("cos or sin requires a gradient; mla_rope is differentiable in q, kv and k_pos only")
+        if in_place:
+            refuse_leaf("q", q)
         return _MlaRope.apply(*args, *angles)
     results = _run(*args, *angles)
     if in_place:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rtkernels._guard import refuse_gradients
 from rtkernels._layout import check_same, token
 from rtkernels.errors import ArgumentError
 from rtkernels.ops._fp8_plans import FP8_DTYPES
@@ -45,6 +46,7 @@ def quantize_fp8_shard_(
     from rtkernels.ops.smooth_quant import quantize_fp8_smooth
 
     _check(q, scale, shard, offset, smooth, edge_scales)
+    refuse_gradients("quantize_fp8_shard_", (scale,))
     shard = shard.detach()
     if smooth is not None:
         smooth = smooth.detach().reciprocal() if divide else smooth.detach()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
-from rtkernels._guard import constant, is_dynamo_compiling, needs_grad, once_differentiable
+from rtkernels._guard import constant, is_dynamo_compiling, needs_grad, once_differentiable, refuse_leaf
 from rtkernels._registry import Op
 from rtkernels.errors import ArgumentError
 from rtkernels.ops._cross_entropy_ops import (
@@ -160,8 +160,8 @@ def cross_entropy(
     how = REDUCTIONS[reduction]
     options = (ignore_index, label_smoothing, z_loss, softcap or 0.0)
     check_options(*options[1:], how)
-    if in_place and logits.requires_grad and logits.is_leaf and is_grad_enabled():
-        raise ArgumentError("logits is a leaf that requires grad; expected the result of an operation for in_place")
+    if in_place:
+        refuse_leaf("logits", logits)
     if group is None:
         if vocab_start is not None or vocab_size is not None:
             raise ArgumentError("vocab_start and vocab_size are given without a group; expected both or none of them")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
-from rtkernels._guard import detached, needs_grad, once_differentiable
+from rtkernels._guard import detached, needs_grad, once_differentiable, refuse_gradients
 from rtkernels._layout import address, metadata, rowed
 from rtkernels._registry import MutatingOp, Op, TorchOp
 from rtkernels.errors import ArgumentError
@@ -295,6 +295,7 @@ def embedding_grad_(
     if not isinstance(main_grad, Tensor):
         return interop.call(embedding_grad_, main_grad, ids, dy, padding_idx=padding_idx, vocab_start=vocab_start)
     padding = _padding(padding_idx, main_grad.shape[0] if main_grad.dim() else 0, vocab_start)
+    refuse_gradients("embedding_grad_", (main_grad,))
     ADD(main_grad, *detached(dy), ids, vocab_start, padding)
     return main_grad
 
