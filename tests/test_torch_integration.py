@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -225,11 +226,50 @@ def test_second_derivatives_are_refused_even_of_sums() -> None:
 
 def test_gradients_that_are_lazy_negatives() -> None:
     x = torch.randn(4, 8, requires_grad=True)
-    grads = []
-    for g in (torch._neg_view(torch.ones(4, 8)), -torch.ones(4, 8)):
-        with rtkernels.emulate("sm_80"):
-            grads += torch.autograd.grad(rms_norm(x), x, g)
-    torch.testing.assert_close(*grads)
+    for function in (rms_norm, rtkernels.softmax, lambda t: rtkernels.embedding(torch.tensor([2, 0, 1, 1]), t)):
+        grads = []
+        for g in (torch._neg_view(torch.ones(4, 8)), -torch.ones(4, 8)):
+            with rtkernels.emulate("sm_80"):
+                grads += torch.autograd.grad(function(x), x, g)
+        torch.testing.assert_close(*grads)
+
+
+_LABELS = torch.tensor([1, 0, 7, -100])
+BATCHED = {
+    "rms_norm": lambda x, w: rms_norm(x, w, residual=2 * x),
+    "layer_norm": lambda x, w: rtkernels.layer_norm(x, w, w),
+    "softmax": lambda x, w: rtkernels.softmax(x * w),
+    "glu": lambda x, w: rtkernels.glu(x, x * w),
+    "cross_entropy": lambda x, w: rtkernels.cross_entropy(x * w, _LABELS, reduction="none"),
+    "index_select": lambda x, w: rtkernels.index_select(x * w, torch.tensor([2, 0])),
+    "embedding": lambda x, w: rtkernels.embedding(torch.tensor([2, 0]), x * w),
+    "topk_router": lambda x, w: rtkernels.topk_router(x * w, 2)[:1],
+    "rope": lambda x, w: rtkernels.rope((x * w).view(1, 4, 1, 8), torch.rand(4, 4), torch.rand(4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_batches_of_gradients(name: str) -> None:
+    """Jacobians by one vectorised pass, on device code: the gradients are tensors without memory then."""
+    x, w = torch.randn(4, 8, requires_grad=True), torch.rand(8, requires_grad=True)
+    with rtkernels.emulate("sm_80"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it loops
+        results = BATCHED[name](x, w)
+        results = list(results) if isinstance(results, tuple) else [results]
+        batches = [torch.randn(3, *result.shape) for result in results]
+        wanted = [torch.autograd.grad(results, (x, w), one, retain_graph=True) for one in zip(*batches, strict=True)]
+        got = torch.autograd.grad(results, (x, w), batches, is_grads_batched=True, retain_graph=True)
+        mapped = torch.func.vmap(lambda *g: torch.autograd.grad(results, (x, w), g, retain_graph=True))(*batches)
+    for one, other, each in zip(got, mapped, zip(*wanted, strict=True), strict=True):
+        torch.testing.assert_close(one, torch.stack(each))
+        torch.testing.assert_close(other, torch.stack(each))
+
+
+def test_vectorised_jacobians() -> None:
+    x = torch.randn(3, 4)
+    with rtkernels.emulate("sm_80"):
+        got = torch.autograd.functional.jacobian(rms_norm, x, vectorize=True)
+        torch.testing.assert_close(got, torch.autograd.functional.jacobian(rms_norm, x))
 
 
 def test_what_is_no_number_is_refused() -> None:
