@@ -46,12 +46,24 @@ class ArgumentTypes:
                     raise ArgumentError(_message(name, value, wanted))
                 if kind == "int" and isinstance(value, int) and value not in _INT64:
                     raise ArgumentError(f"{name} is {value}; expected an integer of 64 bits")
+        self._check_devices(args)
         for i in self._written:
             if isinstance(args[i], Tensor):
                 refuse_lazy(self._arguments[i][0], args[i])
             elif args[i] is not None:
                 for j, tensor in enumerate(args[i]):
                     refuse_lazy(f"{self._arguments[i][0]}[{j}]", tensor)
+
+    def _check_devices(self, args: tuple[Any, ...]) -> None:
+        """Raise unless all tensors are where the first one is: the same kind of device, and the same of several."""
+        where, of = None, ""
+        for (name, kind), value in zip(self._arguments, args, strict=True):
+            if kind not in ("Tensor", "Optional[Tensor]") or value is None:
+                continue
+            if where is None:
+                where, of = value.device, name
+            elif value.device != where:
+                raise ArgumentError(f"{name} is on {value.device}; expected {where}, that of {of}")
 
 
 def refuse_lazy(name: str, tensor: Tensor) -> None:

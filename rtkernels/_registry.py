@@ -279,7 +279,9 @@ class MutatingOp(TorchOp):
     """An operator that changes an argument; calls always go through the dispatcher, which counts versions."""
 
     def _make_call(self) -> Callable[..., Any]:
-        names = ", ".join(argument.name for argument in self.overload._schema.arguments)
+        arguments = self.overload._schema.arguments
+        names = ", ".join(argument.name for argument in arguments)
+        tensors = ", ".join(argument.name for argument in arguments if "Tensor" in str(argument.type))
         scope = {
             "overload": self.overload,
             "check_types": self._check_types,
@@ -290,6 +292,10 @@ class MutatingOp(TorchOp):
         source = f"""
 def call({names}):
 {self._refusal()}\
+    for t in ({tensors}):  # with a single one on meta the dispatcher would do nothing
+        if getattr(t, "is_meta", False) and not is_dynamo_compiling():
+            check_types({names})
+            break
     try:
         return overload({names})
     except (RuntimeError, TypeError):

@@ -1,8 +1,8 @@
-"""Rules about arguments that hold for all public functions: what may be overwritten."""
+"""Rules about arguments that hold for all ops: what may be overwritten, where tensors are, what a number is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import rtkernels
+from rtkernels import _registry
 from rtkernels.errors import ArgumentError
 
 IDS = torch.tensor([0, 1, 2])
@@ -92,3 +93,74 @@ def test_what_a_copy_reads_needs_no_grad_either() -> None:
     parameter.grad = torch.ones(3, requires_grad=True)  # as create_graph=True leaves it
     rtkernels.optim.clip_grad_norm_([parameter], 0.5)
     assert parameter.grad.norm() < 0.51
+
+
+# ---- where tensors are ----------------------------------------------------------------------------------------------
+
+
+def _calls_with_several_tensors() -> Iterator[Any]:
+    """Yield operators with arguments, and the places of the tensors among them."""
+    for op in _registry.ops():
+        for number, (torch_op, args) in enumerate(op.samples("cpu")):
+            tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+            if len(tensors) > 1:
+                yield pytest.param(torch_op, args, tensors, id=f"{torch_op.name}-{number}")
+
+
+def _cloned(args: tuple[Any, ...]) -> list[Any]:
+    return [a.clone() if isinstance(a, Tensor) else a for a in args]
+
+
+@pytest.mark.parametrize(("torch_op", "args", "tensors"), _calls_with_several_tensors())
+def test_tensors_on_meta_among_others_are_refused(torch_op: _registry.TorchOp, args: tuple, tensors: list[int]) -> None:
+    for i in tensors:
+        given = _cloned(args)
+        given[i] = given[i].to("meta")
+        with pytest.raises(ArgumentError, match=r"is on (meta|cpu); expected (cpu|meta), that of "):
+            torch_op(*given)
+
+
+# Gradients and what a forward saved are where autograd found them; lists are looked at in test_multi_tensor.
+_BY_AUTOGRAD = ("_bwd", "cross_entropy_scale", "cross_entropy_bwd_in_place", "multi_adamw_")
+
+
+@pytest.mark.parametrize(("torch_op", "args", "tensors"), _calls_with_several_tensors())
+def test_launchers_refuse_tensors_of_another_gpu(
+    torch_op: _registry.TorchOp, args: tuple, tensors: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel would read an address that is not there."""
+    if torch_op.name.endswith(_BY_AUTOGRAD):
+        pytest.skip("its tensors come from autograd")
+    elsewhere: set[int] = set()
+    get_device = Tensor.get_device
+    monkeypatch.setattr(Tensor, "get_device", lambda t: 1 if t.data_ptr() in elsewhere else get_device(t))
+    for i in tensors[1:]:
+        given = _cloned(args)
+        if not given[i].numel():
+            continue
+        elsewhere.clear()
+        elsewhere.add(given[i].data_ptr())
+        with rtkernels.emulate("sm_90"), pytest.raises(ArgumentError, match="device"):
+            torch_op.launch(*given)
+
+
+def test_q_and_kv_have_the_same_tokens() -> None:
+    def call(q: tuple[int, ...], kv: tuple[int, ...], layout: str = "sbhd", dtype: torch.dtype = torch.float32) -> Any:
+        batch_and_length = (kv[0], kv[2]) if layout == "bhsd" else kv[:-2]
+        k_pos = torch.randn(*batch_and_length, 8)
+        return rtkernels.mla_rope(torch.randn(q, dtype=dtype), torch.randn(kv), k_pos, *ANGLES, layout=layout)
+
+    call((3, 2, 4, 16), (3, 2, 1, 24))
+    call((2, 4, 3, 16), (2, 1, 3, 24), "bhsd")
+    call((3, 4, 16), (3, 1, 24))
+    for wrong in (
+        ((2, 2, 4, 16), (3, 2, 1, 24)),
+        ((3, 1, 4, 16), (3, 2, 1, 24)),
+        ((2, 4, 2, 16), (2, 1, 3, 24), "bhsd"),
+        ((2, 4, 16), (3, 1, 24)),
+        ((3, 4, 16), (3, 1, 1, 24)),
+    ):
+        with pytest.raises(ArgumentError, match="expected the batch and length of kv"):
+            call(*wrong)
+    with pytest.raises(ArgumentError, match="q has dtype bfloat16; expected float32, that of kv"):
+        call((3, 2, 4, 16), (3, 2, 1, 24), dtype=torch.bfloat16)

@@ -306,6 +306,18 @@ def _run(q, kv, k_pos, nope, layout, out_layout, pairs, in_place, *angles):
     return (y, *KV_FORWARD(kv, k_pos, nope, layout, out_layout, pairs, *angles))
 
 
+def _check_q(q: Tensor, kv: Tensor, layout: str) -> None:
+    """Raise an ArgumentError unless q, which is rotated by itself, has the tokens of kv."""
+    check_same("q", q.dtype, kv.dtype, "dtype", of="kv")
+    check_same("q", q.get_device(), kv.get_device(), "device index", of="kv")
+    heads = -3 if layout == "bhsd" and q.dim() == 4 else -2
+    sizes = [[*t.shape[:heads], *t.shape[heads + 1 : -1]] for t in (q, kv)]
+    if sizes[0] != sizes[1]:
+        raise ArgumentError(
+            f"q has shape {tuple(q.shape)}; expected the batch and length of kv, which has shape {tuple(kv.shape)}"
+        )
+
+
 def mla_rope(
     q: Tensor,
     kv: Tensor,
@@ -360,6 +372,7 @@ def mla_rope(
     out_layout = output_layout or layout
     if in_place and out_layout != layout:
         raise ArgumentError(f"output_layout is {out_layout!r}; expected {layout!r}, that of q, with in_place")
+    _check_q(q, kv, layout)
     nope = q.shape[-1] - k_pos.shape[-1]
     if nope < 0:
         raise ArgumentError(
