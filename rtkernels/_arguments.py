@@ -1,7 +1,8 @@
 """Are the arguments of an operator of the types its schema names?
 
 The dispatcher asks that too, but most calls pass it by, and what it says of a wrong argument is hard to read. Plain
-calls with CUDA tensors ask nothing: what is no number does not get past ``Plans`` or the packing of a launch.
+calls with CUDA tensors ask only after they failed: what is no number does not get past ``Plans`` or the packing of a
+launch. Functions that compare or compute with an option before an operator sees it ask ``a_number`` or ``an_integer``.
 """
 
 from __future__ import annotations
@@ -64,6 +65,20 @@ class ArgumentTypes:
                 where, of = value.device, name
             elif value.device != where:
                 raise ArgumentError(f"{name} is on {value.device}; expected {where}, that of {of}")
+
+
+def a_number(name: str, value: Any) -> Any:
+    """Return an option that is a number, or raise an ArgumentError that names it."""
+    if type(value) is not float and not isinstance(value, _ACCEPTED["float"][0]):
+        raise ArgumentError(_message(name, value, "a number"))
+    return value
+
+
+def an_integer(name: str, value: Any) -> Any:
+    """Return an option that is an integer, or raise an ArgumentError that names it."""
+    if type(value) is not int and not isinstance(value, _ACCEPTED["int"][0]):
+        raise ArgumentError(_message(name, value, "an integer"))
+    return value
 
 
 def refuse_lazy(name: str, tensor: Tensor) -> None:

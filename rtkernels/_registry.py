@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -128,6 +129,9 @@ def call({names}):
                 return {launch}({names})
             except cannot_launch as error:
                 return fall_back(error, ({names},))
+            except no_number:
+                check_types({names})
+                raise
         if {first}.is_cpu and {resolved}:
             return run_cpu({names})
     if not is_dynamo_compiling():
@@ -142,6 +146,7 @@ def call({names}):
             "forward_ad": forward_ad,
             "refuse_tangents": refuse_tangents,
             "cannot_launch": _CANNOT_LAUNCH,
+            "no_number": (TypeError, struct.error),
             "launch": self.launch,
             "fall_back": self._fall_back,
             "run_cpu": self._run_cpu,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -164,3 +166,96 @@ def test_q_and_kv_have_the_same_tokens() -> None:
             call(*wrong)
     with pytest.raises(ArgumentError, match="q has dtype bfloat16; expected float32, that of kv"):
         call((3, 2, 4, 16), (3, 2, 1, 24), dtype=torch.bfloat16)
+
+
+# ---- what a number is -----------------------------------------------------------------------------------------------
+
+
+def _index() -> rtkernels.MoeIndex:
+    return rtkernels.moe_index(torch.arange(8).view(4, 2) % 4, 4)
+
+
+def _f8(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float8_e4m3fn)
+
+
+# A call of every public function that takes numbers; all of them can be given by name on top.
+NUMBERS: dict[str, Callable[..., Any]] = {
+    "add_": lambda **n: rtkernels.add_(torch.ones(4, 8), torch.ones(4, 8), **n),
+    "cross_entropy": lambda **n: rtkernels.cross_entropy(torch.ones(4, 8), LABELS, **n),
+    "dequantize_fp8_hadamard": lambda **n: rtkernels.dequantize_fp8_hadamard(_f8(4, 128), torch.ones(4), **n),
+    "dequantize_fp8_smooth": lambda **n: rtkernels.dequantize_fp8_smooth(_f8(4, 128), torch.ones(4), **n),
+    "embedding": lambda **n: rtkernels.embedding(IDS, torch.ones(4, 8), **n),
+    "embedding_grad_": lambda **n: rtkernels.embedding_grad_(torch.ones(4, 8), IDS, torch.ones(3, 8), **n),
+    "group_rms_norm_gate": lambda **n: rtkernels.group_rms_norm_gate(
+        torch.ones(4, 8), torch.ones(4, 8), **{"groups": 2, **n}
+    ),
+    "hadamard": lambda **n: rtkernels.hadamard(torch.ones(4, 128), **n),
+    "jsd": lambda **n: rtkernels.jsd(torch.zeros(4, 8), torch.zeros(4, 8), labels=LABELS, from_logits=True, **n),
+    "kl_div": lambda **n: rtkernels.kl_div(torch.zeros(4, 8), torch.zeros(4, 8), labels=LABELS, from_logits=True, **n),
+    "layer_norm": lambda **n: rtkernels.layer_norm(torch.ones(4, 8), **n),
+    "layer_norm_fp8": lambda **n: rtkernels.layer_norm_fp8(torch.ones(4, 128), **n),
+    "linear_cross_entropy": lambda **n: rtkernels.linear_cross_entropy(
+        torch.ones(4, 8), torch.ones(8, 8), LABELS, **n
+    ),
+    "load_balancing_loss": lambda **n: rtkernels.load_balancing_loss(
+        torch.ones(4, 8), counts=torch.ones(8, dtype=torch.int32), **{"k": 2, **n}
+    ),
+    "log_softmax": lambda **n: rtkernels.log_softmax(torch.ones(4, 8), **n),
+    "mla_rope": lambda **n: rtkernels.mla_rope(
+        torch.ones(3, 1, 2, 16), torch.ones(3, 1, 2, 24), torch.ones(3, 1, 8), *ANGLES, **n
+    ),
+    "moe_index": lambda **n: rtkernels.moe_index(torch.arange(8).view(4, 2) % 4, **{"num_experts": 4, **n}),
+    "moe_row_id_map": lambda **n: rtkernels.moe_row_id_map(torch.ones(4, 4, dtype=torch.bool), **n),
+    "moe_rows": lambda **n: rtkernels.moe_rows(**{"tokens": 4, "top_k": 2, "num_experts": 4, **n}),
+    "multi_clip_norm_": lambda **n: rtkernels.multi_clip_norm_([torch.ones(4)], **{"max_norm": 1.0, **n}),
+    "multi_copy_": lambda **n: rtkernels.multi_copy_([torch.ones(4)], [torch.ones(4)], **n),
+    "multi_norm": lambda **n: rtkernels.multi_norm([torch.ones(4)], **n),
+    "multi_scale_": lambda **n: rtkernels.multi_scale_([torch.ones(4)], **{"scale": 1.0, **n}),
+    "qk_norm_rope": lambda **n: rtkernels.qk_norm_rope(
+        torch.ones(3, 1, 32), None, None, *ANGLES, **{"q_heads": 2, "kv_heads": 1, **n}
+    ),
+    "quantize_fp8_hadamard": lambda **n: rtkernels.quantize_fp8_hadamard(torch.ones(4, 128), **n),
+    "quantize_fp8_shard_": lambda **n: rtkernels.quantize_fp8_shard_(
+        _f8(4, 8), torch.ones(4), torch.ones(32), **{"offset": 0, **n}
+    ),
+    "quantize_fp8_smooth": lambda **n: rtkernels.quantize_fp8_smooth(
+        torch.ones(4, 128), granularity="channel", **n
+    ),
+    "rms_norm": lambda **n: rtkernels.rms_norm(torch.ones(4, 8), **n),
+    "rms_norm_fp8": lambda **n: rtkernels.rms_norm_fp8(torch.ones(4, 128), **n),
+    "rms_norm_router": lambda **n: rtkernels.rms_norm_router(
+        torch.ones(4, 128, dtype=torch.bfloat16), None, torch.ones(8, 128, dtype=torch.bfloat16), **n
+    ),
+    "rope": lambda **n: rtkernels.rope(torch.ones(1, 3, 2, 8), *ANGLES, **n),
+    "router_z_loss": lambda **n: rtkernels.router_z_loss(torch.ones(4, 8), **n),
+    "scale_": lambda **n: rtkernels.scale_(torch.ones(4, 8), **{"factor": 1.0, **n}),
+    "scatter_add": lambda **n: rtkernels.scatter_add(torch.ones(3, 8), IDS, **{"rows": 4, **n}),
+    "smooth_factors": lambda **n: rtkernels.smooth_factors(torch.ones(8), **n),
+    "softmax": lambda **n: rtkernels.softmax(torch.ones(4, 8), **n),
+    "topk": lambda **n: rtkernels.topk(torch.ones(4, 8), **{"k": 2, **n}),
+    "topk_router": lambda **n: rtkernels.topk_router(torch.ones(4, 8), **{"k": 2, **n}),
+    "transpose": lambda **n: rtkernels.transpose(torch.ones(4, 8), **n),
+    "transpose_experts": lambda **n: rtkernels.transpose_experts(torch.ones(4, 8), torch.tensor([1, 3]), **n),
+}  # fmt: skip
+
+
+def _numbers() -> Iterator[tuple[str, str, set[str]]]:
+    """Yield function, parameter and the types it may have for every public parameter that is a number."""
+    for name in rtkernels.__all__:
+        if inspect.isfunction(function := getattr(rtkernels, name)) and name not in ("warm", "check_labels"):
+            for parameter in inspect.signature(function).parameters.values():
+                types = set(str(parameter.annotation).split(" | "))
+                if types & {"int", "float"}:
+                    yield name, parameter.name, types
+
+
+@pytest.mark.parametrize("emulated", (False, True), ids=("cpu", "sm_80"))
+@pytest.mark.parametrize(("name", "option", "types"), [pytest.param(*n, id=".".join(n[:2])) for n in _numbers()])
+def test_what_is_no_number_is_refused_by_name(name: str, option: str, types: set[str], emulated: bool) -> None:
+    wrong = ["1", 1j, [1], *([None] if "None" not in types else []), *([0.5] if "float" not in types else [])]
+    with rtkernels.emulate("sm_80") if emulated else nullcontext():
+        for value in wrong:
+            with pytest.raises(ArgumentError, match=rf"\b{option}\b"):
+                NUMBERS[name](**{option: value})
+        NUMBERS[name]()

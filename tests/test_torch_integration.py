@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import struct
 import warnings
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -279,6 +280,26 @@ def test_what_is_no_number_is_refused() -> None:
             rms_norm(x, eps=eps)
     with pytest.raises(ArgumentError, match="where a number is expected"):
         module.FWD_PLANS[x.dtype, x.shape, None, -1, None, None, True, None, None, 0, torch.tensor(1e-6), 0.0]
+
+
+def test_what_is_no_number_is_named_where_packing_a_launch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu(Tensor):
+        is_cuda = True
+
+    x = torch.randn(4, 8).as_subclass(OnGpu)
+    for operator, launch, more in (
+        (rtkernels.ops.softmax.FORWARD, "launch", (False,)),
+        (module.FORWARD, "remember", (0.0,)),
+    ):
+        scope = operator.call.__globals__
+        monkeypatch.setitem(scope, "TENSOR_TYPES", {OnGpu})
+        for failing in (lambda *args: struct.pack("=d", args[2]), lambda *args: args[2] + 1):
+            monkeypatch.setitem(scope, launch, failing)
+            with pytest.raises(ArgumentError, match=r"(scale|eps) is '1.0'; expected a number"):
+                operator(x, None, "1.0", *more)
+        monkeypatch.setitem(scope, launch, lambda *args: args[2] + "")
+        with pytest.raises(TypeError, match="unsupported operand"):  # of another origin: as it is
+            operator(x, None, 1.0, *more)
 
 
 def test_tracing_device_code_is_refused() -> None:

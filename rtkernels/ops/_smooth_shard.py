@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rtkernels._arguments import an_integer
 from rtkernels._guard import refuse_gradients
 from rtkernels._layout import check_same, token
 from rtkernels.errors import ArgumentError
@@ -84,6 +85,7 @@ def quantize_fp8_shard_(
 def _check(
     q: Tensor, scale: Tensor, shard: Tensor, offset: int, smooth: Tensor | None, edge_scales: Tensor | None
 ) -> None:
+    an_integer("offset", offset)
     token("q", q.dtype, FP8_DTYPES)
     token("scale", scale.dtype, (torch.float32,))
     token("shard", shard.dtype)

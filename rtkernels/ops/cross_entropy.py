@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
+from rtkernels._arguments import a_number
 from rtkernels._guard import constant, is_dynamo_compiling, needs_grad, once_differentiable, refuse_leaf
 from rtkernels._registry import Op
 from rtkernels.errors import ArgumentError
@@ -155,7 +156,7 @@ def cross_entropy(
         )  # fmt: skip
     if reduction not in REDUCTIONS:
         raise ArgumentError(f"reduction is {reduction!r}; expected one of 'none', 'mean', 'sum'")
-    if softcap is not None and not softcap > 0:
+    if softcap is not None and not a_number("softcap", softcap) > 0:
         raise ArgumentError(f"softcap is {softcap}; expected a positive number, or None")
     how = REDUCTIONS[reduction]
     options = (ignore_index, label_smoothing, z_loss, softcap or 0.0)

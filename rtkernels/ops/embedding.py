@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
+from rtkernels._arguments import an_integer
 from rtkernels._guard import detached, needs_grad, once_differentiable, refuse_gradients
 from rtkernels._layout import address, metadata, rowed
 from rtkernels._registry import MutatingOp, Op, TorchOp
@@ -216,11 +217,11 @@ class _Embedding(torch.autograd.Function):
 
 
 def _padding(padding_idx: int | None, rows: int, vocab_start: int) -> int:
-    if vocab_start < 0:
+    if an_integer("vocab_start", vocab_start) < 0:
         raise ArgumentError(f"vocab_start is {vocab_start}; expected 0 or more")
     if padding_idx is None:
         return NO_PADDING
-    if padding_idx >= 0:
+    if an_integer("padding_idx", padding_idx) >= 0:
         return padding_idx
     if vocab_start or padding_idx < -rows:
         raise ArgumentError(

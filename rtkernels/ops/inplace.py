@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rtkernels import interop
+from rtkernels._arguments import a_number
 from rtkernels._guard import refuse_gradients
 from rtkernels._kernel import Kernel, Plans
 from rtkernels._layout import (
@@ -172,7 +173,7 @@ def add_(x: Tensor, y: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tens
     if y is None:
         raise ArgumentError("y is None; expected a tensor like x (scale_ goes without)")
     refuse_gradients("add_", (x, y))
-    ADD(x, y, None, float(alpha), float(beta))
+    ADD(x, y, None, float(a_number("alpha", alpha)), float(a_number("beta", beta)))
     return x
 
 
@@ -195,7 +196,7 @@ def scale_(x: Tensor, factor: float | Tensor) -> Tensor:
     if isinstance(factor, Tensor):
         ADD(x, None, factor.detach(), 0.0, 1.0)
     else:
-        ADD(x, None, None, 0.0, float(factor))
+        ADD(x, None, None, 0.0, float(a_number("factor", factor)))
     return x
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
+from rtkernels._arguments import a_number
 from rtkernels._guard import refuse_gradients
 from rtkernels._kernel import Kernel, dense_memory
 from rtkernels._pointers import TensorList
@@ -229,7 +230,7 @@ def multi_scale_(tensors: Tensors, scale: float | Tensor) -> None:
     Returns:
         Nothing.
     """
-    by, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, float(scale))
+    by, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, float(a_number("scale", scale)))
     _scale(_overwritten("multi_scale_", _listed(tensors)), by, number, -1.0)
 
 
@@ -248,7 +249,7 @@ def multi_copy_(outputs: Tensors, inputs: Tensors, scale: float | Tensor = 1.0) 
     Returns:
         Nothing.
     """
-    by, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, float(scale))
+    by, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, float(a_number("scale", scale)))
     outputs, inputs = _listed(outputs), _listed(inputs)
     if len(outputs) != len(inputs):
         raise ArgumentError(f"inputs has {len(inputs)} tensors; expected {len(outputs)}, as many as outputs")
@@ -277,7 +278,7 @@ def multi_clip_norm_(tensors: Tensors, max_norm: float, ord: float = 2.0, *, gro
 
 def clip_norm_(tensors: Sequence[Tensor], max_norm: float, ord: float, group: Any) -> Tensor:
     """Do what ``multi_clip_norm_`` does, as under ``torch.no_grad()``."""
-    max_norm = float(max_norm)
+    max_norm = float(a_number("max_norm", max_norm))
     if not max_norm >= 0:
         raise ArgumentError(f"max_norm is {max_norm}; expected a number of at least 0")
     kind = _kind_of(ord)
@@ -308,7 +309,7 @@ def _overwritten(op: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _kind_of(ord: float) -> int:
-    kind = _KINDS.get(ord)
+    kind = _KINDS.get(a_number("ord", ord))
     if kind is None:
         raise ArgumentError(f"ord is {ord!r}; expected 1, 2 or math.inf")
     return kind
