@@ -345,7 +345,7 @@ def mla_rope(
     Args:
         q: ``[length, batch, heads, nope + rotary]`` or as `layout` says, or packed ``[tokens, heads, nope + rotary]``.
             bfloat16, float16 or float32; any strides. May be any object with ``__dlpack__``.
-        kv: The same with ``nope + value`` elements; may have another number of heads.
+        kv: The same with ``nope + value`` elements, of q's dtype, batch and length; may have another number of heads.
         k_pos: The same with one head of ``rotary`` elements, or without the dimension of heads.
         cos: As for ``rope``; n is ``rotary / 2`` or ``rotary``, the latter in the order of the result.
         sin: Like cos.
@@ -358,7 +358,8 @@ def mla_rope(
         cp_rank: As for ``rope``.
         cp_size: As for ``rope``.
         mscale: Factor of cos and sin.
-        in_place: Overwrite q's rotary part and return q. kv and k_pos are never overwritten.
+        in_place: Overwrite q's rotary part and return q. With gradients, q must not be a leaf. kv and k_pos are never
+            overwritten.
 
     Returns:
         ``(q, k, v)`` of head sizes ``nope + rotary``, ``nope + rotary`` and ``value``; dense (q as it was if in place).

@@ -280,7 +280,8 @@ def embedding_grad_(
 ) -> Tensor:
     """Add the gradient of an embedding to an existing one, in place: ``main_grad[id] += dy`` for every token.
 
-    Deterministic, in fp32 with one rounding per row. Rows without tokens are neither read nor written.
+    Deterministic, in fp32 with one rounding per row. Rows without tokens are neither read nor written. Not
+    differentiable: a main_grad that requires grad is refused unless under ``torch.no_grad()``.
 
     Args:
         main_grad: [rows, columns], bfloat16, float16 or float32, unit-stride rows.

@@ -98,7 +98,7 @@ def rope(
         cp_size: Number of such ranks; sequence lengths are multiples of ``2 * cp_size``.
         mscale: Factor of cos and sin.
         inverse: Apply the adjoint instead: the backward.
-        in_place: Overwrite x and k and return them.
+        in_place: Overwrite x and k and return them. With gradients, neither may be a leaf.
 
     Returns:
         ``y``, dense, of x's shape and dtype; with k ``(y, rotated k)``. With sections or tables whose rows are not
