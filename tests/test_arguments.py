@@ -4,27 +4,44 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from places import at
 from torch import Tensor
 
 import rtkernels
 from rtkernels import _registry
 from rtkernels.errors import ArgumentError
+from rtkernels.testing.compare import running_on
 
-IDS = torch.tensor([0, 1, 2])
-LABELS = torch.zeros(4, dtype=torch.int64)
-ANGLES = torch.zeros(3, 4), torch.ones(3, 4)
+
+def _ids() -> Tensor:
+    return torch.tensor([0, 1, 2])
+
+
+def _labels() -> Tensor:
+    return torch.zeros(4, dtype=torch.int64)
+
+
+def _angles() -> tuple[Tensor, Tensor]:
+    return torch.zeros(3, 4), torch.ones(3, 4)
+
+
+@contextmanager
+def _made_at(place: str) -> Iterator[None]:
+    """Run ops at a place, with new tensors where they belong."""
+    with running_on(place) as device, torch.device(device):
+        yield
 
 
 # ---- tensors that are overwritten -----------------------------------------------------------------------------------
 
 
 def _mla(q: Tensor) -> Any:
-    return rtkernels.mla_rope(q, torch.randn(3, 1, 2, 8), torch.randn(3, 1, 1, 8), *ANGLES, in_place=True)
+    return rtkernels.mla_rope(q, torch.randn(3, 1, 2, 8), torch.randn(3, 1, 1, 8), *_angles(), in_place=True)
 
 
 def _shard(scale: Tensor) -> Any:
@@ -37,9 +54,9 @@ OVERWRITING: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Any], bool]] = 
     "softmax": ((4, 8), lambda x: rtkernels.softmax(x, in_place=True), True),
     "softmax, another dim": ((4, 8), lambda x: rtkernels.softmax(x, 0, in_place=True), True),
     "log_softmax": ((4, 8), lambda x: rtkernels.log_softmax(x, in_place=True), True),
-    "cross_entropy": ((4, 8), lambda x: rtkernels.cross_entropy(x, LABELS, in_place=True), True),
-    "rope": ((1, 3, 2, 8), lambda x: rtkernels.rope(x, *ANGLES, in_place=True), True),
-    "rope, k": ((1, 3, 2, 8), lambda x: rtkernels.rope(x.detach() * 1, *ANGLES, k=x, in_place=True)[1], True),
+    "cross_entropy": ((4, 8), lambda x: rtkernels.cross_entropy(x, _labels(), in_place=True), True),
+    "rope": ((1, 3, 2, 8), lambda x: rtkernels.rope(x, *_angles(), in_place=True), True),
+    "rope, k": ((1, 3, 2, 8), lambda x: rtkernels.rope(x.detach() * 1, *_angles(), k=x, in_place=True)[1], True),
     "mla_rope": ((3, 1, 2, 16), _mla, True),
     "add_": ((4, 8), lambda x: rtkernels.add_(x, torch.ones(4, 8)), False),
     "scale_": ((4, 8), lambda x: rtkernels.scale_(x, 2.0), False),
@@ -47,39 +64,33 @@ OVERWRITING: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Any], bool]] = 
     "multi_scale_, tensor_list": ((4, 8), lambda x: rtkernels.multi_scale_(rtkernels.tensor_list([x]), 2.0), False),
     "multi_copy_": ((4, 8), lambda x: rtkernels.multi_copy_([x], [torch.ones(4, 8)]), False),
     "multi_clip_norm_": ((4, 8), lambda x: rtkernels.multi_clip_norm_([x], 0.5), False),
-    "embedding_grad_": ((4, 8), lambda x: rtkernels.embedding_grad_(x, IDS, torch.ones(3, 8)), False),
+    "embedding_grad_": ((4, 8), lambda x: rtkernels.embedding_grad_(x, _ids(), torch.ones(3, 8)), False),
     "quantize_fp8_shard_": ((4,), _shard, False),
     "rms_norm": ((4, 8), lambda x: rtkernels.rms_norm(torch.randn(4, 8), out=x), False),
     "layer_norm": ((4, 8), lambda x: rtkernels.layer_norm(torch.randn(4, 8), out=x), False),
-    "index_select": ((3, 8), lambda x: rtkernels.index_select(torch.randn(4, 8), IDS, out=x), False),
-    "scatter_add": ((4, 8), lambda x: rtkernels.scatter_add(torch.randn(3, 8), IDS, out=x), False),
+    "index_select": ((3, 8), lambda x: rtkernels.index_select(torch.randn(4, 8), _ids(), out=x), False),
+    "scatter_add": ((4, 8), lambda x: rtkernels.scatter_add(torch.randn(3, 8), _ids(), out=x), False),
 }
 
 
-@pytest.mark.parametrize("emulated", (False, True), ids=("cpu", "sm_80"))
+@at("cpu", "sm_80", "cuda")
 @pytest.mark.parametrize("name", OVERWRITING)
-def test_leaves_that_require_grad_are_not_overwritten(name: str, emulated: bool) -> None:
-    shape, call, differentiable = OVERWRITING[name]
-    x = torch.randn(shape)
-    leaf = x.clone().requires_grad_()
+def test_leaves_that_require_grad_are_not_overwritten(name: str, place: str) -> None:
+    shape, run, differentiable = OVERWRITING[name]
     message = "requires grad|needs gradients" if not differentiable else "is a leaf that requires grad"
-
-    def run(t: Tensor) -> Any:
-        if not emulated:
-            return call(t)
-        with rtkernels.emulate("sm_80"):
-            return call(t)
-
-    with pytest.raises(ArgumentError, match=message):
-        run(leaf)
-    assert torch.equal(leaf, x), "changed before it was refused"
-    if differentiable:
-        run(leaf * 1)
-    else:
+    with _made_at(place):
+        x = torch.randn(shape)
+        leaf = x.clone().requires_grad_()
         with pytest.raises(ArgumentError, match=message):
+            run(leaf)
+        assert torch.equal(leaf, x), "changed before it was refused"
+        if differentiable:
             run(leaf * 1)
-    with torch.no_grad():
-        run(leaf)
+        else:
+            with pytest.raises(ArgumentError, match=message):
+                run(leaf * 1)
+        with torch.no_grad():
+            run(leaf)
     assert not torch.equal(leaf, x) or name == "cross_entropy"  # which has no gradient to write
 
 
@@ -146,11 +157,26 @@ def test_launchers_refuse_tensors_of_another_gpu(
             torch_op.launch(*given)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", [op.name for op in _registry.ops()])
+def test_tensors_on_the_cpu_among_those_on_a_gpu_are_refused(op: str) -> None:
+    for torch_op, args in _registry.get(op).samples("cuda"):
+        tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor) and a.numel()]
+        if len(tensors) < 2 or torch_op.name.endswith(_BY_AUTOGRAD):
+            continue
+        for i in tensors:
+            given = _cloned(args)
+            given[i] = given[i].cpu()
+            with pytest.raises(ArgumentError, match=r"device|is on|expected"):
+                torch_op(*given)
+    torch.cuda.synchronize()
+
+
 def test_q_and_kv_have_the_same_tokens() -> None:
     def call(q: tuple[int, ...], kv: tuple[int, ...], layout: str = "sbhd", dtype: torch.dtype = torch.float32) -> Any:
         batch_and_length = (kv[0], kv[2]) if layout == "bhsd" else kv[:-2]
         k_pos = torch.randn(*batch_and_length, 8)
-        return rtkernels.mla_rope(torch.randn(q, dtype=dtype), torch.randn(kv), k_pos, *ANGLES, layout=layout)
+        return rtkernels.mla_rope(torch.randn(q, dtype=dtype), torch.randn(kv), k_pos, *_angles(), layout=layout)
 
     call((3, 2, 4, 16), (3, 2, 1, 24))
     call((2, 4, 3, 16), (2, 1, 3, 24), "bhsd")
@@ -182,28 +208,30 @@ def _f8(*shape: int) -> Tensor:
 # A call of every public function that takes numbers; all of them can be given by name on top.
 NUMBERS: dict[str, Callable[..., Any]] = {
     "add_": lambda **n: rtkernels.add_(torch.ones(4, 8), torch.ones(4, 8), **n),
-    "cross_entropy": lambda **n: rtkernels.cross_entropy(torch.ones(4, 8), LABELS, **n),
+    "cross_entropy": lambda **n: rtkernels.cross_entropy(torch.ones(4, 8), _labels(), **n),
     "dequantize_fp8_hadamard": lambda **n: rtkernels.dequantize_fp8_hadamard(_f8(4, 128), torch.ones(4), **n),
     "dequantize_fp8_smooth": lambda **n: rtkernels.dequantize_fp8_smooth(_f8(4, 128), torch.ones(4), **n),
-    "embedding": lambda **n: rtkernels.embedding(IDS, torch.ones(4, 8), **n),
-    "embedding_grad_": lambda **n: rtkernels.embedding_grad_(torch.ones(4, 8), IDS, torch.ones(3, 8), **n),
+    "embedding": lambda **n: rtkernels.embedding(_ids(), torch.ones(4, 8), **n),
+    "embedding_grad_": lambda **n: rtkernels.embedding_grad_(torch.ones(4, 8), _ids(), torch.ones(3, 8), **n),
     "group_rms_norm_gate": lambda **n: rtkernels.group_rms_norm_gate(
         torch.ones(4, 8), torch.ones(4, 8), **{"groups": 2, **n}
     ),
     "hadamard": lambda **n: rtkernels.hadamard(torch.ones(4, 128), **n),
-    "jsd": lambda **n: rtkernels.jsd(torch.zeros(4, 8), torch.zeros(4, 8), labels=LABELS, from_logits=True, **n),
-    "kl_div": lambda **n: rtkernels.kl_div(torch.zeros(4, 8), torch.zeros(4, 8), labels=LABELS, from_logits=True, **n),
+    "jsd": lambda **n: rtkernels.jsd(torch.zeros(4, 8), torch.zeros(4, 8), labels=_labels(), from_logits=True, **n),
+    "kl_div": lambda **n: rtkernels.kl_div(
+        torch.zeros(4, 8), torch.zeros(4, 8), labels=_labels(), from_logits=True, **n
+    ),
     "layer_norm": lambda **n: rtkernels.layer_norm(torch.ones(4, 8), **n),
     "layer_norm_fp8": lambda **n: rtkernels.layer_norm_fp8(torch.ones(4, 128), **n),
     "linear_cross_entropy": lambda **n: rtkernels.linear_cross_entropy(
-        torch.ones(4, 8), torch.ones(8, 8), LABELS, **n
+        torch.ones(4, 8), torch.ones(8, 8), _labels(), **n
     ),
     "load_balancing_loss": lambda **n: rtkernels.load_balancing_loss(
         torch.ones(4, 8), counts=torch.ones(8, dtype=torch.int32), **{"k": 2, **n}
     ),
     "log_softmax": lambda **n: rtkernels.log_softmax(torch.ones(4, 8), **n),
     "mla_rope": lambda **n: rtkernels.mla_rope(
-        torch.ones(3, 1, 2, 16), torch.ones(3, 1, 2, 24), torch.ones(3, 1, 8), *ANGLES, **n
+        torch.ones(3, 1, 2, 16), torch.ones(3, 1, 2, 24), torch.ones(3, 1, 8), *_angles(), **n
     ),
     "moe_index": lambda **n: rtkernels.moe_index(torch.arange(8).view(4, 2) % 4, **{"num_experts": 4, **n}),
     "moe_row_id_map": lambda **n: rtkernels.moe_row_id_map(torch.ones(4, 4, dtype=torch.bool), **n),
@@ -213,7 +241,7 @@ NUMBERS: dict[str, Callable[..., Any]] = {
     "multi_norm": lambda **n: rtkernels.multi_norm([torch.ones(4)], **n),
     "multi_scale_": lambda **n: rtkernels.multi_scale_([torch.ones(4)], **{"scale": 1.0, **n}),
     "qk_norm_rope": lambda **n: rtkernels.qk_norm_rope(
-        torch.ones(3, 1, 32), None, None, *ANGLES, **{"q_heads": 2, "kv_heads": 1, **n}
+        torch.ones(3, 1, 32), None, None, *_angles(), **{"q_heads": 2, "kv_heads": 1, **n}
     ),
     "quantize_fp8_hadamard": lambda **n: rtkernels.quantize_fp8_hadamard(torch.ones(4, 128), **n),
     "quantize_fp8_shard_": lambda **n: rtkernels.quantize_fp8_shard_(
@@ -227,10 +255,10 @@ NUMBERS: dict[str, Callable[..., Any]] = {
     "rms_norm_router": lambda **n: rtkernels.rms_norm_router(
         torch.ones(4, 128, dtype=torch.bfloat16), None, torch.ones(8, 128, dtype=torch.bfloat16), **n
     ),
-    "rope": lambda **n: rtkernels.rope(torch.ones(1, 3, 2, 8), *ANGLES, **n),
+    "rope": lambda **n: rtkernels.rope(torch.ones(1, 3, 2, 8), *_angles(), **n),
     "router_z_loss": lambda **n: rtkernels.router_z_loss(torch.ones(4, 8), **n),
     "scale_": lambda **n: rtkernels.scale_(torch.ones(4, 8), **{"factor": 1.0, **n}),
-    "scatter_add": lambda **n: rtkernels.scatter_add(torch.ones(3, 8), IDS, **{"rows": 4, **n}),
+    "scatter_add": lambda **n: rtkernels.scatter_add(torch.ones(3, 8), _ids(), **{"rows": 4, **n}),
     "smooth_factors": lambda **n: rtkernels.smooth_factors(torch.ones(8), **n),
     "softmax": lambda **n: rtkernels.softmax(torch.ones(4, 8), **n),
     "topk": lambda **n: rtkernels.topk(torch.ones(4, 8), **{"k": 2, **n}),
@@ -250,11 +278,11 @@ def _numbers() -> Iterator[tuple[str, str, set[str]]]:
                     yield name, parameter.name, types
 
 
-@pytest.mark.parametrize("emulated", (False, True), ids=("cpu", "sm_80"))
+@at("cpu", "sm_80", "cuda")
 @pytest.mark.parametrize(("name", "option", "types"), [pytest.param(*n, id=".".join(n[:2])) for n in _numbers()])
-def test_what_is_no_number_is_refused_by_name(name: str, option: str, types: set[str], emulated: bool) -> None:
+def test_what_is_no_number_is_refused_by_name(name: str, option: str, types: set[str], place: str) -> None:
     wrong = ["1", 1j, [1], *([None] if "None" not in types else []), *([0.5] if "float" not in types else [])]
-    with rtkernels.emulate("sm_80") if emulated else nullcontext():
+    with _made_at(place):
         for value in wrong:
             with pytest.raises(ArgumentError, match=rf"\b{option}\b"):
                 NUMBERS[name](**{option: value})

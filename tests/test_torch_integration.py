@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from places import at
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -20,6 +21,7 @@ from rtkernels import _registry
 from rtkernels._plan import Plan
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import rms_norm as module
+from rtkernels.testing.compare import running_on
 
 rms_norm = rtkernels.rms_norm
 
@@ -235,13 +237,13 @@ def test_gradients_that_are_lazy_negatives() -> None:
         torch.testing.assert_close(*grads)
 
 
-_LABELS = torch.tensor([1, 0, 7, -100])
+_LABELS = [1, 0, 7, -100]
 BATCHED = {
     "rms_norm": lambda x, w: rms_norm(x, w, residual=2 * x),
     "layer_norm": lambda x, w: rtkernels.layer_norm(x, w, w),
     "softmax": lambda x, w: rtkernels.softmax(x * w),
     "glu": lambda x, w: rtkernels.glu(x, x * w),
-    "cross_entropy": lambda x, w: rtkernels.cross_entropy(x * w, _LABELS, reduction="none"),
+    "cross_entropy": lambda x, w: rtkernels.cross_entropy(x * w, torch.tensor(_LABELS), reduction="none"),
     "index_select": lambda x, w: rtkernels.index_select(x * w, torch.tensor([2, 0])),
     "embedding": lambda x, w: rtkernels.embedding(torch.tensor([2, 0]), x * w),
     "topk_router": lambda x, w: rtkernels.topk_router(x * w, 2)[:1],
@@ -249,12 +251,13 @@ BATCHED = {
 }
 
 
+@at("sm_80", "cuda")
 @pytest.mark.parametrize("name", BATCHED)
-def test_batches_of_gradients(name: str) -> None:
+def test_batches_of_gradients(name: str, place: str) -> None:
     """Jacobians by one vectorised pass, on device code: the gradients are tensors without memory then."""
-    x, w = torch.randn(4, 8, requires_grad=True), torch.rand(8, requires_grad=True)
-    with rtkernels.emulate("sm_80"), warnings.catch_warnings():
+    with running_on(place) as device, torch.device(device), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that it loops
+        x, w = torch.randn(4, 8, requires_grad=True), torch.rand(8, requires_grad=True)
         results = BATCHED[name](x, w)
         results = list(results) if isinstance(results, tuple) else [results]
         batches = [torch.randn(3, *result.shape) for result in results]
@@ -369,11 +372,12 @@ def test_device_code_never_sees_lazy_negatives(
     torch.testing.assert_close((got, [given[i] for i in written]), (wanted, [wanted_args[i] for i in written]))
 
 
-def test_lazy_negatives_and_conjugates_on_device_code() -> None:
-    x = torch.randn(4, 8)
-    z = torch.randn(4, 8, dtype=torch.complex64)
-    indices = torch.tensor([2, 0])
-    with rtkernels.emulate("sm_80"):
+@at("sm_80", "cuda")
+def test_lazy_negatives_and_conjugates_on_device_code(place: str) -> None:
+    with running_on(place) as device, torch.device(device):
+        x = torch.randn(4, 8)
+        z = torch.randn(4, 8, dtype=torch.complex64)
+        indices = torch.tensor([2, 0])
         torch.testing.assert_close(rtkernels.softmax(torch._neg_view(x)), torch.softmax(-x, -1))
         torch.testing.assert_close(rms_norm(torch._neg_view(x)), rms_norm(-x))
         torch.testing.assert_close(rtkernels.index_select(z.conj(), indices), z.conj()[indices])
