@@ -171,7 +171,7 @@ def _make_slab(words: int) -> None:
     global _slab, _slab_used
     with _lock:
         if _slab is None or len(_slab) - _slab_used < words:
-            _slab = torch.empty(max(_SLAB_WORDS, 4 * words), dtype=torch.int64, pin_memory=True)
+            _slab = torch.empty(max(_SLAB_WORDS, 4 * words), dtype=torch.int64, device="cpu", pin_memory=True)
             _slab_used = 0
 
 

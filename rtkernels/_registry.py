@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _LIBRARY = torch.library.Library("rtkernels", "FRAGMENT")
 _OPS: dict[str, Op] = {}
-_STAND_INS = [torch.empty(0) for _ in range(8)]  # by the place of the argument
+_STAND_INS = [torch.empty(0, device="cpu") for _ in range(8)]  # by the place of the argument
 _CANNOT_LAUNCH = (ToolkitError, UnsupportedDeviceError, KernelCompileError, NotWarmError)
 _fell_back: set[str] = set()
 _calls = threading.local()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from places import at
 from torch import Tensor
 
 import rtkernels
-from rtkernels import _registry
+from rtkernels import _kernel, _registry
 from rtkernels.errors import ArgumentError
 from rtkernels.testing.compare import running_on
 
@@ -287,3 +288,24 @@ def test_what_is_no_number_is_refused_by_name(name: str, option: str, types: set
             with pytest.raises(ArgumentError, match=rf"\b{option}\b"):
                 NUMBERS[name](**{option: value})
         NUMBERS[name]()
+
+
+def _one_sample_of_each() -> Iterator[Any]:
+    for op in _registry.ops():
+        for torch_op, args in dict(op.samples("cpu")).items():
+            yield pytest.param(torch_op, args, id=torch_op.name)
+
+
+@at("cpu", "sm_90")
+@pytest.mark.parametrize(("torch_op", "args"), _one_sample_of_each())
+def test_the_default_device_makes_no_difference(torch_op: _registry.TorchOp, args: tuple, place: str) -> None:
+    """As after ``torch.set_default_device("cuda")``: what ops allocate is where their tensors are, or on the host."""
+    given, wanted_args = copy.deepcopy(args), copy.deepcopy(args)
+    with running_on(place):
+        _kernel.Plans.forget_all()
+        with torch.device("meta"):
+            got = torch_op(*given)
+        wanted = torch_op(*wanted_args)
+    written = [i for i, a in enumerate(torch_op.overload._schema.arguments) if a.alias_info and a.alias_info.is_write]
+    results = (got, [given[i] for i in written]), (wanted, [wanted_args[i] for i in written])
+    torch.testing.assert_close(*results, equal_nan=True, rtol=0, atol=0)

@@ -118,7 +118,7 @@ class _Report:
     """Where kernels on one device report a label outside the vocabulary: found, label, row."""
 
     def __init__(self, device: int) -> None:
-        self.tensor = torch.zeros(3, dtype=torch.int64, pin_memory=device >= 0)
+        self.tensor = torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=device >= 0)
         self._values = self.tensor.numpy()
 
     def raise_if_bad(self) -> None:
