@@ -297,7 +297,7 @@ class MutatingOp(TorchOp):
         source = f"""
 def call({names}):
 {self._refusal()}\
-    for t in ({tensors}):  # with a single one on meta the dispatcher would do nothing
+    for t in ({tensors},):  # with a single one on meta the dispatcher would do nothing
         if getattr(t, "is_meta", False) and not is_dynamo_compiling():
             check_types({names})
             break
