@@ -144,6 +144,10 @@ def refuse_tangents(op: str, tensors: Iterable[Tensor | None]) -> None:
             )
 
 
+def _batched(grads: Iterable[Tensor | None]) -> bool:
+    return any(grad is not None and is_legacy_batched(grad) for grad in grads)
+
+
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Mark the ``backward`` of an ``autograd.Function`` as one that has no derivative itself.
 
@@ -166,18 +170,18 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         if is_dynamo_compiling():
             with torch.no_grad():
                 return backward(ctx, *grads)
-        run = backward
-        for grad in grads:
-            if grad is not None and is_legacy_batched(grad):
-                run = dispatched
-                break
         if not torch.is_grad_enabled():  # nearly always
-            return run(ctx, *grads)
+            try:
+                return backward(ctx, *grads)
+            except RuntimeError:  # an address was asked for, so nothing was launched yet
+                if not _batched(grads):
+                    raise
+            return dispatched(ctx, *grads)
         ways = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad]  # back to the inputs
         if not ways and getattr(ctx, "made_gradient", False):
             raise RuntimeError(message)
         with torch.no_grad():
-            results = run(ctx, *grads)
+            results = (dispatched if _batched(grads) else backward)(ctx, *grads)
         results = results if isinstance(results, tuple) else (results,)
         results = [r if r is None else r.detach().requires_grad_() for r in results]
         raising = torch._C._functions.DelayedError(message.encode(), len(results) + len(ways))

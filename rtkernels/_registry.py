@@ -101,10 +101,10 @@ class TorchOp:
         for argument in arguments:
             if str(argument.type) == "Tensor":
                 plain.append(f"type({argument.name}) in TENSOR_TYPES")
-                lazy.append(f"{argument.name}.is_neg() or {argument.name}.is_conj()")
+                lazy.append(f"{argument.name}.is_neg()")
             elif str(argument.type) == "Optional[Tensor]":
                 plain.append(f"({argument.name} is None or type({argument.name}) in TENSOR_TYPES)")
-                lazy.append(f"{argument.name} is not None and ({argument.name}.is_neg() or {argument.name}.is_conj())")
+                lazy.append(f"{argument.name} is not None and {argument.name}.is_neg()")
             elif str(argument.type) == "List[Tensor]":  # one C loop over the list, none over a TensorList
                 name = argument.name
                 plain.append(f"(type({name}) is TensorList or TENSOR_TYPES.issuperset(map(type, {name})))")
@@ -113,8 +113,8 @@ class TorchOp:
             # Without a tensor there is no device, and the dispatcher would not know where to go.
             empty = f"    if not {first}:\n        return reference({names})\n"
             first += "[0]"
-        # Tensors whose memory holds other values (lazy negatives) go to the dispatcher, which copies them. Plans on a
-        # GPU ask that themselves, and so do the tables of lists.
+        # Lazy negatives, whose memory holds the opposite values, go to the dispatcher, which copies them. Plans on a
+        # GPU ask that themselves, and so do the tables of lists. Ops of complex numbers look for lazy conjugates.
         resolved = f"not ({' or '.join(lazy)})" if lazy else "True"
         recall, launch, on_gpu = "", "launch", resolved
         if self._plan is not None:

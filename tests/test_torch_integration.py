@@ -381,6 +381,8 @@ def test_lazy_negatives_and_conjugates_on_device_code(place: str) -> None:
         torch.testing.assert_close(rtkernels.softmax(torch._neg_view(x)), torch.softmax(-x, -1))
         torch.testing.assert_close(rms_norm(torch._neg_view(x)), rms_norm(-x))
         torch.testing.assert_close(rtkernels.index_select(z.conj(), indices), z.conj()[indices])
+        halves = torch.tensor([2, 2]), torch.tensor([1, 0])
+        torch.testing.assert_close(rtkernels.sort_chunks(z.conj(), *halves), torch.cat((z[2:], z[:2])).conj())
         for call in (rtkernels.scale_, lambda t, by: rtkernels.softmax(t, scale=by, in_place=True)):
             with pytest.raises(ArgumentError, match=r"x is a lazy negative.*resolve_neg"):
                 call(torch._neg_view(x), 2.0)

@@ -18,6 +18,8 @@ from rtkernels.ops.embedding import sum_rows
 def _select(
     x: Tensor, indices: Tensor, scale: Tensor | None, out: Tensor | None, after_chunks: bool
 ) -> tuple[Tensor, Tensor]:
+    if x.dtype.is_complex:
+        x = x.resolve_conj()
     source, target = x.data_ptr(), address(out)
     plan = SELECT_PLANS[
         metadata(x), metadata(indices), metadata(scale), metadata(out), (source | target) & 15, after_chunks
