@@ -109,7 +109,7 @@ def _sweep(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print(NO_GPU, file=sys.stderr)
         return 2
-    from bench import sweep
+    from bench import neighbours, sweep
     from bench.timing import CudaDevice, Timer
 
     env = meta.environment()
@@ -121,6 +121,7 @@ def _sweep(args: argparse.Namespace) -> int:
         "schema": meta.SCHEMA, "environment": env, "copy_peak_gbps": None, "rows": rows, "host": None, "complete": True,
     }  # fmt: skip
     meta.save(result, args.out or meta.default_path(env))
+    print("\n".join(neighbours.text(rows)))
     return 0
 
 

@@ -113,6 +113,10 @@ def _first_use_table(first_use: dict[str, Any]) -> list[str]:
 def markdown(result: dict[str, Any]) -> str:
     """The whole result as markdown."""
     lines = [heading(result), ""]
+    if any("peak_extra_bytes" in row for row in result["rows"]):  # of a sweep, which has no peers
+        from bench import neighbours
+
+        return "\n".join([*lines, *neighbours.text(result["rows"]), ""])
     if result["rows"]:
         lines += [*row_table(result), ""]
         if any(row.get("peers_waiting") for row in result["rows"]):

@@ -6,14 +6,15 @@ vocabularies. Correctness at such shapes is the business of the tests; here noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from bench.timing import Timer, copy_calls
 
-HIDDEN = (1536, 2048, 4096, 5120, 7168, 8192)
+HIDDEN = (1024, 1536, 2048, 4096, 5120, 7168, 8192)  # powers of two on both sides of every other size
+ROWS = (1024, 2048, 4096, 16384, 32768, 65536)  # beside the 8192 of all hidden sizes
 VOCABULARY = (1000, 4096, 16384, 32000, 50257, 65536, 128256, 151936, 157184, 262144)
 BATCHES = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
 ELEMENTS = 1 << 28
@@ -124,7 +125,7 @@ def points(device: str) -> Iterator[Point]:
     """Yield all points, in the order in which neighbours are compared."""
     for cols in HIDDEN:
         yield from _rows(8192, cols, device)
-    for rows in (1024, 65536):
+    for rows in ROWS:
         yield from _rows(rows, 4096, device)
     for cols in VOCABULARY:
         yield from _losses(ELEMENTS // cols, cols, device)
@@ -136,9 +137,9 @@ def points(device: str) -> Iterator[Point]:
 def measure(timer: Timer, device: str, log: Callable[[str], None], only: Callable[[str], bool]) -> list[dict[str, Any]]:
     """Time every point and return rows in the form of a result file, with the most extra memory of a call."""
     found = []
-    for point in points(device):
-        if not only(point.name):
-            continue
+    chosen = [point for point in points(device) if only(point.name)]
+    log(f"{len(chosen)} points, about {estimate_s(chosen, timer):.0f} s")
+    for point in chosen:
         copies = COPIES if point.nbytes <= ROTATED_BYTES // 2 else 1
         calls = [point.make() for _ in range(copies)]
         copy = timer.measure(copy_calls(point.nbytes, device, copies)).us
@@ -155,6 +156,18 @@ def measure(timer: Timer, device: str, log: Callable[[str], None], only: Callabl
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
     return found
+
+
+_BYTES_PER_US, _FLUSH_US, _SPIN_US, _HOST_US, _MAKING_US = 4.0e6, 100.0, 500.0, 20.0, 8000.0  # of an H200, about
+
+
+def estimate_s(chosen: Sequence[Point], timer: Timer) -> float:
+    """Return about how long it takes to measure these points and the copies beside them, without compilation."""
+    batches = timer.iterations / timer.batch
+    fixed = (
+        _MAKING_US + timer.warm_us + timer.iterations * _FLUSH_US + batches * (_SPIN_US + 2 * timer.batch * _HOST_US)
+    )
+    return sum(2 * (fixed + timer.iterations * point.nbytes / _BYTES_PER_US) for point in chosen) / 1e6
 
 
 def _extra_bytes(call: Callable[[], Any]) -> int | None:

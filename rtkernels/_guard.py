@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling as is_dynamo_compiling
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rtkernels.errors import ArgumentError
 
@@ -34,6 +35,14 @@ except ImportError:  # pragma: no cover
 
     def functorch_transform() -> Any:
         return None
+
+
+try:
+    from torch._C._functorch import is_legacy_batchedtensor as is_legacy_batched
+except ImportError:  # pragma: no cover
+
+    def is_legacy_batched(t: Tensor) -> bool:
+        return False
 
 
 try:
@@ -62,6 +71,13 @@ except (ImportError, AttributeError):  # pragma: no cover
 TENSOR_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
 
+class _Dispatching(TorchDispatchMode):
+    """Changes nothing, but while it is on every operator is called by the dispatcher."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
 def never(*tensors: Any) -> bool:
     """Match nothing."""
     return False
@@ -87,6 +103,24 @@ def needs_grad(a: Tensor, b: Tensor | None = None, c: Tensor | None = None) -> b
         raise _not_tensors(a, b, c) from None
 
 
+def refuse_gradients(op: str, tensors: Iterable[Tensor]) -> None:
+    """Raise if one of the tensors of an in-place function that is not differentiable requires a gradient."""
+    try:
+        refused = torch.is_grad_enabled() and [t for t in tensors if t.requires_grad]
+    except AttributeError:  # not all are tensors, as the operator will say
+        return
+    if refused:
+        raise ArgumentError(f"{op} is not differentiable, and a tensor requires grad; call it under torch.no_grad()")
+
+
+def refuse_leaf(name: str, x: Tensor | None) -> None:
+    """Raise if a tensor to be overwritten is a leaf that requires grad. Torch says so after it was overwritten."""
+    if x is not None and x.requires_grad and x.is_leaf and torch.is_grad_enabled():
+        raise ArgumentError(
+            f"{name} is a leaf that requires grad; expected the result of an operation for in_place, or torch.no_grad()"
+        )
+
+
 def detached(*tensors: Tensor | None) -> list[Tensor | None]:
     """Return tensors that require no gradient: the arguments of functions that have none."""
     try:
@@ -110,6 +144,10 @@ def refuse_tangents(op: str, tensors: Iterable[Tensor | None]) -> None:
             )
 
 
+def _batched(grads: Iterable[Tensor | None]) -> bool:
+    return any(grad is not None and is_legacy_batched(grad) for grad in grads)
+
+
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Mark the ``backward`` of an ``autograd.Function`` as one that has no derivative itself.
 
@@ -117,8 +155,14 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     ``y.sum()``, and that lead nowhere: second derivatives are then short of a term, or 0, without a word. Here all
     gradients of a pass with ``create_graph=True`` raise if they are differentiated, also in inputs of the forward pass
     alone (``torch.autograd.functional.hessian``). A forward that made the gradient and saved nothing else says
-    ``ctx.made_gradient = True``: without a way back, such a pass raises at once. Lazy negatives are made real.
+    ``ctx.made_gradient = True``: without a way back, such a pass raises at once. Batches of gradients
+    (``is_grads_batched``) come as tensors without memory; the dispatcher then calls operators for one at a time.
     """
+
+    def dispatched(ctx: Any, *grads: Tensor | None) -> Any:
+        with _Dispatching():
+            return backward(ctx, *grads)
+
     message = f"{backward.__qualname__} is differentiable once (once_differentiable): it has no derivative itself"
 
     @functools.wraps(backward)
@@ -126,17 +170,18 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         if is_dynamo_compiling():
             with torch.no_grad():
                 return backward(ctx, *grads)
-        for grad in grads:
-            if grad is not None and grad.is_neg():
-                grads = [g if g is None else g.resolve_neg() for g in grads]
-                break
         if not torch.is_grad_enabled():  # nearly always
-            return backward(ctx, *grads)
+            try:
+                return backward(ctx, *grads)
+            except RuntimeError:  # an address was asked for, so nothing was launched yet
+                if not _batched(grads):
+                    raise
+            return dispatched(ctx, *grads)
         ways = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad]  # back to the inputs
         if not ways and getattr(ctx, "made_gradient", False):
             raise RuntimeError(message)
         with torch.no_grad():
-            results = backward(ctx, *grads)
+            results = (dispatched if _batched(grads) else backward)(ctx, *grads)
         results = results if isinstance(results, tuple) else (results,)
         results = [r if r is None else r.detach().requires_grad_() for r in results]
         raising = torch._C._functions.DelayedError(message.encode(), len(results) + len(ways))

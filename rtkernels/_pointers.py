@@ -20,6 +20,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from rtkernels._arguments import refuse_lazy
 from rtkernels._guard import TENSOR_TYPES, TensorGuards, same_tensors
 from rtkernels._kernel import Plans
 from rtkernels.errors import ArgumentError, NotWarmError
@@ -45,10 +46,12 @@ class TensorList(tuple):
     """Tensors that are used together again and again; see ``rtkernels.tensor_list``."""
 
     tables: dict[Any, Any]
+    requires_grad: bool  # of any of them
 
     def __new__(cls, tensors: Iterable[Tensor]) -> TensorList:
         made = super().__new__(cls, tensors)
         made.tables = {}
+        made.requires_grad = any(getattr(t, "requires_grad", False) for t in made)
         return made
 
 
@@ -127,7 +130,7 @@ class _Matcher:
 
 
 def _metadata(t: Tensor) -> tuple[Any, ...]:
-    return t.dtype, t.get_device(), t.shape, t.stride()
+    return t.dtype, t.get_device(), t.shape, t.stride(), t.is_neg()
 
 
 # ---- uploading ------------------------------------------------------------------------------------------------------
@@ -168,7 +171,7 @@ def _make_slab(words: int) -> None:
     global _slab, _slab_used
     with _lock:
         if _slab is None or len(_slab) - _slab_used < words:
-            _slab = torch.empty(max(_SLAB_WORDS, 4 * words), dtype=torch.int64, pin_memory=True)
+            _slab = torch.empty(max(_SLAB_WORDS, 4 * words), dtype=torch.int64, device="cpu", pin_memory=True)
             _slab_used = 0
 
 
@@ -200,6 +203,7 @@ def check_list(name: str, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtyp
         and {t.dtype for t in tensors} <= set(dtypes)
         and {t.device for t in tensors} <= {device}
         and all(map(Tensor.is_contiguous, tensors))
+        and not any(map(Tensor.is_neg, tensors))
     ):
         return  # nearly always; what follows is slower and says what is wrong
     for i, t in enumerate(tensors):
@@ -213,6 +217,7 @@ def check_list(name: str, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtyp
             raise ArgumentError(f"{name}[{i}] has dtype {got}; expected one of {wanted}")
         if t.device != device:
             raise ArgumentError(f"{name}[{i}] is on {t.device}; expected {device}, that of the first tensor")
+        refuse_lazy(f"{name}[{i}]", t)
         if not t.is_contiguous() and not _fills_memory(t):
             raise ArgumentError(
                 f"{name}[{i}] has shape {tuple(t.shape)} and strides {tuple(t.stride())}, which leave gaps or overlap; "

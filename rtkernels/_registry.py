@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 _LIBRARY = torch.library.Library("rtkernels", "FRAGMENT")
 _OPS: dict[str, Op] = {}
-_STAND_INS = [torch.empty(0) for _ in range(8)]  # by the place of the argument
+_STAND_INS = [torch.empty(0, device="cpu") for _ in range(8)]  # by the place of the argument
 _CANNOT_LAUNCH = (ToolkitError, UnsupportedDeviceError, KernelCompileError, NotWarmError)
 _fell_back: set[str] = set()
 _calls = threading.local()
@@ -96,12 +97,14 @@ class TorchOp:
         """
         arguments = self.overload._schema.arguments
         names = ", ".join(argument.name for argument in arguments)
-        plain = ["not is_dynamo_compiling()"]
+        plain, lazy = ["not is_dynamo_compiling()"], []
         for argument in arguments:
             if str(argument.type) == "Tensor":
                 plain.append(f"type({argument.name}) in TENSOR_TYPES")
+                lazy.append(f"{argument.name}.is_neg()")
             elif str(argument.type) == "Optional[Tensor]":
                 plain.append(f"({argument.name} is None or type({argument.name}) in TENSOR_TYPES)")
+                lazy.append(f"{argument.name} is not None and {argument.name}.is_neg()")
             elif str(argument.type) == "List[Tensor]":  # one C loop over the list, none over a TensorList
                 name = argument.name
                 plain.append(f"(type({name}) is TensorList or TENSOR_TYPES.issuperset(map(type, {name})))")
@@ -110,20 +113,26 @@ class TorchOp:
             # Without a tensor there is no device, and the dispatcher would not know where to go.
             empty = f"    if not {first}:\n        return reference({names})\n"
             first += "[0]"
-        recall, launch = "", "launch"
+        # Lazy negatives, whose memory holds the opposite values, go to the dispatcher, which copies them. Plans on a
+        # GPU ask that themselves, and so do the tables of lists. Ops of complex numbers look for lazy conjugates.
+        resolved = f"not ({' or '.join(lazy)})" if lazy else "True"
+        recall, launch, on_gpu = "", "launch", resolved
         if self._plan is not None:
-            launch, recall = "remember", self._recall("recent")
+            launch, recall, on_gpu = "remember", self._recall("recent"), "True"
         source = f"""
 def call({names}):
 {empty}{recall}\
 {self._refusal()}\
     if {" and ".join(plain)} and not dispatch_modes() and functorch_transform() is None:
-        if {first}.is_cuda:
+        if {first}.is_cuda and {on_gpu}:
             try:
                 return {launch}({names})
             except cannot_launch as error:
                 return fall_back(error, ({names},))
-        if {first}.is_cpu:
+            except no_number:
+                check_types({names})
+                raise
+        if {first}.is_cpu and {resolved}:
             return run_cpu({names})
     if not is_dynamo_compiling():
         check_types({names})
@@ -137,6 +146,7 @@ def call({names}):
             "forward_ad": forward_ad,
             "refuse_tangents": refuse_tangents,
             "cannot_launch": _CANNOT_LAUNCH,
+            "no_number": (TypeError, struct.error),
             "launch": self.launch,
             "fall_back": self._fall_back,
             "run_cpu": self._run_cpu,
@@ -274,7 +284,9 @@ class MutatingOp(TorchOp):
     """An operator that changes an argument; calls always go through the dispatcher, which counts versions."""
 
     def _make_call(self) -> Callable[..., Any]:
-        names = ", ".join(argument.name for argument in self.overload._schema.arguments)
+        arguments = self.overload._schema.arguments
+        names = ", ".join(argument.name for argument in arguments)
+        tensors = ", ".join(argument.name for argument in arguments if "Tensor" in str(argument.type))
         scope = {
             "overload": self.overload,
             "check_types": self._check_types,
@@ -285,6 +297,10 @@ class MutatingOp(TorchOp):
         source = f"""
 def call({names}):
 {self._refusal()}\
+    for t in ({tensors},):  # with a single one on meta the dispatcher would do nothing
+        if getattr(t, "is_meta", False) and not is_dynamo_compiling():
+            check_types({names})
+            break
     try:
         return overload({names})
     except (RuntimeError, TypeError):

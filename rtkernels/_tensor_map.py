@@ -48,7 +48,9 @@ class EmulatedMap:
 
         first = int(address.tensor.data_ptr())
         head = [first, int(address) - first, size, len(sizes), int(swizzle)]
-        self.table = torch.tensor([*head, *five(sizes), *five((size, *strides)), *five(box)], dtype=torch.int64)
+        self.table = torch.tensor(
+            [*head, *five(sizes), *five((size, *strides)), *five(box)], dtype=torch.int64, device="cpu"
+        )
         points_to(self.table, {0: address.tensor})
 
 

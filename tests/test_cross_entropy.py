@@ -16,7 +16,8 @@ from torch import Tensor
 from ways import assert_equal_bits, captured
 
 import rtkernels
-from rtkernels._kernel import Plans
+from rtkernels import _arch
+from rtkernels._kernel import DeviceInfo, Plans
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _cross_entropy_ops as ops
 from rtkernels.ops import _cross_entropy_parallel as parallel
@@ -479,8 +480,8 @@ def test_long_rows_fit_the_multiprocessors(
     cols: int, rows: int, blocks: int, team: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The vocabularies of today's models are held whole, shorter rows by several blocks, longer ones by two."""
-    info = plans.device_info(-1)
-    monkeypatch.setattr(plans, "device_info", lambda device: type(info)("H200", info.target, 132, 227 * 1024))
+    info = DeviceInfo("H200", _arch.parse("sm_90a"), 132, 227 * 1024)
+    monkeypatch.setattr(plans, "device_info", lambda device: info)
     layout = plans.long_layout(cols // 8, rows, 0)
     assert layout.grid == min(132 * blocks, rows * team) and layout.blocks == team
     pieces = cols / 8 / (layout.threads * team)
@@ -489,8 +490,8 @@ def test_long_rows_fit_the_multiprocessors(
 
 
 def test_few_rows_are_for_all_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
-    info = plans.device_info(-1)
-    monkeypatch.setattr(plans, "device_info", lambda device: type(info)("H200", info.target, 132, 227 * 1024))
+    info = DeviceInfo("H200", _arch.parse("sm_90a"), 132, 227 * 1024)
+    monkeypatch.setattr(plans, "device_info", lambda device: info)
 
     def blocks(cols: int, rows: int, sums: bool = True) -> int:
         return plans.few_blocks(cols // 8, rows, 0, 1024, sums)

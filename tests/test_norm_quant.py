@@ -598,13 +598,16 @@ def test_numpy_in_numpy_out() -> None:
 def test_bench_rows_agree_with_torch() -> None:
     generator = torch.Generator().manual_seed(0)
     inputs = {"x": torch.randn(256, 384, generator=generator), "weight": torch.randn(384, generator=generator)}
+    scales = set()
     for row in module.OP.rows():
         given = {**inputs, "rstd": torch.rand(256, generator=generator)} if row.name.endswith("_t") else inputs
+        scales.add((row.name, tuple(row.ours(**given)[1].shape)))
         for ours, theirs in zip(row.ours(**given), row.torch(**given), strict=True):
             if ours.element_size() == 1:
                 assert (ours.view(torch.uint8) == theirs.view(torch.uint8)).float().mean() > 0.999
             else:
                 torch.testing.assert_close(ours, theirs)
+    assert scales >= {("rms_norm_fp8_both", (256, 3)), ("rms_norm_fp8_both_column", (3, 256))}
 
 
 # ---- on the GPU -----------------------------------------------------------------------------------------------------

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from typing import ClassVar
+import struct
+import warnings
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from places import at
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import rtkernels
+from rtkernels import _registry
 from rtkernels._plan import Plan
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import rms_norm as module
+from rtkernels.testing.compare import running_on
 
 rms_norm = rtkernels.rms_norm
 
@@ -222,11 +229,51 @@ def test_second_derivatives_are_refused_even_of_sums() -> None:
 
 def test_gradients_that_are_lazy_negatives() -> None:
     x = torch.randn(4, 8, requires_grad=True)
-    grads = []
-    for g in (torch._neg_view(torch.ones(4, 8)), -torch.ones(4, 8)):
-        with rtkernels.emulate("sm_80"):
-            grads += torch.autograd.grad(rms_norm(x), x, g)
-    torch.testing.assert_close(*grads)
+    for function in (rms_norm, rtkernels.softmax, lambda t: rtkernels.embedding(torch.tensor([2, 0, 1, 1]), t)):
+        grads = []
+        for g in (torch._neg_view(torch.ones(4, 8)), -torch.ones(4, 8)):
+            with rtkernels.emulate("sm_80"):
+                grads += torch.autograd.grad(function(x), x, g)
+        torch.testing.assert_close(*grads)
+
+
+_LABELS = [1, 0, 7, -100]
+BATCHED = {
+    "rms_norm": lambda x, w: rms_norm(x, w, residual=2 * x),
+    "layer_norm": lambda x, w: rtkernels.layer_norm(x, w, w),
+    "softmax": lambda x, w: rtkernels.softmax(x * w),
+    "glu": lambda x, w: rtkernels.glu(x, x * w),
+    "cross_entropy": lambda x, w: rtkernels.cross_entropy(x * w, torch.tensor(_LABELS), reduction="none"),
+    "index_select": lambda x, w: rtkernels.index_select(x * w, torch.tensor([2, 0])),
+    "embedding": lambda x, w: rtkernels.embedding(torch.tensor([2, 0]), x * w),
+    "topk_router": lambda x, w: rtkernels.topk_router(x * w, 2)[:1],
+    "rope": lambda x, w: rtkernels.rope((x * w).view(1, 4, 1, 8), torch.rand(4, 4), torch.rand(4, 4)),
+}
+
+
+@at("sm_80", "cuda")
+@pytest.mark.parametrize("name", BATCHED)
+def test_batches_of_gradients(name: str, place: str) -> None:
+    """Jacobians by one vectorised pass, on device code: the gradients are tensors without memory then."""
+    with running_on(place) as device, torch.device(device), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it loops
+        x, w = torch.randn(4, 8, requires_grad=True), torch.rand(8, requires_grad=True)
+        results = BATCHED[name](x, w)
+        results = list(results) if isinstance(results, tuple) else [results]
+        batches = [torch.randn(3, *result.shape) for result in results]
+        wanted = [torch.autograd.grad(results, (x, w), one, retain_graph=True) for one in zip(*batches, strict=True)]
+        got = torch.autograd.grad(results, (x, w), batches, is_grads_batched=True, retain_graph=True)
+        mapped = torch.func.vmap(lambda *g: torch.autograd.grad(results, (x, w), g, retain_graph=True))(*batches)
+    for one, other, each in zip(got, mapped, zip(*wanted, strict=True), strict=True):
+        torch.testing.assert_close(one, torch.stack(each))
+        torch.testing.assert_close(other, torch.stack(each))
+
+
+def test_vectorised_jacobians() -> None:
+    x = torch.randn(3, 4)
+    with rtkernels.emulate("sm_80"):
+        got = torch.autograd.functional.jacobian(rms_norm, x, vectorize=True)
+        torch.testing.assert_close(got, torch.autograd.functional.jacobian(rms_norm, x))
 
 
 def test_what_is_no_number_is_refused() -> None:
@@ -236,6 +283,26 @@ def test_what_is_no_number_is_refused() -> None:
             rms_norm(x, eps=eps)
     with pytest.raises(ArgumentError, match="where a number is expected"):
         module.FWD_PLANS[x.dtype, x.shape, None, -1, None, None, True, None, None, 0, torch.tensor(1e-6), 0.0]
+
+
+def test_what_is_no_number_is_named_where_packing_a_launch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu(Tensor):
+        is_cuda = True
+
+    x = torch.randn(4, 8).as_subclass(OnGpu)
+    for operator, launch, more in (
+        (rtkernels.ops.softmax.FORWARD, "launch", (False,)),
+        (module.FORWARD, "remember", (0.0,)),
+    ):
+        scope = operator.call.__globals__
+        monkeypatch.setitem(scope, "TENSOR_TYPES", {OnGpu})
+        for failing in (lambda *args: struct.pack("=d", args[2]), lambda *args: args[2] + 1):
+            monkeypatch.setitem(scope, launch, failing)
+            with pytest.raises(ArgumentError, match=r"(scale|eps) is '1.0'; expected a number"):
+                operator(x, None, "1.0", *more)
+        monkeypatch.setitem(scope, launch, lambda *args: args[2] + "")
+        with pytest.raises(TypeError, match="unsupported operand"):  # of another origin: as it is
+            operator(x, None, 1.0, *more)
 
 
 def test_tracing_device_code_is_refused() -> None:
@@ -259,6 +326,70 @@ def test_plans_never_see_lazy_negatives(monkeypatch: pytest.MonkeyPatch) -> None
         assert scope["remember"](torch._neg_view(t), None, 1e-6, 0.0) != (t.data_ptr(), 0)
     assert module.FORWARD.again(x, None, 1e-6, 0.0) == (x.data_ptr(), 0)
     assert module.FORWARD.again(torch._neg_view(x), None, 1e-6, 0.0) is None
+
+
+def _lazy(value: Any) -> Any:
+    """Return tensors with the same values, kept as lazy negatives of memory with the opposite ones."""
+    if isinstance(value, list):
+        return [_lazy(v) for v in value]
+    if not isinstance(value, Tensor) or value.dtype in (torch.bool, torch.uint8) or value.dtype.itemsize == 1:
+        return value
+    return torch._neg_view(torch.empty_like(value).copy_(-value))
+
+
+def _one_sample_of_each() -> Iterator[Any]:
+    for op in _registry.ops():
+        for torch_op, args in dict(op.samples("cpu")).items():
+            yield pytest.param(torch_op, args, id=torch_op.name)
+
+
+@pytest.mark.parametrize(("torch_op", "args"), _one_sample_of_each())
+def test_device_code_never_sees_lazy_negatives(
+    torch_op: _registry.TorchOp, args: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither in a plain call nor in one that came through the dispatcher, which makes them real."""
+    seen = []
+
+    def recorded(*got: Any) -> Any:
+        seen.extend(t for arg in got for t in (arg if isinstance(arg, list) else [arg]) if isinstance(t, Tensor))
+        return original(*got)
+
+    original = torch_op.reference
+    monkeypatch.setattr(torch_op, "reference", recorded)
+    given = [_lazy(a) for a in args]
+    written = [i for i, a in enumerate(torch_op.overload._schema.arguments) if a.alias_info and a.alias_info.is_write]
+    if written or isinstance(args[0], list):
+        with pytest.raises(ArgumentError, match="is a lazy negative"):
+            torch_op(*given)
+        given = [args[i] if i in written or isinstance(a, list) else a for i, a in enumerate(given)]
+    if torch_op.name == "multi_reduce":
+        return  # there is nothing but a list
+    wanted_args = copy.deepcopy(args)
+    wanted = torch_op(*wanted_args)
+    seen.clear()
+    got = torch_op(*given)
+    assert seen and not any(t.is_neg() for t in seen)
+    torch.testing.assert_close((got, [given[i] for i in written]), (wanted, [wanted_args[i] for i in written]))
+
+
+@at("sm_80", "cuda")
+def test_lazy_negatives_and_conjugates_on_device_code(place: str) -> None:
+    with running_on(place) as device, torch.device(device):
+        x = torch.randn(4, 8)
+        z = torch.randn(4, 8, dtype=torch.complex64)
+        indices = torch.tensor([2, 0])
+        torch.testing.assert_close(rtkernels.softmax(torch._neg_view(x)), torch.softmax(-x, -1))
+        torch.testing.assert_close(rms_norm(torch._neg_view(x)), rms_norm(-x))
+        torch.testing.assert_close(rtkernels.index_select(z.conj(), indices), z.conj()[indices])
+        halves = torch.tensor([2, 2]), torch.tensor([1, 0])
+        torch.testing.assert_close(rtkernels.sort_chunks(z.conj(), *halves), torch.cat((z[2:], z[:2])).conj())
+        for call in (rtkernels.scale_, lambda t, by: rtkernels.softmax(t, scale=by, in_place=True)):
+            with pytest.raises(ArgumentError, match=r"x is a lazy negative.*resolve_neg"):
+                call(torch._neg_view(x), 2.0)
+        same = [x.clone()]
+        rtkernels.multi_norm(same)
+        with pytest.raises(ArgumentError, match="resolve_neg"):  # nor is the list taken for the one before
+            rtkernels.multi_norm([torch._neg_view(same[0])])
 
 
 def test_inference_mode_and_no_grad() -> None:

@@ -103,7 +103,10 @@ def _hadamard(x: Any, **_: Any) -> Call:
 
 def _rms_norm_fp8(mode: int) -> Any:
     def prepare(x: Any, weight: Any, rstd: Any = None, **_: Any) -> Call:
-        """Mode 0 gives rows, 1 columns (from a known 1/rms, as the row), 2 both in two kernels."""
+        """Mode 0 gives rows, 1 columns (from a known 1/rms, as the row), 2 both in two kernels.
+
+        Scales of rows are [columns / 128, rows], as in the row "both_column": linghe has no other layout here.
+        """
         from linghe.utils.norm import triton_rms_norm_and_block_quant_forward
 
         first = 3 if mode == 1 else 0
@@ -161,6 +164,7 @@ ADAPTERS: Table = {
     "rms_norm_fp8_row": {"linghe": _rms_norm_fp8(0)},
     "rms_norm_fp8_t": {"linghe": _rms_norm_fp8(1)},
     "rms_norm_fp8_both": {"linghe": _rms_norm_fp8(2)},
+    "rms_norm_fp8_both_column": {"linghe": _rms_norm_fp8(2)},
     "glu_fp8_both": {"linghe": _glu_fp8},
     "glu_fp8_bwd_both": {"linghe": _glu_fp8_bwd},
     "expert_glu_fp8_both": {"linghe": _expert_glu_fp8},

@@ -118,7 +118,7 @@ class Recording(TorchFunctionMode):
             return Pointer.of(args[0])
         result = func(*args, **(kwargs or {}))
         if func in _EMPTY and result.device.type == "cpu":
-            torch.empty(0, dtype=torch.uint8).set_(result.untyped_storage()).fill_(255)
+            torch.empty(0, dtype=torch.uint8, device="cpu").set_(result.untyped_storage()).fill_(255)
         return result
 
 

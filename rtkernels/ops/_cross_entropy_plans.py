@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rtkernels._arguments import a_number
 from rtkernels._kernel import Kernel, Launch, Plans, device_info
 from rtkernels._layout import (
     GRID_LIMIT,
@@ -117,7 +118,7 @@ class _Report:
     """Where kernels on one device report a label outside the vocabulary: found, label, row."""
 
     def __init__(self, device: int) -> None:
-        self.tensor = torch.zeros(3, dtype=torch.int64, pin_memory=device >= 0)
+        self.tensor = torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=device >= 0)
         self._values = self.tensor.numpy()
 
     def raise_if_bad(self) -> None:
@@ -173,9 +174,9 @@ def check(logits: Meta, labels: Meta, name: str = "logits") -> None:
 
 def check_options(label_smoothing: float, z_loss: float, softcap: float, reduction: int) -> None:
     """Raise an ArgumentError for numbers that make no loss."""
-    if not 0.0 <= label_smoothing <= 1.0:
+    if not 0.0 <= a_number("label_smoothing", label_smoothing) <= 1.0:
         raise ArgumentError(f"label_smoothing is {label_smoothing}; expected 0 to 1")
-    if not abs(z_loss) < float("inf"):
+    if not abs(a_number("z_loss", z_loss)) < float("inf"):
         raise ArgumentError(f"z_loss is {z_loss}; expected a finite number")
     if not 0.0 <= softcap < float("inf"):
         raise ArgumentError(f"softcap is {softcap}; expected a positive number, or None")

@@ -49,7 +49,7 @@ def reference_fwd(
     if x.numel() == 0:
         return torch.zeros(2, dtype=torch.float32, device=x.device)
     rows = _without_ignored(_terms(x.float(), target.float(), mode, beta), labels, ignore).sum(-1)
-    count = torch.tensor(rows.numel()) if labels is None else (labels != ignore).sum()
+    count = torch.tensor(rows.numel(), device=x.device) if labels is None else (labels != ignore).sum()
     scale = torch.where(count == 0, 0.0, factor / count.double() if divide else factor).to(x.device)
     return torch.stack((torch.where(scale == 0, 0.0, rows.double().sum() * scale), scale)).float()
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rtkernels._kernel import Kernel
 from rtkernels._layout import FLOAT_DTYPES
-from rtkernels._pointers import Tables
+from rtkernels._pointers import Tables, check_list
 from rtkernels._registry import TorchOp
 from rtkernels.errors import ArgumentError
 from rtkernels.ops._multi_tables import THREADS, Table, check_one, check_together
@@ -52,6 +52,8 @@ def _check(lists: Lists) -> None:
         check_together("copies", copies[0], "weights", weights, FLOAT_DTYPES[:2])
     if len(steps) != len(weights):
         raise ArgumentError(f"steps has {len(steps)} tensors; expected {len(weights)}, as many as weights")
+    if len(steps):
+        check_list("steps", steps, full, weights[0].device)
     for i, step in enumerate(steps):
         if step.dtype != torch.float32 or step.numel() != 1 or step.device != weights[0].device:
             raise ArgumentError(

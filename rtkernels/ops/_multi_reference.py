@@ -64,7 +64,7 @@ def _reduce_one(t: Tensor, kind: int) -> Tensor:
 def _factor(by: Tensor | None, scale: float, most: float) -> Any:
     if most >= 0:
         return (most / (by + 1e-6)).clamp(max=1.0).reshape(())
-    factor = torch.tensor(scale, dtype=torch.float32)
+    factor = torch.tensor(scale, dtype=torch.float32, device="cpu")
     return factor if by is None else (factor.to(by.device) * by).reshape(())
 
 

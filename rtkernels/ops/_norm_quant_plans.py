@@ -180,7 +180,7 @@ class _Plan:
                     ahead, makers = row_tiles, 0
             self._bind_stats((t, vec, centred or not wide), device, min(rows, ahead * GROUP), dims)
             if makers and device < 0:  # the emulator starts blocks in any order
-                self._ticket = torch.empty(1, dtype=torch.int32)
+                self._ticket = torch.empty(1, dtype=torch.int32, device="cpu")
         if not wide:
             variant = (t, False, True, True, True)
         elif centred:

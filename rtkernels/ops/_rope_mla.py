@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
-from rtkernels._guard import needs_grad, once_differentiable
+from rtkernels._guard import needs_grad, once_differentiable, refuse_leaf
 from rtkernels._kernel import Kernel, Launch, Plans, allocator, dense_strides
 from rtkernels._layout import address, check_same, metadata, token, vector_bytes
 from rtkernels._registry import TorchOp
@@ -306,6 +306,18 @@ def _run(q, kv, k_pos, nope, layout, out_layout, pairs, in_place, *angles):
     return (y, *KV_FORWARD(kv, k_pos, nope, layout, out_layout, pairs, *angles))
 
 
+def _check_q(q: Tensor, kv: Tensor, layout: str) -> None:
+    """Raise an ArgumentError unless q, which is rotated by itself, has the tokens of kv."""
+    check_same("q", q.dtype, kv.dtype, "dtype", of="kv")
+    check_same("q", q.get_device(), kv.get_device(), "device index", of="kv")
+    heads = -3 if layout == "bhsd" and q.dim() == 4 else -2
+    sizes = [[*t.shape[:heads], *t.shape[heads + 1 : -1]] for t in (q, kv)]
+    if sizes[0] != sizes[1]:
+        raise ArgumentError(
+            f"q has shape {tuple(q.shape)}; expected the batch and length of kv, which has shape {tuple(kv.shape)}"
+        )
+
+
 def mla_rope(
     q: Tensor,
     kv: Tensor,
@@ -333,7 +345,7 @@ def mla_rope(
     Args:
         q: ``[length, batch, heads, nope + rotary]`` or as `layout` says, or packed ``[tokens, heads, nope + rotary]``.
             bfloat16, float16 or float32; any strides. May be any object with ``__dlpack__``.
-        kv: The same with ``nope + value`` elements; may have another number of heads.
+        kv: The same with ``nope + value`` elements, of q's dtype, batch and length; may have another number of heads.
         k_pos: The same with one head of ``rotary`` elements, or without the dimension of heads.
         cos: As for ``rope``; n is ``rotary / 2`` or ``rotary``, the latter in the order of the result.
         sin: Like cos.
@@ -346,7 +358,8 @@ def mla_rope(
         cp_rank: As for ``rope``.
         cp_size: As for ``rope``.
         mscale: Factor of cos and sin.
-        in_place: Overwrite q's rotary part and return q. kv and k_pos are never overwritten.
+        in_place: Overwrite q's rotary part and return q. With gradients, q must not be a leaf. kv and k_pos are never
+            overwritten.
 
     Returns:
         ``(q, k, v)`` of head sizes ``nope + rotary``, ``nope + rotary`` and ``value``; dense (q as it was if in place).
@@ -360,6 +373,7 @@ def mla_rope(
     out_layout = output_layout or layout
     if in_place and out_layout != layout:
         raise ArgumentError(f"output_layout is {out_layout!r}; expected {layout!r}, that of q, with in_place")
+    _check_q(q, kv, layout)
     nope = q.shape[-1] - k_pos.shape[-1]
     if nope < 0:
         raise ArgumentError(
@@ -375,6 +389,8 @@ def mla_rope(
     if is_grad_enabled() and (needs_grad(q, kv, k_pos) or needs_grad(cos, sin)):
         if cos.requires_grad or sin.requires_grad:
             raise ArgumentError("cos or sin requires a gradient; mla_rope is differentiable in q, kv and k_pos only")
+        if in_place:
+            refuse_leaf("q", q)
         return _MlaRope.apply(*args, *angles)
     results = _run(*args, *angles)
     if in_place:

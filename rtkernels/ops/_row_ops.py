@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rtkernels._layout import address, may_overlap, metadata, nothing, row_stride, token
+from rtkernels._layout import address, check_same, may_overlap, metadata, nothing, row_stride, token
 from rtkernels._registry import MutatingOp, TorchOp
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _row_plans as plans
@@ -18,6 +18,8 @@ from rtkernels.ops.embedding import sum_rows
 def _select(
     x: Tensor, indices: Tensor, scale: Tensor | None, out: Tensor | None, after_chunks: bool
 ) -> tuple[Tensor, Tensor]:
+    if x.dtype.is_complex:
+        x = x.resolve_conj()
     source, target = x.data_ptr(), address(out)
     plan = SELECT_PLANS[
         metadata(x), metadata(indices), metadata(scale), metadata(out), (source | target) & 15, after_chunks
@@ -177,6 +179,7 @@ def _launch_chunks(
     x: Tensor, counts: Tensor, order: Tensor, scale: Tensor | None, inverse: bool
 ) -> tuple[Tensor, Tensor]:
     _check_rows(x, scale)
+    check_same("counts", counts.get_device(), x.get_device(), "device index")
     x = x if row_stride(x.shape, x.stride()) is not None else x.contiguous()
     scale = None if scale is None else scale.contiguous()
     source = _chunk_rows(counts.contiguous(), order.contiguous(), x, inverse)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rtkernels._arguments import an_integer
+from rtkernels._guard import refuse_gradients
 from rtkernels._layout import check_same, token
 from rtkernels.errors import ArgumentError
 from rtkernels.ops._fp8_plans import FP8_DTYPES
@@ -45,6 +47,7 @@ def quantize_fp8_shard_(
     from rtkernels.ops.smooth_quant import quantize_fp8_smooth
 
     _check(q, scale, shard, offset, smooth, edge_scales)
+    refuse_gradients("quantize_fp8_shard_", (scale,))
     shard = shard.detach()
     if smooth is not None:
         smooth = smooth.detach().reciprocal() if divide else smooth.detach()
@@ -82,6 +85,7 @@ def quantize_fp8_shard_(
 def _check(
     q: Tensor, scale: Tensor, shard: Tensor, offset: int, smooth: Tensor | None, edge_scales: Tensor | None
 ) -> None:
+    an_integer("offset", offset)
     token("q", q.dtype, FP8_DTYPES)
     token("scale", scale.dtype, (torch.float32,))
     token("shard", shard.dtype)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
-from rtkernels._guard import constant, is_dynamo_compiling, needs_grad, once_differentiable
+from rtkernels._arguments import a_number
+from rtkernels._guard import constant, is_dynamo_compiling, needs_grad, once_differentiable, refuse_leaf
 from rtkernels._registry import Op
 from rtkernels.errors import ArgumentError
 from rtkernels.ops._cross_entropy_ops import (
@@ -155,13 +156,13 @@ def cross_entropy(
         )  # fmt: skip
     if reduction not in REDUCTIONS:
         raise ArgumentError(f"reduction is {reduction!r}; expected one of 'none', 'mean', 'sum'")
-    if softcap is not None and not softcap > 0:
+    if softcap is not None and not a_number("softcap", softcap) > 0:
         raise ArgumentError(f"softcap is {softcap}; expected a positive number, or None")
     how = REDUCTIONS[reduction]
     options = (ignore_index, label_smoothing, z_loss, softcap or 0.0)
     check_options(*options[1:], how)
-    if in_place and logits.requires_grad and logits.is_leaf and is_grad_enabled():
-        raise ArgumentError("logits is a leaf that requires grad; expected the result of an operation for in_place")
+    if in_place:
+        refuse_leaf("logits", logits)
     if group is None:
         if vocab_start is not None or vocab_size is not None:
             raise ArgumentError("vocab_start and vocab_size are given without a group; expected both or none of them")

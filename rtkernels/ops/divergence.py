@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
+from rtkernels._arguments import a_number, an_integer
 from rtkernels._guard import constant, is_dynamo_compiling, needs_grad, once_differentiable
 from rtkernels._layout import token
 from rtkernels._registry import Op
@@ -71,6 +72,7 @@ class _OnePass(torch.autograd.Function):
 
 def _divergence(x, target, labels, ignore, mode, beta, reduction, per_row: bool, temperature, one_pass) -> Tensor:
     """Reduce and differentiate. per_row: "batchmean" is the mean over rows, not over the first dimension."""
+    an_integer("ignore_index", ignore)
     if reduction not in _REDUCTIONS:
         raise ArgumentError(f"reduction is {reduction!r}; expected one of {', '.join(_REDUCTIONS)}")
     factor, divide = None, False
@@ -112,7 +114,7 @@ def _log_probabilities(input: Tensor, target: Tensor, temperature: float) -> lis
 
 
 def _check_temperature(temperature: float, from_logits: bool) -> None:
-    if not 0.0 < temperature < float("inf"):
+    if not 0.0 < a_number("temperature", temperature) < float("inf"):
         raise ArgumentError(f"temperature is {temperature}; expected a positive number")
     if temperature != 1.0 and not from_logits:
         raise ArgumentError(
@@ -209,7 +211,7 @@ def jsd(
         options = {"beta": beta, "reduction": reduction, "labels": labels, "ignore_index": ignore_index}
         return interop.call(jsd, input, target, **options, from_logits=from_logits, temperature=temperature)
     _check_temperature(temperature, from_logits)
-    if not 0.0 <= beta <= 1.0:
+    if not 0.0 <= a_number("beta", beta) <= 1.0:
         raise ArgumentError(f"beta is {beta}; expected 0 to 1")
     if from_logits:
         input, target = _log_probabilities(input, target, temperature)

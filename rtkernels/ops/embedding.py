@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
-from rtkernels._guard import detached, needs_grad, once_differentiable
+from rtkernels._arguments import an_integer
+from rtkernels._guard import detached, needs_grad, once_differentiable, refuse_gradients
 from rtkernels._layout import address, metadata, rowed
 from rtkernels._registry import MutatingOp, Op, TorchOp
 from rtkernels.errors import ArgumentError
@@ -216,11 +217,11 @@ class _Embedding(torch.autograd.Function):
 
 
 def _padding(padding_idx: int | None, rows: int, vocab_start: int) -> int:
-    if vocab_start < 0:
+    if an_integer("vocab_start", vocab_start) < 0:
         raise ArgumentError(f"vocab_start is {vocab_start}; expected 0 or more")
     if padding_idx is None:
         return NO_PADDING
-    if padding_idx >= 0:
+    if an_integer("padding_idx", padding_idx) >= 0:
         return padding_idx
     if vocab_start or padding_idx < -rows:
         raise ArgumentError(
@@ -279,7 +280,8 @@ def embedding_grad_(
 ) -> Tensor:
     """Add the gradient of an embedding to an existing one, in place: ``main_grad[id] += dy`` for every token.
 
-    Deterministic, in fp32 with one rounding per row. Rows without tokens are neither read nor written.
+    Deterministic, in fp32 with one rounding per row. Rows without tokens are neither read nor written. Not
+    differentiable: a main_grad that requires grad is refused unless under ``torch.no_grad()``.
 
     Args:
         main_grad: [rows, columns], bfloat16, float16 or float32, unit-stride rows.
@@ -295,6 +297,7 @@ def embedding_grad_(
     if not isinstance(main_grad, Tensor):
         return interop.call(embedding_grad_, main_grad, ids, dy, padding_idx=padding_idx, vocab_start=vocab_start)
     padding = _padding(padding_idx, main_grad.shape[0] if main_grad.dim() else 0, vocab_start)
+    refuse_gradients("embedding_grad_", (main_grad,))
     ADD(main_grad, *detached(dy), ids, vocab_start, padding)
     return main_grad
 

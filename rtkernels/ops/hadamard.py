@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
+from rtkernels._arguments import an_integer
 from rtkernels._guard import needs_grad
 from rtkernels._kernel import Kernel, Plans
 from rtkernels._layout import FLOAT_DTYPES, GRID_LIMIT, block_of, group_threads, metadata, row_count, token
@@ -270,6 +271,8 @@ def dequantize_fp8_hadamard(
         Dense, of q's shape; transposed: ``[rows, n]``.
     """
     token("the result", dtype, FLOAT_DTYPES)
+    if rows is not None:
+        an_integer("rows", rows)
     y = hadamard(dequantize_fp8(q, scale, granularity="row", dtype=torch.float32), block).to(dtype)
     return transpose(y if rows is None else y[:, :rows]) if transposed else y
 

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 
 from rtkernels import interop
-from rtkernels._guard import needs_grad
+from rtkernels._arguments import a_number
+from rtkernels._guard import refuse_gradients
 from rtkernels._kernel import Kernel, Plans
 from rtkernels._layout import (
     check_same,
@@ -150,12 +151,6 @@ ADD = TorchOp(
 # ---- public ---------------------------------------------------------------------------------------------------------
 
 
-def _checked(name: str, x: Tensor, y: Tensor | None = None) -> Tensor:
-    if is_grad_enabled() and needs_grad(x, y):
-        raise ArgumentError(f"{name} is not differentiable, and a tensor requires grad; call it under torch.no_grad()")
-    return x
-
-
 def add_(x: Tensor, y: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
     """Set ``x = beta * x + alpha * y`` and return x: gradient accumulation, or with beta 0 a scaled copy with a cast.
 
@@ -177,7 +172,8 @@ def add_(x: Tensor, y: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tens
         return interop.call(add_, x, y, alpha=alpha, beta=beta)
     if y is None:
         raise ArgumentError("y is None; expected a tensor like x (scale_ goes without)")
-    ADD(_checked("add_", x, y), y, None, float(alpha), float(beta))
+    refuse_gradients("add_", (x, y))
+    ADD(x, y, None, float(a_number("alpha", alpha)), float(a_number("beta", beta)))
     return x
 
 
@@ -196,11 +192,11 @@ def scale_(x: Tensor, factor: float | Tensor) -> Tensor:
     """
     if not isinstance(x, Tensor):
         return interop.call(scale_, x, factor)
-    _checked("scale_", x)
+    refuse_gradients("scale_", (x,))
     if isinstance(factor, Tensor):
         ADD(x, None, factor.detach(), 0.0, 1.0)
     else:
-        ADD(x, None, None, 0.0, float(factor))
+        ADD(x, None, None, 0.0, float(a_number("factor", factor)))
     return x
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rtkernels import interop
+from rtkernels._arguments import an_integer
 from rtkernels._layout import metadata
 from rtkernels._registry import Op, TorchOp
 from rtkernels.errors import ArgumentError
@@ -125,6 +126,9 @@ def moe_rows(tokens: int, top_k: int, num_experts: int, multiple_of: int = 1) ->
     Returns:
         The number of rows.
     """
+    given = {"tokens": tokens, "top_k": top_k, "num_experts": num_experts, "multiple_of": multiple_of}
+    for name, size in given.items():
+        an_integer(name, size)
     return most_rows(tokens, top_k, num_experts, multiple_of)
 
 
@@ -163,6 +167,10 @@ def moe_index(
         options: dict[str, Any] = {"top_k": top_k, "multiple_of": multiple_of, "rows": rows}
         return MoeIndex(*interop.call(moe_index, routing, num_experts, **options))
     width = routing.shape[-1] if routing.dim() else 0
+    an_integer("multiple_of", multiple_of)
+    for name, size in (("num_experts", num_experts), ("top_k", top_k)):
+        if size is not None:
+            an_integer(name, size)
     if is_map(routing.dtype):
         experts = width if num_experts is None else num_experts
         choices = experts if top_k is None else top_k
@@ -199,6 +207,7 @@ def moe_row_id_map(routing_map: Tensor, multiple_of: int = 1, rows: int | None =
     """
     if not isinstance(routing_map, Tensor):
         return interop.call(moe_row_id_map, routing_map, multiple_of, rows)
+    an_integer("multiple_of", multiple_of)
     if rows is None:
         tokens, experts = routing_map.shape if routing_map.dim() == 2 else (0, 0)
         rows = most_rows(tokens, experts, experts, max(multiple_of, 1))

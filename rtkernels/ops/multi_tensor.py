@@ -7,9 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
+from rtkernels._arguments import a_number
+from rtkernels._guard import refuse_gradients
 from rtkernels._kernel import Kernel, dense_memory
 from rtkernels._pointers import TensorList
 from rtkernels._registry import Op, TorchOp
@@ -151,7 +153,8 @@ def tensor_list(tensors: Tensors) -> TensorList:
 
     Every function here takes it in place of a list. With a plain list each call compares the addresses, dtypes and
     shapes of all tensors with those of the last one (about 0.1 µs a tensor); with this it does not. Do not change the
-    memory, shape or dtype of its tensors afterwards (``t.data = ...``, ``set_``, ``resize_``): that goes unnoticed.
+    memory, shape or dtype of its tensors afterwards (``t.data = ...``, ``set_``, ``resize_``), nor whether they require
+    a gradient: that goes unnoticed.
 
     Args:
         tensors: bfloat16, float16 or float32, on one device, each contiguous or a permutation of a contiguous tensor.
@@ -217,6 +220,8 @@ def multi_count_zeros(
 def multi_scale_(tensors: Tensors, scale: float | Tensor) -> None:
     """Multiply every element of all tensors by one number, in place; fp32 arithmetic, one rounding.
 
+    Not differentiable: tensors that require grad are refused unless under ``torch.no_grad()``.
+
     Args:
         tensors: As for ``multi_norm``; no two of them may overlap.
         scale: A number, or a single fp32 number on the device of the tensors (read by the kernel, without a sync). A
@@ -225,14 +230,15 @@ def multi_scale_(tensors: Tensors, scale: float | Tensor) -> None:
     Returns:
         Nothing.
     """
-    by, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, float(scale))
-    _scale(_listed(tensors), by, number, -1.0)
+    by, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, float(a_number("scale", scale)))
+    _scale(_overwritten("multi_scale_", _listed(tensors)), by, number, -1.0)
 
 
 def multi_copy_(outputs: Tensors, inputs: Tensors, scale: float | Tensor = 1.0) -> None:
     """Write ``inputs[i] * scale``, cast to the dtype of ``outputs[i]``, into ``outputs[i]``, for all tensors of a list.
 
-    fp32 arithmetic and one rounding to nearest even; a plain copy or cast with the default scale.
+    fp32 arithmetic and one rounding to nearest even; a plain copy or cast with the default scale. Not differentiable:
+    tensors that require grad, inputs too, are refused unless under ``torch.no_grad()``.
 
     Args:
         outputs: As for ``multi_norm``; overwritten. No two of them may overlap.
@@ -243,18 +249,20 @@ def multi_copy_(outputs: Tensors, inputs: Tensors, scale: float | Tensor = 1.0) 
     Returns:
         Nothing.
     """
-    by, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, float(scale))
+    by, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, float(a_number("scale", scale)))
     outputs, inputs = _listed(outputs), _listed(inputs)
     if len(outputs) != len(inputs):
         raise ArgumentError(f"inputs has {len(inputs)} tensors; expected {len(outputs)}, as many as outputs")
-    _copy(outputs, inputs, by, number)
+    _overwritten("multi_copy_", inputs)
+    _copy(_overwritten("multi_copy_", outputs), inputs, by, number)
 
 
 def multi_clip_norm_(tensors: Tensors, max_norm: float, ord: float = 2.0, *, group: Any = None) -> Tensor:
     """Scale all tensors in place so that their norm together is at most `max_norm`, without waiting for the device.
 
     They are multiplied by ``max_norm / (norm + 1e-6)`` where that is below 1, as in ``torch.nn.utils.clip_grad_norm_``;
-    otherwise they are read once and not written. A norm that is not finite makes them 0 or NaN, as in torch.
+    otherwise they are read once and not written. A norm that is not finite makes them 0 or NaN, as in torch. Not
+    differentiable: tensors that require grad are refused unless under ``torch.no_grad()``.
 
     Args:
         tensors: As for ``multi_norm``; no two of them may overlap.
@@ -265,10 +273,15 @@ def multi_clip_norm_(tensors: Tensors, max_norm: float, ord: float = 2.0, *, gro
     Returns:
         The norm before clipping, 0-d fp32 on the device of the tensors.
     """
-    max_norm = float(max_norm)
+    return clip_norm_(_overwritten("multi_clip_norm_", _listed(tensors)), max_norm, ord, group)
+
+
+def clip_norm_(tensors: Sequence[Tensor], max_norm: float, ord: float, group: Any) -> Tensor:
+    """Do what ``multi_clip_norm_`` does, as under ``torch.no_grad()``."""
+    max_norm = float(a_number("max_norm", max_norm))
     if not max_norm >= 0:
         raise ArgumentError(f"max_norm is {max_norm}; expected a number of at least 0")
-    tensors, kind = _listed(tensors), _kind_of(ord)
+    kind = _kind_of(ord)
     if group is None:
         return _clip(tensors, kind, max_norm).reshape(())
     norm = multi_norm(tensors, ord, group=group)
@@ -288,8 +301,15 @@ def _listed(tensors: Tensors) -> Sequence[Tensor]:
     return tensors
 
 
+def _overwritten(op: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the tensors of a function that is not differentiable, unless one of them requires a gradient."""
+    if is_grad_enabled() and (type(tensors) is not TensorList or tensors.requires_grad):
+        refuse_gradients(op, tensors)
+    return tensors
+
+
 def _kind_of(ord: float) -> int:
-    kind = _KINDS.get(ord)
+    kind = _KINDS.get(a_number("ord", ord))
     if kind is None:
         raise ArgumentError(f"ord is {ord!r}; expected 1, 2 or math.inf")
     return kind

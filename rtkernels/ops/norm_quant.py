@@ -287,30 +287,34 @@ def _rows() -> Iterator[Row]:
             known = {"rstd": torch.rsqrt(x.float().square().mean(-1) + 1e-6)} if rstd else {}
             return {"x": x, "weight": normal(cols), **known}
 
-        def run(x: Tensor, weight: Tensor, layout: str, rstd: Tensor | None = None) -> list[Tensor]:
-            options = (1e-6, 0.0, layout, False, "row", False, False)
+        def run(x: Tensor, weight: Tensor, layout: str, scales: str, rstd: Tensor | None = None) -> list[Tensor]:
+            options = (1e-6, 0.0, layout, False, scales, False, False)
             return FORWARD(x, weight, None, None, rstd, None, *options)
 
-        for name, layout, codes in (("both", "both", 2), ("row", "row", 1)):
+        for name, layout, scales, codes in (
+            ("both", "both", "row", 2),
+            ("both_column", "both", "column", 2),
+            ("row", "row", "row", 1),
+        ):
             yield Row(
                 name=f"rms_norm_fp8_{name}",
                 shape=f"{rows}x{cols}",
                 make=make,
-                ours=lambda x, weight, layout=layout, run=run: run(x, weight, layout),
-                torch=_torch(layout),
+                ours=lambda x, weight, layout=layout, scales=scales, run=run: run(x, weight, layout, scales),
+                torch=_torch(layout, scales),
                 bytes=(2 + codes) * n + 4 * codes * n // GROUP + small,
             )
         yield Row(
             name="rms_norm_fp8_t",
             shape=f"{rows}x{cols}",
             make=lambda device, g, make=make: make(device, g, rstd=True),
-            ours=lambda x, weight, rstd, run=run: run(x, weight, "transposed", rstd),
+            ours=lambda x, weight, rstd, run=run: run(x, weight, "transposed", "row", rstd),
             torch=_torch("transposed"),
             bytes=3 * n + 4 * n // GROUP + small,
         )
 
 
-def _torch(layout: str) -> Callable[..., list[Tensor]]:
+def _torch(layout: str, scales: str = "row") -> Callable[..., list[Tensor]]:
     """Return the plain torch of a layout for a matrix whose sides are multiples of 128."""
 
     def run(x: Tensor, weight: Tensor, rstd: Tensor | None = None) -> list[Tensor]:
@@ -325,7 +329,7 @@ def _torch(layout: str) -> Callable[..., list[Tensor]]:
             scale = (groups.abs().amax(-1, keepdim=True) / 448).clamp(min=1e-30)
             q = (groups * (1 / scale)).clamp(-448, 448).to(CODES).reshape(along.shape)
             scale = scale.squeeze(-1)
-            results += [q, scale if along is v else scale.t()]
+            results += [q, scale if along is v and scales == "row" else scale.t()]
         return results if given else [*results, r]
 
     return run

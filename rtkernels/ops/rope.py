@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
-from rtkernels._guard import needs_grad, once_differentiable
+from rtkernels._guard import needs_grad, once_differentiable, refuse_leaf
 from rtkernels._registry import Op
 from rtkernels.errors import ArgumentError
 from rtkernels.ops import _rope_angles as angles_of
@@ -98,7 +98,7 @@ def rope(
         cp_size: Number of such ranks; sequence lengths are multiples of ``2 * cp_size``.
         mscale: Factor of cos and sin.
         inverse: Apply the adjoint instead: the backward.
-        in_place: Overwrite x and k and return them.
+        in_place: Overwrite x and k and return them. With gradients, neither may be a leaf.
 
     Returns:
         ``y``, dense, of x's shape and dtype; with k ``(y, rotated k)``. With sections or tables whose rows are not
@@ -115,6 +115,9 @@ def rope(
     angles = (cos, sin, positions, cu_seqlens, spelled, cp_rank, cp_size, mscale)
     if is_grad_enabled() and (needs_grad(x, k) or needs_grad(cos, sin)):
         no_gradient(cos, sin)
+        if in_place:
+            refuse_leaf("x", x)
+            refuse_leaf("k", k)
         return _Rope.apply(x, k, layout, rotary or 0, pairs, inverse, in_place, *angles)
     if in_place:
         IN_PLACE(x, k, layout, 0, rotary or 0, pairs, inverse, *angles)

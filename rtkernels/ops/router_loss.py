@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
+from rtkernels._arguments import a_number, an_integer
 from rtkernels._guard import constant, is_dynamo_compiling, needs_grad, once_differentiable
 from rtkernels._layout import check_same
 from rtkernels._registry import Op
@@ -70,7 +71,7 @@ def router_z_loss(logits: Tensor, coefficient: float = 1.0) -> Tensor:
     if not isinstance(logits, Tensor):
         return interop.call(router_z_loss, logits, coefficient)
     tokens = logits.shape[:-1].numel() if logits.dim() else 1
-    return _loss(logits, None, Z, 0, False, coefficient / max(tokens, 1))
+    return _loss(logits, None, Z, 0, False, a_number("coefficient", coefficient) / max(tokens, 1))
 
 
 def load_balancing_loss(
@@ -119,7 +120,7 @@ def load_balancing_loss(
     tokens, experts, inner, interleaved = logits.shape[:-1].numel(), logits.shape[-1], 0, False
     length = tokens
     if sequence_dim is not None:
-        if logits.dim() != 3 or sequence_dim not in (0, 1):
+        if logits.dim() != 3 or an_integer("sequence_dim", sequence_dim) not in (0, 1):
             raise ArgumentError(
                 f"sequence_dim is {sequence_dim} for logits of shape {tuple(logits.shape)}; expected 0 or 1, and three "
                 f"dimensions"
@@ -129,7 +130,7 @@ def load_balancing_loss(
         if indices is None:
             raise ArgumentError("k is None; expected a number where no indices are given")
         k = indices.shape[-1] if indices.dim() else 1
-    if k < 1:
+    if an_integer("k", k) < 1:
         raise ArgumentError(f"k is {k}; expected at least 1")
     if tokens == 0:
         return logits.new_zeros((), dtype=torch.float32) + logits.sum().float() * 0
@@ -138,7 +139,7 @@ def load_balancing_loss(
             raise ArgumentError("indices and counts are None; expected one of them")
         check_same("indices", indices.shape[:-1], logits.shape[:-1], "leading shape", of="logits")
         counts = COUNTS(indices, experts, inner, interleaved)
-    factor = coefficient * experts / (k * length * tokens)
+    factor = a_number("coefficient", coefficient) * experts / (k * length * tokens)
     return _loss(logits, counts, _SCORES[score], inner, interleaved, factor)
 
 

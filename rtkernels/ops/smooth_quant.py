@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rtkernels import interop
+from rtkernels._arguments import a_number, an_integer
 from rtkernels._guard import detached
 from rtkernels._kernel import Kernel, Plans, device_info
 from rtkernels._layout import (
@@ -308,6 +309,8 @@ def dequantize_fp8_smooth(
         Dense, of q's shape; ``[rows, n]`` for "channel".
     """
     _check_options(granularity, q if smooth is None else smooth, row_factor, counts, False, 1)
+    if rows is not None:
+        an_integer("rows", rows)
     if granularity == "channel" and rows is not None:
         q = q[:, :rows]
     token("the result", dtype)
@@ -347,9 +350,9 @@ def smooth_factors(
     Returns:
         float32, of amax's shape.
     """
-    if not 0.0 <= alpha <= 1.0:
+    if not 0.0 <= a_number("alpha", alpha) <= 1.0:
         raise ArgumentError(f"alpha is {alpha}; expected 0 to 1")
-    if not 0.0 < floor < float("inf"):
+    if not 0.0 < a_number("floor", floor) < float("inf"):
         raise ArgumentError(f"floor is {floor}; expected a positive number")
     token("amax", amax.dtype)
     factors = amax.detach().float().clamp(min=floor).pow(-alpha)

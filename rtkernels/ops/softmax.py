@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
-from rtkernels._guard import constant, is_dynamo_compiling, needs_grad, once_differentiable
+from rtkernels._arguments import an_integer
+from rtkernels._guard import constant, is_dynamo_compiling, needs_grad, once_differentiable, refuse_leaf
 from rtkernels._layout import address, check_same, metadata, row_count, row_stride, rowed
 from rtkernels._registry import MutatingOp, Op, TorchOp
 from rtkernels.errors import ArgumentError
@@ -196,11 +197,15 @@ class _Softmax(torch.autograd.Function):
 def _any_softmax(x: Tensor, dim: int, scale: float, lengths: Tensor | None, in_place: bool, log: bool) -> Tensor:
     rank = x.dim()
     if dim != -1 and dim != rank - 1:
-        if not -rank <= dim < rank:
+        if not -rank <= an_integer("dim", dim) < rank:
             raise ArgumentError(f"dim is {dim}; expected -{rank} to {rank - 1} for x with {rank} dimensions")
+        if in_place:
+            refuse_leaf("x", x)
         y = _any_softmax(x.movedim(dim, -1), -1, scale, lengths, False, log).movedim(-1, dim)
         return x.copy_(y) if in_place else y
     if is_grad_enabled() and needs_grad(x):
+        if in_place:
+            refuse_leaf("x", x)
         if is_dynamo_compiling():
             y = _Softmax.apply(x, lengths, constant(scale), log, False)
             return x.copy_(y) if in_place else y  # mark_dirty cannot be traced

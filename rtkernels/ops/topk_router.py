@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
+from rtkernels._arguments import an_integer
 from rtkernels._guard import constant, is_dynamo_compiling, needs_grad, once_differentiable
 from rtkernels._layout import FLOAT_DTYPES, address, metadata, row_count, row_stride, rowed
 from rtkernels._registry import Op, TorchOp
@@ -228,10 +229,10 @@ def topk_router(
         )  # fmt: skip
         return Routing(*results[:3], *(None if skip else item for skip, item in zip(none, results[3:], strict=True)))
     mode = _mode(score, score_first, renormalize)
-    if top_groups is None:
-        top_groups = num_groups
-    if group_k is None:
-        group_k = max(k // max(top_groups, 1), 1)
+    an_integer("k", k)
+    an_integer("num_groups", num_groups)
+    top_groups = num_groups if top_groups is None else an_integer("top_groups", top_groups)
+    group_k = max(k // max(top_groups, 1), 1) if group_k is None else an_integer("group_k", group_k)
     if top_groups == num_groups >= 1 and logits.dim() and logits.shape[-1] % num_groups == 0:
         num_groups = top_groups = group_k = 1  # all of them: as if there were none
     args = logits, bias, k, mode, num_groups, top_groups, group_k, scale, eps, dense_probs, routing_map

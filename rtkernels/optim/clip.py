@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels.ops.multi_tensor import multi_clip_norm_, multi_norm
+from rtkernels.ops.multi_tensor import clip_norm_, multi_norm
 
 
 def clip_grad_norm_(
@@ -49,4 +49,4 @@ def clip_grad_norm_(
                 f"the norm of order {norm_type} of the gradients is {float(norm)}; pass error_if_nonfinite=False to "
                 "scale by it anyway"
             )
-    return multi_clip_norm_(grads, max_norm, norm_type, group=group)
+    return clip_norm_(grads, max_norm, norm_type, group)
