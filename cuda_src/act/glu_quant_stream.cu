@@ -2,7 +2,7 @@
 // copy engine, and warps do not wait for each other at barriers (quant/patch.cuh). Recipe: common/fp8_scale.cuh. Layouts:
 // quant/expert_tiles.cuh.
 //
-// Tensor maps have boxes of 32 rows by 128 columns. cols is a multiple of 8.
+// Tensor maps have boxes of 16 rows by 128 columns. cols is a multiple of 8.
 #include "act/activations.cuh"
 #include "act/glu_quant_counts.cuh"
 #include "ptx/pdl.cuh"
@@ -36,6 +36,7 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
     const Stream stream(memory, barriers);
     const bool asks = patch_role() == PatchRole::kFetch;
     if (asks && counts == nullptr) stream.fetch(first_place(rows, cols), 0, gate, up);
+    stream.init_rest();
     shared.init();
     const TilePlaces places(memory + Stream::kBytes, counts, count_width, experts, rows, cols);
     if (check && counts != nullptr && !adds_up(counts, count_width, experts, rows)) __trap();
@@ -140,6 +141,7 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
     auto fetch_first = [&](const PatchOutput& place) { gates.fetch(place, 0, gate, dy), ups.fetch(place, 0, up); };
     const bool asks = patch_role() == PatchRole::kFetch;
     if (asks && counts == nullptr) fetch_first(first_place(rows, cols));
+    gates.init_rest(), ups.init_rest();
     shared.init();
     const TilePlaces places(memory + Gates::kBytes + Ups::kBytes, counts, count_width, experts, rows, cols);
     if (check && counts != nullptr && !adds_up(counts, count_width, experts, rows)) __trap();

@@ -7,10 +7,10 @@
 namespace rtk {
 
 // Tiles of INPUTS matrices of 16-bit numbers on their way to shared memory by the copy engine, SLOTS of each in turn, in
-// boxes of the rows of four worker warps (a team), which wait for no others.
+// boxes of the rows of two worker warps (a team), which wait for no others.
 template <int SLOTS, int INPUTS>
 struct PatchStream {
-    static constexpr int kTeams = 4, kTeam = kPatchWarps / kTeams;
+    static constexpr int kTeams = 8, kTeam = kPatchWarps / kTeams;
     static constexpr u32 kRowBytes = kTileSide * 2, kBoxRows = kTeam * kPatchWarpRows, kBoxBytes = kBoxRows * kRowBytes;
     static constexpr u32 kTeamBytes = SLOTS * INPUTS * kBoxBytes, kTeamBarriers = 2 * SLOTS;
     static constexpr u32 kBytes = kTeams * kTeamBytes;  // of shared memory, aligned to 128
@@ -19,17 +19,27 @@ struct PatchStream {
     ptx::SharedAddress boxes, full;          // of all teams; behind `full` barriers of a team, `empty` ones
     ptx::SharedAddress own_boxes, own_full;  // of the worker's team
 
-    // A barrier of the block later, workers may wait; the thread that fetches may begin at once. It does so soon, as all
-    // addresses of barriers are constants.
+    // The thread that fetches may ask for the first tile at once. It does so soon, as all addresses of barriers are
+    // constants, and those that only later tiles need come afterwards (init_rest).
     RTK_DEVICE PatchStream(u8* memory, u64* barriers)
         : boxes(ptx::shared_address(memory)), full(ptx::shared_address(barriers)) {
         const u32 team = threadIdx.x / (kTeam * kWarp);
         own_boxes = boxes + team * kTeamBytes, own_full = full + team * (8 * kTeamBarriers);
-        if (patch_role() == PatchRole::kFetch) {
+        init([](u32 b) { return b % kTeamBarriers == 0; });
+    }
+
+    // All call; a barrier of the block later, workers may wait.
+    RTK_DEVICE void init_rest() const {
+        init([](u32 b) { return b % kTeamBarriers != 0; });
+    }
+
+    template <typename Which>
+    RTK_DEVICE void init(const Which& which) const {
+        if (patch_role() != PatchRole::kFetch) return;
 #pragma unroll
-            for (u32 b = 0; b < kBarriers; ++b) ptx::mbarrier_init(full + 8 * b, b % kTeamBarriers < SLOTS ? 1 : kTeam);
-            ptx::mbarrier_fence_init();
-        }
+        for (u32 b = 0; b < kBarriers; ++b)
+            if (which(b)) ptx::mbarrier_init(full + 8 * b, b % kTeamBarriers < SLOTS ? 1 : kTeam);
+        ptx::mbarrier_fence_init();
     }
 
     // Asks for a tile, the turn'th, as soon as there is room for it. One thread calls.

@@ -1,7 +1,7 @@
 // What quant/quantize_fp8_experts.cu does, with transposed codes among the results and for many tiles, for sm_90: up to two
 // tiles are on their way by the copy engine, and warps do not wait for each other at barriers (quant/patch.cuh).
 //
-// The tensor map has boxes of 32 rows by 128 columns. cols is a multiple of 8.
+// The tensor map has boxes of 16 rows by 128 columns. cols is a multiple of 8.
 #include "common/vec.cuh"
 #include "quant/patch_stream.cuh"
 
@@ -19,6 +19,7 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
     extern __shared__ __align__(128) u8 memory[];
     const Quantized out = {q, scale, q_t, scale_t, static_cast<u32>(cols), true, pow2 != 0};
     const Stream stream(memory, barriers);
+    stream.init_rest();
     shared.init();
     const TilePlaces places(memory + Stream::kBytes, counts, count_width, experts, rows, cols);
     const StreamWalk walk(places, out, static_cast<u32>(cols), kept, counter);

@@ -13,7 +13,7 @@ from rtkernels._zeros import fresh_zeros
 TILE_BYTES = 128 * 128 * 2  # of one input
 
 _THREADS = 640
-_BOX_ROWS, _BOX_COLS = 32, 128
+_BOX_ROWS, _BOX_COLS = 16, 128
 # Tiles per multiprocessor from which on blocks draw tiles from a counter: then they stay together, and memory is faster
 # for it. With fewer (4 and 8 were measured) it gains nothing.
 _DRAW_TURNS = 12

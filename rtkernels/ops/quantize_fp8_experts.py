@@ -25,7 +25,7 @@ MAX_EXPERTS = 8192  # their table is in shared memory
 Options = tuple[int, int, int]  # experts, bytes of a count, the most row blocks there can be
 
 _STREAM_TYPES = (("bf16", "e4m3"), ("fp16", "e4m3"))
-_STREAM_SLOTS, _STREAM_STATIC_SHARED = 2, 18432
+_STREAM_SLOTS, _STREAM_STATIC_SHARED = 2, 18560
 # Tiles per multiprocessor from which on the kernel that gets them by the copy engine is faster. Measured on the H200.
 _STREAM_TURNS = 5
 
