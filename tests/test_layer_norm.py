@@ -70,6 +70,7 @@ CASES: dict[str, Callable[[Normal], Inputs]] = {
     "hidden_20480": lambda n: _both(n, 5, 20480),
     "many_short_rows": lambda n: _both(n, 530, 8),
     "more_than_the_ring_holds": lambda n: _both(n, 66, 4080),
+    "a_row_more": lambda n: _both(n, 61, 2040),
     "residual_many_rows": lambda n: _both(n, 130, 520, residual=n(130, 520)),
     "no_rows": lambda n: _both(n, 0, 16),
     "no_columns": lambda n: _both(n, 4, 0),

@@ -66,6 +66,7 @@ CASES: dict[str, Callable[[Normal], Inputs]] = {
     "many_short_rows": lambda n: Inputs(n(530, 8), n(8)),
     "many_rows": lambda n: Inputs(n(130, 256), n(256)),
     "more_than_the_ring_holds": lambda n: Inputs(n(42, 2040), n(2040)),
+    "a_row_more": lambda n: Inputs(n(45, 2040), n(2040)),
     "many_wide_rows": lambda n: Inputs(n(66, 3080), n(3080)),
     "wide": lambda n: Inputs(n(5, 8192), n(8192)),
     "wider": lambda n: Inputs(n(2, 9216), n(9216)),

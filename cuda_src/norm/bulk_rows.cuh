@@ -3,12 +3,14 @@
 #include "common/bulk_ring.cuh"
 #include "common/pressure.cuh"
 #include "norm/common.cuh"
+#include "ptx/pdl.cuh"
 #include "ptx/tma.cuh"
 
 namespace rtk {
 
 // dy, h and, if DSUM, dsum: rows first, first + step, ... below `count` are those of a group; fewer than 2^30 rows, strides
-// of less than 2^32 bytes. The copy engine takes its time to be asked and to answer: so in the constructor every thread asks
+// of less than 2^32 bytes. They are dealt to blocks, and by each of these to its groups, so that no block has two rows more
+// than another. The copy engine takes its time to be asked and to answer: so in the constructor every thread asks
 // for its pieces of the first row itself, and in start(), which asks for as many rows as the ring holds, each has a lane of its
 // own. All further rows are fetched by helpers, if the groups have them (HELPED: they may), or else by their first thread.
 template <typename T, int CHUNKS, bool DSUM, bool HELPED>
@@ -31,7 +33,7 @@ struct BulkRows {
           h_pitch(static_cast<u32>(h_stride * sizeof(T))),
           dsum_pitch(static_cast<u32>(dsum_stride * sizeof(T))),
           step(static_cast<int>(gridDim.x) * group.count),
-          first(static_cast<int>(blockIdx.x) * group.count + group.index),
+          first(group.index * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x)),
           count(static_cast<int>(rows)),
           ahead(static_cast<int>(stages) * step),
           server(HELPED && group.meeting > group.threads ? ring.kPast : 0),
@@ -112,7 +114,10 @@ struct BulkRows {
         return reinterpret_cast<const u8*>(base) + product(row, pitch);
     }
     RTK_DEVICE void fetch(int stage, int row) const {
-        if (row >= count) return;
+        if (row >= count) {
+            ptx::launch_dependents();  // the sum over blocks may come: it takes as long as the rows that are on their way
+            return;
+        }
         if constexpr (DSUM) {
             ring.fetch(stage, {row_of(0, row), row_of(1, row), row_of(2, row)});
         } else {

@@ -4,7 +4,6 @@
 #include "norm/common.cuh"
 #include "norm/moments.cuh"
 #include "ptx/forget.cuh"
-#include "ptx/pdl.cuh"
 
 namespace rtk {
 
@@ -98,7 +97,6 @@ __global__ void __maxnreg__(128)
         mine.ring.next_row();
     }
 
-    ptx::launch_dependents();  // earlier is slower here
     if (partial == nullptr) return;
     partial += blockIdx.x * partial_stride;
     const int sets = partial_stride > cols ? 2 : 1;

@@ -1,27 +1,24 @@
 // Backward of RMS normalisation (norm/rms_norm.cu) with rows that the copy engine brings (sm_90 and up).
 #include "common/block_sums.cuh"
 #include "norm/bulk_rows.cuh"
-#include "ptx/pdl.cuh"
 
 namespace rtk {
 
-// Registers of a thread with one piece of a row: they leave room for a block of column_sum beside 768 such threads; for sm_120
-// the compiler needs more.
+// Registers of a thread with one piece of a row, of which a block has up to 768; for sm_120 the compiler needs more.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 inline constexpr int kOnePieceRegisters = 80;
 #else
 inline constexpr int kOnePieceRegisters = 72;
 #endif
 
-// What rms_norm_bwd does, and in the same order: dh, and a row of partial weight gradients per block. For groups of whole
+// What rms_norm_bwd does: dh, and a row of partial weight gradients per block. For groups of whole
 // warps, rows of at most CHUNKS * 512 pieces of 16 bytes, and fewer than 2^30 of them. The weight (which may be null) is of T,
-// or fp32 if `wide`. HELPED: every group has a warp that fetches its rows. Blocks of at most 768 (CHUNKS 1) or 512 threads,
-// with as many registers as leave room for a block of column_sum beside them; `early`: these may come and wait there.
+// or fp32 if `wide`. HELPED: every group has a warp that fetches its rows. Blocks of at most 768 (CHUNKS 1) or 512 threads.
 template <typename T, int CHUNKS, bool DSUM, bool HELPED>
 __global__ void __maxnreg__(CHUNKS == 1 ? kOnePieceRegisters : 112)
     rms_norm_bwd_bulk(const T* dy, const T* h, const void* weight, const T* dsum, T* dh, float* partial, i64 rows,
                       i64 cols, i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, i64 wide, double eps,
-                      double offset, i64 stages, i64 groups, i64 early) {
+                      double offset, i64 stages, i64 groups) {
     constexpr int VEC = 16 / sizeof(T);
     constexpr bool kAsksEarly = !HELPED && !DSUM;  // with dsum there are no registers left for that
     extern __shared__ __align__(16) u8 memory[];
@@ -34,7 +31,6 @@ __global__ void __maxnreg__(CHUNKS == 1 ? kOnePieceRegisters : 112)
     const auto& ring = mine.ring;
     AskedGain<T, VEC> asked[CHUNKS];
     mine.start(group, weight, wide, asked);
-    if (early) ptx::launch_dependents();
     const float epsilon = static_cast<float>(eps);
     const float shift = weight == nullptr ? 1.0f : static_cast<float>(offset);
     const float inverse = 1.0f / static_cast<float>(cols);
@@ -92,7 +88,6 @@ __global__ void __maxnreg__(CHUNKS == 1 ? kOnePieceRegisters : 112)
         mine.ring.next_row();
     }
 
-    if (!early) ptx::launch_dependents();
     if (partial == nullptr) return;
     partial += blockIdx.x * cols;
     const int apart = ring.group_bytes() / 4;

@@ -11,8 +11,6 @@ _ROW_THREADS = 512  # at most for a row; and enough for a block
 _MOST_STAGES = 16
 _BARRIERS = 8 * _MOST_STAGES  # bytes for each group
 _RESERVED = 2048  # bytes of shared memory that the system and the kernel's own variables take
-_COLUMN_SUM = 4096  # and that a block of column_sum takes, at most
-_STEPS = (8, 16, 32, 64, 100, 132, 164, 196, 228)  # KB of shared memory that a multiprocessor may have
 
 
 class BulkRing(NamedTuple):
@@ -58,19 +56,7 @@ def bulk_ring(
     stages = min(max(2, -(-in_flight // stage_bytes)), _MOST_STAGES, fits)
     if stages < 2:
         return None
-    shared = _beside(stages * stage_bytes + groups * _BARRIERS, info.shared_per_block)
+    shared = stages * stage_bytes + groups * _BARRIERS
     if rows < helped * groups * info.sm_count and threads > 32 and block + 32 * groups <= most_threads:
         block += 32 * groups
     return BulkRing(threads, block, min(info.sm_count, -(-rows // groups)), stages, groups, shared)
-
-
-def _beside(shared: int, limit: int) -> int:
-    """Return the shared memory to ask for, so that a multiprocessor has some left for a block of column_sum.
-
-    It divides its memory into L1 and shared memory in steps, and takes the smallest that will do for its kernel.
-    """
-    for step in _STEPS:
-        left = step * 1024 - _RESERVED - shared
-        if left >= 0:
-            return shared if left >= _COLUMN_SUM else min(shared + left + 16, limit - _RESERVED)
-    return shared

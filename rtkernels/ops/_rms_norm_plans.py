@@ -26,7 +26,7 @@ from rtkernels._layout import (
 from rtkernels._plan import DensePlan
 from rtkernels.errors import ArgumentError
 from rtkernels.ops._bulk_ring import bulk_ring
-from rtkernels.ops.column_sum import column_sum, waits_beside
+from rtkernels.ops.column_sum import column_sum
 
 _UNIT = "norm/rms_norm.cu"
 _TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
@@ -99,7 +99,7 @@ _BWD_BULK = Kernel(
     "norm/rms_norm_bwd_bulk.cu",
     "rms_norm_bwd_bulk",
     template="T CHUNKS DSUM HELPED",
-    args=_BWD_ARGS.format(last="partial") + " stages:i64 groups:i64 early:i64",
+    args=_BWD_ARGS.format(last="partial") + " stages:i64 groups:i64",
     variants=[
         (t, chunks, dsum, helped)
         for t, chunks, dsum, helped in product(_WIDTH, _RING_CHUNKS, (False, True), (False, True))
@@ -221,16 +221,16 @@ class _BackwardPlan:
         stages = _ring_stages(info.shared_per_block, chunks, dsum is not None)
         self.cols, self.device, self.weight_grad, self.partial_launch = cols, device, weight_grad, None
         self.tail: tuple[int, ...] = ()
-        self.early = waits_beside(cols)
+        self.early = True  # column_sum finds room beside the kernel
         fits = vec == _WIDTH[t] and vectors <= _RING_THREADS * chunks
         inputs, most = 2 if dsum is None else 3, _ring_block(chunks)
         near, few = max(strides) < 2**30, _HELPED if chunks == 1 else 0
         if fits and near and (r := bulk_ring(info, rows, vectors, chunks, inputs, most, _IN_FLIGHT, few)):
-            threads, self.partial_rows, self.tail = r.threads, r.blocks, (r.stages, r.groups, int(self.early))
+            self.early = False
+            threads, self.partial_rows, self.tail = r.threads, r.blocks, (r.stages, r.groups)
             variant = (t, chunks, dsum is not None, r.helped)
             self.launch = _BWD_BULK.bind(variant, device, r.blocks, r.block, r.shared)
         elif fits and stages >= 2:
-            self.early = True
             threads = group_threads(-(-vectors // chunks), _RING_THREADS)
             most = _ring_block(chunks) // threads if threads <= 32 else min(_ring_block(chunks) // threads, 15)
             groups = max(1, min(most, rows // info.sm_count))
@@ -240,7 +240,6 @@ class _BackwardPlan:
             variant = (t, chunks, dsum is not None, stages)
             self.launch = _BWD.bind(variant, device, grid, groups * threads, shared)
         else:
-            self.early = True
             vec = _long_width(vec, t, w)
             threads = group_threads(-(-cols // vec), 1024)
             block = block_of(threads)
