@@ -94,6 +94,12 @@ CASES: dict[str, Callable[[Normal], Inputs]] = {
     "two_warps": lambda n: _same(n, 6, 3 * 1024, groups=3),
     "slices": lambda n: _same(n, 9, 20 * 512, groups=20),
     "slices_shared": lambda n: _same(n, 9, 19 * 512, groups=19, weight="shared"),
+    "rows_share_warps": lambda n: _same(n, 41, 2 * 384, groups=2),
+    "four_rows_share_warps": lambda n: _same(n, 21, 3 * 320, groups=3),
+    "eight_rows_share_warps": lambda n: _same(n, 43, 4 * 96, groups=4),
+    "rows_share_warps_and_weights": lambda n: _same(n, 21, 5 * 192, groups=5, weight="shared"),
+    "groups_not_equally_often": lambda n: _same(n, 25, 3 * 512, groups=3),
+    "token_in_two_blocks": lambda n: _same(n, 9, 5 * 1280, groups=5),
     "widest": lambda n: _same(n, 2, 8192, groups=1),
     "wider": lambda n: _same(n, 2, 2 * 8208, groups=2),
     "turned": lambda n: _turned(n, 2, 9, 64, 4),
@@ -283,20 +289,31 @@ def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("tokens", (1, 3, 131, 8192))
-@pytest.mark.parametrize(("groups", "cols"), ((1, 8), (4, 512), (3, 40), (20, 512), (129, 64), (5, 2048), (2, 8192)))
+@pytest.mark.parametrize(
+    ("groups", "cols"),
+    (
+        (1, 8), (4, 512), (3, 40), (4, 96), (5, 320), (2, 384), (3, 768), (4, 1280), (2, 1536), (20, 512), (129, 64),
+        (5, 2048), (2, 8192),
+    ),
+)  # fmt: skip
 def test_backward_grid_covers_every_row(tokens: int, groups: int, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
     bound: list[Any] = []
     monkeypatch.setattr(plans, "_BWD", SimpleNamespace(bind=lambda *args: bound.extend(args)))
     meta = _meta(tokens, groups * cols)
     plan = plans._BackwardPlan(meta, meta, meta, _meta(groups * cols), groups, "same", 0, True)
-    variant, _, (blocks, slices), block, shared = bound
-    slice_groups, lanes, threads = plan.numbers[-7:-4]
-    assert block % 32 == 0 and block <= 512
-    units, chunks = block // threads, variant[1]
-    assert max(units * cols * 4, 96 * chunks * block if chunks > 1 else 0) <= shared <= 227 * 1024
-    assert units * threads == block and (threads <= 32 or units <= 15)
-    assert slices * slice_groups >= groups > (slices - 1) * slice_groups and units >= lanes * slice_groups
-    assert threads * chunks * 8 >= cols and blocks <= tokens and plan.partial == (blocks, groups * cols)
+    (_, chunks, form), _, blocks, block, shared = bound
+    lanes, threads = plan.numbers[-6:-4]
+    rows = block // threads
+    assert block % 32 == 0 and block <= 512 and rows * threads == block and threads * chunks * 8 >= cols
+    assert (threads in (1, 2, 4, 8, 16, 32), threads % 4 == 0, threads % 32 == 0, threads == 64, threads == 128)[form]
+    team = max(1, 32 // (threads & -threads)) if form == 1 else 1  # rows that meet at one barrier
+    assert rows % team == 0 and (form == 0 or rows // team <= 15)
+    assert 1 <= lanes <= tokens and lanes * groups <= blocks * rows and (blocks <= 4 or blocks * rows < rows + groups)
+    parts, width = plan.partial
+    assert width == groups * cols and parts == (blocks if rows > groups else lanes)
+    places = rows if rows % groups == 0 else groups * -(-(rows + groups - 1) // groups)
+    sums = 4 * cols * places if rows > groups else 0
+    assert max(sums, 96 * chunks * block if chunks > 1 else 0) <= shared <= 227 * 1024
 
 
 # ---- autograd -------------------------------------------------------------------------------------------------------

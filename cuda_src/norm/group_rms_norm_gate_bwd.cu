@@ -2,103 +2,78 @@
 #include "common/block_sums.cuh"
 #include "common/pressure.cuh"
 #include "common/row_ring.cuh"
-#include "norm/group_rms_norm_gate.cuh"
+#include "norm/group_rms_norm_gate_rows.cuh"
 #include "ptx/forget.cuh"
+#include "ptx/integer.cuh"
 #include "ptx/pdl.cuh"
 
 namespace rtk {
-
-// Sums of a and b over the group of this thread, which has them all in the end. WARPS: groups of whole warps, at most 16, or
-// else of a power of two of at most 32 lanes. `phase` alternates between 0 and 1 from call to call on the same scratch.
-template <bool WARPS>
-RTK_DEVICE void sum_pair(float& a, float& b, const RowGroup& group, GroupScratch<2>& scratch, int phase) {
-    if constexpr (!WARPS) {
-        if (group.threads == 1) return;
-    }
-    constexpr u32 kAll = 0xffffffffu;
-    const bool odd = threadIdx.x & 1;  // even lanes carry a, odd ones b
-    float mine = (odd ? b : a) + __shfl_xor_sync(kAll, odd ? a : b, 1);
-#pragma unroll
-    for (int offset = 2; offset < kWarp; offset *= 2)
-        if (WARPS || offset < group.threads) mine += __shfl_xor_sync(kAll, mine, offset);
-    if constexpr (WARPS) {
-        const int lane = static_cast<int>(threadIdx.x) % kWarp, warps = group.threads / kWarp;
-        if (lane < 2) scratch.slot[phase][threadIdx.x / kWarp][lane] = mine;
-        group_barrier<true>(group);
-        const float* slots = &scratch.slot[phase][group.index * warps][0];
-        if (warps == 2 || warps == 4) {  // as most often
-            float4 sums = *reinterpret_cast<const float4*>(slots);
-            if (warps == 4) {
-                const float4 more = *reinterpret_cast<const float4*>(slots + 4);
-                sums.x += more.x, sums.y += more.y, sums.z += more.z, sums.w += more.w;
-            }
-            a = sums.x + sums.z;
-            b = sums.y + sums.w;
-            return;
-        }
-        mine = lane < 2 * warps ? slots[lane] : 0.0f;
-#pragma unroll
-        for (int offset = 2; offset < kWarp; offset *= 2) mine += __shfl_xor_sync(kAll, mine, offset);
-    }
-    const float other = __shfl_xor_sync(kAll, mine, 1);
-    a = odd ? other : mine;
-    b = odd ? mine : other;
-}
 
 // Backward. With a = dy * w * s, the gradient of n:
 //     dx = rstd * a - x * rstd^3 * mean(a * x),  dgate = n * a * (1 - s),  dweight = sum over tokens of dy * s * n.
 // rstd is recomputed: x is read anyway, and the two row sums share one reduction.
 //
-// Persistent, for groups of at most CHUNKS * VEC * blockDim channels. A block works on groups_per_block groups of several
-// tokens at once: RowGroup u has token lane u / groups_per_block and always the same group, so weights and their
-// gradients stay in registers. So do the next two rows of a thread with one piece: it asks for a row, by loads with a policy
-// for L2, as soon as the one before it in the same registers is unpacked. Rows of two pieces, for which there are too few
-// registers, come through a RowRing. Grid: x over tokens, y over slices of the groups. Weight gradients are summed over the
-// block in shared memory and written as one fp32 row per block (`partial`; null when not wanted) for column_sum to add up:
-// [gridDim.x, groups * cols], or [gridDim.y * gridDim.x, cols] for a shared weight. The order is fixed by the grid, never by
-// timing. The weight (null: ones) is of T, or fp32 if `wide`. 112 registers leave room for a block of column_sum;
-// `early`: these may come and wait there. *_outer, *_inner and x_group are in bytes, less than 2^32 of them.
-template <typename T, int CHUNKS, bool WARPS>
-__global__ void __maxnreg__(CHUNKS == 1 ? 112 : 128)
+// Persistent, for groups of at most CHUNKS * VEC * blockDim channels. RowGroups are counted through all blocks, however many
+// of them a block has: number u always has group u % groups of a token, so weights and their gradients stay in registers, of
+// every lanes-th token from u / groups on. In registers are also the next rows of a thread with one piece: it asks for a
+// row, by loads with a policy for L2, as soon as the one before it in the same registers is unpacked. Rows of two pieces,
+// for which there are too few registers, come through a RowRing. Weight gradients become rows of fp32 (`partial`; null when
+// not wanted) for column_sum to add up: [lanes, groups * cols] if a block has no group twice, else one row for each block,
+// of its sums in shared memory; of `cols` numbers if groups share the weight. The order is fixed by the grid, never by
+// timing. The weight (null: ones) is of T, or fp32 if `wide`. 512 threads of 112 registers leave room for a block of
+// column_sum; `early`: these may come and wait there. *_outer, *_inner and x_group are in bytes, less than 2^32 of them.
+template <typename T, int CHUNKS, int FORM>
+__global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 128)
     group_rms_norm_gate_bwd(const u8* dy, const u8* x, const u8* gate, const void* weight, u8* dx, u8* dgate, float* partial,
                             i64 tokens, i64 inner_size, i64 groups, i64 cols, i64 dy_outer, i64 dy_inner, i64 x_outer,
                             i64 x_inner, i64 x_group, i64 gate_outer, i64 gate_inner, i64 dgate_outer, i64 dgate_inner,
-                            i64 dx_outer, i64 dx_inner, i64 weight_group, i64 groups_per_block, i64 tokens_at_once,
-                            i64 threads_per_row, i64 by_inner, i64 by_slice, i64 wide, i64 early, double eps) {
-    constexpr int VEC = 16 / sizeof(T), kStages = 2;
+                            i64 dx_outer, i64 dx_inner, i64 weight_group, i64 lanes, i64 threads_per_row, i64 by_inner,
+                            i64 by_groups, i64 wide, i64 early, double eps) {
     constexpr bool kRegisters = CHUNKS == 1;
+    constexpr int VEC = 16 / sizeof(T), kStages = kRegisters ? rows_in_registers(FORM) : 2;
     extern __shared__ __align__(16) u8 memory[];
-    __shared__ __align__(16) GroupScratch<2> scratch;
-    const RowGroup group(threads_per_row);
-    const u32 slice = static_cast<u32>(groups_per_block);
-    const u32 lanes = static_cast<u32>(tokens_at_once);
-    const u32 lane = divided(group.index, by_slice);
-    const u32 g = blockIdx.y * slice + (group.index - lane * slice);
-    const u32 last = static_cast<u32>(tokens), inner = static_cast<u32>(inner_size);
-    const u32 step = gridDim.x * lanes, first = blockIdx.x * lanes + lane;
-    const int end = lane < lanes && g < groups ? static_cast<int>(cols) : 0;  // or the RowGroup has nothing to do
+    __shared__ __align__(16) PairSums<FORM> scratch;
+    const RowGroup group = row_group<FORM>(threads_per_row);
+    const u32 before = blockIdx.x * group.count;  // RowGroups of other blocks
+    const u32 first = divided(before + group.index, by_groups), step = static_cast<u32>(lanes);
+    const u32 g = before + group.index - first * static_cast<u32>(groups);
+    const u32 inner = static_cast<u32>(inner_size);
+    const u32 last = first < step ? static_cast<u32>(tokens) : 0;  // or the RowGroup has nothing to do
+    const int end = first < step ? static_cast<int>(cols) : 0;
     const int pitch = group.threads * VEC;
     const int column = group.thread * VEC;
     auto has = [&](int c) { return column + c * pitch < end; };
-    // A token, and in it this thread's first channel.
-    auto at = [&](u32 token, i64 outer_bytes, i64 inner_bytes) {
-        const u32 o = divided(token, by_inner);
-        return product(o, static_cast<u32>(outer_bytes)) + product(token - o * inner, static_cast<u32>(inner_bytes));
-    };
     const u64 channel = product(g, static_cast<u32>(cols * sizeof(T))) + column * sizeof(T);
-    dy += channel, gate += channel, dx += channel, dgate += channel;
-    x += product(g, static_cast<u32>(x_group)) + column * sizeof(T);
+    dy = settled(dy + channel), gate = settled(gate + channel);
+    dx = settled(dx + channel), dgate = settled(dgate + channel);
+    x = settled(x + product(g, static_cast<u32>(x_group)) + column * sizeof(T));
+    struct Place {
+        u32 o, i;
+    };
+    const u32 magic = static_cast<u32>(by_inner), shift = static_cast<u32>(by_inner >> 32);
+    auto place = [&](u32 token) {
+        const u32 o = ptx::mul_hi(token << 1, magic) >> shift;  // as `divided` has it
+        return Place{o, token - o * inner};
+    };
+    // A token of a tensor, and in it this thread's first channel.
+    auto at = [&](auto* tensor, Place p, i64 outer_bytes, i64 inner_bytes) {
+        const u64 from = ptx::mad_wide(p.o, static_cast<u32>(outer_bytes), reinterpret_cast<u64>(tensor));
+        return reinterpret_cast<decltype(tensor)>(ptx::mad_wide(p.i, static_cast<u32>(inner_bytes), from));
+    };
     RowRing<3, CHUNKS, kStages> ring(memory);
     Raw<16> ahead[kStages][3];  // instead of the ring if kRegisters: dy, x and gate
     auto fetch = [&](u32 token, int stage) {
+        const Place p = place(token);
+        const u8* const rows[3] = {at(dy, p, dy_outer, dy_inner), at(x, p, x_outer, x_inner),
+                                   at(gate, p, gate_outer, gate_inner)};
         if (token < last && has(0)) {
-            const u8* const rows[3] = {dy + at(token, dy_outer, dy_inner), x + at(token, x_outer, x_inner),
-                                       gate + at(token, gate_outer, gate_inner)};
+            if constexpr (kRegisters) {
 #pragma unroll
-            for (int input = 0; input < 3; ++input) {
-                if constexpr (kRegisters) {
+                for (int input = 0; input < 3; ++input)
                     ahead[stage][input] = load_raw<T, VEC>(reinterpret_cast<const T*>(rows[input]));
-                } else {
+            } else {
+#pragma unroll
+                for (int input = 0; input < 3; ++input) {
 #pragma unroll
                     for (int c = 0; c < CHUNKS; ++c)
                         if (has(c)) ring.copy(input, c, rows[input] + c * group.threads * 16);
@@ -114,12 +89,12 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 112 : 128)
 #pragma unroll
             for (Raw<16>& raw : ahead[stage]) clear(raw);
             fetch(first + stage * step, stage);
-        } else if (stage == 0) {
+        } else if (stage != kStages - 1) {  // the last one is fetched when work begins
             const bool few = first + (kStages - 1) * step >= last;
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c)
-                if (few || !has(c)) ring.zero(memory, c);
-            fetch(first, 0);
+                if (stage == 0 && (few || !has(c))) ring.zero(memory, c);
+            fetch(first + stage * step, stage);
         }
     };
     begin(0);
@@ -129,7 +104,8 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 112 : 128)
         clear(asked[c].raw);
         if (weight != nullptr && has(c)) asked[c].ask(weight, wide, g * weight_group + column + c * pitch);
     }
-    begin(1);
+#pragma unroll
+    for (int stage = 1; stage < kStages; ++stage) begin(stage);
     if (early) ptx::launch_dependents();
     float epsilon = static_cast<float>(eps);
     ptx::keep(epsilon);
@@ -144,7 +120,7 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 112 : 128)
 
     int phase = 0;
     auto work = [&](u32 token, int stage) {
-        if constexpr (!kRegisters) fetch(token + step, stage), ring.wait();
+        if constexpr (!kRegisters) fetch(token + (kStages - 1) * step, stage), ring.wait();
         float opened[CHUNKS][VEC], closed[CHUNKS][VEC];  // dy * s, 1 - s
         float v[VEC];                                    // x
 #pragma unroll
@@ -168,31 +144,32 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 112 : 128)
             if constexpr (!kRegisters) ring.template read<T>(1, c, v);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
-                const Gate s = gate_at<T>(closed[c][i]);
+                                const Gate s = gate_of<T>(closed[c][i]);
                 opened[c][i] *= s.open;
                 closed[c][i] = s.closed;
                 square += v[i] * v[i];
                 product += opened[c][i] * w[c][i] * v[i];
             }
         }
-        sum_pair<WARPS>(square, product, group, scratch, phase);
-        phase ^= 1;
+        scratch.sum(square, product, group, kRegisters ? stage : phase);
+        if constexpr (!kRegisters) phase ^= 1;
         const float rstd = rsqrtf(square * inverse + epsilon);
         const float pull = product * inverse * rstd * rstd * rstd;
-        if (token < last && has(0)) {
-            T* const dx_row = reinterpret_cast<T*>(dx + at(token, dx_outer, dx_inner));
-            T* const dgate_row = reinterpret_cast<T*>(dgate + at(token, dgate_outer, dgate_inner));
+        const Place p = place(token);
+        T* const dx_row = reinterpret_cast<T*>(at(dx, p, dx_outer, dx_inner));
+        T* const dgate_row = reinterpret_cast<T*>(at(dgate, p, dgate_outer, dgate_inner));
+        if ((FORM >= kWarps || token < last) && has(0)) {
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c) {
                 if constexpr (!kRegisters) ring.template read<T>(1, c, v);  // again: there are no registers for it
                 float to_gate[VEC];
 #pragma unroll
                 for (int i = 0; i < VEC; ++i) {
-                    const float n = v[i] * rstd;
-                    const float a = opened[c][i] * w[c][i];
-                    dweight[c][i] += opened[c][i] * n;
-                    to_gate[i] = a * n * closed[c][i];
-                    v[i] = a * rstd - v[i] * pull;
+                    const float o = opened[c][i] * rstd;
+                    const float a = o * w[c][i];
+                    dweight[c][i] += o * v[i];
+                    to_gate[i] = a * v[i] * closed[c][i];
+                    v[i] = a - v[i] * pull;
                 }
                 if (has(c)) {
                     store<T, VEC>(dx_row + c * pitch, v);
@@ -202,39 +179,48 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 112 : 128)
         }
         if constexpr (!kRegisters) ring.next_row();
     };
-    // As long as one RowGroup of the block has a row, all go on.
+    // Rows that share warps go on as long as one of the block has a token.
+    const u32 least = FORM >= kWarps ? first : divided(before, by_groups);
+    const u32 left = least < step ? static_cast<u32>(tokens) : 0;
     u32 token = first;
-    while (token - lane < last) {
+    while (token - first + least < left) {
 #pragma unroll
-        for (int stage = 0; stage < (kRegisters ? kStages : 1) && token - lane < last; ++stage, token += step)
+        for (int stage = 0; stage < (kRegisters ? kStages : 1) && token - first + least < left; ++stage, token += step)
             work(token, stage);
     }
 
     if (!early) ptx::launch_dependents();
     if (partial == nullptr) return;
+    const int size = static_cast<int>(cols), count = static_cast<int>(groups);
     const bool shared = weight_group == 0;
-    if (lanes == 1 && !shared) {  // nothing to add
+    // What most need comes last: then its code follows the loop's, and need not be fetched from elsewhere in the end.
+    if (group.count > count || shared) {
+        if constexpr (!kRegisters) ptx::cp_async_wait<0>();
+        __syncthreads();
+        // [tokens at once, groups, cols], or [RowGroups, cols] for a shared weight. The first and the last token may lack
+        // groups.
+        float* sums = reinterpret_cast<float*>(memory);
+        const u32 base = divided(before, by_groups);
+        const int terms = shared ? group.count : divided(before + group.count - 1, by_groups) - base + 1;
+        const int width = shared ? size : count * size;
+        if (!shared && terms * count != group.count) {
+            for (int at = static_cast<int>(threadIdx.x) * 4; at < terms * width; at += static_cast<int>(blockDim.x) * 4)
+                *reinterpret_cast<float4*>(sums + at) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            __syncthreads();
+        }
+        const int own = shared ? group.index : (first - base) * count + g;
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c)
-            if (has(c))
-                store<float, VEC>(partial + blockIdx.x * (groups * cols) + g * cols + column + c * pitch, dweight[c]);
+            if (column + c * pitch < size) put_sums(sums + own * size + column + c * pitch, dweight[c]);
+        __syncthreads();
+        add_rows(sums, terms, width, width, partial + static_cast<i64>(blockIdx.x) * width);
         return;
     }
-    if constexpr (!kRegisters) ptx::cp_async_wait<0>();
-    __syncthreads();
-    float* sums = reinterpret_cast<float*>(memory);  // [RowGroups, cols]
-    const int size = static_cast<int>(cols);
+    // [lanes, groups, cols]: the numbers of RowGroups.
+    float* const sums = partial + product(before + group.index, static_cast<u32>(cols)) + column;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)
-        if (column + c * pitch < size) put_sums(sums + group.index * size + column + c * pitch, dweight[c]);
-    __syncthreads();
-    const u32 first_group = blockIdx.y * slice;
-    const u32 own_groups = min(slice, static_cast<u32>(groups) - first_group);
-    const int width = shared ? size : own_groups * size;
-    const int terms = shared ? lanes * slice : lanes, between = shared ? size : slice * size;
-    partial += shared ? (static_cast<i64>(blockIdx.y) * gridDim.x + blockIdx.x) * cols
-                      : blockIdx.x * (groups * cols) + first_group * cols;
-    add_rows(sums, terms, between, width, partial);
+        if (has(c)) store<float, VEC>(sums + c * pitch, dweight[c]);
 }
 
 // Backward for groups that do not fit in registers or allow only narrow accesses, and for any number of tokens: reads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,10 @@ _CHUNKS = 2  # 16-byte pieces of each input that a thread owns, at most
 _THREADS = 512
 _COUNT_LIMIT = 2**31 - 1024  # the kernels that count in 32 bits take no more, and a block may pass the end
 
+
+# How the threads of a row lie in warps (RowForm of the kernel).
+_LANES, _PIECES, _WARPS, _TWO_WARPS, _FOUR_WARPS = range(5)
+_FORMS = (*((1, form) for form in range(5)), (_CHUNKS, _WARPS))  # and pieces a thread
 
 _LONG_VARIANTS = [(t, w, v) for t, w in _TYPES for v in (1, _WIDTH[t])]
 _FWD_STRIDES = (
@@ -49,11 +53,10 @@ _FWD_LONG = Kernel(
 _BWD = Kernel(
     _BWD_UNIT,
     "group_rms_norm_gate_bwd",
-    template="T CHUNKS WARPS",
+    template="T CHUNKS FORM",
     args=f"{_BWD_POINTERS} partial:ptr {_COUNTS} {_BWD_INPUTS} dgate_outer:i64 dgate_inner:i64 dx_outer:i64 "
-    "dx_inner:i64 weight_group:i64 groups_per_block:i64 tokens_at_once:i64 threads_per_row:i64 by_inner:i64 "
-    "by_slice:i64 wide:i64 early:i64 eps:f64",
-    variants=[(t, c, w) for t in _WIDTH for c, w in ((1, False), (1, True), (_CHUNKS, True))],
+    "dx_inner:i64 weight_group:i64 lanes:i64 threads_per_row:i64 by_inner:i64 by_groups:i64 wide:i64 early:i64 eps:f64",
+    variants=[(t, c, f) for t in _WIDTH for c, f in _FORMS],
     max_registers=128,
 )
 _BWD_LONG = Kernel(
@@ -254,6 +257,50 @@ def _plan_fwd(x: Meta, gate: Meta, weight: Meta | None, groups: int, layout: str
 FWD_PLANS = Plans(_plan_fwd)
 
 
+class _Block(NamedTuple):
+    """How a block of the backward is cut into rows.
+
+    Attributes:
+        form: How the threads of a row lie in warps.
+        threads: Of a row, each with `chunks` pieces of it.
+        rows: Of a block, a multiple of `unit`: so many share their warps.
+    """
+
+    chunks: int
+    form: int
+    threads: int
+    rows: int
+    unit: int
+
+    @classmethod
+    def of(cls, vectors: int) -> _Block:
+        """Return how rows of so many 16-byte pieces keep most of `_THREADS` threads busy.
+
+        With one piece each if that are nine of ten (1280 channels of bf16: three rows of five warps; 384 channels: ten
+        rows of 48 threads, two of which share three warps), or if a row has at most four warps, and else with two.
+        """
+        block = cls._with(1, vectors)
+        few = block.rows * vectors < 0.9 * _THREADS
+        return cls._with(_CHUNKS, vectors) if vectors > _THREADS or (few and vectors > 128) else block
+
+    @classmethod
+    def _with(cls, chunks: int, vectors: int) -> _Block:
+        needed = -(-vectors // chunks)
+        threads = min(group_threads(needed, _THREADS), _THREADS)
+        form = _LANES if threads <= 32 else _WARPS
+        if chunks == 1:
+            form = {64: _TWO_WARPS, 128: _FOUR_WARPS}.get(threads, form)
+        unit = max(1, 32 // threads)
+        rows = _THREADS // threads // unit * unit
+        whole = cls(chunks, form, threads, min(rows, 15) if threads > 32 else rows, unit)
+        if chunks != 1:
+            return whole
+        threads = -(-needed // 4) * 4
+        unit = max(1, 32 // (threads & -threads))
+        rows = min(_THREADS // threads // unit, 15) * unit  # a barrier for each unit
+        return cls(chunks, _PIECES, threads, rows, unit) if rows > 1.1 * whole.rows else whole
+
+
 class _BackwardPlan:
     """The launches of one backward call and the workspace they need.
 
@@ -284,34 +331,34 @@ class _BackwardPlan:
             return
         self.width = s.channels if s.weight_group else s.cols
         info = device_info(s.device)
-        # More threads with one piece each are faster while a row has enough of them.
         near = max(*s.dy, *s.x, *s.gate, *s.out, *s.dx) < 2**30
-        chunks = next((c for c in (1, _CHUNKS) if near and s.threads(c)), 0)
-        if chunks:
-            self._plan_ring(s, info, chunks)
+        if near and s.threads():
+            self._plan_rows(s, info)
         else:
             self._plan_long(s, info, weight_grad)
 
-    def _plan_ring(self, s: Tensors, info: DeviceInfo, chunks: int) -> None:
-        threads = s.threads(chunks)
-        most = _THREADS // threads if threads <= 32 else min(_THREADS // threads, 15)  # rows at once
-        slices = -(-s.groups // most)
-        slice_groups = -(-s.groups // slices)
-        lanes = max(1, min(most // slice_groups, s.tokens // info.sm_count))  # tokens at once
-        rows = lanes * slice_groups
-        block = (rows + -rows % (32 // min(threads, 32))) * threads  # whole warps
-        blocks = min(max(1, info.sm_count // slices), -(-s.tokens // lanes))
-        self.partial = (blocks, s.channels) if s.weight_group else (blocks * slices, s.cols)
-        self.early = waits_beside(self.width)
+    def _plan_rows(self, s: Tensors, info: DeviceInfo) -> None:
+        chunks, form, threads, rows, unit = _Block.of(s.cols // s.vec)
+        rows = max(unit, min(rows, s.tokens * s.groups // info.sm_count // unit * unit))  # some for every block
+        # All blocks run at once, unless one token has more groups.
+        blocks = max(min(info.sm_count, -(-s.tokens * s.groups // rows)), -(-s.groups // rows))
+        lanes = min(blocks * rows // s.groups, s.tokens)  # tokens at once
+        summed = rows > s.groups or not s.weight_group  # over the block
+        self.partial = (blocks if summed else lanes, self.width)
+        # Others have no registers left for a block of the sum beside them.
+        self.early = waits_beside(self.width) and chunks == 1 and form not in (_PIECES, _WARPS)
         size = 16 // _WIDTH[s.t]
         distances = (d * size for d in (*s.dy, *s.x, *s.gate, *s.out, *s.dx))
         self.numbers = (
-            s.tokens, s.inner, s.groups, s.cols, *distances, s.weight_group, slice_groups, lanes, threads,
-            divisor(s.inner), divisor(slice_groups), int(s.w != s.t), int(self.early),
+            s.tokens, s.inner, s.groups, s.cols, *distances, s.weight_group, lanes, threads, divisor(s.inner),
+            divisor(s.groups), int(s.w != s.t), int(self.early),
         )  # fmt: skip
-        # For the sums, and for the rows to come if a thread has no registers for these.
-        shared = block // threads * s.cols * 4 if chunks == 1 else 2 * 3 * chunks * block * 16
-        self.launch = _BWD.bind((s.t, chunks, threads > 32), s.device, (blocks, slices), block, shared)
+        shared = 0 if chunks == 1 else 2 * 3 * chunks * rows * threads * 16  # for the rows to come
+        if summed:
+            # If the first and the last of a block's tokens lack groups, these have a place all the same.
+            even = not s.weight_group or rows % s.groups == 0
+            shared = max(shared, s.cols * 4 * (rows if even else s.groups * ((rows + s.groups - 2) // s.groups + 1)))
+        self.launch = _BWD.bind((s.t, chunks, form), s.device, blocks, rows * threads, shared)
 
     def _plan_long(self, s: Tensors, info: DeviceInfo, weight_grad: bool) -> None:
         inputs = (s.tokens, s.inner, s.groups, s.cols, *s.dy, *s.x, *s.gate)
