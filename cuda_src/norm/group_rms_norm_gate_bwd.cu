@@ -144,7 +144,7 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
             if constexpr (!kRegisters) ring.template read<T>(1, c, v);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
-                                const Gate s = gate_of<T>(closed[c][i]);
+                const Gate s = gate_of<T>(closed[c][i]);
                 opened[c][i] *= s.open;
                 closed[c][i] = s.closed;
                 square += v[i] * v[i];
