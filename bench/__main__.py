@@ -51,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     show.add_argument("--plot", type=Path, metavar="PNG", help="also draw copy / time per row")
     tables = commands.add_parser("readme", help="write the README's tables anew from all result files")
     tables.add_argument("--check", action="store_true", help="write nothing; exit with 1 if they are not up to date")
+    tables.add_argument("--plot", type=Path, metavar="PNG", help="also draw these rows")
     return top
 
 
@@ -151,11 +152,15 @@ def _readme(args: argparse.Namespace) -> int:
     text = path.read_text(encoding="utf-8")
     # What examples/moe_layer.py measures is a file of another kind.
     files = [file for file in meta.RESULTS.glob("*.json") if "moe-layer" not in file.name]
-    measured = readme.newest(meta.load(file) for file in files)
-    fresh = readme.rewritten(text, readme.tables(measured, run.all_rows()))
+    results, rows = [meta.load(file) for file in files], run.all_rows()
+    measured = readme.newest(results)
+    fresh = readme.rewritten(text, readme.tables(measured, rows))
     if args.check:
         return int(fresh != text)
     path.write_text(fresh, encoding="utf-8")
+    if args.plot:
+        drawn = [measured[key] for key in ((row.name, row.shape) for row in rows) if key in measured]
+        report.plot([{"rows": drawn, "environment": results[0]["environment"]}], args.plot)
     return 0
 
 

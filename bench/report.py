@@ -129,7 +129,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
-    """Write bars of ``copy / time`` per row, ours and every peer.
+    """Draw ``copy / time`` of every row: ours as a bar, each peer as a dot.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -144,18 +144,14 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     rows = [row for result in results for row in result["rows"] if "failed" not in row]
     if not rows:
         raise ValueError("nothing to plot: no measured rows in these files.")
-    names = ["ours", *sorted({name for row in rows for name, _ in ranked(row)})]
-    figure, axes = pyplot.subplots(figsize=(10, 1.2 + 0.11 * len(rows) * (len(names) + 1)))
-    height = 0.85 / len(names)
+    names = sorted({name for row in rows for name, _ in ranked(row)})
+    figure, axes = pyplot.subplots(figsize=(11, 1.5 + 0.16 * len(rows)))
+    axes.barh(range(len(rows)), [row["copy_us"] / row["us"] for row in rows], 0.7, color="lightgrey", label="ours")
+    colours = pyplot.get_cmap("tab20")
     for i, name in enumerate(names):
-        at, value = [], []
-        for j, row in enumerate(rows):
-            us = row["us"] if name == "ours" else row["peers"].get(name)
-            if isinstance(us, (int, float)):
-                at.append(j + i * height)
-                value.append(row["copy_us"] / us)
-        axes.barh(at, value, height, label=name, color="black" if name == "ours" else None)
-    axes.set_yticks([j + 0.4 for j in range(len(rows))], [f"{r['row']} {r['shape']}" for r in rows])
+        found = [(row["copy_us"] / row["peers"][name], at) for at, row in enumerate(rows) if name in dict(ranked(row))]
+        axes.scatter(*zip(*found, strict=True), 16, [colours(i % 20)], marker="o^sD"[i // 5 % 4], label=name)
+    axes.set_yticks(range(len(rows)), [f"{r['row']} {r['shape']}" for r in rows], fontsize=7)
     axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.axvline(1.0, color="grey", linewidth=0.8)
@@ -163,5 +159,5 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     axes.set_title(results[0]["environment"]["gpu"] or "")
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=100)
     pyplot.close(figure)
