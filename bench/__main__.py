@@ -61,6 +61,9 @@ def _run(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print(NO_GPU, file=sys.stderr)
         return 2
+    if missing := peers.not_installed(args.peers):
+        print(f"bench run: not installed: {', '.join(missing)}; leave them out of --peers, or --peers", file=sys.stderr)
+        return 2
     from bench import host, run
     from bench.timing import CudaDevice, Timer
 

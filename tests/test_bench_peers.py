@@ -218,3 +218,11 @@ def test_check_fails_with_ours(wrong: str) -> None:
     assert lines[0].startswith("error  scale_fwd 8x16: ours: ")
     # The other rows are looked at all the same.
     assert any(line.startswith("ok     other_fwd 8x16: ours") for line in lines)
+
+
+def test_libraries_asked_for_by_name_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers.util, "find_spec", lambda module: None if module == "linghe" else module)
+    assert peers.not_installed(None) == []
+    assert peers.not_installed(["inductor", "liger_ab", "torch_fused"]) == []
+    assert peers.not_installed(["linghe", "liger"]) == ["linghe"]
+    assert peers.not_installed(["linghe_atomic"]) == ["linghe"]

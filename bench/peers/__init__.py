@@ -11,6 +11,7 @@ One file per library; ``torch_peers`` makes torch's own competitors from the row
 
 from __future__ import annotations
 
+from importlib import util
 from typing import Any
 
 from bench.peers import flaggems, liger, linghe, quack
@@ -26,6 +27,7 @@ __all__ = [
     "Compared",
     "Prepare",
     "adapters_of",
+    "not_installed",
     "selected",
     "torch_peers",
 ]
@@ -37,6 +39,15 @@ DISTRIBUTIONS = {
     "linghe": "linghe",
     "flaggems": "flag-gems",
 }
+_MODULES = {"liger": "liger_kernel", "quack": "quack", "linghe": "linghe", "flaggems": "flag_gems"}
+
+
+def not_installed(wanted: list[str] | None) -> list[str]:
+    """Libraries among the wanted families that cannot be imported; None, which wants what there is, misses none."""
+    return [
+        name for name, module in _MODULES.items()
+        if wanted and any(item.split("_")[0] == name for item in wanted) and util.find_spec(module) is None
+    ]  # fmt: skip
 
 
 def selected(peer: str, wanted: list[str] | None) -> bool:
