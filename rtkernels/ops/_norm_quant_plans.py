@@ -154,20 +154,20 @@ class _Plan:
             self._args = (rows, cols, x_stride, residual_stride, threads, *scale_strides, pow2, rstd is not None)
             return
         known = rstd is not None or residual is not None  # before the tiles begin
-        ringed = known and wide and not (centred or keep) and ring.serves(t, device, rows, cols, x_stride)
+        matrix = ring.Matrix(t, device, rows, cols, x_stride)
+        ringed = known and wide and not (centred or keep) and ring.serves(matrix)
         if ringed and layout in ("transposed", "both"):
+            source = matrix if residual is None else matrix._replace(stride=cols)  # the sum is dense
+            both, after = layout == "both", residual is not None
             self._ring = ring.RingLaunch(
-                t, device, rows, cols, x_stride if residual is None else cols, scale_strides, by_rows=layout == "both",
-                weight_wide=w != t, pow2=pow2, after=residual is not None,
-            )  # fmt: skip
+                source, scale_strides, by_rows=both, weight_wide=w != t, pow2=pow2, after=after
+            )
             if residual is not None:
                 self._bind_stats((t, vec, False), device, rows, dims)
             return
         alone = layout == "both" and wide and not (known or centred or keep)
-        if alone and ring.serves_once(t, device, rows, cols, x_stride):
-            self._once = ring.OnceLaunch(
-                t, device, rows, cols, x_stride, scale_strides, weight_wide=w != t, pow2=pow2
-            )  # fmt: skip
+        if alone and ring.serves_once(matrix):
+            self._once = ring.OnceLaunch(matrix, scale_strides, weight_wide=w != t, pow2=pow2)
             return
         self._ticket, ahead, makers, stats_rows = None, row_tiles, 0, 0
         if rstd is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from rtkernels._kernel import Kernel, device_info
 from rtkernels._tensor_map import matrix_map, tiled_map
 from rtkernels._zeros import kept_zeros
@@ -47,26 +49,54 @@ ONCE = Kernel(
 )
 
 
-def serves(t: str, device: int, rows: int, cols: int, x_stride: int) -> bool:
-    """Return True if the kernel serves x of this type and shape, whose rows are of whole 16 bytes."""
-    if t == "fp32" or rows % 16 or x_stride < cols or max(rows, cols) >= 1 << 31:
+class Matrix(NamedTuple):
+    """What the kernels read: x, whose rows are of whole 16 bytes.
+
+    Attributes:
+        t: Its type.
+        device: CUDA ordinal, or -1 for the emulator.
+        rows: Their number.
+        cols: Elements of a row.
+        stride: Elements from row to row.
+    """
+
+    t: str
+    device: int
+    rows: int
+    cols: int
+    stride: int
+
+    @property
+    def strips(self) -> int:
+        """Lines of tiles."""
+        return -(-self.rows // _SIDE)
+
+    @property
+    def wide(self) -> int:
+        """Pairs of tiles in a strip."""
+        return -(-self.cols // (_GROUPS * _SIDE))
+
+    def maps(self, x: int, q_t: int) -> tuple:
+        """Return the tensor maps of x and of its transposed codes at these addresses."""
+        t, _, rows, cols, stride = self
+        return (
+            matrix_map(x, t, rows, cols, stride, _SIDE, 64),
+            tiled_map(q_t, "byte", (rows, 8, cols // 8), (rows, 8 * rows), (_SIDE, 9, 16)),
+        )
+
+
+def serves(x: Matrix) -> bool:
+    """Return True if the kernel serves x."""
+    if x.t == "fp32" or x.rows % 16 or x.stride < x.cols or max(x.rows, x.cols) >= 1 << 31:
         return False
-    return rows * cols * 2 >= _LEAST_BYTES and device_info(device).target.capability == (9, 0)
+    return x.rows * x.cols * 2 >= _LEAST_BYTES and device_info(x.device).target.capability == (9, 0)
 
 
-def serves_once(t: str, device: int, rows: int, cols: int, x_stride: int) -> bool:
-    """Return True if the kernel that makes 1/rms as well serves x, whose rows are of whole 16 bytes."""
-    wide = -(-cols // (_GROUPS * _SIDE))
-    if wide == 1 or wide > min(_MOST_WIDE, device_info(device).sm_count) or rows * wide > _MOST_WORDS:
+def serves_once(x: Matrix) -> bool:
+    """Return True if the kernel that makes 1/rms as well serves x."""
+    if x.wide == 1 or x.wide > min(_MOST_WIDE, device_info(x.device).sm_count) or x.rows * x.wide > _MOST_WORDS:
         return False
-    return serves(t, device, rows, cols, x_stride)
-
-
-def _maps(x: int, q_t: int, t: str, rows: int, cols: int, x_stride: int) -> tuple:
-    return (
-        matrix_map(x, t, rows, cols, x_stride, _SIDE, 64),
-        tiled_map(q_t, "byte", (rows, 8, cols // 8), (rows, 8 * rows), (_SIDE, 9, 16)),
-    )
+    return serves(x)
 
 
 class RingLaunch:
@@ -74,11 +104,7 @@ class RingLaunch:
 
     def __init__(
         self,
-        t: str,
-        device: int,
-        rows: int,
-        cols: int,
-        x_stride: int,
+        x: Matrix,
         scale_strides: tuple[int, int],
         *,
         by_rows: bool,
@@ -89,61 +115,45 @@ class RingLaunch:
         """Bind the kernel.
 
         Args:
-            t: Type of x.
-            device: CUDA ordinal, or -1 for the emulator.
-            rows: Rows of x.
-            cols: Columns of x.
-            x_stride: Elements from row to row of x.
+            x: What it will be called with.
             scale_strides: Of the scales of rows, from row to row and from group to group.
             by_rows: Codes by rows besides the transposed ones.
             weight_wide: The weight is fp32, x is not.
             pow2: Scales are powers of two.
             after: The kernel launched before this one makes x and its 1/rms.
         """
-        beside = _GROUPS if by_rows else 1  # tiles that a block takes together
-        blocks = min(device_info(device).sm_count, -(-rows // _SIDE) * -(-cols // (beside * _SIDE)))
-        self._shape = (t, rows, cols, x_stride)
-        self._launch = RING.bind((t, by_rows), device, blocks, _THREADS, _shared(4, _GROUPS), overlap=after)
-        self._args = (rows, cols, *scale_strides, weight_wide, pow2, after)
+        self._x = x
+        across = x.wide if by_rows else -(-x.cols // _SIDE)  # codes by rows: a block takes two tiles together
+        blocks = min(device_info(x.device).sm_count, x.strips * across)
+        self._launch = RING.bind((x.t, by_rows), x.device, blocks, _THREADS, _shared(4, _GROUPS), overlap=after)
+        self._args = (x.rows, x.cols, *scale_strides, weight_wide, pow2, after)
 
     def __call__(
         self, x: int, weight: int, rstd: int, q: int, scale: int, q_t: int, scale_t: int, offset: float
     ) -> None:
-        maps = _maps(x, q_t, *self._shape)
+        maps = self._x.maps(x, q_t)
         self._launch(*maps, weight, rstd, q, scale, scale_t, *self._args, offset)
 
 
 class OnceLaunch:
     """The launch for one shape that makes 1/rms as well; called with addresses, epsilon and the offset."""
 
-    def __init__(
-        self,
-        t: str,
-        device: int,
-        rows: int,
-        cols: int,
-        x_stride: int,
-        scale_strides: tuple[int, int],
-        *,
-        weight_wide: bool,
-        pow2: bool,
-    ) -> None:
+    def __init__(self, x: Matrix, scale_strides: tuple[int, int], *, weight_wide: bool, pow2: bool) -> None:
         """Bind the kernel; arguments as for RingLaunch."""
-        strips, wide = -(-rows // _SIDE), -(-cols // (_GROUPS * _SIDE))
-        turns = -(-strips * wide // device_info(device).sm_count)
+        pairs = x.strips * x.wide
+        turns = -(-pairs // device_info(x.device).sm_count)
         share = 2  # rows of a strip of which a block makes 1/rms
-        while share * wide < _SIDE:
+        while share * x.wide < _SIDE:
             share *= 2
-        self._device, self._words = device, 16 + strips * _SIDE * (1 + wide)
-        self._shape = (t, rows, cols, x_stride)
+        self._x, self._words = x, 16 + x.strips * _SIDE * (1 + x.wide)
         memory = _shared(6, 1, 64 + 4 * _SIDE)
         # As few blocks as take no more turns: neighbours on a strip are then seldom a turn apart.
-        self._launch = ONCE.bind((t,), device, -(-strips * wide // turns), _THREADS, memory, resident=True)
-        self._args = (rows, cols, *scale_strides, share, weight_wide, pow2)
+        self._launch = ONCE.bind((x.t,), x.device, -(-pairs // turns), _THREADS, memory, resident=True)
+        self._args = (x.rows, x.cols, *scale_strides, share, weight_wide, pow2)
 
     def __call__(
         self, x: int, weight: int, rstd: int, q: int, scale: int, q_t: int, scale_t: int, eps: float, offset: float
     ) -> None:
-        maps = _maps(x, q_t, *self._shape)
-        words = kept_zeros(self._device, 2 * self._words)
+        maps = self._x.maps(x, q_t)
+        words = kept_zeros(self._x.device, 2 * self._words)
         self._launch(*maps, weight, rstd, q, scale, scale_t, words.data_ptr(), *self._args, eps, offset)
