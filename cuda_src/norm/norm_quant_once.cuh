@@ -1,11 +1,11 @@
 // How the blocks of norm/norm_quant_once.cu make 1/rms of 128 rows together.
 //
-// A strip of 128 rows is `wide` pairs of tiles, in as many blocks. Each adds up the squares of its pair and writes 128 sums,
-// of which every one of `sharers` of them reads a share of 128 / sharers rows from all blocks of the strip. It makes their
-// 1/rms, which all of them read. Every number is in a word of 8 bytes with the launch's tag, so whoever reads it knows
-// whether it is there already: no fences and no counters. Sums are added in an order of their own, so results do not
-// depend on who comes first.
+// A strip of 128 rows is `wide` pairs of tiles, in as many blocks. Each adds its sums of squares to those of the strip in
+// global memory, as whole numbers, so that the order does not matter: a sum is two words, one of units and one of 2^-48ths,
+// with the number of blocks that have added to it in the upper eight bits. Who reads it knows from that whether it is
+// complete: no fences, no flags. The last block to read leaves zeros.
 #pragma once
+#include "common/pressure.cuh"
 #include "norm/norm_quant_ring.cuh"
 #include "norm/norm_quant_stats.cuh"
 #include "ptx/mma.cuh"
@@ -18,61 +18,68 @@ inline constexpr int kAdders = 2;  // warps that add up squares
 inline constexpr int kAhead = 4;   // pairs that a block has at once, in slots and registers
 
 struct OnceShared : RingShared<6, 1> {
-    u64 published[kAhead];   // the pair's sums have been written
-    u64 shared_out[kAhead];  // and 1/rms of the block's share of them
+    u64 published[kAhead];  // the block has added the sums of its pair
     float sums[kSide];
 
     RTK_DEVICE void init() {
         RingShared<6, 1>::init(kAdders);
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-            ptx::mbarrier_init(ptx::shared_address(&published[i]), kAdders);
-            ptx::mbarrier_init(ptx::shared_address(&shared_out[i]), 1);
-        }
+        for (int i = 0; i < kAhead; ++i) ptx::mbarrier_init(ptx::shared_address(&published[i]), kAdders);
     }
 };
 
 using OnceWalk = RingWalk<2>;
 
-// Words in global memory: [0] the tag of the launch before and how many blocks of this one have ended, [16...] 1/rms of
-// all rows, then sums [strips][sharers][wide][share].
+// Words in global memory, zeros before and after: sums [strips][128][2], then how many blocks have read those of a strip.
 struct OnceExchange {
     u64* words;
-    int wide, share;  // share: rows, a power of two from 2 to 64
-    int rows;
-    u32 tag = 0;
+    const OnceWalk& walk;
+    bool small_counts;  // sums below 2^-25 are not small beside epsilon
 
-    RTK_DEVICE void begin() { tag = *reinterpret_cast<volatile u32*>(words) + 1; }
+    static constexpr int kCount = 56;                    // from this bit on
+    static constexpr u64 kValue = (1ull << kCount) - 1;  // below it
+    static constexpr u64 kOdd = 1ull << 49;              // added instead of a sum that would not fit, in the word of units
+    static constexpr float kMost = 0x1p42f, kLeast = 0x1p-25f, kParts = 0x1p48f;
 
-    RTK_DEVICE u64* rstd_of_strip(int strip) const { return words + 16 + static_cast<i64>(strip) * kSide; }
-    // What sharer `sharer` of a strip reads.
-    RTK_DEVICE u64* sums_of_share(const OnceWalk& walk, int strip, int sharer) const {
-        return rstd_of_strip(static_cast<int>(walk.strips)) + static_cast<i64>(strip) * kSide * wide + sharer * share * wide;
+    RTK_DEVICE u64* sum(int strip, int row) const { return words + (static_cast<i64>(strip) * kSide + row) * 2; }
+
+    RTK_DEVICE void add(int strip, int row, float value) const {
+        u64 units = kOdd, parts = 0;
+        if (value < kMost && !(small_counts && value > 0.0f && value < kLeast)) {
+            units = static_cast<u64>(value);
+            parts = static_cast<u64>((value - static_cast<float>(units)) * kParts);
+        }
+        atomicAdd(sum(strip, row), units | 1ull << kCount);
+        atomicAdd(sum(strip, row) + 1, parts | 1ull << kCount);
     }
-    RTK_DEVICE bool shares(int place) const { return place * share < kSide; }
-    RTK_DEVICE u64 word(float v) const { return static_cast<u64>(tag) << 32 | __float_as_uint(v); }
-    RTK_DEVICE bool there(const ptx::Words& w) const {
-        return static_cast<u32>(w.first >> 32) == tag && static_cast<u32>(w.second >> 32) == tag;
-    }
-    RTK_DEVICE static float value(u64 word) { return __uint_as_float(static_cast<u32>(word)); }
 
-    // Brings what the block will read about one of its pairs to L2: else it would be asked for from memory, behind tiles.
-    RTK_DEVICE void prefetch(const OnceWalk& walk, int pair) const {
+    // Brings the sums of one of the block's pairs to L2: else who adds to them would wait for memory, behind tiles.
+    RTK_DEVICE void prefetch(int pair) const {
         const int lane = static_cast<int>(threadIdx.x) % kWarp;
         int down, across;
-        if (!walk.find(2 * pair, down, across)) return;
-        if (lane < 16) {
-            if (shares(across / 2) && lane * 16 < share * wide)
-                ptx::prefetch_l2(sums_of_share(walk, down, across / 2) + lane * 16);
-        } else if (lane < 24) {
-            ptx::prefetch_l2(rstd_of_strip(down) + (lane - 16) * 16);
-        }
+        if (lane < kSide / 8 && walk.find(2 * pair, down, across)) ptx::prefetch_l2(sum(down, lane * 8));
     }
 
-    // The last block to end leaves everything as the next launch wants it.
-    RTK_DEVICE void end() const {
-        u32* head = reinterpret_cast<u32*>(words);
-        if (atomicAdd(head + 1, 1u) == gridDim.x - 1) head[0] = tag, head[1] = 0u;
+    RTK_DEVICE bool complete(const ptx::Words& w) const {
+        return static_cast<u32>(w.first >> kCount) == walk.wide && static_cast<u32>(w.second >> kCount) == walk.wide;
+    }
+    RTK_DEVICE static bool odd(const ptx::Words& w) { return (w.first & kValue) >= kOdd; }
+    RTK_DEVICE static float value(const ptx::Words& w) {
+        return static_cast<float>(static_cast<double>(w.first & kValue) + static_cast<double>(w.second & kValue) * 0x1p-48);
+    }
+
+    RTK_DEVICE u32* readers(int strip) const {
+        return reinterpret_cast<u32*>(sum(static_cast<int>(walk.strips), 0)) + strip;
+    }
+    // One warp that has read a strip: lane 0 gets how many had done so before, which takes a while; then zeros.
+    RTK_DEVICE u32 leave(int strip) const {
+        return threadIdx.x % kWarp == 0 ? atomicAdd(readers(strip), 1u) : 0;
+    }
+    RTK_DEVICE void clear_behind(int strip, u32 before) const {
+        const int lane = static_cast<int>(threadIdx.x) % kWarp;
+        if (__shfl_sync(0xffffffffu, before, 0) != walk.wide - 1) return;
+        for (int row = lane; row < kSide; row += kWarp) ptx::st_words(sum(strip, row), {0, 0});
+        if (lane == 0) *readers(strip) = 0;
     }
 };
 
@@ -91,7 +98,7 @@ RTK_DEVICE void add_products<fp16>(float (&d)[4], u32 a0, u32 a1, u32 b) {
 // which the diagonal counts. One warp; x is at the first of the rows.
 template <typename T>
 RTK_DEVICE void add_squares(const u8* x, float* sums, bool added) {
-    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const int lane = static_cast<int>(this_thread()) % kWarp;
     const int g = lane / 4, row = lane % 16, piece = lane / 16;
     const bool diagonal = lane % 4 == g / 2, odd = g % 2 != 0;
     const u8* from = x + row * 128;
@@ -125,48 +132,20 @@ RTK_DEVICE void add_squares(const u8* x, float* sums, bool added) {
     }
 }
 
-// A sharer's sums as they come: lane l has rows 2l, 2l + 1 (mod share) of every 32 / share * 2 blocks.
-struct OnceSums {
-    ptx::Words w[4];
-
-    // Asks for all of them, or again for those that were not there.
-    RTK_DEVICE void ask(const OnceExchange& exchange, const u64* from, bool again) {
-        const int first = static_cast<int>(threadIdx.x) % kWarp * 2;
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (first + i * 64 < exchange.share * exchange.wide && !(again && exchange.there(w[i])))
-                w[i] = ptx::ld_words(from + first + i * 64);
-    }
-
-    RTK_DEVICE bool complete(const OnceExchange& exchange) const {
-        const int first = static_cast<int>(threadIdx.x) % kWarp * 2;
-        bool all = true;
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (first + i * 64 < exchange.share * exchange.wide) all = all && exchange.there(w[i]);
-        return __all_sync(0xffffffffu, all);
-    }
-
-    // 1/rms of the share, to the other blocks and to `rstd`.
-    RTK_DEVICE void share_out(const OnceExchange& exchange, int strip, int sharer, float cols, float eps, float* rstd) const {
-        const int first = static_cast<int>(threadIdx.x) % kWarp * 2;
-        float a = 0.0f, b = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (first + i * 64 < exchange.share * exchange.wide)
-                a += exchange.value(w[i].first), b += exchange.value(w[i].second);
+// A row's sum of squares by one warp, from x in memory: for sums that are too large, too small or not finite.
+template <typename T>
+RTK_DEVICE float row_squares(const T* x, int cols) {
+    float sum = 0.0f;
 #pragma unroll 1
-        for (int mask = exchange.share / 2; mask < kWarp; mask *= 2) {
-            a += __shfl_xor_sync(0xffffffffu, a, mask);
-            b += __shfl_xor_sync(0xffffffffu, b, mask);
-        }
-        if (first >= exchange.share) return;
-        a = rstd_of(a, cols, eps), b = rstd_of(b, cols, eps);
-        const int row = sharer * exchange.share + first;
-        ptx::st_words(exchange.rstd_of_strip(strip) + row, {exchange.word(a), exchange.word(b)});
-        const i64 place = static_cast<i64>(strip) * kSide + row;
-        if (place < exchange.rows) rstd[place] = a, rstd[place + 1] = b;  // rows are even
+    for (int c = static_cast<int>(threadIdx.x) % kWarp * 8; c < cols; c += kWarp * 8) {
+        float v[8];
+        unpack<T, 8>(ptx::ld_keep<16>(x + c), v);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum = fmaf(v[i], v[i], sum);
     }
-};
+#pragma unroll
+    for (int mask = kWarp / 2; mask > 0; mask /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
+    return sum;
+}
 
 }  // namespace rtk

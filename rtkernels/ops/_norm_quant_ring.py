@@ -22,7 +22,7 @@ def _shared(slots: int, staged: int, more: int = 0) -> int:
 # Of x: what it was measured for. A smaller one is a few tiles per multiprocessor, not worth blocks that stay.
 _LEAST_BYTES = 16 << 20
 _MOST_WIDE = 128  # pairs of tiles in a strip
-_MOST_WORDS = 4 << 20  # of 8 bytes, for sums of squares on their way from block to block, which stay allocated
+_MOST_ROWS = 1 << 20  # 16 bytes each, for sums of squares of all blocks, stay allocated
 
 RING = Kernel(
     "norm/norm_quant_ring.cu",
@@ -41,8 +41,8 @@ ONCE = Kernel(
     "norm/norm_quant_once.cu",
     "norm_fp8_once",
     template="T",
-    args="x:tmap q_t:tmap weight:ptr rstd:ptr q:ptr scale:ptr scale_t:ptr words:ptr rows:i64 cols:i64 scale_row:i64 "
-    "scale_group:i64 share:i64 weight_wide:i64 pow2:i64 eps:f64 offset:f64",
+    args="boxes:tmap q_t:tmap x:ptr weight:ptr rstd:ptr q:ptr scale:ptr scale_t:ptr words:ptr rows:i64 cols:i64 "
+    "x_stride:i64 scale_row:i64 scale_group:i64 weight_wide:i64 pow2:i64 eps:f64 offset:f64",
     variants=lambda target: [("bf16",), ("fp16",)] if target.capability == (9, 0) else [],
     max_registers=104,
     needs=("tma",),
@@ -94,7 +94,7 @@ def serves(x: Matrix) -> bool:
 
 def serves_once(x: Matrix) -> bool:
     """Return True if the kernel that makes 1/rms as well serves x."""
-    if x.wide == 1 or x.wide > min(_MOST_WIDE, device_info(x.device).sm_count) or x.rows * x.wide > _MOST_WORDS:
+    if x.wide == 1 or x.wide > min(_MOST_WIDE, device_info(x.device).sm_count) or x.rows > _MOST_ROWS:
         return False
     return serves(x)
 
@@ -142,18 +142,15 @@ class OnceLaunch:
         """Bind the kernel; arguments as for RingLaunch."""
         pairs = x.strips * x.wide
         turns = -(-pairs // device_info(x.device).sm_count)
-        share = 2  # rows of a strip of which a block makes 1/rms
-        while share * x.wide < _SIDE:
-            share *= 2
-        self._x, self._words = x, 16 + x.strips * _SIDE * (1 + x.wide)
-        memory = _shared(6, 1, 64 + 4 * _SIDE)
+        self._x, self._words = x, x.strips * (4 * _SIDE + 1)  # of 4 bytes
+        memory = _shared(6, 1, 32 + 4 * _SIDE)
         # As few blocks as take no more turns: neighbours on a strip are then seldom a turn apart.
         self._launch = ONCE.bind((x.t,), x.device, -(-pairs // turns), _THREADS, memory, resident=True)
-        self._args = (x.rows, x.cols, *scale_strides, share, weight_wide, pow2)
+        self._args = (x.rows, x.cols, x.stride, *scale_strides, weight_wide, pow2)
 
     def __call__(
         self, x: int, weight: int, rstd: int, q: int, scale: int, q_t: int, scale_t: int, eps: float, offset: float
     ) -> None:
         maps = self._x.maps(x, q_t)
-        words = kept_zeros(self._x.device, 2 * self._words)
-        self._launch(*maps, weight, rstd, q, scale, scale_t, words.data_ptr(), *self._args, eps, offset)
+        words = kept_zeros(self._x.device, self._words)
+        self._launch(*maps, x, weight, rstd, q, scale, scale_t, words.data_ptr(), *self._args, eps, offset)
