@@ -15,6 +15,7 @@ from torch import Tensor
 from ways import captured
 
 import rtkernels
+from rtkernels import _zeros
 from rtkernels._kernel import Plans, device_info
 from rtkernels.emulator import _launch
 from rtkernels.ops import _norm_quant_plans as plans
@@ -697,6 +698,14 @@ def test_recomputing_with_the_copy_engine(case: str, dtype: torch.dtype, monkeyp
     Plans.forget_all()
 
 
+def check_odd(inputs: Inputs, eps: float = EPS) -> None:
+    """1/rms as in fp64 where it is finite, codes to the bit for what it is."""
+    got = rms_norm_fp8(inputs.x, inputs.weight, eps=eps, layout="both")
+    exact = torch.rsqrt(inputs.x.double().square().mean(-1) + eps)
+    assert_close(got.rstd, exact, c=12, what="rstd")
+    compare(got, expected(inputs.x, inputs, got.rstd, "both", False, "row", False))
+
+
 @emulated
 @pytest.mark.parametrize("order", ("forward", *ORDERS))
 def test_reading_once_emulated(order: str | int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -708,6 +717,12 @@ def test_reading_once_emulated(order: str | int, monkeypatch: pytest.MonkeyPatch
     with rtkernels.emulate("sm_90", order=order):
         for pow2 in (False, True):  # three blocks, two pairs of tiles each
             check(Inputs(x, weight, offset=0.5), "both", pow2=pow2, column=pow2)
+        # What does not fit into a sum of whole numbers, in some rows; then the same memory for fewer rows.
+        x[1], x[2, 3], x[3, 4], x[130] = x[1] * 1e12, math.inf, math.nan, 0.0
+        check_odd(Inputs(x, weight))
+        check_odd(Inputs(x[:128] * 1e-9, weight), eps=0.0)
+        check(Inputs(x[16:], weight), "both")
+    assert all(not zeros.any() for zeros in _zeros._kept.values())
     assert "norm_fp8_once" in {entry for _, entry in rtkernels.emulator.launched()}
     Plans.forget_all()
 
