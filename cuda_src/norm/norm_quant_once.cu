@@ -33,7 +33,7 @@ RTK_DEVICE void fetch_tiles(OnceShared& shared, const ptx::TensorMap& x, const O
     }
 }
 
-// Two warps, 64 rows each: sums of squares of pairs.
+// Two warps, four of every eight rows each: sums of squares of pairs.
 template <typename T>
 RTK_DEVICE void publish_sums(OnceShared& shared, const OnceWalk& walk, const OnceExchange& exchange, int adder) {
     int down, across;
@@ -43,13 +43,14 @@ RTK_DEVICE void publish_sums(OnceShared& shared, const OnceWalk& walk, const Onc
 #pragma unroll 1
         for (int tile = 0; tile < 2; ++tile, turn.next()) {
             ptx::mbarrier_wait(ptx::shared_address(&shared.full[turn.slot]), turn.phase);
-            add_squares<T>(shared.x[turn.slot][0] + adder * 64 * 128, shared.sums + adder * 64, tile != 0);
+            add_squares<T>(shared.x[turn.slot][0] + adder * 64 * 128, shared.sums + adder * 4, tile != 0);
             __syncwarp();
             if (this_thread() % kWarp == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[turn.slot]));
         }
         const int first = adder * 64 + static_cast<int>(this_thread()) % kWarp;
 #pragma unroll 1
-        for (int row = first; row < first + 64; row += kWarp) exchange.add(down, row, shared.sums[row]);
+        for (int place = first; place < first + 64; place += kWarp)
+            exchange.add(down, place, shared.sums[exchange.row_at(place)]);
         __syncwarp();
         if (this_thread() % kWarp == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.published[pair % kAhead]));
     }
@@ -69,11 +70,12 @@ struct OnceNumbers {
     float eps;
     int lane = static_cast<int>(threadIdx.x) % kWarp;
 
-    // 1/rms of rows lane, lane + 32, ... of the strip, when all blocks have added to them.
+    // 1/rms of the strip's rows at places lane, lane + 32, ..., when all blocks have added to them.
     RTK_DEVICE void wait(int down, float (&by)[4]) const {
         ptx::Words w[4];
+        const u64* from = settled(exchange.sum(down, lane));
 #pragma unroll
-        for (int i = 0; i < 4; ++i) w[i] = ptx::ld_words(exchange.sum(down, i * kWarp + lane));
+        for (int i = 0; i < 4; ++i) w[i] = ptx::ld_words(from + i * 2 * kWarp);
         for (;;) {
             bool all = true;
 #pragma unroll
@@ -81,14 +83,15 @@ struct OnceNumbers {
             if (__all_sync(0xffffffffu, all)) break;
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                if (!exchange.complete(w[i])) w[i] = ptx::ld_words(exchange.sum(down, i * kWarp + lane));
+                if (!exchange.complete(w[i])) w[i] = ptx::ld_words(from + i * 2 * kWarp);
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             float sum = exchange.value(w[i]);
             for (u32 odd = __ballot_sync(0xffffffffu, exchange.odd(w[i])); odd != 0; odd &= odd - 1) {
                 const int which = __ffs(static_cast<int>(odd)) - 1;
-                const float made = row_squares(x + (static_cast<i64>(down) * kSide + i * kWarp + which) * x_stride, cols);
+                const i64 row = static_cast<i64>(down) * kSide + exchange.row_at(i * kWarp + which);
+                const float made = row_squares(x + row * x_stride, cols);
                 if (lane == which) sum = made;
             }
             by[i] = rstd_of(sum, static_cast<float>(cols), eps);
@@ -113,7 +116,7 @@ struct OnceNumbers {
                 if (2 * pair + tile >= OnceShared::kSlots)
                     ptx::mbarrier_wait(ptx::shared_address(&shared.taken[turn.slot]), turn.phase ^ 1);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) shared.rstd[turn.slot][i * kWarp + lane] = by[i];
+                for (int i = 0; i < 4; ++i) shared.rstd[turn.slot][exchange.row_at(i * kWarp + lane)] = by[i];
                 gains.give(shared.gain[turn.slot], raw_gains[tile]);
                 __syncwarp();
                 if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.ready[turn.slot]));
@@ -121,7 +124,7 @@ struct OnceNumbers {
             if (across == 0) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const int row = down * kSide + i * kWarp + lane;
+                    const int row = down * kSide + exchange.row_at(i * kWarp + lane);
                     if (row < rows) rstd[row] = by[i];
                 }
             }

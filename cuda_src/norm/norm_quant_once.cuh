@@ -31,6 +31,7 @@ struct OnceShared : RingShared<6, 1> {
 using OnceWalk = RingWalk<2>;
 
 // Words in global memory, zeros before and after: sums [strips][128][2], then how many blocks have read those of a strip.
+// Rows are in an order in which those of a warp that adds up squares follow each other.
 struct OnceExchange {
     u64* words;
     const OnceWalk& walk;
@@ -41,16 +42,17 @@ struct OnceExchange {
     static constexpr u64 kOdd = 1ull << 49;              // added instead of a sum that would not fit, in the word of units
     static constexpr float kMost = 0x1p42f, kLeast = 0x1p-25f, kParts = 0x1p48f;
 
-    RTK_DEVICE u64* sum(int strip, int row) const { return words + (static_cast<i64>(strip) * kSide + row) * 2; }
+    RTK_DEVICE u64* sum(int strip, int place) const { return words + (static_cast<i64>(strip) * kSide + place) * 2; }
+    RTK_DEVICE static int row_at(int place) { return place % 64 / 4 * 8 + place / 64 * 4 + place % 4; }
 
-    RTK_DEVICE void add(int strip, int row, float value) const {
+    RTK_DEVICE void add(int strip, int place, float value) const {
         u64 units = kOdd, parts = 0;
         if (value < kMost && !(small_counts && value > 0.0f && value < kLeast)) {
             units = static_cast<u64>(value);
             parts = static_cast<u64>((value - static_cast<float>(units)) * kParts);
         }
-        atomicAdd(sum(strip, row), units | 1ull << kCount);
-        atomicAdd(sum(strip, row) + 1, parts | 1ull << kCount);
+        atomicAdd(sum(strip, place), units | 1ull << kCount);
+        atomicAdd(sum(strip, place) + 1, parts | 1ull << kCount);
     }
 
     // Brings the sums of one of the block's pairs to L2: else who adds to them would wait for memory, behind tiles.
@@ -78,7 +80,7 @@ struct OnceExchange {
     RTK_DEVICE void clear_behind(int strip, u32 before) const {
         const int lane = static_cast<int>(threadIdx.x) % kWarp;
         if (__shfl_sync(0xffffffffu, before, 0) != walk.wide - 1) return;
-        for (int row = lane; row < kSide; row += kWarp) ptx::st_words(sum(strip, row), {0, 0});
+        for (int place = lane; place < kSide; place += kWarp) ptx::st_words(sum(strip, place), {0, 0});
         if (lane == 0) *readers(strip) = 0;
     }
 };
@@ -94,7 +96,7 @@ RTK_DEVICE void add_products<fp16>(float (&d)[4], u32 a0, u32 a1, u32 b) {
     ptx::mma_m16n8k8_f16(d, a0, a1, b);
 }
 
-// Sums of squares of 64 rows of a tile, to `sums`, or added to what is there: 16 rows times themselves by tensor cores, of
+// Sums of squares of 64 rows of a tile, those at places one after the other, to `sums`, or added to what is there: 16 rows times themselves by tensor cores, of
 // which the diagonal counts. One warp; x is at the first of the rows.
 template <typename T>
 RTK_DEVICE void add_squares(const u8* x, float* sums, bool added) {
@@ -108,9 +110,9 @@ RTK_DEVICE void add_squares(const u8* x, float* sums, bool added) {
     u32 a[4][4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) load(k, a[k]);
-    sums += g;
+    sums += g * 8;
 #pragma unroll 1
-    for (int m = 0; m < 64; m += 16, sums += 16) {
+    for (int m = 0; m < 64; m += 16, ++sums) {
         float d[4][4];
 #pragma unroll
         for (int i = 0; i < 16; ++i) d[i / 4][i % 4] = 0.0f;
@@ -126,8 +128,8 @@ RTK_DEVICE void add_squares(const u8* x, float* sums, bool added) {
         }
         float upper = odd ? d[0][1] + d[2][1] : d[0][0] + d[2][0], lower = odd ? d[1][3] + d[3][3] : d[1][2] + d[3][2];
         if (diagonal) {
-            if (added) upper += sums[0], lower += sums[8];
-            sums[0] = upper, sums[8] = lower;
+            if (added) upper += sums[0], lower += sums[64];
+            sums[0] = upper, sums[64] = lower;
         }
     }
 }

@@ -1,8 +1,8 @@
 // The ring of tiles of x in shared memory that norm/norm_quant_ring.cu and norm/norm_quant_once.cu quantise from: what is
 // there, which tiles a block takes, how they get there, and which part of a tile of 128 x 128 a thread has.
 //
-// A tile of x is two boxes of 128 rows x 128 bytes as the copy engine writes them: the 16 bytes of piece p of row r are
-// at piece p ^ (r % 8). Codes leave as 16 groups of 8 columns x 128 bytes with the same pattern, which goes by address:
+// A tile of x is two boxes of 128 rows x 128 bytes as the copy engine writes them: row 8 * i + j is at place 16 * j + i, so
+// that a thread finds its eight rows all the same way; the 16 bytes of piece p of place r are at piece p ^ (r % 8). Codes leave as 16 groups of 8 columns x 128 bytes with the same pattern, which goes by address:
 // groups are nine columns apart, the ninth being outside of the tensor, so that threads with neighbouring groups, which
 // write the same bytes of the same column of each, meet different banks.
 #pragma once
@@ -105,8 +105,8 @@ RTK_DEVICE void fetch_tile(Shared& shared, const ptx::TensorMap& x, const Walk& 
         ptx::mbarrier_arrive_expect(full, 2 * kBoxBytes);
 #pragma unroll
         for (int box = 0; box < 2; ++box)
-            ptx::tma_load_2d(ptx::shared_address(shared.x[slot][box]), x, full, across * kSide + box * 64, down * kSide,
-                             policy);
+            ptx::tma_load_3d(ptx::shared_address(shared.x[slot][box]), x, full, across * kSide + box * 64, down * (kSide / 8),
+                             0, policy);
     } else {
         ptx::mbarrier_arrive(full);
     }

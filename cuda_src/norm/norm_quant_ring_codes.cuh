@@ -33,10 +33,10 @@ RTK_DEVICE void quantize_rows(Shared& shared, const RingThread& thread, const fl
                               const RingRows& out, int group, u32 round, int down, int across, int cols, bool pow2) {
     const float own = fp8_scale<e4m3>(thread.team_max(most), pow2), own_inverse = inverse_scale(own);
     const int own_row = thread.owned_row(), column = across * kSide + thread.column;
-    const int rows_here = out.rows - down * kSide - thread.row;
-    const i64 row = static_cast<i64>(down) * kSide + thread.row;
-    const bool owns = thread.lane % 2 == 0, stores = owns && own_row < rows_here && across * kSide < cols;
-    float* place = out.scale + (row + own_row) * out.scale_row + across * out.scale_group;
+    const int row = down * kSide + thread.row;
+    const bool exist = row < out.rows;  // all eight: rows are multiples of 16
+    const bool owns = thread.lane % 2 == 0, stores = owns && exist && across * kSide < cols;
+    float* place = out.scale + static_cast<i64>(row + own_row) * out.scale_row + across * out.scale_group;
     if (out.scale_group == 1 && out.scale_row % 2 == 0) {
         float& staged = shared.scales[round & 1][thread.row + own_row];
         const ptx::SharedAddress there = ptx::shared_address(&shared.scales_there[round & 1]);
@@ -54,11 +54,12 @@ RTK_DEVICE void quantize_rows(Shared& shared, const RingThread& thread, const fl
     } else if (stores) {
         *place = own;
     }
-    e4m3* to = settled(out.q + row * cols + column);
+    e4m3* to = settled(out.q + static_cast<i64>(row) * cols + column);
+    const bool writes = exist && column < cols;
 #pragma unroll
     for (int r = 0; r < 8; ++r, to += cols) {
         const Raw<8> codes = quantized<e4m3>(v[r], __shfl_sync(0xffffffffu, own_inverse, thread.lane_of_row(r)));
-        if (r < rows_here && column < cols) ptx::st<8>(to, codes);
+        if (writes) ptx::st<8>(to, codes);
     }
 }
 
@@ -90,9 +91,10 @@ RTK_DEVICE void quantize_tiles(Shared& shared, const ptx::TensorMap& q_t, float*
             const ptx::SharedAddress ready = ptx::shared_address(&shared.ready[turn.slot]);
             if (!ROWS) ptx::mbarrier_wait(ready, turn.phase);  // 1 % slower the other way round
             Raw<16> raw[8];
-            const ptx::SharedAddress own = ptx::shared_address(shared.x[turn.slot][thread.part / 8]) + thread.row * 128;
+            const ptx::SharedAddress own = ptx::shared_address(shared.x[turn.slot][thread.part / 8]) + thread.team * 128 +
+                                           ((thread.part ^ thread.team) % 8 << 4);
 #pragma unroll
-            for (int r = 0; r < 8; ++r) raw[r] = ptx::ld_shared_16(own + r * 128 + ((thread.part % 8 ^ r) << 4));
+            for (int r = 0; r < 8; ++r) raw[r] = ptx::ld_shared_16(own + r * (16 * 128));
             __syncwarp();
             if (thread.lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[turn.slot]));
             if (ROWS) ptx::mbarrier_wait(ready, turn.phase);
@@ -170,14 +172,15 @@ RTK_DEVICE void quantize_tiles(Shared& shared, const ptx::TensorMap& q_t, float*
         ptx::named_barrier_sync(scales_there, kGroupThreads);
         float inverse[8];
         load_shared_8(&maxima[0][shared.place(thread.column)], &maxima[0][shared.place(thread.column + 4)], inverse);
-        u8* place = codes + thread.part * kCodesPitch + thread.team % 2 * 8;
+        // Of the 16-byte pieces of column i, that of two teams is at their number ^ (part + i) % 8.
+        const ptx::SharedAddress place = ptx::shared_address(codes) + thread.part * kCodesPitch + thread.team % 2 * 8;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             float one[8];
 #pragma unroll
             for (int r = 0; r < 8; ++r) one[r] = v[r][i];
-            *reinterpret_cast<Raw<8>*>(place + i * 128 + ((thread.team / 2 ^ ((thread.part + i) & 7)) << 4)) =
-                quantized<e4m3>(one, inverse[i]);
+            const u32 piece = (thread.part * 16 + i * 16 & 112) ^ thread.team / 2 * 16;
+            ptx::st_shared_8(place + piece + i * 128, quantized<e4m3>(one, inverse[i]));
         }
         ptx::fence_async_shared();
         if (warp == 0) {

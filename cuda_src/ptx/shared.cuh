@@ -24,6 +24,11 @@ RTK_DEVICE Raw<16> ld_shared_16(SharedAddress address) {
     return r;
 }
 
+// 8 bytes, 8-byte aligned.
+RTK_DEVICE void st_shared_8(SharedAddress address, const Raw<8>& r) {
+    asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(address), "r"(r.w[0]), "r"(r.w[1]) : "memory");
+}
+
 RTK_DEVICE void st_shared_16(SharedAddress address, const Raw<16>& r) {
     asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r.w[0]), "r"(r.w[1]), "r"(r.w[2]),
                  "r"(r.w[3])

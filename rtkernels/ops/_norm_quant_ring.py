@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from rtkernels._kernel import Kernel, device_info
-from rtkernels._tensor_map import matrix_map, tiled_map
+from rtkernels._tensor_map import tiled_map
 from rtkernels._zeros import kept_zeros
 
 _SIDE = 128  # of a tile
@@ -80,7 +80,7 @@ class Matrix(NamedTuple):
         """Return the tensor maps of x and of its transposed codes at these addresses."""
         t, _, rows, cols, stride = self
         return (
-            matrix_map(x, t, rows, cols, stride, _SIDE, 64),
+            tiled_map(x, t, (cols, rows // 8, 8), (16 * stride, 2 * stride), (64, _SIDE // 8, 8)),
             tiled_map(q_t, "byte", (rows, 8, cols // 8), (rows, 8 * rows), (_SIDE, 9, 16)),
         )
 

@@ -17,6 +17,11 @@ RTK_DEVICE void tma_load_2d(SharedAddress to, const TensorMap& map, SharedAddres
 RTK_DEVICE void tma_load_2d(SharedAddress to, const TensorMap& map, SharedAddress barrier, i32 column, i32 row, u64) {
     tma_load_2d(to, map, barrier, column, row);
 }
+RTK_DEVICE void tma_load_3d(SharedAddress to, const TensorMap& map, SharedAddress barrier, i32 first, i32 second, i32 third,
+                            u64) {
+    const int at[] = {first, second, third};
+    emu::tensor_load(to, map.words, barrier, at);
+}
 RTK_DEVICE void tma_store_2d(const TensorMap& map, SharedAddress from, i32 column, i32 row) {
     const int at[] = {column, row};
     emu::tensor_store(map.words, from, at);
