@@ -25,6 +25,7 @@ struct TilePlaces {
           across(static_cast<u32>((cols + (kTileSide - 1)) / kTileSide)),
           by_expert(counts != nullptr) {}
 
+    // Without experts.
     RTK_DEVICE TilePlaces(i64 all_rows, i64 cols)
         : rows(static_cast<u32>(all_rows)),
           across(static_cast<u32>((cols + (kTileSide - 1)) / kTileSide)),

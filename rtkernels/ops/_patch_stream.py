@@ -14,7 +14,7 @@ TILE_BYTES = 128 * 128 * 2  # of one input
 
 _THREADS = 640
 _BOX_ROWS, _BOX_COLS = 16, 128
-# Tiles per block up to which blocks share tiles out evenly, though some multiprocessors then have none, and from which on
+# Tiles per block up to which blocks share tiles out evenly, though some multiprocessors then have none, and above which
 # they draw tiles from a counter: then they stay together, and memory is faster for it. Measured on the H200.
 _EVEN_TURNS = 4
 _DRAW_TURNS = 4
