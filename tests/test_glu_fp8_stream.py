@@ -30,6 +30,7 @@ CASES = {
     "experts_of_16": (1696, 256, (16, 0, 144, 16, 512, 1008), "weight not_finite"),
     "too_few": (400, 128, (100, 130), "weight"),
     "many": (20000, 512, (100,) * 200, "weight"),
+    "many_turns": (24, 4736, None, "weight"),
     "many_tiles": (16384, 1024, None, ""),
 }
 
@@ -100,6 +101,17 @@ def test_same_bits_in_the_emulator(monkeypatch: pytest.MonkeyPatch, order: str |
                     got = call()
                 assert_same(got, wanted, CASES[case][0])
     assert {"glu_fp8_fwd_stream", "glu_fp8_bwd_stream"} <= {entry for _, entry in rtkernels.emulator.launched()}
+
+
+@emulated
+@pytest.mark.parametrize("draws", (False, True))
+def test_many_turns_of_a_block_in_the_emulator(monkeypatch: pytest.MonkeyPatch, draws: bool) -> None:
+    """More of them than places are kept."""
+    for call in calls("many_turns", "cpu"):
+        with rtkernels.emulate("sm_80"):
+            wanted = call()
+        with kernels(monkeypatch, streams=True, draws=draws), rtkernels.emulate("sm_90", order=1):
+            assert_same(call(), wanted, CASES["many_turns"][0])
 
 
 @pytest.mark.gpu

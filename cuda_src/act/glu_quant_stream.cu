@@ -21,7 +21,7 @@ RTK_DEVICE float own_weight(float weights, int r) {
     return __shfl_sync(0xffffffffu, weights, static_cast<int>(threadIdx.x) / 16 % 2 * kPatchRows + r);
 }
 
-template <typename T>
+template <typename T, bool EXPERTS>
 __global__ void __launch_bounds__(kPatchThreads, 1)
     glu_fp8_fwd_stream(const __grid_constant__ ptx::TensorMap gate, const __grid_constant__ ptx::TensorMap up,
                        const float* weight, const void* counts, e4m3* q, float* scale, e4m3* q_t, float* scale_t,
@@ -30,31 +30,31 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
     using Stream = PatchStream<1, 2>;
     __shared__ PatchShared<1> shared;
     __shared__ PatchOutput kept[StreamWalk::kKept];
+    __shared__ u64 known[StreamWalk::kKept];
     __shared__ u64 barriers[Stream::kBarriers];
     extern __shared__ __align__(128) u8 memory[];
     const Quantized out = {q, scale, q_t, scale_t, static_cast<u32>(cols), by_group != 0, pow2 != 0};
     const Stream stream(memory, barriers);
-    const bool asks = patch_role() == PatchRole::kFetch;
-    if (asks && counts == nullptr) stream.fetch(first_place(rows, cols), 0, gate, up);
-    stream.init_rest();
+    if (threadIdx.x == kPatchFetcher) {
+        stream.init_first();
+        if constexpr (!EXPERTS) stream.fetch(first_place(rows, cols), 0, gate, up);
+        stream.init_rest();
+    }
     shared.init();
-    const TilePlaces places(memory + Stream::kBytes, counts, count_width, experts, rows, cols);
-    if (check && counts != nullptr && !adds_up(counts, count_width, experts, rows)) __trap();
-    const StreamWalk walk(places, out, static_cast<u32>(cols), kept, counter);
+    StreamWalk::init(known);
+    if (EXPERTS && check && !adds_up(counts, count_width, experts, rows)) __trap();
+    const TilePlaces places = stream_places<EXPERTS>(memory + Stream::kBytes, counts, count_width, experts, rows, cols);
+    const StreamWalk walk(places, out, static_cast<u32>(cols), kept, known, counter);
     if (threadIdx.x >= kPatchWorkers) {
-        auto fetch = [&](u32 turn) {
-            if (!walk.has(turn)) return false;
-            stream.fetch(walk[turn], turn, gate, up);
-            return true;
-        };
-        if (asks && counts != nullptr) fetch(0);
-        help(shared, walk, out.pow2, [&](u32 turn) { return fetch(turn + 1); });
+        help(shared, walk, out.pow2, [&](const PatchOutput& place, u32 turn) {
+            if (turn > 0 || EXPERTS) stream.fetch(place, turn, gate, up);
+        });
     } else {
         float weights = 1.0f;
-        if (weight != nullptr && walk.has(0)) weights = warp_weights(walk[0], weight);
+        if (weight != nullptr && walk[0].rows != 0) weights = warp_weights(walk[0], weight);
 #pragma unroll 1
-        for (u32 turn = 0; walk.has(turn); ++turn) {
-            const PatchOutput& place = walk[turn];
+        for (u32 turn = 0; walk[turn].rows != 0; ++turn) {
+            const PatchOutput& place = walk.at(turn);
             Patch y[1];
             const ptx::SharedAddress own = stream.wait(turn);
 #pragma unroll
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
 #pragma unroll
                     for (int i = 0; i < 8; ++i) y[0][r][i] *= w;
                 }
-                if (walk.has(turn + 1)) weights = warp_weights(walk[turn + 1], weight);
+                if (walk[turn + 1].rows != 0) weights = warp_weights(walk.at(turn + 1), weight);
             }
             if (place.rows < static_cast<u32>(kTileSide)) cut_rows(y[0], place.rows);
             float row_maxima[kPatchRows];
@@ -119,8 +119,8 @@ RTK_DEVICE float sum_of_rows(float (&sums)[kPatchRows], int lane) {
 }
 
 // The gradient of [gate | up], as glu_fp8_bwd in act/glu_quant_ahead.cu. One tile of up is on its way, and two of gate and
-// dy; but only one of them where tiles are drawn, which is faster for experts (docs/measurements.md).
-template <typename T>
+// dy; but only one of them for experts whose tiles are drawn, which is faster (docs/measurements/fp8.md).
+template <typename T, bool EXPERTS>
 __global__ void __launch_bounds__(kPatchThreads, 1)
     glu_fp8_bwd_stream(const __grid_constant__ ptx::TensorMap dy, const __grid_constant__ ptx::TensorMap gate,
                        const __grid_constant__ ptx::TensorMap up, const float* weight, const void* counts, e4m3* q,
@@ -130,6 +130,7 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
     using Ups = PatchStream<1, 1>;
     __shared__ PatchShared<2> shared;
     __shared__ PatchOutput kept[StreamWalk::kKept];
+    __shared__ u64 known[StreamWalk::kKept];
     __shared__ u64 barriers[Gates::kBarriers + Ups::kBarriers];
     extern __shared__ __align__(128) u8 memory[];
     ptx::launch_dependents();
@@ -137,35 +138,32 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
     const Gates gates(memory, barriers);
     const Ups ups(memory + Gates::kBytes, barriers + Gates::kBarriers);
     // With even turns alone, the first slot is the only one.
-    auto own_turn = [&](u32 turn) { return counter == nullptr ? turn : 2 * turn; };
-    auto fetch_first = [&](const PatchOutput& place) { gates.fetch(place, 0, gate, dy), ups.fetch(place, 0, up); };
-    const bool asks = patch_role() == PatchRole::kFetch;
-    if (asks && counts == nullptr) fetch_first(first_place(rows, cols));
-    gates.init_rest(), ups.init_rest();
+    const bool two = !EXPERTS || counter == nullptr;
+    auto own_turn = [&](u32 turn) { return two ? turn : 2 * turn; };
+    if (threadIdx.x == kPatchFetcher) {
+        gates.init_first(), ups.init_first();
+        if constexpr (!EXPERTS) {
+            const PatchOutput place = first_place(rows, cols);
+            gates.fetch(place, 0, gate, dy), ups.fetch(place, 0, up);
+        }
+        gates.init_rest(), ups.init_rest();
+    }
     shared.init();
-    const TilePlaces places(memory + Gates::kBytes + Ups::kBytes, counts, count_width, experts, rows, cols);
-    if (check && counts != nullptr && !adds_up(counts, count_width, experts, rows)) __trap();
-    const StreamWalk walk(places, out, static_cast<u32>(cols), kept, counter);
+    StreamWalk::init(known);
+    if (EXPERTS && check && !adds_up(counts, count_width, experts, rows)) __trap();
+    u8* table = memory + Gates::kBytes + Ups::kBytes;
+    const TilePlaces places = stream_places<EXPERTS>(table, counts, count_width, experts, rows, cols);
+    const StreamWalk walk(places, out, static_cast<u32>(cols), kept, known, counter);
     if (threadIdx.x >= kPatchWorkers) {
-        auto fetch_gate_dy = [&](u32 turn) {
-            if (walk.has(turn)) gates.fetch(walk[turn], own_turn(turn), gate, dy);
-        };
-        auto fetch_up = [&](u32 turn) {
-            if (walk.has(turn)) ups.fetch(walk[turn], turn, up);
-        };
-        if (asks && counts != nullptr && walk.has(0)) fetch_first(walk[0]);
-        if (asks && counter == nullptr) fetch_gate_dy(1);
-        help(shared, walk, out.pow2, [&](u32 turn) {
-            if (!walk.has(turn + 1)) return false;
-            fetch_up(turn + 1), fetch_gate_dy(counter == nullptr ? turn + 2 : turn + 1);
-            return true;
+        help(shared, walk, out.pow2, [&](const PatchOutput& place, u32 turn) {
+            if (turn > 0 || EXPERTS) gates.fetch(place, own_turn(turn), gate, dy), ups.fetch(place, turn, up);
         });
     } else {
         float weights = 1.0f;
-        if (weight != nullptr && walk.has(0)) weights = warp_weights(walk[0], weight);
+        if (weight != nullptr && walk[0].rows != 0) weights = warp_weights(walk[0], weight);
 #pragma unroll 1
-        for (u32 turn = 0; walk.has(turn); ++turn) {
-            const PatchOutput& place = walk[turn];
+        for (u32 turn = 0; walk[turn].rows != 0; ++turn) {
+            const PatchOutput& place = walk.at(turn);
             const ptx::SharedAddress own_gate = gates.wait(own_turn(turn)), own_dy = own_gate + Gates::kBoxBytes;
             const ptx::SharedAddress own_up = ups.wait(turn);
             Patch v[2];  // the gradients of the gate and of up
@@ -183,7 +181,7 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
                     if (lane % 16 < kPatchRows && row < static_cast<int>(place.rows))
                         partial[product(place.column / kTileSide, places.rows) + place.row + row] = sum;
                 }
-                if (walk.has(turn + 1)) weights = warp_weights(walk[turn + 1], weight);
+                if (walk[turn + 1].rows != 0) weights = warp_weights(walk.at(turn + 1), weight);
             }
             if (place.rows < static_cast<u32>(kTileSide)) cut_rows(v[0], place.rows), cut_rows(v[1], place.rows);
             if (dx != nullptr) {

@@ -25,6 +25,12 @@ struct TilePlaces {
           across(static_cast<u32>((cols + (kTileSide - 1)) / kTileSide)),
           by_expert(counts != nullptr) {}
 
+    // Without experts.
+    RTK_DEVICE TilePlaces(i64 all_rows, i64 cols)
+        : rows(static_cast<u32>(all_rows)),
+          across(static_cast<u32>((cols + (kTileSide - 1)) / kTileSide)),
+          by_expert(false) {}
+
     RTK_DEVICE u32 row_blocks() const { return by_expert ? table.blocks() : (rows + (kTileSide - 1)) / kTileSide; }
     RTK_DEVICE u32 count() const { return row_blocks() * across; }
 

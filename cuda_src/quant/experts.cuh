@@ -19,6 +19,8 @@ struct ExpertTable {
     Entry* entry;  // [experts + 1]
     int experts;
 
+    ExpertTable() = default;
+
     // `memory`: (experts + 1) entries of shared memory. `counts`: rows of each expert, of `width` bytes each; of width 0,
     // the first row of each expert and the last one's end, 4 bytes each. Negative counts are 0, and experts end at row
     // `rows` at the latest. The whole block calls; two barriers.

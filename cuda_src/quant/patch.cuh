@@ -23,6 +23,7 @@ inline constexpr int kPatchStoreWarps = 2, kPatchStorers = kPatchStoreWarps * kW
 inline constexpr int kPatchThreads = kPatchWorkers + 2 * kWarp + kPatchStorers;
 
 // Of the warps after the workers, the first makes scales, of the second one thread fetches inputs, the others store.
+inline constexpr int kPatchFetcher = kPatchWorkers + kWarp;  // that thread
 enum class PatchRole { kWork, kScale, kFetch, kStore, kNone };
 
 RTK_DEVICE PatchRole patch_role() {
@@ -30,7 +31,7 @@ RTK_DEVICE PatchRole patch_role() {
     if (thread < kPatchWorkers) return PatchRole::kWork;
     if (thread < kPatchWorkers + kWarp) return PatchRole::kScale;
     if (thread >= kPatchWorkers + 2 * kWarp) return PatchRole::kStore;
-    return thread == kPatchWorkers + kWarp ? PatchRole::kFetch : PatchRole::kNone;
+    return thread == kPatchFetcher ? PatchRole::kFetch : PatchRole::kNone;
 }
 
 using Patch = float[kPatchRows][kPatchColumns];
@@ -76,7 +77,7 @@ struct PatchShared {
 
     // The whole block calls, and then meets.
     RTK_DEVICE void init() {
-        for (int i = static_cast<int>(threadIdx.x); i < SIDES * kTileSide; i += kPatchThreads) most[0][i] = 0;
+        if (threadIdx.x < SIDES * kTileSide) most[0][threadIdx.x] = 0;
         if (threadIdx.x == 0) {
             ptx::mbarrier_init(ptx::shared_address(&added), kPatchWarps);
             ptx::mbarrier_init(ptx::shared_address(&scaled), 1);

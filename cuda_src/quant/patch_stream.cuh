@@ -19,23 +19,23 @@ struct PatchStream {
     ptx::SharedAddress boxes, full;          // of all teams; behind `full` barriers of a team, `empty` ones
     ptx::SharedAddress own_boxes, own_full;  // of the worker's team
 
-    // The thread that fetches may ask for the first tile at once. It does so soon, as all addresses of barriers are
-    // constants, and those that only later tiles need come afterwards (init_rest).
     RTK_DEVICE PatchStream(u8* memory, u64* barriers)
         : boxes(ptx::shared_address(memory)), full(ptx::shared_address(barriers)) {
         const u32 team = threadIdx.x / (kTeam * kWarp);
         own_boxes = boxes + team * kTeamBytes, own_full = full + team * (8 * kTeamBarriers);
-        init([](u32 b) { return b % kTeamBarriers == 0; });
     }
 
-    // All call; a barrier of the block later, workers may wait.
+    // One thread makes the barriers; a barrier of the block later, workers may wait. Those of the first tile come first:
+    // that thread may ask for it before it calls init_rest.
+    RTK_DEVICE void init_first() const {
+        init([](u32 b) { return b % kTeamBarriers == 0; });
+    }
     RTK_DEVICE void init_rest() const {
         init([](u32 b) { return b % kTeamBarriers != 0; });
     }
 
     template <typename Which>
     RTK_DEVICE void init(const Which& which) const {
-        if (patch_role() != PatchRole::kFetch) return;
 #pragma unroll
         for (u32 b = 0; b < kBarriers; ++b)
             if (which(b)) ptx::mbarrier_init(full + 8 * b, b % kTeamBarriers < SLOTS ? 1 : kTeam);
@@ -81,44 +81,67 @@ struct PatchStream {
     }
 };
 
-// The tiles of one block, numbered along the columns first, with everything that warps need to know of each. The first
-// ones are blockIdx.x, blockIdx.x + gridDim.x, ...; so are the others without a counter. With one (0 at the beginning),
-// a block draws numbers from it: then blocks stay within a short stretch of tiles, and what they read and write lies
-// close together in memory, however unequal their speed.
+// The tiles of experts, or of one matrix. The whole block calls, and meets.
+template <bool EXPERTS>
+RTK_DEVICE TilePlaces stream_places(u8* memory, const void* counts, i64 width, i64 experts, i64 rows, i64 cols) {
+    if constexpr (EXPERTS) {
+        return TilePlaces(memory, counts, width, experts, rows, cols);
+    } else {
+        __syncthreads();
+        return TilePlaces(rows, cols);
+    }
+}
+
+// The tiles of one block, numbered along the columns first, with everything that warps need to know of each. The thread
+// that fetches works that out, and tells the others; a place without rows ends the walk of all. The first ones are
+// blockIdx.x and blockIdx.x + gridDim.x, and so on without a counter. With one (0 at the beginning), a block draws
+// numbers from it: then blocks stay within a short stretch of tiles, and what they read and write lies close together in
+// memory, however unequal their speed.
 struct StreamWalk {
-    static constexpr u32 kAhead = 5, kKept = 8;
+    static constexpr u32 kFixed = 2;  // turns whose tiles are not drawn
+    static constexpr u32 kKept = 8;   // the thread that fetches is up to three turns ahead of the warps that store
 
     const TilePlaces& all;
     const Quantized& out;
     u32 cols;  // of one side
     PatchOutput* kept;
+    ptx::SharedAddress known;  // barriers, one for each place
     u32* counter;
 
-    // The whole block calls; one barrier.
-    RTK_DEVICE StreamWalk(const TilePlaces& places, const Quantized& output, u32 width, PatchOutput* memory, u32* numbers)
-        : all(places), out(output), cols(width), kept(memory), counter(numbers) {
-        if (threadIdx.x < kAhead) find(threadIdx.x, blockIdx.x + threadIdx.x * gridDim.x);
-        __syncthreads();
+    RTK_DEVICE StreamWalk(const TilePlaces& places, const Quantized& output, u32 width, PatchOutput* memory, u64* barriers,
+                          u32* numbers)
+        : all(places), out(output), cols(width), kept(memory), known(ptx::shared_address(barriers)), counter(numbers) {}
+
+    // The block meets afterwards.
+    RTK_DEVICE static void init(u64* barriers) {
+        if (threadIdx.x != kWarp) return;
+#pragma unroll
+        for (u32 i = 0; i < kKept; ++i) ptx::mbarrier_init(ptx::shared_address(barriers + i), 1);
     }
 
-    RTK_DEVICE const PatchOutput& operator[](u32 turn) const { return kept[turn % kKept]; }
-    RTK_DEVICE bool has(u32 turn) const { return kept[turn % kKept].rows != 0; }
+    // The place of a turn, as soon as it is known. If it has no rows, there is no such turn, and no later one.
+    RTK_DEVICE const PatchOutput& operator[](u32 turn) const {
+        ptx::mbarrier_wait(known + 8 * (turn % kKept), turn / kKept & 1);
+        return kept[turn % kKept];
+    }
+    // The same of one that has been looked at.
+    RTK_DEVICE const PatchOutput& at(u32 turn) const { return kept[turn % kKept]; }
     RTK_DEVICE u32 scale_step() const { return out.by_group ? 1 : (out.cols + (kTileSide - 1)) / kTileSide; }
 
-    // The number of the tile of a later turn.
-    RTK_DEVICE u32 draw(u32 turn) const {
-        if (counter == nullptr || kAhead * gridDim.x >= all.count()) return blockIdx.x + turn * gridDim.x;
-        return kAhead * gridDim.x + atomicAdd(counter, 1u);
+    // The thread that fetches calls, for one turn after the other: works out where it is, and tells the others. As late as
+    // possible, that is when it has asked for the inputs of the turn before: a tile that is drawn earlier is worked on when
+    // other blocks have gone further.
+    RTK_DEVICE const PatchOutput& find(u32 turn) const {
+        u32 number = blockIdx.x + turn * gridDim.x;
+        if (counter != nullptr && turn >= kFixed) number = kFixed * gridDim.x + atomicAdd(counter, 1u);
+        PatchOutput& to = kept[turn % kKept];
+        to.rows = 0;
+        if (number < all.count()) fill(to, all.find(number));
+        ptx::mbarrier_arrive(known + 8 * (turn % kKept));
+        return to;
     }
 
-    // Works out what belongs to a number.
-    RTK_DEVICE void find(u32 turn, u32 number) const {
-        PatchOutput& to = kept[turn % kKept];
-        if (number >= all.count()) {
-            to.rows = 0;
-            return;
-        }
-        const TilePlace place = all.find(number);
+    RTK_DEVICE void fill(PatchOutput& to, const TilePlace& place) const {
         const u32 groups = (out.cols + (kTileSide - 1)) / kTileSide, group = place.column / kTileSide, step = cols / kTileSide;
         const u64 by_group = product(place.start, groups - 1) + product(group, place.count) + place.row;
         to.q = out.q + product(place.row, out.cols) + place.column;
@@ -141,7 +164,10 @@ struct StreamWalk {
 
 // Where the block's first tile is, if there are no experts: all that is needed to ask for its inputs.
 RTK_DEVICE PatchOutput first_place(i64 rows, i64 cols) {
-    const u32 across = static_cast<u32>((cols + (kTileSide - 1)) / kTileSide), down = blockIdx.x / across;
+    // A division would be most of the instructions before the first request. Blocks are few: half a tile from any whole
+    // quotient, the error of the reciprocal (2^-23 relative) cannot reach the next one.
+    const u32 across = static_cast<u32>(cols + (kTileSide - 1)) / kTileSide;
+    const u32 down = static_cast<u32>((static_cast<float>(blockIdx.x) + 0.5f) * ptx::rcp(static_cast<float>(across)));
     PatchOutput place;
     place.row = down * kTileSide;
     place.rows = static_cast<u32>(rows) - place.row;
@@ -149,30 +175,23 @@ RTK_DEVICE PatchOutput first_place(i64 rows, i64 cols) {
     return place;
 }
 
-// What the helpers do with all tiles of the block. `fetch(turn)` asks for the inputs that follow those of a turn, and
-// returns false when there are none: then it must not look further, for nothing has told it that those places are known.
+// What the helpers do with all tiles of the block. `fetch(place, turn)` asks for inputs, as soon as there is room for them.
 template <int SIDES, typename Fetch>
 RTK_DEVICE void help(PatchShared<SIDES>& shared, const StreamWalk& walk, bool pow2, const Fetch& fetch) {
     const PatchRole role = patch_role();
     if (role == PatchRole::kFetch) {
 #pragma unroll 1
-        for (u32 turn = 0; fetch(turn); ++turn) {
+        for (u32 turn = 0;; ++turn) {
+            const PatchOutput& place = walk.find(turn);
+            if (place.rows == 0) break;
+            fetch(place, turn);
         }
     } else if (role == PatchRole::kStore) {
 #pragma unroll 1
-        for (u32 turn = 0; walk.has(turn); ++turn) shared.store_columns(walk[turn], turn);
+        for (u32 turn = 0; walk[turn].rows != 0; ++turn) shared.store_columns(walk.at(turn), turn);
     } else if (role == PatchRole::kScale) {
-        const bool draws = threadIdx.x % kWarp == 0;
-        u32 number = draws ? walk.draw(StreamWalk::kAhead) : 0;
 #pragma unroll 1
-        for (u32 turn = 0; walk.has(turn); ++turn) {
-            shared.make_scales(walk[turn], turn, pow2);
-            if (draws) {
-                // Others see it with the scales of the next turn, and need it a turn later.
-                walk.find(turn + StreamWalk::kAhead, number);
-                number = walk.draw(turn + StreamWalk::kAhead + 1);
-            }
-        }
+        for (u32 turn = 0; walk[turn].rows != 0; ++turn) shared.make_scales(walk.at(turn), turn, pow2);
     }
 }
 

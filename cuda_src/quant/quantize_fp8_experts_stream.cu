@@ -15,26 +15,22 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
     using Stream = PatchStream<2, 1>;
     __shared__ PatchShared<1> shared;
     __shared__ PatchOutput kept[StreamWalk::kKept];
+    __shared__ u64 known[StreamWalk::kKept];
     __shared__ u64 barriers[Stream::kBarriers];
     extern __shared__ __align__(128) u8 memory[];
     const Quantized out = {q, scale, q_t, scale_t, static_cast<u32>(cols), true, pow2 != 0};
     const Stream stream(memory, barriers);
-    stream.init_rest();
+    if (threadIdx.x == kPatchFetcher) stream.init_first(), stream.init_rest();
     shared.init();
+    StreamWalk::init(known);
     const TilePlaces places(memory + Stream::kBytes, counts, count_width, experts, rows, cols);
-    const StreamWalk walk(places, out, static_cast<u32>(cols), kept, counter);
+    const StreamWalk walk(places, out, static_cast<u32>(cols), kept, known, counter);
     if (threadIdx.x >= kPatchWorkers) {
-        auto fetch = [&](u32 turn) {
-            if (!walk.has(turn)) return false;
-            stream.fetch(walk[turn], turn, x);
-            return true;
-        };
-        if (patch_role() == PatchRole::kFetch) fetch(0), fetch(1);
-        help(shared, walk, out.pow2, [&](u32 turn) { return fetch(turn + 2); });
+        help(shared, walk, out.pow2, [&](const PatchOutput& place, u32 turn) { stream.fetch(place, turn, x); });
     } else {
 #pragma unroll 1
-        for (u32 turn = 0; walk.has(turn); ++turn) {
-            const PatchOutput& place = walk[turn];
+        for (u32 turn = 0; walk[turn].rows != 0; ++turn) {
+            const PatchOutput& place = walk.at(turn);
             Patch v[1];
             const ptx::SharedAddress own = stream.wait(turn);
 #pragma unroll

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 
 from rtkernels._arch import Target
@@ -22,8 +24,8 @@ def _fast_variants(target: Target) -> list[tuple[str]]:
     return [(t,) for t in FAST_TYPES.values()] if shared_limit(target) >= _FAST_SPACE else []
 
 
-def _stream_variants(target: Target) -> list[tuple[str]]:
-    return [(t,) for t in FAST_TYPES.values()] if supported(target) else []
+def _stream_variants(target: Target) -> list[tuple[str, bool]]:
+    return list(product(FAST_TYPES.values(), (False, True))) if supported(target) else []
 
 
 _FWD_ARGS = (
@@ -57,7 +59,7 @@ BWD = Kernel(
 FWD_STREAM = Kernel(
     _STREAM,
     "glu_fp8_fwd_stream",
-    template="T",
+    template="T EXPERTS",
     args=f"gate:tmap up:tmap weight:ptr counts:ptr {_OUTPUTS} counter:ptr rows:i64 cols:i64 {_COMMON}",
     variants=_stream_variants,
     needs=("tma",),
@@ -66,7 +68,7 @@ FWD_STREAM = Kernel(
 BWD_STREAM = Kernel(
     _STREAM,
     "glu_fp8_bwd_stream",
-    template="T",
+    template="T EXPERTS",
     args=f"dy:tmap gate:tmap up:tmap weight:ptr counts:ptr {_OUTPUTS} dx:ptr partial:ptr counter:ptr rows:i64 cols:i64 "
     f"{_COMMON}",
     variants=_stream_variants,

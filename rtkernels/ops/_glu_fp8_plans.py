@@ -274,7 +274,7 @@ def bound_launch(
             return None
         layouts = [(FAST_TYPES[dtype], rows, cols, stride) for stride in strides]
         kernel = FWD_STREAM if dy is None else BWD_STREAM
-        launch = PatchLaunch(kernel, (FAST_TYPES[dtype],), device, tiles, space, layouts)
+        launch = PatchLaunch(kernel, (FAST_TYPES[dtype], counts is not None), device, tiles, space, layouts)
         return launch, (rows, cols, *options), False
     if fast and FWD.variants(info.target) and shared + _FAST_STATIC_SHARED <= info.shared_per_block:
         if weight is not None and weight[0] != torch.float32:

@@ -26,7 +26,7 @@ LARGEST_SCALE = torch.finfo(torch.float32).max
 # Pieces of 16 bytes in a thread that holds a part of a row, best ones first, and the most threads a row then has.
 _FWD_PIECES = {1: 32, 4: 256, 3: 256, 8: 1024}
 _BWD_PIECES = {1: 32, 2: 512, 4: 1024}
-_BWD_FILLED = 512  # threads of a block that a row just fills with one piece each; most instructions are spared then
+_FILLED_THREADS = 512  # of a block that a row just fills with one piece each; most instructions are spared then
 
 
 def _kernels(unit: str, entry: str, template: str, args: str, held: list[tuple]) -> tuple[Kernel, Kernel]:
@@ -49,9 +49,17 @@ _FWD = _kernels(
 _BWD = _kernels(
     "softmax/softmax_bwd.cu",
     "softmax_bwd",
-    "T CHUNKS LOG FILLED",
+    "T CHUNKS LOG",
     "dy:ptr y:ptr dx:ptr lengths:ptr rows:i64 cols:i64 dy_stride:i64 y_stride:i64 wide:i64",
-    list(product(_WIDTH, _BWD_PIECES, (False, True), (False, True))),
+    list(product(_WIDTH, _BWD_PIECES, (False, True))),
+)
+_BWD_FILLED = Kernel(
+    "softmax/softmax_bwd.cu",
+    "softmax_bwd_filled",
+    template="T CHUNKS LOG",
+    args="dy:ptr y:ptr dx:ptr dy_stride:i64 y_stride:i64 scale:f64",
+    variants=list(product(_WIDTH, _BWD_PIECES, (False, True))),
+    max_registers=64,
 )
 
 
@@ -83,7 +91,7 @@ def check_scale(scale: float) -> None:
         raise ArgumentError(f"scale is {scale}; expected a finite float32 number")
 
 
-def _bind(forward: bool, t: str, rows: int, cols: int, device: int, full: bool, cut: bool, log: bool):
+def _bind(forward: bool, t: str, rows: int, cols: int, device: int, full: bool, log: bool):
     """Return the launch for rows of `cols` columns, and the integers that go before and after scale.
 
     Args:
@@ -93,21 +101,17 @@ def _bind(forward: bool, t: str, rows: int, cols: int, device: int, full: bool, 
         cols: At least 1.
         device: CUDA ordinal, or -1.
         full: All rows can be accessed in pieces of 16 bytes.
-        cut: There are lengths of rows.
         log: Of the logarithm.
     """
     held, other = _FWD if forward else _BWD
     vectors = cols // _WIDTH[t]
     found = _holding(vectors, _FWD_PIECES if forward else _BWD_PIECES) if full else None
-    if found and not forward and not cut and vectors % 32 == 0 and 32 < vectors <= _BWD_FILLED:
-        found = 1, vectors
     if found:
         pieces, threads = found
         block = block_of(threads)
         grid = min(-(-rows // (block // threads)), GRID_LIMIT)
         if not forward:  # in registers
-            filled = not cut and threads > 32 and vectors == pieces * threads
-            return held.bind((t, pieces, log, filled), device, grid, block), (threads,), ()
+            return held.bind((t, pieces, log), device, grid, block), (threads,), ()
         shared = pieces * block * 16
         if shared <= device_info(device).shared_per_block - 1024:
             return held.bind((t, pieces, log), device, grid, block, shared), (threads,), ()
@@ -141,7 +145,7 @@ def _plan_fwd(x: Meta, lengths: Meta | None, align: int, log: bool, in_place: bo
         return None
     t, size = token("x", dtype), dtype.itemsize
     full = vector_bytes(align, cols * size, x_stride * size) == 16
-    launch, before, after = _bind(True, t, rows, cols, device, full, lengths is not None, log)
+    launch, before, after = _bind(True, t, rows, cols, device, full, log)
     wide = int(lengths is not None and lengths[0] == torch.int64)
     return launch, (rows, cols, x_stride, x_stride if in_place else cols, wide, *before), after, *memory
 
@@ -149,17 +153,30 @@ def _plan_fwd(x: Meta, lengths: Meta | None, align: int, log: bool, in_place: bo
 FWD_PLANS = Plans(_plan_fwd)
 
 
+def _filled(vectors: int) -> tuple[int, int] | None:
+    """Return the pieces of each thread and the threads of a block that a row just fills; None if it fills none."""
+    if vectors % 32 == 0 and 32 < vectors <= _FILLED_THREADS:
+        return 1, vectors
+    pieces, threads = _holding(vectors, _BWD_PIECES) or (0, 0)
+    return (pieces, threads) if threads > 32 and vectors == pieces * threads else None
+
+
 def _plan_bwd(dy: Meta, y: Meta, lengths: Meta | None, align: int, log: bool):
+    """Return ``(launch, whether it takes lengths, integers, integers)``."""
     dtype, shape, _, device = y
     rows, cols, size = row_count(shape), shape[-1], dtype.itemsize
     strides = [row_stride(m[1], m[2]) for m in (dy, y)]
     full = vector_bytes(align, cols * size, *(s * size for s in strides)) == 16
-    launch, before, after = _bind(False, token("y", dtype), rows, cols, device, full, lengths is not None, log)
+    t = token("y", dtype)
+    if full and lengths is None and rows <= GRID_LIMIT and (filled := _filled(cols // _WIDTH[t])):
+        launch = _BWD_FILLED.bind((t, filled[0], log), device, rows, filled[1])
+        return launch, False, tuple(strides), ()
+    launch, before, after = _bind(False, t, rows, cols, device, full, log)
     wide = int(lengths is not None and lengths[0] == torch.int64)
-    return launch, (rows, cols, *strides, wide, *before), after
+    return launch, True, (rows, cols, *strides, wide, *before), after
 
 
 BWD_PLANS = Plans(_plan_bwd)
 
 
-KERNELS = (*_FWD, *_BWD)
+KERNELS = (*_FWD, *_BWD, _BWD_FILLED)
