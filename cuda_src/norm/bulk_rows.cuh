@@ -38,21 +38,25 @@ struct BulkRows {
           ahead(static_cast<int>(stages) * step),
           server(HELPED && group.meeting > group.threads ? ring.kPast : 0),
           ring(memory, group, static_cast<int>(cols) * sizeof(T), stages) {
+        if (!HELPED) ring.place = group.thread * 16;  // as it is, but with fewer instructions before the first load
+        const u64 policy = ptx::l2_last();
 #pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) {
+        for (int input = 0; input < kInputs; ++input) {
+            const u8* const from = static_cast<const u8*>(row_of(input, first)) + static_cast<u32>(ring.place);
 #pragma unroll
-            for (int input = 0; input < kInputs; ++input) clear(first_row[input][c]);
-            if (!ring.has(c) || first >= count) continue;
-            const int column = (c * group.threads + group.thread) * VEC;
-#pragma unroll
-            for (int input = 0; input < kInputs; ++input)
-                first_row[input][c] = load_raw<T, VEC>(static_cast<const T*>(row_of(input, first)) + column);
+            for (int c = 0; c < CHUNKS; ++c) {
+                clear(first_row[input][c]);
+                const bool exists = ring.has(c) && first < count;
+                ptx::ld_stream_16_if(exists, first_row[input][c], from + static_cast<u32>(c * ring.apart), policy);
+            }
         }
     }
 
-    // Asks for the gains (of a weight of T, or fp32 if `wide`; null: for none), then for the other rows, and has all in place
-    // for the first one. In it is a barrier of the block.
-    RTK_DEVICE void start(const RowGroup& group, const void* weight, bool wide, AskedGain<T, VEC> (&asked)[CHUNKS]) {
+    // Asks for the gains (of a weight of T, or fp32 if `wide`; null: for none), then for the other rows, does what there is to
+    // do `meanwhile`, and has all in place for the first row. In it is a barrier of the block, after `meanwhile`.
+    template <typename Work>
+    RTK_DEVICE void start(const RowGroup& group, const void* weight, bool wide, AskedGain<T, VEC> (&asked)[CHUNKS],
+                          const Work& meanwhile) {
         const int pitch = group.threads * VEC, column = group.thread * VEC;
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
@@ -60,6 +64,7 @@ struct BulkRows {
             if (weight != nullptr && ring.has(c)) asked[c].ask(weight, wide, column + c * pitch);
         }
         open(group);
+        meanwhile();
         __syncthreads();
         begin(group);
     }

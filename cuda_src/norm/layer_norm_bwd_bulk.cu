@@ -8,9 +8,10 @@
 namespace rtk {
 
 // What layer_norm_bwd (norm/layer_norm_bwd.cu) does with two pieces of a row in a thread, but in one pass over them: dh, and a
-// row of partial parameter gradients per block. For groups of whole warps and rows of at most 1024 pieces of 16 bytes.
-template <typename T, bool DSUM>
-__global__ void __maxnreg__(128)
+// row of partial parameter gradients per block. For groups of whole warps and rows of at most 1024 pieces of 16 bytes, in
+// blocks of as many threads as have REGISTERS.
+template <typename T, bool DSUM, int REGISTERS>
+__global__ void __maxnreg__(REGISTERS)
     layer_norm_bwd_bulk(const T* dy, const T* h, const void* weight, const T* dsum, T* dh, float* partial, i64 rows,
                         i64 cols, i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, double eps,
                         double offset, i64 wide, i64 partial_stride, i64 stages) {
@@ -24,11 +25,11 @@ __global__ void __maxnreg__(128)
     BulkRows<T, CHUNKS, DSUM, false> mine(memory, group, dy, h, dsum, rows, cols, dy_stride, h_stride, dsum_stride, stages);
     const auto& ring = mine.ring;
     AskedGain<T, VEC> asked[CHUNKS];
-    mine.start(group, weight, wide, asked);
-    count_columns(WarpColumns<VEC, CHUNKS>(group, cols), scratch);
-    const float epsilon = static_cast<float>(eps);
+    mine.start(group, weight, wide, asked, [&] { count_columns(WarpColumns<VEC, CHUNKS>(group, cols), scratch); });
+    float epsilon = static_cast<float>(eps);
+    if constexpr (!DSUM) ptx::keep(epsilon);  // not converted for each row; with dsum there are no registers left for that
     const float offset_or_one = weight == nullptr ? 1.0f : static_cast<float>(offset);
-    const float inverse = 1.0f / static_cast<float>(cols);
+    const float inverse = reciprocal(static_cast<float>(end));
     float gain[CHUNKS][VEC], dweight[CHUNKS][VEC], dbias[CHUNKS][VEC];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
