@@ -57,6 +57,11 @@ def _bulk_ring(info: DeviceInfo, rows: int, vectors: int, inputs: int) -> BulkRi
     return bulk_ring(info, rows, vectors, 2, inputs, most, (96 if more else 64) << 10, 0)
 
 
+def _bulk_registers(ring: BulkRing, size: int) -> int:
+    """Return how many registers its threads have; with elements of four bytes they need no more than the fewest."""
+    return next((n for n in _BULK_REGISTERS if size == 2 and n * ring.block <= 2**16), min(_BULK_REGISTERS))
+
+
 def _two(low: int, high: int) -> int:
     """Return an argument of eight bytes that holds two unsigned numbers."""
     return int.from_bytes(struct.pack("<II", low, high), "little", signed=True)
@@ -242,8 +247,8 @@ class _BackwardPlan:
         bulk = full and chunks == 2 and max(strides) < 2**30
         if bulk and (r := _bulk_ring(info, rows, vectors, inputs)):
             threads, self.partial_rows = r.threads, r.blocks
-            registers = next(n for n in _BULK_REGISTERS if n * r.block <= 2**16 and (n == 128 or size == 2))
-            self.launch = _BWD_BULK.bind((t, dsum is not None, registers), device, r.blocks, r.block, r.shared)
+            variant = (t, dsum is not None, _bulk_registers(r, size))
+            self.launch = _BWD_BULK.bind(variant, device, r.blocks, r.block, r.shared)
             self.bulk_args = (
                 (_two(rows, cols), _two(*(s * size for s in strides[:2])), _two(threads, r.stages | r.groups << 8)),
                 _two(strides[2] * size, wide | (sums > 1) << 1),
