@@ -15,7 +15,8 @@ from torch import Tensor
 from ways import assert_compiles, assert_equal_bits, captured
 
 import rtkernels
-from rtkernels._kernel import device_info
+from rtkernels import _arch
+from rtkernels._kernel import DeviceInfo, device_info, shared_limit
 from rtkernels.ops import _layer_norm_plans as plans
 from rtkernels.ops import layer_norm as module
 from rtkernels.testing.compare import ROUNDOFF, assert_close, assert_no_worse, assert_same_bits, poisoned, running_on
@@ -96,6 +97,16 @@ CASES: dict[str, Callable[[Normal], Inputs]] = {
     "residual_odd": lambda n: _both(n, 6, 129, residual=n(6, 129)),
     "residual_strided": lambda n: _both(n, 6, 64, residual=_spaced(n, 6, 64, every=2, pad=8)),
     "residual_dsum_strided": lambda n: _both(n, 6, 64, residual=n(6, 64), dsum=_spaced(n, 6, 64, pad=8)),
+    "bulk_offset": lambda n: _both(n, 6, 640, offset=1.0),
+    "bulk_weight": lambda n: Inputs(n(6, 640), n(640)),
+    "bulk_strided": lambda n: Inputs(
+        _spaced(n, 9, 640, every=2, pad=16),
+        n(640),
+        n(640),
+        residual=n(9, 640),
+        dy=_spaced(n, 9, 640, every=3),
+        dsum=_spaced(n, 9, 640, pad=8),
+    ),
     "far_mean": lambda n: Inputs(n(6, 512) / 8 + 100, n(512), n(512)),
     "constant_rows": lambda n: Inputs(n(6, 1).expand(6, 64).contiguous(), n(64), n(64)),
 }
@@ -250,6 +261,23 @@ def test_backward_plans_hold_together(rows: int) -> None:
             assert 1 <= plan.partial_rows <= device_info(-1).sm_count
             threads = plan.args[-1]
             assert threads * 8 * 4 >= cols and threads <= 512
+
+
+def test_two_numbers_in_an_argument() -> None:
+    for low, high in ((1, 2), (2**32 - 1, 2**31), (2**31, 2**32 - 1)):
+        both = plans._two(low, high)
+        assert -(2**63) <= both < 2**63 and both % 2**32 == low and (both >> 32) % 2**32 == high
+    pair = plans._two_floats(1e-5, -1.0).to_bytes(8, "little", signed=True)
+    assert np.frombuffer(pair, np.float32).tolist() == [np.float32(1e-5), -1.0]
+
+
+def test_bytes_in_flight_and_registers() -> None:
+    target = _arch.parse("sm_90a")
+    info = DeviceInfo("test", target, 132, shared_limit(target))
+    assert [plans._bulk_ring(info, rows, 512, 2).stages for rows in (1024, 2048, 8192)] == [2, 3, 2]
+    for pieces, registers in ((256, 168), (512, 128)):
+        assert plans._bulk_registers(plans._bulk_ring(info, 8192, pieces, 2), 2) == registers
+    assert plans._bulk_registers(plans._bulk_ring(info, 8192, 256, 2), 4) == 128
 
 
 # ---- autograd -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,9 @@ namespace rtk {
 // than another. The copy engine takes its time to be asked and to answer: so in the constructor every thread asks
 // for its pieces of the first row itself, and in start(), which asks for as many rows as the ring holds, each has a lane of its
 // own. All further rows are fetched by helpers, if the groups have them (HELPED: they may), or else by their first thread.
-template <typename T, int CHUNKS, bool DSUM, bool HELPED>
+//
+// PREDICATED: those first loads without branches. layer_norm gains by that, rms_norm does not.
+template <typename T, int CHUNKS, bool DSUM, bool HELPED, bool PREDICATED = false>
 struct BulkRows {
     static constexpr int kInputs = DSUM ? 3 : 2, VEC = 16 / sizeof(T);
     const T *dy, *h, *dsum;
@@ -25,19 +27,34 @@ struct BulkRows {
     Raw<16> first_row[kInputs][CHUNKS];
 
     RTK_DEVICE BulkRows(u8* memory, const RowGroup& group, const T* dy_, const T* h_, const T* dsum_, i64 rows, i64 cols,
-                        i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 stages)
+                        u32 dy_pitch_, u32 h_pitch_, u32 dsum_pitch_, i64 stages)
         : dy(dy_),
           h(h_),
           dsum(dsum_),
-          dy_pitch(static_cast<u32>(dy_stride * sizeof(T))),
-          h_pitch(static_cast<u32>(h_stride * sizeof(T))),
-          dsum_pitch(static_cast<u32>(dsum_stride * sizeof(T))),
+          dy_pitch(dy_pitch_),
+          h_pitch(h_pitch_),
+          dsum_pitch(dsum_pitch_),
           step(static_cast<int>(gridDim.x) * group.count),
           first(group.index * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x)),
           count(static_cast<int>(rows)),
           ahead(static_cast<int>(stages) * step),
           server(HELPED && group.meeting > group.threads ? ring.kPast : 0),
           ring(memory, group, static_cast<int>(cols) * sizeof(T), stages) {
+        if constexpr (PREDICATED) {
+            if (!HELPED) ring.place = group.thread * 16;  // as it is, but sooner
+            const u64 policy = ptx::l2_last();
+#pragma unroll
+            for (int input = 0; input < kInputs; ++input) {
+                const u8* const from = static_cast<const u8*>(row_of(input, first)) + static_cast<u32>(ring.place);
+#pragma unroll
+                for (int c = 0; c < CHUNKS; ++c) {
+                    clear(first_row[input][c]);
+                    const bool exists = ring.has(c) && first < count;
+                    ptx::ld_stream_16_if(exists, first_row[input][c], from + static_cast<u32>(c * ring.apart), policy);
+                }
+            }
+            return;
+        }
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
@@ -50,9 +67,11 @@ struct BulkRows {
         }
     }
 
-    // Asks for the gains (of a weight of T, or fp32 if `wide`; null: for none), then for the other rows, and has all in place
-    // for the first one. In it is a barrier of the block.
-    RTK_DEVICE void start(const RowGroup& group, const void* weight, bool wide, AskedGain<T, VEC> (&asked)[CHUNKS]) {
+    // Asks for the gains (of a weight of T, or fp32 if `wide`; null: for none), then for the other rows, does what there is to
+    // do `meanwhile`, and has all in place for the first row. In it is a barrier of the block, after `meanwhile`.
+    template <typename Work>
+    RTK_DEVICE void start(const RowGroup& group, const void* weight, bool wide, AskedGain<T, VEC> (&asked)[CHUNKS],
+                          const Work& meanwhile) {
         const int pitch = group.threads * VEC, column = group.thread * VEC;
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
@@ -60,6 +79,7 @@ struct BulkRows {
             if (weight != nullptr && ring.has(c)) asked[c].ask(weight, wide, column + c * pitch);
         }
         open(group);
+        meanwhile();
         __syncthreads();
         begin(group);
     }

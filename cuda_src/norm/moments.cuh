@@ -88,7 +88,7 @@ RTK_DEVICE void count_columns(const WarpColumns<VEC, CHUNKS>& columns, ShiftedSc
     if (phase >= 2) return;
     ShiftedSums& own = scratch.of[phase][threadIdx.x / kWarp];
     own.columns = columns.own();
-    own.per_column = own.columns > 0.0f ? 1.0f / own.columns : 0.0f;
+    own.per_column = own.columns > 0.0f ? reciprocal(own.columns) : 0.0f;
     own.unused = 0.0f;  // it is read with the others
 }
 

@@ -27,10 +27,12 @@ __global__ void __maxnreg__(CHUNKS == 1 ? kOnePieceRegisters : 112)
     const int end = static_cast<int>(cols);
     const int pitch = group.threads * VEC;
     const int column = group.thread * VEC;
-    BulkRows<T, CHUNKS, DSUM, HELPED> mine(memory, group, dy, h, dsum, rows, cols, dy_stride, h_stride, dsum_stride, stages);
+    const auto pitch_of = [](i64 stride) { return static_cast<u32>(stride * sizeof(T)); };
+    BulkRows<T, CHUNKS, DSUM, HELPED> mine(memory, group, dy, h, dsum, rows, cols, pitch_of(dy_stride), pitch_of(h_stride),
+                                           pitch_of(dsum_stride), stages);
     const auto& ring = mine.ring;
     AskedGain<T, VEC> asked[CHUNKS];
-    mine.start(group, weight, wide, asked);
+    mine.start(group, weight, wide, asked, [] {});
     const float epsilon = static_cast<float>(eps);
     const float shift = weight == nullptr ? 1.0f : static_cast<float>(offset);
     const float inverse = 1.0f / static_cast<float>(cols);

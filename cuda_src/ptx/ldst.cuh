@@ -63,6 +63,18 @@ RTK_DEVICE Raw<16> ld_stream_16(const void* p, u64 policy) {
     return r;
 }
 
+// The same into `r` if `wanted`, which keeps what it has if not: no branch.
+RTK_DEVICE void ld_stream_16_if(bool wanted, Raw<16>& r, const void* p, u64 policy) {
+    asm volatile(
+        "{\n"
+        ".reg .pred wanted;\n"
+        "setp.ne.u32 wanted, %6, 0;\n"
+        "@wanted ld.global.nc.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;\n"
+        "}\n"
+        : "+r"(r.w[0]), "+r"(r.w[1]), "+r"(r.w[2]), "+r"(r.w[3])
+        : "l"(p), "l"(policy), "r"(static_cast<u32>(wanted)));
+}
+
 // Read-only data used once, by a kernel that writes as well. L2 gives up these lines last, odd as that seems: the kernel is
 // up to 8 % faster, presumably because lines that it wrote make room instead (docs/measurements.md).
 template <int B>

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -37,6 +39,8 @@ _EVEN = ((2, 128), (4, 256))  # exactly as many in each thread, and the most thr
 _EVEN_THREADS = 96  # and the fewest
 _RING_THREADS = 512
 _RING_CHUNKS = {2: 1024, 4: 2048}  # pieces of 16 bytes in a thread, and in the longest row it is used for
+# Of a thread of layer_norm_bwd_bulk, where a block has so few that all get them (8192x2048: 31.3 µs, 31.7 with 128).
+_BULK_REGISTERS = (168, 128)
 _WIDTHS = [(t, vec) for t in _WIDTH for vec in (1, _WIDTH[t])]
 
 
@@ -44,12 +48,28 @@ def _bulk_ring(info: DeviceInfo, rows: int, vectors: int, inputs: int) -> BulkRi
     """Return how layer_norm_bwd_bulk is launched for rows of so many pieces of 16 bytes; None if it cannot be.
 
     With 64 KB asked for at a time 8192x4096 takes 57.4 µs, 58.8 with 96 KB; 2048x4096 23.2 and 21.7, 8192x8192 112.4
-    and 106.7. Blocks of 384 threads at 1536 and 2048 columns: 26.7 and 32.5, with 512 27.5 and 33.3.
+    and 106.7, 1024x4096 15.1 and 15.45. Blocks of 384 threads at 1536 and 2048 columns: 26.7 and 32.5, with 512 27.5
+    and 33.3.
     """
     threads = group_threads(-(-vectors // 2), _RING_THREADS)
-    more = threads > 256 or (threads > 128 and rows < 32 * info.sm_count)
+    more = threads > 256 or (threads > 128 and 8 * info.sm_count < rows < 32 * info.sm_count)
     most = 384 if 64 < threads <= 128 else _RING_THREADS
     return bulk_ring(info, rows, vectors, 2, inputs, most, (96 if more else 64) << 10, 0)
+
+
+def _bulk_registers(ring: BulkRing, size: int) -> int:
+    """Return how many registers its threads have; with elements of four bytes they need no more than the fewest."""
+    return next((n for n in _BULK_REGISTERS if size == 2 and n * ring.block <= 2**16), min(_BULK_REGISTERS))
+
+
+def _two(low: int, high: int) -> int:
+    """Return an argument of eight bytes that holds two unsigned numbers."""
+    return int.from_bytes(struct.pack("<II", low, high), "little", signed=True)
+
+
+@lru_cache(maxsize=64)
+def _two_floats(low: float, high: float) -> int:
+    return int.from_bytes(struct.pack("<ff", low, high), "little", signed=True)
 
 
 def _ring_stages(limit: int, chunks: int, dsum: bool) -> int:
@@ -114,10 +134,13 @@ _BWD = Kernel(
 _BWD_BULK = Kernel(
     "norm/layer_norm_bwd_bulk.cu",
     "layer_norm_bwd_bulk",
-    template="T DSUM",
-    args=f"{_BWD_ARGS.format(last='partial')} partial_stride:i64 stages:i64",
-    variants=[*product(_WIDTH, (False, True))],
-    max_registers=128,
+    template="T DSUM REGISTERS",
+    args="dy:ptr h:ptr rows_cols:i64 pitches:i64 threads_stages:i64 weight:ptr dh:ptr partial:ptr dsum:ptr "
+    "dsum_flags:i64 eps_offset:i64",
+    variants=[
+        (t, dsum, n) for t, dsum, n in product(_WIDTH, (False, True), _BULK_REGISTERS) if n == 128 or t != "fp32"
+    ],
+    max_registers=max(_BULK_REGISTERS),
     needs=("tma",),
 )
 _BWD_LONG = Kernel(
@@ -219,15 +242,17 @@ class _BackwardPlan:
         wide = int(weight is not None and weight[0] == torch.float32)
         chunks = next((c for c, most in _RING_CHUNKS.items() if vectors <= most), 0)
         stages = _ring_stages(info.shared_per_block, chunks, dsum is not None) if chunks else 0
-        self.rows, self.cols, self.sums, self.partial_launch = rows, cols, sums, None
+        self.rows, self.cols, self.sums, self.partial_launch, self.bulk_args = rows, cols, sums, None, None
         inputs = 2 if dsum is None else 3
         bulk = full and chunks == 2 and max(strides) < 2**30
-        self.early = True  # column_sum finds room beside the kernel
         if bulk and (r := _bulk_ring(info, rows, vectors, inputs)):
-            self.early = False
             threads, self.partial_rows = r.threads, r.blocks
-            self.launch = _BWD_BULK.bind((t, dsum is not None), device, r.blocks, r.block, r.shared)
-            self.tail = (wide, max(sums, 1) * cols, r.stages)
+            variant = (t, dsum is not None, _bulk_registers(r, size))
+            self.launch = _BWD_BULK.bind(variant, device, r.blocks, r.block, r.shared)
+            self.bulk_args = (
+                (_two(rows, cols), _two(*(s * size for s in strides[:2])), _two(threads, r.stages | r.groups << 8)),
+                _two(strides[2] * size, wide | (sums > 1) << 1),
+            )
         elif full and stages >= 2 and rows < 2**30:
             threads = group_threads(-(-vectors // chunks), _RING_THREADS)
             most = _RING_THREADS // threads if threads <= 32 else min(_RING_THREADS // threads, 15)
@@ -254,6 +279,8 @@ class _BackwardPlan:
     def run(self, dy: Tensor, h: Tensor, weight: Tensor | None, dsum: Tensor | None, eps: float, offset: float, dtype):
         dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)
         inputs = (dy.data_ptr(), h.data_ptr(), address(weight), address(dsum))
+        if self.bulk_args is not None:
+            return dh, self._run_bulk(inputs, dh, eps, offset, dtype)
         if not self.sums:
             self.launch(*inputs, dh.data_ptr(), 0, *self.args, eps, offset, *self.tail)
             return dh, nothing(h)
@@ -264,7 +291,18 @@ class _BackwardPlan:
             stats = torch.empty(self.rows, 2, dtype=torch.float32, device=h.device)
             self.launch(*inputs, dh.data_ptr(), stats.data_ptr(), *self.args, eps, offset, *self.tail)
             self.partial_launch(*inputs[:2], stats.data_ptr(), partial.data_ptr(), *self.partial_args)
-        return dh, column_sum(partial, dtype, beside=self.early).view(self.sums, self.cols)
+        return dh, column_sum(partial, dtype).view(self.sums, self.cols)
+
+    def _run_bulk(self, inputs: tuple[int, ...], dh: Tensor, eps: float, offset: float, dtype: torch.dtype) -> Tensor:
+        (dy, h, weight, dsum), (shape, flags) = inputs, self.bulk_args
+        partial = None
+        if self.sums:
+            partial = torch.empty(self.partial_rows, self.sums * self.cols, dtype=torch.float32, device=dh.device)
+        ending = (weight, dh.data_ptr(), address(partial), dsum, flags, _two_floats(eps, offset))
+        self.launch(dy, h, *shape, *ending)
+        if partial is None:
+            return nothing(dh)
+        return column_sum(partial, dtype, beside=False).view(self.sums, self.cols)
 
 
 BWD_PLANS = Plans(_BackwardPlan)

@@ -37,6 +37,9 @@ RTK_DEVICE u64 l2_first() { return 0; }
 RTK_DEVICE u64 l2_last() { return 0; }
 RTK_DEVICE u64 l2_policy(bool) { return 0; }
 RTK_DEVICE Raw<16> ld_stream_16(const void* p, u64) { return ld_keep<16>(p); }
+RTK_DEVICE void ld_stream_16_if(bool wanted, Raw<16>& r, const void* p, u64) {
+    if (wanted) r = ld_keep<16>(p);
+}
 template <int B>
 RTK_DEVICE void st_last(void* p, const Raw<B>& r) {
     st<B>(p, r);
