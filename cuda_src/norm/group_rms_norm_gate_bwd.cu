@@ -21,56 +21,60 @@ namespace rtk {
 // not wanted) for column_sum to add up: [lanes, groups * cols] if a block has no group twice, else one row for each block,
 // of its sums in shared memory; of `cols` numbers if groups share the weight. The order is fixed by the grid, never by
 // timing. The weight (null: ones) is of T, or fp32 if `wide`. 512 threads of 112 registers leave room for a block of
-// column_sum; `early`: these may come and wait there. *_outer, *_inner and x_group are in bytes, less than 2^32 of them.
+// column_sum; `early`: these may come and wait there.
+//
+// Every instruction before the first load costs 7 ns, since its code comes from memory, as do all rows that wait for it. So
+// arguments are of 32 bits, two in an i64 (the first one in the lower half), and 1 / cols, the bits of a float, is known.
+// *_apart: bytes between outer tokens and between inner ones; groups_apart: bytes between groups of x, weights between those
+// of `weight`.
 template <typename T, int CHUNKS, int FORM>
 __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 128)
     group_rms_norm_gate_bwd(const u8* dy, const u8* x, const u8* gate, const void* weight, u8* dx, u8* dgate, float* partial,
-                            i64 tokens, i64 inner_size, i64 groups, i64 cols, i64 dy_outer, i64 dy_inner, i64 x_outer,
-                            i64 x_inner, i64 x_group, i64 gate_outer, i64 gate_inner, i64 dgate_outer, i64 dgate_inner,
-                            i64 dx_outer, i64 dx_inner, i64 weight_group, i64 lanes, i64 threads_per_row, i64 by_inner,
-                            i64 by_groups, i64 wide, i64 early, double eps) {
-    constexpr bool kRegisters = CHUNKS == 1;
+                            i64 tokens_lanes, i64 groups_cols, i64 inner_threads, i64 dy_apart, i64 x_apart, i64 gate_apart,
+                            i64 dgate_apart, i64 dx_apart, i64 groups_apart, i64 by_inner, i64 by_groups, i64 wide_early,
+                            i64 inverse_bits, double eps) {
+    constexpr bool kRegisters = CHUNKS == 1, kExact = FORM >= kTwoWarps;
     constexpr int VEC = 16 / sizeof(T), kStages = kRegisters ? rows_in_registers(FORM) : 2;
     extern __shared__ __align__(16) u8 memory[];
     __shared__ __align__(16) PairSums<FORM> scratch;
-    const RowGroup group = row_group<FORM>(threads_per_row);
+    const u64 policy = ptx::l2_last();
+    const u32 groups = lower(groups_cols), cols = upper(groups_cols), tokens = lower(tokens_lanes);
+    const RowGroup group = row_group<FORM>(upper(inner_threads));
     const u32 before = blockIdx.x * group.count;  // RowGroups of other blocks
-    const u32 first = divided(before + group.index, by_groups), step = static_cast<u32>(lanes);
-    const u32 g = before + group.index - first * static_cast<u32>(groups);
-    const u32 inner = static_cast<u32>(inner_size);
-    const u32 last = first < step ? static_cast<u32>(tokens) : 0;  // or the RowGroup has nothing to do
-    const int end = first < step ? static_cast<int>(cols) : 0;
+    const u32 first = divided(before + group.index, by_groups), step = upper(tokens_lanes);
+    const u32 g = before + group.index - first * groups;
+    const bool idle = first >= step;  // the RowGroup has nothing to do
+    const u32 last = idle ? 0 : tokens;
+    const int end = idle ? 0 : static_cast<int>(cols);
     const int pitch = group.threads * VEC;
     const int column = group.thread * VEC;
-    auto has = [&](int c) { return column + c * pitch < end; };
-    const u64 channel = product(g, static_cast<u32>(cols * sizeof(T))) + column * sizeof(T);
+    auto has = [&](int c) { return kExact || column + c * pitch < end; };
+    const u64 channel = product(g, cols * sizeof(T)) + column * sizeof(T);
     dy = settled(dy + channel), gate = settled(gate + channel);
-    dx = settled(dx + channel), dgate = settled(dgate + channel);
-    x = settled(x + product(g, static_cast<u32>(x_group)) + column * sizeof(T));
+    x = settled(x + product(g, lower(groups_apart)) + column * sizeof(T));
     struct Place {
         u32 o, i;
     };
-    const u32 magic = static_cast<u32>(by_inner), shift = static_cast<u32>(by_inner >> 32);
+    const u32 inner = lower(inner_threads), magic = lower(by_inner), shift = upper(by_inner);
     auto place = [&](u32 token) {
         const u32 o = ptx::mul_hi(token << 1, magic) >> shift;  // as `divided` has it
         return Place{o, token - o * inner};
     };
     // A token of a tensor, and in it this thread's first channel.
-    auto at = [&](auto* tensor, Place p, i64 outer_bytes, i64 inner_bytes) {
-        const u64 from = ptx::mad_wide(p.o, static_cast<u32>(outer_bytes), reinterpret_cast<u64>(tensor));
-        return reinterpret_cast<decltype(tensor)>(ptx::mad_wide(p.i, static_cast<u32>(inner_bytes), from));
+    auto at = [&](auto* tensor, Place p, i64 apart) {
+        const u64 from = ptx::mad_wide(p.o, lower(apart), reinterpret_cast<u64>(tensor));
+        return reinterpret_cast<decltype(tensor)>(ptx::mad_wide(p.i, upper(apart), from));
     };
     RowRing<3, CHUNKS, kStages> ring(memory);
     Raw<16> ahead[kStages][3];  // instead of the ring if kRegisters: dy, x and gate
-    auto fetch = [&](u32 token, int stage) {
+    auto fetch = [&](u32 token, int stage, bool exists) {
         const Place p = place(token);
-        const u8* const rows[3] = {at(dy, p, dy_outer, dy_inner), at(x, p, x_outer, x_inner),
-                                   at(gate, p, gate_outer, gate_inner)};
-        if (token < last && has(0)) {
+        const u8* const rows[3] = {at(dy, p, dy_apart), at(x, p, x_apart), at(gate, p, gate_apart)};
+        if (exists) {
             if constexpr (kRegisters) {
 #pragma unroll
                 for (int input = 0; input < 3; ++input)
-                    ahead[stage][input] = load_raw<T, VEC>(reinterpret_cast<const T*>(rows[input]));
+                    ahead[stage][input] = load_raw<T, VEC>(reinterpret_cast<const T*>(rows[input]), policy);
             } else {
 #pragma unroll
                 for (int input = 0; input < 3; ++input) {
@@ -82,45 +86,50 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
         }
         if constexpr (!kRegisters) ring.commit();
     };
+    auto exists = [&](u32 token) { return token < last && has(0); };
 
     // RowGroups that run out of rows go on reading while others of the warp work: there must be something.
     auto begin = [&](int stage) {
         if constexpr (kRegisters) {
+            const bool sure = kExact && stage == 0;  // some row, if idle
 #pragma unroll
-            for (Raw<16>& raw : ahead[stage]) clear(raw);
-            fetch(first + stage * step, stage);
+            for (Raw<16>& raw : ahead[stage])
+                if (!sure) clear(raw);
+            const u32 token = sure ? min(first, step - 1) : first + stage * step;
+            fetch(token, stage, sure || exists(token));
         } else if (stage != kStages - 1) {  // the last one is fetched when work begins
             const bool few = first + (kStages - 1) * step >= last;
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c)
                 if (stage == 0 && (few || !has(c))) ring.zero(memory, c);
-            fetch(first + stage * step, stage);
+            fetch(first + stage * step, stage, exists(first + stage * step));
         }
     };
     begin(0);
-    AskedGain<T, VEC> asked[CHUNKS];
+    const bool wide = lower(wide_early), early = upper(wide_early);
+    AskedWeight<T> asked[CHUNKS];
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-        clear(asked[c].raw);
-        if (weight != nullptr && has(c)) asked[c].ask(weight, wide, g * weight_group + column + c * pitch);
-    }
+    for (int c = 0; c < CHUNKS; ++c)
+        asked[c].ask(weight, wide, g * upper(groups_apart) + column + c * pitch, weight != nullptr && has(c));
 #pragma unroll
     for (int stage = 1; stage < kStages; ++stage) begin(stage);
     if (early) ptx::launch_dependents();
+    dx = settled(dx + channel), dgate = settled(dgate + channel);
+    const float inverse = __uint_as_float(lower(inverse_bits));
     float epsilon = static_cast<float>(eps);
     ptx::keep(epsilon);
-    const float inverse = 1.0f / static_cast<float>(cols);
     float w[CHUNKS][VEC], dweight[CHUNKS][VEC];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
         for (int i = 0; i < VEC; ++i) dweight[c][i] = 0.0f;
-        asked[c].get(wide, weight == nullptr ? 1.0f : 0.0f, w[c]);
+        asked[c].get(wide, w[c]);
     }
 
     int phase = 0;
     auto work = [&](u32 token, int stage) {
-        if constexpr (!kRegisters) fetch(token + (kStages - 1) * step, stage), ring.wait();
+        if constexpr (!kRegisters)
+            fetch(token + (kStages - 1) * step, stage, exists(token + (kStages - 1) * step)), ring.wait();
         float opened[CHUNKS][VEC], closed[CHUNKS][VEC];  // dy * s, 1 - s
         float v[VEC];                                    // x
 #pragma unroll
@@ -137,7 +146,7 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
                 ring.template read<T>(2, c, closed[c]);
             }
         }
-        if constexpr (kRegisters) fetch(token + kStages * step, stage);
+        if constexpr (kRegisters) fetch(token + kStages * step, stage, exists(token + kStages * step));
         float square = 0.0f, product = 0.0f;  // sums of x^2 and a * x
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
@@ -156,8 +165,8 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
         const float rstd = rsqrtf(square * inverse + epsilon);
         const float pull = product * inverse * rstd * rstd * rstd;
         const Place p = place(token);
-        T* const dx_row = reinterpret_cast<T*>(at(dx, p, dx_outer, dx_inner));
-        T* const dgate_row = reinterpret_cast<T*>(at(dgate, p, dgate_outer, dgate_inner));
+        T* const dx_row = reinterpret_cast<T*>(at(dx, p, dx_apart));
+        T* const dgate_row = reinterpret_cast<T*>(at(dgate, p, dgate_apart));
         if ((FORM >= kWarps || token < last) && has(0)) {
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c) {
@@ -181,7 +190,7 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
     };
     // Rows that share warps go on as long as one of the block has a token.
     const u32 least = FORM >= kWarps ? first : divided(before, by_groups);
-    const u32 left = least < step ? static_cast<u32>(tokens) : 0;
+    const u32 left = least < step ? tokens : 0;
     u32 token = first;
     while (token - first + least < left) {
 #pragma unroll
@@ -192,7 +201,7 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
     if (!early) ptx::launch_dependents();
     if (partial == nullptr) return;
     const int size = static_cast<int>(cols), count = static_cast<int>(groups);
-    const bool shared = weight_group == 0;
+    const bool shared = upper(groups_apart) == 0;
     // What most need comes last: then its code follows the loop's, and need not be fetched from elsewhere in the end.
     if (group.count > count || shared) {
         if constexpr (!kRegisters) ptx::cp_async_wait<0>();
@@ -217,10 +226,10 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
         return;
     }
     // [lanes, groups, cols]: the numbers of RowGroups.
-    float* const sums = partial + product(before + group.index, static_cast<u32>(cols)) + column;
+    float* const sums = partial + product(before + group.index, cols) + column;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)
-        if (has(c)) store<float, VEC>(sums + c * pitch, dweight[c]);
+        if (!idle && has(c)) store<float, VEC>(sums + c * pitch, dweight[c]);
 }
 
 // Backward for groups that do not fit in registers or allow only narrow accesses, and for any number of tokens: reads

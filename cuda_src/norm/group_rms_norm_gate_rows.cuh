@@ -2,6 +2,7 @@
 #pragma once
 #include "common/reduce.cuh"
 #include "norm/group_rms_norm_gate.cuh"
+#include "ptx/integer.cuh"
 
 namespace rtk {
 
@@ -10,7 +11,7 @@ enum RowForm {
     kLanes,   // a power of two of at most 32 lanes
     kPieces,  // a multiple of four lanes, some of which share their warp with other rows
     kWarps,   // whole warps
-    kTwoWarps,
+    kTwoWarps,  // and all threads have a piece of the row
     kFourWarps,
 };
 
@@ -30,6 +31,41 @@ RTK_DEVICE RowGroup row_group(i64 threads_per_row) {
 // has more than four warps (8192x5120, 4 groups: 107.6 instead of 110.0 us; 8192x8192: 167.1, 169.7), else two (8192x4096:
 // 87.4, 88.7).
 RTK_DEVICE constexpr int rows_in_registers(int form) { return form == kPieces || form == kWarps ? 3 : 2; }
+
+// Two arguments in one.
+RTK_DEVICE u32 lower(i64 pair) { return static_cast<u32>(pair); }
+RTK_DEVICE u32 upper(i64 pair) { return static_cast<u32>(static_cast<u64>(pair) >> 32); }
+
+// The weight of 16 bytes of channels, of T or, `wide`, of fp32: asked for early, unpacked where it is needed.
+template <typename T>
+struct AskedWeight {
+    static constexpr int VEC = 16 / sizeof(T);
+    WideRaw<float, VEC> raw;  // or N of T in its first part
+
+    // Ones unless it `exists`. One address for both types: loads of either kind into the same registers would wait for
+    // each other.
+    RTK_DEVICE void ask(const void* weight, bool wide, u32 channel, bool exists) {
+        constexpr u32 kOnes = sizeof(T) == 4 ? 0x3f800000u : is_same<T, bf16>::value ? 0x3f803f80u : 0x3c003c00u;
+#pragma unroll
+        for (auto& part : raw.part) {
+#pragma unroll
+            for (u32& word : part.w) word = kOnes;
+        }
+        if (!exists) return;
+        const u8* const from = reinterpret_cast<const u8*>(
+            ptx::mad_wide(channel, wide ? sizeof(float) : sizeof(T), reinterpret_cast<u64>(weight)));
+        raw.part[0] = ptx::ld_keep<16>(from);
+        if (sizeof(T) < sizeof(float) && wide) raw.part[raw.kParts - 1] = ptx::ld_keep<16>(from + 16);
+    }
+
+    RTK_DEVICE void get(bool wide, float (&weights)[VEC]) const {
+        if (wide) {
+            unpack_wide<float, VEC>(raw, weights);
+        } else {
+            unpack<T, VEC>(raw.part[0], weights);
+        }
+    }
+};
 
 // Sums of two numbers over the row of a thread, which has them all in the end. Blocks of at most 512 threads.
 template <int FORM>

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from math import prod
 from typing import Any, NamedTuple
 
@@ -54,8 +55,9 @@ _BWD = Kernel(
     _BWD_UNIT,
     "group_rms_norm_gate_bwd",
     template="T CHUNKS FORM",
-    args=f"{_BWD_POINTERS} partial:ptr {_COUNTS} {_BWD_INPUTS} dgate_outer:i64 dgate_inner:i64 dx_outer:i64 "
-    "dx_inner:i64 weight_group:i64 lanes:i64 threads_per_row:i64 by_inner:i64 by_groups:i64 wide:i64 early:i64 eps:f64",
+    args=f"{_BWD_POINTERS} partial:ptr tokens_lanes:i64 groups_cols:i64 inner_threads:i64 dy_apart:i64 x_apart:i64 "
+    "gate_apart:i64 dgate_apart:i64 dx_apart:i64 groups_apart:i64 by_inner:i64 by_groups:i64 wide_early:i64 "
+    "inverse_bits:i64 eps:f64",
     variants=[(t, c, f) for t in _WIDTH for c, f in _FORMS],
     max_registers=128,
 )
@@ -257,6 +259,15 @@ def _plan_fwd(x: Meta, gate: Meta, weight: Meta | None, groups: int, layout: str
 FWD_PLANS = Plans(_plan_fwd)
 
 
+def _pair(lower: int, upper: int) -> int:
+    """Return two numbers below 2**32 as one signed argument of 64 bits."""
+    return struct.unpack("<q", struct.pack("<II", lower, upper))[0]
+
+
+def _float_bits(number: float) -> int:
+    return struct.unpack("<I", struct.pack("<f", number))[0]
+
+
 class _Block(NamedTuple):
     """How a block of the backward is cut into rows.
 
@@ -289,7 +300,7 @@ class _Block(NamedTuple):
         threads = min(group_threads(needed, _THREADS), _THREADS)
         form = _LANES if threads <= 32 else _WARPS
         if chunks == 1:
-            form = {64: _TWO_WARPS, 128: _FOUR_WARPS}.get(threads, form)
+            form = {64: _TWO_WARPS, 128: _FOUR_WARPS}.get(vectors, form)
         unit = max(1, 32 // threads)
         rows = _THREADS // threads // unit * unit
         whole = cls(chunks, form, threads, min(rows, 15) if threads > 32 else rows, unit)
@@ -348,10 +359,12 @@ class _BackwardPlan:
         # Others have no registers left for a block of the sum beside them.
         self.early = waits_beside(self.width) and chunks == 1 and form not in (_PIECES, _WARPS)
         size = 16 // _WIDTH[s.t]
-        distances = (d * size for d in (*s.dy, *s.x, *s.gate, *s.out, *s.dx))
+        *x_apart, x_group = (d * size for d in s.x)
         self.numbers = (
-            s.tokens, s.inner, s.groups, s.cols, *distances, s.weight_group, lanes, threads, divisor(s.inner),
-            divisor(s.groups), int(s.w != s.t), int(self.early),
+            _pair(s.tokens, lanes), _pair(s.groups, s.cols), _pair(s.inner, threads), _pair(*(d * size for d in s.dy)),
+            _pair(*x_apart), _pair(*(d * size for d in s.gate)), _pair(*(d * size for d in s.out)),
+            _pair(*(d * size for d in s.dx)), _pair(x_group, s.weight_group), divisor(s.inner), divisor(s.groups),
+            _pair(s.w != s.t, self.early), _float_bits(1 / s.cols),
         )  # fmt: skip
         shared = 0 if chunks == 1 else 2 * 3 * chunks * rows * threads * 16  # for the rows to come
         if summed:
