@@ -92,6 +92,10 @@ CASES: dict[str, Callable[[Normal], Inputs]] = {
     "many_tokens": lambda n: _same(n, 530, 16, groups=2),
     "many_groups": lambda n: _same(n, 37, 8 * 24, groups=24),
     "two_warps": lambda n: _same(n, 6, 3 * 1024, groups=3),
+    "two_warps_no_weight": lambda n: _same(n, 6, 3 * 512, groups=3, weight="none"),
+    "two_warps_weight_fp32": lambda n: Inputs(n(6, 3 * 512), n(6, 3 * 512), 3, n(3 * 512).float()),
+    "not_quite_two_warps": lambda n: _same(n, 9, 3 * 480, groups=3),
+    "not_quite_four_warps": lambda n: _turned(n, 2, 5, 2 * 1016, 2),
     "slices": lambda n: _same(n, 9, 20 * 512, groups=20),
     "slices_shared": lambda n: _same(n, 9, 19 * 512, groups=19, weight="shared"),
     "rows_share_warps": lambda n: _same(n, 41, 2 * 384, groups=2),
@@ -198,7 +202,9 @@ def test_every_layout(place: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
-@pytest.mark.parametrize("case", ("plain", "shared", "odd", "turned", "many_groups", "two_warps", "attention_turned"))
+@pytest.mark.parametrize(
+    "case", ("plain", "shared", "odd", "turned", "many_groups", "two_warps", "two_warps_no_weight", "attention_turned")
+)
 @at("cpu", "sm_90", "cuda")
 def test_every_dtype(place: str, case: str, dtype: torch.dtype) -> None:
     with running_on(place) as device:
@@ -293,7 +299,7 @@ def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, ...]:
     ("groups", "cols"),
     (
         (1, 8), (4, 512), (3, 40), (4, 96), (5, 320), (2, 384), (3, 768), (4, 1280), (2, 1536), (20, 512), (129, 64),
-        (5, 2048), (2, 8192),
+        (5, 2048), (2, 8192), (4, 480), (3, 1024),
     ),
 )  # fmt: skip
 def test_backward_grid_covers_every_row(tokens: int, groups: int, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,6 +320,12 @@ def test_backward_grid_covers_every_row(tokens: int, groups: int, cols: int, mon
     places = rows if rows % groups == 0 else groups * -(-(rows + groups - 1) // groups)
     sums = 4 * cols * places if rows > groups else 0
     assert max(sums, 96 * chunks * block if chunks > 1 else 0) <= shared <= 227 * 1024
+
+
+def test_pairs_of_arguments_keep_all_their_bits() -> None:
+    for lower, upper in ((0, 0), (1, 2), (2**32 - 1, 2**31), (2**31, 2**32 - 1)):
+        pair = plans._pair(lower, upper)
+        assert -(2**63) <= pair < 2**63 and (pair & (2**32 - 1), pair >> 32 & (2**32 - 1)) == (lower, upper)
 
 
 # ---- autograd -------------------------------------------------------------------------------------------------------

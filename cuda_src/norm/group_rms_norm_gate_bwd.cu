@@ -23,10 +23,10 @@ namespace rtk {
 // timing. The weight (null: ones) is of T, or fp32 if `wide`. 512 threads of 112 registers leave room for a block of
 // column_sum; `early`: these may come and wait there.
 //
-// Every instruction before the first load costs 7 ns, since its code comes from memory, as do all rows that wait for it. So
-// arguments are of 32 bits, two in an i64 (the first one in the lower half), and 1 / cols, the bits of a float, is known.
-// *_apart: bytes between outer tokens and between inner ones; groups_apart: bytes between groups of x, weights between those
-// of `weight`.
+// Code comes from memory too: each instruction before the first loads makes all rows 7 ns later. So arguments have 32 bits,
+// two of them in an i64 (the first one in the lower half), and the host divides: `inverse_bits` are those of 1 / cols, a
+// float. *_apart: bytes between outer tokens and between inner ones; groups_apart: bytes between groups of x, numbers
+// between those of the weight.
 template <typename T, int CHUNKS, int FORM>
 __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 128)
     group_rms_norm_gate_bwd(const u8* dy, const u8* x, const u8* gate, const void* weight, u8* dx, u8* dgate, float* partial,

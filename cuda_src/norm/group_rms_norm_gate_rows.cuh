@@ -40,7 +40,7 @@ RTK_DEVICE u32 upper(i64 pair) { return static_cast<u32>(static_cast<u64>(pair) 
 template <typename T>
 struct AskedWeight {
     static constexpr int VEC = 16 / sizeof(T);
-    WideRaw<float, VEC> raw;  // or N of T in its first part
+    WideRaw<float, VEC> raw;  // or VEC of T in its first part
 
     // Ones unless it `exists`. One address for both types: loads of either kind into the same registers would wait for
     // each other.
