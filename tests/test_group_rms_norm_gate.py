@@ -308,10 +308,19 @@ def test_backward_grid_covers_every_row(tokens: int, groups: int, cols: int, mon
     meta = _meta(tokens, groups * cols)
     plan = plans._BackwardPlan(meta, meta, meta, _meta(groups * cols), groups, "same", 0, True)
     (_, chunks, form), _, blocks, block, shared = bound
-    lanes, threads = plan.numbers[0] >> 32, plan.numbers[2] >> 32
+    inner, threads = plan.numbers[2] & 0xFFFFFFFF, plan.numbers[2] >> 32
+    lanes = (plan.numbers[0] >> 32) * (inner if form >= 5 else 1)
     rows = block // threads
     assert block % 32 == 0 and block <= 512 and rows * threads == block and threads * chunks * 8 >= cols
-    assert (threads in (1, 2, 4, 8, 16, 32), threads % 4 == 0, threads % 32 == 0, cols == 512, cols == 1024)[form]
+    assert (
+        threads in (1, 2, 4, 8, 16, 32),
+        threads % 4 == 0,
+        threads % 32 == 0,
+        threads == 64,
+        threads == 128,
+        cols == 512,
+        cols == 1024,
+    )[form]
     team = max(1, 32 // (threads & -threads)) if form == 1 else 1  # rows that meet at one barrier
     assert rows % team == 0 and (form == 0 or rows // team <= 15)
     assert 1 <= lanes <= tokens and lanes * groups <= blocks * rows and (blocks <= 4 or blocks * rows < rows + groups)

@@ -33,25 +33,17 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
                             i64 tokens_lanes, i64 groups_cols, i64 inner_threads, i64 dy_apart, i64 x_apart, i64 gate_apart,
                             i64 dgate_apart, i64 dx_apart, i64 groups_apart, i64 by_inner, i64 by_groups, i64 wide_early,
                             i64 inverse_bits, double eps) {
-    constexpr bool kRegisters = CHUNKS == 1, kExact = FORM >= kTwoWarps;
+    constexpr bool kRegisters = CHUNKS == 1, kEven = FORM >= kTwoWarpsEven;
     constexpr int VEC = 16 / sizeof(T), kStages = kRegisters ? rows_in_registers(FORM) : 2;
     extern __shared__ __align__(16) u8 memory[];
     __shared__ __align__(16) PairSums<FORM> scratch;
     const u64 policy = ptx::l2_last();
-    const u32 groups = lower(groups_cols), cols = upper(groups_cols), tokens = lower(tokens_lanes);
+    const u32 groups = lower(groups_cols), cols = upper(groups_cols);
+    const u32 tokens = lower(tokens_lanes), step = upper(tokens_lanes);
     const RowGroup group = row_group<FORM>(upper(inner_threads));
     const u32 before = blockIdx.x * group.count;  // RowGroups of other blocks
-    const u32 first = divided(before + group.index, by_groups), step = upper(tokens_lanes);
-    const u32 g = before + group.index - first * groups;
-    const bool idle = first >= step;  // the RowGroup has nothing to do
-    const u32 last = idle ? 0 : tokens;
-    const int end = idle ? 0 : static_cast<int>(cols);
-    const int pitch = group.threads * VEC;
-    const int column = group.thread * VEC;
-    auto has = [&](int c) { return kExact || column + c * pitch < end; };
-    const u64 channel = product(g, cols * sizeof(T)) + column * sizeof(T);
-    dy = settled(dy + channel), gate = settled(gate + channel);
-    x = settled(x + product(g, lower(groups_apart)) + column * sizeof(T));
+    const u32 lane = divided(before + group.index, by_groups);
+    const u32 g = before + group.index - lane * groups;
     struct Place {
         u32 o, i;
     };
@@ -60,21 +52,43 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
         const u32 o = ptx::mul_hi(token << 1, magic) >> shift;  // as `divided` has it
         return Place{o, token - o * inner};
     };
-    // A token of a tensor, and in it this thread's first channel.
-    auto at = [&](auto* tensor, Place p, i64 apart) {
-        const u64 from = ptx::mad_wide(p.o, lower(apart), reinterpret_cast<u64>(tensor));
-        return reinterpret_cast<decltype(tensor)>(ptx::mad_wide(p.i, upper(apart), from));
+    const Place own = place(lane);
+    const u32 first = kEven ? own.o : lane;
+    const bool idle = first >= step;  // the RowGroup has nothing to do
+    const u32 last = idle ? 0 : tokens;
+    const int end = idle ? 0 : static_cast<int>(cols);
+    const int pitch = group.threads * VEC;
+    const int column = group.thread * VEC;
+    auto has = [&](int c) { return kEven || column + c * pitch < end; };
+    // A tensor from this thread's first channel on, and if kEven from the only inner token that it has.
+    auto from = [&](auto* tensor, i64 apart, u32 of_group) {
+        tensor += product(g, of_group) + column * sizeof(T);
+        if constexpr (kEven) {
+            const u64 bits = ptx::mad_wide(own.i, upper(apart), reinterpret_cast<u64>(tensor));
+            return settled(reinterpret_cast<decltype(tensor)>(bits));
+        }
+        return settled(tensor);
+    };
+    const u32 width = cols * sizeof(T);
+    dy = from(dy, dy_apart, width), gate = from(gate, gate_apart, width), x = from(x, x_apart, lower(groups_apart));
+    // A token of such a tensor.
+    auto at = [&](auto* tensor, u32 token, i64 apart) {
+        const u32 o = kEven ? token : place(token).o;
+        u64 bits = ptx::mad_wide(o, lower(apart), reinterpret_cast<u64>(tensor));
+        if constexpr (!kEven) bits = ptx::mad_wide(place(token).i, upper(apart), bits);
+        return reinterpret_cast<decltype(tensor)>(bits);
     };
     RowRing<3, CHUNKS, kStages> ring(memory);
     Raw<16> ahead[kStages][3];  // instead of the ring if kRegisters: dy, x and gate
-    auto fetch = [&](u32 token, int stage, bool exists) {
-        const Place p = place(token);
-        const u8* const rows[3] = {at(dy, p, dy_apart), at(x, p, x_apart), at(gate, p, gate_apart)};
-        if (exists) {
+    // `sure`: without a condition.
+    auto fetch = [&](u32 token, int stage, bool sure = false) {
+        const u8* const rows[3] = {at(dy, token, dy_apart), at(x, token, x_apart), at(gate, token, gate_apart)};
+        if (sure || (token < last && has(0))) {
             if constexpr (kRegisters) {
 #pragma unroll
                 for (int input = 0; input < 3; ++input)
-                    ahead[stage][input] = load_raw<T, VEC>(reinterpret_cast<const T*>(rows[input]), policy);
+                    ahead[stage][input] = kEven ? load_raw<T, VEC>(reinterpret_cast<const T*>(rows[input]), policy)
+                                                : load_raw<T, VEC>(reinterpret_cast<const T*>(rows[input]));
             } else {
 #pragma unroll
                 for (int input = 0; input < 3; ++input) {
@@ -86,27 +100,27 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
         }
         if constexpr (!kRegisters) ring.commit();
     };
-    auto exists = [&](u32 token) { return token < last && has(0); };
 
     // RowGroups that run out of rows go on reading while others of the warp work: there must be something.
     auto begin = [&](int stage) {
         if constexpr (kRegisters) {
-            const bool sure = kExact && stage == 0;  // some row, if idle
+            if (kEven && stage == 0) {
+                fetch(min(first, step - 1), stage, true);  // some row, if idle
+                return;
+            }
 #pragma unroll
-            for (Raw<16>& raw : ahead[stage])
-                if (!sure) clear(raw);
-            const u32 token = sure ? min(first, step - 1) : first + stage * step;
-            fetch(token, stage, sure || exists(token));
+            for (Raw<16>& raw : ahead[stage]) clear(raw);
+            fetch(first + stage * step, stage);
         } else if (stage != kStages - 1) {  // the last one is fetched when work begins
             const bool few = first + (kStages - 1) * step >= last;
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c)
                 if (stage == 0 && (few || !has(c))) ring.zero(memory, c);
-            fetch(first + stage * step, stage, exists(first + stage * step));
+            fetch(first + stage * step, stage);
         }
     };
     begin(0);
-    const bool wide = lower(wide_early), early = upper(wide_early);
+    const bool wide = !kEven && lower(wide_early), early = upper(wide_early);
     AskedWeight<T> asked[CHUNKS];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)
@@ -114,7 +128,7 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
 #pragma unroll
     for (int stage = 1; stage < kStages; ++stage) begin(stage);
     if (early) ptx::launch_dependents();
-    dx = settled(dx + channel), dgate = settled(dgate + channel);
+    dx = from(dx, dx_apart, width), dgate = from(dgate, dgate_apart, width);
     const float inverse = __uint_as_float(lower(inverse_bits));
     float epsilon = static_cast<float>(eps);
     ptx::keep(epsilon);
@@ -128,8 +142,7 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
 
     int phase = 0;
     auto work = [&](u32 token, int stage) {
-        if constexpr (!kRegisters)
-            fetch(token + (kStages - 1) * step, stage, exists(token + (kStages - 1) * step)), ring.wait();
+        if constexpr (!kRegisters) fetch(token + (kStages - 1) * step, stage), ring.wait();
         float opened[CHUNKS][VEC], closed[CHUNKS][VEC];  // dy * s, 1 - s
         float v[VEC];                                    // x
 #pragma unroll
@@ -146,7 +159,7 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
                 ring.template read<T>(2, c, closed[c]);
             }
         }
-        if constexpr (kRegisters) fetch(token + kStages * step, stage, exists(token + kStages * step));
+        if constexpr (kRegisters) fetch(token + kStages * step, stage);
         float square = 0.0f, product = 0.0f;  // sums of x^2 and a * x
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
@@ -164,9 +177,8 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
         if constexpr (!kRegisters) phase ^= 1;
         const float rstd = rsqrtf(square * inverse + epsilon);
         const float pull = product * inverse * rstd * rstd * rstd;
-        const Place p = place(token);
-        T* const dx_row = reinterpret_cast<T*>(at(dx, p, dx_apart));
-        T* const dgate_row = reinterpret_cast<T*>(at(dgate, p, dgate_apart));
+        T* const dx_row = reinterpret_cast<T*>(at(dx, token, dx_apart));
+        T* const dgate_row = reinterpret_cast<T*>(at(dgate, token, dgate_apart));
         if ((FORM >= kWarps || token < last) && has(0)) {
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c) {
@@ -211,18 +223,18 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
         float* sums = reinterpret_cast<float*>(memory);
         const u32 base = divided(before, by_groups);
         const int terms = shared ? group.count : divided(before + group.count - 1, by_groups) - base + 1;
-        const int width = shared ? size : count * size;
+        const int all = shared ? size : count * size;
         if (!shared && terms * count != group.count) {
-            for (int at = static_cast<int>(threadIdx.x) * 4; at < terms * width; at += static_cast<int>(blockDim.x) * 4)
+            for (int at = static_cast<int>(threadIdx.x) * 4; at < terms * all; at += static_cast<int>(blockDim.x) * 4)
                 *reinterpret_cast<float4*>(sums + at) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             __syncthreads();
         }
-        const int own = shared ? group.index : (first - base) * count + g;
+        const int slot = shared ? group.index : (lane - base) * count + g;
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c)
-            if (column + c * pitch < size) put_sums(sums + own * size + column + c * pitch, dweight[c]);
+            if (column + c * pitch < size) put_sums(sums + slot * size + column + c * pitch, dweight[c]);
         __syncthreads();
-        add_rows(sums, terms, width, width, partial + static_cast<i64>(blockIdx.x) * width);
+        add_rows(sums, terms, all, all, partial + static_cast<i64>(blockIdx.x) * all);
         return;
     }
     // [lanes, groups, cols]: the numbers of RowGroups.

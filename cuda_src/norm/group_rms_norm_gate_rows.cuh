@@ -11,14 +11,18 @@ enum RowForm {
     kLanes,   // a power of two of at most 32 lanes
     kPieces,  // a multiple of four lanes, some of which share their warp with other rows
     kWarps,   // whole warps
-    kTwoWarps,  // and all threads have a piece of the row
+    kTwoWarps,
     kFourWarps,
+    kTwoWarpsEven,  // all with a piece of the row; see the kernel
+    kFourWarpsEven,
 };
+
+RTK_DEVICE constexpr bool has_two_warps(int form) { return form == kTwoWarps || form == kTwoWarpsEven; }
 
 // The RowGroup of this thread, with the number of threads known to the compiler where the form says it.
 template <int FORM>
 RTK_DEVICE RowGroup row_group(i64 threads_per_row) {
-    constexpr int kThreads = FORM == kTwoWarps ? 2 * kWarp : 4 * kWarp;
+    constexpr int kThreads = has_two_warps(FORM) ? 2 * kWarp : 4 * kWarp;
     RowGroup group(threads_per_row);
     if constexpr (FORM >= kTwoWarps) {
         group.threads = group.meeting = kThreads;
@@ -99,7 +103,7 @@ struct PairSums {
         const float* const slots = &slot[phase][group.index * spans][0];
         if constexpr (FORM >= kTwoWarps) {
             float4 sums = *reinterpret_cast<const float4*>(slots);
-            if constexpr (FORM == kFourWarps) {
+            if constexpr (!has_two_warps(FORM)) {
                 const float4 more = *reinterpret_cast<const float4*>(slots + 4);
                 sums.x += more.x, sums.y += more.y, sums.z += more.z, sums.w += more.w;
             }

@@ -24,8 +24,8 @@ _COUNT_LIMIT = 2**31 - 1024  # the kernels that count in 32 bits take no more, a
 
 
 # How the threads of a row lie in warps (RowForm of the kernel).
-_LANES, _PIECES, _WARPS, _TWO_WARPS, _FOUR_WARPS = range(5)
-_FORMS = (*((1, form) for form in range(5)), (_CHUNKS, _WARPS))  # and pieces a thread
+_LANES, _PIECES, _WARPS, _TWO_WARPS, _FOUR_WARPS, _TWO_WARPS_EVEN, _FOUR_WARPS_EVEN = range(7)
+_FORMS = (*((1, form) for form in range(7)), (_CHUNKS, _WARPS))  # and pieces a thread
 
 _LONG_VARIANTS = [(t, w, v) for t, w in _TYPES for v in (1, _WIDTH[t])]
 _FWD_STRIDES = (
@@ -221,6 +221,16 @@ class Tensors:
             return 0
         return group_threads(-(-vectors // chunks), _THREADS)
 
+    def levels(self) -> tuple[int, list[tuple[int, int]]]:
+        """Return how many inner tokens there are, and the distances of dy, x, gate, dgate and dx between tokens.
+
+        One inner token if that is possible: then the outer ones are all tokens.
+        """
+        distances = [self.dy, self.x[:2], self.gate, self.out, self.dx]
+        if self.outer == 1 or all(outer == inner * self.inner for outer, inner in distances):
+            return 1, [(inner, 0) for _, inner in distances]
+        return self.inner, distances
+
     def long_geometry(self) -> tuple[int, int, int]:
         """Return grid, block and threads per row of the long kernels."""
         threads = group_threads(-(-self.cols // (self.vec if self.vec > 1 else 4)), _THREADS)
@@ -300,7 +310,7 @@ class _Block(NamedTuple):
         threads = min(group_threads(needed, _THREADS), _THREADS)
         form = _LANES if threads <= 32 else _WARPS
         if chunks == 1:
-            form = {64: _TWO_WARPS, 128: _FOUR_WARPS}.get(vectors, form)
+            form = {64: _TWO_WARPS, 128: _FOUR_WARPS}.get(threads, form)
         unit = max(1, 32 // threads)
         rows = _THREADS // threads // unit * unit
         whole = cls(chunks, form, threads, min(rows, 15) if threads > 32 else rows, unit)
@@ -358,12 +368,17 @@ class _BackwardPlan:
         self.partial = (blocks if summed else lanes, self.width)
         # Others have no registers left for a block of the sum beside them.
         self.early = waits_beside(self.width) and chunks == 1 and form not in (_PIECES, _WARPS)
+        inner, (dy, x, gate, out, dx) = s.inner, (s.dy, s.x[:2], s.gate, s.out, s.dx)
+        if form in (_TWO_WARPS, _FOUR_WARPS) and threads * s.vec == s.cols and s.w == s.t:
+            inner, (dy, x, gate, out, dx) = s.levels()
+            if lanes % inner == 0:
+                form += _TWO_WARPS_EVEN - _TWO_WARPS
         size = 16 // _WIDTH[s.t]
-        *x_apart, x_group = (d * size for d in s.x)
+        counts = (s.tokens // inner, lanes // inner) if form >= _TWO_WARPS_EVEN else (s.tokens, lanes)
         self.numbers = (
-            _pair(s.tokens, lanes), _pair(s.groups, s.cols), _pair(s.inner, threads), _pair(*(d * size for d in s.dy)),
-            _pair(*x_apart), _pair(*(d * size for d in s.gate)), _pair(*(d * size for d in s.out)),
-            _pair(*(d * size for d in s.dx)), _pair(x_group, s.weight_group), divisor(s.inner), divisor(s.groups),
+            _pair(*counts), _pair(s.groups, s.cols), _pair(inner, threads),
+            *(_pair(outer_apart * size, apart * size) for outer_apart, apart in (dy, x, gate, out, dx)),
+            _pair(s.x[2] * size, s.weight_group), divisor(inner), divisor(s.groups),
             _pair(s.w != s.t, self.early), _float_bits(1 / s.cols),
         )  # fmt: skip
         shared = 0 if chunks == 1 else 2 * 3 * chunks * rows * threads * 16  # for the rows to come
