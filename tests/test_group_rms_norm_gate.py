@@ -92,6 +92,11 @@ CASES: dict[str, Callable[[Normal], Inputs]] = {
     "many_tokens": lambda n: _same(n, 530, 16, groups=2),
     "many_groups": lambda n: _same(n, 37, 8 * 24, groups=24),
     "two_warps": lambda n: _same(n, 6, 3 * 1024, groups=3),
+    "two_warps_turned": lambda n: _turned(n, 2, 21, 2 * 512, 2),
+    "two_warps_turned_unevenly": lambda n: _turned(n, 3, 15, 2 * 512, 2),
+    "two_warps_apart": lambda n: Inputs(
+        _padded(n, 2, 13, 1024, pad=16), _padded(n, 13, 2, 1024, pad=8), 2, n(512), "sequence_first"
+    ),
     "two_warps_no_weight": lambda n: _same(n, 6, 3 * 512, groups=3, weight="none"),
     "two_warps_weight_fp32": lambda n: Inputs(n(6, 3 * 512), n(6, 3 * 512), 3, n(3 * 512).float()),
     "not_quite_two_warps": lambda n: _same(n, 9, 3 * 480, groups=3),
@@ -213,7 +218,7 @@ def test_every_dtype(place: str, case: str, dtype: torch.dtype) -> None:
 
 def emulated_coverage() -> None:
     """Run every kernel of the op in the emulator; test_registry.py checks that it does."""
-    for case in ("plain", "odd"):
+    for case in ("plain", "odd", "two_warps"):
         with running_on("sm_90") as device:
             check(make(case, torch.bfloat16, device))
 
@@ -304,23 +309,21 @@ def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, ...]:
 )  # fmt: skip
 def test_backward_grid_covers_every_row(tokens: int, groups: int, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
     bound: list[Any] = []
-    monkeypatch.setattr(plans, "_BWD", SimpleNamespace(bind=lambda *args: bound.extend(args)))
+    for kernel in ("_BWD", "_BWD_EVEN"):
+        monkeypatch.setattr(plans, kernel, SimpleNamespace(bind=lambda *args: bound.extend(args)))
     meta = _meta(tokens, groups * cols)
     plan = plans._BackwardPlan(meta, meta, meta, _meta(groups * cols), groups, "same", 0, True)
-    (_, chunks, form), _, blocks, block, shared = bound
-    inner, threads = plan.numbers[2] & 0xFFFFFFFF, plan.numbers[2] >> 32
-    lanes = (plan.numbers[0] >> 32) * (inner if form >= 5 else 1)
+    variant, _, blocks, block, shared = bound
+    even = len(variant) == 2
+    chunks, form = (1, variant[1]) if even else variant[1:]
+    if even:
+        lanes, threads = plan.numbers[0] >> 32, cols // 8
+        assert cols in (512, 1024)
+    else:
+        lanes, threads = plan.numbers[-6:-4]
     rows = block // threads
     assert block % 32 == 0 and block <= 512 and rows * threads == block and threads * chunks * 8 >= cols
-    assert (
-        threads in (1, 2, 4, 8, 16, 32),
-        threads % 4 == 0,
-        threads % 32 == 0,
-        threads == 64,
-        threads == 128,
-        cols == 512,
-        cols == 1024,
-    )[form]
+    assert (threads in (1, 2, 4, 8, 16, 32), threads % 4 == 0, threads % 32 == 0, threads == 64, threads == 128)[form]
     team = max(1, 32 // (threads & -threads)) if form == 1 else 1  # rows that meet at one barrier
     assert rows % team == 0 and (form == 0 or rows // team <= 15)
     assert 1 <= lanes <= tokens and lanes * groups <= blocks * rows and (blocks <= 4 or blocks * rows < rows + groups)

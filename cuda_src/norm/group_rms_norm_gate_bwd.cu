@@ -21,74 +21,56 @@ namespace rtk {
 // not wanted) for column_sum to add up: [lanes, groups * cols] if a block has no group twice, else one row for each block,
 // of its sums in shared memory; of `cols` numbers if groups share the weight. The order is fixed by the grid, never by
 // timing. The weight (null: ones) is of T, or fp32 if `wide`. 512 threads of 112 registers leave room for a block of
-// column_sum; `early`: these may come and wait there.
-//
-// Code comes from memory too: each instruction before the first loads makes all rows 7 ns later. So arguments have 32 bits,
-// two of them in an i64 (the first one in the lower half), and the host divides: `inverse_bits` are those of 1 / cols, a
-// float. *_apart: bytes between outer tokens and between inner ones; groups_apart: bytes between groups of x, numbers
-// between those of the weight.
+// column_sum; `early`: these may come and wait there. *_outer, *_inner and x_group are in bytes, less than 2^32 of them.
 template <typename T, int CHUNKS, int FORM>
 __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 128)
     group_rms_norm_gate_bwd(const u8* dy, const u8* x, const u8* gate, const void* weight, u8* dx, u8* dgate, float* partial,
-                            i64 tokens_lanes, i64 groups_cols, i64 inner_threads, i64 dy_apart, i64 x_apart, i64 gate_apart,
-                            i64 dgate_apart, i64 dx_apart, i64 groups_apart, i64 by_inner, i64 by_groups, i64 wide_early,
-                            i64 inverse_bits, double eps) {
-    constexpr bool kRegisters = CHUNKS == 1, kEven = FORM >= kTwoWarpsEven;
+                            i64 tokens, i64 inner_size, i64 groups, i64 cols, i64 dy_outer, i64 dy_inner, i64 x_outer,
+                            i64 x_inner, i64 x_group, i64 gate_outer, i64 gate_inner, i64 dgate_outer, i64 dgate_inner,
+                            i64 dx_outer, i64 dx_inner, i64 weight_group, i64 lanes, i64 threads_per_row, i64 by_inner,
+                            i64 by_groups, i64 wide, i64 early, double eps) {
+    constexpr bool kRegisters = CHUNKS == 1;
     constexpr int VEC = 16 / sizeof(T), kStages = kRegisters ? rows_in_registers(FORM) : 2;
     extern __shared__ __align__(16) u8 memory[];
     __shared__ __align__(16) PairSums<FORM> scratch;
-    const u64 policy = ptx::l2_last();
-    const u32 groups = lower(groups_cols), cols = upper(groups_cols);
-    const u32 tokens = lower(tokens_lanes), step = upper(tokens_lanes);
-    const RowGroup group = row_group<FORM>(upper(inner_threads));
+    const RowGroup group = row_group<FORM>(threads_per_row);
     const u32 before = blockIdx.x * group.count;  // RowGroups of other blocks
-    const u32 lane = divided(before + group.index, by_groups);
-    const u32 g = before + group.index - lane * groups;
+    const u32 first = divided(before + group.index, by_groups), step = static_cast<u32>(lanes);
+    const u32 g = before + group.index - first * static_cast<u32>(groups);
+    const u32 inner = static_cast<u32>(inner_size);
+    const u32 last = first < step ? static_cast<u32>(tokens) : 0;  // or the RowGroup has nothing to do
+    const int end = first < step ? static_cast<int>(cols) : 0;
+    const int pitch = group.threads * VEC;
+    const int column = group.thread * VEC;
+    auto has = [&](int c) { return column + c * pitch < end; };
+    const u64 channel = product(g, static_cast<u32>(cols * sizeof(T))) + column * sizeof(T);
+    dy = settled(dy + channel), gate = settled(gate + channel);
+    dx = settled(dx + channel), dgate = settled(dgate + channel);
+    x = settled(x + product(g, static_cast<u32>(x_group)) + column * sizeof(T));
     struct Place {
         u32 o, i;
     };
-    const u32 inner = lower(inner_threads), magic = lower(by_inner), shift = upper(by_inner);
+    const u32 magic = static_cast<u32>(by_inner), shift = static_cast<u32>(by_inner >> 32);
     auto place = [&](u32 token) {
         const u32 o = ptx::mul_hi(token << 1, magic) >> shift;  // as `divided` has it
         return Place{o, token - o * inner};
     };
-    const Place own = place(lane);
-    const u32 first = kEven ? own.o : lane;
-    const bool idle = first >= step;  // the RowGroup has nothing to do
-    const u32 last = idle ? 0 : tokens;
-    const int end = idle ? 0 : static_cast<int>(cols);
-    const int pitch = group.threads * VEC;
-    const int column = group.thread * VEC;
-    auto has = [&](int c) { return kEven || column + c * pitch < end; };
-    // A tensor from this thread's first channel on, and if kEven from the only inner token that it has.
-    auto from = [&](auto* tensor, i64 apart, u32 of_group) {
-        tensor += product(g, of_group) + column * sizeof(T);
-        if constexpr (kEven) {
-            const u64 bits = ptx::mad_wide(own.i, upper(apart), reinterpret_cast<u64>(tensor));
-            return settled(reinterpret_cast<decltype(tensor)>(bits));
-        }
-        return settled(tensor);
-    };
-    const u32 width = cols * sizeof(T);
-    dy = from(dy, dy_apart, width), gate = from(gate, gate_apart, width), x = from(x, x_apart, lower(groups_apart));
-    // A token of such a tensor.
-    auto at = [&](auto* tensor, u32 token, i64 apart) {
-        const u32 o = kEven ? token : place(token).o;
-        u64 bits = ptx::mad_wide(o, lower(apart), reinterpret_cast<u64>(tensor));
-        if constexpr (!kEven) bits = ptx::mad_wide(place(token).i, upper(apart), bits);
-        return reinterpret_cast<decltype(tensor)>(bits);
+    // A token of a tensor, and in it this thread's first channel.
+    auto at = [&](auto* tensor, Place p, i64 outer_bytes, i64 inner_bytes) {
+        const u64 from = ptx::mad_wide(p.o, static_cast<u32>(outer_bytes), reinterpret_cast<u64>(tensor));
+        return reinterpret_cast<decltype(tensor)>(ptx::mad_wide(p.i, static_cast<u32>(inner_bytes), from));
     };
     RowRing<3, CHUNKS, kStages> ring(memory);
     Raw<16> ahead[kStages][3];  // instead of the ring if kRegisters: dy, x and gate
-    // `sure`: without a condition.
-    auto fetch = [&](u32 token, int stage, bool sure = false) {
-        const u8* const rows[3] = {at(dy, token, dy_apart), at(x, token, x_apart), at(gate, token, gate_apart)};
-        if (sure || (token < last && has(0))) {
+    auto fetch = [&](u32 token, int stage) {
+        const Place p = place(token);
+        const u8* const rows[3] = {at(dy, p, dy_outer, dy_inner), at(x, p, x_outer, x_inner),
+                                   at(gate, p, gate_outer, gate_inner)};
+        if (token < last && has(0)) {
             if constexpr (kRegisters) {
 #pragma unroll
                 for (int input = 0; input < 3; ++input)
-                    ahead[stage][input] = kEven ? load_raw<T, VEC>(reinterpret_cast<const T*>(rows[input]), policy)
-                                                : load_raw<T, VEC>(reinterpret_cast<const T*>(rows[input]));
+                    ahead[stage][input] = load_raw<T, VEC>(reinterpret_cast<const T*>(rows[input]));
             } else {
 #pragma unroll
                 for (int input = 0; input < 3; ++input) {
@@ -104,10 +86,6 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
     // RowGroups that run out of rows go on reading while others of the warp work: there must be something.
     auto begin = [&](int stage) {
         if constexpr (kRegisters) {
-            if (kEven && stage == 0) {
-                fetch(min(first, step - 1), stage, true);  // some row, if idle
-                return;
-            }
 #pragma unroll
             for (Raw<16>& raw : ahead[stage]) clear(raw);
             fetch(first + stage * step, stage);
@@ -120,24 +98,24 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
         }
     };
     begin(0);
-    const bool wide = !kEven && lower(wide_early), early = upper(wide_early);
-    AskedWeight<T> asked[CHUNKS];
+    AskedGain<T, VEC> asked[CHUNKS];
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c)
-        asked[c].ask(weight, wide, g * upper(groups_apart) + column + c * pitch, weight != nullptr && has(c));
+    for (int c = 0; c < CHUNKS; ++c) {
+        clear(asked[c].raw);
+        if (weight != nullptr && has(c)) asked[c].ask(weight, wide, g * weight_group + column + c * pitch);
+    }
 #pragma unroll
     for (int stage = 1; stage < kStages; ++stage) begin(stage);
     if (early) ptx::launch_dependents();
-    dx = from(dx, dx_apart, width), dgate = from(dgate, dgate_apart, width);
-    const float inverse = __uint_as_float(lower(inverse_bits));
     float epsilon = static_cast<float>(eps);
     ptx::keep(epsilon);
+    const float inverse = 1.0f / static_cast<float>(cols);
     float w[CHUNKS][VEC], dweight[CHUNKS][VEC];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
         for (int i = 0; i < VEC; ++i) dweight[c][i] = 0.0f;
-        asked[c].get(wide, w[c]);
+        asked[c].get(wide, weight == nullptr ? 1.0f : 0.0f, w[c]);
     }
 
     int phase = 0;
@@ -177,8 +155,9 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
         if constexpr (!kRegisters) phase ^= 1;
         const float rstd = rsqrtf(square * inverse + epsilon);
         const float pull = product * inverse * rstd * rstd * rstd;
-        T* const dx_row = reinterpret_cast<T*>(at(dx, token, dx_apart));
-        T* const dgate_row = reinterpret_cast<T*>(at(dgate, token, dgate_apart));
+        const Place p = place(token);
+        T* const dx_row = reinterpret_cast<T*>(at(dx, p, dx_outer, dx_inner));
+        T* const dgate_row = reinterpret_cast<T*>(at(dgate, p, dgate_outer, dgate_inner));
         if ((FORM >= kWarps || token < last) && has(0)) {
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c) {
@@ -202,7 +181,7 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
     };
     // Rows that share warps go on as long as one of the block has a token.
     const u32 least = FORM >= kWarps ? first : divided(before, by_groups);
-    const u32 left = least < step ? tokens : 0;
+    const u32 left = least < step ? static_cast<u32>(tokens) : 0;
     u32 token = first;
     while (token - first + least < left) {
 #pragma unroll
@@ -213,35 +192,19 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
     if (!early) ptx::launch_dependents();
     if (partial == nullptr) return;
     const int size = static_cast<int>(cols), count = static_cast<int>(groups);
-    const bool shared = upper(groups_apart) == 0;
+    const bool shared = weight_group == 0;
     // What most need comes last: then its code follows the loop's, and need not be fetched from elsewhere in the end.
     if (group.count > count || shared) {
         if constexpr (!kRegisters) ptx::cp_async_wait<0>();
-        __syncthreads();
-        // [tokens at once, groups, cols], or [RowGroups, cols] for a shared weight. The first and the last token may lack
-        // groups.
-        float* sums = reinterpret_cast<float*>(memory);
-        const u32 base = divided(before, by_groups);
-        const int terms = shared ? group.count : divided(before + group.count - 1, by_groups) - base + 1;
-        const int all = shared ? size : count * size;
-        if (!shared && terms * count != group.count) {
-            for (int at = static_cast<int>(threadIdx.x) * 4; at < terms * all; at += static_cast<int>(blockDim.x) * 4)
-                *reinterpret_cast<float4*>(sums + at) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            __syncthreads();
-        }
-        const int slot = shared ? group.index : (lane - base) * count + g;
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c)
-            if (column + c * pitch < size) put_sums(sums + slot * size + column + c * pitch, dweight[c]);
-        __syncthreads();
-        add_rows(sums, terms, all, all, partial + static_cast<i64>(blockIdx.x) * all);
+        float* const sums = reinterpret_cast<float*>(memory);
+        add_row_groups(dweight, {group, before, first, g, size, count, shared}, by_groups, sums, partial);
         return;
     }
     // [lanes, groups, cols]: the numbers of RowGroups.
-    float* const sums = partial + product(before + group.index, cols) + column;
+    float* const sums = partial + product(before + group.index, static_cast<u32>(cols)) + column;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)
-        if (!idle && has(c)) store<float, VEC>(sums + c * pitch, dweight[c]);
+        if (has(c)) store<float, VEC>(sums + c * pitch, dweight[c]);
 }
 
 // Backward for groups that do not fit in registers or allow only narrow accesses, and for any number of tokens: reads

@@ -1,8 +1,8 @@
 // Rows of the backward of the gated normalisation: how threads share them, and their sums.
 #pragma once
+#include "common/block_sums.cuh"
 #include "common/reduce.cuh"
 #include "norm/group_rms_norm_gate.cuh"
-#include "ptx/integer.cuh"
 
 namespace rtk {
 
@@ -13,16 +13,12 @@ enum RowForm {
     kWarps,   // whole warps
     kTwoWarps,
     kFourWarps,
-    kTwoWarpsEven,  // all with a piece of the row; see the kernel
-    kFourWarpsEven,
 };
-
-RTK_DEVICE constexpr bool has_two_warps(int form) { return form == kTwoWarps || form == kTwoWarpsEven; }
 
 // The RowGroup of this thread, with the number of threads known to the compiler where the form says it.
 template <int FORM>
 RTK_DEVICE RowGroup row_group(i64 threads_per_row) {
-    constexpr int kThreads = has_two_warps(FORM) ? 2 * kWarp : 4 * kWarp;
+    constexpr int kThreads = FORM == kTwoWarps ? 2 * kWarp : 4 * kWarp;
     RowGroup group(threads_per_row);
     if constexpr (FORM >= kTwoWarps) {
         group.threads = group.meeting = kThreads;
@@ -35,41 +31,6 @@ RTK_DEVICE RowGroup row_group(i64 threads_per_row) {
 // has more than four warps (8192x5120, 4 groups: 107.6 instead of 110.0 us; 8192x8192: 167.1, 169.7), else two (8192x4096:
 // 87.4, 88.7).
 RTK_DEVICE constexpr int rows_in_registers(int form) { return form == kPieces || form == kWarps ? 3 : 2; }
-
-// Two arguments in one.
-RTK_DEVICE u32 lower(i64 pair) { return static_cast<u32>(pair); }
-RTK_DEVICE u32 upper(i64 pair) { return static_cast<u32>(static_cast<u64>(pair) >> 32); }
-
-// The weight of 16 bytes of channels, of T or, `wide`, of fp32: asked for early, unpacked where it is needed.
-template <typename T>
-struct AskedWeight {
-    static constexpr int VEC = 16 / sizeof(T);
-    WideRaw<float, VEC> raw;  // or VEC of T in its first part
-
-    // Ones unless it `exists`. One address for both types: loads of either kind into the same registers would wait for
-    // each other.
-    RTK_DEVICE void ask(const void* weight, bool wide, u32 channel, bool exists) {
-        constexpr u32 kOnes = sizeof(T) == 4 ? 0x3f800000u : is_same<T, bf16>::value ? 0x3f803f80u : 0x3c003c00u;
-#pragma unroll
-        for (auto& part : raw.part) {
-#pragma unroll
-            for (u32& word : part.w) word = kOnes;
-        }
-        if (!exists) return;
-        const u8* const from = reinterpret_cast<const u8*>(
-            ptx::mad_wide(channel, wide ? sizeof(float) : sizeof(T), reinterpret_cast<u64>(weight)));
-        raw.part[0] = ptx::ld_keep<16>(from);
-        if (sizeof(T) < sizeof(float) && wide) raw.part[raw.kParts - 1] = ptx::ld_keep<16>(from + 16);
-    }
-
-    RTK_DEVICE void get(bool wide, float (&weights)[VEC]) const {
-        if (wide) {
-            unpack_wide<float, VEC>(raw, weights);
-        } else {
-            unpack<T, VEC>(raw.part[0], weights);
-        }
-    }
-};
 
 // Sums of two numbers over the row of a thread, which has them all in the end. Blocks of at most 512 threads.
 template <int FORM>
@@ -103,7 +64,7 @@ struct PairSums {
         const float* const slots = &slot[phase][group.index * spans][0];
         if constexpr (FORM >= kTwoWarps) {
             float4 sums = *reinterpret_cast<const float4*>(slots);
-            if constexpr (!has_two_warps(FORM)) {
+            if constexpr (FORM == kFourWarps) {
                 const float4 more = *reinterpret_cast<const float4*>(slots + 4);
                 sums.x += more.x, sums.y += more.y, sums.z += more.z, sums.w += more.w;
             }
@@ -128,6 +89,38 @@ struct PairSums {
         ptx::named_barrier_sync((group.index >> shift) + 1, group.threads << shift);
     }
 };
+
+// Where the weight gradients of a RowGroup belong.
+struct GradientPlace {
+    const RowGroup& group;
+    u32 before, lane, g;  // RowGroups of other blocks, this one's first token, its group of channels
+    int size, count;      // of a group of channels, of groups
+    bool shared;          // by the groups
+};
+
+// Adds up weight gradients of the RowGroups of a block, in `sums` in shared memory, to row blockIdx.x of `partial`:
+// [tokens at once, groups, cols], or [RowGroups, cols] for a shared weight. The first and the last token may lack groups.
+template <int CHUNKS, int VEC>
+RTK_DEVICE void add_row_groups(const float (&dweight)[CHUNKS][VEC], const GradientPlace& of, i64 by_groups, float* sums,
+                               float* partial) {
+    const RowGroup& group = of.group;
+    __syncthreads();
+    const u32 base = divided(of.before, by_groups);
+    const int terms = of.shared ? group.count : divided(of.before + group.count - 1, by_groups) - base + 1;
+    const int width = of.shared ? of.size : of.count * of.size;
+    if (!of.shared && terms * of.count != group.count) {
+        for (int at = static_cast<int>(threadIdx.x) * 4; at < terms * width; at += static_cast<int>(blockDim.x) * 4)
+            *reinterpret_cast<float4*>(sums + at) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        __syncthreads();
+    }
+    const int own = of.shared ? group.index : (of.lane - base) * of.count + of.g;
+    const int column = group.thread * VEC, pitch = group.threads * VEC;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c)
+        if (column + c * pitch < of.size) put_sums(sums + own * of.size + column + c * pitch, dweight[c]);
+    __syncthreads();
+    add_rows(sums, terms, width, width, partial + static_cast<i64>(blockIdx.x) * width);
+}
 
 // gate_at for the products that gradients need, two instructions shorter: where `open` is flushed to zero, from -87.3 on,
 // `closed` may be anything finite.

@@ -15,6 +15,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.column_sum import waits_beside
 
 _UNIT, _BWD_UNIT = "norm/group_rms_norm_gate.cu", "norm/group_rms_norm_gate_bwd.cu"
+_EVEN_UNIT = "norm/group_rms_norm_gate_bwd_even.cu"
 _LAYOUTS = ("same", "sequence_first")
 _TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
@@ -24,8 +25,8 @@ _COUNT_LIMIT = 2**31 - 1024  # the kernels that count in 32 bits take no more, a
 
 
 # How the threads of a row lie in warps (RowForm of the kernel).
-_LANES, _PIECES, _WARPS, _TWO_WARPS, _FOUR_WARPS, _TWO_WARPS_EVEN, _FOUR_WARPS_EVEN = range(7)
-_FORMS = (*((1, form) for form in range(7)), (_CHUNKS, _WARPS))  # and pieces a thread
+_LANES, _PIECES, _WARPS, _TWO_WARPS, _FOUR_WARPS = range(5)
+_FORMS = (*((1, form) for form in range(5)), (_CHUNKS, _WARPS))  # and pieces a thread
 
 _LONG_VARIANTS = [(t, w, v) for t, w in _TYPES for v in (1, _WIDTH[t])]
 _FWD_STRIDES = (
@@ -55,11 +56,20 @@ _BWD = Kernel(
     _BWD_UNIT,
     "group_rms_norm_gate_bwd",
     template="T CHUNKS FORM",
-    args=f"{_BWD_POINTERS} partial:ptr tokens_lanes:i64 groups_cols:i64 inner_threads:i64 dy_apart:i64 x_apart:i64 "
-    "gate_apart:i64 dgate_apart:i64 dx_apart:i64 groups_apart:i64 by_inner:i64 by_groups:i64 wide_early:i64 "
-    "inverse_bits:i64 eps:f64",
+    args=f"{_BWD_POINTERS} partial:ptr {_COUNTS} {_BWD_INPUTS} dgate_outer:i64 dgate_inner:i64 dx_outer:i64 "
+    "dx_inner:i64 weight_group:i64 lanes:i64 threads_per_row:i64 by_inner:i64 by_groups:i64 wide:i64 early:i64 eps:f64",
     variants=[(t, c, f) for t in _WIDTH for c, f in _FORMS],
     max_registers=128,
+)
+_BWD_EVEN = Kernel(
+    _EVEN_UNIT,
+    "group_rms_norm_gate_bwd_even",
+    template="T FORM",
+    args=f"{_BWD_POINTERS} partial:ptr outer_pace:i64 groups_inner:i64 dy_apart:i64 x_apart:i64 gate_apart:i64 "
+    "dgate_apart:i64 dx_apart:i64 dy_x_step:i64 gate_dgate_step:i64 dx_step_x_group:i64 by_inner:i64 by_groups:i64 "
+    "weight_group_early:i64 inverse_bits:i64 eps:f64",
+    variants=[(t, f) for t in _WIDTH for f in (_TWO_WARPS, _FOUR_WARPS)],
+    max_registers=112,
 )
 _BWD_LONG = Kernel(
     _BWD_UNIT,
@@ -78,7 +88,7 @@ _BWD_WEIGHT = Kernel(
     variants=[(t, v) for t in _WIDTH for v in (1, _WIDTH[t])],
     max_registers=48,
 )
-KERNELS = (_FWD, _FWD_LONG, _BWD, _BWD_LONG, _BWD_WEIGHT)
+KERNELS = (_FWD, _FWD_LONG, _BWD, _BWD_EVEN, _BWD_LONG, _BWD_WEIGHT)
 
 
 # ---- validation -----------------------------------------------------------------------------------------------------
@@ -274,8 +284,23 @@ def _pair(lower: int, upper: int) -> int:
     return struct.unpack("<q", struct.pack("<II", lower, upper))[0]
 
 
-def _float_bits(number: float) -> int:
-    return struct.unpack("<I", struct.pack("<f", number))[0]
+def _even_numbers(s: Tensors, threads: int, lanes: int, early: bool) -> tuple[int, ...] | None:
+    """Return the arguments of the kernel for tokens that lie evenly; None if it does not serve this call."""
+    inner, distances = s.levels()
+    if threads not in (64, 128) or threads * s.vec != s.cols or s.w != s.t or lanes % inner:
+        return None
+    size = 16 // _WIDTH[s.t]
+    pace = lanes // inner
+    apart = [(outer * size, inner * size) for outer, inner in distances]
+    dy, x, gate, dgate, dx = (pace * outer for outer, _ in apart)
+    if max(dy, x, gate, dgate, dx) >= 2**32:
+        return None
+    (inverse,) = struct.unpack("<I", struct.pack("<f", 1 / s.cols))
+    return (
+        _pair(s.tokens // inner, pace), _pair(s.groups, inner), *(_pair(*pair) for pair in apart), _pair(dy, x),
+        _pair(gate, dgate), _pair(dx, s.x[2] * size), divisor(inner), divisor(s.groups), _pair(s.weight_group, early),
+        inverse,
+    )  # fmt: skip
 
 
 class _Block(NamedTuple):
@@ -368,24 +393,21 @@ class _BackwardPlan:
         self.partial = (blocks if summed else lanes, self.width)
         # Others have no registers left for a block of the sum beside them.
         self.early = waits_beside(self.width) and chunks == 1 and form not in (_PIECES, _WARPS)
-        inner, (dy, x, gate, out, dx) = s.inner, (s.dy, s.x[:2], s.gate, s.out, s.dx)
-        if form in (_TWO_WARPS, _FOUR_WARPS) and threads * s.vec == s.cols and s.w == s.t:
-            inner, (dy, x, gate, out, dx) = s.levels()
-            if lanes % inner == 0:
-                form += _TWO_WARPS_EVEN - _TWO_WARPS
         size = 16 // _WIDTH[s.t]
-        counts = (s.tokens // inner, lanes // inner) if form >= _TWO_WARPS_EVEN else (s.tokens, lanes)
+        distances = (d * size for d in (*s.dy, *s.x, *s.gate, *s.out, *s.dx))
         self.numbers = (
-            _pair(*counts), _pair(s.groups, s.cols), _pair(inner, threads),
-            *(_pair(outer_apart * size, apart * size) for outer_apart, apart in (dy, x, gate, out, dx)),
-            _pair(s.x[2] * size, s.weight_group), divisor(inner), divisor(s.groups),
-            _pair(s.w != s.t, self.early), _float_bits(1 / s.cols),
+            s.tokens, s.inner, s.groups, s.cols, *distances, s.weight_group, lanes, threads, divisor(s.inner),
+            divisor(s.groups), int(s.w != s.t), int(self.early),
         )  # fmt: skip
         shared = 0 if chunks == 1 else 2 * 3 * chunks * rows * threads * 16  # for the rows to come
         if summed:
             # If the first and the last of a block's tokens lack groups, these have a place all the same.
             even = not s.weight_group or rows % s.groups == 0
             shared = max(shared, s.cols * 4 * (rows if even else s.groups * ((rows + s.groups - 2) // s.groups + 1)))
+        if chunks == 1 and (numbers := _even_numbers(s, threads, lanes, self.early)):
+            self.numbers = numbers
+            self.launch = _BWD_EVEN.bind((s.t, form), s.device, blocks, rows * threads, shared)
+            return
         self.launch = _BWD.bind((s.t, chunks, form), s.device, blocks, rows * threads, shared)
 
     def _plan_long(self, s: Tensors, info: DeviceInfo, weight_grad: bool) -> None:
