@@ -92,6 +92,15 @@ CASES: dict[str, Callable[[Normal], Inputs]] = {
     "many_tokens": lambda n: _same(n, 530, 16, groups=2),
     "many_groups": lambda n: _same(n, 37, 8 * 24, groups=24),
     "two_warps": lambda n: _same(n, 6, 3 * 1024, groups=3),
+    "two_warps_turned": lambda n: _turned(n, 2, 21, 2 * 512, 2),
+    "two_warps_turned_unevenly": lambda n: _turned(n, 3, 15, 2 * 512, 2),
+    "two_warps_apart": lambda n: Inputs(
+        _padded(n, 2, 13, 1024, pad=16), _padded(n, 13, 2, 1024, pad=8), 2, n(512), "sequence_first"
+    ),
+    "two_warps_no_weight": lambda n: _same(n, 6, 3 * 512, groups=3, weight="none"),
+    "two_warps_weight_fp32": lambda n: Inputs(n(6, 3 * 512), n(6, 3 * 512), 3, n(3 * 512).float()),
+    "not_quite_two_warps": lambda n: _same(n, 9, 3 * 480, groups=3),
+    "not_quite_four_warps": lambda n: _turned(n, 2, 5, 2 * 1016, 2),
     "slices": lambda n: _same(n, 9, 20 * 512, groups=20),
     "slices_shared": lambda n: _same(n, 9, 19 * 512, groups=19, weight="shared"),
     "rows_share_warps": lambda n: _same(n, 41, 2 * 384, groups=2),
@@ -198,7 +207,9 @@ def test_every_layout(place: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
-@pytest.mark.parametrize("case", ("plain", "shared", "odd", "turned", "many_groups", "two_warps", "attention_turned"))
+@pytest.mark.parametrize(
+    "case", ("plain", "shared", "odd", "turned", "many_groups", "two_warps", "two_warps_no_weight", "attention_turned")
+)
 @at("cpu", "sm_90", "cuda")
 def test_every_dtype(place: str, case: str, dtype: torch.dtype) -> None:
     with running_on(place) as device:
@@ -207,7 +218,7 @@ def test_every_dtype(place: str, case: str, dtype: torch.dtype) -> None:
 
 def emulated_coverage() -> None:
     """Run every kernel of the op in the emulator; test_registry.py checks that it does."""
-    for case in ("plain", "odd"):
+    for case in ("plain", "odd", "two_warps"):
         with running_on("sm_90") as device:
             check(make(case, torch.bfloat16, device))
 
@@ -293,16 +304,23 @@ def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, ...]:
     ("groups", "cols"),
     (
         (1, 8), (4, 512), (3, 40), (4, 96), (5, 320), (2, 384), (3, 768), (4, 1280), (2, 1536), (20, 512), (129, 64),
-        (5, 2048), (2, 8192),
+        (5, 2048), (2, 8192), (4, 480), (3, 1024),
     ),
 )  # fmt: skip
 def test_backward_grid_covers_every_row(tokens: int, groups: int, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
     bound: list[Any] = []
-    monkeypatch.setattr(plans, "_BWD", SimpleNamespace(bind=lambda *args: bound.extend(args)))
+    for kernel in ("_BWD", "_BWD_EVEN"):
+        monkeypatch.setattr(plans, kernel, SimpleNamespace(bind=lambda *args: bound.extend(args)))
     meta = _meta(tokens, groups * cols)
     plan = plans._BackwardPlan(meta, meta, meta, _meta(groups * cols), groups, "same", 0, True)
-    (_, chunks, form), _, blocks, block, shared = bound
-    lanes, threads = plan.numbers[-6:-4]
+    variant, _, blocks, block, shared = bound
+    even = len(variant) == 2
+    chunks, form = (1, variant[1]) if even else variant[1:]
+    if even:
+        lanes, threads = plan.numbers[0] >> 32, cols // 8
+        assert cols in (512, 1024)
+    else:
+        lanes, threads = plan.numbers[-6:-4]
     rows = block // threads
     assert block % 32 == 0 and block <= 512 and rows * threads == block and threads * chunks * 8 >= cols
     assert (threads in (1, 2, 4, 8, 16, 32), threads % 4 == 0, threads % 32 == 0, threads == 64, threads == 128)[form]
@@ -314,6 +332,12 @@ def test_backward_grid_covers_every_row(tokens: int, groups: int, cols: int, mon
     places = rows if rows % groups == 0 else groups * -(-(rows + groups - 1) // groups)
     sums = 4 * cols * places if rows > groups else 0
     assert max(sums, 96 * chunks * block if chunks > 1 else 0) <= shared <= 227 * 1024
+
+
+def test_pairs_of_arguments_keep_all_their_bits() -> None:
+    for lower, upper in ((0, 0), (1, 2), (2**32 - 1, 2**31), (2**31, 2**32 - 1)):
+        pair = plans._pair(lower, upper)
+        assert -(2**63) <= pair < 2**63 and (pair & (2**32 - 1), pair >> 32 & (2**32 - 1)) == (lower, upper)
 
 
 # ---- autograd -------------------------------------------------------------------------------------------------------

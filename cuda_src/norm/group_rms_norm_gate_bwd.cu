@@ -196,24 +196,8 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
     // What most need comes last: then its code follows the loop's, and need not be fetched from elsewhere in the end.
     if (group.count > count || shared) {
         if constexpr (!kRegisters) ptx::cp_async_wait<0>();
-        __syncthreads();
-        // [tokens at once, groups, cols], or [RowGroups, cols] for a shared weight. The first and the last token may lack
-        // groups.
-        float* sums = reinterpret_cast<float*>(memory);
-        const u32 base = divided(before, by_groups);
-        const int terms = shared ? group.count : divided(before + group.count - 1, by_groups) - base + 1;
-        const int width = shared ? size : count * size;
-        if (!shared && terms * count != group.count) {
-            for (int at = static_cast<int>(threadIdx.x) * 4; at < terms * width; at += static_cast<int>(blockDim.x) * 4)
-                *reinterpret_cast<float4*>(sums + at) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            __syncthreads();
-        }
-        const int own = shared ? group.index : (first - base) * count + g;
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c)
-            if (column + c * pitch < size) put_sums(sums + own * size + column + c * pitch, dweight[c]);
-        __syncthreads();
-        add_rows(sums, terms, width, width, partial + static_cast<i64>(blockIdx.x) * width);
+        float* const sums = reinterpret_cast<float*>(memory);
+        add_row_groups(dweight, {group, before, first, g, size, count, shared}, by_groups, sums, partial);
         return;
     }
     // [lanes, groups, cols]: the numbers of RowGroups.

@@ -1,5 +1,6 @@
 // Rows of the backward of the gated normalisation: how threads share them, and their sums.
 #pragma once
+#include "common/block_sums.cuh"
 #include "common/reduce.cuh"
 #include "norm/group_rms_norm_gate.cuh"
 
@@ -88,6 +89,38 @@ struct PairSums {
         ptx::named_barrier_sync((group.index >> shift) + 1, group.threads << shift);
     }
 };
+
+// Where the weight gradients of a RowGroup belong.
+struct GradientPlace {
+    const RowGroup& group;
+    u32 before, lane, g;  // RowGroups of other blocks, this one's first token, its group of channels
+    int size, count;      // of a group of channels, of groups
+    bool shared;          // by the groups
+};
+
+// Adds up weight gradients of the RowGroups of a block, in `sums` in shared memory, to row blockIdx.x of `partial`:
+// [tokens at once, groups, cols], or [RowGroups, cols] for a shared weight. The first and the last token may lack groups.
+template <int CHUNKS, int VEC>
+RTK_DEVICE void add_row_groups(const float (&dweight)[CHUNKS][VEC], const GradientPlace& of, i64 by_groups, float* sums,
+                               float* partial) {
+    const RowGroup& group = of.group;
+    __syncthreads();
+    const u32 base = divided(of.before, by_groups);
+    const int terms = of.shared ? group.count : divided(of.before + group.count - 1, by_groups) - base + 1;
+    const int width = of.shared ? of.size : of.count * of.size;
+    if (!of.shared && terms * of.count != group.count) {
+        for (int at = static_cast<int>(threadIdx.x) * 4; at < terms * width; at += static_cast<int>(blockDim.x) * 4)
+            *reinterpret_cast<float4*>(sums + at) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        __syncthreads();
+    }
+    const int own = of.shared ? group.index : (of.lane - base) * of.count + of.g;
+    const int column = group.thread * VEC, pitch = group.threads * VEC;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c)
+        if (column + c * pitch < of.size) put_sums(sums + own * of.size + column + c * pitch, dweight[c]);
+    __syncthreads();
+    add_rows(sums, terms, width, width, partial + static_cast<i64>(blockIdx.x) * width);
+}
 
 // gate_at for the products that gradients need, two instructions shorter: where `open` is flushed to zero, from -87.3 on,
 // `closed` may be anything finite.
