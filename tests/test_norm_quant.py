@@ -755,6 +755,18 @@ def test_reading_once(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.gpu
+def test_reading_once_in_the_widest_strips() -> None:
+    """Rows of as many pairs of tiles as blocks can add to a sum, and each of them odd: the count must not suffer."""
+    x = torch.randn(256, 32768, device="cuda").bfloat16()
+    x[1], x[2, ::256], x[3] = math.inf, math.nan, x[3] * 1e15
+    first = rms_norm_fp8(x, layout="both", eps=EPS)
+    assert first.rstd[1] == 0 and first.rstd[2].isnan()
+    exact = torch.rsqrt(x.double().square().mean(-1) + EPS)
+    assert_close(first.rstd[3:], exact[3:], c=30, what="rstd")
+    _both_and_transposed(Inputs(x), first)
+
+
+@pytest.mark.gpu
 def test_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     for least in (ring._LEAST_BYTES, 0):
         monkeypatch.setattr(ring, "_LEAST_BYTES", least)

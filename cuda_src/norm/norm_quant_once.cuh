@@ -39,8 +39,12 @@ struct OnceExchange {
 
     static constexpr int kCount = 56;                    // from this bit on
     static constexpr u64 kValue = (1ull << kCount) - 1;  // below it
-    static constexpr u64 kOdd = 1ull << 49;              // added instead of a sum that would not fit, in the word of units
-    static constexpr float kMost = 0x1p42f, kLeast = 0x1p-25f, kParts = 0x1p48f;
+    static constexpr u64 kOdd = 1ull << 48;              // added instead of a sum that would not fit, in the word of units
+    static constexpr float kMost = 0x1p41f, kLeast = 0x1p-25f, kParts = 0x1p48f;
+    static constexpr u64 kMostWide = 128;
+    static_assert(kMostWide * kOdd < kValue && kMostWide * static_cast<u64>(kParts) < kValue, "sums stay below the count");
+    static_assert(kMostWide * static_cast<u64>(kMost) <= kOdd, "a sum below kOdd has no odd part");
+    static_assert(kMostWide < 256, "the count has eight bits");
 
     RTK_DEVICE u64* sum(int strip, int place) const { return words + (static_cast<i64>(strip) * kSide + place) * 2; }
     RTK_DEVICE static int row_at(int place) { return place % 64 / 4 * 8 + place / 64 * 4 + place % 4; }

@@ -21,7 +21,7 @@ def _shared(slots: int, staged: int, more: int = 0) -> int:
 
 # Of x: what it was measured for. A smaller one is a few tiles per multiprocessor, not worth blocks that stay.
 _LEAST_BYTES = 16 << 20
-_MOST_WIDE = 128  # pairs of tiles in a strip
+_MOST_WIDE = 128  # pairs of tiles in a strip, as many as OnceExchange can count
 _MOST_ROWS = 1 << 20  # 16 bytes each, for sums of squares of all blocks, stay allocated
 
 RING = Kernel(
