@@ -193,7 +193,7 @@ def test_every_dtype(place: str, function: str, dtype: torch.dtype) -> None:
 
 def emulated_coverage() -> None:
     """Run every kernel of the op in the emulator; test_registry.py checks that it does."""
-    for case in ("plain", "odd", "ring"):
+    for case in ("plain", "one_warp", "odd", "ring"):
         with running_on("sm_90") as device:
             check(make(case, torch.bfloat16, device), "softmax")
 
