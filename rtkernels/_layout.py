@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -89,6 +92,17 @@ def divisor(d: int) -> int:
     """
     shift = (d - 1).bit_length()
     return shift << 32 | -(-(1 << (31 + shift)) // d)
+
+
+def halves(lower: int, upper: int) -> int:
+    """Return the kernel argument, of eight bytes, in which two numbers below 2**32 share its halves."""
+    return int.from_bytes(struct.pack("<II", lower, upper), "little", signed=True)
+
+
+@lru_cache(maxsize=64)
+def float_halves(lower: float, upper: float) -> int:
+    """The same of two numbers as float32; what that cannot hold is infinite, as it is when a kernel converts it."""
+    return halves(*(int.from_bytes(ctypes.c_float(v), "little") for v in (lower, upper)))
 
 
 def block_of(threads_per_row: int) -> int:

@@ -263,14 +263,6 @@ def test_backward_plans_hold_together(rows: int) -> None:
             assert threads * 8 * 4 >= cols and threads <= 512
 
 
-def test_two_numbers_in_an_argument() -> None:
-    for low, high in ((1, 2), (2**32 - 1, 2**31), (2**31, 2**32 - 1)):
-        both = plans._two(low, high)
-        assert -(2**63) <= both < 2**63 and both % 2**32 == low and (both >> 32) % 2**32 == high
-    pair = plans._two_floats(1e-5, -1.0).to_bytes(8, "little", signed=True)
-    assert np.frombuffer(pair, np.float32).tolist() == [np.float32(1e-5), -1.0]
-
-
 def test_bytes_in_flight_and_registers() -> None:
     target = _arch.parse("sm_90a")
     info = DeviceInfo("test", target, 132, shared_limit(target))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -87,3 +88,13 @@ def test_divisor_gives_exact_quotients(d: int) -> None:
     for n in (0, 1, d - 1, d, d + 1, 2 * d - 1, 3 * d, 12345, 2**31 - 1):
         if n < 2**31:
             assert (2 * n * multiplier >> 32) >> shift == n // d  # as `divided` in common/abi.cuh
+
+
+def test_two_numbers_in_an_argument() -> None:
+    for lower, upper in ((0, 0), (1, 2), (2**32 - 1, 2**31), (2**31, 2**32 - 1)):
+        both = _layout.halves(lower, upper)
+        assert -(2**63) <= both < 2**63 and (both & (2**32 - 1), both >> 32 & (2**32 - 1)) == (lower, upper)
+    for lower, upper in ((1e-5, -1.0), (1e300, -1e300)):
+        both = _layout.float_halves(lower, upper).to_bytes(8, "little", signed=True)
+        with np.errstate(over="ignore"):
+            assert np.frombuffer(both, np.float32).tolist() == [np.float32(lower), np.float32(upper)]

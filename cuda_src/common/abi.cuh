@@ -2,7 +2,8 @@
 // compiler macros into feature switches.
 //
 // Kernel parameters are pointers, `i64` and `double` only. All are eight bytes, so the host packs them with one
-// struct call and no size or count is ever truncated; kernels narrow them on their first lines.
+// struct call and no size or count is ever truncated; kernels narrow them on their first lines. Where the code before the
+// first load counts, two numbers that are known to have 32 bits share an i64 (rtkernels/_layout.py: halves).
 #pragma once
 
 #define RTK_DEVICE __device__ __forceinline__
@@ -34,6 +35,10 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i32 = int;
 using i64 = long long;
+
+// The halves of such an argument.
+RTK_DEVICE u32 lower(i64 two) { return static_cast<u32>(two); }
+RTK_DEVICE u32 upper(i64 two) { return static_cast<u32>(static_cast<u64>(two) >> 32); }
 
 // `inline`: a plain constant may get an internal symbol whose name differs from run to run, and the cubin with it.
 inline constexpr int kWarp = 32;

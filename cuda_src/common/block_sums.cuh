@@ -25,4 +25,19 @@ RTK_DEVICE void add_rows(const float* sums, int rows, int apart, int width, floa
     }
 }
 
+// The same in few instructions: at the end of a kernel each has to come from memory first.
+RTK_DEVICE void add_few_rows(const float* sums, int rows, int apart, int width, float* out) {
+#pragma unroll 1
+    for (int at = static_cast<int>(threadIdx.x) * 4; at < width; at += static_cast<int>(blockDim.x) * 4) {
+        float total[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        const float* from = sums + at;
+#pragma unroll 1
+        for (int row = 0; row < rows; ++row, from += apart) {
+            const float4 part = *reinterpret_cast<const float4*>(from);
+            total[0] += part.x, total[1] += part.y, total[2] += part.z, total[3] += part.w;
+        }
+        store<float, 4>(out + at, total);
+    }
+}
+
 }  // namespace rtk

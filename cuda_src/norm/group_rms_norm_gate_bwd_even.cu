@@ -8,10 +8,6 @@
 
 namespace rtk {
 
-// Two arguments of 32 bits in one.
-RTK_DEVICE u32 lower(i64 pair) { return static_cast<u32>(pair); }
-RTK_DEVICE u32 upper(i64 pair) { return static_cast<u32>(static_cast<u64>(pair) >> 32); }
-
 // What group_rms_norm_gate_bwd computes, with the same RowGroups, lanes and partial sums, and so the same bits, where that
 // needs little code: instructions come from memory too, and each one before the first loads makes all rows 7 ns later.
 // There are no masks; `cols` is 2 or 4 warps of 16-byte pieces. The weight (null: ones) is of T. The number of lanes is a

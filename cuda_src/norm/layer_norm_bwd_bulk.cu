@@ -7,25 +7,6 @@
 
 namespace rtk {
 
-// The halves of an argument.
-RTK_DEVICE u32 low(i64 two) { return static_cast<u32>(two); }
-RTK_DEVICE u32 high(i64 two) { return static_cast<u32>(static_cast<u64>(two) >> 32); }
-
-// add_rows (common/block_sums.cuh) in few instructions: at the end of a kernel each has to come from memory first.
-RTK_DEVICE void add_few_rows(const float* sums, int rows, int apart, int width, float* out) {
-#pragma unroll 1
-    for (int at = static_cast<int>(threadIdx.x) * 4; at < width; at += static_cast<int>(blockDim.x) * 4) {
-        float total[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        const float* from = sums + at;
-#pragma unroll 1
-        for (int row = 0; row < rows; ++row, from += apart) {
-            const float4 part = *reinterpret_cast<const float4*>(from);
-            total[0] += part.x, total[1] += part.y, total[2] += part.z, total[3] += part.w;
-        }
-        store<float, 4>(out + at, total);
-    }
-}
-
 // What layer_norm_bwd (norm/layer_norm_bwd.cu) does with two pieces of a row in a thread, but in one pass over them: dh, and a
 // row of partial parameter gradients per block. For groups of whole warps and rows of at most 1024 pieces of 16 bytes, in
 // blocks of as many threads as have REGISTERS.
@@ -40,19 +21,19 @@ __global__ void __maxnreg__(REGISTERS)
     constexpr int VEC = 16 / sizeof(T), CHUNKS = 2;
     extern __shared__ __align__(16) u8 memory[];
     __shared__ __align__(16) ShiftedScratch scratch;
-    RowGroup group(low(threads_stages));
-    group.count = static_cast<int>(high(threads_stages) >> 8);  // as it is, but not worked out
-    const int end = static_cast<int>(high(rows_cols));
+    RowGroup group(lower(threads_stages));
+    group.count = static_cast<int>(upper(threads_stages) >> 8);  // as it is, but not worked out
+    const int end = static_cast<int>(upper(rows_cols));
     const int pitch = group.threads * VEC;
     const int column = group.thread * VEC;
-    const bool wide = high(dsum_flags) & 1;
-    BulkRows<T, CHUNKS, DSUM, false, true> mine(memory, group, dy, h, dsum, low(rows_cols), end, low(pitches), high(pitches),
-                                                low(dsum_flags), high(threads_stages) & 0xff);
+    const bool wide = upper(dsum_flags) & 1;
+    BulkRows<T, CHUNKS, DSUM, false, true> mine(memory, group, dy, h, dsum, lower(rows_cols), end, lower(pitches), upper(pitches),
+                                                lower(dsum_flags), upper(threads_stages) & 0xff);
     const auto& ring = mine.ring;
     AskedGain<T, VEC> asked[CHUNKS];
     mine.start(group, weight, wide, asked, [&] { count_columns(WarpColumns<VEC, CHUNKS>(group, end), scratch); });
-    const float epsilon = __uint_as_float(low(eps_offset));
-    const float offset_or_one = weight == nullptr ? 1.0f : __uint_as_float(high(eps_offset));
+    const float epsilon = __uint_as_float(lower(eps_offset));
+    const float offset_or_one = weight == nullptr ? 1.0f : __uint_as_float(upper(eps_offset));
     const float inverse = reciprocal(static_cast<float>(end));
     float gain[CHUNKS][VEC], dweight[CHUNKS][VEC], dbias[CHUNKS][VEC];
 #pragma unroll
@@ -123,7 +104,7 @@ __global__ void __maxnreg__(REGISTERS)
     }
 
     if (partial == nullptr) return;
-    const int width = high(dsum_flags) & 2 ? 2 * end : end;
+    const int width = upper(dsum_flags) & 2 ? 2 * end : end;
     partial += rtk::product(blockIdx.x, width);
     const int apart = ring.group_bytes() / 4;
     float* sums = reinterpret_cast<float*>(memory + 8 * ring.kMost);  // two rows in the ring of each group

@@ -100,8 +100,8 @@ RTK_DEVICE void add_products<fp16>(float (&d)[4], u32 a0, u32 a1, u32 b) {
     ptx::mma_m16n8k8_f16(d, a0, a1, b);
 }
 
-// Sums of squares of 64 rows of a tile, those at places one after the other, to `sums`, or added to what is there: 16 rows times themselves by tensor cores, of
-// which the diagonal counts. One warp; x is at the first of the rows.
+// Sums of squares of 64 rows of a tile, those at places one after the other, to `sums`, or added to what is there: 16 rows
+// times themselves by tensor cores, of which the diagonal counts. One warp; x is at the first of the rows.
 template <typename T>
 RTK_DEVICE void add_squares(const u8* x, float* sums, bool added) {
     const int lane = static_cast<int>(this_thread()) % kWarp;

@@ -74,9 +74,9 @@ struct RingNumbers {
     }
 };
 
-// scale_t is [ceil(rows/128), cols]. The weight (may be null) is of T, or of fp32 if `weight_wide`. Boxes of
-// x as [8, rows/8, cols] 8 x 16 x 64; of q_t as [cols/8, 8, rows] 16 x 9 x 128. `after`: x and rstd come from the previous kernel of the stream, which
-// wrote the last rows last, so that those may still be in L2.
+// scale_t is [ceil(rows/128), cols]. The weight (may be null) is of T, or of fp32 if `weight_wide`. Boxes of x as [8, rows/8,
+// cols]: 8 x 16 x 64; of q_t as [cols/8, 8, rows]: 16 x 9 x 128. `after`: x and rstd come from the previous kernel of the
+// stream, which wrote the last rows last, so that those may still be in L2.
 template <typename T, bool ROWS>
 __global__ void __launch_bounds__(kRingThreads, 1)
     norm_fp8_ring(const __grid_constant__ ptx::TensorMap x, const __grid_constant__ ptx::TensorMap q_t,

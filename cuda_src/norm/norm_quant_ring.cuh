@@ -2,9 +2,10 @@
 // there, which tiles a block takes, how they get there, and which part of a tile of 128 x 128 a thread has.
 //
 // A tile of x is two boxes of 128 rows x 128 bytes as the copy engine writes them: row 8 * i + j is at place 16 * j + i, so
-// that a thread finds its eight rows all the same way; the 16 bytes of piece p of place r are at piece p ^ (r % 8). Codes leave as 16 groups of 8 columns x 128 bytes with the same pattern, which goes by address:
-// groups are nine columns apart, the ninth being outside of the tensor, so that threads with neighbouring groups, which
-// write the same bytes of the same column of each, meet different banks.
+// that a thread finds its eight rows all the same way; the 16 bytes of piece p of place r are at piece p ^ (r % 8). Codes
+// leave as 16 groups of 8 columns x 128 bytes with the same pattern, which goes by address: groups are nine columns apart,
+// the ninth being outside of the tensor, so that threads with neighbouring groups, which write the same bytes of the same
+// column of each, meet different banks.
 #pragma once
 #include "common/vec.cuh"
 #include "ptx/mbarrier.cuh"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from math import prod
 from typing import Any, NamedTuple
 
@@ -10,7 +9,18 @@ import torch
 from torch import Tensor
 
 from rtkernels._kernel import DeviceInfo, Kernel, Plans, dense_memory, device_info
-from rtkernels._layout import GRID_LIMIT, block_of, check_same, divisor, group_threads, row_stride, token, vector_bytes
+from rtkernels._layout import (
+    GRID_LIMIT,
+    block_of,
+    check_same,
+    divisor,
+    float_halves,
+    group_threads,
+    halves,
+    row_stride,
+    token,
+    vector_bytes,
+)
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.column_sum import waits_beside
 
@@ -279,11 +289,6 @@ def _plan_fwd(x: Meta, gate: Meta, weight: Meta | None, groups: int, layout: str
 FWD_PLANS = Plans(_plan_fwd)
 
 
-def _pair(lower: int, upper: int) -> int:
-    """Return two numbers below 2**32 as one signed argument of 64 bits."""
-    return struct.unpack("<q", struct.pack("<II", lower, upper))[0]
-
-
 def _even_numbers(s: Tensors, threads: int, lanes: int, early: bool) -> tuple[int, ...] | None:
     """Return the arguments of the kernel for tokens that lie evenly; None if it does not serve this call."""
     inner, distances = s.levels()
@@ -295,11 +300,10 @@ def _even_numbers(s: Tensors, threads: int, lanes: int, early: bool) -> tuple[in
     dy, x, gate, dgate, dx = (pace * outer for outer, _ in apart)
     if max(dy, x, gate, dgate, dx) >= 2**32:
         return None
-    (inverse,) = struct.unpack("<I", struct.pack("<f", 1 / s.cols))
     return (
-        _pair(s.tokens // inner, pace), _pair(s.groups, inner), *(_pair(*pair) for pair in apart), _pair(dy, x),
-        _pair(gate, dgate), _pair(dx, s.x[2] * size), divisor(inner), divisor(s.groups), _pair(s.weight_group, early),
-        inverse,
+        halves(s.tokens // inner, pace), halves(s.groups, inner), *(halves(*pair) for pair in apart), halves(dy, x),
+        halves(gate, dgate), halves(dx, s.x[2] * size), divisor(inner), divisor(s.groups),
+        halves(s.weight_group, early), float_halves(1 / s.cols, 0.0),
     )  # fmt: skip
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
-from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -17,7 +15,9 @@ from rtkernels._layout import (
     GRID_LIMIT,
     address,
     block_of,
+    float_halves,
     group_threads,
+    halves,
     is_dense,
     nothing,
     row_count,
@@ -60,16 +60,6 @@ def _bulk_ring(info: DeviceInfo, rows: int, vectors: int, inputs: int) -> BulkRi
 def _bulk_registers(ring: BulkRing, size: int) -> int:
     """Return how many registers its threads have; with elements of four bytes they need no more than the fewest."""
     return next((n for n in _BULK_REGISTERS if size == 2 and n * ring.block <= 2**16), min(_BULK_REGISTERS))
-
-
-def _two(low: int, high: int) -> int:
-    """Return an argument of eight bytes that holds two unsigned numbers."""
-    return int.from_bytes(struct.pack("<II", low, high), "little", signed=True)
-
-
-@lru_cache(maxsize=64)
-def _two_floats(low: float, high: float) -> int:
-    return int.from_bytes(struct.pack("<ff", low, high), "little", signed=True)
 
 
 def _ring_stages(limit: int, chunks: int, dsum: bool) -> int:
@@ -249,9 +239,10 @@ class _BackwardPlan:
             threads, self.partial_rows = r.threads, r.blocks
             variant = (t, dsum is not None, _bulk_registers(r, size))
             self.launch = _BWD_BULK.bind(variant, device, r.blocks, r.block, r.shared)
+            pitches = [stride * size for stride in strides]
             self.bulk_args = (
-                (_two(rows, cols), _two(*(s * size for s in strides[:2])), _two(threads, r.stages | r.groups << 8)),
-                _two(strides[2] * size, wide | (sums > 1) << 1),
+                (halves(rows, cols), halves(*pitches[:2]), halves(threads, r.stages | r.groups << 8)),
+                halves(pitches[2], wide | (sums > 1) << 1),
             )
         elif full and stages >= 2 and rows < 2**30:
             threads = group_threads(-(-vectors // chunks), _RING_THREADS)
@@ -298,7 +289,7 @@ class _BackwardPlan:
         partial = None
         if self.sums:
             partial = torch.empty(self.partial_rows, self.sums * self.cols, dtype=torch.float32, device=dh.device)
-        ending = (weight, dh.data_ptr(), address(partial), dsum, flags, _two_floats(eps, offset))
+        ending = (weight, dh.data_ptr(), address(partial), dsum, flags, float_halves(eps, offset))
         self.launch(dy, h, *shape, *ending)
         if partial is None:
             return nothing(dh)
