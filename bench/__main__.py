@@ -7,7 +7,8 @@ import re
 import sys
 from pathlib import Path
 
-from bench import meta, peers, report
+from bench import meta, peers
+from bench.report import tables as report
 
 NO_GPU = "bench: no CUDA device here, so nothing is measured. `python -m bench report` works without one."
 # What `check` calls unless told otherwise: inductor would compile every row for minutes.
@@ -64,8 +65,8 @@ def _run(args: argparse.Namespace) -> int:
     if missing := peers.not_installed(args.peers):
         print(f"bench run: not installed: {', '.join(missing)}; leave them out of --peers, or --peers", file=sys.stderr)
         return 2
-    from bench import host, run
-    from bench.timing import CudaDevice, Timer
+    from bench.measure import host, run
+    from bench.measure.timing import CudaDevice, Timer
 
     pool = run.all_rows()
     rows = run.select(pool, args.rows)
@@ -95,8 +96,8 @@ def _check(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print(NO_GPU, file=sys.stderr)
         return 2
-    from bench import run
-    from bench.timing import CudaDevice, Timer
+    from bench.measure import run
+    from bench.measure.timing import CudaDevice, Timer
 
     pool = run.all_rows()
     rows = run.select(pool, args.rows)
@@ -113,8 +114,9 @@ def _sweep(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print(NO_GPU, file=sys.stderr)
         return 2
-    from bench import neighbours, sweep
-    from bench.timing import CudaDevice, Timer
+    from bench.measure import sweep
+    from bench.measure.timing import CudaDevice, Timer
+    from bench.report import neighbours
 
     env = meta.environment()
     timer = Timer(CudaDevice(), iterations=30 if args.quick else 100)
@@ -149,7 +151,8 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _readme(args: argparse.Namespace) -> int:
-    from bench import readme, run
+    from bench.measure import run
+    from bench.report import readme
 
     path = meta.ROOT / "README.md"
     text = path.read_text(encoding="utf-8")

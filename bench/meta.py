@@ -46,9 +46,9 @@ def _output(*command: str) -> str | None:
 
 def _nvrtc() -> str | None:
     try:
-        from rtkernels import _nvrtc
+        from rtkernels.runtime.build import nvrtc
 
-        return ".".join(str(part) for part in _nvrtc.version())
+        return ".".join(str(part) for part in nvrtc.version())
     except Exception:
         return None
 

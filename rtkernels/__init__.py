@@ -16,7 +16,6 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time __getattr__
     from rtkernels import interop as interop
     from rtkernels import nn as nn
     from rtkernels import optim as optim
-    from rtkernels._warm import warm as warm
     from rtkernels.emulator import emulate as emulate
     from rtkernels.errors import ArgumentError as ArgumentError
     from rtkernels.errors import KernelCompileError as KernelCompileError
@@ -25,13 +24,14 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time __getattr__
     from rtkernels.errors import SourceError as SourceError
     from rtkernels.errors import ToolkitError as ToolkitError
     from rtkernels.errors import UnsupportedDeviceError as UnsupportedDeviceError
-    from rtkernels.ops._moe_layout import MoeIndex as MoeIndex
+    from rtkernels.ops.moe.moe_index_layout import MoeIndex
+    from rtkernels.runtime.warm import warm
 
 __version__ = "0.1.0"
 
 # Everything public that is not an op: name -> (module, attribute), or the module itself.
 _NAMES: dict[str, tuple[str, str | None]] = {
-    "warm": ("rtkernels._warm", "warm"),
+    "warm": ("rtkernels.runtime.warm", "warm"),
     "emulate": ("rtkernels.emulator", "emulate"),
     "cache": ("rtkernels.cache", None),
     "errors": ("rtkernels.errors", None),
@@ -45,7 +45,7 @@ _NAMES: dict[str, tuple[str, str | None]] = {
     "ToolkitError": ("rtkernels.errors", "ToolkitError"),
     "UnsupportedDeviceError": ("rtkernels.errors", "UnsupportedDeviceError"),
     "NotWarmError": ("rtkernels.errors", "NotWarmError"),
-    "MoeIndex": ("rtkernels.ops._moe_layout", "MoeIndex"),
+    "MoeIndex": ("rtkernels.ops.moe.moe_index_layout", "MoeIndex"),
 }
 
 
@@ -73,9 +73,9 @@ def __dir__() -> list[str]:
 
 
 def _op_names() -> list[str]:
-    from rtkernels import _registry
+    from rtkernels.runtime.operator import registry
 
-    return [name for op in _registry.ops() for name in op.public]
+    return [name for op in registry.ops() for name in op.public]
 
 
 def _public_op(name: str) -> Any:
@@ -83,9 +83,9 @@ def _public_op(name: str) -> Any:
         value = getattr(importlib.import_module(f"rtkernels.ops.{name}"), name, None)
         if value is not None:
             return value
-    from rtkernels import _registry
+    from rtkernels.runtime.operator import registry
 
-    for op in _registry.ops():
+    for op in registry.ops():
         if name in op.public:
             return getattr(importlib.import_module(f"rtkernels.ops.{op.name}"), name)
     raise AttributeError(f"module 'rtkernels' has no attribute {name!r}; ops: {', '.join(_op_names())}")

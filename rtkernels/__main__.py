@@ -129,7 +129,7 @@ def _fail(error: BaseException, code: int) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from rtkernels import doctor
+    from rtkernels.cli import doctor
 
     report = doctor.collect()
     print(json.dumps(report, indent=2, default=str) if arguments.json else doctor.render(report))
@@ -137,7 +137,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    from rtkernels import show
+    from rtkernels.cli import show
 
     rows = show.inventory(arguments.arch, arguments.op)
     print(json.dumps(rows, indent=2) if arguments.json else show.render_inventory(rows))
@@ -145,10 +145,10 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _warm(arguments: argparse.Namespace) -> int:
-    from rtkernels import _warm
+    from rtkernels.runtime import warm as warming
 
-    progress = _warm.Progress(sys.stderr)
-    report = _warm.warm(arguments.arch, arguments.op, arguments.out, arguments.jobs, progress=progress)
+    progress = warming.Progress(sys.stderr)
+    report = warming.warm(arguments.arch, arguments.op, arguments.out, arguments.jobs, progress=progress)
     progress.close()
     print(report)
     return FAILURE if report.failures else 0
@@ -173,7 +173,7 @@ def _cache_ls(arguments: argparse.Namespace, cache: ModuleType) -> int:
     if arguments.json:
         print(json.dumps([vars(entry) for entry in entries], indent=2, default=str))
         return 0
-    from rtkernels.show import table
+    from rtkernels.cli.show import table
 
     rows = []
     for entry in entries:
@@ -201,9 +201,9 @@ def _cache_prune(arguments: argparse.Namespace, cache: ModuleType) -> int:
 
 
 def _cache_clear(arguments: argparse.Namespace, cache: ModuleType) -> int:
-    from rtkernels import _arch
+    from rtkernels.runtime import targets as targets_module
 
-    targets = [None] if arguments.arch is None else [_arch.parse(text).name for text in arguments.arch]
+    targets = [None] if arguments.arch is None else [targets_module.parse(text).name for text in arguments.arch]
     ops = [None] if arguments.op is None else _cached_ops(arguments.op, {entry.op for entry in cache.ls()})
     results = [cache.clear(target, op) for target in targets for op in ops]
     entries, size = sum(result.entries for result in results), sum(result.size for result in results)
@@ -213,11 +213,11 @@ def _cache_clear(arguments: argparse.Namespace, cache: ModuleType) -> int:
 
 def _cached_ops(names: Sequence[str], cached: set[str]) -> list[str]:
     """Return op names as entries carry them; what an older version left behind can be named too."""
-    from rtkernels import _warm
+    from rtkernels.runtime import warm as warming
 
     found = []
     for name in names:
-        found += [name] if name in cached else [op.name for op in _warm.select([name])]
+        found += [name] if name in cached else [op.name for op in warming.select([name])]
     return list(dict.fromkeys(found))
 
 
@@ -235,7 +235,8 @@ _CACHE_ACTIONS = {
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from rtkernels import _warm, show
+    from rtkernels.cli import show
+    from rtkernels.runtime import warm as warming
 
     chosen = (arguments.kernel, arguments.variant)
     if arguments.source:
@@ -243,8 +244,8 @@ def _show(arguments: argparse.Namespace) -> int:
             raise ArgumentError("--variant has no meaning with --source: all variants share one source")
         print(show.source(arguments.op, arguments.kernel))
         return 0
-    _warm.select([arguments.op])  # an unknown op is the more useful message than a missing target
-    targets = _warm.targets(arguments.arch)
+    warming.select([arguments.op])  # an unknown op is the more useful message than a missing target
+    targets = warming.targets(arguments.arch)
     if arguments.ptx:
         print("\n\n".join(show.ptx(arguments.op, target, *chosen) for target in targets))
     else:
@@ -254,7 +255,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from rtkernels import demo
+    from rtkernels.cli import demo
 
     return demo.run()
 

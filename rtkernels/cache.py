@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rtkernels import _cache, _env, _places, _store
-from rtkernels._store import BadEntry, Store
+from rtkernels.runtime import env
+from rtkernels.runtime.build import cache as build_cache
+from rtkernels.runtime.build import places
+from rtkernels.runtime.build import store as store_module
+from rtkernels.runtime.build.store import BadEntry, Store
 
 __all__ = ["Cached", "Removed", "Verified", "clear", "info", "ls", "path", "prune", "verify"]
 
@@ -59,7 +62,7 @@ class Removed:
 
 def path() -> Path | None:
     """Return the directory of the cache, symbolic links resolved; None if there is no home to put it in."""
-    configured, _ = _places.location()
+    configured, _ = places.location()
     return configured.resolve() if configured else None
 
 
@@ -71,28 +74,28 @@ def info() -> dict[str, Any]:
         ``max_size`` in bytes, ``targets`` (entries per target), ``extra`` (the read-only caches in use), and
         ``stats`` (what this process did).
     """
-    directory, explicit = _places.location()
-    problem = "no home directory" if directory is None else _store.distrust(path(), explicit=explicit)
+    directory, explicit = places.location()
+    problem = "no home directory" if directory is None else store_module.distrust(path(), explicit=explicit)
     cached = ls()
     targets: dict[str, int] = {}
     for entry in cached:
         targets[entry.target] = targets.get(entry.target, 0) + 1
     return {
         "path": path(),
-        "mode": _env.get("CACHE"),
+        "mode": env.get("CACHE"),
         "problem": problem,
         "entries": len(cached),
         "size": sum(entry.size for entry in cached),
-        "max_size": _env.get("CACHE_MAX_MB") * 1_000_000,
+        "max_size": env.get("CACHE_MAX_MB") * 1_000_000,
         "targets": targets,
-        "extra": [store.root for store in _places.extra_stores()],
-        "stats": vars(_cache.stats).copy(),
+        "extra": [store.root for store in places.extra_stores()],
+        "stats": vars(build_cache.stats).copy(),
     }
 
 
 def ls(target: str | None = None, op: str | None = None) -> list[Cached]:
     """Return all entries of the user's cache, checksums verified, sorted by target and op."""
-    store = _places.user_store()
+    store = places.user_store()
     if store is None:
         return []
     return [_inspect(directory) for directory in store.entries(target or "*", op or "*")]
@@ -109,7 +112,7 @@ def verify(*, repair: bool = False) -> Verified:
     store = _writable_store()
     if repair and store:
         for entry in bad:
-            _store.quarantine(store, entry.path, entry.problem or "")
+            store_module.quarantine(store, entry.path, entry.problem or "")
     return Verified(len(cached), bad)
 
 
@@ -119,9 +122,9 @@ def prune(max_mb: int | None = None) -> Removed:
     Args:
         max_mb: The limit in MB, 0 for none; ``RTKERNELS_CACHE_MAX_MB`` if not given.
     """
-    limit = _env.get("CACHE_MAX_MB") if max_mb is None else max_mb
+    limit = env.get("CACHE_MAX_MB") if max_mb is None else max_mb
     store = _writable_store()
-    return Removed(*_store.shrink(store, limit * 1_000_000)) if store else Removed(0, 0)
+    return Removed(*store_module.shrink(store, limit * 1_000_000)) if store else Removed(0, 0)
 
 
 def clear(target: str | None = None, op: str | None = None) -> Removed:
@@ -131,16 +134,16 @@ def clear(target: str | None = None, op: str | None = None) -> Removed:
         return Removed(0, 0)
     removed = size = 0
     for directory in store.entries(target or "*", op or "*"):
-        _, bytes_used = _store.usage(directory)
-        if _store.remove(store, directory):
+        _, bytes_used = store_module.usage(directory)
+        if store_module.remove(store, directory):
             removed += 1
             size += bytes_used
-    _store.sweep(store)
+    store_module.sweep(store)
     return Removed(removed, size)
 
 
 def _writable_store() -> Store | None:
-    store = _places.user_store()
+    store = places.user_store()
     return store if store and store.writable else None
 
 
@@ -149,9 +152,9 @@ def _inspect(directory: Path) -> Cached:
     meta: dict[str, Any] = {}
     problem = None
     try:
-        if found := _store.read_entry(directory):
+        if found := store_module.read_entry(directory):
             meta = found[0]
     except (BadEntry, OSError) as error:
         problem = str(error)
-    used, size = _store.usage(directory)
+    used, size = store_module.usage(directory)
     return Cached(op, directory.parent.name, key, size, used, directory, meta, problem)

@@ -15,7 +15,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: threads of torch w
 import pytest
 import torch
 
-from rtkernels import _cache
+from rtkernels.runtime.build import cache as build_cache
 
 _own_cache = pytest.StashKey[str]()
 
@@ -93,6 +93,6 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
         if name.startswith("RTKERNELS_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("RTKERNELS_CACHE_DIR", str(directory))
-    _cache.forget()
+    build_cache.forget()
     yield directory
-    _cache.forget()
+    build_cache.forget()

@@ -7,7 +7,7 @@
 // / 4 % 16) of that column. Writing, lanes have equal u and different c / 4; reading 16 bytes, eight lanes share a
 // column: both touch every bank once.
 #pragma once
-#include "act/glu_quant_counts.cuh"
+#include "act/glu_fp8_counts.cuh"
 #include "quant/expert_tiles.cuh"
 #include "common/fp8_scale.cuh"
 #include "common/pressure.cuh"

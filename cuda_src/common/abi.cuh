@@ -3,7 +3,7 @@
 //
 // Kernel parameters are pointers, `i64` and `double` only. All are eight bytes, so the host packs them with one
 // struct call and no size or count is ever truncated; kernels narrow them on their first lines. Where the code before the
-// first load counts, two numbers that are known to have 32 bits share an i64 (rtkernels/_layout.py: halves).
+// first load counts, two numbers that are known to have 32 bits share an i64 (rtkernels/runtime/layout.py: halves).
 #pragma once
 
 #define RTK_DEVICE __device__ __forceinline__

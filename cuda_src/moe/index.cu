@@ -1,11 +1,11 @@
 // Where each choice of an expert goes: rows sorted by expert, inside an expert by token, every expert's rows padded to a
-// multiple. Two launches, one block for each chunk of tokens in both (moe/chunks.cuh). Integers only, no order of threads
+// multiple. Two launches, one block for each chunk of tokens in both (common/chunks.cuh). Integers only, no order of threads
 // shows in the result.
 //
 // moe_count counts the choices of a chunk, from a list [tokens, top_k] of expert numbers. moe_list does the same from a
-// routing map, of which it makes such a list first. moe_place ranks the choices of its chunk (moe/rank.cuh), from a given
+// routing map, of which it makes such a list first. moe_place ranks the choices of its chunk (common/rank.cuh), from a given
 // list before it waits for the counts.
-#include "moe/rank.cuh"
+#include "common/rank.cuh"
 
 namespace rtk {
 

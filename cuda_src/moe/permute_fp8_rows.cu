@@ -5,7 +5,7 @@
 #include "common/reduce.cuh"
 #include "moe/rows.cuh"
 #include "ptx/pdl.cuh"
-#include "quant/amax.cuh"
+#include "common/amax.cuh"
 #include "quant/experts.cuh"
 
 namespace rtk {

@@ -13,7 +13,7 @@
 #include "moe/permute_fp8_runs.cuh"
 #include "moe/rows.cuh"
 #include "ptx/cp_async.cuh"
-#include "quant/amax.cuh"
+#include "common/amax.cuh"
 
 namespace rtk {
 

@@ -3,7 +3,7 @@
 // scale[t] with row r of another matrix.
 #include "common/reduce.cuh"
 #include "moe/rows.cuh"
-#include "quant/amax.cuh"
+#include "common/amax.cuh"
 
 namespace rtk {
 

@@ -1,10 +1,10 @@
 // The row of every routed (token, expert) pair as a dense map [tokens, experts], -1 where a token is not routed: rows
 // sorted by expert, inside an expert by token, every expert's rows padded to a multiple. Two launches with the same
-// blocks, one or (many experts) a few for each chunk of tokens (moe/chunks.cuh): row_id_count counts, row_id_place writes.
+// blocks, one or (many experts) a few for each chunk of tokens (common/chunks.cuh): row_id_count counts, row_id_place writes.
 //
 // A thread owns VEC neighbouring experts and kTokens tokens in a row; threads with the same experts are a column, and
 // the counts of those above are added to a thread's own. Counts of up to 248 tokens are kept in bytes, four in a word.
-#include "moe/chunks.cuh"
+#include "common/chunks.cuh"
 
 namespace rtk {
 

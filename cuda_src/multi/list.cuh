@@ -1,4 +1,4 @@
-// Lists of tensors as kernels see them: a table of 64-bit words (built by rtkernels/ops/_multi_tables.py).
+// Lists of tensors as kernels see them: a table of 64-bit words (built by rtkernels/ops/multi/multi_tables.py).
 //
 // One record per tensor: elements, kinds, index of its first chunk, then its address in each of the lists that are
 // walked together. `kinds` has two bits per list (0 fp32, 1 bf16, 2 fp16) and the bit kAligned: every address is a

@@ -2,7 +2,7 @@
 // h = x, or the rounded sum x + residual, which is then an output too. fp32 arithmetic, one rounding at each store.
 //
 // Rows are worked on by groups of threads (RowGroup). Inputs have any row stride; outputs are dense.
-#include "common/ahead.cuh"
+#include "common/l2_prefetch.cuh"
 #include "common/block_sums.cuh"
 #include "common/reduce.cuh"
 #include "common/row_ring.cuh"

@@ -68,7 +68,7 @@ RTK_DEVICE void wgmma_wait() {
     "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), \
     "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 
-// Both operands in shared memory, a with rows of k, b with rows of k or (kAcross) of n; gemm/shared_tile.cuh has the
+// Both operands in shared memory, a with rows of k, b with rows of k or (kAcross) of n; gemm/operand.cuh has the
 // descriptors. `add` 0 starts from zero.
 #define RTK_WGMMA_SHARED(type)                                                                              \
     asm volatile(                                                                                           \

@@ -1,7 +1,7 @@
 // Back from fp8: q * scale in fp32, rounded once to the output type. Outputs are dense.
-#include "common/ahead.cuh"
+#include "common/l2_prefetch.cuh"
 #include "quant/fp8_transposed.cuh"
-#include "quant/runs.cuh"
+#include "common/row_slices.cuh"
 
 namespace rtk {
 

@@ -4,8 +4,8 @@
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
 #include "ptx/pdl.cuh"
-#include "quant/amax.cuh"
-#include "quant/runs.cuh"
+#include "common/amax.cuh"
+#include "common/row_slices.cuh"
 
 namespace rtk {
 

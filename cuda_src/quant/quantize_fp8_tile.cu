@@ -3,7 +3,7 @@
 #include "common/fp8_scale.cuh"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
-#include "quant/amax.cuh"
+#include "common/amax.cuh"
 #include "quant/tile.cuh"
 
 namespace rtk {

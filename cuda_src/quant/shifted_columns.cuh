@@ -1,11 +1,11 @@
-// Staged codes of a tile's columns (quant/square.cuh) to columns of memory that may begin at any byte, where other tiles
+// Staged codes of a tile's columns (quant/tile_square.cuh) to columns of memory that may begin at any byte, where other tiles
 // write the bytes before and after.
 //
 // Memory gets aligned pieces of 16 bytes, each put together from two staged ones. Of a column that begins `past` bytes
 // after a multiple of 16, there are 16 - past bytes before the first whole piece and `past` bytes behind the last one. A
 // lane writes each of these 16, so that an end is one request, whatever its length.
 #pragma once
-#include "quant/square.cuh"
+#include "quant/tile_square.cuh"
 
 namespace rtk {
 

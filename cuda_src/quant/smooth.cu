@@ -2,7 +2,7 @@
 // common/fp8_scale.cuh. On request also the largest finite |x| of each column that a thread group saw, for calibration.
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
-#include "quant/amax.cuh"
+#include "common/amax.cuh"
 
 namespace rtk {
 

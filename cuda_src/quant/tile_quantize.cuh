@@ -2,7 +2,7 @@
 #pragma once
 #include "common/reduce.cuh"
 #include "ptx/forget.cuh"
-#include "quant/amax.cuh"
+#include "common/amax.cuh"
 #include "quant/tile.cuh"
 
 namespace rtk {

@@ -1,7 +1,7 @@
 // out[r] = sum over c of x[r, c] * y[r, c], in fp32, and its gradients. A group of threads per row; matrices with row
 // strides.
 #include "common/reduce.cuh"
-#include "quant/runs.cuh"
+#include "common/row_slices.cuh"
 
 namespace rtk {
 

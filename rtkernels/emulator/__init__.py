@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rtkernels import _arch, _env
 from rtkernels.errors import ArgumentError, ToolkitError
+from rtkernels.runtime import env, targets
 
 if TYPE_CHECKING:
     from rtkernels.emulator._launch import Bound, EmulatorError, Pointer, points_to
@@ -86,7 +86,7 @@ class emulate(contextlib.ContextDecorator):
 
 
 def _number(features: str) -> int:
-    capability = _arch.parse(features).capability
+    capability = targets.parse(features).capability
     if capability not in _FEATURES:
         raise ArgumentError(f"the emulator has the features of sm_80, sm_89 and sm_90, not of {features}")
     return _FEATURES[capability]
@@ -96,7 +96,7 @@ def settings() -> Settings:
     """Return the settings of the innermost ``emulate``, else of ``RTKERNELS_EMULATE``, else the defaults."""
     if chosen := _chosen.get():
         return chosen
-    wanted = _env.get("EMULATE")
+    wanted = env.get("EMULATE")
     return Settings(_number(wanted)) if isinstance(wanted, str) else Settings()
 
 
@@ -104,7 +104,7 @@ def active() -> int | None:
     """Return 80, 89 or 90 while ops on CPU tensors are to be emulated, else None."""
     if chosen := _chosen.get():
         return chosen.features
-    return settings().features if _env.get("EMULATE") else None
+    return settings().features if env.get("EMULATE") else None
 
 
 def unavailable() -> str | None:

@@ -18,8 +18,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from rtkernels import _env, _places, _sources, _store
 from rtkernels.errors import KernelCompileError, NotWarmError, SourceError, ToolkitError
+from rtkernels.runtime import env
+from rtkernels.runtime.build import places as places_module
+from rtkernels.runtime.build import sources as sources_module
+from rtkernels.runtime.build import store as store_module
 
 _HERE = Path(__file__).resolve().parent
 INCLUDE = _HERE / "include"
@@ -113,7 +116,7 @@ def _closure(start: Path) -> tuple[dict[str, bytes], dict[Path, int]]:
         times[path] = os.stat(path).st_mtime_ns
         found[name] = path.read_bytes()
         for included in _INCLUDES.findall(found[name].decode()):
-            places = (base / included for base in (INCLUDE, _sources.root()))
+            places = (base / included for base in (INCLUDE, sources_module.root()))
             if not (place := next((p for p in places if p.is_file()), None)):
                 raise SourceError(f"{name} includes {included!r}, which is neither in the emulator nor in cuda_src")
             waiting.append((included, place))
@@ -150,13 +153,13 @@ def _target() -> str:
 def _cached(op: str, expression: str, content: dict[str, object], make: Callable[[Path], None]) -> Path:
     """Return the file that ``make`` writes, from the cache if there is one for this content."""
     key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    store = _places.user_store()
+    store = places_module.user_store()
     if store is None:
         return _private(key, make)
     final = store.base / _target() / f"{op}-{key[:32]}"
     if (found := _read(store, final)) or not store.writable:
         return found or _private(key, make)
-    with _store.key_lock(store, key, op):
+    with store_module.key_lock(store, key, op):
         if found := _read(store, final):
             return found
         with tempfile.TemporaryDirectory(prefix="rtkernels-emulator-") as scratch:
@@ -164,44 +167,44 @@ def _cached(op: str, expression: str, content: dict[str, object], make: Callable
             make(output := Path(scratch) / "kernel.so")
             image = output.read_bytes()
         meta = {
-            "format": _store.FORMAT, "key": key, "base_key": key, "op": op, "unit": content["unit"],
+            "format": store_module.FORMAT, "key": key, "base_key": key, "op": op, "unit": content["unit"],
             "expressions": [expression], "names": {expression: "rtk_emu_run"}, "target": _target(),
             "nvrtc": [], "flags": content["flags"], "compiler": content["compiler"], "sources": content["files"],
             "sha256": hashlib.sha256(image).hexdigest(), "size": len(image), "resources": {},
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }  # fmt: skip
-        name = _store.image_name(_target())
-        if _store.publish(store, final, {name: image, _store.META: json.dumps(meta, indent=1).encode()}):
+        name = store_module.image_name(_target())
+        if store_module.publish(store, final, {name: image, store_module.META: json.dumps(meta, indent=1).encode()}):
             _limit(store)
             return final / name
     return _private(key, make)
 
 
-def _read(store: _store.Store, directory: Path) -> Path | None:
+def _read(store: store_module.Store, directory: Path) -> Path | None:
     try:
-        found = _store.read_entry(directory)
-    except _store.BadEntry as bad:
+        found = store_module.read_entry(directory)
+    except store_module.BadEntry as bad:
         if store.writable:
-            _store.quarantine(store, directory, str(bad))
+            store_module.quarantine(store, directory, str(bad))
         return None
     except OSError:
         return None
     if found and store.writable:
-        _store.touch(directory)
+        store_module.touch(directory)
     return found[2] if found else None
 
 
 def _require_allowed(op: str, expression: str) -> None:
-    if _env.get("NO_COMPILE"):
+    if env.get("NO_COMPILE"):
         raise NotWarmError(f"{op}: {expression} is not in the emulator's cache and RTKERNELS_NO_COMPILE is set")
 
 
-def _limit(store: _store.Store) -> None:
+def _limit(store: store_module.Store) -> None:
     global _shrunk
     if not _shrunk:
         _shrunk = True
         with contextlib.suppress(OSError):
-            _store.shrink(store, _env.get("CACHE_MAX_MB") * 1_000_000)
+            store_module.shrink(store, env.get("CACHE_MAX_MB") * 1_000_000)
 
 
 @cache
@@ -290,7 +293,7 @@ def _build_kernel(
     op: str, unit: str, expression: str, arch: int, defines: tuple[str, ...], debug: bool
 ) -> tuple[dict[Path, int], Path]:
     tool = compiler()
-    path = Path(unit) if os.path.isabs(unit) else _sources.root() / unit
+    path = Path(unit) if os.path.isabs(unit) else sources_module.root() / unit
     sources, times = _closure(path)
     flags = [
         *tool.flags,
@@ -316,7 +319,7 @@ def _build_kernel(
         # -nodefaultlibs: the runtime answers the sanitizer's callbacks, not the compiler's own library.
         wrap = [f"-Wl,--wrap={name}" for name in ("memcpy", "memmove", "memset")]
         link = ["-shared", "-nodefaultlibs", *wrap, str(engine), "-lm", "-lc", "-lgcc"]
-        places = [f"-I{INCLUDE}", f"-I{_sources.root()}"]
+        places = [f"-I{INCLUDE}", f"-I{sources_module.root()}"]
         _compile([*tool.command, *flags, *places, str(source), *link, "-o", str(output)], f"{expression} ({unit})")
 
     return times, _cached(op, expression, content, make)
@@ -341,5 +344,5 @@ def locate(library: Path, pc: int) -> str:
 def _shorten(place: str) -> str:
     """Return a path as it is written in ``#include``."""
     full = os.path.normpath(place)
-    root = str(_sources.root())
+    root = str(sources_module.root())
     return full[len(root) + 1 :] if full.startswith(root + os.sep) else os.path.basename(full)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.glu import glu
+from rtkernels.ops.act.glu import glu
 
 _GELUS = {"none": "gelu_erf", "tanh": "gelu_tanh"}
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.layer_norm import layer_norm
-from rtkernels.ops.rms_norm import rms_norm
+from rtkernels.ops.norm.layer_norm import layer_norm
+from rtkernels.ops.norm.rms_norm import rms_norm
 
 _FP32_EPS = torch.finfo(torch.float32).eps
 

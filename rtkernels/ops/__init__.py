@@ -1,1 +1,1 @@
-"""One module per op family. Each declares an ``Op``; ``rtkernels._registry.ops()`` imports them all."""
+"""One module per op family. Each declares an ``Op``; ``rtkernels.runtime.operator.operator.ops()`` imports them all."""

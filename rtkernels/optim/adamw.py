@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels._layout import FLOAT_DTYPES
 from rtkernels.errors import ArgumentError
-from rtkernels.ops._multi_adamw import STEP
+from rtkernels.ops.multi.multi_adamw import STEP
+from rtkernels.runtime.layout import FLOAT_DTYPES
 
 _STATE = ("exp_avg", "exp_avg_sq", "master")
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels.ops.multi_tensor import clip_norm_, multi_norm
+from rtkernels.ops.multi.multi_tensor import clip_norm_, multi_norm
 
 
 def clip_grad_norm_(

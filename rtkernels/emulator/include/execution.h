@@ -126,7 +126,7 @@ struct Relocation {
 };
 
 struct Error {
-    int kind;  // 0: none; the names are in _launch.py
+    int kind;  // 0: none; the names are in runtime/launch/driver.py
     u32 block[3], thread[3];
     int write;
     u64 size;

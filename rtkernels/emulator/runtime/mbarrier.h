@@ -152,7 +152,7 @@ void bulk_store(void* global, const void* shared, u32 bytes) {
     memcpy(global, shared, bytes);
 }
 
-// A tensor map, as rtkernels/_tensor_map.py writes it: the tensor and the bytes from its start to the first element, bytes
+// A tensor map, as rtkernels/runtime/launch/tensor_map.py writes it: the tensor and the bytes from its start to the first element, bytes
 // of an element, dimensions, swizzled or not; then 5 words each of sizes, strides in bytes, and sizes of the box.
 struct Box {
     u8* first;

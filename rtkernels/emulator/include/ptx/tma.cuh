@@ -4,7 +4,7 @@
 
 namespace rtk::ptx {
 
-// What rtkernels/_tensor_map.py writes for the emulator: words that say where the tensor is and how it lies there.
+// What rtkernels/runtime/launch/tensor_map.py writes for the emulator: words that say where the tensor is and how it lies there.
 struct TensorMap {
     const long long* words;
 };

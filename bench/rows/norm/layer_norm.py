@@ -1,0 +1,61 @@
+"""Benchmark rows of ``layer_norm``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.rows.row import Row
+from rtkernels.ops.norm.layer_norm import BACKWARD, FORWARD
+from rtkernels.ops.norm.reference import (
+    normalised_rows,
+)
+
+
+def _torch_fwd(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (normalised_rows(x.to(wide), eps)[0] * weight + bias).to(x.dtype)
+
+
+def _torch_bwd(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    d = dy.to(wide)
+    normalised, rstd = normalised_rows(x.to(wide), eps)
+    g = d * weight.to(wide)
+    dx = rstd * (g - g.mean(-1, keepdim=True) - normalised * (g * normalised).mean(-1, keepdim=True))
+    return dx.to(x.dtype), torch.stack(((d * normalised).sum(0), d.sum(0))).to(weight.dtype)
+
+
+def rows() -> Iterator[Row]:
+    rows = 8192
+    for cols in (2048, 4096):
+        n = rows * cols * 2
+
+        def make(device: str, generator: torch.Generator, *, backward: bool, cols: int = cols) -> dict[str, Any]:
+            def normal(*shape: int) -> Tensor:
+                return torch.randn(*shape, dtype=torch.bfloat16, device=device, generator=generator)
+
+            inputs = {"x": normal(rows, cols), "weight": normal(cols), "bias": normal(cols), "eps": 1e-5}
+            return {"dy": normal(rows, cols), **inputs} if backward else inputs
+
+        yield Row(
+            name="layer_norm_fwd",
+            shape=f"{rows}x{cols}",
+            make=lambda device, g, make=make: make(device, g, backward=False),
+            ours=lambda x, weight, bias, eps: FORWARD(x, weight, bias, eps, 0.0),
+            torch=_torch_fwd,
+            fused=lambda x, weight, bias, eps: F.layer_norm(x, (x.shape[-1],), weight, bias, eps),
+            bytes=2 * n + 4 * cols,
+        )
+        yield Row(
+            name="layer_norm_bwd",
+            shape=f"{rows}x{cols}",
+            make=lambda device, g, make=make: make(device, g, backward=True),
+            ours=lambda dy, x, weight, bias, eps: BACKWARD(dy, x, weight, bias, None, eps, 0.0, True),
+            torch=_torch_bwd,
+            bytes=3 * n + 6 * cols,
+        )

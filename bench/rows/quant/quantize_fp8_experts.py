@@ -1,0 +1,51 @@
+"""Benchmark rows of ``quantize_fp8_experts``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.rows.row import Row
+from rtkernels.ops.quant.quantize_fp8_experts import _COUNTS, QUANTIZE, row_blocks
+from rtkernels.ops.quant.quantize_fp8_kernels import GROUP
+from rtkernels.ops.quant.quantize_fp8_plan import FP8_DTYPES, groups_of
+
+
+def rows() -> Iterator[Row]:
+    rows, cols = sum(_COUNTS), 1024
+
+    def make(device: str, generator: torch.Generator) -> dict[str, Any]:
+        x = torch.randn(rows, cols, dtype=torch.bfloat16, device=device, generator=generator)
+        return {"x": x, "counts": torch.tensor(_COUNTS, dtype=torch.int32, device=device)}
+
+    yield Row(
+        name="quantize_fp8_experts",
+        shape=f"{len(_COUNTS)} experts, {rows}x{cols}",
+        make=make,
+        ours=lambda x, counts: QUANTIZE(x, counts, "both", FP8_DTYPES[0], False),
+        torch=_plain,
+        bytes=4 * rows * cols + 4 * (rows * cols // GROUP + sum(map(groups_of, _COUNTS)) * cols) + 4 * len(_COUNTS),
+    )
+
+
+def _plain(x: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
+    """The recipe in plain torch, for the counts above."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    parts: tuple[list[Tensor], ...] = ([], [], [], [])
+    for part in wide.split(_COUNTS):
+        scale = (part.unflatten(1, (-1, GROUP)).abs().amax(-1) / 448).clamp(min=1e-30)
+        parts[0].append((part * (1 / scale).repeat_interleave(GROUP, 1)).clamp(-448, 448).to(torch.float8_e4m3fn))
+        parts[1].append(scale.t().flatten())
+        padded = torch.nn.functional.pad(part, (0, 0, 0, -len(part) % GROUP)).unflatten(0, (-1, GROUP))
+        scale = (padded.abs().amax(1) / 448).clamp(min=1e-30)
+        inverse = (1 / scale).repeat_interleave(GROUP, 0)[: len(part)]
+        parts[2].append((part * inverse).clamp(-448, 448).to(torch.float8_e4m3fn).t().flatten())
+        parts[3].append(scale)
+    blank = row_blocks(len(x), len(_COUNTS)) - sum(map(len, parts[3]))
+    parts[3].append(wide.new_zeros(blank, x.shape[1]))
+    q, scale, q_t, scale_t = parts
+    codes = [torch.cat([part.view(torch.uint8) for part in each]).view(torch.float8_e4m3fn) for each in (q, q_t)]
+    return codes[0], torch.cat(scale), codes[1], torch.cat(scale_t)

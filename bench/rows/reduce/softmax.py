@@ -1,0 +1,49 @@
+"""Benchmark rows of ``softmax``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.rows.row import Row
+from rtkernels.ops.reduce.softmax import BACKWARD, FORWARD
+
+
+def _torch_bwd(dy: Tensor, y: Tensor, x: Tensor) -> Tensor:
+    wide = torch.promote_types(y.dtype, torch.float32)
+    g, v = dy.to(wide), y.to(wide)
+    return (v * (g - (g * v).sum(-1, keepdim=True))).to(y.dtype)
+
+
+def rows() -> Iterator[Row]:
+    rows = 8192
+    for cols in (4096, 32768):
+        n = rows * cols * 2
+
+        def make(device: str, generator: torch.Generator, *, backward: bool, cols: int = cols) -> dict[str, Any]:
+            def normal() -> Tensor:
+                return torch.randn(rows, cols, dtype=torch.bfloat16, device=device, generator=generator)
+
+            x = normal()  # in the backward rows for torch's autograd only
+            return {"dy": normal(), "x": x, "y": torch.softmax(x, -1)} if backward else {"x": x}
+
+        yield Row(
+            name="softmax_fwd",
+            shape=f"{rows}x{cols}",
+            make=lambda device, g, make=make: make(device, g, backward=False),
+            ours=lambda x: FORWARD(x, None, 1.0, False),
+            torch=lambda x: torch.softmax(x.to(torch.promote_types(x.dtype, torch.float32)), -1).to(x.dtype),
+            fused=lambda x: torch.softmax(x, -1),
+            bytes=2 * n,
+        )
+        yield Row(
+            name="softmax_bwd",
+            shape=f"{rows}x{cols}",
+            make=lambda device, g, make=make: make(device, g, backward=True),
+            ours=lambda dy, y, x: BACKWARD(dy, y, None, 1.0, False),
+            torch=_torch_bwd,
+            bytes=3 * n,
+        )

@@ -1,0 +1,109 @@
+// Gated linear units and their gradients as fp8 codes, for what act/glu_fp8.cu does not do: every activation, fp32
+// tensors, rows of any alignment and length. The activation is an argument, and so is which of the 16-bit types. Each
+// thread works out its part of a tile row by row, in a loop, and keeps it in shared memory until all of it is there.
+#include "act/glu_fp8_generic.cuh"
+#include "act/glu_tile.cuh"
+#include "ptx/pdl.cuh"
+
+namespace rtk {
+
+// With dy, outputs are those of glu_fp8_bwd; without, those of glu_fp8_fwd. `words`: rows of the inputs can be read
+// four elements at a time; those of the outputs can if cols is a multiple of 4.
+//
+// With `factor`, each row is multiplied by its number there before it is quantised. With `most`, the magnitudes of the
+// largest elements [experts, columns of the result], all rows of an expert's column share a scale, and scale_t has the
+// shape of `most`.
+template <bool WIDE>
+__global__ void __launch_bounds__(kThreads, WIDE ? 1 : 2)
+    glu_fp8_any(const void* dy, const void* gate, const void* up, const void* weight, const void* counts, e4m3* q,
+                float* scale, e4m3* q_t, float* scale_t, void* dx, float* partial,
+                const float* factor, const float* most, i64 rows, i64 cols, i64 dy_stride,
+                i64 gate_stride, i64 up_stride, i64 weight_type, i64 experts, i64 count_width, i64 row_blocks,
+                i64 by_group, i64 pow2, i64 check, i64 act, i64 type, i64 words) {
+    __shared__ TileScratch512 scratch;
+    __shared__ TilePlace kept[TileWalk::kKept];
+    extern __shared__ __align__(16) u8 memory[];
+    ptx::launch_dependents();
+    const int passes = dy == nullptr ? 1 : 2;
+    const void* other = up != nullptr ? up : gate;  // without up, it follows gate in each row
+    const bool in_words = words != 0, out_words = cols % kWide == 0;
+    Quantized out = {q, scale, q_t, scale_t, static_cast<u32>(passes * cols), by_group != 0, pow2 != 0, most};
+    const TilePlaces places(memory + sizeof(float) * kSide * kSide, counts, count_width, experts, rows, cols);
+    if (check && counts != nullptr && !adds_up(counts, count_width, experts, rows)) __trap();
+    const TileWalk walk(places, kept);
+#pragma unroll 1
+    for (u32 turn = 0; walk.has(turn); ++turn) {
+        walk.keep_up(turn);
+        const TilePlace& place = walk[turn];
+        if (most != nullptr && places.by_expert) out.expert = static_cast<u32>(expert_of(places.table, place.row));
+#pragma unroll 1
+        for (int pass = 0; pass < passes; ++pass) {
+            const int columns = static_cast<int>(min(cols - place.column, static_cast<i64>(kSide)));
+            const i64 column = pass * cols + place.column;
+            {
+                const Part part(place.rows);
+                const int here = columns - part.column;
+                const i64 first = static_cast<i64>(place.row) + part.row, across = place.column + part.column;
+                const i64 other_across = across + (up != nullptr ? 0 : cols);
+                float* to = reinterpret_cast<float*>(memory) + part.row * kSide + part.column;
+                const int kind = dy == nullptr ? kForward : kGateGradient + pass;
+                Four<WIDE> next[3];
+                auto fetch = [&](int r) {
+                    const int wanted = r < part.rows ? here : 0;
+                    next[0] = load_four<WIDE>(gate, (first + r) * gate_stride + across, in_words, wanted);
+                    next[1] = load_four<WIDE>(other, (first + r) * up_stride + other_across, in_words, wanted);
+                    const int of_dy = dy == nullptr ? 0 : wanted;
+                    next[2] = load_four<WIDE>(dy, (first + r) * dy_stride + across, in_words, of_dy);
+                };
+                fetch(0);
+#pragma unroll 1
+                for (int r = 0; r < kHigh; ++r, to += kSide) {
+                    float g[kWide], u[kWide], d[kWide];
+                    convert_four<WIDE>(next[0], static_cast<int>(type), g);
+                    convert_four<WIDE>(next[1], static_cast<int>(type), u);
+                    convert_four<WIDE>(next[2], static_cast<int>(type), d);
+                    if (r + 1 < kHigh) fetch(r + 1);
+                    const bool exists = r < part.rows;
+                    const float w = exists ? load_weight(weight, static_cast<int>(weight_type), first + r) : 0.0f;
+                    float sum = apply_any<!WIDE>(static_cast<int>(act), kind, g, u, d, w);
+#pragma unroll
+                    for (int i = 0; i < kWide; ++i)
+                        if (!exists || i >= here) g[i] = 0.0f;  // activations of 0 are not all 0
+                    if (factor != nullptr && exists) {
+                        const float by = factor[first + r];
+#pragma unroll
+                        for (int i = 0; i < kWide; ++i) g[i] *= by;
+                    }
+                    *reinterpret_cast<Raw<16>*>(to) = pack<float, kWide>(g);
+                    if (dx != nullptr && exists) {
+                        const i64 element = (first + r) * static_cast<i64>(out.cols) + column + part.column;
+                        if constexpr (WIDE) {
+                            store_four(static_cast<float*>(dx) + element, out_words, here, g);
+                        } else if (type == kBf16) {
+                            store_four(static_cast<bf16*>(dx) + element, out_words, here, g);
+                        } else {
+                            store_four(static_cast<fp16*>(dx) + element, out_words, here, g);
+                        }
+                    }
+                    if (partial == nullptr || pass != 0) continue;
+#pragma unroll
+                    for (int offset = kWarp / 2; offset > 0; offset /= 2)
+                        sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+                    if (exists && part.lane == 0) partial[place.column / kSide * rows + first + r] = sum;
+                }
+            }
+            Values v;
+            {
+                const Part part(place.rows);
+                const float* from = reinterpret_cast<float*>(memory) + part.row * kSide + part.column;
+#pragma unroll
+                for (int r = 0; r < kHigh; ++r)
+                    unpack<float, kWide>(*reinterpret_cast<const Raw<16>*>(from + r * kSide), v[r]);
+            }
+            quantize_tile(v, place, static_cast<u32>(column), static_cast<u32>(columns), out_words, out, scratch);
+        }
+    }
+    if (most == nullptr) clear_scales(places, row_blocks, out.cols, scale_t);
+}
+
+}  // namespace rtk

@@ -1,0 +1,112 @@
+// What kernels for every gated linear unit share: elements of a type and an activation known at run time, four columns
+// of a row at a time.
+#pragma once
+#include "act/activations.cuh"
+#include "act/glu_fp8_counts.cuh"
+#include "common/vec.cuh"
+
+namespace rtk {
+
+inline constexpr int kFour = 4;
+
+// The `type` arguments.
+inline constexpr int kBf16 = 0, kFp16 = 1, kFp32 = 2;
+
+// Four elements as they lie in memory. WIDE: fp32, otherwise one of the 16-bit types.
+template <bool WIDE>
+using Four = Raw<(WIDE ? 16 : 8)>;
+
+// What is worked out: y, or one half of the gradient.
+inline constexpr int kForward = 0, kGateGradient = 1, kUpGradient = 2;
+
+// Four elements of a row. `columns`: how many exist; the others are 0. `words`: in one access.
+template <bool WIDE>
+RTK_DEVICE Four<WIDE> load_four(const void* x, i64 element, bool words, int columns) {
+    constexpr int kBytes = WIDE ? 4 : 2, kPerWord = 4 / kBytes;
+    const u8* p = static_cast<const u8*>(x) + element * kBytes;
+    Four<WIDE> raw;
+    clear(raw);
+    if (words) {
+        if (columns > 0) raw = ptx::ld_keep<kFour * kBytes>(p);
+        return raw;
+    }
+#pragma unroll
+    for (int i = 0; i < kFour; ++i)
+        if (i < columns) raw.w[i / kPerWord] |= ptx::ld_keep<kBytes>(p + i * kBytes).w[0] << (i % kPerWord * 16);
+    return raw;
+}
+
+template <bool WIDE>
+RTK_DEVICE void convert_four(const Four<WIDE>& raw, int type, float (&v)[kFour]) {
+    if constexpr (WIDE) {
+        unpack<float, kFour>(raw, v);
+    } else if (type == kBf16) {
+        unpack<bf16, kFour>(raw, v);
+    } else {
+        unpack<fp16, kFour>(raw, v);
+    }
+}
+
+template <typename T>
+RTK_DEVICE void store_four(T* p, bool words, int columns, const float (&v)[kFour]) {
+    if (words) {
+        if (columns > 0) store<T, kFour>(p, v);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < kFour; ++i) {
+        const float one[1] = {v[i]};
+        if (i < columns) store<T, 1>(p + i, one);
+    }
+}
+
+RTK_DEVICE float load_weight(const void* weight, int type, i64 row) {
+    float w[1] = {1.0f};
+    if (weight == nullptr) return w[0];
+    if (type == kFp32) {
+        load_keep<float, 1>(static_cast<const float*>(weight) + row, w);
+    } else if (type == kBf16) {
+        load_keep<bf16, 1>(static_cast<const bf16*>(weight) + row, w);
+    } else {
+        load_keep<fp16, 1>(static_cast<const fp16*>(weight) + row, w);
+    }
+    return w[0];
+}
+
+template <typename Act, bool kFast>
+RTK_DEVICE void activate(float (&v)[kFour], float (&slope)[kFour]) {
+#pragma unroll
+    for (int i = 0; i < kFour; ++i) {
+        const ValueSlope at = Act::template at<kFast>(v[i]);
+        v[i] = at.value, slope[i] = at.slope;
+    }
+}
+
+// From gate, up and the incoming gradient to the numbers wanted, in place of the gate. Returns these columns' part of
+// the weight's gradient (with the gate's).
+template <bool kFast>
+RTK_DEVICE float apply_any(int act, int kind, float (&v)[kFour], const float (&up)[kFour], const float (&dy)[kFour],
+                           float w) {
+    float slope[kFour], sum = 0.0f;
+    switch (act) {
+        case 0: activate<Silu, kFast>(v, slope); break;
+        case 1: activate<GeluTanh, kFast>(v, slope); break;
+        case 2: activate<GeluErf, kFast>(v, slope); break;
+        case 3: activate<Relu, kFast>(v, slope); break;
+        case 4: activate<Relu2, kFast>(v, slope); break;
+        case 5: activate<Sigmoid, kFast>(v, slope); break;
+        case 6: activate<Identity, kFast>(v, slope); break;
+        default: activate<SwigluOai, kFast>(v, slope); break;
+    }
+#pragma unroll
+    for (int i = 0; i < kFour; ++i) {
+        ValueSlope other = {up[i], 1.0f};
+        if (act >= 7) other = partner<SwigluOai>(up[i]);
+        const float along = (kind == kForward ? w : dy[i] * w), product = dy[i] * v[i] * other.value;
+        v[i] = along * (kind == kGateGradient ? slope[i] : v[i]) * (kind == kUpGradient ? other.slope : other.value);
+        sum += product;
+    }
+    return kind == kGateGradient ? sum : 0.0f;
+}
+
+}  // namespace rtk

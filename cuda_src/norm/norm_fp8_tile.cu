@@ -1,0 +1,174 @@
+// Normalisation to e4m3 codes by tiles of 128 x 128: one scale per 128 columns of a row, one per 128 rows of a column
+// with transposed codes, or both.  v = x * rstd * gain, or if CENTRED v = (x - mean) * rstd * gain + bias, with gain =
+// offset + weight, quantised from fp32 (recipe: common/fp8_scale.cuh). x [rows, cols] has any row stride; y, q [rows,
+// cols] and q_t [cols, rows] are dense.
+//
+// A tile needs the statistics of whole rows. The kernel before this one (norm_fp8_stats) makes those of the first
+// `ahead` blocks of 128 rows; the others are made here, by blocks that come a fixed distance before the tiles that
+// wait for them, so that x is read from memory once and from L2 the second time, after which L2 may forget it.
+#include "common/reduce.cuh"
+#include "norm/norm_fp8_stats.cuh"
+#include "norm/norm_fp8_tile.cuh"
+#include "ptx/pdl.cuh"
+
+namespace rtk {
+
+// One vector of the thread's columns, plus `add`; `absent` without one and where there is no column.
+template <typename T, bool WIDE, int N>
+RTK_DEVICE void load_tile_vector(const Tile<N>& tile, const void* vector, bool wide, i64 column, float add,
+                                 float absent, float (&v)[N]) {
+    const T* own = static_cast<const T*>(vector);
+    const float* fp32 = static_cast<const float*>(vector);
+#pragma unroll
+    for (int i = 0; i < N; ++i) v[i] = absent;
+    if (vector == nullptr || tile.columns_here <= 0) return;
+    if constexpr (WIDE) {
+        if (wide) {
+            load_keep<float, N>(fp32 + column + tile.column, v);
+        } else {
+            load_keep<T, N>(own + column + tile.column, v);
+        }
+#pragma unroll
+        for (int i = 0; i < N; ++i) v[i] += add;
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            if (i < tile.columns_here) {
+                float one[1];
+                if (wide) {
+                    load_keep<float, 1>(fp32 + column + tile.column + i, one);
+                } else {
+                    load_keep<T, 1>(own + column + tile.column + i, one);
+                }
+                v[i] = one[0] + add;
+            }
+        }
+    }
+}
+
+// Statistics of rows [row, row + count), a row per warp at a time, or two where each warp has two, there is no mean and
+// they fit into the registers that tiles need. rstd is written last: it says that both are there.
+template <typename T, bool CENTRED>
+RTK_DEVICE void make_statistics(const T* x, i64 x_stride, float* rstd, float* mean, i64 row, int count, i64 rows,
+                                i64 cols, float eps) {
+    constexpr int N = 16 / sizeof(T), kWarps = Tile<N>::kWarps;
+    const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
+    const float size = static_cast<float>(static_cast<int>(cols));
+    auto reduce = [](float v, int) { return warp_reduce<Sum>(v); };
+    if (!CENTRED && sizeof(T) == 2 && count >= 2 * kWarps) {
+        for (int i = warp * 2; i < count && row + i < rows; i += 2 * kWarps) {
+            const bool two = row + i + 1 < rows;
+            const T* upper = x + (row + i) * x_stride;
+            float square[2];
+            squares_of_two<T, N, 8>(upper, two ? upper + x_stride : upper, cols, lane, square);
+            const float first = rstd_of(reduce(square[0], 0), size, eps);
+            const float second = rstd_of(reduce(square[1], 0), size, eps);
+            ptx::wait_for_previous();  // which set rstd to "not there yet"
+            volatile float* to = rstd + row + i;
+            if (lane == 0) {
+                to[0] = first;
+                if (two) to[1] = second;
+            }
+        }
+        return;
+    }
+    for (int i = warp; i < count && row + i < rows; i += kWarps) {
+        const RowStatistics found = row_statistics<T, N, CENTRED, 8>(
+            x + (row + i) * x_stride, nullptr, nullptr, cols, size, eps, true, lane, kWarp, reduce);
+        ptx::wait_for_previous();
+        if (lane == 0) {
+            if constexpr (CENTRED) {
+                *static_cast<volatile float*>(mean + row + i) = found.mean;
+                __threadfence();
+            }
+            *static_cast<volatile float*>(rstd + row + i) = found.rstd;
+        }
+    }
+}
+
+// ROWS writes q, scale and y, COLUMNS q_t and scale_t; null: not that one. The scale of row m, group j goes to
+// scale[m * scale_row + j * scale_group]; scale_t is [ceil(rows/128), cols].
+//
+// Blocks of the grid, in their order: for each block of 128 rows `stats_blocks` blocks that make the statistics of the
+// one `ahead` later (while there is one), `stats_rows` rows each, then one block per tile. A tile waits for statistics
+// from blocks before it; blocks start in the order of their number, or of the numbers they draw from `ticket`, so those
+// it waits for are running. Without statistics to make, tiles go from the last row to the first: the kernel before this
+// one read the last rows last, so they may still be in L2.
+//
+// `early`: x was there before the previous kernel of the stream. CENTRED with null for mean and bias is not centred.
+template <typename T, bool WIDE, bool ROWS, bool COLUMNS, bool CENTRED>
+__global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, sizeof(T) == 4 ? 1 : 2)
+    norm_fp8_tile(const T* x, const void* weight, const void* bias, float* rstd, float* mean, e4m3* q, float* scale,
+                  e4m3* q_t, float* scale_t, T* y, u32* ticket, i64 rows, i64 cols, i64 x_stride, i64 scale_row,
+                  i64 scale_group, i64 column_tiles, i64 weight_wide, i64 early, i64 pow2, i64 ahead, i64 stats_blocks,
+                  i64 stats_rows, double eps, double offset) {
+    constexpr int N = 16 / sizeof(T);
+    __shared__ TileScratch<N> scratch;
+    const u32 across_tiles = static_cast<u32>(column_tiles);
+    const u32 row_tiles = static_cast<u32>(ceil_div(rows, static_cast<i64>(kTileSide)));
+    u32 below = blockIdx.x / across_tiles, across = blockIdx.x - below * across_tiles;
+    bool awaited = false;
+    if constexpr (WIDE) {
+        const u32 before = static_cast<u32>(ahead), late = row_tiles - before;
+        if (late != 0) {
+            u32 index = blockIdx.x;
+            if (ticket != nullptr) {
+                __shared__ u32 drawn;
+                ptx::wait_for_previous();
+                if (threadIdx.x == 0) drawn = atomicAdd(ticket, 1u);
+                __syncthreads();
+                index = drawn;
+            }
+            const u32 makers = static_cast<u32>(stats_blocks), period = across_tiles + makers;
+            if (index < late * period) {
+                below = index / period, across = index - below * period;
+                if (across < makers) {
+                    make_statistics<T, CENTRED>(x, x_stride, rstd, mean,
+                                                static_cast<i64>(before + below) * kTileSide + across * stats_rows,
+                                                static_cast<int>(stats_rows), rows, cols, static_cast<float>(eps));
+                    return;
+                }
+                across -= makers;
+            } else {
+                index -= late * period;
+                below = index / across_tiles, across = index - below * across_tiles;
+                below += late;
+            }
+            awaited = below >= before;
+        } else {
+            below = row_tiles - 1 - below;
+        }
+    } else {
+        below = row_tiles - 1 - below;
+    }
+    const NormTileOutput<T> out = {q, scale, q_t, scale_t, y, rows, cols, scale_row, scale_group, below, across};
+    const i64 row = out.row(), column = out.column();
+    const Tile<N> tile(rows - row, cols - column);
+
+    Raw<16> raw[kTileRows];
+    float gain[N], shift[N];
+    if (early == 0) ptx::wait_for_previous();
+    load_tile<T, WIDE>(tile, x + row * x_stride + column, x_stride, raw, ptx::l2_policy(stats_blocks != 0));
+    load_tile_vector<T, WIDE>(tile, weight, weight_wide != 0, column, static_cast<float>(offset), 1.0f, gain);
+    // With -0 for mean and bias a CENTRED kernel gives the bits of the other one.
+    if constexpr (CENTRED) load_tile_vector<T, WIDE>(tile, bias, weight_wide != 0, column, 0.0f, -0.0f, shift);
+    if (early != 0) ptx::wait_for_previous();
+    // Volatile: other blocks or another kernel may have written them a moment ago.
+    const int own_row = static_cast<int>(threadIdx.x) % kTileRows;
+    float own = 0.0f, level = -0.0f;
+    if (own_row < tile.rows_here) {
+        const volatile float* place = rstd + row + tile.row + own_row;
+        own = *place;
+        if (awaited) {
+            while (own < 0.0f) own = *place;
+            if (CENTRED) __threadfence();
+        }
+        if (CENTRED && mean != nullptr) {
+            const volatile float* mean_place = mean + row + tile.row + own_row;
+            level = -*mean_place * own;
+        }
+    }
+    quantize_normalised<T, WIDE, ROWS, COLUMNS, CENTRED>(tile, raw, gain, shift, own, level, out, scratch, pow2 != 0);
+}
+
+}  // namespace rtk

@@ -1,0 +1,183 @@
+// Forward of softmax over the last dimension and of its logarithm, with z = scale * x:
+//   y = exp(z - max z) / sum,   or   y = z - max z - log(sum),   sum over the row of exp(z - max z)
+// fp32 arithmetic, one rounding at the store. Columns from lengths[row] on do not count: y is 0, or -inf. So is all of a
+// row that has nothing but -inf or no valid column. A NaN or +inf makes the row NaN.
+//
+// Rows are worked on by groups of threads (RowGroup). x and y have any row stride and may be the same memory: a thread
+// has read each piece for the last time before it overwrites it, and no other thread reads it.
+#include "common/l2_prefetch.cuh"
+#include "reduce/softmax_rows.cuh"
+
+namespace rtk {
+
+// The softmax of a score v, or its logarithm, from the largest score and the sum of the row.
+template <typename T, bool LOG>
+struct Result {
+    const Exponent<T>& exponent;
+    float top, sum, inverse, level;
+
+    RTK_DEVICE Result(const Exponent<T>& e, const TopAndSum& row)
+        : exponent(e), top(row.top == -kInfinity ? 0.0f : row.top), sum(row.sum), inverse(inverse_of(row.sum)),
+          level(row.sum == 0.0f ? 0.0f : -logf(row.sum)) {}
+
+    RTK_DEVICE float operator()(float v) const {
+        if constexpr (LOG) return (v - top) * exponent.slope + level;
+        return share<!Exponent<T>::kFast>(exponent(v - top), sum, inverse);
+    }
+};
+
+// Makes scores ready for a TopAndSum: signs flipped, -inf from `valid` columns after the first one of the piece on.
+template <typename T, int N>
+RTK_DEVICE void prepare_scores(Raw<sizeof(T) * N>& raw, u32 flip, int valid) {
+#pragma unroll
+    for (u32& word : raw.w) word ^= flip;
+    if (valid < N) mask_tail<T, N, true>(raw, valid);
+}
+
+// Forward for rows that fit in shared memory: thread i of a RowGroup owns the 16-byte pieces i, i + threads, ... (CHUNKS
+// of them) of its row, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block. A row needs only one
+// reduction, of maximum and sum together; a thread's pieces are then read again for the result, from slots of its own,
+// CHUNKS * blockDim.x * 16 bytes in all: that leaves registers for more blocks.
+template <typename T, int CHUNKS, bool LOG>
+__global__ void __launch_bounds__(CHUNKS > 4 ? 1024 : 256, CHUNKS > 4 ? 1 : 5)
+    softmax_fwd(const T* x, T* y, const void* lengths, i64 rows, i64 cols, i64 x_stride, i64 y_stride, i64 wide,
+                i64 threads_per_row, double scale) {
+    constexpr int VEC = 16 / sizeof(T);
+    constexpr int kStep = CHUNKS % 2 == 0 ? 2 : CHUNKS;  // pieces that are rescaled together
+    extern __shared__ __align__(16) u8 memory[];
+    __shared__ GroupScratch<2> scratch;
+    const RowGroup group(threads_per_row);
+    const Exponent<T> exponent(scale);
+    const i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index;
+    const int column = group.thread * VEC;
+    const int pitch = group.threads * VEC;
+    // Columns from this thread's first one on: of the row, and those that count.
+    const int room = row < rows ? static_cast<int>(cols) - column : 0;
+    const int valid = row < rows ? static_cast<int>(valid_columns(lengths, wide, row, cols)) - column : 0;
+    const ThreadSlots slots(memory);
+    x += row * x_stride + column;
+    y += row * y_stride + column;
+    // Through registers, not by cp.async, which cannot tell L2 to give up these lines last (ptx::ld_stream).
+    Raw<16> raw[CHUNKS];
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c)
+        if (c * pitch < valid) raw[c] = load_raw<T, VEC>(x + c * pitch);
+    if (group.thread == 0) ask_ahead(x, row, rows, cols, x_stride);
+    if (exponent.flip != 0 || (CHUNKS - 1) * pitch + VEC > valid) {
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) prepare_scores<T, VEC>(raw[c], exponent.flip, valid - c * pitch);
+    }
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) slots.put(c, raw[c]);
+
+    TopAndSum part;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c += kStep) {
+        float top = part.top;
+#pragma unroll
+        for (int k = c; k < c + kStep; ++k) {
+            float v[VEC];
+            unpack<T, VEC>(raw[k], v);
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) top = fmaxf(top, v[i]);
+        }
+        part.raise(top, exponent);
+#pragma unroll
+        for (int k = c; k < c + kStep; ++k) {
+            float v[VEC];
+            unpack<T, VEC>(raw[k], v);
+            part.add<VEC>(v, exponent);
+        }
+    }
+    const Result<T, LOG> result(exponent, group_top_and_sum(part, exponent, group, scratch, 0));
+#pragma unroll kStep
+    for (int c = 0; c < CHUNKS; ++c) {
+        if (c * pitch < room) {
+            float v[VEC];
+            unpack<T, VEC>(slots.read(c), v);
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) v[i] = result(v[i]);
+            Raw<16> out = pack<T, VEC>(v);
+            if (c * pitch + VEC > valid) mask_tail<T, VEC, LOG>(out, valid - c * pitch);
+            ptx::st<16>(y + c * pitch, out);
+        }
+    }
+}
+
+// N scores of a row from `column` on, masked from `limit` on.
+template <typename T, int N>
+RTK_DEVICE void load_scores(const T* x_row, i64 column, i64 limit, u32 flip, float (&v)[N]) {
+    if (column < limit) {
+        auto raw = load_raw<T, N>(x_row + column);
+        prepare_scores<T, N>(raw, flip, limit - column < N ? static_cast<int>(limit - column) : N);
+        unpack<T, N>(raw, v);
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; ++i) v[i] = -kInfinity;
+    }
+}
+
+// Forward for rows that do not fit or whose addresses allow only narrow accesses: reads the row once for maximum and sum
+// together, and once more to write it.
+template <typename T, int VEC>
+__global__ void __launch_bounds__(1024, 1)
+    softmax_fwd_long(const T* x, T* y, const void* lengths, i64 rows, i64 cols, i64 x_stride, i64 y_stride, i64 wide,
+                     i64 threads_per_row, double scale, i64 log) {
+    constexpr int CHUNKS = VEC == 1 ? 8 : 2;  // pieces in flight
+    __shared__ GroupScratch<2> scratch;
+    const RowGroup group(threads_per_row);
+    const Exponent<T> exponent(scale);
+    const int pitch = group.threads * VEC;
+    const i64 first = static_cast<i64>(group.thread) * VEC;
+    int phase = 0;
+    for (i64 base = static_cast<i64>(blockIdx.x) * group.count; base < rows;
+         base += static_cast<i64>(gridDim.x) * group.count, phase ^= 1) {
+        const i64 row = base + group.index;
+        const i64 end = row < rows ? cols : 0;
+        const i64 limit = row < rows ? valid_columns(lengths, wide, row, cols) : 0;
+        const T* x_row = x + row * x_stride;
+        T* y_row = y + row * y_stride;
+        TopAndSum part;
+        for (i64 start = first; start < limit; start += CHUNKS * pitch) {
+            float v[CHUNKS][VEC];
+            float top = part.top;
+#pragma unroll
+            for (int c = 0; c < CHUNKS; ++c)
+                load_scores<T, VEC>(x_row, start + c * pitch, limit, exponent.flip, v[c]);
+#pragma unroll
+            for (int c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+                for (int i = 0; i < VEC; ++i) top = fmaxf(top, v[c][i]);
+            }
+            part.raise(top, exponent);
+#pragma unroll
+            for (int c = 0; c < CHUNKS; ++c) part.add<VEC>(v[c], exponent);
+        }
+        const TopAndSum whole = group_top_and_sum(part, exponent, group, scratch, phase);
+        const Result<T, false> share_of(exponent, whole);
+        const Result<T, true> logarithm_of(exponent, whole);
+        for (i64 start = first; start < end; start += CHUNKS * pitch) {
+            float v[CHUNKS][VEC];
+#pragma unroll
+            for (int c = 0; c < CHUNKS; ++c)
+                load_scores<T, VEC>(x_row, start + c * pitch, limit, exponent.flip, v[c]);
+#pragma unroll
+            for (int c = 0; c < CHUNKS; ++c) {
+                const i64 column = start + c * pitch;
+                if (column < end) {
+#pragma unroll
+                    for (int i = 0; i < VEC; ++i) {
+                        if (column + i >= limit) {
+                            v[c][i] = log ? -kInfinity : 0.0f;
+                        } else {
+                            v[c][i] = log ? logarithm_of(v[c][i]) : share_of(v[c][i]);
+                        }
+                    }
+                    store<T, VEC>(y_row + column, v[c]);
+                }
+            }
+        }
+    }
+}
+
+}  // namespace rtk

@@ -1,0 +1,292 @@
+"""Gated linear units with fp8 results, for all rows or for each expert's, and their backward."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from rtkernels import interop
+from rtkernels.ops.act import glu_fp8_reference as reference
+from rtkernels.ops.act import glu_smooth_fp8 as smooth_quant
+from rtkernels.ops.act.glu_fp8_kernels import ANY, BWD, BWD_STREAM, FWD, FWD_AHEAD, FWD_STREAM
+from rtkernels.ops.act.glu_fp8_plan import BWD_PLANS, FWD_PLANS, check_options, quantized_outputs
+from rtkernels.ops.act.glu_smooth_fp8 import glu_smooth_fp8, glu_smooth_fp8_backward
+from rtkernels.ops.shared.column_sum import column_sum
+from rtkernels.runtime.layout import address, metadata, nothing, rowed
+from rtkernels.runtime.operator.autograd import detached
+from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.registry import Op
+
+__all__ = ["glu_fp8", "glu_fp8_backward", "glu_smooth_fp8", "glu_smooth_fp8_backward"]
+
+# ---- launchers ------------------------------------------------------------------------------------------------------
+
+
+def _present(outputs: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
+    return tuple([nothing(like) if o is None else o for o in outputs])
+
+
+def _dense(weight: Tensor | None, counts: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return what the plans of any kernel accept."""
+    return None if weight is None else weight.float().contiguous(), None if counts is None else counts.contiguous()
+
+
+def _launch_fwd(
+    x: Tensor,
+    up: Tensor | None,
+    weight: Tensor | None,
+    counts: Tensor | None,
+    act: str,
+    layout: str,
+    pow2_scale: bool,
+    scale_layout: str,
+    check_counts: bool,
+):
+    addresses = x.data_ptr(), address(up), address(weight), address(counts)
+    options = (act, layout, pow2_scale, scale_layout, check_counts)
+    key = metadata(x), metadata(up), metadata(weight), metadata(counts), *options, (addresses[0] | addresses[1]) & 15
+    plan = FWD_PLANS[key]
+    if plan is None:
+        return _launch_fwd(rowed(x), rowed(up), *_dense(weight, counts), *options)
+    return _present(plan.run(*addresses), x)
+
+
+def _launch_bwd(
+    dy: Tensor,
+    x: Tensor,
+    up: Tensor | None,
+    weight: Tensor | None,
+    counts: Tensor | None,
+    act: str,
+    layout: str,
+    pow2_scale: bool,
+    scale_layout: str,
+    check_counts: bool,
+    keep: str,
+    weight_grad: bool,
+):
+    addresses = dy.data_ptr(), x.data_ptr(), address(up), address(weight), address(counts)
+    options = (act, layout, pow2_scale, scale_layout, check_counts, keep, weight_grad)
+    inputs = metadata(dy), metadata(x), metadata(up), metadata(weight), metadata(counts)
+    plan = BWD_PLANS[(*inputs, *options, (addresses[0] | addresses[1] | addresses[2]) & 15)]
+    if plan is None:
+        *outputs, dweight = _launch_bwd(rowed(dy), rowed(x), rowed(up), *_dense(weight, counts), *options)
+        return *outputs, dweight.to(weight.dtype) if weight_grad else dweight
+    *outputs, partial = plan.run(*addresses)
+    dweight = None
+    if partial is not None:
+        shape, dtype = weight.shape, weight.dtype
+        dweight = column_sum(partial, dtype).view(shape) if partial.numel() else weight.new_zeros(shape)
+    return _present((*outputs, dweight), x)
+
+
+# ---- operators ------------------------------------------------------------------------------------------------------
+
+
+def _fake_codes(x, shape, counts, layout, scale_layout):
+    outputs = quantized_outputs(shape, None if counts is None else counts.shape[0], layout, scale_layout)
+    return [nothing(x) if o is None else x.new_empty(o[0], dtype=o[1]) for o in outputs]
+
+
+def _fake_fwd(x, up, weight, counts, act, layout, pow2_scale, scale_layout, check_counts):
+    check_options(layout, scale_layout)
+    shape = x.shape if up is not None else (*x.shape[:-1], x.shape[-1] // 2)
+    return tuple(_fake_codes(x, shape, counts, layout, scale_layout))
+
+
+def _fake_bwd(dy, x, up, weight, counts, act, layout, pow2_scale, scale_layout, check_counts, keep, weight_grad):
+    check_options(layout, scale_layout)
+    shape = (*dy.shape[:-1], 2 * dy.shape[-1])
+    codes = [nothing(x) for _ in range(4)] if keep == "dense" else _fake_codes(x, shape, counts, layout, scale_layout)
+    dx = nothing(x) if keep == "fp8" else x.new_empty(shape)
+    return *codes, dx, weight.new_empty(weight.shape) if weight_grad else nothing(x)
+
+
+FORWARD = TorchOp(
+    "glu_fp8_fwd(Tensor x, Tensor? up, Tensor? weight, Tensor? counts, str act, str layout, bool pow2_scale, "
+    "str scale_layout, bool check_counts) -> (Tensor, Tensor, Tensor, Tensor)",
+    launch=_launch_fwd,
+    reference=reference.forward,
+    fake=_fake_fwd,
+)
+BACKWARD = TorchOp(
+    "glu_fp8_bwd(Tensor dy, Tensor x, Tensor? up, Tensor? weight, Tensor? counts, str act, str layout, "
+    "bool pow2_scale, str scale_layout, bool check_counts, str keep, bool weight_grad) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    launch=_launch_bwd,
+    reference=reference.backward,
+    fake=_fake_bwd,
+)
+
+
+# ---- public ---------------------------------------------------------------------------------------------------------
+
+
+class GluFp8(NamedTuple):
+    """Codes (float8_e4m3fn) and scales (float32) of a matrix, by rows and transposed; None where not asked for."""
+
+    q: Tensor | None
+    scale: Tensor | None
+    q_t: Tensor | None
+    scale_t: Tensor | None
+
+
+class GluFp8Gradients(NamedTuple):
+    """The gradient of [gate | up] as codes and scales and unquantised, and that of the weight; None: not asked for."""
+
+    q: Tensor | None
+    scale: Tensor | None
+    q_t: Tensor | None
+    scale_t: Tensor | None
+    dx: Tensor | None
+    dweight: Tensor | None
+
+
+def _asked(outputs: tuple[Tensor, ...], layout: str) -> GluFp8:
+    q, scale, q_t, scale_t = outputs
+    by_rows, transposed = layout != "transposed", layout != "row"
+    return GluFp8(
+        q if by_rows else None,
+        scale if by_rows else None,
+        q_t if transposed else None,
+        scale_t if transposed else None,
+    )
+
+
+def glu_fp8(
+    x: Tensor,
+    up: Tensor | None = None,
+    *,
+    act: str = "silu",
+    weight: Tensor | None = None,
+    counts: Tensor | None = None,
+    layout: str = "row",
+    pow2_scale: bool = False,
+    scale_layout: str = "row",
+    check_counts: bool = False,
+) -> GluFp8:
+    """Quantise ``y = act(gate) * up * weight`` to fp8 in one pass: by rows, transposed, or both.
+
+    y is computed in fp32 and quantised as :func:`quantize_fp8` does with granularity "group" (each 128 elements of a
+    row share a scale) and "group_t" (each 128 rows of a column do), without being rounded in between.
+
+    Without `counts`, for y ``[m, d]`` (leading dimensions flattened):
+
+    =========  ==========================  ====================================================================
+    result     shape                       holds
+    =========  ==========================  ====================================================================
+    `q`        y's                         codes
+    `scale`    ``[..., ceil(d/128)]``      of q; ``[ceil(d/128), m]`` for scale_layout "column"
+    `q_t`      ``[d, m]``                  codes of y transposed
+    `scale_t`  ``[ceil(m/128), d]``        of q_t: one for 128 rows of a column
+    =========  ==========================  ====================================================================
+
+    With `counts`, rows are sorted by expert, and no set of values that share a scale crosses from one expert to the
+    next. With ``c`` rows of an expert and ``s`` rows before them:
+
+    * `q` and `scale` (layout "row") are as above;
+    * `scale` with layout "column" is flat: ``scale[s*g : (s+c)*g].view(g, c)`` is the expert's, ``g = ceil(d/128)``;
+    * `q_t` is flat: ``q_t[s*d : (s+c)*d].view(d, c)`` is the expert's;
+    * `scale_t` has the ``ceil(c/128)`` rows of one expert after those of the other, and then rows of zeros: it has
+      ``(m + 127 * min(experts, m)) // 128`` rows, enough for any counts.
+
+    These are the layouts of :func:`quantize_fp8` and (with scale_layout "column") :func:`quantize_fp8_experts`.
+
+    Counts are read on the device only: nothing waits for them, and a CUDA graph can be replayed with others. They
+    should add up to m. Otherwise, rows beyond their sum are not quantised (what the results hold for them is
+    unspecified), counts beyond m are cut, and negative ones are 0; nothing is read or written out of bounds. To find
+    such counts, there is `check_counts`.
+
+    The results never require grad. The gradient of x is :func:`glu_fp8_backward` of y's gradient: call it from the
+    ``backward`` of the ``torch.autograd.Function`` whose ``forward`` calls this.
+
+    Args:
+        x: ``[..., 2 * d]``, gate in the first half of the last dimension and up in the second; with `up`,
+            ``[..., d]``, the gate. bfloat16, float16 or float32; any strides (a copy is made unless rows are
+            unit-stride and evenly spaced). May be any object with ``__dlpack__``; the results are then of its kind.
+        up: ``[..., d]``, same shape and dtype as x; its strides may differ.
+        act: As for :func:`glu`.
+        weight: ``x.shape[:-1]``, one factor per row, of x's dtype or float32 (which saves a copy); None for ones.
+        counts: ``[experts]``, int32 or int64: the rows of each expert, some perhaps 0. None for one set of rows.
+        layout: "row" (`q`, `scale`), "transposed" (`q_t`, `scale_t`) or "both".
+        pow2_scale: Round scales up to a power of two.
+        scale_layout: "row" or "column", how the scales of rows lie.
+        check_counts: Stop with an error on the device (which ends all work on it, as a failed assertion there does) if
+            counts are negative or do not add up to m. For debugging.
+
+    Returns:
+        A named tuple ``(q, scale, q_t, scale_t)``, dense, with None for what `layout` leaves out.
+    """
+    if not isinstance(x, Tensor):
+        options = {"act": act, "weight": weight, "counts": counts, "layout": layout, "pow2_scale": pow2_scale}
+        options |= {"scale_layout": scale_layout, "check_counts": check_counts}
+        return GluFp8(*interop.call(glu_fp8, x, up, **options))
+    x, up, weight = detached(x, up, weight)
+    return _asked(FORWARD(x, up, weight, counts, act, layout, pow2_scale, scale_layout, check_counts), layout)
+
+
+def glu_fp8_backward(
+    dy: Tensor,
+    x: Tensor,
+    up: Tensor | None = None,
+    *,
+    act: str = "silu",
+    weight: Tensor | None = None,
+    counts: Tensor | None = None,
+    layout: str = "both",
+    pow2_scale: bool = False,
+    scale_layout: str = "row",
+    keep: str = "fp8",
+    weight_grad: bool | None = None,
+    check_counts: bool = False,
+) -> GluFp8Gradients:
+    """Compute the gradients of ``act(gate) * up * weight``, that of ``[gate | up]`` as fp8 codes, as it is, or both.
+
+    One pass over dy and x, fp32 arithmetic; codes are made from the fp32 values. They lie as those of :func:`glu_fp8`
+    do, for a matrix ``[m, 2 * d]`` with the gradient of gate in its left half. Deterministic. Not differentiable.
+
+    Args:
+        dy: ``[..., d]``, the gradient of the result, of x's dtype; any strides.
+        x: As given to :func:`glu_fp8`.
+        up: As given to :func:`glu_fp8`. The gradient is that of ``[gate | up]`` with and without it.
+        act: As given to :func:`glu_fp8`.
+        weight: As given to :func:`glu_fp8`.
+        counts: As given to :func:`glu_fp8`.
+        layout: "row" (`q`, `scale`; d must be a multiple of 128), "transposed" (`q_t`, `scale_t`) or "both".
+        pow2_scale: Round scales up to a power of two.
+        scale_layout: "row" or "column", how the scales of rows lie.
+        keep: "fp8" for the codes, "dense" for the gradient in x's dtype (`dx`), "both" for both.
+        weight_grad: Whether to compute the gradient of the weight; None: if there is a weight. A temporary of
+            ``4 * m * ceil(d / 128)`` bytes is used.
+        check_counts: As for :func:`glu_fp8`.
+
+    Returns:
+        A named tuple ``(q, scale, q_t, scale_t, dx, dweight)``, dense, with None for what was not asked for: `dx` is
+        ``[..., 2 * d]`` of x's dtype, `dweight` has the weight's shape and dtype.
+    """
+    if weight_grad is None:
+        weight_grad = weight is not None
+    if not isinstance(dy, Tensor):
+        options = {"act": act, "weight": weight, "counts": counts, "layout": layout, "pow2_scale": pow2_scale}
+        options |= {
+            "scale_layout": scale_layout,
+            "keep": keep,
+            "weight_grad": weight_grad,
+            "check_counts": check_counts,
+        }
+        return GluFp8Gradients(*interop.call(glu_fp8_backward, dy, x, up, **options))
+    dy, x, up, weight = detached(dy, x, up, weight)
+    outputs = BACKWARD(
+        dy, x, up, weight, counts, act, layout, pow2_scale, scale_layout, check_counts, keep, weight_grad
+    )
+    codes = (None,) * 4 if keep == "dense" else _asked(outputs[:4], layout)
+    return GluFp8Gradients(*codes, outputs[4] if keep != "fp8" else None, outputs[5] if weight_grad else None)
+
+
+OP = Op(
+    "glu_fp8",
+    public=("glu_fp8", "glu_fp8_backward", "glu_smooth_fp8", "glu_smooth_fp8_backward"),
+    kernels=(FWD, FWD_AHEAD, BWD, FWD_STREAM, BWD_STREAM, ANY, smooth_quant.SMOOTH),
+    torch_ops=(FORWARD, BACKWARD, smooth_quant.FORWARD, smooth_quant.BACKWARD),
+)

@@ -1,0 +1,121 @@
+"""``glu_fp8`` and its backward in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.act.glu_fp8_plan import E4M3, check_backward, check_forward, experts_of, output_shapes
+from rtkernels.ops.act.glu_reference import halves, partner_and_slope, value_and_slope
+from rtkernels.ops.quant import reference as fp8
+from rtkernels.runtime.layout import metadata, nothing, row_count
+
+
+def quantized(
+    y: Tensor, counts: Tensor | None, layout: str, pow2: bool, scale_layout: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return q, scale, q_t and scale_t of an fp32 tensor, with empty tensors for what `layout` leaves out."""
+    experts = experts_of(metadata(counts))
+    shapes = output_shapes(y.shape, experts, layout, scale_layout)
+    rows, by_rows, transposed = row_count(y.shape), layout != "transposed", layout != "row"
+    sizes = rows_of(counts, rows)
+    pieces = y.reshape(rows, y.shape[-1])[: sum(sizes)].split(sizes)
+    q, scale, q_t, scale_t = (nothing(y) for _ in range(4))
+    if by_rows:
+        each = [fp8.quantize(piece, "group", E4M3, pow2, scale_layout) for piece in pieces]
+        q = joined([e[0] for e in each], shapes[0], E4M3, y)
+        scale = joined([e[1] for e in each], shapes[1], torch.float32, y)
+    if transposed:
+        each = [fp8.quantize(piece, "group_t", E4M3, pow2, "row") for piece in pieces]
+        q_t = joined([e[0] for e in each], shapes[2], E4M3, y)
+        scale_t = joined([e[1] for e in each], shapes[3], torch.float32, y)
+    return q, scale, q_t, scale_t
+
+
+def rows_of(counts: Tensor | None, rows: int) -> list[int]:
+    """Return the rows of each expert, cut to what there is."""
+    sizes: list[int] = []
+    for count in [rows] if counts is None else counts.tolist():
+        sizes.append(max(0, min(count, rows - sum(sizes))))
+    return sizes
+
+
+def check_sum(counts: Tensor | None, rows: int, check: bool) -> None:
+    """Raise an ArgumentError if `check` and the counts do not add up."""
+    if check and counts is not None and (int(counts.sum()) != rows or bool((counts < 0).any())):
+        raise ArgumentError(f"counts are {counts.tolist()}; expected numbers that add up to {rows}, the rows of x")
+
+
+def joined(pieces: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
+    """Return the elements of all pieces one after the other, with zeros at the end, as `shape`."""
+    bits = torch.uint8 if dtype == E4M3 else dtype
+    whole = torch.zeros(shape, dtype=bits, device=like.device)
+    flat = torch.cat([whole.new_empty(0), *(piece.view(bits).flatten() for piece in pieces)])
+    whole.view(-1)[: flat.numel()] = flat
+    return whole.view(dtype)
+
+
+def forward(
+    x: Tensor,
+    up: Tensor | None,
+    weight: Tensor | None,
+    counts: Tensor | None,
+    act: str,
+    layout: str,
+    pow2_scale: bool,
+    scale_layout: str,
+    check_counts: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return q, scale, q_t and scale_t."""
+    check_forward(metadata(x), metadata(up), metadata(weight), metadata(counts), act, layout, scale_layout)
+    check_sum(counts, row_count(x.shape), check_counts)
+    return quantized(unquantized(x, up, weight, act), counts, layout, pow2_scale, scale_layout)
+
+
+def unquantized(x: Tensor, up: Tensor | None, weight: Tensor | None, act: str) -> Tensor:
+    """Return the result in fp32."""
+    gate, other = halves(x, up)
+    y = value_and_slope(act, gate)[0]
+    if weight is not None:
+        y = y * weight.float().unsqueeze(-1)
+    return y * partner_and_slope(act, other)[0]
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    up: Tensor | None,
+    weight: Tensor | None,
+    counts: Tensor | None,
+    act: str,
+    layout: str,
+    pow2_scale: bool,
+    scale_layout: str,
+    check_counts: bool,
+    keep: str,
+    weight_grad: bool,
+) -> tuple[Tensor, ...]:
+    """Return q, scale, q_t and scale_t of the gradient of [gate | up], that gradient, and that of the weight."""
+    inputs = (metadata(t) for t in (dy, x, up, weight, counts))
+    check_backward(*inputs, act, layout, scale_layout, keep, weight_grad)
+    check_sum(counts, row_count(x.shape), check_counts)
+    dx, dweight = gradients(dy, x, up, weight, act, weight_grad)
+    codes = tuple(nothing(x) for _ in range(4))
+    if keep != "dense":
+        codes = quantized(dx, counts, layout, pow2_scale, scale_layout)
+    return *codes, dx.to(x.dtype, copy=True).contiguous() if keep != "fp8" else nothing(x), dweight
+
+
+def gradients(
+    dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, weight_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of [gate | up] in fp32, and that of the weight."""
+    gate, other = halves(x, up)
+    value, slope = value_and_slope(act, gate)
+    partner, partner_slope = partner_and_slope(act, other)
+    g = dy.float()
+    dweight = (g * value * partner).sum(-1).to(weight.dtype).contiguous() if weight_grad else nothing(x)
+    if weight is not None:
+        g = g * weight.float().unsqueeze(-1)
+    return torch.cat((g * partner * slope, g * value * partner_slope), -1), dweight

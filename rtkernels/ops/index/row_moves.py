@@ -1,0 +1,189 @@
+"""Whole rows moved: selected by index, added to the rows an index names, in chunks put into another order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from rtkernels import interop
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.index.row_moves_operators import CHUNKS, SCATTER, SCATTER_INTO, SELECT, SELECT_INTO
+from rtkernels.ops.index.row_moves_plan import KERNELS
+from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
+from rtkernels.runtime.operator.registry import Op
+
+# ---- gradients ------------------------------------------------------------------------------------------------------
+
+
+class _IndexSelect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, indices, scale):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(indices)
+        ctx.rows = x.shape[0]
+        y, moved = SELECT(x, indices, scale)
+        ctx.mark_non_differentiable(moved)
+        return y, moved
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, _):
+        (indices,) = ctx.saved_tensors
+        return None if dy is None else SCATTER(dy, indices, ctx.rows, None), None, None
+
+
+class _ScatterAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, indices, rows, weights):
+        ctx.set_materialize_grads(False)
+        wanted = weights is not None and ctx.needs_input_grad[3]
+        ctx.save_for_backward(indices, weights, x if wanted else None)
+        return SCATTER(x, indices, rows, weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        if dy is None:
+            return None, None, None, None
+        indices, weights, x = ctx.saved_tensors
+        dx, _ = SELECT(dy, indices, None)
+        dw = None if x is None else (dx.float() * x.float()).sum(-1).to(weights.dtype)
+        if weights is not None:
+            dx = (dx.float() * weights.float()[:, None]).to(dx.dtype)
+        return dx if ctx.needs_input_grad[0] else None, None, None, dw
+
+
+class _SortChunks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, counts, order, scale):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(counts, order)
+        y, moved = CHUNKS(x, counts, order, scale, False)
+        ctx.mark_non_differentiable(moved)
+        return y, moved
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, _):
+        counts, order = ctx.saved_tensors
+        return None if dy is None else CHUNKS(dy, counts, order, None, True)[0], None, None, None
+
+
+# ---- public ---------------------------------------------------------------------------------------------------------
+
+
+def index_select(
+    x: Tensor, indices: Tensor, *, scale: Tensor | None = None, out: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return the rows ``x[indices]``, and with them the scale of each.
+
+    An index that is no row of x (negative ones too, -1 above all) gives a row of zeros with scale 0. Bytes are moved as
+    they are. Differentiable once in x; the gradient is a deterministic :func:`scatter_add`.
+
+    Args:
+        x: ``[rows, columns]`` of any dtype of 1, 2, 4 or 8 bytes (a copy is made unless rows are unit-stride). May be
+            any object with ``__dlpack__``; the result is then of its kind.
+        indices: ``[n]``, int32 or int64.
+        scale: ``[rows]`` or ``[rows, any]``, float32: moved the same way.
+        out: ``[n, columns]`` of x's dtype with unit-stride rows, to write to. Not with an x that requires grad. x is
+            copied if they share memory.
+
+    Returns:
+        ``[n, columns]`` of x's dtype, dense unless it is `out`; with `scale` a tuple of it and ``[n]`` or ``[n, any]``.
+    """
+    if not isinstance(x, Tensor):
+        return interop.call(index_select, x, indices, scale=scale, out=out)
+    gradient = is_grad_enabled() and needs_grad(x)
+    if out is not None:
+        if gradient or (is_grad_enabled() and out.requires_grad):
+            raise ArgumentError("out is given and a tensor requires grad; expected neither, or to run under no_grad")
+        moved = SELECT_INTO(out, x, indices, scale)
+        return out if scale is None else (out, moved)
+    y, moved = _IndexSelect.apply(x, indices, scale) if gradient else SELECT(x, indices, scale)
+    return y if scale is None else (y, moved)
+
+
+def scatter_add(
+    x: Tensor,
+    indices: Tensor,
+    rows: int | None = None,
+    *,
+    weights: Tensor | None = None,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+) -> Tensor:
+    """Add every row of x to the row of the result that its index names: ``out[indices[r]] += weights[r] * x[r]``.
+
+    Deterministic: the rows that share an index are added in fp32 in a fixed order (ascending; many of them in parts
+    that are added in order) and rounded once, without atomics. Indices that are no row of the result (-1 above all) are
+    left out. Differentiable once in x and weights, unless `out` is given.
+
+    Args:
+        x: ``[n, columns]``, bfloat16, float16 or float32; a copy is made unless rows are unit-stride. May be any object
+            with ``__dlpack__``; the result is then of its kind.
+        indices: ``[n]``, int32 or int64.
+        rows: Rows of the result. May be left out if `out` is given.
+        weights: ``[n]``, bfloat16, float16 or float32, multiplied in fp32.
+        out: ``[rows, columns]``, bfloat16, float16 or float32 with unit-stride rows, to write the sums to. x is copied
+            if they share memory.
+        accumulate: Add to what `out` holds, in fp32 before the rounding. Without it, what `out` holds is discarded.
+
+    Returns:
+        `out`, or a dense ``[rows, columns]`` of x's dtype.
+    """
+    if not isinstance(x, Tensor):
+        options: dict[str, Any] = {"weights": weights, "out": out, "accumulate": accumulate}
+        return interop.call(scatter_add, x, indices, rows, **options)
+    gradient = is_grad_enabled() and needs_grad(x, weights)
+    if out is None:
+        if rows is None or accumulate:
+            raise ArgumentError(f"out is None, rows {rows}, accumulate {accumulate}; expected rows, or out to write to")
+        if gradient:
+            return _ScatterAdd.apply(x, indices, rows, weights)
+        return SCATTER(x, indices, rows, weights)
+    if gradient or (is_grad_enabled() and out.requires_grad):
+        raise ArgumentError("out is given and a tensor requires grad; expected neither, or to run under no_grad")
+    if rows is not None and out.dim() and rows != out.shape[0]:
+        raise ArgumentError(f"rows is {rows}; expected {out.shape[0]}, the rows of out, or None")
+    SCATTER_INTO(out, x, indices, weights, accumulate)
+    return out
+
+
+def sort_chunks(
+    x: Tensor, counts: Tensor, order: Tensor, *, scale: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Cut the rows of x into chunks and put these into another order: what follows an all-to-all between experts.
+
+    Chunk c has ``counts[c]`` rows, and the result begins with chunk ``order[0]``. The host reads neither, so nothing
+    waits for the device and the call can be captured in a CUDA graph. Differentiable once in x; the gradient is put
+    into the old order.
+
+    Args:
+        x: ``[rows, columns]`` of any dtype of 1, 2, 4 or 8 bytes (a copy is made unless rows are unit-stride). May be
+            any object with ``__dlpack__``; the result is then of its kind.
+        counts: Rows of each chunk, ``[n]`` int32 or int64, up to 65536 of them. Negative ones count as 0. Rows past the
+            sum are in no chunk; a sum above the rows of x is cut off there.
+        order: ``[n]`` int32 or int64, a permutation of the chunks. An entry that is no chunk, or that repeats an
+            earlier one, is left out, and the rows of chunks that it does not name are not in the result.
+        scale: ``[rows]`` or ``[rows, any]``, float32: moved the same way.
+
+    Returns:
+        A dense tensor like x, in which rows that no chunk fills (at its end) are 0; with `scale` a tuple of both.
+    """
+    if not isinstance(x, Tensor):
+        return interop.call(sort_chunks, x, counts, order, scale=scale)
+    if is_grad_enabled() and needs_grad(x):
+        y, moved = _SortChunks.apply(x, counts, order, scale)
+    else:
+        y, moved = CHUNKS(x, counts, order, scale, False)
+    return y if scale is None else (y, moved)
+
+
+OP = Op(
+    "row_moves",
+    public=("index_select", "scatter_add", "sort_chunks"),
+    kernels=KERNELS,
+    torch_ops=(SELECT, SELECT_INTO, SCATTER, SCATTER_INTO, CHUNKS),
+)

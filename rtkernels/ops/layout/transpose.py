@@ -1,0 +1,176 @@
+"""Dense copies with two dimensions swapped, padded by request, and per expert."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from rtkernels import interop
+from rtkernels.ops.layout.transpose_plan import (
+    EXPERT_PLANS,
+    KERNELS,
+    PLANS,
+    check_experts,
+    checked_dims,
+    out_shape,
+    padded,
+    padded_rows,
+)
+from rtkernels.runtime.layout import metadata
+from rtkernels.runtime.operator.autograd import needs_grad
+from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.registry import Op
+
+# ---- launchers ------------------------------------------------------------------------------------------------------
+
+
+def _launch(x: Tensor, dim0: int, dim1: int, pad_to: int) -> Tensor:
+    address = x.data_ptr()
+    plan = PLANS[(x.dtype, x.shape, x.stride(), x.get_device()), dim0, dim1, pad_to, address & 15]
+    if plan is None:
+        if x.is_contiguous():
+            return _reference(x, dim0, dim1, pad_to)  # more tiles than a launch can have
+        return _launch(x.contiguous(), dim0, dim1, pad_to)
+    launch, args, allocate, layout = plan
+    y = allocate(*layout)
+    if launch is not None:
+        launch(address, y.data_ptr(), *args)
+    elif y.numel():
+        y.zero_()  # no rows, but some of padding
+    return y
+
+
+def _launch_experts(x: Tensor, counts: Tensor, pad_to: int) -> Tensor:
+    address = x.data_ptr()
+    plan = EXPERT_PLANS[metadata(x), metadata(counts), pad_to, address & 15]
+    if plan is None:
+        return _launch_experts(x.contiguous(), counts, pad_to)
+    launch, args, allocate, layout = plan
+    y = allocate(*layout)
+    if launch is not None:
+        launch(address, counts.contiguous().data_ptr(), y.data_ptr(), *args)
+    return y
+
+
+# ---- the same in plain torch ----------------------------------------------------------------------------------------
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.itemsize])
+
+
+def _reference(x: Tensor, dim0: int, dim1: int, pad_to: int) -> Tensor:
+    low, high = checked_dims(metadata(x), dim0, dim1, pad_to)
+    y = torch.zeros(out_shape(x.shape, low, high, pad_to), dtype=x.dtype, device=x.device)
+    _bits(y)[..., : x.shape[low] if high == x.dim() - 1 else None] = _bits(x).transpose(low, high)
+    return y
+
+
+def _reference_experts(x: Tensor, counts: Tensor, pad_to: int) -> Tensor:
+    check_experts(metadata(x), metadata(counts), pad_to)
+    cols = x.shape[1]
+    y = torch.zeros(padded_rows(x.shape[0], counts.shape[0], pad_to) * cols, dtype=x.dtype, device=x.device)
+    first = place = 0
+    for count in counts.tolist():
+        end = min(first + max(count, 0), x.shape[0])
+        size = padded(end - first, pad_to) * cols
+        _bits(y)[place : place + size].view(cols, -1)[:, : end - first] = _bits(x[first:end]).t()
+        first, place = end, place + size
+    return y
+
+
+def _fake(x, dim0, dim1, pad_to):
+    count = x.dim()
+    return x.new_empty(out_shape(x.shape, *sorted((dim0 % count, dim1 % count)), pad_to))
+
+
+def _fake_experts(x, counts, pad_to):
+    experts, rows = counts.shape[0], x.shape[0]
+    return x.new_empty(padded_rows(rows, experts, pad_to) * x.shape[1])
+
+
+TRANSPOSE = TorchOp(
+    "transpose(Tensor x, int dim0, int dim1, int pad_to) -> Tensor", launch=_launch, reference=_reference, fake=_fake
+)
+EXPERTS = TorchOp(
+    "transpose_experts(Tensor x, Tensor counts, int pad_to) -> Tensor",
+    launch=_launch_experts,
+    reference=_reference_experts,
+    fake=_fake_experts,
+)
+
+
+# ---- public ---------------------------------------------------------------------------------------------------------
+
+
+class _Transpose(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, dim0: int, dim1: int, pad_to: int) -> Tensor:
+        ctx.dims, ctx.size = (dim0, dim1), x.shape[min(dim0 % x.dim(), dim1 % x.dim())] if pad_to > 1 else None
+        return TRANSPOSE(x, dim0, dim1, pad_to)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        if ctx.size is not None:
+            dy = dy.narrow(-1, 0, ctx.size)
+        return transpose(dy, *ctx.dims), None, None, None
+
+
+def transpose(x: Tensor, dim0: int = -2, dim1: int = -1, *, pad_to: int = 1) -> Tensor:
+    """Return a dense copy of a tensor with two dimensions swapped.
+
+    The bits of ``x.transpose(dim0, dim1).contiguous()``. With `pad_to` the last dimension of the result is rounded up
+    to a multiple, and what is added is zeros: a matrix ``[m, n]`` becomes ``[n, ceil(m / pad_to) * pad_to]``.
+
+    Differentiable (any number of times).
+
+    Args:
+        x: Two to four dimensions, elements of 1, 2 or 4 bytes: floating point (fp8 too), integer or bool. Any strides
+            (a copy is made unless the last dimension has unit stride). May be any object with ``__dlpack__``; the
+            result is then of its kind.
+        dim0: A dimension; negative ones count from the end.
+        dim1: Another one.
+        pad_to: 1 to 65536; more than 1 only if the last dimension is one of the two.
+
+    Returns:
+        Dense, of x's dtype.
+    """
+    if not isinstance(x, Tensor):
+        return interop.call(transpose, x, dim0, dim1, pad_to=pad_to)
+    if is_grad_enabled() and needs_grad(x):
+        return _Transpose.apply(x, dim0, dim1, pad_to)
+    return TRANSPOSE(x, dim0, dim1, pad_to)
+
+
+def transpose_experts(x: Tensor, counts: Tensor, *, pad_to: int = 1) -> Tensor:
+    """Transpose the rows of each expert by themselves: matrices ``[c, n]`` to ``[n, p]``, one after the other.
+
+    ``p`` is c rounded up to a multiple of `pad_to`; what is added is zeros. With ``o`` the sum of p over the experts
+    before, an expert's matrix is ``result[o * n : (o + p) * n].view(n, p)``. The host never reads `counts`, so nothing
+    waits for the device and the call can be captured in a CUDA graph.
+
+    Not differentiable: the result never requires grad.
+
+    Args:
+        x: ``[t, n]``, rows sorted by expert; elements of 1, 2 or 4 bytes. Any strides (a copy is made unless rows are
+            unit-stride). May be any object with ``__dlpack__``; the result is then of its kind.
+        counts: Rows of each expert, ``[experts]``, int32 or int64 on x's device; zeros are fine. Negative counts are
+            taken as 0 and rows are never read past the end.
+        pad_to: 1 to 65536.
+
+    Returns:
+        ``[(t + (pad_to - 1) * min(experts, t)) * n]``, enough for any counts; zeros after the last expert's matrix.
+    """
+    if not isinstance(x, Tensor):
+        return interop.call(transpose_experts, x, counts, pad_to=pad_to)
+    if x.requires_grad:
+        x = x.detach()
+    return EXPERTS(x, counts, pad_to)
+
+
+OP = Op(
+    "transpose",
+    public=("transpose", "transpose_experts"),
+    kernels=KERNELS,
+    torch_ops=(TRANSPOSE, EXPERTS),
+)

@@ -1,0 +1,208 @@
+"""Cross entropy: in two passes, in one that writes the gradient at once, over a vocabulary split between processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from rtkernels import interop
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.loss.cross_entropy_operators import (
+    BACKWARD,
+    BACKWARD_IN_PLACE,
+    FORWARD,
+    ONE_PASS,
+    ONE_PASS_IN_PLACE,
+    PARTS,
+    SCALE,
+)
+from rtkernels.ops.loss.cross_entropy_plan import KERNELS, MEAN, REDUCTIONS, check_options, raise_pending
+from rtkernels.runtime.operator.arguments import a_number
+from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable, refuse_leaf
+from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.torch_private import is_dynamo_compiling
+
+
+class _TwoPass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, labels, ignore_index, smoothing, z_loss, softcap, reduction, accuracy, in_place):
+        ctx.set_materialize_grads(False)
+        loss, hits, stats, factor = FORWARD(
+            logits, labels, ignore_index, smoothing, z_loss, softcap, reduction, accuracy
+        )
+        ctx.save_for_backward(logits, labels, stats, factor)
+        ctx.options, ctx.mean, ctx.in_place = (ignore_index, smoothing, z_loss, softcap), reduction == MEAN, in_place
+        ctx.mark_non_differentiable(hits, stats)
+        return loss, hits, stats
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss, _hits, _stats):
+        if dloss is None:
+            return (None,) * 9
+        logits, labels, stats, factor = ctx.saved_tensors
+        more = (labels, stats, factor if ctx.mean else None, *ctx.options, 0, logits.shape[-1])
+        if ctx.in_place:
+            BACKWARD_IN_PLACE(dloss, logits, *more)
+            return logits.detach(), *(None,) * 8
+        return BACKWARD(dloss, logits, *more), *(None,) * 8
+
+
+class _OnePass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, labels, ignore_index, smoothing, z_loss, softcap, reduction, accuracy, in_place):
+        ctx.set_materialize_grads(False)
+        options = (ignore_index, smoothing, z_loss, softcap, reduction, accuracy)
+        if in_place:
+            loss, hits, stats = ONE_PASS_IN_PLACE(logits, labels, *options)
+            dlogits = logits.detach()
+        else:
+            loss, hits, stats, dlogits = ONE_PASS(logits, labels, *options)
+        ctx.save_for_backward(dlogits)
+        ctx.made_gradient = True
+        ctx.mark_non_differentiable(hits, stats)
+        return loss, hits, stats
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss, _hits, _stats):
+        if dloss is None:
+            return (None,) * 9
+        (dlogits,) = ctx.saved_tensors
+        if is_dynamo_compiling():
+            scale = dloss if dloss.dim() == 0 else dloss.unsqueeze(-1)
+            return (dlogits.float() * scale).to(dlogits.dtype), *(None,) * 8
+        SCALE(dlogits, dloss)
+        return dlogits, *(None,) * 8
+
+
+def _single(logits: Tensor, labels: Tensor, options, reduction: int, accuracy: bool, one_pass: bool, in_place: bool):
+    """Return loss, accuracy and log-sum-exp."""
+    if is_grad_enabled() and needs_grad(logits):
+        if is_dynamo_compiling():
+            in_place = False  # a gradient that takes the place of an input cannot be traced
+            options = (options[0], *(constant(value) for value in options[1:]))
+        function = _OnePass if one_pass else _TwoPass
+        loss, hits, stats = function.apply(logits, labels, *options, reduction, accuracy, in_place)
+    else:
+        loss, hits, stats, _ = FORWARD(logits, labels, *options, reduction, accuracy)
+    return loss, hits, stats
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    return_lse: bool = False,
+    return_accuracy: bool = False,
+    one_pass: bool = False,
+    in_place: bool = False,
+    group: Any = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """Return the cross entropy of logits and labels, in fp32.
+
+    With ``z = softcap * tanh(logits / softcap)`` (or the logits), ``lse = log(sum(exp(z)))``, e the smoothing and t the
+    label, the loss of a row is ``(1 - e) * (lse - z[t]) + e * (lse - mean(z)) + z_loss * lse^2``. Computed in fp32; the
+    gradient is rounded once. NaN and infinities propagate as in torch, except that rows with ``ignore_index`` are not
+    looked at: their loss and gradient are 0. If no row counts, the mean is 0 (torch gives NaN). Differentiable once in
+    logits.
+
+    A label outside the vocabulary is an error without a synchronisation: on the CPU at once; on a GPU the row's loss is
+    NaN (and its gradient 0), and the next call on that device after the kernel has ended, forward or backward, or
+    ``check_labels()``, raises an ArgumentError that names label and row.
+
+    Args:
+        logits: ``[..., vocabulary]``, bfloat16, float16 or float32, any strides (a copy is made unless rows are
+            unit-stride and evenly spaced). May be any object with ``__dlpack__``; results are then of its kind.
+        labels: ``[...]``, int32 or int64.
+        ignore_index: Rows with this label do not count.
+        label_smoothing: 0 to 1: the part of the label's weight that goes to all columns evenly.
+        z_loss: Factor of the squared log-sum-exp.
+        softcap: Positive limit of the logits, or None.
+        reduction: ``"mean"`` over the rows that count, ``"sum"``, or ``"none"``.
+        return_lse: Also return the log-sum-exp of each row (0 where ignored), without gradient.
+        return_accuracy: Also return how often the label is the first largest logit: 0 or 1 per row, reduced as the
+            loss is. A row with NaN counts as wrong.
+        one_pass: Write the gradient during the forward pass: logits are read once instead of twice. The backward pass
+            multiplies it by the incoming gradient, only if that is not 1 (then with a second rounding), which it finds
+            out on the device. Only one backward pass is possible. Nothing changes where no gradient is needed.
+        in_place: The gradient takes the place of the logits (which must not be a leaf): in the backward pass, or at
+            once with `one_pass`. Nothing else may need the logits afterwards; autograd notices. Ignored under
+            torch.compile.
+        group: A torch.distributed process group that shares the vocabulary: every process passes its columns, and gets
+            the same loss and the gradient of its columns. One all-gather of 20 bytes per row. Not with `one_pass`.
+        vocab_start: With `group`, the first column of this process, if the parts are not equal, in the order of ranks.
+        vocab_size: With `vocab_start`, the size of the whole vocabulary.
+
+    Returns:
+        The loss, float32: a number, or of labels' shape for ``reduction="none"``. A tuple if more is asked for:
+        ``(loss, lse, accuracy)`` without those not asked for.
+    """
+    if not isinstance(logits, Tensor):
+        return interop.call(
+            cross_entropy, logits, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
+            softcap=softcap, reduction=reduction, return_lse=return_lse, return_accuracy=return_accuracy,
+            group=group, vocab_start=vocab_start, vocab_size=vocab_size,
+        )  # fmt: skip
+    if reduction not in REDUCTIONS:
+        raise ArgumentError(f"reduction is {reduction!r}; expected one of 'none', 'mean', 'sum'")
+    if softcap is not None and not a_number("softcap", softcap) > 0:
+        raise ArgumentError(f"softcap is {softcap}; expected a positive number, or None")
+    how = REDUCTIONS[reduction]
+    options = (ignore_index, label_smoothing, z_loss, softcap or 0.0)
+    check_options(*options[1:], how)
+    if in_place:
+        refuse_leaf("logits", logits)
+    if group is None:
+        if vocab_start is not None or vocab_size is not None:
+            raise ArgumentError("vocab_start and vocab_size are given without a group; expected both or none of them")
+        loss, accuracy, stats = _single(logits, labels, options, how, return_accuracy, one_pass, in_place)
+        lse = stats.detach().sum(0).view(labels.shape) if return_lse else None
+    else:
+        if one_pass:
+            raise ArgumentError("one_pass and group are both given; with a group the gradient needs a second pass")
+        from rtkernels.ops.loss.cross_entropy_parallel import ParallelCrossEntropy, vocabulary_range
+
+        first, size = vocabulary_range(logits.shape[-1], group, vocab_start, vocab_size)
+        loss, accuracy, lse = ParallelCrossEntropy.apply(logits, labels, options, how, in_place, group, first, size)
+    if not return_lse and not return_accuracy:
+        return loss
+    return loss, *((lse,) if return_lse else ()), *((accuracy,) if return_accuracy else ())
+
+
+def check_labels(device: torch.device | int | str | None = None) -> None:
+    """Wait for the GPU and raise if any finished ``cross_entropy`` had a label outside the vocabulary.
+
+    Args:
+        device: A CUDA device; None waits for the current one and looks at all of them.
+
+    Returns:
+        Nothing.
+
+    Raises:
+        ArgumentError: Names the label and the row. Reported once.
+    """
+    number = None
+    if device is not None:
+        place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        number = -1 if place.type == "cpu" else torch.cuda.current_device() if place.index is None else place.index
+    if torch.cuda.is_available() and number != -1:
+        torch.cuda.synchronize(number)
+    raise_pending(number)
+
+
+OP = Op(
+    "cross_entropy",
+    public=("cross_entropy", "check_labels"),
+    kernels=KERNELS,
+    torch_ops=(FORWARD, PARTS, BACKWARD, BACKWARD_IN_PLACE, ONE_PASS, ONE_PASS_IN_PLACE, SCALE),
+)

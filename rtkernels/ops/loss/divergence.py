@@ -1,0 +1,224 @@
+"""Losses for distillation: Kullback-Leibler divergence and generalised Jensen-Shannon divergence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from rtkernels import interop
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.loss.cross_entropy_operators import SCALE
+from rtkernels.ops.loss.divergence_operators import BACKWARD, BOTH, EACH, FORWARD
+from rtkernels.ops.loss.divergence_plan import KERNELS, LOGARITHM, MIXED, PROBABILITY, REVERSE
+from rtkernels.ops.reduce.softmax import log_softmax
+from rtkernels.runtime.layout import token
+from rtkernels.runtime.operator.arguments import a_number, an_integer
+from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
+from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.torch_private import is_dynamo_compiling
+
+_REDUCTIONS = ("none", "mean", "batchmean", "sum")
+
+
+class _Divergence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, target, labels, ignore, mode, beta, factor, divide):
+        ctx.set_materialize_grads(False)
+        ctx.settings = ignore, mode, beta
+        if factor is None:
+            loss, total = EACH(x, target, labels, ignore, mode, beta), None
+        else:
+            total = FORWARD(x, target, labels, ignore, mode, beta, factor, divide)
+            loss = total[0].clone()
+        ctx.save_for_backward(x, target, labels, total)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        grads = [None, None]
+        if grad is not None:
+            x, target, labels, total = ctx.saved_tensors
+            for i in (0, 1):
+                if ctx.needs_input_grad[i]:
+                    grads[i] = BACKWARD(grad, x, target, labels, total, *ctx.settings, i == 1)
+        return *grads, None, None, None, None, None, None
+
+
+class _OnePass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, target, labels, ignore, mode, beta, factor, divide):
+        ctx.set_materialize_grads(False)
+        total, dx = BOTH(x, target, labels, ignore, mode, beta, factor, divide)
+        ctx.save_for_backward(dx)
+        ctx.made_gradient = True
+        return total[0].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        if grad is None:
+            return (None,) * 8
+        (dx,) = ctx.saved_tensors
+        if is_dynamo_compiling():
+            dx = (dx.float() * grad).to(dx.dtype)
+        else:
+            SCALE(dx, grad)
+        return dx, *(None,) * 7
+
+
+def _divergence(x, target, labels, ignore, mode, beta, reduction, per_row: bool, temperature, one_pass) -> Tensor:
+    """Reduce and differentiate. per_row: "batchmean" is the mean over rows, not over the first dimension."""
+    an_integer("ignore_index", ignore)
+    if reduction not in _REDUCTIONS:
+        raise ArgumentError(f"reduction is {reduction!r}; expected one of {', '.join(_REDUCTIONS)}")
+    factor, divide = None, False
+    if reduction != "none":
+        cols = max(x.shape[-1], 1) if x.dim() else 1
+        over_rows = labels is not None or per_row or x.dim() < 2
+        divide = reduction == "mean" or (reduction == "batchmean" and over_rows)
+        factor = 1.0 / cols if reduction == "mean" else 1.0
+        if reduction == "batchmean" and not divide:
+            factor = 1.0 / max(x.shape[0], 1)
+        if reduction == "batchmean" and x.dim() == 1 and labels is None and not per_row:
+            factor = 1.0 / cols  # as torch: the first dimension is the classes
+    scale = temperature * temperature
+    if factor is not None:
+        factor *= scale
+    if is_grad_enabled() and needs_grad(x, target):
+        if mode == PROBABILITY and target.requires_grad:
+            raise ArgumentError("target requires grad; expected none, or log_target=True")
+        if is_dynamo_compiling():
+            beta, factor = constant(beta), None if factor is None else constant(factor)
+        one_pass = one_pass and factor is not None and not target.requires_grad
+        function = _OnePass if one_pass else _Divergence
+        loss = function.apply(x, target, labels, ignore, mode, beta, factor, divide)
+    elif factor is None:
+        loss = EACH(x, target, labels, ignore, mode, beta)
+    else:
+        loss = FORWARD(x, target, labels, ignore, mode, beta, factor, divide)[0]
+    return loss * scale if factor is None and scale != 1.0 else loss
+
+
+def _log_probabilities(input: Tensor, target: Tensor, temperature: float) -> list[Tensor]:
+    for name, logits in (("input", input), ("target", target)):
+        if not isinstance(logits, Tensor):
+            raise ArgumentError(f"{name} is a {type(logits).__name__}; expected a torch.Tensor")
+        token(name, logits.dtype)
+        if not logits.dim():
+            raise ArgumentError(f"{name} has no dimensions; expected at least one")
+    return [log_softmax(logits, scale=1.0 / temperature) for logits in (input, target)]
+
+
+def _check_temperature(temperature: float, from_logits: bool) -> None:
+    if not 0.0 < a_number("temperature", temperature) < float("inf"):
+        raise ArgumentError(f"temperature is {temperature}; expected a positive number")
+    if temperature != 1.0 and not from_logits:
+        raise ArgumentError(
+            f"temperature is {temperature} for log-probabilities; expected 1, or from_logits=True with logits"
+        )
+
+
+def kl_div(
+    input: Tensor,
+    target: Tensor,
+    *,
+    log_target: bool = False,
+    reduction: str = "batchmean",
+    labels: Tensor | None = None,
+    ignore_index: int = -100,
+    from_logits: bool = False,
+    temperature: float = 1.0,
+    one_pass: bool = False,
+) -> Tensor:
+    """Return the divergence ``sum(P * (log P - log Q))`` of predictions Q from a target P, as torch's ``kl_div``.
+
+    Computed in fp32. Classes with P = 0 count as 0, even where log Q is -inf (torch gives NaN). Differentiable once in
+    input, and in target with `log_target` or `from_logits`; a target of probabilities that requires grad is an error.
+
+    Args:
+        input: log Q, ``[..., classes]``; bfloat16, float16 or float32, any strides (a copy is made unless rows are
+            unit-stride and evenly spaced). May be any object with ``__dlpack__``; the result is then of its kind.
+        target: P, or log P with `log_target`; of input's shape and dtype.
+        log_target: The target is given as logarithms.
+        reduction: "batchmean" (the sum divided by the size of the first dimension), "mean" (by the number of elements),
+            "sum", or "none" (every term, in input's dtype). Mean and batchmean over nothing are 0.
+        labels: int32 or int64, input's shape without the last dimension: rows whose label is `ignore_index` count as
+            0 and have no gradient. "batchmean" then divides by the number of the other rows, "mean" by their elements.
+        ignore_index: See `labels`.
+        from_logits: Both arguments are logits: ``log_softmax(logits / temperature)`` of each is taken first, rounded to
+            their dtype, and the loss is multiplied by ``temperature ** 2``, which keeps the size of the gradients.
+        temperature: Positive; other than 1 only with `from_logits`.
+        one_pass: Write the gradient in input during the forward pass, so that both tensors are read once. The backward
+            pass multiplies it by the incoming gradient, only if that is not 1 (then with a second rounding), which it
+            finds out on the device. Only one backward pass is possible. Nothing changes for "none", or where target
+            requires grad or nothing does.
+
+    Returns:
+        A float32 scalar, or with "none" a dense tensor of input's shape and dtype.
+    """
+    if not isinstance(input, Tensor):
+        options = {"log_target": log_target, "reduction": reduction, "labels": labels, "ignore_index": ignore_index}
+        return interop.call(kl_div, input, target, **options, from_logits=from_logits, temperature=temperature)
+    _check_temperature(temperature, from_logits)
+    if from_logits:
+        input, target = _log_probabilities(input, target, temperature)
+    mode = LOGARITHM if log_target or from_logits else PROBABILITY
+    return _divergence(input, target, labels, ignore_index, mode, 0.0, reduction, False, temperature, one_pass)
+
+
+def jsd(
+    input: Tensor,
+    target: Tensor,
+    *,
+    beta: float = 0.5,
+    reduction: str = "batchmean",
+    labels: Tensor | None = None,
+    ignore_index: int = -100,
+    from_logits: bool = False,
+    temperature: float = 1.0,
+    one_pass: bool = False,
+) -> Tensor:
+    """Return the generalised Jensen-Shannon divergence of predictions Q and a target P.
+
+    ``beta * KL(P || M) + (1 - beta) * KL(Q || M)`` with ``M = beta * P + (1 - beta) * Q``; by convention KL(P || Q) for
+    beta = 0 and KL(Q || P) for beta = 1. Computed in fp32; classes with probability 0 count as 0. Differentiable once
+    in both.
+
+    Args:
+        input: log Q, ``[..., classes]``; as for ``kl_div``.
+        target: log P, of input's shape and dtype.
+        beta: 0 to 1.
+        reduction: "batchmean" (the sum divided by the number of rows), "mean" (by the number of elements), "sum", or
+            "none" (every term, in input's dtype). Mean and batchmean over nothing are 0.
+        labels: int32 or int64, input's shape without the last dimension: rows whose label is `ignore_index` count as 0,
+            have no gradient, and are not in the number of rows.
+        ignore_index: See `labels`.
+        from_logits: Both arguments are logits, as for ``kl_div``.
+        temperature: Positive; other than 1 only with `from_logits`.
+        one_pass: Write the gradient in input during the forward pass, so that both tensors are read once. The backward
+            pass multiplies it by the incoming gradient, only if that is not 1 (then with a second rounding), which it
+            finds out on the device. Only one backward pass is possible. Nothing changes for "none", or where target
+            requires grad or nothing does.
+
+    Returns:
+        A float32 scalar, or with "none" a dense tensor of input's shape and dtype.
+    """
+    if not isinstance(input, Tensor):
+        options = {"beta": beta, "reduction": reduction, "labels": labels, "ignore_index": ignore_index}
+        return interop.call(jsd, input, target, **options, from_logits=from_logits, temperature=temperature)
+    _check_temperature(temperature, from_logits)
+    if not 0.0 <= a_number("beta", beta) <= 1.0:
+        raise ArgumentError(f"beta is {beta}; expected 0 to 1")
+    if from_logits:
+        input, target = _log_probabilities(input, target, temperature)
+    mode = LOGARITHM if beta == 0.0 else REVERSE if beta == 1.0 else MIXED
+    return _divergence(input, target, labels, ignore_index, mode, beta, reduction, True, temperature, one_pass)
+
+
+OP = Op(
+    "divergence",
+    public=("kl_div", "jsd"),
+    kernels=KERNELS,
+    torch_ops=(FORWARD, BOTH, EACH, BACKWARD),
+)

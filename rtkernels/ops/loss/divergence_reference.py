@@ -1,0 +1,83 @@
+"""The divergences in plain torch: what serves CPU tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rtkernels.ops.loss.divergence_plan import LOGARITHM, MIXED, PROBABILITY, REVERSE, check, check_bwd
+from rtkernels.runtime.layout import metadata
+
+
+def _mixed(x: Tensor, t: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """Return what the prediction and the target add to each term of the Jensen-Shannon divergence."""
+    high, gap = torch.maximum(x, t), -(x - t).abs()
+    ahead = x >= t
+    rest = torch.where(ahead, beta, 1.0 - beta)
+    level = torch.log1p(rest * gap.expm1())
+    p, ratio = high.exp(), gap.exp()
+    upper = torch.where(p == 0, 0.0, (1 - rest) * p * -level)
+    lower = torch.where((p == 0) | (ratio == 0), 0.0, rest * p * ratio * (gap - level))
+    return torch.where(ahead, upper, lower), torch.where(ahead, lower, upper)
+
+
+def _terms(x: Tensor, t: Tensor, mode: int, beta: float) -> Tensor:
+    if mode == REVERSE:
+        return _terms(t, x, LOGARITHM, beta)
+    if mode == MIXED:
+        return sum(_mixed(x, t, beta))
+    p, log_p = (t, t.log()) if mode == PROBABILITY else (t.exp(), t)
+    return p * torch.where(p == 0, 0.0, log_p - x)
+
+
+def _without_ignored(values: Tensor, labels: Tensor | None, ignore: int) -> Tensor:
+    return values if labels is None else values.masked_fill((labels == ignore).unsqueeze(-1), 0.0)
+
+
+def reference_each(x: Tensor, target: Tensor, labels: Tensor | None, ignore: int, mode: int, beta: float) -> Tensor:
+    """Return every term, in x's dtype."""
+    check(metadata(x), metadata(target), metadata(labels))
+    terms = _terms(x.float(), target.float(), mode, beta)
+    return _without_ignored(terms, labels, ignore).to(x.dtype).contiguous()
+
+
+def reference_fwd(
+    x: Tensor, target: Tensor, labels: Tensor | None, ignore: int, mode: int, beta: float, factor: float, divide: bool
+) -> Tensor:
+    """Return the reduced loss, and what it was multiplied with, as fp32."""
+    check(metadata(x), metadata(target), metadata(labels))
+    if x.numel() == 0:
+        return torch.zeros(2, dtype=torch.float32, device=x.device)
+    rows = _without_ignored(_terms(x.float(), target.float(), mode, beta), labels, ignore).sum(-1)
+    count = torch.tensor(rows.numel(), device=x.device) if labels is None else (labels != ignore).sum()
+    scale = torch.where(count == 0, 0.0, factor / count.double() if divide else factor).to(x.device)
+    return torch.stack((torch.where(scale == 0, 0.0, rows.double().sum() * scale), scale)).float()
+
+
+def reference_bwd(
+    grad: Tensor,
+    x: Tensor,
+    target: Tensor,
+    labels: Tensor | None,
+    total: Tensor | None,
+    ignore: int,
+    mode: int,
+    beta: float,
+    in_target: bool,
+) -> Tensor:
+    """Return the gradient in x, or in the target."""
+    check_bwd(grad, x, target, labels, total, mode, in_target)
+    incoming = grad.float() if total is None else grad * total[1]
+    a, b = x.float(), target.float()
+    if mode == REVERSE:
+        a, b, in_target = b, a, not in_target
+    if mode == MIXED:
+        out = _mixed(a, b, beta)[int(in_target)]
+    elif mode == PROBABILITY:
+        out = -b
+    elif in_target:
+        p = b.exp()
+        out = p * (torch.where(p == 0, 0.0, b - a) + 1)
+    else:
+        out = -b.exp()
+    return _without_ignored(out * incoming, labels, ignore).to(x.dtype).contiguous()

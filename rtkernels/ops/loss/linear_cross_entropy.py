@@ -1,0 +1,132 @@
+"""The last linear layer and its cross entropy together, in chunks of rows: the logits never exist as a whole."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from rtkernels import interop
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.loss.cross_entropy_operators import SCALE
+from rtkernels.ops.loss.cross_entropy_plan import NONE, REDUCTIONS
+from rtkernels.ops.loss.linear_cross_entropy_operators import BACKWARD, FORWARD, default_chunk_rows
+from rtkernels.runtime.operator.arguments import a_number
+from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
+from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.torch_private import is_dynamo_compiling
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, bias, ignore_index, smoothing, z_loss, softcap, reduction, accuracy, lse,
+                chunk_rows, in_fp32):  # fmt: skip
+        ctx.set_materialize_grads(False)
+        ctx.needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3])
+        ctx.later = reduction == NONE  # the gradient of weight needs that of every row's loss
+        now = (False,) * 3 if ctx.later else ctx.needs
+        options = (ignore_index, smoothing, z_loss, softcap)
+        loss, hits, sums, *grads = FORWARD(
+            hidden, weight, labels, bias, *options, reduction, accuracy, lse, chunk_rows, in_fp32, *now
+        )
+        ctx.more = (*options, chunk_rows, in_fp32)
+        ctx.save_for_backward(*((hidden, weight, labels, bias) if ctx.later else grads))
+        ctx.made_gradient = not ctx.later
+        ctx.mark_non_differentiable(hits, sums)
+        return loss, hits, sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss, _hits, _lse):
+        if dloss is None:
+            return (None,) * 13
+        if ctx.later:
+            grads = BACKWARD(dloss, *ctx.saved_tensors, *ctx.more, *ctx.needs)
+        elif is_dynamo_compiling():
+            grads = [(grad.float() * dloss).to(grad.dtype) for grad in ctx.saved_tensors]
+        else:
+            grads = ctx.saved_tensors
+            for grad, needed in zip(grads, ctx.needs, strict=True):
+                if needed:
+                    SCALE(grad if grad.dim() > 1 else grad.unsqueeze(0), dloss)
+        dhidden, dweight, dbias = (grad if need else None for grad, need in zip(grads, ctx.needs, strict=True))
+        return dhidden, dweight, None, dbias, *(None,) * 9
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    return_lse: bool = False,
+    return_accuracy: bool = False,
+    chunk_rows: int | None = None,
+    fp32_weight_grad: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
+    """Return ``cross_entropy(hidden @ weight.T + bias, labels)`` without ever holding all logits.
+
+    Rows go through in chunks: torch's GEMM, loss and gradient in place of the logits, the GEMMs of both gradients.
+    Beside the gradients there is one chunk of logits. With ``"mean"`` and ``"sum"`` the forward pass computes the
+    gradients, and the backward pass multiplies them by the incoming gradient only if that is not 1, which it finds out
+    on the device; only one backward pass is possible. With ``"none"`` the backward pass computes the logits again.
+    Logits and their gradient are rounded to hidden's dtype. Differentiable once in hidden, weight and bias.
+
+    Args:
+        hidden: ``[..., hidden size]``, bfloat16, float16 or float32.
+        weight: ``[vocabulary, hidden size]``, of the same dtype (under autocast both are cast).
+        labels: ``[...]``, int32 or int64; a label outside the vocabulary is reported as in ``cross_entropy``.
+        bias: ``[vocabulary]``, or None.
+        ignore_index: As in ``cross_entropy``.
+        label_smoothing: As in ``cross_entropy``.
+        z_loss: As in ``cross_entropy``.
+        softcap: As in ``cross_entropy``.
+        reduction: As in ``cross_entropy``.
+        return_lse: As in ``cross_entropy``.
+        return_accuracy: As in ``cross_entropy``.
+        chunk_rows: Rows of logits at a time. None takes ``rows * hidden size / vocabulary``, rounded up to a power of
+            two: logits of about hidden's size. More is faster and needs more memory.
+        fp32_weight_grad: Sum up the gradient of a 16-bit weight in fp32 (twice its memory) instead of rounding the sum
+            after every chunk.
+
+    Returns:
+        As in ``cross_entropy``.
+    """
+    if not isinstance(hidden, Tensor):
+        return interop.call(
+            linear_cross_entropy, hidden, weight, labels, bias=bias, ignore_index=ignore_index,
+            label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, reduction=reduction,
+            return_lse=return_lse, return_accuracy=return_accuracy, chunk_rows=chunk_rows,
+        )  # fmt: skip
+    if reduction not in REDUCTIONS:
+        raise ArgumentError(f"reduction is {reduction!r}; expected one of 'none', 'mean', 'sum'")
+    if softcap is not None and not a_number("softcap", softcap) > 0:
+        raise ArgumentError(f"softcap is {softcap}; expected a positive number, or None")
+    if hidden.device.type != "meta" and torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    if chunk_rows is None:
+        chunk_rows = default_chunk_rows(labels.numel(), hidden.shape[-1], weight.shape[0]) if weight.dim() == 2 else 1
+    options = (ignore_index, label_smoothing, z_loss, softcap or 0.0)
+    if is_dynamo_compiling():
+        options = (ignore_index, *(constant(value) for value in options[1:]))
+    rest = (REDUCTIONS[reduction], return_accuracy, return_lse, chunk_rows, fp32_weight_grad)
+    if is_grad_enabled() and needs_grad(hidden, weight, bias):
+        loss, accuracy, lse = _LinearCrossEntropy.apply(hidden, weight, labels, bias, *options, *rest)
+    else:
+        loss, accuracy, lse, *_ = FORWARD(hidden, weight, labels, bias, *options, *rest, False, False, False)
+    if not return_lse and not return_accuracy:
+        return loss
+    return loss, *((lse,) if return_lse else ()), *((accuracy,) if return_accuracy else ())
+
+
+OP = Op(
+    "linear_cross_entropy",
+    public=("linear_cross_entropy",),
+    kernels=(),
+    torch_ops=(FORWARD, BACKWARD),
+)

@@ -1,0 +1,288 @@
+"""Linear layer and cross entropy in chunks of rows: the operators, with kernels and in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.loss import cross_entropy_operators as rows_ops
+from rtkernels.ops.loss import cross_entropy_reduce as reduction_ops
+from rtkernels.ops.loss import reference
+from rtkernels.ops.loss.cross_entropy_plan import MEAN, NONE, check_options, report
+from rtkernels.runtime.layout import check_same, metadata, nothing, token
+from rtkernels.runtime.operator.operator import TorchOp
+
+# ---- chunks of rows: torch's GEMMs around the kernels of cross_entropy ----------------------------------------------
+
+
+def default_chunk_rows(rows: int, hidden: int, vocabulary: int) -> int:
+    """Return how many rows make logits of about the size of the hidden states (the rule of Liger-Kernel)."""
+    parts = -(-vocabulary // max(hidden, 1))
+    return max(1, min(rows, 1 << (-(-rows // parts) - 1).bit_length())) if rows else 1
+
+
+def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, chunk_rows: int) -> None:
+    token("hidden", hidden.dtype)
+    if weight.dim() != 2 or weight.shape[0] == 0:
+        raise ArgumentError(f"weight has shape {tuple(weight.shape)}; expected [vocabulary, hidden size]")
+    if hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1]:
+        raise ArgumentError(
+            f"hidden has shape {tuple(hidden.shape)}; expected [..., {weight.shape[1]}], the hidden size of weight"
+        )
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            check_same(name, tensor.dtype, hidden.dtype, "dtype", of="hidden")
+            check_same(name, tensor.get_device(), hidden.get_device(), "device index", of="hidden")
+    if bias is not None:
+        check_same("bias", tuple(bias.shape), (weight.shape[0],), "shape", of="weight's rows")
+    if chunk_rows < 1:
+        raise ArgumentError(f"chunk_rows is {chunk_rows}; expected at least 1, or None")
+    logits = (hidden.dtype, torch.Size((*hidden.shape[:-1], weight.shape[0])), (), hidden.get_device())
+    rows_ops.check(logits, metadata(labels), "hidden @ weight.T")
+
+
+class _Weights:
+    """Sums of the gradients of weight and bias over the chunks."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, in_fp32: bool, need_weight: bool, need_bias: bool) -> None:
+        self._target, self._bias_dtype = weight, None if bias is None else bias.dtype
+        wide = in_fp32 and weight.dtype != torch.float32
+        self._wide = wide
+        self.weight: Tensor | None = None
+        if need_weight:
+            self.weight = torch.empty(weight.shape, dtype=torch.float32 if wide else weight.dtype, device=weight.device)
+        self.bias: Tensor | None = None
+        if need_bias:
+            self.bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device)
+        self._first = True
+
+    def add(self, dlogits: Tensor, hidden: Tensor) -> None:
+        if self.weight is not None:
+            left = dlogits.t()
+            if self._wide and dlogits.is_cuda:
+                if self._first:
+                    self.weight.zero_()
+                torch.addmm(self.weight, left, hidden, out_dtype=torch.float32, out=self.weight)
+            else:
+                if self._wide:
+                    left, hidden = left.float(), hidden.float()
+                if self._first:
+                    torch.mm(left, hidden, out=self.weight)
+                else:
+                    self.weight.addmm_(left, hidden)
+        if self.bias is not None:
+            self.bias += dlogits.sum(0, dtype=torch.float32)
+        self._first = False
+
+    def results(self) -> tuple[Tensor, Tensor]:
+        weight, bias = self.weight, self.bias
+        if self._first:  # no rows
+            weight = None if weight is None else weight.zero_()
+        return (
+            nothing(self._target) if weight is None else weight.to(self._target.dtype),
+            nothing(self._target) if bias is None else bias.to(self._bias_dtype),
+        )
+
+
+def _chunks(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_rows: int
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield rows, their hidden states and their logits; the logits all lie in the same memory."""
+    rows = hidden.shape[0]
+    memory = torch.empty(min(chunk_rows, rows), weight.shape[0], dtype=hidden.dtype, device=hidden.device)
+    for start in range(0, rows, chunk_rows):
+        part = slice(start, min(start + chunk_rows, rows))
+        states = hidden[part]
+        logits = memory[: states.shape[0]]
+        if bias is None:
+            torch.mm(states, weight.t(), out=logits)
+        else:
+            torch.addmm(bias, states, weight.t(), out=logits)
+        yield part, states, logits
+
+
+def _forward(
+    rows_of: Callable[..., Any], gradient_of: Callable[..., Any], count: Callable, reduce: Callable, args: tuple
+):
+    """The operator, with functions for a chunk of rows: kernels or plain torch."""
+    (hidden, weight, labels, bias, ignore_index, smoothing, z_loss, softcap, reduction, accuracy, with_lse) = args[:11]
+    chunk_rows, in_fp32, need_hidden, need_weight, need_bias = args[11:]
+    options = (ignore_index, smoothing, z_loss, softcap)
+    check_options(smoothing, z_loss, softcap, reduction)
+    _check(hidden, weight, labels, bias, chunk_rows)
+    states, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).contiguous()
+    rows = flat.numel()
+    losses = torch.empty(rows, dtype=torch.float32, device=hidden.device)
+    correct, lse = (torch.empty_like(losses) if wanted else None for wanted in (accuracy, with_lse))
+    wants_gradient = need_hidden or need_weight or need_bias
+    factor = count(flat, ignore_index) if wants_gradient and reduction == MEAN else None
+    dhidden = torch.empty(states.shape, dtype=hidden.dtype, device=hidden.device) if need_hidden else None
+    sums = _Weights(weight, bias, in_fp32, need_weight, need_bias)
+    for part, some, logits in _chunks(states, weight, bias, chunk_rows):
+        numbers = (losses[part], None if correct is None else correct[part])
+        stats = (gradient_of if wants_gradient else rows_of)(logits, flat[part], *numbers, factor, options)
+        if lse is not None:
+            torch.sum(stats, 0, out=lse[part])
+        if dhidden is not None:
+            torch.mm(logits, weight, out=dhidden[part])
+        sums.add(logits, some)
+    shape = labels.shape
+    if reduction == NONE:
+        loss, hits = losses.view(shape), nothing(losses) if correct is None else correct.view(shape)
+    else:
+        loss, hits = reduce(losses, correct, flat, ignore_index, reduction)
+    return (
+        loss,
+        hits,
+        nothing(losses) if lse is None else lse.view(shape),
+        nothing(losses) if dhidden is None else dhidden.view(hidden.shape),
+        *sums.results(),
+    )
+
+
+def _backward(gradient_of: Callable[..., Any], args: tuple):
+    """As `_forward`, for a gradient of each row's own."""
+    (dloss, hidden, weight, labels, bias, ignore_index, smoothing, z_loss, softcap, chunk_rows, in_fp32) = args[:11]
+    need_hidden, need_weight, need_bias = args[11:]
+    _check(hidden, weight, labels, bias, chunk_rows)
+    check_same("dloss", dloss.shape, labels.shape, "shape", of="labels")
+    states, flat, g = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).contiguous(), dloss.reshape(-1).float()
+    dhidden = torch.empty(states.shape, dtype=hidden.dtype, device=hidden.device) if need_hidden else None
+    sums = _Weights(weight, bias, in_fp32, need_weight, need_bias)
+    for part, some, logits in _chunks(states, weight, bias, chunk_rows):
+        gradient_of(logits, flat[part], g[part], (ignore_index, smoothing, z_loss, softcap))
+        if dhidden is not None:
+            torch.mm(logits, weight, out=dhidden[part])
+        sums.add(logits, some)
+    return nothing(g) if dhidden is None else dhidden.view(hidden.shape), *sums.results()
+
+
+# ---- with kernels ---------------------------------------------------------------------------------------------------
+
+
+def _rows_launch(logits, labels, losses, correct, factor, options):
+    loss, hits, stats, _ = rows_ops.FORWARD.launch(logits, labels, *options, NONE, correct is not None)
+    losses.copy_(loss)
+    if correct is not None:
+        correct.copy_(hits)
+    return stats
+
+
+def _gradient_launch(logits, labels, losses, correct, factor, options):
+    stats = torch.empty(2, labels.numel(), dtype=torch.float32, device=logits.device)
+    rows_ops.gradient_in_place(logits, labels, losses, stats, correct, factor, *options)
+    return stats
+
+
+def _reduce_launch(losses, correct, labels, ignore_index, reduction):
+    return reduction_ops.reduce_rows(losses, correct, labels, ignore_index, reduction, False)[:2]
+
+
+def _launch_fwd(*args):
+    found = report(args[0].get_device())
+    found.raise_if_bad()
+    results = _forward(_rows_launch, _gradient_launch, reduction_ops.count_rows, _reduce_launch, args)
+    if args[0].get_device() < 0:
+        found.raise_if_bad()
+    return results
+
+
+def _row_gradient_launch(logits, labels, g, options):
+    stats = rows_ops.FORWARD.launch(logits, labels, *options, NONE, False)[2]
+    rows_ops.BACKWARD_IN_PLACE.launch(g, logits, labels, stats, None, *options, 0, logits.shape[-1])
+
+
+def _launch_bwd(*args):
+    return _backward(_row_gradient_launch, args)
+
+
+# ---- in plain torch -------------------------------------------------------------------------------------------------
+
+
+def _rows_reference(logits, labels, losses, correct, factor, options):
+    loss, hits, stats, _ = reference.forward(logits, labels, *options, NONE, True)
+    losses.copy_(loss)
+    if correct is not None:
+        correct.copy_(hits)
+    return stats
+
+
+def _gradient_reference(logits, labels, losses, correct, factor, options):
+    stats = _rows_reference(logits, labels, losses, correct, factor, options)
+    g = torch.ones(1, device=logits.device) if factor is None else factor
+    logits.copy_(reference.backward(g, logits, labels, stats, None, *options, 0, logits.shape[-1]))
+    return stats
+
+
+def _count_reference(labels, ignore_index):
+    return reference.reduced(labels.new_zeros(0, dtype=torch.float32), labels, ignore_index, MEAN)[1]
+
+
+def _reduce_reference(losses, correct, labels, ignore_index, reduction):
+    loss = reference.reduced(losses, labels, ignore_index, reduction)[0]
+    hits = nothing(losses) if correct is None else reference.reduced(correct, labels, ignore_index, reduction)[0]
+    return loss, hits
+
+
+def _reference_fwd(*args):
+    return _forward(_rows_reference, _gradient_reference, _count_reference, _reduce_reference, args)
+
+
+def _row_gradient_reference(logits, labels, g, options):
+    stats = reference.forward(logits, labels, *options, NONE, False)[2]
+    logits.copy_(reference.backward(g, logits, labels, stats, None, *options, 0, logits.shape[-1]))
+
+
+def _reference_bwd(*args):
+    return _backward(_row_gradient_reference, args)
+
+
+def _fake_gradients(hidden, weight, bias, need_hidden, need_weight, need_bias):
+    empty = hidden.new_empty(0, dtype=torch.float32)
+    return (
+        torch.empty_like(hidden, memory_format=torch.contiguous_format) if need_hidden else empty,
+        torch.empty_like(weight, memory_format=torch.contiguous_format) if need_weight else empty.clone(),
+        torch.empty_like(bias) if need_bias else empty.clone(),
+    )
+
+
+def _fake_fwd(
+    hidden, weight, labels, bias, ignore_index, label_smoothing, z_loss, softcap, reduction, accuracy, lse, chunk_rows,
+    fp32_weight_grad, need_hidden, need_weight, need_bias,
+):  # fmt: skip
+    def new(*shape):
+        return hidden.new_empty(shape, dtype=torch.float32)
+
+    shape = labels.shape if reduction == NONE else ()
+    return (
+        new(*shape),
+        new(*shape) if accuracy else new(0),
+        new(*labels.shape) if lse else new(0),
+        *_fake_gradients(hidden, weight, bias, need_hidden, need_weight, need_bias),
+    )
+
+
+def _fake_bwd(dloss, hidden, weight, labels, bias, *more):
+    return _fake_gradients(hidden, weight, bias, *more[-3:])
+
+
+_TENSORS = "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias"
+_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap"
+_NEEDS = "int chunk_rows, bool fp32_weight_grad, bool need_hidden, bool need_weight, bool need_bias"
+FORWARD = TorchOp(
+    f"linear_cross_entropy_fwd({_TENSORS}, {_OPTIONS}, int reduction, bool accuracy, bool lse, {_NEEDS})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    launch=_launch_fwd,
+    reference=_reference_fwd,
+    fake=_fake_fwd,
+)
+BACKWARD = TorchOp(
+    f"linear_cross_entropy_bwd(Tensor dloss, {_TENSORS}, {_OPTIONS}, {_NEEDS}) -> (Tensor, Tensor, Tensor)",
+    launch=_launch_bwd,
+    reference=_reference_bwd,
+    fake=_fake_bwd,
+)

@@ -1,0 +1,221 @@
+"""Where routed tokens go: the index that the MoE permutation uses, built on the device from what a router gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtkernels import interop
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.moe import moe_index_layout as layout
+from rtkernels.ops.moe.moe_index_layout import MoeIndex, most_rows
+from rtkernels.ops.moe.moe_index_plan import INDEX_PLANS, KERNELS, MAP_DTYPES, MAP_PLANS, check, check_map, is_map
+from rtkernels.runtime.layout import metadata
+from rtkernels.runtime.operator.arguments import an_integer
+from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.registry import Op
+
+# ---- launchers ------------------------------------------------------------------------------------------------------
+
+
+def _launch_index(routing: Tensor, experts: int, top_k: int, multiple_of: int, rows: int) -> tuple[Tensor, ...]:
+    address = routing.data_ptr()
+    plan = INDEX_PLANS[metadata(routing), experts, top_k, multiple_of, rows, address & 3]
+    if plan is None:
+        return _launch_index(routing.contiguous(), experts, top_k, multiple_of, rows)
+    count, count_args, place, place_args, outputs, (new_table, table_layout) = plan
+    results = tuple([new(*memory) for new, memory in outputs])
+    table = new_table(*table_layout)
+    pointers = [t.data_ptr() for t in results]
+    if routing.dtype in MAP_DTYPES:  # the list of choices becomes the experts of the result
+        count(address, pointers[1], table.data_ptr(), *count_args)
+        address = pointers[1]
+    else:
+        count(address, table.data_ptr(), *count_args)
+    place(address, table.data_ptr(), *pointers, *place_args)
+    return results
+
+
+def _launch_map(routing_map: Tensor, multiple_of: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    address = routing_map.data_ptr()
+    plan = MAP_PLANS[metadata(routing_map), multiple_of, rows, address & 3]
+    if plan is None:
+        return _launch_map(routing_map.contiguous(), multiple_of, rows)
+    count, count_args, place, place_args, outputs, (new_table, table_layout) = plan
+    ids, counts, offsets = (new(*memory) for new, memory in outputs)
+    table = new_table(*table_layout)
+    count(address, table.data_ptr(), *count_args)
+    place(address, table.data_ptr(), ids.data_ptr(), counts.data_ptr(), offsets.data_ptr(), *place_args)
+    return ids, counts, offsets
+
+
+# ---- the same in plain torch ----------------------------------------------------------------------------------------
+
+
+def _listed(routing_map: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Return the first `top_k` experts of each token, -1 where it has fewer, and how many were left out."""
+    flags = routing_map != 0
+    choice = flags.cumsum(1) - 1
+    kept = flags & (choice < top_k)
+    tokens, experts = flags.shape
+    result = torch.full((tokens, top_k + 1), -1, dtype=torch.int32, device=flags.device)
+    numbers = torch.arange(experts, dtype=torch.int32, device=flags.device).expand(tokens, experts)
+    result.scatter_(1, torch.where(kept, choice, top_k), torch.where(kept, numbers, -1))
+    return result[:, :top_k], (flags & ~kept).sum()
+
+
+def _reference_index(routing: Tensor, experts: int, top_k: int, multiple_of: int, rows: int) -> tuple[Tensor, ...]:
+    check(metadata(routing), experts, top_k, multiple_of, rows)
+    if not is_map(routing.dtype):
+        return tuple(layout.build(routing, experts, multiple_of, rows))
+    choices, left_out = _listed(routing, top_k)
+    index = layout.build(choices, experts, multiple_of, rows)
+    return tuple(index._replace(dropped=(index.dropped + left_out).to(torch.int32)))
+
+
+def _reference_map(routing_map: Tensor, multiple_of: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    check_map(metadata(routing_map), multiple_of, rows)
+    flags = routing_map != 0
+    experts = torch.arange(flags.shape[1], device=flags.device)
+    index = layout.build(torch.where(flags, experts, -1), flags.shape[1], multiple_of, rows)
+    return index.rows, index.counts, index.offsets
+
+
+def _fake_index(routing, experts, top_k, multiple_of, rows):
+    shapes = ((routing.shape[0], top_k), (routing.shape[0], top_k), (rows,), (experts,), (experts + 1,), ())
+    return tuple(routing.new_empty(shape, dtype=torch.int32) for shape in shapes)
+
+
+def _fake_map(routing_map, multiple_of, rows):
+    tokens, experts = routing_map.shape
+    return tuple(routing_map.new_empty(s, dtype=torch.int32) for s in ((tokens, experts), (experts,), (experts + 1,)))
+
+
+INDEX = TorchOp(
+    "moe_index(Tensor routing, SymInt experts, SymInt top_k, SymInt multiple_of, SymInt rows)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    launch=_launch_index,
+    reference=_reference_index,
+    fake=_fake_index,
+)
+ROW_ID_MAP = TorchOp(
+    "moe_row_id_map(Tensor routing_map, SymInt multiple_of, SymInt rows) -> (Tensor, Tensor, Tensor)",
+    launch=_launch_map,
+    reference=_reference_map,
+    fake=_fake_map,
+)
+
+# ---- public ---------------------------------------------------------------------------------------------------------
+
+
+def moe_rows(tokens: int, top_k: int, num_experts: int, multiple_of: int = 1) -> int:
+    """Return the most rows, pad rows included, that routed tokens can need, however they are routed.
+
+    That is how many rows :func:`moe_index` makes room for by default, and what buffers of fixed size (in a CUDA graph,
+    say) have to hold. Callers that know a smaller number, exact or a limit, pass it as `rows` instead.
+
+    Args:
+        tokens: Number of tokens.
+        top_k: The most experts of a token.
+        num_experts: Number of experts.
+        multiple_of: Every expert's rows are padded to a multiple of this.
+
+    Returns:
+        The number of rows.
+    """
+    given = {"tokens": tokens, "top_k": top_k, "num_experts": num_experts, "multiple_of": multiple_of}
+    for name, size in given.items():
+        an_integer(name, size)
+    return most_rows(tokens, top_k, num_experts, multiple_of)
+
+
+def moe_index(
+    routing: Tensor,
+    num_experts: int | None = None,
+    *,
+    top_k: int | None = None,
+    multiple_of: int = 1,
+    rows: int | None = None,
+) -> MoeIndex:
+    """Give every choice of an expert its row: sorted by expert, inside an expert by token.
+
+    Runs as two kernels, without waiting for the device: the call can be captured in a CUDA graph. The same routing
+    always gives the same index. Choices are dropped where there is no room (``rows``), where the expert does not exist,
+    and where a token of a routing map has more than `top_k` experts; how many is in the result, and their rows are -1.
+    -1 is a choice not made: it has no row and counts nowhere. An expert that a token names twice gets two rows.
+
+    Not differentiable: it moves no data.
+
+    Args:
+        routing: Experts of each token, ``[tokens, top_k]`` int32 or int64; or a routing map ``[tokens, experts]``, bool
+            or uint8 (anything but 0 is set), where choice j is the token's j-th expert. May be any object with
+            ``__dlpack__``; the parts of the result are then of its kind.
+        num_experts: Number of experts, 1 to 4096. May be left out with a routing map.
+        top_k: The most experts a token of a routing map may have; all by default. Smaller is faster, and the index
+            smaller.
+        multiple_of: Every expert's rows are padded to a multiple of this.
+        rows: Number of rows to make room for: an exact number or a limit that the caller knows. By default what
+            :func:`moe_rows` gives, and nothing is dropped for want of rows.
+
+    Returns:
+        A :class:`MoeIndex`. Pad rows, those past the last expert's included, have slot -1.
+    """
+    if not isinstance(routing, Tensor):
+        options: dict[str, Any] = {"top_k": top_k, "multiple_of": multiple_of, "rows": rows}
+        return MoeIndex(*interop.call(moe_index, routing, num_experts, **options))
+    width = routing.shape[-1] if routing.dim() else 0
+    an_integer("multiple_of", multiple_of)
+    for name, size in (("num_experts", num_experts), ("top_k", top_k)):
+        if size is not None:
+            an_integer(name, size)
+    if is_map(routing.dtype):
+        experts = width if num_experts is None else num_experts
+        choices = experts if top_k is None else top_k
+    else:
+        if num_experts is None:
+            raise ArgumentError("num_experts is None; expected the number of experts, as routing is a list of them")
+        experts, choices = num_experts, width if top_k is None else top_k
+    if rows is None:
+        tokens = routing.shape[0] if routing.dim() else 0
+        if not is_map(routing.dtype):  # a token may name an expert twice, so have more choices than there are experts
+            tokens, most = tokens * choices, 1
+        else:
+            most = choices
+        rows = most_rows(tokens, most, experts, max(multiple_of, 1))
+    return MoeIndex(*INDEX(routing, experts, choices, multiple_of, rows))
+
+
+def moe_row_id_map(routing_map: Tensor, multiple_of: int = 1, rows: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Give every routed (token, expert) pair its row, as a dense map: sorted by expert, inside an expert by token.
+
+    The form that permutations driven by a mask take; :func:`moe_index` gives the same rows as a compact list. Runs as
+    two kernels, without waiting for the device.
+
+    Args:
+        routing_map: ``[tokens, experts]``, bool or uint8; anything but 0 is set. Up to 4096 experts. May be any object
+            with ``__dlpack__``; the results are then of its kind.
+        multiple_of: Every expert's rows are padded to a multiple of this.
+        rows: Pairs whose row would not be below this get none. By default all have one.
+
+    Returns:
+        ``(map, counts, offsets)``, all int32: the map ``[tokens, experts]`` with -1 where there is no row; tokens of
+        each expert that have a row ``[experts]``; the first row of each expert ``[experts + 1]``, of which the last
+        entry is the number of rows in use.
+    """
+    if not isinstance(routing_map, Tensor):
+        return interop.call(moe_row_id_map, routing_map, multiple_of, rows)
+    an_integer("multiple_of", multiple_of)
+    if rows is None:
+        tokens, experts = routing_map.shape if routing_map.dim() == 2 else (0, 0)
+        rows = most_rows(tokens, experts, experts, max(multiple_of, 1))
+    return ROW_ID_MAP(routing_map, multiple_of, rows)
+
+
+OP = Op(
+    "moe_index",
+    public=("moe_index", "moe_row_id_map", "moe_rows"),
+    kernels=KERNELS,
+    torch_ops=(INDEX, ROW_ID_MAP),
+)

@@ -1,0 +1,85 @@
+"""Where each routed token goes: the index that permutation, its backward and the expert GEMMs share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MAX_EXPERTS = 4096
+
+
+class MoeIndex(NamedTuple):
+    """The rows of T tokens with up to k experts each, sorted by expert and inside an expert by token.
+
+    Every expert's rows start at a multiple of the padding; the rows between an expert's last token and the next
+    expert's first row, and the rows after the last expert, are pad rows.
+
+    Attributes:
+        rows: ``[T, k]`` int32, the row of each choice, -1 where the choice was dropped.
+        experts: ``[T, k]`` int32, the expert of each choice, -1 where the choice was dropped.
+        slots: ``[R]`` int32, the choice ``t * k + j`` that fills each row, -1 in pad rows.
+        counts: ``[E]`` int32, tokens of each expert that have a row.
+        offsets: ``[E + 1]`` int32, the first row of each expert; the last entry is the number of rows in use. Padded
+            counts are its differences; ``offsets[1:]`` is what ``torch._grouped_mm`` takes.
+        dropped: ``[]`` int32, choices that were dropped for want of rows or because their expert does not exist
+            (-1 is a choice not made and not counted).
+    """
+
+    rows: Tensor
+    experts: Tensor
+    slots: Tensor
+    counts: Tensor
+    offsets: Tensor
+    dropped: Tensor
+
+
+def layout_bytes(experts: int, chunks: int, threads: int) -> int:
+    """Return the bytes of shared memory that the layout of rows in common/chunks.cuh takes."""
+    columns = -(-experts // 4) * 4
+    groups = max(min(threads // (columns // 4), -(-chunks // 8)), 1)
+    return 4 * ((2 * groups + 1) * columns + 4)
+
+
+def beside(own: int, next_kernel: int) -> int:
+    """Return how much shared memory to ask for in a kernel that needs `own` bytes and overlaps with the next one.
+
+    A processor splits its memory into cache and shared memory for one kernel at a time. Blocks of the next kernel can
+    only start beside this one's if they fit into its split.
+    """
+    return max(own, next_kernel)
+
+
+def most_rows(tokens: int, top_k: int, experts: int, multiple_of: int = 1) -> int:
+    """Return the most rows, pad rows included, that `tokens` tokens with `top_k` choices among `experts` can need."""
+    choices = tokens * min(top_k, experts)
+    padded = choices + min(experts, choices) * (multiple_of - 1)
+    return padded // multiple_of * multiple_of
+
+
+def build(choices: Tensor, experts: int, multiple_of: int, rows: int) -> MoeIndex:
+    """Build the index from ``[T, k]`` expert numbers in plain torch, into `rows` rows."""
+    tokens, top_k = choices.shape
+    flat = choices.reshape(-1).long()
+    valid = (flat >= 0) & (flat < experts)
+    key = torch.where(valid, flat, experts)
+    order = torch.argsort(key, stable=True)  # by expert, then by token
+    counts = torch.bincount(key, minlength=experts + 1)[:experts]
+    padded = (counts + multiple_of - 1) // multiple_of * multiple_of
+    first = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
+    before = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    sorted_key = key[order]
+    rank = torch.arange(len(flat), device=flat.device) - before[sorted_key.clamp(max=experts)]
+    row = first[sorted_key.clamp(max=experts)] + rank
+    kept = (sorted_key < experts) & (row < rows)
+    row_of = torch.full_like(flat, -1)
+    row_of[order] = torch.where(kept, row, -1)
+    slots = flat.new_full((rows,), -1)
+    slots[row[kept]] = order[kept]
+    expert_of = torch.where(row_of >= 0, flat, -1)
+    offsets = first.clamp(max=rows)
+    kept_counts = torch.minimum(counts, offsets.diff())
+    lost = ((flat != -1) & (row_of < 0)).sum()
+    as_int = [t.to(torch.int32) for t in (row_of.view(tokens, top_k), expert_of.view(tokens, top_k), slots)]
+    return MoeIndex(*as_int, kept_counts.to(torch.int32), offsets.to(torch.int32), lost.to(torch.int32))

@@ -1,0 +1,346 @@
+"""Rows of tokens to the experts that chose them and back: ``moe_permute``, ``moe_unpermute`` and their gradients."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from rtkernels import interop
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.moe import reference
+from rtkernels.ops.moe.moe_index_layout import MoeIndex
+from rtkernels.ops.moe.moe_permute_plan import (
+    BACKWARD_PLANS,
+    FP8_DTYPES,
+    KERNELS,
+    PERMUTE_PLANS,
+    PROBS_PLANS,
+    UNPERMUTE_PLANS,
+)
+from rtkernels.runtime.layout import address, metadata, nothing, rowed
+from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
+from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.registry import Op
+
+# ---- launchers ------------------------------------------------------------------------------------------------------
+
+
+def _copied(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if t is None else t.contiguous() for t in tensors]
+
+
+def _made(memory: tuple[Any, ...] | None) -> Tensor | None:
+    return None if memory is None else memory[0](*memory[1])
+
+
+def _present(like: Tensor, *outputs: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple([nothing(like) if output is None else output for output in outputs])
+
+
+def _launch_permute(
+    x: Tensor, rows: Tensor, slots: Tensor, scale: Tensor | None, probs: Tensor | None, experts: Tensor | None
+) -> tuple[Tensor, ...]:
+    given = (rows, slots, scale, probs, experts)
+    plan = PERMUTE_PLANS[(metadata(x), *map(metadata, given), x.data_ptr() & 15)]
+    if plan is None:
+        return _launch_permute(rowed(x), *_copied(*given))
+    launch, numbers, memory = plan
+    outputs = [_made(m) for m in memory]
+    if launch is not None:
+        launch(x.data_ptr(), *map(address, given), *map(address, outputs), *numbers)
+    return _present(x, *outputs)
+
+
+def _launch_unpermute(
+    y: Tensor, rows: Tensor, probs: Tensor | None, experts: Tensor | None, carried: Tensor | None
+) -> tuple[Tensor, ...]:
+    given = (rows, probs, experts, carried)
+    plan = UNPERMUTE_PLANS[(metadata(y), *map(metadata, given), y.data_ptr() & 15)]
+    if plan is None:
+        return _launch_unpermute(rowed(y), *_copied(*given))
+    launch, numbers, memory = plan
+    outputs = [_made(m) for m in memory]
+    if launch is not None:
+        launch(y.data_ptr(), *map(address, given), *map(address, outputs), *numbers)
+    return _present(y, *outputs)
+
+
+def _launch_backward(
+    dout: Tensor, y: Tensor | None, rows: Tensor, slots: Tensor, probs: Tensor, experts: Tensor | None, need_y: bool
+) -> tuple[Tensor, ...]:
+    given = (rows, slots, probs, experts)
+    align = (dout.data_ptr() | address(y)) & 15
+    plan = BACKWARD_PLANS[(metadata(dout), metadata(y), *map(metadata, given), need_y, align)]
+    if plan is None:
+        return _launch_backward(rowed(dout), rowed(y), *_copied(*given), need_y)
+    launch, numbers, memory = plan
+    outputs = [_made(m) for m in memory]
+    if launch is not None:
+        launch(dout.data_ptr(), address(y), *map(address, given), *map(address, outputs), *numbers)
+    return _present(dout, *outputs)
+
+
+def _launch_probs(values: Tensor, rows: Tensor | None, experts: Tensor | None, columns: int) -> Tensor:
+    plan = PROBS_PLANS[metadata(values), metadata(rows), metadata(experts), columns]
+    if plan is None:
+        return _launch_probs(*_copied(values, rows, experts), columns)
+    launch, numbers, memory = plan
+    out = _made(memory)
+    if launch is not None:
+        launch(values.data_ptr(), address(rows), address(experts), out.data_ptr(), *numbers)
+    return out
+
+
+# ---- operators ------------------------------------------------------------------------------------------------------
+
+
+def _fake_permute(x, rows, slots, scale, probs, experts):
+    count = slots.shape[0]
+    return (
+        x.new_empty((count, x.shape[1])),
+        nothing(x) if scale is None else scale.new_empty((count, *scale.shape[1:])),
+        nothing(x) if probs is None else probs.new_empty(count),
+    )
+
+
+def _fake_unpermute(y, rows, probs, experts, carried):
+    return (
+        y.new_empty((rows.shape[0], y.shape[1])),
+        nothing(y) if carried is None else carried.new_empty(rows.shape),
+    )
+
+
+def _fake_backward(dout, y, rows, slots, probs, experts, need_y):
+    return (
+        dout.new_empty((slots.shape[0], dout.shape[1])) if need_y else nothing(dout),
+        nothing(dout) if y is None else probs.new_empty(rows.shape),
+    )
+
+
+def _fake_probs(values, rows, experts, columns):
+    shape = values.shape if rows is None else rows.shape
+    return values.new_empty((shape[0], columns))
+
+
+PERMUTE = TorchOp(
+    "moe_permute_fwd(Tensor x, Tensor rows, Tensor slots, Tensor? scale, Tensor? probs, Tensor? experts)"
+    " -> (Tensor, Tensor, Tensor)",
+    launch=_launch_permute,
+    reference=reference.permute,
+    fake=_fake_permute,
+)
+UNPERMUTE = TorchOp(
+    "moe_unpermute_fwd(Tensor y, Tensor rows, Tensor? probs, Tensor? experts, Tensor? carried) -> (Tensor, Tensor)",
+    launch=_launch_unpermute,
+    reference=reference.unpermute,
+    fake=_fake_unpermute,
+)
+UNPERMUTE_BWD = TorchOp(
+    "moe_unpermute_bwd(Tensor dout, Tensor? y, Tensor rows, Tensor slots, Tensor probs, Tensor? experts, bool need_y)"
+    " -> (Tensor, Tensor)",
+    launch=_launch_backward,
+    reference=reference.backward,
+    fake=_fake_backward,
+)
+PROBS = TorchOp(
+    "moe_probs(Tensor values, Tensor? rows, Tensor? experts, int columns) -> Tensor",
+    launch=_launch_probs,
+    reference=reference.probs_of,
+    fake=_fake_probs,
+)
+
+
+# ---- gradients ------------------------------------------------------------------------------------------------------
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, probs, scale, rows, slots, experts):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(rows, experts)
+        ctx.columns = 0 if probs is None else probs.shape[1]
+        y, scale_out, probs_out = PERMUTE(x, rows, slots, scale, probs, experts)
+        fixed = [y] if x.dtype in FP8_DTYPES else []
+        ctx.mark_non_differentiable(*fixed, *([] if scale is None else [scale_out]))
+        return y, None if probs is None else probs_out, None if scale is None else scale_out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, dprobs_out, _):
+        rows, experts = ctx.saved_tensors
+        want_x, want_probs = ctx.needs_input_grad[0] and dy is not None, ctx.needs_input_grad[1]
+        want_probs = want_probs and dprobs_out is not None
+        dx = dprobs = None
+        if want_x:
+            together = want_probs and experts is None
+            dx, dprobs = UNPERMUTE(dy, rows, None, None, dprobs_out if together else None)
+        if want_probs and (not want_x or experts is not None):
+            dprobs = PROBS(dprobs_out, rows, experts, ctx.columns)
+        return dx, dprobs if want_probs else None, None, None, None, None
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, probs, rows, slots, experts):
+        want_probs = probs is not None and probs.requires_grad
+        ctx.save_for_backward(y if want_probs else None, probs, rows, slots, experts)
+        return UNPERMUTE(y, rows, probs, experts, None)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        y, probs, rows, slots, experts = ctx.saved_tensors
+        need_y, need_probs = ctx.needs_input_grad[:2]
+        if probs is None:
+            return PERMUTE(dout, rows, slots, None, None, None)[0], None, None, None, None
+        dy, dprobs = UNPERMUTE_BWD(dout, y if need_probs else None, rows, slots, probs, experts, need_y)
+        if need_probs and experts is not None:
+            dprobs = PROBS(dprobs, None, experts, probs.shape[1])
+        return dy if need_y else None, dprobs if need_probs else None, None, None, None
+
+
+# ---- public ---------------------------------------------------------------------------------------------------------
+
+
+class MoePermuted(NamedTuple):
+    """Permuted rows and what was carried along; None for what was not given."""
+
+    y: Tensor
+    probs: Tensor | None
+    scale: Tensor | None
+
+
+def experts_if_dense(probs: Tensor | None, index: MoeIndex, dense_probs: bool | None) -> Tensor | None:
+    """Return index.experts if probs has a column per expert, None if it has one per choice.
+
+    Raises:
+        ArgumentError: The shape says neither, or both and `dense_probs` is None.
+    """
+    if probs is None:
+        return None
+    choices, experts = index.rows.shape[-1], index.counts.shape[0]
+    columns = probs.shape[-1] if probs.dim() == 2 else -1
+    if dense_probs is None:
+        if columns == choices == experts:
+            raise ArgumentError(
+                f"probs has {columns} columns, and there are as many choices as experts; expected dense_probs=False "
+                "(a column per choice) or dense_probs=True (a column per expert) to say which"
+            )
+        dense_probs = columns == experts
+    if columns != (experts if dense_probs else choices):
+        raise ArgumentError(
+            f"probs has shape {tuple(probs.shape)}; expected {(index.rows.shape[0], choices)}, one per choice, or "
+            f"{(index.rows.shape[0], experts)}, one per expert"
+        )
+    return index.experts if dense_probs else None
+
+
+def as_index(index: Any) -> MoeIndex:
+    """Return the index as a MoeIndex.
+
+    Raises:
+        ArgumentError: It is not one.
+    """
+    if isinstance(index, MoeIndex):
+        return index
+    if isinstance(index, tuple) and len(index) == len(MoeIndex._fields):
+        return MoeIndex(*index)
+    raise ArgumentError(f"index is a {type(index).__name__}; expected a MoeIndex")
+
+
+def with_arrays(function: Any, x: Any, index: Any, *more: Any, **options: Any) -> Any:
+    """Call a function of ``(x, index, *more, **options)`` with arrays of another library in all of them."""
+    fields = tuple(as_index(index))
+
+    def call(x: Tensor, *args: Any, **given: Any) -> Any:
+        return function(x, MoeIndex(*args[: len(fields)]), *args[len(fields) :], **given)
+
+    call.__name__ = function.__name__
+    return interop.call(call, x, *fields, *more, **options)
+
+
+def moe_permute(
+    x: Tensor,
+    index: MoeIndex,
+    *,
+    probs: Tensor | None = None,
+    scale: Tensor | None = None,
+    dense_probs: bool | None = None,
+) -> Tensor | MoePermuted:
+    """Copy the rows of tokens to where their experts expect them: ``y[index.rows[t, j]] = x[t]``.
+
+    One launch. Rows that no choice fills (padding, and the rows after the last expert) are zeros, and so are their
+    probabilities and scales: a code times its scale is 0 there. Everything is read from the index on the device; the
+    host waits for nothing, and a graph can be replayed with another index of the same sizes. Entries of ``index.rows``
+    outside of y are dropped choices.
+
+    Differentiable in x and probs: ``dx[t]`` is the sum of dy over the rows of t, in fp32 and in the order of the
+    choices, rounded once; ``dprobs`` is 0 where a choice was dropped. fp8 codes and scales have no gradient.
+
+    Args:
+        x: ``[T, H]``; bfloat16, float16, float32, float8_e4m3fn or float8_e5m2. Any strides (a copy is made unless rows
+            are unit-stride). May be any object with ``__dlpack__``; index and results are then of its kind.
+        index: From ``moe_index``, for these T tokens. y has as many rows as ``index.slots`` has entries.
+        probs: Numbers to carry along: ``[T, k]``, one per choice, or ``[T, experts]``, one per expert; float32,
+            bfloat16 or float16.
+        scale: float32 ``[T]`` or ``[T, s]``: scales of x's rows, to carry along.
+        dense_probs: Whether probs has a column per expert. Needed only if there are as many choices as experts.
+
+    Returns:
+        y ``[R, H]`` of x's dtype. With probs or scale a named tuple ``(y, probs, scale)``, probs being ``[R]`` and
+        scale ``[R]`` or ``[R, s]``, and None for what was not given.
+    """
+    if not isinstance(x, Tensor):
+        return with_arrays(moe_permute, x, index, probs=probs, scale=scale, dense_probs=dense_probs)
+    index = as_index(index)
+    experts = experts_if_dense(probs, index, dense_probs)
+    if is_grad_enabled() and needs_grad(x, probs):
+        y, probs_out, scale_out = _Permute.apply(x, probs, scale, index.rows, index.slots, experts)
+    else:
+        y, scale_out, probs_out = PERMUTE(x, index.rows, index.slots, scale, probs, experts)
+    if probs is None and scale is None:
+        return y
+    return MoePermuted(y, None if probs is None else probs_out, None if scale is None else scale_out)
+
+
+def moe_unpermute(
+    y: Tensor, index: MoeIndex, *, probs: Tensor | None = None, dense_probs: bool | None = None
+) -> Tensor:
+    """Add up the rows of each token: ``out[t] = sum over j of probs[t, j] * y[index.rows[t, j]]``.
+
+    Sums in fp32, in the order of the choices, rounded once. Without probs the weights are 1. Entries of ``index.rows``
+    outside of y are dropped choices and add nothing. Everything is read from the index on the device.
+
+    Differentiable in y and probs: ``dy[row] = probs[t, j] * dout[t]``, zeros in rows that no choice fills;
+    ``dprobs[t, j]`` is the dot product of ``dout[t]`` and the row in fp32, 0 where a choice was dropped. (The gradient
+    of y as fp8, without weights, is :func:`moe_permute_fp8` of dout.)
+
+    Args:
+        y: ``[R, H]``, R being the number of ``index.slots``; bfloat16, float16 or float32. Any strides (a copy is made
+            unless rows are unit-stride). May be any object with ``__dlpack__``; index and result are then of its kind.
+        index: As given to :func:`moe_permute`.
+        probs: Weights: ``[T, k]``, one per choice, or ``[T, experts]``, one per expert; float32, bfloat16 or float16.
+        dense_probs: Whether probs has a column per expert. Needed only if there are as many choices as experts.
+
+    Returns:
+        Dense ``[T, H]`` of y's dtype.
+    """
+    if not isinstance(y, Tensor):
+        return with_arrays(moe_unpermute, y, index, probs=probs, dense_probs=dense_probs)
+    index = as_index(index)
+    experts = experts_if_dense(probs, index, dense_probs)
+    if y.dim() == 2 and y.shape[0] != index.slots.shape[0]:
+        raise ArgumentError(f"y has {y.shape[0]} rows; expected {index.slots.shape[0]}, as many as index.slots")
+    if is_grad_enabled() and needs_grad(y, probs):
+        return _Unpermute.apply(y, probs, index.rows, index.slots, experts)
+    return UNPERMUTE(y, index.rows, probs, experts, None)[0]
+
+
+OP = Op(
+    "moe_permute",
+    public=("moe_permute", "moe_unpermute"),
+    kernels=KERNELS,
+    torch_ops=(PERMUTE, UNPERMUTE, UNPERMUTE_BWD, PROBS),
+)

@@ -1,0 +1,200 @@
+"""Rows of tokens to the experts that chose them, quantised to fp8 on the way, in one pass or two."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from rtkernels.ops.moe import reference
+from rtkernels.ops.moe.moe_index_layout import MoeIndex
+from rtkernels.ops.moe.moe_permute import PERMUTE, PROBS, UNPERMUTE, as_index, experts_if_dense, with_arrays
+from rtkernels.ops.moe.moe_permute_fp8_plan import KERNELS, PLANS, check
+from rtkernels.ops.quant import quantize_fp8_experts as quantizer
+from rtkernels.ops.quant.quantize_fp8_plan import groups_of
+from rtkernels.runtime.layout import metadata, nothing, rowed
+from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
+from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.registry import Op
+
+# ---- launcher -------------------------------------------------------------------------------------------------------
+
+
+def _launch(
+    x: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+    offsets: Tensor,
+    probs: Tensor | None,
+    experts: Tensor | None,
+    output: str,
+    dtype: torch.dtype,
+    pow2_scale: bool,
+) -> tuple[Tensor, ...]:
+    given = (slots, offsets, probs, experts)
+    plan = PLANS[
+        (metadata(x), metadata(rows), *map(metadata, given), output, dtype, pow2_scale, x.data_ptr() & 15)
+    ]  # fmt: skip
+    if plan is None:
+        dense_index = [None if t is None else t.contiguous() for t in (rows, *given)]
+        if any(t is not None and not t.is_contiguous() for t in (rows, *given)):
+            return _launch(rowed(x), *dense_index, output, dtype, pow2_scale)
+        return _in_two(x, rows, *given, output, dtype, pow2_scale)
+    return plan.run(x, rows, *given)
+
+
+def _in_two(x, rows, slots, offsets, probs, experts, output, dtype, pow2_scale) -> tuple[Tensor, ...]:
+    """Permute, then quantise; what lies behind the last expert's rows is cleared."""
+    y, _, probs_out = PERMUTE.launch(x, rows, slots, None, probs, experts)
+    counts = offsets.diff()
+    codes = quantizer.QUANTIZE.launch(y, counts, output, dtype, pow2_scale)
+    used, (count, cols) = counts.clamp(min=0).sum(), y.shape
+    for i, t in enumerate(codes[:3]):
+        if t.numel():
+            unit = groups_of(cols) if i == 1 else cols
+            bits = t.view(torch.uint8 if t.itemsize == 1 else torch.int32).view(-1)
+            bits.masked_fill_(torch.arange(count * unit, device=x.device) >= used * unit, 0)
+    return *codes, probs_out
+
+
+def _reference(x, rows, slots, offsets, probs, experts, output, dtype, pow2_scale):
+    check(*map(metadata, (x, rows, slots, offsets, probs, experts)), output, dtype)
+    y, _, probs_out = reference.permute(x, rows, slots, None, probs, experts)
+    return *quantizer.QUANTIZE.reference(y, offsets.diff(), output, dtype, pow2_scale), probs_out
+
+
+def _fake(x, rows, slots, offsets, probs, experts, output, dtype, pow2_scale):
+    shapes = quantizer._shapes(slots.shape[0], x.shape[1], offsets.shape[0] - 1, output)
+    codes = [
+        nothing(x) if s is None else x.new_empty(s, dtype=d)
+        for s, d in zip(shapes, (dtype, torch.float32) * 2, strict=True)
+    ]
+    return *codes, nothing(x) if probs is None else probs.new_empty(slots.shape[0])
+
+
+QUANTIZE = TorchOp(
+    "moe_permute_fp8_fwd(Tensor x, Tensor rows, Tensor slots, Tensor offsets, Tensor? probs, Tensor? experts, "
+    "str output, ScalarType dtype, bool pow2_scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    launch=_launch,
+    reference=_reference,
+    fake=_fake,
+)
+
+
+# ---- public ---------------------------------------------------------------------------------------------------------
+
+
+class MoePermutedFp8(NamedTuple):
+    """Codes and scales of the permuted rows, as :class:`QuantizedExperts` has them; None for what was not asked for.
+
+    Attributes:
+        q: ``[R, H]``.
+        scale: ``[R * g]`` with ``g = ceil(H/128)``. An expert's part, with rows ``s`` to ``s + c - 1``, is
+            ``[s * g : (s + c) * g]``, a matrix ``[g, c]``.
+        q_t: ``[R * H]``. The expert's part ``[s * H : (s + c) * H]`` is a matrix ``[H, c]``.
+        scale_t: ``[blocks, H]``, one scale per 128 rows of an expert and column; rows past the last block are 0.
+        probs: ``[R]``, the probabilities carried along.
+        y: Where a gradient of x is wanted, a tensor ``[R, H]`` of x's dtype without values (one NaN, expanded): what
+            takes the gradient of the permuted rows.
+    """
+
+    q: Tensor | None
+    scale: Tensor | None
+    q_t: Tensor | None
+    scale_t: Tensor | None
+    probs: Tensor | None
+    y: Tensor | None
+
+
+class _PermuteFp8(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, probs, rows, slots, offsets, experts, output, dtype, pow2_scale):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(rows, experts)
+        ctx.columns = 0 if probs is None else probs.shape[1]
+        *codes, probs_out = QUANTIZE(x, rows, slots, offsets, probs, experts, output, dtype, pow2_scale)
+        ctx.mark_non_differentiable(*codes)
+        y = x.new_full((), float("nan")).expand(slots.shape[0], x.shape[1])
+        return *codes, None if probs is None else probs_out, y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        *_, dprobs_out, dy = grads
+        rows, experts = ctx.saved_tensors
+        dx = None if dy is None else UNPERMUTE(dy, rows, None, None, None)[0]
+        dprobs = None if dprobs_out is None else PROBS(dprobs_out, rows, experts, ctx.columns)
+        return dx, dprobs, *(None,) * 7
+
+
+def moe_permute_fp8(
+    x: Tensor,
+    index: MoeIndex,
+    *,
+    output: str = "both",
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    pow2_scale: bool = False,
+    probs: Tensor | None = None,
+    dense_probs: bool | None = None,
+) -> MoePermutedFp8:
+    """Copy the rows of tokens to where their experts expect them, as fp8 codes with block scales, in one pass.
+
+    To the bit what ``quantize_fp8_experts(moe_permute(x, index), index.offsets.diff())`` gives: an expert's pad rows
+    count as its rows (their codes are 0), groups of 128 rows start anew with each expert, and codes, scales and
+    probabilities of the rows after the last expert are 0. The permuted rows themselves are never written. bfloat16 rows
+    of whole 16 bytes take one launch, codes by rows alone two, others two or more. Nothing is read by the host.
+
+    **Gradients.** Codes and scales are not differentiable; probs is. The result's ``y``, which has no memory and no
+    values, takes the gradient of the permuted rows: an ``autograd.Function`` that multiplies the codes takes it as one
+    more input and returns that gradient there. dx is then what :func:`moe_permute` has.
+
+    **Gradients as fp8.** The gradient of :func:`moe_unpermute` without weights is ``moe_permute(dout, index)``; so
+    ``moe_permute_fp8(dout, index)`` is that gradient as codes, for the backward GEMMs of the experts.
+
+    Args:
+        x: ``[T, H]``, bfloat16, float16 or float32. Any strides (a copy is made unless rows are unit-stride). May be
+            any object with ``__dlpack__``; index and results are then of its kind.
+        index: From ``moe_index``, for these T tokens.
+        output: "row" (q and scale), "transposed" (q_t and scale_t) or "both".
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        pow2_scale: Round scales up to a power of two.
+        probs: Numbers to carry along, as for :func:`moe_permute`.
+        dense_probs: As for :func:`moe_permute`.
+
+    Returns:
+        A :class:`MoePermutedFp8`; everything in it but y is dense.
+    """
+    if not isinstance(x, Tensor):
+        options: dict[str, Any] = {"output": output, "dtype": dtype, "pow2_scale": pow2_scale}
+        return with_arrays(moe_permute_fp8, x, index, **options, probs=probs, dense_probs=dense_probs)
+    index = as_index(index)
+    experts = experts_if_dense(probs, index, dense_probs)
+    y = None
+    if is_grad_enabled() and needs_grad(x, probs):
+        *codes, probs_out, y = _PermuteFp8.apply(
+            x, probs, index.rows, index.slots, index.offsets, experts, output, dtype, pow2_scale
+        )
+        y = y if x.requires_grad else None
+    else:
+        *codes, probs_out = QUANTIZE(
+            x, index.rows, index.slots, index.offsets, probs, experts, output, dtype, pow2_scale
+        )
+    q, scale, q_t, scale_t = codes
+    by_rows, transposed = output != "transposed", output != "row"
+    return MoePermutedFp8(
+        q if by_rows else None,
+        scale if by_rows else None,
+        q_t if transposed else None,
+        scale_t if transposed else None,
+        None if probs is None else probs_out,
+        y,
+    )
+
+
+OP = Op(
+    "moe_permute_fp8",
+    public=("moe_permute_fp8",),
+    kernels=KERNELS,
+    torch_ops=(QUANTIZE,),
+)

@@ -1,0 +1,309 @@
+"""The kernels that move rows between tokens and experts, and which one runs how for which tensors."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+
+from rtkernels.errors import ArgumentError
+from rtkernels.runtime.launch.device import device_info
+from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.launch.memory import dense_memory
+from rtkernels.runtime.launch.plans import Plans
+from rtkernels.runtime.layout import FLOAT_DTYPES, GRID_LIMIT, check_same, divisor, row_stride, token, vector_bytes
+
+Metadata = tuple[Any, ...]  # (dtype, shape, stride, device index)
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+PROB_KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_WARP = 32
+_PERMUTE_BLOCK, _AHEAD = 256, 4  # threads of a block, accesses of a thread in flight
+_BULK_BLOCK, _BULK_BYTES = 256, 128 << 10  # threads and shared memory of a block at most
+_BULK_ROWS = 4  # for each token at least
+_UNPERMUTE_BLOCK, _UNPERMUTE_GROUP = 128, 128  # threads of a block, of a token at most
+_FEW, _FEW_UNITS = 2, 4  # choices up to this number are added by threads with this many accesses of each row
+_BLOCKS_PER_SM = 3  # for whose registers moe_unpermute is compiled
+_SHAPES = ((2, 8, 8, 1), (2, 8, 2, _FEW_UNITS), (2, 1, 8, 1), (4, 4, 8, 1), (4, 4, 2, _FEW_UNITS), (4, 1, 8, 1))
+_BACKWARD_THREADS = 256
+_PROBS_THREADS = 256
+
+PERMUTE = Kernel(
+    "moe/permute.cu",
+    "moe_permute",
+    template="BYTES AHEAD",
+    args="x:ptr rows:ptr slots:ptr scale:ptr probs:ptr experts:ptr y:ptr scale_out:ptr probs_out:ptr tokens:i64 "
+    "top_k:i64 row_count:i64 units:i64 x_stride:i64 scales:i64 prob_kind:i64 prob_columns:i64 threads_per_row:i64 "
+    "pad_blocks:i64",
+    variants=[(16, 4), (2, 4), (1, 4)],
+    max_registers=56,
+)
+PERMUTE_BULK = Kernel(
+    "moe/permute_bulk.cu",
+    "moe_permute_bulk",
+    template="THREADS",
+    args="x:ptr rows:ptr slots:ptr scale:ptr probs:ptr experts:ptr y:ptr scale_out:ptr probs_out:ptr tokens:i64 "
+    "top_k:i64 divisor:i64 row_count:i64 row_bytes:i64 x_stride:i64 scales:i64 prob_kind:i64 prob_columns:i64 "
+    "row_blocks:i64",
+    variants=[(_BULK_BLOCK,)],
+    max_registers=56,
+    needs=("tma",),
+)
+PROBS = Kernel(
+    "moe/permute.cu",
+    "moe_probs",
+    template="THREADS",
+    args="values:ptr rows:ptr experts:ptr out:ptr tokens:i64 top_k:i64 row_count:i64 columns:i64 prob_kind:i64",
+    variants=[(_PROBS_THREADS,)],
+    max_registers=48,
+)
+UNPERMUTE = Kernel(
+    "moe/unpermute.cu",
+    "moe_unpermute",
+    template="SIZE VEC CHOICES UNITS BLOCKS",
+    args="y:ptr rows:ptr probs:ptr experts:ptr carried:ptr out:ptr carried_out:ptr tokens:i64 top_k:i64 row_count:i64 "
+    "vectors:i64 y_stride:i64 half:i64 prob_kind:i64 prob_columns:i64 threads_per_row:i64",
+    variants=[(*shape, _BLOCKS_PER_SM) for shape in _SHAPES],
+    max_registers=85,
+)
+UNPERMUTE_BWD = Kernel(
+    "moe/unpermute.cu",
+    "moe_unpermute_bwd",
+    template="SIZE VEC",
+    args="dout:ptr y:ptr rows:ptr slots:ptr probs:ptr experts:ptr dy:ptr dprobs:ptr top_k:i64 row_count:i64 "
+    "vectors:i64 dout_stride:i64 y_stride:i64 half:i64 prob_kind:i64 prob_columns:i64 pad_blocks:i64",
+    variants=[(2, 8), (2, 1), (4, 4), (4, 1)],
+    max_registers=88,
+)
+KERNELS = (PERMUTE, PERMUTE_BULK, PROBS, UNPERMUTE, UNPERMUTE_BWD)
+
+# ---- validation -----------------------------------------------------------------------------------------------------
+
+
+def check_rows(name: str, of: Metadata, rows: Metadata) -> None:
+    """Raise an ArgumentError unless `rows` is the index.rows of the tokens of a tensor ``[T, H]``."""
+    if len(of[1]) != 2:
+        raise ArgumentError(f"{name} has shape {tuple(of[1])}; expected two dimensions, [tokens, columns]")
+    _check_integers("index.rows", rows, 2, of[3], name)
+    check_same("index.rows", rows[1][0], of[1][0], "length", of=name)
+
+
+def _check_integers(name: str, got: Metadata, rank: int, device: int, of: str) -> None:
+    if got[0] != torch.int32 or len(got[1]) != rank:
+        kind = str(got[0]).removeprefix("torch.")
+        raise ArgumentError(
+            f"{name} has dtype {kind} and shape {tuple(got[1])}; expected int32 and {rank} dimension{'s' * (rank > 1)}"
+        )
+    check_same(name, got[3], device, "device index", of=of)
+    if prod(got[1]) >= 2**31:
+        raise ArgumentError(f"{name} has {prod(got[1])} entries; expected less than 2^31")
+
+
+def check_probs(probs: Metadata | None, experts: Metadata | None, rows: Metadata) -> None:
+    """Raise an ArgumentError unless there is a probability for every choice."""
+    if probs is None:
+        return
+    token("probs", probs[0], tuple(PROB_KIND))
+    check_same("probs", probs[3], rows[3], "device index", of="index.rows")
+    if experts is None:
+        check_same("probs", tuple(probs[1]), tuple(rows[1]), "shape", of="index.rows")
+        return
+    _check_integers("index.experts", experts, 2, rows[3], "index.rows")
+    check_same("index.experts", tuple(experts[1]), tuple(rows[1]), "shape", of="index.rows")
+    if len(probs[1]) != 2 or probs[1][0] != rows[1][0]:
+        raise ArgumentError(f"probs has shape {tuple(probs[1])}; expected {(rows[1][0], 'experts')}")
+
+
+def check_permute(
+    x: Metadata, rows: Metadata, slots: Metadata, scale: Metadata | None, probs: Metadata | None,
+    experts: Metadata | None,
+) -> None:  # fmt: skip
+    """Raise an ArgumentError for arguments of moe_permute that do not fit together."""
+    token("x", x[0], (*FLOAT_DTYPES, *FP8_DTYPES))
+    check_rows("x", x, rows)
+    _check_integers("index.slots", slots, 1, x[3], "x")
+    check_probs(probs, experts, rows)
+    if scale is not None:
+        token("scale", scale[0], (torch.float32,))
+        if len(scale[1]) not in (1, 2) or scale[1][0] != x[1][0]:
+            raise ArgumentError(f"scale has shape {tuple(scale[1])}; expected {(x[1][0],)} or {(x[1][0], 'scales')}")
+        check_same("scale", scale[3], x[3], "device index")
+
+
+def check_unpermute(
+    y: Metadata, rows: Metadata, probs: Metadata | None, experts: Metadata | None, carried: Metadata | None
+) -> None:
+    """Raise an ArgumentError for arguments of moe_unpermute that do not fit together."""
+    token("y", y[0])
+    if len(y[1]) != 2:
+        raise ArgumentError(f"y has shape {tuple(y[1])}; expected two dimensions, [rows, columns]")
+    if y[1][0] >= 2**31 or y[1][1] >= 2**30:
+        raise ArgumentError(f"y has shape {tuple(y[1])}; expected less than 2^31 rows and 2^30 columns")
+    _check_integers("index.rows", rows, 2, y[3], "y")
+    check_probs(probs, experts, rows)
+    if carried is not None:
+        token("carried", carried[0], tuple(PROB_KIND))
+        check_same("carried", tuple(carried[1]), (y[1][0],), "shape", of="the rows of y")
+
+
+def check_backward(
+    dout: Metadata, y: Metadata | None, rows: Metadata, slots: Metadata, probs: Metadata, experts: Metadata | None
+) -> None:
+    """Raise an ArgumentError for arguments of moe_unpermute's backward that do not fit together."""
+    token("dout", dout[0])
+    check_rows("dout", dout, rows)
+    _check_integers("index.slots", slots, 1, dout[3], "dout")
+    check_probs(probs, experts, rows)
+    if y is not None:
+        check_same("y", y[0], dout[0], "dtype", of="dout")
+        check_same("y", tuple(y[1]), (slots[1][0], dout[1][1]), "shape", of="index.slots and dout")
+
+
+def dense(*given: Metadata | None) -> bool:
+    """Return True if all tensors lie densely in memory."""
+    return all(m is None or row_stride((*m[1], 1), (*m[2], 1)) == 1 for m in given)
+
+
+# ---- plans: plain metadata in, bound launches out -------------------------------------------------------------------
+
+
+def _warps(count: int, most: int) -> int:
+    """Return a number of threads, whole warps, for `count` accesses: the fewest that take `most` threads' rounds."""
+    rounds = max(1, -(-count // most))
+    return max(_WARP, -(-count // (rounds * _WARP)) * _WARP)
+
+
+def _pad_blocks(rows: int, block: int) -> int:
+    return -(-rows // block)  # a warp looks at 32 rows
+
+
+def _grid(blocks: int) -> int:
+    if blocks > GRID_LIMIT:
+        raise ArgumentError(f"{blocks} blocks for these rows and tokens; expected at most {GRID_LIMIT}")
+    return blocks
+
+
+def _has_bulk(device: int) -> bool:
+    return PERMUTE_BULK.supports(device_info(device).target)
+
+
+def _plan_permute(
+    x: Metadata, rows: Metadata, slots: Metadata, scale: Metadata | None, probs: Metadata | None,
+    experts: Metadata | None, align: int,
+):  # fmt: skip
+    """Return ``(launch, integers, layouts of y, scale and probs)``; None if something must be copied."""
+    check_permute(x, rows, slots, scale, probs, experts)
+    dtype, (tokens, cols), stride, device = x
+    step, size, count = row_stride(x[1], stride), dtype.itemsize, slots[1][0]
+    if step is None or not dense(rows, slots, scale, probs, experts):
+        return None
+    scales = 0 if scale is None else (scale[1][1] if len(scale[1]) == 2 else 1)
+    memory = (
+        dense_memory(device, (count, cols), dtype),
+        None if scale is None else dense_memory(device, (count, *scale[1][1:]), torch.float32),
+        None if probs is None else dense_memory(device, (count,), probs[0]),
+    )
+    if count == 0:
+        return None, (), memory
+    width = vector_bytes(align, cols * size, step * size)
+    width = width if width == 16 else min(width, 2)
+    kind, columns = (0, 0) if probs is None else (PROB_KIND[probs[0]], probs[1][1])
+    top_k, row_bytes = rows[1][1], cols * size
+    warps = min(_BULK_BLOCK // _WARP, _BULK_BYTES // max(row_bytes, 1))
+    if width == 16 and top_k * cols * warps > 0 and 0 < _BULK_ROWS * tokens <= count and _has_bulk(device):
+        pads = _pad_blocks(count, warps * _WARP)
+        grid = _grid(-(-tokens // warps) + pads)
+        launch = PERMUTE_BULK.bind((_BULK_BLOCK,), device, grid, warps * _WARP, shared=warps * (row_bytes + 8))
+        sizes = (tokens, top_k, divisor(top_k), count, row_bytes, step * size, scales, kind, columns, pads)
+        return launch, sizes, memory
+    units = cols * size // width
+    threads = _warps(-(-units // _AHEAD), _PERMUTE_BLOCK)
+    block = max(_PERMUTE_BLOCK // threads, 1) * threads
+    pads = _pad_blocks(count, block)
+    launch = PERMUTE.bind((width, _AHEAD), device, _grid(pads + -(-tokens // (block // threads))), block)
+    return launch, (tokens, top_k, count, units, step * size, scales, kind, columns, threads, pads), memory
+
+
+PERMUTE_PLANS = Plans(_plan_permute)
+
+
+def _plan_unpermute(
+    y: Metadata, rows: Metadata, probs: Metadata | None, experts: Metadata | None, carried: Metadata | None, align: int
+):
+    """Return ``(launch, integers, layouts of out and the carried numbers)``; None if something must be copied."""
+    check_unpermute(y, rows, probs, experts, carried)
+    dtype, (count, cols), stride, device = y
+    step, size, (tokens, top_k) = row_stride(y[1], stride), dtype.itemsize, rows[1]
+    if step is None or not dense(rows, probs, experts, carried):
+        return None
+    memory = (
+        dense_memory(device, (tokens, cols), dtype),
+        None if carried is None else dense_memory(device, (tokens, top_k), carried[0]),
+    )
+    if tokens == 0:
+        return None, (), memory
+    vec = 16 // size if vector_bytes(align, cols * size, step * size) == 16 else 1
+    vectors = cols // vec
+    choices, units = (_FEW, _FEW_UNITS) if vec > 1 and top_k <= _FEW else (8, 1)
+    threads = _warps(-(-vectors // units), _UNPERMUTE_GROUP)
+    block = max(_UNPERMUTE_BLOCK // threads, 1) * threads
+    variant = (size, vec, choices, units, _BLOCKS_PER_SM)
+    launch = UNPERMUTE.bind(variant, device, _grid(-(-tokens // (block // threads))), block)
+    numbers = probs if probs is not None else carried
+    kind, columns = (0, 0) if numbers is None else (PROB_KIND[numbers[0]], numbers[1][-1])
+    half = int(dtype == torch.float16)
+    return launch, (tokens, top_k, count, vectors, step * size, half, kind, columns, threads), memory
+
+
+UNPERMUTE_PLANS = Plans(_plan_unpermute)
+
+
+def _plan_backward(
+    dout: Metadata, y: Metadata | None, rows: Metadata, slots: Metadata, probs: Metadata, experts: Metadata | None,
+    need_y: bool, align: int,
+):  # fmt: skip
+    """Return ``(launch, integers, layouts of dy and dprobs)``; None if something must be copied."""
+    check_backward(dout, y, rows, slots, probs, experts)
+    dtype, (tokens, cols), _, device = dout
+    size, count, top_k = dtype.itemsize, slots[1][0], rows[1][1]
+    steps = [0 if m is None else row_stride(m[1], m[2]) for m in (dout, y)]
+    if None in steps or not dense(rows, slots, probs, experts):
+        return None
+    memory = (
+        dense_memory(device, (count, cols), dtype) if need_y else None,
+        dense_memory(device, (tokens, top_k), probs[0]) if y is not None else None,
+    )
+    vec = 16 // size if vector_bytes(align, cols * size, *[step * size for step in steps]) == 16 else 1
+    vectors = cols // vec
+    threads = _warps(vectors, _BACKWARD_THREADS)
+    pads = _pad_blocks(count, threads) if need_y else 0
+    if tokens + pads == 0:
+        return None, (), memory
+    launch = UNPERMUTE_BWD.bind((size, vec), device, _grid(pads + tokens), threads)
+    numbers = (PROB_KIND[probs[0]], probs[1][1])
+    half = int(dtype == torch.float16)
+    return launch, (top_k, count, vectors, *[step * size for step in steps], half, *numbers, pads), memory
+
+
+BACKWARD_PLANS = Plans(_plan_backward)
+
+
+def _plan_probs(values: Metadata, rows: Metadata | None, experts: Metadata | None, columns: int):
+    """Return ``(launch, integers, layout)`` for ``[tokens, columns]`` numbers; None if something must be copied."""
+    token("values", values[0], tuple(PROB_KIND))
+    shape = next(m for m in (rows, experts, values) if m is not None)[1]
+    if len(shape) != 2:
+        raise ArgumentError(f"the choices have shape {tuple(shape)}; expected two dimensions, [tokens, top_k]")
+    if not dense(values, rows, experts):
+        return None
+    (tokens, top_k), device = shape, values[3]
+    memory = dense_memory(device, (tokens, columns), values[0])
+    if tokens * columns == 0:
+        return None, (), memory
+    grid = min(-(-tokens * columns // _PROBS_THREADS), 1 << 20)
+    launch = PROBS.bind((_PROBS_THREADS,), device, grid, _PROBS_THREADS)
+    return launch, (tokens, top_k, values[1][0], columns, PROB_KIND[values[0]]), memory
+
+
+PROBS_PLANS = Plans(_plan_probs)

@@ -1,0 +1,344 @@
+"""Ops over lists of tensors, one launch for all: norms, zeros, scaling, casting, clipping by the global norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from rtkernels import interop
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.multi import multi_adamw
+from rtkernels.ops.multi import reference as plain
+from rtkernels.ops.multi.multi_tables import ONE, THREADS, TWO, Table, check_one
+from rtkernels.ops.multi.reference import LARGEST, MAGNITUDES, SQUARES, ZEROS, check_by, count_versions, out_dtype
+from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.launch.memory import dense_memory
+from rtkernels.runtime.launch.tables import TensorList
+from rtkernels.runtime.operator.arguments import a_number
+from rtkernels.runtime.operator.autograd import refuse_gradients
+from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.registry import Op
+
+_KINDS = {2.0: SQUARES, 1.0: MAGNITUDES, math.inf: LARGEST}
+_FINISH_WARPS = 32
+_AHEAD = 4  # accesses of 16 bytes a thread requests before it works on the first
+
+_REDUCE = Kernel(
+    "multi/multi_reduce.cu",
+    "multi_reduce",
+    template="KIND",
+    args="table:ptr partial:ptr tensors:i64 shift:i64",
+    variants=[(kind,) for kind in range(4)],
+    max_registers=64,
+)
+_FINISH = Kernel(
+    "multi/multi_reduce.cu",
+    "multi_finish",
+    template="KIND",
+    args="table:ptr partial:ptr out:ptr tensors:i64 shift:i64 chunks:i64 raw:i64",
+    variants=[(kind,) for kind in range(4)],
+    max_registers=64,
+)
+_SCALE = Kernel(
+    "multi/multi_scale.cu",
+    "multi_scale",
+    template="AHEAD",
+    args="table:ptr by:ptr tensors:i64 lists:i64 shift:i64 chunks:i64 scale:f64 most:f64",
+    variants=[(_AHEAD,)],
+    max_registers=64,
+)
+
+# ---- launchers ------------------------------------------------------------------------------------------------------
+
+
+def _bind_reduce(table: Table, kind: int, per_tensor: bool, raw: bool) -> tuple[Any, ...]:
+    blocks = 1 + (-(-table.tensors // _FINISH_WARPS) if per_tensor else 0)
+    reduce = _REDUCE.bind((kind,), table.device, max(table.chunks, 1), THREADS)
+    finish = _FINISH.bind((kind,), table.device, blocks, 32 * _FINISH_WARPS, overlap=table.chunks > 0)
+    results = 1 + (table.tensors if per_tensor else 0)
+    allocate, partial = dense_memory(table.device, (max(table.chunks, 1),), torch.float64)
+    _, out = dense_memory(table.device, (results,), out_dtype(kind, raw))
+    return reduce, finish, allocate, partial, out
+
+
+def _launch_reduce(tensors: Sequence[Tensor], kind: int, per_tensor: bool, raw: bool) -> Tensor:
+    return _reduce_table(ONE.find((tensors,)), kind, per_tensor, raw)
+
+
+def _launch_clip(tensors: Sequence[Tensor], kind: int, most: float) -> Tensor:
+    table = ONE.find((tensors,))
+    norm = _reduce_table(table, kind, False, False)
+    _scale_table(table, norm, 1.0, most, overlap=True)
+    count_versions(tensors)
+    return norm
+
+
+def _reduce_table(table: Table, kind: int, per_tensor: bool, raw: bool) -> Tensor:
+    key = (kind, per_tensor, raw)
+    bound = table.launches.get(key)
+    if bound is None:
+        bound = table.launches[key] = _bind_reduce(table, kind, per_tensor, raw)
+    reduce, finish, allocate, partial_layout, out_layout = bound
+    partial, out = allocate(*partial_layout), allocate(*out_layout)
+    address, partial_address = table.address, partial.data_ptr()
+    if table.chunks:
+        reduce(address, partial_address, table.tensors, table.shift)
+    finish(address, partial_address, out.data_ptr(), table.tensors, table.shift, table.chunks, raw)
+    return out
+
+
+def _launch_scale(tensors: Sequence[Tensor], by: Tensor | None, scale: float, most: float) -> None:
+    check_by(by, tensors)
+    _scale_table(ONE.find((tensors,)), by, scale, most)
+    count_versions(tensors)
+
+
+def _launch_copy(outputs: Sequence[Tensor], inputs: Sequence[Tensor], by: Tensor | None, scale: float) -> None:
+    check_by(by, outputs)
+    _scale_table(TWO.find((outputs, inputs)), by, scale, -1.0)
+    count_versions(outputs)
+
+
+def _scale_table(table: Table, by: Tensor | None, scale: float, most: float, *, overlap: bool = False) -> None:
+    if not table.chunks:
+        return
+    key = ("scale", overlap)  # only behind a kernel of our own: a graph may know no other overlap
+    launch = table.launches.get(key)
+    if launch is None:
+        launch = table.launches[key] = _SCALE.bind((_AHEAD,), table.device, table.walkers, THREADS, overlap=overlap)
+    by_address = 0 if by is None else by.data_ptr()
+    launch(table.address, by_address, table.tensors, table.lists, table.shift, table.chunks, scale, most)
+
+
+def _fake_reduce(tensors, kind, per_tensor, raw):
+    return tensors[0].new_empty(1 + (len(tensors) if per_tensor else 0), dtype=out_dtype(kind, raw))
+
+
+REDUCE = TorchOp(
+    "multi_reduce(Tensor[] tensors, int kind, bool per_tensor, bool raw) -> Tensor",
+    launch=_launch_reduce,
+    reference=plain.reduce,
+    fake=_fake_reduce,
+)
+SCALE = TorchOp(
+    "multi_scale_(Tensor(a!)[] tensors, Tensor? by, float scale, float most) -> ()",
+    launch=_launch_scale,
+    reference=plain.scale_,
+    fake=lambda tensors, by, scale, most: None,
+)
+CLIP = TorchOp(
+    "multi_clip_norm_(Tensor(a!)[] tensors, int kind, float most) -> Tensor",
+    launch=_launch_clip,
+    reference=plain.clip_,
+    fake=lambda tensors, kind, most: tensors[0].new_empty(1, dtype=torch.float32),
+)
+COPY = TorchOp(
+    "multi_copy_(Tensor(a!)[] outputs, Tensor[] inputs, Tensor? by, float scale) -> ()",
+    launch=_launch_copy,
+    reference=plain.copy_,
+    fake=lambda outputs, inputs, by, scale: None,
+)
+
+_reduce, _scale, _clip, _copy = REDUCE.call, SCALE.call, CLIP.call, COPY.call
+
+# ---- public ---------------------------------------------------------------------------------------------------------
+
+Tensors = Sequence[Tensor] | Iterable[Tensor]
+
+
+def tensor_list(tensors: Tensors) -> TensorList:
+    """Return a list of tensors whose table of addresses is made once and never looked up again.
+
+    Every function here takes it in place of a list. With a plain list each call compares the addresses, dtypes and
+    shapes of all tensors with those of the last one (about 0.1 µs a tensor); with this it does not. Do not change the
+    memory, shape or dtype of its tensors afterwards (``t.data = ...``, ``set_``, ``resize_``), nor whether they require
+    a gradient: that goes unnoticed.
+
+    Args:
+        tensors: bfloat16, float16 or float32, on one device, each contiguous or a permutation of a contiguous tensor.
+
+    Returns:
+        A tuple of the tensors, which it keeps alive.
+    """
+    made = TensorList(tensors)
+    check_one(made)
+    return made
+
+
+def multi_norm(
+    tensors: Tensors, ord: float = 2.0, *, per_tensor: bool = False, group: Any = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return the norm of all elements of all tensors together: l2, l1 or the largest magnitude.
+
+    Elements are squared and added in fp64, so the result is exact to fp32 rounding for any magnitudes and sizes; it is
+    the same bits every time. NaN propagates. Records no gradient.
+
+    Args:
+        tensors: A list of bfloat16, float16 and float32 tensors, mixed as they come, on one device; any shapes, sizes
+            from 0; each contiguous or a permutation of a contiguous tensor. Or a ``tensor_list``. Or arrays with
+            ``__dlpack__`` (results are tensors).
+        ord: 2, 1 or ``math.inf``.
+        per_tensor: Return the norm of each tensor, too.
+        group: A process group over which tensors are sharded (``torch.distributed.group.WORLD`` for all): the result is
+            the norm over all its members, by one all-reduce of fp64 sums. With per_tensor, every member must have
+            equally many tensors; those at the same place count as shards of one.
+
+    Returns:
+        0-d fp32 (without a group, on the CPU for an empty list), or a pair of that and fp32 ``[len(tensors)]``.
+    """
+    tensors = _listed(tensors)
+    kind = _kind_of(ord)
+    if group is None:
+        out = _reduce(tensors, kind, per_tensor, False)
+    else:
+        out = _combined(_reduce(tensors, kind, per_tensor, True), kind, group)
+    return (out[0], out[1:]) if per_tensor else out.reshape(())
+
+
+def multi_count_zeros(
+    tensors: Tensors, *, per_tensor: bool = False, group: Any = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return how many elements of all tensors together are zero (of either sign; NaN and subnormals are not).
+
+    Args:
+        tensors: As for ``multi_norm``.
+        per_tensor: Return the number for each tensor, too.
+        group: As for ``multi_norm``: the numbers of all members of a process group are added.
+
+    Returns:
+        0-d int64 (on the CPU for an empty list), or a pair of that and int64 ``[len(tensors)]``.
+    """
+    out = _reduce(_listed(tensors), ZEROS, per_tensor, False)
+    if group is not None:
+        out = _where_group_is(out, group)
+        torch.distributed.all_reduce(out, group=group)
+    return (out[0], out[1:]) if per_tensor else out.reshape(())
+
+
+def multi_scale_(tensors: Tensors, scale: float | Tensor) -> None:
+    """Multiply every element of all tensors by one number, in place; fp32 arithmetic, one rounding.
+
+    Not differentiable: tensors that require grad are refused unless under ``torch.no_grad()``.
+
+    Args:
+        tensors: As for ``multi_norm``; no two of them may overlap.
+        scale: A number, or a single fp32 number on the device of the tensors (read by the kernel, without a sync). A
+            tensor that holds inf or NaN keeps them under a scale of 0, as NaN.
+
+    Returns:
+        Nothing.
+    """
+    by, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, float(a_number("scale", scale)))
+    _scale(_overwritten("multi_scale_", _listed(tensors)), by, number, -1.0)
+
+
+def multi_copy_(outputs: Tensors, inputs: Tensors, scale: float | Tensor = 1.0) -> None:
+    """Write ``inputs[i] * scale``, cast to the dtype of ``outputs[i]``, into ``outputs[i]``, for all tensors of a list.
+
+    fp32 arithmetic and one rounding to nearest even; a plain copy or cast with the default scale. Not differentiable:
+    tensors that require grad, inputs too, are refused unless under ``torch.no_grad()``.
+
+    Args:
+        outputs: As for ``multi_norm``; overwritten. No two of them may overlap.
+        inputs: As many tensors, of the same shapes and the same order of dimensions in memory, of any of the three
+            dtypes each; they may be the outputs themselves, but may not overlap others.
+        scale: As for ``multi_scale_``.
+
+    Returns:
+        Nothing.
+    """
+    by, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, float(a_number("scale", scale)))
+    outputs, inputs = _listed(outputs), _listed(inputs)
+    if len(outputs) != len(inputs):
+        raise ArgumentError(f"inputs has {len(inputs)} tensors; expected {len(outputs)}, as many as outputs")
+    _overwritten("multi_copy_", inputs)
+    _copy(_overwritten("multi_copy_", outputs), inputs, by, number)
+
+
+def multi_clip_norm_(tensors: Tensors, max_norm: float, ord: float = 2.0, *, group: Any = None) -> Tensor:
+    """Scale all tensors in place so that their norm together is at most `max_norm`, without waiting for the device.
+
+    They are multiplied by ``max_norm / (norm + 1e-6)`` where that is below 1, as in ``torch.nn.utils.clip_grad_norm_``;
+    otherwise they are read once and not written. A norm that is not finite makes them 0 or NaN, as in torch. Not
+    differentiable: tensors that require grad are refused unless under ``torch.no_grad()``.
+
+    Args:
+        tensors: As for ``multi_norm``; no two of them may overlap.
+        max_norm: At least 0.
+        ord: 2, 1 or ``math.inf``.
+        group: As for ``multi_norm``: the norm is that over all members of a process group; each scales its own tensors.
+
+    Returns:
+        The norm before clipping, 0-d fp32 on the device of the tensors.
+    """
+    return clip_norm_(_overwritten("multi_clip_norm_", _listed(tensors)), max_norm, ord, group)
+
+
+def clip_norm_(tensors: Sequence[Tensor], max_norm: float, ord: float, group: Any) -> Tensor:
+    """Do what ``multi_clip_norm_`` does, as under ``torch.no_grad()``."""
+    max_norm = float(a_number("max_norm", max_norm))
+    if not max_norm >= 0:
+        raise ArgumentError(f"max_norm is {max_norm}; expected a number of at least 0")
+    kind = _kind_of(ord)
+    if group is None:
+        return _clip(tensors, kind, max_norm).reshape(())
+    norm = multi_norm(tensors, ord, group=group)
+    _scale(tensors, norm, 1.0, max_norm)
+    return norm
+
+
+def _listed(tensors: Tensors) -> Sequence[Tensor]:
+    if type(tensors) is TensorList:
+        return tensors
+    if isinstance(tensors, Tensor):
+        raise ArgumentError("tensors is a torch.Tensor; expected a list of tensors")
+    if type(tensors) not in (list, tuple):
+        tensors = list(tensors)
+    if tensors and not isinstance(tensors[0], Tensor):
+        tensors = [interop.to_torch(t) if hasattr(t, "__dlpack__") else t for t in tensors]
+    return tensors
+
+
+def _overwritten(op: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the tensors of a function that is not differentiable, unless one of them requires a gradient."""
+    if is_grad_enabled() and (type(tensors) is not TensorList or tensors.requires_grad):
+        refuse_gradients(op, tensors)
+    return tensors
+
+
+def _kind_of(ord: float) -> int:
+    kind = _KINDS.get(a_number("ord", ord))
+    if kind is None:
+        raise ArgumentError(f"ord is {ord!r}; expected 1, 2 or math.inf")
+    return kind
+
+
+def _combined(sums: Tensor, kind: int, group: Any) -> Tensor:
+    """Combine unfinished norms over a process group and finish them."""
+    sums = _where_group_is(sums, group)
+    if kind == LARGEST:
+        # A reduction by maximum may drop a NaN, so whether there is one travels beside the number.
+        both = torch.stack([sums.nan_to_num(0.0, math.inf), sums.isnan().double()])
+        torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=group)
+        return torch.where(both[1] > 0, math.nan, both[0]).float()
+    torch.distributed.all_reduce(sums, group=group)
+    return (sums.sqrt() if kind == SQUARES else sums).float()
+
+
+def _where_group_is(out: Tensor, group: Any) -> Tensor:
+    """Return the result of an empty list, which is on the CPU, where NCCL can reach it."""
+    return out.cuda() if not out.is_cuda and "nccl" in torch.distributed.get_backend(group) else out
+
+
+OP = Op(
+    "multi_tensor",
+    public=(
+        "tensor_list", "multi_norm", "multi_count_zeros", "multi_scale_", "multi_copy_", "multi_clip_norm_",
+    ),
+    kernels=(_REDUCE, _FINISH, _SCALE, *multi_adamw.KERNELS),
+    torch_ops=(REDUCE, SCALE, CLIP, COPY, multi_adamw.STEP),
+)  # fmt: skip

@@ -1,0 +1,94 @@
+"""The multi-tensor ops in plain torch, and what their launchers share with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.multi.multi_tables import check_one, check_together
+
+SQUARES, MAGNITUDES, LARGEST, ZEROS = range(4)  # cuda_src/multi/multi_reduce.cu
+
+
+def out_dtype(kind: int, raw: bool) -> torch.dtype:
+    """Return the dtype of a reduction: counts are integers, unfinished sums fp64, norms fp32."""
+    return torch.int64 if kind == ZEROS else torch.float64 if raw else torch.float32
+
+
+def count_versions(tensors: Sequence[Tensor]) -> None:
+    """Tell autograd that tensors were overwritten: a backward that saved one must raise, not use the new values."""
+    if not tensors[0].is_inference():
+        torch.autograd.graph.increment_version(tensors)
+
+
+def check_by(by: Tensor | None, tensors: Sequence[Tensor]) -> None:
+    """Raise an ArgumentError unless a factor on the device can be read by a kernel that works on these tensors."""
+    if by is None or not len(tensors):
+        return
+    if by.dtype != torch.float32 or by.numel() != 1:
+        got = f"{str(by.dtype).removeprefix('torch.')} {tuple(by.shape)}"
+        raise ArgumentError(f"scale is a tensor of {got}; expected a single float32 number")
+    if by.device != tensors[0].device:
+        raise ArgumentError(f"scale is on {by.device}; expected {tensors[0].device}, that of the tensors")
+
+
+def reduce(tensors: Sequence[Tensor], kind: int, per_tensor: bool, raw: bool) -> Tensor:
+    """Return the reduction of all tensors, then of each if asked for."""
+    check_one(tensors)
+    place = tensors[0].device if len(tensors) else "cpu"
+    each = [_reduce_one(t.detach(), kind) for t in tensors]
+    zero = torch.zeros(1, dtype=torch.float64, device=place)
+    parts = torch.stack([zero[0], *each])
+    total = parts.amax() if kind == LARGEST else parts.sum()
+    out = torch.stack([total, *each]) if per_tensor else total.reshape(1)
+    if kind == SQUARES and not raw:
+        out = out.sqrt()
+    return out.to(out_dtype(kind, raw))
+
+
+def _reduce_one(t: Tensor, kind: int) -> Tensor:
+    if kind == ZEROS:
+        return (t == 0).sum().double()
+    wide = t.double()
+    if kind == SQUARES:
+        return wide.square().sum()
+    if kind == MAGNITUDES:
+        return wide.abs().sum()
+    return wide.abs().amax() if t.numel() else wide.sum()
+
+
+def _factor(by: Tensor | None, scale: float, most: float) -> Any:
+    if most >= 0:
+        return (most / (by + 1e-6)).clamp(max=1.0).reshape(())
+    factor = torch.tensor(scale, dtype=torch.float32, device="cpu")
+    return factor if by is None else (factor.to(by.device) * by).reshape(())
+
+
+def scale_(tensors: Sequence[Tensor], by: Tensor | None, scale: float, most: float) -> None:
+    """Multiply by ``scale * by``, or with `most` of at least 0 clip to it, `by` being the norm."""
+    check_one(tensors)
+    check_by(by, tensors)
+    factor = _factor(by, scale, most)
+    for t in tensors:
+        t.detach().copy_(t.detach().float() * factor.to(t.device))
+
+
+def clip_(tensors: Sequence[Tensor], kind: int, most: float) -> Tensor:
+    """Clip to a norm of at most `most` and return the norm before."""
+    norm = reduce(tensors, kind, False, False)
+    scale_(tensors, norm, 1.0, most)
+    return norm
+
+
+def copy_(outputs: Sequence[Tensor], inputs: Sequence[Tensor], by: Tensor | None, scale: float) -> None:
+    """Write ``inputs * scale * by`` into outputs."""
+    check_one(outputs, "outputs")
+    check_together("inputs", inputs, "outputs", outputs)
+    check_by(by, outputs)
+    factor = _factor(by, scale, -1.0)
+    for to, t in zip(outputs, inputs, strict=True):
+        to.detach().copy_(t.detach().float() * factor.to(t.device))

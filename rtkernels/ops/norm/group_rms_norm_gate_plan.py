@@ -1,0 +1,433 @@
+"""The kernels of ``group_rms_norm_gate`` and how a call becomes launches of them: checks, strides, geometry."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.shared.column_sum import waits_beside
+from rtkernels.runtime.launch.device import DeviceInfo, device_info
+from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.launch.memory import dense_memory
+from rtkernels.runtime.launch.plans import Plans
+from rtkernels.runtime.layout import (
+    GRID_LIMIT,
+    block_of,
+    check_same,
+    divisor,
+    float_halves,
+    group_threads,
+    halves,
+    row_stride,
+    token,
+    vector_bytes,
+)
+
+_UNIT, _BWD_UNIT = "norm/group_rms_norm_gate.cu", "norm/group_rms_norm_gate_bwd.cu"
+_EVEN_UNIT = "norm/group_rms_norm_gate_bwd_even.cu"
+_LAYOUTS = ("same", "sequence_first")
+_TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
+_WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
+_CHUNKS = 2  # 16-byte pieces of each input that a thread owns, at most
+_THREADS = 512
+_COUNT_LIMIT = 2**31 - 1024  # the kernels that count in 32 bits take no more, and a block may pass the end
+
+
+# How the threads of a row lie in warps (RowForm of the kernel).
+_LANES, _PIECES, _WARPS, _TWO_WARPS, _FOUR_WARPS = range(5)
+_FORMS = (*((1, form) for form in range(5)), (_CHUNKS, _WARPS))  # and pieces a thread
+
+_LONG_VARIANTS = [(t, w, v) for t, w in _TYPES for v in (1, _WIDTH[t])]
+_FWD_STRIDES = (
+    "tokens:i64 inner_size:i64 groups:i64 cols:i64 x_outer:i64 x_inner:i64 x_group:i64 gate_outer:i64 gate_inner:i64 "
+    "y_outer:i64 y_inner:i64 weight_group:i64 threads_per_row:i64"
+)
+_BWD_POINTERS = "dy:ptr x:ptr gate:ptr weight:ptr dx:ptr dgate:ptr"
+_COUNTS = "tokens:i64 inner_size:i64 groups:i64 cols:i64"
+_BWD_INPUTS = "dy_outer:i64 dy_inner:i64 x_outer:i64 x_inner:i64 x_group:i64 gate_outer:i64 gate_inner:i64"
+_FWD = Kernel(
+    _UNIT,
+    "group_rms_norm_gate_fwd",
+    template="T W CHUNKS",
+    args=f"x:ptr gate:ptr weight:ptr y:ptr {_FWD_STRIDES} by_groups:i64 by_inner:i64 eps:f64",
+    variants=[(t, w, _CHUNKS) for t, w in _TYPES],
+    max_registers=64,
+)
+_FWD_LONG = Kernel(
+    _UNIT,
+    "group_rms_norm_gate_fwd_long",
+    template="T W VEC",
+    args=f"x:ptr gate:ptr weight:ptr y:ptr {_FWD_STRIDES} eps:f64",
+    variants=_LONG_VARIANTS,
+    max_registers=88,
+)
+_BWD = Kernel(
+    _BWD_UNIT,
+    "group_rms_norm_gate_bwd",
+    template="T CHUNKS FORM",
+    args=f"{_BWD_POINTERS} partial:ptr {_COUNTS} {_BWD_INPUTS} dgate_outer:i64 dgate_inner:i64 dx_outer:i64 "
+    "dx_inner:i64 weight_group:i64 lanes:i64 threads_per_row:i64 by_inner:i64 by_groups:i64 wide:i64 early:i64 eps:f64",
+    variants=[(t, c, f) for t in _WIDTH for c, f in _FORMS],
+    max_registers=128,
+)
+_BWD_EVEN = Kernel(
+    _EVEN_UNIT,
+    "group_rms_norm_gate_bwd_even",
+    template="T FORM",
+    args=f"{_BWD_POINTERS} partial:ptr outer_pace:i64 groups_inner:i64 dy_apart:i64 x_apart:i64 gate_apart:i64 "
+    "dgate_apart:i64 dx_apart:i64 dy_x_step:i64 gate_dgate_step:i64 dx_step_x_group:i64 by_inner:i64 by_groups:i64 "
+    "weight_group_early:i64 inverse_bits:i64 eps:f64",
+    variants=[(t, f) for t in _WIDTH for f in (_TWO_WARPS, _FOUR_WARPS)],
+    max_registers=112,
+)
+_BWD_LONG = Kernel(
+    _BWD_UNIT,
+    "group_rms_norm_gate_bwd_long",
+    template="T W VEC",
+    args=f"{_BWD_POINTERS} rstd:ptr {_COUNTS} {_BWD_INPUTS} dgate_outer:i64 dgate_inner:i64 dx_outer:i64 dx_inner:i64 "
+    "weight_group:i64 threads_per_row:i64 eps:f64",
+    variants=_LONG_VARIANTS,
+    max_registers=96,
+)
+_BWD_WEIGHT = Kernel(
+    _BWD_UNIT,
+    "group_rms_norm_gate_bwd_weight",
+    template="T VEC",
+    args=f"dy:ptr x:ptr gate:ptr rstd:ptr partial:ptr {_COUNTS} {_BWD_INPUTS}",
+    variants=[(t, v) for t in _WIDTH for v in (1, _WIDTH[t])],
+    max_registers=48,
+)
+KERNELS = (_FWD, _FWD_LONG, _BWD, _BWD_EVEN, _BWD_LONG, _BWD_WEIGHT)
+
+
+# ---- validation -----------------------------------------------------------------------------------------------------
+
+Meta = tuple[Any, ...]  # of _layout.metadata
+
+
+def check(x: Meta, gate: Meta, weight: Meta | None, groups: int, layout: str) -> None:
+    """Raise an ArgumentError for arguments of the forward that do not fit together."""
+    dtype, shape, _, device = x
+    token("x", dtype)
+    if layout not in _LAYOUTS:
+        raise ArgumentError(f"layout is {layout!r}; expected one of {', '.join(_LAYOUTS)}")
+    split = len(shape) == len(gate[1]) + 1
+    if len(shape) < 1 + split:
+        raise ArgumentError("x or gate has too few dimensions; expected at least one, the last holds the channels")
+    if layout == "sequence_first" and len(shape) != 3 + split:
+        raise ArgumentError(
+            f"x has shape {tuple(shape)}; layout 'sequence_first' takes [batch, sequence, channels], or "
+            f"[batch, sequence, heads, head_dim]"
+        )
+    lead, channels = (shape[:-2], shape[-2] * shape[-1]) if split else (shape[:-1], shape[-1])
+    if layout == "sequence_first":
+        lead = (lead[1], lead[0])
+    check_same("gate", gate[0], dtype, "dtype")
+    if tuple(gate[1]) != (*lead, channels):
+        raise ArgumentError(
+            f"gate has shape {tuple(gate[1])}; expected {(*lead, channels)} for x of shape {tuple(shape)} and layout "
+            f"{layout!r}"
+        )
+    check_same("gate", gate[3], device, "device index")
+    if groups < 1 or channels % groups:
+        raise ArgumentError(f"groups is {groups}; expected a number that divides the {channels} channels")
+    if weight is not None:
+        token("weight", weight[0], (dtype, torch.float32))
+        if tuple(weight[1]) not in ((channels,), (channels // groups,)):
+            raise ArgumentError(
+                f"weight has shape {tuple(weight[1])}; expected ({channels},), one number for each channel, or "
+                f"({channels // groups},), shared by the groups"
+            )
+        check_same("weight", weight[3], device, "device index")
+
+
+def check_bwd(dy: Meta, x: Meta, gate: Meta, weight: Meta | None, groups: int, layout: str, weight_grad: bool) -> None:
+    """Raise an ArgumentError for arguments of the backward that do not fit together."""
+    check(x, gate, weight, groups, layout)
+    check_same("dy", dy[0], x[0], "dtype")
+    check_same("dy", dy[1], gate[1], "shape", of="gate")
+    check_same("dy", dy[3], x[3], "device index")
+    if weight_grad and weight is None:
+        raise ArgumentError("weight_grad is True but there is no weight")
+
+
+# ---- tensors as two levels of tokens --------------------------------------------------------------------------------
+
+
+def _strides(shape, stride) -> tuple[int, int] | None:
+    """Return how far apart outer and inner tokens ``[..., inner, channels]`` are.
+
+    None unless channels are unit-stride and tokens even.
+    """
+    if shape[-1] > 1 and stride[-1] != 1:
+        return None
+    outer = row_stride((*shape[:-2], 1), (*stride[:-2], 1)) if prod(shape[:-2]) != 1 else 0
+    inner = stride[-2] if len(shape) > 1 and shape[-2] != 1 else 0
+    if outer is None:
+        return None
+    return outer, inner
+
+
+def _strides_of_x(shape, stride, split: bool, swapped: bool, groups: int, cols: int) -> tuple[int, int, int] | None:
+    """Return how far apart outer tokens, inner tokens and groups are in x; None unless there are such numbers.
+
+    Args:
+        shape: ``[..., inner, channels]``, the channels in two dimensions if `split`.
+        stride: Of the same.
+        split: See shape.
+        swapped: The outer tokens are inside instead.
+        groups: Of a token.
+        cols: Channels of a group.
+    """
+    apart = cols
+    if split:
+        heads, size = shape[-2:]
+        if heads != 1 and stride[-2] != size:
+            if heads != groups:
+                return None
+            apart = stride[-2]
+        shape, stride = (*shape[:-2], size), (*stride[:-2], stride[-1])
+    found = _strides(shape, stride)
+    if found is None:
+        return None
+    return (*found[:: -1 if swapped else 1], apart)
+
+
+class Tensors:
+    """The inputs of a call as kernels see them.
+
+    Attributes:
+        outer, inner, tokens: How many tokens there are, in gate's order, which y, dy and dgate
+            have too, x and dx perhaps not; tokens is their product.
+        groups, cols, channels: Groups of a token, channels of a group, their product.
+        x: Distances between outer tokens, inner tokens and groups; None if x must be copied first.
+        gate, dy: Distances between outer and inner tokens; None if the tensor must be copied first.
+        out, dx: The same of y and dgate, and of dx.
+        fits: No input must be copied.
+        vec: Elements per access.
+    """
+
+    def __init__(
+        self, x: Meta, gate: Meta, weight: Meta | None, dy: Meta | None, groups: int, layout: str, align: int
+    ) -> None:
+        dtype, shape, stride, self.device = x
+        self.t = token("x", dtype)
+        self.w = self.t if weight is None else token("weight", weight[0], (dtype, torch.float32))
+        self.channels = channels = gate[1][-1]
+        self.groups, self.cols = groups, channels // groups
+        split, swapped = len(shape) == len(gate[1]) + 1, layout == "sequence_first"
+        lead = gate[1][:-1]
+        self.outer, self.inner = prod(lead[:-1]), lead[-1] if lead else 1
+        self.tokens = self.outer * self.inner
+        self.x = _strides_of_x(shape, stride, split, swapped, groups, self.cols)
+        self.gate = _strides(*gate[1:3])
+        self.dy = () if dy is None else _strides(*dy[1:3])
+        self.out = self.inner * channels, channels
+        self.dx = (channels, self.outer * channels) if swapped else self.out
+        self.weight_group = 0 if weight is None or weight[1][0] == self.cols else self.cols
+        self.fits = None not in (self.x, self.gate, self.dy)
+        if weight is not None and weight[1][0] > 1 and weight[2] != (1,):
+            self.fits = False
+        if self.fits:
+            size = dtype.itemsize
+            wide = vector_bytes(align, self.cols * size, *(d * size for d in (*self.x, *self.gate, *self.dy))) == 16
+            self.vec = _WIDTH[self.t] if wide else 1
+
+    def threads(self, chunks: int = _CHUNKS) -> int:
+        """Return how many threads with `chunks` pieces each share a row that stays in registers, 0 if it does not."""
+        vectors = self.cols // self.vec
+        if self.vec == 1 or vectors > chunks * _THREADS or self.tokens * self.groups > _COUNT_LIMIT:
+            return 0
+        return group_threads(-(-vectors // chunks), _THREADS)
+
+    def levels(self) -> tuple[int, list[tuple[int, int]]]:
+        """Return how many inner tokens there are, and the distances of dy, x, gate, dgate and dx between tokens.
+
+        One inner token if that is possible: then the outer ones are all tokens.
+        """
+        distances = [self.dy, self.x[:2], self.gate, self.out, self.dx]
+        if self.outer == 1 or all(outer == inner * self.inner for outer, inner in distances):
+            return 1, [(inner, 0) for _, inner in distances]
+        return self.inner, distances
+
+    def long_geometry(self) -> tuple[int, int, int]:
+        """Return grid, block and threads per row of the long kernels."""
+        threads = group_threads(-(-self.cols // (self.vec if self.vec > 1 else 4)), _THREADS)
+        block = block_of(threads)
+        return min(-(-self.tokens * self.groups // (block // threads)), GRID_LIMIT), block, threads
+
+    def copied(self, x: Tensor, gate: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the inputs of a call that did not fit, so that they do."""
+        x = x.contiguous() if self.x is None else x
+        gate = gate.contiguous() if self.gate is None else gate
+        return x, gate, weight if weight is None else weight.contiguous()
+
+
+# ---- plans ----------------------------------------------------------------------------------------------------------
+
+
+def _plan_fwd(x: Meta, gate: Meta, weight: Meta | None, groups: int, layout: str, align: int):
+    """Return ``(launch, numbers, allocator and layout of y)``, or the Tensors if an input must be copied first."""
+    check(x, gate, weight, groups, layout)
+    memory = dense_memory(x[3], gate[1], x[0])
+    if 0 in gate[1]:
+        return None, (), *memory
+    s = Tensors(x, gate, weight, None, groups, layout, align)
+    if not s.fits:
+        return s
+    numbers = (s.tokens, s.inner, groups, s.cols, *s.x, *s.gate, *s.out, s.weight_group)
+    if threads := s.threads():
+        block = block_of(threads)
+        grid = -(-s.tokens * groups // (block // threads))
+        numbers += threads, divisor(groups), divisor(s.inner)
+        return _FWD.bind((s.t, s.w, _CHUNKS), s.device, grid, block), numbers, *memory
+    grid, block, threads = s.long_geometry()
+    return _FWD_LONG.bind((s.t, s.w, s.vec), s.device, grid, block), (*numbers, threads), *memory
+
+
+FWD_PLANS = Plans(_plan_fwd)
+
+
+def _even_numbers(s: Tensors, threads: int, lanes: int, early: bool) -> tuple[int, ...] | None:
+    """Return the arguments of the kernel for tokens that lie evenly; None if it does not serve this call."""
+    inner, distances = s.levels()
+    if threads not in (64, 128) or threads * s.vec != s.cols or s.w != s.t or lanes % inner:
+        return None
+    size = 16 // _WIDTH[s.t]
+    pace = lanes // inner
+    apart = [(outer * size, inner * size) for outer, inner in distances]
+    dy, x, gate, dgate, dx = (pace * outer for outer, _ in apart)
+    if max(dy, x, gate, dgate, dx) >= 2**32:
+        return None
+    return (
+        halves(s.tokens // inner, pace), halves(s.groups, inner), *(halves(*pair) for pair in apart), halves(dy, x),
+        halves(gate, dgate), halves(dx, s.x[2] * size), divisor(inner), divisor(s.groups),
+        halves(s.weight_group, early), float_halves(1 / s.cols, 0.0),
+    )  # fmt: skip
+
+
+class _Block(NamedTuple):
+    """How a block of the backward is cut into rows.
+
+    Attributes:
+        form: How the threads of a row lie in warps.
+        threads: Of a row, each with `chunks` pieces of it.
+        rows: Of a block, a multiple of `unit`: so many share their warps.
+    """
+
+    chunks: int
+    form: int
+    threads: int
+    rows: int
+    unit: int
+
+    @classmethod
+    def of(cls, vectors: int) -> _Block:
+        """Return how rows of so many 16-byte pieces keep most of `_THREADS` threads busy.
+
+        With one piece each if that are nine of ten (1280 channels of bf16: three rows of five warps; 384 channels: ten
+        rows of 48 threads, two of which share three warps), or if a row has at most four warps, and else with two.
+        """
+        block = cls._with(1, vectors)
+        few = block.rows * vectors < 0.9 * _THREADS
+        return cls._with(_CHUNKS, vectors) if vectors > _THREADS or (few and vectors > 128) else block
+
+    @classmethod
+    def _with(cls, chunks: int, vectors: int) -> _Block:
+        needed = -(-vectors // chunks)
+        threads = min(group_threads(needed, _THREADS), _THREADS)
+        form = _LANES if threads <= 32 else _WARPS
+        if chunks == 1:
+            form = {64: _TWO_WARPS, 128: _FOUR_WARPS}.get(threads, form)
+        unit = max(1, 32 // threads)
+        rows = _THREADS // threads // unit * unit
+        whole = cls(chunks, form, threads, min(rows, 15) if threads > 32 else rows, unit)
+        if chunks != 1:
+            return whole
+        threads = -(-needed // 4) * 4
+        unit = max(1, 32 // (threads & -threads))
+        rows = min(_THREADS // threads // unit, 15) * unit  # a barrier for each unit
+        return cls(chunks, _PIECES, threads, rows, unit) if rows > 1.1 * whole.rows else whole
+
+
+class _BackwardPlan:
+    """The launches of one backward call and the workspace they need.
+
+    Attributes:
+        tensors: If not `fits`, the inputs must be copied first; None if there is nothing to do.
+        launch: Computes dx and dgate; its last pointer is `partial`, or rstd if there is a `weight_launch`.
+        partial: Shape of the partial weight gradients; `width` is the size of dweight.
+        early: Their sum waits beside `launch`.
+    """
+
+    def __init__(
+        self,
+        dy: Meta,
+        x: Meta,
+        gate: Meta,
+        weight: Meta | None,
+        groups: int,
+        layout: str,
+        align: int,
+        weight_grad: bool,
+    ) -> None:
+        check_bwd(dy, x, gate, weight, groups, layout, weight_grad)
+        self.tensors, self.weight_launch, self.early = None, None, True
+        if 0 in gate[1]:
+            return
+        self.tensors = s = Tensors(x, gate, weight, dy, groups, layout, align)
+        if not s.fits:
+            return
+        self.width = s.channels if s.weight_group else s.cols
+        info = device_info(s.device)
+        near = max(*s.dy, *s.x, *s.gate, *s.out, *s.dx) < 2**30
+        if near and s.threads():
+            self._plan_rows(s, info)
+        else:
+            self._plan_long(s, info, weight_grad)
+
+    def _plan_rows(self, s: Tensors, info: DeviceInfo) -> None:
+        chunks, form, threads, rows, unit = _Block.of(s.cols // s.vec)
+        rows = max(unit, min(rows, s.tokens * s.groups // info.sm_count // unit * unit))  # some for every block
+        # All blocks run at once, unless one token has more groups.
+        blocks = max(min(info.sm_count, -(-s.tokens * s.groups // rows)), -(-s.groups // rows))
+        lanes = min(blocks * rows // s.groups, s.tokens)  # tokens at once
+        summed = rows > s.groups or not s.weight_group  # over the block
+        self.partial = (blocks if summed else lanes, self.width)
+        # Others have no registers left for a block of the sum beside them.
+        self.early = waits_beside(self.width) and chunks == 1 and form not in (_PIECES, _WARPS)
+        size = 16 // _WIDTH[s.t]
+        distances = (d * size for d in (*s.dy, *s.x, *s.gate, *s.out, *s.dx))
+        self.numbers = (
+            s.tokens, s.inner, s.groups, s.cols, *distances, s.weight_group, lanes, threads, divisor(s.inner),
+            divisor(s.groups), int(s.w != s.t), int(self.early),
+        )  # fmt: skip
+        shared = 0 if chunks == 1 else 2 * 3 * chunks * rows * threads * 16  # for the rows to come
+        if summed:
+            # If the first and the last of a block's tokens lack groups, these have a place all the same.
+            even = not s.weight_group or rows % s.groups == 0
+            shared = max(shared, s.cols * 4 * (rows if even else s.groups * ((rows + s.groups - 2) // s.groups + 1)))
+        if chunks == 1 and (numbers := _even_numbers(s, threads, lanes, self.early)):
+            self.numbers = numbers
+            self.launch = _BWD_EVEN.bind((s.t, form), s.device, blocks, rows * threads, shared)
+            return
+        self.launch = _BWD.bind((s.t, chunks, form), s.device, blocks, rows * threads, shared)
+
+    def _plan_long(self, s: Tensors, info: DeviceInfo, weight_grad: bool) -> None:
+        inputs = (s.tokens, s.inner, s.groups, s.cols, *s.dy, *s.x, *s.gate)
+        grid, block, threads = s.long_geometry()
+        self.launch = _BWD_LONG.bind((s.t, s.w, s.vec), s.device, grid, block)
+        self.numbers = (*inputs, *s.out, *s.dx, s.weight_group, threads)
+        if weight_grad:
+            column_blocks = -(-s.channels // (256 * s.vec))
+            parts = min(max(1, 4 * info.sm_count // column_blocks), s.tokens, 65535)
+            self.partial = (parts, s.channels)
+            self.weight_launch = _BWD_WEIGHT.bind((s.t, s.vec), s.device, (column_blocks, parts), 256)
+            self.weight_numbers = inputs
+
+
+BWD_PLANS = Plans(_BackwardPlan)

@@ -1,0 +1,268 @@
+"""fp8 codes and scales of a tensor, and back."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rtkernels import interop
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.quant import reference
+from rtkernels.ops.quant.dequantize_fp8_plan import DEQUANTIZE_PLANS
+from rtkernels.ops.quant.quantize_fp8_kernels import KERNELS
+from rtkernels.ops.quant.quantize_fp8_plan import (
+    BOTH_PLANS,
+    QUANTIZE_PLANS,
+    STATIC_PLANS,
+    check_options,
+    groups_of,
+    q_shape,
+    scale_shape,
+)
+from rtkernels.runtime.layout import metadata, rowed
+from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.registry import Op
+
+# ---- plans ----------------------------------------------------------------------------------------------------------
+
+
+def _plan_quantize(x: Tensor, granularity: str, dtype: torch.dtype, pow2_scale: bool, scale_layout: str):
+    return QUANTIZE_PLANS[metadata(x), granularity, dtype, pow2_scale, scale_layout, x.data_ptr() & 15]
+
+
+def _plan_both(x: Tensor, granularity: str, dtype: torch.dtype, pow2_scale: bool, scale_layout: str):
+    return BOTH_PLANS[metadata(x), granularity, dtype, pow2_scale, scale_layout, x.data_ptr() & 15]
+
+
+def _plan_static(x: Tensor, scale: Tensor, dtype: torch.dtype):
+    return STATIC_PLANS[metadata(x), metadata(scale), dtype, x.data_ptr() & 15]
+
+
+def _plan_dequantize(
+    q: Tensor, scale: Tensor, granularity: str, code_dtype: torch.dtype, dtype: torch.dtype, scale_layout: str
+):
+    align = q.data_ptr() & 15
+    return DEQUANTIZE_PLANS[metadata(q), metadata(scale), granularity, code_dtype, dtype, scale_layout, align]
+
+
+def _copied(x: Tensor, *options: Any) -> tuple[Any, ...]:
+    return x.contiguous(), *options
+
+
+def _both_copied(q: Tensor, scale: Tensor, *options: Any) -> tuple[Any, ...]:
+    return rowed(q), scale.contiguous(), *options
+
+
+# ---- operators ------------------------------------------------------------------------------------------------------
+
+
+def _fake_quantize(x, granularity, dtype, pow2_scale, scale_layout):
+    check_options(granularity, scale_layout)
+    q = x.new_empty(q_shape(x.shape, granularity), dtype=dtype)
+    return q, x.new_empty(scale_shape(x.shape, granularity, scale_layout), dtype=torch.float32)
+
+
+def _fake_both(x, granularity, dtype, pow2_scale, scale_layout):
+    q, scale = _fake_quantize(x, granularity, dtype, pow2_scale, scale_layout)
+    shape = scale_shape(x.shape, "group_t", "row") if granularity == "group" else (0,)
+    return q, scale, x.new_empty(q_shape(x.shape, "group_t"), dtype=dtype), x.new_empty(shape, dtype=torch.float32)
+
+
+def _fake_static(x, scale, dtype):
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+def _fake_dequantize(q, scale, granularity, code_dtype, dtype, scale_layout):
+    check_options(granularity, scale_layout)
+    return q.new_empty(q.shape[::-1] if granularity == "group_t" else q.shape, dtype=dtype)
+
+
+QUANTIZE = TorchOp(
+    "quantize_fp8(Tensor x, str granularity, ScalarType dtype, bool pow2_scale, str scale_layout) -> (Tensor, Tensor)",
+    plan=_plan_quantize,
+    copied=_copied,
+    reference=reference.quantize,
+    fake=_fake_quantize,
+)
+BOTH = TorchOp(
+    "quantize_fp8_both(Tensor x, str granularity, ScalarType dtype, bool pow2_scale, str scale_layout)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    plan=_plan_both,
+    copied=_copied,
+    reference=reference.both,
+    fake=_fake_both,
+)
+STATIC = TorchOp(
+    "quantize_fp8_static(Tensor x, Tensor scale, ScalarType dtype) -> Tensor",
+    plan=_plan_static,
+    copied=_copied,
+    reference=reference.static,
+    fake=_fake_static,
+)
+DEQUANTIZE = TorchOp(
+    "dequantize_fp8(Tensor q, Tensor scale, str granularity, ScalarType code_dtype, ScalarType dtype, str scale_layout)"
+    " -> Tensor",
+    plan=_plan_dequantize,
+    copied=_both_copied,
+    reference=reference.dequantize,
+    fake=_fake_dequantize,
+)
+
+
+_quantize_again, _dequantize_again = QUANTIZE.again, DEQUANTIZE.again
+
+
+# ---- public ---------------------------------------------------------------------------------------------------------
+
+
+class QuantizedBoth(NamedTuple):
+    """Codes and scales of a matrix ``[m, n]``, and of its transposed.
+
+    Attributes:
+        q: Of x's shape.
+        scale: Of q, as quantize_fp8 gives it for its granularity.
+        q_t: ``[n, m]``.
+        scale_t: Of q_t. Granularity "group": one per 128 rows of x, ``[ceil(m/128), n]``, as "group_t" gives it.
+            Granularity "block": a transposed view of `scale`; ``q_t.t()`` is q.
+    """
+
+    q: Tensor
+    scale: Tensor
+    q_t: Tensor
+    scale_t: Tensor
+
+
+def quantize_fp8(
+    x: Tensor,
+    scale: Tensor | None = None,
+    *,
+    granularity: str = "tensor",
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    pow2_scale: bool = False,
+    scale_layout: str = "row",
+    with_transposed: bool = False,
+) -> tuple[Tensor, Tensor] | QuantizedBoth:
+    """Quantise a tensor to fp8 codes and the factors that give the values back.
+
+    For each set of values that share a scale: ``scale = max(amax / fp8_max, 1e-30)`` with ``fp8_max`` 448 (e4m3) or
+    57344 (e5m2), and ``q = fp8(x * (1 / scale))``; ``x ≈ q * scale``. Computed in fp32, rounded to nearest even, never
+    beyond ±fp8_max. ``amax`` is the largest *finite* magnitude: NaN becomes the code 0x7f and ±infinity ±fp8_max, and
+    neither changes the scale of its neighbours. All-zero sets have scale 1e-30 and codes 0.
+
+    With ``[m, n]`` for x whose leading dimensions are flattened:
+
+    ============  ======================  ==========================  =========================================
+    granularity   values per scale        shape of q                  shape of the scale (float32)
+    ============  ======================  ==========================  =========================================
+    ``tensor``    all                     x's                         ``[]``
+    ``row``       one row                 x's                         x's without the last dimension
+    ``group``     128 of a row            x's                         x's with ``ceil(n/128)`` as last dimension;
+                                                                      ``[ceil(n/128), m]`` for layout "column"
+    ``group_t``   128 of a column         ``[n, m]``, transposed      ``[ceil(m/128), n]``
+    ``block``     128 x 128               x's                         ``[ceil(m/128), ceil(n/128)]``
+    ``channel``   one column              ``[n, m]``, transposed      ``[n]``
+    ============  ======================  ==========================  =========================================
+
+    Not differentiable: the results never require grad.
+
+    Args:
+        x: At least one dimension, bfloat16, float16 or float32; any strides (a copy is made unless rows are
+            unit-stride and evenly spaced). May be any object with ``__dlpack__``; the results are then of its kind.
+        scale: For granularity "tensor": the scale to use, one float32 on x's device (it is never read by the host).
+            Used as it is; 0 and non-finite values give what ``x * (1 / scale)`` gives. None computes it.
+        granularity: Which values share a scale, see above. The last group of a row or column may be shorter.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        pow2_scale: Round computed scales up to a power of two.
+        scale_layout: "row" or "column", for granularity "group".
+        with_transposed: For granularities "group" and "block": quantise along columns too, from the same read of x.
+
+    Returns:
+        ``(q, scale)``, both dense; with_transposed: a :class:`QuantizedBoth`.
+    """
+    if scale is None and not with_transposed:
+        found = _quantize_again(x, granularity, dtype, pow2_scale, scale_layout)
+        if found is not None:
+            return found
+    if not isinstance(x, Tensor):
+        options = {"granularity": granularity, "dtype": dtype, "pow2_scale": pow2_scale, "scale_layout": scale_layout}
+        return interop.call(quantize_fp8, x, scale, **options, with_transposed=with_transposed)
+    if x.requires_grad:
+        x = x.detach()
+    if scale is None:
+        if granularity == "channel":
+            if scale_layout != "row" or with_transposed:
+                raise ArgumentError("granularity 'channel' goes with scale_layout 'row' and without with_transposed")
+            from rtkernels.ops.quant.quantize_fp8_channel import CHANNEL  # which builds on this module's plans
+
+            return CHANNEL(x, None, None, dtype, pow2_scale, 1)
+        if not with_transposed:
+            return QUANTIZE(x, granularity, dtype, pow2_scale, scale_layout)
+        q, scale, q_t, scale_t = BOTH(x, granularity, dtype, pow2_scale, scale_layout)
+        return QuantizedBoth(q, scale, q_t, scale.t() if granularity == "block" else scale_t)
+    if granularity != "tensor":
+        raise ArgumentError(f"scale can be given for granularity 'tensor' only, not for {granularity!r}")
+    if with_transposed:
+        raise ArgumentError("with_transposed goes with computed scales of granularity 'group' and 'block'")
+    if pow2_scale:
+        raise ArgumentError("pow2_scale rounds computed scales; a given scale is used as it is")
+    if isinstance(scale, Tensor) and scale.requires_grad:
+        scale = scale.detach()
+    return STATIC(x, scale, dtype), scale
+
+
+def dequantize_fp8(
+    q: Tensor,
+    scale: Tensor,
+    *,
+    granularity: str = "tensor",
+    dtype: torch.dtype = torch.bfloat16,
+    scale_layout: str = "row",
+    code_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return ``q * scale``: the values that :func:`quantize_fp8` stored.
+
+    One fp32 product per element, rounded once. Not differentiable.
+
+    Args:
+        q: Codes, float8_e4m3fn or float8_e5m2; any strides. ``[n, m]`` for granularities "group_t" and "channel". May
+            be any object with ``__dlpack__``; the result is then of its kind.
+        scale: float32, of the shape that quantize_fp8 returns for `granularity` and `scale_layout`.
+        granularity: As given to quantize_fp8.
+        dtype: bfloat16, float16 or float32.
+        scale_layout: As given to quantize_fp8.
+        code_dtype: The fp8 type of codes that come as uint8 (NumPy has no other way without ml_dtypes).
+
+    Returns:
+        Dense, of q's shape; ``[m, n]`` for granularities "group_t" and "channel".
+    """
+    if not isinstance(q, Tensor):
+        options = {"granularity": granularity, "dtype": dtype, "scale_layout": scale_layout, "code_dtype": code_dtype}
+        return interop.call(dequantize_fp8, q, scale, **options)
+    y = _dequantize_again(q, scale, granularity, code_dtype or q.dtype, dtype, scale_layout)
+    if y is not None:
+        return y
+    if not isinstance(scale, Tensor):
+        raise ArgumentError(f"scale is a {type(scale).__name__}; expected a torch.Tensor, as q is")
+    if scale.requires_grad:
+        scale = scale.detach()
+    if q.requires_grad:
+        q = q.detach()
+    if granularity == "channel" and scale_layout == "row" and q.dim() == 2:
+        if scale.shape != q.shape[:1]:
+            raise ArgumentError(
+                f"scale has shape {tuple(scale.shape)}; expected {tuple(q.shape[:1])} for granularity 'channel' "
+                f"and q of shape {tuple(q.shape)}"
+            )
+        # One scale per 128 rows of a column, all the same.
+        scale, granularity = scale.expand(groups_of(q.shape[1]), q.shape[0]).contiguous(), "group_t"
+    return DEQUANTIZE(q, scale, granularity, code_dtype or q.dtype, dtype, scale_layout)
+
+
+OP = Op(
+    "quantize_fp8",
+    public=("quantize_fp8", "dequantize_fp8"),
+    kernels=KERNELS,
+    torch_ops=(QUANTIZE, BOTH, STATIC, DEQUANTIZE),
+)

@@ -1,0 +1,374 @@
+"""fp8 of tensors whose columns or rows are scaled first: "smooth" quantisation, with calibration, and back."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rtkernels import interop
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.quant import quantize_fp8_channel as channel
+from rtkernels.ops.quant import reference
+from rtkernels.ops.quant.column_absmax import ABSMAX, column_max
+from rtkernels.ops.quant.column_absmax import reference as absmax_reference
+from rtkernels.ops.quant.quantize_fp8 import dequantize_fp8
+from rtkernels.ops.quant.quantize_fp8_plan import FP8_DTYPES, empty_scale, quantized_rows
+from rtkernels.runtime.launch.device import device_info
+from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.launch.plans import Plans
+from rtkernels.runtime.layout import (
+    GRID_LIMIT,
+    address,
+    block_of,
+    check_same,
+    group_threads,
+    metadata,
+    nothing,
+    passing,
+    row_count,
+    row_stride,
+    token,
+    vector_bytes,
+)
+from rtkernels.runtime.operator.arguments import a_number, an_integer
+from rtkernels.runtime.operator.autograd import detached
+from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.registry import Op
+
+GRANULARITIES = ("row", "channel")
+_THREADS, _CHUNKS = 512, 4
+_CALIBRATION_BLOCKS_PER_SM = 5
+
+_KERNEL = Kernel(
+    "quant/smooth.cu",
+    "quantize_fp8_smooth",
+    template="T CALIBRATE",
+    args="x:ptr factor:ptr expert:ptr q:ptr scale:ptr partial:ptr rows:i64 x_cols:i64 x_stride:i64 q_cols:i64 "
+    "threads_per_row:i64 pow2:i64 passing:i64",
+    variants=[("bf16", False), ("fp32", False), ("bf16", True)],
+    max_registers=116,
+)
+
+# ---- launcher -------------------------------------------------------------------------------------------------------
+
+
+def _check(x, smooth, expert, dtype: torch.dtype) -> None:
+    token("x", x[0])
+    token("the result", dtype, FP8_DTYPES)
+    if not x[1]:
+        raise ArgumentError("x has no dimensions; expected at least one")
+    cols, rows = x[1][-1], row_count(x[1])
+    token("smooth", smooth[0], (torch.float32,))
+    wanted = (cols,) if expert is None else (smooth[1][0] if smooth[1] else 1, cols)
+    if tuple(smooth[1]) != wanted:
+        raise ArgumentError(f"smooth has shape {tuple(smooth[1])}; expected {wanted}, one per column of x")
+    check_same("smooth", smooth[3], x[3], "device index")
+    if expert is not None:
+        token("expert", torch.float32 if expert[0] == torch.int32 else expert[0], (torch.float32,))
+        check_same("expert", tuple(expert[1]), (rows,), "shape", of="the rows of x")
+
+
+class _Plan:
+    __slots__ = ("args", "cols", "extra", "launch", "partial", "q_shape", "scale_shape")
+
+    def __init__(self, x: tuple[Any, ...], dtype: torch.dtype, pow2: bool, calibrate: bool, align: int) -> None:
+        kind, shape, stride, device = x
+        size, self.cols, rows = kind.itemsize, shape[-1], row_count(shape)
+        n, step = 16 // size, row_stride(shape, stride)
+        self.extra: int | None = None  # columns of zeros to add in a copy of x
+        if step is None or vector_bytes(align, self.cols * size, step * size) != 16:
+            self.extra = -self.cols % n
+        x_cols = self.cols + (self.extra or 0)
+        self.q_shape, self.scale_shape = tuple(shape), tuple(shape[:-1])
+        # e5m2, rows too long for registers: the values are stored and then quantised.
+        self.launch = None
+        if x_cols > _THREADS * _CHUNKS * n or dtype != torch.float8_e4m3fn:
+            return
+        threads = group_threads(-(-x_cols // (n * _CHUNKS)), _THREADS)
+        block = block_of(threads)
+        groups = block // threads
+        calibrate = calibrate and kind == torch.bfloat16  # others have a pass of their own for that
+        most = _CALIBRATION_BLOCKS_PER_SM * device_info(device).sm_count if calibrate else GRID_LIMIT
+        grid = min(-(-rows // groups), most)
+        self.partial = (grid * groups, x_cols) if calibrate else None
+        self.launch = _KERNEL.bind((token("x", kind), calibrate), device, grid, block)
+        step = x_cols if self.extra is not None else step
+        self.args = (rows, x_cols, step, self.cols, threads, pow2, passing(rows * x_cols * size))
+
+
+def _plan(x, smooth, expert, dtype: torch.dtype, pow2: bool, calibrate: bool, align: int) -> _Plan | None:
+    _check(x, smooth, expert, dtype)
+    return None if 0 in x[1] else _Plan(x, dtype, pow2, calibrate, align)
+
+
+_PLANS = Plans(_plan)
+
+
+def _launch(
+    x: Tensor, smooth: Tensor, expert: Tensor | None, dtype: torch.dtype, pow2_scale: bool, with_amax: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    x = x.float() if x.dtype == torch.float16 else x  # exact
+    plan = _PLANS[metadata(x), metadata(smooth), metadata(expert), dtype, pow2_scale, with_amax, x.data_ptr() & 15]
+    if plan is None:
+        return _nothing(x, dtype, pow2_scale, with_amax)
+    if plan.launch is None:
+        z = _smoothed(x, smooth, expert)
+        q, scale = quantized_rows(z, dtype, pow2_scale)
+        return q, scale, ABSMAX.launch(x, None, None) if with_amax else nothing(x)
+    amax = ABSMAX.launch(x, None, None) if with_amax and plan.partial is None else None
+    if plan.extra is not None:
+        x = F.pad(x, (0, plan.extra)).contiguous() if plan.extra else x.clone(memory_format=torch.contiguous_format)
+        smooth = F.pad(smooth, (0, plan.extra)) if plan.extra else smooth
+    smooth = smooth.contiguous()
+    if smooth.data_ptr() & 15:
+        smooth = smooth.clone()
+    q = torch.empty(plan.q_shape, dtype=dtype, device=x.device)
+    scale = torch.empty(plan.scale_shape, dtype=torch.float32, device=x.device)
+    partial = None if plan.partial is None else torch.empty(plan.partial, dtype=torch.float32, device=x.device)
+    lines = None if expert is None else expert.contiguous()
+    pointers = map(address, (x, smooth, lines, q, scale, partial))
+    plan.launch(*pointers, *plan.args)
+    if partial is not None:
+        amax = column_max(partial)[: plan.cols]
+    return q, scale, nothing(x) if amax is None else amax
+
+
+# ---- the same in plain torch ----------------------------------------------------------------------------------------
+
+
+def _smoothed(x: Tensor, smooth: Tensor, expert: Tensor | None) -> Tensor:
+    if expert is None:
+        return x.float() * smooth
+    return x.float() * smooth[expert.long()].view(x.shape)
+
+
+def _nothing(x: Tensor, dtype: torch.dtype, pow2: bool, with_amax: bool) -> tuple[Tensor, Tensor, Tensor]:
+    scale = torch.full(x.shape[:-1], empty_scale(pow2), dtype=torch.float32, device=x.device)
+    amax = torch.zeros(x.shape[-1], dtype=torch.float32, device=x.device) if with_amax else nothing(x)
+    return torch.empty(x.shape, dtype=dtype, device=x.device), scale, amax
+
+
+def _reference(x, smooth, expert, dtype, pow2_scale, with_amax):
+    _check(metadata(x), metadata(smooth), metadata(expert), dtype)
+    if x.numel() == 0:
+        return _nothing(x, dtype, pow2_scale, with_amax)
+    amax = absmax_reference(x, None, None) if with_amax else nothing(x)
+    return *reference.quantize(_smoothed(x, smooth, expert), "row", dtype, pow2_scale, "row"), amax
+
+
+def _fake(x, smooth, expert, dtype, pow2_scale, with_amax):
+    amax = x.new_empty(x.shape[-1], dtype=torch.float32) if with_amax else nothing(x)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32), amax
+
+
+SMOOTH = TorchOp(
+    "quantize_fp8_smooth(Tensor x, Tensor smooth, Tensor? expert, ScalarType dtype, bool pow2_scale, bool with_amax)"
+    " -> (Tensor, Tensor, Tensor)",
+    launch=_launch,
+    reference=_reference,
+    fake=_fake,
+)
+
+
+# ---- public ---------------------------------------------------------------------------------------------------------
+
+
+class SmoothQuantized(NamedTuple):
+    """Codes and scales of a scaled tensor.
+
+    Attributes:
+        q: fp8 codes: of x's shape, or ``[n, m]`` for granularity "channel".
+        scale: Of the rows (x's shape without the last dimension), or of the columns, ``[n]``.
+        amax: Largest finite magnitude of each column of x itself, ``[n]``; None if not asked for.
+    """
+
+    q: Tensor
+    scale: Tensor
+    amax: Tensor | None
+
+
+def expert_of_rows(counts: Tensor, rows: int) -> Tensor:
+    """Return the expert of each row, int32; rows past the sum of counts belong to the last one."""
+    ends = counts.clamp(min=0).cumsum(0)
+    numbers = torch.arange(rows, device=counts.device)
+    return torch.searchsorted(ends, numbers, right=True, out_int32=True).clamp_(max=counts.shape[0] - 1)
+
+
+def quantize_fp8_smooth(
+    x: Tensor,
+    smooth: Tensor | None = None,
+    *,
+    divide: bool = False,
+    row_factor: Tensor | None = None,
+    counts: Tensor | None = None,
+    granularity: str = "row",
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    pow2_scale: bool = False,
+    with_amax: bool = False,
+    pad_to: int = 1,
+) -> SmoothQuantized:
+    """Quantise ``z = x * smooth * row_factor`` to fp8 with one scale per row or per column.
+
+    The recipe is that of :func:`quantize_fp8`; z is fp32, not rounded before. Granularity "row" has one scale per row
+    of z (per token). Granularity "channel" has one per column, and transposed codes: ``q[j, i]`` is the code of
+    ``z[i, j]``.
+
+    Not differentiable: the results never require grad.
+
+    Args:
+        x: At least one dimension, leading ones are flattened to ``[m, n]``; bfloat16, float16 or float32, and for
+            "channel" also float8_e4m3fn (codes to be quantised anew: give their old scales as row_factor). Any strides
+            (a copy is made unless rows are unit-stride, evenly spaced and of whole 16 bytes). May be any object with
+            ``__dlpack__``; the results are then of its kind.
+        smooth: Factors of the columns, float32 ``[n]``; with counts ``[experts, n]``. Optional for "channel".
+        divide: Multiply by ``1 / smooth`` (rounded to float32) instead.
+        row_factor: Factors of the rows, float32 ``[m]``; for "channel" only.
+        counts: Rows of each expert, ``[experts]``, int32 or int64 on x's device; for "row" only. The host never reads
+            them. Rows past their sum belong to the last expert.
+        granularity: "row" or "channel".
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        pow2_scale: Round scales up to a power of two.
+        with_amax: Give the largest magnitudes of x's columns too (calibration); for "row" without counts.
+        pad_to: For "channel": round the length of q's rows up to a multiple; codes added are 0.
+
+    Returns:
+        A :class:`SmoothQuantized`.
+    """
+    if not isinstance(x, Tensor):
+        options: dict[str, Any] = {"divide": divide, "row_factor": row_factor, "counts": counts, "dtype": dtype}
+        options |= {"granularity": granularity, "pow2_scale": pow2_scale, "with_amax": with_amax, "pad_to": pad_to}
+        return interop.call(quantize_fp8_smooth, x, smooth, **options)
+    _check_options(granularity, smooth, row_factor, counts, with_amax, pad_to)
+    x, smooth, row = detached(x, smooth, row_factor)
+    if divide and smooth is not None:
+        smooth = smooth.reciprocal()
+    if granularity == "channel":
+        return SmoothQuantized(*channel.CHANNEL(x, row, smooth, dtype, pow2_scale, pad_to), None)
+    expert = None if counts is None else _experts(counts, smooth, x)
+    q, scale, amax = SMOOTH(x, smooth, expert, dtype, pow2_scale, with_amax)
+    return SmoothQuantized(q, scale, amax if with_amax else None)
+
+
+def _check_options(granularity, smooth, row_factor, counts, with_amax: bool, pad_to: int) -> None:
+    if granularity not in GRANULARITIES:
+        raise ArgumentError(f"granularity is {granularity!r}; expected one of 'row', 'channel'")
+    if granularity == "row":
+        if smooth is None:
+            raise ArgumentError("smooth is None; granularity 'row' needs the factors of the columns")
+        if row_factor is not None:
+            raise ArgumentError("row_factor goes with granularity 'channel': here it would change the scale only")
+        if pad_to != 1:
+            raise ArgumentError(f"pad_to is {pad_to}; expected 1 for granularity 'row'")
+        if with_amax and counts is not None:
+            raise ArgumentError("with_amax goes without counts")
+    elif counts is not None or with_amax:
+        raise ArgumentError("counts and with_amax go with granularity 'row'")
+
+
+def _experts(counts: Tensor, smooth: Tensor, x: Tensor) -> Tensor:
+    if counts.dtype not in (torch.int32, torch.int64) or counts.dim() != 1 or smooth.dim() != 2:
+        raise ArgumentError(
+            f"counts has dtype {str(counts.dtype).removeprefix('torch.')} and shape {tuple(counts.shape)}, smooth has "
+            f"shape {tuple(smooth.shape)}; expected int32 or int64 [experts] and [experts, columns]"
+        )
+    check_same("counts", counts.shape[0], smooth.shape[0], "length", of="smooth")
+    check_same("counts", counts.get_device(), x.get_device(), "device index")
+    return expert_of_rows(counts, row_count(x.shape))
+
+
+def dequantize_fp8_smooth(
+    q: Tensor,
+    scale: Tensor,
+    smooth: Tensor | None = None,
+    *,
+    divide: bool = False,
+    row_factor: Tensor | None = None,
+    counts: Tensor | None = None,
+    granularity: str = "row",
+    rows: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """Return the values that :func:`quantize_fp8_smooth` stored: ``q * scale``, with the factors taken out again.
+
+    A few fp32 operations per element, rounded once. Not differentiable.
+
+    Args:
+        q: Codes, float8_e4m3fn or float8_e5m2; ``[n, p]`` for granularity "channel".
+        scale: As quantize_fp8_smooth returned it.
+        smooth: As given to quantize_fp8_smooth.
+        divide: As given to quantize_fp8_smooth.
+        row_factor: As given to quantize_fp8_smooth.
+        counts: As given to quantize_fp8_smooth.
+        granularity: As given to quantize_fp8_smooth.
+        rows: For "channel": how many rows x had, if q is padded.
+        dtype: bfloat16, float16 or float32.
+
+    Returns:
+        Dense, of q's shape; ``[rows, n]`` for "channel".
+    """
+    _check_options(granularity, q if smooth is None else smooth, row_factor, counts, False, 1)
+    if rows is not None:
+        an_integer("rows", rows)
+    if granularity == "channel" and rows is not None:
+        q = q[:, :rows]
+    token("the result", dtype)
+    y = dequantize_fp8(q, scale, granularity=granularity, dtype=torch.float32)
+    if smooth is not None:
+        experts = smooth.shape[:1] if counts is not None else ()
+        _check_factor("smooth", smooth, (*experts, y.shape[-1]))
+        lines = smooth if counts is None else smooth[_experts(counts, smooth, q).long()].view(q.shape)
+        y = y * lines if divide else y / lines
+    if row_factor is not None:
+        _check_factor("row_factor", row_factor, y.shape[:1])
+        y = y / row_factor[:, None]
+    return y.to(dtype)
+
+
+def _check_factor(name: str, factor: Tensor, shape: tuple[int, ...]) -> None:
+    if factor.dtype != torch.float32 or factor.shape != shape:
+        came = f"{str(factor.dtype).removeprefix('torch.')} {list(factor.shape)}"
+        raise ArgumentError(f"{name} is {came}; expected float32 {list(shape)}")
+
+
+def smooth_factors(
+    amax: Tensor, weight_amax: Tensor | None = None, *, alpha: float = 0.5, floor: float = 1e-5, pow2: bool = False
+) -> Tensor:
+    """Return factors for :func:`quantize_fp8_smooth` from calibration maxima.
+
+    ``max(weight_amax, floor)^(1 - alpha) * max(amax, floor)^-alpha``, or without weight_amax the second factor alone.
+    Multiply the columns of activations by them and divide those of the weight. Not differentiable.
+
+    Args:
+        amax: Largest magnitudes of the columns of activations, float32: see :func:`column_absmax`, or with_amax.
+        weight_amax: Those of the weight, of the same shape, or None.
+        alpha: How much of the spread goes from the activations to the weight, 0 to 1.
+        floor: Smaller maxima are taken as this.
+        pow2: Round up to a power of two: scaling by it is exact.
+
+    Returns:
+        float32, of amax's shape.
+    """
+    if not 0.0 <= a_number("alpha", alpha) <= 1.0:
+        raise ArgumentError(f"alpha is {alpha}; expected 0 to 1")
+    if not 0.0 < a_number("floor", floor) < float("inf"):
+        raise ArgumentError(f"floor is {floor}; expected a positive number")
+    token("amax", amax.dtype)
+    factors = amax.detach().float().clamp(min=floor).pow(-alpha)
+    if weight_amax is not None:
+        token("weight_amax", weight_amax.dtype)
+        check_same("weight_amax", weight_amax.shape, amax.shape, "shape", of="amax")
+        factors = weight_amax.detach().float().clamp(min=floor).pow(1 - alpha) * factors
+    if pow2:
+        factors = ((factors.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
+    return factors
+
+
+OP = Op(
+    "smooth_quant",
+    public=("quantize_fp8_smooth", "dequantize_fp8_smooth", "quantize_fp8_shard_", "smooth_factors"),
+    kernels=(_KERNEL, channel.KERNEL),
+    torch_ops=(SMOOTH, channel.CHANNEL),
+)

@@ -1,0 +1,109 @@
+"""fp8 of a flat piece of a weight, as sharded optimizers hold it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.quant.quantize_fp8 import quantize_fp8
+from rtkernels.ops.quant.quantize_fp8_plan import FP8_DTYPES
+from rtkernels.runtime.layout import check_same, token
+from rtkernels.runtime.operator.arguments import an_integer
+from rtkernels.runtime.operator.autograd import refuse_gradients
+
+
+def quantize_fp8_shard_(
+    q: Tensor,
+    scale: Tensor,
+    shard: Tensor,
+    offset: int,
+    smooth: Tensor | None = None,
+    *,
+    edge_scales: Tensor | None = None,
+    divide: bool = False,
+    pow2_scale: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Quantise a flat piece of a matrix into its place among the codes, with one scale per row.
+
+    Rows that lie in the shard whole are quantised as :func:`quantize_fp8_smooth` does (granularity "row"). Of a row
+    that begins before or ends after it, nobody knows all values: its scale is given, and codes saturate. Not
+    differentiable.
+
+    Args:
+        q: ``[m, n]`` dense, float8_e4m3fn or float8_e5m2; the shard's codes are overwritten.
+        scale: ``[m]`` dense float32; the scales of rows that the shard has a part of are overwritten.
+        shard: One dimension, bfloat16, float16 or float32: elements offset, offset + 1, ... of the flat matrix.
+        offset: Of the shard's first element; the shard must end inside the matrix.
+        smooth: Factors of the columns, float32 ``[n]``, or None.
+        edge_scales: float32 ``[2]`` on the same device: the scales of the rows that the shard's first and last element
+            lie in. Needed if one of them is not whole.
+        divide: Multiply by ``1 / smooth`` (rounded to float32) instead.
+        pow2_scale: Round computed scales up to a power of two.
+
+    Returns:
+        ``(q, scale)``, as given.
+    """
+    from rtkernels.ops.quant.smooth_quant import quantize_fp8_smooth
+
+    _check(q, scale, shard, offset, smooth, edge_scales)
+    refuse_gradients("quantize_fp8_shard_", (scale,))
+    shard = shard.detach()
+    if smooth is not None:
+        smooth = smooth.detach().reciprocal() if divide else smooth.detach()
+    cols, end = q.shape[1], offset + shard.numel()
+    first, last = -(-offset // cols), end // cols  # whole rows
+    flat = q.view(torch.uint8).view(-1)
+
+    def edge(begin: int, stop: int, which: int) -> None:
+        """Quantise elements of one row that is not whole."""
+        row, part = begin // cols, shard[begin - offset : stop - offset].float()
+        if smooth is not None:
+            part = part * smooth[begin - row * cols : stop - row * cols]
+        codes, _ = quantize_fp8(part, edge_scales[which], dtype=q.dtype)
+        flat[begin:stop] = codes.view(torch.uint8)
+        scale[row] = edge_scales[which]
+
+    if first > last:  # inside one row
+        edge(offset, end, 0)
+        return q, scale
+    if offset < first * cols:
+        edge(offset, first * cols, 0)
+    if first < last:
+        whole = shard[first * cols - offset : last * cols - offset].view(last - first, cols)
+        if smooth is None:
+            codes, scales = quantize_fp8(whole, granularity="row", dtype=q.dtype, pow2_scale=pow2_scale)
+        else:
+            codes, scales, _ = quantize_fp8_smooth(whole, smooth, dtype=q.dtype, pow2_scale=pow2_scale)
+        flat[first * cols : last * cols] = codes.view(torch.uint8).view(-1)
+        scale[first:last] = scales
+    if last * cols < end:
+        edge(last * cols, end, 1)
+    return q, scale
+
+
+def _check(
+    q: Tensor, scale: Tensor, shard: Tensor, offset: int, smooth: Tensor | None, edge_scales: Tensor | None
+) -> None:
+    an_integer("offset", offset)
+    token("q", q.dtype, FP8_DTYPES)
+    token("scale", scale.dtype, (torch.float32,))
+    token("shard", shard.dtype)
+    if q.dim() != 2 or not q.is_contiguous() or not scale.is_contiguous():
+        raise ArgumentError(f"q has shape {tuple(q.shape)}; expected two dimensions, q and scale dense")
+    check_same("scale", scale.shape, q.shape[:1], "shape", of="the rows of q")
+    if shard.dim() != 1 or offset < 0 or offset + shard.numel() > q.numel():
+        raise ArgumentError(
+            f"shard has shape {tuple(shard.shape)} and offset {offset}; expected one dimension, inside the {q.numel()} "
+            f"elements of q"
+        )
+    whole = q.shape[1] == 0 or (offset % q.shape[1] == 0 and shard.numel() % q.shape[1] == 0)
+    if not whole and (edge_scales is None or edge_scales.shape != (2,) or edge_scales.dtype != torch.float32):
+        raise ArgumentError(
+            "edge_scales: expected float32 [2], the scales of the first and last row, which are not whole"
+        )
+    for name, tensor in (("scale", scale), ("shard", shard), ("smooth", smooth), ("edge_scales", edge_scales)):
+        if tensor is not None:
+            check_same(name, tensor.get_device(), q.get_device(), "device index", of="q")
+    if smooth is not None:
+        check_same("smooth", smooth.shape, q.shape[1:], "shape", of="the columns of q")

@@ -1,0 +1,339 @@
+"""Which rotation a token gets: validation, kernel arguments (``rope/angles.cuh``) and the same in plain torch."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rtkernels.errors import ArgumentError
+from rtkernels.runtime.layout import check_same, token, vector_bytes
+
+Meta = tuple[Any, ...]  # dtype, shape, stride, device index
+
+# The tail of every kernel's arguments, and of every operator's schema.
+ARGS = (
+    "cos:ptr sin:ptr index:ptr table_rows:i64 table_stride:i64 stream_rows:i64 angle_flags:i64 index_kind:i64 "
+    "index_count:i64 index_step:i64 section_kind:i64 section_0:i64 section_1:i64 section_2:i64 rotary:i64 cp_rank:i64 "
+    "cp_size:i64 mscale:f64"
+)
+SCHEMA = (
+    "Tensor cos, Tensor sin, Tensor? positions, Tensor? cu_seqlens, str sections, int cp_rank, int cp_size, "
+    "float mscale"
+)
+
+HALVES, ADJACENT, GATHER, SCATTER = range(4)  # orders of pairs, in and out: rope/pieces.cuh
+_WIDE, _FULL, _ADJACENT, _INDEX_WIDE, _INVERSE = 1, 2, 4, 8, 16
+_BY_PLACE, _BY_TOKEN, _BY_POSITION, _BY_SEQUENCE = range(4)
+_SECTION_KINDS = {"": 0, "blocks": 1, "interleaved": 2}
+_INTEGERS = (torch.int32, torch.int64)
+
+LAYOUTS = {"bshd": (0, 1, 2), "sbhd": (1, 0, 2), "bhsd": (0, 2, 1)}  # where batch, place and head are
+
+
+class Angles(NamedTuple):
+    """Everything a kernel needs to know about the tables besides their addresses."""
+
+    table_rows: int
+    table_stride: int
+    stream_rows: int
+    flags: int
+    index_kind: int
+    index_count: int
+    index_step: int
+    section_kind: int
+    sections: tuple[int, int, int]
+    rotary: int
+    cp_rank: int
+    cp_size: int
+    mscale: float
+
+    @property
+    def width(self) -> int:
+        """Columns of the tables."""
+        return self.rotary if self.flags & _FULL else self.rotary // 2
+
+    def arguments(self) -> tuple[int | float, ...]:
+        """Return what follows the three addresses."""
+        return (*self[:8], *self.sections, *self[9:])
+
+    def per_token(self) -> Angles:
+        """Return the same for dense fp32 tables with a row for each token and mscale in them."""
+        flags = self.flags & ~_INDEX_WIDE | _WIDE
+        return Angles(2**62, self.width, 0, flags, _BY_TOKEN, 0, 0, 0, (0, 0, 0), self.rotary, 0, 1, 1.0)
+
+
+def spell_sections(sections: Any, interleaved: bool) -> str:
+    """Return sections as operators take them: ``"blocks:16,24,24"``, or ``""`` for None."""
+    if sections is None:
+        return ""
+    sizes = tuple(sections)
+    if len(sizes) != 3 or any(not isinstance(size, int) or size < 0 for size in sizes):
+        raise ArgumentError(f"sections is {sizes}; expected three sizes, one for each position stream")
+    return ("interleaved:" if interleaved else "blocks:") + ",".join(map(str, sizes))
+
+
+def check_rotary(rotary: int, head_dim: int) -> int:
+    """Return the number of rotated elements of a head (0 means all), or raise an ArgumentError."""
+    rotary = rotary or head_dim
+    if rotary % 2 or not 0 < rotary <= head_dim:
+        raise ArgumentError(f"rotary is {rotary}; expected an even number from 2 to the head size, {head_dim}")
+    return rotary
+
+
+def check(
+    cos: Meta,
+    sin: Meta,
+    positions: Meta | None,
+    cu_seqlens: Meta | None,
+    sections: str,
+    cp_rank: int,
+    cp_size: int,
+    mscale: float,
+    *,
+    dtype: torch.dtype,
+    device: int,
+    batch: int,
+    length: int,
+    packed: bool,
+    rotary: int,
+    adjacent: bool,
+    inverse: bool,
+) -> Angles:
+    """Raise an ArgumentError for tables and positions that do not fit; return what kernels need.
+
+    Args:
+        cos: Metadata, as those that follow; the options are the operators'.
+        dtype: That of the rotated tensor; tables have it or float32.
+        device: Likewise.
+        batch: Sequences, of `length` tokens each (one for packed tokens).
+        packed: The rotated tensor has no batch dimension.
+        rotary: Rotated elements of a head.
+        adjacent: The forward leaves pairs as neighbours, not as halves.
+        inverse: The kernel applies the adjoint.
+    """
+    token("cos", cos[0], (dtype, torch.float32))
+    check_same("sin", sin[0], cos[0], "dtype", of="cos")
+    check_same("sin", sin[1], cos[1], "shape", of="cos")
+    check_same("cos", cos[3], device, "device index")
+    check_same("sin", sin[3], device, "device index")
+    shape = tuple(cos[1])
+    kind, sizes = _parse_sections(sections, rotary)
+    if not 0 <= cp_rank < cp_size:
+        raise ArgumentError(f"cp_rank is {cp_rank} and cp_size {cp_size}; expected 0 <= cp_rank < cp_size")
+    if len(shape) not in (2, 3, 4) or shape[-1] not in (rotary // 2, rotary):
+        raise ArgumentError(
+            f"cos has shape {shape}; expected [positions, n] or [batch, length, n], where n is {rotary // 2} (one for "
+            f"each pair) or {rotary} (one for each rotated element)"
+        )
+    flags = (cos[0] == torch.float32) * _WIDE | (shape[-1] == rotary) * _FULL | adjacent * _ADJACENT
+    flags |= inverse * _INVERSE
+    rows, index_kind, count, step, stream_rows = shape[0], _BY_PLACE, 0, 0, 0
+    if len(shape) == 4 and not kind and shape[1:3] == (1, 1):
+        pass
+    elif len(shape) > 2:
+        wanted = (3,) * bool(kind) + (batch, length)
+        if shape[:-1] == (*wanted[:-2], 1, length):
+            wanted = shape[:-1]
+        if shape[:-1] != wanted or positions is not None or cu_seqlens is not None:
+            raise ArgumentError(
+                f"cos has shape {shape}; expected {(*wanted, shape[-1])}, a row for each token, and then neither "
+                f"positions nor cu_seqlens"
+            )
+        per_stream = wanted[-2] * length
+        rows, stream_rows = per_stream * (3 if kind else 1), per_stream if kind else 0
+        index_kind = _BY_TOKEN if wanted[-2] == batch else _BY_PLACE
+    if positions is not None:
+        if cu_seqlens is not None:
+            raise ArgumentError("got positions and cu_seqlens; expected one of them")
+        index_kind, flags = _BY_POSITION, flags | (positions[0] == torch.int64) * _INDEX_WIDE
+        token_shape = (length,) if packed else (batch, length)
+        streams = (3,) * bool(kind)
+        _check_index("positions", positions, device)
+        got = tuple(positions[1])
+        if got not in ((*streams, *token_shape), (*streams, length)):
+            raise ArgumentError(f"positions has shape {got}; expected {(*streams, *token_shape)} or one row for all")
+        shared = got == (*streams, length) and batch > 1
+        count, step = (length if shared else batch * length), (0 if shared else length)
+    elif cu_seqlens is not None:
+        index_kind, flags = _BY_SEQUENCE, flags | (cu_seqlens[0] == torch.int64) * _INDEX_WIDE
+        _check_index("cu_seqlens", cu_seqlens, device)
+        if not packed or len(cu_seqlens[1]) != 1 or cu_seqlens[1][0] < 1:
+            raise ArgumentError(
+                f"cu_seqlens has shape {tuple(cu_seqlens[1])}; expected [sequences + 1], and tokens without a batch "
+                f"dimension"
+            )
+        count = cu_seqlens[1][0]
+    if kind and positions is None and not stream_rows:
+        raise ArgumentError("sections need positions of shape [3, ...], or cos of shape [3, batch, length, n]")
+    if cp_size > 1 and index_kind not in (_BY_PLACE, _BY_SEQUENCE):
+        raise ArgumentError("cp_size applies to positions that the op works out itself; expected 1 here")
+    if index_kind == _BY_PLACE:
+        if cp_size > 1 and length % 2:
+            raise ArgumentError(f"the length is {length}; expected an even one with cp_size > 1")
+        if (stream_rows or rows) < length * cp_size:
+            raise ArgumentError(f"cos has {rows} rows; expected at least {length * cp_size}, one for each position")
+    stride = _row_step(cos[1], cos[2])
+    return Angles(
+        rows, -1 if stride is None or stride != _row_step(sin[1], sin[2]) else stride, stream_rows, flags, index_kind,
+        count, step, kind, sizes, rotary, cp_rank, cp_size, mscale,
+    )  # fmt: skip
+
+
+def _parse_sections(sections: str, rotary: int) -> tuple[int, tuple[int, int, int]]:
+    if not sections:
+        return 0, (0, 0, 0)
+    kind, _, sizes = sections.partition(":")
+    first, second, third = map(int, sizes.split(","))
+    if first + second + third != rotary // 2:
+        raise ArgumentError(
+            f"sections is {(first, second, third)}; expected a sum of {rotary // 2}, one pair of elements for each"
+        )
+    return _SECTION_KINDS[kind], (first, second, third)
+
+
+def _check_index(name: str, index: Meta, device: int) -> None:
+    if index[0] not in _INTEGERS:
+        raise ArgumentError(f"{name} has dtype {str(index[0]).removeprefix('torch.')}; expected one of int32, int64")
+    check_same(name, index[3], device, "device index")
+
+
+def _row_step(shape: Any, stride: Any) -> int | None:
+    """Return the distance between rows if all leading dimensions are one evenly spaced one, else None."""
+    if 0 in shape:
+        return shape[-1]
+    if shape[-1] > 1 and stride[-1] != 1:
+        return None
+    step, size = None, 1
+    for n, s in zip(reversed(shape[:-1]), reversed(stride[:-1]), strict=True):
+        if n == 1:
+            continue
+        if step is None:
+            step = s
+        elif s != step * size:
+            return None
+        size *= n
+    return shape[-1] if step is None else step
+
+
+def readable_by_kernels(angles: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of ``SCHEMA`` with tables copied whose rows are not evenly spaced, and a dense index."""
+    cos, sin, positions, cu_seqlens, *rest = angles
+    step = _row_step(cos.shape, cos.stride())
+    if step is None or step != _row_step(sin.shape, sin.stride()):
+        cos, sin = cos.contiguous(), sin.contiguous()
+    index = (t if t is None else t.contiguous() for t in (positions, cu_seqlens))
+    return (cos, sin, *index, *rest)
+
+
+def readable(angles: Angles, pairs: int, vec: int, align: int, itemsize: int) -> bool:
+    """Return True if kernels can read runs of `vec` table entries, or half of that where pairs stay neighbours.
+
+    Args:
+        angles: The stride must be known.
+        pairs: Order of pairs.
+        vec: Elements in 16 bytes of the rotated tensor.
+        align: Addresses of both tables, or-ed.
+        itemsize: Bytes of a table entry.
+    """
+    full = angles.flags & _FULL
+    if angles.section_kind or (full and pairs in (GATHER, SCATTER) and angles.flags & _ADJACENT):
+        return False
+    run = vec // 2 if pairs == ADJACENT and not full else vec
+    wanted = min(run * itemsize, 16)
+    return vector_bytes(align, angles.table_stride * itemsize, most=wanted) == wanted
+
+
+# ---- the same in plain torch ----------------------------------------------------------------------------------------
+
+
+def reference_tables(
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    cu_seqlens: Tensor | None,
+    angles: Angles,
+    batch: int,
+    length: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return cos and sin of the first, then of the second elements of pairs: fp32 ``[batch, length, rotary / 2]``."""
+    half, device = angles.rotary // 2, cos.device
+    pairs = torch.arange(half, device=device)
+    streams = torch.zeros_like(pairs)
+    a, b, c = angles.sections
+    if angles.section_kind == 1:
+        streams = torch.repeat_interleave(torch.arange(3, device=device), torch.tensor((a, b, c), device=device))
+    elif angles.section_kind == 2:
+        used = torch.tensor((0, 3 * b, 3 * c), device=device)
+        streams = torch.where(pairs < used[pairs % 3], pairs % 3, 0)
+    rows = torch.stack([_rows(positions, cu_seqlens, angles, batch, length, s, device) for s in range(3)])
+    limit = angles.stream_rows or angles.table_rows
+    rows = rows[streams].permute(1, 2, 0)  # batch, length, pair
+    inside = (rows >= 0) & (rows < limit)
+    rows = rows.clamp(0, max(limit - 1, 0)) + streams * angles.stream_rows
+    full, adjacent = bool(angles.flags & _FULL), bool(angles.flags & _ADJACENT)
+    first = 2 * pairs if full and adjacent else pairs
+    second = first + ((1 if adjacent else half) if full else 0)
+
+    def entries(table: Tensor, columns: Tensor) -> Tensor:
+        table = table.reshape(-1, table.shape[-1]).float()
+        return torch.where(inside, table[rows, columns] * angles.mscale, torch.nan)
+
+    return entries(cos, first), entries(sin, first), entries(cos, second), entries(sin, second)
+
+
+def _rows(
+    positions: Tensor | None,
+    cu_seqlens: Tensor | None,
+    angles: Angles,
+    batch: int,
+    length: int,
+    stream: int,
+    device: torch.device,
+) -> Tensor:
+    places = torch.arange(length, device=device).expand(batch, length)
+
+    def zigzag(offset: Tensor, count: Tensor | int) -> Tensor:
+        if angles.cp_size == 1:
+            return offset
+        half = count // 2
+        later = offset - half + (2 * angles.cp_size - 1 - angles.cp_rank) * half
+        return torch.where(offset < half, offset + angles.cp_rank * half, later)
+
+    if angles.index_kind == _BY_PLACE:
+        return zigzag(places, length)
+    if angles.index_kind == _BY_TOKEN:
+        return places + length * torch.arange(batch, device=device).unsqueeze(-1)
+    if angles.index_kind == _BY_POSITION:
+        index = positions[stream] if angles.section_kind else positions
+        return index.long().expand(batch, length)
+    bounds = cu_seqlens.long() // angles.cp_size
+    sequence = (torch.searchsorted(bounds, places.contiguous(), right=True) - 1).clamp_min(0)
+    start, end = bounds[sequence], bounds[(sequence + 1).clamp_max(len(bounds) - 1)]
+    return zigzag(places - start, end - start)
+
+
+def rotate(x: Tensor, tables: tuple[Tensor, ...], first: int, pairs: int, inverse: bool) -> Tensor:
+    """Return x ``[batch, length, heads, head_dim]`` (fp32) with the pairs that begin at element `first` rotated.
+
+    Args:
+        x: fp32.
+        tables: Of ``reference_tables``.
+        first: Where the rotary part of a head begins.
+        pairs: Order of pairs of the forward.
+        inverse: Apply the adjoint instead.
+    """
+    cos0, sin0, cos1, sin1 = (t.unsqueeze(2) for t in tables)
+    half = cos0.shape[-1]
+    part = x[..., first : first + 2 * half]
+    halves_in, halves_out = pairs in (HALVES, SCATTER), pairs in (HALVES, GATHER)
+    if inverse:
+        halves_in, halves_out = halves_out, halves_in
+    x0, x1 = (part[..., :half], part[..., half:]) if halves_in else (part[..., ::2], part[..., 1::2])
+    if inverse:
+        y0, y1 = x0 * cos0 + x1 * sin1, x1 * cos1 - x0 * sin0
+    else:
+        y0, y1 = x0 * cos0 - x1 * sin0, x1 * cos1 + x0 * sin1
+    part = torch.cat((y0, y1), -1) if halves_out else torch.stack((y0, y1), -1).flatten(-2)
+    return torch.cat((x[..., :first], part, x[..., first + 2 * half :]), -1)

@@ -1,0 +1,415 @@
+"""Rotary embedding of multi-head latent attention: q's rotary part, and one rotary part of k shared by all heads."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from rtkernels import interop
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.rope.rope import angles as angles_of
+from rtkernels.ops.rope.rope.angles import Meta
+from rtkernels.ops.rope.rope.rope_operators import (
+    FORWARD,
+    IN_PLACE,
+    TYPES,
+    UNIT_LIMIT,
+    Heads,
+    as_heads,
+    heads_of,
+    mutated,
+    shape_in,
+    unit_stride,
+    with_unit_stride,
+)
+from rtkernels.runtime.launch.driver import Launch
+from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.launch.memory import allocator, dense_strides
+from rtkernels.runtime.launch.plans import Plans
+from rtkernels.runtime.layout import address, check_same, metadata, token, vector_bytes
+from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable, refuse_leaf
+from rtkernels.runtime.operator.operator import TorchOp
+
+_UNIT = "rope/mla_rope.cu"
+_HEADS, _WARPS = 4, 4  # kMlaHeads, kMlaWarps
+_VECTORS = [(t, v) for t in TYPES for v in (1, 4 if t == "fp32" else 8)]
+_DIMS = (
+    "tokens:i64 length:i64 heads:i64 nope:i64 value_dim:i64 pairs:i64 kv_batch:i64 kv_place:i64 kv_head:i64 "
+    "pos_batch:i64 pos_place:i64 k_batch:i64 k_place:i64 k_head:i64 v_batch:i64 v_place:i64 v_head:i64 "
+) + angles_of.ARGS
+_FWD = Kernel(
+    _UNIT,
+    "mla_rope_kv_fwd",
+    template="T VEC",
+    args="kv:ptr k_pos:ptr k:ptr v:ptr " + _DIMS,
+    variants=_VECTORS,
+    max_registers=64,
+)
+_BWD = Kernel(
+    _UNIT,
+    "mla_rope_kv_bwd",
+    template="T VEC",
+    args="dk:ptr dv:ptr dkv:ptr dk_pos:ptr " + _DIMS,
+    variants=_VECTORS,
+    max_registers=64,
+)
+KERNELS = (_FWD, _BWD)
+_HEAD_DIMENSION = {"bshd": 2, "sbhd": 2, "bhsd": 1}
+
+
+class _Plan(NamedTuple):
+    launch: Launch | None
+    dims: tuple[int, ...]
+    angles: tuple[int | float, ...]
+    allocate: Any
+    first: tuple[Any, ...]  # layouts of the outputs: k and v, or dkv and dk_pos
+    second: tuple[Any, ...]
+
+
+def _pos_heads(name: str, pos: Meta, layout: str, like: Heads, packed: bool) -> Heads:
+    """Return k_pos as one head per token; it may lack the dimension of heads."""
+    dtype, shape, stride, device = pos
+    if len(shape) == (2 if packed else 3):
+        at = 1 if packed else _HEAD_DIMENSION.get(layout, 2)
+        shape, stride = (*shape[:at], 1, *shape[at:]), (*stride[:at], 0, *stride[at:])
+    found = heads_of(name, (dtype, shape, stride, device), layout)
+    if len(shape) != (3 if packed else 4) or found[:3] != (*like[:2], 1):
+        raise ArgumentError(f"{name} has shape {tuple(pos[1])}; expected the batch and length of kv and one head")
+    return found
+
+
+def _check(kv: Meta, k_pos: Meta, nope: int, layout: str, out_layout: str, pairs: int, inverse: bool, *angles: Any):
+    token("kv", kv[0])
+    check_same("k_pos", k_pos[0], kv[0], "dtype", of="kv")
+    check_same("k_pos", k_pos[3], kv[3], "device index", of="kv")
+    packed = len(kv[1]) == 3
+    heads = heads_of("kv", kv, layout)
+    pos = _pos_heads("k_pos", k_pos, layout, heads, packed)
+    if not 0 <= nope <= heads.head_dim:
+        raise ArgumentError(
+            f"q has {nope} elements of a head beside the rotary part and kv {heads.head_dim} in all; expected kv to "
+            f"have as many, and v"
+        )
+    rotary = angles_of.check_rotary(0, pos.head_dim)
+    found = angles_of.check(
+        *angles, dtype=kv[0], device=kv[3], batch=heads.batch, length=heads.length, packed=packed, rotary=rotary,
+        adjacent=pairs in (angles_of.ADJACENT, angles_of.SCATTER), inverse=inverse,
+    )  # fmt: skip
+    k = heads._replace(head_dim=nope + rotary)
+    v = heads._replace(head_dim=heads.head_dim - nope)
+    return heads, pos, found, shape_in(out_layout, k, packed), shape_in(out_layout, v, packed)
+
+
+def _plan(
+    backward: bool, kv: Meta, k_pos: Meta, k: Meta | None, v: Meta | None, nope: int, layout: str, out_layout: str,
+    pairs: int, align: int, *angles: Any,
+) -> _Plan | None:  # fmt: skip
+    """Return the launch and its arguments; None if an input must be copied first.
+
+    Forward: kv and k_pos are inputs and k, v None. Backward: kv and k_pos stand for dense gradients of these shapes,
+    k and v are the incoming gradients.
+    """
+    heads, pos, found, k_shape, v_shape = _check(kv, k_pos, nope, layout, out_layout, pairs, backward, *angles)
+    dtype, device = kv[0], kv[3]
+    dense = [(dtype, s, dense_strides(s), device) for s in (k_shape, v_shape)]
+    outputs = [kv, k_pos] if backward else dense
+    layouts = [(tuple(m[1]), m[2], dtype) for m in outputs]
+    tokens = heads.batch * heads.length
+    if tokens == 0:
+        return _Plan(None, (), (), allocator(device), *layouts)
+    if found.table_stride < 0 or not unit_stride(*((k, v) if backward else (kv, k_pos))):
+        return None
+    to_k, to_v = (heads_of("", m, out_layout) for m in ((k, v) if backward else dense))
+    t, size = token("kv", dtype), dtype.itemsize
+    value_dim = heads.head_dim - nope
+    strides = [*heads.strides, *to_k.strides, *to_v.strides]
+    sizes = (nope, value_dim, to_k.head_dim, heads.head_dim, *strides)
+    wide = vector_bytes(align, *(n * size for n in sizes)) == 16
+    order = pairs ^ 1 if backward and pairs in (angles_of.GATHER, angles_of.SCATTER) else pairs
+    per_token = -(-heads.heads // _HEADS)
+    units = tokens if backward else tokens * per_token
+    if units > UNIT_LIMIT:
+        raise ArgumentError(f"kv has {tokens} tokens; expected fewer than {UNIT_LIMIT // max(per_token, 1)}")
+    variant = (t, (16 // size) if wide else 1)
+    if backward:
+        launch = _BWD.bind(variant, device, tokens, 32 * _WARPS)
+    else:
+        launch = None if units == 0 else _FWD.bind(variant, device, -(-units // 4), 128)
+    dims = (
+        tokens, heads.length, heads.heads, nope, value_dim, order, *heads.strides, *pos.strides[:2], *to_k.strides,
+        *to_v.strides,
+    )  # fmt: skip
+    return _Plan(launch, dims, found.arguments(), allocator(device), *layouts)
+
+
+_PLANS = Plans(_plan)
+
+
+def _metas(angles: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (*map(metadata, angles[:4]), *angles[4:])
+
+
+def _needs_copies(plan: _Plan | None, angles: tuple[Any, ...]) -> bool:
+    return plan is None or any(t is not None and not t.is_contiguous() for t in angles[2:4])
+
+
+def _addresses(angles: tuple[Any, ...]) -> tuple[int, int, int]:
+    cos, sin, positions, cu_seqlens = angles[:4]
+    return cos.data_ptr(), sin.data_ptr(), address(positions if positions is not None else cu_seqlens)
+
+
+def _launch_fwd(kv: Tensor, k_pos: Tensor, nope: int, layout: str, out_layout: str, pairs: int, *angles: Any):
+    key = (nope, layout, out_layout, pairs)
+    plan = _PLANS[(False, metadata(kv), metadata(k_pos), None, None, *key, kv.data_ptr() & 15, *_metas(angles))]
+    if _needs_copies(plan, angles):
+        angles = angles_of.readable_by_kernels(angles)
+        return _launch_fwd(with_unit_stride(kv), with_unit_stride(k_pos), *key, *angles)
+    k, v = plan.allocate(*plan.first), plan.allocate(*plan.second)
+    if plan.launch is not None:
+        addresses = kv.data_ptr(), k_pos.data_ptr(), k.data_ptr(), v.data_ptr()
+        plan.launch(*addresses, *plan.dims, *_addresses(angles), *plan.angles)
+    return k, v
+
+
+def _check_bwd(dk, dv, nope, layout, out_layout, pairs, pos_dims, *angles) -> tuple[Meta, Meta]:
+    """Return the metadata of dkv and dk_pos."""
+    of_k, of_v = heads_of("dk", metadata(dk), out_layout), heads_of("dv", metadata(dv), out_layout)
+    packed = dk.dim() == 3
+    kv = shape_in(layout, of_k._replace(head_dim=nope + of_v.head_dim), packed)
+    pos = shape_in(layout, of_k._replace(heads=1, head_dim=of_k.head_dim - nope), packed)
+    if pos_dims < len(pos):
+        at = 1 if packed else _HEAD_DIMENSION[layout]
+        pos = pos[:at] + pos[at + 1 :]
+    check_same("dv", dv.dtype, dk.dtype, "dtype", of="dk")
+    return tuple((dk.dtype, torch.Size(s), dense_strides(s), dk.get_device()) for s in (kv, pos))
+
+
+def _launch_bwd(dk: Tensor, dv: Tensor, nope: int, layout: str, out_layout: str, pairs: int, pos_dims: int, *angles):
+    kv, k_pos = _check_bwd(dk, dv, nope, layout, out_layout, pairs, pos_dims, *angles)
+    key = (nope, layout, out_layout, pairs)
+    align = (dk.data_ptr() | dv.data_ptr()) & 15
+    plan = _PLANS[(True, kv, k_pos, metadata(dk), metadata(dv), *key, align, *_metas(angles))]
+    if _needs_copies(plan, angles):
+        angles = angles_of.readable_by_kernels(angles)
+        return _launch_bwd(with_unit_stride(dk), with_unit_stride(dv), *key, pos_dims, *angles)
+    dkv, dk_pos = plan.allocate(*plan.first), plan.allocate(*plan.second)
+    if plan.launch is not None:
+        addresses = dk.data_ptr(), dv.data_ptr(), dkv.data_ptr(), dk_pos.data_ptr()
+        plan.launch(*addresses, *plan.dims, *_addresses(angles), *plan.angles)
+    return dkv, dk_pos
+
+
+# ---- the same in plain torch ----------------------------------------------------------------------------------------
+
+
+def _from_heads(t: Tensor, layout: str, packed: bool) -> Tensor:
+    if packed:
+        return t.squeeze(0).contiguous()
+    return t.permute(*(angles_of.LAYOUTS[layout].index(i) for i in range(3)), 3).contiguous()
+
+
+def _reference_fwd(kv: Tensor, k_pos: Tensor, nope: int, layout: str, out_layout: str, pairs: int, *angles: Any):
+    checked = _check(metadata(kv), metadata(k_pos), nope, layout, out_layout, pairs, False, *_metas(angles))
+    heads, _, found = checked[:3]
+    packed = kv.dim() == 3
+    x = as_heads(kv, layout)
+    pos = k_pos.reshape(_with_head(k_pos, kv, layout))
+    tables = angles_of.reference_tables(*angles[:4], found, heads.batch, heads.length)
+    rotated = angles_of.rotate(as_heads(pos, layout).float(), tables, 0, pairs, False).to(kv.dtype)
+    k = torch.cat((x[..., :nope], rotated.expand(*x.shape[:3], -1)), -1)
+    return _from_heads(k, out_layout, packed), _from_heads(x[..., nope:], out_layout, packed)
+
+
+def _with_head(k_pos: Tensor, kv: Tensor, layout: str) -> list[int]:
+    if k_pos.dim() == kv.dim():
+        return list(k_pos.shape)
+    at = 1 if kv.dim() == 3 else _HEAD_DIMENSION[layout]
+    return [*k_pos.shape[:at], 1, *k_pos.shape[at:]]
+
+
+def _reference_bwd(dk, dv, nope, layout, out_layout, pairs, pos_dims, *angles):
+    kv, k_pos = _check_bwd(dk, dv, nope, layout, out_layout, pairs, pos_dims, *angles)
+    heads, _, found = _check(kv, k_pos, nope, layout, out_layout, pairs, True, *_metas(angles))[:3]
+    packed = dk.dim() == 3
+    gk, gv = as_heads(dk, out_layout), as_heads(dv, out_layout)
+    dkv = torch.cat((gk[..., :nope], gv), -1)
+    tables = angles_of.reference_tables(*angles[:4], found, heads.batch, heads.length)
+    total = gk[..., nope:].float().sum(2, keepdim=True)
+    pos = angles_of.rotate(total, tables, 0, pairs, True).to(dk.dtype)
+    return _from_heads(dkv, layout, packed), _from_heads(pos, layout, packed).reshape(k_pos[1])
+
+
+def _fake_shape(t: Tensor, layout: str, out_layout: str, last: Any) -> list[Any]:
+    if t.dim() == 3:
+        return [*t.shape[:2], last]
+    sizes = [t.shape[i] for i in angles_of.LAYOUTS[layout]]
+    return [sizes[angles_of.LAYOUTS[out_layout].index(i)] for i in range(3)] + [last]
+
+
+def _fake_fwd(kv, k_pos, nope, layout, out_layout, pairs, *angles):
+    k = kv.new_empty(_fake_shape(kv, layout, out_layout, nope + k_pos.shape[-1]))
+    return k, kv.new_empty(_fake_shape(kv, layout, out_layout, kv.shape[-1] - nope))
+
+
+def _fake_bwd(dk, dv, nope, layout, out_layout, pairs, pos_dims, *angles):
+    shape = _fake_shape(dk, out_layout, layout, nope + dv.shape[-1])
+    at = 1 if dk.dim() == 3 else _HEAD_DIMENSION[layout]
+    pos = [*shape[:at], *((1,) if pos_dims == dk.dim() else ()), *shape[at + 1 : -1], dk.shape[-1] - nope]
+    return dk.new_empty(shape), dk.new_empty(pos)
+
+
+_OPTIONS = "int nope, str layout, str out_layout, int pairs"
+KV_FORWARD = TorchOp(
+    f"mla_rope_kv_fwd(Tensor kv, Tensor k_pos, {_OPTIONS}, {angles_of.SCHEMA}) -> (Tensor, Tensor)",
+    launch=_launch_fwd,
+    reference=_reference_fwd,
+    fake=_fake_fwd,
+)
+KV_BACKWARD = TorchOp(
+    f"mla_rope_kv_bwd(Tensor dk, Tensor dv, {_OPTIONS}, int pos_dims, {angles_of.SCHEMA}) -> (Tensor, Tensor)",
+    launch=_launch_bwd,
+    reference=_reference_bwd,
+    fake=_fake_bwd,
+)
+TORCH_OPS = (KV_FORWARD, KV_BACKWARD)
+
+
+class _MlaRope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, kv, k_pos, nope, layout, out_layout, pairs, in_place, *angles):
+        ctx.save_for_backward(*angles[:4])
+        ctx.options = nope, layout, out_layout, pairs, k_pos.dim(), k_pos.shape[-1], angles[4:]
+        if in_place:
+            ctx.mark_dirty(q)
+        return _run(q, kv, k_pos, nope, layout, out_layout, pairs, in_place, *angles)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dq, dk, dv):
+        nope, layout, out_layout, pairs, pos_dims, rotary, rest = ctx.options
+        angles = (*ctx.saved_tensors, *rest)
+        wants_q, wants_kv, wants_pos = ctx.needs_input_grad[:3]
+        dqx = dkv = dk_pos = None
+        if wants_q:
+            dqx = FORWARD(dq, None, out_layout, layout, nope, rotary, pairs, True, *angles)[0]
+        if wants_kv or wants_pos:
+            dkv, dk_pos = KV_BACKWARD(dk, dv, nope, layout, out_layout, pairs, pos_dims, *angles)
+        return (dqx, dkv if wants_kv else None, dk_pos if wants_pos else None, *(None,) * 13)
+
+
+def _run(q, kv, k_pos, nope, layout, out_layout, pairs, in_place, *angles):
+    rotary = k_pos.shape[-1]
+    if in_place:
+        IN_PLACE(q, None, layout, nope, rotary, pairs, False, *angles)
+        y = q
+    else:
+        y, _ = FORWARD(q, None, layout, out_layout, nope, rotary, pairs, False, *angles)
+    return (y, *KV_FORWARD(kv, k_pos, nope, layout, out_layout, pairs, *angles))
+
+
+def _check_q(q: Tensor, kv: Tensor, layout: str) -> None:
+    """Raise an ArgumentError unless q, which is rotated by itself, has the tokens of kv."""
+    check_same("q", q.dtype, kv.dtype, "dtype", of="kv")
+    check_same("q", q.get_device(), kv.get_device(), "device index", of="kv")
+    heads = -3 if layout == "bhsd" and q.dim() == 4 else -2
+    sizes = [[*t.shape[:heads], *t.shape[heads + 1 : -1]] for t in (q, kv)]
+    if sizes[0] != sizes[1]:
+        raise ArgumentError(
+            f"q has shape {tuple(q.shape)}; expected the batch and length of kv, which has shape {tuple(kv.shape)}"
+        )
+
+
+def mla_rope(
+    q: Tensor,
+    kv: Tensor,
+    k_pos: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    layout: str = "sbhd",
+    output_layout: str | None = None,
+    interleaved: bool = True,
+    output_interleaved: bool = False,
+    positions: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    mscale: float = 1.0,
+    in_place: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotate the rotary part of q and k and assemble k and v heads, as multi-head latent attention needs them.
+
+    A head of q is ``[nope | rotary]``, one of kv ``[nope | value]``; k_pos is the rotary part that k's heads share. Any
+    split: ``rotary`` is the size of k_pos, ``nope`` what q has besides. Computed in fp32 and rounded once; other
+    elements are copied. Differentiable once in q, kv and k_pos; the gradient of k_pos is summed over heads in fp32.
+
+    Args:
+        q: ``[length, batch, heads, nope + rotary]`` or as `layout` says, or packed ``[tokens, heads, nope + rotary]``.
+            bfloat16, float16 or float32; any strides. May be any object with ``__dlpack__``.
+        kv: The same with ``nope + value`` elements, of q's dtype, batch and length; may have another number of heads.
+        k_pos: The same with one head of ``rotary`` elements, or without the dimension of heads.
+        cos: As for ``rope``; n is ``rotary / 2`` or ``rotary``, the latter in the order of the result.
+        sin: Like cos.
+        layout: ``"sbhd"``, ``"bshd"`` or ``"bhsd"``.
+        output_layout: Of the results; `layout` if None. Packed tokens stay packed.
+        interleaved: The rotary parts come as pairs (2 i, 2 i + 1), otherwise as (i, i + rotary / 2).
+        output_interleaved: The same for the rotary parts of the results.
+        positions: As for ``rope``.
+        cu_seqlens: As for ``rope``.
+        cp_rank: As for ``rope``.
+        cp_size: As for ``rope``.
+        mscale: Factor of cos and sin.
+        in_place: Overwrite q's rotary part and return q. With gradients, q must not be a leaf. kv and k_pos are never
+            overwritten.
+
+    Returns:
+        ``(q, k, v)`` of head sizes ``nope + rotary``, ``nope + rotary`` and ``value``; dense (q as it was if in place).
+    """
+    if not isinstance(q, Tensor):
+        return interop.call(
+            mla_rope, q, kv, k_pos, cos, sin, layout=layout, output_layout=output_layout, interleaved=interleaved,
+            output_interleaved=output_interleaved, positions=positions, cu_seqlens=cu_seqlens, cp_rank=cp_rank,
+            cp_size=cp_size, mscale=mscale, in_place=in_place,
+        )  # fmt: skip
+    out_layout = output_layout or layout
+    if in_place and out_layout != layout:
+        raise ArgumentError(f"output_layout is {out_layout!r}; expected {layout!r}, that of q, with in_place")
+    _check_q(q, kv, layout)
+    nope = q.shape[-1] - k_pos.shape[-1]
+    if nope < 0:
+        raise ArgumentError(
+            f"k_pos has {k_pos.shape[-1]} elements; expected at most {q.shape[-1]}, the size of a head of q"
+        )
+    pairs = (
+        (angles_of.ADJACENT if output_interleaved else angles_of.GATHER)
+        if interleaved
+        else (angles_of.SCATTER if output_interleaved else angles_of.HALVES)
+    )
+    args = (q, kv, k_pos, nope, layout, out_layout, pairs, in_place)
+    angles = (cos, sin, positions, cu_seqlens, "", cp_rank, cp_size, mscale)
+    if is_grad_enabled() and (needs_grad(q, kv, k_pos) or needs_grad(cos, sin)):
+        if cos.requires_grad or sin.requires_grad:
+            raise ArgumentError("cos or sin requires a gradient; mla_rope is differentiable in q, kv and k_pos only")
+        if in_place:
+            refuse_leaf("q", q)
+        return _MlaRope.apply(*args, *angles)
+    results = _run(*args, *angles)
+    if in_place:
+        mutated(q)
+    return results
+
+
+def samples(device: str):
+    """Yield arguments to try the operators with."""
+    g = torch.Generator(device).manual_seed(0)
+    kv = torch.randn(5, 2, 3, 40, generator=g, device=device)
+    k_pos = torch.randn(5, 2, 1, 16, generator=g, device=device)
+    angle = torch.randn(5, 8, generator=g, device=device)
+    angles = (angle.cos(), angle.sin(), None, None, "", 0, 1, 1.0)
+    yield KV_FORWARD, (kv, k_pos, 24, "sbhd", "sbhd", 2, *angles)
+    yield KV_FORWARD, (kv.bfloat16(), k_pos.squeeze(2).bfloat16(), 24, "sbhd", "bshd", 2, *angles)
+    dk, dv = torch.randn(5, 2, 3, 40, generator=g, device=device), torch.randn(5, 2, 3, 16, generator=g, device=device)
+    yield KV_BACKWARD, (dk, dv, 24, "sbhd", "sbhd", 2, 4, *angles)
+    yield KV_BACKWARD, (dk, dv, 24, "bshd", "sbhd", 0, 3, *angles[:2], *angles[2:])

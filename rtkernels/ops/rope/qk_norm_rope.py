@@ -1,0 +1,307 @@
+"""Split of a fused qkv projection, RMS norm of q and k heads, rotary embedding and transpose in one pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from rtkernels import interop
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.rope.rope import angles as angles_of
+from rtkernels.ops.rope.rope import qk_norm_rope_plan as plans
+from rtkernels.ops.rope.rope.rope_operators import with_unit_stride
+from rtkernels.ops.shared.column_sum import column_sum
+from rtkernels.runtime.layout import address, check_same, metadata, nothing
+from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
+from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.registry import Op
+
+# "options" in operator arguments: q_heads, kv_heads, grouped, layout, rotary, pairs, silu, eps, offset. They come after
+# the first tensors; then follows what angles_of.SCHEMA has.
+_OPTION_COUNT = 9
+
+
+def _launch_fwd(qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, *args: Any):
+    options, angles = args[:_OPTION_COUNT], args[_OPTION_COUNT:]
+    cos, sin, positions, cu_seqlens = angles[:4]
+    index = positions if positions is not None else cu_seqlens
+    x_address, qw_address, kw_address = qkv.data_ptr(), address(q_weight), address(k_weight)
+    plan = plans.FWD_PLANS[(
+        metadata(qkv), metadata(q_weight), metadata(k_weight), *options, (x_address | qw_address | kw_address) & 15,
+        (cos.data_ptr() | sin.data_ptr()) & 15, *map(metadata, angles[:4]), *angles[4:],
+    )]  # fmt: skip
+    if plan is None or (index is not None and not index.is_contiguous()):
+        return _launch_fwd(
+            *map(with_unit_stride, (qkv, q_weight, k_weight)), *options, *angles_of.readable_by_kernels(angles)
+        )
+    q, k = plan.allocate(*plan.q_layout), plan.allocate(*plan.kv_layout)
+    v = plan.allocate(*plan.kv_layout)
+    if plan.launch is not None:
+        tables, _alive = plan.tables.addresses(cos, sin, index)
+        plan.launch(
+            x_address, qw_address, kw_address, q.data_ptr(), k.data_ptr(), v.data_ptr(), *plan.dims,
+            *tables, *plan.tables.angles,
+        )  # fmt: skip
+    return q, k, v
+
+
+def _launch_bwd(
+    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, *args: Any
+):
+    *options, weight_grad = args[: _OPTION_COUNT + 1]
+    angles = args[_OPTION_COUNT + 1 :]
+    cos, sin, positions, cu_seqlens = angles[:4]
+    index = positions if positions is not None else cu_seqlens
+    _check_weight_grad(weight_grad, q_weight)
+    tensors = (dq, dk, dv, qkv, q_weight, k_weight)
+    align = 0
+    for t in tensors:
+        align |= address(t)
+    plan = plans.BWD_PLANS[(
+        *map(metadata, tensors), *options, align & 15, (cos.data_ptr() | sin.data_ptr()) & 15,
+        *map(metadata, angles[:4]), *angles[4:],
+    )]  # fmt: skip
+    if plan is None or (index is not None and not index.is_contiguous()):
+        return _launch_bwd(
+            *map(with_unit_stride, tensors), *options, weight_grad, *angles_of.readable_by_kernels(angles)
+        )
+    dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    if plan.launch is None:
+        return dqkv, q_weight.new_zeros(2, plan.head_dim) if weight_grad else nothing(qkv)
+    partial = None
+    if weight_grad:
+        partial = torch.empty(plan.partial_rows, 2 * plan.head_dim, dtype=torch.float32, device=qkv.device)
+    tables, _alive = plan.tables.addresses(cos, sin, index)
+    plan.launch(
+        *map(address, tensors), dqkv.data_ptr(), address(partial), *plan.dims, *tables, *plan.tables.angles
+    )  # fmt: skip
+    if partial is None:
+        return dqkv, nothing(qkv)
+    return dqkv, column_sum(partial, q_weight.dtype).view(2, -1)
+
+
+def _check_weight_grad(weight_grad: bool, weight: Tensor | None) -> None:
+    if weight_grad and weight is None:
+        raise ArgumentError("weight_grad is True but there are no weights")
+
+
+# ---- the same in plain torch ----------------------------------------------------------------------------------------
+
+
+def _columns(found: plans.Qkv, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which heads of qkv are q's, k's and v's."""
+    heads = torch.arange(found.q_heads + 2 * found.kv_heads, device=device)
+    if not found.grouped:
+        return heads.split((found.q_heads, found.kv_heads, found.kv_heads))
+    group = found.q_heads // found.kv_heads
+    parts = heads.view(found.kv_heads, group + 2).split((group, 1, 1), 1)
+    return tuple(part.flatten() for part in parts)
+
+
+def _by_head(qkv: Tensor, found: plans.Qkv, layout: str) -> Tensor:
+    """Return qkv as ``[batch, length, all heads, head_dim]``."""
+    x = qkv.unsqueeze(0) if qkv.dim() == 2 else qkv.transpose(0, 1) if layout == "sbhd" else qkv
+    return x.unflatten(-1, (-1, found.head_dim))
+
+
+def _gain(weight: Tensor | None, offset: float) -> Tensor | float:
+    return 1.0 if weight is None else weight.float() + offset
+
+
+def _prepare(qkv, q_weight, k_weight, options, inverse, angles):
+    q_heads, kv_heads, grouped, layout, rotary, pairs = options[:6]
+    found, tables = plans.check(
+        *map(metadata, (qkv, q_weight, k_weight)), q_heads, kv_heads, grouped, layout, rotary, pairs, inverse,
+        *map(metadata, angles[:4]), *angles[4:],
+    )  # fmt: skip
+    rotation = angles_of.reference_tables(*angles[:4], tables, found.batch, found.length)
+    return found, rotation, _by_head(qkv, found, layout).float(), _columns(found, qkv.device)
+
+
+def _reference_fwd(qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, *args: Any):
+    options, angles = args[:_OPTION_COUNT], args[_OPTION_COUNT:]
+    pairs, silu, eps, offset = options[5:]
+    _, rotation, x, columns = _prepare(qkv, q_weight, k_weight, options, False, angles)
+    if silu:
+        x = x * torch.sigmoid(x)
+    results = []
+    for heads, weight in zip(columns[:2], (q_weight, k_weight), strict=True):
+        u = x[..., heads, :]
+        n = u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps) * _gain(weight, offset)
+        results.append(angles_of.rotate(n, rotation, 0, pairs, False))
+    results.append(x[..., columns[2], :])
+    results = [r.to(qkv.dtype) for r in results]
+    return tuple((r.squeeze(0) if qkv.dim() == 2 else r).contiguous() for r in results)
+
+
+def _reference_bwd(
+    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, *args: Any
+):
+    *options, weight_grad = args[: _OPTION_COUNT + 1]
+    layout, pairs, silu, eps, offset = options[3], *options[5:]
+    _check_weight_grad(weight_grad, q_weight)
+    found, rotation, x, columns = _prepare(qkv, q_weight, k_weight, options, True, args[_OPTION_COUNT + 1 :])
+    packed = qkv.dim() == 2
+    for name, d, heads in (("dq", dq, found.q_heads), ("dk", dk, found.kv_heads), ("dv", dv, found.kv_heads)):
+        check_same(name, d.dtype, qkv.dtype, "dtype", of="qkv")
+        check_same(name, tuple(d.shape), found.shape(packed, heads), "shape", of="the result")
+    sigmoid = torch.sigmoid(x)
+    slope = sigmoid * (1 + x * (1 - sigmoid)) if silu else 1.0
+    u = x * sigmoid if silu else x
+    dx, dweights = torch.empty_like(x), []
+    for heads, weight, d in zip(columns[:2], (q_weight, k_weight), (dq, dk), strict=True):
+        h = u[..., heads, :]
+        rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+        a = angles_of.rotate((d.unsqueeze(0) if packed else d).float(), rotation, 0, pairs, True)
+        g = a * _gain(weight, offset)
+        dx[..., heads, :] = rstd * g - h * rstd**3 * (g * h).mean(-1, keepdim=True)
+        dweights.append((a * h * rstd).sum((0, 1, 2)))
+    dx[..., columns[2], :] = (dv.unsqueeze(0) if packed else dv).float()
+    dx = (dx * slope).flatten(-2).to(qkv.dtype)
+    dqkv = dx.squeeze(0) if packed else dx.transpose(0, 1) if layout == "sbhd" else dx
+    return dqkv.contiguous(), torch.stack(dweights).to(q_weight.dtype) if weight_grad else nothing(qkv)
+
+
+def _fake_fwd(qkv, q_weight, k_weight, q_heads, kv_heads, grouped, layout, *args):
+    outer = qkv.shape[:-1] if layout == "bshd" or qkv.dim() == 2 else (qkv.shape[1], qkv.shape[0])
+    dim = qkv.shape[-1] // (q_heads + 2 * kv_heads)
+    return tuple(qkv.new_empty((*outer, heads, dim)) for heads in (q_heads, kv_heads, kv_heads))
+
+
+def _fake_bwd(dq, dk, dv, qkv, q_weight, k_weight, *args):
+    weight_grad = args[_OPTION_COUNT]
+    return qkv.new_empty(qkv.shape), q_weight.new_empty((2, dq.shape[-1])) if weight_grad else nothing(qkv)
+
+
+_OPTIONS = (
+    "int q_heads, int kv_heads, bool grouped, str layout, int rotary, int pairs, bool silu, float eps, float offset"
+)
+FORWARD = TorchOp(
+    f"qk_norm_rope_fwd(Tensor qkv, Tensor? q_weight, Tensor? k_weight, {_OPTIONS}, {angles_of.SCHEMA})"
+    " -> (Tensor, Tensor, Tensor)",
+    launch=_launch_fwd,
+    reference=_reference_fwd,
+    fake=_fake_fwd,
+)
+BACKWARD = TorchOp(
+    "qk_norm_rope_bwd(Tensor dq, Tensor dk, Tensor dv, Tensor qkv, Tensor? q_weight, Tensor? k_weight, "
+    f"{_OPTIONS}, bool weight_grad, {angles_of.SCHEMA}) -> (Tensor, Tensor)",
+    launch=_launch_bwd,
+    reference=_reference_bwd,
+    fake=_fake_bwd,
+)
+
+
+class _QkNormRope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv, q_weight, k_weight, *args):
+        angles = args[_OPTION_COUNT:]
+        ctx.save_for_backward(qkv, q_weight, k_weight, *angles[:4])
+        ctx.options, ctx.rest = args[:_OPTION_COUNT], angles[4:]
+        return FORWARD(qkv, q_weight, k_weight, *args)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dq, dk, dv):
+        qkv, q_weight, k_weight, *tables = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        dqkv, dweights = BACKWARD(
+            dq, dk, dv, qkv, q_weight, k_weight, *ctx.options, wanted[1] or wanted[2], *tables, *ctx.rest
+        )
+        return (
+            dqkv if wanted[0] else None,
+            dweights[0] if wanted[1] else None,
+            dweights[1] if wanted[2] else None,
+            *(None,) * (_OPTION_COUNT + 8),
+        )
+
+
+def qk_norm_rope(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    q_heads: int,
+    kv_heads: int,
+    head_order: str = "grouped",
+    layout: str = "sbhd",
+    rotary: int | None = None,
+    interleaved: bool = False,
+    silu: bool = False,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    positions: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    sections: tuple[int, int, int] | None = None,
+    sections_interleaved: bool = False,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    mscale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split a fused qkv projection into heads, normalise those of q and k, and rotate them.
+
+    With ``u = qkv``, or ``silu(qkv)``: ``n = u / sqrt(mean(u^2) + eps) * (offset + weight)`` over each head of q and k,
+    then the rotation of ``rope``; heads of v are u. Computed in fp32 and rounded once. Differentiable once in qkv and
+    the weights; their gradients have the same bits every time. The backward saves qkv only.
+
+    Args:
+        qkv: ``[length, batch, columns]``, ``[batch, length, columns]`` or packed tokens ``[tokens, columns]``, where
+            ``columns = (q_heads + 2 * kv_heads) * head_dim``. bfloat16, float16 or float32; any strides (a copy is made
+            unless rows have unit stride). May be any object with ``__dlpack__``.
+        q_weight: ``[head_dim]`` of qkv's dtype or float32; None (then k_weight too) for ones.
+        k_weight: Likewise, of the same dtype.
+        cos: As for ``rope``.
+        sin: Like cos.
+        q_heads: Query heads.
+        kv_heads: Key and value heads.
+        head_order: ``"grouped"``: for each kv head its q heads, k, v; q_heads is then a multiple of kv_heads.
+            ``"plain"``: all of q, all of k, all of v.
+        layout: ``"sbhd"`` (sequence first) or ``"bshd"``, of qkv.
+        rotary: Rotated elements of a head, its first ones; all of them if None.
+        interleaved: Pairs are elements (2 i, 2 i + 1) instead of (i, i + rotary / 2).
+        silu: Apply SiLU to q, k and v first.
+        eps: Added to the mean square.
+        offset: Added to the weights.
+        positions: As for ``rope``.
+        cu_seqlens: As for ``rope``; for packed tokens.
+        sections: As for ``rope``.
+        sections_interleaved: As for ``rope``.
+        cp_rank: As for ``rope``.
+        cp_size: As for ``rope``.
+        mscale: Factor of cos and sin.
+
+    Returns:
+        ``(q, k, v)``, dense ``[batch, length, heads, head_dim]`` (packed: ``[tokens, heads, head_dim]``), qkv's dtype.
+    """
+    if not isinstance(qkv, Tensor):
+        return interop.call(
+            qk_norm_rope, qkv, q_weight, k_weight, cos, sin, q_heads=q_heads, kv_heads=kv_heads, head_order=head_order,
+            layout=layout, rotary=rotary, interleaved=interleaved, silu=silu, eps=eps, offset=offset,
+            positions=positions, cu_seqlens=cu_seqlens, sections=sections, sections_interleaved=sections_interleaved,
+            cp_rank=cp_rank, cp_size=cp_size, mscale=mscale,
+        )  # fmt: skip
+    if head_order not in ("grouped", "plain"):
+        raise ArgumentError(f"head_order is {head_order!r}; expected 'grouped' or 'plain'")
+    spelled = angles_of.spell_sections(sections, sections_interleaved) if sections is not None else ""
+    pairs = angles_of.ADJACENT if interleaved else angles_of.HALVES
+    args = (
+        q_heads, kv_heads, head_order == "grouped", layout, rotary or 0, pairs, silu, eps, offset, cos, sin, positions,
+        cu_seqlens, spelled, cp_rank, cp_size, mscale,
+    )  # fmt: skip
+    if is_grad_enabled() and (needs_grad(qkv, q_weight, k_weight) or needs_grad(cos, sin)):
+        if cos.requires_grad or sin.requires_grad:
+            raise ArgumentError("cos or sin requires a gradient; qk_norm_rope is differentiable in qkv and the weights")
+        return _QkNormRope.apply(qkv, q_weight, k_weight, *args)
+    return FORWARD(qkv, q_weight, k_weight, *args)
+
+
+OP = Op(
+    "qk_norm_rope",
+    public=("qk_norm_rope",),
+    kernels=plans.KERNELS,
+    torch_ops=(FORWARD, BACKWARD),
+)

@@ -1,0 +1,400 @@
+"""Kernels and plans of qk_norm_rope: validation, the order of heads in qkv, launch geometry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.rope.rope import angles as angles_of
+from rtkernels.ops.rope.rope.angles import Meta
+from rtkernels.ops.rope.rope.qk_norm_rope_bulk_plan import BWD_BULK, plan_bulk
+from rtkernels.ops.rope.rope.rope_operators import (
+    TYPES,
+    UNIT_LIMIT,
+    TablesPlan,
+    chunk_lanes,
+    heads_of,
+    lanes_of,
+    plan_tables,
+    unit_stride,
+)
+from rtkernels.runtime.launch.device import device_info, shared_limit
+from rtkernels.runtime.launch.driver import Launch
+from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.launch.memory import allocator, dense_strides
+from rtkernels.runtime.launch.plans import Plans
+from rtkernels.runtime.layout import check_same, divisor, token, vector_bytes
+from rtkernels.runtime.targets import Target
+
+_FWD_UNIT, _BWD_UNIT = "rope/qk_norm_rope_fwd.cu", "rope/qk_norm_rope_bwd.cu"
+_BLOCK = 128
+_HEADS = 8  # of a thread in the forward, at most (kFetchedHeads)
+_FWD_THREADS = 192  # kQkThreads
+_BWD_HEADS = 4
+_ANY_HEAD_DIM = 4096  # what rows of dweight in shared memory allow everywhere
+
+_DIMS = (
+    "tokens:i64 length:i64 qkv_batch:i64 qkv_place:i64 q_heads:i64 kv_heads:i64 q_slots:i64 kv_slots:i64 "
+    "group_magic:i64 q_extra:i64 kv_step:i64 k_first:i64 v_first:i64 head_dim:i64 lane_bits:i64 weight_wide:i64 "
+    "by_slots:i64 by_length:i64 eps:f64 offset:f64 inverse_dim:f64 "
+)
+_FWD_POINTERS = "qkv:ptr q_weight:ptr k_weight:ptr q:ptr k:ptr v:ptr "
+_FWD_DIMS = (
+    "length:i64 qkv_batch:i64 qkv_place:i64 q_heads:i64 kv_heads:i64 q_slots:i64 kv_slots:i64 set_slots:i64 "
+    "set_heads:i64 set_columns:i64 q_step:i64 q_extra:i64 kv_step:i64 k_first:i64 v_first:i64 head_dim:i64 "
+    "lane_bits:i64 groups:i64 most:i64 pairs:i64 weight_wide:i64 by_set:i64 by_group:i64 inner:i64 by_inner:i64 "
+    "batch_inner:i64 eps:f64 offset:f64 inverse_dim:f64 "
+)
+_BWD_ARGS = (
+    "dq:ptr dk:ptr dv:ptr qkv:ptr q_weight:ptr k_weight:ptr dqkv:ptr partial:ptr "
+    "dq_batch:i64 dq_place:i64 dq_head:i64 dk_batch:i64 dk_place:i64 dk_head:i64 "
+    "dv_batch:i64 dv_place:i64 dv_head:i64 dqkv_batch:i64 dqkv_place:i64 {} " + _DIMS + angles_of.ARGS
+)
+_SILU = (False, True)
+
+
+def _bwd_threads(limit: int, silu: bool) -> int:
+    """Return the block size of the backward: two tokens' chunks (HeadRing) in `limit` bytes of shared memory."""
+    return min(256 if silu else 384, (limit - 1024) // (2 * _BWD_HEADS * 4 * 16) // 32 * 32)
+
+
+def _bwd_variants(target: Target) -> Iterator[tuple[Any, ...]]:
+    if BWD_BULK.supports(target):  # which serves in its place
+        return
+    for t in TYPES:
+        for pairs in (angles_of.HALVES, angles_of.ADJACENT):
+            for silu in _SILU:
+                yield t, pairs, silu, _BWD_HEADS, _bwd_threads(shared_limit(target), silu)
+
+
+FWD = Kernel(
+    _FWD_UNIT,
+    "qk_norm_rope_fwd",
+    template="T SILU",
+    args=_FWD_POINTERS + _FWD_DIMS + angles_of.ARGS,
+    variants=[(t, s) for t in TYPES for s in _SILU],
+    max_registers=64,
+)
+FWD_ANY = Kernel(
+    _FWD_UNIT,
+    "qk_norm_rope_fwd_any",
+    template="T SILU",
+    args=_FWD_POINTERS + _DIMS + "pairs:i64 " + angles_of.ARGS,
+    variants=[(t, s) for t in TYPES for s in _SILU],
+    max_registers=80,
+)
+BWD = Kernel(
+    _BWD_UNIT,
+    "qk_norm_rope_bwd",
+    template="T PAIRS SILU HEADS THREADS",
+    args=_BWD_ARGS.format("teams:i64 inner:i64 batch_inner:i64"),
+    variants=_bwd_variants,
+    max_registers=208,
+)
+BWD_ANY = Kernel(
+    _BWD_UNIT,
+    "qk_norm_rope_bwd_any",
+    template="T SILU",
+    args=_BWD_ARGS.format("pairs:i64"),
+    variants=[(t, s) for t in TYPES for s in _SILU],
+    max_registers=120,
+)
+
+
+# ---- validation -----------------------------------------------------------------------------------------------------
+
+
+class Qkv(NamedTuple):
+    """A fused projection as the kernels see it."""
+
+    batch: int
+    length: int
+    batch_stride: int
+    place_stride: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    grouped: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.length
+
+    def shape(self, packed: bool, heads: int) -> tuple[int, ...]:
+        """Return the shape of q (or k, v)."""
+        return (self.length, heads, self.head_dim) if packed else (self.batch, self.length, heads, self.head_dim)
+
+    @property
+    def inner(self) -> tuple[int, bool]:
+        """Return how many tokens lie side by side, and whether those are of different batches (or places)."""
+        by_batch = self.batch_stride < self.place_stride
+        return self.batch if by_batch else self.length, by_batch
+
+    def head_order(self) -> tuple[int, ...]:
+        """Return group_magic, q_extra, kv_step, k_first and v_first: see rope/qk_norm_rope.cuh."""
+        if self.grouped:
+            group = self.q_heads // self.kv_heads
+            return -(-(2**32) // group), 2, group + 2, group, group + 1
+        return 0, 0, 1, self.q_heads, self.q_heads + self.kv_heads
+
+
+def check_qkv(qkv: Meta, q_heads: int, kv_heads: int, grouped: bool, layout: str) -> Qkv:
+    """Raise an ArgumentError for a qkv that cannot be split so; return how it is."""
+    dtype, shape, stride, _ = qkv
+    token("qkv", dtype)
+    if layout not in ("sbhd", "bshd"):
+        raise ArgumentError(f"layout is {layout!r}; expected 'sbhd' or 'bshd'")
+    if len(shape) not in (2, 3):
+        raise ArgumentError(f"qkv has shape {tuple(shape)}; expected 3 dimensions ({layout[:2]}), or 2 (packed tokens)")
+    if q_heads < 1 or kv_heads < 1:
+        raise ArgumentError(f"q_heads is {q_heads} and kv_heads {kv_heads}; expected at least 1 of each")
+    if grouped and q_heads % kv_heads:
+        raise ArgumentError(
+            f"q_heads is {q_heads}; expected a multiple of kv_heads, {kv_heads}, for the grouped order of heads"
+        )
+    total = q_heads + 2 * kv_heads
+    if shape[-1] % total or shape[-1] == 0:
+        raise ArgumentError(
+            f"qkv has {shape[-1]} columns; expected a multiple of q_heads + 2 * kv_heads, {q_heads} + 2 * {kv_heads}"
+        )
+    if len(shape) == 2:
+        sizes = (1, shape[0], 0, stride[0])
+    elif layout == "sbhd":
+        sizes = (shape[1], shape[0], stride[1], stride[0])
+    else:
+        sizes = (shape[0], shape[1], stride[0], stride[1])
+    return Qkv(*sizes, q_heads, kv_heads, shape[-1] // total, grouped)
+
+
+def check_weights(q_weight: Meta | None, k_weight: Meta | None, qkv: Meta, head_dim: int) -> None:
+    """Raise an ArgumentError for weights that do not fit."""
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight is None:
+            continue
+        token(name, weight[0], (qkv[0], torch.float32))
+        if tuple(weight[1]) != (head_dim,):
+            raise ArgumentError(f"{name} has shape {tuple(weight[1])}; expected ({head_dim},), the size of a head")
+        check_same(name, weight[3], qkv[3], "device index", of="qkv")
+    if (q_weight is None) != (k_weight is None):
+        raise ArgumentError("got one of q_weight and k_weight; expected both or neither")
+    if q_weight is not None:
+        check_same("k_weight", k_weight[0], q_weight[0], "dtype", of="q_weight")
+
+
+def check(
+    qkv: Meta, q_weight: Meta | None, k_weight: Meta | None, q_heads: int, kv_heads: int, grouped: bool, layout: str,
+    rotary: int, pairs: int, inverse: bool, *angles: Any,
+) -> tuple[Qkv, angles_of.Angles]:  # fmt: skip
+    """Raise an ArgumentError for arguments that do not fit together."""
+    found = check_qkv(qkv, q_heads, kv_heads, grouped, layout)
+    check_weights(q_weight, k_weight, qkv, found.head_dim)
+    rotary = angles_of.check_rotary(rotary, found.head_dim)
+    tables = angles_of.check(
+        *angles, dtype=qkv[0], device=qkv[3], batch=found.batch, length=found.length, packed=len(qkv[1]) == 2,
+        rotary=rotary, adjacent=pairs == angles_of.ADJACENT, inverse=inverse,
+    )  # fmt: skip
+    return found, tables
+
+
+# ---- plans ----------------------------------------------------------------------------------------------------------
+
+
+class ForwardPlan(NamedTuple):
+    """A launch, its arguments and its outputs."""
+
+    launch: Launch | None
+    dims: tuple[int | float, ...]
+    tables: TablesPlan | None
+    allocate: Any
+    q_layout: tuple[Any, ...]
+    kv_layout: tuple[Any, ...]
+
+
+def _is_dense(weight: Meta | None) -> bool:
+    return weight is None or weight[1][0] <= 1 or weight[2][0] == 1
+
+
+def _dims(found: Qkv, slots: tuple[int, int], lane_bits: int, weight: Meta | None, eps: float, offset: float):
+    wide = int(weight is not None and weight[0] == torch.float32)
+    return (
+        found.tokens, found.length, found.batch_stride, found.place_stride, found.q_heads, found.kv_heads, *slots,
+        *found.head_order(), found.head_dim, lane_bits, wide,
+        divisor(slots[0] + 2 * slots[1]), divisor(found.length), eps, offset, 1.0 / found.head_dim,
+    )  # fmt: skip
+
+
+def _slots(found: Qkv, heads: int) -> tuple[int, int]:
+    return -(-found.q_heads // heads), -(-found.kv_heads // heads)
+
+
+class _Sets(NamedTuple):
+    """How the forward shares out the q heads: rope/qk_norm_rope_fwd.cu."""
+
+    slots: int
+    set_slots: int
+    set_heads: int
+    set_columns: int
+    step: int
+    group: int
+    extra: int
+
+    @property
+    def most(self) -> int:
+        """Heads of one group of threads."""
+        return -(-self.set_heads // self.set_slots)
+
+
+def _sets(found: Qkv) -> _Sets:
+    """Return sets such that the heads of a group of threads are evenly spaced in qkv."""
+    sets, extra = (found.kv_heads, 2) if found.grouped else (1, 0)
+    group = found.q_heads // sets
+    inside = -(-group // _HEADS)  # a set is what shares a kv head
+    rounds = -(-found.q_heads // _HEADS)
+    across = -(-rounds // group) * group  # or there is one set: heads in the same place of their groups
+    if sets * inside <= across:
+        return _Sets(sets * inside, inside, group, group + extra, inside, group, extra)
+    return _Sets(across, across, found.q_heads, 0, across + extra * (across // group), group, extra)
+
+
+def _limit(found: Qkv, units: int) -> None:
+    if units > UNIT_LIMIT:
+        raise ArgumentError(
+            f"qkv has {found.tokens} tokens; expected fewer than {UNIT_LIMIT * found.tokens // units} with these heads"
+        )
+
+
+def _plan_fwd(
+    qkv: Meta, q_weight: Meta | None, k_weight: Meta | None, q_heads: int, kv_heads: int, grouped: bool, layout: str,
+    rotary: int, pairs: int, silu: bool, eps: float, offset: float, align: int, table_align: int, *angles: Any,
+) -> ForwardPlan | None:  # fmt: skip
+    """Return the launch and its arguments; None if an input must be copied first."""
+    found, tables_found = check(
+        qkv, q_weight, k_weight, q_heads, kv_heads, grouped, layout, rotary, pairs, False, *angles
+    )  # fmt: skip
+    dtype, shape, _, device = qkv
+    packed = len(shape) == 2
+    shapes = [found.shape(packed, heads) for heads in (q_heads, kv_heads)]
+    memory = (allocator(device), *((s, dense_strides(s), dtype) for s in shapes))
+    if found.tokens == 0:
+        return ForwardPlan(None, (), None, *memory)
+    if tables_found.table_stride < 0 or not (unit_stride(qkv) and _is_dense(q_weight) and _is_dense(k_weight)):
+        return None
+    t, size = token("qkv", dtype), dtype.itemsize
+    vec, rotary = 16 // size, tables_found.rotary
+    lanes = chunk_lanes(found.head_dim, rotary, 0, vec)
+    strides = (found.batch_stride * size, found.place_stride * size)
+    tables = None
+    if lanes is not None and vector_bytes(align, *strides) == 16:
+        cos = angles[0]
+        tables = plan_tables(tables_found, t, cos, table_align, pairs, vec, found.tokens, found.length, device)
+    if tables is None:
+        slots, tables = _slots(found, 1), TablesPlan(tables_found.arguments())
+        units = found.tokens * (slots[0] + 2 * slots[1])
+        _limit(found, units)
+        launch = FWD_ANY.bind((t, silu), device, -(-units // (_BLOCK // 32)), _BLOCK)
+        return ForwardPlan(launch, (*_dims(found, slots, 5, q_weight, eps, offset), pairs), tables, *memory)
+    _limit(found, found.tokens)
+    dims, grid, threads, shared = _fwd_geometry(found, lanes, vec, pairs, q_weight)
+    launch = FWD.bind((t, silu), device, (found.tokens, grid), threads, shared)
+    return ForwardPlan(launch, (*dims, eps, offset, 1.0 / found.head_dim), tables, *memory)
+
+
+def _fwd_geometry(found: Qkv, lanes: int, vec: int, pairs: int, weight: Meta | None):
+    """Return the integer arguments of the forward, blocks per token, threads, and bytes of shared memory."""
+    sets, kv_slots = _sets(found), -(-found.kv_heads // _HEADS)
+    slots = sets.slots + 2 * kv_slots
+    grid = -(-slots // (_FWD_THREADS // lanes))
+    groups = -(-slots // grid)
+    threads = -(-max(groups, 2) * lanes // 32) * 32
+    most = max(sets.most, -(-found.kv_heads // kv_slots))
+    _, _, kv_step, k_first, v_first = found.head_order()
+    inner, batch_inner = found.inner
+    dims = (
+        found.length, found.batch_stride, found.place_stride, found.q_heads, found.kv_heads, sets.slots, kv_slots,
+        *sets[1:5], sets.extra, kv_step, k_first, v_first, found.head_dim, lanes.bit_length() - 1, groups, most, pairs,
+        int(weight is not None and weight[0] == torch.float32), divisor(sets.set_slots), divisor(sets.group),
+        inner, divisor(inner), int(batch_inner),
+    )  # fmt: skip
+    return dims, grid, threads, 16 * (most * threads + vec * lanes)
+
+
+FWD_PLANS = Plans(_plan_fwd)
+
+
+class BackwardPlan(NamedTuple):
+    """A launch, its arguments and how many partial rows of dweight it leaves."""
+
+    launch: Launch | None
+    dims: tuple[int | float, ...]
+    tables: TablesPlan | None
+    partial_rows: int
+    head_dim: int
+
+
+def _plan_bwd(
+    dq: Meta, dk: Meta, dv: Meta, qkv: Meta, q_weight: Meta | None, k_weight: Meta | None, q_heads: int, kv_heads: int,
+    grouped: bool, layout: str, rotary: int, pairs: int, silu: bool, eps: float, offset: float, align: int,
+    table_align: int, *angles: Any,
+) -> BackwardPlan | None:  # fmt: skip
+    """Return the launch and its arguments; None if an input must be copied first."""
+    found, tables_found = check(
+        qkv, q_weight, k_weight, q_heads, kv_heads, grouped, layout, rotary, pairs, True, *angles
+    )  # fmt: skip
+    dtype, shape, _, device = qkv
+    packed = len(shape) == 2
+    for name, d, heads in (("dq", dq, q_heads), ("dk", dk, kv_heads), ("dv", dv, kv_heads)):
+        check_same(name, d[0], dtype, "dtype", of="qkv")
+        check_same(name, tuple(d[1]), found.shape(packed, heads), "shape", of="the result")
+        check_same(name, d[3], device, "device index", of="qkv")
+    if found.tokens == 0:
+        return BackwardPlan(None, (), None, 0, found.head_dim)
+    if tables_found.table_stride < 0 or not (
+        unit_stride(qkv, dq, dk, dv) and _is_dense(q_weight) and _is_dense(k_weight)
+    ):
+        return None
+    t, size, info = token("qkv", dtype), dtype.itemsize, device_info(device)
+    vec, rotary = 16 // size, tables_found.rotary
+    gradients = [s for d in (dq, dk, dv) for s in heads_of("", d, "bshd").strides]
+    dense = Qkv(*check_qkv((dtype, shape, dense_strides(shape), device), q_heads, kv_heads, grouped, layout))
+    strides = (*gradients, dense.batch_stride, dense.place_stride)
+    every = (found.batch_stride, found.place_stride, *strides)
+    lanes = lanes_of(found.head_dim, rotary, 0, vec)
+    threads = _bwd_threads(info.shared_per_block, silu)
+    groups = 0 if lanes is None else threads // lanes
+    tables = None
+    if lanes is not None and vector_bytes(align, *(s * size for s in every)) == 16:
+        _limit(found, found.tokens)
+        tables = plan_tables(tables_found, t, angles[0], table_align, pairs, vec, found.tokens, found.length, device)
+        if tables is not None and BWD_BULK.supports(info.target):
+            bulk = plan_bulk(found, strides, lanes, t, size, pairs, silu, q_weight, eps, offset, device)
+            if bulk is not None:
+                launch, dims, grid = bulk
+                return BackwardPlan(launch, dims, tables, grid, found.head_dim)
+            tables = None
+    slots = _slots(found, _BWD_HEADS)
+    per_token = slots[0] + 2 * slots[1]
+    if tables is not None and info.sm_count * groups >= per_token:
+        teams = min(found.tokens, info.sm_count * groups // per_token)
+        grid = -(-teams * per_token // groups)
+        inner, batch_inner = found.inner
+        bits, extra = lanes.bit_length() - 1, (teams, inner, int(batch_inner))
+        shared = 2 * _BWD_HEADS * 4 * 16 * threads
+        launch = BWD.bind((t, pairs, silu, _BWD_HEADS, threads), device, grid, threads, shared)
+    else:
+        if found.head_dim > _ANY_HEAD_DIM:
+            raise ArgumentError(f"heads have {found.head_dim} elements; expected at most {_ANY_HEAD_DIM} here")
+        slots, bits, extra, tables = _slots(found, 1), 5, (pairs,), TablesPlan(tables_found.arguments())
+        units = found.tokens * (slots[0] + 2 * slots[1])
+        _limit(found, units)
+        warps = max(1, min(4, 32768 // (8 * found.head_dim)))
+        grid = min(-(-units // warps), 4 * info.sm_count)
+        launch = BWD_ANY.bind((t, silu), device, grid, 32 * warps, 8 * found.head_dim * warps)
+    dims = (*strides, *extra, *_dims(found, slots, bits, q_weight, eps, offset))
+    return BackwardPlan(launch, dims, tables, grid, found.head_dim)
+
+
+BWD_PLANS = Plans(_plan_bwd)
+KERNELS = (FWD, FWD_ANY, BWD, BWD_BULK, BWD_ANY)

@@ -1,0 +1,136 @@
+"""Rotary position embedding of query and key heads, alone and for multi-head latent attention, with its inverse."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from rtkernels import interop
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.rope.rope import angles as angles_of
+from rtkernels.ops.rope.rope import mla_rope as mla
+from rtkernels.ops.rope.rope import rope_operators as launch
+from rtkernels.ops.rope.rope.rope_operators import FORWARD, IN_PLACE, mutated
+from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable, refuse_leaf
+from rtkernels.runtime.operator.registry import Op
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, k, layout, rotary, pairs, inverse, in_place, *angles):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*angles[:4])
+        ctx.options = layout, rotary, pairs, inverse, angles[4:]
+        if in_place:
+            ctx.mark_dirty(*(t for t in (x, k) if t is not None))
+            IN_PLACE(x, k, layout, 0, rotary, pairs, inverse, *angles)
+            return (x, k) if k is not None else x
+        y, ky = FORWARD(x, k, layout, layout, 0, rotary, pairs, inverse, *angles)
+        return (y, ky) if k is not None else y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, dky=None):
+        layout, rotary, pairs, inverse, rest = ctx.options
+        given = [d for d in (dy, dky) if d is not None]
+        if not given:
+            return (None,) * 15
+        first, second = given[0], given[1] if len(given) > 1 else None
+        results = FORWARD(
+            first, second, layout, layout, 0, rotary, pairs, not inverse, *ctx.saved_tensors, *rest
+        )  # fmt: skip
+        found = iter(results)
+        dx = next(found) if dy is not None else None
+        dk = next(found) if dky is not None else None
+        return (dx, dk, *(None,) * 13)
+
+
+def rope(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    k: Tensor | None = None,
+    layout: str = "bshd",
+    rotary: int | None = None,
+    interleaved: bool = False,
+    positions: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    sections: tuple[int, int, int] | None = None,
+    sections_interleaved: bool = False,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    mscale: float = 1.0,
+    inverse: bool = False,
+    in_place: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Rotate pairs of elements of every head by the angles of its token.
+
+    ``y0 = x0 * cos0 - x1 * sin0`` and ``y1 = x1 * cos1 + x0 * sin1`` for each pair; elements beside the rotary part are
+    copied. Computed in fp32 and rounded once. Differentiable once in x and k; the gradient is the adjoint rotation,
+    also where the two elements of a pair have different angles.
+
+    Args:
+        x: ``[batch, length, heads, head_dim]`` or as `layout` says, or packed tokens ``[tokens, heads, head_dim]``.
+            bfloat16, float16 or float32; any strides (a copy is made unless heads have unit stride). May be any object
+            with ``__dlpack__``; the result is then of its kind.
+        cos: ``[positions, n]``, or with a row for each token ``[batch, length, n]`` (batch may be 1; with `sections`
+            ``[3, batch, length, n]``). n is ``rotary / 2``, one for each pair, or `rotary`, one for each element in the
+            order of the head. x's dtype or float32. A position outside the table gives NaN.
+        sin: Like cos.
+        k: A second tensor to rotate in the same launch; may have another number of heads.
+        layout: ``"bshd"``, ``"sbhd"`` (sequence first) or ``"bhsd"``; of the result too.
+        rotary: Rotated elements of a head, its first ones; all of them if None.
+        interleaved: Pairs are elements (2 i, 2 i + 1) instead of (i, i + rotary / 2).
+        positions: int32 or int64 ``[batch, length]`` or ``[length]``; without it a token's place in its sequence.
+        cu_seqlens: int32 or int64 ``[sequences + 1]``, where the sequences of packed tokens begin and the last ends,
+            before context parallelism (fewer than 2^32 tokens in all). A token's position is then its place in its
+            own sequence.
+        sections: Pairs for each of three position streams (Qwen-VL's mrope); `positions` is then ``[3, ...]``.
+        sections_interleaved: Pair i belongs to stream ``i % 3`` while that one has pairs left, then to the first.
+        cp_rank: Rank in zigzag context parallelism: this rank has parts ``cp_rank`` and ``2 * cp_size - 1 - cp_rank``
+            of the ``2 * cp_size`` parts of every sequence.
+        cp_size: Number of such ranks; sequence lengths are multiples of ``2 * cp_size``.
+        mscale: Factor of cos and sin.
+        inverse: Apply the adjoint instead: the backward.
+        in_place: Overwrite x and k and return them. With gradients, neither may be a leaf.
+
+    Returns:
+        ``y``, dense, of x's shape and dtype; with k ``(y, rotated k)``. With sections or tables whose rows are not
+        aligned, fp32 tables of ``tokens * n`` entries are made on the way.
+    """
+    if not isinstance(x, Tensor):
+        return interop.call(
+            rope, x, cos, sin, k=k, layout=layout, rotary=rotary, interleaved=interleaved, positions=positions,
+            cu_seqlens=cu_seqlens, sections=sections, sections_interleaved=sections_interleaved, cp_rank=cp_rank,
+            cp_size=cp_size, mscale=mscale, inverse=inverse, in_place=in_place,
+        )  # fmt: skip
+    spelled = angles_of.spell_sections(sections, sections_interleaved) if sections is not None else ""
+    pairs = angles_of.ADJACENT if interleaved else angles_of.HALVES
+    angles = (cos, sin, positions, cu_seqlens, spelled, cp_rank, cp_size, mscale)
+    if is_grad_enabled() and (needs_grad(x, k) or needs_grad(cos, sin)):
+        no_gradient(cos, sin)
+        if in_place:
+            refuse_leaf("x", x)
+            refuse_leaf("k", k)
+        return _Rope.apply(x, k, layout, rotary or 0, pairs, inverse, in_place, *angles)
+    if in_place:
+        IN_PLACE(x, k, layout, 0, rotary or 0, pairs, inverse, *angles)
+        mutated(x, k)
+        return x if k is None else (x, k)
+    y, ky = FORWARD(x, k, layout, layout, 0, rotary or 0, pairs, inverse, *angles)
+    return y if k is None else (y, ky)
+
+
+def no_gradient(cos: Tensor, sin: Tensor) -> None:
+    """Refuse tables that want a gradient: there is none."""
+    if cos.requires_grad or sin.requires_grad:
+        raise ArgumentError("cos or sin requires a gradient; rotations are differentiable in the rotated tensors only")
+
+
+OP = Op(
+    "rope",
+    public=("rope", "mla_rope"),
+    kernels=(launch.ROPE, launch.ROPE_TOKEN, launch.ROPE_ANY, launch.TABLES, *mla.KERNELS),
+    torch_ops=(FORWARD, IN_PLACE, *mla.TORCH_OPS),
+)

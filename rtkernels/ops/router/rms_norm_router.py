@@ -1,0 +1,163 @@
+"""The RMS norm in front of a router: normalised rows, their fp8 codes, and the logits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from rtkernels import interop
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.norm.norm_fp8_operators import FORWARD as NORM
+from rtkernels.ops.norm.statistics import backward
+from rtkernels.ops.router import router_gemm as router
+from rtkernels.ops.router.rms_norm_router_plan import KERNEL, PLANS, check_all, results_of
+from rtkernels.ops.router.router_gemm_kernels import PRECISIONS
+from rtkernels.runtime.layout import address, metadata
+from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
+from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.registry import Op
+
+
+class NormRouter(NamedTuple):
+    """Results of :func:`rms_norm_router` for x ``[..., n]``; all dense.
+
+    Attributes:
+        logits: float32 ``[..., experts]``.
+        y: The normalised rows, of x's shape and dtype.
+        q: float8_e4m3fn codes of them, of x's shape.
+        scale: float32, one per 128 columns of a row, as :class:`rtkernels.ops.norm.norm_fp8.NormFp8` has them.
+        rstd: float32, x's shape without the last dimension: ``1 / sqrt(mean(x^2) + eps)``.
+    """
+
+    logits: Tensor
+    y: Tensor
+    q: Tensor
+    scale: Tensor
+    rstd: Tensor
+
+
+def _norm_options(eps: float, offset: float, pow2_scale: bool, scale_layout: str) -> tuple:
+    """Return the arguments of the norm's operator after its tensors: codes of rows, y kept, not centred."""
+    return eps, offset, "row", pow2_scale, scale_layout, True, False
+
+
+def _launch(
+    x: Tensor, weight: Tensor | None, router_weight: Tensor, eps: float, offset: float, precision: int,
+    pow2_scale: bool, scale_layout: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    align = (x.data_ptr() | address(weight) | router_weight.data_ptr()) & 15
+    plan = PLANS[metadata(x), metadata(weight), metadata(router_weight), precision, scale_layout, align]
+    if plan is not None:
+        return plan.run(x, weight, router_weight, eps, offset, pow2_scale)
+    options = _norm_options(eps, offset, pow2_scale, scale_layout)
+    q, scale, rstd, y = NORM.launch(x, weight, None, None, None, None, *options)
+    return router.FORWARD.launch(y, router_weight, None, precision), y, q, scale, rstd
+
+
+def _reference(x, weight, router_weight, eps, offset, precision, pow2_scale, scale_layout) -> tuple[Tensor, ...]:
+    check_all(metadata(x), metadata(weight), metadata(router_weight), scale_layout)
+    options = _norm_options(eps, offset, pow2_scale, scale_layout)
+    q, scale, rstd, y = NORM.reference(x, weight, None, None, None, None, *options)
+    return router.FORWARD.reference(y, router_weight, None, precision), y, q, scale, rstd
+
+
+def _fake(x, weight, router_weight, eps, offset, precision, pow2_scale, scale_layout):
+    wanted = results_of((x.dtype, x.shape), router_weight.shape[0], scale_layout)
+    return tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in wanted)
+
+
+FORWARD = TorchOp(
+    "rms_norm_router_fwd(Tensor x, Tensor? weight, Tensor router_weight, float eps, float offset, int precision, "
+    "bool pow2_scale, str scale_layout) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    launch=_launch,
+    reference=_reference,
+    fake=_fake,
+)
+
+
+class _RmsNormRouter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, router_weight, eps, offset, precision, pow2_scale, scale_layout):
+        ctx.set_materialize_grads(False)
+        ctx.eps, ctx.offset, ctx.precision = eps, offset, precision
+        logits, y, *rest = FORWARD(x, weight, router_weight, eps, offset, precision, pow2_scale, scale_layout)
+        ctx.save_for_backward(x, weight, router_weight, y)
+        ctx.mark_non_differentiable(*rest)
+        return logits, y, *rest
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dlogits, dy, *_):
+        x, weight, router_weight, y = ctx.saved_tensors
+        want_x, want_weight, want_router = ctx.needs_input_grad[:3]
+        dx = dweight = drouter = None
+        if dlogits is not None:
+            wanted = (want_x or want_weight, want_router)
+            through, made = router.BACKWARD(dlogits, y, router_weight, ctx.precision, *wanted)
+            if wanted[0]:
+                dy = through if dy is None else dy + through
+            drouter = made if want_router else None
+        if dy is not None and (want_x or want_weight):
+            dx, dweight, _ = backward(False, dy, x, weight, None, None, ctx.eps, ctx.offset, want_weight, False)
+        return dx if want_x else None, dweight, drouter, *(None,) * 5
+
+
+def rms_norm_router(
+    x: Tensor,
+    weight: Tensor | None,
+    router_weight: Tensor,
+    *,
+    eps: float | None = None,
+    offset: float = 0,
+    precision: str = "high",
+    pow2_scale: bool = False,
+    scale_layout: str = "row",
+) -> NormRouter:
+    """Normalise rows, quantise them to fp8 (e4m3) and multiply them by a router's weight.
+
+    The results are those of ``rms_norm_fp8(x, weight, keep=True)`` and ``router_gemm(y, router_weight)``: codes come
+    from fp32 values, logits from y as it is stored, with the errors that :func:`rtkernels.router_gemm` promises against
+    exact products of that y. (Against a y that is not rounded, bfloat16 logits are off by 1.7e-3, either way.)
+
+    One kernel does it where that is faster: on sm_90a, with x and router_weight of bfloat16, 1024 to 3072 columns (a
+    multiple of 128), 64 to 256 experts (a multiple of 4), precision "fast" or "high", and enough rows to occupy 70 % of
+    the multiprocessors with 64 each. Elsewhere the two functions run one after the other.
+
+    Differentiable once in x, weight and router_weight, through ``logits`` and ``y``; codes, scales and rstd are not.
+
+    Args:
+        x: ``[..., n]``, bfloat16 or float16, any strides. May be any object with ``__dlpack__``; the results are then
+            of its kind.
+        weight: ``[n]`` of x's dtype or float32, the norm's; None for ones (then `offset` is not used).
+        router_weight: ``[experts, n]``, bfloat16, float16 or float32.
+        eps: Added to the mean square; None for 1e-6.
+        offset: Added to the norm's weight; 1.0 for models that store ``weight - 1``.
+        precision: "fast", "high" or "exact", of the logits.
+        pow2_scale: Round scales up to a power of two.
+        scale_layout: "row" or "column".
+
+    Returns:
+        A :class:`NormRouter`.
+    """
+    if eps is None:  # as a default value it would become symbolic under torch.compile(dynamic=True)
+        eps = 1e-6
+    if not isinstance(x, Tensor):
+        options = {"precision": precision, "pow2_scale": pow2_scale, "scale_layout": scale_layout}
+        return NormRouter(*interop.call(rms_norm_router, x, weight, router_weight, eps=eps, offset=offset, **options))
+    level = PRECISIONS.get(precision)
+    if level is None:
+        raise ArgumentError(f"precision is {precision!r}; expected one of {', '.join(map(repr, PRECISIONS))}")
+    arguments = (x, weight, router_weight, eps, offset, level, pow2_scale, scale_layout)
+    if is_grad_enabled() and (needs_grad(x, weight) or needs_grad(router_weight)):
+        return NormRouter(*_RmsNormRouter.apply(*arguments))
+    return NormRouter(*FORWARD(*arguments))
+
+
+OP = Op(
+    "rms_norm_router",
+    public=("rms_norm_router",),
+    kernels=(KERNEL,),
+    torch_ops=(FORWARD,),
+)

@@ -1,0 +1,258 @@
+"""The router's linear layer: logits of 16-bit activations in fp32, with the precision the caller asks for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from rtkernels import interop
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.router import router_gemm_plan as launch
+from rtkernels.ops.router.router_gemm_kernels import KERNELS, PRECISIONS
+from rtkernels.runtime.layout import check_same, nothing, row_count, token
+from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
+from rtkernels.runtime.operator.operator import MutatingOp, TorchOp
+from rtkernels.runtime.operator.registry import Op
+
+_INPUTS = (torch.bfloat16, torch.float16)
+_MOST_ROWS = 2**31 - 1
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    token("x", x.dtype, _INPUTS)
+    token("weight", weight.dtype)
+    if weight.dim() != 2:
+        raise ArgumentError(f"weight has shape {tuple(weight.shape)}; expected [experts, hidden size]")
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise ArgumentError(f"x has shape {tuple(x.shape)}; expected [..., {weight.shape[1]}], the columns of weight")
+    if row_count(x.shape) > _MOST_ROWS:
+        raise ArgumentError(f"x has {row_count(x.shape)} rows; expected at most {_MOST_ROWS}")
+    check_same("weight", weight.get_device(), x.get_device(), "device index")
+    if bias is not None:
+        token("bias", bias.dtype)
+        check_same("bias", tuple(bias.shape), (weight.shape[0],), "shape", of="weight's rows")
+        check_same("bias", bias.get_device(), x.get_device(), "device index")
+
+
+def _check_dy(dy: Tensor, x: Tensor, experts: int) -> None:
+    token("dy", dy.dtype)
+    check_same("dy", tuple(dy.shape), (*x.shape[:-1], experts), "shape", of="x with weight's rows")
+    check_same("dy", dy.get_device(), x.get_device(), "device index")
+
+
+def _check_main_grad(main_grad: Tensor, shape: tuple[int, ...], device: int, of: str) -> None:
+    token("main_grad", main_grad.dtype, (torch.float32,))
+    check_same("main_grad", tuple(main_grad.shape), shape, "shape", of=of)
+    check_same("main_grad", main_grad.get_device(), device, "device index", of=of)
+    if not main_grad.is_contiguous():
+        raise ArgumentError(f"main_grad has strides {main_grad.stride()}; expected a contiguous tensor")
+
+
+def _rows_of(t: Tensor) -> Tensor:
+    return t.reshape(row_count(t.shape), t.shape[-1])
+
+
+# ---- launchers ------------------------------------------------------------------------------------------------------
+
+
+def _launch_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, precision: int) -> Tensor:
+    _check(x, weight, bias)
+    shape = (*x.shape[:-1], weight.shape[0])
+    if x.numel() == 0 or weight.shape[0] == 0:
+        y = torch.zeros(shape, dtype=torch.float32, device=x.device)
+        return y if bias is None else y.add_(bias)
+    return launch.logits(_rows_of(x), weight, bias, precision).view(shape)
+
+
+def _launch_bwd(
+    dy: Tensor, x: Tensor, weight: Tensor, precision: int, need_x: bool, need_weight: bool
+) -> tuple[Tensor, Tensor]:
+    _check(x, weight, None)
+    _check_dy(dy, x, weight.shape[0])
+    dx, dweight = nothing(x), nothing(x)
+    if x.numel() == 0 or weight.shape[0] == 0:
+        return (
+            torch.zeros(x.shape, dtype=x.dtype, device=x.device) if need_x else dx,
+            torch.zeros(weight.shape, dtype=weight.dtype, device=x.device) if need_weight else dweight,
+        )
+    g, rows = _rows_of(dy).float(), _rows_of(x)
+    if need_weight:
+        dweight = torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
+    if need_x:
+        dx = launch.input_gradient(g, weight, x.dtype, precision).view(x.shape)
+    if need_weight:
+        launch.weight_gradient(g, rows, dweight, precision, after_other=need_x)
+    return dx, dweight
+
+
+def _launch_into(main_grad: Tensor, dy: Tensor, x: Tensor, precision: int) -> None:
+    _check_into(main_grad, dy, x)
+    if dy.numel() and x.numel():
+        launch.weight_gradient(_rows_of(dy).float(), _rows_of(x), main_grad, precision, accumulate=True)
+    if not main_grad.is_inference():
+        torch.autograd.graph.increment_version(main_grad)
+
+
+def _check_into(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
+    token("x", x.dtype, _INPUTS)
+    if x.dim() == 0 or dy.dim() == 0:
+        raise ArgumentError("x and dy need at least one dimension")
+    _check_dy(dy, x, dy.shape[-1])
+    _check_main_grad(main_grad, (dy.shape[-1], x.shape[-1]), x.get_device(), "dy and x")
+
+
+# ---- the same in plain torch ----------------------------------------------------------------------------------------
+
+
+def _reference_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, precision: int) -> Tensor:
+    _check(x, weight, bias)
+    y = (_rows_of(x).float() @ weight.float().t()).view(*x.shape[:-1], weight.shape[0])
+    return y if bias is None else y + bias.float()
+
+
+def _reference_bwd(
+    dy: Tensor, x: Tensor, weight: Tensor, precision: int, need_x: bool, need_weight: bool
+) -> tuple[Tensor, Tensor]:
+    _check(x, weight, None)
+    _check_dy(dy, x, weight.shape[0])
+    g = _rows_of(dy).float()
+    return (
+        (g @ weight.float()).to(x.dtype).view(x.shape) if need_x else nothing(x),
+        (g.t() @ _rows_of(x).float()).to(weight.dtype).contiguous() if need_weight else nothing(x),
+    )
+
+
+def _reference_into(main_grad: Tensor, dy: Tensor, x: Tensor, precision: int) -> None:
+    _check_into(main_grad, dy, x)
+    if dy.numel() and x.numel():
+        main_grad.addmm_(_rows_of(dy).float().t(), _rows_of(x).float())
+
+
+def _fake_fwd(x, weight, bias, precision):
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.float32)
+
+
+def _fake_bwd(dy, x, weight, precision, need_x, need_weight):
+    empty = x.new_empty(0, dtype=torch.float32)
+    return (
+        torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else empty,
+        torch.empty_like(weight, memory_format=torch.contiguous_format) if need_weight else empty.clone(),
+    )
+
+
+def _fake_into(main_grad, dy, x, precision):
+    return None
+
+
+FORWARD = TorchOp(
+    "router_gemm_fwd(Tensor x, Tensor weight, Tensor? bias, int precision) -> Tensor",
+    launch=_launch_fwd,
+    reference=_reference_fwd,
+    fake=_fake_fwd,
+)
+BACKWARD = TorchOp(
+    "router_gemm_bwd(Tensor dy, Tensor x, Tensor weight, int precision, bool need_x, bool need_weight)"
+    " -> (Tensor, Tensor)",
+    launch=_launch_bwd,
+    reference=_reference_bwd,
+    fake=_fake_bwd,
+)
+BACKWARD_INTO = MutatingOp(
+    "router_gemm_bwd_into(Tensor(a!) main_grad, Tensor dy, Tensor x, int precision) -> ()",
+    launch=_launch_into,
+    reference=_reference_into,
+    fake=_fake_into,
+)
+
+_forward = FORWARD.call
+
+
+class _RouterGemm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, precision, main_grad):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight)
+        ctx.precision, ctx.bias_dtype = precision, None if bias is None else bias.dtype
+        ctx.main_grad = main_grad  # not saved: later micro-batches may have changed it, which is the point
+        return FORWARD(x, weight, bias, precision)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        if dy is None:
+            return None, None, None, None, None
+        x, weight = ctx.saved_tensors
+        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        dx = dweight = dbias = None
+        into = need_weight and ctx.main_grad is not None
+        if need_x or (need_weight and not into):
+            grads = BACKWARD(dy, x, weight, ctx.precision, need_x, need_weight and not into)
+            dx = grads[0] if need_x else None
+            dweight = grads[1] if need_weight and not into else None
+        if into:
+            BACKWARD_INTO(ctx.main_grad, dy, x, ctx.precision)
+        if need_bias:
+            dbias = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return dx, dweight, dbias, None, None
+
+
+def router_gemm(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    precision: str = "high",
+    main_grad: Tensor | None = None,
+) -> Tensor:
+    """Return ``x @ weight.T + bias`` in fp32: the logits of a router.
+
+    16-bit numbers are multiplied exactly, by tensor cores; fp32 ones (a weight, incoming gradients) are first written
+    as a sum of 16-bit terms, as many as `precision` asks for. Relative errors (Frobenius norm) against exact
+    arithmetic, for hidden sizes, expert and token counts up to 8192 and sums that do not cancel:
+
+    ========= ====================== ====================== ===========================
+    precision logits                 weight's gradient      x's gradient, before its
+                                                            one rounding to x's dtype
+    ========= ====================== ====================== ===========================
+    "fast"    3e-3; 2e-5 if weight   3e-3                   5e-3
+              has x's dtype
+    "high"    5e-6                   5e-6                   1e-5
+    "exact"   1e-6                   1e-6                   1e-5
+    ========= ====================== ====================== ===========================
+
+    An x of fp16 meets fp16 terms that are scaled by powers of two per expert (nothing overflows). NaN and infinities
+    come out as NaN or infinity where exact arithmetic has one of the two; an infinity that meets, or is, a number of
+    several terms may come out as NaN. Results have the same bits at every call. Differentiable once in x, weight and
+    bias; only the gradients that are needed are computed, in fp32 and rounded once to the dtype of what they belong to.
+
+    Args:
+        x: [..., hidden size], bfloat16 or float16, any strides; read in its own dtype. Rows that are not a multiple of
+            16 bytes long and apart, or not unit-stride, are copied first. May be any object with ``__dlpack__``; the
+            result is then of its kind.
+        weight: [experts, hidden size], bfloat16, float16 or float32.
+        bias: [experts], bfloat16, float16 or float32; added in fp32.
+        precision: "fast", "high" or "exact".
+        main_grad: [experts, hidden size], float32, contiguous. Backward then *adds* weight's gradient to it in place,
+            in fp32, and gives weight no gradient of its own: ``weight.grad`` stays as it is.
+
+    Returns:
+        Dense fp32 ``[..., experts]``.
+    """
+    if not isinstance(x, Tensor):
+        return interop.call(router_gemm, x, weight, bias=bias, precision=precision, main_grad=main_grad)
+    level = PRECISIONS.get(precision)
+    if level is None:
+        raise ArgumentError(f"precision is {precision!r}; expected one of {', '.join(map(repr, PRECISIONS))}")
+    if main_grad is not None:
+        _check_main_grad(main_grad, tuple(weight.shape), weight.get_device(), "weight")
+    if is_grad_enabled() and needs_grad(x, weight, bias):
+        return _RouterGemm.apply(x, weight, bias, level, main_grad)
+    return _forward(x, weight, bias, level)
+
+
+OP = Op(
+    "router_gemm",
+    public=("router_gemm",),
+    kernels=KERNELS,
+    torch_ops=(FORWARD, BACKWARD, BACKWARD_INTO),
+)

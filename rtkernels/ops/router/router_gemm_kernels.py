@@ -1,0 +1,215 @@
+"""The kernels of the router's products, how operands are cut into 16-bit terms, and how work is cut into blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rtkernels.runtime.launch.device import device_info
+from rtkernels.runtime.launch.driver import Launch
+from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.launch.plans import Plans
+
+FAST, HIGH, EXACT = 0, 1, 2
+PRECISIONS = {"fast": FAST, "high": HIGH, "exact": EXACT}
+
+TILE = 128  # of the result: rows and columns of a block
+DEPTH = 64  # of the summed dimension per stage
+_THREADS = 384
+_MMA_THREADS = 256
+_TERM_THREADS = 128
+_SUM_THREADS = 256
+_SLACK = 1024 + 256  # shared memory: alignment of the tiles, and barriers
+_TILE_BYTES = TILE * DEPTH * 2
+_RING_TILES = 14  # of the forward at most, as many of x and its terms as make whole stages
+_LEAST_BLOCKS = 4  # of DEPTH per split: fewer cost more to add up than they save
+# Of router_dw_turns: tile and stage, and the most tokens of a split. Sums of 1024 tokens, half of them, may stay in the
+# tensor cores: 3.3e-6 of the 5e-6 that "high" promises.
+_TURNS_EXPERTS, _TURNS_COLUMNS, _TURNS_STAGE, _TURNS_TOKENS = 64, 256, 32, 2048
+_TURNS_SHARED = 8 * _TURNS_STAGE * (4 * _TURNS_EXPERTS + 2 * _TURNS_COLUMNS) + _SLACK
+
+_MMA_SHARED = 3 * 2 * _TILE_BYTES
+
+SPLIT = Kernel(
+    "router/router_gemm_terms.cu",
+    "router_split",
+    template="In T",
+    args="source:ptr out:ptr scale:ptr column_largest:ptr rows:i64 cols:i64 stride:i64 pitch:i64 terms:i64 wide:i64",
+    variants=[("fp32", "bf16"), ("fp16", "bf16"), ("fp32", "fp16"), ("bf16", "fp16")],
+    max_registers=64,
+)
+SUM = Kernel(
+    "router/router_gemm_terms.cu",
+    "router_sum",
+    template="T",
+    args="partial:ptr out:ptr bias:ptr count:i64 step:i64 cols:i64 splits:i64 accumulate:i64 wide:i64",
+    variants=[("bf16",), ("fp16",), ("fp32",)],
+    max_registers=48,
+)
+MMA = Kernel(
+    "router/router_gemm_mma.cu",
+    "router_mma",
+    template="T ACROSS_A ACROSS_B",
+    args="a:ptr b:ptr out:ptr bias:ptr scale:ptr m:i64 n:i64 k:i64 a_pitch:i64 b_pitch:i64 a_step:i64 b_step:i64 "
+    "pairs:i64 pair_count:i64 blocks_per_split:i64 promote:i64 kind:i64 scale_by_row:i64",
+    variants=[
+        ("bf16", False, False),
+        ("fp16", False, False),
+        ("bf16", False, True),
+        ("bf16", True, True),
+        ("fp16", True, True),
+    ],
+    max_registers=255,
+)
+FWD = Kernel(
+    "router/router_gemm_fwd.cu",
+    "router_fwd",
+    template="T TERMS",
+    args="x:tmap weight:tmap out:tmap bias:ptr scale:ptr experts:i64 depth:i64 split_rows:i64 blocks_per_split:i64 "
+    "promote:i64",
+    variants=[("bf16", 1), ("bf16", 2), ("bf16", 3), ("fp16", 1), ("fp16", 2)],
+    max_registers=168,
+    needs=("tma", "wgmma"),
+)
+DX = Kernel(
+    "router/router_gemm_dx.cu",
+    "router_dx",
+    template="LEFT RIGHT",
+    args="dy:tmap weight:tmap dx:tmap experts:i64 depth:i64 parts:i64 tiles_each:i64 half:i64",
+    variants=[(1, 1), (2, 1), (2, 2)],
+    max_registers=168,
+    needs=("tma", "wgmma"),
+)
+DW = Kernel(
+    "router/router_gemm_dw.cu",
+    "router_dw",
+    template="T TERMS",
+    args="dy:tmap x:tmap out:ptr largest:ptr tokens:i64 experts:i64 depth:i64 blocks_per_split:i64 promote:i64",
+    variants=[("bf16", 1), ("bf16", 2), ("bf16", 3), ("fp16", 1), ("fp16", 2)],
+    max_registers=168,
+    needs=("tma", "wgmma"),
+)
+DW_TURNS = Kernel(
+    "router/router_gemm_dw_pingpong.cu",
+    "router_dw_turns",
+    template="T TERMS",
+    args="dy:tmap x:tmap out:ptr tokens:i64 experts:i64 depth:i64 stages_per_split:i64",
+    variants=[("bf16", 2)],
+    max_registers=168,
+    needs=("tma", "wgmma"),
+)
+KERNELS = (SPLIT, SUM, MMA, FWD, DX, DW, DW_TURNS)
+
+
+# ---- numerics -------------------------------------------------------------------------------------------------------
+
+
+def terms(token: str, into: str, precision: int) -> int:
+    """Return how many terms of type `into` stand for a number of type `token`."""
+    if token == into or precision == FAST:
+        return 1
+    if into == "bf16":  # 8 bits each
+        return {"fp16": 2, "fp32": 3 if precision == EXACT else 2}[token]
+    return 2 if token == "fp32" else 1  # fp16 with a scale: 11 bits each, and bf16 has 8
+
+
+def promote_blocks(precision: int) -> int:
+    """Return after how many blocks of the summed dimension sums leave the tensor cores, which drop low bits."""
+    return {FAST: 1 << 30, HIGH: 8, EXACT: 2}[precision]
+
+
+def term_pairs(left: int, right: int) -> list[tuple[int, int]]:
+    """Return which terms of two operands meet, smallest products first; small ones do not meet small ones."""
+    most = max(left, right)
+    pairs = [(i, j) for i in range(left) for j in range(right) if i + j < most]
+    return sorted(pairs, key=lambda pair: -sum(pair))
+
+
+def packed_pairs(pairs: Sequence[tuple[int, int]]) -> int:
+    """Return pairs as the mma.sync kernel wants them."""
+    return sum((i | j << 2) << 4 * place for place, (i, j) in enumerate(pairs))
+
+
+# ---- work -----------------------------------------------------------------------------------------------------------
+
+
+def uses_wgmma(device: int) -> bool:
+    """Return True if the sm_90a kernels serve a device."""
+    return FWD.supports(device_info(device).target)
+
+
+def _up(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _splits(device: int, tiles: int, depth: int) -> tuple[int, int]:
+    """Return in how many parts the summed dimension is cut to keep all multiprocessors busy, and blocks in each."""
+    blocks = _up(depth, DEPTH)
+    wanted = max(1, min(device_info(device).sm_count // tiles, blocks // _LEAST_BLOCKS))
+    each = _up(blocks, wanted)
+    return _up(blocks, each), each
+
+
+def _plan_fwd(device: int, token: str, count: int, rows: int, experts: int, depth: int, after_split: bool):
+    tiles = _up(rows, TILE) * _up(experts, TILE)
+    splits, each = _splits(device, tiles, depth)
+    shared = _RING_TILES // (1 + count) * (1 + count) * _TILE_BYTES + _SLACK
+    launch = FWD.bind((token, count), device, (tiles, splits), _THREADS, shared, overlap=after_split)
+    return launch, splits, each
+
+
+def _plan_dx(device: int, left: int, right: int, rows: int, depth: int, after_split: bool):
+    row_tiles, tiles = _up(rows, TILE), _up(depth, TILE)
+    each = _up(tiles, max(1, min(tiles, device_info(device).sm_count // row_tiles)))
+    parts = _up(tiles, each)
+    shared = (4 * 2 + 6) * _TILE_BYTES + _SLACK
+    return DX.bind((left, right), device, row_tiles * parts, _THREADS, shared, overlap=after_split), parts, each
+
+
+class DwPlan(NamedTuple):
+    """How the weight's gradient is made."""
+
+    launch: Launch
+    splits: int
+    each: int  # stages of a split
+    stage_tokens: int
+    turns: bool  # by the kernel whose warpgroups take turns
+
+
+def _plan_dw(device: int, token: str, count: int, tokens: int, experts: int, depth: int, after_other: bool) -> DwPlan:
+    if (token, count) == ("bf16", 2):
+        tiles = _up(experts, _TURNS_EXPERTS) * _up(depth, _TURNS_COLUMNS)
+        splits, each = _splits(device, tiles, tokens)
+        if each * DEPTH <= _TURNS_TOKENS:
+            launch = DW_TURNS.bind(
+                (token, count), device, (tiles, splits), _THREADS, _TURNS_SHARED, overlap=after_other
+            )
+            return DwPlan(launch, splits, each * DEPTH // _TURNS_STAGE, _TURNS_STAGE, True)
+    tiles = _up(experts, TILE) * _up(depth, TILE)
+    splits, each = _splits(device, tiles, tokens)
+    shared = 4 * 3 * _TILE_BYTES + _SLACK
+    launch = DW.bind((token, count), device, (tiles, splits), _THREADS, shared, overlap=after_other)
+    return DwPlan(launch, splits, each, DEPTH, False)
+
+
+def _plan_mma(device: int, token: str, across_a: bool, across_b: bool, m: int, n: int, k: int, splits_allowed: bool):
+    tiles = _up(m, TILE) * _up(n, TILE)
+    splits, each = _splits(device, tiles, k) if splits_allowed else (1, _up(k, DEPTH))
+    launch = MMA.bind((token, across_a, across_b), device, (tiles, splits), _MMA_THREADS, _MMA_SHARED)
+    return launch, splits, each
+
+
+def _plan_split(device: int, source: str, into: str, rows: int, cols: int, by_row: bool):
+    # To scale by row every block has to read it whole.
+    blocks = 1 if by_row else min(_up(cols, 8 * _TERM_THREADS), 65535)
+    return SPLIT.bind((source, into), device, (rows, blocks), _TERM_THREADS)
+
+
+FWD_PLANS = Plans(_plan_fwd)
+DX_PLANS = Plans(_plan_dx)
+DW_PLANS = Plans(_plan_dw)
+MMA_PLANS = Plans(_plan_mma)
+SPLIT_PLANS = Plans(_plan_split)
+SUM_PLANS = Plans(
+    lambda device, token, count: SUM.bind((token,), device, _up(count, 4 * _SUM_THREADS), _SUM_THREADS, overlap=True)
+)

@@ -1,0 +1,147 @@
+"""Losses of a router: z-loss and load balancing over a batch or over sequences, and their backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from rtkernels import interop
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.router.router_loss_plan import (
+    BACKWARD,
+    COUNTS,
+    FORWARD,
+    KERNELS,
+    PLAIN,
+    SIGMOID,
+    SOFTMAX,
+    Z,
+)
+from rtkernels.runtime.layout import check_same
+from rtkernels.runtime.operator.arguments import a_number, an_integer
+from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
+from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.torch_private import is_dynamo_compiling
+
+_SCORES = {"softmax": SOFTMAX, "sigmoid": SIGMOID, None: PLAIN}
+
+
+# ---- public ---------------------------------------------------------------------------------------------------------
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, counts, kind, inner, interleaved, factor):
+        ctx.save_for_backward(x, counts)
+        ctx.options = kind, inner, interleaved, factor
+        return FORWARD(x, counts, kind, inner, interleaved, factor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        x, counts = ctx.saved_tensors
+        return BACKWARD(g, x, counts, *ctx.options), None, None, None, None, None
+
+
+def _loss(x: Tensor, counts: Tensor | None, kind: int, inner: int, interleaved: bool, factor: float) -> Tensor:
+    if is_grad_enabled() and needs_grad(x):
+        if is_dynamo_compiling():
+            factor = constant(factor)
+        return _Loss.apply(x, counts, kind, inner, interleaved, factor)
+    return FORWARD(x, counts, kind, inner, interleaved, factor)
+
+
+def router_z_loss(logits: Tensor, coefficient: float = 1.0) -> Tensor:
+    """Return ``coefficient * mean over tokens of logsumexp(logits)^2``, which keeps router logits small.
+
+    fp32 arithmetic, sums in a fixed order. Differentiable once.
+
+    Args:
+        logits: ``[..., experts]``, 1 to 4096 experts; bfloat16, float16 or float32, any strides (a copy is made unless
+            rows are unit-stride and evenly spaced). May be any object with ``__dlpack__``; the result is of its kind.
+        coefficient: Factor of the loss.
+
+    Returns:
+        float32, no dimensions; 0 without tokens.
+    """
+    if not isinstance(logits, Tensor):
+        return interop.call(router_z_loss, logits, coefficient)
+    tokens = logits.shape[:-1].numel() if logits.dim() else 1
+    return _loss(logits, None, Z, 0, False, a_number("coefficient", coefficient) / max(tokens, 1))
+
+
+def load_balancing_loss(
+    logits: Tensor,
+    indices: Tensor | None = None,
+    *,
+    counts: Tensor | None = None,
+    k: int | None = None,
+    score: str | None = "softmax",
+    coefficient: float = 1.0,
+    sequence_dim: int | None = None,
+) -> Tensor:
+    """Return the auxiliary loss that spreads tokens over experts: ``coefficient * experts * sum over e of f_e P_e``.
+
+    f_e is the fraction of all choices that went to expert e, P_e the mean score of e over the tokens (Switch
+    Transformer, Megatron's ``aux_loss``). With `sequence_dim`, f and P are those of each sequence, and the result is
+    the mean over the sequences (DeepSeek's sequence-wise loss, Megatron's ``seq_aux_loss``). fp32 arithmetic, sums in
+    a fixed order. Differentiable once in the logits; the counts are constants.
+
+    Args:
+        logits: ``[..., experts]``, 1 to 4096 experts; bfloat16, float16 or float32, any strides (a copy is made unless
+            rows are unit-stride and evenly spaced). May be any object with ``__dlpack__``; the result is of its kind.
+        indices: ``[..., k]`` int32 or int64, the chosen experts of each token; others than 0 to experts - 1 (dropped
+            choices) are not counted. Not needed where `counts` is given.
+        counts: int32, how many tokens chose each expert: ``[experts]``, or ``[sequences, experts]`` with
+            `sequence_dim`.
+        k: Choices per token; the last size of `indices` if None, and needed without them.
+        score: ``"softmax"``, ``"sigmoid"`` (sigmoids divided by their sum over all experts, as in DeepSeek-V3), or None
+            where `logits` are scores already.
+        coefficient: Factor of the loss.
+        sequence_dim: None for a loss over the whole batch. Else logits are ``[a, b, experts]`` and this is the
+            dimension of the tokens of a sequence: 1 for batch first, 0 for sequence first.
+
+    Returns:
+        float32, no dimensions; 0 without tokens.
+    """
+    if not isinstance(logits, Tensor):
+        return interop.call(
+            load_balancing_loss, logits, indices, counts=counts, k=k, score=score, coefficient=coefficient,
+            sequence_dim=sequence_dim,
+        )  # fmt: skip
+    if score not in _SCORES:
+        raise ArgumentError(f"score is {score!r}; expected 'softmax', 'sigmoid' or None")
+    if not logits.dim():
+        raise ArgumentError("logits has no dimensions; expected at least one")
+    tokens, experts, inner, interleaved = logits.shape[:-1].numel(), logits.shape[-1], 0, False
+    length = tokens
+    if sequence_dim is not None:
+        if logits.dim() != 3 or an_integer("sequence_dim", sequence_dim) not in (0, 1):
+            raise ArgumentError(
+                f"sequence_dim is {sequence_dim} for logits of shape {tuple(logits.shape)}; expected 0 or 1, and three "
+                f"dimensions"
+            )
+        inner, interleaved, length = logits.shape[1], sequence_dim == 0, logits.shape[sequence_dim]
+    if k is None:
+        if indices is None:
+            raise ArgumentError("k is None; expected a number where no indices are given")
+        k = indices.shape[-1] if indices.dim() else 1
+    if an_integer("k", k) < 1:
+        raise ArgumentError(f"k is {k}; expected at least 1")
+    if tokens == 0:
+        return logits.new_zeros((), dtype=torch.float32) + logits.sum().float() * 0
+    if counts is None:
+        if indices is None:
+            raise ArgumentError("indices and counts are None; expected one of them")
+        check_same("indices", indices.shape[:-1], logits.shape[:-1], "leading shape", of="logits")
+        counts = COUNTS(indices, experts, inner, interleaved)
+    factor = a_number("coefficient", coefficient) * experts / (k * length * tokens)
+    return _loss(logits, counts, _SCORES[score], inner, interleaved, factor)
+
+
+OP = Op(
+    "router_loss",
+    public=("router_z_loss", "load_balancing_loss"),
+    kernels=KERNELS,
+    torch_ops=(FORWARD, BACKWARD, COUNTS),
+)

@@ -1,0 +1,254 @@
+"""The router of a mixture of experts: from logits to each token's experts and their probabilities, and its backward."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from rtkernels import interop
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.router import topk_router_plan as plans
+from rtkernels.ops.router.topk_router_plan import BWD_PLANS, FWD_PLANS, KERNELS, RENORMALIZE, SCORE_FIRST, SOFTMAX
+from rtkernels.runtime.launch.memory import fresh_zeros
+from rtkernels.runtime.layout import FLOAT_DTYPES, address, metadata, row_count, row_stride, rowed
+from rtkernels.runtime.operator.arguments import an_integer
+from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
+from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.torch_private import is_dynamo_compiling
+
+
+class Routing(NamedTuple):
+    """What ``topk_router`` returns; all tensors dense.
+
+    Attributes:
+        probs: ``[..., k]`` float32, the probability of each chosen expert.
+        indices: ``[..., k]`` int32, the chosen experts, the one with the largest key first.
+        counts: ``[experts]`` int32, how many tokens chose each expert.
+        dense_probs: ``[..., experts]`` float32, the probabilities in their columns, 0 elsewhere; None unless asked for.
+        routing_map: ``[..., experts]`` bool, which experts are chosen; None unless asked for.
+    """
+
+    probs: Tensor
+    indices: Tensor
+    counts: Tensor
+    dense_probs: Tensor | None
+    routing_map: Tensor | None
+
+
+# ---- launchers ------------------------------------------------------------------------------------------------------
+
+
+def _launch_fwd(logits, bias, k, mode, num_groups, top_groups, group_k, scale, eps, dense, routing_map):
+    bias = _dense_bias(bias)
+    x_address, bias_address = logits.data_ptr(), address(bias)
+    plan = FWD_PLANS[
+        metadata(logits), metadata(bias), (x_address & 15, bias_address & 15), k, mode, num_groups, top_groups,
+        group_k, dense, routing_map,
+    ]  # fmt: skip
+    if plan is None:
+        logits = logits.contiguous()
+        return _launch_fwd(logits, bias, k, mode, num_groups, top_groups, group_k, scale, eps, dense, routing_map)
+    launch, numbers, allocate, layouts = plan
+    probs, indices, dense_probs, chosen_map = (allocate(*layout) for layout in layouts)
+    counts = fresh_zeros(logits.get_device(), logits.shape[-1])
+    if launch is not None:
+        launch(
+            x_address, bias_address, probs.data_ptr(), indices.data_ptr(), dense_probs.data_ptr() if dense else 0,
+            chosen_map.data_ptr() if routing_map else 0, counts.data_ptr(), *numbers, scale, eps,
+        )  # fmt: skip
+    return probs, indices, counts, dense_probs, chosen_map
+
+
+def _dense_bias(bias: Tensor | None) -> Tensor | None:
+    if bias is None or (bias.dtype == torch.float32 and bias.is_contiguous()):
+        return bias
+    return bias.float().contiguous() if bias.dtype in FLOAT_DTYPES else bias
+
+
+def _launch_bwd(logits, indices, g_compact, g_dense, mode, scale, eps):
+    plans.check_bwd(logits, indices, g_compact, g_dense)
+    dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    if not row_count(logits.shape):
+        return dx
+    logits, indices = rowed(logits), indices.contiguous()
+    g_compact = None if g_compact is None else g_compact.contiguous()
+    g_dense = rowed(g_dense)
+    g_stride = 0 if g_dense is None else row_stride(g_dense.shape, g_dense.stride())
+    x_address, out = logits.data_ptr(), dx.data_ptr()
+    launch, sizes, rest = BWD_PLANS[metadata(logits), x_address & 15, out & 15, indices.shape[-1]]
+    pointers = x_address, indices.data_ptr(), address(g_compact), address(g_dense), out
+    launch(*pointers, *sizes, g_stride, *rest, mode, scale, eps)
+    return dx
+
+
+# ---- the same in plain torch ----------------------------------------------------------------------------------------
+
+
+def _reference_fwd(logits, bias, k, mode, num_groups, top_groups, group_k, scale, eps, dense, routing_map):
+    plans.check(metadata(logits), metadata(bias), k, num_groups, top_groups, group_k)
+    x = logits.float()
+    indices = plans.choose(x, bias, k, mode, num_groups, top_groups, group_k)
+    probs = plans.probabilities(x, indices, mode, scale, eps)
+    chosen = torch.zeros_like(x, dtype=torch.bool).scatter_(-1, indices, True)
+    counts = chosen.reshape(-1, x.shape[-1]).sum(0).to(torch.int32)
+    none = x.new_empty(0)
+    dense_probs = torch.zeros_like(x).scatter_(-1, indices, probs).contiguous() if dense else none
+    chosen = chosen.contiguous() if routing_map else none.bool()
+    return probs.contiguous(), indices.to(torch.int32).contiguous(), counts, dense_probs, chosen
+
+
+def _reference_bwd(logits, indices, g_compact, g_dense, mode, scale, eps):
+    plans.check_bwd(logits, indices, g_compact, g_dense)
+    chosen = indices.long()
+    g = torch.zeros(indices.shape, device=indices.device)
+    if g_compact is not None:
+        g = g + g_compact
+    if g_dense is not None:
+        g = g + g_dense.gather(-1, chosen)
+    return plans.gradient(logits.float(), chosen, g, mode, scale, eps).to(logits.dtype).contiguous()
+
+
+def _fake_fwd(logits, bias, k, mode, num_groups, top_groups, group_k, scale, eps, dense, routing_map):
+    compact, every = (*logits.shape[:-1], k), logits.shape
+    return (
+        logits.new_empty(compact, dtype=torch.float32),
+        logits.new_empty(compact, dtype=torch.int32),
+        logits.new_empty(every[-1:], dtype=torch.int32),
+        logits.new_empty(every if dense else (0,), dtype=torch.float32),
+        logits.new_empty(every if routing_map else (0,), dtype=torch.bool),
+    )
+
+
+def _fake_bwd(logits, indices, g_compact, g_dense, mode, scale, eps):
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+FORWARD = TorchOp(
+    "topk_router_fwd(Tensor logits, Tensor? bias, int k, int mode, int num_groups, int top_groups, int group_k, "
+    "float scale, float eps, bool dense, bool routing_map) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    launch=_launch_fwd,
+    reference=_reference_fwd,
+    fake=_fake_fwd,
+)
+BACKWARD = TorchOp(
+    "topk_router_bwd(Tensor logits, Tensor indices, Tensor? g_compact, Tensor? g_dense, int mode, float scale, "
+    "float eps) -> Tensor",
+    launch=_launch_bwd,
+    reference=_reference_bwd,
+    fake=_fake_bwd,
+)
+
+
+# ---- public ---------------------------------------------------------------------------------------------------------
+
+
+class _Router(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, bias, k, mode, num_groups, top_groups, group_k, scale, eps, dense, routing_map):
+        ctx.set_materialize_grads(False)
+        results = FORWARD(
+            logits, bias, k, mode, num_groups, top_groups, group_k, scale, eps, dense, routing_map
+        )  # fmt: skip
+        _, indices, counts, _, chosen_map = results
+        ctx.mark_non_differentiable(indices, counts, chosen_map)
+        ctx.save_for_backward(logits, indices)
+        ctx.dense, ctx.options = dense, (mode, scale, eps)
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g_compact, _indices, _counts, g_dense, _map):
+        dx, g_dense = None, g_dense if ctx.dense else None  # compiled graphs hand over zeros for what is not there
+        if g_compact is not None or g_dense is not None:
+            logits, indices = ctx.saved_tensors
+            dx = BACKWARD(logits, indices, g_compact, g_dense, *ctx.options)
+        return dx, *(None,) * 10
+
+
+def _mode(score: str, score_first: bool, renormalize: bool) -> int:
+    if score not in ("softmax", "sigmoid"):
+        raise ArgumentError(f"score is {score!r}; expected 'softmax' or 'sigmoid'")
+    return SOFTMAX * (score == "softmax") + SCORE_FIRST * bool(score_first) + RENORMALIZE * bool(renormalize)
+
+
+def topk_router(
+    logits: Tensor,
+    k: int,
+    *,
+    score: str = "softmax",
+    score_first: bool = True,
+    bias: Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int | None = None,
+    group_k: int | None = None,
+    renormalize: bool = False,
+    scale: float = 1.0,
+    eps: float = 1e-20,
+    dense_probs: bool = False,
+    routing_map: bool = False,
+) -> Routing:
+    """Choose k experts for every token (every row of logits), and give their probabilities.
+
+    Experts are chosen by a key: the score if `score_first`, else the logit, plus `bias`. Without bias and groups that
+    is the order of the logits themselves. Ties go to the lowest expert, always, of groups too; NaN counts as largest.
+    The probability of a chosen expert is its score (without bias): its sigmoid, or its part of a softmax over all
+    experts (`score_first`) or over the chosen ones; then divided by the sum of the chosen (`renormalize`), then times
+    `scale`. All arithmetic is fp32. Differentiable once in the logits, from `probs`, `dense_probs` or both; bias gets
+    no gradient.
+
+    Args:
+        logits: ``[..., experts]``, 1 to 4096 experts; bfloat16, float16 or float32, any strides (a copy is made unless
+            rows are unit-stride and evenly spaced). May be any object with ``__dlpack__``; results are of its kind.
+        k: 1 to 64 experts per token.
+        score: ``"softmax"`` or ``"sigmoid"``.
+        score_first: Choose by scores, and take a softmax over all experts; else choose by logits, and take it over the
+            chosen ones.
+        bias: ``[experts]``, added to the key for the choice only (the correction of loss-free balancing).
+        num_groups: Experts form this many groups of neighbours; any divisor of their number.
+        top_groups: Only experts of the best so many groups may be chosen; all groups if None.
+        group_k: A group is as good as the sum of its so many largest keys; ``k // top_groups``, at least 1, if None.
+        renormalize: Divide by the sum of the chosen scores plus `eps` (a softmax over the chosen has sum 1 already).
+        scale: Factor of the probabilities.
+        eps: Added to the sum.
+        dense_probs: Give the probabilities as ``[..., experts]``, too.
+        routing_map: Give the choice as bool ``[..., experts]``, too.
+
+    Returns:
+        Routing: ``probs`` and ``indices`` (``[..., k]``, float32 and int32), ``counts`` (``[experts]`` int32), and the
+        dense results or None.
+    """
+    if not isinstance(logits, Tensor):
+        none = [not dense_probs, not routing_map]
+        results = interop.call(
+            topk_router, logits, k, score=score, score_first=score_first, bias=bias, num_groups=num_groups,
+            top_groups=top_groups, group_k=group_k, renormalize=renormalize, scale=scale, eps=eps,
+            dense_probs=dense_probs, routing_map=routing_map,
+        )  # fmt: skip
+        return Routing(*results[:3], *(None if skip else item for skip, item in zip(none, results[3:], strict=True)))
+    mode = _mode(score, score_first, renormalize)
+    an_integer("k", k)
+    an_integer("num_groups", num_groups)
+    top_groups = num_groups if top_groups is None else an_integer("top_groups", top_groups)
+    group_k = max(k // max(top_groups, 1), 1) if group_k is None else an_integer("group_k", group_k)
+    if top_groups == num_groups >= 1 and logits.dim() and logits.shape[-1] % num_groups == 0:
+        num_groups = top_groups = group_k = 1  # all of them: as if there were none
+    args = logits, bias, k, mode, num_groups, top_groups, group_k, scale, eps, dense_probs, routing_map
+    if is_grad_enabled() and needs_grad(logits):
+        if is_dynamo_compiling():
+            args = *args[:7], constant(scale), constant(eps), *args[9:]
+        results = _Router.apply(*args)
+    else:
+        results = FORWARD(*args)
+    probs, indices, counts, dense, chosen = results
+    return Routing(probs, indices, counts, dense if dense_probs else None, chosen if routing_map else None)
+
+
+OP = Op(
+    "topk_router",
+    public=("topk_router",),
+    kernels=KERNELS,
+    torch_ops=(FORWARD, BACKWARD),
+)

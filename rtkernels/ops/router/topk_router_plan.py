@@ -1,0 +1,243 @@
+"""The kernels of the router, which one runs how for which tensors, and the same in plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.moe.moe_index_layout import MAX_EXPERTS
+from rtkernels.ops.router.topk import largest, sort_key
+from rtkernels.ops.router.warp_rows import (
+    KIND,
+    OCTET,
+    WARP_COLUMNS,
+    check_k,
+    check_rows,
+    lane_columns,
+    takes_octets,
+    whole_pieces,
+)
+from rtkernels.runtime.launch.device import device_info
+from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.launch.memory import allocator, dense_strides
+from rtkernels.runtime.launch.plans import Plans
+from rtkernels.runtime.layout import GRID_LIMIT, check_same, row_count, row_stride, token, vector_bytes
+
+SOFTMAX, SCORE_FIRST, RENORMALIZE = 1, 2, 4  # bits of `mode`
+_WARPS, _MANY_WARPS, _WARPS_PER_SM = 8, 32, 32
+_FEW_WARPS, _FEW_BLOCKS_PER_SM = 16, 2
+_PIECE = 4
+
+_FWD = Kernel(
+    "router/topk_router.cu",
+    "router_fwd",
+    template="V WIDE",
+    args="x:ptr bias:ptr probs:ptr indices:ptr dense:ptr map:ptr counts:ptr rows:i64 experts:i64 "
+    "x_stride:i64 top_k:i64 number_kind:i64 whole_pieces:i64 modes:i64 number_of_groups:i64 top_groups:i64 "
+    "of_group:i64 lanes_of_group:i64 scaling:f64 epsilon:f64",
+    variants=[(2, False), (8, False), (8, True)],
+    max_registers=96,
+)
+_FEW = Kernel(
+    "router/topk_router_small.cu",
+    "router_few",
+    template="SIZE",
+    args="x:ptr bias:ptr probs:ptr indices:ptr dense:ptr map:ptr counts:ptr rows:i64 experts:i64 x_stride:i64 "
+    "top_k:i64 number_kind:i64 modes:i64 scaling:f64 epsilon:f64",
+    variants=[(2,), (4,)],
+    max_registers=64,
+)
+_BWD = Kernel(
+    "router/topk_router_bwd.cu",
+    "router_bwd",
+    template="PIECE",
+    args="x:ptr indices:ptr g_compact:ptr g_dense:ptr dx:ptr rows:i64 experts:i64 x_stride:i64 g_stride:i64 top_k:i64 "
+    "number_kind:i64 whole_in:i64 whole_out:i64 modes:i64 scaling:f64 epsilon:f64",
+    variants=[(_PIECE,)],
+    max_registers=64,
+)
+KERNELS = (_FWD, _FEW, _BWD)
+
+Meta = tuple[Any, ...]
+
+
+# ---- validation -----------------------------------------------------------------------------------------------------
+
+
+def check(logits: Meta, bias: Meta | None, k: int, num_groups: int, top_groups: int, group_k: int) -> None:
+    """Raise an ArgumentError for arguments that do not fit together."""
+    check_rows("logits", logits, MAX_EXPERTS, "experts")
+    experts = logits[1][-1]
+    check_k(k, experts)
+    if bias is not None:
+        token("bias", bias[0])
+        if tuple(bias[1]) != (experts,):
+            raise ArgumentError(f"bias has shape {tuple(bias[1])}; expected ({experts},), one number for each expert")
+        check_same("bias", bias[3], logits[3], "device index", of="logits")
+    if num_groups < 1 or experts % num_groups:
+        raise ArgumentError(f"num_groups is {num_groups}; expected a divisor of the {experts} experts")
+    if not 1 <= top_groups <= num_groups:
+        raise ArgumentError(f"top_groups is {top_groups}; expected 1 to num_groups ({num_groups})")
+    size = experts // num_groups
+    if k > top_groups * size:
+        raise ArgumentError(f"k is {k}; expected at most {top_groups * size}, the experts of {top_groups} groups")
+    if num_groups > 1 and not 1 <= group_k <= size:
+        raise ArgumentError(f"group_k is {group_k}; expected 1 to {size}, the experts of a group")
+
+
+def check_bwd(logits: Tensor, indices: Tensor, g_compact: Tensor | None, g_dense: Tensor | None) -> None:
+    """Raise an ArgumentError for gradients that do not belong to the logits."""
+    token("logits", logits.dtype)
+    if indices.dtype != torch.int32:
+        raise ArgumentError(f"indices has dtype {str(indices.dtype)[6:]}; expected int32")
+    check_same("indices", indices.shape[:-1], logits.shape[:-1], "leading shape", of="logits")
+    check_k(indices.shape[-1], logits.shape[-1])
+    for name, g, like in (("the gradient of probs", g_compact, indices), ("that of dense_probs", g_dense, logits)):
+        if g is not None:
+            check_same(name, g.dtype, torch.float32, "dtype", of="probabilities")
+            check_same(name, g.shape, like.shape, "shape", of="probabilities")
+
+
+# ---- plans ----------------------------------------------------------------------------------------------------------
+
+
+def _lanes_of_group(v: int, experts: int, num_groups: int, group_k: int) -> int:
+    """Return how many lanes share a group of experts where groups are whole lanes, else 0: through shared memory."""
+    size = experts // num_groups
+    lanes = size // v
+    return lanes if v == 8 and group_k <= 2 and size % v == 0 and lanes & (lanes - 1) == 0 else 0
+
+
+def _round(n: int) -> int:
+    return -(-n // 16) * 16
+
+
+def _plan_fwd(logits, bias, align, k, mode, num_groups, top_groups, group_k, dense, routing_map):
+    """Return ``(launch, integers, allocator, layouts)``; None if the logits must be copied first."""
+    check(logits, bias, k, num_groups, top_groups, group_k)
+    dtype, shape, stride, device = logits
+    rows, experts = row_count(shape), shape[-1]
+    compact, all_experts = (*shape[:-1], k), tuple(shape)
+    shapes = [(compact, torch.float32), (compact, torch.int32)]
+    shapes += [(all_experts if dense else (0,), torch.float32), (all_experts if routing_map else (0,), torch.bool)]
+    layouts = [(tuple(s), dense_strides(s), d) for s, d in shapes]
+    if rows == 0:
+        return None, (), allocator(device), layouts
+    step = row_stride(shape, stride)
+    if step is None:
+        return None
+    if bias is None and num_groups == 1 and takes_octets(logits, align[0], k):
+        warps = min(_FEW_WARPS, -(-rows * OCTET // 32))
+        grid = min(-(-rows * OCTET // (32 * warps)), _FEW_BLOCKS_PER_SM * device_info(device).sm_count)
+        launch = _FEW.bind((dtype.itemsize,), device, grid, 32 * warps)
+        return launch, (rows, experts, step, k, KIND[dtype], mode), allocator(device), layouts
+    wide = experts > WARP_COLUMNS
+    v = lane_columns(experts)
+    lanes = 0 if wide or num_groups == 1 else _lanes_of_group(v, experts, num_groups, group_k)
+    logits_align, bias_align = align
+    whole = whole_pieces(logits, logits_align, v)
+    if bias is not None:
+        wanted = min(16, 4 * v)
+        whole = whole and vector_bytes(bias_align, most=wanted) == wanted
+    team = _round(5 * experts) if dense or routing_map else 0
+    if num_groups > 1 and lanes == 0:
+        team += _round(4 * (experts + num_groups) + num_groups)
+    if wide:
+        warps, teams = -(-experts // WARP_COLUMNS), 1
+        grid = min(rows, max(_WARPS_PER_SM * device_info(device).sm_count // warps // 2, 1))
+    else:
+        # Blocks add their counts to the same few numbers, so large ones where there are rows for all of them; half
+        # as large where rows have memory of their own (docs/measurements.md).
+        sms = device_info(device).sm_count
+        many = _MANY_WARPS // 2 if team else _MANY_WARPS
+        warps = teams = many if rows > _WARPS_PER_SM * sms else _WARPS
+        rounds = -(-rows // (_WARPS_PER_SM * sms))  # every warp gets the same number of rows
+        grid = -(-rows // (warps * rounds))
+    launch = _FWD.bind((v, wide), device, min(grid, GRID_LIMIT), 32 * warps, _round(4 * experts) + teams * team)
+    numbers = (rows, experts, step, k, KIND[dtype], int(whole), mode, num_groups, top_groups, group_k, lanes)
+    return launch, numbers, allocator(device), layouts
+
+
+FWD_PLANS = Plans(_plan_fwd)
+
+
+def _plan_bwd(logits: Meta, align: int, out_align: int, k: int):
+    dtype, shape, stride, device = logits
+    rows, experts, size = row_count(shape), shape[-1], dtype.itemsize
+    piece = _PIECE * size
+    step = row_stride(shape, stride)
+    whole_in = vector_bytes(align, step * size, experts * size, most=piece) == piece
+    whole_out = vector_bytes(out_align, experts * size, most=piece) == piece
+    launch = _BWD.bind((_PIECE,), device, min(-(-rows // _WARPS), GRID_LIMIT), 32 * _WARPS)
+    return launch, (rows, experts, step), (k, KIND[dtype], int(whole_in), int(whole_out))
+
+
+BWD_PLANS = Plans(_plan_bwd)
+
+
+# ---- the same in plain torch ----------------------------------------------------------------------------------------
+
+
+def softmax(x: Tensor) -> Tensor:
+    """Return the softmax of the last dimension, 0 in rows that have nothing but -inf."""
+    top = x.amax(-1, keepdim=True)
+    e = (x - torch.where(top == -torch.inf, 0.0, top)).exp()
+    total = e.sum(-1, keepdim=True)
+    return e / torch.where(total == 0, 1.0, total)
+
+
+def _scores(x: Tensor, mode: int) -> Tensor:
+    return softmax(x) if mode & SOFTMAX else torch.sigmoid(x)
+
+
+def _allowed(key: Tensor, num_groups: int, top_groups: int, group_k: int) -> Tensor:
+    """Return which experts are in the best groups."""
+    grouped = key.unflatten(-1, (num_groups, -1))
+    best = grouped.gather(-1, largest(sort_key(grouped), group_k))
+    score = best[..., 0]
+    for j in range(1, group_k):
+        score = score + best[..., j]
+    chosen = largest(sort_key(score), top_groups)
+    mask = torch.zeros_like(score, dtype=torch.bool).scatter_(-1, chosen, True)
+    return mask.unsqueeze(-1).expand_as(grouped).flatten(-2)
+
+
+def choose(x: Tensor, bias: Tensor | None, k: int, mode: int, num_groups: int, top_groups: int, group_k: int) -> Tensor:
+    """Return the chosen experts of fp32 or wider logits."""
+    if bias is None and num_groups == 1:
+        return largest(sort_key(x), k)
+    key = _scores(x, mode) if mode & SCORE_FIRST else x
+    if bias is not None:
+        key = key + bias.to(x.dtype)
+    ordered = sort_key(key)
+    if num_groups > 1:
+        ordered = ordered.masked_fill(~_allowed(key, num_groups, top_groups, group_k), -(1 << 41))
+    return largest(ordered, k)
+
+
+def probabilities(x: Tensor, indices: Tensor, mode: int, scale: float, eps: float) -> Tensor:
+    """Return the probabilities of the chosen experts, in the dtype of x."""
+    if mode & SOFTMAX and not mode & SCORE_FIRST:
+        return softmax(x.gather(-1, indices)) * scale
+    s = _scores(x, mode).gather(-1, indices)
+    return s / (s.sum(-1, keepdim=True) + eps) * scale if mode & RENORMALIZE else s * scale
+
+
+def gradient(x: Tensor, indices: Tensor, g: Tensor, mode: int, scale: float, eps: float) -> Tensor:
+    """Return the gradient of the logits from that of the compact probabilities, in the dtype of x."""
+    dx = torch.zeros_like(x)
+    if mode & SOFTMAX and not mode & SCORE_FIRST:
+        s = softmax(x.gather(-1, indices))
+        return dx.scatter_(-1, indices, scale * s * (g - (g * s).sum(-1, keepdim=True)))
+    every = _scores(x, mode)
+    s = every.gather(-1, indices)
+    dot = (g * s).sum(-1, keepdim=True)
+    z = s.sum(-1, keepdim=True) + eps
+    ds = scale / z * (g - dot / z) if mode & RENORMALIZE else scale * g
+    if not mode & SOFTMAX:
+        return dx.scatter_(-1, indices, ds * s * (1 - s))
+    common = scale * dot / z * (eps / z) if mode & RENORMALIZE else scale * dot
+    return every * (dx.scatter_(-1, indices, ds) - common)

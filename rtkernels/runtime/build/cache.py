@@ -1,0 +1,377 @@
+"""The kernel cache: from (unit, expressions, target) to a checked image, compiling at most once.
+
+The order is memory, the user's directory, the read-only directories, NVRTC. Nothing here raises because a
+disk is full, read-only or damaged: the kernel is then compiled in memory, with one warning. What happens on
+disk is in ``store_module.py``; ``docs/cache.md`` describes all of it for users.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from rtkernels.errors import ArgumentError, NotWarmError, ToolkitError
+from rtkernels.runtime import env
+from rtkernels.runtime.build import nvrtc as nvrtc_module
+from rtkernels.runtime.build import places
+from rtkernels.runtime.build import sources as sources_module
+from rtkernels.runtime.build import store as store_module
+from rtkernels.runtime.build.store import BadEntry, Store
+from rtkernels.runtime.targets import Target
+
+
+@dataclass
+class Stats:
+    """What the cache did in this process; read by tests and ``doctor``."""
+
+    compiles: int = 0
+    disk_hits: int = 0
+    extra_hits: int = 0
+    memory_hits: int = 0
+    quarantined: int = 0
+
+    def count(self, name: str) -> None:
+        with _state.guard:
+            setattr(self, name, getattr(self, name) + 1)
+
+    def reset(self) -> None:
+        for field in fields(self):
+            setattr(self, field.name, 0)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A kernel image that is ready to load.
+
+    Attributes:
+        image: Cubin or PTX, already checked.
+        path: The same image on disk, or None when it exists in memory only.
+        names: Name expression to mangled kernel name.
+        meta: The content of ``meta.json``.
+        source: Where it came from.
+    """
+
+    image: bytes
+    path: Path | None
+    names: dict[str, str]
+    meta: dict[str, Any]
+    source: Literal["memory", "disk", "extra", "compiled"]
+
+
+class _State:
+    """What one process shares between its threads."""
+
+    def __init__(self) -> None:
+        self.guard = threading.Lock()
+        self.locks: dict[str, threading.Lock] = {}
+        self.memory: dict[str, Entry] = {}
+        self.cap_checked = False
+
+    def lock(self, key: str) -> threading.Lock:
+        with self.guard:
+            return self.locks.setdefault(key, threading.Lock())
+
+
+_state = _State()
+stats = Stats()
+
+
+def forget() -> None:
+    """Forget what this process remembers: entries in memory, warnings given, the size check, counters."""
+    global _state
+    _state = _State()
+    store_module._warned.clear()
+    stats.reset()
+
+
+def _renew_locks() -> None:
+    """In a forked child: the locks may be held by threads that exist in the parent only."""
+    _state.guard = threading.Lock()
+    _state.locks = {}
+
+
+os.register_at_fork(after_in_child=_renew_locks)
+
+
+# --- request and key ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Everything that decides what code comes out, taken once: the sources in it are what gets compiled."""
+
+    op: str
+    unit: str
+    expressions: tuple[str, ...]
+    target: Target
+    extra_flags: tuple[str, ...]
+    flags: tuple[str, ...]
+    sources: Mapping[str, bytes]
+    nvrtc: tuple[int, int] | None
+
+    @cached_property
+    def digests(self) -> dict[str, str]:
+        return sources_module.digests(self.sources)
+
+    @cached_property
+    def base_key(self) -> str:
+        """The key without the NVRTC version."""
+        return self._hash(None)
+
+    @cached_property
+    def key(self) -> str:
+        return self._hash(self.nvrtc)
+
+    def _hash(self, nvrtc: tuple[int, int] | None) -> str:
+        content = {
+            "format": store_module.FORMAT,
+            "unit": self.unit,
+            "target": self.target.name,
+            "expressions": sorted(self.expressions),
+            "flags": self.flags,
+            "nvrtc": nvrtc,
+            "files": sorted(self.digests.items()),
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def directory(self, store: Store) -> Path:
+        return store.base / self.target.name / f"{self.op}-{self.key[:32]}"
+
+
+def _request(
+    op: str,
+    unit: str,
+    expressions: Sequence[str],
+    target: Target,
+    flags: Iterable[str],
+    nvrtc: tuple[int, int] | None,
+) -> _Request:
+    if not op.replace("_", "").isalnum() or not op.isascii():
+        raise ArgumentError(f"op name {op!r} cannot name a cache entry: use letters, digits and '_'")
+    extra = tuple(flags)
+    code_flags = tuple(nvrtc_module.flags_for(target, extra))
+    return _Request(op, unit, tuple(expressions), target, extra, code_flags, sources_module.closure(unit), nvrtc)
+
+
+def key(
+    unit: str,
+    expressions: Sequence[str],
+    target: Target,
+    flags: Iterable[str],
+    nvrtc_version: tuple[int, int],
+) -> str:
+    """Return the sha256 that names an entry: unit, target, expressions, flags, NVRTC version, all contents."""
+    return _request("key", unit, expressions, target, flags, nvrtc_version).key
+
+
+# --- one store ----------------------------------------------------------------------------------------------
+
+
+def _read(store: Store, directory: Path, request: _Request) -> Entry | None:
+    try:
+        found = store_module.read_entry(directory)
+    except OSError as error:
+        why = error.strerror or error
+        store_module.warn_once(f"read {store.root}", f"cannot read the kernel cache {store.root}: {why}")
+        return None
+    if found is None:
+        return None
+    meta, image, path = found
+    if meta.get("base_key") != request.base_key or (request.nvrtc and meta["key"] != request.key):
+        raise BadEntry("it was made for another key")
+    return Entry(image, path, dict(meta["names"]), meta, "extra" if store.extra else "disk")
+
+
+def _probe(store: Store, request: _Request, *, locked: bool = False) -> Entry | None:
+    """Return the entry of one store if it is sound; a damaged one is moved aside, under the lock."""
+    directory = request.directory(store)
+    try:
+        entry = _read(store, directory, request)
+    except BadEntry as bad:
+        if not store.writable:
+            store_module.warn_once(f"bad {directory}", f"damaged cache entry {directory}: {bad}; it is ignored")
+            return None
+        if not locked:
+            with store_module.key_lock(store, request.key, request.op):
+                return _probe(store, request, locked=True)
+        if store_module.quarantine(store, directory, str(bad)):
+            stats.count("quarantined")
+        return None
+    if entry is not None and store.writable:
+        store_module.touch(directory)
+    return entry
+
+
+def _probe_any_version(store: Store, request: _Request) -> Entry | None:
+    """Return an entry equal in everything but the NVRTC version, the newest if there are several."""
+    found = []
+    for directory in store.entries(request.target.name, request.op):
+        with contextlib.suppress(BadEntry):
+            if entry := _read(store, directory, request):
+                found.append(entry)
+    if not found:
+        return None
+    newest = max(found, key=lambda entry: tuple(entry.meta["nvrtc"]))
+    made_with = ".".join(map(str, newest.meta["nvrtc"]))
+    env.logger().info("NVRTC cannot be loaded: using %s, built with NVRTC %s", newest.path, made_with)
+    return newest
+
+
+def _publish(store: Store, request: _Request, meta: dict[str, Any], image: bytes) -> Path | None:
+    """Keep an entry on disk; return the path of its image, or None if that failed."""
+    final = request.directory(store)
+    name = store_module.image_name(request.target.name)
+    instances = "".join(f"//   {expression}\n" for expression in request.expressions)
+    listing = f"// {request.unit} {' '.join(request.flags)}\n{instances}{sources_module.flatten(request.sources)}"
+    files = {name: image, "kernel.cu": listing.encode(), store_module.META: json.dumps(meta, indent=1).encode()}
+    return final / name if store_module.publish(store, final, files) else None
+
+
+def _meta(request: _Request, compiled: nvrtc_module.Compiled) -> dict[str, Any]:
+    return {
+        "format": store_module.FORMAT,
+        "key": request.key,
+        "base_key": request.base_key,
+        "op": request.op,
+        "unit": request.unit,
+        "expressions": list(request.expressions),
+        "names": compiled.names,
+        "target": request.target.name,
+        "nvrtc": list(request.nvrtc or ()),
+        "flags": list(request.flags),
+        "sources": request.digests,
+        "sha256": hashlib.sha256(compiled.image).hexdigest(),
+        "size": len(compiled.image),
+        "resources": {name: asdict(used) for name, used in compiled.resources.items()},
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+# --- load ---------------------------------------------------------------------------------------------------
+
+
+def load(
+    unit: str,
+    expressions: Sequence[str],
+    target: Target,
+    flags: Iterable[str] = (),
+    *,
+    op: str,
+    compile_allowed: bool = True,
+    directory: Path | None = None,
+) -> Entry:
+    """Return the compiled kernels, from memory, disk or NVRTC, in this order.
+
+    Args:
+        unit: Name of the ``.cu`` file, relative to the source root.
+        expressions: C++ name expressions that are compiled together.
+        target: What to compile for.
+        flags: Extra compiler options, see ``nvrtc_module.flags_for``.
+        op: Name of the op; names the entry and appears in messages.
+        compile_allowed: False while a CUDA graph is captured.
+        directory: Use this cache and no other, as ``warm --out`` does. ``Entry.path`` is None if it could not
+            be written.
+
+    Raises:
+        NotWarmError: It would have to be compiled, but that is not allowed.
+        KernelCompileError: It does not compile.
+        ToolkitError: CuPy or NVRTC is missing and no cache has it.
+    """
+    missing: ToolkitError | None = None
+    try:
+        version = nvrtc_module.version()
+    except ToolkitError as error:
+        missing, version = error, None
+    request = _request(op, unit, expressions, target, flags, version)
+    stores = places.stores(directory)
+
+    with _state.lock(request.key):
+        if directory is None and (known := _state.memory.get(request.key)):
+            stats.count("memory_hits")
+            gone = known.path is not None and not known.path.exists()
+            return replace(known, source="memory", path=None if gone else known.path)
+        entry = _search(request, stores)
+        if entry is None:
+            _require_compiler(request, missing, compile_allowed)
+            entry = _build(request, next((store for store in stores if store.writable), None))
+            if directory is None and entry.source == "compiled" and entry.path is not None:
+                _enforce_cap(stores[0])
+        if directory is None:
+            _state.memory[request.key] = entry
+        return entry
+
+
+def peek(unit: str, expressions: Sequence[str], target: Target, flags: Iterable[str] = (), *, op: str) -> Path | None:
+    """Return the directory of the entry ``load`` would find, neither checked nor built; None if absent."""
+    request = _request(op, unit, expressions, target, flags, nvrtc_module.version())
+    candidates = (request.directory(store) for store in places.stores(None))
+    return next((directory for directory in candidates if (directory / store_module.META).is_file()), None)
+
+
+def _search(request: _Request, stores: Sequence[Store]) -> Entry | None:
+    probe = _probe_any_version if request.nvrtc is None else _probe
+    for store in stores:
+        if entry := probe(store, request):
+            stats.count("disk_hits" if entry.source == "disk" else "extra_hits")
+            return entry
+    return None
+
+
+def _require_compiler(request: _Request, missing: ToolkitError | None, compile_allowed: bool) -> None:
+    forbidden = env.get("NO_COMPILE")
+    if compile_allowed and not forbidden:
+        if missing is not None:
+            raise missing
+        return
+    why = "RTKERNELS_NO_COMPILE is set" if forbidden else "it cannot be compiled here (CUDA graph capture)"
+    command = f"rtkernels warm --arch {request.target.name} --op {request.op}"
+    raise NotWarmError(
+        f"{request.op}: {'; '.join(request.expressions)} for {request.target.name} is not in the cache "
+        f"(key {request.key[:32]}), and {why}. Build it beforehand with `{command}`",
+        key=request.key,
+        command=command,
+    )
+
+
+def _build(request: _Request, store: Store | None) -> Entry:
+    if store is None:
+        return _compile(request, None)
+    with store_module.key_lock(store, request.key, request.op):
+        if entry := _probe(store, request, locked=True):
+            stats.count("disk_hits")
+            return entry
+        return _compile(request, store)
+
+
+def _compile(request: _Request, store: Store | None) -> Entry:
+    env.logger().info("compiling %s for %s: %s", request.op, request.target, "; ".join(request.expressions))
+    compiled = nvrtc_module.compile_unit(
+        request.unit,
+        request.expressions,
+        request.target,
+        request.extra_flags,
+        op=request.op,
+        sources=request.sources,
+    )
+    stats.count("compiles")
+    meta = _meta(request, compiled)
+    path = _publish(store, request, meta, compiled.image) if store else None
+    return Entry(compiled.image, path, compiled.names, meta, "compiled")
+
+
+def _enforce_cap(store: Store) -> None:
+    """Evict what is over the size cap; looked at once per process, after a write."""
+    if _state.cap_checked:
+        return
+    _state.cap_checked = True
+    with contextlib.suppress(OSError):
+        store_module.shrink(store, env.get("CACHE_MAX_MB") * 1_000_000)

@@ -1,0 +1,227 @@
+"""The only file that launches: functions that pack their arguments into one buffer and call the driver.
+
+``Kernel.bind`` makes them, with function, device, grid and block fixed. They launch on torch's current stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from functools import cache
+from types import CodeType
+from typing import Any
+
+import torch
+
+from rtkernels.runtime.build import nvrtc
+
+Launch = Callable[..., None]
+
+_STATIC_SHARED = 1  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_INVALID_CONTEXT = 201
+_PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+_CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_CONFIG = struct.Struct("=7I4xQQI4x")  # CUlaunchConfig: grid, block, shared bytes, stream, attributes, their count
+_ATTRIBUTE = struct.Struct("=I4x3I52x")  # CUlaunchAttribute: id, value of up to three words
+
+
+class Arguments:
+    """How the arguments of a launch are passed: eight bytes each in a buffer, tensor maps by their addresses.
+
+    Args:
+        maps: How many tensor maps come first.
+        kinds: A letter of ``struct`` for each argument after them.
+        ending: The last arguments, if they are the same in every launch: written once, not each time. `count` others
+            are left, besides tensor maps.
+    """
+
+    def __init__(self, maps: int, kinds: str, ending: Sequence[int | float] = ()) -> None:
+        self.maps, self.count = maps, len(kinds) - len(ending)
+        self.pack_into = struct.Struct("=" + kinds[: self.count]).pack_into
+        self._kinds, self._ending = kinds, ending
+
+    def slot(self) -> _Slot:
+        """Return memory for the arguments of one launch."""
+        slot = _Slot(self.maps, len(self._kinds))
+        struct.pack_into("=" + self._kinds[self.count :], slot.buffer, 8 * self.count, *self._ending)
+        return slot
+
+
+def launcher(
+    function: int, arguments: Arguments, device: int, grid: tuple[int, ...], block: int, shared: int, *,
+    overlap: bool, cluster: int, resident: bool = False,
+) -> Launch:  # fmt: skip
+    """Return a function of the kernel's arguments that launches it.
+
+    Args:
+        function: The driver's handle of the kernel.
+        arguments: How they are passed.
+        device: CUDA ordinal.
+        grid: Blocks in three dimensions.
+        block: Threads per block.
+        shared: Dynamic shared memory in bytes.
+        overlap: May start before the previous kernel of its stream has ended.
+        cluster: Blocks of a cluster.
+        resident: All blocks run at the same time, or the launch fails.
+    """
+    attributes = b""
+    if overlap:
+        attributes += _ATTRIBUTE.pack(_PROGRAMMATIC_SERIALIZATION, 1, 0, 0)
+    if cluster > 1:
+        attributes += _ATTRIBUTE.pack(_CLUSTER_DIMENSION, cluster, 1, 1)
+    if resident:
+        attributes += _ATTRIBUTE.pack(_COOPERATIVE, 1, 0, 0)
+    if attributes or arguments.maps:
+        return _extended_launcher(function, arguments, device, grid, block, shared, attributes)
+    return _plain_launcher(function, arguments, device, grid, block, shared)
+
+
+def allow_shared(function: int, limit: int) -> None:
+    """Let a kernel have up to `limit` bytes of shared memory, what it declares itself included."""
+    driver = _driver()
+    static = driver.funcGetAttribute(_STATIC_SHARED, function)
+    driver.funcSetAttribute(function, _MAX_DYNAMIC_SHARED, limit - static)
+
+
+class _Slot:
+    """One argument buffer and the array of pointers into it that the driver wants.
+
+    Tensor maps are copied by the driver from where they are: their addresses go into the array of pointers itself.
+    The driver copies everything before it returns, but the GIL is released meanwhile: a slot belongs to one call.
+    """
+
+    __slots__ = ("buffer", "config", "config_address", "pointers", "table")
+
+    def __init__(self, maps: int, count: int) -> None:
+        self.buffer = (ctypes.c_uint64 * count)()
+        base = ctypes.addressof(self.buffer)
+        self.table = (ctypes.c_uint64 * (maps + count))(*[0] * maps, *range(base, base + 8 * count, 8))
+        self.pointers = ctypes.addressof(self.table)
+        self.config = (ctypes.c_uint8 * _CONFIG.size)()
+        self.config_address = ctypes.addressof(self.config)
+
+
+def _plain_launcher(
+    function: int, arguments: Arguments, device: int, grid: tuple[int, ...], block: int, shared: int
+) -> Launch:
+    slots: list[_Slot] = []
+    scope = {
+        "function": function,
+        "grid_x": grid[0],
+        "grid_y": grid[1],
+        "grid_z": grid[2],
+        "block": block,
+        "shared": shared,
+        "device": device,
+        "take": slots.pop,
+        "give_back": slots.append,
+        "new_slot": arguments.slot,
+        "pack_into": arguments.pack_into,
+        "launch_kernel": _driver().launchKernel,
+        "DriverError": _driver().CUDADriverError,
+        "INVALID_CONTEXT": _INVALID_CONTEXT,
+        "make_context": make_context,
+        "only_device": torch.cuda.device_count() == 1,
+        "current_device": torch._C._cuda_getDevice,
+        "current_stream": torch._C._cuda_getCurrentRawStream,
+        "on_device": torch.cuda.device,
+    }
+    exec(_plain_code(arguments.count), scope)
+    return scope["launch"]
+
+
+@cache
+def _plain_code(count: int) -> CodeType:
+    """Return a flat function with a name for each argument: what is saved here is saved in every call of an op."""
+    names = ", ".join(f"argument_{i}" for i in range(count))
+    grid = "grid_x, grid_y, grid_z, block, 1, 1"
+    send = f"launch_kernel(function, {grid}, shared, current_stream(device), slot.pointers, 0)"
+    source = f"""
+def launch({names}):
+    try:
+        slot = take()
+    except IndexError:
+        slot = new_slot()
+    pack_into(slot.buffer, 0, {names})
+    if only_device or current_device() == device:
+        try:
+            {send}
+        except DriverError as error:
+            if error.status != INVALID_CONTEXT:
+                raise
+            make_context()
+            launch({names})
+    else:
+        with on_device(device):
+            {send}
+    give_back(slot)
+"""
+    return compile(source, f"<rtkernels launch of {count}>", "exec")
+
+
+def _extended_launcher(
+    function: int, arguments: Arguments, device: int, grid: tuple[int, ...], block: int, shared: int,
+    attributes: bytes,
+) -> Launch:  # fmt: skip
+    # CuPy has no launch with attributes, so this one goes to the driver itself (about 2 µs more host time).
+    kept = ctypes.create_string_buffer(attributes, len(attributes))
+    kept_address, count = ctypes.addressof(kept), len(attributes) // _ATTRIBUTE.size
+    launch_kernel_ex = _launch_kernel_ex()
+    current_device = torch._C._cuda_getDevice
+    current_stream = torch._C._cuda_getCurrentRawStream
+    only_device = torch.cuda.device_count() == 1
+    maps, pack_into = arguments.maps, arguments.pack_into
+    slots: list[_Slot] = []
+
+    def send(slot: _Slot) -> int:
+        stream = current_stream(device)
+        _CONFIG.pack_into(slot.config, 0, *grid, block, 1, 1, shared, stream, kept_address, count)
+        status = launch_kernel_ex(slot.config_address, function, slot.pointers, 0)
+        if status == _INVALID_CONTEXT:
+            make_context()
+            status = launch_kernel_ex(slot.config_address, function, slot.pointers, 0)
+        return status
+
+    def launch(*args: Any, _keep_alive: Any = kept) -> None:
+        try:
+            slot = slots.pop()
+        except IndexError:
+            slot = arguments.slot()
+        for i in range(maps):
+            slot.table[i] = args[i].address
+        pack_into(slot.buffer, 0, *args[maps:])
+        if only_device or current_device() == device:
+            status = send(slot)
+        else:
+            with torch.cuda.device(device):
+                status = send(slot)
+        if status:
+            raise _driver().CUDADriverError(status)
+        slots.append(slot)
+
+    return launch
+
+
+def make_context() -> None:
+    """Give this thread a CUDA context: one that has made no CUDA call yet has none, and torch's allocator may not
+    have needed one."""
+    nvrtc.import_cupy().cuda.runtime.free(0)
+
+
+@cache
+def _launch_kernel_ex() -> Callable[..., int]:
+    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    function.argtypes = [ctypes.c_void_p] * 4
+    function.restype = ctypes.c_int
+    return function
+
+
+@cache
+def _driver() -> Any:
+    nvrtc.import_cupy()
+    from cupy_backends.cuda.api import driver
+
+    return driver

@@ -1,0 +1,217 @@
+"""From a kernel's record to a function that launches it on torch tensors.
+
+A ``Kernel`` says where a kernel lives, how it is specialised and what it takes. ``bind`` gives a ``Launch``: a
+function with grid, block and device fixed that packs its arguments into one buffer and calls the driver.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from rtkernels.errors import NotWarmError, RtkError, UnsupportedDeviceError
+from rtkernels.runtime.build import cache as build_cache
+from rtkernels.runtime.build import nvrtc
+from rtkernels.runtime.launch import driver
+from rtkernels.runtime.launch.device import _emulated_number, device_info, shared_limit
+from rtkernels.runtime.launch.driver import Launch
+from rtkernels.runtime.targets import Target
+
+Variant = tuple[Any, ...]
+
+_C_TYPES = {"bf16": "rtk::bf16", "fp16": "rtk::fp16", "fp32": "float", "e4m3": "rtk::e4m3", "e5m2": "rtk::e5m2"}
+_KIND_FORMAT = {"ptr": "Q", "i64": "q", "f64": "d"}
+
+
+class Kernel:
+    """The record of one function template in ``cuda_src``.
+
+    Args:
+        unit: Source file relative to ``cuda_src``.
+        entry: Name of the ``__global__`` template in namespace ``rtk``.
+        template: Names of the template parameters, for people.
+        args: ``"x:ptr rows:i64 eps:f64"``; every argument is eight bytes. Tensor maps (``x:tmap``, passed as
+            ``_tensor_map.TensorMap``) come before all others.
+        variants: Template arguments to build ahead of time: tuples, or a function of the target giving them.
+        max_registers: Ceiling that the compile tests enforce.
+        needs: Features a target must have (see ``Target.features``).
+        emulated: True, or the reason why the host emulator cannot run this kernel.
+        flags: Extra compiler flags.
+    """
+
+    def __init__(
+        self,
+        unit: str,
+        entry: str,
+        *,
+        template: str,
+        args: str,
+        variants: Sequence[Variant] | Callable[[Target], Iterable[Variant]],
+        max_registers: int,
+        needs: tuple[str, ...] = (),
+        emulated: bool | str = True,
+        flags: tuple[str, ...] = (),
+    ) -> None:
+        self.unit = unit
+        self.name = entry
+        self.template = tuple(template.split())
+        self.args = tuple(tuple(item.split(":")) for item in args.split())
+        self.max_registers = max_registers
+        self.needs = needs
+        self.emulated = emulated
+        self.flags = flags
+        self.op = entry  # the owning Op sets its own name
+        self._variants = variants
+        self._maps = sum(kind == "tmap" for _, kind in self.args)
+        self._kinds = "".join(_KIND_FORMAT[kind] for _, kind in self.args[self._maps :])
+        self._functions: dict[tuple[Variant, int], int] = {}
+        self._alive: list[Any] = []  # CuPy modules, whose functions die with them
+        self._lock = threading.Lock()
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.unit}: {self.name})"
+
+    def expression(self, variant: Variant) -> str:
+        """Return the C++ name of a variant, ``rtk::rms_norm_fwd<rtk::bf16, float, 8>``."""
+        if len(variant) != len(self.template):
+            raise TypeError(f"{self.name} takes template arguments {self.template}, got {variant}")
+        return f"rtk::{self.name}<{', '.join(map(_template_argument, variant))}>"
+
+    def variants(self, target: Target) -> list[Variant]:
+        """Return the variants that warming and the compile tests build for a target (none if unsupported)."""
+        if not self.supports(target):
+            return []
+        return list(self._variants(target) if callable(self._variants) else self._variants)
+
+    def supports(self, target: Target) -> bool:
+        """Return True if the target has every feature this kernel needs."""
+        return target.features.issuperset(self.needs)
+
+    def bind(
+        self,
+        variant: Variant,
+        device: int,
+        grid: int | tuple[int, ...],
+        block: int,
+        shared: int = 0,
+        *,
+        overlap: bool = False,
+        cluster: int = 1,
+        resident: bool = False,
+        ending: Sequence[int | float] = (),
+    ) -> Launch:
+        """Return a function that launches a variant on a device, compiling and loading it if needed.
+
+        Args:
+            variant: Template arguments.
+            device: CUDA ordinal, or -1 for the host emulator.
+            grid: Blocks in x, or in up to three dimensions; every one at least 1.
+            block: Threads per block.
+            shared: Dynamic shared memory in bytes.
+            overlap: The kernel may start before the previous one of its stream has ended. It must call
+                ``ptx::wait_for_previous`` before it reads that one's results. Ignored below sm_90.
+            cluster: Blocks in x that run at the same time and reach each other's shared memory; divides the grid.
+            resident: All blocks run at the same time, as those must that wait for each other; or the launch fails.
+            ending: The kernel's last arguments, fixed for all launches, which then take those before them.
+        """
+        dims = tuple(map(int, grid if isinstance(grid, Sequence) else (grid,)))  # numbers of NumPy come by sizes
+        dims += (1,) * (3 - len(dims))
+        if device < 0:
+            from rtkernels import emulator
+
+            together = dims[0] if resident else cluster  # blocks that run by turns
+            launch = emulator.bind(self, variant, _emulated_number, dims, block, shared, together)
+            return (lambda *args: launch(*args, *ending)) if ending else launch
+        function = self._functions.get((variant, device)) or self._load(variant, device)
+        overlap = overlap and "pdl" in device_info(device).target.features
+        arguments = driver.Arguments(self._maps, self._kinds, ending)
+        return driver.launcher(
+            function, arguments, device, dims, block, shared, overlap=overlap, cluster=cluster, resident=resident
+        )
+
+    def _load(self, variant: Variant, device: int) -> int:
+        with self._lock:
+            if found := self._functions.get((variant, device)):
+                return found
+            expression = self.expression(variant)
+            info = device_info(device)
+            if not self.supports(info.target):
+                raise UnsupportedDeviceError(
+                    f"{self.op}: kernel {self.name} needs {', '.join(self.needs)}, which {info.name} "
+                    f"({info.target}) does not have"
+                )
+            with torch.cuda.device(device):
+                if torch.cuda.is_current_stream_capturing():
+                    raise NotWarmError(
+                        f"{self.op}: {expression} is not loaded on cuda:{device} and cannot be compiled or loaded "
+                        f"while a CUDA graph is captured; call the op once with tensors of the same shapes, strides "
+                        f"and dtypes before the capture"
+                    )
+                entry = build_cache.load(self.unit, [expression], info.target, self.flags, op=self.op)
+                function = self._load_image(entry, expression, info.target)
+            self._functions[variant, device] = function
+            return function
+
+    def _load_image(self, entry: build_cache.Entry, expression: str, target: Target) -> int:
+        try:
+            raw = _raw_kernel(entry.path, entry.names[expression])
+        except (OSError, TypeError, RuntimeError):
+            # In memory only, or the file went away (cache cleared or pruned) after it was checked.
+            with tempfile.NamedTemporaryFile(suffix=".image") as file:
+                file.write(entry.image)
+                file.flush()
+                raw = _raw_kernel(file.name, entry.names[expression])
+        function = raw.kernel.ptr
+        self._alive.append(raw)
+        driver.allow_shared(function, shared_limit(target))
+        return function
+
+    def _after_fork(self) -> None:
+        self._lock = threading.Lock()
+
+
+def build_together(device: int, *wanted: tuple[Kernel, Variant]) -> None:
+    """Compile at the same time what several kernels of one call still lack; binding them then finds it in the cache."""
+    if device < 0 or torch.cuda.is_current_stream_capturing():
+        return
+    target = device_info(device).target
+    new = [(k, v) for k, v in wanted if (v, device) not in k._functions and k.supports(target)]
+    missing = [pair for pair in new if not _built(*pair, target, compile_allowed=False)]
+    threads = [threading.Thread(target=_built, args=(*pair, target)) for pair in missing[1:]]
+    for thread in threads:
+        thread.start()
+    if threads:
+        _built(*missing[0], target)
+    for thread in threads:
+        thread.join()
+
+
+def _built(kernel: Kernel, variant: Variant, target: Target, *, compile_allowed: bool = True) -> bool:
+    try:
+        build_cache.load(
+            kernel.unit, [kernel.expression(variant)], target, kernel.flags, op=kernel.op,
+            compile_allowed=compile_allowed,
+        )  # fmt: skip
+    except RtkError:  # binding meets it again, and raises
+        return False
+    return True
+
+
+def _raw_kernel(path: Any, name: str) -> Any:
+    raw = nvrtc.import_cupy().RawModule(path=os.fspath(path)).get_function(name)
+    raw.kernel  # noqa: B018  CuPy loads the module here, not earlier
+    return raw
+
+
+def _template_argument(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return _C_TYPES.get(value, f"rtk::{value}")
+    return str(value)

@@ -1,0 +1,114 @@
+"""Memory for results: uninitialised tensors at little cost, and zeros that cost no launch.
+
+Kernels that count, draw their work, or find out which block is the last one, start from zeros.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    pass
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+Allocate = Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]
+
+# What compiled graphs allocate with: no argument parsing, no dispatcher, half the time of torch.empty_like.
+_empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+
+def allocator(device: int) -> Allocate:
+    """Return a function ``(shape, strides, dtype) -> uninitialised tensor`` on a CUDA device, or on the CPU for -1.
+
+    Shape and strides must be exactly tuples; ``torch.Size`` is refused by the fast allocator.
+    """
+    place = "cpu" if device < 0 else f"cuda:{device}"
+    if device >= 0 and _empty_strided_cuda is not None and torch.cuda.device_count() == 1:
+        return _empty_strided_cuda
+
+    def allocate(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        if type(shape) is not tuple or type(strides) is not tuple:  # so that tests without a GPU find it
+            raise TypeError(f"shape and strides must be tuples, got {type(shape).__name__}, {type(strides).__name__}")
+        return torch.empty_strided(shape, strides, dtype=dtype, device=place)
+
+    return allocate
+
+
+def dense_memory(device: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[Allocate, tuple[Any, ...]]:
+    """Return an allocator and its arguments for a contiguous tensor: ``allocate(*layout)`` makes one."""
+    return allocator(device), (tuple(shape), dense_strides(shape), dtype)
+
+
+def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor, as torch gives them."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+_AT_ONCE = 64
+_zeros: dict[tuple[int, int, int], list[Tensor]] = {}
+_kept: dict[tuple[int, int], Tensor] = {}
+
+
+def fresh_zeros(device: int, n: int) -> Tensor:
+    """Return `n` int32 zeros that nobody has or had, on a CUDA device or, for -1, on the CPU.
+
+    Kernels that count, or find out which block is the last one, start from zeros; clearing a few hundred bytes takes as
+    long as they do. So many such tensors are cut from one cleared piece of memory, made in the stream that uses them.
+    A graph is replayed, so what is captured clears its own; so does what a compiled graph calls, in whose memory the
+    rest could not stay.
+    """
+    if device < 0:
+        stream = 0
+    else:
+        if dispatched() or torch.cuda.is_current_stream_capturing():
+            return torch.zeros(n, dtype=torch.int32, device=f"cuda:{device}")
+        stream = torch._C._cuda_getCurrentRawStream(device)
+    ready = _zeros.setdefault((device, stream, n), [])
+    try:
+        return ready.pop()
+    except IndexError:
+        place = "cpu" if device < 0 else f"cuda:{device}"
+        with torch.inference_mode(False):  # they may be used, and saved for a backward, outside of it
+            made = torch.zeros(_AT_ONCE, -(-n // 32) * 32, dtype=torch.int32, device=place)
+            first, *rest = (row[:n] for row in made.unbind())
+        ready.extend(rest)
+        return first
+
+
+def kept_zeros(device: int, n: int) -> Tensor:
+    """Return at least `n` int32, zeros or what the last kernel of the stream that got them has left.
+
+    On a CUDA device, or for -1 on the CPU. For kernels that leave everything as they want to find it. What a graph or a
+    compiled graph calls gets zeros of its own, for the reasons of :func:`fresh_zeros`.
+    """
+    place, key = "cpu" if device < 0 else f"cuda:{device}", (device, 0)
+    if device >= 0:
+        if dispatched() or torch.cuda.is_current_stream_capturing():
+            return torch.zeros(n, dtype=torch.int32, device=place)
+        key = device, torch._C._cuda_getCurrentRawStream(device)
+    kept = _kept.get(key)
+    if kept is None or kept.numel() < n:
+        with torch.inference_mode(False):
+            kept = _kept[key] = torch.zeros(n, dtype=torch.int32, device=place)
+    return kept
+
+
+_calls = threading.local()
+
+
+def dispatched() -> bool:
+    """Return True inside an operator that the dispatcher called, as compiled graphs do.
+
+    What it allocates then may come from the graphs' own memory, and must not outlive the call unless it is returned.
+    """
+    return getattr(_calls, "dispatched", False)

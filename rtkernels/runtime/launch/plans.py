@@ -1,0 +1,53 @@
+"""What operators worked out for tensors like the ones at hand, kept by their metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from rtkernels.errors import ArgumentError, UnsupportedDeviceError
+from rtkernels.runtime.torch_private import jit_tracing_state
+
+_PLANS_LIMIT = 4096
+
+
+class Plans(dict):
+    """What an op worked out for one set of tensor metadata, computed by ``build(*key)`` at the first look-up.
+
+    The key must hold everything validation and launch depend on. Bounded: programs with ever-changing shapes start
+    over instead of growing.
+    """
+
+    _all: ClassVar[list[Plans]] = []
+
+    def __init__(self, build: Callable[..., Any]) -> None:
+        super().__init__()
+        self._build = build
+        self._all.append(self)
+
+    @classmethod
+    def forget_all(cls) -> None:
+        """Drop the plans of every op."""
+        for plans in cls._all:
+            plans.clear()
+
+    def __missing__(self, key: tuple[Any, ...]) -> Any:
+        if jit_tracing_state() is not None:
+            raise UnsupportedDeviceError(
+                "torch.jit.trace would record the results of device code as constants; use torch.export"
+            )
+        if any(isinstance(value, torch.Tensor) for value in key):
+            raise ArgumentError("got a tensor where a number is expected; a plan would keep its value")
+        plan = self._build(*key)
+        devices = {
+            meta[3] for meta in key if isinstance(meta, tuple) and len(meta) == 4 and isinstance(meta[0], torch.dtype)
+        }
+        if len(devices) > 1:  # and the op did not say of which argument
+            places = " and ".join(f"cuda:{i}" if i >= 0 else "the CPU" for i in sorted(devices))
+            raise ArgumentError(f"got tensors on {places}; expected all on one device")
+        if len(self) >= _PLANS_LIMIT:
+            self.clear()
+        self[key] = plan
+        return plan

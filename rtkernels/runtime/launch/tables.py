@@ -1,0 +1,242 @@
+"""Tables of addresses: how one launch reaches the tensors of a list.
+
+A table is an int64 tensor on the device, some of whose words are addresses of other tensors. It is built once for a
+list and found again by what it depends on: the address of every tensor and its type, dtype, device, sizes and strides.
+The look-up costs two C-level passes over the list and no device work; ``TensorList`` skips even that.
+
+Tables belong to the stream that was current when they were made, and so does their memory: no call on another stream
+can overtake the upload, and memory that is freed is reused in order. While a CUDA graph is captured a table is always
+made anew and uploaded by the graph itself, from pinned memory that is never freed nor changed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from rtkernels.errors import ArgumentError, NotWarmError
+from rtkernels.runtime.launch.plans import Plans
+from rtkernels.runtime.torch_private import TENSOR_TYPES, TensorGuards, refuse_lazy, same_tensors
+
+_TABLES_LIMIT = 64
+_SLAB_WORDS = 1 << 20  # of pinned memory at a time, for tables uploaded by graphs
+
+_data_ptr = Tensor.data_ptr
+
+
+def _capturing(device: int) -> bool:
+    if torch._C._cuda_getDevice() == device:
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def _current_stream(device: int) -> int:
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
+class TensorList(tuple):
+    """Tensors that are used together again and again; see ``rtkernels.tensor_list``."""
+
+    tables: dict[Any, Any]
+    requires_grad: bool  # of any of them
+
+    def __new__(cls, tensors: Iterable[Tensor]) -> TensorList:
+        made = super().__new__(cls, tensors)
+        made.tables = {}
+        made.requires_grad = any(getattr(t, "requires_grad", False) for t in made)
+        return made
+
+
+class _Slot:
+    """The last table made for lists of this length with these first and last addresses on this stream."""
+
+    __slots__ = ("entry",)
+
+    def __init__(self, *key: Any) -> None:
+        self.entry: tuple[list[int], Callable[..., bool], Any] = ([], lambda: False, None)
+
+
+class Tables:
+    """The tables that one function builds, by list and stream.
+
+    Args:
+        build: ``build(lists, device)`` -> anything; it validates the lists and calls ``upload``.
+    """
+
+    def __init__(self, build: Callable[[Sequence[Sequence[Tensor]], int], Any]) -> None:
+        self._build = build
+        self._slots = Plans(_Slot)  # emptied together with the plans of the ops
+
+    def find(self, lists: Sequence[Sequence[Tensor]]) -> Any:
+        """Return what ``build`` made for these lists (the first has at least one tensor), building it if needed."""
+        first = lists[0]
+        device = first[0].get_device()
+        if device < 0:
+            stream = -1
+        elif _capturing(device):
+            # Never a table from outside: it may be gone when the graph runs. Nor is this one of use to anybody else.
+            return self._build(lists, device)
+        else:
+            stream = _current_stream(device)
+        if len(lists) == 1 and type(first) is TensorList and device >= 0:
+            table = first.tables.get((id(self), stream))
+            if table is None:
+                table = first.tables[id(self), stream] = self._build(lists, device)
+            return table
+        flat = first if len(lists) == 1 else list(chain.from_iterable(lists))
+        try:
+            pointers = list(map(_data_ptr, flat))
+        except RuntimeError:  # a tensor without memory of its own, such as a sparse one
+            self._build(lists, device)
+            raise
+        slot = self._slots[tuple(map(len, lists)), pointers[0], pointers[-1], stream]
+        known, same, table = slot.entry
+        if known == pointers and same(*flat):
+            return table
+        table = self._build(lists, device)
+        slot.entry = (pointers, _Matcher(flat), table)
+        if len(self._slots) > _TABLES_LIMIT:
+            self._slots.pop(next(iter(self._slots)), None)
+        return table
+
+
+class _Matcher:
+    """Tells whether tensors have the metadata of those it was made from. It keeps none of them alive.
+
+    The guards are made when a list comes back for the first time: lists that never do (gradients that are allocated
+    anew in every step) should not pay for them.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._known = list(map(_metadata, tensors))
+        self._check: Callable[..., bool] | None = None
+
+    def __call__(self, *tensors: Tensor) -> bool:
+        if self._check is not None:
+            return self._check(*tensors)
+        if list(map(_metadata, tensors)) != self._known:
+            return False
+        if TensorGuards is not None:
+            self._check = same_tensors(tensors)
+        return True
+
+
+def _metadata(t: Tensor) -> tuple[Any, ...]:
+    return t.dtype, t.get_device(), t.shape, t.stride(), t.is_neg()
+
+
+# ---- uploading ------------------------------------------------------------------------------------------------------
+
+_slab: Tensor | None = None
+_slab_used = 0
+_of_graphs: list[tuple[Tensor, Tensor]] = []  # a graph reads its tables whenever it is replayed: they stay
+_lock = threading.Lock()
+
+
+def upload(words: numpy.ndarray, device: int, targets: Callable[[], Mapping[int, Tensor]]) -> Tensor:
+    """Return a table on a device without waiting for anything.
+
+    Args:
+        words: int64.
+        device: CUDA ordinal, or -1 for the host emulator.
+        targets: Gives, for the emulator, the tensors whose addresses are in the table, by index of the word.
+
+    Raises:
+        NotWarmError: A CUDA graph is being captured, and there is no pinned memory to upload the table from.
+    """
+    source = torch.from_numpy(words)
+    if device < 0:
+        from rtkernels import emulator
+
+        emulator.points_to(source, targets())
+        return source
+    if _capturing(device):
+        return _upload_by_graph(source, device)
+    _make_slab(len(words))
+    table = torch.empty(len(words), dtype=torch.int64, device=f"cuda:{device}")
+    table.copy_(source.pin_memory(), non_blocking=True)
+    return table
+
+
+def _make_slab(words: int) -> None:
+    """Have pinned memory for a table of this size at hand: none can be allocated during a capture."""
+    global _slab, _slab_used
+    with _lock:
+        if _slab is None or len(_slab) - _slab_used < words:
+            _slab = torch.empty(max(_SLAB_WORDS, 4 * words), dtype=torch.int64, device="cpu", pin_memory=True)
+            _slab_used = 0
+
+
+def _upload_by_graph(source: Tensor, device: int) -> Tensor:
+    global _slab_used
+    with _lock:
+        if _slab is None or len(_slab) - _slab_used < len(source):
+            raise NotWarmError(
+                "the table of this tensor list cannot be made while a CUDA graph is captured: no pinned memory is "
+                "left; call the op once with these tensors before the capture"
+            )
+        staged = _slab[_slab_used : _slab_used + len(source)]
+        _slab_used += len(source)
+    staged.copy_(source)
+    table = torch.empty(len(source), dtype=torch.int64, device=f"cuda:{device}")
+    table.copy_(staged, non_blocking=True)
+    _of_graphs.append((staged, table))
+    return table
+
+
+# ---- what every list must be ----------------------------------------------------------------------------------------
+
+
+def check_list(name: str, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+    """Raise an ArgumentError unless all are tensors of these dtypes on one device whose elements fill their memory."""
+    if (
+        set(map(type, tensors)) <= TENSOR_TYPES
+        and {t.layout for t in tensors} <= {torch.strided}
+        and {t.dtype for t in tensors} <= set(dtypes)
+        and {t.device for t in tensors} <= {device}
+        and all(map(Tensor.is_contiguous, tensors))
+        and not any(map(Tensor.is_neg, tensors))
+    ):
+        return  # nearly always; what follows is slower and says what is wrong
+    for i, t in enumerate(tensors):
+        if not isinstance(t, Tensor):
+            raise ArgumentError(f"{name}[{i}] is a {type(t).__name__}; expected a torch.Tensor")
+        if t.layout != torch.strided:
+            raise ArgumentError(f"{name}[{i}] has layout {t.layout}; expected a dense tensor")
+        if t.dtype not in dtypes:
+            wanted = ", ".join(str(a).removeprefix("torch.") for a in dtypes)
+            got = str(t.dtype).removeprefix("torch.")
+            raise ArgumentError(f"{name}[{i}] has dtype {got}; expected one of {wanted}")
+        if t.device != device:
+            raise ArgumentError(f"{name}[{i}] is on {t.device}; expected {device}, that of the first tensor")
+        refuse_lazy(f"{name}[{i}]", t)
+        if not t.is_contiguous() and not _fills_memory(t):
+            raise ArgumentError(
+                f"{name}[{i}] has shape {tuple(t.shape)} and strides {tuple(t.stride())}, which leave gaps or overlap; "
+                "expected a contiguous tensor, or a permutation of one (call .contiguous())"
+            )
+
+
+def _fills_memory(t: Tensor) -> bool:
+    step = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(t.shape, t.stride(), strict=True) if size != 1):
+        if stride != step:
+            return False
+        step *= size
+    return True
+
+
+def same_order(a: Tensor, b: Tensor) -> bool:
+    """Return True if two tensors of one shape have their elements in the same order in memory."""
+    if a.shape != b.shape:
+        return False
+    if a.is_contiguous() and b.is_contiguous():
+        return True
+    return all(size == 1 or p == q for size, p, q in zip(a.shape, a.stride(), b.stride(), strict=True))

@@ -1,0 +1,146 @@
+"""Tensor maps: what the bulk tensor copy engine (sm_90 and newer) must know of a matrix, 128 bytes made by the driver.
+
+A kernel takes one as ``const __grid_constant__ ptx::TensorMap`` and its record as ``name:tmap``. Making one costs a few
+microseconds on the host and touches no device memory, so it may happen while a CUDA graph is captured. A map holds an
+address, so the ones in use are found again by address and layout; a stale one is harmless.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+
+from rtkernels.errors import RtkError
+
+Words = tuple[int, ...]
+
+_BYTES, _ALIGNMENT = 128, 64
+_TYPES = {"byte": (0, 1), "fp16": (6, 2), "fp32": (7, 4), "bf16": (9, 2)}  # CUtensorMapDataType, bytes
+_SWIZZLE = {False: 0, True: 3}  # none, or by 128 bytes
+_PROMOTION = {False: 0, True: 3}  # of L2 reads to 256 bytes
+_MAPS = 256  # remembered
+_NO_CONTEXT = (3, 201)  # CUDA_ERROR_NOT_INITIALIZED, CUDA_ERROR_INVALID_CONTEXT
+
+
+class TensorMap:
+    """The bytes of one map; ``address`` is where they are on the host."""
+
+    __slots__ = ("_memory", "address")
+
+    def __init__(self) -> None:
+        self._memory = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
+        start = ctypes.addressof(self._memory)
+        self.address = start + -start % _ALIGNMENT
+
+
+class EmulatedMap:
+    """The same for the emulator: a table of words (``emulator/runtime/mbarrier.h``), the first one the tensor."""
+
+    def __init__(self, address: Any, size: int, sizes: Words, strides: Words, box: Words, swizzle: bool) -> None:
+        from rtkernels.emulator._launch import points_to
+
+        def five(words: Words) -> list[int]:
+            return [*words, *[0] * (5 - len(words))]
+
+        first = int(address.tensor.data_ptr())
+        head = [first, int(address) - first, size, len(sizes), int(swizzle)]
+        self.table = torch.tensor(
+            [*head, *five(sizes), *five((size, *strides)), *five(box)], dtype=torch.int64, device="cpu"
+        )
+        points_to(self.table, {0: address.tensor})
+
+
+def matrix_map(
+    address: int,
+    token: str,
+    rows: int,
+    cols: int,
+    pitch: int,
+    box_rows: int,
+    box_cols: int,
+    *,
+    swizzle: bool = True,
+    promote: bool = True,
+) -> TensorMap | EmulatedMap:
+    """Return the map of a row-major matrix that is copied in boxes.
+
+    Args:
+        address: Of the first element on the device, a multiple of 16.
+        token: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"byte"``.
+        rows: Rows of the matrix; what lies outside of it is read as 0.
+        cols: Columns of the matrix.
+        pitch: Elements from row to row; a multiple of 16 bytes.
+        box_rows: Rows of a box, at most 256.
+        box_cols: Columns of a box, at most 256; at most 128 bytes with `swizzle`.
+        swizzle: As for :func:`tiled_map`.
+        promote: As for :func:`tiled_map`.
+    """
+    size = _TYPES[token][1]
+    return tiled_map(address, token, (cols, rows), (pitch * size,), (box_cols, box_rows), swizzle, promote)
+
+
+def tiled_map(
+    address: int,
+    token: str,
+    sizes: Words,
+    strides: Words,
+    box: Words,
+    swizzle: bool = True,
+    promote: bool = True,
+) -> TensorMap | EmulatedMap:
+    """Return the map of a tensor that is copied in boxes.
+
+    Args:
+        address: Of the first element on the device, a multiple of 16.
+        token: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"byte"``.
+        sizes: Elements in each dimension, the contiguous one first; what lies outside is read as 0, and not written.
+        strides: Bytes from one to the next in each dimension but the first; multiples of 16.
+        box: Elements of a box in each dimension, at most 256, and 128 bytes in the first with `swizzle`.
+        swizzle: By 128 bytes, in shared memory; else rows follow each other there.
+        promote: L2 reads 256 bytes where it must read.
+
+    Raises:
+        RtkError: The driver refuses.
+    """
+    if hasattr(address, "tensor"):  # while a launcher runs in the emulator
+        return EmulatedMap(address, _TYPES[token][1], sizes, strides, box, swizzle)
+    return _made(address, token, sizes, strides, box, swizzle, promote)
+
+
+@lru_cache(maxsize=_MAPS)
+def _made(
+    address: int, token: str, sizes: Words, strides: Words, box: Words, swizzle: bool, promote: bool
+) -> TensorMap:
+    made, rank = TensorMap(), len(sizes)
+    arrays = (
+        (ctypes.c_uint64 * rank)(*sizes),
+        (ctypes.c_uint64 * (rank - 1))(*strides),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+    )
+    args = (made.address, _TYPES[token][0], rank, address, *arrays, 0, _SWIZZLE[swizzle], _PROMOTION[promote], 0)
+    status = _encode()(*args)
+    if status in _NO_CONTEXT:
+        from rtkernels.runtime.launch.driver import make_context
+
+        make_context()
+        status = _encode()(*args)
+    if status:
+        raise RtkError(
+            f"cuTensorMapEncodeTiled failed with status {status} for {token} {list(sizes[::-1])}, "
+            f"{list(strides[::-1])} bytes apart, at {address:#x}, boxes of {list(box[::-1])}"
+        )
+    return made
+
+
+@cache
+def _encode() -> Callable[..., int]:
+    function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    pointer, number, word = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32
+    function.argtypes = [pointer, number, word, pointer, pointer, pointer, pointer, pointer] + [number] * 4
+    function.restype = ctypes.c_int
+    return function

@@ -1,0 +1,191 @@
+"""Tensors as kernels see them: rows of a unit-stride last dimension, and what launchers ask about them."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rtkernels.errors import ArgumentError
+
+DTYPE_TOKEN = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+}
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+GRID_LIMIT = 2**31 - 1  # blocks in x; y and z are limited to 65535
+
+
+def token(name: str, dtype: torch.dtype, accepted: Sequence[torch.dtype] = FLOAT_DTYPES) -> str:
+    """Return the template token of a dtype, or raise an ArgumentError that names the argument."""
+    if dtype not in accepted:
+        wanted = ", ".join(str(a).removeprefix("torch.") for a in accepted)
+        raise ArgumentError(f"{name} has dtype {str(dtype).removeprefix('torch.')}; expected one of {wanted}")
+    return DTYPE_TOKEN[dtype]
+
+
+def row_stride(shape: Sequence[int], stride: Sequence[int]) -> int | None:
+    """Return the distance between rows in elements, or None if the tensor is not a stack of unit-stride rows.
+
+    Args:
+        shape: Any rank from 1; the last dimension is the row.
+        stride: As torch gives it. Dimensions of size 1 may have any stride; a single expanded dimension gives 0.
+    """
+    if 0 in shape:
+        return shape[-1]
+    if shape[-1] > 1 and stride[-1] != 1:
+        return None
+    outer = [(size, step) for size, step in zip(shape[:-1], stride[:-1], strict=True) if size != 1]
+    if not outer:
+        return shape[-1]
+    for (_, upper), (size, lower) in pairwise(outer):
+        if upper != size * lower:
+            return None
+    return outer[-1][1]
+
+
+def row_count(shape: Sequence[int]) -> int:
+    """Return how many rows a shape has (the product of all but the last dimension)."""
+    count = 1
+    for size in shape[:-1]:
+        count *= size
+    return count
+
+
+def vector_bytes(*multiples: int, most: int = 16) -> int:
+    """Return the widest access in bytes (a power of two up to `most`) that every given byte count allows.
+
+    Args:
+        multiples: Addresses, row lengths and row strides, all in bytes.
+        most: A power of two.
+    """
+    bits = most
+    for value in multiples:
+        bits |= value
+    return bits & -bits
+
+
+# ---- groups of threads that share a row (RowGroup in common/reduce.cuh) ---------------------------------------------
+
+
+def group_threads(vectors: int, most: int) -> int:
+    """Return how many threads share a row of `vectors` accesses: a power of two up to 32, else whole warps."""
+    if vectors <= 32:
+        return 1 << max(vectors - 1, 0).bit_length()
+    return min(-(-vectors // 32) * 32, most)
+
+
+def divisor(d: int) -> int:
+    """Return what ``divided`` (common/abi.cuh) needs to divide numbers below 2**31 by `d` exactly.
+
+    With ``2**(s-1) < d <= 2**s`` and ``m = ceil(2**(31+s) / d)``, ``m * d`` exceeds ``2**(31+s)`` by less than
+    ``2**s``, which times n stays under ``2**(31+s)``: ``n * m >> (31+s)`` is the quotient. m has at most 32 bits.
+    """
+    shift = (d - 1).bit_length()
+    return shift << 32 | -(-(1 << (31 + shift)) // d)
+
+
+def halves(lower: int, upper: int) -> int:
+    """Return the kernel argument, of eight bytes, in which two numbers below 2**32 share its halves."""
+    return int.from_bytes(struct.pack("<II", lower, upper), "little", signed=True)
+
+
+@lru_cache(maxsize=64)
+def float_halves(lower: float, upper: float) -> int:
+    """The same of two numbers as float32; what that cannot hold is infinite, as it is when a kernel converts it."""
+    return halves(*(int.from_bytes(ctypes.c_float(v), "little") for v in (lower, upper)))
+
+
+def block_of(threads_per_row: int) -> int:
+    """Return a block size for one group wider than a warp, or for several narrower ones."""
+    return threads_per_row if threads_per_row > 32 else 128
+
+
+class Runs(NamedTuple):
+    """How kernels built on Runs (common/row_slices.cuh) cut a matrix, and the launch that covers it."""
+
+    threads_per_row: int
+    runs_per_row: int
+    grid: int
+    block: int
+
+
+def runs(rows: int, cols: int, per_thread: int, most: int = 256) -> Runs:
+    """Cut `rows` rows of `cols` columns into runs of `per_thread` columns for each of at most `most` threads."""
+    threads = group_threads(-(-cols // per_thread), most)
+    per_row, block = -(-cols // (threads * per_thread)), block_of(threads)
+    return Runs(threads, per_row, min(-(-rows * per_row // (block // threads)), GRID_LIMIT), block)
+
+
+_PASSING_BYTES = 300 << 20
+
+
+def passing(nbytes: int) -> bool:
+    """Return True if kernels that read `nbytes` and write much less should mark them as the first to leave L2.
+
+    Else they push out what was written there before, and the memory is busy with that as well. It saves up to the time
+    of writing L2's size, but such reads are 4 % slower, so it is for a few times that size (docs/measurements.md).
+    """
+    return nbytes <= _PASSING_BYTES
+
+
+# ---- tensors --------------------------------------------------------------------------------------------------------
+
+
+def metadata(t: Tensor | None) -> tuple[Any, ...] | None:
+    """Return ``(dtype, shape, stride, device index)``: the hashable part of a plan key that a tensor stands for."""
+    return None if t is None else (t.dtype, t.shape, t.stride(), t.get_device())
+
+
+def is_dense(meta: tuple[Any, ...] | None) -> bool:
+    """Return True if the elements of a tensor with this metadata lie side by side, in order (or for None)."""
+    return meta is None or row_stride((*meta[1], 1), (*meta[2], 1)) == 1
+
+
+def address(t: Tensor | None) -> int:
+    """Return the address of a tensor's first element, 0 for None."""
+    return 0 if t is None else t.data_ptr()
+
+
+def rowed(t: Tensor | None) -> Tensor | None:
+    """Return the tensor, copied if it is not a stack of evenly spaced unit-stride rows."""
+    return t if t is None or row_stride(t.shape, t.stride()) is not None else t.contiguous()
+
+
+def extent(t: Tensor) -> tuple[int, int]:
+    """Return the addresses between which the elements of a tensor that is not empty lie."""
+    first = t.data_ptr()
+    reach = sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True))
+    return first, first + (reach + 1) * t.itemsize
+
+
+def may_overlap(a: Tensor, b: Tensor) -> bool:
+    """Return True if two tensors may share memory: tensors that lie within each other's gaps count as well."""
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    (first, last), (begin, end) = extent(a), extent(b)
+    return begin < last and first < end
+
+
+def nothing(like: Tensor) -> Tensor:
+    """Stand for an output nobody asked for: operators cannot return None."""
+    return torch.empty(0, dtype=torch.float32, device=like.device)
+
+
+def check_same(name: str, got: Any, wanted: Any, what: str, of: str = "x") -> None:
+    """Raise an ArgumentError unless an argument has the dtype, shape or device index of another one."""
+    if got != wanted:
+        raise ArgumentError(f"{name} has {what} {_spell(got)}; expected {_spell(wanted)}, that of {of}")
+
+
+def _spell(value: Any) -> str:
+    return str(tuple(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")

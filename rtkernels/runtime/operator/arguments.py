@@ -1,0 +1,93 @@
+"""Are the arguments of an operator of the types its schema names?
+
+The dispatcher asks that too, but most calls pass it by, and what it says of a wrong argument is hard to read. Plain
+calls with CUDA tensors ask only after they failed: what is no number does not get past ``Plans`` or the packing of a
+launch. Functions that compare or compute with an option before an operator sees it ask ``a_number`` or ``an_integer``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from rtkernels.errors import ArgumentError
+from rtkernels.runtime.torch_private import refuse_lazy
+
+_ACCEPTED: dict[str, tuple[Any, str]] = {
+    "Tensor": (Tensor, "a torch.Tensor"),
+    "Optional[Tensor]": ((Tensor, type(None)), "a torch.Tensor or None"),
+    "float": ((Real, torch.SymFloat, torch.SymInt), "a number"),
+    "int": ((Integral, torch.SymInt), "an integer"),
+    "bool": ((Integral, numpy.bool_, torch.SymBool), "True or False"),
+    "str": (str, "a string"),
+    "ScalarType": (torch.dtype, "a torch.dtype"),
+}
+_INT64 = range(-(2**63), 2**63)
+
+
+class ArgumentTypes:
+    """What the schema of an operator says of its arguments."""
+
+    def __init__(self, schema: torch._C.FunctionSchema) -> None:
+        self._arguments = [(argument.name, str(argument.real_type)) for argument in schema.arguments]
+        self._written = [i for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
+
+    def check(self, *args: Any) -> None:
+        """Raise an ArgumentError that names the first argument whose type will not do."""
+        for (name, kind), value in zip(self._arguments, args, strict=True):
+            if kind == "List[Tensor]":
+                _check_list(name, value)
+            elif kind in _ACCEPTED:
+                accepted, wanted = _ACCEPTED[kind]
+                if not isinstance(value, accepted):
+                    raise ArgumentError(_message(name, value, wanted))
+                if kind == "int" and isinstance(value, int) and value not in _INT64:
+                    raise ArgumentError(f"{name} is {value}; expected an integer of 64 bits")
+        self._check_devices(args)
+        for i in self._written:
+            if isinstance(args[i], Tensor):
+                refuse_lazy(self._arguments[i][0], args[i])
+            elif args[i] is not None:
+                for j, tensor in enumerate(args[i]):
+                    refuse_lazy(f"{self._arguments[i][0]}[{j}]", tensor)
+
+    def _check_devices(self, args: tuple[Any, ...]) -> None:
+        """Raise unless all tensors are where the first one is: the same kind of device, and the same of several."""
+        where, of = None, ""
+        for (name, kind), value in zip(self._arguments, args, strict=True):
+            if kind not in ("Tensor", "Optional[Tensor]") or value is None:
+                continue
+            if where is None:
+                where, of = value.device, name
+            elif value.device != where:
+                raise ArgumentError(f"{name} is on {value.device}; expected {where}, that of {of}")
+
+
+def a_number(name: str, value: Any) -> Any:
+    """Return an option that is a number, or raise an ArgumentError that names it."""
+    if type(value) is not float and not isinstance(value, _ACCEPTED["float"][0]):
+        raise ArgumentError(_message(name, value, "a number"))
+    return value
+
+
+def an_integer(name: str, value: Any) -> Any:
+    """Return an option that is an integer, or raise an ArgumentError that names it."""
+    if type(value) is not int and not isinstance(value, _ACCEPTED["int"][0]):
+        raise ArgumentError(_message(name, value, "an integer"))
+    return value
+
+
+def _check_list(name: str, tensors: Sequence[Any]) -> None:
+    for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor):
+            raise ArgumentError(_message(f"{name}[{i}]", tensor, "a torch.Tensor"))
+
+
+def _message(name: str, value: Any, wanted: str) -> str:
+    came = repr(value) if value is None or isinstance(value, (str, complex)) else f"a {type(value).__name__}"
+    return f"{name} is {came}; expected {wanted}"

@@ -1,0 +1,125 @@
+"""Gradients: which calls want one, which tensors must not have one, and backwards without a derivative of their own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rtkernels.errors import ArgumentError
+from rtkernels.runtime.torch_private import forward_ad, is_dynamo_compiling, is_legacy_batched
+
+
+class _Dispatching(TorchDispatchMode):
+    """Changes nothing, but while it is on every operator is called by the dispatcher."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def needs_grad(a: Tensor, b: Tensor | None = None, c: Tensor | None = None) -> bool:
+    """Return True if autograd wants a node for a call with these tensors. Callers ask ``is_grad_enabled`` first."""
+    try:
+        return a.requires_grad or (b is not None and b.requires_grad) or (c is not None and c.requires_grad)
+    except AttributeError:
+        raise _not_tensors(a, b, c) from None
+
+
+def refuse_gradients(op: str, tensors: Iterable[Tensor]) -> None:
+    """Raise if one of the tensors of an in-place function that is not differentiable requires a gradient."""
+    try:
+        refused = torch.is_grad_enabled() and [t for t in tensors if t.requires_grad]
+    except AttributeError:  # not all are tensors, as the operator will say
+        return
+    if refused:
+        raise ArgumentError(f"{op} is not differentiable, and a tensor requires grad; call it under torch.no_grad()")
+
+
+def refuse_leaf(name: str, x: Tensor | None) -> None:
+    """Raise if a tensor to be overwritten is a leaf that requires grad. Torch says so after it was overwritten."""
+    if x is not None and x.requires_grad and x.is_leaf and torch.is_grad_enabled():
+        raise ArgumentError(
+            f"{name} is a leaf that requires grad; expected the result of an operation for in_place, or torch.no_grad()"
+        )
+
+
+def detached(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Return tensors that require no gradient: the arguments of functions that have none."""
+    try:
+        return [t.detach() if t is not None and t.requires_grad else t for t in tensors]
+    except AttributeError:
+        raise _not_tensors(*tensors) from None
+
+
+def _not_tensors(*values: Any) -> ArgumentError:
+    got = ", ".join(type(value).__name__ for value in values if not isinstance(value, Tensor | None))
+    return ArgumentError(f"got {got} beside a torch.Tensor; expected all array arguments to be tensors")
+
+
+def refuse_tangents(op: str, tensors: Iterable[Tensor | None]) -> None:
+    """Raise if forward-mode differentiation is under way through one of these: its derivative would be lost."""
+    for t in tensors:
+        if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
+            raise ArgumentError(
+                f"{op} got a tensor with a tangent (forward-mode AD, torch.func.jvp) and has no derivative for it; use "
+                f"backward, or give the primal (torch.autograd.forward_ad.unpack_dual) if the tangent may be dropped"
+            )
+
+
+def _batched(grads: Iterable[Tensor | None]) -> bool:
+    return any(grad is not None and is_legacy_batched(grad) for grad in grads)
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark the ``backward`` of an ``autograd.Function`` as one that has no derivative itself.
+
+    Torch's decorator of this name hands out gradients that look constant where the incoming ones are, as after
+    ``y.sum()``, and that lead nowhere: second derivatives are then short of a term, or 0, without a word. Here all
+    gradients of a pass with ``create_graph=True`` raise if they are differentiated, also in inputs of the forward pass
+    alone (``torch.autograd.functional.hessian``). A forward that made the gradient and saved nothing else says
+    ``ctx.made_gradient = True``: without a way back, such a pass raises at once. Batches of gradients
+    (``is_grads_batched``) come as tensors without memory; the dispatcher then calls operators for one at a time.
+    """
+
+    def dispatched(ctx: Any, *grads: Tensor | None) -> Any:
+        with _Dispatching():
+            return backward(ctx, *grads)
+
+    message = f"{backward.__qualname__} is differentiable once (once_differentiable): it has no derivative itself"
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *grads: Tensor | None) -> Any:
+        if is_dynamo_compiling():
+            with torch.no_grad():
+                return backward(ctx, *grads)
+        if not torch.is_grad_enabled():  # nearly always
+            try:
+                return backward(ctx, *grads)
+            except RuntimeError:  # an address was asked for, so nothing was launched yet
+                if not _batched(grads):
+                    raise
+            return dispatched(ctx, *grads)
+        ways = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad]  # back to the inputs
+        if not ways and getattr(ctx, "made_gradient", False):
+            raise RuntimeError(message)
+        with torch.no_grad():
+            results = (dispatched if _batched(grads) else backward)(ctx, *grads)
+        results = results if isinstance(results, tuple) else (results,)
+        results = [r if r is None else r.detach().requires_grad_() for r in results]
+        raising = torch._C._functions.DelayedError(message.encode(), len(results) + len(ways))
+        return raising(*results, *ways)[: len(results)]
+
+    return wrapper
+
+
+def constant(value: float) -> float:
+    """Return a number that Dynamo takes for a constant, with a guard on it.
+
+    Under ``torch.compile(dynamic=True)`` floats are graph inputs, and Dynamo (torch 2.13) fails when two
+    ``autograd.Function`` calls use the same one. A dictionary key has to be known.
+    """
+    return {value: value}[value]

@@ -1,0 +1,299 @@
+"""What torch sees: operators with device code, a reference and a fake, and the shortest way to call them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rtkernels import emulator
+from rtkernels.errors import KernelCompileError, NotWarmError, ToolkitError, UnsupportedDeviceError
+from rtkernels.runtime import env
+from rtkernels.runtime.launch.device import emulate_features
+from rtkernels.runtime.launch.tables import TensorList
+from rtkernels.runtime.operator.arguments import ArgumentTypes
+from rtkernels.runtime.operator.autograd import refuse_tangents
+from rtkernels.runtime.operator.plan import Plan
+from rtkernels.runtime.torch_private import (
+    TENSOR_TYPES,
+    dispatch_modes,
+    forward_ad,
+    functorch_transform,
+    is_dynamo_compiling,
+    never,
+    same_tensors,
+)
+
+if TYPE_CHECKING:
+    pass
+from rtkernels.runtime.launch.memory import _calls
+
+_LIBRARY = torch.library.Library("rtkernels", "FRAGMENT")
+_STAND_INS = [torch.empty(0, device="cpu") for _ in range(8)]  # by the place of the argument
+_CANNOT_LAUNCH = (ToolkitError, UnsupportedDeviceError, KernelCompileError, NotWarmError)
+_fell_back: set[str] = set()
+
+
+class TorchOp:
+    """One ``torch.ops.rtkernels.<name>``: device code for CUDA tensors, plain torch for CPU tensors, shapes for fakes.
+
+    Calling it skips the dispatcher when nobody but the launcher needs to see the call. It records no gradient; the
+    ``autograd.Function`` around it does. With a `plan`, public functions ask ``again`` first, which takes the same
+    arguments: if this call is like the one before, and no tensor requires a gradient, it runs that one's plan; if not,
+    it gives None.
+
+    Args:
+        schema: ``"name(Tensor x, float eps) -> Tensor"``; the first argument is a tensor, or a list of tensors on one
+            device (an empty one runs the reference).
+        reference: What it computes in plain torch, on any device.
+        fake: The same on tensors without data.
+        launch: Runs device code. Gets CUDA tensors, or CPU tensors while emulating.
+        plan: Instead of `launch`, for ops whose host time counts: gives a ``Plan``, or None if the strides of a tensor
+            will not do. It may depend on the metadata of tensors, on whether their addresses are multiples of 16, and
+            on the other arguments: a call that is like the one before in all of these runs the same plan, found by one
+            comparison.
+        copied: With `plan`: its arguments with such tensors copied.
+    """
+
+    def __init__(
+        self,
+        schema: str,
+        *,
+        reference: Callable,
+        fake: Callable,
+        launch: Callable | None = None,
+        plan: Callable[..., Plan | None] | None = None,
+        copied: Callable[..., tuple[Any, ...]] | None = None,
+    ) -> None:
+        self.name = schema.split("(", 1)[0]
+        self.schema = schema
+        self.launch = launch or self._launch_planned
+        self._plan, self._copied = plan, copied
+        self.reference = reference
+        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+        _LIBRARY.impl(self.name, self._run_cuda, "CUDA")
+        _LIBRARY.impl(self.name, self._run_cpu, "CPU")
+        torch.library.register_fake(f"rtkernels::{self.name}", fake, lib=_LIBRARY)
+        self.overload = getattr(torch.ops.rtkernels, self.name).default
+        arguments = self.overload._schema.arguments
+        self._tensors = [i for i, argument in enumerate(arguments) if "Tensor" in str(argument.type)]
+        self._check_types = ArgumentTypes(self.overload._schema).check
+        self.call = self._make_call()
+
+    def __call__(self, *args: Any) -> Any:
+        return self.call(*args)
+
+    def _make_call(self) -> Callable[..., Any]:
+        """Return the function behind ``__call__``; public functions use it directly, which saves a Python call.
+
+        It is written out from the schema, as named tuples are: checks by name instead of loops over ``*args`` save a
+        tenth of the host time of a small op.
+        """
+        arguments = self.overload._schema.arguments
+        names = ", ".join(argument.name for argument in arguments)
+        plain, lazy = ["not is_dynamo_compiling()"], []
+        for argument in arguments:
+            if str(argument.type) == "Tensor":
+                plain.append(f"type({argument.name}) in TENSOR_TYPES")
+                lazy.append(f"{argument.name}.is_neg()")
+            elif str(argument.type) == "Optional[Tensor]":
+                plain.append(f"({argument.name} is None or type({argument.name}) in TENSOR_TYPES)")
+                lazy.append(f"{argument.name} is not None and {argument.name}.is_neg()")
+            elif str(argument.type) == "List[Tensor]":  # one C loop over the list, none over a TensorList
+                name = argument.name
+                plain.append(f"(type({name}) is TensorList or TENSOR_TYPES.issuperset(map(type, {name})))")
+        first, empty = arguments[0].name, ""
+        if str(arguments[0].type) == "List[Tensor]":
+            # Without a tensor there is no device, and the dispatcher would not know where to go.
+            empty = f"    if not {first}:\n        return reference({names})\n"
+            first += "[0]"
+        # Lazy negatives, whose memory holds the opposite values, go to the dispatcher, which copies them. Plans on a
+        # GPU ask that themselves, and so do the tables of lists. Ops of complex numbers look for lazy conjugates.
+        resolved = f"not ({' or '.join(lazy)})" if lazy else "True"
+        recall, launch, on_gpu = "", "launch", resolved
+        if self._plan is not None:
+            launch, recall, on_gpu = "remember", self._recall("recent"), "True"
+        source = f"""
+def call({names}):
+{empty}{recall}\
+{self._refusal()}\
+    if {" and ".join(plain)} and not dispatch_modes() and functorch_transform() is None:
+        if {first}.is_cuda and {on_gpu}:
+            try:
+                return {launch}({names})
+            except cannot_launch as error:
+                return fall_back(error, ({names},))
+            except no_number:
+                check_types({names})
+                raise
+        if {first}.is_cpu and {resolved}:
+            return run_cpu({names})
+    if not is_dynamo_compiling():
+        check_types({names})
+    return overload({names})
+"""
+        scope = {
+            "TENSOR_TYPES": TENSOR_TYPES,
+            "is_dynamo_compiling": is_dynamo_compiling,
+            "dispatch_modes": dispatch_modes,
+            "functorch_transform": functorch_transform,
+            "forward_ad": forward_ad,
+            "refuse_tangents": refuse_tangents,
+            "cannot_launch": _CANNOT_LAUNCH,
+            "no_number": (TypeError, struct.error),
+            "launch": self.launch,
+            "fall_back": self._fall_back,
+            "run_cpu": self._run_cpu,
+            "reference": self.reference,
+            "TensorList": TensorList,
+            "check_types": self._check_types,
+            "overload": self.overload,
+            "stand_ins": _STAND_INS,
+            "remember": lambda *args: self._remember(scope, args),
+        }
+        if self._plan is not None:
+            nothing = (never, *[None] * (1 + len(arguments)))
+            scope |= {"recent": nothing, "recent_plain": nothing}
+            source += f"\ndef again({names}):\n{self._recall('recent_plain')}"
+        exec(compile(source, f"<rtkernels {self.name}>", "exec"), scope)
+        self.again = scope.get("again")
+        return scope["call"]
+
+    def _refusal(self) -> str:
+        """Return the lines of ``call`` that refuse tensors of forward-mode differentiation."""
+        tensors = [argument for argument in self.overload._schema.arguments if "Tensor" in str(argument.type)]
+        given = ", ".join("*" * ("List" in str(argument.type)) + argument.name for argument in tensors)
+        return f"""\
+    if forward_ad._current_level >= 0 and not is_dynamo_compiling():
+        refuse_tangents({self.name!r}, [{given}])
+"""
+
+    def _recall(self, recent: str) -> str:
+        """Return the lines of ``call`` and ``again`` that run a plan once more.
+
+        A tensor that is None has a stand-in in the comparison, which wants tensors, all different ones.
+        """
+        tensors, same, kept, addresses = [], [], [], []
+        for i, argument in enumerate(self.overload._schema.arguments):
+            name = argument.name
+            kept.append(f"kept_{i}")
+            if i not in self._tensors:
+                same.append(f"{name} == kept_{i}")
+            elif str(argument.type) == "Tensor":
+                tensors.append(name)
+                addresses.append(f"{name}.data_ptr()")
+            else:
+                same.append(f"({name} is None) is kept_{i}")
+                tensors.append(f"stand_ins[{i}] if {name} is None else {name}")
+                addresses.append(f"0 if {name} is None else {name}.data_ptr()")
+        pointers = [f"pointer_{i}" for i in range(len(addresses))]
+        assign = "".join(f"            {p} = {a}\n" for p, a in zip(pointers, addresses, strict=True))
+        return f"""\
+    if not is_dynamo_compiling() and forward_ad._current_level < 0 and not dispatch_modes():
+        matches, run, {", ".join(kept)} = {recent}
+        if {" and ".join([f"matches({', '.join(tensors)})", *same])}:
+{assign}\
+            if not ({" | ".join(pointers)}) & 15:
+                return run({", ".join(pointers)})
+"""
+
+    def _planned(self, args: tuple[Any, ...]) -> tuple[Plan, tuple[Any, ...]]:
+        plan = self._plan(*args)
+        if plan is None:
+            args = self._copied(*args)
+            plan = self._plan(*args)
+        return plan, args
+
+    def _addresses(self, args: tuple[Any, ...]) -> list[int]:
+        return [0 if args[i] is None else args[i].data_ptr() for i in self._tensors]
+
+    def _launch_planned(self, *args: Any) -> Any:
+        plan, args = self._planned(args)
+        return plan.run(*self._addresses(args))
+
+    def _remember(self, scope: dict[str, Any], args: tuple[Any, ...]) -> Any:
+        plan, used = self._planned(args)
+        addresses = self._addresses(used)
+        if used is args and not any(address & 15 for address in addresses):
+            given = [_STAND_INS[i] if args[i] is None else args[i] for i in self._tensors]
+            if plan.matches is None or not plan.matches(*given):  # or made under inference mode, say
+                if self._negative(args):
+                    return self._launch_resolved(args)
+                plan.matches = same_tensors(given)
+            kept = [args[i] is None if i in self._tensors else value for i, value in enumerate(args)]
+            scope["recent"] = recent = (plan.matches, plan.run, *kept)  # one assignment: other threads see all or none
+            if not any(tensor.requires_grad for tensor in given):
+                scope["recent_plain"] = recent
+        elif self._negative(args):
+            return self._launch_resolved(args)
+        return plan.run(*addresses)
+
+    def _negative(self, args: tuple[Any, ...]) -> bool:
+        """Return True if a tensor is a lazy negative (``z.conj().imag``), whose memory holds the opposite values."""
+        return any(args[i] is not None and args[i].is_neg() for i in self._tensors)
+
+    def _launch_resolved(self, args: tuple[Any, ...]) -> Any:
+        return self._launch_planned(*(a.resolve_neg() if isinstance(a, torch.Tensor) else a for a in args))
+
+    def _run_cuda(self, *args: Any) -> Any:
+        _calls.dispatched = True
+        try:
+            return self.launch(*args)
+        except _CANNOT_LAUNCH as error:
+            return self._fall_back(error, args)
+        finally:
+            _calls.dispatched = False
+
+    def _fall_back(self, error: Exception, args: tuple[Any, ...]) -> Any:
+        """Run the reference if the user allows it, else raise."""
+        if env.get("FALLBACK") != "torch":
+            raise error
+        if self.name not in _fell_back:
+            _fell_back.add(self.name)
+            env.logger().warning("%s runs as plain torch (RTKERNELS_FALLBACK=torch): %s", self.name, error)
+        return self.reference(*args)
+
+    def _run_cpu(self, *args: Any) -> Any:
+        self._check_types(*args)
+        features = emulator.active()
+        if features is None:
+            if torch.is_autocast_enabled("cpu"):  # which would round the products of matrices
+                with torch.autocast("cpu", enabled=False):
+                    return self.reference(*args)
+            return self.reference(*args)
+        emulate_features(features)
+        with emulator.recording():
+            return self.launch(*args)
+
+
+class MutatingOp(TorchOp):
+    """An operator that changes an argument; calls always go through the dispatcher, which counts versions."""
+
+    def _make_call(self) -> Callable[..., Any]:
+        arguments = self.overload._schema.arguments
+        names = ", ".join(argument.name for argument in arguments)
+        tensors = ", ".join(argument.name for argument in arguments if "Tensor" in str(argument.type))
+        scope = {
+            "overload": self.overload,
+            "check_types": self._check_types,
+            "is_dynamo_compiling": is_dynamo_compiling,
+            "forward_ad": forward_ad,
+            "refuse_tangents": refuse_tangents,
+        }
+        source = f"""
+def call({names}):
+{self._refusal()}\
+    for t in ({tensors},):  # with a single one on meta the dispatcher would do nothing
+        if getattr(t, "is_meta", False) and not is_dynamo_compiling():
+            check_types({names})
+            break
+    try:
+        return overload({names})
+    except (RuntimeError, TypeError):
+        check_types({names})
+        raise
+"""
+        exec(source, scope)
+        return scope["call"]

@@ -1,0 +1,99 @@
+"""Private functions of torch that the runtime needs, each with what to do where a torch does not have it.
+
+Plain eager calls go straight to the launcher: the dispatcher would double the host time of a small op. Everything
+that wants to see the op (``torch.compile``, dispatch modes such as selective checkpointing, functorch transforms,
+tensor subclasses) must find it in the dispatcher. An operator asks four questions, cheapest first: is Dynamo tracing
+(other tracers run under a dispatch mode), are all tensors of exactly these types, is a dispatch mode on, is a
+functorch transform on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling as is_dynamo_compiling
+
+from rtkernels.errors import ArgumentError
+
+try:
+    from torch._C import _len_torch_dispatch_stack as dispatch_modes
+except ImportError:  # pragma: no cover - a torch without this private name
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    def dispatch_modes() -> int:
+        return len(_get_current_dispatch_mode_stack())
+
+
+try:
+    from torch._C._functorch import peek_interpreter_stack as functorch_transform
+except ImportError:  # pragma: no cover
+
+    def functorch_transform() -> Any:
+        return None
+
+
+try:
+    from torch._C._functorch import is_legacy_batchedtensor as is_legacy_batched
+except ImportError:  # pragma: no cover
+
+    def is_legacy_batched(t: Tensor) -> bool:
+        return False
+
+
+try:
+    from torch._C import _get_tracing_state as jit_tracing_state
+except ImportError:  # pragma: no cover
+
+    def jit_tracing_state() -> Any:
+        return None
+
+
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # pragma: no cover
+    TensorGuards = None
+
+try:
+    from torch.autograd import forward_ad
+
+    forward_ad._current_level  # noqa: B018
+except (ImportError, AttributeError):  # pragma: no cover
+
+    class forward_ad:
+        _current_level = -1
+
+
+TENSOR_TYPES = frozenset({Tensor, torch.nn.Parameter})
+
+
+def never(*tensors: Any) -> bool:
+    """Match nothing."""
+    return False
+
+
+def same_tensors(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Return a function that says whether it is given tensors just like these: one comparison in C++.
+
+    It compares type, dtype, sizes, strides, device, ``requires_grad`` and the dispatch keys in effect, which a
+    functorch transform changes. Without the private class of torch that it needs it never matches.
+    """
+    if TensorGuards is None:
+        return never
+    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+
+def refuse_lazy(name: str, tensor: Tensor) -> None:
+    """Raise an ArgumentError if the memory of a tensor holds the opposite of its values.
+
+    Where it is only read, a copy is made instead: by ``TorchOp``, or by the dispatcher.
+    """
+    if tensor.is_neg() or tensor.is_conj():
+        what, remedy = ("negative", "neg") if tensor.is_neg() else ("conjugate", "conj")
+        raise ArgumentError(
+            f"{name} is a lazy {what}: its memory holds other values; expected a tensor whose memory holds its own "
+            f"(call .resolve_{remedy}())"
+        )

@@ -1,0 +1,287 @@
+"""Compile kernels ahead of time, for any target, with or without a GPU.
+
+The public name is ``rtkernels.warm``; this module has an underscore because a submodule of the same name
+would replace the function as soon as anyone imported it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from rtkernels.errors import ArgumentError, RtkError
+from rtkernels.runtime import env
+from rtkernels.runtime import targets as targets_module
+from rtkernels.runtime.build import cache as build_cache
+from rtkernels.runtime.build import nvrtc, places
+from rtkernels.runtime.targets import Target
+
+if TYPE_CHECKING:
+    from rtkernels.runtime.launch.kernel import Kernel
+    from rtkernels.runtime.operator.registry import Op
+
+
+@dataclass(frozen=True)
+class Job:
+    """One cache entry to build: a variant of a kernel for a target."""
+
+    op: Op
+    kernel: Kernel
+    variant: tuple
+    target: Target
+
+    @property
+    def expression(self) -> str:
+        """C++ name of the variant."""
+        return self.kernel.expression(self.variant)
+
+    @property
+    def entry(self) -> tuple[str, tuple[str, ...], Target, tuple[str, ...]]:
+        """What names the entry in the cache: unit, expressions, target, flags."""
+        return self.kernel.unit, (self.expression,), self.target, self.kernel.flags
+
+    def __str__(self) -> str:
+        return f"{self.op.name} {self.expression} {self.target}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One job that did not end with an entry in the cache."""
+
+    job: Job
+    error: Exception
+
+    def __str__(self) -> str:
+        lines = [line.strip() for line in str(self.error).splitlines() if line.strip()]
+        return f"{self.job}: {type(self.error).__name__}: {' | '.join(lines)}"
+
+
+@dataclass
+class WarmReport:
+    """What ``warm`` did.
+
+    Attributes:
+        targets: Names of the targets that were asked for.
+        path: The cache directory that was filled.
+        compiled: Entries compiled by this call.
+        present: Entries that were there already.
+        failures: Jobs that failed.
+        seconds: Wall time.
+    """
+
+    targets: tuple[str, ...]
+    path: Path
+    compiled: int = 0
+    present: int = 0
+    failures: list[Failure] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def total(self) -> int:
+        """Entries that were asked for."""
+        return self.compiled + self.present + len(self.failures)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.total} kernels for {', '.join(self.targets)}: {self.compiled} compiled, "
+            f"{self.present} already there, {len(self.failures)} failed, {self.seconds:.1f} s, in {self.path}"
+        )
+
+
+def warm(
+    archs: Sequence[str] | None = None,
+    ops: Sequence[str] | None = None,
+    out: str | os.PathLike[str] | None = None,
+    jobs: int | None = None,
+    *,
+    progress: Callable[[int, int, Failure | None], None] | None = None,
+) -> WarmReport:
+    """Compile every variant of the chosen ops for the chosen targets into the cache.
+
+    Works without a GPU, for any target NVRTC knows; the result serves every machine with that NVRTC version.
+    Compiles run in threads (NVRTC runs without the GIL). A kernel that fails does not stop the others.
+
+    Args:
+        archs: Targets such as ``("sm_80", "sm_90a")``; by default ``RTKERNELS_ARCH`` or this machine's GPUs.
+        ops: Names of ops; all by default.
+        out: Cache directory to fill, for ``RTKERNELS_CACHE_EXTRA``; the user's cache by default.
+        jobs: Number of threads; one per core by default.
+        progress: Called in this thread after each job with (done, total, failure or None).
+
+    Returns:
+        Counts, failures and time; check ``report.failures``.
+
+    Raises:
+        ArgumentError: An unknown target or op, or no target given and no GPU here.
+        ToolkitError: CuPy or NVRTC is missing.
+    """
+    chosen = targets(archs)
+    return build(list(plan([*select(ops), *_parts(ops)], chosen)), out, jobs, progress)
+
+
+def build(
+    todo: Sequence[Job],
+    out: str | os.PathLike[str] | None = None,
+    jobs: int | None = None,
+    progress: Callable[[int, int, Failure | None], None] | None = None,
+) -> WarmReport:
+    """Do these jobs; the arguments are those of ``warm``."""
+    if jobs is not None and jobs < 1:
+        raise ArgumentError(f"jobs is {jobs}; expected the number of threads, from 1 up")
+    directory = _directory(out)
+    nvrtc.version()  # one clear error, not one per kernel
+    started = time.perf_counter()
+    report = WarmReport(tuple(dict.fromkeys(job.target.name for job in todo)), directory)
+
+    def run(job: Job) -> str:
+        # A read-only extra cache may have it already; a directory named by the caller is filled completely.
+        there = out is None and build_cache.peek(*job.entry, op=job.kernel.op) is not None
+        entry = build_cache.load(*job.entry, op=job.kernel.op, directory=None if there else directory)
+        if entry.path is None:
+            raise RtkError(f"compiled, but could not be written to {directory}")
+        return entry.source
+
+    with ThreadPoolExecutor(jobs or os.cpu_count() or 1, thread_name_prefix="rtkernels-warm") as pool:
+        running: dict[Future[str], Job] = {pool.submit(run, job): job for job in todo}
+        try:
+            for future in as_completed(running):
+                failure = _count(report, running[future], future)
+                if progress is not None:
+                    progress(report.total, len(todo), failure)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def _directory(out: str | os.PathLike[str] | None) -> Path:
+    """Return the cache directory to fill."""
+    if out is not None:
+        directory = Path(out).expanduser().absolute()
+        if directory.exists() and not directory.is_dir():
+            raise ArgumentError(f"{directory} is not a directory")
+        return directory
+    store = places.user_store()
+    if store is None or not store.writable:
+        path, _ = places.location()
+        raise ArgumentError(
+            f"the cache {path} may not be written (RTKERNELS_CACHE={env.get('CACHE')}); "
+            "name a directory to fill with --out"
+        )
+    return store.root
+
+
+def _count(report: WarmReport, job: Job, future: Future[str]) -> Failure | None:
+    error = future.exception()
+    if isinstance(error, Exception):
+        failure = Failure(job, error)
+        report.failures.append(failure)
+        return failure
+    if future.result() == "compiled":
+        report.compiled += 1
+    else:
+        report.present += 1
+    return None
+
+
+def targets(archs: Sequence[str] | None) -> list[Target]:
+    """Return the targets a user named, or those of this machine.
+
+    Raises:
+        ArgumentError: Not a target; or none named, ``RTKERNELS_ARCH`` not set, and no GPU here.
+    """
+    if archs is not None:
+        if isinstance(archs, str):
+            archs = archs.split(",")
+        found = [targets_module.parse(text) for text in archs]
+    elif name := env.get("ARCH"):
+        found = [targets_module.parse(name)]
+    else:
+        found = _own_targets()
+    if not found:
+        raise ArgumentError(
+            "no target: this machine has no GPU and RTKERNELS_ARCH is not set; "
+            "name the targets, for example --arch sm_80,sm_90a"
+        )
+    return list(dict.fromkeys(found))
+
+
+def _own_targets() -> list[Target]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    capabilities = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+    supported = nvrtc.supported_archs()
+    return [targets_module.for_capability(capability, supported) for capability in sorted(capabilities)]
+
+
+def select(ops: Sequence[str] | None) -> list[Op]:
+    """Return the ops a user named, by family name or public function, or all of them.
+
+    Raises:
+        ArgumentError: There is no such op.
+    """
+    from rtkernels.runtime.operator import registry
+
+    known = list(registry.ops())
+    if ops is None:
+        return known
+    if isinstance(ops, str):
+        ops = ops.split(",")
+    found: list[Op] = []
+    for name in ops:
+        matches = [op for op in known if name == op.name or name in op.public]
+        if not matches:
+            raise ArgumentError(f"no op {name!r}; there are {', '.join(op.name for op in known)}")
+        found += [op for op in matches if op not in found]
+    return found
+
+
+def _parts(ops: Sequence[str] | None) -> list[Op]:
+    """Return the ops that only serve others: whoever warms some ops needs these too."""
+    if ops is None:
+        return []
+    named = select(ops)
+    return [op for op in select(None) if not op.public and op not in named]
+
+
+def plan(ops: Sequence[Op], chosen: Sequence[Target]) -> Iterator[Job]:
+    """Yield every variant the ops have for the targets."""
+    for op in ops:
+        for kernel in op.kernels:
+            for target in chosen:
+                if kernel.supports(target):
+                    for variant in kernel.variants(target):
+                        yield Job(op, kernel, variant, target)
+
+
+class Progress:
+    """A single-line bar on a terminal; elsewhere silent but for failures, one line each."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._terminal = stream.isatty()
+
+    def __call__(self, done: int, total: int, failure: Failure | None) -> None:
+        if failure is not None:
+            self.close()
+            print(f"failed: {failure}", file=self._stream)
+        if self._terminal:
+            width = max(10, min(40, shutil.get_terminal_size().columns - 20))
+            filled = width * done // max(total, 1)
+            self._stream.write(f"\r[{'#' * filled}{'.' * (width - filled)}] {done}/{total}")
+            self._stream.flush()
+
+    def close(self) -> None:
+        """Wipe the bar, so that the next line starts clean."""
+        if self._terminal:
+            self._stream.write("\r" + " " * (shutil.get_terminal_size().columns - 1) + "\r")
+            self._stream.flush()

@@ -1,0 +1,398 @@
+"""The benchmark's own logic, on the CPU: fake rows, reports and result files."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench import __main__ as cli
+from bench import meta, peers
+from bench.measure import host, run
+from bench.measure.timing import Timer, Timing
+from bench.report import readme
+from bench.report import tables as report
+from bench.rows.row import Row
+from rtkernels.errors import ArgumentError
+
+
+class FakeDevice:
+    def sync(self) -> None:
+        pass
+
+
+class FakeTimer:
+    """Calls everything once and reports times from a list, then 10 µs each."""
+
+    def __init__(self, times: tuple[float, ...] = ()) -> None:
+        self.times = list(times)
+        self.device = FakeDevice()
+
+    def measure(self, calls: list[Any], iterations: int | None = None) -> Timing:
+        for call in calls:
+            call()
+        return Timing((self.times.pop(0) if self.times else 10.0,))
+
+
+def scale_row(**changes: Any) -> Row:
+    fields: dict[str, Any] = {
+        "name": "scale_fwd",
+        "shape": "8x16",
+        "make": lambda device, generator: {
+            "x": torch.randn(8, 16, generator=generator).bfloat16(),
+            "by": 3.0,
+        },
+        "ours": lambda x, by: (x.float() * by).bfloat16(),
+        "torch": lambda x, by: x * by,
+        "bytes": 512,
+    }
+    return Row(**{**fields, **changes})
+
+
+def backward_row(**changes: Any) -> Row:
+    fields: dict[str, Any] = {
+        "name": "scale_bwd",
+        "make": lambda device, generator: {
+            "dy": torch.randn(8, 16, generator=generator),
+            "x": torch.randn(8, 16, generator=generator),
+            "by": 3.0,
+        },
+        "ours": lambda dy, x, by: dy * by,
+        "torch": lambda dy, x, by: dy * by,
+    }
+    return scale_row(**{**fields, **changes})
+
+
+def bench_with(timer: FakeTimer, wanted: list[str] | None) -> run.Bench:
+    return run.Bench(timer, "cpu", wanted, log=lambda text: None)
+
+
+def measured(rows: list[Row], wanted: list[str], timer: FakeTimer | None = None, **options: Any) -> dict[str, Any]:
+    bench = bench_with(timer or FakeTimer(), wanted)
+    return run.run(rows, bench, pool=rows, peak_bytes=1 << 16, **options)
+
+
+def test_row_is_checked() -> None:
+    with pytest.raises(ArgumentError, match="bytes is 0"):
+        scale_row(bytes=0)
+    with pytest.raises(ArgumentError, match="must not be empty"):
+        scale_row(shape="")
+
+
+def test_row_numbers() -> None:
+    # copy, ours, torch, ours, copy
+    got = bench_with(FakeTimer((9.0, 10.0, 40.0, 14.0, 8.0)), ["torch"]).row(scale_row(), None, peak_gbps=1.0)
+    assert set(meta.ROW_KEYS) <= set(got)
+    assert got["us"] == pytest.approx(12.0)
+    assert got["passes_us"] == [10.0, 14.0]
+    assert got["copy_us"] == 8.0
+    assert got["efficiency"] == pytest.approx(8 / 12)
+    assert got["floor_us"] == pytest.approx(0.512)
+    assert got["dtype"] == "bfloat16"
+    assert got["peers"] == {"torch": 40.0}
+    assert 0 < got["error_ours"] < 1e-2
+    assert got["peer_errors"]["torch"] == got["error_torch"]
+
+
+def test_errors_of_a_wrong_op_are_told_not_raised() -> None:
+    got = measured([scale_row(ours=lambda x, by: torch.full_like(x, float("nan")))], [])["rows"][0]
+    assert got["error_ours"] == {"error": "ValueError: not finite"}
+    got = measured([scale_row(ours=lambda x, by: x[:2])], [])["rows"][0]
+    assert "shape (2, 16)" in got["error_ours"]["error"]
+
+
+def test_unwritten_output_is_found() -> None:
+    kept: list[torch.Tensor] = []
+
+    def forgets(x: torch.Tensor, by: float) -> torch.Tensor:
+        # Stands for an allocator that hands the same block out again.
+        if not kept:
+            kept.append((x.float() * by).bfloat16())
+        return kept[0]
+
+    assert "error" in measured([scale_row(ours=forgets)], [])["rows"][0]["error_ours"]
+
+
+def test_exact_and_results_of_any_kind() -> None:
+    row = scale_row(
+        ours=lambda x, by: {"y": x * by, "extra": (x, None)},
+        exact=lambda x, by: [x.double() * by],
+        torch=lambda x, by: x,
+    )
+    got = measured([row], [])["rows"][0]
+    assert got["error_ours"] < 1e-2 < got["error_torch"]
+
+
+def test_failing_row_and_failing_peer_do_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(**inputs: Any) -> Any:
+        raise RuntimeError("kernel is upset\nlong trace")
+
+    def uninstalled(**inputs: Any) -> Any:
+        import a_library_that_is_not_here  # noqa: F401
+
+    def unsupported(**inputs: Any) -> Any:
+        raise peers.Absent("no such activation")
+
+    adapters = {"liger": broken, "quack": uninstalled, "linghe": unsupported}
+    monkeypatch.setitem(peers.ADAPTERS, "scale_fwd", adapters)
+    failing = scale_row(name="other_fwd", ours=broken)
+    got = measured([failing, scale_row()], ["liger", "quack", "linghe", "flaggems", "torch"])
+    assert got["complete"]
+    assert got["rows"][0]["failed"] == "RuntimeError: kernel is upset"
+    found = got["rows"][1]["peers"]
+    assert found["torch"] == 10.0
+    assert found["liger"] == {"error": "RuntimeError: kernel is upset"}
+    assert "a_library_that_is_not_here" in found["quack"]["absent"]
+    assert found["linghe"] == {"absent": "Absent: no such activation"}
+    assert found["flaggems"] == {"absent": "no adapter for scale_fwd"}
+    text = report.markdown(got)
+    assert "liger, error: RuntimeError: kernel is upset (scale_fwd 8x16)" in text
+    assert "kernel is upset" in text.splitlines()[4]
+
+
+def test_lost_device_ends_the_run_and_keeps_what_was_measured(tmp_path: Path) -> None:
+    timer = FakeTimer()
+
+    def faulting(**inputs: Any) -> Any:
+        def sync() -> None:
+            raise RuntimeError("illegal memory access")
+
+        timer.device.sync = sync
+        raise RuntimeError("illegal memory access")
+
+    path = tmp_path / "r.json"
+    rows = [scale_row(), scale_row(name="bad_fwd", ours=faulting), scale_row(name="never_fwd")]
+    measured(rows, ["torch"], timer, path=path)
+    got = meta.load(path)
+    assert not got["complete"]
+    assert [row["row"] for row in got["rows"]] == ["scale_fwd", "bad_fwd"]
+    assert "illegal memory access" in got["rows"][1]["failed"]
+
+
+def test_backward_is_timed_through_the_forward_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, backward = scale_row(fused=lambda x, by: x.mul(by)), backward_row()
+    assert run.forward_of(backward, [forward, backward]) is forward
+    assert run.forward_of(backward_row(shape="9x9"), [forward]) is None
+    assert run.forward_of(forward, [forward]) is None
+    prepare = peers.torch_peers(backward, forward)
+    assert list(prepare) == ["torch", "inductor", "inductor_math", "torch_fused"]
+    inputs = backward.make("cpu", torch.Generator().manual_seed(0))
+    call = prepare["torch"](**inputs)
+    for _ in range(2):  # the graph is kept
+        (dx,) = call()
+        assert torch.equal(dx, inputs["dy"] * 3)
+    # Inputs that only the backward takes do not reach the forward.
+    prepare["torch_fused"](rstd=torch.ones(8), **inputs)()
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    got = measured([backward], ["torch", "inductor"])["rows"][0]
+    assert got["peers"] == {"torch": 10.0, "inductor": 10.0}
+    got = run.run([backward], bench_with(FakeTimer(), ["torch"]), pool=[forward, backward], peak_bytes=1 << 16)
+    assert got["rows"][0]["peers"] == {"torch": 10.0, "torch_fused": 10.0}
+
+
+def test_select_rows_and_peers() -> None:
+    rows = [scale_row(), scale_row(shape="8x32"), backward_row()]
+    assert run.select(rows, "fwd") == rows[:2]
+    assert run.select(rows, "fwd 8x32") == rows[1:2]
+    assert run.select(rows, None) == rows
+    assert peers.selected("liger_ab", ["liger"]) and peers.selected("torch", None)
+    assert not peers.selected("liger", ["linghe"]) and not peers.selected("torch", [])
+
+
+def test_failing_host_rows_keep_the_device_rows() -> None:
+    def fails() -> dict[str, Any]:
+        raise RuntimeError("no clock")
+
+    got = measured([scale_row()], [], host=fails)
+    assert got["host"] == {"failed": "RuntimeError: no clock"}
+    assert "RuntimeError: no clock" in report.markdown(got)
+
+
+def test_result_survives_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "r.json"
+    got = measured([scale_row()], ["torch"], path=path, host=lambda: {"us_per_call": {}})
+    assert set(got) == set(meta.TOP_KEYS)
+    assert {"gpu", "driver", "torch", "cupy", "nvrtc", "triton", "commit", "dirty", "date"} <= set(got["environment"])
+    assert meta.load(path) == got
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", "schema None"),
+        ('{"schema": 99}', "schema 99, this version reads schema 1"),
+        ('{"schema": 1, "rows": []}', "lacks environment"),
+        (None, "cannot be read"),
+    ],
+)
+def test_bad_result_files(
+    tmp_path: Path, content: str | None, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "r.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(meta.ResultError, match=message):
+        meta.load(path)
+    assert cli.main(["report", str(path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+HOST = {
+    "us_per_call": {"torch x*2": 5.0, "rms_norm no_grad": 4.0, "glu": {"error": "broken"}},
+    "first_use": {
+        "rms_norm": {
+            "cold": {"first_call_ms": 250.0, "second_call_ms": 0.1, "import_cupy_ms": 300.0},
+            "warm": {"error": "no such op"},
+        }
+    },
+    "import_ms": 12.5,
+}
+
+
+def test_report_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    timer = FakeTimer((1.0, 9.0, 10.0, 40.0, 10.0, 8.0))
+    got = measured([scale_row()], ["torch"], timer)
+    got["host"] = HOST
+    path = tmp_path / "r.json"
+    meta.save(got, path)
+    assert cli.main(["report", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "| row | shape | dtype | MB | ours |" in text
+    line = next(line for line in text.splitlines() if line.startswith("| scale_fwd"))
+    assert "| 10.0 | 10.0-10.0 | 8.0 |" in line and "| 0.80 |" in line and "| 4.00 | torch 40.0 |" in line
+    assert "| rms_norm no_grad | 4.00 | 0.80 |" in text
+    assert "| glu | broken | - |" in text
+    assert "| rms_norm | cold | 250.0 | 0.1 | 300.0 |" in text
+    assert "| rms_norm | warm | no such op | - | - |" in text
+    assert "beyond `import torch`: 12.5 ms" in text
+
+
+def test_report_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    path, image = tmp_path / "r.json", tmp_path / "r.png"
+    meta.save(measured([scale_row()], ["torch"]), path)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
+        assert cli.main(["report", str(path), "--plot", str(image)]) == 2
+        assert "rtkernels[bench]" in capsys.readouterr().err
+    pytest.importorskip("matplotlib")
+    assert cli.main(["report", str(path), "--plot", str(image)]) == 0
+    assert image.read_bytes().startswith(b"\x89PNG")
+
+
+def test_run_without_a_gpu_measures_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for command in ("run", "check"):
+        assert cli.main([command]) == 2
+        assert "nothing is measured" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["run", "--rows", "("], ["run", "--peers", "liger,nobody"], ["check", "--rows", "("], ["nothing"]],
+)
+def test_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err
+
+
+def test_report_without_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meta, "RESULTS", tmp_path)
+    assert cli.main(["report"]) == 2
+    meta.save(measured([scale_row()], []), tmp_path / "a.json")
+    assert cli.main(["report"]) == 0
+
+
+def test_host_modes() -> None:
+    modes = host._modes(lambda x, w: lambda: x * w, [torch.ones(4), torch.full((4,), 2.0)], True)
+    assert list(modes) == ["no_grad", "inference", "grad", "grad_backward"]
+    assert not modes["no_grad"]().requires_grad and modes["grad"]().requires_grad
+    assert len(modes["grad_backward"]()) == 2
+    assert list(host._modes(lambda x: lambda: x, [torch.ones(4)], False)) == ["no_grad", "inference"]
+
+
+def test_sweep_times_every_point_on_a_simulated_device() -> None:
+    from bench.measure import sweep
+
+    class Device:
+        def __init__(self) -> None:
+            self.now = 0.0
+
+        def spin(self, us: float) -> None:
+            pass
+
+        def flush(self) -> None:
+            pass
+
+        def event(self) -> float:
+            self.now += 5.0
+            return self.now
+
+        def reached(self, event: float) -> bool:
+            return False
+
+        def elapsed_us(self, start: float, end: float) -> float:
+            return end - start
+
+        def sync(self) -> None:
+            pass
+
+    names = {point.name for point in sweep.points("cpu")}
+    losses = {"cross_entropy_fwd", "cross_entropy_fwdbwd", "cross_entropy_autograd"}
+    assert {"rms_norm_bwd", "layer_norm_bwd", "gate_bwd", "softmax_bwd", "rms_norm_fp8_both", *losses} <= names
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep, "points", _few_points)
+        rows = sweep.measure(Timer(Device(), 2, 2, 0.0), "cpu", lambda text: None, lambda name: name != "rms_norm_bwd")
+    norms = {"rms_norm_fwd", "layer_norm_fwd", "layer_norm_bwd", "gate_fwd", "gate_bwd"}
+    assert {row["row"] for row in rows} == norms | losses
+    assert all(row["us"] > 0 and row["copy_us"] > 0 and row["peak_extra_bytes"] is None for row in rows)
+
+
+def _few_points(device: str):
+    from bench.measure import sweep
+
+    yield from sweep._norms(4, 64, device)
+    yield from sweep._losses(4, 100, device)
+    yield from sweep._autograd(4, 100, device)
+
+
+def _measured(us: float, date: str, **times: float) -> dict[str, Any]:
+    row = {"row": "rms_norm_fwd", "shape": "8192x2048", "us": us, "efficiency": 0.5, "peers": times}
+    return {"environment": {"date": date}, "copy_peak_gbps": 1.0, "rows": [row]}
+
+
+def test_newest_measurement_counts_unless_it_leaves_out_the_fastest_peer() -> None:
+    first = _measured(20.0, "2026-01-01", liger=25.0, torch=90.0)
+    assert readme.newest([_measured(19.0, "2026-01-02", liger=26.0), first]).popitem()[1]["us"] == 19.0
+    assert readme.newest([_measured(19.0, "2026-01-02", torch=90.0), first]).popitem()[1]["us"] == 20.0
+    assert readme.newest([_measured(19.0, "2026-01-02", inductor=24.0), first]).popitem()[1]["us"] == 19.0
+    sweep = {**_measured(18.0, "2026-01-03", liger=25.0), "copy_peak_gbps": None}
+    assert readme.newest([sweep, first]).popitem()[1]["us"] == 20.0
+
+
+def test_readme_tables() -> None:
+    rows = [SimpleNamespace(name=name, shape="8192x2048") for name in ("rms_norm_fwd", "topk", "rope_fwd", "absent")]
+    row = _measured(20.04, "", liger=25.0, torch=90.0)["rows"][0]
+    fresh = readme.tables({(r.name, r.shape): row for r in rows[:3]}, rows)
+    assert fresh[0][2] == "| `rms_norm` forward | 20.0 (0.50); liger 25.0 | - | - |"
+    assert fresh[1][2:] == ["| rope_fwd | 8192x2048 | 20.0 (0.50) | liger 25.0 |"]
+    assert fresh[2][2:] == ["| topk | 8192x2048 | 20.0 (0.50) | liger 25.0 |"]
+    old = "text\n| op, bf16 | old |\n|---|\n\n| op | shape |\nmore\n| mixture of experts | x |\n| y |"
+    assert readme.rewritten(old, fresh).split("\n") == ["text", *fresh[0], "", *fresh[1], "more", *fresh[2]]
+    with pytest.raises(meta.ResultError, match="no table that begins with"):
+        readme.rewritten("nothing", fresh)
+
+
+def test_readme_has_what_was_recorded() -> None:
+    assert cli.main(["readme", "--check"]) == 0

@@ -1,0 +1,388 @@
+"""The command line, run the way a user runs it (in process where that changes nothing, for speed)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import rtkernels
+from rtkernels.__main__ import main
+from rtkernels.cli import doctor, show
+from rtkernels.errors import KernelCompileError, ToolkitError
+from rtkernels.runtime import env as env_module
+from rtkernels.runtime import warm as warming
+from rtkernels.runtime.build import cache as build_cache
+from rtkernels.runtime.build import nvrtc
+from rtkernels.runtime.operator import registry
+from rtkernels.runtime.targets import CI_TARGETS, parse
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = "column_sum"  # the op with the fewest variants
+COUNT = len(registry.get(SMALL).kernels[0].variants(parse("sm_80")))  # the same for every target
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+
+
+@pytest.fixture(autouse=True)
+def _private_cache(cache_dir: Path) -> None:
+    """Every test here starts with an empty cache and no variables set."""
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Run a command in this process; return its exit code and what it printed."""
+    try:
+        code = main(arguments)
+    except SystemExit as stop:  # argparse
+        code = int(stop.code or 0)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def shell(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process of its own."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, "-m", "rtkernels", *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+
+# ---- usage and errors ------------------------------------------------------------------------------------
+
+
+def test_help_names_every_command(capsys):
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    for command in ("doctor", "list", "warm", "cache", "show", "demo"):
+        assert re.search(rf"^\s+{command}\s", out, re.MULTILINE)
+
+
+def test_version(capsys):
+    assert run(capsys, "--version")[:2] == (0, f"rtkernels {rtkernels.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "COMMAND"),
+        (("wram",), "wram"),
+        (("warm", "--arch", "sm_9x"), "'sm_9x' is not a compilation target"),
+        (("warm", "--arch", "sm_70"), "8.0"),
+        (("warm", "--arch", ","), "at least one name"),
+        (("warm", "--arch", "sm_80", "--op", "rms_nrom"), "no op 'rms_nrom'; there are"),
+        (("warm", "--arch", "sm_80", "--jobs", "0"), "--jobs"),
+        (("warm", "--arch", "sm_80", "--out", __file__), "is not a directory"),
+        (("cache",), "ACTION"),
+        (("cache", "clear", "--op", "nothing"), "no op 'nothing'"),
+        (("show", "nothing", "--arch", "sm_80"), "no op 'nothing'"),
+        (("show", SMALL, "--arch", "sm_80", "--kernel", "nothing"), "no kernel 'nothing'"),
+        (("show", SMALL, "--source", "--kernel", "nothing"), "no kernel 'nothing'"),
+        (("show", SMALL, "--arch", "sm_80", "--variant", "99"), f"variants 0 to {COUNT - 1}"),
+        (("show", SMALL, "--arch", "sm_80", "--ptx", "--source"), "not allowed with"),
+        (("show", SMALL, "--source", "--variant", "1"), "--variant"),
+    ],
+)
+def test_usage_errors_are_one_line_and_code_2(capsys, arguments, said):
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("rtkernels")
+    assert err.count("\n") == 1
+    assert said in err
+
+
+@no_gpu
+def test_warm_without_a_target_says_what_to_name(capsys):
+    code, _, err = run(capsys, "warm")
+    assert code == 2
+    assert "this machine has no GPU and RTKERNELS_ARCH is not set" in err
+    assert "--arch sm_80,sm_90a" in err
+
+
+def test_bad_environment_value_is_a_usage_error(capsys, monkeypatch):
+    monkeypatch.setenv("RTKERNELS_ARCH", "volta")
+    code, _, err = run(capsys, "warm", "--op", SMALL)
+    assert code == 2
+    assert "RTKERNELS_ARCH='volta'" in err
+
+
+def test_missing_compiler_is_one_line_and_code_1(capsys, monkeypatch):
+    def missing() -> tuple[int, int]:
+        raise ToolkitError("CuPy cannot be imported.\nInstall it")
+
+    monkeypatch.setattr(nvrtc, "version", missing)
+    code, _, err = run(capsys, "warm", "--arch", "sm_80", "--op", SMALL)
+    assert (code, err) == (1, "rtkernels: CuPy cannot be imported. | Install it\n")
+
+
+def test_closed_pipe_is_quiet():
+    code = "import sys; from rtkernels.__main__ import main; sys.exit(main(['list', '--json']))"
+    command = f'{sys.executable} -c "{code}" | head -n 1; exit ${{PIPESTATUS[0]}}'
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[\n", "")
+
+
+# ---- list ------------------------------------------------------------------------------------------------
+
+
+def test_list_shows_every_kernel_and_what_is_cached(capsys):
+    rtkernels.warm(["sm_80"], [SMALL])
+    code, out, _ = run(capsys, "list", "--arch", "sm_80,sm_90a")
+    assert code == 0
+    for op, kernel in registry.kernels():
+        assert re.search(rf"^{op.name}\s+{kernel.name}\s+{re.escape(kernel.unit)}\s", out, re.MULTILINE)
+    assert re.search(rf"^{SMALL}\s.*\s{COUNT}/{COUNT}\s+0/{COUNT}$", out, re.MULTILINE)
+    assert "quantize_fp8" in out
+    assert f"{COUNT} in the cache" in out
+
+
+def test_list_json_has_one_entry_per_variant(capsys):
+    code, out, _ = run(capsys, "list", "--json", "--op", SMALL)
+    assert code == 0
+    rows = json.loads(out)
+    assert {row["op"] for row in rows} == {SMALL}
+    assert {row["cached"] for row in rows} == {False}
+    if not torch.cuda.is_available():
+        assert {row["target"] for row in rows} == set(CI_TARGETS)
+        assert len(rows) == COUNT * len(CI_TARGETS)
+
+
+def test_ops_are_found_by_the_functions_they_offer():
+    (op,) = warming.select(["dequantize_fp8"])
+    assert "dequantize_fp8" in op.public
+
+
+# ---- warm ------------------------------------------------------------------------------------------------
+
+
+def test_warm_compiles_once_into_the_named_directory(capsys, tmp_path):
+    arguments = ("warm", "--arch", "sm_80,sm_90a", "--op", SMALL, "--out", str(tmp_path / "kernels"), "--jobs", "2")
+    code, out, err = run(capsys, *arguments)
+    total = 2 * COUNT
+    assert (code, err) == (0, "")
+    assert f"{total} kernels for sm_80, sm_90a: {total} compiled, 0 already there, 0 failed" in out
+    assert len(list((tmp_path / "kernels").rglob("kernel.cubin"))) == total
+    assert rtkernels.cache.ls() == []
+
+    code, out, _ = run(capsys, *arguments)
+    assert code == 0
+    assert f"0 compiled, {total} already there" in out
+
+
+def test_warmed_directory_serves_a_process_that_may_not_compile(tmp_path, monkeypatch):
+    rtkernels.warm(["sm_90a"], [SMALL], out=tmp_path / "kernels")
+    build_cache.forget()
+    monkeypatch.setenv("RTKERNELS_CACHE_EXTRA", str(tmp_path / "kernels"))
+    monkeypatch.setenv("RTKERNELS_NO_COMPILE", "1")
+    report = rtkernels.warm(["sm_90a"], [SMALL])
+    assert (report.compiled, report.present, report.failures) == (0, COUNT, [])
+    assert build_cache.stats.compiles == 0
+    assert len(rtkernels.warm(["sm_80"], [SMALL]).failures) == COUNT
+
+
+def test_warm_of_one_op_includes_the_parts_it_launches():
+    """The backward of rms_norm ends in column_sum: warming rms_norm alone must be enough to run it."""
+    assert [op.name for op in warming._parts(["rms_norm"])] == [SMALL]
+    assert warming._parts([SMALL]) == warming._parts(None) == []
+
+
+def test_warm_uses_the_target_of_the_environment(monkeypatch):
+    monkeypatch.setenv("RTKERNELS_ARCH", "8.9")
+    report = rtkernels.warm(ops=[SMALL])
+    assert report.targets == ("sm_89",)
+    assert {entry.target for entry in rtkernels.cache.ls()} == {"sm_89"}
+
+
+def test_warm_goes_on_after_a_failure_and_exits_with_1(capsys, monkeypatch):
+    broken = registry.get(SMALL).kernels[0].expression(("bf16",))
+    compile_unit = nvrtc.compile_unit
+
+    def failing(unit, expressions, *rest, **options):
+        if list(expressions) == [broken]:
+            raise KernelCompileError("does not compile\n  column_sum.cu(1): error")
+        return compile_unit(unit, expressions, *rest, **options)
+
+    monkeypatch.setattr(nvrtc, "compile_unit", failing)
+    code, out, err = run(capsys, "warm", "--arch", "sm_80", "--op", SMALL)
+    assert code == 1
+    assert err == f"failed: {SMALL} {broken} sm_80: KernelCompileError: does not compile | column_sum.cu(1): error\n"
+    assert f"{COUNT - 1} compiled, 0 already there, 1 failed" in out
+
+
+def test_warm_that_cannot_write_fails(capsys, monkeypatch):
+    monkeypatch.setenv("RTKERNELS_CACHE", "off")
+    code, _, err = run(capsys, "warm", "--arch", "sm_80", "--op", SMALL)
+    assert code == 2
+    assert "RTKERNELS_CACHE=off" in err
+    assert "--out" in err
+
+
+def test_warm_into_a_full_disk_fails(capsys, monkeypatch, tmp_path):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    code, out, err = run(capsys, "warm", "--arch", "sm_80", "--op", SMALL, "--out", str(tmp_path / "kernels"))
+    assert code == 1
+    assert f"{COUNT} failed" in out
+    assert err.count("could not be written") == COUNT
+
+
+def test_warm_draws_one_line_on_a_terminal():
+    class Terminal:
+        text = ""
+
+        def isatty(self) -> bool:
+            return True
+
+        def write(self, text: str) -> None:
+            self.text += text
+
+        def flush(self) -> None:
+            pass
+
+    terminal = Terminal()
+    progress = warming.Progress(terminal)
+    report = warming.warm(["sm_80"], [SMALL], progress=progress)
+    progress.close()
+    assert f"{report.total}/{report.total}" in terminal.text
+    assert "\n" not in terminal.text
+    assert terminal.text.endswith(" \r")
+
+
+# ---- cache -----------------------------------------------------------------------------------------------
+
+
+def test_cache_path(capsys, cache_dir):
+    assert run(capsys, "cache", "path") == (0, f"{cache_dir}\n", "")
+
+
+def test_cache_ls_verify_and_clear(capsys, cache_dir):
+    rtkernels.warm(["sm_80", "sm_90a"], [SMALL])
+    code, out, _ = run(capsys, "cache", "ls")
+    assert code == 0
+    assert out.count(f"rtk::{SMALL}<") == 2 * COUNT
+    assert f"{2 * COUNT} entries" in out
+    code, out, _ = run(capsys, "cache", "ls", "--json")
+    assert {entry["target"] for entry in json.loads(out)} == {"sm_80", "sm_90a"}
+
+    victim = next(cache_dir.rglob("kernel.cubin"))
+    victim.write_bytes(victim.read_bytes()[:-1])
+    code, out, _ = run(capsys, "cache", "verify")
+    assert code == 1
+    assert str(victim.parent) in out
+    assert f"{2 * COUNT} entries checked, 1 damaged" in out
+    assert "damaged:" in run(capsys, "cache", "ls")[1]
+    assert run(capsys, "cache", "verify", "--repair")[0] == 1
+    assert run(capsys, "cache", "verify")[0] == 0
+
+    code, out, _ = run(capsys, "cache", "clear", "--arch", "9.0", "--op", SMALL)
+    assert code == 0
+    assert re.match(r"removed \d entries", out)
+    assert {entry.target for entry in rtkernels.cache.ls()} == {"sm_80"}
+    assert run(capsys, "cache", "clear")[0] == 0
+    assert rtkernels.cache.ls() == []
+
+
+def test_cache_prune_removes_nothing_below_the_cap(capsys):
+    rtkernels.warm(["sm_80"], [SMALL])
+    code, out, _ = run(capsys, "cache", "prune")
+    assert (code, out.split(",")[0]) == (0, "removed 0 entries")
+    assert len(rtkernels.cache.ls()) == COUNT
+
+
+# ---- show ------------------------------------------------------------------------------------------------
+
+
+def test_show_resources(capsys):
+    code, out, _ = run(capsys, "show", SMALL, "--arch", "sm_80", "--resources")
+    assert code == 0
+    header, *lines = out.splitlines()
+    assert header.split()[:4] == ["variant", "kernel", "target", "regs"]
+    assert len(lines) == COUNT
+    for row in show.resources(SMALL, parse("sm_80")):
+        assert 0 < row["registers"] <= row["max_registers"]
+        assert row["spill_stores"] == row["spill_loads"] == 0
+
+
+def test_show_ptx_of_one_variant(capsys):
+    code, out, _ = run(capsys, "show", SMALL, "--arch", "sm_90a", "--ptx", "--kernel", SMALL, "--variant", "1")
+    assert code == 0
+    assert ".target sm_90a" in out
+    assert out.count(".entry") == 1
+
+
+def test_show_source_has_the_kernel_and_its_headers(capsys):
+    code, out, _ = run(capsys, "show", "rms_norm", "--source")
+    assert code == 0
+    assert "// ==== norm/rms_norm.cu" in out
+    assert "__global__" in out
+    assert "common/abi.cuh" in out
+
+
+# ---- doctor ----------------------------------------------------------------------------------------------
+
+
+def test_doctor_reports_everything(monkeypatch):
+    monkeypatch.setenv("RTKERNELS_LINEINFO", "1")
+    report = doctor.collect()
+    assert report["problems"] == []
+    assert report["nvrtc"]["version"].split(".")[0] in ("12", "13")
+    assert any("libnvrtc" in path for path in report["libraries"]["loaded"])
+    assert set(report["test_compile"]) == set(CI_TARGETS)
+    assert all(text.startswith("ok") for text in report["test_compile"].values())
+    assert {variable.name for variable in env_module.VARIABLES} <= set(report["environment"])
+    assert report["environment"]["RTKERNELS_LINEINFO"] == "yes (set)"
+    assert report["cache"]["writable"] is True
+    text = doctor.render(report)
+    for variable in env_module.VARIABLES:
+        assert variable.name in text
+    assert text.endswith("everything rtkernels needs is here")
+
+
+def test_doctor_survives_any_failing_probe(monkeypatch):
+    def broken():
+        raise RuntimeError("probe fell over")
+
+    monkeypatch.setattr(doctor, "_PROBES", dict.fromkeys(doctor._PROBES, broken))
+    report = doctor.collect()
+    assert len(report["problems"]) == len(doctor._PROBES)
+    assert "probe fell over" in doctor.render(report)
+
+
+def test_doctor_json_without_cupy_names_the_problem_and_keeps_the_rest():
+    code = """
+import sys
+sys.modules["cupy"] = sys.modules["cupy_backends"] = None
+from rtkernels.__main__ import main
+sys.exit(main(["doctor", "--json"]))
+"""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "RTKERNELS_CACHE": "sometimes", "RTKERNELS_TYPO": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    report = json.loads(done.stdout)
+    assert any("CuPy cannot be imported" in text for text in report["problems"])
+    assert any("RTKERNELS_CACHE='sometimes'" in text for text in report["problems"])
+    assert any("RTKERNELS_TYPO" in text for text in report["notes"])
+    assert report["torch"]["version"] == torch.__version__
+    assert report["sources"]["units"] > 0
+
+
+# ---- demo, and the two ways to call ----------------------------------------------------------------------
+
+
+def test_demo_runs_and_agrees_with_torch():
+    done = shell("demo")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("rms_norm + backward", "glu silu + backward", "quantize_fp8 1x128", "dequantize_fp8 1x128"):
+        assert name in done.stdout
+    assert "all results agree with torch" in done.stdout
+    if not torch.cuda.is_available():
+        assert "no GPU on this machine" in done.stdout
+        assert re.search(r"sm_80: \d+ kernels compiled", done.stdout)
+        assert re.search(r"sm_90a: \d+ kernels compiled", done.stdout)

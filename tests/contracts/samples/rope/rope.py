@@ -1,0 +1,22 @@
+"""Arguments to try each operator with: ``rope``."""
+
+from __future__ import annotations
+
+import torch
+from rtkernels.ops.rope.rope.rope_operators import FORWARD, IN_PLACE
+
+from rtkernels.ops.rope.rope import mla_rope as mla
+
+
+def samples(device: str):
+    g = torch.Generator(device).manual_seed(0)
+    q = torch.randn(2, 5, 4, 32, generator=g, device=device)
+    k = torch.randn(2, 5, 2, 32, generator=g, device=device)
+    angle = torch.randn(5, 16, generator=g, device=device)
+    cos, sin = angle.cos(), angle.sin()
+    plain = (None, None, "", 0, 1, 1.0)
+    yield FORWARD, (q, k, "bshd", "bshd", 0, 0, 0, False, cos, sin, *plain)
+    yield FORWARD, (q.bfloat16(), None, "bshd", "sbhd", 0, 16, 1, True, cos[:, :8], sin[:, :8], *plain)
+    yield IN_PLACE, (q.clone(), k.clone(), "bshd", 0, 0, 0, False, cos, sin, *plain)
+    yield IN_PLACE, (q.clone(), None, "bshd", 0, 0, 1, False, cos, sin, *plain)
+    yield from mla.samples(device)

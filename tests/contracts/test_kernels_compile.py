@@ -1,0 +1,84 @@
+"""Every kernel variant compiles for every supported architecture, without spills and within its register ceiling."""
+
+from __future__ import annotations
+
+import pytest
+
+from rtkernels.runtime import targets
+from rtkernels.runtime.build import nvrtc, sources
+from rtkernels.runtime.launch.device import shared_limit
+from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.operator import registry
+
+KERNELS = {f"{op.name}.{kernel.name}": kernel for op, kernel in registry.kernels()}
+
+
+@pytest.mark.parametrize("target", targets.CI_TARGETS)
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiles_without_spills(name: str, target: str) -> None:
+    kernel, wanted = KERNELS[name], targets.parse(target)
+    variants = kernel.variants(wanted)
+    if not kernel.supports(wanted):
+        assert not variants
+        return
+    if not variants:  # a target may have too little shared memory for a kernel; then others serve it
+        assert callable(kernel._variants), f"{name} supports {target} but names no variant to build for it"
+        return
+    expressions = [kernel.expression(variant) for variant in variants]
+    compiled = nvrtc.compile_unit(kernel.unit, expressions, wanted, kernel.flags)
+    assert set(compiled.names) == set(expressions)
+    for expression in expressions:
+        used = compiled.resources[expression]
+        assert used.spill_stores == used.spill_loads == 0, f"{expression} spills on {target}"
+        assert used.registers <= kernel.max_registers, f"{expression} uses {used.registers} registers on {target}"
+        assert used.shared <= shared_limit(wanted), f"{expression} has {used.shared} bytes of static shared memory"
+
+
+@pytest.mark.parametrize("name", ("norm_quant.norm_fp8_ring", "glu_fp8.glu_fp8_bwd_stream"))
+def test_kernels_of_the_h100_compile_without_its_own_instructions(name: str) -> None:
+    """What serves sm_90a alone among the targets above serves sm_90 too, which lacks some instructions."""
+    kernel, target = KERNELS[name], targets.parse("sm_90")
+    for variant in kernel.variants(target):
+        expression = kernel.expression(variant)
+        used = nvrtc.compile_unit(kernel.unit, [expression], target).resources[expression]
+        assert used.spill_stores == used.spill_loads == 0
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_variants_are_plain_and_distinct(name: str) -> None:
+    kernel: Kernel = KERNELS[name]
+    for target in map(targets.parse, targets.CI_TARGETS):
+        variants = kernel.variants(target)
+        assert len(set(variants)) == len(variants)
+        for variant in variants:
+            assert all(type(value) in (str, int, bool) for value in variant)
+
+
+def test_every_unit_belongs_to_a_kernel() -> None:
+    from support import probe
+
+    known = {kernel.unit for kernel in (*KERNELS.values(), *probe.KERNELS)}
+    assert set(sources.units()) == known
+
+
+def test_device_code_includes_no_toolkit_header() -> None:
+    for unit in sources.units():
+        assert not sources.toolkit_headers(unit), unit
+
+
+def test_kernel_parameters_match_their_records() -> None:
+    """The packed argument buffer is read by position: a record that is one off would shift every argument."""
+    import re
+
+    kinds = {"ptr": r"\*", "i64": r"\bi64\b", "f64": r"\bdouble\b", "tmap": "const __grid_constant__ ptx::TensorMap "}
+    for kernel in KERNELS.values():
+        text = "".join(content.decode() for content in sources.closure(kernel.unit).values()).replace("\\\n", " ")
+        signature = re.search(rf"\b{kernel.name}\(([^)]*)\)\s*\{{", text)
+        assert signature, f"{kernel.name} is not defined in {kernel.unit}"
+        listed = signature[1]
+        for macro, body in re.findall(r"#define (RTK_\w+) +(.*)", text):  # parameters that several kernels share
+            listed = re.sub(rf"\b{macro}\b", lambda _, body=body: body, listed)
+        parameters = [" ".join(part.split()) for part in listed.split(",")]
+        assert len(parameters) == len(kernel.args), kernel
+        for parameter, (name, kind) in zip(parameters, kernel.args, strict=True):
+            assert re.search(kinds[kind], parameter), f"{kernel}: {name} is {kind}, but the kernel has {parameter!r}"

@@ -1,0 +1,125 @@
+"""What every op must offer, checked for all of them: operators, references, fakes, samples, docs, emulated tests."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from support.places import emulated
+
+import rtkernels
+from rtkernels import emulator
+from rtkernels.errors import ArgumentError
+from rtkernels.runtime.launch import memory
+from rtkernels.runtime.operator import operator as operator_module
+from rtkernels.runtime.operator import registry
+
+OPS = {op.name: op for op in registry.ops()}
+SAMPLES = [
+    pytest.param(torch_op, args, id=f"{torch_op.name}-{index}")
+    for op in OPS.values()
+    for index, (torch_op, args) in enumerate(op.samples("cpu"))
+]
+TESTS = Path(__file__).parent
+
+
+@pytest.mark.parametrize(("torch_op", "args"), SAMPLES)
+def test_opcheck(torch_op: operator_module.TorchOp, args: tuple) -> None:
+    torch.library.opcheck(torch_op.overload, args)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPS)
+def test_opcheck_on_the_gpu(name: str) -> None:
+    for torch_op, args in OPS[name].samples("cuda"):
+        torch.library.opcheck(torch_op.overload, args)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_samples_reach_every_operator(name: str) -> None:
+    assert {torch_op for torch_op, _ in OPS[name].samples("cpu")} == set(OPS[name].torch_ops)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_public_functions_are_documented(name: str) -> None:
+    for public in OPS[name].public:
+        function = getattr(rtkernels, public)
+        assert function.__name__ == public
+        doc = inspect.getdoc(function)
+        assert doc and "Args:" in doc and "Returns:" in doc, public
+        assert set(inspect.signature(function).parameters) <= set(doc.replace(":", " ").split()), public
+
+
+@pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.public])
+def test_op_has_a_test_file_and_bench_rows(name: str) -> None:
+    assert (TESTS / f"test_{name}.py").is_file()
+    rows = list(OPS[name].rows())
+    assert rows and len({row.label for row in rows}) == len(rows)
+
+
+@emulated
+@pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.public])
+def test_every_kernel_is_emulated_or_exempt(name: str) -> None:
+    """An op's own tests, at the emulated places, launch each of its kernels (exempt ones say why)."""
+    wanted = {(kernel.unit, kernel.name) for kernel in OPS[name].kernels if kernel.emulated is True}
+    for kernel in OPS[name].kernels:
+        assert kernel.emulated is True or (isinstance(kernel.emulated, str) and kernel.emulated), kernel
+    if wanted <= emulator.launched():
+        return
+    module = __import__(f"test_{name}")
+    assert hasattr(module, "emulated_coverage"), f"test_{name}.py has no emulated_coverage() that runs every kernel"
+    module.emulated_coverage()
+    assert wanted <= emulator.launched(), f"not emulated: {sorted(wanted - emulator.launched())}"
+
+
+def test_unknown_op() -> None:
+    with pytest.raises(ArgumentError, match="there is no op 'nonsense'; known: "):
+        registry.get("nonsense")
+
+
+def test_call_written_from_the_schema_takes_its_names() -> None:
+    for op in OPS.values():
+        for torch_op in op.torch_ops:
+            wanted = [argument.name for argument in torch_op.overload._schema.arguments]
+            assert list(inspect.signature(torch_op.call).parameters) == wanted
+
+
+def test_an_operator_knows_that_the_dispatcher_called_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    op, seen = registry.get("topk").torch_ops[0], []
+    monkeypatch.setattr(op, "launch", lambda *args: seen.append(memory.dispatched()))
+    op._run_cuda()
+    assert seen == [True]
+    assert not memory.dispatched()
+
+
+@emulated
+def test_a_call_like_the_one_before_runs_its_plan_again() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    op = registry.get("glu").torch_ops[0]
+    x, up, weight = torch.randn(4, 16), torch.randn(4, 16), torch.rand(4)
+    for given in ((x, None, None), (x, up, None), (x, None, weight[:4]), (x, up, weight)):
+        args, like = (*given, "silu"), (*(None if t is None else t.clone() for t in given), "silu")
+        with rtkernels.emulate("sm_90"), emulator.recording():
+            first = op._remember(op.call.__globals__, args)
+            torch.testing.assert_close(first, op.reference(*args))
+            assert torch.equal(op.again(*like), first)
+            assert op.again(*given, "relu") is None
+            assert op.again(x[:2], *args[1:]) is None and op.again(x.double(), *args[1:]) is None
+            assert op.again(torch.randn(65)[1:].view(4, 16), *args[1:]) is None  # its address
+            assert op.again(x, None if given[1] is not None else up, *args[2:]) is None
+            assert op.again(x.clone().requires_grad_(), *args[1:]) is None
+            with FakeTensorMode():
+                assert op.again(*like) is None
+    with rtkernels.emulate("sm_90"), emulator.recording():
+        seen = []
+        op._remember(op.call.__globals__, (x, None, None, "silu"))
+        torch.func.vmap(lambda row: (row, seen.append(op.again(x, None, None, "silu")))[0])(x)
+        assert seen == [None]
+        with torch.inference_mode():
+            assert op.again(x, None, None, "silu") is None  # the result has to be an inference tensor
+            op._remember(op.call.__globals__, (x, None, None, "silu"))
+            assert op.again(x, None, None, "silu").is_inference()
+        assert op.again(x, None, None, "silu") is None

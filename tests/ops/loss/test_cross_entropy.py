@@ -1,0 +1,661 @@
+"""Cross entropy: numerics at every place it can run, all modes, bad input, the GPU's own ways."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from support.compare import ROUNDOFF, assert_close, assert_same_bits, poisoned, running_on
+from support.places import DTYPES, ORDERS, at, emulated, order_test, short
+from support.ways import assert_equal_bits, captured
+from torch import Tensor
+
+import rtkernels
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.loss import cross_entropy as module
+from rtkernels.ops.loss import cross_entropy_operators as ops
+from rtkernels.ops.loss import cross_entropy_parallel as parallel
+from rtkernels.ops.loss import cross_entropy_plan as plans
+from rtkernels.runtime import targets
+from rtkernels.runtime.launch.device import DeviceInfo
+from rtkernels.runtime.launch.plans import Plans
+
+cross_entropy = rtkernels.cross_entropy
+MODES = {
+    "two_pass": {},
+    "one_pass": {"one_pass": True},
+    "in_place": {"in_place": True},
+    "one_pass_in_place": {"one_pass": True, "in_place": True},
+}
+
+
+@dataclass
+class Inputs:
+    logits: Tensor
+    labels: Tensor
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+Normal = Callable[..., Tensor]
+
+
+def _plain(rows: int, cols: int, **options: Any) -> Callable[[Normal], Inputs]:
+    def build(normal: Normal) -> Inputs:
+        logits = normal(rows, cols)
+        return Inputs(logits, _labels(logits), options)
+
+    return build
+
+
+def _labels(logits: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Labels over all of the vocabulary, its ends included; every third row but the first is ignored."""
+    cols, shape = logits.shape[-1], logits.shape[:-1]
+    rows = torch.Size(shape).numel()
+    labels = (torch.arange(rows) * 7919 + cols - 1) % cols
+    labels[1::3] = -100
+    if rows > 2:
+        labels[2] = 0
+    return labels.view(shape).to(dtype).to(logits.device)
+
+
+def _view(take: Callable[[Normal], Tensor], dtype: torch.dtype = torch.int64) -> Callable[[Normal], Inputs]:
+    def build(normal: Normal) -> Inputs:
+        logits = take(normal)
+        return Inputs(logits, _labels(logits, dtype))
+
+    return build
+
+
+CASES: dict[str, Callable[[Normal], Inputs]] = {
+    "plain": _plain(5, 64),
+    "one_element": _plain(1, 1),
+    "few_columns": _plain(7, 3),
+    "odd": _plain(5, 33),
+    "odd_wide": _plain(4, 1027),
+    "thousand": _plain(9, 1000),
+    "several_warps": _plain(5, 5000),
+    "long": _plain(9, 20000),
+    "long_odd": _plain(6, 18003),
+    "beyond": _plain(3, 165003),
+    "many_rows": _plain(530, 24),
+    "three_dimensions": _view(lambda n: n(2, 3, 40)),
+    "one_dimension": _view(lambda n: n(40)),
+    "labels_int32": _view(lambda n: n(6, 40), torch.int32),
+    "strided_rows": _view(lambda n: n(10, 80)[::2, :64]),
+    "unaligned": _view(lambda n: n(5, 72)[:, 3:67]),
+    "unaligned_long": _view(lambda n: n(5, 18003)[:, 1:]),
+    "transposed": _view(lambda n: n(48, 6).t()),
+    "expanded": _view(lambda n: n(1, 64).expand(4, -1)),
+    "smoothing": _plain(6, 200, label_smoothing=0.2),
+    "smoothing_long": _plain(5, 18003, label_smoothing=0.2, z_loss=0.01),
+    "smoothing_all": _plain(5, 77, label_smoothing=1.0),
+    "z_loss": _plain(6, 200, z_loss=0.1),
+    "softcap": _plain(6, 200, softcap=2.5),
+    "softcap_everything": _plain(5, 1027, softcap=2.5, z_loss=0.1, label_smoothing=0.1),
+    "other_ignore_index": _plain(6, 64, ignore_index=0),
+}
+
+
+def make(case: str, dtype: torch.dtype, device: str) -> Inputs:
+    """Build the tensors of a case: the same numbers on every device."""
+    generator = torch.Generator().manual_seed(sum(map(ord, case)))
+
+    def normal(*shape: int) -> Tensor:
+        return (torch.randn(*shape, generator=generator) * 2).to(dtype).to(device)
+
+    inputs = CASES[case](normal)
+    if inputs.options.get("ignore_index") == 0:
+        inputs.labels[inputs.labels == -100] = 0
+    return inputs
+
+
+def exact(inputs: Inputs, reduction: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, log-sum-exp and accuracy in fp64, from torch's functions."""
+    options, labels = inputs.options, inputs.labels.reshape(-1).long()
+    z = inputs.logits.double().reshape(-1, inputs.logits.shape[-1])
+    if cap := options.get("softcap"):
+        z = cap * torch.tanh(z / cap)
+    ignore = options.get("ignore_index", -100)
+    counts = labels != ignore
+    loss = F.cross_entropy(
+        z, labels, ignore_index=ignore, label_smoothing=options.get("label_smoothing", 0.0), reduction="none"
+    )
+    lse = torch.where(counts, z.logsumexp(-1), 0.0)
+    loss = loss + options.get("z_loss", 0.0) * lse.square()
+    hits = ((z.argmax(-1) == labels) & counts).double()
+    if reduction == "none":
+        return tuple(t.view(inputs.labels.shape) for t in (loss, lse, hits))
+    divisor = counts.sum() if reduction == "mean" else 1
+    return loss.sum() / divisor, lse.view(inputs.labels.shape), hits.sum() / divisor
+
+
+def check(inputs: Inputs, reduction: str, mode: str, g: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Run forward and backward, hold every element to its error budget; return loss and gradient."""
+    leaf = inputs.logits.detach().requires_grad_()
+    # In place needs memory of its own; the layout is kept where it is not a view of overlapping rows.
+    middle = leaf.clone(memory_format=torch.preserve_format) if "in_place" in mode else leaf
+    options = {**inputs.options, **MODES[mode], "reduction": reduction}
+    loss, lse, accuracy = cross_entropy(middle, inputs.labels, **options, return_lse=True, return_accuracy=True)
+    assert loss.dtype == lse.dtype == accuracy.dtype == torch.float32 and not lse.requires_grad
+    dloss = torch.linspace(0.5, 1.5, loss.numel(), device=loss.device).view(loss.shape) if loss.dim() else None
+    if dloss is None:
+        dloss = torch.full_like(loss, g)
+    loss.backward(dloss)
+    if mode != "two_pass":
+        with torch.no_grad():
+            plain = cross_entropy(inputs.logits, inputs.labels, **inputs.options, reduction=reduction)
+        if inputs.logits.shape[-1] < 16000:  # longer rows are summed up in another order
+            torch.testing.assert_close(plain, loss.detach(), rtol=1e-6, atol=1e-6)
+
+    reference = Inputs(inputs.logits.detach().double().requires_grad_(), inputs.labels, inputs.options)
+    wanted, wanted_lse, wanted_accuracy = exact(reference, reduction)
+    wanted.backward(dloss.double())
+    size = inputs.logits.double().abs().max() + 10
+    few = 20 if inputs.options else 8
+    z_size = 1 + 2 * inputs.options.get("z_loss", 0.0) * size
+    rows = inputs.labels.numel() if reduction == "sum" else 1
+    assert_close(loss.detach(), wanted.detach(), scale=rows * size * z_size, c=few, what="loss")
+    assert_close(lse, wanted_lse.detach(), scale=size, c=few, what="lse")
+    assert_close(accuracy, wanted_accuracy, c=2, what="accuracy")
+
+    grad, dtype = leaf.grad, inputs.logits.dtype
+    assert grad.dtype == dtype
+    weight = dloss.double().abs()
+    if reduction == "mean":
+        weight = weight / max(1, int((inputs.labels != inputs.options.get("ignore_index", -100)).sum()))
+    roundings = 2 if "one_pass" in mode and (reduction == "none" or g != 1) else 1
+    slack = 40 * few * ROUNDOFF[torch.float32] / ROUNDOFF[dtype]
+    magnitude = reference.logits.grad.abs()
+    terms = magnitude * (1 + size) + (weight.unsqueeze(-1) if weight.dim() else weight) * 2**-8
+    assert_close(grad, reference.logits.grad, scale=magnitude + slack * terms, c=1.01 * roundings, what="dlogits")
+    return loss.detach(), grad
+
+
+@pytest.mark.parametrize("case", CASES)
+@at("cpu", "sm_90", "cuda")
+def test_every_layout(place: str, case: str) -> None:
+    with running_on(place) as device:
+        inputs = make(case, torch.bfloat16, device)
+        for mode in MODES:
+            check(inputs, "mean", mode, g=1.0 if mode != "one_pass" else 0.37)
+
+
+@pytest.mark.parametrize("reduction", ("none", "sum"))
+@at("cpu", "sm_90", "cuda")
+def test_every_reduction(place: str, reduction: str) -> None:
+    with running_on(place) as device:
+        for case, mode in itertools.product(("plain", "odd", "long_odd", "three_dimensions", "softcap"), MODES):
+            check(make(case, torch.bfloat16, device), reduction, mode)
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=short)
+@at("cpu", "sm_80", "cuda")
+def test_every_dtype(place: str, dtype: torch.dtype) -> None:
+    cases = ("plain", "odd_wide", "long_odd", "softcap_everything", "smoothing_long", "unaligned")
+    with running_on(place) as device:
+        for case, mode in itertools.product(cases, ("two_pass", "one_pass")):
+            check(make(case, dtype, device), "mean", mode)
+
+
+def emulated_coverage() -> None:
+    """Run every kernel of the op in the emulator; test_registry.py checks that it does."""
+    with running_on("sm_90") as device:
+        for case, mode in itertools.product(("plain", "thousand", "long_odd", "one_element"), ("two_pass", "one_pass")):
+            check(make(case, torch.bfloat16, device), "mean", mode)
+
+
+@pytest.fixture(params=("few", "many"))
+def rows_as(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors go to the kernel for few rows, or to those for many."""
+    if request.param == "many":
+        monkeypatch.setattr(plans, "few_blocks", lambda *shape: 0)
+    Plans.forget_all()
+    yield
+    Plans.forget_all()
+
+
+@pytest.mark.parametrize("cols", (40, 33, 17003))
+@pytest.mark.usefixtures("rows_as")
+@at("cpu", "sm_90", "cuda")
+def test_special_values(place: str, cols: int) -> None:
+    """NaN and infinities as torch has them, in fp64 from the same logits."""
+    with running_on(place) as device:
+        x = torch.randn(8, cols).bfloat16()
+        x[0, 5] = torch.nan
+        x[1, 6] = torch.inf
+        x[2] = -torch.inf
+        x[3, 1:] = -torch.inf  # the label's score is the only one
+        x[4, :20] = -torch.inf  # the label is among them: infinite loss
+        x[5] = torch.finfo(torch.bfloat16).max
+        x[6] = torch.finfo(torch.bfloat16).min
+        x[7] *= 1e4
+        labels = torch.tensor([1, 2, 3, 0, 4, 5, 6, 7])
+        leaf = x.double().requires_grad_()
+        wanted = F.cross_entropy(leaf, labels, reduction="none")
+        wanted.sum().backward()
+        for mode in ("two_pass", "one_pass"):
+            mine = x.clone().to(device).requires_grad_()
+            loss = cross_entropy(mine, labels.to(device), reduction="none", **MODES[mode])
+            loss.sum().backward()
+            torch.testing.assert_close(
+                loss.detach().cpu().double(), wanted.detach(), equal_nan=True, rtol=1e-5, atol=1e-3
+            )
+            finite = [0, 2, 3, 4, 5, 6, 7]  # torch's NaN rows are NaN throughout; so are ours, +inf included
+            torch.testing.assert_close(
+                mine.grad.cpu().double()[finite], leaf.grad[finite], equal_nan=True, rtol=2**-7, atol=1e-6
+            )
+            assert mine.grad[1].isnan().any()
+
+
+@at("cpu", "sm_90", "cuda")
+def test_rows_that_do_not_count(place: str) -> None:
+    """Their logits are not looked at; a mean over nothing is 0."""
+    with running_on(place) as device:
+        for cols, mode in itertools.product((40, 17003), MODES):
+            leaf = torch.full((4, cols), torch.nan, device=device, dtype=torch.bfloat16).requires_grad_()
+            labels = torch.full((4,), -100, device=device)
+            for reduction in ("mean", "sum"):
+                leaf.grad = None
+                loss, lse, accuracy = cross_entropy(
+                    leaf.clone(), labels, reduction=reduction, return_lse=True, return_accuracy=True, **MODES[mode]
+                )
+                loss.backward()
+                assert loss == 0 and accuracy == 0 and (lse == 0).all() and (leaf.grad == 0).all()
+        for reduction in ("mean", "sum", "none"):
+            nobody = torch.empty(0, 8, device=device, dtype=torch.bfloat16, requires_grad=True)
+            loss = cross_entropy(nobody, torch.empty(0, dtype=torch.int64, device=device), reduction=reduction)
+            loss.sum().backward()
+            assert nobody.grad.shape == (0, 8) and loss.sum() == 0
+
+
+@at("cpu", "sm_90", "cuda")
+def test_accuracy_counts_the_first_of_equal_logits(place: str) -> None:
+    with running_on(place) as device:
+        for cols, one_pass in itertools.product((40, 17003), (False, True)):
+            x = torch.zeros(4, cols, device=device, dtype=torch.bfloat16)
+            x[:, 7], x[:, 20] = 1.0, 1.0
+            labels = torch.tensor([7, 20, 0, -100], device=device)
+            leaf = x.requires_grad_()
+            _, hits = cross_entropy(leaf, labels, reduction="none", return_accuracy=True, one_pass=one_pass)
+            assert hits.tolist() == [1.0, 0.0, 0.0, 0.0]
+            assert cross_entropy(leaf, labels, return_accuracy=True, one_pass=one_pass)[1].item() == pytest.approx(
+                1 / 3
+            )
+
+
+# ---- in place, one pass ---------------------------------------------------------------------------------------------
+
+
+@at("cpu", "sm_90", "cuda")
+def test_in_place_uses_the_memory_of_the_logits(place: str) -> None:
+    with running_on(place) as device:
+        for cols, one_pass in itertools.product((33, 17003), (False, True)):
+            leaf = torch.randn(4, cols, device=device, dtype=torch.bfloat16, requires_grad=True)
+            logits = leaf * 1.0
+            labels = torch.arange(4, device=device)
+            grads = []
+            logits.register_hook(lambda grad, grads=grads: grads.append(grad.data_ptr()))
+            cross_entropy(logits, labels, one_pass=one_pass, in_place=True).backward()
+            assert grads == [logits.data_ptr()]
+            assert_same_bits(logits.detach(), leaf.grad)
+
+
+def test_in_place_is_noticed_by_autograd() -> None:
+    leaf = torch.randn(4, 8, requires_grad=True)
+    logits = leaf * 1.0
+    other = logits.square().sum()  # keeps the logits
+    cross_entropy(logits, torch.arange(4), one_pass=True, in_place=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.backward()
+    with pytest.raises(ArgumentError, match="logits is a leaf that requires grad"):
+        cross_entropy(leaf, torch.arange(4), in_place=True)
+
+
+@pytest.mark.parametrize("mode", ("one_pass", "in_place"))
+def test_a_second_backward_is_refused(mode: str) -> None:
+    leaf = torch.randn(4, 8, requires_grad=True)
+    loss = cross_entropy(leaf * 1.0, torch.arange(4), **MODES[mode])
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@at("sm_90", "cuda")
+def test_gradient_one_leaves_the_gradient_alone(place: str) -> None:
+    with running_on(place) as device:
+        x = torch.randn(3, 100, device=device).bfloat16()
+        before = x.clone()
+        ops.SCALE(x, torch.ones((), device=device))
+        assert_same_bits(x, before)
+        ops.SCALE(x, torch.tensor([1.0, 2.0, 0.0], device=device))
+        assert_same_bits(x, before * torch.tensor([[1.0], [2.0], [0.0]], device=device).bfloat16())
+
+
+@pytest.mark.parametrize("one_pass", (False, True))
+def test_second_order_is_refused(one_pass: bool) -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    (first,) = torch.autograd.grad(cross_entropy(x, torch.arange(4), one_pass=one_pass).square(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("label", (40, -1, 2**40))
+@at("cpu", "sm_90")
+def test_bad_labels_on_the_cpu(place: str, label: int) -> None:
+    with running_on(place):
+        for one_pass, cols in itertools.product((False, True), (40, 17003)):
+            if label == 40 and cols != 40:
+                continue
+            labels = torch.tensor([1, 2, label, 4])
+            with pytest.raises(ArgumentError, match=f"labels has {label} in row 2"):
+                cross_entropy(torch.randn(4, cols, dtype=torch.bfloat16, requires_grad=True), labels, one_pass=one_pass)
+        cross_entropy(torch.randn(4, 40).bfloat16(), torch.arange(4))  # and nothing stays behind
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", (40, 20000))
+@pytest.mark.parametrize("one_pass", (False, True))
+def test_bad_labels_surface_later(one_pass: bool, cols: int) -> None:
+    good = torch.arange(4, device="cuda")
+    bad = torch.tensor([1, cols, 2, 3], device="cuda")
+    leaf = torch.randn(4, cols, device="cuda", requires_grad=True)
+    losses = cross_entropy(leaf, bad, reduction="none", one_pass=one_pass)
+    with pytest.raises(ArgumentError, match=f"labels has {cols} in row 1"):
+        rtkernels.check_labels()
+    assert losses.isnan().tolist() == [False, True, False, False]
+    losses[0].backward()
+    assert (leaf.grad[1] == 0).all()
+    cross_entropy(leaf, bad, one_pass=one_pass)
+    torch.cuda.synchronize()
+    with pytest.raises(ArgumentError, match=f"labels has {cols} in row 1"):
+        cross_entropy(leaf, good)
+    cross_entropy(leaf, good)
+    rtkernels.check_labels("cuda")
+
+
+X, LABELS = torch.randn(4, 8), torch.arange(4)
+META = (torch.float32, torch.Size((4, 8)), (8, 1), 0)
+BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "dtype": (lambda: cross_entropy(X.double(), LABELS), "logits has dtype float64; expected one of bfloat16"),
+    "no dimensions": (lambda: cross_entropy(X[0, 0], LABELS), "logits has no dimensions"),
+    "no columns": (lambda: cross_entropy(X[:, :0], LABELS), "logits has 0 columns; expected 1 to"),
+    "labels dtype": (lambda: cross_entropy(X, LABELS.float()), "labels has dtype float32; expected one of int32"),
+    "labels shape": (lambda: cross_entropy(X, LABELS[:3]), r"labels has shape \(3,\); expected \(4,\), that of logits"),
+    "labels device": (
+        lambda: plans.check(META, (torch.int32, torch.Size((4,)), (1,), -1)),
+        "labels has device index -1; expected 0, that of logits",
+    ),
+    "smoothing": (lambda: cross_entropy(X, LABELS, label_smoothing=1.5), "label_smoothing is 1.5; expected 0 to 1"),
+    "z_loss": (lambda: cross_entropy(X, LABELS, z_loss=float("nan")), "z_loss is nan; expected a finite number"),
+    "softcap": (lambda: cross_entropy(X, LABELS, softcap=-1.0), "softcap is -1.0; expected a positive number, or None"),
+    "softcap zero": (lambda: cross_entropy(X, LABELS, softcap=0.0), "softcap is 0.0; expected a positive number"),
+    "reduction": (lambda: cross_entropy(X, LABELS, reduction="avg"), "reduction is 'avg'; expected one of 'none'"),
+    "range alone": (lambda: cross_entropy(X, LABELS, vocab_size=8), "vocab_size are given without a group"),
+    "one pass with a group": (
+        lambda: cross_entropy(X, LABELS, one_pass=True, group=object()),
+        "one_pass and group are both given",
+    ),
+    "half a range": (lambda: parallel.vocabulary_range(8, None, 0, None), "vocab_start and vocab_size go together"),
+    "range": (lambda: parallel.vocabulary_range(8, None, 4, 10), "vocab_start is 4 and vocab_size 10; expected 8"),
+    "overlap": (
+        lambda: ops.ONE_PASS_IN_PLACE(X[:1].expand(4, 8), LABELS, -100, 0.0, 0.0, 0.0, 1, False),
+        "logits has overlapping rows; in_place needs memory of its own",
+    ),
+    "dloss": (
+        lambda: ops.BACKWARD(X[:3, 0], X, LABELS, torch.zeros(2, 4), None, -100, 0.0, 0.0, 0.0, 0, 8),
+        r"dloss has shape \(3,\); expected \(4,\), or one number",
+    ),
+    "not a tensor": (lambda: cross_entropy([1.0, 2.0], LABELS), "expected a torch.Tensor or an array with __dlpack__"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+@at("cpu", "sm_90")
+def test_error_messages(place: str, name: str) -> None:
+    call, message = BAD[name]
+    with running_on(place), pytest.raises(ArgumentError, match=message):
+        call()
+
+
+# ---- other ways to call it ------------------------------------------------------------------------------------------
+
+
+@at("cpu", "cuda")
+@pytest.mark.parametrize("dynamic", (False, True))
+def test_torch_compile(place: str, dynamic: bool) -> None:
+    def block(x: Tensor, labels: Tensor) -> Tensor:
+        first, lse = cross_entropy(x * 2, labels, return_lse=True, z_loss=0.01)
+        return first + cross_entropy(x + 1, labels, one_pass=True, reduction="sum", in_place=True) + lse.sum()
+
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for rows in (3, 4):
+        x, labels = torch.randn(rows, 16, device=place), torch.arange(rows, device=place)
+        grads = []
+        for function in (compiled, block):
+            leaf = x.clone().requires_grad_()
+            loss = function(leaf, labels)
+            (loss * 1.5).backward()
+            grads += [loss.detach(), leaf.grad]
+        torch.testing.assert_close(grads[:2], grads[2:])
+
+
+def test_numpy_in_numpy_out() -> None:
+    x = np.random.default_rng(0).standard_normal((3, 8), dtype=np.float32)
+    labels = np.array([0, 3, -100])
+    loss, lse = cross_entropy(x, labels, reduction="none", return_lse=True)
+    assert isinstance(loss, np.ndarray) and loss[2] == 0
+    np.testing.assert_allclose(lse[:2], np.log(np.exp(x).sum(-1))[:2], rtol=1e-6)
+
+
+def test_bench_rows_agree_with_torch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(4, 32, generator=generator), torch.arange(4)
+    rows = {row.name: row for row in module.OP.rows()}
+    forward, backward, both = (rows[f"cross_entropy_{name}"] for name in ("fwd", "bwd", "fwdbwd"))
+    torch.testing.assert_close(forward.ours(logits=logits, labels=labels), forward.torch(logits=logits, labels=labels))
+    torch.testing.assert_close(forward.ours(logits=logits, labels=labels), forward.fused(logits=logits, labels=labels))
+    stats = ops.FORWARD(logits, labels, -100, 0.0, 0.0, 0.0, plans.NONE, False)[2]
+    inputs = {"dy": torch.rand(4), "logits": logits, "labels": labels, "stats": stats}
+    torch.testing.assert_close(backward.ours(**inputs), backward.torch(**inputs))
+    torch.testing.assert_close(both.ours(logits=logits, labels=labels), both.torch(logits=logits, labels=labels))
+
+
+LONG_ROWS = (
+    (157184, 8192, 1, 1), (151936, 8192, 1, 1), (128256, 8192, 1, 1), (65536, 8192, 2, 1), (50257, 8192, 3, 1),
+    (32768, 8192, 4, 1), (20000, 8192, 6, 1), (32000, 200, 2, 1), (262144, 8192, 1, 2), (151936, 66, 1, 2),
+    (151936, 133, 2, 2), (8200, 8192, 6, 1), (8200, 300, 6, 1),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("cols", "rows", "blocks", "team"), LONG_ROWS)
+def test_long_rows_fit_the_multiprocessors(
+    cols: int, rows: int, blocks: int, team: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The vocabularies of today's models are held whole, shorter rows by several blocks, longer ones by two."""
+    info = DeviceInfo("H200", targets.parse("sm_90a"), 132, 227 * 1024)
+    monkeypatch.setattr(plans, "device_info", lambda device: info)
+    layout = plans.long_layout(cols // 8, rows, 0)
+    assert layout.grid == min(132 * blocks, rows * team) and layout.blocks == team
+    pieces = cols / 8 / (layout.threads * team)
+    assert layout.held < pieces <= layout.held + layout.slots
+    assert (layout.shared + plans._STATIC_SHARED + 1024) * blocks <= 228 * 1024
+
+
+def test_few_rows_are_for_all_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = DeviceInfo("H200", targets.parse("sm_90a"), 132, 227 * 1024)
+    monkeypatch.setattr(plans, "device_info", lambda device: info)
+
+    def blocks(cols: int, rows: int, sums: bool = True) -> int:
+        return plans.few_blocks(cols // 8, rows, 0, 1024, sums)
+
+    for cols, rows, wanted in ((1000, 1, 1), (4096, 66, 1), (16384, 1, 4), (32000, 64, 8), (32000, 128, 1)):
+        assert blocks(cols, rows) == wanted, (cols, rows)
+    for cols, rows in ((1000, 100), (32000, 133), (157184, 32), (300000, 1)):
+        assert blocks(cols, rows) == 0, (cols, rows)
+    assert blocks(8192, 1, False) == 0 and blocks(16384, 1, False) == 4 and blocks(262144, 1) == 8
+    assert plans.few_blocks(5000, 1, -1, 1024, True) == 0  # the emulated GPU is not given clusters
+
+
+@at("sm_90", "cuda")
+def test_reductions_of_many_rows(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks add up the rows, and the last one their sums."""
+    monkeypatch.setattr(plans, "_REDUCE_ALONE", 100)
+    monkeypatch.setattr(plans, "_REDUCE_ROWS", 64)
+    Plans.forget_all()
+    with running_on(place) as device:
+        for mode, reduction in itertools.product(("two_pass", "one_pass"), ("mean", "sum")):
+            check(make("many_rows", torch.float32, device), reduction, mode)
+
+
+@at("sm_90", "cuda")
+@pytest.mark.parametrize("largest", (3000.0, 1047552.0, 1048576.0, -1048576.0, 1e30, -3e38))
+def test_logits_of_any_size(largest: float, place: str) -> None:
+    """Where the base of the exponentials changes, and where the largest logit times log2(e) would overflow."""
+    generator = torch.Generator().manual_seed(0)
+    below = torch.randint(0, 3, (2, 2100), generator=generator) * 2.0**-8
+    logits = (largest * (1 - below if largest > 0 else 1 + below / 8)).bfloat16()
+    labels = torch.tensor([0, 3])
+    leaf = logits.double().requires_grad_()
+    expected = F.cross_entropy(leaf, labels, reduction="none")
+    expected.sum().backward()
+    with running_on(place) as device:
+        for one_pass in (False, True):
+            x = logits.to(device, copy=True).requires_grad_()
+            loss = rtkernels.cross_entropy(x, labels.to(device), reduction="none", one_pass=one_pass)
+            loss.sum().backward()
+            torch.testing.assert_close(loss.detach().cpu().double(), expected.detach(), rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(x.grad.cpu().double(), leaf.grad, rtol=2**-8, atol=1e-7)
+
+
+# ---- the same bits every time ---------------------------------------------------------------------------------------
+
+
+test_thread_order_does_not_matter = order_test(
+    lambda case: check(make(case[0], torch.bfloat16, "cpu"), "mean", case[1]),
+    *itertools.product(("odd", "long_odd", "many_rows"), ("two_pass", "one_pass_in_place")),
+)
+
+
+@emulated
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("blocks", (2, 8))
+def test_few_rows_in_clusters(blocks: int, order: str | int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row in several blocks, which write their sums to each other."""
+    monkeypatch.setattr(plans, "few_blocks", lambda *shape: blocks)
+    Plans.forget_all()
+    with rtkernels.emulate("sm_90", order):
+        for case, mode in (("odd_wide", "two_pass"), ("smoothing_long", "one_pass")):
+            check(make(case, torch.bfloat16, "cpu"), "mean", mode)
+    Plans.forget_all()
+
+
+@emulated
+@pytest.mark.parametrize("order", ORDERS)
+def test_long_rows_in_clusters(order: str | int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks hold a row, and draw the next one together."""
+    monkeypatch.setattr(plans, "few_blocks", lambda *shape: 0)
+    layout = plans.LongLayout(grid=4, threads=64, shared=10 * 64 * 16, slots=10, blocks=2, held=9)
+    monkeypatch.setattr(plans, "long_layout", lambda *shape: layout)
+    Plans.forget_all()
+    with rtkernels.emulate("sm_90", order):
+        for mode in ("one_pass", "one_pass_in_place"):
+            check(make("smoothing_long", torch.bfloat16, "cpu"), "mean", mode)
+    Plans.forget_all()
+
+
+# ---- on the GPU -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", (1000, 16384, 32000, 50257, 65536, 128256, 151936, 157184, 262144))
+def test_bench_shapes(cols: int) -> None:
+    for dtype, rows in zip(DTYPES, (300, 40, 40), strict=True):
+        generator = torch.Generator("cuda").manual_seed(cols)
+        logits = torch.randn(rows, cols, generator=generator, device="cuda").to(dtype)
+        with poisoned():
+            for mode in MODES:
+                check(Inputs(logits, _labels(logits)), "mean", mode)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "cols"), ((1, 32000), (5, 50257), (3, 157184), (64, 32003), (200, 1003), (70, 128257), (133, 151937))
+)
+def test_rows_shared_by_several_blocks(rows: int, cols: int) -> None:
+    """Clusters of two to eight blocks, and whatever runs where there are a few more rows."""
+    generator = torch.Generator("cuda").manual_seed(cols)
+    logits = torch.randn(rows, cols, generator=generator, device="cuda").bfloat16()
+    for options in ({}, {"label_smoothing": 0.1, "z_loss": 1e-3}):
+        with poisoned():
+            for mode, reduction in itertools.product(MODES, ("mean", "sum", "none")):
+                check(Inputs(logits, _labels(logits), options), reduction, mode)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("one_pass", (False, True))
+@pytest.mark.parametrize("cols", (1003, 151936))
+def test_equal_bits_twice_and_on_two_streams(cols: int, one_pass: bool) -> None:
+    x = torch.randn(512, cols, device="cuda", dtype=torch.bfloat16)
+    labels = torch.randint(0, cols, (512,), device="cuda")
+
+    def run() -> tuple[Tensor, Tensor]:
+        leaf = x.detach().requires_grad_()
+        loss = cross_entropy(leaf, labels, one_pass=one_pass)
+        loss.backward()
+        return loss.detach(), leaf.grad
+
+    wanted = run()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    results = []
+    torch.cuda.synchronize()
+    for _ in range(3):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(run())
+    torch.cuda.synchronize()
+    for result in results:
+        for a, b in zip(result, wanted, strict=True):
+            assert_same_bits(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", (1000, 20001, 151936))
+def test_graph_capture_and_replay(cols: int) -> None:
+    x = torch.randn(64, cols, device="cuda", dtype=torch.bfloat16)
+    labels = torch.randint(0, cols, (64,), device="cuda")
+    dloss = torch.full((), 2.0, device="cuda")
+
+    def run() -> tuple[Tensor, ...]:
+        loss, _, stats, factor = ops.FORWARD(x, labels, -100, 0.0, 0.0, 0.0, plans.MEAN, False)
+        dx = ops.BACKWARD(dloss, x, labels, stats, factor, -100, 0.0, 0.0, 0.0, 0, cols)
+        other, _, _, dlogits = ops.ONE_PASS(x, labels, -100, 0.0, 0.0, 0.0, plans.MEAN, True)
+        ops.SCALE(dlogits, dloss)
+        return loss, dx, other, dlogits
+
+    replay = captured(run)
+    x.copy_(torch.randn_like(x))
+    assert_equal_bits(replay(), run())
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ((70_000, 2**15 + 1), (2**28 + 1, 8), (2, 2**30 + 8)), ids=str)
+def test_beyond_two_to_the_31(shape: tuple[int, ...]) -> None:
+    if torch.cuda.mem_get_info()[0] < 9 * torch.Size(shape).numel():
+        pytest.skip("not enough free GPU memory")
+    x = torch.ones(shape, device="cuda", dtype=torch.bfloat16)
+    labels = torch.full(shape[:1], shape[1] - 1, device="cuda")
+    loss, _, _ = ops.ONE_PASS_IN_PLACE(x, labels, -100, 0.0, 0.0, 0.0, plans.SUM, False)
+    each = torch.tensor(float(shape[1])).log().item()
+    assert loss.item() == pytest.approx(shape[0] * each, rel=1e-3)
+    share = torch.tensor(1 / shape[1]).bfloat16().item()
+    assert (x[-1, :-1] == share).all() and x[-1, -1] == torch.tensor(1 / shape[1] - 1).bfloat16() and x[0, 0] == share

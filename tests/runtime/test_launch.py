@@ -1,0 +1,281 @@
+"""The way from a record to a launch: streams, graphs, threads, forks, missing parts, and a sanitizer pass."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from support.compare import assert_same_bits
+from support.ways import assert_equal_bits, captured
+
+import rtkernels
+from rtkernels.errors import NotWarmError, ToolkitError
+from rtkernels.ops.norm import rms_norm
+from rtkernels.ops.norm import rms_norm_plan as plans
+from rtkernels.ops.shared import column_sum
+from rtkernels.runtime.build import cache as build_cache
+from rtkernels.runtime.build import nvrtc
+from rtkernels.runtime.launch import plans as plans_module
+from rtkernels.runtime.operator import operator as operator_module
+
+ROOT = Path(__file__).parents[1]
+
+
+def _inputs(rows: int = 64, cols: int = 256) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(rows * cols)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    return normal(rows, cols), normal(cols), normal(rows, cols)
+
+
+# ---- without a GPU --------------------------------------------------------------------------------------------------
+
+
+def test_fallback_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(*args):
+        raise ToolkitError("CuPy is missing")
+
+    op, args = rms_norm.FORWARD, (torch.randn(2, 8), None, 1e-6, 0.0)
+    monkeypatch.setattr(op, "launch", broken)
+    with pytest.raises(ToolkitError, match="CuPy is missing"):
+        op._run_cuda(*args)
+    monkeypatch.setenv("RTKERNELS_FALLBACK", "torch")
+    for _ in range(2):
+        torch.testing.assert_close(op._run_cuda(*args), op.reference(*args))
+    warnings = [record.getMessage() for record in caplog.records]
+    assert warnings == ["rms_norm_fwd runs as plain torch (RTKERNELS_FALLBACK=torch): CuPy is missing"]
+    operator_module._fell_back.clear()
+
+
+def test_missing_cupy_says_which_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(ToolkitError, match=r"rtkernels\[cuda1[23]\]"):
+        nvrtc.import_cupy()
+
+
+def test_fork_gets_fresh_locks() -> None:
+    kernel = plans._FWD
+    with kernel._lock:  # as if another thread were loading it
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if kernel._lock.acquire(blocking=False) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_fresh_process_on_cpu_loads_no_cupy() -> None:
+    code = (
+        "import sys, torch, rtkernels\n"
+        "rtkernels.rms_norm(torch.randn(4, 8), torch.randn(8))\n"
+        "assert 'cupy' not in sys.modules and not torch.cuda.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+# ---- on the GPU -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_graph_capture_and_replay_with_backward() -> None:
+    x, weight, dy = _inputs(300, 1024)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        return rms_norm.FORWARD(x, weight, 1e-6, 0.0), *rms_norm.BACKWARD(dy, x, weight, None, 1e-6, 0.0, True)
+
+    replay = captured(run)
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        assert_equal_bits(replay(), run())
+
+
+@pytest.mark.gpu
+def test_autograd_in_a_graph() -> None:
+    x, weight, dy = _inputs(128, 512)
+    leaves = [t.requires_grad_() for t in (x, weight)]
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            torch.autograd.grad(rtkernels.rms_norm(*leaves), leaves, dy)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = torch.autograd.grad(rtkernels.rms_norm(*leaves), leaves, dy)
+    graph.replay()
+    for got, wanted in zip(captured, torch.autograd.grad(rtkernels.rms_norm(*leaves), leaves, dy), strict=True):
+        assert_same_bits(got, wanted)
+
+
+@pytest.mark.gpu
+def test_a_miss_during_capture_names_the_remedy() -> None:
+    x = torch.randn(3, 24, device="cuda", dtype=torch.float16)
+    plans_module.Plans.forget_all()
+    saved, plans._FWD._functions = plans._FWD._functions, {}
+    try:
+        with pytest.raises(NotWarmError, match="call the op once with tensors of the same shapes"):
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                rtkernels.rms_norm(x)
+    finally:
+        plans._FWD._functions = saved
+    torch.cuda.synchronize()
+    assert rtkernels.rms_norm(x).shape == x.shape
+
+
+@pytest.mark.gpu
+def test_two_streams() -> None:
+    sets = [_inputs(2048, 2048 + 1024 * i) for i in range(2)]
+
+    def run(x, weight, dy):
+        return rms_norm.FORWARD(x, weight, 1e-6, 0.0), *rms_norm.BACKWARD(dy, x, weight, None, 1e-6, 0.0, True)
+
+    wanted = [run(*tensors) for tensors in sets]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in sets]
+    results = [[], []]
+    for _ in range(10):
+        for tensors, stream, into in zip(sets, streams, results, strict=True):
+            with torch.cuda.stream(stream):
+                into.append(run(*tensors))
+    torch.cuda.synchronize()
+    for expected, got in zip(wanted, results, strict=True):
+        for outputs in got:
+            for a, b in zip(outputs, expected, strict=True):
+                assert_same_bits(a, b)
+
+
+@pytest.mark.gpu
+def test_threads_without_a_context_of_their_own() -> None:
+    x, weight, dy = _inputs(64, 512)
+    wanted = rms_norm.BACKWARD(dy, x, weight, None, 1e-6, 0.0, True)
+    torch.cuda.synchronize()
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(50):
+                for a, b in zip(rms_norm.BACKWARD(dy, x, weight, None, 1e-6, 0.0, True), wanted, strict=True):
+                    assert_same_bits(a, b)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+@pytest.mark.gpu
+def test_driver_launch_in_a_thread_that_made_no_cuda_call() -> None:
+    """torch's allocator serves cached memory without a CUDA call, so the launch may be the thread's first."""
+    x, weight, _ = _inputs(8, 256)
+    partial = torch.randn(4, 64, device="cuda")
+    out, y = torch.empty(64, device="cuda"), torch.empty_like(x)
+    sum_launch = column_sum._KERNEL.bind(("fp32",), 0, 2, 256, 1024, overlap=True)
+    norm_launch = plans._FWD.bind(("bf16", "bf16", 8, 1, False), 0, 2, 128)
+    failures: list[BaseException] = []
+
+    def work(launch, args) -> None:
+        try:
+            launch(*args)
+        except BaseException as error:
+            failures.append(error)
+
+    norm_args = (x.data_ptr(), 0, weight.data_ptr(), y.data_ptr(), 0, 8, 256, 256, 0, 32, 1e-6, 0.0)
+    for launch, args in ((sum_launch, (partial.data_ptr(), out.data_ptr(), 4, 64, 0)), (norm_launch, norm_args)):
+        thread = threading.Thread(target=work, args=(launch, args))
+        thread.start()
+        thread.join()
+    torch.cuda.synchronize()
+    assert not failures
+    torch.testing.assert_close(out, partial.sum(0))
+    assert_same_bits(y, rtkernels.rms_norm(x, weight))
+
+
+@pytest.mark.gpu
+def test_every_visible_device() -> None:
+    wanted = None
+    for device in range(torch.cuda.device_count()):
+        x = torch.ones(4, 256, device=f"cuda:{device}", dtype=torch.bfloat16)
+        y = rtkernels.rms_norm(x)
+        assert y.get_device() == device
+        wanted = y.cpu() if wanted is None else wanted
+        assert_same_bits(y.cpu(), wanted)
+
+
+@pytest.mark.gpu
+def test_memory_only_when_the_cache_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RTKERNELS_CACHE", "off")
+    build_cache.forget()
+    plans_module.Plans.forget_all()
+    saved, plans._FWD_LONG._functions = plans._FWD_LONG._functions, {}
+    try:
+        x = torch.randn(3, 33, device="cuda")
+        torch.testing.assert_close(rtkernels.rms_norm(x), rms_norm.FORWARD.reference(x, None, 1e-6, 0.0))
+    finally:
+        plans._FWD_LONG._functions = saved
+        plans_module.Plans.forget_all()
+        build_cache.forget()
+
+
+_SANITIZED = """
+import torch, rtkernels
+for dtype in (torch.bfloat16, torch.float32):
+    for cols in (64, 77, 1000, 4096, 20480):
+        x = torch.randn(7, cols, device="cuda", dtype=dtype, requires_grad=True)
+        w = torch.randn(cols, device="cuda", dtype=dtype, requires_grad=True)
+        y, h = rtkernels.rms_norm(x, w, residual=x.detach())
+        (y.sum() + h.sum()).backward()
+        rtkernels.rms_norm(x, w).sum().backward()
+        g = torch.randn(7, 2 * cols, device="cuda", dtype=dtype, requires_grad=True)
+        rw = torch.rand(7, device="cuda", requires_grad=True)
+        rtkernels.glu(g, weight=rw).sum().backward()
+        rtkernels.glu(g).sum().backward()
+        for granularity in ("tensor", "row", "group", "group_t", "block"):
+            q, s = rtkernels.quantize_fp8(x.detach(), granularity=granularity)
+            rtkernels.dequantize_fp8(q, s, granularity=granularity)
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", ("memcheck", "racecheck"))
+def test_compute_sanitizer(tool: str) -> None:
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is not on the PATH")
+    run = subprocess.run(
+        [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", _SANITIZED],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=500,
+    )
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-2000:]
+
+
+def test_kernels_of_one_call_are_compiled_together(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rtkernels.ops.quant.quantize_fp8_kernels import AMAX, TENSOR
+    from rtkernels.runtime import targets
+    from rtkernels.runtime.build import cache as build_cache
+    from rtkernels.runtime.launch import device as device_module
+    from rtkernels.runtime.launch import kernel as kernel_module
+
+    target = targets.parse("sm_90a")
+    monkeypatch.setenv("RTKERNELS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(build_cache._state, "memory", {})
+    monkeypatch.setattr(device_module, "device_info", lambda device: device_module.DeviceInfo("H200", target, 132, 232448))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    wanted = (AMAX, ("bf16", 8)), (TENSOR, ("bf16", "e4m3", 8))
+    before = build_cache.stats.compiles
+    for _ in range(2):  # the second time everything is there
+        kernel_module.build_together(0, *wanted)
+        assert build_cache.stats.compiles == before + 2
