@@ -29,13 +29,6 @@ class DeviceLost(RuntimeError):
     """The device no longer answers (a kernel faulted); nothing more can be measured in this process."""
 
 
-def all_rows() -> list[Row]:
-    """The rows of every registered op."""
-    from rtkernels.runtime.operator import registry
-
-    return [row for op in registry.ops() for row in op.rows()]
-
-
 def select(rows: Iterable[Row], pattern: str | None) -> list[Row]:
     """Rows whose ``name shape`` contains a match of ``pattern``; all of them without one."""
     return [row for row in rows if pattern is None or re.search(pattern, row.label)]

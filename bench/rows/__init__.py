@@ -1,0 +1,27 @@
+"""Benchmark rows: ``bench/rows/<family>/<op>.py`` has those of ``rtkernels/ops/<family>/<op>.py``."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+
+from bench.rows.row import Row
+
+
+def modules() -> dict[str, str]:
+    """Return the module with the rows of each op, by the op's name."""
+    found = pkgutil.walk_packages(__path__, f"{__name__}.")
+    return {module.name.rpartition(".")[2]: module.name for module in found if module.name.count(".") == 3}
+
+
+def rows_of(op: str) -> list[Row]:
+    """Return the rows of one op; none if it has no module here."""
+    name = modules().get(op)
+    return [] if name is None else list(importlib.import_module(name).rows())
+
+
+def all_rows() -> Iterator[Row]:
+    """Yield the rows of every op."""
+    for op in sorted(modules()):
+        yield from rows_of(op)

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from bench import __main__ as cli
 from bench import meta, peers
 from bench.measure import host, run

@@ -13,8 +13,6 @@ from test_bench import FakeTimer, backward_row, bench_with, measured, scale_row
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from bench import __main__ as cli
 from bench import peers
 from bench.measure import run

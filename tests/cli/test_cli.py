@@ -23,7 +23,7 @@ from rtkernels.runtime.build import nvrtc
 from rtkernels.runtime.operator import registry
 from rtkernels.runtime.targets import CI_TARGETS, parse
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = "column_sum"  # the op with the fewest variants
 COUNT = len(registry.get(SMALL).kernels[0].variants(parse("sm_80")))  # the same for every target
 

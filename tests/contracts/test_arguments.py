@@ -15,6 +15,7 @@ from support.places import at
 from torch import Tensor
 
 import rtkernels
+from contracts.samples import samples_of
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.launch import plans as plans_module
 from rtkernels.runtime.operator import operator as operator_module
@@ -121,7 +122,7 @@ _BY_AUTOGRAD = ("_bwd", "cross_entropy_scale", "cross_entropy_bwd_in_place", "mu
 def _calls_with_several_tensors(but: tuple[str, ...] = ()) -> Iterator[Any]:
     """Yield operators whose names do not end so, with arguments, and the places of the tensors among them."""
     for op in registry.ops():
-        for number, (torch_op, args) in enumerate(op.samples("cpu")):
+        for number, (torch_op, args) in enumerate(samples_of(op.name, "cpu")):
             tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
             if len(tensors) > 1 and not torch_op.name.endswith(but):
                 yield pytest.param(torch_op, args, tensors, id=f"{torch_op.name}-{number}")
@@ -161,7 +162,7 @@ def test_launchers_refuse_tensors_of_another_gpu(
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", [op.name for op in registry.ops()])
 def test_tensors_on_the_cpu_among_those_on_a_gpu_are_refused(op: str) -> None:
-    for torch_op, args in registry.get(op).samples("cuda"):
+    for torch_op, args in samples_of(op, "cuda"):
         tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor) and a.numel()]
         if len(tensors) < 2 or torch_op.name.endswith(_BY_AUTOGRAD):
             continue
@@ -292,7 +293,7 @@ def test_what_is_no_number_is_refused_by_name(name: str, option: str, types: set
 
 def _one_sample_of_each() -> Iterator[Any]:
     for op in registry.ops():
-        for torch_op, args in dict(op.samples("cpu")).items():
+        for torch_op, args in dict(samples_of(op.name, "cpu")).items():
             yield pytest.param(torch_op, args, id=torch_op.name)
 
 

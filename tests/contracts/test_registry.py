@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import torch
 from support.places import emulated
 
 import rtkernels
+from bench.rows import rows_of
+from contracts.samples import samples_of
 from rtkernels import emulator
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.launch import memory
@@ -20,9 +23,9 @@ OPS = {op.name: op for op in registry.ops()}
 SAMPLES = [
     pytest.param(torch_op, args, id=f"{torch_op.name}-{index}")
     for op in OPS.values()
-    for index, (torch_op, args) in enumerate(op.samples("cpu"))
+    for index, (torch_op, args) in enumerate(samples_of(op.name, "cpu"))
 ]
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(("torch_op", "args"), SAMPLES)
@@ -33,13 +36,13 @@ def test_opcheck(torch_op: operator_module.TorchOp, args: tuple) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPS)
 def test_opcheck_on_the_gpu(name: str) -> None:
-    for torch_op, args in OPS[name].samples("cuda"):
+    for torch_op, args in samples_of(name, "cuda"):
         torch.library.opcheck(torch_op.overload, args)
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_samples_reach_every_operator(name: str) -> None:
-    assert {torch_op for torch_op, _ in OPS[name].samples("cpu")} == set(OPS[name].torch_ops)
+    assert {torch_op for torch_op, _ in samples_of(name, "cpu")} == set(OPS[name].torch_ops)
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -54,21 +57,23 @@ def test_public_functions_are_documented(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.public])
 def test_op_has_a_test_file_and_bench_rows(name: str) -> None:
-    assert (TESTS / f"test_{name}.py").is_file()
-    rows = list(OPS[name].rows())
+    assert len(list(TESTS.glob(f"ops/*/test_{name}.py"))) == 1
+    rows = rows_of(name)
     assert rows and len({row.label for row in rows}) == len(rows)
 
 
 @emulated
 @pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.public])
-def test_every_kernel_is_emulated_or_exempt(name: str) -> None:
+def test_every_kernel_is_emulated_or_exempt(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An op's own tests, at the emulated places, launch each of its kernels (exempt ones say why)."""
     wanted = {(kernel.unit, kernel.name) for kernel in OPS[name].kernels if kernel.emulated is True}
     for kernel in OPS[name].kernels:
         assert kernel.emulated is True or (isinstance(kernel.emulated, str) and kernel.emulated), kernel
     if wanted <= emulator.launched():
         return
-    module = __import__(f"test_{name}")
+    (path,) = TESTS.glob(f"ops/*/test_{name}.py")
+    monkeypatch.syspath_prepend(str(path.parent))
+    module = importlib.import_module(path.stem)
     assert hasattr(module, "emulated_coverage"), f"test_{name}.py has no emulated_coverage() that runs every kernel"
     module.emulated_coverage()
     assert wanted <= emulator.launched(), f"not emulated: {sorted(wanted - emulator.launched())}"

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import rtkernels
+from contracts.samples import samples_of
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.norm import rms_norm as module
 from rtkernels.runtime.operator import operator as operator_module
@@ -340,7 +341,7 @@ def _lazy(value: Any) -> Any:
 
 def _one_sample_of_each() -> Iterator[Any]:
     for op in registry.ops():
-        for torch_op, args in dict(op.samples("cpu")).items():
+        for torch_op, args in dict(samples_of(op.name, "cpu")).items():
             yield pytest.param(torch_op, args, id=torch_op.name)
 
 

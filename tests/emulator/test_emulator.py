@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pkgutil
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from contracts.samples import samples_of
 from support.emulator_harness import FOLDER, ORDERS, Record, needs_compiler, run
 
 import rtkernels
@@ -169,7 +169,7 @@ def test_dynamic_shared_memory_is_bounded_by_the_launch() -> None:
 
 # ---- the library's own kernels ---------------------------------------------------------------------------------------
 
-OPS = sorted(module.name for module in pkgutil.iter_modules(rtkernels.ops.__path__) if module.name[0] != "_")
+OPS = [op.name for op in registry.ops()]
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -200,7 +200,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("place", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("op", OPS)
 def test_op_gives_the_same_bits_in_every_order(op: str, place: str) -> None:
-    for torch_op, args in registry.get(op).samples("cpu"):
+    for torch_op, args in samples_of(op, "cpu"):
         results = []
         for order in ORDERS:
             given = _cloned(args)  # some operators write in place

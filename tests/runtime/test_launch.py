@@ -24,7 +24,7 @@ from rtkernels.runtime.build import nvrtc
 from rtkernels.runtime.launch import plans as plans_module
 from rtkernels.runtime.operator import operator as operator_module
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def _inputs(rows: int = 64, cols: int = 256) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ import torch
 from rtkernels import emulator
 from rtkernels.emulator import Pointer
 
-FOLDER = Path(__file__).parent / "emulator_bugs"
+FOLDER = Path(__file__).parents[1] / "emulator" / "bugs"
 ORDERS = ("forward", "reverse", 0, 1)
 FORMATS = {
     "bf16": torch.bfloat16,

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from rtkernels.ops.rope.rope.qk_norm_rope import BACKWARD, FORWARD
 from torch import Tensor
 
 from bench.rows.row import Row
+from rtkernels.ops.rope.qk_norm_rope import BACKWARD, FORWARD
 from rtkernels.runtime.operator.operator import TorchOp
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from rtkernels.ops.rope.rope.rope_operators import FORWARD
 from torch import Tensor
 
 from bench.rows.row import Row
+from rtkernels.ops.rope.rope_operators import FORWARD
 
 
 def _torch_fwd(q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -256,7 +256,7 @@ def layer_norm_fp8(
 
 
 OP = Op(
-    "norm_quant",
+    "norm_fp8",
     public=("rms_norm_fp8", "layer_norm_fp8"),
     kernels=KERNELS,
     torch_ops=(FORWARD, SMOOTH),

@@ -9,9 +9,9 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.rope.rope import angles as angles_of
-from rtkernels.ops.rope.rope.angles import Meta
-from rtkernels.ops.rope.rope.rope_operators import (
+from rtkernels.ops.rope import angles as angles_of
+from rtkernels.ops.rope.angles import Meta
+from rtkernels.ops.rope.rope_operators import (
     FORWARD,
     IN_PLACE,
     TYPES,

@@ -9,9 +9,9 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.rope.rope import angles as angles_of
-from rtkernels.ops.rope.rope import qk_norm_rope_plan as plans
-from rtkernels.ops.rope.rope.rope_operators import with_unit_stride
+from rtkernels.ops.rope import angles as angles_of
+from rtkernels.ops.rope import qk_norm_rope_plan as plans
+from rtkernels.ops.rope.rope_operators import with_unit_stride
 from rtkernels.ops.shared.column_sum import column_sum
 from rtkernels.runtime.layout import address, check_same, metadata, nothing
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from rtkernels.ops.rope.rope import angles as angles_of
-from rtkernels.ops.rope.rope.angles import Meta
-from rtkernels.ops.rope.rope.rope_operators import TYPES
+from rtkernels.ops.rope import angles as angles_of
+from rtkernels.ops.rope.angles import Meta
+from rtkernels.ops.rope.rope_operators import TYPES
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.driver import Launch
 from rtkernels.runtime.launch.kernel import Kernel
 
 if TYPE_CHECKING:
-    from rtkernels.ops.rope.rope.qk_norm_rope_plan import Qkv
+    from rtkernels.ops.rope.qk_norm_rope_plan import Qkv
 
 BWD_BULK = Kernel(
     "rope/qk_norm_rope_bwd_bulk.cu",

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.rope.rope import angles as angles_of
-from rtkernels.ops.rope.rope.angles import Meta
-from rtkernels.ops.rope.rope.qk_norm_rope_bulk_plan import BWD_BULK, plan_bulk
-from rtkernels.ops.rope.rope.rope_operators import (
+from rtkernels.ops.rope import angles as angles_of
+from rtkernels.ops.rope.angles import Meta
+from rtkernels.ops.rope.qk_norm_rope_bulk_plan import BWD_BULK, plan_bulk
+from rtkernels.ops.rope.rope_operators import (
     TYPES,
     UNIT_LIMIT,
     TablesPlan,

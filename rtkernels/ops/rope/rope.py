@@ -7,10 +7,10 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.rope.rope import angles as angles_of
-from rtkernels.ops.rope.rope import mla_rope as mla
-from rtkernels.ops.rope.rope import rope_operators as launch
-from rtkernels.ops.rope.rope.rope_operators import FORWARD, IN_PLACE, mutated
+from rtkernels.ops.rope import angles as angles_of
+from rtkernels.ops.rope import mla_rope as mla
+from rtkernels.ops.rope import rope_operators as launch
+from rtkernels.ops.rope.rope_operators import FORWARD, IN_PLACE, mutated
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable, refuse_leaf
 from rtkernels.runtime.operator.registry import Op
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.rope.rope import angles as angles_of
-from rtkernels.ops.rope.rope.angles import LAYOUTS, Angles, Meta
+from rtkernels.ops.rope import angles as angles_of
+from rtkernels.ops.rope.angles import LAYOUTS, Angles, Meta
 from rtkernels.runtime.launch.driver import Launch
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import allocator, dense_strides

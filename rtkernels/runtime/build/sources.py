@@ -55,7 +55,7 @@ def root() -> Path:
     """
     if _root_override is not None:
         return _root_override
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[2]
     candidates = (package / "cuda_src", package.parent / "cuda_src")
     for candidate in candidates:
         if (candidate / _MARKER).is_file():

@@ -24,9 +24,6 @@ class DeviceInfo:
     shared_per_block: int
 
 
-# ---- devices --------------------------------------------------------------------------------------------------------
-
-
 _emulated_number = 90
 
 
@@ -36,6 +33,11 @@ def emulate_features(number: int) -> None:
     if number != _emulated_number:
         _emulated_number = number
         Plans.forget_all()
+
+
+def emulated_features() -> int:
+    """Return the number of the emulated target, 90 for sm_90."""
+    return _emulated_number
 
 
 def device_info(device: int) -> DeviceInfo:

@@ -18,7 +18,7 @@ from rtkernels.errors import NotWarmError, RtkError, UnsupportedDeviceError
 from rtkernels.runtime.build import cache as build_cache
 from rtkernels.runtime.build import nvrtc
 from rtkernels.runtime.launch import driver
-from rtkernels.runtime.launch.device import _emulated_number, device_info, shared_limit
+from rtkernels.runtime.launch.device import device_info, emulated_features, shared_limit
 from rtkernels.runtime.launch.driver import Launch
 from rtkernels.runtime.targets import Target
 
@@ -36,7 +36,7 @@ class Kernel:
         entry: Name of the ``__global__`` template in namespace ``rtk``.
         template: Names of the template parameters, for people.
         args: ``"x:ptr rows:i64 eps:f64"``; every argument is eight bytes. Tensor maps (``x:tmap``, passed as
-            ``_tensor_map.TensorMap``) come before all others.
+            ``tensor_map.TensorMap``) come before all others.
         variants: Template arguments to build ahead of time: tuples, or a function of the target giving them.
         max_registers: Ceiling that the compile tests enforce.
         needs: Features a target must have (see ``Target.features``).
@@ -126,7 +126,7 @@ class Kernel:
             from rtkernels import emulator
 
             together = dims[0] if resident else cluster  # blocks that run by turns
-            launch = emulator.bind(self, variant, _emulated_number, dims, block, shared, together)
+            launch = emulator.bind(self, variant, emulated_features(), dims, block, shared, together)
             return (lambda *args: launch(*args, *ending)) if ending else launch
         function = self._functions.get((variant, device)) or self._load(variant, device)
         overlap = overlap and "pdl" in device_info(device).target.features

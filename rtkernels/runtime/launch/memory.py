@@ -7,15 +7,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    pass
-
-# ---- memory ---------------------------------------------------------------------------------------------------------
 
 Allocate = Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]
 
@@ -53,6 +48,19 @@ def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
         step *= max(size, 1)
     return tuple(reversed(strides))
 
+
+call_state = threading.local()  # its `dispatched` is set by operators while the dispatcher calls them
+
+
+def dispatched() -> bool:
+    """Return True inside an operator that the dispatcher called, as compiled graphs do.
+
+    What it allocates then may come from the graphs' own memory, and must not outlive the call unless it is returned.
+    """
+    return getattr(call_state, "dispatched", False)
+
+
+# ---- zeros ----------------------------------------------------------------------------------------------------------
 
 _AT_ONCE = 64
 _zeros: dict[tuple[int, int, int], list[Tensor]] = {}
@@ -101,14 +109,3 @@ def kept_zeros(device: int, n: int) -> Tensor:
         with torch.inference_mode(False):
             kept = _kept[key] = torch.zeros(n, dtype=torch.int32, device=place)
     return kept
-
-
-_calls = threading.local()
-
-
-def dispatched() -> bool:
-    """Return True inside an operator that the dispatcher called, as compiled graphs do.
-
-    What it allocates then may come from the graphs' own memory, and must not outlive the call unless it is returned.
-    """
-    return getattr(_calls, "dispatched", False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,6 +12,7 @@ from rtkernels import emulator
 from rtkernels.errors import KernelCompileError, NotWarmError, ToolkitError, UnsupportedDeviceError
 from rtkernels.runtime import env
 from rtkernels.runtime.launch.device import emulate_features
+from rtkernels.runtime.launch.memory import call_state
 from rtkernels.runtime.launch.tables import TensorList
 from rtkernels.runtime.operator.arguments import ArgumentTypes
 from rtkernels.runtime.operator.autograd import refuse_tangents
@@ -25,10 +26,6 @@ from rtkernels.runtime.torch_private import (
     never,
     same_tensors,
 )
-
-if TYPE_CHECKING:
-    pass
-from rtkernels.runtime.launch.memory import _calls
 
 _LIBRARY = torch.library.Library("rtkernels", "FRAGMENT")
 _STAND_INS = [torch.empty(0, device="cpu") for _ in range(8)]  # by the place of the argument
@@ -238,13 +235,13 @@ def call({names}):
         return self._launch_planned(*(a.resolve_neg() if isinstance(a, torch.Tensor) else a for a in args))
 
     def _run_cuda(self, *args: Any) -> Any:
-        _calls.dispatched = True
+        call_state.dispatched = True
         try:
             return self.launch(*args)
         except _CANNOT_LAUNCH as error:
             return self._fall_back(error, args)
         finally:
-            _calls.dispatched = False
+            call_state.dispatched = False
 
     def _fall_back(self, error: Exception, args: tuple[Any, ...]) -> Any:
         """Run the reference if the user allows it, else raise."""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.launch.kernel import Kernel
-
-if TYPE_CHECKING:
-    from bench.rows.row import Row
 from rtkernels.runtime.operator.operator import TorchOp
 
 _OPS: dict[str, Op] = {}
@@ -20,23 +18,19 @@ _OPS: dict[str, Op] = {}
 
 @dataclass(frozen=True)
 class Op:
-    """One op family: everything ``ops/<name>.py`` offers to the rest of the library.
+    """One op: everything ``ops/<family>/<name>.py`` offers to the rest of the library.
 
     Attributes:
-        name: Name of the module in ``rtkernels/ops``.
+        name: Name of its module.
         public: Names of its public functions.
         kernels: Every kernel it launches.
         torch_ops: Its operators in the dispatcher.
-        samples: Arguments to try each operator with, on a device: ``(torch_op, args)``.
-        rows: Benchmark rows.
     """
 
     name: str
     public: tuple[str, ...]
     kernels: tuple[Kernel, ...]
     torch_ops: tuple[TorchOp, ...]
-    samples: Callable[[str], Iterable[tuple[TorchOp, tuple[Any, ...]]]]
-    rows: Callable[[], Iterable[Row]] = field(default=tuple)
 
     def __post_init__(self) -> None:
         for kernel in self.kernels:
@@ -47,8 +41,8 @@ class Op:
 def ops() -> list[Op]:
     """Return every op, importing all of ``rtkernels.ops``."""
     package = importlib.import_module("rtkernels.ops")
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"rtkernels.ops.{module.name}")
+    for module in pkgutil.walk_packages(package.__path__, "rtkernels.ops."):
+        importlib.import_module(module.name)
     return sorted(_OPS.values(), key=lambda op: op.name)
 
 
@@ -62,6 +56,16 @@ def get(name: str) -> Op:
     if name not in known:
         raise ArgumentError(f"there is no op {name!r}; known: {', '.join(known)}")
     return known[name]
+
+
+def public(name: str) -> Any:
+    """Return a public function by looking through all ops, or None: ``_public.py`` finds one by importing less."""
+    for op in ops():
+        if name in op.public:
+            ours = [m for n, m in sys.modules.items() if n.startswith("rtkernels.ops.")]
+            (module,) = [m for m in ours if getattr(m, "OP", None) is op]
+            return getattr(module, name)
+    return None
 
 
 def kernels() -> Iterator[tuple[Op, Kernel]]:

@@ -17,6 +17,7 @@ from support.ways import assert_compiles, assert_equal_bits, captured
 from torch import Tensor
 
 import rtkernels
+from bench.rows import rows_of
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.act import glu as module
 
@@ -346,11 +347,11 @@ def test_numpy_in_numpy_out() -> None:
 
 
 def test_bench_rows_agree_with_torch() -> None:
-    for row in module.OP.rows():
+    for row in rows_of(module.OP.name):
         assert row.bytes == 8192 * int(row.shape.split("x")[-1]) * 2 * (3 if row.name == "glu_fwd" else 5)
     generator = torch.Generator().manual_seed(0)
     x, dy = torch.randn(4, 32, generator=generator), torch.randn(4, 16, generator=generator)
-    rows = {row.name: row for row in module.OP.rows()}
+    rows = {row.name: row for row in rows_of(module.OP.name)}
     torch.testing.assert_close(rows["glu_fwd"].ours(x=x, act="silu"), rows["glu_fwd"].torch(x=x, act="silu"))
     inputs = {"dy": dy, "x": x, "act": "silu"}
     torch.testing.assert_close(rows["glu_bwd"].ours(**inputs), rows["glu_bwd"].torch(**inputs))

@@ -17,6 +17,7 @@ from test_glu import ACTS, plain_glu
 from torch import Tensor
 
 import rtkernels
+from bench.rows import rows_of
 from bench.rows.act import glu_fp8 as bench_rows
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.act import glu_fp8 as module
@@ -550,7 +551,7 @@ def test_backward_compiled_and_numpy() -> None:
 
 def test_bench_rows() -> None:
     """Bytes are those of the issue's table; on a small shape the plain torch beside each row agrees with it."""
-    bytes_of = {row.label: row.bytes for row in module.OP.rows()}
+    bytes_of = {row.label: row.bytes for row in rows_of(module.OP.name)}
     assert bytes_of["glu_fp8_both 16384x1024"] == 50_855_936
     assert bytes_of["glu_fp8_bwd_both 16384x1024"] == 84_934_656
     assert bytes_of["expert_glu_fp8_both 116928x2048 32 experts"] == 726_416_128

@@ -11,11 +11,13 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from contracts.samples import samples_of
 from support.compare import assert_close, assert_same_bits, running_on
 from support.places import DTYPES, ORDERS, at, emulated, short
 from torch import Tensor
 
 import rtkernels
+from bench.rows import rows_of
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.multi import multi_tensor as module
 
@@ -514,7 +516,7 @@ def test_more_than_2_to_the_31_elements() -> None:
 def test_rows_agree_with_themselves() -> None:
     """Rows at a size the CPU can hold: the same functions on shrunken inputs."""
     g = torch.Generator().manual_seed(0)
-    for row in module.OP.rows():
+    for row in rows_of(module.OP.name):
         if row.name.startswith("adamw"):
             continue
         tensors = [torch.randn(50, generator=g) for _ in range(3)]
@@ -528,5 +530,5 @@ def emulated_coverage() -> None:
     with rtkernels.emulate("sm_80"):
         tensors = mixed("cpu")
         rtkernels.multi_clip_norm_(tensors, 0.1)
-        for torch_op, args in module.OP.samples("cpu"):
+        for torch_op, args in samples_of(module.OP.name, "cpu"):
             torch_op(*args)

@@ -13,6 +13,7 @@ from support.places import DTYPES, ORDERS, at, emulated, error_tests, short
 from torch import Tensor
 
 import rtkernels
+from bench.rows import rows_of
 from rtkernels.ops.pointwise import inplace as module
 
 add_, scale_ = rtkernels.add_, rtkernels.scale_
@@ -162,7 +163,7 @@ def test_torch_compile(place: str) -> None:
 
 
 def test_bench_row() -> None:
-    (row,) = module.OP.rows()
+    (row,) = rows_of(module.OP.name)
     x, y = torch.randn(2, 4, 16)
     before = x.clone()
     assert_same_bits(row.ours(x=x, y=y.bfloat16()), before)

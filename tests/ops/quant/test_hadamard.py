@@ -16,6 +16,7 @@ from support.ways import assert_equal_bits, captured
 from torch import Tensor
 
 import rtkernels
+from bench.rows import rows_of
 from rtkernels.ops.quant import hadamard as module
 
 hadamard, quantize_fp8_hadamard = rtkernels.hadamard, rtkernels.quantize_fp8_hadamard
@@ -197,7 +198,7 @@ def test_numpy_in_numpy_out() -> None:
 
 def test_bench_rows_agree_with_torch() -> None:
     x = torch.randn(4, 512).bfloat16()
-    for row in module.OP.rows():
+    for row in rows_of(module.OP.name):
         got, want = row.ours(x=x), row.torch(x=x)
         for a, b in zip(*((t,) if isinstance(t, Tensor) else t for t in (got, want)), strict=True):
             torch.testing.assert_close(a.float(), b.float(), rtol=0.07, atol=1e-6)

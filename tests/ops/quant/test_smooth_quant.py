@@ -17,6 +17,7 @@ from support.ways import assert_equal_bits, captured
 from torch import Tensor
 
 import rtkernels
+from bench.rows import rows_of
 from rtkernels.ops.quant import smooth_quant as module
 
 quantize_fp8_smooth, dequantize_fp8_smooth = rtkernels.quantize_fp8_smooth, rtkernels.dequantize_fp8_smooth
@@ -290,7 +291,7 @@ def test_torch_compile(place: str) -> None:
 
 def test_bench_rows_agree_with_torch() -> None:
     x = torch.randn(16, 32).bfloat16()
-    for row in module.OP.rows():
+    for row in rows_of(module.OP.name):
         inputs = {"x": x} if row.name == "quantize_fp8_channel" else {"x": x, "smooth": factors(32)}
         for got, want in zip(row.ours(**inputs), row.torch(**inputs), strict=True):
             torch.testing.assert_close(got.float(), want.float(), rtol=0.07, atol=1e-6)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from contracts.samples import samples_of
 from support import rope_reference as reference
 from support.compare import ROUNDOFF, assert_close, assert_same_bits, poisoned, running_on
 from support.places import DTYPES, at, error_tests, order_test, short
@@ -15,10 +16,11 @@ from support.ways import assert_equal_bits, captured
 from torch import Tensor
 
 import rtkernels
+from bench.rows import rows_of
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.rope.rope import qk_norm_rope as module
-from rtkernels.ops.rope.rope import qk_norm_rope_bulk_plan as bulk
-from rtkernels.ops.rope.rope import qk_norm_rope_plan as plans
+from rtkernels.ops.rope import qk_norm_rope as module
+from rtkernels.ops.rope import qk_norm_rope_bulk_plan as bulk
+from rtkernels.ops.rope import qk_norm_rope_plan as plans
 
 qk_norm_rope = rtkernels.qk_norm_rope
 
@@ -328,7 +330,7 @@ def test_second_order_is_refused() -> None:
 
 
 def test_operators_pass_opcheck() -> None:
-    for op, args in module.OP.samples("cpu"):
+    for op, args in samples_of(module.OP.name, "cpu"):
         torch.library.opcheck(op.overload, args)
 
 
@@ -439,7 +441,7 @@ def test_numpy_in_numpy_out() -> None:
 
 
 def test_bench_rows_agree_with_torch() -> None:
-    rows = {(row.name, row.shape): row for row in module.OP.rows()}
+    rows = {(row.name, row.shape): row for row in rows_of(module.OP.name)}
     four, eight = "s4096b2q32kv4d128", "s4096b2q32kv8d128"
     wanted = {four: (168_820_736, 244_318_208), eight: (202_375_168, 286_261_248)}
     for shape, (fwd, bwd) in wanted.items():

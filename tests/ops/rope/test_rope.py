@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from contracts.samples import samples_of
 from support import rope_reference as reference
 from support.compare import ROUNDOFF, assert_close, assert_same_bits, poisoned, running_on
 from support.places import DTYPES, ORDERS, at, emulated, error_tests, short
@@ -15,10 +16,11 @@ from support.ways import assert_equal_bits, captured
 from torch import Tensor
 
 import rtkernels
+from bench.rows import rows_of
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.rope.rope import mla_rope as mla_rope_module
-from rtkernels.ops.rope.rope import rope as module
-from rtkernels.ops.rope.rope import rope_operators
+from rtkernels.ops.rope import mla_rope as mla_rope_module
+from rtkernels.ops.rope import rope as module
+from rtkernels.ops.rope import rope_operators
 
 rope, mla_rope = rtkernels.rope, rtkernels.mla_rope
 
@@ -400,7 +402,7 @@ def test_second_order_is_refused() -> None:
 
 
 def test_operators_pass_opcheck() -> None:
-    for op, args in module.OP.samples("cpu"):
+    for op, args in samples_of(module.OP.name, "cpu"):
         torch.library.opcheck(op.overload, args)
 
 
@@ -582,7 +584,7 @@ def test_numpy_in_numpy_out() -> None:
 
 
 def test_bench_rows_agree_with_torch() -> None:
-    (row,) = module.OP.rows()
+    (row,) = rows_of(module.OP.name)
     assert row.bytes == 169_869_312 and row.label == "rope_fwd b2s4096q32kv8d128"
     m = Maker("row", torch.float32, "cpu")
     inputs = {"q": m.normal(2, 5, 4, 32), "k": m.normal(2, 5, 2, 32), "tables": tuple(m.angles(5, 16).values())}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from rtkernels.ops.rope.rope.qk_norm_rope import BACKWARD, FORWARD
+
+from rtkernels.ops.rope.qk_norm_rope import BACKWARD, FORWARD
 
 
 def samples(device: str):

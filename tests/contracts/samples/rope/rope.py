@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from rtkernels.ops.rope.rope.rope_operators import FORWARD, IN_PLACE
 
-from rtkernels.ops.rope.rope import mla_rope as mla
+from rtkernels.ops.rope import mla_rope as mla
+from rtkernels.ops.rope.rope_operators import FORWARD, IN_PLACE
 
 
 def samples(device: str):
