@@ -2,7 +2,7 @@
 // a third one of which a single thread works: it asks the copy engine for tiles. Sums of 128x128 are in registers.
 #pragma once
 #include "gemm/operand.cuh"
-#include "router/router_gemm_terms.cuh"
+#include "gemm/terms.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/wgmma.cuh"

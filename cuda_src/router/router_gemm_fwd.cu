@@ -1,5 +1,5 @@
 // Router logits on sm_90a: out[m, e] = sum over k of x[m, k] W[e, k], fp32. x [rows, depth] is used as it is; W is the
-// sum of kTerms matrices [experts, depth] of x's type, stacked (router/router_gemm_terms.cuh), so a tile of x that has come to shared
+// sum of kTerms matrices [experts, depth] of x's type, stacked (gemm/terms.cuh), so a tile of x that has come to shared
 // memory meets all of them.
 //
 // A block makes a 128x128 tile of one split of the depth; 64 of it per stage, smallest term first.  Tensor cores drop

@@ -1,7 +1,7 @@
 // Products of the router with mma.sync, for every target: out[m, n] = sum over k of A[m, k] B[n, k], 16-bit operands,
 // fp32 sums.
 //
-// A and B are sums of terms (router/router_gemm_terms.cuh), `*_step` elements apart; `pairs` lists, four bits each, which terms meet:
+// A and B are sums of terms (gemm/terms.cuh), `*_step` elements apart; `pairs` lists, four bits each, which terms meet:
 // A's in bits 0-1, B's in bits 2-3, smallest products first. An operand is stored with rows of k ([m, k]) or, kAcross,
 // with rows along the result ([k, m]). Rows are multiples of 16 bytes long, 16-byte aligned, and have zeros (or the
 // next row's place) from k on.
@@ -10,7 +10,7 @@
 // operands filled by cp.async. Tensor cores drop low bits as they add, so every `promote` stages their sums go to fp32
 // registers. Results: fp32 (kind 0, split s at out + s * m * n), bf16 (1), fp16 (2), [m, n] dense; fp32 ones times
 // scale[n] (scale_by_row: scale[m]), plus bias[n].
-#include "router/router_gemm_terms.cuh"
+#include "gemm/terms.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/pdl.cuh"

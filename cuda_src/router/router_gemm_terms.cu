@@ -1,6 +1,6 @@
 // Around the products of the router: operands as sums of 16-bit terms before, sums of partial results after.
 #include "common/reduce.cuh"
-#include "router/router_gemm_terms.cuh"
+#include "gemm/terms.cuh"
 #include "ptx/pdl.cuh"
 
 namespace rtk {

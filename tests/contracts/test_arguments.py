@@ -18,8 +18,8 @@ import rtkernels
 from contracts.samples import samples_of
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.launch import plans as plans_module
-from rtkernels.runtime.operator import operator as operator_module
 from rtkernels.runtime.operator import registry
+from rtkernels.runtime.operator.operator import TorchOp
 
 
 def _ids() -> Tensor:
@@ -133,7 +133,7 @@ def _cloned(args: tuple[Any, ...]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("torch_op", "args", "tensors"), _calls_with_several_tensors())
-def test_tensors_on_meta_among_others_are_refused(torch_op: operator_module.TorchOp, args: tuple, tensors: list[int]) -> None:
+def test_tensors_on_meta_among_others_are_refused(torch_op: TorchOp, args: tuple, tensors: list[int]) -> None:
     for i in tensors:
         given = _cloned(args)
         given[i] = given[i].to("meta")
@@ -143,7 +143,7 @@ def test_tensors_on_meta_among_others_are_refused(torch_op: operator_module.Torc
 
 @pytest.mark.parametrize(("torch_op", "args", "tensors"), _calls_with_several_tensors(but=_BY_AUTOGRAD))
 def test_launchers_refuse_tensors_of_another_gpu(
-    torch_op: operator_module.TorchOp, args: tuple, tensors: list[int], monkeypatch: pytest.MonkeyPatch
+    torch_op: TorchOp, args: tuple, tensors: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kernel would read an address that is not there."""
     elsewhere: set[int] = set()
@@ -299,7 +299,7 @@ def _one_sample_of_each() -> Iterator[Any]:
 
 @at("cpu", "sm_90")
 @pytest.mark.parametrize(("torch_op", "args"), _one_sample_of_each())
-def test_the_default_device_makes_no_difference(torch_op: operator_module.TorchOp, args: tuple, place: str) -> None:
+def test_the_default_device_makes_no_difference(torch_op: TorchOp, args: tuple, place: str) -> None:
     """As after ``torch.set_default_device("cuda")``: what ops allocate is where their tensors are, or on the host."""
     given, wanted_args = copy.deepcopy(args), copy.deepcopy(args)
     with running_on(place):

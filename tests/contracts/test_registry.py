@@ -16,7 +16,7 @@ from contracts.samples import samples_of
 from rtkernels import emulator
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.launch import memory
-from rtkernels.runtime.operator import operator as operator_module
+from rtkernels.runtime.operator.operator import TorchOp
 from rtkernels.runtime.operator import registry
 
 OPS = {op.name: op for op in registry.ops()}
@@ -29,7 +29,7 @@ TESTS = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(("torch_op", "args"), SAMPLES)
-def test_opcheck(torch_op: operator_module.TorchOp, args: tuple) -> None:
+def test_opcheck(torch_op: TorchOp, args: tuple) -> None:
     torch.library.opcheck(torch_op.overload, args)
 
 

@@ -21,7 +21,7 @@ import rtkernels
 from contracts.samples import samples_of
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.norm import rms_norm as module
-from rtkernels.runtime.operator import operator as operator_module
+from rtkernels.runtime.operator.operator import TorchOp
 from rtkernels.runtime.operator import registry
 from rtkernels.runtime.operator.plan import Plan
 
@@ -347,7 +347,7 @@ def _one_sample_of_each() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("torch_op", "args"), _one_sample_of_each())
 def test_device_code_never_sees_lazy_negatives(
-    torch_op: operator_module.TorchOp, args: tuple, monkeypatch: pytest.MonkeyPatch
+    torch_op: TorchOp, args: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither in a plain call nor in one that came through the dispatcher, which makes them real."""
     seen = []

@@ -272,7 +272,8 @@ def test_kernels_of_one_call_are_compiled_together(tmp_path, monkeypatch: pytest
     target = targets.parse("sm_90a")
     monkeypatch.setenv("RTKERNELS_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(build_cache._state, "memory", {})
-    monkeypatch.setattr(device_module, "device_info", lambda device: device_module.DeviceInfo("H200", target, 132, 232448))
+    h200 = device_module.DeviceInfo("H200", target, 132, 232448)
+    monkeypatch.setattr(kernel_module, "device_info", lambda device: h200)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     wanted = (AMAX, ("bf16", 8)), (TENSOR, ("bf16", "e4m3", 8))
     before = build_cache.stats.compiles

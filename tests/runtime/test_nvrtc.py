@@ -271,7 +271,8 @@ def test_nvrtc_cupy_imports_where_its_cache_cannot_be_made(tmp_path):
     environment = {**os.environ, "HOME": str(home), "PYTHONPATH": str(Path(rtkernels.__file__).parent.parent)}
     environment.pop("CUPY_CACHE_DIR", None)
     code = (
-        "import os; from rtkernels.runtime.build import nvrtc as nvrtc_module; nvrtc_module.import_cupy(); path = os.environ['CUPY_CACHE_DIR'];"
+        "import os; from rtkernels.runtime.build import nvrtc; nvrtc.import_cupy();"
+        "path = os.environ['CUPY_CACHE_DIR'];"
         "assert os.path.isdir(path); print(path)"
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)

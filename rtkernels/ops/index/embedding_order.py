@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rtkernels.ops.moe.moe_index_layout import beside, layout_bytes
+from rtkernels.ops.shared.experts import layout_bytes, shared_for_overlap
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel, build_together
 from rtkernels.runtime.launch.memory import Allocate, dense_memory
@@ -57,7 +57,8 @@ def _plan(tokens: int, rows: int, fill_bytes: int, device: int):
         filled = min(share, fill_bytes - fill_from)
         grid = chunks + -(-filled // _FILL_BYTES)
         if i % 2 == 0:
-            launch = _COUNT.bind((_THREADS,), device, grid, _THREADS, beside(4 * columns, shared), overlap=i > 0)
+            asked = shared_for_overlap(4 * columns, shared)
+            launch = _COUNT.bind((_THREADS,), device, grid, _THREADS, asked, overlap=i > 0)
         else:
             launch = _PLACE.bind((_THREADS,), device, grid, _THREADS, shared, overlap=True)
         steps.append((launch, i // 2 * digit_bits, fill_from, filled))

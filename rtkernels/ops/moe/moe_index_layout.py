@@ -7,8 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MAX_EXPERTS = 4096
-
 
 class MoeIndex(NamedTuple):
     """The rows of T tokens with up to k experts each, sorted by expert and inside an expert by token.
@@ -33,22 +31,6 @@ class MoeIndex(NamedTuple):
     counts: Tensor
     offsets: Tensor
     dropped: Tensor
-
-
-def layout_bytes(experts: int, chunks: int, threads: int) -> int:
-    """Return the bytes of shared memory that the layout of rows in common/chunks.cuh takes."""
-    columns = -(-experts // 4) * 4
-    groups = max(min(threads // (columns // 4), -(-chunks // 8)), 1)
-    return 4 * ((2 * groups + 1) * columns + 4)
-
-
-def beside(own: int, next_kernel: int) -> int:
-    """Return how much shared memory to ask for in a kernel that needs `own` bytes and overlaps with the next one.
-
-    A processor splits its memory into cache and shared memory for one kernel at a time. Blocks of the next kernel can
-    only start beside this one's if they fit into its split.
-    """
-    return max(own, next_kernel)
 
 
 def most_rows(tokens: int, top_k: int, experts: int, multiple_of: int = 1) -> int:

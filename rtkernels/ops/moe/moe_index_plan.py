@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.moe.moe_index_layout import MAX_EXPERTS, beside, layout_bytes
+from rtkernels.ops.shared.experts import MAX_EXPERTS, layout_bytes, shared_for_overlap
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel, build_together
 from rtkernels.runtime.launch.memory import dense_memory
@@ -172,7 +172,7 @@ def _plan_index(routing: Meta, experts: int, top_k: int, multiple_of: int, rows:
         count_args = (tokens * top_k, each * top_k, experts, wide, width)
     shapes = ((tokens, top_k), (tokens, top_k), (rows,), (experts,), (experts + 1,), ())
     return (
-        first.bind(variant, device, chunks, _THREADS, beside(4 * columns, shared)),
+        first.bind(variant, device, chunks, _THREADS, shared_for_overlap(4 * columns, shared)),
         count_args,
         _PLACE.bind((_THREADS,), device, chunks, _THREADS, shared, overlap=True),
         (tokens * top_k, each * top_k, experts, rows, multiple_of, wide, width, int(mapped), warps),
@@ -200,7 +200,7 @@ def _plan_map(routing: Meta, multiple_of: int, rows: int, align: int):
     build_together(device, (_MAP_COUNT, variant), (_MAP_PLACE, variant))
     shared = layout_bytes(experts, chunks, _THREADS)
     return (
-        _MAP_COUNT.bind(variant, device, (chunks, blocks), _THREADS, beside(0, shared)),
+        _MAP_COUNT.bind(variant, device, (chunks, blocks), _THREADS, shared_for_overlap(0, shared)),
         (tokens, each, experts, width),
         _MAP_PLACE.bind(variant, device, (chunks, blocks), _THREADS, shared, overlap=True),
         (tokens, each, experts, rows, multiple_of, width),

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.moe.moe_index_layout import MAX_EXPERTS
 from rtkernels.ops.router.warp_rows import KIND, check_rows
+from rtkernels.ops.shared.experts import MAX_EXPERTS
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import fresh_zeros

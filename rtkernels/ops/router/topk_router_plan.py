@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.moe.moe_index_layout import MAX_EXPERTS
 from rtkernels.ops.router.topk import largest, sort_key
 from rtkernels.ops.router.warp_rows import (
     KIND,
@@ -20,6 +19,7 @@ from rtkernels.ops.router.warp_rows import (
     takes_octets,
     whole_pieces,
 )
+from rtkernels.ops.shared.experts import MAX_EXPERTS
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import allocator, dense_strides

@@ -19,7 +19,7 @@ from rtkernels.errors import RtkError
 from rtkernels.ops.router import router_gemm as module
 from rtkernels.ops.router import router_gemm_kernels as kernels
 from rtkernels.ops.router import router_gemm_plan as launchers
-from rtkernels.runtime.launch import driver as driver_module
+from rtkernels.runtime.launch import driver as launching
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.tensor_map import TensorMap, matrix_map
 
@@ -297,14 +297,14 @@ def test_launch_with_tensor_maps(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append((function, words[0], words[1], *values, ctypes.cast(config, ctypes.POINTER(ctypes.c_uint32))[0]))
         return 0
 
-    monkeypatch.setattr(driver_module, "_launch_kernel_ex", lambda: driver)
+    monkeypatch.setattr(launching, "_launch_kernel_ex", lambda: driver)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     maps = TensorMap(), TensorMap()
-    launch = driver_module.launcher(77, driver_module.Arguments(2, "qq"), 0, (5, 1, 1), 128, 0, overlap=False, cluster=1)
+    launch = launching.launcher(77, launching.Arguments(2, "qq"), 0, (5, 1, 1), 128, 0, overlap=False, cluster=1)
     launch(*maps, -3, 4)
-    ended = driver_module.launcher(77, driver_module.Arguments(2, "qq", (6,)), 0, (5, 1, 1), 128, 0, overlap=False, cluster=1)
+    ended = launching.launcher(77, launching.Arguments(2, "qq", (6,)), 0, (5, 1, 1), 128, 0, overlap=False, cluster=1)
     ended(*reversed(maps), 5)
     first, second = (m.address for m in maps)
     assert seen == [(77, first, second, -3, 4, 5), (77, second, first, 5, 6, 5)]

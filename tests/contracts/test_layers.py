@@ -1,0 +1,121 @@
+"""Arrows go down: which layer may import which, and which device headers a family may include."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "rtkernels"
+
+GROUND = {"errors", "_public", "runtime.env", "runtime.targets", "runtime.layout", "runtime.torch_private"}
+# Families and what they may use of each other.
+FAMILIES = {
+    "layout": set(),
+    "reduce": set(),
+    "rope": set(),
+    "pointwise": set(),
+    "multi": set(),
+    "index": set(),
+    "quant": {"layout"},
+    "norm": {"quant"},
+    "act": {"quant"},
+    "moe": {"quant"},
+    "loss": {"reduce"},
+    "router": {"norm", "quant", "gemm"},
+    "gemm": {"quant"},
+}
+# What a layer may import besides itself and GROUND; inside functions, layers below `emulator` may reach it too.
+ALLOWED = {
+    "ground": set(),
+    "runtime.build": set(),
+    "emulator": {"runtime.build"},
+    "runtime.launch": {"runtime.build"},
+    "runtime.operator": {"runtime.launch", "runtime.build", "emulator"},
+    "runtime.warm": {"runtime.build", "runtime.operator", "runtime.launch"},
+    "interop": set(),
+    "cache": {"runtime.build"},
+    "ops.shared": {"runtime.launch", "runtime.operator", "interop"},
+    **{
+        f"ops.{family}": {"runtime.launch", "runtime.operator", "interop", "ops.shared", *(f"ops.{f}" for f in below)}
+        for family, below in FAMILIES.items()
+    },
+    "nn": {"ops", "runtime.operator", "runtime.launch"},
+    "optim": {"ops", "runtime.operator", "runtime.launch"},
+}
+EVERYTHING = {"__init__", "__main__", "cli"}
+
+
+def layer_of(module: str) -> str:
+    """Return the layer of a module, named without ``rtkernels.``."""
+    if module in GROUND:
+        return "ground"
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] in ("runtime", "ops") and len(parts) > 1 else parts[0]
+
+
+def imports(path: Path) -> list[tuple[str, bool]]:
+    """Return what a file imports of this package, and whether it does so inside a function."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    inner = {id(node) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for node in ast.walk(f)}
+    typing = {
+        id(node) for f in ast.walk(tree) if isinstance(f, ast.If) and "TYPE_CHECKING" in ast.unparse(f.test)
+        for node in ast.walk(f)
+    }  # fmt: skip
+    found = []
+    for node in ast.walk(tree):
+        if id(node) in typing:
+            continue
+        if isinstance(node, ast.Import):
+            found += [(alias.name, id(node) in inner) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                submodule = PACKAGE.joinpath(*node.module.split(".")[1:], alias.name)
+                whole = submodule.is_dir() or submodule.with_suffix(".py").is_file()
+                found.append((f"{node.module}.{alias.name}" if whole else node.module, id(node) in inner))
+    ours = ("rtkernels", "bench", "tests", "support", "contracts")
+    return [(name, inside) for name, inside in found if name.split(".")[0] in ours]
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.relative_to(PACKAGE).as_posix())
+def test_imports_go_down(path: Path) -> None:
+    module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+    layer = layer_of(module)
+    wrong = []
+    for name, inside in imports(path):
+        if not name.startswith("rtkernels"):
+            wrong.append(name)
+            continue
+        target = layer_of(name.removeprefix("rtkernels").removeprefix(".") or "__init__")
+        if layer in EVERYTHING or target in (layer, "ground"):
+            continue
+        allowed = ALLOWED.get(layer, set())
+        if target in allowed or ("ops" in allowed and target.startswith("ops.")):
+            continue
+        if inside and target == "emulator" and layer in ("runtime.launch", "ops.shared"):
+            continue
+        if name == "rtkernels" and layer in ("nn", "optim"):  # the public functions, by their public names
+            continue
+        wrong.append(name)
+    assert not wrong, f"{layer} must not import {', '.join(wrong)}"
+
+
+@pytest.mark.parametrize("folder", sorted(p.name for p in (ROOT / "cuda_src").iterdir() if p.is_dir()))
+def test_includes_go_down(folder: str) -> None:
+    below = {"ptx": {"ptx"}, "common": {"ptx", "common"}}.get(folder)
+    if below is None:
+        below = {"ptx", "common", "shared", folder, *FAMILIES.get(folder, set())}
+    for path in sorted((ROOT / "cuda_src" / folder).iterdir()):
+        for include in re.findall(r'#include "(\w+)/', path.read_text(encoding="utf-8")):
+            allowed = below | ({"common"} if folder == "ptx" else set())  # types and feature macros
+            assert include in allowed, f"{path.name} includes {include}/"
+
+
+def test_families_have_the_same_names_everywhere() -> None:
+    families = {p.name for p in (PACKAGE / "ops").iterdir() if p.is_dir() and (p / "__init__.py").exists()} - {"shared"}
+    for place in ("tests/ops", "cuda_src", "bench/rows", "tests/contracts/samples"):
+        missing = families - {p.name for p in (ROOT / place).iterdir() if p.is_dir()}
+        assert not missing, f"{place} lacks {missing}"
