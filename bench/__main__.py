@@ -1,13 +1,15 @@
-"""``python -m bench run``, ``check``, ``sweep``, ``report`` and ``readme``."""
+"""``python -m bench run``, ``check``, ``sweep``, ``report``, ``record`` and ``readme``."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from pathlib import Path
 
 from bench import meta, peers
+from bench.report import accepted
 from bench.report import tables as report
 
 NO_GPU = "bench: no CUDA device here, so nothing is measured. `python -m bench report` works without one."
@@ -38,19 +40,23 @@ def parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="measure on this machine's GPU")
     run.add_argument("--rows", type=_regex, help="regular expression on 'name shape'; the host rows are called 'host'")
     run.add_argument("--peers", type=_families, help="comma-separated families, or none; all when left out")
-    run.add_argument("--out", type=Path, help="result file (default bench/results/<gpu>-<date>.json)")
+    run.add_argument("--out", type=Path, help="result file (default <gpu>-<date>.json)")
     run.add_argument("--quick", action="store_true", help="30 samples a measurement instead of 100")
+    run.add_argument("--record", action="store_true", help="take the rows over into bench/results/<gpu>.json")
     check = commands.add_parser("check", help="call ours and every peer once, untimed, and say how they differ")
     check.add_argument("--rows", type=_regex, help="regular expression on 'name shape'")
     check.add_argument("--peers", type=_families, default=CHECKED, help="as for run; all but inductor when left out")
     sweep = commands.add_parser("sweep", help="ours and a copy over many shapes, with the memory a call takes")
     sweep.add_argument("--rows", type=_regex, default="", help="regular expression on the op's row name")
-    sweep.add_argument("--out", type=Path, help="result file (default bench/results/<gpu>-<date>.json)")
+    sweep.add_argument("--out", type=Path, help="result file (default <gpu>-<date>.json)")
     sweep.add_argument("--quick", action="store_true", help="30 samples a measurement instead of 100")
     show = commands.add_parser("report", help="print result files as markdown")
-    show.add_argument("files", nargs="*", type=Path, help="default: the newest in bench/results/")
+    show.add_argument("files", nargs="+", type=Path)
     show.add_argument("--plot", type=Path, metavar="PNG", help="also draw copy / time per row")
-    tables = commands.add_parser("readme", help="write the README's tables anew from all result files")
+    record = commands.add_parser("record", help="take result files over into bench/results/<gpu>.json")
+    record.add_argument("files", nargs="+", type=Path)
+    record.add_argument("--layers", action="store_true", help="the files hold measurements of whole layers")
+    tables = commands.add_parser("readme", help="write the README's table and docs/performance.md anew")
     tables.add_argument("--check", action="store_true", help="write nothing; exit with 1 if they are not up to date")
     tables.add_argument("--plot", type=Path, metavar="PNG", help="also draw these rows")
     return top
@@ -67,8 +73,9 @@ def _run(args: argparse.Namespace) -> int:
         return 2
     from bench.measure import host, run
     from bench.measure.timing import CudaDevice, Timer
+    from bench.rows import all_rows
 
-    pool = run.all_rows()
+    pool = list(all_rows())
     rows = run.select(pool, args.rows)
     with_host = args.rows is None or re.search(args.rows, "host") is not None
     if not rows and not with_host:
@@ -86,6 +93,8 @@ def _run(args: argparse.Namespace) -> int:
     )
     print(report.markdown(result))
     print(f"written: {path}")
+    if args.record:
+        _record(argparse.Namespace(files=[path], layers=False))
     failed = [row for row in result["rows"] if "failed" in row]
     return 0 if result["complete"] and not failed else 1
 
@@ -98,8 +107,9 @@ def _check(args: argparse.Namespace) -> int:
         return 2
     from bench.measure import run
     from bench.measure.timing import CudaDevice, Timer
+    from bench.rows import all_rows
 
-    pool = run.all_rows()
+    pool = list(all_rows())
     rows = run.select(pool, args.rows)
     if not rows:
         print(f"bench check: no row matches {args.rows!r}", file=sys.stderr)
@@ -132,15 +142,8 @@ def _sweep(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    files = args.files or sorted(meta.RESULTS.glob("*.json"), key=lambda p: p.stat().st_mtime)[-1:]
-    if not files:
-        print(
-            "bench report: no result files given and none in bench/results/; run `python -m bench run`.",
-            file=sys.stderr,
-        )
-        return 2
     try:
-        results = [meta.load(path) for path in files]
+        results = [meta.load(path) for path in args.files]
         print("\n".join(report.markdown(result) for result in results))
         if args.plot:
             report.plot(results, args.plot)
@@ -150,30 +153,50 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
-def _readme(args: argparse.Namespace) -> int:
-    from bench.measure import run
-    from bench.report import readme
+def _record(args: argparse.Namespace) -> int:
+    for file in args.files:
+        try:
+            result = json.loads(file.read_text(encoding="utf-8")) if args.layers else meta.load(file)
+        except (OSError, ValueError) as error:
+            print(f"bench record: {error}", file=sys.stderr)
+            return 2
+        path = accepted.path_of(result["environment"]["gpu"])
+        numbers = accepted.load(path) if path.exists() else accepted.empty()
+        for label in accepted.record(numbers, result):
+            print(f"not recorded: {label} (failed, or the peer that was fastest before is missing)")
+        accepted.save(numbers, path)
+    return 0
 
-    path = meta.ROOT / "README.md"
-    text = path.read_text(encoding="utf-8")
-    # What examples/moe_layer.py measures is a file of another kind.
-    files = [file for file in meta.RESULTS.glob("*.json") if "moe-layer" not in file.name]
-    results, rows = [meta.load(file) for file in files], run.all_rows()
-    measured = readme.newest(results)
-    fresh = readme.rewritten(text, readme.tables(measured, rows))
+
+def _readme(args: argparse.Namespace) -> int:
+    from bench.report import readme
+    from bench.rows import all_rows
+
+    (file,) = meta.RESULTS.glob("*.json")
+    numbers, rows = accepted.load(file), list(all_rows())
+    measured = {(row["row"], row["shape"]): row for row in numbers["rows"]}
+    top, page = meta.ROOT / "README.md", meta.ROOT / "docs" / "performance.md"
+    fresh = {
+        top: readme.rewritten(top.read_text(encoding="utf-8"), readme.headline(measured)),
+        page: readme.page(numbers, rows),
+    }
     if args.check:
-        return int(fresh != text)
-    path.write_text(fresh, encoding="utf-8")
+        return int(any(not path.exists() or path.read_text(encoding="utf-8") != text for path, text in fresh.items()))
+    for path, text in fresh.items():
+        path.write_text(text, encoding="utf-8")
     if args.plot:
         drawn = [measured[key] for key in ((row.name, row.shape) for row in rows) if key in measured]
-        report.plot([{"rows": drawn, "environment": results[0]["environment"]}], args.plot)
+        report.plot([{"rows": drawn, "environment": numbers["runs"][0]}], args.plot)
     return 0
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     args = parser().parse_args(argv)
-    return {"run": _run, "check": _check, "sweep": _sweep, "report": _report, "readme": _readme}[args.command](args)
+    commands = {
+        "run": _run, "check": _check, "sweep": _sweep, "report": _report, "record": _record, "readme": _readme,
+    }  # fmt: skip
+    return commands[args.command](args)
 
 
 if __name__ == "__main__":

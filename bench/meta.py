@@ -84,10 +84,14 @@ def environment() -> dict[str, Any]:
     }
 
 
+def short_name(gpu: str | None) -> str:
+    """Return a GPU's name as files have it, ``h200``."""
+    return (gpu or "none").replace("NVIDIA ", "").replace(" ", "_").lower()
+
+
 def default_path(env: dict[str, Any]) -> Path:
-    """``bench/results/<gpu>-<date>.json``."""
-    gpu = (env["gpu"] or "none").replace("NVIDIA ", "").replace(" ", "_").lower()
-    return RESULTS / f"{gpu}-{env['date'][:19].replace(':', '')}.json"
+    """``<gpu>-<date>.json`` in the current folder: what a run measured, to be looked at and then recorded."""
+    return Path(f"{short_name(env['gpu'])}-{env['date'][:19].replace(':', '')}.json")
 
 
 def save(result: dict[str, Any], path: Path) -> None:

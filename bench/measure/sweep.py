@@ -95,13 +95,14 @@ def _rows(rows: int, cols: int, device: str) -> Iterator[Point]:
 def _losses(rows: int, cols: int, device: str) -> Iterator[Point]:
     """Yield cross entropy, forward for each row, and loss and gradient in one call, as a training step makes it."""
     from rtkernels.ops.loss import cross_entropy as losses
+    from rtkernels.ops.loss.cross_entropy_plan import NONE
 
     def make(op: Callable[..., Any], reduction: int) -> Callable[[], Any]:
         inputs = _logits(rows, cols, device)
         return lambda: op(*inputs, -100, 0.0, 0.0, 0.0, reduction, False)
 
     n = 2 * rows * cols
-    yield Point("cross_entropy_fwd", rows, cols, n, lambda: make(losses.FORWARD, losses.NONE))
+    yield Point("cross_entropy_fwd", rows, cols, n, lambda: make(losses.FORWARD, NONE))
     yield Point("cross_entropy_fwdbwd", rows, cols, 2 * n, lambda: make(losses.ONE_PASS, losses.MEAN))
 
 

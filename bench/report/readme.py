@@ -1,4 +1,4 @@
-"""The README's tables, from the result files: of every row its newest measurement counts."""
+"""The README's headline table and docs/performance.md, from the accepted numbers."""
 
 from __future__ import annotations
 
@@ -34,28 +34,22 @@ _BY_WIDTH = (
     ('`rms_norm_fp8` both, `scale_layout="column"`', "rms_norm_fp8_both_column"),
 )
 _EXPERTS = re.compile(r"moe_|row_id|permute|router|z_loss|balance_loss|index_select|scatter_add|sort_chunks|topk")
-_HEADS = ("| op, bf16 |", "| op | shape |", "| mixture of experts |")
-
-
-def newest(results: Iterable[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
-    """The last measurement of every (row, shape) that worked.
-
-    One without the peer that was fastest before, or a faster one, does not count: a run may be asked for some peers
-    only. Sweeps have none.
-    """
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    for result in sorted(results, key=lambda result: result["environment"]["date"]):
-        for row in result["rows"] if result["copy_peak_gbps"] else ():
-            key = row["row"], row["shape"]
-            if "failed" not in row and _as_strict(row, found.get(key)):
-                found[key] = row
-    return found
-
-
-def _as_strict(row: dict[str, Any], before: dict[str, Any] | None) -> bool:
-    fastest = report.ranked(before)[:1] if before else []
-    peers = report.ranked(row)
-    return all(name in dict(peers) or (peers and peers[0][1] <= us) for name, us in fastest)
+# The README's rows: what it is called there, row, shape.
+_HEADLINE = (
+    ("`rms_norm` forward", "rms_norm_fwd", "8192x4096"),
+    ("`rms_norm` backward", "rms_norm_bwd", "8192x4096"),
+    ("`layer_norm` backward", "layer_norm_bwd", "8192x4096"),
+    ("`glu` backward (SwiGLU)", "glu_bwd", "8192x2x14336"),
+    ("`qk_norm_rope` backward", "qk_norm_rope_bwd", "s4096b2q32kv8d128"),
+    ("`cross_entropy`, loss and gradient", "cross_entropy_fwdbwd", "8192x157184"),
+    ("`quantize_fp8` 1x128", "quantize_fp8_group", "8192x4096"),
+    ("`rms_norm_fp8`, both layouts", "rms_norm_fp8_both", "8192x4096"),
+    ("`glu_fp8` backward, 32 experts", "expert_glu_fp8_bwd_both", "116928x2048 32 experts"),
+    ("`moe_permute`, 256 experts, top 8", "permute_pad", "8192x7168e256k8"),
+    ("`topk_router` by groups", "group_topk_fwd", "8192x256k8g32of4"),
+    ("`optim.AdamW`, 1e9 parameters", "adamw_master", "500x2000000"),
+)
+_HEAD = "| op, bf16 on one H200 |"
 
 
 def _ours(row: dict[str, Any]) -> str:
@@ -77,7 +71,7 @@ def tables(measured: dict[tuple[str, str], dict[str, Any]], rows: Iterable[Row])
     """The lines of the three tables; rows in the order of the ops that declare them.
 
     Args:
-        measured: What `newest` gives.
+        measured: The accepted rows by name and shape.
         rows: All declared rows; one that was never measured is left out.
     """
     wide = {f"8192x{times}{cols}": cols for cols in _WIDTHS for times in ("", "2x")}
@@ -103,19 +97,77 @@ def tables(measured: dict[tuple[str, str], dict[str, Any]], rows: Iterable[Row])
     ]
 
 
-def rewritten(text: str, fresh: list[list[str]]) -> str:
-    """The README's text with its tables replaced, each found by its first line.
+def headline(measured: dict[tuple[str, str], dict[str, Any]]) -> list[str]:
+    """The lines of the README's table."""
+    body = []
+    for title, name, shape in _HEADLINE:
+        if (row := measured.get((name, shape))) is not None:
+            peers = report.ranked(row)
+            faster = f"{peers[0][1] / row['us']:.2f} x" if peers else "-"
+            body.append([title, shape, f"{row['us']:.1f}", f"{row['efficiency']:.2f}", _fastest(row), faster])
+    return report.table([_HEAD.strip("| "), "shape", "µs", "copy / ours", "fastest peer, µs", "faster by"], body)
+
+
+def rewritten(text: str, fresh: list[str]) -> str:
+    """The README's text with its table replaced.
 
     Raises:
-        ResultError: A table is not there.
+        ResultError: The table is not there.
     """
     lines = text.split("\n")
-    for head, table in zip(_HEADS, fresh, strict=True):
-        first = next((i for i, line in enumerate(lines) if line.startswith(head)), None)
-        if first is None:
-            raise meta.ResultError(f"README.md has no table that begins with {head!r}.")
-        last = first
-        while last < len(lines) and lines[last].startswith("|"):
-            last += 1
-        lines[first:last] = table
+    first = next((i for i, line in enumerate(lines) if line.startswith(_HEAD)), None)
+    if first is None:
+        raise meta.ResultError(f"README.md has no table that begins with {_HEAD!r}.")
+    last = first
+    while last < len(lines) and lines[last].startswith("|"):
+        last += 1
+    lines[first:last] = fresh
     return "\n".join(lines)
+
+
+_INTRODUCTION = """\
+# Performance
+
+Written by `python -m bench readme` from `bench/results/{name}.json`. How the numbers are taken:
+[benchmarks.md](benchmarks.md).
+
+{gpu}, bf16 unless a row says otherwise. Median µs with the L2 cache flushed before each call and host time excluded; in
+brackets the efficiency: time of a plain copy that moves the same bytes, measured in the same run, divided by ours (1.00
+is copy speed). Then the fastest peer of the same run, among torch, its fused ops and torch.compile (not for all rows),
+Liger-Kernel, linghe and FlagGems. Rows that must read their input twice (dynamic tensor scales) count both reads.
+`linear_cross_entropy` and `router_gemm` are bound by matrix products, and rows of about 10 µs by the launch."""
+
+
+def page(accepted: dict[str, Any], rows: Iterable[Row]) -> str:
+    """The text of docs/performance.md."""
+    measured = {(row["row"], row["shape"]): row for row in accepted["rows"]}
+    gpu = accepted["runs"][0]["gpu"]
+    lines = [_INTRODUCTION.format(name=meta.short_name(gpu), gpu=gpu), ""]
+    for title, fresh in zip(("By width", "Other ops", "Mixture of experts"), tables(measured, rows), strict=True):
+        lines += [f"## {title}", "", *fresh, ""]
+    if accepted["layers"]:
+        lines += ["## Whole layers", "", *_layers(accepted["layers"]), ""]
+    if accepted["host"]:
+        lines += ["## Host time", "", *report.host_table(accepted["host"]), ""]
+    lines += ["## Runs", ""]
+    for number, run in enumerate(accepted["runs"]):
+        count = sum(row["run"] == number for row in accepted["rows"])
+        peers = ", ".join(f"{name} {version}" for name, version in run["peers"].items() if version)
+        lines.append(
+            f"- {run['date'][:10]}, commit {(run['commit'] or 'unknown')[:12]}, torch {run['torch']}, "
+            f"driver {run['driver']}{', ' + peers if peers else ''}: {count} rows"
+        )
+    return "\n".join([*lines, "", "![Copy time / time, by row and peer](performance.png)", ""])
+
+
+def _layers(layers: dict[str, Any]) -> list[str]:
+    body = []
+    for name, entry in layers.items():
+        for row in entry["measured"]["rows"]:
+            what = ", ".join(f"{key} {value}" for key, value in row.items() if isinstance(value, int | str))
+            for library, found in row.items():
+                if isinstance(found, dict) and "peak_mib" in found:
+                    times = {k.removesuffix("_ms").replace("_", " "): v for k, v in found.items() if k.endswith("_ms")}
+                    cells = ", ".join(f"{key} {value}" for key, value in times.items())
+                    body.append([name, what, library, cells, f"{found['peak_mib']}"])
+    return report.table(["layer", "size", "library", "ms", "peak MiB"], body)

@@ -14,7 +14,7 @@ from bench import __main__ as cli
 from bench import meta, peers
 from bench.measure import host, run
 from bench.measure.timing import Timer, Timing
-from bench.report import readme
+from bench.report import accepted, readme
 from bench.report import tables as report
 from bench.rows.row import Row
 from rtkernels.errors import ArgumentError
@@ -305,11 +305,20 @@ def test_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err
 
 
-def test_report_without_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meta, "RESULTS", tmp_path)
-    assert cli.main(["report"]) == 2
+def test_report_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(tmp_path / "a.json")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
     meta.save(measured([scale_row()], []), tmp_path / "a.json")
-    assert cli.main(["report"]) == 0
+    assert cli.main(["report", str(tmp_path / "a.json")]) == 0
+
+
+def test_record_takes_a_run_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meta, "RESULTS", tmp_path)
+    result = measured([scale_row()], [])
+    result["environment"]["gpu"] = "NVIDIA H200"
+    meta.save(result, tmp_path / "a.txt")
+    assert cli.main(["record", str(tmp_path / "a.txt")]) == 0
+    assert [row["row"] for row in accepted.load(tmp_path / "h200.json")["rows"]] == [scale_row().name]
 
 
 def test_host_modes() -> None:
@@ -367,29 +376,50 @@ def _few_points(device: str):
 
 def _measured(us: float, date: str, **times: float) -> dict[str, Any]:
     row = {"row": "rms_norm_fwd", "shape": "8192x2048", "us": us, "efficiency": 0.5, "peers": times}
-    return {"environment": {"date": date}, "copy_peak_gbps": 1.0, "rows": [row]}
+    return {"environment": {"date": date}, "copy_peak_gbps": 1.0, "rows": [row], "host": None}
 
 
-def test_newest_measurement_counts_unless_it_leaves_out_the_fastest_peer() -> None:
-    first = _measured(20.0, "2026-01-01", liger=25.0, torch=90.0)
-    assert readme.newest([_measured(19.0, "2026-01-02", liger=26.0), first]).popitem()[1]["us"] == 19.0
-    assert readme.newest([_measured(19.0, "2026-01-02", torch=90.0), first]).popitem()[1]["us"] == 20.0
-    assert readme.newest([_measured(19.0, "2026-01-02", inductor=24.0), first]).popitem()[1]["us"] == 19.0
-    sweep = {**_measured(18.0, "2026-01-03", liger=25.0), "copy_peak_gbps": None}
-    assert readme.newest([sweep, first]).popitem()[1]["us"] == 20.0
+def test_a_measurement_is_recorded_unless_it_leaves_out_the_fastest_peer(tmp_path: Path) -> None:
+    def after(us: float, **times: float) -> float:
+        numbers = accepted.empty()
+        assert accepted.record(numbers, _measured(20.0, "2026-01-01", liger=25.0, torch=90.0)) == []
+        refused = accepted.record(numbers, _measured(us, "2026-01-02", **times))
+        assert refused == ([] if numbers["rows"][0]["us"] == us else ["rms_norm_fwd 8192x2048"])
+        accepted.save(numbers, tmp_path / "gpu.json")
+        again = accepted.load(tmp_path / "gpu.json")
+        assert again["rows"] == numbers["rows"] and len(again["runs"]) == 1 and again["rows"][0]["run"] == 0
+        return again["rows"][0]["us"]
+
+    assert after(19.0, liger=26.0) == 19.0
+    assert after(19.0, torch=90.0) == 20.0
+    assert after(19.0, inductor=24.0) == 19.0
+    (tmp_path / "other.json").write_text('{"schema": 1}')
+    with pytest.raises(meta.ResultError, match="schema 1; expected 2"):
+        accepted.load(tmp_path / "other.json")
 
 
-def test_readme_tables() -> None:
+def test_sweeps_and_layers_are_recorded_as_a_whole() -> None:
+    numbers, sweep = accepted.empty(), _measured(18.0, "2026-01-03")
+    sweep["rows"][0]["peak_extra_bytes"] = 0
+    assert accepted.record(numbers, sweep) == [] and numbers["rows"] == []
+    assert numbers["sweep"]["rows"][0]["us"] == 18.0
+    accepted.record(numbers, {"environment": {"date": ""}, "layers": {"decoder": {"rows": []}}})
+    assert numbers["layers"]["decoder"] == {"run": 1, "measured": {"rows": []}}
+
+
+def test_tables_of_the_readme_and_of_the_page() -> None:
     rows = [SimpleNamespace(name=name, shape="8192x2048") for name in ("rms_norm_fwd", "topk", "rope_fwd", "absent")]
     row = _measured(20.04, "", liger=25.0, torch=90.0)["rows"][0]
     fresh = readme.tables({(r.name, r.shape): row for r in rows[:3]}, rows)
     assert fresh[0][2] == "| `rms_norm` forward | 20.0 (0.50); liger 25.0 | - | - |"
     assert fresh[1][2:] == ["| rope_fwd | 8192x2048 | 20.0 (0.50) | liger 25.0 |"]
     assert fresh[2][2:] == ["| topk | 8192x2048 | 20.0 (0.50) | liger 25.0 |"]
-    old = "text\n| op, bf16 | old |\n|---|\n\n| op | shape |\nmore\n| mixture of experts | x |\n| y |"
-    assert readme.rewritten(old, fresh).split("\n") == ["text", *fresh[0], "", *fresh[1], "more", *fresh[2]]
+    top = readme.headline({("rms_norm_fwd", "8192x4096"): row})
+    assert top[2:] == ["| `rms_norm` forward | 8192x4096 | 20.0 | 0.50 | liger 25.0 | 1.25 x |"]
+    old = "text\n| op, bf16 on one H200 | old |\n|---|\nmore"
+    assert readme.rewritten(old, top).split("\n") == ["text", *top, "more"]
     with pytest.raises(meta.ResultError, match="no table that begins with"):
-        readme.rewritten("nothing", fresh)
+        readme.rewritten("nothing", top)
 
 
 def test_readme_has_what_was_recorded() -> None:

@@ -18,6 +18,7 @@ from bench import peers
 from bench.measure import run
 from bench.measure.timing import Timing, TimingError
 from bench.report import tables as report
+from bench.rows import all_rows
 from bench.rows.row import Row
 
 ADAPTER_FILES = sorted(Path(peers.__file__).parent.glob("*.py"))
@@ -26,7 +27,7 @@ LIBRARIES = ("liger_kernel", "quack", "linghe", "flag_gems")
 
 def rows_by_adapter() -> dict[str, Row]:
     """One row for every entry of the adapters' table."""
-    rows = {key: row for row in reversed(run.all_rows()) for key in (row.name, row.label)}
+    rows = {key: row for row in reversed(list(all_rows())) for key in (row.name, row.label)}
     assert not peers.ADAPTERS.keys() - rows.keys(), "adapters without a row"
     return {key: rows[key] for key in peers.ADAPTERS}
 

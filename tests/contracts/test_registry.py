@@ -16,8 +16,8 @@ from contracts.samples import samples_of
 from rtkernels import emulator
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.launch import memory
-from rtkernels.runtime.operator.operator import TorchOp
 from rtkernels.runtime.operator import registry
+from rtkernels.runtime.operator.operator import TorchOp
 
 OPS = {op.name: op for op in registry.ops()}
 SAMPLES = [

@@ -21,8 +21,8 @@ import rtkernels
 from contracts.samples import samples_of
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.norm import rms_norm as module
-from rtkernels.runtime.operator.operator import TorchOp
 from rtkernels.runtime.operator import registry
+from rtkernels.runtime.operator.operator import TorchOp
 from rtkernels.runtime.operator.plan import Plan
 
 rms_norm = rtkernels.rms_norm

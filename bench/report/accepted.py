@@ -1,0 +1,111 @@
+"""The accepted numbers of one GPU: ``bench/results/<gpu>.json``, one measurement of every row at every shape.
+
+A run replaces a row's measurement unless it leaves out the peer that was fastest before (it may have been asked for
+some peers only). Runs are listed once, with everything needed to take them again; rows name theirs by its place in
+that list.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bench import meta
+from bench.report import tables
+
+SCHEMA = 2
+Accepted = dict[str, Any]
+
+
+def empty() -> Accepted:
+    """Return a file without measurements."""
+    return {"schema": SCHEMA, "runs": [], "rows": [], "host": None, "sweep": None, "layers": {}}
+
+
+def path_of(gpu: str) -> Path:
+    """Return the file of a GPU, given as torch names it."""
+    return meta.RESULTS / f"{meta.short_name(gpu)}.json"
+
+
+def load(path: Path) -> Accepted:
+    """Read a file of accepted numbers.
+
+    Raises:
+        ResultError: It is of another kind.
+    """
+    accepted = json.loads(path.read_text(encoding="utf-8"))
+    if accepted.get("schema") != SCHEMA:
+        raise meta.ResultError(f"{path}: schema {accepted.get('schema')!r}; expected {SCHEMA}, accepted rows.")
+    return accepted
+
+
+def save(accepted: Accepted, path: Path) -> None:
+    """Write a file of accepted numbers, a row a line, leaving out runs that no row comes from any more."""
+    used = sorted({entry["run"] for entry in _entries(accepted)})
+    place = {run: i for i, run in enumerate(used)}
+    for entry in _entries(accepted):
+        entry["run"] = place[entry["run"]]
+    accepted["runs"] = [accepted["runs"][run] for run in used]
+
+    def lines(items: list[Any]) -> str:
+        return "[\n" + ",\n".join(f"  {json.dumps(item, allow_nan=False)}" for item in items) + "\n ]"
+
+    parts = {key: json.dumps(value, allow_nan=False) for key, value in accepted.items()}
+    parts["runs"], parts["rows"] = lines(accepted["runs"]), lines(accepted["rows"])
+    if accepted["sweep"]:
+        sweep = accepted["sweep"]
+        parts["sweep"] = f'{{"run": {sweep["run"]}, "rows": {lines(sweep["rows"])}}}'
+    text = "{\n" + ",\n".join(f' "{key}": {value}' for key, value in parts.items()) + "\n}\n"
+    path.write_text(text, encoding="utf-8")
+
+
+def record(accepted: Accepted, result: dict[str, Any]) -> list[str]:
+    """Take over what counts of a run, a sweep or a layer's measurement, and return the labels of rows that do not."""
+    accepted["runs"].append({**result["environment"], "copy_peak_gbps": result.get("copy_peak_gbps")})
+    run, refused = len(accepted["runs"]) - 1, []
+    if layers := result.get("layers"):
+        for name, measured in layers.items():
+            accepted["layers"][name] = {"run": run, "measured": measured}
+        return refused
+    if any("peak_extra_bytes" in row for row in result["rows"]):
+        accepted["sweep"] = {"run": run, "rows": [_short(row) for row in result["rows"]]}
+        return refused
+    at = {(row["row"], row["shape"]): i for i, row in enumerate(accepted["rows"])}
+    for row in result["rows"]:
+        key = row["row"], row["shape"]
+        before = accepted["rows"][at[key]] if key in at else None
+        if "failed" in row or not _as_strict(row, before):
+            refused.append(" ".join(key))
+        elif before is None:
+            at[key] = len(accepted["rows"])
+            accepted["rows"].append({"run": run, **_short(row)})
+        else:
+            accepted["rows"][at[key]] = {"run": run, **_short(row)}
+    if result["host"] and "failed" not in result["host"]:
+        accepted["host"] = {"run": run, **result["host"]}
+    return refused
+
+
+def _entries(accepted: Accepted) -> list[dict[str, Any]]:
+    others = [entry for entry in (accepted["host"], accepted["sweep"]) if entry]
+    return [*accepted["rows"], *others, *accepted["layers"].values()]
+
+
+def _short(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with times to a hundredth of a microsecond, and without what can be computed."""
+
+    def rounded(value: Any) -> Any:
+        if isinstance(value, float):
+            return float(f"{value:.3g}") if abs(value) < 0.01 else round(value, 2 if abs(value) > 2 else 4)
+        if isinstance(value, dict):
+            return {k: rounded(v) for k, v in value.items()}
+        return [rounded(v) for v in value] if isinstance(value, list) else value
+
+    return {key: rounded(value) for key, value in row.items() if key not in ("copies_us",)}
+
+
+def _as_strict(row: dict[str, Any], before: dict[str, Any] | None) -> bool:
+    fastest = tables.ranked(before)[:1] if before else []
+    peers = tables.ranked(row)
+    return all(name in dict(peers) or (peers and peers[0][1] <= us) for name, us in fastest)
