@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from typing import NoReturn
 
 from rtkernels import __version__
 from rtkernels.errors import ArgumentError, RtkError
+from rtkernels.runtime.suggest import did_you_mean
 
 USAGE, FAILURE = 2, 1
 
@@ -26,6 +28,8 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
+        if match := re.search(r"invalid choice: '([^']*)' \(choose from ([^)]*)\)", message):
+            message += did_you_mean(match[1], re.findall(r"[\w-]+", match[2]))
         self.exit(USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
@@ -73,7 +77,7 @@ def _parser() -> _Parser:
     arch_option(warm, default)
     op_option(warm)
     warm.add_argument("--out", metavar="DIR", help="fill this cache directory instead of the default one")
-    warm.add_argument("--jobs", type=_count(1), metavar="N", help="threads (default: one per core)")
+    warm.add_argument("--jobs", type=_count(1), metavar="N", help="threads (default: the CPUs it may use)")
 
     cache = command("cache", "Look at the kernel cache, or clean it.")
     actions = cache.add_subparsers(dest="action", metavar="ACTION", required=True)
@@ -201,9 +205,9 @@ def _cache_prune(arguments: argparse.Namespace, cache: ModuleType) -> int:
 
 
 def _cache_clear(arguments: argparse.Namespace, cache: ModuleType) -> int:
-    from rtkernels.runtime import targets as targets_module
+    from rtkernels.runtime import warm as warming
 
-    targets = [None] if arguments.arch is None else [targets_module.parse(text).name for text in arguments.arch]
+    targets = [None] if arguments.arch is None else [target.name for target in warming.targets(arguments.arch)]
     ops = [None] if arguments.op is None else _cached_ops(arguments.op, {entry.op for entry in cache.ls()})
     results = [cache.clear(target, op) for target in targets for op in ops]
     entries, size = sum(result.entries for result in results), sum(result.size for result in results)

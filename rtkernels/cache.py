@@ -6,6 +6,9 @@ whoever misses one compiles it again.
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,8 +65,8 @@ class Removed:
 
 def path() -> Path | None:
     """Return the directory of the cache, symbolic links resolved; None if there is no home to put it in."""
-    configured, _ = places.location()
-    return configured.resolve() if configured else None
+    configured = places.location()
+    return Path(os.path.realpath(configured)) if configured else None
 
 
 def info() -> dict[str, Any]:
@@ -71,26 +74,37 @@ def info() -> dict[str, Any]:
 
     Returns:
         ``path``, ``mode`` (rw, ro, off), ``problem`` (why it is not used, or None), ``entries``, ``size`` and
-        ``max_size`` in bytes, ``targets`` (entries per target), ``extra`` (the read-only caches in use), and
-        ``stats`` (what this process did).
+        ``max_size`` in bytes, ``targets`` (entries per target), ``nvrtc`` (entries per NVRTC version, those of the
+        read-only caches included), ``extra`` (the read-only caches in use), ``refused`` (configured caches in which
+        somebody else may have written, each with the reason), and ``stats`` (what this process did).
     """
-    directory, explicit = places.location()
-    problem = "no home directory" if directory is None else store_module.distrust(path(), explicit=explicit)
+    place, refused = path(), places.refusals()
     cached = ls()
-    targets: dict[str, int] = {}
-    for entry in cached:
-        targets[entry.target] = targets.get(entry.target, 0) + 1
+    extra = places.extra_stores()
+    versions = Counter(_version(entry.meta) for entry in cached if entry.meta)
+    for store in extra:
+        for directory in store.entries():
+            with contextlib.suppress(BadEntry, OSError):
+                if meta := store_module.read_meta(directory, store.owners):
+                    versions[_version(meta)] += 1
     return {
-        "path": path(),
+        "path": place,
         "mode": env.get("CACHE"),
-        "problem": problem,
+        "problem": "no home directory" if place is None else refused.get(str(place)),
         "entries": len(cached),
         "size": sum(entry.size for entry in cached),
         "max_size": env.get("CACHE_MAX_MB") * 1_000_000,
-        "targets": targets,
-        "extra": [store.root for store in places.extra_stores()],
+        "targets": dict(Counter(entry.target for entry in cached)),
+        "nvrtc": {version: count for version, count in sorted(versions.items()) if version},
+        "extra": [store.root for store in extra],
+        "refused": refused,
         "stats": vars(build_cache.stats).copy(),
     }
+
+
+def _version(meta: dict[str, Any]) -> str:
+    """Return the NVRTC that made an entry, as ``13.0``; empty for those of the emulator."""
+    return ".".join(map(str, meta.get("nvrtc", ())))
 
 
 def ls(target: str | None = None, op: str | None = None) -> list[Cached]:
@@ -98,7 +112,7 @@ def ls(target: str | None = None, op: str | None = None) -> list[Cached]:
     store = places.user_store()
     if store is None:
         return []
-    return [_inspect(directory) for directory in store.entries(target or "*", op or "*")]
+    return [_inspect(store, directory) for directory in store.entries(target or "*", op or "*")]
 
 
 def verify(*, repair: bool = False) -> Verified:
@@ -147,12 +161,12 @@ def _writable_store() -> Store | None:
     return store if store and store.writable else None
 
 
-def _inspect(directory: Path) -> Cached:
+def _inspect(store: Store, directory: Path) -> Cached:
     op, _, key = directory.name.rpartition("-")
     meta: dict[str, Any] = {}
     problem = None
     try:
-        if found := store_module.read_entry(directory):
+        if found := store_module.read_entry(directory, store.owners):
             meta = found[0]
     except (BadEntry, OSError) as error:
         problem = str(error)

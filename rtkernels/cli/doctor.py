@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import logging
 import os
 import platform
 import re
@@ -17,6 +18,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from rtkernels.cli import diagnosis
 
 _PACKAGES = (
     "rtkernels", "torch", "numpy", "triton",
@@ -32,15 +35,20 @@ def collect() -> dict[str, Any]:
 
     Returns:
         One entry per section; a section whose probe failed is ``{"error": text}``. ``problems`` lists what
-        keeps kernels from being compiled or cached, ``notes`` what is merely worth knowing.
+        keeps kernels from being compiled, loaded or cached, ``notes`` what is merely worth knowing.
     """
     report: dict[str, Any] = {}
-    for name, probe in _PROBES.items():
-        try:
-            report[name] = probe()
-        except Exception as error:
-            report[name] = {"error": f"{type(error).__name__}: {error}"}
-    report["problems"], report["notes"] = _judge(report)
+    logger = logging.getLogger("rtkernels")
+    was_disabled, logger.disabled = logger.disabled, True  # what it would say is in the report
+    try:
+        for name, probe in _PROBES.items():
+            try:
+                report[name] = probe()
+            except Exception as error:
+                report[name] = {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        logger.disabled = was_disabled
+    report["problems"], report["notes"] = diagnosis.judge(report)
     return report
 
 
@@ -69,6 +77,8 @@ def _block(value: Any, depth: int) -> Iterator[str]:
                 yield from _block(item, depth + 1)
             else:
                 yield f"{pad}{key!s:<{width}}  {_text(item)}"
+        if not value:
+            yield f"{pad}none"
     elif isinstance(value, list):
         for item in value:
             if isinstance(item, dict):
@@ -96,13 +106,14 @@ def _text(value: Any) -> str:
 
 def _system() -> dict[str, Any]:
     import rtkernels
+    from rtkernels.runtime import cpus
 
     return {
         "rtkernels": rtkernels.__version__,
         "location": str(Path(rtkernels.__file__).parent),
         "python": f"{platform.python_version()} ({sys.executable})",
         "platform": platform.platform(),
-        "cpus": os.cpu_count(),
+        "cpus": f"{cpus.usable()} usable of {os.cpu_count()}",
     }
 
 
@@ -127,18 +138,18 @@ def _torch() -> dict[str, Any]:
 
 
 def _cupy() -> dict[str, Any]:
-    from rtkernels.runtime.build import nvrtc as nvrtc_module
+    from rtkernels.runtime.build import nvrtc
 
-    cupy = nvrtc_module.import_cupy()
+    cupy = nvrtc.import_cupy()
     return {"version": cupy.__version__, "location": str(Path(cupy.__file__).parent)}
 
 
 def _nvrtc() -> dict[str, Any]:
-    from rtkernels.runtime.build import nvrtc as nvrtc_module
+    from rtkernels.runtime.build import nvrtc
 
-    major, minor = nvrtc_module.version()
-    archs = " ".join(f"sm_{number}" for number in nvrtc_module.supported_archs())
-    return {"version": f"{major}.{minor}", "library": nvrtc_module.library_path(), "compiles for": archs}
+    major, minor = nvrtc.version()
+    archs = " ".join(f"sm_{number}" for number in nvrtc.supported_archs())
+    return {"version": f"{major}.{minor}", "library": nvrtc.library_path(), "compiles for": archs}
 
 
 def _driver() -> dict[str, Any]:
@@ -186,13 +197,12 @@ def _listing(folder: Path) -> list[Path]:
 
 
 def _headers() -> dict[str, Any]:
-    from rtkernels.runtime.build import nvrtc as nvrtc_module
-    from rtkernels.runtime.build import sources
+    from rtkernels.runtime.build import nvrtc, sources
 
     needed = sorted({name for unit in sources.units() for name in sources.toolkit_headers(unit)})
     found: dict[str, Any] = {"needed by the kernels": needed}
     try:
-        folder = nvrtc_module.include_directory(sources.TOOLKIT_HEADERS)
+        folder = nvrtc.include_directory(sources.TOOLKIT_HEADERS)
         found["found"] = str(folder)
     except Exception as error:
         found["found"] = f"none: {error}"
@@ -209,12 +219,12 @@ def _devices() -> list[dict[str, Any]]:
     import torch
 
     from rtkernels.runtime import targets
-    from rtkernels.runtime.build import nvrtc as nvrtc_module
+    from rtkernels.runtime.build import nvrtc
 
     if not torch.cuda.is_available():
         return []
     try:
-        supported = nvrtc_module.supported_archs()
+        supported = nvrtc.supported_archs()
     except Exception:
         supported = []
     found = []
@@ -239,14 +249,15 @@ def _cache() -> dict[str, Any]:
 
     found = dict(cache.info())
     found["writable"] = found["mode"] == "rw" and found["problem"] is None and _writable(found["path"])
+    found["extra"] = [str(path) for path in found["extra"]]
     return {name: str(value) if isinstance(value, Path) else value for name, value in found.items()}
 
 
 def _writable(path: Path) -> bool:
     """Return whether a directory can be written, or created if it does not exist yet."""
-    while not path.exists() and path != path.parent:
+    while not os.path.exists(path) and path != path.parent:
         path = path.parent
-    return path.is_dir() and os.access(path, os.W_OK | os.X_OK)
+    return os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)
 
 
 def _emulator() -> dict[str, Any]:
@@ -279,7 +290,7 @@ def _environment() -> dict[str, str]:
 def _compile() -> dict[str, str]:
     """Compile the smallest kernel of the library for every target CI covers, bypassing the cache."""
     from rtkernels.runtime import targets
-    from rtkernels.runtime.build import nvrtc as nvrtc_module
+    from rtkernels.runtime.build import nvrtc
     from rtkernels.runtime.operator import registry
 
     found = {}
@@ -289,7 +300,7 @@ def _compile() -> dict[str, str]:
             _, kernel = next(pair for pair in registry.kernels() if pair[1].supports(target))
             expression = kernel.expression(kernel.variants(target)[0])
             started = time.perf_counter()
-            compiled = nvrtc_module.compile_unit(kernel.unit, [expression], target, kernel.flags)
+            compiled = nvrtc.compile_unit(kernel.unit, [expression], target, kernel.flags)
             took = 1e3 * (time.perf_counter() - started)
             found[name] = f"ok, {kernel.name}, {len(compiled.image)} bytes, {took:.0f} ms"
         except Exception as error:
@@ -297,42 +308,34 @@ def _compile() -> dict[str, str]:
     return found
 
 
+def _launch() -> dict[str, str]:
+    """Load a kernel on every GPU, launch it and check its result, without the fallback that an op may have."""
+    import torch
+
+    from rtkernels.ops.shared.column_sum import column_sum
+    from rtkernels.runtime.build import cache as build_cache
+
+    found = {}
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        place = f"cuda:{index}"
+        try:
+            compiled, started = build_cache.stats.compiles, time.perf_counter()
+            rows = torch.arange(33 * 7, dtype=torch.float32).reshape(33, 7)
+            with torch.cuda.device(index):
+                total = column_sum(rows.to(place), torch.float32).cpu()
+            took = 1e3 * (time.perf_counter() - started)
+            if not torch.equal(total, rows.sum(0)):  # whole numbers: exact in any order
+                raise RuntimeError(f"column_sum gave {total.tolist()}, expected {rows.sum(0).tolist()}")
+            origin = "compiled" if build_cache.stats.compiles > compiled else "from the cache"
+            found[place] = f"ok, column_sum launched, {origin}, {took:.0f} ms"
+        except Exception as error:
+            found[place] = f"failed: {_first_line(error)}"
+    return found
+
+
 def _first_line(error: BaseException) -> str:
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
-
-
-# ---- verdict -----------------------------------------------------------------------------------------------
-
-
-def _judge(report: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Return what keeps kernels from working here, and what is only worth knowing."""
-    problems: list[str] = []
-    notes: list[str] = []
-    for name, section in report.items():
-        if isinstance(section, dict) and "error" in section:
-            problems.append(f"{name}: {section['error']}")
-    failed = [name for name, text in report["test_compile"].items() if text.startswith("failed")]
-    if failed and "error" not in report["nvrtc"]:
-        problems.append(f"test compile failed for {', '.join(failed)} (see above)")
-    for name, text in report["environment"].items():
-        if text.startswith("invalid"):
-            problems.append(text.removeprefix("invalid: "))
-        elif "unknown variable" in text:
-            notes.append(f"{name} is not a variable rtkernels reads")
-    if report["cache"].get("writable") is False:
-        notes.append("the cache is not writable: kernels are compiled again in every process")
-
-    copies = {Path(path).name for path in report["libraries"].get("loaded", []) if "libnvrtc.so" in path}
-    if len(copies) > 1:
-        notes.append(f"more than one NVRTC is loaded: {', '.join(sorted(copies))}")
-    built, nvrtc = report["torch"].get("built for CUDA"), report["nvrtc"].get("version")
-    if built and nvrtc and built.split(".")[0] != nvrtc.split(".")[0]:
-        extra = f"cuda{built.split('.')[0]}"
-        notes.append(f"torch is built for CUDA {built} but NVRTC is {nvrtc}: the extra {extra} would fit")
-    if report["devices"] == []:
-        notes.append("no GPU here: ops run on CPU tensors; kernels can be compiled for any target")
-    return problems, notes
 
 
 _PROBES: dict[str, Callable[[], Any]] = {
@@ -350,4 +353,5 @@ _PROBES: dict[str, Callable[[], Any]] = {
     "emulator": _emulator,
     "environment": _environment,
     "test_compile": _compile,
+    "test_launch": _launch,
 }

@@ -10,6 +10,7 @@ from rtkernels.runtime import targets
 from rtkernels.runtime import warm as warming
 from rtkernels.runtime.build import cache as build_cache
 from rtkernels.runtime.build import nvrtc, sources
+from rtkernels.runtime.suggest import did_you_mean
 from rtkernels.runtime.targets import Target
 
 if TYPE_CHECKING:
@@ -116,7 +117,8 @@ def _jobs(op: str, target: Target, kernel: str | None, variant: int | None) -> l
         raise ArgumentError(f"{op} has no kernel for {target}: its kernels need {', '.join(needs)}")
     if kernel is not None:
         if kernel not in by_kernel:
-            raise ArgumentError(f"{op} has no kernel {kernel!r} for {target}; it has {', '.join(by_kernel)}")
+            meant = did_you_mean(kernel, by_kernel) or f"; it has {', '.join(by_kernel)}"
+            raise ArgumentError(f"{op} has no kernel {kernel!r} for {target}{meant}")
         by_kernel = {kernel: by_kernel[kernel]}
     chosen = []
     for name, jobs in by_kernel.items():
@@ -171,7 +173,8 @@ def source(op: str, kernel: str | None = None) -> str:
     """Return the units of an op's kernels, each with its own headers in place of their first include."""
     kernels = [record for record in warming.select([op])[0].kernels if kernel in (None, record.name)]
     if not kernels:
-        names = ", ".join(record.name for record in warming.select([op])[0].kernels)
-        raise ArgumentError(f"{op} has no kernel {kernel!r}; it has {names}")
+        names = [record.name for record in warming.select([op])[0].kernels]
+        meant = did_you_mean(kernel or "", names) or f"; it has {', '.join(names)}"
+        raise ArgumentError(f"{op} has no kernel {kernel!r}{meant}")
     units = dict.fromkeys(record.unit for record in kernels)
     return "\n".join(f"// ==== {unit}\n{sources.flatten(sources.closure(unit))}" for unit in units)

@@ -23,6 +23,7 @@ from rtkernels.runtime import env
 from rtkernels.runtime.build import places as places_module
 from rtkernels.runtime.build import sources as sources_module
 from rtkernels.runtime.build import store as store_module
+from rtkernels.runtime.build.locks import key_lock
 
 _HERE = Path(__file__).resolve().parent
 INCLUDE = _HERE / "include"
@@ -159,7 +160,7 @@ def _cached(op: str, expression: str, content: dict[str, object], make: Callable
     final = store.base / _target() / f"{op}-{key[:32]}"
     if (found := _read(store, final)) or not store.writable:
         return found or _private(key, make)
-    with store_module.key_lock(store, key, op):
+    with key_lock(store, key, op):
         if found := _read(store, final):
             return found
         with tempfile.TemporaryDirectory(prefix="rtkernels-emulator-") as scratch:

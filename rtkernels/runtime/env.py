@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pwd
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,13 +61,27 @@ def _choice(*accepted: str) -> Callable[[str], str]:
 
 def _path(text: str) -> Path:
     try:
-        return Path(os.path.abspath(Path(text).expanduser()))
+        path = Path(text).expanduser()
     except RuntimeError:  # "~" or "~user" that has no home directory
         raise ValueError("a directory that exists for this user") from None
+    if text.startswith("~") and not path.is_absolute():  # a relative HOME: that would be the current directory
+        raise ValueError("a directory that exists for this user")
+    return Path(os.path.abspath(path))
 
 
 def _paths(text: str) -> tuple[Path, ...]:
     return tuple(_path(part) for part in text.split(os.pathsep) if part)
+
+
+def _users(text: str) -> tuple[int, ...]:
+    """Return the numbers of users given by name or number, separated by commas."""
+    found = []
+    for name in filter(None, map(str.strip, text.split(","))):
+        try:
+            found.append(int(name) if name.isascii() and name.isdigit() else pwd.getpwnam(name).pw_uid)
+        except KeyError:
+            raise ValueError("names or numbers of users of this machine, separated by commas") from None
+    return tuple(found)
 
 
 def _megabytes(text: str) -> int:
@@ -97,6 +112,7 @@ def _emulate(text: str) -> str | bool:
 VARIABLES: tuple[Variable, ...] = (
     Variable("RTKERNELS_CACHE_DIR", None, "directory of the kernel cache", _path),
     Variable("RTKERNELS_CACHE_EXTRA", (), f"read-only caches, separated by '{os.pathsep}'", _paths),
+    Variable("RTKERNELS_CACHE_OWNERS", (), "users besides you and root whose extra caches are used", _users),
     Variable("RTKERNELS_CACHE", "rw", "rw, ro (never written) or off (none)", _choice("rw", "ro", "off")),
     Variable("RTKERNELS_CACHE_MAX_MB", 512, "size cap of the cache in MB, 0 for none", _megabytes),
     Variable("RTKERNELS_NO_COMPILE", False, "1: a kernel missing from the cache is an error", _boolean),

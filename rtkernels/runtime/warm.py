@@ -15,16 +15,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from rtkernels.errors import ArgumentError, RtkError
-from rtkernels.runtime import env
+from rtkernels.errors import ArgumentError, NotWarmError, RtkError
+from rtkernels.runtime import cpus, env
 from rtkernels.runtime import targets as targets_module
 from rtkernels.runtime.build import cache as build_cache
 from rtkernels.runtime.build import nvrtc, places
+from rtkernels.runtime.build import store as store_module
+from rtkernels.runtime.suggest import did_you_mean
 from rtkernels.runtime.targets import Target
 
 if TYPE_CHECKING:
     from rtkernels.runtime.launch.kernel import Kernel
     from rtkernels.runtime.operator.registry import Op
+
+# What "did you mean" suggests; any other target NVRTC knows can be named too.
+_TARGETS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a", "compute_90")
 
 
 @dataclass(frozen=True)
@@ -57,9 +62,15 @@ class Failure:
     job: Job
     error: Exception
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
+        """The error in one line."""
         lines = [line.strip() for line in str(self.error).splitlines() if line.strip()]
-        return f"{self.job}: {type(self.error).__name__}: {' | '.join(lines)}"
+        name = type(self.error).__name__.lstrip("_")
+        return f"{name}: {' | '.join(lines)}"
+
+    def __str__(self) -> str:
+        return f"{self.job}: {self.text}"
 
 
 @dataclass
@@ -104,14 +115,16 @@ def warm(
 ) -> WarmReport:
     """Compile every variant of the chosen ops for the chosen targets into the cache.
 
-    Works without a GPU, for any target NVRTC knows; the result serves every machine with that NVRTC version.
+    Works without a GPU, for any target NVRTC knows; the result serves every machine with that NVRTC version, and with
+    ``RTKERNELS_NO_COMPILE=1`` those with another.
     Compiles run in threads (NVRTC runs without the GIL). A kernel that fails does not stop the others.
 
     Args:
         archs: Targets such as ``("sm_80", "sm_90a")``; by default ``RTKERNELS_ARCH`` or this machine's GPUs.
         ops: Names of ops; all by default.
-        out: Cache directory to fill, for ``RTKERNELS_CACHE_EXTRA``; the user's cache by default.
-        jobs: Number of threads; one per core by default.
+        out: Cache directory to fill, for ``RTKERNELS_CACHE_EXTRA``; the user's cache by default. If it is created,
+            other users may read it.
+        jobs: Number of threads; one per CPU this process may use by default.
         progress: Called in this thread after each job with (done, total, failure or None).
 
     Returns:
@@ -120,6 +133,8 @@ def warm(
     Raises:
         ArgumentError: An unknown target or op, or no target given and no GPU here.
         ToolkitError: CuPy or NVRTC is missing.
+        NotWarmError: Something would have to be compiled, but ``RTKERNELS_NO_COMPILE`` is set.
+        RtkError: The directory cannot be written.
     """
     chosen = targets(archs)
     return build(list(plan([*select(ops), *_parts(ops)], chosen)), out, jobs, progress)
@@ -136,6 +151,7 @@ def build(
         raise ArgumentError(f"jobs is {jobs}; expected the number of threads, from 1 up")
     directory = _directory(out)
     nvrtc.version()  # one clear error, not one per kernel
+    _prepare(todo, directory, complete=out is not None)
     started = time.perf_counter()
     report = WarmReport(tuple(dict.fromkeys(job.target.name for job in todo)), directory)
 
@@ -144,16 +160,19 @@ def build(
         there = out is None and build_cache.peek(*job.entry, op=job.kernel.op) is not None
         entry = build_cache.load(*job.entry, op=job.kernel.op, directory=None if there else directory)
         if entry.path is None:
-            raise RtkError(f"compiled, but could not be written to {directory}")
+            raise _NotWritten(directory)
         return entry.source
 
-    with ThreadPoolExecutor(jobs or os.cpu_count() or 1, thread_name_prefix="rtkernels-warm") as pool:
+    with ThreadPoolExecutor(jobs or cpus.usable(), thread_name_prefix="rtkernels-warm") as pool:
         running: dict[Future[str], Job] = {pool.submit(run, job): job for job in todo}
         try:
             for future in as_completed(running):
                 failure = _count(report, running[future], future)
                 if progress is not None:
                     progress(report.total, len(todo), failure)
+                if failure is not None and isinstance(failure.error, _NotWritten):
+                    for other in running:  # what is not yet started would be compiled in vain
+                        other.cancel()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -161,25 +180,58 @@ def build(
     return report
 
 
+class _NotWritten(RtkError):
+    """A kernel cannot be kept, nor will the next one."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(f"it could not be written to {directory}")
+
+
+def _prepare(todo: Sequence[Job], directory: Path, *, complete: bool) -> None:
+    """Make sure before the first compilation that it is allowed and that its result can be kept."""
+    place = directory if complete else None
+    missing = [job for job in todo if build_cache.peek(*job.entry, op=job.kernel.op, directory=place) is None]
+    if not missing:
+        return
+    if env.get("NO_COMPILE"):
+        raise NotWarmError(
+            f"{len(missing)} of {len(todo)} kernels would have to be compiled, but RTKERNELS_NO_COMPILE is set; "
+            f"unset it for this command. The first is {missing[0]}"
+        )
+    try:
+        store_module.require_writable(places.named_store(directory))
+    except OSError as error:
+        raise RtkError(
+            f"the kernel cache {directory} cannot be written: {error.strerror or error}; nothing was compiled. "
+            "Name another directory with --out"
+        ) from None
+
+
 def _directory(out: str | os.PathLike[str] | None) -> Path:
     """Return the cache directory to fill."""
     if out is not None:
-        directory = Path(out).expanduser().absolute()
-        if directory.exists() and not directory.is_dir():
+        try:
+            directory = Path(out).expanduser().absolute()
+        except RuntimeError:
+            raise ArgumentError(f"{os.fspath(out)} cannot be found: this user has no home directory") from None
+        if os.path.lexists(directory) and not os.path.isdir(directory):
             raise ArgumentError(f"{directory} is not a directory")
         return directory
     store = places.user_store()
-    if store is None or not store.writable:
-        path, _ = places.location()
-        raise ArgumentError(
-            f"the cache {path} may not be written (RTKERNELS_CACHE={env.get('CACHE')}); "
-            "name a directory to fill with --out"
-        )
-    return store.root
+    if store is not None and store.writable:
+        return store.root
+    path, mode = places.location(), env.get("CACHE")
+    if path is None:
+        why = "there is no home directory to put it into"
+    else:
+        why = f"RTKERNELS_CACHE={mode}" if mode != "rw" else places.refusals().get(os.path.realpath(path), "")
+    raise ArgumentError(
+        f"the cache {path or ''} may not be written ({why}); name a directory to fill with --out"
+    )
 
 
 def _count(report: WarmReport, job: Job, future: Future[str]) -> Failure | None:
-    error = future.exception()
+    error = _NotWritten(report.path) if future.cancelled() else future.exception()
     if isinstance(error, Exception):
         failure = Failure(job, error)
         report.failures.append(failure)
@@ -200,7 +252,7 @@ def targets(archs: Sequence[str] | None) -> list[Target]:
     if archs is not None:
         if isinstance(archs, str):
             archs = archs.split(",")
-        found = [targets_module.parse(text) for text in archs]
+        found = [_parse_target(text) for text in archs]
     elif name := env.get("ARCH"):
         found = [targets_module.parse(name)]
     else:
@@ -211,6 +263,13 @@ def targets(archs: Sequence[str] | None) -> list[Target]:
             "name the targets, for example --arch sm_80,sm_90a"
         )
     return list(dict.fromkeys(found))
+
+
+def _parse_target(text: str) -> Target:
+    try:
+        return targets_module.parse(text)
+    except ArgumentError as error:
+        raise ArgumentError(f"{error}{did_you_mean(text, _TARGETS)}") from None
 
 
 def _own_targets() -> list[Target]:
@@ -240,9 +299,19 @@ def select(ops: Sequence[str] | None) -> list[Op]:
     for name in ops:
         matches = [op for op in known if name == op.name or name in op.public]
         if not matches:
-            raise ArgumentError(f"no op {name!r}; there are {', '.join(op.name for op in known)}")
+            raise ArgumentError(_no_op(name, known))
         found += [op for op in matches if op not in found]
     return found
+
+
+def _no_op(name: str, known: Sequence[Op]) -> str:
+    owners = [op.name for op in known if any(kernel.name == name for kernel in op.kernels)]
+    if owners:
+        return f"no op {name!r}; that is a kernel of {', '.join(owners)}"
+    names = [op.name for op in known]
+    functions = [function for op in known for function in op.public]
+    meant = did_you_mean(name, [*names, *functions]) or f"; there are {', '.join(names)}"
+    return f"no op {name!r}{meant}"
 
 
 def _parts(ops: Sequence[str] | None) -> list[Op]:
@@ -264,24 +333,41 @@ def plan(ops: Sequence[Op], chosen: Sequence[Target]) -> Iterator[Job]:
 
 
 class Progress:
-    """A single-line bar on a terminal; elsewhere silent but for failures, one line each."""
+    """A single-line bar on a terminal, elsewhere about ten lines; failures as they come, equal errors in one line."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._terminal = stream.isatty()
+        self._started = time.perf_counter()
+        self._tenths = 0
+        self._errors: dict[str, int] = {}
 
     def __call__(self, done: int, total: int, failure: Failure | None) -> None:
         if failure is not None:
-            self.close()
-            print(f"failed: {failure}", file=self._stream)
+            self._tell(failure)
         if self._terminal:
             width = max(10, min(40, shutil.get_terminal_size().columns - 20))
             filled = width * done // max(total, 1)
             self._stream.write(f"\r[{'#' * filled}{'.' * (width - filled)}] {done}/{total}")
             self._stream.flush()
+        elif (tenths := 10 * done // max(total, 1)) > self._tenths:
+            self._tenths = tenths
+            print(f"{done}/{total} kernels, {time.perf_counter() - self._started:.0f} s", file=self._stream, flush=True)
+
+    def _tell(self, failure: Failure) -> None:
+        count = self._errors[failure.text] = self._errors.get(failure.text, 0) + 1
+        if count == 1:
+            self._wipe()
+            print(f"failed: {failure}", file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Wipe the bar, so that the next line starts clean."""
+        """Wipe the bar, so that the next line starts clean, and say how often each error came."""
+        self._wipe()
+        for text, count in self._errors.items():
+            if count > 1:
+                print(f"failed: {count - 1} more with the same error: {text}", file=self._stream, flush=True)
+
+    def _wipe(self) -> None:
         if self._terminal:
             self._stream.write("\r" + " " * (shutil.get_terminal_size().columns - 1) + "\r")
             self._stream.flush()

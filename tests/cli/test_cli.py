@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,12 @@ import torch
 
 import rtkernels
 from rtkernels.__main__ import main
-from rtkernels.cli import doctor, show
+from rtkernels.cli import show
 from rtkernels.errors import KernelCompileError, ToolkitError
-from rtkernels.runtime import env as env_module
+from rtkernels.runtime import cpus
 from rtkernels.runtime import warm as warming
 from rtkernels.runtime.build import cache as build_cache
-from rtkernels.runtime.build import nvrtc
+from rtkernels.runtime.build import nvrtc, store
 from rtkernels.runtime.operator import registry
 from rtkernels.runtime.targets import CI_TARGETS, parse
 
@@ -70,17 +71,25 @@ def test_version(capsys):
     ("arguments", "said"),
     [
         ((), "COMMAND"),
-        (("wram",), "wram"),
+        (("wram",), "did you mean 'warm'?"),
+        (("cache", "claer"), "did you mean 'clear'?"),
         (("warm", "--arch", "sm_9x"), "'sm_9x' is not a compilation target"),
+        (("warm", "--arch", "sm_9oa"), "did you mean 'sm_90a'"),
+        (("cache", "clear", "--arch", "sm80x"), "did you mean 'sm_80'"),
         (("warm", "--arch", "sm_70"), "8.0"),
         (("warm", "--arch", ","), "at least one name"),
-        (("warm", "--arch", "sm_80", "--op", "rms_nrom"), "no op 'rms_nrom'; there are"),
+        (("warm", "--arch", "sm_80", "--op", "rms_nrom"), "no op 'rms_nrom'; did you mean 'rms_norm'"),
+        (("warm", "--arch", "sm_80", "--op", "kl-div"), "did you mean 'kl_div'"),
+        (("list", "--op", "rms_norm_fwd"), "'rms_norm_fwd'; that is a kernel of rms_norm"),
+        (("warm", "--arch", "sm_80", "--op", "zzz"), "no op 'zzz'; there are column_absmax, "),
         (("warm", "--arch", "sm_80", "--jobs", "0"), "--jobs"),
         (("warm", "--arch", "sm_80", "--out", __file__), "is not a directory"),
         (("cache",), "ACTION"),
         (("cache", "clear", "--op", "nothing"), "no op 'nothing'"),
         (("show", "nothing", "--arch", "sm_80"), "no op 'nothing'"),
         (("show", SMALL, "--arch", "sm_80", "--kernel", "nothing"), "no kernel 'nothing'"),
+        (("show", SMALL, "--arch", "sm_80", "--kernel", "colum_sum"), "did you mean 'column_sum'?"),
+        (("show", SMALL, "--source", "--kernel", "colum_sum"), "did you mean 'column_sum'?"),
         (("show", SMALL, "--source", "--kernel", "nothing"), "no kernel 'nothing'"),
         (("show", SMALL, "--arch", "sm_80", "--variant", "99"), f"variants 0 to {COUNT - 1}"),
         (("show", SMALL, "--arch", "sm_80", "--ptx", "--source"), "not allowed with"),
@@ -152,9 +161,16 @@ def test_list_json_has_one_entry_per_variant(capsys):
         assert len(rows) == COUNT * len(CI_TARGETS)
 
 
-def test_ops_are_found_by_the_functions_they_offer():
+def test_ops_are_found_by_the_functions_they_offer(capsys):
     (op,) = warming.select(["dequantize_fp8"])
     assert "dequantize_fp8" in op.public
+    code, out, _ = run(capsys, "list", "--json", "--op", "kl_div", "--arch", "sm_80")
+    assert code == 0
+    assert {row["op"] for row in json.loads(out)} == {"divergence"}
+    code, out, _ = run(capsys, "show", "kl_div", "--source")
+    assert code == 0
+    assert "// ==== " in out
+    assert run(capsys, "cache", "clear", "--op", "kl_div")[0] == 0
 
 
 # ---- warm ------------------------------------------------------------------------------------------------
@@ -164,7 +180,9 @@ def test_warm_compiles_once_into_the_named_directory(capsys, tmp_path):
     arguments = ("warm", "--arch", "sm_80,sm_90a", "--op", SMALL, "--out", str(tmp_path / "kernels"), "--jobs", "2")
     code, out, err = run(capsys, *arguments)
     total = 2 * COUNT
-    assert (code, err) == (0, "")
+    assert code == 0
+    assert re.findall(r"^\d+/6 kernels, \d+ s$", err, re.MULTILINE) == err.splitlines()
+    assert err.splitlines()[-1].startswith("6/6 kernels")
     assert f"{total} kernels for sm_80, sm_90a: {total} compiled, 0 already there, 0 failed" in out
     assert len(list((tmp_path / "kernels").rglob("kernel.cubin"))) == total
     assert rtkernels.cache.ls() == []
@@ -182,7 +200,17 @@ def test_warmed_directory_serves_a_process_that_may_not_compile(tmp_path, monkey
     report = rtkernels.warm(["sm_90a"], [SMALL])
     assert (report.compiled, report.present, report.failures) == (0, COUNT, [])
     assert build_cache.stats.compiles == 0
-    assert len(rtkernels.warm(["sm_80"], [SMALL]).failures) == COUNT
+
+
+def test_warm_says_that_compiling_is_forbidden_instead_of_advising_itself(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("RTKERNELS_NO_COMPILE", "1")
+    for place in ((), ("--out", str(tmp_path / "kernels"))):
+        code, out, err = run(capsys, "warm", "--arch", "sm_80", "--op", SMALL, *place)
+        assert (code, out) == (1, "")
+        assert err.count("\n") == 1
+        assert f"{COUNT} of {COUNT} kernels would have to be compiled, but RTKERNELS_NO_COMPILE is set; unset it" in err
+        assert "rtkernels warm" not in err
+    assert build_cache.stats.compiles == 0
 
 
 def test_warm_of_one_op_includes_the_parts_it_launches():
@@ -210,7 +238,8 @@ def test_warm_goes_on_after_a_failure_and_exits_with_1(capsys, monkeypatch):
     monkeypatch.setattr(nvrtc, "compile_unit", failing)
     code, out, err = run(capsys, "warm", "--arch", "sm_80", "--op", SMALL)
     assert code == 1
-    assert err == f"failed: {SMALL} {broken} sm_80: KernelCompileError: does not compile | column_sum.cu(1): error\n"
+    (line,) = [line for line in err.splitlines() if "kernels, " not in line]
+    assert line == f"failed: {SMALL} {broken} sm_80: KernelCompileError: does not compile | column_sum.cu(1): error"
     assert f"{COUNT - 1} compiled, 0 already there, 1 failed" in out
 
 
@@ -222,15 +251,69 @@ def test_warm_that_cannot_write_fails(capsys, monkeypatch):
     assert "--out" in err
 
 
-def test_warm_into_a_full_disk_fails(capsys, monkeypatch, tmp_path):
+@pytest.mark.parametrize("name", ["fsync", "mkdir"])
+def test_warm_checks_that_it_can_write_before_it_compiles(capsys, monkeypatch, tmp_path, name):
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, name, full)
     code, out, err = run(capsys, "warm", "--arch", "sm_80", "--op", SMALL, "--out", str(tmp_path / "kernels"))
+    assert (code, out) == (1, "")
+    assert err.count("\n") == 1
+    assert "cannot be written: No space left on device; nothing was compiled" in err
+    assert build_cache.stats.compiles == 0
+
+
+def test_warm_needs_no_write_where_everything_is_there(monkeypatch):
+    rtkernels.warm(["sm_80"], [SMALL])
+    build_cache.forget()
+    monkeypatch.setattr(store, "require_writable", None)
+    assert rtkernels.warm(["sm_80"], [SMALL]).present == COUNT
+
+
+def test_warm_says_an_error_one_time_and_stops_when_the_disk_is_full(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(store, "publish", lambda *arguments: False)
+    arguments = ("warm", "--arch", "sm_80,sm_90a", "--op", SMALL, "--out", str(tmp_path / "kernels"), "--jobs", "1")
+    code, out, err = run(capsys, *arguments)
     assert code == 1
-    assert f"{COUNT} failed" in out
-    assert err.count("could not be written") == COUNT
+    assert f"{2 * COUNT} failed" in out
+    assert build_cache.stats.compiles < 2 * COUNT
+    failed = [line for line in err.splitlines() if line.startswith("failed: ")]
+    assert failed[0].endswith(f"it could not be written to {tmp_path / 'kernels'}")
+    assert failed[1].startswith(f"failed: {2 * COUNT - 1} more with the same error")
+    assert len(failed) == 2
+
+
+def test_warm_uses_the_cpus_it_is_allowed(monkeypatch, tmp_path):
+    def cgroup(membership, **files):
+        (tmp_path / "membership").write_text(membership)
+        for name, text in files.items():
+            file = tmp_path / name.replace("__", "/").replace("_dot_", ".")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        return cpus.usable()
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(12)), raising=False)
+    monkeypatch.setattr(cpus, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(cpus, "_MEMBERSHIP", tmp_path / "membership")
+    assert cpus.usable() == 12
+    assert cgroup("0::/job/step\n") == 12
+    assert cgroup("0::/job/step\n", job__step__cpu_dot_max="max 100000\n") == 12
+    assert cgroup("0::/job/step\n", job__cpu_dot_max="650000 100000\n") == 7
+    assert cgroup("0::/job/step\n", job__step__cpu_dot_max="20000 100000\n") == 1
+    assert cgroup("0::/not/mounted/here\n", cpu_dot_max="300000 100000\n") == 3
+    v1 = {"cpu__a__cpu_dot_cfs_quota_us": "500000\n", "cpu__a__cpu_dot_cfs_period_us": "100000\n"}
+    assert cgroup("3:cpuacct,cpu:/a\n1:name=systemd:/a\n", **v1) == 5
+    v1["cpu__a__cpu_dot_cfs_quota_us"] = "-1\n"
+    assert cgroup("1:cpu:/a\n", **v1) == 12
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3}, raising=False)
+    assert cpus.usable() == 1
+
+    pools = []
+    monkeypatch.setattr(warming, "ThreadPoolExecutor", lambda count, **options: pools.append(count) or pool(count))
+    pool = ThreadPoolExecutor
+    rtkernels.warm(["sm_80"], [SMALL])
+    assert pools == [1]
 
 
 def test_warm_draws_one_line_on_a_terminal():
@@ -323,54 +406,6 @@ def test_show_source_has_the_kernel_and_its_headers(capsys):
     assert "// ==== norm/rms_norm.cu" in out
     assert "__global__" in out
     assert "common/abi.cuh" in out
-
-
-# ---- doctor ----------------------------------------------------------------------------------------------
-
-
-def test_doctor_reports_everything(monkeypatch):
-    monkeypatch.setenv("RTKERNELS_LINEINFO", "1")
-    report = doctor.collect()
-    assert report["problems"] == []
-    assert report["nvrtc"]["version"].split(".")[0] in ("12", "13")
-    assert any("libnvrtc" in path for path in report["libraries"]["loaded"])
-    assert set(report["test_compile"]) == set(CI_TARGETS)
-    assert all(text.startswith("ok") for text in report["test_compile"].values())
-    assert {variable.name for variable in env_module.VARIABLES} <= set(report["environment"])
-    assert report["environment"]["RTKERNELS_LINEINFO"] == "yes (set)"
-    assert report["cache"]["writable"] is True
-    text = doctor.render(report)
-    for variable in env_module.VARIABLES:
-        assert variable.name in text
-    assert text.endswith("everything rtkernels needs is here")
-
-
-def test_doctor_survives_any_failing_probe(monkeypatch):
-    def broken():
-        raise RuntimeError("probe fell over")
-
-    monkeypatch.setattr(doctor, "_PROBES", dict.fromkeys(doctor._PROBES, broken))
-    report = doctor.collect()
-    assert len(report["problems"]) == len(doctor._PROBES)
-    assert "probe fell over" in doctor.render(report)
-
-
-def test_doctor_json_without_cupy_names_the_problem_and_keeps_the_rest():
-    code = """
-import sys
-sys.modules["cupy"] = sys.modules["cupy_backends"] = None
-from rtkernels.__main__ import main
-sys.exit(main(["doctor", "--json"]))
-"""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "RTKERNELS_CACHE": "sometimes", "RTKERNELS_TYPO": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1, done.stderr
-    report = json.loads(done.stdout)
-    assert any("CuPy cannot be imported" in text for text in report["problems"])
-    assert any("RTKERNELS_CACHE='sometimes'" in text for text in report["problems"])
-    assert any("RTKERNELS_TYPO" in text for text in report["notes"])
-    assert report["torch"]["version"] == torch.__version__
-    assert report["sources"]["units"] > 0
 
 
 # ---- demo, and the two ways to call ----------------------------------------------------------------------

@@ -17,7 +17,7 @@ import rtkernels
 from rtkernels import cache
 from rtkernels.runtime import targets
 from rtkernels.runtime.build import cache as build_cache
-from rtkernels.runtime.build import nvrtc, sources, store
+from rtkernels.runtime.build import locks, nvrtc, sources
 
 # What every worker process starts with: the test's sources, and a slow stub that logs each compilation.
 PRELUDE = """
@@ -120,15 +120,15 @@ print(json.dumps([entry.source, len(entry.image), build_cache.stats.compiles, st
     assert sorted(source for source, *_ in results) == ["compiled"] + ["disk"] * 7
     assert sum(compiles for _, _, compiles, _ in results) == 1
     assert {(size, path) for _, size, _, path in results} == {(len(IMAGE), results[0][3])}
-    assert list(cache.path().glob("v1/tmp/*")) == []
+    assert list(cache.path().glob("v2/tmp/*")) == []
 
 
 def test_cache_unlocked_race_keeps_one_sound_entry(work, start):
     """Without working locks every process compiles; the rename alone must keep the entry whole."""
     code = """
 import json
-from rtkernels.runtime.build import store
-store._wait_for = lambda *args: False
+from rtkernels.runtime.build import locks
+locks._wait_for = lambda *args: False
 wait_for(work / "go")
 entry = load()
 print(json.dumps([len(entry.image), build_cache.stats.quarantined]))
@@ -138,13 +138,13 @@ print(json.dumps([len(entry.image), build_cache.stats.quarantined]))
     (work / "go").touch()
     assert _results(workers) == [[len(IMAGE), 0]] * 4
     assert cache.verify() == cache.Verified(1, [])
-    assert list(cache.path().glob("v1/tmp/*")) == []
+    assert list(cache.path().glob("v2/tmp/*")) == []
 
 
 def test_cache_killed_holder_frees_the_lock(work, start):
     holder = start("load()", compile_seconds=60)
     _until(lambda: (work / "compiles").exists())
-    lock = next(cache.path().glob("v1/locks/*.lock"))
+    lock = next(cache.path().glob("v2/locks/*.lock"))
     assert lock.read_text().split()[0] == str(holder.pid)
     holder.send_signal(signal.SIGKILL)
     holder.wait()
@@ -157,10 +157,10 @@ def test_cache_killed_holder_frees_the_lock(work, start):
 
 
 def test_cache_waiting_is_logged_and_bounded(work, monkeypatch, caplog):
-    monkeypatch.setattr(store, "LOCK_LOG_AFTER_S", 0.05)
-    monkeypatch.setattr(store, "LOCK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(locks, "LOG_AFTER_S", 0.05)
+    monkeypatch.setattr(locks, "TIMEOUT_S", 0.2)
     key = build_cache.key("k.cu", ["k"], targets.parse("sm_90a"), (), (13, 0))
-    lock = cache.path() / "v1" / "locks" / f"{key[:32]}.lock"
+    lock = cache.path() / "v2" / "locks" / f"{key[:32]}.lock"
     lock.parent.mkdir(parents=True, mode=0o700)
     with open(lock, "w") as held:
         held.write("4711 somehost\n")
@@ -175,23 +175,23 @@ def test_cache_waiting_is_logged_and_bounded(work, monkeypatch, caplog):
 
 
 def test_cache_lock_limits_are_those_documented():
-    assert (store.LOCK_TIMEOUT_S, store.LOCK_LOG_AFTER_S) == (120, 5)
+    assert (locks.TIMEOUT_S, locks.LOG_AFTER_S) == (120, 5)
 
 
 def test_cache_fork_while_a_thread_compiles(work, start):
     """The child must neither wait for locks of threads it does not have, nor keep the parent's lock file open."""
     code = """
 import json, threading
-from rtkernels.runtime.build import store
+from rtkernels.runtime.build import locks
 thread = threading.Thread(target=load)
 thread.start()
-while not store._lock_files:
+while not locks._lock_files:
     time.sleep(0.001)
 child = os.fork()
 if child == 0:
     build_cache._state.guard.acquire(timeout=5) or os._exit(1)
     build_cache._state.guard.release()
-    store._lock_files and os._exit(2)
+    locks._lock_files and os._exit(2)
     time.sleep(0.5)
     os._exit(0 if load().source == "disk" else 3)
 thread.join()
@@ -204,8 +204,8 @@ def test_cache_fork_after_parent_is_killed_leaves_the_lock_free(work, start):
     code = """
 import threading
 threading.Thread(target=load, daemon=True).start()
-from rtkernels.runtime.build import store
-while not store._lock_files:
+from rtkernels.runtime.build import locks
+while not locks._lock_files:
     time.sleep(0.001)
 if os.fork() == 0:
     (work / f"child-{os.getpid()}").touch()

@@ -11,8 +11,8 @@ from rtkernels.errors import ArgumentError
 from rtkernels.runtime import env
 
 DOCUMENTED = {
-    "CACHE_DIR", "CACHE_EXTRA", "CACHE", "CACHE_MAX_MB", "NO_COMPILE", "ARCH", "CUDA_INCLUDE", "FALLBACK",
-    "LINEINFO", "LOG", "EMULATE",
+    "CACHE_DIR", "CACHE_EXTRA", "CACHE_OWNERS", "CACHE", "CACHE_MAX_MB", "NO_COMPILE", "ARCH", "CUDA_INCLUDE",
+    "FALLBACK", "LINEINFO", "LOG", "EMULATE",
 }  # fmt: skip
 
 
@@ -29,8 +29,8 @@ def test_env_table_is_exactly_the_documented_one():
 
 def test_env_defaults():
     expected = {
-        "CACHE_DIR": None, "CACHE_EXTRA": (), "CACHE": "rw", "CACHE_MAX_MB": 512, "NO_COMPILE": False,
-        "ARCH": None, "CUDA_INCLUDE": None, "FALLBACK": "off", "LINEINFO": False, "LOG": "warning",
+        "CACHE_DIR": None, "CACHE_EXTRA": (), "CACHE_OWNERS": (), "CACHE": "rw", "CACHE_MAX_MB": 512,
+        "NO_COMPILE": False, "ARCH": None, "CUDA_INCLUDE": None, "FALLBACK": "off", "LINEINFO": False, "LOG": "warning",
         "EMULATE": False,
     }  # fmt: skip
     assert {name: env.get(name) for name in DOCUMENTED} == expected
@@ -41,6 +41,7 @@ def test_env_defaults():
     [
         ("CACHE_DIR", "/some/where", Path("/some/where")),
         ("CACHE_EXTRA", "/a::/b", (Path("/a"), Path("/b"))),
+        ("CACHE_OWNERS", "root, 1234", (0, 1234)),
         ("CACHE", "RO", "ro"),
         ("CACHE_MAX_MB", "0", 0),
         ("NO_COMPILE", "yes", True),
@@ -72,6 +73,7 @@ def test_env_expands_home_and_makes_absolute(monkeypatch, tmp_path):
     ("name", "text", "accepted"),
     [
         ("CACHE", "maybe", "rw, ro, off"),
+        ("CACHE_OWNERS", "no_such_user_here", "names or numbers of users"),
         ("CACHE_MAX_MB", "lots", "a whole number of megabytes"),
         ("CACHE_MAX_MB", "-1", "a whole number of megabytes"),
         ("NO_COMPILE", "2", "1, true, yes, on, 0, false, no, off"),

@@ -8,25 +8,27 @@ disk is in ``store_module.py``; ``docs/cache.md`` describes all of it for users.
 from __future__ import annotations
 
 import contextlib
+import gzip
 import hashlib
 import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from rtkernels.errors import ArgumentError, NotWarmError, ToolkitError
+from rtkernels.errors import NotWarmError, ToolkitError
 from rtkernels.runtime import env
-from rtkernels.runtime.build import nvrtc as nvrtc_module
-from rtkernels.runtime.build import places
-from rtkernels.runtime.build import sources as sources_module
+from rtkernels.runtime.build import nvrtc, places, sources, trust
 from rtkernels.runtime.build import store as store_module
+from rtkernels.runtime.build.key import Request, key, make_request
+from rtkernels.runtime.build.locks import key_lock
 from rtkernels.runtime.build.store import BadEntry, Store
 from rtkernels.runtime.targets import Target
+
+__all__ = ["Entry", "Stats", "forget", "key", "load", "peek", "stats"]
 
 
 @dataclass
@@ -90,6 +92,7 @@ def forget() -> None:
     global _state
     _state = _State()
     store_module._warned.clear()
+    trust.forget()
     stats.reset()
 
 
@@ -102,96 +105,24 @@ def _renew_locks() -> None:
 os.register_at_fork(after_in_child=_renew_locks)
 
 
-# --- request and key ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Request:
-    """Everything that decides what code comes out, taken once: the sources in it are what gets compiled."""
-
-    op: str
-    unit: str
-    expressions: tuple[str, ...]
-    target: Target
-    extra_flags: tuple[str, ...]
-    flags: tuple[str, ...]
-    sources: Mapping[str, bytes]
-    nvrtc: tuple[int, int] | None
-
-    @cached_property
-    def digests(self) -> dict[str, str]:
-        return sources_module.digests(self.sources)
-
-    @cached_property
-    def base_key(self) -> str:
-        """The key without the NVRTC version."""
-        return self._hash(None)
-
-    @cached_property
-    def key(self) -> str:
-        return self._hash(self.nvrtc)
-
-    def _hash(self, nvrtc: tuple[int, int] | None) -> str:
-        content = {
-            "format": store_module.FORMAT,
-            "unit": self.unit,
-            "target": self.target.name,
-            "expressions": sorted(self.expressions),
-            "flags": self.flags,
-            "nvrtc": nvrtc,
-            "files": sorted(self.digests.items()),
-        }
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-    def directory(self, store: Store) -> Path:
-        return store.base / self.target.name / f"{self.op}-{self.key[:32]}"
-
-
-def _request(
-    op: str,
-    unit: str,
-    expressions: Sequence[str],
-    target: Target,
-    flags: Iterable[str],
-    nvrtc: tuple[int, int] | None,
-) -> _Request:
-    if not op.replace("_", "").isalnum() or not op.isascii():
-        raise ArgumentError(f"op name {op!r} cannot name a cache entry: use letters, digits and '_'")
-    extra = tuple(flags)
-    code_flags = tuple(nvrtc_module.flags_for(target, extra))
-    return _Request(op, unit, tuple(expressions), target, extra, code_flags, sources_module.closure(unit), nvrtc)
-
-
-def key(
-    unit: str,
-    expressions: Sequence[str],
-    target: Target,
-    flags: Iterable[str],
-    nvrtc_version: tuple[int, int],
-) -> str:
-    """Return the sha256 that names an entry: unit, target, expressions, flags, NVRTC version, all contents."""
-    return _request("key", unit, expressions, target, flags, nvrtc_version).key
-
-
 # --- one store ----------------------------------------------------------------------------------------------
 
 
-def _read(store: Store, directory: Path, request: _Request) -> Entry | None:
+def _read(store: Store, directory: Path, request: Request) -> Entry | None:
     try:
-        found = store_module.read_entry(directory)
+        found = store_module.read_entry(directory, store.owners)
     except OSError as error:
-        why = error.strerror or error
-        store_module.warn_once(f"read {store.root}", f"cannot read the kernel cache {store.root}: {why}")
+        store_module.complain(store, "read", error)
         return None
     if found is None:
         return None
     meta, image, path = found
-    if meta.get("base_key") != request.base_key or (request.nvrtc and meta["key"] != request.key):
+    if meta.get("base_key") != request.base_key:
         raise BadEntry("it was made for another key")
     return Entry(image, path, dict(meta["names"]), meta, "extra" if store.extra else "disk")
 
 
-def _probe(store: Store, request: _Request, *, locked: bool = False) -> Entry | None:
+def _probe(store: Store, request: Request, *, locked: bool = False) -> Entry | None:
     """Return the entry of one store if it is sound; a damaged one is moved aside, under the lock."""
     directory = request.directory(store)
     try:
@@ -201,7 +132,7 @@ def _probe(store: Store, request: _Request, *, locked: bool = False) -> Entry | 
             store_module.warn_once(f"bad {directory}", f"damaged cache entry {directory}: {bad}; it is ignored")
             return None
         if not locked:
-            with store_module.key_lock(store, request.key, request.op):
+            with key_lock(store, request.key, request.op):
                 return _probe(store, request, locked=True)
         if store_module.quarantine(store, directory, str(bad)):
             stats.count("quarantined")
@@ -211,33 +142,55 @@ def _probe(store: Store, request: _Request, *, locked: bool = False) -> Entry | 
     return entry
 
 
-def _probe_any_version(store: Store, request: _Request) -> Entry | None:
-    """Return an entry equal in everything but the NVRTC version, the newest if there are several."""
+def _other_versions(store: Store, request: Request) -> list[tuple[tuple[int, ...], Path]]:
+    """Return entries equal in everything but the NVRTC version, as (version, directory), the best to use first.
+
+    That is the newest one that the installed NVRTC could have made (a driver that is as old need not load newer PTX),
+    then those of the same major version, then any.
+    """
     found = []
     for directory in store.entries(request.target.name, request.op):
+        with contextlib.suppress(BadEntry, OSError):
+            meta = store_module.read_meta(directory, store.owners)
+            if meta and meta.get("base_key") == request.base_key and directory != request.directory(store):
+                found.append((tuple(meta.get("nvrtc", ())), directory))
+
+    def preference(candidate: tuple[tuple[int, ...], Path]) -> tuple[bool, bool, tuple[int, ...]]:
+        version = candidate[0]
+        installed = request.nvrtc or version
+        return version[:1] == installed[:1], version <= installed, version
+
+    return sorted(found, key=preference, reverse=True)
+
+
+def _probe_any_version(store: Store, request: Request) -> Entry | None:
+    """Return an entry equal in everything but the NVRTC version."""
+    for version, directory in _other_versions(store, request):
         with contextlib.suppress(BadEntry):
             if entry := _read(store, directory, request):
-                found.append(entry)
-    if not found:
-        return None
-    newest = max(found, key=lambda entry: tuple(entry.meta["nvrtc"]))
-    made_with = ".".join(map(str, newest.meta["nvrtc"]))
-    env.logger().info("NVRTC cannot be loaded: using %s, built with NVRTC %s", newest.path, made_with)
-    return newest
+                why = f"NVRTC {_dotted(request.nvrtc)} may not compile" if request.nvrtc else "NVRTC cannot be loaded"
+                env.logger().info("%s: using %s, built with NVRTC %s", why, entry.path, _dotted(version))
+                return entry
+    return None
 
 
-def _publish(store: Store, request: _Request, meta: dict[str, Any], image: bytes) -> Path | None:
+def _dotted(version: Sequence[int]) -> str:
+    return ".".join(map(str, version))
+
+
+def _publish(store: Store, request: Request, meta: dict[str, Any], image: bytes) -> Path | None:
     """Keep an entry on disk; return the path of its image, or None if that failed."""
     final = request.directory(store)
     name = store_module.image_name(request.target.name)
     instances = "".join(f"//   {expression}\n" for expression in request.expressions)
-    listing = f"// {request.unit} {' '.join(request.flags)}\n{instances}{sources_module.flatten(request.sources)}"
-    files = {name: image, "kernel.cu": listing.encode(), store_module.META: json.dumps(meta, indent=1).encode()}
+    listing = f"// {request.unit} {' '.join(request.flags)}\n{instances}{sources.flatten(request.sources)}"
+    source = gzip.compress(listing.encode(), mtime=0)  # people seldom read it, and it is larger than the image
+    files = {name: image, "kernel.cu.gz": source, store_module.META: json.dumps(meta).encode()}
     return final / name if store_module.publish(store, final, files) else None
 
 
-def _meta(request: _Request, compiled: nvrtc_module.Compiled) -> dict[str, Any]:
-    return {
+def _meta(request: Request, compiled: nvrtc.Compiled) -> dict[str, Any]:
+    content = {
         "format": store_module.FORMAT,
         "key": request.key,
         "base_key": request.base_key,
@@ -254,6 +207,7 @@ def _meta(request: _Request, compiled: nvrtc_module.Compiled) -> dict[str, Any]:
         "resources": {name: asdict(used) for name, used in compiled.resources.items()},
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+    return store_module.sealed(content)
 
 
 # --- load ---------------------------------------------------------------------------------------------------
@@ -275,7 +229,7 @@ def load(
         unit: Name of the ``.cu`` file, relative to the source root.
         expressions: C++ name expressions that are compiled together.
         target: What to compile for.
-        flags: Extra compiler options, see ``nvrtc_module.flags_for``.
+        flags: Extra compiler options, see ``nvrtc.flags_for``.
         op: Name of the op; names the entry and appears in messages.
         compile_allowed: False while a CUDA graph is captured.
         directory: Use this cache and no other, as ``warm --out`` does. ``Entry.path`` is None if it could not
@@ -288,10 +242,10 @@ def load(
     """
     missing: ToolkitError | None = None
     try:
-        version = nvrtc_module.version()
+        version = nvrtc.version()
     except ToolkitError as error:
         missing, version = error, None
-    request = _request(op, unit, expressions, target, flags, version)
+    request = make_request(op, unit, expressions, target, flags, version)
     stores = places.stores(directory)
 
     with _state.lock(request.key):
@@ -301,7 +255,7 @@ def load(
             return replace(known, source="memory", path=None if gone else known.path)
         entry = _search(request, stores)
         if entry is None:
-            _require_compiler(request, missing, compile_allowed)
+            _require_compiler(request, stores, missing, compile_allowed)
             entry = _build(request, next((store for store in stores if store.writable), None))
             if directory is None and entry.source == "compiled" and entry.path is not None:
                 _enforce_cap(stores[0])
@@ -310,23 +264,43 @@ def load(
         return entry
 
 
-def peek(unit: str, expressions: Sequence[str], target: Target, flags: Iterable[str] = (), *, op: str) -> Path | None:
-    """Return the directory of the entry ``load`` would find, neither checked nor built; None if absent."""
-    request = _request(op, unit, expressions, target, flags, nvrtc_module.version())
-    candidates = (request.directory(store) for store in places.stores(None))
-    return next((directory for directory in candidates if (directory / store_module.META).is_file()), None)
-
-
-def _search(request: _Request, stores: Sequence[Store]) -> Entry | None:
-    probe = _probe_any_version if request.nvrtc is None else _probe
+def peek(
+    unit: str,
+    expressions: Sequence[str],
+    target: Target,
+    flags: Iterable[str] = (),
+    *,
+    op: str,
+    directory: Path | None = None,
+) -> Path | None:
+    """Return the directory of the entry ``load`` would find, its image neither checked nor built; None if absent."""
+    request = make_request(op, unit, expressions, target, flags, nvrtc.version())
+    stores = places.stores(directory)
     for store in stores:
-        if entry := probe(store, request):
-            stats.count("disk_hits" if entry.source == "disk" else "extra_hits")
-            return entry
+        with contextlib.suppress(BadEntry, OSError):
+            if store_module.read_meta(request.directory(store), store.owners):
+                return request.directory(store)
+    if not env.get("NO_COMPILE"):
+        return None
+    return next((other for store in stores for _, other in _other_versions(store, request)), None)
+
+
+def _search(request: Request, stores: Sequence[Store]) -> Entry | None:
+    """Return an entry of this NVRTC; failing that, where nothing can or may be compiled, one of another."""
+    probes = [_probe] if request.nvrtc else []
+    if request.nvrtc is None or env.get("NO_COMPILE"):
+        probes.append(_probe_any_version)
+    for probe in probes:
+        for store in stores:
+            if entry := probe(store, request):
+                stats.count("disk_hits" if entry.source == "disk" else "extra_hits")
+                return entry
     return None
 
 
-def _require_compiler(request: _Request, missing: ToolkitError | None, compile_allowed: bool) -> None:
+def _require_compiler(
+    request: Request, stores: Sequence[Store], missing: ToolkitError | None, compile_allowed: bool
+) -> None:
     forbidden = env.get("NO_COMPILE")
     if compile_allowed and not forbidden:
         if missing is not None:
@@ -334,27 +308,33 @@ def _require_compiler(request: _Request, missing: ToolkitError | None, compile_a
         return
     why = "RTKERNELS_NO_COMPILE is set" if forbidden else "it cannot be compiled here (CUDA graph capture)"
     command = f"rtkernels warm --arch {request.target.name} --op {request.op}"
+    others = sorted({version for store in stores for version, _ in _other_versions(store, request)})
+    said = ""
+    if others:
+        made, installed = ", ".join(map(_dotted, others)), _dotted(request.nvrtc or ())
+        said = f" (it is there as made by NVRTC {made}; NVRTC {installed} is installed)"
+    said += "".join(f" (not used: {reason})" for reason in places.refusals().values())
     raise NotWarmError(
         f"{request.op}: {'; '.join(request.expressions)} for {request.target.name} is not in the cache "
-        f"(key {request.key[:32]}), and {why}. Build it beforehand with `{command}`",
+        f"(key {request.key[:32]}){said}, and {why}. Build it beforehand with `{command}`",
         key=request.key,
         command=command,
     )
 
 
-def _build(request: _Request, store: Store | None) -> Entry:
+def _build(request: Request, store: Store | None) -> Entry:
     if store is None:
         return _compile(request, None)
-    with store_module.key_lock(store, request.key, request.op):
+    with key_lock(store, request.key, request.op):
         if entry := _probe(store, request, locked=True):
             stats.count("disk_hits")
             return entry
         return _compile(request, store)
 
 
-def _compile(request: _Request, store: Store | None) -> Entry:
+def _compile(request: Request, store: Store | None) -> Entry:
     env.logger().info("compiling %s for %s: %s", request.op, request.target, "; ".join(request.expressions))
-    compiled = nvrtc_module.compile_unit(
+    compiled = nvrtc.compile_unit(
         request.unit,
         request.expressions,
         request.target,

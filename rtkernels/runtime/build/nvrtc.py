@@ -89,12 +89,13 @@ def _make_cupy_importable() -> None:
     if os.environ.get("CUPY_CACHE_DIR"):
         return
     default = os.path.expanduser("~/.cupy/kernel_cache")
-    try:
-        os.makedirs(default, exist_ok=True)
-        if os.access(default, os.W_OK | os.X_OK):
-            return
-    except OSError:
-        pass
+    if os.path.isabs(default):  # without a home directory it begins with "~", a name in the current directory
+        try:
+            os.makedirs(default, exist_ok=True)
+            if os.access(default, os.W_OK | os.X_OK):
+                return
+        except OSError:
+            pass
     import atexit
     import shutil
     import tempfile

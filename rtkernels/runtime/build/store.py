@@ -1,41 +1,37 @@
-"""One cache directory on disk: trust, entries, locks, publishing, eviction.
+"""One cache directory on disk: entries, publishing, eviction.
 
-An entry is a directory ``v1/<target>/<op>-<key32>/`` with the image, ``meta.json`` and a readable
-``kernel.cu``. It is made under ``v1/tmp/`` and renamed into place, and it leaves the same way, so nobody ever
-sees half of one.
+An entry is a directory ``v2/<target>/<op>-<key32>/`` with the image, ``meta.json`` and the readable source,
+``kernel.cu.gz``. It is made under ``v2/tmp/`` and renamed into place, and it leaves the same way, so nobody ever
+sees half of one. Nothing is read or written where somebody else could have put it (``trust.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import shutil
-import socket
 import stat
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rtkernels.runtime import env
+from rtkernels.runtime.build import trust
+from rtkernels.runtime.build.trust import Owners, Untrusted
 
-FORMAT = 1
+FORMAT = 2
 META = "meta.json"
-LOCK_TIMEOUT_S = 120.0
-LOCK_LOG_AFTER_S = 5.0
-LOCK_POLL_S = 0.02  # flock has no timeout; polling five times slower let a busy lock starve a waiter
 TOUCH_AFTER_S = 86_400.0  # the time of last use is noted at most daily
 LEFTOVER_AFTER_S = 86_400.0  # what is older in tmp/ has no living writer; damaged entries stay that long too
 
 _RESERVED = ("tmp", "locks")
 
 _warned: set[str] = set()
-_lock_files: set[int] = set()
 
 
 class BadEntry(Exception):
@@ -47,16 +43,18 @@ class Store:
     """A cache directory, resolved and found trustworthy.
 
     Attributes:
-        root: The directory that holds ``v1/``.
+        root: The directory that holds ``v2/``.
         writable: False for read-only caches; nothing is created, moved or touched there.
         extra: True for the caches of ``RTKERNELS_CACHE_EXTRA``.
         mode: Permissions of the directories made in it.
+        owners: User ids whose files are used.
     """
 
     root: Path
     writable: bool = True
     extra: bool = False
     mode: int = 0o700
+    owners: Owners = field(default_factory=trust.caller)
 
     @property
     def base(self) -> Path:
@@ -69,10 +67,18 @@ class Store:
         return self.base / "tmp" / f"{prefix}{os.urandom(16).hex()}"
 
     def make_directory(self, directory: Path) -> None:
-        """Create a directory and its parents, private unless the user opened the root to others."""
+        """Create a directory and its parents, private unless the user opened the root to others.
+
+        Raises:
+            Untrusted: It is there, but somebody else made it or may write to it.
+        """
+        self._make(directory)
+        trust.check(directory, self.root, self.owners)
+
+    def _make(self, directory: Path) -> None:
         if directory.is_dir():
             return
-        self.make_directory(directory.parent)
+        self._make(directory.parent)
         try:
             os.mkdir(directory, 0o700)
         except FileExistsError:
@@ -92,6 +98,38 @@ class Store:
             if directory.parent.name not in _RESERVED:
                 yield directory
 
+    def problem(self) -> str | None:
+        """Return why a directory in this cache must not be used, or None."""
+        if found := trust.problem(self.root, self.base, self.owners):
+            return found
+        with contextlib.suppress(OSError):
+            for directory in sorted(self.base.iterdir()):
+                if not directory.is_file() and (found := trust.problem(self.root, directory, self.owners)):
+                    return found
+        return None
+
+
+def open_store(
+    path: Path, owners: Owners, *, writable: bool = True, extra: bool = False, published: bool = False
+) -> Store | None:
+    """Return the store at a path, or None (with a warning) if its directory must not be used.
+
+    Args:
+        path: The cache; it may not exist yet.
+        owners: User ids whose files are used.
+        writable: Whether entries may be added.
+        extra: It is one of ``RTKERNELS_CACHE_EXTRA``.
+        published: If it is created, other users may read it.
+    """
+    root = Path(os.path.realpath(path))
+    if problem := trust.problem(root, root, owners):
+        _refuse(root, problem, extra)
+        return None
+    mode = 0o755 if published else 0o700
+    with contextlib.suppress(OSError):
+        mode = stat.S_IMODE(os.stat(root).st_mode) & 0o755  # readable by others if the user made it so, never writable
+    return Store(root, writable, extra, mode, owners)
+
 
 def warn_once(topic: str, message: str) -> None:
     """Log a warning, the first time in this process that its topic comes up."""
@@ -100,48 +138,22 @@ def warn_once(topic: str, message: str) -> None:
         env.logger().warning(message)
 
 
-# --- trust --------------------------------------------------------------------------------------------------
+def complain(store: Store, verb: Literal["read", "write"], error: OSError) -> None:
+    """Warn, one time per process, that a cache cannot be read or written, or must not be."""
+    if isinstance(error, Untrusted):
+        _refuse(store.root, error.strerror, store.extra)
+        return
+    advice = ". Kernels stay in memory; set RTKERNELS_CACHE_DIR to a writable directory" if verb == "write" else ""
+    why = error.strerror or error
+    warn_once(f"{verb} {store.root}", f"cannot {verb} the kernel cache {store.root}: {why}{advice}")
 
 
-def open_store(path: Path, *, explicit: bool, writable: bool = True, extra: bool = False) -> Store | None:
-    """Return the store at a path, or None (said once) if its directory must not be used."""
-    root = Path(os.path.realpath(path))
-    if problem := distrust(root, explicit=explicit):
-        warn_once(
-            f"trust {root}",
-            f"the kernel cache {root} is not used: {problem}. Kernels stay in memory; make the directory your "
-            "own (chmod 700) or set RTKERNELS_CACHE_DIR",
-        )
-        return None
-    mode = 0o700
-    if explicit:
-        with contextlib.suppress(OSError):
-            # A directory opened to others is shared on purpose; world-writable is never passed on.
-            mode = stat.S_IMODE(os.stat(root).st_mode) & 0o775
-    return Store(root, writable, extra, mode)
-
-
-def distrust(root: Path, *, explicit: bool) -> str | None:
-    """Return why a directory must not be used, or None; one that does not exist yet is fine.
-
-    Args:
-        root: The resolved directory.
-        explicit: Whether the user named it. Such a directory may be shared, but not open to everyone.
-    """
-    try:
-        status = os.stat(root)
-    except OSError:
-        return None
-    bits = f"mode {stat.S_IMODE(status.st_mode):04o}"
-    if explicit:
-        if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
-            return f"everyone can write to it ({bits})"
-        return None
-    if status.st_uid != os.geteuid():
-        return f"it belongs to user {status.st_uid}, not to user {os.geteuid()}"
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"others can write to it ({bits})"
-    return None
+def _refuse(root: Path, problem: str, extra: bool) -> None:
+    if extra:
+        remedy = "What is in it is ignored; if you trust its owner, name the user in RTKERNELS_CACHE_OWNERS"
+    else:
+        remedy = "Kernels stay in memory; correct that (chown, chmod go-w) or set RTKERNELS_CACHE_DIR"
+    warn_once(f"trust {problem}", f"the kernel cache {root} is not used: {problem}. {remedy}")
 
 
 # --- reading ------------------------------------------------------------------------------------------------
@@ -154,35 +166,88 @@ def image_name(target: str) -> str:
     return "kernel.ptx" if target.startswith("compute_") else "kernel.cubin"
 
 
-def read_entry(directory: Path) -> tuple[dict[str, Any], bytes, Path] | None:
-    """Return meta, image and image path of an entry whose checksum holds; None if there is no such entry.
+def sealed(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of ``meta.json`` with a checksum over all the rest of it."""
+    rest = {name: value for name, value in meta.items() if name != "checksum"}
+    return {**rest, "checksum": hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()}
+
+
+def read_meta(directory: Path, owners: Owners | None = None) -> dict[str, Any] | None:
+    """Return the ``meta.json`` of an entry if its checksum holds, None if there is no such entry.
+
+    Args:
+        directory: The entry, in a resolved cache.
+        owners: User ids whose files are used; the caller and root if not given.
 
     Raises:
-        BadEntry: Something is there, but it is damaged or belongs elsewhere.
+        BadEntry: Something is there, but it is damaged, belongs elsewhere or to somebody else.
+        Untrusted: Somebody else could have put it there.
         OSError: It cannot be read, which says nothing about its content.
     """
-    path = directory / META
+    owners = owners or trust.caller()
+    trust.check(directory.parent, directory.parents[2], owners)
     try:
-        meta = json.loads(path.read_bytes())
+        trust.check(directory, directory.parents[2], owners)
+    except Untrusted as untrusted:
+        raise BadEntry(untrusted.strerror) from None
+    content = _read_file(directory / META, owners)
+    if content is None:
+        return None
+    try:
+        meta = json.loads(content)
         if meta["format"] != FORMAT:
             raise BadEntry(f"its format is {meta['format']!r}, not {FORMAT}")
+        if sealed(meta)["checksum"] != meta["checksum"]:
+            raise BadEntry(f"{META} does not match its checksum")
         if directory.name != f"{meta['op']}-{meta['key'][:32]}" or directory.parent.name != meta["target"]:
             raise BadEntry("it was made for another key")
         if set(meta["names"]) != set(meta["expressions"]):
             raise BadEntry("its kernel names are incomplete")
-        path = directory / image_name(meta["target"])
-        image = path.read_bytes()
-        if hashlib.sha256(image).hexdigest() != meta["sha256"]:
-            raise BadEntry(f"{path.name} does not match its checksum")
-    except (FileNotFoundError, NotADirectoryError):
-        if not os.path.lexists(directory):
-            return None  # never there, or removed between two reads
-        raise BadEntry(f"{path.name} is missing") from None
     except (ValueError, RecursionError):
         raise BadEntry(f"{META} is not valid JSON") from None
     except (KeyError, TypeError, AttributeError) as error:
         raise BadEntry(f"{META} is incomplete: {error}") from None
+    return meta
+
+
+def read_entry(directory: Path, owners: Owners | None = None) -> tuple[dict[str, Any], bytes, Path] | None:
+    """Return meta, image and image path of an entry whose checksums hold; otherwise as ``read_meta``."""
+    meta = read_meta(directory, owners)
+    if meta is None:
+        return None
+    path = directory / image_name(meta["target"])
+    image = _read_file(path, owners or trust.caller())
+    if image is None:
+        return None
+    if hashlib.sha256(image).hexdigest() != meta["sha256"]:
+        raise BadEntry(f"{path.name} does not match its checksum")
     return meta, image, path
+
+
+def _read_file(path: Path, owners: Owners) -> bytes | None:
+    """Return the content of one file of an entry, None if the whole entry is gone."""
+    try:
+        # Neither a link nor a pipe may make us read, or wait for, something else.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError):
+        if not os.path.lexists(path.parent):
+            return None  # never there, or removed between two reads
+        raise BadEntry(f"{path.name} is missing") from None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise BadEntry(f"{path.name} is not a regular file") from None
+        raise
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise BadEntry(f"{path.name} is not a regular file")
+        trust.check_file(path, status, owners)
+        with open(descriptor, "rb", buffering=0, closefd=False) as file:
+            return file.read()
+    except Untrusted as untrusted:
+        raise BadEntry(untrusted.strerror) from None
+    finally:
+        os.close(descriptor)
 
 
 def touch(directory: Path) -> None:
@@ -205,92 +270,6 @@ def quarantine(store: Store, directory: Path, reason: str) -> bool:
     return moved
 
 
-# --- lock ---------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def key_lock(store: Store, key: str, what: str) -> Iterator[None]:
-    """Hold the lock of one key across processes.
-
-    After ``LOCK_TIMEOUT_S``, or where locks do not work, the caller goes on without it: publishing by rename
-    is what keeps the cache correct, the lock only keeps processes from doing the same work.
-
-    Args:
-        store: A writable store.
-        key: The whole key.
-        what: Named in the log line for those who wait.
-    """
-    descriptor = _acquire(store, key, what)
-    try:
-        yield
-    finally:
-        if descriptor is not None:
-            _lock_files.discard(descriptor)
-            with contextlib.suppress(OSError):
-                # Explicitly: closing alone would leave it locked while a forked child has the file open.
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-            os.close(descriptor)
-
-
-def _acquire(store: Store, key: str, what: str) -> int | None:
-    # The file is never deleted: whoever waits on it would then hold a lock nobody else can see.
-    path = store.base / "locks" / f"{key[:32]}.lock"
-    try:
-        store.make_directory(path.parent)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, store.mode & 0o666)
-    except OSError:
-        return None  # publishing will fail for the same reason, and say so
-    if not _wait_for(descriptor, path, what):
-        os.close(descriptor)
-        return None
-    _lock_files.add(descriptor)
-    with contextlib.suppress(OSError):
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
-    return descriptor
-
-
-def _wait_for(descriptor: int, path: Path, what: str) -> bool:
-    started, pause, told = time.monotonic(), 0.005, False
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            waited = time.monotonic() - started
-        except OSError:  # a file system without locks
-            return False
-        if waited >= LOCK_TIMEOUT_S:
-            message = "%s: gave up waiting for %s after %.0f s, going on without the lock"
-            env.logger().warning(message, what, _holder(descriptor), waited)
-            return False
-        if waited >= LOCK_LOG_AFTER_S and not told:
-            told = True
-            message = "%s: waiting for %s, which is compiling the same kernel (%s)"
-            env.logger().warning(message, what, _holder(descriptor), path)
-        time.sleep(pause)
-        pause = min(2 * pause, LOCK_POLL_S)
-
-
-def _holder(descriptor: int) -> str:
-    try:
-        pid, host = os.pread(descriptor, 256, 0).decode().split(maxsplit=1)
-        return f"process {int(pid)} on {host.strip()}"
-    except (OSError, ValueError):
-        return "another process"
-
-
-def _close_inherited_locks() -> None:
-    """In a forked child: an inherited copy would keep a key locked if the parent were killed."""
-    for descriptor in _lock_files:
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
-    _lock_files.clear()
-
-
-os.register_at_fork(after_in_child=_close_inherited_locks)
-
-
 # --- writing and removing -----------------------------------------------------------------------------------
 
 
@@ -300,7 +279,7 @@ def publish(store: Store, final: Path, files: Mapping[str, bytes]) -> bool:
     Args:
         store: A writable store.
         final: Directory of the entry.
-        files: Name to content, ``meta.json`` last.
+        files: Name to content, ``meta.json`` last; its checksum is added here.
     """
     private: Path | None = None
     try:
@@ -308,7 +287,8 @@ def publish(store: Store, final: Path, files: Mapping[str, bytes]) -> bool:
         private = store.new_tmp()
         os.mkdir(private, 0o700)
         for name, data in files.items():
-            _write(private / name, data, store.mode)
+            text = json.dumps(sealed(json.loads(data)), indent=1).encode() if name == META else data
+            _write(private / name, text, store.mode)
         store.open_up(private)
         _sync_directory(private)
         os.rename(private, final)
@@ -317,16 +297,26 @@ def publish(store: Store, final: Path, files: Mapping[str, bytes]) -> bool:
             shutil.rmtree(private, ignore_errors=True)
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and final.is_dir():
             with contextlib.suppress(OSError, BadEntry):
-                return read_entry(final) is not None  # someone else won
-        warn_once(
-            f"write {store.root}",
-            f"cannot write the kernel cache {store.root}: {error.strerror or error}. Kernels stay in memory; "
-            "set RTKERNELS_CACHE_DIR to a writable directory",
-        )
+                return read_entry(final, store.owners) is not None  # someone else won
+        complain(store, "write", error)
         return False
     with contextlib.suppress(OSError):
         _sync_directory(final.parent)
     return True
+
+
+def require_writable(store: Store) -> None:
+    """Write a page and remove it, so that a long task fails before it starts.
+
+    Raises:
+        OSError: Nothing can be written.
+    """
+    probe = store.new_tmp("probe-")
+    try:
+        _write(probe, bytes(4096), store.mode)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(probe)
 
 
 def _write(path: Path, data: bytes, directory_mode: int) -> None:
