@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,8 +36,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--all-places``."""
+    """Add ``--all-places`` and ``--sample``."""
     parser.addoption("--all-places", action="store_true", help="run every emulated case on sm_80 and on sm_90")
+    parser.addoption("--sample", type=int, default=1, metavar="N", help="run every Nth case of each test")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -50,6 +52,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         dropped = _repeated(items)
         items[:] = [item for item in items if item not in dropped]
         config.hook.pytest_deselected(items=list(dropped))
+    if (step := config.getoption("--sample")) > 1:
+        seen: Counter[str] = Counter()
+        kept, left = [], []
+        for item in items:
+            test = item.nodeid.partition("[")[0]
+            (left if seen[test] % step else kept).append(item)
+            seen[test] += 1
+        items[:] = kept
+        config.hook.pytest_deselected(items=left)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU; none on this machine")

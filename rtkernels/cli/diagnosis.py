@@ -77,8 +77,10 @@ def _notes(report: dict[str, Any]) -> Iterator[str]:
         yield f"more than one NVRTC is loaded: {', '.join(sorted(copies))}"
     built = report["torch"].get("built for CUDA")
     if built and nvrtc and built.split(".")[0] != nvrtc.split(".")[0]:
-        extra = f"cuda{built.split('.')[0]}"
-        yield f"torch is built for CUDA {built} but NVRTC is {nvrtc}: the extra {extra} would fit"
+        cupy = f"cupy-cuda{built.split('.')[0]}x"
+        yield f"torch is built for CUDA {built} but NVRTC is {nvrtc}: {cupy} and its NVRTC would fit"
+    if unknown := [name for name, text in report["test_compile"].items() if text.startswith("not known")]:
+        yield f"NVRTC {nvrtc} cannot compile for {', '.join(unknown)}: GPUs of these need a newer one"
     if _newer_than_driver(report) == "minor":
         yield f"{_versions(report)}: cubins load all the same, PTX and what needs newer driver functions may not"
     if report["devices"] == []:

@@ -421,3 +421,14 @@ def test_demo_runs_and_agrees_with_torch():
         assert "no GPU on this machine" in done.stdout
         assert re.search(r"sm_80: \d+ kernels compiled", done.stdout)
         assert re.search(r"sm_90a: \d+ kernels compiled", done.stdout)
+
+
+@no_gpu
+def test_demo_without_cupy_shows_the_cpu_path_and_says_what_is_missing(tmp_path):
+    (tmp_path / "cupy.py").write_text("raise ImportError('not installed')")
+    done = shell("demo", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all results agree with torch" in done.stdout
+    assert "pip install cupy-cuda13x nvidia-cuda-nvrtc" in done.stdout
+    assert "kernels compiled" not in done.stdout
+    assert not done.stderr

@@ -77,7 +77,7 @@ print(tuple(rtkernels.rms_norm(torch.ones(2, 8)).shape))
 try:
     rtkernels.warm(["sm_80"], ["rms_norm"])
 except rtkernels.ToolkitError as error:
-    print("cuda13" in str(error))
+    print("cupy-cuda13x nvidia-cuda-nvrtc" in str(error))
 """)
     assert printed.split("\n")[:2] == ["(2, 8)", "True"]
 
@@ -139,7 +139,7 @@ def build(source: Path, kind: str, out: Path) -> Path:
 def expected_files() -> set[str]:
     """Everything the wheel must carry, by its name there."""
     device = [path for path in (ROOT / "cuda_src").rglob("*") if path.suffix in (".cu", ".cuh")]
-    kinds = (".py", ".h", ".cuh", ".cpp")
+    kinds = (".py", ".typed", ".h", ".cuh", ".cpp")
     package = [path for path in (ROOT / "rtkernels").rglob("*") if path.suffix in kinds]
     return {f"rtkernels/{path.relative_to(ROOT).as_posix()}" for path in device} | {
         path.relative_to(ROOT).as_posix() for path in package
@@ -157,6 +157,7 @@ def test_wheel_is_pure_and_carries_every_source(wheel: Path):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert expected_files() <= names
     assert any(name.startswith("rtkernels/emulator/include/") for name in names)
+    assert "rtkernels/py.typed" in names
     top = {name.split("/")[0] for name in names}
     assert top == {"rtkernels", f"rtkernels-{rtkernels.__version__}.dist-info"}, "tests and bench stay out"
 
@@ -176,6 +177,10 @@ def test_wheel_metadata(wheel: Path):
     }.items():
         found = re.findall(rf"^Requires-Dist: ([\w-]+).*extra == '{extra}'", metadata, re.MULTILINE)
         assert set(found) == packages, "an extra brings CuPy and NVRTC, and no more"
+    tools = re.findall(r"^Requires-Dist: (.*); extra == 'test'", metadata, re.MULTILINE)
+    assert tools and not [name for name in tools if re.match("cupy|nvidia|torch", name)], "CuPy is the user's choice"
+    assert all("==" not in line for line in re.findall("^Requires-Dist: ([^;]*)", metadata, re.MULTILINE)), "no pins"
+    assert re.search("^Project-URL: Homepage, https://", metadata, re.MULTILINE)
     assert "Requires-Python: >=3.10" in metadata
     assert "rtkernels = rtkernels.__main__:main" in scripts
 
@@ -190,6 +195,7 @@ def test_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path):
             archive.extractall(tmp_path / "unpacked")
     (tree,) = (tmp_path / "unpacked").iterdir()
     assert (tree / "tests" / "test_package.py").is_file()
+    assert (tree / "examples" / "moe_layer.py").is_file()
     rebuilt = build(tree, "wheel", tmp_path / "rebuilt")
     first, second = (
         {item.filename: item.CRC for item in zipfile.ZipFile(path).infolist()} for path in (wheel, rebuilt)
@@ -240,7 +246,27 @@ def test_ci_runs_the_command_of_the_readme():
     (command,) = re.findall(r"<!-- test-command -->\n```bash\n(.+)\n```", readme)
     assert "pip install" in command
     assert "pytest" in command
+    assert "[cuda13,test]" in command, "CuPy is one extra, the tools of the tests are another"
     assert "<!-- test-command -->" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_ci_tests_the_oldest_torch_that_is_promised():
+    promised = re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))[1]
+    assert f"torch {promised} or newer" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"oldest={promised}.0\n" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_readme_shows_its_images_on_an_index_page():
+    images = re.findall(r"!\[[^]]*\]\(([^)]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert images and all(link.startswith("https://") for link in images)
+    for link in images:
+        assert (ROOT / link.split("/main/")[1]).is_file(), link
+
+
+def test_messages_name_packages_that_exist():
+    """An extra of a project that is on no index cannot be installed by name."""
+    for path in (ROOT / "rtkernels").rglob("*.py"):
+        assert "rtkernels[" not in path.read_text(encoding="utf-8"), path
 
 
 def test_the_example_of_the_guide_works(tmp_path: Path):

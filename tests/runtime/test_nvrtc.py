@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.places import compiled_for
 
 import rtkernels
 from rtkernels.errors import ArgumentError, KernelCompileError, ToolkitError
@@ -73,7 +74,7 @@ def unbound():
 @pytest.mark.parametrize("name", targets.CI_TARGETS)
 def test_nvrtc_compiles_every_ci_target(nvrtc, name):
     expressions = [FLOAT, "rtk::scale<double>"]
-    compiled = nvrtc_module.compile_unit("norm/scale.cu", expressions, targets.parse(name))
+    compiled = nvrtc_module.compile_unit("norm/scale.cu", expressions, compiled_for(name))
     assert compiled.image.startswith(b"\x7fELF")
     assert compiled.names == {FLOAT: "_ZN3rtk5scaleIfEEvPT_x", "rtk::scale<double>": "_ZN3rtk5scaleIdEEvPT_x"}
     assert list(compiled.resources) == expressions
@@ -246,7 +247,7 @@ def test_nvrtc_units_without_toolkit_headers_need_none(nvrtc, tmp_path, monkeypa
 
 def test_nvrtc_message_cupy_missing(monkeypatch, unbound):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(ToolkitError, match=r"CuPy cannot be imported .*pip install 'rtkernels\[cuda13\]'"):
+    with pytest.raises(ToolkitError, match=r"CuPy cannot be imported .*pip install cupy-cuda13x nvidia-cuda-nvrtc`"):
         nvrtc_module.version()
 
 

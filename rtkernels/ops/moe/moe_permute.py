@@ -162,9 +162,9 @@ class _Permute(torch.autograd.Function):
         ctx.save_for_backward(rows, experts)
         ctx.columns = 0 if probs is None else probs.shape[1]
         y, scale_out, probs_out = PERMUTE(x, rows, slots, scale, probs, experts)
-        fixed = [y] if x.dtype in FP8_DTYPES else []
-        ctx.mark_non_differentiable(*fixed, *([] if scale is None else [scale_out]))
-        return y, None if probs is None else probs_out, None if scale is None else scale_out
+        fixed = ([y] if x.dtype in FP8_DTYPES else []) + ([probs_out] if probs is None else [])
+        ctx.mark_non_differentiable(*fixed, scale_out)
+        return y, probs_out, scale_out  # no None: torch.compile of torch 2.6 fails on it
 
     @staticmethod
     @once_differentiable

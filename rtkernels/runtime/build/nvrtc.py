@@ -76,7 +76,8 @@ def import_cupy() -> ModuleType:
     except Exception as error:  # a broken CuPy raises anything from ImportError to OSError
         raise ToolkitError(
             f"CuPy cannot be imported ({type(error).__name__}: {error}). rtkernels compiles and launches through "
-            "it: `pip install 'rtkernels[cuda13]'`, or 'rtkernels[cuda12]' for a driver of CUDA 12"
+            "it: `pip install cupy-cuda13x nvidia-cuda-nvrtc`, or for a torch or a driver of CUDA 12 `pip install "
+            "cupy-cuda12x nvidia-cuda-nvrtc-cu12`"
         ) from error
     return cupy
 

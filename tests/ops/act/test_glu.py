@@ -24,6 +24,14 @@ from rtkernels.ops.act import glu as module
 glu = rtkernels.glu
 
 
+def cut(x: Tensor, low: float = -math.inf, high: float = math.inf) -> Tensor:
+    """Clamp with the slope docs/numerics.md states: 1 within the limits and at them, 0 beyond, NaN for NaN.
+
+    The slope of torch's clamp exactly at a limit depends on the release.
+    """
+    return torch.where(x > high, high, torch.where(x < low, low, x))
+
+
 ACTS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -32,7 +40,7 @@ ACTS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: F.relu(x).square(),
     "sigmoid": torch.sigmoid,
     "none": lambda x: x,
-    "swiglu_oai": lambda x: x.clamp(max=7.0) * torch.sigmoid(1.702 * x.clamp(max=7.0)),
+    "swiglu_oai": lambda x: cut(x, high=7.0) * torch.sigmoid(1.702 * cut(x, high=7.0)),
 }
 # For fp64: torch's own formulas lose their digits to cancellation where the result is small.
 EXACT = ACTS | {
@@ -45,7 +53,7 @@ def plain_glu(x: Tensor, up: Tensor | None, weight: Tensor | None, act: str) -> 
     """The op in plain torch, rounding wherever torch rounds; exact enough in fp64."""
     gate, up = x.chunk(2, -1) if up is None else (x, up)
     if act == "swiglu_oai":
-        up = up.clamp(-7.0, 7.0) + 1
+        up = cut(up, -7.0, 7.0) + 1
     y = (EXACT if x.dtype == torch.float64 else ACTS)[act](gate) * up
     return y if weight is None else y * weight.unsqueeze(-1)
 
@@ -217,10 +225,28 @@ def test_nan_and_infinity_as_torch(place: str, act: str) -> None:
             y, wanted = glu(ours, one * 0 if act == "swiglu_oai" else one, act=act), ACTS[act](theirs)
             y.backward(one)
             wanted.backward(one.double())
-            if act == "swiglu_oai":  # torch's clamp turns the gradient of NaN into 0
-                theirs.grad = theirs.grad.masked_fill(gate.isnan(), torch.nan)
             for got, other in ((y, wanted), (ours.grad, theirs.grad)):
                 assert_close(got.detach(), other.detach().double(), c=4.0, what=f"{act} {dtype}")
+
+
+@at("cpu", "sm_90", "cuda")
+def test_gradient_at_the_limits_of_swiglu_oai(place: str) -> None:
+    """Inputs exactly at a limit keep their gradient, whatever torch's clamp does there; those beyond have none."""
+    inside = torch.tensor([7.0, -7.0, 6.96875])  # the neighbours of 7 in bf16 are 1/32 away
+    beyond = torch.tensor([7.03125, -7.03125, torch.inf])
+    limits = torch.cat((inside, beyond))
+    with running_on(place) as device:
+        for dtype in (torch.float32, torch.bfloat16):
+            gate = torch.tensor([7.0, 7.03125], device=device, dtype=dtype).requires_grad_()
+            glu(gate, torch.zeros_like(gate), act="swiglu_oai").sum().backward()
+            s = 1 / (1 + math.exp(-1.702 * 7))
+            wanted = torch.tensor([s + 1.702 * 7 * s * (1 - s), 0.0], dtype=torch.float64)
+            assert_close(gate.grad, wanted, c=64.0, what=f"gate {dtype}")
+
+            up = limits.clone().to(device, dtype).requires_grad_()
+            glu(torch.full_like(up, 7.0), up, act="swiglu_oai").sum().backward()
+            value = torch.full_like(inside, 7 * s, dtype=torch.float64)
+            assert_close(up.grad, torch.cat((value, torch.zeros_like(value))), c=64.0, what=f"up {dtype}")
 
 
 def emulated_coverage() -> None:
