@@ -297,8 +297,8 @@ def _compile() -> dict[str, str]:
     for name in targets.CI_TARGETS:
         target = targets.parse(name)
         try:
-            if target.number not in nvrtc_module.supported_archs():  # nothing is wrong: sm_100 and newer came with 12.8
-                found[name] = f"not known to NVRTC {'.'.join(map(str, nvrtc_module.version()))}"
+            if target.number not in nvrtc.supported_archs():  # nothing is wrong: sm_100 and newer came with 12.8
+                found[name] = f"not known to NVRTC {'.'.join(map(str, nvrtc.version()))}"
                 continue
             _, kernel = next(pair for pair in registry.kernels() if pair[1].supports(target))
             expression = kernel.expression(kernel.variants(target)[0])

@@ -11,6 +11,7 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.norm.layer_norm import layer_norm
 from rtkernels.ops.norm.rms_norm import rms_norm
+from rtkernels.runtime.operator.sharding import register_rules
 
 _FP32_EPS = torch.finfo(torch.float32).eps
 
@@ -44,6 +45,7 @@ class RMSNorm(torch.nn.RMSNorm):
     ) -> None:
         self.offset = offset  # before the base class, which asks for the initial values
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        register_rules()  # calls that are compiled cannot do it later
 
     def reset_parameters(self) -> None:
         """Set the weight to ``1 - offset``: the module then only normalises."""
@@ -91,6 +93,7 @@ class LayerNorm(torch.nn.LayerNorm):
     ) -> None:
         self.offset = offset
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        register_rules()
 
     def reset_parameters(self) -> None:
         """Set the weight to ``1 - offset`` and the bias to 0: the module then only normalises."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.multi.multi_adamw import STEP
 from rtkernels.runtime.layout import FLOAT_DTYPES
+from rtkernels.runtime.operator.sharding import is_sharded, local
 
 _STATE = ("exp_avg", "exp_avg_sq", "master")
 
@@ -31,7 +32,8 @@ class AdamW(torch.optim.Optimizer):
 
     Args:
         params: Parameters or groups of them, bfloat16, float16 or float32; each contiguous or a permutation of a
-            contiguous tensor, gradients likewise. Groups may have parameters on several devices.
+            contiguous tensor, gradients likewise. Groups may have parameters on several devices. Of a DTensor (FSDP2,
+            tensor parallelism), each process updates its own shard, and the state is sharded like it.
         lr: Step size: a number, or a 0-d fp32 tensor on the device of the parameters.
         betas: Decay of the two moments, from 0 to below 1.
         eps: Added to the root of the second moment.
@@ -126,13 +128,18 @@ class AdamW(torch.optim.Optimizer):
                 lists = found[p.device] = tuple(tuple([] for _ in range(6)) for _ in range(2))
             master = state.get("master")
             weights, grads, firsts, seconds, steps, copies = lists[master is not None]
-            weights.append(p if master is None else master)
+            mine, first, second = p, state["exp_avg"], state["exp_avg_sq"]
+            if is_sharded(p):
+                mine, grad, first, second = local(p), _like_parameter(grad, p), local(first), local(second)
+                master = None if master is None else local(master)
+                torch.autograd.graph.increment_version(p)  # the operator sees the shard alone
+            weights.append(mine if master is None else master)
             grads.append(grad)
-            firsts.append(state["exp_avg"])
-            seconds.append(state["exp_avg_sq"])
+            firsts.append(first)
+            seconds.append(second)
             steps.append(state["step"])
             if master is not None:
-                copies.append(p)
+                copies.append(mine)
         return found
 
     @staticmethod
@@ -145,6 +152,11 @@ class AdamW(torch.optim.Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32)
         if p.dtype != torch.float32:
             state["master"] = p.detach().float()
+
+
+def _like_parameter(grad: Tensor, p: Any) -> Tensor:
+    """Return this process's shard of a gradient, after adding up what several processes have of it."""
+    return local(grad if grad.placements == p.placements else grad.redistribute(placements=p.placements))
 
 
 def _moved(number: Tensor | None, device: torch.device) -> Tensor | None:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels.ops.multi.multi_tensor import clip_norm_, multi_norm
+from rtkernels.ops.multi.multi_tensor import clip_norm_, multi_norm, norm_over_groups, scale_to_norm_
+from rtkernels.runtime.operator.sharding import is_sharded, local
 
 
 def clip_grad_norm_(
@@ -26,14 +27,17 @@ def clip_grad_norm_(
 
     Args:
         parameters: Their ``.grad`` are changed in place (parameters without one are left out): bfloat16, float16 and
-            float32, mixed as they come, on one device, contiguous or permutations of contiguous tensors.
+            float32, mixed as they come, on one device, contiguous or permutations of contiguous tensors. DTensors
+            (FSDP2, tensor parallelism) count as a whole: the squares of their shards are added by an all-reduce over
+            each dimension of a mesh that has shards. All processes of the meshes have to call this.
         max_norm: At least 0.
         norm_type: 2, 1 or ``math.inf``.
         error_if_nonfinite: Raise before anything is changed if the norm is NaN or infinite. Waits for the device.
-        group: A process group over which gradients are sharded: the norm is that over all its members.
+        group: A process group over which gradients are sharded: the norm is that over all its members. Of DTensors,
+            the mesh says it.
 
     Returns:
-        The norm before clipping, 0-d fp32.
+        The norm before clipping, 0-d fp32: a plain tensor, also for DTensors.
 
     Raises:
         ArgumentError: The gradients cannot be walked together, or `max_norm` or `norm_type` is none of these.
@@ -42,11 +46,35 @@ def clip_grad_norm_(
     if isinstance(parameters, Tensor):
         parameters = [parameters]
     grads = [p.grad for p in parameters if p.grad is not None]
-    if error_if_nonfinite:
-        norm = multi_norm(grads, norm_type, group=group)
-        if not torch.isfinite(norm):
-            raise RuntimeError(
-                f"the norm of order {norm_type} of the gradients is {float(norm)}; pass error_if_nonfinite=False to "
-                "scale by it anyway"
-            )
-    return clip_norm_(grads, max_norm, norm_type, group)
+    sharded = any(is_sharded(g) for g in grads)
+    norm = None
+    if error_if_nonfinite or sharded:
+        norm = _norm_of_shards(grads, norm_type, group) if sharded else multi_norm(grads, norm_type, group=group)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients is {float(norm)}; pass error_if_nonfinite=False to "
+            "scale by it anyway"
+        )
+    if not sharded:
+        return clip_norm_(grads, max_norm, norm_type, group)
+    with torch.no_grad():
+        scale_to_norm_([local(g) for g in grads], norm, max_norm)
+    return norm
+
+
+@torch.no_grad()
+def _norm_of_shards(grads: list[Any], ord: float, group: Any) -> Tensor:
+    """Return the norm of gradients of which some are DTensors."""
+    shards: dict[Any, list[Tensor]] = {}  # by the process groups over which they are split
+    for grad in grads:
+        groups = () if group is None else (group,)
+        if is_sharded(grad):
+            if any(placement.is_partial() for placement in grad.placements):  # terms of a sum are no shards
+                from torch.distributed.tensor import Replicate
+
+                whole = [Replicate() if one.is_partial() else one for one in grad.placements]
+                grad = grad.redistribute(placements=whole)
+            mesh = grad.device_mesh
+            groups = tuple(mesh.get_group(dim) for dim, one in enumerate(grad.placements) if one.is_shard())
+        shards.setdefault(groups, []).append(local(grad))
+    return norm_over_groups(list(shards.items()), ord)

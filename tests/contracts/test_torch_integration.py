@@ -115,20 +115,26 @@ def test_subclass_goes_through_its_own_dispatch() -> None:
     assert any("rms_norm" in name for name in Logged.calls)
 
 
-def test_dtensor_gives_a_clear_error(tmp_path) -> None:
+def test_dtensors_work_by_rule_or_give_a_clear_error(tmp_path) -> None:
+    """Operators with a rule for shards work, compiled too (test_sharded.py has more); others name themselves."""
     dist = pytest.importorskip("torch.distributed")
     if not dist.is_available() or dist.is_initialized():
         pytest.skip("needs a torch.distributed of its own")
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
-        x = distribute_tensor(torch.randn(4, 8), mesh, [Replicate()])
-        with pytest.raises(Exception, match=r"rtkernels[.:]+rms_norm_fwd"):
-            rms_norm(x)
-        torch.testing.assert_close(rms_norm(x.to_local()), rms_norm(x.full_tensor()))
+        x = distribute_tensor(torch.randn(4, 8), mesh, [Shard(0)])
+        weight = distribute_tensor(torch.randn(8), mesh, [Replicate()])
+        wanted = rms_norm(x.to_local(), weight.to_local())
+        for function in (rms_norm, torch.compile(rms_norm, fullgraph=True, backend="aot_eager")):
+            y = function(x, weight)
+            assert y.placements == (Shard(0),)
+            torch.testing.assert_close(y.to_local(), wanted)
+        with pytest.raises(Exception, match=r"rtkernels[.:]+softmax_fwd"):
+            rtkernels.softmax(x)
     finally:
         dist.destroy_process_group()
 

@@ -10,7 +10,11 @@ from torch import Tensor
 
 from bench.rows.row import Row
 from rtkernels.ops.loss.divergence_operators import BOTH
-from rtkernels.ops.loss.divergence_plan import LOGARITHM, MIXED
+from rtkernels.ops.loss.divergence_plan import (
+    BY_ROWS,
+    LOGARITHM,
+    MIXED,
+)
 
 
 def rows() -> Iterator[Row]:
@@ -26,7 +30,7 @@ def rows() -> Iterator[Row]:
 
     def both(mode: int, beta: float):
         def ours(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-            total, dx = BOTH(x, target, None, -100, mode, beta, 1.0 / x.shape[0], False)
+            total, dx = BOTH(x, target, None, -100, mode, beta, 1.0, BY_ROWS)
             return total[0], dx
 
         def plain(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

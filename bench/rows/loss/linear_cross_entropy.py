@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bench.rows.row import Row
 from rtkernels.ops.loss.cross_entropy_plan import MEAN
-from rtkernels.ops.loss.linear_cross_entropy_operators import FORWARD, default_chunk_rows
+from rtkernels.ops.loss.linear_cross_entropy_operators import FORWARD
 
 
 def _torch(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
@@ -21,10 +21,8 @@ def _torch(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, ...]
 
 
 def _ours(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-    chunk = default_chunk_rows(labels.numel(), hidden.shape[-1], weight.shape[0])
-    results = FORWARD(
-        hidden, weight, labels, None, -100, 0.0, 0.0, 0.0, MEAN, False, False, chunk, False, True, True, False
-    )
+    options = (-100, 0.0, 0.0, 0.0, MEAN, False, False, 0, False)
+    results = FORWARD(hidden, weight, labels, None, *options, True, True, False)
     return results[0], results[3], results[4]
 
 

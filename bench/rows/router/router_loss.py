@@ -45,15 +45,15 @@ def rows() -> Iterator[Row]:
 
     factor = experts / (k * tokens * tokens)
     shape = f"{tokens}x{experts}"
-    for name, counted, kind, scale, forward, backward in (
-        ("z_loss", False, Z, 1 / tokens, z_loss, z_loss_bwd),
-        ("balance_loss", True, SOFTMAX, factor, balance, balance_bwd),
+    for name, counted, kind, forward, backward in (
+        ("z_loss", False, Z, z_loss, z_loss_bwd),
+        ("balance_loss", True, SOFTMAX, balance, balance_bwd),
     ):
         yield Row(
             name=f"{name}_fwd",
             shape=shape,
             make=lambda device, g, counted=counted: make(device, g, counted=counted, backward=False),
-            ours=lambda logits, counts=None, kind=kind, scale=scale: FORWARD(logits, counts, kind, 0, False, scale),
+            ours=lambda logits, counts=None, kind=kind: FORWARD(logits, counts, kind, -1, k, 1.0),
             torch=forward,
             bytes=n + 4,
         )
@@ -61,9 +61,7 @@ def rows() -> Iterator[Row]:
             name=f"{name}_bwd",
             shape=shape,
             make=lambda device, g, counted=counted: make(device, g, counted=counted, backward=True),
-            ours=lambda dy, logits, counts=None, kind=kind, scale=scale: BACKWARD(
-                dy, logits, counts, kind, 0, False, scale
-            ),
+            ours=lambda dy, logits, counts=None, kind=kind: BACKWARD(dy, logits, counts, kind, -1, k, 1.0),
             torch=backward,
             bytes=2 * n,
         )

@@ -9,7 +9,17 @@ from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.loss.cross_entropy_operators import SCALE
 from rtkernels.ops.loss.divergence_operators import BACKWARD, BOTH, EACH, FORWARD
-from rtkernels.ops.loss.divergence_plan import KERNELS, LOGARITHM, MIXED, PROBABILITY, REVERSE
+from rtkernels.ops.loss.divergence_plan import (
+    BY_ELEMENTS,
+    BY_FIRST,
+    BY_NOTHING,
+    BY_ROWS,
+    KERNELS,
+    LOGARITHM,
+    MIXED,
+    PROBABILITY,
+    REVERSE,
+)
 from rtkernels.ops.reduce.softmax import log_softmax
 from rtkernels.runtime.layout import token
 from rtkernels.runtime.operator.arguments import a_number, an_integer
@@ -18,17 +28,18 @@ from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 _REDUCTIONS = ("none", "mean", "batchmean", "sum")
+_DIVIDED_BY = {"mean": BY_ELEMENTS, "batchmean": BY_ROWS}
 
 
 class _Divergence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, target, labels, ignore, mode, beta, factor, divide):
+    def forward(ctx, x, target, labels, ignore, mode, beta, factor, over):
         ctx.set_materialize_grads(False)
         ctx.settings = ignore, mode, beta
         if factor is None:
             loss, total = EACH(x, target, labels, ignore, mode, beta), None
         else:
-            total = FORWARD(x, target, labels, ignore, mode, beta, factor, divide)
+            total = FORWARD(x, target, labels, ignore, mode, beta, factor, over)
             loss = total[0].clone()
         ctx.save_for_backward(x, target, labels, total)
         return loss
@@ -47,9 +58,9 @@ class _Divergence(torch.autograd.Function):
 
 class _OnePass(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, target, labels, ignore, mode, beta, factor, divide):
+    def forward(ctx, x, target, labels, ignore, mode, beta, factor, over):
         ctx.set_materialize_grads(False)
-        total, dx = BOTH(x, target, labels, ignore, mode, beta, factor, divide)
+        total, dx = BOTH(x, target, labels, ignore, mode, beta, factor, over)
         ctx.save_for_backward(dx)
         ctx.made_gradient = True
         return total[0].clone()
@@ -72,19 +83,10 @@ def _divergence(x, target, labels, ignore, mode, beta, reduction, per_row: bool,
     an_integer("ignore_index", ignore)
     if reduction not in _REDUCTIONS:
         raise ArgumentError(f"reduction is {reduction!r}; expected one of {', '.join(_REDUCTIONS)}")
-    factor, divide = None, False
-    if reduction != "none":
-        cols = max(x.shape[-1], 1) if x.dim() else 1
-        over_rows = labels is not None or per_row or x.dim() < 2
-        divide = reduction == "mean" or (reduction == "batchmean" and over_rows)
-        factor = 1.0 / cols if reduction == "mean" else 1.0
-        if reduction == "batchmean" and not divide:
-            factor = 1.0 / max(x.shape[0], 1)
-        if reduction == "batchmean" and x.dim() == 1 and labels is None and not per_row:
-            factor = 1.0 / cols  # as torch: the first dimension is the classes
     scale = temperature * temperature
-    if factor is not None:
-        factor *= scale
+    factor, over = None if reduction == "none" else scale, _DIVIDED_BY.get(reduction, BY_NOTHING)
+    if reduction == "batchmean" and labels is None and not per_row:
+        over = BY_ELEMENTS if x.dim() == 1 else BY_FIRST  # as torch: the first dimension, even if it is the classes
     if is_grad_enabled() and needs_grad(x, target):
         if mode == PROBABILITY and target.requires_grad:
             raise ArgumentError("target requires grad; expected none, or log_target=True")
@@ -92,11 +94,11 @@ def _divergence(x, target, labels, ignore, mode, beta, reduction, per_row: bool,
             beta, factor = constant(beta), None if factor is None else constant(factor)
         one_pass = one_pass and factor is not None and not target.requires_grad
         function = _OnePass if one_pass else _Divergence
-        loss = function.apply(x, target, labels, ignore, mode, beta, factor, divide)
+        loss = function.apply(x, target, labels, ignore, mode, beta, factor, over)
     elif factor is None:
         loss = EACH(x, target, labels, ignore, mode, beta)
     else:
-        loss = FORWARD(x, target, labels, ignore, mode, beta, factor, divide)[0]
+        loss = FORWARD(x, target, labels, ignore, mode, beta, factor, over)[0]
     return loss * scale if factor is None and scale != 1.0 else loss
 
 

@@ -14,6 +14,7 @@ from rtkernels.ops.loss.divergence_plan import (
     TOTAL_PLANS,
     check,
     check_bwd,
+    resolve,
 )
 from rtkernels.ops.loss.divergence_reference import reference_bwd, reference_each, reference_fwd
 from rtkernels.runtime.layout import address, metadata, row_count, rowed
@@ -67,7 +68,7 @@ def _finish(row_loss: Tensor | None, labels: Tensor | None, like: Tensor, ignore
 
 
 def _launch_fwd(
-    x: Tensor, target: Tensor, labels: Tensor | None, ignore: int, mode: int, beta: float, factor: float, divide: bool
+    x: Tensor, target: Tensor, labels: Tensor | None, ignore: int, mode: int, beta: float, factor: float, over: int
 ) -> Tensor:
     check(metadata(x), metadata(target), metadata(labels))
     if x.numel() == 0:
@@ -75,17 +76,19 @@ def _launch_fwd(
     labels = _dense(labels)
     row_loss = torch.empty(row_count(x.shape), dtype=torch.float32, device=x.device)
     _launch_terms(x, target, labels, ignore, mode, beta, row_loss)
+    factor, divide = resolve(x.shape, over, factor)
     return _finish(row_loss, labels, x, ignore, divide, factor)
 
 
 def _launch_both(
-    x: Tensor, target: Tensor, labels: Tensor | None, ignore: int, mode: int, beta: float, factor: float, divide: bool
+    x: Tensor, target: Tensor, labels: Tensor | None, ignore: int, mode: int, beta: float, factor: float, over: int
 ) -> tuple[Tensor, Tensor]:
     check(metadata(x), metadata(target), metadata(labels))
     if x.numel() == 0:
         return torch.zeros(2, dtype=torch.float32, device=x.device), torch.empty_like(x)
     labels, rows = _dense(labels), row_count(x.shape)
     row_loss = torch.empty(rows, dtype=torch.float32, device=x.device)
+    factor, divide = resolve(x.shape, over, factor)
     counted = divide and labels is not None
     before = _finish(None, labels, x, ignore, True, factor) if counted else None
     scale = factor / rows if divide else factor
@@ -149,16 +152,16 @@ def _gradient(grad, x, target, labels, total, ignore, mode, beta, in_target) -> 
     return out
 
 
-def _fake_fwd(x, target, labels, ignore, mode, beta, factor, divide):
+def _fake_fwd(x, target, labels, ignore, mode, beta, factor, over):
     return x.new_empty(2, dtype=torch.float32)
 
 
-def _fake_both(x, target, labels, ignore, mode, beta, factor, divide):
+def _fake_both(x, target, labels, ignore, mode, beta, factor, over):
     return x.new_empty(2, dtype=torch.float32), torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _reference_both(x, target, labels, ignore, mode, beta, factor, divide):
-    total = reference_fwd(x, target, labels, ignore, mode, beta, factor, divide)
+def _reference_both(x, target, labels, ignore, mode, beta, factor, over):
+    total = reference_fwd(x, target, labels, ignore, mode, beta, factor, over)
     one = torch.ones((), dtype=torch.float32, device=x.device)
     return total, reference_bwd(one, x, target, labels, total, ignore, mode, beta, False)
 
@@ -173,14 +176,14 @@ def _fake_bwd(grad, x, target, labels, total, ignore, mode, beta, in_target):
 
 FORWARD = TorchOp(
     "divergence_fwd(Tensor x, Tensor target, Tensor? labels, int ignore, int mode, float beta, float factor, "
-    "bool divide) -> Tensor",
+    "int over) -> Tensor",
     launch=_launch_fwd,
     reference=reference_fwd,
     fake=_fake_fwd,
 )
 BOTH = TorchOp(
     "divergence_both(Tensor x, Tensor target, Tensor? labels, int ignore, int mode, float beta, float factor, "
-    "bool divide) -> (Tensor, Tensor)",
+    "int over) -> (Tensor, Tensor)",
     launch=_launch_both,
     reference=_reference_both,
     fake=_fake_both,

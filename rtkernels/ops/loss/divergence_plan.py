@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from rtkernels.runtime.layout import (
 
 # What the operators compute; the kernels know the first three. REVERSE is LOGARITHM with x and target exchanged.
 PROBABILITY, LOGARITHM, MIXED, REVERSE = range(4)
+# What the sum is divided by: nothing, the rows that count, the size of the first dimension, the elements that count.
+BY_NOTHING, BY_ROWS, BY_FIRST, BY_ELEMENTS = range(4)
 
 _UNIT = "loss/divergence.cu"
 _VARIANTS = [(2, 8), (4, 4), (4, 1)]
@@ -61,6 +64,16 @@ _BWD = Kernel(
 KERNELS = (_FWD, _TOTAL, _BWD)
 
 Meta = tuple[Any, ...]
+
+
+def resolve(shape: Sequence[int], over: int, factor: float) -> tuple[float, bool]:
+    """Return what the sum is multiplied with, and whether it is also divided by the rows that count.
+
+    Operators ask this, and not the functions around them: compiled code must not depend on the number of rows.
+    """
+    if over == BY_FIRST:
+        return factor / max(shape[0], 1), False
+    return factor / max(shape[-1], 1) if over == BY_ELEMENTS else factor, over != BY_NOTHING
 
 
 def check(x: Meta, target: Meta, labels: Meta | None) -> None:

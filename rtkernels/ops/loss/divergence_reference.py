@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rtkernels.ops.loss.divergence_plan import LOGARITHM, MIXED, PROBABILITY, REVERSE, check, check_bwd
+from rtkernels.ops.loss.divergence_plan import LOGARITHM, MIXED, PROBABILITY, REVERSE, check, check_bwd, resolve
 from rtkernels.runtime.layout import metadata
 
 
@@ -42,12 +42,13 @@ def reference_each(x: Tensor, target: Tensor, labels: Tensor | None, ignore: int
 
 
 def reference_fwd(
-    x: Tensor, target: Tensor, labels: Tensor | None, ignore: int, mode: int, beta: float, factor: float, divide: bool
+    x: Tensor, target: Tensor, labels: Tensor | None, ignore: int, mode: int, beta: float, factor: float, over: int
 ) -> Tensor:
     """Return the reduced loss, and what it was multiplied with, as fp32."""
     check(metadata(x), metadata(target), metadata(labels))
     if x.numel() == 0:
         return torch.zeros(2, dtype=torch.float32, device=x.device)
+    factor, divide = resolve(x.shape, over, factor)
     rows = _without_ignored(_terms(x.float(), target.float(), mode, beta), labels, ignore).sum(-1)
     count = torch.tensor(rows.numel(), device=x.device) if labels is None else (labels != ignore).sum()
     scale = torch.where(count == 0, 0.0, factor / count.double() if divide else factor).to(x.device)

@@ -1,4 +1,4 @@
-"""The last linear layer and its cross entropy together, in chunks of rows: the logits never exist as a whole."""
+"""The last linear layer and its cross entropy together, without logits and gradients that exist side by side."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.loss.cross_entropy_operators import SCALE
 from rtkernels.ops.loss.cross_entropy_plan import NONE, REDUCTIONS
-from rtkernels.ops.loss.linear_cross_entropy_operators import BACKWARD, FORWARD, default_chunk_rows
-from rtkernels.runtime.operator.arguments import a_number
+from rtkernels.ops.loss.linear_cross_entropy_operators import BACKWARD, FORWARD
+from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
@@ -68,13 +68,21 @@ def linear_cross_entropy(
     chunk_rows: int | None = None,
     fp32_weight_grad: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Return ``cross_entropy(hidden @ weight.T + bias, labels)`` without ever holding all logits.
+    """Return ``cross_entropy(hidden @ weight.T + bias, labels)``, with both gradients, in little memory.
 
-    Rows go through in chunks: torch's GEMM, loss and gradient in place of the logits, the GEMMs of both gradients.
-    Beside the gradients there is one chunk of logits. With ``"mean"`` and ``"sum"`` the forward pass computes the
-    gradients, and the backward pass multiplies them by the incoming gradient only if that is not 1, which it finds out
-    on the device; only one backward pass is possible. With ``"none"`` the backward pass computes the logits again.
-    Logits and their gradient are rounded to hidden's dtype. Differentiable once in hidden, weight and bias.
+    Torch's GEMMs around the kernels of ``cross_entropy``, which write the gradient of logits in their place. All sums
+    are in fp32 and every gradient is rounded once:
+
+    - up to ``2 * hidden size`` rows, all logits exist in slabs of the vocabulary, and a slab that was used leaves its
+      memory to the weight's gradient: twice the weight's memory in all;
+    - with more rows, chunks of ``hidden size`` rows are added to an fp32 gradient of the weight, which is rounded at
+      the end: three times the weight's memory in all;
+    - with `chunk_rows`, the weight's memory and one chunk of logits, for a sum that is rounded after every chunk.
+
+    With ``"mean"`` and ``"sum"`` the forward pass computes the gradients, and the backward pass multiplies them by the
+    incoming gradient only if that is not 1, which it finds out on the device; only one backward pass is possible. With
+    ``"none"`` the backward pass computes the logits again. Logits and their gradient are rounded to hidden's dtype.
+    Differentiable once in hidden, weight and bias.
 
     Args:
         hidden: ``[..., hidden size]``, bfloat16, float16 or float32.
@@ -88,10 +96,10 @@ def linear_cross_entropy(
         reduction: As in ``cross_entropy``.
         return_lse: As in ``cross_entropy``.
         return_accuracy: As in ``cross_entropy``.
-        chunk_rows: Rows of logits at a time. None takes ``rows * hidden size / vocabulary``, rounded up to a power of
-            two: logits of about hidden's size. More is faster and needs more memory.
-        fp32_weight_grad: Sum up the gradient of a 16-bit weight in fp32 (twice its memory) instead of rounding the sum
-            after every chunk.
+        chunk_rows: Rows of logits at a time, for the least memory; None for the rule above. More is faster, needs more
+            memory and rounds the gradient of a 16-bit weight less often.
+        fp32_weight_grad: With `chunk_rows`, sum up the gradient of a 16-bit weight in fp32 (three times its memory)
+            instead of rounding the sum after every chunk. Without, it always is.
 
     Returns:
         As in ``cross_entropy``.
@@ -101,6 +109,7 @@ def linear_cross_entropy(
             linear_cross_entropy, hidden, weight, labels, bias=bias, ignore_index=ignore_index,
             label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, reduction=reduction,
             return_lse=return_lse, return_accuracy=return_accuracy, chunk_rows=chunk_rows,
+            fp32_weight_grad=fp32_weight_grad,
         )  # fmt: skip
     if reduction not in REDUCTIONS:
         raise ArgumentError(f"reduction is {reduction!r}; expected one of 'none', 'mean', 'sum'")
@@ -110,7 +119,9 @@ def linear_cross_entropy(
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if chunk_rows is None:
-        chunk_rows = default_chunk_rows(labels.numel(), hidden.shape[-1], weight.shape[0]) if weight.dim() == 2 else 1
+        chunk_rows = 0  # the operator has a rule, so that compiled code does not depend on the number of rows
+    elif an_integer("chunk_rows", chunk_rows) < 1:
+        raise ArgumentError(f"chunk_rows is {chunk_rows}; expected at least 1, or None")
     options = (ignore_index, label_smoothing, z_loss, softcap or 0.0)
     if is_dynamo_compiling():
         options = (ignore_index, *(constant(value) for value in options[1:]))

@@ -1,9 +1,9 @@
-"""Linear layer and cross entropy in chunks of rows: the operators, with kernels and in plain torch."""
+"""Linear layer and cross entropy in chunks of rows or slabs of the vocabulary: with kernels and in plain torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.loss import cross_entropy_operators as rows_ops
 from rtkernels.ops.loss import cross_entropy_reduce as reduction_ops
+from rtkernels.ops.loss import linear_cross_entropy_slabs as slabs
 from rtkernels.ops.loss import reference
 from rtkernels.ops.loss.cross_entropy_plan import MEAN, NONE, check_options, report
 from rtkernels.runtime.layout import check_same, metadata, nothing, token
@@ -19,10 +20,21 @@ from rtkernels.runtime.operator.operator import TorchOp
 # ---- chunks of rows: torch's GEMMs around the kernels of cross_entropy ----------------------------------------------
 
 
-def default_chunk_rows(rows: int, hidden: int, vocabulary: int) -> int:
-    """Return how many rows make logits of about the size of the hidden states (the rule of Liger-Kernel)."""
-    parts = -(-vocabulary // max(hidden, 1))
-    return max(1, min(rows, 1 << (-(-rows // parts) - 1).bit_length())) if rows else 1
+_SMALL = 256 << 20  # bytes of logits that nobody minds: below, more chunks would only cost time
+_TILE_ROWS = 128
+
+
+def default_chunk_rows(rows: int, hidden: int, vocabulary: int, itemsize: int = 2) -> int:
+    """Return the rows of a chunk whose logits are of about the size of the weight, or small; all chunks about alike.
+
+    By then the products take 18 times as long as adding a chunk's gradient of the weight to fp32 sums. Without that
+    gradient, `hidden` is 0: small chunks cost nothing.
+    """
+    most = max(hidden, _SMALL // (vocabulary * itemsize), 1)
+    if rows <= most:
+        return max(1, rows)
+    alike = -(-rows // -(-rows // most))
+    return min(rows, -(-alike // _TILE_ROWS) * _TILE_ROWS)
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, chunk_rows: int) -> None:
@@ -39,8 +51,8 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, 
             check_same(name, tensor.get_device(), hidden.get_device(), "device index", of="hidden")
     if bias is not None:
         check_same("bias", tuple(bias.shape), (weight.shape[0],), "shape", of="weight's rows")
-    if chunk_rows < 1:
-        raise ArgumentError(f"chunk_rows is {chunk_rows}; expected at least 1, or None")
+    if chunk_rows < 0:
+        raise ArgumentError(f"chunk_rows is {chunk_rows}; expected at least 1, or 0 for the rule")
     logits = (hidden.dtype, torch.Size((*hidden.shape[:-1], weight.shape[0])), (), hidden.get_device())
     rows_ops.check(logits, metadata(labels), "hidden @ weight.T")
 
@@ -50,11 +62,11 @@ class _Weights:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, in_fp32: bool, need_weight: bool, need_bias: bool) -> None:
         self._target, self._bias_dtype = weight, None if bias is None else bias.dtype
-        wide = in_fp32 and weight.dtype != torch.float32
-        self._wide = wide
+        self._in_fp32 = in_fp32 and weight.dtype != torch.float32
         self.weight: Tensor | None = None
         if need_weight:
-            self.weight = torch.empty(weight.shape, dtype=torch.float32 if wide else weight.dtype, device=weight.device)
+            dtype = torch.float32 if self._in_fp32 else weight.dtype
+            self.weight = torch.empty(weight.shape, dtype=dtype, device=weight.device)
         self.bias: Tensor | None = None
         if need_bias:
             self.bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device)
@@ -62,18 +74,12 @@ class _Weights:
 
     def add(self, dlogits: Tensor, hidden: Tensor) -> None:
         if self.weight is not None:
-            left = dlogits.t()
-            if self._wide and dlogits.is_cuda:
-                if self._first:
-                    self.weight.zero_()
-                torch.addmm(self.weight, left, hidden, out_dtype=torch.float32, out=self.weight)
+            if self._in_fp32:
+                slabs.add_product(self.weight, dlogits.t(), hidden, self._first)
+            elif self._first:
+                torch.mm(dlogits.t(), hidden, out=self.weight)
             else:
-                if self._wide:
-                    left, hidden = left.float(), hidden.float()
-                if self._first:
-                    torch.mm(left, hidden, out=self.weight)
-                else:
-                    self.weight.addmm_(left, hidden)
+                self.weight.addmm_(dlogits.t(), hidden)
         if self.bias is not None:
             self.bias += dlogits.sum(0, dtype=torch.float32)
         self._first = False
@@ -105,36 +111,68 @@ def _chunks(
         yield part, states, logits
 
 
-def _forward(
-    rows_of: Callable[..., Any], gradient_of: Callable[..., Any], count: Callable, reduce: Callable, args: tuple
-):
-    """The operator, with functions for a chunk of rows: kernels or plain torch."""
+class _Functions(NamedTuple):
+    """What is done to the logits of a chunk and to the numbers of all rows: by kernels, or in plain torch."""
+
+    rows: Callable[..., Tensor]
+    gradient: Callable[..., Tensor]
+    row_gradient: Callable[..., None]
+    count: Callable[..., Tensor]
+    reduce: Callable[..., tuple[Tensor, Tensor]]
+    of_slabs: slabs.Functions
+
+
+def _by_rule(chunk_rows: int, in_fp32: bool, rows: int, weight: Tensor, need_weight: bool) -> tuple[int, bool]:
+    """Return how many rows make a chunk and whether weight gradients are added in fp32; as given, or by the rule."""
+    if chunk_rows:
+        return chunk_rows, in_fp32
+    vocabulary, size = weight.shape
+    chunk_rows = default_chunk_rows(rows, size if need_weight else 0, vocabulary, weight.element_size())
+    return chunk_rows, chunk_rows < rows
+
+
+def _forward(functions: _Functions, args: tuple):
+    """The operator ``linear_cross_entropy_fwd``."""
     (hidden, weight, labels, bias, ignore_index, smoothing, z_loss, softcap, reduction, accuracy, with_lse) = args[:11]
-    chunk_rows, in_fp32, need_hidden, need_weight, need_bias = args[11:]
+    chunk_rows, in_fp32, *needs = args[11:]
+    need_hidden, need_weight, need_bias = needs
     options = (ignore_index, smoothing, z_loss, softcap)
     check_options(smoothing, z_loss, softcap, reduction)
     _check(hidden, weight, labels, bias, chunk_rows)
     states, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).contiguous()
-    rows = flat.numel()
+    rows, shape = flat.numel(), labels.shape
+    wants_gradient = any(needs)
+    if need_weight and chunk_rows == 0 and slabs.suits(rows, weight, _SMALL):
+        found = slabs.run(functions.of_slabs, states, weight, flat, bias, None, options, reduction, needs)
+        result_shape = shape if reduction == NONE else ()
+        return (
+            found.loss.view(result_shape),
+            found.accuracy.view(result_shape) if accuracy else nothing(found.loss),
+            found.lse.view(shape) if with_lse else nothing(found.loss),
+            found.dhidden.view(hidden.shape) if need_hidden else found.dhidden,
+            found.dweight,
+            found.dbias,
+        )
+    chunk_rows, in_fp32 = _by_rule(chunk_rows, in_fp32, rows, weight, need_weight)
     losses = torch.empty(rows, dtype=torch.float32, device=hidden.device)
     correct, lse = (torch.empty_like(losses) if wanted else None for wanted in (accuracy, with_lse))
-    wants_gradient = need_hidden or need_weight or need_bias
-    factor = count(flat, ignore_index) if wants_gradient and reduction == MEAN else None
+    factor = functions.count(flat, ignore_index) if wants_gradient and reduction == MEAN else None
     dhidden = torch.empty(states.shape, dtype=hidden.dtype, device=hidden.device) if need_hidden else None
     sums = _Weights(weight, bias, in_fp32, need_weight, need_bias)
+    of_chunk = functions.gradient if wants_gradient else functions.rows
     for part, some, logits in _chunks(states, weight, bias, chunk_rows):
         numbers = (losses[part], None if correct is None else correct[part])
-        stats = (gradient_of if wants_gradient else rows_of)(logits, flat[part], *numbers, factor, options)
+        stats = of_chunk(logits, flat[part], *numbers, factor, options)
         if lse is not None:
             torch.sum(stats, 0, out=lse[part])
         if dhidden is not None:
             torch.mm(logits, weight, out=dhidden[part])
         sums.add(logits, some)
-    shape = labels.shape
+    logits = None  # before the fp32 sums of the weight's gradient are rounded into new memory
     if reduction == NONE:
         loss, hits = losses.view(shape), nothing(losses) if correct is None else correct.view(shape)
     else:
-        loss, hits = reduce(losses, correct, flat, ignore_index, reduction)
+        loss, hits = functions.reduce(losses, correct, flat, ignore_index, reduction)
     return (
         loss,
         hits,
@@ -144,20 +182,25 @@ def _forward(
     )
 
 
-def _backward(gradient_of: Callable[..., Any], args: tuple):
-    """As `_forward`, for a gradient of each row's own."""
+def _backward(functions: _Functions, args: tuple):
+    """The operator ``linear_cross_entropy_bwd``: as `_forward`, for a gradient of each row's own."""
     (dloss, hidden, weight, labels, bias, ignore_index, smoothing, z_loss, softcap, chunk_rows, in_fp32) = args[:11]
-    need_hidden, need_weight, need_bias = args[11:]
+    options, needs = (ignore_index, smoothing, z_loss, softcap), args[11:]
     _check(hidden, weight, labels, bias, chunk_rows)
     check_same("dloss", dloss.shape, labels.shape, "shape", of="labels")
     states, flat, g = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).contiguous(), dloss.reshape(-1).float()
-    dhidden = torch.empty(states.shape, dtype=hidden.dtype, device=hidden.device) if need_hidden else None
-    sums = _Weights(weight, bias, in_fp32, need_weight, need_bias)
+    if needs[1] and chunk_rows == 0 and slabs.suits(flat.numel(), weight, _SMALL):
+        found = slabs.run(functions.of_slabs, states, weight, flat, bias, g, options, NONE, needs)
+        return found.dhidden.view(hidden.shape) if needs[0] else found.dhidden, found.dweight, found.dbias
+    chunk_rows, in_fp32 = _by_rule(chunk_rows, in_fp32, flat.numel(), weight, needs[1])
+    dhidden = torch.empty(states.shape, dtype=hidden.dtype, device=hidden.device) if needs[0] else None
+    sums = _Weights(weight, bias, in_fp32, *needs[1:])
     for part, some, logits in _chunks(states, weight, bias, chunk_rows):
-        gradient_of(logits, flat[part], g[part], (ignore_index, smoothing, z_loss, softcap))
+        functions.row_gradient(logits, flat[part], g[part], options)
         if dhidden is not None:
             torch.mm(logits, weight, out=dhidden[part])
         sums.add(logits, some)
+    logits = None
     return nothing(g) if dhidden is None else dhidden.view(hidden.shape), *sums.results()
 
 
@@ -185,7 +228,7 @@ def _reduce_launch(losses, correct, labels, ignore_index, reduction):
 def _launch_fwd(*args):
     found = report(args[0].get_device())
     found.raise_if_bad()
-    results = _forward(_rows_launch, _gradient_launch, reduction_ops.count_rows, _reduce_launch, args)
+    results = _forward(_KERNELS, args)
     if args[0].get_device() < 0:
         found.raise_if_bad()
     return results
@@ -197,7 +240,12 @@ def _row_gradient_launch(logits, labels, g, options):
 
 
 def _launch_bwd(*args):
-    return _backward(_row_gradient_launch, args)
+    return _backward(_KERNELS, args)
+
+
+_KERNELS = _Functions(
+    _rows_launch, _gradient_launch, _row_gradient_launch, reduction_ops.count_rows, _reduce_launch, slabs.KERNELS
+)
 
 
 # ---- in plain torch -------------------------------------------------------------------------------------------------
@@ -229,7 +277,7 @@ def _reduce_reference(losses, correct, labels, ignore_index, reduction):
 
 
 def _reference_fwd(*args):
-    return _forward(_rows_reference, _gradient_reference, _count_reference, _reduce_reference, args)
+    return _forward(_PLAIN, args)
 
 
 def _row_gradient_reference(logits, labels, g, options):
@@ -238,7 +286,12 @@ def _row_gradient_reference(logits, labels, g, options):
 
 
 def _reference_bwd(*args):
-    return _backward(_row_gradient_reference, args)
+    return _backward(_PLAIN, args)
+
+
+_PLAIN = _Functions(
+    _rows_reference, _gradient_reference, _row_gradient_reference, _count_reference, _reduce_reference, slabs.PLAIN
+)
 
 
 def _fake_gradients(hidden, weight, bias, need_hidden, need_weight, need_bias):

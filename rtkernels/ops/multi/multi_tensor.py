@@ -280,15 +280,36 @@ def multi_clip_norm_(tensors: Tensors, max_norm: float, ord: float = 2.0, *, gro
 
 def clip_norm_(tensors: Sequence[Tensor], max_norm: float, ord: float, group: Any) -> Tensor:
     """Do what ``multi_clip_norm_`` does, as under ``torch.no_grad()``."""
+    kind = _kind_of(ord)
+    if group is None:
+        return _clip(tensors, kind, _largest(max_norm)).reshape(())
+    norm = multi_norm(tensors, ord, group=group)
+    scale_to_norm_(tensors, norm, max_norm)
+    return norm
+
+
+def scale_to_norm_(tensors: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale tensors of which `norm` is the norm, here and elsewhere, to at most `max_norm`."""
+    _scale(tensors, norm, 1.0, _largest(max_norm))
+
+
+def norm_over_groups(lists: Sequence[tuple[Sequence[Any], Sequence[Tensor]]], ord: float) -> Tensor:
+    """Return the norm of several lists together, each sharded over process groups of its own: 0-d fp32."""
+    kind = _kind_of(ord)
+    parts = []
+    for groups, tensors in lists:
+        sums = _reduce(tensors, kind, False, True)
+        for group in groups:
+            sums = _over_group(sums, kind, group)
+        parts.append(sums)
+    return _finished(torch.stack(parts).amax(0) if kind == LARGEST else torch.stack(parts).sum(0), kind).reshape(())
+
+
+def _largest(max_norm: float) -> float:
     max_norm = float(a_number("max_norm", max_norm))
     if not max_norm >= 0:
         raise ArgumentError(f"max_norm is {max_norm}; expected a number of at least 0")
-    kind = _kind_of(ord)
-    if group is None:
-        return _clip(tensors, kind, max_norm).reshape(())
-    norm = multi_norm(tensors, ord, group=group)
-    _scale(tensors, norm, 1.0, max_norm)
-    return norm
+    return max_norm
 
 
 def _listed(tensors: Tensors) -> Sequence[Tensor]:
@@ -319,13 +340,21 @@ def _kind_of(ord: float) -> int:
 
 def _combined(sums: Tensor, kind: int, group: Any) -> Tensor:
     """Combine unfinished norms over a process group and finish them."""
+    return _finished(_over_group(sums, kind, group), kind)
+
+
+def _over_group(sums: Tensor, kind: int, group: Any) -> Tensor:
     sums = _where_group_is(sums, group)
     if kind == LARGEST:
         # A reduction by maximum may drop a NaN, so whether there is one travels beside the number.
         both = torch.stack([sums.nan_to_num(0.0, math.inf), sums.isnan().double()])
         torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=group)
-        return torch.where(both[1] > 0, math.nan, both[0]).float()
+        return torch.where(both[1] > 0, math.nan, both[0])
     torch.distributed.all_reduce(sums, group=group)
+    return sums
+
+
+def _finished(sums: Tensor, kind: int) -> Tensor:
     return (sums.sqrt() if kind == SQUARES else sums).float()
 
 

@@ -23,6 +23,7 @@ from rtkernels.runtime.layout import address, metadata, nothing, rowed
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.operator import MutatingOp, TorchOp
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.sharding import shard_rows
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 # ---- launchers ------------------------------------------------------------------------------------------------------
@@ -165,6 +166,9 @@ BACKWARD = TorchOp(
     fake=_fake_bwd,
 )
 
+shard_rows(FORWARD, ("x",))
+shard_rows(ADD_FORWARD, ("x", "residual"))
+shard_rows(BACKWARD, ("dy", "h", "dsum"), sums=1)
 
 _again, _forward = FORWARD.again, FORWARD.call
 BACKWARDS[True] = BACKWARD

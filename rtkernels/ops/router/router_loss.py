@@ -31,10 +31,10 @@ _SCORES = {"softmax": SOFTMAX, "sigmoid": SIGMOID, None: PLAIN}
 
 class _Loss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, counts, kind, inner, interleaved, factor):
+    def forward(ctx, x, counts, kind, sequence_dim, k, coefficient):
         ctx.save_for_backward(x, counts)
-        ctx.options = kind, inner, interleaved, factor
-        return FORWARD(x, counts, kind, inner, interleaved, factor)
+        ctx.options = kind, sequence_dim, k, coefficient
+        return FORWARD(x, counts, kind, sequence_dim, k, coefficient)
 
     @staticmethod
     @once_differentiable
@@ -43,12 +43,13 @@ class _Loss(torch.autograd.Function):
         return BACKWARD(g, x, counts, *ctx.options), None, None, None, None, None
 
 
-def _loss(x: Tensor, counts: Tensor | None, kind: int, inner: int, interleaved: bool, factor: float) -> Tensor:
+def _loss(x: Tensor, counts: Tensor | None, kind: int, sequence_dim: int, k: int, coefficient: float) -> Tensor:
+    a_number("coefficient", coefficient)
     if is_grad_enabled() and needs_grad(x):
         if is_dynamo_compiling():
-            factor = constant(factor)
-        return _Loss.apply(x, counts, kind, inner, interleaved, factor)
-    return FORWARD(x, counts, kind, inner, interleaved, factor)
+            coefficient = constant(coefficient)
+        return _Loss.apply(x, counts, kind, sequence_dim, k, coefficient)
+    return FORWARD(x, counts, kind, sequence_dim, k, coefficient)
 
 
 def router_z_loss(logits: Tensor, coefficient: float = 1.0) -> Tensor:
@@ -66,8 +67,7 @@ def router_z_loss(logits: Tensor, coefficient: float = 1.0) -> Tensor:
     """
     if not isinstance(logits, Tensor):
         return interop.call(router_z_loss, logits, coefficient)
-    tokens = logits.shape[:-1].numel() if logits.dim() else 1
-    return _loss(logits, None, Z, 0, False, a_number("coefficient", coefficient) / max(tokens, 1))
+    return _loss(logits, None, Z, -1, 1, coefficient)
 
 
 def load_balancing_loss(
@@ -84,8 +84,9 @@ def load_balancing_loss(
 
     f_e is the fraction of all choices that went to expert e, P_e the mean score of e over the tokens (Switch
     Transformer, Megatron's ``aux_loss``). With `sequence_dim`, f and P are those of each sequence, and the result is
-    the mean over the sequences (DeepSeek's sequence-wise loss, Megatron's ``seq_aux_loss``). fp32 arithmetic, sums in
-    a fixed order. Differentiable once in the logits; the counts are constants.
+    the mean over the sequences (DeepSeek's sequence-wise loss, Megatron's ``seq_aux_loss``). A token whose logits are
+    all -inf has scores of 0, and gradient 0, as in ``rtkernels.softmax`` (not with a score of None). fp32 arithmetic,
+    sums in a fixed order. Differentiable once in the logits; the counts are constants.
 
     Args:
         logits: ``[..., experts]``, 1 to 4096 experts; bfloat16, float16 or float32, any strides (a copy is made unless
@@ -113,30 +114,25 @@ def load_balancing_loss(
         raise ArgumentError(f"score is {score!r}; expected 'softmax', 'sigmoid' or None")
     if not logits.dim():
         raise ArgumentError("logits has no dimensions; expected at least one")
-    tokens, experts, inner, interleaved = logits.shape[:-1].numel(), logits.shape[-1], 0, False
-    length = tokens
-    if sequence_dim is not None:
-        if logits.dim() != 3 or an_integer("sequence_dim", sequence_dim) not in (0, 1):
-            raise ArgumentError(
-                f"sequence_dim is {sequence_dim} for logits of shape {tuple(logits.shape)}; expected 0 or 1, and three "
-                f"dimensions"
-            )
-        inner, interleaved, length = logits.shape[1], sequence_dim == 0, logits.shape[sequence_dim]
+    if sequence_dim is None:
+        sequence_dim = -1
+    elif logits.dim() != 3 or an_integer("sequence_dim", sequence_dim) not in (0, 1):
+        raise ArgumentError(
+            f"sequence_dim is {sequence_dim} for logits of shape {tuple(logits.shape)}; expected 0 or 1, and three "
+            f"dimensions"
+        )
     if k is None:
         if indices is None:
             raise ArgumentError("k is None; expected a number where no indices are given")
         k = indices.shape[-1] if indices.dim() else 1
     if an_integer("k", k) < 1:
         raise ArgumentError(f"k is {k}; expected at least 1")
-    if tokens == 0:
-        return logits.new_zeros((), dtype=torch.float32) + logits.sum().float() * 0
     if counts is None:
         if indices is None:
             raise ArgumentError("indices and counts are None; expected one of them")
         check_same("indices", indices.shape[:-1], logits.shape[:-1], "leading shape", of="logits")
-        counts = COUNTS(indices, experts, inner, interleaved)
-    factor = a_number("coefficient", coefficient) * experts / (k * length * tokens)
-    return _loss(logits, counts, _SCORES[score], inner, interleaved, factor)
+        counts = COUNTS(indices, logits.shape[-1], sequence_dim)
+    return _loss(logits, counts, _SCORES[score], sequence_dim, k, coefficient)
 
 
 OP = Op(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,33 +55,61 @@ _COUNTS = Kernel(
 # ---- launchers ------------------------------------------------------------------------------------------------------
 
 
-def _check(x: tuple[Any, ...], counts: tuple[Any, ...] | None, inner: int, interleaved: bool) -> None:
+class Sequences(NamedTuple):
+    """Which rows share counts."""
+
+    number: int
+    length: int
+    inner: int  # 0 if all rows do, else the size of the second dimension
+    interleaved: bool  # every inner-th row, not inner rows in a row
+
+
+def sequences_of(shape: Sequence[int], sequence_dim: int) -> Sequences:
+    """Return the sequences of logits or indices of that shape; a sequence_dim of -1 makes one of all rows."""
+    if sequence_dim == -1:
+        return Sequences(1, row_count(shape), 0, False)
+    if len(shape) != 3 or sequence_dim not in (0, 1):
+        raise ArgumentError(
+            f"sequence_dim is {sequence_dim} for logits of shape {tuple(shape)}; expected 0 or 1, and three dimensions"
+        )
+    return Sequences(shape[1 - sequence_dim], shape[sequence_dim], shape[1], sequence_dim == 0)
+
+
+def _check(x: tuple[Any, ...], counts: tuple[Any, ...] | None, sequence_dim: int, k: int) -> Sequences:
     check_rows("logits", x, MAX_EXPERTS, "experts")
+    sequences, experts = sequences_of(x[1], sequence_dim), x[1][-1]
+    if k < 1:
+        raise ArgumentError(f"k is {k}; expected at least 1")
     if counts is None:
-        return
-    rows, experts = row_count(x[1]), x[1][-1]
+        return sequences
     if counts[0] != torch.int32:
         raise ArgumentError(f"counts has dtype {str(counts[0])[6:]}; expected int32")
-    if inner < 0 or (inner and rows % inner):
-        raise ArgumentError(f"inner is {inner}; expected 0 or a divisor of the {rows} rows")
-    sequences = 1 if inner == 0 else inner if interleaved else rows // inner
-    wanted = (experts,) if inner == 0 else (sequences, experts)
+    wanted = (experts,) if sequence_dim == -1 else (sequences.number, experts)
     if tuple(counts[1]) != wanted:
         raise ArgumentError(f"counts has shape {tuple(counts[1])}; expected {wanted}")
     check_same("counts", counts[3], x[3], "device index", of="logits")
+    return sequences
 
 
-def _plan(x, counts, align: int, out_align: int | None, inner: int, interleaved: bool, kind: int):
-    _check(x, counts, inner, interleaved)
+def _factor(shape: Sequence[int], sequences: Sequences, kind: int, k: int, coefficient: float) -> float:
+    """Return what the sum over rows is multiplied with. Operators work it out: graphs must not depend on the rows."""
+    rows = row_count(shape)
+    if rows == 0:
+        return 0.0
+    return coefficient / rows if kind == Z else coefficient * shape[-1] / (k * sequences.length * rows)
+
+
+def _plan(x, counts, align: int, out_align: int | None, kind: int, sequence_dim: int, k: int):
+    sequences = _check(x, counts, sequence_dim, k)
     dtype, shape, stride, device = x
     rows, experts, size = row_count(shape), shape[-1], dtype.itemsize
     if rows == 0:
-        return None, 0, ()
+        return None, 0, (), 0.0
     piece, step, backward = _PIECE * size, row_stride(shape, stride), out_align is not None
     whole = [int(vector_bytes(align, step * size, experts * size, most=piece) == piece)]
     if backward:
         whole.append(int(vector_bytes(out_align, experts * size, most=piece) == piece))
-    numbers = (rows, experts, step, inner, int(interleaved), KIND[dtype], *whole, kind)
+    numbers = (rows, experts, step, sequences.inner, int(sequences.interleaved), KIND[dtype], *whole, kind)
     most = _WARPS * _BLOCKS_PER_SM * device_info(device).sm_count
     if kind == Z and dtype == torch.float32 and experts <= _MOST_TOGETHER and all(whole):
         kernel, units = (_Z_BWD, rows) if backward else (_Z_FWD, -(-rows // _ROWS_TOGETHER))
@@ -89,38 +118,41 @@ def _plan(x, counts, align: int, out_align: int | None, inner: int, interleaved:
         kernel, units = _BWD if backward else _FWD, rows
         rounds = -(-rows // most)
     grid = -(-units // (_WARPS * rounds))
-    return kernel.bind((_PIECE,), device, min(grid, GRID_LIMIT), 32 * _WARPS), grid, numbers
+    launch = kernel.bind((_PIECE,), device, min(grid, GRID_LIMIT), 32 * _WARPS)
+    return launch, grid, numbers, _factor(shape, sequences, kind, k, 1.0)
 
 
 _PLANS = Plans(_plan)
 
 
-def _launch_fwd(x, counts, kind, inner, interleaved, factor):
+def _launch_fwd(x, counts, kind, sequence_dim, k, coefficient):
     if x.dim():
         x = rowed(x)
     counts = None if counts is None else counts.contiguous()
     x_address = x.data_ptr()
-    launch, grid, numbers = _PLANS[metadata(x), metadata(counts), x_address & 15, None, inner, interleaved, kind]
+    key = metadata(x), metadata(counts), x_address & 15, None, kind, sequence_dim, k
+    launch, grid, numbers, factor = _PLANS[key]
     if launch is None:
         return torch.zeros((), device=x.device)
     loss = torch.empty((), dtype=torch.float32, device=x.device)
     partial = torch.empty(grid, dtype=torch.float32, device=x.device)
     ticket = fresh_zeros(x.get_device(), 1)
     pointers = x_address, address(counts), partial.data_ptr(), loss.data_ptr(), ticket.data_ptr()
-    launch(*pointers, *numbers, factor)
+    launch(*pointers, *numbers, coefficient * factor)
     return loss
 
 
-def _launch_bwd(g, x, counts, kind, inner, interleaved, factor):
+def _launch_bwd(g, x, counts, kind, sequence_dim, k, coefficient):
     _check_g(g)
     if x.dim():
         x = rowed(x)
     counts = None if counts is None else counts.contiguous()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x_address, out = x.data_ptr(), dx.data_ptr()
-    launch, _, numbers = _PLANS[metadata(x), metadata(counts), x_address & 15, out & 15, inner, interleaved, kind]
+    key = metadata(x), metadata(counts), x_address & 15, out & 15, kind, sequence_dim, k
+    launch, _, numbers, factor = _PLANS[key]
     if launch is not None:
-        launch(g.data_ptr(), x_address, address(counts), out, *numbers, factor)
+        launch(g.data_ptr(), x_address, address(counts), out, *numbers, coefficient * factor)
     return dx
 
 
@@ -129,22 +161,14 @@ def _check_g(g: Tensor) -> None:
         raise ArgumentError(f"g has dtype {str(g.dtype)[6:]} and shape {tuple(g.shape)}; expected one float32 number")
 
 
-def _check_indices(indices: Tensor, experts: int, inner: int) -> None:
+def _check_indices(indices: Tensor, experts: int, sequence_dim: int) -> Sequences:
     if indices.dtype not in (torch.int32, torch.int64):
         raise ArgumentError(f"indices has dtype {str(indices.dtype)[6:]}; expected one of int32, int64")
     if not indices.dim():
         raise ArgumentError("indices has no dimensions; expected at least one")
     if not 1 <= experts <= MAX_EXPERTS:
         raise ArgumentError(f"experts is {experts}; expected 1 to {MAX_EXPERTS}")
-    if inner < 0 or (inner and row_count(indices.shape) % inner):
-        raise ArgumentError(f"inner is {inner}; expected 0 or a divisor of the {row_count(indices.shape)} rows")
-
-
-def _split(rows: int, inner: int, interleaved: bool) -> tuple[int, int, int, int]:
-    """Return the number of sequences, their length, the rows from one to the next, and from row to row in one."""
-    if inner == 0:
-        return 1, rows, rows, 1
-    return (inner, rows // inner, 1, inner) if interleaved else (rows // inner, inner, inner, 1)
+    return sequences_of(indices.shape, sequence_dim)
 
 
 def _plan_counts(device: int, wide: bool, sequences: int, experts: int):
@@ -154,54 +178,61 @@ def _plan_counts(device: int, wide: bool, sequences: int, experts: int):
 _COUNTS_PLANS = Plans(_plan_counts)
 
 
-def _launch_counts(indices, experts, inner, interleaved):
-    _check_indices(indices, experts, inner)
+def _launch_counts(indices, experts, sequence_dim):
+    number, length, inner, interleaved = _check_indices(indices, experts, sequence_dim)
     indices = indices.contiguous()
-    sequences, length, first_step, row_step = _split(row_count(indices.shape), inner, interleaved)
-    shape = (experts,) if inner == 0 else (sequences, experts)
-    counts = torch.empty(shape, dtype=torch.int32, device=indices.device)
+    counts = torch.empty(_counts_shape(number, experts, sequence_dim), dtype=torch.int32, device=indices.device)
     if counts.numel() == 0 or indices.numel() == 0:
         return counts.zero_()
-    launch = _COUNTS_PLANS[indices.get_device(), indices.dtype == torch.int64, sequences, experts]
+    launch = _COUNTS_PLANS[indices.get_device(), indices.dtype == torch.int64, number, experts]
+    first_step, row_step = (1, inner) if interleaved else (length, 1)
     launch(indices.data_ptr(), counts.data_ptr(), length, indices.shape[-1], experts, first_step, row_step)
     return counts
+
+
+def _counts_shape(sequences: int, experts: int, sequence_dim: int) -> tuple[int, ...]:
+    return (experts,) if sequence_dim == -1 else (sequences, experts)
 
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
 
 
-def _of_rows(counts: Tensor, rows: int, inner: int, interleaved: bool) -> Tensor:
+def _of_rows(counts: Tensor, sequences: Sequences) -> Tensor:
     """Return the counts each row is weighed with."""
-    if inner == 0:
+    if sequences.inner == 0:
         return counts.float()
-    return counts.float().repeat(rows // inner, 1) if interleaved else counts.float().repeat_interleave(inner, 0)
+    if sequences.interleaved:
+        return counts.float().repeat(sequences.length, 1)
+    return counts.float().repeat_interleave(sequences.length, 0)
 
 
 def _plain_scores(x: Tensor, kind: int) -> Tensor:
+    """Return scores whose sum is 1, or 0 for a row of -inf."""
     if kind == SOFTMAX:
-        return torch.softmax(x, -1)
+        return torch.where((x == -torch.inf).all(-1, keepdim=True), 0.0, torch.softmax(x, -1))
     s = torch.sigmoid(x)
-    return s / s.sum(-1, keepdim=True)
+    total = s.sum(-1, keepdim=True)
+    return s / torch.where(total == 0, 1.0, total)
 
 
-def _reference_fwd(x, counts, kind, inner, interleaved, factor):
-    _check(metadata(x), metadata(counts), inner, interleaved)
-    wide = x.float().reshape(-1, x.shape[-1])
+def _reference_fwd(x, counts, kind, sequence_dim, k, coefficient):
+    sequences = _check(metadata(x), metadata(counts), sequence_dim, k)
+    wide, factor = x.float().reshape(-1, x.shape[-1]), _factor(x.shape, sequences, kind, k, coefficient)
     if kind == Z:
         return torch.logsumexp(wide, -1).square().sum() * factor
     s = wide if kind == PLAIN else _plain_scores(wide, kind)
-    return (s * _of_rows(counts, len(wide), inner, interleaved)).sum() * factor
+    return (s * _of_rows(counts, sequences)).sum() * factor
 
 
-def _reference_bwd(g, x, counts, kind, inner, interleaved, factor):
-    _check(metadata(x), metadata(counts), inner, interleaved)
+def _reference_bwd(g, x, counts, kind, sequence_dim, k, coefficient):
+    sequences = _check(metadata(x), metadata(counts), sequence_dim, k)
     _check_g(g)
     wide = x.float().reshape(-1, x.shape[-1])
-    scale = g.reshape(()) * factor
+    scale = g.reshape(()) * _factor(x.shape, sequences, kind, k, coefficient)
     if kind == Z:
         dx = 2 * scale * torch.logsumexp(wide, -1, keepdim=True) * torch.softmax(wide, -1)
     else:
-        weights = _of_rows(counts, len(wide), inner, interleaved)
+        weights = _of_rows(counts, sequences)
         if kind == PLAIN:
             dx = (scale * weights).expand_as(wide)
         else:
@@ -212,49 +243,48 @@ def _reference_bwd(g, x, counts, kind, inner, interleaved, factor):
     return dx.reshape(x.shape).to(x.dtype).contiguous()
 
 
-def reference_counts(indices, experts, inner, interleaved):
-    _check_indices(indices, experts, inner)
+def reference_counts(indices, experts, sequence_dim):
+    number, length, inner, interleaved = _check_indices(indices, experts, sequence_dim)
     rows = row_count(indices.shape)
-    sequences = _split(rows, inner, interleaved)[0]
-    flat = indices.reshape(rows, -1).long()
+    flat = indices.reshape(rows, indices.shape[-1]).long()
     place = torch.arange(rows, device=indices.device)
-    sequence = torch.zeros_like(place) if inner == 0 else place % inner if interleaved else place // inner
+    sequence = torch.zeros_like(place) if inner == 0 else place % inner if interleaved else place // length
     valid = (flat >= 0) & (flat < experts)
-    key = torch.where(valid, sequence[:, None] * experts + flat, sequences * experts).reshape(-1)
-    counts = torch.zeros(sequences * experts + 1, dtype=torch.int32, device=indices.device)
+    key = torch.where(valid, sequence[:, None] * experts + flat, number * experts).reshape(-1)
+    counts = torch.zeros(number * experts + 1, dtype=torch.int32, device=indices.device)
     counts = counts.scatter_add(0, key, torch.ones_like(key, dtype=torch.int32))[:-1]
-    return counts.view((experts,) if inner == 0 else (sequences, experts)).clone()
+    return counts.view(_counts_shape(number, experts, sequence_dim)).clone()
 
 
-def _fake_fwd(x, counts, kind, inner, interleaved, factor):
+def _fake_fwd(x, counts, kind, sequence_dim, k, coefficient):
     return x.new_empty((), dtype=torch.float32)
 
 
-def _fake_bwd(g, x, counts, kind, inner, interleaved, factor):
+def _fake_bwd(g, x, counts, kind, sequence_dim, k, coefficient):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _fake_counts(indices, experts, inner, interleaved):
-    rows = indices.numel() // indices.shape[-1] if inner else 0
-    sequences = 0 if inner == 0 else inner if interleaved else rows // inner
-    return indices.new_empty((experts,) if inner == 0 else (sequences, experts), dtype=torch.int32)
+def _fake_counts(indices, experts, sequence_dim):
+    number = sequences_of(indices.shape, sequence_dim).number
+    return indices.new_empty(_counts_shape(number, experts, sequence_dim), dtype=torch.int32)
 
 
+# Of load balancing, the loss is divided by k and multiplied by the number of experts; of Z, k is not used.
+_OPTIONS = "Tensor x, Tensor? counts, int kind, int sequence_dim, int k, float coefficient"
 FORWARD = TorchOp(
-    "router_loss_fwd(Tensor x, Tensor? counts, int kind, int inner, bool interleaved, float factor) -> Tensor",
+    f"router_loss_fwd({_OPTIONS}) -> Tensor",
     launch=_launch_fwd,
     reference=_reference_fwd,
     fake=_fake_fwd,
 )
 BACKWARD = TorchOp(
-    "router_loss_bwd(Tensor g, Tensor x, Tensor? counts, int kind, int inner, bool interleaved, float factor) "
-    "-> Tensor",
+    f"router_loss_bwd(Tensor g, {_OPTIONS}) -> Tensor",
     launch=_launch_bwd,
     reference=_reference_bwd,
     fake=_fake_bwd,
 )
 COUNTS = TorchOp(
-    "router_counts(Tensor indices, int experts, int inner, bool interleaved) -> Tensor",
+    "router_counts(Tensor indices, int experts, int sequence_dim) -> Tensor",
     launch=_launch_counts,
     reference=reference_counts,
     fake=_fake_counts,

@@ -17,6 +17,7 @@ from rtkernels.runtime.launch.tables import TensorList
 from rtkernels.runtime.operator.arguments import ArgumentTypes
 from rtkernels.runtime.operator.autograd import refuse_tangents
 from rtkernels.runtime.operator.plan import Plan
+from rtkernels.runtime.operator.sharding import register_rules
 from rtkernels.runtime.torch_private import (
     TENSOR_TYPES,
     dispatch_modes,
@@ -129,6 +130,7 @@ def call({names}):
             return run_cpu({names})
     if not is_dynamo_compiling():
         check_types({names})
+        register_rules()
     return overload({names})
 """
         scope = {
@@ -146,6 +148,7 @@ def call({names}):
             "reference": self.reference,
             "TensorList": TensorList,
             "check_types": self._check_types,
+            "register_rules": register_rules,
             "overload": self.overload,
             "stand_ins": _STAND_INS,
             "remember": lambda *args: self._remember(scope, args),

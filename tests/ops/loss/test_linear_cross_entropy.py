@@ -17,6 +17,8 @@ import rtkernels
 from bench.rows import rows_of
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.loss import linear_cross_entropy as module
+from rtkernels.ops.loss import linear_cross_entropy_operators as linear
+from rtkernels.ops.loss import linear_cross_entropy_slabs as slabs
 
 linear_cross_entropy = rtkernels.linear_cross_entropy
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -140,11 +142,73 @@ def test_nothing_counts(place: str) -> None:
 
 
 def test_chunk_rule() -> None:
-    assert module.default_chunk_rows(8192, 4096, 151936) == 256
-    assert module.default_chunk_rows(16384, 4096, 32000) == 2048
-    assert module.default_chunk_rows(5, 4096, 32) == 5
-    assert module.default_chunk_rows(1, 16, 151936) == 1
-    assert module.default_chunk_rows(0, 16, 151936) == 1
+    rule = linear.default_chunk_rows
+    assert rule(32768, 4096, 151936) == 4096
+    assert rule(9000, 4096, 151936) == 3072  # about alike, of whole tiles
+    assert rule(8192, 0, 151936) == 896  # without a gradient of the weight
+    assert rule(16384, 256, 32000) == 4096  # 256 MiB of logits whatever the hidden size
+    assert rule(5, 4096, 32) == 5
+    assert rule(1, 16, 151936) == 1
+    assert rule(0, 16, 151936) == 1
+    weight = torch.empty(151936, 4096, dtype=torch.bfloat16, device="meta")
+    assert [slabs.suits(rows, weight, 256 << 20) for rows in (100, 8192, 8193)] == [False, True, False]
+    assert not slabs.suits(4096, weight.float(), 256 << 20)
+
+
+@pytest.fixture
+def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests are about what happens to large tensors, with small ones."""
+    monkeypatch.setattr(linear, "_SMALL", 0)
+    monkeypatch.setattr(slabs, "slab_columns", lambda device: 128)
+
+
+@pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
+@at("cpu", "sm_90", "cuda")
+def test_slabs_of_the_vocabulary(place: str, reduction: str, nothing_is_small: None) -> None:
+    with running_on(place) as device:
+        tensors = make(torch.bfloat16, device, 300)
+        for name, with_bias in itertools.product(OPTIONS, (False, True)):
+            check(tensors, reduction, with_bias, g=1.0 if with_bias else 0.3, **OPTIONS[name])
+        check(make(torch.float16, device, 256), reduction, True, 1.0)
+        *values, wrong = make(torch.bfloat16, device, 300)
+        wrong[0, 0] = 300
+        with pytest.raises(ArgumentError, match="labels has 300 in row 0"):
+            linear_cross_entropy(values[0], values[1].requires_grad_(), wrong.int()).backward()
+            rtkernels.check_labels()
+        check(make(torch.bfloat16, device, 300, (2, 25)), reduction, False, 1.0)  # more rows: chunks, added in fp32
+        hidden, weight, bias, labels = tensors
+        both = {"return_lse": True, "return_accuracy": True, "reduction": reduction}
+        got = linear_cross_entropy(hidden, weight.requires_grad_(), labels, bias=bias, **both)
+        wanted = linear_cross_entropy(hidden, weight, labels, bias=bias, chunk_rows=3, **both)
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("small", (0, linear._SMALL))
+@at("cpu", "cuda")
+def test_gradient_of_the_weight_is_rounded_once(
+    place: str, small: int, nothing_is_small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As close to exact as torch's two steps, whatever the number of rows and the way."""
+    monkeypatch.setattr(linear, "_SMALL", small)
+    with running_on(place) as device:
+        for rows in (30, 1000):
+            hidden, weight, _, labels = make(torch.bfloat16, device, 331, (rows,))
+            exactly = _gradients(_two_steps, hidden.double(), weight.double(), labels)
+            theirs = _gradients(_two_steps, hidden, weight, labels)
+            ours = _gradients(linear_cross_entropy, hidden, weight, labels)
+            for right, one, other in zip(exactly, ours, theirs, strict=True):
+                assert (one - right).norm() <= 1.05 * (other - right).norm()
+
+
+def _two_steps(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    logits = F.linear(hidden, weight)
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels)
+
+
+def _gradients(loss_of: Callable[..., Tensor], hidden: Tensor, weight: Tensor, labels: Tensor) -> list[Tensor]:
+    leaves = [t.detach().clone().requires_grad_() for t in (hidden, weight)]
+    loss_of(*leaves, labels).backward()
+    return [leaf.grad.double() for leaf in leaves]
 
 
 def test_autocast() -> None:
@@ -233,19 +297,25 @@ def test_bench_row_agrees_with_torch() -> None:
 
 
 @pytest.mark.gpu
-def test_memory_is_gradients_and_one_chunk() -> None:
-    rows, size, vocabulary = 4096, 1024, 50257
+@pytest.mark.parametrize("rows", (2048, 4096))
+def test_memory_next_to_gradients(rows: int) -> None:
+    size, vocabulary = 1024, 100352
     hidden = torch.randn(rows, size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = (torch.randn(vocabulary, size, device="cuda", dtype=torch.bfloat16) / 32).requires_grad_()
     labels = torch.randint(0, vocabulary, (rows,), device="cuda")
-    linear_cross_entropy(hidden, weight, labels).backward()
-    hidden.grad = weight.grad = None
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    linear_cross_entropy(hidden, weight, labels).backward()
-    used = torch.cuda.max_memory_allocated() - before
-    chunk = module.default_chunk_rows(rows, size, vocabulary) * vocabulary * 2
-    assert used <= chunk + 2 * (rows + vocabulary) * size + 2**21
+
+    def peak(**options: Any) -> int:
+        linear_cross_entropy(hidden, weight, labels, **options).backward()
+        hidden.grad = weight.grad = None
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        linear_cross_entropy(hidden, weight, labels, **options).backward()
+        return torch.cuda.max_memory_allocated() - before
+
+    of_weight, of_hidden, little = 2 * vocabulary * size, 2 * rows * size, 2**21
+    assert peak(chunk_rows=256) <= 256 * vocabulary * 2 + of_weight + of_hidden + little
+    slab = 2 * slabs.slab_columns(0) * size
+    assert peak() <= (2 if rows <= 2 * size else 3) * of_weight + 2 * of_hidden + slab + little
 
 
 @pytest.mark.gpu

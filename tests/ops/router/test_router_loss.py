@@ -106,7 +106,7 @@ def test_counts_instead_of_indices(place: str) -> None:
 def test_dropped_choices_are_not_counted(place: str) -> None:
     with running_on(place) as device:
         indices = torch.tensor([[0, -1], [5, 2], [2, 99]], dtype=torch.int32, device=device)
-        assert module.COUNTS(indices, 6, 0, False).tolist() == [1, 0, 2, 0, 0, 1]
+        assert module.COUNTS(indices, 6, -1).tolist() == [1, 0, 2, 0, 0, 1]
 
 
 @at("cpu", "sm_90", "cuda")
@@ -117,6 +117,26 @@ def test_no_tokens(place: str) -> None:
         for loss in (router_z_loss(x), load_balancing_loss(x, indices)):
             assert loss == 0
             loss.backward()
+
+
+@pytest.mark.parametrize("score", ("softmax", "sigmoid"))
+@at("cpu", "sm_90", "cuda")
+def test_a_token_of_minus_infinity_adds_nothing(place: str, score: str) -> None:
+    """As in softmax: its scores are 0, and so is its gradient; it still counts as a token of the mean."""
+    with running_on(place) as device:
+        for name in SHAPES:
+            x, indices = make(name, torch.float32, device)
+            x.view(-1, x.shape[-1])[1] = -torch.inf
+            leaf = x.clone().requires_grad_()
+            loss = load_balancing_loss(leaf, indices, score=score)
+            loss.backward()
+            others = torch.ones(x.shape[:-1], dtype=torch.bool, device=device)
+            others.view(-1)[1] = False
+            counts = module.COUNTS(indices, x.shape[-1], -1)
+            wanted = load_balancing_loss(x[others], counts=counts, k=indices.shape[-1], score=score)
+            share = (others.sum() / others.numel()) ** 2  # f and P are both divided by one token more
+            torch.testing.assert_close(loss.detach(), wanted * share, rtol=1e-5, atol=1e-6)
+            assert (leaf.grad.view(-1, x.shape[-1])[1] == 0).all() and leaf.grad.isfinite().all()
 
 
 X, CHOSEN = torch.ones(4, 6, 8), torch.zeros(4, 6, 2, dtype=torch.int32)

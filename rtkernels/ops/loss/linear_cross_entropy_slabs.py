@@ -1,0 +1,144 @@
+"""Linear layer and cross entropy in slabs of the vocabulary: every sum over rows is one product, rounded once.
+
+All logits exist, as one tensor for each slab, until the log-sum-exp of every row is known. Then slab after slab
+becomes its gradient, adds to the gradient of the hidden states (fp32) and gives its rows of the weight's gradient, and
+its memory is free for the next: the peak is the logits, where whole logits need the weight's gradient next to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rtkernels.ops.loss import cross_entropy_operators as rows_ops
+from rtkernels.ops.loss.cross_entropy_parallel import combined
+from rtkernels.ops.loss.cross_entropy_plan import MEAN
+from rtkernels.runtime.launch.device import device_info
+from rtkernels.runtime.layout import nothing
+
+# torch.mm and torch.addmm with fp32 results of 16-bit factors
+_HAS_OUT_DTYPE = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 8)
+_TILE, _CPU_COLUMNS = 128, 8192
+
+
+def slab_columns(device: int) -> int:
+    """Return the columns of a slab: a tile for each multiprocessor, so that no product ends with a round half empty."""
+    return _TILE * device_info(device).sm_count if device >= 0 else _CPU_COLUMNS
+
+
+def add_product(sums: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """Add ``a @ b`` to fp32 sums, or overwrite them with it if it is the first; no rounding to the factors' dtype."""
+    if a.dtype == torch.float32 or not a.is_cuda:
+        a, b = a.float(), b.float()
+        torch.mm(a, b, out=sums) if first else sums.addmm_(a, b)
+    elif not _HAS_OUT_DTYPE:  # one rounding of every product, not of the sums
+        sums.copy_(torch.mm(a, b)) if first else sums.add_(torch.mm(a, b))
+    elif first:
+        torch.mm(a, b, out_dtype=torch.float32, out=sums)
+    else:
+        torch.addmm(sums, a, b, out_dtype=torch.float32, out=sums)
+
+
+class Functions(NamedTuple):
+    """What is done to the logits of a slab: by kernels, or in plain torch."""
+
+    parts: Callable[..., Tensor]
+    gradient_in_place: Callable[..., None]
+
+
+KERNELS = Functions(rows_ops.PARTS.launch, rows_ops.BACKWARD_IN_PLACE.launch)
+PLAIN = Functions(rows_ops.PARTS.reference, rows_ops.BACKWARD_IN_PLACE.reference)
+
+
+class Results(NamedTuple):
+    """As the operator returns them, for flat rows."""
+
+    loss: Tensor
+    accuracy: Tensor
+    lse: Tensor  # [rows]
+    dhidden: Tensor
+    dweight: Tensor
+    dbias: Tensor
+
+
+def run(
+    functions: Functions,
+    states: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    g: Tensor | None,
+    options: tuple[int, float, float, float],
+    reduction: int,
+    needs: Sequence[bool],
+) -> Results:
+    """Return loss and gradients.
+
+    Args:
+        functions: For the logits of a slab.
+        states: ``[rows, hidden size]``.
+        weight: ``[vocabulary, hidden size]``.
+        labels: ``[rows]``, dense.
+        bias: ``[vocabulary]``, or None.
+        g: fp32 ``[rows]``, the gradient of every row's loss; None for that of the reduced loss.
+        options: ignore_index, label_smoothing, z_loss, softcap.
+        reduction: NONE, MEAN or SUM.
+        needs: Which gradients are wanted: of states, weight and bias.
+    """
+    ignore_index, smoothing, z_loss, softcap = options
+    vocabulary = weight.shape[0]
+    firsts = range(0, vocabulary, slab_columns(weight.get_device()))
+    slabs = [weight[first : first + firsts.step] for first in firsts]
+    logits: list[Any] = []
+    parts = []
+    for first, slab in zip(firsts, slabs, strict=True):
+        if bias is None:
+            logits.append(torch.mm(states, slab.t()))
+        else:
+            logits.append(torch.addmm(bias[first : first + firsts.step], states, slab.t()))
+        parts.append(functions.parts(logits[-1], labels, ignore_index, smoothing, softcap, first, vocabulary))
+    loss, accuracy, stats, factor = combined(
+        torch.stack(parts), labels, ignore_index, smoothing, z_loss, vocabulary, reduction
+    )
+    if g is None:
+        g = torch.ones(1, dtype=torch.float32, device=states.device)
+    rows = (labels, stats, factor if reduction == MEAN else None)
+    need_hidden, need_weight, need_bias = needs
+    dhidden = torch.empty(states.shape, dtype=torch.float32, device=states.device) if need_hidden else nothing(g)
+    dweight, dbias = [], []
+    for i, first in enumerate(firsts):
+        some, logits[i] = logits[i], None  # its memory is free after this round
+        functions.gradient_in_place(g, some, *rows, *options, first, vocabulary)
+        if need_hidden:
+            add_product(dhidden, some, slabs[i], i == 0)
+        if need_weight:
+            dweight.append(torch.mm(some.t(), states))
+        if need_bias:
+            dbias.append(some.sum(0, dtype=torch.float32))
+        del some
+    return Results(
+        loss,
+        accuracy,
+        stats.sum(0),
+        dhidden.to(states.dtype) if need_hidden else dhidden,
+        _joined(dweight) if need_weight else nothing(g),
+        _joined(dbias).to(states.dtype) if need_bias else nothing(g),
+    )
+
+
+def _joined(slabs: list[Tensor]) -> Tensor:
+    return slabs[0] if len(slabs) == 1 else torch.cat(slabs)
+
+
+def suits(rows: int, weight: Tensor, small: int) -> bool:
+    """Return True if slabs are the best way: all logits in no more memory than the weight's gradient takes in fp32.
+
+    With more rows, chunks whose weight gradients are added in fp32 need less. Up to `small` bytes of logits, one chunk
+    has fewer launches, and in fp32 chunks of rows round nothing either.
+    """
+    vocabulary, size = weight.shape
+    held = rows * vocabulary * weight.element_size()
+    return weight.dtype != torch.float32 and small < held <= 4 * vocabulary * size
