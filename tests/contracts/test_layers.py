@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "rtkernels"
 
-GROUND = {"errors", "_public", "runtime.env", "runtime.targets", "runtime.layout", "runtime.torch_private"}
+GROUND = {"errors", "_public", "runtime.cpus", "runtime.suggest", "runtime.env", "runtime.targets", "runtime.layout", "runtime.torch_private"}
 # Families and what they may use of each other.
 FAMILIES = {
     "layout": set(),
