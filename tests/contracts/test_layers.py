@@ -11,7 +11,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "rtkernels"
 
-GROUND = {"errors", "_public", "runtime.cpus", "runtime.suggest", "runtime.env", "runtime.targets", "runtime.layout", "runtime.torch_private"}
+GROUND = {
+    "errors", "_public",
+    "runtime.cpus", "runtime.env", "runtime.layout", "runtime.suggest", "runtime.targets", "runtime.torch_private",
+}  # fmt: skip
 # Families and what they may use of each other.
 FAMILIES = {
     "layout": set(),
