@@ -7,6 +7,8 @@ launcher and its device code. ``docs/emulator.md`` says what is checked and how 
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
@@ -18,7 +20,8 @@ from rtkernels.errors import ArgumentError, ToolkitError
 from rtkernels.runtime import env, targets
 
 if TYPE_CHECKING:
-    from rtkernels.emulator._launch import Bound, EmulatorError, Pointer, points_to
+    from rtkernels.emulator._launch import Bound, EmulatorError
+    from rtkernels.emulator._recording import Pointer, points_to
 
 __all__ = [
     "EmulatorError",
@@ -27,6 +30,7 @@ __all__ = [
     "bind",
     "emulate",
     "launched",
+    "lock",
     "on_host",
     "points_to",
     "recording",
@@ -35,6 +39,11 @@ __all__ = [
 ]
 
 _FEATURES = {(8, 0): 80, (8, 9): 89, (9, 0): 90}
+
+# One launch runs at a time, and an op of one thread at a time, as plans are made for one target. A fork waits until
+# neither is under way: the child has no thread that could finish it.
+lock = threading.RLock()
+os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
 
 @dataclass(frozen=True)
@@ -127,14 +136,15 @@ def launched() -> frozenset[tuple[str, str]]:
 
 def recording() -> Any:
     """Return the context a launcher runs in: ``data_ptr()`` knows its tensor, new memory is poisoned."""
-    from rtkernels.emulator._launch import Recording
+    from rtkernels.emulator._recording import Recording
 
     return Recording()
 
 
 def bind(
-    kernel: Any, variant: tuple[Any, ...], arch: int, grid: Any, block: Any, shared: int = 0, cluster: int = 1
-) -> Bound:
+    kernel: Any, variant: tuple[Any, ...], arch: int, grid: Any, block: Any, shared: int = 0, cluster: int = 1,
+    *, resident: bool = False, overlap: bool = False,
+) -> Bound:  # fmt: skip
     """Return a function that runs a kernel variant on the host; its arguments are those of the kernel.
 
     Pointers must come from ``Tensor.data_ptr()`` inside ``recording()``, or from ``Pointer.of(tensor)``.
@@ -146,11 +156,13 @@ def bind(
         grid: Blocks in up to three dimensions.
         block: Threads in up to three dimensions.
         shared: Dynamic shared memory in bytes.
-        cluster: Blocks in x of a cluster.
+        cluster: Blocks in x of a cluster, or that run by turns.
+        resident: All blocks run at the same time, and are no cluster.
+        overlap: The kernel may start before the previous one of this thread has ended; ignored below 90.
     """
     from rtkernels.emulator._launch import Bound
 
-    return Bound(kernel, variant, arch, grid, block, shared, cluster)
+    return Bound(kernel, variant, arch, grid, block, shared, cluster, resident, overlap)
 
 
 def on_host(kernel: Any, variant: tuple[Any, ...]) -> Callable[..., None]:
@@ -164,7 +176,7 @@ def on_host(kernel: Any, variant: tuple[Any, ...]) -> Callable[..., None]:
     """
 
     def run(grid: Any, block: Any, args: Sequence[Any], shared_bytes: int = 0) -> None:
-        from rtkernels.emulator._launch import Pointer
+        from rtkernels.emulator._recording import Pointer
 
         values = [Pointer.of(value) if isinstance(value, torch.Tensor) else value for value in args]
         bind(kernel, variant, settings().features, grid, block, shared_bytes)(*values)
@@ -174,7 +186,7 @@ def on_host(kernel: Any, variant: tuple[Any, ...]) -> Callable[..., None]:
 
 def __getattr__(name: str) -> Any:
     if name in ("EmulatorError", "Pointer", "points_to"):
-        from rtkernels.emulator import _launch
+        from rtkernels.emulator import _launch, _recording
 
-        return getattr(_launch, name)
+        return getattr(_launch if name == "EmulatorError" else _recording, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

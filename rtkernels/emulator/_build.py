@@ -32,10 +32,14 @@ DYNAMIC_SHARED = 232_448  # bytes reserved for `extern __shared__` arrays: the m
 
 _INCLUDES = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 _DYNAMIC = re.compile(r"\bextern\s+__shared__\s+([^;{}]*?)\b(\w+)\s*\[\s*\]\s*;")
+_BOUNDS = re.compile(r"__global__\s+void\s+__launch_bounds__\s*\(")
+_TEMPLATE = re.compile(r"template\s*(<[^;{}]*>)\s*$")
 # Of kernels, where the compiler knows them. Most run once: passes that take long and speed up little are left out, and
-# of debug information all but the lines.
+# of debug information all but the lines. GCC forms fused multiply-adds only with expensive optimisations.
 _KERNEL_FLAGS = (
+    "-fexpensive-optimizations",
     *("-fno-tree-sra", "-fno-gnu-unique", "-fno-extern-tls-init", "--param=tsan-instrument-func-entry-exit=0"),
+    "--param=tsan-distinguish-volatile=1",
     *("-fno-tree-dominator-opts", "-fno-tree-loop-optimize", "-fno-tree-pta", "-fira-region=one", "-fno-var-tracking"),
 )
 _shrunk = False
@@ -134,14 +138,37 @@ def _wrapper(unit: Path, expression: str, sources: dict[str, bytes]) -> str:
         for kind, name in arrays
     )
     size = DYNAMIC_SHARED if arrays else 0
+    bounds, max_threads = _launch_bounds(sources[unit.name].decode(), expression)
     storage = f'extern "C" {{ __shared__ __align__(1024) unsigned char rtk_emu_dynamic[{size}]; }}\n' if arrays else ""
     return f"""#include "intrinsics.h"
 #include "{unit}"
-{storage}{aliases}static void rtk_emu_entry(const emu::u64* args) {{ emu::call(&{expression}, args); }}
+{storage}{aliases}{bounds}static void rtk_emu_entry(const emu::u64* args) {{ emu::call(&{expression}, args); }}
 extern "C" __attribute__((visibility("default"), no_sanitize("thread"))) int rtk_emu_run(emu::Launch* launch) {{
-    return emu::run(launch, rtk_emu_entry, {"rtk_emu_dynamic" if arrays else "nullptr"}, {size});
+    return emu::run(launch, rtk_emu_entry, {"rtk_emu_dynamic" if arrays else "nullptr"}, {size}, {max_threads});
 }}
 """
+
+
+def _launch_bounds(text: str, expression: str) -> tuple[str, str]:
+    """Return a declaration and an expression of it that gives the most threads of a block, "0" if nothing is said.
+
+    The bounds may depend on template parameters, so the kernel's template header is written again for a function.
+    """
+    name = expression.partition("<")[0].rpartition("::")[2]
+    for found in _BOUNDS.finditer(text):
+        depth, end = 1, found.end()
+        while depth:
+            depth += {"(": 1, ")": -1}.get(text[end], 0)
+            end += 1
+        if not re.match(rf"\s*{name}\s*\(", text[end:]):
+            continue
+        before = text[: found.start()].rstrip()
+        header = _TEMPLATE.search(before[before.rfind("template") :]) if before.endswith(">") else None
+        template = f"template {header[1]} " if header else ""
+        body = f"constexpr int rtk_emu_bounds() {{ return emu::launch_bounds({text[found.end() : end - 1]}); }}"
+        arguments = "<" + expression.partition("<")[2] if header else ""
+        return f"namespace rtk {{ {template}{body} }}\n", f"rtk::rtk_emu_bounds{arguments}()"
+    return "", "0"
 
 
 # ---- cache ----------------------------------------------------------------------------------------------------------

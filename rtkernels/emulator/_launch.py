@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import numpy
 import torch
-from torch.overrides import TorchFunctionMode
 
-from rtkernels.emulator import _build
+from rtkernels.emulator import _build, lock
+from rtkernels.emulator._dependent import history
+from rtkernels.emulator._recording import TARGETS, Pointer
 from rtkernels.errors import RtkError
 
 _KINDS = {
@@ -25,9 +25,10 @@ _KINDS = {
     6: "absent_lanes",
     7: "launch_limit",
     8: "trap",
+    9: "missing_fence",
+    10: "before_wait",
 }
 _SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
-_lock = threading.Lock()
 launched: set[tuple[str, str]] = set()  # (unit, kernel) of every launch in this process
 
 
@@ -36,7 +37,7 @@ class EmulatorError(RtkError, RuntimeError):
 
     Attributes:
         kind: ``out_of_bounds``, ``misaligned``, ``uninitialised_shared``, ``race``, ``divergent_barrier``,
-            ``absent_lanes``, ``launch_limit`` or ``trap``.
+            ``absent_lanes``, ``launch_limit``, ``trap``, ``missing_fence`` or ``before_wait``.
         kernel: Name of the kernel.
         expression: C++ name of its variant.
         block: Index of the block.
@@ -60,75 +61,13 @@ class EmulatorError(RtkError, RuntimeError):
         self.place: str = fields.get("place", "")
 
 
-# ---- pointers that know their tensor --------------------------------------------------------------------------------
-
-
-class Pointer(int):
-    """An address that remembers the tensor it came from, also after an offset was added."""
-
-    tensor: torch.Tensor
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Pointer:
-        pointer = cls(tensor.data_ptr())
-        pointer.tensor = tensor
-        return pointer
-
-    def __add__(self, other: int) -> Pointer:
-        moved = Pointer(int(self) + int(other))
-        moved.tensor = self.tensor
-        return moved
-
-    __radd__ = __add__
-
-    def __sub__(self, other: int) -> Pointer:
-        return self + -int(other)
-
-
-_TARGETS = "_rtkernels_targets"
-
-
-def points_to(table: torch.Tensor, targets: Mapping[int, torch.Tensor]) -> None:
-    """Declare that words of a table hold addresses of tensors.
-
-    A kernel that gets the table may then follow these words: the tensors are tracked and checked as arguments are. All
-    other words are plain numbers. The table keeps the tensors alive.
-
-    Args:
-        table: Dense int64. Give the kernel ``table.data_ptr()`` of this very object.
-        targets: Index of the word -> tensor; the word is the tensor's ``data_ptr()``.
-    """
-    setattr(table, _TARGETS, dict(targets))
-
-
-_EMPTY = {
-    torch.empty,
-    torch.empty_like,
-    torch.empty_strided,
-    torch.Tensor.new_empty,
-    torch.Tensor.new_empty_strided,
-}
-
-
-class Recording(TorchFunctionMode):
-    """While a launcher runs: ``data_ptr()`` gives a ``Pointer``, and fresh memory is all ones (NaN, or -1)."""
-
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is torch.Tensor.data_ptr:
-            return Pointer.of(args[0])
-        result = func(*args, **(kwargs or {}))
-        if func in _EMPTY and result.device.type == "cpu":
-            torch.empty(0, dtype=torch.uint8, device="cpu").set_(result.untyped_storage()).fill_(255)
-        return result
-
-
 # ---- tracked memory -------------------------------------------------------------------------------------------------
 
 
 class _Segment(ctypes.Structure):
     _fields_ = (
         ("host", ctypes.c_uint64),
-        ("valid", ctypes.c_uint64),
+        ("mask", ctypes.c_uint64),
         ("bytes", ctypes.c_uint64),
         ("copy", ctypes.c_uint64),
         ("written", ctypes.c_uint64),
@@ -168,6 +107,10 @@ class _Launch(ctypes.Structure):
         ("races", ctypes.c_uint32),
         ("arg_count", ctypes.c_uint32),
         ("cluster", ctypes.c_uint32),
+        ("resident", ctypes.c_uint32),
+        ("max_threads", ctypes.c_uint32),
+        ("waited", ctypes.c_uint32),
+        ("waited_first", ctypes.c_uint32),
         ("unused", ctypes.c_uint32),
         ("args", ctypes.c_void_p),
         ("arg_segment", ctypes.c_void_p),
@@ -223,9 +166,9 @@ class _Memory:
                 end = 0
             end = max(end, buffer.end)
         self.groups = groups
-        self._table_start = {b.index: b.start for b in buffers if hasattr(b.tensor, _TARGETS)}
+        self._table_start = {b.index: b.start for b in buffers if hasattr(b.tensor, TARGETS)}
         self.segments = (_Segment * max(len(groups), 1))()
-        self._masks = []
+        self.masks: list[numpy.ndarray] = []
         self.position: dict[int | tuple[int, int], tuple[int, int]] = {}
         for i, group in enumerate(groups):
             start, stop = group[0].start, max(b.end for b in group)
@@ -233,7 +176,7 @@ class _Memory:
             for buffer in group:
                 buffer.mark(mask, start)
                 self.position[buffer.index] = (i, start)
-            self._masks.append(mask)
+            self.masks.append(mask)
             self.segments[i] = _Segment(start, mask.ctypes.data, stop - start, 0, 0)
 
     def relocations(self) -> tuple[Any, int]:
@@ -284,6 +227,8 @@ class Bound:
         block: Any,
         shared: int,
         cluster: int = 1,
+        resident: bool = False,
+        overlap: bool = False,
     ) -> None:
         self.kernel = kernel
         self.arch = arch
@@ -292,6 +237,8 @@ class Bound:
         self.block = _three(block)
         self.shared = shared
         self.cluster = cluster
+        self.resident = resident
+        self.overlap = overlap and arch >= 90
 
     def __call__(self, *args: int | float) -> None:
         from rtkernels.emulator import settings
@@ -303,16 +250,20 @@ class Bound:
         library = _build.kernel(op, kernel.unit, self.expression, self.arch, defines, debug=chosen.debug)
         values, where, memory = self._arguments(args)
         relocations, relocation_count = memory.relocations()
+        before = history()
+        before.begin_launch(memory, self.overlap)
         launch = _Launch(
             grid=self.grid, block=self.block, shared_bytes=self.shared, shared_limit=_SHARED_LIMIT[self.arch],
             order=chosen.order_code, races=chosen.races, arg_count=len(args), cluster=self.cluster,
+            resident=self.resident,
             args=ctypes.addressof(values), arg_segment=ctypes.addressof(where),
             segments=ctypes.addressof(memory.segments), segment_count=len(memory.groups),
             relocations=ctypes.addressof(relocations), relocation_count=relocation_count,
         )  # fmt: skip
         launched.add((kernel.unit, kernel.name))
-        with _lock:
+        with lock:
             failed = _library(str(library))(ctypes.byref(launch))
+        before.end_launch(memory, self.overlap, bool(launch.waited), bool(launch.waited_first))
         if failed:
             raise self._report(launch.error, memory, library)
 
@@ -328,7 +279,7 @@ class Bound:
             if not isinstance(value, Pointer):
                 raise TypeError(f"{self.kernel.name}: pointer {name} comes from no tensor's data_ptr()")
             buffers.append(_Buffer(i, name, value.tensor))
-            for word, target in getattr(value.tensor, _TARGETS, {}).items():
+            for word, target in getattr(value.tensor, TARGETS, {}).items():
                 buffers.append(_Buffer((i, word), f"{name}[{word}]", target))
         memory = _Memory(buffers)
         values = (ctypes.c_uint64 * max(len(args), 1))()
@@ -378,7 +329,7 @@ class Bound:
                 where += f": {offset - buffer.bytes} bytes past its end"
             elif offset + error.size > buffer.bytes:
                 where += ": it runs past the end"
-            else:
+            elif fields["kind"] == "out_of_bounds":
                 where += ": between its elements"
             fields["buffer"] = buffer.name
         elif fields["kind"] == "out_of_bounds" and error.segment == -1:
@@ -390,8 +341,8 @@ class Bound:
         kind = fields["kind"]
         if kind == "uninitialised_shared":
             return f"{access} {where} that the block has not written"
-        if kind == "race":
-            return f"race: {access} {where}; {detail}"
+        if kind in ("race", "missing_fence", "before_wait"):
+            return f"{kind.replace('_', ' ')}: {access} {where}; {detail}"
         return f"{kind.replace('_', ' ')} {access} {where}{'; ' + detail if detail else ''}"
 
 

@@ -281,7 +281,11 @@ def test_recording_knows_tensors_and_poisons_new_memory() -> None:
         x = torch.empty(5, 3)
         pointer = x.data_ptr()
         assert torch.empty_like(x, dtype=torch.bfloat16).isnan().all()
-        assert (x.new_empty(4, dtype=torch.int32) == -1).all()
+        for small in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.float64):
+            assert torch.empty(7, dtype=small).double().isnan().all()
+        for whole in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64):  # no index, no "unused"
+            fresh = x.new_empty(5, dtype=whole).long()
+            assert not ((fresh == -1) | (fresh == 0)).any() and (whole.itemsize < 4 or (fresh > 2**30).all())
         assert torch.zeros(2).sum() == 0
     assert x.isnan().all() and isinstance(pointer, Pointer) and pointer.tensor is x
     assert (pointer + 4).tensor is x and pointer + 4 == x.data_ptr() + 4

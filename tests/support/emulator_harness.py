@@ -40,10 +40,10 @@ class Record:
 
 def run(
     unit: str, name: str, *, variant: tuple[str, ...] = (), grid: Any = 1, block: Any = 32, shared: int = 0,
-    arch: int = 90, cluster: int = 1, **args: Any,
+    arch: int = 90, cluster: int = 1, overlap: bool = False, **args: Any,
 ) -> None:  # fmt: skip
     """Run one kernel of the test folder; tensors become pointers."""
     kinds = {torch.Tensor: "ptr", int: "i64", float: "f64", type(None): "ptr"}
     record = Record(str(FOLDER / unit), name, tuple((key, kinds[type(v)]) for key, v in args.items()))
     values = [Pointer.of(v) if isinstance(v, torch.Tensor) else v or 0 for v in args.values()]
-    emulator.bind(record, variant, arch, grid, block, shared, cluster)(*values)
+    emulator.bind(record, variant, arch, grid, block, shared, cluster, overlap=overlap)(*values)

@@ -50,6 +50,7 @@ def convert(x: Tensor, dtype: torch.dtype, *, software: bool = False) -> Tensor:
     features = emulator.active()
     if features is None:
         raise ArgumentError("the probe runs device code: pass a CUDA tensor, or call it inside rtkernels.emulate()")
-    emulate_features(features)
-    with emulator.recording():
-        return run()
+    with emulator.lock:
+        emulate_features(features)
+        with emulator.recording():
+            return run()

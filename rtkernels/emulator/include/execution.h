@@ -62,8 +62,9 @@ struct Site {
 // Barrier `id` for `threads` threads of the block (0: all of them). Returns how many arrived with `predicate`.
 int barrier(int id, int threads, bool predicate, Site site, bool waits = true);
 
-// Waits for the lanes of `mask`, then returns the 32 values they deposited (0 for lanes outside the mask).
-const u64* gather(u32 mask, u64 value, Site site);
+// Waits for the lanes of `mask`, then returns the 32 values they deposited (0 for lanes outside the mask). `orders`: what the
+// lanes did in memory before comes before what they do afterwards, as __syncwarp says and no other warp operation.
+const u64* gather(u32 mask, u64 value, Site site, bool orders = false);
 u64 shuffle(u32 mask, u64 value, u32 source, Site site);
 
 // One access of an instruction wrapper: 1 to 16 bytes, checked as a whole, aligned to its size.
@@ -74,6 +75,24 @@ Word16 load(const void* p, u32 bytes);
 void store(void* p, Word16 value, u32 bytes);
 
 void check_atomic(const void* p, u32 bytes);
+
+// Words that other blocks read and write meanwhile, 16 bytes at a time.
+Word16 load_strong(const void* p);
+void store_strong(void* p, Word16 value);
+
+// An operand of wgmma in shared memory.
+Word16 load_by_wgmma(const void* p, u32 bytes);
+
+// Fills shared memory that is read although its content does not matter; on the GPU nothing is written, so no fence is due.
+void leave_undefined(void* shared, u32 bytes);
+
+// Fences: of shared memory towards the copy engine and wgmma, and of global memory towards other blocks.
+void fence_async();
+void threadfence();
+
+// Dependent launches.
+void launch_dependents();
+void wait_for_previous();
 
 [[noreturn]] void trap(Site site);
 
@@ -89,6 +108,7 @@ void cp_async_wait(u32 groups_in_flight);
 // mbarriers: a phase ends when all have arrived and all announced bytes have come. wait: until the one with `parity`
 // has ended; the phase before the first counts as ended, with parity 1.
 void mbarrier_init(void* barrier, u32 arrivals);
+void mbarrier_fence_init();
 void mbarrier_arrive(void* barrier, u32 bytes);
 void mbarrier_wait(void* barrier, u32 parity, Site site);
 bool mbarrier_test(void* barrier, u32 parity, Site site);
@@ -96,6 +116,8 @@ void bulk_load(void* shared, const void* global, u32 bytes, void* barrier);
 void bulk_store(void* global, const void* shared, u32 bytes);
 void tensor_load(void* shared, const long long* map, void* barrier, const int* at);
 void tensor_store(const long long* map, const void* shared, const int* at);
+void bulk_store_commit();
+void bulk_store_wait_read();
 
 // poll: before looking for something that others do. Those who poll go on when nobody else can, and now and then when
 // nothing has happened, which a note says has.
@@ -110,10 +132,11 @@ void cluster_store(void* shared, u32 rank, u32 word);
 // ---- launch -----------------------------------------------------------------------------------------------------
 
 // Bytes of one or more overlapping tensors. They are copied into an arena with unmapped-in-spirit gaps around them,
-// so running off one tensor never lands in another; `valid` marks (1) the bytes that belong to a tensor's elements.
+// so running off one tensor never lands in another; `mask` marks (1) the bytes that belong to a tensor's elements, and gets
+// marks of what was touched (checks.h).
 struct Segment {
     u8* host;
-    const u8* valid;
+    u8* mask;
     u64 bytes;
     u8* copy;
     u64 written;
@@ -142,7 +165,12 @@ struct Launch {
     u64 order;  // 0: forward, 1: reverse, else the seed of a random order
     u32 races;  // report conflicting shared-memory accesses that no barrier orders
     u32 arg_count;
-    u32 cluster, unused;  // blocks in x of a cluster
+    u32 cluster;       // blocks in x of a cluster, or of those that run by turns:
+    u32 resident;      // the launch asks that all blocks run at the same time
+    u32 max_threads;   // of a block, as __launch_bounds__ says; 0: it does not
+    u32 waited;        // set: a thread waited for the previous kernel,
+    u32 waited_first;  // and one did before its block let dependents start
+    u32 unused;
     u64* args;
     const int* arg_segment;  // -1: not a pointer into a segment; else args[i] is an offset into it
     Segment* segments;
@@ -153,7 +181,13 @@ struct Launch {
 };
 
 using Entry = void (*)(const u64* args);
-int run(Launch* launch, Entry entry, u8* dynamic_shared, u64 dynamic_capacity);
+int run(Launch* launch, Entry entry, u8* dynamic_shared, u64 dynamic_capacity, int max_threads);
+
+constexpr int launch_bounds(int max_threads, ...) { return max_threads; }
+
+// Of fresh memory, by address: NaN in every float format of at least 2 bytes, and no number that a kernel would take for an
+// index or for "unused". runtime/launch/driver.py has it too.
+constexpr u8 kPoison[2] = {0xf5, 0x7f};
 
 #pragma GCC visibility pop
 

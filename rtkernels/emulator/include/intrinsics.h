@@ -38,11 +38,11 @@ RTK_EMU_FN int __syncthreads_and(int p, RTK_EMU_CALLER) {
     return emu::barrier(0, 0, p == 0, RTK_EMU_SITE("__syncthreads_and")) == 0;
 }
 RTK_EMU_FN void __syncwarp(unsigned mask = 0xffffffffu, RTK_EMU_CALLER) {
-    emu::gather(mask, 0, RTK_EMU_SITE("__syncwarp"));
+    emu::gather(mask, 0, RTK_EMU_SITE("__syncwarp"), true);
 }
 RTK_EMU_FN void __threadfence_block() {}
-RTK_EMU_FN void __threadfence() {}
-RTK_EMU_FN void __threadfence_system() {}
+RTK_EMU_FN void __threadfence() { emu::threadfence(); }
+RTK_EMU_FN void __threadfence_system() { emu::threadfence(); }
 
 // ---- warp operations: everyone deposits a value, then reads what it needs ---------------------------------------
 
@@ -274,13 +274,18 @@ RTK_EMU_FN bool isinf(float x) { return __builtin_isinf(x); }
 RTK_EMU_FN bool isfinite(float x) { return __builtin_isfinite(x); }
 RTK_EMU_FN float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }
 
-// __f*_rn are never contracted on the device; the barrier keeps the host compiler from doing it.
+// __f*_rn are never contracted on the device, neither with what they get nor with what gets their result; the barrier
+// keeps the host compiler from doing it.
 RTK_EMU_FN float emu_opaque(float x) {
-    __asm__("" : "+m"(x));
+#ifdef __x86_64__
+    __asm__("" : "+x"(x));
+#else
+    __asm__("" : "+w"(x));
+#endif
     return x;
 }
-RTK_EMU_FN float __fadd_rn(float x, float y) { return emu_opaque(x + y); }
-RTK_EMU_FN float __fsub_rn(float x, float y) { return emu_opaque(x - y); }
+RTK_EMU_FN float __fadd_rn(float x, float y) { return emu_opaque(x) + emu_opaque(y); }
+RTK_EMU_FN float __fsub_rn(float x, float y) { return emu_opaque(x) - emu_opaque(y); }
 RTK_EMU_FN float __fmul_rn(float x, float y) { return emu_opaque(x * y); }
 RTK_EMU_FN float __fdiv_rn(float x, float y) { return x / y; }
 RTK_EMU_FN float __fmaf_rn(float x, float y, float z) { return __builtin_fmaf(x, y, z); }

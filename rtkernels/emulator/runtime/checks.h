@@ -1,99 +1,37 @@
-// Every access of a kernel ends here: bounds, alignment, shared memory never written, unordered conflicts.
+// Every access of a kernel ends here: bounds and alignment; shadow.h and global_order.h check the rest.
 #pragma once
-#include "state.h"
+#include "global_order.h"
 
 namespace emu {
 namespace {
 
-// ---- order of accesses ------------------------------------------------------------------------------------------
+// The mask of a tensor's bytes holds these bits; those of `Touched` are for the kernels after this one.
+enum Mask : u8 { kElement = 1, kTouchedByWrite = 2, kTouchedByRead = 4, kPending = 0xf0 };
 
-Clock* new_clock() {
-    if (free_clocks.empty()) return new Clock;
-    Clock* clock = free_clocks.back();
-    free_clocks.pop_back();
-    return clock;
-}
-void drop(Clock* clock) {
-    if (--clock->users == 0) free_clocks.push_back(clock);
-}
-
-// Everything these threads did so far happens before anything they do from now on.
-template <typename F>
-void synchronise(u32 count, F thread_at) {
-    if (!launch->races) return;
-    Clock* joined = new_clock();
-    const Clock* previous = thread_at(0)->clock;
-    memcpy(joined->seen, previous->seen, block_threads * sizeof(u32));
-    joined->users = count;
-    for (u32 i = 1; i < count; ++i) {
-        const Clock* other = thread_at(i)->clock;
-        if (other == previous) continue;
-        for (u32 j = 0; j < block_threads; ++j) joined->seen[j] = std::max(joined->seen[j], other->seen[j]);
-        previous = other;
-    }
-    for (u32 i = 0; i < count; ++i) {
-        Thread* t = thread_at(i);
-        joined->seen[t->id] = t->now++;
-        drop(t->clock);
-        t->clock = joined;
-    }
+template <typename W>
+inline bool touch_word(u8* mask, bool write, bool& pending) {
+    constexpr W kEach = static_cast<W>(~static_cast<W>(0)) / 255;
+    W w;
+    memcpy(&w, mask, sizeof(w));
+    if ((w & kEach) != kEach) return false;
+    pending = pending || (w & static_cast<W>(kEach * kPending)) != 0;
+    w |= static_cast<W>(kEach * (write ? kTouchedByWrite : kTouchedByRead));
+    memcpy(mask, &w, sizeof(w));
+    return true;
 }
 
-// ---- access checks ----------------------------------------------------------------------------------------------
-
-[[noreturn]] void report(int kind, u32 bytes, bool write, int segment, long long offset, void* pc,
-                         const char* detail) {
-    Error& e = launch->error;
-    e.write = write, e.size = bytes, e.segment = segment, e.offset = offset;
-    fail(kind, current, pc, "%s", detail);
-}
-
-[[noreturn]] void report_race(u64 a, u32 bytes, bool write, u32 other, bool other_write, void* pc) {
-    char text[200];
-    const uint3 o = threads[other].index;
-    snprintf(text, sizeof(text), "thread (%u,%u,%u) %s it and no barrier lies between the two", o.x, o.y, o.z,
-             other_write ? "wrote" : "read");
-    report(kRace, bytes, write, -1, static_cast<long long>(a - shared_range.begin), pc, text);
-}
-
-void shared_access(u64 a, u32 bytes, bool write, bool atomic, void* pc) {
-    const u64 offset = a - shared_range.begin;
-    if (offset + bytes > shared_range.size || (dynamic_range.has(a + bytes - 1) &&
-                                               a + bytes - dynamic_range.begin > launch->shared_bytes)) {
-        char text[120];
-        snprintf(text, sizeof(text), "the launch gave it %llu bytes of dynamic shared memory", launch->shared_bytes);
-        report(kOutOfBounds, bytes, write, -2, static_cast<long long>(a - dynamic_range.begin), pc, text);
-    }
-    const u32 me = current->id, now = current->now, *seen = current->clock->seen;
-    for (Shadow *s = &shadow[offset], *end = s + bytes; s != end; ++s) {
-        if ((!write || atomic) && !s->written)
-            report(kUninitialisedShared, bytes, write, -1, static_cast<long long>(offset), pc, "");
-        if (launch->races && !atomic) {
-            // Lanes of one warp may store to one place with one instruction: which wins is undefined, but it is legal.
-            if (s->written == 1 && s->writer != me && s->write_time > seen[s->writer] &&
-                !(write && s->writer / 32 == me / 32))
-                report_race(a, bytes, write, s->writer, true, pc);
-            if (write && s->read_time && s->reader != me && s->read_time > seen[s->reader])
-                report_race(a, bytes, write, s->reader, false, pc);
-        }
-        if (write) {
-            s->writer = static_cast<u16>(me), s->write_time = now, s->written = atomic ? 2 : 1;
-        } else if (!s->read_time || s->read_time <= seen[s->reader] || s->reader == me) {
-            s->reader = static_cast<u16>(me), s->read_time = now;
-        }
-    }
-}
-
-bool all_valid(const u8* valid, u32 bytes) {
-    u64 a, b;
+// Notes an access in the mask; false if a byte is no element. `pending`: an earlier kernel may still use one.
+inline bool touch(u8* mask, u32 bytes, bool write, bool& pending) {
     switch (bytes) {
-        case 4: { u32 w; memcpy(&w, valid, 4); return w == 0x01010101u; }
-        case 8: memcpy(&a, valid, 8); return a == 0x0101010101010101ull;
-        case 16: memcpy(&a, valid, 8), memcpy(&b, valid + 8, 8); return (a & b) == 0x0101010101010101ull;
+        case 1: return touch_word<u8>(mask, write, pending);
+        case 2: return touch_word<u16>(mask, write, pending);
+        case 4: return touch_word<u32>(mask, write, pending);
+        case 8: return touch_word<u64>(mask, write, pending);
         default:
             for (u32 i = 0; i < bytes; ++i)
-                if (!valid[i]) return false;
+                if (!touch_word<u8>(mask + i, write, pending)) return false;
             return true;
+        case 16: return touch_word<u64>(mask, write, pending) && touch_word<u64>(mask + 8, write, pending);
     }
 }
 
@@ -113,7 +51,8 @@ bool all_valid(const u8* valid, u32 bytes) {
            "");
 }
 
-inline void access(const void* p, u32 bytes, bool write, bool aligned, bool atomic, void* pc) {
+// `is_volatile`: no other block sees a part of it, and it may be what tells them of other writes.
+inline void access(const void* p, u32 bytes, bool write, bool aligned, bool atomic, void* pc, bool is_volatile = false) {
     const u64 a = reinterpret_cast<u64>(p);
     if (stack_range.has(a)) return;
     const bool bad = aligned && (a & (bytes - 1)) != 0;
@@ -135,8 +74,14 @@ inline void access(const void* p, u32 bytes, bool write, bool aligned, bool atom
     const u64 offset = a - reinterpret_cast<u64>(s->copy);
     const int index = static_cast<int>(s - launch->segments);
     if (bad) report(kMisaligned, bytes, write, index, static_cast<long long>(offset), pc, "");
-    if (offset + bytes > s->bytes || !all_valid(s->valid + offset, bytes))
+    bool pending = false;
+    if (offset + bytes > s->bytes || !touch(s->mask + offset, bytes, write, pending))
         report(kOutOfBounds, bytes, write, index, static_cast<long long>(offset), pc, "");
+    if (pending) check_previous(*s, offset, bytes, write, pc);
+    if (tracked) {
+        if (is_volatile) strong_access();
+        global_access(*s, offset, bytes, write, atomic || (is_volatile && write), pc);
+    }
     if (write) s->written = 1;
 }
 
@@ -158,7 +103,42 @@ void store(void* p, Word16 value, u32 bytes) {
 
 void trap(Site site) { fail(kTrap, current, nullptr, "%s, %s:%d", site.what, site.file, site.line); }
 
-void check_atomic(const void* p, u32 bytes) { access(p, bytes, true, true, true, __builtin_return_address(0)); }
+void check_atomic(const void* p, u32 bytes) {
+    if (!shared_range.has(reinterpret_cast<u64>(p))) strong_access();
+    access(p, bytes, true, true, true, __builtin_return_address(0));
+}
+
+Word16 load_strong(const void* p) {
+    strong_access();
+    access(p, 16, false, true, true, __builtin_return_address(0));
+    Word16 value;
+    memcpy(&value, p, 16);
+    return value;
+}
+
+void store_strong(void* p, Word16 value) {
+    strong_access();
+    access(p, 16, true, true, true, __builtin_return_address(0));
+    memcpy(p, &value, 16);
+}
+
+Word16 load_by_wgmma(const void* p, u32 bytes) {
+    void* pc = __builtin_return_address(0);
+    access(p, bytes, false, true, false, pc);
+    check_proxy(reinterpret_cast<u64>(p) - shared_range.begin, bytes, false, "wgmma", pc);
+    Word16 value = {};
+    memcpy(&value, p, bytes);
+    return value;
+}
+
+void leave_undefined(void* shared, u32 bytes) {
+    u8* const first = static_cast<u8*>(shared);
+    for (u32 i = 0; i < bytes; ++i) {
+        access(first + i, 1, true, true, false, __builtin_return_address(0));
+        first[i] = kPoison[i % 2];
+        shadow[reinterpret_cast<u64>(first + i) - shared_range.begin].state = kCopyEngine;
+    }
+}
 
 void cp_async(void* shared, const void* global, u32 bytes, u32 from_global) {
     void* pc = __builtin_return_address(0);
@@ -169,7 +149,7 @@ void cp_async(void* shared, const void* global, u32 bytes, u32 from_global) {
     if (reinterpret_cast<u64>(global) % bytes != 0)
         report(kMisaligned, bytes, false, -1, 0, pc, "source of cp.async");
     const u64 offset = reinterpret_cast<u64>(shared) - shared_range.begin;
-    for (u32 i = 0; i < bytes; ++i) shadow[offset + i].written = 0;  // in flight: nobody may read it yet
+    for (u32 i = 0; i < bytes; ++i) shadow[offset + i].state = kUnwritten;  // in flight: nobody may read it yet
     current->copies.push_back({static_cast<u8*>(shared), static_cast<const u8*>(global), bytes, from_global,
                                current->copy_group});
 }
@@ -185,8 +165,8 @@ static void finish_copies(u32 end_group) {
         memcpy(c.to, c.from, c.from_global);
         memset(c.to + c.from_global, 0, c.bytes - c.from_global);
         for (u64 i = 0, at = reinterpret_cast<u64>(c.to) - shared_range.begin; i < c.bytes; ++i) {
-            shadow[at + i].written = 1;
-            shadow[at + i].write_time = current->now;
+            shadow[at + i].state = kPlain;
+            shadow[at + i].time = current->now;
         }
     }
     queue.erase(queue.begin(), queue.begin() + static_cast<long>(n));
@@ -198,15 +178,17 @@ void cp_async_wait(u32 in_flight) { finish_copies(std::max(current->copy_group, 
 
 // ---- what the compiler calls before every load and store --------------------------------------------------------
 
-#define RTK_EMU_HOOK(name, bytes, write, aligned)                                    \
-    extern "C" __attribute__((visibility("default"))) void name(void* p) {           \
-        emu::access(p, bytes, write, aligned, false, __builtin_return_address(0));   \
+#define RTK_EMU_HOOK(name, bytes, write, aligned, ...)                                                    \
+    extern "C" __attribute__((visibility("default"))) void name(void* p) {                                \
+        emu::access(p, bytes, write, aligned, false, __builtin_return_address(0), ##__VA_ARGS__);         \
     }
 #define RTK_EMU_HOOKS(n)                                \
     RTK_EMU_HOOK(__tsan_read##n, n, false, true)        \
     RTK_EMU_HOOK(__tsan_write##n, n, true, true)        \
     RTK_EMU_HOOK(__tsan_unaligned_read##n, n, false, false) \
-    RTK_EMU_HOOK(__tsan_unaligned_write##n, n, true, false)
+    RTK_EMU_HOOK(__tsan_unaligned_write##n, n, true, false) \
+    RTK_EMU_HOOK(__tsan_volatile_read##n, n, false, true, true) \
+    RTK_EMU_HOOK(__tsan_volatile_write##n, n, true, true, true)
 RTK_EMU_HOOKS(1)
 RTK_EMU_HOOKS(2)
 RTK_EMU_HOOKS(4)

@@ -4,7 +4,7 @@
 // Shared memory has one place for all of them (see execution.h), so that of a block that does not run is kept elsewhere.
 // What is written to another block waits for the cluster's next barrier: who looks earlier sees what was there before.
 #pragma once
-#include "mbarrier.h"
+#include "bulk_store.h"
 
 namespace emu {
 namespace {
@@ -17,9 +17,13 @@ struct Block {
     uint3 index;
     // While another one runs:
     std::vector<u8> memory;
-    std::vector<Shadow> shadow;
+    std::vector<Written> shadow;
+    std::vector<Readers> readers;
     std::map<u64, CountingBarrier> counting;
     std::vector<BulkCopy> flying;
+    std::vector<BulkStore> storing;
+    std::vector<Waited> waited;
+    bool triggered;
 };
 Block blocks[kMaxCluster];  // by rank
 u32 rank_now;
@@ -31,6 +35,16 @@ struct FarStore {
 };
 std::vector<FarStore> far_stores;  // since the cluster last met
 
+void swap_with(Block& b) {
+    shadow.swap(b.shadow), readers.swap(b.readers), counting.swap(b.counting), flying.swap(b.flying);
+    storing.swap(b.storing), waited.swap(b.waited), std::swap(triggered, b.triggered);
+}
+
+void size_shadow() {
+    shadow.resize(shared_range.size);
+    readers.resize(shared_range.size / 4 + 1);
+}
+
 // Makes a block the one that runs. `leave` ends that.
 void enter(u32 rank) {
     Block& b = blocks[rank];
@@ -41,8 +55,8 @@ void enter(u32 rank) {
     if (launch->cluster == 1) return;
     b.memory.resize(shared_range.size);
     memcpy(reinterpret_cast<void*>(shared_range.begin), b.memory.data(), shared_range.size);
-    shadow.swap(b.shadow), counting.swap(b.counting), flying.swap(b.flying);
-    shadow.resize(shared_range.size);
+    swap_with(b);
+    size_shadow();
 }
 
 void leave() {
@@ -50,7 +64,7 @@ void leave() {
     b.done_threads = done_threads;
     if (launch->cluster == 1) return;
     memcpy(b.memory.data(), reinterpret_cast<void*>(shared_range.begin), shared_range.size);
-    shadow.swap(b.shadow), counting.swap(b.counting), flying.swap(b.flying);
+    swap_with(b);
 }
 
 // What was written to the block that runs is there from now on. No thread of it may have touched that since the cluster
@@ -58,11 +72,15 @@ void leave() {
 bool receive() {
     for (const FarStore& f : far_stores) {
         if (f.to != rank_now) continue;
-        for (Shadow *s = &shadow[f.offset], *end = s + 4; s != end; ++s) {
-            const bool wrote = s->written && s->write_time >= threads[s->writer].met;
-            const bool read = s->read_time && s->read_time >= threads[s->reader].met;
+        Readers& r = readers[f.offset / 4];
+        const Readers* reader = r.bytes ? &r : nullptr;
+        for (u32 n = r.more; n && reader->time < threads[reader->thread].met; n = reader->more)
+            reader = &reader_nodes[n].reader;
+        const bool read = reader && reader->time >= threads[reader->thread].met;
+        for (Written *w = &shadow[f.offset], *end = w + 4; w != end; ++w) {
+            const bool wrote = w->state != kUnwritten && w->time >= threads[w->thread].met;
             if (launch->races && (wrote || read)) {
-                const uint3 i = threads[wrote ? s->writer : s->reader].index, b = blocks[f.from].index;
+                const uint3 i = threads[wrote ? w->thread : reader->thread].index, b = blocks[f.from].index;
                 const uint3 t = blocks[f.from].threads[f.thread].index;
                 Error& e = launch->error;
                 e.kind = kRace, e.write = wrote, e.size = 4, e.segment = -1;
@@ -74,8 +92,10 @@ bool receive() {
                          t.x, t.y, t.z, b.x, b.y, b.z);
                 return false;
             }
-            *s = {0, 0, 0, 0, 1};
+            *w = {0, 0, kPlain};
         }
+        sweep(r, [](const Readers&) { return true; });
+        r = {};
         memcpy(reinterpret_cast<void*>(shared_range.begin + f.offset), &f.word, 4);
     }
     return true;

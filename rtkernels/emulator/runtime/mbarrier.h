@@ -1,7 +1,8 @@
 // Barriers in shared memory that count arrivals and bytes, and the copies of bytes or boxes that bring the bytes.
 //
 // Copies arrive as late as they can: when no thread can run, one of them does, in the launch's order (the oldest, the
-// newest, or any). Until then nobody may read what it writes, and then only who waited for the end of the phase.
+// newest, or any). Until then nobody may read what it writes, and then only who waited for the end of the phase. bulk_store.h
+// has the other direction.
 #pragma once
 #include "checks.h"
 
@@ -14,6 +15,7 @@ struct CountingBarrier {
     u32 arrivals, pending;
     long long bytes;  // announced and not here yet
     u32 phase;        // the one that has not ended
+    u32 maker, made;  // the thread that made it, and when
     std::vector<u32> arrived, seen;  // per thread, how far it was: in arrivals so far, and when the last phase ended
     std::vector<Thread*> waiting;
 };
@@ -53,7 +55,19 @@ CountingBarrier& barrier_at(void* p, const char* what) {
     if (found == counting.end())
         report(kUninitialisedShared, 8, false, -1, static_cast<long long>(reinterpret_cast<u64>(p) - shared_range.begin),
                nullptr, what);
-    return found->second;
+    CountingBarrier& b = found->second;
+    if (launch->races && b.maker != current->id && b.made > current->clock->seen[b.maker])
+        report_race(reinterpret_cast<u64>(p) - shared_range.begin, 8, false, b.maker, "made", nullptr);
+    return b;
+}
+
+// The copy engine knows a barrier when its maker has fenced it.
+CountingBarrier& barrier_of_copy(void* p) {
+    CountingBarrier& b = barrier_at(p, "an mbarrier that is not there");
+    if (b.made > std::max(threads[b.maker].init_fenced, threads[b.maker].fenced))
+        report(kMissingFence, 8, false, -1, static_cast<long long>(reinterpret_cast<u64>(p) - shared_range.begin), nullptr,
+               "an mbarrier without the mbarrier_fence_init that lets the copy engine see it");
+    return b;
 }
 
 void end_phase_if_complete(CountingBarrier& b) {
@@ -65,6 +79,13 @@ void end_phase_if_complete(CountingBarrier& b) {
     b.waiting.clear();
 }
 
+// The copy engine is to write 16 bytes here.
+void overwrite(u8* shared, void* pc) {
+    const u64 a = reinterpret_cast<u64>(shared);
+    if (shared_range.has(a)) check_proxy(a - shared_range.begin, 16, true, "the copy engine", pc);
+    access(shared, 16, true, true, false, pc);
+}
+
 // One copy arrives; false if there is none.
 bool deliver(u64 choice) {
     if (flying.empty()) return false;
@@ -72,8 +93,8 @@ bool deliver(u64 choice) {
     const BulkCopy c = flying[at];
     flying.erase(flying.begin() + static_cast<long>(at));
     memcpy(c.to, c.box.empty() ? c.from : c.box.data(), c.bytes);
-    Shadow* s = &shadow[reinterpret_cast<u64>(c.to) - shared_range.begin];
-    for (u32 i = 0; i < c.bytes; ++i) s[i].written = 1;
+    Written* w = &shadow[reinterpret_cast<u64>(c.to) - shared_range.begin];
+    for (u32 i = 0; i < c.bytes; ++i) w[i].state = kCopyEngine;
     CountingBarrier& b = counting[c.barrier];
     ++events;
     b.bytes -= c.bytes;
@@ -87,8 +108,10 @@ bool deliver(u64 choice) {
 void mbarrier_init(void* p, u32 arrivals) {
     access(p, 8, true, true, false, __builtin_return_address(0));
     const std::vector<u32> nothing(block_threads, 0);
-    counting[reinterpret_cast<u64>(p)] = {arrivals, arrivals, 0, 0, nothing, nothing, {}};
+    counting[reinterpret_cast<u64>(p)] = {arrivals, arrivals, 0, 0, current->id, current->now, nothing, nothing, {}};
 }
+
+void mbarrier_fence_init() { current->init_fenced = current->now++; }
 
 void mbarrier_arrive(void* p, u32 bytes) {
     CountingBarrier& b = barrier_at(p, "an mbarrier that is not there");
@@ -129,27 +152,16 @@ bool mbarrier_test(void* p, u32 parity, Site site) {
 
 void bulk_load(void* shared, const void* global, u32 bytes, void* p) {
     void* pc = __builtin_return_address(0);
-    barrier_at(p, "an mbarrier that is not there");
+    barrier_of_copy(p);
     if (bytes % 16 != 0) report(kMisaligned, bytes, true, -1, 0, pc, "size of a bulk copy");
-    for (u32 i = 0; i < bytes; i += 16) {
-        access(static_cast<u8*>(shared) + i, 16, true, true, false, pc);
-        access(static_cast<const u8*>(global) + i, 16, false, true, false, pc);
-    }
     const u64 offset = reinterpret_cast<u64>(shared) - shared_range.begin;
-    for (u32 i = 0; i < bytes; ++i) shadow[offset + i].written = 0;  // in flight: nobody may read it yet
+    for (u32 i = 0; i < bytes; i += 16) {
+        access(static_cast<const u8*>(global) + i, 16, false, true, false, pc);
+        overwrite(static_cast<u8*>(shared) + i, pc);
+    }
+    for (u32 i = 0; i < bytes; ++i) shadow[offset + i].state = kUnwritten;  // in flight: nobody may read it yet
     flying.push_back({static_cast<u8*>(shared), static_cast<const u8*>(global), bytes, reinterpret_cast<u64>(p), {},
                       moment()});
-}
-
-// At once: a store that comes later, after somebody wrote over what it reads, is not modelled.
-void bulk_store(void* global, const void* shared, u32 bytes) {
-    void* pc = __builtin_return_address(0);
-    if (bytes % 16 != 0) report(kMisaligned, bytes, true, -1, 0, pc, "size of a bulk copy");
-    for (u32 i = 0; i < bytes; i += 16) {
-        access(static_cast<const u8*>(shared) + i, 16, false, true, false, pc);
-        access(static_cast<u8*>(global) + i, 16, true, true, false, pc);
-    }
-    memcpy(global, shared, bytes);
 }
 
 // A tensor map, as rtkernels/runtime/launch/tensor_map.py writes it: the tensor and the bytes from its start to the first element, bytes
@@ -196,29 +208,18 @@ void tensor_load(void* shared, const long long* map, void* p, const int* at) {
     void* pc = __builtin_return_address(0);
     const Box box(map);
     const u32 bytes = box.bytes();
-    barrier_at(p, "an mbarrier that is not there");
+    barrier_of_copy(p);
     if (reinterpret_cast<u64>(shared) % (box.swizzled ? 1024 : 128) != 0)
         report(kMisaligned, bytes, true, -1, 0, pc, "place of a box in shared memory");
     std::vector<u8> data(bytes, 0);
-    for (u32 i = 0; i < bytes; i += 16) access(static_cast<u8*>(shared) + i, 16, true, true, false, pc);
+    for (u32 i = 0; i < bytes; i += 16) overwrite(static_cast<u8*>(shared) + i, pc);
     box.each(shared, at, [&](u32 to, const u8* from, u32 size) {
         access(from, size, false, false, false, pc);
         memcpy(data.data() + to, from, size);
     });
     const u64 offset = reinterpret_cast<u64>(shared) - shared_range.begin;
-    for (u32 i = 0; i < bytes; ++i) shadow[offset + i].written = 0;  // in flight: nobody may read it yet
+    for (u32 i = 0; i < bytes; ++i) shadow[offset + i].state = kUnwritten;  // in flight: nobody may read it yet
     flying.push_back({static_cast<u8*>(shared), nullptr, bytes, reinterpret_cast<u64>(p), data, moment()});
-}
-
-// At once, as bulk_store.
-void tensor_store(const long long* map, const void* shared, const int* at) {
-    void* pc = __builtin_return_address(0);
-    Box(map).each(shared, at, [&](u32 offset, u8* to, u32 size) {
-        const u8* from = static_cast<const u8*>(shared) + offset;
-        access(from, 16, false, true, false, pc);
-        access(to, size, true, false, false, pc);
-        memcpy(to, from, size);
-    });
 }
 
 }  // namespace emu

@@ -2,9 +2,11 @@
 // of the kernels; include/execution.h is the interface.
 #define RTK_EMU_RUNTIME
 #include "cluster.h"
+#include "memory.h"
 
-#include <link.h>
 #include <sys/mman.h>
+
+#include <set>
 
 namespace emu {
 namespace {
@@ -32,6 +34,7 @@ void fiber_main() {
     memcpy(args, launch->args, launch->arg_count * sizeof(u64));
     entry(args);
     finish_copies(~0u);
+    end_stores();
     current->state = State::done;
     warps[current->id / 32].alive &= ~(1u << current->id % 32);
     ++done_threads;
@@ -102,11 +105,21 @@ void start_thread(u32 id, Clock* clock) {
     t.now = t.met = 1;
     t.copy_group = t.word = 0;
     t.copies.clear();
+    t.fenced = t.init_fenced = t.store_group = t.epoch = t.epoch_time = 0;
+    t.fence_clock = nullptr;
+    t.waited = false;
+    t.published.clear();
 }
 
 void poison(u64 begin, u64 end) {
-    memset(reinterpret_cast<void*>(begin), 0xff, end - begin);
-    memset(static_cast<void*>(shadow.data() + (begin - shared_range.begin)), 0, (end - begin) * sizeof(Shadow));
+    if (begin == end) return;
+    u8* const p = reinterpret_cast<u8*>(begin);
+    const u64 bytes = end - begin, first = begin - shared_range.begin;
+    p[0] = kPoison[begin % 2];
+    if (bytes > 1) p[1] = kPoison[1 - begin % 2];
+    for (u64 done = 2; done < bytes; done *= 2) memcpy(p + done, p, std::min(done, bytes - done));
+    memset(static_cast<void*>(&shadow[first]), 0, bytes * sizeof(Written));  // kUnwritten, by nobody
+    memset(static_cast<void*>(&readers[first / 4]), 0, (bytes + 3) / 4 * sizeof(Readers));
 }
 
 constexpr int kLooks = 8;           // of those who poll, without anything happening, before other blocks have their turn
@@ -152,6 +165,9 @@ void start_block() {
     memset(barriers, 0, 16 * sizeof(Barrier));
     counting.clear();
     flying.clear();
+    storing.clear();
+    waited.clear();
+    triggered = false;
     Clock* clock = new_clock();
     memset(clock->seen, 0, sizeof(u32) * block_threads);
     clock->users = block_threads;
@@ -218,6 +234,9 @@ bool run_cluster(u64 first, std::vector<u64>& order) {
     const u32 size = launch->cluster;
     cluster_met = false;
     far_stores.clear();
+    reader_nodes.resize(1);  // the first one means none
+    free_nodes.clear();
+    landing.clear();
     for (u32 rank = 0; rank < size; ++rank) {
         enter(rank);
         const u64 b = first + rank;
@@ -228,72 +247,12 @@ bool run_cluster(u64 first, std::vector<u64>& order) {
     }
     run_blocks(order);
     for (u32 rank = 0; rank < size; ++rank)
-        for (u32 i = 0; i < block_threads; ++i) drop(blocks[rank].threads[i].clock);
-    return launch->error.kind == 0;
-}
-
-extern "C" void* __tls_get_addr(const u64 (&module_and_offset)[2]);  // of the dynamic linker
-
-// The loaded extent and the thread-local block (the shared memory) of the object that holds `address`.
-struct Module {
-    u64 address;
-    Range loaded, tls;
-};
-int find_module(dl_phdr_info* info, size_t, void* data) {
-    Module& m = *static_cast<Module*>(data);
-    u64 begin = ~0ull, end = 0;
-    Range tls = {0, 0};
-    for (int i = 0; i < info->dlpi_phnum; ++i) {
-        const auto& h = info->dlpi_phdr[i];
-        if (h.p_type == PT_LOAD) {
-            begin = std::min<u64>(begin, info->dlpi_addr + h.p_vaddr);
-            end = std::max<u64>(end, info->dlpi_addr + h.p_vaddr + h.p_memsz);
-        } else if (h.p_type == PT_TLS) {
-            tls = {0, h.p_memsz};
+        for (u32 i = 0; i < block_threads; ++i) {
+            drop(blocks[rank].threads[i].clock);
+            if (Clock* fenced = blocks[rank].threads[i].fence_clock) drop(fenced);
         }
-    }
-    if (m.address < begin || m.address >= end) return 0;
-    m.loaded = {begin, end - begin};
-    m.tls = tls;
-    // dlpi_tls_data is null for a block nobody asked for in this way yet, even if the thread has one.
-    const u64 block[2] = {info->dlpi_tls_modid, 0};
-    if (tls.size) m.tls.begin = reinterpret_cast<u64>(__tls_get_addr(block));
-    return 1;
-}
-
-void place_segments() {
-    u64 total = kGap;
-    for (u64 i = 0; i < launch->segment_count; ++i) total += launch->segments[i].bytes + kGap + 256;
-    arena = static_cast<u8*>(malloc(total));
-    u64 at = reinterpret_cast<u64>(arena) + kGap;
-    for (u64 i = 0; i < launch->segment_count; ++i) {
-        Segment& s = launch->segments[i];
-        at += (reinterpret_cast<u64>(s.host) - at) & 255;  // same address modulo 256
-        s.copy = reinterpret_cast<u8*>(at);
-        s.written = 0;
-        memcpy(s.copy, s.host, s.bytes);
-        at += s.bytes + kGap;
-    }
-    for (u32 i = 0; i < launch->arg_count; ++i)
-        if (launch->arg_segment[i] >= 0)
-            launch->args[i] += reinterpret_cast<u64>(launch->segments[launch->arg_segment[i]].copy);
-    for (u64 i = 0; i < launch->relocation_count; ++i) {
-        const Relocation& r = launch->relocations[i];
-        const u8* target = launch->segments[r.target].copy + r.target_at;
-        memcpy(launch->segments[r.segment].copy + r.at, &target, sizeof(target));
-    }
-}
-
-void copy_back() {
-    for (u64 i = 0; i < launch->relocation_count; ++i) {
-        const Relocation& r = launch->relocations[i];
-        const Segment& s = launch->segments[r.segment];
-        memcpy(s.copy + r.at, s.host + r.at, sizeof(u64));
-    }
-    for (u64 i = 0; i < launch->segment_count; ++i) {
-        const Segment& s = launch->segments[i];
-        if (s.written) memcpy(s.host, s.copy, s.bytes);
-    }
+    land();
+    return launch->error.kind == 0;
 }
 
 }  // namespace
@@ -353,7 +312,7 @@ int barrier(int id, int count, bool predicate, Site site, bool waits) {
     return me->count;
 }
 
-const u64* gather(u32 mask, u64 value, Site site) {
+const u64* gather(u32 mask, u64 value, Site site, bool orders) {
     Thread* me = current;
     Thread* lanes = &threads[me->id & ~31u];
     Warp& warp = warps[me->id / 32];
@@ -390,7 +349,7 @@ const u64* gather(u32 mask, u64 value, Site site) {
         memcpy(members[i]->all, all, sizeof(all));
         wake(members[i]);
     }
-    synchronise(count, [&](u32 i) { return members[i]; });
+    if (orders) synchronise(count, [&](u32 i) { return members[i]; });
     return me->all;
 }
 
@@ -401,19 +360,19 @@ u64 shuffle(u32 mask, u64 value, u32 source, Site site) {
     return gather(mask, value, site)[source];
 }
 
-int run(Launch* l, Entry kernel, u8* dynamic_shared, u64 dynamic_capacity) {
+int run(Launch* l, Entry kernel, u8* dynamic_shared, u64 dynamic_capacity, int max_threads) {
+    static std::set<Entry> with_strong_accesses;
     launch = l;
     entry = kernel;
     l->error.kind = 0;
     l->error.segment = -1;
+    l->max_threads = static_cast<u32>(max_threads);
     memcpy(&gridDim, l->grid, sizeof(gridDim));
     memcpy(&blockDim, l->block, sizeof(blockDim));
     block_threads = blockDim.x * blockDim.y * blockDim.z;
     if (!stacks)
         stacks = static_cast<u8*>(mmap(nullptr, kMaxCluster * kMaxThreads * kStackBytes, PROT_READ | PROT_WRITE,
                                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-    for (; guarded_stacks < l->cluster * kMaxThreads; ++guarded_stacks)
-        mprotect(stacks + guarded_stacks * kStackBytes, 4096, PROT_NONE);
     Module unit = {reinterpret_cast<u64>(kernel), {0, 0}, {0, 0}};
     Module self = {reinterpret_cast<u64>(&threadIdx), {0, 0}, {0, 0}};
     dl_iterate_phdr(find_module, &unit);
@@ -423,37 +382,34 @@ int run(Launch* l, Entry kernel, u8* dynamic_shared, u64 dynamic_capacity) {
     dynamic_range = {reinterpret_cast<u64>(dynamic_shared), dynamic_capacity};
     module_range = unit.loaded;
     runtime_range = self.loaded;
-    last_segment = nullptr;
-    shadow.resize(shared_range.size);
-    random_state = l->order;
+    check_limits(*l, dynamic_capacity, l->error.detail, sizeof(l->error.detail));
+    if (l->error.detail[0]) return l->error.kind = kLaunchLimit;
+    for (; guarded_stacks < l->cluster * kMaxThreads; ++guarded_stacks)
+        mprotect(stacks + guarded_stacks * kStackBytes, 4096, PROT_NONE);
+    size_shadow();
 
-    const u64 shared_bytes = shared_range.size - dynamic_capacity + l->shared_bytes;
-    char* text = l->error.detail;
-    if (block_threads == 0 || block_threads > kMaxThreads) {
-        l->error.kind = kLaunchLimit;
-        snprintf(text, sizeof(l->error.detail), "a block has 1 to %u threads, not %u", kMaxThreads, block_threads);
-        return 1;
-    }
-    if (l->cluster == 0 || l->cluster > kMaxCluster || l->grid[0] % l->cluster != 0) {
-        l->error.kind = kLaunchLimit;
-        snprintf(text, sizeof(l->error.detail), "clusters of %u blocks, which is not 1 to %u or no divisor of %u",
-                 l->cluster, kMaxCluster, l->grid[0]);
-        return 1;
-    }
-    if (shared_bytes > l->shared_limit || l->shared_bytes > dynamic_capacity) {
-        l->error.kind = kLaunchLimit;
-        snprintf(text, sizeof(l->error.detail), "%llu bytes of shared memory (%llu dynamic), the limit is %llu",
-                 shared_bytes, l->shared_bytes, dynamic_capacity ? l->shared_limit : shared_range.size);
-        return 1;
-    }
-    place_segments();
-    std::vector<u64> block_order, thread_order;
-    const u64 clusters = static_cast<u64>(l->grid[0]) * l->grid[1] * l->grid[2] / l->cluster;
-    if (clusters) arrange(block_order, clusters);
-    for (u64 c : block_order)
-        if (!run_cluster(c * l->cluster, thread_order)) break;
-    copy_back();
-    free(arena);
+    const std::vector<u64> args(l->args, l->args + l->arg_count);
+    do {
+        tracked = with_strong_accesses.count(kernel) != 0;
+        l->error.kind = 0;
+        l->waited = l->waited_first = 0;
+        last_segment = nullptr;
+        random_state = l->order;
+        std::copy(args.begin(), args.end(), l->args);
+        place_segments();
+        if (tracked) start_tracking();
+        std::vector<u64> block_order, thread_order;
+        const u64 clusters = static_cast<u64>(l->grid[0]) * l->grid[1] * l->grid[2] / l->cluster;
+        if (clusters) arrange(block_order, clusters);
+        for (u64 c : block_order)
+            if (!run_cluster(c * l->cluster, thread_order)) break;
+        if (l->error.kind == kRestart) {
+            with_strong_accesses.insert(kernel);
+        } else {
+            copy_back();
+        }
+        free(arena);
+    } while (l->error.kind == kRestart);
     current = nullptr;
     return l->error.kind;
 }

@@ -26,7 +26,9 @@ namespace emu {
 namespace {
 
 enum Kind {
-    kOutOfBounds = 1, kMisaligned, kUninitialisedShared, kRace, kDivergentBarrier, kAbsentLanes, kLaunchLimit, kTrap
+    kOutOfBounds = 1, kMisaligned, kUninitialisedShared, kRace, kDivergentBarrier, kAbsentLanes, kLaunchLimit, kTrap,
+    kMissingFence, kBeforeWait,
+    kRestart = 100  // no error: the launch is to be run from its beginning, with `tracked` on (global_order.h)
 };
 enum class State : u8 { ready, barrier, warp, counting, cluster, polling, done };
 
@@ -64,6 +66,14 @@ struct Thread {
     u32 copy_group;
     u32 word;  // own_word()
     std::vector<Copy> copies;
+    u32 fenced;          // `now` at its last proxy fence, 0: none
+    Clock* fence_clock;  // what it had seen of the others then, or null
+    u32 init_fenced;     // `now` at its last fence of new mbarriers
+    u32 store_group;     // of stores by the copy engine
+    bool waited;         // for the previous kernel, or knows of somebody who has
+    u32 epoch;           // of its global writes (global_order.h)
+    u32 epoch_time;      // `now` in that epoch, 0: none yet
+    std::vector<u32> published;  // what it had seen at its last __threadfence
 };
 
 struct Warp {
@@ -81,21 +91,38 @@ struct Barrier {
     u32 seen[kMaxThreads];
 };
 
-// One byte of shared memory: who wrote and read it last, and when on that thread's clock.
-struct Shadow {
-    u32 write_time, read_time;
-    u16 writer, reader;
-    u16 written;
+// One byte of shared memory: who wrote it last, and when on that thread's clock.
+enum : u16 { kUnwritten = 0, kPlain = 1, kAtomic = 2, kCopyEngine = 3, kStates = 7, kStoreReads = 8 };
+struct Written {
+    u32 time;
+    u16 thread;
+    u16 state;  // and kStoreReads while a store by the copy engine has not read it
+};
+
+// Four bytes of shared memory: who read which of them since they were last written. The newest reader is here, those that
+// nothing orders before it are in `reader_nodes`.
+struct Readers {
+    u32 time;
+    u32 more;  // index of a node, 0: none
+    u16 thread;
+    u16 bytes;  // a bit each; none: nobody
+};
+struct ReaderNode {
+    Readers reader;
+    u32 length;  // of the list from here
 };
 
 u8* stacks;
 u64 guarded_stacks;
-Thread* threads;  // these, `shadow` and blockIdx are those of the block that runs (cluster.h)
+Thread* threads;  // these, the shadow memory and blockIdx are those of the block that runs (cluster.h)
 Warp* warps;
 Barrier* barriers;
 u32 done_threads;
 std::vector<Clock*> free_clocks;
-std::vector<Shadow> shadow;
+std::vector<Written> shadow;
+std::vector<Readers> readers;
+std::vector<ReaderNode> reader_nodes;  // of all blocks
+std::vector<u32> free_nodes;
 u8* arena;  // the tensors of the launch
 void* scheduler;
 Thread* current;
@@ -104,6 +131,7 @@ Entry entry;
 u32 block_threads;
 u64 random_state;
 u64 events;  // things that somebody who polls may look for
+bool tracked;  // the order of global accesses between blocks, in this launch
 
 struct Range {
     u64 begin, size;
@@ -125,7 +153,7 @@ void suspend() { rtk_emu_switch(&current->stack, scheduler); }
     va_start(list, format);
     vsnprintf(e.detail, sizeof(e.detail), format, list);
     va_end(list);
-    rtk_emu_error();
+    if (kind != kRestart) rtk_emu_error();
     void* nowhere;
     rtk_emu_switch(&nowhere, scheduler);
     __builtin_unreachable();

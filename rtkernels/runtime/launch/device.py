@@ -28,7 +28,10 @@ _emulated_number = 90
 
 
 def emulate_features(number: int) -> None:
-    """Make device -1 an emulated GPU with the features of sm_<number>, forgetting plans made for another."""
+    """Make device -1 an emulated GPU with the features of sm_<number>, forgetting plans made for another.
+
+    Who calls this holds ``emulator.lock`` until its launches are made: other threads may emulate other targets.
+    """
     global _emulated_number
     if number != _emulated_number:
         _emulated_number = number

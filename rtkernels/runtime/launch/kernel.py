@@ -126,7 +126,9 @@ class Kernel:
             from rtkernels import emulator
 
             together = dims[0] if resident else cluster  # blocks that run by turns
-            launch = emulator.bind(self, variant, emulated_features(), dims, block, shared, together)
+            launch = emulator.bind(
+                self, variant, emulated_features(), dims, block, shared, together, resident=resident, overlap=overlap
+            )
             return (lambda *args: launch(*args, *ending)) if ending else launch
         function = self._functions.get((variant, device)) or self._load(variant, device)
         overlap = overlap and "pdl" in device_info(device).target.features

@@ -41,7 +41,7 @@ class EmulatedMap:
     """The same for the emulator: a table of words (``emulator/runtime/mbarrier.h``), the first one the tensor."""
 
     def __init__(self, address: Any, size: int, sizes: Words, strides: Words, box: Words, swizzle: bool) -> None:
-        from rtkernels.emulator._launch import points_to
+        from rtkernels.emulator import points_to
 
         def five(words: Words) -> list[int]:
             return [*words, *[0] * (5 - len(words))]

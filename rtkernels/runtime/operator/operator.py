@@ -263,9 +263,10 @@ def call({names}):
                 with torch.autocast("cpu", enabled=False):
                     return self.reference(*args)
             return self.reference(*args)
-        emulate_features(features)
-        with emulator.recording():
-            return self.launch(*args)
+        with emulator.lock:
+            emulate_features(features)
+            with emulator.recording():
+                return self.launch(*args)
 
 
 class MutatingOp(TorchOp):

@@ -5,7 +5,7 @@
 namespace rtk::ptx {
 
 RTK_DEVICE void mbarrier_init(SharedAddress barrier, u32 arrivals) { emu::mbarrier_init(barrier, arrivals); }
-RTK_DEVICE void mbarrier_fence_init() {}
+RTK_DEVICE void mbarrier_fence_init() { emu::mbarrier_fence_init(); }
 RTK_DEVICE void mbarrier_arrive(SharedAddress barrier) { emu::mbarrier_arrive(barrier, 0); }
 RTK_DEVICE void mbarrier_arrive_expect(SharedAddress barrier, u32 bytes) { emu::mbarrier_arrive(barrier, bytes); }
 RTK_DEVICE void mbarrier_wait(SharedAddress barrier, u32 parity, RTK_EMU_CALLER) {

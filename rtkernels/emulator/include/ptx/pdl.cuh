@@ -1,10 +1,11 @@
-// Host version of cuda_src/ptx/pdl.cuh: kernels run one after the other, so there is nothing to wait for.
+// Host version of cuda_src/ptx/pdl.cuh: kernels run one after the other, but who does not wait may not touch what the previous
+// kernel used.
 #pragma once
 #include "common/abi.cuh"
 
 namespace rtk::ptx {
 
-RTK_DEVICE void launch_dependents() {}
-RTK_DEVICE void wait_for_previous() {}
+RTK_DEVICE void launch_dependents() { emu::launch_dependents(); }
+RTK_DEVICE void wait_for_previous() { emu::wait_for_previous(); }
 
 }  // namespace rtk::ptx

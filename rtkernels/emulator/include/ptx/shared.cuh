@@ -15,8 +15,6 @@ RTK_DEVICE Raw<16> ld_shared_16(SharedAddress address) { return ld_keep<16>(addr
 RTK_DEVICE void st_shared_8(SharedAddress address, const Raw<8>& r) { st<8>(address, r); }
 RTK_DEVICE void st_shared_16(SharedAddress address, const Raw<16>& r) { st<16>(address, r); }
 
-RTK_DEVICE void leave_undefined(SharedAddress first, u32 bytes) {
-    for (u32 i = 0; i < bytes; ++i) first[i] = 255;
-}
+RTK_DEVICE void leave_undefined(SharedAddress first, u32 bytes) { emu::leave_undefined(first, bytes); }
 
 }  // namespace rtk::ptx

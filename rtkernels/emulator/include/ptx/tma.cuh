@@ -30,6 +30,6 @@ RTK_DEVICE void tma_store_3d(const TensorMap& map, SharedAddress from, i32 first
     const int at[] = {first, second, third};
     emu::tensor_store(map.words, from, at);
 }
-RTK_DEVICE void fence_async_shared() {}
+RTK_DEVICE void fence_async_shared() { emu::fence_async(); }
 
 }  // namespace rtk::ptx

@@ -18,7 +18,7 @@ struct EmulatedMatrix {
     // Two neighbours of a row, of which the first is at an even place.
     RTK_DEVICE u32 pair(int row, int column) const {
         const u64 at = first + static_cast<u64>(column / 64 * static_cast<int>(next) + row * 128 + column % 64 * 2);
-        return static_cast<u32>(emu::load(reinterpret_cast<const void*>(at ^ (at >> 7 & 7) << 4), 4).lo);
+        return static_cast<u32>(emu::load_by_wgmma(reinterpret_cast<const void*>(at ^ (at >> 7 & 7) << 4), 4).lo);
     }
 };
 
@@ -91,7 +91,8 @@ RTK_DEVICE void wgmma_wait(RTK_EMU_CALLER) {
         }
     }
     word = open << 16 | left;
-    emu::gather(0xffffffffu, 0, RTK_EMU_SITE("wgmma_wait"));  // the instruction is for whole warps
+    // The instruction is for whole warps: each lane knows that the reads for all of them are over.
+    emu::gather(0xffffffffu, 0, RTK_EMU_SITE("wgmma_wait"), true);
 }
 
 template <typename T, bool kAcross>

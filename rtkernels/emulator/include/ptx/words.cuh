@@ -10,10 +10,11 @@ struct Words {
 
 RTK_DEVICE Words ld_words(const u64* p, RTK_EMU_CALLER) {
     emu::poll(RTK_EMU_SITE("ld_words"));
-    return {p[0], p[1]};
+    const emu::Word16 value = emu::load_strong(p);
+    return {value.lo, value.hi};
 }
 RTK_DEVICE void st_words(u64* p, const Words& w) {
-    p[0] = w.first, p[1] = w.second;
+    emu::store_strong(p, {w.first, w.second});
     emu::note();
 }
 

@@ -1,0 +1,107 @@
+// Stores of the copy engine. They read shared memory as late as they can, when the thread that asked waits for that, and
+// write to global memory when the block has returned. Until then nobody may write what they read.
+#pragma once
+#include "mbarrier.h"
+
+namespace emu {
+namespace {
+
+struct StoredPart {
+    const u8* from;
+    u8* to;
+    u32 bytes;  // of 16 in shared memory
+};
+struct BulkStore {
+    u32 thread, group;
+    std::vector<StoredPart> parts;
+};
+std::vector<BulkStore> storing;  // not read yet; of the block that runs
+
+struct Landing {
+    u8* to;
+    u8 data[16];
+    u32 bytes;
+};
+std::vector<Landing> landing;  // read, and not written yet; of all blocks
+
+u64 shared_offset(const u8* p) { return reinterpret_cast<u64>(p) - shared_range.begin; }
+
+void mark(const BulkStore& store, bool reads) {
+    for (const StoredPart& part : store.parts)
+        for (u32 i = 0; i < 16; ++i) {
+            u16& state = shadow[shared_offset(part.from) + i].state;
+            state = static_cast<u16>(reads ? state | kStoreReads : state & kStates);
+        }
+}
+
+void begin_store(BulkStore store, void* pc) {
+    for (const StoredPart& part : store.parts) {
+        access(part.from, 16, false, true, false, pc);
+        if (!shared_range.has(reinterpret_cast<u64>(part.from)))
+            report(kOutOfBounds, 16, false, -1, reinterpret_cast<long long>(part.from), pc, "source of a bulk store");
+        check_proxy(shared_offset(part.from), 16, false, "the copy engine", pc);
+        access(part.to, part.bytes, true, false, false, pc);
+    }
+    mark(store, true);
+    storing.push_back(std::move(store));
+}
+
+void land() {
+    for (const Landing& part : landing) memcpy(part.to, part.data, part.bytes);
+    landing.clear();
+}
+
+}  // namespace
+
+void bulk_store(void* global, const void* shared, u32 bytes) {
+    void* pc = __builtin_return_address(0);
+    if (bytes % 16 != 0) report(kMisaligned, bytes, true, -1, 0, pc, "size of a bulk copy");
+    if (reinterpret_cast<u64>(global) % 16 != 0) report(kMisaligned, 16, true, -1, 0, pc, "target of a bulk copy");
+    BulkStore store = {current->id, current->store_group, {}};
+    for (u32 i = 0; i < bytes; i += 16)
+        store.parts.push_back({static_cast<const u8*>(shared) + i, static_cast<u8*>(global) + i, 16});
+    begin_store(std::move(store), pc);
+}
+
+void tensor_store(const long long* map, const void* shared, const int* at) {
+    BulkStore store = {current->id, current->store_group, {}};
+    Box(map).each(shared, at, [&](u32 offset, u8* to, u32 size) {
+        store.parts.push_back({static_cast<const u8*>(shared) + offset, to, size});
+    });
+    begin_store(std::move(store), __builtin_return_address(0));
+}
+
+void bulk_store_commit() { ++current->store_group; }
+
+void bulk_store_wait_read() {
+    std::vector<BulkStore> left;
+    for (BulkStore& store : storing) {
+        if (store.thread != current->id || store.group == current->store_group) {
+            left.push_back(std::move(store));
+            continue;
+        }
+        for (const StoredPart& part : store.parts) {
+            Landing done = {part.to, {}, part.bytes};
+            memcpy(done.data, part.from, 16);
+            landing.push_back(done);
+            const u64 offset = shared_offset(part.from);
+            if (launch->races)
+                for (u64 word = offset / 4; word < offset / 4 + 4; ++word) note_read(readers[word], 15);
+        }
+        mark(store, false);
+    }
+    storing.swap(left);
+    for (const BulkStore& store : storing) mark(store, true);
+}
+
+// Of a thread that returns. Nobody can wait for its stores any more.
+static void end_stores() {
+    for (const BulkStore& store : storing)
+        if (store.thread == current->id && launch->races && !store.parts.empty())
+            report(kRace, 16, false, -1, static_cast<long long>(shared_offset(store.parts[0].from)), nullptr,
+                   "the thread returns while its store of the copy engine still reads it");
+    ++current->store_group;
+    if (!storing.empty()) bulk_store_wait_read();
+}
+
+}  // namespace emu
