@@ -1,5 +1,5 @@
 // What the wgmma kernels of the router share: a block of two consumer warpgroups, each with 64 of the 128 rows, and
-// a third one of which a single thread works: it asks the copy engine for tiles. Sums of 128x128 are in registers.
+// a third one of which a single thread works: it asks the copy engine for tiles. Sums are in registers.
 #pragma once
 #include "gemm/operand.cuh"
 #include "gemm/terms.cuh"
@@ -29,14 +29,16 @@ struct Fragment {
     }
 };
 
-RTK_DEVICE void add_to(float (&sums)[64], const float (&part)[64]) {
+template <int N>
+RTK_DEVICE void add_to(float (&sums)[N], const float (&part)[N]) {
 #pragma unroll
-    for (int i = 0; i < 64; ++i) sums[i] += part[i];
+    for (int i = 0; i < N; ++i) sums[i] += part[i];
 }
 
-RTK_DEVICE void set_zero(float (&sums)[64]) {
+template <int N>
+RTK_DEVICE void set_zero(float (&sums)[N]) {
 #pragma unroll
-    for (int i = 0; i < 64; ++i) sums[i] = 0.0f;
+    for (int i = 0; i < N; ++i) sums[i] = 0.0f;
 }
 
 }  // namespace rtk

@@ -22,26 +22,27 @@ RTK_DEVICE u64 column_major_descriptor(ptx::SharedAddress address) {
 }
 inline constexpr u64 kNextColumnMajor = 16 * kTileRow >> 4;
 
-// Where a ring of kStages is, for the thread that fills it and for those that empty it.
-template <int kStages>
+// Where a ring of `stages` is, for the thread that fills it (its phase starts at 1) and for those that empty it.
 struct RingPlace {
+    int stages;
     int stage = 0;
     u32 phase = 0;
 
     RTK_DEVICE void next() {
-        if (++stage == kStages) stage = 0, phase ^= 1u;
+        if (++stage == stages) stage = 0, phase ^= 1u;
     }
 };
 
 // Barriers of a ring, 16 bytes a stage: full (the copies have come), empty (all consumer warps are done).
-template <int kStages>
 struct RingBarriers {
     ptx::SharedAddress base;
+    int stages;
 
     RTK_DEVICE ptx::SharedAddress full(int stage) const { return base + 8 * stage; }
-    RTK_DEVICE ptx::SharedAddress empty(int stage) const { return base + 8 * (kStages + stage); }
+    RTK_DEVICE ptx::SharedAddress empty(int stage) const { return base + 8 * (stages + stage); }
     RTK_DEVICE void init(u32 consumer_warps) const {
-        for (int s = 0; s < kStages; ++s) {
+#pragma unroll 1
+        for (int s = 0; s < stages; ++s) {
             ptx::mbarrier_init(full(s), 1);
             ptx::mbarrier_init(empty(s), consumer_warps);
         }

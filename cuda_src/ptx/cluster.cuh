@@ -37,4 +37,19 @@ RTK_DEVICE void st_cluster(SharedAddress address, int rank, float value) {
 #endif
 }
 
+// The same with 16 bytes.
+RTK_DEVICE void st_cluster(SharedAddress address, int rank, const float (&value)[4]) {
+#if RTK_HAS_TMA
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(there), "f"(value[0]), "f"(value[1]),
+                 "f"(value[2]), "f"(value[3])
+                 : "memory");
+#else
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(value[0]), "f"(value[1]), "f"(value[2]),
+                 "f"(value[3])
+                 : "memory");
+#endif
+}
+
 }  // namespace rtk::ptx

@@ -54,7 +54,7 @@ struct NormRouterShared {
     RTK_DEVICE ptx::SharedAddress summed(int l) const { return full(l) + 8 * kSlots; }
     RTK_DEVICE ptx::SharedAddress ready(int l) const { return full(l) + 8 * 2 * kSlots; }
     RTK_DEVICE ptx::SharedAddress spent(int l) const { return full(l) + 8 * 3 * kSlots; }
-    RTK_DEVICE RingBarriers<kStages> weights() const { return {barriers + 8 * 4 * kSlots}; }
+    RTK_DEVICE RingBarriers weights() const { return {barriers + 8 * 4 * kSlots, kStages}; }
     RTK_DEVICE float* sums() const {  // [kTeams][kNormRows], then 1/rms [kNormRows]
         return reinterpret_cast<float*>(generic + (barriers - slots) + 8 * (4 * kSlots + 2 * kStages));
     }
@@ -83,8 +83,8 @@ RTK_DEVICE void fetch_x(const NormRouterShared& shared, const ptx::TensorMap& x,
 // Boxes have as many rows as there are experts, because rows outside of the tensor cost time too. What the rest of a
 // stage is multiplied to is in columns that are not stored.
 RTK_DEVICE void fetch_weight(const NormRouterShared& shared, const ptx::TensorMap& weight, u32 experts) {
-    const RingBarriers<kStages> ring = shared.weights();
-    RingPlace<kStages> at{0, 1};
+    const RingBarriers ring = shared.weights();
+    RingPlace at{kStages, 0, 1};
     for (int i = 0; i < 2 * shared.slabs; ++i, at.next()) {
         ptx::mbarrier_wait(ring.empty(at.stage), at.phase);
         ptx::mbarrier_arrive_expect(ring.full(at.stage), experts * kTileRow);
@@ -98,9 +98,9 @@ RTK_DEVICE void fetch_weight(const NormRouterShared& shared, const ptx::TensorMa
 template <typename T>
 RTK_DEVICE void multiply(const NormRouterShared& shared, const ptx::TensorMap& logits, int warp, int lane,
                          i32 first_row) {
-    const RingBarriers<kStages> ring = shared.weights();
+    const RingBarriers ring = shared.weights();
     float sums[2][64];
-    RingPlace<kStages> at;
+    RingPlace at{kStages};
     int last_stage = 0;
     for (int l = shared.again; l < shared.again + shared.slabs; ++l) {
         ptx::mbarrier_wait(shared.ready(l), shared.second_phase(l));

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
     extern __shared__ u8 memory[];
     const ptx::SharedAddress base = ptx::aligned_up<1024>(ptx::shared_address(memory));
     const u8* tiles = memory + (base - ptx::shared_address(memory));
-    const RingBarriers<kStages> ring{base + kStages * kStageBytes};
+    const RingBarriers ring{base + kStages * kStageBytes, kStages};
     const Fragment place;
     const u32 expert_tiles = static_cast<u32>(ceil_div(experts, kRouterTile));
     const i64 e0 = static_cast<i64>(blockIdx.x % expert_tiles) * kRouterTile;
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
         }
         float sums[64], part[64];
         set_zero(sums);
-        RingPlace<kStages> at;
+        RingPlace at{kStages};
         // 32 tokens at a time, in two sets of registers: one is made while the tensor cores read the other.
         u32 left[2][kTerms][kHalfSteps][4];
         auto convert = [&](int half, const u8* stage) { fragment.terms(stage, 32 * half, left[half]); };

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
     extern __shared__ u8 memory[];
     const ptx::SharedAddress base = ptx::aligned_up<1024>(ptx::shared_address(memory));
     u8* stages = memory + (base - ptx::shared_address(memory));
-    const RingBarriers<kStages> ring{base + kStages * kStageBytes};
+    const RingBarriers ring{base + kStages * kStageBytes, kStages};
     const Fragment place;
     const u32 expert_tiles = static_cast<u32>(ceil_div(experts, kExperts));
     const i64 e0 = static_cast<i64>(blockIdx.x % expert_tiles) * kExperts;

@@ -53,8 +53,8 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
     u8* dy_tiles = memory + (aligned - ptx::shared_address(memory));
     const ptx::SharedAddress base = aligned + kDyPlaces * kDyBytes;
     u8* results = dy_tiles + kDyPlaces * kDyBytes + kStages * kTileBytes;  // 2 * kTileBytes
-    const RingBarriers<kStages> ring{base + (kStages + 2) * kTileBytes};
-    const RingBarriers<kDyPlaces> dy_ring{ring.base + 16 * kStages};
+    const RingBarriers ring{base + (kStages + 2) * kTileBytes, kStages};
+    const RingBarriers dy_ring{ring.base + 16 * kStages, kDyPlaces};
     const Fragment place;
     const i64 m0 = static_cast<i64>(blockIdx.x / static_cast<u32>(parts)) * kRouterTile;
     const int tile0 = static_cast<int>(blockIdx.x % static_cast<u32>(parts) * tiles_each);
@@ -90,8 +90,8 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
         ptx::registers_give<kProducerRegisters>();
         if (threadIdx.x == kConsumerWarps * kWarp) {
             ptx::wait_for_previous();  // W's terms
-            RingPlace<kStages> at{0, 1};
-            RingPlace<kDyPlaces> dy_at{0, 1};
+            RingPlace at{kStages, 0, 1};
+            RingPlace dy_at{kDyPlaces, 0, 1};
             auto fetch_weight = [&](int tile, int block) {
                 for (int term = kRight - 1; term >= 0; --term) {
                     ptx::mbarrier_wait(ring.empty(at.stage), at.phase);
@@ -123,8 +123,8 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
         }
     } else {
         ptx::registers_take<kConsumerRegisters>();
-        RingPlace<kStages> at;
-        RingPlace<kDyPlaces> dy_at;
+        RingPlace at{kStages};
+        RingPlace dy_at{kDyPlaces};
         const int t = place.lane % 4, group = place.warp / 4;
         u8* own = results + group * kTileBytes + (place.row % 64) * kTileRow + t * 4;
 
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
                 ptx::bulk_store_commit();
             }
         };
-        RingPlace<kStages> behind;  // the oldest place of W that products may still read
+        RingPlace behind{kStages};  // the oldest place of W that products may still read
         auto release = [&] {
             if (place.lane == 0) ptx::mbarrier_arrive(ring.empty(behind.stage));
             behind.next();
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
             }
             if (tiles % 2 == 0) write(odd, tiles - 1);
         } else {
-            RingPlace<kDyPlaces> dy_behind;
+            RingPlace dy_behind{kDyPlaces};
             auto release_dy = [&] {
                 if (place.lane == 0) ptx::mbarrier_arrive(dy_ring.empty(dy_behind.stage));
                 dy_behind.next();

@@ -50,11 +50,11 @@ struct DyFragment {
 
 // One thread: stages `first` and on, `count` of them, into the ring at `base`. Each has TOKENS tokens in DY_BOXES boxes of
 // 32 experts from e0 on, then X_BOXES boxes of 64 columns from k0 on.
-template <int TOKENS, int DY_BOXES, int X_BOXES, int STAGES>
-RTK_DEVICE void fetch_dy_and_x(const RingBarriers<STAGES>& ring, ptx::SharedAddress base, const ptx::TensorMap& dy,
+template <int TOKENS, int DY_BOXES, int X_BOXES>
+RTK_DEVICE void fetch_dy_and_x(const RingBarriers& ring, ptx::SharedAddress base, const ptx::TensorMap& dy,
                                const ptx::TensorMap& x, i64 e0, i64 k0, int first, int count) {
     constexpr u32 kBox = TOKENS * kTileRow, kStage = (DY_BOXES + X_BOXES) * kBox;
-    RingPlace<STAGES> at{0, 1};
+    RingPlace at{ring.stages, 0, 1};
     for (int i = 0; i < count; ++i) {
         const i32 token = (first + i) * TOKENS;
         const ptx::SharedAddress stage = base + at.stage * kStage, full = ring.full(at.stage);

@@ -1,135 +1,231 @@
 // Router logits on sm_90a: out[m, e] = sum over k of x[m, k] W[e, k], fp32. x [rows, depth] is used as it is; W is the
-// sum of kTerms matrices [experts, depth] of x's type, stacked (gemm/terms.cuh), so a tile of x that has come to shared
+// sum of `terms` matrices [experts, depth] of x's type, stacked (gemm/terms.cuh), so a tile of x that has come to shared
 // memory meets all of them.
 //
-// A block makes a 128x128 tile of one split of the depth; 64 of it per stage, smallest term first.  Tensor cores drop
-// low bits as they add, so every `promote` stages their sums go to fp32 registers. Results are multiplied by scale[e],
-// then bias[e] is added; split s writes from row s * split_rows of `out`.
+// A cluster of `splits` blocks makes a tile of 64 kGroups rows and kColumns experts, each block a part of the depth, 64
+// of it per stage, smallest term first. A block has kGroups consumer warpgroups of 64 rows and a producer, one thread.
+// Tensor cores drop low bits as they add, so every `promote` stages their sums go to fp32 registers. At the end each block gets the others' sums of every splits-th 8 columns through its shared memory and
+// adds them up in the order of the depth. Results are multiplied by scale[e], then bias[e] is added.
+//
+// Boxes of x have `x_rows` rows and those of W `weight_rows`: rows outside of a tensor cost time too. What the rest of a
+// stage is multiplied to is in rows and columns that are not stored.
 #include "gemm/mainloop.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/cluster.cuh"
 
 namespace rtk {
 
-inline constexpr int kRingTiles = 14;  // ops/router/router_gemm_kernels.py knows it too
+// Registers of a thread: the launch gives all as many, then the producer's go to the consumers.
+template <int kGroups>
+struct ForwardRegisters {
+    static constexpr int kProducer = kGroups == 3 ? 32 : 40, kConsumer = kGroups == 3 ? 160 : 232;
+};
 
-template <typename T, int kTerms>
-__global__ void __launch_bounds__(kRouterThreads, 1)
+template <typename T, int kGroups, int kColumns>
+__global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     router_fwd(const __grid_constant__ ptx::TensorMap x, const __grid_constant__ ptx::TensorMap weight,
-               const __grid_constant__ ptx::TensorMap out, const float* bias, const float* scale, i64 experts,
-               i64 depth, i64 split_rows, i64 blocks_per_split, i64 promote) {
-    constexpr int kStages = kRingTiles / (1 + kTerms);
-    constexpr u32 kStageBytes = (1 + kTerms) * kTileBytes;
+               const __grid_constant__ ptx::TensorMap out_map, float* out, const float* bias, const float* scale,
+               i64 rows, i64 experts, i64 depth, i64 x_rows, i64 weight_rows, i64 term_count, i64 stage_count,
+               i64 split_count, i64 promote, i64 by_copy_engine) {
+    constexpr int kRows = 64 * kGroups, kConsumers = 4 * kGroups;  // warps
+    constexpr u32 kRowBytes = kRows * kTileRow, kWeightBytes = kColumns * kTileRow;
     extern __shared__ u8 memory[];
+    const int terms = static_cast<int>(term_count), splits = static_cast<int>(split_count);
+    const int stages = static_cast<int>(stage_count);
+    const u32 stage_bytes = kRowBytes + static_cast<u32>(terms) * kWeightBytes;
     const ptx::SharedAddress base = ptx::aligned_up<1024>(ptx::shared_address(memory));
-    const RingBarriers<kStages> ring{base + kStages * kStageBytes};
+    const RingBarriers ring{base + stages * stage_bytes, stages};
     const Fragment place;
-    const int tiles = static_cast<int>(ceil_div(experts, kRouterTile));
-    const i64 m0 = static_cast<i64>(blockIdx.x / tiles) * kRouterTile;
-    const i64 n0 = static_cast<i64>(blockIdx.x % tiles) * kRouterTile;
-    const int first = static_cast<int>(blockIdx.y * blocks_per_split);
-    const int blocks =
-        min(static_cast<int>(blocks_per_split), static_cast<int>(ceil_div(depth, kBlockDepth)) - first);
+    const u32 tile = blockIdx.x / static_cast<u32>(splits);
+    const u32 column_tiles = static_cast<u32>(ceil_div(experts, kColumns));
+    const i64 m0 = static_cast<i64>(tile / column_tiles) * kRows;
+    const i64 n0 = static_cast<i64>(tile % column_tiles) * kColumns;
+    const int rank = static_cast<int>(blockIdx.x % static_cast<u32>(splits));
+    const int all_blocks = static_cast<int>(ceil_div(depth, kBlockDepth));
+    const int first = rank * all_blocks / splits, blocks = (rank + 1) * all_blocks / splits - first;
 
     auto fetch_x = [&](int stage, int block) {
-        ptx::mbarrier_arrive_expect(ring.full(stage), kStageBytes);
-        ptx::tma_load_2d(base + stage * kStageBytes, x, ring.full(stage), (first + block) * kBlockDepth,
+        ptx::mbarrier_arrive_expect(ring.full(stage), static_cast<u32>(x_rows + terms * weight_rows) * kTileRow);
+        ptx::tma_load_2d(base + stage * stage_bytes, x, ring.full(stage), (first + block) * kBlockDepth,
                          static_cast<i32>(m0));
     };
-    // Of the copies at the start the first come first, so those of x and W take turns; unless W may be late.
-    const int ahead = min(kStages, blocks), early = kTerms == 1 ? 1 : ahead;
-    if (threadIdx.x == kConsumerWarps * kWarp) {
-        ring.init(kConsumerWarps);
+    // Copies arrive in the order they were asked for, so those of x and W alternate at the start; unless W comes from a
+    // kernel that may still run.
+    const int x_first = terms == 1 ? 1 : min(stages, blocks);
+    if (threadIdx.x == kConsumers * kWarp) {
+        ring.init(kConsumers);
         ptx::mbarrier_fence_init();
-        for (int i = 0; i < early; ++i) fetch_x(i, i);
+        for (int stage = 0; stage < stages; ++stage) {
+            const ptx::SharedAddress to = base + stage * stage_bytes;
+            ptx::leave_undefined(to + x_rows * kTileRow, static_cast<u32>(kRows - x_rows) * kTileRow);
+            for (int term = 0; term < terms; ++term)
+                ptx::leave_undefined(to + kRowBytes + term * kWeightBytes + weight_rows * kTileRow,
+                                     static_cast<u32>(kColumns - weight_rows) * kTileRow);
+        }
+#pragma unroll 1
+        for (int i = 0; i < x_first; ++i) fetch_x(i, i);
     }
     ptx::launch_dependents();
     __syncthreads();
 
-    if (place.warp >= kConsumerWarps) {
-        ptx::registers_give<kProducerRegisters>();
-        if (threadIdx.x == kConsumerWarps * kWarp) {
+    if (place.warp >= kConsumers) {
+        ptx::registers_give<ForwardRegisters<kGroups>::kProducer>();
+        if (threadIdx.x == kConsumers * kWarp) {
             auto fetch_weight = [&](int stage, int block) {
-#pragma unroll
-                for (int term = 0; term < kTerms; ++term)
-                    ptx::tma_load_2d(base + stage * kStageBytes + (1 + term) * kTileBytes, weight, ring.full(stage),
-                                     (first + block) * kBlockDepth, static_cast<i32>(term * experts + n0));
+#pragma unroll 1
+                for (int term = 0; term < terms; ++term)
+                    ptx::tma_load_2d(base + stage * stage_bytes + kRowBytes + term * kWeightBytes, weight,
+                                     ring.full(stage), (first + block) * kBlockDepth,
+                                     static_cast<i32>(term * experts + n0));
             };
             ptx::wait_for_previous();  // the terms may still be on their way from there; x is not
-            for (int i = 0; i < ahead; ++i) {
-                if (i >= early) fetch_x(i, i);
-                fetch_weight(i, i);
-            }
-            RingPlace<kStages> at{0, 0};
-            for (int i = ahead; i < blocks; ++i) {
+            // One compact loop: after other kernels its code comes from memory, a line at a time.
+            RingPlace at{stages, 0, 1};
+#pragma unroll 1
+            for (int i = 0; i < blocks; ++i, at.next()) {
                 ptx::mbarrier_wait(ring.empty(at.stage), at.phase);
-                fetch_x(at.stage, i);
+                if (i >= x_first) fetch_x(at.stage, i);
                 fetch_weight(at.stage, i);
-                at.next();
             }
         }
-    } else {
-        ptx::registers_take<kConsumerRegisters>();
-        float sums[64], part[64];
-        set_zero(sums);
-        RingPlace<kStages> at;
-        const u32 own_rows = place.warp / 4 * 64 * kTileRow;
-        for (int done = 0; done < blocks;) {
-            const int end = min(blocks, done + static_cast<int>(promote));
-            int last_stage = 0;
-            for (int i = done; i < end; ++i) {
-                ptx::mbarrier_wait(ring.full(at.stage), at.phase);
-                const ptx::SharedAddress tile = base + at.stage * kStageBytes;
-                const u64 a = k_major_descriptor(tile + own_rows);
-                const u64 b = k_major_descriptor(tile + kTileBytes);
+        __syncwarp();
+        if (splits > 1) {  // as the consumers do
+            ptx::cluster_barrier();
+            ptx::cluster_barrier();
+        }
+        return;
+    }
+
+    ptx::registers_take<ForwardRegisters<kGroups>::kConsumer>();
+    RingPlace at{stages};
+    const u32 own_rows = place.warp / 4 * 64 * kTileRow;
+    // Stages `begin` to `end` of this block, from zero.
+    auto multiply = [&](float(&sums)[kColumns / 2], int begin, int end) {
+        int last_stage = 0;
+        for (int i = begin; i < end; ++i) {
+            ptx::mbarrier_wait(ring.full(at.stage), at.phase);
+            const ptx::SharedAddress x_tile = base + at.stage * stage_bytes;
+            const u64 a = k_major_descriptor(x_tile + own_rows);
+#pragma unroll 1
+            for (int term = terms - 1; term >= 0; --term) {
+                const u64 b = k_major_descriptor(x_tile + kRowBytes + term * kWeightBytes);
                 ptx::wgmma_fence();
 #pragma unroll
                 for (int k = 0; k < kDepthSteps; ++k)
-#pragma unroll
-                    for (int term = kTerms - 1; term >= 0; --term)
-                        ptx::wgmma_shared<T, false>(part, a + k * kNextKMajor,
-                                                    b + term * (kTileBytes >> 4) + k * kNextKMajor,
-                                                    i != done || k != 0 || term != kTerms - 1);
-                ptx::wgmma_commit();
-                ptx::wgmma_wait<1>();
-                if (i != done) ring.release(last_stage, place.lane);
-                last_stage = at.stage;
-                at.next();
+                    ptx::wgmma_shared<T, false>(sums, a + k * kNextKMajor, b + k * kNextKMajor,
+                                                i != begin || k != 0 || term != terms - 1);
             }
-            ptx::wgmma_wait<0>();
-            ring.release(last_stage, place.lane);
-            add_to(sums, part);
-            done = end;
+            ptx::wgmma_commit();
+            ptx::wgmma_wait<1>();
+            if (i != begin) ring.release(last_stage, place.lane);
+            last_stage = at.stage;
+            at.next();
         }
+        ptx::wgmma_wait<0>();
+        ring.release(last_stage, place.lane);
+    };
+    float sums[kColumns / 2], part[kColumns / 2];
+    set_zero(sums);
+    for (int done = 0; done < blocks;) {
+        const int end = min(blocks, done + static_cast<int>(promote));
+        multiply(part, done, end);
+        add_to(sums, part);
+        done = end;
+    }
 
-        ptx::wait_for_previous();  // `scale` comes from it
-        // Rows of 128 bytes as the copy engine wants them, where the ring was: four tiles of 32 columns per warpgroup.
-        const int group = place.warp / 4, t = place.lane % 4;
-        u8* results = memory + (base - ptx::shared_address(memory)) + group * 2 * kTileBytes;
-        u8* own = results + (place.row % 64) * kTileRow + t % 2 * 8;
-        ptx::named_barrier_sync(1, kConsumerWarps * kWarp);
+    ptx::wait_for_previous();  // `scale` comes from it
+    const int group = place.warp / 4, t = place.lane % 4;
+    // Columns 8j + 2t and the next, of rows place.row and place.row + 8.
+    auto finished = [&](int j, float(&value)[4]) {
+        const i64 column = n0 + 8 * j + 2 * t;
 #pragma unroll
-        for (int j = 0; j < 16; ++j) {
-            const i64 column = n0 + 8 * j + 2 * t;
-            float2 times = make_float2(1.0f, 1.0f), plus = make_float2(0.0f, 0.0f);
-            const bool one = column < experts, two = column + 1 < experts;
-            if (scale != nullptr) times = make_float2(one ? scale[column] : 0.0f, two ? scale[column + 1] : 0.0f);
-            if (bias != nullptr) plus = make_float2(one ? bias[column] : 0.0f, two ? bias[column + 1] : 0.0f);
+        for (int c = 0; c < 2; ++c)
+            if (column + c < experts) {
+                if (scale != nullptr) value[c] *= scale[column + c], value[2 + c] *= scale[column + c];
+                if (bias != nullptr) value[c] += bias[column + c], value[2 + c] += bias[column + c];
+            }
+    };
+    auto store_from_registers = [&](int j, const float(&value)[4]) {
+        const i64 column = n0 + 8 * j + 2 * t;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const i64 row = m0 + place.row + 8 * r;
+            if (row >= rows || column >= experts) continue;
+            float* to = out + row * experts + column;
+            if (experts % 2 == 0) {
+                *reinterpret_cast<float2*>(to) = make_float2(value[2 * r], value[2 * r + 1]);
+            } else {
+                to[0] = value[2 * r];
+                if (column + 1 < experts) to[1] = value[2 * r + 1];
+            }
+        }
+    };
+
+    if (splits > 1) {
+        // 8 columns are a share: number `share` of block `owner`, from block `from`, lies there.
+        constexpr u32 kShareBytes = kConsumers * kWarp * 16;
+        constexpr int kShares = kColumns / 8;
+        const u32 from_bytes = static_cast<u32>((kShares + splits - 1) / splits) * kShareBytes;
+        const ptx::SharedAddress own = base + threadIdx.x * 16;
+        ptx::cluster_barrier();  // all products are made: nobody reads stages any more
+        int owner = 0;
+        u32 share = 0;
+        auto next = [&] {
+            if (++owner == splits) owner = 0, share += kShareBytes;
+        };
+#pragma unroll
+        for (int j = 0; j < kShares; ++j, next()) {
+            const float value[4] = {sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]};
+            if (owner != rank) ptx::st_cluster(own + rank * from_bytes + share, owner, value);
+        }
+        ptx::cluster_barrier();
+        owner = 0, share = 0;
+#pragma unroll
+        for (int j = 0; j < kShares; ++j, next()) {
+            if (owner != rank) continue;
+            float value[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 1
+            for (int from = 0; from < splits; ++from) {
+                Raw<16> part;
+                if (from != rank) part = ptx::ld_shared_16(own + from * from_bytes + share);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) value[i] += from == rank ? sums[4 * j + i] : __uint_as_float(part.w[i]);
+            }
+            finished(j, value);
+            store_from_registers(j, value);
+        }
+    } else if (by_copy_engine) {
+        // Rows of 128 bytes as the copy engine wants them, where the ring was: tiles of 32 columns for each warpgroup.
+        constexpr u32 kResultBytes = 64 * kTileRow;
+        u8* results = memory + (base - ptx::shared_address(memory)) + group * (kColumns / 32) * kResultBytes;
+        u8* own = results + (place.row % 64) * kTileRow + t % 2 * 8;
+        ptx::named_barrier_sync(1, kConsumers * kWarp);
+#pragma unroll
+        for (int j = 0; j < kColumns / 8; ++j) {
+            float value[4] = {sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]};
+            finished(j, value);
 #pragma unroll
             for (int r = 0; r < 2; ++r)
-                *reinterpret_cast<float2*>(own + j / 4 * (kTileBytes / 2) + 8 * r * kTileRow +
+                *reinterpret_cast<float2*>(own + j / 4 * kResultBytes + 8 * r * kTileRow +
                                            (((j % 4 * 2 + t / 2) ^ (place.row & 7)) << 4)) =
-                    make_float2(sums[4 * j + 2 * r] * times.x + plus.x, sums[4 * j + 2 * r + 1] * times.y + plus.y);
+                    make_float2(value[2 * r], value[2 * r + 1]);
         }
         ptx::fence_async_shared();
         ptx::named_barrier_sync(2 + group, 128);
         if (threadIdx.x % 128 == 0) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                ptx::tma_store_2d(out, ptx::shared_address(results) + i * (kTileBytes / 2),
-                                  static_cast<i32>(n0) + 32 * i,
-                                  static_cast<i32>(blockIdx.y * split_rows + m0) + 64 * group);
+            for (int i = 0; i < kColumns / 32; ++i)
+                ptx::tma_store_2d(out_map, ptx::shared_address(results) + i * kResultBytes,
+                                  static_cast<i32>(n0) + 32 * i, static_cast<i32>(m0) + 64 * group);
             ptx::bulk_store_commit();
             ptx::bulk_store_wait_read();
+        }
+    } else {
+#pragma unroll
+        for (int j = 0; j < kColumns / 8; ++j) {
+            float value[4] = {sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]};
+            finished(j, value);
+            store_from_registers(j, value);
         }
     }
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bench.rows.row import Row
 from rtkernels.ops.router.router_gemm import BACKWARD, FORWARD
-from rtkernels.ops.router.router_gemm_kernels import EXACT, HIGH
+from rtkernels.ops.router.router_gemm_kernels import EXACT, FAST, HIGH
 
 
 def _torch_fwd(x: Tensor, weight: Tensor) -> Tensor:
@@ -49,29 +49,43 @@ def _inputs(device: str, generator: torch.Generator, sizes: tuple[int, int, int]
 _VARIANTS = {"bf16": (torch.bfloat16, HIGH), "high": (torch.float32, HIGH), "exact": (torch.float32, EXACT)}
 
 
+# Of the forward alone: tokens that do not fill tiles, expert counts between those of one and of several tiles.
+_FORWARD_VARIANTS = {"fast": (torch.bfloat16, FAST), "high": (torch.float32, HIGH)}
+
+
+_FORWARD_SIZES = ((12289, 160, 2048), (12289, 160, 6144), (4096, 64, 7168), (8192, 384, 4096))
+
+
+def _forward_row(sizes: tuple[int, int, int], name: str, dtype: torch.dtype, level: int) -> Row:
+    rows, experts, depth = sizes
+    return Row(
+        name="router_gemm_fwd",
+        shape=f"{rows}x{experts}x{depth}_{name}",
+        make=partial(_inputs, sizes=sizes, dtype=dtype, backward=False),
+        ours=lambda x, weight: FORWARD(x, weight, None, level),
+        torch=_torch_fwd,
+        fused=_torch_fused if dtype == torch.bfloat16 else None,
+        bytes=2 * rows * depth + 4 * rows * experts + experts * depth * dtype.itemsize,
+    )
+
+
 def rows() -> Iterator[Row]:
     """Weights of bf16, as linghe has them, and of fp32 with the two precisions."""
     for sizes in ((8192, 256, 2048), (2048, 256, 8192)):
         rows, experts, depth = sizes
         x_bytes, y_bytes = 2 * rows * depth, 4 * rows * experts
         for name, (dtype, level) in _VARIANTS.items():
-            shape = f"{rows}x{experts}x{depth}_{name}"
+            yield _forward_row(sizes, name, dtype, level)
             w_bytes = experts * depth * dtype.itemsize
-            yield Row(
-                name="router_gemm_fwd",
-                shape=shape,
-                make=partial(_inputs, sizes=sizes, dtype=dtype, backward=False),
-                ours=lambda x, weight, level=level: FORWARD(x, weight, None, level),
-                torch=_torch_fwd,
-                fused=_torch_fused if dtype == torch.bfloat16 else None,
-                bytes=x_bytes + y_bytes + w_bytes,
-            )
             for which, parts in (("dx", "x"), ("dw", "w"), ("bwd", "xw")):
                 yield Row(
                     name=f"router_gemm_{which}",
-                    shape=shape,
+                    shape=f"{rows}x{experts}x{depth}_{name}",
                     make=partial(_inputs, sizes=sizes, dtype=dtype, backward=True),
                     ours=partial(_ours_bwd, level=level, parts=parts),
                     torch=partial(_torch_bwd, parts=parts),
                     bytes=y_bytes + len(parts) * (x_bytes + w_bytes),
                 )
+    for sizes in _FORWARD_SIZES:
+        for name, (dtype, level) in _FORWARD_VARIANTS.items():
+            yield _forward_row(sizes, name, dtype, level)

@@ -214,13 +214,15 @@ def router_gemm(
     precision logits                 weight's gradient      x's gradient, before its
                                                             one rounding to x's dtype
     ========= ====================== ====================== ===========================
-    "fast"    3e-3; 2e-5 if weight   3e-3                   5e-3
+    "fast"    3e-3; 2e-5 if weight   3e-3                   5e-3; 1e-5 if x is fp16
               has x's dtype
     "high"    5e-6                   5e-6                   1e-5
     "exact"   1e-6                   1e-6                   1e-5
     ========= ====================== ====================== ===========================
 
-    An x of fp16 meets fp16 terms that are scaled by powers of two per expert (nothing overflows). NaN and infinities
+    An x of fp16 meets fp16 terms that are scaled by powers of two per expert (nothing overflows). Its own gradient is
+    made of bf16 terms, whose range is that of fp32, two of each number for every precision: incoming gradients of any
+    magnitude keep at least the 11 bits that fp16 has, and "fast" gains no time there. NaN and infinities
     come out as NaN or infinity where exact arithmetic has one of the two; an infinity that meets, or is, a number of
     several terms may come out as NaN. Results have the same bits at every call. Differentiable once in x, weight and
     bias; only the gradients that are needed are computed, in fp32 and rounded once to the dtype of what they belong to.

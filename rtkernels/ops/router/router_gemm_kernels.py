@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from rtkernels.ops.router import router_gemm_tiles as tiles
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.driver import Launch
 from rtkernels.runtime.launch.kernel import Kernel
@@ -21,7 +22,6 @@ _TERM_THREADS = 128
 _SUM_THREADS = 256
 _SLACK = 1024 + 256  # shared memory: alignment of the tiles, and barriers
 _TILE_BYTES = TILE * DEPTH * 2
-_RING_TILES = 14  # of the forward at most, as many of x and its terms as make whole stages
 _LEAST_BLOCKS = 4  # of DEPTH per split: fewer cost more to add up than they save
 # Of router_dw_turns: tile and stage, and the most tokens of a split. Sums of 1024 tokens, half of them, may stay in the
 # tensor cores: 3.3e-6 of the 5e-6 that "high" promises.
@@ -64,10 +64,10 @@ MMA = Kernel(
 FWD = Kernel(
     "router/router_gemm_fwd.cu",
     "router_fwd",
-    template="T TERMS",
-    args="x:tmap weight:tmap out:tmap bias:ptr scale:ptr experts:i64 depth:i64 split_rows:i64 blocks_per_split:i64 "
-    "promote:i64",
-    variants=[("bf16", 1), ("bf16", 2), ("bf16", 3), ("fp16", 1), ("fp16", 2)],
+    template="T GROUPS COLUMNS",
+    args="x:tmap weight:tmap out_map:tmap out:ptr bias:ptr scale:ptr rows:i64 experts:i64 depth:i64 x_rows:i64 "
+    "weight_rows:i64 terms:i64 stages:i64 splits:i64 promote:i64 by_copy_engine:i64",
+    variants=[(token, rows // 64, columns) for token in ("bf16", "fp16") for rows, columns in tiles.TILES],
     max_registers=168,
     needs=("tma", "wgmma"),
 )
@@ -113,6 +113,15 @@ def terms(token: str, into: str, precision: int) -> int:
     return 2 if token == "fp32" else 1  # fp16 with a scale: 11 bits each, and bf16 has 8
 
 
+def input_gradient_terms(token: str, precision: int) -> int:
+    """Return how many bf16 terms stand for dy, and for a weight that is not bf16, where x has type `token`.
+
+    They are bf16 for every x, because a gradient may be too small or too large for fp16. One has as many bits as a bf16
+    dx; an fp16 dx has 11 and needs two, in "fast" too. Three would be lost in the rounding of dx.
+    """
+    return 1 if precision == FAST and token == "bf16" else 2
+
+
 def promote_blocks(precision: int) -> int:
     """Return after how many blocks of the summed dimension sums leave the tensor cores, which drop low bits."""
     return {FAST: 1 << 30, HIGH: 8, EXACT: 2}[precision]
@@ -142,26 +151,30 @@ def _up(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _splits(device: int, tiles: int, depth: int) -> tuple[int, int]:
+def _splits(device: int, tile_count: int, depth: int) -> tuple[int, int]:
     """Return in how many parts the summed dimension is cut to keep all multiprocessors busy, and blocks in each."""
     blocks = _up(depth, DEPTH)
-    wanted = max(1, min(device_info(device).sm_count // tiles, blocks // _LEAST_BLOCKS))
+    wanted = max(1, min(device_info(device).sm_count // tile_count, blocks // _LEAST_BLOCKS))
     each = _up(blocks, wanted)
     return _up(blocks, each), each
 
 
-def _plan_fwd(device: int, token: str, count: int, rows: int, experts: int, depth: int, after_split: bool):
-    tiles = _up(rows, TILE) * _up(experts, TILE)
-    splits, each = _splits(device, tiles, depth)
-    shared = _RING_TILES // (1 + count) * (1 + count) * _TILE_BYTES + _SLACK
-    launch = FWD.bind((token, count), device, (tiles, splits), _THREADS, shared, overlap=after_split)
-    return launch, splits, each
+def _plan_fwd(
+    device: int, token: str, count: int, rows: int, experts: int, depth: int, after_split: bool
+) -> tuple[Launch, tiles.Tile]:
+    tile = tiles.forward_tile((rows, experts, depth), count, device_info(device).sm_count)
+    groups = tile.rows // 64  # warpgroups that multiply, besides the one that fetches
+    grid = _up(rows, tile.rows) * _up(experts, tile.columns) * tile.splits
+    shared = tile.stages * tiles.ROW_BYTES * (tile.rows + count * tile.columns) + _SLACK
+    variant, threads = (token, groups, tile.columns), 128 * (groups + 1)
+    launch = FWD.bind(variant, device, grid, threads, shared, overlap=after_split, cluster=tile.splits)
+    return launch, tile
 
 
 def _plan_dx(device: int, left: int, right: int, rows: int, depth: int, after_split: bool):
-    row_tiles, tiles = _up(rows, TILE), _up(depth, TILE)
-    each = _up(tiles, max(1, min(tiles, device_info(device).sm_count // row_tiles)))
-    parts = _up(tiles, each)
+    row_tiles, column_tiles = _up(rows, TILE), _up(depth, TILE)
+    each = _up(column_tiles, max(1, min(column_tiles, device_info(device).sm_count // row_tiles)))
+    parts = _up(column_tiles, each)
     shared = (4 * 2 + 6) * _TILE_BYTES + _SLACK
     return DX.bind((left, right), device, row_tiles * parts, _THREADS, shared, overlap=after_split), parts, each
 
@@ -178,24 +191,24 @@ class DwPlan(NamedTuple):
 
 def _plan_dw(device: int, token: str, count: int, tokens: int, experts: int, depth: int, after_other: bool) -> DwPlan:
     if (token, count) == ("bf16", 2):
-        tiles = _up(experts, _TURNS_EXPERTS) * _up(depth, _TURNS_COLUMNS)
-        splits, each = _splits(device, tiles, tokens)
+        blocks = _up(experts, _TURNS_EXPERTS) * _up(depth, _TURNS_COLUMNS)
+        splits, each = _splits(device, blocks, tokens)
         if each * DEPTH <= _TURNS_TOKENS:
             launch = DW_TURNS.bind(
-                (token, count), device, (tiles, splits), _THREADS, _TURNS_SHARED, overlap=after_other
+                (token, count), device, (blocks, splits), _THREADS, _TURNS_SHARED, overlap=after_other
             )
             return DwPlan(launch, splits, each * DEPTH // _TURNS_STAGE, _TURNS_STAGE, True)
-    tiles = _up(experts, TILE) * _up(depth, TILE)
-    splits, each = _splits(device, tiles, tokens)
+    blocks = _up(experts, TILE) * _up(depth, TILE)
+    splits, each = _splits(device, blocks, tokens)
     shared = 4 * 3 * _TILE_BYTES + _SLACK
-    launch = DW.bind((token, count), device, (tiles, splits), _THREADS, shared, overlap=after_other)
+    launch = DW.bind((token, count), device, (blocks, splits), _THREADS, shared, overlap=after_other)
     return DwPlan(launch, splits, each, DEPTH, False)
 
 
 def _plan_mma(device: int, token: str, across_a: bool, across_b: bool, m: int, n: int, k: int, splits_allowed: bool):
-    tiles = _up(m, TILE) * _up(n, TILE)
-    splits, each = _splits(device, tiles, k) if splits_allowed else (1, _up(k, DEPTH))
-    launch = MMA.bind((token, across_a, across_b), device, (tiles, splits), _MMA_THREADS, _MMA_SHARED)
+    blocks = _up(m, TILE) * _up(n, TILE)
+    splits, each = _splits(device, blocks, k) if splits_allowed else (1, _up(k, DEPTH))
+    launch = MMA.bind((token, across_a, across_b), device, (blocks, splits), _MMA_THREADS, _MMA_SHARED)
     return launch, splits, each
 
 

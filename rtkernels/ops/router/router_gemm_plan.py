@@ -9,9 +9,11 @@ from torch import Tensor
 
 from rtkernels.ops.quant.column_absmax import column_scales
 from rtkernels.ops.router import router_gemm_kernels as kernels
+from rtkernels.ops.router import router_gemm_tiles as tiles
 from rtkernels.ops.router.router_gemm_kernels import (
     DEPTH,
     TILE,
+    input_gradient_terms,
     packed_pairs,
     promote_blocks,
     term_pairs,
@@ -136,33 +138,25 @@ def logits(x: Tensor, weight: Tensor, bias: Tensor | None, precision: int) -> Te
 def _logits(left: Operand, right: Operand, bias: Tensor | None, y: Tensor, after_split: bool, precision: int) -> None:
     rows, experts, depth = left.rows, right.rows, left.cols
     key = (y.get_device(), left.token, right.count, rows, experts, depth, after_split)
-    launch, splits, each = kernels.FWD_PLANS[key]
-    # The copy engine writes rows of multiples of 16 bytes, and whole tiles of each split but the last.
-    pitch, padded = -(-experts // 4) * 4, -(-rows // TILE) * TILE
-    direct = splits == 1 and pitch == experts
-    out = y if direct else y.new_empty(splits, padded, pitch)
-    result = Operand(out, "fp32", rows if direct else splits * padded, experts if direct else pitch, pitch)
+    launch, tile = kernels.FWD_PLANS[key]
+    x_rows, weight_rows = tiles.box_rows(rows, tile.rows), tiles.box_rows(experts, tile.columns)
     promote = right.count > 1  # where x is most of what is read, more at a time is slower
+    x_map = left.map(x_rows, DEPTH, promote)
+    # The copy engine writes rows of multiples of 16 bytes.
+    by_copy_engine = tile.splits == 1 and experts % 4 == 0
+    out_map = Operand(y, "fp32", rows, experts, experts).map(64, 32) if by_copy_engine else x_map
     launch(
-        left.map(TILE, DEPTH, promote), right.map(TILE, DEPTH, promote), result.map(64, 32),
-        address(bias) if splits == 1 else 0,
-        address(right.scale), experts, depth, padded, each, promote_blocks(precision),
+        x_map, right.map(weight_rows, DEPTH, promote), out_map, y.data_ptr(), address(bias), address(right.scale),
+        rows, experts, depth, x_rows, weight_rows, right.count, tile.stages, tile.splits, promote_blocks(precision),
+        int(by_copy_engine),
     )  # fmt: skip
-    if pitch == experts:
-        if splits > 1:
-            _add_up(out, y, bias)
-        return
-    if not direct:
-        torch.sum(out[:, :rows, :experts], 0, out=y)
-        if bias is not None and splits > 1:
-            y += bias
 
 
 def input_gradient(dy: Tensor, weight: Tensor, dtype: torch.dtype, precision: int) -> Tensor:
     """Return ``dy @ weight`` rounded to `dtype`, dense. dy fp32 [rows, experts], none of them empty."""
     device, wgmma = dy.get_device(), uses_wgmma(dy.get_device())
     dx = torch.empty(dy.shape[0], weight.shape[1], dtype=dtype, device=dy.device)
-    count = terms("fp32", "bf16", min(precision, kernels.HIGH))  # dx has 8 or 11 bits itself
+    count = input_gradient_terms(DTYPE_TOKEN[dtype], precision)
     raw = weight.dtype == torch.bfloat16
     left = aligned(dy) if wgmma else split(dy, "bf16", count)
     right = aligned(weight) if raw else split(weight, "bf16", count)

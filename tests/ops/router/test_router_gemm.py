@@ -19,6 +19,7 @@ from rtkernels.errors import RtkError
 from rtkernels.ops.router import router_gemm as module
 from rtkernels.ops.router import router_gemm_kernels as kernels
 from rtkernels.ops.router import router_gemm_plan as launchers
+from rtkernels.ops.router import router_gemm_tiles as tiles
 from rtkernels.runtime.launch import driver as launching
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.tensor_map import TensorMap, matrix_map
@@ -28,6 +29,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PRECISIONS = ("fast", "high", "exact")
 LOGITS = {"fast": 3e-3, "high": 5e-6, "exact": 1e-6}
 INPUT = {"fast": 5e-3, "high": 1e-5, "exact": 1e-5}
+INPUT_FP16 = 1e-5  # whatever the precision
 
 Normal = Callable[..., Tensor]
 
@@ -66,6 +68,12 @@ CASES: dict[str, Callable[[Normal], Inputs]] = {
     "no_experts": lambda n: Inputs(n(3, 40), n(0, 40)),
     "no_depth": lambda n: Inputs(n(3, 0), n(12, 0), n(12)),
 }
+# Each sums many numbers in one of the three products.
+DEEP_CASES: dict[str, Callable[[Normal], Inputs]] = {
+    "deep_logits": lambda n: Inputs(n(3, 328), n(5, 328)),
+    "many_tokens": lambda n: Inputs(n(328, 16), n(5, 16)),
+    "many_experts": lambda n: Inputs(n(3, 16), n(600, 16)),
+}
 
 
 def make(case: str, x_dtype: torch.dtype, w_dtype: torch.dtype, device: str) -> Inputs:
@@ -74,7 +82,7 @@ def make(case: str, x_dtype: torch.dtype, w_dtype: torch.dtype, device: str) -> 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device)
 
-    inputs = CASES[case](normal)
+    inputs = {**CASES, **DEEP_CASES}[case](normal)
     inputs.x, inputs.weight = inputs.x.to(x_dtype), (inputs.weight * 0.02).to(w_dtype)
     if inputs.dy is None:
         inputs.dy = normal(*inputs.x.shape[:-1], inputs.weight.shape[0]) * 1e-3
@@ -103,7 +111,8 @@ def check(inputs: Inputs, precision: str) -> tuple[Tensor, ...]:
         g = inputs.dy.double().reshape(count, weight.shape[0])
         exact = rows @ w.t() + (0.0 if bias is None else bias.double())
         within(y.detach().view(exact.shape), exact, LOGITS[precision], "logits")
-        within(x.grad.reshape(rows.shape), g @ w, INPUT[precision], "gradient of x")
+        most = INPUT_FP16 if x.dtype == FP16 else INPUT[precision]
+        within(x.grad.reshape(rows.shape), g @ w, most, "gradient of x")
         within(weight.grad, g.t() @ rows, LOGITS[precision], "gradient of weight")
         assert x.grad.dtype == x.dtype and weight.grad.dtype == weight.dtype
         if bias is not None:
@@ -138,6 +147,30 @@ def emulated_coverage() -> None:
         check(make("plain", BF16, BF16, device), "fast")
 
 
+@pytest.mark.parametrize("case", DEEP_CASES)
+@pytest.mark.parametrize("target", ("sm_80", "sm_90"))
+@emulated
+def test_sums_that_leave_the_tensor_cores_several_times(target: str, case: str) -> None:
+    """In "exact" every 128 of what is summed (256 experts in router_dx): three times here, without splits."""
+    with running_on(target) as device:
+        check(make(case, BF16, FP32, device), "exact")
+
+
+@pytest.mark.parametrize("w_dtype", (BF16, FP16, FP32), ids=short)
+@pytest.mark.parametrize("magnitude", (1e-9, 1.0, 1e7))
+@at()
+def test_gradient_of_fp16_is_as_precise_as_fp16(place: str, magnitude: float, w_dtype: torch.dtype) -> None:
+    """In "fast" too, for gradients that fp16 cannot hold; the weight makes dx fit."""
+    with running_on(place) as device:
+        inputs = make("odd", FP16, FP32, device)
+        weight = (inputs.weight * min(1.0, 1e3 / magnitude)).to(w_dtype)
+        dy = (inputs.dy * 1e3 * magnitude).to(FP32)
+        dx, _ = module.BACKWARD(dy, inputs.x, weight, kernels.FAST, True, False)
+        exact = dy.double() @ weight.double()
+        limit = ROUNDOFF[FP16] * exact.abs() + 2.0**-25 + 2e-5 * exact.abs().max()
+        assert bool(((dx.double() - exact).abs() <= limit).all())
+
+
 @emulated
 @pytest.mark.parametrize(("target", "case"), (("sm_80", "odd"), ("sm_90", "plain")))
 def test_order_of_threads_does_not_matter(target: str, case: str) -> None:
@@ -153,7 +186,12 @@ def test_order_of_threads_does_not_matter(target: str, case: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sizes", ((8192, 256, 2048), (300, 260, 520), (129, 1030, 192), (64, 8, 8192)), ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    ((8192, 256, 2048), (12289, 160, 6144), (4096, 512, 2880), (4096, 72, 7168),
+     (300, 260, 520), (129, 1030, 192), (64, 8, 8192)),
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("wgmma", (True, False), ids=("wgmma", "mma"))
 def test_promises_at_real_sizes(monkeypatch: pytest.MonkeyPatch, wgmma: bool, sizes: tuple[int, ...]) -> None:
     rows, experts, depth = sizes
@@ -170,6 +208,91 @@ def test_promises_at_real_sizes(monkeypatch: pytest.MonkeyPatch, wgmma: bool, si
                     check(Inputs(x.to(x_dtype), weight.to(w_dtype), dy=dy), precision)
     within(router_gemm(x.bfloat16(), weight.bfloat16(), precision="fast"),
            x.bfloat16().double() @ weight.bfloat16().double().t(), 2e-5, "16-bit products")  # fmt: skip
+
+
+# ---- tiles of the forward on sm_90 ----------------------------------------------------------------------------------
+
+
+def _use_tile(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, splits: int) -> None:
+    def chosen(size: tuple[int, int, int], terms: int, sms: int) -> tiles.Tile:
+        return tiles.Tile(rows, columns, splits, tiles.ring_stages(rows, columns, terms), 0.0)
+
+    monkeypatch.setattr(tiles, "forward_tile", chosen)
+    monkeypatch.setattr(kernels, "FWD_PLANS", type(kernels.FWD_PLANS)(kernels.FWD_PLANS._build))
+
+
+@pytest.mark.parametrize(
+    ("tile", "splits", "sizes"),
+    (
+        ((128, 64), 1, (130, 66, 72)),
+        ((128, 64), 3, (7, 61, 200)),
+        ((128, 96), 2, (20, 100, 130)),
+        ((128, 128), 2, (20, 132, 130)),
+        ((128, 160), 2, (3, 144, 136)),
+        ((192, 96), 1, (9, 94, 72)),
+        ((192, 128), 2, (150, 121, 136)),
+    ),
+    ids=str,
+)
+@at("sm_90", "cuda")
+def test_every_tile(
+    monkeypatch: pytest.MonkeyPatch, place: str, tile: tuple[int, int], splits: int, sizes: tuple[int, ...]
+) -> None:
+    rows, experts, depth = sizes
+    _use_tile(monkeypatch, *tile, splits)
+    with running_on(place) as device:
+        g = torch.Generator().manual_seed(sum(sizes))
+        x = torch.randn(rows, depth, generator=g).bfloat16().to(device)
+        weight = torch.randn(experts, depth, generator=g).to(device)
+        bias = torch.randn(experts, generator=g).to(device)
+        y = router_gemm(x, weight, bias=bias, precision="exact")
+        within(y, x.double() @ weight.double().t() + bias.double(), 1e-6, "logits")
+
+
+@emulated
+def test_splits_add_up_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    _use_tile(monkeypatch, 128, 64, 3)
+    inputs = make("deep_logits", BF16, BF16, "cpu")
+    results = []
+    for order in ("forward", "reverse", 7):
+        with rtkernels.emulate("sm_90", order=order):
+            results.append(module.FORWARD(inputs.x, inputs.weight, None, 1))
+    for other in results[1:]:
+        assert_same_bits(results[0], other)
+
+
+def _h200(rows: int, experts: int, depth: int, terms: int = 1) -> tiles.Tile:
+    return tiles.forward_tile((rows, experts, depth), terms, 132)
+
+
+EXPERTS = (1, 8, 60, 64, 72, 96, 128, 144, 160, 192, 256, 384, 512)
+
+
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_chosen_tiles_can_be_launched(experts: int) -> None:
+    for rows in (1, 127, 4096, 8192, 12289, 10**6):
+        for depth in (8, 64, 2048, 2880, 4096, 6144, 7168):
+            for terms in (1, 2, 3):
+                tile = _h200(rows, experts, depth, terms)
+                assert (tile.rows, tile.columns) in tiles.TILES
+                assert 1 <= tile.splits <= min(tiles.MAX_SPLITS, max(1, -(-depth // 64) // tiles.MIN_BLOCKS))
+                ring = tile.stages * tiles.ROW_BYTES * (tile.rows + terms * tile.columns)
+                assert tile.stages >= 2 and ring + 1024 + 16 * tile.stages <= 227 * 1024
+                shares = -(-tile.columns // 8 // tile.splits) * tile.splits  # where the ring was
+                assert tile.splits == 1 or shares * 32 * tile.rows <= ring
+                assert 4 * tile.rows * tile.columns <= ring  # results on their way to the copy engine
+
+
+def test_the_model_finds_what_was_fastest() -> None:
+    """Of an H200; docs/measurements/gemm.md has the times."""
+    assert _h200(12289, 160, 6144)[:3] == (128, 160, 1)
+    assert _h200(12289, 256, 7168)[:3] == _h200(12289, 512, 7168)[:3] == (192, 128, 1)
+    assert _h200(8192, 256, 2048)[:3] == (128, 128, 1)
+    assert _h200(8192, 128, 7168)[:3] == (128, 64, 1)
+    assert _h200(4096, 256, 7168)[:3] == (128, 128, 2)
+    assert _h200(12289, 192, 4096, 2)[:3] == (192, 96, 1)
+    assert _h200(4096, 64, 7168).splits > 1  # multiprocessors would be idle
+    assert _h200(1, 8, 64).splits == 1
 
 
 # ---- what is not finite, and ranges ---------------------------------------------------------------------------------

@@ -13,5 +13,8 @@ RTK_DEVICE void st_cluster(SharedAddress address, int rank, float value) {
         emu::cluster_store(reinterpret_cast<void*>(address), static_cast<u32>(rank), __float_as_uint(value));
     }
 }
+RTK_DEVICE void st_cluster(SharedAddress address, int rank, const float (&value)[4]) {
+    for (int i = 0; i < 4; ++i) st_cluster(address + 4 * i, rank, value[i]);
+}
 
 }  // namespace rtk::ptx

@@ -95,10 +95,10 @@ RTK_DEVICE void wgmma_wait(RTK_EMU_CALLER) {
     emu::gather(0xffffffffu, 0, RTK_EMU_SITE("wgmma_wait"), true);
 }
 
-template <typename T, bool kAcross>
-RTK_DEVICE void wgmma_shared(float (&d)[64], u64 a, u64 b, u32 add) {
+template <typename T, bool kAcross, int N>
+RTK_DEVICE void wgmma_shared(float (&d)[N], u64 a, u64 b, u32 add) {
     EmulatedProduct product{};
-    product.sums = d, product.eights = 16, product.a = emulated_matrix(a), product.b = emulated_matrix(b);
+    product.sums = d, product.eights = N / 4, product.a = emulated_matrix(a), product.b = emulated_matrix(b);
     product.across = kAcross, product.add = add != 0, product.half = !is_same<T, bf16>::value;
     emulated_products_push(product);
 }
