@@ -83,6 +83,29 @@ RTK_DEVICE void group_sums(float (&v)[N], int lanes) {
     }
 }
 
+// The same for groups of any size: this lane is number `lane` of its group. Every lane of a group gets the same bits.
+template <int N>
+RTK_DEVICE void sums_of_group(float (&v)[N], int lane, int lanes) {
+    if ((lanes & (lanes - 1)) == 0) {
+        group_sums<N>(v, lanes);
+        return;
+    }
+#pragma unroll
+    for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+        if (distance < lanes) {
+            const bool inside = lane + distance < lanes;
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                const float other = __shfl_down_sync(0xffffffffu, v[i], distance);
+                if (inside) v[i] += other;
+            }
+        }
+    }
+    const int first = static_cast<int>(threadIdx.x) % kWarp - lane;
+#pragma unroll
+    for (int i = 0; i < N; ++i) v[i] = __shfl_sync(0xffffffffu, v[i], first);
+}
+
 // A parameter as a float, converted here and not again wherever it is used, in loops too.
 RTK_DEVICE float converted_once(double parameter) {
     Raw<4> bits;

@@ -6,7 +6,7 @@
 #include "common/block_sums.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/pdl.cuh"
-#include "rope/qk_norm_rope.cuh"
+#include "rope/qk_by_element.cuh"
 
 namespace rtk {
 
@@ -31,6 +31,11 @@ struct HeadRing {
     template <typename T>
     RTK_DEVICE void read(int head, int chunk, float (&f)[16 / sizeof(T)]) const {
         unpack<T, 16 / sizeof(T)>(ptx::ld_shared_16(slot + (head * kHead + chunk * kPitch)), f);
+    }
+
+    // Bytes from the start of the memory to chunk a of g of a head that is read.
+    RTK_DEVICE int g_at(int head) const {
+        return (ahead < 0 ? kStage : 0) + head * kHead + static_cast<int>(threadIdx.x) * 16;
     }
 
     // What was filled is read next.
@@ -81,11 +86,12 @@ RTK_DEVICE void finish(const Ring& ring, int head, int chunk, bool normed, float
 
 // Persistent: the groups of the whole grid form `teams` teams of `slots` groups that each take one token at a time, so
 // a group keeps its slot, its weight and its part of dweight. g and x of the next token are on their way to shared
-// memory meanwhile. partial: [blocks, 2, head_dim], q's sums and k's; null when not wanted.
+// memory meanwhile. A lane has two chunks (LaneChunks). partial: [blocks, 2, head_dim], q's sums and k's; null when not
+// wanted.
 template <typename T, int PAIRS, bool SILU, int HEADS, int THREADS>
 __global__ void __launch_bounds__(THREADS, 1)
-    qk_norm_rope_bwd(RTK_QKV_GRADIENT_PARAMETERS, i64 teams, i64 inner, i64 batch_inner, RTK_QKV_PARAMETERS,
-                     RTK_ANGLE_PARAMETERS) {
+    qk_norm_rope_bwd(RTK_QKV_GRADIENT_PARAMETERS, i64 teams, i64 inner, i64 batch_inner, i64 neighbours,
+                     RTK_QKV_PARAMETERS, RTK_ANGLE_PARAMETERS) {
     constexpr int N = 16 / sizeof(T);
     extern __shared__ __align__(16) u8 memory[];
     __shared__ u8 part_of_group[THREADS];
@@ -102,7 +108,9 @@ __global__ void __launch_bounds__(THREADS, 1)
     const int step = static_cast<int>(teams);
     const bool by_batch = batch_inner != 0;
     const int dim = static_cast<int>(head_dim);
-    const Pieces<N, kHalves> own(lane, 0, static_cast<int>(rotary), (dim - static_cast<int>(rotary)) / N);
+    const int owners = (dim / N + 1) / 2;  // lanes of a group that have chunks
+    const LaneChunks<N, PAIRS> own(lane, owners, static_cast<int>(rotary), dim, lane < owners);
+    const bool adjacent = neighbours != 0;
     const int end = team < step && own.any ? static_cast<int>(tokens) : 0;
     const bool normed = slot.part != kV;
     const bool needs_x = SILU || normed;
@@ -165,6 +173,21 @@ __global__ void __launch_bounds__(THREADS, 1)
     if (normed && own.any) {
         const void* weight = slot.part == kQ ? q_weight : k_weight;
         load_gains<T, N>(weight, own.in_a, own.in_b, weight_wide, static_cast<float>(offset), gain_a, gain_b);
+        if (own.lacks_b()) {
+#pragma unroll
+            for (int i = 0; i < N; ++i) gain_b[i] = 0.0f;
+        }
+    }
+    OtherWords others_a, others_b;
+    if constexpr (PAIRS == kByElement) {
+        auto words_of = [&](int column, int begin) {
+            return OtherWords::of<T>(column, static_cast<int>(rotary) / 2, adjacent, [&](int element) {
+                const int chunk = element / N, in_b = chunk >= owners;
+                return in_b * ring.kPitch + (chunk - in_b * owners - lane) * 16 +
+                       element % N * static_cast<int>(sizeof(T)) - begin;
+            });
+        };
+        others_a = words_of(own.in_a, 0), others_b = words_of(own.in_b, ring.kPitch);
     }
 
     const Angles angles = RTK_ANGLES;
@@ -176,12 +199,23 @@ __global__ void __launch_bounds__(THREADS, 1)
     TokenWalk at(team, step, static_cast<int>(inner));
     const int rounds = static_cast<int>(tokens + step - 1) / step;
     for (int round = 0; round < rounds; ++round) {
+        if constexpr (PAIRS == kByElement) __syncwarp();  // others have read what is overwritten now
         ring.turn();
         fetch();
         const bool active = at.token < end;
-        if (active && own.rotated && normed)
+        if constexpr (PAIRS == kByElement) {
+            if (active && normed) {
+                // Forgotten, or what depends on the elements alone would fill the registers meanwhile.
+                u32 a = static_cast<u32>(own.in_a), b = static_cast<u32>(own.in_b);
+                ptx::forget(a), ptx::forget(b);
+                load_rotation_by_element<T, N>(angles, at.batch(by_batch), at.place(by_batch), static_cast<int>(a),
+                                               static_cast<int>(b), adjacent, r);
+            }
+        } else if (active && own.rotated && normed) {
             load_rotation<T, N, PAIRS == kAdjacent>(angles, at.batch(by_batch), at.place(by_batch), lane, r);
+        }
         ptx::cp_async_wait<1>();
+        if constexpr (PAIRS == kByElement) __syncwarp();
         const i64 batch = at.batch(by_batch), place = at.place(by_batch);
         T* to = dqkv + batch * dqkv_batch + place * dqkv_place;
         // One head after the other, not unrolled: other warps fill the gaps, and the registers are few.
@@ -190,7 +224,15 @@ __global__ void __launch_bounds__(THREADS, 1)
             float ga[N], gb[N], ua[N], ub[N], sums[2] = {0.0f, 0.0f};  // of u^2 and u * a * gain
             ring.template read<T>(i, 0, ga);
             ring.template read<T>(i, 1, gb);
-            if (normed) rotate<N, PAIRS>(r, ga, gb);
+            if constexpr (PAIRS == kByElement) {
+                if (normed && own.any) {
+                    const u8* words = memory + ring.g_at(i);
+                    turn_by_element<T, N>(words, others_a, adjacent, r.own0, r.cross0, ga);
+                    turn_by_element<T, N>(words + ring.kPitch, others_b, adjacent, r.own1, r.cross1, gb);
+                }
+            } else {
+                if (normed) rotate<N, PAIRS>(r, ga, gb);
+            }
             read_u<T, N, SILU>(ring, i, 2, ua);
 #pragma unroll
             for (int j = 0; j < N; ++j) {
@@ -198,6 +240,10 @@ __global__ void __launch_bounds__(THREADS, 1)
                 sums[1] += ga[j] * gain_a[j] * ua[j];
             }
             read_u<T, N, SILU>(ring, i, 3, ub);
+            if (own.lacks_b()) {
+#pragma unroll
+                for (int j = 0; j < N; ++j) ub[j] = 0.0f;
+            }
 #pragma unroll
             for (int j = 0; j < N; ++j) {
                 sums[0] += ub[j] * ub[j];
@@ -212,7 +258,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                 finish<T, N, SILU>(ring, i, 2, normed, rstd, pull, gain_a, ua, ga, dweight_a);
                 store<T, N>(dx, ga);
                 finish<T, N, SILU>(ring, i, 3, normed, rstd, pull, gain_b, ub, gb, dweight_b);
-                store<T, N>(dx + to_b, gb);
+                if (!own.lacks_b()) store<T, N>(dx + to_b, gb);
             }
         }
         at.advance();
@@ -225,7 +271,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     if (lane == 0) part_of_group[group_in_block] = static_cast<u8>(team < step ? slot.part : kV);
     if (own.any) {
         put_sums(sums + own.in_a, dweight_a);
-        put_sums(sums + own.in_b, dweight_b);
+        if (!own.lacks_b()) put_sums(sums + own.in_b, dweight_b);
     }
     __syncthreads();
     sums = reinterpret_cast<float*>(memory);

@@ -2,17 +2,19 @@
 //
 // A persistent block walks over tokens (TokenWalk) that pass through shared memory (rope/token_ring.cuh). A stage has g
 // of all heads, in the order q, k, v, then x of those that need it: x_pieces runs of x_piece_heads heads, kv_step heads
-// apart in qkv. In a team, each group of 2^lane_bits lanes has one slot (HeadSlot) of at most `most` heads, and a lane two
-// chunks of each (Pieces). partial: [blocks, 2, head_dim], q's sums and k's; null when not wanted.
+// apart in qkv. In a team, each group of head_lanes lanes, kWarp / head_lanes of which are in a warp, has one slot
+// (HeadSlot) of at most `most` heads, and a lane two chunks of each: as Pieces has them, or with kByElement its own and
+// the one head_lanes further on, if there is one. partial: [blocks, 2, head_dim], q's sums and k's; null when not wanted.
 #include "common/block_sums.cuh"
 #include "ptx/pdl.cuh"
+#include "rope/qk_by_element.cuh"
 #include "rope/token_ring.cuh"
 
 namespace rtk {
 
-// A block has 384 threads at most. With 144 registers each, a block of column_sum still finds room; with silu, which
-// needs more, it does not.
-inline constexpr int kBulkRegisters = 144, kBulkSiluRegisters = 168;
+// A block has 384 threads at most. With 144 registers each, a block of column_sum still finds room; with silu or
+// kByElement, which need more, it does not.
+inline constexpr int kBulkRegisters = 144, kBulkMoreRegisters = 168;
 
 // Rotations in shared memory: 4 N floats a lane, four at a time so that lanes are neighbours.
 template <int N>
@@ -41,29 +43,30 @@ RTK_DEVICE void get_rotation(const u8* memory, int lane, int lanes, Rotation<N>&
 }
 
 template <typename T, int PAIRS, bool SILU>
-__global__ void __maxnreg__(SILU ? kBulkSiluRegisters : kBulkRegisters)
+__global__ void __maxnreg__(SILU || PAIRS == kByElement ? kBulkMoreRegisters : kBulkRegisters)
     qk_norm_rope_bwd_bulk(RTK_QKV_GRADIENT_PARAMETERS, i64 tokens, i64 length, i64 inner, i64 batch_inner,
                           i64 qkv_batch, i64 qkv_place, i64 q_heads, i64 kv_heads, i64 q_slots, i64 kv_slots, i64 most,
                           i64 team_warps, i64 teams, i64 stages, i64 group_magic, i64 q_extra, i64 kv_step,
                           i64 k_first, i64 v_first, i64 x_extra, i64 x_pieces, i64 x_piece_heads, i64 head_dim,
-                          i64 lane_bits, i64 weight_wide, double eps, double offset, RTK_ANGLE_PARAMETERS) {
+                          i64 head_lanes, i64 neighbours, i64 weight_wide, double eps, double offset, RTK_ANGLE_PARAMETERS) {
     constexpr int N = 16 / sizeof(T);
     extern __shared__ __align__(128) u8 memory[];
     ptx::launch_dependents();
     const int dim = static_cast<int>(head_dim), head_bytes = dim * static_cast<int>(sizeof(T));
-    const int lanes = 1 << lane_bits;
+    const int lanes = static_cast<int>(head_lanes), warp_groups = kWarp / lanes;
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0);  // visibly the same for all
     const int warp_lane = static_cast<int>(threadIdx.x) % kWarp;
     const int of_q = static_cast<int>(q_heads), of_kv = static_cast<int>(kv_heads);
     const int g_heads = of_q + 2 * of_kv, x_heads = static_cast<int>(x_pieces * x_piece_heads);
     const int team_count = static_cast<int>(teams), warps = static_cast<int>(team_warps);
     const int consumers = team_count * warps;
-    const int team_groups = warps * kWarp >> lane_bits, rounds = static_cast<int>(most);
+    const int team_groups = warps * warp_groups, rounds = static_cast<int>(most);
     const TokenRing ring{memory, static_cast<int>(stages), (g_heads + x_heads) * head_bytes, 16 * N * lanes};
 
     const int grid = static_cast<int>(gridDim.x), first = static_cast<int>(blockIdx.x);
     const int mine = (static_cast<int>(tokens) - first + grid - 1) / grid;  // tokens of this block
-    const bool by_batch = batch_inner != 0;
+    const bool by_batch = batch_inner != 0, adjacent = neighbours != 0;
+    const int lane = warp_lane % lanes;
 
     // The warp that copies has the barriers ready first and does not wait for the others, who meanwhile ask for what is
     // small: weights and the first rotations would queue up behind the tokens.
@@ -83,48 +86,51 @@ __global__ void __maxnreg__(SILU ? kBulkSiluRegisters : kBulkRegisters)
         const int dq_pieces = dq_head == head_dim ? 1 : of_q;
         const int dk_pieces = dk_head == head_dim ? 1 : of_kv, dv_pieces = dv_head == head_dim ? 1 : of_kv;
         const int pieces = dq_pieces + dk_pieces + dv_pieces + static_cast<int>(x_pieces);
+        struct Copy {
+            const T* from;
+            i64 batch, place;  // strides
+            int to, bytes;
+        };
+        auto find_copy = [&](int piece) -> Copy {
+            if (piece < dq_pieces)
+                return {dq + piece * dq_head, dq_batch, dq_place, piece * head_bytes,
+                        (dq_pieces == 1 ? of_q : 1) * head_bytes};
+            if ((piece -= dq_pieces) < dk_pieces)
+                return {dk + piece * dk_head, dk_batch, dk_place, (of_q + piece) * head_bytes,
+                        (dk_pieces == 1 ? of_kv : 1) * head_bytes};
+            if ((piece -= dk_pieces) < dv_pieces)
+                return {dv + piece * dv_head, dv_batch, dv_place, (of_q + of_kv + piece) * head_bytes,
+                        (dv_pieces == 1 ? of_kv : 1) * head_bytes};
+            piece -= dv_pieces;
+            const int heads = static_cast<int>(x_piece_heads);
+            return {qkv + static_cast<i64>(piece * static_cast<int>(kv_step)) * dim, qkv_batch, qkv_place,
+                    (g_heads + piece * heads) * head_bytes, heads * head_bytes};
+        };
+        auto copy = [&](const Copy& c, i64 batch, i64 place, int stage) {
+            ptx::bulk_load(ptx::shared_address(ring.heads(stage) + c.to), c.from + (batch * c.batch + place * c.place),
+                           c.bytes, ring.full(stage), policy);
+        };
+        // Worked out before the loop: tokens of small heads come faster than one warp finds addresses.
+        const Copy own_copy = find_copy(warp_lane);
         for (int j = 0; j < mine; ++j) {
             const i64 batch = walk.batch(by_batch), place = walk.place(by_batch);
             ptx::mbarrier_wait(ring.empty(at.stage), at.phase ^ 1u);
-            const ptx::SharedAddress barrier = ring.full(at.stage);
             if (warp_lane == 0) {
                 ring.result(at.stage) = batch * dqkv_batch + place * dqkv_place;
-                ptx::mbarrier_arrive_expect(barrier, ring.heads_bytes);
+                ptx::mbarrier_arrive_expect(ring.full(at.stage), ring.heads_bytes);
             }
             __syncwarp();
+            if (warp_lane < pieces) copy(own_copy, batch, place, at.stage);
 #pragma unroll 1
-            for (int p = warp_lane; p < pieces; p += kWarp) {
-                const T* from;
-                int heads, to, piece = p;
-                if (piece < dq_pieces) {
-                    heads = dq_pieces == 1 ? of_q : 1;
-                    to = piece;
-                    from = dq + (batch * dq_batch + place * dq_place + piece * dq_head);
-                } else if ((piece -= dq_pieces) < dk_pieces) {
-                    heads = dk_pieces == 1 ? of_kv : 1;
-                    to = of_q + piece;
-                    from = dk + (batch * dk_batch + place * dk_place + piece * dk_head);
-                } else if ((piece -= dk_pieces) < dv_pieces) {
-                    heads = dv_pieces == 1 ? of_kv : 1;
-                    to = of_q + of_kv + piece;
-                    from = dv + (batch * dv_batch + place * dv_place + piece * dv_head);
-                } else {
-                    piece -= dv_pieces;
-                    heads = static_cast<int>(x_piece_heads);
-                    to = g_heads + piece * heads;
-                    from = qkv + (batch * qkv_batch + place * qkv_place + piece * static_cast<int>(kv_step) * dim);
-                }
-                ptx::bulk_load(ptx::shared_address(ring.heads(at.stage) + to * head_bytes), from, heads * head_bytes,
-                               barrier, policy);
-            }
+            for (int p = warp_lane + kWarp; p < pieces; p += kWarp) copy(find_copy(p), batch, place, at.stage);
             walk.advance();
             at.advance(1, ring.stages);
         }
     } else if (warp > consumers) {  // rotations
         // Groups of lanes have neighbouring tokens, so that the latencies of their tables overlap.
         const Angles angles = RTK_ANGLES;
-        const int lane = warp_lane & (lanes - 1), group = warp_lane >> lane_bits;
-        const int together = min(kWarp >> lane_bits, (ring.stages + 1) / 2);
+        const int group = warp_lane / lanes;
+        const int together = min(warp_groups, (ring.stages + 1) / 2);
         TokenWalk walk(first + group * grid, together * grid, static_cast<int>(inner));
         RingStage at(group);
         const bool rotated = lane < static_cast<int>(rotary) / 2 / N;
@@ -132,8 +138,15 @@ __global__ void __maxnreg__(SILU ? kBulkSiluRegisters : kBulkRegisters)
         no_rotation(r);
         for (int j = 0; j < mine; j += together) {
             const bool active = group < together && j + group < mine;
-            if (active && rotated)
+            if constexpr (PAIRS == kByElement) {
+                u32 a = static_cast<u32>(lane * N), b = static_cast<u32>((lane + lanes) * N);
+                if constexpr (SILU) ptx::forget(a), ptx::forget(b);  // or what depends on them alone fills registers
+                if (active)
+                    load_rotation_by_element<T, N>(angles, walk.batch(by_batch), walk.place(by_batch),
+                                                   static_cast<int>(a), static_cast<int>(b), adjacent, r);
+            } else if (active && rotated) {
                 load_rotation<T, N, PAIRS == kAdjacent>(angles, walk.batch(by_batch), walk.place(by_batch), lane, r);
+            }
             if (j == 0) ptx::named_barrier_sync(1, threads);
             if (active) {
                 ptx::mbarrier_wait(ring.empty(at.stage), at.phase ^ 1u);
@@ -146,13 +159,22 @@ __global__ void __maxnreg__(SILU ? kBulkSiluRegisters : kBulkRegisters)
         }
     } else {  // heads
         const int team = warp / warps;
-        const int thread = static_cast<int>(threadIdx.x) - team * warps * kWarp;
-        const int lane = thread & (lanes - 1), group = thread >> lane_bits;
+        const bool in_group = warp_lane / lanes < warp_groups;  // the last lanes of a warp may be left over
+        const int group = (warp - team * warps) * warp_groups + (in_group ? warp_lane / lanes : 0);
         const HeadSlot slot(group, static_cast<int>(q_slots), static_cast<int>(kv_slots), of_q, of_kv);
-        const Pieces<N, kHalves> own(lane, 0, static_cast<int>(rotary), (dim - static_cast<int>(rotary)) / N);
         const bool normed = slot.part != kV;
-        const int in_a = own.any ? own.in_a : 0, to_b = own.any ? own.in_b - own.in_a : 0;
+        const bool only_v = !SILU && __all_sync(0xffffffffu, !normed);  // such a warp copies
+        const LaneChunks<N, PAIRS> own(lane, lanes, static_cast<int>(rotary), dim, in_group);
+        const int in_a = own.in_a, to_b = own.in_b - own.in_a;
         const int b_bytes = to_b * static_cast<int>(sizeof(T));
+        OtherWords others_a, others_b;
+        if constexpr (PAIRS == kByElement) {
+            auto words_of = [&](int column) {
+                return OtherWords::of<T>(column, static_cast<int>(rotary) / 2, adjacent,
+                                         [&](int element) { return (element - column) * static_cast<int>(sizeof(T)); });
+            };
+            others_a = words_of(in_a), others_b = words_of(own.in_b);
+        }
 
         float gain_a[N], gain_b[N], dweight_a[N], dweight_b[N];
 #pragma unroll
@@ -160,6 +182,10 @@ __global__ void __maxnreg__(SILU ? kBulkSiluRegisters : kBulkRegisters)
         if (normed && own.any) {
             const void* weight = slot.part == kQ ? q_weight : k_weight;
             load_gains<T, N>(weight, in_a, in_a + to_b, weight_wide, static_cast<float>(offset), gain_a, gain_b);
+            if (own.lacks_b()) {
+#pragma unroll
+                for (int i = 0; i < N; ++i) gain_b[i] = 0.0f;
+            }
         }
         for (int i = static_cast<int>(threadIdx.x); i < rounds * team_groups; i += consumers * kWarp) {
             const int of = i / rounds;
@@ -187,9 +213,18 @@ __global__ void __maxnreg__(SILU ? kBulkSiluRegisters : kBulkRegisters)
             T* to = dqkv + (ring.result(at.stage) + in_a);
             const ptx::SharedAddress stage =
                 ptx::shared_address(ring.heads(at.stage)) + in_a * static_cast<int>(sizeof(T));
-            if (own.rotated) get_rotation(ring.turn(at.stage), lane, lanes, r);
+            if (own.rotated && !only_v) get_rotation(ring.turn(at.stage), lane, lanes, r);
 #pragma unroll 1
-            for (int i = 0; i < rounds; ++i) {
+            for (int i = 0; i < rounds && only_v; ++i) {
+                const Raw<16> where = ptx::ld_shared_16(places + 16 * i);  // HeadPlace
+                if (where.w[3] == 0 || !own.any) continue;
+                const ptx::SharedAddress g_at = stage + static_cast<int>(where.w[0]);
+                T* dx = to + static_cast<int>(where.w[2]);
+                ptx::st<16>(dx, ptx::ld_shared_16(g_at));
+                if (!own.lacks_b()) ptx::st<16>(dx + to_b, ptx::ld_shared_16(g_at + b_bytes));
+            }
+#pragma unroll 1
+            for (int i = 0; i < rounds && !only_v; ++i) {
                 const Raw<16> where = ptx::ld_shared_16(places + 16 * i);  // HeadPlace
                 const ptx::SharedAddress g_at = stage + static_cast<int>(where.w[0]);
                 const ptx::SharedAddress x_at = stage + static_cast<int>(where.w[1]);
@@ -197,9 +232,15 @@ __global__ void __maxnreg__(SILU ? kBulkSiluRegisters : kBulkRegisters)
                 float ga[N], gb[N], ua[N], ub[N];
                 unpack<T, N>(ptx::ld_shared_16(g_at), ga);
                 unpack<T, N>(ptx::ld_shared_16(g_at + b_bytes), gb);
+                if constexpr (PAIRS == kByElement) {
+                    const u8* words = ring.heads(at.stage) + (in_a * static_cast<int>(sizeof(T)) +
+                                                              static_cast<int>(where.w[0]));
+                    turn_by_element<T, N>(words, others_a, adjacent, r.own0, r.cross0, ga);
+                    turn_by_element<T, N>(words + b_bytes, others_b, adjacent, r.own1, r.cross1, gb);
+                }
                 unpack_u<T, N, SILU>(ptx::ld_shared_16(x_at), ua);
                 unpack_u<T, N, SILU>(ptx::ld_shared_16(x_at + b_bytes), ub);
-                rotate<N, PAIRS>(r, ga, gb);
+                if constexpr (PAIRS != kByElement) rotate<N, PAIRS>(r, ga, gb);
                 float squares[2] = {0.0f, 0.0f}, products[2] = {0.0f, 0.0f};
 #pragma unroll
                 for (int e = 0; e < N; ++e) {
@@ -208,9 +249,10 @@ __global__ void __maxnreg__(SILU ? kBulkSiluRegisters : kBulkRegisters)
                     products[0] += ga[e] * gain_a[e] * ua[e];
                     products[1] += gb[e] * gain_b[e] * ub[e];
                 }
+                if (own.lacks_b()) squares[1] = products[1] = 0.0f;
                 float sums[2] = {squares[0] + squares[1], products[0] + products[1]};
                 if (!own.any) sums[0] = sums[1] = 0.0f;
-                group_sums<2>(sums, lanes);
+                sums_of_group<2>(sums, lane, lanes);
                 const float rstd = rsqrtf(sums[0] * inverse + epsilon);
                 const float pull = sums[1] * inverse * rstd * rstd * rstd;
                 if (where.w[3] == 0 || !own.any) continue;
@@ -238,7 +280,7 @@ __global__ void __maxnreg__(SILU ? kBulkSiluRegisters : kBulkRegisters)
                 Raw<16> a = pack<T, N>(ga), b = pack<T, N>(gb);
                 if (!SILU && !normed) a = ptx::ld_shared_16(g_at), b = ptx::ld_shared_16(g_at + b_bytes);
                 ptx::st<16>(dx, a);
-                ptx::st<16>(dx + to_b, b);
+                if (!own.lacks_b()) ptx::st<16>(dx + to_b, b);
             }
             __syncwarp();
             if (warp_lane == 0) ptx::mbarrier_arrive(ring.empty(at.stage));
@@ -247,10 +289,10 @@ __global__ void __maxnreg__(SILU ? kBulkSiluRegisters : kBulkRegisters)
 
         if (partial == nullptr) return;
         ptx::named_barrier_sync(1, consumers * kWarp);
-        float* sums = reinterpret_cast<float*>(memory) + (static_cast<int>(threadIdx.x) >> lane_bits) * dim + in_a;
+        float* sums = reinterpret_cast<float*>(memory) + (team * team_groups + group) * dim + in_a;
         if (own.any) {
             put_sums(sums, dweight_a);
-            put_sums(sums + to_b, dweight_b);
+            if (!own.lacks_b()) put_sums(sums + to_b, dweight_b);
         }
         ptx::named_barrier_sync(1, consumers * kWarp);
         partial += static_cast<i64>(blockIdx.x) * 2 * dim;

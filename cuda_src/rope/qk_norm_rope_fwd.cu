@@ -1,75 +1,76 @@
 // Forward of the split, norm and rotation of qkv: rope/qk_norm_rope.cuh says what is computed and who does what.
 #include "rope/fetch_heads.cuh"
-#include "rope/qk_norm_rope.cuh"
+#include "rope/qk_by_element.cuh"
+#include "rope/staged_turns.cuh"
 
 namespace rtk {
 
 inline constexpr int kQkThreads = 192;  // of a block, at most
 inline constexpr int kQkBlocks = 6;     // of that size on a multiprocessor, that registers must suffice for
 
-// The factors of a token's q heads and of its k heads in shared memory, by chunks of a head.
+// N fp32 numbers of a chunk in shared memory, four at a time: the first where the chunk itself was, the others `plane`
+// bytes behind it.
 template <int N>
-struct StagedTurns {
-    u8* memory;
-    int lanes;
-
-    RTK_DEVICE Raw<16>& word(int part, int i, int chunk) const {
-        return reinterpret_cast<Raw<16>*>(memory)[(part * (N / 2) + i) * lanes + chunk];
+RTK_DEVICE void put_floats(ptx::SharedAddress to, int plane, const float (&f)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4) {
+        Raw<16> four;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) four.w[j] = __float_as_uint(f[i + j]);
+        ptx::st_shared_16(to + i / 4 * plane, four);
     }
+}
 
-    RTK_DEVICE void put(int part, int chunk, const Turn<N>& turn) const {
+template <int N>
+RTK_DEVICE void get_floats(ptx::SharedAddress from, int plane, float (&f)[N]) {
 #pragma unroll
-        for (int i = 0; i < N / 2; ++i) {
-            Raw<16> four;
+    for (int i = 0; i < N; i += 4) {
+        const Raw<16> four = ptx::ld_shared_16(from + i / 4 * plane);
 #pragma unroll
-            for (int j = 0; j < 4; ++j)
-                four.w[j] = __float_as_uint(4 * i < N ? turn.own[(4 * i + j) % N] : turn.cross[(4 * i + j) % N]);
-            word(part, i, chunk) = four;
-        }
+        for (int j = 0; j < 4; ++j) f[i + j] = __uint_as_float(four.w[j]);
     }
+}
 
-    RTK_DEVICE void get(int part, int chunk, Turn<N>& turn) const {
-#pragma unroll
-        for (int i = 0; i < N / 2; ++i) {
-            const Raw<16> four = word(part, i, chunk);
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                (4 * i < N ? turn.own : turn.cross)[(4 * i + j) % N] = __uint_as_float(four.w[j]);
-        }
-    }
-};
-
-// A block has the groups of one token, blockIdx.x (as qkv lies in memory: `inner` batches of a place side by side, or
-// places of a batch), or a part of them, blockIdx.y: what depends on the token is worked out once per warp. A lane has one
-// chunk of each of its heads. They all are on their way to shared memory at once, so that registers do not limit how much
-// is; the lane then reads its own, and those with the other elements of its pairs. One warp meanwhile works out what the
-// elements are multiplied with; if it can, it has asked for that before its heads, behind which it would queue up.
+// A block has the groups of block_tokens tokens (as qkv lies in memory: `inner` batches of a place side by side, or places
+// of a batch), or a part of those of one, blockIdx.y. A group is `chunks` neighbouring threads, as many as a head has
+// chunks of 16 bytes, wherever its warps end: every size of a head keeps all threads busy. A thread has one chunk of each
+// of its heads. They all are on their way to shared memory at once, so that registers do not limit how much is. Threads
+// leave their sums of squares in shared memory, others add those of a head, and after that a thread reads its own
+// chunk, and the elements that form pairs with its own, which lie in the same row of shared memory. Some threads meanwhile
+// work out what the elements are multiplied with; if they can, they have asked for that before their heads, behind which
+// it would queue up. With SILU, shared memory has silu(x) in fp32 instead of x for the second reading.
 //
 // The q heads are sets of set_heads, each the work of set_slots groups: set_columns heads lie from set to set in qkv.
 // Group `at` of a set has its heads at, at + set_slots, ..., which are evenly spaced (by q_step heads) in qkv. Shared
-// memory: `most` chunks of each thread, then StagedTurns.
+// memory: `most` chunks of each thread (twice with SILU and 16-bit elements), StagedTurns of each token, sums of
+// squares [most, threads + 1], 1 / rms [groups, kFetchedHeads].
 template <typename T, bool SILU>
 __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
-    qk_norm_rope_fwd(const T* qkv, const void* q_weight, const void* k_weight, T* q, T* k, T* v, i64 length,
+    qk_norm_rope_fwd(const T* qkv, const void* q_weight, const void* k_weight, T* q, T* k, T* v, i64 tokens, i64 length,
                      i64 qkv_batch, i64 qkv_place, i64 q_heads, i64 kv_heads, i64 q_slots, i64 kv_slots, i64 set_slots,
                      i64 set_heads, i64 set_columns, i64 q_step, i64 q_extra, i64 kv_step, i64 k_first, i64 v_first,
-                     i64 head_dim, i64 lane_bits, i64 groups, i64 most, i64 pairs, i64 weight_wide, i64 by_set,
-                     i64 by_group, i64 inner, i64 by_inner, i64 batch_inner, double eps, double offset,
-                     double inverse_dim, RTK_ANGLE_PARAMETERS) {
+                     i64 head_dim, i64 block_tokens, i64 groups, i64 most, i64 pairs, i64 weight_wide, i64 by_chunks,
+                     i64 by_groups, i64 by_set, i64 by_group, i64 inner, i64 by_inner, i64 batch_inner, double eps,
+                     double offset, double inverse_dim, RTK_ANGLE_PARAMETERS) {
     constexpr int N = 16 / sizeof(T);
-    constexpr int kBatch = SILU ? 2 : 4;  // heads at a time, for independent instructions
+    constexpr int kPlanes = SILU ? N / 4 : 1;  // 16 bytes each for a chunk
     extern __shared__ __align__(16) u8 memory[];
-    const int lanes = 1 << lane_bits;
-    const int column = (static_cast<int>(threadIdx.x) & (lanes - 1)) * N;
-    const int group = static_cast<int>(threadIdx.x) >> lane_bits;
-    const u32 outer = divided(blockIdx.x, by_inner);
-    const u32 rest = blockIdx.x - outer * static_cast<u32>(inner);
+    const int dim = static_cast<int>(head_dim), chunks = dim / N;
+    const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+    const int of_token = static_cast<int>(groups), all_groups = of_token * static_cast<int>(block_tokens);
+    const int group = static_cast<int>(divided(threadIdx.x, by_chunks));
+    const int column = (thread - group * chunks) * N;
+    const int local = static_cast<int>(divided(group, by_groups));  // token of the block
+    const u32 walked = blockIdx.x * static_cast<u32>(block_tokens) + local;
+    const bool active = group < all_groups && walked < static_cast<u32>(tokens);
+    const u32 outer = divided(walked, by_inner);
+    const u32 rest = walked - outer * static_cast<u32>(inner);
     const int batch = static_cast<int>(batch_inner ? rest : outer), place = static_cast<int>(batch_inner ? outer : rest);
-    const u32 token = batch * static_cast<u32>(length) + place;
-    const int dim = static_cast<int>(head_dim);
     const int of_kv = static_cast<int>(kv_slots);
+    const int first_group = static_cast<int>(blockIdx.y) * of_token;
+    const int heads = static_cast<int>(most);
 
-    int at = group + static_cast<int>(blockIdx.y) * static_cast<int>(groups);
+    int at = group - local * of_token + first_group;
     int from, head, step, stride, left;  // column in heads, head; from one to the next of both; heads that are left
     int part = kQ;
     if (at < static_cast<int>(q_slots)) {
@@ -91,106 +92,205 @@ __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
         stride = step * static_cast<int>(kv_step);
         left = static_cast<int>(kv_heads) - at;
     }
-    if (group >= static_cast<int>(groups) || column >= dim) left = 0;
-    const int pitch = static_cast<int>(blockDim.x) * 16;
-    const ptx::SharedAddress own = ptx::shared_address(memory + threadIdx.x * 16);
-    const StagedTurns<N> staged{memory + static_cast<int>(most) * pitch, lanes};
-    const bool adjacent = pairs == kAdjacent;
-    const int half = static_cast<int>(rotary) / 2;
-    // From a column to the other element of its pair; nothing where that is in the same chunk or there is none.
-    auto to_other = [&](int begin) { return adjacent || begin >= 2 * half ? 0 : begin < half ? half : -half; };
-    // The last threads, which have fewer heads, work out the factors. A block has at least 2 * lanes.
-    const int task = static_cast<int>(blockDim.x - 1 - threadIdx.x);
-    const int begin = (task & (lanes - 1)) * N;
-    const bool turns = task < 2 * lanes && begin < dim;
-    const Angles angles = RTK_ANGLES;
-    Turn<N> made;
-#pragma unroll
-    for (int i = 0; i < N; ++i) made.own[i] = 1.0f, made.cross[i] = 0.0f;
-    const bool rotates = turns && begin < 2 * half, early = tables_first<T>(angles);
-    if (rotates && early) load_turn<float, N>(angles, angles.direct_row(batch, place), begin, adjacent, made);
-    {
-        const T* x = qkv + (batch * qkv_batch + place * qkv_place) + (from * dim + column);
-        const i64 to_next = stride * dim;
-        fetch_heads(x, to_next, left, step, own, pitch);
-    }
-    if (rotates && !early) load_turn<T, N>(angles, angles.row(batch, place, 0), begin, adjacent, made);
-    if (turns) {
-        const void* weight = task < lanes ? q_weight : k_weight;
-        float gain[N], of_other[N];
-        load_gains<T, N>(weight, begin, begin + to_other(begin), weight_wide, static_cast<float>(offset), gain, of_other);
-        if (rotates) finish_turn<N>(angles, begin, adjacent, made);
-#pragma unroll
-        for (int i = 0; i < N; ++i) made.own[i] *= gain[i], made.cross[i] *= adjacent ? of_other[i ^ 1] : of_other[i];
-        staged.put(task < lanes ? 0 : 1, begin / N, made);
-    }
-    ptx::cp_async_wait<0>();
-    __syncthreads();
-
-    Turn<N> turn;
-    staged.get(part == kQ ? 0 : 1, column < dim ? column / N : 0, turn);
-    const int other_lane = static_cast<int>(threadIdx.x % kWarp) + to_other(column) / N;
-    const int to_partner = to_other(column) / N * 16;
-    const float inverse = converted_once(inverse_dim), epsilon = converted_once(eps);
+    if (!active) left = 0;
+    const u32 token = batch * static_cast<u32>(length) + place;
     T* y = part == kQ ? q : part == kK ? k : v;
     y += static_cast<i64>(token) * (static_cast<int>(part == kQ ? q_heads : kv_heads) * dim) + (head * dim + column);
-    const i64 to_next = step * dim;
-    ptx::SharedAddress slot = own;
-#pragma unroll 1
-    for (int i = 0; i < static_cast<int>(most); i += kBatch) {
-        if (__all_sync(0xffffffffu, left <= 0)) break;
-        float square[kBatch];
-        float kept[SILU ? kBatch : 1][N];
+    const int pitch = threads * 16, plane = heads * pitch;
+    const ptx::SharedAddress own = ptx::shared_address(memory + thread * 16);
+    const StagedTurns<N> staged{memory + kPlanes * plane + local * (16 * N * chunks), chunks};
+    float* squares =
+        reinterpret_cast<float*>(memory + kPlanes * plane + static_cast<int>(block_tokens) * (16 * N * chunks));
+    float* rstds = squares + heads * (threads + 1);
+    const bool adjacent = pairs == kAdjacent;
+    const int half = static_cast<int>(rotary) / 2;
+    const bool whole = half % N == 0;  // so that elements of a chunk have the others of their pairs in one chunk
+    const Angles angles = RTK_ANGLES;
+    const T* x = qkv + (batch * qkv_batch + place * qkv_place) + (from * dim + column);
+    const int to_next_x = stride * dim;
+    if (whole) {
+        // The last threads of a token, which have fewer heads, work out the factors. There are at least 2 * chunks.
+        const int task = (local + 1) * of_token * chunks - 1 - thread;
+        const bool turns = task < 2 * chunks && active;
+        const int begin = (task < chunks ? task : task - chunks) * N;
+        Turn<N> made;
 #pragma unroll
-        for (int j = 0; j < kBatch; ++j) {
-            Raw<16> raw;
-            clear(raw);
-            if (j * step < left) raw = ptx::ld_shared_16(slot + j * pitch);
-            float(&u)[N] = kept[SILU ? j : 0];
-            unpack_u<T, N, SILU>(raw, u);
-            square[j] = 0.0f;
+        for (int i = 0; i < N; ++i) made.own[i] = 1.0f, made.cross[i] = 0.0f;
+        const bool rotates = turns && begin < 2 * half, early = tables_first<T>(angles);
+        if (rotates && early) load_turn<float, N>(angles, angles.direct_row(batch, place), begin, adjacent, made);
+        fetch_heads(x, to_next_x, left, step, own, pitch);
+        if (rotates && !early) load_turn<T, N>(angles, angles.row(batch, place, 0), begin, adjacent, made);
+        if (turns) {
+            const void* weight = task < chunks ? q_weight : k_weight;
+            float gain[N], of_other[N];
+            load_gains<T, N>(weight, begin, begin + to_other_half(begin, half, adjacent), weight_wide,
+                             static_cast<float>(offset), gain, of_other);
+            if (rotates) finish_turn<N>(angles, begin, adjacent, made);
 #pragma unroll
-            for (int e = 0; e < N; ++e) square[j] += u[e] * u[e];
+            for (int i = 0; i < N; ++i)
+                made.own[i] *= gain[i], made.cross[i] *= adjacent ? of_other[i ^ 1] : of_other[i];
+            staged.put(task < chunks ? 0 : 1, begin / N, made);
         }
-        group_sums<kBatch>(square, lanes);
-        float rstd[kBatch];
+    } else {
+        // Elements are shared out among the threads of a token. Each has two at a time, whose table
+        // entries it asks for before its heads.
+        const int apart = of_token * chunks, first = thread - local * apart;
+        const bool wide = sizeof(T) == 4 || (angles.flags & kTableWide);
+        const float shift = static_cast<float>(offset);
+        const i64 row = angles.row(batch, place, 0);
+#pragma unroll 1
+        for (int begin = first; begin == first || begin < dim; begin += 2 * apart) {
+            ElementTurn turns[2];
 #pragma unroll
-        for (int j = 0; j < kBatch; ++j) rstd[j] = rsqrtf(square[j] * inverse + epsilon);
-        // No branches here: the loads of all heads can then be asked for together.
-#pragma unroll
-        for (int j = 0; j < kBatch; ++j) {
-            const bool exists = j * step < left;
-            Raw<16> raw;
-            float u[N], other[N];
-            if constexpr (SILU) {
-#pragma unroll
-                for (int e = 0; e < N; ++e) {
-                    u[e] = kept[j][e];
-                    other[e] = adjacent ? kept[j][e ^ 1] : __shfl_sync(0xffffffffu, kept[j][e], other_lane);
-                }
-                raw = pack<T, N>(u);
-            } else {
-                Raw<16> partner;
-                clear(raw), clear(partner);
-                if (exists) {
-                    raw = ptx::ld_shared_16(slot + j * pitch);
-                    partner = ptx::ld_shared_16(slot + (j * pitch + to_partner));
-                }
-                unpack<T, N>(raw, u);
-                unpack_others<T>(partner, adjacent, other);
+            for (int i = 0; i < 2; ++i) {
+                const int element = begin + i * apart;
+                if (active && element < dim)
+                    turns[i] = wide ? load_element_turn<float>(angles, row, element, adjacent)
+                                    : load_element_turn<T>(angles, row, element, adjacent);
             }
+            if (begin == first) fetch_heads(x, to_next_x, left, step, own, pitch);
 #pragma unroll
-            for (int e = 0; e < N; ++e) u[e] = (u[e] * turn.own[e] + other[e] * turn.cross[e]) * rstd[j];
-            const Raw<16> turned = pack<T, N>(u);
+            for (int i = 0; i < 2; ++i) {
+                const int element = begin + i * apart;
+                if (!active || element >= dim) continue;
+                const int neighbour = adjacent && element < 2 * half ? element ^ 1 : element;
+                const int other = neighbour + to_other_half(element, half, adjacent);
 #pragma unroll
-            for (int w = 0; w < 4; ++w) raw.w[w] = part == kV ? raw.w[w] : turned.w[w];
+                for (int of = 0; of < 2; ++of) {
+                    const void* weight = of == 0 ? q_weight : k_weight;
+                    staged.put(of, element, turns[i].own * load_weight<T>(weight, element, weight_wide, shift),
+                               turns[i].cross * load_weight<T>(weight, other, weight_wide, shift));
+                }
+            }
+        }
+    }
+    ptx::cp_async_wait<0>();
+
+    if (part != kV && group < all_groups) {
+#pragma unroll
+        for (int i = 0; i < kFetchedHeads; ++i) {
+            if (i >= heads) break;
+            float square = 0.0f;
+            if (i * step < left) {
+                float u[N];
+                unpack_u<T, N, SILU>(ptx::ld_shared_16(own + i * pitch), u);
+#pragma unroll
+                for (int e = 0; e < N; ++e) square += u[e] * u[e];
+                if constexpr (SILU) put_floats<N>(own + i * pitch, plane, u);
+            }
+            squares[i * (threads + 1) + thread] = square;
+        }
+    }
+    __syncthreads();
+    {
+        const float inverse = static_cast<float>(inverse_dim), epsilon = static_cast<float>(eps);
+        const int normed = min(static_cast<int>(q_slots) + of_kv - first_group, of_token);
+        const int count = all_groups * kFetchedHeads;
+        // Four, two or one lanes add those of a head, as many as there are threads for.
+        const int bits = threads >= 4 * count ? 2 : threads >= 2 * count ? 1 : 0;
+        const int lane = thread & ((1 << bits) - 1);
+        for (int base = 0; base < count; base += threads >> bits) {
+            const int sum = base + (thread >> bits), i = sum % kFetchedHeads, of = sum / kFetchedHeads;
+            const int slot = of - static_cast<int>(divided(of, by_groups)) * of_token;
+            const bool exists = sum < count && slot < normed && i < heads;
+            const float* row = squares + i * (threads + 1) + of * chunks;
+            float square = 0.0f;
             if (exists) {
-                ptx::st<16>(y, raw);
+#pragma unroll 4
+                for (int c = lane; c < chunks; c += 1 << bits) square += row[c];
+            }
+            if (bits >= 1) square += __shfl_xor_sync(0xffffffffu, square, 1);
+            if (bits == 2) square += __shfl_xor_sync(0xffffffffu, square, 2);
+            if (exists && lane == 0) rstds[sum] = rsqrtf(square * inverse + epsilon);
+        }
+    }
+    __syncthreads();
+
+    if (left <= 0) return;
+    const int to_next = step * dim;
+    if (part == kV) {
+#pragma unroll
+        for (int i = 0; i < kFetchedHeads; ++i) {
+            if (i * step < left) {
+                Raw<16> raw = ptx::ld_shared_16(own + i * pitch);
+                if constexpr (SILU) {
+                    float u[N];
+                    unpack_u<T, N, SILU>(raw, u);
+                    raw = pack<T, N>(u);
+                }
+                ptx::st<16>(y + i * to_next, raw);
+            }
+        }
+        return;
+    }
+    Turn<N> turn;
+    staged.get(part == kQ ? 0 : 1, column / N, turn);
+    const float* rstd_of = rstds + group * kFetchedHeads;
+    // Calls others(row, its own numbers, those that form pairs with them) for every head, and writes the head. No branches
+    // in a batch of heads without SILU: the loads of all can then be asked for together.
+    constexpr int kBatch = SILU ? 1 : 4;
+    auto each_head = [&](auto others) {
+#pragma unroll 1
+        for (int i = 0; i * step < left; i += kBatch) {
+#pragma unroll
+            for (int j = 0; j < kBatch; ++j) {
+                const bool exists = (i + j) * step < left;
+                const int row = exists ? (i + j) * pitch : 0;
+                const float rstd = rstd_of[exists ? i + j : 0];
+                float u[N], other[N];
+                if constexpr (SILU) {
+                    get_floats<N>(own + row, plane, u);
+                } else {
+                    unpack<T, N>(ptx::ld_shared_16(own + row), u);
+                }
+                others(row, u, other);
+#pragma unroll
+                for (int e = 0; e < N; ++e) u[e] = (u[e] * turn.own[e] + other[e] * turn.cross[e]) * rstd;
+                if (exists) ptx::st<16>(y, pack<T, N>(u));
                 y += to_next;
             }
         }
-        slot = slot + kBatch * pitch;
-        left -= kBatch * step;
+    };
+    if (whole) {
+        const int to_partner = to_other_half(column, half, adjacent) / N * 16;
+        each_head([&](int row, const float(&u)[N], float(&other)[N]) {
+            if constexpr (SILU) {
+                get_floats<N>(own + (row + to_partner), plane, other);
+                if (adjacent) {
+#pragma unroll
+                    for (int e = 0; e < N; ++e) other[e] = u[e ^ 1];
+                }
+            } else {
+                unpack_others<T>(ptx::ld_shared_16(own + (row + to_partner)), adjacent, other);
+            }
+        });
+    } else if constexpr (SILU) {
+        int to_partner[N];
+#pragma unroll
+        for (int e = 0; e < N; ++e) {
+            const int there = column + e + to_other_half(column + e, half, adjacent);
+            to_partner[e] = (group * chunks + there / N) * 16 + there % N / 4 * plane + there % 4 * 4;
+        }
+        each_head([&](int row, const float(&u)[N], float(&other)[N]) {
+#pragma unroll
+            for (int e = 0; e < N; ++e) {
+                other[e] = *reinterpret_cast<const float*>(memory + (row + to_partner[e]));
+                if (adjacent) other[e] = u[e ^ 1];
+            }
+        });
+    } else {
+        constexpr int kWord = 4 / sizeof(T);
+        int to_partner[4];
+#pragma unroll
+        for (int w = 0; w < 4; ++w)
+            to_partner[w] = thread * 16 + 4 * w +
+                            to_other_half(column + w * kWord, half, adjacent) * static_cast<int>(sizeof(T));
+        each_head([&](int row, const float(&)[N], float(&other)[N]) {
+            Raw<16> raw;
+#pragma unroll
+            for (int w = 0; w < 4; ++w) raw.w[w] = *reinterpret_cast<const u32*>(memory + (row + to_partner[w]));
+            unpack_others<T>(raw, adjacent, other);
+        });
     }
 }
 

@@ -54,14 +54,20 @@ def _torch_bwd(dy: tuple[Tensor, ...], qkv: Tensor, q_weight: Tensor, k_weight: 
     return torch.cat(found, 3).view(qkv.shape), torch.stack(dweights).to(q_weight.dtype)
 
 
+_SHAPES = ((32, 4, 128), (32, 8, 128), (32, 8, 64), (32, 8, 80), (32, 8, 192))  # q and kv heads, head size
+
+
 def _rows_of(forward_op: TorchOp, backward_op: TorchOp) -> Iterator[Row]:
     """Yield the rows of the benchmark."""
-    length, batch, dim, rotary = 4096, 2, 128, 64
-    for q_heads, kv_heads in ((32, 4), (32, 8)):
+    length, batch = 4096, 2
+    for q_heads, kv_heads, dim in _SHAPES:
         heads = q_heads + 2 * kv_heads
-        n, table = 2 * length * batch * dim, 4 * length * rotary
+        n, table = 2 * length * batch * dim, 2 * length * dim
 
-        def make(device: str, g: torch.Generator, *, backward: bool, q_heads: int = q_heads, kv_heads: int = kv_heads):
+        def make(device: str, g: torch.Generator, *, backward: bool, shape=(q_heads, kv_heads, dim)):
+            q_heads, kv_heads, dim = shape
+            rotary = dim // 2
+
             def normal(*sizes: int) -> Tensor:
                 return torch.randn(*sizes, dtype=torch.bfloat16, device=device, generator=g)
 
@@ -80,11 +86,11 @@ def _rows_of(forward_op: TorchOp, backward_op: TorchOp) -> Iterator[Row]:
             return {"dy": tuple(normal(batch, length, h, dim) for h in (q_heads, kv_heads, kv_heads)), **inputs}
 
         def forward(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, tables: Any, q_heads: int, kv_heads: int):
-            options = (q_heads, kv_heads, True, "sbhd", rotary, 0, False, 1e-6, 0.0)
+            options = (q_heads, kv_heads, True, "sbhd", 2 * tables[0].shape[-1], 0, False, 1e-6, 0.0)
             return forward_op(qkv, q_weight, k_weight, *options, *tables, None, None, "", 0, 1, 1.0)
 
         def backward(dy, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, tables: Any, q_heads: int, kv_heads: int):
-            options = (q_heads, kv_heads, True, "sbhd", rotary, 0, False, 1e-6, 0.0, True)
+            options = (q_heads, kv_heads, True, "sbhd", 2 * tables[0].shape[-1], 0, False, 1e-6, 0.0, True)
             return backward_op(*dy, qkv, q_weight, k_weight, *options, *tables, None, None, "", 0, 1, 1.0)
 
         shape = f"s{length}b{batch}q{q_heads}kv{kv_heads}d{dim}"

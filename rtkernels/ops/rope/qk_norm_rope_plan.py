@@ -10,23 +10,14 @@ import torch
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.rope import angles as angles_of
 from rtkernels.ops.rope.angles import Meta
-from rtkernels.ops.rope.qk_norm_rope_bulk_plan import BWD_BULK, plan_bulk
-from rtkernels.ops.rope.rope_operators import (
-    TYPES,
-    UNIT_LIMIT,
-    TablesPlan,
-    chunk_lanes,
-    heads_of,
-    lanes_of,
-    plan_tables,
-    unit_stride,
-)
+from rtkernels.ops.rope.qk_norm_rope_bulk_plan import BWD_BULK, PAIR_ORDERS, order_of_pairs, plan_bulk
+from rtkernels.ops.rope.rope_operators import TYPES, UNIT_LIMIT, TablesPlan, heads_of, plan_tables, unit_stride
 from rtkernels.runtime.launch.device import device_info, shared_limit
 from rtkernels.runtime.launch.driver import Launch
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import allocator, dense_strides
 from rtkernels.runtime.launch.plans import Plans
-from rtkernels.runtime.layout import check_same, divisor, token, vector_bytes
+from rtkernels.runtime.layout import check_same, divisor, group_threads, token, vector_bytes
 from rtkernels.runtime.targets import Target
 
 _FWD_UNIT, _BWD_UNIT = "rope/qk_norm_rope_fwd.cu", "rope/qk_norm_rope_bwd.cu"
@@ -43,10 +34,10 @@ _DIMS = (
 )
 _FWD_POINTERS = "qkv:ptr q_weight:ptr k_weight:ptr q:ptr k:ptr v:ptr "
 _FWD_DIMS = (
-    "length:i64 qkv_batch:i64 qkv_place:i64 q_heads:i64 kv_heads:i64 q_slots:i64 kv_slots:i64 set_slots:i64 "
-    "set_heads:i64 set_columns:i64 q_step:i64 q_extra:i64 kv_step:i64 k_first:i64 v_first:i64 head_dim:i64 "
-    "lane_bits:i64 groups:i64 most:i64 pairs:i64 weight_wide:i64 by_set:i64 by_group:i64 inner:i64 by_inner:i64 "
-    "batch_inner:i64 eps:f64 offset:f64 inverse_dim:f64 "
+    "tokens:i64 length:i64 qkv_batch:i64 qkv_place:i64 q_heads:i64 kv_heads:i64 q_slots:i64 kv_slots:i64 "
+    "set_slots:i64 set_heads:i64 set_columns:i64 q_step:i64 q_extra:i64 kv_step:i64 k_first:i64 v_first:i64 "
+    "head_dim:i64 block_tokens:i64 groups:i64 most:i64 pairs:i64 weight_wide:i64 by_chunks:i64 by_groups:i64 "
+    "by_set:i64 by_group:i64 inner:i64 by_inner:i64 batch_inner:i64 eps:f64 offset:f64 inverse_dim:f64 "
 )
 _BWD_ARGS = (
     "dq:ptr dk:ptr dv:ptr qkv:ptr q_weight:ptr k_weight:ptr dqkv:ptr partial:ptr "
@@ -65,7 +56,7 @@ def _bwd_variants(target: Target) -> Iterator[tuple[Any, ...]]:
     if BWD_BULK.supports(target):  # which serves in its place
         return
     for t in TYPES:
-        for pairs in (angles_of.HALVES, angles_of.ADJACENT):
+        for pairs in PAIR_ORDERS:
             for silu in _SILU:
                 yield t, pairs, silu, _BWD_HEADS, _bwd_threads(shared_limit(target), silu)
 
@@ -90,7 +81,7 @@ BWD = Kernel(
     _BWD_UNIT,
     "qk_norm_rope_bwd",
     template="T PAIRS SILU HEADS THREADS",
-    args=_BWD_ARGS.format("teams:i64 inner:i64 batch_inner:i64"),
+    args=_BWD_ARGS.format("teams:i64 inner:i64 batch_inner:i64 neighbours:i64"),
     variants=_bwd_variants,
     max_registers=208,
 )
@@ -284,41 +275,62 @@ def _plan_fwd(
         return None
     t, size = token("qkv", dtype), dtype.itemsize
     vec, rotary = 16 // size, tables_found.rotary
-    lanes = chunk_lanes(found.head_dim, rotary, 0, vec)
     strides = (found.batch_stride * size, found.place_stride * size)
-    tables = None
-    if lanes is not None and vector_bytes(align, *strides) == 16:
-        cos = angles[0]
-        tables = plan_tables(tables_found, t, cos, table_align, pairs, vec, found.tokens, found.length, device)
-    if tables is None:
-        slots, tables = _slots(found, 1), TablesPlan(tables_found.arguments())
-        units = found.tokens * (slots[0] + 2 * slots[1])
-        _limit(found, units)
-        launch = FWD_ANY.bind((t, silu), device, -(-units // (_BLOCK // 32)), _BLOCK)
-        return ForwardPlan(launch, (*_dims(found, slots, 5, q_weight, eps, offset), pairs), tables, *memory)
-    _limit(found, found.tokens)
-    dims, grid, threads, shared = _fwd_geometry(found, lanes, vec, pairs, q_weight)
-    launch = FWD.bind((t, silu), device, (found.tokens, grid), threads, shared)
-    return ForwardPlan(launch, (*dims, eps, offset, 1.0 / found.head_dim), tables, *memory)
+    if vector_bytes(align, *strides) == 16 and in_chunks(found.head_dim, rotary, size, _FWD_THREADS // 2):
+        _limit(found, found.tokens)
+        tables = _plan_tables(tables_found, t, angles[0], table_align, pairs, vec, found, device)
+        dims, grid, threads, shared = _fwd_geometry(found, vec, pairs, silu, q_weight)
+        launch = FWD.bind((t, silu), device, grid, threads, shared)
+        return ForwardPlan(launch, (*dims, eps, offset, 1.0 / found.head_dim), tables, *memory)
+    slots, tables = _slots(found, 1), TablesPlan(tables_found.arguments())
+    units = found.tokens * (slots[0] + 2 * slots[1])
+    _limit(found, units)
+    launch = FWD_ANY.bind((t, silu), device, -(-units // (_BLOCK // 32)), _BLOCK)
+    return ForwardPlan(launch, (*_dims(found, slots, 5, q_weight, eps, offset), pairs), tables, *memory)
 
 
-def _fwd_geometry(found: Qkv, lanes: int, vec: int, pairs: int, weight: Meta | None):
-    """Return the integer arguments of the forward, blocks per token, threads, and bytes of shared memory."""
+def in_chunks(head_dim: int, rotary: int, size: int, most: int) -> bool:
+    """Return whether heads are up to `most` 16-byte chunks, and pairs lie in the same places of 4-byte words."""
+    return head_dim * size % 16 == 0 and rotary // 2 * size % 4 == 0 and head_dim * size // 16 <= most
+
+
+def _plan_tables(
+    found: angles_of.Angles, t: str, cos: Meta, align: int, pairs: int, vec: int, qkv: Qkv, device: int
+) -> TablesPlan:
+    """Return the way to tables: entry by entry where halves are no whole chunks, in runs otherwise."""
+    if found.rotary // 2 % vec and not found.section_kind:
+        return TablesPlan(found.arguments())
+    return plan_tables(found, t, cos, align, pairs, vec, qkv.tokens, qkv.length, device)
+
+
+def _tokens_of_block(threads: int) -> int:
+    """Return how many tokens, each the work of so many threads, leave least of a block's warps idle."""
+    shares = {n: n * threads / (-(-n * threads // 32) * 32) - n / 50 for n in range(1, _FWD_THREADS // threads + 1)}
+    return max((n for n in shares if n * threads > 48 or n == len(shares)), key=shares.get)
+
+
+def _fwd_geometry(found: Qkv, vec: int, pairs: int, silu: bool, weight: Meta | None):
+    """Return the integer arguments of the forward, its grid, threads, and bytes of shared memory."""
+    chunks = found.head_dim // vec
     sets, kv_slots = _sets(found), -(-found.kv_heads // _HEADS)
     slots = sets.slots + 2 * kv_slots
-    grid = -(-slots // (_FWD_THREADS // lanes))
-    groups = -(-slots // grid)
-    threads = -(-max(groups, 2) * lanes // 32) * 32
+    parts = -(-slots // (_FWD_THREADS // chunks))  # blocks of a token
+    groups = -(-slots // parts)
+    tokens = _tokens_of_block(groups * chunks) if parts == 1 else 1
+    threads = -(-tokens * groups * chunks // 32) * 32
     most = max(sets.most, -(-found.kv_heads // kv_slots))
     _, _, kv_step, k_first, v_first = found.head_order()
     inner, batch_inner = found.inner
     dims = (
-        found.length, found.batch_stride, found.place_stride, found.q_heads, found.kv_heads, sets.slots, kv_slots,
-        *sets[1:5], sets.extra, kv_step, k_first, v_first, found.head_dim, lanes.bit_length() - 1, groups, most, pairs,
-        int(weight is not None and weight[0] == torch.float32), divisor(sets.set_slots), divisor(sets.group),
-        inner, divisor(inner), int(batch_inner),
+        found.tokens, found.length, found.batch_stride, found.place_stride, found.q_heads, found.kv_heads, sets.slots,
+        kv_slots, *sets[1:5], sets.extra, kv_step, k_first, v_first, found.head_dim, tokens, groups, most, pairs,
+        int(weight is not None and weight[0] == torch.float32), divisor(chunks), divisor(groups),
+        divisor(sets.set_slots), divisor(sets.group), inner, divisor(inner), int(batch_inner),
     )  # fmt: skip
-    return dims, grid, threads, 16 * (most * threads + vec * lanes)
+    planes = vec // 4 if silu else 1
+    shared = 16 * (planes * most * threads + tokens * vec * chunks)
+    shared += 4 * (most * (threads + 1) + tokens * groups * _HEADS)
+    return dims, (-(-found.tokens // tokens), parts), threads, shared
 
 
 FWD_PLANS = Plans(_plan_fwd)
@@ -361,28 +373,31 @@ def _plan_bwd(
     dense = Qkv(*check_qkv((dtype, shape, dense_strides(shape), device), q_heads, kv_heads, grouped, layout))
     strides = (*gradients, dense.batch_stride, dense.place_stride)
     every = (found.batch_stride, found.place_stride, *strides)
-    lanes = lanes_of(found.head_dim, rotary, 0, vec)
-    threads = _bwd_threads(info.shared_per_block, silu)
-    groups = 0 if lanes is None else threads // lanes
-    tables = None
-    if lanes is not None and vector_bytes(align, *(s * size for s in every)) == 16:
+    aligned = vector_bytes(align, *(s * size for s in every)) == 16
+    chunked = aligned and in_chunks(found.head_dim, rotary, size, 64)
+    if chunked and BWD_BULK.supports(info.target):
         _limit(found, found.tokens)
-        tables = plan_tables(tables_found, t, angles[0], table_align, pairs, vec, found.tokens, found.length, device)
-        if tables is not None and BWD_BULK.supports(info.target):
-            bulk = plan_bulk(found, strides, lanes, t, size, pairs, silu, q_weight, eps, offset, device)
-            if bulk is not None:
-                launch, dims, grid = bulk
-                return BackwardPlan(launch, dims, tables, grid, found.head_dim)
-            tables = None
+        bulk = plan_bulk(found, strides, rotary, t, size, pairs, silu, q_weight, eps, offset, device)
+        if bulk is not None:
+            launch, dims, grid = bulk
+            tables = _plan_tables(tables_found, t, angles[0], table_align, pairs, vec, found, device)
+            return BackwardPlan(launch, dims, tables, grid, found.head_dim)
+    threads = _bwd_threads(info.shared_per_block, silu)
+    lanes, tables = group_threads(-(-found.head_dim // (2 * vec)), 32), None
+    groups = threads // lanes
+    if chunked and not BWD_BULK.supports(info.target):
+        _limit(found, found.tokens)
+        tables = _plan_tables(tables_found, t, angles[0], table_align, pairs, vec, found, device)
     slots = _slots(found, _BWD_HEADS)
     per_token = slots[0] + 2 * slots[1]
     if tables is not None and info.sm_count * groups >= per_token:
         teams = min(found.tokens, info.sm_count * groups // per_token)
         grid = -(-teams * per_token // groups)
         inner, batch_inner = found.inner
-        bits, extra = lanes.bit_length() - 1, (teams, inner, int(batch_inner))
+        bits, extra = lanes.bit_length() - 1, (teams, inner, int(batch_inner), int(pairs == angles_of.ADJACENT))
         shared = 2 * _BWD_HEADS * 4 * 16 * threads
-        launch = BWD.bind((t, pairs, silu, _BWD_HEADS, threads), device, grid, threads, shared)
+        order = order_of_pairs(found.head_dim, rotary, size, pairs)
+        launch = BWD.bind((t, order, silu, _BWD_HEADS, threads), device, grid, threads, shared)
     else:
         if found.head_dim > _ANY_HEAD_DIM:
             raise ArgumentError(f"heads have {found.head_dim} elements; expected at most {_ANY_HEAD_DIM} here")

@@ -40,6 +40,10 @@ CASES: dict[str, dict[str, Any]] = {
     "fraction": {"dim": 80, "rotary": 32},
     "fraction_interleaved": {"dim": 80, "rotary": 32, "interleaved": True},
     "padded_lanes": {"dim": 96},
+    "split_chunks": {"dim": 80, "rotary": 40, "q_heads": 10},
+    "split_chunks_interleaved": {"dim": 72, "rotary": 36, "interleaved": True, "full": True},
+    "split_chunks_sections": {"positions": (24, 3, 2, 5), "sections": (4, 8, 8), "dim": 40},
+    "split_words": {"dim": 80, "rotary": 42},
     "head_order": {"head_order": "plain"},
     "odd_groups": {"q_heads": 7, "kv_heads": 3, "head_order": "plain"},
     "many_to_one": {"q_heads": 9, "kv_heads": 1},
@@ -230,6 +234,42 @@ def test_every_dtype(place: str, dtype: torch.dtype) -> None:
             check(Inputs(case, dtype, device))
 
 
+# Sizes of a head in elements; half of a rotary part is no whole number of 16-byte chunks in many of them.
+HEAD_SIZES = (32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 136, 144, 160, 168, 192, 208, 224, 248, 256)
+
+
+@pytest.mark.parametrize("dim", HEAD_SIZES)
+@at()
+def test_every_head_size(place: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a head, all of it or four elements are rotated; none of these take the kernels for any alignment."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a kernel for heads without alignment was chosen")
+
+    for kernel in (plans.FWD_ANY, plans.BWD_ANY):
+        monkeypatch.setattr(kernel, "bind", refuse)
+    sizes = {"dim": dim, "length": 3, "q_heads": 10, "kv_heads": 2}
+    for name, more in {
+        "half": {"rotary": dim // 2},
+        "all": {"interleaved": dim % 16 == 0, "full": True},
+        "four": {"rotary": 4, "interleaved": dim % 16 != 0, "head_order": "plain", "kv_heads": 3},
+        "silu": {"rotary": dim // 2, "silu": True, "weights": "fp32", "mscale": 1.2, "narrow": True},
+    }.items():
+        monkeypatch.setitem(CASES, f"{name}_{dim}", sizes | more)
+        with running_on(place) as device:
+            check(Inputs(f"{name}_{dim}", torch.bfloat16, device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=short)
+@at("sm_80", "sm_90", "cuda")
+def test_head_sizes_of_every_dtype(place: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    for dim, rotary, interleaved in ((80, 40, False), (72, 36, True), (36, 18, False), (100, 100, False)):
+        case = {"dim": dim, "rotary": rotary, "interleaved": interleaved, "length": 3, "full": interleaved}
+        monkeypatch.setitem(CASES, "size", case)
+        with running_on(place) as device:
+            check(Inputs("size", dtype, device))
+
+
 def emulated_coverage() -> None:
     """Run every kernel of the op in the emulator; test_registry.py checks that it does."""
     for number in ("sm_80", "sm_90"):
@@ -256,6 +296,27 @@ def test_v_passes_through(place: str) -> None:
             got = qkv.grad.unflatten(-1, (inputs.heads[1], -1, inputs.dim))
             torch.testing.assert_close(got[..., -1, :].transpose(0, 1), dv, **same)
             assert not got[..., :-1, :].any()
+
+
+@pytest.mark.parametrize("case", ("plain", "split_chunks", "padded_lanes"))
+@at()
+def test_nan_stays_in_its_head(place: str, case: str) -> None:
+    with running_on(place) as device:
+        inputs = Inputs(case, torch.bfloat16, device)
+        results = []
+        for value in (1.0, torch.nan):
+            qkv = inputs.qkv.clone()
+            qkv[1, 0, inputs.dim + 3] = value  # of q's head 1
+            qkv.requires_grad_()
+            found = qk_norm_rope(qkv, *inputs.weights, *inputs.tables, **inputs.options)
+            torch.autograd.backward(found, inputs.gradients)
+            results.append([*(r.detach() for r in found), qkv.grad])
+        heads = [r[0, 1] for r in results[1][:3]]
+        assert heads[0][1].isnan().all() and not any(h.isnan().any() for h in (heads[0][0], heads[0][2:], *heads[1:]))
+        for wanted, got in zip(*results, strict=True):
+            broken = got.isnan()
+            assert broken.sum() == (inputs.dim if got.shape != results[0][1].shape else 0)
+            assert_same_bits(torch.where(broken, 0, got), torch.where(broken, 0, wanted))
 
 
 @at("cpu", "sm_90", "cuda")
@@ -475,7 +536,7 @@ def test_equal_bits_twice(place: str, case: str) -> None:
 
 test_thread_order_does_not_matter = order_test(
     lambda case: check(Inputs(case, torch.bfloat16, "cpu")),
-    *("plain", "odd", "fraction", "many_tokens"),
+    *("plain", "odd", "fraction", "many_tokens", "split_chunks"),
 )
 
 
