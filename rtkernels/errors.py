@@ -37,6 +37,10 @@ class UnsupportedDeviceError(RtkError, RuntimeError):
     """The GPU (or the requested target) cannot run this kernel."""
 
 
+class ResidencyError(UnsupportedDeviceError):
+    """Blocks that wait for each other are more than can run at the same time on the multiprocessors there are."""
+
+
 class NotWarmError(RtkError, RuntimeError):
     """A kernel would have to be compiled where compiling is not allowed.
 

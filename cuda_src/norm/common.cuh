@@ -30,6 +30,40 @@ RTK_DEVICE float reciprocal(float count) {
     return inverse + inverse * (1.0f - count * inverse);
 }
 
+// 1/sqrt(sum/count + eps) for a sum of squares; 0 for an infinite one, for which mean_of gives NaN.
+RTK_DEVICE float rstd_of(float sum, float count, float eps) {
+    const float mean = sum < __uint_as_float(0x7f800000u) ? mean_of(sum, count) : sum;
+    return rsqrtf(mean + eps);
+}
+
+// Sums of up to 2^14 such parts of numbers do not overflow, and are as exact as those of the numbers.
+constexpr float kSmallPart = 1.0f / (1 << 14);
+RTK_DEVICE float mean_of_parts(float sum, float count) { return mean_of(sum, count) * (1.0f / kSmallPart); }
+
+// Squares about one number from those about another: `squares` less `excess`. An infinite sum stays what it is, and rounding
+// makes none negative.
+RTK_DEVICE float squares_less(float squares, float excess) {
+    return squares < __uint_as_float(0x7f800000u) ? fmaxf(squares - excess, 0.0f) : squares;
+}
+
+// Sums of up to 2^16 of these numbers are exact if they are so equal that the rounding of their mean would matter.
+template <typename T>
+constexpr bool kExactSums = false;
+template <>
+constexpr bool kExactSums<bf16> = true;
+
+struct RowStatistics {
+    float mean, rstd;
+};
+
+// From sums over `count` numbers: of their differences from `rough`, a number near their mean, and of the squares of these.
+// What rounding made of `rough` shows in the first sum, so the mean is as good as fp32 allows, and that of equal numbers is
+// that number. An infinite sum of squares makes rstd 0, as in torch.
+RTK_DEVICE RowStatistics statistics_of(float rough, float differences, float squares, float count, float eps) {
+    const float off = differences * ptx::rcp(count);
+    return {rough + off, rstd_of(squares_less(squares, off * differences), count, eps)};
+}
+
 // (offset + weight) of N columns for a weight of T, or of fp32 if `wide`; ones without a weight.
 template <typename T, int N>
 RTK_DEVICE void load_any_gain(const void* weight, bool wide, i64 column, float offset, float (&gain)[N]) {

@@ -1,7 +1,8 @@
 // Forward of layer normalisation over the last dimension:  y = (h - mean) * rstd * (offset + weight) + bias,
 // rstd = 1/sqrt(mean((h - mean)^2) + eps), h = x, or the rounded sum x + residual, which is then an output too.
-// fp32 arithmetic, one rounding at each store. The variance is always that of the differences from the finished mean:
-// a mean far from zero costs no digits.
+// fp32 arithmetic, one rounding at each store. The variance is always that of differences from the mean, which is subtracted
+// before anything else: a mean far from zero costs no digits, and rows of equal numbers give exactly the bias. Sums of h are
+// sums of h / cols, which do not overflow; where those of squares do, rstd is 0.
 //
 // Rows are worked on by groups of threads (RowGroup). Inputs have any row stride; outputs are dense. weight and bias
 // (either may be null) have one type: W, or where it is chosen at run time T, or fp32 if `wide`.
@@ -20,6 +21,7 @@ __global__ void __launch_bounds__(sizeof(W) > sizeof(T) ? 512 : 768, 1)
                    i64 x_stride, i64 residual_stride, i64 threads_per_row, double eps, double offset) {
     constexpr int VEC = 16 / sizeof(T);
     __shared__ GroupScratch<1> scratch;
+    __shared__ GroupScratch<2> pair_scratch;  // not used with exact sums
     const RowGroup group(threads_per_row);
     const i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index;
     const int end = row < rows ? static_cast<int>(cols) : 0;
@@ -51,10 +53,10 @@ __global__ void __launch_bounds__(sizeof(W) > sizeof(T) ? 512 : 768, 1)
         float h[VEC];
         unpack<T, VEC>(raw[c], h);
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) total += h[i];
+        for (int i = 0; i < VEC; ++i) total += h[i] * kSmallPart;
     }
-    const float mean = mean_of(group_reduce<Sum, false>(total, group, scratch, 0), count);
-    float square = 0.0f;
+    const float rough = mean_of_parts(group_reduce<Sum, false>(total, group, scratch, 0), count);
+    float differences = 0.0f, square = 0.0f;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         if (column + c * pitch < end) {
@@ -62,12 +64,19 @@ __global__ void __launch_bounds__(sizeof(W) > sizeof(T) ? 512 : 768, 1)
             float h[VEC];
             unpack<T, VEC>(raw[c], h);
 #pragma unroll
-            for (int i = 0; i < VEC; ++i) square += (h[i] - mean) * (h[i] - mean);
+            for (int i = 0; i < VEC; ++i) {
+                const float d = h[i] - rough;
+                if (!kExactSums<T>) differences += d;
+                square += d * d;
+            }
         }
     }
-    square = group_reduce<Sum, false>(square, group, scratch, 1);
-    const float rstd = rsqrtf(mean_of(square, count) + static_cast<float>(eps));
-    const float level = -mean * rstd;
+    if constexpr (kExactSums<T>) {
+        square = group_reduce<Sum, false>(square, group, scratch, 1);
+    } else {
+        group_reduce_pair<Sum, false>(differences, square, group, pair_scratch, 0);
+    }
+    const auto [mean, rstd] = statistics_of(rough, differences, square, count, static_cast<float>(eps));
     const float base = weighted ? static_cast<float>(offset) : 1.0f;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
@@ -82,7 +91,7 @@ __global__ void __launch_bounds__(sizeof(W) > sizeof(T) ? 512 : 768, 1)
             unpack_wide<W, VEC>(gains, gain);
             unpack_wide<W, VEC>(biases, shift);
 #pragma unroll
-            for (int i = 0; i < VEC; ++i) h[i] = (h[i] * rstd + level) * (gain[i] + base) + shift[i];
+            for (int i = 0; i < VEC; ++i) h[i] = (h[i] - mean) * rstd * (gain[i] + base) + shift[i];
             store<T, VEC>(y + c * pitch, h);
         }
     }
@@ -97,7 +106,7 @@ constexpr int even_resident() {
 
 // Forward for rows of exactly PIECES pieces of 16 bytes for each thread of a block, without a residual: nothing is masked,
 // and there is one barrier. Every warp works with the differences from the mean of its own columns, which are equally many
-// for all; merging these costs no digits either. Blocks have at most THREADS threads, with two pieces that many or one warp
+// for all; the means are merged as differences from that of the first warp, which costs no digits either. Blocks have at most THREADS threads, with two pieces that many or one warp
 // less. Takes the arguments of layer_norm_fwd.
 template <typename T, typename W, int PIECES, int THREADS>
 __global__ void __launch_bounds__(THREADS, even_resident<T, W, PIECES>() / THREADS)
@@ -105,6 +114,7 @@ __global__ void __launch_bounds__(THREADS, even_resident<T, W, PIECES>() / THREA
                         double eps, double offset) {
     constexpr int VEC = 16 / sizeof(T), kMostWarps = THREADS / kWarp;
     constexpr float kEach = PIECES * kWarp * VEC;  // columns of a warp
+    constexpr bool kExact = sizeof(T) == 2;        // of a warp's columns also those of fp16 are (kExactSums)
     constexpr bool kEarly = PIECES <= 2;           // weight and bias are requested before the sums are merged
     __shared__ float means[kMostWarps], squares[kMostWarps];
     const int threads = static_cast<int>(blockDim.x);
@@ -114,25 +124,37 @@ __global__ void __launch_bounds__(THREADS, even_resident<T, W, PIECES>() / THREA
     Raw<16> raw[PIECES];
 #pragma unroll
     for (int c = 0; c < PIECES; ++c) raw[c] = load_raw<T, VEC>(x + c * pitch);
-    float total = 0.0f, square = 0.0f;
+    float total = 0.0f, differences = 0.0f, square = 0.0f;
 #pragma unroll
     for (int c = 0; c < PIECES; ++c) {
         float h[VEC];
         unpack<T, VEC>(raw[c], h);
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) total += h[i];
+        for (int i = 0; i < VEC; ++i) total += h[i] * (1.0f / kEach);
     }
-    const float own_mean = warp_reduce<Sum>(total) * (1.0f / kEach);
+    const float rough = warp_reduce<Sum>(total);
 #pragma unroll
     for (int c = 0; c < PIECES; ++c) {
         ptx::forget(raw[c]);
         float h[VEC];
         unpack<T, VEC>(raw[c], h);
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) square += (h[i] - own_mean) * (h[i] - own_mean);
+        for (int i = 0; i < VEC; ++i) {
+            const float d = h[i] - rough;
+            if (!kExact) differences += d;
+            square += d * d;
+        }
     }
-    square = warp_reduce<Sum>(square);
-    if (threadIdx.x % kWarp == 0) means[threadIdx.x / kWarp] = own_mean, squares[threadIdx.x / kWarp] = square;
+    if constexpr (kExact) {
+        square = warp_reduce<Sum>(square);
+    } else {
+        warp_reduce_pair<Sum>(differences, square, kWarp);
+    }
+    if (threadIdx.x % kWarp == 0) {
+        const float off = differences * (1.0f / kEach);
+        means[threadIdx.x / kWarp] = rough + off;
+        squares[threadIdx.x / kWarp] = squares_less(square, off * differences);
+    }
     __syncthreads();
     const bool weighted = weight != nullptr, biased = bias != nullptr;
     weight += column, bias += column;
@@ -150,31 +172,29 @@ __global__ void __launch_bounds__(THREADS, even_resident<T, W, PIECES>() / THREA
         for (int c = 0; c < PIECES; ++c) load_gains(c, gains[c]);
         load_biases(0);
     }
-    const float warps = static_cast<float>(threads / kWarp);
-    float mean = 0.0f;
+    const float warps = static_cast<float>(threads / kWarp), centre = means[0];
+    float away = 0.0f;  // the row's mean from `centre`
     if constexpr (kMostWarps <= 4) {  // every thread adds them up; at most one warp is missing
         const bool all = threads == THREADS;
-        float there[kMostWarps];
 #pragma unroll
-        for (int w = 0; w < kMostWarps; ++w) mean += there[w] = w < kMostWarps - 1 || all ? means[w] : 0.0f;
-        mean = mean_of(mean, warps);
+        for (int w = 1; w < kMostWarps; ++w) away += w < kMostWarps - 1 || all ? means[w] - centre : 0.0f;
+        away = away * ptx::rcp(warps);
         square = 0.0f;
 #pragma unroll
         for (int w = 0; w < kMostWarps; ++w) {
-            const float away = there[w] - mean;
-            square += w < kMostWarps - 1 || all ? squares[w] * (1.0f / kEach) + away * away : 0.0f;
+            const float d = means[w] - centre - away;
+            square += w < kMostWarps - 1 || all ? squares[w] * (1.0f / kEach) + d * d : 0.0f;
         }
     } else {
         const int from = static_cast<int>(threadIdx.x) % kMostWarps;
         const bool exists = from * kWarp < threads;
-        const float there = exists ? means[from] : 0.0f;
-        mean = mean_of(warp_reduce<Sum>(there, kMostWarps), warps);
-        const float away = there - mean;
-        square = warp_reduce<Sum>(exists ? squares[from] * (1.0f / kEach) + away * away : 0.0f, kMostWarps);
+        const float there = exists ? means[from] - centre : 0.0f;
+        away = warp_reduce<Sum>(there, kMostWarps) * ptx::rcp(warps);
+        const float d = there - away;
+        square = warp_reduce<Sum>(exists ? squares[from] * (1.0f / kEach) + d * d : 0.0f, kMostWarps);
     }
-    square = mean_of(square, warps);
-    const float rstd = rsqrtf(square + static_cast<float>(eps));
-    const float level = -mean * rstd;
+    const float mean = centre + away;
+    const float rstd = rstd_of(square, warps, static_cast<float>(eps));
     const float base = weighted ? static_cast<float>(offset) : 1.0f;
     y += blockIdx.x * cols + column;
 #pragma unroll
@@ -189,7 +209,7 @@ __global__ void __launch_bounds__(THREADS, even_resident<T, W, PIECES>() / THREA
         unpack_wide<W, VEC>(gains[kEarly ? c : 0], gain);
         unpack_wide<W, VEC>(biases, shift);
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) h[i] = (h[i] * rstd + level) * (gain[i] + base) + shift[i];
+        for (int i = 0; i < VEC; ++i) h[i] = (h[i] - mean) * rstd * (gain[i] + base) + shift[i];
         if (kEarly && c + 1 < PIECES) load_biases(c + 1);
         store<T, VEC>(y, h);
         y += pitch;
@@ -216,6 +236,9 @@ __global__ void __launch_bounds__(1024, 1)
     const RowGroup group(threads_per_row);
     const i64 first = static_cast<i64>(group.thread) * VEC;
     const int pitch = group.threads * VEC;
+    const float count = static_cast<float>(cols), per_column = ptx::rcp(count);
+    int phase = 0;
+    auto reduce = [&](float v) { return group_reduce<Sum, false>(v, group, scratch, phase ^= 1); };
     for (i64 base = static_cast<i64>(blockIdx.x) * group.count; base < rows;
          base += static_cast<i64>(gridDim.x) * group.count) {
         const i64 row = base + group.index;
@@ -230,18 +253,22 @@ __global__ void __launch_bounds__(1024, 1)
             float h[VEC];
             load(column, h);
 #pragma unroll
-            for (int i = 0; i < VEC; ++i) total += h[i];
+            for (int i = 0; i < VEC; ++i) total += h[i] * per_column;
         }
-        const float mean = group_reduce<Sum, false>(total, group, scratch, 0) / static_cast<float>(cols);
-        float square = 0.0f;
+        const float rough = reduce(total);
+        float differences = 0.0f, square = 0.0f;
         for (i64 column = first; column < end; column += pitch) {
             float h[VEC];
             load(column, h);
 #pragma unroll
-            for (int i = 0; i < VEC; ++i) square += (h[i] - mean) * (h[i] - mean);
+            for (int i = 0; i < VEC; ++i) {
+                const float d = h[i] - rough;
+                differences += d;
+                square += d * d;
+            }
         }
-        square = group_reduce<Sum, false>(square, group, scratch, 1);
-        const float rstd = rsqrtf(square / static_cast<float>(cols) + static_cast<float>(eps));
+        differences = reduce(differences), square = reduce(square);
+        const auto [mean, rstd] = statistics_of(rough, differences, square, count, static_cast<float>(eps));
         for (i64 column = first; column < end; column += pitch) {
             float h[VEC], gain[VEC], shift[VEC];
             load(column, h);
@@ -251,7 +278,7 @@ __global__ void __launch_bounds__(1024, 1)
             for (int i = 0; i < VEC; ++i) shift[i] = 0.0f;
             if (bias != nullptr) load_any_gain<T, VEC>(bias, wide, column, 0.0f, shift);
 #pragma unroll
-            for (int i = 0; i < VEC; ++i) h[i] = (h[i] - mean) * (rstd * gain[i]) + shift[i];
+            for (int i = 0; i < VEC; ++i) h[i] = (h[i] - mean) * rstd * gain[i] + shift[i];
             store<T, VEC>(y + row * cols + column, h);
         }
     }

@@ -29,6 +29,7 @@ __global__ void __maxnreg__(CHUNKS > 2 ? 128 : DSUM ? 120 : 112)
                    i64 wide, i64 partial_stride) {
     constexpr int VEC = 16 / sizeof(T);
     constexpr bool kKeep = CHUNKS <= 2;
+    constexpr bool kExact = sizeof(T) == 2;  // of a warp's columns also those of fp16 are (kExactSums)
     extern __shared__ __align__(16) u8 memory[];
     __shared__ GroupScratch<4> scratch;
     const RowGroup group(threads_per_row);
@@ -103,15 +104,16 @@ __global__ void __maxnreg__(CHUNKS > 2 ? 128 : DSUM ? 120 : 112)
             visit(incoming, v, w);
         };
         float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // of h (soon their mean), d^2, g and g * d
+        float differences = 0.0f;                  // sum of d, 0 but for what rounding made of the mean
 #pragma unroll 2
         for (int c = 0; c < CHUNKS; ++c) {
             piece(c, false, [&](const auto& incoming, const auto& v, const auto& w) {
 #pragma unroll
-                for (int i = 0; i < VEC; ++i) sums[0] += v[i], sums[2] += incoming[i] * w[i];
+                for (int i = 0; i < VEC; ++i) sums[0] += v[i] * kSmallPart, sums[2] += incoming[i] * w[i];
             });
         }
         warp_reduce_pair<Sum>(sums[0], sums[2], group.threads);
-        sums[0] = mean_of(sums[0], columns.own());
+        sums[0] = mean_of_parts(sums[0], columns.own());
 #pragma unroll 2
         for (int c = 0; c < CHUNKS; ++c) {
             const float centre = c * pitch < room ? sums[0] : 0.0f;  // past the end h is 0
@@ -119,15 +121,23 @@ __global__ void __maxnreg__(CHUNKS > 2 ? 128 : DSUM ? 120 : 112)
 #pragma unroll
                 for (int i = 0; i < VEC; ++i) {
                     const float d = v[i] - centre;
+                    if (!kExact) differences += d;
                     sums[1] += d * d;
                     sums[3] += incoming[i] * w[i] * d;
                 }
             });
         }
         warp_reduce_pair<Sum>(sums[1], sums[3], group.threads);
+        if constexpr (!kExact) {
+            differences = warp_reduce<Sum>(differences, group.threads);
+            const float off = differences * ptx::rcp(columns.own());
+            sums[0] += off;
+            sums[1] -= off * differences;
+            sums[3] -= off * sums[2];
+        }
         merge_warps<true>(sums, columns, group, scratch, phase);
         const float mean = sums[0];
-        const float rstd = rsqrtf(sums[1] * inverse + epsilon);
+        const float rstd = finite_rstd(sums[1] * inverse + epsilon, mean);
         const float level = sums[2] * inverse * rstd;
         const float pull = sums[3] * inverse * rstd * rstd * rstd;
         if (row < count) {
@@ -195,7 +205,9 @@ __global__ void __launch_bounds__(1024, 1)
     const RowGroup group(threads_per_row);
     const i64 first = static_cast<i64>(group.thread) * VEC;
     const int pitch = group.threads * VEC;
-    const float count = static_cast<float>(cols), shift = static_cast<float>(offset);
+    const float count = static_cast<float>(cols), per_column = ptx::rcp(count), shift = static_cast<float>(offset);
+    int phase = 0;
+    auto reduce = [&](float v) { return group_reduce<Sum, false>(v, group, scratch, phase ^= 1); };
     for (i64 base = static_cast<i64>(blockIdx.x) * group.count; base < rows;
          base += static_cast<i64>(gridDim.x) * group.count) {
         const i64 row = base + group.index;
@@ -210,28 +222,28 @@ __global__ void __launch_bounds__(1024, 1)
 #pragma unroll
             for (int i = 0; i < VEC; ++i) g[i] *= gain[i];
         };
-        float h_sum = 0.0f, g_sum = 0.0f, square = 0.0f, product = 0.0f;
+        float h_sum = 0.0f, g_sum = 0.0f, differences = 0.0f, square = 0.0f, product = 0.0f;
         for (i64 column = first; column < end; column += pitch) {
             float g[VEC], v[VEC];
             load(column, g, v);
 #pragma unroll
-            for (int i = 0; i < VEC; ++i) h_sum += v[i], g_sum += g[i];
+            for (int i = 0; i < VEC; ++i) h_sum += v[i] * per_column, g_sum += g[i];
         }
-        const float mean = group_reduce<Sum, false>(h_sum, group, scratch, 0) / count;
-        const float level = group_reduce<Sum, false>(g_sum, group, scratch, 1) / count;
+        const float rough = reduce(h_sum), g_total = reduce(g_sum), level = g_total / count;
         for (i64 column = first; column < end; column += pitch) {
             float g[VEC], v[VEC];
             load(column, g, v);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
-                square += (v[i] - mean) * (v[i] - mean);
-                product += g[i] * (v[i] - mean);
+                const float d = v[i] - rough;
+                differences += d;
+                square += d * d;
+                product += g[i] * d;
             }
         }
-        square = group_reduce<Sum, false>(square, group, scratch, 0);
-        product = group_reduce<Sum, false>(product, group, scratch, 1);
-        const float rstd = rsqrtf(square / count + static_cast<float>(eps));
-        const float pull = product / count * rstd * rstd;
+        differences = reduce(differences), square = reduce(square), product = reduce(product);
+        const auto [mean, rstd] = statistics_of(rough, differences, square, count, static_cast<float>(eps));
+        const float pull = (product - differences * per_column * g_total) / count * rstd * rstd;
         if (stats != nullptr && row < rows && group.thread == 0) stats[2 * row] = mean, stats[2 * row + 1] = rstd;
         for (i64 column = first; column < end; column += pitch) {
             float g[VEC], v[VEC];

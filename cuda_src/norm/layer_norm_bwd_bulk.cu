@@ -56,8 +56,8 @@ __global__ void __maxnreg__(REGISTERS)
         unpack<T, VEC>(kept[1][0], v);
         float shift = 0.0f;
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) shift += v[i];
-        shift = __shfl_sync(0xffffffffu, shift, 0) * (1.0f / VEC);
+        for (int i = 0; i < VEC; ++i) shift += v[i] * (1.0f / VEC);
+        shift = __shfl_sync(0xffffffffu, shift, 0);
         float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // of h - shift (soon the mean of h), its square, g and g * (h - shift)
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
@@ -76,7 +76,7 @@ __global__ void __maxnreg__(REGISTERS)
         merge_shifted(sums, shift, inverse, group, scratch, phase);
         mine.ask(row);
         const float mean = sums[0];
-        const float rstd = rsqrtf(sums[1] * inverse + epsilon);
+        const float rstd = finite_rstd(sums[1] * inverse + epsilon, mean);
         const float level = sums[2] * inverse * rstd;
         const float pull = sums[3] * inverse * rstd * rstd * rstd;
         T* const out_row = dh + rtk::product(row, end) + column;
@@ -106,6 +106,16 @@ __global__ void __maxnreg__(REGISTERS)
     if (partial == nullptr) return;
     const int width = upper(dsum_flags) & 2 ? 2 * end : end;
     partial += rtk::product(blockIdx.x, width);
+    if (group.count == 1) {  // nobody to add up with, so nothing goes through shared memory
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            if (ring.has(c)) {
+                store<float, VEC>(partial + column + c * pitch, dweight[c]);
+                if (width > end) store<float, VEC>(partial + end + column + c * pitch, dbias[c]);
+            }
+        }
+        return;
+    }
     const int apart = ring.group_bytes() / 4;
     float* sums = reinterpret_cast<float*>(memory + 8 * ring.kMost);  // two rows in the ring of each group
 #pragma unroll

@@ -1,11 +1,14 @@
 // Mean and squared differences of a row that the warps of a RowGroup share, with one barrier: every warp works with the
 // differences from the mean of its own columns, then these are merged. No sum of squares that cancel: a mean far from zero
-// costs no digits.
+// costs no digits. Squares that overflow may come out as NaN, from which finite_rstd makes 0.
 #pragma once
 #include "common/reduce.cuh"
 #include "norm/common.cuh"
 
 namespace rtk {
+
+// 1/sqrt(variance) of a row with this mean; 0 if squares overflowed though all numbers are finite.
+RTK_DEVICE float finite_rstd(float variance, float mean) { return variance == variance ? rsqrtf(variance) : mean * 0.0f; }
 
 // How many columns a row has, and how many of them a warp of its group. Threads own CHUNKS pieces of VEC columns, one
 // piece of every other thread apart.

@@ -23,6 +23,7 @@ __global__ void __launch_bounds__(512, sizeof(W) == 2 && !CENTRED ? 2 : 1)
                  i64 threads_per_row, i64 scale_row, i64 scale_group, i64 pow2, i64 given, double eps, double offset) {
     constexpr int VEC = 16 / sizeof(T), kGroup = 128, kLanes = kGroup / VEC;
     __shared__ GroupScratch<1> scratch;
+    __shared__ GroupScratch<2> pair_scratch;  // used only if sums are not exact
     const RowGroup group(threads_per_row);
     const u32 row = blockIdx.x * static_cast<u32>(group.count) + static_cast<u32>(group.index);
     const int width = static_cast<int>(cols), column = group.thread * VEC, pitch = group.threads * VEC;
@@ -71,11 +72,19 @@ __global__ void __launch_bounds__(512, sizeof(W) == 2 && !CENTRED ? 2 : 1)
 #pragma unroll
         for (int i = 0; i < VEC; ++i) ptx::keep(v[c][i]);
     }
+    // With exact sums the mean is known before the squares are, and subtracted from then on; else in the end.
+    constexpr bool kSubtractFirst = CENTRED && kExactSums<T>;
     float mean = 0.0f, rstd = 0.0f;
     if (given != 0) {
         if (row_exists) {
             rstd = rstd_at[row];
             if (CENTRED) mean = mean_at[row];
+        }
+        if constexpr (kSubtractFirst) {
+#pragma unroll
+            for (int c = 0; c < CHUNKS; ++c)
+#pragma unroll
+                for (int i = 0; i < VEC; ++i) v[c][i] -= mean;
         }
     } else {
         if constexpr (CENTRED) {
@@ -83,19 +92,30 @@ __global__ void __launch_bounds__(512, sizeof(W) == 2 && !CENTRED ? 2 : 1)
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c)
 #pragma unroll
-                for (int i = 0; i < VEC; ++i) total += v[c][i];
-            mean = mean_of(group_reduce<Sum, false>(total, group, scratch, 0), count);
+                for (int i = 0; i < VEC; ++i) total += v[c][i] * kSmallPart;
+            mean = mean_of_parts(group_reduce<Sum, false>(total, group, scratch, 0), count);
         }
-        float square = 0.0f;
+        float differences = 0.0f, square = 0.0f;
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
                 const float d = CENTRED ? (inside[c] ? v[c][i] - mean : 0.0f) : v[c][i];
                 square += d * d;
+                if constexpr (kSubtractFirst) {
+                    v[c][i] = d;
+                } else {
+                    differences += d;
+                }
             }
         }
-        rstd = rstd_of(group_reduce<Sum, false>(square, group, scratch, 1), count, epsilon);
+        if constexpr (CENTRED && !kSubtractFirst) {
+            group_reduce_pair<Sum, false>(differences, square, group, pair_scratch, 0);
+            const RowStatistics found = statistics_of(mean, differences, square, count, epsilon);
+            mean = found.mean, rstd = found.rstd;
+        } else {
+            rstd = rstd_of(group_reduce<Sum, false>(square, group, scratch, 1), count, epsilon);
+        }
         if (group.thread == 0 && row_exists) {
             if (rstd_at != nullptr) rstd_at[row] = rstd;
             if (CENTRED && mean_at != nullptr) mean_at[row] = mean;
@@ -104,7 +124,6 @@ __global__ void __launch_bounds__(512, sizeof(W) == 2 && !CENTRED ? 2 : 1)
 
     // All values at once, in the registers of what they come from: one chain of shuffles and one scale per thread
     // for all pieces, instead of one after the other.
-    const float level = -mean * rstd;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         float gain[VEC], shift[VEC];
@@ -122,7 +141,7 @@ __global__ void __launch_bounds__(512, sizeof(W) == 2 && !CENTRED ? 2 : 1)
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
             if constexpr (CENTRED) {
-                v[c][i] = (v[c][i] * rstd + level) * gain[i] + shift[i];
+                v[c][i] = (kSubtractFirst ? v[c][i] : v[c][i] - mean) * rstd * gain[i] + shift[i];
             } else {
                 v[c][i] = v[c][i] * rstd * gain[i];
             }

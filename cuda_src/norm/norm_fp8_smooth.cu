@@ -41,8 +41,7 @@ __global__ void __launch_bounds__(256, 2)
             row_statistics<T, VEC, true, 4>(x_row, residual_row, residual == nullptr ? nullptr : sum + row * cols, cols,
                                             count, static_cast<float>(eps), mean != nullptr, group.thread,
                                             group.threads, reduce);
-        // With -0 for the mean and the bias the values have the bits of x * rstd * gain.
-        const float level = mean != nullptr ? -found.mean * found.rstd : -0.0f;
+        // With 0 for the mean and -0 for the bias the values have the bits of x * rstd * gain.
         auto normalised = [&](i64 column, float(&v)[VEC]) {
             float gain[VEC], shift[VEC];
             auto raw = load_raw<T, VEC>(x_row + column);
@@ -53,7 +52,7 @@ __global__ void __launch_bounds__(256, 2)
             for (int i = 0; i < VEC; ++i) shift[i] = -0.0f;
             if (bias != nullptr) load_any_gain<T, VEC>(bias, wide != 0, column, 0.0f, shift);
 #pragma unroll
-            for (int i = 0; i < VEC; ++i) v[i] = (v[i] * found.rstd + level) * gain[i] + shift[i];
+            for (int i = 0; i < VEC; ++i) v[i] = (v[i] - found.mean) * found.rstd * gain[i] + shift[i];
         };
         auto smoothed = [&](i64 column, float(&v)[VEC]) {
             float by[VEC];

@@ -4,20 +4,10 @@
 
 namespace rtk {
 
-struct RowStatistics {
-    float mean, rstd;
-};
-
-// 1/sqrt(sum/count + eps) for a sum of squares; 0 for an infinite one, for which mean_of gives NaN.
-RTK_DEVICE float rstd_of(float sum, float count, float eps) {
-    const float mean = sum < __uint_as_float(0x7f800000u) ? mean_of(sum, count) : sum;
-    return rsqrtf(mean + eps);
-}
-
 // Computed by the threads that share `reduce(value, phase)`, which adds up over them; thread `thread` of `threads`. The
 // row is x, or the rounded sum of x and residual (may be null), which is then written to `sum`. CENTRED: `centred` says
-// whether there is a mean. With one the row is read twice: the variance is that of the differences from the finished
-// mean, so a mean far from zero costs no digits.
+// whether there is a mean. With one the row is read twice: the variance is that of the differences from the mean, and these
+// also say what rounding made of it, so a mean far from zero costs no digits. Phases: 1 comes first and last.
 template <typename T, int VEC, bool CENTRED, int IN_FLIGHT, typename Reduce>
 RTK_DEVICE RowStatistics row_statistics(const T* x, const T* residual, T* sum, i64 cols, float count, float eps,
                                         bool centred, int thread, int threads, const Reduce& reduce) {
@@ -47,21 +37,27 @@ RTK_DEVICE RowStatistics row_statistics(const T* x, const T* residual, T* sum, i
     };
     RowStatistics found = {0.0f, 0.0f};
     if (CENTRED && centred) {
+        const float per_column = ptx::rcp(count);  // the products cannot overflow, their sum neither
         float total = 0.0f;
         walk(true, [&](const float(&h)[VEC], bool) {
 #pragma unroll
-            for (int i = 0; i < VEC; ++i) total += h[i];
+            for (int i = 0; i < VEC; ++i) total += h[i] * per_column;
         });
-        found.mean = mean_of(reduce(total, 0), count);
+        found.mean = reduce(total, 1);
     }
-    float square = 0.0f;
+    float differences = 0.0f, square = 0.0f;
     walk(!(CENTRED && centred), [&](const float(&h)[VEC], bool inside) {
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
             const float d = CENTRED ? (inside ? h[i] - found.mean : 0.0f) : h[i];
             square += d * d;
+            if (CENTRED) differences += d;
         }
     });
+    if (CENTRED && centred) {
+        differences = reduce(differences, 0);
+        return statistics_of(found.mean, differences, reduce(square, 1), count, eps);
+    }
     found.rstd = rstd_of(reduce(square, 1), count, eps);
     return found;
 }

@@ -150,12 +150,12 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, sizeof(T) == 4
     if (early == 0) ptx::wait_for_previous();
     load_tile<T, WIDE>(tile, x + row * x_stride + column, x_stride, raw, ptx::l2_policy(stats_blocks != 0));
     load_tile_vector<T, WIDE>(tile, weight, weight_wide != 0, column, static_cast<float>(offset), 1.0f, gain);
-    // With -0 for mean and bias a CENTRED kernel gives the bits of the other one.
+    // With 0 for the mean and -0 for the bias a CENTRED kernel gives the bits of the other one.
     if constexpr (CENTRED) load_tile_vector<T, WIDE>(tile, bias, weight_wide != 0, column, 0.0f, -0.0f, shift);
     if (early != 0) ptx::wait_for_previous();
     // Volatile: other blocks or another kernel may have written them a moment ago.
     const int own_row = static_cast<int>(threadIdx.x) % kTileRows;
-    float own = 0.0f, level = -0.0f;
+    float own = 0.0f, own_mean = 0.0f;
     if (own_row < tile.rows_here) {
         const volatile float* place = rstd + row + tile.row + own_row;
         own = *place;
@@ -165,10 +165,10 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, sizeof(T) == 4
         }
         if (CENTRED && mean != nullptr) {
             const volatile float* mean_place = mean + row + tile.row + own_row;
-            level = -*mean_place * own;
+            own_mean = *mean_place;
         }
     }
-    quantize_normalised<T, WIDE, ROWS, COLUMNS, CENTRED>(tile, raw, gain, shift, own, level, out, scratch, pow2 != 0);
+    quantize_normalised<T, WIDE, ROWS, COLUMNS, CENTRED>(tile, raw, gain, shift, own, own_mean, out, scratch, pow2 != 0);
 }
 
 }  // namespace rtk

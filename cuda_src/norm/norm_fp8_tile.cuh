@@ -1,5 +1,5 @@
 // A 128 x 128 tile of a normalised matrix to e4m3 codes, from packed x in registers and the numbers of its rows and
-// columns: v = x * rstd * gain, or v = (x * rstd + level) * gain + shift, in fp32, in this order. Layout of the tile over
+// columns: v = x * rstd * gain, or v = (x - mean) * rstd * gain + shift, in fp32, in this order. Layout of the tile over
 // the threads: quant/tile.cuh.
 #pragma once
 #include "quant/tile.cuh"
@@ -22,13 +22,13 @@ struct NormTileOutput {
     RTK_DEVICE i64 column() const { return static_cast<i64>(across) * kTileSide; }
 };
 
-// `rstd`, `level`: of the thread's row lane % 8. ROWS: q, scale and y; COLUMNS: q_t and scale_t, with three barriers, after
+// `rstd`, `mean`: of the thread's row lane % 8. ROWS: q, scale and y; COLUMNS: q_t and scale_t, with three barriers, after
 // which the scratch may be used again for the next tile. The 8 x N values stay in registers from here to the last store:
 // working them out again for each layout would be half of the instructions, and those are the limit.
 template <typename T, bool WIDE, bool ROWS, bool COLUMNS, bool CENTRED>
 RTK_DEVICE void quantize_normalised(const Tile<16 / sizeof(T)>& tile, const Raw<16> (&raw)[kTileRows],
                                     const float (&gain)[16 / sizeof(T)], const float (&shift)[16 / sizeof(T)],
-                                    float rstd, float level, const NormTileOutput<T>& out,
+                                    float rstd, float mean, const NormTileOutput<T>& out,
                                     TileScratch<16 / sizeof(T)>& scratch, bool pow2) {
     constexpr int N = 16 / sizeof(T), kLanes = Tile<N>::kLanes;
     float v[kTileRows][N];
@@ -37,11 +37,11 @@ RTK_DEVICE void quantize_normalised(const Tile<16 / sizeof(T)>& tile, const Raw<
         const float by = __shfl_sync(0xffffffffu, rstd, r, kLanes);
         unpack<T, N>(raw[r], v[r]);
         if constexpr (CENTRED) {
-            const float from = __shfl_sync(0xffffffffu, level, r, kLanes);
+            const float from = __shfl_sync(0xffffffffu, mean, r, kLanes);
             // Elements that do not exist stay 0 for the maxima.
 #pragma unroll
             for (int i = 0; i < N; ++i)
-                v[r][i] = r < tile.rows_here && i < tile.columns_here ? (v[r][i] * by + from) * gain[i] + shift[i] : 0.0f;
+                v[r][i] = r < tile.rows_here && i < tile.columns_here ? (v[r][i] - from) * by * gain[i] + shift[i] : 0.0f;
         } else {
 #pragma unroll
             for (int i = 0; i < N; ++i) v[r][i] = v[r][i] * by * gain[i];

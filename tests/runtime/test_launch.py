@@ -1,9 +1,8 @@
-"""The way from a record to a launch: streams, graphs, threads, forks, missing parts, and a sanitizer pass."""
+"""The way from a record to a launch: streams, graphs, threads, forks, missing parts."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -15,7 +14,7 @@ from support.compare import assert_same_bits
 from support.ways import assert_equal_bits, captured
 
 import rtkernels
-from rtkernels.errors import NotWarmError, ToolkitError
+from rtkernels.errors import NotWarmError, ResidencyError, ToolkitError
 from rtkernels.ops.norm import rms_norm
 from rtkernels.ops.norm import rms_norm_plan as plans
 from rtkernels.ops.shared import column_sum
@@ -225,41 +224,18 @@ def test_memory_only_when_the_cache_is_off(monkeypatch: pytest.MonkeyPatch) -> N
         build_cache.forget()
 
 
-_SANITIZED = """
-import torch, rtkernels
-for dtype in (torch.bfloat16, torch.float32):
-    for cols in (64, 77, 1000, 4096, 20480):
-        x = torch.randn(7, cols, device="cuda", dtype=dtype, requires_grad=True)
-        w = torch.randn(cols, device="cuda", dtype=dtype, requires_grad=True)
-        y, h = rtkernels.rms_norm(x, w, residual=x.detach())
-        (y.sum() + h.sum()).backward()
-        rtkernels.rms_norm(x, w).sum().backward()
-        g = torch.randn(7, 2 * cols, device="cuda", dtype=dtype, requires_grad=True)
-        rw = torch.rand(7, device="cuda", requires_grad=True)
-        rtkernels.glu(g, weight=rw).sum().backward()
-        rtkernels.glu(g).sum().backward()
-        for granularity in ("tensor", "row", "group", "group_t", "block"):
-            q, s = rtkernels.quantize_fp8(x.detach(), granularity=granularity)
-            rtkernels.dequantize_fp8(q, s, granularity=granularity)
-torch.cuda.synchronize()
-"""
-
-
 @pytest.mark.gpu
-@pytest.mark.slow
-@pytest.mark.parametrize("tool", ("memcheck", "racecheck"))
-def test_compute_sanitizer(tool: str) -> None:
-    sanitizer = shutil.which("compute-sanitizer")
-    if sanitizer is None:
-        pytest.skip("compute-sanitizer is not on the PATH")
-    run = subprocess.run(
-        [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", _SANITIZED],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=500,
-    )
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-2000:]
+def test_more_blocks_than_can_be_resident_are_refused() -> None:
+    partial, out = torch.randn(4, 64, device="cuda"), torch.empty(64, device="cuda")
+    arguments = (partial.data_ptr(), out.data_ptr(), 4, 64, 0)
+    most = column_sum._KERNEL.most_resident(("fp32",), 0, 256, 1024)
+    assert most >= torch.cuda.get_device_properties(0).multi_processor_count
+    launch = column_sum._KERNEL.bind(("fp32",), 0, most + 1, 256, 1024, resident=True)
+    for _ in range(2):
+        with pytest.raises(ResidencyError, match=f"{most + 1} blocks of 256 threads must run at the same time"):
+            launch(*arguments)
+    column_sum._KERNEL.bind(("fp32",), 0, 2, 256, 1024, resident=True)(*arguments)
+    torch.testing.assert_close(out, partial.sum(0))
 
 
 def test_kernels_of_one_call_are_compiled_together(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

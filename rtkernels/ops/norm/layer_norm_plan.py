@@ -40,6 +40,9 @@ _REGISTER_THREADS, _REGISTER_CHUNKS = 512, 4
 _SHORT = 32  # pieces of 16 bytes in rows that have one in each thread, unless there is a residual
 _EVEN = ((2, 128), (4, 256))  # exactly as many in each thread, and the most threads
 _EVEN_THREADS = 96  # and the fewest
+_SMALL_CHUNKS = {"bf16": 2, "fp16": 2, "fp32": 4}  # pieces of 16 bytes in a thread of a row that has a block to itself
+_PIECE_THREADS = 1024  # or one of them, if there is nothing else than a weight and a bias of its type
+_SMALL_THREADS = 1024  # in such a block, and on a multiprocessor in all: with more rows the others are faster
 _RING_THREADS = 512
 _RING_CHUNKS = {2: 1024, 4: 2048}  # pieces of 16 bytes in a thread, and in the longest row it is used for
 # Of a thread of layer_norm_bwd_bulk, where a block has so few that all get them (8192x2048: 31.3 µs, 31.7 with 128).
@@ -108,6 +111,23 @@ _FWD_EVEN = Kernel(
     variants=[(t, w, p, n) for t, w in _TYPES for p, n in _EVEN if p == 2 or t == w],
     max_registers=80,
 )
+_FWD_SMALL = Kernel(
+    "norm/layer_norm_small.cu",
+    "layer_norm_fwd_small",
+    template="T CHUNKS",
+    args="x:ptr residual:ptr weight:ptr bias:ptr y:ptr sum:ptr cols_wide:i64 x_stride:i64 residual_stride:i64 "
+    "eps_offset:i64",
+    variants=list(_SMALL_CHUNKS.items()),
+    max_registers=64,
+)
+_FWD_PIECE = Kernel(
+    "norm/layer_norm_small.cu",
+    "layer_norm_fwd_piece",
+    template="T",
+    args="x:ptr residual:ptr weight:ptr bias:ptr y:ptr sum:ptr cols_eps:i64 x_stride:i64",
+    variants=[(t,) for t in _WIDTH],
+    max_registers=48,
+)
 _FWD_LONG = Kernel(
     _UNIT,
     "layer_norm_fwd_long",
@@ -171,6 +191,18 @@ def _evenly(vectors: int, one_type: bool) -> tuple[int, int] | None:
     return None
 
 
+def _small_threads(info: DeviceInfo, rows: int, vectors: int, chunks: int) -> int:
+    """Return the threads of a row of layer_norm_fwd_small; 0 if rows are too many, or of too many pieces, for it."""
+    pieces = next((c for c in (1, 2) if vectors <= 512 * c), chunks)  # in the threads of this row
+    threads = -(-vectors // (32 * pieces)) * 32
+    return threads if threads <= _SMALL_THREADS and rows * threads <= _SMALL_THREADS * info.sm_count else 0
+
+
+def _and_float(lower: int, upper: float) -> int:
+    """Return an integer and a number of fp32 in one argument, as halves does two integers."""
+    return halves(lower, float_halves(upper, 0.0) & 0xFFFFFFFF)
+
+
 class ForwardPlan(DensePlan):
     """Its launch takes x, residual, weight, bias, y and sum."""
 
@@ -201,6 +233,15 @@ def _plan_fwd(
     size = dtype.itemsize
     full = vector_bytes(align, cols * size, x_stride * size, residual_stride * size) == 16
     vectors = cols // _WIDTH[t]
+    small = _small_threads(device_info(device), rows, vectors, _SMALL_CHUNKS[t]) if full else 0
+    plain = weight is not None and bias is not None and residual is None and t == w and offset == 0
+    if small and plain and vectors <= _PIECE_THREADS:
+        launch = _FWD_PIECE.bind((t,), device, rows, -(-vectors // 32) * 32, ending=(_and_float(cols, eps), x_stride))
+        return ForwardPlan(launch, *memory)
+    if small:
+        ending = (halves(cols, w == "fp32"), x_stride, residual_stride, float_halves(eps, offset))
+        launch = _FWD_SMALL.bind((t, _SMALL_CHUNKS[t]), device, rows, small, ending=ending)
+        return ForwardPlan(launch, *memory)
     even = _evenly(vectors, t == w) if full and residual is None and rows <= GRID_LIMIT else None
     if even is not None:
         threads = vectors // even[0]
@@ -302,4 +343,4 @@ class _BackwardPlan:
 BWD_PLANS = Plans(_BackwardPlan)
 
 
-KERNELS = (_FWD, _FWD_EVEN, _FWD_LONG, _BWD, _BWD_BULK, _BWD_LONG, _BWD_WEIGHT)
+KERNELS = (_FWD, _FWD_EVEN, _FWD_SMALL, _FWD_PIECE, _FWD_LONG, _BWD, _BWD_BULK, _BWD_LONG, _BWD_WEIGHT)

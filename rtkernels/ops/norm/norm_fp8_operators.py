@@ -95,7 +95,8 @@ def _normalised(x, weight, bias, residual, rstd, mean, eps: float, offset: float
     made: list[Tensor] = []
     if rstd is None:
         if centred:
-            mean = h.sum(-1) / count
+            rough = h.sum(-1) / count
+            mean = rough + (h - rough[..., None]).sum(-1) / count
         d = h - mean[..., None] if centred else h
         rstd = torch.rsqrt(d.square().sum(-1) / count + eps)
         made = [rstd, mean] if centred else [rstd]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rtkernels.errors import ResidencyError
 from rtkernels.ops.norm import norm_fp8_ring_plan as ring
 from rtkernels.ops.norm.norm_fp8_shapes import (
     GROUP,
@@ -141,7 +142,7 @@ class _Plan:
         dims = (rows, cols, x_stride, residual_stride)
         parameter = weight or bias
         w = t if parameter is None else token("weight", parameter[0])
-        self._row = self._stats = self._ring = self._once = None
+        self._row = self._stats = self._ring = self._once = self._two_pass = None
         if layout in ("row", "none") and wide and vectors <= _ROW_THREADS * _ROW_CHUNKS and rows < 1 << 31:
             threads = max(group_threads(-(-vectors // _ROW_CHUNKS), _ROW_THREADS), GROUP // vec)
             block = block_of(threads)
@@ -161,8 +162,12 @@ class _Plan:
                 self._bind_stats((t, vec, False), device, rows, dims)
             return
         alone = layout == "both" and wide and not (known or centred or keep)
-        if alone and ring.serves_once(matrix):
-            self._once = ring.OnceLaunch(matrix, scale_strides, weight_wide=w != t, pow2=pow2)
+        if alone and (blocks := ring.blocks_once(matrix)):
+            self._once = ring.OnceLaunch(matrix, blocks, scale_strides, weight_wide=w != t, pow2=pow2)
+            self._device = device
+            self._instead = lambda: _Plan(
+                x, weight, bias, residual, rstd, layout, pow2, scale_layout, keep, centred, align
+            )
             return
         self._ticket, ahead, makers, stats_rows = None, row_tiles, 0, 0
         if rstd is None:
@@ -210,6 +215,8 @@ class _Plan:
         eps: float,
         offset: float,
     ) -> list[Tensor]:
+        if self._two_pass is not None:
+            return self._two_pass.run(x, weight, bias, residual, rstd, mean, eps, offset)
         results, (q, scale, q_t, scale_t, made_rstd, made_mean, y, total, _) = self._make()
         inputs = (x.data_ptr(), address(residual))
         statistics = (made_rstd or address(rstd), made_mean or address(mean))
@@ -219,7 +226,12 @@ class _Plan:
             )
             return results
         if self._once is not None:
-            self._once(inputs[0], address(weight), made_rstd, q, scale, q_t, scale_t, eps, offset)
+            try:
+                self._once(inputs[0], address(weight), made_rstd, q, scale, q_t, scale_t, eps, offset)
+            except ResidencyError:
+                ring.refuse_once(self._device)
+                self._two_pass = self._instead()
+                return self._two_pass.run(x, weight, bias, residual, rstd, mean, eps, offset)
             return results
         ticket = address(self._ticket) if self._ring is None else 0
         if self._stats is not None:

@@ -24,6 +24,8 @@ def _shared(slots: int, staged: int, more: int = 0) -> int:
 _LEAST_BYTES = 16 << 20
 _MOST_WIDE = 128  # pairs of tiles in a strip, as many as OnceExchange can count
 _MOST_ROWS = 1 << 20  # 16 bytes each, for sums of squares of all blocks, stay allocated
+_ONCE_SHARED = _shared(6, 1, 32 + 4 * _SIDE)
+_refused: set[int] = set()  # devices
 
 RING = Kernel(
     "norm/norm_fp8_ring.cu",
@@ -93,11 +95,25 @@ def serves(x: Matrix) -> bool:
     return x.rows * x.cols * 2 >= _LEAST_BYTES and device_info(x.device).target.capability == (9, 0)
 
 
-def serves_once(x: Matrix) -> bool:
-    """Return True if the kernel that makes 1/rms as well serves x."""
-    if x.wide == 1 or x.wide > min(_MOST_WIDE, device_info(x.device).sm_count) or x.rows > _MOST_ROWS:
-        return False
-    return serves(x)
+def blocks_once(x: Matrix) -> int:
+    """Return how many blocks of the kernel that makes 1/rms as well serve x; 0 if it does not.
+
+    They wait for each other, so all must run at the same time on the multiprocessors that this process may use: MPS and
+    green contexts leave fewer than the device has. There are as few as take no more tiles each than with all of these:
+    neighbours on a strip are then seldom a tile apart.
+    """
+    if x.wide == 1 or x.wide > _MOST_WIDE or x.rows > _MOST_ROWS or not serves(x) or x.device in _refused:
+        return 0
+    room = min(device_info(x.device).sm_count, ONCE.most_resident((x.t,), x.device, _THREADS, _ONCE_SHARED))
+    if x.wide > room:
+        return 0
+    pairs = x.strips * x.wide
+    return -(-pairs // -(-pairs // room))
+
+
+def refuse_once(device: int) -> None:
+    """Remember that the driver did not launch that kernel on a device, though there seemed to be room."""
+    _refused.add(device)
 
 
 class RingLaunch:
@@ -139,14 +155,12 @@ class RingLaunch:
 class OnceLaunch:
     """The launch for one shape that makes 1/rms as well; called with addresses, epsilon and the offset."""
 
-    def __init__(self, x: Matrix, scale_strides: tuple[int, int], *, weight_wide: bool, pow2: bool) -> None:
-        """Bind the kernel; arguments as for RingLaunch."""
-        pairs = x.strips * x.wide
-        turns = -(-pairs // device_info(x.device).sm_count)
+    def __init__(
+        self, x: Matrix, blocks: int, scale_strides: tuple[int, int], *, weight_wide: bool, pow2: bool
+    ) -> None:
+        """Bind the kernel; `blocks`: of blocks_once. Other arguments as for RingLaunch."""
         self._x, self._words = x, x.strips * (4 * _SIDE + 1)  # of 4 bytes
-        memory = _shared(6, 1, 32 + 4 * _SIDE)
-        # As few blocks as take no more turns: neighbours on a strip are then seldom a turn apart.
-        self._launch = ONCE.bind((x.t,), x.device, -(-pairs // turns), _THREADS, memory, resident=True)
+        self._launch = ONCE.bind((x.t,), x.device, blocks, _THREADS, _ONCE_SHARED, resident=True)
         self._args = (x.rows, x.cols, x.stride, *scale_strides, weight_wide, pow2)
 
     def __call__(

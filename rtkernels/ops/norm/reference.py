@@ -35,8 +35,9 @@ def _gain(weight: Tensor | None, offset: float) -> Tensor | float:
 
 
 def normalised_rows(h: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return ``(h - mean) * rstd`` and rstd."""
-    centred = h - h.mean(-1, keepdim=True)
+    """Return ``(h - mean) * rstd`` and rstd; the mean of equal numbers is exactly that number."""
+    rough = h.mean(-1, keepdim=True)
+    centred = h - (rough + (h - rough).mean(-1, keepdim=True))
     rstd = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
     return centred * rstd, rstd
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from rtkernels.errors import ResidencyError
 from rtkernels.runtime.build import nvrtc
 
 Launch = Callable[..., None]
@@ -21,6 +22,8 @@ Launch = Callable[..., None]
 _STATIC_SHARED = 1  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _INVALID_CONTEXT = 201
+_COOPERATIVE_LAUNCH_TOO_LARGE = 720
+_SM_COUNT_AFFINITY = 0  # CU_EXEC_AFFINITY_TYPE_SM_COUNT
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
@@ -65,7 +68,7 @@ def launcher(
         shared: Dynamic shared memory in bytes.
         overlap: May start before the previous kernel of its stream has ended.
         cluster: Blocks of a cluster.
-        resident: All blocks run at the same time, or the launch fails.
+        resident: All blocks run at the same time, or the launch raises a ResidencyError (see :func:`most_resident`).
     """
     attributes = b""
     if overlap:
@@ -84,6 +87,28 @@ def allow_shared(function: int, limit: int) -> None:
     driver = _driver()
     static = driver.funcGetAttribute(_STATIC_SHARED, function)
     driver.funcSetAttribute(function, _MAX_DYNAMIC_SHARED, limit - static)
+
+
+@cache
+def most_resident(function: int, device: int, sm_count: int, block: int, shared: int) -> int:
+    """Return how many blocks of a kernel run at the same time on the multiprocessors that this process may use.
+
+    Args:
+        function: The driver's handle of the kernel.
+        device: CUDA ordinal.
+        sm_count: Multiprocessors of the device. MPS and green contexts leave a process fewer of them.
+        block: Threads per block.
+        shared: Dynamic shared memory in bytes.
+    """
+    with torch.cuda.device(device):
+        answer = (ctypes.c_uint32 * 16)()  # CUexecAffinityParam: type, value
+        status = _cuda().cuCtxGetExecAffinity(answer, _SM_COUNT_AFFINITY)
+        if status == _INVALID_CONTEXT:
+            make_context()
+            status = _cuda().cuCtxGetExecAffinity(answer, _SM_COUNT_AFFINITY)
+        if status == 0 and answer[1] > 0:
+            sm_count = min(sm_count, answer[1])
+        return sm_count * _driver().occupancyMaxActiveBlocksPerMultiprocessor(function, block, shared)
 
 
 class _Slot:
@@ -198,6 +223,12 @@ def _extended_launcher(
         else:
             with torch.cuda.device(device):
                 status = send(slot)
+        if status == _COOPERATIVE_LAUNCH_TOO_LARGE:
+            slots.append(slot)
+            raise ResidencyError(
+                f"{grid[0] * grid[1] * grid[2]} blocks of {block} threads must run at the same time, and do not fit on "
+                f"the multiprocessors of cuda:{device} that this process may use (MPS or a green context limits them)"
+            )
         if status:
             raise _driver().CUDADriverError(status)
         slots.append(slot)
@@ -213,10 +244,15 @@ def make_context() -> None:
 
 @cache
 def _launch_kernel_ex() -> Callable[..., int]:
-    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    function = _cuda().cuLaunchKernelEx
     function.argtypes = [ctypes.c_void_p] * 4
     function.restype = ctypes.c_int
     return function
+
+
+@cache
+def _cuda() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
 
 
 @cache

@@ -68,6 +68,9 @@ CASES: dict[str, Callable[[Normal], Inputs]] = {
     "hidden_2048": lambda n: _both(n, 5, 2048),
     "hidden_4096": lambda n: _both(n, 9, 4096),
     "hidden_5120": lambda n: _both(n, 5, 5120),
+    "rows_of_1536": lambda n: _both(n, 23, 1536),
+    "rows_of_2048": lambda n: _both(n, 17, 2048),
+    "rows_of_5120": lambda n: _both(n, 14, 5120),
     "hidden_12288": lambda n: _both(n, 5, 12288, residual=n(5, 12288)),
     "hidden_20480": lambda n: _both(n, 5, 20480),
     "many_short_rows": lambda n: _both(n, 530, 8),
@@ -90,6 +93,7 @@ CASES: dict[str, Callable[[Normal], Inputs]] = {
     "dy_unaligned": lambda n: _both(n, 6, 64, dy=_spaced(n, 6, 64, skip=3, pad=5)),
     "weight_fp32": lambda n: Inputs(n(6, 640), n(640).float(), n(640).float()),
     "weight_fp32_even": lambda n: Inputs(n(3, 1024), n(1024).float(), n(1024).float()),
+    "weight_fp32_rows": lambda n: Inputs(n(17, 2048), n(2048).float(), n(2048).float()),
     "weight_fp32_odd": lambda n: Inputs(n(6, 77), n(77).float(), n(77).float()),
     "weight_fp32_wide": lambda n: Inputs(n(5, 9216), n(9216).float(), n(9216).float()),
     "offset": lambda n: _both(n, 6, 128, offset=1.0),
@@ -193,6 +197,7 @@ def test_every_layout(place: str, case: str) -> None:
 @at()
 def test_every_dtype(place: str, dtype: torch.dtype) -> None:
     cases = ("both", "odd", "weight_fp32", "residual", "residual_odd", "far_mean", "hidden_12288", "one_column")
+    cases += ("rows_of_1536", "hidden_4096")
     with running_on(place) as device:
         for case in cases:
             check(make(case, dtype, device))
@@ -200,7 +205,7 @@ def test_every_dtype(place: str, dtype: torch.dtype) -> None:
 
 def emulated_coverage() -> None:
     """Run every kernel of the op in the emulator; test_registry.py checks that it does."""
-    for case in ("both", "residual_many_rows", "odd", "hidden_2048", "hidden_20480"):
+    for case in ("both", "residual_many_rows", "odd", "rows_of_2048", "hidden_20480"):
         with running_on("sm_90") as device:
             check(make(case, torch.bfloat16, device))
     with running_on("sm_80") as device:  # without a copy engine another kernel makes gradients
@@ -240,6 +245,68 @@ def test_nan_and_infinity_as_torch(place: str) -> None:
                 assert torch.equal(ours.grad.isnan(), theirs.grad.isnan())
 
 
+# Rows that each of the kernels gets, in the emulator and on a GPU of 132 multiprocessors.
+SHAPES = ((3, 40), (5, 1000), (3, 1003), (23, 1536), (9, 4096), (17, 2040), (1, 20480))
+GPU_SHAPES = ((1200, 1536), (700, 2040), (400, 4096), (300, 12288))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@at()
+def test_rows_of_equal_numbers_give_the_bias(place: str, dtype: torch.dtype) -> None:
+    """To the bit, as in torch, though 1/sqrt(eps) makes 300 of every rounding of the mean."""
+    with running_on(place) as device:
+        for rows, cols in SHAPES + (GPU_SHAPES if place == "cuda" else ()):
+            bias = torch.randn(cols, device=device).to(dtype)
+            x = torch.full((rows, cols), 30000.123, device=device).to(dtype).requires_grad_()
+            weight = torch.ones(cols, device=device, dtype=dtype, requires_grad=True)
+            y = layer_norm(x, weight, bias)
+            assert torch.equal(y, bias.expand_as(y)), (rows, cols)
+            y.backward(torch.ones_like(y))
+            assert weight.grad.abs().max() == 0, (rows, cols)
+            assert x.grad.abs().max() < 1e-2, (rows, cols)  # 300 * (1 - 1)
+            for layout in ("row", "both") if cols < 1100 else ():
+                kept = rtkernels.layer_norm_fp8(x.detach(), bias=bias, keep=True, layout=layout).y
+                assert torch.equal(kept, bias.expand_as(kept)), (rows, cols, layout)
+
+
+@at("cpu", "sm_80", "sm_90", "cuda")
+def test_squares_that_overflow_give_0_as_in_torch(place: str) -> None:
+    with running_on(place) as device:
+        for dtype in (torch.bfloat16, torch.float32):
+            for rows, cols in SHAPES + (GPU_SHAPES if place == "cuda" else ()):
+                x = (torch.randn(rows, cols, device=device) * 1e20).to(dtype).requires_grad_()
+                y = layer_norm(x)
+                y.backward(torch.ones_like(y))
+                assert (y == 0).all() and (x.grad == 0).all(), (dtype, rows, cols)
+                if cols > 1100:
+                    continue
+                codes = rtkernels.layer_norm_fp8(x.detach(), layout="both")
+                for t in (codes.q, codes.q_t):
+                    assert (t.float() == 0).all(), (dtype, rows, cols)
+                smooth = rtkernels.layer_norm_fp8(x.detach(), smooth=torch.ones(cols, device=device))
+                assert (smooth.q.float() == 0).all(), (dtype, rows, cols)
+
+
+@at("cpu", "sm_80", "sm_90", "cuda")
+def test_no_worse_than_torch_far_from_0(place: str) -> None:
+    """fp32, a mean 70 to 300000 times the deviation; root mean squares of the errors of y and dx over all rows."""
+    with running_on(place) as device:
+        generator = torch.Generator().manual_seed(2)
+        for rows, cols in SHAPES + (GPU_SHAPES if place == "cuda" else ()):
+            for mean, deviation in ((1000, 0.01), (30000, 0.1), (-7, 0.1)):
+                x = (torch.randn(rows, cols, generator=generator).double() * deviation + mean).float().to(device)
+                dy = torch.randn(rows, cols, generator=generator).to(device)
+                results = []
+                for t in (x, x, x.double()):
+                    leaf = t.clone().requires_grad_()
+                    y = F.layer_norm(leaf, (cols,)) if results else layer_norm(leaf)
+                    y.backward(dy.to(y.dtype))
+                    results.append((y.detach().double(), leaf.grad.double()))
+                for what, ours, theirs, exact in zip(("y", "dx"), *results, strict=True):
+                    error, other = ((t - exact).square().mean().sqrt() for t in (ours, theirs))
+                    assert error <= 1.05 * other + 1e-6 * exact.square().mean().sqrt(), (what, rows, cols, mean)
+
+
 def test_the_mean_costs_no_digits() -> None:
     x = torch.randn(8, 4096, dtype=torch.float64) + 1000
     got = layer_norm(x.float())
@@ -248,6 +315,23 @@ def test_the_mean_costs_no_digits() -> None:
 
 
 # ---- launch geometry ------------------------------------------------------------------------------------------------
+
+
+def test_rows_that_get_a_block_each() -> None:
+    target = targets.parse("sm_90a")
+    info = DeviceInfo("test", target, 132, shared_limit(target))
+    for rows, vectors, chunks, threads in (
+        (1, 1, 2, 32),
+        (128, 128, 2, 128),
+        (128, 500, 2, 512),
+        (128, 1024, 2, 512),
+        (128, 2048, 2, 1024),
+        (128, 2049, 2, 0),  # does not fit into registers
+        (128, 4096, 4, 1024),
+        (264, 512, 2, 512),
+        (265, 512, 2, 0),  # more than are there at a time
+    ):
+        assert plans._small_threads(info, rows, vectors, chunks) == threads, (rows, vectors)
 
 
 @emulated
@@ -424,7 +508,7 @@ def test_equal_bits_twice(place: str, case: str) -> None:
 
 test_thread_order_does_not_matter = order_test(
     lambda case: check(make(case, torch.bfloat16, "cpu")).values(),
-    *("odd", "residual", "more_than_the_ring_holds", "residual_many_rows", "many_short_rows"),
+    *("odd", "residual", "more_than_the_ring_holds", "residual_many_rows", "many_short_rows", "rows_of_2048"),
 )
 
 

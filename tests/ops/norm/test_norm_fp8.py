@@ -18,6 +18,7 @@ from torch import Tensor
 import rtkernels
 from bench.rows import rows_of
 from rtkernels.emulator import _launch
+from rtkernels.errors import ResidencyError
 from rtkernels.ops.norm import norm_fp8 as module
 from rtkernels.ops.norm import norm_fp8_plan as plans
 from rtkernels.ops.norm import norm_fp8_ring_plan as ring
@@ -726,6 +727,60 @@ def test_reading_once_emulated(order: str | int, monkeypatch: pytest.MonkeyPatch
         check(Inputs(x[16:], weight), "both")
     assert memory._kept and all(not zeros.any() for zeros in memory._kept.values())
     assert "norm_fp8_once" in {entry for _, entry in rtkernels.emulator.launched()}
+    Plans.forget_all()
+
+
+@emulated
+def test_fewer_multiprocessors_than_blocks_that_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of three pairs of tiles: three blocks at least, or statistics first and then tiles."""
+    monkeypatch.setattr(ring, "_LEAST_BYTES", 0)
+    x = torch.randn(144, 520, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for room, once in ((4, True), (3, True), (2, False), (0, False)):
+        monkeypatch.setattr(ring.ONCE, "most_resident", lambda *args, room=room: room)
+        Plans.forget_all()
+        with rtkernels.emulate("sm_90"):
+            check(Inputs(x), "both")
+        (plan,) = plans.PLANS.values()
+        assert (plan._once is not None) == once, room
+    Plans.forget_all()
+
+
+@emulated
+def test_a_launch_that_is_not_resident_is_made_in_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver has the last word: what it refuses is not tried on that device any more."""
+    tried = []
+
+    def refused(*args: Any) -> None:
+        tried.append(args)
+        raise ResidencyError("3 blocks of 640 threads must run at the same time")
+
+    monkeypatch.setattr(ring, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(ring, "_refused", set())
+    monkeypatch.setattr(ring.ONCE, "bind", lambda *args, **options: refused)
+    x = torch.randn(144, 520, generator=torch.Generator().manual_seed(0)).bfloat16()
+    Plans.forget_all()
+    with rtkernels.emulate("sm_90"):
+        for _ in range(2):
+            check(Inputs(x), "both")
+        check(Inputs(x[:128]), "both")  # another plan
+    assert len(tried) == 1 and ring._refused == {-1}
+    Plans.forget_all()
+
+
+@pytest.mark.gpu
+def test_the_driver_refuses_and_two_passes_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(2048, 4096, device="cuda").bfloat16()
+    if not ring.ONCE.supports(device_info(x.get_device()).target):
+        pytest.skip("for GPUs with a bulk copy engine")
+    monkeypatch.setattr(ring, "_refused", set())
+    Plans.forget_all()
+    first = check(Inputs(x), "both")
+    (plan,) = plans.PLANS.values()
+    room = ring.ONCE.most_resident(("bf16",), 0, ring._THREADS, ring._ONCE_SHARED)
+    plan._once._launch = ring.ONCE.bind(("bf16",), 0, room + 1, ring._THREADS, ring._ONCE_SHARED, resident=True)
+    second = check(Inputs(x), "both")
+    assert plan._two_pass is not None and ring._refused == {x.get_device()}
+    assert_close(second.rstd, first.rstd.double(), c=12, what="rstd")
     Plans.forget_all()
 
 
