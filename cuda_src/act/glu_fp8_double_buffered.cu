@@ -92,7 +92,8 @@ RTK_DEVICE void gradients(const SquareSlots& gates, const SquareSlots& dys, cons
 
 // The gradient of [gate | up], [rows, 2 * cols], from that of y: its codes, the gradient itself (dx, of T), or both;
 // and what each 128 columns add to the gradient of the weight (partial [ceil(cols/128), rows]). Any of them may be
-// null. For codes by rows cols must be a multiple of 128, or groups would reach from gate into up.
+// null. For codes by rows cols must be a multiple of 128, or one group would have columns of gate and of up
+// (glu_fp8_any has such groups).
 template <typename T>
 __global__ void __launch_bounds__(kBlock, 2)
     glu_fp8_bwd(const T* dy, const T* gate, const T* up, const float* weight, const void* counts, e4m3* q, float* scale,

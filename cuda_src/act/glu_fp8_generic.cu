@@ -7,13 +7,14 @@
 
 namespace rtk {
 
-// With dy, outputs are those of glu_fp8_bwd; without, those of glu_fp8_fwd. `words`: rows of the inputs can be read
-// four elements at a time; those of the outputs can if cols is a multiple of 4.
+// With dy, outputs are those of glu_fp8_bwd; without, those of glu_fp8_fwd. `words`: rows of the inputs can be read four
+// elements at a time. MIXED is for gradients of which a group of a row has columns of gate and of up; others work on the
+// same columns of both one after the other, and are up to 8 % faster for knowing that.
 //
 // With `factor`, each row is multiplied by its number there before it is quantised. With `most`, the magnitudes of the
 // largest elements [experts, columns of the result], all rows of an expert's column share a scale, and scale_t has the
 // shape of `most`.
-template <bool WIDE>
+template <bool WIDE, bool MIXED>
 __global__ void __launch_bounds__(kThreads, WIDE ? 1 : 2)
     glu_fp8_any(const void* dy, const void* gate, const void* up, const void* weight, const void* counts, e4m3* q,
                 float* scale, e4m3* q_t, float* scale_t, void* dx, float* partial,
@@ -24,11 +25,14 @@ __global__ void __launch_bounds__(kThreads, WIDE ? 1 : 2)
     __shared__ TilePlace kept[TileWalk::kKept];
     extern __shared__ __align__(16) u8 memory[];
     ptx::launch_dependents();
-    const int passes = dy == nullptr ? 1 : 2;
+    const bool backward = dy != nullptr;
+    const i64 out_cols = backward ? 2 * cols : cols;
+    const i64 covered = MIXED ? out_cols : cols;  // by the tiles of one pass
+    const int passes = !MIXED && backward ? 2 : 1;
     const void* other = up != nullptr ? up : gate;  // without up, it follows gate in each row
-    const bool in_words = words != 0, out_words = cols % kWide == 0;
-    Quantized out = {q, scale, q_t, scale_t, static_cast<u32>(passes * cols), by_group != 0, pow2 != 0, most};
-    const TilePlaces places(memory + sizeof(float) * kSide * kSide, counts, count_width, experts, rows, cols);
+    const bool in_words = words != 0, out_words = covered % kWide == 0;
+    Quantized out = {q, scale, q_t, scale_t, static_cast<u32>(out_cols), by_group != 0, pow2 != 0, most};
+    const TilePlaces places(memory + sizeof(float) * kSide * kSide, counts, count_width, experts, rows, covered);
     if (check && counts != nullptr && !adds_up(counts, count_width, experts, rows)) __trap();
     const TileWalk walk(places, kept);
 #pragma unroll 1
@@ -38,22 +42,31 @@ __global__ void __launch_bounds__(kThreads, WIDE ? 1 : 2)
         if (most != nullptr && places.by_expert) out.expert = static_cast<u32>(expert_of(places.table, place.row));
 #pragma unroll 1
         for (int pass = 0; pass < passes; ++pass) {
-            const int columns = static_cast<int>(min(cols - place.column, static_cast<i64>(kSide)));
-            const i64 column = pass * cols + place.column;
+            const int columns = static_cast<int>(min(covered - place.column, static_cast<i64>(kSide)));
+            const i64 tile_column = pass * cols + place.column;
             {
                 const Part part(place.rows);
                 const int here = columns - part.column;
-                const i64 first = static_cast<i64>(place.row) + part.row, across = place.column + part.column;
-                const i64 other_across = across + (up != nullptr ? 0 : cols);
+                const i64 first = static_cast<i64>(place.row) + part.row, column = tile_column + part.column;
+                Halves halves = {kFour, place.column + part.column, 0};
+                if constexpr (MIXED) halves = Halves::of(column, cols);
+                const i64 other_first = halves.first + (up != nullptr ? 0 : cols);
+                const int kind_of_pass = backward ? kGateGradient + pass : kForward;
+                auto kind = [&](int i) {
+                    if constexpr (MIXED) return i < halves.split ? kGateGradient : kUpGradient;
+                    return kind_of_pass;
+                };
                 float* to = reinterpret_cast<float*>(memory) + part.row * kSide + part.column;
-                const int kind = dy == nullptr ? kForward : kGateGradient + pass;
                 Four<WIDE> next[3];
                 auto fetch = [&](int r) {
                     const int wanted = r < part.rows ? here : 0;
-                    next[0] = load_four<WIDE>(gate, (first + r) * gate_stride + across, in_words, wanted);
-                    next[1] = load_four<WIDE>(other, (first + r) * up_stride + other_across, in_words, wanted);
-                    const int of_dy = dy == nullptr ? 0 : wanted;
-                    next[2] = load_four<WIDE>(dy, (first + r) * dy_stride + across, in_words, of_dy);
+                    auto four = [&](const void* x, i64 stride, i64 begin, int some) {
+                        const i64 element = (first + r) * stride + begin;
+                        return load_four<WIDE>(x, element, in_words, some, halves.split, halves.back);
+                    };
+                    next[0] = four(gate, gate_stride, halves.first, wanted);
+                    next[1] = four(other, up_stride, other_first, wanted);
+                    next[2] = four(dy, dy_stride, halves.first, backward ? wanted : 0);
                 };
                 fetch(0);
 #pragma unroll 1
@@ -76,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, WIDE ? 1 : 2)
                     }
                     *reinterpret_cast<Raw<16>*>(to) = pack<float, kWide>(g);
                     if (dx != nullptr && exists) {
-                        const i64 element = (first + r) * static_cast<i64>(out.cols) + column + part.column;
+                        const i64 element = (first + r) * out_cols + column;
                         if constexpr (WIDE) {
                             store_four(static_cast<float*>(dx) + element, out_words, here, g);
                         } else if (type == kBf16) {
@@ -85,7 +98,7 @@ __global__ void __launch_bounds__(kThreads, WIDE ? 1 : 2)
                             store_four(static_cast<fp16*>(dx) + element, out_words, here, g);
                         }
                     }
-                    if (partial == nullptr || pass != 0) continue;
+                    if (partial == nullptr || tile_column >= cols) continue;  // up's columns add nothing
 #pragma unroll
                     for (int offset = kWarp / 2; offset > 0; offset /= 2)
                         sum += __shfl_xor_sync(0xffffffffu, sum, offset);
@@ -100,7 +113,7 @@ __global__ void __launch_bounds__(kThreads, WIDE ? 1 : 2)
                 for (int r = 0; r < kHigh; ++r)
                     unpack<float, kWide>(*reinterpret_cast<const Raw<16>*>(from + r * kSide), v[r]);
             }
-            quantize_tile(v, place, static_cast<u32>(column), static_cast<u32>(columns), out_words, out, scratch);
+            quantize_tile(v, place, static_cast<u32>(tile_column), static_cast<u32>(columns), out_words, out, scratch);
         }
     }
     if (most == nullptr) clear_scales(places, row_blocks, out.cols, scale_t);

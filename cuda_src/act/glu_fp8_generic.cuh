@@ -16,12 +16,23 @@ inline constexpr int kBf16 = 0, kFp16 = 1, kFp32 = 2;
 template <bool WIDE>
 using Four = Raw<(WIDE ? 16 : 8)>;
 
-// What is worked out: y, or one half of the gradient.
-inline constexpr int kForward = 0, kGateGradient = 1, kUpGradient = 2;
+// A thread's four columns of a row of the gradient of [gate | up], [2 * cols]. The first `split` are the gate's and the
+// others are up's; the inputs of the former begin at column `first`, those of the latter `back` elements before.
+struct Halves {
+    int split;
+    i64 first, back;
 
-// Four elements of a row. `columns`: how many exist; the others are 0. `words`: in one access.
+    // `column`: the first of the four.
+    RTK_DEVICE static Halves of(i64 column, i64 cols) {
+        const int split = static_cast<int>(min(max(cols - column, static_cast<i64>(0)), static_cast<i64>(kFour)));
+        return {split, split > 0 ? column : column - cols, split > 0 ? cols : 0};
+    }
+};
+
+// Four elements of a row. `columns`: how many exist; the others are 0. `words`: in one access. Otherwise, those from
+// `split` on lie `back` elements before their place.
 template <bool WIDE>
-RTK_DEVICE Four<WIDE> load_four(const void* x, i64 element, bool words, int columns) {
+RTK_DEVICE Four<WIDE> load_four(const void* x, i64 element, bool words, int columns, int split = kFour, i64 back = 0) {
     constexpr int kBytes = WIDE ? 4 : 2, kPerWord = 4 / kBytes;
     const u8* p = static_cast<const u8*>(x) + element * kBytes;
     Four<WIDE> raw;
@@ -32,7 +43,10 @@ RTK_DEVICE Four<WIDE> load_four(const void* x, i64 element, bool words, int colu
     }
 #pragma unroll
     for (int i = 0; i < kFour; ++i)
-        if (i < columns) raw.w[i / kPerWord] |= ptx::ld_keep<kBytes>(p + i * kBytes).w[0] << (i % kPerWord * 16);
+        if (i < columns) {
+            const u8* at = p + (i < split ? i : i - back) * kBytes;
+            raw.w[i / kPerWord] |= ptx::ld_keep<kBytes>(at).w[0] << (i % kPerWord * 16);
+        }
     return raw;
 }
 
@@ -82,11 +96,14 @@ RTK_DEVICE void activate(float (&v)[kFour], float (&slope)[kFour]) {
     }
 }
 
-// From gate, up and the incoming gradient to the numbers wanted, in place of the gate. Returns these columns' part of
-// the weight's gradient (with the gate's).
-template <bool kFast>
-RTK_DEVICE float apply_any(int act, int kind, float (&v)[kFour], const float (&up)[kFour], const float (&dy)[kFour],
-                           float w) {
+// What is worked out: y, or one half of the gradient.
+inline constexpr int kForward = 0, kGateGradient = 1, kUpGradient = 2;
+
+// From gate, up and the incoming gradient to the numbers wanted, in place of the gate: of column i, what kind(i) says.
+// Returns what columns of the gate's gradient add to that of the weight.
+template <bool kFast, typename Kind>
+RTK_DEVICE float apply_any(int act, const Kind& kind, float (&v)[kFour], const float (&up)[kFour],
+                           const float (&dy)[kFour], float w) {
     float slope[kFour], sum = 0.0f;
     switch (act) {
         case 0: activate<Silu, kFast>(v, slope); break;
@@ -102,11 +119,12 @@ RTK_DEVICE float apply_any(int act, int kind, float (&v)[kFour], const float (&u
     for (int i = 0; i < kFour; ++i) {
         ValueSlope other = {up[i], 1.0f};
         if (act >= 7) other = partner<SwigluOai>(up[i]);
-        const float along = (kind == kForward ? w : dy[i] * w), product = dy[i] * v[i] * other.value;
-        v[i] = along * (kind == kGateGradient ? slope[i] : v[i]) * (kind == kUpGradient ? other.slope : other.value);
-        sum += product;
+        const float along = kind(i) == kForward ? w : dy[i] * w, product = dy[i] * v[i] * other.value;
+        v[i] = along * (kind(i) == kGateGradient ? slope[i] : v[i]) *
+               (kind(i) == kUpGradient ? other.slope : other.value);
+        sum += kind(i) == kGateGradient ? product : 0.0f;
     }
-    return kind == kGateGradient ? sum : 0.0f;
+    return sum;
 }
 
 }  // namespace rtk

@@ -57,7 +57,8 @@ __global__ void __launch_bounds__(256)
                     convert_four<WIDE>(raw[0], static_cast<int>(type), v);
                     convert_four<WIDE>(raw[1], static_cast<int>(type), u);
                     convert_four<WIDE>(raw[2], static_cast<int>(type), d);
-                    const float part = apply_any<!WIDE>(static_cast<int>(act), kind, v, u, d, dy == nullptr ? 1.0f : w);
+                    const float part = apply_any<!WIDE>(static_cast<int>(act), [&](int) { return kind; }, v, u, d,
+                                                        dy == nullptr ? 1.0f : w);
                     const i64 place = half * cols + column;
                     if (pass == 0) {
                         sum += part;

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bench.rows.row import Row
 from rtkernels.ops.act.glu import BACKWARD, FORWARD
-from rtkernels.ops.act.glu_reference import value_and_slope
+from rtkernels.runtime.operator.operator import TorchOp
 
 
 def _torch_fwd(x: Tensor, act: str) -> Tensor:
@@ -23,11 +23,12 @@ def _torch_bwd(dy: Tensor, x: Tensor, act: str) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     gate, up = x.to(wide).chunk(2, -1)
     d = dy.to(wide)
-    value, slope = value_and_slope(act, gate)
-    return torch.cat((d * up * slope, d * value), -1).to(x.dtype)
+    s = torch.sigmoid(gate)
+    return torch.cat((d * up * (s + gate * s * (1 - s)), d * gate * s), -1).to(x.dtype)
 
 
-def rows() -> Iterator[Row]:
+def _rows_of(forward_op: TorchOp, backward_op: TorchOp) -> Iterator[Row]:
+    """Yield the rows of both directions."""
     rows = 8192
     for cols in (2048, 4096, 8192, 14336):
         n = rows * cols * 2  # bytes of y
@@ -43,7 +44,7 @@ def rows() -> Iterator[Row]:
             name="glu_fwd",
             shape=f"{rows}x2x{cols}",
             make=lambda device, g, make=make: make(device, g, backward=False),
-            ours=lambda x, act: FORWARD(x, None, None, act),
+            ours=lambda x, act: forward_op(x, None, None, act),
             torch=_torch_fwd,
             bytes=3 * n,
         )
@@ -51,7 +52,12 @@ def rows() -> Iterator[Row]:
             name="glu_bwd",
             shape=f"{rows}x2x{cols}",
             make=lambda device, g, make=make: make(device, g, backward=True),
-            ours=lambda dy, x, act: BACKWARD(dy, x, None, None, act, False)[0],
+            ours=lambda dy, x, act: backward_op(dy, x, None, None, act, False)[0],
             torch=_torch_bwd,
             bytes=5 * n,
         )
+
+
+def rows() -> Iterator[Row]:
+    """Yield the benchmark rows."""
+    yield from _rows_of(FORWARD, BACKWARD)

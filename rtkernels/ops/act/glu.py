@@ -20,6 +20,7 @@ from rtkernels.runtime.layout import (
     check_same,
     group_threads,
     is_dense,
+    may_overlap,
     metadata,
     nothing,
     row_count,
@@ -28,8 +29,8 @@ from rtkernels.runtime.layout import (
     token,
     vector_bytes,
 )
-from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
-from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.autograd import detached, may_overwrite, needs_grad, once_differentiable, overwrite_once
+from rtkernels.runtime.operator.operator import MutatingOp, TorchOp
 from rtkernels.runtime.operator.plan import DensePlan
 from rtkernels.runtime.operator.registry import Op
 
@@ -210,7 +211,26 @@ def _copied(x: Tensor, up: Tensor | None, weight: Tensor | None, act: str) -> tu
 def _launch_bwd(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, weight_grad: bool):
     _check_bwd(dy, x, up, weight, act, weight_grad)
     dgate = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dup = nothing(x) if up is None else torch.empty_like(dgate)
+    return _run_bwd(dy, x, up, weight, act, weight_grad, dgate, nothing(x) if up is None else torch.empty_like(dgate))
+
+
+def _launch_bwd_over(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, weight_grad: bool):
+    _check_bwd(dy, x, up, weight, act, weight_grad)
+    _check_over(dy, x, up, weight)
+    return _run_bwd(dy, x, up, weight, act, weight_grad, x, nothing(x) if up is None else up)[2]
+
+
+def _run_bwd(
+    dy: Tensor,
+    x: Tensor,
+    up: Tensor | None,
+    weight: Tensor | None,
+    act: str,
+    weight_grad: bool,
+    dgate: Tensor,
+    dup: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Write the gradients to dgate and dup, which may be x and up: each thread writes what it has read itself."""
     if dy.numel() == 0:
         return dgate, dup, torch.zeros_like(weight) if weight_grad else nothing(x)
     dweight = torch.empty(weight.shape, dtype=weight.dtype, device=x.device) if weight_grad else nothing(x)
@@ -235,6 +255,16 @@ def _check_bwd(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, 
     check_same("dy", dy.get_device(), x.get_device(), "device index")
     if weight_grad and weight is None:
         raise ArgumentError("weight_grad is True but there is no weight")
+
+
+def _check_over(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None) -> None:
+    for name, t, others in (("x", x, (dy, up, weight)), ("up", up, (dy, weight))):
+        if t is None:
+            continue
+        if not t.is_contiguous():
+            raise ArgumentError(f"{name} has strides {t.stride()}; expected a dense tensor to write the gradient over")
+        if any(other is not None and may_overlap(t, other) for other in others):
+            raise ArgumentError(f"{name} shares memory with another input; expected its own to write the gradient over")
 
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
@@ -264,6 +294,20 @@ def _reference_bwd(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | No
     return dgate.contiguous(), dup.contiguous(), dweight
 
 
+def _reference_bwd_over(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, weight_grad: bool):
+    _check_bwd(dy, x, up, weight, act, weight_grad)
+    _check_over(dy, x, up, weight)
+    dgate, dup, dweight = _reference_bwd(dy, x, up, weight, act, weight_grad)
+    x.copy_(dgate)
+    if up is not None:
+        up.copy_(dup)
+    return dweight
+
+
+def _fake_bwd_over(dy, x, up, weight, act, weight_grad):
+    return weight.new_empty(weight.shape) if weight_grad else nothing(x)
+
+
 def _fake_fwd(x, up, weight, act):
     return x.new_empty(x.shape if up is not None else (*x.shape[:-1], x.shape[-1] // 2))
 
@@ -287,6 +331,13 @@ BACKWARD = TorchOp(
     reference=_reference_bwd,
     fake=_fake_bwd,
 )
+# Writes the gradients of x and up over them; the result is that of the weight, or empty.
+BACKWARD_OVER = MutatingOp(
+    "glu_bwd_over(Tensor dy, Tensor(a!) x, Tensor(b!)? up, Tensor? weight, str act, bool weight_grad) -> Tensor",
+    launch=_launch_bwd_over,
+    reference=_reference_bwd_over,
+    fake=_fake_bwd_over,
+)
 
 
 _again, _forward = FORWARD.again, FORWARD.call
@@ -294,9 +345,9 @@ _again, _forward = FORWARD.again, FORWARD.call
 
 class _Glu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, up, weight, act):
+    def forward(ctx, x, up, weight, act, overwrites):
         ctx.set_materialize_grads(False)
-        ctx.act = act
+        ctx.act, ctx.overwrites = act, overwrites
         ctx.save_for_backward(x, up, weight)
         return FORWARD(x, up, weight, act)
 
@@ -304,14 +355,27 @@ class _Glu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         if dy is None:
-            return None, None, None, None
+            return None, None, None, None, None
+        if ctx.overwrites:
+            overwrite_once(ctx, "glu", (dy,))
         x, up, weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad
-        dx, dup, dweight = BACKWARD(dy, x, up, weight, ctx.act, wanted[2])
-        return dx if wanted[0] else None, dup if wanted[1] else None, dweight if wanted[2] else None, None
+        if ctx.overwrites and not may_overlap(dy, x) and (up is None or not may_overlap(dy, up)):
+            dx, dup = detached(x, up)
+            dweight = BACKWARD_OVER(dy, dx, dup, weight, ctx.act, wanted[2])
+        else:
+            dx, dup, dweight = BACKWARD(dy, x, up, weight, ctx.act, wanted[2])
+        return dx if wanted[0] else None, dup if wanted[1] else None, dweight if wanted[2] else None, None, None
 
 
-def glu(x: Tensor, up: Tensor | None = None, *, act: str = "silu", weight: Tensor | None = None) -> Tensor:
+def glu(
+    x: Tensor,
+    up: Tensor | None = None,
+    *,
+    act: str = "silu",
+    weight: Tensor | None = None,
+    reuse: str | None = None,
+) -> Tensor:
     """Multiply the activation of a gate with another tensor: ``y = act(gate) * up * weight``.
 
     Computed in fp32 and rounded once. Differentiable once in x, up and weight.
@@ -326,17 +390,27 @@ def glu(x: Tensor, up: Tensor | None = None, *, act: str = "silu", weight: Tenso
             ``g * sigmoid(1.702 * g) * (u + 1)`` with g the gate cut at 7 and u up cut at -7 and 7 (their weights give
             gate and up in alternating columns; here they are halves, or separate tensors).
         weight: ``x.shape[:-1]``, one factor per row, of x's dtype or float32; None for ones.
+        reuse: ``"inputs"``: the backward pass writes the gradients of x and up over x and up, which then hold them,
+            instead of taking new memory. For tensors that nothing else needs by then, as the result of a projection.
+            See below.
 
     Returns:
         ``[..., d]``, dense, of x's dtype.
+
+    With reuse, x and up must be dense results of operations: leaves that require grad and views of them are refused. If
+    another operation has saved one of them and is differentiated later, torch raises its error about an in-place
+    modification; a second backward pass (``retain_graph=True``) and ``create_graph=True`` raise as well. Under
+    ``torch.compile``, in a region of ``torch.utils.checkpoint`` or with other hooks for saved tensors, and where x or
+    up needs no gradient, reuse changes nothing. ``docs/memory.md`` has all rules.
     """
     if not isinstance(x, Tensor):
-        return interop.call(glu, x, up, act=act, weight=weight)
+        return interop.call(glu, x, up, act=act, weight=weight, reuse=reuse)
+    overwrites = reuse is not None and may_overwrite(reuse, {"x": x, "up": up}, (weight,))
     y = _again(x, up, weight, act)
     if y is not None:
         return y
     if is_grad_enabled() and needs_grad(x, up, weight):
-        return _Glu.apply(x, up, weight, act)
+        return _Glu.apply(x, up, weight, act, overwrites)
     return _forward(x, up, weight, act)
 
 
@@ -344,5 +418,5 @@ OP = Op(
     "glu",
     public=("glu",),
     kernels=(_FWD, _BWD, _BWD_BY_ROW),
-    torch_ops=(FORWARD, BACKWARD),
+    torch_ops=(FORWARD, BACKWARD, BACKWARD_OVER),
 )

@@ -244,7 +244,10 @@ def glu_fp8_backward(
     """Compute the gradients of ``act(gate) * up * weight``, that of ``[gate | up]`` as fp8 codes, as it is, or both.
 
     One pass over dy and x, fp32 arithmetic; codes are made from the fp32 values. They lie as those of :func:`glu_fp8`
-    do, for a matrix ``[m, 2 * d]`` with the gradient of gate in its left half. Deterministic. Not differentiable.
+    do, for a matrix ``[m, 2 * d]`` with the gradient of gate in its left half, which is what a product with the weights
+    of both, ``[2 * d, hidden]``, takes. Groups of 128 columns are counted from its first column: where d is no multiple
+    of 128, one of them ends in up's half, and the last is short if ``2 * d`` is no multiple either. Deterministic. Not
+    differentiable.
 
     Args:
         dy: ``[..., d]``, the gradient of the result, of x's dtype; any strides.
@@ -253,7 +256,7 @@ def glu_fp8_backward(
         act: As given to :func:`glu_fp8`.
         weight: As given to :func:`glu_fp8`.
         counts: As given to :func:`glu_fp8`.
-        layout: "row" (`q`, `scale`; d must be a multiple of 128), "transposed" (`q_t`, `scale_t`) or "both".
+        layout: "row" (`q`, `scale`), "transposed" (`q_t`, `scale_t`) or "both".
         pow2_scale: Round scales up to a power of two.
         scale_layout: "row" or "column", how the scales of rows lie.
         keep: "fp8" for the codes, "dense" for the gradient in x's dtype (`dx`), "both" for both.

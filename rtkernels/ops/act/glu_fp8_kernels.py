@@ -79,9 +79,9 @@ BWD_STREAM = Kernel(
 ANY = Kernel(
     _ANY,
     "glu_fp8_any",
-    template="WIDE",
+    template="WIDE MIXED",
     args=f"dy:ptr gate:ptr up:ptr weight:ptr counts:ptr {_OUTPUTS} dx:ptr partial:ptr factor:ptr most:ptr rows:i64 "
     f"cols:i64 dy_stride:i64 gate_stride:i64 up_stride:i64 weight_type:i64 {_COMMON} act:i64 type:i64 words:i64",
-    variants=[(False,), (True,)],
+    variants=list(product((False, True), (False, True))),
     max_registers=128,
 )

@@ -148,11 +148,6 @@ def check_backward(
     check_same("dy", dy[0], x[0], "dtype")
     check_same("dy", tuple(dy[1]), shape, "shape", of="the result")
     check_same("dy", dy[3], x[3], "device index")
-    if keep != "dense" and layout != "transposed" and shape[-1] % GROUP:
-        raise ArgumentError(
-            f"gate has {shape[-1]} columns; expected a multiple of 128 for layout {layout!r}: groups of 128 columns of "
-            f"the gradient would reach from gate into up"
-        )
     if weight_grad and weight is None:
         raise ArgumentError("weight_grad is True but there is no weight")
     return (*shape[:-1], 2 * shape[-1])
@@ -237,7 +232,8 @@ def bound_launch(
     shape: Sequence[int],
     blocks: int,
     align: int,
-    any_act: bool = False,
+    any_case: bool = False,
+    mixed: bool = False,
     transposed: bool = False,
 ) -> tuple[Any, tuple[int, ...], bool] | None:
     """Return a bound launch, the numbers it ends with, and whether its kernel always takes gradients.
@@ -250,7 +246,8 @@ def bound_launch(
         shape: Of the result of the forward.
         blocks: The most blocks of 128 rows that there can be.
         align: Of all inputs' addresses.
-        any_act: Use the kernel for every activation, whatever it is.
+        any_case: Use the kernel for everything, whatever the inputs are.
+        mixed: A group of a row of the gradient has columns of gate and of up, as only that kernel can have it.
         transposed: Transposed codes are among the results, so that kernels for them may be used.
     """
     x, up, weight, counts = given[:4]
@@ -265,7 +262,8 @@ def bound_launch(
     info, table = device_info(device), 16 * ((experts or 0) // 2 + 1)
     tiles = blocks * groups_of(cols)
     vector = vector_bytes(align, cols * dtype.itemsize, *(s * dtype.itemsize for s in strides))
-    fast = given.act == "silu" and dtype in FAST_TYPES and vector == 16 and max(strides) < 2**31 and not any_act
+    fast = given.act == "silu" and dtype in FAST_TYPES and vector == 16 and max(strides) < 2**31
+    fast = fast and not (any_case or mixed)
     resident = _RESIDENT * info.sm_count
     ahead = dy is not None or tiles < _AHEAD_TURNS * resident
     shared = _fast_shared(len(sources) if ahead else 0, table)
@@ -287,11 +285,12 @@ def bound_launch(
         kernel = BWD if dy is not None else FWD_AHEAD if ahead else FWD
         launch = kernel.bind((FAST_TYPES[dtype],), device, grid, _FAST_THREADS, shared)
         return launch, (rows, cols, *strides, *options), False
+    tiles = blocks * groups_of(2 * cols if mixed else cols)
     shared = 4 * GROUP * GROUP + table
     if shared + _STATIC_SHARED > info.shared_per_block:
         raise ArgumentError(f"counts has {experts} elements; their table does not fit into this GPU's shared memory")
     grid = _grid(tiles, 2, shared + _STATIC_SHARED, info)
-    launch = ANY.bind((dtype == torch.float32,), device, grid, _THREADS, shared)
+    launch = ANY.bind((dtype == torch.float32, mixed), device, grid, _THREADS, shared)
     if dy is None:
         strides.insert(0, 0)
     weight_type = 0 if weight is None else TYPES[weight[0]]
@@ -340,7 +339,9 @@ def _plan_bwd(*key: Any) -> Plan | None:
     outputs.append(((groups_of(shape[-1] // 2), rows), torch.float32) if weight_grad else None)
     if shape[-1] == 0 or blocks == 0:
         return Plan(None, (), x[3], outputs)
-    bound = bound_launch(inputs, dy, dy[1], blocks, align, transposed=layout != "row" and keep != "dense")
+    transposed = layout != "row" and keep != "dense"
+    mixed = layout != "transposed" and keep != "dense" and dy[1][-1] % GROUP != 0
+    bound = bound_launch(inputs, dy, dy[1], blocks, align, mixed=mixed, transposed=transposed)
     if bound is not None and isinstance(bound[0], PatchLaunch):
         return PatchPlan(*bound[:2], x[3], outputs, 3, dy[1][-1] * x[0].itemsize)
     return None if bound is None else Plan(*bound[:2], x[3], outputs)

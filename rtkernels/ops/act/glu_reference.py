@@ -10,15 +10,29 @@ from torch import Tensor
 _OAI_LIMIT, _OAI_ALPHA = 7.0, 1.702
 
 
+def _sigmoid_gate(x: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return sigmoid(z), x * sigmoid(z) and sigmoid(-z), for x of z's sign.
+
+    Made from the smaller of the two sigmoids: 1 minus one that is near 1 has lost its digits, and slopes have that
+    times a power of x.
+    """
+    e = torch.exp(-z.abs())
+    small, negative = e / (1 + e), z < 0
+    product = torch.where(negative, x * small, torch.where(small == 0, x, x - x * small))
+    return torch.where(negative, small, 1 - small), product, torch.where(negative, 1 - small, small)
+
+
 def value_and_slope(act: str, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return act(x) and its derivative."""
     if act == "silu":
-        s = torch.sigmoid(x)
-        return x * s, s + x * s * (1 - s)
+        s, y, opposite = _sigmoid_gate(x, x)
+        return y, s + y * opposite
     if act == "gelu_tanh":
         linear = sqrt(8 / pi)  # of 2u; (1 + tanh(u)) / 2 is sigmoid(2u)
-        s = torch.sigmoid(linear * (x + 0.044715 * x**3))
-        return x * s, s + x * s * (1 - s) * linear * (1 + 3 * 0.044715 * x**2)
+        cubic, square = 0.044715 * linear, x * x
+        doubled = x * (linear + cubic * square)
+        s, y, opposite = _sigmoid_gate(x, doubled)
+        return y, s + y * opposite * (linear + 3 * cubic * square)
     if act == "gelu_erf":
         below = 0.5 * torch.erfc(x * -sqrt(0.5))
         return x * below, below + x * torch.exp(-0.5 * x**2) / sqrt(2 * pi)

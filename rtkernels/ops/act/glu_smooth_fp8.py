@@ -61,9 +61,7 @@ def _check_fwd(x, up, smooth, weight, counts, act) -> tuple[int, ...]:
 
 
 def _check_bwd(dy, x, up, smooth, factor, weight, counts, act, layout, keep, weight_grad) -> tuple[int, ...]:
-    plans.check_options(layout, "row")
-    # Scales of whole rows: any number of columns will do.
-    shape = plans.check_backward(dy, x, up, weight, counts, act, "transposed", "row", keep, weight_grad)
+    shape = plans.check_backward(dy, x, up, weight, counts, act, layout, "row", keep, weight_grad)
     _check_fp32("smooth", smooth, _line(counts, shape[-1]), x[3])
     _check_fp32("row_factor", factor, shape[:-1], x[3])
     if factor is not None and (layout == "row" or keep == "dense"):
@@ -123,7 +121,7 @@ def _plan_bwd(dy, x, up, weight, counts, smooth, factor, act, layout, pow2, chec
     if transposed:
         inputs = plans.Inputs(x, up, weight, counts, act, layout, pow2, "row", False)
         blocks = plans.row_blocks_of(row_count(shape), experts_of(counts))
-        launch, args, _ = plans.bound_launch(inputs, dy, dy[1], blocks, align, any_act=True)
+        launch, args, _ = plans.bound_launch(inputs, dy, dy[1], blocks, align, any_case=True)
         whole = Plan(launch, args[2:], x[3], [(codes, E4M3)])
     return Plan(*bound, x[3], outputs), whole
 

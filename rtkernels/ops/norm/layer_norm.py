@@ -18,9 +18,16 @@ from rtkernels.ops.norm.reference import (
     reference_fwd,
     reference_out,
 )
-from rtkernels.ops.norm.statistics import BACKWARDS, check_no_gradient, check_out, with_statistics
-from rtkernels.runtime.layout import address, metadata, nothing, rowed
-from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
+from rtkernels.ops.norm.statistics import BACKWARDS, check_no_gradient, check_out, check_over, with_statistics
+from rtkernels.runtime.layout import address, may_overlap, metadata, nothing, rowed
+from rtkernels.runtime.operator.autograd import (
+    constant,
+    detached,
+    may_overwrite,
+    needs_grad,
+    once_differentiable,
+    overwrite_once,
+)
 from rtkernels.runtime.operator.operator import MutatingOp, TorchOp
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.sharding import shard_rows
@@ -97,6 +104,7 @@ def _launch_bwd(
     eps: float,
     offset: float,
     parameter_grad: bool,
+    over: bool = False,
 ):
     check_bwd(dy, h, weight, bias, dsum, parameter_grad)
     sums, dtype = parameter_sums(weight, bias, parameter_grad)
@@ -107,7 +115,22 @@ def _launch_bwd(
     dy, h, weight, dsum = rowed(dy), rowed(h), _dense(weight), rowed(dsum)
     align = (dy.data_ptr() | h.data_ptr() | address(weight) | address(dsum)) & 15
     plan = BWD_PLANS[metadata(dy), metadata(h), metadata(weight), metadata(dsum), align, sums]
-    return plan.run(dy, h, weight, dsum, eps, offset, dtype)
+    return plan.run(dy, h, weight, dsum, eps, offset, dtype, over)
+
+
+def _launch_bwd_over(dy, h, weight, bias, dsum, eps, offset, parameter_grad) -> Tensor:
+    check_over(h, dy, weight, dsum)
+    dh, gradients = _launch_bwd(dy, h, weight, bias, dsum, eps, offset, parameter_grad, over=True)
+    if dh is not h:
+        h.copy_(dh)
+    return gradients
+
+
+def _reference_bwd_over(dy, h, weight, bias, dsum, eps, offset, parameter_grad) -> Tensor:
+    check_over(h, dy, weight, dsum)
+    dh, gradients = reference_bwd(dy, h, weight, bias, dsum, eps, offset, parameter_grad)
+    h.copy_(dh)
+    return gradients
 
 
 def _dense(vector: Tensor | None) -> Tensor | None:
@@ -165,6 +188,14 @@ BACKWARD = TorchOp(
     reference=reference_bwd,
     fake=_fake_bwd,
 )
+# Writes the gradient over h; the result is the second one of layer_norm_bwd.
+BACKWARD_OVER = MutatingOp(
+    "layer_norm_bwd_over(Tensor dy, Tensor(a!) h, Tensor? weight, Tensor? bias, Tensor? dsum, float eps, float offset,"
+    " bool parameter_grad) -> Tensor",
+    launch=_launch_bwd_over,
+    reference=_reference_bwd_over,
+    fake=lambda *args: _fake_bwd(*args)[1],
+)
 
 shard_rows(FORWARD, ("x",))
 shard_rows(ADD_FORWARD, ("x", "residual"))
@@ -176,9 +207,9 @@ BACKWARDS[True] = BACKWARD
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, eps, offset):
+    def forward(ctx, x, weight, bias, residual, eps, offset, overwrites):
         ctx.set_materialize_grads(False)
-        ctx.eps, ctx.offset = eps, offset
+        ctx.eps, ctx.offset, ctx.overwrites = eps, offset, overwrites
         if residual is None:
             ctx.save_for_backward(x, weight, bias)
             return FORWARD(x, weight, bias, eps, offset)
@@ -190,15 +221,20 @@ class _LayerNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy, dsum=None):
         if dy is None:
-            return dsum, None, None, dsum, None, None
+            return dsum, None, None, dsum, None, None, None
+        if ctx.overwrites:
+            overwrite_once(ctx, "layer_norm", (dy, dsum))
         h, weight, bias = ctx.saved_tensors
-        _, want_weight, want_bias, want_residual, _, _ = ctx.needs_input_grad
-        dh, gradients = BACKWARD(
-            dy, h, weight, bias if want_bias else None, dsum, ctx.eps, ctx.offset, want_weight or want_bias
-        )
+        want_weight, want_bias, want_residual = ctx.needs_input_grad[1:4]
+        rest = weight, bias if want_bias else None, dsum, ctx.eps, ctx.offset, want_weight or want_bias
+        if ctx.overwrites and not may_overlap(dy, h) and (dsum is None or not may_overlap(dsum, h)):
+            (dh,) = detached(h)
+            gradients = BACKWARD_OVER(dy, dh, *rest)
+        else:
+            dh, gradients = BACKWARD(dy, h, *rest)
         dweight = gradients[0] if want_weight else None
         dbias = gradients[1] if want_bias else None
-        return dh, dweight, dbias, dh if want_residual else None, None, None
+        return dh, dweight, dbias, dh if want_residual else None, None, None, None
 
 
 def layer_norm(
@@ -213,6 +249,7 @@ def layer_norm(
     mean: Tensor | None = None,
     return_statistics: bool = False,
     out: Tensor | None = None,
+    reuse: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Normalise the last dimension to mean 0 and variance 1.
 
@@ -236,14 +273,23 @@ def layer_norm(
         out: Takes y instead of new memory: x's shape, dtype and device, any strides (a copy is made unless it is
             dense). May be x or residual itself, must not overlap an input otherwise. Not recorded by autograd: an error
             if a gradient is needed. Not with given or returned statistics.
+        reuse: ``"inputs"``: the backward pass writes the gradient over what it has saved, x or with a residual the sum
+            that was returned, which then holds it, instead of taking new memory. The rules are those of :func:`glu`.
+            Not with statistics or out.
 
     Returns:
         ``y``, dense unless it is `out`, of x's shape and dtype; with a residual ``(y, h)``; with return_statistics
         ``(y, rstd, mean)`` or ``(y, h, rstd, mean)``.
     """
     if not isinstance(x, Tensor):
-        more = {"rstd": rstd, "mean": mean, "return_statistics": return_statistics, "out": out}
+        more = {"rstd": rstd, "mean": mean, "return_statistics": return_statistics, "out": out, "reuse": reuse}
         return interop.call(layer_norm, x, weight, bias, eps=eps, offset=offset, residual=residual, **more)
+    overwrites = False
+    if reuse is not None:
+        if rstd is not None or mean is not None or return_statistics or out is not None:
+            raise ArgumentError("reuse goes without rstd, mean, return_statistics and out")
+        # With a residual, what is saved and overwritten is the sum made here.
+        overwrites = may_overwrite(reuse, {"x": x} if residual is None else {}, (weight, bias))
     if residual is None and out is None and rstd is None and mean is None and not return_statistics:
         y = _again(x, weight, bias, eps, offset)
         if y is not None:
@@ -259,7 +305,7 @@ def layer_norm(
     if is_grad_enabled() and (needs_grad(x, weight, bias) or needs_grad(x, residual)):
         if is_dynamo_compiling():
             eps, offset = constant(eps), constant(offset)
-        return _LayerNorm.apply(x, weight, bias, residual, eps, offset)
+        return _LayerNorm.apply(x, weight, bias, residual, eps, offset, overwrites)
     if residual is None:
         return _forward(x, weight, bias, eps, offset)
     return ADD_FORWARD(x, residual, weight, bias, eps, offset)
@@ -269,5 +315,5 @@ OP = Op(
     "layer_norm",
     public=("layer_norm",),
     kernels=KERNELS,
-    torch_ops=(FORWARD, ADD_FORWARD, OUT_FORWARD, BACKWARD),
+    torch_ops=(FORWARD, ADD_FORWARD, OUT_FORWARD, BACKWARD, BACKWARD_OVER),
 )

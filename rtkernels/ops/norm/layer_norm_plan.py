@@ -311,8 +311,19 @@ class _BackwardPlan:
                 self.partial_args = (rows, cols, *strides[:2], sums * cols)
         self.args = (rows, cols, *strides, threads)
 
-    def run(self, dy: Tensor, h: Tensor, weight: Tensor | None, dsum: Tensor | None, eps: float, offset: float, dtype):
-        dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)
+    def run(
+        self,
+        dy: Tensor,
+        h: Tensor,
+        weight: Tensor | None,
+        dsum: Tensor | None,
+        eps: float,
+        offset: float,
+        dtype: torch.dtype,
+        over: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Return dh, which is h itself if `over` and no second kernel reads h, and the sums for the parameters."""
+        dh = h if over and self.partial_launch is None else torch.empty(h.shape, dtype=h.dtype, device=h.device)
         inputs = (dy.data_ptr(), h.data_ptr(), address(weight), address(dsum))
         if self.bulk_args is not None:
             return dh, self._run_bulk(inputs, dh, eps, offset, dtype)

@@ -10,9 +10,16 @@ from torch import Tensor, is_grad_enabled
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.norm.rms_norm_plan import BWD_PLANS, FWD_PLANS, KERNELS, ForwardPlan, check_weight
-from rtkernels.ops.norm.statistics import BACKWARDS, check_no_gradient, check_out, with_statistics
-from rtkernels.runtime.layout import address, check_same, metadata, nothing, row_count, rowed, token
-from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
+from rtkernels.ops.norm.statistics import BACKWARDS, check_no_gradient, check_out, check_over, with_statistics
+from rtkernels.runtime.layout import address, check_same, may_overlap, metadata, nothing, row_count, rowed, token
+from rtkernels.runtime.operator.autograd import (
+    constant,
+    detached,
+    may_overwrite,
+    needs_grad,
+    once_differentiable,
+    overwrite_once,
+)
 from rtkernels.runtime.operator.operator import MutatingOp, TorchOp
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.sharding import shard_rows
@@ -72,7 +79,14 @@ def _launch_out(
 
 
 def _launch_bwd(
-    dy: Tensor, h: Tensor, weight: Tensor | None, dsum: Tensor | None, eps: float, offset: float, weight_grad: bool
+    dy: Tensor,
+    h: Tensor,
+    weight: Tensor | None,
+    dsum: Tensor | None,
+    eps: float,
+    offset: float,
+    weight_grad: bool,
+    over: bool = False,
 ):
     _check_bwd(dy, h, weight, dsum, weight_grad)
     if h.numel() == 0:
@@ -81,7 +95,17 @@ def _launch_bwd(
     weight = weight if weight is None else weight.contiguous()
     align = (dy.data_ptr() | h.data_ptr() | address(weight) | address(dsum)) & 15
     plan = BWD_PLANS[metadata(dy), metadata(h), metadata(weight), metadata(dsum), align, weight_grad]
-    return plan.run(dy, h, weight, dsum, eps, offset)
+    return plan.run(dy, h, weight, dsum, eps, offset, over)
+
+
+def _launch_bwd_over(
+    dy: Tensor, h: Tensor, weight: Tensor | None, dsum: Tensor | None, eps: float, offset: float, weight_grad: bool
+) -> Tensor:
+    check_over(h, dy, weight, dsum)
+    dh, dweight = _launch_bwd(dy, h, weight, dsum, eps, offset, weight_grad, over=True)
+    if dh is not h:
+        h.copy_(dh)
+    return dweight
 
 
 def _check_bwd(dy: Tensor, h: Tensor, weight: Tensor | None, dsum: Tensor | None, weight_grad: bool) -> None:
@@ -158,6 +182,15 @@ def _reference_bwd(
     return dh.to(h.dtype).contiguous(), dweight
 
 
+def _reference_bwd_over(
+    dy: Tensor, h: Tensor, weight: Tensor | None, dsum: Tensor | None, eps: float, offset: float, weight_grad: bool
+) -> Tensor:
+    check_over(h, dy, weight, dsum)
+    dh, dweight = _reference_bwd(dy, h, weight, dsum, eps, offset, weight_grad)
+    h.copy_(dh)
+    return dweight
+
+
 def _fake_fwd(x, weight, eps, offset):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -201,6 +234,14 @@ BACKWARD = TorchOp(
     reference=_reference_bwd,
     fake=_fake_bwd,
 )
+# Writes the gradient over h; the result is that of the weight, or empty.
+BACKWARD_OVER = MutatingOp(
+    "rms_norm_bwd_over(Tensor dy, Tensor(a!) h, Tensor? weight, Tensor? dsum, float eps, float offset,"
+    " bool weight_grad) -> Tensor",
+    launch=_launch_bwd_over,
+    reference=_reference_bwd_over,
+    fake=lambda *args: _fake_bwd(*args)[1],
+)
 
 shard_rows(FORWARD, ("x",))
 shard_rows(ADD_FORWARD, ("x", "residual"))
@@ -212,9 +253,9 @@ BACKWARDS[False] = BACKWARD
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, residual, eps, offset):
+    def forward(ctx, x, weight, residual, eps, offset, overwrites):
         ctx.set_materialize_grads(False)
-        ctx.eps, ctx.offset = eps, offset
+        ctx.eps, ctx.offset, ctx.overwrites = eps, offset, overwrites
         if residual is None:
             ctx.save_for_backward(x, weight)
             return FORWARD(x, weight, eps, offset)
@@ -225,12 +266,18 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dsum=None):
-        h, weight = ctx.saved_tensors
         if dy is None:
-            return dsum, None, dsum, None, None
+            return dsum, None, dsum, None, None, None
+        if ctx.overwrites:
+            overwrite_once(ctx, "rms_norm", (dy, dsum))
+        h, weight = ctx.saved_tensors
         weight_grad = ctx.needs_input_grad[1]
-        dh, dweight = BACKWARD(dy, h, weight, dsum, ctx.eps, ctx.offset, weight_grad)
-        return dh, dweight if weight_grad else None, dh if ctx.needs_input_grad[2] else None, None, None
+        if ctx.overwrites and not may_overlap(dy, h) and (dsum is None or not may_overlap(dsum, h)):
+            (dh,) = detached(h)
+            dweight = BACKWARD_OVER(dy, dh, weight, dsum, ctx.eps, ctx.offset, weight_grad)
+        else:
+            dh, dweight = BACKWARD(dy, h, weight, dsum, ctx.eps, ctx.offset, weight_grad)
+        return dh, dweight if weight_grad else None, dh if ctx.needs_input_grad[2] else None, None, None, None
 
 
 def rms_norm(
@@ -243,6 +290,7 @@ def rms_norm(
     rstd: Tensor | None = None,
     return_rstd: bool = False,
     out: Tensor | None = None,
+    reuse: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Normalise the last dimension by its root mean square.
 
@@ -263,14 +311,23 @@ def rms_norm(
         out: Takes y instead of new memory: x's shape, dtype and device, any strides (a copy is made unless it is
             dense). May be x or residual itself, must not overlap an input otherwise. Not recorded by autograd: an error
             if a gradient is needed. Not with rstd or return_rstd.
+        reuse: ``"inputs"``: the backward pass writes the gradient over what it has saved, x or with a residual the sum
+            that was returned, which then holds it, instead of taking new memory. The rules are those of :func:`glu`.
+            Not with rstd, return_rstd or out.
 
     Returns:
         ``y``, dense unless it is `out`, of x's shape and dtype; with a residual ``(y, h)``; with return_rstd
         ``(y, rstd)`` or ``(y, h, rstd)``.
     """
     if not isinstance(x, Tensor):
-        more = {"rstd": rstd, "return_rstd": return_rstd, "out": out}
+        more = {"rstd": rstd, "return_rstd": return_rstd, "out": out, "reuse": reuse}
         return interop.call(rms_norm, x, weight, eps=eps, offset=offset, residual=residual, **more)
+    overwrites = False
+    if reuse is not None:
+        if rstd is not None or return_rstd or out is not None:
+            raise ArgumentError("reuse goes without rstd, return_rstd and out")
+        # With a residual, what is saved and overwritten is the sum made here.
+        overwrites = may_overwrite(reuse, {"x": x} if residual is None else {}, (weight,))
     if residual is None and out is None and rstd is None and not return_rstd:
         y = _again(x, weight, eps, offset)
         if y is not None:
@@ -286,7 +343,7 @@ def rms_norm(
     if is_grad_enabled() and needs_grad(x, weight, residual):
         if is_dynamo_compiling():
             eps, offset = constant(eps), constant(offset)
-        return _RmsNorm.apply(x, weight, residual, eps, offset)
+        return _RmsNorm.apply(x, weight, residual, eps, offset, overwrites)
     if residual is None:
         return _forward(x, weight, eps, offset)
     return ADD_FORWARD(x, residual, weight, eps, offset)
@@ -296,5 +353,5 @@ OP = Op(
     "rms_norm",
     public=("rms_norm",),
     kernels=KERNELS,
-    torch_ops=(FORWARD, ADD_FORWARD, OUT_FORWARD, BACKWARD),
+    torch_ops=(FORWARD, ADD_FORWARD, OUT_FORWARD, BACKWARD, BACKWARD_OVER),
 )

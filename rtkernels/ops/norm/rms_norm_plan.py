@@ -256,8 +256,18 @@ class _BackwardPlan:
         self.rows = rows
         self.args = (rows, cols, *strides, threads, int(w != t))
 
-    def run(self, dy: Tensor, h: Tensor, weight: Tensor | None, dsum: Tensor | None, eps: float, offset: float):
-        dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)
+    def run(
+        self,
+        dy: Tensor,
+        h: Tensor,
+        weight: Tensor | None,
+        dsum: Tensor | None,
+        eps: float,
+        offset: float,
+        over: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Return dh, which is h itself if `over` and no second kernel reads h, and dweight."""
+        dh = h if over and self.partial_launch is None else torch.empty(h.shape, dtype=h.dtype, device=h.device)
         inputs = (dy.data_ptr(), h.data_ptr(), address(weight), address(dsum))
         if not self.weight_grad:
             self.launch(*inputs, dh.data_ptr(), 0, *self.args, eps, offset, *self.tail)

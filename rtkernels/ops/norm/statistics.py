@@ -36,6 +36,14 @@ def check_out(out: Tensor, x: Tensor, residual: Tensor | None, *vectors: Tensor 
             raise ArgumentError(f"out overlaps {name}; expected memory of its own, or exactly x or residual")
 
 
+def check_over(h: Tensor, *others: Tensor | None) -> None:
+    """Raise an ArgumentError unless the gradient of `h` can be written over it."""
+    if not h.is_contiguous():
+        raise ArgumentError(f"h has strides {h.stride()}; expected a dense tensor to write the gradient over")
+    if any(t is not None and may_overlap(h, t) for t in others):
+        raise ArgumentError("h shares memory with another input; expected its own to write the gradient over")
+
+
 def check_no_gradient(out: Tensor, *inputs: Tensor | None) -> None:
     """Raise an ArgumentError if a call with `out` would have to be recorded."""
     if recorded(out, *inputs):

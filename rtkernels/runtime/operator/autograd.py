@@ -11,7 +11,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rtkernels.errors import ArgumentError
+from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.torch_private import forward_ad, is_dynamo_compiling, is_legacy_batched
+
+try:
+    from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
+except ImportError:  # pragma: no cover
+
+    def top_saved_tensors_hooks(ignore_is_tracing: bool) -> Any:
+        return None
 
 
 class _Dispatching(TorchDispatchMode):
@@ -45,6 +53,59 @@ def refuse_leaf(name: str, x: Tensor | None) -> None:
         raise ArgumentError(
             f"{name} is a leaf that requires grad; expected the result of an operation for in_place, or torch.no_grad()"
         )
+
+
+def may_overwrite(reuse: str | None, inputs: dict[str, Tensor | None], others: Iterable[Tensor | None] = ()) -> bool:
+    """Return True if a backward pass is to write gradients over the tensors that it has saved.
+
+    False where that is not asked for; where nobody would notice that another node needs them (torch counts no versions
+    of what passes through hooks for saved tensors, as in checkpointing); in compiled graphs, which plan their memory
+    themselves; and where one of them needs no gradient and so may be anybody's.
+
+    Args:
+        reuse: What the user said.
+        inputs: The inputs of the call that would be overwritten, by name.
+        others: Its other inputs.
+
+    Raises:
+        ArgumentError: An input cannot be overwritten.
+    """
+    if reuse is None:
+        return False
+    if reuse != "inputs":
+        raise ArgumentError(f"reuse is {reuse!r}; expected 'inputs' or None")
+    given = {name: t for name, t in inputs.items() if t is not None}
+    if is_dynamo_compiling() or top_saved_tensors_hooks(False) is not None:
+        return False
+    if not torch.is_grad_enabled() or not all(t.requires_grad for t in given.values()):
+        return False
+    rest = [t for t in others if t is not None]
+    for name, t in given.items():
+        base = t._base if t._is_view() else t
+        if t.is_leaf or (base.is_leaf and base.requires_grad):
+            what = "a leaf" if t.is_leaf else "a view of a leaf"
+            raise ArgumentError(
+                f"{name} is {what} that requires grad; expected the result of an operation for reuse='inputs', which "
+                f"writes the gradient over {name}"
+            )
+        if not t.is_contiguous():
+            raise ArgumentError(f"{name} has strides {t.stride()}; expected a dense tensor for reuse='inputs'")
+        if any(may_overlap(t, other) for other in rest):
+            raise ArgumentError(f"{name} shares memory with another input; expected its own for reuse='inputs'")
+        rest.append(t)
+    return True
+
+
+def overwrite_once(ctx: Any, op: str, grads: Iterable[Tensor | None]) -> None:
+    """Raise in a backward pass that is to overwrite saved tensors if that was done before, or is asked for a batch."""
+    if _batched(grads):
+        raise RuntimeError(f"{op}(reuse='inputs') does not go with is_grads_batched: call it without reuse")
+    if getattr(ctx, "overwritten", False):
+        raise RuntimeError(
+            f"{op}(reuse='inputs') was differentiated before (retain_graph=True), and gradients were written over what "
+            f"it had saved: call it without reuse"
+        )
+    ctx.overwritten = True
 
 
 def detached(*tensors: Tensor | None) -> list[Tensor | None]:
@@ -103,6 +164,8 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
                 if not _batched(grads):
                     raise
             return dispatched(ctx, *grads)
+        if getattr(ctx, "overwrites", False):
+            raise RuntimeError(f"{backward.__qualname__}: reuse='inputs' does not go with create_graph=True")
         ways = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad]  # back to the inputs
         if not ways and getattr(ctx, "made_gradient", False):
             raise RuntimeError(message)

@@ -196,7 +196,7 @@ def test_every_activation(place: str, act: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("act", ACTS)
-@at("sm_90", "cuda")
+@at("cpu", "sm_90", "cuda")
 def test_no_worse_than_torch(place: str, act: str) -> None:
     with running_on(place) as device:
         for dtype in DTYPES:

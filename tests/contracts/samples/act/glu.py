@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rtkernels.ops.act.glu import BACKWARD, FORWARD
+from rtkernels.ops.act.glu import BACKWARD, BACKWARD_OVER, FORWARD
 
 
 def samples(device: str):
@@ -16,3 +16,5 @@ def samples(device: str):
     yield BACKWARD, (dy[..., :24], x, None, None, "silu", False)
     yield BACKWARD, (dy, x, up, weight, "gelu_erf", True)
     yield BACKWARD, (dy[..., :24].half(), x.half(), None, weight.half(), "relu2", True)
+    yield BACKWARD_OVER, (dy[..., :24], x.clone(), None, None, "silu", False)
+    yield BACKWARD_OVER, (dy, x.clone(), up.clone(), weight, "gelu_erf", True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rtkernels.ops.norm.layer_norm import ADD_FORWARD, BACKWARD, FORWARD, OUT_FORWARD
+from rtkernels.ops.norm.layer_norm import ADD_FORWARD, BACKWARD, BACKWARD_OVER, FORWARD, OUT_FORWARD
 
 
 def samples(device: str):
@@ -20,3 +20,4 @@ def samples(device: str):
     yield BACKWARD, (x * 3, x, weight, bias, None, 1e-5, 0.0, True)
     yield BACKWARD, (x * 3, x, weight, None, x, 1e-5, 0.0, True)
     yield BACKWARD, (x * 3, x, None, None, None, 1e-5, 0.0, False)
+    yield BACKWARD_OVER, (x * 3, x.clone(), weight, bias, x * 2, 1e-5, 0.0, True)

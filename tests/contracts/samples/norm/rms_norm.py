@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rtkernels.ops.norm.rms_norm import ADD_FORWARD, BACKWARD, FORWARD, OUT_FORWARD
+from rtkernels.ops.norm.rms_norm import ADD_FORWARD, BACKWARD, BACKWARD_OVER, FORWARD, OUT_FORWARD
 
 
 def samples(device: str):
@@ -19,3 +19,4 @@ def samples(device: str):
     yield BACKWARD, (x * 3, x, weight, None, 1e-6, 0.0, True)
     yield BACKWARD, (x * 3, x, weight, x, 1e-6, 0.0, True)
     yield BACKWARD, (x * 3, x, None, None, 1e-6, 0.0, False)
+    yield BACKWARD_OVER, (x * 3, x.clone(), weight, x * 2, 1e-6, 0.0, True)
