@@ -17,7 +17,7 @@ from rtkernels import cache
 from rtkernels.errors import ArgumentError, NotWarmError
 from rtkernels.runtime.build import nvrtc, places, trust
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 STRANGER, OTHER = 54321, 54322  # nobody on this machine
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to other users")
