@@ -36,8 +36,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--all-places`` and ``--sample``."""
-    parser.addoption("--all-places", action="store_true", help="run every emulated case on sm_80 and on sm_90")
+    """Add ``--full`` and ``--sample``."""
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="run every emulated case on sm_80 and on sm_90, compile every variant for every target",
+    )
     parser.addoption("--sample", type=int, default=1, metavar="N", help="run every Nth case of each test")
 
 
@@ -48,7 +52,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     none is left with a queue of them when the others are done.
     """
     items.sort(key=lambda item: item.name.startswith("test_compiles_without_spills"))
-    if not config.getoption("--all-places"):
+    if not config.getoption("--full"):
         dropped = _repeated(items)
         items[:] = [item for item in items if item not in dropped]
         config.hook.pytest_deselected(items=list(dropped))

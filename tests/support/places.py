@@ -27,7 +27,7 @@ CEILINGS_ARE_FOR = (13, 0)
 def at(*names: str) -> pytest.MarkDecorator:
     """Parametrise a test by ``place``: all places, or the named ones.
 
-    Of a test with several cases, each runs on one of sm_80 and sm_90 only, unless pytest gets ``--all-places``.
+    Of a test with several cases, each runs on one of sm_80 and sm_90 only, unless pytest gets ``--full``.
     """
     return pytest.mark.parametrize("place", [pytest.param(name, marks=PLACES[name]) for name in names or PLACES])
 

@@ -1,7 +1,7 @@
 """Kernels under compute-sanitizer: what is run, how its reports are read, and the table of those that are known.
 
-``python tests/support/sanitizer.py OP`` runs the sample inputs of an op and the cases of its test files on the GPU; under
-the sanitizer that is what :func:`check` starts. tests/contracts/test_sanitizer.py compares what it reports with `KNOWN`.
+``python tests/support/sanitizer.py OP`` runs the sample inputs of an op and the cases of its tests on the GPU; under
+the sanitizer that is what :func:`check` starts. tests/contracts/test_sanitizer.py compares reports with `KNOWN`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def command(tool: str, op: str) -> list[str]:
     """Return the command that runs an op under a tool. Of all kernels ours alone are looked at."""
     more = ["--racecheck-report", "all"] if tool == "racecheck" else []
     limits = ["--kernel-regex", "kns=rtk", "--print-limit", "200"]
-    return [str(sanitizer()), "--tool", tool, *more, *limits, sys.executable, str(TESTS / "support" / "sanitizer.py"), op]
+    script = str(TESTS / "support" / "sanitizer.py")
+    return [str(sanitizer()), "--tool", tool, *more, *limits, sys.executable, script, op]
 
 
 def check(tool: str, op: str, timeout: float) -> tuple[list[Report], str]:

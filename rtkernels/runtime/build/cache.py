@@ -2,7 +2,7 @@
 
 The order is memory, the user's directory, the read-only directories, NVRTC. Nothing here raises because a
 disk is full, read-only or damaged: the kernel is then compiled in memory, with one warning. What happens on
-disk is in ``store_module.py``; ``docs/cache.md`` describes all of it for users.
+disk is in ``store.py``; ``docs/cache.md`` describes all of it for users.
 """
 
 from __future__ import annotations
