@@ -132,11 +132,12 @@ def moe_permute_fp8(
     x: Tensor,
     index: MoeIndex,
     *,
-    output: str = "both",
+    layout: str = "both",
     dtype: torch.dtype = torch.float8_e4m3fn,
     pow2_scale: bool = False,
     probs: Tensor | None = None,
     dense_probs: bool | None = None,
+    output: str | None = None,
 ) -> MoePermutedFp8:
     """Copy the rows of tokens to where their experts expect them, as fp8 codes with block scales, in one pass.
 
@@ -156,32 +157,34 @@ def moe_permute_fp8(
         x: ``[T, H]``, bfloat16, float16 or float32. Any strides (a copy is made unless rows are unit-stride). May be
             any object with ``__dlpack__``; index and results are then of its kind.
         index: From ``moe_index``, for these T tokens.
-        output: "row" (q and scale), "transposed" (q_t and scale_t) or "both".
+        layout: "row" (q and scale), "transposed" (q_t and scale_t) or "both".
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         pow2_scale: Round scales up to a power of two.
         probs: Numbers to carry along, as for :func:`moe_permute`.
         dense_probs: As for :func:`moe_permute`.
+        output: Another name of `layout`.
 
     Returns:
         A :class:`MoePermutedFp8`; everything in it but y is dense.
     """
+    layout = layout if output is None else output
     if not isinstance(x, Tensor):
-        options: dict[str, Any] = {"output": output, "dtype": dtype, "pow2_scale": pow2_scale}
+        options: dict[str, Any] = {"layout": layout, "dtype": dtype, "pow2_scale": pow2_scale}
         return with_arrays(moe_permute_fp8, x, index, **options, probs=probs, dense_probs=dense_probs)
     index = as_index(index)
     experts = experts_if_dense(probs, index, dense_probs)
     y = None
     if is_grad_enabled() and needs_grad(x, probs):
         *codes, probs_out, y = _PermuteFp8.apply(
-            x, probs, index.rows, index.slots, index.offsets, experts, output, dtype, pow2_scale
+            x, probs, index.rows, index.slots, index.offsets, experts, layout, dtype, pow2_scale
         )
         y = y if x.requires_grad else None
     else:
         *codes, probs_out = QUANTIZE(
-            x, index.rows, index.slots, index.offsets, probs, experts, output, dtype, pow2_scale
+            x, index.rows, index.slots, index.offsets, probs, experts, layout, dtype, pow2_scale
         )
     q, scale, q_t, scale_t = codes
-    by_rows, transposed = output != "transposed", output != "row"
+    by_rows, transposed = layout != "transposed", layout != "row"
     return MoePermutedFp8(
         q if by_rows else None,
         scale if by_rows else None,

@@ -80,7 +80,7 @@ def check(
     token("x", x[0])
     token("the result", dtype, FP8_DTYPES)
     if output not in OUTPUTS:
-        raise ArgumentError(f"output is {output!r}; expected one of {', '.join(map(repr, OUTPUTS))}")
+        raise ArgumentError(f"layout is {output!r}; expected one of {', '.join(map(repr, OUTPUTS))}")
     check_permute(x, rows, slots, None, probs, experts)
     if offsets[0] != torch.int32 or len(offsets[1]) != 1 or not 2 <= offsets[1][0] <= quantizer.MAX_EXPERTS + 1:
         raise ArgumentError(

@@ -142,6 +142,7 @@ def quantize_fp8(
     dtype: torch.dtype = torch.float8_e4m3fn,
     pow2_scale: bool = False,
     scale_layout: str = "row",
+    layout: str = "row",
     with_transposed: bool = False,
 ) -> tuple[Tensor, Tensor] | QuantizedBoth:
     """Quantise a tensor to fp8 codes and the factors that give the values back.
@@ -176,11 +177,17 @@ def quantize_fp8(
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         pow2_scale: Round computed scales up to a power of two.
         scale_layout: "row" or "column", for granularity "group".
-        with_transposed: For granularities "group" and "block": quantise along columns too, from the same read of x.
+        layout: "row", or "both" for granularities "group" and "block": quantise along columns too, from the same read
+            of x. (Along columns alone is granularity "group_t".)
+        with_transposed: Another way to say ``layout="both"``.
 
     Returns:
-        ``(q, scale)``, both dense; with_transposed: a :class:`QuantizedBoth`.
+        ``(q, scale)``, both dense; with layout "both" a :class:`QuantizedBoth`.
     """
+    if layout != "row":
+        if layout != "both":
+            raise ArgumentError(f"layout is {layout!r}; expected 'row' or 'both'")
+        with_transposed = True
     if scale is None and not with_transposed:
         found = _quantize_again(x, granularity, dtype, pow2_scale, scale_layout)
         if found is not None:
@@ -193,7 +200,7 @@ def quantize_fp8(
     if scale is None:
         if granularity == "channel":
             if scale_layout != "row" or with_transposed:
-                raise ArgumentError("granularity 'channel' goes with scale_layout 'row' and without with_transposed")
+                raise ArgumentError("granularity 'channel' goes with scale_layout 'row' and layout 'row'")
             from rtkernels.ops.quant.quantize_fp8_channel import CHANNEL  # which builds on this module's plans
 
             return CHANNEL(x, None, None, dtype, pow2_scale, 1)
@@ -204,7 +211,7 @@ def quantize_fp8(
     if granularity != "tensor":
         raise ArgumentError(f"scale can be given for granularity 'tensor' only, not for {granularity!r}")
     if with_transposed:
-        raise ArgumentError("with_transposed goes with computed scales of granularity 'group' and 'block'")
+        raise ArgumentError("layout 'both' goes with computed scales of granularity 'group' and 'block'")
     if pow2_scale:
         raise ArgumentError("pow2_scale rounds computed scales; a given scale is used as it is")
     if isinstance(scale, Tensor) and scale.requires_grad:

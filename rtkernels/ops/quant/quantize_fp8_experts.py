@@ -49,7 +49,7 @@ def _shapes(rows: int, cols: int, experts: int, output: str) -> list[tuple[int, 
 
 def _check(x: Metadata, counts: Metadata, output: str, dtype: torch.dtype) -> None:
     if output not in OUTPUTS:
-        raise ArgumentError(f"output is {output!r}; expected one of {', '.join(map(repr, OUTPUTS))}")
+        raise ArgumentError(f"layout is {output!r}; expected one of {', '.join(map(repr, OUTPUTS))}")
     token("x", x[0])
     token("the result", dtype, FP8_DTYPES)
     if len(x[1]) != 2:
@@ -209,9 +209,10 @@ def quantize_fp8_experts(
     x: Tensor,
     counts: Tensor,
     *,
-    output: str = "both",
+    layout: str = "both",
     dtype: torch.dtype = torch.float8_e4m3fn,
     pow2_scale: bool = False,
+    output: str | None = None,
 ) -> QuantizedExperts:
     """Quantise rows sorted by expert to fp8, in groups of 128 along rows, along columns, or both from one read.
 
@@ -227,22 +228,24 @@ def quantize_fp8_experts(
         counts: Rows of each expert, ``[experts]``, int32 or int64 on x's device; zeros are fine. Negative counts are
             taken as 0 and rows are never read past the end. Should the sum be less than t, the rows left over (padding)
             are not quantised, and what the results hold for them is unspecified.
-        output: "row" (q and scale), "transposed" (q_t and scale_t) or "both".
+        layout: "row" (q and scale), "transposed" (q_t and scale_t) or "both".
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         pow2_scale: Round scales up to a power of two.
+        output: Another name of `layout`.
 
     Returns:
         A :class:`QuantizedExperts`, all of it dense.
     """
+    layout = layout if output is None else output
     if not isinstance(x, Tensor):
-        options: dict[str, Any] = {"output": output, "dtype": dtype, "pow2_scale": pow2_scale}
+        options: dict[str, Any] = {"layout": layout, "dtype": dtype, "pow2_scale": pow2_scale}
         return interop.call(quantize_fp8_experts, x, counts, **options)
     if x.requires_grad:
         x = x.detach()
-    q, scale, q_t, scale_t = QUANTIZE(x, counts, output, dtype, pow2_scale)
-    if output == "row":
+    q, scale, q_t, scale_t = QUANTIZE(x, counts, layout, dtype, pow2_scale)
+    if layout == "row":
         return QuantizedExperts(q, scale, None, None)
-    if output == "transposed":
+    if layout == "transposed":
         return QuantizedExperts(None, None, q_t, scale_t)
     return QuantizedExperts(q, scale, q_t, scale_t)
 

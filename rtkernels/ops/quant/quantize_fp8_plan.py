@@ -113,7 +113,8 @@ def check_both(x: Metadata, granularity: str, dtype: torch.dtype, layout: str) -
     check_quantize(x, granularity, dtype, layout)
     if granularity not in BOTH_GRANULARITIES:
         raise ArgumentError(
-            f"with_transposed goes with granularity {' and '.join(map(repr, BOTH_GRANULARITIES))}, not {granularity!r}"
+            f"layout 'both' (with_transposed) goes with granularity {' and '.join(map(repr, BOTH_GRANULARITIES))}, "
+            f"not {granularity!r}"
         )
 
 

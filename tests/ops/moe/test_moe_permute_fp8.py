@@ -162,7 +162,7 @@ def test_nothing_to_do(place: str):
 
 INDEX, X = routed(4, 3, 2), torch.ones(4, 136)
 BAD = {
-    "output": (lambda: moe_permute_fp8(X, INDEX, output="column"), "output is 'column'; expected one of 'row'"),
+    "output": (lambda: moe_permute_fp8(X, INDEX, output="column"), "layout is 'column'; expected one of 'row'"),
     "x": (lambda: moe_permute_fp8(X.to(E4M3), INDEX), "x has dtype float8_e4m3fn; expected one of"),
     "dtype": (lambda: moe_permute_fp8(X, INDEX, dtype=torch.float16), "the result has dtype float16; expected one of"),
     "tokens": (lambda: moe_permute_fp8(X[1:], INDEX), "index.rows has length 4; expected 3, that of x"),

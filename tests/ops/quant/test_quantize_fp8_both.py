@@ -90,13 +90,13 @@ def test_shapes_and_the_way_back(granularity: str, layout: str):
 
 @pytest.mark.parametrize("granularity", ["tensor", "row", "group_t"])
 def test_granularities_without_a_transposed_version(granularity: str):
-    message = f"with_transposed goes with granularity 'group' and 'block', not '{granularity}'"
+    message = f"layout 'both' \\(with_transposed\\) goes with granularity 'group' and 'block', not '{granularity}'"
     with pytest.raises(ArgumentError, match=message):
         quantize_fp8(torch.ones(3, 4), granularity=granularity, with_transposed=True)
 
 
 def test_other_errors():
-    with pytest.raises(ArgumentError, match="with_transposed goes with computed scales"):
+    with pytest.raises(ArgumentError, match="layout 'both' goes with computed scales"):
         quantize_fp8(torch.ones(3, 4), torch.ones(()), with_transposed=True)
     with pytest.raises(ArgumentError, match="x has dtype int32"):
         quantize_fp8(torch.ones(3, 4, dtype=torch.int32), granularity="block", with_transposed=True)
@@ -147,3 +147,16 @@ def test_beyond_two_to_the_31_elements(granularity: str, layout: str):
     assert_same_bits(both.q[-256:].cpu(), want[0], "q")
     assert_same_bits(both.q_t[:, -256:].contiguous().cpu(), want[2], "q_t")
     assert not both.q[:4096].view(torch.uint8).any() and not both.q_t[:, :4096].view(torch.uint8).any()
+
+
+def test_layout_says_the_same_as_the_older_names() -> None:
+    x, counts = torch.randn(40, 256), torch.tensor([40])
+    for granularity in ("group", "block"):
+        ours = quantize_fp8(x, granularity=granularity, layout="both")
+        older = quantize_fp8(x, granularity=granularity, with_transposed=True)
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(ours, older, strict=True))
+    with pytest.raises(ArgumentError, match="layout is 'transposed'; expected 'row' or 'both'"):
+        quantize_fp8(x, granularity="group", layout="transposed")
+    for layout in ("row", "transposed", "both"):
+        ours, older = (rtkernels.quantize_fp8_experts(x, counts, **{name: layout}) for name in ("layout", "output"))
+        assert all(a is b is None or torch.equal(a.float(), b.float()) for a, b in zip(ours, older, strict=True))

@@ -173,7 +173,7 @@ def test_nothing_to_do(place: str):
 
 X, COUNTS = torch.ones(3, 130), torch.tensor([1, 2])
 BAD = {
-    "output is 'column'; expected one of 'row', 'transposed', 'both'": lambda: quantize_fp8_experts(
+    "layout is 'column'; expected one of 'row', 'transposed', 'both'": lambda: quantize_fp8_experts(
         X, COUNTS, output="column"
     ),
     "x has dtype float64; expected one of": lambda: quantize_fp8_experts(X.double(), COUNTS),

@@ -261,7 +261,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "no dimensions": (lambda: quantize_fp8(X[0, 0], granularity="channel"), "x has no dimensions"),
     "scale layout": (
         lambda: quantize_fp8(X, granularity="channel", scale_layout="column"),
-        "granularity 'channel' goes with scale_layout 'row' and without with_transposed",
+        "granularity 'channel' goes with scale_layout 'row' and layout 'row'",
     ),
     "scale shape": (
         lambda: dequantize_fp8(X.to(E4M3), S, granularity="channel"),
