@@ -39,6 +39,7 @@ def _topk_router() -> None:
 
 CALLS: dict[str, Callable[[], object]] = {
     "glu": lambda: glu.FORWARD(far_rows(COLS), None, None, "silu"),
+    "glu_gate": lambda: glu.FORWARD(far_rows(COLS), _near(), None, "silu"),
     "glu_narrow": lambda: glu.FORWARD(far_rows(COLS - 2), None, None, "silu"),
     "glu_up": lambda: glu.FORWARD(_near(), far_rows(COLS), None, "silu"),
     "glu_dy": lambda: _glu_backward(0),

@@ -14,7 +14,7 @@ from rtkernels.errors import ToolkitError
 from rtkernels.runtime import targets
 from rtkernels.runtime.build import nvrtc, sources
 
-# Function -> (type of its result, types of its arguments, instructions with the numbers of the arguments; "=" the result).
+# Function -> (type of its result, types of its arguments, its instructions). Numbers are arguments, = is the result.
 _FUNCTIONS = {
     "ptx/cvt.cuh": {
         "cvt_bf16x2": ("u32", "float float", "cvt.rn.bf16x2.f32 =, 1, 0;"),
@@ -44,6 +44,7 @@ _FUNCTIONS = {
         "mul_hi": ("u32", "u32 u32", "mul.hi.u32 =, 0, 1;"),
     },
 }
+_WGMMA = "wgmma.mma_async.sync.aligned."
 # Statement -> how its instruction begins and, behind the operands, ends. d, a and b are arrays of registers.
 _PRODUCTS = {
     "ptx/mma.cuh": {
@@ -56,14 +57,14 @@ _PRODUCTS = {
         "mma_m16n8k32_s8(i, a, b)": ("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 ", ""),
     },
     "ptx/wgmma.cuh": {
-        "wgmma_shared<bf16, false>(d, w, w + 1, 1)": ("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 ", "p, 1, 1, 0, 0;"),
-        "wgmma_shared<bf16, true>(d, w, w + 1, 1)": ("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 ", "p, 1, 1, 0, 1;"),
-        "wgmma_shared<fp16, false>(d, w, w + 1, 1)": ("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 ", "p, 1, 1, 0, 0;"),
-        "wgmma_registers<bf16>(d, a, w, 1)": ("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 ", "p, 1, 1, 1;"),
-        "wgmma_registers<fp16>(d, a, w, 1)": ("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 ", "p, 1, 1, 1;"),
-        "wgmma_registers<bf16>(e, a, w, 1)": ("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 ", "p, 1, 1, 1;"),
+        "wgmma_shared<bf16, false>(d, w, w + 1, 1)": (_WGMMA + "m64n128k16.f32.bf16.bf16 ", "p, 1, 1, 0, 0;"),
+        "wgmma_shared<bf16, true>(d, w, w + 1, 1)": (_WGMMA + "m64n128k16.f32.bf16.bf16 ", "p, 1, 1, 0, 1;"),
+        "wgmma_shared<fp16, false>(d, w, w + 1, 1)": (_WGMMA + "m64n128k16.f32.f16.f16 ", "p, 1, 1, 0, 0;"),
+        "wgmma_registers<bf16>(d, a, w, 1)": (_WGMMA + "m64n128k16.f32.bf16.bf16 ", "p, 1, 1, 1;"),
+        "wgmma_registers<fp16>(d, a, w, 1)": (_WGMMA + "m64n128k16.f32.f16.f16 ", "p, 1, 1, 1;"),
+        "wgmma_registers<bf16>(e, a, w, 1)": (_WGMMA + "m64n256k16.f32.bf16.bf16 ", "p, 1, 1, 1;"),
     },
-}  # fmt: skip
+}
 _UNIT = "probe/instructions.cu"
 
 
@@ -109,7 +110,7 @@ def _bodies(text: str) -> dict[str, str]:
 
 def _plain(body: str) -> str:
     """Return the inline instructions of a kernel, registers replaced by the number of the argument they came from."""
-    place = {register: number for register, number in re.findall(r"ld\.param\.\w+\s+(%\w+), \[\w+_param_(\d+)\]", body)}
+    place = dict(re.findall(r"ld\.param\.\w+\s+(%\w+), \[\w+_param_(\d+)\]", body))
     inline = " ".join(re.findall(r"// begin inline asm\n(.*?)// end inline asm", body, re.DOTALL))
     outputs = set(re.findall(r"%\w+", inline)) - set(place)
     inline = re.sub(r"%\w+", lambda m: place.get(m[0], "=" if m[0] in outputs else m[0]), inline)

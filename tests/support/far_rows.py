@@ -1,7 +1,7 @@
 """Rows so far apart that their distance needs more than 32 bits, without the memory in between.
 
 A tensor of two rows, 2^32 elements apart, of which the emulator is told the first only. A kernel that finds the second
-row with 64-bit numbers is reported, out of bounds; one that multiplies in 32 bits reads the first row twice, in silence.
+row with 64-bit numbers is reported, out of bounds; one that multiplies in 32 bits reads the first row twice, unnoticed.
 """
 
 from __future__ import annotations
