@@ -45,26 +45,40 @@ _FUNCTIONS = {
     },
 }
 _WGMMA = "wgmma.mma_async.sync.aligned."
-# Statement -> how its instruction begins and, behind the operands, ends. d, a and b are arrays of registers.
+# Statement -> how its instruction begins and, behind the operands, ends. Operands are arrays of registers: a and b, and
+# of sums d4, d64, ... (floats) and i4 (integers).
 _PRODUCTS = {
     "ptx/mma.cuh": {
-        "mma_m16n8k16_bf16(d, a, b)": ("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 ", ""),
-        "mma_m16n8k16_f16(d, a, b)": ("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 ", ""),
-        "mma_m16n8k8_tf32(d, a, b)": ("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 ", ""),
-        "mma_m16n8k32_e4m3(d, a, b)": ("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 ", ""),
-        "mma_m16n8k8_bf16(d, a[0], a[1], b[0])": ("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 ", ""),
-        "mma_m16n8k8_f16(d, a[0], a[1], b[0])": ("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 ", ""),
-        "mma_m16n8k32_s8(i, a, b)": ("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 ", ""),
+        "mma_m16n8k16_bf16(d4, a, b)": ("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 ", ""),
+        "mma_m16n8k16_f16(d4, a, b)": ("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 ", ""),
+        "mma_m16n8k8_tf32(d4, a, b)": ("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 ", ""),
+        "mma_m16n8k32_e4m3(d4, a, b)": ("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 ", ""),
+        "mma_m16n8k8_bf16(d4, a[0], a[1], b[0])": ("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 ", ""),
+        "mma_m16n8k8_f16(d4, a[0], a[1], b[0])": ("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 ", ""),
+        "mma_m16n8k32_s8(i4, a, b)": ("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 ", ""),
     },
     "ptx/wgmma.cuh": {
-        "wgmma_shared<bf16, false>(d, w, w + 1, 1)": (_WGMMA + "m64n128k16.f32.bf16.bf16 ", "p, 1, 1, 0, 0;"),
-        "wgmma_shared<bf16, true>(d, w, w + 1, 1)": (_WGMMA + "m64n128k16.f32.bf16.bf16 ", "p, 1, 1, 0, 1;"),
-        "wgmma_shared<fp16, false>(d, w, w + 1, 1)": (_WGMMA + "m64n128k16.f32.f16.f16 ", "p, 1, 1, 0, 0;"),
-        "wgmma_registers<bf16>(d, a, w, 1)": (_WGMMA + "m64n128k16.f32.bf16.bf16 ", "p, 1, 1, 1;"),
-        "wgmma_registers<fp16>(d, a, w, 1)": (_WGMMA + "m64n128k16.f32.f16.f16 ", "p, 1, 1, 1;"),
-        "wgmma_registers<bf16>(e, a, w, 1)": (_WGMMA + "m64n256k16.f32.bf16.bf16 ", "p, 1, 1, 1;"),
+        "wgmma_registers<bf16>(d64, a, w, 1)": (_WGMMA + "m64n128k16.f32.bf16.bf16 ", "p, 1, 1, 1;"),
+        "wgmma_registers<fp16>(d64, a, w, 1)": (_WGMMA + "m64n128k16.f32.f16.f16 ", "p, 1, 1, 1;"),
+        "wgmma_registers<bf16>(d128, a, w, 1)": (_WGMMA + "m64n256k16.f32.bf16.bf16 ", "p, 1, 1, 1;"),
     },
 }
+
+
+def _shared_products() -> dict[str, tuple[str, str]]:
+    """Return those of ``wgmma_shared``: a thread has half as many sums as the product has columns."""
+    text = sources.read("ptx/wgmma.cuh").decode()
+    found = {}
+    for sums in re.findall(r"^RTK_WGMMA_SHARED_OF\(\"\d+\", (\d+)", text, re.MULTILINE) or ["64"]:
+        for kind, name in (("bf16", "bf16"), ("fp16", "f16")):
+            begins = f"{_WGMMA}m64n{2 * int(sums)}k16.f32.{name}.{name} "
+            for flag, across in (("false", 0), ("true", 1)):
+                statement = f"wgmma_shared<{kind}, {flag}>(d{sums}, w, w + 1, 1)"
+                found[statement] = (begins, f"p, 1, 1, 0, {across};")
+    return found
+
+
+_PRODUCTS["ptx/wgmma.cuh"] |= _shared_products()
 _UNIT = "probe/instructions.cu"
 
 
@@ -81,17 +95,13 @@ def _unit() -> tuple[str, list[str]]:
     for table in _PRODUCTS.values():
         for statement in table:
             kernel = f"product_{len(kernels)}"
-            sums, count = ("float e[128]", 128) if "(e," in statement else ("float d[4]", 4)
-            if "(i," in statement:
-                sums = "i32 i[4]"
-            elif "wgmma" in statement and count == 4:
-                sums, count = "float d[64]", 64
-            array = sums.split()[1][0]
+            kind, count = re.search(r"\(([di])(\d+),", statement).groups()
+            sums = f"{'float' if kind == 'd' else 'i32'} {kind}{count}[{count}]"
             lines.append(
                 f"__global__ void {kernel}(float* out, const u32* in, u64 w) {{ {sums}; u32 a[4], b[2];"
-                f" for (int k = 0; k < {count}; ++k) {array}[k] = out[k];"
+                f" for (int k = 0; k < {count}; ++k) {kind}{count}[k] = out[k];"
                 f" for (int k = 0; k < 4; ++k) a[k] = in[k]; b[0] = in[4], b[1] = in[5];"
-                f" ptx::{statement}; for (int k = 0; k < {count}; ++k) out[k] = {array}[k]; }}"
+                f" ptx::{statement}; for (int k = 0; k < {count}; ++k) out[k] = {kind}{count}[k]; }}"
             )
             kernels.append(kernel)
     return "\n".join([*lines, "}", ""]), kernels
