@@ -9,6 +9,7 @@ import torch
 from support.far_rows import assert_finds_far_rows, far_rows
 from support.places import emulated
 
+import rtkernels
 from rtkernels.ops.act import glu
 from rtkernels.ops.index import embedding, row_moves_operators
 from rtkernels.ops.layout import transpose
@@ -17,7 +18,7 @@ from rtkernels.ops.norm import layer_norm, norm_fp8_operators, rms_norm
 from rtkernels.ops.pointwise import inplace
 from rtkernels.ops.quant import column_absmax, quantize_fp8, smooth_quant
 from rtkernels.ops.reduce import row_dot, softmax
-from rtkernels.ops.router import router_loss_plan, topk, topk_router, topk_router_plan
+from rtkernels.ops.router import topk, topk_router, topk_router_plan
 
 COLS = 128
 F8 = torch.float8_e4m3fn
@@ -63,12 +64,12 @@ CALLS: dict[str, Callable[[], object]] = {
     "column_absmax": lambda: column_absmax.ABSMAX(far_rows(COLS), None, None),
     "topk": lambda: topk.FORWARD(far_rows(COLS), 2, False),
     "topk_router": _topk_router,
-    "router_loss": lambda: router_loss_plan.FORWARD(far_rows(COLS), None, router_loss_plan.Z, 0, False, 0.1),
+    "router_loss": lambda: rtkernels.router_z_loss(far_rows(COLS)),
     "cross_entropy": lambda: cross_entropy_operators.FORWARD(
         far_rows(COLS), torch.zeros(2, dtype=torch.int64), -100, 0.0, 0.0, 0.0, cross_entropy_plan.NONE, False
     ),
-    "divergence": lambda: divergence_operators.FORWARD(
-        far_rows(COLS), _near(), None, -100, divergence_plan.LOGARITHM, 0.0, 1.0, False
+    "divergence": lambda: divergence_operators.EACH(
+        far_rows(COLS), _near(), None, -100, divergence_plan.LOGARITHM, 0.0
     ),
     "embedding": lambda: embedding.FORWARD(far_rows(COLS), torch.tensor([1]), 0),
     "row_select": lambda: row_moves_operators.SELECT(far_rows(COLS), torch.tensor([1]), None),

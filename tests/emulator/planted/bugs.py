@@ -74,7 +74,7 @@ ACT = [
 
 QUANT = [
     Bug("scale of zeros is 0", "common/fp8_scale.cuh",
-        "__float_as_uint(fmaxf(quotient, kScaleFloor))", "__float_as_uint(quotient)", "quantize_rows", fast=True),
+        "__float_as_uint(fmaxf(quotient, kScaleFloor))", "__float_as_uint(quotient)", "quantize_rows"),
     Bug("powers of two rounded down", "common/fp8_scale.cuh",
         "(bits + 0x7fffffu) & 0xff800000u", "bits & 0xff800000u", "quantize_powers_of_two"),
     Bug("ties of software codes not to even", "common/convert.cuh",
