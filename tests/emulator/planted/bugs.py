@@ -183,7 +183,7 @@ OTHERS = [
     Bug("table row not checked", "rope/angles.cuh",
         "return row >= 0 && row < limit ? row + stream * stream_rows : -1;", "return 0;", "rope_heads"),
     Bug("sums over the lanes of two heads", "rope/qk_norm_rope.cuh",
-        "if (distance < lanes) {", "if (distance <= lanes) {", "qk_norm_rope", nth=0),
+        "if (distance < lanes) {", "if (distance <= lanes) {", "qk_norm_rope_backward", nth=0),
     Bug("ids outside of the table", "index/embedding_lookup.cu",
         "if (at < units && row >= 0)", "if (at < units)", "embedding_outside", "out_of_bounds"),
     Bug("end of the list not written", "index/embedding_sort.cu",

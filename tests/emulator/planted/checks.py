@@ -425,8 +425,8 @@ def rope_heads() -> None:
 
 
 @check
-def qk_norm_rope() -> None:
-    _samples("qk_norm_rope", 0)
+def qk_norm_rope_backward() -> None:
+    _samples("qk_norm_rope", 1)
 
 
 @check
