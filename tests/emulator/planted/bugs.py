@@ -14,7 +14,7 @@ class Bug:
         file: Relative to ``cuda_src``.
         old: Text in it.
         new: What it becomes.
-        check: Name of a function in ``checks.py``.
+        check: Name of a function in ``checks.py`` or ``checks_routing.py``.
         kind: What the emulator must call it (``EmulatorError.kind``); "" if results are wrong, or any report will do.
         nth: Which occurrence of the text, from 0; None where it is the only one.
         fast: Runs with every test run, the others with those marked slow.

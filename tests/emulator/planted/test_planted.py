@@ -8,8 +8,9 @@ import pytest
 from support.emulator_harness import needs_compiler
 from support.source_tree import source_tree
 
+from planted import checks, checks_routing  # noqa: F401  (they fill CHECKS)
 from planted.bugs import BUGS, Bug
-from planted.checks import CHECKS
+from planted.judge import CHECKS
 from planted.ordering import ORDERING
 from rtkernels.emulator import EmulatorError
 from rtkernels.errors import ToolkitError
