@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.compare import ROUNDOFF, assert_close, assert_no_worse, assert_same_bits, poisoned, running_on
-from support.places import DTYPES, PLACES, at, error_tests, order_test, short
+from support.places import DTYPES, PLACES, at, emulated, error_tests, order_test, short
 from support.ways import assert_compiles, assert_equal_bits, captured
 from torch import Tensor
 
@@ -273,6 +273,16 @@ def test_tile_covers_everything_once(rows: int, vectors: int, per_thread: int) -
 
 
 # ---- autograd -------------------------------------------------------------------------------------------------------
+
+
+@emulated
+def test_rows_of_blocks_in_z() -> None:
+    """Launchers use the third dimension of the grid from 65536 row blocks on: here the kernel by itself."""
+    x, up, y = torch.randn(60, 16), torch.randn(60, 16), torch.full((60, 16), torch.nan)
+    with rtkernels.emulate():
+        run = rtkernels.emulator.on_host(module._FWD, ("fp32", "Silu", 4, 2))
+        run((1, 2, 2), 32, (x, up, 0, y, 60, 16, 16, 16, 0, 2))  # 16 rows for each block
+    assert_close(y, F.silu(x.double()) * up.double(), c=8)
 
 
 def test_only_the_gradients_that_are_wanted() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.compare import running_on
+from support.fresh_memory import fresh_memory
 from support.places import ORDERS, at, emulated, error_tests
 from support.ways import assert_equal_bits, captured
 from torch import Tensor
@@ -197,6 +198,14 @@ def test_thread_order_does_not_matter(order: str | int) -> None:
     with rtkernels.emulate("sm_90", order):
         for case in ("odd", "wild_and_few_rows", "several_tiles", "map", "map_tall"):
             check(CASES[case](), "cpu")
+
+
+@emulated
+@pytest.mark.parametrize("case", ("plain", "more_rows_than_needed", "few_rows", "none_made", "map", "map_limited"))
+def test_every_place_is_written(case: str) -> None:
+    """Pads, and what is left of a token's list: zeros there would be choices of expert 0, and rows of slot 0."""
+    with rtkernels.emulate("sm_90"), fresh_memory(0):
+        check(CASES[case](), "cpu")
 
 
 def test_rows_in_the_worst_case() -> None:

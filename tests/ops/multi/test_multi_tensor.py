@@ -108,6 +108,16 @@ def test_tensor_of_many_chunks(place: str) -> None:
     assert_close(each.cpu(), exact_each, c=1.01)
 
 
+@at("sm_90")
+def test_neighbours_of_many_chunks(place: str) -> None:
+    """A block adds up one such tensor after the other, through the same shared memory."""
+    size = 255 * 4096 + 1
+    with running_on(place) as device:
+        tensors = [torch.full((size,), value, dtype=torch.bfloat16, device=device) for value in (1.0, 2.0)]
+        _, each = rtkernels.multi_norm(tensors, per_tensor=True)
+    assert_close(each, torch.tensor([1.0, 2.0], dtype=torch.float64) * size**0.5, c=1.01)
+
+
 @at("cpu", "sm_80", "cuda")
 def test_many_tensors(place: str) -> None:
     count = 300 if place == "sm_80" else 10_000

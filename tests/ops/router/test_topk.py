@@ -43,6 +43,8 @@ CASES: dict[str, tuple[tuple[int, ...], int, Callable[[Tensor], Tensor]]] = {
     "wide_many": ((2, 2304), 64, lambda x: x),
     "widest": ((1, 8192), 20, lambda x: x),
     "wide_odd": ((2, 2049), 3, lambda x: x),
+    "last_warp_far_below": ((3, 512), 2, lambda x: x - 20 * (torch.arange(512, device=x.device) >= 256)),
+    "last_of_three_warps_far_below": ((3, 768), 6, lambda x: x - 20 * (torch.arange(768, device=x.device) >= 512)),
     "no_rows": ((0, 16), 3, lambda x: x),
     "ties": ((6, 256), 8, lambda x: (x * 2).round()),
     "ties_pieces": ((4, 700), 20, lambda x: (x * 2).round()),
