@@ -205,7 +205,7 @@ def test_every_dtype(place: str, dtype: torch.dtype) -> None:
 
 def emulated_coverage() -> None:
     """Run every kernel of the op in the emulator; test_registry.py checks that it does."""
-    for case in ("both", "residual_many_rows", "odd", "rows_of_2048", "hidden_20480"):
+    for case in ("both", "residual", "residual_many_rows", "odd", "rows_of_2048", "hidden_20480"):
         with running_on("sm_90") as device:
             check(make(case, torch.bfloat16, device))
     with running_on("sm_80") as device:  # without a copy engine another kernel makes gradients
