@@ -267,9 +267,10 @@ def compile_unit(
     if toolkit := sources_module.toolkit_headers(unit):
         options.append(f"-I{include_directory(toolkit)}")
     files = dict(sources_module.closure(unit) if sources is None else sources)
-    text = files.pop(unit).decode("utf-8")
+    name = sources_module.name(unit)
+    text = files.pop(name).decode("utf-8")
 
-    program = nvrtc.createProgram(text, unit, list(files.values()), [name.encode() for name in files])
+    program = nvrtc.createProgram(text, name, list(files.values()), [name.encode() for name in files])
     try:
         for expression in expressions:
             nvrtc.addNameExpression(program, expression)
