@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def signature(name: str, function: object) -> str:
 def docstring(function: object) -> str:
     """Return a docstring as Markdown: its sections as paragraphs, their entries as lists."""
     lines, section = [], False
-    for line in inspect.cleandoc(function.__doc__ or "").replace("``", "`").splitlines():
+    for line in _markdown(function.__doc__).splitlines():
         stripped = line.strip()
         indent = len(line) - len(line.lstrip())
         if stripped in ("Args:", "Returns:", "Raises:", "Attributes:", "Yields:", "Example:") and not indent:
@@ -74,6 +75,11 @@ def docstring(function: object) -> str:
     return "\n".join(lines).strip()
 
 
+def _markdown(text: str | None) -> str:
+    """Return text of a docstring with its code in single backquotes."""
+    return re.sub(r":(?:func|class|meth):(?=`)", "", inspect.cleandoc(text or "").replace("``", "`"))
+
+
 def _goes_on(lines: list[str]) -> bool:
     """Whether the line before belongs to an entry of the section."""
     return bool(lines) and lines[-1].startswith(("- ", "  "))
@@ -82,7 +88,7 @@ def _goes_on(lines: list[str]) -> bool:
 def page(family: str, names: list[tuple[str, str]]) -> str:
     """Return the text of one page."""
     package = importlib.import_module(f"rtkernels.{family}" if family in ("nn", "optim") else f"rtkernels.ops.{family}")
-    parts = [NOTE, f"# {family}", inspect.cleandoc(package.__doc__ or "").replace("``", "`")]
+    parts = [NOTE, f"# {family}", _markdown(package.__doc__)]
     for name, module in names:
         value = getattr(importlib.import_module(f"rtkernels.{module}"), name.rpartition(".")[2])
         shown = f"rtkernels.{name}"
