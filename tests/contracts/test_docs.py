@@ -46,11 +46,10 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert heading in anchors, f"{page.name} links to {link}"
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "decisions").glob("*.md")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "decisions").glob("[!R]*.md")), ids=lambda path: path.stem)
 def test_decisions_begin_with_what_holds_now(page: Path) -> None:
     titles = re.findall(r"^## (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    assert titles[0] == "What holds now"
-    assert page.stem == "README" or "History" in titles
+    assert titles[:2] == ["What holds now", "History"]
 
 
 def test_the_readme_is_short() -> None:
