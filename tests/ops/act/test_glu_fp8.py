@@ -266,7 +266,7 @@ def emulated_coverage() -> None:
             check_backward(make("weight", torch.bfloat16, device), layout="transposed")
     with running_on("sm_90") as device:
         check(make("merged_1d", torch.bfloat16, device), "relu")
-        __import__("test_glu_fp8_smooth").check_smooth(make("merged_1d", torch.bfloat16, device))
+        __import__("test_glu_smooth_fp8").check_smooth(make("merged_1d", torch.bfloat16, device))
 
 
 # ---- backward -------------------------------------------------------------------------------------------------------
