@@ -227,7 +227,7 @@ def load(
     """Return the compiled kernels, from memory, disk or NVRTC, in this order.
 
     Args:
-        unit: Name of the ``.cu`` file, relative to the source root.
+        unit: Name of the ``.cu`` file, relative to the source root, or its absolute path.
         expressions: C++ name expressions that are compiled together.
         target: What to compile for.
         flags: Extra compiler options, see ``nvrtc.flags_for``.

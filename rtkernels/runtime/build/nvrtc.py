@@ -249,7 +249,7 @@ def compile_unit(
     """Compile some instantiations of one unit.
 
     Args:
-        unit: Name of the ``.cu`` file, relative to the source root.
+        unit: Name of the ``.cu`` file, relative to the source root, or its absolute path.
         expressions: C++ name expressions, for example ``rtk::rms_norm_fwd<rtk::bf16, 8>``.
         target: What to compile for.
         flags: Extra options, see ``flags_for``.
