@@ -119,7 +119,7 @@ RTK_DEVICE float sum_of_rows(float (&sums)[kPatchRows], int lane) {
 }
 
 // The gradient of [gate | up], as glu_fp8_bwd in act/glu_fp8_double_buffered.cu. One tile of up is on its way, and two of gate and
-// dy; but only one of them for experts whose tiles are drawn, which is faster (docs/measurements/fp8.md).
+// dy; but only one of them for experts whose tiles are drawn, which is faster (docs/decisions/act.md).
 template <typename T, bool EXPERTS>
 __global__ void __launch_bounds__(kPatchThreads, 1)
     glu_fp8_bwd_stream(const __grid_constant__ ptx::TensorMap dy, const __grid_constant__ ptx::TensorMap gate,

@@ -72,7 +72,7 @@ inline constexpr int kLongHeld = 9;
 // row is fetched into the register or slot that became free, and summed up kLag pairs of slots later. A slot belongs to
 // one thread; there are 2 * kLag of them or more, an even number. Everything is asked of L2 kAhead pieces before, so that
 // the first pieces of a row come while the sums of the one before are added up, when nothing is free. No more of it:
-// what waits in L2 for more than a few microseconds is gone again (docs/measurements.md).
+// what waits in L2 for more than a few microseconds is gone again (docs/decisions/common.md).
 template <typename T>
 __global__ void __launch_bounds__(640, 1)
     cross_entropy_grad_long(const T* x, T* dx, const void* labels, float* loss, float* stats, float* correct,

@@ -76,7 +76,7 @@ RTK_DEVICE void ld_stream_16_if(bool wanted, Raw<16>& r, const void* p, u64 poli
 }
 
 // Read-only data used once, by a kernel that writes as well. L2 gives up these lines last, odd as that seems: the kernel is
-// up to 8 % faster, presumably because lines that it wrote make room instead (docs/measurements.md).
+// up to 8 % faster, presumably because lines that it wrote make room instead (docs/decisions/common.md).
 template <int B>
 RTK_DEVICE Raw<B> ld_stream(const void* p) {
     if constexpr (B == 16) {

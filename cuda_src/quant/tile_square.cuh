@@ -1,6 +1,6 @@
 // A 128 x 128 tile of fp32 numbers in the registers of 256 threads, 8 x 8 each, to e4m3 codes along rows (1 x 128),
 // along columns (128 x 1, codes transposed), or both. A warp has 16 rows, half a warp eight: neighbouring lanes read and
-// write whole lines of memory, which matters more than any number of instructions (docs/measurements.md).
+// write whole lines of memory, which matters more than any number of instructions (docs/decisions/common.md).
 //
 // Transposed codes pass through shared memory, 128 bytes per column. The 16 bytes of rows 16p .. 16p + 15 of column c
 // lie in piece p ^ (c / 8 % 8) of that column, in the second half of the columns with its eight bytes swapped. Writing,

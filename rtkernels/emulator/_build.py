@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -106,10 +106,11 @@ def compiler() -> Compiler:
 # ---- sources --------------------------------------------------------------------------------------------------------
 
 
-def _closure(start: Path) -> tuple[dict[str, bytes], dict[Path, int]]:
+def _closure(start: Path, bases: Sequence[Path]) -> tuple[dict[str, bytes], dict[Path, int]]:
     """Return the content of every file of a translation unit, and when each was last changed.
 
-    Where the emulator and ``cuda_src`` both have a header, the emulator's counts.
+    Headers are named relative to one of the bases, and the first that has one counts: the emulator's before those of
+    ``cuda_src``.
     """
     found: dict[str, bytes] = {}
     times: dict[Path, int] = {}
@@ -121,7 +122,7 @@ def _closure(start: Path) -> tuple[dict[str, bytes], dict[Path, int]]:
         times[path] = os.stat(path).st_mtime_ns
         found[name] = path.read_bytes()
         for included in _INCLUDES.findall(found[name].decode()):
-            places = (base / included for base in (INCLUDE, sources_module.root()))
+            places = (base / included for base in bases)
             if not (place := next((p for p in places if p.is_file()), None)):
                 raise SourceError(f"{name} includes {included!r}, which is neither in the emulator nor in cuda_src")
             waiting.append((included, place))
@@ -322,7 +323,8 @@ def _build_kernel(
 ) -> tuple[dict[Path, int], Path]:
     tool = compiler()
     path = Path(unit) if os.path.isabs(unit) else sources_module.root() / unit
-    sources, times = _closure(path)
+    bases = (INCLUDE, *sources_module.places(unit))
+    sources, times = _closure(path, bases)
     flags = [
         *tool.flags,
         *(("-O0", "-g", "-gdwarf-4") if debug else ("-O1", "-g1", "-gdwarf-4")),
@@ -347,7 +349,7 @@ def _build_kernel(
         # -nodefaultlibs: the runtime answers the sanitizer's callbacks, not the compiler's own library.
         wrap = [f"-Wl,--wrap={name}" for name in ("memcpy", "memmove", "memset")]
         link = ["-shared", "-nodefaultlibs", *wrap, str(engine), "-lm", "-lc", "-lgcc"]
-        places = [f"-I{INCLUDE}", f"-I{sources_module.root()}"]
+        places = [f"-I{base}" for base in bases]
         _compile([*tool.command, *flags, *places, str(source), *link, "-o", str(output)], f"{expression} ({unit})")
 
     return times, _cached(op, expression, content, make)

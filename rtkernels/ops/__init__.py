@@ -1,1 +1,3 @@
-"""One module per op family. Each declares an ``Op``; ``rtkernels.runtime.operator.operator.ops()`` imports them all."""
+"""One folder per family of ops. Every op is a module that declares an ``Op``; ``runtime.operator.registry.ops()``
+imports them all. Families use each other only downwards: ``tests/contracts/test_layers.py`` has the table.
+"""

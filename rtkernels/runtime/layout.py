@@ -133,7 +133,7 @@ def passing(nbytes: int) -> bool:
     """Return True if kernels that read `nbytes` and write much less should mark them as the first to leave L2.
 
     Else they push out what was written there before, and the memory is busy with that as well. It saves up to the time
-    of writing L2's size, but such reads are 4 % slower, so it is for a few times that size (docs/measurements.md).
+    of writing L2's size, but such reads are 4 % slower, so it is for a few times that size (docs/decisions/common.md).
     """
     return nbytes <= _PASSING_BYTES
 

@@ -1,7 +1,7 @@
 """Compile kernels ahead of time, for any target, with or without a GPU.
 
-The public name is ``rtkernels.warm``; this module has an underscore because a submodule of the same name
-would replace the function as soon as anyone imported it.
+The public name is ``rtkernels.warm``, a function. This module is not ``rtkernels/warm.py`` because it would then
+replace the function as soon as anyone imported it.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _THREADS, _BLOCK_ROWS, _BOX = 640, 64, 64
 _SLOTS, _STAGES = 6, 4  # of x and of the router's weight in shared memory, 16 and 32 KB
 _SHARED = _SLOTS * 16384 + _STAGES * 32768 + 1024 + 8 * (4 * _SLOTS + 2 * _STAGES) + 4 * 4 * _BLOCK_ROWS
 
-# Where it is faster than two kernels, by measurements (docs/measurements.md). It takes multiples of 4 experts and 8
+# Where it is faster than two kernels, by measurements (docs/decisions/router.md). It takes multiples of 4 experts and 8
 # columns, but with a slab that is not full it gains nothing. Sums stay in the tensor cores, so their error grows with
 # the columns: 2.1e-6 at 2048, 4.5e-6 at 4096.
 _EXPERTS = range(64, 257, 4)

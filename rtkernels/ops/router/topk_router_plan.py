@@ -150,7 +150,7 @@ def _plan_fwd(logits, bias, align, k, mode, num_groups, top_groups, group_k, den
         grid = min(rows, max(_WARPS_PER_SM * device_info(device).sm_count // warps // 2, 1))
     else:
         # Blocks add their counts to the same few numbers, so large ones where there are rows for all of them; half
-        # as large where rows have memory of their own (docs/measurements.md).
+        # as large where rows have memory of their own (docs/decisions/moe.md).
         sms = device_info(device).sm_count
         many = _MANY_WARPS // 2 if team else _MANY_WARPS
         warps = teams = many if rows > _WARPS_PER_SM * sms else _WARPS

@@ -183,7 +183,8 @@ def _publish(store: Store, request: Request, meta: dict[str, Any], image: bytes)
     final = request.directory(store)
     name = store_module.image_name(request.target.name)
     instances = "".join(f"//   {expression}\n" for expression in request.expressions)
-    listing = f"// {request.unit} {' '.join(request.flags)}\n{instances}{sources.flatten(request.sources)}"
+    heading = f"// {sources.name(request.unit)} {' '.join(request.flags)}\n{instances}"
+    listing = heading + sources.flatten(request.sources)
     source = gzip.compress(listing.encode(), mtime=0)  # people seldom read it, and it is larger than the image
     files = {name: image, "kernel.cu.gz": source, store_module.META: json.dumps(meta).encode()}
     return final / name if store_module.publish(store, final, files) else None
@@ -195,7 +196,7 @@ def _meta(request: Request, compiled: nvrtc.Compiled) -> dict[str, Any]:
         "key": request.key,
         "base_key": request.base_key,
         "op": request.op,
-        "unit": request.unit,
+        "unit": sources.name(request.unit),
         "expressions": list(request.expressions),
         "names": compiled.names,
         "target": request.target.name,
@@ -226,7 +227,7 @@ def load(
     """Return the compiled kernels, from memory, disk or NVRTC, in this order.
 
     Args:
-        unit: Name of the ``.cu`` file, relative to the source root.
+        unit: Name of the ``.cu`` file, relative to the source root, or its absolute path.
         expressions: C++ name expressions that are compiled together.
         target: What to compile for.
         flags: Extra compiler options, see ``nvrtc.flags_for``.

@@ -46,7 +46,7 @@ class Request:
     def _hash(self, nvrtc: tuple[int, int] | None) -> str:
         content = {
             "format": store_module.FORMAT,
-            "unit": self.unit,
+            "unit": sources_module.name(self.unit),
             "target": self.target.name,
             "expressions": sorted(self.expressions),
             "flags": self.flags,

@@ -249,7 +249,7 @@ def compile_unit(
     """Compile some instantiations of one unit.
 
     Args:
-        unit: Name of the ``.cu`` file, relative to the source root.
+        unit: Name of the ``.cu`` file, relative to the source root, or its absolute path.
         expressions: C++ name expressions, for example ``rtk::rms_norm_fwd<rtk::bf16, 8>``.
         target: What to compile for.
         flags: Extra options, see ``flags_for``.
@@ -267,9 +267,10 @@ def compile_unit(
     if toolkit := sources_module.toolkit_headers(unit):
         options.append(f"-I{include_directory(toolkit)}")
     files = dict(sources_module.closure(unit) if sources is None else sources)
-    text = files.pop(unit).decode("utf-8")
+    name = sources_module.name(unit)
+    text = files.pop(name).decode("utf-8")
 
-    program = nvrtc.createProgram(text, unit, list(files.values()), [name.encode() for name in files])
+    program = nvrtc.createProgram(text, name, list(files.values()), [name.encode() for name in files])
     try:
         for expression in expressions:
             nvrtc.addNameExpression(program, expression)

@@ -3,6 +3,10 @@
 The include closure is both the cache key and the set of headers handed to NVRTC in memory: what was hashed is
 what gets compiled. That works because the scanner accepts two forms only, ``#include "path/below/cuda_src"``
 and three toolkit headers in angle brackets, and rejects everything else.
+
+A unit is named relative to ``cuda_src``. A unit of somebody else is named by its absolute path: its headers are looked
+for in its own folder and in ``cuda_src``, and everything it consists of is named relative to these two, so that where
+it lies decides nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +79,21 @@ def read(rel: str) -> bytes:
     return _load(root(), rel).content
 
 
+def is_foreign(unit: str) -> bool:
+    """Return whether a unit lies outside of ``root()``: it is given by its absolute path."""
+    return os.path.isabs(unit)
+
+
+def name(unit: str) -> str:
+    """Return what a unit is called in its closure, in keys and in the compiler's messages: no folder of the machine."""
+    return os.path.basename(unit) if is_foreign(unit) else unit
+
+
+def places(unit: str) -> tuple[Path, ...]:
+    """Return the directories that the unit's own headers are named relative to."""
+    return (Path(unit).parent, root()) if is_foreign(unit) else (root(),)
+
+
 def closure(unit: str) -> dict[str, bytes]:
     """Return every own file a unit consists of: the unit first, then its headers in include order.
 
@@ -134,20 +153,32 @@ def flatten(sources: Mapping[str, bytes]) -> str:
 
 
 def _closure(unit: str) -> dict[str, _File]:
-    base = root()
+    bases = places(unit)
     found: dict[str, _File] = {}
 
     def visit(rel: str) -> None:
-        file = found[rel] = _load(base, rel)
-        for name in file.own:
-            if name not in found:
-                visit(name)
+        file = found[rel] = _load(_base(rel, bases), rel, bases)
+        for header in file.own:
+            if header not in found:
+                visit(header)
 
-    visit(unit)
+    visit(name(unit))
     return found
 
 
-def _load(base: Path, rel: str) -> _File:
+def _base(rel: str, bases: Sequence[Path]) -> Path:
+    """Return the directory that has a file.
+
+    Raises:
+        SourceError: Two have it, so that a header of ours would include somebody else's.
+    """
+    having = [base for base in bases if (base / rel).is_file()] if len(bases) > 1 else bases
+    if len(having) > 1:
+        raise SourceError(f"{rel!r} is in {having[0]} and in {having[1]}; give the first another name")
+    return having[0] if having else bases[0]
+
+
+def _load(base: Path, rel: str, bases: Sequence[Path] = ()) -> _File:
     path = os.path.join(base, rel)
     try:
         stamp = _stamp(path)
@@ -158,7 +189,7 @@ def _load(base: Path, rel: str) -> _File:
     except OSError as error:
         why = error.strerror or error
         raise SourceError(f"cannot read the CUDA source {rel!r} in {base}: {why}") from error
-    own, toolkit = _scan(rel, content, base)
+    own, toolkit = _scan(rel, content, bases or (base,))
     file = _File(stamp, content, hashlib.sha256(content).hexdigest(), own, toolkit)
     _files[base, rel] = file
     return file
@@ -172,7 +203,7 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
-def _scan(rel: str, content: bytes, base: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _scan(rel: str, content: bytes, bases: Sequence[Path]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the own and the toolkit headers a file includes, in order."""
     try:
         text = content.decode("utf-8")
@@ -187,12 +218,13 @@ def _scan(rel: str, content: bytes, base: Path) -> tuple[tuple[str, ...], tuple[
         where = f"{rel}:{code.count(chr(10), 0, match.start('word')) + 1}: {match[0].strip()}"
         plain = match["mark"] == "#" and match["word"] == "include"
         if plain and (quoted := _QUOTED.fullmatch(what)):
-            name = quoted["name"]
-            if any(part in ("", ".", "..") for part in name.split("/")):
+            header = quoted["name"]
+            if any(part in ("", ".", "..") for part in header.split("/")):
                 raise SourceError(f"{where}: name own headers relative to cuda_src, without '.' or '..'")
-            if not (base / name).is_file():
-                raise SourceError(f"{where}: no such file; own headers are named relative to {base}")
-            own[name] = None
+            if not any((base / header).is_file() for base in bases):
+                said = " or ".join(map(str, bases))
+                raise SourceError(f"{where}: no such file; own headers are named relative to {said}")
+            own[header] = None
         elif plain and (angled := _ANGLED.fullmatch(what)) and angled["name"] in TOOLKIT_HEADERS:
             toolkit[angled["name"]] = None
         else:

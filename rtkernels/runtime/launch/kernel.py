@@ -32,7 +32,8 @@ class Kernel:
     """The record of one function template in ``cuda_src``.
 
     Args:
-        unit: Source file relative to ``cuda_src``.
+        unit: Source file relative to ``cuda_src``, or the absolute path of one that lies elsewhere
+            (docs/custom_kernels.md).
         entry: Name of the ``__global__`` template in namespace ``rtk``.
         template: Names of the template parameters, for people.
         args: ``"x:ptr rows:i64 eps:f64"``; every argument is eight bytes. Tensor maps (``x:tmap``, passed as
@@ -46,7 +47,7 @@ class Kernel:
 
     def __init__(
         self,
-        unit: str,
+        unit: str | os.PathLike[str],
         entry: str,
         *,
         template: str,
@@ -57,7 +58,7 @@ class Kernel:
         emulated: bool | str = True,
         flags: tuple[str, ...] = (),
     ) -> None:
-        self.unit = unit
+        self.unit = os.fspath(unit)
         self.name = entry
         self.template = tuple(template.split())
         self.args = tuple(tuple(item.split(":")) for item in args.split())

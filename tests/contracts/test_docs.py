@@ -1,0 +1,56 @@
+"""The documents say what the code does: pages from docstrings, environment variables, links, the README's length."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from rtkernels.runtime import env
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def test_the_api_pages_are_those_of_the_docstrings() -> None:
+    spec = importlib.util.spec_from_file_location("make_api", ROOT / "docs" / "make_api.py")
+    make_api = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make_api)
+    written = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "api").glob("*.md")}
+    expected = make_api.pages()
+    assert sorted(written) == sorted(expected)
+    stale = [name for name in expected if written[name] != expected[name]]
+    assert not stale, f"run python docs/make_api.py: {', '.join(stale)}"
+
+
+def test_troubleshooting_lists_every_environment_variable() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(RTKERNELS_\w+)` \|", text, re.MULTILINE)
+    assert rows == [variable.name for variable in env.VARIABLES]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        target, _, heading = link.partition("#")
+        if target.startswith("http"):
+            continue
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists(), f"{page.name} links to {link}"
+        if heading and path.suffix == ".md":
+            titles = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+            anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+            assert heading in anchors, f"{page.name} links to {link}"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "decisions").glob("[!R]*.md")), ids=lambda path: path.stem)
+def test_decisions_begin_with_what_holds_now(page: Path) -> None:
+    titles = re.findall(r"^## (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert titles[:2] == ["What holds now", "History"]
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
