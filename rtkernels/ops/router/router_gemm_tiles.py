@@ -3,7 +3,7 @@
 A cluster of `splits` blocks makes a tile of `rows` tokens by `columns` experts, each block its part of the depth, 64 of
 it per stage. All costs are clocks of a multiprocessor, with rates fitted to a run on an H200: 46 cases of 4096 to 12289
 tokens and 8 to 512 experts, times within 6 % (root mean square), choices at 0.3 % above the fastest one on average
-(docs/measurements/gemm.md).
+(docs/decisions/router.md).
 """
 
 from __future__ import annotations

@@ -284,7 +284,7 @@ def test_chosen_tiles_can_be_launched(experts: int) -> None:
 
 
 def test_the_model_finds_what_was_fastest() -> None:
-    """Of an H200; docs/measurements/gemm.md has the times."""
+    """Of an H200; docs/decisions/router.md has the times."""
     assert _h200(12289, 160, 6144)[:3] == (128, 160, 1)
     assert _h200(12289, 256, 7168)[:3] == _h200(12289, 512, 7168)[:3] == (192, 128, 1)
     assert _h200(8192, 256, 2048)[:3] == (128, 128, 1)
