@@ -9,6 +9,7 @@ import torch
 from rtkernels import emulator
 from rtkernels.runtime.launch.device import emulate_features
 from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.targets import Target
 
 STAGES = (1, 2, 3, 4)
 PIPELINE = Kernel(
@@ -19,7 +20,23 @@ PIPELINE_STATE = Kernel(
     "probe/pipeline.cu", "probe_pipeline_state", template="STAGES", args="y:ptr first:i64 uses:i64",
     variants=[(stages,) for stages in STAGES], max_registers=24, needs=("tma",),
 )  # fmt: skip
-KERNELS = (PIPELINE, PIPELINE_STATE)
+TILE_M, TILE_N, BAND = 16, 8, 4  # of probe/tiles.cu
+STATIC, DRAWN_BY_BLOCKS, DRAWN_BY_WARPS = 0, 1, 2
+
+
+def _sources(target: Target) -> list[tuple[Any, ...]]:
+    sources = (STATIC, DRAWN_BY_BLOCKS, DRAWN_BY_WARPS)
+    return [
+        (s, grouped) for s in sources if s != DRAWN_BY_WARPS or "tma" in target.features for grouped in (False, True)
+    ]
+
+
+TILES = Kernel(
+    "probe/tiles.cu", "probe_tiles", template="SOURCE GROUPED",
+    args="cover:ptr owner:ptr log:ptr ends:ptr counter:ptr groups:i64 rows:i64 columns:i64",
+    variants=_sources, max_registers=64,
+)  # fmt: skip
+KERNELS = (PIPELINE, PIPELINE_STATE, TILES)
 
 
 def launch(
