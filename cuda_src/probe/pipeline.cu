@@ -10,7 +10,7 @@ namespace rtk {
 inline constexpr int kRow = 128, kRowBytes = 4 * kRow;
 inline constexpr int kNoInitBarrier = 1, kNoAcquire = 2, kNoWait = 3, kReleaseBeforeRead = 4, kNoRelease = 5,
                      kReleaseTwice = 6, kTooFewBytes = 7, kUnfencedWrite = 8, kFencedWrite = 9, kNoCommit = 10,
-                     kReleaseWithoutSyncwarp = 11;
+                     kReleaseWithoutSyncwarp = 11, kNoDrain = 12;
 
 template <int STAGES, bool BULK>
 __global__ void __launch_bounds__(256) probe_pipeline(const float* x, float* y, i64 rows, i64 fault) {
@@ -37,7 +37,10 @@ __global__ void __launch_bounds__(256) probe_pipeline(const float* x, float* y, 
                 if (fault != kNoCommit) pipeline.commit_warp(state);
             }
         }
-        if (!BULK || lane == 0) pipeline.drain(state);
+        if (lane == 0) {  // the stages become something else, as where results leave through them
+            if (fault != kNoDrain) pipeline.drain(state);
+            for (int stage = 0; stage < STAGES; ++stage) stages[stage][0] = 0.0f;
+        }
     } else {
         for (i64 row = blockIdx.x; row < rows; row += gridDim.x, state.advance()) {
             if (fault != kNoWait) pipeline.wait(state);

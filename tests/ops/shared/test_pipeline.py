@@ -16,7 +16,7 @@ ROW = 128
 FAULTS = {
     "no barrier after init": 1, "no acquire": 2, "no wait": 3, "release before read": 4, "no release": 5,
     "release twice": 6, "too few bytes": 7, "write without fence": 8, "write with fence": 9, "no commit": 10,
-    "release without syncwarp": 11,
+    "release without syncwarp": 11, "no drain": 12,
 }  # fmt: skip
 
 
@@ -71,6 +71,8 @@ def test_in_every_order(bulk: bool) -> None:
         ("no commit", False, ("divergent_barrier",)),
         ("release without syncwarp", True, ("race",)),
         ("release without syncwarp", False, ("race",)),
+        ("no drain", True, ("race",)),
+        ("no drain", False, ("race",)),
     ],
 )
 def test_wrong_uses_are_reported(name: str, bulk: bool, kinds: tuple[str, ...]) -> None:
