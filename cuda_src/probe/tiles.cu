@@ -20,7 +20,10 @@ RTK_DEVICE void walk(Scheduler scheduler, i32* cover, i32* owner, i32* log, i64 
             atomicAdd(cover + row * tiles_n + tile.n, 1);
             owner[row] = static_cast<i32>(tile.group);
         }
-        if (log != nullptr && threadIdx.x == 0) log[2 * i] = static_cast<i32>(tile.m), log[2 * i + 1] = static_cast<i32>(tile.n);
+        if (log != nullptr && threadIdx.x == 0) {
+            log[2 * i] = static_cast<i32>(tile.m);
+            log[2 * i + 1] = static_cast<i32>(tile.n);
+        }
     }
 }
 

@@ -36,18 +36,39 @@ TILES = Kernel(
     args="cover:ptr owner:ptr log:ptr ends:ptr counter:ptr groups:i64 rows:i64 columns:i64",
     variants=_sources, max_registers=64,
 )  # fmt: skip
-KERNELS = (PIPELINE, PIPELINE_STATE, TILES)
+DIRECT, COPIED = 0, 1  # of probe/epilogue.cu
+EPILOGUE = Kernel(
+    "probe/epilogue.cu", "probe_epilogue", template="T Sum COUNT OUTPUT",
+    args="sums:ptr a:ptr b:ptr row_scale:ptr column_scale:ptr bias:ptr add:ptr out:ptr stride:i64 aligned:i64 rows:i64 "
+    "columns:i64",
+    variants=[("bf16", "fp32", 32, DIRECT), ("bf16", "i32", 32, COPIED), ("fp32", "fp32", 32, COPIED),
+              ("fp16", "fp32", 16, DIRECT)],
+    max_registers=168,
+)  # fmt: skip
+EPILOGUE_TMA = Kernel(
+    "probe/epilogue.cu", "probe_epilogue_tma", template="T COUNT",
+    args="out:tmap sums:ptr scale:ptr bias:ptr rows:i64 columns:i64 times:i64 fault:i64",
+    variants=[("fp32", 32), ("bf16", 64)], max_registers=168, needs=("tma",),
+)  # fmt: skip
+KERNELS = (PIPELINE, PIPELINE_STATE, TILES, EPILOGUE, EPILOGUE_TMA)
 
 
 def launch(
     kernel: Kernel, variant: tuple[Any, ...], device: torch.device, grid: int, block: int, *args: Any, shared: int = 0
 ) -> None:
-    """Run one variant on a GPU, or in the emulator that is active; tensors become pointers."""
+    """Run one variant on a GPU, or in the emulator that is active.
+
+    Tensors become pointers; what is called without arguments gives its result, so that a tensor map is made there.
+    """
+
+    def value(argument: Any) -> Any:
+        if isinstance(argument, torch.Tensor):
+            return argument.data_ptr()
+        return 0 if argument is None else argument() if callable(argument) else argument
 
     def run() -> None:
         index = device.index or 0 if device.type == "cuda" else -1
-        values = [0 if a is None else a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
-        kernel.bind(variant, index, grid, block, shared)(*values)
+        kernel.bind(variant, index, grid, block, shared)(*map(value, args))
 
     if device.type == "cuda":
         run()
