@@ -50,7 +50,12 @@ EPILOGUE_TMA = Kernel(
     args="out:tmap sums:ptr scale:ptr bias:ptr rows:i64 columns:i64 times:i64 fault:i64",
     variants=[("fp32", 32), ("bf16", 64)], max_registers=168, needs=("tma",),
 )  # fmt: skip
-KERNELS = (PIPELINE, PIPELINE_STATE, TILES, EPILOGUE, EPILOGUE_TMA)
+MAINLOOP = Kernel(
+    "probe/mainloop.cu", "probe_mainloop", template="T STAGES PROMOTES",
+    args="a:tmap b:tmap out:tmap scale:ptr bias:ptr rows:i64 columns:i64 depth:i64 promote:i64",
+    variants=[("bf16", 4, False), ("fp16", 3, True)], max_registers=168, needs=("wgmma",),
+)  # fmt: skip
+KERNELS = (PIPELINE, PIPELINE_STATE, TILES, EPILOGUE, EPILOGUE_TMA, MAINLOOP)
 
 
 def launch(
