@@ -141,7 +141,7 @@ struct BlockHandover {
 
     RTK_DEVICE explicit BlockHandover(void* memory) : slots(static_cast<u32*>(memory)) {}
 
-    // One barrier: a slot is written again only after the barrier of the call in between.
+    // One barrier: before a slot gets its next number, all threads have passed the barrier of the call in between.
     template <typename Make>
     RTK_DEVICE u32 give(const Make& make) {
         if (threadIdx.x == 0) slots[slot] = make();

@@ -5,7 +5,7 @@
 //
 // Sums lie as wgmma m64nNk16 leaves them (ptx/wgmma.cuh), N / 2 in a thread: sums[4j + 2r + c] is row 16w + g + 8r, column
 // 8j + 2t + c of the warpgroup's 64 rows, for lane 4g + t of its warp w. A thread has two rows and, in each, pairs of
-// neighbours, so a step loads what belongs to a row once per row, and what belongs to columns once per pair.
+// neighbours, so a step loads per row what belongs to a row, and per pair what belongs to columns.
 //
 // A step is a type with
 //   Row row(i64 m, bool exists)                  what it needs of a row, and

@@ -77,7 +77,7 @@ RTK_DEVICE void produce_tile(const Operands& operands, const Pipeline<STAGES>& p
     }
 }
 
-// By a warpgroup: sums over `count` stages, one at least, in the tensor cores. The products of a stage are under way while
+// By a warpgroup: sums over `count` stages (more than 0), in the tensor cores. The products of a stage are under way while
 // the next one is waited for; the stage is released when those have read it. One arrival per warp.
 template <typename Operands, int STAGES>
 RTK_DEVICE void multiply_stages(float (&sums)[Operands::kSums], const Operands& operands, const Pipeline<STAGES>& pipeline,
