@@ -1,6 +1,7 @@
 // What the wgmma kernels of the router share: a block of two consumer warpgroups, each with 64 of the 128 rows, and
 // a third one of which a single thread works: it asks the copy engine for tiles. Sums are in registers.
 #pragma once
+#include "common/pipeline.cuh"
 #include "gemm/operand.cuh"
 #include "gemm/terms.cuh"
 #include "ptx/pdl.cuh"
@@ -16,6 +17,110 @@ inline constexpr int kConsumerWarps = 8;
 inline constexpr int kRouterTile = 128;
 inline constexpr u32 kTileBytes = kRouterTile * kTileRow;  // 128 rows of 64 16-bit elements, or 64 rows of 128
 inline constexpr int kDepthSteps = kBlockDepth / 16;
+
+// ---- the loop over the depth, for any product ----------------------------------------------------------------------
+//
+// One thread asks for stages (produce_tile), warpgroups multiply what is in them (sum_products), a pipeline lies between;
+// both walk the same tiles (common/tile_scheduler.cuh). What a stage holds and how it is multiplied is a policy, so that other
+// types, scales and layouts change no loop. Operands are a type with
+//   kStageBytes                                bytes of a stage, all of which fetch() copies; a multiple of 1024
+//   kSums                                      sums of a thread
+//   fetch(stage, full, block, m, n)            asks for depth block `block` of the rows from m on and the columns from n on
+//   multiply(sums, stage, add)                 asks for its products; sums are set, not added to, unless `add`
+// and so is the promotion of sums from tensor cores, which drop low bits as they add, to fp32 registers.
+
+// Tensor cores add over the whole depth.
+struct KeepSums {};
+
+// They add over `stages` stages, then registers do. A policy with scales per depth block has an add() of its own.
+struct PromoteEvery {
+    int stages;
+
+    // `part` is the sum over the depth blocks from `block` on.
+    template <int N>
+    RTK_DEVICE void add(float (&sums)[N], const float (&part)[N], int) const {
+#pragma unroll
+        for (int i = 0; i < N; ++i) sums[i] += part[i];
+    }
+};
+
+// Rows of 64 16-bit elements of the depth for both: 128 rows of a [.., depth], then 128 of b [.., depth].
+template <typename T>
+struct KMajorOperands {
+    static constexpr u32 kStageBytes = 2 * kTileBytes;
+    static constexpr int kSums = 64;
+    const ptx::TensorMap& a;  // boxes of 128 rows
+    const ptx::TensorMap& b;
+    u32 own_rows;  // bytes from the tile to the 64 rows of this warpgroup; the same in all lanes, and known to be
+
+    RTK_DEVICE void fetch(ptx::SharedAddress stage, ptx::SharedAddress full, int block, i64 m, i64 n) const {
+        ptx::tma_load_2d(stage, a, full, block * kBlockDepth, static_cast<i32>(m));
+        ptx::tma_load_2d(stage + kTileBytes, b, full, block * kBlockDepth, static_cast<i32>(n));
+    }
+
+    RTK_DEVICE void multiply(float (&sums)[kSums], ptx::SharedAddress stage, bool add) const {
+        const u64 left = k_major_descriptor(stage + own_rows), right = k_major_descriptor(stage + kTileBytes);
+#pragma unroll
+        for (int k = 0; k < kDepthSteps; ++k)
+            ptx::wgmma_shared<T, false>(sums, left + k * kNextKMajor, right + k * kNextKMajor, add || k != 0);
+    }
+};
+
+// By one thread: the `blocks` depth blocks of a tile, into stages that begin at `stages`.
+template <typename Operands, int STAGES>
+RTK_DEVICE void produce_tile(const Operands& operands, const Pipeline<STAGES>& pipeline, PipelineState<STAGES>& state,
+                             ptx::SharedAddress stages, int blocks, i64 m, i64 n) {
+    for (int block = 0; block < blocks; ++block, state.advance()) {
+        pipeline.acquire(state);
+        const ptx::SharedAddress full = pipeline.expect(state, Operands::kStageBytes);
+        operands.fetch(stages + state.stage * Operands::kStageBytes, full, block, m, n);
+    }
+}
+
+// By a warpgroup: sums over `count` stages (more than 0), in the tensor cores. The products of a stage are under way while
+// the next one is waited for; the stage is released when those have read it. One arrival per warp.
+template <typename Operands, int STAGES>
+RTK_DEVICE void multiply_stages(float (&sums)[Operands::kSums], const Operands& operands, const Pipeline<STAGES>& pipeline,
+                                PipelineState<STAGES>& state, ptx::SharedAddress stages, int count) {
+    const bool speaks = threadIdx.x % kWarp == 0;
+    PipelineState<STAGES> last = state;
+    for (int i = 0; i < count; ++i, state.advance()) {
+        pipeline.wait(state);
+        ptx::wgmma_fence();
+        operands.multiply(sums, stages + state.stage * Operands::kStageBytes, i != 0);
+        ptx::wgmma_commit();
+        ptx::wgmma_wait<1>();
+        if (i != 0 && speaks) pipeline.release(last);
+        last = state;
+    }
+    ptx::wgmma_wait<0>();
+    if (speaks) pipeline.release(last);
+}
+
+// By a warpgroup: the sums of a tile.
+template <typename Promotion, typename Operands, int STAGES>
+RTK_DEVICE void sum_products(float (&sums)[Operands::kSums], const Operands& operands, const Promotion& promotion,
+                             const Pipeline<STAGES>& pipeline, PipelineState<STAGES>& state, ptx::SharedAddress stages,
+                             int blocks) {
+    constexpr bool kPromotes = !is_same<Promotion, KeepSums>::value;
+    if (kPromotes || blocks == 0) {
+#pragma unroll
+        for (float& sum : sums) sum = 0.0f;
+    }
+    if constexpr (kPromotes) {
+        float part[Operands::kSums];
+        for (int done = 0; done < blocks;) {
+            const int count = min(blocks - done, promotion.stages);
+            multiply_stages(part, operands, pipeline, state, stages, count);
+            promotion.add(sums, part, done);
+            done += count;
+        }
+    } else if (blocks != 0) {
+        multiply_stages(sums, operands, pipeline, state, stages, blocks);
+    }
+}
+
+// ---- what the kernels of the router share --------------------------------------------------------------------------
 
 // Where this thread's sums are (ptx/wgmma.cuh): d[4j + 2r + c] is row + 8r, column + 8j + c of the tile.
 struct Fragment {

@@ -77,9 +77,9 @@ def test_variants_are_plain_and_distinct(name: str) -> None:
 
 
 def test_every_unit_belongs_to_a_kernel() -> None:
-    from support import probe
+    from support import device_probe, probe
 
-    known = {kernel.unit for kernel in (*KERNELS.values(), *probe.KERNELS)}
+    known = {kernel.unit for kernel in (*KERNELS.values(), *probe.KERNELS, *device_probe.KERNELS)}
     assert set(sources.units()) == known
 
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from support import probe
+from support import device_probe, probe
 from support.compare import assert_same_bits, running_on
 from support.fp8_reference import E4M3, E5M2, FP8, encode, fp8_table
 from support.places import CEILINGS_ARE_FOR, at, compiled_for
@@ -78,8 +78,9 @@ def test_probe_says_what_it_cannot_do():
 @pytest.mark.parametrize("name", targets.CI_TARGETS)
 def test_probe_compiles(name: str):
     target = compiled_for(name)
-    for kernel in probe.KERNELS:
-        expressions = [kernel.expression(variant) for variant in kernel.variants(target)]
+    for kernel in (*probe.KERNELS, *device_probe.KERNELS):
+        if not (expressions := [kernel.expression(variant) for variant in kernel.variants(target)]):
+            continue
         compiled = nvrtc.compile_unit(kernel.unit, expressions, target)
         for used in compiled.resources.values():
             assert used.spill_stores == used.spill_loads == 0
