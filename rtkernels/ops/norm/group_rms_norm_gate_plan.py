@@ -19,16 +19,13 @@ from rtkernels.runtime.layout import (
     block_of,
     check_same,
     divisor,
-    float_halves,
     group_threads,
-    halves,
     row_stride,
     token,
     vector_bytes,
 )
 
 _UNIT, _BWD_UNIT = "norm/group_rms_norm_gate.cu", "norm/group_rms_norm_gate_bwd.cu"
-_EVEN_UNIT = "norm/group_rms_norm_gate_bwd_even.cu"
 _LAYOUTS = ("same", "sequence_first")
 _TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
@@ -74,16 +71,6 @@ _BWD = Kernel(
     variants=[(t, c, f) for t in _WIDTH for c, f in _FORMS],
     max_registers=128,
 )
-_BWD_EVEN = Kernel(
-    _EVEN_UNIT,
-    "group_rms_norm_gate_bwd_even",
-    template="T FORM",
-    args=f"{_BWD_POINTERS} partial:ptr outer_pace:i64 groups_inner:i64 dy_apart:i64 x_apart:i64 gate_apart:i64 "
-    "dgate_apart:i64 dx_apart:i64 dy_x_step:i64 gate_dgate_step:i64 dx_step_x_group:i64 by_inner:i64 by_groups:i64 "
-    "weight_group_early:i64 inverse_bits:i64 eps:f64",
-    variants=[(t, f) for t in _WIDTH for f in (_TWO_WARPS, _FOUR_WARPS)],
-    max_registers=112,
-)
 _BWD_LONG = Kernel(
     _BWD_UNIT,
     "group_rms_norm_gate_bwd_long",
@@ -101,7 +88,7 @@ _BWD_WEIGHT = Kernel(
     variants=[(t, v) for t in _WIDTH for v in (1, _WIDTH[t])],
     max_registers=48,
 )
-KERNELS = (_FWD, _FWD_LONG, _BWD, _BWD_EVEN, _BWD_LONG, _BWD_WEIGHT)
+KERNELS = (_FWD, _FWD_LONG, _BWD, _BWD_LONG, _BWD_WEIGHT)
 
 
 # ---- validation -----------------------------------------------------------------------------------------------------
@@ -244,16 +231,6 @@ class Tensors:
             return 0
         return group_threads(-(-vectors // chunks), _THREADS)
 
-    def levels(self) -> tuple[int, list[tuple[int, int]]]:
-        """Return how many inner tokens there are, and the distances of dy, x, gate, dgate and dx between tokens.
-
-        One inner token if that is possible: then the outer ones are all tokens.
-        """
-        distances = [self.dy, self.x[:2], self.gate, self.out, self.dx]
-        if self.outer == 1 or all(outer == inner * self.inner for outer, inner in distances):
-            return 1, [(inner, 0) for _, inner in distances]
-        return self.inner, distances
-
     def long_geometry(self) -> tuple[int, int, int]:
         """Return grid, block and threads per row of the long kernels."""
         threads = group_threads(-(-self.cols // (self.vec if self.vec > 1 else 4)), _THREADS)
@@ -290,24 +267,6 @@ def _plan_fwd(x: Meta, gate: Meta, weight: Meta | None, groups: int, layout: str
 
 
 FWD_PLANS = Plans(_plan_fwd)
-
-
-def _even_numbers(s: Tensors, threads: int, lanes: int, early: bool) -> tuple[int, ...] | None:
-    """Return the arguments of the kernel for tokens that lie evenly; None if it does not serve this call."""
-    inner, distances = s.levels()
-    if threads not in (64, 128) or threads * s.vec != s.cols or s.w != s.t or lanes % inner:
-        return None
-    size = 16 // _WIDTH[s.t]
-    pace = lanes // inner
-    apart = [(outer * size, inner * size) for outer, inner in distances]
-    dy, x, gate, dgate, dx = (pace * outer for outer, _ in apart)
-    if max(dy, x, gate, dgate, dx) >= 2**32:
-        return None
-    return (
-        halves(s.tokens // inner, pace), halves(s.groups, inner), *(halves(*pair) for pair in apart), halves(dy, x),
-        halves(gate, dgate), halves(dx, s.x[2] * size), divisor(inner), divisor(s.groups),
-        halves(s.weight_group, early), float_halves(1 / s.cols, 0.0),
-    )  # fmt: skip
 
 
 class _Block(NamedTuple):
@@ -411,10 +370,6 @@ class _BackwardPlan:
             # If the first and the last of a block's tokens lack groups, these have a place all the same.
             even = not s.weight_group or rows % s.groups == 0
             shared = max(shared, s.cols * 4 * (rows if even else s.groups * ((rows + s.groups - 2) // s.groups + 1)))
-        if chunks == 1 and (numbers := _even_numbers(s, threads, lanes, self.early)):
-            self.numbers = numbers
-            self.launch = _BWD_EVEN.bind((s.t, form), s.device, blocks, rows * threads, shared)
-            return
         self.launch = _BWD.bind((s.t, chunks, form), s.device, blocks, rows * threads, shared)
 
     def _plan_long(self, s: Tensors, info: DeviceInfo, weight_grad: bool) -> None:
