@@ -69,33 +69,6 @@ RTK_DEVICE Raw<16> held_gradient(Raw<16> dy_raw, Raw<16> y_raw, float sum, float
     return pack<T, VEC>(g);
 }
 
-// Rows that just fill a block of more than a warp, without lengths: thread i of n owns the 16-byte pieces i, i + n, ...
-// (CHUNKS of them) of dy and y. Grid: rows. Half as many instructions as softmax_bwd, and so few arguments that they lie in
-// one line of the constant cache.
-template <typename T, int CHUNKS, bool LOG>
-__global__ void __launch_bounds__(CHUNKS > 2 ? 1024 : 512, CHUNKS > 2 ? 1 : CHUNKS > 1 ? 3 : 4)
-    softmax_bwd_filled(const T* dy, const T* y, T* dx, i64 dy_stride, i64 y_stride, double scale) {
-    constexpr int VEC = 16 / sizeof(T);
-    __shared__ GroupScratch<1> scratch;
-    const u32 zero = static_cast<u32>(dy_stride >> 62);  // strides of torch are not negative
-    const u32 column = threadIdx.x * VEC, pitch = blockDim.x * VEC;
-    const i64 row = blockIdx.x;
-    dy += row * dy_stride + column;
-    y += row * y_stride + column;
-    dx += row * (CHUNKS * pitch) + column;
-    Raw<16> dy_raw[CHUNKS], y_raw[CHUNKS];
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-        dy_raw[c] = load_raw<T, VEC>(dy + c * pitch);
-        y_raw[c] = load_raw<T, VEC>(y + c * pitch);
-    }
-    const float sum = block_reduce<Sum>(held_sum<T, CHUNKS, LOG>(dy_raw, y_raw), scratch);
-    const float slope = static_cast<float>(scale);
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c)
-        ptx::st<16>(dx + c * pitch, held_gradient<T, LOG>(dy_raw[c], y_raw[c], sum, slope, zero));
-}
-
 // With the row in registers: thread i of a RowGroup owns the 16-byte pieces i, i + threads, ... (CHUNKS of them) of dy and
 // y, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block.
 template <typename T, int CHUNKS, bool LOG>

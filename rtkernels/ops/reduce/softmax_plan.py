@@ -29,7 +29,6 @@ LARGEST_SCALE = torch.finfo(torch.float32).max
 # Pieces of 16 bytes in a thread that holds a part of a row, best ones first, and the most threads a row then has.
 _FWD_PIECES = {1: 32, 4: 256, 3: 256, 8: 1024}
 _BWD_PIECES = {1: 32, 2: 512, 4: 1024}
-_FILLED_THREADS = 512  # of a block that a row just fills with one piece each; most instructions are spared then
 
 
 def _kernels(unit: str, entry: str, template: str, args: str, held: list[tuple]) -> tuple[Kernel, Kernel]:
@@ -56,15 +55,6 @@ _BWD = _kernels(
     "dy:ptr y:ptr dx:ptr lengths:ptr rows:i64 cols:i64 dy_stride:i64 y_stride:i64 wide:i64",
     list(product(_WIDTH, _BWD_PIECES, (False, True))),
 )
-_BWD_FILLED = Kernel(
-    "reduce/softmax_bwd.cu",
-    "softmax_bwd_filled",
-    template="T CHUNKS LOG",
-    args="dy:ptr y:ptr dx:ptr dy_stride:i64 y_stride:i64 scale:f64",
-    variants=list(product(_WIDTH, _BWD_PIECES, (False, True))),
-    max_registers=64,
-)
-
 
 # ---- validation and planning: plain metadata in, a bound launch out -------------------------------------------------
 
@@ -156,30 +146,19 @@ def _plan_fwd(x: Meta, lengths: Meta | None, align: int, log: bool, in_place: bo
 FWD_PLANS = Plans(_plan_fwd)
 
 
-def _filled(vectors: int) -> tuple[int, int] | None:
-    """Return the pieces of each thread and the threads of a block that a row just fills; None if it fills none."""
-    if vectors % 32 == 0 and 32 < vectors <= _FILLED_THREADS:
-        return 1, vectors
-    pieces, threads = _holding(vectors, _BWD_PIECES) or (0, 0)
-    return (pieces, threads) if threads > 32 and vectors == pieces * threads else None
-
-
 def _plan_bwd(dy: Meta, y: Meta, lengths: Meta | None, align: int, log: bool):
-    """Return ``(launch, whether it takes lengths, integers, integers)``."""
+    """Return ``(launch, integers, integers)``."""
     dtype, shape, _, device = y
     rows, cols, size = row_count(shape), shape[-1], dtype.itemsize
     strides = [row_stride(m[1], m[2]) for m in (dy, y)]
     full = vector_bytes(align, cols * size, *(s * size for s in strides)) == 16
     t = token("y", dtype)
-    if full and lengths is None and rows <= GRID_LIMIT and (filled := _filled(cols // _WIDTH[t])):
-        launch = _BWD_FILLED.bind((t, filled[0], log), device, rows, filled[1])
-        return launch, False, tuple(strides), ()
     launch, before, after = _bind(False, t, rows, cols, device, full, log)
     wide = int(lengths is not None and lengths[0] == torch.int64)
-    return launch, True, (rows, cols, *strides, wide, *before), after
+    return launch, (rows, cols, *strides, wide, *before), after
 
 
 BWD_PLANS = Plans(_plan_bwd)
 
 
-KERNELS = (*_FWD, *_BWD, _BWD_FILLED)
+KERNELS = (*_FWD, *_BWD)
