@@ -18,7 +18,7 @@ RTK_DEVICE Raw<1> code_any(float value, bool wide_range, float inverse) {
     return wide_range ? quantized<e5m2>(v, inverse) : quantized<e4m3>(v, inverse);
 }
 
-// x is cut into units of unit_rows x unit_cols, `units_across` of them side by side, that have a scale each. A group of
+// x is cut into `units` of unit_rows x unit_cols, `units_across` of them side by side, that have a scale each. A group of
 // threads (RowGroup) reads its unit twice: for the maximum, and for codes in q [rows, cols] and q_t [cols, rows], each if not
 // null. `lanes` threads of it lie side by side in a row of the unit. The scale of unit (i, j) goes to
 // scale[i * scale_row + j * scale_column].
@@ -29,7 +29,7 @@ RTK_DEVICE Raw<1> code_any(float value, bool wide_range, float inverse) {
 template <int THREADS>
 __global__ void __launch_bounds__(THREADS)
     quantize_fp8_generic(const void* x, u8* q, float* scale, u8* q_t, const float* partial, i64 rows, i64 cols, i64 x_stride,
-                         i64 unit_rows, i64 unit_cols, i64 units_across, i64 scale_row, i64 scale_column,
+                         i64 unit_rows, i64 unit_cols, i64 units, i64 units_across, i64 scale_row, i64 scale_column,
                          i64 threads_per_unit, i64 lanes, i64 partials, i64 given, i64 amax_only, i64 type, i64 wide_range,
                          i64 pow2) {
     __shared__ GroupScratch<1> scratch;
@@ -49,10 +49,14 @@ __global__ void __launch_bounds__(THREADS)
     const RowGroup group(threads_per_unit);
     const int across = static_cast<int>(lanes), lane = group.thread % across, line = group.thread / across;
     const int lines = group.threads / across;
-    const i64 units = (rows + unit_rows - 1) / unit_rows * units_across;
     for (i64 base = static_cast<i64>(blockIdx.x) * group.count; base < units;
          base += static_cast<i64>(gridDim.x) * group.count, phase ^= 1) {
-        const i64 unit = base + group.index, down = unit / units_across, aside = unit - down * units_across;
+        // A 64-bit division would need a stack. More than 2^32 units are a column or a row of units.
+        const i64 unit = base + group.index;
+        const i64 down = units_across == 1     ? unit
+                         : unit < units_across ? 0
+                                               : static_cast<u32>(unit) / static_cast<u32>(units_across);
+        const i64 aside = unit - down * units_across;
         const i64 first_row = down * unit_rows, first_column = aside * unit_cols;
         const i64 end_row = unit < units ? min(first_row + unit_rows, rows) : 0;
         const i64 end_column = min(first_column + unit_cols, cols);

@@ -50,8 +50,8 @@ def _bind(
     units = across * -(-m.rows // unit[0])
     grid = min(-(-units // (GENERIC_THREADS // threads)), blocks)
     ending = (
-        m.rows, m.cols, m.stride, *unit, across, *strides, threads, lanes, partials, given, amax_only, GENERIC_TYPES[t],
-        f == "e5m2", pow2,
+        m.rows, m.cols, m.stride, *unit, units, across, *strides, threads, lanes, partials, given, amax_only,
+        GENERIC_TYPES[t], f == "e5m2", pow2,
     )  # fmt: skip
     return GENERIC.bind((GENERIC_THREADS,), m.device, grid, GENERIC_THREADS, ending=ending), grid
 

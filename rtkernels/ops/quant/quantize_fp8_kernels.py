@@ -137,10 +137,10 @@ GENERIC = Kernel(
     "quantize_fp8_generic",
     template="THREADS",
     args="x:ptr q:ptr scale:ptr q_t:ptr partial:ptr rows:i64 cols:i64 x_stride:i64 unit_rows:i64 unit_cols:i64 "
-    "units_across:i64 scale_row:i64 scale_column:i64 threads_per_unit:i64 lanes:i64 partials:i64 given:i64 "
+    "units:i64 units_across:i64 scale_row:i64 scale_column:i64 threads_per_unit:i64 lanes:i64 partials:i64 given:i64 "
     "amax_only:i64 type:i64 wide_range:i64 pow2:i64",
     variants=[(GENERIC_THREADS,)],
-    max_registers=80,
+    max_registers=64,
 )
 BACK_GENERIC = Kernel(
     "quant/quantize_fp8_generic.cu",
