@@ -34,14 +34,13 @@ from rtkernels.runtime.targets import Target
 _UNIT = "norm/rms_norm.cu"
 _TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
-_NARROW = (1, 2)  # elements per access where addresses do not allow 16 bytes
 _REGISTER_THREADS, _REGISTER_CHUNKS = 512, (1, 2, 4)
 _RING_THREADS, _RING_CHUNKS = 512, (1, 2)
 _HELPED = 16  # rows of a group: 1024x4096 14.2 µs with a warp that fetches, 14.7 without; 8192x4096 55.7 and 55.1
 _IN_FLIGHT = 64 << 10  # bytes asked of the copy engine: 4096 columns 56.0 µs, 60.9 with 48 KB, 56.8 with 128 KB
 
 
-_LONG_VARIANTS = [(t, v) for t in _WIDTH for v in (*_NARROW, _WIDTH[t])]
+_LONG_VARIANTS = [(t, v) for t in _WIDTH for v in (1, _WIDTH[t])]
 
 
 def _ring_stages(limit: int, chunks: int, dsum: bool) -> int:
@@ -101,13 +100,9 @@ _BWD = Kernel(
 _BWD_BULK = Kernel(
     "norm/rms_norm_bwd_bulk.cu",
     "rms_norm_bwd_bulk",
-    template="T CHUNKS DSUM HELPED",
+    template="T CHUNKS DSUM",
     args=_BWD_ARGS.format(last="partial") + " stages:i64 groups:i64",
-    variants=[
-        (t, chunks, dsum, helped)
-        for t, chunks, dsum, helped in product(_WIDTH, _RING_CHUNKS, (False, True), (False, True))
-        if chunks == 1 or not helped
-    ],
+    variants=list(product(_WIDTH, _RING_CHUNKS, (False, True))),
     max_registers=112,
     needs=("tma",),
 )
@@ -136,16 +131,6 @@ def check_weight(shape: torch.Size, weight_device: int, cols: int, device: int) 
     if tuple(shape) != (cols,):
         raise ArgumentError(f"weight has shape {tuple(shape)}; expected ({cols},), the last dimension of x")
     check_same("weight", weight_device, device, "device")
-
-
-def _long_width(vec: int, t: str, w: str) -> int:
-    """Return the access width in elements that the long kernels use, given the widest that x allows.
-
-    Below 16 bytes, a weight wider than x may be less aligned than its access would be: one element then.
-    """
-    if vec == _WIDTH[t]:
-        return vec
-    return 1 if w != t else min(vec, max(_NARROW))
 
 
 class ForwardPlan(DensePlan):
@@ -196,7 +181,7 @@ def _plan_fwd(
         threads = group_threads(-(-vectors // chunks), _REGISTER_THREADS)
         kernel, variant, wide = _FWD, (t, w, vec, chunks, has_residual), ()
     else:
-        vec = _long_width(vec, t, w)
+        vec = vec if vec == _WIDTH[t] else 1
         threads = group_threads(-(-cols // vec), 1024)
         kernel, variant, wide = _FWD_LONG, (t, vec), (int(w != t),)
     block = block_of(threads)
@@ -231,8 +216,7 @@ class _BackwardPlan:
         if fits and near and (r := bulk_ring(info, rows, vectors, chunks, inputs, most, _IN_FLIGHT, few)):
             self.early = False
             threads, self.partial_rows, self.tail = r.threads, r.blocks, (r.stages, r.groups)
-            variant = (t, chunks, dsum is not None, r.helped)
-            self.launch = _BWD_BULK.bind(variant, device, r.blocks, r.block, r.shared)
+            self.launch = _BWD_BULK.bind((t, chunks, dsum is not None), device, r.blocks, r.block, r.shared)
         elif fits and stages >= 2:
             threads = group_threads(-(-vectors // chunks), _RING_THREADS)
             most = _ring_block(chunks) // threads if threads <= 32 else min(_ring_block(chunks) // threads, 15)
@@ -243,7 +227,7 @@ class _BackwardPlan:
             variant = (t, chunks, dsum is not None, stages)
             self.launch = _BWD.bind(variant, device, grid, groups * threads, shared)
         else:
-            vec = _long_width(vec, t, w)
+            vec = vec if vec == _WIDTH[t] else 1
             threads = group_threads(-(-cols // vec), 1024)
             block = block_of(threads)
             grid = min(-(-rows // (block // threads)), GRID_LIMIT)
