@@ -266,7 +266,7 @@ def emulated_coverage() -> None:
             check_backward(make("weight", torch.bfloat16, device), layout="transposed")
     with running_on("sm_90") as device:
         check(make("merged_1d", torch.bfloat16, device), "relu")
-        __import__("test_glu_fp8_smooth").check_smooth(make("merged_1d", torch.bfloat16, device))
+        __import__("test_glu_smooth_fp8").check_smooth(make("merged_1d", torch.bfloat16, device))
 
 
 # ---- backward -------------------------------------------------------------------------------------------------------
@@ -413,9 +413,9 @@ def test_many_tiles_for_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @emulated
 def test_one_tile_per_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU whose blocks have so many tiles that the forward reads them when it needs them."""
+    """As on a GPU with so many tiles for a block that the backward has a block for each."""
     with monkeypatch.context() as patch, running_on("sm_90") as device:
-        patch.setattr(plans, "_AHEAD_TURNS", 0), patch.setattr(plans, "_MANY_TURNS", 0)
+        patch.setattr(plans, "_MANY_TURNS", 0)
         for case in ("two_tiles", "experts"):
             plans.FWD_PLANS.clear(), plans.BWD_PLANS.clear()
             inputs = make_backward(case, torch.bfloat16, device)
