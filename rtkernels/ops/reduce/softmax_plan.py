@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import product
 from typing import Any
 
@@ -31,29 +32,27 @@ _FWD_PIECES = {1: 32, 4: 256, 3: 256, 8: 1024}
 _BWD_PIECES = {1: 32, 2: 512, 4: 1024}
 
 
-def _kernels(unit: str, entry: str, template: str, args: str, held: list[tuple]) -> tuple[Kernel, Kernel]:
-    """Return the kernels for rows that a block holds, with the variants `held`, and for all other rows."""
-    args += " threads_per_row:i64 scale:f64"
-    other = [(t, vec) for t in _WIDTH for vec in (1, _WIDTH[t])]
+def _kernels(unit: str, entry: str, args: str, pieces: Iterable[int]) -> tuple[Kernel, Kernel]:
+    """Return the kernels for rows that a block holds, with so many pieces a thread, and for all other rows."""
+    args += " threads_per_row:i64 scale:f64 log:i64"
+    held, other = list(product(_WIDTH, pieces)), [(t,) for t in _WIDTH]
     return (
-        Kernel(unit, entry, template=template, args=args, variants=held, max_registers=64),
-        Kernel(unit, f"{entry}_long", template="T VEC", args=f"{args} log:i64", variants=other, max_registers=64),
+        Kernel(unit, entry, template="T CHUNKS", args=args, variants=held, max_registers=64),
+        Kernel(unit, f"{entry}_long", template="T", args=f"{args} aligned16:i64", variants=other, max_registers=64),
     )
 
 
 _FWD = _kernels(
     "reduce/softmax.cu",
     "softmax_fwd",
-    "T CHUNKS LOG",
     "x:ptr y:ptr lengths:ptr rows:i64 cols:i64 x_stride:i64 y_stride:i64 wide:i64",
-    list(product(_WIDTH, _FWD_PIECES, (False, True))),
+    _FWD_PIECES,
 )
 _BWD = _kernels(
     "reduce/softmax_bwd.cu",
     "softmax_bwd",
-    "T CHUNKS LOG",
     "dy:ptr y:ptr dx:ptr lengths:ptr rows:i64 cols:i64 dy_stride:i64 y_stride:i64 wide:i64",
-    list(product(_WIDTH, _BWD_PIECES, (False, True))),
+    _BWD_PIECES,
 )
 
 # ---- validation and planning: plain metadata in, a bound launch out -------------------------------------------------
@@ -104,15 +103,15 @@ def _bind(forward: bool, t: str, rows: int, cols: int, device: int, full: bool, 
         block = block_of(threads)
         grid = min(-(-rows // (block // threads)), GRID_LIMIT)
         if not forward:  # in registers
-            return held.bind((t, pieces, log), device, grid, block), (threads,), ()
+            return held.bind((t, pieces), device, grid, block), (threads,), (int(log),)
         shared = pieces * block * 16
         if shared <= device_info(device).shared_per_block - 1024:
-            return held.bind((t, pieces, log), device, grid, block, shared), (threads,), ()
+            return held.bind((t, pieces), device, grid, block, shared), (threads,), (int(log),)
     vec = _WIDTH[t] if full else 1
     threads = group_threads(-(-cols // vec), 1024)
     block = block_of(threads)
     grid = min(-(-rows // (block // threads)), GRID_LIMIT)
-    return other.bind((t, vec), device, grid, block), (threads,), (int(log),)
+    return other.bind((t,), device, grid, block), (threads,), (int(log), int(full))
 
 
 def _holding(vectors: int, most: dict[int, int]) -> tuple[int, int] | None:
