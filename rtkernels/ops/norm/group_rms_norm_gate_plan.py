@@ -38,7 +38,7 @@ _COUNT_LIMIT = 2**31 - 1024  # the kernels that count in 32 bits take no more, a
 _LANES, _PIECES, _WARPS, _TWO_WARPS, _FOUR_WARPS = range(5)
 _FORMS = (*((1, form) for form in range(5)), (_CHUNKS, _WARPS))  # and pieces a thread
 
-_LONG_VARIANTS = [(t, w, v) for t, w in _TYPES for v in (1, _WIDTH[t])]
+_LONG_VARIANTS = [(t,) for t in _WIDTH]
 _FWD_STRIDES = (
     "tokens:i64 inner_size:i64 groups:i64 cols:i64 x_outer:i64 x_inner:i64 x_group:i64 gate_outer:i64 gate_inner:i64 "
     "y_outer:i64 y_inner:i64 weight_group:i64 threads_per_row:i64"
@@ -57,8 +57,8 @@ _FWD = Kernel(
 _FWD_LONG = Kernel(
     _UNIT,
     "group_rms_norm_gate_fwd_long",
-    template="T W VEC",
-    args=f"x:ptr gate:ptr weight:ptr y:ptr {_FWD_STRIDES} eps:f64",
+    template="T",
+    args=f"x:ptr gate:ptr weight:ptr y:ptr {_FWD_STRIDES} weight_fp32:i64 aligned16:i64 eps:f64",
     variants=_LONG_VARIANTS,
     max_registers=88,
 )
@@ -74,18 +74,18 @@ _BWD = Kernel(
 _BWD_LONG = Kernel(
     _BWD_UNIT,
     "group_rms_norm_gate_bwd_long",
-    template="T W VEC",
+    template="T",
     args=f"{_BWD_POINTERS} rstd:ptr {_COUNTS} {_BWD_INPUTS} dgate_outer:i64 dgate_inner:i64 dx_outer:i64 dx_inner:i64 "
-    "weight_group:i64 threads_per_row:i64 eps:f64",
+    "weight_group:i64 threads_per_row:i64 weight_fp32:i64 aligned16:i64 eps:f64",
     variants=_LONG_VARIANTS,
     max_registers=96,
 )
 _BWD_WEIGHT = Kernel(
     _BWD_UNIT,
     "group_rms_norm_gate_bwd_weight",
-    template="T VEC",
-    args=f"dy:ptr x:ptr gate:ptr rstd:ptr partial:ptr {_COUNTS} {_BWD_INPUTS}",
-    variants=[(t, v) for t in _WIDTH for v in (1, _WIDTH[t])],
+    template="T",
+    args=f"dy:ptr x:ptr gate:ptr rstd:ptr partial:ptr {_COUNTS} {_BWD_INPUTS} aligned16:i64",
+    variants=_LONG_VARIANTS,
     max_registers=48,
 )
 KERNELS = (_FWD, _FWD_LONG, _BWD, _BWD_LONG, _BWD_WEIGHT)
@@ -237,6 +237,10 @@ class Tensors:
         block = block_of(threads)
         return min(-(-self.tokens * self.groups // (block // threads)), GRID_LIMIT), block, threads
 
+    def long_flags(self) -> tuple[int, int]:
+        """Return weight_fp32 and aligned16 of the long kernels."""
+        return int(self.w == "fp32"), int(self.vec > 1)
+
     def copied(self, x: Tensor, gate: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the inputs of a call that did not fit, so that they do."""
         x = x.contiguous() if self.x is None else x
@@ -263,7 +267,7 @@ def _plan_fwd(x: Meta, gate: Meta, weight: Meta | None, groups: int, layout: str
         numbers += threads, divisor(groups), divisor(s.inner)
         return _FWD.bind((s.t, s.w, _CHUNKS), s.device, grid, block), numbers, *memory
     grid, block, threads = s.long_geometry()
-    return _FWD_LONG.bind((s.t, s.w, s.vec), s.device, grid, block), (*numbers, threads), *memory
+    return _FWD_LONG.bind((s.t,), s.device, grid, block), (*numbers, threads, *s.long_flags()), *memory
 
 
 FWD_PLANS = Plans(_plan_fwd)
@@ -375,14 +379,14 @@ class _BackwardPlan:
     def _plan_long(self, s: Tensors, info: DeviceInfo, weight_grad: bool) -> None:
         inputs = (s.tokens, s.inner, s.groups, s.cols, *s.dy, *s.x, *s.gate)
         grid, block, threads = s.long_geometry()
-        self.launch = _BWD_LONG.bind((s.t, s.w, s.vec), s.device, grid, block)
-        self.numbers = (*inputs, *s.out, *s.dx, s.weight_group, threads)
+        self.launch = _BWD_LONG.bind((s.t,), s.device, grid, block)
+        self.numbers = (*inputs, *s.out, *s.dx, s.weight_group, threads, *s.long_flags())
         if weight_grad:
             column_blocks = -(-s.channels // (256 * s.vec))
             parts = min(max(1, 4 * info.sm_count // column_blocks), s.tokens, 65535)
             self.partial = (parts, s.channels)
-            self.weight_launch = _BWD_WEIGHT.bind((s.t, s.vec), s.device, (column_blocks, parts), 256)
-            self.weight_numbers = inputs
+            self.weight_launch = _BWD_WEIGHT.bind((s.t,), s.device, (column_blocks, parts), 256)
+            self.weight_numbers = (*inputs, s.long_flags()[1])
 
 
 BWD_PLANS = Plans(_BackwardPlan)
