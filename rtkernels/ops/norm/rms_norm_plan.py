@@ -40,7 +40,7 @@ _HELPED = 16  # rows of a group: 1024x4096 14.2 µs with a warp that fetches, 14
 _IN_FLIGHT = 64 << 10  # bytes asked of the copy engine: 4096 columns 56.0 µs, 60.9 with 48 KB, 56.8 with 128 KB
 
 
-_LONG_VARIANTS = [(t, v) for t in _WIDTH for v in (1, _WIDTH[t])]
+_LONG_VARIANTS = [(t,) for t in _WIDTH]
 
 
 def _ring_stages(limit: int, chunks: int, dsum: bool) -> int:
@@ -71,7 +71,7 @@ _FWD_ARGS = (
 )
 _BWD_ARGS = (
     "dy:ptr h:ptr weight:ptr dsum:ptr dh:ptr {last}:ptr rows:i64 cols:i64 dy_stride:i64 h_stride:i64 "
-    "dsum_stride:i64 threads_per_row:i64 wide:i64 eps:f64 offset:f64"
+    "dsum_stride:i64 threads_per_row:i64 {wide}:i64 eps:f64 offset:f64"
 )
 _FWD = Kernel(
     _UNIT,
@@ -84,8 +84,8 @@ _FWD = Kernel(
 _FWD_LONG = Kernel(
     _UNIT,
     "rms_norm_fwd_long",
-    template="T VEC",
-    args=_FWD_ARGS.format(wide="wide:i64 "),
+    template="T",
+    args=_FWD_ARGS.format(wide="flags:i64 "),
     variants=_LONG_VARIANTS,
     max_registers=64,
 )
@@ -93,7 +93,7 @@ _BWD = Kernel(
     _UNIT,
     "rms_norm_bwd",
     template="T CHUNKS DSUM STAGES",
-    args=_BWD_ARGS.format(last="partial"),
+    args=_BWD_ARGS.format(last="partial", wide="wide"),
     variants=_ring_variants,
     max_registers=128,
 )
@@ -101,7 +101,7 @@ _BWD_BULK = Kernel(
     "norm/rms_norm_bwd_bulk.cu",
     "rms_norm_bwd_bulk",
     template="T CHUNKS DSUM",
-    args=_BWD_ARGS.format(last="partial") + " stages:i64 groups:i64",
+    args=_BWD_ARGS.format(last="partial", wide="wide") + " stages:i64 groups:i64",
     variants=list(product(_WIDTH, _RING_CHUNKS, (False, True))),
     max_registers=112,
     needs=("tma",),
@@ -109,16 +109,16 @@ _BWD_BULK = Kernel(
 _BWD_LONG = Kernel(
     _UNIT,
     "rms_norm_bwd_long",
-    template="T VEC",
-    args=_BWD_ARGS.format(last="rstd"),
+    template="T",
+    args=_BWD_ARGS.format(last="rstd", wide="flags"),
     variants=_LONG_VARIANTS,
     max_registers=64,
 )
 _BWD_WEIGHT = Kernel(
     _UNIT,
     "rms_norm_bwd_weight",
-    template="T VEC",
-    args="dy:ptr h:ptr rstd:ptr partial:ptr rows:i64 cols:i64 dy_stride:i64 h_stride:i64",
+    template="T",
+    args="dy:ptr h:ptr rstd:ptr partial:ptr rows:i64 cols:i64 dy_stride:i64 h_stride:i64 aligned16:i64",
     variants=_LONG_VARIANTS,
     max_registers=64,
 )
@@ -131,6 +131,11 @@ def check_weight(shape: torch.Size, weight_device: int, cols: int, device: int) 
     if tuple(shape) != (cols,):
         raise ArgumentError(f"weight has shape {tuple(shape)}; expected ({cols},), the last dimension of x")
     check_same("weight", weight_device, device, "device")
+
+
+def _long_flags(vec: int, t: str, w: str) -> int:
+    """Return the flags of the kernels for long rows: 1 for a weight wider than x, 2 for 16-byte accesses."""
+    return int(w != t) | int(vec == _WIDTH[t]) << 1
 
 
 class ForwardPlan(DensePlan):
@@ -183,7 +188,7 @@ def _plan_fwd(
     else:
         vec = vec if vec == _WIDTH[t] else 1
         threads = group_threads(-(-cols // vec), 1024)
-        kernel, variant, wide = _FWD_LONG, (t, vec), (int(w != t),)
+        kernel, variant, wide = _FWD_LONG, (t,), (_long_flags(vec, t, w),)
     block = block_of(threads)
     grid = min(-(-rows // (block // threads)), GRID_LIMIT)
     ending = (rows, cols, x_stride, residual_stride, threads, *wide, eps, offset)
@@ -212,6 +217,7 @@ class _BackwardPlan:
         self.early = True  # column_sum finds room beside the kernel
         fits = vec == _WIDTH[t] and vectors <= _RING_THREADS * chunks
         inputs, most = 2 if dsum is None else 3, _ring_block(chunks)
+        wide = int(w != t)
         near, few = max(strides) < 2**30, _HELPED if chunks == 1 else 0
         if fits and near and (r := bulk_ring(info, rows, vectors, chunks, inputs, most, _IN_FLIGHT, few)):
             self.early = False
@@ -231,14 +237,15 @@ class _BackwardPlan:
             threads = group_threads(-(-cols // vec), 1024)
             block = block_of(threads)
             grid = min(-(-rows // (block // threads)), GRID_LIMIT)
-            self.launch = _BWD_LONG.bind((t, vec), device, grid, block)
+            self.launch = _BWD_LONG.bind((t,), device, grid, block)
+            wide = _long_flags(vec, t, w)
             if weight_grad:
                 column_blocks = -(-cols // (256 * vec))
                 self.partial_rows = min(max(1, 4 * info.sm_count // column_blocks), rows, 65535)
-                self.partial_launch = _BWD_WEIGHT.bind((t, vec), device, (column_blocks, self.partial_rows), 256)
-                self.partial_args = (rows, cols, *strides[:2])
+                self.partial_launch = _BWD_WEIGHT.bind((t,), device, (column_blocks, self.partial_rows), 256)
+                self.partial_args = (rows, cols, *strides[:2], int(vec > 1))
         self.rows = rows
-        self.args = (rows, cols, *strides, threads, int(w != t))
+        self.args = (rows, cols, *strides, threads, wide)
 
     def run(self, dy: Tensor, h: Tensor, weight: Tensor | None, dsum: Tensor | None, eps: float, offset: float):
         dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)
