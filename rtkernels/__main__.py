@@ -63,6 +63,9 @@ def _parser() -> _Parser:
     def op_option(to: argparse.ArgumentParser) -> None:
         to.add_argument("--op", type=_names, metavar="LIST", help="only these ops, separated by commas")
 
+    def tier_option(to: argparse.ArgumentParser) -> None:
+        to.add_argument("--tier", type=_names, metavar="LIST", help="only kernels of these tiers: core, serve, aten")
+
     default = "targets such as sm_80,sm_90a (default: this machine's GPUs, or RTKERNELS_ARCH)"
 
     doctor = command("doctor", "Show versions, libraries, devices, cache, settings and test compiles.")
@@ -71,11 +74,13 @@ def _parser() -> _Parser:
     listing = command("list", "List ops, their kernels, and how many variants are in the cache.")
     arch_option(listing, "targets (default: this machine's GPUs, or RTKERNELS_ARCH, or all that CI compiles)")
     op_option(listing)
+    tier_option(listing)
     listing.add_argument("--json", action="store_true", help="print JSON, one entry per variant")
 
     warm = command("warm", "Compile kernels ahead of time; needs no GPU.")
     arch_option(warm, default)
     op_option(warm)
+    tier_option(warm)
     warm.add_argument("--out", metavar="DIR", help="fill this cache directory instead of the default one")
     warm.add_argument("--jobs", type=_count(1), metavar="N", help="threads (default: the CPUs it may use)")
 
@@ -143,7 +148,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _list(arguments: argparse.Namespace) -> int:
     from rtkernels.cli import show
 
-    rows = show.inventory(arguments.arch, arguments.op)
+    rows = show.inventory(arguments.arch, arguments.op, arguments.tier)
     print(json.dumps(rows, indent=2) if arguments.json else show.render_inventory(rows))
     return 0
 
@@ -152,7 +157,9 @@ def _warm(arguments: argparse.Namespace) -> int:
     from rtkernels.runtime import warm as warming
 
     progress = warming.Progress(sys.stderr)
-    report = warming.warm(arguments.arch, arguments.op, arguments.out, arguments.jobs, progress=progress)
+    report = warming.warm(
+        arguments.arch, arguments.op, arguments.out, arguments.jobs, tiers=arguments.tier, progress=progress
+    )
     progress.close()
     print(report)
     return FAILURE if report.failures else 0

@@ -1,5 +1,5 @@
 // Gated linear units:  y = act(gate) * up * weight,  weight one number per row (or none). fp32 arithmetic, one rounding
-// at each store.
+// at each store. Rows of 16-byte units; for all others: act/glu_generic.cu.
 //
 // gate and up are halves of one tensor (up is null: it follows gate in each row) or two tensors; inputs have any row
 // stride, y and the gradients are dense. Without a weight gradient everything is elementwise: a thread owns one vector
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(256)
 }
 
 // Backward with the weight gradient, a sum over each row: a group of threads (RowGroup) works on one row, each thread on
-// CHUNKS vectors at a time. Also serves narrow accesses without it (dweight null). Grid: row blocks over x and y.
+// CHUNKS vectors at a time. Grid: row blocks over x and y.
 template <typename T, typename Act, int VEC, int CHUNKS>
 __global__ void __launch_bounds__(256)
     glu_bwd_rows(const T* dy, const T* gate, const T* up, const void* weight, T* dgate, T* dup, void* dweight, i64 rows,
@@ -170,7 +170,6 @@ __global__ void __launch_bounds__(256)
             }
         }
     }
-    if (dweight == nullptr) return;
     const float sum[1] = {group_reduce<Sum, false>(total, group, scratch, 0)};
     if (row < rows && group.thread == 0) {
         if (weight_wide) {

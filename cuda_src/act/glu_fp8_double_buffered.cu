@@ -1,5 +1,6 @@
-// What act/glu_fp8.cu does, and its gradient, with inputs of the next tile on their way to shared memory meanwhile.
-// Recipe: common/fp8_scale.cuh. Layouts: act/glu_tile.cuh.
+// SwiGLU of 16-bit tensors as fp8 codes, and its gradient: y = silu(gate) * up * weight in fp32, quantised without another
+// rounding, with inputs of the next tile on their way to shared memory meanwhile. Recipe: common/fp8_scale.cuh. Layouts:
+// act/glu_tile.cuh. Everything else a gated linear unit can be is in act/glu_fp8_generic.cu.
 //
 // Without `up`, it is what follows gate in each row. Rows of the inputs are 16-byte aligned, and cols is a multiple of
 // 8. Two blocks per multiprocessor. A block works on tiles blockIdx.x, blockIdx.x + gridDim.x, ..., numbered along the
@@ -12,9 +13,9 @@ namespace rtk {
 
 template <typename T>
 __global__ void __launch_bounds__(kBlock, 2)
-    glu_fp8_fwd_ahead(const T* gate, const T* up, const float* weight, const void* counts, e4m3* q, float* scale,
-                      e4m3* q_t, float* scale_t, i64 rows, i64 cols, i64 gate_stride, i64 up_stride, i64 experts,
-                      i64 count_width, i64 row_blocks, i64 by_group, i64 pow2, i64 check) {
+    glu_fp8_fwd(const T* gate, const T* up, const float* weight, const void* counts, e4m3* q, float* scale,
+                e4m3* q_t, float* scale_t, i64 rows, i64 cols, i64 gate_stride, i64 up_stride, i64 experts,
+                i64 count_width, i64 row_blocks, i64 by_group, i64 pow2, i64 check) {
     __shared__ SquareScratch scratch;
     __shared__ TilePlace places_kept[TileWalk::kKept];
     extern __shared__ __align__(16) u8 memory[];

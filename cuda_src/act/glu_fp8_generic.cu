@@ -1,4 +1,4 @@
-// Gated linear units and their gradients as fp8 codes, for what act/glu_fp8.cu does not do: every activation, fp32
+// Gated linear units and their gradients as fp8 codes, for what act/glu_fp8_double_buffered.cu does not do: every activation, fp32
 // tensors, rows of any alignment and length. The activation is an argument, and so is which of the 16-bit types. Each
 // thread works out its part of a tile row by row, in a loop, and keeps it in shared memory until all of it is there.
 #include "act/glu_fp8_generic.cuh"

@@ -72,15 +72,11 @@ __global__ void __launch_bounds__(512)
     }
 }
 
-// Forward for groups that do not fit in registers or whose addresses allow only narrow accesses, and for any number of
-// tokens: reads x twice.
 template <typename T, typename W, int VEC>
-__global__ void __launch_bounds__(512, 1)
-    group_rms_norm_gate_fwd_long(const T* x, const T* gate, const W* weight, T* y, i64 tokens, i64 inner_size,
-                                 i64 groups, i64 cols, i64 x_outer, i64 x_inner, i64 x_group, i64 gate_outer,
-                                 i64 gate_inner, i64 y_outer, i64 y_inner, i64 weight_group, i64 threads_per_row,
-                                 double eps) {
-    __shared__ GroupScratch<1> scratch;
+RTK_DEVICE void long_groups(const T* x, const T* gate, const void* weights, T* y, i64 tokens, i64 inner_size, i64 groups,
+                            i64 cols, i64 x_outer, i64 x_inner, i64 x_group, i64 gate_outer, i64 gate_inner, i64 y_outer,
+                            i64 y_inner, i64 weight_group, i64 threads_per_row, double eps, GroupScratch<1>& scratch) {
+    const W* const weight = static_cast<const W*>(weights);
     const RowGroup group(threads_per_row);
     const i64 rows = tokens * groups;
     const i64 pitch = group.threads * VEC;
@@ -114,6 +110,27 @@ __global__ void __launch_bounds__(512, 1)
             store<T, VEC>(y_row + column, v);
         }
     }
+}
+
+// Forward for groups that do not fit in registers or, without `aligned16`, whose addresses allow only narrow accesses, and
+// for any number of tokens: reads x twice. The weight is of T, or fp32.
+template <typename T>
+__global__ void __launch_bounds__(512, 1)
+    group_rms_norm_gate_fwd_long(const T* x, const T* gate, const void* weight, T* y, i64 tokens, i64 inner_size,
+                                 i64 groups, i64 cols, i64 x_outer, i64 x_inner, i64 x_group, i64 gate_outer,
+                                 i64 gate_inner, i64 y_outer, i64 y_inner, i64 weight_group, i64 threads_per_row,
+                                 i64 weight_fp32, i64 aligned16, double eps) {
+    constexpr int N = 16 / sizeof(T);
+    __shared__ GroupScratch<1> scratch;
+#define RTK_LONG_GROUPS(W, VEC)                                                                                        \
+    long_groups<T, W, VEC>(x, gate, weight, y, tokens, inner_size, groups, cols, x_outer, x_inner, x_group, gate_outer, \
+                           gate_inner, y_outer, y_inner, weight_group, threads_per_row, eps, scratch)
+    if (weight_fp32) {
+        aligned16 ? RTK_LONG_GROUPS(float, N) : RTK_LONG_GROUPS(float, 1);
+    } else {
+        aligned16 ? RTK_LONG_GROUPS(T, N) : RTK_LONG_GROUPS(T, 1);
+    }
+#undef RTK_LONG_GROUPS
 }
 
 }  // namespace rtk

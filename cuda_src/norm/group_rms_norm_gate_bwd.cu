@@ -207,17 +207,13 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
         if (has(c)) store<float, VEC>(sums + c * pitch, dweight[c]);
 }
 
-// Backward for groups that do not fit in registers or allow only narrow accesses, and for any number of tokens: reads
-// its inputs twice and leaves rstd of every row (fp32, [tokens, groups]; null when not wanted) for
-// group_rms_norm_gate_bwd_weight.
 template <typename T, typename W, int VEC>
-__global__ void __launch_bounds__(512, 1)
-    group_rms_norm_gate_bwd_long(const T* dy, const T* x, const T* gate, const W* weight, T* dx, T* dgate,
-                                 float* rstd_out, i64 tokens, i64 inner_size, i64 groups, i64 cols, i64 dy_outer,
-                                 i64 dy_inner, i64 x_outer, i64 x_inner, i64 x_group, i64 gate_outer, i64 gate_inner,
-                                 i64 dgate_outer, i64 dgate_inner, i64 dx_outer, i64 dx_inner, i64 weight_group,
-                                 i64 threads_per_row, double eps) {
-    __shared__ GroupScratch<1> scratch, product_scratch;
+RTK_DEVICE void long_groups(const T* dy, const T* x, const T* gate, const void* weights, T* dx, T* dgate, float* rstd_out,
+                            i64 tokens, i64 inner_size, i64 groups, i64 cols, i64 dy_outer, i64 dy_inner, i64 x_outer,
+                            i64 x_inner, i64 x_group, i64 gate_outer, i64 gate_inner, i64 dgate_outer, i64 dgate_inner,
+                            i64 dx_outer, i64 dx_inner, i64 weight_group, i64 threads_per_row, double eps,
+                            GroupScratch<1>& scratch, GroupScratch<1>& product_scratch) {
+    const W* const weight = static_cast<const W*>(weights);
     const RowGroup group(threads_per_row);
     const i64 rows = tokens * groups;
     const i64 pitch = group.threads * VEC;
@@ -270,13 +266,34 @@ __global__ void __launch_bounds__(512, 1)
     }
 }
 
-// Partial weight gradients to go with it: block (x, y) sums dy * s * n over every gridDim.y-th token for the
-// blockDim.x * VEC channels it owns, into row y of `partial` [gridDim.y, groups * cols].
+// Backward for groups that do not fit in registers or, without `aligned16`, allow only narrow accesses, and for any number
+// of tokens: reads its inputs twice and leaves rstd of every row (fp32, [tokens, groups]; null when not wanted) for
+// group_rms_norm_gate_bwd_weight. The weight is of T, or fp32.
+template <typename T>
+__global__ void __launch_bounds__(512, 1)
+    group_rms_norm_gate_bwd_long(const T* dy, const T* x, const T* gate, const void* weight, T* dx, T* dgate,
+                                 float* rstd_out, i64 tokens, i64 inner_size, i64 groups, i64 cols, i64 dy_outer,
+                                 i64 dy_inner, i64 x_outer, i64 x_inner, i64 x_group, i64 gate_outer, i64 gate_inner,
+                                 i64 dgate_outer, i64 dgate_inner, i64 dx_outer, i64 dx_inner, i64 weight_group,
+                                 i64 threads_per_row, i64 weight_fp32, i64 aligned16, double eps) {
+    constexpr int N = 16 / sizeof(T);
+    __shared__ GroupScratch<1> scratch, product_scratch;
+#define RTK_LONG_GROUPS(W, VEC)                                                                                           \
+    long_groups<T, W, VEC>(dy, x, gate, weight, dx, dgate, rstd_out, tokens, inner_size, groups, cols, dy_outer, dy_inner, \
+                           x_outer, x_inner, x_group, gate_outer, gate_inner, dgate_outer, dgate_inner, dx_outer,         \
+                           dx_inner, weight_group, threads_per_row, eps, scratch, product_scratch)
+    if (weight_fp32) {
+        aligned16 ? RTK_LONG_GROUPS(float, N) : RTK_LONG_GROUPS(float, 1);
+    } else {
+        aligned16 ? RTK_LONG_GROUPS(T, N) : RTK_LONG_GROUPS(T, 1);
+    }
+#undef RTK_LONG_GROUPS
+}
+
 template <typename T, int VEC>
-__global__ void __launch_bounds__(256)
-    group_rms_norm_gate_bwd_weight(const T* dy, const T* x, const T* gate, const float* rstd, float* partial,
-                                   i64 tokens, i64 inner_size, i64 groups, i64 cols, i64 dy_outer, i64 dy_inner,
-                                   i64 x_outer, i64 x_inner, i64 x_group, i64 gate_outer, i64 gate_inner) {
+RTK_DEVICE void weight_gradients(const T* dy, const T* x, const T* gate, const float* rstd, float* partial, i64 tokens,
+                                 i64 inner_size, i64 groups, i64 cols, i64 dy_outer, i64 dy_inner, i64 x_outer, i64 x_inner,
+                                 i64 x_group, i64 gate_outer, i64 gate_inner) {
     const i64 channel = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) * VEC;
     if (channel >= groups * cols) return;
     const i64 g = channel / cols;
@@ -295,6 +312,22 @@ __global__ void __launch_bounds__(256)
         for (int k = 0; k < VEC; ++k) total[k] += d[k] * gate_at<T>(t[k]).open * (v[k] * scale);
     }
     store<float, VEC>(partial + blockIdx.y * (groups * cols) + channel, total);
+}
+
+// Partial weight gradients to go with it: block (x, y) sums dy * s * n over every gridDim.y-th token for the
+// blockDim.x channels (times 16 / sizeof(T) if `aligned16`) it owns, into row y of `partial` [gridDim.y, groups * cols].
+template <typename T>
+__global__ void __launch_bounds__(256)
+    group_rms_norm_gate_bwd_weight(const T* dy, const T* x, const T* gate, const float* rstd, float* partial,
+                                   i64 tokens, i64 inner_size, i64 groups, i64 cols, i64 dy_outer, i64 dy_inner,
+                                   i64 x_outer, i64 x_inner, i64 x_group, i64 gate_outer, i64 gate_inner, i64 aligned16) {
+    if (aligned16) {
+        weight_gradients<T, 16 / sizeof(T)>(dy, x, gate, rstd, partial, tokens, inner_size, groups, cols, dy_outer, dy_inner,
+                                            x_outer, x_inner, x_group, gate_outer, gate_inner);
+    } else {
+        weight_gradients<T, 1>(dy, x, gate, rstd, partial, tokens, inner_size, groups, cols, dy_outer, dy_inner, x_outer,
+                               x_inner, x_group, gate_outer, gate_inner);
+    }
 }
 
 }  // namespace rtk

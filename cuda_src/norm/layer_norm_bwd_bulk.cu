@@ -8,14 +8,13 @@
 namespace rtk {
 
 // What layer_norm_bwd (norm/layer_norm_bwd.cu) does with two pieces of a row in a thread, but in one pass over them: dh, and a
-// row of partial parameter gradients per block. For groups of whole warps and rows of at most 1024 pieces of 16 bytes, in
-// blocks of as many threads as have REGISTERS.
+// row of partial parameter gradients per block. For groups of whole warps and rows of at most 1024 pieces of 16 bytes.
 //
 // Arguments take their time to come, 64 bytes at once. So two numbers share one (the first in its lower half), and what the
 // first loads need comes first: rows and columns; bytes from row to row of dy and h; threads of a row, and stages of the ring
 // + 256 * groups; of dsum, and flags (1: the weight is of fp32, 2: sums for a bias too); eps and offset, of fp32.
-template <typename T, bool DSUM, int REGISTERS>
-__global__ void __maxnreg__(REGISTERS)
+template <typename T, bool DSUM>
+__global__ void __maxnreg__(128)
     layer_norm_bwd_bulk(const T* dy, const T* h, i64 rows_cols, i64 pitches, i64 threads_stages, const void* weight, T* dh,
                         float* partial, const T* dsum, i64 dsum_flags, i64 eps_offset) {
     constexpr int VEC = 16 / sizeof(T), CHUNKS = 2;

@@ -70,13 +70,13 @@ __global__ void __launch_bounds__(512, 1)
     }
 }
 
-// Forward for rows that do not fit in registers or whose addresses allow only narrow accesses: reads the row twice.
-// weight is of T, or of fp32 if `wide`.
+// Flags of the kernels for long rows.
+inline constexpr i64 kWeightFp32 = 1, kAligned16 = 2;  // the weight is of fp32, not of T; rows allow 16-byte accesses
+
 template <typename T, int VEC>
-__global__ void __launch_bounds__(1024, 1)
-    rms_norm_fwd_long(const T* x, const T* residual, const void* weight, T* y, T* sum, i64 rows, i64 cols, i64 x_stride,
-                      i64 residual_stride, i64 threads_per_row, i64 wide, double eps, double offset) {
-    __shared__ GroupScratch<1> scratch;
+RTK_DEVICE void long_rows(const T* x, const T* residual, const void* weight, T* y, T* sum, i64 rows, i64 cols, i64 x_stride,
+                          i64 residual_stride, i64 threads_per_row, bool wide, double eps, double offset,
+                          GroupScratch<1>& scratch) {
     const RowGroup group(threads_per_row);
     int phase = 0;
     for (i64 base = static_cast<i64>(blockIdx.x) * group.count; base < rows;
@@ -108,6 +108,22 @@ __global__ void __launch_bounds__(1024, 1)
             for (int i = 0; i < VEC; ++i) h[i] *= rstd * gain[i];
             store<T, VEC>(y + row * cols + column, h);
         }
+    }
+}
+
+// Forward for rows that do not fit in registers or whose addresses allow only narrow accesses: reads the row twice.
+template <typename T>
+__global__ void __launch_bounds__(1024, 1)
+    rms_norm_fwd_long(const T* x, const T* residual, const void* weight, T* y, T* sum, i64 rows, i64 cols, i64 x_stride,
+                      i64 residual_stride, i64 threads_per_row, i64 flags, double eps, double offset) {
+    __shared__ GroupScratch<1> scratch;
+    const bool wide = flags & kWeightFp32;
+    if (flags & kAligned16) {
+        long_rows<T, 16 / sizeof(T)>(x, residual, weight, y, sum, rows, cols, x_stride, residual_stride, threads_per_row,
+                                     wide, eps, offset, scratch);
+    } else {
+        long_rows<T, 1>(x, residual, weight, y, sum, rows, cols, x_stride, residual_stride, threads_per_row, wide, eps,
+                        offset, scratch);
     }
 }
 
@@ -247,14 +263,10 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 72 : 112)
     add_rows(sums, group.count, end, end, partial);
 }
 
-// Backward for rows that do not fit in registers or allow only narrow accesses: reads the row twice and leaves rstd
-// of every row (fp32, [rows]; null when not wanted) for rms_norm_bwd_weight. weight is of T, or of fp32 if `wide`.
 template <typename T, int VEC>
-__global__ void __launch_bounds__(1024)
-    rms_norm_bwd_long(const T* dy, const T* h, const void* weight, const T* dsum, T* dh, float* rstd_out, i64 rows,
-                      i64 cols, i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, i64 wide, double eps,
-                      double offset) {
-    __shared__ GroupScratch<1> scratch, product_scratch;
+RTK_DEVICE void long_rows_bwd(const T* dy, const T* h, const void* weight, const T* dsum, T* dh, float* rstd_out, i64 rows,
+                              i64 cols, i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, bool wide,
+                              double eps, double offset, GroupScratch<1>& scratch, GroupScratch<1>& product_scratch) {
     const RowGroup group(threads_per_row);
     int phase = 0;
     for (i64 base = static_cast<i64>(blockIdx.x) * group.count; base < rows;
@@ -296,12 +308,27 @@ __global__ void __launch_bounds__(1024)
     }
 }
 
-// Partial weight gradients for the long rows: block (x, y) sums dy * h * rstd over every gridDim.y-th row for the
-// blockDim.x * VEC columns it owns, into row y of `partial` [gridDim.y, cols].
+// Backward for rows that do not fit in registers or allow only narrow accesses: reads the row twice and leaves rstd
+// of every row (fp32, [rows]; null when not wanted) for rms_norm_bwd_weight.
+template <typename T>
+__global__ void __launch_bounds__(1024, 1)
+    rms_norm_bwd_long(const T* dy, const T* h, const void* weight, const T* dsum, T* dh, float* rstd_out, i64 rows,
+                      i64 cols, i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, i64 flags, double eps,
+                      double offset) {
+    __shared__ GroupScratch<1> scratch, product_scratch;
+    const bool wide = flags & kWeightFp32;
+    if (flags & kAligned16) {
+        long_rows_bwd<T, 16 / sizeof(T)>(dy, h, weight, dsum, dh, rstd_out, rows, cols, dy_stride, h_stride, dsum_stride,
+                                         threads_per_row, wide, eps, offset, scratch, product_scratch);
+    } else {
+        long_rows_bwd<T, 1>(dy, h, weight, dsum, dh, rstd_out, rows, cols, dy_stride, h_stride, dsum_stride,
+                            threads_per_row, wide, eps, offset, scratch, product_scratch);
+    }
+}
+
 template <typename T, int VEC>
-__global__ void __launch_bounds__(256)
-    rms_norm_bwd_weight(const T* dy, const T* h, const float* rstd, float* partial, i64 rows, i64 cols, i64 dy_stride,
-                        i64 h_stride) {
+RTK_DEVICE void weight_gradients(const T* dy, const T* h, const float* rstd, float* partial, i64 rows, i64 cols,
+                                 i64 dy_stride, i64 h_stride) {
     const i64 column = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) * VEC;
     if (column >= cols) return;
     float total[VEC];
@@ -316,6 +343,19 @@ __global__ void __launch_bounds__(256)
         for (int i = 0; i < VEC; ++i) total[i] += g[i] * (v[i] * scale);
     }
     store<float, VEC>(partial + blockIdx.y * cols + column, total);
+}
+
+// Partial weight gradients for the long rows: block (x, y) sums dy * h * rstd over every gridDim.y-th row for the
+// blockDim.x columns (times 16 / sizeof(T) if `aligned16`) it owns, into row y of `partial` [gridDim.y, cols].
+template <typename T>
+__global__ void __launch_bounds__(256)
+    rms_norm_bwd_weight(const T* dy, const T* h, const float* rstd, float* partial, i64 rows, i64 cols, i64 dy_stride,
+                        i64 h_stride, i64 aligned16) {
+    if (aligned16) {
+        weight_gradients<T, 16 / sizeof(T)>(dy, h, rstd, partial, rows, cols, dy_stride, h_stride);
+    } else {
+        weight_gradients<T, 1>(dy, h, rstd, partial, rows, cols, dy_stride, h_stride);
+    }
 }
 
 }  // namespace rtk

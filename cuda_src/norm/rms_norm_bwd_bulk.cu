@@ -13,14 +13,16 @@ inline constexpr int kOnePieceRegisters = 72;
 
 // What rms_norm_bwd does: dh, and a row of partial weight gradients per block. For groups of whole
 // warps, rows of at most CHUNKS * 512 pieces of 16 bytes, and fewer than 2^30 of them. The weight (which may be null) is of T,
-// or fp32 if `wide`. HELPED: every group has a warp that fetches its rows. Blocks of at most 768 (CHUNKS 1) or 512 threads.
-template <typename T, int CHUNKS, bool DSUM, bool HELPED>
+// or fp32 if `wide`. With CHUNKS 1 every group may have a warp that fetches its rows: then the block has more threads than
+// its groups. Blocks of at most 768 (CHUNKS 1) or 512 threads.
+template <typename T, int CHUNKS, bool DSUM>
 __global__ void __maxnreg__(CHUNKS == 1 ? kOnePieceRegisters : 112)
     rms_norm_bwd_bulk(const T* dy, const T* h, const void* weight, const T* dsum, T* dh, float* partial, i64 rows,
                       i64 cols, i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, i64 wide, double eps,
                       double offset, i64 stages, i64 groups) {
     constexpr int VEC = 16 / sizeof(T);
-    constexpr bool kAsksEarly = !HELPED && !DSUM;  // with dsum there are no registers left for that
+    constexpr bool HELPED = CHUNKS == 1;
+    constexpr bool kAsksEarly = !DSUM;  // with dsum there are no registers left for that
     extern __shared__ __align__(16) u8 memory[];
     __shared__ GroupScratch<2> scratch;
     const RowGroup group = HELPED ? RowGroup(threads_per_row, groups) : RowGroup(threads_per_row);
@@ -86,7 +88,7 @@ __global__ void __maxnreg__(CHUNKS == 1 ? kOnePieceRegisters : 112)
             }
             if (ring.has(c)) store<T, VEC>(out_row + c * pitch, out);
         }
-        if (!HELPED && !kAsksEarly) mine.ask(row);
+        if (!kAsksEarly) mine.ask(row);
         mine.ring.next_row();
     }
 

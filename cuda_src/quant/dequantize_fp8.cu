@@ -1,67 +1,38 @@
 // Back from fp8: q * scale in fp32, rounded once to the output type. Outputs are dense.
-#include "common/l2_prefetch.cuh"
 #include "quant/fp8_transposed.cuh"
 #include "common/row_slices.cuh"
 
 namespace rtk {
 
 // The scale of an element is scale[(row >> row_shift) * scale_row + (column >> 7) * scale_column]; strides of 0 make it
-// one per tensor, or per row. DENSE: one row, of which every block has one whole run; then nothing has to be found out
-// before the first load.
-template <typename T, typename F8, int VEC, bool DENSE>
+// one per tensor, or per row.
+template <typename T, typename F8, int VEC>
 __global__ void __launch_bounds__(256, 4)
     dequantize_fp8(const F8* q, const float* scale, T* y, i64 rows, i64 cols, i64 q_stride, i64 threads_per_row,
                    i64 runs_per_row, i64 row_shift, i64 scale_row, i64 scale_column) {
-    if constexpr (DENSE) {
-        const u32 pitch = blockDim.x * VEC;
-        const i64 start = static_cast<i64>(blockIdx.x) * (2 * pitch), first = start + threadIdx.x * VEC;
-        Raw<VEC> raw[2];
+    const Runs<VEC, 2> runs(rows, cols, threads_per_row, runs_per_row);
+    for (i64 run = runs.first; run < runs.count; run += runs.step) {
+        Raw<VEC> raw[runs.kInFlight];
+        runs.load_each(run, q, q_stride, raw);
+        const i64 row = runs.row(run);
+        const float* row_scale = scale + (row >> row_shift) * scale_row;
+        float factor[runs.kInFlight];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) raw[i] = load_raw<F8, VEC>(q + first + i * pitch);
-        float factor[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            float one[1];
-            load_keep<float, 1>(scale + ((first + i * pitch) >> 7) * scale_column, one);
+        for (int i = 0; i < runs.kInFlight; ++i) {
+            const i64 column = runs.column(run, row, i);
+            float one[1] = {0.0f};
+            if (column < cols) load_keep<float, 1>(row_scale + (column >> 7) * scale_column, one);
             factor[i] = one[0];
         }
-        if (threadIdx.x == 0 && start + kBytesAhead + 2 * pitch <= cols && cols > kBytesEnough) {
-            const u64 ahead = reinterpret_cast<u64>(q + start + kBytesAhead);
-            ptx::prefetch_l2_bulk(reinterpret_cast<const void*>(ahead & ~u64{15}), 2 * pitch);
-        }
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            float v[VEC];
-            unpack<F8, VEC>(raw[i], v);
+        for (int i = 0; i < runs.kInFlight; ++i) {
+            const i64 column = runs.column(run, row, i);
+            if (column < cols) {
+                float v[VEC];
+                unpack<F8, VEC>(raw[i], v);
 #pragma unroll
-            for (int k = 0; k < VEC; ++k) v[k] *= factor[i];
-            store<T, VEC>(y + first + i * pitch, v);
-        }
-    } else {
-        const Runs<VEC, VEC == 1 ? 8 : 2> runs(rows, cols, threads_per_row, runs_per_row);
-        for (i64 run = runs.first; run < runs.count; run += runs.step) {
-            Raw<VEC> raw[runs.kInFlight];
-            runs.load_each(run, q, q_stride, raw);
-            const i64 row = runs.row(run);
-            const float* row_scale = scale + (row >> row_shift) * scale_row;
-            float factor[runs.kInFlight];
-#pragma unroll
-            for (int i = 0; i < runs.kInFlight; ++i) {
-                const i64 column = runs.column(run, row, i);
-                float one[1] = {0.0f};
-                if (column < cols) load_keep<float, 1>(row_scale + (column >> 7) * scale_column, one);
-                factor[i] = one[0];
-            }
-#pragma unroll
-            for (int i = 0; i < runs.kInFlight; ++i) {
-                const i64 column = runs.column(run, row, i);
-                if (column < cols) {
-                    float v[VEC];
-                    unpack<F8, VEC>(raw[i], v);
-#pragma unroll
-                    for (int k = 0; k < VEC; ++k) v[k] *= factor[i];
-                    store<T, VEC>(y + row * cols + column, v);
-                }
+                for (int k = 0; k < VEC; ++k) v[k] *= factor[i];
+                store<T, VEC>(y + row * cols + column, v);
             }
         }
     }

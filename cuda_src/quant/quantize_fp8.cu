@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(512)
     }
 }
 
-// One scale per row for rows that do not fit in registers or allow only narrow accesses: reads the row twice.
+// One scale per row for rows that do not fit in registers: reads the row twice.
 template <typename T, typename F8, int VEC>
 __global__ void __launch_bounds__(1024, 1)
     quantize_fp8_row_long(const T* x, F8* q, float* scale, i64 rows, i64 cols, i64 x_stride, i64 threads_per_row,

@@ -25,12 +25,12 @@ struct TileIndex {
 // neighbouring rows with ACROSS 1. The warps of a block lie below one another. The scale of row m, group j goes to
 // scale[m * scale_row + j * scale_group].
 template <typename T, typename F8, int VEC, int ACROSS>
-__global__ void __launch_bounds__(256, VEC == 1 ? 1 : 4)
+__global__ void __launch_bounds__(256, 4)
     quantize_fp8_group(const T* x, F8* q, float* scale, i64 rows, i64 cols, i64 x_stride, i64 scale_row,
                        i64 scale_group, i64 column_tiles, i64 pow2) {
-    constexpr int kLanes = VEC == 1 ? kWarp : kGroup / VEC, kTeams = kWarp / kLanes;
+    constexpr int kLanes = kGroup / VEC, kTeams = kWarp / kLanes;
     constexpr int kPieces = kGroup / (kLanes * VEC);
-    constexpr int kSets = VEC == 1 ? 4 : 8, kDown = kSets / ACROSS;
+    constexpr int kSets = 8, kDown = kSets / ACROSS;
     constexpr int kAside = kTeams * kGroup;
     const TileIndex tile(column_tiles);
     const int warp = static_cast<int>(threadIdx.x) / kWarp, team = static_cast<int>(threadIdx.x) % kWarp / kLanes;
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(256, VEC == 1 ? 1 : 4)
 
 // 128 x 128, the tile in the registers of one block. Scale [ceil(rows/128), column_tiles].
 template <int VEC>
-constexpr int kBlockThreads = VEC == 1 ? 1024 : kGroup * kGroup / (8 * VEC);
+constexpr int kBlockThreads = kGroup * kGroup / (8 * VEC);
 
 template <typename T, typename F8, int VEC>
 __global__ void __launch_bounds__(kBlockThreads<VEC>, 1024 / kBlockThreads<VEC>)

@@ -4,8 +4,7 @@
 
 namespace rtk {
 
-#define RTK_TILE_BOUNDS(T, WIDE) \
-    __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, Tile<16 / sizeof(T)>::kBlocksPerSm / (WIDE ? 1 : 2))
+#define RTK_TILE_BOUNDS(T) __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, Tile<16 / sizeof(T)>::kBlocksPerSm)
 
 struct TilePlace {
     i64 down, across;   // in tiles
@@ -21,8 +20,8 @@ struct TilePlace {
 };
 
 // One scale per 128 rows of a column: scale [ceil(rows/128), cols].
-template <typename T, typename F8, bool WIDE>
-__global__ void RTK_TILE_BOUNDS(T, WIDE)
+template <typename T, typename F8>
+__global__ void RTK_TILE_BOUNDS(T)
     quantize_fp8_group_t(const T* x, F8* q_t, float* scale, i64 rows, i64 cols, i64 x_stride, i64 column_tiles,
                          i64 pow2) {
     __shared__ TileScratch<16 / sizeof(T)> scratch;
@@ -31,7 +30,7 @@ __global__ void RTK_TILE_BOUNDS(T, WIDE)
     out.transposed = q_t + at.column * rows + at.row;
     out.pitch = rows;
     out.column_scale = scale + at.down * cols + at.column;
-    quantize_tile<T, F8, WIDE, false, true>({rows - at.row, cols - at.column}, x + at.row * x_stride + at.column, x_stride,
+    quantize_tile<T, F8, true, false, true>({rows - at.row, cols - at.column}, x + at.row * x_stride + at.column, x_stride,
                                             out, scratch, pow2 != 0);
 }
 
@@ -41,8 +40,8 @@ __global__ void RTK_TILE_BOUNDS(T, WIDE)
 template <typename T>
 constexpr int kTilesBeside = sizeof(T) == 2 ? 2 : 1;
 
-template <typename T, typename F8, bool WIDE>
-__global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads* kTilesBeside<T>, WIDE ? 2 : 1)
+template <typename T, typename F8>
+__global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads* kTilesBeside<T>, 2)
     quantize_fp8_group_both(const T* x, F8* q, float* scale, F8* q_t, float* scale_t, i64 rows, i64 cols, i64 x_stride,
                             i64 scale_row, i64 scale_group, i64 pow2) {
     constexpr int kBeside = kTilesBeside<T>, kThreads = Tile<16 / sizeof(T)>::kThreads;
@@ -59,7 +58,7 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads* kTilesBeside<T
                                     q_t + column * rows + row,
                                     rows,
                                     scale_t + down * cols + column};
-        quantize_tile<T, F8, WIDE, true, true, false, Team>({rows - row, cols - column}, x + row * x_stride + column,
+        quantize_tile<T, F8, true, true, true, false, Team>({rows - row, cols - column}, x + row * x_stride + column,
                                                             x_stride, out, scratch[Team::index()], pow2 != 0);
     }
     __syncthreads();
@@ -72,8 +71,8 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads* kTilesBeside<T
 }
 
 // One scale per 128 x 128 for both: scale [ceil(rows/128), column_tiles].
-template <typename T, typename F8, bool WIDE>
-__global__ void RTK_TILE_BOUNDS(T, WIDE)
+template <typename T, typename F8>
+__global__ void RTK_TILE_BOUNDS(T)
     quantize_fp8_block_both(const T* x, F8* q, float* scale, F8* q_t, i64 rows, i64 cols, i64 x_stride,
                             i64 column_tiles, i64 pow2) {
     __shared__ TileScratch<16 / sizeof(T)> scratch;
@@ -82,7 +81,7 @@ __global__ void RTK_TILE_BOUNDS(T, WIDE)
     const Tile<16 / sizeof(T)> tile(rows - at.row, cols - at.column);
     const TileOutput<F8> out = {q + at.row * cols + at.column, cols, scale + blockIdx.x,    0,
                                 q_t + at.column * rows + at.row, rows, nullptr};
-    quantize_tile_block<T, F8, WIDE, true>(tile, x + at.row * x_stride + at.column, x_stride, out, scratch, maxima, 0,
+    quantize_tile_block<T, F8, true, true>(tile, x + at.row * x_stride + at.column, x_stride, out, scratch, maxima, 0,
                                            pow2 != 0);
 }
 

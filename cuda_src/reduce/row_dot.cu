@@ -44,33 +44,24 @@ RTK_DEVICE float partial_dot(const T* x, const T* y, int cols, const RowGroup& g
 }
 
 // Grid: rows / groups per block. `passing`: rows should leave L2 first. `wide`: 0 if they do not allow accesses of 16
-// bytes, 1 if one for each thread is all of a row, else 2. FILLED: rows with one such access for each thread just fill
-// blocks of more than a warp, and are passing; nothing has to be found out before the loads then.
-template <typename T, bool FILLED>
+// bytes, 1 if one for each thread is all of a row, else 2.
+template <typename T>
 __global__ void __launch_bounds__(512)
     row_dot_fwd(const T* x, const T* y, T* out, i64 rows, i64 cols, i64 x_stride, i64 y_stride, i64 threads_per_row,
                 i64 wide, i64 passing) {
     constexpr int N = 16 / sizeof(T);
     __shared__ GroupScratch<1> scratch;
-    const u64 policy = ptx::l2_policy(FILLED || passing != 0);
-    if constexpr (FILLED) {
-        const i64 row = blockIdx.x;
-        const Raw<16> a = load_raw<T, N>(x + row * x_stride + threadIdx.x * N, policy);
-        const Raw<16> b = load_raw<T, N>(y + row * y_stride + threadIdx.x * N, policy);
-        const float total[1] = {block_reduce<Sum>(dot<T, N>(a, b), scratch)};
-        if (threadIdx.x == 0) store<T, 1>(out + row, total);
-    } else {
-        const RowGroup group(threads_per_row);
-        const i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index;
-        const int end = row < rows ? static_cast<int>(cols) : 0;
-        const T* a = x + row * x_stride;
-        const T* b = y + row * y_stride;
-        const float part = wide == 0   ? partial_dot<1, 8>(a, b, end, group, policy)
-                           : wide == 1 ? partial_dot<N, 1>(a, b, end, group, policy)
-                                       : partial_dot<N, 2>(a, b, end, group, policy);
-        const float total[1] = {group_reduce<Sum, false>(part, group, scratch, 0)};
-        if (row < rows && group.thread == 0) store<T, 1>(out + row, total);
-    }
+    const u64 policy = ptx::l2_policy(passing != 0);
+    const RowGroup group(threads_per_row);
+    const i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index;
+    const int end = row < rows ? static_cast<int>(cols) : 0;
+    const T* a = x + row * x_stride;
+    const T* b = y + row * y_stride;
+    const float part = wide == 0   ? partial_dot<1, 8>(a, b, end, group, policy)
+                       : wide == 1 ? partial_dot<N, 1>(a, b, end, group, policy)
+                                   : partial_dot<N, 2>(a, b, end, group, policy);
+    const float total[1] = {group_reduce<Sum, false>(part, group, scratch, 0)};
+    if (row < rows && group.thread == 0) store<T, 1>(out + row, total);
 }
 
 template <int VEC, typename T>

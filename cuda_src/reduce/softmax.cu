@@ -34,14 +34,33 @@ RTK_DEVICE void prepare_scores(Raw<sizeof(T) * N>& raw, u32 flip, int valid) {
     if (valid < N) mask_tail<T, N, true>(raw, valid);
 }
 
+// Writes a thread's pieces of a row from its slots: `room` columns, of which `valid` count.
+template <typename T, int CHUNKS, bool LOG>
+RTK_DEVICE void write_results(const Result<T, LOG>& result, const ThreadSlots& slots, T* y, int pitch, int room, int valid) {
+    constexpr int VEC = 16 / sizeof(T);
+    constexpr int kStep = CHUNKS % 2 == 0 ? 2 : CHUNKS;
+#pragma unroll kStep
+    for (int c = 0; c < CHUNKS; ++c) {
+        if (c * pitch < room) {
+            float v[VEC];
+            unpack<T, VEC>(slots.read(c), v);
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) v[i] = result(v[i]);
+            Raw<16> out = pack<T, VEC>(v);
+            if (c * pitch + VEC > valid) mask_tail<T, VEC, LOG>(out, valid - c * pitch);
+            ptx::st<16>(y + c * pitch, out);
+        }
+    }
+}
+
 // Forward for rows that fit in shared memory: thread i of a RowGroup owns the 16-byte pieces i, i + threads, ... (CHUNKS
 // of them) of its row, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block. A row needs only one
 // reduction, of maximum and sum together; a thread's pieces are then read again for the result, from slots of its own,
 // CHUNKS * blockDim.x * 16 bytes in all: that leaves registers for more blocks.
-template <typename T, int CHUNKS, bool LOG>
+template <typename T, int CHUNKS>
 __global__ void __launch_bounds__(CHUNKS > 4 ? 1024 : 256, CHUNKS > 4 ? 1 : 5)
     softmax_fwd(const T* x, T* y, const void* lengths, i64 rows, i64 cols, i64 x_stride, i64 y_stride, i64 wide,
-                i64 threads_per_row, double scale) {
+                i64 threads_per_row, double scale, i64 log) {
     constexpr int VEC = 16 / sizeof(T);
     constexpr int kStep = CHUNKS % 2 == 0 ? 2 : CHUNKS;  // pieces that are rescaled together
     extern __shared__ __align__(16) u8 memory[];
@@ -89,18 +108,11 @@ __global__ void __launch_bounds__(CHUNKS > 4 ? 1024 : 256, CHUNKS > 4 ? 1 : 5)
             part.add<VEC>(v, exponent);
         }
     }
-    const Result<T, LOG> result(exponent, group_top_and_sum(part, exponent, group, scratch, 0));
-#pragma unroll kStep
-    for (int c = 0; c < CHUNKS; ++c) {
-        if (c * pitch < room) {
-            float v[VEC];
-            unpack<T, VEC>(slots.read(c), v);
-#pragma unroll
-            for (int i = 0; i < VEC; ++i) v[i] = result(v[i]);
-            Raw<16> out = pack<T, VEC>(v);
-            if (c * pitch + VEC > valid) mask_tail<T, VEC, LOG>(out, valid - c * pitch);
-            ptx::st<16>(y + c * pitch, out);
-        }
+    const TopAndSum whole = group_top_and_sum(part, exponent, group, scratch, 0);
+    if (log) {
+        write_results<T, CHUNKS>(Result<T, true>(exponent, whole), slots, y, pitch, room, valid);
+    } else {
+        write_results<T, CHUNKS>(Result<T, false>(exponent, whole), slots, y, pitch, room, valid);
     }
 }
 
@@ -117,14 +129,10 @@ RTK_DEVICE void load_scores(const T* x_row, i64 column, i64 limit, u32 flip, flo
     }
 }
 
-// Forward for rows that do not fit or whose addresses allow only narrow accesses: reads the row once for maximum and sum
-// together, and once more to write it.
 template <typename T, int VEC>
-__global__ void __launch_bounds__(1024, 1)
-    softmax_fwd_long(const T* x, T* y, const void* lengths, i64 rows, i64 cols, i64 x_stride, i64 y_stride, i64 wide,
-                     i64 threads_per_row, double scale, i64 log) {
+RTK_DEVICE void long_rows(const T* x, T* y, const void* lengths, i64 rows, i64 cols, i64 x_stride, i64 y_stride, i64 wide,
+                          i64 threads_per_row, double scale, i64 log, GroupScratch<2>& scratch) {
     constexpr int CHUNKS = VEC == 1 ? 8 : 2;  // pieces in flight
-    __shared__ GroupScratch<2> scratch;
     const RowGroup group(threads_per_row);
     const Exponent<T> exponent(scale);
     const int pitch = group.threads * VEC;
@@ -177,6 +185,21 @@ __global__ void __launch_bounds__(1024, 1)
                 }
             }
         }
+    }
+}
+
+// Forward for rows that do not fit or, without `aligned16`, whose addresses allow only narrow accesses: reads the row once
+// for maximum and sum together, and once more to write it.
+template <typename T>
+__global__ void __launch_bounds__(1024, 1)
+    softmax_fwd_long(const T* x, T* y, const void* lengths, i64 rows, i64 cols, i64 x_stride, i64 y_stride, i64 wide,
+                     i64 threads_per_row, double scale, i64 log, i64 aligned16) {
+    __shared__ GroupScratch<2> scratch;
+    if (aligned16) {
+        long_rows<T, 16 / sizeof(T)>(x, y, lengths, rows, cols, x_stride, y_stride, wide, threads_per_row, scale, log,
+                                     scratch);
+    } else {
+        long_rows<T, 1>(x, y, lengths, rows, cols, x_stride, y_stride, wide, threads_per_row, scale, log, scratch);
     }
 }
 

@@ -69,39 +69,12 @@ RTK_DEVICE Raw<16> held_gradient(Raw<16> dy_raw, Raw<16> y_raw, float sum, float
     return pack<T, VEC>(g);
 }
 
-// Rows that just fill a block of more than a warp, without lengths: thread i of n owns the 16-byte pieces i, i + n, ...
-// (CHUNKS of them) of dy and y. Grid: rows. Half as many instructions as softmax_bwd, and so few arguments that they lie in
-// one line of the constant cache.
-template <typename T, int CHUNKS, bool LOG>
-__global__ void __launch_bounds__(CHUNKS > 2 ? 1024 : 512, CHUNKS > 2 ? 1 : CHUNKS > 1 ? 3 : 4)
-    softmax_bwd_filled(const T* dy, const T* y, T* dx, i64 dy_stride, i64 y_stride, double scale) {
-    constexpr int VEC = 16 / sizeof(T);
-    __shared__ GroupScratch<1> scratch;
-    const u32 zero = static_cast<u32>(dy_stride >> 62);  // strides of torch are not negative
-    const u32 column = threadIdx.x * VEC, pitch = blockDim.x * VEC;
-    const i64 row = blockIdx.x;
-    dy += row * dy_stride + column;
-    y += row * y_stride + column;
-    dx += row * (CHUNKS * pitch) + column;
-    Raw<16> dy_raw[CHUNKS], y_raw[CHUNKS];
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-        dy_raw[c] = load_raw<T, VEC>(dy + c * pitch);
-        y_raw[c] = load_raw<T, VEC>(y + c * pitch);
-    }
-    const float sum = block_reduce<Sum>(held_sum<T, CHUNKS, LOG>(dy_raw, y_raw), scratch);
-    const float slope = static_cast<float>(scale);
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c)
-        ptx::st<16>(dx + c * pitch, held_gradient<T, LOG>(dy_raw[c], y_raw[c], sum, slope, zero));
-}
-
 // With the row in registers: thread i of a RowGroup owns the 16-byte pieces i, i + threads, ... (CHUNKS of them) of dy and
 // y, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block.
-template <typename T, int CHUNKS, bool LOG>
+template <typename T, int CHUNKS>
 __global__ void __launch_bounds__(CHUNKS > 2 ? 1024 : 512, CHUNKS > 2 ? 1 : CHUNKS > 1 ? 3 : 4)
     softmax_bwd(const T* dy, const T* y, T* dx, const void* lengths, i64 rows, i64 cols, i64 dy_stride, i64 y_stride,
-                i64 wide, i64 threads_per_row, double scale) {
+                i64 wide, i64 threads_per_row, double scale, i64 log) {
     constexpr int VEC = 16 / sizeof(T);
     const u32 zero = static_cast<u32>(rows >> 62);
     __shared__ GroupScratch<1> scratch;
@@ -123,25 +96,24 @@ __global__ void __launch_bounds__(CHUNKS > 2 ? 1024 : 512, CHUNKS > 2 ? 1 : CHUN
         }
     }
     zero_past<T, VEC>(dy_raw, y_raw, limit - column, pitch);
-    const float sum = group_reduce<Sum, false>(held_sum<T, CHUNKS, LOG>(dy_raw, y_raw), group, scratch, 0);
+    const float part = log ? held_sum<T, CHUNKS, true>(dy_raw, y_raw) : held_sum<T, CHUNKS, false>(dy_raw, y_raw);
+    const float sum = group_reduce<Sum, false>(part, group, scratch, 0);
     const float slope = static_cast<float>(scale);
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         if (column + c * pitch < end) {
-            Raw<16> out = held_gradient<T, LOG>(dy_raw[c], y_raw[c], sum, slope, zero);
+            Raw<16> out = log ? held_gradient<T, true>(dy_raw[c], y_raw[c], sum, slope, zero)
+                              : held_gradient<T, false>(dy_raw[c], y_raw[c], sum, slope, zero);
             if (column + c * pitch + VEC > limit) mask_tail<T, VEC, false>(out, limit - column - c * pitch);
             ptx::st<16>(dx + c * pitch, out);
         }
     }
 }
 
-// As softmax_fwd_long.
 template <typename T, int VEC>
-__global__ void __launch_bounds__(1024, 1)
-    softmax_bwd_long(const T* dy, const T* y, T* dx, const void* lengths, i64 rows, i64 cols, i64 dy_stride,
-                     i64 y_stride, i64 wide, i64 threads_per_row, double scale, i64 log) {
+RTK_DEVICE void long_rows(const T* dy, const T* y, T* dx, const void* lengths, i64 rows, i64 cols, i64 dy_stride,
+                          i64 y_stride, i64 wide, i64 threads_per_row, double scale, i64 log, GroupScratch<1>& scratch) {
     constexpr int CHUNKS = VEC == 1 ? 8 : 1;
-    __shared__ GroupScratch<1> scratch;
     const RowGroup group(threads_per_row);
     const int pitch = group.threads * VEC;
     const i64 first = static_cast<i64>(group.thread) * VEC;
@@ -202,6 +174,20 @@ __global__ void __launch_bounds__(1024, 1)
                 }
             }
         }
+    }
+}
+
+// As softmax_fwd_long.
+template <typename T>
+__global__ void __launch_bounds__(1024, 1)
+    softmax_bwd_long(const T* dy, const T* y, T* dx, const void* lengths, i64 rows, i64 cols, i64 dy_stride,
+                     i64 y_stride, i64 wide, i64 threads_per_row, double scale, i64 log, i64 aligned16) {
+    __shared__ GroupScratch<1> scratch;
+    if (aligned16) {
+        long_rows<T, 16 / sizeof(T)>(dy, y, dx, lengths, rows, cols, dy_stride, y_stride, wide, threads_per_row, scale, log,
+                                     scratch);
+    } else {
+        long_rows<T, 1>(dy, y, dx, lengths, rows, cols, dy_stride, y_stride, wide, threads_per_row, scale, log, scratch);
     }
 }
 

@@ -39,12 +39,15 @@ _RESOURCES = ("registers", "spill_stores", "spill_loads", "stack", "shared")
 # ---- list --------------------------------------------------------------------------------------------------
 
 
-def inventory(archs: Sequence[str] | None = None, ops: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Return one entry per variant and target: op, kernel, expression, target and whether it is cached.
+def inventory(
+    archs: Sequence[str] | None = None, ops: Sequence[str] | None = None, tiers: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
+    """Return one entry per variant and target: op, kernel, tier, expression, target and whether it is cached.
 
     Args:
         archs: Targets; by default those of this machine, or every one that CI compiles when it has no GPU.
         ops: Names of ops; all by default.
+        tiers: Only kernels of these tiers; all by default.
     """
     try:
         chosen = warming.targets(archs)
@@ -54,7 +57,7 @@ def inventory(archs: Sequence[str] | None = None, ops: Sequence[str] | None = No
         chosen = [targets.parse(name) for name in targets.CI_TARGETS]
     numbers: dict[tuple[str, str], int] = {}
     rows = []
-    for job in warming.plan(warming.select(ops), chosen):
+    for job in warming.plan(warming.select(ops), chosen, tiers):
         place = (job.kernel.name, job.target.name)
         number = numbers[place] = numbers.get(place, -1) + 1
         rows.append(
@@ -63,6 +66,7 @@ def inventory(archs: Sequence[str] | None = None, ops: Sequence[str] | None = No
                 "functions": list(job.op.public),
                 "kernel": job.kernel.name,
                 "unit": job.kernel.unit,
+                "tier": job.kernel.tier,
                 "target": job.target.name,
                 "variant": number,
                 "expression": job.expression,
@@ -83,13 +87,13 @@ def _is_cached(job: Job) -> bool | None:
 def render_inventory(rows: Sequence[dict[str, Any]]) -> str:
     """Return the inventory as text: one line per kernel, ``cached/variants`` per target."""
     names = list(dict.fromkeys(row["target"] for row in rows))
-    grouped: dict[tuple[str, str, str], dict[str, list[bool | None]]] = {}
+    grouped: dict[tuple[str, ...], dict[str, list[bool | None]]] = {}
     for row in rows:
-        kernel = grouped.setdefault((row["op"], row["kernel"], row["unit"]), {})
+        kernel = grouped.setdefault((row["op"], row["kernel"], row["unit"], row["tier"]), {})
         kernel.setdefault(row["target"], []).append(row["cached"])
     lines = [[*place, *(_share(found.get(name)) for name in names)] for place, found in grouped.items()]
     functions = {row["op"]: row["functions"] for row in rows}
-    text = table(["op", "kernel", "unit", *names], lines)
+    text = table(["op", "kernel", "unit", "tier", *names], lines)
     cached = sum(bool(row["cached"]) for row in rows)
     summary = f"{len(functions)} ops, {len(grouped)} kernels, {len(rows)} variants, {cached} in the cache"
     if any(row["cached"] is None for row in rows):

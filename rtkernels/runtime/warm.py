@@ -111,6 +111,7 @@ def warm(
     out: str | os.PathLike[str] | None = None,
     jobs: int | None = None,
     *,
+    tiers: Sequence[str] | None = None,
     progress: Callable[[int, int, Failure | None], None] | None = None,
 ) -> WarmReport:
     """Compile every variant of the chosen ops for the chosen targets into the cache.
@@ -125,19 +126,20 @@ def warm(
         out: Cache directory to fill, for ``RTKERNELS_CACHE_EXTRA``; the user's cache by default. If it is created,
             other users may read it.
         jobs: Number of threads; one per CPU this process may use by default.
+        tiers: Some of ``"core"``, ``"serve"`` and ``"aten"``: only kernels of these; all by default.
         progress: Called in this thread after each job with (done, total, failure or None).
 
     Returns:
         Counts, failures and time; check ``report.failures``.
 
     Raises:
-        ArgumentError: An unknown target or op, or no target given and no GPU here.
+        ArgumentError: An unknown target, op or tier, or no target given and no GPU here.
         ToolkitError: CuPy or NVRTC is missing.
         NotWarmError: Something would have to be compiled, but ``RTKERNELS_NO_COMPILE`` is set.
         RtkError: The directory cannot be written.
     """
     chosen = targets(archs)
-    return build(list(plan([*select(ops), *_parts(ops)], chosen)), out, jobs, progress)
+    return build(list(plan([*select(ops), *_parts(ops)], chosen, tiers)), out, jobs, progress)
 
 
 def build(
@@ -322,12 +324,22 @@ def _parts(ops: Sequence[str] | None) -> list[Op]:
     return [op for op in select(None) if not op.public and op not in named]
 
 
-def plan(ops: Sequence[Op], chosen: Sequence[Target]) -> Iterator[Job]:
-    """Yield every variant the ops have for the targets."""
+def plan(ops: Sequence[Op], chosen: Sequence[Target], tiers: Sequence[str] | None = None) -> Iterator[Job]:
+    """Yield every variant the ops have for the targets, of kernels of these tiers if any are named.
+
+    Raises:
+        ArgumentError: There is no such tier.
+    """
+    from rtkernels.runtime.launch.kernel import TIERS
+
+    wanted = TIERS if tiers is None else tiers.split(",") if isinstance(tiers, str) else tuple(tiers)
+    for name in wanted:
+        if name not in TIERS:
+            raise ArgumentError(f"no tier {name!r}{did_you_mean(name, TIERS) or '; there are ' + ', '.join(TIERS)}")
     for op in ops:
         for kernel in op.kernels:
             for target in chosen:
-                if kernel.supports(target):
+                if kernel.tier in wanted and kernel.supports(target):
                     for variant in kernel.variants(target):
                         yield Job(op, kernel, variant, target)
 

@@ -21,6 +21,7 @@ from rtkernels.runtime import cpus
 from rtkernels.runtime import warm as warming
 from rtkernels.runtime.build import cache as build_cache
 from rtkernels.runtime.build import nvrtc, store
+from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator import registry
 from rtkernels.runtime.targets import CI_TARGETS, parse
 
@@ -159,6 +160,25 @@ def test_list_json_has_one_entry_per_variant(capsys):
     if not torch.cuda.is_available():
         assert {row["target"] for row in rows} == set(CI_TARGETS)
         assert len(rows) == COUNT * len(CI_TARGETS)
+
+
+def test_tiers_select_kernels(capsys, monkeypatch):
+    monkeypatch.setattr(registry.get(SMALL).kernels[0], "tier", "serve")
+    code, out, _ = run(capsys, "list", "--arch", "sm_80,sm_90a")
+    assert code == 0
+    for op, kernel in registry.kernels():
+        tier = "serve" if op.name == SMALL else kernel.tier
+        assert kernel.tier in ("core", "serve", "aten")
+        assert re.search(rf"^{op.name}\s+{kernel.name}\s+{re.escape(kernel.unit)}\s+{tier}\s", out, re.MULTILINE)
+    code, out, _ = run(capsys, "list", "--arch", "sm_80", "--json", "--tier", "serve,aten")
+    assert {row["op"] for row in json.loads(out)} == {SMALL}
+    assert rtkernels.warm(["sm_80"], [SMALL], tiers=["core"]).total == 0
+    code, out, _ = run(capsys, "warm", "--arch", "sm_80", "--op", SMALL, "--tier", "serve")
+    assert (code, out.split(":")[0]) == (0, f"{COUNT} kernels for sm_80")
+    code, _, err = run(capsys, "warm", "--arch", "sm_80", "--tier", "cores")
+    assert (code, err) == (2, "rtkernels: no tier 'cores'; did you mean 'core'?\n")
+    with pytest.raises(ValueError, match=r"kernel f has tier 'fast'; expected one of core, serve, aten"):
+        Kernel("f.cu", "f", template="T", args="x:ptr", variants=[], max_registers=32, tier="fast")
 
 
 def test_ops_are_found_by_the_functions_they_offer(capsys):

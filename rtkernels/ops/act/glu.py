@@ -34,7 +34,7 @@ from rtkernels.runtime.operator.operator import MutatingOp, TorchOp
 from rtkernels.runtime.operator.plan import DensePlan
 from rtkernels.runtime.operator.registry import Op
 
-_UNIT = "act/glu.cu"
+_UNIT, _GENERIC_UNIT = "act/glu.cu", "act/glu_generic.cu"
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
 ACT_TYPES = {
     "silu": "Silu",
@@ -47,21 +47,18 @@ ACT_TYPES = {
     "swiglu_oai": "SwigluOai",
 }
 _THREADS = 256
-# Vectors a thread has in flight of each input, with full and with one-element accesses. The elementwise backward needs
-# only one (three inputs, every thread slot of an SM filled); its narrow accesses take the row kernel.
-_FWD_ROWS = (2, 4)
+# Vectors a thread has in flight of each input. The elementwise backward needs only one: there are three inputs, and
+# every thread slot of an SM is filled.
+_FWD_ROWS = 2
 _BWD_ROWS = 1
-_BWD_CHUNKS = (2, 4)
+_BWD_CHUNKS = 2
+_GENERIC_TYPES = {"bf16": 0, "fp16": 1, "fp32": 2}  # common/any_type.cuh
+_GENERIC_ELEMENTS = 4  # a thread has in flight of each input
 _STRIP = 31  # lane_bits of a block that works on one row
 
 
-def _both_widths(in_flight: tuple[int, int]) -> list[tuple[Any, ...]]:
-    return [
-        (t, act, vec, count)
-        for t in _WIDTH
-        for act in ACT_TYPES.values()
-        for vec, count in zip((_WIDTH[t], 1), in_flight, strict=True)
-    ]
+def _variants(in_flight: int) -> list[tuple[Any, ...]]:
+    return [(t, act, _WIDTH[t], in_flight) for t in _WIDTH for act in ACT_TYPES.values()]
 
 
 _BWD_DIMS = "rows:i64 cols:i64 dy_stride:i64 gate_stride:i64 up_stride:i64 out_stride:i64 weight_wide:i64"
@@ -71,7 +68,7 @@ _FWD = Kernel(
     template="T Act VEC ROWS",
     args="gate:ptr up:ptr weight:ptr y:ptr rows:i64 cols:i64 gate_stride:i64 up_stride:i64 weight_wide:i64 "
     "lane_bits:i64",
-    variants=_both_widths(_FWD_ROWS),
+    variants=_variants(_FWD_ROWS),
     max_registers=40,
 )
 _BWD = Kernel(
@@ -79,7 +76,7 @@ _BWD = Kernel(
     "glu_bwd",
     template="T Act VEC ROWS",
     args=f"dy:ptr gate:ptr up:ptr weight:ptr dgate:ptr dup:ptr {_BWD_DIMS} lane_bits:i64",
-    variants=[(t, act, _WIDTH[t], _BWD_ROWS) for t in _WIDTH for act in ACT_TYPES.values()],
+    variants=_variants(_BWD_ROWS),
     max_registers=40,
 )
 _BWD_BY_ROW = Kernel(
@@ -87,8 +84,27 @@ _BWD_BY_ROW = Kernel(
     "glu_bwd_rows",
     template="T Act VEC CHUNKS",
     args=f"dy:ptr gate:ptr up:ptr weight:ptr dgate:ptr dup:ptr dweight:ptr {_BWD_DIMS} threads_per_row:i64",
-    variants=_both_widths(_BWD_CHUNKS),
+    variants=_variants(_BWD_CHUNKS),
     max_registers=76,
+)
+# For rows that can only be accessed an element at a time.
+_FWD_GENERIC = Kernel(
+    _GENERIC_UNIT,
+    "glu_fwd_generic",
+    template="THREADS",
+    args="gate:ptr up:ptr weight:ptr y:ptr rows:i64 cols:i64 gate_stride:i64 up_stride:i64 weight_wide:i64 "
+    "threads_per_row:i64 type:i64 act:i64",
+    variants=[(_THREADS,)],
+    max_registers=64,
+)
+_BWD_GENERIC = Kernel(
+    _GENERIC_UNIT,
+    "glu_bwd_generic",
+    template="THREADS",
+    args=f"dy:ptr gate:ptr up:ptr weight:ptr dgate:ptr dup:ptr dweight:ptr {_BWD_DIMS} threads_per_row:i64 type:i64 "
+    "act:i64",
+    variants=[(_THREADS,)],
+    max_registers=64,
 )
 
 
@@ -139,6 +155,20 @@ def _tile(rows: int, vectors: int, rows_per_thread: int) -> tuple[tuple[int, int
     return (strips, -(-row_blocks // depth), depth), block, bits
 
 
+def _rows_of_threads(rows: int, cols: int, per_thread: int) -> tuple[tuple[int, int], int, int]:
+    """Return grid, block and threads per row of kernels in which a group of threads works on a row."""
+    threads = group_threads(-(-cols // per_thread), _THREADS)
+    block = block_of(threads)
+    row_blocks = -(-rows // (block // threads))
+    depth = -(-row_blocks // GRID_LIMIT)
+    return (-(-row_blocks // depth), depth), block, threads
+
+
+def _generic_types(t: str, act: str) -> tuple[int, int]:
+    """Return the type and the activation as the kernels for rows of any alignment take them."""
+    return _GENERIC_TYPES[t], list(ACT_TYPES).index(act)
+
+
 class _ForwardPlan(DensePlan):
     __slots__ = ()
 
@@ -161,11 +191,14 @@ def _plan_fwd(x: _Meta, up: _Meta | None, weight: _Meta | None, act: str, align:
     if gate_stride is None or up_stride is None or not is_dense(weight):
         return None
     t, size = token("x", dtype), dtype.itemsize
-    narrow = vector_bytes(align, cols * size, gate_stride * size, up_stride * size) < 16
-    vec, per_thread = 1 if narrow else _WIDTH[t], _FWD_ROWS[narrow]
-    grid, block, lane_bits = _tile(rows, cols // vec, per_thread)
-    ending = (rows, cols, gate_stride, up_stride, int(is_wide(weight)), lane_bits)
-    return _ForwardPlan(_FWD.bind((t, ACT_TYPES[act], vec, per_thread), device, grid, block, ending=ending), *memory)
+    ending = (rows, cols, gate_stride, up_stride, int(is_wide(weight)))
+    if vector_bytes(align, cols * size, gate_stride * size, up_stride * size) < 16:
+        grid, block, threads = _rows_of_threads(rows, cols, _GENERIC_ELEMENTS)
+        ending += threads, *_generic_types(t, act)
+        return _ForwardPlan(_FWD_GENERIC.bind((_THREADS,), device, grid, block, ending=ending), *memory)
+    variant = t, ACT_TYPES[act], _WIDTH[t], _FWD_ROWS
+    grid, block, lane_bits = _tile(rows, cols // _WIDTH[t], _FWD_ROWS)
+    return _ForwardPlan(_FWD.bind(variant, device, grid, block, ending=(*ending, lane_bits)), *memory)
 
 
 _FWD_PLANS = Plans(_plan_fwd)
@@ -178,19 +211,17 @@ def _plan_bwd(
     dtype, device = x[0], x[3]
     t, size, rows, cols = token("x", dtype), dtype.itemsize, row_count(x[1]), dy[1][-1]
     strides = [row_stride(m[1], m[2]) for m in (dy, x, x if up is None else up)]
-    narrow = vector_bytes(align, cols * size, *(s * size for s in strides)) < 16
-    vec = 1 if narrow else _WIDTH[t]
+    vec = _WIDTH[t]
     dims = (rows, cols, *strides, x[1][-1], int(is_wide(weight)))
-    if not (weight_grad or narrow):
+    if vector_bytes(align, cols * size, *(s * size for s in strides)) < 16:
+        grid, block, threads = _rows_of_threads(rows, cols, _GENERIC_ELEMENTS)
+        return _BWD_GENERIC.bind((_THREADS,), device, grid, block), True, (*dims, threads, *_generic_types(t, act))
+    if not weight_grad:
         grid, block, lane_bits = _tile(rows, cols // vec, _BWD_ROWS)
         launch = _BWD.bind((t, ACT_TYPES[act], vec, _BWD_ROWS), device, grid, block)
         return launch, False, (*dims, lane_bits)
-    chunks = _BWD_CHUNKS[narrow]
-    threads = group_threads(-(-cols // (vec * chunks)), _THREADS)
-    block = block_of(threads)
-    row_blocks = -(-rows // (block // threads))
-    depth = -(-row_blocks // GRID_LIMIT)
-    launch = _BWD_BY_ROW.bind((t, ACT_TYPES[act], vec, chunks), device, (-(-row_blocks // depth), depth), block)
+    grid, block, threads = _rows_of_threads(rows, cols, vec * _BWD_CHUNKS)
+    launch = _BWD_BY_ROW.bind((t, ACT_TYPES[act], vec, _BWD_CHUNKS), device, grid, block)
     return launch, True, (*dims, threads)
 
 
@@ -417,6 +448,6 @@ def glu(
 OP = Op(
     "glu",
     public=("glu",),
-    kernels=(_FWD, _BWD, _BWD_BY_ROW),
+    kernels=(_FWD, _BWD, _BWD_BY_ROW, _FWD_GENERIC, _BWD_GENERIC),
     torch_ops=(FORWARD, BACKWARD, BACKWARD_OVER),
 )

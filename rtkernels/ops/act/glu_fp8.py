@@ -9,7 +9,7 @@ from torch import Tensor
 from rtkernels import interop
 from rtkernels.ops.act import glu_fp8_reference as reference
 from rtkernels.ops.act import glu_smooth_fp8 as smooth_quant
-from rtkernels.ops.act.glu_fp8_kernels import ANY, BWD, BWD_STREAM, FWD, FWD_AHEAD, FWD_STREAM
+from rtkernels.ops.act.glu_fp8_kernels import ANY, BWD, BWD_STREAM, FWD, FWD_STREAM
 from rtkernels.ops.act.glu_fp8_plan import BWD_PLANS, FWD_PLANS, check_options, quantized_outputs
 from rtkernels.ops.act.glu_smooth_fp8 import glu_smooth_fp8, glu_smooth_fp8_backward
 from rtkernels.ops.shared.column_sum import column_sum
@@ -290,6 +290,6 @@ def glu_fp8_backward(
 OP = Op(
     "glu_fp8",
     public=("glu_fp8", "glu_fp8_backward", "glu_smooth_fp8", "glu_smooth_fp8_backward"),
-    kernels=(FWD, FWD_AHEAD, BWD, FWD_STREAM, BWD_STREAM, ANY, smooth_quant.SMOOTH),
+    kernels=(FWD, BWD, FWD_STREAM, BWD_STREAM, ANY, smooth_quant.SMOOTH),
     torch_ops=(FORWARD, BACKWARD, smooth_quant.FORWARD, smooth_quant.BACKWARD),
 )

@@ -14,7 +14,7 @@ from rtkernels.runtime.targets import Target
 FAST_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 _STREAM = "act/glu_fp8_stream.cu"
-_FAST, _AHEAD, _ANY = "act/glu_fp8.cu", "act/glu_fp8_double_buffered.cu", "act/glu_fp8_generic.cu"
+_FAST, _ANY = "act/glu_fp8_double_buffered.cu", "act/glu_fp8_generic.cu"
 _FAST_SPACE = 128 << 10  # of shared memory, for fast kernels to be worth while
 _OUTPUTS = "q:ptr scale:ptr q_t:ptr scale_t:ptr"
 _COMMON = "experts:i64 count_width:i64 row_blocks:i64 by_group:i64 pow2:i64 check:i64"
@@ -29,27 +29,16 @@ def _stream_variants(target: Target) -> list[tuple[str, bool]]:
     return list(product(FAST_TYPES.values(), (False, True))) if supported(target) else []
 
 
-_FWD_ARGS = (
-    f"gate:ptr up:ptr weight:ptr counts:ptr {_OUTPUTS} rows:i64 cols:i64 gate_stride:i64 up_stride:i64 {_COMMON}"
-)
 FWD = Kernel(
     _FAST,
     "glu_fp8_fwd",
     template="T",
-    args=_FWD_ARGS,
-    variants=_fast_variants,
-    max_registers=128,
-)
-FWD_AHEAD = Kernel(
-    _AHEAD,
-    "glu_fp8_fwd_ahead",
-    template="T",
-    args=_FWD_ARGS,
+    args=f"gate:ptr up:ptr weight:ptr counts:ptr {_OUTPUTS} rows:i64 cols:i64 gate_stride:i64 up_stride:i64 {_COMMON}",
     variants=_fast_variants,
     max_registers=128,
 )
 BWD = Kernel(
-    _AHEAD,
+    _FAST,
     "glu_fp8_bwd",
     template="T",
     args=f"dy:ptr gate:ptr up:ptr weight:ptr counts:ptr {_OUTPUTS} dx:ptr partial:ptr rows:i64 cols:i64 dy_stride:i64 "

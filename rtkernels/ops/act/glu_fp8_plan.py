@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.act.glu import ACT_TYPES, check_inputs, is_dense
-from rtkernels.ops.act.glu_fp8_kernels import ANY, BWD, BWD_STREAM, FAST_TYPES, FWD, FWD_AHEAD, FWD_STREAM
+from rtkernels.ops.act.glu_fp8_kernels import ANY, BWD, BWD_STREAM, FAST_TYPES, FWD, FWD_STREAM
 from rtkernels.ops.shared.tile_stream import TILE_BYTES, PatchLaunch, supported
 from rtkernels.runtime.launch.device import DeviceInfo, device_info
 from rtkernels.runtime.launch.memory import allocator, dense_strides
@@ -34,9 +34,7 @@ _STATIC_SHARED, _FAST_STATIC_SHARED, _STREAM_STATIC_SHARED = 26624, 23104, 36096
 _RESERVED_SHARED = 1024  # per block, by the hardware
 _LATE = 2  # of a thread's rows of the last input, kept in registers by the backward
 _RESIDENT = 2  # fast blocks per multiprocessor, as their registers allow
-# Tiles per resident block: with fewer, the forward copies the next one to shared memory meanwhile; from so many on, the
-# backward has a block for each tile. Measured on the H200.
-_AHEAD_TURNS, _MANY_TURNS = 3, 8
+_MANY_TURNS = 8  # tiles per resident block, from which on the backward has a block for each tile; measured on the H200
 
 
 def _fast_shared(inputs: int, table: int) -> int:
@@ -265,8 +263,7 @@ def bound_launch(
     fast = given.act == "silu" and dtype in FAST_TYPES and vector == 16 and max(strides) < 2**31
     fast = fast and not (any_case or mixed)
     resident = _RESIDENT * info.sm_count
-    ahead = dy is not None or tiles < _AHEAD_TURNS * resident
-    shared = _fast_shared(len(sources) if ahead else 0, table)
+    shared = _fast_shared(len(sources), table)
     space = (2 if dy is None else 5) * TILE_BYTES + table  # one tile of each input, two of gate and dy in the backward
     fits = space + _STREAM_STATIC_SHARED <= info.shared_per_block and min(strides) >= cols
     if fast and transposed and fits and supported(info.target):
@@ -280,9 +277,9 @@ def bound_launch(
         if weight is not None and weight[0] != torch.float32:
             return None
         grid = tiles
-        if (counts is not None or ahead) if dy is None else tiles < _MANY_TURNS * resident:
+        if dy is None or tiles < _MANY_TURNS * resident:
             grid = _grid(tiles, _RESIDENT, shared + _FAST_STATIC_SHARED, info)
-        kernel = BWD if dy is not None else FWD_AHEAD if ahead else FWD
+        kernel = FWD if dy is None else BWD
         launch = kernel.bind((FAST_TYPES[dtype],), device, grid, _FAST_THREADS, shared)
         return launch, (rows, cols, *strides, *options), False
     tiles = blocks * groups_of(2 * cols if mixed else cols)

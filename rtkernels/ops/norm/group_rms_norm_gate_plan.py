@@ -19,16 +19,13 @@ from rtkernels.runtime.layout import (
     block_of,
     check_same,
     divisor,
-    float_halves,
     group_threads,
-    halves,
     row_stride,
     token,
     vector_bytes,
 )
 
 _UNIT, _BWD_UNIT = "norm/group_rms_norm_gate.cu", "norm/group_rms_norm_gate_bwd.cu"
-_EVEN_UNIT = "norm/group_rms_norm_gate_bwd_even.cu"
 _LAYOUTS = ("same", "sequence_first")
 _TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
@@ -41,7 +38,7 @@ _COUNT_LIMIT = 2**31 - 1024  # the kernels that count in 32 bits take no more, a
 _LANES, _PIECES, _WARPS, _TWO_WARPS, _FOUR_WARPS = range(5)
 _FORMS = (*((1, form) for form in range(5)), (_CHUNKS, _WARPS))  # and pieces a thread
 
-_LONG_VARIANTS = [(t, w, v) for t, w in _TYPES for v in (1, _WIDTH[t])]
+_LONG_VARIANTS = [(t,) for t in _WIDTH]
 _FWD_STRIDES = (
     "tokens:i64 inner_size:i64 groups:i64 cols:i64 x_outer:i64 x_inner:i64 x_group:i64 gate_outer:i64 gate_inner:i64 "
     "y_outer:i64 y_inner:i64 weight_group:i64 threads_per_row:i64"
@@ -60,8 +57,8 @@ _FWD = Kernel(
 _FWD_LONG = Kernel(
     _UNIT,
     "group_rms_norm_gate_fwd_long",
-    template="T W VEC",
-    args=f"x:ptr gate:ptr weight:ptr y:ptr {_FWD_STRIDES} eps:f64",
+    template="T",
+    args=f"x:ptr gate:ptr weight:ptr y:ptr {_FWD_STRIDES} weight_fp32:i64 aligned16:i64 eps:f64",
     variants=_LONG_VARIANTS,
     max_registers=88,
 )
@@ -74,34 +71,24 @@ _BWD = Kernel(
     variants=[(t, c, f) for t in _WIDTH for c, f in _FORMS],
     max_registers=128,
 )
-_BWD_EVEN = Kernel(
-    _EVEN_UNIT,
-    "group_rms_norm_gate_bwd_even",
-    template="T FORM",
-    args=f"{_BWD_POINTERS} partial:ptr outer_pace:i64 groups_inner:i64 dy_apart:i64 x_apart:i64 gate_apart:i64 "
-    "dgate_apart:i64 dx_apart:i64 dy_x_step:i64 gate_dgate_step:i64 dx_step_x_group:i64 by_inner:i64 by_groups:i64 "
-    "weight_group_early:i64 inverse_bits:i64 eps:f64",
-    variants=[(t, f) for t in _WIDTH for f in (_TWO_WARPS, _FOUR_WARPS)],
-    max_registers=112,
-)
 _BWD_LONG = Kernel(
     _BWD_UNIT,
     "group_rms_norm_gate_bwd_long",
-    template="T W VEC",
+    template="T",
     args=f"{_BWD_POINTERS} rstd:ptr {_COUNTS} {_BWD_INPUTS} dgate_outer:i64 dgate_inner:i64 dx_outer:i64 dx_inner:i64 "
-    "weight_group:i64 threads_per_row:i64 eps:f64",
+    "weight_group:i64 threads_per_row:i64 weight_fp32:i64 aligned16:i64 eps:f64",
     variants=_LONG_VARIANTS,
     max_registers=96,
 )
 _BWD_WEIGHT = Kernel(
     _BWD_UNIT,
     "group_rms_norm_gate_bwd_weight",
-    template="T VEC",
-    args=f"dy:ptr x:ptr gate:ptr rstd:ptr partial:ptr {_COUNTS} {_BWD_INPUTS}",
-    variants=[(t, v) for t in _WIDTH for v in (1, _WIDTH[t])],
+    template="T",
+    args=f"dy:ptr x:ptr gate:ptr rstd:ptr partial:ptr {_COUNTS} {_BWD_INPUTS} aligned16:i64",
+    variants=_LONG_VARIANTS,
     max_registers=48,
 )
-KERNELS = (_FWD, _FWD_LONG, _BWD, _BWD_EVEN, _BWD_LONG, _BWD_WEIGHT)
+KERNELS = (_FWD, _FWD_LONG, _BWD, _BWD_LONG, _BWD_WEIGHT)
 
 
 # ---- validation -----------------------------------------------------------------------------------------------------
@@ -244,21 +231,15 @@ class Tensors:
             return 0
         return group_threads(-(-vectors // chunks), _THREADS)
 
-    def levels(self) -> tuple[int, list[tuple[int, int]]]:
-        """Return how many inner tokens there are, and the distances of dy, x, gate, dgate and dx between tokens.
-
-        One inner token if that is possible: then the outer ones are all tokens.
-        """
-        distances = [self.dy, self.x[:2], self.gate, self.out, self.dx]
-        if self.outer == 1 or all(outer == inner * self.inner for outer, inner in distances):
-            return 1, [(inner, 0) for _, inner in distances]
-        return self.inner, distances
-
     def long_geometry(self) -> tuple[int, int, int]:
         """Return grid, block and threads per row of the long kernels."""
         threads = group_threads(-(-self.cols // (self.vec if self.vec > 1 else 4)), _THREADS)
         block = block_of(threads)
         return min(-(-self.tokens * self.groups // (block // threads)), GRID_LIMIT), block, threads
+
+    def long_flags(self) -> tuple[int, int]:
+        """Return weight_fp32 and aligned16 of the long kernels."""
+        return int(self.w == "fp32"), int(self.vec > 1)
 
     def copied(self, x: Tensor, gate: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the inputs of a call that did not fit, so that they do."""
@@ -286,28 +267,10 @@ def _plan_fwd(x: Meta, gate: Meta, weight: Meta | None, groups: int, layout: str
         numbers += threads, divisor(groups), divisor(s.inner)
         return _FWD.bind((s.t, s.w, _CHUNKS), s.device, grid, block), numbers, *memory
     grid, block, threads = s.long_geometry()
-    return _FWD_LONG.bind((s.t, s.w, s.vec), s.device, grid, block), (*numbers, threads), *memory
+    return _FWD_LONG.bind((s.t,), s.device, grid, block), (*numbers, threads, *s.long_flags()), *memory
 
 
 FWD_PLANS = Plans(_plan_fwd)
-
-
-def _even_numbers(s: Tensors, threads: int, lanes: int, early: bool) -> tuple[int, ...] | None:
-    """Return the arguments of the kernel for tokens that lie evenly; None if it does not serve this call."""
-    inner, distances = s.levels()
-    if threads not in (64, 128) or threads * s.vec != s.cols or s.w != s.t or lanes % inner:
-        return None
-    size = 16 // _WIDTH[s.t]
-    pace = lanes // inner
-    apart = [(outer * size, inner * size) for outer, inner in distances]
-    dy, x, gate, dgate, dx = (pace * outer for outer, _ in apart)
-    if max(dy, x, gate, dgate, dx) >= 2**32:
-        return None
-    return (
-        halves(s.tokens // inner, pace), halves(s.groups, inner), *(halves(*pair) for pair in apart), halves(dy, x),
-        halves(gate, dgate), halves(dx, s.x[2] * size), divisor(inner), divisor(s.groups),
-        halves(s.weight_group, early), float_halves(1 / s.cols, 0.0),
-    )  # fmt: skip
 
 
 class _Block(NamedTuple):
@@ -411,23 +374,19 @@ class _BackwardPlan:
             # If the first and the last of a block's tokens lack groups, these have a place all the same.
             even = not s.weight_group or rows % s.groups == 0
             shared = max(shared, s.cols * 4 * (rows if even else s.groups * ((rows + s.groups - 2) // s.groups + 1)))
-        if chunks == 1 and (numbers := _even_numbers(s, threads, lanes, self.early)):
-            self.numbers = numbers
-            self.launch = _BWD_EVEN.bind((s.t, form), s.device, blocks, rows * threads, shared)
-            return
         self.launch = _BWD.bind((s.t, chunks, form), s.device, blocks, rows * threads, shared)
 
     def _plan_long(self, s: Tensors, info: DeviceInfo, weight_grad: bool) -> None:
         inputs = (s.tokens, s.inner, s.groups, s.cols, *s.dy, *s.x, *s.gate)
         grid, block, threads = s.long_geometry()
-        self.launch = _BWD_LONG.bind((s.t, s.w, s.vec), s.device, grid, block)
-        self.numbers = (*inputs, *s.out, *s.dx, s.weight_group, threads)
+        self.launch = _BWD_LONG.bind((s.t,), s.device, grid, block)
+        self.numbers = (*inputs, *s.out, *s.dx, s.weight_group, threads, *s.long_flags())
         if weight_grad:
             column_blocks = -(-s.channels // (256 * s.vec))
             parts = min(max(1, 4 * info.sm_count // column_blocks), s.tokens, 65535)
             self.partial = (parts, s.channels)
-            self.weight_launch = _BWD_WEIGHT.bind((s.t, s.vec), s.device, (column_blocks, parts), 256)
-            self.weight_numbers = inputs
+            self.weight_launch = _BWD_WEIGHT.bind((s.t,), s.device, (column_blocks, parts), 256)
+            self.weight_numbers = (*inputs, s.long_flags()[1])
 
 
 BWD_PLANS = Plans(_BackwardPlan)

@@ -45,8 +45,6 @@ _PIECE_THREADS = 1024  # or one of them, if there is nothing else than a weight 
 _SMALL_THREADS = 1024  # in such a block, and on a multiprocessor in all: with more rows the others are faster
 _RING_THREADS = 512
 _RING_CHUNKS = {2: 1024, 4: 2048}  # pieces of 16 bytes in a thread, and in the longest row it is used for
-# Of a thread of layer_norm_bwd_bulk, where a block has so few that all get them (8192x2048: 31.3 µs, 31.7 with 128).
-_BULK_REGISTERS = (168, 128)
 _WIDTHS = [(t, vec) for t in _WIDTH for vec in (1, _WIDTH[t])]
 
 
@@ -61,11 +59,6 @@ def _bulk_ring(info: DeviceInfo, rows: int, vectors: int, inputs: int) -> BulkRi
     more = threads > 256 or (threads > 128 and 8 * info.sm_count < rows < 32 * info.sm_count)
     most = 384 if 64 < threads <= 128 else _RING_THREADS
     return bulk_ring(info, rows, vectors, 2, inputs, most, (96 if more else 64) << 10, 0)
-
-
-def _bulk_registers(ring: BulkRing, size: int) -> int:
-    """Return how many registers its threads have; with elements of four bytes they need no more than the fewest."""
-    return next((n for n in _BULK_REGISTERS if size == 2 and n * ring.block <= 2**16), min(_BULK_REGISTERS))
 
 
 def _ring_stages(limit: int, chunks: int, dsum: bool) -> int:
@@ -147,13 +140,11 @@ _BWD = Kernel(
 _BWD_BULK = Kernel(
     "norm/layer_norm_bwd_bulk.cu",
     "layer_norm_bwd_bulk",
-    template="T DSUM REGISTERS",
+    template="T DSUM",
     args="dy:ptr h:ptr rows_cols:i64 pitches:i64 threads_stages:i64 weight:ptr dh:ptr partial:ptr dsum:ptr "
     "dsum_flags:i64 eps_offset:i64",
-    variants=[
-        (t, dsum, n) for t, dsum, n in product(_WIDTH, (False, True), _BULK_REGISTERS) if n == 128 or t != "fp32"
-    ],
-    max_registers=max(_BULK_REGISTERS),
+    variants=list(product(_WIDTH, (False, True))),
+    max_registers=128,
     needs=("tma",),
 )
 _BWD_LONG = Kernel(
@@ -281,8 +272,7 @@ class _BackwardPlan:
         bulk = full and chunks == 2 and max(strides) < 2**30
         if bulk and (r := _bulk_ring(info, rows, vectors, inputs)):
             threads, self.partial_rows = r.threads, r.blocks
-            variant = (t, dsum is not None, _bulk_registers(r, size))
-            self.launch = _BWD_BULK.bind(variant, device, r.blocks, r.block, r.shared)
+            self.launch = _BWD_BULK.bind((t, dsum is not None), device, r.blocks, r.block, r.shared)
             pitches = [stride * size for stride in strides]
             self.bulk_args = (
                 (halves(rows, cols), halves(*pitches[:2]), halves(threads, r.stages | r.groups << 8)),

@@ -34,14 +34,13 @@ from rtkernels.runtime.targets import Target
 _UNIT = "norm/rms_norm.cu"
 _TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
-_NARROW = (1, 2)  # elements per access where addresses do not allow 16 bytes
 _REGISTER_THREADS, _REGISTER_CHUNKS = 512, (1, 2, 4)
 _RING_THREADS, _RING_CHUNKS = 512, (1, 2)
 _HELPED = 16  # rows of a group: 1024x4096 14.2 µs with a warp that fetches, 14.7 without; 8192x4096 55.7 and 55.1
 _IN_FLIGHT = 64 << 10  # bytes asked of the copy engine: 4096 columns 56.0 µs, 60.9 with 48 KB, 56.8 with 128 KB
 
 
-_LONG_VARIANTS = [(t, v) for t in _WIDTH for v in (*_NARROW, _WIDTH[t])]
+_LONG_VARIANTS = [(t,) for t in _WIDTH]
 
 
 def _ring_stages(limit: int, chunks: int, dsum: bool) -> int:
@@ -72,7 +71,7 @@ _FWD_ARGS = (
 )
 _BWD_ARGS = (
     "dy:ptr h:ptr weight:ptr dsum:ptr dh:ptr {last}:ptr rows:i64 cols:i64 dy_stride:i64 h_stride:i64 "
-    "dsum_stride:i64 threads_per_row:i64 wide:i64 eps:f64 offset:f64"
+    "dsum_stride:i64 threads_per_row:i64 {wide}:i64 eps:f64 offset:f64"
 )
 _FWD = Kernel(
     _UNIT,
@@ -85,8 +84,8 @@ _FWD = Kernel(
 _FWD_LONG = Kernel(
     _UNIT,
     "rms_norm_fwd_long",
-    template="T VEC",
-    args=_FWD_ARGS.format(wide="wide:i64 "),
+    template="T",
+    args=_FWD_ARGS.format(wide="flags:i64 "),
     variants=_LONG_VARIANTS,
     max_registers=64,
 )
@@ -94,36 +93,32 @@ _BWD = Kernel(
     _UNIT,
     "rms_norm_bwd",
     template="T CHUNKS DSUM STAGES",
-    args=_BWD_ARGS.format(last="partial"),
+    args=_BWD_ARGS.format(last="partial", wide="wide"),
     variants=_ring_variants,
     max_registers=128,
 )
 _BWD_BULK = Kernel(
     "norm/rms_norm_bwd_bulk.cu",
     "rms_norm_bwd_bulk",
-    template="T CHUNKS DSUM HELPED",
-    args=_BWD_ARGS.format(last="partial") + " stages:i64 groups:i64",
-    variants=[
-        (t, chunks, dsum, helped)
-        for t, chunks, dsum, helped in product(_WIDTH, _RING_CHUNKS, (False, True), (False, True))
-        if chunks == 1 or not helped
-    ],
+    template="T CHUNKS DSUM",
+    args=_BWD_ARGS.format(last="partial", wide="wide") + " stages:i64 groups:i64",
+    variants=list(product(_WIDTH, _RING_CHUNKS, (False, True))),
     max_registers=112,
     needs=("tma",),
 )
 _BWD_LONG = Kernel(
     _UNIT,
     "rms_norm_bwd_long",
-    template="T VEC",
-    args=_BWD_ARGS.format(last="rstd"),
+    template="T",
+    args=_BWD_ARGS.format(last="rstd", wide="flags"),
     variants=_LONG_VARIANTS,
     max_registers=64,
 )
 _BWD_WEIGHT = Kernel(
     _UNIT,
     "rms_norm_bwd_weight",
-    template="T VEC",
-    args="dy:ptr h:ptr rstd:ptr partial:ptr rows:i64 cols:i64 dy_stride:i64 h_stride:i64",
+    template="T",
+    args="dy:ptr h:ptr rstd:ptr partial:ptr rows:i64 cols:i64 dy_stride:i64 h_stride:i64 aligned16:i64",
     variants=_LONG_VARIANTS,
     max_registers=64,
 )
@@ -138,14 +133,9 @@ def check_weight(shape: torch.Size, weight_device: int, cols: int, device: int) 
     check_same("weight", weight_device, device, "device")
 
 
-def _long_width(vec: int, t: str, w: str) -> int:
-    """Return the access width in elements that the long kernels use, given the widest that x allows.
-
-    Below 16 bytes, a weight wider than x may be less aligned than its access would be: one element then.
-    """
-    if vec == _WIDTH[t]:
-        return vec
-    return 1 if w != t else min(vec, max(_NARROW))
+def _long_flags(vec: int, t: str, w: str) -> int:
+    """Return the flags of the kernels for long rows: 1 for a weight wider than x, 2 for 16-byte accesses."""
+    return int(w != t) | int(vec == _WIDTH[t]) << 1
 
 
 class ForwardPlan(DensePlan):
@@ -196,9 +186,9 @@ def _plan_fwd(
         threads = group_threads(-(-vectors // chunks), _REGISTER_THREADS)
         kernel, variant, wide = _FWD, (t, w, vec, chunks, has_residual), ()
     else:
-        vec = _long_width(vec, t, w)
+        vec = vec if vec == _WIDTH[t] else 1
         threads = group_threads(-(-cols // vec), 1024)
-        kernel, variant, wide = _FWD_LONG, (t, vec), (int(w != t),)
+        kernel, variant, wide = _FWD_LONG, (t,), (_long_flags(vec, t, w),)
     block = block_of(threads)
     grid = min(-(-rows // (block // threads)), GRID_LIMIT)
     ending = (rows, cols, x_stride, residual_stride, threads, *wide, eps, offset)
@@ -227,12 +217,12 @@ class _BackwardPlan:
         self.early = True  # column_sum finds room beside the kernel
         fits = vec == _WIDTH[t] and vectors <= _RING_THREADS * chunks
         inputs, most = 2 if dsum is None else 3, _ring_block(chunks)
+        wide = int(w != t)
         near, few = max(strides) < 2**30, _HELPED if chunks == 1 else 0
         if fits and near and (r := bulk_ring(info, rows, vectors, chunks, inputs, most, _IN_FLIGHT, few)):
             self.early = False
             threads, self.partial_rows, self.tail = r.threads, r.blocks, (r.stages, r.groups)
-            variant = (t, chunks, dsum is not None, r.helped)
-            self.launch = _BWD_BULK.bind(variant, device, r.blocks, r.block, r.shared)
+            self.launch = _BWD_BULK.bind((t, chunks, dsum is not None), device, r.blocks, r.block, r.shared)
         elif fits and stages >= 2:
             threads = group_threads(-(-vectors // chunks), _RING_THREADS)
             most = _ring_block(chunks) // threads if threads <= 32 else min(_ring_block(chunks) // threads, 15)
@@ -243,18 +233,19 @@ class _BackwardPlan:
             variant = (t, chunks, dsum is not None, stages)
             self.launch = _BWD.bind(variant, device, grid, groups * threads, shared)
         else:
-            vec = _long_width(vec, t, w)
+            vec = vec if vec == _WIDTH[t] else 1
             threads = group_threads(-(-cols // vec), 1024)
             block = block_of(threads)
             grid = min(-(-rows // (block // threads)), GRID_LIMIT)
-            self.launch = _BWD_LONG.bind((t, vec), device, grid, block)
+            self.launch = _BWD_LONG.bind((t,), device, grid, block)
+            wide = _long_flags(vec, t, w)
             if weight_grad:
                 column_blocks = -(-cols // (256 * vec))
                 self.partial_rows = min(max(1, 4 * info.sm_count // column_blocks), rows, 65535)
-                self.partial_launch = _BWD_WEIGHT.bind((t, vec), device, (column_blocks, self.partial_rows), 256)
-                self.partial_args = (rows, cols, *strides[:2])
+                self.partial_launch = _BWD_WEIGHT.bind((t,), device, (column_blocks, self.partial_rows), 256)
+                self.partial_args = (rows, cols, *strides[:2], int(vec > 1))
         self.rows = rows
-        self.args = (rows, cols, *strides, threads, int(w != t))
+        self.args = (rows, cols, *strides, threads, wide)
 
     def run(
         self,

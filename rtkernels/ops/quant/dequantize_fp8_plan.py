@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.quant.quantize_fp8_kernels import BACK, BACK_T, GROUP, WIDTH
+from rtkernels.ops.quant.quantize_fp8_kernels import (
+    BACK,
+    BACK_GENERIC,
+    BACK_T,
+    GENERIC_THREADS,
+    GENERIC_TYPES,
+    GROUP,
+    WIDTH,
+)
 from rtkernels.ops.quant.quantize_fp8_plan import (
     FP8_DTYPES,
     Matrix,
@@ -93,9 +101,12 @@ def _plan_dequantize(
         "block": (7, groups, 1),
     }[granularity]
     cut = m.runs(2, threads=128)
-    dense = m.rows == 1 and m.vec > 1 and cut.grid * cut.block * 2 * m.vec == m.cols
     ending = (m.rows, m.cols, m.stride, cut.threads_per_row, cut.runs_per_row, shift, scale_row, scale_column)
-    return _DequantizePlan(BACK.bind((t, f, m.vec, dense), m.device, cut.grid, cut.block, ending=ending), *memory)
+    if m.vec == 1:
+        ending += GENERIC_TYPES[t], f == "e5m2"
+        launch = BACK_GENERIC.bind((GENERIC_THREADS,), m.device, cut.grid, cut.block, ending=ending)
+        return _DequantizePlan(launch, *memory)
+    return _DequantizePlan(BACK.bind((t, f, m.vec), m.device, cut.grid, cut.block, ending=ending), *memory)
 
 
 DEQUANTIZE_PLANS = Plans(_plan_dequantize)

@@ -8,15 +8,16 @@ from rtkernels.runtime.launch.kernel import Kernel
 GROUP = 128
 WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
 _PAIRS = [(t, f) for t in WIDTH for f in ("e4m3", "e5m2")]
-_WIDE_AND_NARROW = [(t, f, v) for t, f in _PAIRS for v in (1, WIDTH[t])]
-_TILES = [(*pair, wide) for pair in _PAIRS for wide in (False, True)]
+_WIDE = [(t, f, WIDTH[t]) for t, f in _PAIRS]
+GENERIC_TYPES = {"bf16": 0, "fp16": 1, "fp32": 2}  # common/any_type.cuh
+GENERIC_THREADS = 256
 
 AMAX = Kernel(
     "quant/quantize_fp8.cu",
     "fp8_tensor_amax",
     template="T VEC",
     args="x:ptr partial:ptr rows:i64 cols:i64 x_stride:i64 threads_per_row:i64 runs_per_row:i64",
-    variants=[(t, v) for t in WIDTH for v in (1, WIDTH[t])],
+    variants=list(WIDTH.items()),
     max_registers=64,
 )
 SMALL = Kernel(
@@ -33,7 +34,7 @@ TENSOR = Kernel(
     template="T F8 VEC",
     args="x:ptr scale:ptr partial:ptr q:ptr rows:i64 cols:i64 x_stride:i64 threads_per_row:i64 runs_per_row:i64 "
     "partials:i64 pow2:i64",
-    variants=_WIDE_AND_NARROW,
+    variants=_WIDE,
     max_registers=56,
 )
 _ROW_ARGS = "x:ptr q:ptr scale:ptr rows:i64 cols:i64 x_stride:i64 threads_per_row:i64 pow2:i64"
@@ -42,7 +43,7 @@ ROW = Kernel(
     "quantize_fp8_row",
     template="T F8 VEC",
     args=_ROW_ARGS,
-    variants=[(t, f, WIDTH[t]) for t, f in _PAIRS],
+    variants=_WIDE,
     max_registers=48,
 )
 ROW_LONG = Kernel(
@@ -50,7 +51,7 @@ ROW_LONG = Kernel(
     "quantize_fp8_row_long",
     template="T F8 VEC",
     args=_ROW_ARGS,
-    variants=_WIDE_AND_NARROW,
+    variants=_WIDE,
     max_registers=48,
 )
 GROUPED = Kernel(
@@ -58,7 +59,7 @@ GROUPED = Kernel(
     "quantize_fp8_group",
     template="T F8 VEC ACROSS",
     args="x:ptr q:ptr scale:ptr rows:i64 cols:i64 x_stride:i64 scale_row:i64 scale_group:i64 column_tiles:i64 pow2:i64",
-    variants=[(t, f, v, a) for t, f, v in _WIDE_AND_NARROW for a in ((1,) if v == 1 else (1, 32 // v))],
+    variants=[(t, f, v, a) for t, f, v in _WIDE for a in (1, 32 // v)],
     max_registers=64,
 )
 BLOCK = Kernel(
@@ -66,32 +67,32 @@ BLOCK = Kernel(
     "quantize_fp8_block",
     template="T F8 VEC",
     args="x:ptr q:ptr scale:ptr rows:i64 cols:i64 x_stride:i64 column_tiles:i64 pow2:i64",
-    variants=_WIDE_AND_NARROW,
+    variants=_WIDE,
     max_registers=64,
 )
 GROUPED_T = Kernel(
     "quant/quantize_fp8_transposed.cu",
     "quantize_fp8_group_t",
-    template="T F8 WIDE",
+    template="T F8",
     args="x:ptr q_t:ptr scale:ptr rows:i64 cols:i64 x_stride:i64 column_tiles:i64 pow2:i64",
-    variants=_TILES,
+    variants=_PAIRS,
     max_registers=80,
 )
 GROUP_BOTH = Kernel(
     "quant/quantize_fp8_transposed.cu",
     "quantize_fp8_group_both",
-    template="T F8 WIDE",
+    template="T F8",
     args="x:ptr q:ptr scale:ptr q_t:ptr scale_t:ptr rows:i64 cols:i64 x_stride:i64 scale_row:i64 scale_group:i64 "
     "pow2:i64",
-    variants=_TILES,
+    variants=_PAIRS,
     max_registers=112,
 )
 BLOCK_BOTH = Kernel(
     "quant/quantize_fp8_transposed.cu",
     "quantize_fp8_block_both",
-    template="T F8 WIDE",
+    template="T F8",
     args="x:ptr q:ptr scale:ptr q_t:ptr rows:i64 cols:i64 x_stride:i64 column_tiles:i64 pow2:i64",
-    variants=_TILES,
+    variants=_PAIRS,
     max_registers=72,
 )
 EXPERTS = Kernel(
@@ -100,7 +101,7 @@ EXPERTS = Kernel(
     template="T F8 WIDE",
     args="x:ptr counts:ptr q:ptr scale:ptr q_t:ptr scale_t:ptr rows:i64 cols:i64 x_stride:i64 experts:i64 "
     "count_width:i64 row_blocks:i64 column_tiles:i64 pow2:i64",
-    variants=_TILES,
+    variants=[(*pair, wide) for pair in _PAIRS for wide in (False, True)],
     max_registers=128,
 )
 EXPERTS_STREAM = Kernel(
@@ -116,10 +117,10 @@ EXPERTS_STREAM = Kernel(
 BACK = Kernel(
     "quant/dequantize_fp8.cu",
     "dequantize_fp8",
-    template="T F8 VEC DENSE",
+    template="T F8 VEC",
     args="q:ptr scale:ptr y:ptr rows:i64 cols:i64 q_stride:i64 threads_per_row:i64 runs_per_row:i64 row_shift:i64 "
     "scale_row:i64 scale_column:i64",
-    variants=[(*v, dense) for v in _WIDE_AND_NARROW for dense in (False, True) if v[-1] > 1 or not dense],
+    variants=_WIDE,
     max_registers=64,
 )
 BACK_T = Kernel(
@@ -130,4 +131,39 @@ BACK_T = Kernel(
     variants=_PAIRS,
     max_registers=80,
 )
-KERNELS = (AMAX, TENSOR, SMALL, ROW, ROW_LONG, GROUPED, BLOCK, GROUPED_T, GROUP_BOTH, BLOCK_BOTH, BACK, BACK_T)
+# For x, or codes, that can only be accessed an element at a time.
+GENERIC = Kernel(
+    "quant/quantize_fp8_generic.cu",
+    "quantize_fp8_generic",
+    template="THREADS",
+    args="x:ptr q:ptr scale:ptr q_t:ptr partial:ptr rows:i64 cols:i64 x_stride:i64 unit_rows:i64 unit_cols:i64 "
+    "units:i64 units_across:i64 scale_row:i64 scale_column:i64 threads_per_unit:i64 lanes:i64 partials:i64 given:i64 "
+    "amax_only:i64 type:i64 wide_range:i64 pow2:i64",
+    variants=[(GENERIC_THREADS,)],
+    max_registers=64,
+)
+BACK_GENERIC = Kernel(
+    "quant/quantize_fp8_generic.cu",
+    "dequantize_fp8_generic",
+    template="THREADS",
+    args="q:ptr scale:ptr y:ptr rows:i64 cols:i64 q_stride:i64 threads_per_row:i64 runs_per_row:i64 row_shift:i64 "
+    "scale_row:i64 scale_column:i64 type:i64 wide_range:i64",
+    variants=[(GENERIC_THREADS,)],
+    max_registers=64,
+)
+KERNELS = (
+    AMAX,
+    TENSOR,
+    SMALL,
+    ROW,
+    ROW_LONG,
+    GROUPED,
+    BLOCK,
+    GROUPED_T,
+    GROUP_BOTH,
+    BLOCK_BOTH,
+    BACK,
+    BACK_T,
+    GENERIC,
+    BACK_GENERIC,
+)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.quant.quantize_fp8_generic_plan import both_launch, codes_launch, static_launch, tensor_launches
 from rtkernels.ops.quant.quantize_fp8_kernels import (
     AMAX,
     BLOCK,
@@ -185,6 +186,15 @@ class _DynamicPlan(Plan):
 
     def __init__(self, m: Matrix, t: str, f: str, pow2: bool, q: Output) -> None:
         super().__init__()
+        self._allocate = allocator(m.device)
+        if m.vec == 1:
+            self._amax, self._quantize, blocks = tensor_launches(m, t, f, pow2)
+        else:
+            blocks = self._bind(m, t, f, pow2)
+        self._layouts = _layout(q), _layout(((), torch.float32)), _layout(((blocks,), torch.float32))
+
+    def _bind(self, m: Matrix, t: str, f: str, pow2: bool) -> int:
+        """Bind both launches; return how many blocks the first one has."""
         reading, writing = m.runs(8), m.runs(4)
         blocks = min(reading.grid, _AMAX_BLOCKS_PER_SM * device_info(m.device).sm_count)
         build_together(m.device, (AMAX, (t, m.vec)), (TENSOR, (t, f, m.vec)))
@@ -194,8 +204,7 @@ class _DynamicPlan(Plan):
             (t, f, m.vec), m.device, writing.grid, writing.block, overlap=True,
             ending=(*dims, *writing[:2], blocks, pow2),
         )  # fmt: skip
-        self._allocate = allocator(m.device)
-        self._layouts = _layout(q), _layout(((), torch.float32)), _layout(((blocks,), torch.float32))
+        return blocks
 
     def run(self, x: int) -> tuple[Tensor, Tensor]:
         q, scale, partial = [self._allocate(*layout) for layout in self._layouts]
@@ -244,7 +253,9 @@ def _plan_quantize(x: Metadata, granularity: str, dtype: torch.dtype, pow2: bool
         return None
     m = Matrix(x, align, WIDTH[t], flat=granularity == "tensor")
     if granularity != "tensor":
-        return _QuantizePlan(_BY_GRANULARITY[granularity](m, t, f, pow2, layout), m.device, q, scale)
+        how = m, t, f, pow2
+        launch = codes_launch(*how, granularity, layout) if m.vec == 1 else _BY_GRANULARITY[granularity](*how, layout)
+        return _QuantizePlan(launch, m.device, q, scale)
     if m.vec > 1 and m.rows == 1 and m.cols * x[0].itemsize <= _SMALL_BYTES:
         grid = -(-m.cols // (m.vec * _SMALL_THREADS))
         launch = SMALL.bind((t, f), m.device, grid, _SMALL_THREADS, ending=(m.cols // m.vec, pow2))
@@ -270,7 +281,9 @@ def _plan_both(x: Metadata, granularity: str, dtype: torch.dtype, pow2: bool, la
     if row_stride(shape, x[2]) is None:
         return None
     m = Matrix(x, align, WIDTH[t], flat=False)
-    variant, tiles, strips = (t, f, m.vec > 1), groups_of(m.cols), groups_of(m.rows)
+    if m.vec == 1:
+        return _BothPlan(both_launch(m, t, f, pow2, granularity, layout), m.device, outputs)
+    variant, tiles, strips = (t, f), groups_of(m.cols), groups_of(m.rows)
     dims = m.rows, m.cols, m.stride
     if granularity == "group":
         strides = (1, m.rows) if layout == "column" else (tiles, 1)
@@ -285,7 +298,7 @@ def _plan_both(x: Metadata, granularity: str, dtype: torch.dtype, pow2: bool, la
 
 def _row(m: Matrix, t: str, f: str, pow2: bool, layout: str) -> Launch:
     vectors = m.cols // m.vec
-    if m.vec > 1 and vectors <= _ROW_THREADS * _ROW_CHUNKS:
+    if vectors <= _ROW_THREADS * _ROW_CHUNKS:
         kernel, threads = ROW, group_threads(-(-vectors // _ROW_CHUNKS), _ROW_THREADS)
     else:
         kernel, threads = ROW_LONG, group_threads(vectors, 1024)
@@ -302,8 +315,8 @@ def _group(m: Matrix, t: str, f: str, pow2: bool, layout: str) -> Launch:
         # No group ends early and none is followed by a gap: rows of any length will do.
         rows, cols, groups = rows * groups // _SECTOR_SCALES, _SECTOR_SCALES * GROUP, _SECTOR_SCALES
         stride, strides = cols, (groups, 1)
-    teams, sets = (1, 4) if m.vec == 1 else (32 * m.vec // GROUP, 8)
-    across = 1 if m.vec == 1 or layout == "column" or groups < _SECTOR_SCALES else _SECTOR_SCALES // teams
+    teams, sets = 32 * m.vec // GROUP, 8
+    across = 1 if layout == "column" or groups < _SECTOR_SCALES else _SECTOR_SCALES // teams
     tiles = -(-groups // (across * teams))
     grid = tiles * -(-rows // (_GROUP_THREADS // 32 * sets // across))
     ending = (rows, cols, stride, *strides, tiles, pow2)
@@ -312,7 +325,7 @@ def _group(m: Matrix, t: str, f: str, pow2: bool, layout: str) -> Launch:
 
 def _block(m: Matrix, t: str, f: str, pow2: bool, layout: str) -> Launch:
     tiles = groups_of(m.cols)
-    threads = 1024 if m.vec == 1 else GROUP * GROUP // (8 * m.vec)
+    threads = GROUP * GROUP // (8 * m.vec)
     ending = (m.rows, m.cols, m.stride, tiles, pow2)
     return BLOCK.bind((t, f, m.vec), m.device, tiles * groups_of(m.rows), threads, ending=ending)
 
@@ -325,7 +338,7 @@ def tile_threads(t: str) -> int:
 def _group_t(m: Matrix, t: str, f: str, pow2: bool, layout: str) -> Launch:
     tiles = groups_of(m.cols)
     ending = (m.rows, m.cols, m.stride, tiles, pow2)
-    return GROUPED_T.bind((t, f, m.vec > 1), m.device, tiles * groups_of(m.rows), tile_threads(t), ending=ending)
+    return GROUPED_T.bind((t, f), m.device, tiles * groups_of(m.rows), tile_threads(t), ending=ending)
 
 
 _BY_GRANULARITY: dict[str, Callable[..., Launch]] = {
@@ -355,6 +368,8 @@ def _plan_static(x: Metadata, scale: Metadata, dtype: torch.dtype, align: int):
     if row_stride(x[1], x[2]) is None:
         return None
     m = Matrix(x, align, WIDTH[t], flat=True)
+    if m.vec == 1:
+        return _StaticPlan(static_launch(m, t, f), *memory)
     cut = m.runs(4)
     ending = (m.rows, m.cols, m.stride, *cut[:2], 0, 0)
     return _StaticPlan(TENSOR.bind((t, f, m.vec), m.device, cut.grid, cut.block, ending=ending), *memory)

@@ -36,9 +36,9 @@ _THREADS = 512  # of a row, at most
 _FWD = Kernel(
     "reduce/row_dot.cu",
     "row_dot_fwd",
-    template="T FILLED",
+    template="T",
     args="x:ptr y:ptr out:ptr rows:i64 cols:i64 x_stride:i64 y_stride:i64 threads_per_row:i64 wide:i64 passing:i64",
-    variants=[(t, filled) for t in _TOKENS for filled in (False, True)],
+    variants=[(t,) for t in _TOKENS],
     max_registers=72,
 )
 _BWD = Kernel(
@@ -82,8 +82,7 @@ def _plan(x, y, align: int, backward: bool):
     if cols >= 2**31 or grid > GRID_LIMIT:
         raise ArgumentError(f"x has {rows} rows of {cols} elements; expected fewer than 2^31 of either")
     how = threads, accesses, passing(2 * rows * cols * x[0].itemsize)
-    filled = how[1:] == (1, True) and threads > 32 and cols == threads * n
-    return _FWD.bind((t, filled), x[3], grid, block), (rows, cols, *steps, *how)
+    return _FWD.bind((t,), x[3], grid, block), (rows, cols, *steps, *how)
 
 
 _PLANS = Plans(_plan)

@@ -55,11 +55,8 @@ def _launch_bwd(dy: Tensor, y: Tensor, lengths: Tensor | None, scale: float, log
     dy, y, lengths = rowed(dy), rowed(y), _dense(lengths)
     addresses = dy.data_ptr(), y.data_ptr()
     plan = BWD_PLANS[metadata(dy), metadata(y), metadata(lengths), (addresses[0] | addresses[1]) & 15, log]
-    launch, takes_lengths, before, after = plan
-    if takes_lengths:
-        launch(*addresses, dx.data_ptr(), address(lengths), *before, scale, *after)
-    else:
-        launch(*addresses, dx.data_ptr(), *before, scale)
+    launch, before, after = plan
+    launch(*addresses, dx.data_ptr(), address(lengths), *before, scale, *after)
     return dx
 
 

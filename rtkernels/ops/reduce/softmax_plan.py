@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import product
 from typing import Any
 
@@ -29,42 +30,30 @@ LARGEST_SCALE = torch.finfo(torch.float32).max
 # Pieces of 16 bytes in a thread that holds a part of a row, best ones first, and the most threads a row then has.
 _FWD_PIECES = {1: 32, 4: 256, 3: 256, 8: 1024}
 _BWD_PIECES = {1: 32, 2: 512, 4: 1024}
-_FILLED_THREADS = 512  # of a block that a row just fills with one piece each; most instructions are spared then
 
 
-def _kernels(unit: str, entry: str, template: str, args: str, held: list[tuple]) -> tuple[Kernel, Kernel]:
-    """Return the kernels for rows that a block holds, with the variants `held`, and for all other rows."""
-    args += " threads_per_row:i64 scale:f64"
-    other = [(t, vec) for t in _WIDTH for vec in (1, _WIDTH[t])]
+def _kernels(unit: str, entry: str, args: str, pieces: Iterable[int]) -> tuple[Kernel, Kernel]:
+    """Return the kernels for rows that a block holds, with so many pieces a thread, and for all other rows."""
+    args += " threads_per_row:i64 scale:f64 log:i64"
+    held, other = list(product(_WIDTH, pieces)), [(t,) for t in _WIDTH]
     return (
-        Kernel(unit, entry, template=template, args=args, variants=held, max_registers=64),
-        Kernel(unit, f"{entry}_long", template="T VEC", args=f"{args} log:i64", variants=other, max_registers=64),
+        Kernel(unit, entry, template="T CHUNKS", args=args, variants=held, max_registers=64),
+        Kernel(unit, f"{entry}_long", template="T", args=f"{args} aligned16:i64", variants=other, max_registers=64),
     )
 
 
 _FWD = _kernels(
     "reduce/softmax.cu",
     "softmax_fwd",
-    "T CHUNKS LOG",
     "x:ptr y:ptr lengths:ptr rows:i64 cols:i64 x_stride:i64 y_stride:i64 wide:i64",
-    list(product(_WIDTH, _FWD_PIECES, (False, True))),
+    _FWD_PIECES,
 )
 _BWD = _kernels(
     "reduce/softmax_bwd.cu",
     "softmax_bwd",
-    "T CHUNKS LOG",
     "dy:ptr y:ptr dx:ptr lengths:ptr rows:i64 cols:i64 dy_stride:i64 y_stride:i64 wide:i64",
-    list(product(_WIDTH, _BWD_PIECES, (False, True))),
+    _BWD_PIECES,
 )
-_BWD_FILLED = Kernel(
-    "reduce/softmax_bwd.cu",
-    "softmax_bwd_filled",
-    template="T CHUNKS LOG",
-    args="dy:ptr y:ptr dx:ptr dy_stride:i64 y_stride:i64 scale:f64",
-    variants=list(product(_WIDTH, _BWD_PIECES, (False, True))),
-    max_registers=64,
-)
-
 
 # ---- validation and planning: plain metadata in, a bound launch out -------------------------------------------------
 
@@ -114,15 +103,15 @@ def _bind(forward: bool, t: str, rows: int, cols: int, device: int, full: bool, 
         block = block_of(threads)
         grid = min(-(-rows // (block // threads)), GRID_LIMIT)
         if not forward:  # in registers
-            return held.bind((t, pieces, log), device, grid, block), (threads,), ()
+            return held.bind((t, pieces), device, grid, block), (threads,), (int(log),)
         shared = pieces * block * 16
         if shared <= device_info(device).shared_per_block - 1024:
-            return held.bind((t, pieces, log), device, grid, block, shared), (threads,), ()
+            return held.bind((t, pieces), device, grid, block, shared), (threads,), (int(log),)
     vec = _WIDTH[t] if full else 1
     threads = group_threads(-(-cols // vec), 1024)
     block = block_of(threads)
     grid = min(-(-rows // (block // threads)), GRID_LIMIT)
-    return other.bind((t, vec), device, grid, block), (threads,), (int(log),)
+    return other.bind((t,), device, grid, block), (threads,), (int(log), int(full))
 
 
 def _holding(vectors: int, most: dict[int, int]) -> tuple[int, int] | None:
@@ -156,30 +145,19 @@ def _plan_fwd(x: Meta, lengths: Meta | None, align: int, log: bool, in_place: bo
 FWD_PLANS = Plans(_plan_fwd)
 
 
-def _filled(vectors: int) -> tuple[int, int] | None:
-    """Return the pieces of each thread and the threads of a block that a row just fills; None if it fills none."""
-    if vectors % 32 == 0 and 32 < vectors <= _FILLED_THREADS:
-        return 1, vectors
-    pieces, threads = _holding(vectors, _BWD_PIECES) or (0, 0)
-    return (pieces, threads) if threads > 32 and vectors == pieces * threads else None
-
-
 def _plan_bwd(dy: Meta, y: Meta, lengths: Meta | None, align: int, log: bool):
-    """Return ``(launch, whether it takes lengths, integers, integers)``."""
+    """Return ``(launch, integers, integers)``."""
     dtype, shape, _, device = y
     rows, cols, size = row_count(shape), shape[-1], dtype.itemsize
     strides = [row_stride(m[1], m[2]) for m in (dy, y)]
     full = vector_bytes(align, cols * size, *(s * size for s in strides)) == 16
     t = token("y", dtype)
-    if full and lengths is None and rows <= GRID_LIMIT and (filled := _filled(cols // _WIDTH[t])):
-        launch = _BWD_FILLED.bind((t, filled[0], log), device, rows, filled[1])
-        return launch, False, tuple(strides), ()
     launch, before, after = _bind(False, t, rows, cols, device, full, log)
     wide = int(lengths is not None and lengths[0] == torch.int64)
-    return launch, True, (rows, cols, *strides, wide, *before), after
+    return launch, (rows, cols, *strides, wide, *before), after
 
 
 BWD_PLANS = Plans(_plan_bwd)
 
 
-KERNELS = (*_FWD, *_BWD, _BWD_FILLED)
+KERNELS = (*_FWD, *_BWD)

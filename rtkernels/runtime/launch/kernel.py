@@ -25,6 +25,7 @@ from rtkernels.runtime.targets import Target
 Variant = tuple[Any, ...]
 
 _C_TYPES = {"bf16": "rtk::bf16", "fp16": "rtk::fp16", "fp32": "float", "e4m3": "rtk::e4m3", "e5m2": "rtk::e5m2"}
+TIERS = ("core", "serve", "aten")  # see Kernel
 _KIND_FORMAT = {"ptr": "Q", "i64": "q", "f64": "d"}
 
 
@@ -43,6 +44,8 @@ class Kernel:
         needs: Features a target must have (see ``Target.features``).
         emulated: True, or the reason why the host emulator cannot run this kernel.
         flags: Extra compiler flags.
+        tier: Who needs this kernel, so that ``warm`` and CI can leave out the others: "core" for training and whatever
+            several kinds of programs use, "serve" for inference only, "aten" for operators that take torch's place.
     """
 
     def __init__(
@@ -57,7 +60,11 @@ class Kernel:
         needs: tuple[str, ...] = (),
         emulated: bool | str = True,
         flags: tuple[str, ...] = (),
+        tier: str = "core",
     ) -> None:
+        if tier not in TIERS:
+            raise ValueError(f"kernel {entry} has tier {tier!r}; expected one of {', '.join(TIERS)}")
+        self.tier = tier
         self.unit = os.fspath(unit)
         self.name = entry
         self.template = tuple(template.split())

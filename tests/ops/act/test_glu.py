@@ -251,7 +251,7 @@ def test_gradient_at_the_limits_of_swiglu_oai(place: str) -> None:
 
 def emulated_coverage() -> None:
     """Run every kernel of the op in the emulator; test_registry.py checks that it does."""
-    for case in ("merged", "weight"):
+    for case in ("merged", "weight", "odd"):
         with running_on("sm_90") as device:
             check(make(case, torch.bfloat16, device), "silu")
 

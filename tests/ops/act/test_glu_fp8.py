@@ -441,9 +441,9 @@ def test_many_tiles_for_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @emulated
 def test_one_tile_per_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU whose blocks have so many tiles that the forward reads them when it needs them."""
+    """As on a GPU with so many tiles for a block that the backward has a block for each."""
     with monkeypatch.context() as patch, running_on("sm_90") as device:
-        patch.setattr(plans, "_AHEAD_TURNS", 0), patch.setattr(plans, "_MANY_TURNS", 0)
+        patch.setattr(plans, "_MANY_TURNS", 0)
         for case in ("two_tiles", "experts"):
             plans.FWD_PLANS.clear(), plans.BWD_PLANS.clear()
             inputs = make_backward(case, torch.bfloat16, device)

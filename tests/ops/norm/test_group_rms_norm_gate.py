@@ -310,18 +310,12 @@ def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, ...]:
 )  # fmt: skip
 def test_backward_grid_covers_every_row(tokens: int, groups: int, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
     bound: list[Any] = []
-    for kernel in ("_BWD", "_BWD_EVEN"):
-        monkeypatch.setattr(plans, kernel, SimpleNamespace(bind=lambda *args: bound.extend(args)))
+    monkeypatch.setattr(plans, "_BWD", SimpleNamespace(bind=lambda *args: bound.extend(args)))
     meta = _meta(tokens, groups * cols)
     plan = plans._BackwardPlan(meta, meta, meta, _meta(groups * cols), groups, "same", 0, True)
     variant, _, blocks, block, shared = bound
-    even = len(variant) == 2
-    chunks, form = (1, variant[1]) if even else variant[1:]
-    if even:
-        lanes, threads = plan.numbers[0] >> 32, cols // 8
-        assert cols in (512, 1024)
-    else:
-        lanes, threads = plan.numbers[-6:-4]
+    chunks, form = variant[1:]
+    lanes, threads = plan.numbers[-6:-4]
     rows = block // threads
     assert block % 32 == 0 and block <= 512 and rows * threads == block and threads * chunks * 8 >= cols
     assert (threads in (1, 2, 4, 8, 16, 32), threads % 4 == 0, threads % 32 == 0, threads == 64, threads == 128)[form]

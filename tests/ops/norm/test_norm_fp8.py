@@ -225,7 +225,8 @@ def check_layer_norm(inputs: Inputs, layout: str, **options: Any) -> NormFp8:
 
 def assert_codes(q: Tensor, want: Tensor, scale: Tensor, want_scale: Tensor) -> None:
     """Compare codes of values that differ in their last bits: hardly any differ, and none by more than one code."""
-    torch.testing.assert_close(scale.cpu(), want_scale, rtol=1e-5, atol=0)
+    # The largest of a column may be the small difference of a number and its row's mean.
+    torch.testing.assert_close(scale.cpu(), want_scale, rtol=4e-5, atol=0)
     a, b = q.cpu().view(torch.uint8).int(), want.view(torch.uint8).int()
     small = (a & 0x7F) + (b & 0x7F) <= 2  # around zero the sign may differ
     distance = torch.where(small, 0, (a - b).abs())

@@ -1,0 +1,140 @@
+// What act/glu.cu does, for rows that allow no 16-byte accesses: one kernel each way for every type and activation. The
+// results have the same bits, but for the order in which a weight gradient is added up.
+//
+// `type` is that of common/any_type.cuh, `act` the place of the activation in the list below. A group of threads (RowGroup)
+// works on one row, each thread on four elements at a time. Grid: row blocks over x and y.
+#include "act/activations.cuh"
+#include "common/any_type.cuh"
+#include "common/reduce.cuh"
+
+namespace rtk {
+
+inline constexpr int kAtOnce = 4;
+
+template <typename Act, bool kFast>
+RTK_DEVICE void activate(float (&v)[kAtOnce], float (&slope)[kAtOnce]) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+        const ValueSlope at = Act::template at<kFast>(v[i]);
+        v[i] = at.value, slope[i] = at.slope;
+    }
+}
+
+template <bool kFast>
+RTK_DEVICE void activate_any(int act, float (&v)[kAtOnce], float (&slope)[kAtOnce]) {
+    switch (act) {
+        case 0: activate<Silu, kFast>(v, slope); break;
+        case 1: activate<GeluTanh, kFast>(v, slope); break;
+        case 2: activate<GeluErf, kFast>(v, slope); break;
+        case 3: activate<Relu, kFast>(v, slope); break;
+        case 4: activate<Relu2, kFast>(v, slope); break;
+        case 5: activate<Sigmoid, kFast>(v, slope); break;
+        case 6: activate<Identity, kFast>(v, slope); break;
+        default: activate<SwigluOai, kFast>(v, slope); break;
+    }
+}
+
+RTK_DEVICE ValueSlope partner_any(int act, float up) { return act >= 7 ? partner<SwigluOai>(up) : partner<Silu>(up); }
+
+// One row of gate and up; without `up`, it follows gate.
+struct GluRow {
+    const void *gate, *up;
+    i64 first_gate, first_up;  // elements before the row
+    int type, act;
+    float weight;
+
+    RTK_DEVICE GluRow(const void* gate_, const void* up_, const void* weights, i64 row, i64 cols, i64 gate_stride,
+                      i64 up_stride, i64 weight_wide, i64 type_, i64 act_)
+        : gate(gate_),
+          up(up_ != nullptr ? up_ : gate_),
+          first_gate(row * gate_stride),
+          first_up(up_ != nullptr ? row * up_stride : row * gate_stride + cols),
+          type(static_cast<int>(type_)),
+          act(static_cast<int>(act_)),
+          weight(weights == nullptr ? 1.0f : load_any(weights, weight_wide ? kAnyFp32 : type, row)) {}
+
+    // Columns column, column + step, ...: the activation of the gate with its slope, and up; of 0 from cols on.
+    RTK_DEVICE void load(i64 column, int step, i64 cols, float (&v)[kAtOnce], float (&slope)[kAtOnce],
+                         float (&u)[kAtOnce]) const {
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const i64 at = column + i * step;
+            v[i] = at < cols ? load_any(gate, type, first_gate + at) : 0.0f;
+            u[i] = at < cols ? load_any(up, type, first_up + at) : 0.0f;
+        }
+        if (type == kAnyFp32) {
+            activate_any<false>(act, v, slope);
+        } else {
+            activate_any<true>(act, v, slope);
+        }
+    }
+};
+
+RTK_DEVICE i64 own_row(const RowGroup& group) {
+    return (static_cast<i64>(blockIdx.y) * gridDim.x + blockIdx.x) * group.count + group.index;
+}
+
+template <int THREADS>
+__global__ void __launch_bounds__(THREADS)
+    glu_fwd_generic(const void* gate, const void* up, const void* weight, void* y, i64 rows, i64 cols, i64 gate_stride,
+                    i64 up_stride, i64 weight_wide, i64 threads_per_row, i64 type, i64 act) {
+    const RowGroup group(threads_per_row);
+    const i64 row = own_row(group);
+    if (row >= rows) return;
+    const GluRow in(gate, up, weight, row, cols, gate_stride, up_stride, weight_wide, type, act);
+#pragma unroll 1
+    for (i64 first = group.thread; first < cols; first += kAtOnce * group.threads) {
+        float v[kAtOnce], slope[kAtOnce], u[kAtOnce];
+        in.load(first, group.threads, cols, v, slope, u);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const i64 column = first + i * group.threads;
+            const float value = v[i] * partner_any(in.act, u[i]).value * in.weight;
+            if (column < cols) store_any(y, in.type, row * cols + column, value);
+        }
+    }
+}
+
+// dgate and dup have row stride out_stride; dup null: it follows dgate. dweight null: not wanted. Each thread has read the
+// elements in whose places it writes.
+template <int THREADS>
+__global__ void __launch_bounds__(THREADS)
+    glu_bwd_generic(const void* dy, const void* gate, const void* up, const void* weight, void* dgate, void* dup,
+                    void* dweight, i64 rows, i64 cols, i64 dy_stride, i64 gate_stride, i64 up_stride, i64 out_stride,
+                    i64 weight_wide, i64 threads_per_row, i64 type, i64 act) {
+    __shared__ GroupScratch<1> scratch;
+    const RowGroup group(threads_per_row);
+    const i64 row = own_row(group);
+    const int kind = static_cast<int>(type);
+    float total = 0.0f;
+    if (row < rows) {
+        const GluRow in(gate, up, weight, row, cols, gate_stride, up_stride, weight_wide, type, act);
+        const i64 dup_offset = row * out_stride + (dup == nullptr ? cols : 0);
+        void* const to = dup == nullptr ? dgate : dup;
+#pragma unroll 1
+        for (i64 first = group.thread; first < cols; first += kAtOnce * group.threads) {
+            float g[kAtOnce], v[kAtOnce], slope[kAtOnce], u[kAtOnce];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const i64 column = first + i * group.threads;
+                g[i] = column < cols ? load_any(dy, kind, row * dy_stride + column) : 0.0f;
+            }
+            in.load(first, group.threads, cols, v, slope, u);
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const i64 column = first + i * group.threads;
+                if (column >= cols) break;
+                const ValueSlope other = partner_any(in.act, u[i]);
+                total += g[i] * v[i] * other.value;
+                const float weighted = g[i] * in.weight;
+                store_any(dgate, kind, row * out_stride + column, weighted * other.value * slope[i]);
+                store_any(to, kind, dup_offset + column, weighted * v[i] * other.slope);
+            }
+        }
+    }
+    if (dweight == nullptr) return;
+    total = group_reduce<Sum, false>(total, group, scratch, 0);
+    if (row < rows && group.thread == 0) store_any(dweight, weight_wide ? kAnyFp32 : kind, row, total);
+}
+
+}  // namespace rtk
