@@ -289,9 +289,9 @@ __global__ void __launch_bounds__(THREADS, 1)
 
 // Any head size and alignment: the warps of the grid walk over (token, head), each with its own sums of dweight in
 // shared memory, [warps, 2, head_dim]. lane_bits is 5, q_slots and kv_slots are the numbers of heads.
-template <typename T, bool SILU>
+template <typename T>
 __global__ void __launch_bounds__(128, 4)
-    qk_norm_rope_bwd_any(RTK_QKV_GRADIENT_PARAMETERS, i64 pairs, RTK_QKV_PARAMETERS, RTK_ANGLE_PARAMETERS) {
+    qk_norm_rope_bwd_any(RTK_QKV_GRADIENT_PARAMETERS, i64 pairs, i64 activated, RTK_QKV_PARAMETERS, RTK_ANGLE_PARAMETERS) {
     extern __shared__ __align__(16) u8 memory[];
     float* sums = reinterpret_cast<float*>(memory);
     const u32 slots = static_cast<u32>(q_slots + 2 * kv_slots);
@@ -319,11 +319,11 @@ __global__ void __launch_bounds__(128, 4)
                                        : dv + batch * dv_batch + place * dv_place + slot.first * dv_head;
         auto u = [&](int i) {
             float value[1];
-            unpack_u<T, 1, SILU>(ptx::ld_keep<sizeof(T)>(x + i), value);
-            return value[0];
+            unpack<T, 1>(ptx::ld_keep<sizeof(T)>(x + i), value);
+            return activated ? silu<sizeof(T) == 2>(value[0]).value : value[0];
         };
         auto put = [&](int i, float du) {
-            if constexpr (SILU) du *= silu<sizeof(T) == 2>(load_one(x + i)).slope;
+            if (activated) du *= silu<sizeof(T) == 2>(load_one(x + i)).slope;
             store_one(dx + i, du);
         };
         if (slot.part == kV) {

@@ -296,10 +296,10 @@ __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
 
 // Any head size and alignment: a warp per (token, head) reads its head twice. lane_bits is 5, q_slots and kv_slots are
 // the numbers of heads, `pairs` kHalves or kAdjacent.
-template <typename T, bool SILU>
+template <typename T>
 __global__ void __launch_bounds__(128, 4)
     qk_norm_rope_fwd_any(const T* qkv, const void* q_weight, const void* k_weight, T* q, T* k, T* v,
-                         RTK_QKV_PARAMETERS, i64 pairs, RTK_ANGLE_PARAMETERS) {
+                         RTK_QKV_PARAMETERS, i64 pairs, i64 activated, RTK_ANGLE_PARAMETERS) {
     const u32 slots = static_cast<u32>(q_slots + 2 * kv_slots);
     const int lane = static_cast<int>(threadIdx.x % kWarp);
     const u32 unit = blockIdx.x * (blockDim.x >> lane_bits) + (threadIdx.x >> lane_bits);
@@ -316,8 +316,8 @@ __global__ void __launch_bounds__(128, 4)
     y += (static_cast<i64>(token) * slot.heads + slot.first) * dim;
     auto u = [&](int i) {
         float value[1];
-        unpack_u<T, 1, SILU>(ptx::ld_keep<sizeof(T)>(x + i), value);
-        return value[0];
+        unpack<T, 1>(ptx::ld_keep<sizeof(T)>(x + i), value);
+        return activated ? silu<sizeof(T) == 2>(value[0]).value : value[0];
     };
     if (slot.part == kV) {
         for (int i = lane; i < dim; i += kWarp) store_one(y + i, u(i));

@@ -72,9 +72,9 @@ FWD = Kernel(
 FWD_ANY = Kernel(
     _FWD_UNIT,
     "qk_norm_rope_fwd_any",
-    template="T SILU",
-    args=_FWD_POINTERS + _DIMS + "pairs:i64 " + angles_of.ARGS,
-    variants=[(t, s) for t in TYPES for s in _SILU],
+    template="T",
+    args=_FWD_POINTERS + _DIMS + "pairs:i64 activated:i64 " + angles_of.ARGS,
+    variants=[(t,) for t in TYPES],
     max_registers=80,
 )
 BWD = Kernel(
@@ -88,9 +88,9 @@ BWD = Kernel(
 BWD_ANY = Kernel(
     _BWD_UNIT,
     "qk_norm_rope_bwd_any",
-    template="T SILU",
-    args=_BWD_ARGS.format("pairs:i64"),
-    variants=[(t, s) for t in TYPES for s in _SILU],
+    template="T",
+    args=_BWD_ARGS.format("pairs:i64 activated:i64"),
+    variants=[(t,) for t in TYPES],
     max_registers=120,
 )
 
@@ -285,8 +285,8 @@ def _plan_fwd(
     slots, tables = _slots(found, 1), TablesPlan(tables_found.arguments())
     units = found.tokens * (slots[0] + 2 * slots[1])
     _limit(found, units)
-    launch = FWD_ANY.bind((t, silu), device, -(-units // (_BLOCK // 32)), _BLOCK)
-    return ForwardPlan(launch, (*_dims(found, slots, 5, q_weight, eps, offset), pairs), tables, *memory)
+    launch = FWD_ANY.bind((t,), device, -(-units // (_BLOCK // 32)), _BLOCK)
+    return ForwardPlan(launch, (*_dims(found, slots, 5, q_weight, eps, offset), pairs, int(silu)), tables, *memory)
 
 
 def in_chunks(head_dim: int, rotary: int, size: int, most: int) -> bool:
@@ -401,12 +401,12 @@ def _plan_bwd(
     else:
         if found.head_dim > _ANY_HEAD_DIM:
             raise ArgumentError(f"heads have {found.head_dim} elements; expected at most {_ANY_HEAD_DIM} here")
-        slots, bits, extra, tables = _slots(found, 1), 5, (pairs,), TablesPlan(tables_found.arguments())
+        slots, bits, extra, tables = _slots(found, 1), 5, (pairs, int(silu)), TablesPlan(tables_found.arguments())
         units = found.tokens * (slots[0] + 2 * slots[1])
         _limit(found, units)
         warps = max(1, min(4, 32768 // (8 * found.head_dim)))
         grid = min(-(-units // warps), 4 * info.sm_count)
-        launch = BWD_ANY.bind((t, silu), device, grid, 32 * warps, 8 * found.head_dim * warps)
+        launch = BWD_ANY.bind((t,), device, grid, 32 * warps, 8 * found.head_dim * warps)
     dims = (*strides, *extra, *_dims(found, slots, bits, q_weight, eps, offset))
     return BackwardPlan(launch, dims, tables, grid, found.head_dim)
 
