@@ -4,8 +4,8 @@ RMSNorm, qkv projection, normalised and rotated heads, causal attention, output 
 gate and up projection, SwiGLU, down projection, residual sum. Every way has the same matrix products and the same
 attention.
 
-    python -m bench.layer                                # 2 x 4096 tokens, hidden 4096, ffn 12288
-    python -m bench.layer --hidden 2048 --ffn 6144 --heads 16 --ways rtkernels,reuse,torch
+    python -m bench.measure.layer                                # 2 x 4096 tokens, hidden 4096, ffn 12288
+    python -m bench.measure.layer --hidden 2048 --ffn 6144 --heads 16 --ways rtkernels,reuse,torch
 
 Peak memory is all that torch had allocated at a time during a step: parameters, their gradients, activations. Steps
 begin without gradients.
@@ -14,15 +14,18 @@ begin without gradients.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rtkernels
+from bench import meta
 from bench.measure.timing import CudaDevice, Timer
 
 EPS = 1e-6
@@ -208,11 +211,18 @@ def main(arguments: list[str] | None = None) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default.default)
     parser.add_argument("--ways", default=",".join(WAYS), help="comma-separated: " + ", ".join(WAYS))
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--out", type=Path, help="also write a file that `python -m bench record --layers` takes")
     args = vars(parser.parse_args(arguments))
-    ways, repeats = args.pop("ways").split(","), args.pop("repeats")
+    ways, repeats, out = args.pop("ways").split(","), args.pop("repeats"), args.pop("out")
+    shape = Shape(**args)
+    row = {"tokens": shape.batch * shape.length, "hidden": shape.hidden, "ffn": shape.ffn}
     print(f"{'':12}{'step':>12}{'peak memory':>16}")
-    for name, ms, memory in measured(Shape(**args), ways, repeats):
+    for name, ms, memory in measured(shape, ways, repeats):
         print(f"{name:12}{ms:9.2f} ms{memory:12.0f} MiB", flush=True)
+        row[name] = {"forward_and_backward_ms": round(ms, 2), "peak_mib": round(memory)}
+    if out:
+        layer = {f"decoder_{shape.hidden}": {"command": "python -m bench.measure.layer", "rows": [row]}}
+        out.write_text(json.dumps({"environment": meta.environment(), "layers": layer}))
 
 
 if __name__ == "__main__":

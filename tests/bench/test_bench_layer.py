@@ -1,10 +1,10 @@
-"""The layer of `python -m bench.layer`: all ways give the same results."""
+"""The layer of `python -m bench.measure.layer`: all ways give the same results."""
 
 from __future__ import annotations
 
 import torch
 
-from bench.measure import layer as layer
+from bench.measure import layer
 
 
 def test_ways_agree() -> None:
