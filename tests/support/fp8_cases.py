@@ -23,7 +23,7 @@ def wild(rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return x.to(dtype)
 
 
-SHAPES = [(1, 1), (3, 128), (16, 264), (130, 136), (33, 257), (144, 40)]
+SHAPES = [(1, 1), (3, 128), (16, 264), (130, 136), (33, 257), (144, 40), (5, 1029)]
 
 
 def views() -> Iterator[tuple[str, Callable[[torch.dtype], Tensor]]]:

@@ -81,7 +81,8 @@ def _scaled(m: Matrix, t: str, f: str, pow2: bool, granularity: str, layout: str
     """Return a launch for (x, q, scale, q_t, 0)."""
     groups = -(-m.cols // GROUP)
     options: dict[str, tuple[Any, ...]] = {  # unit, strides of scales, threads of a unit
-        "row": ((1, m.cols), (1, 0), group_threads(-(-m.cols // 8), GENERIC_THREADS)),
+        # Up to a warp for a row, or the whole block: other numbers of warps leave some over.
+        "row": ((1, m.cols), (1, 0), group_threads(-(-m.cols // 8), 32) if m.cols <= 8 * 32 else GENERIC_THREADS),
         "group": ((1, GROUP), (1, m.rows) if layout == "column" else (groups, 1), 32),
         "group_t": ((GROUP, 1), (m.cols, 1), 1),
         "block": ((GROUP, GROUP), (groups, 1), GENERIC_THREADS),
