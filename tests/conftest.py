@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full",
         action="store_true",
-        help="run every emulated case on sm_80 and on sm_90, compile every variant for every target",
+        help="also run what is marked slow, every emulated case on sm_80 and on sm_90, every variant for every target",
     )
     parser.addoption("--sample", type=int, default=1, metavar="N", help="run every Nth case of each test")
 
@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     items.sort(key=lambda item: item.name.startswith("test_compiles_without_spills"))
     if not config.getoption("--full"):
-        dropped = _repeated(items)
+        dropped = _repeated(items) | {i for i in items if i.get_closest_marker("slow") and not i.get_closest_marker("gpu")}
         items[:] = [item for item in items if item not in dropped]
         config.hook.pytest_deselected(items=list(dropped))
     if (step := config.getoption("--sample")) > 1:
