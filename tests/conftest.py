@@ -53,7 +53,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     items.sort(key=lambda item: item.name.startswith("test_compiles_without_spills"))
     if not config.getoption("--full"):
-        dropped = _repeated(items) | {i for i in items if i.get_closest_marker("slow") and not i.get_closest_marker("gpu")}
+        slow = {item for item in items if item.get_closest_marker("slow") and not item.get_closest_marker("gpu")}
+        dropped = _repeated(items) | slow
         items[:] = [item for item in items if item not in dropped]
         config.hook.pytest_deselected(items=list(dropped))
     if (step := config.getoption("--sample")) > 1:
