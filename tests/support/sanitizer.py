@@ -19,17 +19,20 @@ TOOLS = ("memcheck", "racecheck")
 END = "end of tests: "
 
 # What compute-sanitizer reports though it is in order: tool, kernel -> kinds of report, and why. All others are errors.
+_BY_BARRIER = (
+    "Sums of the groups of threads go to shared memory, then comes __syncthreads, then all threads add them up: writer "
+    "and reader are on its two sides. The emulator, which orders accesses by that barrier, reports nothing."
+)
+_BY_ONE_LANE = (
+    "All lanes of a warp write, __syncwarp follows, and one lane arrives at a barrier for them, which orders what others "
+    "do after they waited for it; with all lanes arriving nothing is reported (docs/racecheck.md)."
+)
 KNOWN: dict[tuple[str, str], tuple[set[str], str]] = {
-    ("racecheck", "layer_norm_bwd_bulk"): (
-        {"RAW"},
-        "Sums of the groups of threads go to shared memory, then comes __syncthreads, then all threads add them up: "
-        "writer and reader are on its two sides. The emulator, which orders accesses by that barrier, reports nothing.",
-    ),
-    ("racecheck", "glu_fp8_fwd_stream"): (
-        {"RAW"},
-        "All lanes of a warp write, __syncwarp follows, and one lane arrives at an mbarrier for them, which orders "
-        "what others do after they waited for it; with all lanes arriving nothing is reported (docs/racecheck.md).",
-    ),
+    ("racecheck", "layer_norm_bwd_bulk"): ({"RAW"}, _BY_BARRIER),
+    ("racecheck", "rms_norm_bwd_bulk"): ({"RAW"}, _BY_BARRIER),
+    ("racecheck", "glu_fp8_fwd_stream"): ({"RAW"}, _BY_ONE_LANE),
+    ("racecheck", "norm_fp8_ring"): ({"RAW"}, _BY_ONE_LANE),
+    ("racecheck", "qk_norm_rope_bwd_bulk"): ({"RAW"}, _BY_ONE_LANE),
 }
 
 _START = re.compile(r"^=+ (?:Error|Warning|ERROR|WARNING|Invalid|Potential|Race|Program hit|Uninit|Barrier)")
