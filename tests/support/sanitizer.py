@@ -24,8 +24,8 @@ _BY_BARRIER = (
     "and reader are on its two sides. The emulator, which orders accesses by that barrier, reports nothing."
 )
 _BY_ONE_LANE = (
-    "All lanes of a warp write, __syncwarp follows, and one lane arrives at a barrier for them, which orders what others "
-    "do after they waited for it; with all lanes arriving nothing is reported (docs/racecheck.md)."
+    "All lanes of a warp write, __syncwarp follows, and one lane arrives at a barrier for them, which orders what "
+    "others do after they waited for it; with all lanes arriving nothing is reported (docs/racecheck.md)."
 )
 KNOWN: dict[tuple[str, str], tuple[set[str], str]] = {
     ("racecheck", "layer_norm_bwd_bulk"): ({"RAW"}, _BY_BARRIER),
