@@ -243,6 +243,7 @@ struct StagedOutput {
 
     // By the copy engine, which leaves out what is outside of the map's matrix (boxes of 64 rows and 128 bytes), but knows no
     // groups: the last tile of a group is not for it unless groups begin at multiples of the tile.
+    // The copy engine of an H200 cuts rows of a matrix at 16 bytes, not at an element: of other widths `copy` is right.
     RTK_DEVICE void send(const ptx::TensorMap& map, const TilePart& part) const {
         static_assert(RTK_HAS_TMA || sizeof(T) == 0, "bulk stores need sm_90; copy() does not");
         ptx::fence_async_shared();

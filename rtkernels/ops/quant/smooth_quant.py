@@ -115,7 +115,7 @@ def _launch(
     if plan is None:
         return _nothing(x, dtype, pow2_scale, with_amax)
     if plan.launch is None:
-        z = _smoothed(x, smooth, expert)
+        z = _smoothed(x, smooth, expert).contiguous()  # it has the strides of x
         q, scale = quantized_rows(z, dtype, pow2_scale)
         return q, scale, ABSMAX.launch(x, None, None) if with_amax else nothing(x)
     amax = ABSMAX.launch(x, None, None) if with_amax and plan.partial is None else None

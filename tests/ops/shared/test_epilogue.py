@@ -103,7 +103,7 @@ def sent(dtype: torch.dtype, rows: int, columns: int, times: int = 1, *, fault: 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_by_the_copy_engine(place: str, dtype: torch.dtype) -> None:
     with running_on(place) as device:
-        for rows, columns, times in ((256, 128, 1), (200, 61, 1), (512, 64, 2), (700, 127, 3)):
+        for rows, columns, times in ((256, 128, 1), (200, 56, 1), (512, 64, 2), (700, 120, 3)):
             sent(dtype, rows, columns, times, device=device)
 
 
