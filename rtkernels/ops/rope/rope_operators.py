@@ -344,7 +344,10 @@ def _reference_fwd(q, k, layout, out_layout, first, rotary, pairs, inverse, cos,
     tables = angles_of.reference_tables(cos, sin, positions, cu_seqlens, found, heads.batch, heads.length)
 
     def rotated(t: Tensor) -> Tensor:
-        y = angles_of.rotate(as_heads(t, layout).float(), tables, first, pairs, inverse).to(t.dtype)
+        given = as_heads(t, layout)
+        y = angles_of.rotate(given.float(), tables, first, pairs, inverse).to(t.dtype)
+        # What is not rotated keeps its bits: a conversion may change those of a NaN.
+        y[..., :first], y[..., first + rotary :] = given[..., :first], given[..., first + rotary :]
         if t.dim() == 3:
             return y.squeeze(0).contiguous()
         return y.permute(*(LAYOUTS[out_layout].index(i) for i in range(3)), 3).contiguous()

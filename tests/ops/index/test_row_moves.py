@@ -15,6 +15,7 @@ from torch import Tensor
 
 import rtkernels
 from bench.rows import rows_of
+from bench.rows.index import row_moves as bench_rows
 from rtkernels import index_select, scatter_add, sort_chunks
 from rtkernels.ops.index import row_moves as module
 from rtkernels.ops.index import row_moves_operators as operators
@@ -319,8 +320,8 @@ def test_second_order_is_refused() -> None:
 
 
 def test_bench_rows_agree_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_TOKENS", 300)
-    monkeypatch.setattr(module, "_COLS", 16)
+    monkeypatch.setattr(bench_rows, "_TOKENS", 300)
+    monkeypatch.setattr(bench_rows, "_COLS", 16)
     for row in rows_of(module.OP.name):
         inputs = row.make("cpu", torch.Generator().manual_seed(0))
         torch.testing.assert_close(row.ours(**inputs), row.torch(**inputs), rtol=0.05, atol=0.05)
