@@ -164,7 +164,7 @@ class _Permute(torch.autograd.Function):
         y, scale_out, probs_out = PERMUTE(x, rows, slots, scale, probs, experts)
         fixed = ([y] if x.dtype in FP8_DTYPES else []) + ([probs_out] if probs is None else [])
         ctx.mark_non_differentiable(*fixed, scale_out)
-        return y, probs_out, scale_out  # no None: torch.compile of torch 2.6 fails on it
+        return y, probs_out, scale_out  # no None: torch.compile of older torch fails on it
 
     @staticmethod
     @once_differentiable
