@@ -1,13 +1,22 @@
-"""Plans: what a call does, worked out from everything but the addresses of its tensors (see ``TorchOp``)."""
+"""Plans: what a call does, worked out from everything but the addresses of its tensors (see ``TorchOp``).
+
+A ``StepPlan`` is a list of launches and the memory between them; its ``run`` is written out from that, so that a launch
+costs one Python call and no loop. Plans with a ``run`` of their own are those of operators that are not declared yet.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
 
 from rtkernels.runtime.launch.driver import Launch
-from rtkernels.runtime.launch.memory import Allocate
+from rtkernels.runtime.launch.memory import Allocate, allocator, dense_strides, fresh_zeros
+from rtkernels.runtime.launch.tensor_map import tiled_map
+
+_MAPS_PER_STEP = 64  # addresses whose tensor maps an argument remembers
 
 
 class Plan(ABC):
@@ -31,3 +40,145 @@ class DensePlan(Plan):
     def __init__(self, launch: Launch | None, allocate: Allocate, layout: tuple[Any, ...]) -> None:
         super().__init__()
         self.launch, self.allocate, self.layout = launch, allocate, layout
+
+
+class Memory(NamedTuple):
+    """A tensor that a call makes: a result, or scratch. Dense unless it has `strides`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    strides: tuple[int, ...] | None = None
+
+
+class Boxes(NamedTuple):
+    """A kernel argument: the tensor map of an argument, a result or scratch. Fields as for ``tensor_map.tiled_map``."""
+
+    name: str
+    token: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: bool = True
+    promote: bool = True
+    offset: int = 0  # bytes from the tensor's first element
+
+
+class Offset(NamedTuple):
+    """A kernel argument: an address `offset` bytes behind the first element of a tensor."""
+
+    name: str
+    offset: int
+
+
+class Step:
+    """One launch of a plan.
+
+    Args:
+        launch: What ``Kernel.bind`` gave.
+        arguments: Those of the kernel, in its order: the name of a tensor (its address goes in, 0 if it is absent),
+            ``Boxes``, ``Offset``, or a number.
+    """
+
+    __slots__ = ("arguments", "launch")
+
+    def __init__(self, launch: Launch, *arguments: str | int | float | Boxes | Offset) -> None:
+        self.launch, self.arguments = launch, arguments
+
+
+class Steps:
+    """What a declared operator's ``plan`` returns: launches, one after the other, and the memory they share.
+
+    Args:
+        steps: May be none: the results are then left as they were made.
+        scratch: Memory that lives as long as the call, by name.
+        zeros: How many int32 zeros an argument of this name gets, cleared for this call.
+    """
+
+    __slots__ = ("scratch", "steps", "zeros")
+
+    def __init__(
+        self, *steps: Step, scratch: Mapping[str, Memory] | None = None, zeros: Mapping[str, int] | None = None
+    ) -> None:
+        self.steps, self.scratch, self.zeros = steps, dict(scratch or {}), dict(zeros or {})
+
+
+class StepPlan(Plan):
+    """A plan whose ``run`` is written out from its steps.
+
+    Args:
+        name: The operator's, for tracebacks.
+        arguments: Names of the operator's tensors, in the order of its schema.
+        outputs: Results by name, in the order in which they are returned; None for one that nobody asked for.
+        single: The operator returns its only result, not a tuple.
+        steps: What the operator's ``plan`` gave.
+        device: CUDA ordinal, or -1.
+    """
+
+    __slots__ = ("run", "source")
+
+    def __init__(
+        self, name: str, arguments: Sequence[str], outputs: Mapping[str, Memory | None], single: bool, steps: Steps,
+        device: int,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        scope: dict[str, Any] = {"allocate": allocator(device), "fresh_zeros": fresh_zeros, "device": device}
+        lines: list[str] = []
+        known = {argument: f"p_{argument}" for argument in arguments}
+        made = {name: memory or Memory((0,), torch.float32) for name, memory in outputs.items()}
+        for variable, memory in {**made, **steps.scratch}.items():
+            if variable in known:
+                raise ValueError(f"{name}: {variable} is the name of two tensors")
+            strides = dense_strides(memory.shape) if memory.strides is None else tuple(memory.strides)
+            scope[f"m_{variable}"] = (tuple(memory.shape), strides, memory.dtype)
+            lines.append(f"t_{variable} = allocate(*m_{variable})")
+            absent = variable in outputs and outputs[variable] is None
+            known[variable] = "0" if absent else f"t_{variable}.data_ptr()"
+        for variable, count in steps.zeros.items():
+            lines.append(f"t_{variable} = fresh_zeros(device, {count})")
+            known[variable] = f"t_{variable}.data_ptr()"
+        for i, step in enumerate(steps.steps):
+            scope[f"launch_{i}"] = step.launch
+            written = [self._written(f"{i}_{j}", a, known, scope) for j, a in enumerate(step.arguments)]
+            lines.append(f"launch_{i}({', '.join(written)})")
+        results = [f"t_{variable}" for variable in outputs]
+        lines.append(f"return {results[0] if single else '(' + ''.join(r + ', ' for r in results) + ')'}")
+        if not outputs:
+            lines[-1] = "return None"
+        names = ", ".join(f"p_{argument}" for argument in arguments)
+        self.source = f"def run({names}):\n    " + "\n    ".join(lines) + "\n"
+        exec(compile(self.source, f"<rtkernels plan of {name}>", "exec"), scope)
+        self.run = scope["run"]
+
+    @staticmethod
+    def _written(place: str, argument: Any, known: Mapping[str, str], scope: dict[str, Any]) -> str:
+        if isinstance(argument, str):
+            return known[argument]
+        if isinstance(argument, Offset):
+            return f"{known[argument.name]} + {argument.offset}"
+        if isinstance(argument, Boxes):
+            scope[f"map_{place}"] = _Maps(argument)
+            return f"map_{place}({known[argument.name]})"
+        scope[f"c_{place}"] = argument
+        return f"c_{place}"
+
+
+class _Maps:
+    """The tensor maps of one argument, by address: allocators give the same ones time and time over."""
+
+    __slots__ = ("boxes", "kept")
+
+    def __init__(self, boxes: Boxes) -> None:
+        self.boxes, self.kept = boxes, {}
+
+    def __call__(self, address: int) -> Any:
+        try:
+            return self.kept[address]
+        except KeyError:
+            pass
+        b = self.boxes
+        made = tiled_map(address + b.offset, b.token, b.sizes, b.strides, b.box, b.swizzle, b.promote)
+        if not hasattr(address, "tensor"):  # in the emulator addresses are those of one call's tensors
+            if len(self.kept) >= _MAPS_PER_STEP:
+                self.kept.clear()
+            self.kept[address] = made
+        return made
