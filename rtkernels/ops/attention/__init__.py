@@ -1,0 +1,1 @@
+"""Attention: exact forward and backward, packed sequences, decoding from a cache, merging of parts."""
