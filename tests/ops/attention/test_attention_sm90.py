@@ -1,0 +1,168 @@
+"""The wgmma kernels of attention in the emulator, against fp64."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import rtkernels
+from rtkernels.emulator import recording
+from rtkernels.ops.attention import sm90_plan
+from rtkernels.ops.attention.problem import Attention, Bias, Strides, dense
+from rtkernels.runtime.launch.device import device_info
+from rtkernels.runtime.operator.plan import Memory, StepPlan
+
+TOKENS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half of the distance between numbers next to 1
+
+
+def strides_of(x: Tensor) -> Strides:
+    batch, row, head, _ = x.stride() if x.dim() == 4 else (0, *x.stride())
+    aligned = all(s % 8 == 0 for s in (batch, row, head)) and x.data_ptr() % 16 == 0
+    return Strides(batch, row, head, aligned)
+
+
+def describe(q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], lq: int = 0, lkv: int = 0, **options: Any):
+    """Return the problem of tensors as ``problem.py`` names them."""
+    varlen = q.dim() == 3
+    batch = extra["cu_q"].numel() - 1 if varlen else q.shape[0]
+    lq, lkv = (lq, lkv) if varlen else (q.shape[1], k.shape[1])
+    heads, d_v = q.shape[-2], v.shape[-1]
+    if "sinks" in extra:
+        options["sinks"] = TOKENS[extra["sinks"].dtype]
+    if "bias" in extra:
+        bias = extra["bias"].expand(batch, heads, lq, lkv)
+        options["bias"] = Bias(TOKENS[bias.dtype], *bias.stride())
+    if "kv_limit" in extra:
+        options["kv_limit"] = lq if extra["kv_limit"].dim() == 2 else 0
+    return Attention(
+        batch, heads, k.shape[-2], lq, lkv, q.shape[-1], d_v, TOKENS[q.dtype], strides_of(q), strides_of(k), strides_of(v),
+        dense(lq, heads, d_v, varlen), **{"scale": q.shape[-1] ** -0.5, **options}, lengths="lengths" in extra,
+        varlen=varlen, total_q=q.shape[0] if varlen else 0, total_k=k.shape[0] if varlen else 0,
+    )  # fmt: skip
+
+
+INPUTS = ("q", "k", "v", "sinks", "bias", "lengths", "kv_limit", "cu_q", "cu_k")
+
+
+def launch(steps: Any, tensors: dict[str, Tensor], outputs: dict[str, Memory], device: int) -> tuple[Tensor, ...]:
+    names = list(tensors)
+    with recording() if device < 0 else contextlib.nullcontext():
+        plan = StepPlan("test", names, outputs, False, steps, device)
+        return plan.run(*(0 if t is None else t.data_ptr() for t in tensors.values()))
+
+
+def forward(problem: Attention, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Run the kernel: out and lse."""
+    p, device = problem, q.get_device()
+    assert sm90_plan.unsupported(p, device_info(device).target) is None
+    rows = (p.total_q,) if p.varlen else (p.batch, p.lq)
+    lse = (p.heads_q, p.total_q) if p.varlen else (p.batch, p.heads_q, p.lq)
+    outputs = {"out": Memory((*rows, p.heads_q, p.d_v), q.dtype), "lse": Memory(lse, torch.float32)}
+    tensors = {"q": q, "k": k, "v": v, **{name: extra.get(name) for name in INPUTS[3:]}}
+    return launch(sm90_plan.steps_forward(p, device), tensors, outputs, device)
+
+
+def exact(problem: Attention, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The same in fp64, differentiable; one sequence at a time."""
+    p = problem
+    q, k, v = q.double(), k.double(), v.double()
+    outs, lses = [], []
+    for b in range(p.batch):
+        if p.varlen:
+            (q0, q1), (k0, k1) = extra["cu_q"][b : b + 2].tolist(), extra["cu_k"][b : b + 2].tolist()
+            qb, kb, vb = q[q0:q1], k[k0:k1], v[k0:k1]
+        else:
+            qb, kb, vb = q[b], k[b], v[b]
+        keys = kb.shape[0]
+        if "lengths" in extra:
+            keys = min(keys, int(extra["lengths"][b]))
+        kb, vb = kb[:keys].repeat_interleave(p.group, 1), vb[:keys].repeat_interleave(p.group, 1)
+        s = torch.einsum("ihd,jhd->hij", qb, kb) * p.scale
+        if p.softcap:
+            s = p.softcap * torch.tanh(s / p.softcap)
+        lq, shift = qb.shape[0], keys - qb.shape[0]
+        if "bias" in extra:
+            s = s + extra["bias"].double().expand(p.batch, p.heads_q, p.lq, p.lkv)[b, :, :lq, :keys]
+        i, j = torch.arange(lq, device=q.device)[:, None], torch.arange(keys, device=q.device)[None]
+        seen = torch.ones(lq, keys, dtype=torch.bool, device=q.device)
+        if p.right >= 0:
+            seen &= j <= i + shift + p.right
+        if p.left >= 0:
+            seen &= j >= i + shift - p.left
+        if "kv_limit" in extra:
+            limit = extra["kv_limit"]
+            seen &= j < (limit[b] if limit.dim() == 2 else limit)[:lq, None]
+        s = s.masked_fill(~seen, -math.inf)
+        scores = s
+        if "sinks" in extra:
+            sink = extra["sinks"].double()[:, None, None].expand(-1, lq, 1)
+            scores = torch.cat([s, sink], -1)
+        if scores.shape[-1] == 0:
+            lse = s.new_full((p.heads_q, lq), -math.inf)
+        else:
+            lse = torch.logsumexp(scores, -1)
+        weight = torch.where(torch.isinf(s), 0.0, torch.exp(s - lse.masked_fill(torch.isinf(lse), 0.0)[..., None]))
+        outs.append(torch.einsum("hij,jhd->ihd", weight, vb))
+        lses.append(lse)
+    if p.varlen:
+        return torch.cat(outs), torch.cat(lses, 1)
+    return torch.stack(outs), torch.stack(lses)
+
+
+def near(got: Tensor, want: Tensor, unit: float, factor: float = 4.0) -> None:
+    """Errors of a few roundings of what was summed: relative to the largest element of a row."""
+    assert torch.equal(torch.isnan(got), torch.isnan(want))
+    got, want = got.double().nan_to_num(), want.nan_to_num()
+    scale = want.abs().amax(-1, keepdim=True).clamp(min=0.05)
+    error = ((got - want).abs() / scale).max().item() if got.numel() else 0.0
+    assert error <= factor * unit, f"error {error / unit:.2f} units"
+
+
+def check_forward(q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor] | None = None, **options: Any) -> None:
+    extra = extra or {}
+    p = describe(q, k, v, extra, **options)
+    out, lse = forward(p, q, k, v, extra)
+    want, want_lse = exact(p, q, k, v, extra)
+    near(out, want, UNIT[q.dtype])
+    assert torch.equal(torch.isinf(lse), torch.isinf(want_lse))
+    torch.testing.assert_close(lse.double().nan_to_num(neginf=0), want_lse.nan_to_num(neginf=0), rtol=1e-5, atol=1e-4)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def qkv(b: int, lq: int, lkv: int, hq: int, hkv: int, d: int, d_v: int = 0, dtype: torch.dtype = torch.bfloat16):
+    return (
+        random(b, lq, hq, d, dtype=dtype), random(b, lkv, hkv, d, dtype=dtype, seed=1),
+        random(b, lkv, hkv, d_v or d, dtype=dtype, seed=2),
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def emulated():
+    with rtkernels.emulate("sm_90"):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((1, 70, 300, 2, 1, 64), {}),
+        ((1, 130, 130, 1, 1, 128), {"right": 0}),
+        ((2, 5, 37, 2, 2, 128), {}),
+        ((1, 300, 100, 1, 1, 64), {"right": 0}),  # the first 200 queries see nothing
+        ((1, 33, 190, 1, 1, 72), {"right": 0}),
+        ((1, 20, 200, 1, 1, 192, 128), {"left": 100, "right": 3}),
+        ((1, 40, 150, 1, 1, 192), {}),
+        ((1, 40, 90, 1, 1, 256), {"right": 0}),
+    ],
+)
+def test_forward(shape: tuple[int, ...], options: dict[str, int]) -> None:
+    check_forward(*qkv(*shape), **options)
