@@ -11,7 +11,8 @@
 // Numerics: scores, maxima, sums and outputs are fp32; powers are rounded to T before they meet the values, sums are those of
 // the unrounded ones. out is rounded one time. Bits do not depend on which block takes a tile.
 //
-// EXTRAS: soft-cap, bias, a limit per query, or a scale that is not positive; scores are then made element by element.
+// EXTRAS: 1 for a soft-cap, a limit per query, or a scale that is not positive, 2 for a bias as well; scores are then made
+// element by element.
 #include "attention/sm90_tile.cuh"
 #include "common/tile_scheduler.cuh"
 #include "ptx/barrier.cuh"
@@ -25,7 +26,7 @@ struct AttentionRegisters {
     static constexpr int kProducer = kGroups == 3 ? 32 : 40, kConsumer = kGroups == 3 ? 160 : 232;
 };
 
-template <typename T, int DQK, int DV, int BN, int kGroups, bool EXTRAS>
+template <typename T, int DQK, int DV, int BN, int kGroups, int EXTRAS>
 __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     attention_sm90_fwd(const __grid_constant__ ptx::TensorMap q_map, const __grid_constant__ ptx::TensorMap k_map,
                        const __grid_constant__ ptx::TensorMap v_map, T* out, float* lse, const void* sinks,
@@ -125,7 +126,7 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     ptx::registers_take<AttentionRegisters<kGroups>::kConsumer>();
     const int group = warp / 4, own_row = group * 64 + warp % 4 * 16 + lane / 4, t = lane % 4;
     const bool speaks = lane == 0;
-    const float factor = EXTRAS ? 1.0f : static_cast<float>(scale) * kLog2e;
+    const float factor = EXTRAS != 0 ? 1.0f : static_cast<float>(scale) * kLog2e;
     // Ping-pong: a warpgroup multiplies after the one before it has; the first one need not wait at first.
     auto wait_for_cores = [&] { ptx::named_barrier_sync(1 + group, 256); };
     auto pass_cores = [&] { ptx::named_barrier_arrive(1 + (group + 1) % kGroups, 256); };
@@ -151,20 +152,26 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
 
         // From scores of tile n to powers, of which what was before is to be multiplied by `correction`.
         auto make_powers = [&](float(&s)[BN / 2], int n, float(&correction)[2]) {
-            if constexpr (EXTRAS) {
+            if constexpr (EXTRAS != 0) {
                 make_scores(s, static_cast<float>(scale), static_cast<float>(softcap));
-                if (bias_kind != 0)
+                if (EXTRAS == 2 && bias_kind != 0) {
+                    u32 here = index;
+                    ptx::forget(here);  // as below
+                    const QueryTile at(here, tiles, static_cast<u32>(heads), static_cast<u32>(batches),
+                                       static_cast<u32>(heads_together));
+                    const Sequence rows = sequence_at(at.batch, lq, lkv, cu_q, cu_k, lengths);
+                    const int row = at.m * BM + own_row, column = n * BN + 2 * t;
                     add_bias(s, bias, static_cast<int>(bias_kind),
-                             tile.batch * bias_batch + tile.head * bias_head + (row0 + own_row) * bias_row +
-                                 (n * BN + 2 * t) * bias_column,
-                             8 * bias_row, bias_column, sequence.lq - row0 - own_row, sequence.keys - n * BN - 2 * t);
+                             at.batch * bias_batch + at.head * bias_head + row * bias_row + column * bias_column, 8 * bias_row,
+                             bias_column, rows.lq - row, rows.keys - column);
+                }
             }
-            if ((EXTRAS && kv_limit != nullptr) || n * BN < all.first || n * BN + BN > all.end) {
+            if ((EXTRAS != 0 && kv_limit != nullptr) || n * BN < all.first || n * BN + BN > all.end) {
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     const int i = row0 + own_row + 8 * r;
                     int end = mask.hi(i);
-                    if (EXTRAS && kv_limit != nullptr && i < sequence.lq)
+                    if (EXTRAS != 0 && kv_limit != nullptr && i < sequence.lq)
                         end = min(end, kv_limit[tile.batch * limit_batch + i]);
                     mask_row(s, r, mask.lo(i) - n * BN - 2 * t, end - n * BN - 2 * t);
                 }
@@ -201,7 +208,7 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
                 multiply_packed<T, BN>(o, p, v_tiles + v_state.stage * VTile::kBytes, true);
                 ptx::wgmma_commit();
                 pass_cores();
-                ptx::wgmma_wait<1>();
+                ptx::wgmma_wait<EXTRAS != 0 ? 0 : 1>();  // extras want the registers of p
                 if (speaks) k_pipe.release(k_state);
                 k_state.advance();
                 make_powers(s, n, correction);

@@ -119,21 +119,31 @@ RTK_DEVICE void make_scores(float (&s)[N], float scale, float softcap) {
 
 // Adds a bias to scores in units of log2. `at`, `row_step`, `column_step`: where this thread's first element is, how far its
 // second row and the next column are. Only `rows` rows and `columns` columns from there exist.
+template <typename B, int N>
+RTK_DEVICE void add_bias_of(float (&s)[N], const void* bias, i64 at, i64 row_step, i64 column_step, int rows, int columns) {
+    const B* p = static_cast<const B*>(bias) + at;
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int j = 0; j < N / 4; ++j)
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                float value[1] = {0.0f};
+                if (8 * r < rows && 8 * j + c < columns) load_keep<B, 1>(p + r * row_step + (8 * j + c) * column_step, value);
+                float& score = s[4 * j + 2 * r + c];
+                score += kLog2e * value[0];
+                ptx::keep(score);  // one load after the other: registers are short
+            }
+}
 template <int N>
 RTK_DEVICE void add_bias(float (&s)[N], const void* bias, int kind, i64 at, i64 row_step, i64 column_step, int rows,
                          int columns) {
-    const int size = kind == 3 ? 4 : 2;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const u8* p = static_cast<const u8*>(bias) + (at + r * row_step) * size;
-#pragma unroll
-        for (int j = 0; j < N / 4; ++j) {
-            ptx::forget(p);  // one address at a time, registers are short
-#pragma unroll
-            for (int c = 0; c < 2; ++c)
-                if (8 * r < rows && 8 * j + c < columns) s[4 * j + 2 * r + c] += kLog2e * bias_at(p, kind, c * column_step);
-            p += 8 * column_step * size;
-        }
+    if (kind == 1) {
+        add_bias_of<bf16>(s, bias, at, row_step, column_step, rows, columns);
+    } else if (kind == 2) {
+        add_bias_of<fp16>(s, bias, at, row_step, column_step, rows, columns);
+    } else {
+        add_bias_of<float>(s, bias, at, row_step, column_step, rows, columns);
     }
 }
 

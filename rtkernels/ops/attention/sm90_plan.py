@@ -41,6 +41,9 @@ TILES = (
     Tile(256, 256, 80, 2),
 )
 CAUSAL_TILES = (Tile(128, 128, 128, 2),)  # instead of those, where many tiles are cut by the diagonal
+# Where scores are made element by element, with a bias and without one; there are no registers for a bias in the last.
+BIAS_TILES = (Tile(64, 64, 128, 2), Tile(128, 128, 96, 2))
+EXTRA_TILES = (*BIAS_TILES, Tile(256, 256, 80, 2))
 
 FORWARD = Kernel(
     "attention/attention_sm90_fwd.cu",
@@ -53,12 +56,14 @@ FORWARD = Kernel(
     variants=[
         (t, *tile, extras)
         for t in ("bf16", "fp16")
-        for extras in (False, True)
-        for tile in (*TILES, *(() if extras else CAUSAL_TILES))
+        for extras, tiles in ((0, TILES + CAUSAL_TILES), (1, EXTRA_TILES[-1:]), (2, BIAS_TILES))
+        for tile in tiles
     ],
     max_registers=168,
     needs=("wgmma",),
 )
+
+KERNELS = (FORWARD,)
 
 
 def unsupported(problem: Attention, target: Target, backward: bool = False) -> str | None:
@@ -70,6 +75,8 @@ def unsupported(problem: Attention, target: Target, backward: bool = False) -> s
         return f"q is {p.token}"
     if p.d_qk > 256 or p.d_v > 256 or p.d_qk % 8 or p.d_v % 8:
         return f"heads of {p.d_qk} and {p.d_v} elements; multiples of 8 up to 256 are expected"
+    if p.bias is not None and max(p.d_qk, p.d_v) > BIAS_TILES[-1].d_qk:
+        return "there is a bias, and heads have more than 128 elements"
     if p.lkv == 0:
         return "there are no keys"
     if max(p.lq, p.lkv, p.rows_q, p.rows_k) >= _MAX_ROWS or p.batch * p.heads_q * -(-p.lq // 64) >= 1 << 31:
@@ -103,12 +110,15 @@ def extras(problem: Attention) -> bool:
     return p.softcap != 0 or p.bias is not None or p.kv_limit is not None or not p.scale > 0
 
 
-def forward_tile(problem: Attention) -> Tile:
-    """Return the tile of a problem."""
+def forward_tile(problem: Attention) -> tuple[Tile, int]:
+    """Return the tile of a problem, and what its kernel can do besides (EXTRAS)."""
     p = problem
-    short = p.right == 0 or p.left >= 0
-    tiles = CAUSAL_TILES + TILES if short and not extras(p) else TILES
-    return min((t for t in tiles if t.d_qk >= p.d_qk and t.d_v >= p.d_v), key=lambda t: t.d_qk + t.d_v)
+    if extras(p):
+        tiles = EXTRA_TILES
+    else:
+        tiles = CAUSAL_TILES + TILES if p.right == 0 or p.left >= 0 else TILES
+    tile = min((t for t in tiles if t.d_qk >= p.d_qk and t.d_v >= p.d_v), key=lambda t: t.d_qk + t.d_v)
+    return tile, 0 if not extras(p) else 2 if tile in BIAS_TILES else 1
 
 
 def heads_together(problem: Attention) -> int:
@@ -131,11 +141,11 @@ def bias_arguments(problem: Attention) -> tuple[int, ...]:
 
 def steps_forward(problem: Attention, device: int) -> Steps:
     """Return the launches: out and lse of a problem that is not ``unsupported``."""
-    p, tile = problem, forward_tile(problem)
+    p, (tile, more) = problem, forward_tile(problem)
     if 0 in (p.batch, p.heads_q, p.lq) or p.rows_q == 0:
         return Steps()
     blocks = min(device_info(device).sm_count, p.batch * p.heads_q * math.ceil(p.lq / (64 * tile.groups)))
-    launch = FORWARD.bind((p.token, *tile, extras(p)), device, blocks, 128 * (tile.groups + 1), tile.shared)
+    launch = FORWARD.bind((p.token, *tile, more), device, blocks, 128 * (tile.groups + 1), tile.shared)
     kv_rows = tile.keys
     step = Step(
         launch,

@@ -166,3 +166,75 @@ def emulated():
 )
 def test_forward(shape: tuple[int, ...], options: dict[str, int]) -> None:
     check_forward(*qkv(*shape), **options)
+
+
+def test_forward_fp16_strided_and_grouped() -> None:
+    """Slices of a packed qkv, four query heads for each head of keys."""
+    packed = random(1, 140, 6 * 64, dtype=torch.float16).unflatten(-1, (6, 64))
+    check_forward(packed[:, :, :4], packed[:, :, 4:5], packed[:, :, 5:], right=0)
+
+
+@pytest.mark.parametrize(
+    ("width", "options"),
+    [(64, {"softcap": 2.0}), (128, {"softcap": 5.0, "left": 40, "right": 0}), (256, {"softcap": 3.0}), (64, {"scale": -0.2})],
+)
+def test_forward_softcap_and_scale(width: int, options: dict[str, float]) -> None:
+    check_forward(*qkv(1, 20, 150, 1, 1, width), **options)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+def test_forward_bias_and_sinks(dtype: torch.dtype) -> None:
+    bias = random(2, 1, 19, 70, dtype=dtype, seed=3)
+    bias[0, 0, 2] = -math.inf
+    extra = {"bias": bias, "sinks": random(2, dtype=dtype, seed=4)}
+    check_forward(*qkv(2, 19, 70, 2, 1, 64), extra)
+
+
+def test_forward_sinks_where_nothing_is_seen() -> None:
+    check_forward(*qkv(1, 40, 30, 2, 2, 64), {"sinks": random(2, dtype=torch.float32)}, right=0)
+
+
+def test_forward_device_lengths_hide_what_is_behind_them() -> None:
+    q, k, v = qkv(3, 9, 200, 1, 1, 64)
+    lengths = torch.tensor([130, 0, 7], dtype=torch.int32)
+    clean = [x.clone() for x in (k, v)]
+    for b, n in enumerate(lengths.tolist()):
+        k[b, n:], v[b, n:] = math.nan, math.inf
+        for x in clean:
+            x[b, n:] = 0
+    extra = {"lengths": lengths}
+    p = describe(q, k, v, extra, right=0)
+    out, lse = forward(p, q, k, v, extra)
+    want, want_lse = exact(p, q, *clean, extra)
+    near(out, want, UNIT[q.dtype])
+    assert torch.equal(torch.isinf(lse), torch.isinf(want_lse))
+
+
+def test_forward_limits_of_queries() -> None:
+    q, k, v = qkv(2, 10, 140, 1, 1, 64)
+    check_forward(q, k, v, {"kv_limit": torch.tensor([130] + 9 * [140], dtype=torch.int32)})
+    check_forward(q, k, v, {"kv_limit": torch.arange(20, dtype=torch.int32).reshape(2, 10)})
+
+
+def test_forward_packed_sequences() -> None:
+    """Neighbours of a sequence do not leak into it, not even NaN."""
+    cu_q, cu_k = (torch.tensor(c, dtype=torch.int32) for c in ([0, 3, 3, 133, 150], [0, 50, 60, 190, 230]))
+    q, k, v = random(150, 2, 64), random(230, 1, 64, seed=1), random(230, 1, 64, seed=2)
+    v[60:190] = math.nan
+    check_forward(q, k, v, {"cu_q": cu_q, "cu_k": cu_k}, lq=130, lkv=130, right=0)
+
+
+def test_forward_nan_stays_in_its_row() -> None:
+    q, k, v = qkv(1, 70, 80, 1, 1, 64)
+    q[0, 5] = math.nan
+    check_forward(q, k, v)
+
+
+def test_what_is_not_served() -> None:
+    target = device_info(-1).target
+    q, k, v = qkv(1, 4, 4, 1, 1, 64)
+    p = describe(q, k, v, {})
+    assert sm90_plan.unsupported(p._replace(d_qk=60), target)
+    assert sm90_plan.unsupported(p._replace(token="fp32"), target)
+    assert sm90_plan.unsupported(p._replace(lkv=0), target)
+    assert sm90_plan.unsupported(p._replace(q=p.q._replace(aligned=False)), target)
