@@ -10,6 +10,7 @@ struct StoredPart {
     const u8* from;
     u8* to;
     u32 bytes;  // of 16 in shared memory
+    bool adds;  // floats, to what is there
 };
 struct BulkStore {
     u32 thread, group;
@@ -21,6 +22,7 @@ struct Landing {
     u8* to;
     u8 data[16];
     u32 bytes;
+    bool adds;
 };
 std::vector<Landing> landing;  // read, and not written yet; of all blocks
 
@@ -47,26 +49,36 @@ void begin_store(BulkStore store, void* pc) {
 }
 
 void land() {
-    for (const Landing& part : landing) memcpy(part.to, part.data, part.bytes);
+    for (const Landing& part : landing) {
+        if (part.adds) {
+            float sums[4], added[4];
+            memcpy(sums, part.to, 16);
+            memcpy(added, part.data, 16);
+            for (int i = 0; i < 4; ++i) sums[i] += added[i];
+            memcpy(part.to, sums, 16);
+        } else {
+            memcpy(part.to, part.data, part.bytes);
+        }
+    }
     landing.clear();
 }
 
 }  // namespace
 
-void bulk_store(void* global, const void* shared, u32 bytes) {
+void bulk_store(void* global, const void* shared, u32 bytes, bool adds) {
     void* pc = __builtin_return_address(0);
     if (bytes % 16 != 0) report(kMisaligned, bytes, true, -1, 0, pc, "size of a bulk copy");
     if (reinterpret_cast<u64>(global) % 16 != 0) report(kMisaligned, 16, true, -1, 0, pc, "target of a bulk copy");
     BulkStore store = {current->id, current->store_group, {}};
     for (u32 i = 0; i < bytes; i += 16)
-        store.parts.push_back({static_cast<const u8*>(shared) + i, static_cast<u8*>(global) + i, 16});
+        store.parts.push_back({static_cast<const u8*>(shared) + i, static_cast<u8*>(global) + i, 16, adds});
     begin_store(std::move(store), pc);
 }
 
 void tensor_store(const long long* map, const void* shared, const int* at) {
     BulkStore store = {current->id, current->store_group, {}};
     Box(map).each(shared, at, [&](u32 offset, u8* to, u32 size) {
-        store.parts.push_back({static_cast<const u8*>(shared) + offset, to, size});
+        store.parts.push_back({static_cast<const u8*>(shared) + offset, to, size, false});
     });
     begin_store(std::move(store), __builtin_return_address(0));
 }
@@ -81,7 +93,7 @@ void bulk_store_wait_read() {
             continue;
         }
         for (const StoredPart& part : store.parts) {
-            Landing done = {part.to, {}, part.bytes};
+            Landing done = {part.to, {}, part.bytes, part.adds};
             memcpy(done.data, part.from, 16);
             landing.push_back(done);
             const u64 offset = shared_offset(part.from);
@@ -92,6 +104,11 @@ void bulk_store_wait_read() {
     }
     storing.swap(left);
     for (const BulkStore& store : storing) mark(store, true);
+}
+
+void bulk_store_wait() {
+    bulk_store_wait_read();
+    land();
 }
 
 // Of a thread that returns. Nobody can wait for its stores any more.

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from rtkernels.ops.attention.problem import Attention, Strides
+import torch
+
+from rtkernels.ops.attention.problem import Attention, Strides, dense
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.operator.plan import Boxes, Step, Steps
+from rtkernels.runtime.operator.plan import Boxes, Memory, Step, Steps
 from rtkernels.runtime.targets import Target
 
 KINDS = {None: 0, "bf16": 1, "fp16": 2, "fp32": 3}  # of sinks and bias, for the kernels
@@ -63,7 +65,49 @@ FORWARD = Kernel(
     needs=("wgmma",),
 )
 
-KERNELS = (FORWARD,)
+BACKWARD = Kernel(
+    "attention/attention_sm90_bwd.cu",
+    "attention_sm90_bwd",
+    template="T D EXTRAS",
+    args="q:tmap k:tmap v:tmap dout:tmap lse:ptr delta:ptr dq_sums:ptr dk:ptr dv:ptr lengths:ptr kv_limit:ptr cu_q:ptr "
+    "cu_k:ptr counter:ptr order:ptr batches:i64 heads:i64 heads_per_kv:i64 lq:i64 lkv:i64 padded_rows:i64 d_qk:i64 "
+    "d_v:i64 dk_batch:i64 dk_row:i64 dk_head:i64 dv_batch:i64 dv_row:i64 dv_head:i64 left:i64 right:i64 "
+    "heads_together:i64 limit_batch:i64 scale:f64 softcap:f64",
+    variants=[(t, d, extra) for t in ("bf16", "fp16") for d in (64, 128) for extra in (0, 1)],
+    max_registers=168,
+    needs=("wgmma",),
+)
+STATS = Kernel(
+    "attention/attention_sm90_bwd_rows.cu",
+    "attention_bwd_stats",
+    template="T",
+    args="out:ptr dout:ptr lse:ptr dlse:ptr cu_q:ptr lse_rows:ptr delta_rows:ptr batches:i64 heads:i64 lq:i64 "
+    "padded_rows:i64 d_v:i64 out_batch:i64 out_row:i64 out_head:i64 dout_batch:i64 dout_row:i64 dout_head:i64 "
+    "lse_batch:i64 lse_head:i64",
+    variants=[("bf16",), ("fp16",)],
+    max_registers=80,
+    needs=("wgmma",),
+)
+QUERIES = Kernel(
+    "attention/attention_sm90_bwd_rows.cu",
+    "attention_bwd_dq",
+    template="T D",
+    args="dq_sums:ptr cu_q:ptr cu_k:ptr lengths:ptr dq:ptr heads:i64 lq:i64 lkv:i64 padded_rows:i64 d_qk:i64 "
+    "dq_batch:i64 dq_row:i64 dq_head:i64 left:i64 right:i64 scale:f64",
+    variants=[(t, d) for t in ("bf16", "fp16") for d in (64, 128)],
+    max_registers=80,
+    needs=("wgmma",),
+)
+SINKS = Kernel(
+    "attention/attention_sm90_bwd_rows.cu",
+    "attention_bwd_sinks",
+    template="T",
+    args="sinks:ptr lse_rows:ptr delta_rows:ptr dsinks:ptr padded_rows:i64",
+    variants=[("bf16",), ("fp16",), ("fp32",)],
+    max_registers=40,
+    needs=("wgmma",),
+)
+KERNELS = (FORWARD, BACKWARD, STATS, QUERIES, SINKS)
 
 
 def unsupported(problem: Attention, target: Target, backward: bool = False) -> str | None:
@@ -81,12 +125,26 @@ def unsupported(problem: Attention, target: Target, backward: bool = False) -> s
         return "there are no keys"
     if max(p.lq, p.lkv, p.rows_q, p.rows_k) >= _MAX_ROWS or p.batch * p.heads_q * -(-p.lq // 64) >= 1 << 31:
         return "too many rows"
-    for name in ("q", "k", "v", "out"):
-        strides: Strides = getattr(p, name)
+    if backward and (reason := _unsupported_backward(p)):
+        return reason
+    names = ("q", "k", "v", "out", "dout", "dq", "dk", "dv") if backward else ("q", "k", "v", "out")
+    for name in names:
+        strides: Strides | None = getattr(p, name)
+        if strides is None:
+            continue
         if not strides.aligned:
             return f"{name} is not aligned to 16 bytes"
-        if name != "out" and any(s < 0 or 2 * s >= 1 << 40 for s in strides[:3]):
+        if name in ("q", "k", "v", "dout") and any(s < 0 or 2 * s >= 1 << 40 for s in strides[:3]):
             return f"{name} has strides {strides[:3]}"
+    return None
+
+
+def _unsupported_backward(problem: Attention) -> str | None:
+    p = problem
+    if p.d_qk > 128 or p.d_v > 128:
+        return f"heads of {p.d_qk} and {p.d_v} elements; up to 128 are expected in the backward"
+    if p.bias is not None:
+        return "there is a bias, in the backward"
     return None
 
 
@@ -157,3 +215,76 @@ def steps_forward(problem: Attention, device: int) -> Steps:
         heads_together(p), KINDS[p.sinks], *bias_arguments(p), p.kv_limit or 0, float(p.scale), float(p.softcap),
     )  # fmt: skip
     return Steps(step, zeros={"counter": 1})
+
+
+_ROW_PAD, _BACKWARD_KEYS = 128, 128  # as in sm90_bwd.cuh
+
+
+def _backward_shared(width: int) -> int:
+    """Return bytes of shared memory: keys, values, two stages of q, dout, ds and statistics, sums of dq, barriers."""
+    row, queries = 128 * width // 64, 128 if width == 64 else 64
+    stages = 2 * (2 * queries * row + 128 * queries * 2 + 2 * 4 * queries)
+    return 2 * _BACKWARD_KEYS * row + stages + 4 * queries * width + 256 + 1024
+
+
+def steps_backward(problem: Attention, device: int) -> Steps:
+    """Return the launches: dq, dk, dv (and dsinks) of a problem that is not ``unsupported``."""
+    p = problem
+    if 0 in (p.batch, p.heads_q, p.heads_kv, p.lkv):
+        return Steps()
+    width = 64 if max(p.d_qk, p.d_v) <= 64 else 128
+    queries = 128 if width == 64 else 64
+    sm_count = device_info(device).sm_count
+    dq, dk, dv = (
+        given or dense(rows, heads, d, p.varlen)
+        for given, rows, heads, d in (
+            (p.dq, p.lq, p.heads_q, p.d_qk), (p.dk, p.lkv, p.heads_kv, p.d_qk), (p.dv, p.lkv, p.heads_kv, p.d_v),
+        )
+    )  # fmt: skip
+    dout = p.dout or dense(p.lq, p.heads_q, p.d_v, p.varlen)
+    if p.varlen:
+        padded = -(-(p.total_q + _ROW_PAD * p.batch) // _ROW_PAD) * _ROW_PAD
+    else:
+        padded = p.batch * (-(-p.lq // _ROW_PAD) * _ROW_PAD)
+    rows = p.batch * p.heads_q * -(-p.lq // _ROW_PAD) * _ROW_PAD
+    tiles = p.batch * p.heads_kv * -(-p.lkv // _BACKWARD_KEYS)
+    stats = Step(
+        STATS.bind((p.token,), device, max(1, min(-(-rows // 8), 16 * sm_count)), 256),
+        "out", "dout", "lse", "dlse", "cu_q", "lse_rows", "delta_rows", p.batch, p.heads_q, p.lq, padded, p.d_v,
+        *p.out[:3], *dout[:3], *p.lse_strides(),
+    )  # fmt: skip
+    products = Step(
+        BACKWARD.bind(
+            (p.token, width, int(extras(p))), device, min(sm_count, tiles), 384, _backward_shared(width)
+        ),
+        rows_map(p, "q", p.heads_q, p.d_qk, queries, p.q),
+        rows_map(p, "k", p.heads_kv, p.d_qk, _BACKWARD_KEYS, p.k),
+        rows_map(p, "v", p.heads_kv, p.d_v, _BACKWARD_KEYS, p.v),
+        rows_map(p, "dout", p.heads_q, p.d_v, queries, dout),
+        "lse_rows", "delta_rows", "dq_sums", "dk", "dv", "lengths", "kv_limit", "cu_q", "cu_k", "counter", "order",
+        p.batch, p.heads_q, p.group, p.lq, p.lkv, padded, p.d_qk, p.d_v, *dk[:3], *dv[:3], p.left, p.right,
+        heads_together(p), p.kv_limit or 0, float(p.scale), float(p.softcap),
+    )  # fmt: skip
+    steps = [stats, products]
+    if p.lq:
+        grid = (-(-p.lq // queries), p.batch * p.heads_q)
+        steps.append(
+            Step(
+                QUERIES.bind((p.token, width), device, grid, 256),
+                "dq_sums", "cu_q", "cu_k", "lengths", "dq", p.heads_q, p.lq, p.lkv, padded, p.d_qk, *dq[:3],
+                p.left, p.right, float(p.scale),
+            )  # fmt: skip
+        )
+    if "s" in p.wants and p.sinks is not None:
+        steps.append(
+            Step(
+                SINKS.bind((p.sinks,), device, p.heads_q, 256),
+                "sinks", "lse_rows", "delta_rows", "dsinks", padded,
+            )  # fmt: skip
+        )
+    scratch = {
+        "lse_rows": Memory((p.heads_q, padded), torch.float32),
+        "delta_rows": Memory((p.heads_q, padded), torch.float32),
+        "dq_sums": Memory((p.heads_q, padded, width), torch.float32),
+    }
+    return Steps(*steps, scratch=scratch, zeros={"counter": 1, "order": p.heads_q * padded // queries})

@@ -238,3 +238,60 @@ def test_what_is_not_served() -> None:
     assert sm90_plan.unsupported(p._replace(token="fp32"), target)
     assert sm90_plan.unsupported(p._replace(lkv=0), target)
     assert sm90_plan.unsupported(p._replace(q=p.q._replace(aligned=False)), target)
+
+
+# ---- backward -------------------------------------------------------------------------------------------------------
+
+
+def backward(
+    problem: Attention, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], dout: Tensor, dlse: Tensor | None
+) -> dict[str, Tensor]:
+    """Run forward and backward kernels: out, lse and gradients by name."""
+    p, device = problem, q.get_device()
+    out, lse = forward(p, q, k, v, extra)
+    p = p._replace(dout=strides_of(dout), dlse=dlse is not None, wants="qkvs" if p.sinks else "qkv")
+    assert sm90_plan.unsupported(p, device_info(device).target, backward=True) is None
+    outputs = {
+        "dq": Memory(tuple(q.shape), q.dtype), "dk": Memory(tuple(k.shape), q.dtype), "dv": Memory(tuple(v.shape), q.dtype),
+        "dsinks": Memory((p.heads_q,), torch.float32) if p.sinks else None,
+    }  # fmt: skip
+    tensors = {"q": q, "k": k, "v": v, **{name: extra.get(name) for name in INPUTS[3:]}}
+    tensors |= {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
+    made = launch(sm90_plan.steps_backward(p, device), tensors, outputs, device)
+    return {"out": out, "lse": lse, **dict(zip(outputs, made, strict=True))}
+
+
+def check_backward(q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor] | None = None, **options: Any) -> None:
+    extra = dict(extra or {})
+    p = describe(q, k, v, extra, **options)
+    dout = torch.randn(*q.shape[:-1], v.shape[-1], generator=torch.Generator().manual_seed(7)).to(q)
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    exact_extra = dict(extra)
+    if "sinks" in extra:
+        exact_extra["sinks"] = extra["sinks"].double().requires_grad_()
+    out, lse = exact(p, *leaves, exact_extra)
+    dlse = torch.randn(lse.shape, generator=torch.Generator().manual_seed(8)).to(q.device)
+    seen = torch.where(torch.isinf(lse), 0.0, lse)
+    wanted = [*leaves, *([exact_extra["sinks"]] if "sinks" in extra else [])]
+    want = torch.autograd.grad((out * dout.double()).sum() + (seen * dlse.double()).sum(), wanted)
+    got = backward(p, q, k, v, extra, dout, dlse)
+    for name, gradient in zip(("dq", "dk", "dv"), want, strict=False):
+        scale = gradient.abs().max().clamp(min=1e-3)
+        error = ((got[name].double() - gradient).abs().max() / scale).item()
+        assert error <= 4 * UNIT[q.dtype], f"{name}: error {error / UNIT[q.dtype]:.2f} units"
+    if "sinks" in extra:
+        torch.testing.assert_close(got["dsinks"].double(), want[3], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((1, 70, 150, 2, 1, 64), {}),
+        ((1, 130, 130, 1, 1, 128), {"right": 0}),
+        ((2, 20, 37, 4, 2, 96), {}),
+        ((1, 300, 100, 1, 1, 64), {"right": 0}),  # the first 200 queries see nothing
+        ((1, 70, 300, 1, 1, 72), {"left": 100, "right": 3}),
+    ],
+)
+def test_backward(shape: tuple[int, ...], options: dict[str, int]) -> None:
+    check_backward(*qkv(*shape), **options)
