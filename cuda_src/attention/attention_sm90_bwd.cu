@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(384, 1)
     __syncthreads();
 
     if (warp >= kConsumers) {
-        ptx::registers_give<40>();
+        ptx::registers_give<24>();
         if (warp == kConsumers) {  // fetches
             PipelineState<1> kv_state;
             PipelineState<kStages> q_state, do_state;
@@ -105,7 +105,12 @@ __global__ void __launch_bounds__(384, 1)
                 const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
                 const Mask mask(sequence, left, right);
                 const Interval any = mask.queries_any(tile.n * BN, tile.n * BN + BN);
-                if (any.empty()) continue;
+                if (any.empty()) {  // a use of the stage all the same: consumers count tiles
+                    kv_pipe.acquire(kv_state);
+                    kv_pipe.commit_warp(kv_state);
+                    kv_state.advance();
+                    continue;
+                }
                 const int batch = cu_q == nullptr ? tile.batch : 0;
                 const bool packed = cu_q != nullptr;
                 const i64 padded = padded_row(tile.batch, sequence, lq, packed);
@@ -218,14 +223,20 @@ __global__ void __launch_bounds__(384, 1)
         return;
     }
 
-    ptx::registers_take<232>();
+    ptx::registers_take<240>();
     const int group = warp / 4, own_row = group * 64 + warp % 4 * 16 + lane / 4, t = lane % 4;
     const bool speaks = lane == 0;
     const float factor = static_cast<float>(scale) * kLog2e;
     const ptx::SharedAddress own_k = k_tile + group * 64 * kTileRow, own_v = v_tile + group * 64 * kTileRow;
-    PipelineState<1> kv_state, dq_state;
-    PipelineState<kStages> state;  // of q, dout and ds
-    for (u32 index; (index = source.draw()) < count;) {
+    source.handover.makes = false;
+    // Registers are short: all states of pipelines follow from how many tiles of keys and of queries there were.
+    u32 taken = 0, uses = 0;
+#pragma unroll 1
+    for (u32 index;; ++taken) {
+        source.handover.state = {static_cast<int>(taken % 2), taken / 2 % 2};
+        index = source.draw();
+        if (index >= count) break;
+        const PipelineState<1> kv_state{0, taken % 2};
         index = __shfl_sync(0xffffffffu, index, 0);  // known to be uniform
         const KeyTile tile(index, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together));
         const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
@@ -244,6 +255,9 @@ __global__ void __launch_bounds__(384, 1)
 #pragma unroll 1
             for (int step = 0; step < steps; ++step) {
                 m = m == first ? first + per_head - 1 : m - 1;
+                const PipelineState<kStages> state{static_cast<int>(uses % kStages), uses / kStages % 2};
+                const PipelineState<1> dq_state{0, uses % 2};
+                ++uses;
                 const ptx::SharedAddress q_tile = q_tiles + state.stage * QTile::kBytes;
                 const ptx::SharedAddress do_tile = do_tiles + state.stage * QTile::kBytes;
                 float s[BQ / 2], dp[BQ / 2];
@@ -295,7 +309,6 @@ __global__ void __launch_bounds__(384, 1)
                             }
                     }
                 }
-                pack_rows<T>(p, s);
                 ptx::wgmma_wait<0>();
 #pragma unroll
                 for (int j = 0; j < BQ / 8; ++j) {
@@ -317,19 +330,20 @@ __global__ void __launch_bounds__(384, 1)
                         }
                 }
                 pack_rows<T>(ds, dp);
+                pack_rows<T>(p, s);
 
                 ptx::wgmma_fence();
                 multiply_packed<T, BQ>(dv_sums, p, do_tile, true);
                 ptx::wgmma_commit();
                 // The buffer is free: the barrier of the step before came after the products of the step before that.
                 const ptx::SharedAddress ds_tile = ds_tiles + state.stage * DsTile::kBytes;
-                u8* const ds_rows = memory_at(ds_tile) + own_row * kTileRow + 4 * t;
+                const u32 ds_row = own_row * kTileRow + ((own_row & 7) << 4) + 4 * t;
 #pragma unroll
                 for (int j = 0; j < BQ / 8; ++j)
 #pragma unroll
                     for (int r = 0; r < 2; ++r)
-                        *reinterpret_cast<u32*>(ds_rows + j / 8 * DsTile::kBoxBytes + 8 * r * kTileRow +
-                                                ((j % 8 ^ (own_row & 7)) << 4)) = ds[j / 2][j % 2 * 2 + r];
+                        *reinterpret_cast<u32*>(memory_at(ds_tile) + (ds_row ^ j % 8 << 4) + j / 8 * DsTile::kBoxBytes +
+                                                8 * r * kTileRow) = ds[j / 2][j % 2 * 2 + r];
                 ptx::fence_async_shared();
                 ptx::named_barrier_sync(1, 256);
                 float dq[32];
@@ -356,14 +370,13 @@ __global__ void __launch_bounds__(384, 1)
                                                __float_as_uint(dq[4 * i + 2]), __float_as_uint(dq[4 * i + 3])}});
                 ptx::fence_async_shared();
                 dq_pipe.commit_warp(dq_state);
-                dq_state.advance();
                 ptx::wgmma_wait<0>();
                 if (speaks) q_pipe.release(state);
-                state.advance();
             }
-            if (speaks) kv_pipe.release(kv_state);
-            kv_state.advance();
+        } else {
+            kv_pipe.wait(kv_state);
         }
+        if (speaks) kv_pipe.release(PipelineState<1>{0, 0});
 
         ptx::forget(index);  // where this tile lies is worked out a second time: registers are short above
         const KeyTile at(index, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together));
