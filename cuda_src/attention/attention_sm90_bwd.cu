@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(384, 1)
     using QTile = Boxed<BQ, D>;
     using DsTile = Boxed<BN, BQ>;
     constexpr u32 kStatBytes = BQ * 4;
-    constexpr u32 kSumBytes = BackwardTile<D>::kSumBytes;
+    constexpr u32 kSumBytes = BackwardTile<D>::kSumBytes, kHalfBytes = kSumBytes / 2;
     extern __shared__ u8 memory[];
     const ptx::SharedAddress k_tile = ptx::aligned_up<1024>(ptx::shared_address(memory)), v_tile = k_tile + KTile::kBytes;
     const ptx::SharedAddress q_tiles = v_tile + KTile::kBytes, do_tiles = q_tiles + kStages * QTile::kBytes;
@@ -71,153 +71,126 @@ __global__ void __launch_bounds__(384, 1)
     const ptx::SharedAddress dq_tile = ds_tiles + 2 * DsTile::kBytes;
     const ptx::SharedAddress lse_rows = dq_tile + kSumBytes, delta_rows = lse_rows + kStages * kStatBytes;
     const ptx::SharedAddress barriers = delta_rows + kStages * kStatBytes;
-    const Pipeline<1> kv_pipe{barriers}, dq_pipe{barriers + Pipeline<1>::kBytes};
-    const Pipeline<kStages> q_pipe{barriers + 2 * Pipeline<1>::kBytes};
+    const Pipeline<1> kv_pipe{barriers};
+    const ptx::SharedAddress dq_pipes = barriers + Pipeline<1>::kBytes;  // one of each warpgroup
+    const Pipeline<kStages> q_pipe{dq_pipes + 2 * Pipeline<1>::kBytes};
     const Pipeline<kStages> do_pipe{q_pipe.barriers + Pipeline<kStages>::kBytes};
-    const ptx::SharedAddress patch = do_pipe.barriers + Pipeline<kStages>::kBytes;
+    const ptx::SharedAddress ds_full = do_pipe.barriers + Pipeline<kStages>::kBytes;  // a barrier of each buffer
+    const ptx::SharedAddress handover = ds_full + 2 * 8;
     auto memory_at = [&](ptx::SharedAddress address) { return memory + (address - ptx::shared_address(memory)); };
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0), lane = threadIdx.x % kWarp;
     const u32 tiles = static_cast<u32>(ceil_div(lkv, BN));
     const u32 kv_heads = static_cast<u32>(heads / heads_per_kv);
     const u32 count = tiles * kv_heads * static_cast<u32>(batches);
     const u32 query_tiles = static_cast<u32>(padded_rows / BQ);  // of a head, in all sequences
-    OrderedSource<WarpHandover> source{counter, WarpHandover(memory_at(patch + 8), warp == kConsumers)};
+    OrderedSource<WarpHandover> source{counter, WarpHandover(memory_at(handover), warp == kConsumers)};
 
     if (threadIdx.x == 0) {
         kv_pipe.init(1, kConsumers);
-        dq_pipe.init(kConsumers, 1);
+        for (u32 i = 0; i < 2; ++i) {
+            Pipeline<1>{dq_pipes + i * Pipeline<1>::kBytes}.init(kConsumers / 2, 1);
+            ptx::mbarrier_init(ds_full + 8 * i, kConsumers);
+        }
         q_pipe.init(1, kConsumers);
         do_pipe.init(1, kConsumers);
-        ptx::mbarrier_init(patch, 1);
         source.handover.init(kConsumers + 2);
+        ptx::leave_undefined(ds_tiles, 2 * DsTile::kBytes);
         ptx::mbarrier_fence_init();
     }
     __syncthreads();
 
     if (warp >= kConsumers) {
         ptx::registers_give<24>();
+        // Registers are short in all roles: states of pipelines follow from how many tiles of keys and of queries there were.
+        u32 taken = 0, uses = 0;
         if (warp == kConsumers) {  // fetches
-            PipelineState<1> kv_state;
-            PipelineState<kStages> q_state, do_state;
-            u32 patched = 0;
-            for (u32 index; (index = source.draw()) < count;) {
+#pragma unroll 1
+            for (u32 index;; ++taken) {
+                source.handover.state = {static_cast<int>(taken % 2), taken / 2 % 2};
+                index = source.draw();
+                if (index >= count) break;
                 const KeyTile tile(index, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together));
                 const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
-                const Mask mask(sequence, left, right);
-                const Interval any = mask.queries_any(tile.n * BN, tile.n * BN + BN);
-                if (any.empty()) {  // a use of the stage all the same: consumers count tiles
-                    kv_pipe.acquire(kv_state);
-                    kv_pipe.commit_warp(kv_state);
-                    kv_state.advance();
-                    continue;
-                }
+                const Interval any = Mask(sequence, left, right).queries_any(tile.n * BN, tile.n * BN + BN);
                 const int batch = cu_q == nullptr ? tile.batch : 0;
-                const bool packed = cu_q != nullptr;
-                const i64 padded = padded_row(tile.batch, sequence, lq, packed);
-
-                // Two tiles whose rows from `rows` on are another sequence's, or nobody's: they may be NaN, which a factor of
-                // 0 does not hide, so this warp overwrites them before consumers see them.
-                auto overwrite = [&](ptx::SharedAddress to, int rows, u32 box_bytes, int boxes) {
-                    for (u32 at = rows * kTileRow + lane * 16; at < box_bytes; at += kWarp * 16)
-                        for (int box = 0; box < boxes; ++box)
-                            ptx::st_shared_16(to + box * box_bytes + at, Raw<16>{{0, 0, 0, 0}});
-                    ptx::fence_async_shared();
-                };
-                auto arrived = [&] {
-                    ptx::mbarrier_wait(patch, patched);
-                    patched ^= 1u;
-                };
-
-                kv_pipe.acquire(kv_state);
-                const int k_row = sequence.k_row + tile.n * BN, keys = sequence.keys - tile.n * BN;
-                const bool patches_keys = keys < BN && (lengths != nullptr || cu_k != nullptr);
+                const PipelineState<1> kv_state{0, taken % 2};
                 if (lane == 0) {
-                    const ptx::SharedAddress full = patches_keys ? patch : kv_pipe.full(kv_state);
-                    ptx::mbarrier_arrive_expect(full, 2 * KTile::kBytes);
-                    KTile::fetch(k_tile, k_map, full, k_row, tile.head, batch);
-                    KTile::fetch(v_tile, v_map, full, k_row, tile.head, batch);
-                }
-                if (patches_keys) {
-                    arrived();
-                    overwrite(k_tile, keys, KTile::kBoxBytes, 2 * KTile::kBoxes);
-                    kv_pipe.commit_warp(kv_state);
-                }
-                kv_state.advance();
-
-                const int first = any.first / BQ, last = (any.end - 1) / BQ;
-#pragma unroll 1
-                for (int h = 0; h < static_cast<int>(heads_per_kv); ++h) {
-                    const int head = tile.head * static_cast<int>(heads_per_kv) + h;
-                    const i64 stats = head * padded_rows + padded;
-#pragma unroll 1
-                    for (int m = last; m >= first; --m) {
-                        const int rows = sequence.lq - m * BQ;
-                        const bool patches = packed && rows < BQ;
-                        auto fetch = [&](const Pipeline<kStages>& pipe, PipelineState<kStages>& state,
-                                         ptx::SharedAddress tile_at, const ptx::TensorMap& map, ptx::SharedAddress row_at,
-                                         const float* row) {
-                            pipe.acquire(state);
-                            const ptx::SharedAddress to = tile_at + state.stage * QTile::kBytes;
-                            if (lane == 0) {
-                                const ptx::SharedAddress full = patches ? patch : pipe.full(state);
-                                ptx::mbarrier_arrive_expect(full, QTile::kBytes + kStatBytes);
-                                QTile::fetch(to, map, full, sequence.q_row + m * BQ, head, batch);
-                                ptx::bulk_load(row_at + state.stage * kStatBytes, row + stats + m * BQ, kStatBytes, full);
-                            }
-                            if (patches) {
-                                arrived();
-                                overwrite(to, rows, QTile::kBoxBytes, QTile::kBoxes);
-                                pipe.commit_warp(state);
-                            }
-                            __syncwarp();
-                            state.advance();
-                        };
-                        fetch(q_pipe, q_state, q_tiles, q_map, lse_rows, lse);
-                        fetch(do_pipe, do_state, do_tiles, dout_map, delta_rows, delta);
+                    kv_pipe.acquire(kv_state);
+                    // Where no query sees these keys the stage is used all the same: others count tiles.
+                    const ptx::SharedAddress kv_full = kv_pipe.expect(kv_state, any.empty() ? 0 : 2 * KTile::kBytes);
+                    if (!any.empty()) {
+                        KTile::fetch(k_tile, k_map, kv_full, sequence.k_row + tile.n * BN, tile.head, batch);
+                        KTile::fetch(v_tile, v_map, kv_full, sequence.k_row + tile.n * BN, tile.head, batch);
                     }
+                    const int heads_end = (tile.head + 1) * static_cast<int>(heads_per_kv);
+                    const int first = any.first / BQ * BQ, last = any.empty() ? -BQ : (any.end - 1) / BQ * BQ;
+                    const i64 padded = padded_row(tile.batch, sequence, lq, cu_q != nullptr);
+#pragma unroll 1
+                    for (int row = last; row >= first; row -= BQ)
+#pragma unroll 1
+                        for (int head = heads_end - static_cast<int>(heads_per_kv); head < heads_end; ++head, ++uses) {
+                            const PipelineState<kStages> state{static_cast<int>(uses % kStages), uses / kStages % 2};
+                            const i64 stats = head * padded_rows + padded + row;
+                            auto fetch = [&](const Pipeline<kStages>& pipe, ptx::SharedAddress tiles_at, const ptx::TensorMap& map,
+                                             ptx::SharedAddress rows_at, const float* from) {
+                                pipe.acquire(state);
+                                const ptx::SharedAddress full = pipe.expect(state, QTile::kBytes + kStatBytes);
+                                QTile::fetch(tiles_at + state.stage * QTile::kBytes, map, full, sequence.q_row + row, head, batch);
+                                ptx::bulk_load(rows_at + state.stage * kStatBytes, from + stats, kStatBytes, full);
+                            };
+                            fetch(q_pipe, q_tiles, q_map, lse_rows, lse);
+                            fetch(do_pipe, do_tiles, dout_map, delta_rows, delta);
+                        }
                 }
+                __syncwarp();
             }
         } else if (warp == kConsumers + 1) {  // sends dq
-            PipelineState<1> dq_state;
-            for (u32 index; (index = source.draw()) < count;) {
+#pragma unroll 1
+            for (u32 index;; ++taken) {
+                source.handover.state = {static_cast<int>(taken % 2), taken / 2 % 2};
+                index = source.draw();
+                if (index >= count) break;
                 const KeyTile tile(index, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together));
                 const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
                 const Mask mask(sequence, left, right);
                 const Interval any = mask.queries_any(tile.n * BN, tile.n * BN + BN);
-                if (any.empty()) continue;
-                const i64 padded = padded_row(tile.batch, sequence, lq, cu_q != nullptr) / BQ;
-                const int first = any.first / BQ, last = (any.end - 1) / BQ;
+                if (lane == 0 && !any.empty()) {
+                    const u32 padded = static_cast<u32>(padded_row(tile.batch, sequence, lq, cu_q != nullptr) / BQ);
+                    const int heads_end = (tile.head + 1) * static_cast<int>(heads_per_kv);
 #pragma unroll 1
-                for (int h = 0; h < static_cast<int>(heads_per_kv); ++h) {
-                    const int head = tile.head * static_cast<int>(heads_per_kv) + h;
+                    for (int m = (any.end - 1) / BQ; m >= any.first / BQ; --m)
 #pragma unroll 1
-                    for (int m = last; m >= first; --m) {
-                        dq_pipe.wait(dq_state);
-                        if (lane == 0) {
-                            const i64 place = static_cast<i64>(head) * query_tiles + padded + m;
-                            const u32 before = static_cast<u32>(tile.n - mask.keys_any(m * BQ, m * BQ + BQ).first / BN);
-                            u8* const to = reinterpret_cast<u8*>(dq_sums) + place * kSumBytes;
-                            if (before == 0) {
-                                ptx::bulk_store(to, dq_tile, kSumBytes);
-                            } else {
+                        for (int head = heads_end - static_cast<int>(heads_per_kv); head < heads_end; ++head, ++uses) {
+                            const PipelineState<1> state{0, uses % 2};
+                            const u32 place = head * query_tiles + padded + m;
+                            const u32 before = static_cast<u32>(tile.n - mask.lo(m * BQ) / BN);
+                            u8* const to = reinterpret_cast<u8*>(dq_sums) + static_cast<i64>(place) * kSumBytes;
+                            if (before != 0) {
                                 while (atomicAdd(order + place, 0u) != before) {
                                 }
                                 __threadfence();
                                 ptx::fence_async_global();
-                                ptx::bulk_add(to, dq_tile, kSumBytes);
                             }
-                            ptx::bulk_store_commit();
-                            ptx::bulk_store_wait_read();
-                            dq_pipe.release(dq_state);
+#pragma unroll 1
+                            for (u32 half = 0; half < 2; ++half) {
+                                const Pipeline<1> pipe{dq_pipes + half * Pipeline<1>::kBytes};
+                                pipe.wait(state);
+                                if (before == 0) {
+                                    ptx::bulk_store(to + half * kHalfBytes, dq_tile + half * kHalfBytes, kHalfBytes);
+                                } else {
+                                    ptx::bulk_add(to + half * kHalfBytes, dq_tile + half * kHalfBytes, kHalfBytes);
+                                }
+                                ptx::bulk_store_commit();
+                                ptx::bulk_store_wait_read();
+                                pipe.release(state);
+                            }
                             ptx::bulk_store_wait();
                             ptx::fence_async_global();
                             __threadfence();
                             atomicAdd(order + place, 1u);
                         }
-                        __syncwarp();
-                        dq_state.advance();
-                    }
                 }
+                __syncwarp();
             }
         }
         return;
@@ -228,9 +201,17 @@ __global__ void __launch_bounds__(384, 1)
     const bool speaks = lane == 0;
     const float factor = static_cast<float>(scale) * kLog2e;
     const ptx::SharedAddress own_k = k_tile + group * 64 * kTileRow, own_v = v_tile + group * 64 * kTileRow;
+    const Pipeline<1> dq_pipe{dq_pipes + group * Pipeline<1>::kBytes};
     source.handover.makes = false;
-    // Registers are short: all states of pipelines follow from how many tiles of keys and of queries there were.
     u32 taken = 0, uses = 0;
+    // Rows from `rows` on of a tile of `height` are another sequence's, or nobody's. They may be NaN, which a factor of 0 does
+    // not hide, so the first warpgroup overwrites them. All consumers call, before any of them multiplies the tile.
+    auto overwrite = [&](ptx::SharedAddress at, int rows, u32 box_bytes, int boxes) {
+        if (group == 0)
+            for (u32 i = rows * kTileRow + threadIdx.x * 16; i < box_bytes; i += 128 * 16)
+                for (int box = 0; box < boxes; ++box) ptx::st_shared_16(at + box * box_bytes + i, Raw<16>{{0, 0, 0, 0}});
+        ptx::fence_async_shared();
+    };
 #pragma unroll 1
     for (u32 index;; ++taken) {
         source.handover.state = {static_cast<int>(taken % 2), taken / 2 % 2};
@@ -248,21 +229,53 @@ __global__ void __launch_bounds__(384, 1)
 
         if (!any.empty()) {
             const Interval all = mask.queries_all(tile.n * BN + group * 64, tile.n * BN + group * 64 + 64);
-            const int first = any.first / BQ, per_head = (any.end - 1) / BQ - first + 1;
-            const int steps = per_head * static_cast<int>(heads_per_kv);
+            const int steps = ((any.end - 1) / BQ - any.first / BQ + 1) * static_cast<int>(heads_per_kv);
             kv_pipe.wait(kv_state);
-            int m = first + per_head;
+            if (tile.n * BN + BN > sequence.keys && (lengths != nullptr || cu_k != nullptr)) {
+                overwrite(k_tile, sequence.keys - tile.n * BN, KTile::kBoxBytes, 2 * KTile::kBoxes);  // v lies behind k
+                ptx::named_barrier_sync(1, 256);
+            }
+            // dq of the step before, whose ds lie in shared memory; then it is on its way.
+            auto multiply_dq = [&](float(&dq)[32]) {
+                const u32 buffer = (uses - 1) % 2;
+                ptx::mbarrier_wait(ds_full + 8 * buffer, (uses - 1) / 2 % 2);
+                const ptx::SharedAddress ds_tile = ds_tiles + buffer * DsTile::kBytes;
+                const u64 a = ptx::matrix_descriptor(ds_tile + (BackwardTile<D>::kRow != 0 ? group * DsTile::kBoxBytes : 0),
+                                                     DsTile::kBoxBytes);
+                const u64 b = ptx::matrix_descriptor(k_tile + (BackwardTile<D>::kColumn != 0 ? group * KTile::kBoxBytes : 0),
+                                                     KTile::kBoxBytes);
+                ptx::wgmma_fence();
+#pragma unroll
+                for (int k = 0; k < BN / 16; ++k)
+                    ptx::wgmma_ss<T, true, true>(dq, a + k * kNextColumnMajor, b + k * kNextColumnMajor, k != 0);
+                ptx::wgmma_commit();
+            };
+            auto send_dq = [&](const float(&dq)[32]) {
+                const PipelineState<1> dq_state{0, (uses - 1) % 2};
+                dq_pipe.acquire(dq_state);
+#pragma unroll
+                for (int i = 0; i < 8; ++i)
+                    ptx::st_shared_16(dq_tile + group * kHalfBytes + (i * 128 + threadIdx.x % 128) * 16,
+                                      Raw<16>{{__float_as_uint(dq[4 * i]), __float_as_uint(dq[4 * i + 1]),
+                                               __float_as_uint(dq[4 * i + 2]), __float_as_uint(dq[4 * i + 3])}});
+                ptx::fence_async_shared();
+                dq_pipe.commit_warp(dq_state);
+            };
+            int m = (any.end - 1) / BQ, same = static_cast<int>(heads_per_kv);
 #pragma unroll 1
-            for (int step = 0; step < steps; ++step) {
-                m = m == first ? first + per_head - 1 : m - 1;
+            for (int step = 0; step < steps; ++step, ++uses) {
                 const PipelineState<kStages> state{static_cast<int>(uses % kStages), uses / kStages % 2};
-                const PipelineState<1> dq_state{0, uses % 2};
-                ++uses;
                 const ptx::SharedAddress q_tile = q_tiles + state.stage * QTile::kBytes;
                 const ptx::SharedAddress do_tile = do_tiles + state.stage * QTile::kBytes;
                 float s[BQ / 2], dp[BQ / 2];
                 u32 p[BQ / 16][4], ds[BQ / 16][4];
                 q_pipe.wait(state);
+                if (cu_q != nullptr && m * BQ + BQ > sequence.lq) {
+                    do_pipe.wait(state);
+                    overwrite(q_tile, sequence.lq - m * BQ, QTile::kBoxBytes, QTile::kBoxes);
+                    overwrite(do_tile, sequence.lq - m * BQ, QTile::kBoxBytes, QTile::kBoxes);
+                    ptx::named_barrier_sync(1, 256);
+                }
                 ptx::wgmma_fence();
                 multiply_rows<T, BN, BQ, D>(s, own_k, q_tile);
                 ptx::wgmma_commit();
@@ -332,47 +345,41 @@ __global__ void __launch_bounds__(384, 1)
                 pack_rows<T>(ds, dp);
                 pack_rows<T>(p, s);
 
+                float dq[32];
+                multiply_dq(dq);
                 ptx::wgmma_fence();
                 multiply_packed<T, BQ>(dv_sums, p, do_tile, true);
                 ptx::wgmma_commit();
-                // The buffer is free: the barrier of the step before came after the products of the step before that.
-                const ptx::SharedAddress ds_tile = ds_tiles + state.stage * DsTile::kBytes;
+                ptx::wgmma_fence();
+                multiply_packed<T, BQ>(dk_sums, ds, q_tile, true);
+                ptx::wgmma_commit();
+                // The buffer is free: who waited for ds of the step before knows that dq of the one before that is done.
                 const u32 ds_row = own_row * kTileRow + ((own_row & 7) << 4) + 4 * t;
 #pragma unroll
                 for (int j = 0; j < BQ / 8; ++j)
 #pragma unroll
                     for (int r = 0; r < 2; ++r)
-                        *reinterpret_cast<u32*>(memory_at(ds_tile) + (ds_row ^ j % 8 << 4) + j / 8 * DsTile::kBoxBytes +
-                                                8 * r * kTileRow) = ds[j / 2][j % 2 * 2 + r];
+                        *reinterpret_cast<u32*>(memory_at(ds_tiles) + state.stage * DsTile::kBytes + (ds_row ^ j % 8 << 4) +
+                                                j / 8 * DsTile::kBoxBytes + 8 * r * kTileRow) = ds[j / 2][j % 2 * 2 + r];
                 ptx::fence_async_shared();
-                ptx::named_barrier_sync(1, 256);
-                float dq[32];
-                {
-                    const u64 a = ptx::matrix_descriptor(
-                        ds_tile + (BackwardTile<D>::kRow != 0 ? group * DsTile::kBoxBytes : 0), DsTile::kBoxBytes);
-                    const u64 b = ptx::matrix_descriptor(
-                        k_tile + (BackwardTile<D>::kColumn != 0 ? group * KTile::kBoxBytes : 0), KTile::kBoxBytes);
-                    ptx::wgmma_fence();
-#pragma unroll
-                    for (int k = 0; k < BN / 16; ++k)
-                        ptx::wgmma_ss<T, true, true>(dq, a + k * kNextColumnMajor, b + k * kNextColumnMajor, k != 0);
-                    ptx::wgmma_commit();
-                }
-                multiply_packed<T, BQ>(dk_sums, ds, q_tile, true);
-                ptx::wgmma_commit();
                 ptx::wgmma_wait<1>();
-                if (speaks) do_pipe.release(state);
-                dq_pipe.acquire(dq_state);
-#pragma unroll
-                for (int i = 0; i < 8; ++i)
-                    ptx::st_shared_16(dq_tile + (i * 256 + threadIdx.x) * 16,
-                                      Raw<16>{{__float_as_uint(dq[4 * i]), __float_as_uint(dq[4 * i + 1]),
-                                               __float_as_uint(dq[4 * i + 2]), __float_as_uint(dq[4 * i + 3])}});
-                ptx::fence_async_shared();
-                dq_pipe.commit_warp(dq_state);
+                __syncwarp();
+                if (speaks) {
+                    ptx::mbarrier_arrive(ds_full + 8 * state.stage);
+                    do_pipe.release(state);
+                }
+                if (step != 0) send_dq(dq);
                 ptx::wgmma_wait<0>();
                 if (speaks) q_pipe.release(state);
+                if (--same == 0) {
+                    same = static_cast<int>(heads_per_kv);
+                    --m;
+                }
             }
+            float dq[32];
+            multiply_dq(dq);
+            ptx::wgmma_wait<0>();
+            send_dq(dq);
         } else {
             kv_pipe.wait(kv_state);
         }

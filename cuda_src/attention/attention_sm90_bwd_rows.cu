@@ -1,7 +1,7 @@
 // What comes before and after the products of the backward on sm_90a, row by row of queries.
 //
 // attention_bwd_stats   lse in units of log2 (+inf where a query sees nothing: its powers are then 0) and
-//                       delta = sum of dout * out - dlse, in padded order (sm90_bwd.cuh); padding is +inf and 0. A warp per row.
+//                       delta = sum of dout * out - dlse, in padded order (sm90_bwd.cuh); padding is +inf and 0. Half a warp per row.
 // attention_bwd_dq      dq = scale * sums, rounded one time; 0 for queries that no tile of keys meets. A block per tile.
 // attention_bwd_sinks   dsinks[h] = -sum over queries of exp(sinks[h] - lse) * delta. A block per head.
 #include "attention/sm90_bwd.cuh"
@@ -11,38 +11,41 @@ namespace rtk {
 template <typename T>
 __global__ void __launch_bounds__(256)
     attention_bwd_stats(const T* out, const T* dout, const float* lse, const float* dlse, const i32* cu_q, float* lse_rows,
-                        float* delta_rows, i64 batches, i64 heads, i64 lq, i64 padded_rows, i64 d_v, i64 out_batch, i64 out_row,
+                        float* delta_rows, i64 heads, i64 lq, i64 padded_rows, i64 d_v, i64 out_batch, i64 out_row,
                         i64 out_head, i64 dout_batch, i64 dout_row, i64 dout_head, i64 lse_batch, i64 lse_head) {
-    const int lane = threadIdx.x % kWarp;
-    const i64 padded_lq = (lq + kRowPad - 1) / kRowPad * kRowPad;
-    const i64 step = static_cast<i64>(gridDim.x) * (blockDim.x / kWarp);
-    for (i64 item = static_cast<i64>(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp;
-         item < batches * padded_lq * heads; item += step) {
-        const int head = static_cast<int>(item % heads), i = static_cast<int>(item / heads % padded_lq);
-        const int batch = static_cast<int>(item / heads / padded_lq);
-        const Sequence sequence = sequence_at(batch, lq, 0, cu_q, nullptr, nullptr);
-        if (i >= (sequence.lq + kRowPad - 1) / kRowPad * kRowPad) continue;
-        const i64 to = head * padded_rows + padded_row(batch, sequence, lq, cu_q != nullptr) + i;
+    // Sixteen lanes have a row of up to 128 elements, in vectors of 8, or half of one of up to 256.
+    const int lane = threadIdx.x % 16;
+    const u32 padded_lq = static_cast<u32>((lq + kRowPad - 1) / kRowPad * kRowPad);
+    const int head = blockIdx.y % static_cast<u32>(heads), batch = blockIdx.y / static_cast<u32>(heads);
+    const Sequence sequence = sequence_at(batch, lq, 0, cu_q, nullptr, nullptr);
+    const int exist = (sequence.lq + kRowPad - 1) / kRowPad * kRowPad;
+    const i64 to = head * padded_rows + padded_row(batch, sequence, lq, cu_q != nullptr);
+    const T* const x_rows = out + batch * out_batch + sequence.q_row * out_row + head * out_head + 8 * lane;
+    const T* const y_rows = dout + batch * dout_batch + sequence.q_row * dout_row + head * dout_head + 8 * lane;
+    const i64 statistics = batch * lse_batch + head * lse_head + sequence.q_row;
+    for (u32 i = blockIdx.x * 16 + threadIdx.x / 16; i < padded_lq; i += gridDim.x * 16) {  // whole warps: 16 divides both
+        if (static_cast<int>(i) >= exist) break;
         float scaled = -negative_infinity(), sum = 0.0f;
-        if (i < sequence.lq) {
-            const i64 row = sequence.q_row + i;
-            if (8 * lane < d_v) {
+        const bool row_exists = static_cast<int>(i) < sequence.lq;
+#pragma unroll
+        for (int part = 0; part < 2; ++part)
+            if (row_exists && 8 * lane + 128 * part < d_v) {
                 float x[8], y[8];
-                load_keep<T, 8>(out + batch * out_batch + row * out_row + head * out_head + 8 * lane, x);
-                load_keep<T, 8>(dout + batch * dout_batch + row * dout_row + head * dout_head + 8 * lane, y);
+                load_stream<T, 8>(x_rows + i * out_row + 128 * part, x);
+                load_stream<T, 8>(y_rows + i * dout_row + 128 * part, y);
 #pragma unroll
                 for (int k = 0; k < 8; ++k) sum += x[k] * y[k];
             }
 #pragma unroll
-            for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-            const i64 at = batch * lse_batch + head * lse_head + row;
-            if (dlse != nullptr) sum -= dlse[at];
-            const float value = lse[at];
+        for (int offset = 8; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+        if (row_exists && lane == 0) {
+            if (dlse != nullptr) sum -= dlse[statistics + i];
+            const float value = lse[statistics + i];
             if (value != negative_infinity()) scaled = value * kLog2e;
         }
         if (lane == 0) {
-            lse_rows[to] = scaled;
-            delta_rows[to] = sum;
+            lse_rows[to + i] = scaled;
+            delta_rows[to + i] = sum;
         }
     }
 }
@@ -63,7 +66,7 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const float4 x = nothing ? make_float4(0.0f, 0.0f, 0.0f, 0.0f)
-                                 : *reinterpret_cast<const float4*>(from + (i * 256 + threadIdx.x) * 4);
+                                 : *reinterpret_cast<const float4*>(from + ((threadIdx.x / 128 * 8 + i) * 128 + threadIdx.x % 128) * 4);
         sums[4 * i] = x.x, sums[4 * i + 1] = x.y, sums[4 * i + 2] = x.z, sums[4 * i + 3] = x.w;
     }
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, group = warp / 4;

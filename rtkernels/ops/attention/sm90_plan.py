@@ -73,7 +73,7 @@ BACKWARD = Kernel(
     "cu_k:ptr counter:ptr order:ptr batches:i64 heads:i64 heads_per_kv:i64 lq:i64 lkv:i64 padded_rows:i64 d_qk:i64 "
     "d_v:i64 dk_batch:i64 dk_row:i64 dk_head:i64 dv_batch:i64 dv_row:i64 dv_head:i64 left:i64 right:i64 "
     "heads_together:i64 limit_batch:i64 scale:f64 softcap:f64",
-    variants=[(t, d, extra) for t in ("bf16", "fp16") for d in (64, 128) for extra in (0, 1)],
+    variants=[(t, d, extra) for t in ("bf16", "fp16") for d, extra in ((64, 0), (128, 0), (128, 1))],
     max_registers=168,
     needs=("wgmma",),
 )
@@ -81,7 +81,7 @@ STATS = Kernel(
     "attention/attention_sm90_bwd_rows.cu",
     "attention_bwd_stats",
     template="T",
-    args="out:ptr dout:ptr lse:ptr dlse:ptr cu_q:ptr lse_rows:ptr delta_rows:ptr batches:i64 heads:i64 lq:i64 "
+    args="out:ptr dout:ptr lse:ptr dlse:ptr cu_q:ptr lse_rows:ptr delta_rows:ptr heads:i64 lq:i64 "
     "padded_rows:i64 d_v:i64 out_batch:i64 out_row:i64 out_head:i64 dout_batch:i64 dout_row:i64 dout_head:i64 "
     "lse_batch:i64 lse_head:i64",
     variants=[("bf16",), ("fp16",)],
@@ -232,7 +232,7 @@ def steps_backward(problem: Attention, device: int) -> Steps:
     p = problem
     if 0 in (p.batch, p.heads_q, p.heads_kv, p.lkv):
         return Steps()
-    width = 64 if max(p.d_qk, p.d_v) <= 64 else 128
+    width = 64 if max(p.d_qk, p.d_v) <= 64 and not extras(p) else 128
     queries = 128 if width == 64 else 64
     sm_count = device_info(device).sm_count
     dq, dk, dv = (
@@ -246,11 +246,10 @@ def steps_backward(problem: Attention, device: int) -> Steps:
         padded = -(-(p.total_q + _ROW_PAD * p.batch) // _ROW_PAD) * _ROW_PAD
     else:
         padded = p.batch * (-(-p.lq // _ROW_PAD) * _ROW_PAD)
-    rows = p.batch * p.heads_q * -(-p.lq // _ROW_PAD) * _ROW_PAD
     tiles = p.batch * p.heads_kv * -(-p.lkv // _BACKWARD_KEYS)
     stats = Step(
-        STATS.bind((p.token,), device, max(1, min(-(-rows // 8), 16 * sm_count)), 256),
-        "out", "dout", "lse", "dlse", "cu_q", "lse_rows", "delta_rows", p.batch, p.heads_q, p.lq, padded, p.d_v,
+        STATS.bind((p.token,), device, (max(1, -(-p.lq // 64)), p.batch * p.heads_q), 256),
+        "out", "dout", "lse", "dlse", "cu_q", "lse_rows", "delta_rows", p.heads_q, p.lq, padded, p.d_v,
         *p.out[:3], *dout[:3], *p.lse_strides(),
     )  # fmt: skip
     products = Step(
