@@ -26,27 +26,22 @@
 
 namespace rtk {
 
-// Tile numbers in the order of the counter, none before it is wanted (compare DrawnSource).
-template <typename Handover>
-struct OrderedSource {
-    u32* counter;
-    Handover handover;
-
-    RTK_DEVICE u32 draw() {
-        return handover.give([&] { return atomicAdd(counter, 1u); });
-    }
-};
-
 // Number `index` of the tiles of keys: `heads_together` heads share L2; of these, the first `together` tiles of keys of each
 // head come first, the last one of a chunk before the others: with a diagonal, a tile waits for those behind it in its chunk.
 struct KeyTile {
     int n, head, batch;
 
     RTK_DEVICE KeyTile(u32 index, u32 tiles, u32 heads, u32 batches, u32 heads_together, u32 together) {
-        const u32 all = heads * batches, band = index / (heads_together * tiles), first = band * heads_together;
-        const u32 here = min(heads_together, all - first), inside = index - first * tiles;
-        const u32 chunk = inside / (together * here), size = min(together, tiles - chunk * together);
-        const u32 left = inside - chunk * together * here, step = left / size, which = first + step;
+        u32 band = index / (heads_together * tiles);
+        ptx::forget(band);  // one division after the other: side by side they want more registers
+        const u32 first = band * heads_together, here = min(heads_together, heads * batches - first);
+        u32 left = index - first * tiles, chunk = left / (together * here);
+        ptx::forget(chunk);
+        left -= chunk * together * here;
+        const u32 size = min(together, tiles - chunk * together);
+        u32 step = left / size;
+        ptx::forget(step);
+        const u32 which = first + step;
         n = static_cast<int>(chunk * together + size - 1 - (left - step * size));
         batch = static_cast<int>(which / heads);
         head = static_cast<int>(which - batch * heads);
@@ -60,13 +55,15 @@ struct QueryOrder {
     int chunk, size;  // the first tile of the chunk, and how many
 
     RTK_DEVICE QueryOrder(const Mask& mask, const Interval& any, int n, int together)
-        : first(any.first / BQ), last((any.end - 1) / BQ), start(first), chunk(n / together * together) {
+        : QueryOrder(mask, any.first / BQ, (any.end - 1) / BQ, n, together) {}
+
+    RTK_DEVICE QueryOrder(const Mask& mask, int first_tile, int last_tile, int n, int together)
+        : first(first_tile), last(last_tile), start(first_tile), chunk(n / together * together) {
         size = min(chunk + together, (mask.keys + kBackwardKeys - 1) / kBackwardKeys) - chunk;
         if (mask.left < 0 && mask.right < 0) start = (n - chunk) * (last + 1) / size;
     }
 
     RTK_DEVICE int count() const { return last - first + 1; }
-    RTK_DEVICE int next(int m) const { return m == last ? first : m + 1; }
 
     // How many tiles of keys meet queries m before tile n does.
     RTK_DEVICE u32 before(const Mask& mask, int n, int m) const {
@@ -79,6 +76,19 @@ struct QueryOrder {
         const int highest = (mask.hi(min(m * BQ + BQ, mask.lq) - 1) - 1) / kBackwardKeys;
         return static_cast<u32>(max(chunk, lowest) - lowest + min(chunk + size - 1, highest) - n);
     }
+};
+
+// What the warps that fetch and send know of a tile of keys, 16 bytes at a time in shared memory.
+struct KeyRecord {
+    static constexpr u32 kBytes = 48;
+    ptx::SharedAddress at;
+
+    RTK_DEVICE void put(u32 part, int a, int b, int c, int d) const {
+        ptx::st_shared_16(at + 16 * part, Raw<16>{{static_cast<u32>(a), static_cast<u32>(b), static_cast<u32>(c), static_cast<u32>(d)}});
+    }
+    RTK_DEVICE Raw<16> keys() const { return ptx::ld_shared_16(at); }          // n, head, batch of the map, row of the map
+    RTK_DEVICE Raw<16> rows() const { return ptx::ld_shared_16(at + 16); }     // row of q, padded row, queries, keys
+    RTK_DEVICE Raw<16> queries() const { return ptx::ld_shared_16(at + 32); }  // steps, first, last, start
 };
 
 template <typename T, int D, int EXTRAS>
@@ -108,14 +118,15 @@ __global__ void __launch_bounds__(384, 1)
     const Pipeline<kStages> q_pipe{dq_pipes + 4 * Pipeline<1>::kBytes};
     const Pipeline<kStages> do_pipe{q_pipe.barriers + Pipeline<kStages>::kBytes};
     const ptx::SharedAddress ds_full = do_pipe.barriers + Pipeline<kStages>::kBytes;  // a barrier of each buffer
-    const ptx::SharedAddress handover = ds_full + 2 * 8;
+    const ptx::SharedAddress handover = ds_full + 2 * 8, records = handover + 48;
+    static_assert(WarpHandover::kBytes <= 48, "records are aligned to 16 bytes");
     auto memory_at = [&](ptx::SharedAddress address) { return memory + (address - ptx::shared_address(memory)); };
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0), lane = threadIdx.x % kWarp;
     const u32 tiles = static_cast<u32>(ceil_div(lkv, BN));
     const u32 kv_heads = static_cast<u32>(heads / heads_per_kv);
     const u32 count = tiles * kv_heads * static_cast<u32>(batches);
     const u32 query_tiles = static_cast<u32>(padded_rows / BQ);  // of a head, in all sequences
-    OrderedSource<WarpHandover> source{counter, WarpHandover(memory_at(handover), warp == kConsumers)};
+    WarpHandover numbers(memory_at(handover), warp == kConsumers);  // drawn in order, none before it is wanted
 
     if (threadIdx.x == 0) {
         kv_pipe.init(1, kConsumers);
@@ -123,7 +134,7 @@ __global__ void __launch_bounds__(384, 1)
         for (u32 i = 0; i < 2; ++i) ptx::mbarrier_init(ds_full + 8 * i, kConsumers);
         q_pipe.init(1, kConsumers);
         do_pipe.init(1, kConsumers);
-        source.handover.init(kConsumers + 4);
+        numbers.init(kConsumers + 4);
         ptx::leave_undefined(ds_tiles, 2 * DsTile::kBytes);
         ptx::mbarrier_fence_init();
     }
@@ -131,101 +142,112 @@ __global__ void __launch_bounds__(384, 1)
 
     if (warp >= kConsumers) {
         ptx::registers_give<24>();
-        // Registers are short in all roles: states of pipelines follow from how many tiles of keys and of queries there were.
+        // Registers are short in all roles: what is to be known of a tile is written to shared memory by the warp that draws, and
+        // read from there; states of pipelines follow from how many tiles of keys and of queries there were.
         u32 taken = 0, uses = 0;
+        // The next tile, whose record is then number (taken - 1) % 4: a warp has drawn tile t before tile t + 2 is given.
         auto next_tile = [&] {
-            source.handover.state = {static_cast<int>(taken % 2), taken / 2 % 2};
+            numbers.state = {static_cast<int>(taken % 2), taken / 2 % 2};
+            const u32 index = numbers.give([&] {
+                const u32 drawn = atomicAdd(counter, 1u);
+                if (drawn < count) {
+                    const QueryOrder<BQ> queries(mask, any, tile.n, static_cast<int>(together));
+            const int steps = queries.count() * static_cast<int>(heads_per_kv);
+                    const KeyTile tile(drawn, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together),
+                                       static_cast<u32>(together));
+                    const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
+                    record.put(0, tile.n, tile.head, cu_q == nullptr ? tile.batch : 0, sequence.k_row + tile.n * BN);
+                    record.put(1, sequence.q_row, static_cast<int>(padded_row(tile.batch, sequence, lq, cu_q != nullptr)),
+                               sequence.lq, sequence.keys);
+                    const Mask mask(sequence, left, right);
+                    const Interval any = mask.queries_any(tile.n * BN, tile.n * BN + BN);
+                    if (any.empty()) {
+                        record.put(2, 0, 0, 0, 0);
+                    } else {
+                        const QueryOrder<BQ> queries(mask, any, tile.n, static_cast<int>(together));
+                        record.put(2, queries.count() * static_cast<int>(heads_per_kv), queries.first, queries.last, queries.start);
+                    }
+                }
+                return drawn;
+            });
             ++taken;
-            return source.draw();
+            return index < count;
+        };
+        auto next_query = [&](const KeyRecord& tile, int m) {
+            const Raw<16> queries = tile.queries();
+            return m == static_cast<int>(queries.w[2]) ? static_cast<int>(queries.w[1]) : m + 1;
         };
         // By one thread: tiles of q or dout, and their statistics.
-        auto fetch = [&](const KeyTile& tile, const Sequence& sequence, const Mask& mask, const Interval& any,
-                         const Pipeline<kStages>& pipe, ptx::SharedAddress tiles_at, const ptx::TensorMap& map,
-                         ptx::SharedAddress rows_at, const float* from) {
-            const QueryOrder<BQ> queries(mask, any, tile.n, static_cast<int>(together));
-            const int heads_end = (tile.head + 1) * static_cast<int>(heads_per_kv);
-            from += padded_row(tile.batch, sequence, lq, cu_q != nullptr);
-            int m = queries.start;
+        auto fetch = [&](const KeyRecord& tile, const Pipeline<kStages>& pipe, ptx::SharedAddress tiles_at,
+                         const ptx::TensorMap& map, ptx::SharedAddress rows_at, const float* from) {
+            int m = static_cast<int>(tile.queries().w[3]), h = 0;
 #pragma unroll 1
-            do {
-#pragma unroll 1
-                for (int head = heads_end - static_cast<int>(heads_per_kv); head < heads_end; ++head, ++uses) {
-                    const PipelineState<kStages> state{static_cast<int>(uses % kStages), uses / kStages % 2};
-                    pipe.acquire(state);
-                    const ptx::SharedAddress full = pipe.expect(state, QTile::kBytes + kStatBytes);
-                    QTile::fetch(tiles_at + state.stage * QTile::kBytes, map, full, sequence.q_row + m * BQ, head,
-                                 cu_q == nullptr ? tile.batch : 0);
-                    ptx::bulk_load(rows_at + state.stage * kStatBytes, from + head * padded_rows + m * BQ, kStatBytes, full);
-                }
-                m = queries.next(m);
-            } while (m != queries.start);
+            for (u32 left_over = tile.queries().w[0]; left_over > 0; --left_over, ++uses) {
+                const PipelineState<kStages> state{static_cast<int>(uses % kStages), uses / kStages % 2};
+                pipe.acquire(state);
+                const ptx::SharedAddress full = pipe.expect(state, QTile::kBytes + kStatBytes);
+                const Raw<16> keys = tile.keys(), rows = tile.rows();
+                const int head = static_cast<int>(keys.w[1]) * static_cast<int>(heads_per_kv) + h;
+                QTile::fetch(tiles_at + state.stage * QTile::kBytes, map, full, static_cast<int>(rows.w[0]) + m * BQ, head,
+                             static_cast<int>(keys.w[2]));
+                ptx::bulk_load(rows_at + state.stage * kStatBytes, from + (head * padded_rows + rows.w[1] + m * BQ), kStatBytes,
+                               full);
+                if (++h == static_cast<int>(heads_per_kv)) h = 0, m = next_query(tile, m);
+            }
         };
         if (warp == kConsumers) {  // fetches q
 #pragma unroll 1
-            for (u32 index; (index = next_tile()) < count;) {
-                const KeyTile tile(index, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together),
-                                   static_cast<u32>(together));
-                const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
-                const Mask mask(sequence, left, right);
-                const Interval any = mask.queries_any(tile.n * BN, tile.n * BN + BN);
-                if (lane == 0 && !any.empty()) fetch(tile, sequence, mask, any, q_pipe, q_tiles, q_map, lse_rows, lse);
+            while (next_tile()) {
+                const KeyRecord tile{records + (taken - 1) % 4 * KeyRecord::kBytes};
+                if (lane == 0) fetch(tile, q_pipe, q_tiles, q_map, lse_rows, lse);
                 __syncwarp();
             }
         } else if (warp == kConsumers + 1) {  // fetches k, v and dout
 #pragma unroll 1
-            for (u32 index; (index = next_tile()) < count;) {
-                const KeyTile tile(index, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together),
-                                   static_cast<u32>(together));
-                const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
-                const Mask mask(sequence, left, right);
-                const Interval any = mask.queries_any(tile.n * BN, tile.n * BN + BN);
+            while (next_tile()) {
+                const KeyRecord tile{records + (taken - 1) % 4 * KeyRecord::kBytes};
                 if (lane == 0) {
                     const PipelineState<1> kv_state{0, (taken - 1) % 2};
                     kv_pipe.acquire(kv_state);
                     // Where no query sees these keys the stage is used all the same: others count tiles.
-                    const ptx::SharedAddress full = kv_pipe.expect(kv_state, any.empty() ? 0 : 2 * KTile::kBytes);
-                    if (!any.empty()) {
-                        const int row = sequence.k_row + tile.n * BN, batch = cu_k == nullptr ? tile.batch : 0;
-                        KTile::fetch(k_tile, k_map, full, row, tile.head, batch);
-                        KTile::fetch(v_tile, v_map, full, row, tile.head, batch);
-                        fetch(tile, sequence, mask, any, do_pipe, do_tiles, dout_map, delta_rows, delta);
+                    const bool empty = tile.queries().w[0] == 0;
+                    const ptx::SharedAddress full = kv_pipe.expect(kv_state, empty ? 0 : 2 * KTile::kBytes);
+                    if (!empty) {
+                        const Raw<16> keys = tile.keys();
+                        KTile::fetch(k_tile, k_map, full, keys.w[3], keys.w[1], keys.w[2]);
+                        KTile::fetch(v_tile, v_map, full, keys.w[3], keys.w[1], keys.w[2]);
                     }
+                    fetch(tile, do_pipe, do_tiles, dout_map, delta_rows, delta);
                 }
                 __syncwarp();
             }
         } else {  // the last two warps send dq, of every other step: adding takes longer than a step
             const u32 buffer = warp - (kConsumers + 2);
 #pragma unroll 1
-            for (u32 index; (index = next_tile()) < count;) {
-                const KeyTile tile(index, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together),
-                                   static_cast<u32>(together));
-                const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
-                const Mask mask(sequence, left, right);
-                const Interval any = mask.queries_any(tile.n * BN, tile.n * BN + BN);
-                if (lane == 0 && !any.empty()) {
-                    const QueryOrder<BQ> queries(mask, any, tile.n, static_cast<int>(together));
-                    const u32 padded = static_cast<u32>(padded_row(tile.batch, sequence, lq, cu_q != nullptr) / BQ);
-                    const int heads_end = (tile.head + 1) * static_cast<int>(heads_per_kv);
-                    int m = queries.start;
+            while (next_tile()) {
+                const KeyRecord tile{records + (taken - 1) % 4 * KeyRecord::kBytes};
+                if (lane == 0) {
+                    int m = static_cast<int>(tile.queries().w[3]), h = 0;
 #pragma unroll 1
-                    do {
-                        const u32 before = queries.before(mask, tile.n, m);
-#pragma unroll 1
-                        for (int head = heads_end - static_cast<int>(heads_per_kv); head < heads_end; ++head) {
-                            if (uses++ % 2 != buffer) continue;
+                    for (u32 left_over = tile.queries().w[0]; left_over > 0; --left_over) {
+                        if (uses++ % 2 == buffer) {
                             const PipelineState<1> state{0, (uses - 1) / 2 % 2};
-                            const u32 place = head * query_tiles + padded + m;
-                            u8* to = reinterpret_cast<u8*>(dq_sums) + static_cast<i64>(place) * kSumBytes;
+                            const Raw<16> keys = tile.keys(), rows = tile.rows(), queries = tile.queries();
+                            const Mask mask(Sequence{0, 0, static_cast<int>(rows.w[2]), static_cast<int>(rows.w[3])}, left, right);
+                            const int n = static_cast<int>(keys.w[0]);
+                            const u32 before = QueryOrder<BQ>(mask, static_cast<int>(queries.w[1]), static_cast<int>(queries.w[2]),
+                                                              n, static_cast<int>(together)).before(mask, n, m);
+                            const u32 place = (keys.w[1] * static_cast<u32>(heads_per_kv) + h) * query_tiles + rows.w[1] / BQ + m;
                             if (before != 0) {
                                 while (ptx::ld_word_acquire(order + place) != before) {
                                 }
-                                __threadfence();
                                 ptx::fence_async_global();
                             }
 #pragma unroll 1
-                            for (u32 half = 0; half < 2; ++half, to += kHalfBytes) {
+                            for (u32 half = 0; half < 2; ++half) {
                                 const Pipeline<1> pipe{dq_pipes + (2 * buffer + half) * Pipeline<1>::kBytes};
                                 const ptx::SharedAddress from = dq_tile + (2 * buffer + half) * kHalfBytes;
+                                u8* const to = reinterpret_cast<u8*>(dq_sums) + static_cast<i64>(place) * kSumBytes + half * kHalfBytes;
                                 pipe.wait(state);
                                 if (before == 0) {
                                     ptx::bulk_store(to, from, kHalfBytes);
@@ -241,8 +263,8 @@ __global__ void __launch_bounds__(384, 1)
                             __threadfence();
                             atomicAdd(order + place, 1u);
                         }
-                        m = queries.next(m);
-                    } while (m != queries.start);
+                        if (++h == static_cast<int>(heads_per_kv)) h = 0, m = next_query(tile, m);
+                    }
                 }
                 __syncwarp();
             }
@@ -256,7 +278,7 @@ __global__ void __launch_bounds__(384, 1)
     const float factor = static_cast<float>(scale) * kLog2e;
     const float by_cap = softcap == 0.0 ? 0.0f : 1.0f / (static_cast<float>(softcap) * kLog2e);
     const ptx::SharedAddress own_k = k_tile + group * 64 * kTileRow, own_v = v_tile + group * 64 * kTileRow;
-    source.handover.makes = false;
+    numbers.makes = false;
     u32 taken = 0, uses = 0;
     // Rows from `rows` on of a tile of `height` are another sequence's, or nobody's. They may be NaN, which a factor of 0 does
     // not hide, so the first warpgroup overwrites them. All consumers call, before any of them multiplies the tile.
@@ -268,8 +290,8 @@ __global__ void __launch_bounds__(384, 1)
     };
 #pragma unroll 1
     for (u32 index;; ++taken) {
-        source.handover.state = {static_cast<int>(taken % 2), taken / 2 % 2};
-        index = source.draw();
+        numbers.state = {static_cast<int>(taken % 2), taken / 2 % 2};
+        index = numbers.give([] { return 0u; });
         if (index >= count) break;
         const PipelineState<1> kv_state{0, taken % 2};
         index = __shfl_sync(0xffffffffu, index, 0);  // known to be uniform
@@ -403,9 +425,17 @@ __global__ void __launch_bounds__(384, 1)
                             }
                             dp[i] = weight * (dp[i] - (c == 0 ? delta_pair.x : delta_pair.y));
                         }
+                    if (j % 2 == 1) {  // in this order, and not all of p before: registers are short
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) {
+                            const int at = 4 * (j - 1) + 2 * i;
+                            ds[j / 2][i] = packed_pair<T>(dp[at], dp[at + 1]);
+                            p[j / 2][i] = packed_pair<T>(s[at], s[at + 1]);
+                        }
+                        ptx::wgmma_pin(ds[j / 2]);
+                        ptx::wgmma_pin(p[j / 2]);
+                    }
                 }
-                pack_rows<T>(ds, dp);
-                pack_rows<T>(p, s);
 
                 float dq[32];
                 multiply_dq(dq);
@@ -435,7 +465,7 @@ __global__ void __launch_bounds__(384, 1)
                 if (speaks) q_pipe.release(state);
                 if (--same == 0) {
                     same = static_cast<int>(heads_per_kv);
-                    m = queries.next(m);
+                    m = m == queries.last ? queries.first : m + 1;
                 }
             }
             float dq[32];

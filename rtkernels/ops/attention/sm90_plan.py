@@ -226,7 +226,7 @@ def _backward_shared(width: int) -> int:
     """Return bytes of shared memory: keys, values, two stages of q, dout, ds and statistics, sums of dq, barriers."""
     row, queries = 128 * width // 64, 128 if width == 64 else 64
     stages = 2 * (2 * queries * row + 128 * queries * 2 + 2 * 4 * queries)
-    return 2 * _BACKWARD_KEYS * row + stages + 2 * 4 * queries * width + 208 + 768  # memory begins at a multiple of 256
+    return 2 * _BACKWARD_KEYS * row + stages + 2 * 4 * queries * width + 208 + 4 * 48 + 512  # memory begins at a multiple of 512
 
 
 def _backward_heads(problem: Attention) -> int:
