@@ -105,6 +105,7 @@ __global__ void __launch_bounds__(384, 1)
     using QTile = Boxed<BQ, D>;
     using DsTile = Boxed<BN, BQ>;
     constexpr u32 kStatBytes = BQ * 4;
+    constexpr bool kKeysFirst = D == 64 || EXTRAS != 0;
     constexpr u32 kSumBytes = BackwardTile<D>::kSumBytes, kHalfBytes = kSumBytes / 2;
     extern __shared__ __align__(1024) u8 memory[];
     const ptx::SharedAddress k_tile = ptx::aligned_up<1024>(ptx::shared_address(memory)), v_tile = k_tile + KTile::kBytes;
@@ -151,8 +152,7 @@ __global__ void __launch_bounds__(384, 1)
             const u32 index = numbers.give([&] {
                 const u32 drawn = atomicAdd(counter, 1u);
                 if (drawn < count) {
-                    const QueryOrder<BQ> queries(mask, any, tile.n, static_cast<int>(together));
-            const int steps = queries.count() * static_cast<int>(heads_per_kv);
+                    const KeyRecord record{records + taken % 4 * KeyRecord::kBytes};
                     const KeyTile tile(drawn, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together),
                                        static_cast<u32>(together));
                     const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
@@ -425,26 +425,31 @@ __global__ void __launch_bounds__(384, 1)
                             }
                             dp[i] = weight * (dp[i] - (c == 0 ? delta_pair.x : delta_pair.y));
                         }
-                    if (j % 2 == 1) {  // in this order, and not all of p before: registers are short
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) {
-                            const int at = 4 * (j - 1) + 2 * i;
-                            ds[j / 2][i] = packed_pair<T>(dp[at], dp[at + 1]);
-                            p[j / 2][i] = packed_pair<T>(s[at], s[at + 1]);
-                        }
-                        ptx::wgmma_pin(ds[j / 2]);
-                        ptx::wgmma_pin(p[j / 2]);
-                    }
                 }
 
+                pack_rows<T>(ds, dp);
+                pack_rows<T>(p, s);
+
+                // dq is that of the step before; before the first one there is none, and nobody looks at what comes out. The order
+                // of the products is the one for which there are registers.
                 float dq[32];
-                multiply_dq(dq);
-                ptx::wgmma_fence();
-                multiply_packed<T, BQ>(dv_sums, p, do_tile, true);
-                ptx::wgmma_commit();
-                ptx::wgmma_fence();
-                multiply_packed<T, BQ>(dk_sums, ds, q_tile, true);
-                ptx::wgmma_commit();
+                if constexpr (kKeysFirst) {
+                    ptx::wgmma_fence();
+                    multiply_packed<T, BQ>(dk_sums, ds, q_tile, true);
+                    ptx::wgmma_commit();
+                    multiply_dq(dq);
+                    ptx::wgmma_fence();
+                    multiply_packed<T, BQ>(dv_sums, p, do_tile, true);
+                    ptx::wgmma_commit();
+                } else {
+                    multiply_dq(dq);
+                    ptx::wgmma_fence();
+                    multiply_packed<T, BQ>(dv_sums, p, do_tile, true);
+                    ptx::wgmma_commit();
+                    ptx::wgmma_fence();
+                    multiply_packed<T, BQ>(dk_sums, ds, q_tile, true);
+                    ptx::wgmma_commit();
+                }
                 // The buffer is free: who waited for ds of the step before knows that dq of the one before that is done.
                 const u32 ds_row = own_row * kTileRow + ((own_row & 7) << 4) + 4 * t;
 #pragma unroll
@@ -454,7 +459,7 @@ __global__ void __launch_bounds__(384, 1)
                         *reinterpret_cast<u32*>(memory_at(ds_tiles) + state.stage * DsTile::kBytes + (ds_row ^ j % 8 << 4) +
                                                 j / 8 * DsTile::kBoxBytes + 8 * r * kTileRow) = ds[j / 2][j % 2 * 2 + r];
                 ptx::fence_async_shared();
-                ptx::wgmma_wait<1>();
+                ptx::wgmma_wait<kKeysFirst ? 0 : 1>();
                 __syncwarp();
                 if (speaks) {
                     ptx::mbarrier_arrive(ds_full + 8 * state.stage);
