@@ -15,6 +15,7 @@ import torch
 from rtkernels.runtime.launch.driver import Launch
 from rtkernels.runtime.launch.memory import Allocate, allocator, dense_strides, fresh_zeros
 from rtkernels.runtime.launch.tensor_map import tiled_map
+from rtkernels.runtime.operator.written import written_code
 
 _MAPS_PER_STEP = 64  # addresses whose tensor maps an argument remembers
 
@@ -75,13 +76,19 @@ class Step:
 
     Args:
         launch: What ``Kernel.bind`` gave.
-        arguments: Those of the kernel, in its order: the name of a tensor (its address goes in, 0 if it is absent),
-            ``Boxes``, ``Offset``, or a number.
+        arguments: Those of the kernel, in its order: the name of a tensor (its address goes in, 0 if it is absent) or
+            of a number of the call, ``Boxes``, ``Offset``, or a number. Numbers at the end are packed one time, not
+            each time.
     """
 
     __slots__ = ("arguments", "launch")
 
     def __init__(self, launch: Launch, *arguments: str | int | float | Boxes | Offset) -> None:
+        count = len(arguments)
+        while count and isinstance(arguments[count - 1], (int, float)):
+            count -= 1
+        if hasattr(launch, "with_ending") and count < len(arguments):
+            launch, arguments = launch.with_ending(arguments[count:]), arguments[:count]
         self.launch, self.arguments = launch, arguments
 
 
@@ -102,14 +109,18 @@ class Steps:
         self.steps, self.scratch, self.zeros = steps, dict(scratch or {}), dict(zeros or {})
 
 
+IN_TORCH = Steps()  # instead of launches: plain torch does what this call asks for, on its device
+
+
 class StepPlan(Plan):
     """A plan whose ``run`` is written out from its steps.
 
     Args:
         name: The operator's, for tracebacks.
         arguments: Names of the operator's tensors, in the order of its schema.
+        numbers: Names of the numbers that follow the addresses.
         outputs: Results by name, in the order in which they are returned; None for one that nobody asked for.
-        single: The operator returns its only result, not a tuple.
+        returned: How: the only one itself ("single"), a "tuple" or a "list".
         steps: What the operator's ``plan`` gave.
         device: CUDA ordinal, or -1.
     """
@@ -117,13 +128,13 @@ class StepPlan(Plan):
     __slots__ = ("run", "source")
 
     def __init__(
-        self, name: str, arguments: Sequence[str], outputs: Mapping[str, Memory | None], single: bool, steps: Steps,
-        device: int,
+        self, name: str, arguments: Sequence[str], numbers: Sequence[str], outputs: Mapping[str, Memory | None],
+        returned: str, steps: Steps, device: int,
     ) -> None:  # fmt: skip
         super().__init__()
         scope: dict[str, Any] = {"allocate": allocator(device), "fresh_zeros": fresh_zeros, "device": device}
         lines: list[str] = []
-        known = {argument: f"p_{argument}" for argument in arguments}
+        known = {argument: f"p_{argument}" for argument in arguments} | {number: number for number in numbers}
         made = {name: memory or Memory((0,), torch.float32) for name, memory in outputs.items()}
         for variable, memory in {**made, **steps.scratch}.items():
             if variable in known:
@@ -140,13 +151,15 @@ class StepPlan(Plan):
             scope[f"launch_{i}"] = step.launch
             written = [self._written(f"{i}_{j}", a, known, scope) for j, a in enumerate(step.arguments)]
             lines.append(f"launch_{i}({', '.join(written)})")
-        results = [f"t_{variable}" for variable in outputs]
-        lines.append(f"return {results[0] if single else '(' + ''.join(r + ', ' for r in results) + ')'}")
-        if not outputs:
-            lines[-1] = "return None"
-        names = ", ".join(f"p_{argument}" for argument in arguments)
+        results = "".join(f"t_{variable}, " for variable in outputs)
+        if returned == "list":
+            results = f"[{results}]"
+        elif returned == "single":
+            results = results[:-2]
+        lines.append(f"return {results or None}")
+        names = ", ".join([*(f"p_{argument}" for argument in arguments), *numbers])
         self.source = f"def run({names}):\n    " + "\n    ".join(lines) + "\n"
-        exec(compile(self.source, f"<rtkernels plan of {name}>", "exec"), scope)
+        exec(written_code(self.source, f"<rtkernels plan of {name}>"), scope)
         self.run = scope["run"]
 
     @staticmethod
