@@ -103,7 +103,7 @@ class Rows(Argument):
     """One whose rows (the last dimension) are unit-stride and evenly spaced; others are copied."""
 
     def fits(self, meta: Meta) -> bool:
-        return row_stride(meta.shape, meta.stride) is not None
+        return not meta.shape or row_stride(meta.shape, meta.stride) is not None
 
 
 class Dense(Argument):
@@ -220,7 +220,7 @@ class _Declared:
             returned = ", ".join(["Tensor"] * len(self.results))
             returned = returned if len(self.results) == 1 else f"({returned})"
         self._find = self._make_find(name)
-        plans = {"launch": self._launch_planned} if prepare else {"plan": self._find, "copied": self._copied}
+        plans = {"launch": self._launch_planned} if prepare else {"plan": self._find, "copied": self._copy_unfit}
         schema = f"{name}({', '.join(kinds)}) -> {returned}"
         super().__init__(schema, reference=self._run_reference, fake=self._fake, **plans)
 
@@ -286,7 +286,7 @@ class _Declared:
         shape = "list" if self.results is None else "single" if len(self.results) == 1 else "tuple"
         return StepPlan(self.name, names, self._numbers, made, shape, steps, device)
 
-    def _copied(self, *args: Any) -> tuple[Any, ...]:
+    def _copy_unfit(self, *args: Any) -> tuple[Any, ...]:
         copied = list(args)
         for i, value in enumerate(self._values(args)):
             if isinstance(value, Meta) and not self._kinds[i].fits(value):
@@ -298,7 +298,7 @@ class _Declared:
     def _planned(self, args: tuple[Any, ...]) -> tuple[Plan, tuple[Any, ...]]:
         plan = self._find(*args)
         if plan is None:
-            args = self._copied(*args)
+            args = self._copy_unfit(*args)
             plan = self._find(*args)
         return plan, args
 

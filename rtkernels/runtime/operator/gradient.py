@@ -14,8 +14,9 @@ from rtkernels.runtime.torch_private import functorch_transform, is_dynamo_compi
 
 
 def differentiable(
-    forward: TorchOp, backward: TorchOp, *, incoming: dict[str, str] | None = None, constants: str = ""
-) -> Callable[..., Any]:
+    forward: TorchOp, backward: TorchOp, *, incoming: dict[str, str] | None = None, constants: str = "",
+    dirty: str = "",
+) -> Callable[..., Any]:  # fmt: skip
     """Return ``forward`` as a function with a gradient, once differentiable.
 
     Names say what goes where. Of the backward operator, a tensor ``d<result>`` is the incoming gradient of that result
@@ -25,23 +26,29 @@ def differentiable(
     forward one where the name is another.
 
     Args:
-        forward: A declared operator. Results that are no floating-point numbers get no gradient.
+        forward: A declared operator.
         backward: A declared operator.
         incoming: Results of `forward` by the name that their gradient has in `backward`.
         constants: Names of other results that get no gradient.
+        dirty: ``"y x"`` for an operator that writes its only result y over x, and returns nothing.
     """
-    results_of = incoming or {f"d{result}": result for result in forward.results}
+    made = dirty.split()[:1] or list(forward.results)
+    results_of = incoming or {f"d{result}": result for result in made if result not in constants.split()}
     optional = {argument.name for argument in backward.arguments if argument.optional}
     tensors = {argument.name for argument in forward.arguments}
-    saved = [name for name in backward.names if name in tensors or name in forward.results]
+    saved = [name for name in backward.names if name in tensors or name in made]
     kept = [name for name in backward.names if name in forward.option_names]
     gradients = {result.removeprefix("d"): result for result in backward.results}
     place = {name: i for i, name in enumerate(forward.names)}
 
     keep = "".join(f"\n        ctx.{name} = {name}" for name in kept)
-    made = ", ".join(forward.results)
+    call = f"{', '.join(made)} = call_forward({', '.join(forward.names)})"
+    if dirty:
+        overwritten = dirty.split()[1]
+        call = f"ctx.mark_dirty({overwritten})\n        call_forward({', '.join(forward.names)})\n        "
+        call += f"{made[0]} = {overwritten}"
     no_gradient = f"\n        ctx.mark_non_differentiable({', '.join(constants.split())})" if constants else ""
-    grads = {result: f"grad_{result}" for result in forward.results}
+    grads = {result: f"grad_{result}" for result in made}
     likes, zeros = "", ""
     for name, result in results_of.items():
         if name not in optional and len(results_of) > 1:
@@ -65,10 +72,10 @@ def differentiable(
 class Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx, {", ".join(forward.names)}):
-        {made} = call_forward({", ".join(forward.names)})
+        {call}
         ctx.set_materialize_grads(False)
         ctx.save_for_backward({", ".join(saved)}){keep}{likes}{no_gradient}
-        return {made}
+        return {", ".join(made)}
 
     @staticmethod
     @once_differentiable
