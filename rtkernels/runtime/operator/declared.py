@@ -241,7 +241,8 @@ class _Declared:
         exec(written_code(source, f"<rtkernels plans of {operator}>"), scope)
         return scope["find"]
 
-    def _values(self, args: Sequence[Any]) -> tuple[Any, ...]:
+    def values(self, *args: Any) -> tuple[Any, ...]:
+        """Return the arguments with a Meta for each tensor, as if its address were a multiple of 16."""
         return tuple(
             a if kind is None or a is None else Meta(a.dtype, a.shape, a.stride(), a.get_device(), 0)
             for kind, a in zip(self._kinds, args, strict=True)
@@ -272,10 +273,12 @@ class _Declared:
                 return None
         device = next(value for kind, value in zip(self._kinds, values, strict=True) if kind is not None).device
         made = self._made(values)
-        empty = not self._plans_empty and any(isinstance(value, Meta) and 0 in value.shape for value in values)
-        if made and all(memory is None or 0 in memory.shape for memory in made.values()) and not self._plans_empty:
+        filled = [memory for memory in made.values() if memory is not None]
+        for kind, value in zip(self._kinds, values, strict=True):
+            filled += [value] if kind is not None and kind.written and value is not None else []
+        if not self._plans_empty and all(0 in memory.shape for memory in filled):
             steps = Steps()
-        elif empty:
+        elif not self._plans_empty and any(isinstance(value, Meta) and 0 in value.shape for value in values):
             steps = IN_TORCH
         else:
             known = [value for name, value in zip(self.names, values, strict=True) if name not in self._numbers]
@@ -288,7 +291,7 @@ class _Declared:
 
     def _copy_unfit(self, *args: Any) -> tuple[Any, ...]:
         copied = list(args)
-        for i, value in enumerate(self._values(args)):
+        for i, value in enumerate(self.values(*args)):
             if isinstance(value, Meta) and not self._kinds[i].fits(value):
                 copied[i] = self._kinds[i].copied(args[i])
         return tuple(copied)
@@ -300,6 +303,9 @@ class _Declared:
         if plan is None:
             args = self._copy_unfit(*args)
             plan = self._find(*args)
+        if plan.converted:
+            dtypes = [plan.converted.get(name) for name in self.names]
+            args = tuple(a if d is None else a.to(d).contiguous() for a, d in zip(args, dtypes, strict=True))
         return plan, args
 
     def _launch_planned(self, *args: Any) -> Any:
@@ -323,7 +329,7 @@ class _Declared:
                 torch.autograd.graph.increment_version(args[i])
 
     def _run_reference(self, *args: Any) -> Any:
-        self.check(*self._values(args))
+        self.check(*self.values(*args))
         if self._check_numbers is not None:
             self._check_numbers(*[args[i] for i in self._number_places])
         if self._prepare is not None:
@@ -333,7 +339,7 @@ class _Declared:
     def _fake(self, *args: Any) -> Any:
         first = args[self._places[0]]
         made = []
-        for memory in self._made(self._values(args)).values():
+        for memory in self._made(self.values(*args)).values():
             if memory is None:
                 made.append(first.new_empty(0, dtype=torch.float32))
             elif memory.strides is None:

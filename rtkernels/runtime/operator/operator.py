@@ -100,10 +100,10 @@ class TorchOp:
         for argument in arguments:
             if str(argument.type) == "Tensor":
                 plain.append(f"type({argument.name}) in TENSOR_TYPES")
-                lazy.append(f"{argument.name}.is_neg()")
+                lazy.append(f"{argument.name}.is_neg() or {argument.name}.is_conj()")
             elif str(argument.type) == "Optional[Tensor]":
                 plain.append(f"({argument.name} is None or type({argument.name}) in TENSOR_TYPES)")
-                lazy.append(f"{argument.name} is not None and {argument.name}.is_neg()")
+                lazy.append(f"{argument.name} is not None and ({argument.name}.is_neg() or {argument.name}.is_conj())")
             elif str(argument.type) == "List[Tensor]":  # one C loop over the list, none over a TensorList
                 name = argument.name
                 plain.append(f"(type({name}) is TensorList or TENSOR_TYPES.issuperset(map(type, {name})))")
@@ -113,7 +113,7 @@ class TorchOp:
             empty = f"    if not {first}:\n        return reference({names})\n"
             first += "[0]"
         # Lazy negatives, whose memory holds the opposite values, go to the dispatcher, which copies them. Plans on a
-        # GPU ask that themselves, and so do the tables of lists. Ops of complex numbers look for lazy conjugates.
+        # GPU ask that themselves, and so do the tables of lists. So do lazy conjugates.
         resolved = f"not ({' or '.join(lazy)})" if lazy else "True"
         replay, launch, on_gpu = "", "launch", resolved
         if self._plan is not None:
@@ -233,14 +233,14 @@ def call({names}):
         if used is args and not any(address & 15 for address in addresses):
             given = [_STAND_INS[i] if args[i] is None else args[i] for i in self._tensors]
             if plan.matches is None or not plan.matches(*given):  # or made under inference mode, say
-                if self._negative(args):
+                if self._lazy(args):
                     return self._launch_resolved(args)
                 plan.matches = same_tensors(given)
             kept = [args[i] is None if i in self._tensors else value for i, value in enumerate(args)]
             scope["last_call"] = last = (plan.matches, plan.run, *kept)  # one assignment: other threads see all or none
             if not any(tensor.requires_grad for tensor in given):
                 scope["last_plain_call"] = last
-        elif self._negative(args):
+        elif self._lazy(args):
             return self._launch_resolved(args)
         made = plan.run(*addresses, *[args[i] for i in self._number_places])
         self._count_versions(args)
@@ -249,14 +249,16 @@ def call({names}):
     def _count_versions(self, args: tuple[Any, ...]) -> None:
         """Tell autograd what was overwritten: a backward that saved it must raise, not use the new values."""
 
-    def _negative(self, args: tuple[Any, ...]) -> bool:
-        """Return True if a tensor is a lazy negative (``z.conj().imag``), whose memory holds the opposite values."""
-        return any(args[i] is not None and args[i].is_neg() for i in self._tensors)
+    def _lazy(self, args: tuple[Any, ...]) -> bool:
+        """Return True if the memory of a tensor holds other values: lazy negatives (``z.conj().imag``), conjugates."""
+        return any(args[i] is not None and (args[i].is_neg() or args[i].is_conj()) for i in self._tensors)
 
     def _launch_resolved(self, args: tuple[Any, ...]) -> Any:
         if self._written:
             self._check_types(*args)
-        return self._launch_planned(*(a.resolve_neg() if isinstance(a, torch.Tensor) else a for a in args))
+        return self._launch_planned(
+            *(a.resolve_neg().resolve_conj() if isinstance(a, torch.Tensor) else a for a in args)
+        )
 
     def _run_cuda(self, *args: Any) -> Any:
         call_state.dispatched = True

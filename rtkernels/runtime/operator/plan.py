@@ -99,14 +99,17 @@ class Steps:
         steps: May be none: the results are then left as they were made.
         scratch: Memory that lives as long as the call, by name.
         zeros: How many int32 zeros an argument of this name gets, cleared for this call.
+        converted: Arguments that are converted to other dtypes first, and are then dense.
     """
 
-    __slots__ = ("scratch", "steps", "zeros")
+    __slots__ = ("converted", "scratch", "steps", "zeros")
 
     def __init__(
-        self, *steps: Step, scratch: Mapping[str, Memory] | None = None, zeros: Mapping[str, int] | None = None
-    ) -> None:
+        self, *steps: Step, scratch: Mapping[str, Memory] | None = None, zeros: Mapping[str, int] | None = None,
+        converted: Mapping[str, torch.dtype] | None = None,
+    ) -> None:  # fmt: skip
         self.steps, self.scratch, self.zeros = steps, dict(scratch or {}), dict(zeros or {})
+        self.converted = converted
 
 
 IN_TORCH = Steps()  # instead of launches: plain torch does what this call asks for, on its device
@@ -125,13 +128,14 @@ class StepPlan(Plan):
         device: CUDA ordinal, or -1.
     """
 
-    __slots__ = ("run", "source")
+    __slots__ = ("converted", "run", "source")
 
     def __init__(
         self, name: str, arguments: Sequence[str], numbers: Sequence[str], outputs: Mapping[str, Memory | None],
         returned: str, steps: Steps, device: int,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.converted = steps.converted
         scope: dict[str, Any] = {"allocate": allocator(device), "fresh_zeros": fresh_zeros, "device": device}
         lines: list[str] = []
         known = {argument: f"p_{argument}" for argument in arguments} | {number: number for number in numbers}
