@@ -24,6 +24,7 @@ class Plan(ABC):
     """One call of an operator, to be run as often as it comes again."""
 
     __slots__ = ("matches",)
+    converted: Mapping[str, torch.dtype] | None = None  # see Steps
 
     def __init__(self) -> None:
         self.matches: Callable[..., bool] | None = None  # its operator finds it again by this; made at its first use
