@@ -11,12 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from rtkernels.runtime.launch.driver import Launch
 from rtkernels.runtime.launch.memory import Allocate, allocator, dense_strides, fresh_zeros
 from rtkernels.runtime.launch.tensor_map import tiled_map
 from rtkernels.runtime.operator.written import written_code
 
+ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "byte": 1}
 _MAPS_PER_STEP = 64  # addresses whose tensor maps an argument remembers
 
 
@@ -24,7 +26,7 @@ class Plan(ABC):
     """One call of an operator, to be run as often as it comes again."""
 
     __slots__ = ("matches",)
-    converted: Mapping[str, torch.dtype] | None = None  # see Steps
+    converted: Mapping[str, Any] | None = None  # see Steps
 
     def __init__(self) -> None:
         self.matches: Callable[..., bool] | None = None  # its operator finds it again by this; made at its first use
@@ -50,6 +52,7 @@ class Memory(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     strides: tuple[int, ...] | None = None
+    zero: bool = False  # cleared first
 
 
 class Boxes(NamedTuple):
@@ -63,6 +66,13 @@ class Boxes(NamedTuple):
     swizzle: bool = True
     promote: bool = True
     offset: int = 0  # bytes from the tensor's first element
+
+
+def matrix_boxes(
+    name: str, token: str, rows: int, cols: int, pitch: int, box_rows: int, box_cols: int, **more: Any
+) -> Boxes:
+    """Return the tensor map of a row-major matrix; arguments as for ``tensor_map.matrix_map``."""
+    return Boxes(name, token, (cols, rows), (pitch * ITEM_BYTES[token],), (box_cols, box_rows), **more)
 
 
 class Offset(NamedTuple):
@@ -100,17 +110,19 @@ class Steps:
         steps: May be none: the results are then left as they were made.
         scratch: Memory that lives as long as the call, by name.
         zeros: How many int32 zeros an argument of this name gets, cleared for this call.
-        converted: Arguments that are converted to other dtypes first, and are then dense.
+        converted: Arguments that are converted first: to other dtypes, and dense, or by a function.
+        instead: Instead of launches, a function of the operator's arguments that calls other operators.
     """
 
-    __slots__ = ("converted", "scratch", "steps", "zeros")
+    __slots__ = ("converted", "instead", "scratch", "steps", "zeros")
 
     def __init__(
         self, *steps: Step, scratch: Mapping[str, Memory] | None = None, zeros: Mapping[str, int] | None = None,
-        converted: Mapping[str, torch.dtype] | None = None,
+        converted: Mapping[str, torch.dtype | Callable[[Tensor], Tensor]] | None = None,
+        instead: Callable[..., Any] | None = None,
     ) -> None:  # fmt: skip
         self.steps, self.scratch, self.zeros = steps, dict(scratch or {}), dict(zeros or {})
-        self.converted = converted
+        self.converted, self.instead = converted, instead
 
 
 IN_TORCH = Steps()  # instead of launches: plain torch does what this call asks for, on its device
@@ -146,7 +158,7 @@ class StepPlan(Plan):
                 raise ValueError(f"{name}: {variable} is the name of two tensors")
             strides = dense_strides(memory.shape) if memory.strides is None else tuple(memory.strides)
             scope[f"m_{variable}"] = (tuple(memory.shape), strides, memory.dtype)
-            lines.append(f"t_{variable} = allocate(*m_{variable})")
+            lines.append(f"t_{variable} = allocate(*m_{variable}){'.zero_()' if memory.zero else ''}")
             absent = variable in outputs and outputs[variable] is None
             known[variable] = "0" if absent else f"t_{variable}.data_ptr()"
         for variable, count in steps.zeros.items():
