@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rtkernels.errors import ResidencyError
 from rtkernels.runtime.launch.driver import Launch
-from rtkernels.runtime.launch.memory import Allocate, allocator, dense_strides, fresh_zeros
+from rtkernels.runtime.launch.memory import Allocate, allocator, dense_strides, fresh_zeros, kept_zeros
 from rtkernels.runtime.launch.tensor_map import tiled_map
 from rtkernels.runtime.operator.written import written_code
 
@@ -92,9 +93,10 @@ class Step:
             each time.
     """
 
-    __slots__ = ("arguments", "launch")
+    __slots__ = ("arguments", "given", "launch")
 
     def __init__(self, launch: Launch, *arguments: str | int | float | Boxes | Offset) -> None:
+        self.given = arguments  # all of them, for whoever wants to know
         count = len(arguments)
         while count and isinstance(arguments[count - 1], (int, float)):
             count -= 1
@@ -110,19 +112,23 @@ class Steps:
         steps: May be none: the results are then left as they were made.
         scratch: Memory that lives as long as the call, by name.
         zeros: How many int32 zeros an argument of this name gets, cleared for this call.
+        kept_zeros: How many int32 an argument of this name gets that kernels leave as zeros, as they found them.
+        if_not_resident: Makes other steps, for a device that refuses a launch whose blocks must all be resident.
         converted: Arguments that are converted first: to other dtypes, and dense, or by a function.
         instead: Instead of launches, a function of the operator's arguments that calls other operators.
     """
 
-    __slots__ = ("converted", "instead", "scratch", "steps", "zeros")
+    __slots__ = ("converted", "if_not_resident", "instead", "kept_zeros", "scratch", "steps", "zeros")
 
     def __init__(
         self, *steps: Step, scratch: Mapping[str, Memory] | None = None, zeros: Mapping[str, int] | None = None,
         converted: Mapping[str, torch.dtype | Callable[[Tensor], Tensor]] | None = None,
-        instead: Callable[..., Any] | None = None,
+        instead: Callable[..., Any] | None = None, kept_zeros: Mapping[str, int] | None = None,
+        if_not_resident: Callable[[], Steps] | None = None,
     ) -> None:  # fmt: skip
         self.steps, self.scratch, self.zeros = steps, dict(scratch or {}), dict(zeros or {})
-        self.converted, self.instead = converted, instead
+        self.converted, self.instead, self.if_not_resident = converted, instead, if_not_resident
+        self.kept_zeros = dict(kept_zeros or {})
 
 
 IN_TORCH = Steps()  # instead of launches: plain torch does what this call asks for, on its device
@@ -141,15 +147,16 @@ class StepPlan(Plan):
         device: CUDA ordinal, or -1.
     """
 
-    __slots__ = ("converted", "run", "source")
+    __slots__ = ("converted", "run", "source", "steps")
 
     def __init__(
         self, name: str, arguments: Sequence[str], numbers: Sequence[str], outputs: Mapping[str, Memory | None],
         returned: str, steps: Steps, device: int,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.converted = steps.converted
-        scope: dict[str, Any] = {"allocate": allocator(device), "fresh_zeros": fresh_zeros, "device": device}
+        self.converted, self.steps = steps.converted, steps.steps
+        scope: dict[str, Any] = {"allocate": allocator(device), "device": device}
+        scope |= {"fresh_zeros": fresh_zeros, "kept_zeros": kept_zeros, "ResidencyError": ResidencyError}
         lines: list[str] = []
         known = {argument: f"p_{argument}" for argument in arguments} | {number: number for number in numbers}
         made = {name: memory or Memory((0,), torch.float32) for name, memory in outputs.items()}
@@ -164,6 +171,9 @@ class StepPlan(Plan):
         for variable, count in steps.zeros.items():
             lines.append(f"t_{variable} = fresh_zeros(device, {count})")
             known[variable] = f"t_{variable}.data_ptr()"
+        for variable, count in steps.kept_zeros.items():
+            lines.append(f"t_{variable} = kept_zeros(device, {count})")
+            known[variable] = f"t_{variable}.data_ptr()"
         for i, step in enumerate(steps.steps):
             scope[f"launch_{i}"] = step.launch
             written = [self._written(f"{i}_{j}", a, known, scope) for j, a in enumerate(step.arguments)]
@@ -175,6 +185,15 @@ class StepPlan(Plan):
             results = results[:-2]
         lines.append(f"return {results or None}")
         names = ", ".join([*(f"p_{argument}" for argument in arguments), *numbers])
+        if steps.if_not_resident is not None:
+            others: list[Callable[..., Any]] = []
+            scope["others"] = others
+            scope["make_others"] = lambda: others.append(
+                StepPlan(name, arguments, numbers, outputs, returned, steps.if_not_resident(), device).run
+            )
+            tried = "\n    ".join(f"    {line}" for line in lines)
+            lines = [f"if others:\n        return others[0]({names})", f"try:\n    {tried}"]
+            lines.append(f"except ResidencyError:\n        make_others()\n        return others[0]({names})")
         self.source = f"def run({names}):\n    " + "\n    ".join(lines) + "\n"
         exec(written_code(self.source, f"<rtkernels plan of {name}>"), scope)
         self.run = scope["run"]

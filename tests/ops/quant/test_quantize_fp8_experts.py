@@ -19,7 +19,7 @@ import rtkernels
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.quant import quantize_fp8_experts as module
 from rtkernels.ops.shared import tile_stream as stream
-from rtkernels.ops.shared.fp8_layout import LAYOUTS
+from rtkernels.ops.shared.fp8_layout import LAYOUTS, row_blocks_of
 from rtkernels.runtime.launch.plans import Plans
 
 quantize_fp8_experts = rtkernels.quantize_fp8_experts
@@ -59,7 +59,7 @@ def expected(x: Tensor, counts: list[int], dtype: torch.dtype, pow2: bool) -> tu
     groups = -(-cols // 128)
     q, scale = np.zeros((rows, cols), np.uint8), np.zeros(rows * groups, np.float32)
     q_t = np.zeros(rows * cols, np.uint8)
-    scale_t = np.zeros((module.row_blocks(rows, len(counts)), cols), np.float32)
+    scale_t = np.zeros((row_blocks_of(rows, len(counts)), cols), np.float32)
     first = block = 0
     for count in counts:
         part, end = x[first : first + count], first + count
