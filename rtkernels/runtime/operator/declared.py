@@ -378,3 +378,16 @@ class Operator(_Declared, TorchOp):
 
 class InPlaceOperator(_Declared, MutatingOp):
     """A declared operator that overwrites some of its arguments; the dispatcher sees every call."""
+
+
+class _Unregistered:
+    """In the place of a ``TorchOp``: torch does not know it."""
+
+    def __init__(self, schema: str, **_: Any) -> None:
+        self.name, self._tensors, self.launch = schema.split("(", 1)[0], self._places, self._launch_planned
+
+    _addresses = TorchOp._addresses
+
+
+class Internal(_Declared, _Unregistered):
+    """Steps that the launchers of operators run on tensors (``launch``) and that torch does not see."""

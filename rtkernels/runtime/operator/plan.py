@@ -54,6 +54,8 @@ class Memory(NamedTuple):
     dtype: torch.dtype
     strides: tuple[int, ...] | None = None
     zero: bool = False  # cleared first
+    fill: float | None = None  # or filled with this number
+    fresh: bool = False  # int32 zeros in one dimension that cost no launch (``memory.fresh_zeros``)
 
 
 class Boxes(NamedTuple):
@@ -112,23 +114,29 @@ class Steps:
         steps: May be none: the results are then left as they were made.
         scratch: Memory that lives as long as the call, by name.
         zeros: How many int32 zeros an argument of this name gets, cleared for this call.
+        kept: Tensors that a plan uses in every call, by name.
+        before: Called first, in every call.
+        after: Called last.
         kept_zeros: How many int32 an argument of this name gets that kernels leave as zeros, as they found them.
         if_not_resident: Makes other steps, for a device that refuses a launch whose blocks must all be resident.
         converted: Arguments that are converted first: to other dtypes, and dense, or by a function.
         instead: Instead of launches, a function of the operator's arguments that calls other operators.
     """
 
-    __slots__ = ("converted", "if_not_resident", "instead", "kept_zeros", "scratch", "steps", "zeros")
+    __slots__ = (
+        "after", "before", "converted", "if_not_resident", "instead", "kept", "kept_zeros", "scratch", "steps", "zeros",
+    )  # fmt: skip
 
     def __init__(
         self, *steps: Step, scratch: Mapping[str, Memory] | None = None, zeros: Mapping[str, int] | None = None,
         converted: Mapping[str, torch.dtype | Callable[[Tensor], Tensor]] | None = None,
         instead: Callable[..., Any] | None = None, kept_zeros: Mapping[str, int] | None = None,
-        if_not_resident: Callable[[], Steps] | None = None,
+        if_not_resident: Callable[[], Steps] | None = None, kept: Mapping[str, Tensor] | None = None,
+        before: Callable[[], None] | None = None, after: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         self.steps, self.scratch, self.zeros = steps, dict(scratch or {}), dict(zeros or {})
         self.converted, self.instead, self.if_not_resident = converted, instead, if_not_resident
-        self.kept_zeros = dict(kept_zeros or {})
+        self.kept_zeros, self.kept, self.before, self.after = dict(kept_zeros or {}), dict(kept or {}), before, after
 
 
 IN_TORCH = Steps()  # instead of launches: plain torch does what this call asks for, on its device
@@ -165,11 +173,15 @@ class StepPlan(Plan):
                 raise ValueError(f"{name}: {variable} is the name of two tensors")
             strides = dense_strides(memory.shape) if memory.strides is None else tuple(memory.strides)
             scope[f"m_{variable}"] = (tuple(memory.shape), strides, memory.dtype)
-            lines.append(f"t_{variable} = allocate(*m_{variable}){'.zero_()' if memory.zero else ''}")
+            made_by = f"fresh_zeros(device, {memory.shape[0]})" if memory.fresh else f"allocate(*m_{variable})"
+            lines.append(f"t_{variable} = {made_by}{_filled(memory)}")
             absent = variable in outputs and outputs[variable] is None
             known[variable] = "0" if absent else f"t_{variable}.data_ptr()"
         for variable, count in steps.zeros.items():
             lines.append(f"t_{variable} = fresh_zeros(device, {count})")
+            known[variable] = f"t_{variable}.data_ptr()"
+        for variable, tensor in steps.kept.items():
+            scope[f"t_{variable}"] = tensor
             known[variable] = f"t_{variable}.data_ptr()"
         for variable, count in steps.kept_zeros.items():
             lines.append(f"t_{variable} = kept_zeros(device, {count})")
@@ -178,6 +190,10 @@ class StepPlan(Plan):
             scope[f"launch_{i}"] = step.launch
             written = [self._written(f"{i}_{j}", a, known, scope) for j, a in enumerate(step.arguments)]
             lines.append(f"launch_{i}({', '.join(written)})")
+        for name_of_call in ("before", "after"):
+            if getattr(steps, name_of_call) is not None:
+                scope[name_of_call] = getattr(steps, name_of_call)
+                lines.insert(0 if name_of_call == "before" else len(lines), f"{name_of_call}()")
         results = "".join(f"t_{variable}, " for variable in outputs)
         if returned == "list":
             results = f"[{results}]"
@@ -209,6 +225,10 @@ class StepPlan(Plan):
             return f"map_{place}({known[argument.name]})"
         scope[f"c_{place}"] = argument
         return f"c_{place}"
+
+
+def _filled(memory: Memory) -> str:
+    return ".zero_()" if memory.zero else "" if memory.fill is None else f".fill_({memory.fill})"
 
 
 class _Maps:
