@@ -11,7 +11,7 @@ from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import dense_strides
 from rtkernels.runtime.layout import GRID_LIMIT, block_of, check_same, group_threads, row_stride, vector_bytes
-from rtkernels.runtime.operator.declared import Argument, Meta
+from rtkernels.runtime.operator.declared import Meta
 from rtkernels.runtime.operator.plan import IN_TORCH, Step, Steps
 
 MAX_EXPERTS = 8192  # their table is in shared memory
@@ -44,13 +44,6 @@ EXPERTS = Kernel(
     max_registers=160,
 )
 KERNELS = (TILES, ROWS, EXPERTS)
-
-
-class UnitStride(Argument):
-    """One whose last dimension has unit stride; others are copied."""
-
-    def fits(self, meta: Meta) -> bool:
-        return meta.shape[-1] <= 1 or meta.stride[-1] == 1
 
 
 # ---- shapes and checks, shared by launchers, references and fakes ---------------------------------------------------
