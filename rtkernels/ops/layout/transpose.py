@@ -143,9 +143,4 @@ def transpose_experts(x: Tensor, counts: Tensor, *, pad_to: int = 1) -> Tensor:
     return EXPERTS.call(x, counts, pad_to)
 
 
-OP = Op(
-    "transpose",
-    public=("transpose", "transpose_experts"),
-    kernels=KERNELS,
-    torch_ops=(TRANSPOSE, EXPERTS),
-)
+OP = Op("transpose", public=("transpose", "transpose_experts"), kernels=KERNELS, torch_ops=(TRANSPOSE, EXPERTS))

@@ -240,14 +240,9 @@ def readable(angles: Angles, pairs: int, vec: int, align: int, itemsize: int) ->
 
 
 def reference_tables(
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    cu_seqlens: Tensor | None,
-    angles: Angles,
-    batch: int,
+    cos: Tensor, sin: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, angles: Angles, batch: int,
     length: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return cos and sin of the first, then of the second elements of pairs: fp32 ``[batch, length, rotary / 2]``."""
     half, device = angles.rotary // 2, cos.device
     pairs = torch.arange(half, device=device)
@@ -275,14 +270,9 @@ def reference_tables(
 
 
 def _rows(
-    positions: Tensor | None,
-    cu_seqlens: Tensor | None,
-    angles: Angles,
-    batch: int,
-    length: int,
-    stream: int,
+    positions: Tensor | None, cu_seqlens: Tensor | None, angles: Angles, batch: int, length: int, stream: int,
     device: torch.device,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     places = torch.arange(length, device=device).expand(batch, length)
 
     def zigzag(offset: Tensor, count: Tensor | int) -> Tensor:

@@ -37,21 +37,13 @@ _DIMS = (
     "pos_batch:i64 pos_place:i64 k_batch:i64 k_place:i64 k_head:i64 v_batch:i64 v_place:i64 v_head:i64 "
 ) + angles_of.ARGS
 _FWD = Kernel(
-    _UNIT,
-    "mla_rope_kv_fwd",
-    template="T VEC",
-    args="kv:ptr k_pos:ptr k:ptr v:ptr " + _DIMS,
-    variants=_VECTORS,
-    max_registers=64,
-)
+    _UNIT, "mla_rope_kv_fwd", template="T VEC", max_registers=64,
+    args="kv:ptr k_pos:ptr k:ptr v:ptr " + _DIMS, variants=_VECTORS,
+)  # fmt: skip
 _BWD = Kernel(
-    _UNIT,
-    "mla_rope_kv_bwd",
-    template="T VEC",
-    args="dk:ptr dv:ptr dkv:ptr dk_pos:ptr " + _DIMS,
-    variants=_VECTORS,
-    max_registers=64,
-)
+    _UNIT, "mla_rope_kv_bwd", template="T VEC", max_registers=64,
+    args="dk:ptr dv:ptr dkv:ptr dk_pos:ptr " + _DIMS, variants=_VECTORS,
+)  # fmt: skip
 KERNELS = (_FWD, _BWD)
 _HEAD_DIMENSION = {"bshd": 2, "sbhd": 2, "bhsd": 1}
 
@@ -291,23 +283,11 @@ _differentiable = applied(_MlaRope)
 
 
 def mla_rope(
-    q: Tensor,
-    kv: Tensor,
-    k_pos: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    layout: str = "sbhd",
-    output_layout: str | None = None,
-    interleaved: bool = True,
-    output_interleaved: bool = False,
-    positions: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    cp_rank: int = 0,
-    cp_size: int = 1,
-    mscale: float = 1.0,
-    in_place: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, kv: Tensor, k_pos: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "sbhd",
+    output_layout: str | None = None, interleaved: bool = True, output_interleaved: bool = False,
+    positions: Tensor | None = None, cu_seqlens: Tensor | None = None, cp_rank: int = 0, cp_size: int = 1,
+    mscale: float = 1.0, in_place: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Rotate the rotary part of q and k and assemble k and v heads, as multi-head latent attention needs them.
 
     A head of q is ``[nope | rotary]``, one of kv ``[nope | value]``; k_pos is the rotary part that k's heads share. Any

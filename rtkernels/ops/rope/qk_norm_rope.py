@@ -152,29 +152,12 @@ _differentiable = applied(_QkNormRope)
 
 
 def qk_norm_rope(
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    q_heads: int,
-    kv_heads: int,
-    head_order: str = "grouped",
-    layout: str = "sbhd",
-    rotary: int | None = None,
-    interleaved: bool = False,
-    silu: bool = False,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    positions: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    sections: tuple[int, int, int] | None = None,
-    sections_interleaved: bool = False,
-    cp_rank: int = 0,
-    cp_size: int = 1,
-    mscale: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, *, q_heads: int,
+    kv_heads: int, head_order: str = "grouped", layout: str = "sbhd", rotary: int | None = None,
+    interleaved: bool = False, silu: bool = False, eps: float = 1e-6, offset: float = 0.0,
+    positions: Tensor | None = None, cu_seqlens: Tensor | None = None, sections: tuple[int, int, int] | None = None,
+    sections_interleaved: bool = False, cp_rank: int = 0, cp_size: int = 1, mscale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Split a fused qkv projection into heads, normalise those of q and k, and rotate them.
 
     With ``u = qkv``, or ``silu(qkv)``: ``n = u / sqrt(mean(u^2) + eps) * (offset + weight)`` over each head of q and k,
@@ -227,9 +210,4 @@ def qk_norm_rope(
     return _forward(qkv, q_weight, k_weight, *args)
 
 
-OP = Op(
-    "qk_norm_rope",
-    public=("qk_norm_rope",),
-    kernels=plans.KERNELS,
-    torch_ops=(FORWARD, BACKWARD),
-)
+OP = Op("qk_norm_rope", public=("qk_norm_rope",), kernels=plans.KERNELS, torch_ops=(FORWARD, BACKWARD))

@@ -20,9 +20,8 @@ _BY_ELEMENT = 4  # kByElement
 PAIR_ORDERS = (angles_of.HALVES, angles_of.ADJACENT, _BY_ELEMENT)  # PAIRS of the backward
 _SILU = (False, True)
 BWD_BULK = Kernel(
-    "rope/qk_norm_rope_bwd_bulk.cu",
-    "qk_norm_rope_bwd_bulk",
-    template="T PAIRS SILU",
+    "rope/qk_norm_rope_bwd_bulk.cu", "qk_norm_rope_bwd_bulk", template="T PAIRS SILU", max_registers=168,
+    needs=("tma",),
     args="dq:ptr dk:ptr dv:ptr qkv:ptr q_weight:ptr k_weight:ptr dqkv:ptr partial:ptr dq_batch:i64 dq_place:i64 "
     "dq_head:i64 dk_batch:i64 dk_place:i64 dk_head:i64 dv_batch:i64 dv_place:i64 dv_head:i64 dqkv_batch:i64 "
     "dqkv_place:i64 tokens:i64 length:i64 inner:i64 batch_inner:i64 qkv_batch:i64 qkv_place:i64 q_heads:i64 "
@@ -30,9 +29,7 @@ BWD_BULK = Kernel(
     "kv_step:i64 k_first:i64 v_first:i64 x_extra:i64 x_pieces:i64 x_piece_heads:i64 head_dim:i64 head_lanes:i64 "
     "neighbours:i64 weight_fp32:i64 eps:f64 offset:f64 " + angles_of.ARGS,
     variants=[(t, p, s) for t in TYPES for p in PAIR_ORDERS for s in _SILU],
-    max_registers=168,
-    needs=("tma",),
-)
+)  # fmt: skip
 
 _WARPS = 10  # that work on heads
 _HELPERS = 2  # warps that copy and make rotations

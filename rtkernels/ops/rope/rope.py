@@ -52,24 +52,11 @@ _differentiable = applied(_Rope)
 
 
 def rope(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    k: Tensor | None = None,
-    layout: str = "bshd",
-    rotary: int | None = None,
-    interleaved: bool = False,
-    positions: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    sections: tuple[int, int, int] | None = None,
-    sections_interleaved: bool = False,
-    cp_rank: int = 0,
-    cp_size: int = 1,
-    mscale: float = 1.0,
-    inverse: bool = False,
-    in_place: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    x: Tensor, cos: Tensor, sin: Tensor, *, k: Tensor | None = None, layout: str = "bshd", rotary: int | None = None,
+    interleaved: bool = False, positions: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    sections: tuple[int, int, int] | None = None, sections_interleaved: bool = False, cp_rank: int = 0,
+    cp_size: int = 1, mscale: float = 1.0, inverse: bool = False, in_place: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Rotate pairs of elements of every head by the angles of its token.
 
     ``y0 = x0 * cos0 - x1 * sin0`` and ``y1 = x1 * cos1 + x0 * sin1`` for each pair; elements beside the rotary part are

@@ -39,33 +39,22 @@ _ROPE_ARGS = (
     + angles_of.ARGS
 )
 ROPE = Kernel(
-    UNIT,
-    "rope",
-    template="T PAIRS",
-    args=_ROPE_ARGS,
-    variants=[(t, pairs) for t in TYPES for pairs in (angles_of.GATHER, angles_of.SCATTER)],
-    max_registers=112,
-)
+    UNIT, "rope", template="T PAIRS", max_registers=112,
+    args=_ROPE_ARGS, variants=[(t, pairs) for t in TYPES for pairs in (angles_of.GATHER, angles_of.SCATTER)],
+)  # fmt: skip
 ROPE_TOKEN = Kernel(
-    UNIT,
-    "rope_token",
-    template="T",
+    UNIT, "rope_token", template="T", max_registers=64,
     args="q:ptr k:ptr q_out:ptr k_out:ptr length:i64 q_heads:i64 k_heads:i64 q_slots:i64 k_slots:i64 groups:i64 "
     "lane_bits:i64 begin:i64 width:i64 first:i64 pairs:i64 q_batch:i64 q_place:i64 q_head:i64 k_batch:i64 k_place:i64 "
     "k_head:i64 q_out_batch:i64 q_out_place:i64 q_out_head:i64 k_out_batch:i64 k_out_place:i64 k_out_head:i64 "
     "by_length:i64 " + angles_of.ARGS,
     variants=[(t,) for t in TYPES],
-    max_registers=64,
-)
+)  # fmt: skip
 ROPE_ANY = Kernel(UNIT, "rope_any", template="T", args=_ROPE_ARGS, variants=[(t,) for t in TYPES], max_registers=56)
 TABLES = Kernel(
-    UNIT,
-    "rope_tables",
-    template="T",
-    args="cos_out:ptr sin_out:ptr tokens:i64 length:i64 width:i64 " + angles_of.ARGS,
-    variants=[(t,) for t in TYPES],
-    max_registers=40,
-)
+    UNIT, "rope_tables", template="T", max_registers=40,
+    args="cos_out:ptr sin_out:ptr tokens:i64 length:i64 width:i64 " + angles_of.ARGS, variants=[(t,) for t in TYPES],
+)  # fmt: skip
 
 
 # ---- heads in memory ------------------------------------------------------------------------------------------------
