@@ -25,7 +25,8 @@ from rtkernels.runtime.layout import (
     vector_bytes,
 )
 from rtkernels.runtime.operator.autograd import needs_grad
-from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows, differentiable
+from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows
+from rtkernels.runtime.operator.gradient import differentiable
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
