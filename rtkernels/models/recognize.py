@@ -112,19 +112,19 @@ def norm(module: nn.Module) -> Recognized:
         NotRecognized: None of ours.
     """
     given = {name: p for name, p in module._parameters.items() if p is not None}
-    if not set(given) <= {"weight", "bias"} or "weight" not in given:
-        raise NotRecognized(f"its parameters are {', '.join(given) or 'none'}; expected weight, or weight and bias")
+    if set(given) not in (set(), {"weight"}, {"weight", "bias"}):
+        raise NotRecognized(f"its parameters are {', '.join(given)}; expected weight, weight and bias, or none")
     if len(_positional(type(module).forward)) != 2:
         raise NotRecognized("its forward takes more than the hidden states")
-    width = given["weight"].shape[0]
+    width = given["weight"].shape[0] if given else 64
     fresh = {name: torch.randn(width, generator=torch.Generator().manual_seed(i)) for i, name in enumerate(given)}
     twin = twin_of(module, fresh)
     eps_name = next(name for name in _EPSILONS if isinstance(getattr(module, name, None), float))
-    eps, weight, bias = getattr(module, eps_name), fresh["weight"], fresh.get("bias")
+    eps, weight, bias = getattr(module, eps_name), fresh.get("weight"), fresh.get("bias")
     theirs, found = partial(type(module).forward, twin), []
     small = torch.randn(4, width, generator=torch.Generator().manual_seed(2)) * eps**0.5
     inputs = [torch.cat([probe_values(5, width), small * torch.tensor([[0.5], [1.0], [3.0], [30.0]])])]
-    for offset in (0.0, 1.0):
+    for offset in (0.0, 1.0) if given else (0.0,):
         options = (("eps", eps_name), ("offset", offset))
         rms = partial(rtkernels.rms_norm, weight=weight, eps=eps, offset=offset)
         if bias is None and agree(rms, theirs, inputs, _NORM_TOLERANCE):

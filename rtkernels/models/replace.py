@@ -64,20 +64,21 @@ def _rebuilt(original: type[nn.Module], kind: Recognized) -> nn.Module:
 # ---- forwards -------------------------------------------------------------------------------------------------------
 
 
-def _fits(x: Any, weight: Tensor) -> bool:
+def _fits(x: Any, weight: Tensor | None) -> bool:
     """Return True if our norm gives what the module's own would: the same dtype of results, and one we have."""
     if not isinstance(x, Tensor) or x.dtype not in _FLOATS:
         return False
-    return x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
+    return weight is None or x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
 
 
 def _rms_norm(original: type[nn.Module], eps: str, offset: float) -> Forward:
     own = original.forward
 
     def forward(self, hidden_states):
-        if not _fits(hidden_states, self.weight):
+        weight = getattr(self, "weight", None)
+        if not _fits(hidden_states, weight):
             return own(self, hidden_states)
-        return rtkernels.rms_norm(hidden_states, self.weight, eps=getattr(self, eps), offset=offset)
+        return rtkernels.rms_norm(hidden_states, weight, eps=getattr(self, eps), offset=offset)
 
     return forward
 
@@ -86,11 +87,10 @@ def _layer_norm(original: type[nn.Module], eps: str, offset: float) -> Forward:
     own = original.forward
 
     def forward(self, hidden_states):
-        if not _fits(hidden_states, self.weight):
+        weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
+        if not _fits(hidden_states, weight):
             return own(self, hidden_states)
-        return rtkernels.layer_norm(
-            hidden_states, self.weight, getattr(self, "bias", None), eps=getattr(self, eps), offset=offset
-        )
+        return rtkernels.layer_norm(hidden_states, weight, bias, eps=getattr(self, eps), offset=offset)
 
     return forward
 
