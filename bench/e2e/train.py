@@ -1,6 +1,6 @@
 """Train a model with random weights in several ways, each in a process of its own: time, memory, loss.
 
-``python -m bench e2e train --model dense|moe --arms hf,liger,compile,ours`` starts this file for each arm and writes one
+``python -m bench e2e train --model dense|moe --arms hf,liger,compile,ours`` starts this file for each arm and writes a
 result file. Every arm has the same weights, batches and learning rate; an arm whose library is missing is recorded so.
 """
 
