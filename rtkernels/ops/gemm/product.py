@@ -26,9 +26,9 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "e4m3": 1, "e5m2": 1, "int8": 1, "uint
 class Matrix(NamedTuple):
     """An operand or result as it lies in memory.
 
-    ``token``: element type (a key of ``BYTES``; 4-bit types have two elements in a byte, the first one in its low half).
-    ``pitch``: elements from one row to the next. ``across``: rows of memory are those of the summed dimension (a
-    is stored [k, m], b is stored [k, n]); else a is [m, k] and b is [n, k]. ``aligned``: address, pitch and the distance
+    ``token``: element type (a key of ``BYTES``; 4-bit types have two elements in a byte, the first in its low half).
+    ``pitch``: elements from one row to the next. ``across``: rows of memory are those of the summed dimension (a is
+    stored [k, m], b is stored [k, n]); else a is [m, k] and b is [n, k]. ``aligned``: address, pitch and the distance
     between groups are multiples of 16 bytes. ``group_pitch``: elements from one group to the next, 0 without groups.
     """
 
@@ -85,7 +85,7 @@ class Product(NamedTuple):
 
     ``scale_a``, ``scale_b``: None without scales. ``sums``: "fp32" (fp8 products go to fp32 registers every 128 of k),
     "fast" (the tensor cores add over all of k), "fp16" (they add in fp16), "int32". ``bias``, ``add``: tokens of their
-    elements or None; ``add_pitch``: elements between rows of `add`. ``act``: None, "relu", "silu", "gelu_tanh" or "gelu".
+    elements or None; ``add_pitch``: elements between rows of `add`. ``act``: None, "relu", "silu", "gelu_tanh", "gelu".
     ``accumulate``: the result is added to `out` instead of written. ``gate``: None, or the activation of a gated
     product: b has 2n rows, those of the gate first, and out[m, n] = act(gate) * up. ``quantized``: None, or how
     the result leaves as codes of `out.token` with scales ``out_scale``: "1x128" (fp32 [m, n / 128], whose strides are
