@@ -48,7 +48,7 @@ class Argument:
 
     Args:
         name: As in the schema and in messages.
-        dtypes: Those that are accepted.
+        dtypes: Those that are accepted; none if the operator's ``check`` looks at that.
         like: Name of another argument whose dtype this one has; its shape, too, unless `shape` says otherwise.
         shape: The shape it must have, from the metas of all arguments by name.
         of: What messages say that the shape belongs to.
@@ -74,7 +74,8 @@ class Argument:
         if meta is None:
             return
         if self.like is None:
-            token(self.name, meta.dtype, self.dtypes)
+            if self.dtypes:
+                token(self.name, meta.dtype, self.dtypes)
         else:
             check_same(self.name, meta.dtype, given[self.like].dtype, "dtype", of=self.like)
         if self.shape is not None:
