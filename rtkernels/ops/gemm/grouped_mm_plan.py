@@ -26,7 +26,7 @@ TENSORS = (
     Exact("sizes", (), optional=True),
 )
 OPTIONS = (
-    "int align, int expected, str recipe, str b_layout, str? packed, str? act, ScalarType? out_dtype, str acc, "
+    "int align, int expected_m, str recipe, str b_layout, str? packed, str? act, ScalarType? out_dtype, str acc, "
     "str backend"
 )
 WGRAD_TENSORS = (
