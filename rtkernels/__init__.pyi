@@ -1,6 +1,7 @@
 # Written by rtkernels/_public.py (write_stub) from the table there.
 
 from rtkernels import cache as cache
+from rtkernels import compat as compat
 from rtkernels import errors as errors
 from rtkernels import interop as interop
 from rtkernels import nn as nn
