@@ -47,6 +47,7 @@ ALLOWED = {
         f"ops.{family}": {"runtime.launch", "runtime.operator", "interop", "ops.shared", *(f"ops.{f}" for f in below)}
         for family, below in FAMILIES.items()
     },
+    "compat": {"ops"},
     "nn": {"ops", "runtime.operator", "runtime.launch"},
     "optim": {"ops", "runtime.operator", "runtime.launch"},
     "models": {"nn", "ops", "runtime.operator"},
