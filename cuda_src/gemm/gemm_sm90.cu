@@ -39,8 +39,8 @@ struct ScalePlace {
     i64 row_pitch, depth_pitch, group_pitch;
     u32 rows, blocks;
 
-    RTK_DEVICE i64 of_row(i64 row, u32 group) const {
-        return static_cast<i64>(group) * group_pitch + (rows == 0 ? 0 : rows == 1 ? row : row / rows) * row_pitch;
+    RTK_DEVICE i64 of_row(u32 row, u32 group) const {
+        return static_cast<i64>(group) * group_pitch + static_cast<i64>(row / max(rows, 1u)) * row_pitch;  // 0: the pitch is 0
     }
     RTK_DEVICE i64 of_depth(u32 block) const {
         return static_cast<i64>(blocks <= 1 ? block * blocks : block / blocks) * depth_pitch;
@@ -53,14 +53,14 @@ struct LaneScales {
     u32 at[COUNT];
     u32 exist = 0;
 
-    RTK_DEVICE void place(const ScalePlace& scales, i64 first, int existing, u32 group) {
+    RTK_DEVICE void place(const ScalePlace& scales, i32 first, int existing, u32 group) {
         const int lane = static_cast<int>(threadIdx.x) % kWarp;
         exist = 0;
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             const int row = lane + kWarp * i;
             const bool exists = row < existing;
-            at[i] = exists ? static_cast<u32>(scales.of_row(first + row, group)) : 0u;
+            at[i] = exists ? static_cast<u32>(scales.of_row(static_cast<u32>(first + row), group)) : 0u;
             exist |= static_cast<u32>(exists) << i;
         }
     }
@@ -166,32 +166,29 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         const int tail = kind == kDepthGroups ? tile.depth % kDepth : 0;  // of the last block, which others' k follows
         // What the epilogue needs of rows and columns; asked for before the products where registers allow.
         constexpr int kColumnsEach = (COLS + 127) / 128;
-        float row_factor[WAVES][2], factor[kColumnsEach];
-        u32 bias_bits[kColumnsEach];
-        auto load_factors = [&] {
+        u32 row_bits[WAVES][2], factor_bits[kColumnsEach], bias_bits[kColumnsEach];
+        auto load_factors = [&] {  // without branches, which take the compiler seconds
+            const bool of_rows = scale_a != nullptr && !flags.loop_scales_a();
+            const bool of_columns = scale_b != nullptr && !flags.loop_scales_b();
 #pragma unroll
             for (int w = 0; w < WAVES; ++w)
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     const int row = (w * CONSUMERS + consumer) * 64 + own_row + 8 * r;
-                    row_factor[w][r] = 1.0f;
-                    if (scale_a != nullptr && !flags.loop_scales_a() && row < tile.rows)
-                        row_factor[w][r] = scale_a[of_a.of_row(tile.row + row, tile.group)];
+                    row_bits[w][r] = 0x3f800000u;  // 1
+                    ptx::ld_keep_if<4>(of_rows && row < tile.rows, row_bits[w][r],
+                                       scale_a + of_a.of_row(static_cast<u32>(tile.row + row), tile.group));
                 }
 #pragma unroll
             for (int i = 0; i < kColumnsEach; ++i) {
-                const i64 n = tile.n + thread + 128 * i;
-                const bool exists = n < columns && thread + 128 * i < COLS;
-                factor[i] = 1.0f, bias_bits[i] = 0;
-                if (scale_b != nullptr && !flags.loop_scales_b() && exists)
-                    factor[i] = scale_b[of_b.of_row(n, tile.group)];
-                if (bias != nullptr && exists) {
-                    if (flags.bias() == kFp32) {
-                        bias_bits[i] = static_cast<const u32*>(bias)[n];
-                    } else {
-                        bias_bits[i] = static_cast<const u16*>(bias)[n];
-                    }
-                }
+                const u32 n = static_cast<u32>(tile.n + thread + 128 * i);
+                const bool exists = n < static_cast<u32>(columns) && thread + 128 * i < COLS;
+                factor_bits[i] = 0x3f800000u, bias_bits[i] = 0;
+                ptx::ld_keep_if<4>(of_columns && exists, factor_bits[i], scale_b + of_b.of_row(n, tile.group));
+                ptx::ld_keep_if<4>(bias != nullptr && exists && flags.bias() == kFp32, bias_bits[i],
+                                   static_cast<const float*>(bias) + n);
+                ptx::ld_keep_if<2>(bias != nullptr && exists && flags.bias() != kFp32, bias_bits[i],
+                                   static_cast<const bf16*>(bias) + n);
             }
         };
         if (SCALES == kNoScales) load_factors();
@@ -270,13 +267,18 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         if (SCALES != kNoScales) load_factors();
 #pragma unroll
         for (int i = 0; i < kColumnsEach; ++i) {
-            if (thread + 128 * i >= COLS) break;
+            if (COLS % 128 != 0 && thread + 128 * i >= COLS) break;
             float plus[1] = {__uint_as_float(bias_bits[i])};
             if (flags.bias() == kBf16) unpack<bf16, 1>(Raw<2>{{bias_bits[i]}}, plus);
             if (flags.bias() == kFp16) unpack<fp16, 1>(Raw<2>{{bias_bits[i]}}, plus);
-            own_columns[thread + 128 * i] = factor[i];
+            own_columns[thread + 128 * i] = __uint_as_float(factor_bits[i]);
             own_columns[COLS + thread + 128 * i] = plus[0];
         }
+        float row_factor[WAVES][2];
+#pragma unroll
+        for (int w = 0; w < WAVES; ++w)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) row_factor[w][r] = __uint_as_float(row_bits[w][r]);
         finish_parts<COLS>(sums, row_factor, own_columns, ring, place, [&](int wave) {
             const int first = (wave * CONSUMERS + consumer) * 64, existing = tile.rows - first;
             const bool whole = existing >= 64 || kind == kNoGroups || kind == kDepthGroups;
