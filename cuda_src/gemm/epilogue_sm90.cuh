@@ -104,9 +104,16 @@ struct BoxRing {
     int barrier;
     int slot = 0;
 
-    // A box that may be overwritten: what the copy engine reads, and threads have read, are others.
-    RTK_DEVICE u8* open() {
-        if (threadIdx.x % 128 == 0) ptx::bulk_store_wait_read_but<SLOTS - 1>();
+    // A box that may be overwritten: what the copy engine reads, and threads have read, are others. Boxes that are not sent
+    // (`sends` is false) leave no group to count, so these wait for all that were.
+    RTK_DEVICE u8* open(bool sends) {
+        if (threadIdx.x % 128 == 0) {
+            if (sends) {
+                ptx::bulk_store_wait_read_but<SLOTS - 1>();
+            } else {
+                ptx::bulk_store_wait_read();
+            }
+        }
         ptx::named_barrier_sync(barrier, 128);
         u8* box = memory + slot * kBytes;
         slot = slot + 1 == SLOTS ? 0 : slot + 1;
@@ -252,7 +259,7 @@ RTK_DEVICE void finish_parts(Sum (&sums)[WAVES][COLS / 2], const float (&row_fac
         const int step = narrow_part ? 64 : 32;
 #pragma unroll 1
         for (int column = 0; column < COLS && part.n + column < place.columns; column += step) {
-            u8* box = ring.open();
+            u8* box = ring.open(part.engine);
 #pragma unroll
             for (int w = 0; w < WAVES; ++w) {
                 if (narrow_part) {

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rtkernels import emulator
-from rtkernels.ops.gemm.product import Matrix, Product, Scales
+from rtkernels.ops.gemm.product import Groups, Matrix, Product, Scales
 from rtkernels.runtime.launch.device import emulate_features
 from rtkernels.runtime.operator.plan import StepPlan
 
@@ -149,3 +149,70 @@ def dense(
     assert torch.equal(memory[:, n:], before[:, n:])
 
 
+
+
+def grouped(
+    backend: Any, kind: str, sizes: list[int], n: int, k: int, *, a: str = "bf16", out: str = "bf16", align: int = 1,
+    scale_a: tuple[int, int] | None = None, scale_b: tuple[int, int] | None = None, across: bool = False,
+    sums: str = "fp32", accumulate: bool = False, m: int = 0, device: str = "cpu", slack: float = 2.0**-15, **options: Any,
+) -> None:  # fmt: skip
+    """Multiply groups and compare. `sizes` are those of the groups; "masked" has `m` rows each, "depth" m rows and k cut."""
+    count, starts, total = len(sizes), [], 0
+    for size in sizes:
+        starts.append(total)
+        total += -(-size // align) * align if kind == "labels" or align > 1 else size
+    rows = {"masked": m, "depth": m}.get(kind, total + 5)
+    depth = total + 3 if kind == "depth" else k
+    if kind == "depth":
+        left = operand(a, rows, depth, across=across, device=device)
+        right = operand(a, n, depth, across=across, device=device)
+    else:
+        left = operand(a, rows, k, groups=count if kind == "masked" else 0, device=device)
+        right = operand(a, n, k, groups=count, device=device)
+    shape = (count, rows, n) if kind in ("masked", "depth") else (rows, n)
+    made = {"a": left, "b": right, "out": torch.randn(*shape, device=device).to(DTYPES[out])}
+    before = made["out"].clone()
+
+    def scales(name: str, covers: tuple[int, int] | None, length: int, many: bool) -> None:
+        if covers is not None:
+            size = (-(-length // covers[0]) if covers[0] else 1, -(-depth // covers[1]) if covers[1] else 1)
+            made[name] = torch.rand(*([count] if many else []), *size, device=device) + 0.5
+
+    scales("scale_a", scale_a, rows, kind == "masked")
+    scales("scale_b", scale_b, n, kind != "depth")
+    ends = [starts[g] + sizes[g] for g in range(count)]
+    if kind in ("rows", "depth"):
+        if align == 1:
+            made["ends"] = torch.tensor(ends, dtype=torch.int32, device=device)
+        else:  # groups begin where the one before ends: padding belongs to it, but for the last
+            padded = [*starts[1:], ends[-1]]
+            made["ends"] = torch.tensor(padded, dtype=torch.int32, device=device)
+            ends = padded
+    elif kind == "masked":
+        made["sizes"] = torch.tensor(sizes, dtype=torch.int32, device=device)
+    else:
+        labels = torch.full((rows,), -1, dtype=torch.int32)
+        for g in range(count):
+            labels[starts[g] : ends[g]] = g
+        made["row_groups"] = labels.to(device)
+    product = Product(
+        rows, n, depth, matrix(left, across=across), matrix(right, across=across), matrix(made["out"]),
+        scales_of(made.get("scale_a"), *(scale_a or (0, 0))), scales_of(made.get("scale_b"), *(scale_b or (0, 0))), sums,
+        accumulate=accumulate, groups=Groups(kind, count, align),
+    )  # fmt: skip
+    launch(backend, product, made, made["out"].device, **options)
+    x = left.double() * expanded(made.get("scale_a"), *(scale_a or (0, 0)), rows, depth)
+    y = right.double() * expanded(made.get("scale_b"), *(scale_b or (0, 0)), n, depth)
+    expected, magnitude = before.double(), torch.zeros_like(before, dtype=torch.float64)
+    for g in range(count):
+        if kind == "depth":
+            cut = slice(starts[g], ends[g])
+            parts, place = (x[:, cut], y[:, cut]), (g,)
+        elif kind == "masked":
+            parts, place = (x[g, : sizes[g]], y[g]), (g, slice(0, sizes[g]))
+        else:
+            parts, place = (x[starts[g] : ends[g]], y[g]), (slice(starts[g], ends[g]),)
+        sums_here = parts[0] @ parts[1].T
+        magnitude[place] = parts[0].abs() @ parts[1].abs().T + before[place].double().abs() * accumulate
+        expected[place] = sums_here + before[place].double() * accumulate
+    close(made["out"], expected, magnitude, out, slack=slack)

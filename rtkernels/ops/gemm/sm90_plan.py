@@ -14,7 +14,7 @@ from rtkernels.ops.gemm.tile_choice import (
 )  # fmt: skip
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.operator.plan import Boxes, Step, Steps
+from rtkernels.runtime.operator.plan import Boxes, Offset, Step, Steps
 from rtkernels.runtime.targets import Target
 
 _TYPES = {"bf16": "bf16", "fp16": "fp16", "e4m3": "e4m3", "e5m2": "e5m2", "int8": "s8", "uint8": "u8"}  # in device code
@@ -52,7 +52,11 @@ GEMM = Kernel(
     "groups:i64 flags_and_band:i64",
     variants=list(_variants()), max_registers=208, needs=("wgmma",),
 )  # fmt: skip
-KERNELS = (GEMM,)
+LABEL_GROUPS = Kernel(
+    "gemm/label_groups.cu", "label_groups", template="THREADS", args="labels:ptr cuts:ptr rows:i64 groups:i64",
+    variants=[(256,)], max_registers=32, needs=("wgmma",),
+)  # fmt: skip
+KERNELS = (GEMM, LABEL_GROUPS)
 
 
 def unsupported(product: Product, target: Target) -> str | None:
@@ -104,8 +108,6 @@ def _unsupported_groups(p: Product) -> str | None:
         return None
     if g.count > MAX_GROUPS:
         return f"at most {MAX_GROUPS} groups, not {g.count}"
-    if g.kind == "labels":
-        return "groups by labels are not made here"
     if g.kind == "depth" and _loop_scales(p) != NO_SCALES and g.align % 128 != 0:
         return "scales per 128 of k need groups that begin at multiples of 128"
     if p.add is not None and g.kind in ("masked", "depth"):
@@ -193,11 +195,25 @@ def steps(product: Product, device: int, *, tile: Tile | None = None) -> Steps:
     arguments = (
         a_map, _operand("b", p.b, p.n, p.k, groups_b, tile.cols), out_map,
         "scale_a" if p.scale_a else 0, "scale_b" if p.scale_b else 0, "bias" if p.bias else 0, "add" if p.add else 0, "out",
-        0, ("sizes" if g.kind == "masked" else "ends") if g else 0, p.m, p.n, p.k, *a_pitches, *b_pitches,
+        *_cuts(g), p.m, p.n, p.k, *a_pitches, *b_pitches,
         a_rows | b_rows << 32, a_blocks | b_blocks << 32, p.out.pitch, p.out.group_pitch, p.add_pitch,
         (_GROUPS[g.kind] if g else 0) | count << 32, flags | max(_BAND_ROWS // tile.rows, 1) << 32,
     )  # fmt: skip
-    return Steps(Step(launch, *arguments))
+    if g is None or g.kind != "labels":
+        return Steps(Step(launch, *arguments))
+    find = LABEL_GROUPS.bind((256,), device, -(-p.m // 256), 256)
+    return Steps(
+        Step(find, "row_groups", "cuts", p.m, count), Step(launch, *arguments), zeros={"cuts": 2 * count}
+    )
+
+
+def _cuts(g: Groups | None) -> tuple[str | int | Offset, str | int | Offset]:
+    """Return the arguments that say where groups begin and end."""
+    if g is None:
+        return 0, 0
+    if g.kind == "labels":
+        return "cuts", Offset("cuts", 4 * g.count)
+    return 0, "sizes" if g.kind == "masked" else "ends"
 
 
 def _tile(p: Product, scales: int, multiprocessors: int) -> Tile:
