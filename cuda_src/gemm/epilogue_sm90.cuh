@@ -32,6 +32,7 @@ struct EpilogueFlags {
     RTK_DEVICE bool loop_scales_a() const { return bits >> 15 & 1u; }
     RTK_DEVICE bool loop_scales_b() const { return bits >> 16 & 1u; }
     RTK_DEVICE bool aligned() const { return bits >> 17 & 1u; }  // rows of out and add, to four elements
+    RTK_DEVICE bool alternates() const { return bits >> 18 & 1u; }
 };
 
 RTK_DEVICE float activated(float x, u32 act) {

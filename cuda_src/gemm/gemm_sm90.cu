@@ -53,12 +53,13 @@ struct LaneScales {
     u32 at[COUNT];
     u32 exist = 0;
 
-    RTK_DEVICE void place(const ScalePlace& scales, i32 first, int existing, u32 group) {
+    // Of the rows from `first` on, `existing` of which are there, every `apart`-th.
+    RTK_DEVICE void place(const ScalePlace& scales, i32 first, int existing, u32 group, int apart = 1) {
         const int lane = static_cast<int>(threadIdx.x) % kWarp;
         exist = 0;
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
-            const int row = lane + kWarp * i;
+            const int row = (lane + kWarp * i) * apart;
             const bool exists = row < existing;
             at[i] = exists ? static_cast<u32>(scales.of_row(static_cast<u32>(first + row), group)) : 0u;
             exist |= static_cast<u32>(exists) << i;
@@ -87,7 +88,9 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     using Sum = typename Operands::Sum;
     constexpr int kRows = Operands::kRows, kDepth = Operands::kDepth, kConsumerWarps = 4 * CONSUMERS;
     constexpr int kScaleFloats = SCALES == kNoScales ? 0 : kRows + (SCALES == kColumnScales ? COLS : 4);
-    constexpr int kCutBarrier = 1 + CONSUMERS;
+    constexpr int kCutBarrier = 1 + CONSUMERS, kTurnBarrier = kCutBarrier + 1;
+    // With scales in the loop a part of the products at a time is in registers of its own.
+    constexpr int kHalves = COLS > 128 ? COLS / 128 : 1, kUnitCols = COLS / kHalves;
     using Ring = BoxRing<SLOTS>;
     extern __shared__ u8 memory[];
     const ptx::SharedAddress stages = ptx::aligned_up<1024>(ptx::shared_address(memory));
@@ -133,8 +136,8 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             for (u32 index = blockIdx.x; index < count; index += gridDim.x) {
                 const ProductTile tile = tiles.find(index);
                 rows_of_a.place(of_a, tile.row, flags.loop_scales_a() ? tile.rows : 0, tile.group);
-                const int b_columns = SCALES == kColumnScales ? static_cast<int>(min(columns - tile.n, static_cast<i64>(COLS))) : 1;
-                columns_of_b.place(of_b, tile.n, flags.loop_scales_b() ? b_columns : 0, tile.group);
+                const int left = static_cast<int>(min(columns - tile.n, static_cast<i64>(COLS)));
+                columns_of_b.place(of_b, tile.n, flags.loop_scales_b() ? left : 0, tile.group, SCALES == kColumnScales ? 1 : 128);
                 for (i32 k = 0; k < tile.depth; k += kDepth, state.advance()) {
                     const u32 block = static_cast<u32>(tile.k + k) / 128;
                     const ptx::SharedAddress to = ptx::shared_address(scales) + 4 * kScaleFloats * state.stage;
@@ -142,8 +145,8 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                     if (flags.loop_scales_a()) rows_of_a.copy(to, scale_a + of_a.of_depth(block));
                     if constexpr (SCALES == kColumnScales) {
                         columns_of_b.copy(to + 4 * kRows, scale_b + of_b.of_depth(block));
-                    } else if (flags.loop_scales_b() && lane == 0) {
-                        ptx::cp_async_4_or_zero(to + 4 * kRows, scale_b + of_b.of_depth(block) + columns_of_b.at[0], true);
+                    } else if (flags.loop_scales_b() && lane < kHalves) {
+                        columns_of_b.copy(to + 4 * kRows, scale_b + of_b.of_depth(block));
                     }
                     ptx::cp_async_arrive(pipeline.full(state));
                 }
@@ -158,6 +161,10 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     const bool speaks = lane == 0;
     float* const own_columns = column_values + consumer * 2 * COLS;
     Ring ring{boxes + consumer * SLOTS * Ring::kBytes, 1 + consumer};
+    // Warpgroups ask for products by turns, so that the tensor cores work for one while the other adds up: left to themselves
+    // they would wait for the same stage, share the tensor cores, and then both add up.
+    const bool alternates = SCALES != kNoScales && CONSUMERS == 2 && flags.alternates();
+    if (alternates && consumer == 1) ptx::named_barrier_arrive(kTurnBarrier, 128 * CONSUMERS);
     const ResultPlace place{out_map, out, add, out_pitch, out_group_pitch, add_pitch, static_cast<i32>(columns), flags};
 
     for (u32 index = blockIdx.x; index < count; index += gridDim.x) {
@@ -210,7 +217,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
 #pragma unroll
                 for (int w = 0; w < WAVES; ++w)
                     Operands::multiply(sums[w], stages + state.stage * Operands::kStageBytes,
-                                       static_cast<u32>(w * CONSUMERS + consumer), i != 0);
+                                       static_cast<u32>(w * CONSUMERS + consumer), 0, i != 0);
                 ptx::wgmma_commit();
                 ptx::wgmma_wait<1>();
                 if (i != 0 && speaks) pipeline.release(last);
@@ -223,40 +230,49 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             for (int w = 0; w < WAVES; ++w)
 #pragma unroll
                 for (float& sum : sums[w]) sum = 0.0f;
-            Sum part[COLS / 2];
+            Sum part[kUnitCols / 2];
             for (int i = 0; i < blocks; ++i, state.advance()) {
                 pipeline.wait(state);
                 if (tail != 0 && i == blocks - 1)
                     Operands::cut(base + state.stage * Operands::kStageBytes, tail, kCutBarrier);
                 const float* of_stage = scales + kScaleFloats * state.stage;
-                float times[WAVES][2], of_tile = 1.0f;
-                if (SCALES == kRowScales && flags.loop_scales_b()) of_tile = of_stage[kRows];
+                float of_row[WAVES][2], of_tile[kHalves];
 #pragma unroll
-                for (int w = 0; w < WAVES; ++w)
-#pragma unroll
-                    for (int r = 0; r < 2; ++r) {
-                        times[w][r] = of_tile;
-                        if (flags.loop_scales_a())
-                            times[w][r] *= of_stage[(w * CONSUMERS + consumer) * 64 + own_row + 8 * r];
-                    }
-#pragma unroll
-                for (int w = 0; w < WAVES; ++w) {
+                for (int unit = 0; unit < WAVES * kHalves; ++unit) {
+                    const int w = unit / kHalves, half = unit % kHalves;
+                    if (alternates) ptx::named_barrier_sync(kTurnBarrier + consumer, 128 * CONSUMERS);
                     ptx::wgmma_fence();
                     Operands::multiply(part, stages + state.stage * Operands::kStageBytes,
-                                       static_cast<u32>(w * CONSUMERS + consumer), false);
+                                       static_cast<u32>(w * CONSUMERS + consumer), kUnitCols * half, false);
                     ptx::wgmma_commit();
-                    ptx::wgmma_wait<0>();
-                    if (SCALES == kRowScales && w == WAVES - 1) pipeline.release_warp(state);
+                    if (alternates) ptx::named_barrier_arrive(kTurnBarrier + 1 - consumer, 128 * CONSUMERS);
+                    if (unit == 0) {  // here, where the products are on their way
 #pragma unroll
-                    for (int j = 0; j < COLS / 8; ++j) {
+                        for (int h = 0; h < kHalves; ++h)
+                            of_tile[h] = SCALES == kRowScales && flags.loop_scales_b() ? of_stage[kRows + h] : 1.0f;
+#pragma unroll
+                        for (int v = 0; v < WAVES; ++v)
+#pragma unroll
+                            for (int r = 0; r < 2; ++r)
+                                of_row[v][r] = flags.loop_scales_a()
+                                                   ? of_stage[(v * CONSUMERS + consumer) * 64 + own_row + 8 * r]
+                                                   : 1.0f;
+                    }
+                    ptx::wgmma_wait<0>();
+                    if (SCALES == kRowScales && unit == WAVES * kHalves - 1) pipeline.release_warp(state);
+                    const float times[2] = {of_row[w][0] * of_tile[half], of_row[w][1] * of_tile[half]};
+#pragma unroll
+                    for (int j = 0; j < kUnitCols / 8; ++j) {
                         float2 of_column = make_float2(1.0f, 1.0f);
                         if constexpr (SCALES == kColumnScales)
-                            of_column = *reinterpret_cast<const float2*>(of_stage + kRows + 8 * j + lane % 4 * 2);
+                            of_column =
+                                *reinterpret_cast<const float2*>(of_stage + kRows + kUnitCols * half + 8 * j + lane % 4 * 2);
 #pragma unroll
                         for (int r = 0; r < 2; ++r) {
-                            const float x = times[w][r] * of_column.x, y = times[w][r] * of_column.y;
-                            sums[w][4 * j + 2 * r] += x * static_cast<float>(part[4 * j + 2 * r]);
-                            sums[w][4 * j + 2 * r + 1] += y * static_cast<float>(part[4 * j + 2 * r + 1]);
+                            const float x = times[r] * of_column.x, y = times[r] * of_column.y;
+                            float* const total = sums[w] + kUnitCols / 2 * half + 4 * j + 2 * r;
+                            total[0] += x * static_cast<float>(part[4 * j + 2 * r]);
+                            total[1] += y * static_cast<float>(part[4 * j + 2 * r + 1]);
                         }
                     }
                 }
@@ -286,6 +302,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             return ResultPart{tile.row + first, tile.n, existing, group_out, flags.copy_engine() && whole};
         });
     }
+    if (alternates && consumer == 0) ptx::named_barrier_sync(kTurnBarrier, 128 * CONSUMERS);  // the last of its arrivals
     ring.close();
 }
 

@@ -27,7 +27,6 @@ struct TypedOperands {
     static constexpr int kRows = 64 * CONSUMERS * WAVES, kDepth = static_cast<int>(kTileRow / sizeof(A));
     static constexpr u32 kABytes = kRows * kTileRow, kBBytes = COLS * kTileRow, kStageBytes = kABytes + kBBytes;
     static constexpr u32 kAtom = 64 * kTileRow;
-    static constexpr int kSums = COLS / 2;
 
     // By one thread: asks for depth k of a tile. `apart`: b's second half begins so many rows behind its first one (0: next).
     RTK_DEVICE static void fetch(const ptx::TensorMap& a, const ptx::TensorMap& b, ptx::SharedAddress stage,
@@ -52,9 +51,11 @@ struct TypedOperands {
         }
     }
 
-    // By a warpgroup: asks for the products of a stage with the 64 rows `part` of a. Sums are set, not added to, unless `add`.
-    RTK_DEVICE static void multiply(Sum (&sums)[kSums], ptx::SharedAddress stage, u32 part, bool add) {
-        const ptx::SharedAddress own = stage + part * kAtom, other = stage + kABytes;
+    // By a warpgroup: asks for the products of a stage with the 64 rows `part` of a and the columns from `column` on, two for each
+    // sum of a thread. Sums are set, not added to, unless `add`.
+    template <int SUMS>
+    RTK_DEVICE static void multiply(Sum (&sums)[SUMS], ptx::SharedAddress stage, u32 part, u32 column, bool add) {
+        const ptx::SharedAddress own = stage + part * kAtom, other = stage + kABytes + column * kTileRow;
         const u64 left = ACROSS_A ? column_major_descriptor(own) : k_major_descriptor(own);
         const u64 right = ACROSS_B ? column_major_descriptor(other) : k_major_descriptor(other);
         constexpr u64 kNextA = ACROSS_A ? kNextColumnMajor : kNextKMajor, kNextB = ACROSS_B ? kNextColumnMajor : kNextKMajor;

@@ -146,16 +146,18 @@ def _scale_arguments(scales: Scales | None, k: int) -> tuple[int, int, int, int,
     if scales is None:
         return 0, 0, 0, 0, 0
     blocks = scales.depth // 128 if _in_loop(scales, k) else 0
-    return scales.row_pitch, scales.depth_pitch, scales.group_pitch, scales.rows, blocks
+    row_pitch = scales.row_pitch if scales.rows else 0
+    return row_pitch, scales.depth_pitch, scales.group_pitch, scales.rows, blocks
 
 
-def steps(product: Product, device: int, *, tile: Tile | None = None) -> Steps:
+def steps(product: Product, device: int, *, tile: Tile | None = None, alternate: bool = True) -> Steps:
     """Return the launches of a product that ``unsupported`` does not refuse.
 
     Args:
         product: What to multiply.
         device: CUDA ordinal, or -1.
         tile: Instead of the one that ``tile_choice`` gives, for tests and tuning.
+        alternate: Warpgroups multiply by turns where scales are in the loop; for tuning.
     """
     p, g = product, product.groups
     if p.m == 0 or p.n == 0 or (g is not None and g.count == 0):
@@ -181,7 +183,7 @@ def steps(product: Product, device: int, *, tile: Tile | None = None) -> Steps:
     flags = (
         _OUTPUTS[p.out.token] | (_OUTPUTS[p.bias] if p.bias else 0) << 4 | (_OUTPUTS[p.add] if p.add else 0) << 6
         | _ACTS[p.act] << 8 | p.accumulate << 12 | engine << 13 | (engine and adds) << 14
-        | _in_loop(p.scale_a, p.k) << 15 | _in_loop(p.scale_b, p.k) << 16
+        | _in_loop(p.scale_a, p.k) << 15 | _in_loop(p.scale_b, p.k) << 16 | alternate << 18
     )  # fmt: skip
     *a_pitches, a_rows, a_blocks = _scale_arguments(p.scale_a, p.k)
     *b_pitches, b_rows, b_blocks = _scale_arguments(p.scale_b, p.k)

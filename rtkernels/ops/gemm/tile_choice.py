@@ -45,7 +45,8 @@ class Tile(NamedTuple):
 TILES = {
     NO_SCALES: (Tile(2, 1, 256, 3, 4), Tile(2, 1, 256, 4, 1), Tile(2, 2, 128, 3, 4), Tile(2, 1, 128, 5, 2),
                 Tile(1, 1, 128, 6, 2)),
-    ROW_SCALES: (Tile(2, 2, 128, 3, 4), Tile(2, 2, 128, 4, 1), Tile(2, 1, 128, 5, 2), Tile(1, 1, 128, 6, 2)),
+    ROW_SCALES: (Tile(2, 2, 128, 3, 4), Tile(2, 2, 128, 4, 1), Tile(2, 1, 128, 5, 2), Tile(1, 1, 128, 6, 2),
+                 Tile(2, 1, 256, 3, 4)),
     COLUMN_SCALES: (Tile(2, 2, 128, 3, 4), Tile(2, 1, 128, 5, 2)),
 }  # fmt: skip
 SMALL = {NO_SCALES: Tile(2, 1, 128, 5, 2), ROW_SCALES: Tile(2, 1, 128, 5, 2), COLUMN_SCALES: Tile(2, 1, 128, 5, 2)}
