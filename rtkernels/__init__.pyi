@@ -18,6 +18,7 @@ from rtkernels.ops.act.glu_fp8 import glu_fp8 as glu_fp8
 from rtkernels.ops.act.glu_fp8 import glu_fp8_backward as glu_fp8_backward
 from rtkernels.ops.act.glu_smooth_fp8 import glu_smooth_fp8 as glu_smooth_fp8
 from rtkernels.ops.act.glu_smooth_fp8 import glu_smooth_fp8_backward as glu_smooth_fp8_backward
+from rtkernels.ops.gemm.scaled_mm import scaled_mm as scaled_mm
 from rtkernels.ops.index.embedding import embedding as embedding
 from rtkernels.ops.index.embedding import embedding_grad_ as embedding_grad_
 from rtkernels.ops.index.row_moves import index_select as index_select

@@ -54,6 +54,7 @@ OPS = {
     "router_z_loss": "ops.router.router_loss",
     "topk": "ops.router.topk",
     "topk_router": "ops.router.topk_router",
+    "scaled_mm": "ops.gemm.scaled_mm",
     "embedding": "ops.index.embedding",
     "embedding_grad_": "ops.index.embedding",
     "index_select": "ops.index.row_moves",

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.launch.plans import Plans
@@ -49,9 +48,10 @@ class Argument:
 
     Args:
         name: As in the schema and in messages.
-        dtypes: Those that are accepted.
-        like: Name of an argument before this one whose dtype this one has; its shape, too, unless `shape` says otherwise.
-        shape: The shape it must have, from the metas of all arguments by name; with a word for messages of whose it is.
+        dtypes: Those that are accepted; none if the operator's ``check`` looks at that.
+        like: Name of another argument whose dtype this one has; its shape, too, unless `shape` says otherwise.
+        shape: The shape it must have, from the metas of all arguments by name.
+        of: What messages say that the shape belongs to.
         optional: May be None.
     """
 
@@ -69,12 +69,13 @@ class Argument:
         return True
 
     def check(self, given: dict[str, Meta | None]) -> None:
-        """Raise an ArgumentError if dtype, shape or device will not do. `given`: all arguments up to this one."""
+        """Raise an ArgumentError if dtype, shape or device will not do. `given`: all arguments by name."""
         meta = given[self.name]
         if meta is None:
             return
         if self.like is None:
-            token(self.name, meta.dtype, self.dtypes) if self.dtypes else None
+            if self.dtypes:
+                token(self.name, meta.dtype, self.dtypes)
         else:
             check_same(self.name, meta.dtype, given[self.like].dtype, "dtype", of=self.like)
         if self.shape is not None:
@@ -171,9 +172,8 @@ class _Declared:
 
     def check(self, *values: Any) -> None:
         """Raise an ArgumentError for metas and options that do not fit together."""
-        given: dict[str, Meta | None] = {}
-        for argument, meta in zip(self.arguments, values, strict=False):
-            given[argument.name] = meta
+        given = {argument.name: meta for argument, meta in zip(self.arguments, values, strict=False)}
+        for argument in self.arguments:
             argument.check(given)
         if self._check_all is not None:
             self._check_all(*values)
@@ -271,18 +271,22 @@ class InPlaceOperator(_Declared, MutatingOp):
 # ---- gradients ------------------------------------------------------------------------------------------------------
 
 
-def differentiable(forward: Operator, backward: Operator) -> Callable[..., Any]:
+def differentiable(
+    forward: Operator, backward: Operator, *, incoming: dict[str, str] | None = None
+) -> Callable[..., Any]:
     """Return ``forward`` as a function with a gradient, once differentiable.
 
     Names say what goes where. Of the backward operator, a tensor ``d<result>`` is the incoming gradient of that result
     (zeros, or None where it is optional, if there is none); one with the name of an argument or a result of ``forward``
     is saved; an option ``need_<argument>`` says whether its gradient is wanted; other options are those of ``forward``.
-    Its results ``d<argument>`` are the gradients.
+    Its results ``d<argument>`` are the gradients. ``incoming`` maps tensors of the backward operator to results of the
+    forward one where the name is another.
     """
     names = (*(argument.name for argument in forward.arguments), *forward.option_names)
     place = {name: i for i, name in enumerate(names)}
     tensors = {argument.name for argument in forward.arguments}
-    incoming = {f"d{result}": i for i, result in enumerate(forward.results)}
+    results_of = incoming or {f"d{result}": result for result in forward.results}
+    incoming_place = {name: forward.results.index(result) for name, result in results_of.items()}
     optional = {argument.name for argument in backward.arguments if argument.optional}
     wanted = [*(argument.name for argument in backward.arguments), *backward.option_names]
     saved = [name for name in wanted if name in tensors or name in forward.results]
@@ -311,10 +315,10 @@ def differentiable(forward: Operator, backward: Operator) -> Callable[..., Any]:
             for name in wanted:
                 if name in tensor_of:
                     args.append(tensor_of[name])
-                elif name in incoming:
-                    grad = grads[incoming[name]]
+                elif name in incoming_place:
+                    grad = grads[incoming_place[name]]
                     if grad is None and name not in optional:
-                        shape, dtype, device = ctx.like[incoming[name]]
+                        shape, dtype, device = ctx.like[incoming_place[name]]
                         grad = torch.zeros(shape, dtype=dtype, device=device)
                     args.append(grad)
                 elif name.startswith("need_"):
@@ -330,8 +334,3 @@ def differentiable(forward: Operator, backward: Operator) -> Callable[..., Any]:
 
     Function.__name__ = Function.__qualname__ = forward.name
     return Function.apply
-
-
-def absent(like: Tensor) -> Tensor:
-    """Return what an operator returns in place of a result nobody asked for."""
-    return torch.empty(0, dtype=torch.float32, device=like.device)
