@@ -173,9 +173,7 @@ class Experts(torch.autograd.Function):
         need_x, need_probs, need_up, need_down = ctx.needs_input_grad[:4]
         dx = dprobs = dup = ddown = None
         onwards = need_x or need_probs or need_up  # beyond `down`
-        by_rows, transposed, _ = _permuted(
-            dout, rows, slots, None, _layout(onwards, need_down), grad_dtype, pow2_scale
-        )
+        by_rows, transposed, _ = _permuted(dout, rows, slots, None, _layout(onwards, need_down), grad_dtype, pow2_scale)
         if need_down:
             right = Codes(y_q_t, y_scale_t.t())
             ddown = _weight_gradient(transposed, right, ends, ctx.dtypes[1], ctx.main_grads[1])
@@ -190,9 +188,7 @@ class Experts(torch.autograd.Function):
                 left, right = Codes(q_t, scale_t.t()), Codes(x_q_t, x_scale_t)
                 dup = _weight_gradient(left, right, ends, ctx.dtypes[0], ctx.main_grads[0])
             if need_x:
-                moved = _product(
-                    Codes(q, scale.t()), expert_columns_of(up_q_t, up_scale, shape_up), ends, dout.dtype
-                )
+                moved = _product(Codes(q, scale.t()), expert_columns_of(up_q_t, up_scale, shape_up), ends, dout.dtype)
                 dx, dprobs = UNPERMUTE(moved, rows, None, None, dweights if need_probs else None)
             elif need_probs:
                 dprobs = moe_permute_fp8.PROBS(dweights, rows, None, rows.shape[1])

@@ -86,18 +86,19 @@ class Fp8Linear(torch.nn.Linear, KeepsCodes):
         rotation: Size of the Hadamard matrix, for recipe "hadamard".
         save_weight: Make the weight's transposed codes in the backward pass and not keep them from the forward pass:
             for FSDP with ``reshard_after_forward``.
+        backend: Of the products, as for :func:`rtkernels.scaled_mm`.
     """
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, device: Any = None,
         dtype: torch.dtype | None = None, *, recipe: str = "block", grad_dtype: torch.dtype | None = None,
-        pow2_scale: bool = False, rotation: int = 64, save_weight: bool = False,
+        pow2_scale: bool = False, rotation: int = 64, save_weight: bool = False, backend: str = "auto",
     ) -> None:  # fmt: skip
         super().__init__(in_features, out_features, bias, device, dtype)
         if recipe not in self._recipes():
             raise ArgumentError(f"recipe is {recipe!r}; expected one of {', '.join(map(repr, self._recipes()))}")
         self.recipe, self.grad_dtype, self.pow2_scale = recipe, grad_dtype, pow2_scale
-        self.rotation, self.save_weight = rotation, save_weight
+        self.rotation, self.save_weight, self.backend = rotation, save_weight, backend
 
     @classmethod
     def _recipes(cls) -> tuple[str, ...]:
@@ -131,6 +132,7 @@ class Fp8Linear(torch.nn.Linear, KeepsCodes):
             x, self.weight, self.bias, recipe=self.recipe, main_grad=main_grad_of(self.weight),
             grad_dtype=self.grad_dtype, pow2_scale=self.pow2_scale, rotation=self.rotation, scale_layout=scale_layout,
             weight_codes=self.codes_of("weight", self.weight, self._make_codes), save_weight=self.save_weight,
+            backend=self.backend,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
@@ -168,10 +170,10 @@ class Fp8HadamardLinear(Fp8Linear):
 class Fp8SmoothLinear(Fp8Linear):
     """:class:`Fp8Linear` with factors that move the spread of x's channels into the weight (SmoothQuant).
 
-    ``x * smooth`` and ``weight / smooth`` are quantised with one scale per row. The module keeps the largest magnitude of
-    each input channel that it has seen in training; :meth:`refresh` makes the factors from these and from the weight:
-    call it after a first batch, then every 16 steps or so, between a backward pass and the next forward pass. Nothing
-    else changes the factors, so a checkpointed layer is computed anew with those it had. Until then they are 1.
+    ``x * smooth`` and ``weight / smooth`` are quantised with one scale per row. The module keeps the largest magnitude
+    of each input channel that it has seen in training; :meth:`refresh` makes the factors from these and from the
+    weight: call it after a first batch, then every 16 steps or so, between a backward pass and the next forward pass.
+    Nothing else changes the factors, so a checkpointed layer is computed anew with those it had. At first they are 1.
 
     Args:
         in_features: Columns of the weight.
@@ -189,9 +191,8 @@ class Fp8SmoothLinear(Fp8Linear):
         dtype: torch.dtype | None = None, *, alpha: float = 0.5, grad_dtype: torch.dtype | None = None,
         pow2_scale: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(
-            in_features, out_features, bias, device, dtype, recipe="smooth", grad_dtype=grad_dtype, pow2_scale=pow2_scale
-        )
+        options = {"recipe": "smooth", "grad_dtype": grad_dtype, "pow2_scale": pow2_scale}
+        super().__init__(in_features, out_features, bias, device, dtype, **options)
         if not 0.0 <= alpha <= 1.0:
             raise ArgumentError(f"alpha is {alpha}; expected 0 to 1")
         self.alpha = alpha
@@ -203,7 +204,8 @@ class Fp8SmoothLinear(Fp8Linear):
         return ("smooth",)
 
     def _move_buffers(self, device: torch.device) -> None:
-        self.smooth, self.amax = torch.ones(self.in_features, device=device), torch.zeros(self.in_features, device=device)
+        self.smooth = torch.ones(self.in_features, device=device)
+        self.amax = torch.zeros(self.in_features, device=device)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for name in ("smooth", "amax"):  # a torch.nn.Linear has none

@@ -162,7 +162,7 @@ class Fp8MoE(torch.nn.Module, KeepsCodes):
         return topk_router(logits, self.top_k, bias=self.selection_bias, **self.routing_options)
 
     def forward(self, x: Tensor, return_routing: bool = False) -> Any:
-        """Return the layer of x ``[..., hidden]``, of x's dtype; with return_routing also a ``Routing`` of all tokens."""
+        """Return the layer of x ``[..., hidden]``, of x's dtype; with return_routing also the ``Routing`` of tokens."""
         token("x", x.dtype)
         if x.dim() == 0 or x.shape[-1] != self.hidden:
             raise ArgumentError(f"x has shape {tuple(x.shape)}; expected [..., {self.hidden}]")

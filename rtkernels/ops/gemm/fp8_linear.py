@@ -19,6 +19,7 @@ from rtkernels.runtime.layout import FLOAT_DTYPES, check_same, row_count, token
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.sharding import is_sharded
+from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 E4M3, E5M2 = FP8_DTYPES
 
@@ -58,8 +59,9 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x, weight, bias, main_grad, recipe, grad_dtype, out_dtype, pow2_scale, rotation, save_weight, *given
-    ):
+        ctx, x, weight, bias, main_grad, recipe, grad_dtype, out_dtype, pow2_scale, rotation, save_weight, backend,
+        *given,
+    ):  # fmt: skip
         ctx.set_materialize_grads(False)
         ways, codes, (w_q, w_scale, w_q_t, w_scale_t) = RECIPES[recipe], given[:4], given[4:]
         keep_x, keep_w = weight.requires_grad, x.requires_grad
@@ -71,24 +73,26 @@ class _Linear(torch.autograd.Function):
             w_q, w_scale, w_q_t, w_scale_t = OPERAND(weight, ways.weight, E4M3, pow2_scale, True, transposed, rotation)
         left = rows_of(codes[0], codes[1], ways.activation, row_count(x.shape))
         right = rows_of(w_q, w_scale, ways.weight, weight.shape[0])
-        y = scaled_mm(left.q, right.q, left.scale, right.scale, recipe=ways.product, bias=bias, out_dtype=out_dtype)
+        options = {"recipe": ways.product, "bias": bias, "out_dtype": out_dtype, "backend": backend}
+        y = scaled_mm(left.q, right.q, left.scale, right.scale, **options)
         ctx.save_for_backward(
             *((codes[2], codes[3], codes[1] if recipe == "tensor" else None) if keep_x else (None,) * 3),
             *((w_q_t, w_scale_t, w_scale) if keep_w and not save_weight else (None,) * 3),
             weight if keep_w and save_weight else None,
         )
-        ctx.options = recipe, grad_dtype, pow2_scale, rotation
+        ctx.options = recipe, grad_dtype, pow2_scale, rotation, backend
         ctx.x_shape, ctx.x_dtype, ctx.weight_shape, ctx.weight_dtype = x.shape, x.dtype, weight.shape, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.main_grad = main_grad  # not saved: later micro-batches may have changed it, which is the point
+        ctx.flagged = weight if main_grad is not None and has_flag(weight) else None
         return y.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         if dy is None:
-            return (None,) * 18
-        recipe, grad_dtype, pow2_scale, rotation = ctx.options
+            return (None,) * 19
+        recipe, grad_dtype, pow2_scale, rotation, backend = ctx.options
         ways, (n, k) = RECIPES[recipe], ctx.weight_shape
         x_q_t, x_scale_t, x_scale, w_q_t, w_scale_t, w_scale, weight = ctx.saved_tensors
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
@@ -101,25 +105,37 @@ class _Linear(torch.autograd.Function):
                 _, w_scale, w_q_t, w_scale_t = OPERAND(weight, ways.weight, E4M3, pow2_scale, False, True, rotation)
             left = rows_of(q, scale, ways.activation, flat.shape[0])
             right = columns_of(w_q_t, w_scale, w_scale_t, ways.weight, k)
-            dx = scaled_mm(left.q, right.q, left.scale, right.scale, recipe=ways.product, out_dtype=ctx.x_dtype)
-            dx = dx.view(ctx.x_shape)
+            options = {"recipe": ways.product, "out_dtype": ctx.x_dtype, "backend": backend}
+            dx = scaled_mm(left.q, right.q, left.scale, right.scale, **options).view(ctx.x_shape)
         if need_w:
             left = columns_of(q_t, scale, scale_t, ways.activation, n)
             right = columns_of(x_q_t, x_scale, x_scale_t, ways.activation, k)
-            dw = weight_gradient(left, right, ways.weight_gradient, ctx.weight_dtype, ctx.main_grad)
+            options = {"recipe": ways.weight_gradient, "backend": backend}
+            dw = weight_gradient(left, right, ctx.weight_dtype, ctx.main_grad, ctx.flagged, **options)
         if need_bias:
             dbias = flat.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx, dw, dbias, *(None,) * 15
+        return dx, dw, dbias, *(None,) * 16
+
+
+def has_flag(weight: Tensor) -> bool:
+    """Return True if a trainer wants to be told that a gradient is in main_grad already."""
+    return not is_dynamo_compiling() and hasattr(weight, "grad_added_to_main_grad")
 
 
 def weight_gradient(
-    left: Codes, right: Codes, recipe: str, dtype: torch.dtype, main_grad: Tensor | None
+    left: Codes, right: Codes, dtype: torch.dtype, main_grad: Tensor | None, flagged: Tensor | None, **options: Any
 ) -> Tensor | None:
-    """Return the gradient of a weight, or add it to main_grad and return None."""
+    """Return the gradient of a weight; or add it to main_grad, tell `flagged`, a weight, and return zeros, else None.
+
+    The trainers that have the flag wait for the hook of a weight, which torch calls where there is a gradient.
+    """
     if main_grad is None:
-        return scaled_mm(left.q, right.q, left.scale, right.scale, recipe=recipe, out_dtype=dtype)
-    scaled_mm(left.q, right.q, left.scale, right.scale, recipe=recipe, out=main_grad, accumulate=True)
-    return None
+        return scaled_mm(left.q, right.q, left.scale, right.scale, out_dtype=dtype, **options)
+    scaled_mm(left.q, right.q, left.scale, right.scale, out=main_grad, accumulate=True, **options)
+    if flagged is None:
+        return None
+    flagged.grad_added_to_main_grad = True
+    return torch.zeros((), dtype=dtype, device=main_grad.device).expand(main_grad.shape)
 
 
 # ---- public ---------------------------------------------------------------------------------------------------------
@@ -205,6 +221,7 @@ def fp8_linear(
     scale_layout: str = "row",
     weight_codes: Fp8Weight | None = None,
     save_weight: bool = False,
+    backend: str = "auto",
 ) -> Tensor:
     """Return ``x @ weight.T + bias``, computed from fp8 codes; so are both gradients.
 
@@ -247,6 +264,7 @@ def fp8_linear(
         weight_codes: From :func:`fp8_weight` with the same options: the weight is then not read.
         save_weight: Save the weight, not its codes, and make them anew in the backward pass: for weights whose memory
             is taken away in between (FSDP with ``reshard_after_forward``).
+        backend: Of the products, as for :func:`scaled_mm`.
 
     Returns:
         Dense ``[..., out features]``.
@@ -255,7 +273,7 @@ def fp8_linear(
     options: dict[str, Any] = {
         "recipe": recipe, "main_grad": main_grad, "out_dtype": out_dtype, "grad_dtype": grad_dtype,
         "pow2_scale": pow2_scale, "rotation": rotation, "smooth": smooth,
-        "weight_codes": weight_codes, "save_weight": save_weight,
+        "weight_codes": weight_codes, "save_weight": save_weight, "backend": backend,
     }  # fmt: skip
     codes: tuple[Tensor | None, ...] = (None,) * 4
     if not isinstance(x, Tensor):
@@ -270,23 +288,24 @@ def fp8_linear(
     grad_dtype = RECIPES[recipe].grad_dtype if grad_dtype is None and recipe != "smooth" else grad_dtype or E4M3
     token("grad_dtype", grad_dtype, FP8_DTYPES)
     if (recipe == "smooth") != (smooth is not None):
-        raise ArgumentError(f"smooth is {'None' if smooth is None else 'given'} with recipe {recipe!r}; expected it with recipe 'smooth' only")
+        came = "None" if smooth is None else "given"
+        raise ArgumentError(f"smooth is {came} with recipe {recipe!r}; expected it with recipe 'smooth' only")
     dtype = x.dtype if out_dtype is None else out_dtype
     if recipe == "smooth":
         if weight_codes is not None or save_weight:
             raise ArgumentError("weight_codes and save_weight do not go with recipe 'smooth'")
-        return smoothed.linear(x, weight, bias, main_grad, smooth, grad_dtype, dtype, pow2_scale, False)[0]
+        return smoothed.linear(x, weight, bias, main_grad, smooth, grad_dtype, dtype, pow2_scale, False, backend)[0]
     if recipe == "hadamard":
         _check_rotation(weight, rotation)
     given = (*codes, *((None,) * 4 if weight_codes is None else weight_codes))
     if is_grad_enabled() and needs_grad(x, weight, bias):
         return _Linear.apply(
-            x, weight, bias, main_grad, recipe, grad_dtype, dtype, pow2_scale, rotation, save_weight, *given
+            x, weight, bias, main_grad, recipe, grad_dtype, dtype, pow2_scale, rotation, save_weight, backend, *given
         )
-    return _forward(x, weight, bias, given, recipe, dtype, pow2_scale, rotation)
+    return _forward(x, weight, bias, given, recipe, dtype, pow2_scale, rotation, backend)
 
 
-def _forward(x, weight, bias, given, recipe, dtype, pow2_scale, rotation) -> Tensor:
+def _forward(x, weight, bias, given, recipe, dtype, pow2_scale, rotation, backend) -> Tensor:
     """Return the result of a call without gradients."""
     ways, (q, scale, _, _, w_q, w_scale, _, _) = RECIPES[recipe], given
     if q is None:
@@ -294,9 +313,10 @@ def _forward(x, weight, bias, given, recipe, dtype, pow2_scale, rotation) -> Ten
         q, scale, _, _ = OPERAND(flat, ways.activation, E4M3, pow2_scale, True, False, rotation)
     if w_q is None:
         w_q, w_scale, _, _ = OPERAND(weight.detach(), ways.weight, E4M3, pow2_scale, True, False, rotation)
-    left, right = rows_of(q, scale, ways.activation, row_count(x.shape)), rows_of(w_q, w_scale, ways.weight, weight.shape[0])
-    bias = bias if bias is None else bias.detach()
-    y = scaled_mm(left.q, right.q, left.scale, right.scale, recipe=ways.product, bias=bias, out_dtype=dtype)
+    left = rows_of(q, scale, ways.activation, row_count(x.shape))
+    right = rows_of(w_q, w_scale, ways.weight, weight.shape[0])
+    options = {"bias": None if bias is None else bias.detach(), "out_dtype": dtype, "backend": backend}
+    y = scaled_mm(left.q, right.q, left.scale, right.scale, recipe=ways.product, **options)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -317,7 +337,7 @@ def _given_codes(x: Any, weight: Tensor, recipe: str, scale_layout: str) -> tupl
     wanted = (groups, rows) if scale_layout == "column" else (*q.shape[:-1], groups)
     check_same("x.scale", tuple(scale.shape), wanted, "shape", of=f"x.q, scale_layout {scale_layout!r}")
     if is_grad_enabled() and weight.requires_grad and (q_t is None or scale_t is None):
-        raise ArgumentError("x.q_t or x.scale_t is None; expected transposed codes (layout 'both'), weight requires grad")
+        raise ArgumentError("x.q_t or x.scale_t is None; expected layout 'both', as weight requires grad")
     if y is None:
         y = q.new_empty((), dtype=torch.bfloat16).expand(q.shape)
     else:

@@ -1,8 +1,8 @@
 """The "smooth" recipe of fp8_linear: columns of x times a factor, those of the weight divided by it.
 
-``x * smooth = x_q * x_scale[t]`` and ``weight / smooth = w_q * w_scale[n]`` are quantised by rows, one time. The gradients
-take the same codes, transposed: w_scale and x_scale vary along the dimension that these sum over, so they go into dy
-before it is quantised, and `smooth` varies along one that they keep:
+``x * smooth = x_q * x_scale[t]`` and ``weight / smooth = w_q * w_scale[n]`` are quantised by rows, one time. The
+gradients take the same codes, transposed: w_scale and x_scale vary along the dimension that these sum over, so they go
+into dy before it is quantised, and `smooth` varies along one that they keep:
 
     dx[t, k] = smooth[k] * sum over n of (dy * w_scale)[t, n] * w_q[n, k]
     dw[n, k] = 1 / smooth[k] * sum over t of (dy * x_scale)[t, n] * x_q[t, k]
@@ -34,6 +34,9 @@ def _made(
     if x.dim() != 2:
         raise ArgumentError(f"x has shape {tuple(x.shape)}; expected a matrix")
     cols = x.shape[1]
+    if x.numel() == 0:
+        results = _fake(x, factor, dtype, pow2_scale, transposed, with_amax)
+        return tuple([r.view(torch.uint8).zero_().view(r.dtype) if r.itemsize == 1 else r.zero_() for r in results])
     check_same("smooth", tuple(factor.shape), (cols,), "shape", of="x's columns")
     extra = -cols % PITCH
     if extra:
@@ -65,13 +68,13 @@ SMOOTH_OPERAND = TorchOp(
 
 class _SmoothLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, main_grad, smooth, grad_dtype, out_dtype, pow2_scale, with_amax):
+    def forward(ctx, x, weight, bias, main_grad, smooth, grad_dtype, out_dtype, pow2_scale, with_amax, backend):
         ctx.set_materialize_grads(False)
         y, amax, x_codes, w_codes = _product(
-            x, weight, bias, smooth, out_dtype, pow2_scale, with_amax, weight.requires_grad, x.requires_grad
+            x, weight, bias, smooth, out_dtype, pow2_scale, with_amax, backend, weight.requires_grad, x.requires_grad
         )
         ctx.save_for_backward(*x_codes, *w_codes, smooth)
-        ctx.options = grad_dtype, pow2_scale
+        ctx.options = grad_dtype, pow2_scale, backend
         ctx.x_shape, ctx.x_dtype, ctx.weight_shape, ctx.weight_dtype = x.shape, x.dtype, weight.shape, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.main_grad = main_grad  # not saved: later micro-batches may have changed it, which is the point
@@ -82,39 +85,42 @@ class _SmoothLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy, _):
         if dy is None:
-            return (None,) * 9
-        (grad_dtype, pow2_scale), (n, k) = ctx.options, ctx.weight_shape
+            return (None,) * 10
+        (grad_dtype, pow2_scale, backend), (n, k) = ctx.options, ctx.weight_shape
         x_q_t, x_scale, w_q_t, w_scale, smooth = ctx.saved_tensors
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         flat = dy.reshape(row_count(ctx.x_shape), n)
         dx = dw = dbias = None
         if need_x:
             q, scale, _, _ = SMOOTH_OPERAND(flat, w_scale, grad_dtype, pow2_scale, False, False)
-            dx = scaled_mm(q, w_q_t[:k], scale, smooth, recipe="row", out_dtype=ctx.x_dtype).view(ctx.x_shape)
-        if need_w:
+            options = {"recipe": "row", "out_dtype": ctx.x_dtype, "backend": backend}
+            dx = scaled_mm(q, w_q_t[:k], scale, smooth, **options).view(ctx.x_shape)
+        if need_w and flat.shape[0] == 0:
+            dw = flat.new_zeros(n, k, dtype=ctx.weight_dtype)
+        elif need_w:
             q, scale = CHANNEL(flat, x_scale, None, grad_dtype, pow2_scale, PITCH)
-            given = {"recipe": "row", "out_dtype": ctx.weight_dtype}
+            options = {"recipe": "row", "out_dtype": ctx.weight_dtype, "backend": backend}
             if ctx.main_grad is not None:
-                given = {"recipe": "row", "out": ctx.main_grad, "accumulate": True}
-            dw = scaled_mm(q, x_q_t[:k], scale, smooth.reciprocal(), **given)
+                options |= {"out_dtype": None, "out": ctx.main_grad, "accumulate": True}
+            dw = scaled_mm(q, x_q_t[:k], scale, smooth.reciprocal(), **options)
         if need_bias:
             dbias = flat.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx, None if ctx.main_grad is not None else dw, dbias, *(None,) * 6
+        return dx, None if ctx.main_grad is not None else dw, dbias, *(None,) * 7
 
 
-def _product(x, weight, bias, smooth, out_dtype, pow2_scale, with_amax, keep_x, keep_w):
+def _product(x, weight, bias, smooth, out_dtype, pow2_scale, with_amax, backend, keep_x, keep_w):
     """Return the result, maxima of x's columns, and what the gradients of the weight and of x need."""
     flat = x.reshape(row_count(x.shape), x.shape[-1])
     q, scale, q_t, amax = SMOOTH_OPERAND(flat, smooth, E4M3, pow2_scale, keep_x, with_amax)
     w_q, w_scale, w_q_t, _ = SMOOTH_OPERAND(weight, smooth.reciprocal(), E4M3, pow2_scale, keep_w, False)
-    y = scaled_mm(q, w_q, scale, w_scale, recipe="row", bias=bias, out_dtype=out_dtype)
+    y = scaled_mm(q, w_q, scale, w_scale, recipe="row", bias=bias, out_dtype=out_dtype, backend=backend)
     x_codes = (q_t, scale) if keep_x else (None, None)
     return y.view(*x.shape[:-1], weight.shape[0]), amax, x_codes, (w_q_t, w_scale) if keep_w else (None, None)
 
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None, smooth: Tensor, grad_dtype: torch.dtype,
-    out_dtype: torch.dtype, pow2_scale: bool, with_amax: bool,
+    out_dtype: torch.dtype, pow2_scale: bool, with_amax: bool, backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the result and, with_amax, the largest magnitudes of x's columns; arguments as for ``fp8_linear``."""
     token("smooth", smooth.dtype, (torch.float32,))
@@ -123,10 +129,10 @@ def linear(
     smooth = smooth.detach()
     if is_grad_enabled() and needs_grad(x, weight, bias):
         return _SmoothLinear.apply(
-            x, weight, bias, main_grad, smooth, grad_dtype, out_dtype, pow2_scale, with_amax
-        )  # fmt: skip
+            x, weight, bias, main_grad, smooth, grad_dtype, out_dtype, pow2_scale, with_amax, backend
+        )
     given = [t if t is None else t.detach() for t in (x, weight, bias)]
-    return _product(*given, smooth, out_dtype, pow2_scale, with_amax, False, False)[:2]
+    return _product(*given, smooth, out_dtype, pow2_scale, with_amax, backend, False, False)[:2]
 
 
 OP = Op("fp8_linear_smooth", public=(), kernels=(), torch_ops=(SMOOTH_OPERAND,))

@@ -1,9 +1,9 @@
 """fp8 operands of a product and of its two gradients: codes by rows and transposed, from one read where a kernel can.
 
-8-bit tensor cores take both operands with the summed dimension unit-stride, so a matrix that is summed over its columns in
-one product and over its rows in another is needed both ways: ``y = x w^T`` and ``dx = dy w`` take x, w, dy by rows and w
-transposed, ``dw = dy^T x`` takes dy and x transposed. Pitches are multiples of 16 bytes, as the copy engine demands:
-matrices of other sizes are copied with zeros at their ends, which add nothing to a sum.
+8-bit tensor cores take both operands with the summed dimension unit-stride, so a matrix that is summed over its columns
+in one product and over its rows in another is needed both ways: ``y = x w^T`` and ``dx = dy w`` take x, w, dy by rows
+and w transposed, ``dw = dy^T x`` takes dy and x transposed. Pitches are multiples of 16 bytes, as the copy engine
+demands: matrices of other sizes are copied with zeros at their ends, which add nothing to a sum.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ SIDE = 128  # of a block that shares a scale
 
 
 def rounded(size: int, multiple: int) -> int:
-    """Return the next multiple."""
-    return -(-size // multiple) * multiple
+    """Return the next multiple, at least one: a product over no rows at all sums zeros."""
+    return max(-(-size // multiple), 1) * multiple
 
 
 def _sizes(shape: tuple[int, ...], kind: str) -> tuple[int, int, int]:
     """Return matrices, rows and columns with what is added to them."""
     count = shape[0] if len(shape) == 3 else 1
-    down = SIDE if len(shape) == 3 else 1 if kind in ("row", "hadamard") else PITCH
-    return count, rounded(shape[-2], down), rounded(shape[-1], PITCH)
+    cols = rounded(shape[-1], PITCH)
+    if kind in ("row", "hadamard"):  # their transposed codes are padded by themselves
+        return 1, shape[-2], cols
+    return count, rounded(shape[-2], SIDE if len(shape) == 3 else PITCH), cols
 
 
 def _check(x: Tensor, kind: str, dtype: torch.dtype) -> None:
