@@ -18,6 +18,11 @@ from rtkernels.ops.act.glu_fp8 import glu_fp8 as glu_fp8
 from rtkernels.ops.act.glu_fp8 import glu_fp8_backward as glu_fp8_backward
 from rtkernels.ops.act.glu_smooth_fp8 import glu_smooth_fp8 as glu_smooth_fp8
 from rtkernels.ops.act.glu_smooth_fp8 import glu_smooth_fp8_backward as glu_smooth_fp8_backward
+from rtkernels.ops.gemm.explain import explain as explain
+from rtkernels.ops.gemm.gated_mm import gated_mm as gated_mm
+from rtkernels.ops.gemm.grouped_mm import grouped_mm as grouped_mm
+from rtkernels.ops.gemm.grouped_mm import grouped_mm_masked as grouped_mm_masked
+from rtkernels.ops.gemm.grouped_mm import grouped_wgrad as grouped_wgrad
 from rtkernels.ops.gemm.scaled_mm import scaled_mm as scaled_mm
 from rtkernels.ops.index.embedding import embedding as embedding
 from rtkernels.ops.index.embedding import embedding_grad_ as embedding_grad_

@@ -56,6 +56,10 @@ OPS = {
     "router_z_loss": "ops.router.router_loss",
     "topk": "ops.router.topk",
     "topk_router": "ops.router.topk_router",
+    "gated_mm": "ops.gemm.gated_mm",
+    "grouped_mm": "ops.gemm.grouped_mm",
+    "grouped_mm_masked": "ops.gemm.grouped_mm",
+    "grouped_wgrad": "ops.gemm.grouped_mm",
     "scaled_mm": "ops.gemm.scaled_mm",
     "embedding": "ops.index.embedding",
     "embedding_grad_": "ops.index.embedding",
@@ -77,6 +81,7 @@ MODULES = ("cache", "errors", "interop", "nn", "optim")
 OTHERS = {
     "warm": "runtime.warm",
     "emulate": "emulator",
+    "explain": "ops.gemm.explain",
     "MoeIndex": "ops.moe.moe_index_layout",
     "RtkError": "errors",
     "ArgumentError": "errors",

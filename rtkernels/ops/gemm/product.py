@@ -72,7 +72,8 @@ class Groups(NamedTuple):
     "labels"    the same with ``row_groups`` int32 [rows]: the group of each row, -1 for padding, groups in order, each
                 beginning at a multiple of `align` rows.
     "masked"    a [count, m, k], out [count, m, n]: only the first ``sizes[g]`` (int32 [count]) rows of group g count.
-    "depth"     out [count, m, n] = a_g [m, k_g] @ b_g [n, k_g]: k is cut, ``ends`` is int32 [count] over k.
+    "depth"     out [count, m, n] = a_g [m, k_g] @ b_g [n, k_g]: k is cut, ``ends`` is int32 [count] over k. Groups
+                without k are 0, or left as they are if the result is added to `out`.
 
     ``align``: every group (except "masked") begins at a multiple of so many rows (or of k); 1 if that is not promised.
     ``expected``: of "masked", how many rows a group is likely to have (0: unknown), a hint.

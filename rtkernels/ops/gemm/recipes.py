@@ -86,7 +86,7 @@ def scales_of(
 def _grid(meta: Meta, rows: int, lead: Sequence[int], flipped: bool, groups: int) -> Any:
     """Return ``(group pitch, (scales along rows, pitch), (scales along k, pitch))``, None if the shape will not do."""
     shape, stride, group_pitch = tuple(meta.shape), tuple(meta.stride), 0
-    if meta.numel() == 1 and groups <= 1:
+    if meta.numel() == 1:
         return 0, (1, 0), (1, 0)
     if groups:
         if not shape or shape[0] != groups:

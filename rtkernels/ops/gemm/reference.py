@@ -18,13 +18,11 @@ from rtkernels.ops.quant import reference as quant_reference
 
 
 def values(t: Tensor, operand: Operand, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return an operand as numbers, ``[rows, k]`` or ``[groups, rows, k]``, without its scales."""
+    """Return an operand (of one group) as numbers ``[rows, k]``, without its scales."""
     token = operand.matrix.token
     t = pack.as_bytes(t) if BYTES[token] < 1 else t
     t = t.transpose(-2, -1) if operand.flipped else t
     t = pack.nibble_values(t, token, dtype) if BYTES[token] < 1 else t.to(dtype)
-    if operand.matrix.group_pitch:
-        return t
     return t.reshape(operand.rows, operand.k)
 
 

@@ -30,7 +30,7 @@ FORWARD = Operator(
     outputs=scaled_mm_plan.outputs,
     plan=scaled_mm_plan.plan,
     reference=scaled_mm_plan.run_reference,
-    check=scaled_mm_plan.check,
+    check=scaled_mm_plan.describe,
 )
 IN_PLACE = InPlaceOperator(
     "scaled_mm_out",

@@ -154,15 +154,10 @@ def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-def check(*values: Any) -> None:
-    """Raise an ArgumentError for a call of ``scaled_mm``."""
-    describe(*values)
-
-
-def plan(*values: Any) -> Steps:
+def plan(*values: Any, gated: bool = False) -> Steps:
     """Return the launches of ``scaled_mm``."""
     *values, device = values
-    return steps_of(describe(*values).product, device, values[-1])
+    return steps_of(describe(*values, gated=gated).product, device, values[-1])
 
 
 def describe_out(out: Meta, *values: Any) -> Described:
@@ -177,16 +172,16 @@ def plan_out(*values: Any) -> Steps:
     return steps_of(describe_out(*values).product, device, values[-2])
 
 
-def describe_quantized(*values: Any) -> Described:
+def describe_quantized(*values: Any, gated: bool = False) -> Described:
     """The same for quantised results."""
     *values, kind = values
-    return describe(*values, quantized=kind)
+    return describe(*values, quantized=kind, gated=gated)
 
 
-def plan_quantized(*values: Any) -> Steps:
+def plan_quantized(*values: Any, gated: bool = False) -> Steps:
     """Return the launches of ``scaled_mm_quantized``."""
     *values, device = values
-    return steps_of(describe_quantized(*values).product, device, values[-2])
+    return steps_of(describe_quantized(*values, gated=gated).product, device, values[-2])
 
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
@@ -197,11 +192,11 @@ def computed(described: Described, tensors: tuple[Tensor | None, ...], dtype: to
     return reference.product(described.product, described.left, described.right, *tensors, dtype=dtype)
 
 
-def run_reference(*args: Any) -> Tensor:
+def run_reference(*args: Any, gated: bool = False) -> Tensor:
     """``scaled_mm`` in plain torch."""
     count = len(TENSORS)
     tensors = args[:count]
-    described = describe(*checks.metas(*tensors), *args[count:])
+    described = describe(*checks.metas(*tensors), *args[count:], gated=gated)
     return reference.rounded(computed(described, tensors), described.dtype).reshape(described.shape)
 
 
@@ -216,11 +211,11 @@ def run_reference_out(out: Tensor, *args: Any) -> None:
     out.copy_(reference.rounded(result, out.dtype))
 
 
-def run_reference_quantized(*args: Any) -> tuple[Tensor, Tensor]:
+def run_reference_quantized(*args: Any, gated: bool = False) -> tuple[Tensor, Tensor]:
     """``scaled_mm_quantized`` in plain torch."""
     count = len(TENSORS)
     tensors = args[:count]
-    described = describe_quantized(*checks.metas(*tensors), *args[count:])
+    described = describe_quantized(*checks.metas(*tensors), *args[count:], gated=gated)
     return shaped(described, *reference.quantized(computed(described, tensors), args[-1], described.dtype))
 
 
