@@ -58,7 +58,7 @@ def multiply(
 
     Scales of whole rows multiply the sums; if one varies along k, both multiply the operands.
     """
-    along_k = any(scale is not None and scale.shape[-1] > 1 for scale in (scale_a, scale_b))
+    along_k = any(scale is not None and scale.shape[-1] != 1 for scale in (scale_a, scale_b))
     if along_k:
         a = a if scale_a is None else a.to(dtype) * scale_a.to(dtype)
         b = b if scale_b is None else b.to(dtype) * scale_b.to(dtype)
