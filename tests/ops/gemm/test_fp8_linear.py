@@ -17,7 +17,7 @@ from rtkernels.ops.gemm.fp8_linear import RECIPES, fp8_linear, fp8_weight
 from rtkernels.ops.quant.quantize_fp8 import QuantizedBoth
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# Root mean square of one rounding, relative: a mantissa of 3 bits (e4m3), of 2 bits (e5m2), spread evenly over a binade.
+# Root mean square of one rounding, relative: of a mantissa of 3 bits (e4m3) and of 2 bits (e5m2).
 NOISE = {E4M3: 0.0265, E5M2: 0.053}
 SHAPES = {
     "no tokens": (0, 64, 64),
@@ -73,7 +73,7 @@ def restored(x: Tensor, granularity: str, dtype: torch.dtype = E4M3) -> Tensor:
 
 
 def rotated(x: Tensor, transposed: bool) -> Tensor:
-    """Return what the codes of rotated rows (of x, or of its columns) stand for, in fp64; rotations cancel in products."""
+    """Return what the codes of rotated rows (of x, or of its columns) stand for, in fp64."""
     if x.numel() == 0:
         return x.t().double() if transposed else x.double()
     q, scale = rtkernels.quantize_fp8_hadamard(x, 64, transposed=transposed)
