@@ -358,9 +358,7 @@ def _one_sample_of_each() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("torch_op", "args"), _one_sample_of_each())
-def test_device_code_never_sees_lazy_negatives(
-    torch_op: TorchOp, args: tuple, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_device_code_never_sees_lazy_negatives(torch_op: TorchOp, args: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in a plain call nor in one that came through the dispatcher, which makes them real."""
     seen = []
 

@@ -62,10 +62,15 @@ def unsupported(name: str, product: Product, target: Target) -> str | None:
     return module.unsupported(product, target)
 
 
-def choose(product: Product, target: Target, wanted: str = "auto") -> Choice:
-    """Return the backend for a product on a target; ``wanted`` may name one."""
+def check_backend(wanted: str) -> None:
+    """Raise an ArgumentError unless there is such a backend."""
     if wanted not in CHOICES:
         raise ArgumentError(f"backend is {wanted!r}; expected {', '.join(map(repr, CHOICES))} or 'torch'")
+
+
+def choose(product: Product, target: Target, wanted: str = "auto") -> Choice:
+    """Return the backend for a product on a target; ``wanted`` may name one."""
+    check_backend(wanted)
     refused = {}
     for name in BACKENDS if wanted in ("auto", "rtkernels") else (wanted,):
         reason = unsupported(name, product, target)

@@ -106,7 +106,7 @@ def gated_mm(
     if quant_out is not None:
         refuse_quantised_gradients("gated_mm", *tensors)
         return QUANTIZED.call(*tensors, *options, quant_out)
-    if is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    if is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
         scaled = scale_a is not None or scale_b is not None or global_scale is not None
         if a.dtype not in checks.FLOATS or b.dtype != a.dtype or scaled:
             refuse_quantised_gradients("gated_mm", *tensors)

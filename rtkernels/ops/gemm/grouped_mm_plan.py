@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.gemm import checks, reference
-from rtkernels.ops.gemm.backend import steps_of
+from rtkernels.ops.gemm.backend import check_backend, steps_of
 from rtkernels.ops.gemm.checks import Matrices
 from rtkernels.ops.gemm.product import INTEGERS, Groups, Product, Scales
 from rtkernels.ops.gemm.scaled_mm_plan import Described, columns_of
@@ -77,6 +77,7 @@ def describe(
         _integers("offs", ends, (count,))
     else:
         _integers("m_indices", row_groups, (a.shape[0],))
+    check_backend(backend)
     _check_align(align)
     kind = "masked" if sizes is not None else "labels" if ends is None else "rows"
     left, right, scales_a, scales_b = checks.operands_of(
@@ -131,6 +132,7 @@ def describe_wgrad(
         raise ArgumentError(f"dy and x have {a.shape[1]} and {b.shape[1]} rows; expected the same number")
     count = ends.shape[0]
     _integers("offs", ends, (count,))
+    check_backend(backend)
     _check_align(align)
     left, right, scales_a, scales_b = checks.operands_of(a, b, scale_a, scale_b, recipe, "nk", None)
     depth = _depth(scales_a, scales_b)

@@ -179,7 +179,7 @@ def _message(name: str, meta: Meta, kind: str, rows: int, k: int, flipped: bool,
         "auto": f"one number, [{rows}], or [{rows} / q, {k} / q]",
     }[kind]
     if flipped and kind not in ("tensor", "row"):
-        wanted += ", transposed as b is"
+        wanted += ", transposed as b is,"
     if groups:
         wanted += f", for each of {groups} groups"
     return f"{name} has shape {tuple(meta.shape)}; expected {wanted} for an operand of {rows} rows and k = {k}"

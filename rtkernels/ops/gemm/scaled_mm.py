@@ -142,7 +142,7 @@ def differentiable_mm(a, b, bias, add, b_layout, act, out_dtype, acc, backend) -
 
 def refuse_quantised_gradients(op: str, *tensors: Tensor | None) -> None:
     """Raise if a gradient is wanted through a product that has none."""
-    if is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    if is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
         raise ArgumentError(
             f"{op} has a gradient for float operands without scales, out= and quant_out=; a tensor requires grad: call "
             f"it under torch.no_grad(), or detach the tensor"
@@ -267,7 +267,7 @@ def scaled_mm(
         refuse_overlap(out, a, b)
         IN_PLACE.call(out, *tensors, *options, accumulate)
         return out
-    if is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    if is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
         if a.dtype not in checks.FLOATS or b.dtype != a.dtype or scale_a is not None or scale_b is not None:
             refuse_quantised_gradients("scaled_mm", *tensors)
         if global_scale is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.gemm import checks, reference
-from rtkernels.ops.gemm.backend import steps_of
+from rtkernels.ops.gemm.backend import check_backend, steps_of
 from rtkernels.ops.gemm.checks import TOKENS, Matrices, Operand
 from rtkernels.ops.gemm.product import BYTES, Matrix, Product
 from rtkernels.runtime.layout import row_stride
@@ -82,6 +82,7 @@ def describe(
     quantized: str | None = None,
 ) -> Described:  # fmt: skip
     """Return what a call multiplies, or raise an ArgumentError that names what will not do."""
+    check_backend(backend)
     left, right, scales_a, scales_b = checks.operands_of(a, b, scale_a, scale_b, recipe, b_layout, packed)
     m, n, k = left.rows, right.rows, left.k
     if gated:

@@ -31,7 +31,7 @@ def scaled_mm(
     p, dtype = described.product, described.dtype
     if quant_out is not None or global_scale is not None:
         raise ArgumentError("backend is 'torch'; expected 'auto' for quant_out and global_scale")
-    left = a.reshape(p.m, p.k) if p.a.token not in ("e2m1",) else a
+    left = a.reshape(p.m, a.shape[-1])
     right = b.transpose(-2, -1) if not described.right.flipped else b  # [k, n]
     result = _multiplied(described, left, right, scale_a, scale_b, dtype)
     if bias is not None:
