@@ -48,6 +48,8 @@ OPS = {
     "moe_row_id_map": "ops.moe.moe_index",
     "moe_rows": "ops.moe.moe_index",
     "moe_unpermute": "ops.moe.moe_permute",
+    "fp8_linear": "ops.gemm.fp8_linear",
+    "fp8_weight": "ops.gemm.fp8_linear",
     "load_balancing_loss": "ops.router.router_loss",
     "rms_norm_router": "ops.router.rms_norm_router",
     "router_gemm": "ops.router.router_gemm",
