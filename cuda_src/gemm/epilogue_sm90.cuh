@@ -15,7 +15,7 @@
 namespace rtk {
 
 // rtkernels/ops/gemm/sm90_plan.py knows these numbers.
-enum ElementKind : u32 { kBf16 = 0, kFp16 = 1, kFp32 = 2, kInt32 = 3 };
+enum ElementKind : u32 { kBf16 = 0, kFp16 = 1, kFp32 = 2, kInt32 = 3, kE4m3 = 4, kE5m2 = 5 };
 enum ActKind : u32 { kNoAct = 0, kReluAct = 1, kSiluAct = 2, kGeluTanhAct = 3, kGeluAct = 4 };
 
 // What the epilogue does, by fields of a number.
@@ -33,6 +33,7 @@ struct EpilogueFlags {
     RTK_DEVICE bool loop_scales_b() const { return bits >> 16 & 1u; }
     RTK_DEVICE bool aligned() const { return bits >> 17 & 1u; }  // rows of out and add, to four elements
     RTK_DEVICE bool alternates() const { return bits >> 18 & 1u; }
+    RTK_DEVICE u32 register_act() const { return bits >> 20 & 15u; }  // of a gate, or before results are quantised
 };
 
 RTK_DEVICE float activated(float x, u32 act) {
@@ -197,10 +198,10 @@ RTK_DEVICE float as_float(float sum) { return sum; }
 RTK_DEVICE float as_float(i32 bits) { return __uint_as_float(static_cast<u32>(bits)); }
 
 // By a warpgroup: all its parts of a tile, WAVES of 64 rows; part_of(w) is where they lie. `columns` is [2, COLS] in shared memory:
-// factors, then biases. One loop over boxes, in which the sums of a box are found by comparison: registers have no
+// factors, then biases (not read without FACTORS). One loop over boxes, in which the sums of a box are found by comparison: registers have no
 // index, and code for every box would take seconds to compile. Stores are those of ptx/, which the compiler does not merge: a
 // merged one would have its sums moved to common registers first.
-template <int COLS, typename Sum, int WAVES, int SLOTS, typename PartOf>
+template <int COLS, bool FACTORS, typename Sum, int WAVES, int SLOTS, typename PartOf>
 RTK_DEVICE void finish_parts(Sum (&sums)[WAVES][COLS / 2], const float (&row_factor)[WAVES][2], const float* columns,
                              BoxRing<SLOTS>& ring, const ResultPlace& place, const PartOf& part_of) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp, t = lane % 4;
@@ -217,6 +218,11 @@ RTK_DEVICE void finish_parts(Sum (&sums)[WAVES][COLS / 2], const float (&row_fac
     }
     // Columns 8j + 2t and the next of the rows `row` and `row + 8`. Factors are multiplied first, for the same reason.
     auto finished = [&](int w, int j, float2(&v)[2]) {
+        if constexpr (!FACTORS) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) v[r] = make_float2(as_float(sums[w][4 * j + 2 * r]), as_float(sums[w][4 * j + 2 * r + 1]));
+            return;
+        }
         const float2 factor = *reinterpret_cast<const float2*>(columns + 8 * j + 2 * t);
         const float2 bias = *reinterpret_cast<const float2*>(columns + COLS + 8 * j + 2 * t);
 #pragma unroll

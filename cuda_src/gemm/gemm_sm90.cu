@@ -13,15 +13,18 @@
 //   kRowScales       a factor per row (of a) and one per tile (of b), both 1 if absent: 1x128 with 128x128, 128x128 with
 //                    128x128, or promotion alone
 //   kColumnScales    a factor per row and one per column: 1x128 with 1x128
+// FINISH says where results are made: in boxes (gemm/epilogue_sm90.cuh), or in registers (gemm/quantize_sm90.cuh), quantised or
+// gated; b then has 2 n rows, and a tile half as many columns of the result.
 #include "common/pipeline.cuh"
-#include "gemm/epilogue_sm90.cuh"
 #include "gemm/operand_sm90.cuh"
+#include "gemm/quantize_sm90.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/registers.cuh"
 
 namespace rtk {
 
 inline constexpr int kNoScales = 0, kRowScales = 1, kColumnScales = 2;
+inline constexpr int kPlainFinish = 0, kQuantizedFinish = 1, kGatedFinish = 2;
 
 // With scales in the loop, totals are fp32 whatever the tensor cores add up.
 template <typename Sum, int SCALES>
@@ -76,13 +79,15 @@ struct LaneScales {
 };
 
 template <typename A, typename B, bool ACROSS_A, bool ACROSS_B, int CONSUMERS, int WAVES, int COLS, int STAGES, int SLOTS,
-          int SCALES>
+          int SCALES, int FINISH>
 __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     gemm_sm90(const __grid_constant__ ptx::TensorMap a_map, const __grid_constant__ ptx::TensorMap b_map,
               const __grid_constant__ ptx::TensorMap out_map, const float* scale_a, const float* scale_b, const void* bias,
-              const void* add, void* out, const i32* starts, const i32* ends, i64 rows, i64 columns, i64 depth,
+              const void* add, void* out, float* out_scale,
+              const i32* starts, const i32* ends, i64 rows, i64 columns, i64 depth,
               i64 a_row_pitch, i64 a_depth_pitch, i64 a_group_pitch, i64 b_row_pitch, i64 b_depth_pitch, i64 b_group_pitch,
-              i64 scale_rows, i64 scale_blocks, i64 out_pitch, i64 out_group_pitch, i64 add_pitch, i64 groups,
+              i64 scale_rows, i64 scale_blocks, i64 out_pitch, i64 out_group_pitch, i64 out_scale_pitch, i64 add_pitch,
+              i64 groups,
               i64 flags_and_band) {
     using Operands = TypedOperands<A, B, ACROSS_A, ACROSS_B, CONSUMERS, WAVES, COLS>;
     using Sum = typename Operands::Sum;
@@ -91,6 +96,8 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     constexpr int kCutBarrier = 1 + CONSUMERS, kTurnBarrier = kCutBarrier + 1;
     // With scales in the loop a part of the products at a time is in registers of its own.
     constexpr int kHalves = COLS > 128 ? COLS / 128 : 1, kUnitCols = COLS / kHalves;
+    constexpr bool kGated = FINISH == kGatedFinish;
+    constexpr int kOutCols = kGated ? COLS / 2 : COLS;
     using Ring = BoxRing<SLOTS>;
     extern __shared__ u8 memory[];
     const ptx::SharedAddress stages = ptx::aligned_up<1024>(ptx::shared_address(memory));
@@ -110,7 +117,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     const ScalePlace of_b{scale_b, b_row_pitch, b_depth_pitch, b_group_pitch, upper(scale_rows), upper(scale_blocks)};
 
     if (threadIdx.x == kConsumerWarps * kWarp) pipeline.init(SCALES == kNoScales ? 1 : 1 + kWarp, kConsumerWarps);
-    ProductTiles<kRows, COLS> tiles(reinterpret_cast<ProductGroup*>(barriers + Pipeline<STAGES>::kBytes), starts, ends, kind,
+    ProductTiles<kRows, kOutCols> tiles(reinterpret_cast<ProductGroup*>(barriers + Pipeline<STAGES>::kBytes), starts, ends, kind,
                                     upper(groups), rows, columns, depth, upper(flags_and_band));
     __syncthreads();
     const u32 count = tiles.count();
@@ -127,7 +134,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                     pipeline.acquire(state);
                     const ptx::SharedAddress full = pipeline.expect(state, Operands::kStageBytes);
                     Operands::fetch(a_map, b_map, stages + state.stage * Operands::kStageBytes, full, tile.k + k, tile.row,
-                                    group_a, tile.n, group_b, 0);
+                                    group_a, tile.n, group_b, kGated ? static_cast<i32>(columns) : 0);
                 }
             }
         } else if (SCALES != kNoScales && warp == kConsumerWarps + 1) {
@@ -136,8 +143,9 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             for (u32 index = blockIdx.x; index < count; index += gridDim.x) {
                 const ProductTile tile = tiles.find(index);
                 rows_of_a.place(of_a, tile.row, flags.loop_scales_a() ? tile.rows : 0, tile.group);
-                const int left = static_cast<int>(min(columns - tile.n, static_cast<i64>(COLS)));
-                columns_of_b.place(of_b, tile.n, flags.loop_scales_b() ? left : 0, tile.group, SCALES == kColumnScales ? 1 : 128);
+                const int apart = SCALES == kColumnScales ? 1 : kGated ? static_cast<int>(columns) : 128;
+                const int left = static_cast<int>(min((kGated ? 2 : 1) * columns - tile.n, static_cast<i64>(kGated ? 0x7fffffff : COLS)));
+                columns_of_b.place(of_b, tile.n, flags.loop_scales_b() ? left : 0, tile.group, apart);
                 for (i32 k = 0; k < tile.depth; k += kDepth, state.advance()) {
                     const u32 block = static_cast<u32>(tile.k + k) / 128;
                     const ptx::SharedAddress to = ptx::shared_address(scales) + 4 * kScaleFloats * state.stage;
@@ -188,8 +196,9 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                 }
 #pragma unroll
             for (int i = 0; i < kColumnsEach; ++i) {
-                const u32 n = static_cast<u32>(tile.n + thread + 128 * i);
-                const bool exists = n < static_cast<u32>(columns) && thread + 128 * i < COLS;
+                const int column = tile.n + thread + 128 * (kGated ? 0 : i);
+                const bool exists = column < columns && thread + 128 * i < COLS;
+                const u32 n = static_cast<u32>(column) + (kGated && i == 1 ? static_cast<u32>(columns) : 0u);  // row of b
                 factor_bits[i] = 0x3f800000u, bias_bits[i] = 0;
                 ptx::ld_keep_if<4>(of_columns && exists, factor_bits[i], scale_b + of_b.of_row(n, tile.group));
                 ptx::ld_keep_if<4>(bias != nullptr && exists && flags.bias() == kFp32, bias_bits[i],
@@ -295,12 +304,37 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         for (int w = 0; w < WAVES; ++w)
 #pragma unroll
             for (int r = 0; r < 2; ++r) row_factor[w][r] = __uint_as_float(row_bits[w][r]);
-        finish_parts<COLS>(sums, row_factor, own_columns, ring, place, [&](int wave) {
+        auto part_of = [&](int wave) {
             const int first = (wave * CONSUMERS + consumer) * 64, existing = tile.rows - first;
             const bool whole = existing >= 64 || kind == kNoGroups || kind == kDepthGroups;
             const i32 group_out = kind == kMaskedGroups || kind == kDepthGroups ? static_cast<i32>(tile.group) : 0;
             return ResultPart{tile.row + first, tile.n, existing, group_out, flags.copy_engine() && whole};
-        });
+        };
+        if constexpr (FINISH == kPlainFinish) {
+            finish_parts<COLS, true>(sums, row_factor, own_columns, ring, place, part_of);
+        } else {
+            float results[WAVES][kOutCols / 2];
+            ptx::named_barrier_sync(ring.barrier, 128);  // all columns are there
+            finish_in_registers<kGated, COLS>(sums, row_factor, own_columns, flags.register_act(),
+                                              static_cast<int>(min(columns - tile.n, static_cast<i64>(kOutCols))), results);
+            if (flags.out() < kE4m3) {
+                if constexpr (kGated) finish_parts<kOutCols, false>(results, row_factor, own_columns, ring, place, part_of);
+            } else {
+                const CodePlace codes{out_map, static_cast<u8*>(out), out_scale, out_pitch, out_scale_pitch,
+                                      static_cast<i32>(columns), flags.out() == kE5m2, flags.aligned() && out_pitch % 16 == 0};
+                static_assert(WAVES == 1, "of one wave");
+#pragma unroll
+                for (int i = 0; i < kOutCols / 128; ++i) {
+                    ResultPart part = part_of(0);
+                    part.n += 128 * i;
+                    if (part.rows <= 0 || part.n >= columns) break;
+                    float of_part[64];
+#pragma unroll
+                    for (int e = 0; e < 64; ++e) of_part[e] = results[0][64 * i + e];
+                    store_codes(of_part, ring, codes, part);
+                }
+            }
+        }
     }
     if (alternates && consumer == 0) ptx::named_barrier_sync(kTurnBarrier, 128 * CONSUMERS);  // the last of its arrivals
     ring.close();

@@ -4,6 +4,7 @@
 #pragma once
 #include "gemm/operand.cuh"
 #include "gemm/schedule_sm90.cuh"
+#include "ptx/barrier.cuh"
 #include "ptx/wgmma_types.cuh"
 
 namespace rtk {
