@@ -9,35 +9,16 @@
 
 namespace rtk {
 
-// x, relu(x), gelu(x), or x * sigmoid(x * (linear + cubic * x^2)): silu, and gelu by tanh. One formula, for the code is unrolled.
-struct RegisterAct {
-    u32 kind;
-    float linear, cubic;
-
-    RTK_DEVICE explicit RegisterAct(u32 act)
-        : kind(act), linear(act == kSiluAct ? 1.0f : 1.5957691216057308f),
-          cubic(act == kSiluAct ? 0.0f : 1.5957691216057308f * 0.044715f) {}
-
-    RTK_DEVICE float operator()(float x) const {
-        if (kind == kNoAct) return x;
-        if (kind == kReluAct) return x <= 0.0f ? 0.0f : x;
-        if (kind == kGeluAct) return x * normal<true>(x).below;
-        const float u = kind == kSiluAct ? x : x * (linear + cubic * (x * x));  // 0 * inf is no part of silu
-        return sigmoid_gate<true>(x, u).product;
-    }
-};
-
-// By a warpgroup: sums times factors, plus bias, through the activation; of a gated tile the product of both halves. Columns
-// that the result (`existing` of this tile) does not have become 0.
-template <bool GATED, int COLS, typename Sum, int WAVES, int OUT>
-RTK_DEVICE void finish_in_registers(const Sum (&sums)[WAVES][COLS / 2], const float (&row_factor)[WAVES][2], const float* columns,
-                                    u32 act, int existing, float (&results)[WAVES][OUT]) {
-    static_assert(OUT == (GATED ? COLS / 4 : COLS / 2));
+// By a warpgroup: the 128 columns from FIRST on. Sums times factors, plus bias, through the activation; of a gated tile the
+// product of both halves. Columns that the result (`existing` of this tile) does not have become 0.
+template <bool GATED, int COLS, int FIRST, typename Sum>
+RTK_DEVICE void finish_in_registers(const Sum (&sums)[COLS / 2], const float (&row_factor)[2], const float* columns, u32 act,
+                                    int existing, float (&results)[64]) {
     const int t = static_cast<int>(threadIdx.x) % 4;
-    const RegisterAct activate(act);
+    const Activation activate(act);
 #pragma unroll
-    for (int j = 0; j < OUT / 4; ++j) {
-        const int column = 8 * j + 2 * t;
+    for (int j = 0; j < 16; ++j) {
+        const int column = FIRST + 8 * j + 2 * t;
         float2 factor[2], bias[2];
 #pragma unroll
         for (int half = 0; half < (GATED ? 2 : 1); ++half) {
@@ -45,18 +26,16 @@ RTK_DEVICE void finish_in_registers(const Sum (&sums)[WAVES][COLS / 2], const fl
             bias[half] = *reinterpret_cast<const float2*>(columns + COLS + COLS / 2 * half + column);
         }
 #pragma unroll
-        for (int w = 0; w < WAVES; ++w)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                auto value = [&](int half) {
-                    const float scale = row_factor[w][i / 2] * (i % 2 == 0 ? factor[half].x : factor[half].y);
-                    return static_cast<float>(sums[w][COLS / 4 * half + 4 * j + i]) * scale +
-                           (i % 2 == 0 ? bias[half].x : bias[half].y);
-                };
-                float v = activate(value(0));
-                if constexpr (GATED) v *= value(1);
-                results[w][4 * j + i] = column + i % 2 < existing ? v : 0.0f;
-            }
+        for (int i = 0; i < 4; ++i) {
+            auto value = [&](int half) {
+                const float scale = row_factor[i / 2] * (i % 2 == 0 ? factor[half].x : factor[half].y);
+                return static_cast<float>(sums[FIRST / 2 + COLS / 4 * half + 4 * j + i]) * scale +
+                       (i % 2 == 0 ? bias[half].x : bias[half].y);
+            };
+            float v = activate(value(0));
+            if constexpr (GATED) v *= value(1);
+            results[4 * j + i] = column + i % 2 < existing ? v : 0.0f;
+        }
     }
 }
 
@@ -75,7 +54,7 @@ template <int SLOTS>
 RTK_DEVICE void store_codes(const float (&results)[64], BoxRing<SLOTS>& ring, const CodePlace& place, const ResultPart& part) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp, t = lane % 4;
     const int row = static_cast<int>(threadIdx.x) / kWarp % 4 * 16 + lane / 4;
-    u8* box = ring.open(part.engine);
+    u8* box = ring.template open<1>(part.engine);
     const ptx::SharedAddress to = ptx::shared_address(box);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -96,7 +75,7 @@ RTK_DEVICE void store_codes(const float (&results)[64], BoxRing<SLOTS>& ring, co
         }
     }
     if (part.engine) {
-        ring.send(place.map, box, part.n, part.row, part.group, false);
+        ring.send(place.map, box, 1, 128, part.n, part.row, part.group, false);
         return;
     }
     ptx::named_barrier_sync(ring.barrier, 128);

@@ -56,7 +56,8 @@ def scales_of(tensor: Tensor | None, rows: int, depth: int) -> Scales | None:
         return None
     row, deep = tensor.stride()[-2:]
     group = tensor.stride(0) if tensor.dim() == 3 else 0
-    return Scales(rows, depth, 0 if rows == 0 else row, 0 if depth == 0 else deep, group_pitch=group)
+    aligned = tensor.data_ptr() % 16 == 0 and max(row, deep) % 4 == 0
+    return Scales(rows, depth, 0 if rows == 0 else row, 0 if depth == 0 else deep, aligned=aligned, group_pitch=group)
 
 
 def expanded(tensor: Tensor | None, rows: int, depth: int, m: int, k: int) -> Tensor | float:

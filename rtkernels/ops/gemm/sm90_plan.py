@@ -51,7 +51,7 @@ def _variants() -> Iterator[tuple[str | int | bool, ...]]:
 
 GEMM = Kernel(
     "gemm/gemm_sm90.cu", "gemm_sm90", template="A B ACROSS_A ACROSS_B CONSUMERS WAVES COLS STAGES SLOTS SCALES FINISH",
-    args="a:tmap b:tmap out_map:tmap scale_a:ptr scale_b:ptr bias:ptr add:ptr out:ptr out_scale:ptr starts:ptr ends:ptr "
+    args="a:tmap b:tmap out_map:tmap scale_a_map:tmap scale_b_map:tmap scale_a:ptr scale_b:ptr bias:ptr add:ptr out:ptr out_scale:ptr starts:ptr ends:ptr "
     "rows:i64 columns:i64 depth:i64 a_row_pitch:i64 a_depth_pitch:i64 a_group_pitch:i64 b_row_pitch:i64 "
     "b_depth_pitch:i64 b_group_pitch:i64 scale_rows:i64 scale_blocks:i64 out_pitch:i64 out_group_pitch:i64 out_scale_pitch:i64 add_pitch:i64 "
     "groups:i64 flags_and_band:i64",
@@ -166,6 +166,16 @@ def _operand(name: str, matrix: Matrix, rows: int, k: int, groups: int, tile_row
     return Boxes(name, _token(matrix), (k, rows, groups), strides, (128 // size, tile_rows, 1))
 
 
+def _scale_boxes(name: str, scales: Scales | None, rows: int, k: int, groups: int, tile_rows: int) -> Boxes | None:
+    """Return boxes of a scale per row of the tile, None if the copy engine cannot read these scales."""
+    if not _in_loop(scales, k) or scales.rows != 1 or scales.row_pitch != 1 or not scales.aligned:
+        return None
+    if scales.depth_pitch % 4 or scales.group_pitch % 4 or (groups > 1 and scales.group_pitch == 0):
+        return None
+    strides = (4 * scales.depth_pitch, 4 * (scales.group_pitch or scales.depth_pitch))
+    return Boxes(name, "fp32", (rows, -(-k // scales.depth), groups), strides, (tile_rows, 1, 1), swizzle=False)
+
+
 def _scale_arguments(scales: Scales | None, k: int) -> tuple[int, int, int, int, int]:
     """Return pitches by row, depth and group, rows and blocks of 128 that a scale covers."""
     if scales is None:
@@ -207,10 +217,13 @@ def steps(product: Product, device: int, *, tile: Tile | None = None, alternate:
     out_box = (128 // out_bytes, 64, 1)
     a_map = _operand("a", p.a, p.m, p.k, groups_a, tile.rows)
     out_map = Boxes("out", out_token, (p.n, p.m, groups_out), out_strides, out_box) if engine else a_map
+    a_scales = _scale_boxes("scale_a", p.scale_a, p.m, p.k, groups_a, tile.rows)
+    b_scales = _scale_boxes("scale_b", p.scale_b, p.n, p.k, groups_b, tile.cols) if scales == COLUMN_SCALES else None
     flags = (
         _OUTPUTS[p.out.token] | (_OUTPUTS[p.bias] if p.bias else 0) << 4 | (_OUTPUTS[p.add] if p.add else 0) << 6
         | (_ACTS[p.act] << 8 if finish == PLAIN else _ACTS[p.gate or p.act] << 20) | p.accumulate << 12 | engine << 13 | (engine and adds) << 14
         | _in_loop(p.scale_a, p.k) << 15 | _in_loop(p.scale_b, p.k) << 16 | alternate << 18
+        | (a_scales is not None) << 24 | (b_scales is not None) << 25
     )  # fmt: skip
     *a_pitches, a_rows, a_blocks = _scale_arguments(p.scale_a, p.k)
     *b_pitches, b_rows, b_blocks = _scale_arguments(p.scale_b, p.k)
@@ -222,7 +235,7 @@ def steps(product: Product, device: int, *, tile: Tile | None = None, alternate:
         max(min(info.sm_count, tiles), 1), tile.threads, tile.shared(scales, count),
     )  # fmt: skip
     arguments = (
-        a_map, _operand("b", p.b, b_rows_all, p.k, groups_b, b_box), out_map,
+        a_map, _operand("b", p.b, b_rows_all, p.k, groups_b, b_box), out_map, a_scales or a_map, b_scales or a_map,
         "scale_a" if p.scale_a else 0, "scale_b" if p.scale_b else 0, "bias" if p.bias else 0, "add" if p.add else 0, "out",
         "out_scale" if p.quantized else 0, *_cuts(g), p.m, p.n, p.k, *a_pitches, *b_pitches,
         a_rows | b_rows << 32, a_blocks | b_blocks << 32, p.out.pitch, p.out.group_pitch, -(-p.m // 4) * 4, p.add_pitch,

@@ -35,7 +35,7 @@ class Tile(NamedTuple):
 
     def shared(self, scales: int, groups: int) -> int:
         """Return the dynamic shared memory of a block in bytes; the last 1024 are for alignment."""
-        floats = 0 if scales == NO_SCALES else self.rows + (self.cols if scales == COLUMN_SCALES else 4)
+        floats = 0 if scales == NO_SCALES else self.rows + (self.cols if scales == COLUMN_SCALES else 32)
         stage = (self.rows + self.cols) * ROW + 4 * floats + 16
         table = 12 * (groups + 1) if groups else 0
         return self.stages * stage + self.consumers * (self.slots * BOX + 8 * self.cols) + table + 1024
