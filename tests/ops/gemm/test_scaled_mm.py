@@ -30,6 +30,23 @@ def _device(place: str) -> str:
     return "cuda" if place == "cuda" else "cpu"
 
 
+def emulated_coverage() -> None:
+    """Run every kernel of every backend: few rows and many, groups, quantised results."""
+    a, b = codes("bf16", 72, 64).codes, codes("bf16", 32, 64, seed=1).codes
+    offs, labels = torch.tensor([8, 72], dtype=torch.int32), torch.tensor([0] * 8 + [1] * 64, dtype=torch.int32)
+    stack = torch.stack([b, b])
+    for target in ("sm_80", "sm_90"):
+        with rtkernels.emulate(target):
+            for left in (a[:4], a):
+                scaled_mm(left, b)
+            for kind in ("1x128", "row", "1x16"):
+                scaled_mm(a, b, quant_out=kind)
+            rtkernels.grouped_mm(a, stack, offs=offs)
+            rtkernels.grouped_mm(a, stack, m_indices=labels)
+            rtkernels.grouped_mm_masked(a.view(2, 36, 64), stack, masked_m=offs.clamp(max=36))
+            rtkernels.grouped_wgrad(a[:, :32], a, offs=offs)
+
+
 # ---- operands and recipes -------------------------------------------------------------------------------------------
 
 PAIRS = [
