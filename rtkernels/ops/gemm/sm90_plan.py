@@ -19,9 +19,7 @@ from rtkernels.runtime.targets import Target
 
 _TYPES = {"bf16": "bf16", "fp16": "fp16", "e4m3": "e4m3", "e5m2": "e5m2", "int8": "s8", "uint8": "u8"}  # in device code
 _PAIRS = (
-    {(t, t) for t in FLOAT16}
-    | {(a, b) for a in FP8 for b in FP8}
-    | {(a, b) for a in ("int8", "uint8") for b in ("int8", "uint8")}
+    {(t, t) for t in FLOAT16} | {(a, b) for a in FP8 for b in FP8} | {(a, b) for a in ("int8", "uint8") for b in ("int8", "uint8")}
 )
 _USUAL = {("bf16", "bf16"), ("fp16", "fp16"), ("e4m3", "e4m3"), ("int8", "int8")}  # pairs that have all tiles
 _OUTPUTS = {"bf16": 0, "fp16": 1, "fp32": 2, "int32": 3}
@@ -206,7 +204,9 @@ def steps(product: Product, device: int, *, tile: Tile | None = None, alternate:
     if g is None or g.kind != "labels":
         return Steps(Step(launch, *arguments))
     find = LABEL_GROUPS.bind((256,), device, -(-p.m // 256), 256)
-    return Steps(Step(find, "row_groups", "cuts", p.m, count), Step(launch, *arguments), zeros={"cuts": 2 * count})
+    return Steps(
+        Step(find, "row_groups", "cuts", p.m, count), Step(launch, *arguments), zeros={"cuts": 2 * count}
+    )
 
 
 def _cuts(g: Groups | None) -> tuple[str | int | Offset, str | int | Offset]:
