@@ -142,6 +142,25 @@ def test_scales_of_each_operand_on_their_own(place: str) -> None:
     assert_product(half, *exact(x.values, w.values * spread(groups.bfloat16(), 1, 64, (n, k))))
 
 
+def test_scales_of_rows_and_of_blocks_of_the_same_shape() -> None:
+    a, b = codes("e4m3", 16, 1024), codes("e4m3", 8, 1024, seed=1)
+    sb = scale(1, 8)
+    wanted = exact(a.values, b.values * spread(sb, 128, 128, (8, 1024)))
+    got = scaled_mm(a.codes, b.codes, scale(16, 8) * 0 + 1, sb, recipe="block_1x128_128x128")
+    assert_product(got, *wanted)
+    rows = exact(a.values, b.values * sb.double().t())
+    for right in (b.codes, b.codes.t()):
+        assert_product(scaled_mm(a.codes, right, 1.0, sb[0]), *rows)
+        with pytest.raises(ArgumentError, match="scales of rows, or of blocks of 128; say which recipe it is"):
+            scaled_mm(a.codes, right, 1.0, sb if right is b.codes else sb.t())
+    assert_product(scaled_mm(a.codes, b.codes.t(), 1.0, sb), *rows)
+    c, s = codes("e4m3", 32, 256, seed=2), scale(32, 1)
+    a = codes("e4m3", 16, 256)
+    for right in (c.codes, c.codes.t()):
+        for each in (s, s.t(), s[:, 0]):
+            assert_product(scaled_mm(a.codes, right, 1.0, each), *exact(a.values, c.values * s.double()))
+
+
 @at("cpu", "sm_90", "cuda")
 def test_numbers_as_scales_and_a_global_one(place: str) -> None:
     device = _device(place)
