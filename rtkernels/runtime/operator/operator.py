@@ -29,7 +29,7 @@ from rtkernels.runtime.torch_private import (
 )
 
 _LIBRARY = torch.library.Library("rtkernels", "FRAGMENT")
-_STAND_INS = [torch.empty(0, device="cpu") for _ in range(8)]  # by the place of the argument
+_STAND_INS = [torch.empty(0, device="cpu") for _ in range(24)]  # by the place of the argument
 _CANNOT_LAUNCH = (ToolkitError, UnsupportedDeviceError, KernelCompileError, NotWarmError)
 _fell_back: set[str] = set()
 
