@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kForwardThreads, 2)
     u8* const k_tiles = shared + kQBytes;
     u8* const v_tiles = k_tiles + 2 * kKBytes;
 
-    __shared__ Walk<T> walk;
+    __shared__ __align__(16) Walk<T> walk;
     int begin = 0, end = 0;                                              // tiles of keys
     {
         const i64 first_pair = blockIdx.x / (section * tiles) * section, inside = blockIdx.x % (section * tiles);
