@@ -2,7 +2,7 @@
 //
 // Four warps with 16 * MT queries each keep sums of the output in registers and walk over tiles of BN keys. Q stays in
 // shared memory; K and V have two stages each, and one barrier per tile: behind it, the copies of the next tile start into
-// the stage that everybody has left. A warp works on 32 keys at a time, for whose scores there are registers. Keys behind the last one are zeros, so what memory holds there does not matter.
+// the stage that everybody has left. Keys behind the last one are zeros, so what memory holds there does not matter.
 // Tiles that every query of the block sees whole are not masked (masks.cuh). Products and sums are fp32, P is rounded to T.
 //
 // Grid: one block for each tile of queries, head and sequence. Blocks are numbered so that `section` heads, whose K and V
@@ -35,7 +35,8 @@ __global__ void __launch_bounds__(kForwardThreads, 2)
                       i64 scale_factor, i64 softcap_inverse) {
     using QTile = MmaTile<DQK>;
     using VTile = MmaTile<DV>;
-    constexpr int BM = 64 * MT, kPart = 32, kKeyTiles = kPart / 8, kOutTiles = DV / 8;
+    constexpr int BM = 64 * MT, kKeyTiles = BN / 8, kOutTiles = DV / 8;
+    constexpr bool kTakesBias = MT * DV * BN < 2 * 128 * 64;  // there are registers for it
     constexpr u32 kQBytes = BM * QTile::kPitch, kKBytes = BN * QTile::kPitch, kVBytes = BN * VTile::kPitch;
     extern __shared__ __align__(128) u8 shared[];
     u8* const q_tile = shared;
@@ -97,75 +98,72 @@ __global__ void __launch_bounds__(kForwardThreads, 2)
         const u8* const k_tile = k_tiles + (tile & 1) * kKBytes;
         const u8* const v_tile = v_tiles + (tile & 1) * kVBytes;
 
-#pragma unroll 1
-        for (int key = 0; key < BN; key += kPart) {
-            float s[MT][kKeyTiles][4];
-            const WarpRows qk(16 * MT);
+        float s[MT][kKeyTiles][4];
+        const WarpRows qk(16 * MT);
 #pragma unroll
-            for (int m = 0; m < MT; ++m)
+        for (int m = 0; m < MT; ++m)
 #pragma unroll
-                for (int n = 0; n < kKeyTiles; ++n)
+            for (int n = 0; n < kKeyTiles; ++n)
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) s[m][n][e] = 0.0f;
+                for (int e = 0; e < 4; ++e) s[m][n][e] = 0.0f;
 #pragma unroll
-            for (int step = 0; step < DQK / 16; ++step) {
-                u32 a[MT][4];
+        for (int step = 0; step < DQK / 16; ++step) {
+            u32 a[MT][4];
 #pragma unroll
-                for (int m = 0; m < MT; ++m) QTile::left(a[m], q_tile, qk.row + 16 * m, step, qk.lane);
+            for (int m = 0; m < MT; ++m) QTile::left(a[m], q_tile, qk.row + 16 * m, step, qk.lane);
 #pragma unroll
-                for (int n = 0; n < kKeyTiles / 2; ++n) {
-                    u32 b[4];
-                    QTile::right(b, k_tile, key + 16 * n, step, qk.lane);
+            for (int n = 0; n < kKeyTiles / 2; ++n) {
+                u32 b[4];
+                QTile::right(b, k_tile, 16 * n, step, qk.lane);
 #pragma unroll
-                    for (int m = 0; m < MT; ++m) {
-                        mma_step<T>(s[m][2 * n], a[m], b[0], b[1]);
-                        mma_step<T>(s[m][2 * n + 1], a[m], b[2], b[3]);
-                    }
+                for (int m = 0; m < MT; ++m) {
+                    mma_step<T>(s[m][2 * n], a[m], b[0], b[1]);
+                    mma_step<T>(s[m][2 * n + 1], a[m], b[2], b[3]);
                 }
             }
+        }
 
-            const int j0 = tile * BN + key;
-            const bool whole = walk.all.first <= j0 && j0 + kPart <= walk.all.end;
+        const int j0 = tile * BN;
+        const bool whole = walk.all.first <= j0 && j0 + BN <= walk.all.end;
 #pragma unroll
-            for (int m = 0; m < MT; ++m) {
-                const WarpRows mine(16 * MT);
-                const int i = walk.i0 + mine.row + 16 * m;
-                if (!plain) {
-                    cap_scores(s[m], rule);
-                    if (bias != nullptr) {
-                        const i64 offset = walk.batch * bias_batch + walk.head * bias_head;
-                        add_bias(s[m], BiasRows(bias, bias_type, offset, bias_row, bias_column),
-                                 Mask(walk.sequence, left, right), i, j0, mine.lane);
-                    }
-                }
-                if (!whole) {
-                    const i32* const limits = kv_limit == nullptr ? nullptr : kv_limit + walk.batch * limit_batch;
-                    mask_scores(s[m], SeenKeys{Mask(walk.sequence, left, right), limits}, i, j0, mine.lane);
-                }
-                float correction[2];
-                if (softmax[m].add_lazily(s[m], rule.factor(), correction)) {
-#pragma unroll
-                    for (int n = 0; n < kOutTiles; ++n)
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) sums[m][n][e] *= correction[e / 2];
+        for (int m = 0; m < MT; ++m) {
+            const WarpRows mine(16 * MT);
+            const int i = walk.i0 + mine.row + 16 * m;
+            if (!plain) {
+                cap_scores(s[m], rule);
+                if (kTakesBias && bias != nullptr) {
+                    const i64 offset = walk.batch * bias_batch + walk.head * bias_head;
+                    add_bias(s[m], BiasRows(bias, bias_type, offset, bias_row, bias_column),
+                             Mask(walk.sequence, left, right), i, j0, mine.lane);
                 }
             }
+            if (!whole) {
+                const i32* const limits = kv_limit == nullptr ? nullptr : kv_limit + walk.batch * limit_batch;
+                mask_scores(s[m], SeenKeys{Mask(walk.sequence, left, right), limits}, i, j0, mine.lane);
+            }
+            float correction[2];
+            if (softmax[m].add_lazily(s[m], rule.factor(), correction)) {
+#pragma unroll
+                for (int n = 0; n < kOutTiles; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) sums[m][n][e] *= correction[e / 2];
+            }
+        }
 
-            const WarpRows pv(16 * MT);
+        const WarpRows pv(16 * MT);
 #pragma unroll
-            for (int step = 0; step < kPart / 16; ++step) {
-                u32 a[MT][4];
+        for (int step = 0; step < BN / 16; ++step) {
+            u32 a[MT][4];
 #pragma unroll
-                for (int m = 0; m < MT; ++m) as_left<T>(a[m], s[m][2 * step], s[m][2 * step + 1]);
+            for (int m = 0; m < MT; ++m) as_left<T>(a[m], s[m][2 * step], s[m][2 * step + 1]);
 #pragma unroll
-                for (int n = 0; n < kOutTiles / 2; ++n) {
-                    u32 b[4];
-                    VTile::right_transposed(b, v_tile, key + 16 * step, n, pv.lane);
+            for (int n = 0; n < kOutTiles / 2; ++n) {
+                u32 b[4];
+                VTile::right_transposed(b, v_tile, 16 * step, n, pv.lane);
 #pragma unroll
-                    for (int m = 0; m < MT; ++m) {
-                        mma_step<T>(sums[m][2 * n], a[m], b[0], b[1]);
-                        mma_step<T>(sums[m][2 * n + 1], a[m], b[2], b[3]);
-                    }
+                for (int m = 0; m < MT; ++m) {
+                    mma_step<T>(sums[m][2 * n], a[m], b[0], b[1]);
+                    mma_step<T>(sums[m][2 * n + 1], a[m], b[2], b[3]);
                 }
             }
         }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,7 +33,8 @@ FORWARD_TILES = (
     Tiles(64, 64, 2, 64),
     Tiles(80, 80, 2, 64),
     Tiles(96, 96, 2, 64),
-    Tiles(128, 128, 2, 64),
+    Tiles(128, 128, 2, 64),  # takes no bias
+    Tiles(128, 128, 2, 32),
     Tiles(192, 128, 2, 32),
     Tiles(192, 192, 1, 32),
     Tiles(256, 256, 1, 32),
@@ -137,9 +139,13 @@ def tile_pitch(columns: int) -> int:
     return columns * 2 + (0 if columns % 64 == 0 else 16)
 
 
-def chosen(tiles: tuple[Tiles, ...], problem: Attention) -> Tiles:
+def chosen(tiles: Sequence[Any], problem: Attention) -> Any:
     """Return the first kernel that is large enough."""
     return next(t for t in tiles if problem.d_qk <= t.d_qk and problem.d_v <= t.d_v)
+
+
+def _takes_bias(tiles: Tiles) -> bool:
+    return tiles.blocks * tiles.d_v * tiles.keys < 2 * 128 * 64  # attention_mma_fwd.cu
 
 
 def bias_arguments(problem: Attention) -> tuple[int, ...]:
@@ -162,7 +168,7 @@ def _three(strides: Strides) -> tuple[int, int, int]:
 
 def steps_forward(problem: Attention, device: int) -> Steps:
     """Return the launches of a forward pass."""
-    config = chosen(FORWARD_TILES, problem)
+    config = chosen([t for t in FORWARD_TILES if problem.bias is None or _takes_bias(t)], problem)
     rows = 64 * config.blocks
     shared = rows * tile_pitch(config.d_qk) + 2 * config.keys * (tile_pitch(config.d_qk) + tile_pitch(config.d_v))
     tiles, pairs = -(-problem.lq // rows), problem.batch * problem.heads_q
