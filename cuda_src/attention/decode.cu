@@ -13,7 +13,9 @@
 #include "attention/masks.cuh"
 #include "attention/mma_tile.cuh"
 #include "attention/scores.cuh"
+#include "common/reduce.cuh"
 #include "common/vec.cuh"
+#include "ptx/pdl.cuh"
 
 namespace rtk {
 
@@ -82,7 +84,7 @@ RTK_DEVICE void load_decode_rows(u32 (&a)[STEPS][4], float (&row_scale)[2], cons
 }
 
 template <typename T, int CODES, int D>
-__global__ void __launch_bounds__(128)
+__global__ void __launch_bounds__(128, CODES != kSameType && D <= 128 ? 3 : 1)
     attention_decode(const T* q, const u8* k_cache, const u8* v_cache, const i32* lengths, const i32* table,
                      const float* k_scale, const float* v_scale, const float* sinks, T* out, float* lse, float* parts,
                      float* part_lse, i64 heads, i64 group, i64 lq, i64 lkv, i64 d_qk, i64 d_v, i64 splits, i64 page_size,
@@ -160,8 +162,8 @@ __global__ void __launch_bounds__(128)
     float row_scale[2] = {1.0f, 1.0f};
     load_decode_rows<T, kByte>(a, row_scale, q + batch * q_batch, q_row, q_head, head_kv * static_cast<int>(group),
                                static_cast<int>(group), row0, rows, static_cast<int>(d_qk), lane);
-    // Fragments of wide heads are too many for registers; all warps have the same.
-    constexpr bool kSharedQ = D > 128;
+    // Fragments that are too many for registers; all warps have the same.
+    constexpr bool kSharedQ = D > (kByte ? 64 : 128);
     const ptx::SharedAddress fragments =
         ptx::shared_address(shared + warps * (kDecodeStages * 2 * kTileBytes)) + 16 * lane;
     if constexpr (kSharedQ) {
@@ -285,6 +287,7 @@ __global__ void __launch_bounds__(128)
         }
     }
     ptx::cp_async_wait<0>();
+    ptx::launch_dependents();
     __syncthreads();
 
     // Sums of the warps, by rows of D floats; their maxima (in log2) and sums of powers behind them.
@@ -343,41 +346,61 @@ __global__ void __launch_bounds__(128)
     }
 }
 
-// Merges the splits of attention_decode: a warp for each row of [batch, lq, heads], d_v of them a multiple of 8.
+// Merges the splits of attention_decode: a block of four warps for each row of [batch, lq, heads]. Each warp sums every fourth
+// split, 4 columns per lane, and the warps' sums are added in their order.
 template <typename T>
 __global__ void __launch_bounds__(128)
     attention_combine(const float* parts, const float* part_lse, const float* sinks, T* out, float* lse, i64 rows, i64 splits,
                       i64 lq, i64 heads, i64 d_v, i64 out_batch, i64 out_row, i64 out_head) {
-    const i64 row = static_cast<i64>(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp;
-    if (row >= rows) return;
-    const int lane = static_cast<int>(threadIdx.x) % kWarp;
-    const i64 head = row % heads, query = row / heads % lq, batch = row / heads / lq;
+    __shared__ float weights[128];
+    __shared__ __align__(16) float sums[4][256];
+    const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
+    const int count = static_cast<int>(splits), width = static_cast<int>(d_v);
+    const i64 row = blockIdx.x, head = row % heads, query = row / heads % lq, batch = row / heads / lq;
     const float sink = sinks == nullptr ? negative_infinity() : sinks[head];
-    float top = sink;
-    for (i64 s = lane; s < splits; s += kWarp) top = fmaxf(top, part_lse[s * rows + row]);
+    ptx::wait_for_previous();
+    float own[4], top = sink;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // every warp has them all
+        own[i] = lane + i * kWarp < count ? part_lse[(lane + i * kWarp) * rows + row] : negative_infinity();
+        top = fmaxf(top, own[i]);
+    }
 #pragma unroll
     for (int offset = kWarp / 2; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, offset));
     const float from = top == negative_infinity() ? 0.0f : top;
     float total = 0.0f;
-    for (i64 s = lane; s < splits; s += kWarp) total += ptx::ex2((part_lse[s * rows + row] - from) * kLog2e);
 #pragma unroll
-    for (int offset = kWarp / 2; offset > 0; offset /= 2) total += __shfl_xor_sync(0xffffffffu, total, offset);
-    total += ptx::ex2((sink - from) * kLog2e);
-    const float times = total == 0.0f ? 0.0f : 1.0f / total;
-    T* const to = out + batch * out_batch + query * out_row + head * out_head;
-    for (i64 column = lane * 4; column < d_v; column += kWarp * 4) {
+    for (int i = 0; i < 4; ++i) {
+        const float weight = ptx::ex2((own[i] - from) * kLog2e);
+        total += weight;
+        if (warp == i) weights[lane + i * kWarp] = weight;
+    }
+    total = warp_reduce<Sum>(total) + ptx::ex2((sink - from) * kLog2e);
+    __syncthreads();
+    for (int column = lane * 4; column < width; column += kWarp * 4) {
         float value[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll 4
-        for (i64 s = 0; s < splits; ++s) {
-            const float weight = ptx::ex2((part_lse[s * rows + row] - from) * kLog2e) * times;
+#pragma unroll 8
+        for (int s = warp; s < count; s += 4) {
             float part[4];
             load_keep<float, 4>(parts + (s * rows + row) * d_v + column, part);
 #pragma unroll
-            for (int c = 0; c < 4; ++c) value[c] += weight * part[c];
+            for (int c = 0; c < 4; ++c) value[c] += weights[s] * part[c];
         }
-        store<T, 4>(to + column, value);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) sums[warp][column + c] = value[c];
     }
-    if (lane == 0) lse[(batch * heads + head) * lq + query] = total == 0.0f ? negative_infinity() : from + log2f(total) * kLn2;
+    __syncthreads();
+    const float times = total == 0.0f ? 0.0f : 1.0f / total;
+    T* const to = out + batch * out_batch + query * out_row + head * out_head;
+    for (int column = static_cast<int>(threadIdx.x) * 2; column < width; column += 256) {
+        float value[2];
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+            value[c] = (((sums[0][column + c] + sums[1][column + c]) + sums[2][column + c]) + sums[3][column + c]) * times;
+        store<T, 2>(to + column, value);
+    }
+    if (threadIdx.x == 0)
+        lse[(batch * heads + head) * lq + query] = total == 0.0f ? negative_infinity() : from + log2f(total) * kLn2;
 }
 
 }  // namespace rtk

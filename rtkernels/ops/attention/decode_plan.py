@@ -17,7 +17,7 @@ CODES = {torch.float8_e4m3fn: 1, torch.int8: 2}  # attention/codes.cuh; 0: the t
 _WIDTHS = (64, 128, 256)
 _ROWS, _CHUNK, _STAGES = 16, 16, 3  # decode.cu
 _SPLITS = 128
-_MIN_KEYS = 256  # of a split: below, merging costs more than it saves
+_MIN_KEYS = 128  # of a split: below, merging costs more than it saves
 
 DECODE = Kernel(
     "attention/decode.cu",
@@ -100,9 +100,10 @@ def steps(call: Decode, device: int) -> Steps:
     while shared > info.shared_per_block or warps * width * (1 if call.codes else 2) > 1024:
         warps //= 2
         ring = warps * _STAGES * 2 * _CHUNK * tile_pitch(width // 2 if call.codes else width)
-        ring += 32 * width if width > 128 else 0  # fragments of q
+        ring += 32 * width if width > (64 if call.codes else 128) else 0  # fragments of q
         shared = max(ring, warps * _ROWS * (4 * width + 8))
-    slots = info.sm_count * 2
+    resident = max(min(info.shared_per_block // shared, 3 if call.codes or width == 64 else 2), 1)  # blocks of a multiprocessor
+    slots = info.sm_count * resident
     splits = split_count(blocks, call.lkv, slots)
     rows = call.batch * call.lq * call.heads_q
     out = (call.lq * call.heads_q * call.d_v, call.heads_q * call.d_v, call.d_v)
@@ -127,7 +128,7 @@ def steps(call: Decode, device: int) -> Steps:
     if scratch:
         made.append(
             Step(
-                COMBINE.bind((call.token,), device, -(-rows // 4), 128),
+                COMBINE.bind((call.token,), device, rows, 128, overlap=True),
                 *("parts", "part_lse", "sinks", "out", "lse", rows, splits, call.lq, call.heads_q, call.d_v, *out),
             )
         )
