@@ -1,8 +1,10 @@
 # Written by rtkernels/_public.py (write_stub) from the table there.
 
 from rtkernels import cache as cache
+from rtkernels import compat as compat
 from rtkernels import errors as errors
 from rtkernels import interop as interop
+from rtkernels import models as models
 from rtkernels import nn as nn
 from rtkernels import optim as optim
 from rtkernels.emulator import emulate as emulate

@@ -77,7 +77,7 @@ OPS = {
     "multi_scale_": "ops.multi.multi_tensor",
     "tensor_list": "ops.multi.multi_tensor",
 }
-MODULES = ("cache", "errors", "interop", "nn", "optim")
+MODULES = ("cache", "compat", "errors", "interop", "models", "nn", "optim")
 OTHERS = {
     "warm": "runtime.warm",
     "emulate": "emulator",

@@ -20,7 +20,7 @@ from rtkernels.runtime.targets import Target
 
 BACKENDS = ("sm90", "skinny", "mma")
 CHOICES = ("auto", "rtkernels", *BACKENDS)
-_SKINNY_ROWS = 64
+_SKINNY_ROWS, _SKINNY_FIRST = 64, 16  # rows up to which it is asked, and asked before the others
 _LATER_FIELDS = {"global_scale": 0}  # of Product, with the value that asks for nothing
 
 
@@ -72,7 +72,8 @@ def choose(product: Product, target: Target, wanted: str = "auto") -> Choice:
     """Return the backend for a product on a target; ``wanted`` may name one."""
     check_backend(wanted)
     refused = {}
-    for name in BACKENDS if wanted in ("auto", "rtkernels") else (wanted,):
+    order = BACKENDS if product.m > _SKINNY_FIRST else ("skinny", "sm90", "mma")
+    for name in order if wanted in ("auto", "rtkernels") else (wanted,):
         reason = unsupported(name, product, target)
         if reason is None:
             return Choice(name, module_of(name), refused)

@@ -11,6 +11,7 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.gemm.product import BYTES, FLOAT16, FP8, INTEGERS, Groups, Matrix, Product
 from rtkernels.ops.gemm.recipes import BLOCK_FORMATS, collapsed, kinds_of, scales_of
+from rtkernels.runtime.layout import check_same
 from rtkernels.runtime.operator.declared import Argument, Meta
 
 TOKENS = {
@@ -33,6 +34,13 @@ def metas(*tensors: Tensor | None) -> list[Meta | None]:
     return [None if t is None else Meta(t.dtype, t.shape, t.stride(), t.get_device(), 0) for t in tensors]
 
 
+def check_devices(**metas: Meta | None) -> None:
+    """Raise an ArgumentError unless all tensors are where the first one is."""
+    given = [(name, meta) for name, meta in metas.items() if meta is not None]
+    for name, meta in given:
+        check_same(name, meta.device, given[0][1].device, "device index", of=given[0][0])
+
+
 # ---- operands -------------------------------------------------------------------------------------------------------
 
 
@@ -49,7 +57,7 @@ class Matrices(Argument):
     """Matrices with unit stride along one of the last two dimensions, evenly spaced; others are copied."""
 
     def __init__(self, name: str, stacked: bool = False, **options: Any) -> None:
-        super().__init__(name, (), **options)
+        super().__init__(name, None, **options)
         self.stacked = stacked  # dimensions before the last two are those of groups, not of rows
 
     def fits(self, meta: Meta) -> bool:

@@ -11,10 +11,10 @@ from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.gemm import checks, reference, scaled_mm_plan
 from rtkernels.ops.gemm.scaled_mm import (
-    QuantizedOperator,
     as_packed,
     as_scale,
     differentiable_mm,
+    quantized_by_steps,
     refuse_quantised_gradients,
 )
 from rtkernels.ops.gemm.scaled_mm_plan import OPTIONS, TENSORS
@@ -31,16 +31,18 @@ FORWARD = Operator(
     reference=partial(scaled_mm_plan.run_reference, gated=True),
     check=partial(scaled_mm_plan.describe, gated=True),
 )
-QUANTIZED = QuantizedOperator(
+_describe_quantized = partial(scaled_mm_plan.describe_quantized, gated=True)
+QUANTIZED = Operator(
     "gated_mm_quantized",
-    FORWARD,
-    partial(scaled_mm_plan.describe_quantized, gated=True),
+    TENSORS,
+    options=f"{OPTIONS}, str quantized",
+    results="out out_scale",
     outputs=partial(scaled_mm_plan.quantized_outputs, halves=2),
     plan=partial(scaled_mm_plan.plan_quantized, gated=True),
-    reference=partial(scaled_mm_plan.run_reference_quantized, gated=True),
-    check=partial(scaled_mm_plan.describe_quantized, gated=True),
+    reference=partial(quantized_by_steps, FORWARD, _describe_quantized),
+    check=_describe_quantized,
 )
-_replay = FORWARD.again
+_replay = FORWARD.replay
 
 
 def gated_mm(

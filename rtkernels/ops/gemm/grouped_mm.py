@@ -33,7 +33,7 @@ FORWARD = Operator(
 )
 IN_PLACE = InPlaceOperator(
     "grouped_mm_out",
-    (InPlace("out", ()), *TENSORS),
+    (InPlace("out", None), *TENSORS),
     options=f"{OPTIONS}, bool accumulate",
     results="",
     plan=grouped_mm_plan.plan_out,
@@ -42,14 +42,14 @@ IN_PLACE = InPlaceOperator(
 )
 WGRAD = InPlaceOperator(
     "grouped_wgrad",
-    (InPlace("out", ()), *WGRAD_TENSORS),
+    (InPlace("out", None), *WGRAD_TENSORS),
     options=WGRAD_OPTIONS,
     results="",
     plan=grouped_mm_plan.plan_wgrad,
     reference=grouped_mm_plan.run_reference_wgrad,
     check=grouped_mm_plan.describe_wgrad,
 )
-_replay = FORWARD.again
+_replay = FORWARD.replay
 
 
 class _Grouped(torch.autograd.Function):

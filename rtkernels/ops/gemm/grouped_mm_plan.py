@@ -19,22 +19,22 @@ from rtkernels.runtime.operator.plan import Memory, Steps
 TENSORS = (
     Matrices("a"),
     Matrices("b", stacked=True),
-    Argument("scale_a", (), optional=True),
-    Argument("scale_b", (), optional=True),
-    Exact("ends", (), optional=True),
-    Exact("row_groups", (), optional=True),
-    Exact("sizes", (), optional=True),
+    Argument("scale_a", None, optional=True),
+    Argument("scale_b", None, optional=True),
+    Exact("ends", None, optional=True),
+    Exact("row_groups", None, optional=True),
+    Exact("sizes", None, optional=True),
 )
 OPTIONS = (
-    "int align, int expected, str recipe, str b_layout, str? packed, str? act, ScalarType? out_dtype, str acc, "
+    "int align, int expected_m, str recipe, str b_layout, str? packed, str? act, ScalarType? out_dtype, str acc, "
     "str backend"
 )
 WGRAD_TENSORS = (
     Matrices("a"),
     Matrices("b"),
-    Argument("scale_a", (), optional=True),
-    Argument("scale_b", (), optional=True),
-    Exact("ends", ()),
+    Argument("scale_a", None, optional=True),
+    Argument("scale_b", None, optional=True),
+    Exact("ends", None),
 )
 WGRAD_OPTIONS = "int align, bool accumulate, str recipe, str acc, str backend"
 
@@ -61,6 +61,9 @@ def describe(
     out_dtype: torch.dtype | None, acc: str, backend: str, *, out: Meta | None = None, accumulate: bool = False,
 ) -> Described:  # fmt: skip
     """Return what a call of ``grouped_mm`` or ``grouped_mm_masked`` multiplies, or raise an ArgumentError."""
+    checks.check_devices(
+        a=a, b=b, scale_a=scale_a, scale_b=scale_b, offs=ends, m_indices=row_groups, masked_m=sizes, out=out
+    )  # fmt: skip
     if sum(meta is not None for meta in (ends, row_groups, sizes)) != 1:
         raise ArgumentError("offs and m_indices: expected one of them")
     if b.dim() != 3 or a.dim() != (2 if sizes is None else 3):
@@ -123,6 +126,7 @@ def describe_wgrad(
     recipe: str, acc: str, backend: str,
 ) -> Described:  # fmt: skip
     """Return what a call of ``grouped_wgrad`` multiplies: a ``[m, rows]`` and b ``[n, rows]``, cut along rows."""
+    checks.check_devices(dy=a, x=b, scale_dy=scale_a, scale_x=scale_b, offs=ends, out=out)
     for name, meta in (("dy", a), ("x", b)):
         if meta.dim() != 2:
             raise ArgumentError(f"{name} has shape {tuple(meta.shape)}; expected 2 dimensions")

@@ -12,7 +12,6 @@ from torch import Tensor
 from rtkernels.ops.gemm.checks import Operand
 from rtkernels.ops.gemm.product import BYTES, INTEGERS, Product, Scales
 from rtkernels.ops.quant import pack
-from rtkernels.ops.quant import reference as quant_reference
 
 # ---- operands -------------------------------------------------------------------------------------------------------
 
@@ -121,16 +120,3 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.int32:
         x = x.clamp(-(2**31), 2**31 - 1)
     return x.to(dtype)
-
-
-def quantized(x: Tensor, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return codes and scales of ``[m, n]``, as ``Product.quantized`` says."""
-    m = x.shape[0]
-    if kind == "1x16":
-        codes, scale, _ = pack.quantize_nvfp4(x, torch.ones((), device=x.device))
-        return codes, scale
-    codes, scale = quant_reference.quantize(x, "group" if kind == "1x128" else "row", dtype, False, "row")
-    if kind == "row":
-        return codes, scale
-    laid = x.new_empty_strided(scale.shape, (1, -(-m // 4) * 4), dtype=torch.float32)
-    return codes, laid.copy_(scale)

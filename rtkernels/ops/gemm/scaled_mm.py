@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.gemm import backend as backends
 from rtkernels.ops.gemm import checks, reference, scaled_mm_plan, torch_backend
-from rtkernels.ops.gemm.backend import NoBackendError
 from rtkernels.ops.gemm.scaled_mm_plan import OPTIONS, TENSORS
+from rtkernels.ops.quant import pack
 from rtkernels.ops.quant.quantize_fp8 import QUANTIZE
 from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.operator.autograd import once_differentiable
@@ -34,7 +35,7 @@ FORWARD = Operator(
 )
 IN_PLACE = InPlaceOperator(
     "scaled_mm_out",
-    (InPlace("out", ()), *TENSORS),
+    (InPlace("out", None), *TENSORS),
     options=f"{OPTIONS}, bool accumulate",
     results="",
     plan=scaled_mm_plan.plan_out,
@@ -43,51 +44,34 @@ IN_PLACE = InPlaceOperator(
 )
 
 
-class QuantizedOperator(Operator):
-    """One with a quantised result: where no kernel makes that in one pass, the product goes through fp32 memory."""
-
-    def __init__(self, name: str, plain: Operator, describe: Any, **declared: Any) -> None:
-        self._plain, self._describe = plain, describe
-        super().__init__(name, TENSORS, options=f"{OPTIONS}, str quantized", results="out out_scale", **declared)
-
-    def _launch_planned(self, *args: Any) -> Any:
-        try:
-            return super()._launch_planned(*args)
-        except NoBackendError:
-            return self._composed(args)
-
-    def _remember(self, scope: dict[str, Any], args: tuple[Any, ...]) -> Any:
-        try:
-            return super()._remember(scope, args)
-        except NoBackendError:
-            return self._composed(args)
-
-    def _composed(self, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        *options, _, acc, backend, kind = args[len(TENSORS) :]
-        described = self._describe(*checks.metas(*args[: len(TENSORS)]), *args[len(TENSORS) :])
-        x = self._plain(*args[: len(TENSORS)], *options, torch.float32, acc, backend)
-        p = described.product
-        x = x.reshape(p.m, p.n)
-        if kind == "1x16":
-            codes, scale = reference.quantized(x, kind, described.dtype)
-        elif kind == "row":
-            codes, scale = QUANTIZE(x, "row", described.dtype, False, "row")
-        else:
-            codes, columns = QUANTIZE(x, "group", described.dtype, False, "column")
-            scale = x.new_empty_strided((p.m, columns.shape[0]), (1, -(-p.m // 4) * 4)).copy_(columns.t())
-        return scaled_mm_plan.shaped(described, codes, scale)
+def quantized_by_steps(plain: Operator, describe: Any, *args: Any) -> tuple[Tensor, Tensor]:
+    """Return codes and scales of a product that goes through memory in fp32: what `plain` gives, quantised."""
+    count = len(TENSORS)
+    tensors, (*options, _, acc, backend, kind) = args[:count], args[count:]
+    described = describe(*checks.metas(*tensors), *args[count:])
+    p = described.product
+    x = plain(*tensors, *options, torch.float32, acc, backend).reshape(p.m, p.n)
+    if kind == "1x16":
+        codes, scale, _ = pack.quantize_nvfp4(x, torch.ones((), device=x.device))
+    elif kind == "row":
+        codes, scale = QUANTIZE(x, "row", described.dtype, False, "row")
+    else:
+        codes, columns = QUANTIZE(x, "group", described.dtype, False, "column")
+        scale = x.new_empty_strided((p.m, columns.shape[0]), (1, -(-p.m // 4) * 4)).copy_(columns.t())
+    return scaled_mm_plan.shaped(described, codes, scale)
 
 
-QUANTIZED = QuantizedOperator(
+QUANTIZED = Operator(
     "scaled_mm_quantized",
-    FORWARD,
-    scaled_mm_plan.describe_quantized,
+    TENSORS,
+    options=f"{OPTIONS}, str quantized",
+    results="out out_scale",
     outputs=scaled_mm_plan.quantized_outputs,
     plan=scaled_mm_plan.plan_quantized,
-    reference=scaled_mm_plan.run_reference_quantized,
+    reference=partial(quantized_by_steps, FORWARD, scaled_mm_plan.describe_quantized),
     check=scaled_mm_plan.describe_quantized,
 )
-_replay = FORWARD.again
+_replay = FORWARD.replay
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------

@@ -9,21 +9,21 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.gemm import checks, reference
-from rtkernels.ops.gemm.backend import check_backend, steps_of
+from rtkernels.ops.gemm.backend import NoBackendError, check_backend, steps_of
 from rtkernels.ops.gemm.checks import TOKENS, Matrices, Operand
 from rtkernels.ops.gemm.product import BYTES, Matrix, Product
 from rtkernels.runtime.layout import row_stride
 from rtkernels.runtime.operator.declared import Argument, Dense, Exact, Meta, Rows
-from rtkernels.runtime.operator.plan import Memory, Steps
+from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Steps
 
 TENSORS = (
     Matrices("a"),
     Matrices("b"),
-    Argument("scale_a", (), optional=True),
-    Argument("scale_b", (), optional=True),
-    Exact("global_scale", (), optional=True),
-    Dense("bias", (), optional=True),
-    Rows("add", (), optional=True),
+    Argument("scale_a", None, optional=True),
+    Argument("scale_b", None, optional=True),
+    Exact("global_scale", None, optional=True),
+    Dense("bias", None, optional=True),
+    Rows("add", None, optional=True),
 )
 OPTIONS = "str recipe, str b_layout, str? packed, str? act, ScalarType? out_dtype, str acc, str backend"
 
@@ -83,6 +83,9 @@ def describe(
 ) -> Described:  # fmt: skip
     """Return what a call multiplies, or raise an ArgumentError that names what will not do."""
     check_backend(backend)
+    checks.check_devices(
+        a=a, b=b, scale_a=scale_a, scale_b=scale_b, global_scale=global_scale, bias=bias, add=add, out=out
+    )  # fmt: skip
     left, right, scales_a, scales_b = checks.operands_of(a, b, scale_a, scale_b, recipe, b_layout, packed)
     m, n, k = left.rows, right.rows, left.k
     if gated:
@@ -180,9 +183,12 @@ def describe_quantized(*values: Any, gated: bool = False) -> Described:
 
 
 def plan_quantized(*values: Any, gated: bool = False) -> Steps:
-    """Return the launches of ``scaled_mm_quantized``."""
+    """Return the launches of ``scaled_mm_quantized``, if a backend has them."""
     *values, device = values
-    return steps_of(describe_quantized(*values, gated=gated).product, device, values[-2])
+    try:
+        return steps_of(describe_quantized(*values, gated=gated).product, device, values[-2])
+    except NoBackendError:
+        return IN_TORCH
 
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
@@ -210,14 +216,6 @@ def run_reference_out(out: Tensor, *args: Any) -> None:
     if described.product.accumulate:
         result = result + out.float()
     out.copy_(reference.rounded(result, out.dtype))
-
-
-def run_reference_quantized(*args: Any, gated: bool = False) -> tuple[Tensor, Tensor]:
-    """``scaled_mm_quantized`` in plain torch."""
-    count = len(TENSORS)
-    tensors = args[:count]
-    described = describe_quantized(*checks.metas(*tensors), *args[count:], gated=gated)
-    return shaped(described, *reference.quantized(computed(described, tensors), args[-1], described.dtype))
 
 
 def shaped(described: Described, codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from support.compare import running_on
 from support.places import at
-from support.products import assert_product, codes, exact, kernels_may_lack, scale, spread
+from support.product_cases import assert_product, codes, exact, kernels_may_lack, scale, spread
 from torch import Tensor
 
 from rtkernels import gated_mm, quantize_fp8

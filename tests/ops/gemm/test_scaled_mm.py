@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support import products
+from support import product_cases as products
 from support.compare import assert_close, running_on
 from support.places import at
-from support.products import Codes, assert_product, codes, exact, kernels_may_lack, scale, spread
+from support.product_cases import Codes, assert_product, codes, exact, kernels_may_lack, scale, spread
 from torch import Tensor
 
 import rtkernels
