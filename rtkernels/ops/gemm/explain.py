@@ -6,13 +6,14 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.gemm import grouped_mm_plan, scaled_mm_plan
+from rtkernels.ops.gemm import checks, grouped_mm_plan, scaled_mm_plan
 from rtkernels.ops.gemm.backend import Explanation, explained
 from rtkernels.ops.gemm.gated_mm import gated_mm
-from rtkernels.ops.gemm.grouped_mm import as_int32, grouped_mm, grouped_mm_masked
+from rtkernels.ops.gemm.grouped_mm import as_int32, grouped_mm, grouped_mm_masked, grouped_wgrad
 from rtkernels.ops.gemm.scaled_mm import as_packed, as_scale, scaled_mm
 from rtkernels.ops.gemm.scaled_mm_plan import Described
 from rtkernels.runtime import targets
@@ -48,11 +49,26 @@ def _grouped(given: dict[str, Any]) -> Described:
     return grouped_mm_plan.describe(*map(_meta, tensors), *options, out=out, accumulate=accumulate)
 
 
+def _wgrad(given: dict[str, Any]) -> Described:
+    dy, x, offs = given["dy"], given["x"], as_int32(given["offs"])
+    floats = dy.dtype in checks.FLOATS
+    a, b = (t.t() if floats else t for t in (dy, x))
+    out = given["out"]
+    if out is None:
+        out = torch.empty(len(offs), a.shape[0], b.shape[0], dtype=given["out_dtype"], device="meta")
+    scales = (as_scale(dy, given[name]) for name in ("scale_dy", "scale_x"))
+    metas = [_meta(t) for t in (out, a, b, *scales, offs)]
+    metas[0] = metas[0]._replace(device=metas[1].device)
+    options = (given["align"] or (1 if floats else 128), given["accumulate"], given["recipe"], given["acc"])
+    return grouped_mm_plan.describe_wgrad(*metas, *options, given["backend"])
+
+
 _DESCRIBED: dict[Callable[..., Any], Callable[[dict[str, Any]], Described]] = {
     scaled_mm: lambda given: _dense(given, False),
     gated_mm: lambda given: _dense(given, True),
     grouped_mm: _grouped,
     grouped_mm_masked: _grouped,
+    grouped_wgrad: _wgrad,
 }
 
 
@@ -62,7 +78,7 @@ def explain(function: Callable[..., Any], *args: Any, target: str | None = None,
     ``print(rtkernels.explain(rtkernels.scaled_mm, a, b))`` says it in a line.
 
     Args:
-        function: ``scaled_mm``, ``gated_mm``, ``grouped_mm`` or ``grouped_mm_masked``.
+        function: ``scaled_mm``, ``gated_mm``, ``grouped_mm``, ``grouped_mm_masked`` or ``grouped_wgrad``.
         args: Those of the call. Tensors may be on the meta device.
         target: For which GPU, as "sm_90a" or "8.0". None: the one that has the tensors; "sm_90a" if none has.
         kwargs: Those of the call.
@@ -79,8 +95,9 @@ def explain(function: Callable[..., Any], *args: Any, target: str | None = None,
     if given["backend"] == "torch":
         raise ArgumentError("backend is 'torch', whose choice of kernels torch makes")
     product = _DESCRIBED[function](given).product
+    first = args[0] if args else given.get("a", given.get("dy"))
     if target is not None:
         chosen = targets.parse(target)
     else:
-        chosen = device_info(given["a"].get_device()).target if given["a"].is_cuda else targets.parse("sm_90a")
+        chosen = device_info(first.get_device()).target if first.is_cuda else targets.parse("sm_90a")
     return explained(product, chosen, given["backend"])

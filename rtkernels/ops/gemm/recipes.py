@@ -70,7 +70,7 @@ def scales_of(
         return _block_format(name, meta, kind, rows, k, lead, groups, flipped)
     if meta.dtype != torch.float32:
         raise ArgumentError(f"{name} has dtype {str(meta.dtype).removeprefix('torch.')}; expected float32")
-    grid = _grid(meta, rows, lead, flipped, groups)
+    grid = _grid(name, meta, kind, rows, k, lead, flipped, groups)
     if grid is None:
         raise ArgumentError(_message(name, meta, kind, rows, k, flipped, groups))
     group_pitch, (count, row_pitch), (blocks, depth_pitch) = grid
@@ -83,7 +83,9 @@ def scales_of(
     )  # fmt: skip
 
 
-def _grid(meta: Meta, rows: int, lead: Sequence[int], flipped: bool, groups: int) -> Any:
+def _grid(
+    name: str, meta: Meta, kind: str, rows: int, k: int, lead: Sequence[int], flipped: bool, groups: int
+) -> Any:  # fmt: skip
     """Return ``(group pitch, (scales along rows, pitch), (scales along k, pitch))``, None if the shape will not do."""
     shape, stride, group_pitch = tuple(meta.shape), tuple(meta.stride), 0
     if meta.numel() == 1:
@@ -98,14 +100,20 @@ def _grid(meta: Meta, rows: int, lead: Sequence[int], flipped: bool, groups: int
     if len(lead) > 1 and shape[: len(lead)] == lead and len(shape) - len(lead) <= 1:
         pitch = collapsed(lead, stride[: len(lead)])
         if pitch is None:
-            raise ArgumentError(f"a scale tensor has strides {tuple(meta.stride)}; expected a contiguous one")
+            raise ArgumentError(f"{name} has strides {tuple(meta.stride)}; expected a contiguous one")
         shape, stride = (rows, *shape[len(lead) :]), (pitch, *stride[len(lead) :])
     if len(shape) == 1:
         return group_pitch, (shape[0], stride[0]), (1, 0)
     if len(shape) != 2:
         return None
     both = [(shape[0], stride[0]), (shape[1], stride[1])]
-    if flipped or (shape[0] == 1 and shape[1] == rows != 1):  # [1, n] for the scales of rows
+    if kind in ("row", "auto") and sorted(shape) == sorted((1, rows)) and rows != 1:  # [rows, 1] or [1, rows]
+        if kind == "auto" and rows == -(-k // 128) and flipped == (shape[1] == 1):
+            raise ArgumentError(
+                f"{name} has shape {shape}: scales of rows, or of blocks of 128; say which recipe it is"
+            )
+        return group_pitch, *(both if shape[1] == 1 else both[::-1])
+    if flipped:
         both.reverse()
     return group_pitch, *both
 
@@ -123,9 +131,9 @@ def _cover(kind: str, count: int, blocks: int, rows: int, k: int) -> tuple[int, 
     along = _share(k, blocks, kind == "auto")
     if across is None or along is None:
         return None
-    if across == rows and kind == "auto" and count == 1 and blocks == 1:
-        across = 0
-    return (0 if count == 1 and rows != 1 else across), (0 if blocks == 1 else along)
+    if count == 1 and rows > 1:
+        across = 128 if kind == "auto" and blocks > 1 and rows <= 128 else 0
+    return across, 0 if blocks == 1 else along
 
 
 def _share(size: int, count: int, auto: bool) -> int | None:
@@ -150,7 +158,7 @@ def _block_format(name, meta, kind, rows, k, lead, groups, flipped) -> Scales:
             raise ArgumentError(f"{name} has strides {tuple(meta.stride)}; expected contiguous 128 x 4 blocks")
         group_pitch = meta.stride[0] if groups else 0
         return Scales(1, depth, 0, 0, token, True, _aligned(meta, group_pitch, 0, 0), group_pitch)
-    grid = _grid(meta, rows, lead, flipped, groups)
+    grid = _grid(name, meta, kind, rows, k, lead, flipped, groups)
     if grid is None or (grid[1][0], grid[2][0]) != (rows, blocks):
         shape = [groups] * bool(groups) + [rows, blocks]
         raise ArgumentError(

@@ -30,6 +30,23 @@ def _device(place: str) -> str:
     return "cuda" if place == "cuda" else "cpu"
 
 
+def emulated_coverage() -> None:
+    """Run every kernel of every backend: few rows and many, groups, quantised results."""
+    a, b = codes("bf16", 72, 64).codes, codes("bf16", 32, 64, seed=1).codes
+    offs, labels = torch.tensor([8, 72], dtype=torch.int32), torch.tensor([0] * 8 + [1] * 64, dtype=torch.int32)
+    stack = torch.stack([b, b])
+    for target in ("sm_80", "sm_90"):
+        with rtkernels.emulate(target):
+            for left in (a[:4], a):
+                scaled_mm(left, b)
+            for kind in ("1x128", "row", "1x16"):
+                scaled_mm(a, b, quant_out=kind)
+            rtkernels.grouped_mm(a, stack, offs=offs)
+            rtkernels.grouped_mm(a, stack, m_indices=labels)
+            rtkernels.grouped_mm_masked(a.view(2, 36, 64), stack, masked_m=offs.clamp(max=36))
+            rtkernels.grouped_wgrad(a[:, :32], a, offs=offs)
+
+
 # ---- operands and recipes -------------------------------------------------------------------------------------------
 
 PAIRS = [
@@ -123,6 +140,25 @@ def test_scales_of_each_operand_on_their_own(place: str) -> None:
     assert_product(got, *exact(x.values, w.values * spread(groups, 1, 64, (n, k))))
     half = _run(place, x.codes, w.codes, None, groups.bfloat16(), packed=(None, "int4"))
     assert_product(half, *exact(x.values, w.values * spread(groups.bfloat16(), 1, 64, (n, k))))
+
+
+def test_scales_of_rows_and_of_blocks_of_the_same_shape() -> None:
+    a, b = codes("e4m3", 16, 1024), codes("e4m3", 8, 1024, seed=1)
+    sb = scale(1, 8)
+    wanted = exact(a.values, b.values * spread(sb, 128, 128, (8, 1024)))
+    got = scaled_mm(a.codes, b.codes, scale(16, 8) * 0 + 1, sb, recipe="block_1x128_128x128")
+    assert_product(got, *wanted)
+    rows = exact(a.values, b.values * sb.double().t())
+    for right in (b.codes, b.codes.t()):
+        assert_product(scaled_mm(a.codes, right, 1.0, sb[0]), *rows)
+        with pytest.raises(ArgumentError, match="scales of rows, or of blocks of 128; say which recipe it is"):
+            scaled_mm(a.codes, right, 1.0, sb if right is b.codes else sb.t())
+    assert_product(scaled_mm(a.codes, b.codes.t(), 1.0, sb), *rows)
+    c, s = codes("e4m3", 32, 256, seed=2), scale(32, 1)
+    a = codes("e4m3", 16, 256)
+    for right in (c.codes, c.codes.t()):
+        for each in (s, s.t(), s[:, 0]):
+            assert_product(scaled_mm(a.codes, right, 1.0, each), *exact(a.values, c.values * s.double()))
 
 
 @at("cpu", "sm_90", "cuda")

@@ -254,6 +254,7 @@ def test_the_first_backend_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     stack = torch.empty(2, 8, 256, dtype=torch.bfloat16, device="meta")
     assert explain(grouped_mm, many, stack, offs=offs, align=128).product.groups.align == 128
     assert explain(grouped_mm_masked, stack, stack, masked_m=offs).product.groups.kind == "masked"
+    assert explain(grouped_wgrad, many, many, offs=offs).product.groups == ("depth", 2, 1, 0)
     with pytest.raises(ArgumentError, match="expected one of scaled_mm, gated_mm"):
         explain(torch.mm, few, weight)
 
