@@ -42,8 +42,10 @@ struct ScalePlace {
     i64 row_pitch, depth_pitch, group_pitch;
     u32 rows, blocks;
 
-    RTK_DEVICE i64 of_row(u32 row, u32 group) const {
-        return static_cast<i64>(group) * group_pitch + static_cast<i64>(row / max(rows, 1u)) * row_pitch;  // 0: the pitch is 0
+    // Of scales in the loop; those of the epilogue cover one row, or all, and have a pitch of 0 then.
+    RTK_DEVICE i64 of_row(u32 row, u32 group) const { return of_single_row(row / max(rows, 1u), group); }
+    RTK_DEVICE i64 of_single_row(u32 row, u32 group) const {
+        return static_cast<i64>(group) * group_pitch + static_cast<i64>(row) * row_pitch;
     }
     RTK_DEVICE i64 of_depth(u32 block) const {
         return static_cast<i64>(blocks <= 1 ? block * blocks : block / blocks) * depth_pitch;
@@ -101,7 +103,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     using Sum = typename Operands::Sum;
     constexpr int kRows = Operands::kRows, kDepth = Operands::kDepth, kConsumerWarps = 4 * CONSUMERS;
     constexpr int kScaleFloats = SCALES == kNoScales ? 0 : kRows + (SCALES == kColumnScales ? COLS : 32);
-    constexpr int kCutBarrier = 1 + CONSUMERS, kTurnBarrier = kCutBarrier + 1;
+    constexpr int kCutBarrier = 1 + CONSUMERS;
     // With scales in the loop a part of the products at a time is in registers of its own.
     constexpr int kHalves = COLS > 128 ? COLS / 128 : 1, kUnitCols = COLS / kHalves;
     constexpr bool kGated = FINISH == kGatedFinish;
@@ -127,7 +129,11 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     // Who brings scales of the loop: the copy engine, one scale per row in rows of memory that it can read; else three warps.
     const bool copies_a = SCALES != kNoScales && flags.loop_scales_a() && !flags.engine_scales_a();
     const bool copies_b = SCALES != kNoScales && flags.loop_scales_b() && !flags.engine_scales_b();
-    if (threadIdx.x == kConsumerWarps * kWarp) pipeline.init(copies_a || copies_b ? 1 + 3 * kWarp : 1, kConsumerWarps);
+    if (threadIdx.x == kConsumerWarps * kWarp) {
+        ptx::tma_prefetch_map(a_map);
+        ptx::tma_prefetch_map(b_map);
+        pipeline.init(copies_a || copies_b ? 1 + 3 * kWarp : 1, kConsumerWarps);
+    }
     ProductTiles<kRows, kOutCols> tiles(reinterpret_cast<ProductGroup*>(barriers + Pipeline<STAGES>::kBytes), starts, ends, kind,
                                     upper(groups), rows, columns, depth, upper(flags_and_band));
     __syncthreads();
@@ -184,15 +190,12 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     const bool speaks = lane == 0;
     float* const own_columns = column_values + consumer * 2 * COLS;
     Ring ring{boxes + consumer * SLOTS * Ring::kBytes, 1 + consumer};
-    // Warpgroups ask for products by turns, the second when half of those of the first are there, so that the tensor cores work
-    // for one while the other adds up: left to themselves they wait for the same stage, share the tensor cores, and both
-    // add up at the same time.
-    const bool alternates = SCALES != kNoScales && CONSUMERS == 2 && flags.alternates();
-    if (alternates && consumer == 1) ptx::named_barrier_arrive(kTurnBarrier, 128 * CONSUMERS);
     const ResultPlace place{out_map, out, add, out_pitch, out_group_pitch, add_pitch, static_cast<i32>(columns), flags};
 
+    ProductTile next_tile = {};
+    if (blockIdx.x < count) next_tile = tiles.find(blockIdx.x);
     for (u32 index = blockIdx.x; index < count; index += gridDim.x) {
-        const ProductTile tile = tiles.find(index);
+        const ProductTile tile = next_tile;
         const int blocks = (tile.depth + kDepth - 1) / kDepth;
         const int tail = kind == kDepthGroups ? tile.depth % kDepth : 0;  // of the last block, which others' k follows
         // What the epilogue needs of rows and columns; asked for before the products where registers allow.
@@ -208,7 +211,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                     const int row = (w * CONSUMERS + consumer) * 64 + own_row + 8 * r;
                     row_bits[w][r] = 0x3f800000u;  // 1
                     ptx::ld_keep_if<4>(of_rows && row < tile.rows, row_bits[w][r],
-                                       scale_a + of_a.of_row(static_cast<u32>(tile.row + row), tile.group));
+                                       scale_a + of_a.of_single_row(static_cast<u32>(tile.row + row), tile.group));
                 }
 #pragma unroll
             for (int i = 0; i < kColumnsEach; ++i) {
@@ -216,7 +219,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                 const bool exists = column < columns && thread + 128 * i < COLS;
                 const u32 n = static_cast<u32>(column) + (kGated && i == 1 ? static_cast<u32>(columns) : 0u);  // row of b
                 factor_bits[i] = 0x3f800000u, bias_bits[i] = 0;
-                ptx::ld_keep_if<4>(of_columns && exists, factor_bits[i], scale_b + of_b.of_row(n, tile.group));
+                ptx::ld_keep_if<4>(of_columns && exists, factor_bits[i], scale_b + of_b.of_single_row(n, tile.group));
                 ptx::ld_keep_if<4>(bias != nullptr && exists && flags.bias() == kFp32, bias_bits[i],
                                    static_cast<const float*>(bias) + n);
                 ptx::ld_keep_if<2>(bias != nullptr && exists && flags.bias() != kFp32, bias_bits[i],
@@ -228,6 +231,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         typename Totals<Sum, SCALES>::Type sums[WAVES][COLS / 2];
         if constexpr (SCALES == kNoScales) {
             if (blocks == 0) {
+                if (index + gridDim.x < count) next_tile = tiles.find(index + gridDim.x);
 #pragma unroll
                 for (int w = 0; w < WAVES; ++w)
 #pragma unroll
@@ -241,9 +245,10 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                 ptx::wgmma_fence();
 #pragma unroll
                 for (int w = 0; w < WAVES; ++w)
-                    Operands::template multiply<0, 4>(sums[w], stages + state.stage * Operands::kStageBytes,
+                    Operands::multiply(sums[w], stages + state.stage * Operands::kStageBytes,
                                        static_cast<u32>(w * CONSUMERS + consumer), 0, i != 0);
                 ptx::wgmma_commit();
+                if (i == 0 && index + gridDim.x < count) next_tile = tiles.find(index + gridDim.x);  // products are on their way
                 ptx::wgmma_wait<1>();
                 if (i != 0 && speaks) pipeline.release(last);
                 last = state;
@@ -255,6 +260,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             for (int w = 0; w < WAVES; ++w)
 #pragma unroll
                 for (float& sum : sums[w]) sum = 0.0f;
+            if (blocks == 0 && index + gridDim.x < count) next_tile = tiles.find(index + gridDim.x);
             Sum part[kUnitCols / 2];
             for (int i = 0; i < blocks; ++i, state.advance()) {
                 pipeline.wait(state);
@@ -265,15 +271,12 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
 #pragma unroll
                 for (int unit = 0; unit < WAVES * kHalves; ++unit) {
                     const int w = unit / kHalves, half = unit % kHalves;
-                    if (alternates) ptx::named_barrier_sync(kTurnBarrier + consumer, 128 * CONSUMERS);
                     ptx::wgmma_fence();
-                    const ptx::SharedAddress stage = stages + state.stage * Operands::kStageBytes;
-                    const u32 rows_of_part = static_cast<u32>(w * CONSUMERS + consumer);
-                    Operands::template multiply<0, 2>(part, stage, rows_of_part, kUnitCols * half, false);
-                    ptx::wgmma_commit();
-                    Operands::template multiply<2, 4>(part, stage, rows_of_part, kUnitCols * half, true);
+                    Operands::multiply(part, stages + state.stage * Operands::kStageBytes,
+                                       static_cast<u32>(w * CONSUMERS + consumer), kUnitCols * half, false);
                     ptx::wgmma_commit();
                     if (unit == 0) {  // here, where the products are on their way
+                        if (i == 0 && index + gridDim.x < count) next_tile = tiles.find(index + gridDim.x);
 #pragma unroll
                         for (int h = 0; h < kHalves; ++h)
                             of_tile[h] = SCALES == kRowScales && flags.loop_scales_b() ? of_stage[kRows + h] : 1.0f;
@@ -284,10 +287,6 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                                 of_row[v][r] = flags.loop_scales_a()
                                                    ? of_stage[(v * CONSUMERS + consumer) * 64 + own_row + 8 * r]
                                                    : 1.0f;
-                    }
-                    if (alternates) {
-                        ptx::wgmma_wait<1>();
-                        ptx::named_barrier_arrive(kTurnBarrier + 1 - consumer, 128 * CONSUMERS);
                     }
                     ptx::wgmma_wait<0>();
                     if (SCALES == kRowScales && unit == WAVES * kHalves - 1) pipeline.release_warp(state);
@@ -358,7 +357,6 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             }
         }
     }
-    if (alternates && consumer == 0) ptx::named_barrier_sync(kTurnBarrier, 128 * CONSUMERS);  // the last of its arrivals
     ring.close();
 }
 

@@ -1,4 +1,4 @@
-"""Tiles of the wgmma products, as plain data: which ones exist, and which one a product gets. No device code, no torch."""
+"""Tiles of the wgmma products, as plain data: which ones exist, and which one a product gets."""
 
 from __future__ import annotations
 
