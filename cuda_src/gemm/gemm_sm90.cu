@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     ProductTile next_tile = {};
     if (blockIdx.x < count) next_tile = tiles.find(blockIdx.x);
     for (u32 index = blockIdx.x; index < count; index += gridDim.x) {
-        const ProductTile tile = next_tile;
+        const ProductTile tile = SCALES == kNoScales ? tiles.find(index) : next_tile;
         const int blocks = (tile.depth + kDepth - 1) / kDepth;
         const int tail = kind == kDepthGroups ? tile.depth % kDepth : 0;  // of the last block, which others' k follows
         // What the epilogue needs of rows and columns; asked for before the products where registers allow.
@@ -231,7 +231,6 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         typename Totals<Sum, SCALES>::Type sums[WAVES][COLS / 2];
         if constexpr (SCALES == kNoScales) {
             if (blocks == 0) {
-                if (index + gridDim.x < count) next_tile = tiles.find(index + gridDim.x);
 #pragma unroll
                 for (int w = 0; w < WAVES; ++w)
 #pragma unroll
@@ -248,7 +247,6 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                     Operands::multiply(sums[w], stages + state.stage * Operands::kStageBytes,
                                        static_cast<u32>(w * CONSUMERS + consumer), 0, i != 0);
                 ptx::wgmma_commit();
-                if (i == 0 && index + gridDim.x < count) next_tile = tiles.find(index + gridDim.x);  // products are on their way
                 ptx::wgmma_wait<1>();
                 if (i != 0 && speaks) pipeline.release(last);
                 last = state;
