@@ -12,6 +12,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
 
 namespace rtk {
 
@@ -220,8 +221,10 @@ RTK_DEVICE float as_float(i32 bits) { return __uint_as_float(static_cast<u32>(bi
 template <int COLS, bool FACTORS, typename Sum, int WAVES, int SLOTS, typename PartOf>
 RTK_DEVICE void finish_parts(Sum (&sums)[WAVES][COLS / 2], const float (&row_factor)[WAVES][2], const float* columns,
                              BoxRing<SLOTS>& ring, const ResultPlace& place, const PartOf& part_of) {
-    const int lane = static_cast<int>(threadIdx.x) % kWarp, t = lane % 4;
-    const int row = static_cast<int>(threadIdx.x) / kWarp % 4 * 16 + lane / 4;
+    u32 thread[1] = {threadIdx.x};
+    ptx::wgmma_pin(thread);  // what follows from it is not kept in registers from tile to tile
+    const int lane = static_cast<int>(thread[0]) % kWarp, t = lane % 4;
+    const int row = static_cast<int>(thread[0]) / kWarp % 4 * 16 + lane / 4;
     const EpilogueFlags flags = place.flags;
     const bool raw = flags.out() == kInt32;
     if constexpr (is_same<Sum, i32>::value) {  // here, not in the loop: the compiler would keep both forms of all
@@ -256,7 +259,7 @@ RTK_DEVICE void finish_parts(Sum (&sums)[WAVES][COLS / 2], const float (&row_fac
                                       v[j][r].y * (row_factor[w][r] * factor[j].y) + bias[j].y);
     };
     // Rows of the matrices that this lane names to stmatrix: those at columns 8j, those 8 rows below, then both at 8 (j + 1).
-    const int named_row = static_cast<int>(threadIdx.x) / kWarp % 4 * 16 + lane % 16, named_column = lane / 16;
+    const int named_row = row - lane / 4 + lane % 16, named_column = lane / 16;
     auto two_bytes = [&](ptx::SharedAddress box, int w, int first) {
         float2 v[8][2];
         finished(w, first, v);

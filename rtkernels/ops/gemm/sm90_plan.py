@@ -10,18 +10,7 @@ from collections.abc import Iterator
 
 from rtkernels.ops.gemm.product import BYTES, FLOAT16, FP8, Groups, Matrix, Product, Scales
 from rtkernels.ops.gemm.tile_choice import (
-    COLUMN_SCALES,
-    GATED,
-    MAX_GROUPS,
-    NO_SCALES,
-    PLAIN,
-    QUANTIZED,
-    REGISTER_TILE,
-    ROW_SCALES,
-    SMALL,
-    TILES,
-    Tile,
-    choose,
+    COLUMN_SCALES, GATED, LARGE, MAX_GROUPS, NO_SCALES, PLAIN, QUANTIZED, ROW_SCALES, SMALL, TILES, Tile, choose,
     tile_count,
 )  # fmt: skip
 from rtkernels.runtime.launch.device import device_info
@@ -48,14 +37,14 @@ def _variants() -> Iterator[tuple[str | int | bool, ...]]:
                 continue
             if pair[0] in _BYTES and scales != NO_SCALES and pair != ("int8", "int8"):
                 continue
-            for tile in tiles if pair in _USUAL else (SMALL[scales],):
+            for tile in tiles if pair in _USUAL else (SMALL,):
                 yield (*types, False, False, *tile, scales, PLAIN)
             if pair in _REGISTERS and scales != COLUMN_SCALES:
                 for finish in (QUANTIZED, GATED):
-                    yield (*types, False, False, *REGISTER_TILE, scales, finish)
+                    yield (*types, False, False, *LARGE, scales, finish)
         if pair[0] in FLOAT16:
             for across in ((False, True), (True, False), (True, True)):
-                for tile in (TILES[NO_SCALES][0], SMALL[NO_SCALES]):
+                for tile in (LARGE, SMALL):
                     yield (*types, *across, *tile, NO_SCALES, PLAIN)
 
 
@@ -65,7 +54,7 @@ GEMM = Kernel(
     template="A B ACROSS_A ACROSS_B CONSUMERS WAVES COLS STAGES SLOTS SCALES FINISH",
     args="a:tmap b:tmap out_map:tmap scale_a_map:tmap scale_b_map:tmap scale_a:ptr scale_b:ptr bias:ptr add:ptr "
     "out:ptr out_scale:ptr starts:ptr ends:ptr rows:i64 columns:i64 depth:i64 a_row_pitch:i64 a_depth_pitch:i64 "
-    "a_group_pitch:i64 b_row_pitch:i64 b_depth_pitch:i64 b_group_pitch:i64 scale_rows:i64 scale_blocks:i64 "
+    "a_group_pitch:i64 b_row_pitch:i64 b_depth_pitch:i64 b_group_pitch:i64 scale_rows:i64 scale_shifts:i64 "
     "out_pitch:i64 out_group_pitch:i64 out_scale_pitch:i64 add_pitch:i64 groups:i64 flags_and_band:i64",
     variants=list(_BUILT), max_registers=208, needs=("wgmma",),
 )  # fmt: skip
@@ -130,8 +119,8 @@ def _unsupported_scales(p: Product) -> str | None:
             return f"{name} must be fp32 and not swizzled"
         if _in_loop(scales, p.k) and p.a.token in FLOAT16:
             return "16-bit operands have scales per row or tensor only"
-        if _in_loop(scales, p.k) and scales.depth < p.k and scales.depth % 128 != 0:
-            return f"scales cover a multiple of 128 of k, not {scales.depth}"
+        if 0 < scales.depth < p.k and (scales.depth % 128 or scales.depth & (scales.depth - 1)):
+            return f"scales cover 128 of k or 128 times a power of two, not {scales.depth}"
     if _loop_scales(p) != NO_SCALES and p.a.token not in (*FP8, "int8"):
         return f"there is no scaled loop for {p.a.token}"
     if _loop_scales(p) != NO_SCALES and p.a.token == "int8" and p.b.token != "int8":
@@ -190,14 +179,11 @@ def _scale_boxes(name: str, scales: Scales | None, rows: int, k: int, groups: in
 
 
 def _scale_arguments(scales: Scales | None, k: int) -> tuple[int, int, int, int, int]:
-    """Return pitches by row, depth and group, rows and blocks of 128 that a scale covers."""
+    """Return pitches by row, depth and group, the rows that a scale covers, and its depth as a shift of 128."""
     if scales is None:
         return 0, 0, 0, 0, 0
-    blocks = (
-        0 if not _in_loop(scales, k) else scales.depth // 128 if 0 < scales.depth < k else k
-    )  # k: more than there are
-    row_pitch = scales.row_pitch if scales.rows else 0
-    return row_pitch, scales.depth_pitch, scales.group_pitch, scales.rows, blocks
+    shift = (scales.depth // 128).bit_length() - 1 if 0 < scales.depth < k else 31
+    return scales.row_pitch if scales.rows else 0, scales.depth_pitch, scales.group_pitch, scales.rows, shift
 
 
 def steps(product: Product, device: int, *, tile: Tile | None = None) -> Steps:
@@ -259,15 +245,15 @@ def _arguments(p: Product, tile: Tile, scales: int) -> list[str | int | Boxes | 
         | _in_loop(p.scale_a, p.k) << 15 | _in_loop(p.scale_b, p.k) << 16 | factors << 18
         | (a_scales is not None) << 24 | (b_scales is not None) << 25
     )  # fmt: skip
-    *a_pitches, a_rows, a_blocks = _scale_arguments(p.scale_a, p.k)
-    *b_pitches, b_rows, b_blocks = _scale_arguments(p.scale_b, p.k)
+    *a_pitches, a_rows, a_shift = _scale_arguments(p.scale_a, p.k)
+    *b_pitches, b_rows, b_shift = _scale_arguments(p.scale_b, p.k)
     if g and g.kind == "masked" and p.scale_a is not None and a_pitches[2] == 0 and a_rows == 1:
         a_pitches[2] = p.m * a_pitches[0]
     return [
         a, b, out, a_scales or a, b_scales or a,
         "scale_a" if p.scale_a else 0, "scale_b" if p.scale_b else 0, "bias" if p.bias else 0, "add" if p.add else 0,
         "out", "out_scale" if p.quantized else 0, *_cuts(g), p.m, p.n, p.k, *a_pitches, *b_pitches,
-        a_rows | b_rows << 32, a_blocks | b_blocks << 32, p.out.pitch, p.out.group_pitch, -(-p.m // 4) * 4, p.add_pitch,
+        a_rows | b_rows << 32, a_shift | b_shift << 32, p.out.pitch, p.out.group_pitch, -(-p.m // 4) * 4, p.add_pitch,
         (_GROUPS[g.kind] if g else 0) | count << 32, flags | max(_BAND_ROWS // tile.rows, 1) << 32,
     ]  # fmt: skip
 
@@ -287,7 +273,7 @@ def _tile(p: Product, scales: int, multiprocessors: int) -> Tile:
         m, n = (g.expected if g.kind == "masked" else 0) or m, n * g.count
     tile = choose(m, n, p.k, scales, finish, multiprocessors)
     types = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across)
-    return tile if (*types, *tile, scales, finish) in _BUILT else SMALL[scales]
+    return tile if (*types, *tile, scales, finish) in _BUILT else SMALL
 
 
 def _grouped_tiles(p: Product, g: Groups, tile: Tile) -> int:
