@@ -8,7 +8,7 @@ A backend is a module with two functions:
     steps(product, device) -> Steps                the launches
 
 Steps name the tensors of a product ``a``, ``b``, ``scale_a``, ``scale_b``, ``bias``, ``add``, ``ends`` (or
-``sizes``, ``row_groups``), ``out`` and, of a quantised result, ``out_scale``; operators that use products call their
+``sizes``, ``row_groups``), ``global_scale``, ``out`` and, of a quantised result, ``out_scale``; operators that use products call their
 arguments and results so.
 """
 
@@ -90,6 +90,8 @@ class Product(NamedTuple):
     product: b has 2n rows, those of the gate first, and out[m, n] = act(gate) * up. ``quantized``: None, or how
     the result leaves as codes of `out.token` with scales ``out_scale``: "1x128" (fp32 [m, n / 128], whose strides are
     (1, m rounded up to 4)), "row" (fp32 [m]) or "1x16" (ue4m3 [m, n / 16], linear; out.token is "e2m1").
+    ``global_scale``: how many fp32 factors the tensor ``global_scale`` has: 0 (there is none), 1, or of a gated product
+    2, that of the gate first. They multiply the sums, as the scales do.
     """
 
     m: int
@@ -109,3 +111,4 @@ class Product(NamedTuple):
     gate: str | None = None
     quantized: str | None = None
     groups: Groups | None = None
+    global_scale: int = 0

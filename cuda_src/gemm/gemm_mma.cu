@@ -1,0 +1,383 @@
+// Matrix products with mma.sync, for every target and every pair of operands (rtkernels/ops/gemm/product.py):
+// out[m, n] = act(sum over k of a[m, k] * scale_a * b[n, k] * scale_b + bias[n] + add[m, n]), dense or in groups.
+//
+// A block makes one tile of the result: 128x128 by 4 warps of 64x64 (kTile 0), 128x128 by 8 warps of 64x32 (1) or 64x64 by
+// 4 warps of 32x32 (2). Both operands pass through a ring of stages in shared memory, filled by cp.async, 128 bytes of k of
+// the operand with more bits each (gemm_mma_operand.cuh). Lanes read their words one unit of k before the products that need
+// them, and convert them there to what the tensor core takes (gemm_mma_codes.cuh).
+//
+// Numerics. Sums stay in the accumulators of the tensor cores (fp32; int32 of integers; fp16 if Math says so). Kernels 1 and 2
+// also keep fp32 sums: every `sum_depth` of k the accumulators, times the scales of that stretch of k, are added to those.
+// kBlockScales: scales of 16 or 32 elements of k multiply the operands as they are converted, which is exact in fp16 (e2m1
+// with ue4m3) and in bf16 (also with e8m0, and e4m3 with e8m0). Scales of all of k multiply the sums at the end, with the
+// other steps of gemm_mma_finish.cuh.
+#include "gemm/gemm_mma_codes.cuh"
+#include "gemm/gemm_mma_finish.cuh"
+#include "gemm/gemm_mma_operand.cuh"
+#include "gemm/gemm_mma_scales.cuh"
+#include "gemm/gemm_mma_tiles.cuh"
+#include "ptx/pdl.cuh"
+
+namespace rtk {
+
+template <typename A, typename B, typename Math, bool kBlockScales, int kLayout, int kTile>
+struct MmaShape {
+    static constexpr int kTileM = kTile == 2 ? 64 : 128, kTileN = kTileM;
+    static constexpr int kWarpM = kTile == 2 ? 32 : 64, kWarpN = kTile == 0 ? 64 : 32;
+    static constexpr int kWarpsN = kTileN / kWarpN, kThreads = kTileM / kWarpM * kWarpsN * kWarp;
+    static constexpr bool kPromotes = kTile != 0;
+
+    static constexpr int kBitsA = CodeTraits<A>::kBits, kBitsB = CodeTraits<B>::kBits;
+    static constexpr int kMinBits = kBitsA < kBitsB ? kBitsA : kBitsB, kMaxBits = kBitsA < kBitsB ? kBitsB : kBitsA;
+    static constexpr int kDepth = 1024 / kMaxBits;  // k of a stage
+    using OperandA = MmaOperand<kBitsA, kTileM, kDepth, kThreads, (kLayout & 1) != 0, kTile == 2>;
+    using OperandB = MmaOperand<kBitsB, kTileN, kDepth, kThreads, (kLayout & 2) != 0, kTile == 2>;
+
+    // A unit of k: 16 bytes of the operand with fewer bits (a chunk), or 32 if it needs no conversion. It gives kWords words of
+    // each row, two for a product.
+    static constexpr int kGrowth = Math::kBits / kMinBits;
+    static constexpr int kChunks = kGrowth == 1 ? 2 : 1, kWords = kGrowth * kChunks;
+    static constexpr int kRawA = kBitsA / kMinBits, kRawB = kBitsB / kMinBits;  // words of a chunk as they lie in memory
+    static constexpr int kUnits = kDepth * kMinBits / 128 / kChunks, kUnitDepth = kDepth / kUnits;
+
+    // Scales of a row and stage: bytes for blocks of 16 or 32, or floats for stretches of 32 and more.
+    static constexpr int kScaleBytes = kBlockScales ? (kDepth / 16 < 4 ? 4 : kDepth / 16) : kPromotes ? kDepth / 32 * 4 : 0;
+    static constexpr int kScaleAt = OperandA::kBytes + OperandB::kBytes;
+    static constexpr int kStageBytes = kScaleAt + (kTileM + kTileN) * kScaleBytes;
+};
+
+// Words of 4 * kQuads blocks of eight rows, for one unit.
+template <int kQuads, int kChunks, int kRaw>
+struct MmaWords {
+    u32 w[kChunks][4 * kQuads][kRaw];
+
+    // Those of four blocks, number q of such.
+    template <typename Operand>
+    RTK_DEVICE void load(const u8* stage, int first, int unit, int q) {
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+            u32 four[4][kRaw];
+            Operand::fragments(four, stage, first + 32 * q, unit * kChunks + c);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+#pragma unroll
+                for (int r = 0; r < kRaw; ++r) w[c][4 * q + i][r] = four[i][r];
+        }
+    }
+
+    // Those of one block of rows as words of the product's type, times `scale` if kScaled.
+    template <typename Code, typename Math, bool kOrdered, bool kScaled, int kWords>
+    RTK_DEVICE void expand(int block, int kind, u32 scale, u32 (&out)[kWords]) const {
+        constexpr int kEach = Math::kBits / CodeTraits<Code>::kBits;
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c)
+#pragma unroll
+            for (int r = 0; r < kRaw; ++r) {
+                u32 some[kEach];
+                expand_word<Code, Math, kOrdered, kScaled>(w[c][block][r], kind, some);
+#pragma unroll
+                for (int i = 0; i < kEach; ++i) {
+                    if constexpr (kScaled)
+                        some[i] = fma_pair<is_same<Math, MathBf16>::value>(some[i], scale, kMinusZeros);
+                    out[(c * kRaw + r) * kEach + i] = some[i];
+                }
+            }
+    }
+};
+
+template <typename A, typename B, typename Math, bool kBlockScales, int kLayout, int kTile>
+__global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
+    gemm_mma(const void* a, const void* b, const void* scale_a, const void* scale_b, const void* global_scale,
+             const void* bias, const void* add, void* out, void* out_scale, const void* bounds, i64 m, i64 n, i64 k,
+             i64 a_pitch, i64 b_pitch, i64 out_pitch, i64 add_pitch, i64 a_group, i64 b_group, i64 out_group,
+             i64 add_group, i64 scale_a_rows, i64 scale_a_depth, i64 scale_a_row_pitch, i64 scale_a_depth_pitch,
+             i64 scale_a_group, i64 scale_b_rows, i64 scale_b_depth, i64 scale_b_row_pitch, i64 scale_b_depth_pitch,
+             i64 scale_b_group, i64 out_scale_pitch, i64 out_scale_group, i64 sum_depth, i64 k_align, i64 group_kind, i64 group_count,
+             i64 stages, i64 options) {
+    using Shape = MmaShape<A, B, Math, kBlockScales, kLayout, kTile>;
+    using OperandA = typename Shape::OperandA;
+    using OperandB = typename Shape::OperandB;
+    using Sums = typename Math::Sums;
+    constexpr int kBlocksM = Shape::kWarpM / 16, kBlocksN = Shape::kWarpN / 8, kDepth = Shape::kDepth;
+    extern __shared__ __align__(128) u8 memory[];
+    const auto option = [&](int place) { return static_cast<int>(options >> (4 * place)) & 15; };
+    ptx::launch_dependents();
+    ptx::wait_for_previous();
+
+    // Where the tile lies.
+    const int gate = option(9), kind_a = option(1), kind_b = option(2);
+    const MmaTile tile =
+        mma_tile<Shape::kTileM, Shape::kTileN>(static_cast<const i32*>(bounds), static_cast<int>(group_kind),
+                                               static_cast<int>(group_count), m, gate ? 2 * n : n, k, memory);
+    if (tile.rows == 0) return;
+    __shared__ MmaTile tile_for_later;  // registers are short in between
+    if (threadIdx.x == 0) tile_for_later = tile;
+    if (group_kind == kGroupRows || group_kind == kGroupSpans) __syncthreads();  // the table makes room for stages
+    const i64 group = tile.group, tile_columns = gate ? Shape::kTileN / 2 : Shape::kTileN, n0 = tile.n * tile_columns;
+    const i64 of_a = group * a_group, of_b = group * b_group;
+    const OperandA left{static_cast<const u8*>(a) + of_a * Shape::kBitsA / 8, a_pitch,
+                        MmaRows{tile.row, tile.rows, 0}, (option(0) & 1) != 0, (option(0) & 4) != 0};
+    const OperandB right{static_cast<const u8*>(b) + of_b * Shape::kBitsB / 8, b_pitch,
+                         MmaRows{n0, static_cast<int>(min(n - n0, tile_columns)), gate ? n : 0}, (option(0) & 2) != 0,
+                         (option(0) & 8) != 0};
+    const auto scales = [&](i64 of_group, const void* data, i64 rows, i64 depth, i64 row_pitch, i64 depth_pitch, i64 pitch, int given) {
+        const int token = given & 3;
+        const i64 columns = depth == 0 ? 1 : static_cast<i64>(divided(static_cast<u32>(k - 1), depth)) + 1;
+        return MmaScales{static_cast<const u8*>(data) + of_group * pitch * (token == kScaleFp32 ? 4 : 1),
+                         row_pitch, depth_pitch, rows, depth, (columns + 3) / 4, token, (given & 4) != 0, (given & 8) != 0};
+    };
+    const auto scales_of_a = [&](i64 of_group) {
+        return scales(of_group, scale_a, scale_a_rows, scale_a_depth, scale_a_row_pitch, scale_a_depth_pitch, scale_a_group,
+                      option(3));
+    };
+    const auto scales_of_b = [&](i64 of_group) {
+        return scales(of_group, scale_b, scale_b_rows, scale_b_depth, scale_b_row_pitch, scale_b_depth_pitch, scale_b_group,
+                      option(4));
+    };
+    const MmaScales left_scales = scales_of_a(group), right_scales = scales_of_b(group);
+    // Scales of all of k come at the end.
+    const bool scales_left = left_scales.token != kNoScale && left_scales.depth != 0;
+    const bool scales_right = right_scales.token != kNoScale && right_scales.depth != 0;
+    const int stretches = sum_depth < kDepth ? kDepth / static_cast<int>(sum_depth) : 1;  // of scales, in a stage
+    const int k_begin = tile.k_first / static_cast<int>(k_align) * static_cast<int>(k_align);
+    const int steps = (tile.k_last - k_begin + kDepth - 1) / kDepth;
+
+    // The ring of stages.
+    const ptx::SharedAddress base = ptx::shared_address(memory);
+    const int stage_count = static_cast<int>(stages);
+    int fetched = 0, fetch_slot = 0;
+    auto fetch = [&]() {
+        if (fetched < steps) {
+            const ptx::SharedAddress to = base + fetch_slot * Shape::kStageBytes;
+            const int k0 = k_begin + fetched * kDepth;
+            left.fetch(to, k0, tile.k_first, tile.k_last);
+            right.fetch(to + OperandA::kBytes, k0, tile.k_first, tile.k_last);
+            const ptx::SharedAddress at = to + Shape::kScaleAt;
+            const auto row_of_a = [&](int row) { return left.rows.source(row); };
+            const auto row_of_b = [&](int row) { return right.rows.source(row); };
+            if constexpr (kBlockScales) {
+                const auto first = [&](const MmaScales& of) { return divided(static_cast<u32>(k0), of.depth) & ~3u; };
+                const auto columns = [&](const MmaScales& of) { return divided(static_cast<u32>(k - 1), of.depth) + 1u; };
+                constexpr int kBytes = Shape::kScaleBytes, kThreads = Shape::kThreads;
+                if (left_scales.token != kNoScale)
+                    fetch_scale_bytes<Shape::kTileM, kBytes, kThreads>(at, left_scales, first(left_scales),
+                                                                       columns(left_scales), row_of_a);
+                fetch_scale_bytes<Shape::kTileN, kBytes, kThreads>(at + Shape::kTileM * kBytes, right_scales,
+                                                                   first(right_scales), columns(right_scales), row_of_b);
+            } else if constexpr (Shape::kPromotes) {
+                constexpr int kPitch = Shape::kTileM + Shape::kTileN;
+                if (scales_left)
+                    fetch_scale_floats<Shape::kTileM, Shape::kThreads>(at, kPitch, left_scales, k0, stretches, sum_depth,
+                                                                       tile.k_last, row_of_a);
+                if (scales_right)
+                    fetch_scale_floats<Shape::kTileN, Shape::kThreads>(at + Shape::kTileM * 4, kPitch, right_scales, k0,
+                                                                       stretches, sum_depth, tile.k_last, row_of_b);
+            }
+            ++fetched;
+            if (++fetch_slot == stage_count) fetch_slot = 0;
+        }
+        ptx::cp_async_commit();
+    };
+    // All but the stages that were asked for last are there: those of the next step.
+    auto wait_for_stage = [&]() {
+        if (stage_count == 2) {
+            ptx::cp_async_wait<0>();
+        } else if (stage_count == 3) {
+            ptx::cp_async_wait<1>();
+        } else {
+            ptx::cp_async_wait<2>();
+        }
+        __syncthreads();
+    };
+#pragma unroll 1
+    for (int i = 0; i < stage_count - 1; ++i) fetch();
+
+    const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
+    const int g = lane / 4, t = lane % 4;
+    const int warp_m = warp / Shape::kWarpsN * Shape::kWarpM, warp_n = warp % Shape::kWarpsN * Shape::kWarpN;
+    Sums sums[kBlocksM][kBlocksN];
+    float total[Shape::kPromotes ? kBlocksM : 1][Shape::kPromotes ? kBlocksN : 1][4];
+#pragma unroll
+    for (int i = 0; i < kBlocksM; ++i)
+#pragma unroll
+        for (int j = 0; j < kBlocksN; ++j) {
+            sums[i][j].clear();
+            if constexpr (Shape::kPromotes)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) total[i][j][e] = 0.0f;
+        }
+
+    // Adds the accumulators, times the scales of their stretch of k, to the fp32 sums.
+    auto promote = [&](const float (&row_scale)[2 * kBlocksM], const float (&column_scale)[2 * kBlocksN]) {
+        if constexpr (Shape::kPromotes) {
+#pragma unroll
+            for (int i = 0; i < kBlocksM; ++i)
+#pragma unroll
+                for (int j = 0; j < kBlocksN; ++j) {
+#pragma unroll
+                    for (int e = 0; e < 4; ++e)
+                        total[i][j][e] = fmaf(sums[i][j].value(e) * row_scale[2 * i + e / 2], column_scale[2 * j + e % 2],
+                                              total[i][j][e]);
+                    sums[i][j].clear();
+                }
+        }
+    };
+
+    // Words of the next unit are loaded while products of this one are made: those of b into a second set of registers, those
+    // of a where they were used for the last time.
+    MmaWords<kBlocksM / 2, Shape::kChunks, Shape::kRawA> words_a;
+    MmaWords<kBlocksN / 4, Shape::kChunks, Shape::kRawB> words_b[2];
+    auto load_a = [&](const u8* stage, int unit, int quad) { words_a.template load<OperandA>(stage, warp_m, unit, quad); };
+    auto load_b = [&](int to, const u8* stage, int unit) {
+#pragma unroll
+        for (int q = 0; q < kBlocksN / 4; ++q) words_b[to].template load<OperandB>(stage + OperandA::kBytes, warp_n, unit, q);
+    };
+    // Byte of the scales of this lane's elements of a unit, as a pair.
+    auto block_scale = [&](const MmaScales& of, const u8* bytes, int k0, int row, int unit) -> u32 {
+        if constexpr (kBlockScales) {
+            const u32 at = divided(static_cast<u32>(k0), of.depth);
+            const int inside = unit * Shape::kUnitDepth + t * (32 / Shape::kMinBits);
+            const u32 byte = bytes[row * Shape::kScaleBytes + static_cast<int>(at & 3u) +
+                                   static_cast<int>(divided(static_cast<u32>(inside), of.depth))];
+            return scale_pair<is_same<Math, MathBf16>::value>(byte, of.token);
+        }
+        return 0u;
+    };
+
+    const bool integers = option(5) == kTypeInt32;
+    int slot = 0, until = static_cast<int>(sum_depth);
+    if (steps > 0) {
+        wait_for_stage();
+        load_b(0, memory, 0);
+#pragma unroll
+        for (int q = 0; q < kBlocksM / 2; ++q) load_a(memory, 0, q);
+    }
+    auto work = [&](int step, int unit, int now) {  // now: unit % 2, known to the compiler
+        if (unit == 0) fetch();
+        const int k0 = k_begin + step * kDepth;
+        const u8* scale_memory = memory + slot * Shape::kStageBytes + Shape::kScaleAt;
+        // Scales first: behind the barrier below the stage belongs to a later step.
+        [[maybe_unused]] u32 pairs_a[2 * kBlocksM], pairs_b[kBlocksN];
+        if constexpr (kBlockScales) {
+            const bool with_a = left_scales.token != kNoScale;
+#pragma unroll
+            for (int i = 0; i < 2 * kBlocksM; ++i)
+                pairs_a[i] = with_a ? block_scale(left_scales, scale_memory, k0, warp_m + 8 * i + g, unit) : 0u;
+#pragma unroll
+            for (int j = 0; j < kBlocksN; ++j)
+                pairs_b[j] = block_scale(right_scales, scale_memory + Shape::kTileM * Shape::kScaleBytes, k0,
+                                         warp_n + 8 * j + g, unit);
+        }
+        [[maybe_unused]] float row_scale[2 * kBlocksM], column_scale[2 * kBlocksN];
+        [[maybe_unused]] bool ends = false;
+        if constexpr (Shape::kPromotes) {
+            until -= Shape::kUnitDepth;
+            ends = !integers && (until <= 0 || (step + 1 == steps && unit + 1 == Shape::kUnits));
+            if (ends) {
+                const int stretch = unit * Shape::kUnitDepth / static_cast<int>(sum_depth);
+                const float* of = reinterpret_cast<const float*>(scale_memory) + stretch * (Shape::kTileM + Shape::kTileN);
+#pragma unroll
+                for (int i = 0; i < 2 * kBlocksM; ++i) row_scale[i] = scales_left && !kBlockScales ? of[warp_m + 8 * i + g] : 1.0f;
+#pragma unroll
+                for (int j = 0; j < 2 * kBlocksN; ++j)
+                    column_scale[j] = scales_right && !kBlockScales
+                                          ? of[Shape::kTileM + warp_n + j / 2 * 8 + 2 * t + j % 2]
+                                          : 1.0f;
+                // Stretches behind the last k are zeros, which no scale may spoil.
+                const int begin = sum_depth < kDepth ? k0 + stretch * static_cast<int>(sum_depth) : k0;
+                ends = begin < tile.k_last;
+                until = static_cast<int>(sum_depth);
+            }
+        }
+        const int next = unit + 1 < Shape::kUnits ? unit + 1 : 0;
+        if (next == 0) {
+            if (++slot == stage_count) slot = 0;
+            wait_for_stage();
+        }
+        const bool more = next != 0 || step + 1 < steps;
+        const u8* stage = memory + slot * Shape::kStageBytes;
+        if (more) load_b(1 - now, stage, next);
+
+        u32 columns[kBlocksN][Shape::kWords];
+#pragma unroll
+        for (int j = 0; j < kBlocksN; ++j)
+            words_b[now].template expand<B, Math, (Shape::kBitsB < Shape::kBitsA), kBlockScales>(j, kind_b, pairs_b[j],
+                                                                                              columns[j]);
+#pragma unroll
+        for (int i = 0; i < kBlocksM; ++i) {
+            constexpr bool kScaledA = kBlockScales && Shape::kBitsA < 16;
+            u32 rows[2][Shape::kWords];
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                words_a.template expand<A, Math, (Shape::kBitsA < Shape::kBitsB), kScaledA>(
+                    2 * i + r, kind_a, pairs_a[2 * i + r], rows[r]);
+#pragma unroll
+            for (int p = 0; p < Shape::kWords; p += 2) {
+                const u32 fragment[4] = {rows[0][p], rows[1][p], rows[0][p + 1], rows[1][p + 1]};
+#pragma unroll
+                for (int j = 0; j < kBlocksN; ++j) {
+                    const u32 column[2] = {columns[j][p], columns[j][p + 1]};
+                    Math::template multiply<A, B>(sums[i][j], fragment, column, kind_a, kind_b);
+                }
+            }
+            if (i % 2 == 1 && more) load_a(stage, next, i / 2);
+        }
+        if constexpr (Shape::kPromotes) {
+            if (ends) promote(row_scale, column_scale);
+        }
+    };
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+        if constexpr (kTile == 0) {
+#pragma unroll
+            for (int unit = 0; unit < Shape::kUnits; ++unit) work(step, unit, unit % 2);
+        } else {  // less code
+#pragma unroll 1
+            for (int unit = 0; unit < Shape::kUnits; unit += 2) {
+                work(step, unit, 0);
+                work(step, unit + 1, 1);
+            }
+        }
+    }
+
+    // Through shared memory, so that whole rows are written.
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+    constexpr int kExcess = excess_of<A, Math, kBlockScales>() + excess_of<B, Math, kBlockScales>();
+    float* staged = reinterpret_cast<float*>(memory);
+#pragma unroll
+    for (int i = 0; i < kBlocksM; ++i)
+#pragma unroll
+        for (int j = 0; j < kBlocksN; ++j)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float2 pair;
+                if (integers) {
+                    pair.x = __int_as_float(sums[i][j].integer(2 * r) >> (kExcess > 0 ? kExcess : 0));
+                    pair.y = __int_as_float(sums[i][j].integer(2 * r + 1) >> (kExcess > 0 ? kExcess : 0));
+                } else if constexpr (Shape::kPromotes) {
+                    pair.x = total[i][j][2 * r], pair.y = total[i][j][2 * r + 1];
+                } else {
+                    pair.x = sums[i][j].value(2 * r), pair.y = sums[i][j].value(2 * r + 1);
+                }
+                float* to = staged + (warp_m + 16 * i + g + 8 * r) * (Shape::kTileN + 8) + warp_n + 8 * j + 2 * t;
+                *reinterpret_cast<float2*>(to) = pair;
+            }
+    __syncthreads();
+    const MmaTile done = tile_for_later;
+    const int out_type = option(5), quantized = option(10);
+    const i64 out_bits = out_type == kTypeFp32 || out_type == kTypeInt32 ? 32 : out_type < kTypeFp32 ? 16 : out_type < kTypeE2m1 ? 8 : 4;
+    const i64 add_bytes = option(7) == kTypeFp32 ? 4 : 2, scale_bytes = quantized == kQuantized16 ? 1 : 4;
+    MmaFinish finish{static_cast<u8*>(out) + done.group * out_group * out_bits / 8,
+                     static_cast<u8*>(out_scale) + done.group * out_scale_group * scale_bytes, bias,
+                     static_cast<const u8*>(add) + done.group * add_group * add_bytes,
+                     static_cast<const float*>(global_scale), scales_of_a(done.group), scales_of_b(done.group), out_pitch,
+                     add_pitch, n, out_scale_pitch, out_type, option(6), option(7), option(8), option(9), quantized,
+                     option(11), option(12) != 0};
+    if (scale_a_depth != 0) finish.scale_a.token = kNoScale;
+    if (scale_b_depth != 0) finish.scale_b.token = kNoScale;
+    const float factor = __uint_as_float(static_cast<u32>(127 - kExcess) << 23);
+    finish.template run<Shape::kTileM, Shape::kTileN, Shape::kThreads>(staged, done.row, done.rows, done.n, factor);
+}
+
+}  // namespace rtk
