@@ -9,7 +9,8 @@
 // Numerics. Sums stay in the accumulators of the tensor cores (fp32; int32 of integers; fp16 if Math says so). Kernels 1 and 2
 // also keep fp32 sums: every `sum_depth` of k the accumulators, times the scales of that stretch of k, are added to those.
 // kBlockScales: scales of 16 or 32 elements of k multiply the operands as they are converted, which is exact in fp16 (e2m1
-// with ue4m3) and in bf16 (also with e8m0, and e4m3 with e8m0). Scales of all of k multiply the sums at the end, with the
+// with ue4m3) and in bf16 (also with e8m0, and e4m3 with e8m0), or go into the product where the target has such (sm_120a).
+// Scales of all of k multiply the sums at the end, with the
 // other steps of gemm_mma_finish.cuh.
 #include "gemm/gemm_mma_codes.cuh"
 #include "gemm/gemm_mma_finish.cuh"
@@ -40,6 +41,8 @@ struct MmaShape {
     static constexpr int kRawA = kBitsA / kMinBits, kRawB = kBitsB / kMinBits;  // words of a chunk as they lie in memory
     static constexpr int kUnits = kDepth * kMinBits / 128 / kChunks, kUnitDepth = kDepth / kUnits;
 
+    static constexpr int kScaleVector = scale_vector<Math>(0);  // scales that a product takes itself
+    static constexpr bool kConvertScaled = kBlockScales && kScaleVector == 0;
     // Scales of a row and stage: bytes for blocks of 16 or 32, or floats for stretches of 32 and more.
     static constexpr int kScaleBytes = kBlockScales ? (kDepth / 16 < 4 ? 4 : kDepth / 16) : kPromotes ? kDepth / 32 * 4 : 0;
     static constexpr int kScaleAt = OperandA::kBytes + OperandB::kBytes;
@@ -258,7 +261,17 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
         const u8* scale_memory = memory + slot * Shape::kStageBytes + Shape::kScaleAt;
         // Scales first: behind the barrier below the stage belongs to a later step.
         [[maybe_unused]] u32 pairs_a[2 * kBlocksM], pairs_b[kBlocksN];
-        if constexpr (kBlockScales) {
+        if constexpr (Shape::kScaleVector > 0) {
+            // Lane 4g + t has the word of row 8t + g of every 32.
+            const u8* from = scale_memory + unit * Shape::kScaleVector / 4 * 4 + (8 * t + g) * Shape::kScaleBytes;
+#pragma unroll
+            for (int i = 0; i < kBlocksM; i += 2)
+                pairs_a[i / 2] = *reinterpret_cast<const u32*>(from + (warp_m + 16 * i) * Shape::kScaleBytes);
+#pragma unroll
+            for (int j = 0; j < kBlocksN; j += 4)
+                pairs_b[j / 4] =
+                    *reinterpret_cast<const u32*>(from + (Shape::kTileM + warp_n + 8 * j) * Shape::kScaleBytes);
+        } else if constexpr (kBlockScales) {
             const bool with_a = left_scales.token != kNoScale;
 #pragma unroll
             for (int i = 0; i < 2 * kBlocksM; ++i)
@@ -301,11 +314,11 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
         u32 columns[kBlocksN][Shape::kWords];
 #pragma unroll
         for (int j = 0; j < kBlocksN; ++j)
-            words_b[now].template expand<B, Math, (Shape::kBitsB < Shape::kBitsA), kBlockScales>(j, kind_b, pairs_b[j],
-                                                                                              columns[j]);
+            words_b[now].template expand<B, Math, (Shape::kBitsB < Shape::kBitsA), Shape::kConvertScaled>(
+                j, kind_b, pairs_b[j], columns[j]);
 #pragma unroll
         for (int i = 0; i < kBlocksM; ++i) {
-            constexpr bool kScaledA = kBlockScales && Shape::kBitsA < 16;
+            constexpr bool kScaledA = Shape::kConvertScaled && Shape::kBitsA < 16;
             u32 rows[2][Shape::kWords];
 #pragma unroll
             for (int r = 0; r < 2; ++r)
@@ -317,7 +330,12 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
 #pragma unroll
                 for (int j = 0; j < kBlocksN; ++j) {
                     const u32 column[2] = {columns[j][p], columns[j][p + 1]};
-                    Math::template multiply<A, B>(sums[i][j], fragment, column, kind_a, kind_b);
+                    if constexpr (Shape::kScaleVector > 0) {
+                        Math::multiply(sums[i][j], fragment, column, pairs_a[i / 2], pairs_b[j / 4],
+                                       unit * Shape::kScaleVector % 4, i, j);
+                    } else {
+                        Math::template multiply<A, B>(sums[i][j], fragment, column, kind_a, kind_b);
+                    }
                 }
             }
             if (i % 2 == 1 && more) load_a(stage, next, i / 2);
@@ -328,7 +346,7 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
     };
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
-        if constexpr (kTile == 0) {
+        if constexpr (kTile == 0 || Shape::kScaleVector > 0) {
 #pragma unroll
             for (int unit = 0; unit < Shape::kUnits; ++unit) work(step, unit, unit % 2);
         } else {  // less code
@@ -343,7 +361,7 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
     // Through shared memory, so that whole rows are written.
     ptx::cp_async_wait<0>();
     __syncthreads();
-    constexpr int kExcess = excess_of<A, Math, kBlockScales>() + excess_of<B, Math, kBlockScales>();
+    constexpr int kExcess = excess_of<A, Math, Shape::kConvertScaled>() + excess_of<B, Math, Shape::kConvertScaled>();
     float* staged = reinterpret_cast<float*>(memory);
 #pragma unroll
     for (int i = 0; i < kBlocksM; ++i)

@@ -6,6 +6,7 @@
 #pragma once
 #include "common/convert.cuh"
 #include "ptx/mma.cuh"
+#include "ptx/mma_scaled.cuh"
 #include "ptx/packed.cuh"
 
 // 8-bit floats multiply at full speed on these; elsewhere their product is slow or absent, and fp16 takes its place.
@@ -160,6 +161,32 @@ struct MathFp8 {
 #else
 struct MathFp8 : MathF16 {};
 #endif
+
+#if RTK_HAS_BLOCK_SCALED_MMA
+// Products that take scales of blocks: kScaleVector of them for a row and product. `word`: see ptx/mma_scaled.cuh.
+#define RTK_SCALED_PRODUCT(name, bits, vector, instruction)                                                             \
+    struct name {                                                                                                       \
+        using Sums = FloatSums;                                                                                         \
+        static constexpr int kBits = bits, kScaleVector = vector;                                                       \
+        RTK_DEVICE static void multiply(Sums& d, const u32(&a)[4], const u32(&b)[2], u32 word_a, u32 word_b, int byte,  \
+                                        int block_m, int block_n) {                                                     \
+            ptx::instruction(d.v, a, b, word_a, word_b, byte, block_m % 2, block_n % 4);                                \
+        }                                                                                                               \
+    };
+RTK_SCALED_PRODUCT(MathMxFp8, 8, 1, mma_m16n8k32_e4m3_e8m0)
+RTK_SCALED_PRODUCT(MathMxFp4, 4, 2, mma_m16n8k64_e2m1_e8m0)
+RTK_SCALED_PRODUCT(MathNvFp4, 4, 4, mma_m16n8k64_e2m1_ue4m3)
+#undef RTK_SCALED_PRODUCT
+#endif
+
+template <typename Math>
+RTK_DEVICE constexpr int scale_vector(...) {
+    return 0;
+}
+template <typename Math, int kVector = Math::kScaleVector>
+RTK_DEVICE constexpr int scale_vector(int) {
+    return kVector;
+}
 
 // ---- conversions ----------------------------------------------------------------------------------------------------
 

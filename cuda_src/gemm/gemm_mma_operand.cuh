@@ -71,7 +71,7 @@ struct MmaOperand {
         const u8* from = data + (first * pitch + k) * kBits / 8;
         const i64 stride = step * pitch * kBits / 8;
         to = to + place(row, vector);
-#pragma unroll 4
+#pragma unroll 2
         for (int i = 0; i < kPerThread; ++i) {
             const int read = inside + i * step < rows.exist ? bytes : 0;
             ptx::cp_async_16_partial(to + i * kStep * kRowBytes, read == 0 ? data : from, read);
@@ -87,7 +87,7 @@ struct MmaOperand {
         const i64 column = rows.first + inside + (rows.half != 0 && (row & 8) ? rows.half : 0);
         const u8* from = data + (static_cast<i64>(k) * pitch + column) * 2;
         to = to + across_place(k - k0, row);
-#pragma unroll 4
+#pragma unroll 2
         for (int i = 0; i < kPerThread; ++i) {
             const int read = k + i * kStep < k_last ? bytes : 0;
             ptx::cp_async_16_partial(to + i * kStep * 128, read == 0 ? data : from, read);
