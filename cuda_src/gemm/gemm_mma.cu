@@ -10,8 +10,7 @@
 // also keep fp32 sums: every `sum_depth` of k the accumulators, times the scales of that stretch of k, are added to those.
 // kBlockScales: scales of 16 or 32 elements of k multiply the operands as they are converted, which is exact in fp16 (e2m1
 // with ue4m3) and in bf16 (also with e8m0, and e4m3 with e8m0), or go into the product where the target has such (sm_120a).
-// Scales of all of k multiply the sums at the end, with the
-// other steps of gemm_mma_finish.cuh.
+// Scales of all of k multiply the sums at the end, with the other steps of gemm_mma_finish.cuh.
 #include "gemm/gemm_mma_codes.cuh"
 #include "gemm/gemm_mma_finish.cuh"
 #include "gemm/gemm_mma_operand.cuh"
@@ -26,11 +25,11 @@ struct MmaShape {
     static constexpr int kTileM = kTile == 2 ? 64 : 128, kTileN = kTileM;
     static constexpr int kWarpM = kTile == 2 ? 32 : 64, kWarpN = kTile == 0 ? 64 : 32;
     static constexpr int kWarpsN = kTileN / kWarpN, kThreads = kTileM / kWarpM * kWarpsN * kWarp;
-    static constexpr bool kPromotes = kTile != 0;
 
     static constexpr int kBitsA = CodeTraits<A>::kBits, kBitsB = CodeTraits<B>::kBits;
     static constexpr int kMinBits = kBitsA < kBitsB ? kBitsA : kBitsB, kMaxBits = kBitsA < kBitsB ? kBitsB : kBitsA;
     static constexpr int kDepth = 1024 / kMaxBits;  // k of a stage
+    static constexpr bool kPromotes = kTile != 0 && !kBlockScales && kMinBits < 16;
     using OperandA = MmaOperand<kBitsA, kTileM, kDepth, kThreads, (kLayout & 1) != 0, kTile == 2>;
     using OperandB = MmaOperand<kBitsB, kTileN, kDepth, kThreads, (kLayout & 2) != 0, kTile == 2>;
 
@@ -44,47 +43,52 @@ struct MmaShape {
     static constexpr int kScaleVector = scale_vector<Math>(0);  // scales that a product takes itself
     static constexpr bool kConvertScaled = kBlockScales && kScaleVector == 0;
     // Scales of a row and stage: bytes for blocks of 16 or 32, or floats for stretches of 32 and more.
-    static constexpr int kScaleBytes = kBlockScales ? (kDepth / 16 < 4 ? 4 : kDepth / 16) : kPromotes ? kDepth / 32 * 4 : 0;
+    static constexpr int kScaleBytes = kBlockScales ? (kDepth / 16 < 4 ? 4 : kDepth / 16) : kPromotes ? (kTile == 2 ? kDepth / 32 * 4 : 4) : 0;
     static constexpr int kScaleAt = OperandA::kBytes + OperandB::kBytes;
     static constexpr int kStageBytes = kScaleAt + (kTileM + kTileN) * kScaleBytes;
 };
 
-// Words of 4 * kQuads blocks of eight rows, for one unit.
-template <int kQuads, int kChunks, int kRaw>
+// Words of kBlocks blocks of eight rows, for one unit, as they lie in memory. kIsA: in the order that products want of a.
+template <typename Operand, int kBlocks, int kChunks, int kRaw, bool kIsA>
 struct MmaWords {
-    u32 w[kChunks][4 * kQuads][kRaw];
+    static constexpr int kAtATime = kChunks == 2 ? 2 : 4;  // blocks that are loaded together
+    u32 w[kBlocks / kAtATime][4][kRaw];
 
-    // Those of four blocks, number q of such.
-    template <typename Operand>
-    RTK_DEVICE void load(const u8* stage, int first, int unit, int q) {
+    RTK_DEVICE void load(const u8* stage, int first, int unit, int part) {
+        if constexpr (kChunks == 2) {
+            u32 four[4];
+            Operand::template fragments<kIsA>(four, stage, first + 16 * part, unit * 2);
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-            u32 four[4][kRaw];
-            Operand::fragments(four, stage, first + 32 * q, unit * kChunks + c);
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-#pragma unroll
-                for (int r = 0; r < kRaw; ++r) w[c][4 * q + i][r] = four[i][r];
+            for (int i = 0; i < 4; ++i) w[part][i][0] = four[i];
+        } else {
+            Operand::raw_words(w[part], stage, first + 32 * part, unit);
         }
     }
 
-    // Those of one block of rows as words of the product's type, times `scale` if kScaled.
-    template <typename Code, typename Math, bool kOrdered, bool kScaled, int kWords>
-    RTK_DEVICE void expand(int block, int kind, u32 scale, u32 (&out)[kWords]) const {
-        constexpr int kEach = Math::kBits / CodeTraits<Code>::kBits;
+    // Blocks first ... first + kCount - 1 as words of the product's type; times scale[i] if kScaled.
+    template <typename Code, typename Math, bool kOrdered, bool kScaled, int kCount, int kWords>
+    RTK_DEVICE void expand(int first, int kind, const u32* scale, u32 (&out)[kCount][kWords]) const {
+        if constexpr (kChunks == 2) {
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c)
+            for (int i = 0; i < kCount; ++i)
 #pragma unroll
-            for (int r = 0; r < kRaw; ++r) {
-                u32 some[kEach];
-                expand_word<Code, Math, kOrdered, kScaled>(w[c][block][r], kind, some);
+                for (int c = 0; c < 2; ++c)
+                    out[i][c] = w[(first + i) / 2][kIsA ? (first + i) % 2 + 2 * c : (first + i) % 2 * 2 + c][0];
+        } else {
+            constexpr int kEach = Math::kBits / CodeTraits<Code>::kBits;
+            u32 in[kCount * kRaw], some[kCount * kRaw][kEach];
 #pragma unroll
-                for (int i = 0; i < kEach; ++i) {
-                    if constexpr (kScaled)
-                        some[i] = fma_pair<is_same<Math, MathBf16>::value>(some[i], scale, kMinusZeros);
-                    out[(c * kRaw + r) * kEach + i] = some[i];
+            for (int i = 0; i < kCount * kRaw; ++i) in[i] = w[(first + i / kRaw) / 4][(first + i / kRaw) % 4][i % kRaw];
+            expand_words<Code, Math, kOrdered, kScaled>(in, kind, some);
+#pragma unroll
+            for (int i = 0; i < kCount * kRaw; ++i)
+#pragma unroll
+                for (int e = 0; e < kEach; ++e) {
+                    u32 word = some[i][e];
+                    if constexpr (kScaled) word = fma_pair<is_same<Math, MathBf16>::value>(word, scale[i / kRaw], kMinusZeros);
+                    out[i / kRaw][i % kRaw * kEach + e] = word;
                 }
-            }
+        }
     }
 };
 
@@ -141,40 +145,42 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
     // Scales of all of k come at the end.
     const bool scales_left = left_scales.token != kNoScale && left_scales.depth != 0;
     const bool scales_right = right_scales.token != kNoScale && right_scales.depth != 0;
-    const int stretches = sum_depth < kDepth ? kDepth / static_cast<int>(sum_depth) : 1;  // of scales, in a stage
+    const int stretches = kTile == 2 && sum_depth < kDepth ? kDepth / static_cast<int>(sum_depth) : 1;  // in a stage
     const int k_begin = tile.k_first / static_cast<int>(k_align) * static_cast<int>(k_align);
     const int steps = (tile.k_last - k_begin + kDepth - 1) / kDepth;
 
     // The ring of stages.
     const ptx::SharedAddress base = ptx::shared_address(memory);
     const int stage_count = static_cast<int>(stages);
+    const u8* from_a = left.start(k_begin);
+    const u8* from_b = right.start(k_begin);
     int fetched = 0, fetch_slot = 0;
     auto fetch = [&]() {
         if (fetched < steps) {
             const ptx::SharedAddress to = base + fetch_slot * Shape::kStageBytes;
             const int k0 = k_begin + fetched * kDepth;
-            left.fetch(to, k0, tile.k_first, tile.k_last);
-            right.fetch(to + OperandA::kBytes, k0, tile.k_first, tile.k_last);
-            const ptx::SharedAddress at = to + Shape::kScaleAt;
-            const auto row_of_a = [&](int row) { return left.rows.source(row); };
-            const auto row_of_b = [&](int row) { return right.rows.source(row); };
-            if constexpr (kBlockScales) {
-                const auto first = [&](const MmaScales& of) { return divided(static_cast<u32>(k0), of.depth) & ~3u; };
-                const auto columns = [&](const MmaScales& of) { return divided(static_cast<u32>(k - 1), of.depth) + 1u; };
-                constexpr int kBytes = Shape::kScaleBytes, kThreads = Shape::kThreads;
-                if (left_scales.token != kNoScale)
-                    fetch_scale_bytes<Shape::kTileM, kBytes, kThreads>(at, left_scales, first(left_scales),
-                                                                       columns(left_scales), row_of_a);
-                fetch_scale_bytes<Shape::kTileN, kBytes, kThreads>(at + Shape::kTileM * kBytes, right_scales,
-                                                                   first(right_scales), columns(right_scales), row_of_b);
-            } else if constexpr (Shape::kPromotes) {
-                constexpr int kPitch = Shape::kTileM + Shape::kTileN;
-                if (scales_left)
-                    fetch_scale_floats<Shape::kTileM, Shape::kThreads>(at, kPitch, left_scales, k0, stretches, sum_depth,
-                                                                       tile.k_last, row_of_a);
-                if (scales_right)
-                    fetch_scale_floats<Shape::kTileN, Shape::kThreads>(at + Shape::kTileM * 4, kPitch, right_scales, k0,
-                                                                       stretches, sum_depth, tile.k_last, row_of_b);
+            left.fetch(to, from_a, k0, tile.k_first, tile.k_last);
+            right.fetch(to + OperandA::kBytes, from_b, k0, tile.k_first, tile.k_last);
+            if constexpr (kBlockScales || Shape::kPromotes) {
+                // A thread fetches scales of one row, or two.
+                constexpr int kRows = Shape::kTileM + Shape::kTileN;
+#pragma unroll
+                for (int r = 0; r < kRows; r += Shape::kThreads) {
+                    const int row = r + static_cast<int>(threadIdx.x);
+                    const bool of_a = row < Shape::kTileM;
+                    const MmaScales& of = of_a ? left_scales : right_scales;
+                    if (of_a ? !scales_left : !scales_right) continue;
+                    const i64 source = max(of_a ? left.rows.source(row) : right.rows.source(row - Shape::kTileM), 0ll);
+                    const ptx::SharedAddress at = to + Shape::kScaleAt;
+                    if constexpr (kBlockScales) {
+                        fetch_scale_bytes<Shape::kScaleBytes>(at + row * Shape::kScaleBytes, of, source,
+                                                              divided(static_cast<u32>(k0), of.depth) & ~3u,
+                                                              divided(static_cast<u32>(k - 1), of.depth) + 1u);
+                    } else {
+                        fetch_scale_floats(at + row * 4, kRows * 4, of, source, k0, stretches, static_cast<int>(sum_depth),
+                                           tile.k_last);
+                    }
+                }
             }
             ++fetched;
             if (++fetch_slot == stage_count) fetch_slot = 0;
@@ -228,20 +234,21 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
 
     // Words of the next unit are loaded while products of this one are made: those of b into a second set of registers, those
     // of a where they were used for the last time.
-    MmaWords<kBlocksM / 2, Shape::kChunks, Shape::kRawA> words_a;
-    MmaWords<kBlocksN / 4, Shape::kChunks, Shape::kRawB> words_b[2];
-    auto load_a = [&](const u8* stage, int unit, int quad) { words_a.template load<OperandA>(stage, warp_m, unit, quad); };
+    using WordsA = MmaWords<OperandA, 2 * kBlocksM, Shape::kChunks, Shape::kRawA, true>;
+    using WordsB = MmaWords<OperandB, kBlocksN, Shape::kChunks, Shape::kRawB, false>;
+    WordsA words_a;
+    WordsB words_b[2];
     auto load_b = [&](int to, const u8* stage, int unit) {
 #pragma unroll
-        for (int q = 0; q < kBlocksN / 4; ++q) words_b[to].template load<OperandB>(stage + OperandA::kBytes, warp_n, unit, q);
+        for (int part = 0; part < kBlocksN / WordsB::kAtATime; ++part)
+            words_b[to].load(stage + OperandA::kBytes, warp_n, unit, part);
     };
     // Byte of the scales of this lane's elements of a unit, as a pair.
     auto block_scale = [&](const MmaScales& of, const u8* bytes, int k0, int row, int unit) -> u32 {
         if constexpr (kBlockScales) {
-            const u32 at = divided(static_cast<u32>(k0), of.depth);
+            const int shift = static_cast<int>(of.depth >> 32);  // of a power of two
             const int inside = unit * Shape::kUnitDepth + t * (32 / Shape::kMinBits);
-            const u32 byte = bytes[row * Shape::kScaleBytes + static_cast<int>(at & 3u) +
-                                   static_cast<int>(divided(static_cast<u32>(inside), of.depth))];
+            const u32 byte = bytes[row * Shape::kScaleBytes + (k0 >> shift & 3) + (inside >> shift)];
             return scale_pair<is_same<Math, MathBf16>::value>(byte, of.token);
         }
         return 0u;
@@ -253,7 +260,7 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
         wait_for_stage();
         load_b(0, memory, 0);
 #pragma unroll
-        for (int q = 0; q < kBlocksM / 2; ++q) load_a(memory, 0, q);
+        for (int part = 0; part < 2 * kBlocksM / WordsA::kAtATime; ++part) words_a.load(memory, warp_m, 0, part);
     }
     auto work = [&](int step, int unit, int now) {  // now: unit % 2, known to the compiler
         if (unit == 0) fetch();
@@ -284,21 +291,21 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
         [[maybe_unused]] float row_scale[2 * kBlocksM], column_scale[2 * kBlocksN];
         [[maybe_unused]] bool ends = false;
         if constexpr (Shape::kPromotes) {
-            until -= Shape::kUnitDepth;
-            ends = !integers && (until <= 0 || (step + 1 == steps && unit + 1 == Shape::kUnits));
+            // Large tiles have stretches of whole stages.
+            if (kTile == 2 || unit + 1 == Shape::kUnits) {
+                until -= kTile == 2 ? Shape::kUnitDepth : kDepth;
+                ends = !integers && (until <= 0 || (step + 1 == steps && unit + 1 == Shape::kUnits));
+            }
             if (ends) {
-                const int stretch = unit * Shape::kUnitDepth / static_cast<int>(sum_depth);
+                const int stretch = kTile == 2 ? unit * Shape::kUnitDepth / static_cast<int>(sum_depth) : 0;
                 const float* of = reinterpret_cast<const float*>(scale_memory) + stretch * (Shape::kTileM + Shape::kTileN);
 #pragma unroll
-                for (int i = 0; i < 2 * kBlocksM; ++i) row_scale[i] = scales_left && !kBlockScales ? of[warp_m + 8 * i + g] : 1.0f;
+                for (int i = 0; i < 2 * kBlocksM; ++i) row_scale[i] = scales_left ? of[warp_m + 8 * i + g] : 1.0f;
 #pragma unroll
                 for (int j = 0; j < 2 * kBlocksN; ++j)
-                    column_scale[j] = scales_right && !kBlockScales
-                                          ? of[Shape::kTileM + warp_n + j / 2 * 8 + 2 * t + j % 2]
-                                          : 1.0f;
+                    column_scale[j] = scales_right ? of[Shape::kTileM + warp_n + j / 2 * 8 + 2 * t + j % 2] : 1.0f;
                 // Stretches behind the last k are zeros, which no scale may spoil.
-                const int begin = sum_depth < kDepth ? k0 + stretch * static_cast<int>(sum_depth) : k0;
-                ends = begin < tile.k_last;
+                ends = k0 + stretch * static_cast<int>(sum_depth) < tile.k_last;
                 until = static_cast<int>(sum_depth);
             }
         }
@@ -312,18 +319,13 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
         if (more) load_b(1 - now, stage, next);
 
         u32 columns[kBlocksN][Shape::kWords];
-#pragma unroll
-        for (int j = 0; j < kBlocksN; ++j)
-            words_b[now].template expand<B, Math, (Shape::kBitsB < Shape::kBitsA), Shape::kConvertScaled>(
-                j, kind_b, pairs_b[j], columns[j]);
+        words_b[now].template expand<B, Math, (Shape::kBitsB < Shape::kBitsA), Shape::kConvertScaled>(0, kind_b, pairs_b,
+                                                                                                   columns);
 #pragma unroll
         for (int i = 0; i < kBlocksM; ++i) {
             constexpr bool kScaledA = Shape::kConvertScaled && Shape::kBitsA < 16;
             u32 rows[2][Shape::kWords];
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
-                words_a.template expand<A, Math, (Shape::kBitsA < Shape::kBitsB), kScaledA>(
-                    2 * i + r, kind_a, pairs_a[2 * i + r], rows[r]);
+            words_a.template expand<A, Math, (Shape::kBitsA < Shape::kBitsB), kScaledA>(2 * i, kind_a, pairs_a + 2 * i, rows);
 #pragma unroll
             for (int p = 0; p < Shape::kWords; p += 2) {
                 const u32 fragment[4] = {rows[0][p], rows[1][p], rows[0][p + 1], rows[1][p + 1]};
@@ -338,7 +340,8 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
                     }
                 }
             }
-            if (i % 2 == 1 && more) load_a(stage, next, i / 2);
+            constexpr int kTogether = WordsA::kAtATime / 2;
+            if (i % kTogether == kTogether - 1 && more) words_a.load(stage, warp_m, next, i / kTogether);
         }
         if constexpr (Shape::kPromotes) {
             if (ends) promote(row_scale, column_scale);
@@ -346,7 +349,7 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
     };
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
-        if constexpr (kTile == 0 || Shape::kScaleVector > 0) {
+        if constexpr (kTile != 2 || !Shape::kPromotes) {
 #pragma unroll
             for (int unit = 0; unit < Shape::kUnits; ++unit) work(step, unit, unit % 2);
         } else {  // less code

@@ -205,19 +205,22 @@ RTK_DEVICE u32 upper_bytes(u32 word) {
     return __byte_perm(word, 0u, kFirst == 0 ? 0x1404 : 0x3424);
 }
 
-// Four 8-bit floats. The exponent field is moved to that of the 16-bit type, whose larger bias a multiplication takes
-// out: exact, subnormals included. NaN, and infinities of e5m2, are rare and repaired behind a branch.
-template <bool kBf16, bool kIsE5m2>
-RTK_DEVICE void floats_of_bytes(u32 word, u32 (&out)[2]) {
+// Words of four 8-bit floats. The exponent field is moved to that of the 16-bit type, whose larger bias a multiplication takes
+// out: exact, subnormals included. NaN, and infinities of e5m2, are rare and repaired behind one branch for all words.
+template <bool kBf16, bool kIsE5m2, int N>
+RTK_DEVICE void floats_of_bytes(const u32 (&word)[N], u32 (&out)[N][2]) {
     if constexpr (!kBf16 && kIsE5m2) {  // e5m2 is the upper byte of fp16
-        out[0] = upper_bytes<0>(word);
-        out[1] = upper_bytes<2>(word);
+#pragma unroll
+        for (int n = 0; n < N; ++n) out[n][0] = upper_bytes<0>(word[n]), out[n][1] = upper_bytes<2>(word[n]);
         return;
     }
 #if RTK_HAS_FP8_CVT
     if constexpr (!kBf16) {
-        out[0] = ptx::cvt_e4m3x2_to_f16x2(static_cast<u16>(word));
-        out[1] = ptx::cvt_e4m3x2_to_f16x2(static_cast<u16>(word >> 16));
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            out[n][0] = ptx::cvt_e4m3x2_to_f16x2(static_cast<u16>(word[n]));
+            out[n][1] = ptx::cvt_e4m3x2_to_f16x2(static_cast<u16>(word[n] >> 16));
+        }
         return;
     }
 #endif
@@ -225,16 +228,24 @@ RTK_DEVICE void floats_of_bytes(u32 word, u32 (&out)[2]) {
     constexpr u32 kMask = both_halves(0x7f00u >> kShift);
     constexpr u32 kTimes = both_halves(kBf16 ? (kIsE5m2 ? 0x7780u : 0x7b80u) : 0x5c00u);  // 2^112, 2^120, 2^8
     constexpr u32 kSpecial = kIsE5m2 ? 0x7c7c7c7cu : 0x7f7f7f7fu, kCarry = kIsE5m2 ? 0x04040404u : 0x01010101u;
-    const u32 special = ((word & kSpecial) + kCarry) & 0x80808080u;
+    u32 special = 0u;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const u32 bytes = i == 0 ? upper_bytes<0>(word) : upper_bytes<2>(word);
-        out[i] = fma_pair<kBf16>((bytes >> kShift & kMask) | (bytes & kMinusZeros), kTimes, kMinusZeros);
+    for (int n = 0; n < N; ++n) {
+        special |= ((word[n] & kSpecial) + kCarry) & 0x80808080u;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const u32 bytes = i == 0 ? upper_bytes<0>(word[n]) : upper_bytes<2>(word[n]);
+            out[n][i] = fma_pair<kBf16>((bytes >> kShift & kMask) | (bytes & kMinusZeros), kTimes, kMinusZeros);
+        }
     }
     if (special != 0u) {
-        constexpr u32 kSet = kBf16 ? (kIsE5m2 ? 0x7f80u : 0x7fffu) : 0x7fffu;
-        out[0] |= (upper_bytes<0>(special) >> 15) * kSet;
-        out[1] |= (upper_bytes<2>(special) >> 15) * kSet;
+        constexpr u32 kSet = kBf16 && kIsE5m2 ? 0x7f80u : 0x7fffu;
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            const u32 here = ((word[n] & kSpecial) + kCarry) & 0x80808080u;
+            out[n][0] |= (upper_bytes<0>(here) >> 15) * kSet;
+            out[n][1] |= (upper_bytes<2>(here) >> 15) * kSet;
+        }
     }
 }
 
@@ -297,27 +308,31 @@ RTK_DEVICE void bytes_of_nibbles(u32 word, u32 (&out)[2]) {
     out[1] = kOrdered ? __byte_perm(low, high, 0x7362) : high;
 }
 
-// One word of codes as words of the product's type. kRaw: see pair_of_nibbles.
-template <typename Code, typename Math, bool kOrdered, bool kRaw>
-RTK_DEVICE void expand_word(u32 word, int kind, u32 (&out)[Math::kBits / CodeTraits<Code>::kBits]) {
+// Words of codes as words of the product's type. kRaw: see pair_of_nibbles.
+template <typename Code, typename Math, bool kOrdered, bool kRaw, int N>
+RTK_DEVICE void expand_words(const u32 (&word)[N], int kind, u32 (&out)[N][Math::kBits / CodeTraits<Code>::kBits]) {
     using Traits = CodeTraits<Code>;
     constexpr bool kBf16 = is_same<Math, MathBf16>::value;
+    const auto each = [&](const auto& convert) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) convert(word[n], out[n]);
+    };
     if constexpr (Math::kBits == Traits::kBits) {
-        out[0] = word;
+        each([](u32 w, auto& to) { to[0] = w; });
     } else if constexpr (Math::kBits == 8) {
-        bytes_of_nibbles<Traits::kSigned, kOrdered>(word, out);
+        each([](u32 w, auto& to) { bytes_of_nibbles<Traits::kSigned, kOrdered>(w, to); });
     } else if constexpr (Traits::kBits == 8) {
         switch (Traits::kKind < 0 ? kind : Traits::kKind) {
             case kE4m3: floats_of_bytes<kBf16, false>(word, out); break;
             case kE5m2: floats_of_bytes<kBf16, true>(word, out); break;
-            case kInt8: integers_of_bytes<kBf16, true>(word, out); break;
-            default: integers_of_bytes<kBf16, false>(word, out); break;
+            case kInt8: each([](u32 w, auto& to) { integers_of_bytes<kBf16, true>(w, to); }); break;
+            default: each([](u32 w, auto& to) { integers_of_bytes<kBf16, false>(w, to); }); break;
         }
     } else {
         switch (Traits::kKind < 0 ? kind : Traits::kKind) {
-            case kInt4: numbers_of_nibbles<kBf16, kInt4, kOrdered, kRaw>(word, out); break;
-            case kUint4: numbers_of_nibbles<kBf16, kUint4, kOrdered, kRaw>(word, out); break;
-            default: numbers_of_nibbles<kBf16, kE2m1, kOrdered, kRaw>(word, out); break;
+            case kInt4: each([](u32 w, auto& to) { numbers_of_nibbles<kBf16, kInt4, kOrdered, kRaw>(w, to); }); break;
+            case kUint4: each([](u32 w, auto& to) { numbers_of_nibbles<kBf16, kUint4, kOrdered, kRaw>(w, to); }); break;
+            default: each([](u32 w, auto& to) { numbers_of_nibbles<kBf16, kE2m1, kOrdered, kRaw>(w, to); }); break;
         }
     }
 }

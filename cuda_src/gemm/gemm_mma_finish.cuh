@@ -73,7 +73,7 @@ struct MmaFinish {
         for (int i = 0; i < 8; ++i) {
             times[i] = extra, plus[i] = 0.0f;
             if (i < exist) {
-                if (scale_b.token != kNoScale) times[i] *= scale_b.of_row(first + i);
+                if (scale_b.token != kNoScale) times[i] *= *reinterpret_cast<const float*>(scale_b.of_row(first + i));
                 if (bias_type != kTypeNone) plus[i] = plain_element(bias, bias_type, first + i);
             }
         }
@@ -110,7 +110,8 @@ struct MmaFinish {
             float v[8];
 #pragma unroll
             for (int i = 0; i < 8; ++i) v[i] = from[i];
-            const float scale = scale_a.token != kNoScale && exists ? scale_a.of_row(row0 + row) : 1.0f;
+            const float scale = scale_a.token != kNoScale && exists ? *reinterpret_cast<const float*>(scale_a.of_row(row0 + row))
+                                                                          : 1.0f;
 #pragma unroll
             for (int i = 0; i < 8; ++i) v[i] = v[i] * scale * times[i] + plus[i];
             if (gate) {

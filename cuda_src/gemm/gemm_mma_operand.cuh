@@ -5,6 +5,7 @@
 // kAcross (16-bit operands): 64 elements of the result in a line, kDepth lines, then those of the next 64.
 #pragma once
 #include "ptx/cp_async.cuh"
+#include "ptx/integer.cuh"
 #include "ptx/mma.cuh"
 
 namespace rtk {
@@ -38,16 +39,35 @@ struct MmaOperand {
     MmaRows rows;
     bool by_element, stored_across;  // of kAnyStrides; stored_across: rows of memory are those of k
 
-    // ---- to shared memory: k0 ... k0 + kDepth - 1, zeros outside of k_first ... k_last - 1 -------------------------------
+    // ---- to shared memory: k0 ... k0 + kDepth - 1, zeros outside of k_first ... k_last - 1. Rows that do not exist get those of
+    // ---- another, as their products go nowhere.
 
-    RTK_DEVICE void fetch(ptx::SharedAddress to, int k0, int k_first, int k_last) const {
+    // This thread's first vector of row 0 at k: what fetch gets, and moves on by a stage.
+    RTK_DEVICE const u8* start(int k) const {
         if constexpr (kAcross) {
-            fetch_across(to, k0, k_last);
+            const int row = static_cast<int>(threadIdx.x) % (kRows / 8) * 8;
+            const int inside = rows.half == 0 ? row : row / 16 * 8;
+            const i64 column = rows.first + (inside < rows.exist ? inside : 0) + (rows.half != 0 && (row & 8) ? rows.half : 0);
+            const i64 line = k + static_cast<int>(threadIdx.x) / (kRows / 8);
+            return data + (line * pitch + column) * 2;
         } else {
-            if constexpr (kAnyStrides) {
-                if (by_element) return fetch_elements(to, k0, k_first, k_last);
-            }
-            fetch_vectors(to, k0, k_last);
+            constexpr int kVectors = kRowBytes / 16;
+            const int row = static_cast<int>(threadIdx.x) / kVectors, vector = static_cast<int>(threadIdx.x) % kVectors;
+            const i64 first = rows.first + (rows.half != 0 && (row & 8) ? rows.half : 0);
+            return data + (first * pitch + k + vector * kEach) * kBits / 8;
+        }
+    }
+
+    RTK_DEVICE void fetch(ptx::SharedAddress to, const u8*& from, int k0, int k_first, int k_last) const {
+        if constexpr (kAnyStrides && !kAcross) {
+            if (by_element) return fetch_elements(to, k0, k_first, k_last);
+        }
+        if constexpr (kAcross) {
+            fetch_across(to, from, k0, k_last);
+            from += static_cast<i64>(kDepth) * pitch * 2;
+        } else {
+            fetch_vectors(to, from, k0, k_last);
+            from += kRowBytes;
         }
     }
 
@@ -61,37 +81,46 @@ struct MmaOperand {
         }
     }
 
-    RTK_DEVICE void fetch_vectors(ptx::SharedAddress to, int k0, int k_last) const {
+    RTK_DEVICE void fetch_vectors(ptx::SharedAddress to, const u8* from, int k0, int k_last) const {
         constexpr int kVectors = kRowBytes / 16, kStep = kThreads / kVectors;
         static_assert(kStep % 16 == 0, "the swizzle, and the half of a gated product, repeat");
         const int row = static_cast<int>(threadIdx.x) / kVectors, vector = static_cast<int>(threadIdx.x) % kVectors;
-        const int k = k0 + vector * kEach, bytes = min(max((k_last - k) * kBits / 8, 0), 16);
-        const i64 first = rows.half == 0 ? rows.first + row : rows.first + row / 16 * 8 + row % 8 + (row & 8 ? rows.half : 0);
-        const int step = rows.half == 0 ? kStep : kStep / 2, inside = rows.half == 0 ? row : row / 16 * 8 + row % 8;
-        const u8* from = data + (first * pitch + k) * kBits / 8;
-        const i64 stride = step * pitch * kBits / 8;
+        const bool gated = rows.half != 0;
+        const int step = gated ? kStep / 2 : kStep, inside = gated ? row / 16 * 8 + row % 8 : row, last = rows.exist - 1;
+        const u32 bytes_per_row = static_cast<u32>(pitch * kBits / 8);
+        const auto source = [&](int i) {
+            const u64 first = reinterpret_cast<u64>(from);
+            return reinterpret_cast<const u8*>(
+                ptx::mad_wide(static_cast<u32>(min(inside + i * step, last)), bytes_per_row, first));
+        };
         to = to + place(row, vector);
-#pragma unroll 2
-        for (int i = 0; i < kPerThread; ++i) {
-            const int read = inside + i * step < rows.exist ? bytes : 0;
-            ptx::cp_async_16_partial(to + i * kStep * kRowBytes, read == 0 ? data : from, read);
-            from += stride;
+        if (k0 + kDepth <= k_last) {
+#pragma unroll
+            for (int i = 0; i < kPerThread; ++i) ptx::cp_async_16(to + i * kStep * kRowBytes, source(i));
+        } else {
+            const int bytes = min(max((k_last - k0 - vector * kEach) * kBits / 8, 0), 16);
+#pragma unroll 1
+            for (int i = 0; i < kPerThread; ++i)
+                ptx::cp_async_16_partial(to + i * kStep * kRowBytes, bytes == 0 ? data : source(i), bytes);
         }
     }
 
-    RTK_DEVICE void fetch_across(ptx::SharedAddress to, int k0, int k_last) const {
+    RTK_DEVICE void fetch_across(ptx::SharedAddress to, const u8* from, int k0, int k_last) const {
         constexpr int kVectors = kRows / 8, kStep = kThreads / kVectors;
         static_assert(kStep % 8 == 0, "the swizzle repeats");
-        const int k = k0 + static_cast<int>(threadIdx.x) / kVectors, row = static_cast<int>(threadIdx.x) % kVectors * 8;
-        const int inside = rows.half == 0 ? row : row / 16 * 8, bytes = min(max((rows.exist - inside) * 2, 0), 16);
-        const i64 column = rows.first + inside + (rows.half != 0 && (row & 8) ? rows.half : 0);
-        const u8* from = data + (static_cast<i64>(k) * pitch + column) * 2;
-        to = to + across_place(k - k0, row);
-#pragma unroll 2
-        for (int i = 0; i < kPerThread; ++i) {
-            const int read = k + i * kStep < k_last ? bytes : 0;
-            ptx::cp_async_16_partial(to + i * kStep * 128, read == 0 ? data : from, read);
-            from += kStep * pitch * 2;
+        const int k = static_cast<int>(threadIdx.x) / kVectors, row = static_cast<int>(threadIdx.x) % kVectors * 8;
+        const i64 stride = kStep * pitch * 2;
+        to = to + across_place(k, row);
+        if (k0 + kDepth <= k_last && rows.exist >= (rows.half == 0 ? kRows : kRows / 2)) {
+#pragma unroll
+            for (int i = 0; i < kPerThread; ++i) ptx::cp_async_16(to + i * kStep * 128, from + i * stride);
+        } else {
+            const int inside = rows.half == 0 ? row : row / 16 * 8, bytes = min(max((rows.exist - inside) * 2, 0), 16);
+#pragma unroll 1
+            for (int i = 0; i < kPerThread; ++i) {
+                const int read = k0 + k + i * kStep < k_last ? bytes : 0;
+                ptx::cp_async_16_partial(to + i * kStep * 128, read == 0 ? data : from + i * stride, read);
+            }
         }
     }
 
@@ -134,24 +163,30 @@ struct MmaOperand {
 
     // ---- from shared memory ----------------------------------------------------------------------------------------------
 
-    // Of four blocks of eight rows from `first`: lane 4g + t gets kWords words of row g of each, those of k from
+    // For products that need no conversion: two blocks of eight rows from `first` and two chunks of 16 bytes of k, in the
+    // order of the registers of a (blocks first) or of b (chunks first).
+    template <bool kBlocksFirst>
+    RTK_DEVICE static void fragments(u32 (&words)[4], const u8* stage, int first, int chunk) {
+        const int lane = static_cast<int>(threadIdx.x) % kWarp, inner = lane / 8 % 2, outer = lane / 16;
+        const int row = first + 8 * (kBlocksFirst ? inner : outer), column = chunk + (kBlocksFirst ? outer : inner);
+        if constexpr (kAcross) {
+            ptx::ldmatrix_x4_trans(words, stage + across_place(column * 8 + lane % 8, row));
+        } else {
+            ptx::ldmatrix_x4(words, stage + place(row + lane % 8, column));
+        }
+    }
+
+    // For others: of four blocks of eight rows from `first`, lane 4g + t gets kWords words of row g of each, those of k from
     // (16 * chunk + 4t) * kWords bytes on.
     template <int kWords>
-    RTK_DEVICE static void fragments(u32 (&words)[4][kWords], const u8* stage, int first, int chunk) {
-        const int lane = static_cast<int>(threadIdx.x) % kWarp;
-        if constexpr (kAcross) {
-            static_assert(kWords == 1, "the other operand has 16 bits, too");
-            u32 r[4];
-            ptx::ldmatrix_x4_trans(r, stage + across_place(chunk * 8 + lane % 8, first + lane / 8 * 8));
-#pragma unroll
-            for (int i = 0; i < 4; ++i) words[i][0] = r[i];
-        } else if constexpr (kWords == 1) {
+    RTK_DEVICE static void raw_words(u32 (&words)[4][kWords], const u8* stage, int first, int chunk) {
+        const int lane = static_cast<int>(threadIdx.x) % kWarp, g = lane / 4, t = lane % 4;
+        if constexpr (kWords == 1) {
             u32 r[4];
             ptx::ldmatrix_x4(r, stage + place(first + lane, chunk));
 #pragma unroll
             for (int i = 0; i < 4; ++i) words[i][0] = r[i];
         } else {
-            const int g = lane / 4, t = lane % 4;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 if constexpr (kWords == 2) {

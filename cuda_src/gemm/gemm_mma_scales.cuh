@@ -21,17 +21,15 @@ struct MmaScales {
     int token;
     bool swizzled, in_words;   // in_words: four scales of a row can be read as one aligned word
 
-    RTK_DEVICE i64 place(u32 row, u32 column) const {
-        if (swizzled) return (row / 128 * blocks + column / 4) * 512 + row % 32 * 16 + row % 128 / 32 * 4 + column % 4;
-        return row * row_pitch + column * depth_pitch;
+    // The first scale of a row of the operand, and where that of k lies from there, in bytes.
+    RTK_DEVICE const u8* of_row(i64 row) const {
+        if (swizzled) return data + (row / 128 * blocks * 512 + row % 32 * 16 + row % 128 / 32 * 4);
+        const i64 index = rows == 0 ? 0 : divided(static_cast<u32>(row), rows);
+        return data + index * row_pitch * (token == kScaleFp32 ? 4 : 1);
     }
-
-    // Of a row of the operand and k.
-    RTK_DEVICE i64 place_of(u32 row, u32 at) const { return place(rows == 0 ? 0u : divided(row, rows), divided(at, depth)); }
-
-    // Of a row, where one scale covers all of k (fp32).
-    RTK_DEVICE float of_row(i64 row) const {
-        return reinterpret_cast<const float*>(data)[rows == 0 ? 0 : divided(static_cast<u32>(row), rows) * row_pitch];
+    RTK_DEVICE i64 at_column(u32 column) const {
+        if (swizzled) return static_cast<i64>(column / 4) * 512 + column % 4;
+        return column * depth_pitch * (token == kScaleFp32 ? 4 : 1);
     }
 };
 
@@ -39,56 +37,51 @@ struct MmaScales {
 template <bool kBf16>
 RTK_DEVICE u32 scale_pair(u32 byte, int token) {
     u32 half;
-    if (kBf16 && token == kScaleE8m0) {
-        half = byte == 0u ? 0x0040u : byte == 255u ? 0x7fffu : byte << 7;
+    if (kBf16 && token == kScaleE8m0) {  // 2^-127 is 0x0040; 255 gets a bit of fraction
+        half = max(byte << 7, 0x40u) | (byte + 1u) >> 8;
     } else {
+#if RTK_HAS_FP8_CVT
+        half = ptx::cvt_e4m3x2_to_f16x2(static_cast<u16>(byte & 0x7fu));
+        if constexpr (kBf16) half = ptx::cvt_bf16x2(ptx::cvt_f16_to_f32(static_cast<u16>(half)), 0.0f);
+#else
         const float value = decode_e4m3(byte & 0x7fu);
-        half = (kBf16 ? ptx::cvt_bf16x2(value, 0.0f) : ptx::cvt_f16x2(value, 0.0f)) & 0xffffu;
+        half = kBf16 ? ptx::cvt_bf16x2(value, 0.0f) : ptx::cvt_f16x2(value, 0.0f);
+#endif
     }
-    return half * 0x10001u;
+    return __byte_perm(half, 0u, 0x1010);
 }
 
-// Scales of `count` stretches of k, `every` long, as floats [count][kRows] (then the next operand's, `pitch` behind).
-template <int kRows, int kThreads, typename SourceRow>
-RTK_DEVICE void fetch_scale_floats(ptx::SharedAddress to, int pitch, const MmaScales& scales, int k0, int count, i64 every,
-                                   int k, const SourceRow& source_row) {
+// Scales of a row for `count` stretches of k from k0, `every` long, as floats `pitch` bytes apart.
+RTK_DEVICE void fetch_scale_floats(ptx::SharedAddress to, int pitch, const MmaScales& scales, i64 row, int k0, int count,
+                                   int every, int k_last) {
+    const u8* first = scales.of_row(row);
 #pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < kRows * count; i += kThreads) {
-        const int row = i % kRows, stretch = i / kRows;
-        const i64 source = source_row(row), at = k0 + stretch * every;
-        const bool exists = source >= 0 && at < k;
-        const ptx::SharedAddress place = to + (stretch * pitch + row) * 4;
-        const i64 from = exists ? scales.place_of(static_cast<u32>(source), static_cast<u32>(at)) : 0;
+    for (int i = 0; i < count; ++i, to = to + pitch, k0 += every) {
+        const bool exists = k0 < k_last;
+        const u8* from = first + (exists ? scales.at_column(divided(static_cast<u32>(k0), scales.depth)) : 0);
         if (scales.token == kScaleFp32) {
-            ptx::cp_async_4_partial(place, scales.data + 4 * from, exists ? 4 : 0);
+            ptx::cp_async_4_partial(to, from, exists ? 4 : 0);
         } else {
-            const u32 byte = exists ? ptx::ld_keep<1>(scales.data + from).w[0] : 0u;
+            const u32 byte = ptx::ld_keep<1>(from).w[0];
             const float value = scales.token == kScaleE8m0 ? e8m0_value(byte) : decode_e4m3(byte & 0x7fu);
-            ptx::st_shared_4(place, __float_as_uint(value));
+            ptx::st_shared_4(to, __float_as_uint(value));
         }
     }
 }
 
-// Bytes of scales of one stage in shared memory, kBytes for each row, from a column that is a multiple of four.
-template <int kRows, int kBytes, int kThreads, typename SourceRow>
-RTK_DEVICE void fetch_scale_bytes(ptx::SharedAddress to, const MmaScales& scales, u32 first_column, u32 columns,
-                                  const SourceRow& source_row) {
-    constexpr int kWords = kBytes / 4;
-#pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < kRows * kWords; i += kThreads) {
-        const int row = i / kWords;
-        const u32 column = first_column + static_cast<u32>(i % kWords) * 4u;
-        const i64 source = source_row(row);
-        const int exist = source < 0 || column >= columns ? 0 : min(static_cast<int>(columns - column), 4);
-        const ptx::SharedAddress place = to + i * 4;
+// kBytes scales of a row, from a column that is a multiple of four; zeros from `columns` on.
+template <int kBytes>
+RTK_DEVICE void fetch_scale_bytes(ptx::SharedAddress to, const MmaScales& scales, i64 row, u32 column, u32 columns) {
+    const u8* first = scales.of_row(row);
+#pragma unroll
+    for (int w = 0; w < kBytes / 4; ++w, column += 4) {
+        const int exist = column >= columns ? 0 : static_cast<int>(min(columns - column, 4u));
         if (scales.in_words) {
-            const i64 at = exist == 0 ? 0 : scales.place(static_cast<u32>(source), column);
-            ptx::cp_async_4_partial(place, scales.data + at, exist);
+            ptx::cp_async_4_partial(to + w * 4, first + (exist == 0 ? 0 : scales.at_column(column)), exist);
         } else {
             u32 word = 0u;
-            for (int j = 0; j < exist; ++j)
-                word |= ptx::ld_keep<1>(scales.data + scales.place(static_cast<u32>(source), column + j)).w[0] << (8 * j);
-            ptx::st_shared_4(place, word);
+            for (int j = 0; j < exist; ++j) word |= ptx::ld_keep<1>(first + scales.at_column(column + j)).w[0] << (8 * j);
+            ptx::st_shared_4(to + w * 4, word);
         }
     }
 }

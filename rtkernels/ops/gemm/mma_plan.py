@@ -155,6 +155,8 @@ def _choose(p: Product, target: Target) -> _Choice | str:
     byte_scales = [s for s in (p.scale_a, p.scale_b) if s is not None and s.token != "fp32"]
     ue4m3 = any(s.token == "ue4m3" for s in byte_scales)
     if a in FLOAT16 and b == a:
+        if depth:
+            return f"scales of {depth} elements of k; those of 16-bit operands cover all of k"
         math = "MathBf16" if a == "bf16" else "MathF16Sums" if p.sums == "fp16" else "MathF16"
         return _Choice(a, b, math, False, depth)
     if a in FLOAT16:
@@ -219,8 +221,8 @@ def unsupported(product: Product, target: Target) -> str | None:
         return "a quantised result is neither added to what is there nor made of groups of k"
     if p.quantized == "1x16" and (p.out.pitch % 2 or p.out.group_pitch % 2):
         return f"rows of {p.out.pitch} codes of 4 bits do not begin at a byte"
-    if max(p.m, p.n, p.k) >= 1 << 31:
-        return "a size has more than 31 bits"
+    if max(p.m, p.n, p.k, p.a.pitch, p.b.pitch) >= 1 << 31:
+        return "a size or pitch has more than 31 bits"
     if _grid(p, SMALL) > GRID_LIMIT:
         return "there are more tiles than a grid has blocks"
     return None
@@ -264,6 +266,8 @@ def _tile(p: Product, choice: _Choice, target: Target, by_element: bool, layout:
     available = {v[5] for v in MMA.variants(target) if v[:5] == (*choice[:4], layout)}
     if choice.sum_depth:
         available.discard(PLAIN)
+    if choice.sum_depth % int(128 / max(BYTES[p.a.token], BYTES[p.b.token])):  # the stage of a large tile
+        available.discard(PROMOTED)
     if by_element or p.m <= 64 or p.n * (2 if p.gate else 1) <= 64:
         return SMALL
     if p.groups is not None and p.groups.kind == "masked" and 0 < p.groups.expected <= 64:
@@ -279,7 +283,7 @@ def _row_bytes(tokens: tuple[str, str], choice: _Choice, tile: int) -> tuple[int
     if choice.block_scales:
         scales = max(4, depth // 16)
     else:
-        scales = depth // 32 * 4 if tile != PLAIN else 0
+        scales = {PLAIN: 0, PROMOTED: 4, SMALL: depth // 32 * 4}[tile] if min(bits) < 16 else 0
     stage = sum(side * depth * b // 8 for b in bits) + 2 * side * scales
     return stage, side * (side + 8) * 4
 

@@ -147,6 +147,8 @@ def large_tile(p, choice, target, by_element, layout, sm_count) -> int:
     available = {v[5] for v in mma_plan.MMA.variants(target) if v[:5] == (*choice[:4], layout)}
     if choice.sum_depth:
         available.discard(mma_plan.PLAIN)
+    if choice.sum_depth % int(128 / max(cases.BYTES[p.a.token], cases.BYTES[p.b.token])):
+        available.discard(mma_plan.PROMOTED)
     return mma_plan.SMALL if by_element else min(available, default=mma_plan.SMALL)
 
 
