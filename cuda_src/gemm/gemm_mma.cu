@@ -43,9 +43,12 @@ struct MmaShape {
     static constexpr int kScaleVector = scale_vector<Math>(0);  // scales that a product takes itself
     static constexpr bool kConvertScaled = kBlockScales && kScaleVector == 0;
     // Scales of a row and stage: bytes for blocks of 16 or 32, or floats for stretches of 32 and more.
-    static constexpr int kScaleBytes = kBlockScales ? (kDepth / 16 < 4 ? 4 : kDepth / 16) : kPromotes ? (kTile == 2 ? kDepth / 32 * 4 : 4) : 0;
+    // Floats have a ring of their own, behind the stages, that is one longer: they are read when their stage is given back.
+    static constexpr int kScaleBytes =
+        kBlockScales ? (kDepth / 16 < 4 ? 4 : kDepth / 16) : kPromotes ? (kTile == 2 ? kDepth / 32 * 4 : 4) : 0;
+    static constexpr int kScaleStage = (kTileM + kTileN) * kScaleBytes;
     static constexpr int kScaleAt = OperandA::kBytes + OperandB::kBytes;
-    static constexpr int kStageBytes = kScaleAt + (kTileM + kTileN) * kScaleBytes;
+    static constexpr int kStageBytes = kScaleAt + (kBlockScales ? kScaleStage : 0);
 };
 
 // Words of kBlocks blocks of eight rows, for one unit, as they lie in memory. kIsA: in the order that products want of a.
@@ -154,6 +157,7 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
     const int stage_count = static_cast<int>(stages);
     const u8* from_a = left.start(k_begin);
     const u8* from_b = right.start(k_begin);
+    const int scale_ring = stage_count * Shape::kStageBytes;  // of floats
     int fetched = 0, fetch_slot = 0;
     auto fetch = [&]() {
         if (fetched < steps) {
@@ -171,13 +175,14 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
                     const MmaScales& of = of_a ? left_scales : right_scales;
                     if (of_a ? !scales_left : !scales_right) continue;
                     const i64 source = max(of_a ? left.rows.source(row) : right.rows.source(row - Shape::kTileM), 0ll);
-                    const ptx::SharedAddress at = to + Shape::kScaleAt;
                     if constexpr (kBlockScales) {
-                        fetch_scale_bytes<Shape::kScaleBytes>(at + row * Shape::kScaleBytes, of, source,
+                        fetch_scale_bytes<Shape::kScaleBytes>(to + Shape::kScaleAt + row * Shape::kScaleBytes, of, source,
                                                               divided(static_cast<u32>(k0), of.depth) & ~3u,
                                                               divided(static_cast<u32>(k - 1), of.depth) + 1u);
                     } else {
-                        fetch_scale_floats(at + row * 4, kRows * 4, of, source, k0, stretches, static_cast<int>(sum_depth),
+                        const ptx::SharedAddress at =
+                            base + scale_ring + fetched % (stage_count + 1) * Shape::kScaleStage + row * 4;
+                        fetch_scale_floats(at, kRows * 4, of, source, k0, stretches, static_cast<int>(sum_depth),
                                            tile.k_last);
                     }
                 }
@@ -217,18 +222,26 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
         }
 
     // Adds the accumulators, times the scales of their stretch of k, to the fp32 sums.
-    auto promote = [&](const float (&row_scale)[2 * kBlocksM], const float (&column_scale)[2 * kBlocksN]) {
+    auto promote = [&](const float* scales_now) {
         if constexpr (Shape::kPromotes) {
+            float column_scale[2 * kBlocksN];
+#pragma unroll
+            for (int j = 0; j < 2 * kBlocksN; ++j)
+                column_scale[j] = scales_right ? scales_now[Shape::kTileM + warp_n + j / 2 * 8 + 2 * t + j % 2] : 1.0f;
+#pragma unroll
+            for (int i = 0; i < 2 * kBlocksM; ++i) {
+                const float row_scale = scales_left ? scales_now[warp_m + 8 * i + g] : 1.0f;
+#pragma unroll
+                for (int j = 0; j < 2 * kBlocksN; ++j) {
+                    const int e = i % 2 * 2 + j % 2;
+                    float& to = total[i / 2][j / 2][e];
+                    to = fmaf(sums[i / 2][j / 2].value(e) * row_scale, column_scale[j], to);
+                }
+            }
 #pragma unroll
             for (int i = 0; i < kBlocksM; ++i)
 #pragma unroll
-                for (int j = 0; j < kBlocksN; ++j) {
-#pragma unroll
-                    for (int e = 0; e < 4; ++e)
-                        total[i][j][e] = fmaf(sums[i][j].value(e) * row_scale[2 * i + e / 2], column_scale[2 * j + e % 2],
-                                              total[i][j][e]);
-                    sums[i][j].clear();
-                }
+                for (int j = 0; j < kBlocksN; ++j) sums[i][j].clear();
         }
     };
 
@@ -288,27 +301,6 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
                 pairs_b[j] = block_scale(right_scales, scale_memory + Shape::kTileM * Shape::kScaleBytes, k0,
                                          warp_n + 8 * j + g, unit);
         }
-        [[maybe_unused]] float row_scale[2 * kBlocksM], column_scale[2 * kBlocksN];
-        [[maybe_unused]] bool ends = false;
-        if constexpr (Shape::kPromotes) {
-            // Large tiles have stretches of whole stages.
-            if (kTile == 2 || unit + 1 == Shape::kUnits) {
-                until -= kTile == 2 ? Shape::kUnitDepth : kDepth;
-                ends = !integers && (until <= 0 || (step + 1 == steps && unit + 1 == Shape::kUnits));
-            }
-            if (ends) {
-                const int stretch = kTile == 2 ? unit * Shape::kUnitDepth / static_cast<int>(sum_depth) : 0;
-                const float* of = reinterpret_cast<const float*>(scale_memory) + stretch * (Shape::kTileM + Shape::kTileN);
-#pragma unroll
-                for (int i = 0; i < 2 * kBlocksM; ++i) row_scale[i] = scales_left ? of[warp_m + 8 * i + g] : 1.0f;
-#pragma unroll
-                for (int j = 0; j < 2 * kBlocksN; ++j)
-                    column_scale[j] = scales_right ? of[Shape::kTileM + warp_n + j / 2 * 8 + 2 * t + j % 2] : 1.0f;
-                // Stretches behind the last k are zeros, which no scale may spoil.
-                ends = k0 + stretch * static_cast<int>(sum_depth) < tile.k_last;
-                until = static_cast<int>(sum_depth);
-            }
-        }
         const int next = unit + 1 < Shape::kUnits ? unit + 1 : 0;
         if (next == 0) {
             if (++slot == stage_count) slot = 0;
@@ -344,7 +336,19 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
             if (i % kTogether == kTogether - 1 && more) words_a.load(stage, warp_m, next, i / kTogether);
         }
         if constexpr (Shape::kPromotes) {
-            if (ends) promote(row_scale, column_scale);
+            // Large tiles have stretches of whole stages.
+            if (kTile == 2 || next == 0) {
+                until -= kTile == 2 ? Shape::kUnitDepth : kDepth;
+                if (!integers && (until <= 0 || (step + 1 == steps && next == 0))) {
+                    until = static_cast<int>(sum_depth);
+                    const int stretch = kTile == 2 ? unit * Shape::kUnitDepth / static_cast<int>(sum_depth) : 0;
+                    // Stretches behind the last k are zeros, which no scale may spoil.
+                    if (k0 + stretch * static_cast<int>(sum_depth) < tile.k_last)
+                        promote(reinterpret_cast<const float*>(memory + scale_ring +
+                                                               step % (stage_count + 1) * Shape::kScaleStage) +
+                                stretch * (Shape::kTileM + Shape::kTileN));
+                }
+            }
         }
     };
 #pragma unroll 1

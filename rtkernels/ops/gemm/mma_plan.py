@@ -58,6 +58,10 @@ def _variants(target: Target) -> Iterator[Variant]:
         yield "E2m1Code", "E2m1Code", "MathF16", True, 0, tile
         yield "E2m1Code", "E2m1Code", "MathBf16", True, 0, tile
         yield "e4m3", "e4m3", "MathBf16", True, 0, tile
+        if "block_scaled_mma" in target.features:
+            yield "e4m3", "e4m3", "MathMxFp8", True, 0, tile
+            yield "E2m1Code", "E2m1Code", "MathMxFp4", True, 0, tile
+            yield "E2m1Code", "E2m1Code", "MathNvFp4", True, 0, tile
     for tile in (PLAIN, PROMOTED, SMALL):
         yield "Int8Code", "Int8Code", "MathInt8", False, 0, tile
         yield "Int4Code", "Int4Code", "MathInt4", False, 0, tile
@@ -148,6 +152,17 @@ def _cuts_depth(product: Product) -> bool:
     return product.groups is not None and product.groups.kind == "depth"
 
 
+def _scaled_product(p: Product, target: Target) -> str | None:
+    """Return the product that takes these scales itself, if the target has it. Stages must begin with a word of scales."""
+    if "block_scaled_mma" not in target.features or _cuts_depth(p):
+        return None
+    kinds = {(p.a.token, scales.token, scales.depth) for scales in (p.scale_a, p.scale_b)}
+    if len(kinds) > 1:
+        return None
+    names = {("e4m3", "e8m0", 32): "MathMxFp8", ("e2m1", "e8m0", 32): "MathMxFp4", ("e2m1", "ue4m3", 16): "MathNvFp4"}
+    return names.get(kinds.pop())
+
+
 def _choose(p: Product, target: Target) -> _Choice | str:
     """Return what to run, or why there is nothing."""
     a, b = p.a.token, p.b.token
@@ -178,7 +193,7 @@ def _choose(p: Product, target: Target) -> _Choice | str:
     if a in FP8 and b in FP8:
         if a == b == "e4m3":
             if _of_block(p.scale_a) and _of_block(p.scale_b):
-                return _Choice("e4m3", "e4m3", "MathBf16", True, 0)
+                return _Choice("e4m3", "e4m3", _scaled_product(p, target) or "MathBf16", True, 0)
             codes = "e4m3"
         else:
             codes = "AnyByteCode"
@@ -186,8 +201,8 @@ def _choose(p: Product, target: Target) -> _Choice | str:
             depth = gcd(depth, 128)
         return _Choice(codes, codes, "MathFp8", False, depth)
     if a == b == "e2m1" and _of_block(p.scale_a) and _of_block(p.scale_b):
-        both_ue4m3 = all(s.token == "ue4m3" for s in byte_scales)
-        return _Choice("E2m1Code", "E2m1Code", "MathF16" if both_ue4m3 else "MathBf16", True, 0)
+        converted = "MathF16" if all(s.token == "ue4m3" for s in byte_scales) else "MathBf16"
+        return _Choice("E2m1Code", "E2m1Code", _scaled_product(p, target) or converted, True, 0)
     if a == b == "e2m1":
         return _Choice("AnyNibbleCode", "AnyNibbleCode", "MathF16", False, depth)
     if a in FP8 and b in ("e2m1", "int4", "uint4"):
@@ -276,24 +291,19 @@ def _tile(p: Product, choice: _Choice, target: Target, by_element: bool, layout:
     return large if _grid(p, large) >= sm_count * 2 // 3 else SMALL
 
 
-def _row_bytes(tokens: tuple[str, str], choice: _Choice, tile: int) -> tuple[int, int]:
-    """Return the bytes of a stage and the least shared memory for the result (as ``MmaShape`` has them)."""
+def _stages(tokens: tuple[str, str], choice: _Choice, tile: int, table: int, limit: int) -> tuple[int, int]:
+    """Return how many stages the ring has, and the shared memory of a block (as ``MmaShape`` cuts it)."""
     bits = [int(BYTES[token] * 8) for token in tokens]
     depth, side = 1024 // max(bits), _SIDE[tile]
+    stage, floats = sum(side * depth * b // 8 for b in bits), 0
     if choice.block_scales:
-        scales = max(4, depth // 16)
-    else:
-        scales = {PLAIN: 0, PROMOTED: 4, SMALL: depth // 32 * 4}[tile] if min(bits) < 16 else 0
-    stage = sum(side * depth * b // 8 for b in bits) + 2 * side * scales
-    return stage, side * (side + 8) * 4
-
-
-def _stages(stage: int, result: int, tile: int, target: Target, table: int, limit: int) -> tuple[int, int]:
-    """Return how many stages the ring has, and the shared memory of a block."""
+        stage += 2 * side * max(4, depth // 16)
+    elif tile != PLAIN and min(bits) < 16:
+        floats = 2 * side * 4 * (depth // 32 if tile == SMALL else 1)
     two_blocks = tile == SMALL or (tile == PLAIN and limit >= 160 << 10)
     budget = limit // 2 - 2048 if two_blocks else limit - 1024
-    count = max(2, min(_MAX_STAGES[tile], budget // stage))
-    return count, max(count * stage, result, table)
+    count = max(2, min(_MAX_STAGES[tile], (budget - floats) // (stage + floats)))
+    return count, max(count * stage + (count + 1) * floats, side * (side + 8) * 4, table)
 
 
 def _scale_numbers(scales: Scales | None, p: Product) -> tuple[int, ...]:
@@ -366,9 +376,8 @@ def steps(product: Product, device: int) -> Steps:
                  scale_pitch, scale_group, span, _TYPES[p.out.token], kind, count)
         )  # fmt: skip
 
-    stage, result = _row_bytes((p.a.token, p.b.token), choice, tile)
     table = 12 * (count + 1) if kind in (1, 2) else 0
-    stages, shared = _stages(stage, result, tile, target, table, info.shared_per_block)
+    stages, shared = _stages((p.a.token, p.b.token), choice, tile, table, info.shared_per_block)
     options = _packed(
         by_element[0] | by_element[1] << 1 | p.a.across << 2 | p.b.across << 3,
         _CODE_KINDS.get(p.a.token, 0), _CODE_KINDS.get(p.b.token, 0),

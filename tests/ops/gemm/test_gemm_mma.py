@@ -205,7 +205,7 @@ MX, NV = {"per_rows": 1, "depth": 32, "token": "e8m0"}, {"per_rows": 1, "depth":
 BLOCKS = {"mxfp8": ("e4m3", MX), "mxfp8_e5m2": ("e5m2", MX), "mxfp4": ("e2m1", MX), "nvfp4": ("e2m1", NV)}
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [*TARGETS, "sm_120"])
 @pytest.mark.parametrize("swizzled", [False, True])
 @pytest.mark.parametrize("recipe", BLOCKS)
 def test_block_scales(recipe: str, swizzled: bool, target: str) -> None:
@@ -222,11 +222,12 @@ def test_block_scales_of_any_alignment() -> None:
             plain("e2m1", "e2m1", 20, 30, 100, out="fp32", scale_a=scales, scale_b=scales)
 
 
+@pytest.mark.parametrize("target", ["sm_90", "sm_120"])
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "nvfp4"])
-def test_block_scales_of_large_tiles(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_scales_of_large_tiles(recipe: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mma_plan, "_tile", large_tile)
     token, scales = BLOCKS[recipe]
-    with rtkernels.emulate("sm_90"):
+    with rtkernels.emulate(target):
         plain(token, token, 140, 150, 320, out="fp32", scale_a=scales, scale_b=scales)
         plain("bf16", token, 140, 150, 136, out="fp32", scale_b=scales)
 
