@@ -88,7 +88,8 @@ struct MmaWords {
 #pragma unroll
                 for (int e = 0; e < kEach; ++e) {
                     u32 word = some[i][e];
-                    if constexpr (kScaled) word = fma_pair<is_same<Math, MathBf16>::value>(word, scale[i / kRaw], kMinusZeros);
+                    if constexpr (kScaled)
+                        word = fma_pair<is_same<Math, MathBf16>::value>(word, scale[i / kRaw], kMinusZeros);
                     out[i / kRaw][i % kRaw * kEach + e] = word;
                 }
         }
@@ -102,8 +103,8 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
              i64 a_pitch, i64 b_pitch, i64 out_pitch, i64 add_pitch, i64 a_group, i64 b_group, i64 out_group,
              i64 add_group, i64 scale_a_rows, i64 scale_a_depth, i64 scale_a_row_pitch, i64 scale_a_depth_pitch,
              i64 scale_a_group, i64 scale_b_rows, i64 scale_b_depth, i64 scale_b_row_pitch, i64 scale_b_depth_pitch,
-             i64 scale_b_group, i64 out_scale_pitch, i64 out_scale_group, i64 sum_depth, i64 k_align, i64 group_kind, i64 group_count,
-             i64 stages, i64 options) {
+             i64 scale_b_group, i64 out_scale_pitch, i64 out_scale_group, i64 sum_depth, i64 k_align, i64 group_kind,
+             i64 group_count, i64 stages, i64 options) {
     using Shape = MmaShape<A, B, Math, kBlockScales, kLayout, kTile>;
     using OperandA = typename Shape::OperandA;
     using OperandB = typename Shape::OperandB;
@@ -130,7 +131,8 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
     const OperandB right{static_cast<const u8*>(b) + of_b * Shape::kBitsB / 8, b_pitch,
                          MmaRows{n0, static_cast<int>(min(n - n0, tile_columns)), gate ? n : 0}, (option(0) & 2) != 0,
                          (option(0) & 8) != 0};
-    const auto scales = [&](i64 of_group, const void* data, i64 rows, i64 depth, i64 row_pitch, i64 depth_pitch, i64 pitch, int given) {
+    const auto scales = [&](i64 of_group, const void* data, i64 rows, i64 depth, i64 row_pitch, i64 depth_pitch, i64 pitch,
+                            int given) {
         const int token = given & 3;
         const i64 columns = depth == 0 ? 1 : static_cast<i64>(divided(static_cast<u32>(k - 1), depth)) + 1;
         return MmaScales{static_cast<const u8*>(data) + of_group * pitch * (token == kScaleFp32 ? 4 : 1),
@@ -391,7 +393,8 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
     __syncthreads();
     const MmaTile done = tile_for_later;
     const int out_type = option(5), quantized = option(10);
-    const i64 out_bits = out_type == kTypeFp32 || out_type == kTypeInt32 ? 32 : out_type < kTypeFp32 ? 16 : out_type < kTypeE2m1 ? 8 : 4;
+    const bool out_of_words = out_type == kTypeFp32 || out_type == kTypeInt32;
+    const i64 out_bits = out_of_words ? 32 : out_type < kTypeFp32 ? 16 : out_type < kTypeE2m1 ? 8 : 4;
     const i64 add_bytes = option(7) == kTypeFp32 ? 4 : 2, scale_bytes = quantized == kQuantized16 ? 1 : 4;
     MmaFinish finish{static_cast<u8*>(out) + done.group * out_group * out_bits / 8,
                      static_cast<u8*>(out_scale) + done.group * out_scale_group * scale_bytes, bias,

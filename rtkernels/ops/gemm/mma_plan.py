@@ -263,7 +263,17 @@ def _in_vectors(p: Product, operand: Matrix, is_a: bool, other: Matrix) -> bool:
         return is_a or not p.gate or p.n % 8 == 0
     if bits == 4 and (p.k % 2 or _cuts_depth(p)):
         return False
-    return not _cuts_depth(p) or groups.align * bits % 128 == 0
+    return not _cuts_depth(p) or (groups.align * bits % 128 == 0 and groups.align % _depth_align(p) == 0)
+
+
+def _depth_align(p: Product) -> int:
+    """Return what the first k of a stage is a multiple of: where groups cut k, scales begin there."""
+    align = 1
+    if _cuts_depth(p):
+        for scales in (p.scale_a, p.scale_b):
+            if depth := _depth_of(scales, p):
+                align = align * depth // gcd(align, depth)
+    return align
 
 
 def _grid(p: Product, tile: int) -> int:
@@ -386,17 +396,12 @@ def steps(product: Product, device: int) -> Steps:
         {"1x128": 1, "1x16": 2}[p.quantized] if fused else 0, p.global_scale, int(p.accumulate),
     )  # fmt: skip
     own_matrices = kind in (3, 4)  # every group has a result of its own
-    k_align = 1
-    if kind == 4:
-        for scales in (p.scale_a, p.scale_b):
-            if depth := _depth_of(scales, p):
-                k_align = k_align * depth // gcd(k_align, depth)
     numbers = (
         p.m, p.n, p.k, p.a.pitch, p.b.pitch, out.pitch, p.add_pitch,
         p.a.group_pitch if kind == 3 else 0, p.b.group_pitch if kind in (1, 2, 3) else 0,
         out.group_pitch if own_matrices else 0, p.m * p.add_pitch if own_matrices else 0,
         *_scale_numbers(p.scale_a, p), *_scale_numbers(p.scale_b, p), scale_pitch, scale_group,
-        choice.sum_depth or _WHOLE_DEPTH, k_align, kind, count, stages, options,
+        choice.sum_depth or _WHOLE_DEPTH, _depth_align(p), kind, count, stages, options,
     )  # fmt: skip
     variant = (*choice[:4], layout, tile)
     launch = MMA.bind(variant, device, _grid(p, tile), _THREADS[tile], shared, overlap=True, ending=numbers)

@@ -31,7 +31,9 @@ def result_memory(token: str, *shape: int, padding: int = 0, aligned: bool = Tru
     """Return poisoned memory for a result, and its description."""
     pitch = shape[-1] + padding
     memory = torch.full((*shape[:-1], pitch + 1), 77, dtype=cases.DTYPES[token])
-    out = memory.view(-1)[0 if aligned else 1 :].as_strided(shape, [*([shape[-2] * pitch] * (len(shape) - 2)), pitch, 1])
+    out = memory.view(-1)[0 if aligned else 1 :].as_strided(
+        shape, [*([shape[-2] * pitch] * (len(shape) - 2)), pitch, 1]
+    )
     return out, Matrix(token, pitch, False, aligned, shape[-2] * pitch if len(shape) == 3 else 0)
 
 
@@ -158,7 +160,9 @@ def test_fp16_sums() -> None:
         plain("fp16", "fp16", 20, 24, 96, sums="fp16", out="fp16", operand_b={"across": True})
 
 
-@pytest.mark.parametrize(("a", "b"), [("int8", "int8"), ("uint8", "int8"), ("int4", "int4"), ("uint4", "uint4"), ("int8", "int4")])
+@pytest.mark.parametrize(
+    ("a", "b"), [("int8", "int8"), ("uint8", "int8"), ("int4", "int4"), ("uint4", "uint4"), ("int8", "int4")]
+)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_int32_results(a: str, b: str, target: str) -> None:
     with rtkernels.emulate(target):
@@ -317,7 +321,9 @@ def test_quantised_results(quantized: str, gate: str | None, large: bool, monkey
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(("a", "b"), [("bf16", "bf16"), ("e4m3", "e4m3"), ("e5m2", "e5m2"), ("bf16", "e4m3"), ("bf16", "e5m2")])
+@pytest.mark.parametrize(
+    ("a", "b"), [("bf16", "bf16"), ("e4m3", "e4m3"), ("e5m2", "e5m2"), ("bf16", "e4m3"), ("bf16", "e5m2")]
+)
 def test_nan_and_infinity(a: str, b: str, target: str) -> None:
     random = generator()
     left, right = cases.operand(a, 20, 80, random), cases.operand(b, 24, 80, random)
@@ -403,10 +409,10 @@ def test_masked_groups(token: str, recipe: str | None) -> None:
 @pytest.mark.parametrize(
     ("token", "across", "recipe", "align"),
     [("bf16", True, None, 1), ("bf16", False, None, 1), ("bf16", False, None, 8), ("e4m3", False, "1d1d", 128),
-     ("e4m3", False, "1d1d", 1), ("int4", False, "row", 1)],
+     ("e4m3", False, "1d1d", 16), ("e4m3", False, "1d1d", 1), ("int4", False, "row", 1)],
 )  # fmt: skip
 def test_groups_of_depth(token: str, across: bool, recipe: str | None, align: int) -> None:
-    sizes = {1: [5, 0, 130, 1, 64], 8: [8, 0, 136, 40], 128: [128, 0, 256, 128]}[align]
+    sizes = {1: [5, 0, 130, 1, 64], 8: [8, 0, 136, 40], 16: [16, 0, 144, 48], 128: [128, 0, 256, 128]}[align]
     m, n, k, count = 40, 36, sum(sizes) + 3, len(sizes)
     random = generator()
     left = cases.operand(token, m, k, random, across=across)
