@@ -153,7 +153,7 @@ def _cuts_depth(product: Product) -> bool:
 
 
 def _scaled_product(p: Product, target: Target) -> str | None:
-    """Return the product that takes these scales itself, if the target has it. Stages must begin with a word of scales."""
+    """Return the product that takes these scales itself, if the target has it; stages begin with a word of scales."""
     if "block_scaled_mma" not in target.features or _cuts_depth(p):
         return None
     kinds = {(p.a.token, scales.token, scales.depth) for scales in (p.scale_a, p.scale_b)}
@@ -382,8 +382,8 @@ def steps(product: Product, device: int) -> Steps:
         span = {"row": 0, "1x128": 128, "1x16": 16}[p.quantized]
         launch = QUANTIZE.bind((_ROW_THREADS,), device, rows, _ROW_THREADS, overlap=True)
         after.append(
-            Step(launch, "whole", "out", "out_scale", name, p.m, p.n, p.out.pitch, p.out.group_pitch if kind == 3 else 0,
-                 scale_pitch, scale_group, span, _TYPES[p.out.token], kind, count)
+            Step(launch, "whole", "out", "out_scale", name, p.m, p.n, p.out.pitch,
+                 p.out.group_pitch if kind == 3 else 0, scale_pitch, scale_group, span, _TYPES[p.out.token], kind, count)
         )  # fmt: skip
 
     table = 12 * (count + 1) if kind in (1, 2) else 0

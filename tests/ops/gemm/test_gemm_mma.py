@@ -50,8 +50,9 @@ def check(got: Tensor, wanted: Tensor, magnitude: Tensor, token: str, sums: str 
 
 
 def plain(
-    a: str, b: str, m: int, n: int, k: int, *, out: str = "bf16", scale_a: dict | None = None, scale_b: dict | None = None,
-    sums: str = "fp32", seed: int = 0, operand_a: dict | None = None, operand_b: dict | None = None, **rest,
+    a: str, b: str, m: int, n: int, k: int, *, out: str = "bf16", scale_a: dict | None = None,
+    scale_b: dict | None = None, sums: str = "fp32", seed: int = 0, operand_a: dict | None = None,
+    operand_b: dict | None = None, **rest,
 ) -> None:  # fmt: skip
     """Make a product without groups and compare it; `rest` are fields of Product."""
     random = generator(seed)
@@ -237,8 +238,8 @@ def test_block_scales_of_large_tiles(recipe: str, target: str, monkeypatch: pyte
 
 
 WEIGHTS = [
-    ("int8", {"per_rows": 1, "depth": 0}), ("e4m3", {"per_rows": 1, "depth": 0}), ("int4", {"per_rows": 1, "depth": 64}),
-    ("uint4", {"per_rows": 1, "depth": 32, "columns_first": True}), ("int8", {"per_rows": 1, "depth": 128}),
+    ("int8", {"per_rows": 1, "depth": 0}), ("e4m3", {"per_rows": 1, "depth": 0}),
+    ("int4", {"per_rows": 1, "depth": 64}), ("uint4", {"per_rows": 1, "depth": 32, "columns_first": True}), ("int8", {"per_rows": 1, "depth": 128}),
     ("e4m3", {"per_rows": 128, "depth": 128}), ("e2m1", NV), ("e2m1", MX), ("e4m3", MX), ("e5m2", MX),
     ("e2m1", {"per_rows": 1, "depth": 0}),
 ]  # fmt: skip
