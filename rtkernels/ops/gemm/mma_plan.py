@@ -383,7 +383,8 @@ def steps(product: Product, device: int) -> Steps:
         launch = QUANTIZE.bind((_ROW_THREADS,), device, rows, _ROW_THREADS, overlap=True)
         after.append(
             Step(launch, "whole", "out", "out_scale", name, p.m, p.n, p.out.pitch,
-                 p.out.group_pitch if kind == 3 else 0, scale_pitch, scale_group, span, _TYPES[p.out.token], kind, count)
+                 p.out.group_pitch if kind == 3 else 0, scale_pitch, scale_group, span, _TYPES[p.out.token], kind,
+                 count)
         )  # fmt: skip
 
     table = 12 * (count + 1) if kind in (1, 2) else 0

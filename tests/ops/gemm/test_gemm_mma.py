@@ -239,7 +239,8 @@ def test_block_scales_of_large_tiles(recipe: str, target: str, monkeypatch: pyte
 
 WEIGHTS = [
     ("int8", {"per_rows": 1, "depth": 0}), ("e4m3", {"per_rows": 1, "depth": 0}),
-    ("int4", {"per_rows": 1, "depth": 64}), ("uint4", {"per_rows": 1, "depth": 32, "columns_first": True}), ("int8", {"per_rows": 1, "depth": 128}),
+    ("int4", {"per_rows": 1, "depth": 64}), ("int8", {"per_rows": 1, "depth": 128}),
+    ("uint4", {"per_rows": 1, "depth": 32, "columns_first": True}),
     ("e4m3", {"per_rows": 128, "depth": 128}), ("e2m1", NV), ("e2m1", MX), ("e4m3", MX), ("e5m2", MX),
     ("e2m1", {"per_rows": 1, "depth": 0}),
 ]  # fmt: skip
