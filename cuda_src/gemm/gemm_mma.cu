@@ -1,8 +1,8 @@
 // Matrix products with mma.sync, for every target and every pair of operands (rtkernels/ops/gemm/product.py):
 // out[m, n] = act(sum over k of a[m, k] * scale_a * b[n, k] * scale_b + bias[n] + add[m, n]), dense or in groups.
 //
-// A block makes one tile of the result: 128x128 by 4 warps of 64x64 (kTile 0), 128x128 by 8 warps of 64x32 (1) or 64x64 by
-// 4 warps of 32x32 (2). Both operands pass through a ring of stages in shared memory, filled by cp.async, 128 bytes of k of
+// A block of 4 warps makes one tile of the result: 128x128 by warps of 64x64 (kTile 0), 128x64 by warps of 64x32 (1) or 64x64
+// by warps of 32x32 (2); two blocks share a multiprocessor. Both operands pass through a ring of stages in shared memory, filled by cp.async, 128 bytes of k of
 // the operand with more bits each (gemm_mma_operand.cuh). Lanes read their words one unit of k before the products that need
 // them, and convert them there to what the tensor core takes (gemm_mma_codes.cuh).
 //
@@ -22,7 +22,7 @@ namespace rtk {
 
 template <typename A, typename B, typename Math, bool kBlockScales, int kLayout, int kTile>
 struct MmaShape {
-    static constexpr int kTileM = kTile == 2 ? 64 : 128, kTileN = kTileM;
+    static constexpr int kTileM = kTile == 2 ? 64 : 128, kTileN = kTile == 0 ? 128 : 64;
     static constexpr int kWarpM = kTile == 2 ? 32 : 64, kWarpN = kTile == 0 ? 64 : 32;
     static constexpr int kWarpsN = kTileN / kWarpN, kThreads = kTileM / kWarpM * kWarpsN * kWarp;
 
@@ -97,7 +97,7 @@ struct MmaWords {
 };
 
 template <typename A, typename B, typename Math, bool kBlockScales, int kLayout, int kTile>
-__global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
+__global__ void __launch_bounds__(128, 2)
     gemm_mma(const void* a, const void* b, const void* scale_a, const void* scale_b, const void* global_scale,
              const void* bias, const void* add, void* out, void* out_scale, const void* bounds, i64 m, i64 n, i64 k,
              i64 a_pitch, i64 b_pitch, i64 out_pitch, i64 add_pitch, i64 a_group, i64 b_group, i64 out_group,
@@ -161,37 +161,58 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
     const u8* from_b = right.start(k_begin);
     const int scale_ring = stage_count * Shape::kStageBytes;  // of floats
     int fetched = 0, fetch_slot = 0;
-    auto fetch = [&]() {
-        if (fetched < steps) {
-            const ptx::SharedAddress to = base + fetch_slot * Shape::kStageBytes;
-            const int k0 = k_begin + fetched * kDepth;
+    bool in_parts = false;  // the stage that is being fetched comes in parts, one with each unit
+    auto fetch_begins = [&]() {
+        const int k0 = k_begin + fetched * kDepth;
+        in_parts = fetched < steps && left.in_parts(k0, tile.k_last) && right.in_parts(k0, tile.k_last);
+        if (fetched >= steps) return;
+        const ptx::SharedAddress to = base + fetch_slot * Shape::kStageBytes;
+        if (!in_parts) {
             left.fetch(to, from_a, k0, tile.k_first, tile.k_last);
             right.fetch(to + OperandA::kBytes, from_b, k0, tile.k_first, tile.k_last);
-            if constexpr (kBlockScales || Shape::kPromotes) {
-                // A thread fetches scales of one row, or two.
-                constexpr int kRows = Shape::kTileM + Shape::kTileN;
+        }
+        if constexpr (kBlockScales || Shape::kPromotes) {
+            // A thread fetches scales of one row, or two.
+            constexpr int kRows = Shape::kTileM + Shape::kTileN;
 #pragma unroll
-                for (int r = 0; r < kRows; r += Shape::kThreads) {
-                    const int row = r + static_cast<int>(threadIdx.x);
-                    const bool of_a = row < Shape::kTileM;
-                    const MmaScales& of = of_a ? left_scales : right_scales;
-                    if (of_a ? !scales_left : !scales_right) continue;
-                    const i64 source = max(of_a ? left.rows.source(row) : right.rows.source(row - Shape::kTileM), 0ll);
-                    if constexpr (kBlockScales) {
-                        fetch_scale_bytes<Shape::kScaleBytes>(to + Shape::kScaleAt + row * Shape::kScaleBytes, of, source,
-                                                              divided(static_cast<u32>(k0), of.depth) & ~3u,
-                                                              divided(static_cast<u32>(k - 1), of.depth) + 1u);
-                    } else {
-                        const ptx::SharedAddress at =
-                            base + scale_ring + fetched % (stage_count + 1) * Shape::kScaleStage + row * 4;
-                        fetch_scale_floats(at, kRows * 4, of, source, k0, stretches, static_cast<int>(sum_depth),
-                                           tile.k_last);
-                    }
+            for (int r = 0; r < kRows; r += Shape::kThreads) {
+                const int row = r + static_cast<int>(threadIdx.x);
+                const bool of_a = row < Shape::kTileM;
+                const MmaScales& of = of_a ? left_scales : right_scales;
+                if (row >= kRows || (of_a ? !scales_left : !scales_right)) continue;
+                const i64 source = max(of_a ? left.rows.source(row) : right.rows.source(row - Shape::kTileM), 0ll);
+                if constexpr (kBlockScales) {
+                    fetch_scale_bytes<Shape::kScaleBytes>(to + Shape::kScaleAt + row * Shape::kScaleBytes, of, source,
+                                                          divided(static_cast<u32>(k0), of.depth) & ~3u,
+                                                          divided(static_cast<u32>(k - 1), of.depth) + 1u);
+                } else {
+                    const ptx::SharedAddress at =
+                        base + scale_ring + fetched % (stage_count + 1) * Shape::kScaleStage + row * 4;
+                    fetch_scale_floats(at, kRows * 4, of, source, k0, stretches, static_cast<int>(sum_depth), tile.k_last);
                 }
             }
-            ++fetched;
-            if (++fetch_slot == stage_count) fetch_slot = 0;
         }
+    };
+    auto fetch_unit = [&](int unit) {
+        const ptx::SharedAddress to = base + fetch_slot * Shape::kStageBytes;
+        constexpr int kPartsA = (OperandA::kPerThread + Shape::kUnits - 1) / Shape::kUnits;
+        constexpr int kPartsB = (OperandB::kPerThread + Shape::kUnits - 1) / Shape::kUnits;
+#pragma unroll
+        for (int i = 0; i < kPartsA; ++i) {
+            const int part = unit * kPartsA + i;
+            left.fetch_part(in_parts && part < OperandA::kPerThread, to, from_a, part);
+        }
+#pragma unroll
+        for (int i = 0; i < kPartsB; ++i) {
+            const int part = unit * kPartsB + i;
+            right.fetch_part(in_parts && part < OperandB::kPerThread, to + OperandA::kBytes, from_b, part);
+        }
+    };
+    auto fetch_ends = [&]() {
+        from_a += left.stage_stride();
+        from_b += right.stage_stride();
+        ++fetched;
+        if (++fetch_slot == stage_count) fetch_slot = 0;
         ptx::cp_async_commit();
     };
     // All but the stages that were asked for last are there: those of the next step.
@@ -206,7 +227,12 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
         __syncthreads();
     };
 #pragma unroll 1
-    for (int i = 0; i < stage_count - 1; ++i) fetch();
+    for (int i = 0; i < stage_count - 1; ++i) {
+        fetch_begins();
+#pragma unroll 1
+        for (int unit = 0; unit < Shape::kUnits; ++unit) fetch_unit(unit);
+        fetch_ends();
+    }
 
     const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
     const int g = lane / 4, t = lane % 4;
@@ -278,7 +304,8 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
         for (int part = 0; part < 2 * kBlocksM / WordsA::kAtATime; ++part) words_a.load(memory, warp_m, 0, part);
     }
     auto work = [&](int step, int unit, int now) {  // now: unit % 2, known to the compiler
-        if (unit == 0) fetch();
+        if (unit == 0) fetch_begins();
+        fetch_unit(unit);
         const int k0 = k_begin + step * kDepth;
         const u8* scale_memory = memory + slot * Shape::kStageBytes + Shape::kScaleAt;
         // Scales first: behind the barrier below the stage belongs to a later step.
@@ -305,6 +332,7 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
         }
         const int next = unit + 1 < Shape::kUnits ? unit + 1 : 0;
         if (next == 0) {
+            fetch_ends();
             if (++slot == stage_count) slot = 0;
             wait_for_stage();
         }
@@ -355,10 +383,10 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
     };
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
-        if constexpr (kTile != 2 || !Shape::kPromotes) {
+        if constexpr (Shape::kGrowth == 1 && (kTile == 0 || !Shape::kPromotes)) {
 #pragma unroll
             for (int unit = 0; unit < Shape::kUnits; ++unit) work(step, unit, unit % 2);
-        } else {  // less code
+        } else {  // conversions take more code than the instruction cache has room for
 #pragma unroll 1
             for (int unit = 0; unit < Shape::kUnits; unit += 2) {
                 work(step, unit, 0);

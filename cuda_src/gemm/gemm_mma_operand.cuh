@@ -58,17 +58,49 @@ struct MmaOperand {
         }
     }
 
-    RTK_DEVICE void fetch(ptx::SharedAddress to, const u8*& from, int k0, int k_first, int k_last) const {
+    // Whether fetch_part, kPerThread times, fetches this stage: whole vectors, which go between products without a branch.
+    RTK_DEVICE bool in_parts(int k0, int k_last) const {
+        const bool whole = k0 + kDepth <= k_last;
+        if constexpr (kAcross) return whole && rows.exist >= (rows.half == 0 ? kRows : kRows / 2);
+        return whole && !(kAnyStrides && by_element);
+    }
+
+    RTK_DEVICE void fetch_part(bool wanted, ptx::SharedAddress to, const u8* from, int part) const {
+        if constexpr (kAcross) {
+            constexpr int kVectors = kRows / 8, kStep = kThreads / kVectors;
+            const int k = static_cast<int>(threadIdx.x) / kVectors, row = static_cast<int>(threadIdx.x) % kVectors * 8;
+            ptx::cp_async_16_if(wanted, to + (across_place(k, row) + part * kStep * 128), from + part * kStep * pitch * 2);
+        } else {
+            constexpr int kVectors = kRowBytes / 16, kStep = kThreads / kVectors;
+            const int row = static_cast<int>(threadIdx.x) / kVectors, vector = static_cast<int>(threadIdx.x) % kVectors;
+            ptx::cp_async_16_if(wanted, to + (place(row, vector) + part * kStep * kRowBytes), source(from, part));
+        }
+    }
+
+    // Any other stage.
+    RTK_DEVICE void fetch(ptx::SharedAddress to, const u8* from, int k0, int k_first, int k_last) const {
         if constexpr (kAnyStrides && !kAcross) {
             if (by_element) return fetch_elements(to, k0, k_first, k_last);
         }
         if constexpr (kAcross) {
             fetch_across(to, from, k0, k_last);
-            from += static_cast<i64>(kDepth) * pitch * 2;
         } else {
             fetch_vectors(to, from, k0, k_last);
-            from += kRowBytes;
         }
+    }
+
+    // How far `from` is from the next stage's.
+    RTK_DEVICE i64 stage_stride() const { return kAcross ? static_cast<i64>(kDepth) * pitch * 2 : kRowBytes; }
+
+    // The vector of this thread's row number `part`, or of the last row that exists.
+    RTK_DEVICE const u8* source(const u8* from, int part) const {
+        constexpr int kVectors = kRowBytes / 16, kStep = kThreads / kVectors;
+        static_assert(kStep % 16 == 0, "the swizzle, and the half of a gated product, repeat");
+        const bool gated = rows.half != 0;
+        const int row = static_cast<int>(threadIdx.x) / kVectors, inside = gated ? row / 16 * 8 + row % 8 : row;
+        const int wanted = min(inside + part * (gated ? kStep / 2 : kStep), rows.exist - 1);
+        return reinterpret_cast<const u8*>(ptx::mad_wide(static_cast<u32>(wanted), static_cast<u32>(pitch * kBits / 8),
+                                                         reinterpret_cast<u64>(from)));
     }
 
     RTK_DEVICE static u32 place(int row, int vector) {
@@ -83,44 +115,24 @@ struct MmaOperand {
 
     RTK_DEVICE void fetch_vectors(ptx::SharedAddress to, const u8* from, int k0, int k_last) const {
         constexpr int kVectors = kRowBytes / 16, kStep = kThreads / kVectors;
-        static_assert(kStep % 16 == 0, "the swizzle, and the half of a gated product, repeat");
         const int row = static_cast<int>(threadIdx.x) / kVectors, vector = static_cast<int>(threadIdx.x) % kVectors;
-        const bool gated = rows.half != 0;
-        const int step = gated ? kStep / 2 : kStep, inside = gated ? row / 16 * 8 + row % 8 : row, last = rows.exist - 1;
-        const u32 bytes_per_row = static_cast<u32>(pitch * kBits / 8);
-        const auto source = [&](int i) {
-            const u64 first = reinterpret_cast<u64>(from);
-            return reinterpret_cast<const u8*>(
-                ptx::mad_wide(static_cast<u32>(min(inside + i * step, last)), bytes_per_row, first));
-        };
-        to = to + place(row, vector);
-        if (k0 + kDepth <= k_last) {
-#pragma unroll
-            for (int i = 0; i < kPerThread; ++i) ptx::cp_async_16(to + i * kStep * kRowBytes, source(i));
-        } else {
-            const int bytes = min(max((k_last - k0 - vector * kEach) * kBits / 8, 0), 16);
+        const int bytes = min(max((k_last - k0 - vector * kEach) * kBits / 8, 0), 16);
 #pragma unroll 1
-            for (int i = 0; i < kPerThread; ++i)
-                ptx::cp_async_16_partial(to + i * kStep * kRowBytes, bytes == 0 ? data : source(i), bytes);
-        }
+        for (int i = 0; i < kPerThread; ++i)
+            ptx::cp_async_16_partial(to + (place(row, vector) + i * kStep * kRowBytes), bytes == 0 ? data : source(from, i),
+                                     bytes);
     }
 
     RTK_DEVICE void fetch_across(ptx::SharedAddress to, const u8* from, int k0, int k_last) const {
         constexpr int kVectors = kRows / 8, kStep = kThreads / kVectors;
         static_assert(kStep % 8 == 0, "the swizzle repeats");
         const int k = static_cast<int>(threadIdx.x) / kVectors, row = static_cast<int>(threadIdx.x) % kVectors * 8;
-        const i64 stride = kStep * pitch * 2;
-        to = to + across_place(k, row);
-        if (k0 + kDepth <= k_last && rows.exist >= (rows.half == 0 ? kRows : kRows / 2)) {
-#pragma unroll
-            for (int i = 0; i < kPerThread; ++i) ptx::cp_async_16(to + i * kStep * 128, from + i * stride);
-        } else {
-            const int inside = rows.half == 0 ? row : row / 16 * 8, bytes = min(max((rows.exist - inside) * 2, 0), 16);
+        const int inside = rows.half == 0 ? row : row / 16 * 8, bytes = min(max((rows.exist - inside) * 2, 0), 16);
 #pragma unroll 1
-            for (int i = 0; i < kPerThread; ++i) {
-                const int read = k0 + k + i * kStep < k_last ? bytes : 0;
-                ptx::cp_async_16_partial(to + i * kStep * 128, read == 0 ? data : from + i * stride, read);
-            }
+        for (int i = 0; i < kPerThread; ++i) {
+            const int read = k0 + k + i * kStep < k_last ? bytes : 0;
+            ptx::cp_async_16_partial(to + (across_place(k, row) + i * kStep * 128),
+                                     read == 0 ? data : from + i * kStep * pitch * 2, read);
         }
     }
 
