@@ -303,8 +303,9 @@ __global__ void __launch_bounds__(128, 2)
 #pragma unroll
         for (int part = 0; part < 2 * kBlocksM / WordsA::kAtATime; ++part) words_a.load(memory, warp_m, 0, part);
     }
+    static_assert(Shape::kUnits % 2 == 0, "the first unit of a stage is 0 modulo 2, the last one is not");
     auto work = [&](int step, int unit, int now) {  // now: unit % 2, known to the compiler
-        if (unit == 0) fetch_begins();
+        if (now == 0 && unit == 0) fetch_begins();
         fetch_unit(unit);
         const int k0 = k_begin + step * kDepth;
         const u8* scale_memory = memory + slot * Shape::kStageBytes + Shape::kScaleAt;
@@ -330,7 +331,7 @@ __global__ void __launch_bounds__(128, 2)
                 pairs_b[j] = block_scale(right_scales, scale_memory + Shape::kTileM * Shape::kScaleBytes, k0,
                                          warp_n + 8 * j + g, unit);
         }
-        const int next = unit + 1 < Shape::kUnits ? unit + 1 : 0;
+        const int next = now == 0 || unit + 1 < Shape::kUnits ? unit + 1 : 0;
         if (next == 0) {
             fetch_ends();
             if (++slot == stage_count) slot = 0;
