@@ -1,8 +1,8 @@
 // Matrix products with mma.sync, for every target and every pair of operands (rtkernels/ops/gemm/product.py):
 // out[m, n] = act(sum over k of a[m, k] * scale_a * b[n, k] * scale_b + bias[n] + add[m, n]), dense or in groups.
 //
-// A block of 4 warps makes one tile of the result: 128x128 by warps of 64x64 (kTile 0), 128x64 by warps of 64x32 (1) or 64x64
-// by warps of 32x32 (2); two blocks share a multiprocessor. Both operands pass through a ring of stages in shared memory, filled by cp.async, 128 bytes of k of
+// A block makes one tile of the result: 128x128 by 4 warps of 64x64 (kTile 0), 128x128 by 8 warps of 64x32 (1) or 64x64 by
+// 4 warps of 32x32 (2). Both operands pass through a ring of stages in shared memory, filled by cp.async, 128 bytes of k of
 // the operand with more bits each (gemm_mma_operand.cuh). Lanes read their words one unit of k before the products that need
 // them, and convert them there to what the tensor core takes (gemm_mma_codes.cuh).
 //
@@ -22,7 +22,7 @@ namespace rtk {
 
 template <typename A, typename B, typename Math, bool kBlockScales, int kLayout, int kTile>
 struct MmaShape {
-    static constexpr int kTileM = kTile == 2 ? 64 : 128, kTileN = kTile == 0 ? 128 : 64;
+    static constexpr int kTileM = kTile == 2 ? 64 : 128, kTileN = kTileM;
     static constexpr int kWarpM = kTile == 2 ? 32 : 64, kWarpN = kTile == 0 ? 64 : 32;
     static constexpr int kWarpsN = kTileN / kWarpN, kThreads = kTileM / kWarpM * kWarpsN * kWarp;
 
@@ -97,7 +97,7 @@ struct MmaWords {
 };
 
 template <typename A, typename B, typename Math, bool kBlockScales, int kLayout, int kTile>
-__global__ void __launch_bounds__(128, 2)
+__global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
     gemm_mma(const void* a, const void* b, const void* scale_a, const void* scale_b, const void* global_scale,
              const void* bias, const void* add, void* out, void* out_scale, const void* bounds, i64 m, i64 n, i64 k,
              i64 a_pitch, i64 b_pitch, i64 out_pitch, i64 add_pitch, i64 a_group, i64 b_group, i64 out_group,
@@ -384,10 +384,10 @@ __global__ void __launch_bounds__(128, 2)
     };
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
-        if constexpr (Shape::kGrowth == 1 && (kTile == 0 || !Shape::kPromotes)) {
+        if constexpr (!Shape::kConvertScaled) {
 #pragma unroll
             for (int unit = 0; unit < Shape::kUnits; ++unit) work(step, unit, unit % 2);
-        } else {  // conversions take more code than the instruction cache has room for
+        } else {  // their conversions are more code than the instruction cache has room for
 #pragma unroll 1
             for (int unit = 0; unit < Shape::kUnits; unit += 2) {
                 work(step, unit, 0);

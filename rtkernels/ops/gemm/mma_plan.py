@@ -21,8 +21,8 @@ from rtkernels.runtime.targets import Target
 
 # Tiles of the kernel template; the last two have fp32 sums besides the accumulators.
 PLAIN, PROMOTED, SMALL = 0, 1, 2
-_SIDES = {PLAIN: (128, 128), PROMOTED: (128, 64), SMALL: (64, 64)}
-_THREADS = 128
+_SIDE = {PLAIN: 128, PROMOTED: 128, SMALL: 64}
+_THREADS = {PLAIN: 128, PROMOTED: 256, SMALL: 128}
 _MAX_STAGES = {PLAIN: 3, PROMOTED: 4, SMALL: 4}
 _ROW_THREADS = 128
 _WHOLE_DEPTH = 1 << 30  # of a stretch of k that never ends
@@ -277,8 +277,8 @@ def _depth_align(p: Product) -> int:
 
 
 def _grid(p: Product, tile: int) -> int:
-    rows, columns = _SIDES[tile]
-    tiles_n, tiles_m = -(-p.n * (2 if p.gate else 1) // columns), -(-p.m // rows)
+    side = _SIDE[tile]
+    tiles_n, tiles_m = -(-p.n * (2 if p.gate else 1) // side), -(-p.m // side)
     if p.groups is None:
         return tiles_m * tiles_n
     if p.groups.kind in ("rows", "labels"):
@@ -304,15 +304,16 @@ def _tile(p: Product, choice: _Choice, target: Target, by_element: bool, layout:
 def _stages(tokens: tuple[str, str], choice: _Choice, tile: int, table: int, limit: int) -> tuple[int, int]:
     """Return how many stages the ring has, and the shared memory of a block (as ``MmaShape`` cuts it)."""
     bits = [int(BYTES[token] * 8) for token in tokens]
-    depth, (rows, columns) = 1024 // max(bits), _SIDES[tile]
-    stage, floats = (rows * bits[0] + columns * bits[1]) * depth // 8, 0
+    depth, side = 1024 // max(bits), _SIDE[tile]
+    stage, floats = side * depth * sum(bits) // 8, 0
     if choice.block_scales:
-        stage += (rows + columns) * max(4, depth // 16)
+        stage += 2 * side * max(4, depth // 16)
     elif tile != PLAIN and min(bits) < 16:
-        floats = (rows + columns) * 4 * (depth // 32 if tile == SMALL else 1)
-    budget = limit // 2 - 2048 if tile == SMALL or limit >= 160 << 10 else limit - 1024  # two blocks, or one
+        floats = 2 * side * 4 * (depth // 32 if tile == SMALL else 1)
+    two_blocks = tile == SMALL or (tile == PLAIN and limit >= 160 << 10)
+    budget = limit // 2 - 2048 if two_blocks else limit - 1024
     count = max(2, min(_MAX_STAGES[tile], (budget - floats) // (stage + floats)))
-    return count, max(count * stage + (count + 1) * floats, rows * (columns + 8) * 4, table)
+    return count, max(count * stage + (count + 1) * floats, side * (side + 8) * 4, table)
 
 
 def _scale_numbers(scales: Scales | None, p: Product) -> tuple[int, ...]:
@@ -363,7 +364,7 @@ def steps(product: Product, device: int) -> Steps:
     kind = _GROUP_KINDS[groups.kind] if groups is not None else 0
     count = groups.count if groups is not None else 0
     name = _BOUNDS[groups.kind] if groups is not None else 0
-    fused = p.quantized == "1x16" or (p.quantized == "1x128" and tile == PLAIN and not p.gate)
+    fused = p.quantized == "1x16" or (p.quantized == "1x128" and tile != SMALL and not p.gate)
     out = p.out if p.quantized is None or fused else Matrix("fp32", p.n, group_pitch=p.m * p.n)
     after, scratch, zeros, before = [], {}, {}, []
     bounds: str | int = name
@@ -404,7 +405,7 @@ def steps(product: Product, device: int) -> Steps:
         choice.sum_depth or _WHOLE_DEPTH, _depth_align(p), kind, count, stages, options,
     )  # fmt: skip
     variant = (*choice[:4], layout, tile)
-    launch = MMA.bind(variant, device, _grid(p, tile), _THREADS, shared, overlap=True, ending=numbers)
+    launch = MMA.bind(variant, device, _grid(p, tile), _THREADS[tile], shared, overlap=True, ending=numbers)
     tensors = ("a", "b", "scale_a" if p.scale_a else 0, "scale_b" if p.scale_b else 0,
                "global_scale" if p.global_scale else 0, "bias" if p.bias else 0, "add" if p.add else 0,
                "whole" if after else "out", "out_scale" if fused else 0, bounds)  # fmt: skip
