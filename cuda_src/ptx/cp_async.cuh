@@ -25,6 +25,18 @@ RTK_DEVICE void cp_async_16_partial(SharedAddress shared, const void* global, in
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
+// cp_async_16 if `wanted`: no branch.
+RTK_DEVICE void cp_async_16_if(bool wanted, SharedAddress shared, const void* global) {
+    asm volatile(
+        "{\n"
+        ".reg .pred wanted;\n"
+        "setp.ne.u32 wanted, %2, 0;\n"
+        "@wanted cp.async.cg.shared.global [%0], [%1], 16;\n"
+        "}\n" ::"r"(shared),
+        "l"(global), "r"(static_cast<u32>(wanted))
+        : "memory");
+}
+
 // 4 bytes, both addresses 4-byte aligned, of which the first `bytes` (0 to 4) are read.
 RTK_DEVICE void cp_async_4_partial(SharedAddress shared, const void* global, int bytes) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
