@@ -38,6 +38,8 @@ _FUNCTIONS = {
         "max_magnitudes_bf16x2": ("u32", "u32 u32", "max.xorsign.abs.bf16x2 =, 0, 1;"),
         "max_bf16x2": ("u32", "u32 u32", "max.bf16x2 =, 0, 1;"),
         "max_f16x2": ("u32", "u32 u32", "max.f16x2 =, 0, 1;"),
+        "fma_bf16x2": ("u32", "u32 u32 u32", "fma.rn.bf16x2 =, 0, 1, 2;"),
+        "fma_f16x2": ("u32", "u32 u32 u32", "fma.rn.f16x2 =, 0, 1, 2;"),
     },
     "ptx/integer.cuh": {
         "mad_wide": ("u64", "u32 u32 u64", "mad.wide.u32 =, 0, 1, 2;"),
