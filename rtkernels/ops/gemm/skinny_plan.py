@@ -173,7 +173,7 @@ def _layout(p: Product, target: Target) -> _Layout | None:
     while tiles:
         stage = _TILE_ROWS * _ROW_BYTES + int(tiles * 8 * depth * BYTES[p.a.token]) + words_b * 512 + words_a * tiles * 32
         rest = tiles * 8 * _SUM_PITCH * 4 + (tiles * 8 * depth * 4 if converted else 0)
-        stages = min((shared_limit(target) - 64 - rest) // stage, _MAX_STAGES)
+        stages = min((shared_limit(target) - 256 - rest) // stage, _MAX_STAGES)
         if stages >= (3 if converted else 2):
             return _Layout(min(tiles * 8, p.m), stages, rest + stages * stage)
         tiles //= 2
@@ -209,7 +209,7 @@ def steps(product: Product, device: int) -> Steps:
             Step(
                 launch, Offset("a", _bytes(p.a, first * p.a.pitch)), "b",
                 Offset("scale_a", scale_a) if s is not None else 0, "scale_b" if p.scale_b is not None else 0,
-                "global_scale" if getattr(p, "global_scale", 0) else 0, "bias" if p.bias else 0,
+                "global_scale" if p.global_scale else 0, "bias" if p.bias else 0,
                 Offset("add", _bytes(Matrix(p.add, 0), first * p.add_pitch)) if p.add else 0,
                 Offset("out", _bytes(p.out, first * p.out.pitch)), "partial", f"tickets_{first}",
             )
@@ -246,7 +246,7 @@ def _fixed(p: Product) -> tuple[int, ...]:
         4 * a.row_pitch if a else 0, 4 * a.depth_pitch if a else 0,
         size_b * b.row_pitch if b and b.rows else 0, size_b * b.depth_pitch if b else 0,
         7 if b and b.rows == 128 else 0, 128, depth_b, words_a, words_b, group_shift, period,
-        max(getattr(p, "global_scale", 0) - 1, 0),
+        max(p.global_scale - 1, 0),
         sum(bool(value) << i for i, value in enumerate(flags)), sum(value << 4 * i for i, value in enumerate(types)),
     )  # fmt: skip
 
