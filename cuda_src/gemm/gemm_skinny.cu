@@ -28,10 +28,12 @@ RTK_DEVICE float skinny_group_scale(const u8* words, int row, int group, int kin
 template <typename Codes, typename Math, int TILES>
 struct SkinnyWarp {
     using Weights = WeightCodes<Codes, Math>;
-    using Product = SkinnyProduct<Weights::kBits>;
+    using Product = SkinnyProduct<Weights::kBits, TILES>;
     static constexpr int kSteps = Product::kDepth / 64;  // of 32, in half a stage
 
     int lane, rows, half;  // the first of its rows in the tile, its half of the stages
+    int tiles;             // of tokens that exist
+    bool folded;           // scales of the weights are part of the operands
     float part[2][TILES][4], total[2][TILES][4];
     u32 flags[2][2];
 
@@ -49,37 +51,28 @@ struct SkinnyWarp {
     // One stage. `fragments`: its activations; `group_shift`: 2^group_shift of k share a scale of the weights, if that is
     // less than a stage; `period`: steps until sums are promoted, a power of two.
     RTK_DEVICE void work(const Product& product, const CodeOptions& options, const u8* stage, const u8* fragments,
-                         int group_shift, int period, bool integer) {
-        const u8* scales = stage + kSkinnyWeightBytes + product.activation_bytes();
+                         const u8* scales, int group_shift, int period, bool integer) {
+        const u8* own_rows = stage + (rows + lane / 4) * kSkinnyRowBytes + lane % 4 * Weights::kBits;
+        const u8* own_fragments = fragments + half * (kSteps * TILES * 512) + lane * 16;
 #pragma unroll(TILES > 4 ? 1 : kSteps)
         for (int i = 0; i < kSteps; ++i) {
-            const int step = half * kSteps + i;
+            const u8* codes = own_rows + Product::step_place(lane / 4, half * kSteps + i);
             u32 left[2][2][4];  // [16 rows][product]
 #pragma unroll
             for (int r = 0; r < 2; ++r)
 #pragma unroll
-                for (int h = 0; h < 2; ++h) decode(product, options, stage, scales, step, r, h, left[r]);
+                for (int h = 0; h < 2; ++h) decode(options, codes, scales, half * kSteps + i, r, h, left[r]);
 #pragma unroll
             for (int j = 0; j < TILES; ++j) {
-                if (TILES > 1 && j >= product.tiles) break;
-                const Raw<16> raw = ptx::ld_shared_16(
-                    ptx::shared_address(fragments + ((step * product.tiles + j) * kWarp + lane) * 16));
-                u32 right[2][2];
-                if constexpr (Weights::kStrided) {
-                    right[0][0] = __byte_perm(raw.w[0], raw.w[2], 0x5410u);
-                    right[0][1] = __byte_perm(raw.w[0], raw.w[2], 0x7632u);
-                    right[1][0] = __byte_perm(raw.w[1], raw.w[3], 0x5410u);
-                    right[1][1] = __byte_perm(raw.w[1], raw.w[3], 0x7632u);
-                } else {
-                    right[0][0] = raw.w[0], right[0][1] = raw.w[1], right[1][0] = raw.w[2], right[1][1] = raw.w[3];
-                }
+                if (TILES > 1 && j >= tiles) break;
+                const uint4 right = *reinterpret_cast<const uint4*>(own_fragments + (i * TILES + j) * 512);
 #pragma unroll
-                for (int p = 0; p < 2; ++p)
+                for (int r = 0; r < 2; ++r) mma_pair<Math>(part[r][j], left[r][0], {right.x, right.y});
 #pragma unroll
-                    for (int r = 0; r < 2; ++r) mma_pair<Math>(part[r][j], left[r][p], right[p]);
+                for (int r = 0; r < 2; ++r) mma_pair<Math>(part[r][j], left[r][1], {right.z, right.w});
             }
             if (i == kSteps - 1 || (i + 1) % period == 0)
-                promote(product, scales, step * 32 >> group_shift, Product::kDepth > 128 ? half : 0, integer);
+                promote(product, scales, (half * kSteps + i) * 32 >> group_shift, Product::kDepth > 128 ? half : 0, integer);
         }
     }
 
@@ -102,7 +95,7 @@ struct SkinnyWarp {
     }
 
     // To sums[token][row], written or added.
-    RTK_DEVICE void put(float* sums, int tiles, bool added, bool integer) const {
+    RTK_DEVICE void put(float* sums, bool added, bool integer) const {
         const int g = lane / 4, t = lane % 4;
 #pragma unroll
         for (int j = 0; j < TILES; ++j) {
@@ -122,15 +115,15 @@ struct SkinnyWarp {
     }
 
    private:
-    // Weights of rows 16 r + 8 h + g of this warp, of both products of a step.
-    RTK_DEVICE void decode(const Product&, const CodeOptions& options, const u8* stage, const u8* scales, int step, int r,
-                           int h, u32 (&left)[2][4]) {
+    // Weights of rows 16 r + 8 h + g of this warp, of both products of a step; `codes`: those of row g.
+    RTK_DEVICE void decode(const CodeOptions& options, const u8* codes, const u8* scales, int step, int r, int h,
+                           u32 (&left)[2][4]) {
         constexpr int kBits = Weights::kBits;
-        const int t = lane % 4, row = rows + 16 * r + 8 * h + lane / 4;
-        const u8* p = stage + Product::swizzled(row, (step * 4 + t) * kBits / 16) + t * kBits % 16;
+        const u8* p = codes + (16 * r + 8 * h) * kSkinnyRowBytes;
         Raw<kBits> raw;
         if constexpr (kBits == 16) {
-            raw = ptx::ld_shared_16(ptx::shared_address(p));
+            const uint4 words = *reinterpret_cast<const uint4*>(p);
+            raw.w[0] = words.x, raw.w[1] = words.y, raw.w[2] = words.z, raw.w[3] = words.w;
         } else if constexpr (kBits == 8) {
             const uint2 words = *reinterpret_cast<const uint2*>(p);
             raw.w[0] = words.x, raw.w[1] = words.y;
@@ -139,8 +132,10 @@ struct SkinnyWarp {
         }
         u32 scale = 0u;
         if constexpr (Weights::kScaled) {
+            const int row = rows + lane / 4 + 16 * r + 8 * h;
             u32 code = 0x38u;  // 1
-            if (folded) code = reinterpret_cast<const u32*>(scales)[step / 2 * kSkinnyRows + row] >> (16 * (step % 2) + 8 * (t / 2));
+            if (folded)
+                code = reinterpret_cast<const u32*>(scales)[step / 2 * kSkinnyRows + row] >> (16 * (step % 2) + lane % 4 / 2 * 8);
             scale = skinny_scale_pair<Math>(code);
         }
         if constexpr (Weights::kFlagged) flags[r][h] = Weights::flag(flags[r][h], raw);
@@ -150,46 +145,47 @@ struct SkinnyWarp {
     }
 
     RTK_DEVICE void promote(const Product& product, const u8* scales, int group_b, int group_a, bool integer) {
-        const int g = lane / 4, t = lane % 4, words_b = product.scale_b.words, words_a = product.scale_a.words;
         if (integer) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
-#pragma unroll
-                for (int j = 0; j < TILES; ++j)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        total[r][j][i] = __int_as_float(__float_as_int(total[r][j][i]) + __float2int_rn(part[r][j][i]));
-                        part[r][j][i] = 0.0f;
-                    }
+            take([&](float total, float part, int, int, int) {
+                return __int_as_float(__float_as_int(total) + __float2int_rn(part));
+            });
             return;
         }
+        const int words_b = product.scale_b.words;
         float of_row[2][2] = {{1.0f, 1.0f}, {1.0f, 1.0f}};
         if (words_b != 0 && !folded) {
 #pragma unroll
             for (int r = 0; r < 2; ++r)
 #pragma unroll
                 for (int h = 0; h < 2; ++h)
-                    of_row[r][h] = skinny_group_scale(scales, rows + 16 * r + 8 * h + g, group_b, product.scale_b.kind);
+                    of_row[r][h] = skinny_group_scale(scales, rows + lane / 4 + 16 * r + 8 * h, group_b, product.scale_b.kind);
         }
-        const float* of_tokens = reinterpret_cast<const float*>(scales + words_b * (kSkinnyRows * 4)) + group_a * product.tiles * 8;
+        if (product.scale_a.words == 0) {
+            take([&](float total, float part, int r, int, int i) { return fmaf(part, of_row[r][i / 2], total); });
+            return;
+        }
+        const float* of_tokens = reinterpret_cast<const float*>(scales + words_b * (kSkinnyRows * 4)) +
+                                 group_a * Product::kTokens + lane % 4 * 2;
+        take([&](float total, float part, int r, int j, int i) {
+            return fmaf(part, of_row[r][i / 2] * of_tokens[8 * j + i % 2], total);
+        });
+    }
+
+    // total = function(total, part, rows, tile, place), and part is 0.
+    template <typename Function>
+    RTK_DEVICE void take(Function function) {
 #pragma unroll
         for (int j = 0; j < TILES; ++j) {
-            if (TILES > 1 && j >= product.tiles) break;
-            float of_token[2] = {1.0f, 1.0f};
-            if (words_a != 0) of_token[0] = of_tokens[8 * j + 2 * t], of_token[1] = of_tokens[8 * j + 2 * t + 1];
+            if (TILES > 1 && j >= tiles) break;
 #pragma unroll
             for (int r = 0; r < 2; ++r)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const float times = words_a != 0 ? of_row[r][i / 2] * of_token[i % 2] : of_row[r][i / 2];
-                    total[r][j][i] = fmaf(part[r][j][i], times, total[r][j][i]);
+                    total[r][j][i] = function(total[r][j][i], part[r][j][i], r, j, i);
                     part[r][j][i] = 0.0f;
                 }
         }
     }
-
-   public:
-    bool folded;  // scales of the weights are part of the operands
 };
 
 // The parts of a tile: block `first` has the one that begins with k = 0, in its second slot, the blocks behind it have the
@@ -240,10 +236,10 @@ RTK_DEVICE void skinny_finish(const SkinnyResult& result, const float* sums, con
 // accumulate, results four at a time, scale_a by row, scale_b by row. `types`: four bits each of bias, add, out, activation,
 // activations of a, scales of b. Scales along k: `words` of a stage's row, 0 if a scale serves all of k.
 template <typename Codes, typename Math, int TILES>
-__global__ void __launch_bounds__(kSkinnyThreads, 1)
+__global__ void __launch_bounds__(kSkinnyThreads, TILES == 1 ? 2 : 1)
     gemm_skinny(const u8* a, const u8* b, const u8* scale_a, const u8* scale_b, const float* global_scale, const void* bias,
                 const void* add, void* out, float* partial, u32* tickets, i64 m, i64 n, i64 k, i64 a_pitch, i64 b_pitch,
-                i64 out_pitch, i64 add_pitch, i64 scale_a_row, i64 scale_a_depth, i64 scale_b_row, i64 scale_b_depth,
+                i64 out_pitch, i64 add_pitch, i64 scale_a_row, i64 scale_a_word, i64 scale_b_row, i64 scale_b_word,
                 i64 scale_b_shift, i64 depth_a, i64 depth_b, i64 words_a, i64 words_b, i64 group_shift, i64 period,
                 i64 global_step, i64 flags, i64 types, i64 stages) {
     extern __shared__ __align__(128) u8 memory[];
@@ -252,16 +248,17 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
     using Product = typename Warp::Product;
     auto flag = [&](int i) { return (flags >> i & 1) != 0; };
     auto type = [&](int i) { return static_cast<int>(types >> (4 * i) & 15); };
-    const int depth = static_cast<int>(k), tiles = static_cast<int>((m + 7) / 8), kind = type(5);
+    const int depth = static_cast<int>(k), kind = type(5), activations = type(4);
     const bool integer = flag(5);
-    const SkinnyScale along_a = {scale_a, scale_a_row, scale_a_depth, 0, static_cast<int>(depth_a),
+    const SkinnyScale along_a = {scale_a, scale_a_row, scale_a_word, 0, static_cast<int>(depth_a),
                                  (depth + static_cast<int>(depth_a) - 1) / static_cast<int>(depth_a), kScalesFp32,
                                  static_cast<int>(words_a), flag(2)};
-    const SkinnyScale along_b = {scale_b, scale_b_row, scale_b_depth, static_cast<int>(scale_b_shift), static_cast<int>(depth_b),
+    const SkinnyScale along_b = {scale_b, scale_b_row, scale_b_word, static_cast<int>(scale_b_shift), static_cast<int>(depth_b),
                                  (depth + static_cast<int>(depth_b) - 1) / static_cast<int>(depth_b), kind,
                                  static_cast<int>(words_b), flag(3)};
-    const Product product = {a, b, a_pitch, b_pitch, n, static_cast<int>(m), depth, tiles, type(4), flag(0), flag(1), flag(6),
-                             along_a, along_b};
+    const Product product = {a, b, a_pitch, b_pitch, n, static_cast<int>(m), depth, activations,
+                             activations == kActivations16 ? 16 : activations >= kActivationsInt4 ? 4 : 8, flag(0), flag(1),
+                             flag(6), along_a, along_b};
     const SkinnyResult result = {
         global_scale, words_a == 0 ? reinterpret_cast<const float*>(scale_a) : nullptr,
         words_b == 0 ? reinterpret_cast<const float*>(scale_b) : nullptr, flag(9) ? scale_a_row / 4 : 0,
@@ -273,23 +270,25 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
     const i64 units = ceil_div(n, product.tile_columns()) * k_stages;
     const i64 first = units * blockIdx.x / gridDim.x;
     const int count = static_cast<int>(units * (blockIdx.x + 1) / gridDim.x - first);
-    const bool converted = product.activations != kActivations16;
-    const int stage_bytes = product.stage_bytes(), ready_bytes = converted ? tiles * 8 * Product::kDepth * 2 : 0;
+    const bool converted = activations != kActivations16;
+    const int stage_bytes = product.stage_bytes(), ready_bytes = converted ? Product::kFragmentBytes : 0;
+    const int scales_at = kSkinnyWeightBytes + product.activation_bytes();
     float* const sums = reinterpret_cast<float*>(memory);
-    u8* const ready = memory + tiles * 8 * kSkinnySumPitch * 4;
+    u8* const ready = memory + Product::kTokens * kSkinnySumPitch * 4;
     u8* const slots = ready + 2 * ready_bytes;
+    if (!converted) product.clear_fragments(slots, ring);
 
-    // Of the next fetch.
-    int fetched = 0, fetch_tile = static_cast<int>(first / k_stages), fetch_stage = static_cast<int>(first % k_stages), fetch_slot = 0;
-    typename Product::WeightRows weight_rows = product.weight_rows(fetch_tile);
+    int tile = static_cast<int>(first / k_stages), stage = static_cast<int>(first % k_stages), slot = 0, begin = stage;
+    int fetched = 0, fetch_tile = tile, fetch_stage = stage, fetch_slot = 0;
+    typename Product::Source source = product.source(tile);
     auto fetch = [&]() {
         if (fetched < count) {
-            product.fetch(slots + fetch_slot * stage_bytes, weight_rows, fetch_tile, fetch_stage);
+            product.fetch(slots + fetch_slot * stage_bytes, source, fetch_stage);
             ++fetched;
             if (++fetch_slot == ring) fetch_slot = 0;
             if (++fetch_stage == k_stages) {
                 fetch_stage = 0;
-                weight_rows = product.weight_rows(++fetch_tile);
+                product.begin_tile(source, ++fetch_tile);
             }
         }
         ptx::cp_async_commit();
@@ -301,10 +300,9 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
     warp.lane = static_cast<int>(threadIdx.x) % kWarp;
     warp.rows = static_cast<int>(threadIdx.x) / kWarp % 4 * 32;
     warp.half = static_cast<int>(threadIdx.x) / (4 * kWarp);
+    warp.tiles = static_cast<int>((m + 7) / 8);
     warp.folded = (kind & 3) == kScalesUe4m3;
     warp.clear();
-    int tile = fetch_tile, stage = 0, slot = 0, begin = 0;
-    tile = static_cast<int>(first / k_stages), stage = begin = static_cast<int>(first % k_stages);
     if (converted) {
         skinny_wait(ring - 2);
         __syncthreads();
@@ -323,15 +321,16 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
             if (done + 1 < count)
                 product.convert(slots + slot * stage_bytes + kSkinnyWeightBytes, ready + (done + 1 & 1) * ready_bytes);
         }
-        warp.work(product, options, now, fragments, static_cast<int>(group_shift), static_cast<int>(period), integer);
+        warp.work(product, options, now, fragments, now + scales_at, static_cast<int>(group_shift), static_cast<int>(period),
+                  integer);
         ++stage;
         if (stage != k_stages && done + 1 != count) continue;
 
         // The block's share of this tile is done: both halves of the warps, then other blocks' shares.
         warp.settle_flags();
-        if (warp.half == 1) warp.put(sums, tiles, false, integer);
+        if (warp.half == 1) warp.put(sums, false, integer);
         __syncthreads();
-        if (warp.half == 0) warp.put(sums, tiles, true, integer);
+        if (warp.half == 0) warp.put(sums, true, integer);
         __syncthreads();
         if (begin == 0 && stage == k_stages) {
             skinny_finish(result, sums, nullptr, product.m, tile);

@@ -1,9 +1,8 @@
 // Weights of the skinny product, from codes in shared memory to the 16-bit operands of mma.sync. Every value is exact;
 // factors that a format leaves behind (kFactor) multiply the finished sums.
 //
-// A step is 32 of k. A lane 4g + t has eight codes of row g, those of k = 8t ... 8t + 7, and makes four pairs of them: two
-// for each of the step's two products. Which of the eight meet in a pair is the format's affair (kStrided: codes p and
-// p + 4, else 2p and 2p + 1), and the activations follow.
+// A step is 32 of k. A lane 4g + t has eight codes of row g, those of k = 8t ... 8t + 7, and makes four pairs of neighbours:
+// two for each of the step's two products.
 #pragma once
 #include "common/convert.cuh"
 #include "ptx/mma.cuh"
@@ -44,7 +43,7 @@ struct CodeOptions {
 template <typename Codes, typename Math>
 struct WeightCodes {  // 16-bit floats
     static constexpr int kBits = 16;
-    static constexpr bool kStrided = false, kScaled = false, kFlagged = false;
+    static constexpr bool kScaled = false, kFlagged = false;
     static constexpr float kFactor = 1.0f;
 
     RTK_DEVICE static void pairs(const Raw<16>& raw, u32, CodeOptions, u32 (&pair)[4]) {
@@ -58,7 +57,7 @@ struct WeightCodes {  // 16-bit floats
 template <typename Math>
 struct WeightCodes<e4m3, Math> {
     static constexpr int kBits = 8;
-    static constexpr bool kStrided = false, kScaled = false, kFlagged = true;
+    static constexpr bool kScaled = false, kFlagged = true;
     static constexpr bool kBf16 = is_same<Math, bf16>::value;
     static constexpr float kFactor = kBf16 ? 1.0f : 256.0f;
 
@@ -83,7 +82,7 @@ struct WeightCodes<e4m3, Math> {
 template <typename Math>
 struct WeightCodes<e5m2, Math> {
     static constexpr int kBits = 8;
-    static constexpr bool kStrided = false, kScaled = false, kFlagged = false;
+    static constexpr bool kScaled = false, kFlagged = false;
     static constexpr float kFactor = 1.0f;
 
     RTK_DEVICE static void pairs(const Raw<8>& raw, u32, CodeOptions, u32 (&pair)[4]) {
@@ -101,7 +100,7 @@ struct WeightCodes<e5m2, Math> {
 template <typename Math>
 struct WeightCodes<int8_codes, Math> {
     static constexpr int kBits = 8;
-    static constexpr bool kStrided = false, kScaled = false, kFlagged = false;
+    static constexpr bool kScaled = false, kFlagged = false;
     static constexpr float kFactor = 1.0f;
 
     RTK_DEVICE static void pairs(const Raw<8>& raw, u32, CodeOptions, u32 (&pair)[4]) {
@@ -121,31 +120,31 @@ struct WeightCodes<int8_codes, Math> {
     }
 };
 
-// A nibble is the low end of 1024 + nibble in fp16 (or, four bits up, of 1024 + 16 nibble), and of 128 + nibble in bf16.
-// Signed ones have their upper bit flipped, which adds 8.
+// A nibble is the low end of 1024 + nibble in fp16, and of 128 + nibble in bf16. The second one of a byte stays four (fp16)
+// or three bits (bf16) up, where it counts 16 or 8 times. Signed ones have their upper bit flipped, which adds 8.
 template <typename Math>
 struct WeightCodes<int4_codes, Math> {
     static constexpr int kBits = 4;
-    static constexpr bool kStrided = true, kScaled = false, kFlagged = false;
+    static constexpr bool kScaled = false, kFlagged = false;
     static constexpr float kFactor = 1.0f;
 
     RTK_DEVICE static void pairs(const Raw<4>& raw, u32, CodeOptions options, u32 (&pair)[4]) {
         if constexpr (is_same<Math, bf16>::value) {
-            const u32 base = options.is_signed ? 0x43084308u : 0x43004300u;
-            const u32 offset = options.is_signed ? 0xc308c308u : 0xc300c300u;  // - 136, - 128
+            const u32 base = options.is_signed ? 0x43404308u : 0x43004300u;
+            const u32 offset = options.is_signed ? 0xc1c0c308u : 0xc180c300u;  // - 24 and - 136, - 16 and - 128
+            const u32 second = raw.w[0] >> 1;
 #pragma unroll
-            for (int p = 0; p < 4; ++p)
-                pair[p] = fma_pair<bf16>((raw.w[0] >> (4 * p) & 0x000f000fu) ^ base, 0x3f803f80u, offset);
+            for (int p = 0; p < 4; ++p) {
+                const u32 both = __byte_perm(raw.w[0], second, 0x0400u + 0x0101u * p);
+                pair[p] = fma_pair<bf16>((both & 0x0078000fu) ^ base, 0x3e003f80u, offset);  // 1/8 and 1
+            }
         } else {
-            const u32 base = options.is_signed ? 0x64086408u : 0x64006400u;
-            const u32 upper_base = options.is_signed ? 0x64806480u : 0x64006400u;
-            const u32 offset = options.is_signed ? 0xe408e408u : 0xe400e400u;        // - 1032, - 1024
-            const u32 upper_offset = options.is_signed ? 0xd480d480u : 0xd400d400u;  // - 72, - 64
+            const u32 base = options.is_signed ? 0x64806408u : 0x64006400u;
+            const u32 offset = options.is_signed ? 0xd480e408u : 0xd400e400u;  // - 72 and - 1032, - 64 and - 1024
 #pragma unroll
-            for (int p = 0; p < 4; p += 2) {
-                const u32 word = raw.w[0] >> (4 * p);
-                pair[p] = fma_pair<fp16>((word & 0x000f000fu) ^ base, 0x3c003c00u, offset);
-                pair[p + 1] = fma_pair<fp16>((word & 0x00f000f0u) ^ upper_base, 0x2c002c00u, upper_offset);  // / 16
+            for (int p = 0; p < 4; ++p) {
+                const u32 both = __byte_perm(raw.w[0], 0u, 0x0101u * p);
+                pair[p] = fma_pair<fp16>((both & 0x00f0000fu) ^ base, 0x2c003c00u, offset);  // 1/16 and 1
             }
         }
     }
@@ -156,16 +155,17 @@ struct WeightCodes<int4_codes, Math> {
 template <typename Math>
 struct WeightCodes<e2m1_codes, Math> {
     static constexpr int kBits = 4;
-    static constexpr bool kStrided = true, kScaled = true, kFlagged = false;
+    static constexpr bool kScaled = true, kFlagged = false;
     static constexpr float kFactor = 128.0f;
 
     RTK_DEVICE static void pairs(const Raw<4>& raw, u32 scale, CodeOptions, u32 (&pair)[4]) {
         constexpr bool kBf16 = is_same<Math, bf16>::value;
         constexpr int kShift = kBf16 ? 6 : 3;
         constexpr u32 kMagnitude = 0x70007000u >> kShift;
+        const u32 first = raw.w[0] << 4;
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
-            const u32 up = raw.w[0] << (12 - 4 * p);
+            const u32 up = __byte_perm(first, raw.w[0], 0x4000u + 0x1010u * p);  // both in the upper halves of upper bytes
             pair[p] = fma_pair<Math>((up & 0x80008000u) | (up >> kShift & kMagnitude), scale, kNegativeZeros);
         }
     }

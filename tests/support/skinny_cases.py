@@ -175,7 +175,7 @@ def make(
 
 
 def check(made: Made, got: Tensor) -> float:
-    """Raise if a result is not the exact one but for fp32 sums and one rounding; return the largest error by its bound."""
+    """Raise if a result is not exact but for fp32 sums and one rounding; return the largest error by its bound."""
     got, exact = got.double().cpu(), made.exact
     if made.product.out.token == "int32":
         assert torch.equal(got, exact)

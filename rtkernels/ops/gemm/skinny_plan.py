@@ -25,6 +25,7 @@ _SUM_PITCH = 132
 _MAX_STAGES = 8
 _MAX_PARTS = 16  # blocks that may share a tile: one of them adds all of their sums
 _TILES = (1, 4, 8)  # of 8 tokens; a variant serves fewer, too
+_BLOCKS = {1: 2}  # that a multiprocessor has at a time, of these tiles
 
 _CODES = {
     "bf16": "bf16", "fp16": "fp16", "e4m3": "e4m3", "e5m2": "e5m2", "int8": "int8_codes", "int4": "int4_codes",
@@ -48,8 +49,8 @@ _SKINNY = Kernel(
     "gemm_skinny",
     template="Codes Math TILES",
     args="a:ptr b:ptr scale_a:ptr scale_b:ptr global_scale:ptr bias:ptr add:ptr out:ptr partial:ptr tickets:ptr m:i64 "
-    "n:i64 k:i64 a_pitch:i64 b_pitch:i64 out_pitch:i64 add_pitch:i64 scale_a_row:i64 scale_a_depth:i64 scale_b_row:i64 "
-    "scale_b_depth:i64 scale_b_shift:i64 depth_a:i64 depth_b:i64 words_a:i64 words_b:i64 group_shift:i64 period:i64 "
+    "n:i64 k:i64 a_pitch:i64 b_pitch:i64 out_pitch:i64 add_pitch:i64 scale_a_row:i64 scale_a_word:i64 scale_b_row:i64 "
+    "scale_b_word:i64 scale_b_shift:i64 depth_a:i64 depth_b:i64 words_a:i64 words_b:i64 group_shift:i64 period:i64 "
     "global_step:i64 flags:i64 types:i64 stages:i64",
     variants=_variants(),
     max_registers=255,
@@ -60,8 +61,10 @@ KERNELS = (_SKINNY,)
 
 
 class _Layout(NamedTuple):
-    """Shared memory of a launch with `rows` tokens."""
+    """A launch: its variant's tiles of tokens, blocks on a multiprocessor, tokens, and shared memory."""
 
+    tiles: int
+    blocks: int
     rows: int
     stages: int
     shared: int
@@ -143,7 +146,9 @@ def _bad_scale_b(p: Product) -> str | None:
         good = p.b.token == "e2m1" and s.depth == 16 and s.rows == 1 and (s.swizzled or s.depth_pitch == 1 or p.k <= 16)
         return None if good else where
     if s.token == "e8m0":
-        good = BYTES[p.b.token] <= 1 and s.depth == 32 and s.rows == 1 and (s.swizzled or s.depth_pitch == 1 or p.k <= 32)
+        good = (
+            BYTES[p.b.token] <= 1 and s.depth == 32 and s.rows == 1 and (s.swizzled or s.depth_pitch == 1 or p.k <= 32)
+        )
         return None if good else where
     if s.swizzled:
         return "swizzled fp32 scales"
@@ -169,14 +174,15 @@ def _layout(p: Product, target: Target) -> _Layout | None:
     """Return how many tokens a launch takes and its shared memory, None if there is too little."""
     depth, (words_a, words_b) = _stage_depth(p), _words(p)
     converted = p.a.token not in FLOAT16
-    tiles = -(-p.m // 8)
-    while tiles:
-        stage = _TILE_ROWS * _ROW_BYTES + int(tiles * 8 * depth * BYTES[p.a.token]) + words_b * 512 + words_a * tiles * 32
-        rest = tiles * 8 * _SUM_PITCH * 4 + (tiles * 8 * depth * 4 if converted else 0)
-        stages = min((shared_limit(target) - 256 - rest) // stage, _MAX_STAGES)
-        if stages >= (3 if converted else 2):
-            return _Layout(min(tiles * 8, p.m), stages, rest + stages * stage)
-        tiles //= 2
+    smallest = _TILES[-1] if p.b.token == "e5m2" else min(t for t in _TILES if t * 8 >= min(p.m, MAX_ROWS))
+    for tiles in sorted((t for t in _TILES if t <= smallest), reverse=True):
+        tokens = tiles * 8
+        stage = _TILE_ROWS * _ROW_BYTES + int(tokens * depth * BYTES[p.a.token]) + 512 * words_b + 4 * tokens * words_a
+        rest = tokens * _SUM_PITCH * 4 + (tokens * depth * 4 if converted else 0)
+        for blocks in sorted({_BLOCKS.get(tiles, 1), 1}, reverse=True):
+            stages = min(((shared_limit(target) + 1024) // blocks - 1280 - rest) // stage, _MAX_STAGES)
+            if stages >= (3 if converted else 2) and (p.b.token != "e5m2" or tiles == smallest):
+                return _Layout(tiles, blocks, min(tokens, p.m), stages, rest + stages * stage)
     return None
 
 
@@ -193,15 +199,19 @@ def steps(product: Product, device: int) -> Steps:
     assert layout is not None
     columns = _TILE_ROWS // 2 if p.gate else _TILE_ROWS
     tiles_n, k_stages = -(-p.n // columns), max(-(-p.k // _stage_depth(p)), 1)
-    grid = min(info.sm_count, tiles_n * min(k_stages, _MAX_PARTS))
+    grid = min(layout.blocks * info.sm_count, tiles_n * min(k_stages, _MAX_PARTS))
     fixed = _fixed(p)
     made = []
     for first in range(0, p.m, layout.rows):
         rows = min(layout.rows, p.m - first)
-        tiles = _TILES[-1] if p.b.token == "e5m2" else min(t for t in _TILES if t * 8 >= rows)
         math = p.a.token if p.a.token in FLOAT16 else "fp16"
         launch = _SKINNY.bind(
-            (_CODES[p.b.token], math, tiles), device, grid, _THREADS, layout.shared, ending=(rows, *fixed, layout.stages)
+            (_CODES[p.b.token], math, layout.tiles),
+            device,
+            grid,
+            _THREADS,
+            layout.shared,
+            ending=(rows, *fixed, layout.stages),
         )
         s = p.scale_a
         scale_a = 0 if s is None else 4 * first * s.row_pitch if s.rows else 0
@@ -244,11 +254,18 @@ def _fixed(p: Product) -> tuple[int, ...]:
     return (
         p.n, p.k, _bytes(p.a, p.a.pitch), _bytes(p.b, p.b.pitch), p.out.pitch, p.add_pitch,
         4 * a.row_pitch if a else 0, 4 * a.depth_pitch if a else 0,
-        size_b * b.row_pitch if b and b.rows else 0, size_b * b.depth_pitch if b else 0,
+        size_b * b.row_pitch if b and b.rows else 0, _word_pitch(b),
         7 if b and b.rows == 128 else 0, 128, depth_b, words_a, words_b, group_shift, period,
         max(p.global_scale - 1, 0),
         sum(bool(value) << i for i, value in enumerate(flags)), sum(value << 4 * i for i, value in enumerate(types)),
     )  # fmt: skip
+
+
+def _word_pitch(s: Scales | None) -> int:
+    """Return the bytes from one word of a row's scales to the next: one fp32 number, or four bytes."""
+    if s is None:
+        return 0
+    return 512 if s.swizzled else 4 * s.depth_pitch if s.token == "fp32" else 4
 
 
 def _words_aligned(s: Scales | None) -> bool:

@@ -169,7 +169,11 @@ def test_every_code_has_its_value() -> None:
     for token, k in (("e4m3", 256), ("e5m2", 256), ("int8", 256), ("int4", 16), ("uint4", 16), ("e2m1", 16)):
         for math in ("bf16", "fp16"):
             made = make(8, 8, k, math, token, out="fp32")
-            codes = torch.arange(256, dtype=torch.uint8) if k == 256 else torch.tensor([0x10 * (2 * i + 1) + 2 * i for i in range(8)], dtype=torch.uint8)  # noqa: E501
+            codes = (
+                torch.arange(256, dtype=torch.uint8)
+                if k == 256
+                else torch.tensor([0x10 * (2 * i + 1) + 2 * i for i in range(8)], dtype=torch.uint8)
+            )
             made.tensors["b"][:, : codes.numel()] = codes
             for first in range(0, k, 8):
                 a = made.tensors["a"].view(torch.bfloat16 if math == "bf16" else torch.float16)
