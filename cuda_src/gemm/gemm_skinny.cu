@@ -30,6 +30,7 @@ struct SkinnyWarp {
     using Weights = WeightCodes<Codes, Math>;
     using Product = SkinnyProduct<Weights::kBits, TILES>;
     static constexpr int kSteps = Product::kDepth / 64;  // of 32, in half a stage
+    static constexpr int kPair = TILES > 1 ? 2 : 1;
 
     int lane, rows, half;  // the first of its rows in the tile, its half of the stages
     int tiles;             // of tokens that exist
@@ -63,13 +64,20 @@ struct SkinnyWarp {
 #pragma unroll
                 for (int h = 0; h < 2; ++h) decode(options, codes, scales, half * kSteps + i, r, h, left[r]);
 #pragma unroll
-            for (int j = 0; j < TILES; ++j) {
-                if (TILES > 1 && j >= tiles) break;
-                const uint4 right = *reinterpret_cast<const uint4*>(own_fragments + (i * TILES + j) * 512);
+            for (int j = 0; j < TILES; j += kPair) {  // two tiles at a time, so that their products overlap
+                if (TILES > kPair && j >= tiles) break;
+                uint4 right[kPair];
 #pragma unroll
-                for (int r = 0; r < 2; ++r) mma_pair<Math>(part[r][j], left[r][0], {right.x, right.y});
+                for (int c = 0; c < kPair; ++c)
+                    right[c] = *reinterpret_cast<const uint4*>(own_fragments + (i * TILES + j + c) * 512);
 #pragma unroll
-                for (int r = 0; r < 2; ++r) mma_pair<Math>(part[r][j], left[r][1], {right.z, right.w});
+                for (int c = 0; c < kPair; ++c)
+#pragma unroll
+                    for (int r = 0; r < 2; ++r) mma_pair<Math>(part[r][j + c], left[r][0], {right[c].x, right[c].y});
+#pragma unroll
+                for (int c = 0; c < kPair; ++c)
+#pragma unroll
+                    for (int r = 0; r < 2; ++r) mma_pair<Math>(part[r][j + c], left[r][1], {right[c].z, right[c].w});
             }
             if (i == kSteps - 1 || (i + 1) % period == 0)
                 promote(product, scales, (half * kSteps + i) * 32 >> group_shift, Product::kDepth > 128 ? half : 0, integer);
@@ -176,7 +184,7 @@ struct SkinnyWarp {
     RTK_DEVICE void take(Function function) {
 #pragma unroll
         for (int j = 0; j < TILES; ++j) {
-            if (TILES > 1 && j >= tiles) break;
+            if (TILES > kPair && j % kPair == 0 && j >= tiles) break;
 #pragma unroll
             for (int r = 0; r < 2; ++r)
 #pragma unroll
