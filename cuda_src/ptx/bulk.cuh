@@ -32,4 +32,10 @@ RTK_DEVICE void bulk_store_commit() { asm volatile("cp.async.bulk.commit_group;"
 // Waits until this thread's stores have read shared memory. The end of the kernel waits for the writes.
 RTK_DEVICE void bulk_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
+// The same for all but the newest kPending groups.
+template <int kPending>
+RTK_DEVICE void bulk_store_wait_read_but() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
 }  // namespace rtk::ptx

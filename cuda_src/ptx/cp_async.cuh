@@ -25,6 +25,11 @@ RTK_DEVICE void cp_async_4_partial(SharedAddress shared, const void* global, int
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
+// 4 bytes through L1, or 4 zero bytes; 4-byte aligned.
+RTK_DEVICE void cp_async_4_or_zero(SharedAddress shared, const void* global, bool read) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(read ? 4 : 0) : "memory");
+}
+
 // Closes this thread's current group of copies (possibly empty).
 RTK_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

@@ -18,6 +18,8 @@ ROWS = (6, 10, 7, 33)
 WEIGHT = torch.linspace(0.5, 1.5, HIDDEN)
 MATRIX = torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(0))
 FACTORS = WEIGHT.expand(EXPERTS, HIDDEN).contiguous()
+STACK = MATRIX.bfloat16().expand(2, EXPERTS, HIDDEN).contiguous()
+OFFS = torch.tensor([2, 6], dtype=torch.int32)
 COUNTS = torch.zeros(4, dtype=torch.int64)
 F8 = torch.float8_e4m3fn
 
@@ -55,6 +57,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "dequantize_fp8_smooth": lambda x, ids: rtk.dequantize_fp8_smooth(x.detach().to(F8), x.detach()[:, 0].abs()),
     "embedding": lambda x, ids: rtk.embedding(ids, x[:6] * 2),
     "embedding_grad_": lambda x, ids: _written(MATRIX, lambda y: rtk.embedding_grad_(y, ids[:, 0], x.detach())),
+    "gated_mm": lambda x, ids: rtk.gated_mm(x.bfloat16(), MATRIX.bfloat16()),
     "glu": lambda x, ids: rtk.glu(x),
     "glu_fp8": lambda x, ids: rtk.glu_fp8(x)[:2],
     "glu_fp8_backward": lambda x, ids: rtk.glu_fp8_backward(x.detach()[:, :128], x.detach(), layout="row")[:2],
@@ -62,6 +65,11 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "glu_smooth_fp8_backward": lambda x, ids: rtk.glu_smooth_fp8_backward(
         x.detach()[:, :128], x.detach(), WEIGHT
     )[:2],
+    "grouped_mm": lambda x, ids: rtk.grouped_mm(x.bfloat16(), STACK, offs=OFFS)[:6],
+    "grouped_mm_masked": lambda x, ids: rtk.grouped_mm_masked(
+        x.detach().bfloat16().expand(2, -1, -1), STACK, masked_m=OFFS
+    )[:, :2],
+    "grouped_wgrad": lambda x, ids: rtk.grouped_wgrad(x.detach().bfloat16()[:, :16], x.detach().bfloat16(), offs=OFFS),
     "group_rms_norm_gate": lambda x, ids: rtk.group_rms_norm_gate(x, 2 * x, groups=2),
     "hadamard": lambda x, ids: rtk.hadamard(x),
     "index_select": lambda x, ids: rtk.index_select(x, ids[:, 0] % 6),
@@ -113,6 +121,11 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "router_z_loss": lambda x, ids: rtk.router_z_loss(x, 0.1),
     "row_dot": lambda x, ids: rtk.row_dot(x, 2 * x),
     "scale_": lambda x, ids: _written(x, lambda y: rtk.scale_(y, 2.0)),
+    "scaled_mm": lambda x, ids: rtk.scaled_mm(x.bfloat16(), MATRIX.bfloat16()),
+    "scaled_mm, rows": lambda x, ids: rtk.scaled_mm(
+        x.detach().to(F8), MATRIX.to(F8), x.detach()[:, 0].abs(), MATRIX[:, 0]
+    ),
+    "scaled_mm, quantised": lambda x, ids: rtk.scaled_mm(x.detach().bfloat16(), MATRIX.bfloat16(), quant_out="row"),
     "scatter_add": lambda x, ids: rtk.scatter_add(x, ids[:, 0], EXPERTS),
     "smooth_factors": lambda x, ids: rtk.smooth_factors(rtk.column_absmax(x)),
     "softmax": lambda x, ids: rtk.softmax(x),

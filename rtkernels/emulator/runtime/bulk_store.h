@@ -14,6 +14,7 @@ struct StoredPart {
 struct BulkStore {
     u32 thread, group;
     std::vector<StoredPart> parts;
+    bool adds = false;  // fp32 numbers to what is there
 };
 std::vector<BulkStore> storing;  // not read yet; of the block that runs
 
@@ -21,6 +22,7 @@ struct Landing {
     u8* to;
     u8 data[16];
     u32 bytes;
+    bool adds;
 };
 std::vector<Landing> landing;  // read, and not written yet; of all blocks
 
@@ -47,7 +49,13 @@ void begin_store(BulkStore store, void* pc) {
 }
 
 void land() {
-    for (const Landing& part : landing) memcpy(part.to, part.data, part.bytes);
+    for (const Landing& part : landing) {
+        float sum[4], more[4];
+        memcpy(more, part.data, 16);
+        memcpy(sum, part.to, part.bytes);
+        for (u32 i = 0; i < part.bytes / 4; ++i) sum[i] += more[i];
+        memcpy(part.to, part.adds ? static_cast<const void*>(sum) : part.data, part.bytes);
+    }
     landing.clear();
 }
 
@@ -63,8 +71,8 @@ void bulk_store(void* global, const void* shared, u32 bytes) {
     begin_store(std::move(store), pc);
 }
 
-void tensor_store(const long long* map, const void* shared, const int* at) {
-    BulkStore store = {current->id, current->store_group, {}};
+void tensor_store(const long long* map, const void* shared, const int* at, bool adds) {
+    BulkStore store = {current->id, current->store_group, {}, adds};
     Box(map).each(shared, at, [&](u32 offset, u8* to, u32 size) {
         store.parts.push_back({static_cast<const u8*>(shared) + offset, to, size});
     });
@@ -73,15 +81,15 @@ void tensor_store(const long long* map, const void* shared, const int* at) {
 
 void bulk_store_commit() { ++current->store_group; }
 
-void bulk_store_wait_read() {
+void bulk_store_wait_read(u32 pending) {
     std::vector<BulkStore> left;
     for (BulkStore& store : storing) {
-        if (store.thread != current->id || store.group == current->store_group) {
+        if (store.thread != current->id || store.group + pending >= current->store_group) {
             left.push_back(std::move(store));
             continue;
         }
         for (const StoredPart& part : store.parts) {
-            Landing done = {part.to, {}, part.bytes};
+            Landing done = {part.to, {}, part.bytes, store.adds};
             memcpy(done.data, part.from, 16);
             landing.push_back(done);
             const u64 offset = shared_offset(part.from);

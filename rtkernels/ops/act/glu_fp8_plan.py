@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.act.glu import ACT_TYPES, check_inputs, is_dense
+from rtkernels.ops.act.glu import ACT_TYPES, check_inputs
 from rtkernels.ops.act.glu_fp8_kernels import ANY, BWD, BWD_STREAM, FAST_TYPES, FWD, FWD_STREAM
 from rtkernels.ops.shared.tile_stream import TILE_BYTES, PatchLaunch, supported
 from rtkernels.runtime.launch.device import DeviceInfo, device_info
 from rtkernels.runtime.launch.memory import allocator, dense_strides
 from rtkernels.runtime.launch.plans import Plans
-from rtkernels.runtime.layout import check_same, row_count, row_stride, vector_bytes
+from rtkernels.runtime.layout import check_same, is_dense, row_count, row_stride, vector_bytes
 
 GROUP = 128
 LAYOUTS = ("row", "transposed", "both")

@@ -11,7 +11,6 @@ from torch import Tensor
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.act import glu_fp8_plan as plans
-from rtkernels.ops.act.glu import is_dense
 from rtkernels.ops.act.glu_fp8_plan import ACTS, E4M3, TYPES, Metadata, Output, Plan, experts_of
 from rtkernels.ops.act.glu_fp8_reference import check_sum, gradients, joined, rows_of, unquantized
 from rtkernels.ops.quant import reference as fp8
@@ -19,7 +18,17 @@ from rtkernels.ops.quant.quantize_fp8_plan import empty_scale
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.plans import Plans
-from rtkernels.runtime.layout import address, check_same, metadata, nothing, row_count, row_stride, rowed, vector_bytes
+from rtkernels.runtime.layout import (
+    address,
+    check_same,
+    is_dense,
+    metadata,
+    nothing,
+    row_count,
+    row_stride,
+    rowed,
+    vector_bytes,
+)
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.operator import TorchOp
 

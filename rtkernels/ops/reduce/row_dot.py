@@ -25,7 +25,8 @@ from rtkernels.runtime.layout import (
     vector_bytes,
 )
 from rtkernels.runtime.operator.autograd import needs_grad
-from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows, differentiable
+from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows
+from rtkernels.runtime.operator.gradient import differentiable
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
@@ -83,7 +84,7 @@ def _plan_bwd(g: Meta, x: Meta, y: Meta, need_x: bool, need_y: bool, device: int
     rows, cols, x_stride, y_stride, aligned = _rows(x, y)
     cut = runs(rows, cols, 64 // x.dtype.itemsize if aligned else 8)
     launch = _BWD.bind((DTYPE_TOKEN[x.dtype],), device, cut.grid, cut.block)
-    sizes = rows, cols, x_stride, y_stride, cut.threads_per_row, cut.runs_per_row, aligned
+    sizes = rows, cols, x_stride, y_stride, *cut[:2], aligned
     return Steps(Step(launch, "g", "x", "y", "dx", "dy", *sizes))
 
 

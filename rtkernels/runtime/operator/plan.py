@@ -15,6 +15,7 @@ import torch
 from rtkernels.runtime.launch.driver import Launch
 from rtkernels.runtime.launch.memory import Allocate, allocator, dense_strides, fresh_zeros
 from rtkernels.runtime.launch.tensor_map import tiled_map
+from rtkernels.runtime.operator.written import written_code
 
 _MAPS_PER_STEP = 64  # addresses whose tensor maps an argument remembers
 
@@ -23,6 +24,7 @@ class Plan(ABC):
     """One call of an operator, to be run as often as it comes again."""
 
     __slots__ = ("matches",)
+    converted: Mapping[str, torch.dtype] | None = None  # see Steps
 
     def __init__(self) -> None:
         self.matches: Callable[..., bool] | None = None  # its operator finds it again by this; made at its first use
@@ -75,13 +77,19 @@ class Step:
 
     Args:
         launch: What ``Kernel.bind`` gave.
-        arguments: Those of the kernel, in its order: the name of a tensor (its address goes in, 0 if it is absent),
-            ``Boxes``, ``Offset``, or a number.
+        arguments: Those of the kernel, in its order: the name of a tensor (its address goes in, 0 if it is absent) or
+            of a number of the call, ``Boxes``, ``Offset``, or a number. Numbers at the end are packed one time, not
+            each time.
     """
 
     __slots__ = ("arguments", "launch")
 
     def __init__(self, launch: Launch, *arguments: str | int | float | Boxes | Offset) -> None:
+        count = len(arguments)
+        while count and isinstance(arguments[count - 1], (int, float)):
+            count -= 1
+        if hasattr(launch, "with_ending") and count < len(arguments):
+            launch, arguments = launch.with_ending(arguments[count:]), arguments[:count]
         self.launch, self.arguments = launch, arguments
 
 
@@ -92,14 +100,20 @@ class Steps:
         steps: May be none: the results are then left as they were made.
         scratch: Memory that lives as long as the call, by name.
         zeros: How many int32 zeros an argument of this name gets, cleared for this call.
+        converted: Arguments that are converted to other dtypes first, and are then dense.
     """
 
-    __slots__ = ("scratch", "steps", "zeros")
+    __slots__ = ("converted", "scratch", "steps", "zeros")
 
     def __init__(
-        self, *steps: Step, scratch: Mapping[str, Memory] | None = None, zeros: Mapping[str, int] | None = None
-    ) -> None:
+        self, *steps: Step, scratch: Mapping[str, Memory] | None = None, zeros: Mapping[str, int] | None = None,
+        converted: Mapping[str, torch.dtype] | None = None,
+    ) -> None:  # fmt: skip
         self.steps, self.scratch, self.zeros = steps, dict(scratch or {}), dict(zeros or {})
+        self.converted = converted
+
+
+IN_TORCH = Steps()  # instead of launches: plain torch does what this call asks for, on its device
 
 
 class StepPlan(Plan):
@@ -108,22 +122,24 @@ class StepPlan(Plan):
     Args:
         name: The operator's, for tracebacks.
         arguments: Names of the operator's tensors, in the order of its schema.
+        numbers: Names of the numbers that follow the addresses.
         outputs: Results by name, in the order in which they are returned; None for one that nobody asked for.
-        single: The operator returns its only result, not a tuple.
+        returned: How: the only one itself ("single"), a "tuple" or a "list".
         steps: What the operator's ``plan`` gave.
         device: CUDA ordinal, or -1.
     """
 
-    __slots__ = ("run", "source")
+    __slots__ = ("converted", "run", "source")
 
     def __init__(
-        self, name: str, arguments: Sequence[str], outputs: Mapping[str, Memory | None], single: bool, steps: Steps,
-        device: int,
+        self, name: str, arguments: Sequence[str], numbers: Sequence[str], outputs: Mapping[str, Memory | None],
+        returned: str, steps: Steps, device: int,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.converted = steps.converted
         scope: dict[str, Any] = {"allocate": allocator(device), "fresh_zeros": fresh_zeros, "device": device}
         lines: list[str] = []
-        known = {argument: f"p_{argument}" for argument in arguments}
+        known = {argument: f"p_{argument}" for argument in arguments} | {number: number for number in numbers}
         made = {name: memory or Memory((0,), torch.float32) for name, memory in outputs.items()}
         for variable, memory in {**made, **steps.scratch}.items():
             if variable in known:
@@ -140,13 +156,15 @@ class StepPlan(Plan):
             scope[f"launch_{i}"] = step.launch
             written = [self._written(f"{i}_{j}", a, known, scope) for j, a in enumerate(step.arguments)]
             lines.append(f"launch_{i}({', '.join(written)})")
-        results = [f"t_{variable}" for variable in outputs]
-        lines.append(f"return {results[0] if single else '(' + ''.join(r + ', ' for r in results) + ')'}")
-        if not outputs:
-            lines[-1] = "return None"
-        names = ", ".join(f"p_{argument}" for argument in arguments)
+        results = "".join(f"t_{variable}, " for variable in outputs)
+        if returned == "list":
+            results = f"[{results}]"
+        elif returned == "single":
+            results = results[:-2]
+        lines.append(f"return {results or None}")
+        names = ", ".join([*(f"p_{argument}" for argument in arguments), *numbers])
         self.source = f"def run({names}):\n    " + "\n    ".join(lines) + "\n"
-        exec(compile(self.source, f"<rtkernels plan of {name}>", "exec"), scope)
+        exec(written_code(self.source, f"<rtkernels plan of {name}>"), scope)
         self.run = scope["run"]
 
     @staticmethod

@@ -14,6 +14,9 @@ RTK_DEVICE void cp_async_16_partial(SharedAddress shared, const void* global, in
 RTK_DEVICE void cp_async_4_partial(SharedAddress shared, const void* global, int bytes) {
     emu::cp_async(shared, global, 4, bytes);
 }
+RTK_DEVICE void cp_async_4_or_zero(SharedAddress shared, const void* global, bool read) {
+    emu::cp_async(shared, global, 4, read ? 4 : 0);
+}
 RTK_DEVICE void cp_async_commit() { emu::cp_async_commit(); }
 template <int kPending>
 RTK_DEVICE void cp_async_wait() {
