@@ -105,7 +105,7 @@ def run(product: Product, device: torch.device, **tensors: Tensor) -> None:
 
     def launch() -> None:
         index = device.index or 0 if device.type == "cuda" else -1
-        plan = StepPlan("skinny", NAMES, {}, False, skinny_plan.steps(product, index), index)
+        plan = StepPlan("skinny", NAMES, (), {}, "tuple", skinny_plan.steps(product, index), index)
         plan.run(*(tensors[name].data_ptr() if tensors.get(name) is not None else 0 for name in NAMES))
 
     if device.type == "cuda":
