@@ -13,15 +13,18 @@
 //   kRowScales       a factor per row (of a) and one per tile (of b), both 1 if absent: 1x128 with 128x128, 128x128 with
 //                    128x128, or promotion alone
 //   kColumnScales    a factor per row and one per column: 1x128 with 1x128
+// FINISH says where results are made: in boxes (gemm/epilogue_sm90.cuh), or in registers (gemm/quantize_sm90.cuh), quantised or
+// gated; b then has 2 n rows, and a tile half as many columns of the result.
 #include "common/pipeline.cuh"
-#include "gemm/epilogue_sm90.cuh"
 #include "gemm/operand_sm90.cuh"
+#include "gemm/quantize_sm90.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/registers.cuh"
 
 namespace rtk {
 
 inline constexpr int kNoScales = 0, kRowScales = 1, kColumnScales = 2;
+inline constexpr int kPlainFinish = 0, kQuantizedFinish = 1, kGatedFinish = 2;
 
 // With scales in the loop, totals are fp32 whatever the tensor cores add up.
 template <typename Sum, int SCALES>
@@ -47,50 +50,62 @@ struct ScalePlace {
     }
 };
 
-// Where COUNT scales of a lane lie (every 32nd row; fewer than 2^32 scales), and whether those rows exist.
-template <int COUNT>
-struct LaneScales {
-    u32 at[COUNT];
-    u32 exist = 0;
+// Scales of a stage that threads copy, in any layout: the rows of a, then columns of b, every 96th of them by each thread of
+// three warps. Fewer than 2^32 scales.
+template <int ROWS, int COUNT>
+struct ScaleCopies {
+    static constexpr int kThreads = 3 * kWarp, kEach = (COUNT + kThreads - 1) / kThreads;
+    u32 at[kEach], exist = 0;
 
-    // Of the rows from `first` on, `existing` of which are there, every `apart`-th.
-    RTK_DEVICE void place(const ScalePlace& scales, i32 first, int existing, u32 group, int apart = 1) {
-        const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    // `rows` of a's rows exist (0: others copy them), and b's columns, `apart` from each other, up to `columns`.
+    RTK_DEVICE void place(const ScalePlace& a, const ScalePlace& b, const ProductTile& tile, int thread, int rows, i64 columns,
+                          int apart) {
         exist = 0;
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            const int row = (lane + kWarp * i) * apart;
-            const bool exists = row < existing;
-            at[i] = exists ? static_cast<u32>(scales.of_row(static_cast<u32>(first + row), group)) : 0u;
+        for (int i = 0; i < kEach; ++i) {
+            const int item = thread + kThreads * i;
+            const bool of_a = item < ROWS;
+            const i64 n = tile.n + static_cast<i64>(item - ROWS) * apart;
+            const bool exists = of_a ? item < rows : item < COUNT && n < columns;
+            at[i] = 0;
+            if (exists) at[i] = static_cast<u32>(of_a ? a.of_row(tile.row + item, tile.group) : b.of_row(n, tile.group));
             exist |= static_cast<u32>(exists) << i;
         }
     }
 
-    // `from`: where scales of this depth begin.
-    RTK_DEVICE void copy(ptx::SharedAddress to, const float* from) const {
-        const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    // From where the scales of this depth begin.
+    RTK_DEVICE void copy(ptx::SharedAddress to, const float* of_a, const float* of_b, int thread, bool rows_too,
+                         bool columns_too) const {
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i)
-            ptx::cp_async_4_or_zero(to + 4 * (lane + kWarp * i), from + at[i], exist >> i & 1u);
+        for (int i = 0; i < kEach; ++i) {
+            const int item = thread + kThreads * i;
+            if (item < COUNT && (item < ROWS ? rows_too : columns_too))
+                ptx::cp_async_4_or_zero(to + 4 * item, (item < ROWS ? of_a : of_b) + at[i], exist >> i & 1u);
+        }
     }
 };
 
 template <typename A, typename B, bool ACROSS_A, bool ACROSS_B, int CONSUMERS, int WAVES, int COLS, int STAGES, int SLOTS,
-          int SCALES>
+          int SCALES, int FINISH>
 __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     gemm_sm90(const __grid_constant__ ptx::TensorMap a_map, const __grid_constant__ ptx::TensorMap b_map,
-              const __grid_constant__ ptx::TensorMap out_map, const float* scale_a, const float* scale_b, const void* bias,
-              const void* add, void* out, const i32* starts, const i32* ends, i64 rows, i64 columns, i64 depth,
+              const __grid_constant__ ptx::TensorMap out_map, const __grid_constant__ ptx::TensorMap scale_a_map,
+              const __grid_constant__ ptx::TensorMap scale_b_map, const float* scale_a, const float* scale_b, const void* bias,
+              const void* add, void* out, float* out_scale,
+              const i32* starts, const i32* ends, i64 rows, i64 columns, i64 depth,
               i64 a_row_pitch, i64 a_depth_pitch, i64 a_group_pitch, i64 b_row_pitch, i64 b_depth_pitch, i64 b_group_pitch,
-              i64 scale_rows, i64 scale_blocks, i64 out_pitch, i64 out_group_pitch, i64 add_pitch, i64 groups,
+              i64 scale_rows, i64 scale_blocks, i64 out_pitch, i64 out_group_pitch, i64 out_scale_pitch, i64 add_pitch,
+              i64 groups,
               i64 flags_and_band) {
     using Operands = TypedOperands<A, B, ACROSS_A, ACROSS_B, CONSUMERS, WAVES, COLS>;
     using Sum = typename Operands::Sum;
     constexpr int kRows = Operands::kRows, kDepth = Operands::kDepth, kConsumerWarps = 4 * CONSUMERS;
-    constexpr int kScaleFloats = SCALES == kNoScales ? 0 : kRows + (SCALES == kColumnScales ? COLS : 4);
+    constexpr int kScaleFloats = SCALES == kNoScales ? 0 : kRows + (SCALES == kColumnScales ? COLS : 32);
     constexpr int kCutBarrier = 1 + CONSUMERS, kTurnBarrier = kCutBarrier + 1;
     // With scales in the loop a part of the products at a time is in registers of its own.
     constexpr int kHalves = COLS > 128 ? COLS / 128 : 1, kUnitCols = COLS / kHalves;
+    constexpr bool kGated = FINISH == kGatedFinish;
+    constexpr int kOutCols = kGated ? COLS / 2 : COLS;
     using Ring = BoxRing<SLOTS>;
     extern __shared__ u8 memory[];
     const ptx::SharedAddress stages = ptx::aligned_up<1024>(ptx::shared_address(memory));
@@ -109,8 +124,11 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     const ScalePlace of_a{scale_a, a_row_pitch, a_depth_pitch, a_group_pitch, lower(scale_rows), lower(scale_blocks)};
     const ScalePlace of_b{scale_b, b_row_pitch, b_depth_pitch, b_group_pitch, upper(scale_rows), upper(scale_blocks)};
 
-    if (threadIdx.x == kConsumerWarps * kWarp) pipeline.init(SCALES == kNoScales ? 1 : 1 + kWarp, kConsumerWarps);
-    ProductTiles<kRows, COLS> tiles(reinterpret_cast<ProductGroup*>(barriers + Pipeline<STAGES>::kBytes), starts, ends, kind,
+    // Who brings scales of the loop: the copy engine, one scale per row in rows of memory that it can read; else three warps.
+    const bool copies_a = SCALES != kNoScales && flags.loop_scales_a() && !flags.engine_scales_a();
+    const bool copies_b = SCALES != kNoScales && flags.loop_scales_b() && !flags.engine_scales_b();
+    if (threadIdx.x == kConsumerWarps * kWarp) pipeline.init(copies_a || copies_b ? 1 + 3 * kWarp : 1, kConsumerWarps);
+    ProductTiles<kRows, kOutCols> tiles(reinterpret_cast<ProductGroup*>(barriers + Pipeline<STAGES>::kBytes), starts, ends, kind,
                                     upper(groups), rows, columns, depth, upper(flags_and_band));
     __syncthreads();
     const u32 count = tiles.count();
@@ -119,35 +137,40 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     if (warp >= kConsumerWarps) {
         if constexpr (CONSUMERS == 2) ptx::registers_give<40>();
         if (threadIdx.x == kConsumerWarps * kWarp) {
+            const bool rows_too = SCALES != kNoScales && flags.loop_scales_a() && flags.engine_scales_a();
+            const bool columns_too = SCALES == kColumnScales && flags.loop_scales_b() && flags.engine_scales_b();
+            const u32 bytes = Operands::kStageBytes + (rows_too ? 4 * kRows : 0) + (columns_too ? 4 * COLS : 0);
             for (u32 index = blockIdx.x; index < count; index += gridDim.x) {
                 const ProductTile tile = tiles.find(index);
                 const i32 group_a = kind == kMaskedGroups ? static_cast<i32>(tile.group) : 0;
                 const i32 group_b = kind == kDepthGroups ? 0 : static_cast<i32>(tile.group);
+#pragma unroll 1
                 for (i32 k = 0; k < tile.depth; k += kDepth, state.advance()) {
                     pipeline.acquire(state);
-                    const ptx::SharedAddress full = pipeline.expect(state, Operands::kStageBytes);
+                    const ptx::SharedAddress full = pipeline.expect(state, bytes);
                     Operands::fetch(a_map, b_map, stages + state.stage * Operands::kStageBytes, full, tile.k + k, tile.row,
-                                    group_a, tile.n, group_b, 0);
+                                    group_a, tile.n, group_b, kGated ? static_cast<i32>(columns) : 0);
+                    const ptx::SharedAddress to = ptx::shared_address(scales) + 4 * kScaleFloats * state.stage;
+                    const u32 block = static_cast<u32>(tile.k + k) / 128;
+                    if (rows_too)
+                        ptx::tma_load_3d(to, scale_a_map, full, tile.row, static_cast<i32>(block / of_a.blocks), group_a);
+                    if (columns_too)
+                        ptx::tma_load_3d(to + 4 * kRows, scale_b_map, full, tile.n, static_cast<i32>(block / of_b.blocks), group_b);
                 }
             }
-        } else if (SCALES != kNoScales && warp == kConsumerWarps + 1) {
-            LaneScales<kRows / kWarp> rows_of_a;
-            LaneScales<SCALES == kColumnScales ? COLS / kWarp : 1> columns_of_b;
+        } else if (SCALES != kNoScales && warp > kConsumerWarps && (copies_a || copies_b)) {
+            const int thread = static_cast<int>(threadIdx.x) - (kConsumerWarps + 1) * kWarp;
+            ScaleCopies<kRows, kRows + (SCALES == kColumnScales ? COLS : kHalves)> copies;
+            const int apart = SCALES == kColumnScales ? 1 : kGated ? static_cast<int>(columns) : 128;
             for (u32 index = blockIdx.x; index < count; index += gridDim.x) {
                 const ProductTile tile = tiles.find(index);
-                rows_of_a.place(of_a, tile.row, flags.loop_scales_a() ? tile.rows : 0, tile.group);
-                const int left = static_cast<int>(min(columns - tile.n, static_cast<i64>(COLS)));
-                columns_of_b.place(of_b, tile.n, flags.loop_scales_b() ? left : 0, tile.group, SCALES == kColumnScales ? 1 : 128);
+                copies.place(of_a, of_b, tile, thread, copies_a ? tile.rows : 0, copies_b ? (kGated ? 2 : 1) * columns : 0, apart);
+#pragma unroll 1
                 for (i32 k = 0; k < tile.depth; k += kDepth, state.advance()) {
                     const u32 block = static_cast<u32>(tile.k + k) / 128;
-                    const ptx::SharedAddress to = ptx::shared_address(scales) + 4 * kScaleFloats * state.stage;
                     pipeline.acquire(state);
-                    if (flags.loop_scales_a()) rows_of_a.copy(to, scale_a + of_a.of_depth(block));
-                    if constexpr (SCALES == kColumnScales) {
-                        columns_of_b.copy(to + 4 * kRows, scale_b + of_b.of_depth(block));
-                    } else if (flags.loop_scales_b() && lane < kHalves) {
-                        columns_of_b.copy(to + 4 * kRows, scale_b + of_b.of_depth(block));
-                    }
+                    copies.copy(ptx::shared_address(scales) + 4 * kScaleFloats * state.stage, scale_a + of_a.of_depth(block),
+                                scale_b + of_b.of_depth(block), thread, copies_a, copies_b);
                     ptx::cp_async_arrive(pipeline.full(state));
                 }
             }
@@ -161,8 +184,9 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     const bool speaks = lane == 0;
     float* const own_columns = column_values + consumer * 2 * COLS;
     Ring ring{boxes + consumer * SLOTS * Ring::kBytes, 1 + consumer};
-    // Warpgroups ask for products by turns, so that the tensor cores work for one while the other adds up: left to themselves
-    // they would wait for the same stage, share the tensor cores, and then both add up.
+    // Warpgroups ask for products by turns, the second when half of those of the first are there, so that the tensor cores work
+    // for one while the other adds up: left to themselves they wait for the same stage, share the tensor cores, and both
+    // add up at the same time.
     const bool alternates = SCALES != kNoScales && CONSUMERS == 2 && flags.alternates();
     if (alternates && consumer == 1) ptx::named_barrier_arrive(kTurnBarrier, 128 * CONSUMERS);
     const ResultPlace place{out_map, out, add, out_pitch, out_group_pitch, add_pitch, static_cast<i32>(columns), flags};
@@ -188,8 +212,9 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                 }
 #pragma unroll
             for (int i = 0; i < kColumnsEach; ++i) {
-                const u32 n = static_cast<u32>(tile.n + thread + 128 * i);
-                const bool exists = n < static_cast<u32>(columns) && thread + 128 * i < COLS;
+                const int column = tile.n + thread + 128 * (kGated ? 0 : i);
+                const bool exists = column < columns && thread + 128 * i < COLS;
+                const u32 n = static_cast<u32>(column) + (kGated && i == 1 ? static_cast<u32>(columns) : 0u);  // row of b
                 factor_bits[i] = 0x3f800000u, bias_bits[i] = 0;
                 ptx::ld_keep_if<4>(of_columns && exists, factor_bits[i], scale_b + of_b.of_row(n, tile.group));
                 ptx::ld_keep_if<4>(bias != nullptr && exists && flags.bias() == kFp32, bias_bits[i],
@@ -216,7 +241,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                 ptx::wgmma_fence();
 #pragma unroll
                 for (int w = 0; w < WAVES; ++w)
-                    Operands::multiply(sums[w], stages + state.stage * Operands::kStageBytes,
+                    Operands::template multiply<0, 4>(sums[w], stages + state.stage * Operands::kStageBytes,
                                        static_cast<u32>(w * CONSUMERS + consumer), 0, i != 0);
                 ptx::wgmma_commit();
                 ptx::wgmma_wait<1>();
@@ -242,10 +267,12 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                     const int w = unit / kHalves, half = unit % kHalves;
                     if (alternates) ptx::named_barrier_sync(kTurnBarrier + consumer, 128 * CONSUMERS);
                     ptx::wgmma_fence();
-                    Operands::multiply(part, stages + state.stage * Operands::kStageBytes,
-                                       static_cast<u32>(w * CONSUMERS + consumer), kUnitCols * half, false);
+                    const ptx::SharedAddress stage = stages + state.stage * Operands::kStageBytes;
+                    const u32 rows_of_part = static_cast<u32>(w * CONSUMERS + consumer);
+                    Operands::template multiply<0, 2>(part, stage, rows_of_part, kUnitCols * half, false);
                     ptx::wgmma_commit();
-                    if (alternates) ptx::named_barrier_arrive(kTurnBarrier + 1 - consumer, 128 * CONSUMERS);
+                    Operands::template multiply<2, 4>(part, stage, rows_of_part, kUnitCols * half, true);
+                    ptx::wgmma_commit();
                     if (unit == 0) {  // here, where the products are on their way
 #pragma unroll
                         for (int h = 0; h < kHalves; ++h)
@@ -257,6 +284,10 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                                 of_row[v][r] = flags.loop_scales_a()
                                                    ? of_stage[(v * CONSUMERS + consumer) * 64 + own_row + 8 * r]
                                                    : 1.0f;
+                    }
+                    if (alternates) {
+                        ptx::wgmma_wait<1>();
+                        ptx::named_barrier_arrive(kTurnBarrier + 1 - consumer, 128 * CONSUMERS);
                     }
                     ptx::wgmma_wait<0>();
                     if (SCALES == kRowScales && unit == WAVES * kHalves - 1) pipeline.release_warp(state);
@@ -295,12 +326,37 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         for (int w = 0; w < WAVES; ++w)
 #pragma unroll
             for (int r = 0; r < 2; ++r) row_factor[w][r] = __uint_as_float(row_bits[w][r]);
-        finish_parts<COLS>(sums, row_factor, own_columns, ring, place, [&](int wave) {
+        auto part_of = [&](int wave) {
             const int first = (wave * CONSUMERS + consumer) * 64, existing = tile.rows - first;
             const bool whole = existing >= 64 || kind == kNoGroups || kind == kDepthGroups;
             const i32 group_out = kind == kMaskedGroups || kind == kDepthGroups ? static_cast<i32>(tile.group) : 0;
             return ResultPart{tile.row + first, tile.n, existing, group_out, flags.copy_engine() && whole};
-        });
+        };
+        if constexpr (FINISH == kPlainFinish) {
+            finish_parts<COLS, true>(sums, row_factor, own_columns, ring, place, part_of);
+        } else {
+            static_assert(WAVES == 1 && kOutCols % 128 == 0, "whole scales in a warpgroup's rows");
+            const int existing = static_cast<int>(min(columns - tile.n, static_cast<i64>(kOutCols)));
+            ptx::named_barrier_sync(ring.barrier, 128);  // all columns are there
+            float results[1][64];
+            finish_in_registers<kGated, COLS, 0>(sums[0], row_factor[0], own_columns, flags.register_act(), existing, results[0]);
+            if (flags.out() < kE4m3) {
+                if constexpr (kGated) finish_parts<kOutCols, false>(results, row_factor, own_columns, ring, place, part_of);
+            } else {
+                const CodePlace codes{out_map, static_cast<u8*>(out), out_scale, out_pitch, out_scale_pitch,
+                                      static_cast<i32>(columns), flags.out() == kE5m2, flags.aligned() && out_pitch % 16 == 0};
+                ResultPart part = part_of(0);
+                if (part.rows > 0) store_codes(results[0], ring, codes, part);
+                if constexpr (kOutCols == 256) {
+                    part.n += 128;
+                    if (part.rows > 0 && part.n < columns) {
+                        finish_in_registers<kGated, COLS, 128>(sums[0], row_factor[0], own_columns, flags.register_act(), existing,
+                                                               results[0]);
+                        store_codes(results[0], ring, codes, part);
+                    }
+                }
+            }
+        }
     }
     if (alternates && consumer == 0) ptx::named_barrier_sync(kTurnBarrier, 128 * CONSUMERS);  // the last of its arrivals
     ring.close();

@@ -296,7 +296,7 @@ def test_what_is_no_number_is_refused() -> None:
         with pytest.raises(ArgumentError, match=r"eps is .*; expected a number"):
             rms_norm(x, eps=eps)
     with pytest.raises(ArgumentError, match="where a number is expected"):
-        module.FWD_PLANS[x.dtype, x.shape, None, -1, None, None, True, None, None, 0, torch.tensor(1e-6), 0.0]
+        module.FORWARD._find(x, None, torch.tensor(1e-6), 0.0)
 
 
 def test_what_is_no_number_is_named_where_packing_a_launch_fails(monkeypatch: pytest.MonkeyPatch) -> None:

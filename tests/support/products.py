@@ -56,7 +56,8 @@ def scales_of(tensor: Tensor | None, rows: int, depth: int) -> Scales | None:
         return None
     row, deep = tensor.stride()[-2:]
     group = tensor.stride(0) if tensor.dim() == 3 else 0
-    return Scales(rows, depth, 0 if rows == 0 else row, 0 if depth == 0 else deep, group_pitch=group)
+    aligned = tensor.data_ptr() % 16 == 0 and max(row, deep) % 4 == 0
+    return Scales(rows, depth, 0 if rows == 0 else row, 0 if depth == 0 else deep, aligned=aligned, group_pitch=group)
 
 
 def expanded(tensor: Tensor | None, rows: int, depth: int, m: int, k: int) -> Tensor | float:
@@ -93,12 +94,27 @@ def close(got: Tensor, expected: Tensor, magnitude: Tensor, token: str, *, slack
     assert not bad.any(), f"{int(bad.sum())} of {bad.numel()}, first at {bad.nonzero()[0].tolist()}: {got[bad][0]} for {expected[bad][0]}"
 
 
+def quantized_close(got: Tensor, scale: Tensor, expected: Tensor, slack: Tensor) -> None:
+    """Compare codes and scales per 128 columns with fp64 results."""
+    m, n = expected.shape
+    largest = torch.finfo(got.dtype).max
+    parts = torch.nn.functional.pad(expected.abs(), (0, -n % 128)).reshape(m, -1, 128)
+    wanted = parts.amax(-1) / largest
+    loose = torch.nn.functional.pad(slack, (0, -n % 128)).reshape(m, -1, 128).amax(-1) / largest
+    assert ((scale.double() - wanted).abs() <= loose + wanted * 2.0**-18 + 1e-30).all()
+    each = scale.double().repeat_interleave(128, 1)[:, :n]
+    back = got.double() * each
+    step = 2.0**-4 if got.dtype == torch.float8_e4m3fn else 2.0**-3
+    error = (back - expected).abs()
+    assert (error <= step * expected.abs() + each * 2.0**-9 + slack).all(), float((error / each).max())
+
+
 def dense(
     backend: Any, m: int, n: int, k: int, *, a: str = "bf16", b: str = "", out: str = "bf16", device: str = "cpu",
     across: tuple[bool, bool] = (False, False), scale_a: tuple[int, int] | None = None,
     scale_b: tuple[int, int] | None = None, contiguous: str = "rows", sums: str = "fp32", bias: str | None = None,
     add: str | None = None, act: str | None = None, accumulate: bool = False, slack: float = 2.0**-15,
-    narrow: int = 0, **options: Any,
+    narrow: int = 0, gate: str | None = None, quantized: str | None = None, **options: Any,
 ) -> None:  # fmt: skip
     """Multiply random matrices and compare. Scales are (rows, depth); `contiguous` says along which they are dense.
 
@@ -106,7 +122,8 @@ def dense(
     """
     b = b or a
     left = operand(a, m, k, across=across[0], device=device)
-    right = operand(b, n, k, across=across[1], device=device)
+    b_rows = 2 * n if gate else n
+    right = operand(b, b_rows, k, across=across[1], device=device)
     made = {"a": left, "b": right}
 
     def scales(name: str, covers: tuple[int, int] | None, rows: int) -> Tensor | None:
@@ -122,27 +139,37 @@ def dense(
             made[name] = padded[:, : shape[0]].t()
         return made[name]
 
-    sa, sb = scales("scale_a", scale_a, m), scales("scale_b", scale_b, n)
+    sa, sb = scales("scale_a", scale_a, m), scales("scale_b", scale_b, b_rows)
     memory = torch.randn(m, n + narrow, device=device).mul(3).to(DTYPES[out])
     before = memory.clone()
     made["out"] = memory[:, :n]
+    if quantized:
+        blocks, padded = -(-n // 128), -(-m // 4) * 4
+        made["out_scale"] = torch.full((blocks, padded), -1.0, device=device)[:, :m].t()
     if bias:
-        made["bias"] = torch.randn(n, device=device).to(DTYPES[bias])
+        made["bias"] = torch.randn(b_rows, device=device).to(DTYPES[bias])
     if add:
         made["add"] = torch.randn(m, n, device=device).to(DTYPES[add])
     product = Product(
         m, n, k, matrix(left, across=across[0]), matrix(right, across=across[1]), matrix(made["out"]),
         scales_of(sa, *(scale_a or (0, 0))), scales_of(sb, *(scale_b or (0, 0))), sums, bias, add, n if add else 0, act,
-        accumulate,
+        accumulate, gate, quantized,
     )  # fmt: skip
     launch(backend, product, made, memory.device, **options)
     x = left.double() * expanded(sa, *(scale_a or (0, 0)), m, k)
-    y = right.double() * expanded(sb, *(scale_b or (0, 0)), n, k)
+    y = right.double() * expanded(sb, *(scale_b or (0, 0)), b_rows, k)
     expected, magnitude = x @ y.T, x.abs() @ y.abs().T
     for name in ("bias", "add"):
         if name in made:
             expected, magnitude = expected + made[name].double(), magnitude + made[name].double().abs()
     expected = ACTS[act](expected)
+    if gate:
+        first, second = expected[:, :n], expected[:, n:]
+        magnitude = magnitude[:, :n] * (second.abs() + 1) + (first.abs() + 1) * magnitude[:, n:]
+        expected = ACTS[gate](first) * second
+    if quantized:
+        quantized_close(made["out"], made["out_scale"], expected, magnitude * slack)
+        return
     if accumulate:
         expected, magnitude = expected + before[:, :n].double(), magnitude + before[:, :n].double().abs()
     close(made["out"], expected, magnitude, out, slack=slack)

@@ -35,7 +35,7 @@ class Tile(NamedTuple):
 
     def shared(self, scales: int, groups: int) -> int:
         """Return the dynamic shared memory of a block in bytes; the last 1024 are for alignment."""
-        floats = 0 if scales == NO_SCALES else self.rows + (self.cols if scales == COLUMN_SCALES else 4)
+        floats = 0 if scales == NO_SCALES else self.rows + (self.cols if scales == COLUMN_SCALES else 32)
         stage = (self.rows + self.cols) * ROW + 4 * floats + 16
         table = 12 * (groups + 1) if groups else 0
         return self.stages * stage + self.consumers * (self.slots * BOX + 8 * self.cols) + table + 1024
@@ -49,6 +49,8 @@ TILES = {
                  Tile(2, 1, 256, 3, 4)),
     COLUMN_SCALES: (Tile(2, 2, 128, 3, 4), Tile(2, 1, 128, 5, 2)),
 }  # fmt: skip
+PLAIN, QUANTIZED, GATED = 0, 1, 2  # how results are finished; the last two in registers, by tiles of 256 columns
+REGISTER_TILE = Tile(2, 1, 256, 3, 4)
 SMALL = {NO_SCALES: Tile(2, 1, 128, 5, 2), ROW_SCALES: Tile(2, 1, 128, 5, 2), COLUMN_SCALES: Tile(2, 1, 128, 5, 2)}
 ONE_WARPGROUP = Tile(1, 1, 128, 6, 2)
 
@@ -58,11 +60,13 @@ def tile_count(tile: Tile, m: int, n: int) -> int:
     return -(-m // tile.rows) * -(-n // tile.cols)
 
 
-def choose(m: int, n: int, k: int, scales: int, multiprocessors: int) -> Tile:
+def choose(m: int, n: int, k: int, scales: int, finish: int, multiprocessors: int) -> Tile:
     """Return the tile for a product: a large one, unless it leaves multiprocessors without work.
 
     ``m`` is the number of rows of one group, or what is known of it.
     """
+    if finish != PLAIN:
+        return REGISTER_TILE
     tiles = (TILES[scales][0], SMALL[scales])
     if ONE_WARPGROUP in TILES[scales]:
         tiles += (ONE_WARPGROUP,)

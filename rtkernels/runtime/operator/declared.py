@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
+from rtkernels.runtime.launch.memory import dense_strides
 from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.layout import FLOAT_DTYPES, check_same, is_dense, row_stride, token
 from rtkernels.runtime.operator.operator import MutatingOp, TorchOp
@@ -39,6 +40,11 @@ class Meta(NamedTuple):
     def dim(self) -> int:
         """Return how many dimensions there are."""
         return len(self.shape)
+
+
+def dense_as(meta: Meta, dtype: torch.dtype) -> Meta:
+    """Return what a tensor is after a conversion (``Steps.converted``): dense, and new memory."""
+    return Meta(dtype, meta.shape, dense_strides(meta.shape), meta.device, 0)
 
 
 def misaligned(*metas: Meta | None) -> int:
@@ -111,6 +117,16 @@ class Dense(Argument):
 
     def fits(self, meta: Meta) -> bool:
         return is_dense(meta)
+
+
+class Aligned(Dense):
+    """A contiguous one whose address is a multiple of 16; others are copied."""
+
+    def fits(self, meta: Meta) -> bool:
+        return is_dense(meta) and meta.misaligned == 0
+
+    def copied(self, t: Tensor) -> Tensor:
+        return t.clone(memory_format=torch.contiguous_format)
 
 
 class DenseFloat(Dense):
@@ -283,8 +299,8 @@ class _Declared:
         else:
             known = [value for name, value in zip(self.names, values, strict=True) if name not in self._numbers]
             steps = self._make_steps(*known, device)
-        if steps is IN_TORCH:
-            return IN_TORCH
+        if steps is IN_TORCH or steps.instead is not None:
+            return steps
         names = [argument.name for argument in self.arguments]
         shape = "list" if self.results is None else "single" if len(self.results) == 1 else "tuple"
         return StepPlan(self.name, names, self._numbers, made, shape, steps, device)
@@ -292,7 +308,7 @@ class _Declared:
     def _copy_unfit(self, *args: Any) -> tuple[Any, ...]:
         copied = list(args)
         for i, value in enumerate(self.values(*args)):
-            if isinstance(value, Meta) and not self._kinds[i].fits(value):
+            if isinstance(value, Meta) and not self._kinds[i].fits(value._replace(misaligned=args[i].data_ptr() & 15)):
                 copied[i] = self._kinds[i].copied(args[i])
         return tuple(copied)
 
@@ -304,8 +320,11 @@ class _Declared:
             args = self._copy_unfit(*args)
             plan = self._find(*args)
         if plan.converted:
-            dtypes = [plan.converted.get(name) for name in self.names]
-            args = tuple(a if d is None else a.to(d).contiguous() for a, d in zip(args, dtypes, strict=True))
+            args = list(args)
+            for name, how in plan.converted.items():
+                i = self.names.index(name)
+                args[i] = how(args[i]) if callable(how) else args[i].to(how).contiguous()
+            args = tuple(args)
         return plan, args
 
     def _launch_planned(self, *args: Any) -> Any:
@@ -314,6 +333,8 @@ class _Declared:
         plan, used = self._planned(args)
         if plan is IN_TORCH:
             made = self._written_reference(*used)
+        elif type(plan) is Steps:
+            made = plan.instead(*used)
         else:
             made = plan.run(*self._addresses(used), *[args[i] for i in self._number_places])
         if self._written:
@@ -357,3 +378,16 @@ class Operator(_Declared, TorchOp):
 
 class InPlaceOperator(_Declared, MutatingOp):
     """A declared operator that overwrites some of its arguments; the dispatcher sees every call."""
+
+
+class _Unregistered:
+    """In the place of a ``TorchOp``: torch does not know it."""
+
+    def __init__(self, schema: str, **_: Any) -> None:
+        self.name, self._tensors, self.launch = schema.split("(", 1)[0], self._places, self._launch_planned
+
+    _addresses = TorchOp._addresses
+
+
+class Internal(_Declared, _Unregistered):
+    """Steps that the launchers of operators run on tensors (``launch``) and that torch does not see."""

@@ -15,7 +15,7 @@ from rtkernels.runtime.torch_private import functorch_transform, is_dynamo_compi
 
 def differentiable(
     forward: TorchOp, backward: TorchOp, *, incoming: dict[str, str] | None = None, constants: str = "",
-    dirty: str = "",
+    dirty: str = "", needs: dict[str, str] | None = None,
 ) -> Callable[..., Any]:  # fmt: skip
     """Return ``forward`` as a function with a gradient, once differentiable.
 
@@ -30,6 +30,7 @@ def differentiable(
         backward: A declared operator.
         incoming: Results of `forward` by the name that their gradient has in `backward`.
         constants: Names of other results that get no gradient.
+        needs: Arguments whose gradient an option of `backward` asks for, where it is not called ``need_<argument>``.
         dirty: ``"y x"`` for an operator that writes its only result y over x, and returns nothing.
     """
     made = dirty.split()[:1] or list(forward.results)
@@ -60,8 +61,8 @@ def differentiable(
             given.append(grads[results_of[name]])
         elif name in saved:
             given.append(name)
-        elif name.startswith("need_"):
-            given.append(f"wanted[{place[name.removeprefix('need_')]}]")
+        elif name.startswith("need_") or name in (needs or {}):
+            given.append(f"wanted[{place[(needs or {}).get(name) or name.removeprefix('need_')]}]")
         else:
             given.append(f"ctx.{name}")
     returned = [

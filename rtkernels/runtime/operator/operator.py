@@ -16,7 +16,7 @@ from rtkernels.runtime.launch.memory import call_state
 from rtkernels.runtime.launch.tables import TensorList
 from rtkernels.runtime.operator.arguments import ArgumentTypes
 from rtkernels.runtime.operator.autograd import refuse_tangents
-from rtkernels.runtime.operator.plan import IN_TORCH, Plan
+from rtkernels.runtime.operator.plan import Plan, Steps
 from rtkernels.runtime.operator.sharding import register_rules
 from rtkernels.runtime.operator.written import written_code
 from rtkernels.runtime.torch_private import (
@@ -227,7 +227,7 @@ def call({names}):
 
     def _run_and_keep(self, scope: dict[str, Any], args: tuple[Any, ...]) -> Any:
         plan, used = self._planned(args)
-        if plan is IN_TORCH:
+        if type(plan) is Steps:  # nothing to replay
             return self._launch_planned(*args)
         addresses = self._addresses(used)
         if used is args and not any(address & 15 for address in addresses):
