@@ -16,7 +16,7 @@ from rtkernels.ops.gemm import checks, grouped_mm_plan
 from rtkernels.ops.gemm.grouped_mm_plan import OPTIONS, TENSORS, WGRAD_OPTIONS, WGRAD_TENSORS
 from rtkernels.ops.gemm.scaled_mm import as_packed, as_scale, refuse_overlap, refuse_quantised_gradients
 from rtkernels.runtime.operator.autograd import once_differentiable
-from rtkernels.runtime.operator.declared import InPlace, InPlaceOperator, Operator
+from rtkernels.runtime.operator.declared import InPlace, Operator
 from rtkernels.runtime.operator.registry import Op
 
 # ---- operators ------------------------------------------------------------------------------------------------------
@@ -31,7 +31,7 @@ FORWARD = Operator(
     reference=grouped_mm_plan.run_reference,
     check=grouped_mm_plan.describe,
 )
-IN_PLACE = InPlaceOperator(
+IN_PLACE = Operator(
     "grouped_mm_out",
     (InPlace("out", None), *TENSORS),
     options=f"{OPTIONS}, bool accumulate",
@@ -40,7 +40,7 @@ IN_PLACE = InPlaceOperator(
     reference=grouped_mm_plan.run_reference_out,
     check=grouped_mm_plan.describe_out,
 )
-WGRAD = InPlaceOperator(
+WGRAD = Operator(
     "grouped_wgrad",
     (InPlace("out", None), *WGRAD_TENSORS),
     options=WGRAD_OPTIONS,
