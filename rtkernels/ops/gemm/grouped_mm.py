@@ -148,7 +148,7 @@ def grouped_mm(
             out_dtype=out_dtype, out=out, accumulate=accumulate, zero_padding=zero_padding, acc=acc, packed=packed,
             b_layout=b_layout, backend=backend,
         )  # fmt: skip
-    scale_a, scale_b, packed = as_scale(a, scale_a), as_scale(a, scale_b), as_packed(packed, "low")
+    scale_a, scale_b, packed = as_scale(a, scale_a), as_scale(a, scale_b), as_packed(packed)
     tensors = (a, b, scale_a, scale_b, as_int32(offs), as_int32(m_indices), None)
     options = (align, 0, recipe, b_layout, packed, act, out_dtype, acc, backend)
     if accumulate and out is None:
@@ -224,7 +224,7 @@ def grouped_mm_masked(
         )  # fmt: skip
     if masked_m is None:
         raise ArgumentError("masked_m is None; expected int32 [groups]: how many rows of each group count")
-    scale_a, scale_b, packed = as_scale(a, scale_a), as_scale(a, scale_b), as_packed(packed, "low")
+    scale_a, scale_b, packed = as_scale(a, scale_a), as_scale(a, scale_b), as_packed(packed)
     tensors = (a, b, scale_a, scale_b, None, None, as_int32(masked_m))
     options = (1, expected_m, recipe, b_layout, packed, act, out_dtype, acc, backend)
     refuse_quantised_gradients("grouped_mm (not grouped_mm_masked)", a, b, scale_a, scale_b, out)

@@ -220,7 +220,7 @@ def scaled_mm(
     Returns:
         ``[..., m, n]``, dense, or `out`; with `quant_out` ``(codes, scales)``.
     """
-    if out is None and quant_out is None and nibble == "low":
+    if out is None and quant_out is None and nibble == "low" and not accumulate:
         result = _replay(
             a, b, scale_a, scale_b, global_scale, bias, add, recipe, b_layout, packed, act, out_dtype, acc, backend
         )  # fmt: skip
@@ -238,8 +238,10 @@ def scaled_mm(
             accumulate=accumulate, acc=acc, packed=packed, nibble=nibble, global_scale=global_scale,
             quant_out=quant_out, b_layout=b_layout, backend=backend,
         )  # fmt: skip
-    scale_a, scale_b, global_scale = (as_scale(a, t) for t in (scale_a, scale_b, global_scale))
-    packed = as_packed(packed, nibble)
+    if scale_a is not None or scale_b is not None or global_scale is not None:
+        scale_a, scale_b, global_scale = (as_scale(a, t) for t in (scale_a, scale_b, global_scale))
+    if packed is not None or nibble != "low":
+        packed = as_packed(packed, nibble, a)
     tensors = (a, b, scale_a, scale_b, global_scale, bias, add)
     options = (recipe, b_layout, packed, act, out_dtype, acc, backend)
     if accumulate and out is None:
@@ -276,14 +278,14 @@ def as_scale(a: Tensor, scale: Tensor | float | None) -> Tensor | None:
     return scale.float() if scale.dtype in (torch.bfloat16, torch.float16, torch.float64) else scale
 
 
-def as_packed(packed: Any, nibble: str) -> str | None:
-    """Return `packed` as operators take it."""
+def as_packed(packed: Any, nibble: str = "low", a: Any = None) -> str | None:
+    """Return `packed` as operators take it; the order of halves matters if only b has them."""
     if isinstance(packed, tuple | list):
         packed = ",".join("-" if name is None else str(name) for name in packed)
     if nibble != "low":
         if nibble != "high":
             raise ArgumentError(f"nibble is {nibble!r}; expected 'low' or 'high'")
-        if isinstance(packed, str) and "-" in packed:
+        if isinstance(packed, str) and ("-" in packed or a.dtype in checks.FLOATS):
             raise ArgumentError(
                 "nibble is 'high' and one operand is packed; expected 'low', which "
                 "rtkernels.ops.quant.pack.swap_nibbles makes"
