@@ -431,8 +431,8 @@ def test_rows_of_products_have_their_rate() -> None:
 
     row = {
         "row": "scaled_mm", "shape": "4096x4096x4096_bf16", "dtype": "bfloat16", "bytes": 10**8, "us": 200.0,
-        "p20": 199.0, "p80": 201.0, "copy_us": 40.0, "floor_us": 30.0, "efficiency": 0.2, "error_ours": 1e-3, "error_torch": 1e-3,
-        "peers": {}, "flops": 2 * 4096**3, "tflops": 2 * 4096**3 / 200 / 1e6,
+        "p20": 199.0, "p80": 201.0, "copy_us": 40.0, "floor_us": 30.0, "efficiency": 0.2, "error_ours": 1e-3,
+        "error_torch": 1e-3, "peers": {}, "flops": 2 * 4096**3, "tflops": 2 * 4096**3 / 200 / 1e6,
     }  # fmt: skip
     other = {key: value for key, value in row.items() if key not in ("flops", "tflops")}
     lines = tables.row_table({"rows": [row, other]})
