@@ -81,7 +81,7 @@ class GroupedLinear(torch.autograd.Function):
         )
         ctx.options, ctx.main_grad = (grad_dtype, pow2_scale), main_grad
         ctx.x_shape, ctx.x_dtype, ctx.weight_shape, ctx.weight_dtype = x.shape, x.dtype, weight.shape, weight.dtype
-        left = rows_of(q, scale, "group", x.shape[0])
+        left = rows_of(q, scale, "group")
         return _product(left, expert_rows_of(codes.q, codes.scale, weight.shape), ends, x.dtype, zero_padding=True)
 
     @staticmethod
@@ -95,7 +95,7 @@ class GroupedLinear(torch.autograd.Function):
         q, scale, q_t, scale_t = OPERAND(dy, "group", grad_dtype, pow2_scale, need_x, need_w, 0)
         dx = dw = None
         if need_x:
-            left = rows_of(q, scale, "group", dy.shape[0])
+            left = rows_of(q, scale, "group")
             dx = _product(left, expert_columns_of(w_q_t, w_scale, shape), ends, ctx.x_dtype, zero_padding=True)
         if need_w:
             left = columns_of(q_t, scale, scale_t, "group", shape[1])

@@ -17,6 +17,7 @@ HIDDEN, EXPERTS = 256, 8
 ROWS = (6, 10, 7, 33)
 WEIGHT = torch.linspace(0.5, 1.5, HIDDEN)
 MATRIX = torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(0))
+WEIGHTS = torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(1)).requires_grad_()
 FACTORS = WEIGHT.expand(EXPERTS, HIDDEN).contiguous()
 STACK = MATRIX.bfloat16().expand(2, EXPERTS, HIDDEN).contiguous()
 OFFS = torch.tensor([2, 6], dtype=torch.int32)
@@ -57,6 +58,11 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "dequantize_fp8_smooth": lambda x, ids: rtk.dequantize_fp8_smooth(x.detach().to(F8), x.detach()[:, 0].abs()),
     "embedding": lambda x, ids: rtk.embedding(ids, x[:6] * 2),
     "embedding_grad_": lambda x, ids: _written(MATRIX, lambda y: rtk.embedding_grad_(y, ids[:, 0], x.detach())),
+    "fp8_linear": lambda x, ids: rtk.fp8_linear(x, WEIGHTS),
+    "fp8_linear, hadamard": lambda x, ids: rtk.fp8_linear(x, WEIGHTS, recipe="hadamard"),
+    "fp8_linear, row": lambda x, ids: rtk.fp8_linear(x, WEIGHTS, recipe="row"),
+    "fp8_linear, smooth": lambda x, ids: rtk.fp8_linear(x, WEIGHTS, recipe="smooth", smooth=WEIGHT),
+    "fp8_linear, tensor": lambda x, ids: rtk.fp8_linear(x, WEIGHTS, recipe="tensor"),
     "gated_mm": lambda x, ids: rtk.gated_mm(x.bfloat16(), MATRIX.bfloat16()),
     "glu": lambda x, ids: rtk.glu(x),
     "glu_fp8": lambda x, ids: rtk.glu_fp8(x)[:2],
@@ -136,7 +142,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "transpose_experts": lambda x, ids: rtk.transpose_experts(x, COUNTS),
 }  # fmt: skip
 # Lists of tensors for other functions, and sizes as numbers.
-WITHOUT_ROWS = {"tensor_list", "moe_rows", "check_labels"}
+WITHOUT_ROWS = {"tensor_list", "moe_rows", "check_labels", "fp8_weight"}
 
 
 def test_every_public_function_is_tried() -> None:

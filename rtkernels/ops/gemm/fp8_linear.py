@@ -71,8 +71,8 @@ class _Linear(torch.autograd.Function):
         if w_q is None:
             transposed = keep_w and not save_weight
             w_q, w_scale, w_q_t, w_scale_t = OPERAND(weight, ways.weight, E4M3, pow2_scale, True, transposed, rotation)
-        left = rows_of(codes[0], codes[1], ways.activation, row_count(x.shape))
-        right = rows_of(w_q, w_scale, ways.weight, weight.shape[0])
+        left = rows_of(codes[0], codes[1], ways.activation)
+        right = rows_of(w_q, w_scale, ways.weight)
         options = {"recipe": ways.product, "bias": bias, "out_dtype": out_dtype, "backend": backend}
         y = scaled_mm(left.q, right.q, left.scale, right.scale, **options)
         ctx.save_for_backward(
@@ -103,7 +103,7 @@ class _Linear(torch.autograd.Function):
         if need_x:
             if weight is not None:
                 _, w_scale, w_q_t, w_scale_t = OPERAND(weight, ways.weight, E4M3, pow2_scale, False, True, rotation)
-            left = rows_of(q, scale, ways.activation, flat.shape[0])
+            left = rows_of(q, scale, ways.activation)
             right = columns_of(w_q_t, w_scale, w_scale_t, ways.weight, k)
             options = {"recipe": ways.product, "out_dtype": ctx.x_dtype, "backend": backend}
             dx = scaled_mm(left.q, right.q, left.scale, right.scale, **options).view(ctx.x_shape)
@@ -313,8 +313,8 @@ def _forward(x, weight, bias, given, recipe, dtype, pow2_scale, rotation, backen
         q, scale, _, _ = OPERAND(flat, ways.activation, E4M3, pow2_scale, True, False, rotation)
     if w_q is None:
         w_q, w_scale, _, _ = OPERAND(weight.detach(), ways.weight, E4M3, pow2_scale, True, False, rotation)
-    left = rows_of(q, scale, ways.activation, row_count(x.shape))
-    right = rows_of(w_q, w_scale, ways.weight, weight.shape[0])
+    left = rows_of(q, scale, ways.activation)
+    right = rows_of(w_q, w_scale, ways.weight)
     options = {"bias": None if bias is None else bias.detach(), "out_dtype": dtype, "backend": backend}
     y = scaled_mm(left.q, right.q, left.scale, right.scale, recipe=ways.product, **options)
     return y.view(*x.shape[:-1], weight.shape[0])

@@ -8,7 +8,7 @@ demands: matrices of other sizes are copied with zeros at their ends, which add 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ SIDE = 128  # of a block that shares a scale
 
 def rounded(size: int, multiple: int) -> int:
     """Return the next multiple, at least one: a product over no rows at all sums zeros."""
-    return max(-(-size // multiple), 1) * multiple
+    return (max(size, 1) + multiple - 1) // multiple * multiple
 
 
 def _sizes(shape: tuple[int, ...], kind: str) -> tuple[int, int, int]:
@@ -63,24 +63,29 @@ def _made(
         if not transposed:
             return *codes, *_none(x)
         return *codes, *hadamard.QUANTIZE(TRANSPOSE(x, 0, 1, rotation), rotation, dtype, pow2_scale)
-    count, rows, cols = _sizes(x.shape, kind)
+    given, (count, rows, cols) = x.shape[-2], _sizes(x.shape, kind)
     if (rows, cols) != x.shape[-2:]:
-        x = F.pad(x, (0, cols - x.shape[-1], 0, rows - x.shape[-2]))
+        x = F.pad(x, (0, cols - x.shape[-1], 0, rows - given))
     x = x.reshape(count * rows, cols)
+    kept = count * rows if count > 1 else given  # of the codes by rows
     if kind == "row":
         codes = quantize_fp8.QUANTIZE(x, "row", dtype, pow2_scale, "row") if by_rows else _none(x)
         return *codes, *(CHANNEL(x, None, None, dtype, pow2_scale, PITCH) if transposed else _none(x))
     if kind == "tensor":
         q, scale = quantize_fp8.QUANTIZE(x, "tensor", dtype, pow2_scale, "row")
         q_t = TRANSPOSE(q, 0, 1, 1) if transposed else nothing(x)
-        return q if by_rows else nothing(x), scale, q_t, nothing(x)
-    layout = "column" if kind == "group" else "row"
-    if not transposed:
-        return *quantize_fp8.QUANTIZE(x, kind, dtype, pow2_scale, layout), *_none(x)
-    if not by_rows and kind == "group":
-        return *_none(x), *quantize_fp8.QUANTIZE(x, "group_t", dtype, pow2_scale, "row")
-    q, scale, q_t, scale_t = quantize_fp8.BOTH(x, kind, dtype, pow2_scale, layout)
-    return q if by_rows else nothing(x), scale, q_t, scale_t
+        return q[:kept] if by_rows else nothing(x), scale, q_t, nothing(x)
+    if kind == "group" and transposed and not by_rows:
+        q_t, scale_t = quantize_fp8.QUANTIZE(x, "group_t", dtype, pow2_scale, "row")
+        return *_none(x), q_t, scale_t.view(-1)
+    layout, q_t, scale_t = "column" if kind == "group" else "row", *_none(x)
+    if transposed:
+        q, scale, q_t, scale_t = quantize_fp8.BOTH(x, kind, dtype, pow2_scale, layout)
+    else:
+        q, scale = quantize_fp8.QUANTIZE(x, kind, dtype, pow2_scale, layout)
+    if kind == "group":
+        return q[:kept], scale, q_t, scale_t.view(-1)
+    return q[:kept] if by_rows else nothing(x), scale, q_t, scale_t
 
 
 def _none(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,25 +93,25 @@ def _none(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fake(x, kind, dtype, pow2_scale, by_rows, transposed, rotation):
-    count, rows, cols = _sizes(x.shape, kind)
-    flat, per_row = count * rows, {"group": (groups_of(cols), rows), "tensor": ()}.get(kind, (rows,))
-    q_t = (cols, flat)
-    scale_t: Any = {"group": (groups_of(rows), cols), "row": (cols,), "hadamard": (cols,)}.get(kind, (0,))
-    if kind == "block":
-        per_row = (groups_of(flat), groups_of(cols))
-    if kind == "row":
-        q_t = (cols, rounded(rows, PITCH))
-    if kind == "hadamard":
-        q_t = (cols, rounded(rows, rotation))
-    scaled = by_rows or kind in ("tensor", "block")
-    return (
-        x.new_empty((flat, cols) if by_rows else (0,), dtype=dtype if by_rows else torch.float32),
-        x.new_empty(per_row if scaled else (0,), dtype=torch.float32),
-        x.new_empty(q_t if transposed else (0,), dtype=dtype if transposed else torch.float32),
-        x.new_empty(scale_t if transposed else (0,), dtype=torch.float32),
-    )
+    given, (count, rows, cols) = x.shape[-2], _sizes(x.shape, kind)
+    kept, flat = count * rows if x.dim() == 3 else given, count * rows
+    q = x.new_empty((kept, cols), dtype=dtype) if by_rows else nothing(x)
+    if kind == "group":
+        scale = x.new_empty((groups_of(cols), rows), dtype=torch.float32) if by_rows else nothing(x)
+    elif kind == "block":
+        scale = x.new_empty((groups_of(flat), groups_of(cols)), dtype=torch.float32)
+    elif kind == "tensor":
+        scale = x.new_empty((), dtype=torch.float32)
+    else:
+        scale = x.new_empty(given if by_rows else 0, dtype=torch.float32)
+    depth = rounded(rows, {"row": PITCH, "hadamard": rotation}.get(kind, 1)) if x.dim() == 2 else flat
+    q_t = x.new_empty((cols, depth), dtype=dtype) if transposed else nothing(x)
+    of_columns = {"group": groups_of(rows) * cols, "row": cols, "hadamard": cols}.get(kind, 0)
+    return q, scale, q_t, x.new_empty(of_columns if transposed else 0, dtype=torch.float32)
 
 
+# Sizes with a mark are rounded up to 16. q [rows, k']; scale, of kind "group" [k/128, rows'], of "block"
+# [rows/128, k/128], of others [rows] or []; q_t [k', rows']; scale_t, flat, of "group" [rows/128, k'], of others [k'].
 OPERAND = TorchOp(
     "fp8_operand(Tensor x, str kind, ScalarType dtype, bool pow2_scale, bool by_rows, bool transposed, int rotation)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
@@ -123,17 +128,19 @@ class Codes(NamedTuple):
     scale: Tensor
 
 
-def rows_of(q: Tensor, scale: Tensor, kind: str, rows: int) -> Codes:
-    """Return the codes by rows that ``OPERAND`` made of a matrix with so many rows."""
-    if kind == "group":
-        return Codes(q[:rows], scale.t()[:rows])
-    return Codes(q[:rows], scale if kind in ("tensor", "block") else scale[:rows])
+def rows_of(q: Tensor, scale: Tensor, kind: str) -> Codes:
+    """Return the codes by rows that ``OPERAND`` made of a matrix."""
+    if kind != "group":
+        return Codes(q, scale)
+    # The rows that q has, without a comparison, which would tie a graph to some numbers of rows.
+    along, down = scale.stride()
+    return Codes(q, scale.as_strided((q.shape[0], scale.shape[0]), (down, along)))
 
 
 def columns_of(q_t: Tensor, scale: Tensor, scale_t: Tensor, kind: str, columns: int) -> Codes:
     """Return the transposed codes that ``OPERAND`` made of a matrix with so many columns."""
     if kind == "group":
-        return Codes(q_t[:columns], scale_t.t()[:columns])
+        return Codes(q_t[:columns], scale_t.view(-1, q_t.shape[0]).t()[:columns])
     if kind == "block":
         return Codes(q_t[:columns], scale.t())
     return Codes(q_t[:columns], scale if kind == "tensor" else scale_t[:columns])
