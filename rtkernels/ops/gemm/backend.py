@@ -20,7 +20,7 @@ from rtkernels.runtime.targets import Target
 
 BACKENDS = ("sm90", "skinny", "mma")
 CHOICES = ("auto", "rtkernels", *BACKENDS)
-_SKINNY_ROWS, _SKINNY_FIRST = 64, 16  # rows up to which it is asked, and asked before the others
+_SKINNY_ROWS, _SKINNY_FIRST = 64, 8  # rows up to which it is asked, and asked before the others
 _LATER_FIELDS = {"global_scale": 0}  # of Product, with the value that asks for nothing
 
 
