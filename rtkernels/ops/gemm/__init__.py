@@ -3,5 +3,5 @@
 ``scaled_mm``, ``gated_mm``, ``grouped_mm``, ``grouped_mm_masked``, ``grouped_wgrad``; ``explain`` tells what one would
 run; ``fp8_linear`` and its kin are built on them. ``recipes`` and ``checks`` make of a call a ``product``, plain data;
 ``backend`` picks who makes steps of that: ``sm90_plan`` (wgmma and the copy engine), ``skinny_plan`` (a small m,
-weights at memory speed), ``mma_plan`` (mma.sync, every target). ``reference`` is the same in plain torch. Uses ``quant``.
+weights at memory speed), ``mma_plan`` (mma.sync, every target). ``reference``: the same in plain torch. Uses ``quant``.
 """
