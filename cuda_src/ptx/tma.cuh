@@ -70,6 +70,15 @@ RTK_DEVICE void tma_add_3d(const TensorMap& map, SharedAddress from, i32 first, 
                  : "memory");
 }
 
+RTK_DEVICE void tma_load_4d(SharedAddress to, const TensorMap& map, SharedAddress barrier, i32 first, i32 second, i32 third,
+                            i32 fourth) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
+        "l"(&map), "r"(first), "r"(second), "r"(third), "r"(fourth), "r"(barrier)
+        : "memory");
+}
+
 // Makes this thread's ordinary writes to shared memory visible to the copy engine and to wgmma; then comes a barrier.
 RTK_DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -10,11 +10,11 @@ struct StoredPart {
     const u8* from;
     u8* to;
     u32 bytes;  // of 16 in shared memory
+    bool adds;  // floats, to what is there
 };
 struct BulkStore {
     u32 thread, group;
     std::vector<StoredPart> parts;
-    bool adds = false;  // fp32 numbers to what is there
 };
 std::vector<BulkStore> storing;  // not read yet; of the block that runs
 
@@ -61,20 +61,20 @@ void land() {
 
 }  // namespace
 
-void bulk_store(void* global, const void* shared, u32 bytes) {
+void bulk_store(void* global, const void* shared, u32 bytes, bool adds) {
     void* pc = __builtin_return_address(0);
     if (bytes % 16 != 0) report(kMisaligned, bytes, true, -1, 0, pc, "size of a bulk copy");
     if (reinterpret_cast<u64>(global) % 16 != 0) report(kMisaligned, 16, true, -1, 0, pc, "target of a bulk copy");
     BulkStore store = {current->id, current->store_group, {}};
     for (u32 i = 0; i < bytes; i += 16)
-        store.parts.push_back({static_cast<const u8*>(shared) + i, static_cast<u8*>(global) + i, 16});
+        store.parts.push_back({static_cast<const u8*>(shared) + i, static_cast<u8*>(global) + i, 16, adds});
     begin_store(std::move(store), pc);
 }
 
 void tensor_store(const long long* map, const void* shared, const int* at, bool adds) {
-    BulkStore store = {current->id, current->store_group, {}, adds};
+    BulkStore store = {current->id, current->store_group, {}};
     Box(map).each(shared, at, [&](u32 offset, u8* to, u32 size) {
-        store.parts.push_back({static_cast<const u8*>(shared) + offset, to, size});
+        store.parts.push_back({static_cast<const u8*>(shared) + offset, to, size, adds});
     });
     begin_store(std::move(store), __builtin_return_address(0));
 }
@@ -89,7 +89,7 @@ void bulk_store_wait_read(u32 pending) {
             continue;
         }
         for (const StoredPart& part : store.parts) {
-            Landing done = {part.to, {}, part.bytes, store.adds};
+            Landing done = {part.to, {}, part.bytes, part.adds};
             memcpy(done.data, part.from, 16);
             landing.push_back(done);
             const u64 offset = shared_offset(part.from);
@@ -100,6 +100,11 @@ void bulk_store_wait_read(u32 pending) {
     }
     storing.swap(left);
     for (const BulkStore& store : storing) mark(store, true);
+}
+
+void bulk_store_wait() {
+    bulk_store_wait_read();
+    land();
 }
 
 // Of a thread that returns. Nobody can wait for its stores any more.

@@ -18,5 +18,8 @@ template <int kPending>
 RTK_DEVICE void bulk_store_wait_read_but() {
     emu::bulk_store_wait_read(kPending);
 }
+RTK_DEVICE void bulk_add(void* to, SharedAddress from, u32 bytes) { emu::bulk_store(to, from, bytes, true); }
+RTK_DEVICE void bulk_store_wait() { emu::bulk_store_wait(); }
+RTK_DEVICE void fence_async_global() {}
 
 }  // namespace rtk::ptx
