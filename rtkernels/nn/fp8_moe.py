@@ -152,6 +152,8 @@ class Fp8MoE(torch.nn.Module, KeepsCodes):
         """Set all weights as torch.nn.Linear does."""
         for weight in (self.router_weight, self.gate_up_weight, self.down_weight):
             _initial(weight)
+        if self.selection_bias is not None:
+            torch.nn.init.zeros_(self.selection_bias)
 
     def route(self, x: Tensor) -> Routing:
         """Return the experts of each row of x ``[tokens, hidden]``, and their probabilities."""

@@ -190,6 +190,42 @@ def test_channels_a_thousand_times_larger(recipe: str) -> None:
     assert error < 0.05 if recipe == "smooth" else error > 0.05
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weight_gradient_without_codes(recipe: str, dtype: torch.dtype) -> None:
+    case = Case("77 tokens", dtype, "cpu", recipe)
+    wanted, got = case.run(), case.run(wgrad="bf16")
+    for what in ("y", "dx", "dbias"):
+        assert_same_bits(got[what], wanted[what], what)
+    kind = torch.bfloat16 if dtype == torch.float32 else dtype
+    exact = case.dy.to(kind).double().t() @ case.x.to(kind).double()
+    torch.testing.assert_close(got["dweight"].double(), exact, rtol=1e-5, atol=1e-4)
+    main_grad, weight = torch.zeros(case.n, case.k), case.weight.requires_grad_()
+    fp8_linear(case.x, weight, wgrad="bf16", recipe=recipe, main_grad=main_grad).backward(case.dy)
+    torch.testing.assert_close(main_grad, got["dweight"], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_scales_of_powers_of_two_and_gradients_in_e5m2(recipe: str) -> None:
+    case = Case("77 tokens", torch.bfloat16, "cpu", recipe)
+    x, w, dy = case.x.double(), case.weight.double(), case.dy.double()
+    got = case.run(pow2_scale=True, grad_dtype=E5M2)
+    assert relative_error(got["y"], x @ w.t() + case.bias.double()) <= noise(E4M3, E4M3)
+    assert relative_error(got["dx"], dy @ w) <= noise(E5M2, E4M3)
+    assert relative_error(got["dweight"], dy.t() @ x) <= noise(E5M2, E4M3)
+    if recipe in RECIPES:
+        codes = fp8_weight(case.weight, recipe=recipe, pow2_scale=True)
+        assert torch.equal(codes.scale.log2().frac(), torch.zeros_like(codes.scale))
+
+
+def test_arrays_of_other_libraries() -> None:
+    numpy = pytest.importorskip("numpy")
+    case = Case("77 tokens", torch.float32, "cpu", "block")
+    y = fp8_linear(case.x.numpy(), case.weight.numpy())
+    assert isinstance(y, numpy.ndarray)
+    assert_same_bits(torch.from_numpy(y), fp8_linear(case.x, case.weight))
+
+
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 def test_leading_dimensions_strides_and_expanded_gradients(recipe: str) -> None:
     case = Case("77 tokens", torch.bfloat16, "cpu", recipe)
@@ -365,6 +401,15 @@ BAD = {
     ),
     "out_dtype": (lambda: fp8_linear(X, W, out_dtype=torch.int32), "the result has dtype int32"),
     "grad_dtype": (lambda: fp8_linear(X, W, grad_dtype=torch.bfloat16), "grad_dtype has dtype bfloat16"),
+    "wgrad": (lambda: fp8_linear(X, W, wgrad="fp32"), "wgrad is 'fp32'; expected 'fp8' or 'bf16'"),
+    "wgrad, codes": (
+        lambda: fp8_linear(rtkernels.rms_norm_fp8(X), W, wgrad="bf16"),
+        "wgrad is 'bf16' and x is codes; expected 'fp8', or x as a tensor",
+    ),
+    "wgrad, smooth": (
+        lambda: fp8_linear(X, W, recipe="smooth", smooth=X[0], wgrad="bf16"),
+        "wgrad='bf16' do not go with recipe 'smooth'",
+    ),
     "no smooth": (lambda: fp8_linear(X, W, recipe="smooth"), "smooth is None with recipe 'smooth'"),
     "smooth": (lambda: fp8_linear(X, W, smooth=X[0]), "smooth is given with recipe 'block'"),
     "smooth shape": (
