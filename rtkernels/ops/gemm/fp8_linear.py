@@ -16,6 +16,7 @@ from rtkernels.ops.gemm.scaled_mm import scaled_mm
 from rtkernels.ops.quant.hadamard import BLOCKS
 from rtkernels.ops.quant.quantize_fp8_plan import FP8_DTYPES, groups_of
 from rtkernels.runtime.layout import FLOAT_DTYPES, check_same, row_count, token
+from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.sharding import is_sharded
@@ -207,6 +208,7 @@ def fp8_weight(
         A named tuple for the argument `weight_codes`. What it holds depends on the recipe.
     """
     _recipe(recipe, tuple(RECIPES))
+    an_integer("rotation", rotation)
     token("weight", weight.dtype)
     if weight.dim() != 2:
         raise ArgumentError(f"weight has shape {tuple(weight.shape)}; expected [out features, in features]")
@@ -282,6 +284,7 @@ def fp8_linear(
         Dense ``[..., out features]``.
     """
     _recipe(recipe)
+    an_integer("rotation", rotation)
     options: dict[str, Any] = {
         "recipe": recipe, "main_grad": main_grad, "out_dtype": out_dtype, "grad_dtype": grad_dtype,
         "pow2_scale": pow2_scale, "rotation": rotation, "smooth": smooth,
