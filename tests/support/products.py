@@ -73,7 +73,7 @@ def launch(backend: Any, product: Product, tensors: dict[str, Tensor], device: t
 
     def run() -> None:
         index = device.index or 0 if device.type == "cuda" else -1
-        plan = StepPlan("product", list(tensors), {}, False, backend.steps(product, index, **options), index)
+        plan = StepPlan("product", list(tensors), (), {}, "tuple", backend.steps(product, index, **options), index)
         plan.run(*(t.data_ptr() for t in tensors.values()))
 
     if device.type == "cuda":
