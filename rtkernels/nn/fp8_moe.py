@@ -116,7 +116,7 @@ class Fp8MoE(torch.nn.Module, KeepsCodes):
         act: Of the gate, as for :func:`rtkernels.glu`.
         rows: Room for so many permuted rows, a multiple of 128; choices that do not fit are dropped. None for as many
             as any routing can need: ``tokens * top_k`` and up to 127 for each expert.
-        grad_dtype: fp8 type of the incoming gradient's codes.
+        grad_dtype: fp8 type of the incoming gradient's codes; those of gate and up are e4m3.
         pow2_scale: Round scales up to powers of two.
     """
 

@@ -11,7 +11,7 @@ from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.gemm import fp8_linear_smooth as smoothed
 from rtkernels.ops.gemm.fp8_linear_shards import linear_of_shards
-from rtkernels.ops.gemm.fp8_operands import OPERAND, PITCH, Codes, columns_of, rows_of
+from rtkernels.ops.gemm.fp8_operands import OPERAND, PITCH, Codes, columns_of, rounded, rows_of
 from rtkernels.ops.gemm.scaled_mm import scaled_mm
 from rtkernels.ops.quant.hadamard import BLOCKS
 from rtkernels.ops.quant.quantize_fp8_plan import FP8_DTYPES, groups_of
@@ -297,6 +297,8 @@ def fp8_linear(
             return interop.call(fp8_linear, x, weight, bias, **options)
         x, codes = _given_codes(x, weight, recipe, scale_layout)
     if is_sharded(weight) or is_sharded(x):
+        if codes[0] is not None:
+            raise ArgumentError("x is codes and a DTensor is among the arguments; expected x as a DTensor")
         return linear_of_shards(fp8_linear, x, weight, bias, options)
     check_linear(x.shape, x.dtype, x.get_device(), weight, bias, main_grad)
     if out_dtype is not None:
@@ -317,13 +319,24 @@ def fp8_linear(
         return smoothed.linear(x, weight, bias, main_grad, smooth, grad_dtype, dtype, pow2_scale, False, backend)[0]
     if recipe == "hadamard":
         _check_rotation(weight, rotation)
-    given = (*codes, *((None,) * 4 if weight_codes is None else weight_codes))
+    given = (*codes, *((None,) * 4 if weight_codes is None else _checked(weight_codes, weight, x)))
     if is_grad_enabled() and needs_grad(x, weight, bias):
         return _Linear.apply(
             x, weight, bias, main_grad, recipe, grad_dtype, dtype, pow2_scale, rotation, save_weight, wgrad, backend,
             *given,
         )  # fmt: skip
     return _forward(x, weight, bias, given, recipe, dtype, pow2_scale, rotation, backend)
+
+
+def _checked(codes: Fp8Weight, weight: Tensor, x: Tensor) -> Fp8Weight:
+    """Return codes of a weight, or raise an ArgumentError."""
+    wanted = weight.shape[0], rounded(weight.shape[1], PITCH)
+    if not isinstance(codes, Fp8Weight) or tuple(codes.q.shape) != wanted:
+        came = f"codes of shape {tuple(codes.q.shape)}" if isinstance(codes, Fp8Weight) else f"a {type(codes).__name__}"
+        raise ArgumentError(f"weight_codes is {came}; expected what fp8_weight gives for weight, {wanted}")
+    if is_grad_enabled() and x.requires_grad and codes.q_t.numel() == 0:
+        raise ArgumentError("weight_codes has no transposed codes and x requires grad; expected transposed=True")
+    return codes
 
 
 def _forward(x, weight, bias, given, recipe, dtype, pow2_scale, rotation, backend) -> Tensor:

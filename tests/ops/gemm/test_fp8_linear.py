@@ -433,6 +433,15 @@ BAD = {
         lambda: fp8_linear(rtkernels.rms_norm_fp8(X), W, scale_layout="column"),
         r"x.scale has shape \(4, 1\)",
     ),
+    "codes of another weight": (
+        lambda: fp8_linear(X, W, weight_codes=fp8_weight(W[:16])),
+        r"weight_codes is codes of shape \(16, 64\); expected what fp8_weight gives for weight, \(32, 64\)",
+    ),
+    "codes of no weight": (lambda: fp8_linear(X, W, weight_codes=W), "weight_codes is a Tensor; expected what"),
+    "codes by rows alone": (
+        lambda: fp8_linear(X.clone().requires_grad_(), W, weight_codes=fp8_weight(W, transposed=False)),
+        "weight_codes has no transposed codes and x requires grad; expected transposed=True",
+    ),
     "weight of codes": (lambda: fp8_weight(W[0]), r"weight has shape \(64,\); expected \[out features"),
     "recipe of codes": (lambda: fp8_weight(W, recipe="smooth"), "recipe is 'smooth'; expected one of 'block'"),
 }  # fmt: skip
