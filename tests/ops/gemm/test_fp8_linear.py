@@ -119,7 +119,7 @@ def emulated_products(case: Case) -> dict[str, tuple[Tensor, Tensor]]:
 
 def assert_rounded(got: Tensor, exact: Tensor, magnitude: Tensor, what: str) -> None:
     """Check one rounding to got's dtype, and sums before it: in fp32; tensor cores keep about 14 bits of fp8 sums."""
-    sums = 2.0**-12 if got.is_cuda else 2.0**-20
+    sums = 2.0**-10 if got.is_cuda else 2.0**-20
     budget = 1.01 * ROUNDOFF[got.dtype] * exact.abs() + sums * magnitude + 1e-7
     wrong = ~((got.double() - exact).abs() <= budget)
     assert got.shape == exact.shape and not wrong.any(), f"{what}: {int(wrong.sum())} of {wrong.numel()} elements"
