@@ -18,6 +18,12 @@ from rtkernels.ops.act.glu_fp8 import glu_fp8 as glu_fp8
 from rtkernels.ops.act.glu_fp8 import glu_fp8_backward as glu_fp8_backward
 from rtkernels.ops.act.glu_smooth_fp8 import glu_smooth_fp8 as glu_smooth_fp8
 from rtkernels.ops.act.glu_smooth_fp8 import glu_smooth_fp8_backward as glu_smooth_fp8_backward
+from rtkernels.ops.attention.append_kv_cache import append_kv_cache as append_kv_cache
+from rtkernels.ops.attention.attention import attention as attention
+from rtkernels.ops.attention.attention import attention_varlen as attention_varlen
+from rtkernels.ops.attention.decode import attention_decode as attention_decode
+from rtkernels.ops.attention.merge import merge_attention as merge_attention
+from rtkernels.ops.attention.sdpa import sdpa as sdpa
 from rtkernels.ops.index.embedding import embedding as embedding
 from rtkernels.ops.index.embedding import embedding_grad_ as embedding_grad_
 from rtkernels.ops.index.row_moves import index_select as index_select
