@@ -84,7 +84,7 @@ RTK_DEVICE void load_decode_rows(u32 (&a)[STEPS][4], float (&row_scale)[2], cons
 }
 
 template <typename T, int CODES, int D>
-__global__ void __launch_bounds__(128, CODES != kSameType && D <= 128 ? 3 : 1)
+__global__ void __launch_bounds__(128, D > 128 || CODES == kSameType ? 1 : CODES == kCodesE4m3 ? 4 : 3)
     attention_decode(const T* q, const u8* k_cache, const u8* v_cache, const i32* lengths, const i32* table,
                      const float* k_scale, const float* v_scale, const float* sinks, T* out, float* lse, float* parts,
                      float* part_lse, i64 heads, i64 group, i64 lq, i64 lkv, i64 d_qk, i64 d_v, i64 splits, i64 page_size,

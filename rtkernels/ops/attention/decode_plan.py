@@ -103,7 +103,7 @@ def steps(call: Decode, device: int) -> Steps:
         ring = warps * _STAGES * 2 * _CHUNK * tile_pitch(width // 2 if call.codes else width)
         ring += 32 * width if width > (64 if call.codes else 128) else 0  # fragments of q
         shared = max(ring, warps * _ROWS * (4 * width + 8))
-    resident = max(min(info.shared_per_block // shared, 3 if call.codes or width == 64 else 2), 1)  # blocks of a multiprocessor
+    resident = max(min(info.shared_per_block // shared, 4 if call.codes == 1 else 3 if call.codes or width == 64 else 2), 1)
     slots = info.sm_count * resident
     splits = split_count(blocks, call.lkv, slots)
     rows = call.batch * call.lq * call.heads_q
