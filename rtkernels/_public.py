@@ -48,12 +48,19 @@ OPS = {
     "moe_row_id_map": "ops.moe.moe_index",
     "moe_rows": "ops.moe.moe_index",
     "moe_unpermute": "ops.moe.moe_permute",
+    "fp8_linear": "ops.gemm.fp8_linear",
+    "fp8_weight": "ops.gemm.fp8_linear",
     "load_balancing_loss": "ops.router.router_loss",
     "rms_norm_router": "ops.router.rms_norm_router",
     "router_gemm": "ops.router.router_gemm",
     "router_z_loss": "ops.router.router_loss",
     "topk": "ops.router.topk",
     "topk_router": "ops.router.topk_router",
+    "gated_mm": "ops.gemm.gated_mm",
+    "grouped_mm": "ops.gemm.grouped_mm",
+    "grouped_mm_masked": "ops.gemm.grouped_mm",
+    "grouped_wgrad": "ops.gemm.grouped_mm",
+    "scaled_mm": "ops.gemm.scaled_mm",
     "embedding": "ops.index.embedding",
     "embedding_grad_": "ops.index.embedding",
     "index_select": "ops.index.row_moves",
@@ -76,10 +83,11 @@ OPS = {
     "multi_scale_": "ops.multi.multi_tensor",
     "tensor_list": "ops.multi.multi_tensor",
 }
-MODULES = ("cache", "errors", "interop", "nn", "optim")
+MODULES = ("cache", "compat", "errors", "interop", "models", "nn", "optim")
 OTHERS = {
     "warm": "runtime.warm",
     "emulate": "emulator",
+    "explain": "ops.gemm.explain",
     "MoeIndex": "ops.moe.moe_index_layout",
     "RtkError": "errors",
     "ArgumentError": "errors",

@@ -146,9 +146,9 @@ def _reference(k, v, k_cache, v_cache, lengths, page_table, slots, positions, co
 APPEND = InPlaceOperator(
     "append_kv_cache",
     (
-        Heads("k", HALVES), Heads("v", HALVES), _WrittenCache("k_cache", ()), _WrittenCache("v_cache", ()),
-        Dense("lengths", (), optional=True), Dense("page_table", (), optional=True), Dense("slots", (), optional=True),
-        Dense("positions", (), optional=True), Dense("cos", FLOAT_DTYPES, optional=True),
+        Heads("k", HALVES), Heads("v", HALVES), _WrittenCache("k_cache", None), _WrittenCache("v_cache", None),
+        Dense("lengths", None, optional=True), Dense("page_table", None, optional=True), Dense("slots", None, optional=True),
+        Dense("positions", None, optional=True), Dense("cos", FLOAT_DTYPES, optional=True),
         Dense("sin", FLOAT_DTYPES, optional=True), Rows("k_scale", (torch.float32,), optional=True),
         Rows("v_scale", (torch.float32,), optional=True),
     ),

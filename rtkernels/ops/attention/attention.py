@@ -16,7 +16,8 @@ from rtkernels.ops.attention.checks import HALVES, LAYOUTS, Heads, heads_first_s
 from rtkernels.ops.attention.problem import Attention
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import refuse_gradients
-from rtkernels.runtime.operator.declared import Argument, InPlaceOperator, Meta, Operator, Rows, differentiable
+from rtkernels.runtime.operator.declared import Argument, InPlaceOperator, Meta, Operator, Rows
+from rtkernels.runtime.operator.gradient import differentiable
 from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.registry import Op
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from types import ModuleType
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.attention import mma_plan
+from rtkernels.ops.attention import mma_plan, sm90_plan
 from rtkernels.ops.attention.problem import Attention, Strides
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Step, Steps
 
-BACKENDS: dict[str, ModuleType] = {"mma": mma_plan}  # in the order in which they are asked
+BACKENDS: dict[str, ModuleType] = {"sm90": sm90_plan, "mma": mma_plan}  # in the order in which they are asked
 _TAIL = Kernel(
     "attention/packed_tail.cu",
     "attention_packed_tail",

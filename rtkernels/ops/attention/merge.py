@@ -13,7 +13,8 @@ from rtkernels.ops.attention.checks import LAYOUTS
 from rtkernels.ops.attention.mma_plan import ANY_TYPE
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, GRID_LIMIT, check_same
-from rtkernels.runtime.operator.declared import Dense, Meta, Operator, differentiable
+from rtkernels.runtime.operator.declared import Dense, Meta, Operator
+from rtkernels.runtime.operator.gradient import differentiable
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from rtkernels.ops.shared.fp8_layout import GROUP as GROUP
 from rtkernels.ops.shared.tile_stream import supported
 from rtkernels.runtime.launch.kernel import Kernel
 
-GROUP = 128
 WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
 _PAIRS = [(t, f) for t in WIDTH for f in ("e4m3", "e5m2")]
 _WIDE = [(t, f, WIDTH[t]) for t, f in _PAIRS]
