@@ -115,7 +115,7 @@ def ours_fp8(layer: Layer, x: Tensor) -> Tensor:
     codes = rtkernels.rms_norm_fp8(mixed, layer.second, eps=EPS, residual=x, layout="both")
     del mixed
     both = rtkernels.fp8_linear(codes, layer.gate_up)
-    return codes.residual + rtkernels.fp8_linear(glu_codes(both, None, "silu"), layer.down)
+    return codes.sum + rtkernels.fp8_linear(glu_codes(both, None, "silu"), layer.down)
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
