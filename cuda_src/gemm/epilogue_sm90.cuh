@@ -10,7 +10,9 @@
 #include "common/math.cuh"
 #include "common/vec.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
 
 namespace rtk {
 
@@ -32,7 +34,7 @@ struct EpilogueFlags {
     RTK_DEVICE bool loop_scales_a() const { return bits >> 15 & 1u; }
     RTK_DEVICE bool loop_scales_b() const { return bits >> 16 & 1u; }
     RTK_DEVICE bool aligned() const { return bits >> 17 & 1u; }  // rows of out and add, to four elements
-    RTK_DEVICE bool alternates() const { return bits >> 18 & 1u; }
+    RTK_DEVICE bool factors() const { return bits >> 18 & 1u; }  // sums are multiplied, or a bias is added
     RTK_DEVICE bool engine_scales_a() const { return bits >> 24 & 1u; }
     RTK_DEVICE bool engine_scales_b() const { return bits >> 25 & 1u; }
     RTK_DEVICE u32 register_act() const { return bits >> 20 & 15u; }  // of a gate, or before results are quantised
@@ -219,8 +221,10 @@ RTK_DEVICE float as_float(i32 bits) { return __uint_as_float(static_cast<u32>(bi
 template <int COLS, bool FACTORS, typename Sum, int WAVES, int SLOTS, typename PartOf>
 RTK_DEVICE void finish_parts(Sum (&sums)[WAVES][COLS / 2], const float (&row_factor)[WAVES][2], const float* columns,
                              BoxRing<SLOTS>& ring, const ResultPlace& place, const PartOf& part_of) {
-    const int lane = static_cast<int>(threadIdx.x) % kWarp, t = lane % 4;
-    const int row = static_cast<int>(threadIdx.x) / kWarp % 4 * 16 + lane / 4;
+    u32 thread[1] = {threadIdx.x};
+    ptx::wgmma_pin(thread);  // what follows from it is not kept in registers from tile to tile
+    const int lane = static_cast<int>(thread[0]) % kWarp, t = lane % 4;
+    const int row = static_cast<int>(thread[0]) / kWarp % 4 * 16 + lane / 4;
     const EpilogueFlags flags = place.flags;
     const bool raw = flags.out() == kInt32;
     if constexpr (is_same<Sum, i32>::value) {  // here, not in the loop: the compiler would keep both forms of all
@@ -231,40 +235,46 @@ RTK_DEVICE void finish_parts(Sum (&sums)[WAVES][COLS / 2], const float (&row_fac
                 for (Sum& sum : sums[w]) sum = static_cast<i32>(__float_as_uint(static_cast<float>(sum)));
         }
     }
-    // A box of COUNT times 8 columns, whose first are 8 FIRST: all factors at first, for stores order what comes after them.
-    // Factors are multiplied first, or the compiler multiplies sums before the loop and keeps both.
-    auto finished = [&](int w, int first, auto& v) {  // [COUNT][2]: columns 8j + 2t and the next, of rows `row` and `row + 8`
+    // Columns 8 (first + j) + 2t and the next, of rows `row` and `row + 8`, for a box. All factors come first, for stores order
+    // what comes after them; and they are multiplied first, or the compiler multiplies sums before the loop and keeps both.
+    auto finished = [&](int w, int first, auto& v) {
         constexpr int kCount = sizeof(v) / sizeof(v[0]);
-        float2 factor[kCount], bias[kCount];
-        if constexpr (FACTORS) {
 #pragma unroll
-            for (int j = 0; j < kCount; ++j) {
-                factor[j] = *reinterpret_cast<const float2*>(columns + 8 * (first + j) + 2 * t);
-                bias[j] = *reinterpret_cast<const float2*>(columns + COLS + 8 * (first + j) + 2 * t);
-            }
+        for (int j = 0; j < kCount; ++j)
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                v[j][r] = make_float2(as_float(sums[w][4 * (first + j) + 2 * r]), as_float(sums[w][4 * (first + j) + 2 * r + 1]));
+        if (!FACTORS || !flags.factors()) return;
+        float2 factor[kCount], bias[kCount];
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) {
+            factor[j] = *reinterpret_cast<const float2*>(columns + 8 * (first + j) + 2 * t);
+            bias[j] = *reinterpret_cast<const float2*>(columns + COLS + 8 * (first + j) + 2 * t);
         }
 #pragma unroll
         for (int j = 0; j < kCount; ++j)
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const Sum* s = sums[w] + 4 * (first + j) + 2 * r;
-                v[j][r] = make_float2(as_float(s[0]), as_float(s[1]));
-                if (FACTORS && !(is_same<Sum, i32>::value && raw))
-                    v[j][r] = make_float2(v[j][r].x * (row_factor[w][r] * factor[j].x) + bias[j].x,
-                                          v[j][r].y * (row_factor[w][r] * factor[j].y) + bias[j].y);
-            }
+            for (int r = 0; r < 2; ++r)
+                v[j][r] = make_float2(v[j][r].x * (row_factor[w][r] * factor[j].x) + bias[j].x,
+                                      v[j][r].y * (row_factor[w][r] * factor[j].y) + bias[j].y);
     };
+    // Rows of the matrices that this lane names to stmatrix: those at columns 8j, those 8 rows below, then both at 8 (j + 1).
+    const int named_row = row - lane / 4 + lane % 16, named_column = lane / 16;
     auto two_bytes = [&](ptx::SharedAddress box, int w, int first) {
         float2 v[8][2];
         finished(w, first, v);
+        u32 packed[8][2];
+        if (flags.out() == kBf16) {
 #pragma unroll
-        for (int j = 0; j < 8; ++j)
+            for (int i = 0; i < 16; ++i) packed[i / 2][i % 2] = ptx::cvt_bf16x2(v[i / 2][i % 2].x, v[i / 2][i % 2].y);
+        } else {
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const int at = row + 8 * r;
-                ptx::st_shared_4(box + at * 128 + ((j ^ (at & 7)) << 4) + 4 * t,
-                                 flags.out() == kBf16 ? ptx::cvt_bf16x2(v[j][r].x, v[j][r].y) : ptx::cvt_f16x2(v[j][r].x, v[j][r].y));
-            }
+            for (int i = 0; i < 16; ++i) packed[i / 2][i % 2] = ptx::cvt_f16x2(v[i / 2][i % 2].x, v[i / 2][i % 2].y);
+        }
+#pragma unroll
+        for (int j = 0; j < 8; j += 2)
+            ptx::stmatrix_x4(box + named_row * 128 + (((j + named_column) ^ (lane & 7)) << 4), packed[j][0], packed[j][1],
+                             packed[j + 1][0], packed[j + 1][1]);
     };
     auto four_bytes = [&](ptx::SharedAddress box, int w, int first) {
         float2 v[4][2];

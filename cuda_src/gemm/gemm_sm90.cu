@@ -4,7 +4,7 @@
 //
 // Grid: persistent, one block per multiprocessor. A block has CONSUMERS warpgroups, each with WAVES times 64 rows of a tile of
 // COLS columns, and a producer warpgroup: one thread asks the copy engine for tiles of a and b, 128 bytes of k per stage;
-// with scales in the loop a second warp copies those, in any layout. Boxes of results leave through the copy engine while
+// scales of the loop come the same way, or by two more warps, in any layout. Boxes of results leave through the copy engine while
 // the next tile is multiplied.
 //
 // Numerics: sums are fp32 in the tensor cores over all of k, which keep about 14 bits of fp8 products as they add; int32 sums
@@ -36,25 +36,26 @@ struct Totals<Sum, kNoScales> {
     using Type = Sum;
 };
 
-// Scale (i, j) of an operand covers `rows` rows (0: all) and `blocks` times 128 of k (0: all).
+// Scale (i, j) of an operand covers `rows` rows (0: all) and 128 << depth_shift of k.
 struct ScalePlace {
     const float* scale;
     i64 row_pitch, depth_pitch, group_pitch;
-    u32 rows, blocks;
+    u32 rows, depth_shift;
 
-    RTK_DEVICE i64 of_row(u32 row, u32 group) const {
-        return static_cast<i64>(group) * group_pitch + static_cast<i64>(row / max(rows, 1u)) * row_pitch;  // 0: the pitch is 0
+    // Of scales in the loop; those of the epilogue cover one row, or all, and have a pitch of 0 then.
+    RTK_DEVICE i64 of_row(u32 row, u32 group) const { return of_single_row(row / max(rows, 1u), group); }
+    RTK_DEVICE i64 of_single_row(u32 row, u32 group) const {
+        return static_cast<i64>(group) * group_pitch + static_cast<i64>(row) * row_pitch;
     }
-    RTK_DEVICE i64 of_depth(u32 block) const {
-        return static_cast<i64>(blocks <= 1 ? block * blocks : block / blocks) * depth_pitch;
-    }
+    RTK_DEVICE i64 of_depth(u32 block) const { return static_cast<i64>(block >> depth_shift) * depth_pitch; }
 };
 
-// Scales of a stage that threads copy, in any layout: the rows of a, then columns of b, every 96th of them by each thread of
-// three warps. Fewer than 2^32 scales.
+// Scales of a stage that threads copy, in any layout: the ROWS rows of a, then columns of b, every 64th of them by each thread of
+// two warps. Fewer than 2^32 scales.
 template <int ROWS, int COUNT>
 struct ScaleCopies {
-    static constexpr int kThreads = 3 * kWarp, kEach = (COUNT + kThreads - 1) / kThreads;
+    static constexpr int kThreads = 2 * kWarp, kEach = (COUNT + kThreads - 1) / kThreads;
+    static_assert(ROWS % kThreads == 0, "no thread has to ask whose scale it copies");
     u32 at[kEach], exist = 0;
 
     // `rows` of a's rows exist (0: others copy them), and b's columns, `apart` from each other, up to `columns`.
@@ -64,7 +65,7 @@ struct ScaleCopies {
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
             const int item = thread + kThreads * i;
-            const bool of_a = item < ROWS;
+            const bool of_a = kThreads * i < ROWS;
             const i64 n = tile.n + static_cast<i64>(item - ROWS) * apart;
             const bool exists = of_a ? item < rows : item < COUNT && n < columns;
             at[i] = 0;
@@ -78,9 +79,9 @@ struct ScaleCopies {
                          bool columns_too) const {
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
-            const int item = thread + kThreads * i;
-            if (item < COUNT && (item < ROWS ? rows_too : columns_too))
-                ptx::cp_async_4_or_zero(to + 4 * item, (item < ROWS ? of_a : of_b) + at[i], exist >> i & 1u);
+            const bool is_a = kThreads * i < ROWS;
+            if ((is_a ? rows_too : columns_too) && thread + kThreads * i < COUNT)
+                ptx::cp_async_4_or_zero(to + 4 * (thread + kThreads * i), (is_a ? of_a : of_b) + at[i], exist >> i & 1u);
         }
     }
 };
@@ -94,14 +95,14 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
               const void* add, void* out, float* out_scale,
               const i32* starts, const i32* ends, i64 rows, i64 columns, i64 depth,
               i64 a_row_pitch, i64 a_depth_pitch, i64 a_group_pitch, i64 b_row_pitch, i64 b_depth_pitch, i64 b_group_pitch,
-              i64 scale_rows, i64 scale_blocks, i64 out_pitch, i64 out_group_pitch, i64 out_scale_pitch, i64 add_pitch,
+              i64 scale_rows, i64 scale_shifts, i64 out_pitch, i64 out_group_pitch, i64 out_scale_pitch, i64 add_pitch,
               i64 groups,
               i64 flags_and_band) {
     using Operands = TypedOperands<A, B, ACROSS_A, ACROSS_B, CONSUMERS, WAVES, COLS>;
     using Sum = typename Operands::Sum;
     constexpr int kRows = Operands::kRows, kDepth = Operands::kDepth, kConsumerWarps = 4 * CONSUMERS;
     constexpr int kScaleFloats = SCALES == kNoScales ? 0 : kRows + (SCALES == kColumnScales ? COLS : 32);
-    constexpr int kCutBarrier = 1 + CONSUMERS, kTurnBarrier = kCutBarrier + 1;
+    constexpr int kCutBarrier = 1 + CONSUMERS;
     // With scales in the loop a part of the products at a time is in registers of its own.
     constexpr int kHalves = COLS > 128 ? COLS / 128 : 1, kUnitCols = COLS / kHalves;
     constexpr bool kGated = FINISH == kGatedFinish;
@@ -121,13 +122,17 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     const bool aligned = places % 16 == 0 && (out_pitch | out_group_pitch | add_pitch) % 4 == 0;
     const EpilogueFlags flags{lower(flags_and_band) | static_cast<u32>(aligned) << 17};
     const u32 kind = lower(groups);
-    const ScalePlace of_a{scale_a, a_row_pitch, a_depth_pitch, a_group_pitch, lower(scale_rows), lower(scale_blocks)};
-    const ScalePlace of_b{scale_b, b_row_pitch, b_depth_pitch, b_group_pitch, upper(scale_rows), upper(scale_blocks)};
+    const ScalePlace of_a{scale_a, a_row_pitch, a_depth_pitch, a_group_pitch, lower(scale_rows), lower(scale_shifts)};
+    const ScalePlace of_b{scale_b, b_row_pitch, b_depth_pitch, b_group_pitch, upper(scale_rows), upper(scale_shifts)};
 
-    // Who brings scales of the loop: the copy engine, one scale per row in rows of memory that it can read; else three warps.
+    // Who brings scales of the loop: the copy engine, one scale per row in rows of memory that it can read; else two warps.
     const bool copies_a = SCALES != kNoScales && flags.loop_scales_a() && !flags.engine_scales_a();
     const bool copies_b = SCALES != kNoScales && flags.loop_scales_b() && !flags.engine_scales_b();
-    if (threadIdx.x == kConsumerWarps * kWarp) pipeline.init(copies_a || copies_b ? 1 + 3 * kWarp : 1, kConsumerWarps);
+    if (threadIdx.x == kConsumerWarps * kWarp) {
+        ptx::tma_prefetch_map(a_map);
+        ptx::tma_prefetch_map(b_map);
+        pipeline.init(copies_a || copies_b ? 1 + 2 * kWarp : 1, kConsumerWarps);
+    }
     ProductTiles<kRows, kOutCols> tiles(reinterpret_cast<ProductGroup*>(barriers + Pipeline<STAGES>::kBytes), starts, ends, kind,
                                     upper(groups), rows, columns, depth, upper(flags_and_band));
     __syncthreads();
@@ -153,13 +158,13 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                     const ptx::SharedAddress to = ptx::shared_address(scales) + 4 * kScaleFloats * state.stage;
                     const u32 block = static_cast<u32>(tile.k + k) / 128;
                     if (rows_too)
-                        ptx::tma_load_3d(to, scale_a_map, full, tile.row, static_cast<i32>(block / of_a.blocks), group_a);
+                        ptx::tma_load_3d(to, scale_a_map, full, tile.row, static_cast<i32>(block >> of_a.depth_shift), group_a);
                     if (columns_too)
-                        ptx::tma_load_3d(to + 4 * kRows, scale_b_map, full, tile.n, static_cast<i32>(block / of_b.blocks), group_b);
+                        ptx::tma_load_3d(to + 4 * kRows, scale_b_map, full, tile.n, static_cast<i32>(block >> of_b.depth_shift), group_b);
                 }
             }
-        } else if (SCALES != kNoScales && warp > kConsumerWarps && (copies_a || copies_b)) {
-            const int thread = static_cast<int>(threadIdx.x) - (kConsumerWarps + 1) * kWarp;
+        } else if (SCALES != kNoScales && warp / 2 == kConsumerWarps / 2 + 1 && (copies_a || copies_b)) {
+            const int thread = static_cast<int>(threadIdx.x) % (2 * kWarp);
             ScaleCopies<kRows, kRows + (SCALES == kColumnScales ? COLS : kHalves)> copies;
             const int apart = SCALES == kColumnScales ? 1 : kGated ? static_cast<int>(columns) : 128;
             for (u32 index = blockIdx.x; index < count; index += gridDim.x) {
@@ -184,15 +189,12 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     const bool speaks = lane == 0;
     float* const own_columns = column_values + consumer * 2 * COLS;
     Ring ring{boxes + consumer * SLOTS * Ring::kBytes, 1 + consumer};
-    // Warpgroups ask for products by turns, the second when half of those of the first are there, so that the tensor cores work
-    // for one while the other adds up: left to themselves they wait for the same stage, share the tensor cores, and both
-    // add up at the same time.
-    const bool alternates = SCALES != kNoScales && CONSUMERS == 2 && flags.alternates();
-    if (alternates && consumer == 1) ptx::named_barrier_arrive(kTurnBarrier, 128 * CONSUMERS);
     const ResultPlace place{out_map, out, add, out_pitch, out_group_pitch, add_pitch, static_cast<i32>(columns), flags};
 
+    ProductTile next_tile = {};
+    if (blockIdx.x < count) next_tile = tiles.find(blockIdx.x);
     for (u32 index = blockIdx.x; index < count; index += gridDim.x) {
-        const ProductTile tile = tiles.find(index);
+        const ProductTile tile = SCALES == kNoScales ? tiles.find(index) : next_tile;
         const int blocks = (tile.depth + kDepth - 1) / kDepth;
         const int tail = kind == kDepthGroups ? tile.depth % kDepth : 0;  // of the last block, which others' k follows
         // What the epilogue needs of rows and columns; asked for before the products where registers allow.
@@ -208,7 +210,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                     const int row = (w * CONSUMERS + consumer) * 64 + own_row + 8 * r;
                     row_bits[w][r] = 0x3f800000u;  // 1
                     ptx::ld_keep_if<4>(of_rows && row < tile.rows, row_bits[w][r],
-                                       scale_a + of_a.of_row(static_cast<u32>(tile.row + row), tile.group));
+                                       scale_a + of_a.of_single_row(static_cast<u32>(tile.row + row), tile.group));
                 }
 #pragma unroll
             for (int i = 0; i < kColumnsEach; ++i) {
@@ -216,7 +218,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                 const bool exists = column < columns && thread + 128 * i < COLS;
                 const u32 n = static_cast<u32>(column) + (kGated && i == 1 ? static_cast<u32>(columns) : 0u);  // row of b
                 factor_bits[i] = 0x3f800000u, bias_bits[i] = 0;
-                ptx::ld_keep_if<4>(of_columns && exists, factor_bits[i], scale_b + of_b.of_row(n, tile.group));
+                ptx::ld_keep_if<4>(of_columns && exists, factor_bits[i], scale_b + of_b.of_single_row(n, tile.group));
                 ptx::ld_keep_if<4>(bias != nullptr && exists && flags.bias() == kFp32, bias_bits[i],
                                    static_cast<const float*>(bias) + n);
                 ptx::ld_keep_if<2>(bias != nullptr && exists && flags.bias() != kFp32, bias_bits[i],
@@ -241,7 +243,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                 ptx::wgmma_fence();
 #pragma unroll
                 for (int w = 0; w < WAVES; ++w)
-                    Operands::template multiply<0, 4>(sums[w], stages + state.stage * Operands::kStageBytes,
+                    Operands::multiply(sums[w], stages + state.stage * Operands::kStageBytes,
                                        static_cast<u32>(w * CONSUMERS + consumer), 0, i != 0);
                 ptx::wgmma_commit();
                 ptx::wgmma_wait<1>();
@@ -255,6 +257,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             for (int w = 0; w < WAVES; ++w)
 #pragma unroll
                 for (float& sum : sums[w]) sum = 0.0f;
+            if (blocks == 0 && index + gridDim.x < count) next_tile = tiles.find(index + gridDim.x);
             Sum part[kUnitCols / 2];
             for (int i = 0; i < blocks; ++i, state.advance()) {
                 pipeline.wait(state);
@@ -265,15 +268,12 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
 #pragma unroll
                 for (int unit = 0; unit < WAVES * kHalves; ++unit) {
                     const int w = unit / kHalves, half = unit % kHalves;
-                    if (alternates) ptx::named_barrier_sync(kTurnBarrier + consumer, 128 * CONSUMERS);
                     ptx::wgmma_fence();
-                    const ptx::SharedAddress stage = stages + state.stage * Operands::kStageBytes;
-                    const u32 rows_of_part = static_cast<u32>(w * CONSUMERS + consumer);
-                    Operands::template multiply<0, 2>(part, stage, rows_of_part, kUnitCols * half, false);
-                    ptx::wgmma_commit();
-                    Operands::template multiply<2, 4>(part, stage, rows_of_part, kUnitCols * half, true);
+                    Operands::multiply(part, stages + state.stage * Operands::kStageBytes,
+                                       static_cast<u32>(w * CONSUMERS + consumer), kUnitCols * half, false);
                     ptx::wgmma_commit();
                     if (unit == 0) {  // here, where the products are on their way
+                        if (i == 0 && index + gridDim.x < count) next_tile = tiles.find(index + gridDim.x);
 #pragma unroll
                         for (int h = 0; h < kHalves; ++h)
                             of_tile[h] = SCALES == kRowScales && flags.loop_scales_b() ? of_stage[kRows + h] : 1.0f;
@@ -284,10 +284,6 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                                 of_row[v][r] = flags.loop_scales_a()
                                                    ? of_stage[(v * CONSUMERS + consumer) * 64 + own_row + 8 * r]
                                                    : 1.0f;
-                    }
-                    if (alternates) {
-                        ptx::wgmma_wait<1>();
-                        ptx::named_barrier_arrive(kTurnBarrier + 1 - consumer, 128 * CONSUMERS);
                     }
                     ptx::wgmma_wait<0>();
                     if (SCALES == kRowScales && unit == WAVES * kHalves - 1) pipeline.release_warp(state);
@@ -358,7 +354,6 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             }
         }
     }
-    if (alternates && consumer == 0) ptx::named_barrier_sync(kTurnBarrier, 128 * CONSUMERS);  // the last of its arrivals
     ring.close();
 }
 

@@ -53,16 +53,16 @@ struct TypedOperands {
     }
 
     // By a warpgroup: asks for the products of a stage with the 64 rows `part` of a and the columns from `column` on, two for each
-    // sum of a thread; of the four products along k those from FROM to TO. Sums are set, not added to, unless `add`.
-    template <int FROM, int TO, int SUMS>
+    // sum of a thread. Sums are set, not added to, unless `add`.
+    template <int SUMS>
     RTK_DEVICE static void multiply(Sum (&sums)[SUMS], ptx::SharedAddress stage, u32 part, u32 column, bool add) {
         const ptx::SharedAddress own = stage + part * kAtom, other = stage + kABytes + column * kTileRow;
         const u64 left = ACROSS_A ? column_major_descriptor(own) : k_major_descriptor(own);
         const u64 right = ACROSS_B ? column_major_descriptor(other) : k_major_descriptor(other);
         constexpr u64 kNextA = ACROSS_A ? kNextColumnMajor : kNextKMajor, kNextB = ACROSS_B ? kNextColumnMajor : kNextKMajor;
 #pragma unroll
-        for (int i = FROM; i < TO; ++i)
-            ptx::wgmma_typed<A, B, ACROSS_A, ACROSS_B>(sums, left + i * kNextA, right + i * kNextB, add || i != FROM);
+        for (int i = 0; i < 4; ++i)
+            ptx::wgmma_typed<A, B, ACROSS_A, ACROSS_B>(sums, left + i * kNextA, right + i * kNextB, add || i != 0);
     }
 
     // By all consumers, before they multiply: what lies behind the first `valid` of k becomes 0. It belongs to the next group,

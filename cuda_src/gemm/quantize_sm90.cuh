@@ -19,6 +19,7 @@ RTK_DEVICE void finish_in_registers(const Sum (&sums)[COLS / 2], const float (&r
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
         const int column = FIRST + 8 * j + 2 * t;
+        if (j % 4 == 0) __syncwarp();  // or the compiler loads more factors at first than it has registers for
         float2 factor[2], bias[2];
 #pragma unroll
         for (int half = 0; half < (GATED ? 2 : 1); ++half) {

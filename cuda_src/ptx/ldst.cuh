@@ -85,7 +85,8 @@ RTK_DEVICE void ld_keep_if(bool wanted, u32& word, const void* p) {
     } else {
         static_assert(B == 2, "4 bytes or 2");
         asm volatile(
-            "{\n.reg .pred wanted;\n.reg .u16 half;\nsetp.ne.u32 wanted, %2, 0;\n@wanted ld.global.nc.u16 half, [%1];\n"
+            "{\n.reg .pred wanted;\n.reg .u16 half;\nmov.u16 half, 0;\nsetp.ne.u32 wanted, %2, 0;\n"
+            "@wanted ld.global.nc.u16 half, [%1];\n"
             "@wanted cvt.u32.u16 %0, half;\n}\n"
             : "+r"(word)
             : "l"(p), "r"(static_cast<u32>(wanted)));

@@ -33,7 +33,7 @@ def codes(token: str, *shape: int, device: str = "cpu") -> Tensor:
 
 
 def operand(token: str, rows: int, k: int, *, across: bool = False, groups: int = 0, device: str = "cpu") -> Tensor:
-    """Return [rows, k] or [groups, rows, k] whose rows of memory (those of k with `across`) are multiples of 16 bytes."""
+    """Return [rows, k] or [groups, rows, k]; rows of its memory (of k with `across`) are multiples of 16 bytes."""
     each = 16 // DTYPES[token].itemsize
     outer, inner = (k, rows) if across else (rows, k)
     whole = codes(token, *([groups] if groups else []), outer, -(-inner // each) * each, device=device)
@@ -91,7 +91,9 @@ def close(got: Tensor, expected: Tensor, magnitude: Tensor, token: str, *, slack
     error, allowed = (got - expected).abs(), ROUNDING[token] * expected.abs() + slack * magnitude
     same = (got == expected) | (got.isnan() & expected.isnan())
     bad = ~(same | (error <= allowed))
-    assert not bad.any(), f"{int(bad.sum())} of {bad.numel()}, first at {bad.nonzero()[0].tolist()}: {got[bad][0]} for {expected[bad][0]}"
+    assert not bad.any(), (
+        f"{int(bad.sum())} of {bad.numel()}, first at {bad.nonzero()[0].tolist()}: {got[bad][0]} for {expected[bad][0]}"
+    )
 
 
 def quantized_close(got: Tensor, scale: Tensor, expected: Tensor, slack: Tensor) -> None:
@@ -176,14 +178,13 @@ def dense(
     assert torch.equal(memory[:, n:], before[:, n:])
 
 
-
-
 def grouped(
     backend: Any, kind: str, sizes: list[int], n: int, k: int, *, a: str = "bf16", out: str = "bf16", align: int = 1,
     scale_a: tuple[int, int] | None = None, scale_b: tuple[int, int] | None = None, across: bool = False,
-    sums: str = "fp32", accumulate: bool = False, m: int = 0, device: str = "cpu", slack: float = 2.0**-15, **options: Any,
+    sums: str = "fp32", accumulate: bool = False, m: int = 0, device: str = "cpu", slack: float = 2.0**-15,
+    **options: Any,
 ) -> None:  # fmt: skip
-    """Multiply groups and compare. `sizes` are those of the groups; "masked" has `m` rows each, "depth" m rows and k cut."""
+    """Multiply groups of these sizes and compare. "masked" groups have room for `m` rows, "depth" ones have m rows."""
     count, starts, total = len(sizes), [], 0
     for size in sizes:
         starts.append(total)
@@ -224,8 +225,8 @@ def grouped(
         made["row_groups"] = labels.to(device)
     product = Product(
         rows, n, depth, matrix(left, across=across), matrix(right, across=across), matrix(made["out"]),
-        scales_of(made.get("scale_a"), *(scale_a or (0, 0))), scales_of(made.get("scale_b"), *(scale_b or (0, 0))), sums,
-        accumulate=accumulate, groups=Groups(kind, count, align),
+        scales_of(made.get("scale_a"), *(scale_a or (0, 0))), scales_of(made.get("scale_b"), *(scale_b or (0, 0))),
+        sums, accumulate=accumulate, groups=Groups(kind, count, align),
     )  # fmt: skip
     launch(backend, product, made, made["out"].device, **options)
     x = left.double() * expanded(made.get("scale_a"), *(scale_a or (0, 0)), rows, depth)

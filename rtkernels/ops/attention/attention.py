@@ -284,8 +284,8 @@ def attention_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return the attention of sequences that are packed one behind the other, each within itself.
 
-    As ``attention``, which explains the options, for every sequence. Rows of q that belong to no sequence are left
-    as they come.
+    As ``attention``, which explains the options, for every sequence. Rows behind the last sequence (padding) give 0, and so do
+    their gradients.
 
     Args:
         q: bfloat16 or float16 [tokens, heads, width]; strides as for ``attention``.

@@ -135,8 +135,8 @@ def _reference(q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, sinks
 FORWARD = Operator(
     "attention_decode_fwd",
     (
-        Heads("q", HALVES), Cache("k_cache", ()), Cache("v_cache", ()), Dense("lengths", ()),
-        Dense("page_table", (), optional=True), Dense("k_scale", (torch.float32,), optional=True),
+        Heads("q", HALVES), Cache("k_cache", None), Cache("v_cache", None), Dense("lengths", None),
+        Dense("page_table", None, optional=True), Dense("k_scale", (torch.float32,), optional=True),
         Dense("v_scale", (torch.float32,), optional=True), Dense("sinks", (torch.float32,), optional=True),
     ),
     options="float scale, int left, int right, float softcap",

@@ -64,10 +64,10 @@ def _made(
             return *codes, *_none(x)
         return *codes, *hadamard.QUANTIZE(TRANSPOSE(x, 0, 1, rotation), rotation, dtype, pow2_scale)
     given, (count, rows, cols) = x.shape[-2], _sizes(x.shape, kind)
+    kept = count * rows if x.dim() == 3 else given  # of the codes by rows
     if (rows, cols) != x.shape[-2:]:
         x = F.pad(x, (0, cols - x.shape[-1], 0, rows - given))
     x = x.reshape(count * rows, cols)
-    kept = count * rows if count > 1 else given  # of the codes by rows
     if kind == "row":
         codes = quantize_fp8.QUANTIZE(x, "row", dtype, pow2_scale, "row") if by_rows else _none(x)
         return *codes, *(CHANNEL(x, None, None, dtype, pow2_scale, PITCH) if transposed else _none(x))

@@ -1,7 +1,7 @@
-"""Matrix products on sm_90a: wgmma, the copy engine and a persistent grid (device code: ``cuda_src/gemm/gemm_sm90.cu``).
+"""Matrix products on sm_90a: wgmma, the copy engine, a persistent grid (device code: ``cuda_src/gemm/gemm_sm90.cu``).
 
-A backend as ``product`` describes it. The kernel is specialised by types, order of 16-bit operands, tile and what the loop
-scales; epilogue, groups and the layout of scales are arguments.
+A backend as ``product`` describes it. The kernel is specialised by types, order of 16-bit operands, tile, what the loop
+scales and where results are finished; epilogue, groups and the layout of scales are arguments.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from rtkernels.ops.gemm.product import BYTES, FLOAT16, FP8, Groups, Matrix, Product, Scales
 from rtkernels.ops.gemm.tile_choice import (
-    COLUMN_SCALES, GATED, MAX_GROUPS, NO_SCALES, PLAIN, QUANTIZED, REGISTER_TILE, ROW_SCALES, SMALL, TILES, Tile, choose,
+    COLUMN_SCALES, GATED, LARGE, MAX_GROUPS, NO_SCALES, PLAIN, QUANTIZED, ROW_SCALES, SMALL, TILES, Tile, choose,
     tile_count,
 )  # fmt: skip
 from rtkernels.runtime.launch.device import device_info
@@ -19,9 +19,8 @@ from rtkernels.runtime.operator.plan import Boxes, Offset, Step, Steps
 from rtkernels.runtime.targets import Target
 
 _TYPES = {"bf16": "bf16", "fp16": "fp16", "e4m3": "e4m3", "e5m2": "e5m2", "int8": "s8", "uint8": "u8"}  # in device code
-_PAIRS = (
-    {(t, t) for t in FLOAT16} | {(a, b) for a in FP8 for b in FP8} | {(a, b) for a in ("int8", "uint8") for b in ("int8", "uint8")}
-)
+_BYTES = ("int8", "uint8")
+_PAIRS = {(t, t) for t in FLOAT16} | {(a, b) for kinds in (FP8, _BYTES) for a in kinds for b in kinds}
 _USUAL = {("bf16", "bf16"), ("fp16", "fp16"), ("e4m3", "e4m3"), ("int8", "int8")}  # pairs that have all tiles
 _OUTPUTS = {"bf16": 0, "fp16": 1, "fp32": 2, "int32": 3, "e4m3": 4, "e5m2": 5}
 _REGISTERS = {("bf16", "bf16"), ("e4m3", "e4m3")}  # those with quantised and gated results
@@ -36,26 +35,28 @@ def _variants() -> Iterator[tuple[str | int | bool, ...]]:
         for scales, tiles in TILES.items():
             if pair[0] in FLOAT16 and scales != NO_SCALES:
                 continue
-            if pair[0] in ("int8", "uint8") and scales != NO_SCALES and pair != ("int8", "int8"):
+            if pair[0] in _BYTES and scales != NO_SCALES and pair != ("int8", "int8"):
                 continue
-            for tile in tiles if pair in _USUAL else (SMALL[scales],):
+            for tile in tiles if pair in _USUAL else (SMALL,):
                 yield (*types, False, False, *tile, scales, PLAIN)
             if pair in _REGISTERS and scales != COLUMN_SCALES:
                 for finish in (QUANTIZED, GATED):
-                    yield (*types, False, False, *REGISTER_TILE, scales, finish)
+                    yield (*types, False, False, *LARGE, scales, finish)
         if pair[0] in FLOAT16:
             for across in ((False, True), (True, False), (True, True)):
-                for tile in (TILES[NO_SCALES][0], SMALL[NO_SCALES]):
+                for tile in (LARGE, SMALL):
                     yield (*types, *across, *tile, NO_SCALES, PLAIN)
 
 
+_BUILT = tuple(_variants())
 GEMM = Kernel(
-    "gemm/gemm_sm90.cu", "gemm_sm90", template="A B ACROSS_A ACROSS_B CONSUMERS WAVES COLS STAGES SLOTS SCALES FINISH",
-    args="a:tmap b:tmap out_map:tmap scale_a_map:tmap scale_b_map:tmap scale_a:ptr scale_b:ptr bias:ptr add:ptr out:ptr out_scale:ptr starts:ptr ends:ptr "
-    "rows:i64 columns:i64 depth:i64 a_row_pitch:i64 a_depth_pitch:i64 a_group_pitch:i64 b_row_pitch:i64 "
-    "b_depth_pitch:i64 b_group_pitch:i64 scale_rows:i64 scale_blocks:i64 out_pitch:i64 out_group_pitch:i64 out_scale_pitch:i64 add_pitch:i64 "
-    "groups:i64 flags_and_band:i64",
-    variants=list(_variants()), max_registers=208, needs=("wgmma",),
+    "gemm/gemm_sm90.cu", "gemm_sm90",
+    template="A B ACROSS_A ACROSS_B CONSUMERS WAVES COLS STAGES SLOTS SCALES FINISH",
+    args="a:tmap b:tmap out_map:tmap scale_a_map:tmap scale_b_map:tmap scale_a:ptr scale_b:ptr bias:ptr add:ptr "
+    "out:ptr out_scale:ptr starts:ptr ends:ptr rows:i64 columns:i64 depth:i64 a_row_pitch:i64 a_depth_pitch:i64 "
+    "a_group_pitch:i64 b_row_pitch:i64 b_depth_pitch:i64 b_group_pitch:i64 scale_rows:i64 scale_shifts:i64 "
+    "out_pitch:i64 out_group_pitch:i64 out_scale_pitch:i64 add_pitch:i64 groups:i64 flags_and_band:i64",
+    variants=list(_BUILT), max_registers=208, needs=("wgmma",),
 )  # fmt: skip
 LABEL_GROUPS = Kernel(
     "gemm/label_groups.cu", "label_groups", template="THREADS", args="labels:ptr cuts:ptr rows:i64 groups:i64",
@@ -118,8 +119,8 @@ def _unsupported_scales(p: Product) -> str | None:
             return f"{name} must be fp32 and not swizzled"
         if _in_loop(scales, p.k) and p.a.token in FLOAT16:
             return "16-bit operands have scales per row or tensor only"
-        if _in_loop(scales, p.k) and scales.depth % 128 != 0:
-            return f"scales cover a multiple of 128 of k, not {scales.depth}"
+        if 0 < scales.depth < p.k and (scales.depth % 128 or scales.depth & (scales.depth - 1)):
+            return f"scales cover 128 of k or 128 times a power of two, not {scales.depth}"
     if _loop_scales(p) != NO_SCALES and p.a.token not in (*FP8, "int8"):
         return f"there is no scaled loop for {p.a.token}"
     if _loop_scales(p) != NO_SCALES and p.a.token == "int8" and p.b.token != "int8":
@@ -141,7 +142,8 @@ def _unsupported_groups(p: Product) -> str | None:
 
 
 def _in_loop(scales: Scales | None, k: int) -> bool:
-    return scales is not None and 0 < scales.depth < k
+    """Return whether the main loop applies these scales; the epilogue does so with one for each row, or for all."""
+    return scales is not None and (0 < scales.depth < k or scales.rows > 1)
 
 
 def _loop_scales(p: Product) -> int:
@@ -177,76 +179,83 @@ def _scale_boxes(name: str, scales: Scales | None, rows: int, k: int, groups: in
 
 
 def _scale_arguments(scales: Scales | None, k: int) -> tuple[int, int, int, int, int]:
-    """Return pitches by row, depth and group, rows and blocks of 128 that a scale covers."""
+    """Return pitches by row, depth and group, the rows that a scale covers, and its depth as a shift of 128."""
     if scales is None:
         return 0, 0, 0, 0, 0
-    blocks = scales.depth // 128 if _in_loop(scales, k) else 0
-    row_pitch = scales.row_pitch if scales.rows else 0
-    return row_pitch, scales.depth_pitch, scales.group_pitch, scales.rows, blocks
+    shift = (scales.depth // 128).bit_length() - 1 if 0 < scales.depth < k else 31
+    return scales.row_pitch if scales.rows else 0, scales.depth_pitch, scales.group_pitch, scales.rows, shift
 
 
-def steps(product: Product, device: int, *, tile: Tile | None = None, alternate: bool = True) -> Steps:
+def steps(product: Product, device: int, *, tile: Tile | None = None) -> Steps:
     """Return the launches of a product that ``unsupported`` does not refuse.
 
     Args:
         product: What to multiply.
         device: CUDA ordinal, or -1.
         tile: Instead of the one that ``tile_choice`` gives, for tests and tuning.
-        alternate: Warpgroups multiply by turns where scales are in the loop; for tuning.
     """
     p, g = product, product.groups
     if p.m == 0 or p.n == 0 or (g is not None and g.count == 0):
         return Steps()
-    info = device_info(device)
-    scales = _loop_scales(p)
-    if tile is None:
-        tile = _tile(p, scales, info.sm_count)
-    finish = _finish(p)
-    b_rows_all, b_box = (2 * p.n, tile.cols // 2) if finish == GATED else (p.n, tile.cols)
-    count = g.count if g else 0
+    scales, finish, count = _loop_scales(p), _finish(p), g.count if g else 0
+    multiprocessors = device_info(device).sm_count
+    tile = tile or _tile(p, scales, multiprocessors)
+    tiles = tile_count(tile, p.m, _b_rows(p)) if g is None else _grouped_tiles(p, g, tile)
+    variant = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across, *tile, scales, finish)
+    grid = max(min(multiprocessors, tiles), 1)
+    launch = GEMM.bind(variant, device, grid, tile.threads, tile.shared(scales, count))
+    if g is None or g.kind != "labels":
+        return Steps(Step(launch, *_arguments(p, tile, scales)))
+    find = LABEL_GROUPS.bind((256,), device, -(-p.m // 256), 256)
+    return Steps(
+        Step(find, "row_groups", "cuts", p.m, count),
+        Step(launch, *_arguments(p, tile, scales)),
+        zeros={"cuts": 2 * count},
+    )
+
+
+def _b_rows(p: Product) -> int:
+    return 2 * p.n if p.gate is not None else p.n
+
+
+def _arguments(p: Product, tile: Tile, scales: int) -> list[str | int | Boxes | Offset]:
+    """Return the arguments of the kernel, in its order."""
+    g, finish, count = p.groups, _finish(p), p.groups.count if p.groups else 0
     groups_a = count if g and g.kind == "masked" else 1
     groups_b = count if g and g.kind != "depth" else 1
     groups_out = count if g and g.kind in ("masked", "depth") else 1
+    a = _operand("a", p.a, p.m, p.k, groups_a, tile.rows)
+    b = _operand("b", p.b, _b_rows(p), p.k, groups_b, tile.cols // 2 if finish == GATED else tile.cols)
     out_bytes = int(BYTES[p.out.token])
     adds = p.accumulate and p.out.token == "fp32"  # the copy engine adds in the type of the result
-    engine = (
-        p.out.aligned and p.n * out_bytes % 16 == 0 and p.add is None and (p.act is None or finish != PLAIN) and (adds or not p.accumulate)
-    )
-    out_token = "byte" if out_bytes == 1 else p.out.token if p.out.token in FLOAT16 else "fp32"
-    out_strides = (p.out.pitch * out_bytes, (p.out.group_pitch or p.out.pitch) * out_bytes)
-    out_box = (128 // out_bytes, 64, 1)
-    a_map = _operand("a", p.a, p.m, p.k, groups_a, tile.rows)
-    out_map = Boxes("out", out_token, (p.n, p.m, groups_out), out_strides, out_box) if engine else a_map
+    engine = p.out.aligned and p.n * out_bytes % 16 == 0 and p.add is None and (adds or not p.accumulate)
+    engine = engine and (p.act is None or finish != PLAIN)
+    out = a  # not used
+    if engine:
+        token = "byte" if out_bytes == 1 else p.out.token if p.out.token in FLOAT16 else "fp32"
+        strides = (p.out.pitch * out_bytes, (p.out.group_pitch or p.out.pitch) * out_bytes)
+        out = Boxes("out", token, (p.n, p.m, groups_out), strides, (128 // out_bytes, 64, 1))
     a_scales = _scale_boxes("scale_a", p.scale_a, p.m, p.k, groups_a, tile.rows)
     b_scales = _scale_boxes("scale_b", p.scale_b, p.n, p.k, groups_b, tile.cols) if scales == COLUMN_SCALES else None
+    factors = p.bias is not None or any(s is not None and not _in_loop(s, p.k) for s in (p.scale_a, p.scale_b))
     flags = (
         _OUTPUTS[p.out.token] | (_OUTPUTS[p.bias] if p.bias else 0) << 4 | (_OUTPUTS[p.add] if p.add else 0) << 6
-        | (_ACTS[p.act] << 8 if finish == PLAIN else _ACTS[p.gate or p.act] << 20) | p.accumulate << 12 | engine << 13 | (engine and adds) << 14
-        | _in_loop(p.scale_a, p.k) << 15 | _in_loop(p.scale_b, p.k) << 16 | alternate << 18
+        | (_ACTS[p.act] << 8 if finish == PLAIN else _ACTS[p.gate or p.act] << 20)
+        | p.accumulate << 12 | engine << 13 | (engine and adds) << 14
+        | _in_loop(p.scale_a, p.k) << 15 | _in_loop(p.scale_b, p.k) << 16 | factors << 18
         | (a_scales is not None) << 24 | (b_scales is not None) << 25
     )  # fmt: skip
-    *a_pitches, a_rows, a_blocks = _scale_arguments(p.scale_a, p.k)
-    *b_pitches, b_rows, b_blocks = _scale_arguments(p.scale_b, p.k)
+    *a_pitches, a_rows, a_shift = _scale_arguments(p.scale_a, p.k)
+    *b_pitches, b_rows, b_shift = _scale_arguments(p.scale_b, p.k)
     if g and g.kind == "masked" and p.scale_a is not None and a_pitches[2] == 0 and a_rows == 1:
         a_pitches[2] = p.m * a_pitches[0]
-    tiles = tile_count(tile, p.m, b_rows_all) if g is None else _grouped_tiles(p, g, tile)
-    launch = GEMM.bind(
-        (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across, *tile, scales, finish), device,
-        max(min(info.sm_count, tiles), 1), tile.threads, tile.shared(scales, count),
-    )  # fmt: skip
-    arguments = (
-        a_map, _operand("b", p.b, b_rows_all, p.k, groups_b, b_box), out_map, a_scales or a_map, b_scales or a_map,
-        "scale_a" if p.scale_a else 0, "scale_b" if p.scale_b else 0, "bias" if p.bias else 0, "add" if p.add else 0, "out",
-        "out_scale" if p.quantized else 0, *_cuts(g), p.m, p.n, p.k, *a_pitches, *b_pitches,
-        a_rows | b_rows << 32, a_blocks | b_blocks << 32, p.out.pitch, p.out.group_pitch, -(-p.m // 4) * 4, p.add_pitch,
+    return [
+        a, b, out, a_scales or a, b_scales or a,
+        "scale_a" if p.scale_a else 0, "scale_b" if p.scale_b else 0, "bias" if p.bias else 0, "add" if p.add else 0,
+        "out", "out_scale" if p.quantized else 0, *_cuts(g), p.m, p.n, p.k, *a_pitches, *b_pitches,
+        a_rows | b_rows << 32, a_shift | b_shift << 32, p.out.pitch, p.out.group_pitch, -(-p.m // 4) * 4, p.add_pitch,
         (_GROUPS[g.kind] if g else 0) | count << 32, flags | max(_BAND_ROWS // tile.rows, 1) << 32,
-    )  # fmt: skip
-    if g is None or g.kind != "labels":
-        return Steps(Step(launch, *arguments))
-    find = LABEL_GROUPS.bind((256,), device, -(-p.m // 256), 256)
-    return Steps(
-        Step(find, "row_groups", "cuts", p.m, count), Step(launch, *arguments), zeros={"cuts": 2 * count}
-    )
+    ]  # fmt: skip
 
 
 def _cuts(g: Groups | None) -> tuple[str | int | Offset, str | int | Offset]:
@@ -259,14 +268,16 @@ def _cuts(g: Groups | None) -> tuple[str | int | Offset, str | int | Offset]:
 
 
 def _tile(p: Product, scales: int, multiprocessors: int) -> Tile:
-    tile = choose(p.m, p.n, p.k, scales, _finish(p), multiprocessors)
-    known = {variant[4:9] for variant in GEMM.variants(Target("sm_90a", (9, 0)))
-             if variant[:4] == (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across) and variant[9:] == (scales, _finish(p))}  # fmt: skip
-    return tile if tuple(tile) in known else SMALL[scales]
+    g, m, n, finish = p.groups, p.m, p.n, _finish(p)
+    if g is not None and g.kind in ("masked", "depth"):  # as if groups lay side by side
+        m, n = (g.expected if g.kind == "masked" else 0) or m, n * g.count
+    tile = choose(m, n, p.k, scales, finish, multiprocessors)
+    types = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across)
+    return tile if (*types, *tile, scales, finish) in _BUILT else SMALL
 
 
 def _grouped_tiles(p: Product, g: Groups, tile: Tile) -> int:
     """Return how many tiles there may be at most."""
     if g.kind == "rows" or g.kind == "labels":
-        return (-(-p.m // tile.rows) + g.count) * -(-p.n * (2 if p.gate else 1) // tile.cols)
+        return (-(-p.m // tile.rows) + g.count) * -(-_b_rows(p) // tile.cols)
     return g.count * tile_count(tile, p.m, p.n)

@@ -1,4 +1,4 @@
-"""Tiles of the wgmma products, as plain data: which ones exist, and which one a product gets. No device code, no torch."""
+"""Tiles of the wgmma products, as plain data: which ones exist, and which one a product gets."""
 
 from __future__ import annotations
 
@@ -41,18 +41,13 @@ class Tile(NamedTuple):
         return self.stages * stage + self.consumers * (self.slots * BOX + 8 * self.cols) + table + 1024
 
 
-# By what is in the loop. The first is the usual one.
-TILES = {
-    NO_SCALES: (Tile(2, 1, 256, 3, 4), Tile(2, 1, 256, 4, 1), Tile(2, 2, 128, 3, 4), Tile(2, 1, 128, 5, 2),
-                Tile(1, 1, 128, 6, 2)),
-    ROW_SCALES: (Tile(2, 2, 128, 3, 4), Tile(2, 2, 128, 4, 1), Tile(2, 1, 128, 5, 2), Tile(1, 1, 128, 6, 2),
-                 Tile(2, 1, 256, 3, 4)),
-    COLUMN_SCALES: (Tile(2, 2, 128, 3, 4), Tile(2, 1, 128, 5, 2)),
-}  # fmt: skip
+LARGE, SMALL, ONE_WARPGROUP = Tile(2, 1, 256, 3, 4), Tile(2, 1, 128, 5, 2), Tile(1, 1, 128, 6, 2)
+TILES = {  # by what is in the loop
+    NO_SCALES: (LARGE, SMALL, ONE_WARPGROUP),
+    ROW_SCALES: (LARGE, SMALL, ONE_WARPGROUP),
+    COLUMN_SCALES: (LARGE, SMALL),
+}
 PLAIN, QUANTIZED, GATED = 0, 1, 2  # how results are finished; the last two in registers, by tiles of 256 columns
-REGISTER_TILE = Tile(2, 1, 256, 3, 4)
-SMALL = {NO_SCALES: Tile(2, 1, 128, 5, 2), ROW_SCALES: Tile(2, 1, 128, 5, 2), COLUMN_SCALES: Tile(2, 1, 128, 5, 2)}
-ONE_WARPGROUP = Tile(1, 1, 128, 6, 2)
 
 
 def tile_count(tile: Tile, m: int, n: int) -> int:
@@ -66,15 +61,11 @@ def choose(m: int, n: int, k: int, scales: int, finish: int, multiprocessors: in
     ``m`` is the number of rows of one group, or what is known of it.
     """
     if finish != PLAIN:
-        return REGISTER_TILE
-    tiles = (TILES[scales][0], SMALL[scales])
-    if ONE_WARPGROUP in TILES[scales]:
-        tiles += (ONE_WARPGROUP,)
+        return LARGE
 
     def cost(tile: Tile) -> float:
-        """Time, in units of a multiprocessor's work: waves of tiles, each with an epilogue worth 1.5 KB of k."""
+        """Work of the multiprocessor that has most of it, and how much slower a small tile is made than a large one."""
         waves = -(-tile_count(tile, m, n) // multiprocessors)
-        rate = {256 * 128: 1.0, 128 * 128: 1.08, 64 * 128: 1.4}[tile.rows * tile.cols]
-        return waves * tile.rows * tile.cols * rate
+        return waves * tile.rows * tile.cols * {LARGE: 1.0, SMALL: 1.12, ONE_WARPGROUP: 1.5}[tile]
 
-    return min(tiles, key=cost)
+    return min(TILES[scales], key=cost)
