@@ -20,6 +20,21 @@ RTK_DEVICE void cp_async_16_partial(SharedAddress shared, const void* global, in
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
+// 4 bytes, both addresses 4-byte aligned, of which the first `bytes` (0 to 4) are read.
+RTK_DEVICE void cp_async_4_partial(SharedAddress shared, const void* global, int bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+
+// 4 bytes through L1, or 4 zero bytes; 4-byte aligned.
+RTK_DEVICE void cp_async_4_or_zero(SharedAddress shared, const void* global, bool read) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(read ? 4 : 0) : "memory");
+}
+
+// The same with the first `bytes` (0 to 16) read and zeros behind them.
+RTK_DEVICE void cp_async_16_partial(SharedAddress shared, const void* global, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+
 // cp_async_16 if `wanted`: no branch.
 RTK_DEVICE void cp_async_16_if(bool wanted, SharedAddress shared, const void* global) {
     asm volatile(

@@ -19,6 +19,9 @@ RTK_DEVICE void forget(u32& number) { asm volatile("" : "+r"(number)); }
 // The same for an address: accesses around it are known distances from it, instead of each one's own sum.
 RTK_DEVICE void forget(const u8*& address) { asm volatile("" : "+l"(address)); }
 
+// The same, and not before `known` is: what is loaded from there is not loaded ahead of it.
+RTK_DEVICE void forget(const u8*& address, float known) { asm volatile("" : "+l"(address) : "f"(known)); }
+
 // A number to be kept in a register, not worked out again where it is used again.
 RTK_DEVICE void keep(float& number) {
     u32 bits = __float_as_uint(number);

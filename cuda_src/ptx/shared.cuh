@@ -24,6 +24,12 @@ RTK_DEVICE Raw<16> ld_shared_16(SharedAddress address) {
     return r;
 }
 
+// 2 bytes, 2-byte aligned.
+RTK_DEVICE void st_shared_2(SharedAddress address, u32 half) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<u16>(half)) : "memory");
+}
+
+// 4 bytes, 4-byte aligned.
 RTK_DEVICE void st_shared_4(SharedAddress address, u32 word) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
 }

@@ -10,6 +10,7 @@ struct StoredPart {
     const u8* from;
     u8* to;
     u32 bytes;  // of 16 in shared memory
+    bool adds;  // floats, to what is there
 };
 struct BulkStore {
     u32 thread, group;
@@ -21,6 +22,7 @@ struct Landing {
     u8* to;
     u8 data[16];
     u32 bytes;
+    bool adds;
 };
 std::vector<Landing> landing;  // read, and not written yet; of all blocks
 
@@ -47,41 +49,47 @@ void begin_store(BulkStore store, void* pc) {
 }
 
 void land() {
-    for (const Landing& part : landing) memcpy(part.to, part.data, part.bytes);
+    for (const Landing& part : landing) {
+        float sum[4], more[4];
+        memcpy(more, part.data, 16);
+        memcpy(sum, part.to, part.bytes);
+        for (u32 i = 0; i < part.bytes / 4; ++i) sum[i] += more[i];
+        memcpy(part.to, part.adds ? static_cast<const void*>(sum) : part.data, part.bytes);
+    }
     landing.clear();
 }
 
 }  // namespace
 
-void bulk_store(void* global, const void* shared, u32 bytes) {
+void bulk_store(void* global, const void* shared, u32 bytes, bool adds) {
     void* pc = __builtin_return_address(0);
     if (bytes % 16 != 0) report(kMisaligned, bytes, true, -1, 0, pc, "size of a bulk copy");
     if (reinterpret_cast<u64>(global) % 16 != 0) report(kMisaligned, 16, true, -1, 0, pc, "target of a bulk copy");
     BulkStore store = {current->id, current->store_group, {}};
     for (u32 i = 0; i < bytes; i += 16)
-        store.parts.push_back({static_cast<const u8*>(shared) + i, static_cast<u8*>(global) + i, 16});
+        store.parts.push_back({static_cast<const u8*>(shared) + i, static_cast<u8*>(global) + i, 16, adds});
     begin_store(std::move(store), pc);
 }
 
-void tensor_store(const long long* map, const void* shared, const int* at) {
+void tensor_store(const long long* map, const void* shared, const int* at, bool adds) {
     BulkStore store = {current->id, current->store_group, {}};
     Box(map).each(shared, at, [&](u32 offset, u8* to, u32 size) {
-        store.parts.push_back({static_cast<const u8*>(shared) + offset, to, size});
+        store.parts.push_back({static_cast<const u8*>(shared) + offset, to, size, adds});
     });
     begin_store(std::move(store), __builtin_return_address(0));
 }
 
 void bulk_store_commit() { ++current->store_group; }
 
-void bulk_store_wait_read() {
+void bulk_store_wait_read(u32 pending) {
     std::vector<BulkStore> left;
     for (BulkStore& store : storing) {
-        if (store.thread != current->id || store.group == current->store_group) {
+        if (store.thread != current->id || store.group + pending >= current->store_group) {
             left.push_back(std::move(store));
             continue;
         }
         for (const StoredPart& part : store.parts) {
-            Landing done = {part.to, {}, part.bytes};
+            Landing done = {part.to, {}, part.bytes, part.adds};
             memcpy(done.data, part.from, 16);
             landing.push_back(done);
             const u64 offset = shared_offset(part.from);
@@ -92,6 +100,11 @@ void bulk_store_wait_read() {
     }
     storing.swap(left);
     for (const BulkStore& store : storing) mark(store, true);
+}
+
+void bulk_store_wait() {
+    bulk_store_wait_read();
+    land();
 }
 
 // Of a thread that returns. Nobody can wait for its stores any more.

@@ -8,6 +8,7 @@ template <int B>
 RTK_DEVICE void forget(Raw<B>&) {}
 RTK_DEVICE void forget(u32&) {}
 RTK_DEVICE void forget(const u8*&) {}
+RTK_DEVICE void forget(const u8*&, float) {}
 RTK_DEVICE void keep(float&) {}
 
 }  // namespace rtk::ptx

@@ -33,6 +33,8 @@ struct EmulatedProduct {  // nothing runs when a unit is loaded: no constructors
     int eights;      // of columns
     bool in_registers, across, add, half;
     u32 group;
+    void (*make)(const EmulatedProduct&);  // instead of emulated_product, if not null
+    bool across_a;
 };
 inline constexpr u32 kEmulatedProducts = 64;
 inline EmulatedProduct emulated_products[1024][kEmulatedProducts];  // own_word(): how many, and the open group << 16
@@ -47,7 +49,9 @@ RTK_DEVICE void emulated_product(const EmulatedProduct& p) {
     double a[2][16];
     for (int r = 0; r < 2; ++r)
         for (int k = 0; k < 16; ++k)
-            a[r][k] = value(p.in_registers ? p.left[r][k / 2] : p.a.pair(row + 8 * r, k & ~1), k % 2);
+            a[r][k] = p.in_registers ? value(p.left[r][k / 2], k % 2)
+                      : p.across_a   ? value(p.a.pair(k, (row + 8 * r) & ~1), row % 2)
+                                     : value(p.a.pair(row + 8 * r, k & ~1), k % 2);
     for (int j = 0; j < p.eights; ++j)
         for (int c = 0; c < 2; ++c) {
             const int n = 8 * j + 2 * t + c;
@@ -85,7 +89,7 @@ RTK_DEVICE void wgmma_wait(RTK_EMU_CALLER) {
     for (u32 i = 0; i < count; ++i) {
         EmulatedProduct& p = emulated_products[threadIdx.x][i];
         if (p.group + kPending < open) {
-            emulated_product(p);
+            p.make == nullptr ? emulated_product(p) : p.make(p);
         } else {
             emulated_products[threadIdx.x][left++] = p;
         }

@@ -1,0 +1,401 @@
+// Attention backward on sm_90a: dk, dv, and sums of dq, in one pass, with the same bits in every launch.
+//
+// A block takes a tile of 128 keys of one head of keys, and all tiles of queries (of all heads that share these keys) that
+// see any of them, the last queries first. Two consumer warpgroups have 64 keys each; with s, p, dp, ds transposed
+// (keys are rows), per tile of queries
+//   s = k q^T,  dp = v dout^T,  p = 2^(s - lse),  ds = p (dp - delta),  dv += p dout,  dk += ds q      from registers,
+//   dq = ds^T k                                                     from ds of both warpgroups in shared memory.
+// One warp of a third warpgroup asks the copy engine for tiles; another one sends tiles of dq to be added to fp32 sums in
+// global memory.
+//
+// The sums of a tile of queries come from several blocks. Each waits until the tiles of keys before its own have been
+// added (`order` counts them), so the order of additions is fixed; the first one stores. Tiles of keys are drawn in that order,
+// so a block waits for blocks only that have started before it and never for one that has not. All blocks go through
+// queries in the same order and soon follow each other at a distance.
+//
+// Numerics: p and ds are rounded to T for the products, all sums are fp32. dk and dv are rounded one time.
+//
+// EXTRAS: 1 for a soft-cap, a limit per query, or a scale that is not positive.
+#include "attention/sm90_bwd.cuh"
+#include "common/tile_scheduler.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/forget.cuh"
+#include "ptx/registers.cuh"
+
+namespace rtk {
+
+// Tile numbers in the order of the counter, none before it is wanted (compare DrawnSource).
+template <typename Handover>
+struct OrderedSource {
+    u32* counter;
+    Handover handover;
+
+    RTK_DEVICE u32 draw() {
+        return handover.give([&] { return atomicAdd(counter, 1u); });
+    }
+};
+
+// Number `index` of the tiles of keys: `heads_together` heads share L2; inside of these the first keys of all heads come first.
+struct KeyTile {
+    int n, head, batch;
+
+    RTK_DEVICE KeyTile(u32 index, u32 tiles, u32 heads, u32 batches, u32 heads_together) {
+        const u32 all = heads * batches, band = index / (heads_together * tiles), first = band * heads_together;
+        const u32 here = min(heads_together, all - first), inside = index - first * tiles;
+        const u32 step = inside / here, which = first + inside - step * here;
+        n = static_cast<int>(step);
+        batch = static_cast<int>(which / heads);
+        head = static_cast<int>(which - batch * heads);
+    }
+};
+
+template <typename T, int D, int EXTRAS>
+__global__ void __launch_bounds__(384, 1)
+    attention_sm90_bwd(const __grid_constant__ ptx::TensorMap q_map, const __grid_constant__ ptx::TensorMap k_map,
+                       const __grid_constant__ ptx::TensorMap v_map, const __grid_constant__ ptx::TensorMap dout_map,
+                       const float* lse, const float* delta, float* dq_sums, T* dk, T* dv, const i32* lengths,
+                       const i32* kv_limit, const i32* cu_q, const i32* cu_k, u32* counter, u32* order, i64 batches, i64 heads,
+                       i64 heads_per_kv, i64 lq, i64 lkv, i64 padded_rows, i64 d_qk, i64 d_v, i64 dk_batch, i64 dk_row,
+                       i64 dk_head, i64 dv_batch, i64 dv_row, i64 dv_head, i64 left, i64 right, i64 heads_together,
+                       i64 limit_batch, double scale, double softcap) {
+    constexpr int BQ = BackwardTile<D>::kQueries, BN = kBackwardKeys, kConsumers = 8, kStages = 2;
+    using KTile = Boxed<BN, D>;
+    using QTile = Boxed<BQ, D>;
+    using DsTile = Boxed<BN, BQ>;
+    constexpr u32 kStatBytes = BQ * 4;
+    constexpr u32 kSumBytes = BackwardTile<D>::kSumBytes, kHalfBytes = kSumBytes / 2;
+    extern __shared__ u8 memory[];
+    const ptx::SharedAddress k_tile = ptx::aligned_up<1024>(ptx::shared_address(memory)), v_tile = k_tile + KTile::kBytes;
+    const ptx::SharedAddress q_tiles = v_tile + KTile::kBytes, do_tiles = q_tiles + kStages * QTile::kBytes;
+    const ptx::SharedAddress ds_tiles = do_tiles + kStages * QTile::kBytes;
+    const ptx::SharedAddress dq_tile = ds_tiles + 2 * DsTile::kBytes;
+    const ptx::SharedAddress lse_rows = dq_tile + kSumBytes, delta_rows = lse_rows + kStages * kStatBytes;
+    const ptx::SharedAddress barriers = delta_rows + kStages * kStatBytes;
+    const Pipeline<1> kv_pipe{barriers};
+    const ptx::SharedAddress dq_pipes = barriers + Pipeline<1>::kBytes;  // one of each warpgroup
+    const Pipeline<kStages> q_pipe{dq_pipes + 2 * Pipeline<1>::kBytes};
+    const Pipeline<kStages> do_pipe{q_pipe.barriers + Pipeline<kStages>::kBytes};
+    const ptx::SharedAddress ds_full = do_pipe.barriers + Pipeline<kStages>::kBytes;  // a barrier of each buffer
+    const ptx::SharedAddress handover = ds_full + 2 * 8;
+    auto memory_at = [&](ptx::SharedAddress address) { return memory + (address - ptx::shared_address(memory)); };
+    const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0), lane = threadIdx.x % kWarp;
+    const u32 tiles = static_cast<u32>(ceil_div(lkv, BN));
+    const u32 kv_heads = static_cast<u32>(heads / heads_per_kv);
+    const u32 count = tiles * kv_heads * static_cast<u32>(batches);
+    const u32 query_tiles = static_cast<u32>(padded_rows / BQ);  // of a head, in all sequences
+    OrderedSource<WarpHandover> source{counter, WarpHandover(memory_at(handover), warp == kConsumers)};
+
+    if (threadIdx.x == 0) {
+        kv_pipe.init(1, kConsumers);
+        for (u32 i = 0; i < 2; ++i) {
+            Pipeline<1>{dq_pipes + i * Pipeline<1>::kBytes}.init(kConsumers / 2, 1);
+            ptx::mbarrier_init(ds_full + 8 * i, kConsumers);
+        }
+        q_pipe.init(1, kConsumers);
+        do_pipe.init(1, kConsumers);
+        source.handover.init(kConsumers + 2);
+        ptx::leave_undefined(ds_tiles, 2 * DsTile::kBytes);
+        ptx::mbarrier_fence_init();
+    }
+    __syncthreads();
+
+    if (warp >= kConsumers) {
+        ptx::registers_give<24>();
+        // Registers are short in all roles: states of pipelines follow from how many tiles of keys and of queries there were.
+        u32 taken = 0, uses = 0;
+        if (warp == kConsumers) {  // fetches
+#pragma unroll 1
+            for (u32 index;; ++taken) {
+                source.handover.state = {static_cast<int>(taken % 2), taken / 2 % 2};
+                index = source.draw();
+                if (index >= count) break;
+                const KeyTile tile(index, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together));
+                const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
+                const Interval any = Mask(sequence, left, right).queries_any(tile.n * BN, tile.n * BN + BN);
+                const int batch = cu_q == nullptr ? tile.batch : 0;
+                const PipelineState<1> kv_state{0, taken % 2};
+                if (lane == 0) {
+                    kv_pipe.acquire(kv_state);
+                    // Where no query sees these keys the stage is used all the same: others count tiles.
+                    const ptx::SharedAddress kv_full = kv_pipe.expect(kv_state, any.empty() ? 0 : 2 * KTile::kBytes);
+                    if (!any.empty()) {
+                        KTile::fetch(k_tile, k_map, kv_full, sequence.k_row + tile.n * BN, tile.head, batch);
+                        KTile::fetch(v_tile, v_map, kv_full, sequence.k_row + tile.n * BN, tile.head, batch);
+                    }
+                    const int heads_end = (tile.head + 1) * static_cast<int>(heads_per_kv);
+                    const int first = any.first / BQ * BQ, last = any.empty() ? -BQ : (any.end - 1) / BQ * BQ;
+                    const i64 padded = padded_row(tile.batch, sequence, lq, cu_q != nullptr);
+#pragma unroll 1
+                    for (int row = last; row >= first; row -= BQ)
+#pragma unroll 1
+                        for (int head = heads_end - static_cast<int>(heads_per_kv); head < heads_end; ++head, ++uses) {
+                            const PipelineState<kStages> state{static_cast<int>(uses % kStages), uses / kStages % 2};
+                            const i64 stats = head * padded_rows + padded + row;
+                            auto fetch = [&](const Pipeline<kStages>& pipe, ptx::SharedAddress tiles_at, const ptx::TensorMap& map,
+                                             ptx::SharedAddress rows_at, const float* from) {
+                                pipe.acquire(state);
+                                const ptx::SharedAddress full = pipe.expect(state, QTile::kBytes + kStatBytes);
+                                QTile::fetch(tiles_at + state.stage * QTile::kBytes, map, full, sequence.q_row + row, head, batch);
+                                ptx::bulk_load(rows_at + state.stage * kStatBytes, from + stats, kStatBytes, full);
+                            };
+                            fetch(q_pipe, q_tiles, q_map, lse_rows, lse);
+                            fetch(do_pipe, do_tiles, dout_map, delta_rows, delta);
+                        }
+                }
+                __syncwarp();
+            }
+        } else if (warp == kConsumers + 1) {  // sends dq
+#pragma unroll 1
+            for (u32 index;; ++taken) {
+                source.handover.state = {static_cast<int>(taken % 2), taken / 2 % 2};
+                index = source.draw();
+                if (index >= count) break;
+                const KeyTile tile(index, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together));
+                const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
+                const Mask mask(sequence, left, right);
+                const Interval any = mask.queries_any(tile.n * BN, tile.n * BN + BN);
+                if (lane == 0 && !any.empty()) {
+                    const u32 padded = static_cast<u32>(padded_row(tile.batch, sequence, lq, cu_q != nullptr) / BQ);
+                    const int heads_end = (tile.head + 1) * static_cast<int>(heads_per_kv);
+#pragma unroll 1
+                    for (int m = (any.end - 1) / BQ; m >= any.first / BQ; --m)
+#pragma unroll 1
+                        for (int head = heads_end - static_cast<int>(heads_per_kv); head < heads_end; ++head, ++uses) {
+                            const PipelineState<1> state{0, uses % 2};
+                            const u32 place = head * query_tiles + padded + m;
+                            const u32 before = static_cast<u32>(tile.n - mask.lo(m * BQ) / BN);
+                            u8* const to = reinterpret_cast<u8*>(dq_sums) + static_cast<i64>(place) * kSumBytes;
+                            if (before != 0) {
+                                while (atomicAdd(order + place, 0u) != before) {
+                                }
+                                __threadfence();
+                                ptx::fence_async_global();
+                            }
+#pragma unroll 1
+                            for (u32 half = 0; half < 2; ++half) {
+                                const Pipeline<1> pipe{dq_pipes + half * Pipeline<1>::kBytes};
+                                pipe.wait(state);
+                                if (before == 0) {
+                                    ptx::bulk_store(to + half * kHalfBytes, dq_tile + half * kHalfBytes, kHalfBytes);
+                                } else {
+                                    ptx::bulk_add(to + half * kHalfBytes, dq_tile + half * kHalfBytes, kHalfBytes);
+                                }
+                                ptx::bulk_store_commit();
+                                ptx::bulk_store_wait_read();
+                                pipe.release(state);
+                            }
+                            ptx::bulk_store_wait();
+                            ptx::fence_async_global();
+                            __threadfence();
+                            atomicAdd(order + place, 1u);
+                        }
+                }
+                __syncwarp();
+            }
+        }
+        return;
+    }
+
+    ptx::registers_take<240>();
+    const int group = warp / 4, own_row = group * 64 + warp % 4 * 16 + lane / 4, t = lane % 4;
+    const bool speaks = lane == 0;
+    const float factor = static_cast<float>(scale) * kLog2e;
+    const ptx::SharedAddress own_k = k_tile + group * 64 * kTileRow, own_v = v_tile + group * 64 * kTileRow;
+    const Pipeline<1> dq_pipe{dq_pipes + group * Pipeline<1>::kBytes};
+    source.handover.makes = false;
+    u32 taken = 0, uses = 0;
+    // Rows from `rows` on of a tile of `height` are another sequence's, or nobody's. They may be NaN, which a factor of 0 does
+    // not hide, so the first warpgroup overwrites them. All consumers call, before any of them multiplies the tile.
+    auto overwrite = [&](ptx::SharedAddress at, int rows, u32 box_bytes, int boxes) {
+        if (group == 0)
+            for (u32 i = rows * kTileRow + threadIdx.x * 16; i < box_bytes; i += 128 * 16)
+                for (int box = 0; box < boxes; ++box) ptx::st_shared_16(at + box * box_bytes + i, Raw<16>{{0, 0, 0, 0}});
+        ptx::fence_async_shared();
+    };
+#pragma unroll 1
+    for (u32 index;; ++taken) {
+        source.handover.state = {static_cast<int>(taken % 2), taken / 2 % 2};
+        index = source.draw();
+        if (index >= count) break;
+        const PipelineState<1> kv_state{0, taken % 2};
+        index = __shfl_sync(0xffffffffu, index, 0);  // known to be uniform
+        const KeyTile tile(index, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together));
+        const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
+        const Mask mask(sequence, left, right);
+        const Interval any = mask.queries_any(tile.n * BN, tile.n * BN + BN);
+        float dk_sums[D / 2], dv_sums[D / 2];
+#pragma unroll
+        for (int i = 0; i < D / 2; ++i) dk_sums[i] = dv_sums[i] = 0.0f;
+
+        if (!any.empty()) {
+            const Interval all = mask.queries_all(tile.n * BN + group * 64, tile.n * BN + group * 64 + 64);
+            const int steps = ((any.end - 1) / BQ - any.first / BQ + 1) * static_cast<int>(heads_per_kv);
+            kv_pipe.wait(kv_state);
+            if (tile.n * BN + BN > sequence.keys && (lengths != nullptr || cu_k != nullptr)) {
+                overwrite(k_tile, sequence.keys - tile.n * BN, KTile::kBoxBytes, 2 * KTile::kBoxes);  // v lies behind k
+                ptx::named_barrier_sync(1, 256);
+            }
+            // dq of the step before, whose ds lie in shared memory; then it is on its way.
+            auto multiply_dq = [&](float(&dq)[32]) {
+                const u32 buffer = (uses - 1) % 2;
+                ptx::mbarrier_wait(ds_full + 8 * buffer, (uses - 1) / 2 % 2);
+                const ptx::SharedAddress ds_tile = ds_tiles + buffer * DsTile::kBytes;
+                const u64 a = ptx::matrix_descriptor(ds_tile + (BackwardTile<D>::kRow != 0 ? group * DsTile::kBoxBytes : 0),
+                                                     DsTile::kBoxBytes);
+                const u64 b = ptx::matrix_descriptor(k_tile + (BackwardTile<D>::kColumn != 0 ? group * KTile::kBoxBytes : 0),
+                                                     KTile::kBoxBytes);
+                ptx::wgmma_fence();
+#pragma unroll
+                for (int k = 0; k < BN / 16; ++k)
+                    ptx::wgmma_ss<T, true, true>(dq, a + k * kNextColumnMajor, b + k * kNextColumnMajor, k != 0);
+                ptx::wgmma_commit();
+            };
+            auto send_dq = [&](const float(&dq)[32]) {
+                const PipelineState<1> dq_state{0, (uses - 1) % 2};
+                dq_pipe.acquire(dq_state);
+#pragma unroll
+                for (int i = 0; i < 8; ++i)
+                    ptx::st_shared_16(dq_tile + group * kHalfBytes + (i * 128 + threadIdx.x % 128) * 16,
+                                      Raw<16>{{__float_as_uint(dq[4 * i]), __float_as_uint(dq[4 * i + 1]),
+                                               __float_as_uint(dq[4 * i + 2]), __float_as_uint(dq[4 * i + 3])}});
+                ptx::fence_async_shared();
+                dq_pipe.commit_warp(dq_state);
+            };
+            int m = (any.end - 1) / BQ, same = static_cast<int>(heads_per_kv);
+#pragma unroll 1
+            for (int step = 0; step < steps; ++step, ++uses) {
+                const PipelineState<kStages> state{static_cast<int>(uses % kStages), uses / kStages % 2};
+                const ptx::SharedAddress q_tile = q_tiles + state.stage * QTile::kBytes;
+                const ptx::SharedAddress do_tile = do_tiles + state.stage * QTile::kBytes;
+                float s[BQ / 2], dp[BQ / 2];
+                u32 p[BQ / 16][4], ds[BQ / 16][4];
+                q_pipe.wait(state);
+                if (cu_q != nullptr && m * BQ + BQ > sequence.lq) {
+                    do_pipe.wait(state);
+                    overwrite(q_tile, sequence.lq - m * BQ, QTile::kBoxBytes, QTile::kBoxes);
+                    overwrite(do_tile, sequence.lq - m * BQ, QTile::kBoxBytes, QTile::kBoxes);
+                    ptx::named_barrier_sync(1, 256);
+                }
+                ptx::wgmma_fence();
+                multiply_rows<T, BN, BQ, D>(s, own_k, q_tile);
+                ptx::wgmma_commit();
+                do_pipe.wait(state);
+                ptx::wgmma_fence();
+                multiply_rows<T, BN, BQ, D>(dp, own_v, do_tile);
+                ptx::wgmma_commit();
+                ptx::wgmma_wait<1>();
+
+                const float* const lse_row = reinterpret_cast<const float*>(memory_at(lse_rows + state.stage * kStatBytes)) + 2 * t;
+                const float* const delta_row =
+                    reinterpret_cast<const float*>(memory_at(delta_rows + state.stage * kStatBytes)) + 2 * t;
+                if constexpr (EXTRAS != 0) make_scores(s, static_cast<float>(scale), static_cast<float>(softcap));
+#pragma unroll
+                for (int j = 0; j < BQ / 8; ++j) {
+                    const float2 lse_pair = *reinterpret_cast<const float2*>(lse_row + 8 * j);
+#pragma unroll
+                    for (int r = 0; r < 2; ++r) {
+                        float* const at = s + 4 * j + 2 * r;
+                        at[0] = ptx::ex2((EXTRAS != 0 ? at[0] : at[0] * factor) - lse_pair.x);
+                        at[1] = ptx::ex2((EXTRAS != 0 ? at[1] : at[1] * factor) - lse_pair.y);
+                    }
+                }
+                if ((EXTRAS != 0 && kv_limit != nullptr) || m * BQ < all.first || m * BQ + BQ > all.end) {
+                    u32 here = index;
+                    ptx::forget(here);  // as below
+                    const KeyTile at(here, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together));
+                    const Sequence rows = sequence_at(at.batch, lq, lkv, cu_q, cu_k, lengths);
+#pragma unroll
+                    for (int r = 0; r < 2; ++r) {
+                        const int key = at.n * BN + own_row + 8 * r, own = key - (rows.keys - rows.lq) - m * BQ - 2 * t;
+                        const int from = key >= rows.keys ? BQ : right < 0 ? -BQ : own - static_cast<int>(right);
+                        const int to = left < 0 ? BQ : own + static_cast<int>(left) + 1;
+#pragma unroll
+                        for (int j = 0; j < BQ / 8; ++j)
+#pragma unroll
+                            for (int c = 0; c < 2; ++c) {
+                                bool seen = 8 * j + c >= from && 8 * j + c < to;
+                                if (EXTRAS != 0 && kv_limit != nullptr) {
+                                    const int i = m * BQ + 8 * j + 2 * t + c;
+                                    seen = seen && i < rows.lq && key < kv_limit[at.batch * limit_batch + i];
+                                }
+                                if (!seen) s[4 * j + 2 * r + c] = 0.0f;
+                            }
+                    }
+                }
+                ptx::wgmma_wait<0>();
+#pragma unroll
+                for (int j = 0; j < BQ / 8; ++j) {
+                    const float2 delta_pair = *reinterpret_cast<const float2*>(delta_row + 8 * j);
+#pragma unroll
+                    for (int r = 0; r < 2; ++r)
+#pragma unroll
+                        for (int c = 0; c < 2; ++c) {
+                            const int i = 4 * j + 2 * r + c;
+                            float weight = s[i];
+                            if (EXTRAS != 0 && softcap != 0.0) {
+                                // The derivative of the cap, 1 - tanh^2, from the power: a score in units of log2 is cap * tanh.
+                                const float2 lse_pair = *reinterpret_cast<const float2*>(lse_row + 8 * j);
+                                const float score = log2f(weight) + (c == 0 ? lse_pair.x : lse_pair.y);
+                                const float tangent = score * (1.0f / (static_cast<float>(softcap) * kLog2e));
+                                weight = weight == 0.0f ? 0.0f : weight * (1.0f - tangent * tangent);
+                            }
+                            dp[i] = weight * (dp[i] - (c == 0 ? delta_pair.x : delta_pair.y));
+                        }
+                }
+                pack_rows<T>(ds, dp);
+                pack_rows<T>(p, s);
+
+                float dq[32];
+                multiply_dq(dq);
+                ptx::wgmma_fence();
+                multiply_packed<T, BQ>(dv_sums, p, do_tile, true);
+                ptx::wgmma_commit();
+                ptx::wgmma_fence();
+                multiply_packed<T, BQ>(dk_sums, ds, q_tile, true);
+                ptx::wgmma_commit();
+                // The buffer is free: who waited for ds of the step before knows that dq of the one before that is done.
+                const u32 ds_row = own_row * kTileRow + ((own_row & 7) << 4) + 4 * t;
+#pragma unroll
+                for (int j = 0; j < BQ / 8; ++j)
+#pragma unroll
+                    for (int r = 0; r < 2; ++r)
+                        *reinterpret_cast<u32*>(memory_at(ds_tiles) + state.stage * DsTile::kBytes + (ds_row ^ j % 8 << 4) +
+                                                j / 8 * DsTile::kBoxBytes + 8 * r * kTileRow) = ds[j / 2][j % 2 * 2 + r];
+                ptx::fence_async_shared();
+                ptx::wgmma_wait<1>();
+                __syncwarp();
+                if (speaks) {
+                    ptx::mbarrier_arrive(ds_full + 8 * state.stage);
+                    do_pipe.release(state);
+                }
+                if (step != 0) send_dq(dq);
+                ptx::wgmma_wait<0>();
+                if (speaks) q_pipe.release(state);
+                if (--same == 0) {
+                    same = static_cast<int>(heads_per_kv);
+                    --m;
+                }
+            }
+            float dq[32];
+            multiply_dq(dq);
+            ptx::wgmma_wait<0>();
+            send_dq(dq);
+        } else {
+            kv_pipe.wait(kv_state);
+        }
+        if (speaks) kv_pipe.release(PipelineState<1>{0, 0});
+
+        ptx::forget(index);  // where this tile lies is worked out a second time: registers are short above
+        const KeyTile at(index, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together));
+        const Sequence own = sequence_at(at.batch, lq, lkv, cu_q, cu_k, nullptr);
+        const int rows = own.keys - at.n * BN;
+        const i64 first_row = own.k_row + at.n * BN;
+        const float by_scale[2] = {static_cast<float>(scale), static_cast<float>(scale)}, as_is[2] = {1.0f, 1.0f};
+        store_rows(dk + at.batch * dk_batch + at.head * dk_head + first_row * dk_row, dk_row, own_row, rows,
+                   static_cast<int>(d_qk), dk_sums, by_scale);
+        store_rows(dv + at.batch * dv_batch + at.head * dv_head + first_row * dv_row, dv_row, own_row, rows,
+                   static_cast<int>(d_v), dv_sums, as_is);
+    }
+}
+
+}  // namespace rtk

@@ -1,0 +1,253 @@
+// Attention forward on sm_90a: out = softmax(mask(scale q k^T)) v and lse, in one pass over keys.
+//
+// Tensors are [sequence, row, head, column] in any strides, or packed rows (problem.py). A block takes tiles of 64 kGroups
+// queries of one head, drawn from a counter. kGroups consumer warpgroups have 64 queries each; one warp of another one
+// asks the copy engine for q, and for tiles of BN keys and values, the last keys first, through two stages each.
+//
+// A warpgroup multiplies q by keys of tile j while the values of tile j + 1 (one earlier in time) are multiplied by its
+// powers, which come from registers; then it makes the powers of tile j. Warpgroups take the tensor cores by turns, by named
+// barriers, so that one makes powers while another one multiplies.
+//
+// Numerics: scores, maxima, sums and outputs are fp32; powers are rounded to T before they meet the values, sums are those of
+// the unrounded ones. out is rounded one time. Bits do not depend on which block takes a tile.
+//
+// EXTRAS: 1 for a soft-cap, a limit per query, or a scale that is not positive, 2 for a bias as well; scores are then made
+// element by element.
+#include "attention/sm90_tile.cuh"
+#include "common/tile_scheduler.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/forget.cuh"
+#include "ptx/registers.cuh"
+
+namespace rtk {
+
+template <int kGroups>
+struct AttentionRegisters {
+    static constexpr int kProducer = kGroups == 3 ? 32 : 40, kConsumer = kGroups == 3 ? 160 : 232;
+};
+
+template <typename T, int DQK, int DV, int BN, int kGroups, int EXTRAS>
+__global__ void __launch_bounds__(128 * (kGroups + 1), 1)
+    attention_sm90_fwd(const __grid_constant__ ptx::TensorMap q_map, const __grid_constant__ ptx::TensorMap k_map,
+                       const __grid_constant__ ptx::TensorMap v_map, T* out, float* lse, const void* sinks,
+                       const void* bias, const i32* lengths, const i32* kv_limit, const i32* cu_q, const i32* cu_k,
+                       u32* counter, i64 batches, i64 heads, i64 heads_per_kv, i64 lq, i64 lkv, i64 d_v, i64 out_batch,
+                       i64 out_row, i64 out_head, i64 lse_batch, i64 lse_head, i64 left, i64 right, i64 heads_together,
+                       i64 sinks_kind, i64 bias_kind, i64 bias_batch, i64 bias_head, i64 bias_row, i64 bias_column,
+                       i64 limit_batch, double scale, double softcap) {
+    constexpr int BM = 64 * kGroups, kConsumers = 4 * kGroups;  // warps
+    using QTile = Boxed<BM, DQK>;
+    using KTile = Boxed<BN, DQK>;
+    using VTile = Boxed<BN, DV>;
+    constexpr int kStages = 2;
+    extern __shared__ u8 memory[];
+    const ptx::SharedAddress q_tile = ptx::aligned_up<1024>(ptx::shared_address(memory));
+    const ptx::SharedAddress k_tiles = q_tile + QTile::kBytes, v_tiles = k_tiles + kStages * KTile::kBytes;
+    const ptx::SharedAddress barriers = v_tiles + kStages * VTile::kBytes;
+    const Pipeline<1> q_pipe{barriers};
+    const Pipeline<kStages> k_pipe{barriers + Pipeline<1>::kBytes};
+    const Pipeline<kStages> v_pipe{k_pipe.barriers + Pipeline<kStages>::kBytes};
+    const ptx::SharedAddress patch = v_pipe.barriers + Pipeline<kStages>::kBytes;  // see below
+    u8* const handover_memory = memory + (patch + 8 - ptx::shared_address(memory));
+    const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0), lane = threadIdx.x % kWarp;
+    const u32 tiles = static_cast<u32>(ceil_div(lq, BM));
+    const u32 count = tiles * static_cast<u32>(heads) * static_cast<u32>(batches);
+    DrawnSource<WarpHandover> source(counter, WarpHandover(handover_memory, warp == kConsumers));
+
+    if (threadIdx.x == 0) {
+        q_pipe.init(1, kConsumers);
+        k_pipe.init(1, kConsumers);
+        v_pipe.init(1, kConsumers);
+        ptx::mbarrier_init(patch, 1);
+        source.handover.init(kConsumers + 1);
+        ptx::mbarrier_fence_init();
+    }
+    __syncthreads();
+
+    if (warp >= kConsumers) {
+        ptx::registers_give<AttentionRegisters<kGroups>::kProducer>();
+        if (warp != kConsumers) return;
+        PipelineState<1> q_state;
+        PipelineState<kStages> k_state, v_state;
+        u32 patched = 0;
+        for (u32 index; (index = source.draw()) < count;) {
+            const QueryTile tile(index, tiles, static_cast<u32>(heads), static_cast<u32>(batches),
+                                 static_cast<u32>(heads_together));
+            const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
+            const Mask mask(sequence, left, right);
+            const Interval any = mask.keys_any(tile.m * BM, tile.m * BM + BM);
+            if (tile.m * BM >= sequence.lq || any.empty()) continue;
+            const int kv_head = tile.head / static_cast<int>(heads_per_kv), batch = cu_q == nullptr ? tile.batch : 0;
+            const int first = any.first / BN, last = (any.end - 1) / BN;
+
+            q_pipe.acquire(q_state);
+            if (lane == 0)
+                QTile::fetch(q_tile, q_map, q_pipe.expect(q_state, QTile::kBytes), sequence.q_row + tile.m * BM, tile.head,
+                             batch);
+            q_state.advance();
+            auto fetch_keys = [&](int n) {
+                k_pipe.acquire(k_state);
+                if (lane == 0)
+                    KTile::fetch(k_tiles + k_state.stage * KTile::kBytes, k_map, k_pipe.expect(k_state, KTile::kBytes),
+                                 sequence.k_row + n * BN, kv_head, batch);
+                k_state.advance();
+            };
+            fetch_keys(last);
+#pragma unroll 1
+            for (int n = last; n >= first; --n) {
+                if (n > first) fetch_keys(n - 1);
+                v_pipe.acquire(v_state);
+                const ptx::SharedAddress to = v_tiles + v_state.stage * VTile::kBytes;
+                const int row = sequence.k_row + n * BN;
+                if ((lengths != nullptr || cu_k != nullptr) && n * BN + BN > sequence.keys) {
+                    // Rows behind the last key are those of another sequence, or nobody's, and may be NaN, which a power
+                    // of 0 does not hide: this warp overwrites them before consumers see the tile.
+                    if (lane == 0) {
+                        ptx::mbarrier_arrive_expect(patch, VTile::kBytes);
+                        VTile::fetch(to, v_map, patch, row, kv_head, batch);
+                    }
+                    ptx::mbarrier_wait(patch, patched);
+                    patched ^= 1u;
+                    for (u32 at = (sequence.keys - n * BN) * kTileRow + lane * 16; at < VTile::kBoxBytes; at += kWarp * 16)
+                        for (int box = 0; box < VTile::kBoxes; ++box)
+                            ptx::st_shared_16(to + box * VTile::kBoxBytes + at, Raw<16>{{0, 0, 0, 0}});
+                    ptx::fence_async_shared();
+                    v_pipe.commit_warp(v_state);
+                } else if (lane == 0) {
+                    VTile::fetch(to, v_map, v_pipe.expect(v_state, VTile::kBytes), row, kv_head, batch);
+                }
+                __syncwarp();
+                v_state.advance();
+            }
+        }
+        return;
+    }
+
+    ptx::registers_take<AttentionRegisters<kGroups>::kConsumer>();
+    const int group = warp / 4, own_row = group * 64 + warp % 4 * 16 + lane / 4, t = lane % 4;
+    const bool speaks = lane == 0;
+    const float factor = EXTRAS != 0 ? 1.0f : static_cast<float>(scale) * kLog2e;
+    // Ping-pong: a warpgroup multiplies after the one before it has; the first one need not wait at first.
+    auto wait_for_cores = [&] { ptx::named_barrier_sync(1 + group, 256); };
+    auto pass_cores = [&] { ptx::named_barrier_arrive(1 + (group + 1) % kGroups, 256); };
+    if (group == kGroups - 1) pass_cores();
+
+    PipelineState<1> q_state;
+    PipelineState<kStages> k_state, v_state;
+    for (u32 index; (index = source.draw()) < count;) {
+        index = __shfl_sync(0xffffffffu, index, 0);  // known to be uniform
+        const QueryTile tile(index, tiles, static_cast<u32>(heads), static_cast<u32>(batches),
+                             static_cast<u32>(heads_together));
+        const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
+        const Mask mask(sequence, left, right);
+        const int row0 = tile.m * BM;
+        if (row0 >= sequence.lq) continue;
+        const Interval any = mask.keys_any(row0, row0 + BM);
+        const Interval all = mask.keys_all(row0 + group * 64, row0 + group * 64 + 64);  // of this warpgroup
+
+        SoftmaxState state;
+        float o[DV / 2];
+#pragma unroll
+        for (float& x : o) x = 0.0f;
+
+        // From scores of tile n to powers, of which what was before is to be multiplied by `correction`.
+        auto make_powers = [&](float(&s)[BN / 2], int n, float(&correction)[2]) {
+            if constexpr (EXTRAS != 0) {
+                make_scores(s, static_cast<float>(scale), static_cast<float>(softcap));
+                if (EXTRAS == 2 && bias_kind != 0) {
+                    u32 here = index;
+                    ptx::forget(here);  // as below
+                    const QueryTile at(here, tiles, static_cast<u32>(heads), static_cast<u32>(batches),
+                                       static_cast<u32>(heads_together));
+                    const Sequence rows = sequence_at(at.batch, lq, lkv, cu_q, cu_k, lengths);
+                    const int row = at.m * BM + own_row, column = n * BN + 2 * t;
+                    add_bias(s, bias, static_cast<int>(bias_kind),
+                             at.batch * bias_batch + at.head * bias_head + row * bias_row + column * bias_column, 8 * bias_row,
+                             bias_column, rows.lq - row, rows.keys - column);
+                }
+            }
+            if ((EXTRAS != 0 && kv_limit != nullptr) || n * BN < all.first || n * BN + BN > all.end) {
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const int i = row0 + own_row + 8 * r;
+                    int end = mask.hi(i);
+                    if (EXTRAS != 0 && kv_limit != nullptr && i < sequence.lq)
+                        end = min(end, kv_limit[tile.batch * limit_batch + i]);
+                    mask_row(s, r, mask.lo(i) - n * BN - 2 * t, end - n * BN - 2 * t);
+                }
+            }
+            state.add(s, factor, correction);
+        };
+
+        if (!any.empty()) {
+            const int first = any.first / BN, last = (any.end - 1) / BN;
+            const ptx::SharedAddress own_q = q_tile + group * 64 * kTileRow;
+            u32 p[BN / 16][4];
+            float s[BN / 2], correction[2];
+            q_pipe.wait(q_state);
+            k_pipe.wait(k_state);
+            wait_for_cores();
+            ptx::wgmma_fence();
+            multiply_rows<T, BM, BN, DQK>(s, own_q, k_tiles + k_state.stage * KTile::kBytes);
+            ptx::wgmma_commit();
+            pass_cores();
+            ptx::wgmma_wait<0>();
+            if (speaks) k_pipe.release(k_state);
+            k_state.advance();
+            make_powers(s, last, correction);
+            pack_rows<T>(p, s);
+#pragma unroll 1
+            for (int n = last - 1; n >= first; --n) {
+                k_pipe.wait(k_state);
+                wait_for_cores();
+                ptx::wgmma_fence();
+                multiply_rows<T, BM, BN, DQK>(s, own_q, k_tiles + k_state.stage * KTile::kBytes);
+                ptx::wgmma_commit();
+                v_pipe.wait(v_state);
+                ptx::wgmma_fence();
+                multiply_packed<T, BN>(o, p, v_tiles + v_state.stage * VTile::kBytes, true);
+                ptx::wgmma_commit();
+                pass_cores();
+                ptx::wgmma_wait<EXTRAS != 0 ? 0 : 1>();  // extras want the registers of p
+                if (speaks) k_pipe.release(k_state);
+                k_state.advance();
+                make_powers(s, n, correction);
+                ptx::wgmma_wait<0>();
+                if (speaks) v_pipe.release(v_state);
+                v_state.advance();
+#pragma unroll
+                for (int j = 0; j < DV / 2; ++j) o[j] *= correction[j / 2 % 2];
+                pack_rows<T>(p, s);
+            }
+            if (speaks) q_pipe.release(q_state);
+            q_state.advance();
+            v_pipe.wait(v_state);
+            ptx::wgmma_fence();
+            multiply_packed<T, BN>(o, p, v_tiles + v_state.stage * VTile::kBytes, true);
+            ptx::wgmma_commit();
+            ptx::wgmma_wait<0>();
+            if (speaks) v_pipe.release(v_state);
+            v_state.advance();
+        }
+
+        ptx::forget(index);  // where this tile lies is worked out a second time: registers are short above
+        const QueryTile at(index, tiles, static_cast<u32>(heads), static_cast<u32>(batches),
+                           static_cast<u32>(heads_together));
+        const Sequence rows = sequence_at(at.batch, lq, lkv, cu_q, cu_k, lengths);
+        const int exist = rows.lq - at.m * BM;
+        const i64 first_row = rows.q_row + at.m * BM;
+        const float sink = sinks_kind == 0 ? negative_infinity()
+                                           : bias_at(sinks, static_cast<int>(sinks_kind), at.head) * kLog2e;
+        float times[2], row_lse[2];
+        state.finish(factor, sink, times, row_lse);
+        store_rows(out + at.batch * out_batch + at.head * out_head + first_row * out_row, out_row, own_row, exist,
+                   static_cast<int>(d_v), o, times);
+        float* const to = lse + at.batch * lse_batch + at.head * lse_head + first_row + own_row;
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            if (t == 0 && own_row + 8 * r < exist) to[8 * r] = row_lse[r];
+    }
+    if (group == 0) wait_for_cores();  // what the last warpgroup has passed on
+}
+
+}  // namespace rtk

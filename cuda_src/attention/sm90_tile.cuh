@@ -1,0 +1,175 @@
+// What the wgmma kernels of attention share: tiles in shared memory, products over them, and rows of sums on their way to memory.
+//
+// A tile of R rows and D columns (16-bit) is D / 64 boxes, rounded up, of R rows of 128 bytes with the 128-byte swizzle, one
+// behind the other, as the copy engine writes them; columns behind the last one of the tensor are 0. Tiles start at
+// multiples of 1024 bytes, R is a multiple of 8.
+#pragma once
+#include "attention/masks.cuh"
+#include "attention/softmax_state.cuh"
+#include "common/vec.cuh"
+#include "gemm/operand.cuh"
+#include "gemm/terms.cuh"
+#include "ptx/forget.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma_attention.cuh"
+
+namespace rtk {
+
+template <int R, int D>
+struct Boxed {
+    static_assert(R % 8 == 0, "whole groups of 8 rows");
+    static constexpr int kBoxes = (D + 63) / 64;
+    static constexpr u32 kBoxBytes = R * kTileRow, kBytes = kBoxes * kBoxBytes;
+
+    // By one thread: asks for the tile whose first row is `row` of a tensor (column, row, head, sequence).
+    RTK_DEVICE static void fetch(ptx::SharedAddress to, const ptx::TensorMap& map, ptx::SharedAddress full, int row, int head,
+                                 int batch) {
+#pragma unroll
+        for (int i = 0; i < kBoxes; ++i) ptx::tma_load_4d(to + i * kBoxBytes, map, full, 64 * i, row, head, batch);
+    }
+};
+
+// d = a b^T (+ d if `add`): 64 rows of a [RA, D], from the first byte `a` of their first row, and b [RB, D], summed over D.
+template <typename T, int RA, int RB, int D, int N>
+RTK_DEVICE void multiply_rows(float (&d)[N], ptx::SharedAddress a, ptx::SharedAddress b, bool add = false) {
+    static_assert(RB == 2 * N, "all rows of b");
+    const u64 left = k_major_descriptor(a), right = k_major_descriptor(b);
+#pragma unroll
+    for (int k = 0; k < D / 16; ++k) {
+        const u64 box = k / 4, step = k % 4 * kNextKMajor;
+        ptx::wgmma_ss<T, false, false>(d, left + box * (RA * kTileRow >> 4) + step, right + box * (RB * kTileRow >> 4) + step,
+                                       add || k != 0);
+    }
+}
+
+// d += a b: a [64, R] from registers, 16 of R in each four words (as pack_rows makes them), b [R, D], summed over R.
+template <typename T, int R, int N>
+RTK_DEVICE void multiply_packed(float (&d)[N], const u32 (&a)[R / 16][4], ptx::SharedAddress b, bool add) {
+    const u64 right = ptx::matrix_descriptor(b, R * kTileRow);
+#pragma unroll
+    for (int k = 0; k < R / 16; ++k) ptx::wgmma_rs<T, true>(d, a[k], right + k * kNextColumnMajor, add || k != 0);
+}
+
+// Sums of a product as the first operand of the next one.
+template <typename T, int N>
+RTK_DEVICE void pack_rows(u32 (&to)[N / 8][4], const float (&s)[N]) {
+#pragma unroll
+    for (int k = 0; k < N / 8; ++k)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) to[k][i] = packed_pair<T>(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
+}
+
+// Rows of sums to memory: this thread's rows `row` and `row` + 8 of those that exist (`rows`), times times[r], rounded, and
+// the first `columns` columns, a multiple of 8. The four lanes of a quad exchange pairs until each has 8 neighbours, 16 bytes.
+// `to` is row 0, 16-byte aligned like `stride`. All lanes of a warp call.
+template <typename T, int N>
+RTK_DEVICE void store_rows(T* to, i64 stride, int row, int rows, int columns, const float (&d)[N], const float (&times)[2]) {
+    static_assert(N % 16 == 0, "32 columns at a time");
+    const int t = static_cast<int>(threadIdx.x) % 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        T* p = to + (row + 8 * r) * stride + 8 * t;
+#pragma unroll
+        for (int j = 0; j < N / 4; j += 4) {
+            u32 w[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                w[i] = packed_pair<T>(d[4 * (j + i) + 2 * r] * times[r], d[4 * (j + i) + 2 * r + 1] * times[r]);
+#pragma unroll
+            for (int i = 0; i < 4; i += 2) {
+                const u32 got = __shfl_xor_sync(0xffffffffu, t & 1 ? w[i] : w[i + 1], 1);
+                (t & 1 ? w[i] : w[i + 1]) = got;
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const u32 got = __shfl_xor_sync(0xffffffffu, t & 2 ? w[i] : w[i + 2], 2);
+                (t & 2 ? w[i] : w[i + 2]) = got;
+            }
+            if (row + 8 * r < rows && 8 * (j + t) < columns) ptx::st<16>(p + 8 * j, Raw<16>{{w[0], w[1], w[2], w[3]}});
+        }
+    }
+}
+
+// An element of a bias: kind 1 bf16, 2 fp16, 3 fp32.
+RTK_DEVICE float bias_at(const void* bias, int kind, i64 index) {
+    float value[1];
+    if (kind == 1) {
+        load_keep<bf16, 1>(static_cast<const bf16*>(bias) + index, value);
+    } else if (kind == 2) {
+        load_keep<fp16, 1>(static_cast<const fp16*>(bias) + index, value);
+    } else {
+        value[0] = static_cast<const float*>(bias)[index];
+    }
+    return value[0];
+}
+
+// Scores in units of log2 from products, with a soft-cap unless that is 0.
+template <int N>
+RTK_DEVICE void make_scores(float (&s)[N], float scale, float softcap) {
+    if (softcap == 0.0f) {
+        const float times = scale * kLog2e;
+#pragma unroll
+        for (float& x : s) x *= times;
+    } else {
+        const float inside = scale / softcap, outside = softcap * kLog2e;
+#pragma unroll
+        for (float& x : s) x = outside * tanh_by_ex2(x * inside);
+    }
+}
+
+// Adds a bias to scores in units of log2. `at`, `row_step`, `column_step`: where this thread's first element is, how far its
+// second row and the next column are. Only `rows` rows and `columns` columns from there exist.
+template <typename B, int N>
+RTK_DEVICE void add_bias_of(float (&s)[N], const void* bias, i64 at, i64 row_step, i64 column_step, int rows, int columns) {
+    const B* p = static_cast<const B*>(bias) + at;
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int j = 0; j < N / 4; ++j)
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                float value[1] = {0.0f};
+                if (8 * r < rows && 8 * j + c < columns) load_keep<B, 1>(p + r * row_step + (8 * j + c) * column_step, value);
+                float& score = s[4 * j + 2 * r + c];
+                score += kLog2e * value[0];
+                ptx::keep(score);  // one load after the other: registers are short
+            }
+}
+template <int N>
+RTK_DEVICE void add_bias(float (&s)[N], const void* bias, int kind, i64 at, i64 row_step, i64 column_step, int rows,
+                         int columns) {
+    if (kind == 1) {
+        add_bias_of<bf16>(s, bias, at, row_step, column_step, rows, columns);
+    } else if (kind == 2) {
+        add_bias_of<fp16>(s, bias, at, row_step, column_step, rows, columns);
+    } else {
+        add_bias_of<float>(s, bias, at, row_step, column_step, rows, columns);
+    }
+}
+
+// Leaves columns from..end - 1, counted from this thread's first one, of its row r.
+template <int N>
+RTK_DEVICE void mask_row(float (&s)[N], int r, int from, int end) {
+#pragma unroll
+    for (int j = 0; j < N / 4; ++j)
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+            if (8 * j + c < from || 8 * j + c >= end) s[4 * j + 2 * r + c] = negative_infinity();
+}
+
+// The order in which blocks take tiles of queries: `heads_together` heads (of all sequences) share L2; inside of these the last
+// tiles of queries come first, as causal masks leave them the longest.
+struct QueryTile {
+    int m, head, batch;
+
+    RTK_DEVICE QueryTile(u32 index, u32 tiles, u32 heads, u32 batches, u32 heads_together) {
+        const u32 all = heads * batches, band = index / (heads_together * tiles), first = band * heads_together;
+        const u32 here = min(heads_together, all - first), inside = index - first * tiles;
+        const u32 step = inside / here, which = first + inside - step * here;
+        m = static_cast<int>(tiles - 1 - step);
+        batch = static_cast<int>(which / heads);
+        head = static_cast<int>(which - batch * heads);
+    }
+};
+
+}  // namespace rtk

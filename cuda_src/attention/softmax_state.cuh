@@ -1,0 +1,94 @@
+// The softmax of rows that come in tiles of columns, in the registers of matrix products.
+//
+// Scores lie as mma m16n8 and wgmma m64nN leave them: s[4j + 2r + c] is row g + 8r, column 8j + 2t + c of lane 4g + t. A
+// thread has parts of two rows; the four lanes of a quad share them. Scores are kept unscaled: a score counts as
+// 2^(factor * s), factor = scale * log2(e) > 0, so that each costs one multiply-add and one ex2.
+//
+// A score of -inf is masked. Rows that have seen nothing have a maximum of -inf, for which 0 stands in: no inf - inf. NaN and
+// +inf give NaN, as they do in any softmax.
+#pragma once
+#include "common/abi.cuh"
+#include "ptx/math.cuh"
+
+namespace rtk {
+
+inline constexpr float kLog2e = 1.4426950408889634f;
+inline constexpr float kLn2 = 0.6931471805599453f;
+
+RTK_DEVICE float negative_infinity() { return __int_as_float(static_cast<int>(0xff800000u)); }
+
+// Over the four lanes that share rows; all of them get the result.
+RTK_DEVICE float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+RTK_DEVICE float quad_sum(float x) {
+    x += __shfl_xor_sync(0xffffffffu, x, 1);
+    return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// tanh with a relative error of about 2^-21, by ex2; exact limits at +-inf. tanh.approx (2^-11) is as coarse as bf16.
+RTK_DEVICE float tanh_by_ex2(float x) {
+    const float magnitude = fabsf(x);
+    const float e = ptx::ex2(-2.0f * kLog2e * magnitude);
+    // Near 0 1 - e cancels, where the series is exact to fp32.
+    const float square = magnitude * magnitude;
+    const float series = magnitude * (1.0f + square * (-0.33333334f + square * (0.13333334f - square * 0.053968254f)));
+    const float ratio = (1.0f - e) * ptx::rcp(1.0f + e);
+    return copysignf(magnitude < 0.15f ? series : ratio, x);
+}
+
+struct SoftmaxState {
+    float top[2];  // maxima so far, unscaled, of all four lanes
+    float sum[2];  // this lane's part of the sums of powers
+
+    RTK_DEVICE SoftmaxState() {
+        top[0] = top[1] = negative_infinity();
+        sum[0] = sum[1] = 0.0f;
+    }
+
+    // Replaces scores by their powers relative to the maximum so far; what was summed before, here and in the output,
+    // is to be multiplied by correction[r]. All lanes of a warp call.
+    template <int N>
+    RTK_DEVICE void add(float (&s)[N], float factor, float (&correction)[2]) {
+        static_assert(N % 4 == 0, "two rows of pairs");
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float largest = fmaxf(s[2 * r], s[2 * r + 1]);
+#pragma unroll
+            for (int j = 1; j < N / 4; ++j) largest = fmaxf(largest, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
+            const float now = fmaxf(top[r], quad_max(largest));
+            const float from = now == negative_infinity() ? 0.0f : now * factor;
+            correction[r] = ptx::ex2(top[r] * factor - from);
+            top[r] = now;
+            float part = 0.0f;
+#pragma unroll
+            for (int j = 0; j < N / 4; ++j)
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    float& value = s[4 * j + 2 * r + c];
+                    value = ptx::ex2(value * factor - from);
+                    part += value;
+                }
+            sum[r] = sum[r] * correction[r] + part;
+        }
+    }
+
+    // After the last tile: what the output is to be multiplied by, and log(sum of exp) in `lse`. `sink` is one more score,
+    // scaled, in units of log2; -inf for none. All lanes of a warp call.
+    RTK_DEVICE void finish(float factor, float sink, float (&times)[2], float (&lse)[2]) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float total = quad_sum(sum[r]);
+            const float scaled = top[r] == negative_infinity() ? top[r] : top[r] * factor;
+            const float highest = fmaxf(scaled, sink);
+            const float from = highest == negative_infinity() ? 0.0f : highest;
+            const float correction = ptx::ex2(scaled - from);
+            total = total * correction + ptx::ex2(sink - from);
+            times[r] = total == 0.0f ? 0.0f : correction / total;
+            lse[r] = total == 0.0f ? negative_infinity() : (from + log2f(total)) * kLn2;
+        }
+    }
+};
+
+}  // namespace rtk

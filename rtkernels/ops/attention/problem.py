@@ -1,0 +1,124 @@
+"""What an attention is, as plain data: the same description serves every operator and every backend.
+
+For a sequence b and a head h, whose keys are those of head ``h // (heads_q // heads_kv)``::
+
+    s[i, j] = scale * sum over d of q[i, d] * k[j, d]
+    s       = softcap * tanh(s / softcap)           where there is a softcap
+    s       = s + bias[b, h, i, j]                  where there is a bias
+    lse[i]  = log(sum over seen j of exp(s[i, j]) + exp(sinks[h]))
+    out[i]  = sum over seen j of exp(s[i, j] - lse[i]) * v[j]
+
+Query i sees keys ``lo(i) <= j < hi(i)``; with ``keys = min(lkv, lengths[b])`` (``lkv`` without lengths) and
+``shift = keys - lq``, which aligns the last query with the last key::
+
+    lo(i) = max(0, i + shift - left)                 0 without a left limit
+    hi(i) = min(keys, i + shift + right + 1, kv_limit[b, i])       causal: right is 0
+
+A query that sees nothing has out 0 and lse ``-inf`` (the sink alone, where there is one).
+
+A backend is a module with three functions:
+
+    unsupported(problem, target, backward=False) -> str | None     why it cannot serve this problem, None if it can
+    steps_forward(problem, device) -> Steps                         the launches
+    steps_backward(problem, device) -> Steps
+
+Steps name their tensors ``q``, ``k``, ``v``, ``sinks``, ``bias``, ``lengths``, ``kv_limit``, ``cu_q``, ``cu_k``, ``out``
+and ``lse`` (which always exists), backward ``dout``, ``dlse``, ``dq``, ``dk``, ``dv``, ``dsinks`` as well. What is absent
+has the address 0.
+
+Shapes. Without ``varlen``: q [batch, lq, heads_q, d_qk], k [batch, lkv, heads_kv, d_qk], v [.., d_v], out [batch, lq,
+heads_q, d_v], lse and dlse fp32 [batch, heads_q, lq], dense. With it, q is [total_q, heads_q, d_qk] and so on, sequence b has
+rows cu_q[b] to cu_q[b + 1] and keys cu_k[b] to cu_k[b + 1] (int32 [batch + 1]), lq and lkv are the largest lengths, and lse
+is [heads_q, total_q]. lengths is int32 [batch]. sinks is [heads_q], dsinks fp32 [heads_q].
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Strides(NamedTuple):
+    """Elements from one sequence, row (token) and head to the next; elements of a head are neighbours.
+
+    ``aligned``: the address and all three are multiples of 16 bytes. ``batch`` is 0 of packed sequences.
+    """
+
+    batch: int
+    row: int
+    head: int
+    aligned: bool = True
+
+
+class Bias(NamedTuple):
+    """An additive bias [batch, heads_q, lq, lkv]: its element type, and strides in elements (0: broadcast)."""
+
+    token: str
+    batch: int
+    head: int
+    row: int
+    column: int
+
+
+class Attention(NamedTuple):
+    """One attention. ``token``: "bf16" or "fp16", of q, k, v, out and all gradients but that of sinks.
+
+    ``left``, ``right``: how many keys to each side of its own a query sees, -1 for all; causal is right = 0.
+    ``softcap``: 0 for none. ``sinks``: element type, None for none. ``lengths``, ``varlen``: there are such tensors.
+    ``kv_limit``: None, or elements from one sequence's limits (int32, one per query) to the next one's, 0 if they are
+    shared. ``total_q``, ``total_k``: rows of packed sequences. ``dlse``: backward has a gradient of lse. ``wants``:
+    gradients that backward makes, of "q", "k", "v", "s" (sinks). ``dout``, ``dq``, ``dk``, ``dv``: as for q; None for dense.
+    """
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    lq: int
+    lkv: int
+    d_qk: int
+    d_v: int
+    token: str
+    q: Strides
+    k: Strides
+    v: Strides
+    out: Strides
+    scale: float
+    left: int = -1
+    right: int = -1
+    softcap: float = 0.0
+    sinks: str | None = None
+    bias: Bias | None = None
+    lengths: bool = False
+    kv_limit: int | None = None
+    varlen: bool = False
+    total_q: int = 0
+    total_k: int = 0
+    dout: Strides | None = None
+    dlse: bool = False
+    wants: str = "qkv"
+    dq: Strides | None = None
+    dk: Strides | None = None
+    dv: Strides | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a head of keys."""
+        return self.heads_q // self.heads_kv
+
+    @property
+    def rows_q(self) -> int:
+        """Rows of q in all sequences."""
+        return self.total_q if self.varlen else self.batch * self.lq
+
+    @property
+    def rows_k(self) -> int:
+        """Rows of k in all sequences."""
+        return self.total_k if self.varlen else self.batch * self.lkv
+
+    def lse_strides(self) -> tuple[int, int]:
+        """Elements of lse from one sequence to the next (0 of packed ones, whose rows differ) and from head to head."""
+        return (0, self.total_q) if self.varlen else (self.heads_q * self.lq, self.lq)
+
+
+def dense(rows: int, heads: int, width: int, varlen: bool) -> Strides:
+    """Return the strides of a dense tensor [batch, rows, heads, width], or of packed sequences."""
+    return Strides(0 if varlen else rows * heads * width, heads * width, width, heads * width * 2 % 16 == 0)

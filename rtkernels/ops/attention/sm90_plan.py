@@ -1,0 +1,289 @@
+"""Attention by wgmma and the bulk copy engine (sm_90a): kernels and launches."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from rtkernels.ops.attention.problem import Attention, Strides, dense
+from rtkernels.runtime.launch.device import device_info
+from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.operator.plan import Boxes, Memory, Step, Steps
+from rtkernels.runtime.targets import Target
+
+KINDS = {None: 0, "bf16": 1, "fp16": 2, "fp32": 3}  # of sinks and bias, for the kernels
+_L2_BYTES = 24 << 20  # of keys and values that heads whose tiles are worked on together may have
+_MAX_ROWS = 1 << 29  # row numbers and their sums are 32-bit integers
+
+
+class Tile(NamedTuple):
+    """A tile of the forward: padded widths of q and v, keys in a tile, warpgroups of 64 queries."""
+
+    d_qk: int
+    d_v: int
+    keys: int
+    groups: int
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory: q, two stages of keys and values, barriers, and what alignment costs."""
+        row_qk, row_v = -(-self.d_qk // 64) * 128, -(-self.d_v // 64) * 128
+        return 64 * self.groups * row_qk + 2 * self.keys * (row_qk + row_v) + 256 + 1024
+
+
+# The first one that fits is taken.
+TILES = (
+    Tile(64, 64, 128, 3),
+    Tile(96, 96, 128, 2),
+    Tile(128, 128, 176, 2),
+    Tile(192, 128, 128, 2),
+    Tile(192, 192, 112, 2),
+    Tile(256, 256, 80, 2),
+)
+CAUSAL_TILES = (Tile(128, 128, 128, 2),)  # instead of those, where many tiles are cut by the diagonal
+# Where scores are made element by element, with a bias and without one; there are no registers for a bias in the last.
+BIAS_TILES = (Tile(64, 64, 128, 2), Tile(128, 128, 96, 2))
+EXTRA_TILES = (*BIAS_TILES, Tile(256, 256, 80, 2))
+
+FORWARD = Kernel(
+    "attention/attention_sm90_fwd.cu",
+    "attention_sm90_fwd",
+    template="T DQK DV BN kGroups EXTRAS",
+    args="q:tmap k:tmap v:tmap out:ptr lse:ptr sinks:ptr bias:ptr lengths:ptr kv_limit:ptr cu_q:ptr cu_k:ptr "
+    "counter:ptr batches:i64 heads:i64 heads_per_kv:i64 lq:i64 lkv:i64 d_v:i64 out_batch:i64 out_row:i64 "
+    "out_head:i64 lse_batch:i64 lse_head:i64 left:i64 right:i64 heads_together:i64 sinks_kind:i64 bias_kind:i64 "
+    "bias_batch:i64 bias_head:i64 bias_row:i64 bias_column:i64 limit_batch:i64 scale:f64 softcap:f64",
+    variants=[
+        (t, *tile, extras)
+        for t in ("bf16", "fp16")
+        for extras, tiles in ((0, TILES + CAUSAL_TILES), (1, EXTRA_TILES[-1:]), (2, BIAS_TILES))
+        for tile in tiles
+    ],
+    max_registers=168,
+    needs=("wgmma",),
+)
+
+BACKWARD = Kernel(
+    "attention/attention_sm90_bwd.cu",
+    "attention_sm90_bwd",
+    template="T D EXTRAS",
+    args="q:tmap k:tmap v:tmap dout:tmap lse:ptr delta:ptr dq_sums:ptr dk:ptr dv:ptr lengths:ptr kv_limit:ptr cu_q:ptr "
+    "cu_k:ptr counter:ptr order:ptr batches:i64 heads:i64 heads_per_kv:i64 lq:i64 lkv:i64 padded_rows:i64 d_qk:i64 "
+    "d_v:i64 dk_batch:i64 dk_row:i64 dk_head:i64 dv_batch:i64 dv_row:i64 dv_head:i64 left:i64 right:i64 "
+    "heads_together:i64 limit_batch:i64 scale:f64 softcap:f64",
+    variants=[(t, d, extra) for t in ("bf16", "fp16") for d, extra in ((64, 0), (128, 0), (128, 1))],
+    max_registers=168,
+    needs=("wgmma",),
+)
+STATS = Kernel(
+    "attention/attention_sm90_bwd_rows.cu",
+    "attention_bwd_stats",
+    template="T",
+    args="out:ptr dout:ptr lse:ptr dlse:ptr cu_q:ptr lse_rows:ptr delta_rows:ptr heads:i64 lq:i64 "
+    "padded_rows:i64 d_v:i64 out_batch:i64 out_row:i64 out_head:i64 dout_batch:i64 dout_row:i64 dout_head:i64 "
+    "lse_batch:i64 lse_head:i64",
+    variants=[("bf16",), ("fp16",)],
+    max_registers=80,
+    needs=("wgmma",),
+)
+QUERIES = Kernel(
+    "attention/attention_sm90_bwd_rows.cu",
+    "attention_bwd_dq",
+    template="T D",
+    args="dq_sums:ptr cu_q:ptr cu_k:ptr lengths:ptr dq:ptr heads:i64 lq:i64 lkv:i64 padded_rows:i64 d_qk:i64 "
+    "dq_batch:i64 dq_row:i64 dq_head:i64 left:i64 right:i64 scale:f64",
+    variants=[(t, d) for t in ("bf16", "fp16") for d in (64, 128)],
+    max_registers=80,
+    needs=("wgmma",),
+)
+SINKS = Kernel(
+    "attention/attention_sm90_bwd_rows.cu",
+    "attention_bwd_sinks",
+    template="T",
+    args="sinks:ptr lse_rows:ptr delta_rows:ptr dsinks:ptr padded_rows:i64",
+    variants=[("bf16",), ("fp16",), ("fp32",)],
+    max_registers=40,
+    needs=("wgmma",),
+)
+KERNELS = (FORWARD, BACKWARD, STATS, QUERIES, SINKS)
+
+
+def unsupported(problem: Attention, target: Target, backward: bool = False) -> str | None:
+    """Return why these kernels cannot serve a problem, or None."""
+    p = problem
+    if "wgmma" not in target.features:
+        return f"{target} has no wgmma"
+    if p.token not in ("bf16", "fp16"):
+        return f"q is {p.token}"
+    if p.d_qk > 256 or p.d_v > 256 or p.d_qk % 8 or p.d_v % 8:
+        return f"heads of {p.d_qk} and {p.d_v} elements; multiples of 8 up to 256 are expected"
+    if p.bias is not None and max(p.d_qk, p.d_v) > BIAS_TILES[-1].d_qk:
+        return "there is a bias, and heads have more than 128 elements"
+    if p.lkv == 0:
+        return "there are no keys"
+    if max(p.lq, p.lkv, p.rows_q, p.rows_k) >= _MAX_ROWS or p.batch * p.heads_q * -(-p.lq // 64) >= 1 << 31:
+        return "too many rows"
+    if backward and (reason := _unsupported_backward(p)):
+        return reason
+    names = ("q", "k", "v", "out", "dout", "dq", "dk", "dv") if backward else ("q", "k", "v", "out")
+    for name in names:
+        strides: Strides | None = getattr(p, name)
+        if strides is None:
+            continue
+        if not strides.aligned:
+            return f"{name} is not aligned to 16 bytes"
+        if name in ("q", "k", "v", "dout") and any(s < 0 or 2 * s >= 1 << 40 for s in strides[:3]):
+            return f"{name} has strides {strides[:3]}"
+    return None
+
+
+def _unsupported_backward(problem: Attention) -> str | None:
+    p = problem
+    if p.d_qk > 128 or p.d_v > 128:
+        return f"heads of {p.d_qk} and {p.d_v} elements; up to 128 are expected in the backward"
+    if p.bias is not None:
+        return "there is a bias, in the backward"
+    return None
+
+
+def rows_map(problem: Attention, name: str, heads: int, width: int, box_rows: int, strides: Strides) -> Boxes:
+    """Return the tensor map of q, k or v (or a gradient) in boxes of `box_rows` rows and 64 columns."""
+    p = problem
+    of_q = name not in ("k", "v")
+    rows = (p.total_q if of_q else p.total_k) if p.varlen else (p.lq if of_q else p.lkv)
+    sizes = (width, rows, heads, 1 if p.varlen else p.batch)
+    # What is not walked may have any stride, the copy engine wants multiples of 16 bytes.
+    bytes_apart = tuple(
+        2 * s if n > 1 else 16 * -(-width // 8)
+        for s, n in zip((strides.row, strides.head, strides.batch), sizes[1:], strict=True)
+    )
+    return Boxes(name, p.token, sizes, bytes_apart, (64, box_rows, 1, 1))
+
+
+def extras(problem: Attention) -> bool:
+    """Return whether scores are made element by element."""
+    p = problem
+    return p.softcap != 0 or p.bias is not None or p.kv_limit is not None or not p.scale > 0
+
+
+def forward_tile(problem: Attention) -> tuple[Tile, int]:
+    """Return the tile of a problem, and what its kernel can do besides (EXTRAS)."""
+    p = problem
+    if extras(p):
+        tiles = EXTRA_TILES
+    else:
+        tiles = CAUSAL_TILES + TILES if p.right == 0 or p.left >= 0 else TILES
+    tile = min((t for t in tiles if t.d_qk >= p.d_qk and t.d_v >= p.d_v), key=lambda t: t.d_qk + t.d_v)
+    return tile, 0 if not extras(p) else 2 if tile in BIAS_TILES else 1
+
+
+def heads_together(problem: Attention) -> int:
+    """Return how many heads' tiles of queries are worked on together: as many as have keys and values in L2.
+
+    Where all tiles take as long, one by one is as good and has the fewest keys in use.
+    """
+    p = problem
+    if p.right < 0 and p.left < 0 and not p.varlen:
+        return 1
+    each = 2 * p.lkv * (p.d_qk + p.d_v) / p.group
+    return max(1, min(p.batch * p.heads_q, int(_L2_BYTES / max(each, 1))))
+
+
+def bias_arguments(problem: Attention) -> tuple[int, ...]:
+    """Return the kind and the strides of a bias."""
+    b = problem.bias
+    return (0, 0, 0, 0, 0) if b is None else (KINDS[b.token], b.batch, b.head, b.row, b.column)
+
+
+def steps_forward(problem: Attention, device: int) -> Steps:
+    """Return the launches: out and lse of a problem that is not ``unsupported``."""
+    p, (tile, more) = problem, forward_tile(problem)
+    if 0 in (p.batch, p.heads_q, p.lq) or p.rows_q == 0:
+        return Steps()
+    blocks = min(device_info(device).sm_count, p.batch * p.heads_q * math.ceil(p.lq / (64 * tile.groups)))
+    launch = FORWARD.bind((p.token, *tile, more), device, blocks, 128 * (tile.groups + 1), tile.shared)
+    kv_rows = tile.keys
+    step = Step(
+        launch,
+        rows_map(p, "q", p.heads_q, p.d_qk, 64 * tile.groups, p.q),
+        rows_map(p, "k", p.heads_kv, p.d_qk, kv_rows, p.k),
+        rows_map(p, "v", p.heads_kv, p.d_v, kv_rows, p.v),
+        "out", "lse", "sinks", "bias", "lengths", "kv_limit", "cu_q", "cu_k", "counter",
+        p.batch, p.heads_q, p.group, p.lq, p.lkv, p.d_v, *p.out[:3], *p.lse_strides(), p.left, p.right,
+        heads_together(p), KINDS[p.sinks], *bias_arguments(p), p.kv_limit or 0, float(p.scale), float(p.softcap),
+    )  # fmt: skip
+    return Steps(step, zeros={"counter": 1})
+
+
+_ROW_PAD, _BACKWARD_KEYS = 128, 128  # as in sm90_bwd.cuh
+
+
+def _backward_shared(width: int) -> int:
+    """Return bytes of shared memory: keys, values, two stages of q, dout, ds and statistics, sums of dq, barriers."""
+    row, queries = 128 * width // 64, 128 if width == 64 else 64
+    stages = 2 * (2 * queries * row + 128 * queries * 2 + 2 * 4 * queries)
+    return 2 * _BACKWARD_KEYS * row + stages + 4 * queries * width + 256 + 1024
+
+
+def steps_backward(problem: Attention, device: int) -> Steps:
+    """Return the launches: dq, dk, dv (and dsinks) of a problem that is not ``unsupported``."""
+    p = problem
+    if 0 in (p.batch, p.heads_q, p.heads_kv, p.lkv):
+        return Steps()
+    width = 64 if max(p.d_qk, p.d_v) <= 64 and not extras(p) else 128
+    queries = 128 if width == 64 else 64
+    sm_count = device_info(device).sm_count
+    dq, dk, dv = (
+        given or dense(rows, heads, d, p.varlen)
+        for given, rows, heads, d in (
+            (p.dq, p.lq, p.heads_q, p.d_qk), (p.dk, p.lkv, p.heads_kv, p.d_qk), (p.dv, p.lkv, p.heads_kv, p.d_v),
+        )
+    )  # fmt: skip
+    dout = p.dout or dense(p.lq, p.heads_q, p.d_v, p.varlen)
+    if p.varlen:
+        padded = -(-(p.total_q + _ROW_PAD * p.batch) // _ROW_PAD) * _ROW_PAD
+    else:
+        padded = p.batch * (-(-p.lq // _ROW_PAD) * _ROW_PAD)
+    tiles = p.batch * p.heads_kv * -(-p.lkv // _BACKWARD_KEYS)
+    stats = Step(
+        STATS.bind((p.token,), device, (max(1, -(-p.lq // 64)), p.batch * p.heads_q), 256),
+        "out", "dout", "lse", "dlse", "cu_q", "lse_rows", "delta_rows", p.heads_q, p.lq, padded, p.d_v,
+        *p.out[:3], *dout[:3], *p.lse_strides(),
+    )  # fmt: skip
+    products = Step(
+        BACKWARD.bind(
+            (p.token, width, int(extras(p))), device, min(sm_count, tiles), 384, _backward_shared(width)
+        ),
+        rows_map(p, "q", p.heads_q, p.d_qk, queries, p.q),
+        rows_map(p, "k", p.heads_kv, p.d_qk, _BACKWARD_KEYS, p.k),
+        rows_map(p, "v", p.heads_kv, p.d_v, _BACKWARD_KEYS, p.v),
+        rows_map(p, "dout", p.heads_q, p.d_v, queries, dout),
+        "lse_rows", "delta_rows", "dq_sums", "dk", "dv", "lengths", "kv_limit", "cu_q", "cu_k", "counter", "order",
+        p.batch, p.heads_q, p.group, p.lq, p.lkv, padded, p.d_qk, p.d_v, *dk[:3], *dv[:3], p.left, p.right,
+        heads_together(p), p.kv_limit or 0, float(p.scale), float(p.softcap),
+    )  # fmt: skip
+    steps = [stats, products]
+    if p.lq:
+        grid = (-(-p.lq // queries), p.batch * p.heads_q)
+        steps.append(
+            Step(
+                QUERIES.bind((p.token, width), device, grid, 256),
+                "dq_sums", "cu_q", "cu_k", "lengths", "dq", p.heads_q, p.lq, p.lkv, padded, p.d_qk, *dq[:3],
+                p.left, p.right, float(p.scale),
+            )  # fmt: skip
+        )
+    if "s" in p.wants and p.sinks is not None:
+        steps.append(
+            Step(
+                SINKS.bind((p.sinks,), device, p.heads_q, 256),
+                "sinks", "lse_rows", "delta_rows", "dsinks", padded,
+            )  # fmt: skip
+        )
+    scratch = {
+        "lse_rows": Memory((p.heads_q, padded), torch.float32),
+        "delta_rows": Memory((p.heads_q, padded), torch.float32),
+        "dq_sums": Memory((p.heads_q, padded, width), torch.float32),
+    }
+    return Steps(*steps, scratch=scratch, zeros={"counter": 1, "order": p.heads_q * padded // queries})

@@ -1,0 +1,297 @@
+"""The wgmma kernels of attention in the emulator, against fp64."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import rtkernels
+from rtkernels.emulator import recording
+from rtkernels.ops.attention import sm90_plan
+from rtkernels.ops.attention.problem import Attention, Bias, Strides, dense
+from rtkernels.runtime.launch.device import device_info
+from rtkernels.runtime.operator.plan import Memory, StepPlan
+
+TOKENS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half of the distance between numbers next to 1
+
+
+def strides_of(x: Tensor) -> Strides:
+    batch, row, head, _ = x.stride() if x.dim() == 4 else (0, *x.stride())
+    aligned = all(s % 8 == 0 for s in (batch, row, head)) and x.data_ptr() % 16 == 0
+    return Strides(batch, row, head, aligned)
+
+
+def describe(q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], lq: int = 0, lkv: int = 0, **options: Any):
+    """Return the problem of tensors as ``problem.py`` names them."""
+    varlen = q.dim() == 3
+    batch = extra["cu_q"].numel() - 1 if varlen else q.shape[0]
+    lq, lkv = (lq, lkv) if varlen else (q.shape[1], k.shape[1])
+    heads, d_v = q.shape[-2], v.shape[-1]
+    if "sinks" in extra:
+        options["sinks"] = TOKENS[extra["sinks"].dtype]
+    if "bias" in extra:
+        bias = extra["bias"].expand(batch, heads, lq, lkv)
+        options["bias"] = Bias(TOKENS[bias.dtype], *bias.stride())
+    if "kv_limit" in extra:
+        options["kv_limit"] = lq if extra["kv_limit"].dim() == 2 else 0
+    return Attention(
+        batch, heads, k.shape[-2], lq, lkv, q.shape[-1], d_v, TOKENS[q.dtype], strides_of(q), strides_of(k), strides_of(v),
+        dense(lq, heads, d_v, varlen), **{"scale": q.shape[-1] ** -0.5, **options}, lengths="lengths" in extra,
+        varlen=varlen, total_q=q.shape[0] if varlen else 0, total_k=k.shape[0] if varlen else 0,
+    )  # fmt: skip
+
+
+INPUTS = ("q", "k", "v", "sinks", "bias", "lengths", "kv_limit", "cu_q", "cu_k")
+
+
+def launch(steps: Any, tensors: dict[str, Tensor], outputs: dict[str, Memory], device: int) -> tuple[Tensor, ...]:
+    names = list(tensors)
+    with recording() if device < 0 else contextlib.nullcontext():
+        plan = StepPlan("test", names, (), outputs, "tuple", steps, device)
+        return plan.run(*(0 if t is None else t.data_ptr() for t in tensors.values()))
+
+
+def forward(problem: Attention, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Run the kernel: out and lse."""
+    p, device = problem, q.get_device()
+    assert sm90_plan.unsupported(p, device_info(device).target) is None
+    rows = (p.total_q,) if p.varlen else (p.batch, p.lq)
+    lse = (p.heads_q, p.total_q) if p.varlen else (p.batch, p.heads_q, p.lq)
+    outputs = {"out": Memory((*rows, p.heads_q, p.d_v), q.dtype), "lse": Memory(lse, torch.float32)}
+    tensors = {"q": q, "k": k, "v": v, **{name: extra.get(name) for name in INPUTS[3:]}}
+    return launch(sm90_plan.steps_forward(p, device), tensors, outputs, device)
+
+
+def exact(problem: Attention, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The same in fp64, differentiable; one sequence at a time."""
+    p = problem
+    q, k, v = q.double(), k.double(), v.double()
+    outs, lses = [], []
+    for b in range(p.batch):
+        if p.varlen:
+            (q0, q1), (k0, k1) = extra["cu_q"][b : b + 2].tolist(), extra["cu_k"][b : b + 2].tolist()
+            qb, kb, vb = q[q0:q1], k[k0:k1], v[k0:k1]
+        else:
+            qb, kb, vb = q[b], k[b], v[b]
+        keys = kb.shape[0]
+        if "lengths" in extra:
+            keys = min(keys, int(extra["lengths"][b]))
+        kb, vb = kb[:keys].repeat_interleave(p.group, 1), vb[:keys].repeat_interleave(p.group, 1)
+        s = torch.einsum("ihd,jhd->hij", qb, kb) * p.scale
+        if p.softcap:
+            s = p.softcap * torch.tanh(s / p.softcap)
+        lq, shift = qb.shape[0], keys - qb.shape[0]
+        if "bias" in extra:
+            s = s + extra["bias"].double().expand(p.batch, p.heads_q, p.lq, p.lkv)[b, :, :lq, :keys]
+        i, j = torch.arange(lq, device=q.device)[:, None], torch.arange(keys, device=q.device)[None]
+        seen = torch.ones(lq, keys, dtype=torch.bool, device=q.device)
+        if p.right >= 0:
+            seen &= j <= i + shift + p.right
+        if p.left >= 0:
+            seen &= j >= i + shift - p.left
+        if "kv_limit" in extra:
+            limit = extra["kv_limit"]
+            seen &= j < (limit[b] if limit.dim() == 2 else limit)[:lq, None]
+        s = s.masked_fill(~seen, -math.inf)
+        scores = s
+        if "sinks" in extra:
+            sink = extra["sinks"].double()[:, None, None].expand(-1, lq, 1)
+            scores = torch.cat([s, sink], -1)
+        if scores.shape[-1] == 0:
+            lse = s.new_full((p.heads_q, lq), -math.inf)
+        else:
+            lse = torch.logsumexp(scores, -1)
+        weight = torch.where(torch.isinf(s), 0.0, torch.exp(s - lse.masked_fill(torch.isinf(lse), 0.0)[..., None]))
+        outs.append(torch.einsum("hij,jhd->ihd", weight, vb))
+        lses.append(lse)
+    if p.varlen:
+        return torch.cat(outs), torch.cat(lses, 1)
+    return torch.stack(outs), torch.stack(lses)
+
+
+def near(got: Tensor, want: Tensor, unit: float, factor: float = 4.0) -> None:
+    """Errors of a few roundings of what was summed: relative to the largest element of a row."""
+    assert torch.equal(torch.isnan(got), torch.isnan(want))
+    got, want = got.double().nan_to_num(), want.nan_to_num()
+    scale = want.abs().amax(-1, keepdim=True).clamp(min=0.05)
+    error = ((got - want).abs() / scale).max().item() if got.numel() else 0.0
+    assert error <= factor * unit, f"error {error / unit:.2f} units"
+
+
+def check_forward(q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor] | None = None, **options: Any) -> None:
+    extra = extra or {}
+    p = describe(q, k, v, extra, **options)
+    out, lse = forward(p, q, k, v, extra)
+    want, want_lse = exact(p, q, k, v, extra)
+    near(out, want, UNIT[q.dtype])
+    assert torch.equal(torch.isinf(lse), torch.isinf(want_lse))
+    torch.testing.assert_close(lse.double().nan_to_num(neginf=0), want_lse.nan_to_num(neginf=0), rtol=1e-5, atol=1e-4)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def qkv(b: int, lq: int, lkv: int, hq: int, hkv: int, d: int, d_v: int = 0, dtype: torch.dtype = torch.bfloat16):
+    return (
+        random(b, lq, hq, d, dtype=dtype), random(b, lkv, hkv, d, dtype=dtype, seed=1),
+        random(b, lkv, hkv, d_v or d, dtype=dtype, seed=2),
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def emulated():
+    with rtkernels.emulate("sm_90"):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((1, 70, 300, 2, 1, 64), {}),
+        ((1, 130, 130, 1, 1, 128), {"right": 0}),
+        ((2, 5, 37, 2, 2, 128), {}),
+        ((1, 300, 100, 1, 1, 64), {"right": 0}),  # the first 200 queries see nothing
+        ((1, 33, 190, 1, 1, 72), {"right": 0}),
+        ((1, 20, 200, 1, 1, 192, 128), {"left": 100, "right": 3}),
+        ((1, 40, 150, 1, 1, 192), {}),
+        ((1, 40, 90, 1, 1, 256), {"right": 0}),
+    ],
+)
+def test_forward(shape: tuple[int, ...], options: dict[str, int]) -> None:
+    check_forward(*qkv(*shape), **options)
+
+
+def test_forward_fp16_strided_and_grouped() -> None:
+    """Slices of a packed qkv, four query heads for each head of keys."""
+    packed = random(1, 140, 6 * 64, dtype=torch.float16).unflatten(-1, (6, 64))
+    check_forward(packed[:, :, :4], packed[:, :, 4:5], packed[:, :, 5:], right=0)
+
+
+@pytest.mark.parametrize(
+    ("width", "options"),
+    [(64, {"softcap": 2.0}), (128, {"softcap": 5.0, "left": 40, "right": 0}), (256, {"softcap": 3.0}), (64, {"scale": -0.2})],
+)
+def test_forward_softcap_and_scale(width: int, options: dict[str, float]) -> None:
+    check_forward(*qkv(1, 20, 150, 1, 1, width), **options)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+def test_forward_bias_and_sinks(dtype: torch.dtype) -> None:
+    bias = random(2, 1, 19, 70, dtype=dtype, seed=3)
+    bias[0, 0, 2] = -math.inf
+    extra = {"bias": bias, "sinks": random(2, dtype=dtype, seed=4)}
+    check_forward(*qkv(2, 19, 70, 2, 1, 64), extra)
+
+
+def test_forward_sinks_where_nothing_is_seen() -> None:
+    check_forward(*qkv(1, 40, 30, 2, 2, 64), {"sinks": random(2, dtype=torch.float32)}, right=0)
+
+
+def test_forward_device_lengths_hide_what_is_behind_them() -> None:
+    q, k, v = qkv(3, 9, 200, 1, 1, 64)
+    lengths = torch.tensor([130, 0, 7], dtype=torch.int32)
+    clean = [x.clone() for x in (k, v)]
+    for b, n in enumerate(lengths.tolist()):
+        k[b, n:], v[b, n:] = math.nan, math.inf
+        for x in clean:
+            x[b, n:] = 0
+    extra = {"lengths": lengths}
+    p = describe(q, k, v, extra, right=0)
+    out, lse = forward(p, q, k, v, extra)
+    want, want_lse = exact(p, q, *clean, extra)
+    near(out, want, UNIT[q.dtype])
+    assert torch.equal(torch.isinf(lse), torch.isinf(want_lse))
+
+
+def test_forward_limits_of_queries() -> None:
+    q, k, v = qkv(2, 10, 140, 1, 1, 64)
+    check_forward(q, k, v, {"kv_limit": torch.tensor([130] + 9 * [140], dtype=torch.int32)})
+    check_forward(q, k, v, {"kv_limit": torch.arange(20, dtype=torch.int32).reshape(2, 10)})
+
+
+def test_forward_packed_sequences() -> None:
+    """Neighbours of a sequence do not leak into it, not even NaN."""
+    cu_q, cu_k = (torch.tensor(c, dtype=torch.int32) for c in ([0, 3, 3, 133, 150], [0, 50, 60, 190, 230]))
+    q, k, v = random(150, 2, 64), random(230, 1, 64, seed=1), random(230, 1, 64, seed=2)
+    v[60:190] = math.nan
+    check_forward(q, k, v, {"cu_q": cu_q, "cu_k": cu_k}, lq=130, lkv=130, right=0)
+
+
+def test_forward_nan_stays_in_its_row() -> None:
+    q, k, v = qkv(1, 70, 80, 1, 1, 64)
+    q[0, 5] = math.nan
+    check_forward(q, k, v)
+
+
+def test_what_is_not_served() -> None:
+    target = device_info(-1).target
+    q, k, v = qkv(1, 4, 4, 1, 1, 64)
+    p = describe(q, k, v, {})
+    assert sm90_plan.unsupported(p._replace(d_qk=60), target)
+    assert sm90_plan.unsupported(p._replace(token="fp32"), target)
+    assert sm90_plan.unsupported(p._replace(lkv=0), target)
+    assert sm90_plan.unsupported(p._replace(q=p.q._replace(aligned=False)), target)
+
+
+# ---- backward -------------------------------------------------------------------------------------------------------
+
+
+def backward(
+    problem: Attention, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], dout: Tensor, dlse: Tensor | None
+) -> dict[str, Tensor]:
+    """Run forward and backward kernels: out, lse and gradients by name."""
+    p, device = problem, q.get_device()
+    out, lse = forward(p, q, k, v, extra)
+    p = p._replace(dout=strides_of(dout), dlse=dlse is not None, wants="qkvs" if p.sinks else "qkv")
+    assert sm90_plan.unsupported(p, device_info(device).target, backward=True) is None
+    outputs = {
+        "dq": Memory(tuple(q.shape), q.dtype), "dk": Memory(tuple(k.shape), q.dtype), "dv": Memory(tuple(v.shape), q.dtype),
+        "dsinks": Memory((p.heads_q,), torch.float32) if p.sinks else None,
+    }  # fmt: skip
+    tensors = {"q": q, "k": k, "v": v, **{name: extra.get(name) for name in INPUTS[3:]}}
+    tensors |= {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
+    made = launch(sm90_plan.steps_backward(p, device), tensors, outputs, device)
+    return {"out": out, "lse": lse, **dict(zip(outputs, made, strict=True))}
+
+
+def check_backward(q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor] | None = None, **options: Any) -> None:
+    extra = dict(extra or {})
+    p = describe(q, k, v, extra, **options)
+    dout = torch.randn(*q.shape[:-1], v.shape[-1], generator=torch.Generator().manual_seed(7)).to(q)
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    exact_extra = dict(extra)
+    if "sinks" in extra:
+        exact_extra["sinks"] = extra["sinks"].double().requires_grad_()
+    out, lse = exact(p, *leaves, exact_extra)
+    dlse = torch.randn(lse.shape, generator=torch.Generator().manual_seed(8)).to(q.device)
+    seen = torch.where(torch.isinf(lse), 0.0, lse)
+    wanted = [*leaves, *([exact_extra["sinks"]] if "sinks" in extra else [])]
+    want = torch.autograd.grad((out * dout.double()).sum() + (seen * dlse.double()).sum(), wanted)
+    got = backward(p, q, k, v, extra, dout, dlse)
+    for name, gradient in zip(("dq", "dk", "dv"), want, strict=False):
+        scale = gradient.abs().max().clamp(min=1e-3)
+        error = ((got[name].double() - gradient).abs().max() / scale).item()
+        assert error <= 4 * UNIT[q.dtype], f"{name}: error {error / UNIT[q.dtype]:.2f} units"
+    if "sinks" in extra:
+        torch.testing.assert_close(got["dsinks"].double(), want[3], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((1, 70, 150, 2, 1, 64), {}),
+        ((1, 130, 130, 1, 1, 128), {"right": 0}),
+        ((2, 20, 37, 4, 2, 96), {}),
+        ((1, 300, 100, 1, 1, 64), {"right": 0}),  # the first 200 queries see nothing
+        ((1, 70, 300, 1, 1, 72), {"left": 100, "right": 3}),
+    ],
+)
+def test_backward(shape: tuple[int, ...], options: dict[str, int]) -> None:
+    check_backward(*qkv(*shape), **options)
