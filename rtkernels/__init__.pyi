@@ -1,8 +1,10 @@
 # Written by rtkernels/_public.py (write_stub) from the table there.
 
 from rtkernels import cache as cache
+from rtkernels import compat as compat
 from rtkernels import errors as errors
 from rtkernels import interop as interop
+from rtkernels import models as models
 from rtkernels import nn as nn
 from rtkernels import optim as optim
 from rtkernels.emulator import emulate as emulate
@@ -18,6 +20,20 @@ from rtkernels.ops.act.glu_fp8 import glu_fp8 as glu_fp8
 from rtkernels.ops.act.glu_fp8 import glu_fp8_backward as glu_fp8_backward
 from rtkernels.ops.act.glu_smooth_fp8 import glu_smooth_fp8 as glu_smooth_fp8
 from rtkernels.ops.act.glu_smooth_fp8 import glu_smooth_fp8_backward as glu_smooth_fp8_backward
+from rtkernels.ops.attention.append_kv_cache import append_kv_cache as append_kv_cache
+from rtkernels.ops.attention.attention import attention as attention
+from rtkernels.ops.attention.attention import attention_varlen as attention_varlen
+from rtkernels.ops.attention.decode import attention_decode as attention_decode
+from rtkernels.ops.attention.merge import merge_attention as merge_attention
+from rtkernels.ops.attention.sdpa import sdpa as sdpa
+from rtkernels.ops.gemm.explain import explain as explain
+from rtkernels.ops.gemm.fp8_linear import fp8_linear as fp8_linear
+from rtkernels.ops.gemm.fp8_linear import fp8_weight as fp8_weight
+from rtkernels.ops.gemm.gated_mm import gated_mm as gated_mm
+from rtkernels.ops.gemm.grouped_mm import grouped_mm as grouped_mm
+from rtkernels.ops.gemm.grouped_mm import grouped_mm_masked as grouped_mm_masked
+from rtkernels.ops.gemm.grouped_mm import grouped_wgrad as grouped_wgrad
+from rtkernels.ops.gemm.scaled_mm import scaled_mm as scaled_mm
 from rtkernels.ops.index.embedding import embedding as embedding
 from rtkernels.ops.index.embedding import embedding_grad_ as embedding_grad_
 from rtkernels.ops.index.row_moves import index_select as index_select

@@ -48,6 +48,12 @@ def call(function: Callable[..., Any], first: Any, *args: Any, **kwargs: Any) ->
     return from_torch(result, kind)
 
 
+def call_with(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Do the same with all arguments by name, in the order of `function`: its ``locals()`` at its first line."""
+    (_, first), *others = arguments.items()
+    return call(function, first, **dict(others))
+
+
 def _kind(value: Any) -> str:
     if not hasattr(value, "__dlpack__"):
         raise ArgumentError(

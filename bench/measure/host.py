@@ -41,6 +41,7 @@ def _public_calls(rtk: Any, device: str) -> dict[str, tuple[Callable[..., Case],
         "glu": (lambda x: lambda: rtk.glu(x), [rand(ROWS, 2 * COLS)], True),
         "layer_norm": (lambda x, w, b: lambda: rtk.layer_norm(x, w, b), [x, w, rand(COLS)], True),
         "softmax": (lambda x: lambda: rtk.softmax(x), [x], True),
+        "scaled_mm": (lambda a, b: lambda: rtk.scaled_mm(a, b), [x, rand(COLS, COLS)], True),
         "quantize_fp8": (lambda x: lambda: rtk.quantize_fp8(x), [x], False),
         "quantize_fp8_static": (lambda x, s: lambda: rtk.quantize_fp8(x, s), [x, one], False),
         "quantize_fp8_row": (lambda x: lambda: rtk.quantize_fp8(x, granularity="row"), [x], False),
@@ -74,9 +75,11 @@ def cases(device: str = "cuda") -> dict[str, Case | str]:
 
     x = torch.randn(ROWS, COLS, device=device, dtype=torch.bfloat16)
     w = torch.randn(COLS, device=device, dtype=torch.bfloat16)
+    square = torch.randn(COLS, COLS, device=device, dtype=torch.bfloat16)
     found: dict[str, Case | str] = {
         "torch x*2": lambda: x * 2,
         "torch F.rms_norm": lambda: F.rms_norm(x, (COLS,), w, 1e-6),
+        "torch.mm": lambda: torch.mm(x, square),
     }
     for mode, case in _modes(lambda x, w: lambda: F.rms_norm(x, (COLS,), w, 1e-6), [x, w], True).items():
         if mode.startswith("grad"):

@@ -222,6 +222,7 @@ class Bench:
             "peers": times,
             "peer_errors": errors,
             "peers_waiting": waiting,
+            **({"flops": row.flops, "tflops": row.flops / ours.us / 1e6} if row.flops else {}),
         }
 
     def _generator(self, i: int) -> torch.Generator:

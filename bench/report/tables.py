@@ -40,9 +40,10 @@ def heading(result: dict[str, Any]) -> str:
 
 
 def row_table(result: dict[str, Any]) -> list[str]:
-    """The device rows; times in µs."""
+    """The device rows; times in µs. Rows of matrix products have another column."""
+    products = any("tflops" in row for row in result["rows"])
     head = ["row", "shape", "dtype", "MB", "ours", "p20-p80", "copy", "floor", "efficiency"]
-    head += ["error", "torch's error", "best peer / ours", "peers"]
+    head += ["TFLOP/s"] * products + ["error", "torch's error", "best peer / ours", "peers"]
     body = []
     for row in result["rows"]:
         if "failed" in row:
@@ -60,6 +61,7 @@ def row_table(result: dict[str, Any]) -> list[str]:
                 f"{row['copy_us']:.1f}",
                 f"{row['floor_us']:.1f}",
                 f"{row['efficiency']:.2f}",
+                *([f"{row['tflops']:.0f}" if "tflops" in row else "-"] * products),
                 _error(row["error_ours"]),
                 _error(row["error_torch"]),
                 f"{peers[0][1] / row['us']:.2f}" if peers else "-",

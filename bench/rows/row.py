@@ -30,6 +30,7 @@ class Row:
         bytes: Least bytes moved: every input read once, every output written once.
         exact: fp64 reference from the same inputs; None runs ``torch`` on inputs cast to fp64.
         fused: torch's own fused op for this math, where there is one.
+        flops: Operations of a matrix product, ``2 m n k``; 0 for rows that memory bounds.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Row:
     bytes: int
     exact: Callable[..., Any] | None = None
     fused: Callable[..., Any] | None = None
+    flops: int = 0
 
     def __post_init__(self) -> None:
         if not self.name or not self.shape:

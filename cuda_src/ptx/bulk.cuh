@@ -32,6 +32,12 @@ RTK_DEVICE void bulk_store_commit() { asm volatile("cp.async.bulk.commit_group;"
 // Waits until this thread's stores have read shared memory. The end of the kernel waits for the writes.
 RTK_DEVICE void bulk_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
+// The same for all but the newest kPending groups.
+template <int kPending>
+RTK_DEVICE void bulk_store_wait_read_but() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
 // Adds `bytes` of floats in shared memory to those in global memory, which others may do at the same time; a store as above.
 RTK_DEVICE void bulk_add(void* to, SharedAddress from, u32 bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)

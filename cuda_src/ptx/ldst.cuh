@@ -75,6 +75,24 @@ RTK_DEVICE void ld_stream_16_if(bool wanted, Raw<16>& r, const void* p, u64 poli
         : "l"(p), "l"(policy), "r"(static_cast<u32>(wanted)));
 }
 
+// ld_keep of 4 bytes or of 2 into `word` if `wanted`, which keeps what it has if not: no branch.
+template <int B>
+RTK_DEVICE void ld_keep_if(bool wanted, u32& word, const void* p) {
+    if constexpr (B == 4) {
+        asm volatile("{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %2, 0;\n@wanted ld.global.nc.u32 %0, [%1];\n}\n"
+                     : "+r"(word)
+                     : "l"(p), "r"(static_cast<u32>(wanted)));
+    } else {
+        static_assert(B == 2, "4 bytes or 2");
+        asm volatile(
+            "{\n.reg .pred wanted;\n.reg .u16 half;\nmov.u16 half, 0;\nsetp.ne.u32 wanted, %2, 0;\n"
+            "@wanted ld.global.nc.u16 half, [%1];\n"
+            "@wanted cvt.u32.u16 %0, half;\n}\n"
+            : "+r"(word)
+            : "l"(p), "r"(static_cast<u32>(wanted)));
+    }
+}
+
 // Read-only data used once, by a kernel that writes as well. L2 gives up these lines last, odd as that seems: the kernel is
 // up to 8 % faster, presumably because lines that it wrote make room instead (docs/decisions/common.md).
 template <int B>

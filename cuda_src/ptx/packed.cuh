@@ -47,4 +47,16 @@ RTK_DEVICE u32 max_f16x2(u32 a, u32 b) {
     return out;
 }
 
+// a * b + c, one rounding. Subnormal numbers are numbers.
+RTK_DEVICE u32 fma_bf16x2(u32 a, u32 b, u32 c) {
+    u32 out;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+    return out;
+}
+RTK_DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) {
+    u32 out;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+    return out;
+}
+
 }  // namespace rtk::ptx

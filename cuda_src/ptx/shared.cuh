@@ -24,6 +24,16 @@ RTK_DEVICE Raw<16> ld_shared_16(SharedAddress address) {
     return r;
 }
 
+// 2 bytes, 2-byte aligned.
+RTK_DEVICE void st_shared_2(SharedAddress address, u32 half) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<u16>(half)) : "memory");
+}
+
+// 4 bytes, 4-byte aligned.
+RTK_DEVICE void st_shared_4(SharedAddress address, u32 word) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+}
+
 // 8 bytes, 8-byte aligned.
 RTK_DEVICE void st_shared_8(SharedAddress address, const Raw<8>& r) {
     asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(address), "r"(r.w[0]), "r"(r.w[1]) : "memory");

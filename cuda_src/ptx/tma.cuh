@@ -32,6 +32,15 @@ RTK_DEVICE void tma_load_2d(SharedAddress to, const TensorMap& map, SharedAddres
         : "memory");
 }
 
+RTK_DEVICE void tma_load_3d(SharedAddress to, const TensorMap& map, SharedAddress barrier, i32 first, i32 second,
+                            i32 third) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+        "l"(&map), "r"(first), "r"(second), "r"(third), "r"(barrier)
+        : "memory");
+}
+
 RTK_DEVICE void tma_load_3d(SharedAddress to, const TensorMap& map, SharedAddress barrier, i32 first, i32 second, i32 third,
                             u64 policy) {
     asm volatile(
@@ -50,6 +59,13 @@ RTK_DEVICE void tma_store_2d(const TensorMap& map, SharedAddress from, i32 colum
 
 RTK_DEVICE void tma_store_3d(const TensorMap& map, SharedAddress from, i32 first, i32 second, i32 third) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(&map),
+                 "r"(first), "r"(second), "r"(third), "r"(from)
+                 : "memory");
+}
+
+// Adds to what is there, in the map's type.
+RTK_DEVICE void tma_add_3d(const TensorMap& map, SharedAddress from, i32 first, i32 second, i32 third) {
+    asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(&map),
                  "r"(first), "r"(second), "r"(third), "r"(from)
                  : "memory");
 }

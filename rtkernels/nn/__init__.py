@@ -4,7 +4,20 @@ None of them is changed by ``torch.autocast``: they compute in fp32 whatever the
 of the input. Parameters may be of another dtype than the input (fp32 parameters with bfloat16 activations).
 """
 
+from rtkernels.nn.fp8_linear import Fp8HadamardLinear, Fp8Linear, Fp8SmoothLinear, fixed_weights
+from rtkernels.nn.fp8_moe import Fp8GroupedLinear, Fp8MoE
 from rtkernels.nn.glu import GeGLU, SwiGLU
 from rtkernels.nn.norm import LayerNorm, RMSNorm
 
-__all__ = ["GeGLU", "LayerNorm", "RMSNorm", "SwiGLU"]
+__all__ = [
+    "Fp8GroupedLinear",
+    "Fp8HadamardLinear",
+    "Fp8Linear",
+    "Fp8MoE",
+    "Fp8SmoothLinear",
+    "GeGLU",
+    "LayerNorm",
+    "RMSNorm",
+    "SwiGLU",
+    "fixed_weights",
+]

@@ -227,9 +227,7 @@ def _directory(out: str | os.PathLike[str] | None) -> Path:
         why = "there is no home directory to put it into"
     else:
         why = f"RTKERNELS_CACHE={mode}" if mode != "rw" else places.refusals().get(os.path.realpath(path), "")
-    raise ArgumentError(
-        f"the cache {path or ''} may not be written ({why}); name a directory to fill with --out"
-    )
+    raise ArgumentError(f"the cache {path or ''} may not be written ({why}); name a directory to fill with --out")
 
 
 def _count(report: WarmReport, job: Job, future: Future[str]) -> Failure | None:

@@ -72,6 +72,11 @@ OVERWRITING: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Any], bool]] = 
     "quantize_fp8_shard_": ((4,), _shard, False),
     "rms_norm": ((4, 8), lambda x: rtkernels.rms_norm(torch.randn(4, 8), out=x), False),
     "layer_norm": ((4, 8), lambda x: rtkernels.layer_norm(torch.randn(4, 8), out=x), False),
+    "scaled_mm": (
+        (4, 8),
+        lambda x: rtkernels.scaled_mm(torch.ones(4, 8).half(), torch.ones(8, 8).half(), out=x),
+        False,
+    ),
     "index_select": ((3, 8), lambda x: rtkernels.index_select(torch.randn(4, 8), _ids(), out=x), False),
     "scatter_add": ((4, 8), lambda x: rtkernels.scatter_add(torch.randn(3, 8), _ids(), out=x), False),
 }
@@ -207,6 +212,14 @@ def _f8(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.float8_e4m3fn)
 
 
+def _b16(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.bfloat16)
+
+
+def _offs() -> Tensor:
+    return torch.tensor([1, 4], dtype=torch.int32)
+
+
 # A call of every public function that takes numbers; all of them can be given by name on top.
 NUMBERS: dict[str, Callable[..., Any]] = {
     "add_": lambda **n: rtkernels.add_(torch.ones(4, 8), torch.ones(4, 8), **n),
@@ -215,6 +228,12 @@ NUMBERS: dict[str, Callable[..., Any]] = {
     "dequantize_fp8_smooth": lambda **n: rtkernels.dequantize_fp8_smooth(_f8(4, 128), torch.ones(4), **n),
     "embedding": lambda **n: rtkernels.embedding(_ids(), torch.ones(4, 8), **n),
     "embedding_grad_": lambda **n: rtkernels.embedding_grad_(torch.ones(4, 8), _ids(), torch.ones(3, 8), **n),
+    "gated_mm": lambda **n: rtkernels.gated_mm(_b16(4, 8), _b16(8, 8), **n),
+    "grouped_mm": lambda **n: rtkernels.grouped_mm(_b16(4, 8), _b16(2, 8, 8), offs=_offs(), **n),
+    "grouped_mm_masked": lambda **n: rtkernels.grouped_mm_masked(
+        _b16(2, 4, 8), _b16(2, 8, 8), masked_m=_offs(), **n
+    ),
+    "grouped_wgrad": lambda **n: rtkernels.grouped_wgrad(_b16(4, 8), _b16(4, 8), offs=_offs(), **n),
     "group_rms_norm_gate": lambda **n: rtkernels.group_rms_norm_gate(
         torch.ones(4, 8), torch.ones(4, 8), **{"groups": 2, **n}
     ),
@@ -225,6 +244,8 @@ NUMBERS: dict[str, Callable[..., Any]] = {
     ),
     "layer_norm": lambda **n: rtkernels.layer_norm(torch.ones(4, 8), **n),
     "layer_norm_fp8": lambda **n: rtkernels.layer_norm_fp8(torch.ones(4, 128), **n),
+    "fp8_linear": lambda **n: rtkernels.fp8_linear(torch.ones(4, 64), torch.ones(64, 64), **n),
+    "fp8_weight": lambda **n: rtkernels.fp8_weight(torch.ones(64, 64), **n),
     "linear_cross_entropy": lambda **n: rtkernels.linear_cross_entropy(
         torch.ones(4, 8), torch.ones(8, 8), _labels(), **n
     ),
@@ -261,6 +282,7 @@ NUMBERS: dict[str, Callable[..., Any]] = {
     "router_z_loss": lambda **n: rtkernels.router_z_loss(torch.ones(4, 8), **n),
     "scale_": lambda **n: rtkernels.scale_(torch.ones(4, 8), **{"factor": 1.0, **n}),
     "scatter_add": lambda **n: rtkernels.scatter_add(torch.ones(3, 8), _ids(), **{"rows": 4, **n}),
+    "scaled_mm": lambda **n: rtkernels.scaled_mm(_b16(4, 8), _b16(8, 8), **n),
     "smooth_factors": lambda **n: rtkernels.smooth_factors(torch.ones(8), **n),
     "softmax": lambda **n: rtkernels.softmax(torch.ones(4, 8), **n),
     "topk": lambda **n: rtkernels.topk(torch.ones(4, 8), **{"k": 2, **n}),

@@ -17,7 +17,10 @@ HIDDEN, EXPERTS = 256, 8
 ROWS = (6, 10, 7, 33)
 WEIGHT = torch.linspace(0.5, 1.5, HIDDEN)
 MATRIX = torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(0))
+WEIGHTS = torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(1)).requires_grad_()
 FACTORS = WEIGHT.expand(EXPERTS, HIDDEN).contiguous()
+STACK = MATRIX.bfloat16().expand(2, EXPERTS, HIDDEN).contiguous()
+OFFS = torch.tensor([2, 6], dtype=torch.int32)
 COUNTS = torch.zeros(4, dtype=torch.int64)
 F8 = torch.float8_e4m3fn
 
@@ -55,6 +58,12 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "dequantize_fp8_smooth": lambda x, ids: rtk.dequantize_fp8_smooth(x.detach().to(F8), x.detach()[:, 0].abs()),
     "embedding": lambda x, ids: rtk.embedding(ids, x[:6] * 2),
     "embedding_grad_": lambda x, ids: _written(MATRIX, lambda y: rtk.embedding_grad_(y, ids[:, 0], x.detach())),
+    "fp8_linear": lambda x, ids: rtk.fp8_linear(x, WEIGHTS),
+    "fp8_linear, hadamard": lambda x, ids: rtk.fp8_linear(x, WEIGHTS, recipe="hadamard"),
+    "fp8_linear, row": lambda x, ids: rtk.fp8_linear(x, WEIGHTS, recipe="row"),
+    "fp8_linear, smooth": lambda x, ids: rtk.fp8_linear(x, WEIGHTS, recipe="smooth", smooth=WEIGHT),
+    "fp8_linear, tensor": lambda x, ids: rtk.fp8_linear(x, WEIGHTS, recipe="tensor"),
+    "gated_mm": lambda x, ids: rtk.gated_mm(x.bfloat16(), MATRIX.bfloat16()),
     "glu": lambda x, ids: rtk.glu(x),
     "glu_fp8": lambda x, ids: rtk.glu_fp8(x)[:2],
     "glu_fp8_backward": lambda x, ids: rtk.glu_fp8_backward(x.detach()[:, :128], x.detach(), layout="row")[:2],
@@ -62,6 +71,11 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "glu_smooth_fp8_backward": lambda x, ids: rtk.glu_smooth_fp8_backward(
         x.detach()[:, :128], x.detach(), WEIGHT
     )[:2],
+    "grouped_mm": lambda x, ids: rtk.grouped_mm(x.bfloat16(), STACK, offs=OFFS)[:6],
+    "grouped_mm_masked": lambda x, ids: rtk.grouped_mm_masked(
+        x.detach().bfloat16().expand(2, -1, -1), STACK, masked_m=OFFS
+    )[:, :2],
+    "grouped_wgrad": lambda x, ids: rtk.grouped_wgrad(x.detach().bfloat16()[:, :16], x.detach().bfloat16(), offs=OFFS),
     "group_rms_norm_gate": lambda x, ids: rtk.group_rms_norm_gate(x, 2 * x, groups=2),
     "hadamard": lambda x, ids: rtk.hadamard(x),
     "index_select": lambda x, ids: rtk.index_select(x, ids[:, 0] % 6),
@@ -113,6 +127,11 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "router_z_loss": lambda x, ids: rtk.router_z_loss(x, 0.1),
     "row_dot": lambda x, ids: rtk.row_dot(x, 2 * x),
     "scale_": lambda x, ids: _written(x, lambda y: rtk.scale_(y, 2.0)),
+    "scaled_mm": lambda x, ids: rtk.scaled_mm(x.bfloat16(), MATRIX.bfloat16()),
+    "scaled_mm, rows": lambda x, ids: rtk.scaled_mm(
+        x.detach().to(F8), MATRIX.to(F8), x.detach()[:, 0].abs(), MATRIX[:, 0]
+    ),
+    "scaled_mm, quantised": lambda x, ids: rtk.scaled_mm(x.detach().bfloat16(), MATRIX.bfloat16(), quant_out="row"),
     "scatter_add": lambda x, ids: rtk.scatter_add(x, ids[:, 0], EXPERTS),
     "smooth_factors": lambda x, ids: rtk.smooth_factors(rtk.column_absmax(x)),
     "softmax": lambda x, ids: rtk.softmax(x),
@@ -123,7 +142,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "transpose_experts": lambda x, ids: rtk.transpose_experts(x, COUNTS),
 }  # fmt: skip
 # Lists of tensors for other functions, and sizes as numbers.
-WITHOUT_ROWS = {"tensor_list", "moe_rows", "check_labels"}
+WITHOUT_ROWS = {"tensor_list", "moe_rows", "check_labels", "fp8_weight"}
 
 
 def test_every_public_function_is_tried() -> None:

@@ -108,23 +108,23 @@ def test_a_call_like_the_one_before_runs_its_plan_again() -> None:
     for given in ((x, None, None), (x, up, None), (x, None, weight[:4]), (x, up, weight)):
         args, like = (*given, "silu"), (*(None if t is None else t.clone() for t in given), "silu")
         with rtkernels.emulate("sm_90"), emulator.recording():
-            first = op._remember(op.call.__globals__, args)
+            first = op._run_and_keep(op.call.__globals__, args)
             torch.testing.assert_close(first, op.reference(*args))
-            assert torch.equal(op.again(*like), first)
-            assert op.again(*given, "relu") is None
-            assert op.again(x[:2], *args[1:]) is None and op.again(x.double(), *args[1:]) is None
-            assert op.again(torch.randn(65)[1:].view(4, 16), *args[1:]) is None  # its address
-            assert op.again(x, None if given[1] is not None else up, *args[2:]) is None
-            assert op.again(x.clone().requires_grad_(), *args[1:]) is None
+            assert torch.equal(op.replay(*like), first)
+            assert op.replay(*given, "relu") is None
+            assert op.replay(x[:2], *args[1:]) is None and op.replay(x.double(), *args[1:]) is None
+            assert op.replay(torch.randn(65)[1:].view(4, 16), *args[1:]) is None  # its address
+            assert op.replay(x, None if given[1] is not None else up, *args[2:]) is None
+            assert op.replay(x.clone().requires_grad_(), *args[1:]) is None
             with FakeTensorMode():
-                assert op.again(*like) is None
+                assert op.replay(*like) is None
     with rtkernels.emulate("sm_90"), emulator.recording():
         seen = []
-        op._remember(op.call.__globals__, (x, None, None, "silu"))
-        torch.func.vmap(lambda row: (row, seen.append(op.again(x, None, None, "silu")))[0])(x)
+        op._run_and_keep(op.call.__globals__, (x, None, None, "silu"))
+        torch.func.vmap(lambda row: (row, seen.append(op.replay(x, None, None, "silu")))[0])(x)
         assert seen == [None]
         with torch.inference_mode():
-            assert op.again(x, None, None, "silu") is None  # the result has to be an inference tensor
-            op._remember(op.call.__globals__, (x, None, None, "silu"))
-            assert op.again(x, None, None, "silu").is_inference()
-        assert op.again(x, None, None, "silu") is None
+            assert op.replay(x, None, None, "silu") is None  # the result has to be an inference tensor
+            op._run_and_keep(op.call.__globals__, (x, None, None, "silu"))
+            assert op.replay(x, None, None, "silu").is_inference()
+        assert op.replay(x, None, None, "silu") is None

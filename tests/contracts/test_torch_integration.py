@@ -296,7 +296,7 @@ def test_what_is_no_number_is_refused() -> None:
         with pytest.raises(ArgumentError, match=r"eps is .*; expected a number"):
             rms_norm(x, eps=eps)
     with pytest.raises(ArgumentError, match="where a number is expected"):
-        module.FWD_PLANS[x.dtype, x.shape, None, -1, None, None, True, None, None, 0, torch.tensor(1e-6), 0.0]
+        module.FORWARD._find(x, None, torch.tensor(1e-6), 0.0)
 
 
 def test_what_is_no_number_is_named_where_packing_a_launch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,14 +332,14 @@ def test_plans_never_see_lazy_negatives(monkeypatch: pytest.MonkeyPatch) -> None
 
     plan, scope = Echo(), module.FORWARD.call.__globals__
     monkeypatch.setattr(module.FORWARD, "_plan", lambda *args: plan)
-    for name in ("recent", "recent_plain"):
+    for name in ("last_call", "last_plain_call"):
         monkeypatch.setitem(scope, name, scope[name])
     x, odd = torch.randn(4, 8), torch.randn(9)[1:]
     for t in (x, odd, x):
-        assert scope["remember"](t, None, 1e-6, 0.0) == (t.data_ptr(), 0)
-        assert scope["remember"](torch._neg_view(t), None, 1e-6, 0.0) != (t.data_ptr(), 0)
-    assert module.FORWARD.again(x, None, 1e-6, 0.0) == (x.data_ptr(), 0)
-    assert module.FORWARD.again(torch._neg_view(x), None, 1e-6, 0.0) is None
+        assert scope["run_and_keep"](t, None, 1e-6, 0.0) == (t.data_ptr(), 0)
+        assert scope["run_and_keep"](torch._neg_view(t), None, 1e-6, 0.0) != (t.data_ptr(), 0)
+    assert module.FORWARD.replay(x, None, 1e-6, 0.0) == (x.data_ptr(), 0)
+    assert module.FORWARD.replay(torch._neg_view(x), None, 1e-6, 0.0) is None
 
 
 def _lazy(value: Any) -> Any:
@@ -358,9 +358,7 @@ def _one_sample_of_each() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("torch_op", "args"), _one_sample_of_each())
-def test_device_code_never_sees_lazy_negatives(
-    torch_op: TorchOp, args: tuple, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_device_code_never_sees_lazy_negatives(torch_op: TorchOp, args: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in a plain call nor in one that came through the dispatcher, which makes them real."""
     seen = []
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bench.rows.row import Row
 from rtkernels.ops.act.glu_fp8 import BACKWARD, FORWARD
-from rtkernels.ops.act.glu_fp8_plan import GROUP, groups_of, row_blocks_of
+from rtkernels.ops.shared.fp8_layout import GROUP, groups_of, row_blocks_of
 from rtkernels.runtime.operator.operator import TorchOp
 
 # Rows of 32 experts, multiples of 16 between 2048 and 6144.

@@ -11,7 +11,7 @@ from torch import Tensor
 from bench.rows.row import Row
 from rtkernels.ops.moe import moe_index_layout as layout
 from rtkernels.ops.moe.moe_index import INDEX, ROW_ID_MAP
-from rtkernels.ops.moe.moe_index_layout import most_rows
+from rtkernels.ops.moe.moe_index_layout import max_rows
 
 
 def _experts(device: str, g: torch.Generator, tokens: int, experts: int, top_k: int, used: int) -> Tensor:
@@ -31,7 +31,7 @@ def _row_id(tokens: int, experts: int, top_k: int, multiple_of: int) -> Row:
         first = padded.cumsum(0) - padded
         return torch.where(routing_map, first + routing_map.cumsum(0) - 1, -1).int()
 
-    rows = most_rows(tokens, top_k, experts, multiple_of)
+    rows = max_rows(tokens, top_k, experts, multiple_of)
     return Row(
         name="row_id_map",
         shape=f"{tokens}x{experts}",
@@ -44,7 +44,7 @@ def _row_id(tokens: int, experts: int, top_k: int, multiple_of: int) -> Row:
 
 
 def _index_row(what: str, tokens: int, experts: int, top_k: int, used: int, multiple_of: int = 16) -> Row:
-    rows = most_rows(tokens, top_k, experts, multiple_of)
+    rows = max_rows(tokens, top_k, experts, multiple_of)
 
     def make(device: str, g: torch.Generator) -> dict[str, Any]:
         return {"routing": _experts(device, g, tokens, experts, top_k, used), "experts": experts, "rows": rows}

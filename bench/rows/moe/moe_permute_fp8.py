@@ -11,7 +11,7 @@ from torch import Tensor
 from bench.rows.moe.moe_permute import CASES, Case, filled, make
 from bench.rows.row import Row
 from rtkernels.ops.moe.moe_permute_fp8 import QUANTIZE
-from rtkernels.ops.quant.quantize_fp8_plan import FP8_DTYPES, groups_of
+from rtkernels.ops.shared.fp8_layout import FP8_DTYPES, groups_of
 
 
 def _bytes(case: Case) -> int:

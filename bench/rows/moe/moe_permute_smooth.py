@@ -11,7 +11,7 @@ from torch import Tensor
 from bench.rows.moe.moe_permute import MAIN, make
 from bench.rows.row import Row
 from rtkernels.ops.moe.moe_permute_smooth import SMOOTH
-from rtkernels.ops.quant.quantize_fp8_plan import FP8_DTYPES
+from rtkernels.ops.shared.fp8_layout import FP8_DTYPES
 
 
 def _plain(x: Tensor, rows: Tensor, slots: Tensor, experts: Tensor, smooth: Tensor, **_: Any) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bench.rows.row import Row
 from rtkernels.ops.norm.norm_fp8_operators import FORWARD
-from rtkernels.ops.norm.norm_fp8_shapes import CODES, GROUP
+from rtkernels.ops.shared.fp8_layout import E4M3, GROUP
 
 
 def rows() -> Iterator[Row]:
@@ -67,7 +67,7 @@ def _torch(layout: str, scales: str = "row") -> Callable[..., list[Tensor]]:
         for along in [v] * (layout != "transposed") + [v.t()] * (layout != "row"):
             groups = along.reshape(along.shape[0], -1, GROUP)
             scale = (groups.abs().amax(-1, keepdim=True) / 448).clamp(min=1e-30)
-            q = (groups * (1 / scale)).clamp(-448, 448).to(CODES).reshape(along.shape)
+            q = (groups * (1 / scale)).clamp(-448, 448).to(E4M3).reshape(along.shape)
             scale = scale.squeeze(-1)
             results += [q, scale if along is v and scales == "row" else scale.t()]
         return results if given else [*results, r]

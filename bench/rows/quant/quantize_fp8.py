@@ -10,8 +10,9 @@ from torch import Tensor
 
 from bench.rows.row import Row
 from rtkernels.ops.quant.quantize_fp8 import BOTH, DEQUANTIZE, QUANTIZE, STATIC
-from rtkernels.ops.quant.quantize_fp8_plan import GROUP, scale_shape
+from rtkernels.ops.quant.quantize_fp8_plan import scale_shape
 from rtkernels.ops.quant.reference import block_of
+from rtkernels.ops.shared.fp8_layout import GROUP
 from rtkernels.runtime.operator.operator import TorchOp
 
 

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from bench.rows.row import Row
-from rtkernels.ops.quant.quantize_fp8_experts import _COUNTS, QUANTIZE, row_blocks
-from rtkernels.ops.quant.quantize_fp8_kernels import GROUP
-from rtkernels.ops.quant.quantize_fp8_plan import FP8_DTYPES, groups_of
+from rtkernels.ops.quant.quantize_fp8_experts import QUANTIZE
+from rtkernels.ops.shared.fp8_layout import FP8_DTYPES, GROUP, groups_of, row_blocks_of
+
+# 32 experts of 2048 to 6144 rows each, multiples of 16.
+_COUNTS = [4688, 3280, 5280, 2432, 2640, 2816, 5040, 2512, 3792, 2352, 2752, 5600, 5472, 2608, 4016, 2784]
+_COUNTS += [5520, 2528, 3056, 3872, 2544, 5296, 2448, 3856, 2416, 3136, 4416, 5472, 3216, 3008, 4560, 3520]
 
 
 def rows() -> Iterator[Row]:
@@ -44,7 +47,7 @@ def _plain(x: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
         inverse = (1 / scale).repeat_interleave(GROUP, 0)[: len(part)]
         parts[2].append((part * inverse).clamp(-448, 448).to(torch.float8_e4m3fn).t().flatten())
         parts[3].append(scale)
-    blank = row_blocks(len(x), len(_COUNTS)) - sum(map(len, parts[3]))
+    blank = row_blocks_of(len(x), len(_COUNTS)) - sum(map(len, parts[3]))
     parts[3].append(wide.new_zeros(blank, x.shape[1]))
     q, scale, q_t, scale_t = parts
     codes = [torch.cat([part.view(torch.uint8) for part in each]).view(torch.float8_e4m3fn) for each in (q, q_t)]

@@ -115,9 +115,9 @@ bool mbarrier_test(void* barrier, u32 parity, Site site);
 void bulk_load(void* shared, const void* global, u32 bytes, void* barrier);
 void bulk_store(void* global, const void* shared, u32 bytes, bool adds = false);
 void tensor_load(void* shared, const long long* map, void* barrier, const int* at);
-void tensor_store(const long long* map, const void* shared, const int* at);
+void tensor_store(const long long* map, const void* shared, const int* at, bool adds = false);
 void bulk_store_commit();
-void bulk_store_wait_read();
+void bulk_store_wait_read(u32 pending = 0);
 void bulk_store_wait();
 
 // poll: before looking for something that others do. Those who poll go on when nobody else can, and now and then when

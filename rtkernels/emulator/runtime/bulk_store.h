@@ -50,15 +50,11 @@ void begin_store(BulkStore store, void* pc) {
 
 void land() {
     for (const Landing& part : landing) {
-        if (part.adds) {
-            float sums[4], added[4];
-            memcpy(sums, part.to, 16);
-            memcpy(added, part.data, 16);
-            for (int i = 0; i < 4; ++i) sums[i] += added[i];
-            memcpy(part.to, sums, 16);
-        } else {
-            memcpy(part.to, part.data, part.bytes);
-        }
+        float sum[4], more[4];
+        memcpy(more, part.data, 16);
+        memcpy(sum, part.to, part.bytes);
+        for (u32 i = 0; i < part.bytes / 4; ++i) sum[i] += more[i];
+        memcpy(part.to, part.adds ? static_cast<const void*>(sum) : part.data, part.bytes);
     }
     landing.clear();
 }
@@ -75,20 +71,20 @@ void bulk_store(void* global, const void* shared, u32 bytes, bool adds) {
     begin_store(std::move(store), pc);
 }
 
-void tensor_store(const long long* map, const void* shared, const int* at) {
+void tensor_store(const long long* map, const void* shared, const int* at, bool adds) {
     BulkStore store = {current->id, current->store_group, {}};
     Box(map).each(shared, at, [&](u32 offset, u8* to, u32 size) {
-        store.parts.push_back({static_cast<const u8*>(shared) + offset, to, size, false});
+        store.parts.push_back({static_cast<const u8*>(shared) + offset, to, size, adds});
     });
     begin_store(std::move(store), __builtin_return_address(0));
 }
 
 void bulk_store_commit() { ++current->store_group; }
 
-void bulk_store_wait_read() {
+void bulk_store_wait_read(u32 pending) {
     std::vector<BulkStore> left;
     for (BulkStore& store : storing) {
-        if (store.thread != current->id || store.group == current->store_group) {
+        if (store.thread != current->id || store.group + pending >= current->store_group) {
             left.push_back(std::move(store));
             continue;
         }

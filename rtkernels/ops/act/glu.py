@@ -11,27 +11,23 @@ from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.act.glu_reference import halves, partner_and_slope, value_and_slope
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.launch.memory import dense_memory
-from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.layout import (
+    DTYPE_TOKEN,
     GRID_LIMIT,
-    address,
     block_of,
     check_same,
     group_threads,
-    is_dense,
     may_overlap,
-    metadata,
     nothing,
     row_count,
     row_stride,
-    rowed,
     token,
     vector_bytes,
 )
 from rtkernels.runtime.operator.autograd import detached, may_overwrite, needs_grad, once_differentiable, overwrite_once
-from rtkernels.runtime.operator.operator import MutatingOp, TorchOp
-from rtkernels.runtime.operator.plan import DensePlan
+from rtkernels.runtime.operator.declared import Dense, InPlace, InPlaceOperator, Meta, Operator, Rows, misaligned
+from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 _UNIT, _GENERIC_UNIT = "act/glu.cu", "act/glu_generic.cu"
@@ -61,61 +57,44 @@ def _variants(in_flight: int) -> list[tuple[Any, ...]]:
     return [(t, act, _WIDTH[t], in_flight) for t in _WIDTH for act in ACT_TYPES.values()]
 
 
-_BWD_DIMS = "rows:i64 cols:i64 dy_stride:i64 gate_stride:i64 up_stride:i64 out_stride:i64 weight_wide:i64"
+_BWD_DIMS = "rows:i64 cols:i64 dy_stride:i64 gate_stride:i64 up_stride:i64 out_stride:i64 weight_fp32:i64"
 _FWD = Kernel(
-    _UNIT,
-    "glu_fwd",
-    template="T Act VEC ROWS",
-    args="gate:ptr up:ptr weight:ptr y:ptr rows:i64 cols:i64 gate_stride:i64 up_stride:i64 weight_wide:i64 "
+    _UNIT, "glu_fwd", template="T Act VEC ROWS", max_registers=40,
+    args="gate:ptr up:ptr weight:ptr y:ptr rows:i64 cols:i64 gate_stride:i64 up_stride:i64 weight_fp32:i64 "
     "lane_bits:i64",
     variants=_variants(_FWD_ROWS),
-    max_registers=40,
-)
+)  # fmt: skip
 _BWD = Kernel(
-    _UNIT,
-    "glu_bwd",
-    template="T Act VEC ROWS",
+    _UNIT, "glu_bwd", template="T Act VEC ROWS", max_registers=40,
     args=f"dy:ptr gate:ptr up:ptr weight:ptr dgate:ptr dup:ptr {_BWD_DIMS} lane_bits:i64",
     variants=_variants(_BWD_ROWS),
-    max_registers=40,
-)
+)  # fmt: skip
 _BWD_BY_ROW = Kernel(
-    _UNIT,
-    "glu_bwd_rows",
-    template="T Act VEC CHUNKS",
+    _UNIT, "glu_bwd_rows", template="T Act VEC CHUNKS", max_registers=76,
     args=f"dy:ptr gate:ptr up:ptr weight:ptr dgate:ptr dup:ptr dweight:ptr {_BWD_DIMS} threads_per_row:i64",
     variants=_variants(_BWD_CHUNKS),
-    max_registers=76,
-)
+)  # fmt: skip
 # For rows that can only be accessed an element at a time.
 _FWD_GENERIC = Kernel(
-    _GENERIC_UNIT,
-    "glu_fwd_generic",
-    template="THREADS",
-    args="gate:ptr up:ptr weight:ptr y:ptr rows:i64 cols:i64 gate_stride:i64 up_stride:i64 weight_wide:i64 "
+    _GENERIC_UNIT, "glu_fwd_generic", template="THREADS", max_registers=64,
+    args="gate:ptr up:ptr weight:ptr y:ptr rows:i64 cols:i64 gate_stride:i64 up_stride:i64 weight_fp32:i64 "
     "threads_per_row:i64 type:i64 act:i64",
     variants=[(_THREADS,)],
-    max_registers=64,
-)
+)  # fmt: skip
 _BWD_GENERIC = Kernel(
-    _GENERIC_UNIT,
-    "glu_bwd_generic",
-    template="THREADS",
+    _GENERIC_UNIT, "glu_bwd_generic", template="THREADS", max_registers=64,
     args=f"dy:ptr gate:ptr up:ptr weight:ptr dgate:ptr dup:ptr dweight:ptr {_BWD_DIMS} threads_per_row:i64 type:i64 "
     "act:i64",
     variants=[(_THREADS,)],
-    max_registers=64,
-)
+)  # fmt: skip
 
 
 # ---- validation and planning: plain metadata in, a bound launch out -------------------------------------------------
 
-_Meta = tuple[Any, ...]
 
-
-def check_inputs(x: _Meta, up: _Meta | None, weight: _Meta | None, act: str) -> tuple[int, ...]:
+def check_inputs(x: Meta, up: Meta | None, weight: Meta | None, act: str) -> tuple[int, ...]:
     """Raise an ArgumentError for arguments that do not fit together; return the shape of the result."""
-    dtype, shape, _, device = x
+    dtype, shape, _, device = x[:4]
     if act not in ACT_TYPES:
         raise ArgumentError(f"act is {act!r}; expected one of {', '.join(ACT_TYPES)}")
     token("x", dtype)
@@ -139,8 +118,17 @@ def check_inputs(x: _Meta, up: _Meta | None, weight: _Meta | None, act: str) -> 
     return tuple(shape)
 
 
-def is_wide(weight: _Meta | None) -> bool:
-    return weight is not None and weight[0] == torch.float32
+def _check_bwd(dy: Meta, x: Meta, up: Meta | None, weight: Meta | None, act: str, weight_grad: bool) -> None:
+    shape = check_inputs(x, up, weight, act)
+    check_same("dy", dy.dtype, x.dtype, "dtype")
+    check_same("dy", tuple(dy.shape), shape, "shape", of="the result")
+    check_same("dy", dy.device, x.device, "device index")
+    if weight_grad and weight is None:
+        raise ArgumentError("weight_grad is True but there is no weight")
+
+
+def weight_fp32(weight: Meta | None) -> int:
+    return int(weight is not None and weight.dtype == torch.float32)
 
 
 def _tile(rows: int, vectors: int, rows_per_thread: int) -> tuple[tuple[int, int, int], int, int]:
@@ -169,126 +157,51 @@ def _generic_types(t: str, act: str) -> tuple[int, int]:
     return _GENERIC_TYPES[t], list(ACT_TYPES).index(act)
 
 
-class _ForwardPlan(DensePlan):
-    __slots__ = ()
-
-    def run(self, x: int, up: int, weight: int) -> Tensor:
-        y = self.allocate(*self.layout)
-        if self.launch is not None:
-            self.launch(x, up, weight, y.data_ptr())
-        return y
-
-
-def _plan_fwd(x: _Meta, up: _Meta | None, weight: _Meta | None, act: str, align: int) -> _ForwardPlan | None:
-    shape = check_inputs(x, up, weight, act)
-    dtype, device = x[0], x[3]
-    rows, cols = row_count(shape), shape[-1]
-    memory = dense_memory(device, shape, dtype)
-    if rows == 0 or cols == 0:
-        return _ForwardPlan(None, *memory)
-    gate_stride = row_stride(x[1], x[2])
-    up_stride = gate_stride if up is None else row_stride(up[1], up[2])
-    if gate_stride is None or up_stride is None or not is_dense(weight):
-        return None
-    t, size = token("x", dtype), dtype.itemsize
-    ending = (rows, cols, gate_stride, up_stride, int(is_wide(weight)))
-    if vector_bytes(align, cols * size, gate_stride * size, up_stride * size) < 16:
+def _plan_fwd(x: Meta, up: Meta | None, weight: Meta | None, act: str, device: int) -> Steps:
+    t, size = DTYPE_TOKEN[x.dtype], x.dtype.itemsize
+    rows, cols = row_count(x.shape), x.shape[-1] // (2 if up is None else 1)
+    gate_stride = row_stride(x.shape, x.stride)
+    up_stride = gate_stride if up is None else row_stride(up.shape, up.stride)
+    sizes = rows, cols, gate_stride, up_stride, weight_fp32(weight)
+    if vector_bytes(misaligned(x, up), cols * size, gate_stride * size, up_stride * size) < 16:
         grid, block, threads = _rows_of_threads(rows, cols, _GENERIC_ELEMENTS)
-        ending += threads, *_generic_types(t, act)
-        return _ForwardPlan(_FWD_GENERIC.bind((_THREADS,), device, grid, block, ending=ending), *memory)
-    variant = t, ACT_TYPES[act], _WIDTH[t], _FWD_ROWS
-    grid, block, lane_bits = _tile(rows, cols // _WIDTH[t], _FWD_ROWS)
-    return _ForwardPlan(_FWD.bind(variant, device, grid, block, ending=(*ending, lane_bits)), *memory)
-
-
-_FWD_PLANS = Plans(_plan_fwd)
+        launch, ending = _FWD_GENERIC.bind((_THREADS,), device, grid, block), (threads, *_generic_types(t, act))
+    else:
+        grid, block, lane_bits = _tile(rows, cols // _WIDTH[t], _FWD_ROWS)
+        variant = t, ACT_TYPES[act], _WIDTH[t], _FWD_ROWS
+        launch, ending = _FWD.bind(variant, device, grid, block), (lane_bits,)
+    return Steps(Step(launch, "x", "up", "weight", "y", *sizes, *ending))
 
 
 def _plan_bwd(
-    dy: _Meta, x: _Meta, up: _Meta | None, weight: _Meta | None, act: str, align: int, weight_grad: bool
-) -> tuple[Any, bool, tuple[int, ...]]:
-    """Return the launch, whether its kernel takes dweight, and the numbers it ends with. All inputs are rowed."""
-    dtype, device = x[0], x[3]
-    t, size, rows, cols = token("x", dtype), dtype.itemsize, row_count(x[1]), dy[1][-1]
-    strides = [row_stride(m[1], m[2]) for m in (dy, x, x if up is None else up)]
+    dy: Meta, x: Meta, up: Meta | None, weight: Meta | None, act: str, weight_grad: bool, device: int,
+    results: tuple[str, ...] = ("dx", "dup"),
+) -> Steps:  # fmt: skip
+    """Return what writes the gradients to `results`, x and up themselves perhaps: each thread writes what it read."""
+    t, size, rows, cols = DTYPE_TOKEN[x.dtype], x.dtype.itemsize, row_count(x.shape), dy.shape[-1]
+    strides = [row_stride(meta.shape, meta.stride) for meta in (dy, x, x if up is None else up)]
     vec = _WIDTH[t]
-    dims = (rows, cols, *strides, x[1][-1], int(is_wide(weight)))
-    if vector_bytes(align, cols * size, *(s * size for s in strides)) < 16:
+    sizes = rows, cols, *strides, x.shape[-1], weight_fp32(weight)
+    dweight = ("dweight",)
+    if vector_bytes(misaligned(dy, x, up), cols * size, *(s * size for s in strides)) < 16:
         grid, block, threads = _rows_of_threads(rows, cols, _GENERIC_ELEMENTS)
-        return _BWD_GENERIC.bind((_THREADS,), device, grid, block), True, (*dims, threads, *_generic_types(t, act))
-    if not weight_grad:
+        launch, ending = _BWD_GENERIC.bind((_THREADS,), device, grid, block), (threads, *_generic_types(t, act))
+    elif weight_grad:
+        grid, block, threads = _rows_of_threads(rows, cols, vec * _BWD_CHUNKS)
+        launch = _BWD_BY_ROW.bind((t, ACT_TYPES[act], vec, _BWD_CHUNKS), device, grid, block)
+        ending = (threads,)
+    else:
         grid, block, lane_bits = _tile(rows, cols // vec, _BWD_ROWS)
         launch = _BWD.bind((t, ACT_TYPES[act], vec, _BWD_ROWS), device, grid, block)
-        return launch, False, (*dims, lane_bits)
-    grid, block, threads = _rows_of_threads(rows, cols, vec * _BWD_CHUNKS)
-    launch = _BWD_BY_ROW.bind((t, ACT_TYPES[act], vec, _BWD_CHUNKS), device, grid, block)
-    return launch, True, (*dims, threads)
+        dweight, ending = (), (lane_bits,)
+    return Steps(Step(launch, "dy", "x", "up", "weight", *results, *dweight, *sizes, *ending))
 
 
-_BWD_PLANS = Plans(_plan_bwd)
+def _plan_bwd_over(*values: Any) -> Steps:
+    return _plan_bwd(*values, results=("x", "up"))
 
 
-# ---- launchers ------------------------------------------------------------------------------------------------------
-
-
-def _planned_fwd(x: Tensor, up: Tensor | None, weight: Tensor | None, act: str) -> _ForwardPlan | None:
-    return _FWD_PLANS[metadata(x), metadata(up), metadata(weight), act, (x.data_ptr() | address(up)) & 15]
-
-
-def _copied(x: Tensor, up: Tensor | None, weight: Tensor | None, act: str) -> tuple[Any, ...]:
-    return rowed(x), rowed(up), weight if weight is None else weight.contiguous(), act
-
-
-def _launch_bwd(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, weight_grad: bool):
-    _check_bwd(dy, x, up, weight, act, weight_grad)
-    dgate = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return _run_bwd(dy, x, up, weight, act, weight_grad, dgate, nothing(x) if up is None else torch.empty_like(dgate))
-
-
-def _launch_bwd_over(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, weight_grad: bool):
-    _check_bwd(dy, x, up, weight, act, weight_grad)
-    _check_over(dy, x, up, weight)
-    return _run_bwd(dy, x, up, weight, act, weight_grad, x, nothing(x) if up is None else up)[2]
-
-
-def _run_bwd(
-    dy: Tensor,
-    x: Tensor,
-    up: Tensor | None,
-    weight: Tensor | None,
-    act: str,
-    weight_grad: bool,
-    dgate: Tensor,
-    dup: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Write the gradients to dgate and dup, which may be x and up: each thread writes what it has read itself."""
-    if dy.numel() == 0:
-        return dgate, dup, torch.zeros_like(weight) if weight_grad else nothing(x)
-    dweight = torch.empty(weight.shape, dtype=weight.dtype, device=x.device) if weight_grad else nothing(x)
-    dy, x, up = rowed(dy), rowed(x), rowed(up)
-    weight = weight if weight is None else weight.contiguous()
-    align = (dy.data_ptr() | x.data_ptr() | address(up)) & 15
-    plan = _BWD_PLANS[metadata(dy), metadata(x), metadata(up), metadata(weight), act, align, weight_grad]
-    launch, by_row, dims = plan
-    pointers = (dy.data_ptr(), x.data_ptr(), address(up), address(weight), dgate.data_ptr())
-    dup_address = 0 if up is None else dup.data_ptr()
-    if by_row:
-        launch(*pointers, dup_address, dweight.data_ptr() if weight_grad else 0, *dims)
-    else:
-        launch(*pointers, dup_address, *dims)
-    return dgate, dup, dweight
-
-
-def _check_bwd(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, weight_grad: bool) -> None:
-    shape = check_inputs(metadata(x), metadata(up), metadata(weight), act)
-    check_same("dy", dy.dtype, x.dtype, "dtype")
-    check_same("dy", tuple(dy.shape), shape, "shape", of="the result")
-    check_same("dy", dy.get_device(), x.get_device(), "device index")
-    if weight_grad and weight is None:
-        raise ArgumentError("weight_grad is True but there is no weight")
-
-
-def _check_over(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None) -> None:
+def _check_over(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, *options: Any) -> tuple[Any, ...]:
     for name, t, others in (("x", x, (dy, up, weight)), ("up", up, (dy, weight))):
         if t is None:
             continue
@@ -296,13 +209,13 @@ def _check_over(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None)
             raise ArgumentError(f"{name} has strides {t.stride()}; expected a dense tensor to write the gradient over")
         if any(other is not None and may_overlap(t, other) for other in others):
             raise ArgumentError(f"{name} shares memory with another input; expected its own to write the gradient over")
+    return dy, x, up, weight, *options
 
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
 
 
 def _reference_fwd(x: Tensor, up: Tensor | None, weight: Tensor | None, act: str) -> Tensor:
-    check_inputs(metadata(x), metadata(up), metadata(weight), act)
     gate, up = halves(x, up)
     y = value_and_slope(act, gate)[0] * partner_and_slope(act, up)[0]
     if weight is not None:
@@ -311,7 +224,6 @@ def _reference_fwd(x: Tensor, up: Tensor | None, weight: Tensor | None, act: str
 
 
 def _reference_bwd(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, weight_grad: bool):
-    _check_bwd(dy, x, up, weight, act, weight_grad)
     gate, upf = halves(x, up)
     value, slope = value_and_slope(act, gate)
     other, other_slope = partner_and_slope(act, upf)
@@ -326,8 +238,6 @@ def _reference_bwd(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | No
 
 
 def _reference_bwd_over(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, weight_grad: bool):
-    _check_bwd(dy, x, up, weight, act, weight_grad)
-    _check_over(dy, x, up, weight)
     dgate, dup, dweight = _reference_bwd(dy, x, up, weight, act, weight_grad)
     x.copy_(dgate)
     if up is not None:
@@ -335,43 +245,32 @@ def _reference_bwd_over(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor
     return dweight
 
 
-def _fake_bwd_over(dy, x, up, weight, act, weight_grad):
-    return weight.new_empty(weight.shape) if weight_grad else nothing(x)
+def _outputs(x, up, weight, act):
+    return (Memory(x.shape if up is not None else (*x.shape[:-1], x.shape[-1] // 2), x.dtype),)
 
 
-def _fake_fwd(x, up, weight, act):
-    return x.new_empty(x.shape if up is not None else (*x.shape[:-1], x.shape[-1] // 2))
+def _bwd_outputs(dy, x, up, weight, act, weight_grad):
+    dx = Memory(x.shape, x.dtype)
+    return dx, None if up is None else dx, Memory(weight.shape, weight.dtype) if weight_grad else None
 
 
-def _fake_bwd(dy, x, up, weight, act, weight_grad):
-    dgate = x.new_empty(x.shape)
-    dup = nothing(x) if up is None else x.new_empty(x.shape)
-    return dgate, dup, weight.new_empty(weight.shape) if weight_grad else nothing(x)
-
-
-FORWARD = TorchOp(
-    "glu_fwd(Tensor x, Tensor? up, Tensor? weight, str act) -> Tensor",
-    plan=_planned_fwd,
-    copied=_copied,
-    reference=_reference_fwd,
-    fake=_fake_fwd,
-)
-BACKWARD = TorchOp(
-    "glu_bwd(Tensor dy, Tensor x, Tensor? up, Tensor? weight, str act, bool weight_grad) -> (Tensor, Tensor, Tensor)",
-    launch=_launch_bwd,
-    reference=_reference_bwd,
-    fake=_fake_bwd,
-)
+_X, _UP = Rows("x", None), Rows("up", None, optional=True)
+_DY, _WEIGHT = Rows("dy", None), Dense("weight", None, optional=True)
+FORWARD = Operator(
+    "glu_fwd", (_X, _UP, _WEIGHT), options="str act", results="y", outputs=_outputs, plan=_plan_fwd,
+    reference=_reference_fwd, check=check_inputs,
+)  # fmt: skip
+BACKWARD = Operator(
+    "glu_bwd", (_DY, _X, _UP, _WEIGHT), options="str act, bool weight_grad", results="dx dup dweight",
+    outputs=_bwd_outputs, plan=_plan_bwd, reference=_reference_bwd, check=_check_bwd,
+)  # fmt: skip
 # Writes the gradients of x and up over them; the result is that of the weight, or empty.
-BACKWARD_OVER = MutatingOp(
-    "glu_bwd_over(Tensor dy, Tensor(a!) x, Tensor(b!)? up, Tensor? weight, str act, bool weight_grad) -> Tensor",
-    launch=_launch_bwd_over,
-    reference=_reference_bwd_over,
-    fake=_fake_bwd_over,
-)
-
-
-_again, _forward = FORWARD.again, FORWARD.call
+BACKWARD_OVER = InPlaceOperator(
+    "glu_bwd_over", (_DY, InPlace("x", None), InPlace("up", None, optional=True), _WEIGHT),
+    options="str act, bool weight_grad", results="dweight", outputs=lambda *values: _bwd_outputs(*values)[2:],
+    plan=_plan_bwd_over, reference=_reference_bwd_over, check=_check_bwd, prepare=_check_over,
+)  # fmt: skip
+_replay, _forward, _backward = FORWARD.replay, FORWARD.call, BACKWARD.call
 
 
 class _Glu(torch.autograd.Function):
@@ -380,7 +279,7 @@ class _Glu(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.act, ctx.overwrites = act, overwrites
         ctx.save_for_backward(x, up, weight)
-        return FORWARD(x, up, weight, act)
+        return _forward(x, up, weight, act)
 
     @staticmethod
     @once_differentiable
@@ -395,17 +294,15 @@ class _Glu(torch.autograd.Function):
             dx, dup = detached(x, up)
             dweight = BACKWARD_OVER(dy, dx, dup, weight, ctx.act, wanted[2])
         else:
-            dx, dup, dweight = BACKWARD(dy, x, up, weight, ctx.act, wanted[2])
+            dx, dup, dweight = _backward(dy, x, up, weight, ctx.act, wanted[2])
         return dx if wanted[0] else None, dup if wanted[1] else None, dweight if wanted[2] else None, None, None
 
 
+_differentiable = applied(_Glu)
+
+
 def glu(
-    x: Tensor,
-    up: Tensor | None = None,
-    *,
-    act: str = "silu",
-    weight: Tensor | None = None,
-    reuse: str | None = None,
+    x: Tensor, up: Tensor | None = None, *, act: str = "silu", weight: Tensor | None = None, reuse: str | None = None
 ) -> Tensor:
     """Multiply the activation of a gate with another tensor: ``y = act(gate) * up * weight``.
 
@@ -437,11 +334,11 @@ def glu(
     if not isinstance(x, Tensor):
         return interop.call(glu, x, up, act=act, weight=weight, reuse=reuse)
     overwrites = reuse is not None and may_overwrite(reuse, {"x": x, "up": up}, (weight,))
-    y = _again(x, up, weight, act)
+    y = _replay(x, up, weight, act)
     if y is not None:
         return y
     if is_grad_enabled() and needs_grad(x, up, weight):
-        return _Glu.apply(x, up, weight, act, overwrites)
+        return _differentiable(x, up, weight, act, overwrites)
     return _forward(x, up, weight, act)
 
 

@@ -10,114 +10,27 @@ from rtkernels import interop
 from rtkernels.ops.act import glu_fp8_reference as reference
 from rtkernels.ops.act import glu_smooth_fp8 as smooth_quant
 from rtkernels.ops.act.glu_fp8_kernels import ANY, BWD, BWD_STREAM, FWD, FWD_STREAM
-from rtkernels.ops.act.glu_fp8_plan import BWD_PLANS, FWD_PLANS, check_options, quantized_outputs
+from rtkernels.ops.act.glu_fp8_plan import check_backward, check_forward, outputs_bwd, outputs_fwd, plan_bwd, plan_fwd
 from rtkernels.ops.act.glu_smooth_fp8 import glu_smooth_fp8, glu_smooth_fp8_backward
-from rtkernels.ops.shared.column_sum import column_sum
-from rtkernels.runtime.layout import address, metadata, nothing, rowed
+from rtkernels.ops.shared.fp8_layout import Fp8Layout
 from rtkernels.runtime.operator.autograd import detached
-from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.declared import Dense, Operator, Rows
 from rtkernels.runtime.operator.registry import Op
 
 __all__ = ["glu_fp8", "glu_fp8_backward", "glu_smooth_fp8", "glu_smooth_fp8_backward"]
 
-# ---- launchers ------------------------------------------------------------------------------------------------------
-
-
-def _present(outputs: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
-    return tuple([nothing(like) if o is None else o for o in outputs])
-
-
-def _dense(weight: Tensor | None, counts: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return what the plans of any kernel accept."""
-    return None if weight is None else weight.float().contiguous(), None if counts is None else counts.contiguous()
-
-
-def _launch_fwd(
-    x: Tensor,
-    up: Tensor | None,
-    weight: Tensor | None,
-    counts: Tensor | None,
-    act: str,
-    layout: str,
-    pow2_scale: bool,
-    scale_layout: str,
-    check_counts: bool,
-):
-    addresses = x.data_ptr(), address(up), address(weight), address(counts)
-    options = (act, layout, pow2_scale, scale_layout, check_counts)
-    key = metadata(x), metadata(up), metadata(weight), metadata(counts), *options, (addresses[0] | addresses[1]) & 15
-    plan = FWD_PLANS[key]
-    if plan is None:
-        return _launch_fwd(rowed(x), rowed(up), *_dense(weight, counts), *options)
-    return _present(plan.run(*addresses), x)
-
-
-def _launch_bwd(
-    dy: Tensor,
-    x: Tensor,
-    up: Tensor | None,
-    weight: Tensor | None,
-    counts: Tensor | None,
-    act: str,
-    layout: str,
-    pow2_scale: bool,
-    scale_layout: str,
-    check_counts: bool,
-    keep: str,
-    weight_grad: bool,
-):
-    addresses = dy.data_ptr(), x.data_ptr(), address(up), address(weight), address(counts)
-    options = (act, layout, pow2_scale, scale_layout, check_counts, keep, weight_grad)
-    inputs = metadata(dy), metadata(x), metadata(up), metadata(weight), metadata(counts)
-    plan = BWD_PLANS[(*inputs, *options, (addresses[0] | addresses[1] | addresses[2]) & 15)]
-    if plan is None:
-        *outputs, dweight = _launch_bwd(rowed(dy), rowed(x), rowed(up), *_dense(weight, counts), *options)
-        return *outputs, dweight.to(weight.dtype) if weight_grad else dweight
-    *outputs, partial = plan.run(*addresses)
-    dweight = None
-    if partial is not None:
-        shape, dtype = weight.shape, weight.dtype
-        dweight = column_sum(partial, dtype).view(shape) if partial.numel() else weight.new_zeros(shape)
-    return _present((*outputs, dweight), x)
-
-
-# ---- operators ------------------------------------------------------------------------------------------------------
-
-
-def _fake_codes(x, shape, counts, layout, scale_layout):
-    outputs = quantized_outputs(shape, None if counts is None else counts.shape[0], layout, scale_layout)
-    return [nothing(x) if o is None else x.new_empty(o[0], dtype=o[1]) for o in outputs]
-
-
-def _fake_fwd(x, up, weight, counts, act, layout, pow2_scale, scale_layout, check_counts):
-    check_options(layout, scale_layout)
-    shape = x.shape if up is not None else (*x.shape[:-1], x.shape[-1] // 2)
-    return tuple(_fake_codes(x, shape, counts, layout, scale_layout))
-
-
-def _fake_bwd(dy, x, up, weight, counts, act, layout, pow2_scale, scale_layout, check_counts, keep, weight_grad):
-    check_options(layout, scale_layout)
-    shape = (*dy.shape[:-1], 2 * dy.shape[-1])
-    codes = [nothing(x) for _ in range(4)] if keep == "dense" else _fake_codes(x, shape, counts, layout, scale_layout)
-    dx = nothing(x) if keep == "fp8" else x.new_empty(shape)
-    return *codes, dx, weight.new_empty(weight.shape) if weight_grad else nothing(x)
-
-
-FORWARD = TorchOp(
-    "glu_fp8_fwd(Tensor x, Tensor? up, Tensor? weight, Tensor? counts, str act, str layout, bool pow2_scale, "
-    "str scale_layout, bool check_counts) -> (Tensor, Tensor, Tensor, Tensor)",
-    launch=_launch_fwd,
-    reference=reference.forward,
-    fake=_fake_fwd,
-)
-BACKWARD = TorchOp(
-    "glu_fp8_bwd(Tensor dy, Tensor x, Tensor? up, Tensor? weight, Tensor? counts, str act, str layout, "
-    "bool pow2_scale, str scale_layout, bool check_counts, str keep, bool weight_grad) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    launch=_launch_bwd,
-    reference=reference.backward,
-    fake=_fake_bwd,
-)
+_INPUTS = Rows("x", None), Rows("up", None, optional=True), Dense("weight", None, optional=True)
+_COUNTS = Dense("counts", None, optional=True)
+_OPTIONS = "str act, str layout, bool pow2_scale, str scale_layout, bool check_counts"
+FORWARD = Operator(
+    "glu_fp8_fwd", (*_INPUTS, _COUNTS), options=_OPTIONS, results="q scale q_t scale_t", outputs=outputs_fwd,
+    plan=plan_fwd, reference=reference.forward, check=check_forward,
+)  # fmt: skip
+BACKWARD = Operator(
+    "glu_fp8_bwd", (Rows("dy", None), *_INPUTS, _COUNTS), options=f"{_OPTIONS}, str keep, bool weight_grad",
+    results="q scale q_t scale_t dx dweight", outputs=outputs_bwd, plan=plan_bwd, reference=reference.backward,
+    check=check_backward,
+)  # fmt: skip
 
 
 # ---- public ---------------------------------------------------------------------------------------------------------
@@ -143,29 +56,11 @@ class GluFp8Gradients(NamedTuple):
     dweight: Tensor | None
 
 
-def _asked(outputs: tuple[Tensor, ...], layout: str) -> GluFp8:
-    q, scale, q_t, scale_t = outputs
-    by_rows, transposed = layout != "transposed", layout != "row"
-    return GluFp8(
-        q if by_rows else None,
-        scale if by_rows else None,
-        q_t if transposed else None,
-        scale_t if transposed else None,
-    )
-
-
 def glu_fp8(
-    x: Tensor,
-    up: Tensor | None = None,
-    *,
-    act: str = "silu",
-    weight: Tensor | None = None,
-    counts: Tensor | None = None,
-    layout: str = "row",
-    pow2_scale: bool = False,
-    scale_layout: str = "row",
+    x: Tensor, up: Tensor | None = None, *, act: str = "silu", weight: Tensor | None = None,
+    counts: Tensor | None = None, layout: str = "row", pow2_scale: bool = False, scale_layout: str = "row",
     check_counts: bool = False,
-) -> GluFp8:
+) -> GluFp8:  # fmt: skip
     """Quantise ``y = act(gate) * up * weight`` to fp8 in one pass: by rows, transposed, or both.
 
     y is computed in fp32 and quantised as :func:`quantize_fp8` does with granularity "group" (each 128 elements of a
@@ -219,28 +114,17 @@ def glu_fp8(
         A named tuple ``(q, scale, q_t, scale_t)``, dense, with None for what `layout` leaves out.
     """
     if not isinstance(x, Tensor):
-        options = {"act": act, "weight": weight, "counts": counts, "layout": layout, "pow2_scale": pow2_scale}
-        options |= {"scale_layout": scale_layout, "check_counts": check_counts}
-        return GluFp8(*interop.call(glu_fp8, x, up, **options))
+        return GluFp8(*interop.call_with(glu_fp8, locals()))
     x, up, weight = detached(x, up, weight)
-    return _asked(FORWARD(x, up, weight, counts, act, layout, pow2_scale, scale_layout, check_counts), layout)
+    outputs = FORWARD.call(x, up, weight, counts, act, layout, pow2_scale, scale_layout, check_counts)
+    return GluFp8(*Fp8Layout((), layout).asked(outputs))
 
 
 def glu_fp8_backward(
-    dy: Tensor,
-    x: Tensor,
-    up: Tensor | None = None,
-    *,
-    act: str = "silu",
-    weight: Tensor | None = None,
-    counts: Tensor | None = None,
-    layout: str = "both",
-    pow2_scale: bool = False,
-    scale_layout: str = "row",
-    keep: str = "fp8",
-    weight_grad: bool | None = None,
-    check_counts: bool = False,
-) -> GluFp8Gradients:
+    dy: Tensor, x: Tensor, up: Tensor | None = None, *, act: str = "silu", weight: Tensor | None = None,
+    counts: Tensor | None = None, layout: str = "both", pow2_scale: bool = False, scale_layout: str = "row",
+    keep: str = "fp8", weight_grad: bool | None = None, check_counts: bool = False,
+) -> GluFp8Gradients:  # fmt: skip
     """Compute the gradients of ``act(gate) * up * weight``, that of ``[gate | up]`` as fp8 codes, as it is, or both.
 
     One pass over dy and x, fp32 arithmetic; codes are made from the fp32 values. They lie as those of :func:`glu_fp8`
@@ -268,23 +152,16 @@ def glu_fp8_backward(
         A named tuple ``(q, scale, q_t, scale_t, dx, dweight)``, dense, with None for what was not asked for: `dx` is
         ``[..., 2 * d]`` of x's dtype, `dweight` has the weight's shape and dtype.
     """
+    if not isinstance(dy, Tensor):
+        return GluFp8Gradients(*interop.call_with(glu_fp8_backward, locals()))
     if weight_grad is None:
         weight_grad = weight is not None
-    if not isinstance(dy, Tensor):
-        options = {"act": act, "weight": weight, "counts": counts, "layout": layout, "pow2_scale": pow2_scale}
-        options |= {
-            "scale_layout": scale_layout,
-            "keep": keep,
-            "weight_grad": weight_grad,
-            "check_counts": check_counts,
-        }
-        return GluFp8Gradients(*interop.call(glu_fp8_backward, dy, x, up, **options))
     dy, x, up, weight = detached(dy, x, up, weight)
-    outputs = BACKWARD(
+    *codes, dx, dweight = BACKWARD.call(
         dy, x, up, weight, counts, act, layout, pow2_scale, scale_layout, check_counts, keep, weight_grad
     )
-    codes = (None,) * 4 if keep == "dense" else _asked(outputs[:4], layout)
-    return GluFp8Gradients(*codes, outputs[4] if keep != "fp8" else None, outputs[5] if weight_grad else None)
+    codes = Fp8Layout((), "" if keep == "dense" else layout).asked(codes)
+    return GluFp8Gradients(*codes, dx if keep != "fp8" else None, dweight if weight_grad else None)
 
 
 OP = Op(

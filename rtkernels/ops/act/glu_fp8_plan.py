@@ -2,99 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.act.glu import ACT_TYPES, check_inputs, is_dense
+from rtkernels.ops.act.glu import ACT_TYPES, check_inputs
 from rtkernels.ops.act.glu_fp8_kernels import ANY, BWD, BWD_STREAM, FAST_TYPES, FWD, FWD_STREAM
-from rtkernels.ops.shared.tile_stream import TILE_BYTES, PatchLaunch, supported
+from rtkernels.ops.shared.column_sum import column_sum_step
+from rtkernels.ops.shared.fp8_layout import (
+    GROUP,
+    LAYOUTS,
+    MAX_EXPERTS,
+    SCALE_LAYOUTS,
+    Fp8Layout,
+    check_option,
+    groups_of,
+    row_blocks_of,
+)
+from rtkernels.ops.shared.tile_stream import TILE_BYTES, stream_steps, supported, tile_map
 from rtkernels.runtime.launch.device import DeviceInfo, device_info
-from rtkernels.runtime.launch.memory import allocator, dense_strides
-from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.layout import check_same, row_count, row_stride, vector_bytes
+from rtkernels.runtime.operator.declared import Meta, misaligned
+from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
-GROUP = 128
-LAYOUTS = ("row", "transposed", "both")
-SCALE_LAYOUTS = ("row", "column")
 KEEPS = ("fp8", "dense", "both")
-E4M3 = torch.float8_e4m3fn
-MAX_EXPERTS = 8192  # their table is in shared memory
-
-Metadata = tuple[Any, ...]  # (dtype, shape, stride, device index)
-Output = tuple[Sequence[int], torch.dtype]  # shape and dtype of a dense result
 
 TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # the numbers that glu_fp8_any takes
 ACTS = {act: number for number, act in enumerate(ACT_TYPES)}
 _THREADS, _FAST_THREADS = 512, 256
 _STATIC_SHARED, _FAST_STATIC_SHARED, _STREAM_STATIC_SHARED = 26624, 23104, 36096
 _RESERVED_SHARED = 1024  # per block, by the hardware
-_LATE = 2  # of a thread's rows of the last input, kept in registers by the backward
+_IN_REGISTERS = 2  # of a thread's rows of the last input, kept in registers by the backward
 _RESIDENT = 2  # fast blocks per multiprocessor, as their registers allow
-_MANY_TURNS = 8  # tiles per resident block, from which on the backward has a block for each tile; measured on the H200
+_MANY_TILES = 8  # tiles per resident block, from which on the backward has a block for each tile; measured on the H200
 
 
 def _fast_shared(inputs: int, table: int) -> int:
     """Return the dynamic shared memory of a fast kernel: tiles of the inputs that it keeps there, and the table."""
-    return table + (8 * inputs - (_LATE if inputs == 3 else 0)) * 16 * _FAST_THREADS
+    return table + (8 * inputs - (_IN_REGISTERS if inputs == 3 else 0)) * 16 * _FAST_THREADS
 
 
 # ---- shapes and checks, shared by launchers, references and fakes ---------------------------------------------------
 
 
-def groups_of(size: int) -> int:
-    """Return how many groups of 128 cover `size` elements."""
-    return -(-size // GROUP)
-
-
-def row_blocks_of(rows: int, experts: int | None) -> int:
-    """Return the row blocks of `rows` rows: the most there can be, if they belong to experts."""
-    return groups_of(rows) if experts is None else (rows + (GROUP - 1) * min(experts, rows)) // GROUP
-
-
-def output_shapes(
-    shape: Sequence[int], experts: int | None, layout: str, scale_layout: str
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of q, scale, q_t and scale_t of a tensor of `shape`; (0,) for what `layout` leaves out."""
-    rows, cols = row_count(shape), shape[-1]
-    q = scale = q_t = scale_t = (0,)
-    if layout != "transposed":
-        q = tuple(shape)
-        scale = (*shape[:-1], groups_of(cols))
-        if scale_layout == "column":
-            scale = (groups_of(cols), rows) if experts is None else (groups_of(cols) * rows,)
-    if layout != "row":
-        q_t = (cols, rows) if experts is None else (cols * rows,)
-        scale_t = (row_blocks_of(rows, experts), cols)
-    return q, scale, q_t, scale_t
-
-
-def quantized_outputs(shape: Sequence[int], experts: int | None, layout: str, scales: str) -> list[Output | None]:
-    """Return shape and dtype of q, scale, q_t and scale_t, None for what `layout` leaves out."""
-    shapes = output_shapes(shape, experts, layout, scales)
-    asked = (layout != "transposed",) * 2 + (layout != "row",) * 2
-    kinds = (E4M3, torch.float32) * 2
-    return [(s, kind) if wanted else None for s, kind, wanted in zip(shapes, kinds, asked, strict=True)]
-
-
-def experts_of(counts: Metadata | None) -> int | None:
+def experts_of(counts: Meta | None) -> int | None:
     """Return the number of experts, None without counts."""
     return None if counts is None else counts[1][0]
 
 
 def check_options(layout: str, scale_layout: str) -> None:
     """Raise an ArgumentError unless both are known and go together."""
-    for name, value, accepted in (("layout", layout, LAYOUTS), ("scale_layout", scale_layout, SCALE_LAYOUTS)):
-        if value not in accepted:
-            raise ArgumentError(f"{name} is {value!r}; expected one of {', '.join(map(repr, accepted))}")
+    check_option("layout", layout, LAYOUTS)
+    check_option("scale_layout", scale_layout, SCALE_LAYOUTS)
     if layout == "transposed" and scale_layout == "column":
         raise ArgumentError("scale_layout 'column' is for the scales of rows, which layout 'transposed' does not have")
 
 
-def check_counts(counts: Metadata | None, rows: int, device: int) -> None:
+def check_counts(counts: Meta | None, rows: int, device: int) -> None:
     """Raise an ArgumentError unless counts can be the rows of each expert (their values are never looked at)."""
     if rows >= 2**31:
         raise ArgumentError(f"x has {rows} rows; expected fewer than 2**31")
@@ -110,14 +75,9 @@ def check_counts(counts: Metadata | None, rows: int, device: int) -> None:
 
 
 def check_forward(
-    x: Metadata,
-    up: Metadata | None,
-    weight: Metadata | None,
-    counts: Metadata | None,
-    act: str,
-    layout: str,
-    scales: str,
-) -> tuple[int, ...]:
+    x: Meta, up: Meta | None, weight: Meta | None, counts: Meta | None, act: str, layout: str, pow2: bool,
+    scales: str = "row", check: bool = False,
+) -> tuple[int, ...]:  # fmt: skip
     """Raise an ArgumentError for arguments that do not fit together; return the shape of the result."""
     check_options(layout, scales)
     shape = check_inputs(x, up, weight, act)
@@ -128,21 +88,12 @@ def check_forward(
 
 
 def check_backward(
-    dy: Metadata,
-    x: Metadata,
-    up: Metadata | None,
-    weight: Metadata | None,
-    counts: Metadata | None,
-    act: str,
-    layout: str,
-    scales: str,
-    keep: str,
-    weight_grad: bool,
-) -> tuple[int, ...]:
+    dy: Meta, x: Meta, up: Meta | None, weight: Meta | None, counts: Meta | None, act: str, layout: str, pow2: bool,
+    scales: str, check: bool, keep: str, weight_grad: bool,
+) -> tuple[int, ...]:  # fmt: skip
     """Raise an ArgumentError for arguments that do not fit together; return the shape of the gradient."""
-    shape = check_forward(x, up, weight, counts, act, layout, scales)
-    if keep not in KEEPS:
-        raise ArgumentError(f"keep is {keep!r}; expected one of {', '.join(map(repr, KEEPS))}")
+    shape = check_forward(x, up, weight, counts, act, layout, pow2, scales)
+    check_option("keep", keep, KEEPS)
     check_same("dy", dy[0], x[0], "dtype")
     check_same("dy", tuple(dy[1]), shape, "shape", of="the result")
     check_same("dy", dy[3], x[3], "device index")
@@ -151,198 +102,133 @@ def check_backward(
     return (*shape[:-1], 2 * shape[-1])
 
 
+def outputs_fwd(x, up, weight, counts, act, layout, pow2, scales, check):
+    check_options(layout, scales)
+    shape = x.shape if up is not None else (*x.shape[:-1], x.shape[-1] // 2)
+    return Fp8Layout(shape, layout, scales, experts_of(counts)).outputs()
+
+
+def outputs_bwd(dy, x, up, weight, counts, act, layout, pow2, scales, check, keep, weight_grad):
+    check_options(layout, scales)
+    shape = (*dy.shape[:-1], 2 * dy.shape[-1])
+    codes = Fp8Layout(shape, "" if keep == "dense" else layout, scales, experts_of(counts)).outputs()
+    dx = None if keep == "fp8" else Memory(shape, x.dtype)
+    return *codes, dx, Memory(weight.shape, weight.dtype) if weight_grad else None
+
+
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
-
-class Plan:
-    """One launch that writes everything: outputs in the order of the kernel's arguments.
-
-    A kernel that `takes_gradients` without having any gets nulls for them: dy before the inputs, dx and the weight's
-    after the outputs.
-    """
-
-    __slots__ = ("_after", "_allocate", "_args", "_before", "_launch", "_outputs")
-
-    def __init__(
-        self,
-        launch: Any,
-        args: tuple[int, ...],
-        device: int,
-        outputs: Sequence[Output | None],
-        takes_gradients: bool = False,
-    ) -> None:
-        self._launch, self._allocate = launch, allocator(device)
-        self._before, self._after = ((0,), (0, 0, *args)) if takes_gradients else ((), args)
-        self._outputs = tuple(o and (tuple(o[0]), dense_strides(o[0]), o[1]) for o in outputs)
-
-    def run(self, *inputs: int, extra: tuple[int, ...] = ()) -> tuple[Tensor | None, ...]:
-        """Launch on the addresses of the inputs and return the outputs, None for those that nobody asked for.
-
-        `extra`: addresses that come after those of the outputs.
-        """
-        allocate = self._allocate
-        outputs = tuple([o and allocate(*o) for o in self._outputs])
-        if self._launch is not None:
-            addresses = [0 if o is None else o.data_ptr() for o in outputs]
-            self._launch(*self._before, *inputs, *addresses, *extra, *self._after)
-        return outputs
-
-
-class PatchPlan(Plan):
-    """A plan whose kernel takes tensor maps of dy (in the backward), gate and up."""
-
-    __slots__ = ("_half", "_matrices")
-
-    def __init__(
-        self, launch: PatchLaunch, args: tuple[int, ...], device: int, outputs: Sequence[Output | None],
-        matrices: int, half: int,
-    ) -> None:  # fmt: skip
-        super().__init__(launch, args, device, outputs)
-        self._matrices, self._half = matrices, half
-
-    def run(self, *inputs: int, extra: tuple[int, ...] = ()) -> tuple[Tensor | None, ...]:
-        matrices, others = list(inputs[: self._matrices]), inputs[self._matrices :]
-        if not matrices[-1]:
-            matrices[-1] = matrices[-2] + self._half  # up follows gate in each row
-        outputs = tuple([o and self._allocate(*o) for o in self._outputs])
-        addresses = [0 if o is None else o.data_ptr() for o in outputs]
-        self._launch(matrices, [*others, *addresses], self._after)
-        return outputs
+_INPUTS, _CODES = ("weight", "counts"), ("q", "scale", "q_t", "scale_t")
 
 
 class Inputs(NamedTuple):
     """What both directions have in common."""
 
-    x: Metadata
-    up: Metadata | None
-    weight: Metadata | None
-    counts: Metadata | None
+    x: Meta
+    up: Meta | None
+    weight: Meta | None
+    counts: Meta | None
     act: str
     layout: str
     pow2: bool
     scales: str
     check: bool
 
+    def sources(self, dy: Meta | None) -> list[Meta]:
+        """Return dy in the backward, gate, and up or what it is a part of."""
+        return [meta for meta in (dy, self.x, self.x if self.up is None else self.up) if meta is not None]
 
-def bound_launch(
-    given: Inputs,
-    dy: Metadata | None,
-    shape: Sequence[int],
-    blocks: int,
-    align: int,
-    any_case: bool = False,
-    mixed: bool = False,
-    transposed: bool = False,
-) -> tuple[Any, tuple[int, ...], bool] | None:
-    """Return a bound launch, the numbers it ends with, and whether its kernel always takes gradients.
+    def options(self, blocks: int) -> tuple[int, ...]:
+        """Return the numbers that all kernels take. `blocks`: of 128 rows, as many as there can be."""
+        width = 4 if self.counts is None else self.counts.dtype.itemsize
+        flags = int(self.scales == "column"), int(self.pow2), int(self.check)
+        return experts_of(self.counts) or 0, width, blocks, *flags
 
-    None if the inputs have to be made dense first, and the weight fp32.
 
-    Args:
-        given: The inputs.
-        dy: The incoming gradient, None in the forward.
-        shape: Of the result of the forward.
-        blocks: The most blocks of 128 rows that there can be.
-        align: Of all inputs' addresses.
-        any_case: Use the kernel for everything, whatever the inputs are.
-        mixed: A group of a row of the gradient has columns of gate and of up, as only that kernel can have it.
-        transposed: Transposed codes are among the results, so that kernels for them may be used.
-    """
+def plan_fwd(*values: Any) -> Steps:
+    *given, device = values
+    return _steps(Inputs(*given), None, False, given[5] != "row", False, device)
+
+
+def plan_bwd(dy: Meta, *values: Any) -> Steps:
+    *given, keep, weight_grad, device = values
+    inputs = Inputs(*given)
+    codes = keep != "dense"
+    # Else a group of a row of the gradient has columns of gate and of up, as only the generic kernel can have it.
+    mixed = codes and inputs.layout != "transposed" and dy.shape[-1] % GROUP != 0
+    return _steps(inputs, dy, mixed, codes and inputs.layout != "row", weight_grad, device)
+
+
+def _steps(given: Inputs, dy: Meta | None, mixed: bool, transposed: bool, weight_grad: bool, device: int) -> Steps:
+    """Return the launch of a kernel for transposed codes if they are asked for, of a fast one, or of a generic one."""
     x, up, weight, counts = given[:4]
-    dtype, device = x[0], x[3]
-    rows, cols, experts = row_count(shape), shape[-1], experts_of(counts)
-    sources = [m for m in (dy, x, x if up is None else up) if m is not None]
-    strides = [row_stride(m[1], m[2]) for m in sources]
-    if None in strides or not is_dense(weight) or (counts and counts[2] != (1,)):
-        return None
-    options = (experts or 0, 4 if counts is None else counts[0].itemsize, blocks)
-    options += (int(given.scales == "column"), int(given.pow2), int(given.check))
-    info, table = device_info(device), 16 * ((experts or 0) // 2 + 1)
-    tiles = blocks * groups_of(cols)
-    vector = vector_bytes(align, cols * dtype.itemsize, *(s * dtype.itemsize for s in strides))
-    fast = given.act == "silu" and dtype in FAST_TYPES and vector == 16 and max(strides) < 2**31
-    fast = fast and not (any_case or mixed)
-    resident = _RESIDENT * info.sm_count
+    rows, cols = row_count(x.shape), (x.shape[-1] // 2 if up is None else x.shape[-1])
+    blocks = row_blocks_of(rows, experts_of(counts))
+    sources = given.sources(dy)
+    strides = [row_stride(meta.shape, meta.stride) for meta in sources]
+    info, table = device_info(device), 16 * ((experts_of(counts) or 0) // 2 + 1)
+    tiles, size = blocks * groups_of(cols), x.dtype.itemsize
+    after, scratch, gradients = [], {}, () if dy is None else ("dx", "partial" if weight_grad else 0)
+    if weight_grad:
+        groups = groups_of(cols)
+        scratch = {"partial": Memory((groups, rows), torch.float32)}
+        after = [column_sum_step("partial", "dweight", groups, rows, weight.dtype, device)]
+    vector = vector_bytes(misaligned(*sources), cols * size, *(s * size for s in strides))
+    fast = given.act == "silu" and x.dtype in FAST_TYPES and vector == 16 and max(strides) < 2**31 and not mixed
     shared = _fast_shared(len(sources), table)
     space = (2 if dy is None else 5) * TILE_BYTES + table  # one tile of each input, two of gate and dy in the backward
-    fits = space + _STREAM_STATIC_SHARED <= info.shared_per_block and min(strides) >= cols
-    if fast and transposed and fits and supported(info.target):
-        if weight is not None and weight[0] != torch.float32:
-            return None
-        layouts = [(FAST_TYPES[dtype], rows, cols, stride) for stride in strides]
-        kernel = FWD_STREAM if dy is None else BWD_STREAM
-        launch = PatchLaunch(kernel, (FAST_TYPES[dtype], counts is not None), device, tiles, space, layouts)
-        return launch, (rows, cols, *options), False
-    if fast and FWD.variants(info.target) and shared + _FAST_STATIC_SHARED <= info.shared_per_block:
-        if weight is not None and weight[0] != torch.float32:
-            return None
+    streams = space + _STREAM_STATIC_SHARED <= info.shared_per_block and min(strides) >= cols
+    streams = fast and transposed and streams and supported(info.target)
+    fast = fast and FWD.variants(info.target) and shared + _FAST_STATIC_SHARED <= info.shared_per_block
+    if not (streams or fast):
+        step = generic_step(given, dy, blocks, (*_CODES, *(gradients or (0, 0)), 0, 0), device, mixed)
+        return Steps(step, *after, scratch=scratch)
+    converted = {"weight": torch.float32} if weight is not None and weight.dtype != torch.float32 else None
+    if streams:
+        t, half = FAST_TYPES[x.dtype], 0 if up is not None else cols * size
+        names = ["dy"] * (dy is not None) + ["x", "x" if up is None else "up"]
+        maps = [tile_map(n, t, rows, cols, s) for n, s in zip(names, strides, strict=True)]
+        maps[-1] = maps[-1]._replace(offset=half)  # up follows gate in each row
+        kernel, tensors = FWD_STREAM if dy is None else BWD_STREAM, (*_INPUTS, *_CODES, *gradients)
+        variant, numbers = (t, counts is not None), (rows, cols, *given.options(blocks))
+        steps = stream_steps(
+            kernel, variant, device, tiles, space, maps, tensors, numbers, *after, scratch=scratch
+        )  # fmt: skip
+    else:
         grid = tiles
-        if dy is None or tiles < _MANY_TURNS * resident:
+        if dy is None or tiles < _MANY_TILES * _RESIDENT * info.sm_count:
             grid = _grid(tiles, _RESIDENT, shared + _FAST_STATIC_SHARED, info)
-        kernel = FWD if dy is None else BWD
-        launch = kernel.bind((FAST_TYPES[dtype],), device, grid, _FAST_THREADS, shared)
-        return launch, (rows, cols, *strides, *options), False
+        launch = (FWD if dy is None else BWD).bind((FAST_TYPES[x.dtype],), device, grid, _FAST_THREADS, shared)
+        tensors = (*(["dy"] * (dy is not None)), "x", "up", *_INPUTS, *_CODES, *gradients)
+        steps = Steps(Step(launch, *tensors, rows, cols, *strides, *given.options(blocks)), *after, scratch=scratch)
+    steps.converted = converted
+    return steps
+
+
+def generic_step(
+    given: Inputs, dy: Meta | None, blocks: int, results: tuple[str | int, ...], device: int, mixed: bool = False
+) -> Step:
+    """Return the launch of the kernel for everything. `results`: from codes to the factor and maxima it takes."""
+    x, _, weight, counts = given[:4]
+    sources = given.sources(dy)
+    rows, cols = row_count(x.shape), x.shape[-1] // (2 if given.up is None else 1)
+    strides, size = [row_stride(meta.shape, meta.stride) for meta in sources], x.dtype.itemsize
+    experts, info = experts_of(counts) or 0, device_info(device)
     tiles = blocks * groups_of(2 * cols if mixed else cols)
-    shared = 4 * GROUP * GROUP + table
+    shared = 4 * GROUP * GROUP + 16 * (experts // 2 + 1)
     if shared + _STATIC_SHARED > info.shared_per_block:
         raise ArgumentError(f"counts has {experts} elements; their table does not fit into this GPU's shared memory")
     grid = _grid(tiles, 2, shared + _STATIC_SHARED, info)
-    launch = ANY.bind((dtype == torch.float32, mixed), device, grid, _THREADS, shared)
-    if dy is None:
-        strides.insert(0, 0)
-    weight_type = 0 if weight is None else TYPES[weight[0]]
-    last = (ACTS[given.act], TYPES[dtype], int(vector >= 4 * dtype.itemsize))
-    return launch, (0, 0, rows, cols, *strides, weight_type, *options, *last), True
+    launch = ANY.bind((x.dtype == torch.float32, mixed), device, grid, _THREADS, shared)
+    words = vector_bytes(misaligned(*sources), cols * size, *(s * size for s in strides)) >= 4 * size
+    sizes = rows, cols, *([0] * (dy is None)), *strides, 0 if weight is None else TYPES[weight.dtype]
+    last = ACTS[given.act], TYPES[x.dtype], int(words)
+    inputs = 0 if dy is None else "dy", "x", "up", *_INPUTS
+    return Step(launch, *inputs, *results, *sizes, *given.options(blocks), *last)
 
 
 def _grid(tiles: int, resident: int, shared: int, info: DeviceInfo) -> int:
-    """Return how many blocks of a persistent grid there should be: all that are resident at once."""
+    """Return how many blocks of a persistent grid there should be: all that are resident at the same time."""
     if resident * (shared + _RESERVED_SHARED) > info.shared_per_block + _RESERVED_SHARED:
         resident = 1
     return min(tiles, resident * info.sm_count)
-
-
-def _plan_fwd(*key: Any) -> Plan | None:
-    """Return a plan, or None if the inputs have to be made dense first."""
-    *given, align = key
-    inputs = Inputs(*given)
-    x, up, weight, counts, act, layout, _, scales, _ = inputs
-    shape = check_forward(x, up, weight, counts, act, layout, scales)
-    experts, blocks = experts_of(counts), row_blocks_of(row_count(shape), experts_of(counts))
-    outputs = quantized_outputs(shape, experts, layout, scales)
-    if shape[-1] == 0 or blocks == 0:
-        return Plan(None, (), x[3], outputs)
-    bound = bound_launch(inputs, None, shape, blocks, align, transposed=layout != "row")
-    if bound is None:
-        return None
-    launch, args, takes_gradients = bound
-    if isinstance(launch, PatchLaunch):
-        return PatchPlan(launch, args, x[3], outputs, 2, shape[-1] * x[0].itemsize)
-    return Plan(launch, args, x[3], outputs, takes_gradients)
-
-
-def _plan_bwd(*key: Any) -> Plan | None:
-    """As _plan_fwd."""
-    dy, *given, keep, weight_grad, align = key
-    inputs = Inputs(*given)
-    x, up, weight, counts, act, layout, _, scales, _ = inputs
-    shape = check_backward(dy, x, up, weight, counts, act, layout, scales, keep, weight_grad)
-    experts, rows = experts_of(counts), row_count(shape)
-    blocks = row_blocks_of(rows, experts)
-    outputs: list[Output | None] = [None] * 4
-    if keep != "dense":
-        outputs = quantized_outputs(shape, experts, layout, scales)
-    outputs.append((shape, x[0]) if keep != "fp8" else None)
-    outputs.append(((groups_of(shape[-1] // 2), rows), torch.float32) if weight_grad else None)
-    if shape[-1] == 0 or blocks == 0:
-        return Plan(None, (), x[3], outputs)
-    transposed = layout != "row" and keep != "dense"
-    mixed = layout != "transposed" and keep != "dense" and dy[1][-1] % GROUP != 0
-    bound = bound_launch(inputs, dy, dy[1], blocks, align, mixed=mixed, transposed=transposed)
-    if bound is not None and isinstance(bound[0], PatchLaunch):
-        return PatchPlan(*bound[:2], x[3], outputs, 3, dy[1][-1] * x[0].itemsize)
-    return None if bound is None else Plan(*bound[:2], x[3], outputs)
-
-
-FWD_PLANS = Plans(_plan_fwd)
-BWD_PLANS = Plans(_plan_bwd)

@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.act.glu_fp8_plan import E4M3, check_backward, check_forward, experts_of, output_shapes
 from rtkernels.ops.act.glu_reference import halves, partner_and_slope, value_and_slope
 from rtkernels.ops.quant import reference as fp8
-from rtkernels.runtime.layout import metadata, nothing, row_count
+from rtkernels.ops.shared.fp8_layout import E4M3, Fp8Layout
+from rtkernels.runtime.layout import nothing, row_count
 
 
 def quantized(
     y: Tensor, counts: Tensor | None, layout: str, pow2: bool, scale_layout: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return q, scale, q_t and scale_t of an fp32 tensor, with empty tensors for what `layout` leaves out."""
-    experts = experts_of(metadata(counts))
-    shapes = output_shapes(y.shape, experts, layout, scale_layout)
-    rows, by_rows, transposed = row_count(y.shape), layout != "transposed", layout != "row"
+    layout = Fp8Layout(y.shape, layout, scale_layout, None if counts is None else counts.shape[0])
+    wanted, rows = layout.outputs(), row_count(y.shape)
     sizes = rows_of(counts, rows)
-    pieces = y.reshape(rows, y.shape[-1])[: sum(sizes)].split(sizes)
-    q, scale, q_t, scale_t = (nothing(y) for _ in range(4))
-    if by_rows:
-        each = [fp8.quantize(piece, "group", E4M3, pow2, scale_layout) for piece in pieces]
-        q = joined([e[0] for e in each], shapes[0], E4M3, y)
-        scale = joined([e[1] for e in each], shapes[1], torch.float32, y)
-    if transposed:
-        each = [fp8.quantize(piece, "group_t", E4M3, pow2, "row") for piece in pieces]
-        q_t = joined([e[0] for e in each], shapes[2], E4M3, y)
-        scale_t = joined([e[1] for e in each], shapes[3], torch.float32, y)
-    return q, scale, q_t, scale_t
+    parts = y.reshape(rows, y.shape[-1])[: sum(sizes)].split(sizes)
+    results = [nothing(y) for _ in range(4)]
+    for i, granularity in ((0, "group"), (2, "group_t")):
+        if wanted[i] is not None:
+            lies = scale_layout if granularity == "group" else "row"
+            codes, scales = zip(*(fp8.quantize(part, granularity, E4M3, pow2, lies) for part in parts), strict=True)
+            results[i] = joined(codes, wanted[i].shape, E4M3, y)
+            results[i + 1] = joined(scales, wanted[i + 1].shape, torch.float32, y)
+    return tuple(results)
 
 
 def rows_of(counts: Tensor | None, rows: int) -> list[int]:
@@ -47,28 +46,20 @@ def check_sum(counts: Tensor | None, rows: int, check: bool) -> None:
         raise ArgumentError(f"counts are {counts.tolist()}; expected numbers that add up to {rows}, the rows of x")
 
 
-def joined(pieces: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
-    """Return the elements of all pieces one after the other, with zeros at the end, as `shape`."""
+def joined(parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
+    """Return the elements of all parts one after the other, with zeros at the end, as `shape`."""
     bits = torch.uint8 if dtype == E4M3 else dtype
     whole = torch.zeros(shape, dtype=bits, device=like.device)
-    flat = torch.cat([whole.new_empty(0), *(piece.view(bits).flatten() for piece in pieces)])
+    flat = torch.cat([whole.new_empty(0), *(part.view(bits).flatten() for part in parts)])
     whole.view(-1)[: flat.numel()] = flat
     return whole.view(dtype)
 
 
 def forward(
-    x: Tensor,
-    up: Tensor | None,
-    weight: Tensor | None,
-    counts: Tensor | None,
-    act: str,
-    layout: str,
-    pow2_scale: bool,
-    scale_layout: str,
-    check_counts: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, up: Tensor | None, weight: Tensor | None, counts: Tensor | None, act: str, layout: str,
+    pow2_scale: bool, scale_layout: str, check_counts: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return q, scale, q_t and scale_t."""
-    check_forward(metadata(x), metadata(up), metadata(weight), metadata(counts), act, layout, scale_layout)
     check_sum(counts, row_count(x.shape), check_counts)
     return quantized(unquantized(x, up, weight, act), counts, layout, pow2_scale, scale_layout)
 
@@ -83,22 +74,10 @@ def unquantized(x: Tensor, up: Tensor | None, weight: Tensor | None, act: str) -
 
 
 def backward(
-    dy: Tensor,
-    x: Tensor,
-    up: Tensor | None,
-    weight: Tensor | None,
-    counts: Tensor | None,
-    act: str,
-    layout: str,
-    pow2_scale: bool,
-    scale_layout: str,
-    check_counts: bool,
-    keep: str,
-    weight_grad: bool,
-) -> tuple[Tensor, ...]:
+    dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, counts: Tensor | None, act: str, layout: str,
+    pow2_scale: bool, scale_layout: str, check_counts: bool, keep: str, weight_grad: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Return q, scale, q_t and scale_t of the gradient of [gate | up], that gradient, and that of the weight."""
-    inputs = (metadata(t) for t in (dy, x, up, weight, counts))
-    check_backward(*inputs, act, layout, scale_layout, keep, weight_grad)
     check_sum(counts, row_count(x.shape), check_counts)
     dx, dweight = gradients(dy, x, up, weight, act, weight_grad)
     codes = tuple(nothing(x) for _ in range(4))

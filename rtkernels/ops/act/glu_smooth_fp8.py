@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,36 +11,32 @@ from torch import Tensor
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.act import glu_fp8_plan as plans
-from rtkernels.ops.act.glu import is_dense
-from rtkernels.ops.act.glu_fp8_plan import ACTS, E4M3, TYPES, Metadata, Output, Plan, experts_of
+from rtkernels.ops.act.glu_fp8_plan import ACTS, TYPES, Inputs, experts_of, generic_step
 from rtkernels.ops.act.glu_fp8_reference import check_sum, gradients, joined, rows_of, unquantized
 from rtkernels.ops.quant import reference as fp8
-from rtkernels.ops.quant.quantize_fp8_plan import empty_scale
+from rtkernels.ops.shared.fp8_layout import E4M3, Fp8Layout, row_blocks_of
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.launch.plans import Plans
-from rtkernels.runtime.layout import address, check_same, metadata, nothing, row_count, row_stride, rowed, vector_bytes
+from rtkernels.runtime.layout import check_same, nothing, row_count, row_stride, vector_bytes
 from rtkernels.runtime.operator.autograd import detached
-from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows, misaligned
+from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
 _THREADS, _BLOCKS = 256, 4  # threads of a block (a warp works on a row), and blocks per multiprocessor
 
 SMOOTH = Kernel(
-    "act/glu_smooth_fp8.cu",
-    "glu_fp8_smooth",
-    template="WIDE",
+    "act/glu_smooth_fp8.cu", "glu_fp8_smooth", template="WIDE", max_registers=128,
     args="dy:ptr gate:ptr up:ptr weight:ptr counts:ptr smooth:ptr factor:ptr q:ptr scale:ptr dx:ptr dweight:ptr "
     "most:ptr rows:i64 cols:i64 dy_stride:i64 gate_stride:i64 up_stride:i64 weight_type:i64 experts:i64 "
     "count_width:i64 pow2:i64 check:i64 act:i64 type:i64 words:i64",
     variants=[(False,), (True,)],
-    max_registers=128,
-)
+)  # fmt: skip
 
 
 # ---- checks and planning --------------------------------------------------------------------------------------------
 
 
-def _check_fp32(name: str, m: Metadata | None, shape: Sequence[int], device: int) -> None:
+def _check_fp32(name: str, m: Meta | None, shape: Sequence[int], device: int) -> None:
     if m is None:
         return
     check_same(name, m[0], torch.float32, "dtype", of="float32")
@@ -49,131 +45,80 @@ def _check_fp32(name: str, m: Metadata | None, shape: Sequence[int], device: int
     check_same(name, m[3], device, "device index")
 
 
-def _line(counts: Metadata | None, cols: int) -> tuple[int, ...]:
+def _line(counts: Any, cols: int) -> tuple[int, ...]:
     """Return the shape of what there is one of per column, or per expert and column."""
-    return (cols,) if counts is None else (counts[1][0], cols)
+    return (cols,) if counts is None else (counts.shape[0], cols)
 
 
-def _check_fwd(x, up, smooth, weight, counts, act) -> tuple[int, ...]:
-    shape = plans.check_forward(x, up, weight, counts, act, "row", "row")
+def _check_fwd(x, up, smooth, weight, counts, act, *options) -> None:
+    shape = plans.check_forward(x, up, weight, counts, act, "row", False)
     _check_fp32("smooth", smooth, _line(counts, shape[-1]), x[3])
-    return shape
 
 
-def _check_bwd(dy, x, up, smooth, factor, weight, counts, act, layout, keep, weight_grad) -> tuple[int, ...]:
-    shape = plans.check_backward(dy, x, up, weight, counts, act, layout, "row", keep, weight_grad)
+def _check_bwd(
+    dy, x, up, smooth, factor, weight, counts, act, layout, pow2_scale, check_counts, keep, weight_grad
+) -> None:
+    shape = plans.check_backward(dy, x, up, weight, counts, act, layout, False, "row", False, keep, weight_grad)
     _check_fp32("smooth", smooth, _line(counts, shape[-1]), x[3])
     _check_fp32("row_factor", factor, shape[:-1], x[3])
     if factor is not None and (layout == "row" or keep == "dense"):
         raise ArgumentError("row_factor is for the transposed codes, which were not asked for")
-    return shape
 
 
-def _launch_of(
-    given: Sequence[Metadata | None], dy: Metadata | None, cols: int, act: str, pow2: bool, check: bool, align: int
-):
-    """Return a bound launch and its numbers, None if something has to be made dense first. `given`: x to factor."""
-    x, up, weight, counts, smooth, factor = given
-    sources = [dy, x, x if up is None else up]
-    strides = [0 if m is None else row_stride(m[1], m[2]) for m in sources]
-    vectors = [m is None or m[2] == (1,) for m in (counts, smooth if smooth and len(smooth[1]) == 1 else None)]
-    if None in strides or not all(vectors) or not is_dense(weight) or not is_dense(factor):
-        return None
-    if smooth is not None and len(smooth[1]) == 2 and row_stride(smooth[1], smooth[2]) != smooth[1][1]:
-        return None
-    dtype, device, rows = x[0], x[3], row_count(x[1])
-    experts, size = experts_of(counts) or 0, dtype.itemsize
-    words = vector_bytes(align, cols * size, *(s * size for s in strides)) >= 4 * size
+def _outputs_fwd(x, up, smooth, weight, counts, act, pow2_scale, with_maxima, check_counts):
+    shape = x.shape if up is not None else (*x.shape[:-1], x.shape[-1] // 2)
+    maxima = Memory(_line(counts, shape[-1]), torch.float32, zero=True) if with_maxima else None
+    return Memory(shape, E4M3), Memory(shape[:-1], torch.float32), maxima
+
+
+def _outputs_bwd(dy, x, up, smooth, factor, weight, counts, act, layout, pow2_scale, check_counts, keep, weight_grad):
+    plans.check_options(layout, "row")
+    shape = (*dy.shape[:-1], 2 * dy.shape[-1])
+    q, scale, q_t, scale_t = Fp8Layout(shape, "" if keep == "dense" else layout, "row", experts_of(counts)).outputs()
+    scale = scale and Memory(shape[:-1], torch.float32)
+    scale_t = scale_t and Memory(_line(counts, shape[-1]), torch.float32, zero=True)
+    dx = None if keep == "fp8" else Memory(shape, x.dtype)
+    return q, scale, q_t, scale_t, dx, Memory(weight.shape, weight.dtype) if weight_grad else None
+
+
+def _step(given: Inputs, dy: Meta | None, cols: int, results: Sequence[str | int], device: int) -> Step:
+    """Return the launch for rows. `results`: from smooth and factor on, all that follows the inputs."""
+    x, _, weight, counts = given[:4]
+    strides, size, rows = (
+        [row_stride(m.shape, m.stride) for m in given.sources(dy)],
+        x.dtype.itemsize,
+        row_count(x.shape),
+    )
+    words = vector_bytes(misaligned(*given.sources(dy)), cols * size, *(s * size for s in strides)) >= 4 * size
+    experts = experts_of(counts) or 0
     grid = min(-(-rows // (_THREADS // 32)), _BLOCKS * device_info(device).sm_count)
-    launch = SMOOTH.bind((dtype == torch.float32,), device, grid, _THREADS, 8 * (experts + 1))
-    weight_type = 0 if weight is None else TYPES[weight[0]]
-    width = 4 if counts is None else counts[0].itemsize
-    last = (experts, width, int(pow2), int(check), ACTS[act], TYPES[dtype], int(words))
-    return launch, (rows, cols, *strides, weight_type, *last)
+    launch = SMOOTH.bind((x.dtype == torch.float32,), device, grid, _THREADS, 8 * (experts + 1))
+    sizes = rows, cols, *([0] * (dy is None)), *strides, 0 if weight is None else TYPES[weight.dtype], experts
+    width = 4 if counts is None else counts.dtype.itemsize
+    last = width, int(given.pow2), int(given.check), ACTS[given.act], TYPES[x.dtype], int(words)
+    inputs = 0 if dy is None else "dy", "x", "up", "weight", "counts", "smooth"
+    return Step(launch, *inputs, *results, *sizes, *last)
 
 
-def _plan_fwd(x, up, weight, counts, smooth, act, pow2, maxima, check, align) -> Plan | None:
-    shape = _check_fwd(x, up, smooth, weight, counts, act)
-    outputs: list[Output | None] = [(shape, E4M3), (shape[:-1], torch.float32), None, None]
-    if 0 in shape:
-        return Plan(None, (), x[3], outputs)
-    bound = _launch_of((x, up, weight, counts, smooth, None), None, shape[-1], act, pow2, check, align)
-    return None if bound is None else Plan(*bound, x[3], outputs)
-
-
-def _plan_bwd(dy, x, up, weight, counts, smooth, factor, act, layout, pow2, check, keep, weight_grad, align):
-    """Return the plan of the rows and that of the transposed codes, None where there is none; as _plan_fwd."""
-    shape = _check_bwd(dy, x, up, smooth, factor, weight, counts, act, layout, keep, weight_grad)
-    by_rows, transposed = keep != "dense" and layout != "transposed", keep != "dense" and layout != "row"
-    outputs: list[Output | None] = [
-        (shape, E4M3) if by_rows else None,
-        (shape[:-1], torch.float32) if by_rows else None,
-        (shape, x[0]) if keep != "fp8" else None,
-        (weight[1], weight[0]) if weight_grad else None,
-    ]
-    codes = (row_count(shape), shape[-1])[::-1] if counts is None else (row_count(shape) * shape[-1],)
-    if 0 in shape:
-        return Plan(None, (), x[3], outputs), Plan(None, (), x[3], [(codes, E4M3)]) if transposed else None
-    bound = _launch_of((x, up, weight, counts, smooth, factor), dy, dy[1][-1], act, pow2, check, align)
-    if bound is None:
-        return None
-    whole = None
-    if transposed:
-        inputs = plans.Inputs(x, up, weight, counts, act, layout, pow2, "row", False)
-        blocks = plans.row_blocks_of(row_count(shape), experts_of(counts))
-        launch, args, _ = plans.bound_launch(inputs, dy, dy[1], blocks, align, any_case=True)
-        whole = Plan(launch, args[2:], x[3], [(codes, E4M3)])
-    return Plan(*bound, x[3], outputs), whole
-
-
-FWD_PLANS = Plans(_plan_fwd)
-BWD_PLANS = Plans(_plan_bwd)
-
-
-# ---- launchers ------------------------------------------------------------------------------------------------------
-
-
-def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if t is None else t.contiguous() for t in tensors]
-
-
-def _launch_fwd(x, up, smooth, weight, counts, act, pow2_scale, with_maxima, check_counts):
-    addresses = x.data_ptr(), address(up), address(weight), address(counts), address(smooth)
-    options = (act, pow2_scale, with_maxima, check_counts)
-    inputs = [metadata(t) for t in (x, up, weight, counts, smooth)]
-    plan = FWD_PLANS[(*inputs, *options, (addresses[0] | addresses[1]) & 15)]
-    if plan is None:
-        return _launch_fwd(rowed(x), rowed(up), *_contiguous(smooth, weight, counts), *options)
+def _plan_fwd(x, up, smooth, weight, counts, act, pow2_scale, with_maxima, check_counts, device) -> Steps:
+    given = Inputs(x, up, weight, counts, act, "row", pow2_scale, "row", check_counts)
     cols = x.shape[-1] // (2 if up is None else 1)
-    most = x.new_zeros(_line(inputs[3], cols), dtype=torch.float32) if with_maxima else None
-    q, scale, _, _ = plan.run(0, *addresses, 0, extra=(address(most),))
-    if cols == 0:
-        scale.fill_(empty_scale(pow2_scale))
-    return q, scale, nothing(x) if most is None else most
+    return Steps(_step(given, None, cols, (0, "q", "scale", 0, 0, "maxima"), device))
 
 
-def _launch_bwd(dy, x, up, smooth, factor, weight, counts, act, layout, pow2_scale, check_counts, keep, weight_grad):
-    addresses = dy.data_ptr(), x.data_ptr(), address(up), address(weight), address(counts)
-    options = (act, layout, pow2_scale, check_counts, keep, weight_grad)
-    inputs = [metadata(t) for t in (dy, x, up, weight, counts, smooth, factor)]
-    found = BWD_PLANS[(*inputs, *options, (addresses[0] | addresses[1] | addresses[2]) & 15)]
-    if found is None:
-        rest = _contiguous(smooth, factor, weight, counts)
-        return _launch_bwd(rowed(dy), rowed(x), rowed(up), *rest, *options)
-    rows, whole = found
-    most = scale_t = q_t = None
-    if whole is not None:
-        shape = _line(inputs[4], 2 * dy.shape[-1])
-        most, scale_t = (x.new_zeros(shape, dtype=torch.float32) for _ in range(2))
-    q, scale, dx, dweight = rows.run(*addresses, address(smooth), address(factor), extra=(address(most),))
-    if dy.shape[-1] == 0:
-        for output, value in ((scale, empty_scale(pow2_scale)), (dweight, 0.0)):
-            if output is not None:
-                output.fill_(value)
-    if whole is not None:
-        (q_t,) = whole.run(*addresses, 0, 0, extra=(address(scale_t), 0, 0, address(factor), address(most)))
-    outputs = (q, scale, q_t, scale_t, dx, dweight)
-    return tuple([nothing(x) if o is None else o for o in outputs])
+def _plan_bwd(
+    dy, x, up, smooth, factor, weight, counts, act, layout, pow2_scale, check_counts, keep, weight_grad, device
+) -> Steps:
+    """Return the launch for rows and, for transposed codes, that of a second pass."""
+    given = Inputs(x, up, weight, counts, act, layout, pow2_scale, "row", check_counts)
+    cols = dy.shape[-1]
+    if keep == "dense" or layout == "row":
+        return Steps(_step(given, dy, cols, ("factor", "q", "scale", "dx", "dweight", 0), device))
+    rows = _step(given, dy, cols, ("factor", "q", "scale", "dx", "dweight", "amax"), device)
+    blocks = row_blocks_of(row_count(x.shape), experts_of(counts))
+    results = 0, 0, "q_t", "scale_t", 0, 0, "factor", "amax"
+    columns = generic_step(given._replace(check=False), dy, blocks, results, device)
+    return Steps(rows, columns, scratch={"amax": Memory(_line(counts, 2 * cols), torch.float32, zero=True)})
 
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
@@ -184,7 +129,7 @@ def _finite(v: Tensor) -> Tensor:
 
 
 def _reference_fwd(x, up, smooth, weight, counts, act, pow2_scale, with_maxima, check_counts):
-    shape = _check_fwd(*map(metadata, (x, up, smooth, weight, counts)), act)
+    shape = x.shape if up is not None else (*x.shape[:-1], x.shape[-1] // 2)
     rows, cols = row_count(shape), shape[-1]
     check_sum(counts, rows, check_counts)
     y = unquantized(x, up, None, act).reshape(rows, cols)
@@ -207,8 +152,7 @@ def _spread(smooth: Tensor | None, sizes: list[int], like: Tensor, change=lambda
 
 
 def _reference_bwd(dy, x, up, smooth, factor, weight, counts, act, layout, pow2_scale, check_counts, keep, weight_grad):
-    inputs = [metadata(t) for t in (dy, x, up, smooth, factor, weight, counts)]
-    shape = _check_bwd(*inputs, act, layout, keep, weight_grad)
+    shape = (*dy.shape[:-1], 2 * dy.shape[-1])
     rows, cols = row_count(shape), shape[-1]
     check_sum(counts, rows, check_counts)
     whole, dweight = gradients(dy, x, up, weight, act, weight_grad)
@@ -225,47 +169,26 @@ def _reference_bwd(dy, x, up, smooth, factor, weight, counts, act, layout, pow2_
             each.append(fp8.quantize(part.t().contiguous(), "row", E4M3, pow2_scale, "row") if part.numel() else empty)
         codes = (cols, rows) if counts is None else (cols * rows,)
         q_t = joined([e[0] for e in each], codes, E4M3, x)
-        scale_t = joined([e[1] for e in each], _line(inputs[6], cols), torch.float32, x)
+        scale_t = joined([e[1] for e in each], _line(counts, cols), torch.float32, x)
     return q, scale, q_t, scale_t, whole.to(x.dtype, copy=True).contiguous() if keep != "fp8" else nothing(x), dweight
 
 
 # ---- operators ------------------------------------------------------------------------------------------------------
 
 
-def _fake_fwd(x, up, smooth, weight, counts, act, pow2_scale, with_maxima, check_counts):
-    shape = x.shape if up is not None else (*x.shape[:-1], x.shape[-1] // 2)
-    maxima = x.new_empty(_line(metadata(counts), shape[-1]), dtype=torch.float32) if with_maxima else nothing(x)
-    return x.new_empty(shape, dtype=E4M3), x.new_empty(shape[:-1], dtype=torch.float32), maxima
-
-
-def _fake_bwd(dy, x, up, smooth, factor, weight, counts, act, layout, pow2_scale, check_counts, keep, weight_grad):
-    plans.check_options(layout, "row")
-    shape, rows = (*dy.shape[:-1], 2 * dy.shape[-1]), row_count(dy.shape)
-    q, scale, q_t, scale_t = (nothing(x) for _ in range(4))
-    if keep != "dense" and layout != "transposed":
-        q, scale = x.new_empty(shape, dtype=E4M3), x.new_empty(shape[:-1], dtype=torch.float32)
-    if keep != "dense" and layout != "row":
-        q_t = x.new_empty((shape[-1], rows) if counts is None else (shape[-1] * rows,), dtype=E4M3)
-        scale_t = x.new_empty(_line(metadata(counts), shape[-1]), dtype=torch.float32)
-    dx = nothing(x) if keep == "fp8" else x.new_empty(shape)
-    return q, scale, q_t, scale_t, dx, weight.new_empty(weight.shape) if weight_grad else nothing(x)
-
-
-FORWARD = TorchOp(
-    "glu_smooth_fp8_fwd(Tensor x, Tensor? up, Tensor? smooth, Tensor? weight, Tensor? counts, str act, "
-    "bool pow2_scale, bool with_maxima, bool check_counts) -> (Tensor, Tensor, Tensor)",
-    launch=_launch_fwd,
-    reference=_reference_fwd,
-    fake=_fake_fwd,
-)
-BACKWARD = TorchOp(
-    "glu_smooth_fp8_bwd(Tensor dy, Tensor x, Tensor? up, Tensor? smooth, Tensor? factor, Tensor? weight, "
-    "Tensor? counts, str act, str layout, bool pow2_scale, bool check_counts, str keep, bool weight_grad) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    launch=_launch_bwd,
-    reference=_reference_bwd,
-    fake=_fake_bwd,
-)
+_X, _UP = Rows("x", None), Rows("up", None, optional=True)
+_SMOOTH, _FACTOR, _WEIGHT, _COUNTS = (Dense(n, None, optional=True) for n in ("smooth", "factor", "weight", "counts"))
+FORWARD = Operator(
+    "glu_smooth_fp8_fwd", (_X, _UP, _SMOOTH, _WEIGHT, _COUNTS),
+    options="str act, bool pow2_scale, bool with_maxima, bool check_counts", results="q scale maxima",
+    outputs=_outputs_fwd, plan=_plan_fwd, reference=_reference_fwd, check=_check_fwd,
+)  # fmt: skip
+BACKWARD = Operator(
+    "glu_smooth_fp8_bwd", (Rows("dy", None), _X, _UP, _SMOOTH, _FACTOR, _WEIGHT, _COUNTS),
+    options="str act, str layout, bool pow2_scale, bool check_counts, str keep, bool weight_grad",
+    results="q scale q_t scale_t dx dweight", outputs=_outputs_bwd, plan=_plan_bwd, reference=_reference_bwd,
+    check=_check_bwd,
+)  # fmt: skip
 
 
 class GluSmoothFp8(NamedTuple):
@@ -288,17 +211,9 @@ class GluSmoothFp8Gradients(NamedTuple):
 
 
 def glu_smooth_fp8(
-    x: Tensor,
-    smooth: Tensor | None,
-    up: Tensor | None = None,
-    *,
-    act: str = "silu",
-    weight: Tensor | None = None,
-    counts: Tensor | None = None,
-    pow2_scale: bool = False,
-    with_maxima: bool = False,
-    check_counts: bool = False,
-) -> GluSmoothFp8:
+    x: Tensor, smooth: Tensor | None, up: Tensor | None = None, *, act: str = "silu", weight: Tensor | None = None,
+    counts: Tensor | None = None, pow2_scale: bool = False, with_maxima: bool = False, check_counts: bool = False,
+) -> GluSmoothFp8:  # fmt: skip
     """Quantise ``act(gate) * up * weight / smooth`` to fp8, with one scale for each row.
 
     Computed in fp32 and quantised without being rounded in between, as :func:`quantize_fp8` does with granularity
@@ -320,30 +235,18 @@ def glu_smooth_fp8(
         A named tuple ``(q, scale, maxima)``: codes of the shape of the result, scales ``x.shape[:-1]``, and maxima of
         the shape of smooth (None unless asked for; 0 for experts without rows).
     """
-    options = {"act": act, "weight": weight, "counts": counts, "pow2_scale": pow2_scale, "with_maxima": with_maxima}
     if not isinstance(x, Tensor):
-        return GluSmoothFp8(*interop.call(glu_smooth_fp8, x, smooth, up, **options, check_counts=check_counts))
+        return GluSmoothFp8(*interop.call_with(glu_smooth_fp8, locals()))
     x, up, smooth, weight = detached(x, up, smooth, weight)
-    q, scale, maxima = FORWARD(x, up, smooth, weight, counts, act, pow2_scale, with_maxima, check_counts)
+    q, scale, maxima = FORWARD.call(x, up, smooth, weight, counts, act, pow2_scale, with_maxima, check_counts)
     return GluSmoothFp8(q, scale, maxima if with_maxima else None)
 
 
 def glu_smooth_fp8_backward(
-    dy: Tensor,
-    x: Tensor,
-    smooth: Tensor | None,
-    up: Tensor | None = None,
-    *,
-    row_factor: Tensor | None = None,
-    act: str = "silu",
-    weight: Tensor | None = None,
-    counts: Tensor | None = None,
-    layout: str = "row",
-    pow2_scale: bool = False,
-    keep: str = "fp8",
-    weight_grad: bool | None = None,
-    check_counts: bool = False,
-) -> GluSmoothFp8Gradients:
+    dy: Tensor, x: Tensor, smooth: Tensor | None, up: Tensor | None = None, *, row_factor: Tensor | None = None,
+    act: str = "silu", weight: Tensor | None = None, counts: Tensor | None = None, layout: str = "row",
+    pow2_scale: bool = False, keep: str = "fp8", weight_grad: bool | None = None, check_counts: bool = False,
+) -> GluSmoothFp8Gradients:  # fmt: skip
     """Compute the gradients of ``act(gate) * up * weight``, that of ``[gate | up]`` as fp8 codes, as it is, or both.
 
     By rows, codes are those of ``gradient * smooth`` with one scale per row; transposed, those of
@@ -373,14 +276,11 @@ def glu_smooth_fp8_backward(
         ``[..., 2 * d]``, `scale` is ``x.shape[:-1]``. `q_t` is ``[2 * d, m]``; with counts flat, an expert's part as
         for :func:`glu_fp8`. `scale_t` is ``[2 * d]``, with counts ``[experts, 2 * d]`` (0 for experts without rows).
     """
+    if not isinstance(dy, Tensor):
+        return GluSmoothFp8Gradients(*interop.call_with(glu_smooth_fp8_backward, locals()))
     if weight_grad is None:
         weight_grad = weight is not None
-    if not isinstance(dy, Tensor):
-        options = {"row_factor": row_factor, "act": act, "weight": weight, "counts": counts, "layout": layout}
-        options |= {"pow2_scale": pow2_scale, "keep": keep, "weight_grad": weight_grad, "check_counts": check_counts}
-        return GluSmoothFp8Gradients(*interop.call(glu_smooth_fp8_backward, dy, x, smooth, up, **options))
     inputs = detached(dy, x, up, smooth, row_factor, weight)
-    outputs = BACKWARD(*inputs, counts, act, layout, pow2_scale, check_counts, keep, weight_grad)
-    by_rows, transposed = keep != "dense" and layout != "transposed", keep != "dense" and layout != "row"
-    asked = (by_rows, by_rows, transposed, transposed, keep != "fp8", weight_grad)
-    return GluSmoothFp8Gradients(*(o if wanted else None for o, wanted in zip(outputs, asked, strict=True)))
+    *codes, dx, dweight = BACKWARD.call(*inputs, counts, act, layout, pow2_scale, check_counts, keep, weight_grad)
+    codes = Fp8Layout((), "" if keep == "dense" else layout).asked(codes)
+    return GluSmoothFp8Gradients(*codes, dx if keep != "fp8" else None, dweight if weight_grad else None)

@@ -7,9 +7,13 @@ A backend is a module with two functions:
     unsupported(product, target) -> str | None     why it cannot make this product, None if it can
     steps(product, device) -> Steps                the launches
 
-Steps name the tensors of a product ``a``, ``b``, ``scale_a``, ``scale_b``, ``bias``, ``add``, ``ends`` (or
-``sizes``, ``row_groups``), ``out`` and, of a quantised result, ``out_scale``; operators that use products call their
-arguments and results so.
+Steps name the tensors of a product ``a``, ``b``, ``scale_a``, ``scale_b``, ``global_scale``, ``bias``, ``add``,
+``ends`` (or ``sizes``, ``row_groups``), ``out`` and, of a quantised result, ``out_scale``; operators that use products
+call their arguments and results so.
+
+A backend lists its kernels as ``KERNELS``. One that reads a field which was added to ``Product`` later says so in
+``FIELDS`` (a tuple of names) or has a kernel with a tensor of that name; products that use it go to no other. It may
+have ``summary(product, target) -> str``: the tile it would run, for ``explain``.
 """
 
 from __future__ import annotations
@@ -26,9 +30,9 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "e4m3": 1, "e5m2": 1, "int8": 1, "uint
 class Matrix(NamedTuple):
     """An operand or result as it lies in memory.
 
-    ``token``: element type (a key of ``BYTES``; 4-bit types have two elements in a byte, the first one in its low half).
-    ``pitch``: elements from one row to the next. ``across``: rows of memory are those of the summed dimension (a
-    is stored [k, m], b is stored [k, n]); else a is [m, k] and b is [n, k]. ``aligned``: address, pitch and the distance
+    ``token``: element type (a key of ``BYTES``; 4-bit types have two elements in a byte, the first in its low half).
+    ``pitch``: elements from one row to the next. ``across``: rows of memory are those of the summed dimension (a is
+    stored [k, m], b is stored [k, n]); else a is [m, k] and b is [n, k]. ``aligned``: address, pitch and the distance
     between groups are multiples of 16 bytes. ``group_pitch``: elements from one group to the next, 0 without groups.
     """
 
@@ -68,7 +72,8 @@ class Groups(NamedTuple):
     "labels"    the same with ``row_groups`` int32 [rows]: the group of each row, -1 for padding, groups in order, each
                 beginning at a multiple of `align` rows.
     "masked"    a [count, m, k], out [count, m, n]: only the first ``sizes[g]`` (int32 [count]) rows of group g count.
-    "depth"     out [count, m, n] = a_g [m, k_g] @ b_g [n, k_g]: k is cut, ``ends`` is int32 [count] over k.
+    "depth"     out [count, m, n] = a_g [m, k_g] @ b_g [n, k_g]: k is cut, ``ends`` is int32 [count] over k. Groups
+                without k are 0, or left as they are if the result is added to `out`.
 
     ``align``: every group (except "masked") begins at a multiple of so many rows (or of k); 1 if that is not promised.
     ``expected``: of "masked", how many rows a group is likely to have (0: unknown), a hint.
@@ -85,11 +90,13 @@ class Product(NamedTuple):
 
     ``scale_a``, ``scale_b``: None without scales. ``sums``: "fp32" (fp8 products go to fp32 registers every 128 of k),
     "fast" (the tensor cores add over all of k), "fp16" (they add in fp16), "int32". ``bias``, ``add``: tokens of their
-    elements or None; ``add_pitch``: elements between rows of `add`. ``act``: None, "relu", "silu", "gelu_tanh" or "gelu".
+    elements or None; ``add_pitch``: elements between rows of `add`. ``act``: None, "relu", "silu", "gelu_tanh", "gelu".
     ``accumulate``: the result is added to `out` instead of written. ``gate``: None, or the activation of a gated
     product: b has 2n rows, those of the gate first, and out[m, n] = act(gate) * up. ``quantized``: None, or how
     the result leaves as codes of `out.token` with scales ``out_scale``: "1x128" (fp32 [m, n / 128], whose strides are
     (1, m rounded up to 4)), "row" (fp32 [m]) or "1x16" (ue4m3 [m, n / 16], linear; out.token is "e2m1").
+    ``global_scale`` (in ``FIELDS``): how many fp32 numbers of the tensor of that name multiply the sums before bias: 0,
+    1, or for a gated product 2 (of the gate, of the other half).
     """
 
     m: int
@@ -109,3 +116,4 @@ class Product(NamedTuple):
     gate: str | None = None
     quantized: str | None = None
     groups: Groups | None = None
+    global_scale: int = 0

@@ -12,6 +12,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.index.row_moves_operators import CHUNKS, SCATTER, SCATTER_INTO, SELECT, SELECT_INTO
 from rtkernels.ops.index.row_moves_plan import KERNELS
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
+from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.registry import Op
 
 # ---- gradients ------------------------------------------------------------------------------------------------------
@@ -23,7 +24,7 @@ class _IndexSelect(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(indices)
         ctx.rows = x.shape[0]
-        y, moved = SELECT(x, indices, scale)
+        y, moved = SELECT.call(x, indices, scale)
         ctx.mark_non_differentiable(moved)
         return y, moved
 
@@ -31,7 +32,7 @@ class _IndexSelect(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy, _):
         (indices,) = ctx.saved_tensors
-        return None if dy is None else SCATTER(dy, indices, ctx.rows, None), None, None
+        return None if dy is None else SCATTER.call(dy, indices, ctx.rows, None), None, None
 
 
 class _ScatterAdd(torch.autograd.Function):
@@ -40,7 +41,7 @@ class _ScatterAdd(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         wanted = weights is not None and ctx.needs_input_grad[3]
         ctx.save_for_backward(indices, weights, x if wanted else None)
-        return SCATTER(x, indices, rows, weights)
+        return SCATTER.call(x, indices, rows, weights)
 
     @staticmethod
     @once_differentiable
@@ -48,7 +49,7 @@ class _ScatterAdd(torch.autograd.Function):
         if dy is None:
             return None, None, None, None
         indices, weights, x = ctx.saved_tensors
-        dx, _ = SELECT(dy, indices, None)
+        dx, _ = SELECT.call(dy, indices, None)
         dw = None if x is None else (dx.float() * x.float()).sum(-1).to(weights.dtype)
         if weights is not None:
             dx = (dx.float() * weights.float()[:, None]).to(dx.dtype)
@@ -60,7 +61,7 @@ class _SortChunks(torch.autograd.Function):
     def forward(ctx, x, counts, order, scale):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(counts, order)
-        y, moved = CHUNKS(x, counts, order, scale, False)
+        y, moved = CHUNKS.call(x, counts, order, scale, False)
         ctx.mark_non_differentiable(moved)
         return y, moved
 
@@ -68,8 +69,10 @@ class _SortChunks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy, _):
         counts, order = ctx.saved_tensors
-        return None if dy is None else CHUNKS(dy, counts, order, None, True)[0], None, None, None
+        return None if dy is None else CHUNKS.call(dy, counts, order, None, True)[0], None, None, None
 
+
+_select, _scatter_add, _sort_chunks = map(applied, (_IndexSelect, _ScatterAdd, _SortChunks))
 
 # ---- public ---------------------------------------------------------------------------------------------------------
 
@@ -101,19 +104,14 @@ def index_select(
             raise ArgumentError("out is given and a tensor requires grad; expected neither, or to run under no_grad")
         moved = SELECT_INTO(out, x, indices, scale)
         return out if scale is None else (out, moved)
-    y, moved = _IndexSelect.apply(x, indices, scale) if gradient else SELECT(x, indices, scale)
+    y, moved = _select(x, indices, scale) if gradient else SELECT.call(x, indices, scale)
     return y if scale is None else (y, moved)
 
 
 def scatter_add(
-    x: Tensor,
-    indices: Tensor,
-    rows: int | None = None,
-    *,
-    weights: Tensor | None = None,
-    out: Tensor | None = None,
+    x: Tensor, indices: Tensor, rows: int | None = None, *, weights: Tensor | None = None, out: Tensor | None = None,
     accumulate: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Add every row of x to the row of the result that its index names: ``out[indices[r]] += weights[r] * x[r]``.
 
     Deterministic: the rows that share an index are added in fp32 in a fixed order (ascending; many of them in parts
@@ -141,8 +139,8 @@ def scatter_add(
         if rows is None or accumulate:
             raise ArgumentError(f"out is None, rows {rows}, accumulate {accumulate}; expected rows, or out to write to")
         if gradient:
-            return _ScatterAdd.apply(x, indices, rows, weights)
-        return SCATTER(x, indices, rows, weights)
+            return _scatter_add(x, indices, rows, weights)
+        return SCATTER.call(x, indices, rows, weights)
     if gradient or (is_grad_enabled() and out.requires_grad):
         raise ArgumentError("out is given and a tensor requires grad; expected neither, or to run under no_grad")
     if rows is not None and out.dim() and rows != out.shape[0]:
@@ -175,9 +173,9 @@ def sort_chunks(
     if not isinstance(x, Tensor):
         return interop.call(sort_chunks, x, counts, order, scale=scale)
     if is_grad_enabled() and needs_grad(x):
-        y, moved = _SortChunks.apply(x, counts, order, scale)
+        y, moved = _sort_chunks(x, counts, order, scale)
     else:
-        y, moved = CHUNKS(x, counts, order, scale, False)
+        y, moved = CHUNKS.call(x, counts, order, scale, False)
     return y if scale is None else (y, moved)
 
 

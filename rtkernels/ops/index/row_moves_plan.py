@@ -8,40 +8,35 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.index.embedding_plan import sum_steps
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.launch.memory import dense_memory
-from rtkernels.runtime.launch.plans import Plans
-from rtkernels.runtime.layout import GRID_LIMIT, block_of, check_same, group_threads, row_stride, vector_bytes
+from rtkernels.runtime.launch.memory import dense_strides
+from rtkernels.runtime.layout import GRID_LIMIT, block_of, check_same, group_threads, row_stride, token, vector_bytes
+from rtkernels.runtime.operator.declared import Meta, misaligned
+from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Step, Steps
 
-Meta = tuple[Any, ...]
 INDEX_DTYPES = (torch.int32, torch.int64)
 MAX_CHUNKS = 65536
 SHARED_CHUNKS = 8192  # more are looked up by torch: twelve bytes of shared memory each
 _CHUNK_THREADS = 512
-_ASKED_BYTES = _CHUNK_THREADS * 4 * 128  # of x that one block asks L2 for; kAskedLines in index/sort_chunks.cu
-MOST_ASKED = 2**23  # bytes
+_PREFETCHED_BYTES = _CHUNK_THREADS * 4 * 128  # of x that one block asks L2 for; kAskedLines in index/sort_chunks.cu
+MAX_PREFETCHED = 2**23  # bytes
 LIMIT = 2**31 - 1
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _SELECT = Kernel(
-    "index/index_select.cu",
-    "row_select",
-    template="BYTES",
+    "index/index_select.cu", "row_select", template="BYTES", max_registers=56,
     args="indices:ptr x:ptr y:ptr scale:ptr scale_y:ptr count:i64 units:i64 x_stride:i64 y_stride:i64 rows:i64 "
     "wide:i64 threads_per_row:i64 scale_words:i64 scale_stride:i64",
     variants=[(16,), (4,), (2,), (1,)],
-    max_registers=56,
-)
+)  # fmt: skip
 _CHUNKS = Kernel(
-    "index/sort_chunks.cu",
-    "chunk_rows",
-    template="THREADS",
+    "index/sort_chunks.cu", "chunk_rows", template="THREADS", max_registers=48,
     args="counts:ptr order:ptr source:ptr chunk_count:i64 rows:i64 counts_wide:i64 order_wide:i64 inverse:i64 "
     "x:ptr blocks:i64 ahead:i64",
     variants=[(_CHUNK_THREADS,)],
-    max_registers=48,
-)
+)  # fmt: skip
 KERNELS = (_SELECT, _CHUNKS)
 
 # ---- validation -----------------------------------------------------------------------------------------------------
@@ -80,8 +75,10 @@ def check_select(x: Meta, indices: Meta, scale: Meta | None) -> None:
     check_same("scale", scale[3], x[3], "device index")
 
 
-def check_out(out: Meta, x: Meta, count: int) -> None:
+def check_select_into(out: Meta, x: Meta, indices: Meta, scale: Meta | None) -> None:
     """Raise an ArgumentError unless selected rows can be written to a given tensor."""
+    check_select(x, indices, scale)
+    count = indices.shape[0]
     check_same("out", out[0], x[0], "dtype")
     check_same("out", out[3], x[3], "device index")
     if tuple(out[1]) != (count, x[1][1]):
@@ -91,8 +88,11 @@ def check_out(out: Meta, x: Meta, count: int) -> None:
         raise ArgumentError(f"out has strides {tuple(out[2])}; expected unit-stride rows that do not overlap")
 
 
-def check_chunks(counts: Meta, order: Meta, rows: int) -> None:
+def check_chunks(x: Meta, counts: Meta, order: Meta, scale: Meta | None, inverse: bool) -> None:
     """Raise an ArgumentError for chunks that cannot be put into another order."""
+    check_rows(x, scale)
+    check_same("counts", counts[3], x[3], "device index")
+    rows = x[1][0]
     check_indices("counts", counts, counts[3])
     check_indices("order", order, counts[3])
     if counts[1] != order[1]:
@@ -103,71 +103,103 @@ def check_chunks(counts: Meta, order: Meta, rows: int) -> None:
         raise ArgumentError(f"rows is {rows}; expected 0 to 2^31 - 1")
 
 
+def check_rows(x: Meta, scale: Meta | None) -> None:
+    check_select(x, (torch.int32, (0,), (1,), x[3]), scale)
+
+
+def check_scatter(x: Meta, indices: Meta, rows: int, weights: Meta | None) -> None:
+    """Raise an ArgumentError for rows that cannot be added to others."""
+    token("x", x.dtype)
+    if x.dim() != 2:
+        raise ArgumentError(f"x has {x.dim()} dimensions; expected 2, [rows, columns]")
+    check_indices("indices", indices, x.device)
+    if indices.shape[0] != x.shape[0]:
+        raise ArgumentError(
+            f"indices has shape {tuple(indices.shape)}; expected {(x.shape[0],)}, one for each row of x"
+        )
+    if not 0 <= rows <= LIMIT or x.shape[0] > LIMIT:
+        raise ArgumentError(f"rows is {rows} and x has {x.shape[0]} rows; expected 0 to 2^31 - 1 of either")
+    if weights is not None:
+        token("weights", weights.dtype)
+        if weights.shape != indices.shape or weights.device != x.device:
+            raise ArgumentError(
+                f"weights has shape {tuple(weights.shape)} on device index {weights.device}; expected "
+                f"{tuple(indices.shape)} on {x.device}, one for each row of x"
+            )
+
+
+def check_scatter_into(out: Meta, x: Meta, indices: Meta, weights: Meta | None, *options: Any) -> None:
+    """Raise an ArgumentError for rows that cannot be added to those of `out`."""
+    check_scatter(x, indices, out.shape[0] if out.shape else 0, weights)
+    token("out", out.dtype)
+    if out.dim() != 2 or out.shape[1] != x.shape[1] or out.device != x.device:
+        raise ArgumentError(
+            f"out has shape {tuple(out.shape)} on device index {out.device}; expected (rows, {x.shape[1]}) on "
+            f"{x.device}"
+        )
+    step = row_stride(out.shape, out.stride)
+    if step is None or (out.shape[0] > 1 and step < out.shape[1]):
+        raise ArgumentError(f"out has strides {tuple(out.stride)}; expected unit-stride rows that do not overlap")
+
+
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-def _plan_select(x: Meta, indices: Meta, scale: Meta | None, out: Meta | None, align: int, after_chunks: bool):
-    """Return ``(launch, integers, allocators and layouts of y and its scale)``; None if an input must be copied.
+def plan_select(x: Meta, indices: Meta, scale: Meta | None, device: int) -> Steps:
+    return Steps(_select(x, indices.shape[0], indices.dtype, scale, device))
 
-    Args:
-        x: Metadata.
-        indices: Metadata.
-        scale: Metadata, or None.
-        out: Metadata of y, if it is given.
-        align: Of x and y, in bytes.
-        after_chunks: The previous kernel of the stream made the indices, and nothing else that is read.
-    """
-    check_select(x, indices, scale)
-    dtype, (rows, cols), stride, device = x
-    count, size = indices[1][0], dtype.itemsize
-    if out is not None:
-        check_out(out, x, count)
-    memory = dense_memory(device, (count, cols), dtype) if out is None else None
-    scale_memory = None if scale is None else dense_memory(device, (count, *scale[1][1:]), torch.float32)
-    words = 0 if scale is None else 1 if len(scale[1]) == 1 else scale[1][1]
-    if count == 0 or cols + words == 0:
-        return None, (), memory, scale_memory
-    step = row_stride((rows, cols), stride)
-    scale_step = 0
-    if scale is not None:
-        scale_step = row_stride((rows, words), scale[2] if len(scale[1]) == 2 else (*scale[2], 1))
-    if step is None or scale_step is None or (count > 1 and indices[2] != (1,)):
-        return None
-    y_step = cols if out is None else row_stride(out[1], out[2])
-    width = vector_bytes(align, cols * size, step * size, y_step * size)
+
+def plan_select_into(out: Meta, x: Meta, indices: Meta, scale: Meta | None, device: int) -> Steps:
+    return Steps(_select(x, indices.shape[0], indices.dtype, scale, device, out=out))
+
+
+def _select(
+    x: Meta, count: int, index_dtype: torch.dtype, scale: Meta | None, device: int, out: Meta | None = None,
+    indices: str = "indices", overlap: bool = False,
+) -> Step:  # fmt: skip
+    """Return the launch that moves the rows which `count` indices name, to y or `out`."""
+    (rows, cols), size = x.shape, x.dtype.itemsize
+    stride, out_stride = row_stride(x.shape, x.stride), cols if out is None else row_stride(out.shape, out.stride)
+    words = 0 if scale is None else 1 if scale.dim() == 1 else scale.shape[1]
+    width = vector_bytes(misaligned(x, out), cols * size, stride * size, out_stride * size)
     width = 16 if width == 16 else min(width, 4)
     units = cols * size // width
     threads = group_threads(max(-(-units // 4), 1), 256)
     block = block_of(threads)
     grid = min(-(-count // (block // threads)), GRID_LIMIT)
-    launch = _SELECT.bind((width,), device, grid, block, overlap=after_chunks)
-    wide = int(indices[0] == torch.int64)
-    integers = (count, units, step * size, y_step * size, rows, wide, threads, words, scale_step * 4)
-    return launch, integers, memory, scale_memory
+    launch = _SELECT.bind((width,), device, grid, block, overlap=overlap)
+    indices_int64 = int(index_dtype == torch.int64)
+    sizes = count, units, stride * size, out_stride * size, rows, indices_int64, threads, words, words * 4
+    return Step(launch, indices, "x", "y" if out is None else "out", "scale", "moved", *sizes)
 
 
-SELECT_PLANS = Plans(_plan_select)
+def plan_scatter(x: Meta, indices: Meta, rows: int, weights: Meta | None, device: int) -> Steps:
+    shape = rows, x.shape[1]
+    out = Meta(x.dtype, shape, dense_strides(shape), device, 0)
+    return plan_scatter_into(out, x, indices, weights, False, device)
 
 
-def _plan_chunks(counts: Meta, order: Meta, rows: int, x_bytes: int):
-    """Return ``(launch, integers before and after inverse, allocator and layout of the list)``.
+def plan_scatter_into(
+    out: Meta, x: Meta, indices: Meta, weights: Meta | None, accumulate: bool, device: int
+) -> Steps:  # fmt: skip
+    names = "x", "out", "indices", 0 if weights is None else "weights"
+    return sum_steps(x, indices, out, 0, -1, device, *names, accumulate)
 
-    The launch is None if torch has to do it. `x_bytes` is how much memory the rows take.
-    """
-    check_chunks(counts, order, rows)
-    chunks, device = counts[1][0], counts[3]
-    memory = dense_memory(device, (rows,), torch.int32)
-    if chunks == 0 or chunks > SHARED_CHUNKS or rows == 0:
-        return None, (), (), memory
+
+def plan_chunks(x: Meta, counts: Meta, order: Meta, scale: Meta | None, inverse: bool, device: int) -> Steps:
+    rows, chunks = x.shape[0], counts.shape[0]
+    if chunks == 0 or chunks > SHARED_CHUNKS:
+        return IN_TORCH
     grid = max(1, min(-(-rows // _CHUNK_THREADS), device_info(device).sm_count))
-    ahead = min(x_bytes, MOST_ASKED)
-    blocks = grid + -(-ahead // _ASKED_BYTES)
+    x_bytes = ((rows - 1) * x.stride[0] + x.shape[1]) * x.dtype.itemsize
+    prefetched = min(x_bytes, MAX_PREFETCHED)
+    blocks = grid + -(-prefetched // _PREFETCHED_BYTES)
     launch = _CHUNKS.bind((_CHUNK_THREADS,), device, blocks, _CHUNK_THREADS, 4 * (3 * chunks + 2))
-    wide = tuple(int(meta[0] == torch.int64) for meta in (counts, order))
-    return launch, (chunks, rows, *wide), (grid, ahead), memory
+    int64 = (int(meta.dtype == torch.int64) for meta in (counts, order))
+    find = Step(launch, "counts", "order", "source", chunks, rows, *int64, int(inverse), "x", grid, prefetched)
+    move = _select(x, rows, torch.int32, scale, device, indices="source", overlap=True)
+    return Steps(find, move, scratch={"source": Memory((rows,), torch.int32)})
 
-
-CHUNK_PLANS = Plans(_plan_chunks)
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
 
@@ -175,11 +207,11 @@ CHUNK_PLANS = Plans(_plan_chunks)
 def select(x: Tensor, indices: Tensor) -> Tensor:
     """Return ``x[indices]``, with zeros for indices that are no row."""
     bits = x.view(_BITS[x.element_size()])  # torch cannot index every type
-    wide = indices.long()
+    places = indices.long()
     if x.shape[0] == 0 or x.numel() == 0:
         return torch.zeros((len(indices), *x.shape[1:]), dtype=bits.dtype, device=x.device).view(x.dtype)
-    valid = ((wide >= 0) & (wide < x.shape[0])).view(-1, *[1] * (x.dim() - 1))
-    return torch.where(valid, bits[wide.clamp(0, x.shape[0] - 1)], 0).view(x.dtype)
+    valid = ((places >= 0) & (places < x.shape[0])).view(-1, *[1] * (x.dim() - 1))
+    return torch.where(valid, bits[places.clamp(0, x.shape[0] - 1)], 0).view(x.dtype)
 
 
 def chunk_rows(counts: Tensor, order: Tensor, rows: int, inverse: bool) -> Tensor:

@@ -7,50 +7,21 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
 from rtkernels.ops.layout.transpose_plan import (
-    EXPERT_PLANS,
     KERNELS,
-    PLANS,
     check_experts,
     checked_dims,
     out_shape,
     padded,
     padded_rows,
+    plan,
+    plan_experts,
 )
 from rtkernels.runtime.layout import metadata
 from rtkernels.runtime.operator.autograd import needs_grad
-from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.declared import Dense, Operator, Rows, UnitStride
+from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
-
-# ---- launchers ------------------------------------------------------------------------------------------------------
-
-
-def _launch(x: Tensor, dim0: int, dim1: int, pad_to: int) -> Tensor:
-    address = x.data_ptr()
-    plan = PLANS[(x.dtype, x.shape, x.stride(), x.get_device()), dim0, dim1, pad_to, address & 15]
-    if plan is None:
-        if x.is_contiguous():
-            return _reference(x, dim0, dim1, pad_to)  # more tiles than a launch can have
-        return _launch(x.contiguous(), dim0, dim1, pad_to)
-    launch, args, allocate, layout = plan
-    y = allocate(*layout)
-    if launch is not None:
-        launch(address, y.data_ptr(), *args)
-    elif y.numel():
-        y.zero_()  # no rows, but some of padding
-    return y
-
-
-def _launch_experts(x: Tensor, counts: Tensor, pad_to: int) -> Tensor:
-    address = x.data_ptr()
-    plan = EXPERT_PLANS[metadata(x), metadata(counts), pad_to, address & 15]
-    if plan is None:
-        return _launch_experts(x.contiguous(), counts, pad_to)
-    launch, args, allocate, layout = plan
-    y = allocate(*layout)
-    if launch is not None:
-        launch(address, counts.contiguous().data_ptr(), y.data_ptr(), *args)
-    return y
-
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
 
@@ -67,7 +38,6 @@ def _reference(x: Tensor, dim0: int, dim1: int, pad_to: int) -> Tensor:
 
 
 def _reference_experts(x: Tensor, counts: Tensor, pad_to: int) -> Tensor:
-    check_experts(metadata(x), metadata(counts), pad_to)
     cols = x.shape[1]
     y = torch.zeros(padded_rows(x.shape[0], counts.shape[0], pad_to) * cols, dtype=x.dtype, device=x.device)
     first = place = 0
@@ -79,25 +49,24 @@ def _reference_experts(x: Tensor, counts: Tensor, pad_to: int) -> Tensor:
     return y
 
 
-def _fake(x, dim0, dim1, pad_to):
-    count = x.dim()
-    return x.new_empty(out_shape(x.shape, *sorted((dim0 % count, dim1 % count)), pad_to))
+def _outputs(x, dim0, dim1, pad_to):
+    low, high = sorted((dim0 % x.dim(), dim1 % x.dim()))
+    return (Memory(out_shape(x.shape, low, high, pad_to), x.dtype),)
 
 
-def _fake_experts(x, counts, pad_to):
-    experts, rows = counts.shape[0], x.shape[0]
-    return x.new_empty(padded_rows(rows, experts, pad_to) * x.shape[1])
+def _expert_outputs(x, counts, pad_to):
+    return (Memory((padded_rows(x.shape[0], counts.shape[0], pad_to) * x.shape[1],), x.dtype),)
 
 
-TRANSPOSE = TorchOp(
-    "transpose(Tensor x, int dim0, int dim1, int pad_to) -> Tensor", launch=_launch, reference=_reference, fake=_fake
-)
-EXPERTS = TorchOp(
-    "transpose_experts(Tensor x, Tensor counts, int pad_to) -> Tensor",
-    launch=_launch_experts,
-    reference=_reference_experts,
-    fake=_fake_experts,
-)
+TRANSPOSE = Operator(
+    "transpose", (UnitStride("x", None),), options="int dim0, int dim1, int pad_to", results="y", outputs=_outputs,
+    plan=plan, reference=_reference, check=checked_dims,
+)  # fmt: skip
+EXPERTS = Operator(
+    "transpose_experts", (Rows("x", None), Dense("counts", None)), options="int pad_to", results="y",
+    outputs=_expert_outputs, plan=plan_experts, reference=_reference_experts, check=check_experts,
+)  # fmt: skip
+_replay = TRANSPOSE.replay
 
 
 # ---- public ---------------------------------------------------------------------------------------------------------
@@ -107,13 +76,16 @@ class _Transpose(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, dim0: int, dim1: int, pad_to: int) -> Tensor:
         ctx.dims, ctx.size = (dim0, dim1), x.shape[min(dim0 % x.dim(), dim1 % x.dim())] if pad_to > 1 else None
-        return TRANSPOSE(x, dim0, dim1, pad_to)
+        return TRANSPOSE.call(x, dim0, dim1, pad_to)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         if ctx.size is not None:
             dy = dy.narrow(-1, 0, ctx.size)
         return transpose(dy, *ctx.dims), None, None, None
+
+
+_differentiable = applied(_Transpose)
 
 
 def transpose(x: Tensor, dim0: int = -2, dim1: int = -1, *, pad_to: int = 1) -> Tensor:
@@ -137,9 +109,12 @@ def transpose(x: Tensor, dim0: int = -2, dim1: int = -1, *, pad_to: int = 1) -> 
     """
     if not isinstance(x, Tensor):
         return interop.call(transpose, x, dim0, dim1, pad_to=pad_to)
+    y = _replay(x, dim0, dim1, pad_to)
+    if y is not None:
+        return y
     if is_grad_enabled() and needs_grad(x):
-        return _Transpose.apply(x, dim0, dim1, pad_to)
-    return TRANSPOSE(x, dim0, dim1, pad_to)
+        return _differentiable(x, dim0, dim1, pad_to)
+    return TRANSPOSE.call(x, dim0, dim1, pad_to)
 
 
 def transpose_experts(x: Tensor, counts: Tensor, *, pad_to: int = 1) -> Tensor:
@@ -165,12 +140,7 @@ def transpose_experts(x: Tensor, counts: Tensor, *, pad_to: int = 1) -> Tensor:
         return interop.call(transpose_experts, x, counts, pad_to=pad_to)
     if x.requires_grad:
         x = x.detach()
-    return EXPERTS(x, counts, pad_to)
+    return EXPERTS.call(x, counts, pad_to)
 
 
-OP = Op(
-    "transpose",
-    public=("transpose", "transpose_experts"),
-    kernels=KERNELS,
-    torch_ops=(TRANSPOSE, EXPERTS),
-)
+OP = Op("transpose", public=("transpose", "transpose_experts"), kernels=KERNELS, torch_ops=(TRANSPOSE, EXPERTS))

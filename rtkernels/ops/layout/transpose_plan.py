@@ -3,49 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.launch.device import device_info
-from rtkernels.runtime.launch.driver import Launch
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.launch.memory import dense_memory, dense_strides
-from rtkernels.runtime.launch.plans import Plans
+from rtkernels.runtime.launch.memory import dense_strides
 from rtkernels.runtime.layout import GRID_LIMIT, block_of, check_same, group_threads, row_stride, vector_bytes
+from rtkernels.runtime.operator.declared import Meta
+from rtkernels.runtime.operator.plan import IN_TORCH, Step, Steps
 
 MAX_EXPERTS = 8192  # their table is in shared memory
 _SIZES = (1, 2, 4)
 
 TILES = Kernel(
-    "layout/transpose.cu",
-    "transpose_tiles",
-    template="S",
+    "layout/transpose.cu", "transpose_tiles", template="S", max_registers=112,
     args="x:ptr y:ptr rows:i64 rows_out:i64 cols:i64 x_stride:i64 y_stride:i64 tiles_across:i64 tiles_down:i64 "
     "inner:i64 x_outer:i64 x_inner:i64 y_outer:i64 y_inner:i64 size:i64",
     variants=[(0,), (1,), (2,), (4,)],
-    max_registers=112,
-)
+)  # fmt: skip
 ROWS = Kernel(
-    "layout/transpose.cu",
-    "transpose_rows",
-    template="B",
+    "layout/transpose.cu", "transpose_rows", template="B", max_registers=64,
     args="x:ptr y:ptr pieces:i64 chunks:i64 row_bytes:i64 threads_per_row:i64 d1:i64 d2:i64 s0:i64 s1:i64 s2:i64",
     variants=[(1,), (2,), (4,), (16,)],
-    max_registers=64,
-)
+)  # fmt: skip
 EXPERTS = Kernel(
-    "layout/transpose_experts.cu",
-    "transpose_experts",
-    template="S",
+    "layout/transpose_experts.cu", "transpose_experts", template="S", max_registers=160,
     args="x:ptr counts:ptr y:ptr rows:i64 rows_out:i64 cols:i64 x_stride:i64 experts:i64 count_width:i64 pad_to:i64 "
     "tiles_across:i64 size:i64",
     variants=[(0,), (1,), (2,)],
-    max_registers=160,
-)
+)  # fmt: skip
 KERNELS = (TILES, ROWS, EXPERTS)
-Metadata = tuple[Any, ...]  # (dtype, shape, stride, device index)
 
 
 # ---- shapes and checks, shared by launchers, references and fakes ---------------------------------------------------
@@ -66,7 +55,7 @@ def _check_pad(pad_to: int) -> None:
         raise ArgumentError(f"pad_to is {pad_to}; expected 1 to 65536")
 
 
-def checked_dims(x: Metadata, dim0: int, dim1: int, pad_to: int) -> tuple[int, int]:
+def checked_dims(x: Meta, dim0: int, dim1: int, pad_to: int) -> tuple[int, int]:
     """Return the two dimensions, smaller first and not negative, or raise an ArgumentError."""
     _check_dtype(x[0])
     count = len(x[1])
@@ -91,7 +80,7 @@ def out_shape(shape: Sequence[int], low: int, high: int, pad_to: int) -> tuple[i
     return tuple(result)
 
 
-def check_experts(x: Metadata, counts: Metadata, pad_to: int) -> None:
+def check_experts(x: Meta, counts: Meta, pad_to: int) -> None:
     """Raise an ArgumentError unless rows can be transposed per expert."""
     _check_dtype(x[0])
     if len(x[1]) != 2:
@@ -116,87 +105,69 @@ def padded_rows(rows: int, experts: int, pad_to: int) -> int:
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-def _tile(size: int, wide: bool) -> tuple[int, int, int]:
+def _tile(size: int, aligned16: bool) -> tuple[int, int, int]:
     """Return rows, columns and threads of a tile (Squares and SingleElements in layout/transpose_tile.cuh)."""
-    if not wide:
+    if not aligned16:
         return 64, 64, 256
     down, n = 8 if size == 1 else 16, 16 // size
     return down * n, 16 * n, 16 * down
 
 
-def _plan(x: Metadata, dim0: int, dim1: int, pad_to: int, align: int):
+def plan(x: Meta, dim0: int, dim1: int, pad_to: int, device: int) -> Steps:
     low, high = checked_dims(x, dim0, dim1, pad_to)
-    dtype, shape, stride, device = x
-    result = dense_memory(device, out_shape(shape, low, high, pad_to), dtype)
-    if 0 in shape:
-        return None, (), *result
-    if shape[-1] > 1 and stride[-1] != 1:
-        return None
-    tiles = high == len(shape) - 1
-    found = _tiles(x, low, result[1][0], align) if tiles else _rows(x, low, high, align)
-    return None if found is None else (*found, *result)
+    if high < x.dim() - 1:
+        return _rows(x, low, high, device)
+    return _tiles(x, low, out_shape(x.shape, low, high, pad_to), device)
 
 
-def _tiles(x: Metadata, low: int, y_shape: tuple[int, ...], align: int) -> tuple[Launch, tuple[int, ...]] | None:
-    dtype, shape, stride, device = x
-    size, y_stride = dtype.itemsize, dense_strides(y_shape)
+def _tiles(x: Meta, low: int, y_shape: tuple[int, ...], device: int) -> Steps:
+    size, shape, stride, y_stride = x.dtype.itemsize, x.shape, x.stride, dense_strides(y_shape)
     others = [d for d in range(len(shape) - 1) if d != low and shape[d] > 1]
     others = [None] * (2 - len(others)) + others
     x_steps = [0 if d is None else stride[d] * size for d in others]
     y_steps = [0 if d is None else y_stride[d] * size for d in others]
     rows, cols, rows_out = shape[low], shape[-1], y_shape[-1]
     x_row = stride[low] * size if rows > 1 else 0
-    wide = vector_bytes(align, cols * size, rows_out * size, x_row, *x_steps) == 16
-    height, width, threads = _tile(size, wide)
+    aligned16 = vector_bytes(x.misaligned, cols * size, rows_out * size, x_row, *x_steps) == 16
+    height, width, threads = _tile(size, aligned16)
     across, down = -(-cols // width), -(-rows_out // height)
     outer, inner = (1 if d is None else shape[d] for d in others)
     blocks = across * down * outer * inner
     if blocks > GRID_LIMIT:
-        return None
-    launch = TILES.bind((size if wide else 0,), device, blocks, threads)
-    steps = (x_steps[0], x_steps[1], y_steps[0], y_steps[1])
-    return launch, (rows, rows_out, cols, x_row, y_stride[low] * size, across, down, inner, *steps, size)
+        return IN_TORCH
+    launch = TILES.bind((size if aligned16 else 0,), device, blocks, threads)
+    sizes = rows, rows_out, cols, x_row, y_stride[low] * size, across, down, inner, *x_steps, *y_steps, size
+    return Steps(Step(launch, "x", "y", *sizes))
 
 
-def _rows(x: Metadata, low: int, high: int, align: int) -> tuple[Launch, tuple[int, ...]] | None:
-    dtype, shape, stride, device = x
-    size = dtype.itemsize
+def _rows(x: Meta, low: int, high: int, device: int) -> Steps:
+    size, shape, stride = x.dtype.itemsize, x.shape, x.stride
     order = list(range(len(shape)))
     order[low], order[high] = high, low
     outer = [(shape[d], stride[d] * size if shape[d] > 1 else 0) for d in order[:-1]]
     outer = [(1, 0)] * (3 - len(outer)) + outer
     row_bytes = shape[-1] * size
-    access = 16 if vector_bytes(align, row_bytes, *(step for _, step in outer)) == 16 else size
+    access = 16 if vector_bytes(x.misaligned, row_bytes, *(step for _, step in outer)) == 16 else size
     vectors = row_bytes // access
     threads = group_threads(vectors, 256)
-    chunks, block = -(-vectors // threads), block_of(threads)
-    pieces = outer[0][0] * outer[1][0] * outer[2][0] * chunks
-    if pieces > GRID_LIMIT:
-        return None
-    grid = -(-pieces // (block // threads * (4 if access == 16 else 8)))
-    args = (pieces, chunks, row_bytes, threads, outer[1][0], outer[2][0], *(step for _, step in outer))
-    return ROWS.bind((access,), device, grid, block), args
+    per_row, block = -(-vectors // threads), block_of(threads)
+    slices = outer[0][0] * outer[1][0] * outer[2][0] * per_row
+    if slices > GRID_LIMIT:
+        return IN_TORCH
+    grid = -(-slices // (block // threads * (4 if access == 16 else 8)))
+    sizes = slices, per_row, row_bytes, threads, outer[1][0], outer[2][0], *(step for _, step in outer)
+    return Steps(Step(ROWS.bind((access,), device, grid, block), "x", "y", *sizes))
 
 
-def _plan_experts(x: Metadata, counts: Metadata, pad_to: int, align: int):
-    check_experts(x, counts, pad_to)
-    dtype, (rows, cols), stride, device = x
-    size, experts = dtype.itemsize, counts[1][0]
-    rows_out = padded_rows(rows, experts, pad_to)
-    result = dense_memory(device, (rows_out * cols,), dtype)
-    if 0 in x[1]:
-        return None, (), *result
-    step = row_stride(x[1], stride)
-    if step is None:
-        return None
-    wide = size < 4 and vector_bytes(align, cols * size, step * size, pad_to * size) == 16
-    height, width, threads = _tile(size, wide)
+def plan_experts(x: Meta, counts: Meta, pad_to: int, device: int) -> Steps:
+    (rows, cols), size, experts = x.shape, x.dtype.itemsize, counts.shape[0]
+    rows_out, step = padded_rows(rows, experts, pad_to), row_stride(x.shape, x.stride)
+    aligned16 = size < 4 and vector_bytes(x.misaligned, cols * size, step * size, pad_to * size) == 16
+    height, width, threads = _tile(size, aligned16)
     across = -(-cols // width)
     tiles = across * (rows_out // height + min(experts, rows))
     resident = 1024 // threads * device_info(device).sm_count
-    launch = EXPERTS.bind((size if wide else 0,), device, min(tiles, resident), threads, shared=12 * (experts + 1))
-    return launch, (rows, rows_out, cols, step * size, experts, counts[0].itemsize, pad_to, across, size), *result
-
-
-PLANS = Plans(_plan)
-EXPERT_PLANS = Plans(_plan_experts)
+    shared = 12 * (experts + 1)
+    launch = EXPERTS.bind((size if aligned16 else 0,), device, min(tiles, resident), threads, shared=shared)
+    sizes = rows, rows_out, cols, step * size, experts, counts.dtype.itemsize, pad_to, across, size
+    return Steps(Step(launch, "x", "counts", "y", *sizes))

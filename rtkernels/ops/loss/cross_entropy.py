@@ -21,6 +21,7 @@ from rtkernels.ops.loss.cross_entropy_operators import (
 from rtkernels.ops.loss.cross_entropy_plan import KERNELS, MEAN, REDUCTIONS, check_options, raise_pending
 from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable, refuse_leaf
+from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
@@ -29,7 +30,7 @@ class _TwoPass(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, labels, ignore_index, smoothing, z_loss, softcap, reduction, accuracy, in_place):
         ctx.set_materialize_grads(False)
-        loss, hits, stats, factor = FORWARD(
+        loss, hits, stats, factor = FORWARD.call(
             logits, labels, ignore_index, smoothing, z_loss, softcap, reduction, accuracy
         )
         ctx.save_for_backward(logits, labels, stats, factor)
@@ -47,7 +48,7 @@ class _TwoPass(torch.autograd.Function):
         if ctx.in_place:
             BACKWARD_IN_PLACE(dloss, logits, *more)
             return logits.detach(), *(None,) * 8
-        return BACKWARD(dloss, logits, *more), *(None,) * 8
+        return BACKWARD.call(dloss, logits, *more), *(None,) * 8
 
 
 class _OnePass(torch.autograd.Function):
@@ -59,7 +60,7 @@ class _OnePass(torch.autograd.Function):
             loss, hits, stats = ONE_PASS_IN_PLACE(logits, labels, *options)
             dlogits = logits.detach()
         else:
-            loss, hits, stats, dlogits = ONE_PASS(logits, labels, *options)
+            loss, hits, stats, dlogits = ONE_PASS.call(logits, labels, *options)
         ctx.save_for_backward(dlogits)
         ctx.made_gradient = True
         ctx.mark_non_differentiable(hits, stats)
@@ -78,36 +79,28 @@ class _OnePass(torch.autograd.Function):
         return dlogits, *(None,) * 8
 
 
+_differentiable, _differentiable_one_pass = applied(_TwoPass), applied(_OnePass)
+
+
 def _single(logits: Tensor, labels: Tensor, options, reduction: int, accuracy: bool, one_pass: bool, in_place: bool):
     """Return loss, accuracy and log-sum-exp."""
     if is_grad_enabled() and needs_grad(logits):
         if is_dynamo_compiling():
             in_place = False  # a gradient that takes the place of an input cannot be traced
             options = (options[0], *(constant(value) for value in options[1:]))
-        function = _OnePass if one_pass else _TwoPass
-        loss, hits, stats = function.apply(logits, labels, *options, reduction, accuracy, in_place)
+        function = _differentiable_one_pass if one_pass else _differentiable
+        loss, hits, stats = function(logits, labels, *options, reduction, accuracy, in_place)
     else:
-        loss, hits, stats, _ = FORWARD(logits, labels, *options, reduction, accuracy)
+        loss, hits, stats, _ = FORWARD.call(logits, labels, *options, reduction, accuracy)
     return loss, hits, stats
 
 
 def cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    reduction: str = "mean",
-    return_lse: bool = False,
-    return_accuracy: bool = False,
-    one_pass: bool = False,
-    in_place: bool = False,
-    group: Any = None,
-    vocab_start: int | None = None,
+    logits: Tensor, labels: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
+    softcap: float | None = None, reduction: str = "mean", return_lse: bool = False, return_accuracy: bool = False,
+    one_pass: bool = False, in_place: bool = False, group: Any = None, vocab_start: int | None = None,
     vocab_size: int | None = None,
-) -> Tensor | tuple[Tensor, ...]:
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Return the cross entropy of logits and labels, in fp32.
 
     With ``z = softcap * tanh(logits / softcap)`` (or the logits), ``lse = log(sum(exp(z)))``, e the smoothing and t the

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.launch.device import device_info
-from rtkernels.runtime.launch.driver import Launch
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.layout import (
+    DTYPE_TOKEN,
     GRID_LIMIT,
     block_of,
     check_same,
@@ -24,6 +23,8 @@ from rtkernels.runtime.layout import (
     token,
 )
 from rtkernels.runtime.operator.arguments import a_number
+from rtkernels.runtime.operator.declared import Argument, Meta
+from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Step, Steps
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 NONE, MEAN, SUM = 0, 1, 2
@@ -37,80 +38,58 @@ _FORWARD_BATCH, _FORWARD_BATCHES = 4, 4
 # cross_entropy_grad_long: the fewest slots (pieces of a row that a thread has in shared memory), how many pieces L2 is
 # asked ahead, registers of a thread, warps of a block at least (128 bytes and a piece of single columns have a thread
 # each), static shared memory.
-_LEAST, _AHEAD, _LONG_REGISTERS, _LEAST_WARPS, _STATIC_SHARED = 4, 2, 96, 3, 1552
+_MIN_SLOTS, _L2_PREFETCH, _LONG_REGISTERS, _MIN_WARPS, _STATIC_SHARED = 4, 2, 96, 3, 1552
 _FINE = 1.15  # rounds of rows, of which the last is partly empty, over full ones, from which rows are cut in two
 # cross_entropy_few: pieces of a thread; warps of a multiprocessor, for which it has registers, and how many of them
 # clusters fill; threads of a block at least, if a row has several blocks; blocks of a row.
-_FEW_CHUNKS, _FEW_WARPS, _FEW_CLUSTERED_WARPS, _FEW_LEAST, _FEW_BLOCKS = 5, 28, 24, 96, 8
-_FEW_FORWARD = 512 * _FEW_CHUNKS  # pieces of a row up to which cross_entropy_fwd is as fast
+_FEW_CHUNKS, _FEW_WARPS, _FEW_CLUSTERED_WARPS, _FEW_MIN_THREADS, _FEW_BLOCKS = 5, 28, 24, 96, 8
+FEW_FORWARD = 512 * _FEW_CHUNKS  # vectors of a row up to which cross_entropy_fwd is as fast
+SHORT = _SHORT_THREADS * _CHUNKS  # vectors of a row up to which cross_entropy_grad_short takes it
 _REDUCE_ROWS = 1024  # of a block of cross_entropy_reduce, if there are several
 _REDUCE_ALONE = 8192  # rows that one block takes alone
 
 FWD = Kernel(
-    "loss/cross_entropy.cu",
-    "cross_entropy_fwd",
-    template="T",
+    "loss/cross_entropy.cu", "cross_entropy_fwd", template="T", max_registers=64,
     args="x:ptr labels:ptr loss:ptr stats:ptr correct:ptr report:ptr rows:i64 cols:i64 x_stride:i64 wide:i64 "
     "ignore_index:i64 first:i64 vocabulary:i64 threads_per_row:i64 passing:i64 smoothing:f64 z_loss:f64 per_column:f64 "
     "softcap:f64",
     variants=_TYPES,
-    max_registers=64,
-)
+)  # fmt: skip
 BWD = Kernel(
-    "loss/cross_entropy.cu",
-    "cross_entropy_bwd",
-    template="T",
+    "loss/cross_entropy.cu", "cross_entropy_bwd", template="T", max_registers=64,
     args="dloss:ptr x:ptr dx:ptr labels:ptr stats:ptr factor:ptr report:ptr rows:i64 cols:i64 x_stride:i64 "
     "dx_stride:i64 dloss_stride:i64 wide:i64 ignore_index:i64 first:i64 vocabulary:i64 threads_per_row:i64 "
     "segments:i64 by_segments:i64 smoothing:f64 z_loss:f64 per_column:f64 softcap:f64",
     variants=_TYPES,
-    max_registers=64,
-)
+)  # fmt: skip
 REDUCE = Kernel(
-    "loss/cross_entropy.cu",
-    "cross_entropy_reduce",
-    template="T",
+    "loss/cross_entropy.cu", "cross_entropy_reduce", template="T", max_registers=64,
     args="loss:ptr correct:ptr labels:ptr out:ptr accuracy:ptr factor:ptr parts:ptr rows:i64 wide:i64 "
     "ignore_index:i64 mean:i64",
     variants=[("fp32",)],
-    max_registers=64,
-)
+)  # fmt: skip
 SCALE = Kernel(
-    "loss/cross_entropy.cu",
-    "cross_entropy_scale",
-    template="T",
-    args="x:ptr dloss:ptr rows:i64 cols:i64 x_stride:i64 dloss_stride:i64 threads_per_row:i64",
-    variants=_TYPES,
-    max_registers=96,
-)
+    "loss/cross_entropy.cu", "cross_entropy_scale", template="T", max_registers=96,
+    args="x:ptr dloss:ptr rows:i64 cols:i64 x_stride:i64 dloss_stride:i64 threads_per_row:i64", variants=_TYPES,
+)  # fmt: skip
 _GRAD_ARGS = (
     "x:ptr dx:ptr labels:ptr loss:ptr stats:ptr correct:ptr {} report:ptr rows:i64 cols:i64 x_stride:i64 dx_stride:i64 "
     "wide:i64 ignore_index:i64 {} smoothing:f64 z_loss:f64 per_column:f64"
 )
 GRAD_SHORT = Kernel(
-    "loss/cross_entropy_grad.cu",
-    "cross_entropy_grad_short",
-    template="T",
-    args=_GRAD_ARGS.format("factor:ptr", "threads_per_row:i64"),
-    variants=_TYPES,
-    max_registers=64,
-)
+    "loss/cross_entropy_grad.cu", "cross_entropy_grad_short", template="T", max_registers=64,
+    args=_GRAD_ARGS.format("factor:ptr", "threads_per_row:i64"), variants=_TYPES,
+)  # fmt: skip
 GRAD_LONG = Kernel(
-    "loss/cross_entropy_grad.cu",
-    "cross_entropy_grad_long",
-    template="T",
+    "loss/cross_entropy_grad.cu", "cross_entropy_grad_long", template="T", max_registers=_LONG_REGISTERS,
     args=_GRAD_ARGS.format("factor:ptr", "drawn:ptr slots:i64 turn:i64 blocks:i64 team_threads:i64 teams:i64"),
     variants=_TYPES,
-    max_registers=_LONG_REGISTERS,
-)
+)  # fmt: skip
 FEW = Kernel(
-    "loss/cross_entropy_few.cu",
-    "cross_entropy_few",
-    template="T",
+    "loss/cross_entropy_few.cu", "cross_entropy_few", template="T", max_registers=72,
     args=_GRAD_ARGS.format("out:ptr accuracy:ptr factor:ptr arrived:ptr", "kind:i64 blocks:i64 threads:i64"),
     variants=_TYPES,
-    max_registers=72,
-)
+)  # fmt: skip
 KERNELS = (FWD, BWD, REDUCE, SCALE, GRAD_SHORT, GRAD_LONG, FEW)
 
 
@@ -155,12 +134,10 @@ def raise_pending(device: int | None = None) -> None:
 
 # ---- validation -----------------------------------------------------------------------------------------------------
 
-Meta = tuple[Any, ...]
-
 
 def check(logits: Meta, labels: Meta, name: str = "logits") -> None:
     """Raise an ArgumentError for tensors that do not fit together."""
-    dtype, shape, _, device = logits
+    dtype, shape, _, device = logits[:4]
     token(name, dtype)
     if not shape:
         raise ArgumentError(f"{name} has no dimensions; expected [..., vocabulary]")
@@ -190,9 +167,9 @@ def check_options(label_smoothing: float, z_loss: float, softcap: float, reducti
 # ---- planning: plain metadata in, a bound launch out ----------------------------------------------------------------
 
 
-def _group(vectors: int, most: int, each: int = _CHUNKS) -> int:
-    """Threads of a row, with `each` pieces or more: at least 16, so that each column beside the vectors has one."""
-    return max(16, group_threads(-(-vectors // each), most))
+def _group(vectors: int, limit: int, each: int = _CHUNKS) -> int:
+    """Threads of a row, with `each` vectors or more: at least 16, so that each column beside the vectors has one."""
+    return max(16, group_threads(-(-vectors // each), limit))
 
 
 def _grid(rows: int, threads: int, segments: int = 1) -> tuple[int, int]:
@@ -203,54 +180,102 @@ def _grid(rows: int, threads: int, segments: int = 1) -> tuple[int, int]:
     return grid, block
 
 
-def _shape(logits: Meta) -> tuple[str, int, int, int, int]:
-    dtype, shape, stride, device = logits
-    return token("logits", dtype), row_count(shape), shape[-1], row_stride(shape, stride), device
+class AlignedRows(Argument):
+    """Logits whose rows have the alignment of a dense tensor's rows; others are copied."""
+
+    def fits(self, meta: Meta) -> bool:
+        stride = row_stride(meta.shape, meta.stride)
+        if stride is None or meta.misaligned:
+            return False
+        return (stride - meta.shape[-1]) * meta.dtype.itemsize % 16 == 0
+
+    def copied(self, t: Tensor) -> Tensor:
+        return t.clone(memory_format=torch.contiguous_format)
 
 
-class RowsPlan(NamedTuple):
-    """How a kernel runs that can write results and gradient at once."""
+class Call(NamedTuple):
+    """The rows of a call and its numbers.
 
-    launch: Launch | None  # None if there are no rows
-    few: bool  # cross_entropy_few, which also sums over the rows
-    drawn: bool  # needs a counter of rows
-    sizes: tuple[int, ...]  # its last integers
+    Attributes:
+        logits: Of the logits.
+        labels: Of the labels.
+        ignore_index: The label of rows that do not count.
+        numbers: Smoothing, factor of the squared log-sum-exp, smoothing of a column.
+        softcap: The limit of the logits, or 0.
+        device: CUDA ordinal, or -1.
+        names: Of the logits, their gradient, the losses of rows, their statistics, and whether they are correct.
+    """
+
+    logits: Meta
+    labels: Meta
+    ignore_index: int
+    numbers: tuple[float, float, float]
+    softcap: float
+    device: int
+    names: tuple[str | int, ...]
+
+    @property
+    def t(self) -> str:
+        return DTYPE_TOKEN[self.logits.dtype]
+
+    @property
+    def rows(self) -> int:
+        return row_count(self.logits.shape)
+
+    @property
+    def cols(self) -> int:
+        return self.logits.shape[-1]
+
+    @property
+    def stride(self) -> int:
+        return row_stride(self.logits.shape, self.logits.stride)
+
+    @property
+    def labels_int64(self) -> int:
+        return int(self.labels.dtype == torch.int64)
+
+    @property
+    def vectors(self) -> int:
+        return self.cols // _WIDTH[self.t]
 
 
-class ForwardPlan(NamedTuple):
-    """How cross_entropy_fwd runs."""
-
-    launch: Launch | None  # None if there are no rows
-    shape: tuple[int, int, int, int]  # rows, cols, x_stride, wide
-    how: tuple[int, int]  # threads of a row, whether its data passes L2
-
-
-def _plan_fwd(logits: Meta, labels: Meta, reduction: int | None) -> ForwardPlan | RowsPlan:
-    """Plan a forward pass; `reduction` is None with a cap or a part of the vocabulary: not for cross_entropy_few."""
-    check(logits, labels)
-    t, rows, cols, stride, device = _shape(logits)
-    shape, vectors = (rows, cols, stride, int(labels[0] == torch.int64)), cols // _WIDTH[t]
-    if not rows:
-        return ForwardPlan(None, shape, (0, 0))
-    if reduction is not None and (few := _plan_few(logits, _FEW_FORWARD, reduction != NONE)):
-        return few
-    info = device_info(device)
-    most = 512 if rows <= 2 * info.sm_count else _FORWARD_THREADS  # one block for each half multiprocessor, or less
-    least = min(_FORWARD_BATCHES, rows * vectors // (1024 * info.sm_count * _FORWARD_BATCH))
-    batches = max(1, least, -(-vectors // (most * _FORWARD_BATCH)))  # a part of a batch takes as long as a whole one
-    threads = _group(vectors, most, batches * _FORWARD_BATCH)
-    how = threads, int(passing(rows * cols * logits[0].itemsize))
-    return ForwardPlan(FWD.bind((t,), device, *_grid(rows, threads)), shape, how)
+def reported(device: int) -> dict[str, Any]:
+    """Return what ``Steps`` has for kernels that report bad labels: the memory, and that it is looked at."""
+    found = report(device)
+    after = found.raise_if_bad if device < 0 else None  # the emulator has finished by then
+    return {"kept": {"report": found.tensor}, "before": found.raise_if_bad, "after": after}
 
 
-def _plan_bwd(logits: Meta, labels: Meta):
-    check(logits, labels)
-    t, rows, cols, stride, device = _shape(logits)
-    vectors = cols // _WIDTH[t]
-    threads = _group(vectors, _BACKWARD_THREADS)
-    segments = max(1, -(-vectors // (threads * _CHUNKS)))
-    launch = BWD.bind((t,), device, *_grid(rows, threads, segments)) if rows else None
-    return launch, rows, cols, stride, int(labels[0] == torch.int64), threads, segments, divisor(segments)
+def row_memory(rows: int, accuracy: bool) -> dict[str, Memory]:
+    """Return scratch for the losses of rows, and for whether they are correct."""
+    numbers = Memory((rows,), torch.float32)
+    return {"losses": numbers, "correct": numbers} if accuracy else {"losses": numbers}
+
+
+def forward_step(c: Call, first: int, vocabulary: int) -> Step:
+    """Return the launch of cross_entropy_fwd for columns from `first` of a vocabulary."""
+    info, vectors = device_info(c.device), c.vectors
+    limit = 512 if c.rows <= 2 * info.sm_count else _FORWARD_THREADS  # a block for each half multiprocessor, or less
+    lower = min(_FORWARD_BATCHES, c.rows * vectors // (1024 * info.sm_count * _FORWARD_BATCH))
+    batches = max(1, lower, -(-vectors // (limit * _FORWARD_BATCH)))  # a part of a batch takes as long as a whole one
+    threads = _group(vectors, limit, batches * _FORWARD_BATCH)
+    launch = FWD.bind((c.t,), c.device, *_grid(c.rows, threads))
+    logits, _, *results = c.names
+    evict_first = int(passing(c.rows * c.cols * c.logits.dtype.itemsize))
+    sizes = c.rows, c.cols, c.stride, c.labels_int64, c.ignore_index, first, vocabulary, threads, evict_first
+    return Step(launch, logits, "labels", *results, "report", *sizes, *c.numbers, c.softcap)
+
+
+def backward_step(
+    c: Call, dloss: str, each: bool, stats: str, factor: str | int, out_stride: int, first: int, vocabulary: int
+) -> Step:
+    """Return the launch of cross_entropy_bwd. `each`: dloss has a number for each row."""
+    threads = _group(c.vectors, _BACKWARD_THREADS)
+    segments = max(1, -(-c.vectors // (threads * _CHUNKS)))
+    launch = BWD.bind((c.t,), c.device, *_grid(c.rows, threads, segments))
+    sizes = c.rows, c.cols, c.stride, out_stride, int(each), c.labels_int64, c.ignore_index, first, vocabulary
+    tensors = dloss, c.names[0], c.names[1], "labels", stats, factor, "report"
+    return Step(launch, *tensors, *sizes, threads, segments, divisor(segments), *c.numbers, c.softcap)
 
 
 def _clusters(device: int) -> bool:
@@ -274,7 +299,7 @@ def few_blocks(vectors: int, rows: int, device: int, short: int, sums: bool) -> 
     while blocks:
         warps = few_threads(vectors, blocks) // 32
         at_once = max(1, (_FEW_WARPS if blocks == 1 else _FEW_CLUSTERED_WARPS) // warps) * multiprocessors
-        work = blocks == 1 or vectors >= blocks * _FEW_LEAST * _FEW_CHUNKS
+        work = blocks == 1 or vectors >= blocks * _FEW_MIN_THREADS * _FEW_CHUNKS
         if work and warps <= _FEW_WARPS and rows * blocks <= at_once:
             break
         blocks //= 2
@@ -307,7 +332,7 @@ def long_layout(vectors: int, rows: int, device: int) -> LongLayout:
         return warps // blocks * 32
 
     def slots_of(threads: int) -> int:
-        return max(_LEAST, -(-(-(-vectors // threads) - held) // 2) * 2)
+        return max(_MIN_SLOTS, -(-(-(-vectors // threads) - held) // 2) * 2)
 
     def room(blocks: int) -> int:
         free = (info.shared_per_block + 1024) // blocks - 1024 - _STATIC_SHARED
@@ -316,7 +341,7 @@ def long_layout(vectors: int, rows: int, device: int) -> LongLayout:
     def filled(threads: int) -> bool:  # no register without a piece
         return vectors >= (held + 1) * threads
 
-    counts = range(1, warps // _LEAST_WARPS + 1)
+    counts = range(1, warps // _MIN_WARPS + 1)
     most = max((b for b in counts if slots_of(threads_of(b)) <= room(b)), default=0)
     wanted = max(-(-rows // info.sm_count), next(b for b in counts if filled(threads_of(b)) or b == counts[-1]))
     blocks, team = max(1, min(most, wanted)), 1
@@ -332,35 +357,34 @@ def long_layout(vectors: int, rows: int, device: int) -> LongLayout:
     return LongLayout(grid, threads, slots * threads * 16, slots, team, held)
 
 
-def _plan_few(logits: Meta, short: int, sums: bool) -> RowsPlan | None:
-    """Plan cross_entropy_few, if it is the best for these rows."""
-    t, rows, cols, _, device = _shape(logits)
-    vectors = cols // _WIDTH[t]
-    blocks = few_blocks(vectors, rows, device, short, sums)
+def few_rows_step(c: Call, short: int, reduction: int, out_stride: int, sums: tuple[str | int, ...]) -> Step | None:
+    """Return the launch of cross_entropy_few, if it is the best for these rows. `sums`: loss, accuracy, factor."""
+    summed = reduction != NONE
+    blocks = few_blocks(c.vectors, c.rows, c.device, short, summed)
     if not blocks:
         return None
-    threads = few_threads(vectors, blocks)
-    launch = FEW.bind((t,), device, rows * blocks, threads, cluster=blocks)
-    return RowsPlan(launch, True, False, (blocks, blocks * threads))
+    threads = few_threads(c.vectors, blocks)
+    launch = FEW.bind((c.t,), c.device, c.rows * blocks, threads, cluster=blocks)
+    logits, out, *results = c.names
+    sums = (*sums, "arrived") if summed else (0, 0, 0, 0)
+    sizes = c.rows, c.cols, c.stride, out_stride, c.labels_int64, c.ignore_index, reduction, blocks, blocks * threads
+    return Step(launch, logits, out, "labels", *results, *sums, "report", *sizes, *c.numbers)
 
 
-def _plan_rows(logits: Meta, labels: Meta, reduction: int | None) -> RowsPlan:
-    """Plan a kernel of one pass; `reduction` is None if a factor is given, which cross_entropy_few does not take."""
-    check(logits, labels)
-    t, rows, cols, _, device = _shape(logits)
-    vectors, short, overlap = cols // _WIDTH[t], _SHORT_THREADS * _CHUNKS, reduction == MEAN
-    if not rows:
-        return RowsPlan(None, False, False, ())
-    if reduction is not None and (few := _plan_few(logits, short, reduction != NONE)):
-        return few
-    if vectors <= short:
-        threads = _group(vectors, _SHORT_THREADS)
-        launch = GRAD_SHORT.bind((t,), device, *_grid(rows, threads), overlap=overlap)
-        return RowsPlan(launch, False, False, (threads,))
-    grid, threads, shared, slots, blocks, held = long_layout(vectors, rows, device)
-    turn = (-(-vectors // (threads * blocks)) - _AHEAD - held + 1) // 2 * 2
-    launch = GRAD_LONG.bind((t,), device, grid, threads, shared, overlap=overlap, cluster=blocks)
-    return RowsPlan(launch, False, True, (slots, turn, blocks, threads * blocks, grid // blocks))
+def gradient_step(c: Call, factor: str | int, out_stride: int, overlap: bool) -> Step:
+    """Return the launch of a kernel that writes results and gradient from one read of the logits."""
+    logits, out, *results = c.names
+    tensors = logits, out, "labels", *results, factor, "report"
+    sizes = c.rows, c.cols, c.stride, out_stride, c.labels_int64, c.ignore_index
+    if c.vectors <= SHORT:
+        threads = _group(c.vectors, _SHORT_THREADS)
+        launch = GRAD_SHORT.bind((c.t,), c.device, *_grid(c.rows, threads), overlap=overlap)
+        return Step(launch, *tensors, *sizes, threads, *c.numbers)
+    grid, threads, shared, slots, blocks, in_registers = long_layout(c.vectors, c.rows, c.device)
+    stage = (-(-c.vectors // (threads * blocks)) - _L2_PREFETCH - in_registers + 1) // 2 * 2
+    launch = GRAD_LONG.bind((c.t,), c.device, grid, threads, shared, overlap=overlap, cluster=blocks)
+    layout = slots, stage, blocks, threads * blocks, grid // blocks
+    return Step(launch, *tensors, *sizes, "drawn", *layout, *c.numbers)
 
 
 def reduce_blocks(rows: int) -> int:
@@ -368,25 +392,29 @@ def reduce_blocks(rows: int) -> int:
     return 1 if rows <= _REDUCE_ALONE else min(-(-rows // _REDUCE_ROWS), 1024)
 
 
-def _plan_reduce(device: int, overlap: bool, blocks: int):
-    return REDUCE.bind(("fp32",), device, blocks, 1024, overlap=overlap)
+def reduce_step(
+    c: Call, losses: str | int, correct: str | int, results: tuple[str | int, ...], mean: bool, overlap: bool,
+    parts: str = "parts",
+) -> tuple[Step, dict[str, int]]:  # fmt: skip
+    """Return the launch that sums over rows, and the zeros that it needs. `results`: loss, accuracy, factor.
+
+    What several blocks leave for the last one, a counter and numbers, is memory that nobody gets a second time: kernels
+    that start before this one has ended must not get what it still needs.
+    """
+    blocks = reduce_blocks(c.rows)
+    launch = REDUCE.bind(("fp32",), c.device, blocks, 1024, overlap=overlap)
+    zeros = {parts: 3 * blocks + 1} if blocks > 1 else {}
+    numbers = c.rows, c.labels_int64, c.ignore_index, int(mean)
+    return Step(launch, losses, correct, "labels", *results, parts if zeros else 0, *numbers), zeros
 
 
-def _plan_scale(x: Meta):
-    t, rows, cols, stride, device = _shape(x)
+def plan_scale(dlogits: Meta, dloss: Meta, device: int) -> Steps:
+    stride = row_stride(dlogits.shape, dlogits.stride)
+    if stride is None:
+        return IN_TORCH
+    rows, cols, t = row_count(dlogits.shape), dlogits.shape[-1], DTYPE_TOKEN[dlogits.dtype]
     threads = _group(cols // _WIDTH[t], _BACKWARD_THREADS)
     block = block_of(threads)
     grid = min(-(-rows // (block // threads)), 8 * device_info(device).sm_count)
-    return (SCALE.bind((t,), device, grid, block, overlap=True) if rows and cols else None), rows, cols, stride, threads
-
-
-FWD_PLANS, BWD_PLANS, ROWS_PLANS = Plans(_plan_fwd), Plans(_plan_bwd), Plans(_plan_rows)
-REDUCE_PLANS, SCALE_PLANS = Plans(_plan_reduce), Plans(_plan_scale)
-
-
-def aligned(x: Tensor) -> Tensor:
-    """Return logits whose rows have the alignment of a dense tensor's rows: as they are, or a copy."""
-    stride = row_stride(x.shape, x.stride())
-    if stride is not None and x.data_ptr() % 16 == 0 and (stride - x.shape[-1]) * x.element_size() % 16 == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    launch = SCALE.bind((t,), device, grid, block, overlap=True)
+    return Steps(Step(launch, "dlogits", "dloss", rows, cols, stride, int(dloss.numel() != 1), threads))

@@ -5,50 +5,45 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rtkernels.ops.loss.cross_entropy_plan import MEAN, NONE, REDUCE_PLANS, reduce_blocks
-from rtkernels.runtime.launch.memory import fresh_zeros
-from rtkernels.runtime.layout import address, nothing
+from rtkernels.ops.loss.cross_entropy_plan import MEAN, Call, reduce_step
+from rtkernels.runtime.layout import nothing
+from rtkernels.runtime.operator.declared import Dense, Internal, Meta
+from rtkernels.runtime.operator.plan import Memory, Steps
 
 
-def floats(like: Tensor, *shape: int) -> Tensor:
-    """Return an uninitialised fp32 tensor on the device of another one."""
-    return torch.empty(shape, dtype=torch.float32, device=like.device)
+def _call(labels: Meta, ignore_index: int, device: int) -> Call:
+    logits = Meta(torch.float32, (*labels.shape, 1), (*labels.stride, 1), device, 0)
+    return Call(logits, labels, ignore_index, (), 0.0, device, ())
 
 
-def reduce_rows(losses: Tensor, correct: Tensor | None, labels: Tensor, ignore_index: int, reduction: int, count):
-    """Return loss, accuracy and ``1 / rows that count`` (if `count`) from the numbers of the rows."""
-    loss, accuracy = floats(losses), nothing(losses) if correct is None else floats(losses)
-    factor = floats(losses, 1) if count else None
-    rows = losses.numel()
-    if rows == 0:  # its address is null, which means something else to the kernel
-        return loss.zero_(), accuracy.zero_(), None if factor is None else factor.zero_()
-    _reduce(losses, correct, labels, loss, accuracy, factor, ignore_index, reduction, True)
-    return loss, accuracy, factor
+def _plan_count(labels: Meta, ignore_index: int, device: int) -> Steps:
+    step, zeros = reduce_step(_call(labels, ignore_index, device), 0, 0, (0, 0, "factor"), True, False)
+    return Steps(step, zeros=zeros)
 
 
-def count_rows(labels: Tensor, ignore_index: int) -> Tensor:
-    """Return ``1 / rows that count``, ``[1]``."""
-    factor = floats(labels, 1)
-    _reduce(None, None, labels, None, None, factor, ignore_index, MEAN, False)
-    return factor
-
-
-def _reduce(losses, correct, labels, loss, accuracy, factor, ignore_index, reduction, overlap) -> None:
-    device, rows = labels.get_device(), labels.numel()
-    blocks = reduce_blocks(rows)
-    # What several blocks leave for the last one. A counter and these numbers are in one piece of memory that nobody
-    # gets again: kernels that start early must not get what this one still needs.
-    parts = fresh_zeros(device, 3 * blocks + 1) if blocks > 1 else None
-    REDUCE_PLANS[device, overlap, blocks](
-        address(losses), address(correct), labels.data_ptr(), address(loss), address(accuracy), address(factor),
-        address(parts), rows, int(labels.dtype == torch.int64), ignore_index, int(reduction == MEAN),
+def _plan_reduce(losses: Meta, correct: Meta | None, labels: Meta, ignore_index: int, reduction: int, device: int):
+    results = "loss", "accuracy", 0
+    step, zeros = reduce_step(
+        _call(labels, ignore_index, device), "losses", "correct", results, reduction == MEAN, True
     )  # fmt: skip
+    return Steps(step, zeros=zeros)
 
 
-def results_of(losses: Tensor, correct: Tensor | None, labels: Tensor, ignore_index: int, reduction: int, count):
-    """As `reduce_rows`, or the numbers of the rows themselves without a reduction; empty tensors for None."""
-    if reduction == NONE:
-        shape = labels.shape
-        return losses.view(shape), nothing(losses) if correct is None else correct.view(shape), nothing(losses)
-    loss, accuracy, factor = reduce_rows(losses, correct, labels, ignore_index, reduction, count)
-    return loss, accuracy, nothing(losses) if factor is None else factor
+def _no_rows(losses: Tensor, correct: Tensor | None, *_) -> tuple[Tensor, Tensor]:
+    return losses.new_zeros(()), nothing(losses) if correct is None else losses.new_zeros(())
+
+
+_NUMBER = Memory((), torch.float32)
+_LABELS = Dense("labels", None)
+# 1 / rows that count, [1].
+COUNT = Internal(
+    "cross_entropy_count", (_LABELS,), options="int ignore_index", results="factor",
+    outputs=lambda *_: (Memory((1,), torch.float32),), plan=_plan_count, reference=None, plans_empty=True,
+)  # fmt: skip
+# Loss and accuracy from the numbers of the rows.
+REDUCE = Internal(
+    "cross_entropy_reduce", (Dense("losses", None), Dense("correct", None, optional=True), _LABELS),
+    options="int ignore_index, int reduction", results="loss accuracy",
+    outputs=lambda losses, correct, *_: (_NUMBER, None if correct is None else _NUMBER), plan=_plan_reduce,
+    reference=_no_rows,
+)  # fmt: skip

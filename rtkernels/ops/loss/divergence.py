@@ -24,6 +24,7 @@ from rtkernels.ops.reduce.softmax import log_softmax
 from rtkernels.runtime.layout import token
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
+from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
@@ -37,9 +38,9 @@ class _Divergence(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.settings = ignore, mode, beta
         if factor is None:
-            loss, total = EACH(x, target, labels, ignore, mode, beta), None
+            loss, total = EACH.call(x, target, labels, ignore, mode, beta), None
         else:
-            total = FORWARD(x, target, labels, ignore, mode, beta, factor, over)
+            total = FORWARD.call(x, target, labels, ignore, mode, beta, factor, over)
             loss = total[0].clone()
         ctx.save_for_backward(x, target, labels, total)
         return loss
@@ -52,7 +53,7 @@ class _Divergence(torch.autograd.Function):
             x, target, labels, total = ctx.saved_tensors
             for i in (0, 1):
                 if ctx.needs_input_grad[i]:
-                    grads[i] = BACKWARD(grad, x, target, labels, total, *ctx.settings, i == 1)
+                    grads[i] = BACKWARD.call(grad, x, target, labels, total, *ctx.settings, i == 1)
         return *grads, None, None, None, None, None, None
 
 
@@ -60,7 +61,7 @@ class _OnePass(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, target, labels, ignore, mode, beta, factor, over):
         ctx.set_materialize_grads(False)
-        total, dx = BOTH(x, target, labels, ignore, mode, beta, factor, over)
+        total, dx = BOTH.call(x, target, labels, ignore, mode, beta, factor, over)
         ctx.save_for_backward(dx)
         ctx.made_gradient = True
         return total[0].clone()
@@ -78,6 +79,9 @@ class _OnePass(torch.autograd.Function):
         return dx, *(None,) * 7
 
 
+_differentiable, _differentiable_one_pass = applied(_Divergence), applied(_OnePass)
+
+
 def _divergence(x, target, labels, ignore, mode, beta, reduction, per_row: bool, temperature, one_pass) -> Tensor:
     """Reduce and differentiate. per_row: "batchmean" is the mean over rows, not over the first dimension."""
     an_integer("ignore_index", ignore)
@@ -93,12 +97,12 @@ def _divergence(x, target, labels, ignore, mode, beta, reduction, per_row: bool,
         if is_dynamo_compiling():
             beta, factor = constant(beta), None if factor is None else constant(factor)
         one_pass = one_pass and factor is not None and not target.requires_grad
-        function = _OnePass if one_pass else _Divergence
-        loss = function.apply(x, target, labels, ignore, mode, beta, factor, over)
+        function = _differentiable_one_pass if one_pass else _differentiable
+        loss = function(x, target, labels, ignore, mode, beta, factor, over)
     elif factor is None:
-        loss = EACH(x, target, labels, ignore, mode, beta)
+        loss = EACH.call(x, target, labels, ignore, mode, beta)
     else:
-        loss = FORWARD(x, target, labels, ignore, mode, beta, factor, over)[0]
+        loss = FORWARD.call(x, target, labels, ignore, mode, beta, factor, over)[0]
     return loss * scale if factor is None and scale != 1.0 else loss
 
 
@@ -122,17 +126,10 @@ def _check_temperature(temperature: float, from_logits: bool) -> None:
 
 
 def kl_div(
-    input: Tensor,
-    target: Tensor,
-    *,
-    log_target: bool = False,
-    reduction: str = "batchmean",
-    labels: Tensor | None = None,
-    ignore_index: int = -100,
-    from_logits: bool = False,
-    temperature: float = 1.0,
+    input: Tensor, target: Tensor, *, log_target: bool = False, reduction: str = "batchmean",
+    labels: Tensor | None = None, ignore_index: int = -100, from_logits: bool = False, temperature: float = 1.0,
     one_pass: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the divergence ``sum(P * (log P - log Q))`` of predictions Q from a target P, as torch's ``kl_div``.
 
     Computed in fp32. Classes with P = 0 count as 0, even where log Q is -inf (torch gives NaN). Differentiable once in
@@ -170,17 +167,9 @@ def kl_div(
 
 
 def jsd(
-    input: Tensor,
-    target: Tensor,
-    *,
-    beta: float = 0.5,
-    reduction: str = "batchmean",
-    labels: Tensor | None = None,
-    ignore_index: int = -100,
-    from_logits: bool = False,
-    temperature: float = 1.0,
-    one_pass: bool = False,
-) -> Tensor:
+    input: Tensor, target: Tensor, *, beta: float = 0.5, reduction: str = "batchmean", labels: Tensor | None = None,
+    ignore_index: int = -100, from_logits: bool = False, temperature: float = 1.0, one_pass: bool = False,
+) -> Tensor:  # fmt: skip
     """Return the generalised Jensen-Shannon divergence of predictions Q and a target P.
 
     ``beta * KL(P || M) + (1 - beta) * KL(Q || M)`` with ``M = beta * P + (1 - beta) * Q``; by convention KL(P || Q) for
@@ -218,9 +207,4 @@ def jsd(
     return _divergence(input, target, labels, ignore_index, mode, beta, reduction, True, temperature, one_pass)
 
 
-OP = Op(
-    "divergence",
-    public=("kl_div", "jsd"),
-    kernels=KERNELS,
-    torch_ops=(FORWARD, BOTH, EACH, BACKWARD),
-)
+OP = Op("divergence", public=("kl_div", "jsd"), kernels=KERNELS, torch_ops=(FORWARD, BOTH, EACH, BACKWARD))

@@ -6,23 +6,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.layout import (
     DTYPE_TOKEN,
     GRID_LIMIT,
     block_of,
     check_same,
     group_threads,
-    metadata,
     row_count,
     row_stride,
     token,
     vector_bytes,
 )
+from rtkernels.runtime.operator.declared import Meta, misaligned
+from rtkernels.runtime.operator.plan import Step
 
 # What the operators compute; the kernels know the first three. REVERSE is LOGARITHM with x and target exchanged.
 PROBABILITY, LOGARITHM, MIXED, REVERSE = range(4)
@@ -32,38 +31,27 @@ BY_NOTHING, BY_ROWS, BY_FIRST, BY_ELEMENTS = range(4)
 _UNIT = "loss/divergence.cu"
 _VARIANTS = [(2, 8), (4, 4), (4, 1)]
 _THREADS, _TOTAL_THREADS = 256, 1024
-_AHEAD = 2  # pieces of each input in flight in a thread
+_LOADS_IN_FLIGHT = 2  # vectors of each input in a thread
 
 _FWD = Kernel(
-    _UNIT,
-    "divergence_fwd",
-    template="BYTES VEC",
+    _UNIT, "divergence_fwd", template="BYTES VEC", max_registers=84,
     args="x:ptr target:ptr labels:ptr row_loss:ptr each:ptr out:ptr total:ptr rows:i64 cols:i64 x_stride:i64 "
     "target_stride:i64 wide:i64 ignore:i64 threads_per_row:i64 half:i64 mode:i64 in_target:i64 beta:f64 scale:f64",
     variants=_VARIANTS,
-    max_registers=84,
-)
+)  # fmt: skip
 _TOTAL = Kernel(
-    _UNIT,
-    "divergence_total",
-    template="THREADS",
+    _UNIT, "divergence_total", template="THREADS", max_registers=48,
     args="row_loss:ptr labels:ptr total:ptr rows:i64 wide:i64 ignore:i64 divide:i64 factor:f64",
     variants=[(_TOTAL_THREADS,)],
-    max_registers=48,
-)
+)  # fmt: skip
 _BWD = Kernel(
-    _UNIT,
-    "divergence_bwd",
-    template="BYTES VEC",
+    _UNIT, "divergence_bwd", template="BYTES VEC", max_registers=84,
     args="x:ptr target:ptr labels:ptr grad:ptr total:ptr each:ptr out:ptr rows:i64 cols:i64 x_stride:i64 "
     "target_stride:i64 each_stride:i64 wide:i64 ignore:i64 threads_per_row:i64 half:i64 mode:i64 in_target:i64 "
     "beta:f64",
     variants=_VARIANTS,
-    max_registers=84,
-)
+)  # fmt: skip
 KERNELS = (_FWD, _TOTAL, _BWD)
-
-Meta = tuple[Any, ...]
 
 
 def resolve(shape: Sequence[int], over: int, factor: float) -> tuple[float, bool]:
@@ -76,7 +64,7 @@ def resolve(shape: Sequence[int], over: int, factor: float) -> tuple[float, bool
     return factor / max(shape[-1], 1) if over == BY_ELEMENTS else factor, over != BY_NOTHING
 
 
-def check(x: Meta, target: Meta, labels: Meta | None) -> None:
+def check(x: Meta, target: Meta, labels: Meta | None, *options: Any) -> None:
     """Raise an ArgumentError for arguments that do not fit together."""
     token("input", x[0])
     if not x[1]:
@@ -95,10 +83,11 @@ def check(x: Meta, target: Meta, labels: Meta | None) -> None:
 
 
 def check_bwd(
-    grad: Tensor, x: Tensor, target: Tensor, labels: Tensor | None, total: Tensor | None, mode: int, in_target: bool
-) -> None:
+    grad: Meta, x: Meta, target: Meta, labels: Meta | None, total: Meta | None, ignore: int, mode: int, beta: float,
+    in_target: bool,
+) -> None:  # fmt: skip
     """Raise an ArgumentError for arguments of the gradient that do not fit together."""
-    check(metadata(x), metadata(target), metadata(labels))
+    check(x, target, labels)
     if in_target and mode == PROBABILITY:
         raise ArgumentError("target requires grad; expected none, or log_target=True")
     if total is None:
@@ -109,48 +98,79 @@ def check_bwd(
         raise ArgumentError(f"grad has dtype {kind} and {grad.numel()} elements; expected one float32 number")
 
 
-def _shape_of_work(tensors: tuple[Meta, ...], align: int):
-    """Return ``(variant, rows, cols, row strides, grid, block, threads per row)``; None if it must be dense fp32."""
+def _work(*tensors: Meta) -> tuple[tuple[int, int], tuple[int, ...], tuple[int, int], tuple[int, int]] | None:
+    """Return variant, sizes and strides, grid and block, threads per row and type; None if it must be dense fp32."""
     dtype, shape = tensors[0][:2]
     rows, cols, size = row_count(shape), shape[-1], dtype.itemsize
-    strides = [row_stride(t[1], t[2]) for t in tensors]
-    full = vector_bytes(align, cols * size, *(s * size for s in strides)) == 16
-    if not full and size == 2:
+    strides = [row_stride(t.shape, t.stride) for t in tensors]
+    aligned16 = vector_bytes(misaligned(*tensors), cols * size, *(s * size for s in strides)) == 16
+    if not aligned16 and size == 2:
         return None
-    vec = 16 // size if full else 1
-    threads = group_threads(-(-cols // (vec * _AHEAD)), _THREADS)
+    vec = 16 // size if aligned16 else 1
+    threads = group_threads(-(-cols // (vec * _LOADS_IN_FLIGHT)), _THREADS)
     block = block_of(threads)
     grid = min(-(-rows // (block // threads)), GRID_LIMIT)
-    return (size, vec), rows, cols, strides, grid, block, threads
+    return (size, vec), (rows, cols, *strides), (grid, block), (threads, int(DTYPE_TOKEN[dtype] == "fp16"))
 
 
-def _is_half(meta: Meta) -> int:
-    return int(DTYPE_TOKEN[meta[0]] == "fp16")
+def labels_int64(labels: Meta | None) -> int:
+    return int(labels is not None and labels.dtype == torch.int64)
 
 
-def _plan_fwd(x: Meta, target: Meta, align: int, wide: bool):
-    """Return ``(launch, integers up to wide, integers after ignore)``; None if inputs must become fp32."""
-    work = _shape_of_work((x, target), align)
+def terms_step(
+    x: Meta, target: Meta, labels: Meta | None, ignore: int, mode: int, beta: float, device: int,
+    results: tuple[str | int, ...], in_target: bool = False, scale: float = 1.0,
+) -> Step | None:  # fmt: skip
+    """Return the launch for the terms and their gradient in x or the target; None if both must become fp32.
+
+    Args:
+        x: Logarithms of probabilities.
+        target: The same, or probabilities.
+        labels: Of the rows, or None.
+        ignore: The label of rows that do not count.
+        mode: PROBABILITY to REVERSE.
+        beta: Of MIXED.
+        device: CUDA ordinal, or -1.
+        results: Names of the sums of rows, of the terms, of the gradient, and of a factor of the gradient.
+        in_target: The gradient is that in the target.
+        scale: Factor of the gradient.
+    """
+    names = "x", "target"
+    if mode == REVERSE:
+        x, target, mode, in_target, names = target, x, LOGARITHM, not in_target, names[::-1]
+    work = _work(x, target)
     if work is None:
         return None
-    variant, rows, cols, strides, grid, block, threads = work
-    launch = _FWD.bind(variant, x[3], grid, block)
-    return launch, (rows, cols, *strides, int(wide)), (threads, _is_half(x))
+    variant, sizes, grid, how = work
+    launch = _FWD.bind(variant, device, *grid)
+    numbers = *sizes, labels_int64(labels), ignore, *how, mode, int(in_target), beta, scale
+    return Step(launch, *names, "labels", *results, *numbers)
 
 
-def _plan_total(device: int):
-    return _TOTAL.bind((_TOTAL_THREADS,), device, 1, _TOTAL_THREADS, overlap=True)
+def total_step(
+    x: Meta, labels: Meta | None, ignore: int, divide: bool, factor: float, device: int, row_loss: str | int, total: str
+) -> Step:
+    """Return the launch for the reduced loss and its factor from the sums of the rows; only the factor without them."""
+    launch = _TOTAL.bind((_TOTAL_THREADS,), device, 1, _TOTAL_THREADS, overlap=True)
+    numbers = row_count(x.shape), labels_int64(labels), ignore, int(divide), factor
+    return Step(launch, row_loss, "labels", total, *numbers)
 
 
-def _plan_bwd(x: Meta, target: Meta, each: Meta | None, align: int, wide: bool):
-    """As `_plan_fwd`, with the incoming gradient of every element."""
-    work = _shape_of_work((x, target) if each is None else (x, target, each), align)
+def gradient_step(
+    grad: Meta, x: Meta, target: Meta, labels: Meta | None, total: Meta | None, ignore: int, mode: int, beta: float,
+    in_target: bool, device: int,
+) -> Step | None:  # fmt: skip
+    """Return the launch for the gradient; None if tensors must become fp32."""
+    names = "x", "target"
+    if mode == REVERSE:
+        x, target, mode, in_target, names = target, x, LOGARITHM, not in_target, names[::-1]
+    elif mode == MIXED and in_target:
+        x, target, beta, in_target, names = target, x, 1.0 - beta, False, names[::-1]
+    each = total is None  # the gradient of every element
+    work = _work(x, target, grad) if each else _work(x, target)
     if work is None:
         return None
-    variant, rows, cols, strides, grid, block, threads = work
-    launch = _BWD.bind(variant, x[3], grid, block)
-    strides = (*strides, 0) if each is None else strides
-    return launch, (rows, cols, *strides, int(wide)), (threads, _is_half(x))
-
-
-FWD_PLANS, TOTAL_PLANS, BWD_PLANS = Plans(_plan_fwd), Plans(_plan_total), Plans(_plan_bwd)
+    variant, sizes, grid, how = work
+    launch = _BWD.bind(variant, device, *grid)
+    numbers = *sizes, *([] if each else [0]), labels_int64(labels), ignore, *how, mode, int(in_target), beta
+    return Step(launch, *names, "labels", "grad", "total", "grad" if each else 0, "out", *numbers)

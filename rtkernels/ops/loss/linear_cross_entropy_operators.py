@@ -217,12 +217,12 @@ def _rows_launch(logits, labels, losses, correct, factor, options):
 
 def _gradient_launch(logits, labels, losses, correct, factor, options):
     stats = torch.empty(2, labels.numel(), dtype=torch.float32, device=logits.device)
-    rows_ops.gradient_in_place(logits, labels, losses, stats, correct, factor, *options)
+    rows_ops.CHUNK.launch(logits, labels, losses, stats, correct, factor, *options)
     return stats
 
 
 def _reduce_launch(losses, correct, labels, ignore_index, reduction):
-    return reduction_ops.reduce_rows(losses, correct, labels, ignore_index, reduction, False)[:2]
+    return reduction_ops.REDUCE.launch(losses, correct, labels, ignore_index, reduction)
 
 
 def _launch_fwd(*args):
@@ -244,7 +244,7 @@ def _launch_bwd(*args):
 
 
 _KERNELS = _Functions(
-    _rows_launch, _gradient_launch, _row_gradient_launch, reduction_ops.count_rows, _reduce_launch, slabs.KERNELS
+    _rows_launch, _gradient_launch, _row_gradient_launch, reduction_ops.COUNT.launch, _reduce_launch, slabs.KERNELS
 )
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.loss.cross_entropy_plan import MEAN, NONE, check, check_options
-from rtkernels.runtime.layout import metadata, nothing
+from rtkernels.ops.loss.cross_entropy_plan import MEAN, NONE
+from rtkernels.runtime.layout import nothing
 
 
 def check_range(labels: Tensor, ignore_index: int, vocabulary: int) -> None:
@@ -27,16 +27,10 @@ def _capped(logits: Tensor, softcap: float) -> Tensor:
 
 
 def parts(
-    logits: Tensor,
-    labels: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float,
-    first: int,
+    logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float, softcap: float, first: int,
     vocabulary: int,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return ``[5, rows]``: top, level, score of the label, sum of scores, whether the label is the first largest."""
-    check(metadata(logits), metadata(labels))
     check_range(labels, ignore_index, vocabulary)
     z, labels = _capped(logits, softcap).reshape(-1, logits.shape[-1]), labels.reshape(-1).long()
     ignored, column = labels == ignore_index, labels - first
@@ -73,7 +67,6 @@ def reduced(losses: Tensor, labels: Tensor, ignore_index: int, reduction: int) -
 
 def forward(logits, labels, ignore_index, label_smoothing, z_loss, softcap, reduction, accuracy):
     """The operator ``cross_entropy_fwd``."""
-    check_options(label_smoothing, z_loss, softcap, reduction)
     vocabulary = logits.shape[-1] if logits.dim() else 0
     top, level, target, total, correct = parts(
         logits, labels, ignore_index, label_smoothing, softcap, 0, vocabulary
@@ -99,9 +92,7 @@ def backward(
     column = labels - first
     here = (column >= 0) & (column < z.shape[-1]) & (labels != ignore_index)
     d.scatter_add_(
-        -1,
-        torch.where(here, column, 0).unsqueeze(-1),
-        torch.where(here, (label_smoothing - 1) * g, 0.0).unsqueeze(-1),
+        -1, torch.where(here, column, 0).unsqueeze(-1), torch.where(here, (label_smoothing - 1) * g, 0.0).unsqueeze(-1)
     )
     if softcap:
         d = d * (1 - (z / softcap).square())

@@ -2,54 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.moe import moe_index_layout as layout
-from rtkernels.ops.moe.moe_index_layout import MoeIndex, most_rows
-from rtkernels.ops.moe.moe_index_plan import INDEX_PLANS, KERNELS, MAP_DTYPES, MAP_PLANS, check, check_map, is_map
-from rtkernels.runtime.layout import metadata
+from rtkernels.ops.moe.moe_index_layout import MoeIndex, max_rows
+from rtkernels.ops.moe.moe_index_plan import KERNELS, check, check_map, is_map, plan_index, plan_map
 from rtkernels.runtime.operator.arguments import an_integer
-from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.declared import Dense, Operator
+from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
-
-# ---- launchers ------------------------------------------------------------------------------------------------------
-
-
-def _launch_index(routing: Tensor, experts: int, top_k: int, multiple_of: int, rows: int) -> tuple[Tensor, ...]:
-    address = routing.data_ptr()
-    plan = INDEX_PLANS[metadata(routing), experts, top_k, multiple_of, rows, address & 3]
-    if plan is None:
-        return _launch_index(routing.contiguous(), experts, top_k, multiple_of, rows)
-    count, count_args, place, place_args, outputs, (new_table, table_layout) = plan
-    results = tuple([new(*memory) for new, memory in outputs])
-    table = new_table(*table_layout)
-    pointers = [t.data_ptr() for t in results]
-    if routing.dtype in MAP_DTYPES:  # the list of choices becomes the experts of the result
-        count(address, pointers[1], table.data_ptr(), *count_args)
-        address = pointers[1]
-    else:
-        count(address, table.data_ptr(), *count_args)
-    place(address, table.data_ptr(), *pointers, *place_args)
-    return results
-
-
-def _launch_map(routing_map: Tensor, multiple_of: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    address = routing_map.data_ptr()
-    plan = MAP_PLANS[metadata(routing_map), multiple_of, rows, address & 3]
-    if plan is None:
-        return _launch_map(routing_map.contiguous(), multiple_of, rows)
-    count, count_args, place, place_args, outputs, (new_table, table_layout) = plan
-    ids, counts, offsets = (new(*memory) for new, memory in outputs)
-    table = new_table(*table_layout)
-    count(address, table.data_ptr(), *count_args)
-    place(address, table.data_ptr(), ids.data_ptr(), counts.data_ptr(), offsets.data_ptr(), *place_args)
-    return ids, counts, offsets
-
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
 
@@ -67,7 +31,6 @@ def _listed(routing_map: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 def _reference_index(routing: Tensor, experts: int, top_k: int, multiple_of: int, rows: int) -> tuple[Tensor, ...]:
-    check(metadata(routing), experts, top_k, multiple_of, rows)
     if not is_map(routing.dtype):
         return tuple(layout.build(routing, experts, multiple_of, rows))
     choices, left_out = _listed(routing, top_k)
@@ -76,36 +39,33 @@ def _reference_index(routing: Tensor, experts: int, top_k: int, multiple_of: int
 
 
 def _reference_map(routing_map: Tensor, multiple_of: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    check_map(metadata(routing_map), multiple_of, rows)
     flags = routing_map != 0
     experts = torch.arange(flags.shape[1], device=flags.device)
     index = layout.build(torch.where(flags, experts, -1), flags.shape[1], multiple_of, rows)
     return index.rows, index.counts, index.offsets
 
 
-def _fake_index(routing, experts, top_k, multiple_of, rows):
-    shapes = ((routing.shape[0], top_k), (routing.shape[0], top_k), (rows,), (experts,), (experts + 1,), ())
-    return tuple(routing.new_empty(shape, dtype=torch.int32) for shape in shapes)
+def _outputs(routing, experts, top_k, multiple_of, rows):
+    tokens = routing.shape[0]
+    shapes = (tokens, top_k), (tokens, top_k), (rows,), (experts,), (experts + 1,), ()
+    return tuple(Memory(shape, torch.int32) for shape in shapes)
 
 
-def _fake_map(routing_map, multiple_of, rows):
+def _map_outputs(routing_map, multiple_of, rows):
     tokens, experts = routing_map.shape
-    return tuple(routing_map.new_empty(s, dtype=torch.int32) for s in ((tokens, experts), (experts,), (experts + 1,)))
+    return tuple(Memory(shape, torch.int32) for shape in ((tokens, experts), (experts,), (experts + 1,)))
 
 
-INDEX = TorchOp(
-    "moe_index(Tensor routing, SymInt experts, SymInt top_k, SymInt multiple_of, SymInt rows)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    launch=_launch_index,
-    reference=_reference_index,
-    fake=_fake_index,
-)
-ROW_ID_MAP = TorchOp(
-    "moe_row_id_map(Tensor routing_map, SymInt multiple_of, SymInt rows) -> (Tensor, Tensor, Tensor)",
-    launch=_launch_map,
-    reference=_reference_map,
-    fake=_fake_map,
-)
+INDEX = Operator(
+    "moe_index", (Dense("routing", None),), options="SymInt experts, SymInt top_k, SymInt multiple_of, SymInt rows",
+    results="row_of expert_of slots counts offsets dropped", outputs=_outputs, plan=plan_index,
+    reference=_reference_index, check=check, plans_empty=True,
+)  # fmt: skip
+ROW_ID_MAP = Operator(
+    "moe_row_id_map", (Dense("routing_map", None),), options="SymInt multiple_of, SymInt rows",
+    results="ids counts offsets", outputs=_map_outputs, plan=plan_map, reference=_reference_map, check=check_map,
+    plans_empty=True,
+)  # fmt: skip
 
 # ---- public ---------------------------------------------------------------------------------------------------------
 
@@ -128,17 +88,13 @@ def moe_rows(tokens: int, top_k: int, num_experts: int, multiple_of: int = 1) ->
     given = {"tokens": tokens, "top_k": top_k, "num_experts": num_experts, "multiple_of": multiple_of}
     for name, size in given.items():
         an_integer(name, size)
-    return most_rows(tokens, top_k, num_experts, multiple_of)
+    return max_rows(tokens, top_k, num_experts, multiple_of)
 
 
 def moe_index(
-    routing: Tensor,
-    num_experts: int | None = None,
-    *,
-    top_k: int | None = None,
-    multiple_of: int = 1,
+    routing: Tensor, num_experts: int | None = None, *, top_k: int | None = None, multiple_of: int = 1,
     rows: int | None = None,
-) -> MoeIndex:
+) -> MoeIndex:  # fmt: skip
     """Give every choice of an expert its row: sorted by expert, inside an expert by token.
 
     Runs as two kernels, without waiting for the device: the call can be captured in a CUDA graph. The same routing
@@ -163,8 +119,7 @@ def moe_index(
         A :class:`MoeIndex`. Pad rows, those past the last expert's included, have slot -1.
     """
     if not isinstance(routing, Tensor):
-        options: dict[str, Any] = {"top_k": top_k, "multiple_of": multiple_of, "rows": rows}
-        return MoeIndex(*interop.call(moe_index, routing, num_experts, **options))
+        return MoeIndex(*interop.call_with(moe_index, locals()))
     width = routing.shape[-1] if routing.dim() else 0
     an_integer("multiple_of", multiple_of)
     for name, size in (("num_experts", num_experts), ("top_k", top_k)):
@@ -180,11 +135,11 @@ def moe_index(
     if rows is None:
         tokens = routing.shape[0] if routing.dim() else 0
         if not is_map(routing.dtype):  # a token may name an expert twice, so have more choices than there are experts
-            tokens, most = tokens * choices, 1
+            tokens, per_token = tokens * choices, 1
         else:
-            most = choices
-        rows = most_rows(tokens, most, experts, max(multiple_of, 1))
-    return MoeIndex(*INDEX(routing, experts, choices, multiple_of, rows))
+            per_token = choices
+        rows = max_rows(tokens, per_token, experts, max(multiple_of, 1))
+    return MoeIndex(*INDEX.call(routing, experts, choices, multiple_of, rows))
 
 
 def moe_row_id_map(routing_map: Tensor, multiple_of: int = 1, rows: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -209,13 +164,8 @@ def moe_row_id_map(routing_map: Tensor, multiple_of: int = 1, rows: int | None =
     an_integer("multiple_of", multiple_of)
     if rows is None:
         tokens, experts = routing_map.shape if routing_map.dim() == 2 else (0, 0)
-        rows = most_rows(tokens, experts, experts, max(multiple_of, 1))
-    return ROW_ID_MAP(routing_map, multiple_of, rows)
+        rows = max_rows(tokens, experts, experts, max(multiple_of, 1))
+    return ROW_ID_MAP.call(routing_map, multiple_of, rows)
 
 
-OP = Op(
-    "moe_index",
-    public=("moe_index", "moe_row_id_map", "moe_rows"),
-    kernels=KERNELS,
-    torch_ops=(INDEX, ROW_ID_MAP),
-)
+OP = Op("moe_index", public=("moe_index", "moe_row_id_map", "moe_rows"), kernels=KERNELS, torch_ops=(INDEX, ROW_ID_MAP))

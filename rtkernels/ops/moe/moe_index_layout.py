@@ -33,7 +33,7 @@ class MoeIndex(NamedTuple):
     dropped: Tensor
 
 
-def most_rows(tokens: int, top_k: int, experts: int, multiple_of: int = 1) -> int:
+def max_rows(tokens: int, top_k: int, experts: int, multiple_of: int = 1) -> int:
     """Return the most rows, pad rows included, that `tokens` tokens with `top_k` choices among `experts` can need."""
     choices = tokens * min(top_k, experts)
     padded = choices + min(experts, choices) * (multiple_of - 1)

@@ -2,71 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.shared.experts import MAX_EXPERTS, layout_bytes, shared_for_overlap
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel, build_together
-from rtkernels.runtime.launch.memory import dense_memory
-from rtkernels.runtime.launch.plans import Plans
-from rtkernels.runtime.layout import row_stride, vector_bytes
+from rtkernels.runtime.layout import vector_bytes
+from rtkernels.runtime.operator.declared import Meta
+from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
-Meta = tuple[Any, ...]
 INDEX_DTYPES, MAP_DTYPES = (torch.int32, torch.int64), (torch.bool, torch.uint8)
 LIMIT = 2**31 - 1  # of rows, and of choices
 _THREADS = 512
 _TOKENS_OF_A_THREAD = 8  # kTokens in moe/row_id.cu
-LEAST_CHOICES, LEAST_FLAGS = 256, 4096  # a chunk should have at least
-_FEW_EXPERTS, _MORE_EXPERTS = 64, 128  # of a block, of small and large routing maps
+MIN_CHOICES, MIN_FLAGS = 256, 4096  # a chunk should have at least
+_SMALL_MAP_EXPERTS, _LARGE_MAP_EXPERTS = 64, 128  # of a block, of small and large routing maps
 _TABLE_BYTES = 2**19  # every block of the second launch reads all of the table
 CHUNKS_PER_PROCESSOR = 1
 MANY_CHOICES, MANY_FLAGS = 2**20, 2**23  # from these on, processors have two chunks each
 
 _COUNT = Kernel(
-    "moe/index.cu",
-    "moe_count",
-    template="THREADS",
-    args="list:ptr table:ptr choices:i64 per_chunk:i64 experts:i64 wide:i64 width:i64",
-    variants=[(_THREADS,)],
-    max_registers=48,
-)
+    "moe/index.cu", "moe_count", template="THREADS", max_registers=48,
+    args="list:ptr table:ptr choices:i64 per_chunk:i64 experts:i64 wide:i64 width:i64", variants=[(_THREADS,)],
+)  # fmt: skip
 _LIST = Kernel(
-    "moe/index.cu",
-    "moe_list",
-    template="VEC THREADS",
+    "moe/index.cu", "moe_list", template="VEC THREADS", max_registers=64,
     args="map:ptr list:ptr table:ptr tokens:i64 per_chunk:i64 experts:i64 top_k:i64 width:i64",
     variants=[(4, _THREADS), (1, _THREADS)],
-    max_registers=64,
-)
+)  # fmt: skip
 _PLACE = Kernel(
-    "moe/index.cu",
-    "moe_place",
-    template="THREADS",
+    "moe/index.cu", "moe_place", template="THREADS", max_registers=64,
     args="list:ptr table:ptr row_of:ptr expert_of:ptr slots:ptr counts:ptr offsets:ptr dropped:ptr "
     "choices:i64 per_chunk:i64 experts:i64 row_count:i64 multiple:i64 wide:i64 width:i64 list_is_new:i64 warps:i64",
     variants=[(_THREADS,)],
-    max_registers=64,
-)
+)  # fmt: skip
 _MAP_COUNT = Kernel(
-    "moe/row_id.cu",
-    "row_id_count",
-    template="VEC THREADS",
-    args="map:ptr table:ptr tokens:i64 per_chunk:i64 experts:i64 width:i64",
-    variants=[(4, _THREADS), (1, _THREADS)],
-    max_registers=64,
-)
+    "moe/row_id.cu", "row_id_count", template="VEC THREADS", max_registers=64,
+    args="map:ptr table:ptr tokens:i64 per_chunk:i64 experts:i64 width:i64", variants=[(4, _THREADS), (1, _THREADS)],
+)  # fmt: skip
 _MAP_PLACE = Kernel(
-    "moe/row_id.cu",
-    "row_id_place",
-    template="VEC THREADS",
+    "moe/row_id.cu", "row_id_place", template="VEC THREADS", max_registers=64,
     args="map:ptr table:ptr ids:ptr counts:ptr offsets:ptr tokens:i64 per_chunk:i64 experts:i64 row_count:i64 "
     "multiple:i64 width:i64",
     variants=[(4, _THREADS), (1, _THREADS)],
-    max_registers=64,
-)
+)  # fmt: skip
 KERNELS = (_COUNT, _LIST, _PLACE, _MAP_COUNT, _MAP_PLACE)
 
 # ---- validation -----------------------------------------------------------------------------------------------------
@@ -118,31 +98,31 @@ def check_map(routing_map: Meta, multiple_of: int, rows: int) -> None:
 
 
 def _chunked(
-    tokens: int, items: int, least: int, many: int, experts: int, device: int, step: int, sharing: int = 1
+    tokens: int, items: int, min_items: int, many: int, experts: int, device: int, step: int, sharing: int = 1
 ) -> tuple[int, int]:
     """Return how many chunks tokens are cut into, and the tokens of one (a multiple of `step`).
 
     Args:
         tokens: In all.
         items: What a token has: choices or flags.
-        least: Items that a chunk should have at least.
+        min_items: Items that a chunk should have at least.
         many: Items in all from which there are two chunks for each processor.
         experts: Their counts are what the second launch reads of each chunk.
         device: Index; -1 for the emulator.
         step: Tokens that belong together.
         sharing: Blocks that share a chunk.
     """
-    most = max(int(device_info(device).sm_count * CHUNKS_PER_PROCESSOR), 1) * (1 if tokens * items < many else 2)
-    most = max(most // sharing, 1)
-    most = min(most, max(_TABLE_BYTES // (2 * experts), 1))
-    wanted = max(1, min(-(-tokens * items // least), most))
+    limit = max(int(device_info(device).sm_count * CHUNKS_PER_PROCESSOR), 1) * (1 if tokens * items < many else 2)
+    limit = max(limit // sharing, 1)
+    limit = min(limit, max(_TABLE_BYTES // (2 * experts), 1))
+    wanted = max(1, min(-(-tokens * items // min_items), limit))
     each = max(-(-tokens // (wanted * step)) * step, 1)
     return max(-(-tokens // each), 1), each
 
 
-def count_bytes(most: int) -> int:
-    """Return how many bytes counts of a chunk need that are no larger than `most`."""
-    return 1 if most < 2**8 else 2 if most < 2**16 else 4
+def count_bytes(limit: int) -> int:
+    """Return how many bytes counts of a chunk need that are no larger than `limit`."""
+    return 1 if limit < 2**8 else 2 if limit < 2**16 else 4
 
 
 def _ranking_warps(experts: int) -> int:
@@ -150,63 +130,44 @@ def _ranking_warps(experts: int) -> int:
     return min(_THREADS // 32, 16 if experts <= 1024 else 8 if experts <= 2048 else 4)
 
 
-def _plan_index(routing: Meta, experts: int, top_k: int, multiple_of: int, rows: int, align: int):
-    """Return ``(count, its integers, place, its integers, allocators and layouts of all memory)``; None to copy."""
-    check(routing, experts, top_k, multiple_of, rows)
-    dtype, (tokens, given), stride, device = routing
-    if row_stride((tokens, given), stride) != given:
-        return None
-    mapped = is_map(dtype)
-    chunks, each = _chunked(tokens, top_k, LEAST_CHOICES, MANY_CHOICES, experts, device, 1)
+def plan_index(routing: Meta, experts: int, top_k: int, multiple_of: int, rows: int, device: int) -> Steps:
+    mapped, tokens = is_map(routing.dtype), routing.shape[0]
+    chunks, each = _chunked(tokens, top_k, MIN_CHOICES, MANY_CHOICES, experts, device, 1)
     width = count_bytes(each * top_k)
     columns = -(-experts // 4) * 4  # of the table
     warps = _ranking_warps(experts)
     shared = layout_bytes(experts, chunks, _THREADS) + 2 * columns * (warps + 1)
-    vec = 4 if vector_bytes(align, experts, most=4) == 4 else 1
+    vec = 4 if vector_bytes(routing.misaligned, experts, most=4) == 4 else 1
     first, variant = (_LIST, (vec, _THREADS)) if mapped else (_COUNT, (_THREADS,))
     build_together(device, (first, variant), (_PLACE, (_THREADS,)))
-    wide = int(dtype == torch.int64)
-    if mapped:
-        count_args = (tokens, each, experts, top_k, width)
+    int64 = int(routing.dtype == torch.int64)
+    launch = first.bind(variant, device, chunks, _THREADS, shared_for_overlap(4 * columns, shared))
+    if mapped:  # the list of choices becomes the experts of the result
+        count, choices = Step(launch, "routing", "expert_of", "table", tokens, each, experts, top_k, width), "expert_of"
     else:
-        count_args = (tokens * top_k, each * top_k, experts, wide, width)
-    shapes = ((tokens, top_k), (tokens, top_k), (rows,), (experts,), (experts + 1,), ())
-    return (
-        first.bind(variant, device, chunks, _THREADS, shared_for_overlap(4 * columns, shared)),
-        count_args,
-        _PLACE.bind((_THREADS,), device, chunks, _THREADS, shared, overlap=True),
-        (tokens * top_k, each * top_k, experts, rows, multiple_of, wide, width, int(mapped), warps),
-        tuple(dense_memory(device, shape, torch.int32) for shape in shapes),
-        dense_memory(device, (chunks * (columns * width + 4),), torch.uint8),
-    )
+        numbers = tokens * top_k, each * top_k, experts, int64, width
+        count, choices = Step(launch, "routing", "table", *numbers), "routing"
+    launch = _PLACE.bind((_THREADS,), device, chunks, _THREADS, shared, overlap=True)
+    numbers = tokens * top_k, each * top_k, experts, rows, multiple_of, int64, width, int(mapped), warps
+    results = "row_of", "expert_of", "slots", "counts", "offsets", "dropped"
+    place = Step(launch, choices, "table", *results, *numbers)
+    return Steps(count, place, scratch={"table": Memory((chunks * (columns * width + 4),), torch.uint8)})
 
 
-INDEX_PLANS = Plans(_plan_index)
-
-
-def _plan_map(routing: Meta, multiple_of: int, rows: int, align: int):
-    """Return ``(count, its integers, place, its integers, allocators and layouts of all memory)``; None to copy."""
-    check_map(routing, multiple_of, rows)
-    _, (tokens, experts), stride, device = routing
-    if row_stride((tokens, experts), stride) != experts:
-        return None
-    variant = (4 if vector_bytes(align, experts, most=4) == 4 else 1, _THREADS)
-    share = _FEW_EXPERTS if tokens * experts < MANY_FLAGS else _MORE_EXPERTS
+def plan_map(routing_map: Meta, multiple_of: int, rows: int, device: int) -> Steps:
+    tokens, experts = routing_map.shape
+    variant = (4 if vector_bytes(routing_map.misaligned, experts, most=4) == 4 else 1, _THREADS)
+    share = _SMALL_MAP_EXPERTS if tokens * experts < MANY_FLAGS else _LARGE_MAP_EXPERTS
     blocks = -(-experts // share)  # of a chunk
-    sizes = (LEAST_FLAGS * blocks, MANY_FLAGS, experts, device, _TOKENS_OF_A_THREAD, blocks)
+    sizes = (MIN_FLAGS * blocks, MANY_FLAGS, experts, device, _TOKENS_OF_A_THREAD, blocks)
     chunks, each = _chunked(tokens, experts, *sizes)
     width = count_bytes(each)
     columns = -(-experts // 4) * 4  # of the table
     build_together(device, (_MAP_COUNT, variant), (_MAP_PLACE, variant))
     shared = layout_bytes(experts, chunks, _THREADS)
-    return (
-        _MAP_COUNT.bind(variant, device, (chunks, blocks), _THREADS, shared_for_overlap(0, shared)),
-        (tokens, each, experts, width),
-        _MAP_PLACE.bind(variant, device, (chunks, blocks), _THREADS, shared, overlap=True),
-        (tokens, each, experts, rows, multiple_of, width),
-        tuple(dense_memory(device, s, torch.int32) for s in ((tokens, experts), (experts,), (experts + 1,))),
-        dense_memory(device, (chunks * columns * width,), torch.uint8),
-    )
-
-
-MAP_PLANS = Plans(_plan_map)
+    launch = _MAP_COUNT.bind(variant, device, (chunks, blocks), _THREADS, shared_for_overlap(0, shared))
+    count = Step(launch, "routing_map", "table", tokens, each, experts, width)
+    launch = _MAP_PLACE.bind(variant, device, (chunks, blocks), _THREADS, shared, overlap=True)
+    results = "ids", "counts", "offsets"
+    place = Step(launch, "routing_map", "table", *results, tokens, each, experts, rows, multiple_of, width)
+    return Steps(count, place, scratch={"table": Memory((chunks * columns * width,), torch.uint8)})

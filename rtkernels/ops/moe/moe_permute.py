@@ -9,147 +9,66 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.moe import moe_permute_plan as plans
 from rtkernels.ops.moe import reference
 from rtkernels.ops.moe.moe_index_layout import MoeIndex
-from rtkernels.ops.moe.moe_permute_plan import (
-    BACKWARD_PLANS,
-    FP8_DTYPES,
-    KERNELS,
-    PERMUTE_PLANS,
-    PROBS_PLANS,
-    UNPERMUTE_PLANS,
-)
-from rtkernels.runtime.layout import address, metadata, nothing, rowed
+from rtkernels.ops.moe.moe_permute_plan import KERNELS
+from rtkernels.ops.shared.fp8_layout import FP8_DTYPES
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
-from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.declared import Dense, Operator, Rows
+from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
-
-# ---- launchers ------------------------------------------------------------------------------------------------------
-
-
-def _copied(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if t is None else t.contiguous() for t in tensors]
-
-
-def _made(memory: tuple[Any, ...] | None) -> Tensor | None:
-    return None if memory is None else memory[0](*memory[1])
-
-
-def _present(like: Tensor, *outputs: Tensor | None) -> tuple[Tensor, ...]:
-    return tuple([nothing(like) if output is None else output for output in outputs])
-
-
-def _launch_permute(
-    x: Tensor, rows: Tensor, slots: Tensor, scale: Tensor | None, probs: Tensor | None, experts: Tensor | None
-) -> tuple[Tensor, ...]:
-    given = (rows, slots, scale, probs, experts)
-    plan = PERMUTE_PLANS[(metadata(x), *map(metadata, given), x.data_ptr() & 15)]
-    if plan is None:
-        return _launch_permute(rowed(x), *_copied(*given))
-    launch, numbers, memory = plan
-    outputs = [_made(m) for m in memory]
-    if launch is not None:
-        launch(x.data_ptr(), *map(address, given), *map(address, outputs), *numbers)
-    return _present(x, *outputs)
-
-
-def _launch_unpermute(
-    y: Tensor, rows: Tensor, probs: Tensor | None, experts: Tensor | None, carried: Tensor | None
-) -> tuple[Tensor, ...]:
-    given = (rows, probs, experts, carried)
-    plan = UNPERMUTE_PLANS[(metadata(y), *map(metadata, given), y.data_ptr() & 15)]
-    if plan is None:
-        return _launch_unpermute(rowed(y), *_copied(*given))
-    launch, numbers, memory = plan
-    outputs = [_made(m) for m in memory]
-    if launch is not None:
-        launch(y.data_ptr(), *map(address, given), *map(address, outputs), *numbers)
-    return _present(y, *outputs)
-
-
-def _launch_backward(
-    dout: Tensor, y: Tensor | None, rows: Tensor, slots: Tensor, probs: Tensor, experts: Tensor | None, need_y: bool
-) -> tuple[Tensor, ...]:
-    given = (rows, slots, probs, experts)
-    align = (dout.data_ptr() | address(y)) & 15
-    plan = BACKWARD_PLANS[(metadata(dout), metadata(y), *map(metadata, given), need_y, align)]
-    if plan is None:
-        return _launch_backward(rowed(dout), rowed(y), *_copied(*given), need_y)
-    launch, numbers, memory = plan
-    outputs = [_made(m) for m in memory]
-    if launch is not None:
-        launch(dout.data_ptr(), address(y), *map(address, given), *map(address, outputs), *numbers)
-    return _present(dout, *outputs)
-
-
-def _launch_probs(values: Tensor, rows: Tensor | None, experts: Tensor | None, columns: int) -> Tensor:
-    plan = PROBS_PLANS[metadata(values), metadata(rows), metadata(experts), columns]
-    if plan is None:
-        return _launch_probs(*_copied(values, rows, experts), columns)
-    launch, numbers, memory = plan
-    out = _made(memory)
-    if launch is not None:
-        launch(values.data_ptr(), address(rows), address(experts), out.data_ptr(), *numbers)
-    return out
-
 
 # ---- operators ------------------------------------------------------------------------------------------------------
 
 
-def _fake_permute(x, rows, slots, scale, probs, experts):
+def _permute_outputs(x, rows, slots, scale, probs, experts):
     count = slots.shape[0]
     return (
-        x.new_empty((count, x.shape[1])),
-        nothing(x) if scale is None else scale.new_empty((count, *scale.shape[1:])),
-        nothing(x) if probs is None else probs.new_empty(count),
+        Memory((count, x.shape[1]), x.dtype),
+        None if scale is None else Memory((count, *scale.shape[1:]), torch.float32),
+        None if probs is None else Memory((count,), probs.dtype),
     )
 
 
-def _fake_unpermute(y, rows, probs, experts, carried):
-    return (
-        y.new_empty((rows.shape[0], y.shape[1])),
-        nothing(y) if carried is None else carried.new_empty(rows.shape),
-    )
+def _unpermute_outputs(y, rows, probs, experts, carried):
+    return Memory((rows.shape[0], y.shape[1]), y.dtype), carried and Memory(rows.shape, carried.dtype)
 
 
-def _fake_backward(dout, y, rows, slots, probs, experts, need_y):
-    return (
-        dout.new_empty((slots.shape[0], dout.shape[1])) if need_y else nothing(dout),
-        nothing(dout) if y is None else probs.new_empty(rows.shape),
-    )
+def _backward_outputs(dout, y, rows, slots, probs, experts, need_y):
+    dy = Memory((slots.shape[0], dout.shape[1]), dout.dtype) if need_y else None
+    return dy, None if y is None else Memory(rows.shape, probs.dtype)
 
 
-def _fake_probs(values, rows, experts, columns):
-    shape = values.shape if rows is None else rows.shape
-    return values.new_empty((shape[0], columns))
+def _probs_outputs(values, rows, experts, columns):
+    return (Memory(((values if rows is None else rows).shape[0], columns), values.dtype),)
 
 
-PERMUTE = TorchOp(
-    "moe_permute_fwd(Tensor x, Tensor rows, Tensor slots, Tensor? scale, Tensor? probs, Tensor? experts)"
-    " -> (Tensor, Tensor, Tensor)",
-    launch=_launch_permute,
-    reference=reference.permute,
-    fake=_fake_permute,
-)
-UNPERMUTE = TorchOp(
-    "moe_unpermute_fwd(Tensor y, Tensor rows, Tensor? probs, Tensor? experts, Tensor? carried) -> (Tensor, Tensor)",
-    launch=_launch_unpermute,
-    reference=reference.unpermute,
-    fake=_fake_unpermute,
-)
-UNPERMUTE_BWD = TorchOp(
-    "moe_unpermute_bwd(Tensor dout, Tensor? y, Tensor rows, Tensor slots, Tensor probs, Tensor? experts, bool need_y)"
-    " -> (Tensor, Tensor)",
-    launch=_launch_backward,
-    reference=reference.backward,
-    fake=_fake_backward,
-)
-PROBS = TorchOp(
-    "moe_probs(Tensor values, Tensor? rows, Tensor? experts, int columns) -> Tensor",
-    launch=_launch_probs,
-    reference=reference.probs_of,
-    fake=_fake_probs,
-)
+_ROWS, _SLOTS, _PROBS = Dense("rows", None), Dense("slots", None), Dense("probs", None, optional=True)
+_EXPERTS = Dense("experts", None, optional=True)
+PERMUTE = Operator(
+    "moe_permute_fwd", (Rows("x", None), _ROWS, _SLOTS, Dense("scale", None, optional=True), _PROBS, _EXPERTS),
+    results="y scale_out probs_out", outputs=_permute_outputs, plan=plans.plan_permute, reference=reference.permute,
+    check=plans.check_permute, plans_empty=True,
+)  # fmt: skip
+UNPERMUTE = Operator(
+    "moe_unpermute_fwd", (Rows("y", None), _ROWS, _PROBS, _EXPERTS, Dense("carried", None, optional=True)),
+    results="out numbers", outputs=_unpermute_outputs, plan=plans.plan_unpermute, reference=reference.unpermute,
+    check=plans.check_unpermute, plans_empty=True,
+)  # fmt: skip
+UNPERMUTE_BWD = Operator(
+    "moe_unpermute_bwd",
+    (Rows("dout", None), Rows("y", None, optional=True), _ROWS, _SLOTS, Dense("probs", None), _EXPERTS),
+    options="bool need_y", results="dy dprobs", outputs=_backward_outputs, plan=plans.plan_backward,
+    reference=reference.backward, check=plans.check_backward, plans_empty=True,
+)  # fmt: skip
+PROBS = Operator(
+    "moe_probs", (Dense("values", None), Dense("rows", None, optional=True), _EXPERTS), options="int columns",
+    results="out", outputs=_probs_outputs, plan=plans.plan_probs, reference=reference.probs_of,
+    check=plans.check_numbers, plans_empty=True,
+)  # fmt: skip
+_permute, _unpermute, _unpermute_backward, _probs = (o.call for o in (PERMUTE, UNPERMUTE, UNPERMUTE_BWD, PROBS))
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------
@@ -161,7 +80,7 @@ class _Permute(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(rows, experts)
         ctx.columns = 0 if probs is None else probs.shape[1]
-        y, scale_out, probs_out = PERMUTE(x, rows, slots, scale, probs, experts)
+        y, scale_out, probs_out = _permute(x, rows, slots, scale, probs, experts)
         fixed = ([y] if x.dtype in FP8_DTYPES else []) + ([probs_out] if probs is None else [])
         ctx.mark_non_differentiable(*fixed, scale_out)
         return y, probs_out, scale_out  # no None: torch.compile of older torch fails on it
@@ -175,9 +94,9 @@ class _Permute(torch.autograd.Function):
         dx = dprobs = None
         if want_x:
             together = want_probs and experts is None
-            dx, dprobs = UNPERMUTE(dy, rows, None, None, dprobs_out if together else None)
+            dx, dprobs = _unpermute(dy, rows, None, None, dprobs_out if together else None)
         if want_probs and (not want_x or experts is not None):
-            dprobs = PROBS(dprobs_out, rows, experts, ctx.columns)
+            dprobs = _probs(dprobs_out, rows, experts, ctx.columns)
         return dx, dprobs if want_probs else None, None, None, None, None
 
 
@@ -186,7 +105,7 @@ class _Unpermute(torch.autograd.Function):
     def forward(ctx, y, probs, rows, slots, experts):
         want_probs = probs is not None and probs.requires_grad
         ctx.save_for_backward(y if want_probs else None, probs, rows, slots, experts)
-        return UNPERMUTE(y, rows, probs, experts, None)[0]
+        return _unpermute(y, rows, probs, experts, None)[0]
 
     @staticmethod
     @once_differentiable
@@ -194,12 +113,14 @@ class _Unpermute(torch.autograd.Function):
         y, probs, rows, slots, experts = ctx.saved_tensors
         need_y, need_probs = ctx.needs_input_grad[:2]
         if probs is None:
-            return PERMUTE(dout, rows, slots, None, None, None)[0], None, None, None, None
-        dy, dprobs = UNPERMUTE_BWD(dout, y if need_probs else None, rows, slots, probs, experts, need_y)
+            return _permute(dout, rows, slots, None, None, None)[0], None, None, None, None
+        dy, dprobs = _unpermute_backward(dout, y if need_probs else None, rows, slots, probs, experts, need_y)
         if need_probs and experts is not None:
-            dprobs = PROBS(dprobs, None, experts, probs.shape[1])
+            dprobs = _probs(dprobs, None, experts, probs.shape[1])
         return dy if need_y else None, dprobs if need_probs else None, None, None, None
 
+
+_differentiable_permute, _differentiable_unpermute = applied(_Permute), applied(_Unpermute)
 
 # ---- public ---------------------------------------------------------------------------------------------------------
 
@@ -262,13 +183,9 @@ def with_arrays(function: Any, x: Any, index: Any, *more: Any, **options: Any) -
 
 
 def moe_permute(
-    x: Tensor,
-    index: MoeIndex,
-    *,
-    probs: Tensor | None = None,
-    scale: Tensor | None = None,
+    x: Tensor, index: MoeIndex, *, probs: Tensor | None = None, scale: Tensor | None = None,
     dense_probs: bool | None = None,
-) -> Tensor | MoePermuted:
+) -> Tensor | MoePermuted:  # fmt: skip
     """Copy the rows of tokens to where their experts expect them: ``y[index.rows[t, j]] = x[t]``.
 
     One launch. Rows that no choice fills (padding, and the rows after the last expert) are zeros, and so are their
@@ -297,9 +214,9 @@ def moe_permute(
     index = as_index(index)
     experts = experts_if_dense(probs, index, dense_probs)
     if is_grad_enabled() and needs_grad(x, probs):
-        y, probs_out, scale_out = _Permute.apply(x, probs, scale, index.rows, index.slots, experts)
+        y, probs_out, scale_out = _differentiable_permute(x, probs, scale, index.rows, index.slots, experts)
     else:
-        y, scale_out, probs_out = PERMUTE(x, index.rows, index.slots, scale, probs, experts)
+        y, scale_out, probs_out = _permute(x, index.rows, index.slots, scale, probs, experts)
     if probs is None and scale is None:
         return y
     return MoePermuted(y, None if probs is None else probs_out, None if scale is None else scale_out)
@@ -334,8 +251,8 @@ def moe_unpermute(
     if y.dim() == 2 and y.shape[0] != index.slots.shape[0]:
         raise ArgumentError(f"y has {y.shape[0]} rows; expected {index.slots.shape[0]}, as many as index.slots")
     if is_grad_enabled() and needs_grad(y, probs):
-        return _Unpermute.apply(y, probs, index.rows, index.slots, experts)
-    return UNPERMUTE(y, index.rows, probs, experts, None)[0]
+        return _differentiable_unpermute(y, probs, index.rows, index.slots, experts)
+    return _unpermute(y, index.rows, probs, experts, None)[0]
 
 
 OP = Op(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -10,38 +10,15 @@ from torch import Tensor, is_grad_enabled
 from rtkernels.ops.moe import reference
 from rtkernels.ops.moe.moe_index_layout import MoeIndex
 from rtkernels.ops.moe.moe_permute import PERMUTE, PROBS, UNPERMUTE, as_index, experts_if_dense, with_arrays
-from rtkernels.ops.moe.moe_permute_fp8_plan import KERNELS, PLANS, check
+from rtkernels.ops.moe.moe_permute_fp8_plan import KERNELS, check, outputs, plan_with
 from rtkernels.ops.quant import quantize_fp8_experts as quantizer
-from rtkernels.ops.quant.quantize_fp8_plan import groups_of
-from rtkernels.runtime.layout import metadata, nothing, rowed
+from rtkernels.ops.shared.fp8_layout import Fp8Layout, groups_of
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
-from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.declared import Dense, Operator, Rows
+from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.registry import Op
 
-# ---- launcher -------------------------------------------------------------------------------------------------------
-
-
-def _launch(
-    x: Tensor,
-    rows: Tensor,
-    slots: Tensor,
-    offsets: Tensor,
-    probs: Tensor | None,
-    experts: Tensor | None,
-    output: str,
-    dtype: torch.dtype,
-    pow2_scale: bool,
-) -> tuple[Tensor, ...]:
-    given = (slots, offsets, probs, experts)
-    plan = PLANS[
-        (metadata(x), metadata(rows), *map(metadata, given), output, dtype, pow2_scale, x.data_ptr() & 15)
-    ]  # fmt: skip
-    if plan is None:
-        dense_index = [None if t is None else t.contiguous() for t in (rows, *given)]
-        if any(t is not None and not t.is_contiguous() for t in (rows, *given)):
-            return _launch(rowed(x), *dense_index, output, dtype, pow2_scale)
-        return _in_two(x, rows, *given, output, dtype, pow2_scale)
-    return plan.run(x, rows, *given)
+# ---- operator -------------------------------------------------------------------------------------------------------
 
 
 def _in_two(x, rows, slots, offsets, probs, experts, output, dtype, pow2_scale) -> tuple[Tensor, ...]:
@@ -59,27 +36,17 @@ def _in_two(x, rows, slots, offsets, probs, experts, output, dtype, pow2_scale) 
 
 
 def _reference(x, rows, slots, offsets, probs, experts, output, dtype, pow2_scale):
-    check(*map(metadata, (x, rows, slots, offsets, probs, experts)), output, dtype)
     y, _, probs_out = reference.permute(x, rows, slots, None, probs, experts)
     return *quantizer.QUANTIZE.reference(y, offsets.diff(), output, dtype, pow2_scale), probs_out
 
 
-def _fake(x, rows, slots, offsets, probs, experts, output, dtype, pow2_scale):
-    shapes = quantizer._shapes(slots.shape[0], x.shape[1], offsets.shape[0] - 1, output)
-    codes = [
-        nothing(x) if s is None else x.new_empty(s, dtype=d)
-        for s, d in zip(shapes, (dtype, torch.float32) * 2, strict=True)
-    ]
-    return *codes, nothing(x) if probs is None else probs.new_empty(slots.shape[0])
-
-
-QUANTIZE = TorchOp(
-    "moe_permute_fp8_fwd(Tensor x, Tensor rows, Tensor slots, Tensor offsets, Tensor? probs, Tensor? experts, "
-    "str output, ScalarType dtype, bool pow2_scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    launch=_launch,
-    reference=_reference,
-    fake=_fake,
-)
+_INDEX = Dense("rows", None), Dense("slots", None), Dense("offsets", None)
+QUANTIZE = Operator(
+    "moe_permute_fp8_fwd",
+    (Rows("x", None), *_INDEX, Dense("probs", None, optional=True), Dense("experts", None, optional=True)),
+    options="str output, ScalarType dtype, bool pow2_scale", results="q scale q_t scale_t probs_out",
+    outputs=outputs, plan=plan_with(_in_two), reference=_reference, check=check, plans_empty=True,
+)  # fmt: skip
 
 
 # ---- public ---------------------------------------------------------------------------------------------------------
@@ -113,7 +80,7 @@ class _PermuteFp8(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(rows, experts)
         ctx.columns = 0 if probs is None else probs.shape[1]
-        *codes, probs_out = QUANTIZE(x, rows, slots, offsets, probs, experts, output, dtype, pow2_scale)
+        *codes, probs_out = QUANTIZE.call(x, rows, slots, offsets, probs, experts, output, dtype, pow2_scale)
         ctx.mark_non_differentiable(*codes)
         y = x.new_full((), float("nan")).expand(slots.shape[0], x.shape[1])
         return *codes, None if probs is None else probs_out, y
@@ -123,22 +90,18 @@ class _PermuteFp8(torch.autograd.Function):
     def backward(ctx, *grads):
         *_, dprobs_out, dy = grads
         rows, experts = ctx.saved_tensors
-        dx = None if dy is None else UNPERMUTE(dy, rows, None, None, None)[0]
-        dprobs = None if dprobs_out is None else PROBS(dprobs_out, rows, experts, ctx.columns)
+        dx = None if dy is None else UNPERMUTE.call(dy, rows, None, None, None)[0]
+        dprobs = None if dprobs_out is None else PROBS.call(dprobs_out, rows, experts, ctx.columns)
         return dx, dprobs, *(None,) * 7
 
 
+_differentiable = applied(_PermuteFp8)
+
+
 def moe_permute_fp8(
-    x: Tensor,
-    index: MoeIndex,
-    *,
-    layout: str = "both",
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    pow2_scale: bool = False,
-    probs: Tensor | None = None,
-    dense_probs: bool | None = None,
-    output: str | None = None,
-) -> MoePermutedFp8:
+    x: Tensor, index: MoeIndex, *, layout: str = "both", dtype: torch.dtype = torch.float8_e4m3fn,
+    pow2_scale: bool = False, probs: Tensor | None = None, dense_probs: bool | None = None, output: str | None = None,
+) -> MoePermutedFp8:  # fmt: skip
     """Copy the rows of tokens to where their experts expect them, as fp8 codes with block scales, in one pass.
 
     To the bit what ``quantize_fp8_experts(moe_permute(x, index), index.offsets.diff())`` gives: an expert's pad rows
@@ -169,35 +132,21 @@ def moe_permute_fp8(
     """
     layout = layout if output is None else output
     if not isinstance(x, Tensor):
-        options: dict[str, Any] = {"layout": layout, "dtype": dtype, "pow2_scale": pow2_scale}
+        options = {"layout": layout, "dtype": dtype, "pow2_scale": pow2_scale}
         return with_arrays(moe_permute_fp8, x, index, **options, probs=probs, dense_probs=dense_probs)
     index = as_index(index)
     experts = experts_if_dense(probs, index, dense_probs)
     y = None
     if is_grad_enabled() and needs_grad(x, probs):
-        *codes, probs_out, y = _PermuteFp8.apply(
+        *codes, probs_out, y = _differentiable(
             x, probs, index.rows, index.slots, index.offsets, experts, layout, dtype, pow2_scale
         )
         y = y if x.requires_grad else None
     else:
-        *codes, probs_out = QUANTIZE(
+        *codes, probs_out = QUANTIZE.call(
             x, index.rows, index.slots, index.offsets, probs, experts, layout, dtype, pow2_scale
         )
-    q, scale, q_t, scale_t = codes
-    by_rows, transposed = layout != "transposed", layout != "row"
-    return MoePermutedFp8(
-        q if by_rows else None,
-        scale if by_rows else None,
-        q_t if transposed else None,
-        scale_t if transposed else None,
-        None if probs is None else probs_out,
-        y,
-    )
+    return MoePermutedFp8(*Fp8Layout((), layout).asked(codes), None if probs is None else probs_out, y)
 
 
-OP = Op(
-    "moe_permute_fp8",
-    public=("moe_permute_fp8",),
-    kernels=KERNELS,
-    torch_ops=(QUANTIZE,),
-)
+OP = Op("moe_permute_fp8", public=("moe_permute_fp8",), kernels=KERNELS, torch_ops=(QUANTIZE,))

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
 
 import torch
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.shared.fp8_layout import FP8_DTYPES
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.launch.memory import dense_memory
-from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.layout import FLOAT_DTYPES, GRID_LIMIT, check_same, divisor, row_stride, token, vector_bytes
+from rtkernels.runtime.operator.declared import Meta, misaligned
+from rtkernels.runtime.operator.plan import Step, Steps
 
-Metadata = tuple[Any, ...]  # (dtype, shape, stride, device index)
-
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 PROB_KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _WARP = 32
-_PERMUTE_BLOCK, _AHEAD = 256, 4  # threads of a block, accesses of a thread in flight
+_PERMUTE_BLOCK, _LOADS_IN_FLIGHT = 256, 4  # threads of a block, accesses of a thread in flight
 _BULK_BLOCK, _BULK_BYTES = 256, 128 << 10  # threads and shared memory of a block at most
 _BULK_ROWS = 4  # for each token at least
 _UNPERMUTE_BLOCK, _UNPERMUTE_GROUP = 128, 128  # threads of a block, of a token at most
@@ -30,58 +27,42 @@ _BACKWARD_THREADS = 256
 _PROBS_THREADS = 256
 
 PERMUTE = Kernel(
-    "moe/permute.cu",
-    "moe_permute",
-    template="BYTES AHEAD",
+    "moe/permute.cu", "moe_permute", template="BYTES AHEAD", max_registers=56,
     args="x:ptr rows:ptr slots:ptr scale:ptr probs:ptr experts:ptr y:ptr scale_out:ptr probs_out:ptr tokens:i64 "
     "top_k:i64 row_count:i64 units:i64 x_stride:i64 scales:i64 prob_kind:i64 prob_columns:i64 threads_per_row:i64 "
     "pad_blocks:i64",
     variants=[(16, 4), (2, 4), (1, 4)],
-    max_registers=56,
-)
+)  # fmt: skip
 PERMUTE_BULK = Kernel(
-    "moe/permute_bulk.cu",
-    "moe_permute_bulk",
-    template="THREADS",
+    "moe/permute_bulk.cu", "moe_permute_bulk", template="THREADS", max_registers=56, needs=("tma",),
     args="x:ptr rows:ptr slots:ptr scale:ptr probs:ptr experts:ptr y:ptr scale_out:ptr probs_out:ptr tokens:i64 "
     "top_k:i64 divisor:i64 row_count:i64 row_bytes:i64 x_stride:i64 scales:i64 prob_kind:i64 prob_columns:i64 "
     "row_blocks:i64",
     variants=[(_BULK_BLOCK,)],
-    max_registers=56,
-    needs=("tma",),
-)
+)  # fmt: skip
 PROBS = Kernel(
-    "moe/permute.cu",
-    "moe_probs",
-    template="THREADS",
+    "moe/permute.cu", "moe_probs", template="THREADS", max_registers=48,
     args="values:ptr rows:ptr experts:ptr out:ptr tokens:i64 top_k:i64 row_count:i64 columns:i64 prob_kind:i64",
     variants=[(_PROBS_THREADS,)],
-    max_registers=48,
-)
+)  # fmt: skip
 UNPERMUTE = Kernel(
-    "moe/unpermute.cu",
-    "moe_unpermute",
-    template="SIZE VEC CHOICES UNITS BLOCKS",
+    "moe/unpermute.cu", "moe_unpermute", template="SIZE VEC CHOICES UNITS BLOCKS", max_registers=85,
     args="y:ptr rows:ptr probs:ptr experts:ptr carried:ptr out:ptr carried_out:ptr tokens:i64 top_k:i64 row_count:i64 "
     "vectors:i64 y_stride:i64 half:i64 prob_kind:i64 prob_columns:i64 threads_per_row:i64",
     variants=[(*shape, _BLOCKS_PER_SM) for shape in _SHAPES],
-    max_registers=85,
-)
+)  # fmt: skip
 UNPERMUTE_BWD = Kernel(
-    "moe/unpermute.cu",
-    "moe_unpermute_bwd",
-    template="SIZE VEC",
+    "moe/unpermute.cu", "moe_unpermute_bwd", template="SIZE VEC", max_registers=88,
     args="dout:ptr y:ptr rows:ptr slots:ptr probs:ptr experts:ptr dy:ptr dprobs:ptr top_k:i64 row_count:i64 "
     "vectors:i64 dout_stride:i64 y_stride:i64 half:i64 prob_kind:i64 prob_columns:i64 pad_blocks:i64",
     variants=[(2, 8), (2, 1), (4, 4), (4, 1)],
-    max_registers=88,
-)
+)  # fmt: skip
 KERNELS = (PERMUTE, PERMUTE_BULK, PROBS, UNPERMUTE, UNPERMUTE_BWD)
 
 # ---- validation -----------------------------------------------------------------------------------------------------
 
 
-def check_rows(name: str, of: Metadata, rows: Metadata) -> None:
+def check_rows(name: str, of: Meta, rows: Meta) -> None:
     """Raise an ArgumentError unless `rows` is the index.rows of the tokens of a tensor ``[T, H]``."""
     if len(of[1]) != 2:
         raise ArgumentError(f"{name} has shape {tuple(of[1])}; expected two dimensions, [tokens, columns]")
@@ -89,7 +70,7 @@ def check_rows(name: str, of: Metadata, rows: Metadata) -> None:
     check_same("index.rows", rows[1][0], of[1][0], "length", of=name)
 
 
-def _check_integers(name: str, got: Metadata, rank: int, device: int, of: str) -> None:
+def _check_integers(name: str, got: Meta, rank: int, device: int, of: str) -> None:
     if got[0] != torch.int32 or len(got[1]) != rank:
         kind = str(got[0]).removeprefix("torch.")
         raise ArgumentError(
@@ -100,7 +81,7 @@ def _check_integers(name: str, got: Metadata, rank: int, device: int, of: str) -
         raise ArgumentError(f"{name} has {prod(got[1])} entries; expected less than 2^31")
 
 
-def check_probs(probs: Metadata | None, experts: Metadata | None, rows: Metadata) -> None:
+def check_probs(probs: Meta | None, experts: Meta | None, rows: Meta) -> None:
     """Raise an ArgumentError unless there is a probability for every choice."""
     if probs is None:
         return
@@ -116,8 +97,8 @@ def check_probs(probs: Metadata | None, experts: Metadata | None, rows: Metadata
 
 
 def check_permute(
-    x: Metadata, rows: Metadata, slots: Metadata, scale: Metadata | None, probs: Metadata | None,
-    experts: Metadata | None,
+    x: Meta, rows: Meta, slots: Meta, scale: Meta | None, probs: Meta | None,
+    experts: Meta | None,
 ) -> None:  # fmt: skip
     """Raise an ArgumentError for arguments of moe_permute that do not fit together."""
     token("x", x[0], (*FLOAT_DTYPES, *FP8_DTYPES))
@@ -131,9 +112,7 @@ def check_permute(
         check_same("scale", scale[3], x[3], "device index")
 
 
-def check_unpermute(
-    y: Metadata, rows: Metadata, probs: Metadata | None, experts: Metadata | None, carried: Metadata | None
-) -> None:
+def check_unpermute(y: Meta, rows: Meta, probs: Meta | None, experts: Meta | None, carried: Meta | None) -> None:
     """Raise an ArgumentError for arguments of moe_unpermute that do not fit together."""
     token("y", y[0])
     if len(y[1]) != 2:
@@ -148,8 +127,9 @@ def check_unpermute(
 
 
 def check_backward(
-    dout: Metadata, y: Metadata | None, rows: Metadata, slots: Metadata, probs: Metadata, experts: Metadata | None
-) -> None:
+    dout: Meta, y: Meta | None, rows: Meta, slots: Meta, probs: Meta, experts: Meta | None,
+    need_y: bool,
+) -> None:  # fmt: skip
     """Raise an ArgumentError for arguments of moe_unpermute's backward that do not fit together."""
     token("dout", dout[0])
     check_rows("dout", dout, rows)
@@ -160,17 +140,20 @@ def check_backward(
         check_same("y", tuple(y[1]), (slots[1][0], dout[1][1]), "shape", of="index.slots and dout")
 
 
-def dense(*given: Metadata | None) -> bool:
-    """Return True if all tensors lie densely in memory."""
-    return all(m is None or row_stride((*m[1], 1), (*m[2], 1)) == 1 for m in given)
+def check_numbers(values: Meta, rows: Meta | None, experts: Meta | None, columns: int) -> None:
+    """Raise an ArgumentError for numbers that cannot be put into a column per expert."""
+    token("values", values[0], tuple(PROB_KIND))
+    shape = next(m for m in (rows, experts, values) if m is not None)[1]
+    if len(shape) != 2:
+        raise ArgumentError(f"the choices have shape {tuple(shape)}; expected two dimensions, [tokens, top_k]")
 
 
-# ---- plans: plain metadata in, bound launches out -------------------------------------------------------------------
+# ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-def _warps(count: int, most: int) -> int:
-    """Return a number of threads, whole warps, for `count` accesses: the fewest that take `most` threads' rounds."""
-    rounds = max(1, -(-count // most))
+def _warps(count: int, limit: int) -> int:
+    """Return a number of threads, whole warps, for `count` accesses: the fewest that take `limit` threads' rounds."""
+    rounds = max(1, -(-count // limit))
     return max(_WARP, -(-count // (rounds * _WARP)) * _WARP)
 
 
@@ -188,62 +171,44 @@ def _has_bulk(device: int) -> bool:
     return PERMUTE_BULK.supports(device_info(device).target)
 
 
-def _plan_permute(
-    x: Metadata, rows: Metadata, slots: Metadata, scale: Metadata | None, probs: Metadata | None,
-    experts: Metadata | None, align: int,
-):  # fmt: skip
-    """Return ``(launch, integers, layouts of y, scale and probs)``; None if something must be copied."""
-    check_permute(x, rows, slots, scale, probs, experts)
-    dtype, (tokens, cols), stride, device = x
-    step, size, count = row_stride(x[1], stride), dtype.itemsize, slots[1][0]
-    if step is None or not dense(rows, slots, scale, probs, experts):
-        return None
-    scales = 0 if scale is None else (scale[1][1] if len(scale[1]) == 2 else 1)
-    memory = (
-        dense_memory(device, (count, cols), dtype),
-        None if scale is None else dense_memory(device, (count, *scale[1][1:]), torch.float32),
-        None if probs is None else dense_memory(device, (count,), probs[0]),
-    )
+def plan_permute(
+    x: Meta, rows: Meta, slots: Meta, scale: Meta | None, probs: Meta | None, experts: Meta | None, device: int
+) -> Steps:
+    (tokens, cols), size, count = x.shape, x.dtype.itemsize, slots.shape[0]
     if count == 0:
-        return None, (), memory
-    width = vector_bytes(align, cols * size, step * size)
+        return Steps()
+    step = row_stride(x.shape, x.stride)
+    scales = 0 if scale is None else (scale.shape[1] if scale.dim() == 2 else 1)
+    width = vector_bytes(x.misaligned, cols * size, step * size)
     width = width if width == 16 else min(width, 2)
-    kind, columns = (0, 0) if probs is None else (PROB_KIND[probs[0]], probs[1][1])
-    top_k, row_bytes = rows[1][1], cols * size
+    kind, columns = (0, 0) if probs is None else (PROB_KIND[probs.dtype], probs.shape[1])
+    top_k, row_bytes = rows.shape[1], cols * size
     warps = min(_BULK_BLOCK // _WARP, _BULK_BYTES // max(row_bytes, 1))
     if width == 16 and top_k * cols * warps > 0 and 0 < _BULK_ROWS * tokens <= count and _has_bulk(device):
         pads = _pad_blocks(count, warps * _WARP)
         grid = _grid(-(-tokens // warps) + pads)
         launch = PERMUTE_BULK.bind((_BULK_BLOCK,), device, grid, warps * _WARP, shared=warps * (row_bytes + 8))
-        sizes = (tokens, top_k, divisor(top_k), count, row_bytes, step * size, scales, kind, columns, pads)
-        return launch, sizes, memory
-    units = cols * size // width
-    threads = _warps(-(-units // _AHEAD), _PERMUTE_BLOCK)
-    block = max(_PERMUTE_BLOCK // threads, 1) * threads
-    pads = _pad_blocks(count, block)
-    launch = PERMUTE.bind((width, _AHEAD), device, _grid(pads + -(-tokens // (block // threads))), block)
-    return launch, (tokens, top_k, count, units, step * size, scales, kind, columns, threads, pads), memory
+        sizes = tokens, top_k, divisor(top_k), count, row_bytes, step * size, scales, kind, columns, pads
+    else:
+        units = cols * size // width
+        threads = _warps(-(-units // _LOADS_IN_FLIGHT), _PERMUTE_BLOCK)
+        block = max(_PERMUTE_BLOCK // threads, 1) * threads
+        pads = _pad_blocks(count, block)
+        grid = _grid(pads + -(-tokens // (block // threads)))
+        launch = PERMUTE.bind((width, _LOADS_IN_FLIGHT), device, grid, block)
+        sizes = tokens, top_k, count, units, step * size, scales, kind, columns, threads, pads
+    tensors = "x", "rows", "slots", "scale", "probs", "experts", "y", "scale_out", "probs_out"
+    return Steps(Step(launch, *tensors, *sizes))
 
 
-PERMUTE_PLANS = Plans(_plan_permute)
-
-
-def _plan_unpermute(
-    y: Metadata, rows: Metadata, probs: Metadata | None, experts: Metadata | None, carried: Metadata | None, align: int
-):
-    """Return ``(launch, integers, layouts of out and the carried numbers)``; None if something must be copied."""
-    check_unpermute(y, rows, probs, experts, carried)
-    dtype, (count, cols), stride, device = y
-    step, size, (tokens, top_k) = row_stride(y[1], stride), dtype.itemsize, rows[1]
-    if step is None or not dense(rows, probs, experts, carried):
-        return None
-    memory = (
-        dense_memory(device, (tokens, cols), dtype),
-        None if carried is None else dense_memory(device, (tokens, top_k), carried[0]),
-    )
+def plan_unpermute(
+    y: Meta, rows: Meta, probs: Meta | None, experts: Meta | None, carried: Meta | None, device: int
+) -> Steps:
+    (count, cols), size, (tokens, top_k) = y.shape, y.dtype.itemsize, rows.shape
     if tokens == 0:
-        return None, (), memory
-    vec = 16 // size if vector_bytes(align, cols * size, step * size) == 16 else 1
+        return Steps()
+    step = row_stride(y.shape, y.stride)
+    vec = 16 // size if vector_bytes(y.misaligned, cols * size, step * size) == 16 else 1
     vectors = cols // vec
     choices, units = (_FEW, _FEW_UNITS) if vec > 1 and top_k <= _FEW else (8, 1)
     threads = _warps(-(-vectors // units), _UNPERMUTE_GROUP)
@@ -251,59 +216,34 @@ def _plan_unpermute(
     variant = (size, vec, choices, units, _BLOCKS_PER_SM)
     launch = UNPERMUTE.bind(variant, device, _grid(-(-tokens // (block // threads))), block)
     numbers = probs if probs is not None else carried
-    kind, columns = (0, 0) if numbers is None else (PROB_KIND[numbers[0]], numbers[1][-1])
-    half = int(dtype == torch.float16)
-    return launch, (tokens, top_k, count, vectors, step * size, half, kind, columns, threads), memory
+    kind, columns = (0, 0) if numbers is None else (PROB_KIND[numbers.dtype], numbers.shape[-1])
+    half = int(y.dtype == torch.float16)
+    sizes = tokens, top_k, count, vectors, step * size, half, kind, columns, threads
+    return Steps(Step(launch, "y", "rows", "probs", "experts", "carried", "out", "numbers", *sizes))
 
 
-UNPERMUTE_PLANS = Plans(_plan_unpermute)
-
-
-def _plan_backward(
-    dout: Metadata, y: Metadata | None, rows: Metadata, slots: Metadata, probs: Metadata, experts: Metadata | None,
-    need_y: bool, align: int,
-):  # fmt: skip
-    """Return ``(launch, integers, layouts of dy and dprobs)``; None if something must be copied."""
-    check_backward(dout, y, rows, slots, probs, experts)
-    dtype, (tokens, cols), _, device = dout
-    size, count, top_k = dtype.itemsize, slots[1][0], rows[1][1]
-    steps = [0 if m is None else row_stride(m[1], m[2]) for m in (dout, y)]
-    if None in steps or not dense(rows, slots, probs, experts):
-        return None
-    memory = (
-        dense_memory(device, (count, cols), dtype) if need_y else None,
-        dense_memory(device, (tokens, top_k), probs[0]) if y is not None else None,
-    )
-    vec = 16 // size if vector_bytes(align, cols * size, *[step * size for step in steps]) == 16 else 1
+def plan_backward(
+    dout: Meta, y: Meta | None, rows: Meta, slots: Meta, probs: Meta, experts: Meta | None, need_y: bool, device: int
+) -> Steps:
+    (tokens, cols), size, count, top_k = dout.shape, dout.dtype.itemsize, slots.shape[0], rows.shape[1]
+    strides = [0 if m is None else row_stride(m.shape, m.stride) * size for m in (dout, y)]
+    vec = 16 // size if vector_bytes(misaligned(dout, y), cols * size, *strides) == 16 else 1
     vectors = cols // vec
     threads = _warps(vectors, _BACKWARD_THREADS)
     pads = _pad_blocks(count, threads) if need_y else 0
     if tokens + pads == 0:
-        return None, (), memory
+        return Steps()
     launch = UNPERMUTE_BWD.bind((size, vec), device, _grid(pads + tokens), threads)
-    numbers = (PROB_KIND[probs[0]], probs[1][1])
-    half = int(dtype == torch.float16)
-    return launch, (top_k, count, vectors, *[step * size for step in steps], half, *numbers, pads), memory
+    half = int(dout.dtype == torch.float16)
+    sizes = top_k, count, vectors, *strides, half, PROB_KIND[probs.dtype], probs.shape[1], pads
+    return Steps(Step(launch, "dout", "y", "rows", "slots", "probs", "experts", "dy", "dprobs", *sizes))
 
 
-BACKWARD_PLANS = Plans(_plan_backward)
-
-
-def _plan_probs(values: Metadata, rows: Metadata | None, experts: Metadata | None, columns: int):
-    """Return ``(launch, integers, layout)`` for ``[tokens, columns]`` numbers; None if something must be copied."""
-    token("values", values[0], tuple(PROB_KIND))
-    shape = next(m for m in (rows, experts, values) if m is not None)[1]
-    if len(shape) != 2:
-        raise ArgumentError(f"the choices have shape {tuple(shape)}; expected two dimensions, [tokens, top_k]")
-    if not dense(values, rows, experts):
-        return None
-    (tokens, top_k), device = shape, values[3]
-    memory = dense_memory(device, (tokens, columns), values[0])
+def plan_probs(values: Meta, rows: Meta | None, experts: Meta | None, columns: int, device: int) -> Steps:
+    tokens, top_k = next(m for m in (rows, experts, values) if m is not None).shape
     if tokens * columns == 0:
-        return None, (), memory
+        return Steps()
     grid = min(-(-tokens * columns // _PROBS_THREADS), 1 << 20)
     launch = PROBS.bind((_PROBS_THREADS,), device, grid, _PROBS_THREADS)
-    return launch, (tokens, top_k, values[1][0], columns, PROB_KIND[values[0]]), memory
-
-
-PROBS_PLANS = Plans(_plan_probs)
+    sizes = tokens, top_k, values.shape[0], columns, PROB_KIND[values.dtype]
+    return Steps(Step(launch, "values", "rows", "experts", "out", *sizes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,31 +11,28 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.moe import moe_permute_smooth_t as transposed
 from rtkernels.ops.moe.moe_index_layout import MoeIndex
 from rtkernels.ops.moe.moe_permute import as_index, with_arrays
-from rtkernels.ops.moe.moe_permute_plan import Metadata, check_permute, dense
+from rtkernels.ops.moe.moe_permute_plan import check_permute
 from rtkernels.ops.moe.moe_permute_smooth_t import moe_permute_smooth_t, permuted_values
 from rtkernels.ops.moe.reference import gathered, kept
 from rtkernels.ops.quant import reference
-from rtkernels.ops.quant.quantize_fp8_plan import FP8_DTYPES, quantized_rows
+from rtkernels.ops.quant.quantize_fp8 import QUANTIZE
+from rtkernels.ops.shared.fp8_layout import E4M3, FP8_DTYPES
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.launch.memory import dense_memory
-from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.layout import (
-    FLOAT_DTYPES,
+    DTYPE_TOKEN,
     GRID_LIMIT,
-    address,
     block_of,
     check_same,
     divisor,
     group_threads,
-    metadata,
     nothing,
     row_stride,
-    rowed,
     token,
     vector_bytes,
 )
 from rtkernels.runtime.operator.autograd import detached
-from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.declared import Aligned, Dense, Meta, Operator, Rows, dense_as, misaligned
+from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 __all__ = ["moe_permute_smooth", "moe_permute_smooth_t"]
@@ -44,21 +41,18 @@ _THREADS, _CHUNKS = 512, 4
 _WIDER = {torch.float16: torch.float32, torch.float8_e5m2: torch.bfloat16}  # exact
 
 KERNEL = Kernel(
-    "moe/permute_smooth.cu",
-    "moe_permute_smooth",
-    template="T",
+    "moe/permute_smooth.cu", "moe_permute_smooth", template="T", max_registers=80,
     args="x:ptr slots:ptr experts:ptr scale:ptr factor:ptr others:ptr q:ptr scale_out:ptr dots:ptr rows:i64 cols:i64 "
     "x_stride:i64 choices:i64 divisor:i64 expert_count:i64 scales:i64 scale_cols:i64 threads_per_row:i64 pow2:i64",
     variants=[("bf16",), ("fp32",), ("e4m3",)],
-    max_registers=80,
-)
+)  # fmt: skip
 
-# ---- launcher -------------------------------------------------------------------------------------------------------
+# ---- plan -----------------------------------------------------------------------------------------------------------
 
 
 def _check(
-    x: Metadata, rows: Metadata, slots: Metadata, experts: Metadata, factor: Metadata, scale: Metadata | None,
-    tokens: Metadata | None, dtype: torch.dtype,
+    x: Meta, rows: Meta, slots: Meta, experts: Meta, factor: Meta, scale: Meta | None,
+    tokens: Meta | None, dtype: torch.dtype, pow2: bool,
 ) -> None:  # fmt: skip
     token("the result", dtype, FP8_DTYPES)
     check_permute(x, rows, slots, scale, None, None)
@@ -75,75 +69,33 @@ def _check(
         check_same("tokens", tokens[3], x[3], "device index")
 
 
-def _plan(x, rows, slots, experts, factor, scale, tokens, dtype: torch.dtype, pow2: bool, align: int):
-    """Return ``(launch, integers, layouts)``; None for what there is no kernel for."""
-    _check(x, rows, slots, experts, factor, scale, tokens, dtype)
-    (token_count, cols), device, size = x[1], x[3], x[0].itemsize
-    count, top_k = slots[1][0], rows[1][1]
-    n = 4 if size == 4 else 8
-    step = row_stride(x[1], x[2])
-    scales = 0 if scale is None else (scale[1][1] if len(scale[1]) == 2 else 1)
+def _plan(
+    x: Meta, rows: Meta, slots: Meta, experts: Meta, smooth: Meta, scale: Meta | None, tokens: Meta | None,
+    dtype: torch.dtype, pow2: bool, device: int,
+) -> Steps:  # fmt: skip
+    kind, converted = _WIDER.get(x.dtype, x.dtype), {}
+    if tokens is not None and tokens.dtype != kind:
+        kind, tokens, converted = torch.float32, dense_as(tokens, torch.float32), {"tokens": torch.float32}
+    if kind != x.dtype:
+        x, converted["x"] = dense_as(x, kind), kind
+    (token_count, cols), size, count, top_k = x.shape, kind.itemsize, slots.shape[0], rows.shape[1]
+    n, stride = 4 if size == 4 else 8, row_stride(x.shape, x.stride)
+    scales = 0 if scale is None else (scale.shape[1] if scale.dim() == 2 else 1)
     scale_cols = cols // scales if scales else cols
-    if step is None or not dense(rows, slots, experts, factor, scale, tokens) or dtype != torch.float8_e4m3fn:
-        return None
-    if count * cols * token_count * top_k == 0 or cols > _THREADS * _CHUNKS * n:
-        return None
-    if cols % n or scale_cols % n or vector_bytes(align, step * size, most=n * size) != n * size:
-        return None
-    if tokens is not None and tokens[0] != x[0]:
-        return None
+    fits = count * cols * token_count * top_k > 0 and cols <= _THREADS * _CHUNKS * n and dtype == E4M3
+    aligned = vector_bytes(misaligned(x, tokens), stride * size, most=n * size) == n * size
+    if not fits or not aligned or cols % n or scale_cols % n:
+        return Steps(instead=_by_several)
     threads = group_threads(-(-cols // (n * _CHUNKS)), _THREADS)
     block = block_of(threads)
-    launch = KERNEL.bind((token("x", x[0], (*FLOAT_DTYPES, *FP8_DTYPES)),), device, _grid(count, block, threads), block)
-    memory = (
-        dense_memory(device, (count, cols), dtype),
-        dense_memory(device, (count,), torch.float32),
-        None if tokens is None else dense_memory(device, (count,), torch.float32),
-    )
-    sizes = (count, cols, step, token_count * top_k, divisor(top_k), factor[1][0])
-    return launch, (*sizes, scales, scale_cols, threads, pow2), memory
+    launch = KERNEL.bind((DTYPE_TOKEN[kind],), device, min(-(-count // (block // threads)), GRID_LIMIT), block)
+    sizes = count, cols, stride, token_count * top_k, divisor(top_k), smooth.shape[0], scales, scale_cols, threads
+    tensors = "x", "slots", "experts", "scale", "smooth", "tokens", "q", "scale_out", "dots"
+    return Steps(Step(launch, *tensors, *sizes, int(pow2)), converted=converted)
 
 
-def _grid(rows: int, block: int, threads: int) -> int:
-    return min(-(-rows // (block // threads)), GRID_LIMIT)
-
-
-_PLANS = Plans(_plan)
-
-
-def _launch(
-    x: Tensor,
-    rows: Tensor,
-    slots: Tensor,
-    experts: Tensor,
-    factor: Tensor,
-    scale: Tensor | None,
-    tokens: Tensor | None,
-    dtype: torch.dtype,
-    pow2_scale: bool,
-) -> tuple[Tensor, ...]:
-    _check(*map(metadata, (x, rows, slots, experts, factor, scale, tokens)), dtype)
-    x = x.to(_WIDER.get(x.dtype, x.dtype))
-    if tokens is not None and tokens.dtype != x.dtype:
-        x, tokens = x.float(), tokens.float()
-    x = rowed(x)
-    given = [None if t is None else t.contiguous() for t in (slots, experts, scale, factor, tokens)]
-    if factor.data_ptr() & 15:
-        given[3] = factor.clone()
-    align = (x.data_ptr() | address(given[4])) & 15
-    metas = [metadata(t) for t in given]
-    key = (metadata(x), metadata(rows), metas[0], metas[1], metas[3], metas[2], metas[4], dtype, pow2_scale, align)
-    plan = _PLANS[key]
-    if plan is None:
-        return _in_torch(x, rows, slots, experts, factor, scale, tokens, dtype, pow2_scale, _quantized)
-    launch, numbers, memory = plan
-    outputs = [None if m is None else m[0](*m[1]) for m in memory]
-    launch(x.data_ptr(), *map(address, given), *map(address, outputs), *numbers)
-    return tuple([nothing(x) if t is None else t for t in outputs])
-
-
-def _quantized(z: Tensor, dtype: torch.dtype, pow2_scale: bool) -> tuple[Tensor, Tensor]:
-    return quantized_rows(z, dtype, pow2_scale)
+def _by_several(*args):
+    return _in_torch(*args, lambda z, dtype, pow2: QUANTIZE.launch(z, "row", dtype, pow2, "row"))
 
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
@@ -164,28 +116,23 @@ def _in_torch(x, rows, slots, experts, factor, scale, tokens, dtype, pow2_scale,
     return q, scale_out, nothing(x) if tokens is None else (plain * tokens.float()).sum(-1) * used
 
 
-def _reference(x, rows, slots, experts, factor, scale, tokens, dtype, pow2_scale):
-    _check(*map(metadata, (x, rows, slots, experts, factor, scale, tokens)), dtype)
-
-    def quantize(z: Tensor, dtype: torch.dtype, pow2_scale: bool) -> tuple[Tensor, Tensor]:
-        return reference.quantize(z, "row", dtype, pow2_scale, "row")
-
-    return _in_torch(x, rows, slots, experts, factor, scale, tokens, dtype, pow2_scale, quantize)
+def _reference(*args):
+    return _in_torch(*args, lambda z, dtype, pow2: reference.quantize(z, "row", dtype, pow2, "row"))
 
 
-def _fake(x, rows, slots, experts, factor, scale, tokens, dtype, pow2_scale):
-    count = slots.shape[0]
-    dots = nothing(x) if tokens is None else x.new_empty(count, dtype=torch.float32)
-    return x.new_empty((count, x.shape[1]), dtype=dtype), x.new_empty(count, dtype=torch.float32), dots
+def _outputs(x, rows, slots, experts, smooth, scale, tokens, dtype, pow2_scale):
+    count, numbers = slots.shape[0], Memory(slots.shape, torch.float32)
+    return Memory((count, x.shape[1]), dtype), numbers, None if tokens is None else numbers
 
 
-SMOOTH = TorchOp(
-    "moe_permute_smooth_fwd(Tensor x, Tensor rows, Tensor slots, Tensor experts, Tensor smooth, Tensor? scale, "
-    "Tensor? tokens, ScalarType dtype, bool pow2_scale) -> (Tensor, Tensor, Tensor)",
-    launch=_launch,
-    reference=_reference,
-    fake=_fake,
-)
+_INDEX = Dense("rows", None), Dense("slots", None), Dense("experts", None)
+SMOOTH = Operator(
+    "moe_permute_smooth_fwd",
+    (Rows("x", None), *_INDEX, Aligned("smooth", None), Dense("scale", None, optional=True),
+     Dense("tokens", None, optional=True)),
+    options="ScalarType dtype, bool pow2_scale", results="q scale_out dots", outputs=_outputs, plan=_plan,
+    reference=_reference, check=_check, plans_empty=True,
+)  # fmt: skip
 
 
 # ---- public ---------------------------------------------------------------------------------------------------------
@@ -200,16 +147,9 @@ class MoePermutedSmooth(NamedTuple):
 
 
 def moe_permute_smooth(
-    x: Tensor,
-    index: MoeIndex,
-    smooth: Tensor,
-    *,
-    divide: bool = False,
-    scale: Tensor | None = None,
-    tokens: Tensor | None = None,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    pow2_scale: bool = False,
-) -> MoePermutedSmooth:
+    x: Tensor, index: MoeIndex, smooth: Tensor, *, divide: bool = False, scale: Tensor | None = None,
+    tokens: Tensor | None = None, dtype: torch.dtype = torch.float8_e4m3fn, pow2_scale: bool = False,
+) -> MoePermutedSmooth:  # fmt: skip
     """Copy the rows of tokens to their experts, times the expert's factors, as fp8 codes with one scale per row.
 
     ``z[r] = x[t] * scale[t] * smooth[e]`` for the row r that token t has with expert e, in fp32 and each product
@@ -236,12 +176,12 @@ def moe_permute_smooth(
         (0 in rows that no choice fills) or None.
     """
     if not isinstance(x, Tensor):
-        options: dict[str, Any] = {"divide": divide, "scale": scale, "tokens": tokens, "dtype": dtype}
+        options = {"divide": divide, "scale": scale, "tokens": tokens, "dtype": dtype}
         return with_arrays(moe_permute_smooth, x, index, smooth, **options, pow2_scale=pow2_scale)
     index = as_index(index)
     x, smooth, scale, tokens = detached(x, smooth, scale, tokens)
     factor = smooth.reciprocal() if divide else smooth
-    q, scales, dot = SMOOTH(x, index.rows, index.slots, index.experts, factor, scale, tokens, dtype, pow2_scale)
+    q, scales, dot = SMOOTH.call(x, index.rows, index.slots, index.experts, factor, scale, tokens, dtype, pow2_scale)
     return MoePermutedSmooth(q, scales, None if tokens is None else dot)
 
 

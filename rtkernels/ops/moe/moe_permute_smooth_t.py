@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
@@ -14,16 +13,16 @@ from rtkernels.ops.moe.moe_permute import as_index, with_arrays
 from rtkernels.ops.moe.moe_permute_plan import check_permute
 from rtkernels.ops.moe.reference import gathered, kept
 from rtkernels.ops.quant import reference
-from rtkernels.ops.quant.quantize_fp8_experts import MAX_EXPERTS, row_blocks
-from rtkernels.ops.quant.quantize_fp8_plan import groups_of, tile_threads
+from rtkernels.ops.quant.quantize_fp8_channel import whole_rows
+from rtkernels.ops.quant.quantize_fp8_plan import tile_threads
+from rtkernels.ops.shared.fp8_layout import E4M3, MAX_EXPERTS, groups_of, row_blocks_of
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel, build_together
-from rtkernels.runtime.launch.plans import Plans
-from rtkernels.runtime.layout import address, check_same, divisor, metadata, row_stride, token, vector_bytes
+from rtkernels.runtime.layout import check_same, divisor, row_stride, token
 from rtkernels.runtime.operator.autograd import detached
-from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.declared import Argument, Dense, Meta, Operator
+from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Step, Steps
 
-E4M3 = torch.float8_e4m3fn
 _WIDER = {E4M3: torch.bfloat16, torch.float8_e5m2: torch.bfloat16}  # exact
 
 KERNEL = Kernel(
@@ -38,7 +37,7 @@ KERNEL = Kernel(
 KERNELS = (KERNEL,)
 
 
-def _check(x, rows, slots, offsets, row_factor, scale, smooth) -> None:
+def _check(x, rows, slots, offsets, row_factor, scale, smooth, pow2) -> None:
     check_permute(x, rows, slots, scale, None, None)
     if offsets[0] != torch.int32 or len(offsets[1]) != 1 or not 2 <= offsets[1][0] <= MAX_EXPERTS + 1:
         raise ArgumentError(f"index.offsets has shape {tuple(offsets[1])}; expected int32 and (experts + 1,)")
@@ -50,57 +49,24 @@ def _check(x, rows, slots, offsets, row_factor, scale, smooth) -> None:
             check_same(name, given[3], x[3], "device index")
 
 
-def _plan(x, rows, slots, offsets, row_factor, scale, smooth, align: int):
-    """Return ``(two launches, columns to add to x, integers)``; None if torch does it."""
-    _check(x, rows, slots, offsets, row_factor, scale, smooth)
-    (tokens, cols), device, size = x[1], x[3], x[0].itemsize
-    count, top_k, experts = slots[1][0], rows[1][1], offsets[1][0] - 1
-    if count * cols * tokens * top_k == 0 or x[0] != torch.bfloat16:
-        return None
-    step, extra = row_stride(x[1], x[2]), None
-    if step is None or vector_bytes(align, cols * size, step * size) != 16:
-        extra = -cols % (16 // size)
-        step = cols + extra
+def _plan(
+    x: Meta, rows: Meta, slots: Meta, offsets: Meta, row_factor: Meta | None, scale: Meta | None, smooth: Meta | None,
+    pow2: bool, device: int,
+) -> Steps:  # fmt: skip
+    (tokens, cols), count, top_k, experts = x.shape, slots.shape[0], rows.shape[1], offsets.shape[0] - 1
+    kind = _WIDER.get(x.dtype, x.dtype)
+    if count * cols * tokens * top_k == 0 or kind != torch.bfloat16:
+        return IN_TORCH
+    meta, x_cols, converted = whole_rows(x, kind)
     tiles, threads = groups_of(cols), tile_threads("bf16")
-    grid = min(row_blocks(count, experts) * tiles, 512 // threads * 2 * device_info(device).sm_count)
+    grid = min(row_blocks_of(count, experts) * tiles, 512 // threads * 2 * device_info(device).sm_count)
     build_together(device, (KERNEL, ("bf16", False)), (KERNEL, ("bf16", True)))
+    stride = row_stride(meta.shape, meta.stride)
+    numbers = tokens * top_k, divisor(top_k), count, cols, x_cols, stride, experts, tiles, int(pow2)
+    tensors = "x", "slots", "offsets", "scale", "smooth", "row_factor", "amax", "q_t", "scale_out"
     launches = [KERNEL.bind(("bf16", codes), device, grid, threads, 8 * (experts + 1)) for codes in (False, True)]
-    numbers = (tokens * top_k, divisor(top_k), count, cols, cols + (extra or 0), step, experts, tiles)
-    return launches, extra, numbers
-
-
-_PLANS = Plans(_plan)
-
-
-def _launch(
-    x: Tensor,
-    rows: Tensor,
-    slots: Tensor,
-    offsets: Tensor,
-    row_factor: Tensor | None,
-    scale: Tensor | None,
-    smooth: Tensor | None,
-    pow2_scale: bool,
-) -> tuple[Tensor, Tensor]:
-    x = x.to(_WIDER.get(x.dtype, x.dtype))
-    slots, offsets, *factors = (
-        None if t is None else t.contiguous() for t in (slots, offsets, scale, smooth, row_factor)
-    )
-    by_name = (factors[2], factors[0], factors[1])
-    plan = _PLANS[(*map(metadata, (x, rows, slots, offsets, *by_name)), x.data_ptr() & 15)]
-    if plan is None:
-        return _reference(x, rows, slots, offsets, *by_name, pow2_scale)
-    launches, extra, numbers = plan
-    if extra is not None:
-        x = F.pad(x, (0, extra)).contiguous() if extra else x.clone(memory_format=torch.contiguous_format)
-    experts, cols = offsets.shape[0] - 1, numbers[3]
-    most = torch.zeros((experts, cols), dtype=torch.float32, device=x.device)
-    q = torch.empty(slots.shape[0] * cols, dtype=E4M3, device=x.device)
-    out = torch.empty((experts, cols), dtype=torch.float32, device=x.device)
-    pointers = [address(t) for t in (x, slots, offsets, *factors, most, q, out)]
-    for launch in launches:
-        launch(*pointers, *numbers, pow2_scale)
-    return q, out
+    scratch = {"amax": Memory((experts, cols), torch.float32, zero=True)}
+    return Steps(*(Step(launch, *tensors, *numbers) for launch in launches), scratch=scratch, converted=converted)
 
 
 def permuted_values(x: Tensor, top_k: int, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,7 +77,6 @@ def permuted_values(x: Tensor, top_k: int, slots: Tensor) -> tuple[Tensor, Tenso
 
 
 def _reference(x, rows, slots, offsets, row_factor, scale, smooth, pow2_scale):
-    _check(*map(metadata, (x, rows, slots, offsets, row_factor, scale, smooth)))
     z, source = permuted_values(x, rows.shape[1], slots)
     times = torch.ones(len(slots), device=x.device) if scale is None else gathered(scale, source)
     if row_factor is not None:
@@ -123,10 +88,10 @@ def _reference(x, rows, slots, offsets, row_factor, scale, smooth, pow2_scale):
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
     line = torch.arange(count, device=x.device)
     expert = torch.searchsorted(ends, line, right=True)  # past the last one behind its rows
-    most = torch.zeros((len(ends) + 1, cols), dtype=torch.float32, device=x.device)
+    amax = torch.zeros((len(ends) + 1, cols), dtype=torch.float32, device=x.device)
     finite = torch.where(z.isfinite(), z.abs(), 0.0)
-    most = most.scatter_reduce(0, expert[:, None].expand(count, cols), finite, "amax")
-    scales = reference.scale_of(most, E4M3, pow2_scale)
+    amax = amax.scatter_reduce(0, expert[:, None].expand(count, cols), finite, "amax")
+    scales = reference.scale_of(amax, E4M3, pow2_scale)
     codes = reference.codes(z, (1.0 / scales)[expert], E4M3).view(torch.uint8)
     own = expert.clamp(max=len(ends) - 1)
     column = torch.arange(cols, device=x.device)
@@ -136,18 +101,17 @@ def _reference(x, rows, slots, offsets, row_factor, scale, smooth, pow2_scale):
     return q[:-1].clone().view(E4M3), scales[:-1].clone()
 
 
-def _fake(x, rows, slots, offsets, row_factor, scale, smooth, pow2_scale):
-    scales = x.new_empty((offsets.shape[0] - 1, x.shape[1]), dtype=torch.float32)
-    return x.new_empty(slots.shape[0] * x.shape[1], dtype=E4M3), scales
+def _outputs(x, rows, slots, offsets, row_factor, scale, smooth, pow2_scale):
+    scales = Memory((offsets.shape[0] - 1, x.shape[1]), torch.float32)
+    return Memory((slots.shape[0] * x.shape[1],), E4M3), scales
 
 
-CHANNEL = TorchOp(
-    "moe_permute_smooth_t_fwd(Tensor x, Tensor rows, Tensor slots, Tensor offsets, Tensor? row_factor, Tensor? scale, "
-    "Tensor? smooth, bool pow2_scale) -> (Tensor, Tensor)",
-    launch=_launch,
-    reference=_reference,
-    fake=_fake,
-)
+_INDEX = (Dense(name, None) for name in ("rows", "slots", "offsets"))
+_FACTORS = (Dense(name, None, optional=True) for name in ("row_factor", "scale", "smooth"))
+CHANNEL = Operator(
+    "moe_permute_smooth_t_fwd", (Argument("x", None), *_INDEX, *_FACTORS), options="bool pow2_scale",
+    results="q_t scale_out", outputs=_outputs, plan=_plan, reference=_reference, check=_check, plans_empty=True,
+)  # fmt: skip
 
 
 class MoePermutedChannel(NamedTuple):
@@ -158,14 +122,9 @@ class MoePermutedChannel(NamedTuple):
 
 
 def moe_permute_smooth_t(
-    x: Tensor,
-    index: MoeIndex,
-    row_factor: Tensor | None = None,
-    *,
-    scale: Tensor | None = None,
-    smooth: Tensor | None = None,
-    pow2_scale: bool = False,
-) -> MoePermutedChannel:
+    x: Tensor, index: MoeIndex, row_factor: Tensor | None = None, *, scale: Tensor | None = None,
+    smooth: Tensor | None = None, pow2_scale: bool = False,
+) -> MoePermutedChannel:  # fmt: skip
     """Copy the rows of tokens to their experts, times factors, as transposed fp8 codes with one scale per column.
 
     ``z[r] = x[t] * smooth * (scale[t] * row_factor[r])`` for row r of token t, in fp32 and each product rounded. An
@@ -193,7 +152,7 @@ def moe_permute_smooth_t(
         return with_arrays(moe_permute_smooth_t, x, index, row_factor, **options)
     index = as_index(index)
     x, row, scale, smooth = detached(x, row_factor, scale, smooth)
-    return MoePermutedChannel(*CHANNEL(x, index.rows, index.slots, index.offsets, row, scale, smooth, pow2_scale))
+    return MoePermutedChannel(*CHANNEL.call(x, index.rows, index.slots, index.offsets, row, scale, smooth, pow2_scale))
 
 
 def samples(x: Tensor, index: MoeIndex, smooth: Tensor, row_factor: Tensor):

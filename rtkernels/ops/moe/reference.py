@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rtkernels.ops.moe.moe_permute_plan import check_backward, check_permute, check_unpermute
-from rtkernels.runtime.layout import metadata, nothing
+from rtkernels.runtime.layout import nothing
 
 
 def kept(rows: Tensor, count: int) -> Tensor:
@@ -45,7 +44,6 @@ def _spread(values: Tensor, rows: Tensor, count: int) -> Tensor:
 def permute(
     x: Tensor, rows: Tensor, slots: Tensor, scale: Tensor | None, probs: Tensor | None, experts: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    check_permute(*map(metadata, (x, rows, slots, scale, probs, experts)))
     count, top_k = slots.shape[0], rows.shape[1]
 
     def each(t: Tensor) -> Tensor:
@@ -61,7 +59,6 @@ def permute(
 def unpermute(
     y: Tensor, rows: Tensor, probs: Tensor | None, experts: Tensor | None, carried: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    check_unpermute(*map(metadata, (y, rows, probs, experts, carried)))
     weights = None if probs is None else chosen(probs, experts).float()
     total = torch.zeros(rows.shape[0], y.shape[1], dtype=torch.float32, device=y.device)
     for j in range(rows.shape[1]):
@@ -75,7 +72,6 @@ def unpermute(
 def backward(
     dout: Tensor, y: Tensor | None, rows: Tensor, slots: Tensor, probs: Tensor, experts: Tensor | None, need_y: bool
 ) -> tuple[Tensor, Tensor]:
-    check_backward(*map(metadata, (dout, y, rows, slots, probs, experts)))
     count, (tokens, top_k) = slots.shape[0], rows.shape
     weights = chosen(probs, experts).float()
     dy, dprobs = nothing(dout), nothing(dout)

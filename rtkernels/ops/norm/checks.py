@@ -16,7 +16,7 @@ def check_inputs(
     x: Metadata, weight: Metadata | None, bias: Metadata | None, residual: Metadata | None, **vectors: Metadata | None
 ) -> None:
     """Raise an ArgumentError unless these tensors go together. `vectors`: fp32, one number per column."""
-    dtype, shape, _, device = x
+    dtype, shape, _, device = x[:4]
     token("x", dtype)
     if not shape:
         raise ArgumentError("x has no dimensions; expected at least one, the last is normalised")

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.shared.column_sum import waits_beside
+from rtkernels.ops.shared.column_sum import column_sum_step, waits_beside
 from rtkernels.runtime.launch.device import DeviceInfo, device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.launch.memory import dense_memory
-from rtkernels.runtime.launch.plans import Plans
+from rtkernels.runtime.launch.memory import dense_strides
 from rtkernels.runtime.layout import (
     GRID_LIMIT,
     block_of,
@@ -24,6 +23,8 @@ from rtkernels.runtime.layout import (
     token,
     vector_bytes,
 )
+from rtkernels.runtime.operator.declared import Meta, misaligned
+from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
 _UNIT, _BWD_UNIT = "norm/group_rms_norm_gate.cu", "norm/group_rms_norm_gate_bwd.cu"
 _LAYOUTS = ("same", "sequence_first")
@@ -47,58 +48,40 @@ _BWD_POINTERS = "dy:ptr x:ptr gate:ptr weight:ptr dx:ptr dgate:ptr"
 _COUNTS = "tokens:i64 inner_size:i64 groups:i64 cols:i64"
 _BWD_INPUTS = "dy_outer:i64 dy_inner:i64 x_outer:i64 x_inner:i64 x_group:i64 gate_outer:i64 gate_inner:i64"
 _FWD = Kernel(
-    _UNIT,
-    "group_rms_norm_gate_fwd",
-    template="T W CHUNKS",
+    _UNIT, "group_rms_norm_gate_fwd", template="T W CHUNKS", max_registers=64,
     args=f"x:ptr gate:ptr weight:ptr y:ptr {_FWD_STRIDES} by_groups:i64 by_inner:i64 eps:f64",
     variants=[(t, w, _CHUNKS) for t, w in _TYPES],
-    max_registers=64,
-)
+)  # fmt: skip
 _FWD_LONG = Kernel(
-    _UNIT,
-    "group_rms_norm_gate_fwd_long",
-    template="T",
+    _UNIT, "group_rms_norm_gate_fwd_long", template="T", max_registers=88,
     args=f"x:ptr gate:ptr weight:ptr y:ptr {_FWD_STRIDES} weight_fp32:i64 aligned16:i64 eps:f64",
     variants=_LONG_VARIANTS,
-    max_registers=88,
-)
+)  # fmt: skip
 _BWD = Kernel(
-    _BWD_UNIT,
-    "group_rms_norm_gate_bwd",
-    template="T CHUNKS FORM",
+    _BWD_UNIT, "group_rms_norm_gate_bwd", template="T CHUNKS FORM", max_registers=128,
     args=f"{_BWD_POINTERS} partial:ptr {_COUNTS} {_BWD_INPUTS} dgate_outer:i64 dgate_inner:i64 dx_outer:i64 "
     "dx_inner:i64 weight_group:i64 lanes:i64 threads_per_row:i64 by_inner:i64 by_groups:i64 wide:i64 early:i64 eps:f64",
     variants=[(t, c, f) for t in _WIDTH for c, f in _FORMS],
-    max_registers=128,
-)
+)  # fmt: skip
 _BWD_LONG = Kernel(
-    _BWD_UNIT,
-    "group_rms_norm_gate_bwd_long",
-    template="T",
+    _BWD_UNIT, "group_rms_norm_gate_bwd_long", template="T", max_registers=96,
     args=f"{_BWD_POINTERS} rstd:ptr {_COUNTS} {_BWD_INPUTS} dgate_outer:i64 dgate_inner:i64 dx_outer:i64 dx_inner:i64 "
     "weight_group:i64 threads_per_row:i64 weight_fp32:i64 aligned16:i64 eps:f64",
     variants=_LONG_VARIANTS,
-    max_registers=96,
-)
+)  # fmt: skip
 _BWD_WEIGHT = Kernel(
-    _BWD_UNIT,
-    "group_rms_norm_gate_bwd_weight",
-    template="T",
-    args=f"dy:ptr x:ptr gate:ptr rstd:ptr partial:ptr {_COUNTS} {_BWD_INPUTS} aligned16:i64",
-    variants=_LONG_VARIANTS,
-    max_registers=48,
-)
+    _BWD_UNIT, "group_rms_norm_gate_bwd_weight", template="T", max_registers=48,
+    args=f"dy:ptr x:ptr gate:ptr rstd:ptr partial:ptr {_COUNTS} {_BWD_INPUTS} aligned16:i64", variants=_LONG_VARIANTS,
+)  # fmt: skip
 KERNELS = (_FWD, _FWD_LONG, _BWD, _BWD_LONG, _BWD_WEIGHT)
 
 
 # ---- validation -----------------------------------------------------------------------------------------------------
 
-Meta = tuple[Any, ...]  # of _layout.metadata
 
-
-def check(x: Meta, gate: Meta, weight: Meta | None, groups: int, layout: str) -> None:
+def check(x: Meta, gate: Meta, weight: Meta | None, groups: int, eps: float, layout: str) -> None:
     """Raise an ArgumentError for arguments of the forward that do not fit together."""
-    dtype, shape, _, device = x
+    dtype, shape, _, device = x[:4]
     token("x", dtype)
     if layout not in _LAYOUTS:
         raise ArgumentError(f"layout is {layout!r}; expected one of {', '.join(_LAYOUTS)}")
@@ -132,9 +115,11 @@ def check(x: Meta, gate: Meta, weight: Meta | None, groups: int, layout: str) ->
         check_same("weight", weight[3], device, "device index")
 
 
-def check_bwd(dy: Meta, x: Meta, gate: Meta, weight: Meta | None, groups: int, layout: str, weight_grad: bool) -> None:
+def check_bwd(
+    dy: Meta, x: Meta, gate: Meta, weight: Meta | None, groups: int, eps: float, layout: str, weight_grad: bool
+) -> None:
     """Raise an ArgumentError for arguments of the backward that do not fit together."""
-    check(x, gate, weight, groups, layout)
+    check(x, gate, weight, groups, eps, layout)
     check_same("dy", dy[0], x[0], "dtype")
     check_same("dy", dy[1], gate[1], "shape", of="gate")
     check_same("dy", dy[3], x[3], "device index")
@@ -194,14 +179,14 @@ class Tensors:
         x: Distances between outer tokens, inner tokens and groups; None if x must be copied first.
         gate, dy: Distances between outer and inner tokens; None if the tensor must be copied first.
         out, dx: The same of y and dgate, and of dx.
-        fits: No input must be copied.
-        vec: Elements per access.
+        copied: Names of the inputs that must be copied first.
+        vec: Elements per access, if none must.
     """
 
     def __init__(
-        self, x: Meta, gate: Meta, weight: Meta | None, dy: Meta | None, groups: int, layout: str, align: int
-    ) -> None:
-        dtype, shape, stride, self.device = x
+        self, x: Meta, gate: Meta, weight: Meta | None, dy: Meta | None, groups: int, layout: str
+    ) -> None:  # fmt: skip
+        dtype, shape, stride, self.device, _ = x
         self.t = token("x", dtype)
         self.w = self.t if weight is None else token("weight", weight[0], (dtype, torch.float32))
         self.channels = channels = gate[1][-1]
@@ -216,13 +201,25 @@ class Tensors:
         self.out = self.inner * channels, channels
         self.dx = (channels, self.outer * channels) if swapped else self.out
         self.weight_group = 0 if weight is None or weight[1][0] == self.cols else self.cols
-        self.fits = None not in (self.x, self.gate, self.dy)
-        if weight is not None and weight[1][0] > 1 and weight[2] != (1,):
-            self.fits = False
-        if self.fits:
-            size = dtype.itemsize
-            wide = vector_bytes(align, self.cols * size, *(d * size for d in (*self.x, *self.gate, *self.dy))) == 16
-            self.vec = _WIDTH[self.t] if wide else 1
+        self.copied = [n for n, d in (("x", self.x), ("gate", self.gate), ("dy", self.dy)) if d is None]
+        if not self.copied:
+            size, starts = dtype.itemsize, misaligned(x, gate, weight, dy)
+            distances = (d * size for d in (*self.x, *self.gate, *self.dy))
+            self.vec = _WIDTH[self.t] if vector_bytes(starts, self.cols * size, *distances) == 16 else 1
+
+    @classmethod
+    def after_copies(
+        cls, x: Meta, gate: Meta, weight: Meta | None, dy: Meta | None, groups: int, layout: str
+    ) -> tuple[Tensors, dict[str, Any]]:
+        """Return the inputs as kernels see them, and what ``Steps.converted`` says of those that are copied."""
+        found = cls(x, gate, weight, dy, groups, layout)
+        if not found.copied:
+            return found, {}
+        x, gate, dy = (
+            meta._replace(stride=dense_strides(meta.shape), misaligned=0) if name in found.copied else meta
+            for name, meta in (("x", x), ("gate", gate), ("dy", dy))
+        )
+        return cls(x, gate, weight, dy, groups, layout), dict.fromkeys(found.copied, Tensor.contiguous)
 
     def threads(self, chunks: int = _CHUNKS) -> int:
         """Return how many threads with `chunks` pieces each share a row that stays in registers, 0 if it does not."""
@@ -241,36 +238,21 @@ class Tensors:
         """Return weight_fp32 and aligned16 of the long kernels."""
         return int(self.w == "fp32"), int(self.vec > 1)
 
-    def copied(self, x: Tensor, gate: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the inputs of a call that did not fit, so that they do."""
-        x = x.contiguous() if self.x is None else x
-        gate = gate.contiguous() if self.gate is None else gate
-        return x, gate, weight if weight is None else weight.contiguous()
-
 
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-def _plan_fwd(x: Meta, gate: Meta, weight: Meta | None, groups: int, layout: str, align: int):
-    """Return ``(launch, numbers, allocator and layout of y)``, or the Tensors if an input must be copied first."""
-    check(x, gate, weight, groups, layout)
-    memory = dense_memory(x[3], gate[1], x[0])
-    if 0 in gate[1]:
-        return None, (), *memory
-    s = Tensors(x, gate, weight, None, groups, layout, align)
-    if not s.fits:
-        return s
-    numbers = (s.tokens, s.inner, groups, s.cols, *s.x, *s.gate, *s.out, s.weight_group)
+def plan_fwd(x: Meta, gate: Meta, weight: Meta | None, groups: int, eps: float, layout: str, device: int) -> Steps:
+    s, converted = Tensors.after_copies(x, gate, weight, None, groups, layout)
+    numbers = s.tokens, s.inner, groups, s.cols, *s.x, *s.gate, *s.out, s.weight_group
     if threads := s.threads():
         block = block_of(threads)
-        grid = -(-s.tokens * groups // (block // threads))
+        launch = _FWD.bind((s.t, s.w, _CHUNKS), device, -(-s.tokens * groups // (block // threads)), block)
         numbers += threads, divisor(groups), divisor(s.inner)
-        return _FWD.bind((s.t, s.w, _CHUNKS), s.device, grid, block), numbers, *memory
-    grid, block, threads = s.long_geometry()
-    return _FWD_LONG.bind((s.t,), s.device, grid, block), (*numbers, threads, *s.long_flags()), *memory
-
-
-FWD_PLANS = Plans(_plan_fwd)
+    else:
+        grid, block, threads = s.long_geometry()
+        launch, numbers = _FWD_LONG.bind((s.t,), device, grid, block), (*numbers, threads, *s.long_flags())
+    return Steps(Step(launch, "x", "gate", "weight", "y", *numbers, eps), converted=converted)
 
 
 class _Block(NamedTuple):
@@ -317,76 +299,65 @@ class _Block(NamedTuple):
         return cls(chunks, _PIECES, threads, rows, unit) if rows > 1.1 * whole.rows else whole
 
 
-class _BackwardPlan:
-    """The launches of one backward call and the workspace they need.
-
-    Attributes:
-        tensors: If not `fits`, the inputs must be copied first; None if there is nothing to do.
-        launch: Computes dx and dgate; its last pointer is `partial`, or rstd if there is a `weight_launch`.
-        partial: Shape of the partial weight gradients; `width` is the size of dweight.
-        early: Their sum waits beside `launch`.
-    """
-
-    def __init__(
-        self,
-        dy: Meta,
-        x: Meta,
-        gate: Meta,
-        weight: Meta | None,
-        groups: int,
-        layout: str,
-        align: int,
-        weight_grad: bool,
-    ) -> None:
-        check_bwd(dy, x, gate, weight, groups, layout, weight_grad)
-        self.tensors, self.weight_launch, self.early = None, None, True
-        if 0 in gate[1]:
-            return
-        self.tensors = s = Tensors(x, gate, weight, dy, groups, layout, align)
-        if not s.fits:
-            return
-        self.width = s.channels if s.weight_group else s.cols
-        info = device_info(s.device)
-        near = max(*s.dy, *s.x, *s.gate, *s.out, *s.dx) < 2**30
-        if near and s.threads():
-            self._plan_rows(s, info)
-        else:
-            self._plan_long(s, info, weight_grad)
-
-    def _plan_rows(self, s: Tensors, info: DeviceInfo) -> None:
-        chunks, form, threads, rows, unit = _Block.of(s.cols // s.vec)
-        rows = max(unit, min(rows, s.tokens * s.groups // info.sm_count // unit * unit))  # some for every block
-        # All blocks run at once, unless one token has more groups.
-        blocks = max(min(info.sm_count, -(-s.tokens * s.groups // rows)), -(-s.groups // rows))
-        lanes = min(blocks * rows // s.groups, s.tokens)  # tokens at once
-        summed = rows > s.groups or not s.weight_group  # over the block
-        self.partial = (blocks if summed else lanes, self.width)
-        # Others have no registers left for a block of the sum beside them.
-        self.early = waits_beside(self.width) and chunks == 1 and form not in (_PIECES, _WARPS)
-        size = 16 // _WIDTH[s.t]
-        distances = (d * size for d in (*s.dy, *s.x, *s.gate, *s.out, *s.dx))
-        self.numbers = (
-            s.tokens, s.inner, s.groups, s.cols, *distances, s.weight_group, lanes, threads, divisor(s.inner),
-            divisor(s.groups), int(s.w != s.t), int(self.early),
-        )  # fmt: skip
-        shared = 0 if chunks == 1 else 2 * 3 * chunks * rows * threads * 16  # for the rows to come
-        if summed:
-            # If the first and the last of a block's tokens lack groups, these have a place all the same.
-            even = not s.weight_group or rows % s.groups == 0
-            shared = max(shared, s.cols * 4 * (rows if even else s.groups * ((rows + s.groups - 2) // s.groups + 1)))
-        self.launch = _BWD.bind((s.t, chunks, form), s.device, blocks, rows * threads, shared)
-
-    def _plan_long(self, s: Tensors, info: DeviceInfo, weight_grad: bool) -> None:
-        inputs = (s.tokens, s.inner, s.groups, s.cols, *s.dy, *s.x, *s.gate)
-        grid, block, threads = s.long_geometry()
-        self.launch = _BWD_LONG.bind((s.t,), s.device, grid, block)
-        self.numbers = (*inputs, *s.out, *s.dx, s.weight_group, threads, *s.long_flags())
-        if weight_grad:
-            column_blocks = -(-s.channels // (256 * s.vec))
-            parts = min(max(1, 4 * info.sm_count // column_blocks), s.tokens, 65535)
-            self.partial = (parts, s.channels)
-            self.weight_launch = _BWD_WEIGHT.bind((s.t,), s.device, (column_blocks, parts), 256)
-            self.weight_numbers = (*inputs, s.long_flags()[1])
+def plan_bwd(
+    dy: Meta, x: Meta, gate: Meta, weight: Meta | None, groups: int, eps: float, layout: str, weight_grad: bool,
+    device: int,
+) -> Steps:  # fmt: skip
+    s, converted = Tensors.after_copies(x, gate, weight, dy, groups, layout)
+    near = max(*s.dy, *s.x, *s.gate, *s.out, *s.dx) < 2**30
+    width = s.channels if s.weight_group else s.cols  # of dweight
+    plan = _rows_steps if near and s.threads() else _long_steps
+    steps, scratch, overlaps = plan(s, device_info(device), eps, width, weight_grad)
+    if weight_grad:
+        rows = prod(scratch["partial"].shape) // width
+        steps.append(column_sum_step("partial", "dweight", rows, width, weight.dtype, device, overlaps=overlaps))
+    return Steps(*steps, scratch=scratch if weight_grad else {}, converted=converted)
 
 
-BWD_PLANS = Plans(_BackwardPlan)
+_TENSORS = "dy", "x", "gate", "weight", "dx", "dgate"
+
+
+def _rows_steps(
+    s: Tensors, info: DeviceInfo, eps: float, width: int, weight_grad: bool
+) -> tuple[list[Step], dict[str, Memory], bool]:
+    """Return launches, scratch, and whether the sum for dweight waits while they run."""
+    chunks, form, threads, rows, unit = _Block.of(s.cols // s.vec)
+    rows = max(unit, min(rows, s.tokens * s.groups // info.sm_count // unit * unit))  # some for every block
+    # All blocks run at the same time, unless one token has more groups.
+    blocks = max(min(info.sm_count, -(-s.tokens * s.groups // rows)), -(-s.groups // rows))
+    lanes = min(blocks * rows // s.groups, s.tokens)  # tokens at the same time
+    summed = rows > s.groups or not s.weight_group  # over the block
+    # Others have no registers left for a block of the sum.
+    overlaps = waits_beside(width) and chunks == 1 and form not in (_PIECES, _WARPS)
+    size = 16 // _WIDTH[s.t]
+    distances = (d * size for d in (*s.dy, *s.x, *s.gate, *s.out, *s.dx))
+    numbers = (
+        s.tokens, s.inner, s.groups, s.cols, *distances, s.weight_group, lanes, threads, divisor(s.inner),
+        divisor(s.groups), int(s.w != s.t), int(overlaps), eps,
+    )  # fmt: skip
+    shared = 0 if chunks == 1 else 2 * 3 * chunks * rows * threads * 16  # for the rows to come
+    if summed:
+        # If the first and the last of a block's tokens lack groups, these have a place all the same.
+        whole = not s.weight_group or rows % s.groups == 0
+        shared = max(shared, s.cols * 4 * (rows if whole else s.groups * ((rows + s.groups - 2) // s.groups + 1)))
+    launch = _BWD.bind((s.t, chunks, form), s.device, blocks, rows * threads, shared)
+    scratch = {"partial": Memory((blocks if summed else lanes, width), torch.float32)}
+    return [Step(launch, *_TENSORS, "partial" if weight_grad else 0, *numbers)], scratch, overlaps
+
+
+def _long_steps(
+    s: Tensors, info: DeviceInfo, eps: float, width: int, weight_grad: bool
+) -> tuple[list[Step], dict[str, Memory], bool]:
+    inputs = s.tokens, s.inner, s.groups, s.cols, *s.dy, *s.x, *s.gate
+    grid, block, threads = s.long_geometry()
+    launch = _BWD_LONG.bind((s.t,), s.device, grid, block)
+    numbers = *inputs, *s.out, *s.dx, s.weight_group, threads, *s.long_flags(), eps
+    steps, scratch = [Step(launch, *_TENSORS, "rstd" if weight_grad else 0, *numbers)], {}
+    if weight_grad:
+        column_blocks = -(-s.channels // (256 * s.vec))
+        parts = min(max(1, 4 * info.sm_count // column_blocks), s.tokens, 65535)
+        launch = _BWD_WEIGHT.bind((s.t,), s.device, (column_blocks, parts), 256)
+        steps.append(Step(launch, "dy", "x", "gate", "rstd", "partial", *inputs, s.long_flags()[1]))
+        scratch["rstd"] = Memory((s.tokens * s.groups,), torch.float32)
+        scratch["partial"] = Memory((parts, s.channels), torch.float32)
+    return steps, scratch, True

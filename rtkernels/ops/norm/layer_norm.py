@@ -9,17 +9,20 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.norm.layer_norm_plan import BWD_PLANS, FWD_PLANS, KERNELS, ForwardPlan, check
-from rtkernels.ops.norm.reference import (
+from rtkernels.ops.norm.layer_norm_plan import (
+    KERNELS,
+    check,
+    check_add,
     check_bwd,
     parameter_sums,
-    reference_add_fwd,
-    reference_bwd,
-    reference_fwd,
-    reference_out,
+    plan_add,
+    plan_bwd,
+    plan_fwd,
+    plan_out,
 )
+from rtkernels.ops.norm.reference import reference_add_fwd, reference_bwd, reference_fwd, reference_out
 from rtkernels.ops.norm.statistics import BACKWARDS, check_no_gradient, check_out, check_over, with_statistics
-from rtkernels.runtime.layout import address, may_overlap, metadata, nothing, rowed
+from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.operator.autograd import (
     constant,
     detached,
@@ -28,180 +31,91 @@ from rtkernels.runtime.operator.autograd import (
     once_differentiable,
     overwrite_once,
 )
-from rtkernels.runtime.operator.operator import MutatingOp, TorchOp
+from rtkernels.runtime.operator.declared import Argument, Dense, InPlace, InPlaceDense, InPlaceOperator, Operator, Rows
+from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.sharding import shard_rows
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
-# ---- launchers ------------------------------------------------------------------------------------------------------
+# ---- operators ------------------------------------------------------------------------------------------------------
 
 
-def _plan(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    offset: float,
-    out: Tensor | None = None,
-) -> ForwardPlan | None:
-    align = (x.data_ptr() | address(residual) | address(weight) | address(bias) | address(out)) & 15
-    return FWD_PLANS[metadata(x), metadata(weight), metadata(bias), metadata(residual), align, eps, offset]
+def _like(x):
+    return Memory(x.shape, x.dtype)
 
 
-def _plan_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float) -> ForwardPlan | None:
-    return _plan(x, None, weight, bias, eps, offset)
-
-
-def _copied(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float) -> tuple[Any, ...]:
-    return rowed(x), _dense(weight), _dense(bias), eps, offset
-
-
-def _launch_add_fwd(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float):
-    plan = _plan(x, residual, weight, bias, eps, offset)
-    if plan is None:
-        return _launch_add_fwd(rowed(x), rowed(residual), _dense(weight), _dense(bias), eps, offset)
-    y, total = plan.allocate(*plan.layout), plan.allocate(*plan.layout)
-    if plan.launch is not None:
-        inputs = x.data_ptr(), residual.data_ptr(), address(weight), address(bias)
-        plan.launch(*inputs, y.data_ptr(), total.data_ptr())
-    return y, total
-
-
-def _launch_out(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    offset: float,
-    out: Tensor,
-) -> Tensor:
-    check(metadata(x), metadata(weight), metadata(bias), metadata(residual))
-    check_out(out, x, residual, weight, bias)
-    if not out.is_contiguous():
-        if residual is None:
-            made, total = FORWARD.launch(x, weight, bias, eps, offset), nothing(x)
-        else:
-            made, total = _launch_add_fwd(x, residual, weight, bias, eps, offset)
-        out.copy_(made)
-        return total
-    x, residual, weight, bias = rowed(x), rowed(residual), _dense(weight), _dense(bias)
-    plan = _plan(x, residual, weight, bias, eps, offset, out)
-    total = nothing(x) if residual is None else plan.allocate(*plan.layout)
-    if plan.launch is not None:
-        inputs = x.data_ptr(), address(residual), address(weight), address(bias)
-        plan.launch(*inputs, out.data_ptr(), 0 if residual is None else total.data_ptr())
-    return total
-
-
-def _launch_bwd(
-    dy: Tensor,
-    h: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    dsum: Tensor | None,
-    eps: float,
-    offset: float,
-    parameter_grad: bool,
-    over: bool = False,
-):
-    check_bwd(dy, h, weight, bias, dsum, parameter_grad)
+def _bwd_outputs(dy, h, weight, bias, dsum, eps, offset, parameter_grad):
     sums, dtype = parameter_sums(weight, bias, parameter_grad)
-    if h.numel() == 0:
-        return torch.empty(h.shape, dtype=h.dtype, device=h.device), (
-            torch.zeros(sums, h.shape[-1], dtype=dtype, device=h.device) if sums else nothing(h)
-        )
-    dy, h, weight, dsum = rowed(dy), rowed(h), _dense(weight), rowed(dsum)
-    align = (dy.data_ptr() | h.data_ptr() | address(weight) | address(dsum)) & 15
-    plan = BWD_PLANS[metadata(dy), metadata(h), metadata(weight), metadata(dsum), align, sums]
-    return plan.run(dy, h, weight, dsum, eps, offset, dtype, over)
+    return _like(h), Memory((sums, h.shape[-1]), dtype) if sums else None
 
 
-def _launch_bwd_over(dy, h, weight, bias, dsum, eps, offset, parameter_grad) -> Tensor:
+def _prepare_out(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, *rest: Any):
+    check_out(rest[-1], x, residual, weight, bias)
+    return x, residual, weight, bias, *rest
+
+
+def _prepare_over(
+    dy: Tensor, h: Tensor, weight: Tensor | None, bias: Tensor | None, dsum: Tensor | None, *options: Any
+) -> tuple[Any, ...]:
     check_over(h, dy, weight, dsum)
-    dh, gradients = _launch_bwd(dy, h, weight, bias, dsum, eps, offset, parameter_grad, over=True)
-    if dh is not h:
-        h.copy_(dh)
-    return gradients
+    return dy, h, weight, bias, dsum, *options
 
 
-def _reference_bwd_over(dy, h, weight, bias, dsum, eps, offset, parameter_grad) -> Tensor:
-    check_over(h, dy, weight, dsum)
-    dh, gradients = reference_bwd(dy, h, weight, bias, dsum, eps, offset, parameter_grad)
+def _plan_over(*values: Any) -> Steps:
+    steps = plan_bwd(*values, dh="h")
+    return Steps(instead=_copied_over) if "stats" in steps.scratch else steps  # a second kernel reads h
+
+
+def _copied_over(dy: Tensor, h: Tensor, *rest: Any) -> Tensor:
+    dh, gradients = BACKWARD.launch(dy, h, *rest)
     h.copy_(dh)
     return gradients
 
 
-def _dense(vector: Tensor | None) -> Tensor | None:
-    return None if vector is None else vector.contiguous()
+def _reference_bwd_over(dy: Tensor, h: Tensor, *rest: Any) -> Tensor:
+    dh, gradients = reference_bwd(dy, h, *rest)
+    h.copy_(dh)
+    return gradients
 
 
-# ---- fake results and operators --------------------------------------------------------------------------------------
-
-
-def _fake_fwd(x, weight, bias, eps, offset):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _fake_add_fwd(x, residual, weight, bias, eps, offset):
-    return _fake_fwd(x, weight, bias, eps, offset), _fake_fwd(x, weight, bias, eps, offset)
-
-
-def _fake_out(x, residual, weight, bias, eps, offset, out):
-    return nothing(x) if residual is None else _fake_fwd(x, weight, bias, eps, offset)
-
-
-def _fake_bwd(dy, h, weight, bias, dsum, eps, offset, parameter_grad):
-    sums, dtype = parameter_sums(weight, bias, parameter_grad)
-    gradients = h.new_empty(sums, h.shape[-1], dtype=dtype) if sums else nothing(h)
-    return _fake_fwd(h, weight, bias, eps, offset), gradients
-
-
-FORWARD = TorchOp(
-    "layer_norm_fwd(Tensor x, Tensor? weight, Tensor? bias, float eps, float offset) -> Tensor",
-    plan=_plan_fwd,
-    copied=_copied,
-    reference=reference_fwd,
-    fake=_fake_fwd,
-)
-ADD_FORWARD = TorchOp(
-    "add_layer_norm_fwd(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, float offset)"
-    " -> (Tensor, Tensor)",
-    launch=_launch_add_fwd,
-    reference=reference_add_fwd,
-    fake=_fake_add_fwd,
-)
+_X, _RESIDUAL, _DY, _DSUM = Rows("x", None), Rows("residual", None), Rows("dy", None), Rows("dsum", None, optional=True)
+_WEIGHT, _BIAS = Dense("weight", None, optional=True), Dense("bias", None, optional=True)
+_OPTIONS = "float eps, float offset"
+FORWARD = Operator(
+    "layer_norm_fwd", (_X, _WEIGHT, _BIAS), options=_OPTIONS, results="y", outputs=lambda x, *_: (_like(x),),
+    plan=plan_fwd, reference=reference_fwd, check=check,
+)  # fmt: skip
+ADD_FORWARD = Operator(
+    "add_layer_norm_fwd", (_X, _RESIDUAL, _WEIGHT, _BIAS), options=_OPTIONS, results="y sum",
+    outputs=lambda x, *_: (_like(x), _like(x)), plan=plan_add, reference=reference_add_fwd, check=check_add,
+)  # fmt: skip
 # Writes y into out; the result is the sum, or empty without a residual.
-OUT_FORWARD = MutatingOp(
-    "layer_norm_out(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, float offset, Tensor(a!) out)"
-    " -> Tensor",
-    launch=_launch_out,
-    reference=reference_out,
-    fake=_fake_out,
-)
+OUT_FORWARD = InPlaceOperator(
+    "layer_norm_out",
+    (_X, Rows("residual", None, optional=True), _WEIGHT, _BIAS, *_OPTIONS.split(", "), InPlaceDense("out", None)),
+    results="sum", outputs=lambda x, residual, *_: (None if residual is None else _like(x),), plan=plan_out,
+    reference=reference_out, check=check_add, prepare=_prepare_out,
+)  # fmt: skip
 # The second result is [1, n] (dweight), [2, n] (dweight and dbias) or empty; bias says only that dbias is wanted.
-BACKWARD = TorchOp(
-    "layer_norm_bwd(Tensor dy, Tensor h, Tensor? weight, Tensor? bias, Tensor? dsum, float eps, float offset,"
-    " bool parameter_grad) -> (Tensor, Tensor)",
-    launch=_launch_bwd,
-    reference=reference_bwd,
-    fake=_fake_bwd,
-)
+_BWD_BIAS = Argument("bias", None, optional=True)
+BACKWARD = Operator(
+    "layer_norm_bwd", (_DY, Rows("h", None), _WEIGHT, _BWD_BIAS, _DSUM), options=f"{_OPTIONS}, bool parameter_grad",
+    results="dh gradients", outputs=_bwd_outputs, plan=plan_bwd, reference=reference_bwd, check=check_bwd,
+)  # fmt: skip
 # Writes the gradient over h; the result is the second one of layer_norm_bwd.
-BACKWARD_OVER = MutatingOp(
-    "layer_norm_bwd_over(Tensor dy, Tensor(a!) h, Tensor? weight, Tensor? bias, Tensor? dsum, float eps, float offset,"
-    " bool parameter_grad) -> Tensor",
-    launch=_launch_bwd_over,
-    reference=_reference_bwd_over,
-    fake=lambda *args: _fake_bwd(*args)[1],
-)
+BACKWARD_OVER = InPlaceOperator(
+    "layer_norm_bwd_over", (_DY, InPlace("h", None), _WEIGHT, _BWD_BIAS, _DSUM),
+    options=f"{_OPTIONS}, bool parameter_grad", results="gradients",
+    outputs=lambda *values: _bwd_outputs(*values)[1:], plan=_plan_over, reference=_reference_bwd_over,
+    check=check_bwd, prepare=_prepare_over,
+)  # fmt: skip
 
 shard_rows(FORWARD, ("x",))
 shard_rows(ADD_FORWARD, ("x", "residual"))
 shard_rows(BACKWARD, ("dy", "h", "dsum"), sums=1)
 
-_again, _forward = FORWARD.again, FORWARD.call
+_replay, _forward, _add_forward, _backward = FORWARD.replay, FORWARD.call, ADD_FORWARD.call, BACKWARD.call
 BACKWARDS[True] = BACKWARD
 
 
@@ -212,8 +126,8 @@ class _LayerNorm(torch.autograd.Function):
         ctx.eps, ctx.offset, ctx.overwrites = eps, offset, overwrites
         if residual is None:
             ctx.save_for_backward(x, weight, bias)
-            return FORWARD(x, weight, bias, eps, offset)
-        y, total = ADD_FORWARD(x, residual, weight, bias, eps, offset)
+            return _forward(x, weight, bias, eps, offset)
+        y, total = _add_forward(x, residual, weight, bias, eps, offset)
         ctx.save_for_backward(total, weight, bias)
         return y, total
 
@@ -231,26 +145,20 @@ class _LayerNorm(torch.autograd.Function):
             (dh,) = detached(h)
             gradients = BACKWARD_OVER(dy, dh, *rest)
         else:
-            dh, gradients = BACKWARD(dy, h, *rest)
+            dh, gradients = _backward(dy, h, *rest)
         dweight = gradients[0] if want_weight else None
         dbias = gradients[1] if want_bias else None
         return dh, dweight, dbias, dh if want_residual else None, None, None, None
 
 
+_differentiable = applied(_LayerNorm)
+
+
 def layer_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    eps: float = 1e-5,
-    offset: float = 0.0,
-    residual: Tensor | None = None,
-    rstd: Tensor | None = None,
-    mean: Tensor | None = None,
-    return_statistics: bool = False,
-    out: Tensor | None = None,
-    reuse: str | None = None,
-) -> Tensor | tuple[Tensor, ...]:
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5, offset: float = 0.0,
+    residual: Tensor | None = None, rstd: Tensor | None = None, mean: Tensor | None = None,
+    return_statistics: bool = False, out: Tensor | None = None, reuse: str | None = None,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Normalise the last dimension to mean 0 and variance 1.
 
     ``y = (h - mean(h)) / sqrt(var(h) + eps) * (offset + weight) + bias`` with ``h = x``, or ``h = x + residual``
@@ -282,8 +190,7 @@ def layer_norm(
         ``(y, rstd, mean)`` or ``(y, h, rstd, mean)``.
     """
     if not isinstance(x, Tensor):
-        more = {"rstd": rstd, "mean": mean, "return_statistics": return_statistics, "out": out, "reuse": reuse}
-        return interop.call(layer_norm, x, weight, bias, eps=eps, offset=offset, residual=residual, **more)
+        return interop.call_with(layer_norm, locals())
     overwrites = False
     if reuse is not None:
         if rstd is not None or mean is not None or return_statistics or out is not None:
@@ -291,7 +198,7 @@ def layer_norm(
         # With a residual, what is saved and overwritten is the sum made here.
         overwrites = may_overwrite(reuse, {"x": x} if residual is None else {}, (weight, bias))
     if residual is None and out is None and rstd is None and mean is None and not return_statistics:
-        y = _again(x, weight, bias, eps, offset)
+        y = _replay(x, weight, bias, eps, offset)
         if y is not None:
             return y
     if out is not None:
@@ -305,10 +212,10 @@ def layer_norm(
     if is_grad_enabled() and (needs_grad(x, weight, bias) or needs_grad(x, residual)):
         if is_dynamo_compiling():
             eps, offset = constant(eps), constant(offset)
-        return _LayerNorm.apply(x, weight, bias, residual, eps, offset, overwrites)
+        return _differentiable(x, weight, bias, residual, eps, offset, overwrites)
     if residual is None:
         return _forward(x, weight, bias, eps, offset)
-    return ADD_FORWARD(x, residual, weight, bias, eps, offset)
+    return _add_forward(x, residual, weight, bias, eps, offset)
 
 
 OP = Op(

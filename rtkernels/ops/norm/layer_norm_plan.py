@@ -7,30 +7,27 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from rtkernels.ops.norm.checks import check_inputs as check
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.norm.checks import check_inputs
 from rtkernels.ops.shared.bulk_ring import BulkRing, bulk_ring
-from rtkernels.ops.shared.column_sum import column_sum
+from rtkernels.ops.shared.column_sum import column_sum_step
 from rtkernels.runtime.launch.device import DeviceInfo, device_info, shared_limit
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.launch.memory import dense_memory
-from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.layout import (
+    DTYPE_TOKEN,
     GRID_LIMIT,
-    address,
     block_of,
+    check_same,
     float_halves,
     group_threads,
     halves,
-    is_dense,
-    nothing,
     row_count,
     row_stride,
-    token,
     vector_bytes,
 )
-from rtkernels.runtime.operator.plan import DensePlan
+from rtkernels.runtime.operator.declared import Meta, misaligned
+from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.targets import Target
 
 _UNIT, _BWD_UNIT = "norm/layer_norm.cu", "norm/layer_norm_bwd.cu"
@@ -87,91 +84,82 @@ _BWD_ARGS = (
     "dsum_stride:i64 threads_per_row:i64 eps:f64 offset:f64 wide:i64"
 )
 _FWD = Kernel(
-    _UNIT,
-    "layer_norm_fwd",
-    template="T W CHUNKS RESIDUAL",
+    _UNIT, "layer_norm_fwd", template="T W CHUNKS RESIDUAL", max_registers=128,
     args=_FWD_ARGS,
     variants=[
         (t, w, c, r) for t, w in _TYPES for c, r in ((1, False), (_REGISTER_CHUNKS, False), (_REGISTER_CHUNKS, True))
     ],
-    max_registers=128,
-)
+)  # fmt: skip
 _FWD_EVEN = Kernel(
-    _UNIT,
-    "layer_norm_fwd_even",
-    template="T W PIECES THREADS",
-    args=_FWD_ARGS,
-    variants=[(t, w, p, n) for t, w in _TYPES for p, n in _EVEN if p == 2 or t == w],
-    max_registers=80,
-)
+    _UNIT, "layer_norm_fwd_even", template="T W PIECES THREADS", max_registers=80,
+    args=_FWD_ARGS, variants=[(t, w, p, n) for t, w in _TYPES for p, n in _EVEN if p == 2 or t == w],
+)  # fmt: skip
 _FWD_SMALL = Kernel(
-    "norm/layer_norm_small.cu",
-    "layer_norm_fwd_small",
-    template="T CHUNKS",
+    "norm/layer_norm_small.cu", "layer_norm_fwd_small", template="T CHUNKS", max_registers=64,
     args="x:ptr residual:ptr weight:ptr bias:ptr y:ptr sum:ptr cols_wide:i64 x_stride:i64 residual_stride:i64 "
     "eps_offset:i64",
     variants=list(_SMALL_CHUNKS.items()),
-    max_registers=64,
-)
+)  # fmt: skip
 _FWD_PIECE = Kernel(
-    "norm/layer_norm_small.cu",
-    "layer_norm_fwd_piece",
-    template="T",
+    "norm/layer_norm_small.cu", "layer_norm_fwd_piece", template="T", max_registers=48,
     args="x:ptr residual:ptr weight:ptr bias:ptr y:ptr sum:ptr cols_eps:i64 x_stride:i64",
     variants=[(t,) for t in _WIDTH],
-    max_registers=48,
-)
+)  # fmt: skip
 _FWD_LONG = Kernel(
-    _UNIT,
-    "layer_norm_fwd_long",
-    template="T VEC",
-    args=f"{_FWD_ARGS} wide:i64",
-    variants=_WIDTHS,
-    max_registers=64,
+    _UNIT, "layer_norm_fwd_long", template="T VEC", args=f"{_FWD_ARGS} wide:i64", variants=_WIDTHS, max_registers=64
 )
 _BWD = Kernel(
-    _BWD_UNIT,
-    "layer_norm_bwd",
-    template="T CHUNKS DSUM STAGES",
-    args=f"{_BWD_ARGS.format(last='partial')} partial_stride:i64",
-    variants=_ring_variants,
-    max_registers=128,
-)
+    _BWD_UNIT, "layer_norm_bwd", template="T CHUNKS DSUM STAGES", max_registers=128,
+    args=f"{_BWD_ARGS.format(last='partial')} partial_stride:i64", variants=_ring_variants,
+)  # fmt: skip
 _BWD_BULK = Kernel(
-    "norm/layer_norm_bwd_bulk.cu",
-    "layer_norm_bwd_bulk",
-    template="T DSUM",
+    "norm/layer_norm_bwd_bulk.cu", "layer_norm_bwd_bulk", template="T DSUM", max_registers=128, needs=("tma",),
     args="dy:ptr h:ptr rows_cols:i64 pitches:i64 threads_stages:i64 weight:ptr dh:ptr partial:ptr dsum:ptr "
     "dsum_flags:i64 eps_offset:i64",
     variants=list(product(_WIDTH, (False, True))),
-    max_registers=128,
-    needs=("tma",),
-)
+)  # fmt: skip
 _BWD_LONG = Kernel(
-    _BWD_UNIT,
-    "layer_norm_bwd_long",
-    template="T VEC",
-    args=_BWD_ARGS.format(last="stats"),
-    variants=_WIDTHS,
-    max_registers=64,
-)
+    _BWD_UNIT, "layer_norm_bwd_long", template="T VEC", max_registers=64,
+    args=_BWD_ARGS.format(last="stats"), variants=_WIDTHS,
+)  # fmt: skip
 _BWD_WEIGHT = Kernel(
-    _BWD_UNIT,
-    "layer_norm_bwd_weight",
-    template="T VEC",
+    _BWD_UNIT, "layer_norm_bwd_weight", template="T VEC", max_registers=40,
     args="dy:ptr h:ptr stats:ptr partial:ptr rows:i64 cols:i64 dy_stride:i64 h_stride:i64 partial_stride:i64",
     variants=_WIDTHS,
-    max_registers=40,
-)
+)  # fmt: skip
 
 
 # ---- validation and planning: plain metadata in, a bound launch out -------------------------------------------------
 
-Meta = tuple[Any, ...]
+
+def check(x: Meta, weight: Meta | None, bias: Meta | None, *options: Any) -> None:
+    check_inputs(x, weight, bias, None)
 
 
-def _parameter_dtype(weight: Meta | None, bias: Meta | None, dtype: torch.dtype) -> torch.dtype:
-    return weight[0] if weight is not None else bias[0] if bias is not None else dtype
+def check_add(x: Meta, residual: Meta | None, weight: Meta | None, bias: Meta | None, *options: Any) -> None:
+    check_inputs(x, weight, bias, residual)
+
+
+def check_bwd(
+    dy: Meta, h: Meta, weight: Meta | None, bias: Meta | None, dsum: Meta | None, eps: float, offset: float,
+    parameter_grad: bool,
+) -> None:  # fmt: skip
+    """Raise an ArgumentError for arguments of the backward that do not fit together."""
+    check_inputs(h, weight, bias, None)
+    for name, meta in (("dy", dy), ("dsum", dsum)):
+        if meta is not None:
+            check_same(name, meta.dtype, h.dtype, "dtype", of="h")
+            check_same(name, meta.shape, h.shape, "shape", of="h")
+            check_same(name, meta.device, h.device, "device index", of="h")
+    if parameter_grad and weight is None and bias is None:
+        raise ArgumentError("parameter_grad is True but there is neither weight nor bias")
+
+
+def parameter_sums(weight: Any, bias: Any, wanted: bool) -> tuple[int, torch.dtype | None]:
+    """Return how many parameter gradients a backward call makes, and their dtype. dbias always follows dweight."""
+    if not wanted:
+        return 0, None
+    return (1, weight.dtype) if bias is None else (2, bias.dtype)
 
 
 def _evenly(vectors: int, one_type: bool) -> tuple[int, int] | None:
@@ -194,154 +182,117 @@ def _and_float(lower: int, upper: float) -> int:
     return halves(lower, float_halves(upper, 0.0) & 0xFFFFFFFF)
 
 
-class ForwardPlan(DensePlan):
-    """Its launch takes x, residual, weight, bias, y and sum."""
-
-    __slots__ = ()
-
-    def run(self, x: int, weight: int, bias: int) -> Tensor:
-        y = self.allocate(*self.layout)
-        if self.launch is not None:
-            self.launch(x, 0, weight, bias, y.data_ptr(), 0)
-        return y
+def plan_fwd(x: Meta, weight: Meta | None, bias: Meta | None, eps: float, offset: float, device: int) -> Steps:
+    return Steps(_forward(x, None, weight, bias, eps, offset, None, ("x", 0, "weight", "bias", "y", 0), device))
 
 
-def _plan_fwd(
-    x: Meta, weight: Meta | None, bias: Meta | None, residual: Meta | None, align: int, eps: float, offset: float
-) -> ForwardPlan | None:
-    """Return a plan, None if an input must be copied first."""
-    check(x, weight, bias, residual)
-    dtype, shape, stride, device = x
-    rows, cols = row_count(shape), shape[-1]
-    memory = dense_memory(device, shape, dtype)
-    if rows == 0 or cols == 0:
-        return ForwardPlan(None, *memory)
-    x_stride = row_stride(shape, stride)
-    residual_stride = 0 if residual is None else row_stride(residual[1], residual[2])
-    if x_stride is None or residual_stride is None or not (is_dense(weight) and is_dense(bias)):
-        return None
-    t, w = token("x", dtype), token("weight", _parameter_dtype(weight, bias, dtype))
-    size = dtype.itemsize
-    full = vector_bytes(align, cols * size, x_stride * size, residual_stride * size) == 16
+def plan_add(
+    x: Meta, residual: Meta, weight: Meta | None, bias: Meta | None, eps: float, offset: float, device: int
+) -> Steps:
+    tensors = "x", "residual", "weight", "bias", "y", "sum"
+    return Steps(_forward(x, residual, weight, bias, eps, offset, None, tensors, device))
+
+
+def plan_out(
+    x: Meta, residual: Meta | None, weight: Meta | None, bias: Meta | None, eps: float, offset: float, out: Meta,
+    device: int,
+) -> Steps:  # fmt: skip
+    tensors = "x", "residual", "weight", "bias", "out", "sum"
+    return Steps(_forward(x, residual, weight, bias, eps, offset, out, tensors, device))
+
+
+def _forward(
+    x: Meta, residual: Meta | None, weight: Meta | None, bias: Meta | None, eps: float, offset: float,
+    out: Meta | None, tensors: tuple[str | int, ...], device: int,
+) -> Step:  # fmt: skip
+    """Return the launch. `tensors`: x, residual, weight, bias, y and sum as the kernel takes them."""
+    t, size = DTYPE_TOKEN[x.dtype], x.dtype.itemsize
+    parameter = weight or bias or x
+    w, rows, cols, x_stride = DTYPE_TOKEN[parameter.dtype], row_count(x.shape), x.shape[-1], row_stride(*x[1:3])
+    residual_stride = 0 if residual is None else row_stride(*residual[1:3])
+    starts = misaligned(x, residual, weight, bias, out)
+    aligned16 = vector_bytes(starts, cols * size, x_stride * size, residual_stride * size) == 16
     vectors = cols // _WIDTH[t]
-    small = _small_threads(device_info(device), rows, vectors, _SMALL_CHUNKS[t]) if full else 0
+    small = _small_threads(device_info(device), rows, vectors, _SMALL_CHUNKS[t]) if aligned16 else 0
     plain = weight is not None and bias is not None and residual is None and t == w and offset == 0
     if small and plain and vectors <= _PIECE_THREADS:
-        launch = _FWD_PIECE.bind((t,), device, rows, -(-vectors // 32) * 32, ending=(_and_float(cols, eps), x_stride))
-        return ForwardPlan(launch, *memory)
+        launch = _FWD_PIECE.bind((t,), device, rows, -(-vectors // 32) * 32)
+        return Step(launch, *tensors, _and_float(cols, eps), x_stride)
     if small:
-        ending = (halves(cols, w == "fp32"), x_stride, residual_stride, float_halves(eps, offset))
-        launch = _FWD_SMALL.bind((t, _SMALL_CHUNKS[t]), device, rows, small, ending=ending)
-        return ForwardPlan(launch, *memory)
-    even = _evenly(vectors, t == w) if full and residual is None and rows <= GRID_LIMIT else None
-    if even is not None:
-        threads = vectors // even[0]
-        kernel, variant, wide = _FWD_EVEN, (t, w, *even), ()
-    elif full and vectors <= _REGISTER_THREADS * _REGISTER_CHUNKS:
+        launch = _FWD_SMALL.bind((t, _SMALL_CHUNKS[t]), device, rows, small)
+        ending = halves(cols, w == "fp32"), x_stride, residual_stride, float_halves(eps, offset)
+        return Step(launch, *tensors, *ending)
+    uniform = _evenly(vectors, t == w) if aligned16 and residual is None and rows <= GRID_LIMIT else None
+    if uniform is not None:
+        threads = vectors // uniform[0]
+        kernel, variant, flags = _FWD_EVEN, (t, w, *uniform), ()
+    elif aligned16 and vectors <= _REGISTER_THREADS * _REGISTER_CHUNKS:
         chunks = 1 if vectors <= _SHORT and residual is None else _REGISTER_CHUNKS
         threads = group_threads(-(-vectors // chunks), _REGISTER_THREADS)
-        kernel, variant, wide = _FWD, (t, w, chunks, residual is not None), ()
+        kernel, variant, flags = _FWD, (t, w, chunks, residual is not None), ()
     else:
-        vec = _WIDTH[t] if full else 1
+        vec = _WIDTH[t] if aligned16 else 1
         threads = group_threads(-(-cols // vec), 1024)
-        kernel, variant, wide = _FWD_LONG, (t, vec), (int(w == "fp32"),)
-    block = threads if even is not None else block_of(threads)
-    grid = min(-(-rows // (block // threads)), GRID_LIMIT)
-    ending = (rows, cols, x_stride, residual_stride, threads, eps, offset, *wide)
-    return ForwardPlan(kernel.bind(variant, device, grid, block, ending=ending), *memory)
+        kernel, variant, flags = _FWD_LONG, (t, vec), (int(w == "fp32"),)
+    block = threads if uniform is not None else block_of(threads)
+    launch = kernel.bind(variant, device, min(-(-rows // (block // threads)), GRID_LIMIT), block)
+    return Step(launch, *tensors, rows, cols, x_stride, residual_stride, threads, eps, offset, *flags)
 
 
-FWD_PLANS = Plans(_plan_fwd)
-
-
-class _BackwardPlan:
-    """The launches of one backward call and the workspace they need."""
-
-    def __init__(self, dy: Meta, h: Meta, weight: Meta | None, dsum: Meta | None, align: int, sums: int) -> None:
-        dtype, shape, _, device = h
-        t, info = token("h", dtype), device_info(device)
-        size, rows, cols = dtype.itemsize, row_count(shape), shape[-1]
-        strides = [row_stride(*m[1:3]) for m in (dy, h)] + [0 if dsum is None else row_stride(*dsum[1:3])]
-        full = vector_bytes(align, cols * size, *(s * size for s in strides)) == 16
-        vectors = cols // _WIDTH[t]
-        wide = int(weight is not None and weight[0] == torch.float32)
-        chunks = next((c for c, most in _RING_CHUNKS.items() if vectors <= most), 0)
-        stages = _ring_stages(info.shared_per_block, chunks, dsum is not None) if chunks else 0
-        self.rows, self.cols, self.sums, self.partial_launch, self.bulk_args = rows, cols, sums, None, None
-        inputs = 2 if dsum is None else 3
-        bulk = full and chunks == 2 and max(strides) < 2**30
-        if bulk and (r := _bulk_ring(info, rows, vectors, inputs)):
-            threads, self.partial_rows = r.threads, r.blocks
-            self.launch = _BWD_BULK.bind((t, dsum is not None), device, r.blocks, r.block, r.shared)
-            pitches = [stride * size for stride in strides]
-            self.bulk_args = (
-                (halves(rows, cols), halves(*pitches[:2]), halves(threads, r.stages | r.groups << 8)),
-                halves(pitches[2], wide | (sums > 1) << 1),
-            )
-        elif full and stages >= 2 and rows < 2**30:
-            threads = group_threads(-(-vectors // chunks), _RING_THREADS)
-            most = _RING_THREADS // threads if threads <= 32 else min(_RING_THREADS // threads, 15)
-            groups = max(1, min(most, rows // info.sm_count))
-            groups += -groups % (32 // min(threads, 32))  # whole warps
-            shared = stages * groups * threads * 16 * chunks * inputs
-            self.partial_rows = min(info.sm_count, -(-rows // groups))
-            variant = (t, chunks, dsum is not None, stages)
-            self.launch = _BWD.bind(variant, device, self.partial_rows, groups * threads, shared)
-            self.tail = (wide, max(sums, 1) * cols)
-        else:
-            vec = _WIDTH[t] if full else 1
-            threads = group_threads(-(-cols // vec), 1024)
-            block = block_of(threads)
-            self.launch = _BWD_LONG.bind((t, vec), device, min(-(-rows // (block // threads)), GRID_LIMIT), block)
-            self.tail = (wide,)
-            if sums:
-                column_blocks = -(-cols // (256 * vec))
-                self.partial_rows = min(max(1, 4 * info.sm_count // column_blocks), rows, 65535)
-                self.partial_launch = _BWD_WEIGHT.bind((t, vec), device, (column_blocks, self.partial_rows), 256)
-                self.partial_args = (rows, cols, *strides[:2], sums * cols)
-        self.args = (rows, cols, *strides, threads)
-
-    def run(
-        self,
-        dy: Tensor,
-        h: Tensor,
-        weight: Tensor | None,
-        dsum: Tensor | None,
-        eps: float,
-        offset: float,
-        dtype: torch.dtype,
-        over: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """Return dh, which is h itself if `over` and no second kernel reads h, and the sums for the parameters."""
-        dh = h if over and self.partial_launch is None else torch.empty(h.shape, dtype=h.dtype, device=h.device)
-        inputs = (dy.data_ptr(), h.data_ptr(), address(weight), address(dsum))
-        if self.bulk_args is not None:
-            return dh, self._run_bulk(inputs, dh, eps, offset, dtype)
-        if not self.sums:
-            self.launch(*inputs, dh.data_ptr(), 0, *self.args, eps, offset, *self.tail)
-            return dh, nothing(h)
-        partial = torch.empty(self.partial_rows, self.sums * self.cols, dtype=torch.float32, device=h.device)
-        if self.partial_launch is None:
-            self.launch(*inputs, dh.data_ptr(), partial.data_ptr(), *self.args, eps, offset, *self.tail)
-        else:
-            stats = torch.empty(self.rows, 2, dtype=torch.float32, device=h.device)
-            self.launch(*inputs, dh.data_ptr(), stats.data_ptr(), *self.args, eps, offset, *self.tail)
-            self.partial_launch(*inputs[:2], stats.data_ptr(), partial.data_ptr(), *self.partial_args)
-        return dh, column_sum(partial, dtype).view(self.sums, self.cols)
-
-    def _run_bulk(self, inputs: tuple[int, ...], dh: Tensor, eps: float, offset: float, dtype: torch.dtype) -> Tensor:
-        (dy, h, weight, dsum), (shape, flags) = inputs, self.bulk_args
-        partial = None
-        if self.sums:
-            partial = torch.empty(self.partial_rows, self.sums * self.cols, dtype=torch.float32, device=dh.device)
-        ending = (weight, dh.data_ptr(), address(partial), dsum, flags, float_halves(eps, offset))
-        self.launch(dy, h, *shape, *ending)
-        if partial is None:
-            return nothing(dh)
-        return column_sum(partial, dtype, beside=False).view(self.sums, self.cols)
-
-
-BWD_PLANS = Plans(_BackwardPlan)
+def plan_bwd(
+    dy: Meta, h: Meta, weight: Meta | None, bias: Meta | None, dsum: Meta | None, eps: float, offset: float,
+    parameter_grad: bool, device: int, dh: str = "dh",
+) -> Steps:  # fmt: skip
+    """Return what writes the gradient to `dh`, which may be h itself unless a second kernel reads h."""
+    t, info = DTYPE_TOKEN[h.dtype], device_info(device)
+    sums, dtype = parameter_sums(weight, bias, parameter_grad)
+    size, rows, cols = h.dtype.itemsize, row_count(h.shape), h.shape[-1]
+    strides = [row_stride(*m[1:3]) for m in (dy, h)] + [0 if dsum is None else row_stride(*dsum[1:3])]
+    aligned16 = vector_bytes(misaligned(dy, h, weight, dsum), cols * size, *(s * size for s in strides)) == 16
+    vectors = cols // _WIDTH[t]
+    weight_fp32 = int(weight is not None and weight.dtype == torch.float32)
+    chunks = next((c for c, limit in _RING_CHUNKS.items() if vectors <= limit), 0)
+    stages = _ring_stages(info.shared_per_block, chunks, dsum is not None) if chunks else 0
+    inputs, partial = 2 if dsum is None else 3, "partial" if sums else 0
+    bulk = aligned16 and chunks == 2 and max(strides) < 2**30
+    overlaps, second, ring = True, [], _bulk_ring(info, rows, vectors, inputs) if bulk else None
+    tensors, scratch = ("dy", "h", "weight", "dsum", dh), {}
+    if ring:
+        overlaps, partial_rows = False, ring.blocks
+        launch = _BWD_BULK.bind((t, dsum is not None), device, ring.blocks, ring.block, ring.shared)
+        pitches = [stride * size for stride in strides]
+        sizes = halves(rows, cols), halves(*pitches[:2]), halves(ring.threads, ring.stages | ring.groups << 8)
+        flags = halves(pitches[2], weight_fp32 | (sums > 1) << 1), float_halves(eps, offset)
+        first = Step(launch, "dy", "h", *sizes, "weight", dh, partial, "dsum", *flags)
+    elif aligned16 and stages >= 2 and rows < 2**30:
+        threads = group_threads(-(-vectors // chunks), _RING_THREADS)
+        limit = _RING_THREADS // threads if threads <= 32 else min(_RING_THREADS // threads, 15)
+        groups = max(1, min(limit, rows // info.sm_count))
+        groups += -groups % (32 // min(threads, 32))  # whole warps
+        shared = stages * groups * threads * 16 * chunks * inputs
+        partial_rows = min(info.sm_count, -(-rows // groups))
+        launch = _BWD.bind((t, chunks, dsum is not None, stages), device, partial_rows, groups * threads, shared)
+        tail = weight_fp32, max(sums, 1) * cols
+        first = Step(launch, *tensors, partial, rows, cols, *strides, threads, eps, offset, *tail)
+    else:
+        vec = _WIDTH[t] if aligned16 else 1
+        threads = group_threads(-(-cols // vec), 1024)
+        block = block_of(threads)
+        launch = _BWD_LONG.bind((t, vec), device, min(-(-rows // (block // threads)), GRID_LIMIT), block)
+        last = "stats" if sums else 0
+        first = Step(launch, *tensors, last, rows, cols, *strides, threads, eps, offset, weight_fp32)
+        if sums:
+            column_blocks = -(-cols // (256 * vec))
+            partial_rows = min(max(1, 4 * info.sm_count // column_blocks), rows, 65535)
+            launch = _BWD_WEIGHT.bind((t, vec), device, (column_blocks, partial_rows), 256)
+            second = [Step(launch, "dy", "h", "stats", "partial", rows, cols, *strides[:2], sums * cols)]
+            scratch["stats"] = Memory((rows, 2), torch.float32)
+    if sums:
+        scratch["partial"] = Memory((partial_rows, sums * cols), torch.float32)
+        second.append(
+            column_sum_step("partial", "gradients", partial_rows, sums * cols, dtype, device, overlaps=overlaps)
+        )
+    return Steps(first, *second, scratch=scratch)
 
 
 KERNELS = (_FWD, _FWD_EVEN, _FWD_SMALL, _FWD_PIECE, _FWD_LONG, _BWD, _BWD_BULK, _BWD_LONG, _BWD_WEIGHT)

@@ -16,6 +16,7 @@ from rtkernels.ops.norm.norm_fp8_plan import KERNELS
 from rtkernels.ops.norm.norm_fp8_shapes import check_options, statistics_of
 from rtkernels.ops.norm.statistics import backward
 from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
+from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.registry import Op
 
 
@@ -75,11 +76,11 @@ def _names(layout: str, given: bool, keep: bool, residual: bool, calibrate: bool
 def _run(x, weight, bias, residual, smooth, rstd, mean, options: _Options) -> dict[str, Tensor]:
     eps, offset, layout, pow2_scale, scale_layout, keep, calibrate, centred = options
     if smooth is None:
-        made = FORWARD(
+        made = FORWARD.call(
             x, weight, bias, residual, rstd, mean, eps, offset, layout, pow2_scale, scale_layout, keep, centred
         )
     else:
-        made = SMOOTH(x, smooth, weight, bias, residual, eps, offset, pow2_scale, keep, calibrate, centred)
+        made = SMOOTH.call(x, smooth, weight, bias, residual, eps, offset, pow2_scale, keep, calibrate, centred)
     names = _names(layout, rstd is not None, keep, residual is not None, calibrate, centred)
     return dict(zip(names, made, strict=True))
 
@@ -118,6 +119,9 @@ class _NormFp8(torch.autograd.Function):
         return dh, *parameters, dh if want_residual else None, *rest
 
 
+_differentiable = applied(_NormFp8)
+
+
 def _plain_count(options: _Options) -> int:
     """Return how many results a differentiable call without residual has."""
     return len(_names(options.layout, False, True, False, options.calibrate, options.centred))
@@ -133,7 +137,7 @@ def _norm_fp8(x, weight, bias, residual, smooth, rstd, mean, options: _Options) 
     if options.layout == "none":
         check_options("", options.scale_layout)
     if is_grad_enabled() and (needs_grad(x, weight, bias) or needs_grad(x, residual)) and rstd is None:
-        made = _NormFp8.apply(x, weight, bias, residual, smooth, *options)
+        made = _differentiable(x, weight, bias, residual, smooth, *options)
         names = _names(options.layout, False, False, False, options.calibrate, options.centred)
         return NormFp8(**dict(zip((*names, "y", "sum"), made, strict=False)))
     if rstd is not None and is_grad_enabled():
@@ -142,20 +146,10 @@ def _norm_fp8(x, weight, bias, residual, smooth, rstd, mean, options: _Options) 
 
 
 def rms_norm_fp8(
-    x: Tensor,
-    weight: Tensor | None = None,
-    *,
-    eps: float | None = None,
-    offset: float = 0,
-    residual: Tensor | None = None,
-    layout: str = "row",
-    pow2_scale: bool = False,
-    scale_layout: str = "row",
-    rstd: Tensor | None = None,
-    keep: bool = False,
-    smooth: Tensor | None = None,
-    calibrate: bool = False,
-) -> NormFp8:
+    x: Tensor, weight: Tensor | None = None, *, eps: float | None = None, offset: float = 0,
+    residual: Tensor | None = None, layout: str = "row", pow2_scale: bool = False, scale_layout: str = "row",
+    rstd: Tensor | None = None, keep: bool = False, smooth: Tensor | None = None, calibrate: bool = False,
+) -> NormFp8:  # fmt: skip
     """Normalise the last dimension by its root mean square and quantise the result to fp8 (e4m3).
 
     ``v = h / sqrt(mean(h^2) + eps) * (offset + weight)`` with ``h = x``, or ``h = x + residual`` rounded to the dtype
@@ -192,33 +186,20 @@ def rms_norm_fp8(
     Returns:
         A :class:`NormFp8`; every tensor in it is dense.
     """
+    if not isinstance(x, Tensor):
+        return NormFp8(*interop.call_with(rms_norm_fp8, locals()))
     if eps is None:  # as a default value it would become symbolic under torch.compile(dynamic=True)
         eps = 1e-6
-    if not isinstance(x, Tensor):
-        options = {"layout": layout, "pow2_scale": pow2_scale, "scale_layout": scale_layout, "keep": keep}
-        more = {"residual": residual, "rstd": rstd, "smooth": smooth, "calibrate": calibrate}
-        return NormFp8(*interop.call(rms_norm_fp8, x, weight, eps=eps, offset=offset, **options, **more))
     options = _Options(eps, offset, layout, pow2_scale, scale_layout, keep, calibrate, False)
     return _norm_fp8(x, weight, None, residual, smooth, rstd, None, options)
 
 
 def layer_norm_fp8(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    eps: float | None = None,
-    offset: float = 0,
-    residual: Tensor | None = None,
-    layout: str = "row",
-    pow2_scale: bool = False,
-    scale_layout: str = "row",
-    rstd: Tensor | None = None,
-    mean: Tensor | None = None,
-    keep: bool = False,
-    smooth: Tensor | None = None,
-    calibrate: bool = False,
-) -> NormFp8:
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float | None = None,
+    offset: float = 0, residual: Tensor | None = None, layout: str = "row", pow2_scale: bool = False,
+    scale_layout: str = "row", rstd: Tensor | None = None, mean: Tensor | None = None, keep: bool = False,
+    smooth: Tensor | None = None, calibrate: bool = False,
+) -> NormFp8:  # fmt: skip
     """Normalise the last dimension to mean 0 and variance 1 and quantise the result to fp8 (e4m3).
 
     ``v = (h - mean(h)) / sqrt(var(h) + eps) * (offset + weight) + bias``; the rest is as for :func:`rms_norm_fp8`:
@@ -245,19 +226,12 @@ def layer_norm_fp8(
     Returns:
         A :class:`NormFp8`; every tensor in it is dense.
     """
+    if not isinstance(x, Tensor):
+        return NormFp8(*interop.call_with(layer_norm_fp8, locals()))
     if eps is None:
         eps = 1e-5
-    if not isinstance(x, Tensor):
-        options = {"layout": layout, "pow2_scale": pow2_scale, "scale_layout": scale_layout, "keep": keep}
-        more = {"residual": residual, "rstd": rstd, "mean": mean, "smooth": smooth, "calibrate": calibrate}
-        return NormFp8(*interop.call(layer_norm_fp8, x, weight, bias, eps=eps, offset=offset, **options, **more))
     options = _Options(eps, offset, layout, pow2_scale, scale_layout, keep, calibrate, True)
     return _norm_fp8(x, weight, bias, residual, smooth, rstd, mean, options)
 
 
-OP = Op(
-    "norm_fp8",
-    public=("rms_norm_fp8", "layer_norm_fp8"),
-    kernels=KERNELS,
-    torch_ops=(FORWARD, SMOOTH),
-)
+OP = Op("norm_fp8", public=("rms_norm_fp8", "layer_norm_fp8"), kernels=KERNELS, torch_ops=(FORWARD, SMOOTH))

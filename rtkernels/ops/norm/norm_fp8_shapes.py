@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.norm.checks import check_inputs
-from rtkernels.runtime.layout import check_same, row_count, token
-
-Metadata = tuple[Any, ...]  # (dtype, shape, stride, device index)
+from rtkernels.ops.shared.fp8_layout import E4M3, SCALE_LAYOUTS, Fp8Layout
+from rtkernels.runtime.layout import check_same, token
+from rtkernels.runtime.operator.declared import Meta
+from rtkernels.runtime.operator.plan import Memory
 
 LAYOUTS = ("row", "transposed", "both", "none")  # the last one: no codes, what is kept and the statistics only
-SCALE_LAYOUTS = ("row", "column")
-CODES = torch.float8_e4m3fn
-GROUP = 128
-
-
-def groups_of(size: int) -> int:
-    """Return how many groups of 128 cover `size` elements."""
-    return -(-size // GROUP)
 
 
 def check_options(layout: str, scale_layout: str) -> None:
@@ -35,17 +27,9 @@ def check_options(layout: str, scale_layout: str) -> None:
 
 
 def check(
-    x: Metadata,
-    weight: Metadata | None,
-    bias: Metadata | None,
-    residual: Metadata | None,
-    rstd: Metadata | None,
-    mean: Metadata | None,
-    layout: str,
-    scale_layout: str,
-    keep: bool,
-    centred: bool,
-) -> None:
+    x: Meta, weight: Meta | None, bias: Meta | None, residual: Meta | None, rstd: Meta | None, mean: Meta | None,
+    eps: float, offset: float, layout: str, pow2: bool, scale_layout: str, keep: bool, centred: bool,
+) -> None:  # fmt: skip
     """Raise an ArgumentError unless these arguments go together."""
     check_options(layout, scale_layout)
     check_inputs(x, weight, bias, residual)
@@ -65,46 +49,38 @@ def check(
         raise ArgumentError("keep goes with layout 'row' or 'both', not 'transposed'")
 
 
-def outputs_of(
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    layout: str,
-    scale_layout: str,
-    statistics: tuple[str, ...],
-    keep: bool,
-    residual: bool,
-) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    """Return name, shape and dtype of every result of a call, in order. `statistics`: those computed, not given."""
-    shape, rows, cols = tuple(shape), row_count(shape), shape[-1]
-    found: list[tuple[str, tuple[int, ...], torch.dtype]] = []
-    if layout in ("row", "both"):
-        groups = groups_of(cols)
-        scales = (groups, rows) if scale_layout == "column" else (*shape[:-1], groups)
-        found += [("q", shape, CODES), ("scale", scales, torch.float32)]
-    if layout in ("transposed", "both"):
-        found += [("q_t", (cols, rows), CODES), ("scale_t", (groups_of(rows), cols), torch.float32)]
-    return found + _more_outputs(shape, dtype, statistics, keep, residual)
+def check_smooth(x: Meta, smooth: Meta, weight: Meta | None, bias: Meta | None, residual: Meta | None, *_: Any) -> None:
+    check_inputs(x, weight, bias, residual, smooth=smooth)
 
 
-def _more_outputs(shape: tuple[int, ...], dtype: torch.dtype, statistics: tuple[str, ...], keep: bool, residual: bool):
-    found = [(name, shape[:-1], torch.float32) for name in statistics]
+def outputs(x, weight, bias, residual, rstd, mean, eps, offset, layout, pow2, scale_layout, keep, centred):
+    """Return the results of a call by name, in order; statistics that are computed have names of their own."""
+    check_options(layout, scale_layout)
+    codes = zip(("q", "scale", "q_t", "scale_t"), Fp8Layout(x.shape, layout, scale_layout).outputs(), strict=True)
+    statistics = made_statistics(centred) if rstd is None else ()
+    return {name: memory for name, memory in codes if memory} | _more(x, statistics, keep, residual)
+
+
+def smooth_outputs(x, smooth, weight, bias, residual, eps, offset, pow2, keep, calibrate, centred):
+    """Return what `outputs` does, for codes with a scale per row of smoothed values."""
+    made = {"q": Memory(x.shape, E4M3), "scale": Memory(x.shape[:-1], torch.float32)}
+    made |= _more(x, made_statistics(centred), keep, residual)
+    return made | ({"amax": Memory(x.shape[-1:], torch.float32, zero=True)} if calibrate else {})
+
+
+def _more(x: Any, statistics: tuple[str, ...], keep: bool, residual: Any) -> dict[str, Memory]:
+    found = {name: Memory(x.shape[:-1], torch.float32) for name in statistics}
     if keep:
-        found.append(("y", shape, dtype))
-    if residual:
-        found.append(("sum", shape, dtype))
+        found["y"] = Memory(x.shape, x.dtype)
+    if residual is not None:
+        found["sum"] = Memory(x.shape, x.dtype)
     return found
-
-
-def smooth_outputs_of(
-    shape: Sequence[int], dtype: torch.dtype, keep: bool, residual: bool, calibrate: bool, centred: bool
-) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    """Return what outputs_of does, for codes with a scale per row of smoothed values."""
-    shape = tuple(shape)
-    found = [("q", shape, CODES), ("scale", shape[:-1], torch.float32)]
-    found += _more_outputs(shape, dtype, statistics_of(centred), keep, residual)
-    return found + [("amax", (shape[-1],), torch.float32)] * calibrate
 
 
 def statistics_of(centred: bool) -> tuple[str, ...]:
     """Return the names of a row's statistics."""
     return ("rstd", "mean") if centred else ("rstd",)
+
+
+def made_statistics(centred: bool) -> tuple[str, ...]:
+    return tuple(f"made_{name}" for name in statistics_of(centred))

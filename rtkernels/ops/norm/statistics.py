@@ -9,6 +9,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.norm.norm_fp8_operators import FORWARD
 from rtkernels.runtime.layout import check_same, extent, may_overlap
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
+from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.operator import TorchOp
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
@@ -92,6 +93,9 @@ class _Statistics(torch.autograd.Function):
         return dh, *parameters, dh if want_residual else None, *rest
 
 
+_differentiable = applied(_Statistics)
+
+
 def backward(centred, dy, h, weight, bias, dsum, eps: float, offset: float, want_weight: bool, want_bias: bool):
     """Return dh, dweight and dbias of a normalisation; None for a parameter that wants none."""
     if centred:
@@ -105,28 +109,20 @@ def backward(centred, dy, h, weight, bias, dsum, eps: float, offset: float, want
 
 def _run(x, weight, bias, residual, rstd, mean, eps: float, offset: float, centred: bool) -> list[Tensor]:
     """Return [rstd, [mean]] unless given, y, [sum]."""
-    return FORWARD(x, weight, bias, residual, rstd, mean, eps, offset, "none", False, "row", True, centred)
+    return FORWARD.call(x, weight, bias, residual, rstd, mean, eps, offset, "none", False, "row", True, centred)
 
 
 def with_statistics(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    rstd: Tensor | None,
-    mean: Tensor | None,
-    eps: float,
-    offset: float,
-    centred: bool,
-    wanted: bool,
-) -> Tensor | tuple[Tensor, ...]:
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, rstd: Tensor | None,
+    mean: Tensor | None, eps: float, offset: float, centred: bool, wanted: bool,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Normalise with given statistics, or return those worked out: y, then the sum, then (`wanted`) rstd and mean."""
     if recorded(x, weight, bias, residual):
         if is_dynamo_compiling():
             eps, offset = constant(eps), constant(offset)
         if rstd is not None:
             rstd, mean = rstd.detach(), mean if mean is None else mean.detach()
-        made = _Statistics.apply(x, weight, bias, residual, rstd, mean, eps, offset, centred)
+        made = _differentiable(x, weight, bias, residual, rstd, mean, eps, offset, centred)
     else:
         made = _run(x, weight, bias, residual, rstd, mean, eps, offset, centred)
     statistics = (rstd, mean)[: 1 + centred]

@@ -10,112 +10,90 @@ from torch import Tensor
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.launch.plans import Plans
-from rtkernels.runtime.layout import check_same, metadata, row_count, row_stride, rowed, runs, token, vector_bytes
+from rtkernels.runtime.layout import (
+    DTYPE_TOKEN,
+    check_same,
+    may_overlap,
+    row_count,
+    row_stride,
+    runs,
+    token,
+    vector_bytes,
+)
 from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.autograd import refuse_gradients
-from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.declared import Argument, InPlaceRows, Meta, Operator, Rows
+from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 _PAIRS = [("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "bf16")]
 _KERNEL = Kernel(
-    "pointwise/inplace.cu",
-    "add_in_place",
-    template="T U",
+    "pointwise/inplace.cu", "add_in_place", template="T U", max_registers=80,
     args="x:ptr y:ptr factor:ptr rows:i64 cols:i64 x_stride:i64 y_stride:i64 threads_per_row:i64 runs_per_row:i64 "
     "wide:i64 alpha:f64 beta:f64",
     variants=_PAIRS,
-    max_registers=80,
-)
+)  # fmt: skip
 
 _THREADS = 128
 
-# ---- launchers ------------------------------------------------------------------------------------------------------
+# ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-def _check(x: tuple[Any, ...], y: tuple[Any, ...] | None, factor: tuple[Any, ...] | None) -> tuple[str, str]:
-    t = u = token("x", x[0])
+def _check(x: Meta, y: Meta | None, factor: Meta | None, *numbers: Any) -> None:
     if y is not None:
-        u = token("y", y[0], (torch.float32, torch.bfloat16, torch.float16) if t == "fp32" else (x[0],))
-        check_same("y", y[1], x[1], "shape")
-        check_same("y", y[3], x[3], "device index")
+        accepted = (torch.float32, torch.bfloat16, torch.float16) if x.dtype == torch.float32 else (x.dtype,)
+        token("y", y.dtype, accepted)
+        check_same("y", y.shape, x.shape, "shape")
+        check_same("y", y.device, x.device, "device index")
     if factor is not None:
-        token("factor", factor[0], (torch.float32,))
-        if row_count((*factor[1], 1)) != 1:
-            raise ArgumentError(f"factor has shape {tuple(factor[1])}; expected one element")
-        check_same("factor", factor[3], x[3], "device index")
-    return t, u
-
-
-def _plan(x, y, factor, align: int):
-    """Return launch, numbers and from where to where x and y reach in bytes; None if x is no stack of rows.
-
-    The launch is None if there is nothing to do.
-    """
-    t, u = _check(x, y, factor)
-    shape = x[1] or (1,)
-    if 0 in shape:
-        return None, (), 0, 0
-    steps = [row_stride(shape, m[2] or (1,)) for m in (x, y or x)]
-    if None in steps:
-        return None
-    if steps[0] < shape[-1] and row_count(shape) > 1:
-        raise ArgumentError("x has overlapping rows; it needs memory of its own for every element")
-    rows, cols = row_count(shape), shape[-1]
-    sizes = x[0].itemsize, (y or x)[0].itemsize
-    reach = [((rows - 1) * step + cols) * size for step, size in zip(steps, sizes, strict=True)]
-    if steps == [cols, cols]:
-        rows, cols = 1, rows * cols
-        steps = [cols, cols]
-    n = 16 // max(sizes)
-    # Every access is of n elements: 16 bytes of the wider type.
-    wide = vector_bytes(align, cols, *steps, most=n) == n
-    vec, in_flight = (n, 2) if wide else (1, 8)
-    cut = runs(rows, cols, vec * in_flight, most=_THREADS)
-    return _KERNEL.bind((t, u), x[3], cut.grid, cut.block), (rows, cols, *steps, *cut[:2], wide), *reach
-
-
-_PLANS = Plans(_plan)
-
-
-def _elements(address: int, size: int) -> int:
-    """Return an address in elements, as far as alignment goes: odd if it is not even a multiple of their size."""
-    return address // size % 16
-
-
-def _launch(x: Tensor, y: Tensor | None, factor: Tensor | None, alpha: float, beta: float) -> None:
-    if y is not None and y.dtype == torch.float16 and x.dtype == torch.float32:
-        y = y.float()  # exact
-    if y is not None and x.dim() and y.shape == x.shape:
-        y = rowed(y)
-    address = x.data_ptr()
-    align = _elements(address, x.itemsize)
-    y_address = 0
-    if y is not None:
-        y_address = y.data_ptr()
-        align |= _elements(y_address, y.itemsize)
-    plan = _PLANS[metadata(x), metadata(y), metadata(factor), align]
-    if plan is None:
-        dense = x.contiguous()
-        _launch(dense, y, factor, alpha, beta)
-        x.copy_(dense)
+        token("factor", factor.dtype, (torch.float32,))
+        if factor.numel() != 1:
+            raise ArgumentError(f"factor has shape {tuple(factor.shape)}; expected one element")
+        check_same("factor", factor.device, x.device, "device index")
+    if x.numel() == 0 or not x.shape:
         return
-    launch, args, x_bytes, y_bytes = plan
-    if launch is not None:
-        near = address - y_bytes < y_address < address + x_bytes
-        if near and (y_address, metadata(y)) != (address, metadata(x)):  # y would change while it is read
-            return _launch(x, y.clone(), factor, alpha, beta)
-        launch(address, y_address, 0 if factor is None else factor.data_ptr(), *args, alpha, beta)
-        if not x.is_inference():
-            torch.autograd.graph.increment_version(x)
+    step = row_stride(x.shape, x.stride)
+    overlapping = step is not None and step < x.shape[-1] and row_count(x.shape) > 1
+    if overlapping or any(step == 0 and size > 1 for step, size in zip(x.stride, x.shape, strict=True)):
+        raise ArgumentError("x has overlapping rows; it needs memory of its own for every element")
+
+
+def _prepare(x: Tensor, y: Tensor | None, factor: Tensor | None, alpha: float, beta: float) -> tuple[Any, ...]:
+    """Convert a y of another type than the kernels take, and copy one that would change while it is read."""
+    if y is not None:
+        if y.dtype == torch.float16 and x.dtype == torch.float32:
+            y = y.float()  # exact
+        first, begin = x.data_ptr(), y.data_ptr()
+        if x.is_contiguous() and y.is_contiguous():
+            near = first - y.nbytes < begin < first + x.nbytes
+        else:
+            near = may_overlap(x, y)
+        if near and (begin, y.dtype, y.stride()) != (first, x.dtype, x.stride()):
+            y = y.clone()
+    return x, y, factor, alpha, beta
+
+
+def _plan(x: Meta, y: Meta | None, factor: Meta | None, device: int) -> Steps:
+    other = y or x
+    shape = x.shape or (1,)
+    rows, cols = row_count(shape), shape[-1]
+    strides = [row_stride(shape, meta.stride or (1,)) for meta in (x, other)]
+    if strides == [cols, cols]:
+        rows, cols = 1, rows * cols
+        strides = [cols, cols]
+    n = 16 // max(x.dtype.itemsize, other.dtype.itemsize)
+    # Every access is of n elements: 16 bytes of the larger type.
+    starts = [meta.misaligned // meta.dtype.itemsize for meta in (x, other)]
+    aligned16 = vector_bytes(*starts, cols, *strides, most=n) == n
+    cut = runs(rows, cols, 2 * n if aligned16 else 8, most=_THREADS)
+    launch = _KERNEL.bind((DTYPE_TOKEN[x.dtype], DTYPE_TOKEN[other.dtype]), device, cut.grid, cut.block)
+    sizes = rows, cols, *strides, cut.threads_per_row, cut.runs_per_row, aligned16
+    return Steps(Step(launch, "x", "y", "factor", *sizes, "alpha", "beta"))
 
 
 def _reference(x: Tensor, y: Tensor | None, factor: Tensor | None, alpha: float, beta: float) -> None:
-    _check(metadata(x), metadata(y), metadata(factor))
     if x.numel() == 0:
         return
-    if x.dim() and any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True)):
-        raise ArgumentError("x has overlapping rows; it needs memory of its own for every element")
     alpha, beta = (torch.tensor(v, dtype=torch.float32, device=x.device) for v in (alpha, beta))
     if factor is not None:
         beta = beta * factor.reshape(())
@@ -127,15 +105,16 @@ def _reference(x: Tensor, y: Tensor | None, factor: Tensor | None, alpha: float,
     x.copy_(torch.where(beta != 0, x.double() * beta.double() + added, added).float())
 
 
-def _fake(x, y, factor, alpha, beta):
-    return None
-
-
-ADD = TorchOp(
-    "add_in_place(Tensor(a!) x, Tensor? y, Tensor? factor, float alpha, float beta) -> ()",
-    launch=_launch,
+ADD = Operator(
+    "add_in_place",
+    (InPlaceRows("x"), Rows("y", None, optional=True), Argument("factor", None, optional=True)),
+    options="float alpha, float beta",
+    numbers="alpha beta",
+    results="",
+    plan=_plan,
     reference=_reference,
-    fake=_fake,
+    check=_check,
+    prepare=_prepare,
 )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -11,21 +9,19 @@ from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.layout import (
+    DTYPE_TOKEN,
     FLOAT_DTYPES,
-    address,
     check_same,
-    metadata,
     passing,
     row_count,
     row_stride,
-    rowed,
     token,
     vector_bytes,
 )
 from rtkernels.runtime.operator.autograd import detached
-from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows, dense_as
+from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 _BLOCKS_PER_SM = 4
@@ -34,27 +30,20 @@ _DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 _RESULTS = {None: "AbsMax", torch.float8_e4m3fn: "ScaleE4m3", torch.float8_e5m2: "ScaleE5m2"}
 
 _PARTIAL = Kernel(
-    "quant/column_absmax.cu",
-    "column_absmax",
-    template="T",
+    "quant/column_absmax.cu", "column_absmax", template="T", max_registers=128,
     args="x:ptr row_factor:ptr column_factor:ptr partial:ptr rows:i64 cols:i64 x_stride:i64 rows_per_block:i64 "
     "column_tiles:i64 wide:i64 passing:i64",
     variants=[("bf16",), ("fp16",), ("fp32",)],
-    max_registers=128,
-)
+)  # fmt: skip
 _FINISH = Kernel(
-    "quant/column_absmax.cu",
-    "column_max",
-    template="Result",
-    args="partial:ptr out:ptr rows:i64 cols:i64 pow2:i64",
-    variants=[(name,) for name in _RESULTS.values()],
-    max_registers=40,
-)
+    "quant/column_absmax.cu", "column_max", template="Result", max_registers=40,
+    args="partial:ptr out:ptr rows:i64 cols:i64 pow2:i64", variants=[(name,) for name in _RESULTS.values()],
+)  # fmt: skip
 
-# ---- launchers ------------------------------------------------------------------------------------------------------
+# ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-def check_factor(name: str, factor: tuple[Any, ...] | None, size: int, device: int, what: str) -> None:
+def check_factor(name: str, factor: Meta | None, size: int, device: int, what: str) -> None:
     """Raise an ArgumentError unless an optional factor is fp32 of one dimension of `size`."""
     if factor is None:
         return
@@ -64,76 +53,58 @@ def check_factor(name: str, factor: tuple[Any, ...] | None, size: int, device: i
     check_same(name, factor[3], device, "device index")
 
 
-def _check(x: tuple[Any, ...], row: tuple[Any, ...] | None, column: tuple[Any, ...] | None) -> str:
-    t = token("x", x[0], _DTYPES)
+def _check(x: Meta, row: Meta | None, column: Meta | None) -> None:
     if not x[1]:
         raise ArgumentError("x has no dimensions; expected at least one")
     check_factor("row_factor", row, row_count(x[1]), x[3], "row")
     check_factor("column_factor", column, x[1][-1], x[3], "column")
-    return t
 
 
-def _plan(x, row, column, result: torch.dtype | None, align: int):
-    t = _check(x, row, column)
-    if 0 in x[1]:
-        return None
-    rows, cols, stride = row_count(x[1]), x[1][-1], row_stride(x[1], x[2])
-    size, device = x[0].itemsize, x[3]
-    wide = vector_bytes(align, cols * size, stride * size) == 16
-    tiles = -(-cols // (32 * (16 // size if wide else 1)))
+def column_steps(
+    x: Meta, device: int, names: tuple[str, str, str, str], codes: torch.dtype | None = None, pow2: bool = False,
+    partial: str = "partial",
+) -> tuple[list[Step], dict[str, Memory]]:  # fmt: skip
+    """Return what computes the fp8 scales of the columns for `codes`, or their largest magnitudes, and its scratch.
+
+    Args:
+        x: Rows, not of fp8 numbers.
+        device: CUDA ordinal, or -1.
+        names: Of x, the factors of rows and of columns (both dense), and the result.
+        codes: The fp8 dtype.
+        pow2: Scales are powers of two.
+        partial: Name of the scratch.
+    """
+    rows, cols, stride, size = row_count(x.shape), x.shape[-1], row_stride(x.shape, x.stride), x.dtype.itemsize
+    aligned16 = vector_bytes(x.misaligned, cols * size, stride * size) == 16
+    tiles = -(-cols // (32 * (16 // size if aligned16 else 1)))
     splits = max(1, min(_BLOCKS_PER_SM * device_info(device).sm_count // tiles, -(-rows // (8 * _WARPS))))
     each = -(-rows // splits)
     splits = -(-rows // each)
-    partial = _PARTIAL.bind((t,), device, tiles * splits, 32 * _WARPS)
-    finish = _FINISH.bind((_RESULTS[result],), device, -(-cols // 32), 32 * _WARPS, overlap=True)
-    leaving = result is None and passing(rows * cols * size)  # what scales are made for reads x again
-    return partial, (rows, cols, stride, each, tiles, wide, leaving), finish, splits, cols
+    launch = _PARTIAL.bind((DTYPE_TOKEN[x.dtype],), device, tiles * splits, 32 * _WARPS)
+    evict_first = codes is None and passing(rows * cols * size)  # what scales are made for reads x a second time
+    first = Step(launch, *names[:3], partial, rows, cols, stride, each, tiles, aligned16, evict_first)
+    scratch = {partial: Memory((splits, cols), torch.float32)}
+    return [first, max_step(partial, names[3], splits, cols, device, codes, pow2)], scratch
 
 
-_PLANS = Plans(_plan)
-_FINISH_PLANS = Plans(
-    lambda device, result, cols: _FINISH.bind((_RESULTS[result],), device, -(-cols // 32), 32 * _WARPS, overlap=True)
-)
+def max_step(
+    partial: str, out: str, rows: int, cols: int, device: int, codes: torch.dtype | None = None, pow2: bool = False
+) -> Step:
+    """Return the launch for the largest numbers of the columns of a dense fp32 matrix of magnitudes."""
+    launch = _FINISH.bind((_RESULTS[codes],), device, -(-cols // 32), 32 * _WARPS, overlap=True)
+    return Step(launch, partial, out, rows, cols, int(pow2))
 
 
-def column_scales(
-    x: Tensor, row_factor: Tensor | None, column_factor: Tensor | None, result: torch.dtype | None, pow2: bool
-) -> Tensor | None:
-    """Return the fp8 scales of the columns (dtype `result`) or, for None, their largest magnitudes.
-
-    Factors must be dense. None if x has no elements. Launches device code.
-    """
-    if x.itemsize == 1 and x.dtype in _DTYPES:
-        x = x.to(torch.bfloat16)  # exact
-    x = rowed(x) if x.dim() else x
-    plan = _PLANS[metadata(x), metadata(row_factor), metadata(column_factor), result, x.data_ptr() & 15]
-    if plan is None:
-        return None
-    first, args, finish, splits, cols = plan
-    partial = torch.empty((splits, cols), dtype=torch.float32, device=x.device)
-    out = torch.empty(cols, dtype=torch.float32, device=x.device)
-    first(x.data_ptr(), address(row_factor), address(column_factor), partial.data_ptr(), *args)
-    finish(partial.data_ptr(), out.data_ptr(), splits, cols, pow2)
-    return out
-
-
-def column_max(partial: Tensor) -> Tensor:
-    """Return the largest numbers of the columns of a dense fp32 matrix of magnitudes. Launches device code."""
-    rows, cols = partial.shape
-    out = torch.empty(cols, dtype=torch.float32, device=partial.device)
-    _FINISH_PLANS[partial.get_device(), None, cols](partial.data_ptr(), out.data_ptr(), rows, cols, 0)
-    return out
-
-
-def _launch(x: Tensor, row_factor: Tensor | None, column_factor: Tensor | None) -> Tensor:
-    row, column = (None if f is None else f.contiguous() for f in (row_factor, column_factor))
-    out = column_scales(x, row, column, None, False)
-    return torch.zeros(x.shape[-1], dtype=torch.float32, device=x.device) if out is None else out
+def _plan(x: Meta, row: Meta | None, column: Meta | None, device: int) -> Steps:
+    converted = None
+    if x.dtype.itemsize == 1:
+        x, converted = dense_as(x, torch.bfloat16), {"x": torch.bfloat16}  # exact
+    steps, scratch = column_steps(x, device, ("x", "row_factor", "column_factor", "amax"))
+    return Steps(*steps, scratch=scratch, converted=converted)
 
 
 def reference(x: Tensor, row_factor: Tensor | None, column_factor: Tensor | None) -> Tensor:
     """Return the largest finite magnitudes in plain torch."""
-    _check(metadata(x), metadata(row_factor), metadata(column_factor))
     if x.numel() == 0:
         return torch.zeros(x.shape[-1], dtype=torch.float32, device=x.device)
     z = x.float().reshape(-1, x.shape[-1])
@@ -144,16 +115,12 @@ def reference(x: Tensor, row_factor: Tensor | None, column_factor: Tensor | None
     return torch.where(z.isfinite(), z.abs(), 0.0).amax(0)
 
 
-def _fake(x, row_factor, column_factor):
-    return x.new_empty(x.shape[-1], dtype=torch.float32)
-
-
-ABSMAX = TorchOp(
-    "column_absmax(Tensor x, Tensor? row_factor, Tensor? column_factor) -> Tensor",
-    launch=_launch,
-    reference=reference,
-    fake=_fake,
-)
+_FACTORS = Dense("row_factor", None, optional=True), Dense("column_factor", None, optional=True)
+ABSMAX = Operator(
+    "column_absmax", (Rows("x", _DTYPES), *_FACTORS), results="amax",
+    outputs=lambda x, row, column: (Memory(x.shape[-1:], torch.float32),), plan=_plan, reference=reference,
+    check=_check,
+)  # fmt: skip
 
 
 # ---- public ---------------------------------------------------------------------------------------------------------
@@ -176,14 +143,9 @@ def column_absmax(x: Tensor, *, row_factor: Tensor | None = None, column_factor:
         ``[n]``, float32.
     """
     if not isinstance(x, Tensor):
-        return interop.call(column_absmax, x, row_factor=row_factor, column_factor=column_factor)
+        return interop.call_with(column_absmax, locals())
     x, row, column = detached(x, row_factor, column_factor)
-    return ABSMAX(x, row, column)
+    return ABSMAX.call(x, row, column)
 
 
-OP = Op(
-    "column_absmax",
-    public=("column_absmax",),
-    kernels=(_PARTIAL, _FINISH),
-    torch_ops=(ABSMAX,),
-)
+OP = Op("column_absmax", public=("column_absmax",), kernels=(_PARTIAL, _FINISH), torch_ops=(ABSMAX,))

@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.quant.quantize_fp8_kernels import (
-    BACK,
-    BACK_GENERIC,
-    BACK_T,
-    GENERIC_THREADS,
-    GENERIC_TYPES,
-    GROUP,
-    WIDTH,
-)
-from rtkernels.ops.quant.quantize_fp8_plan import (
-    FP8_DTYPES,
-    Matrix,
-    Metadata,
-    check_options,
-    check_static_scale,
-    groups_of,
-    scale_shape,
-)
-from rtkernels.runtime.launch.memory import dense_memory
-from rtkernels.runtime.launch.plans import Plans
-from rtkernels.runtime.layout import FLOAT_DTYPES, check_same, is_dense, row_stride, token
-from rtkernels.runtime.operator.plan import DensePlan
+from rtkernels.ops.quant.quantize_fp8_kernels import BACK, BACK_GENERIC, BACK_T, GENERIC_THREADS, GENERIC_TYPES, WIDTH
+from rtkernels.ops.quant.quantize_fp8_plan import Matrix, check_options, check_static_scale, scale_shape
+from rtkernels.ops.shared.fp8_layout import FP8_DTYPES, GROUP, groups_of
+from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, check_same, token
+from rtkernels.runtime.operator.declared import Meta
+from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
 _TRANSPOSED_THREADS = 128
 
 
 def check_dequantize(
-    q: Metadata, scale: Metadata, granularity: str, code: torch.dtype, dtype: torch.dtype, layout: str
+    q: Meta, scale: Meta, granularity: str, code: torch.dtype, dtype: torch.dtype, layout: str
 ) -> None:
     """Raise an ArgumentError unless q and scale belong together."""
     check_options(granularity, layout)
@@ -64,49 +47,33 @@ def _transposed_tiles(cols: int, t: str) -> int:
     return -(-cols // (_TRANSPOSED_THREADS // 32 * 4 * WIDTH[t]))
 
 
-class _DequantizePlan(DensePlan):
-    __slots__ = ()
-
-    def run(self, q: int, scale: int) -> Tensor:
-        y = self.allocate(*self.layout)
-        if self.launch is not None:
-            self.launch(q, scale, y.data_ptr())
-        return y
+def outputs(q, scale, granularity, code, dtype, layout):
+    check_options(granularity, layout)
+    return (Memory(q.shape[::-1] if granularity == "group_t" else q.shape, dtype),)
 
 
-def _plan_dequantize(
-    q: Metadata, scale: Metadata, granularity: str, code: torch.dtype, dtype: torch.dtype, layout: str, align: int
-):
-    check_dequantize(q, scale, granularity, code, dtype, layout)
-    t, f, shape = token("the result", dtype), token("q", code, FP8_DTYPES), q[1]
-    memory = dense_memory(q[3], shape[::-1] if granularity == "group_t" else shape, dtype)
-    if 0 in shape:
-        return _DequantizePlan(None, *memory)
-    if row_stride(shape, q[2]) is None or not is_dense(scale):
-        return None
-    groups = groups_of(shape[-1])
+def plan(
+    q: Meta, scale: Meta, granularity: str, code: torch.dtype, dtype: torch.dtype, layout: str, device: int
+) -> Steps:
+    t, f, cols = DTYPE_TOKEN[dtype], DTYPE_TOKEN[code], q.shape[-1]
+    groups = groups_of(cols)
     if granularity == "group_t":
-        m = Matrix(q, align, 16, flat=False)
-        rows, cols = m.cols, m.rows
-        tiles = _transposed_tiles(cols, t)
-        ending = (rows, cols, m.stride, tiles, m.vec > 1, cols % WIDTH[t] == 0)
-        launch = BACK_T.bind((t, f), m.device, tiles * groups_of(rows), _TRANSPOSED_THREADS, ending=ending)
-        return _DequantizePlan(launch, *memory)
-    flat = granularity == "tensor" or (granularity == "group" and layout == "row" and shape[-1] % GROUP == 0)
-    m = Matrix(q, align, WIDTH[t], flat=flat)
-    shift, scale_row, scale_column = {
+        m = Matrix(q, 16, flat=False)
+        tiles = _transposed_tiles(m.rows, t)
+        launch = BACK_T.bind((t, f), device, tiles * groups_of(m.cols), _TRANSPOSED_THREADS)
+        sizes = m.cols, m.rows, m.stride, tiles, m.vec > 1, m.rows % WIDTH[t] == 0
+        return Steps(Step(launch, "q", "scale", "y", *sizes))
+    flat = granularity == "tensor" or (granularity == "group" and layout == "row" and cols % GROUP == 0)
+    m = Matrix(q, WIDTH[t], flat=flat)
+    strides = {  # rows of a scale as bits, from scale to scale down and across
         "tensor": (0, 0, 0),
         "row": (0, 1, 0),
         "group": (0, 1, m.rows) if layout == "column" else (0, groups, 1),
         "block": (7, groups, 1),
     }[granularity]
     cut = m.runs(2, threads=128)
-    ending = (m.rows, m.cols, m.stride, cut.threads_per_row, cut.runs_per_row, shift, scale_row, scale_column)
+    sizes = m.rows, m.cols, m.stride, cut.threads_per_row, cut.runs_per_row, *strides
     if m.vec == 1:
-        ending += GENERIC_TYPES[t], f == "e5m2"
-        launch = BACK_GENERIC.bind((GENERIC_THREADS,), m.device, cut.grid, cut.block, ending=ending)
-        return _DequantizePlan(launch, *memory)
-    return _DequantizePlan(BACK.bind((t, f, m.vec), m.device, cut.grid, cut.block, ending=ending), *memory)
-
-
-DEQUANTIZE_PLANS = Plans(_plan_dequantize)
+        launch = BACK_GENERIC.bind((GENERIC_THREADS,), device, cut.grid, cut.block)
+        return Steps(Step(launch, "q", "scale", "y", *sizes, GENERIC_TYPES[t], f == "e5m2"))
+    return Steps(Step(BACK.bind((t, f, m.vec), device, cut.grid, cut.block), "q", "scale", "y", *sizes))

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.layout.transpose import transpose
-from rtkernels.ops.quant import reference
+from rtkernels.ops.quant import quantize_fp8, reference
 from rtkernels.ops.quant.quantize_fp8 import dequantize_fp8
-from rtkernels.ops.quant.quantize_fp8_plan import FP8_DTYPES, quantized_rows
+from rtkernels.ops.shared.fp8_layout import E4M3, FP8_DTYPES
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.launch.plans import Plans
-from rtkernels.runtime.layout import FLOAT_DTYPES, GRID_LIMIT, block_of, group_threads, metadata, row_count, token
+from rtkernels.runtime.layout import (
+    DTYPE_TOKEN,
+    FLOAT_DTYPES,
+    GRID_LIMIT,
+    block_of,
+    group_threads,
+    metadata,
+    row_count,
+    token,
+)
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import needs_grad
-from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.declared import Aligned, Meta, Operator
+from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 BLOCKS = (32, 64, 128, 256)
@@ -26,102 +34,70 @@ _ELEMENTS = 8  # of a thread
 _THREADS, _CHUNKS = 512, 4
 
 _TRANSFORM = Kernel(
-    "quant/hadamard.cu",
-    "hadamard",
-    template="T",
-    args="x:ptr y:ptr vectors:i64 lanes:i64 norm:f64",
-    variants=[("bf16",), ("fp16",), ("fp32",)],
-    max_registers=64,
-)
+    "quant/hadamard.cu", "hadamard", template="T", max_registers=64,
+    args="x:ptr y:ptr vectors:i64 lanes:i64 norm:f64", variants=[("bf16",), ("fp16",), ("fp32",)],
+)  # fmt: skip
 _QUANTIZE = Kernel(
-    "quant/hadamard.cu",
-    "quantize_fp8_hadamard",
-    template="T",
+    "quant/hadamard.cu", "quantize_fp8_hadamard", template="T", max_registers=80,
     args="x:ptr q:ptr scale:ptr rows:i64 cols:i64 threads_per_row:i64 lanes:i64 pow2:i64 norm:f64",
     variants=[("bf16",), ("fp32",)],
-    max_registers=80,
-)
+)  # fmt: skip
 
-# ---- launchers ------------------------------------------------------------------------------------------------------
+# ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-def _check(x: tuple[Any, ...], block: int) -> str:
-    t = token("x", x[0])
+def _check(x: Meta, block: int) -> None:
+    token("x", x[0])
     if block not in BLOCKS:
         raise ArgumentError(f"block is {block}; expected one of {', '.join(map(str, BLOCKS))}")
     if not x[1]:
         raise ArgumentError("x has no dimensions; expected at least one")
     if x[1][-1] % block:
         raise ArgumentError(f"x has {x[1][-1]} columns; expected a multiple of the block, {block}")
-    return t
 
 
-def _check_transform(x: tuple[Any, ...], block: int, dtype: torch.dtype) -> str:
-    t = _check(x, block)
-    token("the result", dtype, tuple(dict.fromkeys((x[0], torch.float32))))
-    return t
+def _check_transform(x: Meta, block: int, dtype: torch.dtype) -> None:
+    _check(x, block)
+    token("the result", dtype, tuple(dict.fromkeys((x.dtype, torch.float32))))
+
+
+def _check_quantize(x: Meta, block: int, dtype: torch.dtype, pow2: bool) -> None:
+    _check(x, block)
+    token("the result", dtype, FP8_DTYPES)
 
 
 def _norm(block: int) -> float:
     return block**-0.5
 
 
-def _plan(x, block: int, dtype: torch.dtype):
-    t = _check_transform(x, block, dtype)
-    if 0 in x[1]:
-        return None, ()
-    vectors = row_count(x[1]) * x[1][-1] // _ELEMENTS
-    grid = min(-(-vectors // (256 * (2 if t == "fp32" else 4))), GRID_LIMIT)
-    return _TRANSFORM.bind((t,), x[3], grid, 256), (vectors, block // _ELEMENTS, _norm(block))
+def _plan(x: Meta, block: int, dtype: torch.dtype, device: int) -> Steps:
+    vectors = x.numel() // _ELEMENTS
+    grid = min(-(-vectors // (256 * (2 if dtype == torch.float32 else 4))), GRID_LIMIT)
+    step = Step(
+        _TRANSFORM.bind((DTYPE_TOKEN[dtype],), device, grid, 256), "x", "y", vectors, block // _ELEMENTS, _norm(block)
+    )
+    return Steps(step, converted=None if x.dtype == dtype else {"x": dtype})  # exact
 
 
-def _plan_quantize(x, block: int, dtype: torch.dtype, pow2: bool):
-    """Return launch and numbers, or (None, ()): e5m2, rows that do not fit in registers, no rows."""
-    t = _check(x, block)
-    token("the result", dtype, FP8_DTYPES)
-    rows, cols = row_count(x[1]), x[1][-1]
-    if 0 in x[1] or cols > _THREADS * _CHUNKS * _ELEMENTS or dtype != torch.float8_e4m3fn:
-        return None, ()
+def _plan_quantize(x: Meta, block: int, dtype: torch.dtype, pow2: bool, device: int) -> Steps:
+    rows, cols, kind = row_count(x.shape), x.shape[-1], x.dtype
+    if cols > _THREADS * _CHUNKS * _ELEMENTS or dtype != E4M3:
+        return Steps(instead=_transformed_and_quantized)
+    converted = None
+    if kind == torch.float16:
+        kind, converted = torch.float32, {"x": torch.float32}  # exact
     lanes = block // _ELEMENTS
     threads = max(group_threads(-(-cols // (_ELEMENTS * _CHUNKS)), _THREADS), lanes)
     size = block_of(threads)
-    grid = min(-(-rows // (size // threads)), GRID_LIMIT)
-    args = (rows, cols, threads, lanes, pow2, _norm(block))
-    return _QUANTIZE.bind((t,), x[3], grid, size), args
+    launch = _QUANTIZE.bind((DTYPE_TOKEN[kind],), device, min(-(-rows // (size // threads)), GRID_LIMIT), size)
+    step = Step(launch, "x", "q", "scale", rows, cols, threads, lanes, int(pow2), _norm(block))
+    return Steps(step, converted=converted)
 
 
-_PLANS = Plans(_plan)
-_QUANTIZE_PLANS = Plans(_plan_quantize)
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """Return x, copied unless it is dense and 16-byte aligned."""
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() & 15 else x
-
-
-def _launch(x: Tensor, block: int, dtype: torch.dtype) -> Tensor:
-    if x.dtype != dtype:
-        _check_transform(metadata(x), block, dtype)
-        x = x.to(dtype)  # exact
-    x = _aligned(x)
-    launch, args = _PLANS[metadata(x), block, dtype]
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    if launch is not None:
-        launch(x.data_ptr(), y.data_ptr(), *args)
-    return y
-
-
-def _launch_quantize(x: Tensor, block: int, dtype: torch.dtype, pow2_scale: bool) -> tuple[Tensor, Tensor]:
-    x = _aligned(x.float() if x.dtype == torch.float16 else x)  # exact
-    launch, args = _QUANTIZE_PLANS[metadata(x), block, dtype, pow2_scale]
-    if launch is None:
-        z = _launch(x, block, torch.float32)
-        return quantized_rows(z, dtype, pow2_scale)
-    q = torch.empty(x.shape, dtype=dtype, device=x.device)
-    scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    launch(x.data_ptr(), q.data_ptr(), scale.data_ptr(), *args)
-    return q, scale
+def _transformed_and_quantized(x: Tensor, block: int, dtype: torch.dtype, pow2_scale: bool) -> tuple[Tensor, Tensor]:
+    """e5m2, and rows that do not fit in registers: the values are stored and then quantised."""
+    z = TRANSFORM.launch(x, block, torch.float32)
+    return quantize_fp8.QUANTIZE.launch(z, "row", dtype, pow2_scale, "row")
 
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
@@ -140,33 +116,24 @@ def _transformed(x: Tensor, block: int) -> Tensor:
 
 
 def _reference(x: Tensor, block: int, dtype: torch.dtype) -> Tensor:
-    _check_transform(metadata(x), block, dtype)
     return (_transformed(x, block) if x.numel() else x).to(dtype).contiguous().clone()
 
 
 def _reference_quantize(x: Tensor, block: int, dtype: torch.dtype, pow2_scale: bool) -> tuple[Tensor, Tensor]:
-    _check(metadata(x), block)
     z = _transformed(x, block) if x.numel() else x
     return reference.quantize(z, "row", dtype, pow2_scale, "row")
 
 
-def _fake(x, block, dtype):
-    return x.new_empty(x.shape, dtype=dtype)
-
-
-def _fake_quantize(x, block, dtype, pow2_scale):
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
-
-
-TRANSFORM = TorchOp(
-    "hadamard(Tensor x, int block, ScalarType dtype) -> Tensor", launch=_launch, reference=_reference, fake=_fake
-)
-QUANTIZE = TorchOp(
-    "quantize_fp8_hadamard(Tensor x, int block, ScalarType dtype, bool pow2_scale) -> (Tensor, Tensor)",
-    launch=_launch_quantize,
-    reference=_reference_quantize,
-    fake=_fake_quantize,
-)
+TRANSFORM = Operator(
+    "hadamard", (Aligned("x", None),), options="int block, ScalarType dtype", results="y",
+    outputs=lambda x, block, dtype: (Memory(x.shape, dtype),), plan=_plan, reference=_reference,
+    check=_check_transform,
+)  # fmt: skip
+QUANTIZE = Operator(
+    "quantize_fp8_hadamard", (Aligned("x", None),), options="int block, ScalarType dtype, bool pow2_scale",
+    results="q scale", plan=_plan_quantize, reference=_reference_quantize, check=_check_quantize,
+    outputs=lambda x, block, dtype, pow2: (Memory(x.shape, dtype), Memory(x.shape[:-1], torch.float32)),
+)  # fmt: skip
 
 
 # ---- public ---------------------------------------------------------------------------------------------------------
@@ -176,11 +143,14 @@ class _Hadamard(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, block: int, dtype: torch.dtype) -> Tensor:
         ctx.block, ctx.dtype = block, x.dtype
-        return TRANSFORM(x, block, dtype)
+        return TRANSFORM.call(x, block, dtype)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         return hadamard(dy, ctx.block).to(ctx.dtype), None, None
+
+
+_differentiable = applied(_Hadamard)
 
 
 def hadamard(x: Tensor, block: int = 128, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -204,18 +174,14 @@ def hadamard(x: Tensor, block: int = 128, *, dtype: torch.dtype | None = None) -
     if not isinstance(x, Tensor):
         return interop.call(hadamard, x, block, dtype=dtype)
     if is_grad_enabled() and needs_grad(x):
-        return _Hadamard.apply(x, block, dtype or x.dtype)
-    return TRANSFORM(x, block, dtype or x.dtype)
+        return _differentiable(x, block, dtype or x.dtype)
+    return TRANSFORM.call(x, block, dtype or x.dtype)
 
 
 def quantize_fp8_hadamard(
-    x: Tensor,
-    block: int = 128,
-    *,
-    transposed: bool = False,
-    dtype: torch.dtype = torch.float8_e4m3fn,
+    x: Tensor, block: int = 128, *, transposed: bool = False, dtype: torch.dtype = torch.float8_e4m3fn,
     pow2_scale: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Quantise the :func:`hadamard` transform of a tensor to fp8 with one scale per row, or per column and transposed.
 
     The recipe is that of :func:`quantize_fp8`, granularity "row"; transformed values are fp32 and not rounded before.
@@ -235,7 +201,7 @@ def quantize_fp8_hadamard(
         ``(q, scale)``: codes of x's shape and scales of its rows; transposed: ``[n, p]`` and ``[n]``.
     """
     if not isinstance(x, Tensor):
-        return interop.call(quantize_fp8_hadamard, x, block, transposed=transposed, dtype=dtype, pow2_scale=pow2_scale)
+        return interop.call_with(quantize_fp8_hadamard, locals())
     if x.requires_grad:
         x = x.detach()
     if transposed:
@@ -243,18 +209,13 @@ def quantize_fp8_hadamard(
             _check((*metadata(x)[:1], (block,)), block)
             raise ArgumentError(f"x has shape {tuple(x.shape)}; transposed expects two dimensions")
         x = transpose(x, pad_to=block)
-    return QUANTIZE(x, block, dtype, pow2_scale)
+    return QUANTIZE.call(x, block, dtype, pow2_scale)
 
 
 def dequantize_fp8_hadamard(
-    q: Tensor,
-    scale: Tensor,
-    block: int = 128,
-    *,
-    transposed: bool = False,
-    rows: int | None = None,
+    q: Tensor, scale: Tensor, block: int = 128, *, transposed: bool = False, rows: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the values that :func:`quantize_fp8_hadamard` stored: ``q * scale`` transformed back.
 
     fp32 arithmetic, rounded once. Not differentiable.

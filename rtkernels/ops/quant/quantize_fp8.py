@@ -2,116 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.quant import dequantize_fp8_plan as back
+from rtkernels.ops.quant import quantize_fp8_plan as plans
 from rtkernels.ops.quant import reference
-from rtkernels.ops.quant.dequantize_fp8_plan import DEQUANTIZE_PLANS
 from rtkernels.ops.quant.quantize_fp8_kernels import KERNELS
-from rtkernels.ops.quant.quantize_fp8_plan import (
-    BOTH_PLANS,
-    QUANTIZE_PLANS,
-    STATIC_PLANS,
-    check_options,
-    groups_of,
-    q_shape,
-    scale_shape,
-)
-from rtkernels.runtime.layout import metadata, rowed
-from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.ops.shared.fp8_layout import groups_of
+from rtkernels.runtime.operator.declared import Argument, Dense, Operator, Rows
+from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 
-# ---- plans ----------------------------------------------------------------------------------------------------------
-
-
-def _plan_quantize(x: Tensor, granularity: str, dtype: torch.dtype, pow2_scale: bool, scale_layout: str):
-    return QUANTIZE_PLANS[metadata(x), granularity, dtype, pow2_scale, scale_layout, x.data_ptr() & 15]
-
-
-def _plan_both(x: Tensor, granularity: str, dtype: torch.dtype, pow2_scale: bool, scale_layout: str):
-    return BOTH_PLANS[metadata(x), granularity, dtype, pow2_scale, scale_layout, x.data_ptr() & 15]
-
-
-def _plan_static(x: Tensor, scale: Tensor, dtype: torch.dtype):
-    return STATIC_PLANS[metadata(x), metadata(scale), dtype, x.data_ptr() & 15]
-
-
-def _plan_dequantize(
-    q: Tensor, scale: Tensor, granularity: str, code_dtype: torch.dtype, dtype: torch.dtype, scale_layout: str
-):
-    align = q.data_ptr() & 15
-    return DEQUANTIZE_PLANS[metadata(q), metadata(scale), granularity, code_dtype, dtype, scale_layout, align]
-
-
-def _copied(x: Tensor, *options: Any) -> tuple[Any, ...]:
-    return x.contiguous(), *options
-
-
-def _both_copied(q: Tensor, scale: Tensor, *options: Any) -> tuple[Any, ...]:
-    return rowed(q), scale.contiguous(), *options
-
-
-# ---- operators ------------------------------------------------------------------------------------------------------
-
-
-def _fake_quantize(x, granularity, dtype, pow2_scale, scale_layout):
-    check_options(granularity, scale_layout)
-    q = x.new_empty(q_shape(x.shape, granularity), dtype=dtype)
-    return q, x.new_empty(scale_shape(x.shape, granularity, scale_layout), dtype=torch.float32)
-
-
-def _fake_both(x, granularity, dtype, pow2_scale, scale_layout):
-    q, scale = _fake_quantize(x, granularity, dtype, pow2_scale, scale_layout)
-    shape = scale_shape(x.shape, "group_t", "row") if granularity == "group" else (0,)
-    return q, scale, x.new_empty(q_shape(x.shape, "group_t"), dtype=dtype), x.new_empty(shape, dtype=torch.float32)
-
-
-def _fake_static(x, scale, dtype):
-    return x.new_empty(x.shape, dtype=dtype)
-
-
-def _fake_dequantize(q, scale, granularity, code_dtype, dtype, scale_layout):
-    check_options(granularity, scale_layout)
-    return q.new_empty(q.shape[::-1] if granularity == "group_t" else q.shape, dtype=dtype)
-
-
-QUANTIZE = TorchOp(
-    "quantize_fp8(Tensor x, str granularity, ScalarType dtype, bool pow2_scale, str scale_layout) -> (Tensor, Tensor)",
-    plan=_plan_quantize,
-    copied=_copied,
-    reference=reference.quantize,
-    fake=_fake_quantize,
-)
-BOTH = TorchOp(
-    "quantize_fp8_both(Tensor x, str granularity, ScalarType dtype, bool pow2_scale, str scale_layout)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    plan=_plan_both,
-    copied=_copied,
-    reference=reference.both,
-    fake=_fake_both,
-)
-STATIC = TorchOp(
-    "quantize_fp8_static(Tensor x, Tensor scale, ScalarType dtype) -> Tensor",
-    plan=_plan_static,
-    copied=_copied,
-    reference=reference.static,
-    fake=_fake_static,
-)
-DEQUANTIZE = TorchOp(
-    "dequantize_fp8(Tensor q, Tensor scale, str granularity, ScalarType code_dtype, ScalarType dtype, str scale_layout)"
-    " -> Tensor",
-    plan=_plan_dequantize,
-    copied=_both_copied,
-    reference=reference.dequantize,
-    fake=_fake_dequantize,
-)
-
-
-_quantize_again, _dequantize_again = QUANTIZE.again, DEQUANTIZE.again
+_X, _OPTIONS = Rows("x", None), "str granularity, ScalarType dtype, bool pow2_scale, str scale_layout"
+QUANTIZE = Operator(
+    "quantize_fp8", (_X,), options=_OPTIONS, results="q scale", outputs=plans.outputs_quantize,
+    plan=plans.plan_quantize, reference=reference.quantize, check=plans.check_quantize,
+)  # fmt: skip
+BOTH = Operator(
+    "quantize_fp8_both", (_X,), options=_OPTIONS, results="q scale q_t scale_t", outputs=plans.outputs_both,
+    plan=plans.plan_both, reference=reference.both, check=plans.check_both,
+)  # fmt: skip
+STATIC = Operator(
+    "quantize_fp8_static", (_X, Argument("scale", None)), options="ScalarType dtype", results="q",
+    outputs=lambda x, scale, dtype: (Memory(x.shape, dtype),), plan=plans.plan_static, reference=reference.static,
+    check=plans.check_static,
+)  # fmt: skip
+DEQUANTIZE = Operator(
+    "dequantize_fp8", (Rows("q", None), Dense("scale", None)),
+    options="str granularity, ScalarType code_dtype, ScalarType dtype, str scale_layout", results="y",
+    outputs=back.outputs, plan=back.plan, reference=reference.dequantize, check=back.check_dequantize,
+)  # fmt: skip
+_quantize_replay, _dequantize_replay = QUANTIZE.replay, DEQUANTIZE.replay
 
 
 # ---- public ---------------------------------------------------------------------------------------------------------
@@ -135,16 +61,9 @@ class QuantizedBoth(NamedTuple):
 
 
 def quantize_fp8(
-    x: Tensor,
-    scale: Tensor | None = None,
-    *,
-    granularity: str = "tensor",
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    pow2_scale: bool = False,
-    scale_layout: str = "row",
-    layout: str = "row",
-    with_transposed: bool = False,
-) -> tuple[Tensor, Tensor] | QuantizedBoth:
+    x: Tensor, scale: Tensor | None = None, *, granularity: str = "tensor", dtype: torch.dtype = torch.float8_e4m3fn,
+    pow2_scale: bool = False, scale_layout: str = "row", layout: str = "row", with_transposed: bool = False,
+) -> tuple[Tensor, Tensor] | QuantizedBoth:  # fmt: skip
     """Quantise a tensor to fp8 codes and the factors that give the values back.
 
     For each set of values that share a scale: ``scale = max(amax / fp8_max, 1e-30)`` with ``fp8_max`` 448 (e4m3) or
@@ -189,7 +108,7 @@ def quantize_fp8(
             raise ArgumentError(f"layout is {layout!r}; expected 'row' or 'both'")
         with_transposed = True
     if scale is None and not with_transposed:
-        found = _quantize_again(x, granularity, dtype, pow2_scale, scale_layout)
+        found = _quantize_replay(x, granularity, dtype, pow2_scale, scale_layout)
         if found is not None:
             return found
     if not isinstance(x, Tensor):
@@ -203,10 +122,10 @@ def quantize_fp8(
                 raise ArgumentError("granularity 'channel' goes with scale_layout 'row' and layout 'row'")
             from rtkernels.ops.quant.quantize_fp8_channel import CHANNEL  # which builds on this module's plans
 
-            return CHANNEL(x, None, None, dtype, pow2_scale, 1)
+            return CHANNEL.call(x, None, None, dtype, pow2_scale, 1)
         if not with_transposed:
-            return QUANTIZE(x, granularity, dtype, pow2_scale, scale_layout)
-        q, scale, q_t, scale_t = BOTH(x, granularity, dtype, pow2_scale, scale_layout)
+            return QUANTIZE.call(x, granularity, dtype, pow2_scale, scale_layout)
+        q, scale, q_t, scale_t = BOTH.call(x, granularity, dtype, pow2_scale, scale_layout)
         return QuantizedBoth(q, scale, q_t, scale.t() if granularity == "block" else scale_t)
     if granularity != "tensor":
         raise ArgumentError(f"scale can be given for granularity 'tensor' only, not for {granularity!r}")
@@ -216,18 +135,13 @@ def quantize_fp8(
         raise ArgumentError("pow2_scale rounds computed scales; a given scale is used as it is")
     if isinstance(scale, Tensor) and scale.requires_grad:
         scale = scale.detach()
-    return STATIC(x, scale, dtype), scale
+    return STATIC.call(x, scale, dtype), scale
 
 
 def dequantize_fp8(
-    q: Tensor,
-    scale: Tensor,
-    *,
-    granularity: str = "tensor",
-    dtype: torch.dtype = torch.bfloat16,
-    scale_layout: str = "row",
-    code_dtype: torch.dtype | None = None,
-) -> Tensor:
+    q: Tensor, scale: Tensor, *, granularity: str = "tensor", dtype: torch.dtype = torch.bfloat16,
+    scale_layout: str = "row", code_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """Return ``q * scale``: the values that :func:`quantize_fp8` stored.
 
     One fp32 product per element, rounded once. Not differentiable.
@@ -245,9 +159,8 @@ def dequantize_fp8(
         Dense, of q's shape; ``[m, n]`` for granularities "group_t" and "channel".
     """
     if not isinstance(q, Tensor):
-        options = {"granularity": granularity, "dtype": dtype, "scale_layout": scale_layout, "code_dtype": code_dtype}
-        return interop.call(dequantize_fp8, q, scale, **options)
-    y = _dequantize_again(q, scale, granularity, code_dtype or q.dtype, dtype, scale_layout)
+        return interop.call_with(dequantize_fp8, locals())
+    y = _dequantize_replay(q, scale, granularity, code_dtype or q.dtype, dtype, scale_layout)
     if y is not None:
         return y
     if not isinstance(scale, Tensor):
@@ -264,7 +177,7 @@ def dequantize_fp8(
             )
         # One scale per 128 rows of a column, all the same.
         scale, granularity = scale.expand(groups_of(q.shape[1]), q.shape[0]).contiguous(), "group_t"
-    return DEQUANTIZE(q, scale, granularity, code_dtype or q.dtype, dtype, scale_layout)
+    return DEQUANTIZE.call(q, scale, granularity, code_dtype or q.dtype, dtype, scale_layout)
 
 
 OP = Op(

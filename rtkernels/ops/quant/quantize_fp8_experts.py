@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,45 +10,34 @@ from torch import Tensor
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.quant import reference
-from rtkernels.ops.quant.quantize_fp8_kernels import EXPERTS, EXPERTS_STREAM, GROUP, WIDTH
-from rtkernels.ops.quant.quantize_fp8_plan import FP8_DTYPES, Matrix, Metadata, groups_of, tile_threads
-from rtkernels.ops.shared.tile_stream import TILE_BYTES, PatchLaunch, supported
+from rtkernels.ops.quant.quantize_fp8_kernels import EXPERTS, EXPERTS_STREAM, WIDTH
+from rtkernels.ops.quant.quantize_fp8_plan import Matrix, tile_threads
+from rtkernels.ops.shared.fp8_layout import (
+    FP8_DTYPES,
+    LAYOUTS,
+    MAX_EXPERTS,
+    Fp8Layout,
+    check_option,
+    groups_of,
+    row_blocks_of,
+)
+from rtkernels.ops.shared.tile_stream import TILE_BYTES, stream_steps, supported, tile_map
 from rtkernels.runtime.launch.device import device_info
-from rtkernels.runtime.launch.memory import allocator, dense_strides
-from rtkernels.runtime.launch.plans import Plans
-from rtkernels.runtime.layout import check_same, metadata, nothing, row_stride, token
-from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.layout import DTYPE_TOKEN, check_same, nothing, token
+from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows
+from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
-
-OUTPUTS = ("row", "transposed", "both")
-MAX_EXPERTS = 8192  # their table is in shared memory
-
-Options = tuple[int, int, int]  # experts, bytes of a count, the most row blocks there can be
 
 _STREAM_TYPES = (("bf16", "e4m3"), ("fp16", "e4m3"))
 _STREAM_SLOTS, _STREAM_STATIC_SHARED = 2, 18560
 # Tiles per multiprocessor from which on the kernel that gets them by the copy engine is faster. Measured on the H200.
-_STREAM_TURNS = 5
+_STREAM_TILES = 5
 
-# ---- shapes and checks ----------------------------------------------------------------------------------------------
-
-
-def row_blocks(rows: int, experts: int) -> int:
-    """Return the most blocks of 128 rows that `rows` rows of `experts` experts can be cut into."""
-    return (rows + (GROUP - 1) * min(experts, rows)) // GROUP
+# ---- checks and plans -----------------------------------------------------------------------------------------------
 
 
-def _shapes(rows: int, cols: int, experts: int, output: str) -> list[tuple[int, ...] | None]:
-    """Return the shapes of q, scale, q_t, scale_t; None for what is not asked for."""
-    along: list[tuple[int, ...] | None] = [(rows, cols), (rows * groups_of(cols),)]
-    down: list[tuple[int, ...] | None] = [(rows * cols,), (row_blocks(rows, experts), cols)]
-    nothing_here: list[tuple[int, ...] | None] = [None, None]
-    return (nothing_here if output == "transposed" else along) + (nothing_here if output == "row" else down)
-
-
-def _check(x: Metadata, counts: Metadata, output: str, dtype: torch.dtype) -> None:
-    if output not in OUTPUTS:
-        raise ArgumentError(f"layout is {output!r}; expected one of {', '.join(map(repr, OUTPUTS))}")
+def _check(x: Meta, counts: Meta, output: str, dtype: torch.dtype, pow2_scale: bool = False) -> None:
+    check_option("layout", output, LAYOUTS)
     token("x", x[0])
     token("the result", dtype, FP8_DTYPES)
     if len(x[1]) != 2:
@@ -65,87 +53,33 @@ def _check(x: Metadata, counts: Metadata, output: str, dtype: torch.dtype) -> No
     check_same("counts", counts[3], x[3], "device index")
 
 
-# ---- launcher -------------------------------------------------------------------------------------------------------
+def _outputs(x, counts, output, dtype, pow2_scale):
+    return Fp8Layout(x.shape, output, "column", counts.shape[0], dtype).outputs()
 
 
-class _Plan:
-    __slots__ = ("_allocate", "_launch", "_outputs")
-
-    def __init__(self, x: Metadata, align: int, counts: Metadata, output: str, dtype: torch.dtype, pow2: bool) -> None:
-        t, f = token("x", x[0]), token("the result", dtype, FP8_DTYPES)
-        m = Matrix(x, align, WIDTH[t], flat=False)
-        experts = counts[1][0]
-        options = (experts, counts[0].itemsize, row_blocks(m.rows, experts))
-        if output != "row" and (t, f) in _STREAM_TYPES and _streams(m, options):
-            self._launch = _stream_launch(m, t, options, pow2)
-        else:
-            self._launch = _tile_launch(m, t, f, options, pow2)
-        self._allocate = allocator(m.device)
-        dtypes = (dtype, torch.float32) * 2
-        shapes = _shapes(m.rows, m.cols, experts, output)
-        self._outputs = [(s and (s, dense_strides(s), d)) for s, d in zip(shapes, dtypes, strict=True)]
-
-    def run(self, x: Tensor, address: int, counts: Tensor) -> tuple[Tensor, ...]:
-        outputs = [output and self._allocate(*output) for output in self._outputs]
-        self._launch(address, counts.data_ptr(), *[0 if output is None else output.data_ptr() for output in outputs])
-        return tuple(nothing(x) if output is None else output for output in outputs)
-
-
-def _tile_launch(m: Matrix, t: str, f: str, options: Options, pow2: bool) -> Callable[..., None]:
-    experts, _, blocks = options
-    tiles, wide, threads = groups_of(m.cols), m.vec > 1, tile_threads(t)
-    resident = 1024 // threads // (1 if wide else 2) * device_info(m.device).sm_count
-    launch = EXPERTS.bind((t, f, wide), m.device, min(blocks * tiles, resident), threads, shared=8 * (experts + 1))
-    args = (m.rows, m.cols, m.stride, *options, tiles, pow2)
-    return lambda *addresses: launch(*addresses, *args)
-
-
-def _stream_launch(m: Matrix, t: str, options: Options, pow2: bool) -> Callable[..., None]:
-    tiles, layout = options[2] * groups_of(m.cols), (t, m.rows, m.cols, m.stride)
-    launch = PatchLaunch(EXPERTS_STREAM, (t,), m.device, tiles, _stream_shared(options), [layout])
-    args = (m.rows, m.cols, *options, pow2)
-    return lambda x, *addresses: launch([x], addresses, args)
-
-
-def _streams(m: Matrix, options: Options) -> bool:
-    """Return whether the kernel that gets its tiles by the copy engine fits, and is faster."""
-    info, tiles = device_info(m.device), groups_of(m.rows) * groups_of(m.cols)
-    fits = _stream_shared(options) + _STREAM_STATIC_SHARED <= info.shared_per_block and m.cols < 2**30
-    return (
-        fits and m.vec > 1 and m.cols <= m.stride and supported(info.target) and tiles >= _STREAM_TURNS * info.sm_count
-    )
-
-
-def _stream_shared(options: Options) -> int:
-    return _STREAM_SLOTS * TILE_BYTES + 8 * (options[0] + 1)
-
-
-def _plan(x: Metadata, counts: Metadata, output: str, dtype: torch.dtype, pow2: bool, align: int) -> _Plan | None:
-    _check(x, counts, output, dtype)
-    if 0 in x[1] or row_stride(x[1], x[2]) is None:
-        return None
-    return _Plan(x, align, counts, output, dtype, pow2)
-
-
-PLANS = Plans(_plan)
-
-
-def _launch(x: Tensor, counts: Tensor, output: str, dtype: torch.dtype, pow2_scale: bool) -> tuple[Tensor, ...]:
-    address = x.data_ptr()
-    plan = PLANS[metadata(x), metadata(counts), output, dtype, pow2_scale, address & 15]
-    if plan is None:
-        if x.numel() == 0:
-            return _fake(x, counts, output, dtype, pow2_scale, fill=True)
-        return _launch(x.contiguous(), counts, output, dtype, pow2_scale)
-    return plan.run(x, address, counts.contiguous())
+def _plan(x: Meta, counts: Meta, output: str, dtype: torch.dtype, pow2_scale: bool, device: int) -> Steps:
+    t, f, experts = DTYPE_TOKEN[x.dtype], DTYPE_TOKEN[dtype], counts.shape[0]
+    m, info = Matrix(x, WIDTH[t], flat=False), device_info(device)
+    blocks, tiles = row_blocks_of(m.rows, experts), groups_of(m.cols)
+    options = experts, counts.dtype.itemsize, blocks
+    tensors, shared = ("counts", "q", "scale", "q_t", "scale_t"), _STREAM_SLOTS * TILE_BYTES + 8 * (experts + 1)
+    streams = output != "row" and (t, f) in _STREAM_TYPES and m.vec > 1 and m.cols <= m.stride and m.cols < 2**30
+    streams = streams and shared + _STREAM_STATIC_SHARED <= info.shared_per_block and supported(info.target)
+    if streams and groups_of(m.rows) * tiles >= _STREAM_TILES * info.sm_count:
+        source, numbers = tile_map("x", t, m.rows, m.cols, m.stride), (m.rows, m.cols, *options, int(pow2_scale))
+        return stream_steps(EXPERTS_STREAM, (t,), device, blocks * tiles, shared, [source], tensors, numbers)
+    aligned16, threads = m.vec > 1, tile_threads(t)
+    grid = min(blocks * tiles, 1024 // threads // (1 if aligned16 else 2) * info.sm_count)
+    launch = EXPERTS.bind((t, f, aligned16), device, grid, threads, shared=8 * (experts + 1))
+    return Steps(Step(launch, "x", *tensors, m.rows, m.cols, m.stride, *options, tiles, int(pow2_scale)))
 
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
 
 
 def _reference(x: Tensor, counts: Tensor, output: str, dtype: torch.dtype, pow2_scale: bool) -> tuple[Tensor, ...]:
-    _check(metadata(x), metadata(counts), output, dtype)
-    results = _fake(x, counts, output, dtype, pow2_scale, fill=True)
+    wanted = Fp8Layout(x.shape, output, "column", counts.shape[0], dtype).outputs()
+    results = tuple(nothing(x) if m is None else x.new_zeros(m.shape, dtype=m.dtype) for m in wanted)
     q, scale, q_t, scale_t = results
     first, block, groups, cols = 0, 0, groups_of(x.shape[1]), x.shape[1]
     for count in counts.tolist():
@@ -163,22 +97,11 @@ def _reference(x: Tensor, counts: Tensor, output: str, dtype: torch.dtype, pow2_
     return results
 
 
-def _fake(x, counts, output, dtype, pow2_scale, fill=False):
-    make = x.new_zeros if fill else x.new_empty
-    shapes = _shapes(*x.shape, counts.shape[0], output)
-    return tuple(
-        nothing(x) if shape is None else make(shape, dtype=kind)
-        for shape, kind in zip(shapes, (dtype, torch.float32) * 2, strict=True)
-    )
-
-
-QUANTIZE = TorchOp(
-    "quantize_fp8_experts(Tensor x, Tensor counts, str output, ScalarType dtype, bool pow2_scale)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    launch=_launch,
-    reference=_reference,
-    fake=_fake,
-)
+QUANTIZE = Operator(
+    "quantize_fp8_experts", (Rows("x", None), Dense("counts", None)),
+    options="str output, ScalarType dtype, bool pow2_scale", results="q scale q_t scale_t", outputs=_outputs,
+    plan=_plan, reference=_reference, check=_check,
+)  # fmt: skip
 
 
 # ---- public ---------------------------------------------------------------------------------------------------------
@@ -206,14 +129,9 @@ class QuantizedExperts(NamedTuple):
 
 
 def quantize_fp8_experts(
-    x: Tensor,
-    counts: Tensor,
-    *,
-    layout: str = "both",
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    pow2_scale: bool = False,
-    output: str | None = None,
-) -> QuantizedExperts:
+    x: Tensor, counts: Tensor, *, layout: str = "both", dtype: torch.dtype = torch.float8_e4m3fn,
+    pow2_scale: bool = False, output: str | None = None,
+) -> QuantizedExperts:  # fmt: skip
     """Quantise rows sorted by expert to fp8, in groups of 128 along rows, along columns, or both from one read.
 
     Each expert's rows are quantised as :func:`quantize_fp8` quantises a matrix of them (granularities "group" and
@@ -236,28 +154,15 @@ def quantize_fp8_experts(
     Returns:
         A :class:`QuantizedExperts`, all of it dense.
     """
-    layout = layout if output is None else output
     if not isinstance(x, Tensor):
-        options: dict[str, Any] = {"layout": layout, "dtype": dtype, "pow2_scale": pow2_scale}
-        return interop.call(quantize_fp8_experts, x, counts, **options)
+        return QuantizedExperts(*interop.call_with(quantize_fp8_experts, locals()))
+    layout = layout if output is None else output
     if x.requires_grad:
         x = x.detach()
-    q, scale, q_t, scale_t = QUANTIZE(x, counts, layout, dtype, pow2_scale)
-    if layout == "row":
-        return QuantizedExperts(q, scale, None, None)
-    if layout == "transposed":
-        return QuantizedExperts(None, None, q_t, scale_t)
-    return QuantizedExperts(q, scale, q_t, scale_t)
-
-
-# The counts of the benchmark: 32 experts of 2048 to 6144 rows each, multiples of 16.
-_COUNTS = [4688, 3280, 5280, 2432, 2640, 2816, 5040, 2512, 3792, 2352, 2752, 5600, 5472, 2608, 4016, 2784]
-_COUNTS += [5520, 2528, 3056, 3872, 2544, 5296, 2448, 3856, 2416, 3136, 4416, 5472, 3216, 3008, 4560, 3520]
+    results = QUANTIZE.call(x, counts, layout, dtype, pow2_scale)
+    return QuantizedExperts(*Fp8Layout((), layout).asked(results))
 
 
 OP = Op(
-    "quantize_fp8_experts",
-    public=("quantize_fp8_experts",),
-    kernels=(EXPERTS, EXPERTS_STREAM),
-    torch_ops=(QUANTIZE,),
+    "quantize_fp8_experts", public=("quantize_fp8_experts",), kernels=(EXPERTS, EXPERTS_STREAM), torch_ops=(QUANTIZE,)
 )

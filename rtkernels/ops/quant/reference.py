@@ -6,16 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtkernels.ops.quant.dequantize_fp8_plan import check_dequantize
-from rtkernels.ops.quant.quantize_fp8_plan import (
-    GROUP,
-    check_both,
-    check_quantize,
-    check_static_scale,
-    empty_scale,
-    q_shape,
-    scale_shape,
-)
+from rtkernels.ops.quant.quantize_fp8_plan import check_quantize, empty_scale, q_shape, scale_shape
+from rtkernels.ops.shared.fp8_layout import GROUP
 from rtkernels.runtime.layout import metadata, nothing, row_count
 
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -69,7 +61,7 @@ def transposed_scale(granularity: str, layout: str) -> bool:
 
 def quantize(x: Tensor, granularity: str, dtype: torch.dtype, pow2_scale: bool, scale_layout: str):
     """Return ``(q, scale)``."""
-    check_quantize(metadata(x), granularity, dtype, scale_layout)
+    check_quantize(metadata(x), granularity, dtype, pow2_scale, scale_layout)
     shapes = q_shape(x.shape, granularity), scale_shape(x.shape, granularity, scale_layout)
     if x.numel() == 0:
         q = torch.empty(shapes[0], dtype=dtype, device=x.device)
@@ -88,7 +80,6 @@ def quantize(x: Tensor, granularity: str, dtype: torch.dtype, pow2_scale: bool, 
 
 def both(x: Tensor, granularity: str, dtype: torch.dtype, pow2_scale: bool, scale_layout: str):
     """Return ``(q, scale, q_t, scale_t)``; for "block", scale_t is no tensor of its own."""
-    check_both(metadata(x), granularity, dtype, scale_layout)
     q, scale = quantize(x, granularity, dtype, pow2_scale, scale_layout)
     if granularity == "block":
         return q, scale, q.reshape(row_count(x.shape), x.shape[-1]).t().contiguous(), nothing(x)
@@ -97,8 +88,6 @@ def both(x: Tensor, granularity: str, dtype: torch.dtype, pow2_scale: bool, scal
 
 def static(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the codes for a given scale."""
-    check_quantize(metadata(x), "tensor", dtype, "row")
-    check_static_scale(metadata(scale), x.get_device())
     return codes(x.float(), 1.0 / scale.reshape(()), dtype).contiguous()
 
 
@@ -106,7 +95,6 @@ def dequantize(
     q: Tensor, scale: Tensor, granularity: str, code_dtype: torch.dtype, dtype: torch.dtype, scale_layout: str
 ) -> Tensor:
     """Return ``q * scale``."""
-    check_dequantize(metadata(q), metadata(scale), granularity, code_dtype, dtype, scale_layout)
     shape = q.shape[::-1] if granularity == "group_t" else q.shape
     if q.numel() == 0:
         return torch.empty(shape, dtype=dtype, device=q.device)

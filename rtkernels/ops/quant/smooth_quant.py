@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,30 +13,29 @@ from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.quant import quantize_fp8_channel as channel
 from rtkernels.ops.quant import reference
-from rtkernels.ops.quant.column_absmax import ABSMAX, column_max
+from rtkernels.ops.quant.column_absmax import ABSMAX, column_steps, max_step
 from rtkernels.ops.quant.column_absmax import reference as absmax_reference
-from rtkernels.ops.quant.quantize_fp8 import dequantize_fp8
-from rtkernels.ops.quant.quantize_fp8_plan import FP8_DTYPES, empty_scale, quantized_rows
+from rtkernels.ops.quant.quantize_fp8 import QUANTIZE, dequantize_fp8
+from rtkernels.ops.quant.quantize_fp8_plan import empty_scale
+from rtkernels.ops.shared.fp8_layout import E4M3, FP8_DTYPES
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.layout import (
+    DTYPE_TOKEN,
     GRID_LIMIT,
-    address,
     block_of,
     check_same,
     group_threads,
-    metadata,
     nothing,
     passing,
     row_count,
     row_stride,
     token,
-    vector_bytes,
 )
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import detached
-from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.declared import Aligned, Argument, Dense, Meta, Operator
+from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 GRANULARITIES = ("row", "channel")
@@ -43,19 +43,16 @@ _THREADS, _CHUNKS = 512, 4
 _CALIBRATION_BLOCKS_PER_SM = 5
 
 _KERNEL = Kernel(
-    "quant/smooth.cu",
-    "quantize_fp8_smooth",
-    template="T CALIBRATE",
+    "quant/smooth.cu", "quantize_fp8_smooth", template="T CALIBRATE", max_registers=116,
     args="x:ptr factor:ptr expert:ptr q:ptr scale:ptr partial:ptr rows:i64 x_cols:i64 x_stride:i64 q_cols:i64 "
     "threads_per_row:i64 pow2:i64 passing:i64",
     variants=[("bf16", False), ("fp32", False), ("bf16", True)],
-    max_registers=116,
-)
+)  # fmt: skip
 
-# ---- launcher -------------------------------------------------------------------------------------------------------
+# ---- plan -----------------------------------------------------------------------------------------------------------
 
 
-def _check(x, smooth, expert, dtype: torch.dtype) -> None:
+def _check(x: Meta, smooth: Meta, expert: Meta | None, dtype: torch.dtype, pow2: bool, with_amax: bool) -> None:
     token("x", x[0])
     token("the result", dtype, FP8_DTYPES)
     if not x[1]:
@@ -71,69 +68,43 @@ def _check(x, smooth, expert, dtype: torch.dtype) -> None:
         check_same("expert", tuple(expert[1]), (rows,), "shape", of="the rows of x")
 
 
-class _Plan:
-    __slots__ = ("args", "cols", "extra", "launch", "partial", "q_shape", "scale_shape")
-
-    def __init__(self, x: tuple[Any, ...], dtype: torch.dtype, pow2: bool, calibrate: bool, align: int) -> None:
-        kind, shape, stride, device = x
-        size, self.cols, rows = kind.itemsize, shape[-1], row_count(shape)
-        n, step = 16 // size, row_stride(shape, stride)
-        self.extra: int | None = None  # columns of zeros to add in a copy of x
-        if step is None or vector_bytes(align, self.cols * size, step * size) != 16:
-            self.extra = -self.cols % n
-        x_cols = self.cols + (self.extra or 0)
-        self.q_shape, self.scale_shape = tuple(shape), tuple(shape[:-1])
-        # e5m2, rows too long for registers: the values are stored and then quantised.
-        self.launch = None
-        if x_cols > _THREADS * _CHUNKS * n or dtype != torch.float8_e4m3fn:
-            return
-        threads = group_threads(-(-x_cols // (n * _CHUNKS)), _THREADS)
-        block = block_of(threads)
-        groups = block // threads
-        calibrate = calibrate and kind == torch.bfloat16  # others have a pass of their own for that
-        most = _CALIBRATION_BLOCKS_PER_SM * device_info(device).sm_count if calibrate else GRID_LIMIT
-        grid = min(-(-rows // groups), most)
-        self.partial = (grid * groups, x_cols) if calibrate else None
-        self.launch = _KERNEL.bind((token("x", kind), calibrate), device, grid, block)
-        step = x_cols if self.extra is not None else step
-        self.args = (rows, x_cols, step, self.cols, threads, pow2, passing(rows * x_cols * size))
-
-
-def _plan(x, smooth, expert, dtype: torch.dtype, pow2: bool, calibrate: bool, align: int) -> _Plan | None:
-    _check(x, smooth, expert, dtype)
-    return None if 0 in x[1] else _Plan(x, dtype, pow2, calibrate, align)
+def _plan(
+    x: Meta, smooth: Meta, expert: Meta | None, dtype: torch.dtype, pow2: bool, with_amax: bool, device: int
+) -> Steps:
+    kind = torch.float32 if x.dtype == torch.float16 else x.dtype  # exact
+    meta, x_cols, converted = channel.whole_rows(x, kind)
+    rows, cols, vector = row_count(x.shape), x.shape[-1], 16 // kind.itemsize
+    if x_cols > _THREADS * _CHUNKS * vector or dtype != E4M3:
+        return Steps(instead=_smoothed_and_quantized)
+    if x_cols > cols:
+        converted["smooth"] = partial(F.pad, pad=(0, x_cols - cols))
+    threads = group_threads(-(-x_cols // (vector * _CHUNKS)), _THREADS)
+    block = block_of(threads)
+    groups = block // threads
+    calibrate = with_amax and kind == torch.bfloat16 and x_cols == cols  # others have a pass of their own for that
+    limit = _CALIBRATION_BLOCKS_PER_SM * device_info(device).sm_count if calibrate else GRID_LIMIT
+    grid = min(-(-rows // groups), limit)
+    launch = _KERNEL.bind((DTYPE_TOKEN[kind], calibrate), device, grid, block)
+    stride, evict_first = row_stride(meta.shape, meta.stride), passing(rows * x_cols * kind.itemsize)
+    sizes = rows, x_cols, stride, cols, threads, int(pow2), evict_first
+    tensors = "x", "smooth", "expert", "q", "scale", "largest" if calibrate else 0
+    steps, scratch = [Step(launch, *tensors, *sizes)], {}
+    if calibrate:
+        scratch = {"largest": Memory((grid * groups, x_cols), torch.float32)}
+        steps.append(max_step("largest", "amax", grid * groups, x_cols, device))
+    elif with_amax:
+        more, scratch = column_steps(meta, device, ("x", 0, 0, "amax"))
+        steps = [*more, *steps]
+    return Steps(*steps, scratch=scratch, converted=converted)
 
 
-_PLANS = Plans(_plan)
-
-
-def _launch(
+def _smoothed_and_quantized(
     x: Tensor, smooth: Tensor, expert: Tensor | None, dtype: torch.dtype, pow2_scale: bool, with_amax: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    x = x.float() if x.dtype == torch.float16 else x  # exact
-    plan = _PLANS[metadata(x), metadata(smooth), metadata(expert), dtype, pow2_scale, with_amax, x.data_ptr() & 15]
-    if plan is None:
-        return _nothing(x, dtype, pow2_scale, with_amax)
-    if plan.launch is None:
-        z = _smoothed(x, smooth, expert).contiguous()  # it has the strides of x
-        q, scale = quantized_rows(z, dtype, pow2_scale)
-        return q, scale, ABSMAX.launch(x, None, None) if with_amax else nothing(x)
-    amax = ABSMAX.launch(x, None, None) if with_amax and plan.partial is None else None
-    if plan.extra is not None:
-        x = F.pad(x, (0, plan.extra)).contiguous() if plan.extra else x.clone(memory_format=torch.contiguous_format)
-        smooth = F.pad(smooth, (0, plan.extra)) if plan.extra else smooth
-    smooth = smooth.contiguous()
-    if smooth.data_ptr() & 15:
-        smooth = smooth.clone()
-    q = torch.empty(plan.q_shape, dtype=dtype, device=x.device)
-    scale = torch.empty(plan.scale_shape, dtype=torch.float32, device=x.device)
-    partial = None if plan.partial is None else torch.empty(plan.partial, dtype=torch.float32, device=x.device)
-    lines = None if expert is None else expert.contiguous()
-    pointers = map(address, (x, smooth, lines, q, scale, partial))
-    plan.launch(*pointers, *plan.args)
-    if partial is not None:
-        amax = column_max(partial)[: plan.cols]
-    return q, scale, nothing(x) if amax is None else amax
+    """e5m2, rows too long for registers: the values are stored and then quantised."""
+    z = _smoothed(x, smooth, expert).contiguous()  # it has the strides of x
+    q, scale = QUANTIZE.launch(z, "row", dtype, pow2_scale, "row")
+    return q, scale, ABSMAX.launch(x, None, None) if with_amax else nothing(x)
 
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
@@ -152,25 +123,22 @@ def _nothing(x: Tensor, dtype: torch.dtype, pow2: bool, with_amax: bool) -> tupl
 
 
 def _reference(x, smooth, expert, dtype, pow2_scale, with_amax):
-    _check(metadata(x), metadata(smooth), metadata(expert), dtype)
     if x.numel() == 0:
         return _nothing(x, dtype, pow2_scale, with_amax)
     amax = absmax_reference(x, None, None) if with_amax else nothing(x)
     return *reference.quantize(_smoothed(x, smooth, expert), "row", dtype, pow2_scale, "row"), amax
 
 
-def _fake(x, smooth, expert, dtype, pow2_scale, with_amax):
-    amax = x.new_empty(x.shape[-1], dtype=torch.float32) if with_amax else nothing(x)
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32), amax
+def _outputs(x, smooth, expert, dtype, pow2_scale, with_amax):
+    amax = Memory(x.shape[-1:], torch.float32) if with_amax else None
+    return Memory(x.shape, dtype), Memory(x.shape[:-1], torch.float32), amax
 
 
-SMOOTH = TorchOp(
-    "quantize_fp8_smooth(Tensor x, Tensor smooth, Tensor? expert, ScalarType dtype, bool pow2_scale, bool with_amax)"
-    " -> (Tensor, Tensor, Tensor)",
-    launch=_launch,
-    reference=_reference,
-    fake=_fake,
-)
+SMOOTH = Operator(
+    "quantize_fp8_smooth", (Argument("x", None), Aligned("smooth", None), Dense("expert", None, optional=True)),
+    options="ScalarType dtype, bool pow2_scale, bool with_amax", results="q scale amax", outputs=_outputs, plan=_plan,
+    reference=_reference, check=_check,
+)  # fmt: skip
 
 
 # ---- public ---------------------------------------------------------------------------------------------------------
@@ -198,18 +166,10 @@ def expert_of_rows(counts: Tensor, rows: int) -> Tensor:
 
 
 def quantize_fp8_smooth(
-    x: Tensor,
-    smooth: Tensor | None = None,
-    *,
-    divide: bool = False,
-    row_factor: Tensor | None = None,
-    counts: Tensor | None = None,
-    granularity: str = "row",
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    pow2_scale: bool = False,
-    with_amax: bool = False,
-    pad_to: int = 1,
-) -> SmoothQuantized:
+    x: Tensor, smooth: Tensor | None = None, *, divide: bool = False, row_factor: Tensor | None = None,
+    counts: Tensor | None = None, granularity: str = "row", dtype: torch.dtype = torch.float8_e4m3fn,
+    pow2_scale: bool = False, with_amax: bool = False, pad_to: int = 1,
+) -> SmoothQuantized:  # fmt: skip
     """Quantise ``z = x * smooth * row_factor`` to fp8 with one scale per row or per column.
 
     The recipe is that of :func:`quantize_fp8`; z is fp32, not rounded before. Granularity "row" has one scale per row
@@ -238,17 +198,15 @@ def quantize_fp8_smooth(
         A :class:`SmoothQuantized`.
     """
     if not isinstance(x, Tensor):
-        options: dict[str, Any] = {"divide": divide, "row_factor": row_factor, "counts": counts, "dtype": dtype}
-        options |= {"granularity": granularity, "pow2_scale": pow2_scale, "with_amax": with_amax, "pad_to": pad_to}
-        return interop.call(quantize_fp8_smooth, x, smooth, **options)
+        return SmoothQuantized(*interop.call_with(quantize_fp8_smooth, locals()))
     _check_options(granularity, smooth, row_factor, counts, with_amax, pad_to)
     x, smooth, row = detached(x, smooth, row_factor)
     if divide and smooth is not None:
         smooth = smooth.reciprocal()
     if granularity == "channel":
-        return SmoothQuantized(*channel.CHANNEL(x, row, smooth, dtype, pow2_scale, pad_to), None)
+        return SmoothQuantized(*channel.CHANNEL.call(x, row, smooth, dtype, pow2_scale, pad_to), None)
     expert = None if counts is None else _experts(counts, smooth, x)
-    q, scale, amax = SMOOTH(x, smooth, expert, dtype, pow2_scale, with_amax)
+    q, scale, amax = SMOOTH.call(x, smooth, expert, dtype, pow2_scale, with_amax)
     return SmoothQuantized(q, scale, amax if with_amax else None)
 
 
@@ -280,17 +238,10 @@ def _experts(counts: Tensor, smooth: Tensor, x: Tensor) -> Tensor:
 
 
 def dequantize_fp8_smooth(
-    q: Tensor,
-    scale: Tensor,
-    smooth: Tensor | None = None,
-    *,
-    divide: bool = False,
-    row_factor: Tensor | None = None,
-    counts: Tensor | None = None,
-    granularity: str = "row",
-    rows: int | None = None,
+    q: Tensor, scale: Tensor, smooth: Tensor | None = None, *, divide: bool = False, row_factor: Tensor | None = None,
+    counts: Tensor | None = None, granularity: str = "row", rows: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the values that :func:`quantize_fp8_smooth` stored: ``q * scale``, with the factors taken out again.
 
     A few fp32 operations per element, rounded once. Not differentiable.

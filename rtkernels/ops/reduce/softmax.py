@@ -7,76 +7,23 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.reduce.softmax_plan import BWD_PLANS, FWD_PLANS, KERNELS, LARGEST_SCALE, check, check_scale
-from rtkernels.runtime.layout import address, check_same, metadata, row_count, row_stride, rowed
+from rtkernels.ops.reduce.softmax_plan import (
+    KERNELS,
+    check,
+    check_bwd,
+    check_in_place,
+    check_scale,
+    plan_bwd,
+    plan_fwd,
+    plan_in_place,
+)
 from rtkernels.runtime.operator.arguments import an_integer
-from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable, refuse_leaf
-from rtkernels.runtime.operator.operator import MutatingOp, TorchOp
+from rtkernels.runtime.operator.autograd import constant, needs_grad, refuse_leaf
+from rtkernels.runtime.operator.declared import Dense, InPlaceOperator, InPlaceRows, Operator, Rows
+from rtkernels.runtime.operator.gradient import differentiable
+from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
-
-# ---- launchers ------------------------------------------------------------------------------------------------------
-
-
-def _launch_fwd(x: Tensor, lengths: Tensor | None, scale: float, log: bool) -> Tensor:
-    x_address, lengths_address = x.data_ptr(), address(lengths)
-    x_key = (x.dtype, x.shape, x.stride(), x.get_device())
-    plan = FWD_PLANS[x_key, metadata(lengths), x_address & 15, log, False]
-    if not abs(scale) <= LARGEST_SCALE:
-        check_scale(scale)
-    if plan is None:
-        return _launch_fwd(rowed(x), _dense(lengths), scale, log)
-    launch, before, after, allocate, layout = plan
-    y = allocate(*layout)
-    if launch is not None:
-        launch(x_address, y.data_ptr(), lengths_address, *before, scale, *after)
-    return y
-
-
-def _launch_in_place(x: Tensor, lengths: Tensor | None, scale: float, log: bool) -> None:
-    check_scale(scale)
-    lengths = _dense(lengths)
-    x_address = x.data_ptr()
-    plan = FWD_PLANS[metadata(x), metadata(lengths), x_address & 15, log, True]
-    if plan is None:
-        x.copy_(_launch_fwd(x, lengths, scale, log))
-        return
-    launch, before, after, _, _ = plan
-    if launch is not None:
-        launch(x_address, x_address, address(lengths), *before, scale, *after)
-    _count_version(x)
-
-
-def _launch_bwd(dy: Tensor, y: Tensor, lengths: Tensor | None, scale: float, log: bool) -> Tensor:
-    _check_bwd(dy, y, lengths, scale)
-    dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-    if y.numel() == 0:
-        return dx
-    dy, y, lengths = rowed(dy), rowed(y), _dense(lengths)
-    addresses = dy.data_ptr(), y.data_ptr()
-    plan = BWD_PLANS[metadata(dy), metadata(y), metadata(lengths), (addresses[0] | addresses[1]) & 15, log]
-    launch, before, after = plan
-    launch(*addresses, dx.data_ptr(), address(lengths), *before, scale, *after)
-    return dx
-
-
-def _dense(lengths: Tensor | None) -> Tensor | None:
-    return None if lengths is None else lengths.contiguous()
-
-
-def _count_version(x: Tensor) -> None:
-    """Tell autograd that x was overwritten: a backward that saved it must raise, not use the new values."""
-    if not x.is_inference():
-        torch.autograd.graph.increment_version(x)
-
-
-def _check_bwd(dy: Tensor, y: Tensor, lengths: Tensor | None, scale: float) -> None:
-    check(metadata(y), metadata(lengths), "y")
-    check_scale(scale)
-    check_same("dy", dy.dtype, y.dtype, "dtype", of="y")
-    check_same("dy", dy.shape, y.shape, "shape", of="y")
-    check_same("dy", dy.get_device(), y.get_device(), "device index", of="y")
-
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
 
@@ -106,22 +53,16 @@ def _invalid(x: Tensor, lengths: Tensor | None) -> Tensor | None:
 
 
 def _reference_fwd(x: Tensor, lengths: Tensor | None, scale: float, log: bool) -> Tensor:
-    check(metadata(x), metadata(lengths))
-    check_scale(scale)
     if x.numel() == 0:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return _softmax(x.float(), _invalid(x, lengths), scale, log).to(x.dtype).contiguous()
 
 
 def _reference_in_place(x: Tensor, lengths: Tensor | None, scale: float, log: bool) -> None:
-    x_stride = row_stride(x.shape, x.stride()) if x.dim() else None
-    if x_stride is not None and row_count(x.shape) > 1 and abs(x_stride) < x.shape[-1]:
-        raise ArgumentError("x has overlapping rows; in_place needs memory of its own for every element")
     x.copy_(_reference_fwd(x, lengths, scale, log))
 
 
 def _reference_bwd(dy: Tensor, y: Tensor, lengths: Tensor | None, scale: float, log: bool) -> Tensor:
-    _check_bwd(dy, y, lengths, scale)
     g, v, invalid = dy.float(), y.float(), _invalid(y, lengths)
     if invalid is not None:
         g, v = g.masked_fill(invalid, 0.0), v.masked_fill(invalid, 0.0)
@@ -134,65 +75,32 @@ def _reference_bwd(dy: Tensor, y: Tensor, lengths: Tensor | None, scale: float, 
     return dx.to(y.dtype).contiguous()
 
 
-def _fake_fwd(x, lengths, scale, log):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+# ---- operators ------------------------------------------------------------------------------------------------------
 
-
-def _fake_in_place(x, lengths, scale, log):
-    return None
-
-
-def _fake_bwd(dy, y, lengths, scale, log):
-    return torch.empty_like(y, memory_format=torch.contiguous_format)
-
-
-FORWARD = TorchOp(
-    "softmax_fwd(Tensor x, Tensor? lengths, float scale, bool log) -> Tensor",
-    launch=_launch_fwd,
-    reference=_reference_fwd,
-    fake=_fake_fwd,
-)
-IN_PLACE = MutatingOp(
-    "softmax_fwd_in_place(Tensor(a!) x, Tensor? lengths, float scale, bool log) -> ()",
-    launch=_launch_in_place,
-    reference=_reference_in_place,
-    fake=_fake_in_place,
-)
-BACKWARD = TorchOp(
-    "softmax_bwd(Tensor dy, Tensor y, Tensor? lengths, float scale, bool log) -> Tensor",
-    launch=_launch_bwd,
-    reference=_reference_bwd,
-    fake=_fake_bwd,
-)
-
-
-_forward = FORWARD.call
-
-
-class _Softmax(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, lengths, scale, log, in_place):
-        ctx.set_materialize_grads(False)
-        ctx.scale, ctx.log = scale, log
-        if in_place:
-            ctx.mark_dirty(x)
-            IN_PLACE(x, lengths, scale, log)
-            y = x
-        else:
-            y = FORWARD(x, lengths, scale, log)
-        ctx.save_for_backward(y, lengths)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        if dy is None:
-            return None, None, None, None, None
-        y, lengths = ctx.saved_tensors
-        return BACKWARD(dy, y, lengths, ctx.scale, ctx.log), None, None, None, None
+_OPTIONS = {"options": "float scale, bool log", "numbers": "scale", "check_numbers": check_scale}
+_LENGTHS = Dense("lengths", None, optional=True)
+FORWARD = Operator(
+    "softmax_fwd", (Rows("x"), _LENGTHS), **_OPTIONS, results="y", outputs=lambda x, *_: (Memory(x.shape, x.dtype),),
+    plan=plan_fwd, reference=_reference_fwd, check=check,
+)  # fmt: skip
+IN_PLACE = InPlaceOperator(
+    "softmax_fwd_in_place", (InPlaceRows("x"), _LENGTHS), **_OPTIONS, results="", plan=plan_in_place,
+    reference=_reference_in_place, check=check_in_place,
+)  # fmt: skip
+BACKWARD = Operator(
+    "softmax_bwd", (Rows("dy", like="y"), Rows("y"), _LENGTHS), **_OPTIONS, results="dx",
+    outputs=lambda dy, y, *_: (Memory(y.shape, y.dtype),), plan=plan_bwd, reference=_reference_bwd, check=check_bwd,
+)  # fmt: skip
+_differentiable = differentiable(FORWARD, BACKWARD)
+_differentiable_in_place = differentiable(IN_PLACE, BACKWARD, dirty="y x")
+_replay, _forward = FORWARD.replay, FORWARD.call
 
 
 def _any_softmax(x: Tensor, dim: int, scale: float, lengths: Tensor | None, in_place: bool, log: bool) -> Tensor:
+    if dim == -1 and not in_place:
+        y = _replay(x, lengths, scale, log)
+        if y is not None:
+            return y
     rank = x.dim()
     if dim != -1 and dim != rank - 1:
         if not -rank <= an_integer("dim", dim) < rank:
@@ -205,9 +113,9 @@ def _any_softmax(x: Tensor, dim: int, scale: float, lengths: Tensor | None, in_p
         if in_place:
             refuse_leaf("x", x)
         if is_dynamo_compiling():
-            y = _Softmax.apply(x, lengths, constant(scale), log, False)
+            y = _differentiable(x, lengths, constant(scale), log)
             return x.copy_(y) if in_place else y  # mark_dirty cannot be traced
-        return _Softmax.apply(x, lengths, scale, log, in_place)
+        return (_differentiable_in_place if in_place else _differentiable)(x, lengths, scale, log)
     if in_place:
         IN_PLACE(x, lengths, scale, log)
         return x
@@ -265,9 +173,4 @@ def log_softmax(
     return _any_softmax(x, dim, scale, lengths, in_place, True)
 
 
-OP = Op(
-    "softmax",
-    public=("softmax", "log_softmax"),
-    kernels=KERNELS,
-    torch_ops=(FORWARD, IN_PLACE, BACKWARD),
-)
+OP = Op("softmax", public=("softmax", "log_softmax"), kernels=KERNELS, torch_ops=(FORWARD, IN_PLACE, BACKWARD))

@@ -11,33 +11,32 @@ import torch
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.launch.memory import dense_memory
-from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.layout import (
+    DTYPE_TOKEN,
     GRID_LIMIT,
     block_of,
     check_same,
     group_threads,
-    is_dense,
     row_count,
     row_stride,
-    token,
     vector_bytes,
 )
+from rtkernels.runtime.operator.declared import Meta, misaligned
+from rtkernels.runtime.operator.plan import Step, Steps
 
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
 LARGEST_SCALE = torch.finfo(torch.float32).max
-# Pieces of 16 bytes in a thread that holds a part of a row, best ones first, and the most threads a row then has.
-_FWD_PIECES = {1: 32, 4: 256, 3: 256, 8: 1024}
-_BWD_PIECES = {1: 32, 2: 512, 4: 1024}
+# Vectors of 16 bytes in a thread that holds a part of a row, best ones first, and how many threads a row then has.
+_FWD_VECTORS = {1: 32, 4: 256, 3: 256, 8: 1024}
+_BWD_VECTORS = {1: 32, 2: 512, 4: 1024}
 
 
-def _kernels(unit: str, entry: str, args: str, pieces: Iterable[int]) -> tuple[Kernel, Kernel]:
-    """Return the kernels for rows that a block holds, with so many pieces a thread, and for all other rows."""
+def _kernels(unit: str, entry: str, args: str, per_thread: Iterable[int]) -> tuple[Kernel, Kernel]:
+    """Return the kernels for rows that a block holds, with so many vectors a thread, and for all other rows."""
     args += " threads_per_row:i64 scale:f64 log:i64"
-    held, other = list(product(_WIDTH, pieces)), [(t,) for t in _WIDTH]
+    in_registers, other = list(product(_WIDTH, per_thread)), [(t,) for t in _WIDTH]
     return (
-        Kernel(unit, entry, template="T CHUNKS", args=args, variants=held, max_registers=64),
+        Kernel(unit, entry, template="T CHUNKS", args=args, variants=in_registers, max_registers=64),
         Kernel(unit, f"{entry}_long", template="T", args=f"{args} aligned16:i64", variants=other, max_registers=64),
     )
 
@@ -46,24 +45,21 @@ _FWD = _kernels(
     "reduce/softmax.cu",
     "softmax_fwd",
     "x:ptr y:ptr lengths:ptr rows:i64 cols:i64 x_stride:i64 y_stride:i64 wide:i64",
-    _FWD_PIECES,
+    _FWD_VECTORS,
 )
 _BWD = _kernels(
     "reduce/softmax_bwd.cu",
     "softmax_bwd",
     "dy:ptr y:ptr dx:ptr lengths:ptr rows:i64 cols:i64 dy_stride:i64 y_stride:i64 wide:i64",
-    _BWD_PIECES,
+    _BWD_VECTORS,
 )
 
 # ---- validation and planning: plain metadata in, a bound launch out -------------------------------------------------
 
-Meta = tuple[Any, ...]
 
-
-def check(x: Meta, lengths: Meta | None, name: str = "x") -> None:
+def check(x: Meta, lengths: Meta | None, *options: Any, name: str = "x") -> None:
     """Raise an ArgumentError for arguments that do not fit together. The softmax is over the last dimension."""
-    dtype, shape, _, device = x
-    token(name, dtype)
+    shape = x[1]
     if not shape:
         raise ArgumentError(f"{name} has no dimensions; expected at least one")
     if lengths is not None:
@@ -75,7 +71,18 @@ def check(x: Meta, lengths: Meta | None, name: str = "x") -> None:
             raise ArgumentError(
                 f"lengths has shape {tuple(lengths[1])}; expected {tuple(shape[:-1])}, the shape of {name} without dim"
             )
-        check_same("lengths", lengths[3], device, "device index", of=name)
+        check_same("lengths", lengths[3], x[3], "device index", of=name)
+
+
+def check_in_place(x: Meta, lengths: Meta | None, *options: Any) -> None:
+    check(x, lengths)
+    x_stride = row_stride(x.shape, x.stride)
+    if x_stride is not None and row_count(x.shape) > 1 and abs(x_stride) < x.shape[-1]:
+        raise ArgumentError("x has overlapping rows; in_place needs memory of its own for every element")
+
+
+def check_bwd(dy: Meta, y: Meta, lengths: Meta | None, *options: Any) -> None:
+    check(y, lengths, name="y")
 
 
 def check_scale(scale: float) -> None:
@@ -83,81 +90,62 @@ def check_scale(scale: float) -> None:
         raise ArgumentError(f"scale is {scale}; expected a finite float32 number")
 
 
-def _bind(forward: bool, t: str, rows: int, cols: int, device: int, full: bool, log: bool):
-    """Return the launch for rows of `cols` columns, and the integers that go before and after scale.
+def _step(
+    forward: bool, tensors: tuple[str, ...], x: Meta, strides: tuple[int, int], starts: int, lengths: Meta | None,
+    log: bool, device: int,
+) -> Step:  # fmt: skip
+    """Return the launch for the rows of `x`.
 
     Args:
         forward: Else backward.
-        t: Token of the dtype.
-        rows: At least 1.
-        cols: At least 1.
-        device: CUDA ordinal, or -1.
-        full: All rows can be accessed in pieces of 16 bytes.
+        tensors: Names of those that the kernel takes.
+        x: Of the input, or of y.
+        strides: Distances between rows, of the two tensors whose strides the kernel takes.
+        starts: 0 if every tensor's address is a multiple of 16.
+        lengths: Of the valid lengths.
         log: Of the logarithm.
+        device: CUDA ordinal, or -1.
     """
-    held, other = _FWD if forward else _BWD
-    vectors = cols // _WIDTH[t]
-    found = _holding(vectors, _FWD_PIECES if forward else _BWD_PIECES) if full else None
-    if found:
-        pieces, threads = found
-        block = block_of(threads)
-        grid = min(-(-rows // (block // threads)), GRID_LIMIT)
-        if not forward:  # in registers
-            return held.bind((t, pieces), device, grid, block), (threads,), (int(log),)
-        shared = pieces * block * 16
-        if shared <= device_info(device).shared_per_block - 1024:
-            return held.bind((t, pieces), device, grid, block, shared), (threads,), (int(log),)
-    vec = _WIDTH[t] if full else 1
-    threads = group_threads(-(-cols // vec), 1024)
+    in_registers, other = _FWD if forward else _BWD
+    t, size, rows, cols = DTYPE_TOKEN[x.dtype], x.dtype.itemsize, row_count(x.shape), x.shape[-1]
+    aligned16 = vector_bytes(starts, cols * size, *(stride * size for stride in strides)) == 16
+    found = _per_thread(cols // _WIDTH[t], _FWD_VECTORS if forward else _BWD_VECTORS) if aligned16 else None
+    shared = found[0] * block_of(found[1]) * 16 if found and forward else 0
+    if found and shared <= device_info(device).shared_per_block - 1024:
+        per_thread, threads = found
+        kernel, variant, more = in_registers, (t, per_thread), ()
+    else:
+        threads = group_threads(-(-cols // (_WIDTH[t] if aligned16 else 1)), 1024)
+        kernel, variant, more, shared = other, (t,), (int(aligned16),), 0
     block = block_of(threads)
-    grid = min(-(-rows // (block // threads)), GRID_LIMIT)
-    return other.bind((t,), device, grid, block), (threads,), (int(log), int(full))
+    launch = kernel.bind(variant, device, min(-(-rows // (block // threads)), GRID_LIMIT), block, shared)
+    lengths_int64 = int(lengths is not None and lengths.dtype == torch.int64)
+    return Step(launch, *tensors, rows, cols, *strides, lengths_int64, threads, "scale", int(log), *more)
 
 
-def _holding(vectors: int, most: dict[int, int]) -> tuple[int, int] | None:
-    """Return the pieces of each thread and the threads of a row, few of them idle; None if the row is too long."""
-    if vectors <= most[1]:
-        return 1, group_threads(vectors, most[1])
-    choices = [(p, group_threads(-(-vectors // p), m)) for p, m in most.items() if 1 < p and vectors <= p * m]
+def _per_thread(vectors: int, limits: dict[int, int]) -> tuple[int, int] | None:
+    """Return the vectors of each thread and the threads of a row, few of them idle; None if the row is too long."""
+    if vectors <= limits[1]:
+        return 1, group_threads(vectors, limits[1])
+    choices = [
+        (n, group_threads(-(-vectors // n), limit)) for n, limit in limits.items() if 1 < n and vectors <= n * limit
+    ]
     return min(choices, key=lambda choice: choice[0] * choice[1], default=None)
 
 
-def _plan_fwd(x: Meta, lengths: Meta | None, align: int, log: bool, in_place: bool):
-    """Return ``(launch, integers, integers, allocator and layout of y)``; None if an input must be copied first."""
-    check(x, lengths)
-    dtype, shape, stride, device = x
-    rows, cols = row_count(shape), shape[-1]
-    memory = dense_memory(device, shape, dtype)
-    if rows == 0 or cols == 0:
-        return None, (), (), *memory
-    x_stride = row_stride(shape, stride)
-    if in_place and x_stride is not None and rows > 1 and abs(x_stride) < cols:
-        raise ArgumentError("x has overlapping rows; in_place needs memory of its own for every element")
-    if x_stride is None or not is_dense(lengths):
-        return None
-    t, size = token("x", dtype), dtype.itemsize
-    full = vector_bytes(align, cols * size, x_stride * size) == 16
-    launch, before, after = _bind(True, t, rows, cols, device, full, log)
-    wide = int(lengths is not None and lengths[0] == torch.int64)
-    return launch, (rows, cols, x_stride, x_stride if in_place else cols, wide, *before), after, *memory
+def plan_fwd(x: Meta, lengths: Meta | None, log: bool, device: int) -> Steps:
+    strides = row_stride(x.shape, x.stride), x.shape[-1]
+    return Steps(_step(True, ("x", "y", "lengths"), x, strides, x.misaligned, lengths, log, device))
 
 
-FWD_PLANS = Plans(_plan_fwd)
+def plan_in_place(x: Meta, lengths: Meta | None, log: bool, device: int) -> Steps:
+    strides = (row_stride(x.shape, x.stride),) * 2
+    return Steps(_step(True, ("x", "x", "lengths"), x, strides, x.misaligned, lengths, log, device))
 
 
-def _plan_bwd(dy: Meta, y: Meta, lengths: Meta | None, align: int, log: bool):
-    """Return ``(launch, integers, integers)``."""
-    dtype, shape, _, device = y
-    rows, cols, size = row_count(shape), shape[-1], dtype.itemsize
-    strides = [row_stride(m[1], m[2]) for m in (dy, y)]
-    full = vector_bytes(align, cols * size, *(s * size for s in strides)) == 16
-    t = token("y", dtype)
-    launch, before, after = _bind(False, t, rows, cols, device, full, log)
-    wide = int(lengths is not None and lengths[0] == torch.int64)
-    return launch, (rows, cols, *strides, wide, *before), after
-
-
-BWD_PLANS = Plans(_plan_bwd)
+def plan_bwd(dy: Meta, y: Meta, lengths: Meta | None, log: bool, device: int) -> Steps:
+    strides = row_stride(dy.shape, dy.stride), row_stride(y.shape, y.stride)
+    return Steps(_step(False, ("dy", "y", "dx", "lengths"), y, strides, misaligned(dy, y), lengths, log, device))
 
 
 KERNELS = (*_FWD, *_BWD)

@@ -12,11 +12,11 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.norm.norm_fp8_operators import FORWARD as NORM
 from rtkernels.ops.norm.statistics import backward
 from rtkernels.ops.router import router_gemm as router
-from rtkernels.ops.router.rms_norm_router_plan import KERNEL, PLANS, check_all, results_of
+from rtkernels.ops.router.rms_norm_router_plan import KERNEL, check, norm_options, outputs, plan_with
 from rtkernels.ops.router.router_gemm_kernels import PRECISIONS
-from rtkernels.runtime.layout import address, metadata
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
-from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.declared import Dense, Operator, Rows
+from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.registry import Op
 
 
@@ -38,43 +38,24 @@ class NormRouter(NamedTuple):
     rstd: Tensor
 
 
-def _norm_options(eps: float, offset: float, pow2_scale: bool, scale_layout: str) -> tuple:
-    """Return the arguments of the norm's operator after its tensors: codes of rows, y kept, not centred."""
-    return eps, offset, "row", pow2_scale, scale_layout, True, False
-
-
-def _launch(
-    x: Tensor, weight: Tensor | None, router_weight: Tensor, eps: float, offset: float, precision: int,
-    pow2_scale: bool, scale_layout: str,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    align = (x.data_ptr() | address(weight) | router_weight.data_ptr()) & 15
-    plan = PLANS[metadata(x), metadata(weight), metadata(router_weight), precision, scale_layout, align]
-    if plan is not None:
-        return plan.run(x, weight, router_weight, eps, offset, pow2_scale)
-    options = _norm_options(eps, offset, pow2_scale, scale_layout)
+def _in_two(x, weight, router_weight, eps, offset, precision, pow2_scale, scale_layout) -> tuple[Tensor, ...]:
+    options = norm_options(eps, offset, pow2_scale, scale_layout)
     q, scale, rstd, y = NORM.launch(x, weight, None, None, None, None, *options)
     return router.FORWARD.launch(y, router_weight, None, precision), y, q, scale, rstd
 
 
 def _reference(x, weight, router_weight, eps, offset, precision, pow2_scale, scale_layout) -> tuple[Tensor, ...]:
-    check_all(metadata(x), metadata(weight), metadata(router_weight), scale_layout)
-    options = _norm_options(eps, offset, pow2_scale, scale_layout)
+    options = norm_options(eps, offset, pow2_scale, scale_layout)
     q, scale, rstd, y = NORM.reference(x, weight, None, None, None, None, *options)
     return router.FORWARD.reference(y, router_weight, None, precision), y, q, scale, rstd
 
 
-def _fake(x, weight, router_weight, eps, offset, precision, pow2_scale, scale_layout):
-    wanted = results_of((x.dtype, x.shape), router_weight.shape[0], scale_layout)
-    return tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in wanted)
-
-
-FORWARD = TorchOp(
-    "rms_norm_router_fwd(Tensor x, Tensor? weight, Tensor router_weight, float eps, float offset, int precision, "
-    "bool pow2_scale, str scale_layout) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    launch=_launch,
-    reference=_reference,
-    fake=_fake,
-)
+FORWARD = Operator(
+    "rms_norm_router_fwd", (Rows("x", None), Dense("weight", None, optional=True), Dense("router_weight", None)),
+    options="float eps, float offset, int precision, bool pow2_scale, str scale_layout",
+    results="logits y q scale rstd", outputs=outputs, plan=plan_with(_in_two), reference=_reference, check=check,
+    plans_empty=True,
+)  # fmt: skip
 
 
 class _RmsNormRouter(torch.autograd.Function):
@@ -82,7 +63,7 @@ class _RmsNormRouter(torch.autograd.Function):
     def forward(ctx, x, weight, router_weight, eps, offset, precision, pow2_scale, scale_layout):
         ctx.set_materialize_grads(False)
         ctx.eps, ctx.offset, ctx.precision = eps, offset, precision
-        logits, y, *rest = FORWARD(x, weight, router_weight, eps, offset, precision, pow2_scale, scale_layout)
+        logits, y, *rest = FORWARD.call(x, weight, router_weight, eps, offset, precision, pow2_scale, scale_layout)
         ctx.save_for_backward(x, weight, router_weight, y)
         ctx.mark_non_differentiable(*rest)
         return logits, y, *rest
@@ -95,7 +76,7 @@ class _RmsNormRouter(torch.autograd.Function):
         dx = dweight = drouter = None
         if dlogits is not None:
             wanted = (want_x or want_weight, want_router)
-            through, made = router.BACKWARD(dlogits, y, router_weight, ctx.precision, *wanted)
+            through, made = router.BACKWARD.call(dlogits, y, router_weight, ctx.precision, *wanted)
             if wanted[0]:
                 dy = through if dy is None else dy + through
             drouter = made if want_router else None
@@ -104,17 +85,13 @@ class _RmsNormRouter(torch.autograd.Function):
         return dx if want_x else None, dweight, drouter, *(None,) * 5
 
 
+_differentiable = applied(_RmsNormRouter)
+
+
 def rms_norm_router(
-    x: Tensor,
-    weight: Tensor | None,
-    router_weight: Tensor,
-    *,
-    eps: float | None = None,
-    offset: float = 0,
-    precision: str = "high",
-    pow2_scale: bool = False,
-    scale_layout: str = "row",
-) -> NormRouter:
+    x: Tensor, weight: Tensor | None, router_weight: Tensor, *, eps: float | None = None, offset: float = 0,
+    precision: str = "high", pow2_scale: bool = False, scale_layout: str = "row",
+) -> NormRouter:  # fmt: skip
     """Normalise rows, quantise them to fp8 (e4m3) and multiply them by a router's weight.
 
     The results are those of ``rms_norm_fp8(x, weight, keep=True)`` and ``router_gemm(y, router_weight)``: codes come
@@ -141,23 +118,17 @@ def rms_norm_router(
     Returns:
         A :class:`NormRouter`.
     """
+    if not isinstance(x, Tensor):
+        return NormRouter(*interop.call_with(rms_norm_router, locals()))
     if eps is None:  # as a default value it would become symbolic under torch.compile(dynamic=True)
         eps = 1e-6
-    if not isinstance(x, Tensor):
-        options = {"precision": precision, "pow2_scale": pow2_scale, "scale_layout": scale_layout}
-        return NormRouter(*interop.call(rms_norm_router, x, weight, router_weight, eps=eps, offset=offset, **options))
     level = PRECISIONS.get(precision)
     if level is None:
         raise ArgumentError(f"precision is {precision!r}; expected one of {', '.join(map(repr, PRECISIONS))}")
     arguments = (x, weight, router_weight, eps, offset, level, pow2_scale, scale_layout)
     if is_grad_enabled() and (needs_grad(x, weight) or needs_grad(router_weight)):
-        return NormRouter(*_RmsNormRouter.apply(*arguments))
-    return NormRouter(*FORWARD(*arguments))
+        return NormRouter(*_differentiable(*arguments))
+    return NormRouter(*FORWARD.call(*arguments))
 
 
-OP = Op(
-    "rms_norm_router",
-    public=("rms_norm_router",),
-    kernels=(KERNEL,),
-    torch_ops=(FORWARD,),
-)
+OP = Op("rms_norm_router", public=("rms_norm_router",), kernels=(KERNEL,), torch_ops=(FORWARD,))

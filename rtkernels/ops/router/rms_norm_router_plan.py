@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.norm.norm_fp8_plan import check, outputs_of
+from rtkernels.ops.norm import norm_fp8_shapes as shapes
 from rtkernels.ops.router.router_gemm_kernels import EXACT
+from rtkernels.ops.shared.fp8_layout import groups_of
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.launch.memory import allocator, dense_strides
-from rtkernels.runtime.launch.plans import Plans
-from rtkernels.runtime.launch.tensor_map import matrix_map
-from rtkernels.runtime.layout import address, check_same, row_count, row_stride, token, vector_bytes
+from rtkernels.runtime.layout import check_same, row_count, row_stride, token, vector_bytes
+from rtkernels.runtime.operator.declared import Meta, misaligned
+from rtkernels.runtime.operator.plan import Memory, Step, Steps, matrix_boxes
 
 _INPUTS = (torch.bfloat16, torch.float16)
 _THREADS, _BLOCK_ROWS, _BOX = 640, 64, 64
@@ -30,23 +30,24 @@ _COLUMNS = range(1024, 3073, 128)
 _BUSY = 0.7  # of the multiprocessors, over all rounds of blocks
 
 KERNEL = Kernel(
-    "router/rms_norm_router.cu",
-    "norm_router",
-    template="T",
+    "router/rms_norm_router.cu", "norm_router", template="T", max_registers=96, needs=("tma", "wgmma"),
     args="x:tmap router:tmap logits:tmap weight:ptr y:ptr q:ptr scale:ptr rstd:ptr rows:i64 cols:i64 experts:i64 "
-    "weight_wide:i64 scale_row:i64 scale_group:i64 pow2:i64 eps:f64 offset:f64",
+    "weight_fp32:i64 scale_row:i64 scale_group:i64 pow2:i64 eps:f64 offset:f64",
     variants=[("bf16",)],
-    max_registers=96,
-    needs=("tma", "wgmma"),
-)
-
-Metadata = tuple[Any, ...]
+)  # fmt: skip
 
 
-def check_all(x: Metadata, weight: Metadata | None, router: Metadata, scale_layout: str) -> None:
+def norm_options(eps: float, offset: float, pow2_scale: bool, scale_layout: str) -> tuple[Any, ...]:
+    """Return the arguments of the norm's operator after its tensors: codes of rows, y kept, not centred."""
+    return eps, offset, "row", pow2_scale, scale_layout, True, False
+
+
+def check(
+    x: Meta, weight: Meta | None, router: Meta, eps: float, offset: float, precision: int, pow2: bool, scale_layout: str
+) -> None:
     """Raise an ArgumentError unless these go together."""
     token("x", x[0], _INPUTS)
-    check(x, weight, None, None, None, None, "row", scale_layout, True, False)
+    shapes.check(x, weight, None, None, None, None, *norm_options(eps, offset, pow2, scale_layout))
     token("router_weight", router[0])
     cols = x[1][-1]
     if len(router[1]) != 2 or router[1][1] != cols:
@@ -54,61 +55,41 @@ def check_all(x: Metadata, weight: Metadata | None, router: Metadata, scale_layo
     check_same("router_weight", router[3], x[3], "device index")
 
 
-def results_of(x: Metadata, experts: int, scale_layout: str) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Return shape and dtype of logits, y, q, scale and rstd."""
-    made = {name: (s, d) for name, s, d in outputs_of(x[1], x[0], "row", scale_layout, ("rstd",), True, False)}
-    logits = ((*x[1][:-1], experts), torch.float32)
-    return [logits, made["y"], made["q"], made["scale"], made["rstd"]]
+def outputs(x, weight, router, eps, offset, precision, pow2_scale, scale_layout):
+    made = shapes.outputs(x, weight, None, None, None, None, *norm_options(eps, offset, pow2_scale, scale_layout))
+    logits = Memory((*x.shape[:-1], router.shape[0]), torch.float32)
+    return logits, made["y"], made["q"], made["scale"], made["made_rstd"]
 
 
-def _serves(x: Metadata, weight: Metadata | None, router: Metadata, precision: int, align: int) -> bool:
-    (dtype, shape, stride, device), experts = x, router[1][0]
-    if dtype != torch.bfloat16 or router[0] != dtype or precision == EXACT:
+def _serves(x: Meta, weight: Meta | None, router: Meta, precision: int, device: int) -> bool:
+    if x.dtype != torch.bfloat16 or router.dtype != x.dtype or precision == EXACT:
         return False
-    rows, cols, pitch = row_count(shape), shape[-1], row_stride(shape, stride)
-    if cols not in _COLUMNS or experts not in _EXPERTS or pitch is None or pitch < cols:
+    rows, cols, pitch = row_count(x.shape), x.shape[-1], row_stride(x.shape, x.stride)
+    if cols not in _COLUMNS or router.shape[0] not in _EXPERTS or pitch < cols or rows >= 1 << 31:
         return False
-    if (weight is not None and weight[2] != (1,)) or router[2] != (cols, 1) or rows >= 1 << 31:
-        return False
-    if vector_bytes(align, 2 * cols, 2 * pitch) != 16:
+    if vector_bytes(misaligned(x, weight, router), 2 * cols, 2 * pitch) != 16:
         return False
     info, blocks = device_info(device), -(-rows // _BLOCK_ROWS)
     rounds = -(-blocks // info.sm_count)
     return KERNEL.supports(info.target) and blocks > 0 and blocks >= _BUSY * rounds * info.sm_count
 
 
-class _Plan:
-    """Allocations and the launch for one shape."""
+def plan_with(in_two: Callable[..., Any]) -> Callable[..., Steps]:
+    """Return the operator's plan; `in_two` normalises and then multiplies, where that is faster."""
 
-    def __init__(self, x: Metadata, weight: Metadata | None, router: Metadata, scale_layout: str) -> None:
-        _, shape, stride, device = x
-        self._experts = router[1][0]
-        self._rows, self._cols, self._pitch = row_count(shape), shape[-1], row_stride(shape, stride)
-        self._allocate = allocator(device)
-        self._results = [(s, dense_strides(s), d) for s, d in results_of(x, self._experts, scale_layout)]
-        self._launch = KERNEL.bind(("bf16",), device, -(-self._rows // _BLOCK_ROWS), _THREADS, _SHARED)
-        groups = self._results[3][0][0 if scale_layout == "column" else -1]
-        scale_strides = (1, self._rows) if scale_layout == "column" else (groups, 1)
-        wide = weight is not None and weight[0] == torch.float32
-        self._args = (self._rows, self._cols, self._experts, wide, *scale_strides)
+    def plan(x, weight, router, eps, offset, precision, pow2_scale, scale_layout, device) -> Steps:
+        if not _serves(x, weight, router, precision, device):
+            return Steps(instead=in_two)
+        rows, cols, experts, pitch = row_count(x.shape), x.shape[-1], router.shape[0], row_stride(x.shape, x.stride)
+        maps = (
+            matrix_boxes("x", "bf16", rows, cols, pitch, _BLOCK_ROWS, _BOX),
+            matrix_boxes("router_weight", "bf16", experts, cols, cols, experts, _BOX),
+            matrix_boxes("logits", "fp32", rows, experts, experts, _BLOCK_ROWS, 32),
+        )
+        strides = (1, rows) if scale_layout == "column" else (groups_of(cols), 1)
+        weight_fp32 = weight is not None and weight.dtype == torch.float32
+        launch = KERNEL.bind(("bf16",), device, -(-rows // _BLOCK_ROWS), _THREADS, _SHARED)
+        numbers = rows, cols, experts, weight_fp32, *strides, int(pow2_scale), eps, offset
+        return Steps(Step(launch, *maps, "weight", "y", "q", "scale", "rstd", *numbers))
 
-    def run(self, x: Tensor, weight: Tensor | None, router: Tensor, eps: float, offset: float, pow2: bool):
-        rows, cols, experts = self._rows, self._cols, self._experts
-        results = [self._allocate(*layout) for layout in self._results]
-        logits, *rest = (t.data_ptr() for t in results)
-        self._launch(
-            matrix_map(x.data_ptr(), "bf16", rows, cols, self._pitch, _BLOCK_ROWS, _BOX),
-            matrix_map(router.data_ptr(), "bf16", experts, cols, cols, experts, _BOX),
-            matrix_map(logits, "fp32", rows, experts, experts, _BLOCK_ROWS, 32),
-            address(weight), *rest, *self._args, pow2, eps, offset,
-        )  # fmt: skip
-        return tuple(results)
-
-
-def _plan(x, weight, router, precision: int, scale_layout: str, align: int) -> _Plan | None:
-    """Return what to run, or None where two kernels do it."""
-    check_all(x, weight, router, scale_layout)
-    return _Plan(x, weight, router, scale_layout) if _serves(x, weight, router, precision, align) else None
-
-
-PLANS = Plans(_plan)
+    return plan

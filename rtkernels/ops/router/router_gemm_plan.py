@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rtkernels.ops.quant.column_absmax import column_scales
+from rtkernels.ops.quant.column_absmax import ABSMAX
 from rtkernels.ops.router import router_gemm_kernels as kernels
 from rtkernels.ops.router import router_gemm_tiles as tiles
 from rtkernels.ops.router.router_gemm_kernels import (
@@ -191,7 +191,7 @@ def weight_gradient(
     device, wgmma = x.get_device(), uses_wgmma(x.get_device())
     right = aligned(x)
     count = terms("fp32", right.token, precision)
-    largest = column_scales(dy, None, None, None, False) if right.token == "fp16" else None
+    largest = ABSMAX.launch(dy, None, None) if right.token == "fp16" else None
     direct = out.dtype == torch.float32 and not accumulate
     if wgmma:
         left = aligned(dy)

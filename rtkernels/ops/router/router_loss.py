@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.router.router_loss_plan import (
-    BACKWARD,
-    COUNTS,
-    FORWARD,
-    KERNELS,
-    PLAIN,
-    SIGMOID,
-    SOFTMAX,
-    Z,
-)
+from rtkernels.ops.router.router_loss_plan import BACKWARD, COUNTS, FORWARD, KERNELS, PLAIN, SIGMOID, SOFTMAX, Z
 from rtkernels.runtime.layout import check_same
 from rtkernels.runtime.operator.arguments import a_number, an_integer
-from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
+from rtkernels.runtime.operator.autograd import constant, needs_grad
+from rtkernels.runtime.operator.gradient import differentiable
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
@@ -29,18 +20,7 @@ _SCORES = {"softmax": SOFTMAX, "sigmoid": SIGMOID, None: PLAIN}
 # ---- public ---------------------------------------------------------------------------------------------------------
 
 
-class _Loss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, counts, kind, sequence_dim, k, coefficient):
-        ctx.save_for_backward(x, counts)
-        ctx.options = kind, sequence_dim, k, coefficient
-        return FORWARD(x, counts, kind, sequence_dim, k, coefficient)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, g):
-        x, counts = ctx.saved_tensors
-        return BACKWARD(g, x, counts, *ctx.options), None, None, None, None, None
+_differentiable = differentiable(FORWARD, BACKWARD, incoming={"g": "loss"})
 
 
 def _loss(x: Tensor, counts: Tensor | None, kind: int, sequence_dim: int, k: int, coefficient: float) -> Tensor:
@@ -48,8 +28,8 @@ def _loss(x: Tensor, counts: Tensor | None, kind: int, sequence_dim: int, k: int
     if is_grad_enabled() and needs_grad(x):
         if is_dynamo_compiling():
             coefficient = constant(coefficient)
-        return _Loss.apply(x, counts, kind, sequence_dim, k, coefficient)
-    return FORWARD(x, counts, kind, sequence_dim, k, coefficient)
+        return _differentiable(x, counts, kind, sequence_dim, k, coefficient)
+    return FORWARD.call(x, counts, kind, sequence_dim, k, coefficient)
 
 
 def router_z_loss(logits: Tensor, coefficient: float = 1.0) -> Tensor:
@@ -71,15 +51,9 @@ def router_z_loss(logits: Tensor, coefficient: float = 1.0) -> Tensor:
 
 
 def load_balancing_loss(
-    logits: Tensor,
-    indices: Tensor | None = None,
-    *,
-    counts: Tensor | None = None,
-    k: int | None = None,
-    score: str | None = "softmax",
-    coefficient: float = 1.0,
-    sequence_dim: int | None = None,
-) -> Tensor:
+    logits: Tensor, indices: Tensor | None = None, *, counts: Tensor | None = None, k: int | None = None,
+    score: str | None = "softmax", coefficient: float = 1.0, sequence_dim: int | None = None,
+) -> Tensor:  # fmt: skip
     """Return the auxiliary loss that spreads tokens over experts: ``coefficient * experts * sum over e of f_e P_e``.
 
     f_e is the fraction of all choices that went to expert e, P_e the mean score of e over the tokens (Switch
@@ -131,7 +105,7 @@ def load_balancing_loss(
         if indices is None:
             raise ArgumentError("indices and counts are None; expected one of them")
         check_same("indices", indices.shape[:-1], logits.shape[:-1], "leading shape", of="logits")
-        counts = COUNTS(indices, logits.shape[-1], sequence_dim)
+        counts = COUNTS.call(indices, logits.shape[-1], sequence_dim)
     return _loss(logits, counts, _SCORES[score], sequence_dim, k, coefficient)
 
 

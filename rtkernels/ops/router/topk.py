@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -18,14 +18,14 @@ from rtkernels.ops.router.warp_rows import (
     check_rows,
     lane_columns,
     takes_octets,
-    whole_pieces,
+    whole_vectors,
 )
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.launch.memory import allocator, dense_strides
-from rtkernels.runtime.launch.plans import Plans
-from rtkernels.runtime.layout import GRID_LIMIT, check_same, metadata, row_count, row_stride, token, vector_bytes
+from rtkernels.runtime.layout import GRID_LIMIT, check_same, row_count, row_stride, token, vector_bytes
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
-from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows
+from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 MAX_COLUMNS = 32 * WARP_COLUMNS
@@ -37,13 +37,9 @@ _FWD = Kernel(_UNIT, "topk_fwd", template="V", args=_ARGS, variants=[(v,) for v 
 _FEW = Kernel(_UNIT, "topk_few", template="SIZE", args=_ARGS, variants=[(2,), (4,)], max_registers=64)
 _FWD_WIDE = Kernel(_UNIT, "topk_fwd_wide", template="V", args=_ARGS, variants=[(COLUMNS[-1],)], max_registers=64)
 _BWD = Kernel(
-    _UNIT,
-    "topk_bwd",
-    template="SIZE",
-    args="g:ptr indices:ptr dx:ptr rows:i64 cols:i64 k:i64 whole:i64 wide:i64",
-    variants=[(2,), (4,)],
-    max_registers=40,
-)
+    _UNIT, "topk_bwd", template="SIZE", max_registers=40,
+    args="g:ptr indices:ptr dx:ptr rows:i64 cols:i64 k:i64 whole:i64 wide:i64", variants=[(2,), (4,)],
+)  # fmt: skip
 
 
 class TopK(NamedTuple):
@@ -58,89 +54,45 @@ class TopK(NamedTuple):
     indices: Tensor
 
 
-# ---- launchers ------------------------------------------------------------------------------------------------------
-
-_INDEX_DTYPES = (torch.int32, torch.int64)
+# ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-def _check(x: tuple[Any, ...], k: int) -> None:
+def _check(x: Meta, k: int, wide: bool) -> None:
     check_rows("x", x, MAX_COLUMNS)
-    check_k(k, x[1][-1])
+    check_k(k, x.shape[-1])
 
 
-def _plan_fwd(x, align: int, k: int, index_dtype: torch.dtype):
-    """Return ``(launch, integers, allocator, layouts of both results)``; None if x must be copied first."""
-    _check(x, k)
-    dtype, shape, stride, device = x
-    rows, cols = row_count(shape), shape[-1]
-    out = (*shape[:-1], k)
-    layouts = [(tuple(out), dense_strides(out), d) for d in (dtype, index_dtype)]
-    memory = (allocator(device), *layouts)
-    if rows == 0:
-        return None, (), *memory
-    step = row_stride(shape, stride)
-    if step is None:
-        return None
+def _plan_fwd(x: Meta, k: int, wide: bool, device: int) -> Steps:
+    rows, cols, stride = row_count(x.shape), x.shape[-1], row_stride(x.shape, x.stride)
     v = lane_columns(cols)
     if cols > WARP_COLUMNS:
         warps = -(-cols // WARP_COLUMNS)
         launch = _FWD_WIDE.bind((v,), device, min(rows, GRID_LIMIT), 32 * warps, 8 * warps * k)
-    elif takes_octets(x, align, k):
+    elif takes_octets(x, k):
         grid = -(-rows * OCTET // _FEW_THREADS)
-        launch = _FEW.bind((dtype.itemsize,), device, min(grid, GRID_LIMIT), _FEW_THREADS)
+        launch = _FEW.bind((x.dtype.itemsize,), device, min(grid, GRID_LIMIT), _FEW_THREADS)
     else:
         launch = _FWD.bind((v,), device, min(-(-rows // _WARPS), GRID_LIMIT), 32 * _WARPS)
-    whole = whole_pieces(x, align, v)
-    return launch, (rows, cols, step, k, KIND[dtype], int(whole), int(index_dtype == torch.int64)), *memory
+    numbers = rows, cols, stride, k, KIND[x.dtype], int(whole_vectors(x, v)), int(wide)
+    return Steps(Step(launch, "x", "values", "indices", *numbers))
 
 
-_FWD_PLANS = Plans(_plan_fwd)
-
-
-def _launch_fwd(x: Tensor, k: int, wide: bool) -> tuple[Tensor, Tensor]:
-    address = x.data_ptr()
-    key = (x.dtype, x.shape, x.stride(), x.get_device()), address & 15, k, torch.int64 if wide else torch.int32
-    plan = _FWD_PLANS[key]
-    if plan is None:
-        return _launch_fwd(x.contiguous(), k, wide)
-    launch, args, allocate, values_layout, indices_layout = plan
-    values, indices = allocate(*values_layout), allocate(*indices_layout)
-    if launch is not None:
-        launch(address, values.data_ptr(), indices.data_ptr(), *args)
-    return values, indices
-
-
-def _check_bwd(g: Tensor, indices: Tensor, cols: int) -> None:
+def _check_bwd(g: Meta, indices: Meta, cols: int) -> None:
     token("g", g.dtype)
-    if indices.dtype not in _INDEX_DTYPES:
+    if indices.dtype not in (torch.int32, torch.int64):
         raise ArgumentError(f"indices has dtype {str(indices.dtype)[6:]}; expected one of int32, int64")
     check_same("indices", indices.shape, g.shape, "shape", of="g")
-    check_same("indices", indices.get_device(), g.get_device(), "device index", of="g")
-    if not g.dim():
+    check_same("indices", indices.device, g.device, "device index", of="g")
+    if not g.shape:
         raise ArgumentError("g has no dimensions; expected at least one")
     check_k(g.shape[-1], cols)
 
 
-def _plan_bwd(dtype: torch.dtype, rows: int, cols: int, device: int, align: int):
-    size = dtype.itemsize
-    whole = vector_bytes(align, cols * size) == 16
-    return _BWD.bind((size,), device, min(-(-rows // 8), GRID_LIMIT), 256), int(whole)
-
-
-_BWD_PLANS = Plans(_plan_bwd)
-
-
-def _launch_bwd(g: Tensor, indices: Tensor, cols: int) -> Tensor:
-    _check_bwd(g, indices, cols)
-    g, indices = g.contiguous(), indices.contiguous()
-    dx = torch.empty((*g.shape[:-1], cols), dtype=g.dtype, device=g.device)
-    rows = row_count(g.shape)
-    if rows:
-        out = dx.data_ptr()
-        launch, whole = _BWD_PLANS[g.dtype, rows, cols, g.get_device(), out & 15]
-        wide = int(indices.dtype == torch.int64)
-        launch(g.data_ptr(), indices.data_ptr(), out, rows, cols, g.shape[-1], whole, wide)
-    return dx
+def _plan_bwd(g: Meta, indices: Meta, cols: int, device: int) -> Steps:
+    rows, size = row_count(g.shape), g.dtype.itemsize
+    launch = _BWD.bind((size,), device, min(-(-rows // 8), GRID_LIMIT), 256)
+    numbers = rows, cols, g.shape[-1], int(vector_bytes(cols * size) == 16), int(indices.dtype == torch.int64)
+    return Steps(Step(launch, "g", "indices", "dx", *numbers))
 
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
@@ -148,9 +100,9 @@ def _launch_bwd(g: Tensor, indices: Tensor, cols: int) -> Tensor:
 
 def sort_key(x: Tensor) -> Tensor:
     """Return int64 numbers in the order of x: NaN above all, zeros equal."""
-    wide = torch.where(x == 0, 0.0, x.float())
-    bits = torch.where(wide.isnan(), torch.nan, wide).view(torch.int32).long()
-    return torch.where(wide.isnan(), 1 << 40, torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits))
+    v = torch.where(x == 0, 0.0, x.float())
+    bits = torch.where(v.isnan(), torch.nan, v).view(torch.int32).long()
+    return torch.where(v.isnan(), 1 << 40, torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits))
 
 
 def largest(key: Tensor, k: int) -> Tensor:
@@ -159,38 +111,29 @@ def largest(key: Tensor, k: int) -> Tensor:
 
 
 def _reference_fwd(x: Tensor, k: int, wide: bool) -> tuple[Tensor, Tensor]:
-    _check(metadata(x), k)
     indices = largest(sort_key(x), k)
     return x.gather(-1, indices).contiguous(), indices.to(torch.int64 if wide else torch.int32).contiguous()
 
 
 def _reference_bwd(g: Tensor, indices: Tensor, cols: int) -> Tensor:
-    _check_bwd(g, indices, cols)
     return torch.zeros((*g.shape[:-1], cols), dtype=g.dtype, device=g.device).scatter_(-1, indices.long(), g)
 
 
-def _fake_fwd(x, k, wide):
+def _outputs(x, k, wide):
     shape = (*x.shape[:-1], k)
-    return x.new_empty(shape), x.new_empty(shape, dtype=torch.int64 if wide else torch.int32)
+    return Memory(shape, x.dtype), Memory(shape, torch.int64 if wide else torch.int32)
 
 
-def _fake_bwd(g, indices, cols):
-    return g.new_empty((*g.shape[:-1], cols))
-
-
-FORWARD = TorchOp(
-    "topk_fwd(Tensor x, int k, bool wide) -> (Tensor, Tensor)",
-    launch=_launch_fwd,
-    reference=_reference_fwd,
-    fake=_fake_fwd,
-)
-BACKWARD = TorchOp(
-    "topk_bwd(Tensor g, Tensor indices, int cols) -> Tensor",
-    launch=_launch_bwd,
-    reference=_reference_bwd,
-    fake=_fake_bwd,
-)
-_forward = FORWARD.call
+FORWARD = Operator(
+    "topk_fwd", (Rows("x", None),), options="int k, bool wide", results="values indices", outputs=_outputs,
+    plan=_plan_fwd, reference=_reference_fwd, check=_check,
+)  # fmt: skip
+BACKWARD = Operator(
+    "topk_bwd", (Dense("g", None), Dense("indices", None)), options="int cols", results="dx",
+    outputs=lambda g, indices, cols: (Memory((*g.shape[:-1], cols), g.dtype),), plan=_plan_bwd,
+    reference=_reference_bwd, check=_check_bwd,
+)  # fmt: skip
+_replay, _forward = FORWARD.replay, FORWARD.call
 
 
 # ---- public ---------------------------------------------------------------------------------------------------------
@@ -200,7 +143,7 @@ class _TopK(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, k, wide):
         ctx.set_materialize_grads(False)
-        values, indices = FORWARD(x, k, wide)
+        values, indices = _forward(x, k, wide)
         ctx.mark_non_differentiable(indices)
         ctx.save_for_backward(indices)
         ctx.cols = x.shape[-1]
@@ -212,7 +155,10 @@ class _TopK(torch.autograd.Function):
         if g is None:
             return None, None, None
         (indices,) = ctx.saved_tensors
-        return BACKWARD(g, indices, ctx.cols), None, None
+        return BACKWARD.call(g, indices, ctx.cols), None, None
+
+
+_differentiable = applied(_TopK)
 
 
 def topk(x: Tensor, k: int, *, index_dtype: torch.dtype = torch.int64) -> TopK:
@@ -236,15 +182,13 @@ def topk(x: Tensor, k: int, *, index_dtype: torch.dtype = torch.int64) -> TopK:
         return TopK(*interop.call(topk, x, k, index_dtype=index_dtype))
     if index_dtype is not torch.int64 and index_dtype is not torch.int32:
         raise ArgumentError(f"index_dtype is {index_dtype}; expected torch.int32 or torch.int64")
-    wide = index_dtype is torch.int64
+    int64 = index_dtype is torch.int64
+    found = _replay(x, k, int64)
+    if found is not None:
+        return TopK(*found)
     if is_grad_enabled() and needs_grad(x):
-        return TopK(*_TopK.apply(x, k, wide))
-    return TopK(*_forward(x, k, wide))
+        return TopK(*_differentiable(x, k, int64))
+    return TopK(*_forward(x, k, int64))
 
 
-OP = Op(
-    "topk",
-    public=("topk",),
-    kernels=(_FWD, _FEW, _FWD_WIDE, _BWD),
-    torch_ops=(FORWARD, BACKWARD),
-)
+OP = Op("topk", public=("topk",), kernels=(_FWD, _FEW, _FWD_WIDE, _BWD), torch_ops=(FORWARD, BACKWARD))

@@ -10,12 +10,12 @@ from torch import Tensor, is_grad_enabled
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.router import topk_router_plan as plans
-from rtkernels.ops.router.topk_router_plan import BWD_PLANS, FWD_PLANS, KERNELS, RENORMALIZE, SCORE_FIRST, SOFTMAX
-from rtkernels.runtime.launch.memory import fresh_zeros
-from rtkernels.runtime.layout import FLOAT_DTYPES, address, metadata, row_count, row_stride, rowed
+from rtkernels.ops.router.topk_router_plan import KERNELS, RENORMALIZE, SCORE_FIRST, SOFTMAX
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
-from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.declared import Dense, DenseFloat, Operator, Rows
+from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
@@ -38,57 +38,10 @@ class Routing(NamedTuple):
     routing_map: Tensor | None
 
 
-# ---- launchers ------------------------------------------------------------------------------------------------------
-
-
-def _launch_fwd(logits, bias, k, mode, num_groups, top_groups, group_k, scale, eps, dense, routing_map):
-    bias = _dense_bias(bias)
-    x_address, bias_address = logits.data_ptr(), address(bias)
-    plan = FWD_PLANS[
-        metadata(logits), metadata(bias), (x_address & 15, bias_address & 15), k, mode, num_groups, top_groups,
-        group_k, dense, routing_map,
-    ]  # fmt: skip
-    if plan is None:
-        logits = logits.contiguous()
-        return _launch_fwd(logits, bias, k, mode, num_groups, top_groups, group_k, scale, eps, dense, routing_map)
-    launch, numbers, allocate, layouts = plan
-    probs, indices, dense_probs, chosen_map = (allocate(*layout) for layout in layouts)
-    counts = fresh_zeros(logits.get_device(), logits.shape[-1])
-    if launch is not None:
-        launch(
-            x_address, bias_address, probs.data_ptr(), indices.data_ptr(), dense_probs.data_ptr() if dense else 0,
-            chosen_map.data_ptr() if routing_map else 0, counts.data_ptr(), *numbers, scale, eps,
-        )  # fmt: skip
-    return probs, indices, counts, dense_probs, chosen_map
-
-
-def _dense_bias(bias: Tensor | None) -> Tensor | None:
-    if bias is None or (bias.dtype == torch.float32 and bias.is_contiguous()):
-        return bias
-    return bias.float().contiguous() if bias.dtype in FLOAT_DTYPES else bias
-
-
-def _launch_bwd(logits, indices, g_compact, g_dense, mode, scale, eps):
-    plans.check_bwd(logits, indices, g_compact, g_dense)
-    dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    if not row_count(logits.shape):
-        return dx
-    logits, indices = rowed(logits), indices.contiguous()
-    g_compact = None if g_compact is None else g_compact.contiguous()
-    g_dense = rowed(g_dense)
-    g_stride = 0 if g_dense is None else row_stride(g_dense.shape, g_dense.stride())
-    x_address, out = logits.data_ptr(), dx.data_ptr()
-    launch, sizes, rest = BWD_PLANS[metadata(logits), x_address & 15, out & 15, indices.shape[-1]]
-    pointers = x_address, indices.data_ptr(), address(g_compact), address(g_dense), out
-    launch(*pointers, *sizes, g_stride, *rest, mode, scale, eps)
-    return dx
-
-
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
 
 
 def _reference_fwd(logits, bias, k, mode, num_groups, top_groups, group_k, scale, eps, dense, routing_map):
-    plans.check(metadata(logits), metadata(bias), k, num_groups, top_groups, group_k)
     x = logits.float()
     indices = plans.choose(x, bias, k, mode, num_groups, top_groups, group_k)
     probs = plans.probabilities(x, indices, mode, scale, eps)
@@ -101,7 +54,6 @@ def _reference_fwd(logits, bias, k, mode, num_groups, top_groups, group_k, scale
 
 
 def _reference_bwd(logits, indices, g_compact, g_dense, mode, scale, eps):
-    plans.check_bwd(logits, indices, g_compact, g_dense)
     chosen = indices.long()
     g = torch.zeros(indices.shape, device=indices.device)
     if g_compact is not None:
@@ -111,45 +63,38 @@ def _reference_bwd(logits, indices, g_compact, g_dense, mode, scale, eps):
     return plans.gradient(logits.float(), chosen, g, mode, scale, eps).to(logits.dtype).contiguous()
 
 
-def _fake_fwd(logits, bias, k, mode, num_groups, top_groups, group_k, scale, eps, dense, routing_map):
+def _outputs(logits, bias, k, mode, num_groups, top_groups, group_k, scale, eps, dense, routing_map):
     compact, every = (*logits.shape[:-1], k), logits.shape
     return (
-        logits.new_empty(compact, dtype=torch.float32),
-        logits.new_empty(compact, dtype=torch.int32),
-        logits.new_empty(every[-1:], dtype=torch.int32),
-        logits.new_empty(every if dense else (0,), dtype=torch.float32),
-        logits.new_empty(every if routing_map else (0,), dtype=torch.bool),
+        Memory(compact, torch.float32),
+        Memory(compact, torch.int32),
+        Memory(every[-1:], torch.int32, fresh=True),
+        Memory(every if dense else (0,), torch.float32),
+        Memory(every if routing_map else (0,), torch.bool),
     )
 
 
-def _fake_bwd(logits, indices, g_compact, g_dense, mode, scale, eps):
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
-
-
-FORWARD = TorchOp(
-    "topk_router_fwd(Tensor logits, Tensor? bias, int k, int mode, int num_groups, int top_groups, int group_k, "
-    "float scale, float eps, bool dense, bool routing_map) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    launch=_launch_fwd,
-    reference=_reference_fwd,
-    fake=_fake_fwd,
-)
-BACKWARD = TorchOp(
-    "topk_router_bwd(Tensor logits, Tensor indices, Tensor? g_compact, Tensor? g_dense, int mode, float scale, "
-    "float eps) -> Tensor",
-    launch=_launch_bwd,
-    reference=_reference_bwd,
-    fake=_fake_bwd,
-)
-
-
-# ---- public ---------------------------------------------------------------------------------------------------------
+_OPTIONS = "int k, int mode, int num_groups, int top_groups, int group_k, float scale, float eps, bool dense"
+FORWARD = Operator(
+    "topk_router_fwd", (Rows("logits", None), DenseFloat("bias", None, optional=True)),
+    options=f"{_OPTIONS}, bool routing_map", results="probs indices counts dense_probs chosen", outputs=_outputs,
+    plan=plans.plan_fwd, reference=_reference_fwd, check=plans.check,
+)  # fmt: skip
+BACKWARD = Operator(
+    "topk_router_bwd",
+    (Rows("logits", None), Dense("indices", None), Dense("g_compact", None, optional=True),
+     Rows("g_dense", None, optional=True)),
+    options="int mode, float scale, float eps", results="dx",
+    outputs=lambda logits, *_: (Memory(logits.shape, logits.dtype),), plan=plans.plan_bwd, reference=_reference_bwd,
+    check=plans.check_bwd,
+)  # fmt: skip
 
 
 class _Router(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, bias, k, mode, num_groups, top_groups, group_k, scale, eps, dense, routing_map):
         ctx.set_materialize_grads(False)
-        results = FORWARD(
+        results = FORWARD.call(
             logits, bias, k, mode, num_groups, top_groups, group_k, scale, eps, dense, routing_map
         )  # fmt: skip
         _, indices, counts, _, chosen_map = results
@@ -164,8 +109,11 @@ class _Router(torch.autograd.Function):
         dx, g_dense = None, g_dense if ctx.dense else None  # compiled graphs hand over zeros for what is not there
         if g_compact is not None or g_dense is not None:
             logits, indices = ctx.saved_tensors
-            dx = BACKWARD(logits, indices, g_compact, g_dense, *ctx.options)
+            dx = BACKWARD.call(logits, indices, g_compact, g_dense, *ctx.options)
         return dx, *(None,) * 10
+
+
+_differentiable = applied(_Router)
 
 
 def _mode(score: str, score_first: bool, renormalize: bool) -> int:
@@ -175,21 +123,10 @@ def _mode(score: str, score_first: bool, renormalize: bool) -> int:
 
 
 def topk_router(
-    logits: Tensor,
-    k: int,
-    *,
-    score: str = "softmax",
-    score_first: bool = True,
-    bias: Tensor | None = None,
-    num_groups: int = 1,
-    top_groups: int | None = None,
-    group_k: int | None = None,
-    renormalize: bool = False,
-    scale: float = 1.0,
-    eps: float = 1e-20,
-    dense_probs: bool = False,
-    routing_map: bool = False,
-) -> Routing:
+    logits: Tensor, k: int, *, score: str = "softmax", score_first: bool = True, bias: Tensor | None = None,
+    num_groups: int = 1, top_groups: int | None = None, group_k: int | None = None, renormalize: bool = False,
+    scale: float = 1.0, eps: float = 1e-20, dense_probs: bool = False, routing_map: bool = False,
+) -> Routing:  # fmt: skip
     """Choose k experts for every token (every row of logits), and give their probabilities.
 
     Experts are chosen by a key: the score if `score_first`, else the logit, plus `bias`. Without bias and groups that
@@ -221,12 +158,8 @@ def topk_router(
         dense results or None.
     """
     if not isinstance(logits, Tensor):
+        results = interop.call_with(topk_router, locals())
         none = [not dense_probs, not routing_map]
-        results = interop.call(
-            topk_router, logits, k, score=score, score_first=score_first, bias=bias, num_groups=num_groups,
-            top_groups=top_groups, group_k=group_k, renormalize=renormalize, scale=scale, eps=eps,
-            dense_probs=dense_probs, routing_map=routing_map,
-        )  # fmt: skip
         return Routing(*results[:3], *(None if skip else item for skip, item in zip(none, results[3:], strict=True)))
     mode = _mode(score, score_first, renormalize)
     an_integer("k", k)
@@ -239,16 +172,11 @@ def topk_router(
     if is_grad_enabled() and needs_grad(logits):
         if is_dynamo_compiling():
             args = *args[:7], constant(scale), constant(eps), *args[9:]
-        results = _Router.apply(*args)
+        results = _differentiable(*args)
     else:
-        results = FORWARD(*args)
+        results = FORWARD.call(*args)
     probs, indices, counts, dense, chosen = results
     return Routing(probs, indices, counts, dense if dense_probs else None, chosen if routing_map else None)
 
 
-OP = Op(
-    "topk_router",
-    public=("topk_router",),
-    kernels=KERNELS,
-    torch_ops=(FORWARD, BACKWARD),
-)
+OP = Op("topk_router", public=("topk_router",), kernels=KERNELS, torch_ops=(FORWARD, BACKWARD))

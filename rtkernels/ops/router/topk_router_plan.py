@@ -17,57 +17,48 @@ from rtkernels.ops.router.warp_rows import (
     check_rows,
     lane_columns,
     takes_octets,
-    whole_pieces,
+    whole_vectors,
 )
 from rtkernels.ops.shared.experts import MAX_EXPERTS
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.launch.memory import allocator, dense_strides
-from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.layout import GRID_LIMIT, check_same, row_count, row_stride, token, vector_bytes
+from rtkernels.runtime.operator.declared import Meta
+from rtkernels.runtime.operator.plan import Step, Steps
 
 SOFTMAX, SCORE_FIRST, RENORMALIZE = 1, 2, 4  # bits of `mode`
 _WARPS, _MANY_WARPS, _WARPS_PER_SM = 8, 32, 32
 _FEW_WARPS, _FEW_BLOCKS_PER_SM = 16, 2
-_PIECE = 4
+_VECTOR = 4
 
 _FWD = Kernel(
-    "router/topk_router.cu",
-    "router_fwd",
-    template="V WIDE",
+    "router/topk_router.cu", "router_fwd", template="V WIDE", max_registers=96,
     args="x:ptr bias:ptr probs:ptr indices:ptr dense:ptr map:ptr counts:ptr rows:i64 experts:i64 "
     "x_stride:i64 top_k:i64 number_kind:i64 whole_pieces:i64 modes:i64 number_of_groups:i64 top_groups:i64 "
     "of_group:i64 lanes_of_group:i64 scaling:f64 epsilon:f64",
     variants=[(2, False), (8, False), (8, True)],
-    max_registers=96,
-)
+)  # fmt: skip
 _FEW = Kernel(
-    "router/topk_router_small.cu",
-    "router_few",
-    template="SIZE",
+    "router/topk_router_small.cu", "router_few", template="SIZE", max_registers=64,
     args="x:ptr bias:ptr probs:ptr indices:ptr dense:ptr map:ptr counts:ptr rows:i64 experts:i64 x_stride:i64 "
     "top_k:i64 number_kind:i64 modes:i64 scaling:f64 epsilon:f64",
     variants=[(2,), (4,)],
-    max_registers=64,
-)
+)  # fmt: skip
 _BWD = Kernel(
-    "router/topk_router_bwd.cu",
-    "router_bwd",
-    template="PIECE",
+    "router/topk_router_bwd.cu", "router_bwd", template="PIECE", max_registers=64,
     args="x:ptr indices:ptr g_compact:ptr g_dense:ptr dx:ptr rows:i64 experts:i64 x_stride:i64 g_stride:i64 top_k:i64 "
     "number_kind:i64 whole_in:i64 whole_out:i64 modes:i64 scaling:f64 epsilon:f64",
-    variants=[(_PIECE,)],
-    max_registers=64,
-)
+    variants=[(_VECTOR,)],
+)  # fmt: skip
 KERNELS = (_FWD, _FEW, _BWD)
-
-Meta = tuple[Any, ...]
 
 
 # ---- validation -----------------------------------------------------------------------------------------------------
 
 
-def check(logits: Meta, bias: Meta | None, k: int, num_groups: int, top_groups: int, group_k: int) -> None:
+def check(
+    logits: Meta, bias: Meta | None, k: int, mode: int, num_groups: int, top_groups: int, group_k: int, *options: Any
+) -> None:
     """Raise an ArgumentError for arguments that do not fit together."""
     check_rows("logits", logits, MAX_EXPERTS, "experts")
     experts = logits[1][-1]
@@ -88,7 +79,7 @@ def check(logits: Meta, bias: Meta | None, k: int, num_groups: int, top_groups: 
         raise ArgumentError(f"group_k is {group_k}; expected 1 to {size}, the experts of a group")
 
 
-def check_bwd(logits: Tensor, indices: Tensor, g_compact: Tensor | None, g_dense: Tensor | None) -> None:
+def check_bwd(logits: Meta, indices: Meta, g_compact: Meta | None, g_dense: Meta | None, *options: Any) -> None:
     """Raise an ArgumentError for gradients that do not belong to the logits."""
     token("logits", logits.dtype)
     if indices.dtype != torch.int32:
@@ -115,67 +106,56 @@ def _round(n: int) -> int:
     return -(-n // 16) * 16
 
 
-def _plan_fwd(logits, bias, align, k, mode, num_groups, top_groups, group_k, dense, routing_map):
-    """Return ``(launch, integers, allocator, layouts)``; None if the logits must be copied first."""
-    check(logits, bias, k, num_groups, top_groups, group_k)
-    dtype, shape, stride, device = logits
-    rows, experts = row_count(shape), shape[-1]
-    compact, all_experts = (*shape[:-1], k), tuple(shape)
-    shapes = [(compact, torch.float32), (compact, torch.int32)]
-    shapes += [(all_experts if dense else (0,), torch.float32), (all_experts if routing_map else (0,), torch.bool)]
-    layouts = [(tuple(s), dense_strides(s), d) for s, d in shapes]
-    if rows == 0:
-        return None, (), allocator(device), layouts
-    step = row_stride(shape, stride)
-    if step is None:
-        return None
-    if bias is None and num_groups == 1 and takes_octets(logits, align[0], k):
+def plan_fwd(
+    logits: Meta, bias: Meta | None, k: int, mode: int, num_groups: int, top_groups: int, group_k: int, scale: float,
+    eps: float, dense: bool, routing_map: bool, device: int,
+) -> Steps:  # fmt: skip
+    rows, experts, stride = row_count(logits.shape), logits.shape[-1], row_stride(logits.shape, logits.stride)
+    results = "probs", "indices", "dense_probs" if dense else 0, "chosen" if routing_map else 0, "counts"
+    tensors, sizes, sms = ("logits", "bias", *results), (rows, experts, stride, k), device_info(device).sm_count
+    if bias is None and num_groups == 1 and takes_octets(logits, k):
         warps = min(_FEW_WARPS, -(-rows * OCTET // 32))
-        grid = min(-(-rows * OCTET // (32 * warps)), _FEW_BLOCKS_PER_SM * device_info(device).sm_count)
-        launch = _FEW.bind((dtype.itemsize,), device, grid, 32 * warps)
-        return launch, (rows, experts, step, k, KIND[dtype], mode), allocator(device), layouts
-    wide = experts > WARP_COLUMNS
-    v = lane_columns(experts)
-    lanes = 0 if wide or num_groups == 1 else _lanes_of_group(v, experts, num_groups, group_k)
-    logits_align, bias_align = align
-    whole = whole_pieces(logits, logits_align, v)
+        grid = min(-(-rows * OCTET // (32 * warps)), _FEW_BLOCKS_PER_SM * sms)
+        launch = _FEW.bind((logits.dtype.itemsize,), device, grid, 32 * warps)
+        return Steps(Step(launch, *tensors, *sizes, KIND[logits.dtype], mode, scale, eps))
+    several_warps, v = experts > WARP_COLUMNS, lane_columns(experts)
+    lanes = 0 if several_warps or num_groups == 1 else _lanes_of_group(v, experts, num_groups, group_k)
+    whole = whole_vectors(logits, v)
     if bias is not None:
         wanted = min(16, 4 * v)
-        whole = whole and vector_bytes(bias_align, most=wanted) == wanted
-    team = _round(5 * experts) if dense or routing_map else 0
+        whole = whole and vector_bytes(bias.misaligned, most=wanted) == wanted
+    row_bytes = _round(5 * experts) if dense or routing_map else 0
     if num_groups > 1 and lanes == 0:
-        team += _round(4 * (experts + num_groups) + num_groups)
-    if wide:
-        warps, teams = -(-experts // WARP_COLUMNS), 1
-        grid = min(rows, max(_WARPS_PER_SM * device_info(device).sm_count // warps // 2, 1))
+        row_bytes += _round(4 * (experts + num_groups) + num_groups)
+    if several_warps:
+        warps, rows_of_block = -(-experts // WARP_COLUMNS), 1
+        grid = min(rows, max(_WARPS_PER_SM * sms // warps // 2, 1))
     else:
         # Blocks add their counts to the same few numbers, so large ones where there are rows for all of them; half
         # as large where rows have memory of their own (docs/decisions/moe.md).
-        sms = device_info(device).sm_count
-        many = _MANY_WARPS // 2 if team else _MANY_WARPS
-        warps = teams = many if rows > _WARPS_PER_SM * sms else _WARPS
+        many = _MANY_WARPS // 2 if row_bytes else _MANY_WARPS
+        warps = rows_of_block = many if rows > _WARPS_PER_SM * sms else _WARPS
         rounds = -(-rows // (_WARPS_PER_SM * sms))  # every warp gets the same number of rows
         grid = -(-rows // (warps * rounds))
-    launch = _FWD.bind((v, wide), device, min(grid, GRID_LIMIT), 32 * warps, _round(4 * experts) + teams * team)
-    numbers = (rows, experts, step, k, KIND[dtype], int(whole), mode, num_groups, top_groups, group_k, lanes)
-    return launch, numbers, allocator(device), layouts
+    shared = _round(4 * experts) + rows_of_block * row_bytes
+    launch = _FWD.bind((v, several_warps), device, min(grid, GRID_LIMIT), 32 * warps, shared)
+    numbers = KIND[logits.dtype], int(whole), mode, num_groups, top_groups, group_k, lanes, scale, eps
+    return Steps(Step(launch, *tensors, *sizes, *numbers))
 
 
-FWD_PLANS = Plans(_plan_fwd)
-
-
-def _plan_bwd(logits: Meta, align: int, out_align: int, k: int):
-    dtype, shape, stride, device = logits
-    rows, experts, size = row_count(shape), shape[-1], dtype.itemsize
-    piece = _PIECE * size
-    step = row_stride(shape, stride)
-    whole_in = vector_bytes(align, step * size, experts * size, most=piece) == piece
-    whole_out = vector_bytes(out_align, experts * size, most=piece) == piece
-    launch = _BWD.bind((_PIECE,), device, min(-(-rows // _WARPS), GRID_LIMIT), 32 * _WARPS)
-    return launch, (rows, experts, step), (k, KIND[dtype], int(whole_in), int(whole_out))
-
-
-BWD_PLANS = Plans(_plan_bwd)
+def plan_bwd(
+    logits: Meta, indices: Meta, g_compact: Meta | None, g_dense: Meta | None, mode: int, scale: float, eps: float,
+    device: int,
+) -> Steps:  # fmt: skip
+    rows, experts, size = row_count(logits.shape), logits.shape[-1], logits.dtype.itemsize
+    stride, vector = row_stride(logits.shape, logits.stride), _VECTOR * size
+    g_stride = 0 if g_dense is None else row_stride(g_dense.shape, g_dense.stride)
+    whole_in = vector_bytes(logits.misaligned, stride * size, experts * size, most=vector) == vector
+    whole_out = vector_bytes(experts * size, most=vector) == vector
+    launch = _BWD.bind((_VECTOR,), device, min(-(-rows // _WARPS), GRID_LIMIT), 32 * _WARPS)
+    numbers = indices.shape[-1], KIND[logits.dtype], int(whole_in), int(whole_out), mode, scale, eps
+    tensors = "logits", "indices", "g_compact", "g_dense", "dx"
+    return Steps(Step(launch, *tensors, rows, experts, stride, g_stride, *numbers))
 
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.layout import row_count, row_stride, token, vector_bytes
+from rtkernels.runtime.operator.declared import Meta
 
 KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 COLUMNS = (2, 8)  # of a lane
@@ -15,17 +14,15 @@ WARP_COLUMNS = 256  # at most
 OCTET, _GROUP = 8, 4  # lanes of a row in cuda_src/router/top8.cuh, which find as many numbers; columns of a group
 MAX_K = 64
 
-Meta = tuple[Any, ...]
 
-
-def check_rows(name: str, meta: Meta, most: int, what: str = "columns") -> None:
-    """Raise an ArgumentError unless a tensor is of a float type, with 1 to `most` numbers in its last dimension."""
+def check_rows(name: str, meta: Meta, limit: int, what: str = "columns") -> None:
+    """Raise an ArgumentError unless a tensor is of a float type, with 1 to `limit` numbers in its last dimension."""
     dtype, shape = meta[0], meta[1]
     token(name, dtype)
     if not shape:
         raise ArgumentError(f"{name} has no dimensions; expected at least one")
-    if not 1 <= shape[-1] <= most:
-        raise ArgumentError(f"{name} has {shape[-1]} {what}; expected 1 to {most}")
+    if not 1 <= shape[-1] <= limit:
+        raise ArgumentError(f"{name} has {shape[-1]} {what}; expected 1 to {limit}")
 
 
 def check_k(k: int, cols: int) -> None:
@@ -39,15 +36,15 @@ def lane_columns(cols: int) -> int:
     return 2 if cols <= 64 else 8
 
 
-def whole_pieces(meta: Meta, align: int, v: int) -> bool:
-    """Return True if a lane can read its columns in whole pieces."""
+def whole_vectors(meta: Meta, v: int) -> bool:
+    """Return True if a lane can read its columns in whole vectors."""
     dtype, shape, stride = meta[:3]
     size = dtype.itemsize
     wanted = min(16, v * size)
     steps = 0 if row_count(shape) <= 1 else row_stride(shape, stride) * size
-    return shape[-1] % v == 0 and vector_bytes(align, steps, most=wanted) == wanted
+    return shape[-1] % v == 0 and vector_bytes(meta.misaligned, steps, most=wanted) == wanted
 
 
-def takes_octets(meta: Meta, align: int, k: int) -> bool:
+def takes_octets(meta: Meta, k: int) -> bool:
     """Return True if eight lanes can find the k largest numbers of a row (cuda_src/router/top8.cuh)."""
-    return k <= OCTET and meta[1][-1] <= WARP_COLUMNS and whole_pieces(meta, align, _GROUP)
+    return k <= OCTET and meta[1][-1] <= WARP_COLUMNS and whole_vectors(meta, _GROUP)

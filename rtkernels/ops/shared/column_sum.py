@@ -9,16 +9,13 @@ from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.layout import DTYPE_TOKEN
+from rtkernels.runtime.operator.plan import Step
 from rtkernels.runtime.operator.registry import Op
 
 _KERNEL = Kernel(
-    "shared/column_sum.cu",
-    "column_sum",
-    template="T",
-    args="partial:ptr out:ptr rows:i64 cols:i64 pairs:i64",
-    variants=[("bf16",), ("fp16",), ("fp32",)],
-    max_registers=40,
-)
+    "shared/column_sum.cu", "column_sum", template="T", max_registers=40,
+    args="partial:ptr out:ptr rows:i64 cols:i64 pairs:i64", variants=[("bf16",), ("fp16",), ("fp32",)],
+)  # fmt: skip
 
 
 def _plan(device: int, dtype: torch.dtype, cols: int, beside: bool):
@@ -42,6 +39,18 @@ def waits_beside(cols: int) -> bool:
     With more blocks of the sum that costs more than it saves: `rms_norm` 8192x8192 104.1 µs, 103.5 if not.
     """
     return cols <= 2048
+
+
+def column_sum_step(
+    partial: str, out: str, rows: int, cols: int, dtype: torch.dtype, device: int, *, overlaps: bool = True
+) -> Step:
+    """Return the launch that writes the sum over the rows of `partial` (dense fp32, cols > 0) to `out`, of `dtype`.
+
+    The order of additions depends on the shape only. `partial` must come from the previous kernel of the stream or an
+    earlier one. `overlaps`: that kernel lets this one start before it ends, and leaves room for its blocks.
+    """
+    launch, pairs = _PLANS[device, dtype, cols, overlaps]
+    return Step(launch, partial, out, rows, cols, pairs)
 
 
 def column_sum(partial: Tensor, dtype: torch.dtype, *, beside: bool = True) -> Tensor:

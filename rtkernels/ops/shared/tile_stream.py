@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel, Variant
-from rtkernels.runtime.launch.memory import fresh_zeros
-from rtkernels.runtime.launch.tensor_map import matrix_map
+from rtkernels.runtime.operator.plan import Boxes, Memory, Step, Steps, matrix_boxes
 from rtkernels.runtime.targets import Target
 
 TILE_BYTES = 128 * 128 * 2  # of one input
@@ -17,8 +15,8 @@ _THREADS = 640
 _BOX_ROWS, _BOX_COLS = 16, 128
 # Tiles per block up to which blocks share tiles out evenly, though some multiprocessors then have none, and above which
 # they draw tiles from a counter: then they stay together, and memory is faster for it. Measured on the H200.
-_EVEN_TURNS = 4
-_DRAW_TURNS = 4
+_UNIFORM_TILES_PER_BLOCK = 4
+_DRAW_TILES_PER_BLOCK = 4
 
 
 def supported(target: Target) -> bool:
@@ -28,38 +26,39 @@ def supported(target: Target) -> bool:
 
 def blocks_for(tiles: int, processors: int) -> int:
     """Return how many blocks there should be: one per multiprocessor, or a few less that have as many tiles each."""
-    turns = -(-tiles // processors)
-    even = -(-tiles // turns)
-    return even if turns <= _EVEN_TURNS and even >= 0.95 * processors else min(tiles, processors)
+    tiles_per_block = -(-tiles // processors)
+    uniform = -(-tiles // tiles_per_block)
+    shares = tiles_per_block <= _UNIFORM_TILES_PER_BLOCK and uniform >= 0.95 * processors
+    return uniform if shares else min(tiles, processors)
 
 
-class PatchLaunch:
-    """A kernel with a block per multiprocessor or less that takes tensor maps, then pointers, a counter, numbers."""
+def tile_map(name: str, token: str, rows: int, cols: int, stride: int, offset: int = 0) -> Boxes:
+    """Return the tensor map of an input, `offset` bytes behind the first element of a tensor."""
+    return matrix_boxes(
+        name, token, rows, cols, stride, _BOX_ROWS, _BOX_COLS, swizzle=False, promote=False, offset=offset
+    )
 
-    __slots__ = ("_device", "_draws", "_launch", "_layouts")
 
-    def __init__(
-        self, kernel: Kernel, variant: Variant, device: int, tiles: int, shared: int, layouts: list[tuple[Any, ...]]
-    ) -> None:
-        """Bind the kernel.
+def stream_steps(
+    kernel: Kernel, variant: Variant, device: int, tiles: int, shared: int, maps: Sequence[Boxes],
+    tensors: Sequence[str | int], numbers: Sequence[int], *after: Step, scratch: dict[str, Memory] | None = None,
+) -> Steps:  # fmt: skip
+    """Return the launch of a kernel with a block per multiprocessor or less.
 
-        Args:
-            kernel: Of sm_90.
-            variant: Its template arguments.
-            device: CUDA ordinal.
-            tiles: The most there can be.
-            shared: Dynamic shared memory in bytes.
-            layouts: Of each input: token, rows, columns, elements from row to row.
-        """
-        processors = device_info(device).sm_count
-        self._launch = kernel.bind(variant, device, blocks_for(tiles, processors), _THREADS, shared)
-        self._device, self._layouts, self._draws = device, layouts, tiles > _DRAW_TURNS * processors
-
-    def __call__(self, inputs: Sequence[int], pointers: Sequence[int], numbers: tuple[int, ...]) -> None:
-        """Launch on the addresses of the inputs."""
-        maps = [
-            matrix_map(address, *layout, _BOX_ROWS, _BOX_COLS, swizzle=False, promote=False)
-            for address, layout in zip(inputs, self._layouts, strict=True)
-        ]
-        counter = fresh_zeros(self._device, 1) if self._draws else None
-        self._launch(*maps, *pointers, 0 if counter is None else counter.data_ptr(), *numbers)
+    Args:
+        kernel: Of sm_90; takes tensor maps, then pointers, a counter, numbers.
+        variant: Its template arguments.
+        device: CUDA ordinal.
+        tiles: As many as there can be.
+        shared: Dynamic shared memory in bytes.
+        maps: Of its inputs.
+        tensors: Names of the others.
+        numbers: Those that follow the counter.
+        after: Launches that follow.
+        scratch: As for ``Steps``.
+    """
+    processors = device_info(device).sm_count
+    launch = kernel.bind(variant, device, blocks_for(tiles, processors), _THREADS, shared)
+    draws = tiles > _DRAW_TILES_PER_BLOCK * processors
+    step = Step(launch, *maps, *tensors, "counter" if draws else 0, *numbers)
+    return Steps(step, *after, scratch=scratch, zeros={"counter": 1} if draws else None)

@@ -142,9 +142,12 @@ class Kernel:
         function = self._functions.get((variant, device)) or self._load(variant, device)
         overlap = overlap and "pdl" in device_info(device).target.features
         arguments = driver.Arguments(self._maps, self._kinds, ending)
-        return driver.launcher(
-            function, arguments, device, dims, block, shared, overlap=overlap, cluster=cluster, resident=resident
-        )
+        how = {"overlap": overlap, "cluster": cluster, "resident": resident}
+        launch = driver.launcher(function, arguments, device, dims, block, shared, **how)
+        launch.with_ending = lambda more: self.bind(
+            variant, device, grid, block, shared, ending=(*more, *ending), **how
+        )  # fmt: skip
+        return launch
 
     def most_resident(self, variant: Variant, device: int, block: int, shared: int) -> int:
         """Return how many blocks of a launch with ``resident=True`` can be; arguments as for ``bind``."""

@@ -25,7 +25,9 @@ _ACCEPTED: dict[str, tuple[Any, str]] = {
     "int": ((Integral, torch.SymInt), "an integer"),
     "bool": ((Integral, numpy.bool_, torch.SymBool), "True or False"),
     "str": (str, "a string"),
+    "Optional[str]": ((str, type(None)), "a string or None"),
     "ScalarType": (torch.dtype, "a torch.dtype"),
+    "Optional[ScalarType]": ((torch.dtype, type(None)), "a torch.dtype or None"),
 }
 _INT64 = range(-(2**63), 2**63)
 

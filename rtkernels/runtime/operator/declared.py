@@ -1,7 +1,7 @@
 """Operators by declaration: what arguments must be and what results look like is said in one place.
 
 From the declaration follow the schema, the key of a plan, copies of tensors whose strides will not do, allocation, the
-fake, empty results, replay, and (``differentiable``) the ``autograd.Function``.
+fake, empty results and replay. ``gradient.differentiable`` makes the ``autograd.Function`` of two of them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
+from rtkernels.runtime.launch.memory import dense_strides
 from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.layout import FLOAT_DTYPES, check_same, is_dense, row_stride, token
-from rtkernels.runtime.operator.autograd import once_differentiable
 from rtkernels.runtime.operator.operator import MutatingOp, TorchOp
-from rtkernels.runtime.operator.plan import Memory, Plan, StepPlan, Steps
+from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Plan, StepPlan, Steps
+from rtkernels.runtime.operator.written import written_code
 
 
 class Meta(NamedTuple):
@@ -41,6 +42,20 @@ class Meta(NamedTuple):
         return len(self.shape)
 
 
+def dense_as(meta: Meta, dtype: torch.dtype) -> Meta:
+    """Return what a tensor is after a conversion (``Steps.converted``): dense, and new memory."""
+    return Meta(dtype, meta.shape, dense_strides(meta.shape), meta.device, 0)
+
+
+def misaligned(*metas: Meta | None) -> int:
+    """Return 0 if the addresses of all tensors are multiples of 16, else the bits that are not."""
+    bits = 0
+    for meta in metas:
+        if meta is not None:
+            bits |= meta.misaligned
+    return bits
+
+
 # ---- arguments ------------------------------------------------------------------------------------------------------
 
 
@@ -49,16 +64,17 @@ class Argument:
 
     Args:
         name: As in the schema and in messages.
-        dtypes: Those that are accepted.
-        like: Name of an argument before this one whose dtype this one has; its shape, too, unless `shape` says otherwise.
-        shape: The shape it must have, from the metas of all arguments by name; with a word for messages of whose it is.
+        dtypes: Those that are accepted; None if the operator's `check` says.
+        like: Name of another argument whose dtype this one has; its shape, too, unless `shape` says otherwise.
+        shape: The shape it must have, from the metas of all arguments by name.
+        of: What messages say that the shape belongs to.
         optional: May be None.
     """
 
     written = False
 
     def __init__(
-        self, name: str, dtypes: Sequence[torch.dtype] = FLOAT_DTYPES, *, like: str | None = None,
+        self, name: str, dtypes: Sequence[torch.dtype] | None = FLOAT_DTYPES, *, like: str | None = None,
         shape: Callable[..., tuple[int, ...]] | None = None, of: str | None = None, optional: bool = False,
     ) -> None:  # fmt: skip
         self.name, self.dtypes, self.like, self.optional = name, dtypes, like, optional
@@ -68,28 +84,39 @@ class Argument:
         """Return False if the operator must copy the tensor before a plan can be made."""
         return True
 
-    def check(self, given: dict[str, Meta | None]) -> None:
-        """Raise an ArgumentError if dtype, shape or device will not do. `given`: all arguments up to this one."""
+    def copied(self, t: Tensor) -> Tensor:
+        """Return a copy that fits."""
+        return t.contiguous()
+
+    def check(self, given: dict[str, Any]) -> None:
+        """Raise an ArgumentError if dtype, shape or device will not do. `given`: metas and options by name."""
         meta = given[self.name]
-        if meta is None:
+        if meta is None or (self.dtypes is None and self.like is None and self.shape is None):
             return
-        if self.like is None:
-            token(self.name, meta.dtype, self.dtypes) if self.dtypes else None
-        else:
+        if self.like is not None:
             check_same(self.name, meta.dtype, given[self.like].dtype, "dtype", of=self.like)
+        elif self.dtypes is not None:
+            token(self.name, meta.dtype, self.dtypes)
         if self.shape is not None:
             check_same(self.name, tuple(meta.shape), tuple(self.shape(given)), "shape", of=self.of)
         elif self.like is not None:
             check_same(self.name, tuple(meta.shape), tuple(given[self.like].shape), "shape", of=self.like)
-        first = next(iter(given.values()))
-        check_same(self.name, meta.device, first.device, "device index", of=next(iter(given)))
+        first = next(name for name, value in given.items() if isinstance(value, Meta))
+        check_same(self.name, meta.device, given[first].device, "device index", of=first)
 
 
 class Rows(Argument):
     """One whose rows (the last dimension) are unit-stride and evenly spaced; others are copied."""
 
     def fits(self, meta: Meta) -> bool:
-        return row_stride(meta.shape, meta.stride) is not None
+        return not meta.shape or row_stride(meta.shape, meta.stride) is not None
+
+
+class UnitStride(Argument):
+    """One whose last dimension has unit stride; others are copied."""
+
+    def fits(self, meta: Meta) -> bool:
+        return meta.shape[-1] <= 1 or meta.stride[-1] == 1
 
 
 class Dense(Argument):
@@ -99,10 +126,30 @@ class Dense(Argument):
         return is_dense(meta)
 
 
+class Aligned(Dense):
+    """A contiguous one whose address is a multiple of 16; others are copied."""
+
+    def fits(self, meta: Meta) -> bool:
+        return is_dense(meta) and meta.misaligned == 0
+
+    def copied(self, t: Tensor) -> Tensor:
+        return t.clone(memory_format=torch.contiguous_format)
+
+
+class DenseFloat(Dense):
+    """A contiguous float32 one; others are converted."""
+
+    def fits(self, meta: Meta) -> bool:
+        return meta.dtype == torch.float32 and is_dense(meta)
+
+    def copied(self, t: Tensor) -> Tensor:
+        return t.float().contiguous()
+
+
 class Exact(Argument):
     """A contiguous one; others are refused."""
 
-    def check(self, given: dict[str, Meta | None]) -> None:
+    def check(self, given: dict[str, Any]) -> None:
         super().check(given)
         meta = given[self.name]
         if meta is not None and not is_dense(meta):
@@ -111,6 +158,18 @@ class Exact(Argument):
 
 class InPlace(Argument):
     """One that the operator overwrites, whatever its strides are."""
+
+    written = True
+
+
+class InPlaceRows(Rows):
+    """One that the operator overwrites; if its rows are not unit-stride and evenly spaced, by way of a copy."""
+
+    written = True
+
+
+class InPlaceDense(Dense):
+    """One that the operator overwrites; if it is not contiguous, by way of a copy."""
 
     written = True
 
@@ -128,210 +187,294 @@ class _Declared:
     """What ``Operator`` and ``InPlaceOperator`` share."""
 
     def __init__(
-        self, name: str, arguments: Sequence[Argument], *, options: str = "", results: str,
-        outputs: Callable[..., tuple[Memory | None, ...]] | None = None, plan: Callable[..., Steps],
+        self, name: str, arguments: Sequence[Argument | str], *, options: str = "", numbers: str = "",
+        results: str | None, outputs: Callable[..., Any] | None = None, plan: Callable[..., Steps],
         reference: Callable[..., Any], check: Callable[..., None] | None = None,
+        check_numbers: Callable[..., None] | None = None, prepare: Callable[..., tuple[Any, ...]] | None = None,
+        plans_empty: bool = False,
     ) -> None:  # fmt: skip
         """Declare ``torch.ops.rtkernels.<name>``.
 
+        Below, `values` are the operator's arguments in order, with a ``Meta`` (or None) for each tensor.
+
         Args:
             name: The operator's.
-            arguments: Its tensors.
-            options: Its other arguments, as in a schema: ``"float eps, bool log"``.
-            results: Names of the tensors it returns, ``"y rstd"``; empty for an operator that only overwrites.
-            outputs: ``(*metas, *options) -> (Memory, ...)``, one for each result, None for one nobody asked for.
-            plan: ``(*metas, *options, device) -> Steps``. Called if there is something to compute; it sees only
-                tensors that fit, and metas of None for absent ones.
-            reference: ``(*tensors, *options)``: the same in plain torch, on any device.
-            check: ``(*metas, *options)``: raises an ArgumentError for what the declaration cannot say.
+            arguments: Its tensors; options between them as in a schema, ``"SymInt rows"``.
+            options: Its last arguments, as in a schema: ``"float eps, bool log"``.
+            numbers: Names of options that no plan depends on; steps name them as they name tensors. For numbers that
+                change from call to call, as plans are kept for all others.
+            results: Names of the tensors it returns, ``"y rstd"``; empty for an operator that only overwrites; None for
+                a list of tensors, named by `outputs`.
+            outputs: ``(*values) -> (Memory, ...)``, one for each result, None for one nobody asked for; for a list
+                a dictionary of Memory by name.
+            plan: ``(*values without numbers, device) -> Steps``. Called if there is something to compute; it sees
+                only tensors that fit.
+            reference: ``(*arguments)``: the same in plain torch, on any device.
+            check: ``(*values)``: raises an ArgumentError for what the declaration cannot say.
+            check_numbers: The same of the numbers alone.
+            prepare: ``(*arguments) -> arguments``, called each time, for what depends on addresses: raises an
+                ArgumentError for memory that is shared, or copies. There is no replay then.
+            plans_empty: `plan` is asked for empty tensors, too. Else results that are not empty come from the
+                reference, and there is nothing to do for others.
         """
-        self.arguments, self.results = tuple(arguments), tuple(results.split())
-        self.option_names = tuple(part.split()[-1].split("=")[0] for part in options.split(",") if part.strip())
-        self._outputs, self._make_steps, self._check_all = outputs, plan, check
-        self._written_reference = reference
-        self._count = len(self.arguments)
+        declared = [*arguments, *(part.strip() for part in options.split(",") if part.strip())]
+        self.arguments = tuple(a for a in declared if isinstance(a, Argument))
+        self.names = tuple(a.name if isinstance(a, Argument) else a.split("=")[0].split()[-1] for a in declared)
+        self.option_names = tuple(n for n, a in zip(self.names, declared, strict=True) if isinstance(a, str))
+        self.results = None if results is None else tuple(results.split())
+        self._numbers = tuple(numbers.split())
+        self._written = [argument.name for argument in self.arguments if argument.written]
+        self._outputs, self._make_steps, self._check_all, self._check_numbers = outputs, plan, check, check_numbers
+        self._written_reference, self._prepare, self._plans_empty = reference, prepare, plans_empty
+        self._kinds = tuple(a if isinstance(a, Argument) else None for a in declared)
+        self._places = tuple(i for i, kind in enumerate(self._kinds) if kind is not None)
+        self._number_places = tuple(self.names.index(number) for number in self._numbers)
         self._plans = Plans(self._build)
         letters = iter("abcdefgh")
         kinds = []
-        for argument in self.arguments:
-            alias = f"({next(letters)}!)" if argument.written else ""
-            kinds.append(f"Tensor{alias}{'?' if argument.optional else ''} {argument.name}")
-        returned = ["()", "Tensor"][len(self.results)] if len(self.results) < 2 else None
-        returned = returned or f"({', '.join(['Tensor'] * len(self.results))})"
-        schema = f"{name}({', '.join([*kinds, *([options] if options else [])])}) -> {returned}"
-        super().__init__(schema, reference=self._run_reference, fake=self._fake, plan=self._find, copied=self._copied)
+        for a in declared:
+            if isinstance(a, Argument):
+                alias = f"({next(letters)}!)" if a.written else ""
+                a = f"Tensor{alias}{'?' if a.optional else ''} {a.name}"
+            kinds.append(a)
+        if self.results is None:
+            returned = "Tensor[]"
+        else:
+            returned = ", ".join(["Tensor"] * len(self.results))
+            returned = returned if len(self.results) == 1 else f"({returned})"
+        written = self._write_out(name)
+        self._find, launch = written["find"], written["launch"]
+        plans = {} if prepare else {"plan": self._find, "copied": self._copy_unfit}
+        schema = f"{name}({', '.join(kinds)}) -> {returned}"
+        super().__init__(schema, launch=launch, reference=self._run_reference, fake=self._fake, **plans)
 
-    def _metas(self, args: tuple[Any, ...], aligned: bool = False) -> list[Meta | None]:
-        return [
-            None
-            if t is None
-            else Meta(t.dtype, t.shape, t.stride(), t.get_device(), 0 if aligned else t.data_ptr() & 15)
-            for t in args[: self._count]
-        ]
+    # What a plan depends on: all but addresses and numbers.
+
+    def _key(self) -> str:
+        """Return what the plan of a call is found by, as an expression of the operator's arguments: plain tuples."""
+        keys = []
+        for name, kind in zip(self.names, self._kinds, strict=True):
+            if kind is None:
+                keys += [] if name in self._numbers else [name]
+                continue
+            meta = f"({name}.dtype, {name}.shape, {name}.stride(), {name}.get_device(), {name}.data_ptr() & 15)"
+            keys.append(f"None if {name} is None else {meta}" if kind.optional else meta)
+        return f"plans[{', '.join(keys)},]"
+
+    def _write_out(self, operator: str) -> dict[str, Any]:
+        """Return ``find`` and ``launch``, written out from the arguments as ``TorchOp.call`` is.
+
+        ``find`` gives the plan of a call, or makes it. ``launch`` runs it; what is not plain (tensors to be copied or
+        converted, no plan yet, no launches) it leaves to ``_launch_planned``.
+        """
+        names = ", ".join(self.names)
+        checks = f"check_numbers({', '.join(self._numbers)})\n    " if self._check_numbers else ""
+        prepare = f"{names} = prepare({names})\n    " if self._prepare else ""
+        given = [self._address(name, kind) for name, kind in zip(self.names, self._kinds, strict=True) if kind]
+        counting = "{0} is None or {0}.is_inference() or increment_version({0})\n        "
+        counted = "".join(map(counting.format, self._written))
+        source = f"""
+def find({names}):
+    {checks}return {self._key()}
+
+def launch({names}):
+    {prepare}{checks}plan = {self._key()}
+    if type(plan) is StepPlan and not plan.converted:
+        made = plan.run({", ".join([*given, *self._numbers])})
+        {counted}return made
+    return launch_prepared({names})
+"""
+        scope = {
+            "plans": self._plans,
+            "check_numbers": self._check_numbers,
+            "prepare": self._prepare,
+            "StepPlan": StepPlan,
+            "increment_version": torch.autograd.graph.increment_version,
+            "launch_prepared": self._launch_prepared,
+        }
+        exec(written_code(source, f"<rtkernels plans of {operator}>"), scope)
+        return scope
+
+    @staticmethod
+    def _address(name: str, kind: Argument) -> str:
+        return f"0 if {name} is None else {name}.data_ptr()" if kind.optional else f"{name}.data_ptr()"
+
+    def _write_run_and_keep(self) -> None:
+        """Write out ``_run_and_keep`` for calls whose plan was run before, though not by the last call."""
+        names = ", ".join(self.names)
+        tensors = [name for name, kind in zip(self.names, self._kinds, strict=True) if kind]
+        guarded, kept, pointers = [], [], []
+        for i, (name, kind) in enumerate(zip(self.names, self._kinds, strict=True)):
+            if kind is None:
+                kept.append(name)
+                continue
+            guarded.append(f"stand_ins[{i}] if {name} is None else {name}" if kind.optional else name)
+            kept.append(f"{name} is None")
+            pointers.append(f"    pointer_{name} = {self._address(name, kind)}\n")
+        wants_grad = " or ".join(f"({name} is not None and {name}.requires_grad)" for name in tensors)
+        run = ", ".join([*(f"pointer_{name}" for name in tensors), *self._numbers])
+        counting = "    {0} is None or {0}.is_inference() or increment_version({0})\n"
+        counted = "".join(map(counting.format, self._written))
+        checks = f"    check_numbers({', '.join(self._numbers)})\n" if self._check_numbers else ""
+        source = f"""
+def run_and_keep({names}):
+    global last_call, last_plain_call
+{checks}    plan = {self._key()}
+    matches = plan.matches if type(plan) is StepPlan and not plan.converted else None
+    if matches is None or not matches({", ".join(guarded)}):
+        return run_and_keep_slowly({names})
+{"".join(pointers)}\
+    if ({" | ".join(f"pointer_{name}" for name in tensors)}) & 15:
+        return run_and_keep_slowly({names})
+    last_call = last = (matches, plan.run, {", ".join(kept)})
+    if not ({wants_grad}):
+        last_plain_call = last
+    made = plan.run({run})
+{counted}    return made
+"""
+        scope = self.call.__globals__
+        scope |= {"run_and_keep_slowly": scope["run_and_keep"], "plans": self._plans, "StepPlan": StepPlan}
+        scope["check_numbers"] = self._check_numbers
+        exec(written_code(source, f"<rtkernels replay of {self.name}>"), scope)
+
+    def values(self, *args: Any) -> tuple[Any, ...]:
+        """Return the arguments with a Meta for each tensor, as if its address were a multiple of 16."""
+        return tuple(
+            a if kind is None or a is None else Meta(a.dtype, a.shape, a.stride(), a.get_device(), 0)
+            for kind, a in zip(self._kinds, args, strict=True)
+        )
 
     def check(self, *values: Any) -> None:
         """Raise an ArgumentError for metas and options that do not fit together."""
-        given: dict[str, Meta | None] = {}
-        for argument, meta in zip(self.arguments, values, strict=False):
-            given[argument.name] = meta
+        given = dict(zip(self.names, values, strict=True))
+        for argument in self.arguments:
             argument.check(given)
         if self._check_all is not None:
             self._check_all(*values)
 
-    def _made(self, values: Sequence[Any]) -> tuple[Memory | None, ...]:
-        return self._outputs(*values) if self.results else ()
+    def _made(self, values: Sequence[Any]) -> dict[str, Memory | None]:
+        if self.results is None:
+            return self._outputs(*values)
+        return dict(zip(self.results, self._outputs(*values), strict=True)) if self.results else {}
 
-    def _find(self, *args: Any) -> Plan | None:
-        values = (*self._metas(args), *args[self._count :])
-        return self._plans[values]
-
-    def _build(self, *values: Any) -> Plan | None:
+    def _build(self, *key: Any) -> Plan | None:
+        given = iter(key)
+        values = []
+        for name, kind in zip(self.names, self._kinds, strict=True):
+            value = None if name in self._numbers else next(given)
+            values.append(value if kind is None or value is None else Meta(*value))
         self.check(*values)
-        for argument, meta in zip(self.arguments, values, strict=False):
-            if meta is not None and not argument.fits(meta):
+        for kind, value in zip(self._kinds, values, strict=True):
+            if kind is not None and value is not None and not kind.fits(value):
                 return None
-        device = values[0].device
+        device = next(value for kind, value in zip(self._kinds, values, strict=True) if kind is not None).device
         made = self._made(values)
-        nothing_to_do = self.results and all(memory is None or 0 in memory.shape for memory in made)
-        steps = Steps() if nothing_to_do else self._make_steps(*values, device)
+        filled = [memory for memory in made.values() if memory is not None]
+        for kind, value in zip(self._kinds, values, strict=True):
+            filled += [value] if kind is not None and kind.written and value is not None else []
+        if not self._plans_empty and all(0 in memory.shape for memory in filled):
+            steps = Steps()
+        elif not self._plans_empty and any(isinstance(value, Meta) and 0 in value.shape for value in values):
+            steps = IN_TORCH
+        else:
+            known = [value for name, value in zip(self.names, values, strict=True) if name not in self._numbers]
+            steps = self._make_steps(*known, device)
+        if steps is IN_TORCH or steps.instead is not None:
+            return steps
         names = [argument.name for argument in self.arguments]
-        outputs = dict(zip(self.results, made, strict=True))
-        return StepPlan(self.name, names, outputs, len(self.results) == 1, steps, device)
+        shape = "list" if self.results is None else "single" if len(self.results) == 1 else "tuple"
+        return StepPlan(self.name, names, self._numbers, made, shape, steps, device)
 
-    def _copied(self, *args: Any) -> tuple[Any, ...]:
-        copied = []
-        for argument, meta, t in zip(self.arguments, self._metas(args), args, strict=False):
-            copied.append(t if meta is None or argument.fits(meta) else t.contiguous())
-        return (*copied, *args[self._count :])
+    def _copy_unfit(self, *args: Any) -> tuple[Any, ...]:
+        copied = list(args)
+        for i, value in enumerate(self.values(*args)):
+            if isinstance(value, Meta) and not self._kinds[i].fits(value._replace(misaligned=args[i].data_ptr() & 15)):
+                copied[i] = self._kinds[i].copied(args[i])
+        return tuple(copied)
+
+    # How a call is made.
 
     def _planned(self, args: tuple[Any, ...]) -> tuple[Plan, tuple[Any, ...]]:
-        if any(t is not None and t.numel() == 0 for t in args[: self._count]):
-            values = (*self._metas(args), *args[self._count :])
-            self.check(*values)
-            if any(memory is not None and 0 not in memory.shape for memory in self._made(values)) or not self.results:
-                return _ReferencePlan(self._written_reference, args), args
-        return super()._planned(args)
+        plan = self._find(*args)
+        if plan is None:
+            args = self._copy_unfit(*args)
+            plan = self._find(*args)
+        if plan.converted:
+            args = list(args)
+            for name, how in plan.converted.items():
+                i = self.names.index(name)
+                args[i] = how(args[i]) if callable(how) else args[i].to(how).contiguous()
+            args = tuple(args)
+        return plan, args
+
+    def _launch_planned(self, *args: Any) -> Any:
+        return self._launch_prepared(*(args if self._prepare is None else self._prepare(*args)))
+
+    def _launch_prepared(self, *args: Any) -> Any:
+        plan, used = self._planned(args)
+        if plan is IN_TORCH:
+            made = self._written_reference(*used)
+        elif type(plan) is Steps:
+            made = plan.instead(*used)
+        else:
+            made = plan.run(*self._addresses(used), *[args[i] for i in self._number_places])
+        if self._written:
+            for i in self._places:
+                if self._kinds[i].written and used[i] is not args[i]:
+                    args[i].copy_(used[i])
+            self._count_versions(args)
+        return made
+
+    def _count_versions(self, args: tuple[Any, ...]) -> None:
+        for i in self._places:
+            if self._kinds[i].written and args[i] is not None and not args[i].is_inference():
+                torch.autograd.graph.increment_version(args[i])
 
     def _run_reference(self, *args: Any) -> Any:
-        self.check(*self._metas(args, aligned=True), *args[self._count :])
+        self.check(*self.values(*args))
+        if self._check_numbers is not None:
+            self._check_numbers(*[args[i] for i in self._number_places])
+        if self._prepare is not None:
+            args = self._prepare(*args)
         return self._written_reference(*args)
 
     def _fake(self, *args: Any) -> Any:
-        first = args[0]
+        first = args[self._places[0]]
         made = []
-        for memory in self._made((*self._metas(args, aligned=True), *args[self._count :])):
+        for memory in self._made(self.values(*args)).values():
             if memory is None:
                 made.append(first.new_empty(0, dtype=torch.float32))
             elif memory.strides is None:
                 made.append(first.new_empty(memory.shape, dtype=memory.dtype))
             else:
                 made.append(first.new_empty_strided(memory.shape, memory.strides, dtype=memory.dtype))
-        if not self.results:
-            return None
-        return made[0] if len(made) == 1 else tuple(made)
-
-
-class _ReferencePlan(Plan):
-    """For calls with nothing to sum over: plain torch, which fills the results."""
-
-    __slots__ = ("_args", "_reference")
-
-    def __init__(self, reference: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        super().__init__()
-        self._reference, self._args = reference, args
-
-    def run(self, *addresses: int) -> Any:
-        return self._reference(*self._args)
+        if self.results is None:
+            return made
+        return None if not made else made[0] if len(made) == 1 else tuple(made)
 
 
 class Operator(_Declared, TorchOp):
-    """A declared operator that changes none of its arguments; ``again`` replays the last plan."""
+    """A declared operator; ``replay`` runs the last plan if the call is like the one before."""
 
-    def _remember(self, scope: dict[str, Any], args: tuple[Any, ...]) -> Any:
-        if any(t is not None and t.numel() == 0 for t in args[: self._count]):
-            return self._launch_planned(*args)  # its plan may hold these very tensors
-        return super()._remember(scope, args)
+    def _make_call(self) -> Callable[..., Any]:
+        self.call = super()._make_call()
+        if self._plan is not None:
+            self._write_run_and_keep()
+        return self.call
 
 
 class InPlaceOperator(_Declared, MutatingOp):
-    """A declared operator that overwrites some of its arguments."""
-
-    def _launch_planned(self, *args: Any) -> Any:
-        result = super()._launch_planned(*args)
-        self._count_versions(args)
-        return result
-
-    def _count_versions(self, args: tuple[Any, ...]) -> None:
-        """Tell autograd: a backward that saved what was overwritten must raise, not use the new values."""
-        for argument, t in zip(self.arguments, args, strict=False):
-            if argument.written and t is not None and not t.is_inference():
-                torch.autograd.graph.increment_version(t)
+    """A declared operator that overwrites some of its arguments; the dispatcher sees every call."""
 
 
-# ---- gradients ------------------------------------------------------------------------------------------------------
+class _Unregistered:
+    """In the place of a ``TorchOp``: torch does not know it."""
+
+    def __init__(self, schema: str, launch: Callable[..., Any], **_: Any) -> None:
+        self.name, self._tensors, self.launch = schema.split("(", 1)[0], self._places, launch
+
+    _addresses = TorchOp._addresses
 
 
-def differentiable(forward: Operator, backward: Operator) -> Callable[..., Any]:
-    """Return ``forward`` as a function with a gradient, once differentiable.
-
-    Names say what goes where. Of the backward operator, a tensor ``d<result>`` is the incoming gradient of that result
-    (zeros, or None where it is optional, if there is none); one with the name of an argument or a result of ``forward``
-    is saved; an option ``need_<argument>`` says whether its gradient is wanted; other options are those of ``forward``.
-    Its results ``d<argument>`` are the gradients.
-    """
-    names = (*(argument.name for argument in forward.arguments), *forward.option_names)
-    place = {name: i for i, name in enumerate(names)}
-    tensors = {argument.name for argument in forward.arguments}
-    incoming = {f"d{result}": i for i, result in enumerate(forward.results)}
-    optional = {argument.name for argument in backward.arguments if argument.optional}
-    wanted = [*(argument.name for argument in backward.arguments), *backward.option_names]
-    saved = [name for name in wanted if name in tensors or name in forward.results]
-    options = [name for name in wanted if name in place and name not in tensors]
-    gradients = {result.removeprefix("d"): i for i, result in enumerate(backward.results)}
-
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *args):
-            ctx.set_materialize_grads(False)
-            made = forward.call(*args)
-            results = made if isinstance(made, tuple) else (made,)
-            by_name = dict(zip(forward.results, results, strict=True))
-            ctx.save_for_backward(*[by_name[name] if name in by_name else args[place[name]] for name in saved])
-            ctx.options = {name: args[place[name]] for name in options}
-            ctx.like = [(result.shape, result.dtype, result.device) for result in results]
-            return made
-
-        @staticmethod
-        @once_differentiable
-        def backward(ctx, *grads):
-            if all(grad is None for grad in grads):
-                return (None,) * len(names)
-            tensor_of = dict(zip(saved, ctx.saved_tensors, strict=True))
-            args = []
-            for name in wanted:
-                if name in tensor_of:
-                    args.append(tensor_of[name])
-                elif name in incoming:
-                    grad = grads[incoming[name]]
-                    if grad is None and name not in optional:
-                        shape, dtype, device = ctx.like[incoming[name]]
-                        grad = torch.zeros(shape, dtype=dtype, device=device)
-                    args.append(grad)
-                elif name.startswith("need_"):
-                    args.append(ctx.needs_input_grad[place[name.removeprefix("need_")]])
-                else:
-                    args.append(ctx.options[name])
-            made = backward.call(*args)
-            made = made if isinstance(made, tuple) else (made,)
-            return tuple(
-                made[gradients[name]] if name in gradients and ctx.needs_input_grad[i] else None
-                for i, name in enumerate(names)
-            )
-
-    Function.__name__ = Function.__qualname__ = forward.name
-    return Function.apply
-
-
-def absent(like: Tensor) -> Tensor:
-    """Return what an operator returns in place of a result nobody asked for."""
-    return torch.empty(0, dtype=torch.float32, device=like.device)
+class Internal(_Declared, _Unregistered):
+    """Steps that the launchers of operators run on tensors (``launch``) and that torch does not see."""

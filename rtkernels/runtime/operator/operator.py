@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from rtkernels.runtime.launch.memory import call_state
 from rtkernels.runtime.launch.tables import TensorList
 from rtkernels.runtime.operator.arguments import ArgumentTypes
 from rtkernels.runtime.operator.autograd import refuse_tangents
-from rtkernels.runtime.operator.plan import Plan
+from rtkernels.runtime.operator.plan import Plan, Steps
 from rtkernels.runtime.operator.sharding import register_rules
+from rtkernels.runtime.operator.written import written_code
 from rtkernels.runtime.torch_private import (
     TENSOR_TYPES,
     dispatch_modes,
@@ -29,7 +30,7 @@ from rtkernels.runtime.torch_private import (
 )
 
 _LIBRARY = torch.library.Library("rtkernels", "FRAGMENT")
-_STAND_INS = [torch.empty(0, device="cpu") for _ in range(8)]  # by the place of the argument
+_STAND_INS = [torch.empty(0, device="cpu") for _ in range(24)]  # by the place of the argument
 _CANNOT_LAUNCH = (ToolkitError, UnsupportedDeviceError, KernelCompileError, NotWarmError)
 _fell_back: set[str] = set()
 
@@ -38,7 +39,7 @@ class TorchOp:
     """One ``torch.ops.rtkernels.<name>``: device code for CUDA tensors, plain torch for CPU tensors, shapes for fakes.
 
     Calling it skips the dispatcher when nobody but the launcher needs to see the call. It records no gradient; the
-    ``autograd.Function`` around it does. With a `plan`, public functions ask ``again`` first, which takes the same
+    ``autograd.Function`` around it does. With a `plan`, public functions ask ``replay`` first, which takes the same
     arguments: if this call is like the one before, and no tensor requires a gradient, it runs that one's plan; if not,
     it gives None.
 
@@ -54,6 +55,10 @@ class TorchOp:
             comparison.
         copied: With `plan`: its arguments with such tensors copied.
     """
+
+    _numbers: Sequence[str] = ()  # arguments that plans do not depend on: ``run`` takes them after the addresses
+    _number_places: Sequence[int] = ()
+    _written: Sequence[str] = ()  # arguments that are overwritten
 
     def __init__(
         self,
@@ -95,10 +100,10 @@ class TorchOp:
         for argument in arguments:
             if str(argument.type) == "Tensor":
                 plain.append(f"type({argument.name}) in TENSOR_TYPES")
-                lazy.append(f"{argument.name}.is_neg()")
+                lazy.append(f"{argument.name}.is_neg() or {argument.name}.is_conj()")
             elif str(argument.type) == "Optional[Tensor]":
                 plain.append(f"({argument.name} is None or type({argument.name}) in TENSOR_TYPES)")
-                lazy.append(f"{argument.name} is not None and {argument.name}.is_neg()")
+                lazy.append(f"{argument.name} is not None and ({argument.name}.is_neg() or {argument.name}.is_conj())")
             elif str(argument.type) == "List[Tensor]":  # one C loop over the list, none over a TensorList
                 name = argument.name
                 plain.append(f"(type({name}) is TensorList or TENSOR_TYPES.issuperset(map(type, {name})))")
@@ -108,14 +113,14 @@ class TorchOp:
             empty = f"    if not {first}:\n        return reference({names})\n"
             first += "[0]"
         # Lazy negatives, whose memory holds the opposite values, go to the dispatcher, which copies them. Plans on a
-        # GPU ask that themselves, and so do the tables of lists. Ops of complex numbers look for lazy conjugates.
+        # GPU ask that themselves, and so do the tables of lists. So do lazy conjugates.
         resolved = f"not ({' or '.join(lazy)})" if lazy else "True"
-        recall, launch, on_gpu = "", "launch", resolved
+        replay, launch, on_gpu = "", "launch", resolved
         if self._plan is not None:
-            launch, recall, on_gpu = "remember", self._recall("recent"), "True"
+            launch, replay, on_gpu = "run_and_keep", self._replay_lines("last_call"), "True"
         source = f"""
 def call({names}):
-{empty}{recall}\
+{empty}{replay}\
 {self._refusal()}\
     if {" and ".join(plain)} and not dispatch_modes() and functorch_transform() is None:
         if {first}.is_cuda and {on_gpu}:
@@ -151,14 +156,15 @@ def call({names}):
             "register_rules": register_rules,
             "overload": self.overload,
             "stand_ins": _STAND_INS,
-            "remember": lambda *args: self._remember(scope, args),
+            "run_and_keep": lambda *args: self._run_and_keep(scope, args),
+            "increment_version": torch.autograd.graph.increment_version,
         }
         if self._plan is not None:
             nothing = (never, *[None] * (1 + len(arguments)))
-            scope |= {"recent": nothing, "recent_plain": nothing}
-            source += f"\ndef again({names}):\n{self._recall('recent_plain')}"
-        exec(compile(source, f"<rtkernels {self.name}>", "exec"), scope)
-        self.again = scope.get("again")
+            scope |= {"last_call": nothing, "last_plain_call": nothing}
+            source += f"\ndef replay({names}):\n{self._replay_lines('last_plain_call')}"
+        exec(written_code(source, f"<rtkernels {self.name}>"), scope)
+        self.replay = self.again = scope.get("replay")
         return scope["call"]
 
     def _refusal(self) -> str:
@@ -170,8 +176,8 @@ def call({names}):
         refuse_tangents({self.name!r}, [{given}])
 """
 
-    def _recall(self, recent: str) -> str:
-        """Return the lines of ``call`` and ``again`` that run a plan once more.
+    def _replay_lines(self, last: str) -> str:
+        """Return the lines of ``call`` and ``replay`` that run a plan once more.
 
         A tensor that is None has a stand-in in the comparison, which wants tensors, all different ones.
         """
@@ -189,14 +195,21 @@ def call({names}):
                 tensors.append(f"stand_ins[{i}] if {name} is None else {name}")
                 addresses.append(f"0 if {name} is None else {name}.data_ptr()")
         pointers = [f"pointer_{i}" for i in range(len(addresses))]
+        run = f"return run({', '.join([*pointers, *self._numbers])})"
+        if self._written:
+            counted = "; ".join(
+                f"{name} is None or {name}.is_inference() or increment_version({name})" for name in self._written
+            )
+            done = "made" if last == "last_call" else "True if made is None else made"  # None is: another call
+            run = f"made = {run.removeprefix('return ')}; {counted}; return {done}"
         assign = "".join(f"            {p} = {a}\n" for p, a in zip(pointers, addresses, strict=True))
         return f"""\
     if not is_dynamo_compiling() and forward_ad._current_level < 0 and not dispatch_modes():
-        matches, run, {", ".join(kept)} = {recent}
+        matches, run, {", ".join(kept)} = {last}
         if {" and ".join([f"matches({', '.join(tensors)})", *same])}:
 {assign}\
             if not ({" | ".join(pointers)}) & 15:
-                return run({", ".join(pointers)})
+                {run}
 """
 
     def _planned(self, args: tuple[Any, ...]) -> tuple[Plan, tuple[Any, ...]]:
@@ -213,29 +226,40 @@ def call({names}):
         plan, args = self._planned(args)
         return plan.run(*self._addresses(args))
 
-    def _remember(self, scope: dict[str, Any], args: tuple[Any, ...]) -> Any:
+    def _run_and_keep(self, scope: dict[str, Any], args: tuple[Any, ...]) -> Any:
         plan, used = self._planned(args)
+        if type(plan) is Steps:  # nothing to replay
+            return self._launch_planned(*args)
         addresses = self._addresses(used)
         if used is args and not any(address & 15 for address in addresses):
             given = [_STAND_INS[i] if args[i] is None else args[i] for i in self._tensors]
             if plan.matches is None or not plan.matches(*given):  # or made under inference mode, say
-                if self._negative(args):
+                if self._lazy(args):
                     return self._launch_resolved(args)
                 plan.matches = same_tensors(given)
             kept = [args[i] is None if i in self._tensors else value for i, value in enumerate(args)]
-            scope["recent"] = recent = (plan.matches, plan.run, *kept)  # one assignment: other threads see all or none
+            scope["last_call"] = last = (plan.matches, plan.run, *kept)  # one assignment: other threads see all or none
             if not any(tensor.requires_grad for tensor in given):
-                scope["recent_plain"] = recent
-        elif self._negative(args):
+                scope["last_plain_call"] = last
+        elif self._lazy(args):
             return self._launch_resolved(args)
-        return plan.run(*addresses)
+        made = plan.run(*addresses, *[args[i] for i in self._number_places])
+        self._count_versions(args)
+        return made
 
-    def _negative(self, args: tuple[Any, ...]) -> bool:
-        """Return True if a tensor is a lazy negative (``z.conj().imag``), whose memory holds the opposite values."""
-        return any(args[i] is not None and args[i].is_neg() for i in self._tensors)
+    def _count_versions(self, args: tuple[Any, ...]) -> None:
+        """Tell autograd what was overwritten: a backward that saved it must raise, not use the new values."""
+
+    def _lazy(self, args: tuple[Any, ...]) -> bool:
+        """Return True if the memory of a tensor holds other values: lazy negatives (``z.conj().imag``), conjugates."""
+        return any(args[i] is not None and (args[i].is_neg() or args[i].is_conj()) for i in self._tensors)
 
     def _launch_resolved(self, args: tuple[Any, ...]) -> Any:
-        return self._launch_planned(*(a.resolve_neg() if isinstance(a, torch.Tensor) else a for a in args))
+        if self._written:
+            self._check_types(*args)
+        return self._launch_planned(
+            *(a.resolve_neg().resolve_conj() if isinstance(a, torch.Tensor) else a for a in args)
+        )
 
     def _run_cuda(self, *args: Any) -> Any:
         call_state.dispatched = True
@@ -296,5 +320,5 @@ def call({names}):
         check_types({names})
         raise
 """
-        exec(source, scope)
+        exec(written_code(source, f"<rtkernels {self.name}>"), scope)
         return scope["call"]

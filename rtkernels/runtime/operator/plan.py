@@ -11,11 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from rtkernels.errors import ResidencyError
 from rtkernels.runtime.launch.driver import Launch
-from rtkernels.runtime.launch.memory import Allocate, allocator, dense_strides, fresh_zeros
+from rtkernels.runtime.launch.memory import Allocate, allocator, dense_strides, fresh_zeros, kept_zeros
 from rtkernels.runtime.launch.tensor_map import tiled_map
+from rtkernels.runtime.operator.written import written_code
 
+ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "byte": 1}
 _MAPS_PER_STEP = 64  # addresses whose tensor maps an argument remembers
 
 
@@ -23,6 +27,7 @@ class Plan(ABC):
     """One call of an operator, to be run as often as it comes again."""
 
     __slots__ = ("matches",)
+    converted: Mapping[str, Any] | None = None  # see Steps
 
     def __init__(self) -> None:
         self.matches: Callable[..., bool] | None = None  # its operator finds it again by this; made at its first use
@@ -48,6 +53,9 @@ class Memory(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     strides: tuple[int, ...] | None = None
+    zero: bool = False  # cleared first
+    fill: float | None = None  # or filled with this number
+    fresh: bool = False  # int32 zeros in one dimension that cost no launch (``memory.fresh_zeros``)
 
 
 class Boxes(NamedTuple):
@@ -63,6 +71,13 @@ class Boxes(NamedTuple):
     offset: int = 0  # bytes from the tensor's first element
 
 
+def matrix_boxes(
+    name: str, token: str, rows: int, cols: int, pitch: int, box_rows: int, box_cols: int, **more: Any
+) -> Boxes:
+    """Return the tensor map of a row-major matrix; arguments as for ``tensor_map.matrix_map``."""
+    return Boxes(name, token, (cols, rows), (pitch * ITEM_BYTES[token],), (box_cols, box_rows), **more)
+
+
 class Offset(NamedTuple):
     """A kernel argument: an address `offset` bytes behind the first element of a tensor."""
 
@@ -75,13 +90,20 @@ class Step:
 
     Args:
         launch: What ``Kernel.bind`` gave.
-        arguments: Those of the kernel, in its order: the name of a tensor (its address goes in, 0 if it is absent),
-            ``Boxes``, ``Offset``, or a number.
+        arguments: Those of the kernel, in its order: the name of a tensor (its address goes in, 0 if it is absent) or
+            of a number of the call, ``Boxes``, ``Offset``, or a number. Numbers at the end are packed one time, not
+            each time.
     """
 
-    __slots__ = ("arguments", "launch")
+    __slots__ = ("arguments", "given", "launch")
 
     def __init__(self, launch: Launch, *arguments: str | int | float | Boxes | Offset) -> None:
+        self.given = arguments  # all of them, for whoever wants to know
+        count = len(arguments)
+        while count and isinstance(arguments[count - 1], (int, float)):
+            count -= 1
+        if hasattr(launch, "with_ending") and count < len(arguments):
+            launch, arguments = launch.with_ending(arguments[count:]), arguments[:count]
         self.launch, self.arguments = launch, arguments
 
 
@@ -92,14 +114,32 @@ class Steps:
         steps: May be none: the results are then left as they were made.
         scratch: Memory that lives as long as the call, by name.
         zeros: How many int32 zeros an argument of this name gets, cleared for this call.
+        kept: Tensors that a plan uses in every call, by name.
+        before: Called first, in every call.
+        after: Called last.
+        kept_zeros: How many int32 an argument of this name gets that kernels leave as zeros, as they found them.
+        if_not_resident: Makes other steps, for a device that refuses a launch whose blocks must all be resident.
+        converted: Arguments that are converted first: to other dtypes, and dense, or by a function.
+        instead: Instead of launches, a function of the operator's arguments that calls other operators.
     """
 
-    __slots__ = ("scratch", "steps", "zeros")
+    __slots__ = (
+        "after", "before", "converted", "if_not_resident", "instead", "kept", "kept_zeros", "scratch", "steps", "zeros",
+    )  # fmt: skip
 
     def __init__(
-        self, *steps: Step, scratch: Mapping[str, Memory] | None = None, zeros: Mapping[str, int] | None = None
-    ) -> None:
+        self, *steps: Step, scratch: Mapping[str, Memory] | None = None, zeros: Mapping[str, int] | None = None,
+        converted: Mapping[str, torch.dtype | Callable[[Tensor], Tensor]] | None = None,
+        instead: Callable[..., Any] | None = None, kept_zeros: Mapping[str, int] | None = None,
+        if_not_resident: Callable[[], Steps] | None = None, kept: Mapping[str, Tensor] | None = None,
+        before: Callable[[], None] | None = None, after: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         self.steps, self.scratch, self.zeros = steps, dict(scratch or {}), dict(zeros or {})
+        self.converted, self.instead, self.if_not_resident = converted, instead, if_not_resident
+        self.kept_zeros, self.kept, self.before, self.after = dict(kept_zeros or {}), dict(kept or {}), before, after
+
+
+IN_TORCH = Steps()  # instead of launches: plain torch does what this call asks for, on its device
 
 
 class StepPlan(Plan):
@@ -108,45 +148,70 @@ class StepPlan(Plan):
     Args:
         name: The operator's, for tracebacks.
         arguments: Names of the operator's tensors, in the order of its schema.
+        numbers: Names of the numbers that follow the addresses.
         outputs: Results by name, in the order in which they are returned; None for one that nobody asked for.
-        single: The operator returns its only result, not a tuple.
+        returned: How: the only one itself ("single"), a "tuple" or a "list".
         steps: What the operator's ``plan`` gave.
         device: CUDA ordinal, or -1.
     """
 
-    __slots__ = ("run", "source")
+    __slots__ = ("converted", "run", "source", "steps")
 
     def __init__(
-        self, name: str, arguments: Sequence[str], outputs: Mapping[str, Memory | None], single: bool, steps: Steps,
-        device: int,
+        self, name: str, arguments: Sequence[str], numbers: Sequence[str], outputs: Mapping[str, Memory | None],
+        returned: str, steps: Steps, device: int,
     ) -> None:  # fmt: skip
         super().__init__()
-        scope: dict[str, Any] = {"allocate": allocator(device), "fresh_zeros": fresh_zeros, "device": device}
+        self.converted, self.steps = steps.converted, steps.steps
+        scope: dict[str, Any] = {"allocate": allocator(device), "device": device}
+        scope |= {"fresh_zeros": fresh_zeros, "kept_zeros": kept_zeros, "ResidencyError": ResidencyError}
         lines: list[str] = []
-        known = {argument: f"p_{argument}" for argument in arguments}
+        known = {argument: f"p_{argument}" for argument in arguments} | {number: number for number in numbers}
         made = {name: memory or Memory((0,), torch.float32) for name, memory in outputs.items()}
         for variable, memory in {**made, **steps.scratch}.items():
             if variable in known:
                 raise ValueError(f"{name}: {variable} is the name of two tensors")
             strides = dense_strides(memory.shape) if memory.strides is None else tuple(memory.strides)
             scope[f"m_{variable}"] = (tuple(memory.shape), strides, memory.dtype)
-            lines.append(f"t_{variable} = allocate(*m_{variable})")
+            made_by = f"fresh_zeros(device, {memory.shape[0]})" if memory.fresh else f"allocate(*m_{variable})"
+            lines.append(f"t_{variable} = {made_by}{_filled(memory)}")
             absent = variable in outputs and outputs[variable] is None
             known[variable] = "0" if absent else f"t_{variable}.data_ptr()"
         for variable, count in steps.zeros.items():
             lines.append(f"t_{variable} = fresh_zeros(device, {count})")
             known[variable] = f"t_{variable}.data_ptr()"
+        for variable, tensor in steps.kept.items():
+            scope[f"t_{variable}"] = tensor
+            known[variable] = f"t_{variable}.data_ptr()"
+        for variable, count in steps.kept_zeros.items():
+            lines.append(f"t_{variable} = kept_zeros(device, {count})")
+            known[variable] = f"t_{variable}.data_ptr()"
         for i, step in enumerate(steps.steps):
             scope[f"launch_{i}"] = step.launch
             written = [self._written(f"{i}_{j}", a, known, scope) for j, a in enumerate(step.arguments)]
             lines.append(f"launch_{i}({', '.join(written)})")
-        results = [f"t_{variable}" for variable in outputs]
-        lines.append(f"return {results[0] if single else '(' + ''.join(r + ', ' for r in results) + ')'}")
-        if not outputs:
-            lines[-1] = "return None"
-        names = ", ".join(f"p_{argument}" for argument in arguments)
+        for name_of_call in ("before", "after"):
+            if getattr(steps, name_of_call) is not None:
+                scope[name_of_call] = getattr(steps, name_of_call)
+                lines.insert(0 if name_of_call == "before" else len(lines), f"{name_of_call}()")
+        results = "".join(f"t_{variable}, " for variable in outputs)
+        if returned == "list":
+            results = f"[{results}]"
+        elif returned == "single":
+            results = results[:-2]
+        lines.append(f"return {results or None}")
+        names = ", ".join([*(f"p_{argument}" for argument in arguments), *numbers])
+        if steps.if_not_resident is not None:
+            others: list[Callable[..., Any]] = []
+            scope["others"] = others
+            scope["make_others"] = lambda: others.append(
+                StepPlan(name, arguments, numbers, outputs, returned, steps.if_not_resident(), device).run
+            )
+            tried = "\n    ".join(f"    {line}" for line in lines)
+            lines = [f"if others:\n        return others[0]({names})", f"try:\n    {tried}"]
+            lines.append(f"except ResidencyError:\n        make_others()\n        return others[0]({names})")
         self.source = f"def run({names}):\n    " + "\n    ".join(lines) + "\n"
-        exec(compile(self.source, f"<rtkernels plan of {name}>", "exec"), scope)
+        exec(written_code(self.source, f"<rtkernels plan of {name}>"), scope)
         self.run = scope["run"]
 
     @staticmethod
@@ -160,6 +225,10 @@ class StepPlan(Plan):
             return f"map_{place}({known[argument.name]})"
         scope[f"c_{place}"] = argument
         return f"c_{place}"
+
+
+def _filled(memory: Memory) -> str:
+    return ".zero_()" if memory.zero else "" if memory.fill is None else f".fill_({memory.fill})"
 
 
 class _Maps:

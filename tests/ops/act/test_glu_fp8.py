@@ -22,6 +22,7 @@ from bench.rows.act import glu_fp8 as bench_rows
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.act import glu_fp8 as module
 from rtkernels.ops.act import glu_fp8_plan as plans
+from rtkernels.runtime.launch.plans import Plans
 
 glu_fp8, glu_fp8_backward = rtkernels.glu_fp8, rtkernels.glu_fp8_backward
 Normal = Callable[..., Tensor]
@@ -409,7 +410,7 @@ def shrunk(monkeypatch: pytest.MonkeyPatch, shared: int, multiprocessors: int = 
     info = plans.device_info(-1)
     small = type(info)(info.name, info.target, multiprocessors, shared)
     monkeypatch.setattr(plans, "device_info", lambda device: small)
-    plans.FWD_PLANS.clear(), plans.BWD_PLANS.clear()
+    Plans.forget_all()
 
 
 @emulated
@@ -421,7 +422,7 @@ def test_any_shared_memory(monkeypatch: pytest.MonkeyPatch, stages: int) -> None
         with monkeypatch.context() as patch, running_on("sm_90") as device:
             shrunk(patch, plans._STATIC_SHARED + 400 + (stages * inputs * 2**15 or least))
             run(make_backward("experts", torch.bfloat16, device))
-    plans.FWD_PLANS.clear(), plans.BWD_PLANS.clear()
+    Plans.forget_all()
 
 
 @emulated
@@ -436,20 +437,20 @@ def test_many_tiles_for_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
         check(inputs, scales="column")
         check(inputs, "relu", layout="row")
         check_backward(inputs, layout="transposed")
-    plans.FWD_PLANS.clear(), plans.BWD_PLANS.clear()
+    Plans.forget_all()
 
 
 @emulated
 def test_one_tile_per_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU with so many tiles for a block that the backward has a block for each."""
     with monkeypatch.context() as patch, running_on("sm_90") as device:
-        patch.setattr(plans, "_MANY_TURNS", 0)
+        patch.setattr(plans, "_MANY_TILES", 0)
         for case in ("two_tiles", "experts"):
-            plans.FWD_PLANS.clear(), plans.BWD_PLANS.clear()
+            Plans.forget_all()
             inputs = make_backward(case, torch.bfloat16, device)
             check(inputs)
             check_backward(inputs)
-    plans.FWD_PLANS.clear(), plans.BWD_PLANS.clear()
+    Plans.forget_all()
 
 
 @at("cpu", "sm_90")

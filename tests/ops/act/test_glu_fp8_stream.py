@@ -40,7 +40,7 @@ def kernels(patch: pytest.MonkeyPatch, *, streams: bool, draws: bool = False) ->
     with patch.context() as inner:
         if not streams:
             inner.setattr(plans, "supported", lambda *_: False)
-        inner.setattr(stream, "_DRAW_TURNS", 0 if draws else 2**31)
+        inner.setattr(stream, "_DRAW_TILES_PER_BLOCK", 0 if draws else 2**31)
         Plans.forget_all()
         yield
     Plans.forget_all()

@@ -53,7 +53,7 @@ INPUTS = ("q", "k", "v", "sinks", "bias", "lengths", "kv_limit", "cu_q", "cu_k")
 def launch(steps: Any, tensors: dict[str, Tensor], outputs: dict[str, Memory], device: int) -> tuple[Tensor, ...]:
     names = list(tensors)
     with recording() if device < 0 else contextlib.nullcontext():
-        plan = StepPlan("test", names, outputs, False, steps, device)
+        plan = StepPlan("test", names, (), outputs, "tuple", steps, device)
         return plan.run(*(0 if t is None else t.data_ptr() for t in tensors.values()))
 
 

@@ -20,8 +20,9 @@ from rtkernels import emulator
 from rtkernels.ops.index import embedding as module
 from rtkernels.ops.index import embedding_order as order
 from rtkernels.ops.index import embedding_plan as plans
-from rtkernels.ops.index.embedding_order import ordered
 from rtkernels.runtime.launch.plans import Plans
+from rtkernels.runtime.operator.declared import Meta
+from rtkernels.runtime.operator.plan import StepPlan, Steps
 
 embedding, embedding_grad_ = rtkernels.embedding, rtkernels.embedding_grad_
 
@@ -174,6 +175,16 @@ def test_every_pair_of_types(place: str, dtype: torch.dtype, main_dtype: torch.d
             check(make(case, dtype, device), main_dtype)
 
 
+def ordered(ids: Tensor, counters: Tensor, fill: Tensor | None, rows: int, start: int, padding: int) -> Tensor:
+    """Return the list that the passes make, however few tokens there are."""
+    meta = Meta(ids.dtype, ids.shape, ids.stride(), -1, 0)
+    target, size = (0, 0) if fill is None else ("fill", fill.nbytes)
+    steps, scratch, name = order.order_steps(meta, "ids", target, rows, start, padding, counters.numel(), size, -1)
+    result = {name: scratch.pop(name)}
+    plan = StepPlan("order", ("ids", "counters", "fill"), (), result, "single", Steps(*steps, scratch=scratch), -1)
+    return plan.run(ids.data_ptr(), counters.data_ptr(), 0 if fill is None else fill.data_ptr())
+
+
 def emulated_coverage() -> None:
     """Run every kernel of the op in the emulator; test_registry.py checks that it does."""
     with running_on("sm_90") as device:
@@ -190,8 +201,8 @@ def test_sort_in_passes(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for case in ("edges", "range_padding", "heavy", "wild_ids", "one_token", "int32", "large_vocabulary"):
             wanted = None
             for bits, least in ((9, 512), (3, 32)):  # one to three passes, and up to seven; few chunks, and many
-                monkeypatch.setattr(order, "MOST_DIGIT_BITS", bits)
-                monkeypatch.setattr(order, "LEAST_TOKENS", least)
+                monkeypatch.setattr(order, "MAX_DIGIT_BITS", bits)
+                monkeypatch.setattr(order, "MIN_TOKENS", least)
                 Plans.forget_all()
                 got = check(make(case, torch.bfloat16, device))
                 for a, b in zip(got, wanted or got, strict=True):
@@ -203,8 +214,8 @@ def test_sort_in_passes(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @emulated
 @pytest.mark.parametrize("threads", ("forward", *ORDERS))
 def test_list_of_the_passes(threads: str | int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order, "LEAST_TOKENS", 64)
-    monkeypatch.setattr(order, "MOST_DIGIT_BITS", 4)
+    monkeypatch.setattr(order, "MIN_TOKENS", 64)
+    monkeypatch.setattr(order, "MAX_DIGIT_BITS", 4)
     Plans.forget_all()
     ids = torch.randint(-2, 620, (700,), generator=torch.Generator().manual_seed(0))
     counters, fill = torch.full((5,), -1, dtype=torch.int32), torch.ones(4001)
@@ -219,11 +230,11 @@ def test_list_of_the_passes(threads: str | int, monkeypatch: pytest.MonkeyPatch)
 @at("sm_90", "cuda")
 def test_windows_of_several_warps(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with running_on(place) as device:
-        monkeypatch.setattr(plans, "MOST_WINDOWS", 9)
-        plans.SUM_PLANS.clear()
+        monkeypatch.setattr(plans, "MAX_WINDOWS", 9)
+        Plans.forget_all()
         for case in ("edges", "heavy", "many"):
             check(make(case, torch.bfloat16, device))
-        plans.SUM_PLANS.clear()
+        Plans.forget_all()
 
 
 test_thread_order_does_not_matter = order_test(
@@ -341,7 +352,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "dy dtype": (lambda: embedding_grad_(torch.ones(4, 8), IDS, DY.double()), "dy has dtype float64"),
     "device": (
-        lambda: plans.check_fwd((torch.int64, torch.Size((2,)), (1,), -1), META),
+        lambda: plans.check_fwd(META, (torch.int64, torch.Size((2,)), (1,), -1)),
         "ids has device index -1; expected 0, that of weight",
     ),
     "rows": (lambda: module.BACKWARD(DY, IDS, -1, 0, -1), "rows is -1; expected 0 or more"),

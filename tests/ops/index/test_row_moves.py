@@ -20,6 +20,7 @@ from rtkernels import index_select, scatter_add, sort_chunks
 from rtkernels.ops.index import row_moves as module
 from rtkernels.ops.index import row_moves_operators as operators
 from rtkernels.ops.index import row_moves_plan as plans
+from rtkernels.runtime.launch.plans import Plans
 
 WILD = [0, 12, -1, 5, 5, 13, 2**40, -7, 2**32 + 3, -(2**63)]
 
@@ -233,9 +234,9 @@ def test_more_chunks_than_fit_into_shared_memory(place: str, monkeypatch: pytest
         x = normal(15, 8).to(device)
         wanted = sort_chunks(x, counts, order)
         monkeypatch.setattr(plans, "SHARED_CHUNKS", 4)
-        plans.CHUNK_PLANS.clear()
+        Plans.forget_all()
         assert_same_bits(sort_chunks(x, counts, order), wanted)
-        plans.CHUNK_PLANS.clear()
+        Plans.forget_all()
 
 
 @at("cpu", "cuda")

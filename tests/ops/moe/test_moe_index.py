@@ -175,8 +175,8 @@ def test_every_case(place: str, case: str) -> None:
 @at("sm_80", "sm_90", "cuda")
 def test_small_chunks_and_wide_counts(place: str, case: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with running_on(place) as device:
-        monkeypatch.setattr(plans, "LEAST_CHOICES", 8)
-        monkeypatch.setattr(plans, "LEAST_FLAGS", 8)
+        monkeypatch.setattr(plans, "MIN_CHOICES", 8)
+        monkeypatch.setattr(plans, "MIN_FLAGS", 8)
         monkeypatch.setattr(plans, "MANY_CHOICES", 0)
         monkeypatch.setattr(plans, "MANY_FLAGS", 0)
         monkeypatch.setattr(plans, "count_bytes", lambda most: width)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import rtkernels
 from rtkernels.emulator import _launch
-from rtkernels.ops.moe.moe_index_layout import MoeIndex, build, most_rows
+from rtkernels.ops.moe.moe_index_layout import MoeIndex, build, max_rows
 from rtkernels.ops.moe.moe_permute import PROBS, UNPERMUTE, UNPERMUTE_BWD
 
 moe_permute, moe_unpermute = rtkernels.moe_permute, rtkernels.moe_unpermute
@@ -29,7 +29,7 @@ def routed(tokens: int, experts: int, top_k: int, pad: int = 1, rows: int | None
     if tokens > 3:
         choices[3] = -1
         choices[2, 0] = experts + 7
-    return build(choices, experts, pad, most_rows(tokens, top_k, experts, pad) if rows is None else rows)
+    return build(choices, experts, pad, max_rows(tokens, top_k, experts, pad) if rows is None else rows)
 
 
 def on(device: str, index: MoeIndex) -> MoeIndex:
@@ -417,7 +417,7 @@ def test_beyond_two_to_the_31_elements():
     tokens, cols = 2**18 + 100, 8200
     x = torch.zeros(tokens, cols, dtype=torch.bfloat16, device="cuda")
     x[-100:] = numbers(100, cols).cuda()
-    index = build(torch.zeros(tokens, 1, dtype=torch.int64, device="cuda"), 2, 16, most_rows(tokens, 1, 2, 16))
+    index = build(torch.zeros(tokens, 1, dtype=torch.int64, device="cuda"), 2, 16, max_rows(tokens, 1, 2, 16))
     y = moe_permute(x, index)
     assert_same_bits(y[:tokens][-100:], x[-100:])
     assert not y[tokens:].any()

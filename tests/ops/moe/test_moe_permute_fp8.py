@@ -12,9 +12,9 @@ from test_moe_permute import numbers, on, routed
 from torch import Tensor
 
 import rtkernels
-from rtkernels.ops.moe.moe_index_layout import MoeIndex, build, most_rows
+from rtkernels.ops.moe.moe_index_layout import MoeIndex, build, max_rows
 from rtkernels.ops.moe.moe_permute_fp8 import MoePermutedFp8
-from rtkernels.ops.moe.moe_permute_fp8_plan import OUTPUTS
+from rtkernels.ops.shared.fp8_layout import LAYOUTS
 
 moe_permute, moe_permute_fp8 = rtkernels.moe_permute, rtkernels.moe_permute_fp8
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -51,12 +51,12 @@ def same(got: MoePermutedFp8, want: tuple[Tensor | None, ...], what: str) -> Non
 
 
 @at("cpu", *DEVICE_CODE)
-@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("output", LAYOUTS)
 @pytest.mark.parametrize("case", CASES)
 def test_bits_of_permutation_then_quantisation(case: str, output: str, place: str):
     index, cols = tiny(case)
     tokens, top_k = index.rows.shape
-    number = list(CASES).index(case) + OUTPUTS.index(output)
+    number = list(CASES).index(case) + LAYOUTS.index(output)
     fp8, pow2 = (E4M3, E5M2)[number % 2], bool(number // 2 % 2)
     x = wild(tokens, cols, torch.bfloat16)
     columns = len(index.counts) if number % 2 and top_k > 1 else top_k
@@ -77,7 +77,7 @@ def test_other_types_and_columns(place: str):
     views = [wild(40, 136, torch.float32), wild(40, 136, torch.float16), wild(40, 131, torch.bfloat16)]
     views += [wild(40, 320, torch.bfloat16)[:, 1:137], wild(136, 40, torch.bfloat16).t()]
     for i, x in enumerate(views):
-        options = {"output": OUTPUTS[(i + 2) % 3], "dtype": (E4M3, E5M2)[i % 2]}
+        options = {"output": LAYOUTS[(i + 2) % 3], "dtype": (E4M3, E5M2)[i % 2]}
         want = composed(x.contiguous(), index, **options)
         with running_on(place) as device:
             got = moe_permute_fp8(x.to(device), on(device, index), **options)
@@ -190,7 +190,7 @@ def test_compile():
 def test_large_and_captured():
     g = torch.Generator("cuda").manual_seed(0)
     choices = torch.rand(3000, 64, device="cuda", generator=g).topk(6).indices
-    index = build(choices, 64, 16, most_rows(3000, 6, 64, 16))
+    index = build(choices, 64, 16, max_rows(3000, 6, 64, 16))
     x = torch.randn(3000, 1024, device="cuda", generator=g).bfloat16()
     replay = captured(lambda: moe_permute_fp8(x, index))
     x.normal_(generator=g)
@@ -200,7 +200,7 @@ def test_large_and_captured():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("output", LAYOUTS)
 def test_more_codes_than_32_bits_count(output: str):
     # Every token goes to every expert, so each expert has the codes of all tokens.
     tokens, cols, experts = 4112, 2048, 256

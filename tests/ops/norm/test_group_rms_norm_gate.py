@@ -19,6 +19,7 @@ import rtkernels
 from bench.rows import rows_of
 from rtkernels.ops.norm import group_rms_norm_gate as module
 from rtkernels.ops.norm import group_rms_norm_gate_plan as plans
+from rtkernels.runtime.operator.declared import Meta
 
 gated = rtkernels.group_rms_norm_gate
 
@@ -291,13 +292,13 @@ def test_nan_and_infinity_stay_in_their_group(place: str) -> None:
 def test_strided_inputs_are_not_copied() -> None:
     for case in ("attention", "attention_turned", "gate_transposed", "gate_padded", "x_padded", "x_expanded"):
         inputs = make(case, torch.bfloat16, "cpu")
-        x, gate, dy = ((t.dtype, t.shape, t.stride(), -1) for t in (inputs.x, inputs.gate, inputs.dy))
-        tensors = plans.Tensors(x, gate, None, dy, inputs.groups, inputs.layout, 0)
-        assert tensors.fits and tensors.vec == 8, case
+        x, gate, dy = (Meta(t.dtype, t.shape, t.stride(), -1, 0) for t in (inputs.x, inputs.gate, inputs.dy))
+        tensors = plans.Tensors(x, gate, None, dy, inputs.groups, inputs.layout)
+        assert not tensors.copied and tensors.vec == 8, case
 
 
-def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, ...]:
-    return dtype, shape, tuple(torch.empty(shape, device="meta").stride()), -1
+def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Meta:
+    return Meta(dtype, shape, tuple(torch.empty(shape, device="meta").stride()), -1, 0)
 
 
 @pytest.mark.parametrize("tokens", (1, 3, 131, 8192))
@@ -312,17 +313,17 @@ def test_backward_grid_covers_every_row(tokens: int, groups: int, cols: int, mon
     bound: list[Any] = []
     monkeypatch.setattr(plans, "_BWD", SimpleNamespace(bind=lambda *args: bound.extend(args)))
     meta = _meta(tokens, groups * cols)
-    plan = plans._BackwardPlan(meta, meta, meta, _meta(groups * cols), groups, "same", 0, True)
+    plan = plans.plan_bwd(meta, meta, meta, _meta(groups * cols), groups, 1e-6, "same", True, -1)
     variant, _, blocks, block, shared = bound
     chunks, form = variant[1:]
-    lanes, threads = plan.numbers[-6:-4]
+    lanes, threads = plan.steps[0].arguments[-7:-5]
     rows = block // threads
     assert block % 32 == 0 and block <= 512 and rows * threads == block and threads * chunks * 8 >= cols
     assert (threads in (1, 2, 4, 8, 16, 32), threads % 4 == 0, threads % 32 == 0, threads == 64, threads == 128)[form]
     team = max(1, 32 // (threads & -threads)) if form == 1 else 1  # rows that meet at one barrier
     assert rows % team == 0 and (form == 0 or rows // team <= 15)
     assert 1 <= lanes <= tokens and lanes * groups <= blocks * rows and (blocks <= 4 or blocks * rows < rows + groups)
-    parts, width = plan.partial
+    parts, width = plan.scratch["partial"].shape
     assert width == groups * cols and parts == (blocks if rows > groups else lanes)
     places = rows if rows % groups == 0 else groups * -(-(rows + groups - 1) // groups)
     sums = 4 * cols * places if rows > groups else 0
@@ -389,7 +390,9 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "gate has dtype float16; expected float32, that of x",
     ),
     "gate device": (
-        lambda: plans.check((torch.float32, (4, 8), (8, 1), 0), (torch.float32, (4, 8), (8, 1), 1), None, 2, "same"),
+        lambda: plans.check(
+            (torch.float32, (4, 8), (8, 1), 0), (torch.float32, (4, 8), (8, 1), 1), None, 2, 1e-6, "same"
+        ),
         "gate has device index 1; expected 0, that of x",
     ),
     "groups": (lambda: gated(_ones(4, 8), _ones(4, 8), groups=3), "groups is 3; expected a number that divides the 8"),
@@ -408,6 +411,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
             (torch.float32, (4, 8), (8, 1), 0),
             (torch.float32, (8,), (1,), -1),
             2,
+            1e-6,
             "same",
         ),
         "weight has device index -1; expected 0, that of x",

@@ -21,6 +21,7 @@ from rtkernels.ops.norm import layer_norm as module
 from rtkernels.ops.norm import layer_norm_plan as plans
 from rtkernels.runtime import targets
 from rtkernels.runtime.launch.device import DeviceInfo, device_info, shared_limit
+from rtkernels.runtime.operator.declared import Meta
 
 layer_norm = rtkernels.layer_norm
 EPS = 1e-5
@@ -340,12 +341,11 @@ def test_backward_plans_hold_together(rows: int) -> None:
     with rtkernels.emulate("sm_90"):
         layer_norm(torch.zeros(1, 8))  # makes device -1 an sm_90
         for cols in (8, 16, 24, 256, 1000, 2048, 4096, 5120, 8192, 16384):
-            meta = (torch.bfloat16, torch.Size((rows, cols)), (cols, 1), -1)
-            plan = plans._BackwardPlan(meta, meta, None, None, 0, 2)
-            assert plan.partial_launch is None
-            assert 1 <= plan.partial_rows <= device_info(-1).sm_count
-            threads = plan.args[-1]
-            assert threads * 8 * 4 >= cols and threads <= 512
+            meta = Meta(torch.bfloat16, torch.Size((rows, cols)), (cols, 1), -1, 0)
+            vector = Meta(torch.bfloat16, torch.Size((cols,)), (1,), -1, 0)
+            steps = plans.plan_bwd(meta, meta, vector, vector, None, 1e-5, 0.0, True, -1)
+            assert len(steps.steps) == 2 and "stats" not in steps.scratch
+            assert 1 <= steps.scratch["partial"].shape[0] <= device_info(-1).sm_count
 
 
 def test_bytes_in_flight() -> None:
@@ -407,7 +407,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "weight has dtype float16; expected one of float32",
     ),
     "weight device": (
-        lambda: plans.check(_meta((4, 8)), _meta((8,), 1), None, None),
+        lambda: plans.check(_meta((4, 8)), _meta((8,), 1), None),
         "weight has device index 1; expected 0, that of x",
     ),
     "bias shape": (
@@ -419,7 +419,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "bias has dtype float32; expected float16, that of weight",
     ),
     "bias device": (
-        lambda: plans.check(_meta((4, 8)), None, _meta((8,), -1), None),
+        lambda: plans.check(_meta((4, 8)), None, _meta((8,), -1)),
         "bias has device index -1; expected 0, that of x",
     ),
     "residual shape": (
@@ -431,7 +431,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "residual has dtype float16; expected float32, that of x",
     ),
     "residual device": (
-        lambda: plans.check(_meta((4, 8)), None, None, _meta((4, 8), 2)),
+        lambda: plans.check_add(_meta((4, 8)), _meta((4, 8), 2), None, None),
         "residual has device index 2; expected 0, that of x",
     ),
     "not a tensor": (lambda: layer_norm([1.0, 2.0]), "expected a torch.Tensor or an array with __dlpack__"),

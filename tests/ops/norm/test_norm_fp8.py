@@ -20,6 +20,7 @@ from bench.rows import rows_of
 from rtkernels.emulator import _launch
 from rtkernels.errors import ResidencyError
 from rtkernels.ops.norm import norm_fp8 as module
+from rtkernels.ops.norm import norm_fp8_operators as operators
 from rtkernels.ops.norm import norm_fp8_plan as plans
 from rtkernels.ops.norm import norm_fp8_ring_plan as ring
 from rtkernels.ops.norm import norm_fp8_shapes as shapes
@@ -112,10 +113,10 @@ def together(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def switch(*, long: bool = False) -> None:
         monkeypatch.setattr(plans, "_TOGETHER_BYTES", 1)
-        monkeypatch.setattr(ring, "_LEAST_BYTES", 1 << 60)
+        monkeypatch.setattr(ring, "_MIN_BYTES", 1 << 60)
         if long:
             monkeypatch.setattr(plans, "_STATS_BYTES", 0)
-            monkeypatch.setattr(plans, "_MOST_STATS_BYTES", 0)
+            monkeypatch.setattr(plans, "_MAX_STATS_BYTES", 0)
         Plans.forget_all()
 
     yield switch
@@ -187,11 +188,11 @@ def test_statistics_and_tiles_together(place: str, together: Callable[..., None]
         together()
         check(Inputs(x, weight), "both")
         check_layer_norm(Inputs(x, weight, bias=bias), "both")
-        used = [plan for plan in plans.PLANS.values() if plan]
+        used = list(operators.FORWARD._plans.values())
         together(long=True)
         check(Inputs(x, weight), "transposed")
-        used += [plan for plan in plans.PLANS.values() if plan]
-        assert place == "cpu" or all(plan._args[-2] for plan in used), "no block made statistics"
+        used += list(operators.FORWARD._plans.values())
+        assert place == "cpu" or all(plan.steps[-1].given[-4] for plan in used), "no block made statistics"
 
 
 def check_layer_norm(inputs: Inputs, layout: str, **options: Any) -> NormFp8:
@@ -327,7 +328,7 @@ def emulated_coverage() -> None:
             check(make("parts", torch.bfloat16, device), layout)
         rms_norm_fp8(torch.ones(2, 8), smooth=torch.ones(8))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ring, "_LEAST_BYTES", 0)
+            patch.setattr(ring, "_MIN_BYTES", 0)
             x = torch.ones(16, 128, dtype=torch.bfloat16)
             for layout in ("transposed", "both"):
                 rms_norm_fp8(x, layout=layout, rstd=torch.ones(16))
@@ -537,7 +538,10 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
             None,
             None,
             None,
+            1e-6,
+            0.0,
             "row",
+            False,
             "row",
             False,
             False,
@@ -655,7 +659,7 @@ def _both_and_transposed(inputs: Inputs, first: NormFp8, **options: Any) -> None
 @emulated
 @pytest.mark.parametrize("order", ("forward", *ORDERS))
 def test_recomputing_by_tensor_copies(order: str | int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(ring, "_MIN_BYTES", 0)
     monkeypatch.setattr(_launch, "launched", set())  # of this test alone
     for case in ("parts", "pairs"):
         inputs = make(case, torch.bfloat16, "cpu", RING_CASES)
@@ -671,12 +675,12 @@ def test_recomputing_by_tensor_copies(order: str | int, monkeypatch: pytest.Monk
 
 @emulated
 def test_sums_by_tensor_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(ring, "_MIN_BYTES", 0)
     Plans.forget_all()
     with running_on("sm_90") as device:
         inputs = make("parts", torch.bfloat16, device, RING_CASES)
         check(replace(inputs, residual=inputs.x.flip(0)), "both")
-    assert all(plan._ring is not None for plan in plans.PLANS.values())
+    assert all("map_" in plan.source for plan in operators.FORWARD._plans.values())
     Plans.forget_all()
 
 
@@ -687,10 +691,10 @@ def test_recomputing_with_the_copy_engine(case: str, dtype: torch.dtype, monkeyp
     inputs = make(case, dtype, "cuda", RING_CASES)
     inputs.x[3, 5], inputs.x[7, 9], inputs.x[-1] = math.inf, math.nan, 0.0
     options = {"pow2_scale": case == "parts"}
-    monkeypatch.setattr(ring, "_LEAST_BYTES", 1 << 60)
+    monkeypatch.setattr(ring, "_MIN_BYTES", 1 << 60)
     Plans.forget_all()
     first = rms_norm_fp8(inputs.x, inputs.weight, layout="both", offset=inputs.offset, **options)
-    monkeypatch.setattr(ring, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(ring, "_MIN_BYTES", 0)
     Plans.forget_all()
     for _ in range(2):
         _both_and_transposed(inputs, first, **options)
@@ -698,7 +702,7 @@ def test_recomputing_with_the_copy_engine(case: str, dtype: torch.dtype, monkeyp
         for layout in ("both", "transposed"):
             check(replace(make(case, dtype, "cuda", RING_CASES), residual=torch.ones_like(inputs.x)), layout)
     if ring.RING.supports(device_info(inputs.x.get_device()).target):
-        assert all(plan._ring is not None for plan in plans.PLANS.values())
+        assert all("map_" in plan.source for plan in operators.FORWARD._plans.values())
     Plans.forget_all()
 
 
@@ -713,7 +717,7 @@ def check_odd(inputs: Inputs, eps: float = EPS) -> None:
 @emulated
 @pytest.mark.parametrize("order", ("forward", *ORDERS))
 def test_reading_once_emulated(order: str | int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(ring, "_MIN_BYTES", 0)
     monkeypatch.setattr(_launch, "launched", set())  # of this test alone
     Plans.forget_all()
     g = torch.Generator().manual_seed(0)
@@ -734,15 +738,15 @@ def test_reading_once_emulated(order: str | int, monkeypatch: pytest.MonkeyPatch
 @emulated
 def test_fewer_multiprocessors_than_blocks_that_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of three pairs of tiles: three blocks at least, or statistics first and then tiles."""
-    monkeypatch.setattr(ring, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(ring, "_MIN_BYTES", 0)
     x = torch.randn(144, 520, generator=torch.Generator().manual_seed(0)).bfloat16()
     for room, once in ((4, True), (3, True), (2, False), (0, False)):
-        monkeypatch.setattr(ring.ONCE, "most_resident", lambda *args, room=room: room)
+        monkeypatch.setattr(ring.SINGLE_READ, "most_resident", lambda *args, room=room: room)
         Plans.forget_all()
         with rtkernels.emulate("sm_90"):
             check(Inputs(x), "both")
-        (plan,) = plans.PLANS.values()
-        assert (plan._once is not None) == once, room
+        (plan,) = operators.FORWARD._plans.values()
+        assert ("kept_zeros" in plan.source) == once, room
     Plans.forget_all()
 
 
@@ -755,9 +759,9 @@ def test_a_launch_that_is_not_resident_is_made_in_two_passes(monkeypatch: pytest
         tried.append(args)
         raise ResidencyError("3 blocks of 640 threads must run at the same time")
 
-    monkeypatch.setattr(ring, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(ring, "_MIN_BYTES", 0)
     monkeypatch.setattr(ring, "_refused", set())
-    monkeypatch.setattr(ring.ONCE, "bind", lambda *args, **options: refused)
+    monkeypatch.setattr(ring.SINGLE_READ, "bind", lambda *args, **options: refused)
     x = torch.randn(144, 520, generator=torch.Generator().manual_seed(0)).bfloat16()
     Plans.forget_all()
     with rtkernels.emulate("sm_90"):
@@ -771,16 +775,16 @@ def test_a_launch_that_is_not_resident_is_made_in_two_passes(monkeypatch: pytest
 @pytest.mark.gpu
 def test_the_driver_refuses_and_two_passes_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(2048, 4096, device="cuda").bfloat16()
-    if not ring.ONCE.supports(device_info(x.get_device()).target):
+    if not ring.SINGLE_READ.supports(device_info(x.get_device()).target):
         pytest.skip("for GPUs with a bulk copy engine")
     monkeypatch.setattr(ring, "_refused", set())
     Plans.forget_all()
     first = check(Inputs(x), "both")
-    (plan,) = plans.PLANS.values()
-    room = ring.ONCE.most_resident(("bf16",), 0, ring._THREADS, ring._ONCE_SHARED)
-    plan._once._launch = ring.ONCE.bind(("bf16",), 0, room + 1, ring._THREADS, ring._ONCE_SHARED, resident=True)
+    room = ring.SINGLE_READ.most_resident(("bf16",), 0, ring._THREADS, ring._SINGLE_READ_SHARED)
+    monkeypatch.setattr(ring, "single_read_blocks", lambda matrix: room + 1)
+    Plans.forget_all()
     second = check(Inputs(x), "both")
-    assert plan._two_pass is not None and ring._refused == {x.get_device()}
+    assert ring._refused == {x.get_device()}
     assert_close(second.rstd, first.rstd.double(), c=12, what="rstd")
     Plans.forget_all()
 
@@ -790,9 +794,9 @@ def test_the_driver_refuses_and_two_passes_are_made(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("case", [case for case in RING_CASES if case != "parts"])
 def test_reading_once(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make(case, dtype, "cuda", RING_CASES)
-    if not ring.ONCE.supports(device_info(inputs.x.get_device()).target):
+    if not ring.SINGLE_READ.supports(device_info(inputs.x.get_device()).target):
         pytest.skip("for GPUs with a bulk copy engine")
-    monkeypatch.setattr(ring, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(ring, "_MIN_BYTES", 0)
     Plans.forget_all()
     with running_on("cuda"):
         first = check(inputs, "both")
@@ -804,7 +808,7 @@ def test_reading_once(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyP
             torch.cuda.synchronize()
             for one in again[::19]:
                 compare(one, first)
-    assert all(plan._once is not None for plan in plans.PLANS.values())
+    assert all("kept_zeros" in plan.source for plan in operators.FORWARD._plans.values())
     inputs.x[3, 5], inputs.x[7, 9], inputs.x[-1] = math.inf, math.nan, 0.0
     first = rms_norm_fp8(inputs.x, inputs.weight, eps=EPS, layout="both")
     assert first.rstd[3] == 0 and first.rstd[7].isnan() and abs(first.rstd[-1] * EPS**0.5 - 1) < 1e-6
@@ -819,8 +823,8 @@ def test_reading_once_in_the_widest_strips() -> None:
     Plans.forget_all()
     x[1], x[2, ::256], x[3] = math.inf, math.nan, x[3] * 1e15
     first = rms_norm_fp8(x, layout="both", eps=EPS)
-    if ring.ONCE.supports(device_info(x.get_device()).target):
-        assert all(plan._once is not None for plan in plans.PLANS.values())
+    if ring.SINGLE_READ.supports(device_info(x.get_device()).target):
+        assert all("kept_zeros" in plan.source for plan in operators.FORWARD._plans.values())
     assert first.rstd[1] == 0 and first.rstd[2].isnan()
     exact = torch.rsqrt(x.double().square().mean(-1) + EPS)
     assert_close(first.rstd[3:], exact[3:], c=30, what="rstd")
@@ -829,8 +833,8 @@ def test_reading_once_in_the_widest_strips() -> None:
 
 @pytest.mark.gpu
 def test_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    for least in (ring._LEAST_BYTES, 0):
-        monkeypatch.setattr(ring, "_LEAST_BYTES", least)
+    for least in (ring._MIN_BYTES, 0):
+        monkeypatch.setattr(ring, "_MIN_BYTES", least)
         Plans.forget_all()
         _check_cuda_graph()
     Plans.forget_all()

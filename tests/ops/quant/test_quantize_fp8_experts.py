@@ -19,6 +19,7 @@ import rtkernels
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.quant import quantize_fp8_experts as module
 from rtkernels.ops.shared import tile_stream as stream
+from rtkernels.ops.shared.fp8_layout import LAYOUTS, row_blocks_of
 from rtkernels.runtime.launch.plans import Plans
 
 quantize_fp8_experts = rtkernels.quantize_fp8_experts
@@ -45,8 +46,8 @@ def by_the_copy_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @contextmanager
 def kernels(patch: pytest.MonkeyPatch, *, streams: bool, draws: bool = False) -> Iterator[None]:
     with patch.context() as inner:
-        inner.setattr(module, "_STREAM_TURNS", 0 if streams else 2**31)
-        inner.setattr(stream, "_DRAW_TURNS", 0 if draws else 2**31)
+        inner.setattr(module, "_STREAM_TILES", 0 if streams else 2**31)
+        inner.setattr(stream, "_DRAW_TILES_PER_BLOCK", 0 if draws else 2**31)
         Plans.forget_all()
         yield
     Plans.forget_all()
@@ -58,7 +59,7 @@ def expected(x: Tensor, counts: list[int], dtype: torch.dtype, pow2: bool) -> tu
     groups = -(-cols // 128)
     q, scale = np.zeros((rows, cols), np.uint8), np.zeros(rows * groups, np.float32)
     q_t = np.zeros(rows * cols, np.uint8)
-    scale_t = np.zeros((module.row_blocks(rows, len(counts)), cols), np.float32)
+    scale_t = np.zeros((row_blocks_of(rows, len(counts)), cols), np.float32)
     first = block = 0
     for count in counts:
         part, end = x[first : first + count], first + count
@@ -92,7 +93,7 @@ def test_reference_is_the_recipe(dtype: torch.dtype):
 
 
 @at(*DEVICE_CODE)
-@pytest.mark.parametrize("output", module.OUTPUTS)
+@pytest.mark.parametrize("output", LAYOUTS)
 def test_device_code_gives_the_bits_of_the_reference(output: str, place: str):
     for i, (counts, cols) in enumerate(CASES):
         for k, dtype in enumerate(DTYPES):
@@ -138,7 +139,7 @@ def test_counts_that_do_not_sum_to_the_rows(place: str):
 def test_order_of_threads_does_not_matter(monkeypatch: pytest.MonkeyPatch, order: str | int):
     counts, cols = CASES[0]
     x = wild(sum(counts), cols, torch.bfloat16)
-    for streams, output in ((True, "both"), (True, "transposed"), *((False, output) for output in module.OUTPUTS)):
+    for streams, output in ((True, "both"), (True, "transposed"), *((False, output) for output in LAYOUTS)):
         want = quantize_fp8_experts(x, torch.tensor(counts), output=output)
         with kernels(monkeypatch, streams=streams, draws=True), rtkernels.emulate("sm_90", order=order), poisoned():
             same(quantize_fp8_experts(x, torch.tensor(counts), output=output), want, f"order {order}")

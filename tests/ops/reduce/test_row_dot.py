@@ -18,6 +18,7 @@ import rtkernels
 from bench.rows import rows_of
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.reduce import row_dot as module
+from rtkernels.runtime.operator.declared import Meta
 
 row_dot = rtkernels.row_dot
 E4M3 = torch.float8_e4m3fn
@@ -111,9 +112,9 @@ test_errors, test_launchers_raise_the_same_messages = error_tests(BAD)
 
 
 def test_rows_that_are_too_long() -> None:
-    vector = (torch.bfloat16, torch.Size((2**31,)), (1,), -1)
+    vector = Meta(torch.bfloat16, (2**31,), (1,), -1, 0)
     with pytest.raises(ArgumentError, match=r"x has 1 rows of 2147483648 elements; expected fewer than 2\^31"):
-        module._plan(vector, vector, 0, False)
+        module._plan_fwd(vector, vector, -1)
 
 
 @at("cpu", "cuda")

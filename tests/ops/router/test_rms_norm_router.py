@@ -148,13 +148,18 @@ test_bad_arguments, test_bad_arguments_of_launchers = error_tests(
 def single(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     """Let the single kernel serve few rows and small weights too; gives a function that says how often it ran."""
     count = [0]
-    run = plans._Plan.run
+    bind = plans.KERNEL.bind
 
-    def counted(self, *args):
-        count[0] += 1
-        return run(self, *args)
+    def counted(*args, **options):
+        launch = bind(*args, **options)
 
-    monkeypatch.setattr(plans._Plan, "run", counted)
+        def launch_and_count(*given):
+            count[0] += 1
+            launch(*given)
+
+        return launch_and_count
+
+    monkeypatch.setattr(plans.KERNEL, "bind", counted)
     monkeypatch.setattr(plans, "_BUSY", 0.0)
     monkeypatch.setattr(plans, "_EXPERTS", range(4, 257, 4))
     monkeypatch.setattr(plans, "_COLUMNS", range(8, 3073, 8))

@@ -37,6 +37,10 @@ RTK_DEVICE u64 l2_first() { return 0; }
 RTK_DEVICE u64 l2_last() { return 0; }
 RTK_DEVICE u64 l2_policy(bool) { return 0; }
 RTK_DEVICE Raw<16> ld_stream_16(const void* p, u64) { return ld_keep<16>(p); }
+template <int B>
+RTK_DEVICE void ld_keep_if(bool wanted, u32& word, const void* p) {
+    if (wanted) word = ld_keep<B>(p).w[0];
+}
 RTK_DEVICE void ld_stream_16_if(bool wanted, Raw<16>& r, const void* p, u64) {
     if (wanted) r = ld_keep<16>(p);
 }

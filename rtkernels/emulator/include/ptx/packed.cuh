@@ -48,4 +48,23 @@ RTK_DEVICE u32 max_magnitudes_bf16x2(u32 a, u32 b) {
     return max_bf16x2(a & 0x7fff7fffu, b & 0x7fff7fffu) | ((a ^ b) & 0x80008000u);
 }
 
+// Products of two such numbers and their sum with a third are exact in double precision but for sums of very different
+// magnitudes, whose second rounding these operands do not show.
+RTK_DEVICE u32 fma_bf16x2(u32 a, u32 b, u32 c) {
+    u32 out = 0;
+    for (int i = 0; i < 32; i += 16) {
+        auto value = [&](u32 v) { return static_cast<double>(emu::bf16_to_f32(v >> i & 0xffffu)); };
+        out |= emu::f32_to_bf16(static_cast<float>(value(a) * value(b) + value(c))) << i;
+    }
+    return out;
+}
+RTK_DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) {
+    u32 out = 0;
+    for (int i = 0; i < 32; i += 16) {
+        auto value = [&](u32 v) { return static_cast<double>(emu::f16_to_f32(v >> i & 0xffffu)); };
+        out |= emu::f32_to_f16(static_cast<float>(value(a) * value(b) + value(c))) << i;
+    }
+    return out;
+}
+
 }  // namespace rtk::ptx

@@ -17,6 +17,11 @@ RTK_DEVICE void tma_load_2d(SharedAddress to, const TensorMap& map, SharedAddres
 RTK_DEVICE void tma_load_2d(SharedAddress to, const TensorMap& map, SharedAddress barrier, i32 column, i32 row, u64) {
     tma_load_2d(to, map, barrier, column, row);
 }
+RTK_DEVICE void tma_load_3d(SharedAddress to, const TensorMap& map, SharedAddress barrier, i32 first, i32 second,
+                            i32 third) {
+    const int at[] = {first, second, third};
+    emu::tensor_load(to, map.words, barrier, at);
+}
 RTK_DEVICE void tma_load_3d(SharedAddress to, const TensorMap& map, SharedAddress barrier, i32 first, i32 second, i32 third,
                             u64) {
     const int at[] = {first, second, third};
@@ -34,6 +39,10 @@ RTK_DEVICE void tma_store_2d(const TensorMap& map, SharedAddress from, i32 colum
 RTK_DEVICE void tma_store_3d(const TensorMap& map, SharedAddress from, i32 first, i32 second, i32 third) {
     const int at[] = {first, second, third};
     emu::tensor_store(map.words, from, at);
+}
+RTK_DEVICE void tma_add_3d(const TensorMap& map, SharedAddress from, i32 first, i32 second, i32 third) {
+    const int at[] = {first, second, third};
+    emu::tensor_store(map.words, from, at, true);  // fp32 only
 }
 RTK_DEVICE void fence_async_shared() { emu::fence_async(); }
 

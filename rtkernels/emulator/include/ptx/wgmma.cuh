@@ -33,6 +33,7 @@ struct EmulatedProduct {  // nothing runs when a unit is loaded: no constructors
     int eights;      // of columns
     bool in_registers, across, add, half;
     u32 group;
+    void (*make)(const EmulatedProduct&);  // instead of emulated_product, if not null
     bool across_a;
 };
 inline constexpr u32 kEmulatedProducts = 64;
@@ -88,7 +89,7 @@ RTK_DEVICE void wgmma_wait(RTK_EMU_CALLER) {
     for (u32 i = 0; i < count; ++i) {
         EmulatedProduct& p = emulated_products[threadIdx.x][i];
         if (p.group + kPending < open) {
-            emulated_product(p);
+            p.make == nullptr ? emulated_product(p) : p.make(p);
         } else {
             emulated_products[threadIdx.x][left++] = p;
         }

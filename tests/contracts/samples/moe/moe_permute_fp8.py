@@ -6,7 +6,7 @@ import torch
 
 from rtkernels.ops.moe.moe_index_layout import build
 from rtkernels.ops.moe.moe_permute_fp8 import QUANTIZE
-from rtkernels.ops.quant.quantize_fp8_plan import FP8_DTYPES
+from rtkernels.ops.shared.fp8_layout import FP8_DTYPES
 
 
 def samples(device: str):

@@ -7,7 +7,7 @@ import torch
 from rtkernels.ops.moe import moe_permute_smooth_t as transposed
 from rtkernels.ops.moe.moe_index_layout import build
 from rtkernels.ops.moe.moe_permute_smooth import SMOOTH
-from rtkernels.ops.quant.quantize_fp8_plan import FP8_DTYPES
+from rtkernels.ops.shared.fp8_layout import FP8_DTYPES
 
 
 def samples(device: str):

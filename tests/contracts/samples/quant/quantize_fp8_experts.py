@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from rtkernels.ops.quant.quantize_fp8_experts import OUTPUTS, QUANTIZE
-from rtkernels.ops.quant.quantize_fp8_plan import FP8_DTYPES
+from rtkernels.ops.quant.quantize_fp8_experts import QUANTIZE
+from rtkernels.ops.shared.fp8_layout import FP8_DTYPES, LAYOUTS
 
 
 def samples(device: str):
     x = torch.randn(131, 136, generator=torch.Generator(device).manual_seed(0), device=device)
-    for output, kind in zip(OUTPUTS, (torch.int32, torch.int64, torch.int32), strict=True):
+    for output, kind in zip(LAYOUTS, (torch.int32, torch.int64, torch.int32), strict=True):
         yield QUANTIZE, (x, torch.tensor([1, 129, 0, 1], dtype=kind, device=device), output, FP8_DTYPES[0], True)

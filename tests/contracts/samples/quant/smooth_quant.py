@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from rtkernels.ops.quant import quantize_fp8_channel as channel
-from rtkernels.ops.quant.quantize_fp8_plan import FP8_DTYPES
 from rtkernels.ops.quant.smooth_quant import SMOOTH
+from rtkernels.ops.shared.fp8_layout import FP8_DTYPES
 
 
 def samples(device: str):

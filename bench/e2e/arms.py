@@ -1,0 +1,120 @@
+"""The models, and the ways to train them: transformers as it is, torch.compile, Liger, and ours."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ARMS = ("hf", "liger", "compile", "ours", "ours_compile", "fp8")
+_DENSE = {
+    "num_hidden_layers": 24, "hidden_size": 1536, "intermediate_size": 4608, "num_attention_heads": 12,
+    "num_key_value_heads": 4, "head_dim": 128, "tie_word_embeddings": True,
+}  # fmt: skip
+_MOE = {
+    "num_hidden_layers": 16, "hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 128,
+    "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "tie_word_embeddings": True, "output_router_logits": False,
+}  # fmt: skip
+_TINY = {
+    "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16,
+    "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+}  # fmt: skip
+MODELS = {"dense": ("qwen3", _DENSE), "moe": ("qwen3_moe", _MOE)}
+
+
+def build(model: str, vocabulary: int, length: int, *, tiny: bool, device: str, dtype: torch.dtype) -> nn.Module:
+    """Return a model with random weights, the same at every call."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, sizes = MODELS[model]
+    sizes = {**sizes, **({k: v for k, v in _TINY.items() if k in sizes} if tiny else {})}
+    config = AutoConfig.for_model(kind, **sizes, vocab_size=vocabulary, max_position_embeddings=length, use_cache=False)
+    torch.manual_seed(0)
+    with torch.device(device):
+        made = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return made.train()
+
+
+def prepare(arm: str, model: nn.Module) -> tuple[nn.Module, str]:
+    """Return a model as an arm trains it, and a note about what was done to it.
+
+    Raises:
+        ImportError: The arm's library is not installed.
+    """
+    if arm == "hf":
+        return model, ""
+    if arm == "liger":
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model)
+        return model, "instance patched by Liger"
+    if arm == "compile":
+        return torch.compile(model), "torch.compile, default mode"
+    import rtkernels
+
+    report = rtkernels.models.patch(model, **({"fp8": True} if arm == "fp8" else {}))
+    return (torch.compile(model) if arm == "ours_compile" else model), str(report)
+
+
+class MasterAdamW:
+    """torch's fused AdamW on fp32 copies of 16-bit parameters, with clipping: what the arms that are not ours use."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float, max_norm: float) -> None:
+        self.parameters = list(parameters)
+        self.masters = [p.detach().float().requires_grad_() for p in self.parameters]
+        fused = self.masters[0].is_cuda
+        self.optimizer = torch.optim.AdamW(self.masters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
+        self.max_norm = max_norm
+
+    def step(self) -> None:
+        """Update from the gradients of the parameters, and clear them."""
+        for master, p in zip(self.masters, self.parameters, strict=True):
+            master.grad = None if p.grad is None else p.grad.float()
+            p.grad = None
+        torch.nn.utils.clip_grad_norm_(self.masters, self.max_norm, foreach=True)
+        self.optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(self.parameters, self.masters)
+        for master in self.masters:
+            master.grad = None
+
+
+class OurAdamW:
+    """The same with our optimizer, whose master weights are its own."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float, max_norm: float) -> None:
+        import rtkernels
+
+        self.parameters, self.max_norm = list(parameters), max_norm
+        self.clip = rtkernels.optim.clip_grad_norm_
+        self.optimizer = rtkernels.optim.AdamW(self.parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+
+    def step(self) -> None:
+        """Update from the gradients of the parameters, and clear them."""
+        self.clip(self.parameters, self.max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def optimizer(arm: str, model: nn.Module, lr: float, max_norm: float = 1.0) -> MasterAdamW | OurAdamW:
+    """Return an arm's optimizer."""
+    made = OurAdamW if arm in ("ours", "ours_compile", "fp8") else MasterAdamW
+    return made([p for p in model.parameters() if p.requires_grad], lr, max_norm)
+
+
+def loss_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return the loss of a batch of ids as a function."""
+
+    def loss(ids: Tensor) -> Tensor:
+        return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+    return loss
+
+
+def quiet() -> Any:
+    """Turn off warnings of libraries that are measured."""
+    warnings.simplefilter("ignore")

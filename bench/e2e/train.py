@@ -1,0 +1,176 @@
+"""Train a model with random weights in several ways, each in a process of its own: time, memory, loss.
+
+``python -m bench e2e train --model dense|moe --arms hf,liger,compile,ours`` starts this file for each arm and writes a
+result file. Every arm has the same weights, batches and learning rate; an arm whose library is missing is recorded so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench import meta
+from bench.e2e.arms import ARMS, MODELS
+
+LEARNING_RATE = 3e-4
+PEAK_FLOPS = 989e12  # bf16, of an H200
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m bench e2e train", description=__doc__.splitlines()[0])
+    made.add_argument("--model", choices=MODELS, default="dense")
+    made.add_argument("--arms", default=",".join(ARMS), help="comma-separated: " + ", ".join(ARMS))
+    made.add_argument("--vocab", type=int, default=151936)
+    made.add_argument("--tokens", type=int, default=16384, help="of a step")
+    made.add_argument("--seq", type=int, default=2048)
+    made.add_argument("--steps", type=int, default=30, help="measured ones")
+    made.add_argument("--warmup", type=int, default=5)
+    made.add_argument("--seed", type=int, default=0, help="of the order of the data")
+    made.add_argument("--tiny", action="store_true", help="a small model, on the CPU where there is no GPU")
+    made.add_argument("--out", type=Path, help="result file")
+    made.add_argument("--one", help=argparse.SUPPRESS)
+    return made
+
+
+def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Train one arm in this process; return its record."""
+    started = time.perf_counter()
+    import torch
+
+    from bench.e2e import arms
+    from bench.e2e.text import Corpus
+
+    arms.quiet()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    corpus = Corpus(args.vocab, limit=200_000 if args.tiny else None)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = arms.build(args.model, args.vocab, args.seq, tiny=args.tiny, device=device, dtype=dtype)
+    products = _products(model, args)
+    prepared, note = arms.prepare(arm, model)
+    loss_of, optimizer = arms.loss_of(prepared), arms.optimizer(arm, model, LEARNING_RATE)
+    batches = [corpus.batch(i, args.tokens, args.seq, args.seed).to(device) for i in range(args.steps + args.warmup)]
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    losses, steps, backward, first = [], [], [], None
+    for i, ids in enumerate(batches):
+        marks = [_mark(device)]
+        loss = loss_of(ids)
+        loss.backward()
+        marks.append(_mark(device))
+        optimizer.step()
+        marks.append(_mark(device))
+        losses.append(loss.detach())
+        if first is None:
+            _wait(device)
+            first = time.perf_counter() - started
+        if i >= args.warmup:
+            steps.append(marks)
+    _wait(device)
+    backward = [_between(a, b) for a, b, _ in steps]
+    whole = [_between(a, c) for a, _, c in steps]
+    median = statistics.median(whole)
+    return {
+        "step_ms": round(median, 2),
+        "forward_backward_ms": round(statistics.median(backward), 2),
+        "quartiles_ms": [round(q, 2) for q in statistics.quantiles(whole, n=4)] if len(whole) > 1 else [],
+        "tokens_per_s": round(args.tokens / median * 1000),
+        "mfu": round(products / (median / 1000) / PEAK_FLOPS, 4),
+        "peak_mib": round(torch.cuda.max_memory_allocated() / 2**20) if device == "cuda" else None,
+        "first_step_s": round(first, 1),
+        "losses": [round(float(loss), 5) for loss in losses],
+        "corpus": corpus.sha256[:16],
+        "note": note,
+    }
+
+
+def _products(model: Any, args: argparse.Namespace) -> float:
+    """Return the FLOPs of matrix products and causal attention of a step, forward and backward."""
+    config = model.config
+    active = 0
+    for name, p in model.named_parameters():
+        if p.dim() == 3:  # experts: a token visits some of them
+            active += p.numel() * config.num_experts_per_tok // config.num_experts
+        elif p.dim() == 2 and "embed" not in name:
+            active += p.numel()
+    active += config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
+    attention = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * args.seq
+    return 3 * args.tokens * (2 * active + attention)
+
+
+def _mark(device: str) -> Any:
+    if device == "cpu":
+        return time.perf_counter()
+    import torch
+
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(a: Any, b: Any) -> float:
+    return (b - a) * 1000 if isinstance(a, float) else a.elapsed_time(b)
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run all arms, each in its own process; print a table and write the result file."""
+    args = parser().parse_args(argv)
+    if args.one:
+        try:
+            record = run_arm(args.one, args)
+        except ImportError as error:
+            record = {"absent": str(error)}
+        args.out.write_text(json.dumps(record))
+        return 0
+    passed = sys.argv[1:] if argv is None else argv
+    result: dict[str, Any] = {"model": args.model, "arms": {}, "tokens": args.tokens, "seq": args.seq}
+    print(f"{'arm':14}{'step':>10}{'fwd+bwd':>10}{'tokens/s':>10}{'MFU':>7}{'peak':>11}{'first':>8}{'last loss':>10}")
+    for arm in args.arms.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "record.json"
+            command = [sys.executable, "-m", "bench.e2e.train", *_without_out(passed), "--one", arm, "--out", str(out)]
+            ended = subprocess.run(command, capture_output=True, text=True)
+            record = json.loads(out.read_text()) if out.exists() else {"failed": ended.stderr[-2000:]}
+        result["arms"][arm] = record
+        print(_line(arm, record), flush=True)
+    result["environment"] = meta.environment()
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1))
+    return 1 if any("failed" in record for record in result["arms"].values()) else 0
+
+
+def _without_out(argv: list[str]) -> list[str]:
+    kept, skip = [], False
+    for word in argv:
+        if not skip and word != "--out":
+            kept.append(word)
+        skip = word == "--out"
+    return kept
+
+
+def _line(arm: str, r: dict[str, Any]) -> str:
+    if "step_ms" not in r:
+        return f"{arm:14}{'absent: ' + r['absent'] if 'absent' in r else 'failed: ' + r['failed'][-300:]}"
+    peak = f"{r['peak_mib']} MiB" if r["peak_mib"] else "-"
+    last = statistics.mean(r["losses"][-5:])
+    return (
+        f"{arm:14}{r['step_ms']:7.1f} ms{r['forward_backward_ms']:7.1f} ms{r['tokens_per_s']:10}{r['mfu']:7.3f}"
+        f"{peak:>11}{r['first_step_s']:6.1f} s{last:10.4f}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

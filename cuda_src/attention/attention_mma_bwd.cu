@@ -1,0 +1,367 @@
+// Attention backward by mma.sync, deterministic: one kernel sums dK and dV of 64 keys over all queries, another one dQ of 64
+// queries over all keys. Both make scores and dP anew from q, k, v and dout (seven products instead of five), so that no
+// sum is shared between blocks and nothing is added atomically.
+//
+//   p[i, j]  = exp(s[i, j] - lse[i])                  dp = dout v^T
+//   ds[i, j] = p * (dp - delta[i]) * ds/dproduct      delta[i] = sum of dout * out - dlse[i]
+//   dv = p^T dout        dk = scale * ds^T q          dq = scale * ds k
+//
+// attention_mma_stats comes first and leaves lse * log2(e) (+inf where a query saw nothing, so that all p are 0) and delta, two
+// arrays like lse. Four warps; the tiles that a block walks over have two stages, as in the forward kernel. P and dS are
+// rounded to T for the products, sums are fp32.
+#include "attention/grads.cuh"
+#include "attention/masks.cuh"
+#include "attention/mma_tile.cuh"
+#include "attention/scores.cuh"
+#include "common/reduce.cuh"
+
+namespace rtk {
+
+inline constexpr int kBackwardThreads = 128, kBackwardRows = 64;
+
+// A warp for each row (query and head) of a sequence; grid: blocks of rows, heads, sequences.
+template <typename T>
+__global__ void __launch_bounds__(128)
+    attention_mma_stats(const T* out, const T* dout, const float* lse, const float* dlse, const i32* cu_q, float* stats,
+                        i64 lq, i64 d_v, i64 out_batch, i64 out_row, i64 out_head, i64 dout_batch, i64 dout_row,
+                        i64 dout_head, i64 lse_batch, i64 lse_head, i64 count) {
+    const int batch = static_cast<int>(blockIdx.z), head = static_cast<int>(blockIdx.y);
+    const Sequence sequence = sequence_at(batch, lq, 0, cu_q, nullptr, nullptr);
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const i64 i = static_cast<i64>(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp;
+    if (i >= sequence.lq) return;
+    const T* const a = out + batch * out_batch + (sequence.q_row + i) * out_row + head * out_head;
+    const T* const b = dout + batch * dout_batch + (sequence.q_row + i) * dout_row + head * dout_head;
+    float sum = 0.0f;
+    for (i64 column = lane * 8; column < d_v; column += kWarp * 8) {
+        float x[8], y[8];
+        load_keep<T, 8>(a + column, x);
+        load_keep<T, 8>(b + column, y);
+#pragma unroll
+        for (int c = 0; c < 8; ++c) sum += x[c] * y[c];
+    }
+    sum = warp_reduce<Sum>(sum);
+    if (lane == 0) {
+        const i64 at = batch * lse_batch + head * lse_head + sequence.q_row + i;
+        stats[at] = lse[at] == negative_infinity() ? -negative_infinity() : lse[at] * kLog2e;
+        stats[count + at] = sum - (dlse == nullptr ? 0.0f : dlse[at]);
+    }
+}
+
+// dsinks[h] = -sum over queries of exp(sinks[h] - lse) * delta; a block for each head. Rows of packed sequences that belong
+// to none are left out.
+template <typename T>
+__global__ void __launch_bounds__(256)
+    attention_mma_dsinks(const T* sinks, const float* stats, const i32* cu_q, float* dsinks, i64 batch, i64 lq,
+                         i64 lse_batch, i64 lse_head, i64 count) {
+    __shared__ GroupScratch<1> scratch;
+    const int head = static_cast<int>(blockIdx.x);
+    const float sink = static_cast<float>(sinks[head]) * kLog2e;
+    float sum = 0.0f;
+    for (int b = 0; b < static_cast<int>(batch); ++b) {
+        const Sequence sequence = sequence_at(b, lq, 0, cu_q, nullptr, nullptr);
+        const i64 first = b * lse_batch + head * lse_head + sequence.q_row;
+        for (int i = static_cast<int>(threadIdx.x); i < sequence.lq; i += static_cast<int>(blockDim.x))
+            sum -= ptx::ex2(sink - stats[first + i]) * stats[count + first + i];
+    }
+    sum = block_reduce<Sum>(sum, scratch);
+    if (threadIdx.x == 0) dsinks[head] = sum;
+}
+
+#define RTK_ATTENTION_BACKWARD_ARGS                                                                                      \
+    i64 pairs, i64 heads, i64 group, i64 tiles, i64 section, i64 lq, i64 lkv, i64 d_qk, i64 d_v, i64 q_batch, i64 q_row, \
+        i64 q_head, i64 k_batch, i64 k_row, i64 k_head, i64 v_batch, i64 v_row, i64 v_head, i64 dout_batch, i64 dout_row,  \
+        i64 dout_head, i64 lse_batch, i64 lse_head, i64 count, i64 bias_type, i64 bias_batch, i64 bias_head, i64 bias_row, \
+        i64 bias_column, i64 limit_batch, i64 left, i64 right, i64 scale_factor, i64 softcap_inverse
+
+// dQ of 64 queries of a head; 16 for each warp. Grid and walk as in the forward kernel.
+template <typename T, int DQK, int DV, int BN>
+__global__ void __launch_bounds__(kBackwardThreads, 2)
+    attention_mma_dq(const T* q, const T* k, const T* v, const T* dout, const float* stats, const void* bias,
+                     const i32* lengths, const i32* kv_limit, const i32* cu_q, const i32* cu_k, T* dq, i64 dq_batch,
+                     i64 dq_row, i64 dq_head, RTK_ATTENTION_BACKWARD_ARGS) {
+    using QTile = MmaTile<DQK>;
+    using VTile = MmaTile<DV>;
+    constexpr int BM = kBackwardRows, kPart = BN < 32 ? BN : 32, kKeyTiles = kPart / 8;
+    constexpr u32 kQBytes = BM * QTile::kPitch, kGBytes = BM * VTile::kPitch;
+    constexpr u32 kKBytes = BN * QTile::kPitch, kVBytes = BN * VTile::kPitch;
+    extern __shared__ __align__(128) u8 shared[];
+    u8* const q_tile = shared;
+    u8* const g_tile = q_tile + kQBytes;
+    u8* const k_tiles = g_tile + kGBytes;
+    u8* const v_tiles = k_tiles + 2 * kKBytes;
+
+    // What a block knows of its walk, in shared memory: registers are for sums.
+    __shared__ __align__(16) struct {
+        const T *k, *v;
+        Sequence sequence;
+        Interval all;  // keys that all queries of the block see
+        int batch, head, i0;
+    } walk;
+    int begin = 0, end = 0;  // tiles of keys
+    float log_sum[2], delta[2];
+    {
+        const i64 first_pair = blockIdx.x / (section * tiles) * section, inside = blockIdx.x % (section * tiles);
+        const i64 here = min(section, pairs - first_pair), pair = first_pair + inside % here;
+        const int i0 = static_cast<int>(tiles - 1 - inside / here) * BM;
+        const int head = static_cast<int>(pair % heads), batch = static_cast<int>(pair / heads);
+        const Sequence sequence = sequence_at(batch, lq, lkv, cu_q, cu_k, lengths);
+        if (i0 >= sequence.lq) return;
+        const Mask mask(sequence, left, right);
+        const Interval any = mask.keys_any(i0, i0 + BM);
+        if (!any.empty()) begin = any.first / BN, end = (any.end + BN - 1) / BN;
+        if (threadIdx.x == 0) {
+            const i64 head_kv = head / static_cast<int>(group);
+            walk.k = k + batch * k_batch + static_cast<i64>(sequence.k_row) * k_row + head_kv * k_head;
+            walk.v = v + batch * v_batch + static_cast<i64>(sequence.k_row) * v_row + head_kv * v_head;
+            walk.sequence = sequence;
+            walk.all = kv_limit == nullptr ? mask.keys_all(i0, i0 + BM) : Interval{0, 0};
+            walk.batch = batch, walk.head = head, walk.i0 = i0;
+        }
+        __syncthreads();
+        if (begin < end) {
+            const i64 first = sequence.q_row + static_cast<i64>(i0);
+            q += batch * q_batch + first * q_row + head * q_head;
+            dout += batch * dout_batch + first * dout_row + head * dout_head;
+            QTile::template fetch<BM, kBackwardThreads>(q_tile, q, q_row, sequence.lq - i0, static_cast<int>(d_qk) / 8);
+            VTile::template fetch<BM, kBackwardThreads>(g_tile, dout, dout_row, sequence.lq - i0, static_cast<int>(d_v) / 8);
+        }
+        const WarpRows mine(16);
+        stats += batch * lse_batch + head * lse_head + sequence.q_row;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int i = i0 + mine.row + mine.lane / 4 + 8 * r;
+            log_sum[r] = i < sequence.lq ? stats[i] : -negative_infinity();
+            delta[r] = i < sequence.lq ? stats[count + i] : 0.0f;
+        }
+    }
+    auto fetch = [&](int tile) {
+        const int j0 = tile * BN, rows = walk.sequence.keys - j0, stage = tile & 1;
+        QTile::template fetch<BN, kBackwardThreads>(k_tiles + stage * kKBytes, walk.k + j0 * k_row, k_row, rows,
+                                                    static_cast<int>(d_qk) / 8);
+        VTile::template fetch<BN, kBackwardThreads>(v_tiles + stage * kVBytes, walk.v + j0 * v_row, v_row, rows,
+                                                    static_cast<int>(d_v) / 8);
+        ptx::cp_async_commit();
+    };
+    if (begin < end) fetch(begin);
+    const ScoreRule rule{scale_factor, softcap_inverse};
+    const bool plain = bias == nullptr && rule.softcap() == 0.0f;
+
+    float sums[DQK / 8][4];
+    clear_sums(sums);
+#pragma unroll 1
+    for (int tile = begin; tile < end; ++tile) {
+        ptx::cp_async_wait<0>();
+        __syncthreads();
+        if (tile + 1 < end) fetch(tile + 1);
+        const u8* const k_tile = k_tiles + (tile & 1) * kKBytes;
+        const u8* const v_tile = v_tiles + (tile & 1) * kVBytes;
+#pragma unroll 1
+        for (int key = 0; key < BN; key += kPart) {
+            float s[kKeyTiles][4], dp[kKeyTiles][4];
+            clear_sums(s);
+            clear_sums(dp);
+            const WarpRows mine(16);
+            rows_by_rows<T, QTile, DQK / 16>(s, q_tile, mine.row, k_tile, key, mine.lane);
+            rows_by_rows<T, VTile, DV / 16>(dp, g_tile, mine.row, v_tile, key, mine.lane);
+            const int j0 = tile * BN + key + mine.lane % 4 * 2;
+            const bool whole = walk.all.first <= tile * BN + key && tile * BN + key + kPart <= walk.all.end;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int i = walk.i0 + mine.row + mine.lane / 4 + 8 * r;
+                int first = 0, end_here = i < walk.sequence.lq ? kPart : 0;  // keys of this part that count, from j0 on
+                if (!whole) {
+                    const i32* const limits = kv_limit == nullptr ? nullptr : kv_limit + walk.batch * limit_batch;
+                    const SeenKeys seen{Mask(walk.sequence, left, right), limits};
+                    first = seen.lo(i) - j0, end_here = min(end_here, seen.hi(i) - j0);
+                }
+                if (plain) {
+#pragma unroll
+                    for (int n = 0; n < kKeyTiles; ++n)
+#pragma unroll
+                        for (int c = 0; c < 2; ++c)
+                            grad_of_product(s[n][2 * r + c], dp[n][2 * r + c], log_sum[r], delta[r], rule,
+                                            8 * n + c >= first && 8 * n + c < end_here);
+                } else {
+                    const i64 offset = walk.batch * bias_batch + walk.head * bias_head;
+                    const BiasRows added(bias, bias_type, offset, bias_row, bias_column);
+#pragma unroll
+                    for (int n = 0; n < kKeyTiles; ++n)
+#pragma unroll
+                        for (int c = 0; c < 2; ++c)
+                            grad_of_score(s[n][2 * r + c], dp[n][2 * r + c], log_sum[r], delta[r], rule, added, i,
+                                          j0 + 8 * n + c, 8 * n + c >= first && 8 * n + c < end_here);
+                }
+            }
+            const WarpRows after(16);
+#pragma unroll
+            for (int step = 0; step < kPart / 16; ++step) {
+                u32 a[4];
+                as_left<T>(a, dp[2 * step], dp[2 * step + 1]);
+                by_columns<T, QTile>(sums, a, k_tile, key + 16 * step, after.lane);
+            }
+        }
+    }
+    const WarpRows mine(16);
+    dq += walk.batch * dq_batch + (walk.sequence.q_row + static_cast<i64>(walk.i0)) * dq_row + walk.head * dq_head;
+    store_rows<T>(dq, dq_row, sums, rule.scale(), mine.row, walk.sequence.lq - walk.i0, static_cast<int>(d_qk), mine.lane);
+}
+
+// dK and dV (PARTS: 1 and 2, 3 for both) of 64 keys of a head, 16 for each warp, summed over the query heads of the group and,
+// for each, over tiles of BQ queries. Scores are transposed: rows are keys.
+template <typename T, int DQK, int DV, int BQ, int PARTS>
+__global__ void __launch_bounds__(kBackwardThreads, 2)
+    attention_mma_dkv(const T* q, const T* k, const T* v, const T* dout, const float* stats, const void* bias,
+                      const i32* lengths, const i32* kv_limit, const i32* cu_q, const i32* cu_k, T* dk, T* dv, i64 dk_batch,
+                      i64 dk_row, i64 dk_head, i64 dv_batch, i64 dv_row, i64 dv_head, RTK_ATTENTION_BACKWARD_ARGS) {
+    constexpr bool kMakesK = PARTS & 1, kMakesV = PARTS & 2;
+    using QTile = MmaTile<DQK>;
+    using VTile = MmaTile<DV>;
+    constexpr int BM = kBackwardRows, kPart = BQ < 32 ? BQ : 32, kQueryTiles = kPart / 8;
+    constexpr u32 kKBytes = BM * QTile::kPitch, kVBytes = BM * VTile::kPitch;
+    constexpr u32 kQBytes = BQ * QTile::kPitch, kGBytes = BQ * VTile::kPitch;
+    extern __shared__ __align__(128) u8 shared[];
+    u8* const k_tile = shared;
+    u8* const v_tile = k_tile + kKBytes;
+    u8* const q_tiles = v_tile + kVBytes;
+    u8* const g_tiles = q_tiles + 2 * kQBytes;
+
+    __shared__ __align__(16) struct {
+        const T *q, *dout;  // of the first query head
+        Sequence sequence;
+        int batch, head_kv, j0, rows_k;
+        Interval all;  // queries that see all keys of the block
+        const float* stats;
+        int begin;
+    } walk;
+    __shared__ __align__(8) float numbers[2][2][BQ];  // of each stage: lse in log2, delta
+    static_assert(2 * BQ <= kBackwardThreads, "a number for each thread");
+    int length = 0, steps = 0;  // tiles of queries, for one head and for all
+    {
+        const i64 first_pair = blockIdx.x / (section * tiles) * section, inside = blockIdx.x % (section * tiles);
+        const i64 here = min(section, pairs - first_pair), pair = first_pair + inside % here;
+        const int j0 = static_cast<int>(inside / here) * BM;  // the first keys of a causal attention have the longest walks
+        const int heads_kv = static_cast<int>(heads / group);
+        const int head_kv = static_cast<int>(pair % heads_kv), batch = static_cast<int>(pair / heads_kv);
+        const Sequence sequence = sequence_at(batch, lq, lkv, cu_q, cu_k, lengths);
+        const int rows_k = cu_k == nullptr ? static_cast<int>(lkv) : cu_k[batch + 1] - cu_k[batch];  // used or not
+        if (j0 >= rows_k) return;
+        const Mask mask(sequence, left, right);
+        const Interval any = mask.queries_any(j0, j0 + BM);
+        const int begin = any.empty() ? 0 : any.first / BQ;
+        if (!any.empty()) length = (any.end + BQ - 1) / BQ - begin;
+        steps = length * static_cast<int>(group);
+        if (threadIdx.x == 0) {
+            const i64 head = head_kv * group;
+            walk.q = q + batch * q_batch + static_cast<i64>(sequence.q_row) * q_row + head * q_head;
+            walk.dout = dout + batch * dout_batch + static_cast<i64>(sequence.q_row) * dout_row + head * dout_head;
+            walk.stats = stats + batch * lse_batch + head * lse_head + sequence.q_row;
+            walk.sequence = sequence;
+            walk.all = kv_limit == nullptr ? mask.queries_all(j0, j0 + BM) : Interval{0, 0};
+            walk.batch = batch, walk.head_kv = head_kv, walk.j0 = j0, walk.rows_k = rows_k, walk.begin = begin;
+        }
+        __syncthreads();
+        if (steps > 0) {
+            const i64 first = sequence.k_row + static_cast<i64>(j0);
+            k += batch * k_batch + first * k_row + head_kv * k_head;
+            v += batch * v_batch + first * v_row + head_kv * v_head;
+            QTile::template fetch<BM, kBackwardThreads>(k_tile, k, k_row, sequence.keys - j0, static_cast<int>(d_qk) / 8);
+            VTile::template fetch<BM, kBackwardThreads>(v_tile, v, v_row, sequence.keys - j0, static_cast<int>(d_v) / 8);
+        }
+    }
+    auto fetch = [&](int step) {
+        const int head = step / length, i0 = (walk.begin + step - head * length) * BQ, stage = step & 1;
+        const int rows = walk.sequence.lq - i0;
+        QTile::template fetch<BQ, kBackwardThreads>(q_tiles + stage * kQBytes, walk.q + i0 * q_row + head * q_head, q_row, rows,
+                                                    static_cast<int>(d_qk) / 8);
+        VTile::template fetch<BQ, kBackwardThreads>(g_tiles + stage * kGBytes, walk.dout + i0 * dout_row + head * dout_head,
+                                                    dout_row, rows, static_cast<int>(d_v) / 8);
+        const int thread = static_cast<int>(threadIdx.x), row = thread % BQ;
+        if (thread < 2 * BQ) {
+            const float* const from = walk.stats + head * lse_head + i0 + row + (thread < BQ ? 0 : count);
+            ptx::cp_async_4_partial(ptx::shared_address(&numbers[stage][thread / BQ][row]), from, row < rows ? 4 : 0);
+        }
+        ptx::cp_async_commit();
+    };
+    if (steps > 0) fetch(0);
+    const ScoreRule rule{scale_factor, softcap_inverse};
+    const bool plain = bias == nullptr && rule.softcap() == 0.0f;
+
+    float sums_k[kMakesK ? DQK / 8 : 1][4], sums_v[kMakesV ? DV / 8 : 1][4];
+    clear_sums(sums_k);
+    clear_sums(sums_v);
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+        ptx::cp_async_wait<0>();
+        __syncthreads();
+        if (step + 1 < steps) fetch(step + 1);
+        const u8* const q_tile = q_tiles + (step & 1) * kQBytes;
+        const u8* const g_tile = g_tiles + (step & 1) * kGBytes;
+#pragma unroll 1
+        for (int query = 0; query < BQ; query += kPart) {
+            const WarpRows mine(16);
+            const int head = step / length;  // within the group
+            const int i0 = (walk.begin + step - head * length) * BQ + query;
+            float s[kQueryTiles][4], dp[kQueryTiles][4];
+            clear_sums(s);
+            clear_sums(dp);
+            rows_by_rows<T, QTile, DQK / 16>(s, k_tile, mine.row, q_tile, query, mine.lane);
+            if constexpr (kMakesK) rows_by_rows<T, VTile, DV / 16>(dp, v_tile, mine.row, g_tile, query, mine.lane);
+            const int remaining = walk.sequence.lq - i0 - mine.lane % 4 * 2;  // queries from this lane's first one on
+            const float* const of_queries = &numbers[step & 1][0][query + mine.lane % 4 * 2];
+            const bool whole = walk.all.first <= i0 && i0 + kPart <= walk.all.end;
+#pragma unroll
+            for (int n = 0; n < kQueryTiles; ++n)
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    const int i = i0 + 8 * n + mine.lane % 4 * 2 + c, j = walk.j0 + mine.row + mine.lane / 4;
+                    const float log_sum = of_queries[8 * n + c], delta = of_queries[BQ + 8 * n + c];
+                    int first = 0, end = 16;  // of this warp's keys that count, from j on
+                    if (!whole) {
+                        const i32* const limits = kv_limit == nullptr ? nullptr : kv_limit + walk.batch * limit_batch;
+                        const SeenKeys seen{Mask(walk.sequence, left, right), limits};
+                        first = seen.lo(i) - j, end = 8 * n + c < remaining ? seen.hi(i) - j : 0;
+                    }
+                    if (plain) {
+#pragma unroll
+                        for (int r = 0; r < 2; ++r)
+                            grad_of_product(s[n][2 * r + c], dp[n][2 * r + c], log_sum, delta, rule,
+                                            8 * r >= first && 8 * r < end);
+                    } else {
+                        const i64 offset = walk.batch * bias_batch + (walk.head_kv * group + head) * bias_head;
+                        const BiasRows added(bias, bias_type, offset, bias_row, bias_column);
+#pragma unroll
+                        for (int r = 0; r < 2; ++r)
+                            grad_of_score(s[n][2 * r + c], dp[n][2 * r + c], log_sum, delta, rule, added, i,
+                                          j + 8 * r, 8 * r >= first && 8 * r < end);
+                    }
+                }
+            const WarpRows after(16);
+#pragma unroll
+            for (int part = 0; part < kPart / 16; ++part) {
+                u32 a[4];
+                if constexpr (kMakesV) {
+                    as_left<T>(a, s[2 * part], s[2 * part + 1]);
+                    by_columns<T, VTile>(sums_v, a, g_tile, query + 16 * part, after.lane);
+                }
+                if constexpr (kMakesK) {
+                    as_left<T>(a, dp[2 * part], dp[2 * part + 1]);
+                    by_columns<T, QTile>(sums_k, a, q_tile, query + 16 * part, after.lane);
+                }
+            }
+        }
+    }
+    const WarpRows mine(16);
+    const i64 first_key = walk.sequence.k_row + static_cast<i64>(walk.j0);
+    const int rows = walk.rows_k - walk.j0;
+    if constexpr (kMakesK) {
+        dk += walk.batch * dk_batch + first_key * dk_row + walk.head_kv * dk_head;
+        store_rows<T>(dk, dk_row, sums_k, rule.scale(), mine.row, rows, static_cast<int>(d_qk), mine.lane);
+    }
+    if constexpr (kMakesV) {
+        dv += walk.batch * dv_batch + first_key * dv_row + walk.head_kv * dv_head;
+        store_rows<T>(dv, dv_row, sums_v, 1.0f, mine.row, rows, static_cast<int>(d_v), mine.lane);
+    }
+}
+
+}  // namespace rtk

@@ -1,0 +1,419 @@
+// Attention of a few queries per sequence over a cache of keys and values, paged or contiguous: decoding.
+//
+// A block has 16 rows, the queries of all heads that share a head of keys (row r: query r / group, head r % group; more rows
+// go to more blocks), and one split of the keys. Each warp walks over its own chunks of 16 keys, with its own ring of
+// kDecodeStages stages in shared memory, so that no barrier of the block is on the way; at the end the warps' sums are merged.
+// How many splits there are is the host's choice and follows from shapes only; where they begin follows from the length on
+// the device. With one split the block writes out and lse, with more it writes fp32 parts, which attention_combine merges in
+// the order of splits.
+//
+// An 8-bit cache (CODES) has rows of D bytes. Products are fp16 then: codes are exact in it, and q is multiplied by a power of
+// two for each row first. Within each 16 of d, fragments take the order in which 8-bit rows come from ldmatrix (codes.cuh).
+#include "attention/codes.cuh"
+#include "attention/masks.cuh"
+#include "attention/mma_tile.cuh"
+#include "attention/scores.cuh"
+#include "common/reduce.cuh"
+#include "common/vec.cuh"
+#include "ptx/pdl.cuh"
+
+namespace rtk {
+
+inline constexpr int kChunk = 16, kDecodeRows = 16, kDecodeStages = 3;
+
+// Where rows of a cache lie. Without a table, a page is a sequence.
+struct CachePages {
+    const u8* base;  // of this head
+    i64 page, row;   // bytes from one to the next
+
+    RTK_DEVICE const u8* at(i64 page_number, int slot) const { return base + page_number * page + slot * row; }
+};
+
+// The type of products: that of q, or fp16 for codes.
+template <typename T, bool BYTE>
+struct MmaType {
+    using type = T;
+};
+template <typename T>
+struct MmaType<T, true> {
+    using type = fp16;
+};
+
+// Rows row0.. + 15 (query r / group, head first_head + r % group) as left operands. BYTE: fp16, each row times a power of
+// two, by whose inverse row_scale is multiplied, with d in the order of codes.
+template <typename T, bool BYTE, int STEPS>
+RTK_DEVICE void load_decode_rows(u32 (&a)[STEPS][4], float (&row_scale)[2], const T* q, i64 q_row, i64 q_head, int first_head,
+                                 int group, int row0, int rows, int width, int lane) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int row = row0 + lane / 4 + 8 * r;
+        const bool exists = row < rows;
+        const T* const from = q + (exists ? row / group : 0) * q_row + (first_head + (exists ? row % group : 0)) * q_head;
+        if constexpr (!BYTE) {
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const int d = 16 * step + 8 * h + lane % 4 * 2;
+                    a[step][2 * h + r] = exists && d < width ? load_raw<T, 2, false>(from + d).w[0] : 0u;
+                }
+        } else {
+            float f[STEPS][4], amax = 0.0f;
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                const int d = 16 * step + lane % 4 * 4;
+#pragma unroll
+                for (int i = 0; i < 4; ++i) f[step][i] = 0.0f;
+                if (exists && d < width) load_keep<T, 4>(from + d, f[step]);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) amax = fmaxf(amax, fabsf(f[step][i]));
+            }
+            amax = quad_max(amax);
+            // The power of two below amax; rows of zeros, infinities and NaN stay as they are.
+            const u32 exponent = __float_as_uint(amax) & 0x7f800000u;
+            const bool finite = exponent != 0u && exponent != 0x7f800000u && exponent <= 0x7e000000u;
+            const float down = finite ? __uint_as_float(0x7f000000u - exponent) : 1.0f;
+            row_scale[r] = finite ? __uint_as_float(exponent) : 1.0f;
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                a[step][r] = ptx::cvt_f16x2(f[step][0] * down, f[step][1] * down);
+                a[step][2 + r] = ptx::cvt_f16x2(f[step][2] * down, f[step][3] * down);
+            }
+        }
+    }
+}
+
+template <typename T, int CODES, int D>
+__global__ void __launch_bounds__(128, D > 128 || CODES == kSameType ? 1 : CODES == kCodesE4m3 ? 4 : 3)
+    attention_decode(const T* q, const u8* k_cache, const u8* v_cache, const i32* lengths, const i32* table,
+                     const float* k_scale, const float* v_scale, const float* sinks, T* out, float* lse, float* parts,
+                     float* part_lse, i64 heads, i64 group, i64 lq, i64 lkv, i64 d_qk, i64 d_v, i64 splits, i64 page_size,
+                     i64 page_divisor, i64 table_row, i64 q_batch, i64 q_row, i64 q_head, i64 k_page, i64 k_row, i64 k_head, i64 v_page,
+                     i64 v_row, i64 v_head, i64 out_batch, i64 out_row, i64 out_head, i64 k_scale_head,
+                     i64 v_scale_head, i64 left, i64 right, double scale, double softcap) {
+    constexpr bool kByte = CODES != kSameType;
+    constexpr int kSteps = D / 16, kVectors = D * (kByte ? 1 : 2) / 16;
+    using Tile = MmaTile<kByte ? D / 2 : D>;
+    constexpr u32 kTileBytes = kChunk * Tile::kPitch;
+    using M = typename MmaType<T, kByte>::type;
+    extern __shared__ __align__(128) u8 shared[];
+
+    const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
+    const int warps = static_cast<int>(blockDim.x) / kWarp;
+    const int split = static_cast<int>(blockIdx.x % splits), row0 = static_cast<int>(blockIdx.x / splits) * kDecodeRows;
+    const int head_kv = static_cast<int>(blockIdx.y), batch = static_cast<int>(blockIdx.z);
+    const int rows = static_cast<int>(lq * group);
+    const Sequence sequence{0, 0, static_cast<int>(lq), min(static_cast<int>(lkv), max(lengths[batch], 0))};
+    const Mask mask(sequence, left, right);
+
+    // Chunks of keys of this split.
+    const int first_query = row0 / static_cast<int>(group);
+    const int last_query = min(row0 + kDecodeRows - 1, rows - 1) / static_cast<int>(group);
+    const Interval any = mask.keys_any(first_query, last_query + 1);
+    const int first_chunk = any.empty() ? 0 : any.first / kChunk, end_chunk = any.empty() ? 0 : (any.end + kChunk - 1) / kChunk;
+    const int per_split = (end_chunk - first_chunk + static_cast<int>(splits) - 1) / static_cast<int>(splits);
+    const int begin = first_chunk + split * per_split, end = min(begin + per_split, end_chunk);
+
+    constexpr int kBytes = kByte ? 1 : 2;
+    const CachePages keys{k_cache + head_kv * k_head * kBytes, k_page * kBytes, k_row * kBytes};
+    const CachePages values{v_cache + head_kv * v_head * kBytes, v_page * kBytes, v_row * kBytes};
+    const i32* const pages = table == nullptr ? nullptr : table + batch * table_row;
+    const bool whole_pages = table == nullptr || page_size % kChunk == 0;  // a chunk lies in one page
+    const int k_vectors = static_cast<int>(d_qk) * kBytes / 16, v_vectors = static_cast<int>(d_v) * kBytes / 16;
+    u8* const ring = shared + warp * (kDecodeStages * 2 * kTileBytes);
+
+    auto page_index = [&](int key) { return static_cast<int>(divided(static_cast<u32>(key), page_divisor)); };
+    auto page_of = [&](int key) -> i64 { return pages == nullptr ? batch : pages[page_index(key)]; };
+    auto slot_of = [&](int key) { return key - page_index(key) * static_cast<int>(page_size); };
+    // Starts the copy of a chunk, whose page is known already if chunks do not cross pages.
+    auto fetch = [&](int chunk, int stage, i64 page) {
+        constexpr int kRowsAtOnce = kWarp / kVectors;
+        const int j0 = chunk * kChunk, row = lane / kVectors, vector = lane % kVectors;
+        const ptx::SharedAddress to = ptx::shared_address(ring + stage * 2 * kTileBytes);
+        const int k_rows = vector < k_vectors ? sequence.keys - j0 - row : 0;
+        const int v_rows = vector < v_vectors ? sequence.keys - j0 - row : 0;
+        if (whole_pages) {
+            const int slot = slot_of(j0) + row;
+            const u8* k_from = keys.at(page, slot) + vector * 16;
+            const u8* v_from = values.at(page, slot) + vector * 16;
+#pragma unroll
+            for (int i = 0; i < kChunk; i += kRowsAtOnce) {
+                const u32 place = Tile::offset(row + i, vector);
+                ptx::cp_async_16_or_zero(to + place, k_from, i < k_rows);
+                ptx::cp_async_16_or_zero(to + kTileBytes + place, v_from, i < v_rows);
+                k_from = settled(k_from + kRowsAtOnce * keys.row), v_from = settled(v_from + kRowsAtOnce * values.row);
+            }
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < kChunk; i += kRowsAtOnce) {
+                const int key = j0 + row + i;
+                const i64 page_here = key < sequence.keys ? page_of(key) : 0;
+                const u32 place = Tile::offset(row + i, vector);
+                ptx::cp_async_16_or_zero(to + place, keys.at(page_here, slot_of(key)) + vector * 16, i < k_rows);
+                ptx::cp_async_16_or_zero(to + kTileBytes + place, values.at(page_here, slot_of(key)) + vector * 16,
+                                         i < v_rows);
+            }
+        }
+    };
+
+    // The first stages, and the page of the chunk behind them, whose number is on the way while others are worked on.
+    const int mine = begin + warp;
+    i64 next_page = 0;
+    if (mine < end) next_page = page_of(mine * kChunk);
+#pragma unroll
+    for (int s = 0; s < kDecodeStages - 1; ++s) {
+        const int chunk = mine + s * warps;
+        if (chunk < end) {
+            fetch(chunk, s, next_page);
+            if (chunk + warps < end) next_page = page_of((chunk + warps) * kChunk);
+        }
+        ptx::cp_async_commit();
+    }
+
+    // Q as left operands; rows that do not exist are 0.
+    u32 a[kSteps][4];
+    float row_scale[2] = {1.0f, 1.0f};
+    load_decode_rows<T, kByte>(a, row_scale, q + batch * q_batch, q_row, q_head, head_kv * static_cast<int>(group),
+                               static_cast<int>(group), row0, rows, static_cast<int>(d_qk), lane);
+    // Fragments that are too many for registers; all warps have the same.
+    constexpr bool kSharedQ = D > (kByte ? 64 : 128);
+    const ptx::SharedAddress fragments =
+        ptx::shared_address(shared + warps * (kDecodeStages * 2 * kTileBytes)) + 16 * lane;
+    if constexpr (kSharedQ) {
+        if (warp == 0) {
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step)
+                ptx::st_shared_16(fragments + step * (16 * kWarp), Raw<16>{a[step][0], a[step][1], a[step][2], a[step][3]});
+        }
+        __syncthreads();
+    }
+    auto left_operand = [&](u32(&to)[4], int step) {
+        if constexpr (kSharedQ) {
+            const Raw<16> raw = ptx::ld_shared_16(fragments + step * (16 * kWarp));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) to[i] = raw.w[i];
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) to[i] = a[step][i];
+        }
+    };
+    const float product_scale = static_cast<float>(scale) * (k_scale == nullptr ? 1.0f : k_scale[head_kv * k_scale_head]);
+    row_scale[0] *= product_scale, row_scale[1] *= product_scale;
+    const float cap = static_cast<float>(softcap), inverse_cap = cap > 0.0f ? 1.0f / cap : 0.0f;
+    int lo[2], hi[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int query = min(row0 + lane / 4 + 8 * r, rows - 1) / static_cast<int>(group);
+        lo[r] = mask.lo(query), hi[r] = mask.hi(query);
+    }
+
+    float sums[D / 8][4];
+#pragma unroll
+    for (int n = 0; n < D / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sums[n][e] = 0.0f;
+    LazySoftmax softmax;
+    int stage = 0;
+#pragma unroll 1
+    for (int chunk = mine; chunk < end; chunk += warps) {
+        ptx::cp_async_wait<kDecodeStages - 2>();
+        __syncwarp();
+        const int later = chunk + (kDecodeStages - 1) * warps;
+        if (later < end) {
+            fetch(later, stage == 0 ? kDecodeStages - 1 : stage - 1, next_page);
+            if (later + warps < end) next_page = page_of((later + warps) * kChunk);
+        }
+        ptx::cp_async_commit();
+        const u8* const k_tile = ring + stage * 2 * kTileBytes;
+        const u8* const v_tile = k_tile + kTileBytes;
+        stage = stage + 1 == kDecodeStages ? 0 : stage + 1;
+
+        float s[2][4];
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) s[n][e] = 0.0f;
+        if constexpr (kByte) {
+#pragma unroll
+            for (int step = 0; step < kSteps; step += 2) {
+                u32 b[4];
+                Tile::right(b, k_tile, 0, step / 2, lane);
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    u32 from_q[4];
+                    left_operand(from_q, step + half);
+#pragma unroll
+                    for (int n = 0; n < 2; ++n)
+                        mma_step<M>(s[n], from_q, codes_to_f16x2<CODES, 0, 1>(b[2 * n + half]),
+                                    codes_to_f16x2<CODES, 2, 3>(b[2 * n + half]));
+                }
+            }
+        } else {
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) {
+                u32 b[4], from_q[4];
+                Tile::right(b, k_tile, 0, step, lane);
+                left_operand(from_q, step);
+                mma_step<M>(s[0], from_q, b[0], b[1]);
+                mma_step<M>(s[1], from_q, b[2], b[3]);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int key = chunk * kChunk + 8 * n + lane % 4 * 2 + e % 2;
+                float score = s[n][e] * row_scale[e / 2];
+                if (cap > 0.0f) score = cap * tanh_by_ex2(score * inverse_cap);
+                s[n][e] = key < lo[e / 2] || key >= hi[e / 2] ? negative_infinity() : score;
+            }
+        float correction[2];
+        if (softmax.add_lazily(s, kLog2e, correction)) {
+#pragma unroll
+            for (int n = 0; n < D / 8; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) sums[n][e] *= correction[e / 2];
+        }
+        u32 p[4];
+        as_left<M>(p, s[0], s[1]);
+        if constexpr (kByte) {
+#pragma unroll
+            for (int n = 0; n < D / 32; ++n) {
+                u32 b[4];
+                Tile::right_transposed(b, v_tile, 0, n, lane);
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    mma_step<M>(sums[4 * n + 2 * half], p, codes_to_f16x2<CODES, 0, 2>(b[2 * half]),
+                                codes_to_f16x2<CODES, 0, 2>(b[2 * half + 1]));
+                    mma_step<M>(sums[4 * n + 2 * half + 1], p, codes_to_f16x2<CODES, 1, 3>(b[2 * half]),
+                                codes_to_f16x2<CODES, 1, 3>(b[2 * half + 1]));
+                }
+            }
+        } else {
+#pragma unroll
+            for (int n = 0; n < D / 16; ++n) {
+                u32 b[4];
+                Tile::right_transposed(b, v_tile, 0, n, lane);
+                mma_step<M>(sums[2 * n], p, b[0], b[1]);
+                mma_step<M>(sums[2 * n + 1], p, b[2], b[3]);
+            }
+        }
+    }
+    ptx::cp_async_wait<0>();
+    ptx::launch_dependents();
+    __syncthreads();
+
+    // Sums of the warps, by rows of D floats; their maxima (in log2) and sums of powers behind them.
+    float* const own = reinterpret_cast<float*>(shared) + warp * (kDecodeRows * D);
+    float* const tops = reinterpret_cast<float*>(shared) + warps * (kDecodeRows * D);
+    float* const totals = tops + warps * kDecodeRows;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int row = lane / 4 + 8 * r;
+#pragma unroll
+        for (int n = 0; n < D / 8; ++n)
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                // In byte order, tiles 2m and 2m + 1 share 16 columns: 4t + 2c and 4t + 2c + 1.
+                const int column = kByte ? n / 2 * 16 + lane % 4 * 4 + 2 * c + n % 2 : n * 8 + lane % 4 * 2 + c;
+                own[row * D + column] = sums[n][2 * r + c];
+            }
+        const float total = quad_sum(softmax.sum[r]);
+        if (lane % 4 == 0) {
+            tops[warp * kDecodeRows + row] = softmax.top[r] == negative_infinity() ? softmax.top[r] : softmax.top[r] * kLog2e;
+            totals[warp * kDecodeRows + row] = total;
+        }
+    }
+    __syncthreads();
+    const float value_scale = v_scale == nullptr ? 1.0f : v_scale[head_kv * v_scale_head];
+    const float* const all = reinterpret_cast<const float*>(shared);
+    const int width = static_cast<int>(d_v), quads = width / 4;
+    for (int i = static_cast<int>(threadIdx.x); i < kDecodeRows * quads; i += static_cast<int>(blockDim.x)) {
+        const int row = i / quads, column = i % quads * 4;
+        if (row0 + row >= rows) break;
+        const int query = (row0 + row) / static_cast<int>(group), head = head_kv * static_cast<int>(group) + (row0 + row) % static_cast<int>(group);
+        const float sink = splits > 1 || sinks == nullptr ? negative_infinity() : sinks[head] * kLog2e;
+        float top = sink;
+        for (int w = 0; w < warps; ++w) top = fmaxf(top, tops[w * kDecodeRows + row]);
+        const float from = top == negative_infinity() ? 0.0f : top;
+        float total = ptx::ex2(sink - from), value[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        for (int w = 0; w < warps; ++w) {
+            const float weight = ptx::ex2(tops[w * kDecodeRows + row] - from);
+            total += weight * totals[w * kDecodeRows + row];
+            const float* const part = all + (w * kDecodeRows + row) * D + column;
+#pragma unroll
+            for (int c = 0; c < 4; ++c) value[c] += weight * part[c];
+        }
+        const float times = total == 0.0f ? 0.0f : value_scale / total;
+        const float log_sum = total == 0.0f ? negative_infinity() : (from + log2f(total)) * kLn2;
+#pragma unroll
+        for (int c = 0; c < 4; ++c) value[c] *= times;
+        const i64 flat = (static_cast<i64>(batch) * lq + query) * heads + head;
+        if (splits > 1) {
+            store<float, 4>(parts + (split * (gridDim.z * lq * heads) + flat) * width + column, value);
+            if (column == 0) part_lse[split * (gridDim.z * lq * heads) + flat] = log_sum;
+        } else {
+            store<T, 4>(out + batch * out_batch + query * out_row + head * out_head + column, value);
+            if (column == 0) lse[(static_cast<i64>(batch) * heads + head) * lq + query] = log_sum;
+        }
+    }
+}
+
+// Merges the splits of attention_decode: a block of four warps for each row of [batch, lq, heads]. Each warp sums every fourth
+// split, 4 columns per lane, and the warps' sums are added in their order.
+template <typename T>
+__global__ void __launch_bounds__(128)
+    attention_combine(const float* parts, const float* part_lse, const float* sinks, T* out, float* lse, i64 rows, i64 splits,
+                      i64 lq, i64 heads, i64 d_v, i64 out_batch, i64 out_row, i64 out_head) {
+    __shared__ float weights[128];
+    __shared__ __align__(16) float sums[4][256];
+    const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
+    const int count = static_cast<int>(splits), width = static_cast<int>(d_v);
+    const i64 row = blockIdx.x, head = row % heads, query = row / heads % lq, batch = row / heads / lq;
+    const float sink = sinks == nullptr ? negative_infinity() : sinks[head];
+    ptx::wait_for_previous();
+    float own[4], top = sink;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // every warp has them all
+        own[i] = lane + i * kWarp < count ? part_lse[(lane + i * kWarp) * rows + row] : negative_infinity();
+        top = fmaxf(top, own[i]);
+    }
+#pragma unroll
+    for (int offset = kWarp / 2; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, offset));
+    const float from = top == negative_infinity() ? 0.0f : top;
+    float total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float weight = ptx::ex2((own[i] - from) * kLog2e);
+        total += weight;
+        if (warp == i) weights[lane + i * kWarp] = weight;
+    }
+    total = warp_reduce<Sum>(total) + ptx::ex2((sink - from) * kLog2e);
+    __syncthreads();
+    for (int column = lane * 4; column < width; column += kWarp * 4) {
+        float value[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 8
+        for (int s = warp; s < count; s += 4) {
+            float part[4];
+            load_keep<float, 4>(parts + (s * rows + row) * d_v + column, part);
+#pragma unroll
+            for (int c = 0; c < 4; ++c) value[c] += weights[s] * part[c];
+        }
+#pragma unroll
+        for (int c = 0; c < 4; ++c) sums[warp][column + c] = value[c];
+    }
+    __syncthreads();
+    const float times = total == 0.0f ? 0.0f : 1.0f / total;
+    T* const to = out + batch * out_batch + query * out_row + head * out_head;
+    for (int column = static_cast<int>(threadIdx.x) * 2; column < width; column += 256) {
+        float value[2];
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+            value[c] = (((sums[0][column + c] + sums[1][column + c]) + sums[2][column + c]) + sums[3][column + c]) * times;
+        store<T, 2>(to + column, value);
+    }
+    if (threadIdx.x == 0)
+        lse[(batch * heads + head) * lq + query] = total == 0.0f ? negative_infinity() : from + log2f(total) * kLn2;
+}
+
+}  // namespace rtk

@@ -1,0 +1,152 @@
+// Tiles of attention for mma.sync: rows of heads in shared memory, fragments, and a softmax that seldom rescales.
+//
+// A tile has COLS 16-bit columns. Where a row is a multiple of 128 bytes, its 16-byte vector c lies at c ^ (row & 7) of its
+// 128 bytes; else rows are 16 bytes longer than their elements. Either way 8 rows of one column of vectors are in
+// different banks, for ldmatrix as for the copies.
+#pragma once
+#include "attention/softmax_state.cuh"
+#include "common/convert.cuh"
+#include "common/pressure.cuh"
+#include "common/types.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/mma.cuh"
+
+namespace rtk {
+
+template <int COLS>
+struct MmaTile {
+    static_assert(COLS % 16 == 0, "whole steps of the product");
+    static constexpr bool kSwizzled = COLS % 64 == 0;
+    static constexpr u32 kPitch = COLS * 2 + (kSwizzled ? 0 : 16);
+    static constexpr int kVectors = COLS / 8;
+
+    // In bytes.
+    RTK_DEVICE static u32 offset(int row, int vector) {
+        if constexpr (kSwizzled) {
+            return static_cast<u32>(row) * kPitch + ((static_cast<u32>(vector) ^ (static_cast<u32>(row) & 7u)) << 4);
+        } else {
+            return static_cast<u32>(row) * kPitch + (static_cast<u32>(vector) << 4);
+        }
+    }
+
+    // Starts the copy of ROWS rows by THREADS threads. Rows from `rows` on, and vectors from `vectors` on, become 0.
+    template <int ROWS, int THREADS, typename T>
+    RTK_DEVICE static void fetch(u8* tile, const T* source, i64 row_stride, int rows, int vectors) {
+        const ptx::SharedAddress base = ptx::shared_address(tile);
+        if constexpr (THREADS % kVectors == 0) {
+            constexpr int kStep = THREADS / kVectors;
+            static_assert(ROWS % kStep == 0, "all threads copy alike");
+            const int thread = static_cast<int>(this_thread()), row = thread / kVectors, vector = thread % kVectors;
+            const T* from = source + row * row_stride + vector * 8;
+            const i64 step = kStep * row_stride;
+            const int last = vector < vectors ? rows : 0;
+#pragma unroll
+            for (int i = 0; i < ROWS / kStep; ++i) {
+                ptx::cp_async_16_or_zero(base + offset(row + i * kStep, vector), from, row + i * kStep < last);
+                from = settled(from + step);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < ROWS * kVectors; i += THREADS) {
+                const int place = i + static_cast<int>(this_thread()), row = place / kVectors, vector = place % kVectors;
+                if (ROWS * kVectors % THREADS == 0 || place < ROWS * kVectors)
+                    ptx::cp_async_16_or_zero(base + offset(row, vector), source + row * row_stride + vector * 8,
+                                             vector < vectors && row < rows);
+            }
+        }
+    }
+
+    // Fragment of a left operand, 16 rows from `row`, step k of 16 columns.
+    RTK_DEVICE static void left(u32 (&a)[4], const u8* tile, int row, int k, int lane) {
+        ptx::ldmatrix_x4(a, tile + offset(row + lane % 16, 2 * k + lane / 16));
+    }
+    // Fragments of a right operand whose columns are rows of the tile: rows `row`.. + 15, step k. b[0..1]: the first 8 rows.
+    RTK_DEVICE static void right(u32 (&b)[4], const u8* tile, int row, int k, int lane) {
+        ptx::ldmatrix_x4(b, tile + offset(row + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+    }
+    // Fragments of a right operand with the tile's own columns: rows `row`.. + 15 are summed over, columns 16n.. + 15.
+    RTK_DEVICE static void right_transposed(u32 (&b)[4], const u8* tile, int row, int n, int lane) {
+        ptx::ldmatrix_x4_trans(b, tile + offset(row + lane % 16, 2 * n + lane / 16));
+    }
+    // Fragment of a left operand, transposed: its rows are the tile's columns 16n.. + 15, rows `row`.. + 15 are summed over.
+    RTK_DEVICE static void left_transposed(u32 (&a)[4], const u8* tile, int row, int n, int lane) {
+        ptx::ldmatrix_x4_trans(a, tile + offset(row + lane / 16 * 8 + lane % 8, 2 * n + lane / 8 % 2));
+    }
+};
+
+// This thread's lane and the first row of its warp, found anew: addresses that follow from them take registers only where
+// they are used.
+struct WarpRows {
+    int lane, row;
+
+    RTK_DEVICE explicit WarpRows(int rows_of_a_warp) {
+        const u32 thread = this_thread();
+        lane = static_cast<int>(thread % kWarp), row = static_cast<int>(thread / kWarp) * rows_of_a_warp;
+    }
+};
+
+template <typename T>
+RTK_DEVICE void mma_step(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    const u32 b[2] = {b0, b1};
+    if constexpr (is_same<T, bf16>::value) {
+        ptx::mma_m16n8k16_bf16(d, a, b);
+    } else {
+        ptx::mma_m16n8k16_f16(d, a, b);
+    }
+}
+
+template <typename T>
+RTK_DEVICE u32 packed_pair(float lo, float hi) {
+    return is_same<T, bf16>::value ? ptx::cvt_bf16x2(lo, hi) : ptx::cvt_f16x2(lo, hi);
+}
+
+// Sums as they come, two tiles of 8 columns, as the left operand of a product over these 16 columns.
+template <typename T>
+RTK_DEVICE void as_left(u32 (&a)[4], const float (&first)[4], const float (&second)[4]) {
+    a[0] = packed_pair<T>(first[0], first[1]), a[1] = packed_pair<T>(first[2], first[3]);
+    a[2] = packed_pair<T>(second[0], second[1]), a[3] = packed_pair<T>(second[2], second[3]);
+}
+
+// Two rows of a softmax over s[n][2r + c]. Powers are relative to a maximum that may be up to 8 (in log2) behind the true
+// one, so that sums and outputs are rescaled at the beginning and nearly never later.
+struct LazySoftmax : SoftmaxState {
+    static constexpr float kMaxLag = 8.0f;
+
+    // True: what was summed before is to be multiplied by correction[r]. All lanes of a warp get the same answer.
+    template <int N>
+    RTK_DEVICE bool add_lazily(float (&s)[N][4], float factor, float (&correction)[2]) {
+        float now[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float largest = fmaxf(s[0][2 * r], s[0][2 * r + 1]);
+#pragma unroll
+            for (int n = 1; n < N; ++n) largest = fmaxf(largest, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
+            now[r] = fmaxf(top[r], quad_max(largest));
+        }
+        const bool behind = (now[0] - top[0]) * factor > kMaxLag || (now[1] - top[1]) * factor > kMaxLag;
+        const bool rescale = __any_sync(0xffffffffu, behind);
+        if (rescale) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                correction[r] = now[r] == negative_infinity() ? 1.0f : ptx::ex2((top[r] - now[r]) * factor);
+                sum[r] *= correction[r];
+                top[r] = now[r];
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float from = top[r] == negative_infinity() ? 0.0f : top[r] * factor;
+#pragma unroll
+            for (int n = 0; n < N; ++n)
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    float& value = s[n][2 * r + c];
+                    value = ptx::ex2(value * factor - from);
+                    sum[r] += value;
+                }
+        }
+        return rescale;
+    }
+};
+
+}  // namespace rtk

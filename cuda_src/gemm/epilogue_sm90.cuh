@@ -1,0 +1,335 @@
+// From the sums of a warpgroup to the result, everything chosen at run time by numbers that all threads share.
+//
+// Sums (ptx/wgmma.cuh has their places) are multiplied by a factor per row and one per column, and a bias per column is
+// added, in registers. Then they go to boxes of 64 rows of 128 bytes in shared memory, with the 128-byte swizzle:
+//   plainly      as elements of the result, which the copy engine stores, or adds to fp32 results; it leaves out what is
+//                outside of the matrix
+//   in general   as fp32 numbers (or int32 sums), which threads read back, 4 neighbours each, for a matrix to add, the activation,
+//                the old result and any alignment, and store themselves: exactly the rows and columns that exist
+#pragma once
+#include "common/math.cuh"
+#include "common/vec.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace rtk {
+
+// rtkernels/ops/gemm/sm90_plan.py knows these numbers.
+enum ElementKind : u32 { kBf16 = 0, kFp16 = 1, kFp32 = 2, kInt32 = 3, kE4m3 = 4, kE5m2 = 5 };
+enum ActKind : u32 { kNoAct = 0, kReluAct = 1, kSiluAct = 2, kGeluTanhAct = 3, kGeluAct = 4 };
+
+// What the epilogue does, by fields of a number.
+struct EpilogueFlags {
+    u32 bits;
+
+    RTK_DEVICE u32 out() const { return bits & 15u; }
+    RTK_DEVICE u32 bias() const { return bits >> 4 & 3u; }
+    RTK_DEVICE u32 add() const { return bits >> 6 & 3u; }
+    RTK_DEVICE u32 act() const { return bits >> 8 & 15u; }
+    RTK_DEVICE bool accumulate() const { return bits >> 12 & 1u; }
+    RTK_DEVICE bool copy_engine() const { return bits >> 13 & 1u; }  // results lie as it can store them, and need no more than that
+    RTK_DEVICE bool copy_engine_adds() const { return bits >> 14 & 1u; }
+    RTK_DEVICE bool loop_scales_a() const { return bits >> 15 & 1u; }
+    RTK_DEVICE bool loop_scales_b() const { return bits >> 16 & 1u; }
+    RTK_DEVICE bool aligned() const { return bits >> 17 & 1u; }  // rows of out and add, to four elements
+    RTK_DEVICE bool factors() const { return bits >> 18 & 1u; }  // sums are multiplied, or a bias is added
+    RTK_DEVICE bool engine_scales_a() const { return bits >> 24 & 1u; }
+    RTK_DEVICE bool engine_scales_b() const { return bits >> 25 & 1u; }
+    RTK_DEVICE u32 register_act() const { return bits >> 20 & 15u; }  // of a gate, or before results are quantised
+};
+
+// The activation, fast versions: sums of tensor cores are no more exact. x, relu(x), gelu(x), or x * sigmoid(x * (linear + cubic * x^2)): silu, and gelu by tanh. One formula, for code is unrolled.
+struct Activation {
+    u32 kind;
+    float linear, cubic;
+
+    RTK_DEVICE explicit Activation(u32 act)
+        : kind(act), linear(act == kSiluAct ? 1.0f : 1.5957691216057308f),
+          cubic(act == kSiluAct ? 0.0f : 1.5957691216057308f * 0.044715f) {}
+
+    RTK_DEVICE float operator()(float x) const {
+        if (kind == kNoAct) return x;
+        if (kind == kReluAct) return x <= 0.0f ? 0.0f : x;
+        if (kind == kGeluAct) return x * normal<true>(x).below;
+        const float u = kind == kSiluAct ? x : x * (linear + cubic * (x * x));  // 0 * inf is no part of silu
+        return sigmoid_gate<true>(x, u).product;
+    }
+};
+
+// Plain loads: others may write elsewhere in this matrix.
+template <typename T>
+RTK_DEVICE void add_four(float (&v)[4], const T* p, int exist, bool aligned) {
+    float more[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (aligned && exist == 4) {
+        if constexpr (sizeof(T) == 4) {
+            const float4 four = *reinterpret_cast<const float4*>(p);
+            more[0] = four.x, more[1] = four.y, more[2] = four.z, more[3] = four.w;
+        } else {
+            const uint2 four = *reinterpret_cast<const uint2*>(p);
+            unpack<T, 4>(Raw<8>{{four.x, four.y}}, more);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (i < exist) {
+                float one[1];
+                if constexpr (sizeof(T) == 4) {
+                    one[0] = *reinterpret_cast<const float*>(p + i);
+                } else {
+                    unpack<T, 1>(Raw<2>{{*reinterpret_cast<const u16*>(p + i)}}, one);
+                }
+                more[i] = one[0];
+            }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] += more[i];
+}
+
+RTK_DEVICE void add_four_of(u32 kind, float (&v)[4], const void* matrix, i64 at, int exist, bool aligned) {
+    if (kind == kBf16) {
+        add_four(v, static_cast<const bf16*>(matrix) + at, exist, aligned);
+    } else if (kind == kFp16) {
+        add_four(v, static_cast<const fp16*>(matrix) + at, exist, aligned);
+    } else {
+        add_four(v, static_cast<const float*>(matrix) + at, exist, aligned);
+    }
+}
+
+template <typename T>
+RTK_DEVICE void store_four(const float (&v)[4], T* p, int exist, bool aligned) {
+    if (aligned && exist == 4) {
+        store<T, 4>(p, v);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float one[1] = {v[i]};
+            if (i < exist) store<T, 1>(p + i, one);
+        }
+    }
+}
+
+// Boxes of one warpgroup, SLOTS of them, written in batches. All 128 threads call; `barrier` is their own.
+template <int SLOTS>
+struct BoxRing {
+    static constexpr u32 kBytes = 64 * 128;
+    u8* memory;
+    int barrier;
+    int slot = 0;
+
+    // BOXES boxes that may be overwritten: what the copy engine reads, and threads have read, are others. Batches that are not
+    // sent (`sends` is false) leave no group to count, so these wait for all that were.
+    template <int BOXES>
+    RTK_DEVICE u8* open(bool sends) {
+        static_assert(SLOTS % BOXES == 0, "whole batches");
+        if (threadIdx.x % 128 == 0) {
+            if (sends) {
+                ptx::bulk_store_wait_read_but<SLOTS / BOXES - 1>();
+            } else {
+                ptx::bulk_store_wait_read();
+            }
+        }
+        ptx::named_barrier_sync(barrier, 128);
+        u8* box = memory + slot * kBytes;
+        slot = slot + BOXES == SLOTS ? 0 : slot + BOXES;
+        return box;
+    }
+
+    // `boxes` boxes of `columns` columns each, one behind the other.
+    RTK_DEVICE void send(const ptx::TensorMap& map, u8* box, int boxes, int columns, i32 n, i32 row, i32 group, bool adds) const {
+        ptx::fence_async_shared();
+        ptx::named_barrier_sync(barrier, 128);
+        if (threadIdx.x % 128 == 0) {
+#pragma unroll 1
+            for (int i = 0; i < boxes; ++i, n += columns, box += kBytes) {
+                if (adds) {
+                    ptx::tma_add_3d(map, ptx::shared_address(box), n, row, group);
+                } else {
+                    ptx::tma_store_3d(map, ptx::shared_address(box), n, row, group);
+                }
+            }
+            ptx::bulk_store_commit();
+        }
+    }
+
+    RTK_DEVICE void close() const {
+        if (threadIdx.x % 128 == 0) ptx::bulk_store_wait_read();
+    }
+};
+
+// Where the result and a matrix to add lie, and how the result is finished.
+struct ResultPlace {
+    const ptx::TensorMap& map;
+    void* out;
+    const void* add;
+    i64 pitch, group_pitch, add_pitch;
+    i32 columns;  // of the whole result
+    EpilogueFlags flags;
+};
+
+// 64 rows of a tile. `rows` of them exist; `engine`: the copy engine may store them.
+struct ResultPart {
+    i32 row, n;
+    int rows;
+    i32 group;
+    bool engine;
+};
+
+// Threads of a warpgroup finish a box of fp32 numbers [64, 32], whose first column is n.
+RTK_DEVICE void finish_box(const u8* box, const ResultPlace& place, const ResultPart& part, i32 n) {
+    const EpilogueFlags flags = place.flags;
+    const Activation activate(flags.act());
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x) % 128; i < 64 * 8; i += 128) {
+        const int row = i / 8, vector = i % 8, exist = min(place.columns - n - 4 * vector, 4);
+        if (row >= part.rows || exist <= 0) continue;
+        const Raw<16> raw = ptx::ld_shared_16(ptx::shared_address(box + row * 128 + ((vector ^ (row & 7)) << 4)));
+        const i64 m = part.row + row, column = n + 4 * vector;
+        const i64 at = part.group * place.group_pitch + m * place.pitch + column;
+        if (flags.out() == kInt32) {
+            i32* p = static_cast<i32*>(place.out) + at;
+#pragma unroll
+            for (int c = 0; c < 4; ++c)
+                if (c < exist) p[c] = static_cast<i32>(raw.w[c]) + (flags.accumulate() ? p[c] : 0);
+            continue;
+        }
+        float v[4];
+        unpack<float, 4>(raw, v);
+        if (place.add != nullptr)
+            add_four_of(flags.add(), v, place.add, m * place.add_pitch + column, exist, flags.aligned());
+#pragma unroll
+        for (int c = 0; c < 4; ++c) v[c] = activate(v[c]);
+        if (flags.accumulate()) add_four_of(flags.out(), v, place.out, at, exist, flags.aligned());
+        if (flags.out() == kBf16) {
+            store_four(v, static_cast<bf16*>(place.out) + at, exist, flags.aligned());
+        } else if (flags.out() == kFp16) {
+            store_four(v, static_cast<fp16*>(place.out) + at, exist, flags.aligned());
+        } else {
+            store_four(v, static_cast<float*>(place.out) + at, exist, flags.aligned());
+        }
+    }
+}
+
+RTK_DEVICE float as_float(float sum) { return sum; }
+RTK_DEVICE float as_float(i32 bits) { return __uint_as_float(static_cast<u32>(bits)); }
+
+// By a warpgroup: all its parts of a tile, WAVES of 64 rows; part_of(w) is where they lie. `columns` is [2, COLS] in shared memory:
+// factors, then biases (not read without FACTORS). One loop over boxes, in which the sums of a box are found by comparison: registers have no
+// index, and code for every box would take seconds to compile. Stores are those of ptx/, which the compiler does not merge: a
+// merged one would have its sums moved to common registers first. Batches of boxes share barriers.
+template <int COLS, bool FACTORS, typename Sum, int WAVES, int SLOTS, typename PartOf>
+RTK_DEVICE void finish_parts(Sum (&sums)[WAVES][COLS / 2], const float (&row_factor)[WAVES][2], const float* columns,
+                             BoxRing<SLOTS>& ring, const ResultPlace& place, const PartOf& part_of) {
+    u32 thread[1] = {threadIdx.x};
+    ptx::wgmma_pin(thread);  // what follows from it is not kept in registers from tile to tile
+    const int lane = static_cast<int>(thread[0]) % kWarp, t = lane % 4;
+    const int row = static_cast<int>(thread[0]) / kWarp % 4 * 16 + lane / 4;
+    const EpilogueFlags flags = place.flags;
+    const bool raw = flags.out() == kInt32;
+    if constexpr (is_same<Sum, i32>::value) {  // here, not in the loop: the compiler would keep both forms of all
+        if (!raw) {
+#pragma unroll
+            for (int w = 0; w < WAVES; ++w)
+#pragma unroll
+                for (Sum& sum : sums[w]) sum = static_cast<i32>(__float_as_uint(static_cast<float>(sum)));
+        }
+    }
+    // Columns 8 (first + j) + 2t and the next, of rows `row` and `row + 8`, for a box. All factors come first, for stores order
+    // what comes after them; and they are multiplied first, or the compiler multiplies sums before the loop and keeps both.
+    auto finished = [&](int w, int first, auto& v) {
+        constexpr int kCount = sizeof(v) / sizeof(v[0]);
+#pragma unroll
+        for (int j = 0; j < kCount; ++j)
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                v[j][r] = make_float2(as_float(sums[w][4 * (first + j) + 2 * r]), as_float(sums[w][4 * (first + j) + 2 * r + 1]));
+        if (!FACTORS || !flags.factors()) return;
+        float2 factor[kCount], bias[kCount];
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) {
+            factor[j] = *reinterpret_cast<const float2*>(columns + 8 * (first + j) + 2 * t);
+            bias[j] = *reinterpret_cast<const float2*>(columns + COLS + 8 * (first + j) + 2 * t);
+        }
+#pragma unroll
+        for (int j = 0; j < kCount; ++j)
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                v[j][r] = make_float2(v[j][r].x * (row_factor[w][r] * factor[j].x) + bias[j].x,
+                                      v[j][r].y * (row_factor[w][r] * factor[j].y) + bias[j].y);
+    };
+    // Rows of the matrices that this lane names to stmatrix: those at columns 8j, those 8 rows below, then both at 8 (j + 1).
+    const int named_row = row - lane / 4 + lane % 16, named_column = lane / 16;
+    auto two_bytes = [&](ptx::SharedAddress box, int w, int first) {
+        float2 v[8][2];
+        finished(w, first, v);
+        u32 packed[8][2];
+        if (flags.out() == kBf16) {
+#pragma unroll
+            for (int i = 0; i < 16; ++i) packed[i / 2][i % 2] = ptx::cvt_bf16x2(v[i / 2][i % 2].x, v[i / 2][i % 2].y);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 16; ++i) packed[i / 2][i % 2] = ptx::cvt_f16x2(v[i / 2][i % 2].x, v[i / 2][i % 2].y);
+        }
+#pragma unroll
+        for (int j = 0; j < 8; j += 2)
+            ptx::stmatrix_x4(box + named_row * 128 + (((j + named_column) ^ (lane & 7)) << 4), packed[j][0], packed[j][1],
+                             packed[j + 1][0], packed[j + 1][1]);
+    };
+    auto four_bytes = [&](ptx::SharedAddress box, int w, int first) {
+        float2 v[4][2];
+        finished(w, first, v);
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int at = row + 8 * r;
+                ptx::st_shared_8(box + at * 128 + (((2 * j + t / 2) ^ (at & 7)) << 4) + 8 * (t % 2),
+                                 Raw<8>{{__float_as_uint(v[j][r].x), __float_as_uint(v[j][r].y)}});
+            }
+    };
+    constexpr int kNarrowBatch = SLOTS < COLS / 64 ? SLOTS : COLS / 64, kBatch = SLOTS < COLS / 32 ? SLOTS : COLS / 32;
+#pragma unroll 1
+    for (int wave = 0; wave < WAVES; ++wave) {
+        const ResultPart part = part_of(wave);
+        if (part.rows <= 0) break;
+        const bool narrow = part.engine && flags.out() <= kFp16;
+        const int box_columns = narrow ? 64 : 32, step = narrow ? 64 * kNarrowBatch : 32 * kBatch;
+#pragma unroll 1
+        for (int column = 0; column < COLS && part.n + column < place.columns; column += step) {
+            u8* first_box;
+            if (narrow) {
+                first_box = ring.template open<kNarrowBatch>(true);
+            } else {
+                first_box = ring.template open<kBatch>(part.engine);
+            }
+            const ptx::SharedAddress to = ptx::shared_address(first_box);
+#pragma unroll
+            for (int w = 0; w < WAVES; ++w) {
+                if (narrow) {
+#pragma unroll
+                    for (int i = 0; i < COLS / 64; ++i)
+                        if (w == wave && i / kNarrowBatch * 64 * kNarrowBatch == column)
+                            two_bytes(to + i % kNarrowBatch * BoxRing<SLOTS>::kBytes, w, 8 * i);
+                } else {
+#pragma unroll
+                    for (int i = 0; i < COLS / 32; ++i)
+                        if (w == wave && i / kBatch * 32 * kBatch == column)
+                            four_bytes(to + i % kBatch * BoxRing<SLOTS>::kBytes, w, 4 * i);
+                }
+            }
+            const int boxes = min(step, place.columns - part.n - column + box_columns - 1) / box_columns;
+            if (part.engine) {
+                ring.send(place.map, first_box, boxes, box_columns, part.n + column, part.row, part.group,
+                          flags.copy_engine_adds());
+            } else {
+                ptx::named_barrier_sync(ring.barrier, 128);
+#pragma unroll 1
+                for (int i = 0; i < boxes; ++i)
+                    finish_box(first_box + i * BoxRing<SLOTS>::kBytes, place, part, part.n + column + 32 * i);
+            }
+        }
+    }
+}
+
+}  // namespace rtk

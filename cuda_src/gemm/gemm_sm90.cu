@@ -1,0 +1,360 @@
+// Matrix products on sm_90a: out[m, n] = sum over k of a[m, k] b[n, k], times scales, plus bias, and so on
+// (gemm/epilogue_sm90.cuh); a [m, k] and b [n, k] of 16 or 8 bits, those of 16 bits in either order. Dense or in groups
+// (gemm/schedule_sm90.cuh).
+//
+// Grid: persistent, one block per multiprocessor. A block has CONSUMERS warpgroups, each with WAVES times 64 rows of a tile of
+// COLS columns, and a producer warpgroup: one thread asks the copy engine for tiles of a and b, 128 bytes of k per stage;
+// scales of the loop come the same way, or by two more warps, in any layout. Boxes of results leave through the copy engine while
+// the next tile is multiplied.
+//
+// Numerics: sums are fp32 in the tensor cores over all of k, which keep about 14 bits of fp8 products as they add; int32 sums
+// are exact. With SCALES they add over 128 of k from zero, and fp32 registers add up what came out, times its scales:
+//   kNoScales        none in the loop
+//   kRowScales       a factor per row (of a) and one per tile (of b), both 1 if absent: 1x128 with 128x128, 128x128 with
+//                    128x128, or promotion alone
+//   kColumnScales    a factor per row and one per column: 1x128 with 1x128
+// FINISH says where results are made: in boxes (gemm/epilogue_sm90.cuh), or in registers (gemm/quantize_sm90.cuh), quantised or
+// gated; b then has 2 n rows, and a tile half as many columns of the result.
+#include "common/pipeline.cuh"
+#include "gemm/operand_sm90.cuh"
+#include "gemm/quantize_sm90.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/registers.cuh"
+
+namespace rtk {
+
+inline constexpr int kNoScales = 0, kRowScales = 1, kColumnScales = 2;
+inline constexpr int kPlainFinish = 0, kQuantizedFinish = 1, kGatedFinish = 2;
+
+// With scales in the loop, totals are fp32 whatever the tensor cores add up.
+template <typename Sum, int SCALES>
+struct Totals {
+    using Type = float;
+};
+template <typename Sum>
+struct Totals<Sum, kNoScales> {
+    using Type = Sum;
+};
+
+// Scale (i, j) of an operand covers `rows` rows (0: all) and 128 << depth_shift of k.
+struct ScalePlace {
+    const float* scale;
+    i64 row_pitch, depth_pitch, group_pitch;
+    u32 rows, depth_shift;
+
+    // Of scales in the loop; those of the epilogue cover one row, or all, and have a pitch of 0 then.
+    RTK_DEVICE i64 of_row(u32 row, u32 group) const { return of_single_row(row / max(rows, 1u), group); }
+    RTK_DEVICE i64 of_single_row(u32 row, u32 group) const {
+        return static_cast<i64>(group) * group_pitch + static_cast<i64>(row) * row_pitch;
+    }
+    RTK_DEVICE i64 of_depth(u32 block) const { return static_cast<i64>(block >> depth_shift) * depth_pitch; }
+};
+
+// Scales of a stage that threads copy, in any layout: the ROWS rows of a, then columns of b, every 64th of them by each thread of
+// two warps. Fewer than 2^32 scales.
+template <int ROWS, int COUNT>
+struct ScaleCopies {
+    static constexpr int kThreads = 2 * kWarp, kEach = (COUNT + kThreads - 1) / kThreads;
+    static_assert(ROWS % kThreads == 0, "no thread has to ask whose scale it copies");
+    u32 at[kEach], exist = 0;
+
+    // `rows` of a's rows exist (0: others copy them), and b's columns, `apart` from each other, up to `columns`.
+    RTK_DEVICE void place(const ScalePlace& a, const ScalePlace& b, const ProductTile& tile, int thread, int rows, i64 columns,
+                          int apart) {
+        exist = 0;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            const int item = thread + kThreads * i;
+            const bool of_a = kThreads * i < ROWS;
+            const i64 n = tile.n + static_cast<i64>(item - ROWS) * apart;
+            const bool exists = of_a ? item < rows : item < COUNT && n < columns;
+            at[i] = 0;
+            if (exists) at[i] = static_cast<u32>(of_a ? a.of_row(tile.row + item, tile.group) : b.of_row(n, tile.group));
+            exist |= static_cast<u32>(exists) << i;
+        }
+    }
+
+    // From where the scales of this depth begin.
+    RTK_DEVICE void copy(ptx::SharedAddress to, const float* of_a, const float* of_b, int thread, bool rows_too,
+                         bool columns_too) const {
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            const bool is_a = kThreads * i < ROWS;
+            if ((is_a ? rows_too : columns_too) && thread + kThreads * i < COUNT)
+                ptx::cp_async_4_or_zero(to + 4 * (thread + kThreads * i), (is_a ? of_a : of_b) + at[i], exist >> i & 1u);
+        }
+    }
+};
+
+template <typename A, typename B, bool ACROSS_A, bool ACROSS_B, int CONSUMERS, int WAVES, int COLS, int STAGES, int SLOTS,
+          int SCALES, int FINISH>
+__global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
+    gemm_sm90(const __grid_constant__ ptx::TensorMap a_map, const __grid_constant__ ptx::TensorMap b_map,
+              const __grid_constant__ ptx::TensorMap out_map, const __grid_constant__ ptx::TensorMap scale_a_map,
+              const __grid_constant__ ptx::TensorMap scale_b_map, const float* scale_a, const float* scale_b, const void* bias,
+              const void* add, void* out, float* out_scale,
+              const i32* starts, const i32* ends, i64 rows, i64 columns, i64 depth,
+              i64 a_row_pitch, i64 a_depth_pitch, i64 a_group_pitch, i64 b_row_pitch, i64 b_depth_pitch, i64 b_group_pitch,
+              i64 scale_rows, i64 scale_shifts, i64 out_pitch, i64 out_group_pitch, i64 out_scale_pitch, i64 add_pitch,
+              i64 groups,
+              i64 flags_and_band) {
+    using Operands = TypedOperands<A, B, ACROSS_A, ACROSS_B, CONSUMERS, WAVES, COLS>;
+    using Sum = typename Operands::Sum;
+    constexpr int kRows = Operands::kRows, kDepth = Operands::kDepth, kConsumerWarps = 4 * CONSUMERS;
+    constexpr int kScaleFloats = SCALES == kNoScales ? 0 : kRows + (SCALES == kColumnScales ? COLS : 32);
+    constexpr int kCutBarrier = 1 + CONSUMERS;
+    // With scales in the loop a part of the products at a time is in registers of its own.
+    constexpr int kHalves = COLS > 128 ? COLS / 128 : 1, kUnitCols = COLS / kHalves;
+    constexpr bool kGated = FINISH == kGatedFinish;
+    constexpr int kOutCols = kGated ? COLS / 2 : COLS;
+    using Ring = BoxRing<SLOTS>;
+    extern __shared__ u8 memory[];
+    const ptx::SharedAddress stages = ptx::aligned_up<1024>(ptx::shared_address(memory));
+    u8* const base = memory + (stages - ptx::shared_address(memory));
+    u8* const boxes = base + STAGES * Operands::kStageBytes;
+    float* const scales = reinterpret_cast<float*>(boxes + CONSUMERS * SLOTS * Ring::kBytes);
+    float* const column_values = scales + STAGES * kScaleFloats;  // [CONSUMERS, 2, COLS]
+    u8* const barriers = reinterpret_cast<u8*>(column_values + CONSUMERS * 2 * COLS);
+    const Pipeline<STAGES> pipeline{ptx::shared_address(barriers)};
+    const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0);  // known to be uniform
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const u64 places = reinterpret_cast<u64>(out) | reinterpret_cast<u64>(add);
+    const bool aligned = places % 16 == 0 && (out_pitch | out_group_pitch | add_pitch) % 4 == 0;
+    const EpilogueFlags flags{lower(flags_and_band) | static_cast<u32>(aligned) << 17};
+    const u32 kind = lower(groups);
+    const ScalePlace of_a{scale_a, a_row_pitch, a_depth_pitch, a_group_pitch, lower(scale_rows), lower(scale_shifts)};
+    const ScalePlace of_b{scale_b, b_row_pitch, b_depth_pitch, b_group_pitch, upper(scale_rows), upper(scale_shifts)};
+
+    // Who brings scales of the loop: the copy engine, one scale per row in rows of memory that it can read; else two warps.
+    const bool copies_a = SCALES != kNoScales && flags.loop_scales_a() && !flags.engine_scales_a();
+    const bool copies_b = SCALES != kNoScales && flags.loop_scales_b() && !flags.engine_scales_b();
+    if (threadIdx.x == kConsumerWarps * kWarp) {
+        ptx::tma_prefetch_map(a_map);
+        ptx::tma_prefetch_map(b_map);
+        pipeline.init(copies_a || copies_b ? 1 + 2 * kWarp : 1, kConsumerWarps);
+    }
+    ProductTiles<kRows, kOutCols> tiles(reinterpret_cast<ProductGroup*>(barriers + Pipeline<STAGES>::kBytes), starts, ends, kind,
+                                    upper(groups), rows, columns, depth, upper(flags_and_band));
+    __syncthreads();
+    const u32 count = tiles.count();
+    PipelineState<STAGES> state;
+
+    if (warp >= kConsumerWarps) {
+        if constexpr (CONSUMERS == 2) ptx::registers_give<40>();
+        if (threadIdx.x == kConsumerWarps * kWarp) {
+            const bool rows_too = SCALES != kNoScales && flags.loop_scales_a() && flags.engine_scales_a();
+            const bool columns_too = SCALES == kColumnScales && flags.loop_scales_b() && flags.engine_scales_b();
+            const u32 bytes = Operands::kStageBytes + (rows_too ? 4 * kRows : 0) + (columns_too ? 4 * COLS : 0);
+            for (u32 index = blockIdx.x; index < count; index += gridDim.x) {
+                const ProductTile tile = tiles.find(index);
+                const i32 group_a = kind == kMaskedGroups ? static_cast<i32>(tile.group) : 0;
+                const i32 group_b = kind == kDepthGroups ? 0 : static_cast<i32>(tile.group);
+#pragma unroll 1
+                for (i32 k = 0; k < tile.depth; k += kDepth, state.advance()) {
+                    pipeline.acquire(state);
+                    const ptx::SharedAddress full = pipeline.expect(state, bytes);
+                    Operands::fetch(a_map, b_map, stages + state.stage * Operands::kStageBytes, full, tile.k + k, tile.row,
+                                    group_a, tile.n, group_b, kGated ? static_cast<i32>(columns) : 0);
+                    const ptx::SharedAddress to = ptx::shared_address(scales) + 4 * kScaleFloats * state.stage;
+                    const u32 block = static_cast<u32>(tile.k + k) / 128;
+                    if (rows_too)
+                        ptx::tma_load_3d(to, scale_a_map, full, tile.row, static_cast<i32>(block >> of_a.depth_shift), group_a);
+                    if (columns_too)
+                        ptx::tma_load_3d(to + 4 * kRows, scale_b_map, full, tile.n, static_cast<i32>(block >> of_b.depth_shift), group_b);
+                }
+            }
+        } else if (SCALES != kNoScales && warp / 2 == kConsumerWarps / 2 + 1 && (copies_a || copies_b)) {
+            const int thread = static_cast<int>(threadIdx.x) % (2 * kWarp);
+            ScaleCopies<kRows, kRows + (SCALES == kColumnScales ? COLS : kHalves)> copies;
+            const int apart = SCALES == kColumnScales ? 1 : kGated ? static_cast<int>(columns) : 128;
+            for (u32 index = blockIdx.x; index < count; index += gridDim.x) {
+                const ProductTile tile = tiles.find(index);
+                copies.place(of_a, of_b, tile, thread, copies_a ? tile.rows : 0, copies_b ? (kGated ? 2 : 1) * columns : 0, apart);
+#pragma unroll 1
+                for (i32 k = 0; k < tile.depth; k += kDepth, state.advance()) {
+                    const u32 block = static_cast<u32>(tile.k + k) / 128;
+                    pipeline.acquire(state);
+                    copies.copy(ptx::shared_address(scales) + 4 * kScaleFloats * state.stage, scale_a + of_a.of_depth(block),
+                                scale_b + of_b.of_depth(block), thread, copies_a, copies_b);
+                    ptx::cp_async_arrive(pipeline.full(state));
+                }
+            }
+        }
+        return;
+    }
+
+    if constexpr (CONSUMERS == 2) ptx::registers_take<232>();
+    const int consumer = warp / 4, thread = static_cast<int>(threadIdx.x) % 128;
+    const int own_row = warp % 4 * 16 + lane / 4;  // of a part; + 8 is the other
+    const bool speaks = lane == 0;
+    float* const own_columns = column_values + consumer * 2 * COLS;
+    Ring ring{boxes + consumer * SLOTS * Ring::kBytes, 1 + consumer};
+    const ResultPlace place{out_map, out, add, out_pitch, out_group_pitch, add_pitch, static_cast<i32>(columns), flags};
+
+    ProductTile next_tile = {};
+    if (blockIdx.x < count) next_tile = tiles.find(blockIdx.x);
+    for (u32 index = blockIdx.x; index < count; index += gridDim.x) {
+        const ProductTile tile = SCALES == kNoScales ? tiles.find(index) : next_tile;
+        const int blocks = (tile.depth + kDepth - 1) / kDepth;
+        const int tail = kind == kDepthGroups ? tile.depth % kDepth : 0;  // of the last block, which others' k follows
+        // What the epilogue needs of rows and columns; asked for before the products where registers allow.
+        constexpr int kColumnsEach = (COLS + 127) / 128;
+        u32 row_bits[WAVES][2], factor_bits[kColumnsEach], bias_bits[kColumnsEach];
+        auto load_factors = [&] {  // without branches, which take the compiler seconds
+            const bool of_rows = scale_a != nullptr && !flags.loop_scales_a();
+            const bool of_columns = scale_b != nullptr && !flags.loop_scales_b();
+#pragma unroll
+            for (int w = 0; w < WAVES; ++w)
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const int row = (w * CONSUMERS + consumer) * 64 + own_row + 8 * r;
+                    row_bits[w][r] = 0x3f800000u;  // 1
+                    ptx::ld_keep_if<4>(of_rows && row < tile.rows, row_bits[w][r],
+                                       scale_a + of_a.of_single_row(static_cast<u32>(tile.row + row), tile.group));
+                }
+#pragma unroll
+            for (int i = 0; i < kColumnsEach; ++i) {
+                const int column = tile.n + thread + 128 * (kGated ? 0 : i);
+                const bool exists = column < columns && thread + 128 * i < COLS;
+                const u32 n = static_cast<u32>(column) + (kGated && i == 1 ? static_cast<u32>(columns) : 0u);  // row of b
+                factor_bits[i] = 0x3f800000u, bias_bits[i] = 0;
+                ptx::ld_keep_if<4>(of_columns && exists, factor_bits[i], scale_b + of_b.of_single_row(n, tile.group));
+                ptx::ld_keep_if<4>(bias != nullptr && exists && flags.bias() == kFp32, bias_bits[i],
+                                   static_cast<const float*>(bias) + n);
+                ptx::ld_keep_if<2>(bias != nullptr && exists && flags.bias() != kFp32, bias_bits[i],
+                                   static_cast<const bf16*>(bias) + n);
+            }
+        };
+        if (SCALES == kNoScales) load_factors();
+
+        typename Totals<Sum, SCALES>::Type sums[WAVES][COLS / 2];
+        if constexpr (SCALES == kNoScales) {
+            if (blocks == 0) {
+#pragma unroll
+                for (int w = 0; w < WAVES; ++w)
+#pragma unroll
+                    for (Sum& sum : sums[w]) sum = 0;
+            }
+            PipelineState<STAGES> last = state;
+            for (int i = 0; i < blocks; ++i, state.advance()) {
+                pipeline.wait(state);
+                if (tail != 0 && i == blocks - 1)
+                    Operands::cut(base + state.stage * Operands::kStageBytes, tail, kCutBarrier);
+                ptx::wgmma_fence();
+#pragma unroll
+                for (int w = 0; w < WAVES; ++w)
+                    Operands::multiply(sums[w], stages + state.stage * Operands::kStageBytes,
+                                       static_cast<u32>(w * CONSUMERS + consumer), 0, i != 0);
+                ptx::wgmma_commit();
+                ptx::wgmma_wait<1>();
+                if (i != 0 && speaks) pipeline.release(last);
+                last = state;
+            }
+            ptx::wgmma_wait<0>();
+            if (blocks != 0 && speaks) pipeline.release(last);
+        } else {
+#pragma unroll
+            for (int w = 0; w < WAVES; ++w)
+#pragma unroll
+                for (float& sum : sums[w]) sum = 0.0f;
+            if (blocks == 0 && index + gridDim.x < count) next_tile = tiles.find(index + gridDim.x);
+            Sum part[kUnitCols / 2];
+            for (int i = 0; i < blocks; ++i, state.advance()) {
+                pipeline.wait(state);
+                if (tail != 0 && i == blocks - 1)
+                    Operands::cut(base + state.stage * Operands::kStageBytes, tail, kCutBarrier);
+                const float* of_stage = scales + kScaleFloats * state.stage;
+                float of_row[WAVES][2], of_tile[kHalves];
+#pragma unroll
+                for (int unit = 0; unit < WAVES * kHalves; ++unit) {
+                    const int w = unit / kHalves, half = unit % kHalves;
+                    ptx::wgmma_fence();
+                    Operands::multiply(part, stages + state.stage * Operands::kStageBytes,
+                                       static_cast<u32>(w * CONSUMERS + consumer), kUnitCols * half, false);
+                    ptx::wgmma_commit();
+                    if (unit == 0) {  // here, where the products are on their way
+                        if (i == 0 && index + gridDim.x < count) next_tile = tiles.find(index + gridDim.x);
+#pragma unroll
+                        for (int h = 0; h < kHalves; ++h)
+                            of_tile[h] = SCALES == kRowScales && flags.loop_scales_b() ? of_stage[kRows + h] : 1.0f;
+#pragma unroll
+                        for (int v = 0; v < WAVES; ++v)
+#pragma unroll
+                            for (int r = 0; r < 2; ++r)
+                                of_row[v][r] = flags.loop_scales_a()
+                                                   ? of_stage[(v * CONSUMERS + consumer) * 64 + own_row + 8 * r]
+                                                   : 1.0f;
+                    }
+                    ptx::wgmma_wait<0>();
+                    if (SCALES == kRowScales && unit == WAVES * kHalves - 1) pipeline.release_warp(state);
+                    const float times[2] = {of_row[w][0] * of_tile[half], of_row[w][1] * of_tile[half]};
+#pragma unroll
+                    for (int j = 0; j < kUnitCols / 8; ++j) {
+                        float2 of_column = make_float2(1.0f, 1.0f);
+                        if constexpr (SCALES == kColumnScales)
+                            of_column =
+                                *reinterpret_cast<const float2*>(of_stage + kRows + kUnitCols * half + 8 * j + lane % 4 * 2);
+#pragma unroll
+                        for (int r = 0; r < 2; ++r) {
+                            const float x = times[r] * of_column.x, y = times[r] * of_column.y;
+                            float* const total = sums[w] + kUnitCols / 2 * half + 4 * j + 2 * r;
+                            total[0] += x * static_cast<float>(part[4 * j + 2 * r]);
+                            total[1] += y * static_cast<float>(part[4 * j + 2 * r + 1]);
+                        }
+                    }
+                }
+                if (SCALES == kColumnScales) pipeline.release_warp(state);
+            }
+        }
+
+        if (SCALES != kNoScales) load_factors();
+#pragma unroll
+        for (int i = 0; i < kColumnsEach; ++i) {
+            if (COLS % 128 != 0 && thread + 128 * i >= COLS) break;
+            float plus[1] = {__uint_as_float(bias_bits[i])};
+            if (flags.bias() == kBf16) unpack<bf16, 1>(Raw<2>{{bias_bits[i]}}, plus);
+            if (flags.bias() == kFp16) unpack<fp16, 1>(Raw<2>{{bias_bits[i]}}, plus);
+            own_columns[thread + 128 * i] = __uint_as_float(factor_bits[i]);
+            own_columns[COLS + thread + 128 * i] = plus[0];
+        }
+        float row_factor[WAVES][2];
+#pragma unroll
+        for (int w = 0; w < WAVES; ++w)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) row_factor[w][r] = __uint_as_float(row_bits[w][r]);
+        auto part_of = [&](int wave) {
+            const int first = (wave * CONSUMERS + consumer) * 64, existing = tile.rows - first;
+            const bool whole = existing >= 64 || kind == kNoGroups || kind == kDepthGroups;
+            const i32 group_out = kind == kMaskedGroups || kind == kDepthGroups ? static_cast<i32>(tile.group) : 0;
+            return ResultPart{tile.row + first, tile.n, existing, group_out, flags.copy_engine() && whole};
+        };
+        if constexpr (FINISH == kPlainFinish) {
+            finish_parts<COLS, true>(sums, row_factor, own_columns, ring, place, part_of);
+        } else {
+            static_assert(WAVES == 1 && kOutCols % 128 == 0, "whole scales in a warpgroup's rows");
+            const int existing = static_cast<int>(min(columns - tile.n, static_cast<i64>(kOutCols)));
+            ptx::named_barrier_sync(ring.barrier, 128);  // all columns are there
+            float results[1][64];
+            finish_in_registers<kGated, COLS, 0>(sums[0], row_factor[0], own_columns, flags.register_act(), existing, results[0]);
+            if (flags.out() < kE4m3) {
+                if constexpr (kGated) finish_parts<kOutCols, false>(results, row_factor, own_columns, ring, place, part_of);
+            } else {
+                const CodePlace codes{out_map, static_cast<u8*>(out), out_scale, out_pitch, out_scale_pitch,
+                                      static_cast<i32>(columns), flags.out() == kE5m2, flags.aligned() && out_pitch % 16 == 0};
+                ResultPart part = part_of(0);
+                if (part.rows > 0) store_codes(results[0], ring, codes, part);
+                if constexpr (kOutCols == 256) {
+                    part.n += 128;
+                    if (part.rows > 0 && part.n < columns) {
+                        finish_in_registers<kGated, COLS, 128>(sums[0], row_factor[0], own_columns, flags.register_act(), existing,
+                                                               results[0]);
+                        store_codes(results[0], ring, codes, part);
+                    }
+                }
+            }
+        }
+    }
+    ring.close();
+}
+
+}  // namespace rtk

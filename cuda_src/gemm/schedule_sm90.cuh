@@ -1,0 +1,96 @@
+// Which tiles of a product, dense or grouped, a block of a persistent grid makes, and where they lie. One type for all
+// kinds of groups, chosen at run time: finding a tile costs a few divisions, and a tile takes thousands of cycles.
+//
+// Groups have a table in shared memory, made from numbers on the device by the whole block at its start: the first row (or,
+// where groups cut k, the first k) of each, how many, and the row blocks of all groups before it. No tile has rows of two
+// groups; empty groups have no tiles, unless they cut k: then their sums are 0. Numbers that lie outside of the matrix, or not in
+// order, give groups that are inside.
+#pragma once
+#include "common/scan.cuh"
+
+namespace rtk {
+
+// rtkernels/ops/gemm/sm90_plan.py knows these.
+enum GroupKind : u32 { kNoGroups = 0, kRowGroups = 1, kMaskedGroups = 2, kDepthGroups = 3 };
+
+struct ProductTile {
+    i32 row, n;     // its first row and column; rows of a masked product are those of its group
+    int rows;       // how many of its rows exist
+    u32 group;
+    i32 k, depth;   // the first of k, and how many
+};
+
+struct ProductGroup {
+    u32 first, size, block;
+};
+
+template <int ROWS, int COLS>
+struct ProductTiles {
+    const ProductGroup* table;
+    u32 kind, groups, rows, tiles_m, tiles_n, band;
+    i32 depth;
+    u32 last = 0;
+
+    // `starts` may be null: groups then begin where the one before ends. The whole block calls; barriers inside.
+    RTK_DEVICE ProductTiles(ProductGroup* memory, const i32* starts, const i32* ends, u32 group_kind, u32 group_count, i64 m,
+                            i64 columns, i64 k, u32 band_rows)
+        : table(memory), kind(group_kind), groups(group_count), rows(static_cast<u32>(m)),
+          tiles_m(static_cast<u32>(ceil_div(m, ROWS))), tiles_n(static_cast<u32>(ceil_div(columns, COLS))), band(band_rows),
+          depth(static_cast<i32>(k)) {
+        if (kind == kNoGroups) return;
+        const i32 all = kind == kDepthGroups ? depth : static_cast<i32>(rows);
+        auto first_of = [&](int g) {
+            if (kind == kMaskedGroups) return 0;
+            const i32 first = starts != nullptr ? starts[g] : g == 0 ? 0 : ends[g - 1];
+            return min(max(first, 0), all);
+        };
+        auto size_of = [&](int g) { return static_cast<u32>(max(min(ends[g], all) - first_of(g), 0)); };
+        auto blocks_of = [&](int g) { return kind == kDepthGroups ? tiles_m : (size_of(g) + (ROWS - 1)) / ROWS; };
+        exclusive_scan_up_to(static_cast<int>(groups), 0x7fffffffu, blocks_of, [&](int g, u32 block, u32 next) {
+            memory[g] = {static_cast<u32>(first_of(g)), size_of(g), block};
+            if (g + 1 == static_cast<int>(groups)) memory[g + 1].block = next;
+        });
+        __syncthreads();
+    }
+
+    RTK_DEVICE u32 count() const { return (kind == kNoGroups ? tiles_m : table[groups].block) * tiles_n; }
+
+    // Tiles are numbered in bands of `band` rows of tiles, down the columns of a band first: blocks that run at the same time
+    // then read both operands from L2. `index` is less than count(), and not less than that of the call before.
+    RTK_DEVICE ProductTile find(u32 index) {
+        ProductGroup here = {0, rows, 0};
+        u32 blocks = tiles_m;
+        if (kind != kNoGroups) {
+            const u32 block = index / tiles_n;
+            u32 high = groups;  // the last group of which `block` is not below; empty ones are before it
+            while (high - last > 1) {
+                const u32 middle = (last + high) / 2;
+                if (table[middle].block <= block) {
+                    last = middle;
+                } else {
+                    high = middle;
+                }
+            }
+            here = table[last];
+            blocks = table[last + 1].block - here.block;
+        }
+        const u32 inside = index - here.block * tiles_n, in_band = inside / (band * tiles_n) * band;
+        const u32 height = min(blocks - in_band, band), rest = inside - in_band * tiles_n;
+        const u32 n = rest / height, m = in_band + rest - n * height;
+        ProductTile tile;
+        tile.n = static_cast<i32>(n * COLS);
+        tile.group = last;
+        tile.k = 0, tile.depth = depth;
+        tile.row = static_cast<i32>(m * ROWS);
+        u32 size = here.size;
+        if (kind == kDepthGroups) {
+            tile.k = static_cast<i32>(here.first), tile.depth = static_cast<i32>(here.size);
+            size = rows;
+        }
+        tile.rows = static_cast<int>(min(size - static_cast<u32>(tile.row), static_cast<u32>(ROWS)));
+        if (kind == kRowGroups) tile.row += static_cast<i32>(here.first);
+        return tile;
+    }
+};
+
+}  // namespace rtk

@@ -1,0 +1,100 @@
+// Matrix products of a warpgroup for all types of operands, both in shared memory, with 64, 128 or 256 columns; sm_90a only.
+// Sums lie and behave as in ptx/wgmma.cuh, whose fence, commit and wait go with these.
+//
+// An instruction takes 32 bytes of k: 16 of 16-bit elements, 32 of 8-bit ones. 16-bit operands may lie across, with rows of m
+// or n (gemm/operand.cuh has the descriptors). Sums of fp8 keep about 14 bits while they are added; those of integers are
+// exact.
+#pragma once
+#include "ptx/wgmma.cuh"
+
+namespace rtk {
+
+struct s8 {  // a type of elements only: u8 is the unsigned one
+    u8 bits;
+};
+
+}  // namespace rtk
+
+namespace rtk::ptx {
+
+#define RTK_WGMMA_REGISTERS_16(constraint, i) \
+    constraint(d[i + 0]), constraint(d[i + 1]), constraint(d[i + 2]), constraint(d[i + 3]), \
+    constraint(d[i + 4]), constraint(d[i + 5]), constraint(d[i + 6]), constraint(d[i + 7]), \
+    constraint(d[i + 8]), constraint(d[i + 9]), constraint(d[i + 10]), constraint(d[i + 11]), \
+    constraint(d[i + 12]), constraint(d[i + 13]), constraint(d[i + 14]), constraint(d[i + 15])
+#define RTK_WGMMA_REGISTERS_32(c) RTK_WGMMA_REGISTERS_16(c, 0), RTK_WGMMA_REGISTERS_16(c, 16)
+#define RTK_WGMMA_REGISTERS_64(c) RTK_WGMMA_REGISTERS_32(c), RTK_WGMMA_REGISTERS_16(c, 32), RTK_WGMMA_REGISTERS_16(c, 48)
+#define RTK_WGMMA_REGISTERS_128(c)                                                                \
+    RTK_WGMMA_REGISTERS_64(c), RTK_WGMMA_REGISTERS_16(c, 64), RTK_WGMMA_REGISTERS_16(c, 80),      \
+        RTK_WGMMA_REGISTERS_16(c, 96), RTK_WGMMA_REGISTERS_16(c, 112)
+
+// `types` is the end of the instruction's name, `flags` what follows the predicate.
+#define RTK_WGMMA_TYPED(n, sums, constraint, a_operand, b_operand, add_operand, types, flags)               \
+    asm volatile(                                                                                           \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %" add_operand ", 0;\n"                                          \
+        "wgmma.mma_async.sync.aligned.m64n" n types " {" RTK_WGMMA_NAMES_TO_##sums "}, %" a_operand         \
+        ", %" b_operand ", p" flags ";\n}\n"                                                                \
+        : RTK_WGMMA_REGISTERS_##sums(constraint)                                                            \
+        : "l"(a), "l"(b), "r"(add))
+
+// The flags of 16-bit products: no negation, then whether a and b lie across.
+#define RTK_WGMMA_16_BITS(n, sums, type, ...)                                                          \
+    if constexpr (kAcrossA && kAcrossB) {                                                              \
+        RTK_WGMMA_TYPED(n, sums, "+f", __VA_ARGS__, "k16.f32." type "." type, ", 1, 1, 1, 1");         \
+    } else if constexpr (kAcrossA) {                                                                   \
+        RTK_WGMMA_TYPED(n, sums, "+f", __VA_ARGS__, "k16.f32." type "." type, ", 1, 1, 1, 0");         \
+    } else if constexpr (kAcrossB) {                                                                   \
+        RTK_WGMMA_TYPED(n, sums, "+f", __VA_ARGS__, "k16.f32." type "." type, ", 1, 1, 0, 1");         \
+    } else {                                                                                           \
+        RTK_WGMMA_TYPED(n, sums, "+f", __VA_ARGS__, "k16.f32." type "." type, ", 1, 1, 0, 0");         \
+    }
+
+#define RTK_WGMMA_FP8_PAIR(n, sums, left, right, ...)                                                              \
+    if constexpr (is_same<A, left>::value && is_same<B, right>::value) {                                           \
+        RTK_WGMMA_TYPED(n, sums, "+f", __VA_ARGS__, "k32.f32." #left "." #right, ", 1, 1");                        \
+    }
+
+#define RTK_WGMMA_INTEGER_PAIR(n, sums, left, right, ...)                                              \
+    if constexpr (is_same<A, left>::value && is_same<B, right>::value) {                               \
+        RTK_WGMMA_TYPED(n, sums, "+r", __VA_ARGS__, "k32.s32." #left "." #right, "");                  \
+    }
+
+// d += a * b, or d = a * b if `add` is 0.
+#define RTK_WGMMA_TYPED_OF(n, sums, ...)                                                   \
+    template <typename A, typename B, bool kAcrossA, bool kAcrossB>                        \
+    RTK_DEVICE void wgmma_typed(float (&d)[sums], u64 a, u64 b, u32 add) {                 \
+        if constexpr (is_same<A, bf16>::value) {                                           \
+            RTK_WGMMA_16_BITS(n, sums, "bf16", __VA_ARGS__)                                \
+        } else if constexpr (is_same<A, fp16>::value) {                                    \
+            RTK_WGMMA_16_BITS(n, sums, "f16", __VA_ARGS__)                                 \
+        } else {                                                                           \
+            static_assert(!kAcrossA && !kAcrossB, "only 16-bit elements may lie across");  \
+            RTK_WGMMA_FP8_PAIR(n, sums, e4m3, e4m3, __VA_ARGS__)                           \
+            RTK_WGMMA_FP8_PAIR(n, sums, e4m3, e5m2, __VA_ARGS__)                           \
+            RTK_WGMMA_FP8_PAIR(n, sums, e5m2, e4m3, __VA_ARGS__)                           \
+            RTK_WGMMA_FP8_PAIR(n, sums, e5m2, e5m2, __VA_ARGS__)                           \
+        }                                                                                  \
+    }                                                                                      \
+    template <typename A, typename B, bool kAcrossA, bool kAcrossB>                        \
+    RTK_DEVICE void wgmma_typed(i32 (&d)[sums], u64 a, u64 b, u32 add) {                   \
+        static_assert(!kAcrossA && !kAcrossB, "only 16-bit elements may lie across");      \
+        RTK_WGMMA_INTEGER_PAIR(n, sums, s8, s8, __VA_ARGS__)                               \
+        RTK_WGMMA_INTEGER_PAIR(n, sums, s8, u8, __VA_ARGS__)                               \
+        RTK_WGMMA_INTEGER_PAIR(n, sums, u8, s8, __VA_ARGS__)                               \
+        RTK_WGMMA_INTEGER_PAIR(n, sums, u8, u8, __VA_ARGS__)                               \
+    }
+RTK_WGMMA_TYPED_OF("64", 32, "32", "33", "34")
+RTK_WGMMA_TYPED_OF("128", 64, "64", "65", "66")
+RTK_WGMMA_TYPED_OF("256", 128, "128", "129", "130")
+
+#undef RTK_WGMMA_TYPED_OF
+#undef RTK_WGMMA_INTEGER_PAIR
+#undef RTK_WGMMA_FP8_PAIR
+#undef RTK_WGMMA_16_BITS
+#undef RTK_WGMMA_TYPED
+#undef RTK_WGMMA_REGISTERS_128
+#undef RTK_WGMMA_REGISTERS_64
+#undef RTK_WGMMA_REGISTERS_32
+#undef RTK_WGMMA_REGISTERS_16
+
+}  // namespace rtk::ptx

@@ -1,0 +1,161 @@
+"""Logits that are computed when somebody looks at them.
+
+In training with labels nobody does but the loss, which takes hidden states and head instead. Divisions and products by
+a number, a soft cap (divide, tanh, multiply) and conversions are recorded; anything else makes the logits, once, and
+goes on with a tensor. This is no subclass of Tensor: DDP, FSDP and accelerate pass it on as they pass any object.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Shaping(NamedTuple):
+    """What happens to logits before the loss: times `scale`, then, with `softcap`, ``softcap * tanh(x / softcap)``."""
+
+    scale: float
+    softcap: float | None
+
+
+class LazyLogits:
+    """The logits of hidden states ``[..., hidden size]`` under a head, perhaps shaped."""
+
+    def __init__(self, hidden: Tensor, head: nn.Module, steps: tuple[tuple[str, Any], ...] = ()) -> None:
+        self.hidden, self.head, self.steps = hidden, head, steps
+        self._made: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.hidden.shape[:-1], self.head.weight.shape[0]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the logits will have."""
+        converted = [value for name, value in self.steps if name == "to"]
+        return converted[-1] if converted else self.hidden.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return self.hidden.dim()
+
+    def _then(self, name: str, value: Any = None) -> Any:
+        if self._made is not None:
+            return _applied(self._made, name, value)
+        return LazyLogits(self.hidden, self.head, (*self.steps, (name, value)))
+
+    def __mul__(self, other: Any) -> Any:
+        return self._then("times", float(other)) if isinstance(other, (int, float)) else self.tensor() * other
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._then("over", float(other)) if isinstance(other, (int, float)) else self.tensor() / other
+
+    def tanh(self) -> Any:
+        return self._then("tanh")
+
+    def float(self) -> Any:
+        return self._then("to", torch.float32)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.dtype):
+            return self._then("to", args[0])
+        if len(args) == 1 and not kwargs and args[0] == self.device:
+            return self
+        return self.tensor().to(*args, **kwargs)
+
+    def tensor(self) -> Tensor:
+        """Return the logits themselves; computed at the first call."""
+        if self._made is None:
+            made = self.head(self.hidden, materialize=True)
+            for name, value in self.steps:
+                made = _applied(made, name, value)
+            self._made = made
+        return self._made
+
+    def shaping(self) -> Shaping | None:
+        """Return what was recorded as scale and soft cap; None if it is neither."""
+        steps = [step for step in self.steps if step[0] != "to"]
+        scale, rest = 1.0, list(steps)
+        names = [name for name, _ in rest]
+        softcap = None
+        if "tanh" in names:
+            at = names.index("tanh")
+            if at == 0 or len(rest) != at + 2 or names[at - 1] != "over" or names[at + 1] != "times":
+                return None
+            if rest[at - 1][1] != rest[at + 1][1]:
+                return None
+            softcap, rest = rest[at + 1][1], rest[: at - 1]
+        for name, value in rest:
+            scale = scale * value if name == "times" else scale / value
+        return Shaping(scale, softcap)
+
+    # ---- everything else is the tensor's ----
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.tensor(), name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.tensor()[index]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __add__(self, other: Any) -> Tensor:
+        return self.tensor() + other
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Tensor:
+        return self.tensor() - other
+
+    def __rsub__(self, other: Any) -> Tensor:
+        return other - self.tensor()
+
+    def __neg__(self) -> Any:
+        return self * -1.0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.tanh and len(args) == 1 and not kwargs:
+            return args[0].tanh()
+        return func(*_made(args), **{name: _made(value) for name, value in (kwargs or {}).items()})
+
+    def __repr__(self) -> str:
+        return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, steps={list(self.steps)})"
+
+    def __reduce__(self) -> Any:
+        return _same, (self.tensor(),)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _made(value: Any) -> Any:
+    if isinstance(value, LazyLogits):
+        return value.tensor()
+    if isinstance(value, (tuple, list)):
+        return type(value)(_made(v) for v in value)
+    return value
+
+
+def _applied(x: Tensor, name: str, value: Any) -> Tensor:
+    if name == "times":
+        return x * value
+    if name == "over":
+        return x / value
+    if name == "tanh":
+        return torch.tanh(x)
+    return x.to(value)

@@ -1,0 +1,135 @@
+"""The loss of a causal language model from hidden states and head: ``linear_cross_entropy`` instead of logits.
+
+Three things of a model are replaced: its head gives ``LazyLogits`` while the model trains with labels; hooks of the
+model tell the head when that is; its loss function takes lazy logits, and hands any other to the original one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import rtkernels
+from rtkernels.models import replace
+from rtkernels.models.lazy_logits import LazyLogits
+from rtkernels.models.recognize import NotRecognized, Recognized
+
+_KIND = Recognized("head", ())
+_LAZY = "_rtkernels_lazy"
+_HOOKS = "_rtkernels_hooks"
+
+
+def _head(original: type[nn.Module]) -> Callable[..., Any]:
+    own = original.forward
+
+    def forward(self, hidden, materialize=False, loss=None):
+        if loss is not None:  # a call of the module, so that hooks which gather its weight run
+            return loss(self, hidden)
+        if getattr(self, _LAZY, False) and not materialize:
+            return LazyLogits(hidden, self)
+        return own(self, hidden)
+
+    return forward
+
+
+replace.register("head", _head)
+
+
+class CausalLMLoss:
+    """What ``ForCausalLMLoss`` of transformers computes, without the logits where they are lazy."""
+
+    def __init__(self, original: Callable[..., Tensor]) -> None:
+        self.original = original
+
+    def __call__(
+        self, logits: Any, labels: Tensor | None, vocab_size: int, num_items_in_batch: Any = None,
+        ignore_index: int = -100, shift_labels: Tensor | None = None, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        def as_before(logits: Tensor) -> Tensor:
+            return self.original(
+                logits=logits, labels=labels, vocab_size=vocab_size, num_items_in_batch=num_items_in_batch,
+                ignore_index=ignore_index, shift_labels=shift_labels, **kwargs,
+            )  # fmt: skip
+
+        if not isinstance(logits, LazyLogits):
+            return as_before(logits)
+        shaping = logits.shaping()
+        head, hidden = logits.head, logits.hidden
+        if shaping is None or kwargs or logits._made is not None or head.weight.shape[0] != vocab_size:
+            return as_before(logits.tensor())
+        if shift_labels is None:
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        targets = shift_labels.reshape(-1).to(hidden.device)
+
+        def loss(module: nn.Module, hidden: Tensor) -> Tensor | None:
+            if isinstance(module.weight, DTensor) or isinstance(hidden, DTensor) or hidden.dtype != module.weight.dtype:
+                return None
+            scaled = hidden if shaping.scale == 1.0 else hidden * shaping.scale
+            return rtkernels.linear_cross_entropy(
+                scaled.reshape(-1, hidden.shape[-1]), module.weight, targets, bias=module.bias,
+                ignore_index=ignore_index, softcap=shaping.softcap,
+                reduction="mean" if num_items_in_batch is None else "sum",
+            )  # fmt: skip
+
+        value = head(hidden, loss=loss)
+        if value is None:
+            return as_before(logits.tensor())
+        if num_items_in_batch is None:
+            return value
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(value.device)
+        return value / num_items_in_batch
+
+
+def _before(head: nn.Module) -> Callable[..., None]:
+    def hook(model, args, kwargs):
+        wanted = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
+        setattr(head, _LAZY, wanted and model.training and torch.is_grad_enabled())
+
+    return hook
+
+
+def _after(head: nn.Module) -> Callable[..., None]:
+    def hook(model, args, output):
+        setattr(head, _LAZY, False)
+
+    return hook
+
+
+def replace_loss(model: nn.Module) -> None:
+    """Replace head and loss of a causal language model.
+
+    Raises:
+        NotRecognized: Its loss is another one, or its head is no plain linear layer.
+    """
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if getattr(model, "loss_function", None) is not ForCausalLMLoss:
+        raise NotRecognized("its loss is not transformers' loss of causal language models")
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise NotRecognized(f"its head is a {type(head).__name__}, no plain nn.Linear")
+    replace.replace(head, _KIND)
+    setattr(head, _LAZY, False)
+    handles = (
+        model.register_forward_pre_hook(_before(head), with_kwargs=True),
+        model.register_forward_hook(_after(head), always_call=True),
+    )
+    model.__dict__[_HOOKS] = handles
+    model.loss_function = CausalLMLoss(ForCausalLMLoss)
+
+
+def restore_loss(model: nn.Module) -> None:
+    """Undo :func:`replace_loss`."""
+    for handle in model.__dict__.pop(_HOOKS, ()):
+        handle.remove()
+    if isinstance(getattr(model, "_loss_function", None), CausalLMLoss):
+        del model._loss_function
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if head is not None and replace.replaced(head) == _KIND:
+        head.__dict__.pop(_LAZY, None)
+        replace.restore(head)

@@ -1,0 +1,128 @@
+"""Our forward in somebody's module, by a change of the instance's class.
+
+The new class is a subclass of the old one with its name and module, so that ``isinstance``, output recorders,
+``state_dict``, ``deepcopy`` and pickling go on as before: pickles name the old class and what was done to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import rtkernels
+from rtkernels.models.recognize import Recognized
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+Forward = Callable[..., Any]
+
+
+def replaced(module: nn.Module) -> Recognized | None:
+    """Return what was done to a module, None if nothing was."""
+    return getattr(type(module), "_rtkernels_kind", None)
+
+
+def replace(module: nn.Module, kind: Recognized) -> None:
+    """Give a module our forward."""
+    module.__class__ = subclass(type(module), kind)
+
+
+def restore(module: nn.Module) -> None:
+    """Give a module its own forward back."""
+    if replaced(module) is not None:
+        module.__class__ = type(module)._rtkernels_original
+
+
+@cache
+def subclass(original: type[nn.Module], kind: Recognized) -> type[nn.Module]:
+    """Return the class of replaced modules; the same one for the same class and kind."""
+    options = dict(kind.options)
+    members = {
+        "forward": _FORWARDS[kind.kind](original, **options),
+        "__reduce_ex__": _reduce,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "_rtkernels_kind": kind,
+        "_rtkernels_original": original,
+    }
+    return type(original.__name__, (original,), members)
+
+
+def _reduce(self: nn.Module, protocol: int) -> Any:
+    return _rebuilt, (self._rtkernels_original, self._rtkernels_kind), self.__getstate__()
+
+
+def _rebuilt(original: type[nn.Module], kind: Recognized) -> nn.Module:
+    made = subclass(original, kind)
+    return made.__new__(made)
+
+
+# ---- forwards -------------------------------------------------------------------------------------------------------
+
+
+def _fits(x: Any, weight: Tensor | None) -> bool:
+    """Return True if our norm gives what the module's own would: the same dtype of results, and one we have."""
+    if not isinstance(x, Tensor) or x.dtype not in _FLOATS:
+        return False
+    return weight is None or x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
+
+
+def _rms_norm(original: type[nn.Module], eps: str, offset: float) -> Forward:
+    own = original.forward
+
+    def forward(self, hidden_states):
+        weight = getattr(self, "weight", None)
+        if not _fits(hidden_states, weight):
+            return own(self, hidden_states)
+        return rtkernels.rms_norm(hidden_states, weight, eps=getattr(self, eps), offset=offset)
+
+    return forward
+
+
+def _layer_norm(original: type[nn.Module], eps: str, offset: float) -> Forward:
+    own = original.forward
+
+    def forward(self, hidden_states):
+        weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
+        if not _fits(hidden_states, weight):
+            return own(self, hidden_states)
+        return rtkernels.layer_norm(hidden_states, weight, bias, eps=getattr(self, eps), offset=offset)
+
+    return forward
+
+
+def _mlp(original: type[nn.Module], act: str, separate: bool) -> Forward:
+    if separate:
+
+        def forward(self, x):
+            return self.down_proj(rtkernels.glu(self.gate_proj(x), self.up_proj(x), act=act))
+
+    else:
+
+        def forward(self, x):
+            return self.down_proj(rtkernels.glu(self.gate_up_proj(x), act=act))
+
+    return forward
+
+
+def _attention(original: type[nn.Module], names: tuple[tuple[str, tuple[str, ...]], ...]) -> Forward:
+    from rtkernels.models.rope_view import viewed
+
+    return viewed(original.forward, dict(names))
+
+
+_FORWARDS: dict[str, Callable[..., Forward]] = {
+    "rms_norm": _rms_norm,
+    "layer_norm": _layer_norm,
+    "mlp": _mlp,
+    "rope": _attention,
+}
+
+
+def register(kind: str, make: Callable[..., Forward]) -> None:
+    """Add a kind of replacement: ``make(original class, **options)`` gives its forward."""
+    _FORWARDS[kind] = make

@@ -1,0 +1,101 @@
+"""Rotary embeddings without a change of globals.
+
+The forward of an attention module calls ``apply_rotary_pos_emb`` as a global of its modelling file. Here it gets a
+function with the same code and other globals: a *view* of the file, a module of our own whose names are those of the
+original but for the rotation. Dynamo looks globals up by the module's name, so the view is importable under it.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rtkernels.models.recognize import NotRecognized, Recognized, apply_rope, rope
+
+_PREFIX = "apply_rotary_pos_emb"
+_views: dict[tuple[str, tuple[Any, ...]], types.ModuleType] = {}
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Return True if the forward of a module calls a rotation by the name transformers gives it."""
+    return bool(_names(type(module).forward))
+
+
+def _names(forward: Callable[..., Any]) -> list[str]:
+    code = getattr(forward, "__code__", None)
+    return [] if code is None else [name for name in code.co_names if name.startswith(_PREFIX)]
+
+
+def recognize(module: nn.Module) -> Recognized:
+    """Return which rotations the forward of a module calls.
+
+    Raises:
+        NotRecognized: One of them is none of ours.
+    """
+    forward = type(module).forward
+    if hasattr(forward, "__wrapped__"):
+        raise NotRecognized("its forward is wrapped by a decorator")
+    names = []
+    for name in _names(forward):
+        function = forward.__globals__.get(name)
+        if function is None:
+            raise NotRecognized(f"{name} is no global of its file")
+        names.append((name, rope(function)))
+    return Recognized("rope", (("names", tuple(names)),))
+
+
+def viewed(forward: types.FunctionType, names: dict[str, tuple[str, ...]]) -> types.FunctionType:
+    """Return a function with the code of `forward` for which the named globals are our rotations."""
+    view = _view(forward.__globals__, names)
+    made = types.FunctionType(
+        forward.__code__, view.__dict__, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    made.__kwdefaults__ = forward.__kwdefaults__
+    made.__qualname__, made.__doc__, made.__module__ = forward.__qualname__, forward.__doc__, view.__name__
+    return made
+
+
+def _view(names_of_file: dict[str, Any], names: dict[str, tuple[str, ...]]) -> types.ModuleType:
+    file, key = names_of_file["__name__"], tuple(sorted(names.items()))
+    if (file, key) not in _views:
+        view = types.ModuleType(f"rtkernels_view_{len(_views)}_{file.replace('.', '_')}")
+        kept = {"__name__": view.__name__, "__loader__": None, "__spec__": None}
+        view.__dict__.update({**names_of_file, **kept})
+        for name, forms in names.items():
+            setattr(view, name, _rotation(names_of_file[name], forms))
+        sys.modules[view.__name__] = view
+        _views[file, key] = view
+    return _views[file, key]
+
+
+def _rotation(original: Callable[..., Any], forms: tuple[str, ...]) -> Callable[..., Any]:
+    form, partial = forms[0], "partial" in forms
+    factor = 2 if form == "half tables" else 1
+
+    def apply_rotary_pos_emb(q, k, cos, sin, *args, **kwargs):
+        rotary = factor * cos.shape[-1]
+        unsqueeze_dim = kwargs.get("unsqueeze_dim", 1)
+        fits = (
+            q.dim() == 4
+            and not args
+            and all(name == "unsqueeze_dim" for name in kwargs)
+            and unsqueeze_dim in (1, 2)
+            and cos.dim() == 3
+            and cos.dtype in (q.dtype, torch.float32)
+            and (rotary == q.shape[-1] or (partial and rotary < q.shape[-1]))
+        )
+        if not fits:
+            return original(q, k, cos, sin, *args, **kwargs)
+        if unsqueeze_dim == 2:
+            return apply_rope(q, k, cos, sin, form, layout="bshd")
+        if q.stride(1) < q.stride(2):  # views of [batch, tokens, heads, size]: the results lie in memory as they do
+            q, k = apply_rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, form, layout="bshd")
+            return q.transpose(1, 2), k.transpose(1, 2)
+        return apply_rope(q, k, cos, sin, form)
+
+    return apply_rotary_pos_emb

@@ -1,0 +1,195 @@
+"""Products of experts by fp8 codes, with gradients: what the modules of ``fp8_moe`` compute.
+
+Rows are sorted by expert and every expert's begin at a multiple of 128, so that no scale of a column covers rows of two
+experts, and one matrix ``[columns, rows]`` holds the transposed codes of all of them. Sizes are on the device only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rtkernels.ops.act import glu_fp8
+from rtkernels.ops.gemm.fp8_operands import (
+    OPERAND,
+    SIDE,
+    Codes,
+    columns_of,
+    expert_columns_of,
+    expert_rows_of,
+    rows_of,
+)
+from rtkernels.ops.gemm.grouped_mm import grouped_mm, grouped_wgrad
+from rtkernels.ops.moe import moe_permute_fp8
+from rtkernels.ops.moe.moe_permute import UNPERMUTE
+from rtkernels.runtime.operator.autograd import once_differentiable
+
+E4M3 = torch.float8_e4m3fn
+FORWARD, WEIGHT_GRADIENT = "block_1x128_128x128", "block_1x128_1x128"
+
+
+class ExpertCodes(NamedTuple):
+    """Codes of weights ``[experts, n, k]``, by rows and transposed (empty if not asked for)."""
+
+    q: Tensor
+    scale: Tensor
+    q_t: Tensor
+
+
+def weight_codes(weight: Tensor, transposed: bool, pow2_scale: bool = False) -> ExpertCodes:
+    """Quantise weights ``[experts, n, k]`` in blocks of 128 x 128."""
+    return ExpertCodes(*OPERAND(weight.detach(), "block", E4M3, pow2_scale, True, transposed, 0)[:3])
+
+
+def _product(left: Codes, right: Codes, ends: Tensor, dtype: torch.dtype, zero_padding: bool = False) -> Tensor:
+    """Return ``left[rows of g] @ right[g]^T`` for every group g."""
+    return grouped_mm(
+        left.q, right.q, left.scale, right.scale, offs=ends, align=SIDE, recipe=FORWARD, out_dtype=dtype,
+        zero_padding=zero_padding,
+    )  # fmt: skip
+
+
+def _weight_gradient(
+    left: Codes, right: Codes, ends: Tensor, dtype: torch.dtype, main_grad: Tensor | None
+) -> Tensor | None:
+    """Return ``left[:, rows of g] @ right[:, rows of g]^T`` for every group g, or add it to main_grad."""
+    scales = {"scale_dy": left.scale, "scale_x": right.scale}
+    if main_grad is None:
+        return grouped_wgrad(left.q, right.q, **scales, offs=ends, out_dtype=dtype)
+    grouped_wgrad(left.q, right.q, **scales, offs=ends, out=main_grad, accumulate=True)
+    return None
+
+
+# ---- one product ----------------------------------------------------------------------------------------------------
+
+
+class GroupedLinear(torch.autograd.Function):
+    """``y[rows of g] = x[rows of g] @ weight[g]^T``; rows behind the last group are 0, and so is their gradient."""
+
+    @staticmethod
+    def forward(ctx, x, weight, ends, main_grad, grad_dtype, pow2_scale, *given):
+        ctx.set_materialize_grads(False)
+        keep_x, keep_w = weight.requires_grad, x.requires_grad
+        q, scale, q_t, scale_t = OPERAND(x, "group", E4M3, pow2_scale, True, keep_x, 0)
+        codes = ExpertCodes(*given) if given else weight_codes(weight, keep_w, pow2_scale)
+        ctx.save_for_backward(
+            *((q_t, scale_t) if keep_x else (None, None)),
+            *((codes.q_t, codes.scale) if keep_w else (None, None)),
+            ends,
+        )
+        ctx.options, ctx.main_grad = (grad_dtype, pow2_scale), main_grad
+        ctx.x_shape, ctx.x_dtype, ctx.weight_shape, ctx.weight_dtype = x.shape, x.dtype, weight.shape, weight.dtype
+        left = rows_of(q, scale, "group")
+        return _product(left, expert_rows_of(codes.q, codes.scale, weight.shape), ends, x.dtype, zero_padding=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        if dy is None:
+            return (None,) * 9
+        (grad_dtype, pow2_scale), shape = ctx.options, ctx.weight_shape
+        x_q_t, x_scale_t, w_q_t, w_scale, ends = ctx.saved_tensors
+        need_x, need_w = ctx.needs_input_grad[:2]
+        q, scale, q_t, scale_t = OPERAND(dy, "group", grad_dtype, pow2_scale, need_x, need_w, 0)
+        dx = dw = None
+        if need_x:
+            left = rows_of(q, scale, "group")
+            dx = _product(left, expert_columns_of(w_q_t, w_scale, shape), ends, ctx.x_dtype, zero_padding=True)
+        if need_w:
+            left = columns_of(q_t, scale, scale_t, "group", shape[1])
+            right = columns_of(x_q_t, scale, x_scale_t, "group", shape[2])
+            dw = _weight_gradient(left, right, ends, ctx.weight_dtype, ctx.main_grad)
+        return dx, dw, *(None,) * 7
+
+
+# ---- a whole layer of experts ---------------------------------------------------------------------------------------
+
+
+def _permuted(
+    x: Tensor, rows: Tensor, slots: Tensor, probs: Tensor | None, layout: str, dtype: torch.dtype, pow2_scale: bool
+) -> tuple[Any, ...]:
+    """Return codes of the permuted rows (by rows, transposed) and their probabilities.
+
+    Experts begin at multiples of 128 rows, so all of them together are quantised as one expert's rows would be: its
+    results are whole matrices, and groups of 128 rows are the same.
+    """
+    count, cols = slots.shape[0], x.shape[1]
+    whole = torch.arange(0, count + 1, count, dtype=torch.int32, device=x.device)
+    q, scale, q_t, scale_t, carried = moe_permute_fp8.QUANTIZE(
+        x, rows, slots, whole, probs, None, layout, dtype, pow2_scale
+    )
+    by_rows = None if layout == "transposed" else Codes(q, scale.view(-1, count).t())
+    transposed = None if layout == "row" else Codes(q_t.view(cols, count), scale_t.t())
+    return by_rows, transposed, carried
+
+
+def _layout(by_rows: bool, transposed: bool) -> str:
+    return "both" if by_rows and transposed else "row" if by_rows else "transposed"
+
+
+class Experts(torch.autograd.Function):
+    """``out[t] = sum over the experts e of t of prob * down[e] @ swiglu(gate_up[e] @ x[t])``.
+
+    The probabilities are put into the codes of the gated values, so that what comes back from ``down`` is only added
+    up: its gradient is dout itself, permuted and quantised in one pass. Saved: transposed codes of the permuted
+    tokens and of the gated values, gate and up in x's dtype, transposed codes of the weights. Rows behind the last
+    expert's hold whatever their memory held, and nothing reads them into a row or a sum that counts.
+    """
+
+    @staticmethod
+    def forward(ctx, x, probs, gate_up, down, rows, slots, ends, main_grads, act, grad_dtype, pow2_scale, *given):
+        ctx.set_materialize_grads(False)
+        trains = x.requires_grad or probs.requires_grad or gate_up.requires_grad
+        codes_up = ExpertCodes(*given[:3]) if given else weight_codes(gate_up, x.requires_grad, pow2_scale)
+        codes_down = ExpertCodes(*given[3:]) if given else weight_codes(down, trains, pow2_scale)
+        layout = _layout(True, gate_up.requires_grad)
+        tokens, tokens_t, weights = _permuted(x, rows, slots, probs, layout, E4M3, pow2_scale)
+        hidden = _product(tokens, expert_rows_of(codes_up.q, codes_up.scale, gate_up.shape), ends, x.dtype)
+        layout = _layout(True, down.requires_grad)
+        q, scale, q_t, scale_t = glu_fp8.FORWARD(hidden, None, weights, None, act, layout, pow2_scale, "column", False)
+        y = _product(Codes(q, scale.t()), expert_rows_of(codes_down.q, codes_down.scale, down.shape), ends, x.dtype)
+        ctx.save_for_backward(
+            *((None, None) if tokens_t is None else tokens_t),
+            *((q_t, scale_t) if down.requires_grad else (None, None)),
+            *((hidden, weights) if trains else (None, None)),
+            *((codes_up.q_t, codes_up.scale) if x.requires_grad else (None, None)),
+            *((codes_down.q_t, codes_down.scale) if trains else (None, None)),
+            rows, slots, ends,
+        )  # fmt: skip
+        ctx.options, ctx.main_grads = (act, grad_dtype, pow2_scale), main_grads
+        ctx.shapes, ctx.dtypes = (gate_up.shape, down.shape), (gate_up.dtype, down.dtype)
+        return UNPERMUTE(y, rows, None, None, None)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        if dout is None:
+            return (None,) * 17
+        x_q_t, x_scale_t, y_q_t, y_scale_t, hidden, weights, *saved = ctx.saved_tensors
+        up_q_t, up_scale, down_q_t, down_scale, rows, slots, ends = saved
+        (act, grad_dtype, pow2_scale), (shape_up, shape_down) = ctx.options, ctx.shapes
+        need_x, need_probs, need_up, need_down = ctx.needs_input_grad[:4]
+        dx = dprobs = dup = ddown = None
+        onwards = need_x or need_probs or need_up  # beyond `down`
+        by_rows, transposed, _ = _permuted(dout, rows, slots, None, _layout(onwards, need_down), grad_dtype, pow2_scale)
+        if need_down:
+            right = Codes(y_q_t, y_scale_t.t())
+            ddown = _weight_gradient(transposed, right, ends, ctx.dtypes[1], ctx.main_grads[1])
+        if onwards:
+            dy = _product(by_rows, expert_columns_of(down_q_t, down_scale, shape_down), ends, dout.dtype)
+            layout = _layout(need_x or not need_up, need_up)
+            q, scale, q_t, scale_t, _, dweights = glu_fp8.BACKWARD(
+                dy, hidden, None, weights, None, act, layout, pow2_scale, "row" if layout == "transposed" else "column",
+                False, "fp8", need_probs,
+            )  # fmt: skip
+            if need_up:
+                left, right = Codes(q_t, scale_t.t()), Codes(x_q_t, x_scale_t)
+                dup = _weight_gradient(left, right, ends, ctx.dtypes[0], ctx.main_grads[0])
+            if need_x:
+                moved = _product(Codes(q, scale.t()), expert_columns_of(up_q_t, up_scale, shape_up), ends, dout.dtype)
+                dx, dprobs = UNPERMUTE(moved, rows, None, None, dweights if need_probs else None)
+            elif need_probs:
+                dprobs = moe_permute_fp8.PROBS(dweights, rows, None, rows.shape[1])
+        return dx, dprobs if need_probs else None, dup, ddown, *(None,) * 13

@@ -1,0 +1,193 @@
+"""Mixture-of-experts layers that multiply fp8 codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rtkernels.errors import ArgumentError
+from rtkernels.nn.fp8_experts import Experts, GroupedLinear, weight_codes
+from rtkernels.nn.fp8_linear import KeepsCodes, main_grad_of
+from rtkernels.ops.gemm.fp8_operands import PITCH, SIDE
+from rtkernels.ops.moe.moe_index import moe_index, moe_rows
+from rtkernels.ops.router.router_gemm import router_gemm
+from rtkernels.ops.router.topk_router import Routing, topk_router
+from rtkernels.runtime.layout import check_same, token
+
+
+def _initial(weight: Tensor) -> None:
+    """Fill with what torch.nn.Linear begins with."""
+    bound = weight.shape[-1] ** -0.5
+    torch.nn.init.uniform_(weight, -bound, bound)
+
+
+def _check_main_grad(name: str, weight: Tensor, main_grad: Tensor | None) -> None:
+    if main_grad is not None:
+        token(f"{name}.main_grad", main_grad.dtype, (torch.float32,))
+        check_same(f"{name}.main_grad", tuple(main_grad.shape), tuple(weight.shape), "shape", of=name)
+
+
+class Fp8GroupedLinear(torch.nn.Module, KeepsCodes):
+    """``y[rows of g] = x[rows of g] @ weight[g].T`` from fp8 codes, forward and backward.
+
+    Recipe "block" of :func:`rtkernels.fp8_linear`. Every group begins at a multiple of 128 rows
+    (``moe_index(..., multiple_of=128)``), which is not checked: group ends stay on the device.
+
+    Args:
+        groups: How many weights there are, up to 512.
+        in_features: Columns of each.
+        out_features: Rows of each.
+        device: Of the parameters.
+        dtype: Of the parameters.
+        grad_dtype: fp8 type of the incoming gradient's codes.
+        pow2_scale: Round scales up to powers of two.
+    """
+
+    def __init__(
+        self, groups: int, in_features: int, out_features: int, device: Any = None, dtype: torch.dtype | None = None,
+        *, grad_dtype: torch.dtype = torch.float8_e4m3fn, pow2_scale: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.groups, self.in_features, self.out_features = groups, in_features, out_features
+        self.grad_dtype, self.pow2_scale = grad_dtype, pow2_scale
+        self.weight = torch.nn.Parameter(torch.empty(groups, out_features, in_features, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weights as torch.nn.Linear does."""
+        _initial(self.weight)
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Return ``[rows, out_features]`` of x's dtype.
+
+        Args:
+            x: ``[rows, in_features]``, bfloat16, float16 or float32, sorted by group.
+            ends: int32 ``[groups]``, the row behind each group's last (``MoeIndex.offsets[1:]``). Rows behind the last
+                group's are 0 in the result.
+        """
+        token("x", x.dtype)
+        if x.dim() != 2 or x.shape[1] != self.in_features:
+            raise ArgumentError(f"x has shape {tuple(x.shape)}; expected [rows, {self.in_features}]")
+        if ends.dtype != torch.int32 or ends.shape != (self.groups,):
+            kind = str(ends.dtype).removeprefix("torch.")
+            raise ArgumentError(f"ends is {kind} {tuple(ends.shape)}; expected int32 ({self.groups},)")
+        main_grad = main_grad_of(self.weight)
+        _check_main_grad("weight", self.weight, main_grad)
+        codes = self.codes_of("weight", self.weight, lambda w, t: weight_codes(w, t, self.pow2_scale))
+        return GroupedLinear.apply(
+            x, self.weight, ends, main_grad, self.grad_dtype, self.pow2_scale, *(codes or ())
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """Return the arguments of the module."""
+        return f"groups={self.groups}, in_features={self.in_features}, out_features={self.out_features}"
+
+
+class Fp8MoE(torch.nn.Module, KeepsCodes):
+    """A layer of SwiGLU experts: router, permutation, products of fp8 codes, weighted sum; forward and backward.
+
+    ``out[t] = sum over the top_k experts e of t of prob * down[e] @ (silu(gate) * up)`` with
+    ``[gate | up] = gate_up[e] @ x[t]``. Logits are fp32. Tokens are quantised while they are permuted, gated
+    values while they are computed, gradients likewise; products use recipe "block" of :func:`rtkernels.fp8_linear`.
+    The host reads nothing from the device, and memory depends on the number of tokens only: the layer can be captured
+    in a CUDA graph and replayed with any routing.
+
+    Parameters: ``router_weight`` ``[experts, hidden]``, ``gate_up_weight`` ``[experts, 2 * ffn, hidden]``,
+    ``down_weight`` ``[experts, hidden, ffn]``; with ``selection_bias`` a buffer of that name, ``[experts]``, added to
+    the scores for the choice only (balance without an auxiliary loss: change it from ``routing.counts``).
+
+    Args:
+        hidden: Columns of x, a multiple of 16.
+        ffn: Gated values of an expert, a multiple of 16.
+        experts: Number of experts, up to 512.
+        top_k: Experts of a token.
+        device: Of the parameters.
+        dtype: Of the parameters.
+        score: "softmax" or "sigmoid", as the other options of the router: see :func:`rtkernels.topk_router`.
+        score_first: Take the score over all experts and then choose.
+        renormalize: Divide by the sum of the chosen scores.
+        num_groups: Groups of experts.
+        top_groups: How many of them a token may choose from.
+        scale: Factor of the probabilities.
+        selection_bias: Have that buffer.
+        act: Of the gate, as for :func:`rtkernels.glu`.
+        rows: Room for so many permuted rows, a multiple of 128; choices that do not fit are dropped. None for as many
+            as any routing can need: ``tokens * top_k`` and up to 127 for each expert.
+        grad_dtype: fp8 type of the incoming gradient's codes; those of gate and up are e4m3.
+        pow2_scale: Round scales up to powers of two.
+    """
+
+    def __init__(
+        self, hidden: int, ffn: int, experts: int, top_k: int, device: Any = None, dtype: torch.dtype | None = None, *,
+        score: str = "softmax", score_first: bool = True, renormalize: bool = True, num_groups: int = 1,
+        top_groups: int | None = None, scale: float = 1.0, selection_bias: bool = False, act: str = "silu",
+        rows: int | None = None, grad_dtype: torch.dtype = torch.float8_e4m3fn, pow2_scale: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        for name, size in (("hidden", hidden), ("ffn", ffn)):
+            if size < 1 or size % PITCH:
+                raise ArgumentError(f"{name} is {size}; expected a multiple of {PITCH}")
+        if not 1 <= top_k <= experts <= 512:
+            raise ArgumentError(f"top_k is {top_k} and experts {experts}; expected 1 <= top_k <= experts <= 512")
+        if rows is not None and (rows < SIDE or rows % SIDE):
+            raise ArgumentError(f"rows is {rows}; expected a multiple of {SIDE}")
+        self.hidden, self.ffn, self.experts, self.top_k, self.rows = hidden, ffn, experts, top_k, rows
+        self.act, self.grad_dtype, self.pow2_scale = act, grad_dtype, pow2_scale
+        self.routing_options = {
+            "score": score, "score_first": score_first, "renormalize": renormalize, "num_groups": num_groups,
+            "top_groups": top_groups, "scale": scale,
+        }  # fmt: skip
+        made = {"device": device, "dtype": dtype}
+        self.router_weight = torch.nn.Parameter(torch.empty(experts, hidden, **made))
+        self.gate_up_weight = torch.nn.Parameter(torch.empty(experts, 2 * ffn, hidden, **made))
+        self.down_weight = torch.nn.Parameter(torch.empty(experts, hidden, ffn, **made))
+        bias = torch.zeros(experts, device=device) if selection_bias else None
+        self.register_buffer("selection_bias", bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set all weights as torch.nn.Linear does."""
+        for weight in (self.router_weight, self.gate_up_weight, self.down_weight):
+            _initial(weight)
+        if self.selection_bias is not None:
+            torch.nn.init.zeros_(self.selection_bias)
+
+    def route(self, x: Tensor) -> Routing:
+        """Return the experts of each row of x ``[tokens, hidden]``, and their probabilities."""
+        if x.dtype == torch.float32:  # router_gemm takes 16-bit rows
+            logits = F.linear(x, self.router_weight.float())
+        else:
+            logits = router_gemm(x, self.router_weight, main_grad=main_grad_of(self.router_weight))
+        return topk_router(logits, self.top_k, bias=self.selection_bias, **self.routing_options)
+
+    def forward(self, x: Tensor, return_routing: bool = False) -> Any:
+        """Return the layer of x ``[..., hidden]``, of x's dtype; with return_routing also the ``Routing`` of tokens."""
+        token("x", x.dtype)
+        if x.dim() == 0 or x.shape[-1] != self.hidden:
+            raise ArgumentError(f"x has shape {tuple(x.shape)}; expected [..., {self.hidden}]")
+        flat = x.reshape(-1, self.hidden)
+        routing = self.route(flat)
+        rows = self.rows
+        if rows is None:
+            rows = max(moe_rows(flat.shape[0] * self.top_k, 1, self.experts, SIDE), SIDE)
+        index = moe_index(routing.indices, self.experts, multiple_of=SIDE, rows=rows)
+        weights = (self.gate_up_weight, self.down_weight)
+        main_grads = tuple(main_grad_of(weight) for weight in weights)
+        for name, weight, main_grad in zip(("gate_up_weight", "down_weight"), weights, main_grads, strict=True):
+            _check_main_grad(name, weight, main_grad)
+        made = [
+            self.codes_of(name, weight, lambda w, t: weight_codes(w, t, self.pow2_scale))
+            for name, weight in zip(("gate_up", "down"), weights, strict=True)
+        ]
+        out = Experts.apply(
+            flat, routing.probs, *weights, index.rows, index.slots, index.offsets[1:], main_grads, self.act,
+            self.grad_dtype, self.pow2_scale, *(part for codes in made if codes for part in codes),
+        ).view(x.shape)  # fmt: skip
+        return (out, routing) if return_routing else out
+
+    def extra_repr(self) -> str:
+        """Return the arguments of the module."""
+        return f"hidden={self.hidden}, ffn={self.ffn}, experts={self.experts}, top_k={self.top_k}"

@@ -1,0 +1,334 @@
+"""Attention and its gradients: dense batches and packed sequences, every mask by one rule (see problem.py)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtkernels import interop
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.attention import backends, checks, reference
+from rtkernels.ops.attention.checks import HALVES, LAYOUTS, Heads, heads_first_strides, made, problem_of, strides
+from rtkernels.ops.attention.problem import Attention
+from rtkernels.runtime.operator.arguments import a_number, an_integer
+from rtkernels.runtime.operator.autograd import refuse_gradients
+from rtkernels.runtime.operator.declared import InPlaceOperator, Meta, Operator, Rows
+from rtkernels.runtime.operator.gradient import differentiable
+from rtkernels.runtime.operator.plan import Memory, Steps
+from rtkernels.runtime.operator.registry import Op
+
+_OPTIONS = "float scale, int left, int right, float softcap, int max_q, int max_k, bool heads_first, str backend"
+_INPUTS = checks.forward_arguments()
+_FLOAT32 = torch.float32
+
+# ---- operators ------------------------------------------------------------------------------------------------------
+
+
+def _check(*values: Any) -> None:
+    checks.check(*values[:15])
+    backends.check_name(values[16])
+
+
+def _memory(shape: tuple[int, ...], dtype: torch.dtype, heads_first: bool) -> Memory:
+    strides_of = heads_first_strides(shape) if heads_first and len(shape) == 4 else None
+    return Memory(tuple(shape), dtype, strides_of)
+
+
+def _lse_shape(q: Meta) -> tuple[int, ...]:
+    return (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
+
+
+def _forward_outputs(q: Meta, k: Meta, v: Meta, *values: Any) -> tuple[Memory, ...]:
+    out = _memory((*q.shape[:-1], v.shape[-1]), q.dtype, values[12])
+    return out, Memory(_lse_shape(q), _FLOAT32)
+
+
+def _forward_problem(values: Sequence[Any], **others: Any) -> Attention:
+    q, v, heads_first = values[0], values[2], values[15]
+    others.setdefault("out", made((*q.shape[:-1], v.shape[-1]), heads_first))
+    return problem_of(*values[:15], **others)
+
+
+def _plan_forward(*values: Any) -> Steps:
+    return backends.forward(_forward_problem(values), values[16], values[-1])
+
+
+FORWARD = Operator(
+    "attention_fwd",
+    _INPUTS,
+    options=_OPTIONS,
+    results="out lse",
+    outputs=_forward_outputs,
+    plan=_plan_forward,
+    reference=reference.forward,
+    check=_check,
+)
+
+
+class _Destination(Heads):
+    """Where the output goes."""
+
+    written = True
+
+
+def _check_out(*values: Any) -> None:
+    out, rest = values[9], (*values[:9], *values[10:])
+    _check(*rest)
+    q, v = values[0], values[2]
+    checks.check_same("out", tuple(out.shape), (*q.shape[:-1], v.shape[-1]), "shape", of="q and v")
+    checks.check_same("out", out.dtype, q.dtype, "dtype", of="q")
+    if not Heads("out").fits(out):
+        raise ArgumentError(
+            f"out has strides {tuple(out.stride)}; expected neighbouring elements of a head, other strides and the "
+            f"address multiples of 16 bytes"
+        )
+    if any(size > 1 and step == 0 for size, step in zip(out.shape, out.stride, strict=True)):
+        raise ArgumentError(f"out has strides {tuple(out.stride)}; expected memory of its own for every element")
+
+
+def _plan_out(*values: Any) -> Steps:
+    rest = (*values[:9], *values[10:])
+    return backends.forward(_forward_problem(rest, out=strides(values[9])), rest[16], values[-1])
+
+
+def _reference_out(*values: Any) -> Tensor:
+    result, lse = reference.forward(*values[:9], *values[10:])
+    values[9].copy_(result)
+    return lse
+
+
+OUT = InPlaceOperator(
+    "attention_fwd_out",
+    (*_INPUTS, _Destination("out", HALVES)),
+    options=_OPTIONS,
+    results="lse",
+    outputs=lambda q, *_: (Memory(_lse_shape(q), _FLOAT32),),
+    plan=_plan_out,
+    reference=_reference_out,
+    check=_check_out,
+)
+
+
+def _backward_parts(values: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the values of the forward pass (9 tensors, 8 options), and (dout, dlse, out, lse, needs...)."""
+    dout, dlse, q, k, v, out, lse, *rest = values
+    return (q, k, v, *rest[:14]), (dout, dlse, out, lse, *rest[14:18])
+
+
+def _check_backward(*values: Any) -> None:
+    forward, (dout, dlse, out, lse, *_) = _backward_parts(values)
+    _check(*forward)
+    q, v = forward[0], forward[2]
+    for name, meta in (("dout", dout), ("out", out)):
+        checks.check_same(name, meta.dtype, q.dtype, "dtype", of="q")
+        checks.check_same(name, tuple(meta.shape), (*q.shape[:-1], v.shape[-1]), "shape", of="q and v")
+    for name, meta in (("dlse", dlse), ("lse", lse)):
+        if meta is not None:
+            checks.check_same(name, tuple(meta.shape), _lse_shape(q), "shape", of="q")
+
+
+def _backward_outputs(*values: Any) -> tuple[Memory | None, ...]:
+    (q, k, v, sinks, *options), (*_, need_q, need_k, need_v, need_sinks) = _backward_parts(values)
+    heads_first = options[11]
+    shapes = ((need_q, q.shape), (need_k, k.shape), (need_v, v.shape))
+    results = [_memory(tuple(shape), q.dtype, heads_first) if needed else None for needed, shape in shapes]
+    return *results, Memory((q.shape[-2],), _FLOAT32) if need_sinks and sinks is not None else None
+
+
+def _plan_backward(*values: Any) -> Steps:
+    forward, (dout, dlse, out, _, *needs) = _backward_parts(values)
+    q, k, v, heads_first = *forward[:3], forward[15]
+    wants = "".join(letter for letter, needed in zip("qkvs", needs, strict=True) if needed)
+    problem = _forward_problem(
+        forward, out=strides(out), dout=strides(dout), dlse=dlse is not None, wants=wants,
+        dq=made(q.shape, heads_first), dk=made(k.shape, heads_first), dv=made(v.shape, heads_first),
+    )  # fmt: skip
+    return backends.backward(problem, forward[16], values[-1])
+
+
+BACKWARD = Operator(
+    "attention_bwd",
+    (
+        Heads("dout", HALVES), Rows("dlse", (_FLOAT32,), optional=True), *_INPUTS[:3], Heads("out", HALVES),
+        Rows("lse", (_FLOAT32,)), *_INPUTS[3:],
+    ),
+    options=f"{_OPTIONS}, bool need_q, bool need_k, bool need_v, bool need_sinks",
+    results="dq dk dv dsinks",
+    outputs=_backward_outputs,
+    plan=_plan_backward,
+    reference=reference.backward,
+    check=_check_backward,
+)  # fmt: skip
+_attention = differentiable(FORWARD, BACKWARD)
+
+# ---- public ---------------------------------------------------------------------------------------------------------
+
+
+def window_sides(window: int | Sequence[int | None] | None, causal: bool) -> tuple[int, int]:
+    """Return how many keys a query sees to the left and to the right of its own, -1 for all."""
+    if window is None:
+        left = right = -1
+    elif isinstance(window, int):
+        left, right = an_integer("window", window), -1
+    else:
+        if len(window) != 2:
+            raise ArgumentError(f"window is {window!r}; expected an int or a pair (left, right)")
+        left, right = (-1 if side is None else an_integer("window", side) for side in window)
+    if left < -1 or right < -1:
+        raise ArgumentError(f"window is {window!r}; expected numbers from 0 on, or None or -1 for no limit")
+    return left, 0 if causal and right < 0 else right if not causal else min(right, 0)
+
+
+def default_scale(scale: float | None, width: int) -> float:
+    """Return the factor of products of q and k: 1 / sqrt(width) unless one is given."""
+    return 1.0 / math.sqrt(max(width, 1)) if scale is None else float(a_number("scale", scale))
+
+
+def run(tensors: Sequence[Tensor | None], options: Sequence[Any], out: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return out and lse of 9 tensors and 8 options as FORWARD takes them, with gradients where one is wanted."""
+    bias = tensors[4]
+    if bias is not None and bias.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError("bias requires grad; expected a bias without: attention has no gradient of it")
+    if out is not None:
+        refuse_gradients("attention(out=...)", [t for t in (*tensors, out) if t is not None])
+        return out, OUT.call(*tensors, out, *options)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors[:4]):
+        return _attention(*tensors, *options)
+    return FORWARD.call(*tensors, *options)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
+    bias: Tensor | None = None, kv_limit: Tensor | Sequence[int] | None = None, seqused_k: Tensor | None = None,
+    return_lse: bool = False, out: Tensor | None = None, layout: str = "blhd", backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Return ``softmax(scale * q @ k^T) @ v`` for every head, without the matrix of scores ever being in memory.
+
+    Differentiable in q, k, v and sinks, also through lse; the backward pass is deterministic. Sums are in fp32. A query
+    that sees no key gives 0, and ``-inf`` as its lse.
+
+    Args:
+        q: bfloat16 or float16 [batch, queries, heads, width]. Width: a multiple of 8 up to 256. Any strides with
+            neighbouring elements of a head: slices of a packed qkv or of a cache are used where they lie (a copy is
+            made if strides or addresses are not multiples of 16 bytes).
+        k: The same with keys in place of queries. Its heads divide those of q: query head h uses head
+            ``h // (heads of q // heads of k)``.
+        v: As k; its heads may have a width of their own.
+        scale: Factor of the products, positive; ``1 / sqrt(width)`` if None.
+        causal: Query i sees keys up to ``i + keys - queries``: the last query sees all of them.
+        window: How many keys before its own (the last one that it sees if causal) a query sees; a pair
+            ``(left, right)`` limits both sides, None or -1 in it neither.
+        softcap: ``softcap * tanh(scores / softcap)`` replaces scores where this is not 0.
+        sinks: [heads of q], any float type: a score per head that takes part in the softmax and has no value. lse
+            counts it.
+        bias: Added to scores (behind softcap): any shape that broadcasts to [batch, heads of q, queries, keys], of q's
+            dtype or float32; ``-inf`` masks. No gradient.
+        kv_limit: int32 [queries] or [batch, queries], or a list: query i sees keys below its limit only.
+        seqused_k: int32 [batch] on the device: how many keys of each sequence count. Those behind may be anything;
+            causal and window count from them. Results for other values of it come from the same captured graph.
+        return_lse: Return lse as well.
+        out: Where the result goes, of its shape and dtype; may be q. Not differentiable then.
+        layout: "blhd" as above, or "bhld" [batch, heads, length, width] for q, k, v and out.
+        backend: "auto", or a name of ``rtkernels.ops.attention.backends``.
+
+    Returns:
+        [batch, queries, heads, width of v] in `layout`, dense, of q's dtype; with return_lse a pair of it and the
+        logarithm of the sum of exponentials of scores, float32 [batch, heads, queries].
+    """
+    if not isinstance(q, Tensor):
+        return interop.call(
+            attention, q, k, v, scale=scale, causal=causal, window=window, softcap=softcap, sinks=sinks, bias=bias,
+            kv_limit=kv_limit, seqused_k=seqused_k, return_lse=return_lse, out=out, layout=layout, backend=backend,
+        )  # fmt: skip
+    if layout not in LAYOUTS:
+        raise ArgumentError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(t, Tensor) or t.dim() != 4:
+            got = f"shape {tuple(t.shape)}" if isinstance(t, Tensor) else f"type {type(t).__name__}"
+            raise ArgumentError(f"{name} has {got}; expected a tensor of 4 dimensions, {layout}")
+    heads_first = layout == "bhld"
+    if heads_first:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out = None if out is None else out.transpose(1, 2)
+    if kv_limit is not None and not isinstance(kv_limit, Tensor):
+        kv_limit = torch.tensor(list(kv_limit), dtype=torch.int32, device=q.device)
+    left, right = window_sides(window, causal)
+    tensors = (q, k, v, None if sinks is None else sinks.float(), _spread(bias, q, k), seqused_k, kv_limit, None, None)
+    options = (
+        default_scale(scale, q.shape[-1]), left, right, float(a_number("softcap", softcap)), 0, 0, heads_first, backend,
+    )  # fmt: skip
+    result, lse = run(tensors, options, out)
+    result = result.transpose(1, 2) if heads_first else result
+    return (result, lse) if return_lse else result
+
+
+def _spread(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    if bias is None:
+        return None
+    shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    try:
+        return bias.expand(shape)
+    except RuntimeError:
+        raise ArgumentError(f"bias has shape {tuple(bias.shape)}; expected one that broadcasts to {shape}") from None
+
+
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    *, scale: float | None = None, causal: bool = False, window: int | tuple[int | None, int | None] | None = None,
+    softcap: float = 0.0, sinks: Tensor | None = None, seqused_k: Tensor | None = None, return_lse: bool = False,
+    out: Tensor | None = None, backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the attention of sequences that are packed one behind the other, each within itself.
+
+    As ``attention``, which explains the options, for every sequence. Rows behind the last sequence (padding) give 0,
+    and so do their gradients.
+
+    Args:
+        q: bfloat16 or float16 [tokens, heads, width]; strides as for ``attention``.
+        k: [tokens of keys, heads, width].
+        v: As k, with a width of its own.
+        cu_seqlens_q: int32 [sequences + 1] on the device: sequence b has rows ``cu_seqlens_q[b]`` to ``[b + 1]`` of q.
+        cu_seqlens_k: The same for k and v.
+        max_seqlen_q: The largest number of queries in a sequence (or more).
+        max_seqlen_k: The largest number of keys in a sequence (or more).
+        scale: Factor of the products.
+        causal: The last query of a sequence sees all its keys, the one before one less.
+        window: Keys that a query sees to its left, or ``(left, right)``.
+        softcap: 0, or what limits scores.
+        sinks: [heads of q], a score per head without a value.
+        seqused_k: int32 [sequences]: how many keys of each sequence count.
+        return_lse: Return lse as well.
+        out: Where the result goes. Not differentiable then.
+        backend: "auto", or the name of one.
+
+    Returns:
+        [tokens, heads, width of v]; with return_lse a pair of it and lse, float32 [heads, tokens].
+    """
+    if not isinstance(q, Tensor):
+        return interop.call(
+            attention_varlen, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale=scale,
+            causal=causal, window=window, softcap=softcap, sinks=sinks, seqused_k=seqused_k, return_lse=return_lse,
+            out=out, backend=backend,
+        )  # fmt: skip
+    left, right = window_sides(window, causal)
+    sinks = None if sinks is None else sinks.float()
+    tensors = (q, k, v, sinks, None, seqused_k, None, cu_seqlens_q, cu_seqlens_k)
+    options = (
+        default_scale(scale, q.shape[-1]), left, right, float(a_number("softcap", softcap)),
+        an_integer("max_seqlen_q", max_seqlen_q), an_integer("max_seqlen_k", max_seqlen_k), False, backend,
+    )  # fmt: skip
+    result, lse = run(tensors, options, out)
+    return (result, lse) if return_lse else result
+
+
+OP = Op(
+    "attention",
+    public=("attention", "attention_varlen"),
+    kernels=backends.KERNELS,
+    torch_ops=(FORWARD, OUT, BACKWARD),
+)

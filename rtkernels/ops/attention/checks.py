@@ -1,0 +1,169 @@
+"""What operators of attention demand of their tensors, and the ``Attention`` that a call is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.attention.problem import Attention, Bias, Strides
+from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
+from rtkernels.runtime.operator.declared import Argument, Dense, Meta
+
+HALVES = (torch.bfloat16, torch.float16)
+MAX_WIDTH = 256  # of a head
+MAX_LENGTH = 2**29  # of a sequence: positions plus windows stay within 32 bits
+LAYOUTS = ("blhd", "bhld")
+
+
+class Heads(Argument):
+    """[batch, length, heads, width] or, packed, [tokens, heads, width]; the elements of a head are neighbours.
+
+    Those whose address or strides are not multiples of 16 bytes are copied.
+    """
+
+    def fits(self, meta: Meta) -> bool:
+        if 0 in meta.shape:
+            return True
+        per_vector = 16 // meta.dtype.itemsize
+        steps = [step for size, step in zip(meta.shape[:-1], meta.stride[:-1], strict=True) if size > 1]
+        unit = meta.shape[-1] == 1 or meta.stride[-1] == 1
+        return unit and not meta.misaligned and all(step >= 0 and step % per_vector == 0 for step in steps)
+
+    def copied(self, t: Tensor) -> Tensor:
+        return t.clone(memory_format=torch.contiguous_format)
+
+
+def forward_arguments() -> tuple[Argument, ...]:
+    """Return the tensors of a forward pass: those that every attention may have."""
+    return (
+        Heads("q", HALVES),
+        Heads("k", HALVES),
+        Heads("v", HALVES),
+        Dense("sinks", (torch.float32,), optional=True),
+        Argument("bias", (*HALVES, torch.float32), optional=True),
+        Dense("lengths", None, optional=True),
+        Dense("kv_limit", None, optional=True),
+        Dense("cu_q", None, optional=True),
+        Dense("cu_k", None, optional=True),
+    )
+
+
+def _integers(name: str, meta: Meta | None, shapes: tuple[tuple[int, ...], ...], what: str) -> None:
+    if meta is None:
+        return
+    if meta.dtype != torch.int32:
+        raise ArgumentError(f"{name} has dtype {str(meta.dtype).removeprefix('torch.')}; expected int32")
+    if tuple(meta.shape) not in shapes:
+        expected = " or ".join(str(shape) for shape in shapes)
+        raise ArgumentError(f"{name} has shape {tuple(meta.shape)}; expected {expected}, {what}")
+
+
+def check_heads(q: Meta, k: Meta, v: Meta, dims: int, order: str) -> None:
+    """Raise an ArgumentError unless q, k and v fit together. `order`: the dimensions, in words."""
+    for name, meta in (("q", q), ("k", k), ("v", v)):
+        if meta.dim() != dims:
+            raise ArgumentError(f"{name} has shape {tuple(meta.shape)}; expected {dims} dimensions, {order}")
+        check_same(name, meta.dtype, q.dtype, "dtype", of="q")
+    if k.shape[-1] != q.shape[-1]:
+        raise ArgumentError(f"k has heads of {k.shape[-1]} elements; expected {q.shape[-1]}, those of q")
+    check_same("v", tuple(v.shape[:-1]), tuple(k.shape[:-1]), "shape but for the last dimension", of="k")
+    for name, meta in (("q", q), ("v", v)):
+        width = meta.shape[-1]
+        if not 8 <= width <= MAX_WIDTH or width % 8:
+            raise ArgumentError(f"{name} has heads of {width} elements; expected a multiple of 8 from 8 to {MAX_WIDTH}")
+    if k.shape[-2] < 1 or q.shape[-2] % k.shape[-2] or q.shape[-2] < 1:
+        raise ArgumentError(f"q has {q.shape[-2]} heads; expected a multiple of the {k.shape[-2]} heads of k and v")
+
+
+def check(
+    q: Meta, k: Meta, v: Meta, sinks: Meta | None, bias: Meta | None, lengths: Meta | None, kv_limit: Meta | None,
+    cu_q: Meta | None, cu_k: Meta | None, scale: float, left: int, right: int, softcap: float, max_q: int, max_k: int,
+) -> None:  # fmt: skip
+    """Raise an ArgumentError for arguments of attention that do not fit together."""
+    varlen = cu_q is not None
+    if (cu_k is None) is varlen:
+        raise ArgumentError("cu_q and cu_k go together; expected both or none")
+    check_heads(q, k, v, 3 if varlen else 4, "[tokens, heads, width]" if varlen else "[batch, length, heads, width]")
+    heads = q.shape[-2]
+    if varlen:
+        if cu_q.dim() != 1 or cu_q.shape[0] < 1:
+            raise ArgumentError(f"cu_q has shape {tuple(cu_q.shape)}; expected one dimension, sequences + 1")
+        batch, length = cu_q.shape[0] - 1, max_q
+        for name, meta in (("cu_q", cu_q), ("cu_k", cu_k)):
+            _integers(name, meta, ((batch + 1,),), "sequences + 1")
+        for name, largest in (("max_q", max_q), ("max_k", max_k)):
+            if not 0 <= largest < MAX_LENGTH:
+                raise ArgumentError(f"{name} is {largest}; expected the length of the longest sequence")
+        for name, meta in (("bias", bias), ("kv_limit", kv_limit)):
+            if meta is not None:
+                raise ArgumentError(f"{name} is given for packed sequences; expected None")
+    else:
+        batch, length = q.shape[0], q.shape[1]
+        if k.shape[0] != batch:
+            raise ArgumentError(f"k has {k.shape[0]} sequences; expected {batch}, as many as q")
+        if max(length, k.shape[1]) >= MAX_LENGTH:
+            raise ArgumentError(f"sequences have {length} queries and {k.shape[1]} keys; expected fewer than 2^29")
+    if sinks is not None:
+        check_same("sinks", tuple(sinks.shape), (heads,), "shape", of="heads of q")
+    if bias is not None:
+        check_same("bias", tuple(bias.shape), (batch, heads, length, k.shape[1]), "shape", of="batch, heads, q and k")
+    _integers("lengths", lengths, ((batch,),), "one for each sequence")
+    _integers("kv_limit", kv_limit, ((length,), (batch, length)), "one for each query")
+    if not scale > 0.0 or scale == float("inf"):
+        raise ArgumentError(f"scale is {scale}; expected a positive number")
+    if not 0.0 <= softcap < float("inf"):
+        raise ArgumentError(f"softcap is {softcap}; expected 0 (none) or a positive number")
+    for name, side in (("left", left), ("right", right)):
+        if not -1 <= side < MAX_LENGTH:
+            raise ArgumentError(f"window has {side} keys to the {name}; expected -1 (all) to 2^29")
+
+
+def strides(meta: Meta) -> Strides:
+    """Return where the heads of a tensor lie that ``Heads`` let pass, or of one that the operator makes."""
+    steps = [0 if size <= 1 else step for size, step in zip(meta.shape[:-1], meta.stride[:-1], strict=True)]
+    if len(steps) == 2:
+        steps.insert(0, 0)
+    return Strides(*steps, all(step * meta.dtype.itemsize % 16 == 0 for step in steps) and not meta.misaligned)
+
+
+def heads_first_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of [batch, length, heads, width] in memory that is dense as [batch, heads, length, width]."""
+    _, length, heads, width = shape
+    return (heads * length * width, width, length * width, 1)
+
+
+def made(shape: tuple[int, ...], heads_first: bool) -> Strides:
+    """Return the strides of a result of this shape."""
+    if len(shape) == 3:
+        return Strides(0, shape[1] * shape[2], shape[2])
+    if heads_first:
+        return Strides(*heads_first_strides(shape)[:3])
+    return Strides(shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3])
+
+
+def problem_of(
+    q: Meta, k: Meta, v: Meta, sinks: Meta | None, bias: Meta | None, lengths: Meta | None, kv_limit: Meta | None,
+    cu_q: Meta | None, cu_k: Meta | None, scale: float, left: int, right: int, softcap: float, max_q: int, max_k: int,
+    **others: Any,
+) -> Attention:  # fmt: skip
+    """Return the call as plain data. `others`: fields that only some operators have."""
+    varlen = cu_q is not None
+    batch = cu_q.shape[0] - 1 if varlen else q.shape[0]
+    return Attention(
+        batch=batch, heads_q=q.shape[-2], heads_kv=k.shape[-2],
+        lq=max_q if varlen else q.shape[1], lkv=max_k if varlen else k.shape[1],
+        d_qk=q.shape[-1], d_v=v.shape[-1], token=DTYPE_TOKEN[q.dtype],
+        q=strides(q), k=strides(k), v=strides(v), scale=scale, left=left, right=right, softcap=softcap,
+        sinks=None if sinks is None else "fp32",
+        bias=None if bias is None else Bias(
+            DTYPE_TOKEN[bias.dtype],
+            *(0 if size <= 1 else step for size, step in zip(bias.shape, bias.stride, strict=True)),
+        ),
+        lengths=lengths is not None,
+        kv_limit=None if kv_limit is None else (0 if kv_limit.dim() == 1 else kv_limit.shape[1]),
+        varlen=varlen, total_q=q.shape[0] if varlen else 0, total_k=k.shape[0] if varlen else 0,
+        **others,
+    )  # fmt: skip

@@ -1,0 +1,216 @@
+"""Attention of new tokens over a cache of keys and values, paged or contiguous, of 16-bit or 8-bit elements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtkernels import interop
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.attention import reference
+from rtkernels.ops.attention.attention import default_scale, window_sides
+from rtkernels.ops.attention.checks import HALVES, Heads, strides
+from rtkernels.ops.attention.decode_plan import CODES, COMBINE, DECODE, Decode, steps
+from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
+from rtkernels.runtime.operator.arguments import a_number
+from rtkernels.runtime.operator.autograd import refuse_gradients
+from rtkernels.runtime.operator.declared import Argument, Dense, Meta, Operator
+from rtkernels.runtime.operator.plan import Memory, Steps
+from rtkernels.runtime.operator.registry import Op
+
+
+class Cache(Argument):
+    """[pages, page size, heads, width], or [batch, length, heads, width]. Never copied."""
+
+    def check(self, given: dict[str, Meta | None]) -> None:
+        super().check(given)
+        meta = given[self.name]
+        if meta.dim() != 4:
+            raise ArgumentError(f"{self.name} has shape {tuple(meta.shape)}; expected 4 dimensions")
+        if not Heads(self.name).fits(meta) and meta.numel():
+            raise ArgumentError(
+                f"{self.name} has strides {tuple(meta.stride)}; expected neighbouring elements of a head, other "
+                f"strides and "
+                f"the address multiples of 16 bytes"
+            )
+
+
+def check_cache(q: Meta, k_cache: Meta, v_cache: Meta, lengths: Meta, page_table: Meta | None) -> None:
+    """Raise an ArgumentError unless the tensors of a cache fit together and to q [batch, length, heads, width]."""
+    if k_cache.dtype not in (q.dtype, *CODES):
+        expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in (q.dtype, *CODES))
+        raise ArgumentError(
+            f"k_cache has dtype {str(k_cache.dtype).removeprefix('torch.')}; expected one of {expected}"
+        )
+    check_same("v_cache", v_cache.dtype, k_cache.dtype, "dtype", of="k_cache")
+    check_same(
+        "v_cache", tuple(v_cache.shape[:3]), tuple(k_cache.shape[:3]), "shape but for the last dimension", of="k_cache"
+    )
+    per_vector = 16 // k_cache.dtype.itemsize
+    for name, meta in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if not 0 < meta.shape[-1] <= 256 or meta.shape[-1] % per_vector:
+            raise ArgumentError(
+                f"{name} has heads of {meta.shape[-1]} elements; expected a multiple of {per_vector} to 256"
+            )
+    if k_cache.shape[-1] != q.shape[-1]:
+        raise ArgumentError(f"k_cache has heads of {k_cache.shape[-1]} elements; expected {q.shape[-1]}, those of q")
+    for name, meta, dims in (("lengths", lengths, 1), ("page_table", page_table, 2)):
+        if meta is None:
+            continue
+        if meta.dtype != torch.int32:
+            raise ArgumentError(f"{name} has dtype {str(meta.dtype).removeprefix('torch.')}; expected int32")
+        if meta.dim() != dims or meta.shape[0] != q.shape[0]:
+            expected = "[batch]" if dims == 1 else "[batch, pages]"
+            raise ArgumentError(f"{name} has shape {tuple(meta.shape)}; expected {expected}, batch {q.shape[0]}")
+    if page_table is None and k_cache.shape[0] != q.shape[0]:
+        raise ArgumentError(
+            f"k_cache has {k_cache.shape[0]} sequences; expected {q.shape[0]}, as many as q, or a page_table"
+        )
+
+
+def check_scale(name: str, scale: Meta | None, heads: int) -> None:
+    """Raise an ArgumentError unless the scales of a cache are one number, or one for each head."""
+    if scale is not None and tuple(scale.shape) not in ((), (1,), (heads,)):
+        raise ArgumentError(f"{name} has shape {tuple(scale.shape)}; expected () or ({heads},), one for each head")
+
+
+def _check(q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, sinks, scale, left, right, softcap) -> None:
+    if q.dim() != 4:
+        raise ArgumentError(f"q has shape {tuple(q.shape)}; expected [batch, length, heads, width]")
+    check_cache(q, k_cache, v_cache, lengths, page_table)
+    heads, heads_kv = q.shape[2], k_cache.shape[2]
+    if not heads_kv or heads % heads_kv:
+        raise ArgumentError(f"q has {heads} heads; expected a multiple of the {heads_kv} heads of k_cache")
+    for name, meta in (("k_scale", k_scale), ("v_scale", v_scale)):
+        check_scale(name, meta, heads_kv)
+        if meta is not None and k_cache.dtype not in CODES:
+            raise ArgumentError(f"{name} is given for a cache of q's dtype; expected None")
+    if sinks is not None:
+        check_same("sinks", tuple(sinks.shape), (heads,), "shape", of="heads of q")
+    if not scale > 0.0 or scale == float("inf"):
+        raise ArgumentError(f"scale is {scale}; expected a positive number")
+    if not 0.0 <= softcap < float("inf"):
+        raise ArgumentError(f"softcap is {softcap}; expected 0 (none) or a positive number")
+
+
+def _outputs(q: Meta, k_cache: Meta, v_cache: Meta, *_: Any) -> tuple[Memory, ...]:
+    out = Memory((*q.shape[:-1], v_cache.shape[-1]), q.dtype)
+    return out, Memory((q.shape[0], q.shape[2], q.shape[1]), torch.float32)
+
+
+def _per_head(scale: Meta | None) -> int:
+    return int(scale is not None and scale.numel() > 1)
+
+
+def _plan(
+    q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, sinks, scale, left, right, softcap, device
+) -> Steps:
+    paged = page_table is not None
+    call = Decode(
+        token=DTYPE_TOKEN[q.dtype], codes=CODES.get(k_cache.dtype, 0), batch=q.shape[0], lq=q.shape[1],
+        heads_q=q.shape[2], heads_kv=k_cache.shape[2], d_qk=q.shape[3], d_v=v_cache.shape[3],
+        lkv=page_table.shape[1] * k_cache.shape[1] if paged else k_cache.shape[1],
+        page_size=k_cache.shape[1] if paged else 0, table_row=page_table.shape[1] if paged else 0,
+        q=strides(q)[:3], k=strides(k_cache)[:3], v=strides(v_cache)[:3], k_scale_head=_per_head(k_scale),
+        v_scale_head=_per_head(v_scale), left=left, right=right, scale=scale, softcap=softcap,
+    )  # fmt: skip
+    return steps(call, device)
+
+
+def gathered(
+    cache: Tensor, lengths: Tensor, page_table: Tensor | None, scale: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return a cache as [batch, keys, heads, width] with its scales applied; keys behind the last one are 0."""
+    values = cache.to(dtype)
+    if scale is not None:
+        values = values * scale.to(dtype).reshape(-1, 1)
+    if page_table is not None:
+        size, pages = cache.shape[1], page_table.shape[1]
+        used = torch.arange(pages, device=cache.device) * size < lengths.view(-1, 1)
+        values = (
+            values[torch.where(used, page_table, 0).long()].flatten(1, 2)
+            if cache.shape[0]
+            else values.new_zeros(len(lengths), pages * size, *cache.shape[2:])
+        )
+    keys = torch.arange(values.shape[1], device=cache.device)
+    return values.masked_fill((keys >= lengths.view(-1, 1)).view(*values.shape[:2], 1, 1), 0.0)
+
+
+def _reference(q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, sinks, scale, left, right, softcap):
+    k = gathered(k_cache, lengths, page_table, k_scale, torch.float32)
+    v = gathered(v_cache, lengths, page_table, v_scale, torch.float32)
+    out, lse = reference.forward(q.float(), k, v, sinks, None, lengths, None, None, None, scale, left, right, softcap)
+    return out.to(q.dtype), lse
+
+
+FORWARD = Operator(
+    "attention_decode_fwd",
+    (
+        Heads("q", HALVES), Cache("k_cache", None), Cache("v_cache", None), Dense("lengths", None),
+        Dense("page_table", None, optional=True), Dense("k_scale", (torch.float32,), optional=True),
+        Dense("v_scale", (torch.float32,), optional=True), Dense("sinks", (torch.float32,), optional=True),
+    ),
+    options="float scale, int left, int right, float softcap",
+    results="out lse",
+    outputs=_outputs,
+    plan=_plan,
+    reference=_reference,
+    check=_check,
+)  # fmt: skip
+
+
+def attention_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, seqlens: Tensor, *, page_table: Tensor | None = None,
+    scale: float | None = None, causal: bool = True, window: int | tuple[int | None, int | None] | None = None,
+    softcap: float = 0.0, sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the attention of new queries over a cache, whose lengths and pages are known on the device only.
+
+    Nothing depends on the values of `seqlens` and `page_table` but the results: one captured graph serves all lengths.
+    Keys are split over blocks by shapes alone, and parts are merged in a fixed order. Not differentiable.
+
+    Args:
+        q: bfloat16 or float16 [batch, heads, width] for one new token per sequence, or [batch, tokens, heads, width].
+            Query heads that share a head of keys share a read of the cache.
+        k_cache: [pages, page size, heads, width] with a page_table, else [batch, length, heads, width]; q's dtype,
+            float8_e4m3fn or int8. Neighbouring elements of a head; other strides multiples of 16 bytes. Width up to
+            256.
+        v_cache: The same; its heads may have a width of their own.
+        seqlens: int32 [batch]: keys of each sequence, new tokens included.
+        page_table: int32 [batch, pages]: where the pages of a sequence are in the cache. Entries behind the last page
+            that `seqlens` needs are not read.
+        scale: Factor of the products; ``1 / sqrt(width)`` if None.
+        causal: The last token sees all keys, the one before one less.
+        window: Keys that a query sees to its left, or ``(left, right)``.
+        softcap: 0, or what limits scores.
+        sinks: [heads of q], a score per head without a value.
+        k_scale: Of an 8-bit cache: float32 () or [heads], by which codes of keys are multiplied.
+        v_scale: The same for values.
+        return_lse: Return lse as well.
+
+    Returns:
+        Of q's shape with the width of v_cache; with return_lse a pair of it and lse, float32 [batch, heads, tokens]
+        ([batch, heads] if q has no tokens).
+    """
+    if not isinstance(q, Tensor):
+        return interop.call(
+            attention_decode, q, k_cache, v_cache, seqlens, page_table=page_table, scale=scale, causal=causal,
+            window=window, softcap=softcap, sinks=sinks, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
+        )  # fmt: skip
+    refuse_gradients("attention_decode", [t for t in (q, k_cache, v_cache, sinks) if t is not None])
+    single = q.dim() == 3
+    left, right = window_sides(window, causal)
+    out, lse = FORWARD.call(
+        q.unsqueeze(1) if single else q, k_cache, v_cache, seqlens, page_table, k_scale, v_scale,
+        None if sinks is None else sinks.float(), default_scale(scale, q.shape[-1]), left, right,
+        float(a_number("softcap", softcap)),
+    )  # fmt: skip
+    if single:
+        out, lse = out.squeeze(1), lse.squeeze(2)
+    return (out, lse) if return_lse else out
+
+
+OP = Op("decode", public=("attention_decode",), kernels=(DECODE, COMBINE), torch_ops=(FORWARD,))

@@ -1,0 +1,149 @@
+"""Decoding over a cache: kernel records, how many splits, launches."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.attention.mma_plan import tile_pitch
+from rtkernels.runtime.launch.device import device_info
+from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.layout import divisor
+from rtkernels.runtime.operator.plan import Memory, Step, Steps
+
+_TOKENS = ("bf16", "fp16")
+CODES = {torch.float8_e4m3fn: 1, torch.int8: 2}  # attention/codes.cuh; 0: the type of q
+_WIDTHS = (64, 128, 256)
+_ROWS, _CHUNK, _STAGES = 16, 16, 3  # decode.cu
+_SPLITS = 128
+_MIN_KEYS = 128  # of a split: below, merging costs more than it saves
+
+DECODE = Kernel(
+    "attention/decode.cu",
+    "attention_decode",
+    template="T CODES D",
+    args="q:ptr k_cache:ptr v_cache:ptr lengths:ptr table:ptr k_scale:ptr v_scale:ptr sinks:ptr out:ptr lse:ptr "
+    "parts:ptr "
+    "part_lse:ptr heads:i64 group:i64 lq:i64 lkv:i64 d_qk:i64 d_v:i64 splits:i64 page_size:i64 page_divisor:i64 "
+    "table_row:i64 q_batch:i64 q_row:i64 q_head:i64 k_page:i64 k_row:i64 k_head:i64 v_page:i64 v_row:i64 v_head:i64 "
+    "out_batch:i64 "
+    "out_row:i64 out_head:i64 k_scale_head:i64 v_scale_head:i64 left:i64 right:i64 scale:f64 softcap:f64",
+    variants=[(t, codes, d) for t in _TOKENS for codes in (0, 1, 2) for d in _WIDTHS],
+    max_registers=255,
+    tier="serve",
+)
+COMBINE = Kernel(
+    "attention/decode.cu",
+    "attention_combine",
+    template="T",
+    args="parts:ptr part_lse:ptr sinks:ptr out:ptr lse:ptr rows:i64 splits:i64 lq:i64 heads:i64 d_v:i64 out_batch:i64 "
+    "out_row:i64 out_head:i64",
+    variants=[(t,) for t in _TOKENS],
+    max_registers=64,
+    tier="serve",
+)
+
+
+class Decode(NamedTuple):
+    """One call, as plain data. Strides are in elements, of (page or sequence, row, head); pages: 0 for a contiguous "
+    "cache."""
+
+    token: str
+    codes: int
+    batch: int
+    lq: int
+    heads_q: int
+    heads_kv: int
+    d_qk: int
+    d_v: int
+    lkv: int  # keys that a sequence can have
+    page_size: int
+    table_row: int
+    q: tuple[int, int, int]
+    k: tuple[int, int, int]
+    v: tuple[int, int, int]
+    k_scale_head: int
+    v_scale_head: int
+    left: int
+    right: int
+    scale: float
+    softcap: float
+
+
+def split_count(blocks: int, lkv: int, slots: int) -> int:
+    """Return into how many parts keys are split, from shapes alone: the same for all lengths on the device.
+
+    Args:
+        blocks: Without splits.
+        lkv: Keys that a sequence can have.
+        slots: Blocks that run at the same time.
+    """
+    largest = max(min(_SPLITS, lkv // _MIN_KEYS), 1)
+    if blocks >= 2 * slots:
+        return 1
+    efficiency = []
+    for splits in range(1, largest + 1):
+        waves = blocks * splits / slots
+        efficiency.append(waves / -(-blocks * splits // slots))
+    best = max(efficiency)
+    return next(i + 1 for i, value in enumerate(efficiency) if value >= 0.9 * best)
+
+
+def steps(call: Decode, device: int) -> Steps:
+    """Return the launches of a call."""
+    width = next((d for d in _WIDTHS if max(call.d_qk, call.d_v) <= d), None)
+    if width is None:
+        raise ArgumentError(
+            f"q and v have heads of {call.d_qk} and {call.d_v} elements; expected at most {_WIDTHS[-1]}"
+        )
+    group = call.heads_q // call.heads_kv
+    row_tiles = -(-call.lq * group // _ROWS)
+    blocks = row_tiles * call.heads_kv * call.batch
+    info = device_info(device)
+    warps, shared = 8, info.shared_per_block + 1
+    while shared > info.shared_per_block or warps * width * (1 if call.codes else 2) > 1024:
+        warps //= 2
+        ring = warps * _STAGES * 2 * _CHUNK * tile_pitch(width // 2 if call.codes else width)
+        ring += 32 * width if width > (64 if call.codes else 128) else 0  # fragments of q
+        shared = max(ring, warps * _ROWS * (4 * width + 8))
+    resident = max(
+        min(info.shared_per_block // shared, 4 if call.codes == 1 else 3 if call.codes or width == 64 else 2), 1
+    )
+    slots = info.sm_count * resident
+    splits = split_count(blocks, call.lkv, slots)
+    rows = call.batch * call.lq * call.heads_q
+    page_size = call.page_size or max(call.lkv, 1)  # a sequence of a contiguous cache is one page
+    out = (call.lq * call.heads_q * call.d_v, call.heads_q * call.d_v, call.d_v)
+    scratch = {}
+    if splits > 1:
+        scratch = {
+            "parts": Memory((splits, rows, call.d_v), torch.float32),
+            "part_lse": Memory((splits, rows), torch.float32),
+        }
+    made = [
+        Step(
+            DECODE.bind(
+                (call.token, call.codes, width),
+                device,
+                (row_tiles * splits, call.heads_kv, call.batch),
+                32 * warps,
+                shared,
+            ),
+            *("q", "k_cache", "v_cache", "lengths", "page_table", "k_scale", "v_scale", "sinks", "out", "lse"),
+            *(("parts", "part_lse") if scratch else (0, 0)),
+            *(call.heads_q, group, call.lq, call.lkv, call.d_qk, call.d_v, splits),
+            *(page_size, divisor(page_size), call.table_row),
+            *(*call.q, *call.k, *call.v, *out, call.k_scale_head, call.v_scale_head),
+            *(call.left, call.right, call.scale, call.softcap),
+        )
+    ]
+    if scratch:
+        made.append(
+            Step(
+                COMBINE.bind((call.token,), device, rows, 128, overlap=True),
+                *("parts", "part_lse", "sinks", "out", "lse", rows, splits, call.lq, call.heads_q, call.d_v, *out),
+            )
+        )
+    return Steps(*made, scratch=scratch)

@@ -1,0 +1,255 @@
+"""Attention by mma.sync, for every target from sm_80 on: kernel records and launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from rtkernels.ops.attention.problem import Attention, Strides
+from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.layout import GRID_LIMIT, float_halves
+from rtkernels.runtime.operator.plan import Memory, Step, Steps
+from rtkernels.runtime.targets import Target
+
+_TOKENS = ("bf16", "fp16")
+_THREADS = 128
+_LOG2E = 1.4426950408889634
+_L2_BYTES = 24 << 20  # of keys and values that blocks work on at the same time
+ANY_TYPE = {"bf16": 0, "fp16": 1, "fp32": 2}  # common/any_type.cuh
+
+
+class Tiles(NamedTuple):
+    """Widths up to which a kernel serves heads, 16-row blocks of queries per warp, keys of a tile."""
+
+    d_qk: int
+    d_v: int
+    blocks: int
+    keys: int
+
+
+FORWARD_TILES = (
+    Tiles(64, 64, 2, 64),
+    Tiles(80, 80, 2, 64),
+    Tiles(96, 96, 2, 64),
+    Tiles(128, 128, 2, 64),  # takes no bias
+    Tiles(128, 128, 2, 32),
+    Tiles(192, 128, 2, 32),
+    Tiles(192, 192, 1, 32),
+    Tiles(256, 256, 1, 32),
+)
+_FWD = Kernel(
+    "attention/attention_mma_fwd.cu",
+    "attention_mma_fwd",
+    template="T DQK DV MT BN",
+    args="q:ptr k:ptr v:ptr sinks:ptr bias:ptr lengths:ptr kv_limit:ptr cu_q:ptr cu_k:ptr out:ptr lse:ptr pairs:i64 "
+    "heads:i64 group:i64 tiles:i64 section:i64 lq:i64 lkv:i64 d_qk:i64 d_v:i64 q_batch:i64 q_row:i64 q_head:i64 "
+    "k_batch:i64 k_row:i64 k_head:i64 v_batch:i64 v_row:i64 v_head:i64 out_batch:i64 out_row:i64 out_head:i64 "
+    "lse_batch:i64 lse_head:i64 bias_type:i64 bias_batch:i64 bias_head:i64 bias_row:i64 bias_column:i64 "
+    "limit_batch:i64 "
+    "left:i64 right:i64 scale_factor:i64 softcap_inverse:i64",
+    variants=[(t, *tiles) for t in _TOKENS for tiles in FORWARD_TILES],
+    max_registers=255,
+)
+
+
+class GradTiles(NamedTuple):
+    """Widths up to which a backward kernel serves heads, rows of the tiles that it walks over."""
+
+    d_qk: int
+    d_v: int
+    rows: int
+
+
+_GRAD_TILES = (
+    GradTiles(64, 64, 64),
+    GradTiles(80, 80, 64),
+    GradTiles(96, 96, 64),
+    GradTiles(128, 128, 64),
+    GradTiles(192, 128, 32),
+    GradTiles(192, 192, 32),
+    GradTiles(256, 256, 16),
+)
+_APART = 257  # of both widths together: from here on dk and dv do not fit into the registers of one kernel
+_GRAD_ROWS = 64  # of a block
+_GRAD_NUMBERS = (
+    "pairs:i64 heads:i64 group:i64 tiles:i64 section:i64 lq:i64 lkv:i64 d_qk:i64 d_v:i64 q_batch:i64 q_row:i64 "
+    "q_head:i64 "
+    "k_batch:i64 k_row:i64 k_head:i64 v_batch:i64 v_row:i64 v_head:i64 dout_batch:i64 dout_row:i64 dout_head:i64 "
+    "lse_batch:i64 lse_head:i64 count:i64 bias_type:i64 bias_batch:i64 bias_head:i64 bias_row:i64 bias_column:i64 "
+    "limit_batch:i64 left:i64 right:i64 scale_factor:i64 softcap_inverse:i64"
+)
+_GRAD_TENSORS = "q:ptr k:ptr v:ptr dout:ptr stats:ptr bias:ptr lengths:ptr kv_limit:ptr cu_q:ptr cu_k:ptr"
+_GRAD_UNIT = "attention/attention_mma_bwd.cu"
+_STATS = Kernel(
+    _GRAD_UNIT,
+    "attention_mma_stats",
+    template="T",
+    args="out:ptr dout:ptr lse:ptr dlse:ptr cu_q:ptr stats:ptr lq:i64 d_v:i64 out_batch:i64 out_row:i64 out_head:i64 "
+    "dout_batch:i64 dout_row:i64 dout_head:i64 lse_batch:i64 lse_head:i64 count:i64",
+    variants=[(t,) for t in _TOKENS],
+    max_registers=64,
+)
+_DSINKS = Kernel(
+    _GRAD_UNIT,
+    "attention_mma_dsinks",
+    template="T",
+    args="sinks:ptr stats:ptr cu_q:ptr dsinks:ptr batch:i64 lq:i64 lse_batch:i64 lse_head:i64 count:i64",
+    variants=[("fp32",)],
+    max_registers=64,
+)
+_DQ = Kernel(
+    _GRAD_UNIT,
+    "attention_mma_dq",
+    template="T DQK DV BN",
+    args=f"{_GRAD_TENSORS} dq:ptr dq_batch:i64 dq_row:i64 dq_head:i64 {_GRAD_NUMBERS}",
+    variants=[(t, *tiles) for t in _TOKENS for tiles in _GRAD_TILES],
+    max_registers=255,
+)
+_DKV = Kernel(
+    _GRAD_UNIT,
+    "attention_mma_dkv",
+    template="T DQK DV BQ PARTS",
+    args=f"{_GRAD_TENSORS} dk:ptr dv:ptr dk_batch:i64 dk_row:i64 dk_head:i64 dv_batch:i64 dv_row:i64 dv_head:i64 "
+    f"{_GRAD_NUMBERS}",
+    variants=[
+        (t, *tiles, parts)
+        for t in _TOKENS
+        for tiles in _GRAD_TILES
+        for parts in ((3,) if tiles.d_qk + tiles.d_v <= _APART else (1, 2))
+    ],
+    max_registers=255,
+)
+KERNELS = (_FWD, _STATS, _DSINKS, _DQ, _DKV)
+
+
+def unsupported(problem: Attention, target: Target, backward: bool = False) -> str | None:
+    """Return why these kernels cannot serve a problem, None if they can."""
+    aligned = (problem.q, problem.k, problem.v, problem.dout) if backward else (problem.q, problem.k, problem.v)
+    if not all(strides is None or strides.aligned for strides in aligned):
+        return "q, k or v is not aligned to 16 bytes"
+    if max(problem.batch, problem.heads_q) > 65535 and backward:
+        return "there are more than 65535 sequences or heads"
+    if max(problem.d_qk, problem.d_v) > 256 or problem.d_qk % 8 or problem.d_v % 8:
+        return "heads are wider than 256 or not a multiple of 8"
+    return None
+
+
+def tile_pitch(columns: int) -> int:
+    """Return the bytes of a row of a tile in shared memory (MmaTile in mma_tile.cuh)."""
+    return columns * 2 + (0 if columns % 64 == 0 else 16)
+
+
+def chosen(tiles: Sequence[Any], problem: Attention) -> Any:
+    """Return the first kernel that is large enough."""
+    return next(t for t in tiles if problem.d_qk <= t.d_qk and problem.d_v <= t.d_v)
+
+
+def _takes_bias(tiles: Tiles) -> bool:
+    return tiles.blocks * tiles.d_v * tiles.keys < 2 * 128 * 64  # attention_mma_fwd.cu
+
+
+def bias_arguments(problem: Attention) -> tuple[int, ...]:
+    """Return element type and strides of the bias as kernels take them."""
+    bias = problem.bias
+    return (0, 0, 0, 0, 0) if bias is None else (ANY_TYPE[bias.token], *bias[1:])
+
+
+def score_arguments(problem: Attention) -> tuple[int, int]:
+    """Return what products become as kernels take it (ScoreRule in scores.cuh): pairs of floats."""
+    plain = problem.softcap == 0.0 and problem.bias is None
+    inverse = problem.scale / problem.softcap if problem.softcap else 0.0
+    factor = problem.scale * _LOG2E if plain else _LOG2E
+    return float_halves(problem.scale, factor), float_halves(problem.softcap, inverse)
+
+
+def _three(strides: Strides) -> tuple[int, int, int]:
+    return strides.batch, strides.row, strides.head
+
+
+def steps_forward(problem: Attention, device: int) -> Steps:
+    """Return the launches of a forward pass."""
+    config = chosen([t for t in FORWARD_TILES if problem.bias is None or _takes_bias(t)], problem)
+    rows = 64 * config.blocks
+    shared = rows * tile_pitch(config.d_qk) + 2 * config.keys * (tile_pitch(config.d_qk) + tile_pitch(config.d_v))
+    tiles, pairs = -(-problem.lq // rows), problem.batch * problem.heads_q
+    if tiles * pairs == 0:
+        return Steps()
+    if tiles * pairs > GRID_LIMIT:
+        raise ValueError(f"attention of {pairs} heads of {problem.lq} queries; expected fewer than 2^31 tiles")
+    section = _section(problem, pairs, problem.group)
+    return Steps(
+        Step(
+            _FWD.bind((problem.token, *config), device, tiles * pairs, _THREADS, shared),
+            *("q", "k", "v", "sinks", "bias", "lengths", "kv_limit", "cu_q", "cu_k", "out", "lse"),
+            *(pairs, problem.heads_q, problem.group, tiles, section, problem.lq, problem.lkv),
+            *(problem.d_qk, problem.d_v, *_three(problem.q), *_three(problem.k), *_three(problem.v)),
+            *(*_three(problem.out), *problem.lse_strides(), *bias_arguments(problem), problem.kv_limit or 0),
+            *(problem.left, problem.right, *score_arguments(problem)),
+        )
+    )
+
+
+def _section(problem: Attention, pairs: int, group: int) -> int:
+    """Return how many heads are worked on at the same time, so that what they share stays in L2."""
+    bytes_per_head = 2 * (problem.d_qk + problem.d_v) * max(problem.lkv, 1)
+    return min(max(_L2_BYTES // bytes_per_head, 1) * group, pairs)
+
+
+def steps_backward(problem: Attention, device: int) -> Steps:
+    """Return the launches of a backward pass."""
+    config, t = chosen(_GRAD_TILES, problem), problem.token
+    count = problem.batch * problem.heads_q * problem.lq if not problem.varlen else problem.heads_q * problem.total_q
+    both = tile_pitch(config.d_qk) + tile_pitch(config.d_v)
+    shared = (_GRAD_ROWS + 2 * config.rows) * both
+    tensors = ("q", "k", "v", "dout", "stats", "bias", "lengths", "kv_limit", "cu_q", "cu_k")
+    sizes = (problem.lq, problem.lkv, problem.d_qk, problem.d_v)
+    numbers = (
+        *(
+            *_three(problem.q),
+            *_three(problem.k),
+            *_three(problem.v),
+            *_three(problem.dout),
+            *problem.lse_strides(),
+            count,
+        ),
+        *(*bias_arguments(problem), problem.kv_limit or 0, problem.left, problem.right, *score_arguments(problem)),
+    )
+    made = []
+    if problem.lq:
+        made.append(
+            Step(
+                _STATS.bind((t,), device, (-(-problem.lq // 4), problem.heads_q, problem.batch), 128),
+                *("out", "dout", "lse", "dlse", "cu_q", "stats", problem.lq, problem.d_v),
+                *(*_three(problem.out), *_three(problem.dout), *problem.lse_strides(), count),
+            )
+        )
+    if "q" in problem.wants and problem.lq:
+        tiles, pairs = -(-problem.lq // _GRAD_ROWS), problem.batch * problem.heads_q
+        made.append(
+            Step(
+                _DQ.bind((t, *config), device, tiles * pairs, _THREADS, shared),
+                *(*tensors, "dq", *_three(problem.dq), pairs, problem.heads_q, problem.group, tiles),
+                *(_section(problem, pairs, problem.group), *sizes, *numbers),
+            )
+        )
+    wanted = [part for part, letter in ((1, "k"), (2, "v")) if letter in problem.wants]
+    if wanted and problem.lkv:
+        tiles, pairs = -(-problem.lkv // _GRAD_ROWS), problem.batch * problem.heads_kv
+        for parts in (3,) if config.d_qk + config.d_v <= _APART else wanted:
+            made.append(
+                Step(
+                    _DKV.bind((t, *config, parts), device, tiles * pairs, _THREADS, shared),
+                    *(*tensors, "dk", "dv", *_three(problem.dk), *_three(problem.dv)),
+                    *(pairs, problem.heads_q, problem.group, tiles, _section(problem, pairs, 1), *sizes, *numbers),
+                )
+            )
+    if "s" in problem.wants and problem.sinks:
+        made.append(
+            Step(
+                _DSINKS.bind(("fp32",), device, problem.heads_q, 256),
+                *("sinks", "stats", "cu_q", "dsinks", problem.batch, problem.lq, *problem.lse_strides(), count),
+            )
+        )
+    return Steps(*made, scratch={"stats": Memory((2, count), torch.float32)})

@@ -1,0 +1,88 @@
+"""Attention with the signature and the meaning of ``torch.nn.functional.scaled_dot_product_attention``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.attention.attention import attention
+from rtkernels.runtime.operator.registry import Op
+
+
+def sdpa(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return what ``F.scaled_dot_product_attention`` returns for the same arguments, by our kernels.
+
+    Takes its place at call sites: ``F.scaled_dot_product_attention = rtkernels.sdpa``. Differentiable in query, key and
+    value. Where ``attention`` differs from torch, this follows torch: `is_causal` is aligned to the first query and
+    key.
+
+    Args:
+        query: bfloat16 or float16 [..., heads, queries, width] (any number of dimensions in front, or none).
+        key: [..., heads, keys, width].
+        value: [..., heads, keys, width of value].
+        attn_mask: Broadcasts to [..., heads, queries, keys]: bool (True: takes part), or a float that is added to
+            scores; it must not require a gradient.
+        dropout_p: 0.
+        is_causal: Query i sees keys up to i.
+        scale: Factor of the products; ``1 / sqrt(width)`` if None.
+        enable_gqa: key and value may have fewer heads than query.
+
+    Returns:
+        [..., heads, queries, width of value], of query's dtype; 0 for queries whose keys are all masked.
+
+    Raises:
+        ArgumentError: dropout_p is not 0 (attention here has no dropout), or the arguments do not fit together.
+    """
+    if dropout_p != 0.0:
+        raise ArgumentError(
+            f"dropout_p is {dropout_p}; expected 0: attention here has no dropout (apply it to the result)"
+        )
+    if is_causal and attn_mask is not None:
+        raise ArgumentError("attn_mask and is_causal are both given; expected one of them")
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(t, Tensor) or t.dim() < 2:
+            raise ArgumentError(f"{name} is {_spelled(t)}; expected a tensor [..., heads, length, width]")
+    if query.dim() < 3 or key.dim() < 3:
+        query, key, value = (t.unsqueeze(0) if t.dim() == 2 else t for t in (query, key, value))
+        return sdpa(query, key, value, attn_mask, 0.0, is_causal, scale).squeeze(0)
+    heads, batch = query.shape[-3], torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    if not enable_gqa:
+        heads = torch.broadcast_shapes((heads,), (key.shape[-3],), (value.shape[-3],))[0]
+    queries, keys = query.shape[-2], key.shape[-2]
+    q = query.expand(*batch, heads, *query.shape[-2:])
+    k, v = ((t if enable_gqa else t.expand(*t.shape[:-3], heads, *t.shape[-2:])) for t in (key, value))
+    k, v = (t.expand(*batch, *t.shape[-3:]) for t in (k, v))
+    q, k, v = (t.reshape(-1, *t.shape[-3:]) for t in (q, k, v))
+    bias = _as_bias(attn_mask, query, (*batch, heads, queries, keys))
+    window = None
+    if is_causal:
+        # Ours aligns the last query with the last key: keys that nobody sees go, and queries behind the last key see
+        all.k, v = k[..., :queries, :], v[..., :queries, :]
+        window = (None, max(queries - keys, 0))
+    result = attention(q, k, v, scale=scale, window=window, bias=bias, layout="bhld")
+    return result.reshape(*batch, *result.shape[-3:])
+
+
+def _as_bias(mask: Tensor | None, query: Tensor, shape: tuple[int, ...]) -> Tensor | None:
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        zero = torch.zeros((), dtype=query.dtype, device=mask.device)
+        mask = torch.where(mask, zero, float("-inf"))
+    try:
+        return mask.expand(shape).reshape(-1, *shape[-3:]) if len(shape) != 4 else mask.expand(shape)
+    except RuntimeError:
+        raise ArgumentError(
+            f"attn_mask has shape {tuple(mask.shape)}; expected one that broadcasts to {shape}"
+        ) from None
+
+
+def _spelled(t: object) -> str:
+    return f"of shape {tuple(t.shape)}" if isinstance(t, Tensor) else f"a {type(t).__name__}"
+
+
+OP = Op("sdpa", public=("sdpa",), kernels=(), torch_ops=())

@@ -1,0 +1,386 @@
+"""A linear layer whose three products, forward and backward, multiply fp8 codes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from rtkernels import interop
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.gemm import fp8_linear_smooth as smoothed
+from rtkernels.ops.gemm.fp8_linear_shards import linear_of_shards
+from rtkernels.ops.gemm.fp8_operands import OPERAND, PITCH, Codes, columns_of, rounded, rows_of
+from rtkernels.ops.gemm.scaled_mm import scaled_mm
+from rtkernels.ops.quant.hadamard import BLOCKS
+from rtkernels.ops.quant.quantize_fp8_plan import FP8_DTYPES, groups_of
+from rtkernels.runtime.layout import FLOAT_DTYPES, check_same, row_count, token
+from rtkernels.runtime.operator.arguments import an_integer
+from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
+from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.sharding import is_sharded
+from rtkernels.runtime.torch_private import is_dynamo_compiling
+
+E4M3, E5M2 = FP8_DTYPES
+
+
+class Recipe(NamedTuple):
+    """How activations and gradients, and the weight, are quantised (kinds of ``OPERAND``), and what multiplies them."""
+
+    activation: str
+    weight: str
+    product: str
+    weight_gradient: str
+    grad_dtype: torch.dtype
+
+
+RECIPES = {
+    "block": Recipe("group", "block", "block_1x128_128x128", "block_1x128_1x128", E4M3),
+    "row": Recipe("row", "row", "row", "row", E4M3),
+    "tensor": Recipe("tensor", "tensor", "tensor", "tensor", E5M2),
+    "hadamard": Recipe("hadamard", "hadamard", "row", "row", E4M3),
+}
+
+
+class Fp8Weight(NamedTuple):
+    """Codes of a weight for :func:`fp8_linear`, by rows and transposed: what :func:`fp8_weight` gives."""
+
+    q: Tensor
+    scale: Tensor
+    q_t: Tensor
+    scale_t: Tensor
+
+
+# ---- gradients ------------------------------------------------------------------------------------------------------
+
+
+class _Linear(torch.autograd.Function):
+    """``x w^T + bias``. Saved: transposed codes of x (or x) if w wants a gradient, and of w (or w) if x does."""
+
+    @staticmethod
+    def forward(
+        ctx, x, weight, bias, main_grad, recipe, grad_dtype, out_dtype, pow2_scale, rotation, save_weight, wgrad,
+        backend, *given,
+    ):  # fmt: skip
+        ctx.set_materialize_grads(False)
+        ways, codes, (w_q, w_scale, w_q_t, w_scale_t) = RECIPES[recipe], given[:4], given[4:]
+        keep_x, keep_w, by_codes = weight.requires_grad, x.requires_grad, wgrad == "fp8"
+        if codes[0] is None:
+            flat = x.reshape(row_count(x.shape), x.shape[-1])
+            codes = OPERAND(flat, ways.activation, E4M3, pow2_scale, True, keep_x and by_codes, rotation)
+        if w_q is None:
+            transposed = keep_w and not save_weight
+            w_q, w_scale, w_q_t, w_scale_t = OPERAND(weight, ways.weight, E4M3, pow2_scale, True, transposed, rotation)
+        left = rows_of(codes[0], codes[1], ways.activation)
+        right = rows_of(w_q, w_scale, ways.weight)
+        options = {"recipe": ways.product, "bias": bias, "out_dtype": out_dtype, "backend": backend}
+        y = scaled_mm(left.q, right.q, left.scale, right.scale, **options)
+        ctx.save_for_backward(
+            *((codes[2], codes[3], codes[1] if recipe == "tensor" else None) if keep_x and by_codes else (None,) * 3),
+            x if keep_x and not by_codes else None,
+            *((w_q_t, w_scale_t, w_scale) if keep_w and not save_weight else (None,) * 3),
+            weight if keep_w and save_weight else None,
+        )
+        ctx.options = recipe, grad_dtype, pow2_scale, rotation, backend
+        ctx.x_shape, ctx.x_dtype, ctx.weight_shape, ctx.weight_dtype = x.shape, x.dtype, weight.shape, weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.main_grad = main_grad  # not saved: later micro-batches may have changed it, which is the point
+        ctx.flagged = weight if main_grad is not None and has_flag(weight) else None
+        return y.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        if dy is None:
+            return (None,) * 20
+        recipe, grad_dtype, pow2_scale, rotation, backend = ctx.options
+        ways, (n, k) = RECIPES[recipe], ctx.weight_shape
+        x_q_t, x_scale_t, x_scale, x, w_q_t, w_scale_t, w_scale, weight = ctx.saved_tensors
+        need_x, need_w, need_bias = ctx.needs_input_grad[:3]
+        flat = dy.reshape(row_count(ctx.x_shape), n)
+        dx = dw = dbias = None
+        if need_x or (need_w and x is None):
+            codes_t = need_w and x is None
+            q, scale, q_t, scale_t = OPERAND(flat, ways.activation, grad_dtype, pow2_scale, need_x, codes_t, rotation)
+        if need_x:
+            if weight is not None:
+                _, w_scale, w_q_t, w_scale_t = OPERAND(weight, ways.weight, E4M3, pow2_scale, False, True, rotation)
+            left = rows_of(q, scale, ways.activation)
+            right = columns_of(w_q_t, w_scale, w_scale_t, ways.weight, k)
+            options = {"recipe": ways.product, "out_dtype": ctx.x_dtype, "backend": backend}
+            dx = scaled_mm(left.q, right.q, left.scale, right.scale, **options).view(ctx.x_shape)
+        if need_w and x is not None:
+            kind = torch.bfloat16 if x.dtype == torch.float32 else x.dtype
+            left, right = flat.to(kind).t(), x.reshape(flat.shape[0], k).to(kind)
+            options = {"recipe": "none", "b_layout": "kn", "backend": backend}
+            dw = weight_gradient(
+                Codes(left, None), Codes(right, None), ctx.weight_dtype, ctx.main_grad, ctx.flagged, **options
+            )
+        elif need_w:
+            left = columns_of(q_t, scale, scale_t, ways.activation, n)
+            right = columns_of(x_q_t, x_scale, x_scale_t, ways.activation, k)
+            options = {"recipe": ways.weight_gradient, "backend": backend}
+            dw = weight_gradient(left, right, ctx.weight_dtype, ctx.main_grad, ctx.flagged, **options)
+        if need_bias:
+            dbias = flat.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return dx, dw, dbias, *(None,) * 17
+
+
+def has_flag(weight: Tensor) -> bool:
+    """Return True if a trainer wants to be told that a gradient is in main_grad already."""
+    return not is_dynamo_compiling() and hasattr(weight, "grad_added_to_main_grad")
+
+
+def weight_gradient(
+    left: Codes, right: Codes, dtype: torch.dtype, main_grad: Tensor | None, flagged: Tensor | None, **options: Any
+) -> Tensor | None:
+    """Return the gradient of a weight; or add it to main_grad, tell `flagged`, a weight, and return zeros, else None.
+
+    The trainers that have the flag wait for the hook of a weight, which torch calls where there is a gradient.
+    """
+    if main_grad is None:
+        return scaled_mm(left.q, right.q, left.scale, right.scale, out_dtype=dtype, **options)
+    scaled_mm(left.q, right.q, left.scale, right.scale, out=main_grad, accumulate=True, **options)
+    if flagged is None:
+        return None
+    flagged.grad_added_to_main_grad = True
+    return torch.zeros((), dtype=dtype, device=main_grad.device).expand(main_grad.shape)
+
+
+# ---- public ---------------------------------------------------------------------------------------------------------
+
+
+def check_linear(
+    shape: torch.Size, dtype: torch.dtype, device: int, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None
+) -> None:
+    """Raise an ArgumentError unless weight, bias and main_grad fit together and to x."""
+    token("x", dtype)
+    token("weight", weight.dtype)
+    if weight.dim() != 2:
+        raise ArgumentError(f"weight has shape {tuple(weight.shape)}; expected [out features, in features]")
+    if len(shape) < 1 or shape[-1] != weight.shape[1]:
+        raise ArgumentError(f"x has shape {tuple(shape)}; expected [..., {weight.shape[1]}], the columns of weight")
+    check_same("weight", weight.get_device(), device, "device index")
+    if bias is not None:
+        token("bias", bias.dtype)
+        check_same("bias", tuple(bias.shape), (weight.shape[0],), "shape", of="weight's rows")
+        check_same("bias", bias.get_device(), device, "device index")
+    if main_grad is not None:
+        token("main_grad", main_grad.dtype, (torch.float32,))
+        check_same("main_grad", tuple(main_grad.shape), tuple(weight.shape), "shape", of="weight")
+        check_same("main_grad", main_grad.get_device(), device, "device index", of="weight")
+        if not main_grad.is_contiguous():
+            raise ArgumentError(f"main_grad has strides {main_grad.stride()}; expected a contiguous tensor")
+
+
+def _check_rotation(weight: Tensor, rotation: int) -> None:
+    if rotation not in BLOCKS:
+        raise ArgumentError(f"rotation is {rotation!r}; expected one of {', '.join(map(str, BLOCKS))}")
+    if weight.shape[0] % rotation or weight.shape[1] % rotation:
+        raise ArgumentError(
+            f"weight has shape {tuple(weight.shape)}; recipe 'hadamard' expects multiples of the rotation, {rotation}"
+        )
+
+
+def _recipe(recipe: str, known: Any = (*RECIPES, "smooth")) -> str:
+    if recipe not in known:
+        raise ArgumentError(f"recipe is {recipe!r}; expected one of {', '.join(map(repr, known))}")
+    return recipe
+
+
+def fp8_weight(
+    weight: Tensor, *, recipe: str = "block", pow2_scale: bool = False, rotation: int = 64, transposed: bool = True
+) -> Fp8Weight:
+    """Quantise a weight for several calls of :func:`fp8_linear`, which quantises it in every call otherwise.
+
+    For micro-batches between two steps of an optimizer, and for inference. Not differentiable: fp8_linear takes the
+    weight, too, which gets the gradient.
+
+    Args:
+        weight: ``[out features, in features]``, bfloat16, float16 or float32.
+        recipe: As for fp8_linear; not "smooth".
+        pow2_scale: As for fp8_linear.
+        rotation: As for fp8_linear.
+        transposed: Make the transposed codes, which the gradient of x takes.
+
+    Returns:
+        A named tuple for the argument `weight_codes`. What it holds depends on the recipe.
+    """
+    _recipe(recipe, tuple(RECIPES))
+    an_integer("rotation", rotation)
+    token("weight", weight.dtype)
+    if weight.dim() != 2:
+        raise ArgumentError(f"weight has shape {tuple(weight.shape)}; expected [out features, in features]")
+    if recipe == "hadamard":
+        _check_rotation(weight, rotation)
+    return Fp8Weight(*OPERAND(weight.detach(), RECIPES[recipe].weight, E4M3, pow2_scale, True, transposed, rotation))
+
+
+def fp8_linear(
+    x: Any,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    recipe: str = "block",
+    main_grad: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
+    pow2_scale: bool = False,
+    rotation: int = 64,
+    smooth: Tensor | None = None,
+    scale_layout: str = "row",
+    weight_codes: Fp8Weight | None = None,
+    save_weight: bool = False,
+    wgrad: str = "fp8",
+    backend: str = "auto",
+) -> Tensor:
+    """Return ``x @ weight.T + bias``, computed from fp8 codes; so are both gradients.
+
+    Codes are made from x, weight and the incoming gradient dy in their own dtypes, as :func:`quantize_fp8` makes them;
+    products add in fp32 and round one time. Nothing is quantised twice: x and dy are read one time for the codes of
+    both products that take them, and what is saved for the backward pass is the transposed codes of x (1.03 bytes per
+    element) and of the weight, not x. Values that share a scale:
+
+    ==========  =====================================  ==========================  =====================================
+    recipe      forward (x ; weight)                   gradient of x (dy ; weight) gradient of the weight (dy ; x)
+    ==========  =====================================  ==========================  =====================================
+    "block"     128 of a row ; 128 x 128               the same                    128 of a column ; 128 of a column
+    "row"       a token ; an output feature            a token ; an input feature  an output feature ; an input feature
+    "tensor"    all ; all                              all (e5m2) ; all            all (e5m2) ; all
+    "hadamard"  as "row", of matrices whose stretches of `rotation` along the summed dimension are multiplied by an
+                orthonormal Hadamard matrix, which spreads outliers and leaves products as they are
+    "smooth"    as "row", with ``x * smooth`` and ``weight / smooth``; the same codes, transposed, serve the gradients:
+                the weight's scales and x's are put into dy before it is quantised
+    ==========  =====================================  ==========================  =====================================
+
+    Differentiable once in x, weight and bias; only the gradients that are needed are computed. Same bits at every call.
+    NaN in x gives NaN in its row of the result.
+
+    Args:
+        x: ``[..., in features]``, bfloat16, float16 or float32, any strides; or, for recipe "block", codes: the result
+            of rms_norm_fp8, glu_fp8 or quantize_fp8, an object with ``q`` and ``scale``, with ``q_t`` and ``scale_t``
+            if the weight wants a gradient, and with ``y`` if x does: y, of which only shape, dtype and place in the
+            graph matter, gets the gradient. May be any object with ``__dlpack__``; the result is then of its kind.
+        weight: ``[out features, in features]``, bfloat16, float16 or float32; its gradient has its dtype.
+        bias: ``[out features]``, bfloat16, float16 or float32; added in fp32.
+        recipe: See above.
+        main_grad: float32, contiguous, of weight's shape. The backward pass then *adds* weight's gradient to it in
+            place, in fp32, and gives weight no gradient of its own.
+        out_dtype: bfloat16, float16 or float32; x's if None (bfloat16 for codes without y).
+        grad_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``, for codes of dy; None for what the table says.
+        pow2_scale: Round scales up to powers of two.
+        rotation: 32, 64, 128 or 256, for recipe "hadamard"; both features are multiples of it.
+        smooth: float32 ``[in features]``, for recipe "smooth": see :func:`smooth_factors`.
+        scale_layout: Of an x of codes: "row" or "column", as given to what made them.
+        weight_codes: From :func:`fp8_weight` with the same options: the weight is then not read.
+        save_weight: Save the weight, not its codes, and make them anew in the backward pass: for weights whose memory
+            is taken away in between (FSDP with ``reshard_after_forward``).
+        wgrad: "bf16" for a gradient of the weight from dy and x themselves (float32 ones rounded to bfloat16), which
+            saves x in place of its codes.
+        backend: Of the products, as for :func:`scaled_mm`.
+
+    Returns:
+        Dense ``[..., out features]``.
+    """
+    _recipe(recipe)
+    an_integer("rotation", rotation)
+    options: dict[str, Any] = {
+        "recipe": recipe, "main_grad": main_grad, "out_dtype": out_dtype, "grad_dtype": grad_dtype,
+        "pow2_scale": pow2_scale, "rotation": rotation, "smooth": smooth,
+        "weight_codes": weight_codes, "save_weight": save_weight, "wgrad": wgrad,
+        "backend": backend,
+    }  # fmt: skip
+    codes: tuple[Tensor | None, ...] = (None,) * 4
+    if not isinstance(x, Tensor):
+        if not hasattr(x, "q") or not hasattr(x, "scale"):
+            return interop.call(fp8_linear, x, weight, bias, **options)
+        x, codes = _given_codes(x, weight, recipe, scale_layout)
+    if is_sharded(weight) or is_sharded(x):
+        if codes[0] is not None:
+            raise ArgumentError("x is codes and a DTensor is among the arguments; expected x as a DTensor")
+        return linear_of_shards(fp8_linear, x, weight, bias, options)
+    check_linear(x.shape, x.dtype, x.get_device(), weight, bias, main_grad)
+    if out_dtype is not None:
+        token("the result", out_dtype)
+    grad_dtype = RECIPES[recipe].grad_dtype if grad_dtype is None and recipe != "smooth" else grad_dtype or E4M3
+    token("grad_dtype", grad_dtype, FP8_DTYPES)
+    if (recipe == "smooth") != (smooth is not None):
+        came = "None" if smooth is None else "given"
+        raise ArgumentError(f"smooth is {came} with recipe {recipe!r}; expected it with recipe 'smooth' only")
+    if wgrad not in ("fp8", "bf16"):
+        raise ArgumentError(f"wgrad is {wgrad!r}; expected 'fp8' or 'bf16'")
+    if wgrad == "bf16" and codes[0] is not None:
+        raise ArgumentError("wgrad is 'bf16' and x is codes; expected 'fp8', or x as a tensor")
+    dtype = x.dtype if out_dtype is None else out_dtype
+    if recipe == "smooth":
+        if weight_codes is not None or save_weight or wgrad != "fp8":
+            raise ArgumentError("weight_codes, save_weight and wgrad='bf16' do not go with recipe 'smooth'")
+        return smoothed.linear(x, weight, bias, main_grad, smooth, grad_dtype, dtype, pow2_scale, False, backend)[0]
+    if recipe == "hadamard":
+        _check_rotation(weight, rotation)
+    given = (*codes, *((None,) * 4 if weight_codes is None else _checked(weight_codes, weight, x)))
+    if is_grad_enabled() and needs_grad(x, weight, bias):
+        return _Linear.apply(
+            x, weight, bias, main_grad, recipe, grad_dtype, dtype, pow2_scale, rotation, save_weight, wgrad, backend,
+            *given,
+        )  # fmt: skip
+    return _forward(x, weight, bias, given, recipe, dtype, pow2_scale, rotation, backend)
+
+
+def _checked(codes: Fp8Weight, weight: Tensor, x: Tensor) -> Fp8Weight:
+    """Return codes of a weight, or raise an ArgumentError."""
+    wanted = weight.shape[0], rounded(weight.shape[1], PITCH)
+    if not isinstance(codes, Fp8Weight) or tuple(codes.q.shape) != wanted:
+        came = f"codes of shape {tuple(codes.q.shape)}" if isinstance(codes, Fp8Weight) else f"a {type(codes).__name__}"
+        raise ArgumentError(f"weight_codes is {came}; expected what fp8_weight gives for weight, {wanted}")
+    if is_grad_enabled() and x.requires_grad and codes.q_t.numel() == 0:
+        raise ArgumentError("weight_codes has no transposed codes and x requires grad; expected transposed=True")
+    return codes
+
+
+def _forward(x, weight, bias, given, recipe, dtype, pow2_scale, rotation, backend) -> Tensor:
+    """Return the result of a call without gradients."""
+    ways, (q, scale, _, _, w_q, w_scale, _, _) = RECIPES[recipe], given
+    if q is None:
+        flat = x.detach().reshape(row_count(x.shape), x.shape[-1])
+        q, scale, _, _ = OPERAND(flat, ways.activation, E4M3, pow2_scale, True, False, rotation)
+    if w_q is None:
+        w_q, w_scale, _, _ = OPERAND(weight.detach(), ways.weight, E4M3, pow2_scale, True, False, rotation)
+    left = rows_of(q, scale, ways.activation)
+    right = rows_of(w_q, w_scale, ways.weight)
+    options = {"bias": None if bias is None else bias.detach(), "out_dtype": dtype, "backend": backend}
+    y = scaled_mm(left.q, right.q, left.scale, right.scale, recipe=ways.product, **options)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def _given_codes(x: Any, weight: Tensor, recipe: str, scale_layout: str) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """Return what takes the gradient, and the codes as ``OPERAND`` would have made them."""
+    q, scale, y = x.q, x.scale, getattr(x, "y", None)
+    q_t, scale_t = getattr(x, "q_t", None), getattr(x, "scale_t", None)
+    if recipe != "block":
+        raise ArgumentError(f"x is codes (a {type(x).__name__}); expected a tensor for recipe {recipe!r}")
+    if scale_layout not in ("row", "column"):
+        raise ArgumentError(f"scale_layout is {scale_layout!r}; expected 'row' or 'column'")
+    if q is None or scale is None:
+        raise ArgumentError("x.q or x.scale is None; expected codes by rows (layout 'row' or 'both')")
+    token("x.q", q.dtype, FP8_DTYPES)
+    rows, groups = row_count(q.shape), groups_of(q.shape[-1])
+    if q.shape[-1] % PITCH:
+        raise ArgumentError(f"x.q has {q.shape[-1]} columns; expected a multiple of {PITCH} for codes")
+    wanted = (groups, rows) if scale_layout == "column" else (*q.shape[:-1], groups)
+    check_same("x.scale", tuple(scale.shape), wanted, "shape", of=f"x.q, scale_layout {scale_layout!r}")
+    if is_grad_enabled() and weight.requires_grad and (q_t is None or scale_t is None):
+        raise ArgumentError("x.q_t or x.scale_t is None; expected layout 'both', as weight requires grad")
+    if y is None:
+        y = q.new_empty((), dtype=torch.bfloat16).expand(q.shape)
+    else:
+        token("x.y", y.dtype, FLOAT_DTYPES)
+        check_same("x.y", tuple(y.shape), tuple(q.shape), "shape", of="x.q")
+    if q_t is not None and rows % PITCH:
+        q_t = torch.nn.functional.pad(q_t.view(torch.uint8), (0, -rows % PITCH)).view(q_t.dtype)
+    column_scale = scale if scale_layout == "column" else scale.reshape(rows, groups).t()
+    return y, (q.reshape(rows, q.shape[-1]), column_scale, q_t, scale_t)
+
+
+OP = Op("fp8_linear", public=("fp8_linear", "fp8_weight"), kernels=(), torch_ops=())

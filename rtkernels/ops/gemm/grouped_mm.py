@@ -1,0 +1,301 @@
+"""Products of groups of rows with a matrix each (mixture of experts), and the gradients of those matrices.
+
+Sizes of groups are on the device: nothing waits for them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from rtkernels import interop
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.gemm import checks, grouped_mm_plan
+from rtkernels.ops.gemm.grouped_mm_plan import OPTIONS, TENSORS, WGRAD_OPTIONS, WGRAD_TENSORS
+from rtkernels.ops.gemm.scaled_mm import as_packed, as_scale, refuse_overlap, refuse_quantised_gradients
+from rtkernels.runtime.operator.autograd import once_differentiable
+from rtkernels.runtime.operator.declared import InPlace, Operator
+from rtkernels.runtime.operator.registry import Op
+
+# ---- operators ------------------------------------------------------------------------------------------------------
+
+FORWARD = Operator(
+    "grouped_mm",
+    TENSORS,
+    options=OPTIONS,
+    results="out",
+    outputs=grouped_mm_plan.outputs,
+    plan=grouped_mm_plan.plan,
+    reference=grouped_mm_plan.run_reference,
+    check=grouped_mm_plan.describe,
+)
+IN_PLACE = Operator(
+    "grouped_mm_out",
+    (InPlace("out", None), *TENSORS),
+    options=f"{OPTIONS}, bool accumulate",
+    results="",
+    plan=grouped_mm_plan.plan_out,
+    reference=grouped_mm_plan.run_reference_out,
+    check=grouped_mm_plan.describe_out,
+)
+WGRAD = Operator(
+    "grouped_wgrad",
+    (InPlace("out", None), *WGRAD_TENSORS),
+    options=WGRAD_OPTIONS,
+    results="",
+    plan=grouped_mm_plan.plan_wgrad,
+    reference=grouped_mm_plan.run_reference_wgrad,
+    check=grouped_mm_plan.describe_wgrad,
+)
+_replay = FORWARD.replay
+
+
+class _Grouped(torch.autograd.Function):
+    """A grouped product of floats; the gradients are grouped products as well."""
+
+    @staticmethod
+    def forward(ctx, a, b, ends, align, b_layout, out_dtype, acc, backend):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(a, b, ends)
+        ctx.flipped = checks.is_flipped("b", b.shape, b.stride(), a.shape[-1], b_layout)
+        ctx.align, ctx.acc, ctx.backend = align, acc, backend
+        options = (align, 0, "none", b_layout, None, None, out_dtype, acc, backend)
+        return FORWARD.call(a, b, None, None, ends, None, None, *options)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        if dout is None:
+            return (None,) * 8
+        a, b, ends = ctx.saved_tensors
+        g, da, db = dout.to(a.dtype), None, None
+        if ctx.needs_input_grad[0]:
+            da = torch.zeros_like(a, memory_format=torch.contiguous_format)  # rows behind the last group
+            options = (ctx.align, 0, "none", "nk" if ctx.flipped else "kn", None, None, None, ctx.acc, ctx.backend)
+            IN_PLACE.call(da, g, b, None, None, ends, None, None, *options, False)
+        if ctx.needs_input_grad[1]:
+            db = torch.empty(b.shape, dtype=b.dtype, device=b.device)
+            pair = (a.t(), g.t()) if ctx.flipped else (g.t(), a.t())
+            WGRAD.call(db, *pair, None, None, ends, ctx.align, False, "none", ctx.acc, ctx.backend)
+        return da, db, *(None,) * 6
+
+
+# ---- public ---------------------------------------------------------------------------------------------------------
+
+
+def grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    *,
+    offs: Tensor | None = None,
+    m_indices: Tensor | None = None,
+    align: int = 1,
+    recipe: str = "auto",
+    act: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    zero_padding: bool = False,
+    acc: str = "auto",
+    packed: str | tuple[str | None, str | None] | None = None,
+    b_layout: str = "auto",
+    backend: str = "auto",
+) -> Tensor:
+    """Return the product of each row with the matrix of its group: ``out[i] = a[i] @ b[group of i].T``.
+
+    Operands, recipes and scales are those of :func:`scaled_mm`; scales of b have the groups as their first dimension
+    (``[g]`` for one number each). Gradients: of float operands without scales, with `offs`; differentiable once.
+
+    Args:
+        a: ``[rows, k]``: the rows of the first group, then those of the second, and so on. May be any object with
+            ``__dlpack__``; the result is then of its kind.
+        b: ``[groups, n, k]``, or ``[groups, k, n]``: where k has the unit stride says which (see b_layout). Up to 512.
+        scale_a: Of a, by its rows.
+        scale_b: Of b, for each group.
+        offs: int32 ``[groups]``: the row behind the last one of each group, as torch takes it. Groups may be empty.
+            Rows behind the last group are left alone.
+        m_indices: int32 ``[rows]``, instead of `offs`: the group of each row, -1 for one that is left alone. Groups
+            follow each other, each beginning at a multiple of `align`.
+        align: Every group begins at a multiple of so many rows; 128 lets tiles be of one group. Not checked.
+        recipe: As for scaled_mm.
+        act: None, "relu", "silu", "gelu_tanh" or "gelu".
+        out_dtype: As for scaled_mm.
+        out: ``[rows, n]``: where to write the result.
+        accumulate: Add the result to `out` (a float), in fp32.
+        zero_padding: Rows that are left alone are 0 in a new result; else they hold anything.
+        acc: As for scaled_mm.
+        packed: As for scaled_mm.
+        b_layout: "nk" or "kn" says what the matrices of b are, whatever their strides are.
+        backend: "auto" or "rtkernels"; "sm90", "skinny" or "mma" for one of these.
+
+    Returns:
+        ``[rows, n]``, dense, or `out`.
+    """
+    if out is None and not zero_padding:
+        result = _replay(
+            a, b, scale_a, scale_b, offs, m_indices, None, align, 0, recipe, b_layout, packed, act, out_dtype, acc,
+            backend,
+        )  # fmt: skip
+        if result is not None:
+            return result
+    if not isinstance(a, Tensor):
+        return interop.call(
+            grouped_mm, a, b, scale_a, scale_b, offs=offs, m_indices=m_indices, align=align, recipe=recipe, act=act,
+            out_dtype=out_dtype, out=out, accumulate=accumulate, zero_padding=zero_padding, acc=acc, packed=packed,
+            b_layout=b_layout, backend=backend,
+        )  # fmt: skip
+    scale_a, scale_b, packed = as_scale(a, scale_a), as_scale(a, scale_b), as_packed(packed)
+    tensors = (a, b, scale_a, scale_b, as_int32(offs), as_int32(m_indices), None)
+    options = (align, 0, recipe, b_layout, packed, act, out_dtype, acc, backend)
+    if accumulate and out is None:
+        raise ArgumentError("accumulate is True; expected out, which the result is added to")
+    if out is None and zero_padding:
+        (memory,) = grouped_mm_plan.outputs(*checks.metas(*tensors), *options)
+        out = torch.zeros(memory.shape, dtype=memory.dtype, device=a.device)
+    if out is not None:
+        refuse_quantised_gradients("grouped_mm", a, b, scale_a, scale_b, out)
+        refuse_overlap(out, a, b)
+        IN_PLACE.call(out, *tensors, *options, accumulate)
+        return out
+    if is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+        quantised = a.dtype not in checks.FLOATS or b.dtype != a.dtype or scale_a is not None or scale_b is not None
+        if quantised or offs is None or act is not None:
+            refuse_quantised_gradients("grouped_mm (with offs, without act)", *tensors)
+        return _Grouped.apply(a, b, tensors[4], align, b_layout, out_dtype, acc, backend)
+    return FORWARD.call(*tensors, *options)
+
+
+def grouped_mm_masked(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    masked_m: Tensor | None = None,
+    *,
+    expected_m: int = 0,
+    recipe: str = "auto",
+    act: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    acc: str = "auto",
+    packed: str | tuple[str | None, str | None] | None = None,
+    b_layout: str = "auto",
+    backend: str = "auto",
+) -> Tensor:
+    """Return ``a[g, :masked_m[g]] @ b[g].T`` for each group: the other rows of the result hold anything.
+
+    For decoding, where groups have room for `m` rows each and a CUDA graph fixes that. Operands, recipes and scales are
+    those of :func:`scaled_mm` with the groups as first dimension. No gradient.
+
+    Args:
+        a: ``[groups, m, k]``. May be any object with ``__dlpack__``; the result is then of its kind.
+        b: ``[groups, n, k]``, or ``[groups, k, n]``, as for grouped_mm.
+        scale_a: Of a, for each group.
+        scale_b: Of b, for each group.
+        masked_m: int32 ``[groups]``: how many rows of each group count.
+        expected_m: How many that is likely to be, a hint for the choice of tiles; 0 if nobody knows.
+        recipe: As for scaled_mm.
+        act: None, "relu", "silu", "gelu_tanh" or "gelu".
+        out_dtype: As for scaled_mm.
+        out: ``[groups, m, n]``: where to write the result. Its other rows are left alone.
+        acc: As for scaled_mm.
+        packed: As for scaled_mm.
+        b_layout: As for grouped_mm.
+        backend: As for grouped_mm.
+
+    Returns:
+        ``[groups, m, n]``, dense, or `out`.
+    """
+    if out is None:
+        result = _replay(
+            a, b, scale_a, scale_b, None, None, masked_m, 1, expected_m, recipe, b_layout, packed, act, out_dtype, acc,
+            backend,
+        )  # fmt: skip
+        if result is not None:
+            return result
+    if not isinstance(a, Tensor):
+        return interop.call(
+            grouped_mm_masked, a, b, scale_a, scale_b, masked_m, expected_m=expected_m, recipe=recipe, act=act,
+            out_dtype=out_dtype, out=out, acc=acc, packed=packed, b_layout=b_layout, backend=backend,
+        )  # fmt: skip
+    if masked_m is None:
+        raise ArgumentError("masked_m is None; expected int32 [groups]: how many rows of each group count")
+    scale_a, scale_b, packed = as_scale(a, scale_a), as_scale(a, scale_b), as_packed(packed)
+    tensors = (a, b, scale_a, scale_b, None, None, as_int32(masked_m))
+    options = (1, expected_m, recipe, b_layout, packed, act, out_dtype, acc, backend)
+    refuse_quantised_gradients("grouped_mm (not grouped_mm_masked)", a, b, scale_a, scale_b, out)
+    if out is None:
+        return FORWARD.call(*tensors, *options)
+    refuse_overlap(out, a, b)
+    IN_PLACE.call(out, *tensors, *options, False)
+    return out
+
+
+def grouped_wgrad(
+    dy: Tensor,
+    x: Tensor,
+    scale_dy: Tensor | None = None,
+    scale_x: Tensor | None = None,
+    *,
+    offs: Tensor,
+    out: Tensor | None = None,
+    accumulate: bool = True,
+    align: int | None = None,
+    out_dtype: torch.dtype = torch.float32,
+    recipe: str = "auto",
+    acc: str = "auto",
+    backend: str = "auto",
+) -> Tensor:
+    """Return the gradients of the matrices of a grouped product: ``out[g] += dy_g.T @ x_g`` over the rows of group g.
+
+    Args:
+        dy: bfloat16 or float16 ``[rows, n]`` as it is; fp8 transposed, ``[n, rows]``. May be any object with
+            ``__dlpack__``; the result is then of its kind.
+        x: bfloat16 or float16 ``[rows, k]``, of dy's dtype; fp8 transposed, ``[k, rows]``.
+        scale_dy: Of fp8: float32 ``[n, rows / 128]``, ``quantize_fp8(dy, granularity="group_t")[1].t()``, or ``[n]``.
+        scale_x: Of fp8: ``[k, rows / 128]`` or ``[k]``.
+        offs: int32 ``[groups]``: the row behind the last one of each group; groups may be empty.
+        out: ``[groups, n, k]``, a float. None: a new one.
+        accumulate: Add to `out`, in fp32; False overwrites it (with 0 for a group without rows).
+        align: Every group begins at a multiple of so many rows, 128 for scales of 128 rows. None: 128 for fp8, else 1.
+        out_dtype: Of a new result.
+        recipe: As for scaled_mm.
+        acc: As for scaled_mm.
+        backend: "auto" or "rtkernels"; "sm90", "skinny" or "mma" for one of these.
+
+    Returns:
+        `out`, or a new tensor.
+    """
+    if not isinstance(dy, Tensor):
+        return interop.call(
+            grouped_wgrad, dy, x, scale_dy, scale_x, offs=offs, out=out, accumulate=accumulate, align=align,
+            out_dtype=out_dtype, recipe=recipe, acc=acc, backend=backend,
+        )  # fmt: skip
+    refuse_quantised_gradients("grouped_mm (not grouped_wgrad)", dy, x, scale_dy, scale_x, out)
+    if not isinstance(offs, Tensor) or not isinstance(x, Tensor):
+        raise ArgumentError(f"x and offs are {type(x).__name__} and {type(offs).__name__}; expected tensors, as dy is")
+    floats = dy.dtype in checks.FLOATS
+    a, b = (t.t() if floats and t.dim() == 2 else t for t in (dy, x))
+    if out is None:
+        out, accumulate = dy.new_empty((offs.shape[0], a.shape[0], b.shape[0]), dtype=out_dtype), False
+    align = align or (1 if floats else 128)
+    scales = as_scale(dy, scale_dy), as_scale(dy, scale_x)
+    WGRAD.call(out, a, b, *scales, as_int32(offs), align, accumulate, recipe, acc, backend)
+    return out
+
+
+def as_int32(t: Any) -> Any:
+    """Return sizes as operators take them."""
+    return t.int() if isinstance(t, Tensor) and t.dtype == torch.int64 else t
+
+
+OP = Op(
+    "grouped_mm",
+    public=("grouped_mm", "grouped_mm_masked", "grouped_wgrad"),
+    kernels=(),
+    torch_ops=(FORWARD, IN_PLACE, WGRAD),
+)

@@ -1,0 +1,262 @@
+"""The products behind ``grouped_mm`` and ``grouped_wgrad``: arguments as a ``Product``, plans, plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.gemm import checks, reference
+from rtkernels.ops.gemm.backend import check_backend, steps_of
+from rtkernels.ops.gemm.checks import Matrices
+from rtkernels.ops.gemm.product import INTEGERS, Groups, Product, Scales
+from rtkernels.ops.gemm.scaled_mm_plan import Described, columns_of
+from rtkernels.runtime.operator.declared import Argument, Exact, Meta
+from rtkernels.runtime.operator.plan import Memory, Steps
+
+TENSORS = (
+    Matrices("a"),
+    Matrices("b", stacked=True),
+    Argument("scale_a", None, optional=True),
+    Argument("scale_b", None, optional=True),
+    Exact("ends", None, optional=True),
+    Exact("row_groups", None, optional=True),
+    Exact("sizes", None, optional=True),
+)
+OPTIONS = (
+    "int align, int expected_m, str recipe, str b_layout, str? packed, str? act, ScalarType? out_dtype, str acc, "
+    "str backend"
+)
+WGRAD_TENSORS = (
+    Matrices("a"),
+    Matrices("b"),
+    Argument("scale_a", None, optional=True),
+    Argument("scale_b", None, optional=True),
+    Exact("ends", None),
+)
+WGRAD_OPTIONS = "int align, bool accumulate, str recipe, str acc, str backend"
+
+
+def outputs(a, b, scale_a, scale_b, ends, row_groups, sizes, *options: Any) -> tuple[Memory]:
+    """Return the shape and dtype of a result."""
+    _, _, recipe, layout, packed, _, out_dtype, *_ = options
+    n = columns_of(a, b, scale_a, scale_b, recipe, layout, packed)
+    scaled = scale_a is not None or scale_b is not None
+    return (Memory((*a.shape[:-1], n), checks.result_dtype(a, b, scaled, packed, out_dtype)),)
+
+
+def _integers(name: str, meta: Meta, wanted: tuple[int, ...]) -> None:
+    if meta.dtype != torch.int32 or tuple(meta.shape) != wanted:
+        raise ArgumentError(
+            f"{name} has dtype {str(meta.dtype).removeprefix('torch.')} and shape {tuple(meta.shape)}; expected int32 "
+            f"of shape {wanted}"
+        )
+
+
+def describe(
+    a: Meta, b: Meta, scale_a: Meta | None, scale_b: Meta | None, ends: Meta | None, row_groups: Meta | None,
+    sizes: Meta | None, align: int, expected: int, recipe: str, b_layout: str, packed: str | None, act: str | None,
+    out_dtype: torch.dtype | None, acc: str, backend: str, *, out: Meta | None = None, accumulate: bool = False,
+) -> Described:  # fmt: skip
+    """Return what a call of ``grouped_mm`` or ``grouped_mm_masked`` multiplies, or raise an ArgumentError."""
+    checks.check_devices(
+        a=a, b=b, scale_a=scale_a, scale_b=scale_b, offs=ends, m_indices=row_groups, masked_m=sizes, out=out
+    )  # fmt: skip
+    if sum(meta is not None for meta in (ends, row_groups, sizes)) != 1:
+        raise ArgumentError("offs and m_indices: expected one of them")
+    if b.dim() != 3 or a.dim() != (2 if sizes is None else 3):
+        raise ArgumentError(
+            f"a and b have shapes {tuple(a.shape)} and {tuple(b.shape)}; expected "
+            f"{'[rows, k]' if sizes is None else '[groups, m, k]'} and [groups, n, k]"
+        )
+    count = b.shape[0]
+    if sizes is not None:
+        if a.shape[0] != count:
+            raise ArgumentError(f"a has {a.shape[0]} groups; expected {count}, as b")
+        _integers("masked_m", sizes, (count,))
+    elif ends is not None:
+        _integers("offs", ends, (count,))
+    else:
+        _integers("m_indices", row_groups, (a.shape[0],))
+    check_backend(backend)
+    _check_align(align)
+    kind = "masked" if sizes is not None else "labels" if ends is None else "rows"
+    left, right, scales_a, scales_b = checks.operands_of(
+        a, b, scale_a, scale_b, recipe, b_layout, packed, groups=count, a_groups=count if kind == "masked" else 0
+    )
+    if kind != "masked" and scales_a is not None and scales_a.rows > 1 and align % scales_a.rows:
+        raise ArgumentError(f"align is {align}; expected a multiple of {scales_a.rows}, the rows of a scale of a")
+    m, n, k = left.rows, right.rows, left.k
+    shape = (*a.shape[:-1], n)
+    if out is not None:
+        dtype, result = out.dtype, checks.check_result("out", out, shape, checks.OUTPUTS)
+    else:
+        dtype = checks.result_dtype(a, b, scale_a is not None or scale_b is not None, packed, out_dtype)
+        if dtype not in checks.OUTPUTS:
+            wanted = ", ".join(str(each).removeprefix("torch.") for each in checks.OUTPUTS)
+            raise ArgumentError(f"out_dtype is {str(dtype).removeprefix('torch.')}; expected one of {wanted}")
+        result = checks.dense_result(dtype, m, n, count if kind == "masked" else 0)
+    product = Product(
+        m, n, k, left.matrix, right.matrix, result, scales_a, scales_b, act=act, accumulate=accumulate,
+        sums=checks.sums_of(acc, left.matrix.token, right.matrix.token, _depth(scales_a, scales_b)),
+        groups=Groups(kind, count, align, expected),
+    )  # fmt: skip
+    return Described(checks.check_product(product), left, right, shape, dtype)
+
+
+def _check_align(align: int) -> None:
+    if align < 1 or align & (align - 1):
+        raise ArgumentError(f"align is {align}; expected a power of two")
+
+
+def _depth(*scales: Scales | None) -> int:
+    return max((each.depth for each in scales if each is not None), default=0)
+
+
+def describe_out(out: Meta, *values: Any) -> Described:
+    """The same for results that are written to, or added to, what the caller gave."""
+    *values, accumulate = values
+    return describe(*values, out=out, accumulate=accumulate)
+
+
+def describe_wgrad(
+    out: Meta, a: Meta, b: Meta, scale_a: Meta | None, scale_b: Meta | None, ends: Meta, align: int, accumulate: bool,
+    recipe: str, acc: str, backend: str,
+) -> Described:  # fmt: skip
+    """Return what a call of ``grouped_wgrad`` multiplies: a ``[m, rows]`` and b ``[n, rows]``, cut along rows."""
+    checks.check_devices(dy=a, x=b, scale_dy=scale_a, scale_x=scale_b, offs=ends, out=out)
+    for name, meta in (("dy", a), ("x", b)):
+        if meta.dim() != 2:
+            raise ArgumentError(f"{name} has shape {tuple(meta.shape)}; expected 2 dimensions")
+    if ends.dim() != 1:
+        raise ArgumentError(f"offs has shape {tuple(ends.shape)}; expected one dimension")
+    if a.shape[1] != b.shape[1]:
+        raise ArgumentError(f"dy and x have {a.shape[1]} and {b.shape[1]} rows; expected the same number")
+    count = ends.shape[0]
+    _integers("offs", ends, (count,))
+    check_backend(backend)
+    _check_align(align)
+    left, right, scales_a, scales_b = checks.operands_of(a, b, scale_a, scale_b, recipe, "nk", None)
+    depth = _depth(scales_a, scales_b)
+    if depth and align % depth:
+        raise ArgumentError(f"align is {align}; expected a multiple of {depth}, the rows that share a scale")
+    shape = (count, left.rows, right.rows)
+    result = checks.check_result("out", out, shape, checks.FLOATS)
+    product = Product(
+        left.rows, right.rows, left.k, left.matrix, right.matrix, result, scales_a, scales_b, accumulate=accumulate,
+        sums=checks.sums_of(acc, left.matrix.token, right.matrix.token, depth), groups=Groups("depth", count, align),
+    )  # fmt: skip
+    return Described(checks.check_product(product), left, right, shape, out.dtype)
+
+
+# ---- plans ----------------------------------------------------------------------------------------------------------
+
+
+def plan(*values: Any) -> Steps:
+    """Return the launches of ``grouped_mm``."""
+    *values, device = values
+    return steps_of(describe(*values).product, device, values[-1])
+
+
+def plan_out(*values: Any) -> Steps:
+    """Return the launches of ``grouped_mm_out``."""
+    *values, device = values
+    return steps_of(describe_out(*values).product, device, values[-2])
+
+
+def plan_wgrad(*values: Any) -> Steps:
+    """Return the launches of ``grouped_wgrad``."""
+    *values, device = values
+    return steps_of(describe_wgrad(*values).product, device, values[-1])
+
+
+# ---- the same in plain torch ----------------------------------------------------------------------------------------
+
+
+def _members(rows: int, ends: Tensor | None, row_groups: Tensor | None, count: int) -> list[Tensor]:
+    """Return the rows of each group."""
+    if ends is None:
+        labels = row_groups.long()
+        return [(labels == group).nonzero().flatten() for group in range(count)]
+    edges = [0, *(min(end, rows) for end in ends.tolist())]
+    return [torch.arange(edges[g], max(edges[g], edges[g + 1]), device=ends.device) for g in range(count)]
+
+
+def _grids(described: Described, scale_a, scale_b, k: int, stacked: bool) -> tuple[Tensor | None, Tensor | None]:
+    p, left, right = described[:3]
+    count = p.groups.count
+    a = None if scale_a is None else reference.scale_grid(scale_a, p.scale_a, left.rows, k, count if stacked else 0)
+    groups = 0 if p.groups.kind == "depth" else count
+    b = None if scale_b is None else reference.scale_grid(scale_b, p.scale_b, right.rows, k, groups)
+    return a, b
+
+
+def computed(
+    described: Described, a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, ends: Tensor | None,
+    row_groups: Tensor | None, sizes: Tensor | None, dtype: torch.dtype = torch.float32, base: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return a grouped product in fp32 or fp64, not rounded yet; rows of no group are those of `base`, or 0."""
+    p, left, right, shape, _ = described
+    count, masked = p.groups.count, p.groups.kind == "masked"
+    exact = left.matrix.token in INTEGERS and right.matrix.token in INTEGERS
+    grid_a, grid_b = _grids(described, scale_a, scale_b, left.k, masked)
+    result = torch.zeros(shape, dtype=torch.float64 if exact else dtype, device=a.device)
+    if base is not None:
+        result.copy_(base)
+    lengths = sizes.tolist() if masked else ()
+    members = () if masked else _members(left.rows, ends, row_groups, count)
+    whole = None if masked else reference.values(a, left, dtype)
+    for g in range(count):
+        if masked:
+            rows = slice(0, min(lengths[g], left.rows))
+            one, scale, place = reference.values(a[g], left, dtype)[rows], grid_a, result[g]
+            scale = None if scale is None else scale[g] if scale.dim() == 3 else scale
+        else:
+            rows = members[g]
+            one, scale, place = whole[rows], grid_a, result
+        scale = scale if scale is None or scale.shape[-2] == 1 else scale[rows]
+        other = None if grid_b is None else grid_b[g]
+        sums = reference.multiply(one, reference.values(b[g], right, dtype), scale, other, exact, dtype)
+        sums = reference.activated(sums, p.act).to(result.dtype)
+        place[rows] = sums + place[rows] if p.accumulate else sums
+    return result
+
+
+def run_reference(*args: Any) -> Tensor:
+    """``grouped_mm`` in plain torch."""
+    count = len(TENSORS)
+    described = describe(*checks.metas(*args[:count]), *args[count:])
+    return reference.rounded(computed(described, *args[:count]), described.dtype)
+
+
+def run_reference_out(out: Tensor, *args: Any) -> None:
+    """``grouped_mm_out`` in plain torch."""
+    count = len(TENSORS)
+    described = describe_out(*checks.metas(out, *args[:count]), *args[count:])
+    out.copy_(reference.rounded(computed(described, *args[:count], base=out), out.dtype))
+
+
+def run_reference_wgrad(out: Tensor, *args: Any) -> None:
+    """``grouped_wgrad`` in plain torch."""
+    count = len(WGRAD_TENSORS)
+    described = describe_wgrad(*checks.metas(out, *args[:count]), *args[count:])
+    out.copy_(reference.rounded(computed_wgrad(described, *args[:count], base=out), out.dtype))
+
+
+def computed_wgrad(
+    described: Described, a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, ends: Tensor,
+    dtype: torch.dtype = torch.float32, base: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return products of groups of rows in fp32 or fp64, added to `base` if the product says so."""
+    p, left, right, shape, _ = described
+    grids = _grids(described, scale_a, scale_b, left.k, False)
+    left_values, right_values = reference.values(a, left, dtype), reference.values(b, right, dtype)
+    edges = [0, *ends.tolist()]
+    result = torch.zeros(shape, dtype=dtype, device=a.device)
+    for g in range(p.groups.count):
+        cut = slice(edges[g], max(edges[g], edges[g + 1]))
+        scales = [s if s is None or s.shape[-1] == 1 else s[:, cut] for s in grids]
+        result[g] = reference.multiply(left_values[:, cut], right_values[:, cut], *scales, False, dtype)
+    return result + base.to(dtype) if p.accumulate and base is not None else result

@@ -1,0 +1,319 @@
+"""Matrix products of 16-bit, 8-bit and 4-bit operands, with scales, and what follows a product in one pass."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from rtkernels import interop
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.gemm import backend as backends
+from rtkernels.ops.gemm import checks, reference, scaled_mm_plan, torch_backend
+from rtkernels.ops.gemm.scaled_mm_plan import OPTIONS, TENSORS
+from rtkernels.ops.quant import pack
+from rtkernels.ops.quant.quantize_fp8 import QUANTIZE
+from rtkernels.runtime.layout import may_overlap
+from rtkernels.runtime.operator.autograd import once_differentiable
+from rtkernels.runtime.operator.declared import InPlace, Operator
+from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.torch_private import is_dynamo_compiling
+
+# ---- operators ------------------------------------------------------------------------------------------------------
+
+FORWARD = Operator(
+    "scaled_mm",
+    TENSORS,
+    options=OPTIONS,
+    results="out",
+    outputs=scaled_mm_plan.outputs,
+    plan=scaled_mm_plan.plan,
+    reference=scaled_mm_plan.run_reference,
+    check=scaled_mm_plan.describe,
+)
+IN_PLACE = Operator(
+    "scaled_mm_out",
+    (InPlace("out", None), *TENSORS),
+    options=f"{OPTIONS}, bool accumulate",
+    results="",
+    plan=scaled_mm_plan.plan_out,
+    reference=scaled_mm_plan.run_reference_out,
+    check=scaled_mm_plan.describe_out,
+)
+
+
+def quantized_by_steps(plain: Operator, describe: Any, *args: Any) -> tuple[Tensor, Tensor]:
+    """Return codes and scales of a product that goes through memory in fp32: what `plain` gives, quantised."""
+    count = len(TENSORS)
+    tensors, (*options, _, acc, backend, kind) = args[:count], args[count:]
+    described = describe(*checks.metas(*tensors), *args[count:])
+    p = described.product
+    x = plain(*tensors, *options, torch.float32, acc, backend).reshape(p.m, p.n)
+    if kind == "1x16":
+        codes, scale, _ = pack.quantize_nvfp4(x, torch.ones((), device=x.device))
+    elif kind == "row":
+        codes, scale = QUANTIZE(x, "row", described.dtype, False, "row")
+    else:
+        codes, columns = QUANTIZE(x, "group", described.dtype, False, "column")
+        scale = x.new_empty_strided((p.m, columns.shape[0]), (1, -(-p.m // 4) * 4)).copy_(columns.t())
+    return scaled_mm_plan.shaped(described, codes, scale)
+
+
+QUANTIZED = Operator(
+    "scaled_mm_quantized",
+    TENSORS,
+    options=f"{OPTIONS}, str quantized",
+    results="out out_scale",
+    outputs=scaled_mm_plan.quantized_outputs,
+    plan=scaled_mm_plan.plan_quantized,
+    reference=partial(quantized_by_steps, FORWARD, scaled_mm_plan.describe_quantized),
+    check=scaled_mm_plan.describe_quantized,
+)
+_replay, _replay_out = FORWARD.replay, IN_PLACE.replay
+
+
+# ---- gradients ------------------------------------------------------------------------------------------------------
+
+
+class _Product(torch.autograd.Function):
+    """A product of two float matrices, with bias and add; the gradients are products of the same operator."""
+
+    @staticmethod
+    def forward(ctx, a, b, bias, add, b_layout, out_dtype, acc, backend):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(a, b)
+        ctx.bias, ctx.add = (None if t is None else t.dtype for t in (bias, add))
+        flipped = checks.is_flipped("b", b.shape, b.stride(), a.shape[-1], b_layout)
+        ctx.flipped, ctx.acc, ctx.backend = flipped, acc, backend
+        return FORWARD.call(a, b, None, None, None, bias, add, "none", b_layout, None, None, out_dtype, acc, backend)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        if dout is None:
+            return (None,) * 8
+        a, b = ctx.saved_tensors
+        da = db = dbias = dadd = None
+        need_a, need_b, need_bias, need_add = ctx.needs_input_grad[:4]
+        g = dout.to(a.dtype)
+        g2 = g.reshape(-1, g.shape[-1])
+        if need_a:  # [m, n] @ [n, k]: b the other way round
+            da = _plain(g2, b, "nk" if ctx.flipped else "kn", ctx).reshape(a.shape)
+        if need_b:
+            a2 = a.reshape(-1, a.shape[-1])
+            db = _plain(a2.t(), g2, "kn", ctx) if ctx.flipped else _plain(g2.t(), a2, "kn", ctx)
+        if need_bias:
+            dbias = dout.reshape(-1, dout.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias)
+        if need_add:
+            dadd = dout.to(ctx.add)
+        return da, db, dbias, dadd, None, None, None, None
+
+
+def _plain(a: Tensor, b: Tensor, b_layout: str, ctx: Any) -> Tensor:
+    return FORWARD.call(
+        a, b, None, None, None, None, None, "none", b_layout, None, None, a.dtype, ctx.acc, ctx.backend
+    )  # fmt: skip
+
+
+def differentiable_mm(a, b, bias, add, b_layout, act, out_dtype, acc, backend) -> Tensor:
+    """Return a product with a gradient. An activation is then a step of its own, on sums in fp32."""
+    dtype = a.dtype if out_dtype is None else out_dtype
+    result = _Product.apply(a, b, bias, add, b_layout, dtype if act is None else torch.float32, acc, backend)
+    return result if act is None else reference.activated(result, act).to(dtype)
+
+
+def refuse_quantised_gradients(op: str, *tensors: Tensor | None) -> None:
+    """Raise if a gradient is wanted through a product that has none."""
+    if is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+        raise ArgumentError(
+            f"{op} has a gradient for float operands without scales, out= and quant_out=; a tensor requires grad: call "
+            f"it under torch.no_grad(), or detach the tensor"
+        )
+
+
+# ---- public ---------------------------------------------------------------------------------------------------------
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | float | None = None,
+    scale_b: Tensor | float | None = None,
+    *,
+    recipe: str = "auto",
+    bias: Tensor | None = None,
+    add: Tensor | None = None,
+    act: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    acc: str = "auto",
+    packed: str | tuple[str | None, str | None] | None = None,
+    nibble: str = "low",
+    global_scale: Tensor | float | None = None,
+    quant_out: str | None = None,
+    b_layout: str = "auto",
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return ``act(a @ b.T * scales + bias + add)``: sums, scales and what follows in fp32, rounded once.
+
+    ====================================  ==========================================================================
+    operands                              what they are
+    ====================================  ==========================================================================
+    bfloat16, float16 (also float32)      both the same, without scales
+    float8_e4m3fn, float8_e5m2            any two
+    int8, uint8                           any two; sums are exact
+    int4, uint4 (``packed=``)             two codes in a byte; also int8 with int4
+    e2m1 (float4_e2m1fn_x2, or uint8)     two codes in a byte
+    bfloat16 or float16, and one of 8/4   weights of few bits: `b` is converted, `a` has no scales
+    ====================================  ==========================================================================
+
+    =========================  ==========================  ===========================================================
+    recipe                     scale_a                     scale_b
+    =========================  ==========================  ===========================================================
+    ``none``                   None                        None
+    ``tensor``                 one number                  one number
+    ``row``                    ``[m]``, ``[m, 1]``         ``[n]``, ``[n, 1]``, ``[1, n]``
+    ``block_1x128_128x128``    ``[m, k/128]``              ``[n/128, k/128]``
+    ``block_1x128_1x128``      ``[m, k/128]``              ``[n, k/128]``
+    ``block_128x128_128x128``  ``[m/128, k/128]``          ``[n/128, k/128]``
+    ``tile``                   ``[m/q, k/q]``              ``[n/q, k/q]``, each q from the shape
+    ``mx32``                   e8m0 ``[m, k/32]``          e8m0 ``[n, k/32]``
+    ``nvfp4``                  e4m3 ``[m, k/16]``          e4m3 ``[n, k/16]``
+    =========================  ==========================  ===========================================================
+
+    Divisions round up: the last scale may cover less (not for ``tile``). Scales are float32 of any strides (the fastest
+    for 1x128 are ``quantize_fp8(..., scale_layout="column")[1].t()``), those of block formats one byte, in rows or, as
+    one dimension, in blocks of 128 x 4. ``auto`` goes by dtype and shape, for each operand on its own: 128 where a
+    count could mean that. Gradients: of float operands without scales, of bias and add; differentiable once.
+
+    Args:
+        a: ``[..., m, k]``; leading dimensions are rows. Any strides (a copy is made unless k or m has unit stride);
+            operands of 8 and 4 bits must be contiguous along k. May be any object with ``__dlpack__``; the result is
+            then of its kind.
+        b: ``[n, k]``, or ``[k, n]`` as torch.mm takes it: where k has the unit stride says which (see b_layout). Scales
+            of a b ``[k, n]`` are transposed as well.
+        scale_a: See above. A number is sent to the device.
+        scale_b: See above.
+        recipe: See above.
+        bias: ``[n]``, a float.
+        add: Of the result's shape, a float.
+        act: None, "relu", "silu", "gelu_tanh" or "gelu".
+        out_dtype: bfloat16, float16, float32, or int32 for integers without scales. None: a's if that is a float, int32
+            for integers without scales, else bfloat16.
+        out: Where to write the result: rows of unit stride.
+        accumulate: Add the result to `out` (a float), in fp32.
+        acc: How products are summed: "fp32" (fp8 sums go to fp32 registers every 128 of k), "fast" (tensor cores add
+            over all of k; fp8 loses bits), "fp16" (fp16 and fp8), "int32". "auto": fp32, or int32 for integers.
+        packed: What int8 and uint8 operands hold: "int4", "uint4" or "e2m1", two in a byte; a pair for a and b, None
+            for one that is not packed.
+        nibble: Which half of a byte has the first of two codes. "high" only where both operands are packed.
+        global_scale: One float32 that multiplies the sums, as NVFP4 has it (the product of both tensors' scales).
+        quant_out: Return codes and scales: "1x128" (float8, scales ``[m, n/128]`` contiguous along m), "row" (float8,
+            ``[m]``) or "1x16" (e2m1 in uint8 ``[m, n/2]``, e4m3 ``[m, n/16]``), by the rules of quantize_fp8.
+        b_layout: "nk" or "kn" says what b is, whatever its strides are: float operands may have unit stride along n.
+        backend: "auto" or "rtkernels"; "sm90", "skinny" or "mma" for one of these; "torch" for torch.mm,
+            torch._scaled_mm or torch._int_mm, where they can. ``rtkernels.explain`` tells what "auto" takes.
+
+    Returns:
+        ``[..., m, n]``, dense, or `out`; with `quant_out` ``(codes, scales)``.
+    """
+    if out is None and quant_out is None and nibble == "low" and not accumulate:
+        result = _replay(
+            a, b, scale_a, scale_b, global_scale, bias, add, recipe, b_layout, packed, act, out_dtype, acc, backend
+        )  # fmt: skip
+        if result is not None:
+            return result
+    elif quant_out is None and nibble == "low" and not is_dynamo_compiling() and are_apart(out, a, b):
+        if _replay_out(
+            out, a, b, scale_a, scale_b, global_scale, bias, add, recipe, b_layout, packed, act, out_dtype, acc,
+            backend, accumulate,
+        ):  # fmt: skip
+            return out
+    if not isinstance(a, Tensor):
+        return interop.call(
+            scaled_mm, a, b, scale_a, scale_b, recipe=recipe, bias=bias, add=add, act=act, out_dtype=out_dtype, out=out,
+            accumulate=accumulate, acc=acc, packed=packed, nibble=nibble, global_scale=global_scale,
+            quant_out=quant_out, b_layout=b_layout, backend=backend,
+        )  # fmt: skip
+    if scale_a is not None or scale_b is not None or global_scale is not None:
+        scale_a, scale_b, global_scale = (as_scale(a, t) for t in (scale_a, scale_b, global_scale))
+    if packed is not None or nibble != "low":
+        packed = as_packed(packed, nibble, a)
+    tensors = (a, b, scale_a, scale_b, global_scale, bias, add)
+    options = (recipe, b_layout, packed, act, out_dtype, acc, backend)
+    if accumulate and out is None:
+        raise ArgumentError("accumulate is True; expected out, which the result is added to")
+    if backend == "torch":
+        refuse_quantised_gradients("scaled_mm(backend='torch')", out)
+        return torch_backend.scaled_mm(*tensors, *options, out, accumulate, quant_out)
+    if quant_out is not None:
+        if out is not None:
+            raise ArgumentError("out and quant_out are given; expected one of them")
+        refuse_quantised_gradients("scaled_mm", *tensors)
+        return QUANTIZED.call(*tensors, *options, quant_out)
+    if out is not None:
+        refuse_quantised_gradients("scaled_mm", *tensors, out)
+        refuse_overlap(out, a, b)
+        IN_PLACE.call(out, *tensors, *options, accumulate)
+        return out
+    if is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+        if a.dtype not in checks.FLOATS or b.dtype != a.dtype or scale_a is not None or scale_b is not None:
+            refuse_quantised_gradients("scaled_mm", *tensors)
+        if global_scale is not None:
+            refuse_quantised_gradients("scaled_mm with global_scale", *tensors)
+        checks.check_act(act)
+        return differentiable_mm(a, b, bias, add, b_layout, act, out_dtype, acc, backend)
+    return FORWARD.call(*tensors, *options)
+
+
+def as_scale(a: Tensor, scale: Tensor | float | None) -> Tensor | None:
+    """Return scales as an operator takes them: numbers on a's device, 16-bit floats and fp64 as float32."""
+    if scale is None or not isinstance(scale, Tensor | float | int):
+        return scale
+    if not isinstance(scale, Tensor):
+        return torch.full((), scale, dtype=torch.float32, device=a.device)
+    return scale.float() if scale.dtype in (torch.bfloat16, torch.float16, torch.float64) else scale
+
+
+def as_packed(packed: Any, nibble: str = "low", a: Any = None) -> str | None:
+    """Return `packed` as operators take it; the order of halves matters if only b has them."""
+    if isinstance(packed, tuple | list):
+        packed = ",".join("-" if name is None else str(name) for name in packed)
+    if nibble != "low":
+        if nibble != "high":
+            raise ArgumentError(f"nibble is {nibble!r}; expected 'low' or 'high'")
+        if isinstance(packed, str) and ("-" in packed or a.dtype in checks.FLOATS):
+            raise ArgumentError(
+                "nibble is 'high' and one operand is packed; expected 'low', which "
+                "rtkernels.ops.quant.pack.swap_nibbles makes"
+            )
+    return packed
+
+
+def are_apart(out: Any, a: Any, b: Any) -> bool:
+    """Return True if a result has memory of its own; False also if this is to be looked at more closely."""
+    try:
+        own = out.untyped_storage().data_ptr()
+        return own != a.untyped_storage().data_ptr() and own != b.untyped_storage().data_ptr()
+    except AttributeError:  # no tensors
+        return False
+
+
+def refuse_overlap(out: Tensor, *tensors: Tensor) -> None:
+    """Raise if a result would be written over an operand while that is read."""
+    if is_dynamo_compiling():
+        return
+    for name, t in zip("ab", tensors, strict=False):
+        if isinstance(out, Tensor) and isinstance(t, Tensor) and out.device == t.device and may_overlap(out, t):
+            raise ArgumentError(f"out shares memory with {name}; expected memory of its own")
+
+
+OP = Op(
+    "scaled_mm",
+    public=("scaled_mm",),
+    kernels=backends.kernels(),
+    torch_ops=(FORWARD, IN_PLACE, QUANTIZED),
+)

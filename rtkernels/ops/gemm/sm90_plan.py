@@ -1,0 +1,294 @@
+"""Matrix products on sm_90a: wgmma, the copy engine, a persistent grid (device code: ``cuda_src/gemm/gemm_sm90.cu``).
+
+A backend as ``product`` describes it. The kernel is specialised by types, order of 16-bit operands, tile, what the loop
+scales and where results are finished; epilogue, groups and the layout of scales are arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rtkernels.ops.gemm.product import BYTES, FLOAT16, FP8, Groups, Matrix, Product, Scales
+from rtkernels.ops.gemm.tile_choice import (
+    COLUMN_SCALES,
+    GATED,
+    LARGE,
+    MAX_GROUPS,
+    NO_SCALES,
+    PLAIN,
+    QUANTIZED,
+    ROW_SCALES,
+    SMALL,
+    TILES,
+    Tile,
+    choose,
+    tile_count,
+)  # fmt: skip
+from rtkernels.runtime.launch.device import device_info
+from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.operator.plan import Boxes, Offset, Step, Steps
+from rtkernels.runtime.targets import Target
+
+_TYPES = {"bf16": "bf16", "fp16": "fp16", "e4m3": "e4m3", "e5m2": "e5m2", "int8": "s8", "uint8": "u8"}  # in device code
+_BYTES = ("int8", "uint8")
+_PAIRS = {(t, t) for t in FLOAT16} | {(a, b) for kinds in (FP8, _BYTES) for a in kinds for b in kinds}
+_USUAL = {("bf16", "bf16"), ("fp16", "fp16"), ("e4m3", "e4m3"), ("int8", "int8")}  # pairs that have all tiles
+_OUTPUTS = {"bf16": 0, "fp16": 1, "fp32": 2, "int32": 3, "e4m3": 4, "e5m2": 5}
+_REGISTERS = {("bf16", "bf16"), ("e4m3", "e4m3")}  # those with quantised and gated results
+_ACTS = {None: 0, "relu": 1, "silu": 2, "gelu_tanh": 3, "gelu": 4}
+_GROUPS = {"rows": 1, "labels": 1, "masked": 2, "depth": 3}
+_BAND_ROWS = 2048  # rows of tiles that blocks walk together
+
+
+def _variants() -> Iterator[tuple[str | int | bool, ...]]:
+    for pair in sorted(_PAIRS):
+        types = tuple(_TYPES[t] for t in pair)
+        for scales, tiles in TILES.items():
+            if pair[0] in FLOAT16 and scales != NO_SCALES:
+                continue
+            if pair[0] in _BYTES and scales != NO_SCALES and pair != ("int8", "int8"):
+                continue
+            for tile in tiles if pair in _USUAL else (SMALL,):
+                yield (*types, False, False, *tile, scales, PLAIN)
+            if pair in _REGISTERS and scales != COLUMN_SCALES:
+                for finish in (QUANTIZED, GATED):
+                    yield (*types, False, False, *LARGE, scales, finish)
+        if pair[0] in FLOAT16:
+            for across in ((False, True), (True, False), (True, True)):
+                for tile in (LARGE, SMALL):
+                    yield (*types, *across, *tile, NO_SCALES, PLAIN)
+
+
+_BUILT = tuple(_variants())
+GEMM = Kernel(
+    "gemm/gemm_sm90.cu", "gemm_sm90",
+    template="A B ACROSS_A ACROSS_B CONSUMERS WAVES COLS STAGES SLOTS SCALES FINISH",
+    args="a:tmap b:tmap out_map:tmap scale_a_map:tmap scale_b_map:tmap scale_a:ptr scale_b:ptr bias:ptr add:ptr "
+    "out:ptr out_scale:ptr starts:ptr ends:ptr rows:i64 columns:i64 depth:i64 a_row_pitch:i64 a_depth_pitch:i64 "
+    "a_group_pitch:i64 b_row_pitch:i64 b_depth_pitch:i64 b_group_pitch:i64 scale_rows:i64 scale_shifts:i64 "
+    "out_pitch:i64 out_group_pitch:i64 out_scale_pitch:i64 add_pitch:i64 groups:i64 flags_and_band:i64",
+    variants=list(_BUILT), max_registers=208, needs=("wgmma",),
+)  # fmt: skip
+LABEL_GROUPS = Kernel(
+    "gemm/label_groups.cu", "label_groups", template="THREADS", args="labels:ptr cuts:ptr rows:i64 groups:i64",
+    variants=[(256,)], max_registers=32, needs=("wgmma",),
+)  # fmt: skip
+KERNELS = (GEMM, LABEL_GROUPS)
+
+
+def unsupported(product: Product, target: Target) -> str | None:
+    """Return why this backend cannot make a product on a target, None if it can."""
+    p = product
+    if "wgmma" not in target.features:
+        return f"{target} has no wgmma"
+    if (p.a.token, p.b.token) not in _PAIRS:
+        return f"wgmma has no product of {p.a.token} and {p.b.token}"
+    if p.a.token not in FLOAT16 and (p.a.across or p.b.across):
+        return f"wgmma reads {p.a.token} operands along k only"
+    if not (p.a.aligned and p.b.aligned):
+        return "the copy engine needs operands whose address and rows are multiples of 16 bytes"
+    if p.k == 0:
+        return "there is nothing to add up"
+    if p.out.token not in _OUTPUTS:
+        return f"results are {', '.join(_OUTPUTS)}"
+    if p.sums == "fp16":
+        return "sums are fp32 or int32"
+    if p.out.token == "int32" and (p.a.token in FLOAT16 + FP8 or p.scale_a or p.scale_b or p.bias or p.add or p.act):
+        return "int32 results are plain sums of integers"
+    if p.act not in _ACTS or p.gate not in _ACTS:
+        return f"activations are {', '.join(map(str, _ACTS))}"
+    return _unsupported_scales(p) or _unsupported_groups(p) or _unsupported_finish(p)
+
+
+def _finish(p: Product) -> int:
+    return GATED if p.gate is not None else PLAIN if p.quantized is None else QUANTIZED
+
+
+def _unsupported_finish(p: Product) -> str | None:
+    if (p.out.token in FP8) != (p.quantized is not None):
+        return "fp8 results are quantised ones"
+    if _finish(p) == PLAIN:
+        return None
+    if (p.a.token, p.b.token) not in _REGISTERS or p.a.across or p.b.across:
+        return "gated and quantised results are made of bf16 or e4m3 operands along k"
+    if p.quantized not in (None, "1x128"):
+        return f"scales per {p.quantized} need more than a tile"
+    if p.add is not None or p.accumulate:
+        return "nothing is added to gated or quantised results"
+    if _loop_scales(p) == COLUMN_SCALES or (p.gate is not None and _in_loop(p.scale_b, p.k) and p.n % 128 != 0):
+        return "scales of b must cover 128 rows, and so must the gate"
+    if p.groups is not None and p.groups.kind in ("masked", "depth"):
+        return "these groups have plain results"
+    return None
+
+
+def _unsupported_scales(p: Product) -> str | None:
+    for name, scales in (("scale_a", p.scale_a), ("scale_b", p.scale_b)):
+        if scales is None:
+            continue
+        if scales.token != "fp32" or scales.swizzled:
+            return f"{name} must be fp32 and not swizzled"
+        if _in_loop(scales, p.k) and p.a.token in FLOAT16:
+            return "16-bit operands have scales per row or tensor only"
+        if 0 < scales.depth < p.k and (scales.depth % 128 or scales.depth & (scales.depth - 1)):
+            return f"scales cover 128 of k or 128 times a power of two, not {scales.depth}"
+    if _loop_scales(p) != NO_SCALES and p.a.token not in (*FP8, "int8"):
+        return f"there is no scaled loop for {p.a.token}"
+    if _loop_scales(p) != NO_SCALES and p.a.token == "int8" and p.b.token != "int8":
+        return "there is no scaled loop for mixed integers"
+    return None
+
+
+def _unsupported_groups(p: Product) -> str | None:
+    g = p.groups
+    if g is None:
+        return None
+    if g.count > MAX_GROUPS:
+        return f"at most {MAX_GROUPS} groups, not {g.count}"
+    if g.kind == "depth" and _loop_scales(p) != NO_SCALES and g.align % 128 != 0:
+        return "scales per 128 of k need groups that begin at multiples of 128"
+    if p.add is not None and g.kind in ("masked", "depth"):
+        return "a matrix to add does not go with these groups"
+    return None
+
+
+def _in_loop(scales: Scales | None, k: int) -> bool:
+    """Return whether the main loop applies these scales; the epilogue does so with one for each row, or for all."""
+    return scales is not None and (0 < scales.depth < k or scales.rows > 1)
+
+
+def _loop_scales(p: Product) -> int:
+    """Return which scales the main loop applies; fp8 sums that are to be fp32 take the loop without any."""
+    if _in_loop(p.scale_b, p.k) and p.scale_b.rows % 128 != 0:
+        return COLUMN_SCALES
+    if _in_loop(p.scale_a, p.k) or _in_loop(p.scale_b, p.k) or (p.a.token in FP8 and p.sums == "fp32"):
+        return ROW_SCALES
+    return NO_SCALES
+
+
+def _token(matrix: Matrix) -> str:
+    return matrix.token if matrix.token in FLOAT16 else "byte"
+
+
+def _operand(name: str, matrix: Matrix, rows: int, k: int, groups: int, tile_rows: int) -> Boxes:
+    """Boxes of 128 bytes: of k and all rows of the tile, or, of an operand that lies across, of 64 rows and 64 of k."""
+    size = int(BYTES[matrix.token])
+    strides = (matrix.pitch * size, (matrix.group_pitch or matrix.pitch) * size)
+    if matrix.across:
+        return Boxes(name, _token(matrix), (rows, k, groups), strides, (64, 64, 1))
+    return Boxes(name, _token(matrix), (k, rows, groups), strides, (128 // size, tile_rows, 1))
+
+
+def _scale_boxes(name: str, scales: Scales | None, rows: int, k: int, groups: int, tile_rows: int) -> Boxes | None:
+    """Return boxes of a scale per row of the tile, None if the copy engine cannot read these scales."""
+    if not _in_loop(scales, k) or scales.rows != 1 or scales.row_pitch != 1 or not scales.aligned:
+        return None
+    if scales.depth_pitch % 4 or scales.group_pitch % 4 or (groups > 1 and scales.group_pitch == 0):
+        return None
+    strides = (4 * scales.depth_pitch, 4 * (scales.group_pitch or scales.depth_pitch))
+    return Boxes(name, "fp32", (rows, -(-k // scales.depth), groups), strides, (tile_rows, 1, 1), swizzle=False)
+
+
+def _scale_arguments(scales: Scales | None, k: int) -> tuple[int, int, int, int, int]:
+    """Return pitches by row, depth and group, the rows that a scale covers, and its depth as a shift of 128."""
+    if scales is None:
+        return 0, 0, 0, 0, 0
+    shift = (scales.depth // 128).bit_length() - 1 if 0 < scales.depth < k else 31
+    return scales.row_pitch if scales.rows else 0, scales.depth_pitch, scales.group_pitch, scales.rows, shift
+
+
+def steps(product: Product, device: int, *, tile: Tile | None = None) -> Steps:
+    """Return the launches of a product that ``unsupported`` does not refuse.
+
+    Args:
+        product: What to multiply.
+        device: CUDA ordinal, or -1.
+        tile: Instead of the one that ``tile_choice`` gives, for tests and tuning.
+    """
+    p, g = product, product.groups
+    if p.m == 0 or p.n == 0 or (g is not None and g.count == 0):
+        return Steps()
+    scales, finish, count = _loop_scales(p), _finish(p), g.count if g else 0
+    multiprocessors = device_info(device).sm_count
+    tile = tile or _tile(p, scales, multiprocessors)
+    tiles = tile_count(tile, p.m, _b_rows(p)) if g is None else _grouped_tiles(p, g, tile)
+    variant = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across, *tile, scales, finish)
+    grid = max(min(multiprocessors, tiles), 1)
+    launch = GEMM.bind(variant, device, grid, tile.threads, tile.shared(scales, count))
+    if g is None or g.kind != "labels":
+        return Steps(Step(launch, *_arguments(p, tile, scales)))
+    find = LABEL_GROUPS.bind((256,), device, -(-p.m // 256), 256)
+    return Steps(
+        Step(find, "row_groups", "cuts", p.m, count),
+        Step(launch, *_arguments(p, tile, scales)),
+        zeros={"cuts": 2 * count},
+    )
+
+
+def _b_rows(p: Product) -> int:
+    return 2 * p.n if p.gate is not None else p.n
+
+
+def _arguments(p: Product, tile: Tile, scales: int) -> list[str | int | Boxes | Offset]:
+    """Return the arguments of the kernel, in its order."""
+    g, finish, count = p.groups, _finish(p), p.groups.count if p.groups else 0
+    groups_a = count if g and g.kind == "masked" else 1
+    groups_b = count if g and g.kind != "depth" else 1
+    groups_out = count if g and g.kind in ("masked", "depth") else 1
+    a = _operand("a", p.a, p.m, p.k, groups_a, tile.rows)
+    b = _operand("b", p.b, _b_rows(p), p.k, groups_b, tile.cols // 2 if finish == GATED else tile.cols)
+    out_bytes = int(BYTES[p.out.token])
+    adds = p.accumulate and p.out.token == "fp32"  # the copy engine adds in the type of the result
+    engine = p.out.aligned and p.n * out_bytes % 16 == 0 and p.add is None and (adds or not p.accumulate)
+    engine = engine and (p.act is None or finish != PLAIN)
+    out = a  # not used
+    if engine:
+        token = "byte" if out_bytes == 1 else p.out.token if p.out.token in FLOAT16 else "fp32"
+        strides = (p.out.pitch * out_bytes, (p.out.group_pitch or p.out.pitch) * out_bytes)
+        out = Boxes("out", token, (p.n, p.m, groups_out), strides, (128 // out_bytes, 64, 1))
+    a_scales = _scale_boxes("scale_a", p.scale_a, p.m, p.k, groups_a, tile.rows)
+    b_scales = _scale_boxes("scale_b", p.scale_b, p.n, p.k, groups_b, tile.cols) if scales == COLUMN_SCALES else None
+    factors = p.bias is not None or any(s is not None and not _in_loop(s, p.k) for s in (p.scale_a, p.scale_b))
+    flags = (
+        _OUTPUTS[p.out.token] | (_OUTPUTS[p.bias] if p.bias else 0) << 4 | (_OUTPUTS[p.add] if p.add else 0) << 6
+        | (_ACTS[p.act] << 8 if finish == PLAIN else _ACTS[p.gate or p.act] << 20)
+        | p.accumulate << 12 | engine << 13 | (engine and adds) << 14
+        | _in_loop(p.scale_a, p.k) << 15 | _in_loop(p.scale_b, p.k) << 16 | factors << 18
+        | (a_scales is not None) << 24 | (b_scales is not None) << 25
+    )  # fmt: skip
+    *a_pitches, a_rows, a_shift = _scale_arguments(p.scale_a, p.k)
+    *b_pitches, b_rows, b_shift = _scale_arguments(p.scale_b, p.k)
+    if g and g.kind == "masked" and p.scale_a is not None and a_pitches[2] == 0 and a_rows == 1:
+        a_pitches[2] = p.m * a_pitches[0]
+    return [
+        a, b, out, a_scales or a, b_scales or a,
+        "scale_a" if p.scale_a else 0, "scale_b" if p.scale_b else 0, "bias" if p.bias else 0, "add" if p.add else 0,
+        "out", "out_scale" if p.quantized else 0, *_cuts(g), p.m, p.n, p.k, *a_pitches, *b_pitches,
+        a_rows | b_rows << 32, a_shift | b_shift << 32, p.out.pitch, p.out.group_pitch, -(-p.m // 4) * 4, p.add_pitch,
+        (_GROUPS[g.kind] if g else 0) | count << 32, flags | max(_BAND_ROWS // tile.rows, 1) << 32,
+    ]  # fmt: skip
+
+
+def _cuts(g: Groups | None) -> tuple[str | int | Offset, str | int | Offset]:
+    """Return the arguments that say where groups begin and end."""
+    if g is None:
+        return 0, 0
+    if g.kind == "labels":
+        return "cuts", Offset("cuts", 4 * g.count)
+    return 0, "sizes" if g.kind == "masked" else "ends"
+
+
+def _tile(p: Product, scales: int, multiprocessors: int) -> Tile:
+    g, m, n, finish = p.groups, p.m, p.n, _finish(p)
+    if g is not None and g.kind in ("masked", "depth"):  # as if groups lay side by side
+        m, n = (g.expected if g.kind == "masked" else 0) or m, n * g.count
+    tile = choose(m, n, p.k, scales, finish, multiprocessors)
+    types = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across)
+    return tile if (*types, *tile, scales, finish) in _BUILT else SMALL
+
+
+def _grouped_tiles(p: Product, g: Groups, tile: Tile) -> int:
+    """Return how many tiles there may be at most."""
+    if g.kind == "rows" or g.kind == "labels":
+        return (-(-p.m // tile.rows) + g.count) * -(-_b_rows(p) // tile.cols)
+    return g.count * tile_count(tile, p.m, p.n)

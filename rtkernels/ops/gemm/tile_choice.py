@@ -1,0 +1,71 @@
+"""Tiles of the wgmma products, as plain data: which ones exist, and which one a product gets."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+BOX = 64 * 128  # bytes of a box of results in shared memory
+ROW = 128  # bytes of k in a stage, of every row of a tile
+MAX_GROUPS = 512
+NO_SCALES, ROW_SCALES, COLUMN_SCALES = 0, 1, 2  # in the loop; of cuda_src/gemm/gemm_sm90.cu
+
+
+class Tile(NamedTuple):
+    """What a block makes at a time.
+
+    ``consumers`` warpgroups have ``waves`` times 64 rows each of ``cols`` columns; ``stages`` hold 128 bytes of k of
+    both operands, and every warpgroup has ``slots`` boxes for results on their way out.
+    """
+
+    consumers: int
+    waves: int
+    cols: int
+    stages: int
+    slots: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of the tile."""
+        return 64 * self.consumers * self.waves
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the consumers and a warpgroup of producers."""
+        return 128 * (self.consumers + 1)
+
+    def shared(self, scales: int, groups: int) -> int:
+        """Return the dynamic shared memory of a block in bytes; the last 1024 are for alignment."""
+        floats = 0 if scales == NO_SCALES else self.rows + (self.cols if scales == COLUMN_SCALES else 32)
+        stage = (self.rows + self.cols) * ROW + 4 * floats + 16
+        table = 12 * (groups + 1) if groups else 0
+        return self.stages * stage + self.consumers * (self.slots * BOX + 8 * self.cols) + table + 1024
+
+
+LARGE, SMALL, ONE_WARPGROUP = Tile(2, 1, 256, 3, 4), Tile(2, 1, 128, 5, 2), Tile(1, 1, 128, 6, 2)
+TILES = {  # by what is in the loop
+    NO_SCALES: (LARGE, SMALL, ONE_WARPGROUP),
+    ROW_SCALES: (LARGE, SMALL, ONE_WARPGROUP),
+    COLUMN_SCALES: (LARGE, SMALL),
+}
+PLAIN, QUANTIZED, GATED = 0, 1, 2  # how results are finished; the last two in registers, by tiles of 256 columns
+
+
+def tile_count(tile: Tile, m: int, n: int) -> int:
+    """Return how many tiles a dense result has."""
+    return -(-m // tile.rows) * -(-n // tile.cols)
+
+
+def choose(m: int, n: int, k: int, scales: int, finish: int, multiprocessors: int) -> Tile:
+    """Return the tile for a product: a large one, unless it leaves multiprocessors without work.
+
+    ``m`` is the number of rows of one group, or what is known of it.
+    """
+    if finish != PLAIN:
+        return LARGE
+
+    def cost(tile: Tile) -> float:
+        """Work of the multiprocessor that has most of it, and how much slower a small tile is made than a large one."""
+        waves = -(-tile_count(tile, m, n) // multiprocessors)
+        return waves * tile.rows * tile.cols * {LARGE: 1.0, SMALL: 1.12, ONE_WARPGROUP: 1.5}[tile]
+
+    return min(TILES[scales], key=cost)

@@ -1,0 +1,113 @@
+"""``differentiable``: the ``autograd.Function`` of a forward and a backward operator, written out from their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rtkernels.runtime.operator.autograd import once_differentiable
+from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.written import written_code
+from rtkernels.runtime.torch_private import functorch_transform, is_dynamo_compiling
+
+
+def differentiable(
+    forward: TorchOp, backward: TorchOp, *, incoming: dict[str, str] | None = None, constants: str = "",
+    dirty: str = "", needs: dict[str, str] | None = None,
+) -> Callable[..., Any]:  # fmt: skip
+    """Return ``forward`` as a function with a gradient, once differentiable.
+
+    Names say what goes where. Of the backward operator, a tensor ``d<result>`` is the incoming gradient of that result
+    (zeros, or None where it is optional, if there is none); one with the name of an argument or a result of ``forward``
+    is saved; an option ``need_<argument>`` says whether its gradient is wanted; other options are those of ``forward``.
+    Its results ``d<argument>`` are the gradients. ``incoming`` maps tensors of the backward operator to results of the
+    forward one where the name is another.
+
+    Args:
+        forward: A declared operator.
+        backward: A declared operator.
+        incoming: Results of `forward` by the name that their gradient has in `backward`.
+        constants: Names of other results that get no gradient.
+        needs: Arguments whose gradient an option of `backward` asks for, where it is not called ``need_<argument>``.
+        dirty: ``"y x"`` for an operator that writes its only result y over x, and returns nothing.
+    """
+    made = dirty.split()[:1] or list(forward.results)
+    results_of = incoming or {f"d{result}": result for result in made if result not in constants.split()}
+    optional = {argument.name for argument in backward.arguments if argument.optional}
+    tensors = {argument.name for argument in forward.arguments}
+    saved = [name for name in backward.names if name in tensors or name in made]
+    kept = [name for name in backward.names if name in forward.option_names]
+    gradients = {result.removeprefix("d"): result for result in backward.results}
+    place = {name: i for i, name in enumerate(forward.names)}
+
+    keep = "".join(f"\n        ctx.{name} = {name}" for name in kept)
+    call = f"{', '.join(made)} = call_forward({', '.join(forward.names)})"
+    if dirty:
+        overwritten = dirty.split()[1]
+        call = f"ctx.mark_dirty({overwritten})\n        call_forward({', '.join(forward.names)})\n        "
+        call += f"{made[0]} = {overwritten}"
+    no_gradient = f"\n        ctx.mark_non_differentiable({', '.join(constants.split())})" if constants else ""
+    grads = {result: f"grad_{result}" for result in made}
+    likes, zeros = "", ""
+    for name, result in results_of.items():
+        if name not in optional and len(results_of) > 1:
+            likes += f"\n        ctx.like_{result} = {result}.shape, {result}.dtype, {result}.device"
+            zeros += f"\n        if grad_{result} is None:\n            grad_{result} = zeros(*ctx.like_{result})"
+    given = []
+    for name in backward.names:
+        if name in results_of:
+            given.append(grads[results_of[name]])
+        elif name in saved:
+            given.append(name)
+        elif name.startswith("need_") or name in (needs or {}):
+            given.append(f"wanted[{place[(needs or {}).get(name) or name.removeprefix('need_')]}]")
+        else:
+            given.append(f"ctx.{name}")
+    returned = [
+        f"{gradients[name]} if wanted[{i}] else None" if name in gradients else "None" for name, i in place.items()
+    ]
+    unpack = f"\n        {', '.join(saved)}, = ctx.saved_tensors" if saved else ""
+    source = f"""
+class Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, {", ".join(forward.names)}):
+        {call}
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward({", ".join(saved)}){keep}{likes}{no_gradient}
+        return {", ".join(made)}
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, {", ".join(grads.values())}):
+        if {" and ".join(f"{grads[result]} is None" for result in results_of.values())}:
+            return {", ".join(["None"] * len(place))},{zeros}{unpack}
+        wanted = ctx.needs_input_grad
+        {", ".join(gradients.values())} = call_backward({", ".join(given)})
+        return {", ".join(returned)},
+"""
+    scope = {  # without a __name__: Dynamo would import it
+        "torch": torch,
+        "once_differentiable": once_differentiable,
+        "call_forward": forward.call,
+        "call_backward": backward.call,
+        "zeros": lambda shape, dtype, device: torch.zeros(shape, dtype=dtype, device=device),
+    }
+    exec(written_code(source, f"<rtkernels gradient of {forward.name}>"), scope)
+    function = scope["Function"]
+    function.__module__ = __name__
+    function.__name__ = function.__qualname__ = forward.name
+    return applied(function)
+
+
+def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return ``function.apply`` without the wrapper around it, which looks for leaked tensors of functorch."""
+    plain = super(torch.autograd.Function, function).apply
+
+    def apply(*args: Any) -> Any:
+        if is_dynamo_compiling() or functorch_transform() is not None:
+            return function.apply(*args)
+        return plain(*args)
+
+    return apply

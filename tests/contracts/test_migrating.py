@@ -1,0 +1,109 @@
+"""Every call of docs/migrating.md, executed; the wrappers of ``rtkernels.compat`` against plain calls."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rtkernels
+from rtkernels.compat import aten, gn
+from rtkernels.ops.quant import pack
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "migrating.md"
+M, N, K = 9, 32, 256
+
+
+def _calls() -> list[tuple[str, str]]:
+    """Return what is there and here of every row that has a call."""
+    rows = re.findall(r"^\| (.+?) \| `(rtk\..+)` \|$", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)
+    return [(there.replace("`", ""), here) for there, here in rows]
+
+
+def _names() -> dict[str, Any]:
+    g = torch.Generator().manual_seed(0)
+    x, w, gate, dy = (torch.randn(shape, generator=g) for shape in ((M, K), (N, K), (2 * N, K), (M, N)))
+    given: dict[str, Any] = {"torch": torch, "rtk": rtkernels, "g": torch.tensor(1e-6), "x": x, "w": w, "dy": dy}
+    given |= {name: given[name].bfloat16() for name in ("x", "w", "dy")}
+    given |= {"a16": x.bfloat16(), "w16": w.bfloat16(), "h16": x.half(), "v16": w.half(), "bias": torch.ones(N)}
+    given |= {"a8": x.to(torch.float8_e4m3fn), "w8": w.to(torch.float8_e4m3fn), "c": torch.ones(M, N)}
+    given |= {"w16_kn": w.bfloat16().t().contiguous(), "w8_kn": given["w8"].t().contiguous()}
+    given |= {"i8": (20 * x).to(torch.int8), "j8": (20 * w).to(torch.int8)}
+    given |= {"i4": pack.quantize_int4(x)[0], "j4": pack.quantize_int4(w)[0]}
+    given |= {"sa": torch.rand(M), "sw": torch.rand(N), "one_a": torch.tensor(0.5), "one_w": torch.tensor(2.0)}
+    given |= {"sa_128": torch.rand(M, 2), "sw_128": torch.rand(N, 2), "sa_block": torch.rand(1, 2)}
+    given |= {"sw_block": torch.rand(1, 2), "offs": torch.tensor([4, 4, M], dtype=torch.int32)}
+    for name, values in (("a", x), ("w", w), ("g", gate)):
+        given[f"{name}4"], given[f"s{name}_16"], _ = pack.quantize_nvfp4(values)
+        given[f"s{name}_32"] = pack.quantize_mx(values)[1]
+        given |= {f"s{name}_{d}_t": pack.swizzle_scales(given[f"s{name}_{d}"]) for d in (16, 32)}
+    given["pair"] = lambda left, right: (left[0], right[0], left[1], right[1])
+    return given
+
+
+@pytest.mark.parametrize(("there", "here"), [pytest.param(*call, id=f"{i}") for i, call in enumerate(_calls())])
+def test_call(there: str, here: str) -> None:
+    result = eval(here, _names())
+    if isinstance(result, torch.Tensor):
+        assert result.shape[0] in (M, N, 1, 3) and (result.dim() > 2 or result.isfinite().all()), there
+
+
+def test_the_document_has_many_calls() -> None:
+    rows = [
+        line for line in DOCUMENT.read_text(encoding="utf-8").splitlines() if line.startswith("| ") and "`rtk." in line
+    ]
+    assert len(_calls()) == len(rows) > 50
+
+
+def test_gn() -> None:
+    t = _names()
+    b4, b8 = t["j4"].t(), t["w8"].t()
+    same = {
+        "int4_mm": (gn.int4_mm(t["i4"], b4), rtkernels.scaled_mm(t["i4"], t["j4"], packed="int4")),
+        "row_scaled_int4_mm": (
+            gn.row_scaled_int4_mm(t["i4"], b4, t["sa"][:, None], t["sw"][None]),
+            rtkernels.scaled_mm(t["i4"], t["j4"], t["sa"], t["sw"], packed="int4"),
+        ),
+        "fp8_mm": (gn.fp8_mm(t["a8"], b8), rtkernels.scaled_mm(t["a8"], t["w8"])),
+        "row_scaled_fp8_mm": (
+            gn.row_scaled_fp8_mm(t["a8"], b8, t["sa"][:, None], t["sw"][None]),
+            rtkernels.scaled_mm(t["a8"], t["w8"], t["sa"], t["sw"]),
+        ),
+        "mxfp4_mm": (
+            gn.mxfp4_mm(t["a4"], t["w4"].t(), t["sa_32_t"], t["sw_32_t"], t["bias"]),
+            rtkernels.scaled_mm(t["a4"], t["w4"], t["sa_32"], t["sw_32"], bias=t["bias"]),
+        ),
+        "nvfp4_mm": (
+            gn.nvfp4_mm(t["a4"], t["w4"].t(), t["sa_16_t"], t["sw_16_t"], t["g"]),
+            rtkernels.scaled_mm(t["a4"], t["w4"], t["sa_16"], t["sw_16"], global_scale=t["g"]),
+        ),
+        "mm": (gn.mm(t["a16"], t["w16_kn"]), rtkernels.scaled_mm(t["a16"], t["w16"])),
+        "mm, fp16 sums": (
+            gn.mm(t["h16"], t["v16"].t(), acc_dtype=torch.float16),
+            rtkernels.scaled_mm(t["h16"], t["v16"], acc="fp16"),
+        ),
+        "mm, int8": (gn.mm(t["i8"], t["j8"].t()), rtkernels.scaled_mm(t["i8"], t["j8"])),
+        "block2d_scaled_mm": (
+            gn.block2d_scaled_mm(t["a8"], b8, t["sa_128"], t["sw_block"].t()),
+            rtkernels.scaled_mm(t["a8"], t["w8"], t["sa_128"], t["sw_block"]),
+        ),
+    }  # fmt: skip
+    for name, (got, wanted) in same.items():
+        assert torch.equal(got, wanted), name
+
+
+def test_torch_order() -> None:
+    t = _names()
+    pairs = ((t["one_a"], t["one_w"]), (t["sa"][:, None], t["sw"][None]))
+    for sa, sw in pairs:
+        wanted = torch._scaled_mm(t["a8"], t["w8"].t(), sa, sw, out_dtype=torch.bfloat16)
+        torch.testing.assert_close(aten.scaled_mm(t["a8"], t["w8"].t(), sa, sw), wanted, rtol=1e-2, atol=1e-2)
+    assert torch.equal(aten.int_mm(t["i8"], t["j8"].t()), torch._int_mm(t["i8"], t["j8"].t()))
+    b = t["w16"].expand(3, -1, -1).contiguous()
+    wanted = torch._grouped_mm(t["a16"], b.transpose(1, 2), offs=t["offs"])
+    torch.testing.assert_close(aten.grouped_mm(t["a16"], b.transpose(1, 2), t["offs"]), wanted, rtol=1e-2, atol=1e-2)
+    got = aten.grouped_mm(t["dy"].t(), t["x"], t["offs"])
+    assert got.shape == (3, N, K) and got.dtype == torch.bfloat16

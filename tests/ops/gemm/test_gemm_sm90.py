@@ -1,0 +1,220 @@
+"""Products by wgmma and the copy engine: types, tiles, scales, epilogues and groups, against fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import products
+from support.compare import running_on
+from support.places import at, emulated
+
+import rtkernels
+from rtkernels.ops.gemm import sm90_plan, tile_choice
+from rtkernels.ops.gemm.product import Groups, Matrix, Product, Scales
+from rtkernels.ops.gemm.tile_choice import Tile
+from rtkernels.runtime import targets
+
+BROAD, SMALL, ONE = tile_choice.LARGE, tile_choice.SMALL, tile_choice.ONE_WARPGROUP
+ROW, TENSOR, ALONG, SQUARE = (1, 0), (0, 0), (1, 128), (128, 128)
+FP8_SLACK = 2.0**-10  # tensor cores keep about 14 bits of fp8 products as they add
+
+# m, n, k and what differs from a plain product of bf16.
+DENSE: dict[str, tuple[int, int, int, dict[str, Any]]] = {
+    "bf16": (70, 136, 200, {"tile": SMALL}),
+    "bf16_one_element": (1, 1, 1, {"tile": SMALL}),
+    "bf16_broad": (131, 264, 72, {"tile": BROAD}),
+    "bf16_one_warpgroup": (70, 136, 160, {"tile": ONE}),
+    "fp16_a_across": (170, 264, 100, {"a": "fp16", "out": "fp16", "across": (True, False), "tile": BROAD}),
+    "bf16_b_across": (70, 264, 100, {"across": (False, True), "tile": BROAD}),
+    "wgrad": (70, 136, 100, {"across": (True, True), "out": "fp32", "accumulate": True, "tile": SMALL}),
+    "bias_add_act": (70, 138, 100, {"bias": "bf16", "add": "bf16", "act": "gelu", "narrow": 3, "tile": SMALL}),
+    "all_steps": (70, 136, 100, {"bias": "fp16", "add": "fp32", "act": "silu", "accumulate": True, "tile": BROAD}),
+    "fp8_rows_fast": (
+        131,
+        264,
+        300,
+        {"a": "e4m3", "sums": "fast", "scale_a": ROW, "scale_b": ROW, "bias": "bf16", "tile": BROAD},
+    ),
+    "fp8_tensor_fast": (
+        300,
+        130,
+        144,
+        {"a": "e4m3", "sums": "fast", "scale_a": TENSOR, "scale_b": TENSOR, "out": "fp32", "tile": BROAD},
+    ),
+    "fp8_promoted": (150, 130, 300, {"a": "e4m3", "scale_a": TENSOR, "scale_b": ROW, "out": "fp16", "tile": BROAD}),
+    "fp8_mixed": (70, 64, 272, {"a": "e4m3", "b": "e5m2", "out": "fp32", "tile": SMALL}),
+    "1d2d": (70, 136, 400, {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "tile": SMALL}),
+    "1d2d_row_major": (
+        300,
+        136,
+        272,
+        {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "contiguous": "depth", "tile": BROAD},
+    ),
+    "1d2d_broad": (150, 264, 272, {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "tile": BROAD}),
+    "1d1d": (70, 136, 272, {"a": "e4m3", "scale_a": ALONG, "scale_b": ALONG, "tile": SMALL}),
+    "squares": (140, 136, 272, {"a": "e4m3", "scale_a": SQUARE, "scale_b": SQUARE, "tile": SMALL}),
+    "int8_blocks": (140, 136, 600, {"a": "int8", "scale_a": (32, 256), "scale_b": (64, 256), "tile": SMALL}),
+    "int8_rows": (140, 136, 160, {"a": "int8", "scale_a": ROW, "scale_b": ROW, "tile": BROAD}),
+    "int8_sums": (70, 66, 160, {"a": "int8", "out": "int32", "accumulate": True, "tile": SMALL}),
+    "gated": (150, 136, 72, {"gate": "silu", "bias": "bf16", "tile": BROAD}),
+    "gated_odd": (70, 131, 72, {"gate": "gelu", "out": "fp32", "narrow": 1, "tile": BROAD}),
+    "gated_1d2d_quantized": (
+        150,
+        256,
+        272,
+        {
+            "a": "e4m3",
+            "scale_a": ALONG,
+            "scale_b": SQUARE,
+            "gate": "silu",
+            "out": "e4m3",
+            "quantized": "1x128",
+            "tile": BROAD,
+        },
+    ),
+    "quantized": (150, 264, 72, {"out": "e4m3", "quantized": "1x128", "act": "gelu_tanh", "tile": BROAD}),
+    "quantized_odd": (70, 131, 72, {"out": "e5m2", "quantized": "1x128", "act": "relu", "tile": BROAD}),
+}
+
+# Kind, sizes of groups, n, k.
+GROUPED: dict[str, tuple[str, list[int], int, int, dict[str, Any]]] = {
+    "rows": ("rows", [5, 0, 130, 1], 40, 72, {"tile": SMALL}),
+    "rows_aligned": ("rows", [5, 0, 130, 70], 136, 72, {"align": 128, "tile": SMALL}),
+    "labels": ("labels", [5, 0, 130, 70], 136, 72, {"align": 128, "tile": SMALL}),
+    "masked": ("masked", [5, 0, 70], 136, 72, {"m": 140, "tile": SMALL}),
+    "rows_1d2d": ("rows", [5, 0, 130, 1], 136, 272, {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "tile": SMALL}),
+    "masked_1d2d": (
+        "masked",
+        [5, 0, 70],
+        136,
+        272,
+        {"m": 140, "a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "tile": SMALL},
+    ),
+    "masked_rows": (
+        "masked",
+        [5, 0, 70],
+        136,
+        272,
+        {"m": 140, "a": "e4m3", "sums": "fast", "scale_a": ROW, "scale_b": ROW, "tile": BROAD},
+    ),
+    "wgrad": (
+        "depth",
+        [70, 0, 5, 64],
+        136,
+        0,
+        {"m": 70, "across": True, "out": "fp32", "accumulate": True, "tile": SMALL},
+    ),
+    "wgrad_along_k": ("depth", [70, 0, 5, 64], 136, 0, {"m": 70, "out": "fp32", "tile": SMALL}),
+    "wgrad_1d1d": (
+        "depth",
+        [128, 0, 200, 70],
+        136,
+        0,
+        {
+            "m": 70,
+            "a": "e4m3",
+            "align": 128,
+            "scale_a": ALONG,
+            "scale_b": ALONG,
+            "out": "fp32",
+            "accumulate": True,
+            "tile": SMALL,
+        },
+    ),
+}
+
+
+def _slack(place: str, options: dict[str, Any]) -> dict[str, float]:
+    return {"slack": FP8_SLACK} if place == "cuda" and options.get("a") == "e4m3" else {}
+
+
+@at("sm_90", "cuda")
+@pytest.mark.parametrize("case", DENSE)
+def test_dense(place: str, case: str) -> None:
+    torch.manual_seed(0)
+    m, n, k, options = DENSE[case]
+    with running_on(place) as device:
+        products.dense(sm90_plan, m, n, k, device=device, **options, **_slack(place, options))
+
+
+@at("sm_90", "cuda")
+@pytest.mark.parametrize("case", GROUPED)
+def test_grouped(place: str, case: str) -> None:
+    torch.manual_seed(0)
+    kind, sizes, n, k, options = GROUPED[case]
+    with running_on(place) as device:
+        products.grouped(sm90_plan, kind, sizes, n, k, device=device, **options, **_slack(place, options))
+
+
+@emulated
+@pytest.mark.parametrize("case", ("bf16", "1d2d", "fp8_promoted", "gated_1d2d_quantized"))
+def test_in_every_order(case: str) -> None:
+    torch.manual_seed(0)
+    m, n, k, options = DENSE[case]
+    for order in ("reverse", 3):
+        with rtkernels.emulate("sm_90", order=order):
+            products.dense(sm90_plan, m, n, k, **options)
+
+
+@at("sm_90", "cuda")
+@pytest.mark.parametrize("out", ("bf16", "fp32"))
+def test_not_finite(place: str, out: str) -> None:
+    """NaN and infinities reach the results of their rows, and no other."""
+    with running_on(place) as device:
+        a, b = torch.ones(70, 64, device=device), torch.ones(40, 64, device=device)
+        a[3, 5], a[7, 1], a[9, 0], a[9, 1] = float("nan"), float("inf"), float("inf"), -float("inf")
+        made = {
+            "a": a.bfloat16(),
+            "b": b.bfloat16(),
+            "out": torch.zeros(70, 40, device=device).to(products.DTYPES[out]),
+        }
+        product = Product(70, 40, 64, *(products.matrix(made[name]) for name in ("a", "b", "out")))
+        products.launch(sm90_plan, product, made, made["out"].device, tile=SMALL)
+        got = made["out"].float().cpu()
+    expected = torch.full((70, 40), 64.0)
+    expected[3], expected[7], expected[9] = float("nan"), float("inf"), float("nan")
+    assert torch.equal(got.nan_to_num(nan=-1), expected.nan_to_num(nan=-1))
+
+
+def test_what_is_unsupported() -> None:
+    sm90, sm80 = targets.parse("sm_90a"), targets.parse("sm_80")
+    bf16, fp8 = Matrix("bf16", 64), Matrix("e4m3", 64)
+    plain = Product(64, 64, 64, bf16, bf16, bf16)
+    eight = plain._replace(a=fp8, b=fp8)
+    assert sm90_plan.unsupported(plain, sm90) is None
+    assert sm90_plan.unsupported(eight, sm90) is None
+    for product, target, reason in (
+        (plain, sm80, "no wgmma"),
+        (plain._replace(a=fp8), sm90, "no product"),
+        (eight._replace(a=fp8._replace(across=True)), sm90, "along k"),
+        (plain._replace(a=bf16._replace(aligned=False)), sm90, "16 bytes"),
+        (plain._replace(k=0), sm90, "nothing to add up"),
+        (plain._replace(sums="fp16"), sm90, "sums are"),
+        (eight._replace(scale_a=Scales(1, 32), k=128), sm90, "power of two"),
+        (eight._replace(scale_a=Scales(1, 32, token="e8m0")), sm90, "must be fp32"),
+        (plain._replace(groups=Groups("rows", 513)), sm90, "at most 512"),
+        (eight._replace(quantized="row", out=fp8), sm90, "more than a tile"),
+        (plain._replace(out=fp8), sm90, "quantised"),
+    ):
+        assert reason in (sm90_plan.unsupported(product, target) or "")
+
+
+def test_tiles_fit_in_shared_memory() -> None:
+    variants = sm90_plan.GEMM.variants(targets.parse("sm_90a"))
+    assert len(variants) == len(set(variants)) <= 60
+    for variant in variants:
+        assert Tile(*variant[4:9]).shared(variant[9], tile_choice.MAX_GROUPS) + 128 <= 227 * 1024
+
+
+def test_chosen_tiles_are_built() -> None:
+    built = {
+        variant[4:]
+        for variant in sm90_plan.GEMM.variants(targets.parse("sm_90a"))
+        if variant[:4] == ("e4m3", "e4m3", False, False)
+    }
+    for scales in tile_choice.TILES:
+        for m in (1, 64, 200, 1000, 4096, 100_000):
+            for n in (8, 256, 4096):
+                assert (*tile_choice.choose(m, n, 512, scales, tile_choice.PLAIN, 132), scales, 0) in built
