@@ -222,7 +222,9 @@ def _backward_shared(width: int) -> int:
     """Return bytes of shared memory: keys, values, two stages of q, dout, ds and statistics, sums of dq, barriers."""
     row, queries = 128 * width // 64, 128 if width == 64 else 64
     stages = 2 * (2 * queries * row + 128 * queries * 2 + 2 * 4 * queries)
-    return 2 * _BACKWARD_KEYS * row + stages + 2 * 4 * queries * width + 208 + 4 * 48 + 512  # memory begins at a multiple of 512
+    return (
+        2 * _BACKWARD_KEYS * row + stages + 2 * 4 * queries * width + 208 + 4 * 48 + 512
+    )  # memory begins at a multiple of 512
 
 
 _BACKWARD_L2_BYTES = 16 << 20  # of q, dout and sums of dq of heads that are worked on together
@@ -231,9 +233,9 @@ _BACKWARD_L2_BYTES = 16 << 20  # of q, dout and sums of dq of heads that are wor
 def _backward_order(problem: Attention, blocks: int, queries: int) -> tuple[int, int]:
     """Return how many heads of keys are worked on together, and how many tiles of keys of a head are a chunk.
 
-    The blocks of a chunk follow each other through the queries. Without a mask, all blocks are busy if a whole number of
-    chunks runs, each of another head, its blocks two tiles of queries or more apart. Under a mask with a diagonal the
-    longest tiles come first, those of all heads together.
+    The blocks of a chunk follow each other through the queries. Without a mask, all blocks are busy if a whole number
+    of chunks runs, each of another head, its blocks two tiles of queries or more apart. Under a mask with a diagonal
+    the longest tiles come first, those of all heads together.
     """
     p = problem
     heads = p.batch * p.heads_kv
@@ -288,21 +290,12 @@ def steps_backward(problem: Attention, device: int) -> Steps:
     )  # fmt: skip
     steps = [stats, products]
     if p.lq:
-        grid = (-(-p.lq // queries), p.batch * p.heads_q)
-        steps.append(
-            Step(
-                QUERIES.bind((p.token, width), device, grid, 256),
-                "dq_sums", "cu_q", "cu_k", "lengths", "dq", p.heads_q, p.lq, p.lkv, padded, p.d_qk, *dq[:3],
-                p.left, p.right, float(p.scale),
-            )  # fmt: skip
-        )
+        launch = QUERIES.bind((p.token, width), device, (-(-p.lq // queries), p.batch * p.heads_q), 256)
+        sizes = (p.heads_q, p.lq, p.lkv, padded, p.d_qk, *dq[:3], p.left, p.right, float(p.scale))
+        steps.append(Step(launch, "dq_sums", "cu_q", "cu_k", "lengths", "dq", *sizes))
     if "s" in p.wants and p.sinks is not None:
-        steps.append(
-            Step(
-                SINKS.bind((p.sinks,), device, p.heads_q, 256),
-                "sinks", "lse_rows", "delta_rows", "dsinks", padded,
-            )  # fmt: skip
-        )
+        launch = SINKS.bind((p.sinks,), device, p.heads_q, 256)
+        steps.append(Step(launch, "sinks", "lse_rows", "delta_rows", "dsinks", padded))
     scratch = {
         "lse_rows": Memory((p.heads_q, padded), torch.float32),
         "delta_rows": Memory((p.heads_q, padded), torch.float32),
