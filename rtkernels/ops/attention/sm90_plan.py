@@ -142,6 +142,8 @@ def _unsupported_backward(problem: Attention) -> str | None:
     p = problem
     if p.d_qk > 128 or p.d_v > 128:
         return f"heads of {p.d_qk} and {p.d_v} elements; up to 128 are expected in the backward"
+    if p.lq == 0 or p.rows_q == 0:
+        return "there are no queries, in the backward"
     if p.bias is not None:
         return "there is a bias, in the backward"
     if p.batch * p.heads_q >= 1 << 16:
