@@ -237,8 +237,8 @@ def _backward_order(problem: Attention, blocks: int, queries: int) -> tuple[int,
 
     The blocks of a chunk follow each other through the queries. Without a mask, all blocks are busy if a whole number
     of chunks runs, each of another head, its blocks two tiles of queries or more apart. Under a mask with a diagonal
-    a block waits for shorter ones only, if a chunk is all of a head; where heads of queries share keys there are too few
-    tiles for that, and the longest come first.
+    a block waits for shorter ones only, if a chunk is all of a head; where heads of queries share keys there are too
+    few tiles for that, and the longest come first.
     """
     p = problem
     heads = p.batch * p.heads_kv
