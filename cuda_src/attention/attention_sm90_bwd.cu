@@ -9,9 +9,9 @@
 // global memory. dq of a tile of queries is made one step late, so that a warpgroup need not wait for the other one's ds.
 //
 // The sums of a tile of queries come from several blocks, in a fixed order: each waits until the tiles of keys before its own
-// have been added (`order` counts them); the first one stores. So that nobody waits for long, blocks that run at the same
-// time are at different queries (KeyTile, QueryOrder): `together` neighbouring tiles of keys of a head are a chunk, and start at
-// queries as far from each other as possible, go up and wrap around; under a mask that has a diagonal they start there.
+// have been added (`order` counts them); the first one stores. So that nobody waits for long, blocks that run at one
+// time are at different queries (KeyTile, QueryOrder): `together` neighbouring tiles of keys of a head are a chunk. They start
+// at queries as far from each other as possible, go up and wrap around; under a mask that has a diagonal they start there.
 // Those of a chunk wait for each other, and must all be running at some time: the launch sees to it.
 //
 // Numerics: p and ds are rounded to T for the products, all sums are fp32. dk and dv are rounded one time.
@@ -25,71 +25,6 @@
 #include "ptx/words.cuh"
 
 namespace rtk {
-
-// Number `index` of the tiles of keys: `heads_together` heads share L2; of these, the first `together` tiles of keys of each
-// head come first, the last one of a chunk before the others: with a diagonal, a tile waits for those behind it in its chunk.
-struct KeyTile {
-    int n, head, batch;
-
-    RTK_DEVICE KeyTile(u32 index, u32 tiles, u32 heads, u32 batches, u32 heads_together, u32 together) {
-        u32 band = index / (heads_together * tiles);
-        ptx::forget(band);  // one division after the other: side by side they want more registers
-        const u32 first = band * heads_together, here = min(heads_together, heads * batches - first);
-        u32 left = index - first * tiles, chunk = left / (together * here);
-        ptx::forget(chunk);
-        left -= chunk * together * here;
-        const u32 size = min(together, tiles - chunk * together);
-        u32 step = left / size;
-        ptx::forget(step);
-        const u32 which = first + step;
-        n = static_cast<int>(chunk * together + size - 1 - (left - step * size));
-        batch = static_cast<int>(which / heads);
-        head = static_cast<int>(which - batch * heads);
-    }
-};
-
-// In which order a tile of keys meets tiles of queries: from `start` up to `last`, then from `first`.
-template <int BQ>
-struct QueryOrder {
-    int first, last, start;
-    int chunk, size;  // the first tile of the chunk, and how many
-
-    RTK_DEVICE QueryOrder(const Mask& mask, const Interval& any, int n, int together)
-        : QueryOrder(mask, any.first / BQ, (any.end - 1) / BQ, n, together) {}
-
-    RTK_DEVICE QueryOrder(const Mask& mask, int first_tile, int last_tile, int n, int together)
-        : first(first_tile), last(last_tile), start(first_tile), chunk(n / together * together) {
-        size = min(chunk + together, (mask.keys + kBackwardKeys - 1) / kBackwardKeys) - chunk;
-        if (mask.left < 0 && mask.right < 0) start = (n - chunk) * (last + 1) / size;
-    }
-
-    RTK_DEVICE int count() const { return last - first + 1; }
-
-    // How many tiles of keys meet queries m before tile n does.
-    RTK_DEVICE u32 before(const Mask& mask, int n, int m) const {
-        if (mask.left < 0 && mask.right < 0) {
-            const int starts_last = ((m + 1) * size + last) / (last + 1) - 1;  // of those that start up to m
-            const int later = starts_last - (n - chunk);
-            return static_cast<u32>(chunk + (later < 0 ? later + size : later));
-        }
-        const int lowest = mask.lo(m * BQ) / kBackwardKeys;
-        const int highest = (mask.hi(min(m * BQ + BQ, mask.lq) - 1) - 1) / kBackwardKeys;
-        return static_cast<u32>(max(chunk, lowest) - lowest + min(chunk + size - 1, highest) - n);
-    }
-};
-
-// What the warps that fetch and send know of a tile of keys, 16 bytes at a time in shared memory.
-struct KeyRecord {
-    static constexpr u32 kBytes = 48;
-    ptx::SharedAddress at;
-
-    RTK_DEVICE void put(u32 part, int a, int b, int c, int d) const {
-        ptx::st_shared_16(at + 16 * part, Raw<16>{{static_cast<u32>(a), static_cast<u32>(b), static_cast<u32>(c), static_cast<u32>(d)}});
-    }
-    RTK_DEVICE Raw<16> keys() const { return ptx::ld_shared_16(at); }          // n, head, batch of the map, row of the map
-    RTK_DEVICE Raw<16> rows() const { return ptx::ld_shared_16(at + 16); }     // row of q, padded row, queries, keys
-    RTK_DEVICE Raw<16> queries() const { return ptx::ld_shared_16(at + 32); }  // steps, first, last, start
-};
 
 template <typename T, int D, int EXTRAS>
 __global__ void __launch_bounds__(384, 1)
@@ -105,6 +40,7 @@ __global__ void __launch_bounds__(384, 1)
     using QTile = Boxed<BQ, D>;
     using DsTile = Boxed<BN, BQ>;
     constexpr u32 kStatBytes = BQ * 4;
+    constexpr bool kKeysFirst = D == 64 || EXTRAS != 0;
     constexpr u32 kSumBytes = BackwardTile<D>::kSumBytes, kHalfBytes = kSumBytes / 2;
     extern __shared__ __align__(1024) u8 memory[];
     const ptx::SharedAddress k_tile = ptx::aligned_up<1024>(ptx::shared_address(memory)), v_tile = k_tile + KTile::kBytes;
@@ -142,8 +78,7 @@ __global__ void __launch_bounds__(384, 1)
 
     if (warp >= kConsumers) {
         ptx::registers_give<24>();
-        // Registers are short in all roles: what is to be known of a tile is written to shared memory by the warp that draws, and
-        // read from there; states of pipelines follow from how many tiles of keys and of queries there were.
+        // Registers are short in all roles: the warp that draws writes what is to be known of a tile to shared memory; states of pipelines follow from how many tiles of keys and of queries there were.
         u32 taken = 0, uses = 0;
         // The next tile, whose record is then number (taken - 1) % 4: a warp has drawn tile t before tile t + 2 is given.
         auto next_tile = [&] {
@@ -151,8 +86,7 @@ __global__ void __launch_bounds__(384, 1)
             const u32 index = numbers.give([&] {
                 const u32 drawn = atomicAdd(counter, 1u);
                 if (drawn < count) {
-                    const QueryOrder<BQ> queries(mask, any, tile.n, static_cast<int>(together));
-            const int steps = queries.count() * static_cast<int>(heads_per_kv);
+                    const KeyRecord record{records + taken % 4 * KeyRecord::kBytes};
                     const KeyTile tile(drawn, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together),
                                        static_cast<u32>(together));
                     const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
@@ -165,7 +99,8 @@ __global__ void __launch_bounds__(384, 1)
                         record.put(2, 0, 0, 0, 0);
                     } else {
                         const QueryOrder<BQ> queries(mask, any, tile.n, static_cast<int>(together));
-                        record.put(2, queries.count() * static_cast<int>(heads_per_kv), queries.first, queries.last, queries.start);
+                        record.put(2, queries.count() * static_cast<int>(heads_per_kv), queries.first, queries.last,
+                                   queries.start);
                     }
                 }
                 return drawn;
@@ -233,11 +168,14 @@ __global__ void __launch_bounds__(384, 1)
                         if (uses++ % 2 == buffer) {
                             const PipelineState<1> state{0, (uses - 1) / 2 % 2};
                             const Raw<16> keys = tile.keys(), rows = tile.rows(), queries = tile.queries();
-                            const Mask mask(Sequence{0, 0, static_cast<int>(rows.w[2]), static_cast<int>(rows.w[3])}, left, right);
+                            const Sequence sequence{0, 0, static_cast<int>(rows.w[2]), static_cast<int>(rows.w[3])};
+                            const Mask mask(sequence, left, right);
                             const int n = static_cast<int>(keys.w[0]);
-                            const u32 before = QueryOrder<BQ>(mask, static_cast<int>(queries.w[1]), static_cast<int>(queries.w[2]),
-                                                              n, static_cast<int>(together)).before(mask, n, m);
-                            const u32 place = (keys.w[1] * static_cast<u32>(heads_per_kv) + h) * query_tiles + rows.w[1] / BQ + m;
+                            const QueryOrder<BQ> met(mask, static_cast<int>(queries.w[1]), static_cast<int>(queries.w[2]), n,
+                                                     static_cast<int>(together));
+                            const u32 before = met.before(mask, n, m);
+                            const u32 head = keys.w[1] * static_cast<u32>(heads_per_kv) + h;
+                            const u32 place = head * query_tiles + rows.w[1] / BQ + m;
                             if (before != 0) {
                                 while (ptx::ld_word_acquire(order + place) != before) {
                                 }
@@ -247,7 +185,8 @@ __global__ void __launch_bounds__(384, 1)
                             for (u32 half = 0; half < 2; ++half) {
                                 const Pipeline<1> pipe{dq_pipes + (2 * buffer + half) * Pipeline<1>::kBytes};
                                 const ptx::SharedAddress from = dq_tile + (2 * buffer + half) * kHalfBytes;
-                                u8* const to = reinterpret_cast<u8*>(dq_sums) + static_cast<i64>(place) * kSumBytes + half * kHalfBytes;
+                                u8* const to =
+                                    reinterpret_cast<u8*>(dq_sums) + static_cast<i64>(place) * kSumBytes + half * kHalfBytes;
                                 pipe.wait(state);
                                 if (before == 0) {
                                     ptx::bulk_store(to, from, kHalfBytes);
@@ -365,7 +304,8 @@ __global__ void __launch_bounds__(384, 1)
                 ptx::wgmma_commit();
                 ptx::wgmma_wait<1>();
 
-                const float* const lse_row = reinterpret_cast<const float*>(memory_at(lse_rows + state.stage * kStatBytes)) + 2 * t;
+                const float* const lse_row =
+                    reinterpret_cast<const float*>(memory_at(lse_rows + state.stage * kStatBytes)) + 2 * t;
                 const float* const delta_row =
                     reinterpret_cast<const float*>(memory_at(delta_rows + state.stage * kStatBytes)) + 2 * t;
                 if constexpr (EXTRAS != 0) {  // scores for now, powers when dp has come
@@ -425,26 +365,31 @@ __global__ void __launch_bounds__(384, 1)
                             }
                             dp[i] = weight * (dp[i] - (c == 0 ? delta_pair.x : delta_pair.y));
                         }
-                    if (j % 2 == 1) {  // in this order, and not all of p before: registers are short
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) {
-                            const int at = 4 * (j - 1) + 2 * i;
-                            ds[j / 2][i] = packed_pair<T>(dp[at], dp[at + 1]);
-                            p[j / 2][i] = packed_pair<T>(s[at], s[at + 1]);
-                        }
-                        ptx::wgmma_pin(ds[j / 2]);
-                        ptx::wgmma_pin(p[j / 2]);
-                    }
                 }
 
+                pack_rows<T>(ds, dp);
+                pack_rows<T>(p, s);
+
+                // dq is that of the step before; before the first one there is none, and nobody looks at what comes out. The
+                // order of the products is the one for which there are registers.
                 float dq[32];
-                multiply_dq(dq);
-                ptx::wgmma_fence();
-                multiply_packed<T, BQ>(dv_sums, p, do_tile, true);
-                ptx::wgmma_commit();
-                ptx::wgmma_fence();
-                multiply_packed<T, BQ>(dk_sums, ds, q_tile, true);
-                ptx::wgmma_commit();
+                if constexpr (kKeysFirst) {
+                    ptx::wgmma_fence();
+                    multiply_packed<T, BQ>(dk_sums, ds, q_tile, true);
+                    ptx::wgmma_commit();
+                    multiply_dq(dq);
+                    ptx::wgmma_fence();
+                    multiply_packed<T, BQ>(dv_sums, p, do_tile, true);
+                    ptx::wgmma_commit();
+                } else {
+                    multiply_dq(dq);
+                    ptx::wgmma_fence();
+                    multiply_packed<T, BQ>(dv_sums, p, do_tile, true);
+                    ptx::wgmma_commit();
+                    ptx::wgmma_fence();
+                    multiply_packed<T, BQ>(dk_sums, ds, q_tile, true);
+                    ptx::wgmma_commit();
+                }
                 // The buffer is free: who waited for ds of the step before knows that dq of the one before that is done.
                 const u32 ds_row = own_row * kTileRow + ((own_row & 7) << 4) + 4 * t;
 #pragma unroll
@@ -454,7 +399,7 @@ __global__ void __launch_bounds__(384, 1)
                         *reinterpret_cast<u32*>(memory_at(ds_tiles) + state.stage * DsTile::kBytes + (ds_row ^ j % 8 << 4) +
                                                 j / 8 * DsTile::kBoxBytes + 8 * r * kTileRow) = ds[j / 2][j % 2 * 2 + r];
                 ptx::fence_async_shared();
-                ptx::wgmma_wait<1>();
+                ptx::wgmma_wait<kKeysFirst ? 0 : 1>();
                 __syncwarp();
                 if (speaks) {
                     ptx::mbarrier_arrive(ds_full + 8 * state.stage);
