@@ -106,7 +106,7 @@ GROUPED: dict[str, tuple[str, list[int], int, int, dict[str, Any]]] = {
         0,
         {"m": 70, "across": True, "out": "fp32", "accumulate": True, "tile": SMALL},
     ),
-    "wgrad_along_k": ("depth", [70, 0, 5, 64], 136, 0, {"m": 70, "out": "fp32", "tile": SMALL}),
+    "wgrad_along_k": ("depth", [70, 0, 5, 61], 136, 0, {"m": 70, "align": 8, "out": "fp32", "tile": SMALL}),
     "wgrad_1d1d": (
         "depth",
         [128, 0, 200, 70],
@@ -212,6 +212,7 @@ def test_what_is_unsupported() -> None:
         (eight._replace(scale_a=Scales(1, 32), k=128), sm90, "power of two"),
         (eight._replace(scale_a=Scales(1, 32, token="e8m0")), sm90, "must be fp32"),
         (plain._replace(groups=Groups("rows", 513)), sm90, "at most 512"),
+        (plain._replace(groups=Groups("depth", 2)), sm90, "multiples of 16 bytes"),
         (eight._replace(quantized="row", out=fp8), sm90, "more than a tile"),
         (plain._replace(out=fp8), sm90, "quantised"),
     ):
