@@ -145,6 +145,9 @@ def _unsupported_groups(p: Product) -> str | None:
         return None
     if g.count > MAX_GROUPS:
         return f"at most {MAX_GROUPS} groups, not {g.count}"
+    along_k = not (p.a.across and p.b.across)
+    if g.kind == "depth" and along_k and g.align * BYTES[p.a.token] % 16:
+        return "along k, the copy engine needs groups that begin at multiples of 16 bytes"
     if g.kind == "depth" and _loop_scales(p) != NO_SCALES and g.align % 128 != 0:
         return "scales per 128 of k need groups that begin at multiples of 128"
     if p.add is not None and g.kind in ("masked", "depth"):
@@ -247,6 +250,8 @@ def _arguments(p: Product, tile: Tile, scales: int) -> list[str | int | Boxes | 
         strides = (p.out.pitch * out_bytes, (p.out.group_pitch or p.out.pitch) * out_bytes)
         out = Boxes("out", token, (p.n, p.m, groups_out), strides, (128 // out_bytes, 64, 1))
     a_scales = _scale_boxes("scale_a", p.scale_a, p.m, p.k, groups_a, tile.rows)
+    if g and g.kind in ("rows", "labels") and g.align % 4:  # boxes begin at multiples of 16 bytes
+        a_scales = None
     b_scales = _scale_boxes("scale_b", p.scale_b, p.n, p.k, groups_b, tile.cols) if scales == COLUMN_SCALES else None
     factors = p.bias is not None or any(s is not None and not _in_loop(s, p.k) for s in (p.scale_a, p.scale_b))
     flags = (
