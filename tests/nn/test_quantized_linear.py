@@ -38,7 +38,9 @@ def _wanted(layer: QuantizedLinear, x: torch.Tensor) -> torch.Tensor:
     values = x.double()
     if layer.activations is not None:
         largest = 448.0 if layer.activations == "fp8" else 127.0
-        blocks = x.float().unflatten(-1, (-1, layer.group if layer.activations == "fp8" and layer.group else x.shape[-1]))
+        blocks = x.float().unflatten(
+            -1, (-1, layer.group if layer.activations == "fp8" and layer.group else x.shape[-1])
+        )
         scale = blocks.abs().amax(-1, keepdim=True) / largest
         codes = (blocks * (1 / scale)).clamp(-largest, largest) if layer.activations == "fp8" else (blocks / scale)
         codes = codes.to(torch.float8_e4m3fn).float() if layer.activations == "fp8" else codes.round()

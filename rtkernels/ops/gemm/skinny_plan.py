@@ -183,7 +183,8 @@ def _layout(p: Product, target: Target) -> _Layout | None:
         stage = _TILE_ROWS * _ROW_BYTES + int(tokens * depth * BYTES[p.a.token]) + 512 * words_b + 4 * tokens * words_a
         rest = tokens * _SUM_PITCH * 4 + (tokens * depth * 4 if converted else 0)
         for blocks in sorted({_BLOCKS.get(tiles, 1), 1}, reverse=True):
-            stages = min(((shared_limit(target) + 1024) // blocks - 1280 - rest) // stage, _MAX_STAGES[int(8 * BYTES[p.b.token])])
+            fit = ((shared_limit(target) + 1024) // blocks - 1280 - rest) // stage
+            stages = min(fit, _MAX_STAGES[int(8 * BYTES[p.b.token])])
             if stages >= (3 if converted else 2) and (p.b.token != "e5m2" or tiles == smallest):
                 return _Layout(tiles, blocks, min(tokens, p.m), stages, rest + stages * stage)
     return None
