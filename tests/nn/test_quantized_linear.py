@@ -124,7 +124,7 @@ def test_refuses() -> None:
     layer = QuantizedLinear.from_linear(_linear())
     with pytest.raises(ArgumentError, match="x has dtype float32"):
         layer(torch.randn(3, 256))
-    with pytest.raises(ArgumentError, match="expected a torch.nn.Linear"):
+    with pytest.raises(ArgumentError, match=r"expected a torch\.nn\.Linear"):
         QuantizedLinear.from_linear(nn.ReLU())
     with pytest.raises(ArgumentError, match="requires grad"):
         layer(torch.randn(3, 256, dtype=torch.float16, requires_grad=True))

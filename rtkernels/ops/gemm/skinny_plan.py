@@ -226,7 +226,8 @@ def steps(product: Product, device: int) -> Steps:
                 Offset("scale_a", scale_a) if s is not None else 0, "scale_b" if p.scale_b is not None else 0,
                 "global_scale" if p.global_scale else 0, "bias" if p.bias else 0,
                 Offset("add", _bytes(Matrix(p.add, 0), first * p.add_pitch)) if p.add else 0,
-                Offset("out", _bytes(p.out, first * p.out.pitch)), *(("partial", f"tickets_{first}") if shared_tiles else (0, 0)),
+                Offset("out", _bytes(p.out, first * p.out.pitch)),
+                *(("partial", f"tickets_{first}") if shared_tiles else (0, 0)),
             )
         )  # fmt: skip
     if not shared_tiles:
