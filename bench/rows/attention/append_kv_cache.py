@@ -30,7 +30,10 @@ def rows() -> Iterator[Row]:
         def make(device: str, generator: torch.Generator, size=(batch, tokens)) -> dict[str, Any]:
             batch, tokens = size
             k, v = (torch.randn(batch, tokens, 8, 128, device=device, generator=generator).bfloat16() for _ in range(2))
-            caches = {name: torch.zeros(batch, 2 * tokens, 8, 128, dtype=k.dtype, device=device) for name in ("k_cache", "v_cache")}
+            caches = {
+                name: torch.zeros(batch, 2 * tokens, 8, 128, dtype=k.dtype, device=device)
+                for name in ("k_cache", "v_cache")
+            }
             lengths = torch.full((batch,), tokens, dtype=torch.int32, device=device)
             return {"k": k, "v": v, **caches, "lengths": lengths}
 

@@ -39,7 +39,9 @@ def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> t
 def rows() -> Iterator[Row]:
     for batch, heads, heads_kv, length, width, causal in _SIZES:
 
-        def make(device: str, generator: torch.Generator, size=(batch, heads, heads_kv, length, width)) -> dict[str, Any]:
+        def make(
+            device: str, generator: torch.Generator, size=(batch, heads, heads_kv, length, width)
+        ) -> dict[str, Any]:
             batch, heads, heads_kv, length, width = size
             shapes = {"q": heads, "k": heads_kv, "v": heads_kv}
             return {

@@ -46,9 +46,13 @@ def rows() -> Iterator[Row]:
 
         yield Row(
             name="attention_decode",
-            shape=f"{batch} x {length} keys, {_HEADS}/{_HEADS_KV} heads of {_WIDTH}, pages of {_PAGE} {dtype}".replace("torch.", ""),
+            shape=f"{batch} x {length} keys, {_HEADS}/{_HEADS_KV} heads of {_WIDTH}, pages of {_PAGE} {dtype}".replace(
+                "torch.", ""
+            ),
             make=make,
             ours=ours,
-            torch=lambda q, k, v, lengths, table, scale: _dense(q, k, v, table, 1.0 if k.dtype == q.dtype else 1.0 / 16),
+            torch=lambda q, k, v, lengths, table, scale: _dense(
+                q, k, v, table, 1.0 if k.dtype == q.dtype else 1.0 / 16
+            ),
             bytes=2 * batch * length * _HEADS_KV * _WIDTH * dtype.itemsize + 4 * batch * _HEADS * _WIDTH,
         )

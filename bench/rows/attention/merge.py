@@ -21,7 +21,9 @@ def rows() -> Iterator[Row]:
     batch, length, heads, width = 2, 8192, 16, 128
 
     def make(device: str, generator: torch.Generator) -> dict[str, Any]:
-        a, b = (torch.randn(batch, length, heads, width, device=device, generator=generator).bfloat16() for _ in range(2))
+        a, b = (
+            torch.randn(batch, length, heads, width, device=device, generator=generator).bfloat16() for _ in range(2)
+        )
         lse_a, lse_b = (torch.randn(batch, heads, length, device=device, generator=generator) for _ in range(2))
         return {"a": a, "lse_a": lse_a, "b": b, "lse_b": lse_b}
 

@@ -72,7 +72,7 @@ BACKWARD = Kernel(
     args="q:tmap k:tmap v:tmap dout:tmap lse:ptr delta:ptr dq_sums:ptr dk:ptr dv:ptr lengths:ptr kv_limit:ptr cu_q:ptr "
     "cu_k:ptr counter:ptr order:ptr batches:i64 heads:i64 heads_per_kv:i64 lq:i64 lkv:i64 padded_rows:i64 d_qk:i64 "
     "d_v:i64 dk_batch:i64 dk_row:i64 dk_head:i64 dv_batch:i64 dv_row:i64 dv_head:i64 left:i64 right:i64 "
-    "heads_together:i64 limit_batch:i64 scale:f64 softcap:f64",
+    "heads_together:i64 together:i64 limit_batch:i64 scale:f64 softcap:f64",
     variants=[(t, d, extra) for t in ("bf16", "fp16") for d, extra in ((64, 0), (128, 0), (128, 1))],
     max_registers=168,
     needs=("wgmma",),
@@ -145,6 +145,8 @@ def _unsupported_backward(problem: Attention) -> str | None:
         return f"heads of {p.d_qk} and {p.d_v} elements; up to 128 are expected in the backward"
     if p.bias is not None:
         return "there is a bias, in the backward"
+    if p.batch * p.heads_q >= 1 << 16:
+        return "too many heads, in the backward"
     return None
 
 
@@ -224,7 +226,26 @@ def _backward_shared(width: int) -> int:
     """Return bytes of shared memory: keys, values, two stages of q, dout, ds and statistics, sums of dq, barriers."""
     row, queries = 128 * width // 64, 128 if width == 64 else 64
     stages = 2 * (2 * queries * row + 128 * queries * 2 + 2 * 4 * queries)
-    return 2 * _BACKWARD_KEYS * row + stages + 4 * queries * width + 256 + 1024
+    return 2 * _BACKWARD_KEYS * row + stages + 2 * 4 * queries * width + 208 + 4 * 48 + 512  # memory begins at a multiple of 512
+
+
+def _backward_heads(problem: Attention) -> int:
+    """Return how many heads of keys are worked on together: as many as have q, dout and sums of dq in L2."""
+    p = problem
+    each = p.group * p.lq * (2 * p.d_qk + 2 * p.d_v + 4 * p.d_qk)
+    return max(1, min(p.batch * p.heads_kv, _L2_BYTES // max(each, 1)))
+
+
+def _keys_together(problem: Attention, blocks: int, queries: int) -> int:
+    """Return how many tiles of keys of a head are a chunk, whose blocks follow each other through the queries.
+
+    All blocks are busy if a whole number of chunks runs, each of another head, at distances of two tiles of queries or more.
+    """
+    p = problem
+    tiles, heads = -(-p.lkv // _BACKWARD_KEYS), _backward_heads(p)
+    apart = max(1, -(-p.lq // queries) // 2)
+    fits = [c for c in range(1, blocks + 1) if blocks % c == 0 and blocks // c <= heads]
+    return max(1, min(tiles, apart, fits[0]))
 
 
 def steps_backward(problem: Attention, device: int) -> Steps:
@@ -247,6 +268,8 @@ def steps_backward(problem: Attention, device: int) -> Steps:
     else:
         padded = p.batch * (-(-p.lq // _ROW_PAD) * _ROW_PAD)
     tiles = p.batch * p.heads_kv * -(-p.lkv // _BACKWARD_KEYS)
+    blocks = min(sm_count, tiles)
+    together = _keys_together(p, blocks, queries)
     stats = Step(
         STATS.bind((p.token,), device, (max(1, -(-p.lq // 64)), p.batch * p.heads_q), 256),
         "out", "dout", "lse", "dlse", "cu_q", "lse_rows", "delta_rows", p.heads_q, p.lq, padded, p.d_v,
@@ -254,7 +277,8 @@ def steps_backward(problem: Attention, device: int) -> Steps:
     )  # fmt: skip
     products = Step(
         BACKWARD.bind(
-            (p.token, width, int(extras(p))), device, min(sm_count, tiles), 384, _backward_shared(width)
+            (p.token, width, int(extras(p))), device, blocks, 384, _backward_shared(width),
+            resident=together > 1 and p.left < 0 and p.right < 0,
         ),
         rows_map(p, "q", p.heads_q, p.d_qk, queries, p.q),
         rows_map(p, "k", p.heads_kv, p.d_qk, _BACKWARD_KEYS, p.k),
@@ -262,7 +286,7 @@ def steps_backward(problem: Attention, device: int) -> Steps:
         rows_map(p, "dout", p.heads_q, p.d_v, queries, dout),
         "lse_rows", "delta_rows", "dq_sums", "dk", "dv", "lengths", "kv_limit", "cu_q", "cu_k", "counter", "order",
         p.batch, p.heads_q, p.group, p.lq, p.lkv, padded, p.d_qk, p.d_v, *dk[:3], *dv[:3], p.left, p.right,
-        heads_together(p), p.kv_limit or 0, float(p.scale), float(p.softcap),
+        _backward_heads(p), together, p.kv_limit or 0, float(p.scale), float(p.softcap),
     )  # fmt: skip
     steps = [stats, products]
     if p.lq:

@@ -17,7 +17,6 @@ RTK_DEVICE void cp_async_4_partial(SharedAddress shared, const void* global, int
 RTK_DEVICE void cp_async_4_or_zero(SharedAddress shared, const void* global, bool read) {
     emu::cp_async(shared, global, 4, read ? 4 : 0);
 }
-
 RTK_DEVICE void cp_async_16_if(bool wanted, SharedAddress shared, const void* global) {
     if (wanted) emu::cp_async(shared, global, 16, 16);
 }
