@@ -20,7 +20,15 @@ from rtkernels.ops.act.glu_fp8 import glu_fp8 as glu_fp8
 from rtkernels.ops.act.glu_fp8 import glu_fp8_backward as glu_fp8_backward
 from rtkernels.ops.act.glu_smooth_fp8 import glu_smooth_fp8 as glu_smooth_fp8
 from rtkernels.ops.act.glu_smooth_fp8 import glu_smooth_fp8_backward as glu_smooth_fp8_backward
+from rtkernels.ops.attention.append_kv_cache import append_kv_cache as append_kv_cache
+from rtkernels.ops.attention.attention import attention as attention
+from rtkernels.ops.attention.attention import attention_varlen as attention_varlen
+from rtkernels.ops.attention.decode import attention_decode as attention_decode
+from rtkernels.ops.attention.merge import merge_attention as merge_attention
+from rtkernels.ops.attention.sdpa import sdpa as sdpa
 from rtkernels.ops.gemm.explain import explain as explain
+from rtkernels.ops.gemm.fp8_linear import fp8_linear as fp8_linear
+from rtkernels.ops.gemm.fp8_linear import fp8_weight as fp8_weight
 from rtkernels.ops.gemm.gated_mm import gated_mm as gated_mm
 from rtkernels.ops.gemm.grouped_mm import grouped_mm as grouped_mm
 from rtkernels.ops.gemm.grouped_mm import grouped_mm_masked as grouped_mm_masked

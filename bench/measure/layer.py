@@ -27,8 +27,10 @@ from torch import Tensor, nn
 import rtkernels
 from bench import meta
 from bench.measure.timing import CudaDevice, Timer
+from rtkernels.models.fp8 import glu_codes
 
 EPS = 1e-6
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 # ---- ways to run it -------------------------------------------------------------------------------------------------
 
 
-def ours(layer: Layer, x: Tensor, reuse: str | None = None) -> Tensor:
+def our_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same with the attention of this library."""
+    return rtkernels.attention(q, k, v, causal=True).flatten(2)
+
+
+def ours(layer: Layer, x: Tensor, reuse: str | None = None, attention: Attention = attention) -> Tensor:
     """Return the layer of x, ``[batch, length, hidden]``, with the functions of this library."""
     s = layer.shape
     qkv = F.linear(rtkernels.rms_norm(x, layer.first, eps=EPS, reuse=reuse), layer.qkv)
@@ -92,6 +99,23 @@ def ours(layer: Layer, x: Tensor, reuse: str | None = None) -> Tensor:
     y, h = rtkernels.rms_norm(mixed, layer.second, eps=EPS, residual=x, reuse=reuse)
     del mixed
     return h + F.linear(rtkernels.glu(F.linear(y, layer.gate_up), reuse=reuse), layer.down)
+
+
+def ours_fp8(layer: Layer, x: Tensor) -> Tensor:
+    """The same with fp8 products (block recipe): norms and the activation write codes for the projections."""
+    s = layer.shape
+    qkv = rtkernels.fp8_linear(rtkernels.rms_norm_fp8(x, layer.first, eps=EPS, layout="both"), layer.qkv)
+    q, k, v = rtkernels.qk_norm_rope(
+        qkv, layer.q_gain, layer.k_gain, layer.cos, layer.sin, q_heads=s.heads, kv_heads=s.kv_heads,
+        head_order="plain", layout="bshd", eps=EPS,
+    )  # fmt: skip
+    del qkv
+    mixed = rtkernels.fp8_linear(our_attention(q, k, v), layer.out)
+    del q, k, v
+    codes = rtkernels.rms_norm_fp8(mixed, layer.second, eps=EPS, residual=x, layout="both")
+    del mixed
+    both = rtkernels.fp8_linear(codes, layer.gate_up)
+    return codes.sum + rtkernels.fp8_linear(glu_codes(both, None, "silu"), layer.down)
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -141,6 +165,8 @@ Run = Callable[[Layer, Tensor], Tensor]
 WAYS: dict[str, Callable[[], Run]] = {
     "rtkernels": lambda: ours,
     "reuse": lambda: lambda layer, x: ours(layer, x, reuse="inputs"),
+    "attention": lambda: lambda layer, x: ours(layer, x, reuse="inputs", attention=our_attention),
+    "fp8": lambda: ours_fp8,
     "torch": lambda: plain,
     "compile": lambda: torch.compile(plain),
     "liger": lambda: liger,

@@ -84,11 +84,11 @@ RTK_DEVICE void load_decode_rows(u32 (&a)[STEPS][4], float (&row_scale)[2], cons
 }
 
 template <typename T, int CODES, int D>
-__global__ void __launch_bounds__(128, CODES != kSameType && D <= 128 ? 3 : 1)
+__global__ void __launch_bounds__(128, D > 128 || CODES == kSameType ? 1 : CODES == kCodesE4m3 ? 4 : 3)
     attention_decode(const T* q, const u8* k_cache, const u8* v_cache, const i32* lengths, const i32* table,
                      const float* k_scale, const float* v_scale, const float* sinks, T* out, float* lse, float* parts,
                      float* part_lse, i64 heads, i64 group, i64 lq, i64 lkv, i64 d_qk, i64 d_v, i64 splits, i64 page_size,
-                     i64 table_row, i64 q_batch, i64 q_row, i64 q_head, i64 k_page, i64 k_row, i64 k_head, i64 v_page,
+                     i64 page_divisor, i64 table_row, i64 q_batch, i64 q_row, i64 q_head, i64 k_page, i64 k_row, i64 k_head, i64 v_page,
                      i64 v_row, i64 v_head, i64 out_batch, i64 out_row, i64 out_head, i64 k_scale_head,
                      i64 v_scale_head, i64 left, i64 right, double scale, double softcap) {
     constexpr bool kByte = CODES != kSameType;
@@ -122,24 +122,37 @@ __global__ void __launch_bounds__(128, CODES != kSameType && D <= 128 ? 3 : 1)
     const int k_vectors = static_cast<int>(d_qk) * kBytes / 16, v_vectors = static_cast<int>(d_v) * kBytes / 16;
     u8* const ring = shared + warp * (kDecodeStages * 2 * kTileBytes);
 
-    auto page_of = [&](int key) -> i64 { return pages == nullptr ? batch : pages[key / static_cast<int>(page_size)]; };
-    auto slot_of = [&](int key) { return pages == nullptr ? key : key % static_cast<int>(page_size); };
+    auto page_index = [&](int key) { return static_cast<int>(divided(static_cast<u32>(key), page_divisor)); };
+    auto page_of = [&](int key) -> i64 { return pages == nullptr ? batch : pages[page_index(key)]; };
+    auto slot_of = [&](int key) { return key - page_index(key) * static_cast<int>(page_size); };
     // Starts the copy of a chunk, whose page is known already if chunks do not cross pages.
     auto fetch = [&](int chunk, int stage, i64 page) {
-        const int j0 = chunk * kChunk;
+        constexpr int kRowsAtOnce = kWarp / kVectors;
+        const int j0 = chunk * kChunk, row = lane / kVectors, vector = lane % kVectors;
         const ptx::SharedAddress to = ptx::shared_address(ring + stage * 2 * kTileBytes);
-        const int slot = slot_of(j0);
+        const int k_rows = vector < k_vectors ? sequence.keys - j0 - row : 0;
+        const int v_rows = vector < v_vectors ? sequence.keys - j0 - row : 0;
+        if (whole_pages) {
+            const int slot = slot_of(j0) + row;
+            const u8* k_from = keys.at(page, slot) + vector * 16;
+            const u8* v_from = values.at(page, slot) + vector * 16;
 #pragma unroll
-        for (int i = 0; i < kChunk * kVectors; i += kWarp) {
-            const int row = (i + lane) / kVectors, vector = (i + lane) % kVectors, key = j0 + row;
-            const bool exists = key < sequence.keys;
-            i64 page_here = page;
-            int slot_here = slot + row;
-            if (!whole_pages && exists) page_here = page_of(key), slot_here = slot_of(key);
-            const bool k_read = exists && vector < k_vectors, v_read = exists && vector < v_vectors;
-            const u32 place = Tile::offset(row, vector);
-            ptx::cp_async_16_or_zero(to + place, keys.at(page_here, slot_here) + vector * 16, k_read);
-            ptx::cp_async_16_or_zero(to + kTileBytes + place, values.at(page_here, slot_here) + vector * 16, v_read);
+            for (int i = 0; i < kChunk; i += kRowsAtOnce) {
+                const u32 place = Tile::offset(row + i, vector);
+                ptx::cp_async_16_or_zero(to + place, k_from, i < k_rows);
+                ptx::cp_async_16_or_zero(to + kTileBytes + place, v_from, i < v_rows);
+                k_from = settled(k_from + kRowsAtOnce * keys.row), v_from = settled(v_from + kRowsAtOnce * values.row);
+            }
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < kChunk; i += kRowsAtOnce) {
+                const int key = j0 + row + i;
+                const i64 page_here = key < sequence.keys ? page_of(key) : 0;
+                const u32 place = Tile::offset(row + i, vector);
+                ptx::cp_async_16_or_zero(to + place, keys.at(page_here, slot_of(key)) + vector * 16, i < k_rows);
+                ptx::cp_async_16_or_zero(to + kTileBytes + place, values.at(page_here, slot_of(key)) + vector * 16,
+                                         i < v_rows);
+            }
         }
     };
 

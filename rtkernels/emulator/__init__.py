@@ -38,7 +38,7 @@ __all__ = [
     "unavailable",
 ]
 
-_FEATURES = {(8, 0): 80, (8, 9): 89, (9, 0): 90}
+_FEATURES = {(8, 0): 80, (8, 9): 89, (9, 0): 90, (12, 0): 120}
 
 # One launch runs at a time, and an op of one thread at a time, as plans are made for one target. A fork waits until
 # neither is under way: the child has no thread that could finish it.
@@ -68,7 +68,7 @@ class emulate(contextlib.ContextDecorator):
     """Run every op on CPU tensors with its device code instead of the torch reference.
 
     Args:
-        features: Whose feature macros are on: ``"sm_80"``, ``"sm_89"`` or ``"sm_90"``.
+        features: Whose feature macros are on: ``"sm_80"``, ``"sm_89"``, ``"sm_90"`` or ``"sm_120"``.
         order: Order of the threads between synchronisation points, and of the blocks: ``"forward"``, ``"reverse"``,
             or the seed (an int, at least 0) of a random one. Correct kernels give the same bits for all.
         races: Report accesses to shared memory that conflict and that no barrier orders.
@@ -97,7 +97,7 @@ class emulate(contextlib.ContextDecorator):
 def _number(features: str) -> int:
     capability = targets.parse(features).capability
     if capability not in _FEATURES:
-        raise ArgumentError(f"the emulator has the features of sm_80, sm_89 and sm_90, not of {features}")
+        raise ArgumentError(f"the emulator has the features of sm_80, sm_89, sm_90 and sm_120, not of {features}")
     return _FEATURES[capability]
 
 
@@ -110,7 +110,7 @@ def settings() -> Settings:
 
 
 def active() -> int | None:
-    """Return 80, 89 or 90 while ops on CPU tensors are to be emulated, else None."""
+    """Return 80, 89, 90 or 120 while ops on CPU tensors are to be emulated, else None."""
     if chosen := _chosen.get():
         return chosen.features
     return settings().features if env.get("EMULATE") else None

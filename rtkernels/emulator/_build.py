@@ -303,7 +303,7 @@ def kernel(
         op: Names the cache entry.
         unit: The ``.cu`` file, relative to ``cuda_src`` or absolute.
         expression: C++ name of the instantiation.
-        arch: 80, 89 or 90: the value of ``__CUDA_ARCH__`` divided by ten.
+        arch: 80, 89, 90 or 120: the value of ``__CUDA_ARCH__`` divided by ten.
         defines: ``-D`` options of the kernel's record.
         debug: Without optimisation and with full debug information, for stepping through it.
     """
@@ -331,6 +331,7 @@ def _build_kernel(
         "-fsanitize=thread",
         *(flag for flag in _KERNEL_FLAGS if _accepts(tool.command, flag)),
         f"-D__CUDA_ARCH__={arch}0",
+        *(("-D__CUDA_ARCH_FEAT_SM120_ALL",) if arch == 120 else ()),
         *defines,
     ]
     engine, soname = runtime()

@@ -51,7 +51,9 @@ def recognize(module: nn.Module) -> Recognized:
 
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
     """Return the products of groups of rows with the weights of their experts ``[experts, out, in]``."""
-    return nn.functional.grouped_mm(x, weight if transposed else weight.transpose(-2, -1), offs=ends)
+    if transposed or x.dtype == torch.float32:
+        return nn.functional.grouped_mm(x, weight if transposed else weight.transpose(-2, -1), offs=ends)
+    return rtkernels.grouped_mm(x, weight, offs=ends)
 
 
 def _experts(original: type[nn.Module], act: str, concatenated: bool, transposed: bool) -> Callable[..., Any]:

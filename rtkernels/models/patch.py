@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from rtkernels.errors import ArgumentError, RtkError
+from rtkernels.models import attention as attentions
 from rtkernels.models import experts as expert_layers
+from rtkernels.models import fp8 as quantized
 from rtkernels.models import loss as losses
 from rtkernels.models import recognize, replace, rope_view
 from rtkernels.models.recognize import NotRecognized, Recognized
 
 _REPORT = "_rtkernels_report"
 _OLDEST = (5, 0)
-KINDS = ("norm", "mlp", "rope", "experts", "loss")
+KINDS = ("norm", "mlp", "rope", "experts", "loss", "attention", "fp8")
 
 
 class Site(NamedTuple):
@@ -129,7 +132,7 @@ def _scalars(module: nn.Module) -> tuple[Any, ...]:
 
 def patch(
     model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool = True, loss: bool = True,
-    experts: bool = True, strict: bool = False,
+    experts: bool = True, attention: bool = False, fp8: bool | str | None = None, strict: bool = False,
 ) -> PatchReport:  # fmt: skip
     """Let a model of the ``transformers`` library compute with our ops. Works in place, on this model only.
 
@@ -145,7 +148,12 @@ def patch(
         rope: Replace the rotation of queries and keys.
         loss: In training with labels, compute the loss from hidden states and head without making logits. They are
             made if somebody looks at ``outputs.logits``.
-        experts: Replace permutation, gate and sum of expert layers.
+        experts: Replace permutation, products, gate and sum of expert layers.
+        attention: Use our attention in place of the model's. Off by default: where torch's is cuDNN's, the two are
+            about equally fast, and ours has no dropout.
+        fp8: Multiply fp8 codes in linear layers, forward and backward: True or "block" (scales of 128 values and of
+            128 x 128 weights), "row" or "tensor". The head, and layers too small to gain, are left alone. Parameters
+            and their gradients stay what they are.
         strict: Raise if a candidate of an asked kind is left alone.
 
     Returns:
@@ -155,7 +163,7 @@ def patch(
         ArgumentError: `model` is no model.
         RtkError: transformers is missing or too old, the model was patched by others, or `strict` is not met.
     """
-    inner = _unwrapped(model)
+    inner, recipe = _unwrapped(model), quantized.check_recipe(fp8)
     known = inner.__dict__.get(_REPORT)
     if known is not None:
         return known
@@ -173,6 +181,14 @@ def patch(
             patcher.visit("experts", name, module, expert_layers.recognize)
         elif rope and rope_view.is_attention(module):
             patcher.visit("rope", name, module, rope_view.recognize)
+    if attention:
+        try:
+            attentions.replace_attention(inner)
+            patcher.note("attention", "", inner, None)
+        except NotRecognized as error:
+            patcher.note("attention", "", inner, str(error))
+    if recipe is not None:
+        _replace_linears(inner, recipe, patcher)
     if loss and hasattr(inner, "get_output_embeddings"):
         try:
             losses.replace_loss(inner)
@@ -180,12 +196,25 @@ def patch(
         except NotRecognized as error:
             patcher.note("loss", "", inner, str(error))
     chosen = {"norm": norm, "mlp": mlp, "rope": rope, "experts": experts, "loss": loss}
+    chosen |= {"attention": attention, "fp8": recipe is not None}
     made = PatchReport(patcher.sites, tuple(kind for kind in KINDS if chosen[kind]))
     inner.__dict__[_REPORT] = made
     if strict and made.left_alone:
         unpatch(inner)
         raise RtkError(f"strict=True, and not everything was replaced:\n{made}")
     return made
+
+
+def _replace_linears(model: nn.Module, recipe: str, patcher: _Patcher) -> None:
+    """Replace the linear layers of a model, except for its head."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if type(module) is nn.Linear and module is not head:
+            patcher.visit("fp8", name, module, partial(quantized.recognize, recipe=recipe))
+    for module in modules.values():
+        if recognize.is_mlp(module):
+            quantized.replace_mlp(module, recipe)
 
 
 def patched(build: Callable[[], nn.Module], **options: Any) -> nn.Module:
@@ -201,6 +230,7 @@ def unpatch(model: nn.Module) -> None:
     if inner.__dict__.pop(_REPORT, None) is None:
         return
     losses.restore_loss(inner)
+    attentions.restore_attention(inner)
     for module in inner.modules():
         replace.restore(module)
 

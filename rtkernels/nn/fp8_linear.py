@@ -86,19 +86,21 @@ class Fp8Linear(torch.nn.Linear, KeepsCodes):
         rotation: Size of the Hadamard matrix, for recipe "hadamard".
         save_weight: Make the weight's transposed codes in the backward pass and not keep them from the forward pass:
             for FSDP with ``reshard_after_forward``.
+        wgrad: "bf16" for a gradient of the weight from dy and x themselves; x is then saved, not its codes.
         backend: Of the products, as for :func:`rtkernels.scaled_mm`.
     """
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, device: Any = None,
         dtype: torch.dtype | None = None, *, recipe: str = "block", grad_dtype: torch.dtype | None = None,
-        pow2_scale: bool = False, rotation: int = 64, save_weight: bool = False, backend: str = "auto",
+        pow2_scale: bool = False, rotation: int = 64, save_weight: bool = False, wgrad: str = "fp8",
+        backend: str = "auto",
     ) -> None:  # fmt: skip
         super().__init__(in_features, out_features, bias, device, dtype)
         if recipe not in self._recipes():
             raise ArgumentError(f"recipe is {recipe!r}; expected one of {', '.join(map(repr, self._recipes()))}")
         self.recipe, self.grad_dtype, self.pow2_scale = recipe, grad_dtype, pow2_scale
-        self.rotation, self.save_weight, self.backend = rotation, save_weight, backend
+        self.rotation, self.save_weight, self.wgrad, self.backend = rotation, save_weight, wgrad, backend
 
     @classmethod
     def _recipes(cls) -> tuple[str, ...]:
@@ -132,7 +134,7 @@ class Fp8Linear(torch.nn.Linear, KeepsCodes):
             x, self.weight, self.bias, recipe=self.recipe, main_grad=main_grad_of(self.weight),
             grad_dtype=self.grad_dtype, pow2_scale=self.pow2_scale, rotation=self.rotation, scale_layout=scale_layout,
             weight_codes=self.codes_of("weight", self.weight, self._make_codes), save_weight=self.save_weight,
-            backend=self.backend,
+            wgrad=self.wgrad, backend=self.backend,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
@@ -206,6 +208,13 @@ class Fp8SmoothLinear(Fp8Linear):
     def _move_buffers(self, device: torch.device) -> None:
         self.smooth = torch.ones(self.in_features, device=device)
         self.amax = torch.zeros(self.in_features, device=device)
+
+    def reset_parameters(self) -> None:
+        """Set the parameters as torch.nn.Linear does, and the factors to 1."""
+        super().reset_parameters()
+        if hasattr(self, "smooth"):  # not while the base class is made
+            torch.nn.init.ones_(self.smooth)
+            torch.nn.init.zeros_(self.amax)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for name in ("smooth", "amax"):  # a torch.nn.Linear has none

@@ -116,7 +116,7 @@ class Fp8MoE(torch.nn.Module, KeepsCodes):
         act: Of the gate, as for :func:`rtkernels.glu`.
         rows: Room for so many permuted rows, a multiple of 128; choices that do not fit are dropped. None for as many
             as any routing can need: ``tokens * top_k`` and up to 127 for each expert.
-        grad_dtype: fp8 type of the incoming gradient's codes.
+        grad_dtype: fp8 type of the incoming gradient's codes; those of gate and up are e4m3.
         pow2_scale: Round scales up to powers of two.
     """
 
@@ -152,6 +152,8 @@ class Fp8MoE(torch.nn.Module, KeepsCodes):
         """Set all weights as torch.nn.Linear does."""
         for weight in (self.router_weight, self.gate_up_weight, self.down_weight):
             _initial(weight)
+        if self.selection_bias is not None:
+            torch.nn.init.zeros_(self.selection_bias)
 
     def route(self, x: Tensor) -> Routing:
         """Return the experts of each row of x ``[tokens, hidden]``, and their probabilities."""

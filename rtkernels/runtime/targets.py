@@ -57,6 +57,8 @@ class Target:
             found |= {"tma", "cluster", "pdl"}
         if self.name == "sm_90a":
             found.add("wgmma")
+        if self.is_specific and self.capability[0] == 12:
+            found.add("block_scaled_mma")
         if self.is_specific and self.capability[0] in (10, 11):
             found.add("tcgen05")
         return frozenset(found)

@@ -424,3 +424,17 @@ def test_tables_of_the_readme_and_of_the_page() -> None:
 
 def test_readme_has_what_was_recorded() -> None:
     assert cli.main(["readme", "--check"]) == 0
+
+
+def test_rows_of_products_have_their_rate() -> None:
+    from bench.report import tables
+
+    row = {
+        "row": "scaled_mm", "shape": "4096x4096x4096_bf16", "dtype": "bfloat16", "bytes": 10**8, "us": 200.0,
+        "p20": 199.0, "p80": 201.0, "copy_us": 40.0, "floor_us": 30.0, "efficiency": 0.2, "error_ours": 1e-3,
+        "error_torch": 1e-3, "peers": {}, "flops": 2 * 4096**3, "tflops": 2 * 4096**3 / 200 / 1e6,
+    }  # fmt: skip
+    other = {key: value for key, value in row.items() if key not in ("flops", "tflops")}
+    lines = tables.row_table({"rows": [row, other]})
+    assert "TFLOP/s" in lines[0] and "| 687 |" in lines[2] and "| - |" in lines[3]
+    assert "TFLOP/s" not in tables.row_table({"rows": [other]})[0]

@@ -244,6 +244,8 @@ NUMBERS: dict[str, Callable[..., Any]] = {
     ),
     "layer_norm": lambda **n: rtkernels.layer_norm(torch.ones(4, 8), **n),
     "layer_norm_fp8": lambda **n: rtkernels.layer_norm_fp8(torch.ones(4, 128), **n),
+    "fp8_linear": lambda **n: rtkernels.fp8_linear(torch.ones(4, 64), torch.ones(64, 64), **n),
+    "fp8_weight": lambda **n: rtkernels.fp8_weight(torch.ones(64, 64), **n),
     "linear_cross_entropy": lambda **n: rtkernels.linear_cross_entropy(
         torch.ones(4, 8), torch.ones(8, 8), _labels(), **n
     ),

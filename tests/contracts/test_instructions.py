@@ -38,15 +38,18 @@ _FUNCTIONS = {
         "max_magnitudes_bf16x2": ("u32", "u32 u32", "max.xorsign.abs.bf16x2 =, 0, 1;"),
         "max_bf16x2": ("u32", "u32 u32", "max.bf16x2 =, 0, 1;"),
         "max_f16x2": ("u32", "u32 u32", "max.f16x2 =, 0, 1;"),
+        "fma_bf16x2": ("u32", "u32 u32 u32", "fma.rn.bf16x2 =, 0, 1, 2;"),
+        "fma_f16x2": ("u32", "u32 u32 u32", "fma.rn.f16x2 =, 0, 1, 2;"),
     },
     "ptx/integer.cuh": {
         "mad_wide": ("u64", "u32 u32 u64", "mad.wide.u32 =, 0, 1, 2;"),
         "mul_hi": ("u32", "u32 u32", "mul.hi.u32 =, 0, 1;"),
     },
 }
+_SUM_TYPES = {"d": "float", "i": "i32", "u": "u32"}
 _WGMMA = "wgmma.mma_async.sync.aligned."
 # Statement -> how its instruction begins and, behind the operands, ends. Operands are arrays of registers: a and b, and
-# of sums d4, d64, ... (floats) and i4 (integers).
+# of sums d4, d64, ... (floats), i4 (integers) and u2 (pairs of halves).
 _PRODUCTS = {
     "ptx/mma.cuh": {
         "mma_m16n8k16_bf16(d4, a, b)": ("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 ", ""),
@@ -55,7 +58,18 @@ _PRODUCTS = {
         "mma_m16n8k32_e4m3(d4, a, b)": ("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 ", ""),
         "mma_m16n8k8_bf16(d4, a[0], a[1], b[0])": ("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 ", ""),
         "mma_m16n8k8_f16(d4, a[0], a[1], b[0])": ("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 ", ""),
+        "mma_m16n8k16_f16_sums(u2, a, b)": ("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 ", ""),
+        "mma_m16n8k32_e4m3_e5m2(d4, a, b)": ("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e5m2.f32 ", ""),
+        "mma_m16n8k32_e5m2_e4m3(d4, a, b)": ("mma.sync.aligned.m16n8k32.row.col.f32.e5m2.e4m3.f32 ", ""),
+        "mma_m16n8k32_e5m2(d4, a, b)": ("mma.sync.aligned.m16n8k32.row.col.f32.e5m2.e5m2.f32 ", ""),
         "mma_m16n8k32_s8(i4, a, b)": ("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 ", ""),
+        "mma_m16n8k32_s8_u8(i4, a, b)": ("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 ", ""),
+        "mma_m16n8k32_u8_s8(i4, a, b)": ("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 ", ""),
+        "mma_m16n8k32_u8(i4, a, b)": ("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 ", ""),
+        "mma_m16n8k64_s4(i4, a, b)": ("mma.sync.aligned.m16n8k64.row.col.s32.s4.s4.s32 ", ""),
+        "mma_m16n8k64_s4_u4(i4, a, b)": ("mma.sync.aligned.m16n8k64.row.col.s32.s4.u4.s32 ", ""),
+        "mma_m16n8k64_u4_s4(i4, a, b)": ("mma.sync.aligned.m16n8k64.row.col.s32.u4.s4.s32 ", ""),
+        "mma_m16n8k64_u4(i4, a, b)": ("mma.sync.aligned.m16n8k64.row.col.s32.u4.u4.s32 ", ""),
     },
     "ptx/wgmma.cuh": {
         "wgmma_registers<bf16>(d64, a, w, 1)": (_WGMMA + "m64n128k16.f32.bf16.bf16 ", "p, 1, 1, 1;"),
@@ -115,8 +129,8 @@ def _unit() -> tuple[str, list[str]]:
     for table in _PRODUCTS.values():
         for statement in table:
             kernel = f"product_{len(kernels)}"
-            kind, count = re.search(r"\(([di])(\d+),", statement).groups()
-            sums = f"{'float' if kind == 'd' else 'i32'} {kind}{count}[{count}]"
+            kind, count = re.search(r"\(([diu])(\d+),", statement).groups()
+            sums = f"{_SUM_TYPES[kind]} {kind}{count}[{count}]"
             lines.append(
                 f"__global__ void {kernel}(float* out, const u32* in, u64 w) {{ {sums}; u32 a[4], b[2];"
                 f" for (int k = 0; k < {count}; ++k) {kind}{count}[k] = out[k];"

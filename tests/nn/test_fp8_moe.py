@@ -122,6 +122,14 @@ def test_steps_one_by_one() -> None:
         assert_same_bits(layer(x), rtkernels.moe_unpermute(y, index))
 
 
+def test_one_expert_is_an_mlp() -> None:
+    torch.manual_seed(0)
+    layer, x = Fp8MoE(80, 48, 1, 1), torch.randn(20, 80).bfloat16()
+    hidden = rtkernels.fp8_linear(x, layer.gate_up_weight[0].detach())
+    wanted = rtkernels.fp8_linear(rtkernels.glu_fp8(hidden), layer.down_weight[0].detach())
+    assert_same_bits(run(layer, layer, x)["y"], wanted)
+
+
 def test_leading_dimensions_and_routing() -> None:
     layer, x = made("77 tokens")
     y, routing = layer(x.view(7, 11, -1), return_routing=True)

@@ -59,49 +59,34 @@ def _variants(in_flight: int) -> list[tuple[Any, ...]]:
 
 _BWD_DIMS = "rows:i64 cols:i64 dy_stride:i64 gate_stride:i64 up_stride:i64 out_stride:i64 weight_fp32:i64"
 _FWD = Kernel(
-    _UNIT,
-    "glu_fwd",
-    template="T Act VEC ROWS",
+    _UNIT, "glu_fwd", template="T Act VEC ROWS", max_registers=40,
     args="gate:ptr up:ptr weight:ptr y:ptr rows:i64 cols:i64 gate_stride:i64 up_stride:i64 weight_fp32:i64 "
     "lane_bits:i64",
     variants=_variants(_FWD_ROWS),
-    max_registers=40,
-)
+)  # fmt: skip
 _BWD = Kernel(
-    _UNIT,
-    "glu_bwd",
-    template="T Act VEC ROWS",
+    _UNIT, "glu_bwd", template="T Act VEC ROWS", max_registers=40,
     args=f"dy:ptr gate:ptr up:ptr weight:ptr dgate:ptr dup:ptr {_BWD_DIMS} lane_bits:i64",
     variants=_variants(_BWD_ROWS),
-    max_registers=40,
-)
+)  # fmt: skip
 _BWD_BY_ROW = Kernel(
-    _UNIT,
-    "glu_bwd_rows",
-    template="T Act VEC CHUNKS",
+    _UNIT, "glu_bwd_rows", template="T Act VEC CHUNKS", max_registers=76,
     args=f"dy:ptr gate:ptr up:ptr weight:ptr dgate:ptr dup:ptr dweight:ptr {_BWD_DIMS} threads_per_row:i64",
     variants=_variants(_BWD_CHUNKS),
-    max_registers=76,
-)
+)  # fmt: skip
 # For rows that can only be accessed an element at a time.
 _FWD_GENERIC = Kernel(
-    _GENERIC_UNIT,
-    "glu_fwd_generic",
-    template="THREADS",
+    _GENERIC_UNIT, "glu_fwd_generic", template="THREADS", max_registers=64,
     args="gate:ptr up:ptr weight:ptr y:ptr rows:i64 cols:i64 gate_stride:i64 up_stride:i64 weight_fp32:i64 "
     "threads_per_row:i64 type:i64 act:i64",
     variants=[(_THREADS,)],
-    max_registers=64,
-)
+)  # fmt: skip
 _BWD_GENERIC = Kernel(
-    _GENERIC_UNIT,
-    "glu_bwd_generic",
-    template="THREADS",
+    _GENERIC_UNIT, "glu_bwd_generic", template="THREADS", max_registers=64,
     args=f"dy:ptr gate:ptr up:ptr weight:ptr dgate:ptr dup:ptr dweight:ptr {_BWD_DIMS} threads_per_row:i64 type:i64 "
     "act:i64",
     variants=[(_THREADS,)],
-    max_registers=64,
-)
+)  # fmt: skip
 
 
 # ---- validation and planning: plain metadata in, a bound launch out -------------------------------------------------

@@ -57,17 +57,10 @@ class GluFp8Gradients(NamedTuple):
 
 
 def glu_fp8(
-    x: Tensor,
-    up: Tensor | None = None,
-    *,
-    act: str = "silu",
-    weight: Tensor | None = None,
-    counts: Tensor | None = None,
-    layout: str = "row",
-    pow2_scale: bool = False,
-    scale_layout: str = "row",
+    x: Tensor, up: Tensor | None = None, *, act: str = "silu", weight: Tensor | None = None,
+    counts: Tensor | None = None, layout: str = "row", pow2_scale: bool = False, scale_layout: str = "row",
     check_counts: bool = False,
-) -> GluFp8:
+) -> GluFp8:  # fmt: skip
     """Quantise ``y = act(gate) * up * weight`` to fp8 in one pass: by rows, transposed, or both.
 
     y is computed in fp32 and quantised as :func:`quantize_fp8` does with granularity "group" (each 128 elements of a
@@ -128,20 +121,10 @@ def glu_fp8(
 
 
 def glu_fp8_backward(
-    dy: Tensor,
-    x: Tensor,
-    up: Tensor | None = None,
-    *,
-    act: str = "silu",
-    weight: Tensor | None = None,
-    counts: Tensor | None = None,
-    layout: str = "both",
-    pow2_scale: bool = False,
-    scale_layout: str = "row",
-    keep: str = "fp8",
-    weight_grad: bool | None = None,
-    check_counts: bool = False,
-) -> GluFp8Gradients:
+    dy: Tensor, x: Tensor, up: Tensor | None = None, *, act: str = "silu", weight: Tensor | None = None,
+    counts: Tensor | None = None, layout: str = "both", pow2_scale: bool = False, scale_layout: str = "row",
+    keep: str = "fp8", weight_grad: bool | None = None, check_counts: bool = False,
+) -> GluFp8Gradients:  # fmt: skip
     """Compute the gradients of ``act(gate) * up * weight``, that of ``[gate | up]`` as fp8 codes, as it is, or both.
 
     One pass over dy and x, fp32 arithmetic; codes are made from the fp32 values. They lie as those of :func:`glu_fp8`

@@ -30,47 +30,30 @@ def _stream_variants(target: Target) -> list[tuple[str, bool]]:
 
 
 FWD = Kernel(
-    _FAST,
-    "glu_fp8_fwd",
-    template="T",
+    _FAST, "glu_fp8_fwd", template="T", max_registers=128,
     args=f"gate:ptr up:ptr weight:ptr counts:ptr {_OUTPUTS} rows:i64 cols:i64 gate_stride:i64 up_stride:i64 {_COMMON}",
     variants=_fast_variants,
-    max_registers=128,
-)
+)  # fmt: skip
 BWD = Kernel(
-    _FAST,
-    "glu_fp8_bwd",
-    template="T",
+    _FAST, "glu_fp8_bwd", template="T", max_registers=128,
     args=f"dy:ptr gate:ptr up:ptr weight:ptr counts:ptr {_OUTPUTS} dx:ptr partial:ptr rows:i64 cols:i64 dy_stride:i64 "
     f"gate_stride:i64 up_stride:i64 {_COMMON}",
     variants=_fast_variants,
-    max_registers=128,
-)
+)  # fmt: skip
 FWD_STREAM = Kernel(
-    _STREAM,
-    "glu_fp8_fwd_stream",
-    template="T EXPERTS",
+    _STREAM, "glu_fp8_fwd_stream", template="T EXPERTS", max_registers=96, needs=("tma",),
     args=f"gate:tmap up:tmap weight:ptr counts:ptr {_OUTPUTS} counter:ptr rows:i64 cols:i64 {_COMMON}",
     variants=_stream_variants,
-    needs=("tma",),
-    max_registers=96,
-)
+)  # fmt: skip
 BWD_STREAM = Kernel(
-    _STREAM,
-    "glu_fp8_bwd_stream",
-    template="T EXPERTS",
+    _STREAM, "glu_fp8_bwd_stream", template="T EXPERTS", max_registers=96, needs=("tma",),
     args=f"dy:tmap gate:tmap up:tmap weight:ptr counts:ptr {_OUTPUTS} dx:ptr partial:ptr counter:ptr rows:i64 cols:i64 "
     f"{_COMMON}",
     variants=_stream_variants,
-    needs=("tma",),
-    max_registers=96,
-)
+)  # fmt: skip
 ANY = Kernel(
-    _ANY,
-    "glu_fp8_any",
-    template="WIDE MIXED",
+    _ANY, "glu_fp8_any", template="WIDE MIXED", max_registers=128,
     args=f"dy:ptr gate:ptr up:ptr weight:ptr counts:ptr {_OUTPUTS} dx:ptr partial:ptr factor:ptr most:ptr rows:i64 "
     f"cols:i64 dy_stride:i64 gate_stride:i64 up_stride:i64 weight_type:i64 {_COMMON} act:i64 type:i64 words:i64",
     variants=list(product((False, True), (False, True))),
-    max_registers=128,
-)
+)  # fmt: skip

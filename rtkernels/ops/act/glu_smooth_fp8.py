@@ -25,15 +25,12 @@ from rtkernels.runtime.operator.plan import Memory, Step, Steps
 _THREADS, _BLOCKS = 256, 4  # threads of a block (a warp works on a row), and blocks per multiprocessor
 
 SMOOTH = Kernel(
-    "act/glu_smooth_fp8.cu",
-    "glu_fp8_smooth",
-    template="WIDE",
+    "act/glu_smooth_fp8.cu", "glu_fp8_smooth", template="WIDE", max_registers=128,
     args="dy:ptr gate:ptr up:ptr weight:ptr counts:ptr smooth:ptr factor:ptr q:ptr scale:ptr dx:ptr dweight:ptr "
     "most:ptr rows:i64 cols:i64 dy_stride:i64 gate_stride:i64 up_stride:i64 weight_type:i64 experts:i64 "
     "count_width:i64 pow2:i64 check:i64 act:i64 type:i64 words:i64",
     variants=[(False,), (True,)],
-    max_registers=128,
-)
+)  # fmt: skip
 
 
 # ---- checks and planning --------------------------------------------------------------------------------------------
@@ -214,17 +211,9 @@ class GluSmoothFp8Gradients(NamedTuple):
 
 
 def glu_smooth_fp8(
-    x: Tensor,
-    smooth: Tensor | None,
-    up: Tensor | None = None,
-    *,
-    act: str = "silu",
-    weight: Tensor | None = None,
-    counts: Tensor | None = None,
-    pow2_scale: bool = False,
-    with_maxima: bool = False,
-    check_counts: bool = False,
-) -> GluSmoothFp8:
+    x: Tensor, smooth: Tensor | None, up: Tensor | None = None, *, act: str = "silu", weight: Tensor | None = None,
+    counts: Tensor | None = None, pow2_scale: bool = False, with_maxima: bool = False, check_counts: bool = False,
+) -> GluSmoothFp8:  # fmt: skip
     """Quantise ``act(gate) * up * weight / smooth`` to fp8, with one scale for each row.
 
     Computed in fp32 and quantised without being rounded in between, as :func:`quantize_fp8` does with granularity
@@ -254,21 +243,10 @@ def glu_smooth_fp8(
 
 
 def glu_smooth_fp8_backward(
-    dy: Tensor,
-    x: Tensor,
-    smooth: Tensor | None,
-    up: Tensor | None = None,
-    *,
-    row_factor: Tensor | None = None,
-    act: str = "silu",
-    weight: Tensor | None = None,
-    counts: Tensor | None = None,
-    layout: str = "row",
-    pow2_scale: bool = False,
-    keep: str = "fp8",
-    weight_grad: bool | None = None,
-    check_counts: bool = False,
-) -> GluSmoothFp8Gradients:
+    dy: Tensor, x: Tensor, smooth: Tensor | None, up: Tensor | None = None, *, row_factor: Tensor | None = None,
+    act: str = "silu", weight: Tensor | None = None, counts: Tensor | None = None, layout: str = "row",
+    pow2_scale: bool = False, keep: str = "fp8", weight_grad: bool | None = None, check_counts: bool = False,
+) -> GluSmoothFp8Gradients:  # fmt: skip
     """Compute the gradients of ``act(gate) * up * weight``, that of ``[gate | up]`` as fp8 codes, as it is, or both.
 
     By rows, codes are those of ``gradient * smooth`` with one scale per row; transposed, those of

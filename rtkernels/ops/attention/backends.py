@@ -1,17 +1,26 @@
-"""Which backend runs an attention: the first one that can."""
+"""Which backend runs an attention: the first one that can. What all of them leave undone is done here."""
 
 from __future__ import annotations
 
 from types import ModuleType
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.attention import mma_plan
-from rtkernels.ops.attention.problem import Attention
+from rtkernels.ops.attention import mma_plan, sm90_plan
+from rtkernels.ops.attention.problem import Attention, Strides
 from rtkernels.runtime.launch.device import device_info
-from rtkernels.runtime.operator.plan import Steps
+from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.operator.plan import Step, Steps
 
-BACKENDS: dict[str, ModuleType] = {"mma": mma_plan}  # in the order in which they are asked
-KERNELS = tuple(kernel for backend in BACKENDS.values() for kernel in backend.KERNELS)
+BACKENDS: dict[str, ModuleType] = {"sm90": sm90_plan, "mma": mma_plan}  # in the order in which they are asked
+_TAIL = Kernel(
+    "attention/packed_tail.cu",
+    "attention_packed_tail",
+    template="T",
+    args="x:ptr lse:ptr ends:ptr sequences:i64 total:i64 heads:i64 width:i64 row:i64 head:i64",
+    variants=[("bf16",), ("fp16",)],
+    max_registers=48,
+)
+KERNELS = (_TAIL, *(kernel for backend in BACKENDS.values() for kernel in backend.KERNELS))
 
 
 def check_name(name: str) -> None:
@@ -31,11 +40,34 @@ def _chosen(problem: Attention, name: str, device: int, backward: bool) -> Modul
     raise ArgumentError(f"attention has no kernel for this call on {target} ({'; '.join(reasons)})")
 
 
+def _tail(problem: Attention, name: str, strides: Strides, keys: bool, lse: bool, device: int) -> Step:
+    """Return the launch that clears rows of a packed result behind the last sequence."""
+    total, heads = (problem.total_k, problem.heads_kv) if keys else (problem.total_q, problem.heads_q)
+    width = problem.d_v if name in ("out", "dv") else problem.d_qk
+    launch = _TAIL.bind((problem.token,), device, device_info(device).sm_count, 256)
+    ends = "cu_k" if keys else "cu_q"
+    return Step(launch, name, "lse" if lse else 0, ends, problem.batch, total, heads, width, strides.row, strides.head)
+
+
+def _with_tails(steps: Steps, tails: list[Step]) -> Steps:
+    return Steps(*steps.steps, *tails, scratch=steps.scratch, zeros=steps.zeros)
+
+
 def forward(problem: Attention, name: str, device: int) -> Steps:
     """Return the launches of a forward pass."""
-    return _chosen(problem, name, device, False).steps_forward(problem, device)
+    steps = _chosen(problem, name, device, False).steps_forward(problem, device)
+    if not problem.varlen:
+        return steps
+    return _with_tails(steps, [_tail(problem, "out", problem.out, False, True, device)])
 
 
 def backward(problem: Attention, name: str, device: int) -> Steps:
     """Return the launches of a backward pass."""
-    return _chosen(problem, name, device, True).steps_backward(problem, device)
+    steps = _chosen(problem, name, device, True).steps_backward(problem, device)
+    if not problem.varlen:
+        return steps
+    results = (("q", "dq", problem.dq, False), ("k", "dk", problem.dk, True), ("v", "dv", problem.dv, True))
+    tails = [
+        _tail(problem, name, s, keys, False, device) for letter, name, s, keys in results if letter in problem.wants
+    ]
+    return _with_tails(steps, tails)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention.problem import Attention, Bias, Strides
@@ -31,6 +32,9 @@ class Heads(Argument):
         unit = meta.shape[-1] == 1 or meta.stride[-1] == 1
         return unit and not meta.misaligned and all(step >= 0 and step % per_vector == 0 for step in steps)
 
+    def copied(self, t: Tensor) -> Tensor:
+        return t.clone(memory_format=torch.contiguous_format)
+
 
 def forward_arguments() -> tuple[Argument, ...]:
     """Return the tensors of a forward pass: those that every attention may have."""
@@ -40,10 +44,10 @@ def forward_arguments() -> tuple[Argument, ...]:
         Heads("v", HALVES),
         Dense("sinks", (torch.float32,), optional=True),
         Argument("bias", (*HALVES, torch.float32), optional=True),
-        Dense("lengths", (), optional=True),
-        Dense("kv_limit", (), optional=True),
-        Dense("cu_q", (), optional=True),
-        Dense("cu_k", (), optional=True),
+        Dense("lengths", None, optional=True),
+        Dense("kv_limit", None, optional=True),
+        Dense("cu_q", None, optional=True),
+        Dense("cu_k", None, optional=True),
     )
 
 
@@ -127,7 +131,7 @@ def strides(meta: Meta) -> Strides:
 
 def heads_first_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of [batch, length, heads, width] in memory that is dense as [batch, heads, length, width]."""
-    batch, length, heads, width = shape
+    _, length, heads, width = shape
     return (heads * length * width, width, length * width, 1)
 
 

@@ -1,5 +1,7 @@
 """Matrix products, dense and grouped, of 16-bit, 8-bit and 4-bit operands with scales (device code: ``cuda_src/gemm``).
 
-``product`` says in plain data what a call multiplies; a backend makes steps of that: ``sm90_plan`` (wgmma and the copy
-engine), ``mma_plan`` (mma.sync, every target), ``skinny_plan`` (a small m, weights at memory speed). Uses ``quant``.
+``scaled_mm``, ``gated_mm``, ``grouped_mm``, ``grouped_mm_masked``, ``grouped_wgrad``; ``explain`` tells what one would
+run; ``fp8_linear`` and its kin are built on them. ``recipes`` and ``checks`` make of a call a ``product``, plain data;
+``backend`` picks who makes steps of that: ``sm90_plan`` (wgmma and the copy engine), ``skinny_plan`` (a small m,
+weights at memory speed), ``mma_plan`` (mma.sync, every target). ``reference``: the same in plain torch. Uses ``quant``.
 """

@@ -20,7 +20,7 @@ from rtkernels.runtime.targets import Target
 
 BACKENDS = ("sm90", "skinny", "mma")
 CHOICES = ("auto", "rtkernels", *BACKENDS)
-_SKINNY_ROWS, _SKINNY_FIRST = 64, 16  # rows up to which it is asked, and asked before the others
+_SKINNY_ROWS, _SKINNY_FIRST = 64, 8  # rows up to which it is asked, and asked before the others
 _LATER_FIELDS = {"global_scale": 0}  # of Product, with the value that asks for nothing
 
 
@@ -49,13 +49,18 @@ def kernels() -> tuple[Kernel, ...]:
     return tuple(kernel for module in modules if module is not None for kernel in module.KERNELS)
 
 
+def _reads(module: ModuleType, field: str) -> bool:
+    """Return True if a backend knows a field of ``Product``: it says so, or a kernel takes a tensor of that name."""
+    return field in getattr(module, "FIELDS", ()) or any((field, "ptr") in kernel.args for kernel in module.KERNELS)
+
+
 def unsupported(name: str, product: Product, target: Target) -> str | None:
     """Return why a backend cannot make this product on a target, None if it can."""
     module = module_of(name)
     if module is None:
         return "not in this build"
     for field, unused in _LATER_FIELDS.items():
-        if getattr(product, field) != unused and field not in getattr(module, "FIELDS", ()):
+        if getattr(product, field) != unused and not _reads(module, field):
             return f"no {field.replace('_', ' ')}"
     if name == "skinny" and product.groups is None and product.m > _SKINNY_ROWS:
         return f"more than {_SKINNY_ROWS} rows"

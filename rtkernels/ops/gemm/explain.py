@@ -31,7 +31,7 @@ def _dense(given: dict[str, Any], gated: bool) -> Described:
     a = given["a"]
     tensors = (a, given["b"], *(as_scale(a, given[name]) for name in ("scale_a", "scale_b", "global_scale")))
     tensors = (*tensors, given["bias"], given.get("add"))
-    options = (given["recipe"], given["b_layout"], as_packed(given["packed"], given["nibble"]))
+    options = (given["recipe"], given["b_layout"], as_packed(given["packed"], given["nibble"], a))
     options = (*options, *(given[name] for name in ("act", "out_dtype", "acc", "backend")))
     return scaled_mm_plan.describe(
         *map(_meta, tensors), *options, out=_meta(given.get("out")), accumulate=given.get("accumulate", False),
@@ -44,7 +44,7 @@ def _grouped(given: dict[str, Any]) -> Described:
     sizes = [as_int32(given.get(name)) for name in ("offs", "m_indices", "masked_m")]
     tensors = (a, given["b"], as_scale(a, given["scale_a"]), as_scale(a, given["scale_b"]), *sizes)
     options = (given.get("align", 1), given.get("expected_m", 0), given["recipe"], given["b_layout"])
-    options = (*options, as_packed(given["packed"], "low"), *(given[n] for n in ("act", "out_dtype", "acc", "backend")))
+    options = (*options, as_packed(given["packed"]), *(given[n] for n in ("act", "out_dtype", "acc", "backend")))
     out, accumulate = _meta(given["out"]), given.get("accumulate", False)
     return grouped_mm_plan.describe(*map(_meta, tensors), *options, out=out, accumulate=accumulate)
 

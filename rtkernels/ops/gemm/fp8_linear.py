@@ -11,11 +11,12 @@ from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.gemm import fp8_linear_smooth as smoothed
 from rtkernels.ops.gemm.fp8_linear_shards import linear_of_shards
-from rtkernels.ops.gemm.fp8_operands import OPERAND, PITCH, Codes, columns_of, rows_of
+from rtkernels.ops.gemm.fp8_operands import OPERAND, PITCH, Codes, columns_of, rounded, rows_of
 from rtkernels.ops.gemm.scaled_mm import scaled_mm
 from rtkernels.ops.quant.hadamard import BLOCKS
 from rtkernels.ops.quant.quantize_fp8_plan import FP8_DTYPES, groups_of
 from rtkernels.runtime.layout import FLOAT_DTYPES, check_same, row_count, token
+from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.sharding import is_sharded
@@ -55,19 +56,19 @@ class Fp8Weight(NamedTuple):
 
 
 class _Linear(torch.autograd.Function):
-    """``x w^T + bias``. Saved: transposed codes of x, if w wants a gradient, and of w (or w itself), if x wants one."""
+    """``x w^T + bias``. Saved: transposed codes of x (or x) if w wants a gradient, and of w (or w) if x does."""
 
     @staticmethod
     def forward(
-        ctx, x, weight, bias, main_grad, recipe, grad_dtype, out_dtype, pow2_scale, rotation, save_weight, backend,
-        *given,
+        ctx, x, weight, bias, main_grad, recipe, grad_dtype, out_dtype, pow2_scale, rotation, save_weight, wgrad,
+        backend, *given,
     ):  # fmt: skip
         ctx.set_materialize_grads(False)
         ways, codes, (w_q, w_scale, w_q_t, w_scale_t) = RECIPES[recipe], given[:4], given[4:]
-        keep_x, keep_w = weight.requires_grad, x.requires_grad
+        keep_x, keep_w, by_codes = weight.requires_grad, x.requires_grad, wgrad == "fp8"
         if codes[0] is None:
             flat = x.reshape(row_count(x.shape), x.shape[-1])
-            codes = OPERAND(flat, ways.activation, E4M3, pow2_scale, True, keep_x, rotation)
+            codes = OPERAND(flat, ways.activation, E4M3, pow2_scale, True, keep_x and by_codes, rotation)
         if w_q is None:
             transposed = keep_w and not save_weight
             w_q, w_scale, w_q_t, w_scale_t = OPERAND(weight, ways.weight, E4M3, pow2_scale, True, transposed, rotation)
@@ -76,7 +77,8 @@ class _Linear(torch.autograd.Function):
         options = {"recipe": ways.product, "bias": bias, "out_dtype": out_dtype, "backend": backend}
         y = scaled_mm(left.q, right.q, left.scale, right.scale, **options)
         ctx.save_for_backward(
-            *((codes[2], codes[3], codes[1] if recipe == "tensor" else None) if keep_x else (None,) * 3),
+            *((codes[2], codes[3], codes[1] if recipe == "tensor" else None) if keep_x and by_codes else (None,) * 3),
+            x if keep_x and not by_codes else None,
             *((w_q_t, w_scale_t, w_scale) if keep_w and not save_weight else (None,) * 3),
             weight if keep_w and save_weight else None,
         )
@@ -91,15 +93,16 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         if dy is None:
-            return (None,) * 19
+            return (None,) * 20
         recipe, grad_dtype, pow2_scale, rotation, backend = ctx.options
         ways, (n, k) = RECIPES[recipe], ctx.weight_shape
-        x_q_t, x_scale_t, x_scale, w_q_t, w_scale_t, w_scale, weight = ctx.saved_tensors
+        x_q_t, x_scale_t, x_scale, x, w_q_t, w_scale_t, w_scale, weight = ctx.saved_tensors
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         flat = dy.reshape(row_count(ctx.x_shape), n)
         dx = dw = dbias = None
-        if need_x or need_w:
-            q, scale, q_t, scale_t = OPERAND(flat, ways.activation, grad_dtype, pow2_scale, need_x, need_w, rotation)
+        if need_x or (need_w and x is None):
+            codes_t = need_w and x is None
+            q, scale, q_t, scale_t = OPERAND(flat, ways.activation, grad_dtype, pow2_scale, need_x, codes_t, rotation)
         if need_x:
             if weight is not None:
                 _, w_scale, w_q_t, w_scale_t = OPERAND(weight, ways.weight, E4M3, pow2_scale, False, True, rotation)
@@ -107,14 +110,21 @@ class _Linear(torch.autograd.Function):
             right = columns_of(w_q_t, w_scale, w_scale_t, ways.weight, k)
             options = {"recipe": ways.product, "out_dtype": ctx.x_dtype, "backend": backend}
             dx = scaled_mm(left.q, right.q, left.scale, right.scale, **options).view(ctx.x_shape)
-        if need_w:
+        if need_w and x is not None:
+            kind = torch.bfloat16 if x.dtype == torch.float32 else x.dtype
+            left, right = flat.to(kind).t(), x.reshape(flat.shape[0], k).to(kind)
+            options = {"recipe": "none", "b_layout": "kn", "backend": backend}
+            dw = weight_gradient(
+                Codes(left, None), Codes(right, None), ctx.weight_dtype, ctx.main_grad, ctx.flagged, **options
+            )
+        elif need_w:
             left = columns_of(q_t, scale, scale_t, ways.activation, n)
             right = columns_of(x_q_t, x_scale, x_scale_t, ways.activation, k)
             options = {"recipe": ways.weight_gradient, "backend": backend}
             dw = weight_gradient(left, right, ctx.weight_dtype, ctx.main_grad, ctx.flagged, **options)
         if need_bias:
             dbias = flat.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx, dw, dbias, *(None,) * 16
+        return dx, dw, dbias, *(None,) * 17
 
 
 def has_flag(weight: Tensor) -> bool:
@@ -198,6 +208,7 @@ def fp8_weight(
         A named tuple for the argument `weight_codes`. What it holds depends on the recipe.
     """
     _recipe(recipe, tuple(RECIPES))
+    an_integer("rotation", rotation)
     token("weight", weight.dtype)
     if weight.dim() != 2:
         raise ArgumentError(f"weight has shape {tuple(weight.shape)}; expected [out features, in features]")
@@ -221,6 +232,7 @@ def fp8_linear(
     scale_layout: str = "row",
     weight_codes: Fp8Weight | None = None,
     save_weight: bool = False,
+    wgrad: str = "fp8",
     backend: str = "auto",
 ) -> Tensor:
     """Return ``x @ weight.T + bias``, computed from fp8 codes; so are both gradients.
@@ -264,16 +276,20 @@ def fp8_linear(
         weight_codes: From :func:`fp8_weight` with the same options: the weight is then not read.
         save_weight: Save the weight, not its codes, and make them anew in the backward pass: for weights whose memory
             is taken away in between (FSDP with ``reshard_after_forward``).
+        wgrad: "bf16" for a gradient of the weight from dy and x themselves (float32 ones rounded to bfloat16), which
+            saves x in place of its codes.
         backend: Of the products, as for :func:`scaled_mm`.
 
     Returns:
         Dense ``[..., out features]``.
     """
     _recipe(recipe)
+    an_integer("rotation", rotation)
     options: dict[str, Any] = {
         "recipe": recipe, "main_grad": main_grad, "out_dtype": out_dtype, "grad_dtype": grad_dtype,
         "pow2_scale": pow2_scale, "rotation": rotation, "smooth": smooth,
-        "weight_codes": weight_codes, "save_weight": save_weight, "backend": backend,
+        "weight_codes": weight_codes, "save_weight": save_weight, "wgrad": wgrad,
+        "backend": backend,
     }  # fmt: skip
     codes: tuple[Tensor | None, ...] = (None,) * 4
     if not isinstance(x, Tensor):
@@ -281,6 +297,8 @@ def fp8_linear(
             return interop.call(fp8_linear, x, weight, bias, **options)
         x, codes = _given_codes(x, weight, recipe, scale_layout)
     if is_sharded(weight) or is_sharded(x):
+        if codes[0] is not None:
+            raise ArgumentError("x is codes and a DTensor is among the arguments; expected x as a DTensor")
         return linear_of_shards(fp8_linear, x, weight, bias, options)
     check_linear(x.shape, x.dtype, x.get_device(), weight, bias, main_grad)
     if out_dtype is not None:
@@ -290,19 +308,35 @@ def fp8_linear(
     if (recipe == "smooth") != (smooth is not None):
         came = "None" if smooth is None else "given"
         raise ArgumentError(f"smooth is {came} with recipe {recipe!r}; expected it with recipe 'smooth' only")
+    if wgrad not in ("fp8", "bf16"):
+        raise ArgumentError(f"wgrad is {wgrad!r}; expected 'fp8' or 'bf16'")
+    if wgrad == "bf16" and codes[0] is not None:
+        raise ArgumentError("wgrad is 'bf16' and x is codes; expected 'fp8', or x as a tensor")
     dtype = x.dtype if out_dtype is None else out_dtype
     if recipe == "smooth":
-        if weight_codes is not None or save_weight:
-            raise ArgumentError("weight_codes and save_weight do not go with recipe 'smooth'")
+        if weight_codes is not None or save_weight or wgrad != "fp8":
+            raise ArgumentError("weight_codes, save_weight and wgrad='bf16' do not go with recipe 'smooth'")
         return smoothed.linear(x, weight, bias, main_grad, smooth, grad_dtype, dtype, pow2_scale, False, backend)[0]
     if recipe == "hadamard":
         _check_rotation(weight, rotation)
-    given = (*codes, *((None,) * 4 if weight_codes is None else weight_codes))
+    given = (*codes, *((None,) * 4 if weight_codes is None else _checked(weight_codes, weight, x)))
     if is_grad_enabled() and needs_grad(x, weight, bias):
         return _Linear.apply(
-            x, weight, bias, main_grad, recipe, grad_dtype, dtype, pow2_scale, rotation, save_weight, backend, *given
-        )
+            x, weight, bias, main_grad, recipe, grad_dtype, dtype, pow2_scale, rotation, save_weight, wgrad, backend,
+            *given,
+        )  # fmt: skip
     return _forward(x, weight, bias, given, recipe, dtype, pow2_scale, rotation, backend)
+
+
+def _checked(codes: Fp8Weight, weight: Tensor, x: Tensor) -> Fp8Weight:
+    """Return codes of a weight, or raise an ArgumentError."""
+    wanted = weight.shape[0], rounded(weight.shape[1], PITCH)
+    if not isinstance(codes, Fp8Weight) or tuple(codes.q.shape) != wanted:
+        came = f"codes of shape {tuple(codes.q.shape)}" if isinstance(codes, Fp8Weight) else f"a {type(codes).__name__}"
+        raise ArgumentError(f"weight_codes is {came}; expected what fp8_weight gives for weight, {wanted}")
+    if is_grad_enabled() and x.requires_grad and codes.q_t.numel() == 0:
+        raise ArgumentError("weight_codes has no transposed codes and x requires grad; expected transposed=True")
+    return codes
 
 
 def _forward(x, weight, bias, given, recipe, dtype, pow2_scale, rotation, backend) -> Tensor:

@@ -104,7 +104,7 @@ def gated_mm(
         raise ArgumentError(f"act is {act!r}; expected one of {', '.join(checks.ACTIVATIONS)}")
     scale_a, scale_b, global_scale = (as_scale(a, t) for t in (scale_a, scale_b, global_scale))
     tensors = (a, b, scale_a, scale_b, global_scale, bias, None)
-    options = (recipe, b_layout, as_packed(packed, nibble), act, out_dtype, acc, backend)
+    options = (recipe, b_layout, as_packed(packed, nibble, a), act, out_dtype, acc, backend)
     if quant_out is not None:
         refuse_quantised_gradients("gated_mm", *tensors)
         return QUANTIZED.call(*tensors, *options, quant_out)

@@ -16,7 +16,7 @@ from rtkernels.ops.gemm import checks, grouped_mm_plan
 from rtkernels.ops.gemm.grouped_mm_plan import OPTIONS, TENSORS, WGRAD_OPTIONS, WGRAD_TENSORS
 from rtkernels.ops.gemm.scaled_mm import as_packed, as_scale, refuse_overlap, refuse_quantised_gradients
 from rtkernels.runtime.operator.autograd import once_differentiable
-from rtkernels.runtime.operator.declared import InPlace, InPlaceOperator, Operator
+from rtkernels.runtime.operator.declared import InPlace, Operator
 from rtkernels.runtime.operator.registry import Op
 
 # ---- operators ------------------------------------------------------------------------------------------------------
@@ -31,7 +31,7 @@ FORWARD = Operator(
     reference=grouped_mm_plan.run_reference,
     check=grouped_mm_plan.describe,
 )
-IN_PLACE = InPlaceOperator(
+IN_PLACE = Operator(
     "grouped_mm_out",
     (InPlace("out", None), *TENSORS),
     options=f"{OPTIONS}, bool accumulate",
@@ -40,7 +40,7 @@ IN_PLACE = InPlaceOperator(
     reference=grouped_mm_plan.run_reference_out,
     check=grouped_mm_plan.describe_out,
 )
-WGRAD = InPlaceOperator(
+WGRAD = Operator(
     "grouped_wgrad",
     (InPlace("out", None), *WGRAD_TENSORS),
     options=WGRAD_OPTIONS,
@@ -148,7 +148,7 @@ def grouped_mm(
             out_dtype=out_dtype, out=out, accumulate=accumulate, zero_padding=zero_padding, acc=acc, packed=packed,
             b_layout=b_layout, backend=backend,
         )  # fmt: skip
-    scale_a, scale_b, packed = as_scale(a, scale_a), as_scale(a, scale_b), as_packed(packed, "low")
+    scale_a, scale_b, packed = as_scale(a, scale_a), as_scale(a, scale_b), as_packed(packed)
     tensors = (a, b, scale_a, scale_b, as_int32(offs), as_int32(m_indices), None)
     options = (align, 0, recipe, b_layout, packed, act, out_dtype, acc, backend)
     if accumulate and out is None:
@@ -224,7 +224,7 @@ def grouped_mm_masked(
         )  # fmt: skip
     if masked_m is None:
         raise ArgumentError("masked_m is None; expected int32 [groups]: how many rows of each group count")
-    scale_a, scale_b, packed = as_scale(a, scale_a), as_scale(a, scale_b), as_packed(packed, "low")
+    scale_a, scale_b, packed = as_scale(a, scale_a), as_scale(a, scale_b), as_packed(packed)
     tensors = (a, b, scale_a, scale_b, None, None, as_int32(masked_m))
     options = (1, expected_m, recipe, b_layout, packed, act, out_dtype, acc, backend)
     refuse_quantised_gradients("grouped_mm (not grouped_mm_masked)", a, b, scale_a, scale_b, out)

@@ -12,8 +12,8 @@ Steps name the tensors of a product ``a``, ``b``, ``scale_a``, ``scale_b``, ``gl
 call their arguments and results so.
 
 A backend lists its kernels as ``KERNELS``. One that reads a field which was added to ``Product`` later says so in
-``FIELDS`` (a tuple of names); products that use it go to no other one. It may have ``summary(product, target) -> str``:
-the tile it would run, for ``explain``.
+``FIELDS`` (a tuple of names) or has a kernel with a tensor of that name; products that use it go to no other. It may
+have ``summary(product, target) -> str``: the tile it would run, for ``explain``.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from rtkernels.ops.quant import pack
 from rtkernels.ops.quant.quantize_fp8 import QUANTIZE
 from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.operator.autograd import once_differentiable
-from rtkernels.runtime.operator.declared import InPlace, InPlaceOperator, Operator
+from rtkernels.runtime.operator.declared import InPlace, Operator
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
@@ -33,7 +33,7 @@ FORWARD = Operator(
     reference=scaled_mm_plan.run_reference,
     check=scaled_mm_plan.describe,
 )
-IN_PLACE = InPlaceOperator(
+IN_PLACE = Operator(
     "scaled_mm_out",
     (InPlace("out", None), *TENSORS),
     options=f"{OPTIONS}, bool accumulate",
@@ -71,7 +71,7 @@ QUANTIZED = Operator(
     reference=partial(quantized_by_steps, FORWARD, scaled_mm_plan.describe_quantized),
     check=scaled_mm_plan.describe_quantized,
 )
-_replay = FORWARD.replay
+_replay, _replay_out = FORWARD.replay, IN_PLACE.replay
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------
@@ -220,20 +220,28 @@ def scaled_mm(
     Returns:
         ``[..., m, n]``, dense, or `out`; with `quant_out` ``(codes, scales)``.
     """
-    if out is None and quant_out is None and nibble == "low":
+    if out is None and quant_out is None and nibble == "low" and not accumulate:
         result = _replay(
             a, b, scale_a, scale_b, global_scale, bias, add, recipe, b_layout, packed, act, out_dtype, acc, backend
         )  # fmt: skip
         if result is not None:
             return result
+    elif quant_out is None and nibble == "low" and not is_dynamo_compiling() and are_apart(out, a, b):
+        if _replay_out(
+            out, a, b, scale_a, scale_b, global_scale, bias, add, recipe, b_layout, packed, act, out_dtype, acc,
+            backend, accumulate,
+        ):  # fmt: skip
+            return out
     if not isinstance(a, Tensor):
         return interop.call(
             scaled_mm, a, b, scale_a, scale_b, recipe=recipe, bias=bias, add=add, act=act, out_dtype=out_dtype, out=out,
             accumulate=accumulate, acc=acc, packed=packed, nibble=nibble, global_scale=global_scale,
             quant_out=quant_out, b_layout=b_layout, backend=backend,
         )  # fmt: skip
-    scale_a, scale_b, global_scale = (as_scale(a, t) for t in (scale_a, scale_b, global_scale))
-    packed = as_packed(packed, nibble)
+    if scale_a is not None or scale_b is not None or global_scale is not None:
+        scale_a, scale_b, global_scale = (as_scale(a, t) for t in (scale_a, scale_b, global_scale))
+    if packed is not None or nibble != "low":
+        packed = as_packed(packed, nibble, a)
     tensors = (a, b, scale_a, scale_b, global_scale, bias, add)
     options = (recipe, b_layout, packed, act, out_dtype, acc, backend)
     if accumulate and out is None:
@@ -270,19 +278,28 @@ def as_scale(a: Tensor, scale: Tensor | float | None) -> Tensor | None:
     return scale.float() if scale.dtype in (torch.bfloat16, torch.float16, torch.float64) else scale
 
 
-def as_packed(packed: Any, nibble: str) -> str | None:
-    """Return `packed` as operators take it."""
+def as_packed(packed: Any, nibble: str = "low", a: Any = None) -> str | None:
+    """Return `packed` as operators take it; the order of halves matters if only b has them."""
     if isinstance(packed, tuple | list):
         packed = ",".join("-" if name is None else str(name) for name in packed)
     if nibble != "low":
         if nibble != "high":
             raise ArgumentError(f"nibble is {nibble!r}; expected 'low' or 'high'")
-        if isinstance(packed, str) and "-" in packed:
+        if isinstance(packed, str) and ("-" in packed or a.dtype in checks.FLOATS):
             raise ArgumentError(
                 "nibble is 'high' and one operand is packed; expected 'low', which "
                 "rtkernels.ops.quant.pack.swap_nibbles makes"
             )
     return packed
+
+
+def are_apart(out: Any, a: Any, b: Any) -> bool:
+    """Return True if a result has memory of its own; False also if this is to be looked at more closely."""
+    try:
+        own = out.untyped_storage().data_ptr()
+        return own != a.untyped_storage().data_ptr() and own != b.untyped_storage().data_ptr()
+    except AttributeError:  # no tensors
+        return False
 
 
 def refuse_overlap(out: Tensor, *tensors: Tensor) -> None:

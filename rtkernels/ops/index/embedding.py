@@ -123,13 +123,9 @@ def _padding(padding_idx: int | None, rows: int, vocab_start: int) -> int:
 
 
 def embedding(
-    ids: Tensor,
-    weight: Tensor,
-    *,
-    padding_idx: int | None = None,
-    vocab_start: int = 0,
+    ids: Tensor, weight: Tensor, *, padding_idx: int | None = None, vocab_start: int = 0,
     main_grad: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return ``weight[ids - vocab_start]``: one row of the table for each token.
 
     Ids outside of the table (negative ones too) give zeros and get no gradient, without an error: with a vocabulary
@@ -198,9 +194,4 @@ def embedding_grad_(
     return main_grad
 
 
-OP = Op(
-    "embedding",
-    public=("embedding", "embedding_grad_"),
-    kernels=KERNELS,
-    torch_ops=(FORWARD, BACKWARD, ADD),
-)
+OP = Op("embedding", public=("embedding", "embedding_grad_"), kernels=KERNELS, torch_ops=(FORWARD, BACKWARD, ADD))

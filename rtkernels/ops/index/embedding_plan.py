@@ -39,34 +39,25 @@ MIN_WINDOWS, MAX_WINDOWS = 256, 2048  # beyond the first, as many as run at once
 _SUM_BLOCKS = 4  # of embedding_sum on a processor
 
 _FWD = Kernel(
-    "index/embedding_lookup.cu",
-    "embedding_fwd",
-    template="BYTES",
+    "index/embedding_lookup.cu", "embedding_fwd", template="BYTES", max_registers=48,
     args="ids:ptr weight:ptr y:ptr tokens:i64 units:i64 weight_stride:i64 rows:i64 start:i64 wide:i64 "
     "threads_per_row:i64",
     variants=[(16,), (4,), (2,)],
-    max_registers=48,
-)
+)  # fmt: skip
 _SORT = Kernel(
-    "index/embedding_sort.cu",
-    "embedding_sort",
-    template="ROUNDS",
+    "index/embedding_sort.cu", "embedding_sort", template="ROUNDS", max_registers=64,
     args="ids:ptr list:ptr counters:ptr fill:ptr tokens:i64 rows:i64 start:i64 padding:i64 wide:i64 key_bits:i64 "
     "bin_bits:i64 counter_count:i64 fill_bytes:i64",
     variants=[(_SORT_ROUNDS,)],
-    max_registers=64,
-)
+)  # fmt: skip
 # Gradients whose rows cannot be accessed 16 bytes at a time, and other pairs of types, take dy as fp32.
 _PAIRS = ("bf16 bf16", "bf16 fp32", "fp16 fp16", "fp16 fp32", "fp32 fp32")
 _SUM = Kernel(
-    "index/embedding_sum.cu",
-    "embedding_sum",
-    template="FROM TO VEC ADDS",
+    "index/embedding_sum.cu", "embedding_sum", template="FROM TO VEC ADDS", max_registers=128,
     args="dy:ptr grad:ptr entries:ptr partial:ptr counters:ptr weights:ptr tokens:i64 cols:i64 dy_stride:i64 "
     "grad_stride:i64 window_size:i64 dy_half:i64 grad_half:i64 accumulate:i64",
     variants=[(2, 2, 8, False), *((*each, True) for each in ((2, 2, 8), (2, 4, 8), (4, 4, 4), (4, 4, 1), (4, 2, 1)))],
-    max_registers=128,
-)
+)  # fmt: skip
 KERNELS = (_FWD, _SORT, _SUM, *embedding_order.KERNELS)
 
 # ---- validation -----------------------------------------------------------------------------------------------------
@@ -171,10 +162,7 @@ def sum_steps(
     variant = (*sizes, accumulate or sizes != (2, 2, 8))
     launch = _SUM.bind(variant, device, (windows, slices), threads, overlap=True)
     numbers = tokens, cols, dy_stride, grad_stride, window, int(t == "fp16"), int(g == "fp16"), int(accumulate)
-    scratch |= {
-        "counters": Memory((counters,), torch.int32),
-        "partial": Memory((2 * windows * cols,), torch.float32),
-    }
+    scratch |= {"counters": Memory((counters,), torch.int32), "partial": Memory((2 * windows * cols,), torch.float32)}
     add = Step(launch, dy_name, grad_name, entries, "partial", "counters", weights, *numbers)
     return Steps(*steps, add, scratch=scratch, converted=converted)
 

@@ -109,14 +109,9 @@ def index_select(
 
 
 def scatter_add(
-    x: Tensor,
-    indices: Tensor,
-    rows: int | None = None,
-    *,
-    weights: Tensor | None = None,
-    out: Tensor | None = None,
+    x: Tensor, indices: Tensor, rows: int | None = None, *, weights: Tensor | None = None, out: Tensor | None = None,
     accumulate: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Add every row of x to the row of the result that its index names: ``out[indices[r]] += weights[r] * x[r]``.
 
     Deterministic: the rows that share an index are added in fp32 in a fixed order (ascending; many of them in parts

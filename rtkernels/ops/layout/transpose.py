@@ -8,7 +8,6 @@ from torch import Tensor, is_grad_enabled
 from rtkernels import interop
 from rtkernels.ops.layout.transpose_plan import (
     KERNELS,
-    UnitStride,
     check_experts,
     checked_dims,
     out_shape,
@@ -19,7 +18,7 @@ from rtkernels.ops.layout.transpose_plan import (
 )
 from rtkernels.runtime.layout import metadata
 from rtkernels.runtime.operator.autograd import needs_grad
-from rtkernels.runtime.operator.declared import Dense, Operator, Rows
+from rtkernels.runtime.operator.declared import Dense, Operator, Rows, UnitStride
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
@@ -144,9 +143,4 @@ def transpose_experts(x: Tensor, counts: Tensor, *, pad_to: int = 1) -> Tensor:
     return EXPERTS.call(x, counts, pad_to)
 
 
-OP = Op(
-    "transpose",
-    public=("transpose", "transpose_experts"),
-    kernels=KERNELS,
-    torch_ops=(TRANSPOSE, EXPERTS),
-)
+OP = Op("transpose", public=("transpose", "transpose_experts"), kernels=KERNELS, torch_ops=(TRANSPOSE, EXPERTS))

@@ -11,46 +11,30 @@ from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import dense_strides
 from rtkernels.runtime.layout import GRID_LIMIT, block_of, check_same, group_threads, row_stride, vector_bytes
-from rtkernels.runtime.operator.declared import Argument, Meta
+from rtkernels.runtime.operator.declared import Meta
 from rtkernels.runtime.operator.plan import IN_TORCH, Step, Steps
 
 MAX_EXPERTS = 8192  # their table is in shared memory
 _SIZES = (1, 2, 4)
 
 TILES = Kernel(
-    "layout/transpose.cu",
-    "transpose_tiles",
-    template="S",
+    "layout/transpose.cu", "transpose_tiles", template="S", max_registers=112,
     args="x:ptr y:ptr rows:i64 rows_out:i64 cols:i64 x_stride:i64 y_stride:i64 tiles_across:i64 tiles_down:i64 "
     "inner:i64 x_outer:i64 x_inner:i64 y_outer:i64 y_inner:i64 size:i64",
     variants=[(0,), (1,), (2,), (4,)],
-    max_registers=112,
-)
+)  # fmt: skip
 ROWS = Kernel(
-    "layout/transpose.cu",
-    "transpose_rows",
-    template="B",
+    "layout/transpose.cu", "transpose_rows", template="B", max_registers=64,
     args="x:ptr y:ptr pieces:i64 chunks:i64 row_bytes:i64 threads_per_row:i64 d1:i64 d2:i64 s0:i64 s1:i64 s2:i64",
     variants=[(1,), (2,), (4,), (16,)],
-    max_registers=64,
-)
+)  # fmt: skip
 EXPERTS = Kernel(
-    "layout/transpose_experts.cu",
-    "transpose_experts",
-    template="S",
+    "layout/transpose_experts.cu", "transpose_experts", template="S", max_registers=160,
     args="x:ptr counts:ptr y:ptr rows:i64 rows_out:i64 cols:i64 x_stride:i64 experts:i64 count_width:i64 pad_to:i64 "
     "tiles_across:i64 size:i64",
     variants=[(0,), (1,), (2,)],
-    max_registers=160,
-)
+)  # fmt: skip
 KERNELS = (TILES, ROWS, EXPERTS)
-
-
-class UnitStride(Argument):
-    """One whose last dimension has unit stride; others are copied."""
-
-    def fits(self, meta: Meta) -> bool:
-        return meta.shape[-1] <= 1 or meta.stride[-1] == 1
 
 
 # ---- shapes and checks, shared by launchers, references and fakes ---------------------------------------------------

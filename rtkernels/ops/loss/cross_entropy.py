@@ -96,22 +96,11 @@ def _single(logits: Tensor, labels: Tensor, options, reduction: int, accuracy: b
 
 
 def cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    reduction: str = "mean",
-    return_lse: bool = False,
-    return_accuracy: bool = False,
-    one_pass: bool = False,
-    in_place: bool = False,
-    group: Any = None,
-    vocab_start: int | None = None,
+    logits: Tensor, labels: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
+    softcap: float | None = None, reduction: str = "mean", return_lse: bool = False, return_accuracy: bool = False,
+    one_pass: bool = False, in_place: bool = False, group: Any = None, vocab_start: int | None = None,
     vocab_size: int | None = None,
-) -> Tensor | tuple[Tensor, ...]:
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Return the cross entropy of logits and labels, in fp32.
 
     With ``z = softcap * tanh(logits / softcap)`` (or the logits), ``lse = log(sum(exp(z)))``, e the smoothing and t the

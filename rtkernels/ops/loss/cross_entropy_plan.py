@@ -49,70 +49,47 @@ _REDUCE_ROWS = 1024  # of a block of cross_entropy_reduce, if there are several
 _REDUCE_ALONE = 8192  # rows that one block takes alone
 
 FWD = Kernel(
-    "loss/cross_entropy.cu",
-    "cross_entropy_fwd",
-    template="T",
+    "loss/cross_entropy.cu", "cross_entropy_fwd", template="T", max_registers=64,
     args="x:ptr labels:ptr loss:ptr stats:ptr correct:ptr report:ptr rows:i64 cols:i64 x_stride:i64 wide:i64 "
     "ignore_index:i64 first:i64 vocabulary:i64 threads_per_row:i64 passing:i64 smoothing:f64 z_loss:f64 per_column:f64 "
     "softcap:f64",
     variants=_TYPES,
-    max_registers=64,
-)
+)  # fmt: skip
 BWD = Kernel(
-    "loss/cross_entropy.cu",
-    "cross_entropy_bwd",
-    template="T",
+    "loss/cross_entropy.cu", "cross_entropy_bwd", template="T", max_registers=64,
     args="dloss:ptr x:ptr dx:ptr labels:ptr stats:ptr factor:ptr report:ptr rows:i64 cols:i64 x_stride:i64 "
     "dx_stride:i64 dloss_stride:i64 wide:i64 ignore_index:i64 first:i64 vocabulary:i64 threads_per_row:i64 "
     "segments:i64 by_segments:i64 smoothing:f64 z_loss:f64 per_column:f64 softcap:f64",
     variants=_TYPES,
-    max_registers=64,
-)
+)  # fmt: skip
 REDUCE = Kernel(
-    "loss/cross_entropy.cu",
-    "cross_entropy_reduce",
-    template="T",
+    "loss/cross_entropy.cu", "cross_entropy_reduce", template="T", max_registers=64,
     args="loss:ptr correct:ptr labels:ptr out:ptr accuracy:ptr factor:ptr parts:ptr rows:i64 wide:i64 "
     "ignore_index:i64 mean:i64",
     variants=[("fp32",)],
-    max_registers=64,
-)
+)  # fmt: skip
 SCALE = Kernel(
-    "loss/cross_entropy.cu",
-    "cross_entropy_scale",
-    template="T",
-    args="x:ptr dloss:ptr rows:i64 cols:i64 x_stride:i64 dloss_stride:i64 threads_per_row:i64",
-    variants=_TYPES,
-    max_registers=96,
-)
+    "loss/cross_entropy.cu", "cross_entropy_scale", template="T", max_registers=96,
+    args="x:ptr dloss:ptr rows:i64 cols:i64 x_stride:i64 dloss_stride:i64 threads_per_row:i64", variants=_TYPES,
+)  # fmt: skip
 _GRAD_ARGS = (
     "x:ptr dx:ptr labels:ptr loss:ptr stats:ptr correct:ptr {} report:ptr rows:i64 cols:i64 x_stride:i64 dx_stride:i64 "
     "wide:i64 ignore_index:i64 {} smoothing:f64 z_loss:f64 per_column:f64"
 )
 GRAD_SHORT = Kernel(
-    "loss/cross_entropy_grad.cu",
-    "cross_entropy_grad_short",
-    template="T",
-    args=_GRAD_ARGS.format("factor:ptr", "threads_per_row:i64"),
-    variants=_TYPES,
-    max_registers=64,
-)
+    "loss/cross_entropy_grad.cu", "cross_entropy_grad_short", template="T", max_registers=64,
+    args=_GRAD_ARGS.format("factor:ptr", "threads_per_row:i64"), variants=_TYPES,
+)  # fmt: skip
 GRAD_LONG = Kernel(
-    "loss/cross_entropy_grad.cu",
-    "cross_entropy_grad_long",
-    template="T",
+    "loss/cross_entropy_grad.cu", "cross_entropy_grad_long", template="T", max_registers=_LONG_REGISTERS,
     args=_GRAD_ARGS.format("factor:ptr", "drawn:ptr slots:i64 turn:i64 blocks:i64 team_threads:i64 teams:i64"),
     variants=_TYPES,
-    max_registers=_LONG_REGISTERS,
-)
+)  # fmt: skip
 FEW = Kernel(
-    "loss/cross_entropy_few.cu",
-    "cross_entropy_few",
-    template="T",
+    "loss/cross_entropy_few.cu", "cross_entropy_few", template="T", max_registers=72,
     args=_GRAD_ARGS.format("out:ptr accuracy:ptr factor:ptr arrived:ptr", "kind:i64 blocks:i64 threads:i64"),
     variants=_TYPES,
-    max_registers=72,
-)
+)  # fmt: skip
 KERNELS = (FWD, BWD, REDUCE, SCALE, GRAD_SHORT, GRAD_LONG, FEW)
 
 

@@ -126,17 +126,10 @@ def _check_temperature(temperature: float, from_logits: bool) -> None:
 
 
 def kl_div(
-    input: Tensor,
-    target: Tensor,
-    *,
-    log_target: bool = False,
-    reduction: str = "batchmean",
-    labels: Tensor | None = None,
-    ignore_index: int = -100,
-    from_logits: bool = False,
-    temperature: float = 1.0,
+    input: Tensor, target: Tensor, *, log_target: bool = False, reduction: str = "batchmean",
+    labels: Tensor | None = None, ignore_index: int = -100, from_logits: bool = False, temperature: float = 1.0,
     one_pass: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the divergence ``sum(P * (log P - log Q))`` of predictions Q from a target P, as torch's ``kl_div``.
 
     Computed in fp32. Classes with P = 0 count as 0, even where log Q is -inf (torch gives NaN). Differentiable once in
@@ -174,17 +167,9 @@ def kl_div(
 
 
 def jsd(
-    input: Tensor,
-    target: Tensor,
-    *,
-    beta: float = 0.5,
-    reduction: str = "batchmean",
-    labels: Tensor | None = None,
-    ignore_index: int = -100,
-    from_logits: bool = False,
-    temperature: float = 1.0,
-    one_pass: bool = False,
-) -> Tensor:
+    input: Tensor, target: Tensor, *, beta: float = 0.5, reduction: str = "batchmean", labels: Tensor | None = None,
+    ignore_index: int = -100, from_logits: bool = False, temperature: float = 1.0, one_pass: bool = False,
+) -> Tensor:  # fmt: skip
     """Return the generalised Jensen-Shannon divergence of predictions Q and a target P.
 
     ``beta * KL(P || M) + (1 - beta) * KL(Q || M)`` with ``M = beta * P + (1 - beta) * Q``; by convention KL(P || Q) for
@@ -222,9 +207,4 @@ def jsd(
     return _divergence(input, target, labels, ignore_index, mode, beta, reduction, True, temperature, one_pass)
 
 
-OP = Op(
-    "divergence",
-    public=("kl_div", "jsd"),
-    kernels=KERNELS,
-    torch_ops=(FORWARD, BOTH, EACH, BACKWARD),
-)
+OP = Op("divergence", public=("kl_div", "jsd"), kernels=KERNELS, torch_ops=(FORWARD, BOTH, EACH, BACKWARD))

@@ -53,16 +53,9 @@ def reference_fwd(
 
 
 def reference_bwd(
-    grad: Tensor,
-    x: Tensor,
-    target: Tensor,
-    labels: Tensor | None,
-    total: Tensor | None,
-    ignore: int,
-    mode: int,
-    beta: float,
-    in_target: bool,
-) -> Tensor:
+    grad: Tensor, x: Tensor, target: Tensor, labels: Tensor | None, total: Tensor | None, ignore: int, mode: int,
+    beta: float, in_target: bool,
+) -> Tensor:  # fmt: skip
     """Return the gradient in x, or in the target."""
     incoming = grad.float() if total is None else grad * total[1]
     a, b = x.float(), target.float()

@@ -53,21 +53,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    bias: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    reduction: str = "mean",
-    return_lse: bool = False,
-    return_accuracy: bool = False,
-    chunk_rows: int | None = None,
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100,
+    label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean",
+    return_lse: bool = False, return_accuracy: bool = False, chunk_rows: int | None = None,
     fp32_weight_grad: bool = False,
-) -> Tensor | tuple[Tensor, ...]:
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Return ``cross_entropy(hidden @ weight.T + bias, labels)``, with both gradients, in little memory.
 
     Torch's GEMMs around the kernels of ``cross_entropy``, which write the gradient of logits in their place. All sums
@@ -135,9 +125,4 @@ def linear_cross_entropy(
     return loss, *((lse,) if return_lse else ()), *((accuracy,) if return_accuracy else ())
 
 
-OP = Op(
-    "linear_cross_entropy",
-    public=("linear_cross_entropy",),
-    kernels=(),
-    torch_ops=(FORWARD, BACKWARD),
-)
+OP = Op("linear_cross_entropy", public=("linear_cross_entropy",), kernels=(), torch_ops=(FORWARD, BACKWARD))

@@ -65,16 +65,9 @@ class Results(NamedTuple):
 
 
 def run(
-    functions: Functions,
-    states: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    g: Tensor | None,
-    options: tuple[int, float, float, float],
-    reduction: int,
-    needs: Sequence[bool],
-) -> Results:
+    functions: Functions, states: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, g: Tensor | None,
+    options: tuple[int, float, float, float], reduction: int, needs: Sequence[bool],
+) -> Results:  # fmt: skip
     """Return loss and gradients.
 
     Args:

@@ -92,9 +92,7 @@ def backward(
     column = labels - first
     here = (column >= 0) & (column < z.shape[-1]) & (labels != ignore_index)
     d.scatter_add_(
-        -1,
-        torch.where(here, column, 0).unsqueeze(-1),
-        torch.where(here, (label_smoothing - 1) * g, 0.0).unsqueeze(-1),
+        -1, torch.where(here, column, 0).unsqueeze(-1), torch.where(here, (label_smoothing - 1) * g, 0.0).unsqueeze(-1)
     )
     if softcap:
         d = d * (1 - (z / softcap).square())

@@ -92,13 +92,9 @@ def moe_rows(tokens: int, top_k: int, num_experts: int, multiple_of: int = 1) ->
 
 
 def moe_index(
-    routing: Tensor,
-    num_experts: int | None = None,
-    *,
-    top_k: int | None = None,
-    multiple_of: int = 1,
+    routing: Tensor, num_experts: int | None = None, *, top_k: int | None = None, multiple_of: int = 1,
     rows: int | None = None,
-) -> MoeIndex:
+) -> MoeIndex:  # fmt: skip
     """Give every choice of an expert its row: sorted by expert, inside an expert by token.
 
     Runs as two kernels, without waiting for the device: the call can be captured in a CUDA graph. The same routing
@@ -172,9 +168,4 @@ def moe_row_id_map(routing_map: Tensor, multiple_of: int = 1, rows: int | None =
     return ROW_ID_MAP.call(routing_map, multiple_of, rows)
 
 
-OP = Op(
-    "moe_index",
-    public=("moe_index", "moe_row_id_map", "moe_rows"),
-    kernels=KERNELS,
-    torch_ops=(INDEX, ROW_ID_MAP),
-)
+OP = Op("moe_index", public=("moe_index", "moe_row_id_map", "moe_rows"), kernels=KERNELS, torch_ops=(INDEX, ROW_ID_MAP))

@@ -23,47 +23,30 @@ CHUNKS_PER_PROCESSOR = 1
 MANY_CHOICES, MANY_FLAGS = 2**20, 2**23  # from these on, processors have two chunks each
 
 _COUNT = Kernel(
-    "moe/index.cu",
-    "moe_count",
-    template="THREADS",
-    args="list:ptr table:ptr choices:i64 per_chunk:i64 experts:i64 wide:i64 width:i64",
-    variants=[(_THREADS,)],
-    max_registers=48,
-)
+    "moe/index.cu", "moe_count", template="THREADS", max_registers=48,
+    args="list:ptr table:ptr choices:i64 per_chunk:i64 experts:i64 wide:i64 width:i64", variants=[(_THREADS,)],
+)  # fmt: skip
 _LIST = Kernel(
-    "moe/index.cu",
-    "moe_list",
-    template="VEC THREADS",
+    "moe/index.cu", "moe_list", template="VEC THREADS", max_registers=64,
     args="map:ptr list:ptr table:ptr tokens:i64 per_chunk:i64 experts:i64 top_k:i64 width:i64",
     variants=[(4, _THREADS), (1, _THREADS)],
-    max_registers=64,
-)
+)  # fmt: skip
 _PLACE = Kernel(
-    "moe/index.cu",
-    "moe_place",
-    template="THREADS",
+    "moe/index.cu", "moe_place", template="THREADS", max_registers=64,
     args="list:ptr table:ptr row_of:ptr expert_of:ptr slots:ptr counts:ptr offsets:ptr dropped:ptr "
     "choices:i64 per_chunk:i64 experts:i64 row_count:i64 multiple:i64 wide:i64 width:i64 list_is_new:i64 warps:i64",
     variants=[(_THREADS,)],
-    max_registers=64,
-)
+)  # fmt: skip
 _MAP_COUNT = Kernel(
-    "moe/row_id.cu",
-    "row_id_count",
-    template="VEC THREADS",
-    args="map:ptr table:ptr tokens:i64 per_chunk:i64 experts:i64 width:i64",
-    variants=[(4, _THREADS), (1, _THREADS)],
-    max_registers=64,
-)
+    "moe/row_id.cu", "row_id_count", template="VEC THREADS", max_registers=64,
+    args="map:ptr table:ptr tokens:i64 per_chunk:i64 experts:i64 width:i64", variants=[(4, _THREADS), (1, _THREADS)],
+)  # fmt: skip
 _MAP_PLACE = Kernel(
-    "moe/row_id.cu",
-    "row_id_place",
-    template="VEC THREADS",
+    "moe/row_id.cu", "row_id_place", template="VEC THREADS", max_registers=64,
     args="map:ptr table:ptr ids:ptr counts:ptr offsets:ptr tokens:i64 per_chunk:i64 experts:i64 row_count:i64 "
     "multiple:i64 width:i64",
     variants=[(4, _THREADS), (1, _THREADS)],
-    max_registers=64,
-)
+)  # fmt: skip
 KERNELS = (_COUNT, _LIST, _PLACE, _MAP_COUNT, _MAP_PLACE)
 
 # ---- validation -----------------------------------------------------------------------------------------------------

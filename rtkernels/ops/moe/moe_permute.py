@@ -183,13 +183,9 @@ def with_arrays(function: Any, x: Any, index: Any, *more: Any, **options: Any) -
 
 
 def moe_permute(
-    x: Tensor,
-    index: MoeIndex,
-    *,
-    probs: Tensor | None = None,
-    scale: Tensor | None = None,
+    x: Tensor, index: MoeIndex, *, probs: Tensor | None = None, scale: Tensor | None = None,
     dense_probs: bool | None = None,
-) -> Tensor | MoePermuted:
+) -> Tensor | MoePermuted:  # fmt: skip
     """Copy the rows of tokens to where their experts expect them: ``y[index.rows[t, j]] = x[t]``.
 
     One launch. Rows that no choice fills (padding, and the rows after the last expert) are zeros, and so are their

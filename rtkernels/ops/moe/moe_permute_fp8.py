@@ -99,16 +99,9 @@ _differentiable = applied(_PermuteFp8)
 
 
 def moe_permute_fp8(
-    x: Tensor,
-    index: MoeIndex,
-    *,
-    layout: str = "both",
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    pow2_scale: bool = False,
-    probs: Tensor | None = None,
-    dense_probs: bool | None = None,
-    output: str | None = None,
-) -> MoePermutedFp8:
+    x: Tensor, index: MoeIndex, *, layout: str = "both", dtype: torch.dtype = torch.float8_e4m3fn,
+    pow2_scale: bool = False, probs: Tensor | None = None, dense_probs: bool | None = None, output: str | None = None,
+) -> MoePermutedFp8:  # fmt: skip
     """Copy the rows of tokens to where their experts expect them, as fp8 codes with block scales, in one pass.
 
     To the bit what ``quantize_fp8_experts(moe_permute(x, index), index.offsets.diff())`` gives: an expert's pad rows
@@ -156,9 +149,4 @@ def moe_permute_fp8(
     return MoePermutedFp8(*Fp8Layout((), layout).asked(codes), None if probs is None else probs_out, y)
 
 
-OP = Op(
-    "moe_permute_fp8",
-    public=("moe_permute_fp8",),
-    kernels=KERNELS,
-    torch_ops=(QUANTIZE,),
-)
+OP = Op("moe_permute_fp8", public=("moe_permute_fp8",), kernels=KERNELS, torch_ops=(QUANTIZE,))

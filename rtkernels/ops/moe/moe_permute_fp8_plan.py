@@ -30,10 +30,7 @@ from rtkernels.runtime.targets import Target
 _BAND_BYTES, _BAND_TILES = 4 << 20, 2  # of x that are read together, again and again, and should stay in L2; at least
 _ROW_THREADS, _ROW_COLUMNS = 256, 2048  # of a block; of a token that a warp holds at a time
 _SCALE_THREADS = 256
-_STRETCH_THREADS, _STRETCH_MEMORY = (
-    768,
-    4 * 128 * 256 + 2 * 128 * 320,
-)  # of a block; shared, besides a table
+_STRETCH_THREADS, _STRETCH_MEMORY = (768, 4 * 128 * 256 + 2 * 128 * 320)  # of a block; shared, besides a table
 _STRETCH_EXPERTS = 1024  # a table for more would not fit
 
 
@@ -53,34 +50,24 @@ TILES = Kernel(
     max_registers=128,
 )
 ROWS = Kernel(
-    "moe/permute_fp8_rows.cu",
-    "moe_permute_fp8_rows",
-    template="F8 THREADS",
+    "moe/permute_fp8_rows.cu", "moe_permute_fp8_rows", template="F8 THREADS", max_registers=96,
     args="x:ptr rows:ptr slots:ptr offsets:ptr q:ptr token_scale:ptr tokens:i64 top_k:i64 row_count:i64 cols:i64 "
     "x_stride:i64 expert_count:i64 parts:i64 pow2:i64",
     variants=[(f, _ROW_THREADS) for f in ("e4m3", "e5m2")],
-    max_registers=96,
-)
+)  # fmt: skip
 SCALES = Kernel(
-    "moe/permute_fp8_rows.cu",
-    "moe_permute_fp8_scales",
-    template="THREADS",
+    "moe/permute_fp8_rows.cu", "moe_permute_fp8_scales", template="THREADS", max_registers=40,
     args="token_scale:ptr slots:ptr offsets:ptr probs:ptr experts:ptr scale:ptr probs_out:ptr choices:i64 top_k:i64 "
     "divisor:i64 row_count:i64 groups:i64 expert_count:i64 prob_kind:i64 prob_columns:i64 empty:f64",
     variants=[(_SCALE_THREADS,)],
-    max_registers=40,
-)
+)  # fmt: skip
 STRETCHES = Kernel(
-    "moe/permute_fp8_runs.cu",
-    "moe_permute_fp8_runs",
-    template="F8",
+    "moe/permute_fp8_runs.cu", "moe_permute_fp8_runs", template="F8", max_registers=80, needs=("tma",),
     args="x:ptr slots:ptr offsets:ptr probs:ptr experts:ptr q:ptr scale:ptr q_t:ptr scale_t:ptr probs_out:ptr "
     "choices:i64 top_k:i64 divisor:i64 rows:i64 cols:i64 x_stride:i64 expert_count:i64 row_blocks:i64 "
     "column_tiles:i64 prob_kind:i64 prob_columns:i64 pow2:i64",
     variants=lambda target: [("e4m3",), ("e5m2",)] if supported(target) else [],
-    max_registers=80,
-    needs=("tma",),
-)
+)  # fmt: skip
 KERNELS = (TILES, ROWS, SCALES, STRETCHES)
 
 

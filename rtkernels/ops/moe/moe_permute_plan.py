@@ -27,52 +27,36 @@ _BACKWARD_THREADS = 256
 _PROBS_THREADS = 256
 
 PERMUTE = Kernel(
-    "moe/permute.cu",
-    "moe_permute",
-    template="BYTES AHEAD",
+    "moe/permute.cu", "moe_permute", template="BYTES AHEAD", max_registers=56,
     args="x:ptr rows:ptr slots:ptr scale:ptr probs:ptr experts:ptr y:ptr scale_out:ptr probs_out:ptr tokens:i64 "
     "top_k:i64 row_count:i64 units:i64 x_stride:i64 scales:i64 prob_kind:i64 prob_columns:i64 threads_per_row:i64 "
     "pad_blocks:i64",
     variants=[(16, 4), (2, 4), (1, 4)],
-    max_registers=56,
-)
+)  # fmt: skip
 PERMUTE_BULK = Kernel(
-    "moe/permute_bulk.cu",
-    "moe_permute_bulk",
-    template="THREADS",
+    "moe/permute_bulk.cu", "moe_permute_bulk", template="THREADS", max_registers=56, needs=("tma",),
     args="x:ptr rows:ptr slots:ptr scale:ptr probs:ptr experts:ptr y:ptr scale_out:ptr probs_out:ptr tokens:i64 "
     "top_k:i64 divisor:i64 row_count:i64 row_bytes:i64 x_stride:i64 scales:i64 prob_kind:i64 prob_columns:i64 "
     "row_blocks:i64",
     variants=[(_BULK_BLOCK,)],
-    max_registers=56,
-    needs=("tma",),
-)
+)  # fmt: skip
 PROBS = Kernel(
-    "moe/permute.cu",
-    "moe_probs",
-    template="THREADS",
+    "moe/permute.cu", "moe_probs", template="THREADS", max_registers=48,
     args="values:ptr rows:ptr experts:ptr out:ptr tokens:i64 top_k:i64 row_count:i64 columns:i64 prob_kind:i64",
     variants=[(_PROBS_THREADS,)],
-    max_registers=48,
-)
+)  # fmt: skip
 UNPERMUTE = Kernel(
-    "moe/unpermute.cu",
-    "moe_unpermute",
-    template="SIZE VEC CHOICES UNITS BLOCKS",
+    "moe/unpermute.cu", "moe_unpermute", template="SIZE VEC CHOICES UNITS BLOCKS", max_registers=85,
     args="y:ptr rows:ptr probs:ptr experts:ptr carried:ptr out:ptr carried_out:ptr tokens:i64 top_k:i64 row_count:i64 "
     "vectors:i64 y_stride:i64 half:i64 prob_kind:i64 prob_columns:i64 threads_per_row:i64",
     variants=[(*shape, _BLOCKS_PER_SM) for shape in _SHAPES],
-    max_registers=85,
-)
+)  # fmt: skip
 UNPERMUTE_BWD = Kernel(
-    "moe/unpermute.cu",
-    "moe_unpermute_bwd",
-    template="SIZE VEC",
+    "moe/unpermute.cu", "moe_unpermute_bwd", template="SIZE VEC", max_registers=88,
     args="dout:ptr y:ptr rows:ptr slots:ptr probs:ptr experts:ptr dy:ptr dprobs:ptr top_k:i64 row_count:i64 "
     "vectors:i64 dout_stride:i64 y_stride:i64 half:i64 prob_kind:i64 prob_columns:i64 pad_blocks:i64",
     variants=[(2, 8), (2, 1), (4, 4), (4, 1)],
-    max_registers=88,
-)
+)  # fmt: skip
 KERNELS = (PERMUTE, PERMUTE_BULK, PROBS, UNPERMUTE, UNPERMUTE_BWD)
 
 # ---- validation -----------------------------------------------------------------------------------------------------

@@ -41,14 +41,11 @@ _THREADS, _CHUNKS = 512, 4
 _WIDER = {torch.float16: torch.float32, torch.float8_e5m2: torch.bfloat16}  # exact
 
 KERNEL = Kernel(
-    "moe/permute_smooth.cu",
-    "moe_permute_smooth",
-    template="T",
+    "moe/permute_smooth.cu", "moe_permute_smooth", template="T", max_registers=80,
     args="x:ptr slots:ptr experts:ptr scale:ptr factor:ptr others:ptr q:ptr scale_out:ptr dots:ptr rows:i64 cols:i64 "
     "x_stride:i64 choices:i64 divisor:i64 expert_count:i64 scales:i64 scale_cols:i64 threads_per_row:i64 pow2:i64",
     variants=[("bf16",), ("fp32",), ("e4m3",)],
-    max_registers=80,
-)
+)  # fmt: skip
 
 # ---- plan -----------------------------------------------------------------------------------------------------------
 
@@ -150,16 +147,9 @@ class MoePermutedSmooth(NamedTuple):
 
 
 def moe_permute_smooth(
-    x: Tensor,
-    index: MoeIndex,
-    smooth: Tensor,
-    *,
-    divide: bool = False,
-    scale: Tensor | None = None,
-    tokens: Tensor | None = None,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    pow2_scale: bool = False,
-) -> MoePermutedSmooth:
+    x: Tensor, index: MoeIndex, smooth: Tensor, *, divide: bool = False, scale: Tensor | None = None,
+    tokens: Tensor | None = None, dtype: torch.dtype = torch.float8_e4m3fn, pow2_scale: bool = False,
+) -> MoePermutedSmooth:  # fmt: skip
     """Copy the rows of tokens to their experts, times the expert's factors, as fp8 codes with one scale per row.
 
     ``z[r] = x[t] * scale[t] * smooth[e]`` for the row r that token t has with expert e, in fp32 and each product

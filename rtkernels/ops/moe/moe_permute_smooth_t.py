@@ -122,14 +122,9 @@ class MoePermutedChannel(NamedTuple):
 
 
 def moe_permute_smooth_t(
-    x: Tensor,
-    index: MoeIndex,
-    row_factor: Tensor | None = None,
-    *,
-    scale: Tensor | None = None,
-    smooth: Tensor | None = None,
-    pow2_scale: bool = False,
-) -> MoePermutedChannel:
+    x: Tensor, index: MoeIndex, row_factor: Tensor | None = None, *, scale: Tensor | None = None,
+    smooth: Tensor | None = None, pow2_scale: bool = False,
+) -> MoePermutedChannel:  # fmt: skip
     """Copy the rows of tokens to their experts, times factors, as transposed fp8 codes with one scale per column.
 
     ``z[r] = x[t] * smooth * (scale[t] * row_factor[r])`` for row r of token t, in fp32 and each product rounded. An

@@ -19,22 +19,15 @@ _AHEAD = 2  # groups of four elements a thread requests before it works on the f
 _STEPS = 4  # index of the list of step counts; cuda_src/multi/multi_adamw.cu
 
 _ADVANCE = Kernel(
-    "multi/multi_adamw.cu",
-    "adamw_advance",
-    template="THREADS",
-    args="table:ptr found_inf:ptr tensors:i64 lists:i64",
-    variants=[(THREADS,)],
-    max_registers=32,
-)
+    "multi/multi_adamw.cu", "adamw_advance", template="THREADS", max_registers=32,
+    args="table:ptr found_inf:ptr tensors:i64 lists:i64", variants=[(THREADS,)],
+)  # fmt: skip
 _ADAMW = Kernel(
-    "multi/multi_adamw.cu",
-    "multi_adamw",
-    template="AHEAD",
+    "multi/multi_adamw.cu", "multi_adamw", template="AHEAD", max_registers=96,
     args="table:ptr lr_by:ptr grad_scale:ptr found_inf:ptr tensors:i64 lists:i64 shift:i64 lr:f64 log_beta1:f64 "
     "log_beta2:f64 rest1:f64 rest2:f64 eps:f64 decay:f64 sign:f64",
     variants=[(_AHEAD,)],
-    max_registers=96,
-)
+)  # fmt: skip
 KERNELS = (_ADVANCE, _ADAMW)
 
 Lists = Sequence[Sequence[Tensor]]

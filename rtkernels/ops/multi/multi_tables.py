@@ -95,12 +95,9 @@ def check_one(tensors: Sequence[Tensor], name: str = "tensors") -> None:
 
 
 def check_together(
-    name: str,
-    tensors: Sequence[Tensor],
-    of: str,
-    others: Sequence[Tensor],
+    name: str, tensors: Sequence[Tensor], of: str, others: Sequence[Tensor],
     dtypes: Sequence[torch.dtype] = FLOAT_DTYPES,
-) -> None:
+) -> None:  # fmt: skip
     """Raise an ArgumentError unless a list can be walked together with another one that was checked."""
     if len(tensors) != len(others):
         raise ArgumentError(f"{name} has {len(tensors)} tensors; expected {len(others)}, as many as {of}")

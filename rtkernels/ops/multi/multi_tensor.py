@@ -28,29 +28,18 @@ _FINISH_WARPS = 32
 _AHEAD = 4  # accesses of 16 bytes a thread requests before it works on the first
 
 _REDUCE = Kernel(
-    "multi/multi_reduce.cu",
-    "multi_reduce",
-    template="KIND",
-    args="table:ptr partial:ptr tensors:i64 shift:i64",
-    variants=[(kind,) for kind in range(4)],
-    max_registers=64,
-)
+    "multi/multi_reduce.cu", "multi_reduce", template="KIND", max_registers=64,
+    args="table:ptr partial:ptr tensors:i64 shift:i64", variants=[(kind,) for kind in range(4)],
+)  # fmt: skip
 _FINISH = Kernel(
-    "multi/multi_reduce.cu",
-    "multi_finish",
-    template="KIND",
+    "multi/multi_reduce.cu", "multi_finish", template="KIND", max_registers=64,
     args="table:ptr partial:ptr out:ptr tensors:i64 shift:i64 chunks:i64 raw:i64",
     variants=[(kind,) for kind in range(4)],
-    max_registers=64,
-)
+)  # fmt: skip
 _SCALE = Kernel(
-    "multi/multi_scale.cu",
-    "multi_scale",
-    template="AHEAD",
-    args="table:ptr by:ptr tensors:i64 lists:i64 shift:i64 chunks:i64 scale:f64 most:f64",
-    variants=[(_AHEAD,)],
-    max_registers=64,
-)
+    "multi/multi_scale.cu", "multi_scale", template="AHEAD", max_registers=64,
+    args="table:ptr by:ptr tensors:i64 lists:i64 shift:i64 chunks:i64 scale:f64 most:f64", variants=[(_AHEAD,)],
+)  # fmt: skip
 
 # ---- launchers ------------------------------------------------------------------------------------------------------
 

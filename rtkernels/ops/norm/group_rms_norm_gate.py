@@ -136,9 +136,4 @@ def group_rms_norm_gate(
     return _forward(x, gate, weight, groups, eps, layout)
 
 
-OP = Op(
-    "group_rms_norm_gate",
-    public=("group_rms_norm_gate",),
-    kernels=KERNELS,
-    torch_ops=(FORWARD, BACKWARD),
-)
+OP = Op("group_rms_norm_gate", public=("group_rms_norm_gate",), kernels=KERNELS, torch_ops=(FORWARD, BACKWARD))

@@ -48,47 +48,31 @@ _BWD_POINTERS = "dy:ptr x:ptr gate:ptr weight:ptr dx:ptr dgate:ptr"
 _COUNTS = "tokens:i64 inner_size:i64 groups:i64 cols:i64"
 _BWD_INPUTS = "dy_outer:i64 dy_inner:i64 x_outer:i64 x_inner:i64 x_group:i64 gate_outer:i64 gate_inner:i64"
 _FWD = Kernel(
-    _UNIT,
-    "group_rms_norm_gate_fwd",
-    template="T W CHUNKS",
+    _UNIT, "group_rms_norm_gate_fwd", template="T W CHUNKS", max_registers=64,
     args=f"x:ptr gate:ptr weight:ptr y:ptr {_FWD_STRIDES} by_groups:i64 by_inner:i64 eps:f64",
     variants=[(t, w, _CHUNKS) for t, w in _TYPES],
-    max_registers=64,
-)
+)  # fmt: skip
 _FWD_LONG = Kernel(
-    _UNIT,
-    "group_rms_norm_gate_fwd_long",
-    template="T",
+    _UNIT, "group_rms_norm_gate_fwd_long", template="T", max_registers=88,
     args=f"x:ptr gate:ptr weight:ptr y:ptr {_FWD_STRIDES} weight_fp32:i64 aligned16:i64 eps:f64",
     variants=_LONG_VARIANTS,
-    max_registers=88,
-)
+)  # fmt: skip
 _BWD = Kernel(
-    _BWD_UNIT,
-    "group_rms_norm_gate_bwd",
-    template="T CHUNKS FORM",
+    _BWD_UNIT, "group_rms_norm_gate_bwd", template="T CHUNKS FORM", max_registers=128,
     args=f"{_BWD_POINTERS} partial:ptr {_COUNTS} {_BWD_INPUTS} dgate_outer:i64 dgate_inner:i64 dx_outer:i64 "
     "dx_inner:i64 weight_group:i64 lanes:i64 threads_per_row:i64 by_inner:i64 by_groups:i64 wide:i64 early:i64 eps:f64",
     variants=[(t, c, f) for t in _WIDTH for c, f in _FORMS],
-    max_registers=128,
-)
+)  # fmt: skip
 _BWD_LONG = Kernel(
-    _BWD_UNIT,
-    "group_rms_norm_gate_bwd_long",
-    template="T",
+    _BWD_UNIT, "group_rms_norm_gate_bwd_long", template="T", max_registers=96,
     args=f"{_BWD_POINTERS} rstd:ptr {_COUNTS} {_BWD_INPUTS} dgate_outer:i64 dgate_inner:i64 dx_outer:i64 dx_inner:i64 "
     "weight_group:i64 threads_per_row:i64 weight_fp32:i64 aligned16:i64 eps:f64",
     variants=_LONG_VARIANTS,
-    max_registers=96,
-)
+)  # fmt: skip
 _BWD_WEIGHT = Kernel(
-    _BWD_UNIT,
-    "group_rms_norm_gate_bwd_weight",
-    template="T",
-    args=f"dy:ptr x:ptr gate:ptr rstd:ptr partial:ptr {_COUNTS} {_BWD_INPUTS} aligned16:i64",
-    variants=_LONG_VARIANTS,
-    max_registers=48,
-)
+    _BWD_UNIT, "group_rms_norm_gate_bwd_weight", template="T", max_registers=48,
+    args=f"dy:ptr x:ptr gate:ptr rstd:ptr partial:ptr {_COUNTS} {_BWD_INPUTS} aligned16:i64", variants=_LONG_VARIANTS,
+)  # fmt: skip
 KERNELS = (_FWD, _FWD_LONG, _BWD, _BWD_LONG, _BWD_WEIGHT)
 
 

@@ -84,82 +84,49 @@ _BWD_ARGS = (
     "dsum_stride:i64 threads_per_row:i64 eps:f64 offset:f64 wide:i64"
 )
 _FWD = Kernel(
-    _UNIT,
-    "layer_norm_fwd",
-    template="T W CHUNKS RESIDUAL",
+    _UNIT, "layer_norm_fwd", template="T W CHUNKS RESIDUAL", max_registers=128,
     args=_FWD_ARGS,
     variants=[
         (t, w, c, r) for t, w in _TYPES for c, r in ((1, False), (_REGISTER_CHUNKS, False), (_REGISTER_CHUNKS, True))
     ],
-    max_registers=128,
-)
+)  # fmt: skip
 _FWD_EVEN = Kernel(
-    _UNIT,
-    "layer_norm_fwd_even",
-    template="T W PIECES THREADS",
-    args=_FWD_ARGS,
-    variants=[(t, w, p, n) for t, w in _TYPES for p, n in _EVEN if p == 2 or t == w],
-    max_registers=80,
-)
+    _UNIT, "layer_norm_fwd_even", template="T W PIECES THREADS", max_registers=80,
+    args=_FWD_ARGS, variants=[(t, w, p, n) for t, w in _TYPES for p, n in _EVEN if p == 2 or t == w],
+)  # fmt: skip
 _FWD_SMALL = Kernel(
-    "norm/layer_norm_small.cu",
-    "layer_norm_fwd_small",
-    template="T CHUNKS",
+    "norm/layer_norm_small.cu", "layer_norm_fwd_small", template="T CHUNKS", max_registers=64,
     args="x:ptr residual:ptr weight:ptr bias:ptr y:ptr sum:ptr cols_wide:i64 x_stride:i64 residual_stride:i64 "
     "eps_offset:i64",
     variants=list(_SMALL_CHUNKS.items()),
-    max_registers=64,
-)
+)  # fmt: skip
 _FWD_PIECE = Kernel(
-    "norm/layer_norm_small.cu",
-    "layer_norm_fwd_piece",
-    template="T",
+    "norm/layer_norm_small.cu", "layer_norm_fwd_piece", template="T", max_registers=48,
     args="x:ptr residual:ptr weight:ptr bias:ptr y:ptr sum:ptr cols_eps:i64 x_stride:i64",
     variants=[(t,) for t in _WIDTH],
-    max_registers=48,
-)
+)  # fmt: skip
 _FWD_LONG = Kernel(
-    _UNIT,
-    "layer_norm_fwd_long",
-    template="T VEC",
-    args=f"{_FWD_ARGS} wide:i64",
-    variants=_WIDTHS,
-    max_registers=64,
+    _UNIT, "layer_norm_fwd_long", template="T VEC", args=f"{_FWD_ARGS} wide:i64", variants=_WIDTHS, max_registers=64
 )
 _BWD = Kernel(
-    _BWD_UNIT,
-    "layer_norm_bwd",
-    template="T CHUNKS DSUM STAGES",
-    args=f"{_BWD_ARGS.format(last='partial')} partial_stride:i64",
-    variants=_ring_variants,
-    max_registers=128,
-)
+    _BWD_UNIT, "layer_norm_bwd", template="T CHUNKS DSUM STAGES", max_registers=128,
+    args=f"{_BWD_ARGS.format(last='partial')} partial_stride:i64", variants=_ring_variants,
+)  # fmt: skip
 _BWD_BULK = Kernel(
-    "norm/layer_norm_bwd_bulk.cu",
-    "layer_norm_bwd_bulk",
-    template="T DSUM",
+    "norm/layer_norm_bwd_bulk.cu", "layer_norm_bwd_bulk", template="T DSUM", max_registers=128, needs=("tma",),
     args="dy:ptr h:ptr rows_cols:i64 pitches:i64 threads_stages:i64 weight:ptr dh:ptr partial:ptr dsum:ptr "
     "dsum_flags:i64 eps_offset:i64",
     variants=list(product(_WIDTH, (False, True))),
-    max_registers=128,
-    needs=("tma",),
-)
+)  # fmt: skip
 _BWD_LONG = Kernel(
-    _BWD_UNIT,
-    "layer_norm_bwd_long",
-    template="T VEC",
-    args=_BWD_ARGS.format(last="stats"),
-    variants=_WIDTHS,
-    max_registers=64,
-)
+    _BWD_UNIT, "layer_norm_bwd_long", template="T VEC", max_registers=64,
+    args=_BWD_ARGS.format(last="stats"), variants=_WIDTHS,
+)  # fmt: skip
 _BWD_WEIGHT = Kernel(
-    _BWD_UNIT,
-    "layer_norm_bwd_weight",
-    template="T VEC",
+    _BWD_UNIT, "layer_norm_bwd_weight", template="T VEC", max_registers=40,
     args="dy:ptr h:ptr stats:ptr partial:ptr rows:i64 cols:i64 dy_stride:i64 h_stride:i64 partial_stride:i64",
     variants=_WIDTHS,
-    max_registers=40,
-)
+)  # fmt: skip
 
 
 # ---- validation and planning: plain metadata in, a bound launch out -------------------------------------------------

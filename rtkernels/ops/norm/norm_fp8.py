@@ -146,20 +146,10 @@ def _norm_fp8(x, weight, bias, residual, smooth, rstd, mean, options: _Options) 
 
 
 def rms_norm_fp8(
-    x: Tensor,
-    weight: Tensor | None = None,
-    *,
-    eps: float | None = None,
-    offset: float = 0,
-    residual: Tensor | None = None,
-    layout: str = "row",
-    pow2_scale: bool = False,
-    scale_layout: str = "row",
-    rstd: Tensor | None = None,
-    keep: bool = False,
-    smooth: Tensor | None = None,
-    calibrate: bool = False,
-) -> NormFp8:
+    x: Tensor, weight: Tensor | None = None, *, eps: float | None = None, offset: float = 0,
+    residual: Tensor | None = None, layout: str = "row", pow2_scale: bool = False, scale_layout: str = "row",
+    rstd: Tensor | None = None, keep: bool = False, smooth: Tensor | None = None, calibrate: bool = False,
+) -> NormFp8:  # fmt: skip
     """Normalise the last dimension by its root mean square and quantise the result to fp8 (e4m3).
 
     ``v = h / sqrt(mean(h^2) + eps) * (offset + weight)`` with ``h = x``, or ``h = x + residual`` rounded to the dtype
@@ -205,22 +195,11 @@ def rms_norm_fp8(
 
 
 def layer_norm_fp8(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    eps: float | None = None,
-    offset: float = 0,
-    residual: Tensor | None = None,
-    layout: str = "row",
-    pow2_scale: bool = False,
-    scale_layout: str = "row",
-    rstd: Tensor | None = None,
-    mean: Tensor | None = None,
-    keep: bool = False,
-    smooth: Tensor | None = None,
-    calibrate: bool = False,
-) -> NormFp8:
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float | None = None,
+    offset: float = 0, residual: Tensor | None = None, layout: str = "row", pow2_scale: bool = False,
+    scale_layout: str = "row", rstd: Tensor | None = None, mean: Tensor | None = None, keep: bool = False,
+    smooth: Tensor | None = None, calibrate: bool = False,
+) -> NormFp8:  # fmt: skip
     """Normalise the last dimension to mean 0 and variance 1 and quantise the result to fp8 (e4m3).
 
     ``v = (h - mean(h)) / sqrt(var(h) + eps) * (offset + weight) + bias``; the rest is as for :func:`rms_norm_fp8`:
@@ -255,9 +234,4 @@ def layer_norm_fp8(
     return _norm_fp8(x, weight, bias, residual, smooth, rstd, mean, options)
 
 
-OP = Op(
-    "norm_fp8",
-    public=("rms_norm_fp8", "layer_norm_fp8"),
-    kernels=KERNELS,
-    torch_ops=(FORWARD, SMOOTH),
-)
+OP = Op("norm_fp8", public=("rms_norm_fp8", "layer_norm_fp8"), kernels=KERNELS, torch_ops=(FORWARD, SMOOTH))

@@ -28,28 +28,20 @@ _STATS_BYTES, _MAX_STATS_BYTES = 64 << 10, 128 << 10
 
 _STATISTICS = "rstd:ptr mean:ptr"
 _ROW = Kernel(
-    "norm/norm_fp8.cu",
-    "norm_fp8_row",
-    template="T W CHUNKS CENTRED",
+    "norm/norm_fp8.cu", "norm_fp8_row", template="T W CHUNKS CENTRED", max_registers=128,
     args=f"x:ptr residual:ptr weight:ptr bias:ptr q:ptr scale:ptr {_STATISTICS} y:ptr sum:ptr rows:i64 cols:i64 "
     "x_stride:i64 residual_stride:i64 threads_per_row:i64 scale_row:i64 scale_group:i64 pow2:i64 given:i64 eps:f64 "
     "offset:f64",
     variants=[(t, w, _ROW_CHUNKS, centred) for t, w in _TYPES for centred in (False, True)],
-    max_registers=128,
-)
+)  # fmt: skip
 _STATS = Kernel(
-    "norm/norm_fp8.cu",
-    "norm_fp8_stats",
-    template="T VEC CENTRED",
+    "norm/norm_fp8.cu", "norm_fp8_stats", template="T VEC CENTRED", max_registers=64,
     args=f"x:ptr residual:ptr sum:ptr {_STATISTICS} ticket:ptr rows:i64 all_rows:i64 cols:i64 x_stride:i64 "
     "residual_stride:i64 threads_per_row:i64 eps:f64",
     variants=[(t, *rest) for t, v in _WIDTH.items() for rest in ((1, True), (v, False), (v, True))],
-    max_registers=64,
-)
+)  # fmt: skip
 _TILE = Kernel(
-    "norm/norm_fp8_tile.cu",
-    "norm_fp8_tile",
-    template="T WIDE ROWS COLUMNS CENTRED",
+    "norm/norm_fp8_tile.cu", "norm_fp8_tile", template="T WIDE ROWS COLUMNS CENTRED", max_registers=128,
     args=f"x:ptr weight:ptr bias:ptr {_STATISTICS} q:ptr scale:ptr q_t:ptr scale_t:ptr y:ptr ticket:ptr rows:i64 "
     "cols:i64 x_stride:i64 scale_row:i64 scale_group:i64 column_tiles:i64 weight_wide:i64 early:i64 pow2:i64 ahead:i64 "
     "stats_blocks:i64 stats_rows:i64 eps:f64 offset:f64",
@@ -63,17 +55,13 @@ _TILE = Kernel(
             (False, True, True, True),
         )
     ],
-    max_registers=128,
-)
+)  # fmt: skip
 _SMOOTH = Kernel(
-    "norm/norm_fp8_smooth.cu",
-    "norm_fp8_smooth",
-    template="T VEC",
+    "norm/norm_fp8_smooth.cu", "norm_fp8_smooth", template="T VEC", max_registers=100,
     args=f"x:ptr residual:ptr weight:ptr bias:ptr smooth:ptr q:ptr scale:ptr {_STATISTICS} y:ptr sum:ptr most:ptr "
     "rows:i64 cols:i64 x_stride:i64 residual_stride:i64 wide:i64 pow2:i64 gather:i64 eps:f64 offset:f64",
     variants=[(t, v) for t in _WIDTH for v in (1, _SMOOTH_VEC)],
-    max_registers=100,
-)
+)  # fmt: skip
 KERNELS = (_ROW, _STATS, _TILE, ring.RING, ring.SINGLE_READ, _SMOOTH)
 
 

@@ -28,28 +28,20 @@ _SINGLE_READ_SHARED = _shared(6, 1, 32 + 4 * _SIDE)
 _refused: set[int] = set()  # devices
 
 RING = Kernel(
-    "norm/norm_fp8_ring.cu",
-    "norm_fp8_ring",
-    template="T ROWS",
+    "norm/norm_fp8_ring.cu", "norm_fp8_ring", template="T ROWS", max_registers=104, needs=("tma",),
     args="x:tmap q_t:tmap weight:ptr rstd:ptr q:ptr scale:ptr scale_t:ptr rows:i64 cols:i64 scale_row:i64 "
     "scale_group:i64 weight_fp32:i64 pow2:i64 after:i64 offset:f64",
     variants=lambda target: (
         [(t, rows) for t in ("bf16", "fp16") for rows in (False, True)] if target.capability == (9, 0) else []
     ),
-    max_registers=104,
-    needs=("tma",),
-)
+)  # fmt: skip
 
 SINGLE_READ = Kernel(
-    "norm/norm_fp8_single_read.cu",
-    "norm_fp8_once",
-    template="T",
+    "norm/norm_fp8_single_read.cu", "norm_fp8_once", template="T", max_registers=104, needs=("tma",),
     args="boxes:tmap q_t:tmap x:ptr weight:ptr rstd:ptr q:ptr scale:ptr scale_t:ptr words:ptr rows:i64 cols:i64 "
     "x_stride:i64 scale_row:i64 scale_group:i64 weight_fp32:i64 pow2:i64 eps:f64 offset:f64",
     variants=lambda target: [("bf16",), ("fp16",)] if target.capability == (9, 0) else [],
-    max_registers=104,
-    needs=("tma",),
-)
+)  # fmt: skip
 
 
 class Matrix(NamedTuple):

@@ -71,54 +71,32 @@ _BWD_ARGS = (
     "dsum_stride:i64 threads_per_row:i64 {flags}:i64 eps:f64 offset:f64"
 )
 _FWD = Kernel(
-    _UNIT,
-    "rms_norm_fwd",
-    template="T W VEC CHUNKS RESIDUAL",
+    _UNIT, "rms_norm_fwd", template="T W VEC CHUNKS RESIDUAL", max_registers=96,
     args=_FWD_ARGS.format(flags=""),
     variants=[(t, w, _WIDTH[t], c, r) for t, w in _TYPES for c in _REGISTER_CHUNKS for r in (False, True)],
-    max_registers=96,
-)
+)  # fmt: skip
 _FWD_LONG = Kernel(
-    _UNIT,
-    "rms_norm_fwd_long",
-    template="T",
-    args=_FWD_ARGS.format(flags="flags:i64 "),
-    variants=_LONG_VARIANTS,
-    max_registers=64,
-)
+    _UNIT, "rms_norm_fwd_long", template="T", max_registers=64,
+    args=_FWD_ARGS.format(flags="flags:i64 "), variants=_LONG_VARIANTS,
+)  # fmt: skip
 _BWD = Kernel(
-    _UNIT,
-    "rms_norm_bwd",
-    template="T CHUNKS DSUM STAGES",
-    args=_BWD_ARGS.format(last="partial", flags="weight_fp32"),
-    variants=_ring_variants,
-    max_registers=128,
-)
+    _UNIT, "rms_norm_bwd", template="T CHUNKS DSUM STAGES", max_registers=128,
+    args=_BWD_ARGS.format(last="partial", flags="weight_fp32"), variants=_ring_variants,
+)  # fmt: skip
 _BWD_BULK = Kernel(
-    "norm/rms_norm_bwd_bulk.cu",
-    "rms_norm_bwd_bulk",
-    template="T CHUNKS DSUM",
+    "norm/rms_norm_bwd_bulk.cu", "rms_norm_bwd_bulk", template="T CHUNKS DSUM", max_registers=112, needs=("tma",),
     args=_BWD_ARGS.format(last="partial", flags="weight_fp32") + " stages:i64 groups:i64",
     variants=list(product(_WIDTH, _RING_CHUNKS, (False, True))),
-    max_registers=112,
-    needs=("tma",),
-)
+)  # fmt: skip
 _BWD_LONG = Kernel(
-    _UNIT,
-    "rms_norm_bwd_long",
-    template="T",
-    args=_BWD_ARGS.format(last="rstd", flags="flags"),
-    variants=_LONG_VARIANTS,
-    max_registers=64,
-)
+    _UNIT, "rms_norm_bwd_long", template="T", max_registers=64,
+    args=_BWD_ARGS.format(last="rstd", flags="flags"), variants=_LONG_VARIANTS,
+)  # fmt: skip
 _BWD_WEIGHT = Kernel(
-    _UNIT,
-    "rms_norm_bwd_weight",
-    template="T",
+    _UNIT, "rms_norm_bwd_weight", template="T", max_registers=64,
     args="dy:ptr h:ptr rstd:ptr partial:ptr rows:i64 cols:i64 dy_stride:i64 h_stride:i64 aligned16:i64",
     variants=_LONG_VARIANTS,
-    max_registers=64,
-)
+)  # fmt: skip
 
 
 # ---- validation and planning: plain metadata in, a bound launch out -------------------------------------------------

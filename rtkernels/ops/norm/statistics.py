@@ -113,17 +113,9 @@ def _run(x, weight, bias, residual, rstd, mean, eps: float, offset: float, centr
 
 
 def with_statistics(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    rstd: Tensor | None,
-    mean: Tensor | None,
-    eps: float,
-    offset: float,
-    centred: bool,
-    wanted: bool,
-) -> Tensor | tuple[Tensor, ...]:
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, rstd: Tensor | None,
+    mean: Tensor | None, eps: float, offset: float, centred: bool, wanted: bool,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Normalise with given statistics, or return those worked out: y, then the sum, then (`wanted`) rstd and mean."""
     if recorded(x, weight, bias, residual):
         if is_dynamo_compiling():

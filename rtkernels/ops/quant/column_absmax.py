@@ -30,22 +30,15 @@ _DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 _RESULTS = {None: "AbsMax", torch.float8_e4m3fn: "ScaleE4m3", torch.float8_e5m2: "ScaleE5m2"}
 
 _PARTIAL = Kernel(
-    "quant/column_absmax.cu",
-    "column_absmax",
-    template="T",
+    "quant/column_absmax.cu", "column_absmax", template="T", max_registers=128,
     args="x:ptr row_factor:ptr column_factor:ptr partial:ptr rows:i64 cols:i64 x_stride:i64 rows_per_block:i64 "
     "column_tiles:i64 wide:i64 passing:i64",
     variants=[("bf16",), ("fp16",), ("fp32",)],
-    max_registers=128,
-)
+)  # fmt: skip
 _FINISH = Kernel(
-    "quant/column_absmax.cu",
-    "column_max",
-    template="Result",
-    args="partial:ptr out:ptr rows:i64 cols:i64 pow2:i64",
-    variants=[(name,) for name in _RESULTS.values()],
-    max_registers=40,
-)
+    "quant/column_absmax.cu", "column_max", template="Result", max_registers=40,
+    args="partial:ptr out:ptr rows:i64 cols:i64 pow2:i64", variants=[(name,) for name in _RESULTS.values()],
+)  # fmt: skip
 
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
@@ -155,9 +148,4 @@ def column_absmax(x: Tensor, *, row_factor: Tensor | None = None, column_factor:
     return ABSMAX.call(x, row, column)
 
 
-OP = Op(
-    "column_absmax",
-    public=("column_absmax",),
-    kernels=(_PARTIAL, _FINISH),
-    torch_ops=(ABSMAX,),
-)
+OP = Op("column_absmax", public=("column_absmax",), kernels=(_PARTIAL, _FINISH), torch_ops=(ABSMAX,))

@@ -5,14 +5,7 @@ from __future__ import annotations
 import torch
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.quant.quantize_fp8_kernels import (
-    BACK,
-    BACK_GENERIC,
-    BACK_T,
-    GENERIC_THREADS,
-    GENERIC_TYPES,
-    WIDTH,
-)
+from rtkernels.ops.quant.quantize_fp8_kernels import BACK, BACK_GENERIC, BACK_T, GENERIC_THREADS, GENERIC_TYPES, WIDTH
 from rtkernels.ops.quant.quantize_fp8_plan import Matrix, check_options, check_static_scale, scale_shape
 from rtkernels.ops.shared.fp8_layout import FP8_DTYPES, GROUP, groups_of
 from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, check_same, token

@@ -34,21 +34,14 @@ _ELEMENTS = 8  # of a thread
 _THREADS, _CHUNKS = 512, 4
 
 _TRANSFORM = Kernel(
-    "quant/hadamard.cu",
-    "hadamard",
-    template="T",
-    args="x:ptr y:ptr vectors:i64 lanes:i64 norm:f64",
-    variants=[("bf16",), ("fp16",), ("fp32",)],
-    max_registers=64,
-)
+    "quant/hadamard.cu", "hadamard", template="T", max_registers=64,
+    args="x:ptr y:ptr vectors:i64 lanes:i64 norm:f64", variants=[("bf16",), ("fp16",), ("fp32",)],
+)  # fmt: skip
 _QUANTIZE = Kernel(
-    "quant/hadamard.cu",
-    "quantize_fp8_hadamard",
-    template="T",
+    "quant/hadamard.cu", "quantize_fp8_hadamard", template="T", max_registers=80,
     args="x:ptr q:ptr scale:ptr rows:i64 cols:i64 threads_per_row:i64 lanes:i64 pow2:i64 norm:f64",
     variants=[("bf16",), ("fp32",)],
-    max_registers=80,
-)
+)  # fmt: skip
 
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
@@ -186,13 +179,9 @@ def hadamard(x: Tensor, block: int = 128, *, dtype: torch.dtype | None = None) -
 
 
 def quantize_fp8_hadamard(
-    x: Tensor,
-    block: int = 128,
-    *,
-    transposed: bool = False,
-    dtype: torch.dtype = torch.float8_e4m3fn,
+    x: Tensor, block: int = 128, *, transposed: bool = False, dtype: torch.dtype = torch.float8_e4m3fn,
     pow2_scale: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Quantise the :func:`hadamard` transform of a tensor to fp8 with one scale per row, or per column and transposed.
 
     The recipe is that of :func:`quantize_fp8`, granularity "row"; transformed values are fp32 and not rounded before.
@@ -224,14 +213,9 @@ def quantize_fp8_hadamard(
 
 
 def dequantize_fp8_hadamard(
-    q: Tensor,
-    scale: Tensor,
-    block: int = 128,
-    *,
-    transposed: bool = False,
-    rows: int | None = None,
+    q: Tensor, scale: Tensor, block: int = 128, *, transposed: bool = False, rows: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the values that :func:`quantize_fp8_hadamard` stored: ``q * scale`` transformed back.
 
     fp32 arithmetic, rounded once. Not differentiable.

@@ -61,16 +61,9 @@ class QuantizedBoth(NamedTuple):
 
 
 def quantize_fp8(
-    x: Tensor,
-    scale: Tensor | None = None,
-    *,
-    granularity: str = "tensor",
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    pow2_scale: bool = False,
-    scale_layout: str = "row",
-    layout: str = "row",
-    with_transposed: bool = False,
-) -> tuple[Tensor, Tensor] | QuantizedBoth:
+    x: Tensor, scale: Tensor | None = None, *, granularity: str = "tensor", dtype: torch.dtype = torch.float8_e4m3fn,
+    pow2_scale: bool = False, scale_layout: str = "row", layout: str = "row", with_transposed: bool = False,
+) -> tuple[Tensor, Tensor] | QuantizedBoth:  # fmt: skip
     """Quantise a tensor to fp8 codes and the factors that give the values back.
 
     For each set of values that share a scale: ``scale = max(amax / fp8_max, 1e-30)`` with ``fp8_max`` 448 (e4m3) or
@@ -146,14 +139,9 @@ def quantize_fp8(
 
 
 def dequantize_fp8(
-    q: Tensor,
-    scale: Tensor,
-    *,
-    granularity: str = "tensor",
-    dtype: torch.dtype = torch.bfloat16,
-    scale_layout: str = "row",
-    code_dtype: torch.dtype | None = None,
-) -> Tensor:
+    q: Tensor, scale: Tensor, *, granularity: str = "tensor", dtype: torch.dtype = torch.bfloat16,
+    scale_layout: str = "row", code_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """Return ``q * scale``: the values that :func:`quantize_fp8` stored.
 
     One fp32 product per element, rounded once. Not differentiable.

@@ -23,14 +23,11 @@ from rtkernels.runtime.operator.declared import Argument, Dense, Meta, Operator
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
 KERNEL = Kernel(
-    "quant/channel.cu",
-    "quantize_fp8_channel",
-    template="T",
+    "quant/channel.cu", "quantize_fp8_channel", template="T", max_registers=128,
     args="x:ptr row_factor:ptr column_factor:ptr scale:ptr q_t:ptr rows:i64 rows_out:i64 cols:i64 x_cols:i64 "
     "x_stride:i64 tiles_across:i64",
     variants=[("bf16",), ("fp32",)],
-    max_registers=128,
-)
+)  # fmt: skip
 _INPUTS = (*FLOAT_DTYPES, torch.float8_e4m3fn)
 _WIDER = {torch.float16: torch.float32, torch.float8_e4m3fn: torch.bfloat16}
 

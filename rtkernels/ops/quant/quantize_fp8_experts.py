@@ -129,14 +129,9 @@ class QuantizedExperts(NamedTuple):
 
 
 def quantize_fp8_experts(
-    x: Tensor,
-    counts: Tensor,
-    *,
-    layout: str = "both",
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    pow2_scale: bool = False,
-    output: str | None = None,
-) -> QuantizedExperts:
+    x: Tensor, counts: Tensor, *, layout: str = "both", dtype: torch.dtype = torch.float8_e4m3fn,
+    pow2_scale: bool = False, output: str | None = None,
+) -> QuantizedExperts:  # fmt: skip
     """Quantise rows sorted by expert to fp8, in groups of 128 along rows, along columns, or both from one read.
 
     Each expert's rows are quantised as :func:`quantize_fp8` quantises a matrix of them (granularities "group" and
@@ -169,8 +164,5 @@ def quantize_fp8_experts(
 
 
 OP = Op(
-    "quantize_fp8_experts",
-    public=("quantize_fp8_experts",),
-    kernels=(EXPERTS, EXPERTS_STREAM),
-    torch_ops=(QUANTIZE,),
+    "quantize_fp8_experts", public=("quantize_fp8_experts",), kernels=(EXPERTS, EXPERTS_STREAM), torch_ops=(QUANTIZE,)
 )

@@ -248,9 +248,4 @@ def _group_t(m: Matrix, t: str, f: str, pow2: int, layout: str) -> Step:
     return Step(launch, "x", "q", "scale", m.rows, m.cols, m.stride, tiles, pow2)
 
 
-_BY_GRANULARITY: dict[str, Callable[..., Step]] = {
-    "row": _row,
-    "group": _group,
-    "block": _block,
-    "group_t": _group_t,
-}
+_BY_GRANULARITY: dict[str, Callable[..., Step]] = {"row": _row, "group": _group, "block": _block, "group_t": _group_t}

@@ -43,14 +43,11 @@ _THREADS, _CHUNKS = 512, 4
 _CALIBRATION_BLOCKS_PER_SM = 5
 
 _KERNEL = Kernel(
-    "quant/smooth.cu",
-    "quantize_fp8_smooth",
-    template="T CALIBRATE",
+    "quant/smooth.cu", "quantize_fp8_smooth", template="T CALIBRATE", max_registers=116,
     args="x:ptr factor:ptr expert:ptr q:ptr scale:ptr partial:ptr rows:i64 x_cols:i64 x_stride:i64 q_cols:i64 "
     "threads_per_row:i64 pow2:i64 passing:i64",
     variants=[("bf16", False), ("fp32", False), ("bf16", True)],
-    max_registers=116,
-)
+)  # fmt: skip
 
 # ---- plan -----------------------------------------------------------------------------------------------------------
 
@@ -169,18 +166,10 @@ def expert_of_rows(counts: Tensor, rows: int) -> Tensor:
 
 
 def quantize_fp8_smooth(
-    x: Tensor,
-    smooth: Tensor | None = None,
-    *,
-    divide: bool = False,
-    row_factor: Tensor | None = None,
-    counts: Tensor | None = None,
-    granularity: str = "row",
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    pow2_scale: bool = False,
-    with_amax: bool = False,
-    pad_to: int = 1,
-) -> SmoothQuantized:
+    x: Tensor, smooth: Tensor | None = None, *, divide: bool = False, row_factor: Tensor | None = None,
+    counts: Tensor | None = None, granularity: str = "row", dtype: torch.dtype = torch.float8_e4m3fn,
+    pow2_scale: bool = False, with_amax: bool = False, pad_to: int = 1,
+) -> SmoothQuantized:  # fmt: skip
     """Quantise ``z = x * smooth * row_factor`` to fp8 with one scale per row or per column.
 
     The recipe is that of :func:`quantize_fp8`; z is fp32, not rounded before. Granularity "row" has one scale per row
@@ -249,17 +238,10 @@ def _experts(counts: Tensor, smooth: Tensor, x: Tensor) -> Tensor:
 
 
 def dequantize_fp8_smooth(
-    q: Tensor,
-    scale: Tensor,
-    smooth: Tensor | None = None,
-    *,
-    divide: bool = False,
-    row_factor: Tensor | None = None,
-    counts: Tensor | None = None,
-    granularity: str = "row",
-    rows: int | None = None,
+    q: Tensor, scale: Tensor, smooth: Tensor | None = None, *, divide: bool = False, row_factor: Tensor | None = None,
+    counts: Tensor | None = None, granularity: str = "row", rows: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the values that :func:`quantize_fp8_smooth` stored: ``q * scale``, with the factors taken out again.
 
     A few fp32 operations per element, rounded once. Not differentiable.

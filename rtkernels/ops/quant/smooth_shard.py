@@ -14,16 +14,9 @@ from rtkernels.runtime.operator.autograd import refuse_gradients
 
 
 def quantize_fp8_shard_(
-    q: Tensor,
-    scale: Tensor,
-    shard: Tensor,
-    offset: int,
-    smooth: Tensor | None = None,
-    *,
-    edge_scales: Tensor | None = None,
-    divide: bool = False,
-    pow2_scale: bool = False,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, scale: Tensor, shard: Tensor, offset: int, smooth: Tensor | None = None, *,
+    edge_scales: Tensor | None = None, divide: bool = False, pow2_scale: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Quantise a flat piece of a matrix into its place among the codes, with one scale per row.
 
     Rows that lie in the shard whole are quantised as :func:`quantize_fp8_smooth` does (granularity "row"). Of a row

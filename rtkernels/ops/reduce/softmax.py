@@ -173,9 +173,4 @@ def log_softmax(
     return _any_softmax(x, dim, scale, lengths, in_place, True)
 
 
-OP = Op(
-    "softmax",
-    public=("softmax", "log_softmax"),
-    kernels=KERNELS,
-    torch_ops=(FORWARD, IN_PLACE, BACKWARD),
-)
+OP = Op("softmax", public=("softmax", "log_softmax"), kernels=KERNELS, torch_ops=(FORWARD, IN_PLACE, BACKWARD))

@@ -8,23 +8,24 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
+from rtkernels.runtime.launch.memory import dense_strides
 from rtkernels.runtime.layout import check_same, token, vector_bytes
+from rtkernels.runtime.operator.declared import Argument, Dense, Meta
 
-Meta = tuple[Any, ...]  # dtype, shape, stride, device index
-
-# The tail of every kernel's arguments, and of every operator's schema.
+# The tail of every kernel's arguments, and of every operator's.
 ARGS = (
     "cos:ptr sin:ptr index:ptr table_rows:i64 table_stride:i64 stream_rows:i64 angle_flags:i64 index_kind:i64 "
     "index_count:i64 index_step:i64 section_kind:i64 section_0:i64 section_1:i64 section_2:i64 rotary:i64 cp_rank:i64 "
     "cp_size:i64 mscale:f64"
 )
-SCHEMA = (
-    "Tensor cos, Tensor sin, Tensor? positions, Tensor? cu_seqlens, str sections, int cp_rank, int cp_size, "
-    "float mscale"
+ARGUMENTS = (
+    *(Argument(name, None) for name in ("cos", "sin")),
+    *(Dense(name, None, optional=True) for name in ("positions", "cu_seqlens")),
+    *("str sections", "int cp_rank", "int cp_size", "float mscale"),
 )
 
 HALVES, ADJACENT, GATHER, SCATTER = range(4)  # orders of pairs, in and out: rope/pieces.cuh
-_WIDE, _FULL, _ADJACENT, _INDEX_WIDE, _INVERSE = 1, 2, 4, 8, 16
+_TABLES_FP32, _FULL, _ADJACENT, _INDEX_INT64, _INVERSE = 1, 2, 4, 8, 16
 _BY_PLACE, _BY_TOKEN, _BY_POSITION, _BY_SEQUENCE = range(4)
 _SECTION_KINDS = {"": 0, "blocks": 1, "interleaved": 2}
 _INTEGERS = (torch.int32, torch.int64)
@@ -60,7 +61,7 @@ class Angles(NamedTuple):
 
     def per_token(self) -> Angles:
         """Return the same for dense fp32 tables with a row for each token and mscale in them."""
-        flags = self.flags & ~_INDEX_WIDE | _WIDE
+        flags = self.flags & ~_INDEX_INT64 | _TABLES_FP32
         return Angles(2**62, self.width, 0, flags, _BY_TOKEN, 0, 0, 0, (0, 0, 0), self.rotary, 0, 1, 1.0)
 
 
@@ -83,24 +84,10 @@ def check_rotary(rotary: int, head_dim: int) -> int:
 
 
 def check(
-    cos: Meta,
-    sin: Meta,
-    positions: Meta | None,
-    cu_seqlens: Meta | None,
-    sections: str,
-    cp_rank: int,
-    cp_size: int,
-    mscale: float,
-    *,
-    dtype: torch.dtype,
-    device: int,
-    batch: int,
-    length: int,
-    packed: bool,
-    rotary: int,
-    adjacent: bool,
-    inverse: bool,
-) -> Angles:
+    cos: Meta, sin: Meta, positions: Meta | None, cu_seqlens: Meta | None, sections: str, cp_rank: int, cp_size: int,
+    mscale: float, *, dtype: torch.dtype, device: int, batch: int, length: int, packed: bool, rotary: int,
+    adjacent: bool, inverse: bool,
+) -> Angles:  # fmt: skip
     """Raise an ArgumentError for tables and positions that do not fit; return what kernels need.
 
     Args:
@@ -127,7 +114,7 @@ def check(
             f"cos has shape {shape}; expected [positions, n] or [batch, length, n], where n is {rotary // 2} (one for "
             f"each pair) or {rotary} (one for each rotated element)"
         )
-    flags = (cos[0] == torch.float32) * _WIDE | (shape[-1] == rotary) * _FULL | adjacent * _ADJACENT
+    flags = (cos[0] == torch.float32) * _TABLES_FP32 | (shape[-1] == rotary) * _FULL | adjacent * _ADJACENT
     flags |= inverse * _INVERSE
     rows, index_kind, count, step, stream_rows = shape[0], _BY_PLACE, 0, 0, 0
     if len(shape) == 4 and not kind and shape[1:3] == (1, 1):
@@ -147,7 +134,7 @@ def check(
     if positions is not None:
         if cu_seqlens is not None:
             raise ArgumentError("got positions and cu_seqlens; expected one of them")
-        index_kind, flags = _BY_POSITION, flags | (positions[0] == torch.int64) * _INDEX_WIDE
+        index_kind, flags = _BY_POSITION, flags | (positions[0] == torch.int64) * _INDEX_INT64
         token_shape = (length,) if packed else (batch, length)
         streams = (3,) * bool(kind)
         _check_index("positions", positions, device)
@@ -157,7 +144,7 @@ def check(
         shared = got == (*streams, length) and batch > 1
         count, step = (length if shared else batch * length), (0 if shared else length)
     elif cu_seqlens is not None:
-        index_kind, flags = _BY_SEQUENCE, flags | (cu_seqlens[0] == torch.int64) * _INDEX_WIDE
+        index_kind, flags = _BY_SEQUENCE, flags | (cu_seqlens[0] == torch.int64) * _INDEX_INT64
         _check_index("cu_seqlens", cu_seqlens, device)
         if not packed or len(cu_seqlens[1]) != 1 or cu_seqlens[1][0] < 1:
             raise ArgumentError(
@@ -217,14 +204,18 @@ def _row_step(shape: Any, stride: Any) -> int | None:
     return shape[-1] if step is None else step
 
 
-def readable_by_kernels(angles: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of ``SCHEMA`` with tables copied whose rows are not evenly spaced, and a dense index."""
-    cos, sin, positions, cu_seqlens, *rest = angles
-    step = _row_step(cos.shape, cos.stride())
-    if step is None or step != _row_step(sin.shape, sin.stride()):
-        cos, sin = cos.contiguous(), sin.contiguous()
-    index = (t if t is None else t.contiguous() for t in (positions, cu_seqlens))
-    return (cos, sin, *index, *rest)
+def uniform_tables(cos: Meta, sin: Meta) -> tuple[Meta, Meta, dict[str, Any]]:
+    """Return tables as kernels take them, and how they are converted (``Steps``): copied unless rows are uniform."""
+    step = _row_step(cos.shape, cos.stride)
+    if step is not None and step == _row_step(sin.shape, sin.stride):
+        return cos, sin, {}
+    copied = (meta._replace(stride=dense_strides(meta.shape), misaligned=0) for meta in (cos, sin))
+    return *copied, dict.fromkeys(("cos", "sin"), Tensor.contiguous)
+
+
+def index_of(positions: Meta | None, cu_seqlens: Meta | None) -> str | int:
+    """Return the name of what tells a token's position; 0 without one."""
+    return "positions" if positions is not None else 0 if cu_seqlens is None else "cu_seqlens"
 
 
 def readable(angles: Angles, pairs: int, vec: int, align: int, itemsize: int) -> bool:
@@ -249,14 +240,9 @@ def readable(angles: Angles, pairs: int, vec: int, align: int, itemsize: int) ->
 
 
 def reference_tables(
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    cu_seqlens: Tensor | None,
-    angles: Angles,
-    batch: int,
+    cos: Tensor, sin: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, angles: Angles, batch: int,
     length: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return cos and sin of the first, then of the second elements of pairs: fp32 ``[batch, length, rotary / 2]``."""
     half, device = angles.rotary // 2, cos.device
     pairs = torch.arange(half, device=device)
@@ -284,14 +270,9 @@ def reference_tables(
 
 
 def _rows(
-    positions: Tensor | None,
-    cu_seqlens: Tensor | None,
-    angles: Angles,
-    batch: int,
-    length: int,
-    stream: int,
+    positions: Tensor | None, cu_seqlens: Tensor | None, angles: Angles, batch: int, length: int, stream: int,
     device: torch.device,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     places = torch.arange(length, device=device).expand(batch, length)
 
     def zigzag(offset: Tensor, count: Tensor | int) -> Tensor:

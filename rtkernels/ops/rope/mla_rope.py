@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -10,7 +10,6 @@ from torch import Tensor, is_grad_enabled
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.rope import angles as angles_of
-from rtkernels.ops.rope.angles import Meta
 from rtkernels.ops.rope.rope_operators import (
     FORWARD,
     IN_PLACE,
@@ -19,18 +18,16 @@ from rtkernels.ops.rope.rope_operators import (
     Heads,
     as_heads,
     heads_of,
-    mutated,
+    plain_tables,
     shape_in,
-    unit_stride,
-    with_unit_stride,
 )
-from rtkernels.runtime.launch.driver import Launch
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.launch.memory import allocator, dense_strides
-from rtkernels.runtime.launch.plans import Plans
-from rtkernels.runtime.layout import address, check_same, metadata, token, vector_bytes
+from rtkernels.runtime.launch.memory import dense_strides
+from rtkernels.runtime.layout import DTYPE_TOKEN, check_same, metadata, token, vector_bytes
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable, refuse_leaf
-from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.declared import Meta, Operator, UnitStride
+from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
 _UNIT = "rope/mla_rope.cu"
 _HEADS, _WARPS = 4, 4  # kMlaHeads, kMlaWarps
@@ -40,37 +37,20 @@ _DIMS = (
     "pos_batch:i64 pos_place:i64 k_batch:i64 k_place:i64 k_head:i64 v_batch:i64 v_place:i64 v_head:i64 "
 ) + angles_of.ARGS
 _FWD = Kernel(
-    _UNIT,
-    "mla_rope_kv_fwd",
-    template="T VEC",
-    args="kv:ptr k_pos:ptr k:ptr v:ptr " + _DIMS,
-    variants=_VECTORS,
-    max_registers=64,
-)
+    _UNIT, "mla_rope_kv_fwd", template="T VEC", max_registers=64,
+    args="kv:ptr k_pos:ptr k:ptr v:ptr " + _DIMS, variants=_VECTORS,
+)  # fmt: skip
 _BWD = Kernel(
-    _UNIT,
-    "mla_rope_kv_bwd",
-    template="T VEC",
-    args="dk:ptr dv:ptr dkv:ptr dk_pos:ptr " + _DIMS,
-    variants=_VECTORS,
-    max_registers=64,
-)
+    _UNIT, "mla_rope_kv_bwd", template="T VEC", max_registers=64,
+    args="dk:ptr dv:ptr dkv:ptr dk_pos:ptr " + _DIMS, variants=_VECTORS,
+)  # fmt: skip
 KERNELS = (_FWD, _BWD)
 _HEAD_DIMENSION = {"bshd": 2, "sbhd": 2, "bhsd": 1}
 
 
-class _Plan(NamedTuple):
-    launch: Launch | None
-    dims: tuple[int, ...]
-    angles: tuple[int | float, ...]
-    allocate: Any
-    first: tuple[Any, ...]  # layouts of the outputs: k and v, or dkv and dk_pos
-    second: tuple[Any, ...]
-
-
 def _pos_heads(name: str, pos: Meta, layout: str, like: Heads, packed: bool) -> Heads:
     """Return k_pos as one head per token; it may lack the dimension of heads."""
-    dtype, shape, stride, device = pos
+    dtype, shape, stride, device = pos[:4]
     if len(shape) == (2 if packed else 3):
         at = 1 if packed else _HEAD_DIMENSION.get(layout, 2)
         shape, stride = (*shape[:at], 1, *shape[at:]), (*stride[:at], 0, *stride[at:])
@@ -102,103 +82,84 @@ def _check(kv: Meta, k_pos: Meta, nope: int, layout: str, out_layout: str, pairs
     return heads, pos, found, shape_in(out_layout, k, packed), shape_in(out_layout, v, packed)
 
 
-def _plan(
+def _step(
     backward: bool, kv: Meta, k_pos: Meta, k: Meta | None, v: Meta | None, nope: int, layout: str, out_layout: str,
-    pairs: int, align: int, *angles: Any,
-) -> _Plan | None:  # fmt: skip
-    """Return the launch and its arguments; None if an input must be copied first.
+    pairs: int, starts: int, device: int, *angles: Any,
+) -> Steps:  # fmt: skip
+    """Return the launch.
 
     Forward: kv and k_pos are inputs and k, v None. Backward: kv and k_pos stand for dense gradients of these shapes,
     k and v are the incoming gradients.
     """
-    heads, pos, found, k_shape, v_shape = _check(kv, k_pos, nope, layout, out_layout, pairs, backward, *angles)
-    dtype, device = kv[0], kv[3]
-    dense = [(dtype, s, dense_strides(s), device) for s in (k_shape, v_shape)]
-    outputs = [kv, k_pos] if backward else dense
-    layouts = [(tuple(m[1]), m[2], dtype) for m in outputs]
-    tokens = heads.batch * heads.length
-    if tokens == 0:
-        return _Plan(None, (), (), allocator(device), *layouts)
-    if found.table_stride < 0 or not unit_stride(*((k, v) if backward else (kv, k_pos))):
-        return None
+    cos, sin, converted = angles_of.uniform_tables(*angles[:2])
+    angles = cos, sin, *angles[2:]
+    heads, pos, found, *shapes = _check(kv, k_pos, nope, layout, out_layout, pairs, backward, *angles)
+    t, size, tokens, value_dim = (
+        DTYPE_TOKEN[kv.dtype],
+        kv.dtype.itemsize,
+        heads.batch * heads.length,
+        heads.head_dim - nope,
+    )
+    dense = [Meta(kv.dtype, s, dense_strides(s), device, 0) for s in shapes]
     to_k, to_v = (heads_of("", m, out_layout) for m in ((k, v) if backward else dense))
-    t, size = token("kv", dtype), dtype.itemsize
-    value_dim = heads.head_dim - nope
     strides = [*heads.strides, *to_k.strides, *to_v.strides]
-    sizes = (nope, value_dim, to_k.head_dim, heads.head_dim, *strides)
-    wide = vector_bytes(align, *(n * size for n in sizes)) == 16
+    sizes = nope, value_dim, to_k.head_dim, heads.head_dim, *strides
+    aligned16 = vector_bytes(starts, *(n * size for n in sizes)) == 16
     order = pairs ^ 1 if backward and pairs in (angles_of.GATHER, angles_of.SCATTER) else pairs
     per_token = -(-heads.heads // _HEADS)
     units = tokens if backward else tokens * per_token
     if units > UNIT_LIMIT:
         raise ArgumentError(f"kv has {tokens} tokens; expected fewer than {UNIT_LIMIT // max(per_token, 1)}")
-    variant = (t, (16 // size) if wide else 1)
+    variant = (t, (16 // size) if aligned16 else 1)
     if backward:
-        launch = _BWD.bind(variant, device, tokens, 32 * _WARPS)
+        launch, tensors = _BWD.bind(variant, device, tokens, 32 * _WARPS), ("dk", "dv", "dkv", "dk_pos")
     else:
-        launch = None if units == 0 else _FWD.bind(variant, device, -(-units // 4), 128)
-    dims = (
-        tokens, heads.length, heads.heads, nope, value_dim, order, *heads.strides, *pos.strides[:2], *to_k.strides,
-        *to_v.strides,
-    )  # fmt: skip
-    return _Plan(launch, dims, found.arguments(), allocator(device), *layouts)
+        launch, tensors = _FWD.bind(variant, device, -(-units // 4), 128), ("kv", "k_pos", "k", "v")
+    numbers = tokens, heads.length, heads.heads, nope, value_dim, order, *heads.strides, *pos.strides[:2]
+    tables = plain_tables(found, angles_of.index_of(*angles[2:4]))
+    step = Step(launch, *tensors, *numbers, *to_k.strides, *to_v.strides, *tables.tensors, *tables.angles)
+    return Steps(step, converted=converted)
 
 
-_PLANS = Plans(_plan)
+def _plan_fwd(kv: Meta, k_pos: Meta, nope: int, layout: str, out_layout: str, pairs: int, *values: Any) -> Steps:
+    *angles, device = values
+    options = nope, layout, out_layout, pairs
+    return _step(False, kv, k_pos, None, None, *options, kv.misaligned, device, *angles)
+
+
+def _plan_bwd(
+    dk: Meta, dv: Meta, nope: int, layout: str, out_layout: str, pairs: int, pos_dims: int, *values: Any
+) -> Steps:
+    *angles, device = values
+    options = nope, layout, out_layout, pairs
+    gradients = _gradient_metas(dk, dv, *options, pos_dims)
+    return _step(True, *gradients, dk, dv, *options, dk.misaligned | dv.misaligned, device, *angles)
 
 
 def _metas(angles: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*map(metadata, angles[:4]), *angles[4:])
 
 
-def _needs_copies(plan: _Plan | None, angles: tuple[Any, ...]) -> bool:
-    return plan is None or any(t is not None and not t.is_contiguous() for t in angles[2:4])
-
-
-def _addresses(angles: tuple[Any, ...]) -> tuple[int, int, int]:
-    cos, sin, positions, cu_seqlens = angles[:4]
-    return cos.data_ptr(), sin.data_ptr(), address(positions if positions is not None else cu_seqlens)
-
-
-def _launch_fwd(kv: Tensor, k_pos: Tensor, nope: int, layout: str, out_layout: str, pairs: int, *angles: Any):
-    key = (nope, layout, out_layout, pairs)
-    plan = _PLANS[(False, metadata(kv), metadata(k_pos), None, None, *key, kv.data_ptr() & 15, *_metas(angles))]
-    if _needs_copies(plan, angles):
-        angles = angles_of.readable_by_kernels(angles)
-        return _launch_fwd(with_unit_stride(kv), with_unit_stride(k_pos), *key, *angles)
-    k, v = plan.allocate(*plan.first), plan.allocate(*plan.second)
-    if plan.launch is not None:
-        addresses = kv.data_ptr(), k_pos.data_ptr(), k.data_ptr(), v.data_ptr()
-        plan.launch(*addresses, *plan.dims, *_addresses(angles), *plan.angles)
-    return k, v
-
-
-def _check_bwd(dk, dv, nope, layout, out_layout, pairs, pos_dims, *angles) -> tuple[Meta, Meta]:
-    """Return the metadata of dkv and dk_pos."""
-    of_k, of_v = heads_of("dk", metadata(dk), out_layout), heads_of("dv", metadata(dv), out_layout)
-    packed = dk.dim() == 3
+def _gradient_metas(dk, dv, nope, layout, out_layout, pairs, pos_dims) -> tuple[Meta, Meta]:
+    """Return what dkv and dk_pos are."""
+    of_k, of_v = heads_of("dk", dk, out_layout), heads_of("dv", dv, out_layout)
+    packed = len(dk[1]) == 3
     kv = shape_in(layout, of_k._replace(head_dim=nope + of_v.head_dim), packed)
     pos = shape_in(layout, of_k._replace(heads=1, head_dim=of_k.head_dim - nope), packed)
     if pos_dims < len(pos):
         at = 1 if packed else _HEAD_DIMENSION[layout]
         pos = pos[:at] + pos[at + 1 :]
-    check_same("dv", dv.dtype, dk.dtype, "dtype", of="dk")
-    return tuple((dk.dtype, torch.Size(s), dense_strides(s), dk.get_device()) for s in (kv, pos))
+    check_same("dv", dv[0], dk[0], "dtype", of="dk")
+    return tuple(Meta(dk[0], torch.Size(s), dense_strides(s), dk[3], 0) for s in (kv, pos))
 
 
-def _launch_bwd(dk: Tensor, dv: Tensor, nope: int, layout: str, out_layout: str, pairs: int, pos_dims: int, *angles):
-    kv, k_pos = _check_bwd(dk, dv, nope, layout, out_layout, pairs, pos_dims, *angles)
-    key = (nope, layout, out_layout, pairs)
-    align = (dk.data_ptr() | dv.data_ptr()) & 15
-    plan = _PLANS[(True, kv, k_pos, metadata(dk), metadata(dv), *key, align, *_metas(angles))]
-    if _needs_copies(plan, angles):
-        angles = angles_of.readable_by_kernels(angles)
-        return _launch_bwd(with_unit_stride(dk), with_unit_stride(dv), *key, pos_dims, *angles)
-    dkv, dk_pos = plan.allocate(*plan.first), plan.allocate(*plan.second)
-    if plan.launch is not None:
-        addresses = dk.data_ptr(), dv.data_ptr(), dkv.data_ptr(), dk_pos.data_ptr()
-        plan.launch(*addresses, *plan.dims, *_addresses(angles), *plan.angles)
-    return dkv, dk_pos
+def _check_fwd(kv, k_pos, nope, layout, out_layout, pairs, *angles) -> None:
+    _check(kv, k_pos, nope, layout, out_layout, pairs, False, *angles)
+
+
+def _check_bwd(dk, dv, nope, layout, out_layout, pairs, pos_dims, *angles) -> None:
+    gradients = _gradient_metas(dk, dv, nope, layout, out_layout, pairs, pos_dims)
+    _check(*gradients, nope, layout, out_layout, pairs, True, *angles)
 
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
@@ -230,7 +191,7 @@ def _with_head(k_pos: Tensor, kv: Tensor, layout: str) -> list[int]:
 
 
 def _reference_bwd(dk, dv, nope, layout, out_layout, pairs, pos_dims, *angles):
-    kv, k_pos = _check_bwd(dk, dv, nope, layout, out_layout, pairs, pos_dims, *angles)
+    kv, k_pos = _gradient_metas(metadata(dk), metadata(dv), nope, layout, out_layout, pairs, pos_dims)
     heads, _, found = _check(kv, k_pos, nope, layout, out_layout, pairs, True, *_metas(angles))[:3]
     packed = dk.dim() == 3
     gk, gv = as_heads(dk, out_layout), as_heads(dv, out_layout)
@@ -241,38 +202,35 @@ def _reference_bwd(dk, dv, nope, layout, out_layout, pairs, pos_dims, *angles):
     return _from_heads(dkv, layout, packed), _from_heads(pos, layout, packed).reshape(k_pos[1])
 
 
-def _fake_shape(t: Tensor, layout: str, out_layout: str, last: Any) -> list[Any]:
+def _shape(t: Any, layout: str, out_layout: str, last: Any) -> tuple[Any, ...]:
     if t.dim() == 3:
-        return [*t.shape[:2], last]
+        return (*t.shape[:2], last)
     sizes = [t.shape[i] for i in angles_of.LAYOUTS[layout]]
-    return [sizes[angles_of.LAYOUTS[out_layout].index(i)] for i in range(3)] + [last]
+    return (*(sizes[angles_of.LAYOUTS[out_layout].index(i)] for i in range(3)), last)
 
 
-def _fake_fwd(kv, k_pos, nope, layout, out_layout, pairs, *angles):
-    k = kv.new_empty(_fake_shape(kv, layout, out_layout, nope + k_pos.shape[-1]))
-    return k, kv.new_empty(_fake_shape(kv, layout, out_layout, kv.shape[-1] - nope))
+def _outputs_fwd(kv, k_pos, nope, layout, out_layout, pairs, *angles):
+    sizes = nope + k_pos.shape[-1], kv.shape[-1] - nope
+    return tuple(Memory(_shape(kv, layout, out_layout, size), kv.dtype) for size in sizes)
 
 
-def _fake_bwd(dk, dv, nope, layout, out_layout, pairs, pos_dims, *angles):
-    shape = _fake_shape(dk, out_layout, layout, nope + dv.shape[-1])
+def _outputs_bwd(dk, dv, nope, layout, out_layout, pairs, pos_dims, *angles):
+    shape = _shape(dk, out_layout, layout, nope + dv.shape[-1])
     at = 1 if dk.dim() == 3 else _HEAD_DIMENSION[layout]
-    pos = [*shape[:at], *((1,) if pos_dims == dk.dim() else ()), *shape[at + 1 : -1], dk.shape[-1] - nope]
-    return dk.new_empty(shape), dk.new_empty(pos)
+    pos = (*shape[:at], *((1,) if pos_dims == dk.dim() else ()), *shape[at + 1 : -1], dk.shape[-1] - nope)
+    return Memory(shape, dk.dtype), Memory(pos, dk.dtype)
 
 
-_OPTIONS = "int nope, str layout, str out_layout, int pairs"
-KV_FORWARD = TorchOp(
-    f"mla_rope_kv_fwd(Tensor kv, Tensor k_pos, {_OPTIONS}, {angles_of.SCHEMA}) -> (Tensor, Tensor)",
-    launch=_launch_fwd,
-    reference=_reference_fwd,
-    fake=_fake_fwd,
-)
-KV_BACKWARD = TorchOp(
-    f"mla_rope_kv_bwd(Tensor dk, Tensor dv, {_OPTIONS}, int pos_dims, {angles_of.SCHEMA}) -> (Tensor, Tensor)",
-    launch=_launch_bwd,
-    reference=_reference_bwd,
-    fake=_fake_bwd,
-)
+_OPTIONS = "int nope", "str layout", "str out_layout", "int pairs"
+KV_FORWARD = Operator(
+    "mla_rope_kv_fwd", (UnitStride("kv", None), UnitStride("k_pos", None), *_OPTIONS, *angles_of.ARGUMENTS),
+    results="k v", outputs=_outputs_fwd, plan=_plan_fwd, reference=_reference_fwd, check=_check_fwd,
+)  # fmt: skip
+KV_BACKWARD = Operator(
+    "mla_rope_kv_bwd",
+    (UnitStride("dk", None), UnitStride("dv", None), *_OPTIONS, "int pos_dims", *angles_of.ARGUMENTS),
+    results="dkv dk_pos", outputs=_outputs_bwd, plan=_plan_bwd, reference=_reference_bwd, check=_check_bwd,
+)  # fmt: skip
 TORCH_OPS = (KV_FORWARD, KV_BACKWARD)
 
 
@@ -293,20 +251,20 @@ class _MlaRope(torch.autograd.Function):
         wants_q, wants_kv, wants_pos = ctx.needs_input_grad[:3]
         dqx = dkv = dk_pos = None
         if wants_q:
-            dqx = FORWARD(dq, None, out_layout, layout, nope, rotary, pairs, True, *angles)[0]
+            dqx = FORWARD.call(dq, None, out_layout, layout, nope, rotary, pairs, True, *angles)[0]
         if wants_kv or wants_pos:
-            dkv, dk_pos = KV_BACKWARD(dk, dv, nope, layout, out_layout, pairs, pos_dims, *angles)
+            dkv, dk_pos = KV_BACKWARD.call(dk, dv, nope, layout, out_layout, pairs, pos_dims, *angles)
         return (dqx, dkv if wants_kv else None, dk_pos if wants_pos else None, *(None,) * 13)
 
 
 def _run(q, kv, k_pos, nope, layout, out_layout, pairs, in_place, *angles):
     rotary = k_pos.shape[-1]
     if in_place:
-        IN_PLACE(q, None, layout, nope, rotary, pairs, False, *angles)
+        IN_PLACE.call(q, None, layout, nope, rotary, pairs, False, *angles)
         y = q
     else:
-        y, _ = FORWARD(q, None, layout, out_layout, nope, rotary, pairs, False, *angles)
-    return (y, *KV_FORWARD(kv, k_pos, nope, layout, out_layout, pairs, *angles))
+        y, _ = FORWARD.call(q, None, layout, out_layout, nope, rotary, pairs, False, *angles)
+    return (y, *KV_FORWARD.call(kv, k_pos, nope, layout, out_layout, pairs, *angles))
 
 
 def _check_q(q: Tensor, kv: Tensor, layout: str) -> None:
@@ -321,24 +279,15 @@ def _check_q(q: Tensor, kv: Tensor, layout: str) -> None:
         )
 
 
+_differentiable = applied(_MlaRope)
+
+
 def mla_rope(
-    q: Tensor,
-    kv: Tensor,
-    k_pos: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    layout: str = "sbhd",
-    output_layout: str | None = None,
-    interleaved: bool = True,
-    output_interleaved: bool = False,
-    positions: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    cp_rank: int = 0,
-    cp_size: int = 1,
-    mscale: float = 1.0,
-    in_place: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, kv: Tensor, k_pos: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "sbhd",
+    output_layout: str | None = None, interleaved: bool = True, output_interleaved: bool = False,
+    positions: Tensor | None = None, cu_seqlens: Tensor | None = None, cp_rank: int = 0, cp_size: int = 1,
+    mscale: float = 1.0, in_place: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Rotate the rotary part of q and k and assemble k and v heads, as multi-head latent attention needs them.
 
     A head of q is ``[nope | rotary]``, one of kv ``[nope | value]``; k_pos is the rotary part that k's heads share. Any
@@ -368,11 +317,7 @@ def mla_rope(
         ``(q, k, v)`` of head sizes ``nope + rotary``, ``nope + rotary`` and ``value``; dense (q as it was if in place).
     """
     if not isinstance(q, Tensor):
-        return interop.call(
-            mla_rope, q, kv, k_pos, cos, sin, layout=layout, output_layout=output_layout, interleaved=interleaved,
-            output_interleaved=output_interleaved, positions=positions, cu_seqlens=cu_seqlens, cp_rank=cp_rank,
-            cp_size=cp_size, mscale=mscale, in_place=in_place,
-        )  # fmt: skip
+        return interop.call_with(mla_rope, locals())
     out_layout = output_layout or layout
     if in_place and out_layout != layout:
         raise ArgumentError(f"output_layout is {out_layout!r}; expected {layout!r}, that of q, with in_place")
@@ -394,11 +339,8 @@ def mla_rope(
             raise ArgumentError("cos or sin requires a gradient; mla_rope is differentiable in q, kv and k_pos only")
         if in_place:
             refuse_leaf("q", q)
-        return _MlaRope.apply(*args, *angles)
-    results = _run(*args, *angles)
-    if in_place:
-        mutated(q)
-    return results
+        return _differentiable(*args, *angles)
+    return _run(*args, *angles)
 
 
 def samples(device: str):

@@ -11,80 +11,16 @@ from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.rope import angles as angles_of
 from rtkernels.ops.rope import qk_norm_rope_plan as plans
-from rtkernels.ops.rope.rope_operators import with_unit_stride
-from rtkernels.ops.shared.column_sum import column_sum
-from rtkernels.runtime.layout import address, check_same, metadata, nothing
+from rtkernels.runtime.layout import metadata, nothing
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
-from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.declared import Operator, UnitStride
+from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 
 # "options" in operator arguments: q_heads, kv_heads, grouped, layout, rotary, pairs, silu, eps, offset. They come after
-# the first tensors; then follows what angles_of.SCHEMA has.
+# the first tensors; then follow angles_of.ARGUMENTS.
 _OPTION_COUNT = 9
-
-
-def _launch_fwd(qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, *args: Any):
-    options, angles = args[:_OPTION_COUNT], args[_OPTION_COUNT:]
-    cos, sin, positions, cu_seqlens = angles[:4]
-    index = positions if positions is not None else cu_seqlens
-    x_address, qw_address, kw_address = qkv.data_ptr(), address(q_weight), address(k_weight)
-    plan = plans.FWD_PLANS[(
-        metadata(qkv), metadata(q_weight), metadata(k_weight), *options, (x_address | qw_address | kw_address) & 15,
-        (cos.data_ptr() | sin.data_ptr()) & 15, *map(metadata, angles[:4]), *angles[4:],
-    )]  # fmt: skip
-    if plan is None or (index is not None and not index.is_contiguous()):
-        return _launch_fwd(
-            *map(with_unit_stride, (qkv, q_weight, k_weight)), *options, *angles_of.readable_by_kernels(angles)
-        )
-    q, k = plan.allocate(*plan.q_layout), plan.allocate(*plan.kv_layout)
-    v = plan.allocate(*plan.kv_layout)
-    if plan.launch is not None:
-        tables, _alive = plan.tables.addresses(cos, sin, index)
-        plan.launch(
-            x_address, qw_address, kw_address, q.data_ptr(), k.data_ptr(), v.data_ptr(), *plan.dims,
-            *tables, *plan.tables.angles,
-        )  # fmt: skip
-    return q, k, v
-
-
-def _launch_bwd(
-    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, *args: Any
-):
-    *options, weight_grad = args[: _OPTION_COUNT + 1]
-    angles = args[_OPTION_COUNT + 1 :]
-    cos, sin, positions, cu_seqlens = angles[:4]
-    index = positions if positions is not None else cu_seqlens
-    _check_weight_grad(weight_grad, q_weight)
-    tensors = (dq, dk, dv, qkv, q_weight, k_weight)
-    align = 0
-    for t in tensors:
-        align |= address(t)
-    plan = plans.BWD_PLANS[(
-        *map(metadata, tensors), *options, align & 15, (cos.data_ptr() | sin.data_ptr()) & 15,
-        *map(metadata, angles[:4]), *angles[4:],
-    )]  # fmt: skip
-    if plan is None or (index is not None and not index.is_contiguous()):
-        return _launch_bwd(
-            *map(with_unit_stride, tensors), *options, weight_grad, *angles_of.readable_by_kernels(angles)
-        )
-    dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    if plan.launch is None:
-        return dqkv, q_weight.new_zeros(2, plan.head_dim) if weight_grad else nothing(qkv)
-    partial = None
-    if weight_grad:
-        partial = torch.empty(plan.partial_rows, 2 * plan.head_dim, dtype=torch.float32, device=qkv.device)
-    tables, _alive = plan.tables.addresses(cos, sin, index)
-    plan.launch(
-        *map(address, tensors), dqkv.data_ptr(), address(partial), *plan.dims, *tables, *plan.tables.angles
-    )  # fmt: skip
-    if partial is None:
-        return dqkv, nothing(qkv)
-    return dqkv, column_sum(partial, q_weight.dtype).view(2, -1)
-
-
-def _check_weight_grad(weight_grad: bool, weight: Tensor | None) -> None:
-    if weight_grad and weight is None:
-        raise ArgumentError("weight_grad is True but there are no weights")
 
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
@@ -141,12 +77,8 @@ def _reference_bwd(
 ):
     *options, weight_grad = args[: _OPTION_COUNT + 1]
     layout, pairs, silu, eps, offset = options[3], *options[5:]
-    _check_weight_grad(weight_grad, q_weight)
-    found, rotation, x, columns = _prepare(qkv, q_weight, k_weight, options, True, args[_OPTION_COUNT + 1 :])
+    _, rotation, x, columns = _prepare(qkv, q_weight, k_weight, options, True, args[_OPTION_COUNT + 1 :])
     packed = qkv.dim() == 2
-    for name, d, heads in (("dq", dq, found.q_heads), ("dk", dk, found.kv_heads), ("dv", dv, found.kv_heads)):
-        check_same(name, d.dtype, qkv.dtype, "dtype", of="qkv")
-        check_same(name, tuple(d.shape), found.shape(packed, heads), "shape", of="the result")
     sigmoid = torch.sigmoid(x)
     slope = sigmoid * (1 + x * (1 - sigmoid)) if silu else 1.0
     u = x * sigmoid if silu else x
@@ -164,34 +96,32 @@ def _reference_bwd(
     return dqkv.contiguous(), torch.stack(dweights).to(q_weight.dtype) if weight_grad else nothing(qkv)
 
 
-def _fake_fwd(qkv, q_weight, k_weight, q_heads, kv_heads, grouped, layout, *args):
+def _outputs_fwd(qkv, q_weight, k_weight, q_heads, kv_heads, grouped, layout, *args):
     outer = qkv.shape[:-1] if layout == "bshd" or qkv.dim() == 2 else (qkv.shape[1], qkv.shape[0])
     dim = qkv.shape[-1] // (q_heads + 2 * kv_heads)
-    return tuple(qkv.new_empty((*outer, heads, dim)) for heads in (q_heads, kv_heads, kv_heads))
+    return tuple(Memory((*outer, heads, dim), qkv.dtype) for heads in (q_heads, kv_heads, kv_heads))
 
 
-def _fake_bwd(dq, dk, dv, qkv, q_weight, k_weight, *args):
+def _outputs_bwd(dq, dk, dv, qkv, q_weight, k_weight, *args):
     weight_grad = args[_OPTION_COUNT]
-    return qkv.new_empty(qkv.shape), q_weight.new_empty((2, dq.shape[-1])) if weight_grad else nothing(qkv)
+    return Memory(qkv.shape, qkv.dtype), Memory((2, dq.shape[-1]), q_weight.dtype) if weight_grad else None
 
 
 _OPTIONS = (
     "int q_heads, int kv_heads, bool grouped, str layout, int rotary, int pairs, bool silu, float eps, float offset"
-)
-FORWARD = TorchOp(
-    f"qk_norm_rope_fwd(Tensor qkv, Tensor? q_weight, Tensor? k_weight, {_OPTIONS}, {angles_of.SCHEMA})"
-    " -> (Tensor, Tensor, Tensor)",
-    launch=_launch_fwd,
-    reference=_reference_fwd,
-    fake=_fake_fwd,
-)
-BACKWARD = TorchOp(
-    "qk_norm_rope_bwd(Tensor dq, Tensor dk, Tensor dv, Tensor qkv, Tensor? q_weight, Tensor? k_weight, "
-    f"{_OPTIONS}, bool weight_grad, {angles_of.SCHEMA}) -> (Tensor, Tensor)",
-    launch=_launch_bwd,
-    reference=_reference_bwd,
-    fake=_fake_bwd,
-)
+).split(", ")
+_INPUTS = UnitStride("qkv", None), *(UnitStride(name, None, optional=True) for name in ("q_weight", "k_weight"))
+_GRADIENTS = (UnitStride(name, None) for name in ("dq", "dk", "dv"))
+FORWARD = Operator(
+    "qk_norm_rope_fwd", (*_INPUTS, *_OPTIONS, *angles_of.ARGUMENTS), results="q k v", outputs=_outputs_fwd,
+    plan=plans.plan_fwd, reference=_reference_fwd, check=plans.check_fwd,
+)  # fmt: skip
+BACKWARD = Operator(
+    "qk_norm_rope_bwd", (*_GRADIENTS, *_INPUTS, *_OPTIONS, "bool weight_grad", *angles_of.ARGUMENTS),
+    results="dqkv dweights", outputs=_outputs_bwd, plan=plans.plan_bwd, reference=_reference_bwd,
+    check=plans.check_bwd,
+)  # fmt: skip
+_forward = FORWARD.call
 
 
 class _QkNormRope(torch.autograd.Function):
@@ -200,14 +130,14 @@ class _QkNormRope(torch.autograd.Function):
         angles = args[_OPTION_COUNT:]
         ctx.save_for_backward(qkv, q_weight, k_weight, *angles[:4])
         ctx.options, ctx.rest = args[:_OPTION_COUNT], angles[4:]
-        return FORWARD(qkv, q_weight, k_weight, *args)
+        return _forward(qkv, q_weight, k_weight, *args)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk, dv):
         qkv, q_weight, k_weight, *tables = ctx.saved_tensors
         wanted = ctx.needs_input_grad
-        dqkv, dweights = BACKWARD(
+        dqkv, dweights = BACKWARD.call(
             dq, dk, dv, qkv, q_weight, k_weight, *ctx.options, wanted[1] or wanted[2], *tables, *ctx.rest
         )
         return (
@@ -218,30 +148,16 @@ class _QkNormRope(torch.autograd.Function):
         )
 
 
+_differentiable = applied(_QkNormRope)
+
+
 def qk_norm_rope(
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    q_heads: int,
-    kv_heads: int,
-    head_order: str = "grouped",
-    layout: str = "sbhd",
-    rotary: int | None = None,
-    interleaved: bool = False,
-    silu: bool = False,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    positions: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    sections: tuple[int, int, int] | None = None,
-    sections_interleaved: bool = False,
-    cp_rank: int = 0,
-    cp_size: int = 1,
-    mscale: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, *, q_heads: int,
+    kv_heads: int, head_order: str = "grouped", layout: str = "sbhd", rotary: int | None = None,
+    interleaved: bool = False, silu: bool = False, eps: float = 1e-6, offset: float = 0.0,
+    positions: Tensor | None = None, cu_seqlens: Tensor | None = None, sections: tuple[int, int, int] | None = None,
+    sections_interleaved: bool = False, cp_rank: int = 0, cp_size: int = 1, mscale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Split a fused qkv projection into heads, normalise those of q and k, and rotate them.
 
     With ``u = qkv``, or ``silu(qkv)``: ``n = u / sqrt(mean(u^2) + eps) * (offset + weight)`` over each head of q and k,
@@ -278,12 +194,7 @@ def qk_norm_rope(
         ``(q, k, v)``, dense ``[batch, length, heads, head_dim]`` (packed: ``[tokens, heads, head_dim]``), qkv's dtype.
     """
     if not isinstance(qkv, Tensor):
-        return interop.call(
-            qk_norm_rope, qkv, q_weight, k_weight, cos, sin, q_heads=q_heads, kv_heads=kv_heads, head_order=head_order,
-            layout=layout, rotary=rotary, interleaved=interleaved, silu=silu, eps=eps, offset=offset,
-            positions=positions, cu_seqlens=cu_seqlens, sections=sections, sections_interleaved=sections_interleaved,
-            cp_rank=cp_rank, cp_size=cp_size, mscale=mscale,
-        )  # fmt: skip
+        return interop.call_with(qk_norm_rope, locals())
     if head_order not in ("grouped", "plain"):
         raise ArgumentError(f"head_order is {head_order!r}; expected 'grouped' or 'plain'")
     spelled = angles_of.spell_sections(sections, sections_interleaved) if sections is not None else ""
@@ -295,13 +206,8 @@ def qk_norm_rope(
     if is_grad_enabled() and (needs_grad(qkv, q_weight, k_weight) or needs_grad(cos, sin)):
         if cos.requires_grad or sin.requires_grad:
             raise ArgumentError("cos or sin requires a gradient; qk_norm_rope is differentiable in qkv and the weights")
-        return _QkNormRope.apply(qkv, q_weight, k_weight, *args)
-    return FORWARD(qkv, q_weight, k_weight, *args)
+        return _differentiable(qkv, q_weight, k_weight, *args)
+    return _forward(qkv, q_weight, k_weight, *args)
 
 
-OP = Op(
-    "qk_norm_rope",
-    public=("qk_norm_rope",),
-    kernels=plans.KERNELS,
-    torch_ops=(FORWARD, BACKWARD),
-)
+OP = Op("qk_norm_rope", public=("qk_norm_rope",), kernels=plans.KERNELS, torch_ops=(FORWARD, BACKWARD))

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from rtkernels.ops.rope import angles as angles_of
-from rtkernels.ops.rope.angles import Meta
 from rtkernels.ops.rope.rope_operators import TYPES
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.driver import Launch
 from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.operator.declared import Meta
 
 if TYPE_CHECKING:
     from rtkernels.ops.rope.qk_norm_rope_plan import Qkv
@@ -20,19 +20,16 @@ _BY_ELEMENT = 4  # kByElement
 PAIR_ORDERS = (angles_of.HALVES, angles_of.ADJACENT, _BY_ELEMENT)  # PAIRS of the backward
 _SILU = (False, True)
 BWD_BULK = Kernel(
-    "rope/qk_norm_rope_bwd_bulk.cu",
-    "qk_norm_rope_bwd_bulk",
-    template="T PAIRS SILU",
+    "rope/qk_norm_rope_bwd_bulk.cu", "qk_norm_rope_bwd_bulk", template="T PAIRS SILU", max_registers=168,
+    needs=("tma",),
     args="dq:ptr dk:ptr dv:ptr qkv:ptr q_weight:ptr k_weight:ptr dqkv:ptr partial:ptr dq_batch:i64 dq_place:i64 "
     "dq_head:i64 dk_batch:i64 dk_place:i64 dk_head:i64 dv_batch:i64 dv_place:i64 dv_head:i64 dqkv_batch:i64 "
     "dqkv_place:i64 tokens:i64 length:i64 inner:i64 batch_inner:i64 qkv_batch:i64 qkv_place:i64 q_heads:i64 "
     "kv_heads:i64 q_slots:i64 kv_slots:i64 most:i64 team_warps:i64 teams:i64 stages:i64 group_magic:i64 q_extra:i64 "
     "kv_step:i64 k_first:i64 v_first:i64 x_extra:i64 x_pieces:i64 x_piece_heads:i64 head_dim:i64 head_lanes:i64 "
-    "neighbours:i64 weight_wide:i64 eps:f64 offset:f64 " + angles_of.ARGS,
+    "neighbours:i64 weight_fp32:i64 eps:f64 offset:f64 " + angles_of.ARGS,
     variants=[(t, p, s) for t in TYPES for p in PAIR_ORDERS for s in _SILU],
-    max_registers=168,
-    needs=("tma",),
-)
+)  # fmt: skip
 
 _WARPS = 10  # that work on heads
 _HELPERS = 2  # warps that copy and make rotations
@@ -102,11 +99,11 @@ def plan_bulk(
     if teams is None:
         return None
     inner, batch_inner = found.inner
-    wide = int(weight is not None and weight[0] == torch.float32)
+    weight_fp32 = int(weight is not None and weight.dtype == torch.float32)
     arguments = (
         *strides, found.tokens, found.length, inner, int(batch_inner), found.batch_stride, found.place_stride,
         found.q_heads, found.kv_heads, *teams, *found.head_order(), x_extra, pieces, piece_heads, found.head_dim,
-        lanes, int(pairs == angles_of.ADJACENT), wide, eps, offset,
+        lanes, int(pairs == angles_of.ADJACENT), weight_fp32, eps, offset,
     )  # fmt: skip
     sums = 4 * found.head_dim * teams.teams * teams.groups(lanes)
     shared = max(teams.stages * stage + 16 * teams.most * teams.groups(lanes), sums)

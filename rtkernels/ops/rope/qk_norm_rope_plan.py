@@ -9,15 +9,15 @@ import torch
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.rope import angles as angles_of
-from rtkernels.ops.rope.angles import Meta
 from rtkernels.ops.rope.qk_norm_rope_bulk_plan import BWD_BULK, PAIR_ORDERS, order_of_pairs, plan_bulk
-from rtkernels.ops.rope.rope_operators import TYPES, UNIT_LIMIT, TablesPlan, heads_of, plan_tables, unit_stride
+from rtkernels.ops.rope.rope_operators import TYPES, UNIT_LIMIT, Tables, heads_of, plain_tables, plan_tables
+from rtkernels.ops.shared.column_sum import column_sum_step
 from rtkernels.runtime.launch.device import device_info, shared_limit
-from rtkernels.runtime.launch.driver import Launch
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.launch.memory import allocator, dense_strides
-from rtkernels.runtime.launch.plans import Plans
-from rtkernels.runtime.layout import check_same, divisor, group_threads, token, vector_bytes
+from rtkernels.runtime.launch.memory import dense_strides
+from rtkernels.runtime.layout import DTYPE_TOKEN, check_same, divisor, group_threads, token, vector_bytes
+from rtkernels.runtime.operator.declared import Meta, misaligned
+from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.targets import Target
 
 _FWD_UNIT, _BWD_UNIT = "rope/qk_norm_rope_fwd.cu", "rope/qk_norm_rope_bwd.cu"
@@ -29,14 +29,14 @@ _ANY_HEAD_DIM = 4096  # what rows of dweight in shared memory allow everywhere
 
 _DIMS = (
     "tokens:i64 length:i64 qkv_batch:i64 qkv_place:i64 q_heads:i64 kv_heads:i64 q_slots:i64 kv_slots:i64 "
-    "group_magic:i64 q_extra:i64 kv_step:i64 k_first:i64 v_first:i64 head_dim:i64 lane_bits:i64 weight_wide:i64 "
+    "group_magic:i64 q_extra:i64 kv_step:i64 k_first:i64 v_first:i64 head_dim:i64 lane_bits:i64 weight_fp32:i64 "
     "by_slots:i64 by_length:i64 eps:f64 offset:f64 inverse_dim:f64 "
 )
 _FWD_POINTERS = "qkv:ptr q_weight:ptr k_weight:ptr q:ptr k:ptr v:ptr "
 _FWD_DIMS = (
     "tokens:i64 length:i64 qkv_batch:i64 qkv_place:i64 q_heads:i64 kv_heads:i64 q_slots:i64 kv_slots:i64 "
     "set_slots:i64 set_heads:i64 set_columns:i64 q_step:i64 q_extra:i64 kv_step:i64 k_first:i64 v_first:i64 "
-    "head_dim:i64 block_tokens:i64 groups:i64 most:i64 pairs:i64 weight_wide:i64 by_chunks:i64 by_groups:i64 "
+    "head_dim:i64 block_tokens:i64 groups:i64 most:i64 pairs:i64 weight_fp32:i64 by_chunks:i64 by_groups:i64 "
     "by_set:i64 by_group:i64 inner:i64 by_inner:i64 batch_inner:i64 eps:f64 offset:f64 inverse_dim:f64 "
 )
 _BWD_ARGS = (
@@ -62,37 +62,21 @@ def _bwd_variants(target: Target) -> Iterator[tuple[Any, ...]]:
 
 
 FWD = Kernel(
-    _FWD_UNIT,
-    "qk_norm_rope_fwd",
-    template="T SILU",
-    args=_FWD_POINTERS + _FWD_DIMS + angles_of.ARGS,
-    variants=[(t, s) for t in TYPES for s in _SILU],
-    max_registers=64,
-)
+    _FWD_UNIT, "qk_norm_rope_fwd", template="T SILU", max_registers=64,
+    args=_FWD_POINTERS + _FWD_DIMS + angles_of.ARGS, variants=[(t, s) for t in TYPES for s in _SILU],
+)  # fmt: skip
 FWD_ANY = Kernel(
-    _FWD_UNIT,
-    "qk_norm_rope_fwd_any",
-    template="T",
-    args=_FWD_POINTERS + _DIMS + "pairs:i64 activated:i64 " + angles_of.ARGS,
-    variants=[(t,) for t in TYPES],
-    max_registers=80,
-)
+    _FWD_UNIT, "qk_norm_rope_fwd_any", template="T", max_registers=80,
+    args=_FWD_POINTERS + _DIMS + "pairs:i64 activated:i64 " + angles_of.ARGS, variants=[(t,) for t in TYPES],
+)  # fmt: skip
 BWD = Kernel(
-    _BWD_UNIT,
-    "qk_norm_rope_bwd",
-    template="T PAIRS SILU HEADS THREADS",
-    args=_BWD_ARGS.format("teams:i64 inner:i64 batch_inner:i64 neighbours:i64"),
-    variants=_bwd_variants,
-    max_registers=208,
-)
+    _BWD_UNIT, "qk_norm_rope_bwd", template="T PAIRS SILU HEADS THREADS", max_registers=208,
+    args=_BWD_ARGS.format("teams:i64 inner:i64 batch_inner:i64 neighbours:i64"), variants=_bwd_variants,
+)  # fmt: skip
 BWD_ANY = Kernel(
-    _BWD_UNIT,
-    "qk_norm_rope_bwd_any",
-    template="T",
-    args=_BWD_ARGS.format("pairs:i64 activated:i64"),
-    variants=[(t,) for t in TYPES],
-    max_registers=120,
-)
+    _BWD_UNIT, "qk_norm_rope_bwd_any", template="T", max_registers=120,
+    args=_BWD_ARGS.format("pairs:i64 activated:i64"), variants=[(t,) for t in TYPES],
+)  # fmt: skip
 
 
 # ---- validation -----------------------------------------------------------------------------------------------------
@@ -134,7 +118,7 @@ class Qkv(NamedTuple):
 
 def check_qkv(qkv: Meta, q_heads: int, kv_heads: int, grouped: bool, layout: str) -> Qkv:
     """Raise an ArgumentError for a qkv that cannot be split so; return how it is."""
-    dtype, shape, stride, _ = qkv
+    dtype, shape, stride = qkv[:3]
     token("qkv", dtype)
     if layout not in ("sbhd", "bshd"):
         raise ArgumentError(f"layout is {layout!r}; expected 'sbhd' or 'bshd'")
@@ -193,26 +177,11 @@ def check(
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-class ForwardPlan(NamedTuple):
-    """A launch, its arguments and its outputs."""
-
-    launch: Launch | None
-    dims: tuple[int | float, ...]
-    tables: TablesPlan | None
-    allocate: Any
-    q_layout: tuple[Any, ...]
-    kv_layout: tuple[Any, ...]
-
-
-def _is_dense(weight: Meta | None) -> bool:
-    return weight is None or weight[1][0] <= 1 or weight[2][0] == 1
-
-
 def _dims(found: Qkv, slots: tuple[int, int], lane_bits: int, weight: Meta | None, eps: float, offset: float):
-    wide = int(weight is not None and weight[0] == torch.float32)
+    weight_fp32 = int(weight is not None and weight.dtype == torch.float32)
     return (
         found.tokens, found.length, found.batch_stride, found.place_stride, found.q_heads, found.kv_heads, *slots,
-        *found.head_order(), found.head_dim, lane_bits, wide,
+        *found.head_order(), found.head_dim, lane_bits, weight_fp32,
         divisor(slots[0] + 2 * slots[1]), divisor(found.length), eps, offset, 1.0 / found.head_dim,
     )  # fmt: skip
 
@@ -257,50 +226,48 @@ def _limit(found: Qkv, units: int) -> None:
         )
 
 
-def _plan_fwd(
+def plan_fwd(
     qkv: Meta, q_weight: Meta | None, k_weight: Meta | None, q_heads: int, kv_heads: int, grouped: bool, layout: str,
-    rotary: int, pairs: int, silu: bool, eps: float, offset: float, align: int, table_align: int, *angles: Any,
-) -> ForwardPlan | None:  # fmt: skip
-    """Return the launch and its arguments; None if an input must be copied first."""
+    rotary: int, pairs: int, silu: bool, eps: float, offset: float, cos: Meta, sin: Meta, *rest: Any,
+) -> Steps:  # fmt: skip
+    cos, sin, converted = angles_of.uniform_tables(cos, sin)
+    *angles, device = cos, sin, *rest
     found, tables_found = check(
         qkv, q_weight, k_weight, q_heads, kv_heads, grouped, layout, rotary, pairs, False, *angles
     )  # fmt: skip
-    dtype, shape, _, device = qkv
-    packed = len(shape) == 2
-    shapes = [found.shape(packed, heads) for heads in (q_heads, kv_heads)]
-    memory = (allocator(device), *((s, dense_strides(s), dtype) for s in shapes))
-    if found.tokens == 0:
-        return ForwardPlan(None, (), None, *memory)
-    if tables_found.table_stride < 0 or not (unit_stride(qkv) and _is_dense(q_weight) and _is_dense(k_weight)):
-        return None
-    t, size = token("qkv", dtype), dtype.itemsize
+    t, size, index = DTYPE_TOKEN[qkv.dtype], qkv.dtype.itemsize, angles_of.index_of(*angles[2:4])
     vec, rotary = 16 // size, tables_found.rotary
     strides = (found.batch_stride * size, found.place_stride * size)
-    if vector_bytes(align, *strides) == 16 and in_chunks(found.head_dim, rotary, size, _FWD_THREADS // 2):
+    aligned16 = vector_bytes(misaligned(qkv, q_weight, k_weight), *strides) == 16
+    if aligned16 and in_chunks(found.head_dim, rotary, size, _FWD_THREADS // 2):
         _limit(found, found.tokens)
-        tables = _plan_tables(tables_found, t, angles[0], table_align, pairs, vec, found, device)
-        dims, grid, threads, shared = _fwd_geometry(found, vec, pairs, silu, q_weight)
+        tables = _plan_tables(tables_found, t, cos, sin, index, pairs, vec, found, device)
+        sizes, grid, threads, shared = _fwd_geometry(found, vec, pairs, silu, q_weight)
         launch = FWD.bind((t, silu), device, grid, threads, shared)
-        return ForwardPlan(launch, (*dims, eps, offset, 1.0 / found.head_dim), tables, *memory)
-    slots, tables = _slots(found, 1), TablesPlan(tables_found.arguments())
-    units = found.tokens * (slots[0] + 2 * slots[1])
-    _limit(found, units)
-    launch = FWD_ANY.bind((t,), device, -(-units // (_BLOCK // 32)), _BLOCK)
-    return ForwardPlan(launch, (*_dims(found, slots, 5, q_weight, eps, offset), pairs, int(silu)), tables, *memory)
+        sizes = (*sizes, eps, offset, 1.0 / found.head_dim)
+    else:
+        slots, tables = _slots(found, 1), plain_tables(tables_found, index)
+        units = found.tokens * (slots[0] + 2 * slots[1])
+        _limit(found, units)
+        launch = FWD_ANY.bind((t,), device, -(-units // (_BLOCK // 32)), _BLOCK)
+        sizes = (*_dims(found, slots, 5, q_weight, eps, offset), pairs, int(silu))
+    tensors = "qkv", "q_weight", "k_weight", "q", "k", "v"
+    step = Step(launch, *tensors, *sizes, *tables.tensors, *tables.angles)
+    return Steps(*tables.steps, step, scratch=tables.scratch, converted=converted)
 
 
-def in_chunks(head_dim: int, rotary: int, size: int, most: int) -> bool:
-    """Return whether heads are up to `most` 16-byte chunks, and pairs lie in the same places of 4-byte words."""
-    return head_dim * size % 16 == 0 and rotary // 2 * size % 4 == 0 and head_dim * size // 16 <= most
+def in_chunks(head_dim: int, rotary: int, size: int, limit: int) -> bool:
+    """Return whether heads are up to `limit` 16-byte chunks, and pairs lie in the same places of 4-byte words."""
+    return head_dim * size % 16 == 0 and rotary // 2 * size % 4 == 0 and head_dim * size // 16 <= limit
 
 
 def _plan_tables(
-    found: angles_of.Angles, t: str, cos: Meta, align: int, pairs: int, vec: int, qkv: Qkv, device: int
-) -> TablesPlan:
-    """Return the way to tables: entry by entry where halves are no whole chunks, in runs otherwise."""
+    found: angles_of.Angles, t: str, cos: Meta, sin: Meta, index: str | int, pairs: int, vec: int, qkv: Qkv, device: int
+) -> Tables:
+    """Return the way to tables: entry by entry where halves are no whole chunks, several at a time otherwise."""
     if found.rotary // 2 % vec and not found.section_kind:
-        return TablesPlan(found.arguments())
-    return plan_tables(found, t, cos, align, pairs, vec, qkv.tokens, qkv.length, device)
+        return plain_tables(found, index)
+    return plan_tables(found, t, cos, sin, index, pairs, vec, qkv.tokens, qkv.length, device)
 
 
 def _tokens_of_block(threads: int) -> int:
@@ -324,7 +291,7 @@ def _fwd_geometry(found: Qkv, vec: int, pairs: int, silu: bool, weight: Meta | N
     dims = (
         found.tokens, found.length, found.batch_stride, found.place_stride, found.q_heads, found.kv_heads, sets.slots,
         kv_slots, *sets[1:5], sets.extra, kv_step, k_first, v_first, found.head_dim, tokens, groups, most, pairs,
-        int(weight is not None and weight[0] == torch.float32), divisor(chunks), divisor(groups),
+        int(weight is not None and weight.dtype == torch.float32), divisor(chunks), divisor(groups),
         divisor(sets.set_slots), divisor(sets.group), inner, divisor(inner), int(batch_inner),
     )  # fmt: skip
     planes = vec // 4 if silu else 1
@@ -333,83 +300,89 @@ def _fwd_geometry(found: Qkv, vec: int, pairs: int, silu: bool, weight: Meta | N
     return dims, (-(-found.tokens // tokens), parts), threads, shared
 
 
-FWD_PLANS = Plans(_plan_fwd)
+def check_fwd(
+    qkv: Meta, q_weight: Meta | None, k_weight: Meta | None, q_heads: int, kv_heads: int, grouped: bool, layout: str,
+    rotary: int, pairs: int, silu: bool, eps: float, offset: float, *angles: Any,
+) -> None:  # fmt: skip
+    check(qkv, q_weight, k_weight, q_heads, kv_heads, grouped, layout, rotary, pairs, False, *angles)
 
 
-class BackwardPlan(NamedTuple):
-    """A launch, its arguments and how many partial rows of dweight it leaves."""
-
-    launch: Launch | None
-    dims: tuple[int | float, ...]
-    tables: TablesPlan | None
-    partial_rows: int
-    head_dim: int
-
-
-def _plan_bwd(
+def check_bwd(
     dq: Meta, dk: Meta, dv: Meta, qkv: Meta, q_weight: Meta | None, k_weight: Meta | None, q_heads: int, kv_heads: int,
-    grouped: bool, layout: str, rotary: int, pairs: int, silu: bool, eps: float, offset: float, align: int,
-    table_align: int, *angles: Any,
-) -> BackwardPlan | None:  # fmt: skip
-    """Return the launch and its arguments; None if an input must be copied first."""
+    grouped: bool, layout: str, rotary: int, pairs: int, silu: bool, eps: float, offset: float, weight_grad: bool,
+    *angles: Any,
+) -> None:  # fmt: skip
+    """Raise an ArgumentError for arguments of the backward that do not fit together."""
+    if weight_grad and q_weight is None:
+        raise ArgumentError("weight_grad is True but there are no weights")
+    found, _ = check(qkv, q_weight, k_weight, q_heads, kv_heads, grouped, layout, rotary, pairs, True, *angles)
+    packed = len(qkv[1]) == 2
+    for name, d, heads in (("dq", dq, q_heads), ("dk", dk, kv_heads), ("dv", dv, kv_heads)):
+        check_same(name, d[0], qkv[0], "dtype", of="qkv")
+        check_same(name, tuple(d[1]), found.shape(packed, heads), "shape", of="the result")
+        check_same(name, d[3], qkv[3], "device index", of="qkv")
+
+
+def plan_bwd(
+    dq: Meta, dk: Meta, dv: Meta, qkv: Meta, q_weight: Meta | None, k_weight: Meta | None, q_heads: int, kv_heads: int,
+    grouped: bool, layout: str, rotary: int, pairs: int, silu: bool, eps: float, offset: float, weight_grad: bool,
+    cos: Meta, sin: Meta, *rest: Any,
+) -> Steps:  # fmt: skip
+    cos, sin, converted = angles_of.uniform_tables(cos, sin)
+    *angles, device = cos, sin, *rest
     found, tables_found = check(
         qkv, q_weight, k_weight, q_heads, kv_heads, grouped, layout, rotary, pairs, True, *angles
     )  # fmt: skip
-    dtype, shape, _, device = qkv
-    packed = len(shape) == 2
-    for name, d, heads in (("dq", dq, q_heads), ("dk", dk, kv_heads), ("dv", dv, kv_heads)):
-        check_same(name, d[0], dtype, "dtype", of="qkv")
-        check_same(name, tuple(d[1]), found.shape(packed, heads), "shape", of="the result")
-        check_same(name, d[3], device, "device index", of="qkv")
-    if found.tokens == 0:
-        return BackwardPlan(None, (), None, 0, found.head_dim)
-    if tables_found.table_stride < 0 or not (
-        unit_stride(qkv, dq, dk, dv) and _is_dense(q_weight) and _is_dense(k_weight)
-    ):
-        return None
-    t, size, info = token("qkv", dtype), dtype.itemsize, device_info(device)
+    dtype, shape, index = qkv.dtype, qkv.shape, angles_of.index_of(*angles[2:4])
+    t, size, info = DTYPE_TOKEN[dtype], dtype.itemsize, device_info(device)
     vec, rotary = 16 // size, tables_found.rotary
     gradients = [s for d in (dq, dk, dv) for s in heads_of("", d, "bshd").strides]
     dense = Qkv(*check_qkv((dtype, shape, dense_strides(shape), device), q_heads, kv_heads, grouped, layout))
     strides = (*gradients, dense.batch_stride, dense.place_stride)
     every = (found.batch_stride, found.place_stride, *strides)
-    aligned = vector_bytes(align, *(s * size for s in every)) == 16
-    chunked = aligned and in_chunks(found.head_dim, rotary, size, 64)
+    starts = misaligned(dq, dk, dv, qkv, q_weight, k_weight)
+    chunked = vector_bytes(starts, *(s * size for s in every)) == 16 and in_chunks(found.head_dim, rotary, size, 64)
+    bulk = None
     if chunked and BWD_BULK.supports(info.target):
         _limit(found, found.tokens)
         bulk = plan_bulk(found, strides, rotary, t, size, pairs, silu, q_weight, eps, offset, device)
-        if bulk is not None:
-            launch, dims, grid = bulk
-            tables = _plan_tables(tables_found, t, angles[0], table_align, pairs, vec, found, device)
-            return BackwardPlan(launch, dims, tables, grid, found.head_dim)
     threads = _bwd_threads(info.shared_per_block, silu)
     lanes, tables = group_threads(-(-found.head_dim // (2 * vec)), 32), None
     groups = threads // lanes
-    if chunked and not BWD_BULK.supports(info.target):
+    if bulk is not None or (chunked and not BWD_BULK.supports(info.target)):
         _limit(found, found.tokens)
-        tables = _plan_tables(tables_found, t, angles[0], table_align, pairs, vec, found, device)
+        tables = _plan_tables(tables_found, t, cos, sin, index, pairs, vec, found, device)
     slots = _slots(found, _BWD_HEADS)
     per_token = slots[0] + 2 * slots[1]
-    if tables is not None and info.sm_count * groups >= per_token:
-        teams = min(found.tokens, info.sm_count * groups // per_token)
-        grid = -(-teams * per_token // groups)
+    if bulk is not None:
+        launch, sizes, grid = bulk
+    elif tables is not None and info.sm_count * groups >= per_token:
+        together = min(found.tokens, info.sm_count * groups // per_token)  # tokens
+        grid = -(-together * per_token // groups)
         inner, batch_inner = found.inner
-        bits, extra = lanes.bit_length() - 1, (teams, inner, int(batch_inner), int(pairs == angles_of.ADJACENT))
+        bits, extra = lanes.bit_length() - 1, (together, inner, int(batch_inner), int(pairs == angles_of.ADJACENT))
         shared = 2 * _BWD_HEADS * 4 * 16 * threads
         order = order_of_pairs(found.head_dim, rotary, size, pairs)
         launch = BWD.bind((t, order, silu, _BWD_HEADS, threads), device, grid, threads, shared)
+        sizes = (*strides, *extra, *_dims(found, slots, bits, q_weight, eps, offset))
     else:
         if found.head_dim > _ANY_HEAD_DIM:
             raise ArgumentError(f"heads have {found.head_dim} elements; expected at most {_ANY_HEAD_DIM} here")
-        slots, bits, extra, tables = _slots(found, 1), 5, (pairs, int(silu)), TablesPlan(tables_found.arguments())
+        slots, tables = _slots(found, 1), plain_tables(tables_found, index)
         units = found.tokens * (slots[0] + 2 * slots[1])
         _limit(found, units)
         warps = max(1, min(4, 32768 // (8 * found.head_dim)))
         grid = min(-(-units // warps), 4 * info.sm_count)
         launch = BWD_ANY.bind((t,), device, grid, 32 * warps, 8 * found.head_dim * warps)
-    dims = (*strides, *extra, *_dims(found, slots, bits, q_weight, eps, offset))
-    return BackwardPlan(launch, dims, tables, grid, found.head_dim)
+        sizes = (*strides, pairs, int(silu), *_dims(found, slots, 5, q_weight, eps, offset))
+    scratch, after = dict(tables.scratch), []
+    if weight_grad:
+        width = 2 * found.head_dim
+        scratch["partial"] = Memory((grid, width), torch.float32)
+        after = [column_sum_step("partial", "dweights", grid, width, q_weight.dtype, device)]
+    tensors = "dq", "dk", "dv", "qkv", "q_weight", "k_weight", "dqkv", "partial" if weight_grad else 0
+    step = Step(launch, *tensors, *sizes, *tables.tensors, *tables.angles)
+    return Steps(*tables.steps, step, *after, scratch=scratch, converted=converted)
 
 
-BWD_PLANS = Plans(_plan_bwd)
 KERNELS = (FWD, FWD_ANY, BWD, BWD_BULK, BWD_ANY)

@@ -10,9 +10,12 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.rope import angles as angles_of
 from rtkernels.ops.rope import mla_rope as mla
 from rtkernels.ops.rope import rope_operators as launch
-from rtkernels.ops.rope.rope_operators import FORWARD, IN_PLACE, mutated
+from rtkernels.ops.rope.rope_operators import FORWARD, IN_PLACE
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable, refuse_leaf
+from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.registry import Op
+
+_forward = FORWARD.call
 
 
 class _Rope(torch.autograd.Function):
@@ -23,9 +26,9 @@ class _Rope(torch.autograd.Function):
         ctx.options = layout, rotary, pairs, inverse, angles[4:]
         if in_place:
             ctx.mark_dirty(*(t for t in (x, k) if t is not None))
-            IN_PLACE(x, k, layout, 0, rotary, pairs, inverse, *angles)
+            IN_PLACE.call(x, k, layout, 0, rotary, pairs, inverse, *angles)
             return (x, k) if k is not None else x
-        y, ky = FORWARD(x, k, layout, layout, 0, rotary, pairs, inverse, *angles)
+        y, ky = _forward(x, k, layout, layout, 0, rotary, pairs, inverse, *angles)
         return (y, ky) if k is not None else y
 
     @staticmethod
@@ -36,7 +39,7 @@ class _Rope(torch.autograd.Function):
         if not given:
             return (None,) * 15
         first, second = given[0], given[1] if len(given) > 1 else None
-        results = FORWARD(
+        results = _forward(
             first, second, layout, layout, 0, rotary, pairs, not inverse, *ctx.saved_tensors, *rest
         )  # fmt: skip
         found = iter(results)
@@ -45,25 +48,15 @@ class _Rope(torch.autograd.Function):
         return (dx, dk, *(None,) * 13)
 
 
+_differentiable = applied(_Rope)
+
+
 def rope(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    k: Tensor | None = None,
-    layout: str = "bshd",
-    rotary: int | None = None,
-    interleaved: bool = False,
-    positions: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    sections: tuple[int, int, int] | None = None,
-    sections_interleaved: bool = False,
-    cp_rank: int = 0,
-    cp_size: int = 1,
-    mscale: float = 1.0,
-    inverse: bool = False,
-    in_place: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    x: Tensor, cos: Tensor, sin: Tensor, *, k: Tensor | None = None, layout: str = "bshd", rotary: int | None = None,
+    interleaved: bool = False, positions: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    sections: tuple[int, int, int] | None = None, sections_interleaved: bool = False, cp_rank: int = 0,
+    cp_size: int = 1, mscale: float = 1.0, inverse: bool = False, in_place: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Rotate pairs of elements of every head by the angles of its token.
 
     ``y0 = x0 * cos0 - x1 * sin0`` and ``y1 = x1 * cos1 + x0 * sin1`` for each pair; elements beside the rotary part are
@@ -100,11 +93,7 @@ def rope(
         aligned, fp32 tables of ``tokens * n`` entries are made on the way.
     """
     if not isinstance(x, Tensor):
-        return interop.call(
-            rope, x, cos, sin, k=k, layout=layout, rotary=rotary, interleaved=interleaved, positions=positions,
-            cu_seqlens=cu_seqlens, sections=sections, sections_interleaved=sections_interleaved, cp_rank=cp_rank,
-            cp_size=cp_size, mscale=mscale, inverse=inverse, in_place=in_place,
-        )  # fmt: skip
+        return interop.call_with(rope, locals())
     spelled = angles_of.spell_sections(sections, sections_interleaved) if sections is not None else ""
     pairs = angles_of.ADJACENT if interleaved else angles_of.HALVES
     angles = (cos, sin, positions, cu_seqlens, spelled, cp_rank, cp_size, mscale)
@@ -113,12 +102,11 @@ def rope(
         if in_place:
             refuse_leaf("x", x)
             refuse_leaf("k", k)
-        return _Rope.apply(x, k, layout, rotary or 0, pairs, inverse, in_place, *angles)
+        return _differentiable(x, k, layout, rotary or 0, pairs, inverse, in_place, *angles)
     if in_place:
-        IN_PLACE(x, k, layout, 0, rotary or 0, pairs, inverse, *angles)
-        mutated(x, k)
+        IN_PLACE.call(x, k, layout, 0, rotary or 0, pairs, inverse, *angles)
         return x if k is None else (x, k)
-    y, ky = FORWARD(x, k, layout, layout, 0, rotary or 0, pairs, inverse, *angles)
+    y, ky = _forward(x, k, layout, layout, 0, rotary or 0, pairs, inverse, *angles)
     return y if k is None else (y, ky)
 
 

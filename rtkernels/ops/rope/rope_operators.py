@@ -9,13 +9,21 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.rope import angles as angles_of
-from rtkernels.ops.rope.angles import LAYOUTS, Angles, Meta
-from rtkernels.runtime.launch.driver import Launch
+from rtkernels.ops.rope.angles import LAYOUTS, Angles
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.launch.memory import allocator, dense_strides
-from rtkernels.runtime.launch.plans import Plans
-from rtkernels.runtime.layout import address, check_same, divisor, group_threads, metadata, nothing, token, vector_bytes
-from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.launch.memory import dense_strides
+from rtkernels.runtime.layout import (
+    DTYPE_TOKEN,
+    check_same,
+    divisor,
+    group_threads,
+    metadata,
+    nothing,
+    token,
+    vector_bytes,
+)
+from rtkernels.runtime.operator.declared import InPlace, Meta, Operator, UnitStride, misaligned
+from rtkernels.runtime.operator.plan import Memory, Offset, Step, Steps
 
 UNIT = "rope/rope.cu"
 TYPES = ("bf16", "fp16", "fp32")
@@ -31,33 +39,22 @@ _ROPE_ARGS = (
     + angles_of.ARGS
 )
 ROPE = Kernel(
-    UNIT,
-    "rope",
-    template="T PAIRS",
-    args=_ROPE_ARGS,
-    variants=[(t, pairs) for t in TYPES for pairs in (angles_of.GATHER, angles_of.SCATTER)],
-    max_registers=112,
-)
+    UNIT, "rope", template="T PAIRS", max_registers=112,
+    args=_ROPE_ARGS, variants=[(t, pairs) for t in TYPES for pairs in (angles_of.GATHER, angles_of.SCATTER)],
+)  # fmt: skip
 ROPE_TOKEN = Kernel(
-    UNIT,
-    "rope_token",
-    template="T",
+    UNIT, "rope_token", template="T", max_registers=64,
     args="q:ptr k:ptr q_out:ptr k_out:ptr length:i64 q_heads:i64 k_heads:i64 q_slots:i64 k_slots:i64 groups:i64 "
     "lane_bits:i64 begin:i64 width:i64 first:i64 pairs:i64 q_batch:i64 q_place:i64 q_head:i64 k_batch:i64 k_place:i64 "
     "k_head:i64 q_out_batch:i64 q_out_place:i64 q_out_head:i64 k_out_batch:i64 k_out_place:i64 k_out_head:i64 "
     "by_length:i64 " + angles_of.ARGS,
     variants=[(t,) for t in TYPES],
-    max_registers=64,
-)
+)  # fmt: skip
 ROPE_ANY = Kernel(UNIT, "rope_any", template="T", args=_ROPE_ARGS, variants=[(t,) for t in TYPES], max_registers=56)
 TABLES = Kernel(
-    UNIT,
-    "rope_tables",
-    template="T",
-    args="cos_out:ptr sin_out:ptr tokens:i64 length:i64 width:i64 " + angles_of.ARGS,
-    variants=[(t,) for t in TYPES],
-    max_registers=40,
-)
+    UNIT, "rope_tables", template="T", max_registers=40,
+    args="cos_out:ptr sin_out:ptr tokens:i64 length:i64 width:i64 " + angles_of.ARGS, variants=[(t,) for t in TYPES],
+)  # fmt: skip
 
 
 # ---- heads in memory ------------------------------------------------------------------------------------------------
@@ -81,7 +78,7 @@ class Heads(NamedTuple):
 
 def heads_of(name: str, meta: Meta, layout: str) -> Heads:
     """Return the tensor as ``[batch, length, heads, head_dim]``; three dimensions are packed tokens."""
-    _, shape, stride, _ = meta
+    shape, stride = meta[1:3]
     if layout not in LAYOUTS:
         raise ArgumentError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
     if len(shape) == 3:
@@ -112,11 +109,6 @@ def unit_stride(*metas: Meta | None) -> bool:
     return all(m is None or m[1][-1] <= 1 or m[2][-1] == 1 for m in metas)
 
 
-def with_unit_stride(t: Tensor | None) -> Tensor | None:
-    """Return the tensor, copied if its last dimension has another stride than 1."""
-    return t if t is None or t.shape[-1] <= 1 or t.stride(-1) == 1 else t.contiguous()
-
-
 def lanes_of(head_dim: int, rotary: int, first: int, vec: int, *, copies: bool = True) -> int | None:
     """Return how many lanes share a head in 16-byte chunks (``Pieces`` in rope/pieces.cuh); None if they cannot."""
     spare = head_dim - rotary
@@ -136,50 +128,44 @@ def chunk_lanes(head_dim: int, rotary: int, first: int, vec: int) -> int | None:
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-class TablesPlan(NamedTuple):
-    """How to read the tables: as they are, or from entries gathered for each token first."""
+class Tables(NamedTuple):
+    """How to read the tables: as they are, or from entries gathered for each token first.
 
+    Attributes:
+        tensors: Names of cos, sin and index as the main kernel takes them.
+        angles: The numbers that follow them.
+        steps: What gathers.
+        scratch: Where to.
+    """
+
+    tensors: tuple[str | int | Offset, ...]
     angles: tuple[int | float, ...]
-    gather: Launch | None = None
-    dims: tuple[int, ...] = ()
-    first_angles: tuple[int | float, ...] = ()
+    steps: tuple[Step, ...] = ()
+    scratch: dict[str, Memory] = {}  # noqa: RUF012  never changed
 
-    def addresses(self, cos: Tensor, sin: Tensor, index: Tensor | None) -> tuple[tuple[int, int, int], Any]:
-        """Return the addresses of cos, sin and index for the main kernel, and what must live until its launch."""
-        if self.gather is None:
-            return (cos.data_ptr(), sin.data_ptr(), address(index)), None
-        tokens, _, width = self.dims
-        table = torch.empty(2, tokens, width, dtype=torch.float32, device=cos.device)
-        here = table.data_ptr(), table[1].data_ptr()
-        self.gather(*here, *self.dims, cos.data_ptr(), sin.data_ptr(), address(index), *self.first_angles)
-        return (*here, 0), table
+
+def plain_tables(found: Angles, index: str | int) -> Tables:
+    """Return tables read as they are."""
+    return Tables(("cos", "sin", index), found.arguments())
 
 
 def plan_tables(
-    found: Angles, t: str, cos: Meta, align: int, pairs: int, vec: int, tokens: int, length: int, device: int
-) -> TablesPlan:
-    """Return the way to tables that kernels can read in runs of `vec` entries."""
-    if angles_of.readable(found, pairs, vec, align, cos[0].itemsize):
-        return TablesPlan(found.arguments())
-    flags = found.flags & ~angles_of._INVERSE
-    width = found.width
+    found: Angles, t: str, cos: Meta, sin: Meta, index: str | int, pairs: int, vec: int, tokens: int, length: int,
+    device: int,
+) -> Tables | None:  # fmt: skip
+    """Return the way to tables that kernels can read `vec` entries at a time; None if there is none."""
+    if angles_of.readable(found, pairs, vec, misaligned(cos, sin), cos.dtype.itemsize):
+        return plain_tables(found, index)
+    width, per_token = found.width, found.per_token()
+    if pairs in (angles_of.GATHER, angles_of.SCATTER) and not angles_of.readable(per_token, pairs, vec, 0, 4):
+        return None  # full tables in an order that consecutive entries cannot have
     block = min(256, -(-width // 32) * 32)
-    grid = (-(-width // block), min(tokens, 65535))
-    launch = TABLES.bind((t,), device, grid, block)
-    first = found._replace(flags=flags).arguments()
-    if pairs in (angles_of.GATHER, angles_of.SCATTER) and not angles_of.readable(found.per_token(), pairs, vec, 0, 4):
-        return None  # full tables in an order that runs cannot have
-    return TablesPlan(found.per_token().arguments(), launch, (tokens, length, width), first)
-
-
-class _Plan(NamedTuple):
-    launch: Launch | None
-    dims: tuple[int, ...]
-    tables: TablesPlan | None
-    by_chunks: bool  # the lanes of a head read all of it before they write
-    allocate: Any
-    q_layout: tuple[Any, ...]
-    k_layout: tuple[Any, ...] | None
+    launch = TABLES.bind((t,), device, (-(-width // block), min(tokens, 65535)), block)
+    first = found._replace(flags=found.flags & ~angles_of._INVERSE).arguments()
+    gathered = "table", Offset("table", 4 * tokens * width)
+    step = Step(launch, *gathered, tokens, length, width, "cos", "sin", index, *first)
+    scratch = {"table": Memory((2, tokens, width), torch.float32)}
+    return Tables((*gathered, 0), per_token.arguments(), (step,), scratch)
 
 
 def _check(q, k, layout, out_layout, first, rotary, pairs, inverse, cos, sin, positions, cu_seqlens, *options):
@@ -209,29 +195,26 @@ def _check(q, k, layout, out_layout, first, rotary, pairs, inverse, cos, sin, po
 def _plan(
     q: Meta, k: Meta | None, layout: str, out_layout: str, first: int, rotary: int, pairs: int, inverse: bool,
     cos: Meta, sin: Meta, positions: Meta | None, cu_seqlens: Meta | None, sections: str, cp_rank: int, cp_size: int,
-    mscale: float, in_place: bool, align: int, table_align: int,
-) -> _Plan | None:  # fmt: skip
-    """Return the launch and its arguments; None if an input must be copied first."""
+    mscale: float, device: int, in_place: bool = False,
+) -> Steps:  # fmt: skip
+    cos, sin, converted = angles_of.uniform_tables(cos, sin)
     heads, of_k, rotary, found = _check(
         q, k, layout, out_layout, first, rotary, pairs, inverse, cos, sin, positions, cu_seqlens, sections, cp_rank,
         cp_size, mscale,
     )  # fmt: skip
-    dtype, shape, _, device = q
-    packed = len(shape) == 3
-    outputs = [None if h is None else shape_in(out_layout, h, packed) for h in (heads, of_k)]
-    layouts = [None if s is None else (s, dense_strides(s), dtype) for s in outputs]
+    packed, index = q.dim() == 3, angles_of.index_of(positions, cu_seqlens)
     tokens, total = heads.batch * heads.length, heads.heads + (of_k.heads if of_k else 0)
-    if tokens == 0 or total == 0:
-        return _Plan(None, (), None, True, allocator(device), *layouts)
-    if found.table_stride < 0 or not unit_stride(q, k):
-        return None
-    t, vec = token("x", dtype), 16 // dtype.itemsize
+    t, size = DTYPE_TOKEN[q.dtype], q.dtype.itemsize
+    vec = 16 // size
     strides = [*heads.strides, *(of_k.strides if of_k else (0, 0, 0))]
     if in_place:
-        out = strides
+        out, results = strides, ("q", "k")
     else:
-        views = [None if s is None else heads_of("", (dtype, s, dense_strides(s), device), out_layout) for s in outputs]
-        out = [*views[0].strides, *(views[1].strides if views[1] else (0, 0, 0))]
+        out, results = [], ("q_out", "k_out")
+        for h in (heads, of_k):
+            shape = None if h is None else shape_in(out_layout, h, packed)
+            view = None if shape is None else heads_of("", (q.dtype, shape, dense_strides(shape)), out_layout)
+            out += (0, 0, 0) if view is None else view.strides
     order = pairs if not inverse else (pairs ^ 1 if pairs in (angles_of.GATHER, angles_of.SCATTER) else pairs)
     reorders = order in (angles_of.GATHER, angles_of.SCATTER)
     begin, width = (first, rotary) if in_place else (0, heads.head_dim)
@@ -239,10 +222,10 @@ def _plan(
         lanes = lanes_of(heads.head_dim, rotary, first, vec, copies=not in_place)
     else:
         lanes = chunk_lanes(width, rotary, first, vec)
-    aligned = vector_bytes(align, *(s * dtype.itemsize for s in (*strides, *out))) == 16
+    aligned16 = vector_bytes(misaligned(q, k), *(s * size for s in (*strides, *out))) == 16
     tables = None
-    if lanes is not None and aligned:
-        tables = plan_tables(found, t, cos, table_align, order, vec, tokens, heads.length, device)
+    if lanes is not None and aligned16:
+        tables = plan_tables(found, t, cos, sin, index, order, vec, tokens, heads.length, device)
     if tables is not None and not reorders:
         _limit(tokens, total, 1)
         counts = (heads.heads, total - heads.heads)
@@ -250,24 +233,26 @@ def _plan(
         grid = -(-sum(slots) // (_TOKEN_THREADS // lanes))
         groups = -(-sum(slots) // grid)
         threads = -(-groups * lanes // 32) * 32
-        most = max(-(-n // s) for n, s in zip(counts, slots, strict=True) if s)
-        launch = ROPE_TOKEN.bind((t,), device, (tokens, grid), threads, 16 * most * threads)
-        dims = (heads.length, *counts, *slots, groups, lanes.bit_length() - 1, begin, width, first, order, *strides,
-                *out, divisor(heads.length))  # fmt: skip
-        return _Plan(launch, dims, tables, True, allocator(device), *layouts)
-    spare = width - rotary
-    if tables is not None:
-        slots, kernel, variant, bits = -(-total // HEADS_PER_GROUP), ROPE, (t, order), lanes.bit_length() - 1
-        spare //= vec
+        per_slot = max(-(-n // s) for n, s in zip(counts, slots, strict=True) if s)
+        launch = ROPE_TOKEN.bind((t,), device, (tokens, grid), threads, 16 * per_slot * threads)
+        sizes = (heads.length, *counts, *slots, groups, lanes.bit_length() - 1, begin, width, first, order, *strides,
+                 *out, divisor(heads.length))  # fmt: skip
     else:
-        tables = TablesPlan(found.arguments())
-        slots, kernel, variant, bits = total, ROPE_ANY, (t,), 5
-    units = tokens * slots
-    _limit(tokens, total, slots)
-    launch = kernel.bind(variant, device, -(-units // (_BLOCK >> bits)), _BLOCK)
-    dims = (tokens, heads.length, heads.heads, total - heads.heads, slots, bits, first, spare, order, *strides, *out,
-            divisor(slots), divisor(heads.length))  # fmt: skip
-    return _Plan(launch, dims, tables, kernel is ROPE, allocator(device), *layouts)
+        spare = width - rotary
+        if tables is not None:
+            slots, kernel, variant, bits = -(-total // HEADS_PER_GROUP), ROPE, (t, order), lanes.bit_length() - 1
+            spare //= vec
+        else:
+            if in_place and pairs in (angles_of.GATHER, angles_of.SCATTER):
+                return Steps(instead=_by_copy)  # a lane would overwrite what another one has not read
+            tables = plain_tables(found, index)
+            slots, kernel, variant, bits = total, ROPE_ANY, (t,), 5
+        _limit(tokens, total, slots)
+        launch = kernel.bind(variant, device, -(-tokens * slots // (_BLOCK >> bits)), _BLOCK)
+        sizes = (tokens, heads.length, heads.heads, total - heads.heads, slots, bits, first, spare, order, *strides,
+                 *out, divisor(slots), divisor(heads.length))  # fmt: skip
+    step = Step(launch, "q", "k", *results, *sizes, *tables.tensors, *tables.angles)
+    return Steps(*tables.steps, step, scratch=tables.scratch, converted=converted)
 
 
 def _limit(tokens: int, heads: int, units: int) -> None:
@@ -275,62 +260,24 @@ def _limit(tokens: int, heads: int, units: int) -> None:
         raise ArgumentError(f"x has {tokens} tokens of {heads} heads; expected at most {UNIT_LIMIT // units} tokens")
 
 
-_PLANS = Plans(_plan)
+def _plan_in_place(q: Meta, k: Meta | None, layout: str, *values: Any) -> Steps:
+    if not unit_stride(q, k):
+        return Steps(instead=_by_copy)
+    return _plan(q, k, layout, layout, *values, in_place=True)
 
 
-# ---- launchers ------------------------------------------------------------------------------------------------------
+def _by_copy(q: Tensor, k: Tensor | None, layout: str, *rest: Any) -> None:
+    y, ky = FORWARD.launch(q, k, layout, layout, *rest)
+    q.copy_(y)
+    if k is not None:
+        k.copy_(ky)
 
 
-def _launch_fwd(q, k, layout, out_layout, first, rotary, pairs, inverse, cos, sin, positions, cu_seqlens, *options):
-    index = positions if positions is not None else cu_seqlens
-    q_address, k_address = q.data_ptr(), address(k)
-    plan = _PLANS[(
-        metadata(q), metadata(k), layout, out_layout, first, rotary, pairs, inverse, metadata(cos), metadata(sin),
-        metadata(positions), metadata(cu_seqlens), *options, False, (q_address | k_address) & 15,
-        (cos.data_ptr() | sin.data_ptr()) & 15,
-    )]  # fmt: skip
-    if plan is None or (index is not None and not index.is_contiguous()):
-        angles = angles_of.readable_by_kernels((cos, sin, positions, cu_seqlens, *options))
-        q, k = with_unit_stride(q), with_unit_stride(k)
-        return _launch_fwd(q, k, layout, out_layout, first, rotary, pairs, inverse, *angles)
-    y = plan.allocate(*plan.q_layout)
-    ky = nothing(q) if k is None else plan.allocate(*plan.k_layout)
-    if plan.launch is not None:
-        addresses, _alive = plan.tables.addresses(cos, sin, index)
-        plan.launch(
-            q_address, k_address, y.data_ptr(), 0 if k is None else ky.data_ptr(), *plan.dims, *addresses,
-            *plan.tables.angles,
-        )  # fmt: skip
-    return y, ky
-
-
-def _launch_in_place(q, k, layout, first, rotary, pairs, inverse, cos, sin, positions, cu_seqlens, *options) -> None:
-    _check_writable(q, "x")
-    _check_writable(k, "k")
-    angles = (cos, sin, positions, cu_seqlens, *options)
-    cos, sin, positions, cu_seqlens, *options = angles_of.readable_by_kernels(angles)
-    index = positions if positions is not None else cu_seqlens
-    q_address, k_address = q.data_ptr(), address(k)
-    plan = _PLANS[(
-        metadata(q), metadata(k), layout, layout, first, rotary, pairs, inverse, metadata(cos), metadata(sin),
-        metadata(positions), metadata(cu_seqlens), *options, True, (q_address | k_address) & 15,
-        (cos.data_ptr() | sin.data_ptr()) & 15,
-    )]  # fmt: skip
-    reorders = pairs in (angles_of.GATHER, angles_of.SCATTER)
-    if plan is None or (reorders and not plan.by_chunks):
-        args = (layout, layout, first, rotary, pairs, inverse, cos, sin, positions, cu_seqlens, *options)
-        y, ky = _launch_fwd(q, k, *args)
-        q.copy_(y)
-        if k is not None:
-            k.copy_(ky)
-    elif plan.launch is not None:
-        addresses, _alive = plan.tables.addresses(cos, sin, index)
-        plan.launch(q_address, k_address, q_address, k_address, *plan.dims, *addresses, *plan.tables.angles)
-
-
-def _check_writable(t: Tensor | None, name: str) -> None:
-    if t is not None and any(size > 1 and step == 0 for size, step in zip(t.shape, t.stride(), strict=True)):
-        raise ArgumentError(f"{name} has strides {t.stride()}; expected no expanded dimension with in_place")
+def _check_in_place(q: Meta, k: Meta | None, layout: str, *values: Any) -> None:
+    for name, meta in (("x", q), ("k", k)):
+        if meta is not None and any(n > 1 and step == 0 for n, step in zip(meta.shape, meta.stride, strict=True)):
+            raise ArgumentError(f"{name} has strides {meta.stride}; expected no expanded dimension with in_place")
+    _check(q, k, layout, layout, *values)
 
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
@@ -356,41 +303,29 @@ def _reference_fwd(q, k, layout, out_layout, first, rotary, pairs, inverse, cos,
 
 
 def _reference_in_place(q, k, layout, *args) -> None:
-    _check_writable(q, "x")
-    _check_writable(k, "k")
     y, ky = _reference_fwd(q, k, layout, layout, *args)
     q.copy_(y)
     if k is not None:
         k.copy_(ky)
 
 
-def _fake_fwd(q, k, layout, out_layout, *args):
-    def like(t: Tensor) -> Tensor:
+def _outputs(q, k, layout, out_layout, *args):
+    def like(t: Any) -> Memory:
         if t.dim() == 3:
-            return t.new_empty(t.shape)
+            return Memory(t.shape, t.dtype)
         sizes = [t.shape[i] for i in LAYOUTS[layout]]
-        return t.new_empty([sizes[LAYOUTS[out_layout].index(i)] for i in range(3)] + [t.shape[3]])
+        return Memory((*(sizes[LAYOUTS[out_layout].index(i)] for i in range(3)), t.shape[3]), t.dtype)
 
-    return like(q), nothing(q) if k is None else like(k)
-
-
-_OPTIONS = f"int first, int rotary, int pairs, bool inverse, {angles_of.SCHEMA}"
-FORWARD = TorchOp(
-    f"rope_fwd(Tensor q, Tensor? k, str layout, str out_layout, {_OPTIONS}) -> (Tensor, Tensor)",
-    launch=_launch_fwd,
-    reference=_reference_fwd,
-    fake=_fake_fwd,
-)
-IN_PLACE = TorchOp(
-    f"rope_(Tensor(a!) q, Tensor(b!)? k, str layout, {_OPTIONS}) -> ()",
-    launch=_launch_in_place,
-    reference=_reference_in_place,
-    fake=lambda *args: None,
-)
+    return like(q), None if k is None else like(k)
 
 
-def mutated(*tensors: Tensor | None) -> None:
-    """Tell autograd that these were written, so that a backward which saved them complains."""
-    for t in tensors:
-        if t is not None and not torch.compiler.is_dynamo_compiling() and not t.is_inference():
-            torch.autograd.graph.increment_version(t)
+_OPTIONS = "int first", "int rotary", "int pairs", "bool inverse", *angles_of.ARGUMENTS
+FORWARD = Operator(
+    "rope_fwd",
+    (UnitStride("q", None), UnitStride("k", None, optional=True), "str layout", "str out_layout", *_OPTIONS),
+    results="q_out k_out", outputs=_outputs, plan=_plan, reference=_reference_fwd, check=_check,
+)  # fmt: skip
+IN_PLACE = Operator(
+    "rope_", (InPlace("q", None), InPlace("k", None, optional=True), "str layout", *_OPTIONS), results="",
+    plan=_plan_in_place, reference=_reference_in_place, check=_check_in_place,
+)  # fmt: skip

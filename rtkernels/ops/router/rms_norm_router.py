@@ -89,16 +89,9 @@ _differentiable = applied(_RmsNormRouter)
 
 
 def rms_norm_router(
-    x: Tensor,
-    weight: Tensor | None,
-    router_weight: Tensor,
-    *,
-    eps: float | None = None,
-    offset: float = 0,
-    precision: str = "high",
-    pow2_scale: bool = False,
-    scale_layout: str = "row",
-) -> NormRouter:
+    x: Tensor, weight: Tensor | None, router_weight: Tensor, *, eps: float | None = None, offset: float = 0,
+    precision: str = "high", pow2_scale: bool = False, scale_layout: str = "row",
+) -> NormRouter:  # fmt: skip
     """Normalise rows, quantise them to fp8 (e4m3) and multiply them by a router's weight.
 
     The results are those of ``rms_norm_fp8(x, weight, keep=True)`` and ``router_gemm(y, router_weight)``: codes come
@@ -138,9 +131,4 @@ def rms_norm_router(
     return NormRouter(*FORWARD.call(*arguments))
 
 
-OP = Op(
-    "rms_norm_router",
-    public=("rms_norm_router",),
-    kernels=(KERNEL,),
-    torch_ops=(FORWARD,),
-)
+OP = Op("rms_norm_router", public=("rms_norm_router",), kernels=(KERNEL,), torch_ops=(FORWARD,))

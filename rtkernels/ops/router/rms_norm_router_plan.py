@@ -30,15 +30,11 @@ _COLUMNS = range(1024, 3073, 128)
 _BUSY = 0.7  # of the multiprocessors, over all rounds of blocks
 
 KERNEL = Kernel(
-    "router/rms_norm_router.cu",
-    "norm_router",
-    template="T",
+    "router/rms_norm_router.cu", "norm_router", template="T", max_registers=96, needs=("tma", "wgmma"),
     args="x:tmap router:tmap logits:tmap weight:ptr y:ptr q:ptr scale:ptr rstd:ptr rows:i64 cols:i64 experts:i64 "
     "weight_fp32:i64 scale_row:i64 scale_group:i64 pow2:i64 eps:f64 offset:f64",
     variants=[("bf16",)],
-    max_registers=96,
-    needs=("tma", "wgmma"),
-)
+)  # fmt: skip
 
 
 def norm_options(eps: float, offset: float, pow2_scale: bool, scale_layout: str) -> tuple[Any, ...]:

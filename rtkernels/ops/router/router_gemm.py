@@ -197,12 +197,7 @@ class _RouterGemm(torch.autograd.Function):
 
 
 def router_gemm(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    precision: str = "high",
-    main_grad: Tensor | None = None,
+    x: Tensor, weight: Tensor, *, bias: Tensor | None = None, precision: str = "high", main_grad: Tensor | None = None
 ) -> Tensor:
     """Return ``x @ weight.T + bias`` in fp32: the logits of a router.
 
@@ -252,9 +247,4 @@ def router_gemm(
     return _forward(x, weight, bias, level)
 
 
-OP = Op(
-    "router_gemm",
-    public=("router_gemm",),
-    kernels=KERNELS,
-    torch_ops=(FORWARD, BACKWARD, BACKWARD_INTO),
-)
+OP = Op("router_gemm", public=("router_gemm",), kernels=KERNELS, torch_ops=(FORWARD, BACKWARD, BACKWARD_INTO))

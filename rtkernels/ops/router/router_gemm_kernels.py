@@ -31,25 +31,17 @@ _TURNS_SHARED = 8 * _TURNS_STAGE * (4 * _TURNS_EXPERTS + 2 * _TURNS_COLUMNS) + _
 _MMA_SHARED = 3 * 2 * _TILE_BYTES
 
 SPLIT = Kernel(
-    "router/router_gemm_terms.cu",
-    "router_split",
-    template="In T",
+    "router/router_gemm_terms.cu", "router_split", template="In T", max_registers=64,
     args="source:ptr out:ptr scale:ptr column_largest:ptr rows:i64 cols:i64 stride:i64 pitch:i64 terms:i64 wide:i64",
     variants=[("fp32", "bf16"), ("fp16", "bf16"), ("fp32", "fp16"), ("bf16", "fp16")],
-    max_registers=64,
-)
+)  # fmt: skip
 SUM = Kernel(
-    "router/router_gemm_terms.cu",
-    "router_sum",
-    template="T",
+    "router/router_gemm_terms.cu", "router_sum", template="T", max_registers=48,
     args="partial:ptr out:ptr bias:ptr count:i64 step:i64 cols:i64 splits:i64 accumulate:i64 wide:i64",
     variants=[("bf16",), ("fp16",), ("fp32",)],
-    max_registers=48,
-)
+)  # fmt: skip
 MMA = Kernel(
-    "router/router_gemm_mma.cu",
-    "router_mma",
-    template="T ACROSS_A ACROSS_B",
+    "router/router_gemm_mma.cu", "router_mma", template="T ACROSS_A ACROSS_B", max_registers=255,
     args="a:ptr b:ptr out:ptr bias:ptr scale:ptr m:i64 n:i64 k:i64 a_pitch:i64 b_pitch:i64 a_step:i64 b_step:i64 "
     "pairs:i64 pair_count:i64 blocks_per_split:i64 promote:i64 kind:i64 scale_by_row:i64",
     variants=[
@@ -59,45 +51,28 @@ MMA = Kernel(
         ("bf16", True, True),
         ("fp16", True, True),
     ],
-    max_registers=255,
-)
+)  # fmt: skip
 FWD = Kernel(
-    "router/router_gemm_fwd.cu",
-    "router_fwd",
-    template="T GROUPS COLUMNS",
+    "router/router_gemm_fwd.cu", "router_fwd", template="T GROUPS COLUMNS", max_registers=168, needs=("tma", "wgmma"),
     args="x:tmap weight:tmap out_map:tmap out:ptr bias:ptr scale:ptr rows:i64 experts:i64 depth:i64 x_rows:i64 "
     "weight_rows:i64 terms:i64 stages:i64 splits:i64 promote:i64 by_copy_engine:i64",
     variants=[(token, rows // 64, columns) for token in ("bf16", "fp16") for rows, columns in tiles.TILES],
-    max_registers=168,
-    needs=("tma", "wgmma"),
-)
+)  # fmt: skip
 DX = Kernel(
-    "router/router_gemm_dx.cu",
-    "router_dx",
-    template="LEFT RIGHT",
+    "router/router_gemm_dx.cu", "router_dx", template="LEFT RIGHT", max_registers=168, needs=("tma", "wgmma"),
     args="dy:tmap weight:tmap dx:tmap experts:i64 depth:i64 parts:i64 tiles_each:i64 half:i64",
     variants=[(1, 1), (2, 1), (2, 2)],
-    max_registers=168,
-    needs=("tma", "wgmma"),
-)
+)  # fmt: skip
 DW = Kernel(
-    "router/router_gemm_dw.cu",
-    "router_dw",
-    template="T TERMS",
+    "router/router_gemm_dw.cu", "router_dw", template="T TERMS", max_registers=168, needs=("tma", "wgmma"),
     args="dy:tmap x:tmap out:ptr largest:ptr tokens:i64 experts:i64 depth:i64 blocks_per_split:i64 promote:i64",
     variants=[("bf16", 1), ("bf16", 2), ("bf16", 3), ("fp16", 1), ("fp16", 2)],
-    max_registers=168,
-    needs=("tma", "wgmma"),
-)
+)  # fmt: skip
 DW_TURNS = Kernel(
-    "router/router_gemm_dw_pingpong.cu",
-    "router_dw_turns",
-    template="T TERMS",
-    args="dy:tmap x:tmap out:ptr tokens:i64 experts:i64 depth:i64 stages_per_split:i64",
-    variants=[("bf16", 2)],
-    max_registers=168,
+    "router/router_gemm_dw_pingpong.cu", "router_dw_turns", template="T TERMS", max_registers=168,
     needs=("tma", "wgmma"),
-)
+    args="dy:tmap x:tmap out:ptr tokens:i64 experts:i64 depth:i64 stages_per_split:i64", variants=[("bf16", 2)],
+)  # fmt: skip
 KERNELS = (SPLIT, SUM, MMA, FWD, DX, DW, DW_TURNS)
 
 

@@ -6,16 +6,7 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.router.router_loss_plan import (
-    BACKWARD,
-    COUNTS,
-    FORWARD,
-    KERNELS,
-    PLAIN,
-    SIGMOID,
-    SOFTMAX,
-    Z,
-)
+from rtkernels.ops.router.router_loss_plan import BACKWARD, COUNTS, FORWARD, KERNELS, PLAIN, SIGMOID, SOFTMAX, Z
 from rtkernels.runtime.layout import check_same
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import constant, needs_grad
@@ -60,15 +51,9 @@ def router_z_loss(logits: Tensor, coefficient: float = 1.0) -> Tensor:
 
 
 def load_balancing_loss(
-    logits: Tensor,
-    indices: Tensor | None = None,
-    *,
-    counts: Tensor | None = None,
-    k: int | None = None,
-    score: str | None = "softmax",
-    coefficient: float = 1.0,
-    sequence_dim: int | None = None,
-) -> Tensor:
+    logits: Tensor, indices: Tensor | None = None, *, counts: Tensor | None = None, k: int | None = None,
+    score: str | None = "softmax", coefficient: float = 1.0, sequence_dim: int | None = None,
+) -> Tensor:  # fmt: skip
     """Return the auxiliary loss that spreads tokens over experts: ``coefficient * experts * sum over e of f_e P_e``.
 
     f_e is the fraction of all choices that went to expert e, P_e the mean score of e over the tokens (Switch

@@ -33,13 +33,10 @@ def _kernel(entry: str, args: str, registers: int) -> Kernel:
 _FWD, _BWD = _kernel("router_loss_fwd", _FWD_ARGS, 64), _kernel("router_loss_bwd", _BWD_ARGS, 64)
 _Z_FWD, _Z_BWD = _kernel("router_z_fwd", _FWD_ARGS, 128), _kernel("router_z_bwd", _BWD_ARGS, 128)
 _COUNTS = Kernel(
-    _UNIT,
-    "router_counts",
-    template="I",
+    _UNIT, "router_counts", template="I", max_registers=48,
     args="indices:ptr counts:ptr length:i64 top_k:i64 experts:i64 first_step:i64 row_step:i64",
     variants=[("i32",), ("i64",)],
-    max_registers=48,
-)
+)  # fmt: skip
 
 
 # ---- plans ----------------------------------------------------------------------------------------------------------

@@ -37,13 +37,9 @@ _FWD = Kernel(_UNIT, "topk_fwd", template="V", args=_ARGS, variants=[(v,) for v 
 _FEW = Kernel(_UNIT, "topk_few", template="SIZE", args=_ARGS, variants=[(2,), (4,)], max_registers=64)
 _FWD_WIDE = Kernel(_UNIT, "topk_fwd_wide", template="V", args=_ARGS, variants=[(COLUMNS[-1],)], max_registers=64)
 _BWD = Kernel(
-    _UNIT,
-    "topk_bwd",
-    template="SIZE",
-    args="g:ptr indices:ptr dx:ptr rows:i64 cols:i64 k:i64 whole:i64 wide:i64",
-    variants=[(2,), (4,)],
-    max_registers=40,
-)
+    _UNIT, "topk_bwd", template="SIZE", max_registers=40,
+    args="g:ptr indices:ptr dx:ptr rows:i64 cols:i64 k:i64 whole:i64 wide:i64", variants=[(2,), (4,)],
+)  # fmt: skip
 
 
 class TopK(NamedTuple):
@@ -195,9 +191,4 @@ def topk(x: Tensor, k: int, *, index_dtype: torch.dtype = torch.int64) -> TopK:
     return TopK(*_forward(x, k, int64))
 
 
-OP = Op(
-    "topk",
-    public=("topk",),
-    kernels=(_FWD, _FEW, _FWD_WIDE, _BWD),
-    torch_ops=(FORWARD, BACKWARD),
-)
+OP = Op("topk", public=("topk",), kernels=(_FWD, _FEW, _FWD_WIDE, _BWD), torch_ops=(FORWARD, BACKWARD))

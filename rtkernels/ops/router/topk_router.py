@@ -123,21 +123,10 @@ def _mode(score: str, score_first: bool, renormalize: bool) -> int:
 
 
 def topk_router(
-    logits: Tensor,
-    k: int,
-    *,
-    score: str = "softmax",
-    score_first: bool = True,
-    bias: Tensor | None = None,
-    num_groups: int = 1,
-    top_groups: int | None = None,
-    group_k: int | None = None,
-    renormalize: bool = False,
-    scale: float = 1.0,
-    eps: float = 1e-20,
-    dense_probs: bool = False,
-    routing_map: bool = False,
-) -> Routing:
+    logits: Tensor, k: int, *, score: str = "softmax", score_first: bool = True, bias: Tensor | None = None,
+    num_groups: int = 1, top_groups: int | None = None, group_k: int | None = None, renormalize: bool = False,
+    scale: float = 1.0, eps: float = 1e-20, dense_probs: bool = False, routing_map: bool = False,
+) -> Routing:  # fmt: skip
     """Choose k experts for every token (every row of logits), and give their probabilities.
 
     Experts are chosen by a key: the score if `score_first`, else the logit, plus `bias`. Without bias and groups that
@@ -190,9 +179,4 @@ def topk_router(
     return Routing(probs, indices, counts, dense if dense_probs else None, chosen if routing_map else None)
 
 
-OP = Op(
-    "topk_router",
-    public=("topk_router",),
-    kernels=KERNELS,
-    torch_ops=(FORWARD, BACKWARD),
-)
+OP = Op("topk_router", public=("topk_router",), kernels=KERNELS, torch_ops=(FORWARD, BACKWARD))

@@ -13,13 +13,9 @@ from rtkernels.runtime.operator.plan import Step
 from rtkernels.runtime.operator.registry import Op
 
 _KERNEL = Kernel(
-    "shared/column_sum.cu",
-    "column_sum",
-    template="T",
-    args="partial:ptr out:ptr rows:i64 cols:i64 pairs:i64",
-    variants=[("bf16",), ("fp16",), ("fp32",)],
-    max_registers=40,
-)
+    "shared/column_sum.cu", "column_sum", template="T", max_registers=40,
+    args="partial:ptr out:ptr rows:i64 cols:i64 pairs:i64", variants=[("bf16",), ("fp16",), ("fp32",)],
+)  # fmt: skip
 
 
 def _plan(device: int, dtype: torch.dtype, cols: int, beside: bool):

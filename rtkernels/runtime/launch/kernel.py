@@ -144,7 +144,9 @@ class Kernel:
         arguments = driver.Arguments(self._maps, self._kinds, ending)
         how = {"overlap": overlap, "cluster": cluster, "resident": resident}
         launch = driver.launcher(function, arguments, device, dims, block, shared, **how)
-        launch.with_ending = lambda ending: self.bind(variant, device, grid, block, shared, ending=ending, **how)
+        launch.with_ending = lambda more: self.bind(
+            variant, device, grid, block, shared, ending=(*more, *ending), **how
+        )  # fmt: skip
         return launch
 
     def most_resident(self, variant: Variant, device: int, block: int, shared: int) -> int:

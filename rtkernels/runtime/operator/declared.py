@@ -112,6 +112,13 @@ class Rows(Argument):
         return not meta.shape or row_stride(meta.shape, meta.stride) is not None
 
 
+class UnitStride(Argument):
+    """One whose last dimension has unit stride; others are copied."""
+
+    def fits(self, meta: Meta) -> bool:
+        return meta.shape[-1] <= 1 or meta.stride[-1] == 1
+
+
 class Dense(Argument):
     """A contiguous one; others are copied."""
 
@@ -235,15 +242,16 @@ class _Declared:
         else:
             returned = ", ".join(["Tensor"] * len(self.results))
             returned = returned if len(self.results) == 1 else f"({returned})"
-        self._find = self._make_find(name)
-        plans = {"launch": self._launch_planned} if prepare else {"plan": self._find, "copied": self._copy_unfit}
+        written = self._write_out(name)
+        self._find, launch = written["find"], written["launch"]
+        plans = {} if prepare else {"plan": self._find, "copied": self._copy_unfit}
         schema = f"{name}({', '.join(kinds)}) -> {returned}"
-        super().__init__(schema, reference=self._run_reference, fake=self._fake, **plans)
+        super().__init__(schema, launch=launch, reference=self._run_reference, fake=self._fake, **plans)
 
     # What a plan depends on: all but addresses and numbers.
 
-    def _make_find(self, operator: str) -> Callable[..., Plan | None]:
-        """Return the function that finds the plan of a call, or makes it; the keys of ``Plans`` are plain tuples."""
+    def _key(self) -> str:
+        """Return what the plan of a call is found by, as an expression of the operator's arguments: plain tuples."""
         keys = []
         for name, kind in zip(self.names, self._kinds, strict=True):
             if kind is None:
@@ -251,11 +259,83 @@ class _Declared:
                 continue
             meta = f"({name}.dtype, {name}.shape, {name}.stride(), {name}.get_device(), {name}.data_ptr() & 15)"
             keys.append(f"None if {name} is None else {meta}" if kind.optional else meta)
+        return f"plans[{', '.join(keys)},]"
+
+    def _write_out(self, operator: str) -> dict[str, Any]:
+        """Return ``find`` and ``launch``, written out from the arguments as ``TorchOp.call`` is.
+
+        ``find`` gives the plan of a call, or makes it. ``launch`` runs it; what is not plain (tensors to be copied or
+        converted, no plan yet, no launches) it leaves to ``_launch_planned``.
+        """
+        names = ", ".join(self.names)
         checks = f"check_numbers({', '.join(self._numbers)})\n    " if self._check_numbers else ""
-        source = f"def find({', '.join(self.names)}):\n    {checks}return plans[{', '.join(keys)},]\n"
-        scope = {"plans": self._plans, "check_numbers": self._check_numbers}
+        prepare = f"{names} = prepare({names})\n    " if self._prepare else ""
+        given = [self._address(name, kind) for name, kind in zip(self.names, self._kinds, strict=True) if kind]
+        counting = "{0} is None or {0}.is_inference() or increment_version({0})\n        "
+        counted = "".join(map(counting.format, self._written))
+        source = f"""
+def find({names}):
+    {checks}return {self._key()}
+
+def launch({names}):
+    {prepare}{checks}plan = {self._key()}
+    if type(plan) is StepPlan and not plan.converted:
+        made = plan.run({", ".join([*given, *self._numbers])})
+        {counted}return made
+    return launch_prepared({names})
+"""
+        scope = {
+            "plans": self._plans,
+            "check_numbers": self._check_numbers,
+            "prepare": self._prepare,
+            "StepPlan": StepPlan,
+            "increment_version": torch.autograd.graph.increment_version,
+            "launch_prepared": self._launch_prepared,
+        }
         exec(written_code(source, f"<rtkernels plans of {operator}>"), scope)
-        return scope["find"]
+        return scope
+
+    @staticmethod
+    def _address(name: str, kind: Argument) -> str:
+        return f"0 if {name} is None else {name}.data_ptr()" if kind.optional else f"{name}.data_ptr()"
+
+    def _write_run_and_keep(self) -> None:
+        """Write out ``_run_and_keep`` for calls whose plan was run before, though not by the last call."""
+        names = ", ".join(self.names)
+        tensors = [name for name, kind in zip(self.names, self._kinds, strict=True) if kind]
+        guarded, kept, pointers = [], [], []
+        for i, (name, kind) in enumerate(zip(self.names, self._kinds, strict=True)):
+            if kind is None:
+                kept.append(name)
+                continue
+            guarded.append(f"stand_ins[{i}] if {name} is None else {name}" if kind.optional else name)
+            kept.append(f"{name} is None")
+            pointers.append(f"    pointer_{name} = {self._address(name, kind)}\n")
+        wants_grad = " or ".join(f"({name} is not None and {name}.requires_grad)" for name in tensors)
+        run = ", ".join([*(f"pointer_{name}" for name in tensors), *self._numbers])
+        counting = "    {0} is None or {0}.is_inference() or increment_version({0})\n"
+        counted = "".join(map(counting.format, self._written))
+        checks = f"    check_numbers({', '.join(self._numbers)})\n" if self._check_numbers else ""
+        source = f"""
+def run_and_keep({names}):
+    global last_call, last_plain_call
+{checks}    plan = {self._key()}
+    matches = plan.matches if type(plan) is StepPlan and not plan.converted else None
+    if matches is None or not matches({", ".join(guarded)}):
+        return run_and_keep_slowly({names})
+{"".join(pointers)}\
+    if ({" | ".join(f"pointer_{name}" for name in tensors)}) & 15:
+        return run_and_keep_slowly({names})
+    last_call = last = (matches, plan.run, {", ".join(kept)})
+    if not ({wants_grad}):
+        last_plain_call = last
+    made = plan.run({run})
+{counted}    return made
+"""
+        scope = self.call.__globals__
+        scope |= {"run_and_keep_slowly": scope["run_and_keep"], "plans": self._plans, "StepPlan": StepPlan}
+        scope["check_numbers"] = self._check_numbers
+        exec(written_code(source, f"<rtkernels replay of {self.name}>"), scope)
 
     def values(self, *args: Any) -> tuple[Any, ...]:
         """Return the arguments with a Meta for each tensor, as if its address were a multiple of 16."""
@@ -328,8 +408,9 @@ class _Declared:
         return plan, args
 
     def _launch_planned(self, *args: Any) -> Any:
-        if self._prepare is not None:
-            args = self._prepare(*args)
+        return self._launch_prepared(*(args if self._prepare is None else self._prepare(*args)))
+
+    def _launch_prepared(self, *args: Any) -> Any:
         plan, used = self._planned(args)
         if plan is IN_TORCH:
             made = self._written_reference(*used)
@@ -375,6 +456,12 @@ class _Declared:
 class Operator(_Declared, TorchOp):
     """A declared operator; ``replay`` runs the last plan if the call is like the one before."""
 
+    def _make_call(self) -> Callable[..., Any]:
+        self.call = super()._make_call()
+        if self._plan is not None:
+            self._write_run_and_keep()
+        return self.call
+
 
 class InPlaceOperator(_Declared, MutatingOp):
     """A declared operator that overwrites some of its arguments; the dispatcher sees every call."""
@@ -383,8 +470,8 @@ class InPlaceOperator(_Declared, MutatingOp):
 class _Unregistered:
     """In the place of a ``TorchOp``: torch does not know it."""
 
-    def __init__(self, schema: str, **_: Any) -> None:
-        self.name, self._tensors, self.launch = schema.split("(", 1)[0], self._places, self._launch_planned
+    def __init__(self, schema: str, launch: Callable[..., Any], **_: Any) -> None:
+        self.name, self._tensors, self.launch = schema.split("(", 1)[0], self._places, launch
 
     _addresses = TorchOp._addresses
 

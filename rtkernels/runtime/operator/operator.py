@@ -200,7 +200,8 @@ def call({names}):
             counted = "; ".join(
                 f"{name} is None or {name}.is_inference() or increment_version({name})" for name in self._written
             )
-            run = f"made = {run.removeprefix('return ')}; {counted}; return made"
+            done = "made" if last == "last_call" else "True if made is None else made"  # None is: another call
+            run = f"made = {run.removeprefix('return ')}; {counted}; return {done}"
         assign = "".join(f"            {p} = {a}\n" for p, a in zip(pointers, addresses, strict=True))
         return f"""\
     if not is_dynamo_compiling() and forward_ad._current_level < 0 and not dispatch_modes():

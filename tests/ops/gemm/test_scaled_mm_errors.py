@@ -111,6 +111,10 @@ test_on_the_cpu, test_in_the_launchers = error_tests(
             lambda: scaled_mm(A16, J8, None, ONES(8), packed=(None, "int4"), nibble="high"),
             "pack.swap_nibbles makes",
         ),
+        "nibble of one, all packed": (
+            lambda: scaled_mm(A16, J8, None, ONES(8), packed="int4", nibble="high"),
+            "nibble is 'high' and one operand is packed",
+        ),
         "acc": (lambda: scaled_mm(A8, B8, acc="fp64"), "acc is 'fp64'; expected one of auto, fp32, fast, fp16, int32"),
         "acc of floats": (
             lambda: scaled_mm(A8, B8, acc="int32"),

@@ -23,6 +23,7 @@ LAYERS: dict[str, tuple[type[Fp8Linear], dict[str, Any]]] = {
     "hadamard": (Fp8HadamardLinear, {}),
     "smooth": (Fp8SmoothLinear, {}),
     "saved weight": (Fp8Linear, {"save_weight": True}),
+    "wgrad in bf16": (Fp8Linear, {"wgrad": "bf16"}),
 }
 layers = pytest.mark.parametrize("name", LAYERS)
 

@@ -1,0 +1,423 @@
+"""Products with mma.sync, for every target: which kernel variant takes a product, and how it is launched.
+
+Device code: ``cuda_src/gemm/gemm_mma.cu`` (the product), ``gemm_mma_rows.cu`` (spans of labelled rows, quantised
+results).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd
+from typing import NamedTuple
+
+import torch
+
+from rtkernels.ops.gemm.product import BYTES, FLOAT16, FP8, INTEGERS, Matrix, Product, Scales
+from rtkernels.runtime.launch.device import device_info
+from rtkernels.runtime.launch.kernel import Kernel, Variant
+from rtkernels.runtime.layout import GRID_LIMIT, divisor
+from rtkernels.runtime.operator.plan import Memory, Step, Steps
+from rtkernels.runtime.targets import Target
+
+# Tiles of the kernel template; the last two have fp32 sums besides the accumulators.
+PLAIN, PROMOTED, SMALL = 0, 1, 2
+_SIDE = {PLAIN: 128, PROMOTED: 128, SMALL: 64}
+_THREADS = {PLAIN: 128, PROMOTED: 256, SMALL: 128}
+_MAX_STAGES = {PLAIN: 3, PROMOTED: 4, SMALL: 4}
+_ROW_THREADS = 128
+_WHOLE_DEPTH = 1 << 30  # of a stretch of k that never ends
+_MAX_UNPACKED_DEPTH = 1 << 17  # products of 4-bit integers as bytes are 256 times too large: int32 sums of so many fit
+
+_CODES = {"bf16": "bf16", "fp16": "fp16", "e4m3": "e4m3", "e5m2": "e5m2", "int8": "Int8Code", "uint8": "Uint8Code",
+          "int4": "Int4Code", "uint4": "Uint4Code", "e2m1": "E2m1Code"}  # fmt: skip
+_CODE_KINDS = {"e4m3": 0, "e5m2": 1, "int8": 2, "uint8": 3, "int4": 4, "uint4": 5, "e2m1": 6}
+_TYPES = {None: 0, "bf16": 1, "fp16": 2, "fp32": 3, "int32": 4, "e4m3": 5, "e5m2": 6, "e2m1": 7, "int8": 8}
+_SCALE_TOKENS = {"fp32": 1, "e8m0": 2, "ue4m3": 3}
+_ACTIVATIONS = {None: 0, "relu": 1, "silu": 2, "gelu_tanh": 3, "gelu": 4}
+_GROUP_KINDS = {"rows": 1, "labels": 2, "masked": 3, "depth": 4}
+_BOUNDS = {"rows": "ends", "labels": "row_groups", "masked": "sizes", "depth": "ends"}
+
+
+# ---- kernels --------------------------------------------------------------------------------------------------------
+
+
+def _variants(target: Target) -> Iterator[Variant]:
+    """Yield template arguments: codes of a and b, type of the products, scales of blocks, layout, tile."""
+    for token, math in (("bf16", "MathBf16"), ("fp16", "MathF16")):
+        for layout in range(4):
+            yield token, token, math, False, layout, PLAIN
+            yield token, token, math, False, layout, SMALL
+        for codes in ("AnyByteCode", "AnyNibbleCode"):
+            yield token, codes, math, False, 0, PROMOTED
+            yield token, codes, math, False, 0, SMALL
+        for codes in ("E2m1Code", "e4m3") if token == "bf16" else ("E2m1Code",):
+            yield token, codes, math, True, 0, PROMOTED
+            yield token, codes, math, True, 0, SMALL
+    for tile in (PLAIN, SMALL):
+        yield "fp16", "fp16", "MathF16Sums", False, 0, tile
+        yield "E2m1Code", "E2m1Code", "MathF16", True, 0, tile
+        yield "E2m1Code", "E2m1Code", "MathBf16", True, 0, tile
+        yield "e4m3", "e4m3", "MathBf16", True, 0, tile
+        if "block_scaled_mma" in target.features:
+            yield "e4m3", "e4m3", "MathMxFp8", True, 0, tile
+            yield "E2m1Code", "E2m1Code", "MathMxFp4", True, 0, tile
+            yield "E2m1Code", "E2m1Code", "MathNvFp4", True, 0, tile
+    for tile in (PLAIN, PROMOTED, SMALL):
+        yield "Int8Code", "Int8Code", "MathInt8", False, 0, tile
+        yield "Int4Code", "Int4Code", "MathInt4", False, 0, tile
+        yield "e4m3", "e4m3", "MathFp8", False, 0, tile
+        if tile != PLAIN:
+            yield "AnyByteCode", "AnyByteCode", "MathFp8", False, 0, tile
+    for left in ("Int", "Uint"):
+        for right in ("Int", "Uint"):
+            if (left, right) != ("Int", "Int"):
+                yield f"{left}8Code", f"{right}8Code", "MathInt8", False, 0, SMALL
+                yield f"{left}4Code", f"{right}4Code", "MathInt4", False, 0, SMALL
+            if _has_int4(target):  # stretches of k that the 4-bit product is too long for
+                yield f"{left}4Code", f"{right}4Code", "MathInt8", False, 0, SMALL
+            yield f"{left}8Code", f"{right}4Code", "MathInt8", False, 0, SMALL
+    yield "AnyByteCode", "AnyNibbleCode", "MathF16", False, 0, SMALL
+    yield "AnyNibbleCode", "AnyNibbleCode", "MathF16", False, 0, SMALL
+
+
+_SCALE_NUMBERS = " ".join(
+    f"scale_{side}_{name}:i64" for side in "ab" for name in ("rows", "depth", "row_pitch", "depth_pitch", "group")
+)
+MMA = Kernel(
+    "gemm/gemm_mma.cu",
+    "gemm_mma",
+    template="A B MATH BLOCK_SCALES LAYOUT TILE",
+    args="a:ptr b:ptr scale_a:ptr scale_b:ptr global_scale:ptr bias:ptr add:ptr out:ptr out_scale:ptr bounds:ptr m:i64 "
+    "n:i64 k:i64 a_pitch:i64 b_pitch:i64 out_pitch:i64 add_pitch:i64 a_group:i64 b_group:i64 out_group:i64 "
+    f"add_group:i64 {_SCALE_NUMBERS} out_scale_pitch:i64 out_scale_group:i64 sum_depth:i64 k_align:i64 group_kind:i64 "
+    "group_count:i64 stages:i64 options:i64",
+    variants=_variants,
+    max_registers=255,
+)
+SPANS = Kernel(
+    "gemm/gemm_mma_rows.cu",
+    "gemm_spans",
+    template="THREADS",
+    args="labels:ptr spans:ptr rows:i64 count:i64",
+    variants=[(_ROW_THREADS,)],
+    max_registers=32,
+)
+QUANTIZE = Kernel(
+    "gemm/gemm_mma_rows.cu",
+    "gemm_quantize",
+    template="THREADS",
+    args="whole:ptr out:ptr out_scale:ptr bounds:ptr rows:i64 columns:i64 out_pitch:i64 out_group:i64 scale_pitch:i64 "
+    "scale_group:i64 span:i64 type:i64 group_kind:i64 group_count:i64",
+    variants=[(_ROW_THREADS,)],
+    max_registers=64,
+)
+KERNELS = (MMA, SPANS, QUANTIZE)
+
+
+def _has_int4(target: Target) -> bool:
+    return target.capability < (9, 0)
+
+
+def _has_fp8(target: Target) -> bool:
+    return target.capability == (8, 9) or target.capability >= (12, 0)
+
+
+# ---- what a product needs -------------------------------------------------------------------------------------------
+
+
+class _Choice(NamedTuple):
+    """The template arguments of a product except for its tile, and the stretch of k that is summed at a time."""
+
+    left: str
+    right: str
+    math: str
+    block_scales: bool
+    sum_depth: int  # 0: all of k
+
+
+def _of_block(scales: Scales | None) -> bool:
+    """Return whether these are scales of a byte for 16 or 32 elements."""
+    return scales is not None and scales.token != "fp32" and scales.rows == 1 and scales.depth in (16, 32)
+
+
+def _depth_of(scales: Scales | None, product: Product) -> int:
+    """Return how much of k has one scale, 0 for all."""
+    if scales is None or scales.depth == 0:
+        return 0
+    whole = scales.depth >= product.k and scales.token == "fp32" and not _cuts_depth(product)
+    return 0 if whole else scales.depth
+
+
+def _cuts_depth(product: Product) -> bool:
+    return product.groups is not None and product.groups.kind == "depth"
+
+
+def _scaled_product(p: Product, target: Target) -> str | None:
+    """Return the product that takes these scales itself, if the target has it; stages begin with a word of scales."""
+    if "block_scaled_mma" not in target.features or _cuts_depth(p):
+        return None
+    kinds = {(p.a.token, scales.token, scales.depth) for scales in (p.scale_a, p.scale_b)}
+    if len(kinds) > 1:
+        return None
+    names = {("e4m3", "e8m0", 32): "MathMxFp8", ("e2m1", "e8m0", 32): "MathMxFp4", ("e2m1", "ue4m3", 16): "MathNvFp4"}
+    return names.get(kinds.pop())
+
+
+def _choose(p: Product, target: Target) -> _Choice | str:
+    """Return what to run, or why there is nothing."""
+    a, b = p.a.token, p.b.token
+    depth = gcd(_depth_of(p.scale_a, p), _depth_of(p.scale_b, p))
+    byte_scales = [s for s in (p.scale_a, p.scale_b) if s is not None and s.token != "fp32"]
+    ue4m3 = any(s.token == "ue4m3" for s in byte_scales)
+    if a in FLOAT16 and b == a:
+        if depth:
+            return f"scales of {depth} elements of k; those of 16-bit operands cover all of k"
+        math = "MathBf16" if a == "bf16" else "MathF16Sums" if p.sums == "fp16" else "MathF16"
+        return _Choice(a, b, math, False, depth)
+    if a in FLOAT16:
+        if b in FLOAT16:
+            return f"a is {a} and b is {b}; 16-bit operands must have the same type"
+        math = "MathBf16" if a == "bf16" else "MathF16"
+        exact = b in ("e2m1", "e4m3") if a == "bf16" else b == "e2m1" and ue4m3
+        if p.scale_a is None and _of_block(p.scale_b) and exact:
+            return _Choice(a, _CODES[b], math, True, 0)
+        return _Choice(a, "AnyByteCode" if BYTES[b] == 1 else "AnyNibbleCode", math, False, depth)
+    if b in FLOAT16:
+        return f"a is {a} and b is {b}; of a mixed product a has 16 bits"
+    if a in INTEGERS and b in INTEGERS:
+        if BYTES[a] < BYTES[b]:
+            return f"a is {a} and b is {b}; of mixed integers a has 8 bits"
+        four = BYTES[a] == 0.5
+        native = four and not (_has_int4(target) and depth % 64)
+        return _Choice(_CODES[a], _CODES[b], "MathInt4" if native else "MathInt8", False, depth)
+    if a in FP8 and b in FP8:
+        if a == b == "e4m3":
+            if _of_block(p.scale_a) and _of_block(p.scale_b):
+                return _Choice("e4m3", "e4m3", _scaled_product(p, target) or "MathBf16", True, 0)
+            codes = "e4m3"
+        else:
+            codes = "AnyByteCode"
+        if _has_fp8(target) and p.sums != "fast":
+            depth = gcd(depth, 128)
+        return _Choice(codes, codes, "MathFp8", False, depth)
+    if a == b == "e2m1" and _of_block(p.scale_a) and _of_block(p.scale_b):
+        converted = "MathF16" if all(s.token == "ue4m3" for s in byte_scales) else "MathBf16"
+        return _Choice("E2m1Code", "E2m1Code", _scaled_product(p, target) or converted, True, 0)
+    if a == b == "e2m1":
+        return _Choice("AnyNibbleCode", "AnyNibbleCode", "MathF16", False, depth)
+    if a in FP8 and b in ("e2m1", "int4", "uint4"):
+        return _Choice("AnyByteCode", "AnyNibbleCode", "MathF16", False, depth)
+    return f"there is no product of {a} and {b}"
+
+
+def _unit_depth(choice: _Choice, target: Target) -> int:
+    """Return what stretches of k with one scale must be multiples of."""
+    return 64 if choice.math == "MathInt4" and _has_int4(target) else 32
+
+
+def unsupported(product: Product, target: Target) -> str | None:
+    """Return why this backend cannot make a product for a target, or None."""
+    p = product
+    choice = _choose(p, target)
+    if isinstance(choice, str):
+        return choice
+    if choice.sum_depth % _unit_depth(choice, target):
+        return f"scales of {choice.sum_depth} elements of k; expected a multiple of {_unit_depth(choice, target)}"
+    for name, scales in (("scale_a", p.scale_a), ("scale_b", p.scale_b)):
+        if scales is not None and scales.token != "fp32" and _depth_of(scales, p) == 0:
+            return f"{name} is {scales.token} for all of k; scales of one byte cover 16 or 32 elements"
+    if p.out.token == "int32" and (choice.math not in ("MathInt8", "MathInt4") or p.scale_a or p.scale_b):
+        return "int32 results are those of integers without scales"
+    unpacked = choice.math == "MathInt8" or not _has_int4(target)
+    if "int4" in (p.a.token, p.b.token) and choice.math in ("MathInt8", "MathInt4") and unpacked:
+        if p.k >= _MAX_UNPACKED_DEPTH and choice.sum_depth == 0 and p.out.token == "int32":
+            return f"k is {p.k}; int32 sums of int4 products hold fewer than {_MAX_UNPACKED_DEPTH}"
+    if p.quantized and (p.accumulate or _cuts_depth(p)):
+        return "a quantised result is neither added to what is there nor made of groups of k"
+    if p.quantized == "1x16" and (p.out.pitch % 2 or p.out.group_pitch % 2):
+        return f"rows of {p.out.pitch} codes of 4 bits do not begin at a byte"
+    if max(p.m, p.n, p.k, p.a.pitch, p.b.pitch) >= 1 << 31:
+        return "a size or pitch has more than 31 bits"
+    if _grid(p, SMALL) > GRID_LIMIT:
+        return "there are more tiles than a grid has blocks"
+    return None
+
+
+# ---- the launch -----------------------------------------------------------------------------------------------------
+
+
+def _bits(matrix: Matrix) -> int:
+    return int(BYTES[matrix.token] * 8)
+
+
+def _in_vectors(p: Product, operand: Matrix, is_a: bool, other: Matrix) -> bool:
+    """Return whether the operand comes in vectors of 16 bytes, and not by its elements."""
+    bits, groups = _bits(operand), p.groups
+    if not operand.aligned:
+        return False
+    if operand.across:
+        if operand.token not in FLOAT16 or other.token not in FLOAT16:
+            return False
+        if is_a and groups is not None and groups.kind in ("rows", "labels") and groups.align % 8:
+            return False
+        return is_a or not p.gate or p.n % 8 == 0
+    if bits == 4 and (p.k % 2 or _cuts_depth(p)):
+        return False
+    return not _cuts_depth(p) or (groups.align * bits % 128 == 0 and groups.align % _depth_align(p) == 0)
+
+
+def _depth_align(p: Product) -> int:
+    """Return what the first k of a stage is a multiple of: where groups cut k, scales begin there."""
+    align = 1
+    if _cuts_depth(p):
+        for scales in (p.scale_a, p.scale_b):
+            if depth := _depth_of(scales, p):
+                align = align * depth // gcd(align, depth)
+    return align
+
+
+def _grid(p: Product, tile: int) -> int:
+    side = _SIDE[tile]
+    tiles_n, tiles_m = -(-p.n * (2 if p.gate else 1) // side), -(-p.m // side)
+    if p.groups is None:
+        return tiles_m * tiles_n
+    if p.groups.kind in ("rows", "labels"):
+        return (tiles_m + p.groups.count) * tiles_n
+    return p.groups.count * tiles_m * tiles_n
+
+
+def _tile(p: Product, choice: _Choice, target: Target, by_element: bool, layout: int, sm_count: int) -> int:
+    """Return the tile: large ones if there is work for all multiprocessors, in the variants that exist."""
+    available = {v[5] for v in MMA.variants(target) if v[:5] == (*choice[:4], layout)}
+    if choice.sum_depth:
+        available.discard(PLAIN)
+    if choice.sum_depth % int(128 / max(BYTES[p.a.token], BYTES[p.b.token])):  # the stage of a large tile
+        available.discard(PROMOTED)
+    if by_element or p.m <= 64 or p.n * (2 if p.gate else 1) <= 64:
+        return SMALL
+    if p.groups is not None and p.groups.kind == "masked" and 0 < p.groups.expected <= 64:
+        return SMALL
+    large = PLAIN if PLAIN in available else PROMOTED if PROMOTED in available else SMALL
+    return large if _grid(p, large) >= sm_count * 2 // 3 else SMALL
+
+
+def _stages(tokens: tuple[str, str], choice: _Choice, tile: int, table: int, limit: int) -> tuple[int, int]:
+    """Return how many stages the ring has, and the shared memory of a block (as ``MmaShape`` cuts it)."""
+    bits = [int(BYTES[token] * 8) for token in tokens]
+    depth, side = 1024 // max(bits), _SIDE[tile]
+    stage, floats = side * depth * sum(bits) // 8, 0
+    if choice.block_scales:
+        stage += 2 * side * max(4, depth // 16)
+    elif tile != PLAIN and min(bits) < 16:
+        floats = 2 * side * 4 * (depth // 32 if tile == SMALL else 1)
+    two_blocks = tile == SMALL or (tile == PLAIN and limit >= 160 << 10)
+    budget = limit // 2 - 2048 if two_blocks else limit - 1024
+    count = max(2, min(_MAX_STAGES[tile], (budget - floats) // (stage + floats)))
+    return count, max(count * stage + (count + 1) * floats, side * (side + 8) * 4, table)
+
+
+def _scale_numbers(scales: Scales | None, p: Product) -> tuple[int, ...]:
+    if scales is None:
+        return 0, 0, 0, 0, 0
+    depth = _depth_of(scales, p)
+    return (
+        divisor(scales.rows) if scales.rows else 0,
+        divisor(depth) if depth else 0,
+        scales.row_pitch, scales.depth_pitch, scales.group_pitch,
+    )  # fmt: skip
+
+
+def _scale_option(scales: Scales | None) -> int:
+    if scales is None:
+        return 0
+    in_words = scales.swizzled or (scales.aligned and scales.depth_pitch == 1 and scales.row_pitch % 4 == 0)
+    in_words = in_words and scales.group_pitch % 4 == 0
+    return _SCALE_TOKENS[scales.token] | (4 if scales.swizzled else 0) | (8 if in_words else 0)
+
+
+def _packed(*fields: int) -> int:
+    """Return options of four bits each, the first one lowest."""
+    return sum(field << (4 * i) for i, field in enumerate(fields))
+
+
+def steps(product: Product, device: int) -> Steps:
+    """Return the launches that make a product.
+
+    Args:
+        product: One for which ``unsupported`` gives None.
+        device: CUDA ordinal, or -1.
+    """
+    p, info = product, device_info(device)
+    target, groups = info.target, p.groups
+    if p.m == 0 or p.n == 0 or (groups is not None and groups.count == 0):
+        return Steps()
+    choice = _choose(p, target)
+    layout, by_element = 0, [False, False]
+    for i, (operand, other) in enumerate(((p.a, p.b), (p.b, p.a))):
+        if not _in_vectors(p, operand, i == 0, other):
+            by_element[i] = True
+        elif operand.across:
+            layout |= 1 << i
+    if choice.math == "MathF16Sums" and layout:  # this one has no transposed variants
+        by_element, layout = [b or bool(layout >> i & 1) for i, b in enumerate(by_element)], 0
+    tile = _tile(p, choice, target, any(by_element), layout, info.sm_count)
+    kind = _GROUP_KINDS[groups.kind] if groups is not None else 0
+    count = groups.count if groups is not None else 0
+    name = _BOUNDS[groups.kind] if groups is not None else 0
+    fused = p.quantized == "1x16" or (p.quantized == "1x128" and tile != SMALL and not p.gate)
+    out = p.out if p.quantized is None or fused else Matrix("fp32", p.n, group_pitch=p.m * p.n)
+    after, scratch, zeros, before = [], {}, {}, []
+    bounds: str | int = name
+    if kind == 2:
+        zeros["spans"] = 2 * count
+        blocks = min(-(-p.m // _ROW_THREADS), 8 * info.sm_count)
+        before.append(
+            Step(SPANS.bind((_ROW_THREADS,), device, blocks, _ROW_THREADS, overlap=True), name, "spans", p.m, count)
+        )
+        bounds = "spans"
+    scale_pitch, scale_group = _out_scale_pitches(p)
+    if p.quantized and not fused:
+        rows = p.m * (count if kind == 3 else 1)
+        scratch["whole"] = Memory((rows, p.n), torch.float32)
+        span = {"row": 0, "1x128": 128, "1x16": 16}[p.quantized]
+        launch = QUANTIZE.bind((_ROW_THREADS,), device, rows, _ROW_THREADS, overlap=True)
+        after.append(
+            Step(launch, "whole", "out", "out_scale", name, p.m, p.n, p.out.pitch,
+                 p.out.group_pitch if kind == 3 else 0, scale_pitch, scale_group, span, _TYPES[p.out.token], kind,
+                 count)
+        )  # fmt: skip
+
+    table = 12 * (count + 1) if kind in (1, 2) else 0
+    stages, shared = _stages((p.a.token, p.b.token), choice, tile, table, info.shared_per_block)
+    options = _packed(
+        by_element[0] | by_element[1] << 1 | p.a.across << 2 | p.b.across << 3,
+        _CODE_KINDS.get(p.a.token, 0), _CODE_KINDS.get(p.b.token, 0),
+        _scale_option(p.scale_a), _scale_option(p.scale_b),
+        _TYPES[out.token], _TYPES[p.bias], _TYPES[p.add], _ACTIVATIONS[p.act], _ACTIVATIONS[p.gate],
+        {"1x128": 1, "1x16": 2}[p.quantized] if fused else 0, p.global_scale, int(p.accumulate),
+    )  # fmt: skip
+    own_matrices = kind in (3, 4)  # every group has a result of its own
+    numbers = (
+        p.m, p.n, p.k, p.a.pitch, p.b.pitch, out.pitch, p.add_pitch,
+        p.a.group_pitch if kind == 3 else 0, p.b.group_pitch if kind in (1, 2, 3) else 0,
+        out.group_pitch if own_matrices else 0, p.m * p.add_pitch if own_matrices else 0,
+        *_scale_numbers(p.scale_a, p), *_scale_numbers(p.scale_b, p), scale_pitch, scale_group,
+        choice.sum_depth or _WHOLE_DEPTH, _depth_align(p), kind, count, stages, options,
+    )  # fmt: skip
+    variant = (*choice[:4], layout, tile)
+    launch = MMA.bind(variant, device, _grid(p, tile), _THREADS[tile], shared, overlap=True, ending=numbers)
+    tensors = ("a", "b", "scale_a" if p.scale_a else 0, "scale_b" if p.scale_b else 0,
+               "global_scale" if p.global_scale else 0, "bias" if p.bias else 0, "add" if p.add else 0,
+               "whole" if after else "out", "out_scale" if fused else 0, bounds)  # fmt: skip
+    return Steps(*before, Step(launch, *tensors), *after, scratch=scratch, zeros=zeros)
+
+
+def _out_scale_pitches(p: Product) -> tuple[int, int]:
+    """Return the distances of scales of the result: from row to row or, of "1x128", column to column; and of groups."""
+    masked = p.groups is not None and p.groups.kind == "masked"
+    if p.quantized == "1x128":
+        pitch = -(-p.m // 4) * 4
+        return pitch, pitch * -(-p.n // 128) if masked else 0
+    if p.quantized == "1x16":
+        return -(-p.n // 16), p.m * -(-p.n // 16) if masked else 0
+    return 1, p.m if masked else 0

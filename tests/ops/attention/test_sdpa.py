@@ -1,0 +1,86 @@
+"""sdpa: what torch's function gives for the same arguments, or an error that says why not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.attention_exact import assert_near
+from support.compare import running_on
+from support.places import at
+from torch import Tensor
+
+from rtkernels import ArgumentError, emulate, sdpa
+
+BF16 = torch.bfloat16
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
+
+
+CASES = {
+    "plain": ((2, 4, 5, 16), (2, 4, 7, 16), {}),
+    "causal": ((2, 4, 5, 16), (2, 4, 5, 16), {"is_causal": True}),
+    "causal, fewer queries": ((2, 4, 5, 16), (2, 4, 7, 16), {"is_causal": True}),
+    "causal, more queries": ((2, 4, 7, 16), (2, 4, 5, 16), {"is_causal": True}),
+    "bool mask": ((2, 4, 5, 16), (2, 4, 7, 16), {"attn_mask": random(2, 1, 5, 7, seed=3) > 0}),
+    "mask of one row": ((2, 4, 5, 16), (2, 4, 7, 16), {"attn_mask": random(1, 7, seed=3) > -0.5}),
+    "float mask": ((2, 4, 5, 16), (2, 4, 7, 16), {"attn_mask": random(5, 7, seed=3)}),
+    "grouped": ((2, 4, 5, 16), (2, 2, 7, 16), {"enable_gqa": True, "scale": 0.7}),
+    "three dimensions": ((4, 5, 16), (4, 7, 16), {}),
+    "two dimensions": ((5, 16), (7, 16), {"is_causal": True}),
+    "five dimensions": ((2, 3, 2, 5, 16), (2, 3, 2, 7, 16), {"attn_mask": random(2, 1, 1, 5, 7, seed=3)}),
+}
+
+
+@at("cpu", "sm_80", "cuda")
+@pytest.mark.parametrize("name", CASES)
+def test_as_torch(name: str, place: str) -> None:
+    q_shape, k_shape, options = CASES[name]
+    tensors = random(*q_shape), random(*k_shape, seed=1), random(*k_shape, seed=2)
+    g = random(*q_shape, seed=4)
+    wide = [t.double().requires_grad_() for t in tensors]
+    mask = options.get("attn_mask")
+    converted = options | ({"attn_mask": mask.double()} if mask is not None and mask.dtype != torch.bool else {})
+    exact = F.scaled_dot_product_attention(*wide, **converted)
+    wanted = torch.autograd.grad(exact, wide, g.double())
+    with running_on(place) as device:
+        leaves = [t.to(device).requires_grad_() for t in tensors]
+        given = {n: o.to(device) if isinstance(o, Tensor) else o for n, o in options.items()}
+        out = sdpa(*leaves, **given)
+        grads = torch.autograd.grad(out, leaves, g.to(device))
+    assert_near(out, exact, 2.0**-6, "out")
+    for grad, expected in zip(grads, wanted, strict=True):
+        assert_near(grad, expected, 2.0**-6, "gradient")
+
+
+def emulated_coverage() -> None:
+    """Run a call in the emulator; kernels are those of attention."""
+    with emulate("sm_90"):
+        sdpa(*(random(1, 1, 3, 16, seed=i) for i in range(3)))
+
+
+def test_rows_without_keys_are_zero() -> None:
+    q, k, v = random(1, 2, 3, 16), random(1, 2, 4, 16, seed=1), random(1, 2, 4, 16, seed=2)
+    mask = torch.tensor([True, False, True]).view(3, 1).expand(3, 4)
+    out = sdpa(q, k, v, mask)
+    assert not out[:, :, 1].any() and not out.isnan().any()
+
+
+def test_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(F, "scaled_dot_product_attention", sdpa)
+    q, k, v = (random(1, 2, 4, 16, seed=i) for i in range(3))
+    assert F.scaled_dot_product_attention(q, k, v, None, 0.0, True).shape == q.shape
+
+
+def test_bad_arguments() -> None:
+    q, k, v = (random(1, 2, 4, 16, seed=i) for i in range(3))
+    with pytest.raises(ArgumentError, match=r"dropout_p is 0.1; expected 0"):
+        sdpa(q, k, v, dropout_p=0.1)
+    with pytest.raises(ArgumentError, match="attn_mask and is_causal are both given"):
+        sdpa(q, k, v, torch.ones(4, 4, dtype=torch.bool), is_causal=True)
+    with pytest.raises(ArgumentError, match="attn_mask has shape"):
+        sdpa(q, k, v, torch.ones(3, 4, dtype=torch.bool))
+    with pytest.raises(ArgumentError, match="q has dtype float32"):
+        sdpa(q.float(), k.float(), v.float())

@@ -1,0 +1,88 @@
+"""Operators by declaration: schemas, plans, conversions, memory that is overwritten, gradients as written-out code."""
+
+from __future__ import annotations
+
+import linecache
+
+import pytest
+import torch
+from torch import Tensor
+
+import rtkernels
+from rtkernels import emulator
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.index.row_moves_operators import SCATTER
+from rtkernels.ops.norm.rms_norm import OUT_FORWARD
+from rtkernels.ops.pointwise.inplace import ADD
+from rtkernels.ops.reduce import row_dot, softmax
+from rtkernels.runtime.operator.declared import Aligned, Dense, DenseFloat, Meta, Rows, UnitStride, dense_as, misaligned
+from rtkernels.runtime.operator.plan import Memory, StepPlan, Steps
+
+
+def _meta(t: Tensor) -> Meta:
+    return Meta(t.dtype, t.shape, t.stride(), t.get_device(), t.data_ptr() & 15)
+
+
+def test_schemas_keep_the_order_of_their_arguments() -> None:
+    assert SCATTER.schema == "scatter_add_fwd(Tensor x, Tensor indices, SymInt rows, Tensor? weights) -> Tensor"
+    assert OUT_FORWARD.schema == (
+        "rms_norm_out(Tensor x, Tensor? residual, Tensor? weight, float eps, float offset, Tensor(a!) out) -> Tensor"
+    )
+    assert ADD.schema.endswith("(Tensor(a!) x, Tensor? y, Tensor? factor, float alpha, float beta) -> ()")
+
+
+def test_what_kinds_copy() -> None:
+    x = torch.zeros(4, 6)
+    assert Rows("x").fits(_meta(x[:, 2:])) and not Rows("x").fits(_meta(x.t()))
+    assert UnitStride("x").fits(_meta(x.view(2, 2, 6)[:, 0])) and not Dense("x").fits(_meta(x[:, 2:]))
+    assert not DenseFloat("x").fits(_meta(x.half())) and DenseFloat("x").copied(x.half().t()).is_contiguous()
+    flat = torch.zeros(9)
+    assert not Aligned("x").fits(_meta(flat[1:])) and Aligned("x").copied(flat[1:]).data_ptr() % 16 == 0
+    assert misaligned(_meta(flat), None, _meta(flat[1:])) == 4
+    assert dense_as(_meta(x.t()), torch.float16) == (torch.float16, (6, 4), (4, 1), -1, 0)
+
+
+def test_numbers_have_no_plans_of_their_own() -> None:
+    with rtkernels.emulate("sm_80"):
+        x = torch.randn(3, 8)
+        softmax.softmax(x)
+        plans = len(softmax.FORWARD._plans)
+        for scale in (0.5, 2.0, -1.0):
+            torch.testing.assert_close(softmax.softmax(x, scale=scale), torch.softmax(scale * x, -1))
+        assert len(softmax.FORWARD._plans) == plans
+        with pytest.raises(ArgumentError, match="scale is inf"):
+            softmax.softmax(x, scale=float("inf"))
+
+
+def test_what_is_overwritten_through_a_copy_is_counted() -> None:
+    with rtkernels.emulate("sm_80"):
+        x = torch.randn(8, 3).t()
+        wanted, version = torch.softmax(x, -1), x._version
+        assert softmax.softmax(x, in_place=True) is x and x._version > version
+        torch.testing.assert_close(x, wanted)
+
+
+def test_replay_needs_the_same_kind_of_call() -> None:
+    op, scope = row_dot.FORWARD, row_dot.FORWARD.call.__globals__
+    with rtkernels.emulate("sm_80"), emulator.recording():
+        x, y = torch.randn(4, 16), torch.randn(4, 16)
+        first = op._run_and_keep(scope, (x, y))
+        assert torch.equal(op.replay(x.clone(), y.clone()), first)
+        assert op.replay(x[:2], y[:2]) is None
+        other = torch.randn(2, 16), torch.randn(2, 16)
+        scope["run_and_keep"](*other)
+        assert op.replay(x, y) is None and op.replay(*other) is not None
+        assert torch.equal(scope["run_and_keep"](x, y), first) and op.replay(x, y) is not None
+
+
+def test_steps_that_nobody_can_run_twice_over() -> None:
+    with pytest.raises(ValueError, match="y is the name of two tensors"):
+        StepPlan("made_up", ("y",), (), {"y": Memory((1,), torch.float32)}, "single", Steps(), -1)
+
+
+def test_written_code_has_lines() -> None:
+    for name in ("<rtkernels gradient of row_dot_fwd>", "<rtkernels row_dot_fwd>", "<rtkernels plans of row_dot_fwd>"):
+        assert linecache.getline(name, 2), name
+    assert "call_backward(grad_out, x, y, wanted[0], wanted[1])" in "".join(
+        linecache.getlines("<rtkernels gradient of row_dot_fwd>")
+    )
