@@ -228,6 +228,12 @@ def steps(product: Product, device: int, *, tile: Tile | None = None) -> Steps:
     )
 
 
+def summary(product: Product, target: Target) -> str:
+    """Return the tile that a product would get on an H200, for ``explain``."""
+    tile = _tile(product, _loop_scales(product), 132)
+    return f"{tile.rows} x {tile.cols} tiles, {tile.stages} stages"
+
+
 def _b_rows(p: Product) -> int:
     return 2 * p.n if p.gate is not None else p.n
 
