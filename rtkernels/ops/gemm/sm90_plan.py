@@ -67,7 +67,7 @@ GEMM = Kernel(
     "out:ptr out_scale:ptr starts:ptr ends:ptr rows:i64 columns:i64 depth:i64 a_row_pitch:i64 a_depth_pitch:i64 "
     "a_group_pitch:i64 b_row_pitch:i64 b_depth_pitch:i64 b_group_pitch:i64 scale_rows:i64 scale_shifts:i64 "
     "out_pitch:i64 out_group_pitch:i64 out_scale_pitch:i64 add_pitch:i64 groups:i64 flags_and_band:i64",
-    variants=list(_BUILT), max_registers=208, needs=("wgmma",),
+    variants=list(_BUILT), max_registers=168, needs=("wgmma",),
 )  # fmt: skip
 LABEL_GROUPS = Kernel(
     "gemm/label_groups.cu", "label_groups", template="THREADS", args="labels:ptr cuts:ptr rows:i64 groups:i64",
@@ -226,6 +226,12 @@ def steps(product: Product, device: int, *, tile: Tile | None = None) -> Steps:
         Step(launch, *_arguments(p, tile, scales)),
         zeros={"cuts": 2 * count},
     )
+
+
+def summary(product: Product, target: Target) -> str:
+    """Return the tile that a product would get on an H200, for ``explain``."""
+    tile = _tile(product, _loop_scales(product), 132)
+    return f"{tile.rows} x {tile.cols} tiles, {tile.stages} stages"
 
 
 def _b_rows(p: Product) -> int:
