@@ -1,4 +1,4 @@
-"""linghe's GEMMs for a router: fp32 results of bf16 operands; tf32 products in backward."""
+"""linghe's GEMMs: for a router (fp32 results of bf16 operands, tf32 products in backward), and of fp8 by rows."""
 
 from __future__ import annotations
 
@@ -43,8 +43,22 @@ def _norm_router(x: Any, weight: Any, router_weight: Any, **_: Any) -> Call:
     return Compared(lambda: together(x, weight, router_weight, eps=1e-6), lambda result: (result[2], result[0]))
 
 
+def _scaled(a: Any, b: Any, scale_a: Any = None, scale_b: Any = None, **_: Any) -> Call:
+    """fp8 with scales of rows; it computes whole tiles only."""
+    import torch
+    from linghe.gemm.channelwise_fp8_gemm import triton_scaled_mm
+
+    (m, k), n = a.shape, b.shape[0]
+    if a.dtype != torch.float8_e4m3fn or scale_a is None or scale_a.shape != (m, 1):
+        raise Absent("linghe multiplies e4m3 with scales of rows")
+    if m % 128 or n % 256 or k % 128:
+        raise Absent("linghe computes whole tiles of 128 x 256 only")
+    rows, columns = scale_a.view(-1), scale_b.view(-1)
+    return lambda: triton_scaled_mm(a, b, rows, columns, out_dtype=torch.bfloat16)
+
+
 _PRODUCTS = {
     f"router_gemm_{which}": {"linghe": _router(which, False), "linghe_split": _router(which, True)}
     for which in ("fwd", "dx", "dw", "bwd")
 }
-ADAPTERS: Table = {**_PRODUCTS, "norm_router_quant": {"linghe": _norm_router}}
+ADAPTERS: Table = {"scaled_mm": {"linghe": _scaled}, **_PRODUCTS, "norm_router_quant": {"linghe": _norm_router}}

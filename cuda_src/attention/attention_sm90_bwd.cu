@@ -5,13 +5,14 @@
 // (keys are rows), per tile of queries
 //   s = k q^T,  dp = v dout^T,  p = 2^(s - lse),  ds = p (dp - delta),  dv += p dout,  dk += ds q      from registers,
 //   dq = ds^T k                                                     from ds of both warpgroups in shared memory.
-// One warp of a third warpgroup asks the copy engine for tiles; another one sends tiles of dq to be added to fp32 sums in
-// global memory.
+// Two warps of a third warpgroup ask the copy engine for tiles; another one sends tiles of dq to be added to fp32 sums in
+// global memory. dq of a tile of queries is made one step late, so that a warpgroup need not wait for the other one's ds.
 //
-// The sums of a tile of queries come from several blocks. Each waits until the tiles of keys before its own have been
-// added (`order` counts them), so the order of additions is fixed; the first one stores. Tiles of keys are drawn in that order,
-// so a block waits for blocks only that have started before it and never for one that has not. All blocks go through
-// queries in the same order and soon follow each other at a distance.
+// The sums of a tile of queries come from several blocks, in a fixed order: each waits until the tiles of keys before its own
+// have been added (`order` counts them); the first one stores. So that nobody waits for long, blocks that run at one
+// time are at different queries (KeyTile, QueryOrder): `together` neighbouring tiles of keys of a head are a chunk. They start
+// at queries as far from each other as possible, go up and wrap around; under a mask that has a diagonal they start there.
+// Those of a chunk wait for each other, and must all be running at some time: the launch sees to it.
 //
 // Numerics: p and ds are rounded to T for the products, all sums are fp32. dk and dv are rounded one time.
 //
@@ -21,33 +22,9 @@
 #include "ptx/barrier.cuh"
 #include "ptx/forget.cuh"
 #include "ptx/registers.cuh"
+#include "ptx/words.cuh"
 
 namespace rtk {
-
-// Tile numbers in the order of the counter, none before it is wanted (compare DrawnSource).
-template <typename Handover>
-struct OrderedSource {
-    u32* counter;
-    Handover handover;
-
-    RTK_DEVICE u32 draw() {
-        return handover.give([&] { return atomicAdd(counter, 1u); });
-    }
-};
-
-// Number `index` of the tiles of keys: `heads_together` heads share L2; inside of these the first keys of all heads come first.
-struct KeyTile {
-    int n, head, batch;
-
-    RTK_DEVICE KeyTile(u32 index, u32 tiles, u32 heads, u32 batches, u32 heads_together) {
-        const u32 all = heads * batches, band = index / (heads_together * tiles), first = band * heads_together;
-        const u32 here = min(heads_together, all - first), inside = index - first * tiles;
-        const u32 step = inside / here, which = first + inside - step * here;
-        n = static_cast<int>(step);
-        batch = static_cast<int>(which / heads);
-        head = static_cast<int>(which - batch * heads);
-    }
-};
 
 template <typename T, int D, int EXTRAS>
 __global__ void __launch_bounds__(384, 1)
@@ -57,43 +34,43 @@ __global__ void __launch_bounds__(384, 1)
                        const i32* kv_limit, const i32* cu_q, const i32* cu_k, u32* counter, u32* order, i64 batches, i64 heads,
                        i64 heads_per_kv, i64 lq, i64 lkv, i64 padded_rows, i64 d_qk, i64 d_v, i64 dk_batch, i64 dk_row,
                        i64 dk_head, i64 dv_batch, i64 dv_row, i64 dv_head, i64 left, i64 right, i64 heads_together,
-                       i64 limit_batch, double scale, double softcap) {
+                       i64 together, i64 limit_batch, double scale, double softcap) {
     constexpr int BQ = BackwardTile<D>::kQueries, BN = kBackwardKeys, kConsumers = 8, kStages = 2;
     using KTile = Boxed<BN, D>;
     using QTile = Boxed<BQ, D>;
     using DsTile = Boxed<BN, BQ>;
     constexpr u32 kStatBytes = BQ * 4;
+    constexpr bool kKeysFirst = D == 64 || EXTRAS != 0;
     constexpr u32 kSumBytes = BackwardTile<D>::kSumBytes, kHalfBytes = kSumBytes / 2;
-    extern __shared__ u8 memory[];
+    extern __shared__ __align__(1024) u8 memory[];
     const ptx::SharedAddress k_tile = ptx::aligned_up<1024>(ptx::shared_address(memory)), v_tile = k_tile + KTile::kBytes;
     const ptx::SharedAddress q_tiles = v_tile + KTile::kBytes, do_tiles = q_tiles + kStages * QTile::kBytes;
     const ptx::SharedAddress ds_tiles = do_tiles + kStages * QTile::kBytes;
     const ptx::SharedAddress dq_tile = ds_tiles + 2 * DsTile::kBytes;
-    const ptx::SharedAddress lse_rows = dq_tile + kSumBytes, delta_rows = lse_rows + kStages * kStatBytes;
+    const ptx::SharedAddress lse_rows = dq_tile + 2 * kSumBytes, delta_rows = lse_rows + kStages * kStatBytes;
     const ptx::SharedAddress barriers = delta_rows + kStages * kStatBytes;
     const Pipeline<1> kv_pipe{barriers};
-    const ptx::SharedAddress dq_pipes = barriers + Pipeline<1>::kBytes;  // one of each warpgroup
-    const Pipeline<kStages> q_pipe{dq_pipes + 2 * Pipeline<1>::kBytes};
+    const ptx::SharedAddress dq_pipes = barriers + Pipeline<1>::kBytes;  // of two buffers, one of each warpgroup
+    const Pipeline<kStages> q_pipe{dq_pipes + 4 * Pipeline<1>::kBytes};
     const Pipeline<kStages> do_pipe{q_pipe.barriers + Pipeline<kStages>::kBytes};
     const ptx::SharedAddress ds_full = do_pipe.barriers + Pipeline<kStages>::kBytes;  // a barrier of each buffer
-    const ptx::SharedAddress handover = ds_full + 2 * 8;
+    const ptx::SharedAddress handover = ds_full + 2 * 8, records = handover + 48;
+    static_assert(WarpHandover::kBytes <= 48, "records are aligned to 16 bytes");
     auto memory_at = [&](ptx::SharedAddress address) { return memory + (address - ptx::shared_address(memory)); };
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0), lane = threadIdx.x % kWarp;
     const u32 tiles = static_cast<u32>(ceil_div(lkv, BN));
     const u32 kv_heads = static_cast<u32>(heads / heads_per_kv);
     const u32 count = tiles * kv_heads * static_cast<u32>(batches);
     const u32 query_tiles = static_cast<u32>(padded_rows / BQ);  // of a head, in all sequences
-    OrderedSource<WarpHandover> source{counter, WarpHandover(memory_at(handover), warp == kConsumers)};
+    WarpHandover numbers(memory_at(handover), warp == kConsumers);  // drawn in order, none before it is wanted
 
     if (threadIdx.x == 0) {
         kv_pipe.init(1, kConsumers);
-        for (u32 i = 0; i < 2; ++i) {
-            Pipeline<1>{dq_pipes + i * Pipeline<1>::kBytes}.init(kConsumers / 2, 1);
-            ptx::mbarrier_init(ds_full + 8 * i, kConsumers);
-        }
+        for (u32 i = 0; i < 4; ++i) Pipeline<1>{dq_pipes + i * Pipeline<1>::kBytes}.init(kConsumers / 2, 1);
+        for (u32 i = 0; i < 2; ++i) ptx::mbarrier_init(ds_full + 8 * i, kConsumers);
         q_pipe.init(1, kConsumers);
         do_pipe.init(1, kConsumers);
-        source.handover.init(kConsumers + 2);
+        numbers.init(kConsumers + 4);
         ptx::leave_undefined(ds_tiles, 2 * DsTile::kBytes);
         ptx::mbarrier_fence_init();
     }
@@ -101,84 +78,120 @@ __global__ void __launch_bounds__(384, 1)
 
     if (warp >= kConsumers) {
         ptx::registers_give<24>();
-        // Registers are short in all roles: states of pipelines follow from how many tiles of keys and of queries there were.
+        // Registers are short in all roles: the warp that draws writes what is to be known of a tile to shared memory; states of pipelines follow from how many tiles of keys and of queries there were.
         u32 taken = 0, uses = 0;
-        if (warp == kConsumers) {  // fetches
+        // The next tile, whose record is then number (taken - 1) % 4: a warp has drawn tile t before tile t + 2 is given.
+        auto next_tile = [&] {
+            numbers.state = {static_cast<int>(taken % 2), taken / 2 % 2};
+            const u32 index = numbers.give([&] {
+                const u32 drawn = atomicAdd(counter, 1u);
+                if (drawn < count) {
+                    const KeyRecord record{records + taken % 4 * KeyRecord::kBytes};
+                    const KeyTile tile(drawn, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together),
+                                       static_cast<u32>(together));
+                    const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
+                    record.put(0, tile.n, tile.head, cu_q == nullptr ? tile.batch : 0, sequence.k_row + tile.n * BN);
+                    record.put(1, sequence.q_row, static_cast<int>(padded_row(tile.batch, sequence, lq, cu_q != nullptr)),
+                               sequence.lq, sequence.keys);
+                    const Mask mask(sequence, left, right);
+                    const Interval any = mask.queries_any(tile.n * BN, tile.n * BN + BN);
+                    if (any.empty()) {
+                        record.put(2, 0, 0, 0, 0);
+                    } else {
+                        const QueryOrder<BQ> queries(mask, any, tile.n, static_cast<int>(together));
+                        record.put(2, queries.count() * static_cast<int>(heads_per_kv), queries.first, queries.last,
+                                   queries.start);
+                    }
+                }
+                return drawn;
+            });
+            ++taken;
+            return index < count;
+        };
+        auto next_query = [&](const KeyRecord& tile, int m) {
+            const Raw<16> queries = tile.queries();
+            return m == static_cast<int>(queries.w[2]) ? static_cast<int>(queries.w[1]) : m + 1;
+        };
+        // By one thread: tiles of q or dout, and their statistics.
+        auto fetch = [&](const KeyRecord& tile, const Pipeline<kStages>& pipe, ptx::SharedAddress tiles_at,
+                         const ptx::TensorMap& map, ptx::SharedAddress rows_at, const float* from) {
+            int m = static_cast<int>(tile.queries().w[3]), h = 0;
 #pragma unroll 1
-            for (u32 index;; ++taken) {
-                source.handover.state = {static_cast<int>(taken % 2), taken / 2 % 2};
-                index = source.draw();
-                if (index >= count) break;
-                const KeyTile tile(index, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together));
-                const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
-                const Interval any = Mask(sequence, left, right).queries_any(tile.n * BN, tile.n * BN + BN);
-                const int batch = cu_q == nullptr ? tile.batch : 0;
-                const PipelineState<1> kv_state{0, taken % 2};
+            for (u32 left_over = tile.queries().w[0]; left_over > 0; --left_over, ++uses) {
+                const PipelineState<kStages> state{static_cast<int>(uses % kStages), uses / kStages % 2};
+                pipe.acquire(state);
+                const ptx::SharedAddress full = pipe.expect(state, QTile::kBytes + kStatBytes);
+                const Raw<16> keys = tile.keys(), rows = tile.rows();
+                const int head = static_cast<int>(keys.w[1]) * static_cast<int>(heads_per_kv) + h;
+                QTile::fetch(tiles_at + state.stage * QTile::kBytes, map, full, static_cast<int>(rows.w[0]) + m * BQ, head,
+                             static_cast<int>(keys.w[2]));
+                ptx::bulk_load(rows_at + state.stage * kStatBytes, from + (head * padded_rows + rows.w[1] + m * BQ), kStatBytes,
+                               full);
+                if (++h == static_cast<int>(heads_per_kv)) h = 0, m = next_query(tile, m);
+            }
+        };
+        if (warp == kConsumers) {  // fetches q
+#pragma unroll 1
+            while (next_tile()) {
+                const KeyRecord tile{records + (taken - 1) % 4 * KeyRecord::kBytes};
+                if (lane == 0) fetch(tile, q_pipe, q_tiles, q_map, lse_rows, lse);
+                __syncwarp();
+            }
+        } else if (warp == kConsumers + 1) {  // fetches k, v and dout
+#pragma unroll 1
+            while (next_tile()) {
+                const KeyRecord tile{records + (taken - 1) % 4 * KeyRecord::kBytes};
                 if (lane == 0) {
+                    const PipelineState<1> kv_state{0, (taken - 1) % 2};
                     kv_pipe.acquire(kv_state);
                     // Where no query sees these keys the stage is used all the same: others count tiles.
-                    const ptx::SharedAddress kv_full = kv_pipe.expect(kv_state, any.empty() ? 0 : 2 * KTile::kBytes);
-                    if (!any.empty()) {
-                        KTile::fetch(k_tile, k_map, kv_full, sequence.k_row + tile.n * BN, tile.head, batch);
-                        KTile::fetch(v_tile, v_map, kv_full, sequence.k_row + tile.n * BN, tile.head, batch);
+                    const bool empty = tile.queries().w[0] == 0;
+                    const ptx::SharedAddress full = kv_pipe.expect(kv_state, empty ? 0 : 2 * KTile::kBytes);
+                    if (!empty) {
+                        const Raw<16> keys = tile.keys();
+                        KTile::fetch(k_tile, k_map, full, keys.w[3], keys.w[1], keys.w[2]);
+                        KTile::fetch(v_tile, v_map, full, keys.w[3], keys.w[1], keys.w[2]);
                     }
-                    const int heads_end = (tile.head + 1) * static_cast<int>(heads_per_kv);
-                    const int first = any.first / BQ * BQ, last = any.empty() ? -BQ : (any.end - 1) / BQ * BQ;
-                    const i64 padded = padded_row(tile.batch, sequence, lq, cu_q != nullptr);
-#pragma unroll 1
-                    for (int row = last; row >= first; row -= BQ)
-#pragma unroll 1
-                        for (int head = heads_end - static_cast<int>(heads_per_kv); head < heads_end; ++head, ++uses) {
-                            const PipelineState<kStages> state{static_cast<int>(uses % kStages), uses / kStages % 2};
-                            const i64 stats = head * padded_rows + padded + row;
-                            auto fetch = [&](const Pipeline<kStages>& pipe, ptx::SharedAddress tiles_at, const ptx::TensorMap& map,
-                                             ptx::SharedAddress rows_at, const float* from) {
-                                pipe.acquire(state);
-                                const ptx::SharedAddress full = pipe.expect(state, QTile::kBytes + kStatBytes);
-                                QTile::fetch(tiles_at + state.stage * QTile::kBytes, map, full, sequence.q_row + row, head, batch);
-                                ptx::bulk_load(rows_at + state.stage * kStatBytes, from + stats, kStatBytes, full);
-                            };
-                            fetch(q_pipe, q_tiles, q_map, lse_rows, lse);
-                            fetch(do_pipe, do_tiles, dout_map, delta_rows, delta);
-                        }
+                    fetch(tile, do_pipe, do_tiles, dout_map, delta_rows, delta);
                 }
                 __syncwarp();
             }
-        } else if (warp == kConsumers + 1) {  // sends dq
+        } else {  // the last two warps send dq, of every other step: adding takes longer than a step
+            const u32 buffer = warp - (kConsumers + 2);
 #pragma unroll 1
-            for (u32 index;; ++taken) {
-                source.handover.state = {static_cast<int>(taken % 2), taken / 2 % 2};
-                index = source.draw();
-                if (index >= count) break;
-                const KeyTile tile(index, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together));
-                const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
-                const Mask mask(sequence, left, right);
-                const Interval any = mask.queries_any(tile.n * BN, tile.n * BN + BN);
-                if (lane == 0 && !any.empty()) {
-                    const u32 padded = static_cast<u32>(padded_row(tile.batch, sequence, lq, cu_q != nullptr) / BQ);
-                    const int heads_end = (tile.head + 1) * static_cast<int>(heads_per_kv);
+            while (next_tile()) {
+                const KeyRecord tile{records + (taken - 1) % 4 * KeyRecord::kBytes};
+                if (lane == 0) {
+                    int m = static_cast<int>(tile.queries().w[3]), h = 0;
 #pragma unroll 1
-                    for (int m = (any.end - 1) / BQ; m >= any.first / BQ; --m)
-#pragma unroll 1
-                        for (int head = heads_end - static_cast<int>(heads_per_kv); head < heads_end; ++head, ++uses) {
-                            const PipelineState<1> state{0, uses % 2};
-                            const u32 place = head * query_tiles + padded + m;
-                            const u32 before = static_cast<u32>(tile.n - mask.lo(m * BQ) / BN);
-                            u8* const to = reinterpret_cast<u8*>(dq_sums) + static_cast<i64>(place) * kSumBytes;
+                    for (u32 left_over = tile.queries().w[0]; left_over > 0; --left_over) {
+                        if (uses++ % 2 == buffer) {
+                            const PipelineState<1> state{0, (uses - 1) / 2 % 2};
+                            const Raw<16> keys = tile.keys(), rows = tile.rows(), queries = tile.queries();
+                            const Sequence sequence{0, 0, static_cast<int>(rows.w[2]), static_cast<int>(rows.w[3])};
+                            const Mask mask(sequence, left, right);
+                            const int n = static_cast<int>(keys.w[0]);
+                            const QueryOrder<BQ> met(mask, static_cast<int>(queries.w[1]), static_cast<int>(queries.w[2]), n,
+                                                     static_cast<int>(together));
+                            const u32 before = met.before(mask, n, m);
+                            const u32 head = keys.w[1] * static_cast<u32>(heads_per_kv) + h;
+                            const u32 place = head * query_tiles + rows.w[1] / BQ + m;
                             if (before != 0) {
-                                while (atomicAdd(order + place, 0u) != before) {
+                                while (ptx::ld_word_acquire(order + place) != before) {
                                 }
-                                __threadfence();
                                 ptx::fence_async_global();
                             }
 #pragma unroll 1
                             for (u32 half = 0; half < 2; ++half) {
-                                const Pipeline<1> pipe{dq_pipes + half * Pipeline<1>::kBytes};
+                                const Pipeline<1> pipe{dq_pipes + (2 * buffer + half) * Pipeline<1>::kBytes};
+                                const ptx::SharedAddress from = dq_tile + (2 * buffer + half) * kHalfBytes;
+                                u8* const to =
+                                    reinterpret_cast<u8*>(dq_sums) + static_cast<i64>(place) * kSumBytes + half * kHalfBytes;
                                 pipe.wait(state);
                                 if (before == 0) {
-                                    ptx::bulk_store(to + half * kHalfBytes, dq_tile + half * kHalfBytes, kHalfBytes);
+                                    ptx::bulk_store(to, from, kHalfBytes);
                                 } else {
-                                    ptx::bulk_add(to + half * kHalfBytes, dq_tile + half * kHalfBytes, kHalfBytes);
+                                    ptx::bulk_add(to, from, kHalfBytes);
                                 }
                                 ptx::bulk_store_commit();
                                 ptx::bulk_store_wait_read();
@@ -189,6 +202,8 @@ __global__ void __launch_bounds__(384, 1)
                             __threadfence();
                             atomicAdd(order + place, 1u);
                         }
+                        if (++h == static_cast<int>(heads_per_kv)) h = 0, m = next_query(tile, m);
+                    }
                 }
                 __syncwarp();
             }
@@ -200,9 +215,9 @@ __global__ void __launch_bounds__(384, 1)
     const int group = warp / 4, own_row = group * 64 + warp % 4 * 16 + lane / 4, t = lane % 4;
     const bool speaks = lane == 0;
     const float factor = static_cast<float>(scale) * kLog2e;
+    const float by_cap = softcap == 0.0 ? 0.0f : 1.0f / (static_cast<float>(softcap) * kLog2e);
     const ptx::SharedAddress own_k = k_tile + group * 64 * kTileRow, own_v = v_tile + group * 64 * kTileRow;
-    const Pipeline<1> dq_pipe{dq_pipes + group * Pipeline<1>::kBytes};
-    source.handover.makes = false;
+    numbers.makes = false;
     u32 taken = 0, uses = 0;
     // Rows from `rows` on of a tile of `height` are another sequence's, or nobody's. They may be NaN, which a factor of 0 does
     // not hide, so the first warpgroup overwrites them. All consumers call, before any of them multiplies the tile.
@@ -214,12 +229,13 @@ __global__ void __launch_bounds__(384, 1)
     };
 #pragma unroll 1
     for (u32 index;; ++taken) {
-        source.handover.state = {static_cast<int>(taken % 2), taken / 2 % 2};
-        index = source.draw();
+        numbers.state = {static_cast<int>(taken % 2), taken / 2 % 2};
+        index = numbers.give([] { return 0u; });
         if (index >= count) break;
         const PipelineState<1> kv_state{0, taken % 2};
         index = __shfl_sync(0xffffffffu, index, 0);  // known to be uniform
-        const KeyTile tile(index, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together));
+        const KeyTile tile(index, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together),
+                                   static_cast<u32>(together));
         const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
         const Mask mask(sequence, left, right);
         const Interval any = mask.queries_any(tile.n * BN, tile.n * BN + BN);
@@ -229,7 +245,8 @@ __global__ void __launch_bounds__(384, 1)
 
         if (!any.empty()) {
             const Interval all = mask.queries_all(tile.n * BN + group * 64, tile.n * BN + group * 64 + 64);
-            const int steps = ((any.end - 1) / BQ - any.first / BQ + 1) * static_cast<int>(heads_per_kv);
+            const QueryOrder<BQ> queries(mask, any, tile.n, static_cast<int>(together));
+            const int steps = queries.count() * static_cast<int>(heads_per_kv);
             kv_pipe.wait(kv_state);
             if (tile.n * BN + BN > sequence.keys && (lengths != nullptr || cu_k != nullptr)) {
                 overwrite(k_tile, sequence.keys - tile.n * BN, KTile::kBoxBytes, 2 * KTile::kBoxes);  // v lies behind k
@@ -251,17 +268,19 @@ __global__ void __launch_bounds__(384, 1)
                 ptx::wgmma_commit();
             };
             auto send_dq = [&](const float(&dq)[32]) {
-                const PipelineState<1> dq_state{0, (uses - 1) % 2};
+                const u32 part = (uses - 1) % 2 * 2 + group;
+                const PipelineState<1> dq_state{0, (uses - 1) / 2 % 2};
+                const Pipeline<1> dq_pipe{dq_pipes + part * Pipeline<1>::kBytes};
                 dq_pipe.acquire(dq_state);
 #pragma unroll
                 for (int i = 0; i < 8; ++i)
-                    ptx::st_shared_16(dq_tile + group * kHalfBytes + (i * 128 + threadIdx.x % 128) * 16,
+                    ptx::st_shared_16(dq_tile + part * kHalfBytes + (i * 128 + threadIdx.x % 128) * 16,
                                       Raw<16>{{__float_as_uint(dq[4 * i]), __float_as_uint(dq[4 * i + 1]),
                                                __float_as_uint(dq[4 * i + 2]), __float_as_uint(dq[4 * i + 3])}});
                 ptx::fence_async_shared();
                 dq_pipe.commit_warp(dq_state);
             };
-            int m = (any.end - 1) / BQ, same = static_cast<int>(heads_per_kv);
+            int m = queries.start, same = static_cast<int>(heads_per_kv);
 #pragma unroll 1
             for (int step = 0; step < steps; ++step, ++uses) {
                 const PipelineState<kStages> state{static_cast<int>(uses % kStages), uses / kStages % 2};
@@ -285,24 +304,29 @@ __global__ void __launch_bounds__(384, 1)
                 ptx::wgmma_commit();
                 ptx::wgmma_wait<1>();
 
-                const float* const lse_row = reinterpret_cast<const float*>(memory_at(lse_rows + state.stage * kStatBytes)) + 2 * t;
+                const float* const lse_row =
+                    reinterpret_cast<const float*>(memory_at(lse_rows + state.stage * kStatBytes)) + 2 * t;
                 const float* const delta_row =
                     reinterpret_cast<const float*>(memory_at(delta_rows + state.stage * kStatBytes)) + 2 * t;
-                if constexpr (EXTRAS != 0) make_scores(s, static_cast<float>(scale), static_cast<float>(softcap));
+                if constexpr (EXTRAS != 0) {  // scores for now, powers when dp has come
+                    make_scores(s, static_cast<float>(scale), static_cast<float>(softcap));
+                } else {
 #pragma unroll
-                for (int j = 0; j < BQ / 8; ++j) {
-                    const float2 lse_pair = *reinterpret_cast<const float2*>(lse_row + 8 * j);
+                    for (int j = 0; j < BQ / 8; ++j) {
+                        const float2 lse_pair = *reinterpret_cast<const float2*>(lse_row + 8 * j);
 #pragma unroll
-                    for (int r = 0; r < 2; ++r) {
-                        float* const at = s + 4 * j + 2 * r;
-                        at[0] = ptx::ex2((EXTRAS != 0 ? at[0] : at[0] * factor) - lse_pair.x);
-                        at[1] = ptx::ex2((EXTRAS != 0 ? at[1] : at[1] * factor) - lse_pair.y);
+                        for (int r = 0; r < 2; ++r) {
+                            float* const at = s + 4 * j + 2 * r;
+                            at[0] = ptx::ex2(at[0] * factor - lse_pair.x);
+                            at[1] = ptx::ex2(at[1] * factor - lse_pair.y);
+                        }
                     }
                 }
                 if ((EXTRAS != 0 && kv_limit != nullptr) || m * BQ < all.first || m * BQ + BQ > all.end) {
                     u32 here = index;
                     ptx::forget(here);  // as below
-                    const KeyTile at(here, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together));
+                    const KeyTile at(here, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together),
+                                   static_cast<u32>(together));
                     const Sequence rows = sequence_at(at.batch, lq, lkv, cu_q, cu_k, lengths);
 #pragma unroll
                     for (int r = 0; r < 2; ++r) {
@@ -318,7 +342,7 @@ __global__ void __launch_bounds__(384, 1)
                                     const int i = m * BQ + 8 * j + 2 * t + c;
                                     seen = seen && i < rows.lq && key < kv_limit[at.batch * limit_batch + i];
                                 }
-                                if (!seen) s[4 * j + 2 * r + c] = 0.0f;
+                                if (!seen) s[4 * j + 2 * r + c] = EXTRAS != 0 ? negative_infinity() : 0.0f;
                             }
                     }
                 }
@@ -332,27 +356,40 @@ __global__ void __launch_bounds__(384, 1)
                         for (int c = 0; c < 2; ++c) {
                             const int i = 4 * j + 2 * r + c;
                             float weight = s[i];
-                            if (EXTRAS != 0 && softcap != 0.0) {
-                                // The derivative of the cap, 1 - tanh^2, from the power: a score in units of log2 is cap * tanh.
+                            if constexpr (EXTRAS != 0) {
                                 const float2 lse_pair = *reinterpret_cast<const float2*>(lse_row + 8 * j);
-                                const float score = log2f(weight) + (c == 0 ? lse_pair.x : lse_pair.y);
-                                const float tangent = score * (1.0f / (static_cast<float>(softcap) * kLog2e));
+                                const float score = s[i], tangent = score * by_cap;
+                                s[i] = weight = ptx::ex2(score - (c == 0 ? lse_pair.x : lse_pair.y));
+                                // The derivative of the cap is 1 - tanh^2; a capped score is cap * tanh.
                                 weight = weight == 0.0f ? 0.0f : weight * (1.0f - tangent * tangent);
                             }
                             dp[i] = weight * (dp[i] - (c == 0 ? delta_pair.x : delta_pair.y));
                         }
                 }
+
                 pack_rows<T>(ds, dp);
                 pack_rows<T>(p, s);
 
+                // dq is that of the step before; before the first one there is none, and nobody looks at what comes out. The
+                // order of the products is the one for which there are registers.
                 float dq[32];
-                multiply_dq(dq);
-                ptx::wgmma_fence();
-                multiply_packed<T, BQ>(dv_sums, p, do_tile, true);
-                ptx::wgmma_commit();
-                ptx::wgmma_fence();
-                multiply_packed<T, BQ>(dk_sums, ds, q_tile, true);
-                ptx::wgmma_commit();
+                if constexpr (kKeysFirst) {
+                    ptx::wgmma_fence();
+                    multiply_packed<T, BQ>(dk_sums, ds, q_tile, true);
+                    ptx::wgmma_commit();
+                    multiply_dq(dq);
+                    ptx::wgmma_fence();
+                    multiply_packed<T, BQ>(dv_sums, p, do_tile, true);
+                    ptx::wgmma_commit();
+                } else {
+                    multiply_dq(dq);
+                    ptx::wgmma_fence();
+                    multiply_packed<T, BQ>(dv_sums, p, do_tile, true);
+                    ptx::wgmma_commit();
+                    ptx::wgmma_fence();
+                    multiply_packed<T, BQ>(dk_sums, ds, q_tile, true);
+                    ptx::wgmma_commit();
+                }
                 // The buffer is free: who waited for ds of the step before knows that dq of the one before that is done.
                 const u32 ds_row = own_row * kTileRow + ((own_row & 7) << 4) + 4 * t;
 #pragma unroll
@@ -362,7 +399,7 @@ __global__ void __launch_bounds__(384, 1)
                         *reinterpret_cast<u32*>(memory_at(ds_tiles) + state.stage * DsTile::kBytes + (ds_row ^ j % 8 << 4) +
                                                 j / 8 * DsTile::kBoxBytes + 8 * r * kTileRow) = ds[j / 2][j % 2 * 2 + r];
                 ptx::fence_async_shared();
-                ptx::wgmma_wait<1>();
+                ptx::wgmma_wait<kKeysFirst ? 0 : 1>();
                 __syncwarp();
                 if (speaks) {
                     ptx::mbarrier_arrive(ds_full + 8 * state.stage);
@@ -373,7 +410,7 @@ __global__ void __launch_bounds__(384, 1)
                 if (speaks) q_pipe.release(state);
                 if (--same == 0) {
                     same = static_cast<int>(heads_per_kv);
-                    --m;
+                    m = m == queries.last ? queries.first : m + 1;
                 }
             }
             float dq[32];
@@ -386,7 +423,8 @@ __global__ void __launch_bounds__(384, 1)
         if (speaks) kv_pipe.release(PipelineState<1>{0, 0});
 
         ptx::forget(index);  // where this tile lies is worked out a second time: registers are short above
-        const KeyTile at(index, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together));
+        const KeyTile at(index, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together),
+                                   static_cast<u32>(together));
         const Sequence own = sequence_at(at.batch, lq, lkv, cu_q, cu_k, nullptr);
         const int rows = own.keys - at.n * BN;
         const i64 first_row = own.k_row + at.n * BN;

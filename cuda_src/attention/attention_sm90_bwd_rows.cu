@@ -1,7 +1,8 @@
 // What comes before and after the products of the backward on sm_90a, row by row of queries.
 //
 // attention_bwd_stats   lse in units of log2 (+inf where a query sees nothing: its powers are then 0) and
-//                       delta = sum of dout * out - dlse, in padded order (sm90_bwd.cuh); padding is +inf and 0. Half a warp per row.
+//                       delta = sum of dout * out - dlse, in padded order (sm90_bwd.cuh); padding is +inf and 0. Half a
+//                       warp per row.
 // attention_bwd_dq      dq = scale * sums, rounded one time; 0 for queries that no tile of keys meets. A block per tile.
 // attention_bwd_sinks   dsinks[h] = -sum over queries of exp(sinks[h] - lse) * delta. A block per head.
 #include "attention/sm90_bwd.cuh"
@@ -65,8 +66,8 @@ __global__ void __launch_bounds__(256)
     const bool nothing = Mask(sequence, left, right).keys_any(m * BQ, m * BQ + BQ).empty();
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const float4 x = nothing ? make_float4(0.0f, 0.0f, 0.0f, 0.0f)
-                                 : *reinterpret_cast<const float4*>(from + ((threadIdx.x / 128 * 8 + i) * 128 + threadIdx.x % 128) * 4);
+        const u32 at = ((threadIdx.x / 128 * 8 + i) * 128 + threadIdx.x % 128) * 4;
+        const float4 x = nothing ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : *reinterpret_cast<const float4*>(from + at);
         sums[4 * i] = x.x, sums[4 * i + 1] = x.y, sums[4 * i + 2] = x.z, sums[4 * i + 3] = x.w;
     }
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, group = warp / 4;

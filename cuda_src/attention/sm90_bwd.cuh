@@ -1,9 +1,10 @@
 // What the kernels of the backward on sm_90a share: rows of statistics and sums of dq, in padded order.
 //
-// Per head, the rows of sequences follow each other, each sequence beginning at a multiple of kRowPad; a tile of queries is then
-// never that of two sequences. `rows` below is how many there are in all, of each head.
+// Per head, the rows of sequences follow each other, each sequence beginning at a multiple of kRowPad; no tile of queries is
+// then that of two sequences. `rows` below is how many there are in all, of each head.
 #pragma once
 #include "attention/sm90_tile.cuh"
+#include "ptx/forget.cuh"
 
 namespace rtk {
 
@@ -24,6 +25,72 @@ struct BackwardTile {
     // thread, then the next thread, then the next four. Warpgroup w has columns from kColumn w and rows from kRow w.
     static constexpr int kColumn = D == 64 ? 0 : 64, kRow = D == 64 ? 64 : 0;
     static constexpr u32 kSumBytes = kQueries * D * 4;
+};
+
+// Number `index` of the tiles of keys: `heads_together` heads share L2; of these, the first `together` tiles of keys of each
+// head come first, the last one of a chunk before the others: with a diagonal, a tile waits for those behind it in its chunk.
+struct KeyTile {
+    int n, head, batch;
+
+    RTK_DEVICE KeyTile(u32 index, u32 tiles, u32 heads, u32 batches, u32 heads_together, u32 together) {
+        u32 band = index / (heads_together * tiles);
+        ptx::forget(band);  // one division after the other: side by side they want more registers
+        const u32 first = band * heads_together, here = min(heads_together, heads * batches - first);
+        u32 left = index - first * tiles, chunk = left / (together * here);
+        ptx::forget(chunk);
+        left -= chunk * together * here;
+        const u32 size = min(together, tiles - chunk * together);
+        u32 step = left / size;
+        ptx::forget(step);
+        const u32 which = first + step;
+        n = static_cast<int>(chunk * together + size - 1 - (left - step * size));
+        batch = static_cast<int>(which / heads);
+        head = static_cast<int>(which - batch * heads);
+    }
+};
+
+// In which order a tile of keys meets tiles of queries: from `start` up to `last`, then from `first`.
+template <int BQ>
+struct QueryOrder {
+    int first, last, start;
+    int chunk, size;  // the first tile of the chunk, and how many
+
+    RTK_DEVICE QueryOrder(const Mask& mask, const Interval& any, int n, int together)
+        : QueryOrder(mask, any.first / BQ, (any.end - 1) / BQ, n, together) {}
+
+    RTK_DEVICE QueryOrder(const Mask& mask, int first_tile, int last_tile, int n, int together)
+        : first(first_tile), last(last_tile), start(first_tile), chunk(n / together * together) {
+        size = min(chunk + together, (mask.keys + kBackwardKeys - 1) / kBackwardKeys) - chunk;
+        if (mask.left < 0 && mask.right < 0) start = (n - chunk) * (last + 1) / size;
+    }
+
+    RTK_DEVICE int count() const { return last - first + 1; }
+
+    // How many tiles of keys meet queries m before tile n does.
+    RTK_DEVICE u32 before(const Mask& mask, int n, int m) const {
+        if (mask.left < 0 && mask.right < 0) {
+            const int starts_last = ((m + 1) * size + last) / (last + 1) - 1;  // of those that start up to m
+            const int later = starts_last - (n - chunk);
+            return static_cast<u32>(chunk + (later < 0 ? later + size : later));
+        }
+        const int lowest = mask.lo(m * BQ) / kBackwardKeys;
+        const int highest = (mask.hi(min(m * BQ + BQ, mask.lq) - 1) - 1) / kBackwardKeys;
+        return static_cast<u32>(max(chunk, lowest) - lowest + min(chunk + size - 1, highest) - n);
+    }
+};
+
+// What the warps that fetch and send know of a tile of keys, 16 bytes at a time in shared memory.
+struct KeyRecord {
+    static constexpr u32 kBytes = 48;
+    ptx::SharedAddress at;
+
+    RTK_DEVICE void put(u32 part, int a, int b, int c, int d) const {
+        const u32 words[4] = {static_cast<u32>(a), static_cast<u32>(b), static_cast<u32>(c), static_cast<u32>(d)};
+        ptx::st_shared_16(at + 16 * part, Raw<16>{{words[0], words[1], words[2], words[3]}});
+    }
+    RTK_DEVICE Raw<16> keys() const { return ptx::ld_shared_16(at); }          // n, head, batch of the map, row of the map
+    RTK_DEVICE Raw<16> rows() const { return ptx::ld_shared_16(at + 16); }     // row of q, padded row, queries, keys
+    RTK_DEVICE Raw<16> queries() const { return ptx::ld_shared_16(at + 32); }  // steps, first, last, start
 };
 
 }  // namespace rtk

@@ -1,4 +1,4 @@
-// What the wgmma kernels of attention share: tiles in shared memory, products over them, and rows of sums on their way to memory.
+// What the wgmma kernels of attention share: tiles in shared memory, products over them, rows of sums on their way to memory.
 //
 // A tile of R rows and D columns (16-bit) is D / 64 boxes, rounded up, of R rows of 128 bytes with the 128-byte swizzle, one
 // behind the other, as the copy engine writes them; columns behind the last one of the tensor are 0. Tiles start at

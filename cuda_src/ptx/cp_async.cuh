@@ -30,11 +30,6 @@ RTK_DEVICE void cp_async_4_or_zero(SharedAddress shared, const void* global, boo
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(read ? 4 : 0) : "memory");
 }
 
-// The same with the first `bytes` (0 to 16) read and zeros behind them.
-RTK_DEVICE void cp_async_16_partial(SharedAddress shared, const void* global, int bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
-}
-
 // cp_async_16 if `wanted`: no branch.
 RTK_DEVICE void cp_async_16_if(bool wanted, SharedAddress shared, const void* global) {
     asm volatile(
@@ -45,11 +40,6 @@ RTK_DEVICE void cp_async_16_if(bool wanted, SharedAddress shared, const void* gl
         "}\n" ::"r"(shared),
         "l"(global), "r"(static_cast<u32>(wanted))
         : "memory");
-}
-
-// 4 bytes, both addresses 4-byte aligned, of which the first `bytes` (0 to 4) are read.
-RTK_DEVICE void cp_async_4_partial(SharedAddress shared, const void* global, int bytes) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
 // Closes this thread's current group of copies (possibly empty).

@@ -11,7 +11,8 @@ def exact_attention(
     softcap: float = 0.0, sinks: Tensor | None = None, bias: Tensor | None = None, kv_limit: Tensor | None = None,
     seqused_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return out [batch, queries, heads, width] and lse [batch, heads, queries]; differentiable in q, k, v and sinks."""
+    """Return out [batch, queries, heads, width] and lse [batch, heads, queries]; differentiable in q, k, v and "
+    "sinks."""
     batch, lq, heads, width = q.shape
     lkv, group = k.shape[1], heads // k.shape[2]
     scale = width**-0.5 if scale is None else scale

@@ -155,7 +155,7 @@ def run(backend: Any, product: Product, tensors: Mapping[str, Tensor]) -> None:
         reason = backend.unsupported(product, device_info(device).target)
         if reason is not None:
             raise AssertionError(f"unsupported: {reason}")
-        plan = StepPlan("product", list(tensors), {}, False, backend.steps(product, device), device)
+        plan = StepPlan("product", list(tensors), (), {}, "tuple", backend.steps(product, device), device)
         plan.run(*(t.data_ptr() for t in tensors.values()))
 
     if device >= 0:

@@ -26,7 +26,8 @@ _KERNEL = Kernel(
     template="T CODES",
     args="k:ptr v:ptr k_cache:ptr v_cache:ptr lengths:ptr table:ptr slots:ptr positions:ptr cosines:ptr sines:ptr "
     "k_scale:ptr v_scale:ptr tokens:i64 length:i64 heads:i64 d_k:i64 d_v:i64 capacity:i64 page_size:i64 table_row:i64 "
-    "k_batch:i64 k_row:i64 k_head:i64 v_batch:i64 v_row:i64 v_head:i64 k_cache_page:i64 k_cache_row:i64 k_cache_head:i64 "
+    "k_batch:i64 k_row:i64 k_head:i64 v_batch:i64 v_row:i64 v_head:i64 k_cache_page:i64 k_cache_row:i64 "
+    "k_cache_head:i64 "
     "v_cache_page:i64 v_cache_row:i64 v_cache_head:i64 k_scale_head:i64 v_scale_head:i64 angles:i64 angle_row:i64 "
     "angle_type:i64 interleaved:i64",
     variants=[(t, codes) for t in ("bf16", "fp16") for codes in (0, 1, 2)],
@@ -52,7 +53,9 @@ def _check(
     if (lengths is None) is (slots is None):
         raise ArgumentError("seqlens and slots are both given, or neither; expected one of them")
     given = lengths if lengths is not None else Meta(torch.int32, k.shape[:1], (1,), k.device, 0)
-    check_cache(k, k_cache, v_cache, given, page_table if slots is None else Meta(torch.int32, (k.shape[0], 1), (1, 1), 0, 0))
+    check_cache(
+        k, k_cache, v_cache, given, page_table if slots is None else Meta(torch.int32, (k.shape[0], 1), (1, 1), 0, 0)
+    )
     if v_cache.shape[-1] != v.shape[-1] or k_cache.shape[2] != k.shape[2]:
         raise ArgumentError(
             f"caches have {k_cache.shape[2]} heads of {k_cache.shape[-1]} and {v_cache.shape[-1]} elements; expected "
@@ -60,20 +63,24 @@ def _check(
         )
     for name, meta in (("slots", slots), ("positions", positions)):
         if meta is not None and (meta.dtype != torch.int32 or tuple(meta.shape) != tuple(k.shape[:2])):
-            raise ArgumentError(f"{name} has shape {tuple(meta.shape)} and dtype {meta.dtype}; expected int32 [batch, tokens]")
+            raise ArgumentError(f"{name} is {meta.dtype} {tuple(meta.shape)}; expected int32 [batch, tokens]")
     for name, meta in (("k_scale", k_scale), ("v_scale", v_scale)):
         check_scale(name, meta, k.shape[2])
         if (meta is None) is (k_cache.dtype in CODES):
             expected = "scales" if k_cache.dtype in CODES else "None"
-            raise ArgumentError(f"{name} is {'None' if meta is None else 'given'}; expected {expected} for {k_cache.dtype}")
+            raise ArgumentError(
+                f"{name} is {'None' if meta is None else 'given'}; expected {expected} for {k_cache.dtype}"
+            )
     if (cos is None) is not (sin is None):
         raise ArgumentError("cos and sin go together; expected both or none")
     if cos is not None:
         check_same("sin", tuple(sin.shape), tuple(cos.shape), "shape", of="cos")
         check_same("sin", sin.dtype, cos.dtype, "dtype", of="cos")
         if cos.dim() != 2 or not 0 < 2 * cos.shape[1] <= k.shape[-1] or cos.shape[1] % 2:
-            raise ArgumentError(f"cos has shape {tuple(cos.shape)}; expected [positions, angles], twice the angles at most "
-                                f"{k.shape[-1]}, an even number")  # fmt: skip
+            raise ArgumentError(
+                f"cos has shape {tuple(cos.shape)}; expected [positions, angles], angles an even number up to half of "
+                f"{k.shape[-1]}"
+            )
         if slots is not None and positions is None:
             raise ArgumentError("positions is None; expected them where slots and cos are given")
 
@@ -84,11 +91,15 @@ def _capacity(k_cache: Meta, page_table: Meta | None, slots: Meta | None) -> int
     return k_cache.shape[1] * (page_table.shape[1] if page_table is not None else 1)
 
 
-def _plan(k, v, k_cache, v_cache, lengths, page_table, slots, positions, cos, sin, k_scale, v_scale, interleaved, device):
+def _plan(
+    k, v, k_cache, v_cache, lengths, page_table, slots, positions, cos, sin, k_scale, v_scale, interleaved, device
+):
     tokens, heads = k.shape[0] * k.shape[1], k.shape[2]
     if tokens * heads == 0:
         return Steps()
-    launch = _KERNEL.bind((DTYPE_TOKEN[k.dtype], CODES.get(k_cache.dtype, 0)), device, (-(-tokens * heads // 8), 2), 256)
+    launch = _KERNEL.bind(
+        (DTYPE_TOKEN[k.dtype], CODES.get(k_cache.dtype, 0)), device, (-(-tokens * heads // 8), 2), 256
+    )
     numbers = (
         *(tokens, k.shape[1], heads, k.shape[3], v.shape[3], _capacity(k_cache, page_table, slots), k_cache.shape[1]),
         *(page_table.shape[1] if page_table is not None else 0, *strides(k)[:3], *strides(v)[:3]),
@@ -97,7 +108,20 @@ def _plan(k, v, k_cache, v_cache, lengths, page_table, slots, positions, cos, si
         *((cos.shape[1], cos.shape[1], ANY_TYPE[DTYPE_TOKEN[cos.dtype]]) if cos is not None else (0, 0, 0)),
         int(interleaved),
     )
-    names = ("k", "v", "k_cache", "v_cache", "lengths", "page_table", "slots", "positions", "cos", "sin", "k_scale", "v_scale")
+    names = (
+        "k",
+        "v",
+        "k_cache",
+        "v_cache",
+        "lengths",
+        "page_table",
+        "slots",
+        "positions",
+        "cos",
+        "sin",
+        "k_scale",
+        "v_scale",
+    )
     return Steps(Step(launch, *names, *numbers))
 
 
@@ -121,11 +145,15 @@ def _encoded(x: Tensor, cache: Tensor, scale: Tensor | None) -> Tensor:
     return codes.clamp(-448.0, 448.0).to(cache.dtype)
 
 
-def _reference(k, v, k_cache, v_cache, lengths, page_table, slots, positions, cos, sin, k_scale, v_scale, interleaved) -> None:
+def _reference(
+    k, v, k_cache, v_cache, lengths, page_table, slots, positions, cos, sin, k_scale, v_scale, interleaved
+) -> None:
     batch, tokens = k.shape[:2]
     size = k_cache.shape[1]
     token = torch.arange(tokens, device=k.device).expand(batch, tokens)
-    position = positions.long() if positions is not None else token if lengths is None else token + lengths.long().view(-1, 1)
+    position = (
+        positions.long() if positions is not None else token if lengths is None else token + lengths.long().view(-1, 1)
+    )
     if slots is not None:
         page, place = slots.long().div(size, rounding_mode="floor"), slots.long() % size
         fits = (slots >= 0) & (page < k_cache.shape[0])
@@ -147,8 +175,8 @@ APPEND = InPlaceOperator(
     "append_kv_cache",
     (
         Heads("k", HALVES), Heads("v", HALVES), _WrittenCache("k_cache", None), _WrittenCache("v_cache", None),
-        Dense("lengths", None, optional=True), Dense("page_table", None, optional=True), Dense("slots", None, optional=True),
-        Dense("positions", None, optional=True), Dense("cos", FLOAT_DTYPES, optional=True),
+        Dense("lengths", None, optional=True), Dense("page_table", None, optional=True), Dense("slots", None,
+        optional=True), Dense("positions", None, optional=True), Dense("cos", FLOAT_DTYPES, optional=True),
         Dense("sin", FLOAT_DTYPES, optional=True), Rows("k_scale", (torch.float32,), optional=True),
         Rows("v_scale", (torch.float32,), optional=True),
     ),
@@ -168,8 +196,8 @@ def append_kv_cache(
 ) -> None:  # fmt: skip
     """Write new keys and values into a cache; keys are rotated and both are quantised on the way.
 
-    Computed in fp32 and rounded once. Where tokens go is known on the device only; those that do not fit are left out. Not
-    differentiable.
+    Computed in fp32 and rounded once. Where tokens go is known on the device only; those that do not fit are left out.
+    Not differentiable.
 
     Args:
         k: bfloat16 or float16 [batch, tokens, heads, width], or [batch, heads, width] for one token each.

@@ -16,7 +16,7 @@ from rtkernels.ops.attention.checks import HALVES, LAYOUTS, Heads, heads_first_s
 from rtkernels.ops.attention.problem import Attention
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import refuse_gradients
-from rtkernels.runtime.operator.declared import Argument, InPlaceOperator, Meta, Operator, Rows
+from rtkernels.runtime.operator.declared import InPlaceOperator, Meta, Operator, Rows
 from rtkernels.runtime.operator.gradient import differentiable
 from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.registry import Op
@@ -214,8 +214,8 @@ def attention(
 
     Args:
         q: bfloat16 or float16 [batch, queries, heads, width]. Width: a multiple of 8 up to 256. Any strides with
-            neighbouring elements of a head: slices of a packed qkv or of a cache are used where they lie (a copy is made
-            if strides or addresses are not multiples of 16 bytes).
+            neighbouring elements of a head: slices of a packed qkv or of a cache are used where they lie (a copy is
+            made if strides or addresses are not multiples of 16 bytes).
         k: The same with keys in place of queries. Its heads divide those of q: query head h uses head
             ``h // (heads of q // heads of k)``.
         v: As k; its heads may have a width of their own.
@@ -224,20 +224,21 @@ def attention(
         window: How many keys before its own (the last one that it sees if causal) a query sees; a pair
             ``(left, right)`` limits both sides, None or -1 in it neither.
         softcap: ``softcap * tanh(scores / softcap)`` replaces scores where this is not 0.
-        sinks: [heads of q], any float type: a score per head that takes part in the softmax and has no value. lse counts it.
+        sinks: [heads of q], any float type: a score per head that takes part in the softmax and has no value. lse
+            counts it.
         bias: Added to scores (behind softcap): any shape that broadcasts to [batch, heads of q, queries, keys], of q's
             dtype or float32; ``-inf`` masks. No gradient.
         kv_limit: int32 [queries] or [batch, queries], or a list: query i sees keys below its limit only.
-        seqused_k: int32 [batch] on the device: how many keys of each sequence count. Those behind may be anything; causal and
-            window count from them. Results for other values of it come from the same captured graph.
+        seqused_k: int32 [batch] on the device: how many keys of each sequence count. Those behind may be anything;
+            causal and window count from them. Results for other values of it come from the same captured graph.
         return_lse: Return lse as well.
         out: Where the result goes, of its shape and dtype; may be q. Not differentiable then.
         layout: "blhd" as above, or "bhld" [batch, heads, length, width] for q, k, v and out.
         backend: "auto", or a name of ``rtkernels.ops.attention.backends``.
 
     Returns:
-        [batch, queries, heads, width of v] in `layout`, dense, of q's dtype; with return_lse a pair of it and the logarithm
-        of the sum of exponentials of scores, float32 [batch, heads, queries].
+        [batch, queries, heads, width of v] in `layout`, dense, of q's dtype; with return_lse a pair of it and the
+        logarithm of the sum of exponentials of scores, float32 [batch, heads, queries].
     """
     if not isinstance(q, Tensor):
         return interop.call(
@@ -277,15 +278,15 @@ def _spread(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
-    scale: float | None = None, causal: bool = False, window: int | tuple[int | None, int | None] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    *, scale: float | None = None, causal: bool = False, window: int | tuple[int | None, int | None] | None = None,
     softcap: float = 0.0, sinks: Tensor | None = None, seqused_k: Tensor | None = None, return_lse: bool = False,
     out: Tensor | None = None, backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return the attention of sequences that are packed one behind the other, each within itself.
 
-    As ``attention``, which explains the options, for every sequence. Rows behind the last sequence (padding) give 0, and so do
-    their gradients.
+    As ``attention``, which explains the options, for every sequence. Rows behind the last sequence (padding) give 0,
+    and so do their gradients.
 
     Args:
         q: bfloat16 or float16 [tokens, heads, width]; strides as for ``attention``.
@@ -310,9 +311,9 @@ def attention_varlen(
     """
     if not isinstance(q, Tensor):
         return interop.call(
-            attention_varlen, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale=scale, causal=causal,
-            window=window, softcap=softcap, sinks=sinks, seqused_k=seqused_k, return_lse=return_lse, out=out,
-            backend=backend,
+            attention_varlen, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale=scale,
+            causal=causal, window=window, softcap=softcap, sinks=sinks, seqused_k=seqused_k, return_lse=return_lse,
+            out=out, backend=backend,
         )  # fmt: skip
     left, right = window_sides(window, causal)
     sinks = None if sinks is None else sinks.float()

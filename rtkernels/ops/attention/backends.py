@@ -67,5 +67,7 @@ def backward(problem: Attention, name: str, device: int) -> Steps:
     if not problem.varlen:
         return steps
     results = (("q", "dq", problem.dq, False), ("k", "dk", problem.dk, True), ("v", "dv", problem.dv, True))
-    tails = [_tail(problem, name, s, keys, False, device) for letter, name, s, keys in results if letter in problem.wants]
+    tails = [
+        _tail(problem, name, s, keys, False, device) for letter, name, s, keys in results if letter in problem.wants
+    ]
     return _with_tails(steps, tails)

@@ -131,7 +131,7 @@ def strides(meta: Meta) -> Strides:
 
 def heads_first_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of [batch, length, heads, width] in memory that is dense as [batch, heads, length, width]."""
-    batch, length, heads, width = shape
+    _, length, heads, width = shape
     return (heads * length * width, width, length * width, 1)
 
 

@@ -31,7 +31,8 @@ class Cache(Argument):
             raise ArgumentError(f"{self.name} has shape {tuple(meta.shape)}; expected 4 dimensions")
         if not Heads(self.name).fits(meta) and meta.numel():
             raise ArgumentError(
-                f"{self.name} has strides {tuple(meta.stride)}; expected neighbouring elements of a head, other strides and "
+                f"{self.name} has strides {tuple(meta.stride)}; expected neighbouring elements of a head, other "
+                f"strides and "
                 f"the address multiples of 16 bytes"
             )
 
@@ -40,13 +41,19 @@ def check_cache(q: Meta, k_cache: Meta, v_cache: Meta, lengths: Meta, page_table
     """Raise an ArgumentError unless the tensors of a cache fit together and to q [batch, length, heads, width]."""
     if k_cache.dtype not in (q.dtype, *CODES):
         expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in (q.dtype, *CODES))
-        raise ArgumentError(f"k_cache has dtype {str(k_cache.dtype).removeprefix('torch.')}; expected one of {expected}")
+        raise ArgumentError(
+            f"k_cache has dtype {str(k_cache.dtype).removeprefix('torch.')}; expected one of {expected}"
+        )
     check_same("v_cache", v_cache.dtype, k_cache.dtype, "dtype", of="k_cache")
-    check_same("v_cache", tuple(v_cache.shape[:3]), tuple(k_cache.shape[:3]), "shape but for the last dimension", of="k_cache")
+    check_same(
+        "v_cache", tuple(v_cache.shape[:3]), tuple(k_cache.shape[:3]), "shape but for the last dimension", of="k_cache"
+    )
     per_vector = 16 // k_cache.dtype.itemsize
     for name, meta in (("k_cache", k_cache), ("v_cache", v_cache)):
         if not 0 < meta.shape[-1] <= 256 or meta.shape[-1] % per_vector:
-            raise ArgumentError(f"{name} has heads of {meta.shape[-1]} elements; expected a multiple of {per_vector} to 256")
+            raise ArgumentError(
+                f"{name} has heads of {meta.shape[-1]} elements; expected a multiple of {per_vector} to 256"
+            )
     if k_cache.shape[-1] != q.shape[-1]:
         raise ArgumentError(f"k_cache has heads of {k_cache.shape[-1]} elements; expected {q.shape[-1]}, those of q")
     for name, meta, dims in (("lengths", lengths, 1), ("page_table", page_table, 2)):
@@ -58,7 +65,9 @@ def check_cache(q: Meta, k_cache: Meta, v_cache: Meta, lengths: Meta, page_table
             expected = "[batch]" if dims == 1 else "[batch, pages]"
             raise ArgumentError(f"{name} has shape {tuple(meta.shape)}; expected {expected}, batch {q.shape[0]}")
     if page_table is None and k_cache.shape[0] != q.shape[0]:
-        raise ArgumentError(f"k_cache has {k_cache.shape[0]} sequences; expected {q.shape[0]}, as many as q, or a page_table")
+        raise ArgumentError(
+            f"k_cache has {k_cache.shape[0]} sequences; expected {q.shape[0]}, as many as q, or a page_table"
+        )
 
 
 def check_scale(name: str, scale: Meta | None, heads: int) -> None:
@@ -95,7 +104,9 @@ def _per_head(scale: Meta | None) -> int:
     return int(scale is not None and scale.numel() > 1)
 
 
-def _plan(q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, sinks, scale, left, right, softcap, device) -> Steps:
+def _plan(
+    q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, sinks, scale, left, right, softcap, device
+) -> Steps:
     paged = page_table is not None
     call = Decode(
         token=DTYPE_TOKEN[q.dtype], codes=CODES.get(k_cache.dtype, 0), batch=q.shape[0], lq=q.shape[1],
@@ -108,7 +119,9 @@ def _plan(q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, sinks, sca
     return steps(call, device)
 
 
-def gathered(cache: Tensor, lengths: Tensor, page_table: Tensor | None, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+def gathered(
+    cache: Tensor, lengths: Tensor, page_table: Tensor | None, scale: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """Return a cache as [batch, keys, heads, width] with its scales applied; keys behind the last one are 0."""
     values = cache.to(dtype)
     if scale is not None:
@@ -116,8 +129,10 @@ def gathered(cache: Tensor, lengths: Tensor, page_table: Tensor | None, scale: T
     if page_table is not None:
         size, pages = cache.shape[1], page_table.shape[1]
         used = torch.arange(pages, device=cache.device) * size < lengths.view(-1, 1)
-        values = values[torch.where(used, page_table, 0).long()].flatten(1, 2) if cache.shape[0] else values.new_zeros(
-            len(lengths), pages * size, *cache.shape[2:]
+        values = (
+            values[torch.where(used, page_table, 0).long()].flatten(1, 2)
+            if cache.shape[0]
+            else values.new_zeros(len(lengths), pages * size, *cache.shape[2:])
         )
     keys = torch.arange(values.shape[1], device=cache.device)
     return values.masked_fill((keys >= lengths.view(-1, 1)).view(*values.shape[:2], 1, 1), 0.0)
@@ -126,9 +141,7 @@ def gathered(cache: Tensor, lengths: Tensor, page_table: Tensor | None, scale: T
 def _reference(q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, sinks, scale, left, right, softcap):
     k = gathered(k_cache, lengths, page_table, k_scale, torch.float32)
     v = gathered(v_cache, lengths, page_table, v_scale, torch.float32)
-    out, lse = reference.forward(
-        q.float(), k, v, sinks, None, lengths, None, None, None, scale, left, right, softcap
-    )
+    out, lse = reference.forward(q.float(), k, v, sinks, None, lengths, None, None, None, scale, left, right, softcap)
     return out.to(q.dtype), lse
 
 
@@ -156,18 +169,19 @@ def attention_decode(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return the attention of new queries over a cache, whose lengths and pages are known on the device only.
 
-    Nothing depends on the values of `seqlens` and `page_table` but the results: one captured graph serves all lengths. Keys are
-    split over blocks by shapes alone, and parts are merged in a fixed order. Not differentiable.
+    Nothing depends on the values of `seqlens` and `page_table` but the results: one captured graph serves all lengths.
+    Keys are split over blocks by shapes alone, and parts are merged in a fixed order. Not differentiable.
 
     Args:
         q: bfloat16 or float16 [batch, heads, width] for one new token per sequence, or [batch, tokens, heads, width].
             Query heads that share a head of keys share a read of the cache.
         k_cache: [pages, page size, heads, width] with a page_table, else [batch, length, heads, width]; q's dtype,
-            float8_e4m3fn or int8. Neighbouring elements of a head; other strides multiples of 16 bytes. Width up to 256.
+            float8_e4m3fn or int8. Neighbouring elements of a head; other strides multiples of 16 bytes. Width up to
+            256.
         v_cache: The same; its heads may have a width of their own.
         seqlens: int32 [batch]: keys of each sequence, new tokens included.
-        page_table: int32 [batch, pages]: where the pages of a sequence are in the cache. Entries behind the last page that
-            `seqlens` needs are not read.
+        page_table: int32 [batch, pages]: where the pages of a sequence are in the cache. Entries behind the last page
+            that `seqlens` needs are not read.
         scale: Factor of the products; ``1 / sqrt(width)`` if None.
         causal: The last token sees all keys, the one before one less.
         window: Keys that a query sees to its left, or ``(left, right)``.
@@ -183,8 +197,8 @@ def attention_decode(
     """
     if not isinstance(q, Tensor):
         return interop.call(
-            attention_decode, q, k_cache, v_cache, seqlens, page_table=page_table, scale=scale, causal=causal, window=window,
-            softcap=softcap, sinks=sinks, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
+            attention_decode, q, k_cache, v_cache, seqlens, page_table=page_table, scale=scale, causal=causal,
+            window=window, softcap=softcap, sinks=sinks, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
         )  # fmt: skip
     refuse_gradients("attention_decode", [t for t in (q, k_cache, v_cache, sinks) if t is not None])
     single = q.dim() == 3

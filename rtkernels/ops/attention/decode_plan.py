@@ -24,9 +24,11 @@ DECODE = Kernel(
     "attention/decode.cu",
     "attention_decode",
     template="T CODES D",
-    args="q:ptr k_cache:ptr v_cache:ptr lengths:ptr table:ptr k_scale:ptr v_scale:ptr sinks:ptr out:ptr lse:ptr parts:ptr "
+    args="q:ptr k_cache:ptr v_cache:ptr lengths:ptr table:ptr k_scale:ptr v_scale:ptr sinks:ptr out:ptr lse:ptr "
+    "parts:ptr "
     "part_lse:ptr heads:i64 group:i64 lq:i64 lkv:i64 d_qk:i64 d_v:i64 splits:i64 page_size:i64 page_divisor:i64 "
-    "table_row:i64 q_batch:i64 q_row:i64 q_head:i64 k_page:i64 k_row:i64 k_head:i64 v_page:i64 v_row:i64 v_head:i64 out_batch:i64 "
+    "table_row:i64 q_batch:i64 q_row:i64 q_head:i64 k_page:i64 k_row:i64 k_head:i64 v_page:i64 v_row:i64 v_head:i64 "
+    "out_batch:i64 "
     "out_row:i64 out_head:i64 k_scale_head:i64 v_scale_head:i64 left:i64 right:i64 scale:f64 softcap:f64",
     variants=[(t, codes, d) for t in _TOKENS for codes in (0, 1, 2) for d in _WIDTHS],
     max_registers=255,
@@ -45,7 +47,8 @@ COMBINE = Kernel(
 
 
 class Decode(NamedTuple):
-    """One call, as plain data. Strides are in elements, of (page or sequence, row, head); pages: 0 for a contiguous cache."""
+    """One call, as plain data. Strides are in elements, of (page or sequence, row, head); pages: 0 for a contiguous "
+    "cache."""
 
     token: str
     codes: int
@@ -92,7 +95,9 @@ def steps(call: Decode, device: int) -> Steps:
     """Return the launches of a call."""
     width = next((d for d in _WIDTHS if max(call.d_qk, call.d_v) <= d), None)
     if width is None:
-        raise ArgumentError(f"q and v have heads of {call.d_qk} and {call.d_v} elements; expected at most {_WIDTHS[-1]}")
+        raise ArgumentError(
+            f"q and v have heads of {call.d_qk} and {call.d_v} elements; expected at most {_WIDTHS[-1]}"
+        )
     group = call.heads_q // call.heads_kv
     row_tiles = -(-call.lq * group // _ROWS)
     blocks = row_tiles * call.heads_kv * call.batch
@@ -103,7 +108,9 @@ def steps(call: Decode, device: int) -> Steps:
         ring = warps * _STAGES * 2 * _CHUNK * tile_pitch(width // 2 if call.codes else width)
         ring += 32 * width if width > (64 if call.codes else 128) else 0  # fragments of q
         shared = max(ring, warps * _ROWS * (4 * width + 8))
-    resident = max(min(info.shared_per_block // shared, 4 if call.codes == 1 else 3 if call.codes or width == 64 else 2), 1)
+    resident = max(
+        min(info.shared_per_block // shared, 4 if call.codes == 1 else 3 if call.codes or width == 64 else 2), 1
+    )
     slots = info.sm_count * resident
     splits = split_count(blocks, call.lkv, slots)
     rows = call.batch * call.lq * call.heads_q
@@ -118,7 +125,11 @@ def steps(call: Decode, device: int) -> Steps:
     made = [
         Step(
             DECODE.bind(
-                (call.token, call.codes, width), device, (row_tiles * splits, call.heads_kv, call.batch), 32 * warps, shared
+                (call.token, call.codes, width),
+                device,
+                (row_tiles * splits, call.heads_kv, call.batch),
+                32 * warps,
+                shared,
             ),
             *("q", "k_cache", "v_cache", "lengths", "page_table", "k_scale", "v_scale", "sinks", "out", "lse"),
             *(("parts", "part_lse") if scratch else (0, 0)),

@@ -12,7 +12,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention.checks import LAYOUTS
 from rtkernels.ops.attention.mma_plan import ANY_TYPE
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, GRID_LIMIT, check_same
+from rtkernels.runtime.layout import DTYPE_TOKEN, GRID_LIMIT, check_same
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
 from rtkernels.runtime.operator.gradient import differentiable
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
@@ -46,7 +46,9 @@ def _check(a: Meta, lse_a: Meta, b: Meta, lse_b: Meta, fp32: bool) -> None:
     batch, length, heads, _ = a.shape
     for name, meta in (("lse_a", lse_a), ("lse_b", lse_b)):
         if tuple(meta.shape) != (batch, heads, length):
-            raise ArgumentError(f"{name} has shape {tuple(meta.shape)}; expected {(batch, heads, length)}, that of its part")
+            raise ArgumentError(
+                f"{name} has shape {tuple(meta.shape)}; expected {(batch, heads, length)}, that of its part"
+            )
     if batch * length * heads > GRID_LIMIT:
         raise ArgumentError(f"parts have {batch * length * heads} rows; expected fewer than 2^31")
 
@@ -60,7 +62,9 @@ def _numbers(a: Meta, b: Meta, out: torch.dtype) -> tuple[int, ...]:
 def _plan(a: Meta, lse_a: Meta, b: Meta, lse_b: Meta, fp32: bool, device: int) -> Steps:
     numbers = _numbers(a, b, _FLOAT32 if fp32 else a.dtype)
     grid = -(-numbers[0] // _WARPS)
-    return Steps(Step(_FWD.bind((_WARPS,), device, grid, 32 * _WARPS), *("a", "lse_a", "b", "lse_b", "out", "lse"), *numbers))
+    return Steps(
+        Step(_FWD.bind((_WARPS,), device, grid, 32 * _WARPS), *("a", "lse_a", "b", "lse_b", "out", "lse"), *numbers)
+    )
 
 
 def _plan_backward(dout: Meta, dlse: Meta | None, a: Meta, lse_a: Meta, b: Meta, lse_b: Meta, device: int) -> Steps:
@@ -131,8 +135,8 @@ def merge_attention(
 ) -> tuple[Tensor, Tensor]:
     """Return the attention over all keys from attentions over parts of them, given their log-sum-exps.
 
-    Merges from left to right, in fp32 between. Differentiable in all parts. A part that saw nothing (lse ``-inf``) does not
-    count. With sinks, give them to one part only.
+    Merges from left to right, in fp32 between. Differentiable in all parts. A part that saw nothing (lse ``-inf``) does
+    not count. With sinks, give them to one part only.
 
     Args:
         outs: Results of ``attention(..., return_lse=True)`` for the same queries: bfloat16, float16 or float32, in
@@ -162,7 +166,7 @@ def merge_attention(
         rows = lambda out: out.reshape(1, -1, 1, shape[-1])  # noqa: E731
         logs = lambda lse: lse.reshape(1, 1, -1)  # noqa: E731
     else:
-        rows = logs = lambda t: t  # noqa: E731
+        rows = logs = lambda t: t
     merged, log_sum = rows(first), logs(lses[0])
     last = len(outs) - 1
     for i in range(1, len(outs)):

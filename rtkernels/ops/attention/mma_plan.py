@@ -46,7 +46,8 @@ _FWD = Kernel(
     args="q:ptr k:ptr v:ptr sinks:ptr bias:ptr lengths:ptr kv_limit:ptr cu_q:ptr cu_k:ptr out:ptr lse:ptr pairs:i64 "
     "heads:i64 group:i64 tiles:i64 section:i64 lq:i64 lkv:i64 d_qk:i64 d_v:i64 q_batch:i64 q_row:i64 q_head:i64 "
     "k_batch:i64 k_row:i64 k_head:i64 v_batch:i64 v_row:i64 v_head:i64 out_batch:i64 out_row:i64 out_head:i64 "
-    "lse_batch:i64 lse_head:i64 bias_type:i64 bias_batch:i64 bias_head:i64 bias_row:i64 bias_column:i64 limit_batch:i64 "
+    "lse_batch:i64 lse_head:i64 bias_type:i64 bias_batch:i64 bias_head:i64 bias_row:i64 bias_column:i64 "
+    "limit_batch:i64 "
     "left:i64 right:i64 scale_factor:i64 softcap_inverse:i64",
     variants=[(t, *tiles) for t in _TOKENS for tiles in FORWARD_TILES],
     max_registers=255,
@@ -73,7 +74,8 @@ _GRAD_TILES = (
 _APART = 257  # of both widths together: from here on dk and dv do not fit into the registers of one kernel
 _GRAD_ROWS = 64  # of a block
 _GRAD_NUMBERS = (
-    "pairs:i64 heads:i64 group:i64 tiles:i64 section:i64 lq:i64 lkv:i64 d_qk:i64 d_v:i64 q_batch:i64 q_row:i64 q_head:i64 "
+    "pairs:i64 heads:i64 group:i64 tiles:i64 section:i64 lq:i64 lkv:i64 d_qk:i64 d_v:i64 q_batch:i64 q_row:i64 "
+    "q_head:i64 "
     "k_batch:i64 k_row:i64 k_head:i64 v_batch:i64 v_row:i64 v_head:i64 dout_batch:i64 dout_row:i64 dout_head:i64 "
     "lse_batch:i64 lse_head:i64 count:i64 bias_type:i64 bias_batch:i64 bias_head:i64 bias_row:i64 bias_column:i64 "
     "limit_batch:i64 left:i64 right:i64 scale_factor:i64 softcap_inverse:i64"
@@ -204,7 +206,14 @@ def steps_backward(problem: Attention, device: int) -> Steps:
     tensors = ("q", "k", "v", "dout", "stats", "bias", "lengths", "kv_limit", "cu_q", "cu_k")
     sizes = (problem.lq, problem.lkv, problem.d_qk, problem.d_v)
     numbers = (
-        *(*_three(problem.q), *_three(problem.k), *_three(problem.v), *_three(problem.dout), *problem.lse_strides(), count),
+        *(
+            *_three(problem.q),
+            *_three(problem.k),
+            *_three(problem.v),
+            *_three(problem.dout),
+            *problem.lse_strides(),
+            count,
+        ),
         *(*bias_arguments(problem), problem.kv_limit or 0, problem.left, problem.right, *score_arguments(problem)),
     )
     made = []

@@ -35,7 +35,9 @@ def _by_head(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).repeat_interleave(heads // x.shape[2], dim=2).transpose(1, 2)
 
 
-def _scores(q: Tensor, k: Tensor, bias: Tensor | None, mask: Tensor, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
+def _scores(
+    q: Tensor, k: Tensor, bias: Tensor | None, mask: Tensor, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
     """Return masked scores and the derivative of a score by the product, from [batch, heads, length, width]."""
     s = torch.matmul(q, k.transpose(-1, -2)) * scale
     slope = torch.full((), scale, dtype=s.dtype, device=s.device)
@@ -142,7 +144,11 @@ def backward(
         mask = seen(q.shape[1], k.shape[1], keys, left, right, kv_limit, q.device)
         dq, dk, dv, dsinks = _backward(dout, dlse, q, k, v, out, lse, sinks, bias, mask, scale, softcap)
     else:
-        dq, dk, dv = torch.zeros_like(q, dtype=_sums(q)), torch.zeros_like(k, dtype=_sums(q)), torch.zeros_like(v, dtype=_sums(q))
+        dq, dk, dv = (
+            torch.zeros_like(q, dtype=_sums(q)),
+            torch.zeros_like(k, dtype=_sums(q)),
+            torch.zeros_like(v, dtype=_sums(q)),
+        )
         dsinks = None if sinks is None else torch.zeros(q.shape[1], dtype=_sums(q), device=q.device)
         for rows, columns, keys in _sequences(cu_q, cu_k, lengths):
             one = [t[rows].unsqueeze(0) for t in (dout, q, out)]

@@ -16,15 +16,16 @@ def sdpa(
 ) -> Tensor:  # fmt: skip
     """Return what ``F.scaled_dot_product_attention`` returns for the same arguments, by our kernels.
 
-    Takes its place at call sites: ``F.scaled_dot_product_attention = rtkernels.sdpa``. Differentiable in query, key and value.
-    Where ``attention`` differs from torch, this follows torch: `is_causal` is aligned to the first query and key.
+    Takes its place at call sites: ``F.scaled_dot_product_attention = rtkernels.sdpa``. Differentiable in query, key and
+    value. Where ``attention`` differs from torch, this follows torch: `is_causal` is aligned to the first query and
+    key.
 
     Args:
         query: bfloat16 or float16 [..., heads, queries, width] (any number of dimensions in front, or none).
         key: [..., heads, keys, width].
         value: [..., heads, keys, width of value].
-        attn_mask: Broadcasts to [..., heads, queries, keys]: bool (True: takes part), or a float that is added to scores; it
-            must not require a gradient.
+        attn_mask: Broadcasts to [..., heads, queries, keys]: bool (True: takes part), or a float that is added to
+            scores; it must not require a gradient.
         dropout_p: 0.
         is_causal: Query i sees keys up to i.
         scale: Factor of the products; ``1 / sqrt(width)`` if None.
@@ -37,7 +38,9 @@ def sdpa(
         ArgumentError: dropout_p is not 0 (attention here has no dropout), or the arguments do not fit together.
     """
     if dropout_p != 0.0:
-        raise ArgumentError(f"dropout_p is {dropout_p}; expected 0: attention here has no dropout (apply it to the result)")
+        raise ArgumentError(
+            f"dropout_p is {dropout_p}; expected 0: attention here has no dropout (apply it to the result)"
+        )
     if is_causal and attn_mask is not None:
         raise ArgumentError("attn_mask and is_causal are both given; expected one of them")
     for name, t in (("query", query), ("key", key), ("value", value)):
@@ -57,8 +60,8 @@ def sdpa(
     bias = _as_bias(attn_mask, query, (*batch, heads, queries, keys))
     window = None
     if is_causal:
-        # Ours aligns the last query with the last key: keys that nobody sees go, and queries behind the last key see all.
-        k, v = k[..., :queries, :], v[..., :queries, :]
+        # Ours aligns the last query with the last key: keys that nobody sees go, and queries behind the last key see
+        all.k, v = k[..., :queries, :], v[..., :queries, :]
         window = (None, max(queries - keys, 0))
     result = attention(q, k, v, scale=scale, window=window, bias=bias, layout="bhld")
     return result.reshape(*batch, *result.shape[-3:])
@@ -73,7 +76,9 @@ def _as_bias(mask: Tensor | None, query: Tensor, shape: tuple[int, ...]) -> Tens
     try:
         return mask.expand(shape).reshape(-1, *shape[-3:]) if len(shape) != 4 else mask.expand(shape)
     except RuntimeError:
-        raise ArgumentError(f"attn_mask has shape {tuple(mask.shape)}; expected one that broadcasts to {shape}") from None
+        raise ArgumentError(
+            f"attn_mask has shape {tuple(mask.shape)}; expected one that broadcasts to {shape}"
+        ) from None
 
 
 def _spelled(t: object) -> str:

@@ -42,7 +42,6 @@ TILES = (
     Tile(192, 192, 112, 2),
     Tile(256, 256, 80, 2),
 )
-CAUSAL_TILES = (Tile(128, 128, 128, 2),)  # instead of those, where many tiles are cut by the diagonal
 # Where scores are made element by element, with a bias and without one; there are no registers for a bias in the last.
 BIAS_TILES = (Tile(64, 64, 128, 2), Tile(128, 128, 96, 2))
 EXTRA_TILES = (*BIAS_TILES, Tile(256, 256, 80, 2))
@@ -58,7 +57,7 @@ FORWARD = Kernel(
     variants=[
         (t, *tile, extras)
         for t in ("bf16", "fp16")
-        for extras, tiles in ((0, TILES + CAUSAL_TILES), (1, EXTRA_TILES[-1:]), (2, BIAS_TILES))
+        for extras, tiles in ((0, TILES), (1, EXTRA_TILES[-1:]), (2, BIAS_TILES))
         for tile in tiles
     ],
     max_registers=168,
@@ -72,7 +71,7 @@ BACKWARD = Kernel(
     args="q:tmap k:tmap v:tmap dout:tmap lse:ptr delta:ptr dq_sums:ptr dk:ptr dv:ptr lengths:ptr kv_limit:ptr cu_q:ptr "
     "cu_k:ptr counter:ptr order:ptr batches:i64 heads:i64 heads_per_kv:i64 lq:i64 lkv:i64 padded_rows:i64 d_qk:i64 "
     "d_v:i64 dk_batch:i64 dk_row:i64 dk_head:i64 dv_batch:i64 dv_row:i64 dv_head:i64 left:i64 right:i64 "
-    "heads_together:i64 limit_batch:i64 scale:f64 softcap:f64",
+    "heads_together:i64 together:i64 limit_batch:i64 scale:f64 softcap:f64",
     variants=[(t, d, extra) for t in ("bf16", "fp16") for d, extra in ((64, 0), (128, 0), (128, 1))],
     max_registers=168,
     needs=("wgmma",),
@@ -145,6 +144,8 @@ def _unsupported_backward(problem: Attention) -> str | None:
         return f"heads of {p.d_qk} and {p.d_v} elements; up to 128 are expected in the backward"
     if p.bias is not None:
         return "there is a bias, in the backward"
+    if p.batch * p.heads_q >= 1 << 16:
+        return "too many heads, in the backward"
     return None
 
 
@@ -171,10 +172,7 @@ def extras(problem: Attention) -> bool:
 def forward_tile(problem: Attention) -> tuple[Tile, int]:
     """Return the tile of a problem, and what its kernel can do besides (EXTRAS)."""
     p = problem
-    if extras(p):
-        tiles = EXTRA_TILES
-    else:
-        tiles = CAUSAL_TILES + TILES if p.right == 0 or p.left >= 0 else TILES
+    tiles = EXTRA_TILES if extras(p) else TILES
     tile = min((t for t in tiles if t.d_qk >= p.d_qk and t.d_v >= p.d_v), key=lambda t: t.d_qk + t.d_v)
     return tile, 0 if not extras(p) else 2 if tile in BIAS_TILES else 1
 
@@ -224,7 +222,30 @@ def _backward_shared(width: int) -> int:
     """Return bytes of shared memory: keys, values, two stages of q, dout, ds and statistics, sums of dq, barriers."""
     row, queries = 128 * width // 64, 128 if width == 64 else 64
     stages = 2 * (2 * queries * row + 128 * queries * 2 + 2 * 4 * queries)
-    return 2 * _BACKWARD_KEYS * row + stages + 4 * queries * width + 256 + 1024
+    return (
+        2 * _BACKWARD_KEYS * row + stages + 2 * 4 * queries * width + 208 + 4 * 48 + 512
+    )  # memory begins at a multiple of 512
+
+
+_BACKWARD_L2_BYTES = 16 << 20  # of q, dout and sums of dq of heads that are worked on together
+
+
+def _backward_order(problem: Attention, blocks: int, queries: int) -> tuple[int, int]:
+    """Return how many heads of keys are worked on together, and how many tiles of keys of a head are a chunk.
+
+    The blocks of a chunk follow each other through the queries. Without a mask, all blocks are busy if a whole number
+    of chunks runs, each of another head, its blocks two tiles of queries or more apart. Under a mask with a diagonal
+    the longest tiles come first, those of all heads together.
+    """
+    p = problem
+    heads = p.batch * p.heads_kv
+    if p.left >= 0 or p.right >= 0:
+        return min(heads, 16), 1
+    in_l2 = _BACKWARD_L2_BYTES // max(1, p.group * p.lq * (2 * p.d_qk + 2 * p.d_v + 4 * p.d_qk))
+    heads = max(1, min(heads, in_l2))
+    tiles, apart = -(-p.lkv // _BACKWARD_KEYS), -(-p.lq // queries) // 2
+    fits = min(c for c in range(1, blocks + 1) if blocks % c == 0 and blocks // c <= heads)
+    return heads, max(1, min(tiles, apart, fits))
 
 
 def steps_backward(problem: Attention, device: int) -> Steps:
@@ -247,6 +268,8 @@ def steps_backward(problem: Attention, device: int) -> Steps:
     else:
         padded = p.batch * (-(-p.lq // _ROW_PAD) * _ROW_PAD)
     tiles = p.batch * p.heads_kv * -(-p.lkv // _BACKWARD_KEYS)
+    blocks = min(sm_count, tiles)
+    heads, together = _backward_order(p, blocks, queries)
     stats = Step(
         STATS.bind((p.token,), device, (max(1, -(-p.lq // 64)), p.batch * p.heads_q), 256),
         "out", "dout", "lse", "dlse", "cu_q", "lse_rows", "delta_rows", p.heads_q, p.lq, padded, p.d_v,
@@ -254,7 +277,8 @@ def steps_backward(problem: Attention, device: int) -> Steps:
     )  # fmt: skip
     products = Step(
         BACKWARD.bind(
-            (p.token, width, int(extras(p))), device, min(sm_count, tiles), 384, _backward_shared(width)
+            (p.token, width, int(extras(p))), device, blocks, 384, _backward_shared(width),
+            resident=together > 1 and p.left < 0 and p.right < 0,
         ),
         rows_map(p, "q", p.heads_q, p.d_qk, queries, p.q),
         rows_map(p, "k", p.heads_kv, p.d_qk, _BACKWARD_KEYS, p.k),
@@ -262,25 +286,16 @@ def steps_backward(problem: Attention, device: int) -> Steps:
         rows_map(p, "dout", p.heads_q, p.d_v, queries, dout),
         "lse_rows", "delta_rows", "dq_sums", "dk", "dv", "lengths", "kv_limit", "cu_q", "cu_k", "counter", "order",
         p.batch, p.heads_q, p.group, p.lq, p.lkv, padded, p.d_qk, p.d_v, *dk[:3], *dv[:3], p.left, p.right,
-        heads_together(p), p.kv_limit or 0, float(p.scale), float(p.softcap),
+        heads, together, p.kv_limit or 0, float(p.scale), float(p.softcap),
     )  # fmt: skip
     steps = [stats, products]
     if p.lq:
-        grid = (-(-p.lq // queries), p.batch * p.heads_q)
-        steps.append(
-            Step(
-                QUERIES.bind((p.token, width), device, grid, 256),
-                "dq_sums", "cu_q", "cu_k", "lengths", "dq", p.heads_q, p.lq, p.lkv, padded, p.d_qk, *dq[:3],
-                p.left, p.right, float(p.scale),
-            )  # fmt: skip
-        )
+        launch = QUERIES.bind((p.token, width), device, (-(-p.lq // queries), p.batch * p.heads_q), 256)
+        sizes = (p.heads_q, p.lq, p.lkv, padded, p.d_qk, *dq[:3], p.left, p.right, float(p.scale))
+        steps.append(Step(launch, "dq_sums", "cu_q", "cu_k", "lengths", "dq", *sizes))
     if "s" in p.wants and p.sinks is not None:
-        steps.append(
-            Step(
-                SINKS.bind((p.sinks,), device, p.heads_q, 256),
-                "sinks", "lse_rows", "delta_rows", "dsinks", padded,
-            )  # fmt: skip
-        )
+        launch = SINKS.bind((p.sinks,), device, p.heads_q, 256)
+        steps.append(Step(launch, "sinks", "lse_rows", "delta_rows", "dsinks", padded))
     scratch = {
         "lse_rows": Memory((p.heads_q, padded), torch.float32),
         "delta_rows": Memory((p.heads_q, padded), torch.float32),

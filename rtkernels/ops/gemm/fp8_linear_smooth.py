@@ -34,6 +34,7 @@ def _made(
     if x.dim() != 2:
         raise ArgumentError(f"x has shape {tuple(x.shape)}; expected a matrix")
     cols = x.shape[1]
+    check_same("smooth", factor.get_device(), x.get_device(), "device index")
     if x.numel() == 0:
         results = _fake(x, factor, dtype, pow2_scale, transposed, with_amax)
         return tuple([r.view(torch.uint8).zero_().view(r.dtype) if r.itemsize == 1 else r.zero_() for r in results])

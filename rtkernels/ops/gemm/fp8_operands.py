@@ -58,6 +58,10 @@ def _made(
     if x.numel() == 0:
         results = _fake(x, kind, dtype, pow2_scale, by_rows, transposed, rotation)
         return tuple([r.view(torch.uint8).zero_().view(r.dtype) if r.itemsize == 1 else r.zero_() for r in results])
+    if kind in ("group", "block") and by_rows and transposed and x.dim() == 2 and not any(n % PITCH for n in x.shape):
+        layout = "column" if kind == "group" else "row"  # nearly always, and without a step that can be left out
+        q, scale, q_t, scale_t = quantize_fp8.BOTH(x, kind, dtype, pow2_scale, layout)
+        return q, scale, q_t, scale_t.view(-1)
     if kind == "hadamard":
         codes = hadamard.QUANTIZE(x, rotation, dtype, pow2_scale) if by_rows else _none(x)
         if not transposed:

@@ -10,7 +10,18 @@ from collections.abc import Iterator
 
 from rtkernels.ops.gemm.product import BYTES, FLOAT16, FP8, Groups, Matrix, Product, Scales
 from rtkernels.ops.gemm.tile_choice import (
-    COLUMN_SCALES, GATED, LARGE, MAX_GROUPS, NO_SCALES, PLAIN, QUANTIZED, ROW_SCALES, SMALL, TILES, Tile, choose,
+    COLUMN_SCALES,
+    GATED,
+    LARGE,
+    MAX_GROUPS,
+    NO_SCALES,
+    PLAIN,
+    QUANTIZED,
+    ROW_SCALES,
+    SMALL,
+    TILES,
+    Tile,
+    choose,
     tile_count,
 )  # fmt: skip
 from rtkernels.runtime.launch.device import device_info

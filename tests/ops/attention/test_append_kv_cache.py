@@ -127,11 +127,19 @@ def bad(message: str, **changes: Any) -> tuple[Any, str]:
 
 BAD = {
     "no place": bad("seqlens and slots are both given, or neither", seqlens=None),
-    "heads": bad("caches have 1 heads", k_cache=torch.zeros(2, 8, 1, 16, dtype=BF16), v_cache=torch.zeros(2, 8, 1, 16, dtype=BF16)),
-    "scale": bad("k_scale is None; expected scales", **{n: torch.zeros(2, 8, 2, 16, dtype=INT8) for n in ("k_cache", "v_cache")}),
+    "heads": bad(
+        "caches have 1 heads",
+        k_cache=torch.zeros(2, 8, 1, 16, dtype=BF16),
+        v_cache=torch.zeros(2, 8, 1, 16, dtype=BF16),
+    ),
+    "scale": bad(
+        "k_scale is None; expected scales", **{n: torch.zeros(2, 8, 2, 16, dtype=INT8) for n in ("k_cache", "v_cache")}
+    ),
     "no scale": bad("k_scale is given; expected None", k_scale=torch.ones(())),
     "half of the angles": bad("cos and sin go together", cos=torch.ones(4, 4)),
     "angles": bad("cos has shape", cos=torch.ones(4, 32), sin=torch.ones(4, 32)),
-    "gradient": bad("append_kv_cache is not differentiable", k=torch.zeros(2, 3, 2, 16, dtype=BF16, requires_grad=True)),
+    "gradient": bad(
+        "append_kv_cache is not differentiable", k=torch.zeros(2, 3, 2, 16, dtype=BF16, requires_grad=True)
+    ),
 }
 test_bad_arguments, test_bad_arguments_in_the_launchers = error_tests(BAD)

@@ -1,4 +1,5 @@
-"""attention and attention_varlen: values, gradients, masks, strides, edges, on the CPU, in the emulator and on a GPU."""
+"""attention and attention_varlen: values, gradients, masks, strides, edges, on the CPU, in the emulator and on a "
+"GPU."""
 
 from __future__ import annotations
 

@@ -41,8 +41,9 @@ def describe(q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], lq: int 
     if "kv_limit" in extra:
         options["kv_limit"] = lq if extra["kv_limit"].dim() == 2 else 0
     return Attention(
-        batch, heads, k.shape[-2], lq, lkv, q.shape[-1], d_v, TOKENS[q.dtype], strides_of(q), strides_of(k), strides_of(v),
-        dense(lq, heads, d_v, varlen), **{"scale": q.shape[-1] ** -0.5, **options}, lengths="lengths" in extra,
+        batch, heads, k.shape[-2], lq, lkv, q.shape[-1], d_v, TOKENS[q.dtype],
+        strides_of(q), strides_of(k), strides_of(v), dense(lq, heads, d_v, varlen),
+        **{"scale": q.shape[-1] ** -0.5, **options}, lengths="lengths" in extra,
         varlen=varlen, total_q=q.shape[0] if varlen else 0, total_k=k.shape[0] if varlen else 0,
     )  # fmt: skip
 
@@ -176,7 +177,12 @@ def test_forward_fp16_strided_and_grouped() -> None:
 
 @pytest.mark.parametrize(
     ("width", "options"),
-    [(64, {"softcap": 2.0}), (128, {"softcap": 5.0, "left": 40, "right": 0}), (256, {"softcap": 3.0}), (64, {"scale": -0.2})],
+    [
+        (64, {"softcap": 2.0}),
+        (128, {"softcap": 5.0, "left": 40, "right": 0}),
+        (256, {"softcap": 3.0}),
+        (64, {"scale": -0.2}),
+    ],
 )
 def test_forward_softcap_and_scale(width: int, options: dict[str, float]) -> None:
     check_forward(*qkv(1, 20, 150, 1, 1, width), **options)
@@ -252,7 +258,7 @@ def backward(
     p = p._replace(dout=strides_of(dout), dlse=dlse is not None, wants="qkvs" if p.sinks else "qkv")
     assert sm90_plan.unsupported(p, device_info(device).target, backward=True) is None
     outputs = {
-        "dq": Memory(tuple(q.shape), q.dtype), "dk": Memory(tuple(k.shape), q.dtype), "dv": Memory(tuple(v.shape), q.dtype),
+        **{name: Memory(tuple(x.shape), x.dtype) for name, x in (("dq", q), ("dk", k), ("dv", v))},
         "dsinks": Memory((p.heads_q,), torch.float32) if p.sinks else None,
     }  # fmt: skip
     tensors = {"q": q, "k": k, "v": v, **{name: extra.get(name) for name in INPUTS[3:]}}

@@ -24,7 +24,8 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 def make(
     lengths: tuple[int, ...], capacity: int, page: int, *, heads: int = 4, heads_kv: int = 2, width: int = 64,
-    width_v: int | None = None, tokens: int = 1, dtype: torch.dtype = BF16, cache: torch.dtype | None = None, device: str = "cpu",
+    width_v: int | None = None, tokens: int = 1, dtype: torch.dtype = BF16, cache: torch.dtype | None = None,
+    device: str = "cpu",
 ) -> tuple[dict[str, Any], Tensor, Tensor]:  # fmt: skip
     """Return arguments, and keys and values in float64 as [batch, capacity, heads, width]; unused pages are NaN."""
     batch, cache = len(lengths), cache or dtype
@@ -55,7 +56,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pages of 16": ({"lengths": (0, 1, 63), "capacity": 64, "page": 16, "heads": 8, "heads_kv": 1}, {}),
     "pages of 7": ({"lengths": (40, 20), "capacity": 42, "page": 7}, {}),
     "splits": ({"lengths": (700, 3), "capacity": 704, "page": 16, "heads": 2, "heads_kv": 1}, {"sinks": torch.ones(2)}),
-    "several tokens": ({"lengths": (64, 5), "capacity": 64, "page": 16, "heads": 16, "tokens": 3}, {"window": 20, "softcap": 3.0}),
+    "several tokens": (
+        {"lengths": (64, 5), "capacity": 64, "page": 16, "heads": 16, "tokens": 3},
+        {"window": 20, "softcap": 3.0},
+    ),
     "16 heads share": ({"lengths": (50,), "capacity": 64, "page": 16, "heads": 16, "heads_kv": 1}, {}),
     "e4m3": ({"lengths": (40, 64), "capacity": 64, "page": 16, "cache": E4M3}, {}),
     "int8": ({"lengths": (40, 64), "capacity": 64, "page": 16, "cache": INT8, "dtype": FP16}, {}),
@@ -74,7 +78,9 @@ def check(size: dict[str, Any], options: dict[str, Any], device: str) -> None:
     with poisoned():
         out, lse = attention_decode(**arguments, **options, return_lse=True)
     host = {name: o.cpu() if isinstance(o, Tensor) else o for name, o in options.items()}
-    exact, exact_lse = exact_attention(arguments["q"].cpu(), k, v, causal=True, seqused_k=arguments["seqlens"].cpu(), **host)
+    exact, exact_lse = exact_attention(
+        arguments["q"].cpu(), k, v, causal=True, seqused_k=arguments["seqlens"].cpu(), **host
+    )
     assert_near(out, exact, 2.0**-7, "out")
     assert_near(lse, exact_lse, 1e-4, "lse")
 
@@ -143,6 +149,8 @@ BAD = {
     "scale": bad("k_scale is given for a cache of q's dtype", k_scale=torch.ones(())),
     "width": bad("k_cache has heads of 32 elements; expected 64", k_cache=torch.zeros(2, 8, 2, 32, dtype=BF16)),
     "heads": bad("q has 3 heads", q=torch.zeros(2, 1, 3, 64, dtype=BF16)),
-    "gradient": bad("attention_decode is not differentiable", q=torch.zeros(2, 1, 4, 64, dtype=BF16, requires_grad=True)),
+    "gradient": bad(
+        "attention_decode is not differentiable", q=torch.zeros(2, 1, 4, 64, dtype=BF16, requires_grad=True)
+    ),
 }
 test_bad_arguments, test_bad_arguments_in_the_launchers = error_tests(BAD)

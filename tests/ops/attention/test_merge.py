@@ -29,7 +29,11 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
 def test_parts_give_the_whole(layout: str, dtype: torch.dtype, place: str) -> None:
     with running_on(place) as device:
-        q, k, v = random(2, 5, 4, 16).to(BF16), random(2, 12, 2, 16, seed=1).to(BF16), random(2, 12, 2, 16, seed=2).to(BF16)
+        q, k, v = (
+            random(2, 5, 4, 16).to(BF16),
+            random(2, 12, 2, 16, seed=1).to(BF16),
+            random(2, 12, 2, 16, seed=2).to(BF16),
+        )
         outs, lses = zip(*(exact_attention(q, k[:, i : i + 4], v[:, i : i + 4]) for i in (0, 4, 8)), strict=True)
         if layout == "bhld":
             outs = tuple(out.transpose(1, 2).contiguous() for out in outs)
@@ -88,7 +92,7 @@ def test_bad_arguments() -> None:
         merge_attention((out, out), (lse, lse[:, :1]))
     with pytest.raises(ArgumentError, match="lse_a has shape"):
         merge_attention((out, out), (lse.transpose(1, 2), lse.transpose(1, 2)))
-    with pytest.raises(ArgumentError, match="out_dtype is torch.float16"):
+    with pytest.raises(ArgumentError, match=r"out_dtype is torch\.float16"):
         merge_attention((out, out), (lse, lse), out_dtype=torch.float16)
 
 

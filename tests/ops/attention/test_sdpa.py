@@ -25,7 +25,7 @@ CASES = {
     "causal, fewer queries": ((2, 4, 5, 16), (2, 4, 7, 16), {"is_causal": True}),
     "causal, more queries": ((2, 4, 7, 16), (2, 4, 5, 16), {"is_causal": True}),
     "bool mask": ((2, 4, 5, 16), (2, 4, 7, 16), {"attn_mask": random(2, 1, 5, 7, seed=3) > 0}),
-    "mask of one row": ((2, 4, 5, 16), (2, 4, 7, 16), {"attn_mask": random(7, seed=3) > -0.5}),
+    "mask of one row": ((2, 4, 5, 16), (2, 4, 7, 16), {"attn_mask": random(1, 7, seed=3) > -0.5}),
     "float mask": ((2, 4, 5, 16), (2, 4, 7, 16), {"attn_mask": random(5, 7, seed=3)}),
     "grouped": ((2, 4, 5, 16), (2, 2, 7, 16), {"enable_gqa": True, "scale": 0.7}),
     "three dimensions": ((4, 5, 16), (4, 7, 16), {}),

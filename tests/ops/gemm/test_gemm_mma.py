@@ -467,3 +467,46 @@ def test_the_same_bits_in_any_order() -> None:
                       {"a": left.tensor, "b": right.tensor, "out": out})  # fmt: skip
         results.append(out)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("kind", ["rows", "labels", "masked"])
+@pytest.mark.parametrize("quantized", ["row", "1x128"])
+def test_quantised_results_of_groups(kind: str, quantized: str) -> None:
+    """Codes and scales of rows that exist; the others are left alone."""
+    sizes, m, n, k = [5, 0, 20], 24, 130, 40
+    count, masked = len(sizes), kind == "masked"
+    random = generator()
+    left = cases.operand("bf16", m if masked else 40, k, random, groups=count if masked else 0)
+    right = cases.operand("bf16", n, k, random, groups=count)
+    rows = m if masked else 40
+    lead = (count,) if masked else ()
+    out = torch.full((*lead, rows, n), 255, dtype=torch.uint8)
+    pitch = -(-rows // 4) * 4
+    scale = torch.full((*lead, 2 if quantized == "1x128" else 1, pitch if quantized == "1x128" else rows), -1.0)
+    tensors = {"a": left.tensor, "b": right.tensor, "out": out, "out_scale": scale}
+    exact = torch.full((*lead, rows, n), torch.nan, dtype=torch.float64)
+    if masked:
+        tensors["sizes"] = torch.tensor(sizes, dtype=torch.int32)
+        for g, size in enumerate(sizes):
+            exact[g, :size] = left.values[g, :size] @ right.values[g].T
+    else:
+        labels, first = torch.full((rows,), -1, dtype=torch.int32), 0
+        for g, size in enumerate(sizes):
+            exact[first : first + size] = left.values[first : first + size] @ right.values[g].T
+            labels[first : first + size], first = g, first + size + (2 if kind == "labels" else 0)
+        if kind == "labels":
+            tensors["row_groups"] = labels
+        else:
+            tensors["ends"] = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    matrix = Matrix("e4m3", n, group_pitch=rows * n if masked else 0)
+    product = Product(rows, n, k, left.matrix, right.matrix, matrix, quantized=quantized, groups=Groups(kind, count))
+    with rtkernels.emulate("sm_90"):
+        cases.run(mma_plan, product, tensors)
+    missing = exact.isnan()
+    assert (out[missing] == 255).all()
+    span = 128 if quantized == "1x128" else n
+    expanded = scale.transpose(-1, -2)[..., :rows, :].double().repeat_interleave(span, -1)[..., :n]
+    assert (expanded[missing] == -1).all()
+    values = out.view(torch.float8_e4m3fn).double() * expanded
+    error = (values - exact).abs() - exact.abs() * 2.0**-4 - expanded * 2.0**-9 - 1e-3
+    assert (error[~missing] <= 0).all()

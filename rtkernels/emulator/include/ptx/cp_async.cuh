@@ -17,15 +17,8 @@ RTK_DEVICE void cp_async_4_partial(SharedAddress shared, const void* global, int
 RTK_DEVICE void cp_async_4_or_zero(SharedAddress shared, const void* global, bool read) {
     emu::cp_async(shared, global, 4, read ? 4 : 0);
 }
-
-RTK_DEVICE void cp_async_16_partial(SharedAddress shared, const void* global, int bytes) {
-    emu::cp_async(shared, global, 16, bytes);
-}
 RTK_DEVICE void cp_async_16_if(bool wanted, SharedAddress shared, const void* global) {
     if (wanted) emu::cp_async(shared, global, 16, 16);
-}
-RTK_DEVICE void cp_async_4_partial(SharedAddress shared, const void* global, int bytes) {
-    emu::cp_async(shared, global, 4, bytes);
 }
 RTK_DEVICE void cp_async_commit() { emu::cp_async_commit(); }
 template <int kPending>

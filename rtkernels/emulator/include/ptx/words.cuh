@@ -18,4 +18,9 @@ RTK_DEVICE void st_words(u64* p, const Words& w) {
     emu::note();
 }
 
+RTK_DEVICE u32 ld_word_acquire(const u32* p, RTK_EMU_CALLER) {
+    emu::poll(RTK_EMU_SITE("ld_word_acquire"));
+    return atomicAdd(const_cast<u32*>(p), 0u);
+}
+
 }  // namespace rtk::ptx
