@@ -97,4 +97,5 @@ def test_dropped_plans_are_not_replayed_and_equal_tensors_are_not_kept() -> None
         assert torch.equal(op.replay(x, y), first)
         Plans.forget_all()
         assert op.replay(x, y) is None
-        assert torch.equal(scope["run_and_keep"](x, x), row_dot.FORWARD.reference(x, x)) and op.replay(x, x) is None
+        torch.testing.assert_close(scope["run_and_keep"](x, x), op.reference(x, x))
+        assert op.replay(x, x) is None
