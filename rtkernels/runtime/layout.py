@@ -156,11 +156,6 @@ def address(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr()
 
 
-def rowed(t: Tensor | None) -> Tensor | None:
-    """Return the tensor, copied if it is not a stack of evenly spaced unit-stride rows."""
-    return t if t is None or row_stride(t.shape, t.stride()) is not None else t.contiguous()
-
-
 def extent(t: Tensor) -> tuple[int, int]:
     """Return the addresses between which the elements of a tensor that is not empty lie."""
     first = t.data_ptr()

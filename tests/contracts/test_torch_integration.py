@@ -304,10 +304,8 @@ def test_what_is_no_number_is_named_where_packing_a_launch_fails(monkeypatch: py
         is_cuda = True
 
     x = torch.randn(4, 8).as_subclass(OnGpu)
-    for operator, launch, more in (
-        (rtkernels.ops.reduce.softmax.FORWARD, "launch", (False,)),
-        (module.FORWARD, "remember", (0.0,)),
-    ):
+    launch = "run_and_keep"
+    for operator, more in ((rtkernels.ops.reduce.softmax.FORWARD, (False,)), (module.FORWARD, (0.0,))):
         scope = operator.call.__globals__
         monkeypatch.setitem(scope, "TENSOR_TYPES", {OnGpu})
         for failing in (lambda *args: struct.pack("=d", args[2]), lambda *args: args[2] + 1):
@@ -331,13 +329,13 @@ def test_plans_never_see_lazy_negatives(monkeypatch: pytest.MonkeyPatch) -> None
             return addresses
 
     plan, scope = Echo(), module.FORWARD.call.__globals__
-    monkeypatch.setattr(module.FORWARD, "_plan", lambda *args: plan)
+    monkeypatch.setattr(module.FORWARD, "_find", lambda *args: plan)
     for name in ("last_call", "last_plain_call"):
         monkeypatch.setitem(scope, name, scope[name])
     x, odd = torch.randn(4, 8), torch.randn(9)[1:]
     for t in (x, odd, x):
-        assert scope["run_and_keep"](t, None, 1e-6, 0.0) == (t.data_ptr(), 0)
-        assert scope["run_and_keep"](torch._neg_view(t), None, 1e-6, 0.0) != (t.data_ptr(), 0)
+        assert module.FORWARD._run_and_keep(scope, (t, None, 1e-6, 0.0)) == (t.data_ptr(), 0)
+        assert module.FORWARD._run_and_keep(scope, (torch._neg_view(t), None, 1e-6, 0.0)) != (t.data_ptr(), 0)
     assert module.FORWARD.replay(x, None, 1e-6, 0.0) == (x.data_ptr(), 0)
     assert module.FORWARD.replay(torch._neg_view(x), None, 1e-6, 0.0) is None
 

@@ -15,6 +15,7 @@ from rtkernels.ops.index.row_moves_operators import SCATTER
 from rtkernels.ops.norm.rms_norm import OUT_FORWARD
 from rtkernels.ops.pointwise.inplace import ADD
 from rtkernels.ops.reduce import row_dot, softmax
+from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.operator.declared import Aligned, Dense, DenseFloat, Meta, Rows, UnitStride, dense_as, misaligned
 from rtkernels.runtime.operator.plan import Memory, StepPlan, Steps
 
@@ -86,3 +87,15 @@ def test_written_code_has_lines() -> None:
     assert "call_backward(grad_out, x, y, wanted[0], wanted[1])" in "".join(
         linecache.getlines("<rtkernels gradient of row_dot_fwd>")
     )
+
+
+def test_dropped_plans_are_not_replayed_and_equal_tensors_are_not_kept() -> None:
+    op, scope = row_dot.FORWARD, row_dot.FORWARD.call.__globals__
+    with rtkernels.emulate("sm_80"), emulator.recording():
+        x, y = torch.randn(4, 16), torch.randn(4, 16)
+        first = op._run_and_keep(scope, (x, y))
+        assert torch.equal(op.replay(x, y), first)
+        Plans.forget_all()
+        assert op.replay(x, y) is None
+        torch.testing.assert_close(scope["run_and_keep"](x, x), op.reference(x, x))
+        assert op.replay(x, x) is None

@@ -153,10 +153,3 @@ def moe_permute_smooth_t(
     index = as_index(index)
     x, row, scale, smooth = detached(x, row_factor, scale, smooth)
     return MoePermutedChannel(*CHANNEL.call(x, index.rows, index.slots, index.offsets, row, scale, smooth, pow2_scale))
-
-
-def samples(x: Tensor, index: MoeIndex, smooth: Tensor, row_factor: Tensor):
-    """Yield arguments of the operator."""
-    parts = index.rows, index.slots, index.offsets
-    yield CHANNEL, (x, *parts, row_factor, x[:, 0].contiguous(), smooth, False)
-    yield CHANNEL, (x.bfloat16(), *parts, None, None, None, True)

@@ -341,17 +341,3 @@ def mla_rope(
             refuse_leaf("q", q)
         return _differentiable(*args, *angles)
     return _run(*args, *angles)
-
-
-def samples(device: str):
-    """Yield arguments to try the operators with."""
-    g = torch.Generator(device).manual_seed(0)
-    kv = torch.randn(5, 2, 3, 40, generator=g, device=device)
-    k_pos = torch.randn(5, 2, 1, 16, generator=g, device=device)
-    angle = torch.randn(5, 8, generator=g, device=device)
-    angles = (angle.cos(), angle.sin(), None, None, "", 0, 1, 1.0)
-    yield KV_FORWARD, (kv, k_pos, 24, "sbhd", "sbhd", 2, *angles)
-    yield KV_FORWARD, (kv.bfloat16(), k_pos.squeeze(2).bfloat16(), 24, "sbhd", "bshd", 2, *angles)
-    dk, dv = torch.randn(5, 2, 3, 40, generator=g, device=device), torch.randn(5, 2, 3, 16, generator=g, device=device)
-    yield KV_BACKWARD, (dk, dv, 24, "sbhd", "sbhd", 2, 4, *angles)
-    yield KV_BACKWARD, (dk, dv, 24, "bshd", "sbhd", 0, 3, *angles[:2], *angles[2:])

@@ -3,109 +3,89 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.router import router_gemm_plan as launch
 from rtkernels.ops.router.router_gemm_kernels import KERNELS, PRECISIONS
-from rtkernels.runtime.layout import check_same, nothing, row_count, token
+from rtkernels.ops.router.router_gemm_plan import plan_bwd_with, plan_fwd, plan_into
+from rtkernels.runtime.layout import check_same, metadata, nothing, row_count, token
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
-from rtkernels.runtime.operator.operator import MutatingOp, TorchOp
+from rtkernels.runtime.operator.declared import (
+    DenseFloat,
+    InPlaceExact,
+    InPlaceOperator,
+    Meta,
+    Operator,
+    Rows,
+    UnitStride,
+)
+from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 
 _INPUTS = (torch.bfloat16, torch.float16)
-_MOST_ROWS = 2**31 - 1
+_MAX_ROWS = 2**31 - 1
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _check(x: Meta, weight: Meta, bias: Meta | None, precision: int) -> None:
     token("x", x.dtype, _INPUTS)
     token("weight", weight.dtype)
     if weight.dim() != 2:
         raise ArgumentError(f"weight has shape {tuple(weight.shape)}; expected [experts, hidden size]")
-    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+    if not x.shape or x.shape[-1] != weight.shape[1]:
         raise ArgumentError(f"x has shape {tuple(x.shape)}; expected [..., {weight.shape[1]}], the columns of weight")
-    if row_count(x.shape) > _MOST_ROWS:
-        raise ArgumentError(f"x has {row_count(x.shape)} rows; expected at most {_MOST_ROWS}")
-    check_same("weight", weight.get_device(), x.get_device(), "device index")
+    if row_count(x.shape) > _MAX_ROWS:
+        raise ArgumentError(f"x has {row_count(x.shape)} rows; expected at most {_MAX_ROWS}")
+    check_same("weight", weight.device, x.device, "device index")
     if bias is not None:
         token("bias", bias.dtype)
         check_same("bias", tuple(bias.shape), (weight.shape[0],), "shape", of="weight's rows")
-        check_same("bias", bias.get_device(), x.get_device(), "device index")
+        check_same("bias", bias.device, x.device, "device index")
 
 
-def _check_dy(dy: Tensor, x: Tensor, experts: int) -> None:
+def _check_dy(dy: Meta, x: Meta, experts: int) -> None:
     token("dy", dy.dtype)
     check_same("dy", tuple(dy.shape), (*x.shape[:-1], experts), "shape", of="x with weight's rows")
-    check_same("dy", dy.get_device(), x.get_device(), "device index")
+    check_same("dy", dy.device, x.device, "device index")
 
 
-def _check_main_grad(main_grad: Tensor, shape: tuple[int, ...], device: int, of: str) -> None:
-    token("main_grad", main_grad.dtype, (torch.float32,))
-    check_same("main_grad", tuple(main_grad.shape), shape, "shape", of=of)
-    check_same("main_grad", main_grad.get_device(), device, "device index", of=of)
-    if not main_grad.is_contiguous():
-        raise ArgumentError(f"main_grad has strides {main_grad.stride()}; expected a contiguous tensor")
+def _check_bwd(dy: Meta, x: Meta, weight: Meta, precision: int, need_x: bool, need_weight: bool) -> None:
+    _check(x, weight, None, precision)
+    _check_dy(dy, x, weight.shape[0])
+
+
+def _check_main_grad(main_grad: tuple, shape: tuple[int, ...], device: int, of: str) -> None:
+    token("main_grad", main_grad[0], (torch.float32,))
+    check_same("main_grad", tuple(main_grad[1]), shape, "shape", of=of)
+    check_same("main_grad", main_grad[3], device, "device index", of=of)
+
+
+def _check_into(main_grad: Meta, dy: Meta, x: Meta, precision: int) -> None:
+    token("x", x.dtype, _INPUTS)
+    if not x.shape or not dy.shape:
+        raise ArgumentError("x and dy need at least one dimension")
+    _check_dy(dy, x, dy.shape[-1])
+    _check_main_grad(main_grad, (dy.shape[-1], x.shape[-1]), x.device, "dy and x")
 
 
 def _rows_of(t: Tensor) -> Tensor:
     return t.reshape(row_count(t.shape), t.shape[-1])
 
 
-# ---- launchers ------------------------------------------------------------------------------------------------------
-
-
-def _launch_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, precision: int) -> Tensor:
-    _check(x, weight, bias)
-    shape = (*x.shape[:-1], weight.shape[0])
-    if x.numel() == 0 or weight.shape[0] == 0:
-        y = torch.zeros(shape, dtype=torch.float32, device=x.device)
-        return y if bias is None else y.add_(bias)
-    return launch.logits(_rows_of(x), weight, bias, precision).view(shape)
-
-
-def _launch_bwd(
-    dy: Tensor, x: Tensor, weight: Tensor, precision: int, need_x: bool, need_weight: bool
-) -> tuple[Tensor, Tensor]:
-    _check(x, weight, None)
-    _check_dy(dy, x, weight.shape[0])
-    dx, dweight = nothing(x), nothing(x)
-    if x.numel() == 0 or weight.shape[0] == 0:
-        return (
-            torch.zeros(x.shape, dtype=x.dtype, device=x.device) if need_x else dx,
-            torch.zeros(weight.shape, dtype=weight.dtype, device=x.device) if need_weight else dweight,
-        )
-    g, rows = _rows_of(dy).float(), _rows_of(x)
-    if need_weight:
-        dweight = torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
-    if need_x:
-        dx = launch.input_gradient(g, weight, x.dtype, precision).view(x.shape)
-    if need_weight:
-        launch.weight_gradient(g, rows, dweight, precision, after_other=need_x)
-    return dx, dweight
-
-
-def _launch_into(main_grad: Tensor, dy: Tensor, x: Tensor, precision: int) -> None:
-    _check_into(main_grad, dy, x)
-    if dy.numel() and x.numel():
-        launch.weight_gradient(_rows_of(dy).float(), _rows_of(x), main_grad, precision, accumulate=True)
-    if not main_grad.is_inference():
-        torch.autograd.graph.increment_version(main_grad)
-
-
-def _check_into(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-    token("x", x.dtype, _INPUTS)
-    if x.dim() == 0 or dy.dim() == 0:
-        raise ArgumentError("x and dy need at least one dimension")
-    _check_dy(dy, x, dy.shape[-1])
-    _check_main_grad(main_grad, (dy.shape[-1], x.shape[-1]), x.get_device(), "dy and x")
+def _bwd_padded(dy, x, weight, precision, need_x, need_weight) -> tuple[Tensor, Tensor]:
+    """Compute the gradients for rows of x that do not fill vectors: columns of zeros are added."""
+    depth = x.shape[-1]
+    padded = (F.pad(t, (0, -depth % 8)) for t in (x, weight))
+    dx, dweight = BACKWARD.launch(dy, *padded, precision, need_x, need_weight)
+    return dx[..., :depth].contiguous(), dweight[..., :depth].contiguous() if need_weight else dweight
 
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
 
 
 def _reference_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, precision: int) -> Tensor:
-    _check(x, weight, bias)
     y = (_rows_of(x).float() @ weight.float().t()).view(*x.shape[:-1], weight.shape[0])
     return y if bias is None else y + bias.float()
 
@@ -113,8 +93,6 @@ def _reference_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, precision: in
 def _reference_bwd(
     dy: Tensor, x: Tensor, weight: Tensor, precision: int, need_x: bool, need_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    _check(x, weight, None)
-    _check_dy(dy, x, weight.shape[0])
     g = _rows_of(dy).float()
     return (
         (g @ weight.float()).to(x.dtype).view(x.shape) if need_x else nothing(x),
@@ -123,46 +101,30 @@ def _reference_bwd(
 
 
 def _reference_into(main_grad: Tensor, dy: Tensor, x: Tensor, precision: int) -> None:
-    _check_into(main_grad, dy, x)
     if dy.numel() and x.numel():
         main_grad.addmm_(_rows_of(dy).float().t(), _rows_of(x).float())
 
 
-def _fake_fwd(x, weight, bias, precision):
-    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.float32)
+def _bwd_outputs(dy, x, weight, precision, need_x, need_weight):
+    dx, dweight = Memory(x.shape, x.dtype), Memory(weight.shape, weight.dtype)
+    return dx if need_x else None, dweight if need_weight else None
 
 
-def _fake_bwd(dy, x, weight, precision, need_x, need_weight):
-    empty = x.new_empty(0, dtype=torch.float32)
-    return (
-        torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else empty,
-        torch.empty_like(weight, memory_format=torch.contiguous_format) if need_weight else empty.clone(),
-    )
-
-
-def _fake_into(main_grad, dy, x, precision):
-    return None
-
-
-FORWARD = TorchOp(
-    "router_gemm_fwd(Tensor x, Tensor weight, Tensor? bias, int precision) -> Tensor",
-    launch=_launch_fwd,
-    reference=_reference_fwd,
-    fake=_fake_fwd,
-)
-BACKWARD = TorchOp(
-    "router_gemm_bwd(Tensor dy, Tensor x, Tensor weight, int precision, bool need_x, bool need_weight)"
-    " -> (Tensor, Tensor)",
-    launch=_launch_bwd,
-    reference=_reference_bwd,
-    fake=_fake_bwd,
-)
-BACKWARD_INTO = MutatingOp(
-    "router_gemm_bwd_into(Tensor(a!) main_grad, Tensor dy, Tensor x, int precision) -> ()",
-    launch=_launch_into,
-    reference=_reference_into,
-    fake=_fake_into,
-)
+_X, _DY, _WEIGHT = Rows("x", None), DenseFloat("dy", None), UnitStride("weight", None)
+FORWARD = Operator(
+    "router_gemm_fwd", (_X, _WEIGHT, DenseFloat("bias", None, optional=True)), options="int precision", results="y",
+    outputs=lambda x, weight, *_: (Memory((*x.shape[:-1], weight.shape[0]), torch.float32),), plan=plan_fwd,
+    reference=_reference_fwd, check=_check,
+)  # fmt: skip
+BACKWARD = Operator(
+    "router_gemm_bwd", (_DY, _X, _WEIGHT), options="int precision, bool need_x, bool need_weight",
+    results="dx dweight", outputs=_bwd_outputs, plan=plan_bwd_with(_bwd_padded), reference=_reference_bwd,
+    check=_check_bwd,
+)  # fmt: skip
+BACKWARD_INTO = InPlaceOperator(
+    "router_gemm_bwd_into", (InPlaceExact("main_grad", None), _DY, _X), options="int precision", results="",
+    plan=plan_into, reference=_reference_into, check=_check_into,
+)  # fmt: skip
 
 _forward = FORWARD.call
 
@@ -174,7 +136,7 @@ class _RouterGemm(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.precision, ctx.bias_dtype = precision, None if bias is None else bias.dtype
         ctx.main_grad = main_grad  # not saved: later micro-batches may have changed it, which is the point
-        return FORWARD(x, weight, bias, precision)
+        return _forward(x, weight, bias, precision)
 
     @staticmethod
     @once_differentiable
@@ -186,7 +148,7 @@ class _RouterGemm(torch.autograd.Function):
         dx = dweight = dbias = None
         into = need_weight and ctx.main_grad is not None
         if need_x or (need_weight and not into):
-            grads = BACKWARD(dy, x, weight, ctx.precision, need_x, need_weight and not into)
+            grads = BACKWARD.call(dy, x, weight, ctx.precision, need_x, need_weight and not into)
             dx = grads[0] if need_x else None
             dweight = grads[1] if need_weight and not into else None
         if into:
@@ -194,6 +156,9 @@ class _RouterGemm(torch.autograd.Function):
         if need_bias:
             dbias = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return dx, dweight, dbias, None, None
+
+
+_differentiable = applied(_RouterGemm)
 
 
 def router_gemm(
@@ -236,14 +201,16 @@ def router_gemm(
         Dense fp32 ``[..., experts]``.
     """
     if not isinstance(x, Tensor):
-        return interop.call(router_gemm, x, weight, bias=bias, precision=precision, main_grad=main_grad)
+        return interop.call_with(router_gemm, locals())
     level = PRECISIONS.get(precision)
     if level is None:
         raise ArgumentError(f"precision is {precision!r}; expected one of {', '.join(map(repr, PRECISIONS))}")
     if main_grad is not None:
-        _check_main_grad(main_grad, tuple(weight.shape), weight.get_device(), "weight")
+        _check_main_grad(metadata(main_grad), tuple(weight.shape), weight.get_device(), "weight")
+        if not main_grad.is_contiguous():
+            raise ArgumentError(f"main_grad has strides {main_grad.stride()}; expected a contiguous tensor")
     if is_grad_enabled() and needs_grad(x, weight, bias):
-        return _RouterGemm.apply(x, weight, bias, level, main_grad)
+        return _differentiable(x, weight, bias, level, main_grad)
     return _forward(x, weight, bias, level)
 
 

@@ -9,7 +9,6 @@ from rtkernels.ops.router import router_gemm_tiles as tiles
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.driver import Launch
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.launch.plans import Plans
 
 FAST, HIGH, EXACT = 0, 1, 2
 PRECISIONS = {"fast": FAST, "high": HIGH, "exact": EXACT}
@@ -134,7 +133,7 @@ def _splits(device: int, tile_count: int, depth: int) -> tuple[int, int]:
     return _up(blocks, each), each
 
 
-def _plan_fwd(
+def forward_launch(
     device: int, token: str, count: int, rows: int, experts: int, depth: int, after_split: bool
 ) -> tuple[Launch, tiles.Tile]:
     tile = tiles.forward_tile((rows, experts, depth), count, device_info(device).sm_count)
@@ -146,7 +145,7 @@ def _plan_fwd(
     return launch, tile
 
 
-def _plan_dx(device: int, left: int, right: int, rows: int, depth: int, after_split: bool):
+def input_gradient_launch(device: int, left: int, right: int, rows: int, depth: int, after_split: bool):
     row_tiles, column_tiles = _up(rows, TILE), _up(depth, TILE)
     each = _up(column_tiles, max(1, min(column_tiles, device_info(device).sm_count // row_tiles)))
     parts = _up(column_tiles, each)
@@ -161,10 +160,12 @@ class DwPlan(NamedTuple):
     splits: int
     each: int  # stages of a split
     stage_tokens: int
-    turns: bool  # by the kernel whose warpgroups take turns
+    pingpong: bool  # by the kernel whose warpgroups take every other stage
 
 
-def _plan_dw(device: int, token: str, count: int, tokens: int, experts: int, depth: int, after_other: bool) -> DwPlan:
+def weight_gradient_launch(
+    device: int, token: str, count: int, tokens: int, experts: int, depth: int, after_other: bool
+) -> DwPlan:
     if (token, count) == ("bf16", 2):
         blocks = _up(experts, _TURNS_EXPERTS) * _up(depth, _TURNS_COLUMNS)
         splits, each = _splits(device, blocks, tokens)
@@ -180,24 +181,19 @@ def _plan_dw(device: int, token: str, count: int, tokens: int, experts: int, dep
     return DwPlan(launch, splits, each, DEPTH, False)
 
 
-def _plan_mma(device: int, token: str, across_a: bool, across_b: bool, m: int, n: int, k: int, splits_allowed: bool):
+def mma_launch(device: int, token: str, across_a: bool, across_b: bool, m: int, n: int, k: int, splits_allowed: bool):
     blocks = _up(m, TILE) * _up(n, TILE)
     splits, each = _splits(device, blocks, k) if splits_allowed else (1, _up(k, DEPTH))
     launch = MMA.bind((token, across_a, across_b), device, (blocks, splits), _MMA_THREADS, _MMA_SHARED)
     return launch, splits, each
 
 
-def _plan_split(device: int, source: str, into: str, rows: int, cols: int, by_row: bool):
+def split_launch(device: int, source: str, into: str, rows: int, cols: int, by_row: bool):
     # To scale by row every block has to read it whole.
     blocks = 1 if by_row else min(_up(cols, 8 * _TERM_THREADS), 65535)
     return SPLIT.bind((source, into), device, (rows, blocks), _TERM_THREADS)
 
 
-FWD_PLANS = Plans(_plan_fwd)
-DX_PLANS = Plans(_plan_dx)
-DW_PLANS = Plans(_plan_dw)
-MMA_PLANS = Plans(_plan_mma)
-SPLIT_PLANS = Plans(_plan_split)
-SUM_PLANS = Plans(
-    lambda device, token, count: SUM.bind((token,), device, _up(count, 4 * _SUM_THREADS), _SUM_THREADS, overlap=True)
-)
+def sum_launch(device: int, token: str, count: int) -> Launch:
+    """Return the launch that adds up `count` numbers of several splits."""
+    return SUM.bind((token,), device, _up(count, 4 * _SUM_THREADS), _SUM_THREADS, overlap=True)

@@ -1,13 +1,15 @@
-"""The three products of the router on a device: operands made ready, kernels launched."""
+"""The three products of the router as steps: operands made ready, kernels launched."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rtkernels.ops.quant.column_absmax import ABSMAX
+from rtkernels.ops.quant.column_absmax import column_steps
 from rtkernels.ops.router import router_gemm_kernels as kernels
 from rtkernels.ops.router import router_gemm_tiles as tiles
 from rtkernels.ops.router.router_gemm_kernels import (
@@ -20,26 +22,26 @@ from rtkernels.ops.router.router_gemm_kernels import (
     terms,
     uses_wgmma,
 )
-from rtkernels.runtime.launch.tensor_map import matrix_map
-from rtkernels.runtime.layout import DTYPE_TOKEN, address
+from rtkernels.runtime.layout import DTYPE_TOKEN, row_count, row_stride
+from rtkernels.runtime.operator.declared import Meta
+from rtkernels.runtime.operator.plan import Boxes, Memory, Step, Steps, matrix_boxes
 
 
 class Operand(NamedTuple):
     """A matrix with rows a multiple of 16 bytes apart, or several terms of one, stacked."""
 
-    tensor: Tensor
+    name: str
     token: str
     rows: int
     cols: int
     pitch: int
     count: int = 1
-    scale: Tensor | None = None
+    scale: str | int = 0
 
-    def map(self, box_rows: int, box_cols: int, promote: bool = True):
+    def map(self, box_rows: int, box_cols: int, promote: bool = True) -> Boxes:
         """Return the tensor map of all terms."""
         rows = self.count * self.rows
-        first = self.tensor.data_ptr()
-        return matrix_map(first, self.token, rows, self.cols, self.pitch, box_rows, box_cols, promote=promote)
+        return matrix_boxes(self.name, self.token, rows, self.cols, self.pitch, box_rows, box_cols, promote=promote)
 
     @property
     def step(self) -> int:
@@ -47,171 +49,187 @@ class Operand(NamedTuple):
         return self.rows * self.pitch
 
 
-def aligned(t: Tensor) -> Operand:
-    """Return a matrix as an operand, copied with zeros behind its rows if they do not fill 16-byte pieces."""
-    (rows, cols), size, pitch = t.shape, t.element_size(), t.stride(0)
-    piece = 16 // size
-    if rows == 1:
-        pitch = cols
-    if cols % piece or pitch % piece or pitch < cols or t.stride(1) != 1 or t.data_ptr() % 16:
-        pitch = -(-cols // piece) * piece
-        wide = torch.zeros(rows, pitch, dtype=t.dtype, device=t.device)
-        wide[:, :cols] = t
-        t = wide
-    return Operand(t, DTYPE_TOKEN[t.dtype], rows, cols, pitch)
+class _Work:
+    """Steps of a call as they are put together, and what they need."""
+
+    def __init__(self, device: int, precision: int) -> None:
+        self.device, self.precision, self.wgmma = device, precision, uses_wgmma(device)
+        self.steps: list[Step] = []
+        self.scratch: dict[str, Memory] = {}
+        self.converted: dict[str, Callable[[Tensor], Tensor]] = {}
+
+    def finished(self) -> Steps:
+        return Steps(*self.steps, scratch=self.scratch, converted=self.converted)
+
+    def aligned(self, name: str, meta: Meta) -> Operand:
+        """Return a tensor of rows as an operand, copied with zeros behind its rows if they do not fill vectors."""
+        rows, cols, vector = row_count(meta.shape), meta.shape[-1], 16 // meta.dtype.itemsize
+        pitch = cols if rows == 1 else row_stride(meta.shape, meta.stride)
+        if cols % vector or pitch % vector or pitch < cols or meta.misaligned:
+            pitch = -(-cols // vector) * vector
+            self.converted[name] = partial(_padded, pitch=pitch)
+        return Operand(name, DTYPE_TOKEN[meta.dtype], rows, cols, pitch)
+
+    def split(self, name: str, meta: Meta, into: str, count: int, largest: str | int = 0) -> Operand:
+        """Return the terms of a matrix; for fp16 scaled by row, or by the largest magnitudes of the columns.
+
+        One kernel, which the next one may overlap.
+        """
+        rows, cols, size = row_count(meta.shape), meta.shape[-1], meta.dtype.itemsize
+        stride, pitch = row_stride(meta.shape, meta.stride) if rows > 1 else cols, -(-cols // 8) * 8
+        out, scale, by_row = f"{name}_terms", f"{name}_scale", into == "fp16" and not largest
+        self.scratch[out] = Memory((count, rows, pitch), torch.bfloat16 if into == "bf16" else torch.float16)
+        if by_row:
+            self.scratch[scale] = Memory((rows,), torch.float32)
+        aligned16 = cols % 8 == 0 and stride * size % 16 == 0 and not meta.misaligned
+        launch = kernels.split_launch(self.device, DTYPE_TOKEN[meta.dtype], into, rows, cols, by_row)
+        sizes = rows, cols, stride, pitch, count, int(aligned16)
+        self.steps.append(Step(launch, name, out, scale if by_row else 0, largest, *sizes))
+        return Operand(out, into, rows, cols, pitch, count, scale if by_row else 0)
+
+    def add_up(
+        self, source: str, out: str, out_dtype: torch.dtype, rows: int, cols: int, splits: int, *, bias: str | int = 0,
+        accumulate: bool = False, aligned: bool = True,
+    ) -> None:  # fmt: skip
+        """Write (or add) the sum of `splits` matrices, and bias, to dense `out`."""
+        count = rows * cols
+        launch = kernels.sum_launch(self.device, DTYPE_TOKEN[out_dtype], count)
+        numbers = count, count, cols, splits, int(accumulate), int(count % 4 == 0 and aligned)
+        self.steps.append(Step(launch, source, out, bias, *numbers))
+
+    def partial(self, splits: int, rows: int, cols: int) -> str:
+        """Return the name of memory for the results of several splits."""
+        self.scratch["partial"] = Memory((splits, rows, cols), torch.float32)
+        return "partial"
+
+    def mma(
+        self, a: Operand, b: Operand, across: tuple[bool, bool], out: str, out_dtype: torch.dtype,
+        splits_allowed: bool, bias: str | int = 0, scale: str | int = 0, by_row: bool = False,
+    ) -> tuple[str, int]:  # fmt: skip
+        """Launch the mma.sync kernel; return where the results of how many splits are."""
+        m, k = (a.cols, a.rows) if across[0] else (a.rows, a.cols)
+        n = b.cols if across[1] else b.rows
+        launch, splits, each = kernels.mma_launch(self.device, a.token, *across, m, n, k, splits_allowed)
+        if splits > 1:
+            out, out_dtype, bias = self.partial(splits, m, n), torch.float32, 0
+        pairs = term_pairs(a.count, b.count)
+        kind = {"fp32": 0, "bf16": 1, "fp16": 2}[DTYPE_TOKEN[out_dtype]]
+        numbers = (
+            m, n, k, a.pitch, b.pitch, a.step, b.step, packed_pairs(pairs), len(pairs), each,
+            promote_blocks(self.precision) * len(pairs), kind, int(by_row),
+        )  # fmt: skip
+        self.steps.append(Step(launch, a.name, b.name, out, bias, scale, *numbers))
+        return out, splits
 
 
-def split(t: Tensor, into: str, count: int, largest: Tensor | None = None) -> Operand:
-    """Return the terms of a matrix; for fp16 scaled by row, or by the largest magnitudes of the columns.
-
-    One kernel, which the next one may overlap.
-    """
-    if t.stride(1) != 1 and t.shape[1] > 1:
-        t = t.contiguous()
-    (rows, cols), size, device = t.shape, t.element_size(), t.get_device()
-    stride = t.stride(0) if rows > 1 else cols
-    pitch = -(-cols // 8) * 8
-    dtype = torch.bfloat16 if into == "bf16" else torch.float16
-    out = torch.empty(count, rows, pitch, dtype=dtype, device=t.device)
-    by_row = into == "fp16" and largest is None
-    scale = torch.empty(rows, dtype=torch.float32, device=t.device) if by_row else None
-    wide = cols % 8 == 0 and stride * size % 16 == 0 and t.data_ptr() % 16 == 0
-    source = DTYPE_TOKEN[t.dtype]
-    kernels.SPLIT_PLANS[device, source, into, rows, cols, by_row](
-        t.data_ptr(), out.data_ptr(), address(scale), address(largest), rows, cols, stride, pitch, count, int(wide)
-    )
-    return Operand(out, into, rows, cols, pitch, count, scale)
+def _padded(t: Tensor, pitch: int) -> Tensor:
+    """Return the rows of a tensor in dense memory with zeros behind each."""
+    cols = t.shape[-1]
+    padded = torch.zeros(row_count(t.shape), pitch, dtype=t.dtype, device=t.device)
+    padded[:, :cols] = t.reshape(-1, cols)
+    return padded
 
 
-def _add_up(partial: Tensor, out: Tensor, bias: Tensor | None, accumulate: bool = False) -> None:
-    """Write (or add) the sum over the first dimension of `partial`, and bias, to dense `out`.
-
-    Rows of `partial` past those of `out` are padding.
-    """
-    count, cols = out.numel(), out.shape[-1]
-    splits, step = partial.shape[0], partial.stride(0)
-    wide = count % 4 == 0 and step % 4 == 0 and out.data_ptr() % (4 * out.element_size()) == 0
-    kernels.SUM_PLANS[out.get_device(), DTYPE_TOKEN[out.dtype], count](
-        partial.data_ptr(), out.data_ptr(), address(bias), count, step, cols, splits, int(accumulate), int(wide)
-    )
-
-
-def _mma(
-    a: Operand, b: Operand, across: tuple[bool, bool], out: Tensor, splits_allowed: bool, precision: int,
-    bias: Tensor | None = None, scale: Tensor | None = None, by_row: bool = False,
-) -> tuple[Tensor, int]:  # fmt: skip
-    """Launch the mma.sync kernel; return where the results of how many splits are."""
-    m, k = (a.cols, a.rows) if across[0] else (a.rows, a.cols)
-    n = b.cols if across[1] else b.rows
-    key = (out.get_device(), a.token, *across, m, n, k, splits_allowed)
-    launch, splits, each = kernels.MMA_PLANS[key]
-    if splits > 1:
-        out, bias = torch.empty(splits, m, n, dtype=torch.float32, device=out.device), None
-    pairs = term_pairs(a.count, b.count)
-    kind = {"fp32": 0, "bf16": 1, "fp16": 2}[DTYPE_TOKEN[out.dtype]]
-    launch(
-        a.tensor.data_ptr(), b.tensor.data_ptr(), out.data_ptr(), address(bias), address(scale), m, n, k,
-        a.pitch, b.pitch, a.step, b.step, packed_pairs(pairs), len(pairs), each,
-        promote_blocks(precision) * len(pairs), kind, int(by_row),
-    )  # fmt: skip
-    return out, splits
-
-
-def logits(x: Tensor, weight: Tensor, bias: Tensor | None, precision: int) -> Tensor:
-    """Return ``x @ weight.T + bias`` in fp32, dense. x [rows, depth], weight [experts, depth], none of them empty."""
-    wgmma = uses_wgmma(x.get_device())
-    left = aligned(x)
-    bias = None if bias is None else bias.float().contiguous()
-    y = torch.empty(left.rows, weight.shape[0], dtype=torch.float32, device=x.device)
-    same = weight.dtype == x.dtype
+def plan_fwd(x: Meta, weight: Meta, bias: Meta | None, precision: int, device: int) -> Steps:
+    """Return ``x @ weight.T + bias`` in fp32."""
+    work = _Work(device, precision)
+    left, same = work.aligned("x", x), weight.dtype == x.dtype
     count = terms(DTYPE_TOKEN[weight.dtype], left.token, precision)
-    right = aligned(weight) if same else split(weight, left.token, count)
-    if wgmma:
-        _logits(left, right, bias, y, not same, precision)
-        return y
-    out, splits = _mma(left, right, (False, False), y, True, precision, bias, right.scale)
-    if splits > 1:
-        _add_up(out, y, bias)
-    return y
-
-
-def _logits(left: Operand, right: Operand, bias: Tensor | None, y: Tensor, after_split: bool, precision: int) -> None:
+    right = work.aligned("weight", weight) if same else work.split("weight", weight, left.token, count)
     rows, experts, depth = left.rows, right.rows, left.cols
-    key = (y.get_device(), left.token, right.count, rows, experts, depth, after_split)
-    launch, tile = kernels.FWD_PLANS[key]
+    if not work.wgmma:
+        out, splits = work.mma(left, right, (False, False), "y", torch.float32, True, "bias", right.scale)
+        if splits > 1:
+            work.add_up(out, "y", torch.float32, rows, experts, splits, bias="bias")
+        return work.finished()
+    launch, tile = kernels.forward_launch(device, left.token, right.count, rows, experts, depth, not same)
     x_rows, weight_rows = tiles.box_rows(rows, tile.rows), tiles.box_rows(experts, tile.columns)
-    promote = right.count > 1  # where x is most of what is read, more at a time is slower
+    promote = right.count > 1  # where x is nearly all that is read, more at a time is slower
     x_map = left.map(x_rows, DEPTH, promote)
     # The copy engine writes rows of multiples of 16 bytes.
     by_copy_engine = tile.splits == 1 and experts % 4 == 0
-    out_map = Operand(y, "fp32", rows, experts, experts).map(64, 32) if by_copy_engine else x_map
-    launch(
-        x_map, right.map(weight_rows, DEPTH, promote), out_map, y.data_ptr(), address(bias), address(right.scale),
-        rows, experts, depth, x_rows, weight_rows, right.count, tile.stages, tile.splits, promote_blocks(precision),
-        int(by_copy_engine),
-    )  # fmt: skip
+    out_map = Operand("y", "fp32", rows, experts, experts).map(64, 32) if by_copy_engine else x_map
+    sizes = rows, experts, depth, x_rows, weight_rows, right.count, tile.stages, tile.splits
+    maps = x_map, right.map(weight_rows, DEPTH, promote), out_map
+    numbers = promote_blocks(precision), int(by_copy_engine)
+    work.steps.append(Step(launch, *maps, "y", "bias", right.scale, *sizes, *numbers))
+    return work.finished()
 
 
-def input_gradient(dy: Tensor, weight: Tensor, dtype: torch.dtype, precision: int) -> Tensor:
-    """Return ``dy @ weight`` rounded to `dtype`, dense. dy fp32 [rows, experts], none of them empty."""
-    device, wgmma = dy.get_device(), uses_wgmma(dy.get_device())
-    dx = torch.empty(dy.shape[0], weight.shape[1], dtype=dtype, device=dy.device)
-    count = input_gradient_terms(DTYPE_TOKEN[dtype], precision)
-    raw = weight.dtype == torch.bfloat16
-    left = aligned(dy) if wgmma else split(dy, "bf16", count)
-    right = aligned(weight) if raw else split(weight, "bf16", count)
-    if wgmma:
-        rows, experts, depth = left.rows, left.cols, right.cols
-        launch, parts, each = kernels.DX_PLANS[device, count, right.count, rows, depth, not raw]
-        half = int(dtype == torch.float16)
-        out = dx if depth % 8 == 0 else dx.new_empty(rows, -(-depth // 8) * 8)
-        result = Operand(out, DTYPE_TOKEN[dtype], rows, depth, out.shape[1])
-        maps = left.map(TILE, 32), right.map(DEPTH, DEPTH), result.map(64, 64)
-        launch(*maps, experts, depth, parts, each, half)
-        if out is not dx:
-            dx.copy_(out[:, :depth])
-    else:
-        _mma(left, right, (False, True), dx, False, precision)
-    return dx
+def plan_bwd_with(padded: Callable[..., Any]) -> Callable[..., Steps]:
+    """Return the plan of the gradients; `padded` serves rows of x that do not fill vectors."""
+
+    def plan(dy, x, weight, precision, need_x, need_weight, device) -> Steps:
+        work = _Work(device, precision)
+        if need_x and work.wgmma and x.shape[-1] % 8:
+            return Steps(instead=padded)
+        if need_x:
+            _input_gradient(work, dy, weight, x.dtype)
+        if need_weight:
+            _weight_gradient(work, dy, x, "dweight", weight.dtype, after_other=need_x)
+        return work.finished()
+
+    return plan
 
 
-def weight_gradient(
-    dy: Tensor, x: Tensor, out: Tensor, precision: int, *, accumulate: bool = False, after_other: bool = False
-) -> None:
-    """Write (or add) ``dy.T @ x`` to dense `out`. dy fp32 [tokens, experts], x [tokens, depth], none of them empty.
+def _input_gradient(work: _Work, dy: Meta, weight: Meta, dtype: torch.dtype) -> None:
+    """Add what writes ``dy @ weight`` to dx, rounded to `dtype`. dy is dense fp32."""
+    count, raw = input_gradient_terms(DTYPE_TOKEN[dtype], work.precision), weight.dtype == torch.bfloat16
+    left = work.aligned("dy", dy) if work.wgmma else work.split("dy", dy, "bf16", count)
+    right = work.aligned("weight", weight) if raw else work.split("weight", weight, "bf16", count)
+    if not work.wgmma:
+        work.mma(left, right, (False, True), "dx", dtype, False)
+        return
+    rows, experts, depth = left.rows, left.cols, right.cols
+    launch, parts, each = kernels.input_gradient_launch(work.device, count, right.count, rows, depth, not raw)
+    result = Operand("dx", DTYPE_TOKEN[dtype], rows, depth, depth)
+    maps = left.map(TILE, 32), right.map(DEPTH, DEPTH), result.map(64, 64)
+    work.steps.append(Step(launch, *maps, experts, depth, parts, each, int(dtype == torch.float16)))
 
-    Args:
-        dy: Incoming gradient.
-        x: bf16 or fp16.
-        out: [experts, depth], any of the three types; fp32 to accumulate.
-        precision: One of the three.
-        accumulate: Add.
-        after_other: The previous kernel of the stream is one of these, and nothing here comes from it.
+
+def _weight_gradient(
+    work: _Work, dy: Meta, x: Meta, out: str, out_dtype: torch.dtype, *, accumulate: bool = False,
+    after_other: bool = False, aligned_out: bool = True,
+) -> None:  # fmt: skip
+    """Add what writes (or adds) ``dy.T @ x`` to dense `out`. dy is dense fp32; `out` is fp32 to accumulate.
+
+    `after_other`: the previous kernel of the stream is one of these, and nothing here comes from it.
     """
-    device, wgmma = x.get_device(), uses_wgmma(x.get_device())
-    right = aligned(x)
-    count = terms("fp32", right.token, precision)
-    largest = ABSMAX.launch(dy, None, None) if right.token == "fp16" else None
-    direct = out.dtype == torch.float32 and not accumulate
-    if wgmma:
-        left = aligned(dy)
-        sizes = (left.rows, left.cols, right.cols)
-        overlap = after_other and largest is None and left.tensor is dy and right.tensor is x
-        key = (device, right.token, count, *sizes, overlap)
-        plan = kernels.DW_PLANS[key]
-        splits, tokens = plan.splits, plan.stage_tokens
-        direct = direct and splits == 1
-        partial = out if direct else torch.empty(splits, *out.shape, dtype=torch.float32, device=x.device)
-        maps = left.map(tokens, 32), right.map(tokens, DEPTH)
-        if plan.turns:
-            plan.launch(*maps, partial.data_ptr(), *sizes, plan.each)
+    right = work.aligned("x", x)
+    count, largest = terms("fp32", right.token, work.precision), 0
+    left = work.aligned("dy", dy) if work.wgmma else None
+    tokens, experts, depth = right.rows, dy.shape[-1], right.cols
+    if right.token == "fp16":
+        rows = dy._replace(shape=(tokens, experts), stride=(left.pitch if left else experts, 1), misaligned=0)
+        steps, scratch = column_steps(rows, work.device, ("dy", 0, 0, "largest"), partial="largest_parts")
+        work.steps += steps
+        work.scratch |= scratch | {"largest": Memory((experts,), torch.float32)}
+        largest = "largest"
+    direct = out_dtype == torch.float32 and not accumulate
+    if left is not None:
+        overlap = after_other and not largest and not {"dy", "x"}.intersection(work.converted)
+        plan = kernels.weight_gradient_launch(work.device, right.token, count, tokens, experts, depth, overlap)
+        splits, direct = plan.splits, direct and plan.splits == 1
+        source = out if direct else work.partial(splits, experts, depth)
+        maps = left.map(plan.stage_tokens, 32), right.map(plan.stage_tokens, DEPTH)
+        if plan.pingpong:
+            work.steps.append(Step(plan.launch, *maps, source, tokens, experts, depth, plan.each))
         else:
-            scale, promote = address(largest), promote_blocks(precision)
-            plan.launch(*maps, partial.data_ptr(), scale, *sizes, plan.each, promote)
+            numbers = tokens, experts, depth, plan.each, promote_blocks(work.precision)
+            work.steps.append(Step(plan.launch, *maps, source, largest, *numbers))
     else:
-        left = split(dy, right.token, count, largest)
-        partial = out if direct else torch.empty(out.shape, dtype=torch.float32, device=x.device)
-        partial, splits = _mma(left, right, (True, True), partial, True, precision, None, largest, True)
+        left = work.split("dy", dy, right.token, count, largest)
+        source = out if direct else work.partial(1, experts, depth)
+        source, splits = work.mma(left, right, (True, True), source, torch.float32, True, 0, largest, True)
         direct = direct and splits == 1
     if not direct:
-        _add_up(partial.view(splits, *out.shape), out, None, accumulate)
+        options = {"accumulate": accumulate, "aligned": aligned_out}
+        work.add_up(source, out, out_dtype, experts, depth, splits, **options)
+
+
+def plan_into(main_grad: Meta, dy: Meta, x: Meta, precision: int, device: int) -> Steps:
+    """Return what adds ``dy.T @ x`` to main_grad."""
+    work = _Work(device, precision)
+    options = {"accumulate": True, "aligned_out": main_grad.misaligned == 0}
+    _weight_gradient(work, dy, x, "main_grad", torch.float32, **options)
+    return work.finished()

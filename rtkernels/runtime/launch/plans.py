@@ -21,6 +21,7 @@ class Plans(dict):
     """
 
     _all: ClassVar[list[Plans]] = []
+    replays: ClassVar[list[Callable[[], None]]] = []  # of operators: what makes them forget their last call
 
     def __init__(self, build: Callable[..., Any]) -> None:
         super().__init__()
@@ -29,9 +30,11 @@ class Plans(dict):
 
     @classmethod
     def forget_all(cls) -> None:
-        """Drop the plans of every op."""
+        """Drop the plans of every op, and those that are kept for a call like the last one."""
         for plans in cls._all:
             plans.clear()
+        for forget in cls.replays:
+            forget()
 
     def __missing__(self, key: tuple[Any, ...]) -> Any:
         if jit_tracing_state() is not None:

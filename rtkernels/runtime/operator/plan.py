@@ -1,7 +1,7 @@
 """Plans: what a call does, worked out from everything but the addresses of its tensors (see ``TorchOp``).
 
 A ``StepPlan`` is a list of launches and the memory between them; its ``run`` is written out from that, so that a launch
-costs one Python call and no loop. Plans with a ``run`` of their own are those of operators that are not declared yet.
+costs one Python call and no loop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rtkernels.errors import ResidencyError
 from rtkernels.runtime.launch.driver import Launch
-from rtkernels.runtime.launch.memory import Allocate, allocator, dense_strides, fresh_zeros, kept_zeros
+from rtkernels.runtime.launch.memory import allocator, dense_strides, fresh_zeros, kept_zeros
 from rtkernels.runtime.launch.tensor_map import tiled_map
 from rtkernels.runtime.operator.written import written_code
 
@@ -35,16 +35,6 @@ class Plan(ABC):
     @abstractmethod
     def run(self, *addresses: int) -> Any:
         """Allocate results, launch and return them. Addresses are those of the operator's tensors, 0 for None."""
-
-
-class DensePlan(Plan):
-    """One launch, if there is anything to do, and one dense result: ``allocate(*layout)`` makes it."""
-
-    __slots__ = ("allocate", "launch", "layout")
-
-    def __init__(self, launch: Launch | None, allocate: Allocate, layout: tuple[Any, ...]) -> None:
-        super().__init__()
-        self.launch, self.allocate, self.layout = launch, allocate, layout
 
 
 class Memory(NamedTuple):

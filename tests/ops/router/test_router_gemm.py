@@ -22,6 +22,7 @@ from rtkernels.ops.router import router_gemm_plan as launchers
 from rtkernels.ops.router import router_gemm_tiles as tiles
 from rtkernels.runtime.launch import driver as launching
 from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.launch.tensor_map import TensorMap, matrix_map
 
 router_gemm = rtkernels.router_gemm
@@ -197,6 +198,7 @@ def test_promises_at_real_sizes(monkeypatch: pytest.MonkeyPatch, wgmma: bool, si
     rows, experts, depth = sizes
     if not wgmma:
         monkeypatch.setattr(launchers, "uses_wgmma", lambda device: False)
+        Plans.forget_all()
     g = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(rows, depth, device="cuda", generator=g)
     weight = torch.randn(experts, depth, device="cuda", generator=g) * 0.02
@@ -213,12 +215,18 @@ def test_promises_at_real_sizes(monkeypatch: pytest.MonkeyPatch, wgmma: bool, si
 # ---- tiles of the forward on sm_90 ----------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def _no_plans_of_others():
+    yield
+    Plans.forget_all()
+
+
 def _use_tile(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, splits: int) -> None:
     def chosen(size: tuple[int, int, int], terms: int, sms: int) -> tiles.Tile:
         return tiles.Tile(rows, columns, splits, tiles.ring_stages(rows, columns, terms), 0.0)
 
     monkeypatch.setattr(tiles, "forward_tile", chosen)
-    monkeypatch.setattr(kernels, "FWD_PLANS", type(kernels.FWD_PLANS)(kernels.FWD_PLANS._build))
+    Plans.forget_all()
 
 
 @pytest.mark.parametrize(

@@ -19,4 +19,10 @@ def samples(device: str):
     other = torch.randn(40, 32, generator=g, device=device)
     yield SMOOTH, (x, *parts, smooth, x[:, 0].contiguous(), other, e4m3, False)
     yield SMOOTH, (x.bfloat16(), *parts, smooth, x[:, :4].contiguous(), None, e5m2, True)
-    yield from transposed.samples(x, index, smooth[0], other[:, 0].contiguous())
+    yield from _transposed_samples(x, index, smooth[0], other[:, 0].contiguous())
+
+
+def _transposed_samples(x, index, smooth, row_factor):
+    parts = index.rows, index.slots, index.offsets
+    yield transposed.CHANNEL, (x, *parts, row_factor, x[:, 0].contiguous(), smooth, False)
+    yield transposed.CHANNEL, (x.bfloat16(), *parts, None, None, None, True)

@@ -19,4 +19,17 @@ def samples(device: str):
     yield FORWARD, (q.bfloat16(), None, "bshd", "sbhd", 0, 16, 1, True, cos[:, :8], sin[:, :8], *plain)
     yield IN_PLACE, (q.clone(), k.clone(), "bshd", 0, 0, 0, False, cos, sin, *plain)
     yield IN_PLACE, (q.clone(), None, "bshd", 0, 0, 1, False, cos, sin, *plain)
-    yield from mla.samples(device)
+    yield from _mla_samples(device)
+
+
+def _mla_samples(device: str):
+    g = torch.Generator(device).manual_seed(0)
+    kv = torch.randn(5, 2, 3, 40, generator=g, device=device)
+    k_pos = torch.randn(5, 2, 1, 16, generator=g, device=device)
+    angle = torch.randn(5, 8, generator=g, device=device)
+    angles = (angle.cos(), angle.sin(), None, None, "", 0, 1, 1.0)
+    yield mla.KV_FORWARD, (kv, k_pos, 24, "sbhd", "sbhd", 2, *angles)
+    yield mla.KV_FORWARD, (kv.bfloat16(), k_pos.squeeze(2).bfloat16(), 24, "sbhd", "bshd", 2, *angles)
+    dk, dv = torch.randn(5, 2, 3, 40, generator=g, device=device), torch.randn(5, 2, 3, 16, generator=g, device=device)
+    yield mla.KV_BACKWARD, (dk, dv, 24, "sbhd", "sbhd", 2, 4, *angles)
+    yield mla.KV_BACKWARD, (dk, dv, 24, "bshd", "sbhd", 0, 3, *angles[:2], *angles[2:])
