@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(128, D > 128 || CODES == kSameType ? 1 : CODES
     auto slot_of = [&](int key) { return key - page_index(key) * static_cast<int>(page_size); };
     // Starts the copy of a chunk, whose page is known already if chunks do not cross pages.
     auto fetch = [&](int chunk, int stage, i64 page) {
-        constexpr int kRowsAtOnce = kWarp / kVectors;
+        constexpr int kRowsPerCopy = kWarp / kVectors;
         const int j0 = chunk * kChunk, row = lane / kVectors, vector = lane % kVectors;
         const ptx::SharedAddress to = ptx::shared_address(ring + stage * 2 * kTileBytes);
         const int k_rows = vector < k_vectors ? sequence.keys - j0 - row : 0;
@@ -137,15 +137,15 @@ __global__ void __launch_bounds__(128, D > 128 || CODES == kSameType ? 1 : CODES
             const u8* k_from = keys.at(page, slot) + vector * 16;
             const u8* v_from = values.at(page, slot) + vector * 16;
 #pragma unroll
-            for (int i = 0; i < kChunk; i += kRowsAtOnce) {
+            for (int i = 0; i < kChunk; i += kRowsPerCopy) {
                 const u32 place = Tile::offset(row + i, vector);
                 ptx::cp_async_16_or_zero(to + place, k_from, i < k_rows);
                 ptx::cp_async_16_or_zero(to + kTileBytes + place, v_from, i < v_rows);
-                k_from = settled(k_from + kRowsAtOnce * keys.row), v_from = settled(v_from + kRowsAtOnce * values.row);
+                k_from = settled(k_from + kRowsPerCopy * keys.row), v_from = settled(v_from + kRowsPerCopy * values.row);
             }
         } else {
 #pragma unroll 1
-            for (int i = 0; i < kChunk; i += kRowsAtOnce) {
+            for (int i = 0; i < kChunk; i += kRowsPerCopy) {
                 const int key = j0 + row + i;
                 const i64 page_here = key < sequence.keys ? page_of(key) : 0;
                 const u32 place = Tile::offset(row + i, vector);

@@ -341,30 +341,38 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
         const u8* stage = memory + slot * Shape::kStageBytes;
         if (more) load_b(1 - now, stage, next);
 
-        u32 columns[kBlocksN][Shape::kWords];
-        words_b[now].template expand<B, Math, (Shape::kBitsB < Shape::kBitsA), Shape::kConvertScaled>(0, kind_b, pairs_b,
-                                                                                                   columns);
+        // Columns come in two parts where words of a take many registers.
+        constexpr int kParts = Shape::kRawA == 4 ? 2 : 1, kColumns = kBlocksN / kParts;
 #pragma unroll
-        for (int i = 0; i < kBlocksM; ++i) {
-            constexpr bool kScaledA = Shape::kConvertScaled && Shape::kBitsA < 16;
-            u32 rows[2][Shape::kWords];
-            words_a.template expand<A, Math, (Shape::kBitsA < Shape::kBitsB), kScaledA>(2 * i, kind_a, pairs_a + 2 * i, rows);
+        for (int part = 0; part < kParts; ++part) {
+            u32 columns[kColumns][Shape::kWords];
+            words_b[now].template expand<B, Math, (Shape::kBitsB < Shape::kBitsA), Shape::kConvertScaled>(
+                part * kColumns, kind_b, pairs_b + part * kColumns, columns);
 #pragma unroll
-            for (int p = 0; p < Shape::kWords; p += 2) {
-                const u32 fragment[4] = {rows[0][p], rows[1][p], rows[0][p + 1], rows[1][p + 1]};
+            for (int i = 0; i < kBlocksM; ++i) {
+                constexpr bool kScaledA = Shape::kConvertScaled && Shape::kBitsA < 16;
+                u32 rows[2][Shape::kWords];
+                words_a.template expand<A, Math, (Shape::kBitsA < Shape::kBitsB), kScaledA>(2 * i, kind_a,
+                                                                                         pairs_a + 2 * i, rows);
 #pragma unroll
-                for (int j = 0; j < kBlocksN; ++j) {
-                    const u32 column[2] = {columns[j][p], columns[j][p + 1]};
-                    if constexpr (Shape::kScaleVector > 0) {
-                        Math::multiply(sums[i][j], fragment, column, pairs_a[i / 2], pairs_b[j / 4],
-                                       unit * Shape::kScaleVector % 4, i, j);
-                    } else {
-                        Math::template multiply<A, B>(sums[i][j], fragment, column, kind_a, kind_b);
+                for (int p = 0; p < Shape::kWords; p += 2) {
+                    const u32 fragment[4] = {rows[0][p], rows[1][p], rows[0][p + 1], rows[1][p + 1]};
+#pragma unroll
+                    for (int c = 0; c < kColumns; ++c) {
+                        const int j = part * kColumns + c;
+                        const u32 column[2] = {columns[c][p], columns[c][p + 1]};
+                        if constexpr (Shape::kScaleVector > 0) {
+                            Math::multiply(sums[i][j], fragment, column, pairs_a[i / 2], pairs_b[j / 4],
+                                           unit * Shape::kScaleVector % 4, i, j);
+                        } else {
+                            Math::template multiply<A, B>(sums[i][j], fragment, column, kind_a, kind_b);
+                        }
                     }
                 }
+                constexpr int kTogether = WordsA::kAtATime / 2;
+                if (part + 1 == kParts && i % kTogether == kTogether - 1 && more)
+                    words_a.load(stage, warp_m, next, i / kTogether);
             }
-            constexpr int kTogether = WordsA::kAtATime / 2;
-            if (i % kTogether == kTogether - 1 && more) words_a.load(stage, warp_m, next, i / kTogether);
         }
         if constexpr (Shape::kPromotes) {
             // Large tiles have stretches of whole stages.

@@ -25,11 +25,8 @@ RTK_DEVICE float skinny_activation(float x, int act) {
     return x;
 }
 
-// Sums of 4 neighbouring weight rows for a token, fp32 or, of integers, int32.
-struct SkinnySums {
-    float of[4];
-};
-
+// From the sums of a tile, [token][kSkinnySumPitch] in shared memory (fp32, or int32 of integers), to results. A thread has one
+// column, whose scale and bias it loads one time.
 struct SkinnyResult {
     const float* global_scale;  // null, or one number, or two of a gated product
     const float* scale_a;       // of tokens, null without
@@ -43,60 +40,52 @@ struct SkinnyResult {
     float factor;
     int global_step;  // 1 if the second half of a gated product has a scale of its own
     int bias_type, add_type, out_type, act;
-    bool accumulate, gated, integer, paired;  // paired: results may be written four at a time
+    bool accumulate, gated, integer;
 
-    // The value of weight row `row` (of 2n, if gated) before the activation.
-    RTK_DEVICE float scaled(float sum, int token, i64 row) const {
-        float v = (integer ? static_cast<float>(__float_as_int(sum)) : sum) * factor;
-        if (scale_b != nullptr) v *= scale_b[row * b_step];
-        if (scale_a != nullptr) v *= scale_a[token * a_step];
-        if (global_scale != nullptr) v *= global_scale[row >= n ? global_step : 0];
-        if (bias != nullptr) v += skinny_load(bias, row, bias_type);
-        return v;
+    // What all sums of a weight row (of 2n, if gated) are multiplied by, and what is added.
+    struct OfRow {
+        float times, plus;
+    };
+    RTK_DEVICE OfRow of_row(i64 row) const {
+        OfRow found = {factor, 0.0f};
+        if (scale_b != nullptr) found.times *= scale_b[row * b_step];
+        if (global_scale != nullptr) found.times *= global_scale[row >= n ? global_step : 0];
+        if (bias != nullptr) found.plus = skinny_load(bias, row, bias_type);
+        return found;
     }
 
-    // Results of columns column ... column + 3; `up` counts if gated.
-    RTK_DEVICE void put(const SkinnySums& sums, const SkinnySums& up, int token, i64 column) const {
-        const i64 at = token * out_pitch + column;
-        float value[4];
-        if (out_type == kTypeInt32) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (column + i < n) static_cast<i32*>(out)[at + i] = __float_as_int(sums.of[i]);
-            return;
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            value[i] = 0.0f;
-            if (column + i >= n) continue;
-            float v = scaled(sums.of[i], token, column + i);
-            if (add != nullptr) v += skinny_load(add, token * add_pitch + column + i, add_type);
+    RTK_DEVICE float value(float sum, const OfRow& row, float of_token) const {
+        return (integer ? static_cast<float>(__float_as_int(sum)) : sum) * row.times * of_token + row.plus;
+    }
+
+    RTK_DEVICE void finish(const float* sums, int m, int tile) const {
+        const int columns = gated ? 64 : 128, own = static_cast<int>(threadIdx.x) % columns;
+        const i64 column = static_cast<i64>(tile) * columns + own;
+        if (column >= n) return;
+        const int row = gated ? own / 16 * 32 + own % 16 : own;  // 16 of the gate, then their counterparts
+        const OfRow first = of_row(column), second = gated ? of_row(n + column) : first;
+#pragma unroll 1
+        for (int token = threadIdx.x / columns; token < m; token += static_cast<int>(blockDim.x) / columns) {
+            const float sum = sums[token * kSkinnySumPitch + row];
+            const i64 at = token * out_pitch + column;
+            if (out_type == kTypeInt32) {
+                static_cast<i32*>(out)[at] = __float_as_int(sum);
+                continue;
+            }
+            const float of_token = scale_a == nullptr ? 1.0f : scale_a[token * a_step];
+            float v = value(sum, first, of_token);
+            if (add != nullptr) v += skinny_load(add, token * add_pitch + column, add_type);
             v = skinny_activation(v, act);
-            if (gated) v *= scaled(up.of[i], token, n + column + i);
-            if (accumulate) v += skinny_load(out, at + i, out_type);
-            value[i] = v;
-        }
-        if (out_type == kTypeFp32) {
-            store_as<float>(value, at, column);
-        } else if (out_type == kTypeBf16) {
-            store_as<bf16>(value, at, column);
-        } else {
-            store_as<fp16>(value, at, column);
-        }
-    }
-
-   private:
-    template <typename T>
-    RTK_DEVICE void store_as(const float (&value)[4], i64 at, i64 column) const {
-        T* p = static_cast<T*>(out) + at;
-        if (paired && column + 4 <= n) {
-            store<T, 4>(p, value);
-            return;
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float one[1] = {value[i]};
-            if (column + i < n) store<T, 1>(p + i, one);
+            if (gated) v *= value(sums[token * kSkinnySumPitch + row + 16], second, of_token);
+            if (accumulate) v += skinny_load(out, at, out_type);
+            const float one[1] = {v};
+            if (out_type == kTypeFp32) {
+                static_cast<float*>(out)[at] = v;
+            } else if (out_type == kTypeBf16) {
+                store<bf16, 1>(static_cast<bf16*>(out) + at, one);
+            } else {
+                store<fp16, 1>(static_cast<fp16*>(out) + at, one);
+            }
         }
     }
 };

@@ -1,7 +1,8 @@
 // Weights of the skinny product, from codes in shared memory to the 16-bit operands of mma.sync. Every value is exact;
 // factors that a format leaves behind (kFactor) multiply the finished sums.
 //
-// Eight codes, neighbours along k, become four pairs: the operands of a lane for two products of 16 of k.
+// A step is 32 of k. A lane 4g + t has eight codes of row g, those of k = 8t ... 8t + 7, and makes four pairs of neighbours:
+// two for each of the step's two products.
 #pragma once
 #include "common/convert.cuh"
 #include "ptx/mma.cuh"

@@ -8,6 +8,7 @@ from rtkernels.nn.fp8_linear import Fp8HadamardLinear, Fp8Linear, Fp8SmoothLinea
 from rtkernels.nn.fp8_moe import Fp8GroupedLinear, Fp8MoE
 from rtkernels.nn.glu import GeGLU, SwiGLU
 from rtkernels.nn.norm import LayerNorm, RMSNorm
+from rtkernels.nn.quantized_linear import QuantizedLinear
 
 __all__ = [
     "Fp8GroupedLinear",
@@ -17,6 +18,7 @@ __all__ = [
     "Fp8SmoothLinear",
     "GeGLU",
     "LayerNorm",
+    "QuantizedLinear",
     "RMSNorm",
     "SwiGLU",
     "fixed_weights",

@@ -21,6 +21,7 @@ WEIGHTS = torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(1)).re
 FACTORS = WEIGHT.expand(EXPERTS, HIDDEN).contiguous()
 STACK = MATRIX.bfloat16().expand(2, EXPERTS, HIDDEN).contiguous()
 OFFS = torch.tensor([2, 6], dtype=torch.int32)
+ENDS = torch.tensor([0, 2, 6], dtype=torch.int32)  # of packed sequences
 COUNTS = torch.zeros(4, dtype=torch.int64)
 F8 = torch.float8_e4m3fn
 
@@ -41,6 +42,20 @@ def _index(ids: Tensor) -> Any:
     return rtkernels.moe_index(ids, EXPERTS, rows=128)
 
 
+def _heads(x: Tensor) -> Tensor:
+    return x.bfloat16().view(*x.shape[:-1], 4, 64)
+
+
+def _qkv(x: Tensor) -> tuple[Tensor, ...]:
+    return _heads(x), _heads(2 * x), _heads(x + 1)
+
+
+def _appended(k: Tensor) -> Tensor:
+    cache = torch.zeros(k.shape[0], 2, 4, 64, dtype=k.dtype)
+    rtk.append_kv_cache(k, k, cache, cache.clone(), torch.ones(k.shape[0], dtype=torch.int32))
+    return cache
+
+
 def _written(x: Tensor, function: Callable[[Tensor], Any]) -> Tensor:
     y = x.detach() * 1
     function(y)
@@ -50,6 +65,12 @@ def _written(x: Tensor, function: Callable[[Tensor], Any]) -> Tensor:
 rtk = rtkernels
 CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "add_": lambda x, ids: _written(x, lambda y: rtk.add_(y, x.detach())),
+    "append_kv_cache": lambda x, ids: _appended(_heads(x.detach())),
+    "attention": lambda x, ids: rtk.attention(*_qkv(x[None]), causal=True, return_lse=True),
+    "attention_decode": lambda x, ids: rtk.attention_decode(
+        _heads(x.detach()), *(_heads(x.detach()).unsqueeze(1),) * 2, torch.ones_like(ids[:, 0], dtype=torch.int32)
+    ),
+    "attention_varlen": lambda x, ids: rtk.attention_varlen(*_qkv(x), ENDS, ENDS, 64, 64, causal=True),
     "column_absmax": lambda x, ids: rtk.column_absmax(x),
     "cross_entropy": lambda x, ids: rtk.cross_entropy(x, ids[:, 0]),
     "cross_entropy, one pass": lambda x, ids: rtk.cross_entropy(x, ids[:, 0], one_pass=True),
@@ -93,6 +114,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
         x.view(-1, 32, EXPERTS), ids.view(-1, 1, 2).expand(-1, 32, 2), sequence_dim=1
     ),
     "log_softmax": lambda x, ids: rtk.log_softmax(x),
+    "merge_attention": lambda x, ids: rtk.merge_attention(_qkv(x)[:2], (x[:, :4].t(), x[:, 4:8].t())),
     "mla_rope": lambda x, ids: rtk.mla_rope(
         x.view(-1, 1, 4, 64), x.view(-1, 1, 4, 64), x[:, :32].view(-1, 1, 32), *_angles(x)
     ),
@@ -133,6 +155,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     ),
     "scaled_mm, quantised": lambda x, ids: rtk.scaled_mm(x.detach().bfloat16(), MATRIX.bfloat16(), quant_out="row"),
     "scatter_add": lambda x, ids: rtk.scatter_add(x, ids[:, 0], EXPERTS),
+    "sdpa": lambda x, ids: rtk.sdpa(*(t.transpose(0, 1) for t in _qkv(x)), is_causal=True),
     "smooth_factors": lambda x, ids: rtk.smooth_factors(rtk.column_absmax(x)),
     "softmax": lambda x, ids: rtk.softmax(x),
     "sort_chunks": lambda x, ids: rtk.sort_chunks(x, torch.tensor([2, 4]), torch.tensor([1, 0])),

@@ -93,6 +93,26 @@ def _shared_products() -> dict[str, tuple[str, str]]:
 
 
 _PRODUCTS["ptx/wgmma.cuh"] |= _shared_products()
+
+
+def _typed_products() -> dict[str, tuple[str, str]]:
+    """Return those of ``wgmma_typed``: fp8 and integers of all pairs, 16 bits in all orders, of some widths."""
+    found = {}
+    for a, b, sums in (("e4m3", "e4m3", 128), ("e4m3", "e5m2", 64), ("e5m2", "e4m3", 64), ("e5m2", "e5m2", 32)):
+        statement = f"wgmma_typed<{a}, {b}, false, false>(d{sums}, w, w + 1, 1)"
+        found[statement] = (f"{_WGMMA}m64n{2 * sums}k32.f32.{a}.{b} ", "p, 1, 1;")
+    for a, b, sums in (("s8", "s8", 128), ("s8", "u8", 64), ("u8", "s8", 64), ("u8", "u8", 32)):
+        statement = f"wgmma_typed<{a}, {b}, false, false>(i{sums}, w, w + 1, 1)"
+        found[statement] = (f"{_WGMMA}m64n{2 * sums}k32.s32.{a}.{b} ", "p;")
+    for kind, name in (("bf16", "bf16"), ("fp16", "f16")):
+        for across_a, across_b in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            flags = ", ".join("true" if flag else "false" for flag in (across_a, across_b))
+            statement = f"wgmma_typed<{kind}, {kind}, {flags}>(d128, w, w + 1, 1)"
+            found[statement] = (f"{_WGMMA}m64n256k16.f32.{name}.{name} ", f"p, 1, 1, {across_a}, {across_b};")
+    return found
+
+
+_PRODUCTS["ptx/wgmma_types.cuh"] = _typed_products()
 _UNIT = "probe/instructions.cu"
 
 
@@ -182,5 +202,5 @@ def test_every_function_is_in_the_table(header: str) -> None:
     else:
         # Names, or where a macro makes them its uses: `RTK_MMA_F32(name, "instruction")`.
         made = set(re.findall(r"^RTK_MMA\w+\((\w+),", text, re.MULTILINE))
-        made |= set(re.findall(r"RTK_DEVICE void (w?g?mma_(?:m\d|shared|registers)\w*)\(", text))
+        made |= set(re.findall(r"RTK_DEVICE void (w?g?mma_(?:m\d|shared|registers|typed)\w*)\(", text))
         assert made == {re.match(r"\w+", statement)[0] for statement in _PRODUCTS[header]}

@@ -211,6 +211,8 @@ void tensor_load(void* shared, const long long* map, void* p, const int* at) {
     barrier_of_copy(p);
     if (reinterpret_cast<u64>(shared) % (box.swizzled ? 1024 : 128) != 0)
         report(kMisaligned, bytes, true, -1, 0, pc, "place of a box in shared memory");
+    if (at[0] * static_cast<long long>(box.element) % 16 != 0)  // of a box that is read; an H200 refuses it
+        report(kMisaligned, bytes, true, -1, 0, pc, "place of a box in its tensor: the first coordinate, in bytes");
     std::vector<u8> data(bytes, 0);
     for (u32 i = 0; i < bytes; i += 16) overwrite(static_cast<u8*>(shared) + i, pc);
     box.each(shared, at, [&](u32 to, const u8* from, u32 size) {

@@ -317,6 +317,8 @@ def attention_varlen(
         )  # fmt: skip
     left, right = window_sides(window, causal)
     sinks = None if sinks is None else sinks.float()
+    if cu_seqlens_k is cu_seqlens_q and isinstance(cu_seqlens_k, Tensor):
+        cu_seqlens_k = cu_seqlens_k.view(-1)  # Dynamo takes no tensor twice
     tensors = (q, k, v, sinks, None, seqused_k, None, cu_seqlens_q, cu_seqlens_k)
     options = (
         default_scale(scale, q.shape[-1]), left, right, float(a_number("softcap", softcap)),

@@ -60,8 +60,8 @@ def sdpa(
     bias = _as_bias(attn_mask, query, (*batch, heads, queries, keys))
     window = None
     if is_causal:
-        # Ours aligns the last query with the last key: keys that nobody sees go, and queries behind the last key see
-        all.k, v = k[..., :queries, :], v[..., :queries, :]
+        # Ours aligns the last query with the last key: keys that nobody sees go, queries behind the last key see all.
+        k, v = k[..., :queries, :], v[..., :queries, :]
         window = (None, max(queries - keys, 0))
     result = attention(q, k, v, scale=scale, window=window, bias=bias, layout="bhld")
     return result.reshape(*batch, *result.shape[-3:])

@@ -142,6 +142,8 @@ def _unsupported_backward(problem: Attention) -> str | None:
     p = problem
     if p.d_qk > 128 or p.d_v > 128:
         return f"heads of {p.d_qk} and {p.d_v} elements; up to 128 are expected in the backward"
+    if p.lq == 0 or p.rows_q == 0:
+        return "there are no queries, in the backward"
     if p.bias is not None:
         return "there is a bias, in the backward"
     if p.batch * p.heads_q >= 1 << 16:
@@ -235,15 +237,16 @@ def _backward_order(problem: Attention, blocks: int, queries: int) -> tuple[int,
 
     The blocks of a chunk follow each other through the queries. Without a mask, all blocks are busy if a whole number
     of chunks runs, each of another head, its blocks two tiles of queries or more apart. Under a mask with a diagonal
-    the longest tiles come first, those of all heads together.
+    a block waits for shorter ones only, if a chunk is all of a head; where heads of queries share keys there are too few
+    tiles for that, and the longest come first.
     """
     p = problem
     heads = p.batch * p.heads_kv
+    tiles, apart = -(-p.lkv // _BACKWARD_KEYS), -(-p.lq // queries) // 2
     if p.left >= 0 or p.right >= 0:
-        return min(heads, 16), 1
+        return (1, tiles) if p.group == 1 else (min(heads, 16), 1)
     in_l2 = _BACKWARD_L2_BYTES // max(1, p.group * p.lq * (2 * p.d_qk + 2 * p.d_v + 4 * p.d_qk))
     heads = max(1, min(heads, in_l2))
-    tiles, apart = -(-p.lkv // _BACKWARD_KEYS), -(-p.lq // queries) // 2
     fits = min(c for c in range(1, blocks + 1) if blocks % c == 0 and blocks // c <= heads)
     return heads, max(1, min(tiles, apart, fits))
 

@@ -48,7 +48,8 @@ def _variants(target: Target) -> Iterator[Variant]:
             yield token, token, math, False, layout, PLAIN
             yield token, token, math, False, layout, SMALL
         for codes in ("AnyByteCode", "AnyNibbleCode"):
-            yield token, codes, math, False, 0, PROMOTED
+            if target.capability >= (9, 0):  # for others it takes more registers than a thread has
+                yield token, codes, math, False, 0, PROMOTED
             yield token, codes, math, False, 0, SMALL
         for codes in ("E2m1Code", "e4m3") if token == "bf16" else ("E2m1Code",):
             yield token, codes, math, True, 0, PROMOTED

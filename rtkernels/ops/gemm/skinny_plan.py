@@ -20,12 +20,13 @@ MAX_ROWS = 64
 
 _THREADS = 256
 _TILE_ROWS = 128
-_CHUNK_BYTES = 64  # of a weight row
-_CHUNKS = 4  # in a slab
+_ROW_BYTES = 128  # of a weight row, in a stage
 _SUM_PITCH = 132
-_MAX_PARTS = 16  # blocks that may share a tile: one of them adds all of their sums
+_MAX_STAGES = {16: 3, 8: 3, 4: 4}  # by bits of a weight: more of them only take longer to fill (H200)
+_MIN_STAGES = 2  # of a block, where k has as many
+_MAX_PARTS = 8  # blocks that may share a tile: one of them adds all of their sums
 _TILES = (1, 4, 8)  # of 8 tokens; a variant serves fewer, too
-_BLOCKS = {1: 2, 4: 2, 8: 1}  # that a multiprocessor has at a time
+_BLOCKS = {1: 2}  # that a multiprocessor has at a time, of these tiles
 
 _CODES = {
     "bf16": "bf16", "fp16": "fp16", "e4m3": "e4m3", "e5m2": "e5m2", "int8": "int8_codes", "int4": "int4_codes",
@@ -49,8 +50,9 @@ _SKINNY = Kernel(
     "gemm_skinny",
     template="Codes Math TILES",
     args="a:ptr b:ptr scale_a:ptr scale_b:ptr global_scale:ptr bias:ptr add:ptr out:ptr partial:ptr tickets:ptr m:i64 "
-    "n:i64 k:i64 a_pitch:i64 b_pitch:i64 out_pitch:i64 add_pitch:i64 scale_a_row:i64 scale_a_group:i64 scale_b_row:i64 "
-    "scale_b_group:i64 scale_b_row_shift:i64 scale_b_shift:i64 global_step:i64 flags:i64 types:i64",
+    "n:i64 k:i64 a_pitch:i64 b_pitch:i64 out_pitch:i64 add_pitch:i64 scale_a_row:i64 scale_a_word:i64 scale_b_row:i64 "
+    "scale_b_word:i64 scale_b_shift:i64 depth_a:i64 depth_b:i64 words_a:i64 words_b:i64 group_shift:i64 period:i64 "
+    "global_step:i64 flags:i64 types:i64 stages:i64",
     variants=_variants(),
     max_registers=255,
     tier="serve",
@@ -60,10 +62,12 @@ KERNELS = (_SKINNY,)
 
 
 class _Layout(NamedTuple):
-    """A launch: its variant's tiles of tokens, tokens, and shared memory."""
+    """A launch: its variant's tiles of tokens, blocks on a multiprocessor, tokens, and shared memory."""
 
     tiles: int
+    blocks: int
     rows: int
+    stages: int
     shared: int
 
 
@@ -93,6 +97,8 @@ def unsupported(product: Product, target: Target) -> str | None:
         return "an odd k of 4-bit activations"
     if p.out.token not in _TYPES:
         return f"no results of type {p.out.token}"
+    if -(-p.n // (_TILE_ROWS // 2)) * -(-p.k // 64) >= 1 << 22:
+        return "more tiles than a launch counts"
     integers = _integer_sums(p)
     if p.out.token == "int32" and not (integers and p.scale_a is None and p.scale_b is None):
         return "int32 results of other than plain integer products"
@@ -114,9 +120,9 @@ def _varies(scales: Scales | None, k: int) -> bool:
     return scales is not None and 0 < scales.depth < k
 
 
-def _chunk(p: Product) -> int:
-    """Return how much of k a chunk has."""
-    return int(_CHUNK_BYTES / BYTES[p.b.token])
+def _stage_depth(p: Product) -> int:
+    """Return how much of k a stage has."""
+    return int(_ROW_BYTES / BYTES[p.b.token])
 
 
 def _bad_scale_a(p: Product) -> str | None:
@@ -127,7 +133,7 @@ def _bad_scale_a(p: Product) -> str | None:
         return f"no {s.token} scales of activations"
     if not _varies(s, p.k):
         return None if s.rows in (0, 1) else f"scales of a for {s.rows} rows"
-    if s.depth != 128 or s.rows != 1 or p.b.token in FLOAT16:
+    if s.depth != 128 or s.rows != 1 or _stage_depth(p) < 128:
         return f"scales of a for {s.rows} x {s.depth}"
     return None
 
@@ -151,22 +157,36 @@ def _bad_scale_b(p: Product) -> str | None:
         return "swizzled fp32 scales"
     if not _varies(s, p.k):
         return None if s.rows in (0, 1) else where
-    fits = s.depth >= 32 and s.depth & (s.depth - 1) == 0
+    depth = _stage_depth(p)
+    fits = s.depth % depth == 0 or (s.depth in (32, 64, 128) and depth % s.depth == 0)
     return None if fits and s.rows in (0, 1, 128) else where
+
+
+def _words(p: Product) -> tuple[int, int]:
+    """Return how many words of scales along k a stage has for a token, and for a weight row."""
+    depth, s = _stage_depth(p), p.scale_b
+    words_a = max(depth // 128, 1) if _varies(p.scale_a, p.k) else 0
+    if s is None:
+        return words_a, 0
+    if s.token != "fp32":
+        return words_a, depth // s.depth // 4
+    return words_a, max(depth // s.depth, 1) if _varies(s, p.k) else 0
 
 
 def _layout(p: Product, target: Target) -> _Layout | None:
     """Return how many tokens a launch takes and its shared memory, None if there is too little."""
-    depth = _CHUNKS * _chunk(p)
+    depth, (words_a, words_b) = _stage_depth(p), _words(p)
     converted = p.a.token not in FLOAT16
-    enough = _TILES[-1] if p.b.token == "e5m2" else min(t for t in _TILES if t * 8 >= min(p.m, MAX_ROWS))
-    for tiles in sorted((t for t in _TILES if t <= enough), reverse=True):
+    smallest = _TILES[-1] if p.b.token == "e5m2" else min(t for t in _TILES if t * 8 >= min(p.m, MAX_ROWS))
+    for tiles in sorted((t for t in _TILES if t <= smallest), reverse=True):
         tokens = tiles * 8
-        shared = tokens * _SUM_PITCH * 4 + 2 * 2 * tokens * depth
-        if converted:
-            shared += 2 * int(tokens * depth * BYTES[p.a.token]) + 4 * 4 * tokens * (depth // 128)
-        if shared <= shared_limit(target) - 256 and (p.b.token != "e5m2" or tiles == enough):
-            return _Layout(tiles, min(tokens, p.m), shared)
+        stage = _TILE_ROWS * _ROW_BYTES + int(tokens * depth * BYTES[p.a.token]) + 512 * words_b + 4 * tokens * words_a
+        rest = tokens * _SUM_PITCH * 4 + (tokens * depth * 4 if converted else 0)
+        for blocks in sorted({_BLOCKS.get(tiles, 1), 1}, reverse=True):
+            fit = ((shared_limit(target) + 1024) // blocks - 1280 - rest) // stage
+            stages = min(fit, _MAX_STAGES[int(8 * BYTES[p.b.token])])
+            if stages >= (3 if converted else 2) and (p.b.token != "e5m2" or tiles == smallest):
+                return _Layout(tiles, blocks, min(tokens, p.m), stages, rest + stages * stage)
     return None
 
 
@@ -182,8 +202,9 @@ def steps(product: Product, device: int) -> Steps:
     layout = _layout(p, info.target)
     assert layout is not None
     columns = _TILE_ROWS // 2 if p.gate else _TILE_ROWS
-    tiles_n, slabs = -(-p.n // columns), max(-(-p.k // (_CHUNKS * _chunk(p))), 1)
-    grid = min(_BLOCKS[layout.tiles] * info.sm_count, tiles_n * min(slabs, _MAX_PARTS))
+    tiles_n, k_stages = -(-p.n // columns), max(-(-p.k // _stage_depth(p)), 1)
+    grid = min(layout.blocks * info.sm_count, tiles_n * min(-(-k_stages // _MIN_STAGES), _MAX_PARTS))
+    shared_tiles = tiles_n * k_stages % grid != 0 or tiles_n % grid != 0
     fixed = _fixed(p)
     made = []
     for first in range(0, p.m, layout.rows):
@@ -195,7 +216,7 @@ def steps(product: Product, device: int) -> Steps:
             grid,
             _THREADS,
             layout.shared,
-            ending=(rows, *fixed),
+            ending=(rows, *fixed, layout.stages),
         )
         s = p.scale_a
         scale_a = 0 if s is None else 4 * first * s.row_pitch if s.rows else 0
@@ -205,43 +226,56 @@ def steps(product: Product, device: int) -> Steps:
                 Offset("scale_a", scale_a) if s is not None else 0, "scale_b" if p.scale_b is not None else 0,
                 "global_scale" if p.global_scale else 0, "bias" if p.bias else 0,
                 Offset("add", _bytes(Matrix(p.add, 0), first * p.add_pitch)) if p.add else 0,
-                Offset("out", _bytes(p.out, first * p.out.pitch)), "partial", f"tickets_{first}",
+                Offset("out", _bytes(p.out, first * p.out.pitch)),
+                *(("partial", f"tickets_{first}") if shared_tiles else (0, 0)),
             )
         )  # fmt: skip
-    shared_tiles = tiles_n * slabs % grid != 0 or tiles_n % grid != 0
-    slots = 2 * grid if shared_tiles else 1
+    if not shared_tiles:
+        return Steps(*made)
     return Steps(
         *made,
-        scratch={"partial": Memory((slots, layout.rows, _TILE_ROWS), torch.float32)},
+        scratch={"partial": Memory((2 * grid, layout.rows, _TILE_ROWS), torch.float32)},
         zeros={f"tickets_{first}": tiles_n for first in range(0, p.m, layout.rows)},
     )
 
 
 def _fixed(p: Product) -> tuple[int, ...]:
     """Return the arguments of the kernel from n to types."""
-    a, b = p.scale_a, p.scale_b
-    along_b = b is not None and (b.token != "fp32" or _varies(b, p.k))
-    fine = along_b and b.token != "ue4m3" and b.depth < _chunk(p)
-    size_b = 4 if b is None or b.token == "fp32" else 1
+    a, b, depth = p.scale_a, p.scale_b, _stage_depth(p)
+    words_a, words_b = _words(p)
+    size_b = 1 if b is not None and b.token != "fp32" else 4
+    depth_b = b.depth if b is not None and words_b else max(p.k, 1)
+    group_shift = depth_b.bit_length() - 1 if depth_b < depth else 30
+    period = min([depth // 64] + ([depth_b // 32] if 32 <= depth_b < depth else []) + ([4] if words_a else []))
+    along = lambda s: s is not None and s.rows == 1  # noqa: E731
     flags = (
-        p.a.aligned, p.b.aligned, fine, _varies(a, p.k), p.b.token == "int4", _integer_sums(p), p.gate is not None,
-        p.accumulate, _results_in_fours(p), a is not None and a.rows == 1, b is not None and b.rows == 1, along_b,
+        p.a.aligned, p.b.aligned, True, _words_aligned(b), p.b.token == "int4", _integer_sums(p), p.gate is not None,
+        p.accumulate, False, along(a), along(b),
     )  # fmt: skip
+    kind = 0 if b is None else _SCALE_KINDS[b.token] + 4 * b.swizzled
     types = (
         _TYPES.get(p.bias, 0), _TYPES.get(p.add, 0), _TYPES[p.out.token], _ACTS[p.gate if p.gate else p.act],
-        _ACTIVATIONS[p.a.token], 0 if b is None else _SCALE_KINDS[b.token] + 4 * b.swizzled,
+        _ACTIVATIONS[p.a.token], kind,
     )  # fmt: skip
     return (
         p.n, p.k, _bytes(p.a, p.a.pitch), _bytes(p.b, p.b.pitch), p.out.pitch, p.add_pitch,
         4 * a.row_pitch if a else 0, 4 * a.depth_pitch if a else 0,
-        size_b * b.row_pitch if b and b.rows else 0, size_b * b.depth_pitch if b else 0,
-        7 if b and b.rows == 128 else 0, b.depth.bit_length() - 1 if along_b else 0, max(p.global_scale - 1, 0),
+        size_b * b.row_pitch if b and b.rows else 0, _word_pitch(b),
+        7 if b and b.rows == 128 else 0, 128, depth_b, words_a, words_b, group_shift, period,
+        max(p.global_scale - 1, 0),
         sum(bool(value) << i for i, value in enumerate(flags)), sum(value << 4 * i for i, value in enumerate(types)),
     )  # fmt: skip
 
 
-def _results_in_fours(p: Product) -> bool:
-    return p.out.aligned and p.out.pitch % 4 == 0
+def _word_pitch(s: Scales | None) -> int:
+    """Return the bytes from one word of a row's scales to the next: one fp32 number, or four bytes."""
+    if s is None:
+        return 0
+    return 512 if s.swizzled else 4 * s.depth_pitch if s.token == "fp32" else 4
+
+
+def _words_aligned(s: Scales | None) -> bool:
+    return s is None or s.token == "fp32" or s.swizzled or (s.aligned and s.row_pitch % 4 == 0)
 
 
 def summary(product: Product, target: Target) -> str:
@@ -249,4 +283,4 @@ def summary(product: Product, target: Target) -> str:
     layout = _layout(product, target)
     if layout is None:
         return ""
-    return f"128 weight rows x {layout.rows} tokens, tiles shared by blocks along k"
+    return f"128 weight rows x {layout.rows} tokens, {layout.stages} stages, tiles shared by blocks along k"

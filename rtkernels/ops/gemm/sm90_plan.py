@@ -67,7 +67,7 @@ GEMM = Kernel(
     "out:ptr out_scale:ptr starts:ptr ends:ptr rows:i64 columns:i64 depth:i64 a_row_pitch:i64 a_depth_pitch:i64 "
     "a_group_pitch:i64 b_row_pitch:i64 b_depth_pitch:i64 b_group_pitch:i64 scale_rows:i64 scale_shifts:i64 "
     "out_pitch:i64 out_group_pitch:i64 out_scale_pitch:i64 add_pitch:i64 groups:i64 flags_and_band:i64",
-    variants=list(_BUILT), max_registers=208, needs=("wgmma",),
+    variants=list(_BUILT), max_registers=168, needs=("wgmma",),
 )  # fmt: skip
 LABEL_GROUPS = Kernel(
     "gemm/label_groups.cu", "label_groups", template="THREADS", args="labels:ptr cuts:ptr rows:i64 groups:i64",
@@ -145,6 +145,9 @@ def _unsupported_groups(p: Product) -> str | None:
         return None
     if g.count > MAX_GROUPS:
         return f"at most {MAX_GROUPS} groups, not {g.count}"
+    along_k = not (p.a.across and p.b.across)
+    if g.kind == "depth" and along_k and g.align * BYTES[p.a.token] % 16:
+        return "along k, the copy engine needs groups that begin at multiples of 16 bytes"
     if g.kind == "depth" and _loop_scales(p) != NO_SCALES and g.align % 128 != 0:
         return "scales per 128 of k need groups that begin at multiples of 128"
     if p.add is not None and g.kind in ("masked", "depth"):
@@ -225,6 +228,12 @@ def steps(product: Product, device: int, *, tile: Tile | None = None) -> Steps:
     )
 
 
+def summary(product: Product, target: Target) -> str:
+    """Return the tile that a product would get on an H200, for ``explain``."""
+    tile = _tile(product, _loop_scales(product), 132)
+    return f"{tile.rows} x {tile.cols} tiles, {tile.stages} stages"
+
+
 def _b_rows(p: Product) -> int:
     return 2 * p.n if p.gate is not None else p.n
 
@@ -247,6 +256,8 @@ def _arguments(p: Product, tile: Tile, scales: int) -> list[str | int | Boxes | 
         strides = (p.out.pitch * out_bytes, (p.out.group_pitch or p.out.pitch) * out_bytes)
         out = Boxes("out", token, (p.n, p.m, groups_out), strides, (128 // out_bytes, 64, 1))
     a_scales = _scale_boxes("scale_a", p.scale_a, p.m, p.k, groups_a, tile.rows)
+    if g and g.kind in ("rows", "labels") and g.align % 4:  # boxes begin at multiples of 16 bytes
+        a_scales = None
     b_scales = _scale_boxes("scale_b", p.scale_b, p.n, p.k, groups_b, tile.cols) if scales == COLUMN_SCALES else None
     factors = p.bias is not None or any(s is not None and not _in_loop(s, p.k) for s in (p.scale_a, p.scale_b))
     flags = (

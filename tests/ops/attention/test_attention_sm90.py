@@ -301,3 +301,36 @@ def check_backward(q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor] | N
 )
 def test_backward(shape: tuple[int, ...], options: dict[str, int]) -> None:
     check_backward(*qkv(*shape), **options)
+
+
+@pytest.mark.parametrize("options", ({}, {"right": 0}))
+def test_backward_gives_the_same_bits_in_any_order_of_blocks(options: dict[str, int]) -> None:
+    q, k, v = qkv(1, 70, 300, 2, 1, 64)
+    dout, p = random(1, 70, 2, 64, seed=5), describe(q, k, v, {}, **options)
+    want = backward(p, q, k, v, {}, dout, None)
+    with rtkernels.emulate("sm_90", order=3):
+        got = backward(p, q, k, v, {}, dout, None)
+    assert all(torch.equal(got[name], want[name]) for name in ("dq", "dk", "dv"))
+
+
+def test_backward_softcap_and_sinks() -> None:
+    check_backward(*qkv(1, 20, 150, 2, 1, 64), {"sinks": random(2, dtype=torch.float32)}, softcap=2.0)
+
+
+def test_backward_lengths_and_packed_sequences() -> None:
+    check_backward(*qkv(2, 9, 140, 1, 1, 64), {"lengths": torch.tensor([130, 7], dtype=torch.int32)}, right=0)
+    cu_q, cu_k = (torch.tensor(c, dtype=torch.int32) for c in ([0, 3, 3, 73], [0, 50, 60, 130]))
+    packed = random(73, 2, 64), random(130, 1, 64, seed=1), random(130, 1, 64, seed=2)
+    check_backward(*packed, {"cu_q": cu_q, "cu_k": cu_k}, lq=70, lkv=70, right=0)
+
+
+def test_the_api_takes_these_kernels() -> None:
+    leaves = [x.requires_grad_() for x in qkv(1, 20, 40, 2, 1, 64)]
+    out = rtkernels.attention(*leaves, causal=True, backend="sm90")
+    got = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    p = describe(*(x.detach() for x in leaves), {}, right=0)
+    exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
+    want_out = exact(p, *exact_leaves, {})[0]
+    near(out.detach(), want_out.detach(), UNIT[torch.bfloat16])
+    for g, w in zip(got, torch.autograd.grad(want_out.sum(), exact_leaves), strict=True):
+        assert (g.double() - w).abs().max() <= 6 * UNIT[torch.bfloat16] * w.abs().max()

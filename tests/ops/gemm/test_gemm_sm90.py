@@ -106,7 +106,7 @@ GROUPED: dict[str, tuple[str, list[int], int, int, dict[str, Any]]] = {
         0,
         {"m": 70, "across": True, "out": "fp32", "accumulate": True, "tile": SMALL},
     ),
-    "wgrad_along_k": ("depth", [70, 0, 5, 64], 136, 0, {"m": 70, "out": "fp32", "tile": SMALL}),
+    "wgrad_along_k": ("depth", [70, 0, 5, 61], 136, 0, {"m": 70, "align": 8, "out": "fp32", "tile": SMALL}),
     "wgrad_1d1d": (
         "depth",
         [128, 0, 200, 70],
@@ -130,8 +130,25 @@ def _slack(place: str, options: dict[str, Any]) -> dict[str, float]:
     return {"slack": FP8_SLACK} if place == "cuda" and options.get("a") == "e4m3" else {}
 
 
+# Those whose variant no other case has, as compiling it takes longest, and whose code others try too.
+SLOW = (
+    "bf16_one_warpgroup",
+    "fp16_a_across",
+    "fp8_tensor_fast",
+    "int8_blocks",
+    "int8_sums",
+    "fp8_mixed",
+    "masked_rows",
+    "rows_aligned",
+)
+
+
+def _cases(cases: dict[str, Any]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in cases]
+
+
 @at("sm_90", "cuda")
-@pytest.mark.parametrize("case", DENSE)
+@pytest.mark.parametrize("case", _cases(DENSE))
 def test_dense(place: str, case: str) -> None:
     torch.manual_seed(0)
     m, n, k, options = DENSE[case]
@@ -140,7 +157,7 @@ def test_dense(place: str, case: str) -> None:
 
 
 @at("sm_90", "cuda")
-@pytest.mark.parametrize("case", GROUPED)
+@pytest.mark.parametrize("case", _cases(GROUPED))
 def test_grouped(place: str, case: str) -> None:
     torch.manual_seed(0)
     kind, sizes, n, k, options = GROUPED[case]
@@ -149,7 +166,7 @@ def test_grouped(place: str, case: str) -> None:
 
 
 @emulated
-@pytest.mark.parametrize("case", ("bf16", "1d2d", "fp8_promoted", "gated_1d2d_quantized"))
+@pytest.mark.parametrize("case", ("bf16", "1d2d"))
 def test_in_every_order(case: str) -> None:
     torch.manual_seed(0)
     m, n, k, options = DENSE[case]
@@ -195,6 +212,7 @@ def test_what_is_unsupported() -> None:
         (eight._replace(scale_a=Scales(1, 32), k=128), sm90, "power of two"),
         (eight._replace(scale_a=Scales(1, 32, token="e8m0")), sm90, "must be fp32"),
         (plain._replace(groups=Groups("rows", 513)), sm90, "at most 512"),
+        (plain._replace(groups=Groups("depth", 2)), sm90, "multiples of 16 bytes"),
         (eight._replace(quantized="row", out=fp8), sm90, "more than a tile"),
         (plain._replace(out=fp8), sm90, "quantised"),
     ):
