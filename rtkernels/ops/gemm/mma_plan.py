@@ -67,7 +67,7 @@ def _variants(target: Target) -> Iterator[Variant]:
         yield "Int8Code", "Int8Code", "MathInt8", False, 0, tile
         yield "Int4Code", "Int4Code", "MathInt4", False, 0, tile
         yield "e4m3", "e4m3", "MathFp8", False, 0, tile
-        if tile != PLAIN:
+        if tile == SMALL or (tile == PROMOTED and not _has_fp8(target)):  # with four products to choose from, it spills
             yield "AnyByteCode", "AnyByteCode", "MathFp8", False, 0, tile
     for left in ("Int", "Uint"):
         for right in ("Int", "Uint"):
