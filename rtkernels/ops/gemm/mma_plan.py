@@ -59,7 +59,8 @@ def _variants(target: Target) -> Iterator[Variant]:
         yield "E2m1Code", "E2m1Code", "MathF16", True, 0, tile
         yield "E2m1Code", "E2m1Code", "MathBf16", True, 0, tile
         yield "e4m3", "e4m3", "MathBf16", True, 0, tile
-        if "block_scaled_mma" in target.features:
+    if "block_scaled_mma" in target.features:  # shared memory has room for one block: the tile with more warps
+        for tile in (PROMOTED, SMALL):
             yield "e4m3", "e4m3", "MathMxFp8", True, 0, tile
             yield "E2m1Code", "E2m1Code", "MathMxFp4", True, 0, tile
             yield "E2m1Code", "E2m1Code", "MathNvFp4", True, 0, tile
