@@ -59,7 +59,8 @@ def _variants(target: Target) -> Iterator[Variant]:
         yield "E2m1Code", "E2m1Code", "MathF16", True, 0, tile
         yield "E2m1Code", "E2m1Code", "MathBf16", True, 0, tile
         yield "e4m3", "e4m3", "MathBf16", True, 0, tile
-        if "block_scaled_mma" in target.features:
+    if "block_scaled_mma" in target.features:  # shared memory has room for one block: the tile with more warps
+        for tile in (PROMOTED, SMALL):
             yield "e4m3", "e4m3", "MathMxFp8", True, 0, tile
             yield "E2m1Code", "E2m1Code", "MathMxFp4", True, 0, tile
             yield "E2m1Code", "E2m1Code", "MathNvFp4", True, 0, tile
@@ -67,7 +68,7 @@ def _variants(target: Target) -> Iterator[Variant]:
         yield "Int8Code", "Int8Code", "MathInt8", False, 0, tile
         yield "Int4Code", "Int4Code", "MathInt4", False, 0, tile
         yield "e4m3", "e4m3", "MathFp8", False, 0, tile
-        if tile != PLAIN:
+        if tile == SMALL or (tile == PROMOTED and not _has_fp8(target)):  # with four products to choose from, it spills
             yield "AnyByteCode", "AnyByteCode", "MathFp8", False, 0, tile
     for left in ("Int", "Uint"):
         for right in ("Int", "Uint"):

@@ -255,6 +255,13 @@ def test_quantised_weights(a: str, b: str, scales: dict, target: str) -> None:
         plain(a, b, 3, 9, 75, out="fp32", scale_b=scales, operand_a={"aligned": False}, operand_b={"aligned": False})
 
 
+@pytest.mark.parametrize(("b", "scales"), [WEIGHTS[0], ("int4", {"per_rows": 1, "depth": 128})])
+def test_quantised_weights_of_large_tiles(b: str, scales: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mma_plan, "_tile", large_tile)
+    with rtkernels.emulate("sm_90"):
+        plain("bf16", b, 140, 150, 200, out="fp32", scale_b=scales)
+
+
 # ---- endings --------------------------------------------------------------------------------------------------------
 
 
