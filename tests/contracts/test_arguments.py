@@ -216,12 +216,24 @@ def _b16(*shape: int) -> Tensor:
     return torch.ones(shape, dtype=torch.bfloat16)
 
 
-def _offs() -> Tensor:
-    return torch.tensor([1, 4], dtype=torch.int32)
+def _offs(*ends: int) -> Tensor:
+    return torch.tensor(ends or [1, 4], dtype=torch.int32)
+
+
+def _heads(*shape: int) -> list[Tensor]:
+    return [_b16(*shape) for _ in range(3)]
 
 
 # A call of every public function that takes numbers; all of them can be given by name on top.
 NUMBERS: dict[str, Callable[..., Any]] = {
+    "attention": lambda **n: rtkernels.attention(*_heads(1, 4, 2, 16), **n),
+    "attention_decode": lambda **n: rtkernels.attention_decode(
+        _b16(1, 1, 2, 64), *_heads(1, 4, 2, 64)[1:], _offs(3), **n
+    ),
+    "attention_varlen": lambda **n: rtkernels.attention_varlen(
+        *_heads(4, 2, 16), _offs(0, 4), _offs(0, 4), **{"max_seqlen_q": 4, "max_seqlen_k": 4, **n}
+    ),
+    "sdpa": lambda **n: rtkernels.sdpa(*_heads(1, 2, 4, 16), **n),
     "add_": lambda **n: rtkernels.add_(torch.ones(4, 8), torch.ones(4, 8), **n),
     "cross_entropy": lambda **n: rtkernels.cross_entropy(torch.ones(4, 8), _labels(), **n),
     "dequantize_fp8_hadamard": lambda **n: rtkernels.dequantize_fp8_hadamard(_f8(4, 128), torch.ones(4), **n),

@@ -29,7 +29,7 @@ FAMILIES = {
     "moe": {"quant"},
     "loss": {"reduce"},
     "router": {"norm", "quant", "gemm"},
-    "gemm": {"quant", "layout"},
+    "gemm": {"quant", "layout", "act"},
     "attention": {"gemm", "rope", "reduce"},
 }
 # What a layer may import besides itself and GROUND; inside functions, layers below `emulator` may reach it too.

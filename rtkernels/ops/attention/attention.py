@@ -175,7 +175,7 @@ def window_sides(window: int | Sequence[int | None] | None, causal: bool) -> tup
     elif isinstance(window, int):
         left, right = an_integer("window", window), -1
     else:
-        if len(window) != 2:
+        if not isinstance(window, (tuple, list)) or len(window) != 2:
             raise ArgumentError(f"window is {window!r}; expected an int or a pair (left, right)")
         left, right = (-1 if side is None else an_integer("window", side) for side in window)
     if left < -1 or right < -1:

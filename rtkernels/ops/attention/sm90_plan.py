@@ -292,7 +292,7 @@ def steps_backward(problem: Attention, device: int) -> Steps:
         heads, together, p.kv_limit or 0, float(p.scale), float(p.softcap),
     )  # fmt: skip
     steps = [stats, products]
-    if p.lq:
+    if p.lq and "q" in p.wants:
         launch = QUERIES.bind((p.token, width), device, (-(-p.lq // queries), p.batch * p.heads_q), 256)
         sizes = (p.heads_q, p.lq, p.lkv, padded, p.d_qk, *dq[:3], p.left, p.right, float(p.scale))
         steps.append(Step(launch, "dq_sums", "cu_q", "cu_k", "lengths", "dq", *sizes))

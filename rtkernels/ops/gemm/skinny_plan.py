@@ -200,7 +200,8 @@ def steps(product: Product, device: int) -> Steps:
     if p.m == 0 or p.n == 0:
         return Steps()
     layout = _layout(p, info.target)
-    assert layout is not None
+    if layout is None:
+        raise ValueError(f"the skinny kernel does not make this product: {unsupported(p, info.target)}")
     columns = _TILE_ROWS // 2 if p.gate else _TILE_ROWS
     tiles_n, k_stages = -(-p.n // columns), max(-(-p.k // _stage_depth(p)), 1)
     grid = min(layout.blocks * info.sm_count, tiles_n * min(-(-k_stages // _MIN_STAGES), _MAX_PARTS))

@@ -101,8 +101,6 @@ class Argument:
             check_same(self.name, tuple(meta.shape), tuple(self.shape(given)), "shape", of=self.of)
         elif self.like is not None:
             check_same(self.name, tuple(meta.shape), tuple(given[self.like].shape), "shape", of=self.like)
-        first = next(name for name, value in given.items() if isinstance(value, Meta))
-        check_same(self.name, meta.device, given[first].device, "device index", of=first)
 
 
 class Rows(Argument):
@@ -351,6 +349,9 @@ def run_and_keep({names}):
             argument.check(given)
         if self._check_all is not None:
             self._check_all(*values)
+        there = [argument.name for argument in self.arguments if given[argument.name] is not None]
+        for name in there[1:]:
+            check_same(name, given[name].device, given[there[0]].device, "device index", of=there[0])
 
     def _made(self, values: Sequence[Any]) -> dict[str, Memory | None]:
         if self.results is None:
