@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.name.startswith("test_compiles_without_spills"))
     if not config.getoption("--full"):
         slow = {item for item in items if item.get_closest_marker("slow") and not item.get_closest_marker("gpu")}
-        dropped = _repeated(items) | slow
+        dropped = _repeated(items) | _emulated_products(items) | slow
         items[:] = [item for item in items if item not in dropped]
         config.hook.pytest_deselected(items=list(dropped))
     if (step := config.getoption("--sample")) > 1:
@@ -92,6 +92,20 @@ def _repeated(items: list[pytest.Item]) -> set[pytest.Item]:
         if len(twice) > 1:
             for case, both in twice.items():
                 dropped.add(both["sm_90" if zlib.crc32(case.encode()) & 1 else "sm_80"])
+    return dropped
+
+
+def _emulated_products(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return three quarters, by a hash of their names, of the emulated cases of matrix products and attention.
+
+    A host compilation of one of their kernels takes several seconds, and cases differ in types and shapes alone.
+    """
+    families = ("tests/ops/gemm/", "tests/ops/attention/")
+    dropped = set()
+    for item in items:
+        place = str((getattr(item, "callspec", None) and item.callspec.params.get("place")) or "")
+        if item.nodeid.startswith(families) and place.startswith("sm_") and zlib.crc32(item.nodeid.encode()) % 4:
+            dropped.add(item)
     return dropped
 
 
