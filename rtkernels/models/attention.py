@@ -66,7 +66,8 @@ def replace_attention(model: nn.Module) -> None:
 
     config = getattr(model, "config", None)
     before = getattr(config, "_attn_implementation", None)
-    if before is None or not getattr(model, "_supports_sdpa", False):
+    by_interface = getattr(model, "_supports_attention_backend", False) or getattr(model, "_supports_sdpa", False)
+    if before is None or not by_interface:
         raise NotRecognized("it does not use the attention interface of transformers")
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])

@@ -1,0 +1,83 @@
+"""patch(fp8=...) and patch(attention=True): close to the model as it was, codes made one time, all given back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import rtkernels
+from rtkernels import models
+from rtkernels.errors import ArgumentError
+from rtkernels.models import fp8 as quantized
+
+pytest.importorskip("transformers", minversion="5.0")
+
+from support.tiny_models import build, loss_and_gradients, tokens
+
+
+def cosine(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    first, second = (torch.cat([g.flatten().double() for g in x.values()]) for x in (a, b))
+    return float(torch.nn.functional.cosine_similarity(first, second, dim=0))
+
+
+@pytest.mark.parametrize("recipe", [True, "row", "tensor"])
+@pytest.mark.parametrize("kind", ["qwen3", "phi3"])
+def test_fp8_is_close(kind: str, recipe: bool | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "_SMALLEST_GAIN", 0)
+    model = build(kind).bfloat16()
+    loss, gradients = loss_and_gradients(model)
+    report = models.patch(model, fp8=recipe)
+    fp8_loss, fp8_gradients = loss_and_gradients(model)
+    assert report.replaced["fp8"] == (14 if kind == "qwen3" else 8), str(report)
+    assert fp8_gradients.keys() == gradients.keys()
+    assert fp8_loss == pytest.approx(loss, rel=1e-2) and fp8_loss != loss
+    assert cosine(fp8_gradients, gradients) >= 0.99
+    models.unpatch(model)
+    assert loss_and_gradients(model)[0] == loss
+
+
+def test_codes_are_made_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "_SMALLEST_GAIN", 0)
+    model = models.patched(lambda: build("qwen3").bfloat16(), fp8=True)
+    calls, quantize = [], rtkernels.quantize_fp8
+    monkeypatch.setattr(rtkernels, "quantize_fp8", lambda x, **options: calls.append(x.shape) or quantize(x, **options))
+    loss_and_gradients(model)
+    assert len(calls) == 2 * 3  # in each layer: of q, k and v; of the output projection; of gate and up
+
+
+def test_small_layers_and_the_head_are_left_alone() -> None:
+    model = build("qwen3")
+    report = models.patch(model, fp8=True)
+    assert report.replaced["fp8"] == 0
+    assert {site.reason for site in report.left_alone if site.kind == "fp8"} == {
+        "64 x 64 is too small to gain from fp8", "32 x 64 is too small to gain from fp8",
+        "96 x 64 is too small to gain from fp8", "64 x 96 is too small to gain from fp8",
+    }  # fmt: skip
+    assert not any("lm_head" in site.name for site in report.sites)
+    with pytest.raises(ArgumentError, match="fp8 is 'int8'; expected True or one of 'block', 'row', 'tensor'"):
+        models.patch(build("qwen3"), fp8="int8")
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "gpt_oss"])
+def test_attention_is_close(kind: str) -> None:
+    model = build(kind).bfloat16()
+    before = model.config._attn_implementation
+    loss, gradients = loss_and_gradients(model)
+    report = models.patch(model, attention=True)
+    assert report.replaced["attention"] == 1 and model.config._attn_implementation == "rtkernels"
+    our_loss, our_gradients = loss_and_gradients(model)
+    assert our_loss == pytest.approx(loss, rel=5e-3) and cosine(our_gradients, gradients) >= 0.99
+    models.unpatch(model)
+    assert model.config._attn_implementation == before
+
+
+def test_padding_is_masked() -> None:
+    model = build("qwen3").bfloat16().eval()
+    ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :3] = 0
+    wanted = model(input_ids=ids, attention_mask=mask).logits
+    models.patch(model, attention=True)
+    got = model(input_ids=ids, attention_mask=mask).logits
+    assert torch.allclose(got[0, 3:].float(), wanted[0, 3:].float(), atol=0.1)
+    assert torch.allclose(got[1].float(), wanted[1].float(), atol=0.1)
