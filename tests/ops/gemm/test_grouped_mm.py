@@ -45,9 +45,9 @@ def _cut(name: str, device: str) -> tuple[list[slice], Tensor, Tensor]:
     return places, ends.int().to(device), labels.int().to(device)
 
 
-def _check(got: Tensor, a: Tensor, b: Tensor, places: list[slice]) -> None:
+def _check(got: Tensor, a: Tensor, b: Tensor, places: list[slice], codes: Tensor | None = None) -> None:
     for group, rows in enumerate(places):
-        assert_product(got[rows], *exact(a[rows], b[group]), what=f"group {group}")
+        assert_product(got[rows], *exact(a[rows], b[group]), what=f"group {group}", codes=codes)
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------------
@@ -63,13 +63,15 @@ def test_groups_of_rows(kind: str, name: str, place: str) -> None:
     a, b = codes(kind, rows, k, device=device), codes(kind, len(places), n, k, device=device, seed=1)
     align = 128 if name == "aligned" else 1
     got = _run(place, grouped_mm, a.codes, b.codes, offs=offs, align=align)
-    _check(got, a.values, b.values, places)
-    _check(_run(place, grouped_mm, a.codes, b.codes, offs=offs.long()), a.values, b.values, places)
-    _check(_run(place, grouped_mm, a.codes, b.codes, m_indices=labels, align=align), a.values, b.values, places)
-    _check(_run(place, grouped_mm, a.codes, b.codes.transpose(1, 2), offs=offs), a.values, b.values, places)
+    _check(got, a.values, b.values, places, a.codes)
+    _check(_run(place, grouped_mm, a.codes, b.codes, offs=offs.long()), a.values, b.values, places, a.codes)
+    _check(
+        _run(place, grouped_mm, a.codes, b.codes, m_indices=labels, align=align), a.values, b.values, places, a.codes
+    )
+    _check(_run(place, grouped_mm, a.codes, b.codes.transpose(1, 2), offs=offs), a.values, b.values, places, a.codes)
     zeroed = _run(place, grouped_mm, a.codes, b.codes, offs=offs, zero_padding=True)
     assert (zeroed[int(offs[-1]) :] == 0).all()
-    _check(zeroed, a.values, b.values, places)
+    _check(zeroed, a.values, b.values, places, a.codes)
 
 
 @at("cpu", "sm_80", "sm_90", "cuda")
@@ -95,7 +97,7 @@ def test_scales(recipe: str, place: str) -> None:
         per_b = torch.stack([spread(part, tall, depth, (n, k)) for part in sb])
     got = _run(place, grouped_mm, a.codes, b.codes, sa, sb, recipe=recipe, offs=offs)
     assert got.dtype == torch.bfloat16
-    _check(got, a.values * per_a, b.values * per_b, places)
+    _check(got, a.values * per_a, b.values * per_b, places, a.codes)
 
 
 @at("cpu", "sm_80", "sm_90", "cuda")
@@ -144,8 +146,8 @@ def test_masked(kind: str, place: str) -> None:
     _run(place, grouped_mm_masked, a.codes, b.codes, *scales, masked_m=sizes, out=out)
     for group, count in enumerate(counts):
         wanted = exact((a.values * factors[0])[group, :count], (b.values * factors[1])[group])
-        assert_product(got[group, :count], *wanted)
-        assert_product(out[group, :count], *wanted)
+        assert_product(got[group, :count], *wanted, codes=a.codes)
+        assert_product(out[group, :count], *wanted, codes=a.codes)
         assert (out[group, count:] == 7).all()
 
 
@@ -183,7 +185,7 @@ def test_wgrad_of_fp8(kind: str, place: str) -> None:
         per = sa.double()[:, None], sb.double()[:, None]
     got = _run(place, grouped_wgrad, dy.codes, x.codes, sa, sb, offs=offs)
     for group, cut in enumerate(places):
-        assert_product(got[group], *exact((dy.values * per[0])[:, cut], (x.values * per[1])[:, cut]))
+        assert_product(got[group], *exact((dy.values * per[0])[:, cut], (x.values * per[1])[:, cut]), codes=x.codes)
 
 
 @at("cpu", "sm_80", "sm_90", "cuda")
