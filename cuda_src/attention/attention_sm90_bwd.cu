@@ -429,12 +429,10 @@ __global__ void __launch_bounds__(384, 1)
         const int rows = own.keys - at.n * BN;
         const i64 first_row = own.k_row + at.n * BN;
         const float by_scale[2] = {static_cast<float>(scale), static_cast<float>(scale)}, as_is[2] = {1.0f, 1.0f};
-        if (dk != nullptr)  // for all threads, or for none
-            store_rows(dk + at.batch * dk_batch + at.head * dk_head + first_row * dk_row, dk_row, own_row, rows,
-                       static_cast<int>(d_qk), dk_sums, by_scale);
-        if (dv != nullptr)
-            store_rows(dv + at.batch * dv_batch + at.head * dv_head + first_row * dv_row, dv_row, own_row, rows,
-                       static_cast<int>(d_v), dv_sums, as_is);
+        store_rows(dk + at.batch * dk_batch + at.head * dk_head + first_row * dk_row, dk_row, own_row, rows,
+                   static_cast<int>(d_qk), dk_sums, by_scale);
+        store_rows(dv + at.batch * dv_batch + at.head * dv_head + first_row * dv_row, dv_row, own_row, rows,
+                   static_cast<int>(d_v), dv_sums, as_is);
     }
 }
 

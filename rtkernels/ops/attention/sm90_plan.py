@@ -278,6 +278,8 @@ def steps_backward(problem: Attention, device: int) -> Steps:
         "out", "dout", "lse", "dlse", "cu_q", "lse_rows", "delta_rows", p.heads_q, p.lq, padded, p.d_v,
         *p.out[:3], *dout[:3], *p.lse_strides(),
     )  # fmt: skip
+    # The kernel makes both dk and dv, and has no register left for a choice: what nobody wants goes to scratch.
+    made = tuple(f"d{x}" if x in p.wants else f"unwanted_d{x}" for x in "kv")
     products = Step(
         BACKWARD.bind(
             (p.token, width, int(extras(p))), device, blocks, 384, _backward_shared(width),
@@ -287,7 +289,7 @@ def steps_backward(problem: Attention, device: int) -> Steps:
         rows_map(p, "k", p.heads_kv, p.d_qk, _BACKWARD_KEYS, p.k),
         rows_map(p, "v", p.heads_kv, p.d_v, _BACKWARD_KEYS, p.v),
         rows_map(p, "dout", p.heads_q, p.d_v, queries, dout),
-        "lse_rows", "delta_rows", "dq_sums", "dk", "dv", "lengths", "kv_limit", "cu_q", "cu_k", "counter", "order",
+        "lse_rows", "delta_rows", "dq_sums", *made, "lengths", "kv_limit", "cu_q", "cu_k", "counter", "order",
         p.batch, p.heads_q, p.group, p.lq, p.lkv, padded, p.d_qk, p.d_v, *dk[:3], *dv[:3], p.left, p.right,
         heads, together, p.kv_limit or 0, float(p.scale), float(p.softcap),
     )  # fmt: skip
@@ -304,4 +306,8 @@ def steps_backward(problem: Attention, device: int) -> Steps:
         "delta_rows": Memory((p.heads_q, padded), torch.float32),
         "dq_sums": Memory((p.heads_q, padded, width), torch.float32),
     }
+    keys = (p.total_k,) if p.varlen else (p.batch, p.lkv)
+    for name, d in zip(made, (p.d_qk, p.d_v), strict=True):
+        if name.startswith("unwanted"):
+            scratch[name] = Memory((*keys, p.heads_kv, d), torch.bfloat16 if p.token == "bf16" else torch.float16)
     return Steps(*steps, scratch=scratch, zeros={"counter": 1, "order": p.heads_q * padded // queries})
