@@ -77,7 +77,9 @@ class _Work:
         """
         rows, cols, size = row_count(meta.shape), meta.shape[-1], meta.dtype.itemsize
         stride, pitch = row_stride(meta.shape, meta.stride) if rows > 1 else cols, -(-cols // 8) * 8
-        out, scale, by_row = f"{name}_terms", f"{name}_scale", into == "fp16" and not largest
+        # The two gradients may want other terms of the same matrix.
+        out, by_row = f"{name}_{into}_{count}_terms", into == "fp16" and not largest
+        scale = f"{out}_scale"
         self.scratch[out] = Memory((count, rows, pitch), torch.bfloat16 if into == "bf16" else torch.float16)
         if by_row:
             self.scratch[scale] = Memory((rows,), torch.float32)
