@@ -271,7 +271,7 @@ def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert emulator.active() == 90
     monkeypatch.setenv("RTKERNELS_EMULATE", "sm_80")
     assert emulator.active() == 80
-    for wrong in ({"order": "sideways"}, {"order": -1}, {"features": "sm_120"}):
+    for wrong in ({"order": "sideways"}, {"order": -1}, {"features": "sm_130"}):
         with pytest.raises(ArgumentError):
             rtkernels.emulate(**wrong)
 

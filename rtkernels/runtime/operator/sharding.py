@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from rtkernels.runtime.torch_private import TENSOR_TYPES
+
 if TYPE_CHECKING:
     from rtkernels.runtime.operator.operator import TorchOp
 
@@ -58,6 +60,8 @@ def register_rules() -> None:
 
 def is_sharded(t: Any) -> bool:
     """Return True for a DTensor."""
+    if type(t) in TENSOR_TYPES:  # Dynamo, which sees these alone, must not look at a table that others change
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(t, module.DTensor)
 
