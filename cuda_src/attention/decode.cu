@@ -369,7 +369,9 @@ __global__ void __launch_bounds__(128)
     __shared__ __align__(16) float sums[4][256];
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
     const int count = static_cast<int>(splits), width = static_cast<int>(d_v);
-    const i64 row = blockIdx.x, head = row % heads, query = row / heads % lq, batch = row / heads / lq;
+    const u32 token = blockIdx.x / static_cast<u32>(heads);  // a grid has fewer than 2^31 blocks
+    const i64 row = blockIdx.x, head = blockIdx.x - token * static_cast<u32>(heads);
+    const i64 query = token % static_cast<u32>(lq), batch = token / static_cast<u32>(lq);
     const float sink = sinks == nullptr ? negative_infinity() : sinks[head];
     ptx::wait_for_previous();
     float own[4], top = sink;

@@ -198,7 +198,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 @needs_compiler
 @pytest.mark.parametrize("place", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [pytest.param(op, marks=pytest.mark.slow) if op == "attention" else op for op in OPS])
 def test_op_gives_the_same_bits_in_every_order(op: str, place: str) -> None:
     for torch_op, args in samples_of(op, "cpu"):
         results = []

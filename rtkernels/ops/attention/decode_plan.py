@@ -41,7 +41,7 @@ COMBINE = Kernel(
     args="parts:ptr part_lse:ptr sinks:ptr out:ptr lse:ptr rows:i64 splits:i64 lq:i64 heads:i64 d_v:i64 out_batch:i64 "
     "out_row:i64 out_head:i64",
     variants=[(t,) for t in _TOKENS],
-    max_registers=64,
+    max_registers=80,
     tier="serve",
 )
 
