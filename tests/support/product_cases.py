@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import pytest
 import torch
 from torch import Tensor
 
-from rtkernels.ops.gemm.backend import NoBackendError
 from rtkernels.ops.quant import pack
 from support.compare import CompareError, assert_close
 
@@ -91,17 +88,6 @@ def assert_product(
     fp8 = codes is not None and codes.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
     lost = FP8_SUMS if fp8 and got.is_cuda else 2.0**-20
     assert_close(got, wanted, c=1.0, scale=1.02 * wanted.abs() + magnitude * lost / unit, what=what)
-
-
-@contextmanager
-def kernels_may_lack(place: str) -> Any:
-    """Skip a test in the emulator where this build has no kernel for it; on a GPU that is a failure."""
-    try:
-        yield
-    except NoBackendError as error:
-        if place == "cuda":
-            raise
-        pytest.skip(str(error))
 
 
 def packed_for(*kinds: str) -> tuple[str | None, ...]:

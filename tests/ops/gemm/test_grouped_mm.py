@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from support.compare import running_on
 from support.places import at
-from support.product_cases import assert_product, codes, exact, kernels_may_lack, packed_for, scale, spread
+from support.product_cases import assert_product, codes, exact, packed_for, scale, spread
 from torch import Tensor
 
 from rtkernels import grouped_mm, grouped_mm_masked, grouped_wgrad
@@ -30,7 +30,7 @@ def _device(place: str) -> str:
 
 
 def _run(place: str, function: Any, *args: Any, **options: Any) -> Any:
-    with running_on(place), kernels_may_lack(place):
+    with running_on(place):
         return function(*args, **options)
 
 
@@ -197,7 +197,7 @@ def test_gradients(layout: str, place: str) -> None:
     b = w.codes if layout == "nk" else w.codes.transpose(1, 2).contiguous()
     a, b = a.codes.clone().requires_grad_(), b.clone().requires_grad_()
     dout = torch.randn(len(labels), 24, device=device).bfloat16()
-    with running_on(place), kernels_may_lack(place):
+    with running_on(place):
         grouped_mm(a, b, offs=offs, b_layout=layout).backward(dout)
     a64, b64 = a.detach().double().requires_grad_(), b.detach().double().requires_grad_()
     for group, rows in enumerate(places):

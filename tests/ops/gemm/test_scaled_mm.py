@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from support import product_cases as products
 from support.compare import assert_close, running_on
 from support.places import at
-from support.product_cases import Codes, assert_product, codes, exact, kernels_may_lack, scale, spread
+from support.product_cases import Codes, assert_product, codes, exact, scale, spread
 from torch import Tensor
 
 import rtkernels
@@ -22,7 +22,7 @@ SIZES = ((1, 8, 64), (33, 40, 96), (70, 130, 320), (5, 257, 128))
 
 
 def _run(place: str, *args: Any, **options: Any) -> Any:
-    with running_on(place), kernels_may_lack(place):
+    with running_on(place):
         return scaled_mm(*args, **options)
 
 
@@ -308,7 +308,7 @@ def test_gradients(layout: str, act: str | None, place: str) -> None:
     given = [t.detach().clone(memory_format=torch.preserve_format) for t in (a.codes.view(3, 6, 40), b, bias, add)]
     given = [t.requires_grad_() for t in given]
     dout = torch.randn(3, 6, 24, device=device).bfloat16()
-    with running_on(place), kernels_may_lack(place):
+    with running_on(place):
         y = scaled_mm(given[0], given[1], bias=given[2], add=given[3], act=act, b_layout=layout[:2])
         y.backward(dout)
     twins = [t.detach().double().requires_grad_() for t in given]
