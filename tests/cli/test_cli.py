@@ -51,7 +51,7 @@ def shell(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
     """Run a command in a process of its own."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     command = [sys.executable, "-m", "rtkernels", *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
 
 
 # ---- usage and errors ------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_closed_pipe_is_quiet():
     code = "import sys; from rtkernels.__main__ import main; sys.exit(main(['list', '--json']))"
     command = f'{sys.executable} -c "{code}" | head -n 1; exit ${{PIPESTATUS[0]}}'
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[\n", "")
 
 
