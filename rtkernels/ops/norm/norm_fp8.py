@@ -9,8 +9,6 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.norm import layer_norm as _layer_norm  # noqa: F401  for its backward
-from rtkernels.ops.norm import rms_norm as _rms_norm  # noqa: F401  for its backward
 from rtkernels.ops.norm.norm_fp8_operators import FORWARD, SMOOTH
 from rtkernels.ops.norm.norm_fp8_plan import KERNELS
 from rtkernels.ops.norm.norm_fp8_shapes import check_options, statistics_of

@@ -96,9 +96,7 @@ class ListOperator(TorchOp):
     def _write_out(self, operator: str) -> dict[str, Any]:
         names, first = ", ".join(self.names), self._lists[0].name
         listed = ", ".join(f"*([{a.name}] if len({a.name}) else [])" if a.optional else a.name for a in self._lists)
-        checks = [
-            f"{a.name} is None or check_number({a.called!r}, {a.name}, {first}[0])\n    " for a in self._scalars
-        ]
+        checks = [f"{a.name} is None or check_number({a.called!r}, {a.name}, {first}[0])\n    " for a in self._scalars]
         pointers = [f"0 if {a.name} is None else {a.name}.data_ptr()" for a in self._scalars]
         numbers = f"*derive({', '.join(self._numbers)})" if self._derive else ", ".join(self._numbers)
         counted = ", ".join(f"*{a.name}" for a in self._lists if a.counted)
