@@ -232,4 +232,10 @@ def layer_norm_fp8(
     return _norm_fp8(x, weight, bias, residual, smooth, rstd, mean, options)
 
 
-OP = Op("norm_fp8", public=("rms_norm_fp8", "layer_norm_fp8"), kernels=KERNELS, torch_ops=(FORWARD, SMOOTH))
+OP = Op(
+    "norm_fp8",
+    public=("rms_norm_fp8", "layer_norm_fp8"),
+    kernels=KERNELS,
+    torch_ops=(FORWARD, SMOOTH),
+    uses=("rms_norm", "layer_norm"),
+)
