@@ -157,8 +157,7 @@ def kl_div(
         A float32 scalar, or with "none" a dense tensor of input's shape and dtype.
     """
     if not isinstance(input, Tensor):
-        options = {"log_target": log_target, "reduction": reduction, "labels": labels, "ignore_index": ignore_index}
-        return interop.call(kl_div, input, target, **options, from_logits=from_logits, temperature=temperature)
+        return interop.call_with(kl_div, locals())
     _check_temperature(temperature, from_logits)
     if from_logits:
         input, target = _log_probabilities(input, target, temperature)
@@ -196,8 +195,7 @@ def jsd(
         A float32 scalar, or with "none" a dense tensor of input's shape and dtype.
     """
     if not isinstance(input, Tensor):
-        options = {"beta": beta, "reduction": reduction, "labels": labels, "ignore_index": ignore_index}
-        return interop.call(jsd, input, target, **options, from_logits=from_logits, temperature=temperature)
+        return interop.call_with(jsd, locals())
     _check_temperature(temperature, from_logits)
     if not 0.0 <= a_number("beta", beta) <= 1.0:
         raise ArgumentError(f"beta is {beta}; expected 0 to 1")

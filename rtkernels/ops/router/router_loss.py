@@ -80,10 +80,7 @@ def load_balancing_loss(
         float32, no dimensions; 0 without tokens.
     """
     if not isinstance(logits, Tensor):
-        return interop.call(
-            load_balancing_loss, logits, indices, counts=counts, k=k, score=score, coefficient=coefficient,
-            sequence_dim=sequence_dim,
-        )  # fmt: skip
+        return interop.call_with(load_balancing_loss, locals())
     if score not in _SCORES:
         raise ArgumentError(f"score is {score!r}; expected 'softmax', 'sigmoid' or None")
     if not logits.dim():
