@@ -383,4 +383,10 @@ def _given_codes(x: Any, weight: Tensor, recipe: str, scale_layout: str) -> tupl
     return y, (q.reshape(rows, q.shape[-1]), column_scale, q_t, scale_t)
 
 
-OP = Op("fp8_linear", public=("fp8_linear", "fp8_weight"), kernels=(), torch_ops=())
+OP = Op(
+    "fp8_linear",
+    public=("fp8_linear", "fp8_weight"),
+    kernels=(),
+    torch_ops=(),
+    uses=("scaled_mm", "quantize_fp8", "smooth_quant", "hadamard", "column_absmax", "transpose"),
+)

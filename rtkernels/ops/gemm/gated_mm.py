@@ -120,4 +120,6 @@ def gated_mm(
     return FORWARD.call(*tensors, *options)
 
 
-OP = Op("gated_mm", public=("gated_mm",), kernels=(), torch_ops=(FORWARD, QUANTIZED))
+OP = Op(
+    "gated_mm", public=("gated_mm",), kernels=(), torch_ops=(FORWARD, QUANTIZED), uses=("scaled_mm", "quantize_fp8")
+)

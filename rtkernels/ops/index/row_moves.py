@@ -184,4 +184,5 @@ OP = Op(
     public=("index_select", "scatter_add", "sort_chunks"),
     kernels=KERNELS,
     torch_ops=(SELECT, SELECT_INTO, SCATTER, SCATTER_INTO, CHUNKS),
+    uses=("embedding",),
 )

@@ -207,4 +207,10 @@ def jsd(
     return _divergence(input, target, labels, ignore_index, mode, beta, reduction, True, temperature, one_pass)
 
 
-OP = Op("divergence", public=("kl_div", "jsd"), kernels=KERNELS, torch_ops=(FORWARD, BOTH, EACH, BACKWARD))
+OP = Op(
+    "divergence",
+    public=("kl_div", "jsd"),
+    kernels=KERNELS,
+    torch_ops=(FORWARD, BOTH, EACH, BACKWARD),
+    uses=("softmax", "cross_entropy"),
+)

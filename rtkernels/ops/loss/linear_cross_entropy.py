@@ -125,4 +125,10 @@ def linear_cross_entropy(
     return loss, *((lse,) if return_lse else ()), *((accuracy,) if return_accuracy else ())
 
 
-OP = Op("linear_cross_entropy", public=("linear_cross_entropy",), kernels=(), torch_ops=(FORWARD, BACKWARD))
+OP = Op(
+    "linear_cross_entropy",
+    public=("linear_cross_entropy",),
+    kernels=(),
+    torch_ops=(FORWARD, BACKWARD),
+    uses=("cross_entropy",),
+)

@@ -149,4 +149,10 @@ def moe_permute_fp8(
     return MoePermutedFp8(*Fp8Layout((), layout).asked(codes), None if probs is None else probs_out, y)
 
 
-OP = Op("moe_permute_fp8", public=("moe_permute_fp8",), kernels=KERNELS, torch_ops=(QUANTIZE,))
+OP = Op(
+    "moe_permute_fp8",
+    public=("moe_permute_fp8",),
+    kernels=KERNELS,
+    torch_ops=(QUANTIZE,),
+    uses=("moe_permute", "quantize_fp8_experts"),
+)

@@ -190,4 +190,5 @@ OP = Op(
     public=("moe_permute_smooth", "moe_permute_smooth_t"),
     kernels=(KERNEL, *transposed.KERNELS),
     torch_ops=(SMOOTH, transposed.CHANNEL),
+    uses=("quantize_fp8",),
 )

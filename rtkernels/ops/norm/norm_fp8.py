@@ -9,8 +9,6 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.norm import layer_norm as _layer_norm  # noqa: F401  for its backward
-from rtkernels.ops.norm import rms_norm as _rms_norm  # noqa: F401  for its backward
 from rtkernels.ops.norm.norm_fp8_operators import FORWARD, SMOOTH
 from rtkernels.ops.norm.norm_fp8_plan import KERNELS
 from rtkernels.ops.norm.norm_fp8_shapes import check_options, statistics_of
@@ -234,4 +232,10 @@ def layer_norm_fp8(
     return _norm_fp8(x, weight, bias, residual, smooth, rstd, mean, options)
 
 
-OP = Op("norm_fp8", public=("rms_norm_fp8", "layer_norm_fp8"), kernels=KERNELS, torch_ops=(FORWARD, SMOOTH))
+OP = Op(
+    "norm_fp8",
+    public=("rms_norm_fp8", "layer_norm_fp8"),
+    kernels=KERNELS,
+    torch_ops=(FORWARD, SMOOTH),
+    uses=("rms_norm", "layer_norm"),
+)

@@ -243,4 +243,5 @@ OP = Op(
     public=("hadamard", "quantize_fp8_hadamard", "dequantize_fp8_hadamard"),
     kernels=(_TRANSFORM, _QUANTIZE),
     torch_ops=(TRANSFORM, QUANTIZE),
+    uses=("quantize_fp8", "transpose"),
 )

@@ -185,4 +185,5 @@ OP = Op(
     public=("quantize_fp8", "dequantize_fp8"),
     kernels=KERNELS,
     torch_ops=(QUANTIZE, BOTH, STATIC, DEQUANTIZE),
+    uses=("smooth_quant", "column_absmax", "transpose"),
 )

@@ -322,4 +322,5 @@ OP = Op(
     public=("quantize_fp8_smooth", "dequantize_fp8_smooth", "quantize_fp8_shard_", "smooth_factors"),
     kernels=(_KERNEL, channel.KERNEL),
     torch_ops=(SMOOTH, channel.CHANNEL),
+    uses=("quantize_fp8", "column_absmax", "transpose"),
 )

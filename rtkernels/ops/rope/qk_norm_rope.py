@@ -210,4 +210,4 @@ def qk_norm_rope(
     return _forward(qkv, q_weight, k_weight, *args)
 
 
-OP = Op("qk_norm_rope", public=("qk_norm_rope",), kernels=plans.KERNELS, torch_ops=(FORWARD, BACKWARD))
+OP = Op("qk_norm_rope", public=("qk_norm_rope",), kernels=plans.KERNELS, torch_ops=(FORWARD, BACKWARD), uses=("rope",))

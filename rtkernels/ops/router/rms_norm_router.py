@@ -131,4 +131,10 @@ def rms_norm_router(
     return NormRouter(*FORWARD.call(*arguments))
 
 
-OP = Op("rms_norm_router", public=("rms_norm_router",), kernels=(KERNEL,), torch_ops=(FORWARD,))
+OP = Op(
+    "rms_norm_router",
+    public=("rms_norm_router",),
+    kernels=(KERNEL,),
+    torch_ops=(FORWARD,),
+    uses=("norm_fp8", "rms_norm", "router_gemm", "column_absmax"),
+)

@@ -214,4 +214,10 @@ def router_gemm(
     return _forward(x, weight, bias, level)
 
 
-OP = Op("router_gemm", public=("router_gemm",), kernels=KERNELS, torch_ops=(FORWARD, BACKWARD, BACKWARD_INTO))
+OP = Op(
+    "router_gemm",
+    public=("router_gemm",),
+    kernels=KERNELS,
+    torch_ops=(FORWARD, BACKWARD, BACKWARD_INTO),
+    uses=("column_absmax",),
+)

@@ -23,14 +23,16 @@ class Op:
     Attributes:
         name: Name of its module.
         public: Names of its public functions.
-        kernels: Every kernel it launches.
+        kernels: Every kernel of its own.
         torch_ops: Its operators in the dispatcher.
+        uses: Names of all other ops whose kernels its public functions launch: who warms it needs those, too.
     """
 
     name: str
     public: tuple[str, ...]
     kernels: tuple[Kernel, ...]
     torch_ops: tuple[TorchOp, ...]
+    uses: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for kernel in self.kernels:
