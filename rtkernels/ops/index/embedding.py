@@ -22,6 +22,7 @@ from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable, refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, InPlace, InPlaceOperator, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 
@@ -125,6 +126,7 @@ def _padding(padding_idx: int | None, rows: int, vocab_start: int) -> int:
 def embedding(
     ids: Tensor, weight: Tensor, *, padding_idx: int | None = None, vocab_start: int = 0,
     main_grad: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return ``weight[ids - vocab_start]``: one row of the table for each token.
 
@@ -141,14 +143,15 @@ def embedding(
         vocab_start: The id of weight's first row: the table holds ids vocab_start to vocab_start + rows - 1.
         main_grad: [rows, columns], bfloat16, float16 or float32, unit-stride rows. Backward then *adds* to it in place
             (in fp32, one rounding) and gives weight no gradient of its own: ``weight.grad`` stays as it is.
+        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
 
     Returns:
         Dense ``[*ids.shape, columns]`` of weight's dtype.
     """
     if not isinstance(ids, Tensor):
-        return interop.call(
-            embedding, ids, weight, padding_idx=padding_idx, vocab_start=vocab_start, main_grad=main_grad
-        )
+        return interop.call_with(embedding, locals())
+    if out is not None:
+        return into(embedding, locals())
     if not isinstance(weight, Tensor):
         raise ArgumentError(f"weight is a {type(weight).__name__}; expected a torch.Tensor, as ids is one")
     if main_grad is None and padding_idx is None:

@@ -20,6 +20,7 @@ from rtkernels.runtime.layout import metadata
 from rtkernels.runtime.operator.autograd import needs_grad
 from rtkernels.runtime.operator.declared import Dense, Operator, Rows, UnitStride
 from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 
@@ -88,7 +89,7 @@ class _Transpose(torch.autograd.Function):
 _differentiable = applied(_Transpose)
 
 
-def transpose(x: Tensor, dim0: int = -2, dim1: int = -1, *, pad_to: int = 1) -> Tensor:
+def transpose(x: Tensor, dim0: int = -2, dim1: int = -1, *, pad_to: int = 1, out: Tensor | None = None) -> Tensor:
     """Return a dense copy of a tensor with two dimensions swapped.
 
     The bits of ``x.transpose(dim0, dim1).contiguous()``. With `pad_to` the last dimension of the result is rounded up
@@ -103,12 +104,15 @@ def transpose(x: Tensor, dim0: int = -2, dim1: int = -1, *, pad_to: int = 1) -> 
         dim0: A dimension; negative ones count from the end.
         dim1: Another one.
         pad_to: 1 to 65536; more than 1 only if the last dimension is one of the two.
+        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
 
     Returns:
         Dense, of x's dtype.
     """
     if not isinstance(x, Tensor):
-        return interop.call(transpose, x, dim0, dim1, pad_to=pad_to)
+        return interop.call_with(transpose, locals())
+    if out is not None:
+        return into(transpose, locals())
     y = _replay(x, dim0, dim1, pad_to)
     if y is not None:
         return y
@@ -117,7 +121,7 @@ def transpose(x: Tensor, dim0: int = -2, dim1: int = -1, *, pad_to: int = 1) -> 
     return TRANSPOSE.call(x, dim0, dim1, pad_to)
 
 
-def transpose_experts(x: Tensor, counts: Tensor, *, pad_to: int = 1) -> Tensor:
+def transpose_experts(x: Tensor, counts: Tensor, *, pad_to: int = 1, out: Tensor | None = None) -> Tensor:
     """Transpose the rows of each expert by themselves: matrices ``[c, n]`` to ``[n, p]``, one after the other.
 
     ``p`` is c rounded up to a multiple of `pad_to`; what is added is zeros. With ``o`` the sum of p over the experts
@@ -132,12 +136,15 @@ def transpose_experts(x: Tensor, counts: Tensor, *, pad_to: int = 1) -> Tensor:
         counts: Rows of each expert, ``[experts]``, int32 or int64 on x's device; zeros are fine. Negative counts are
             taken as 0 and rows are never read past the end.
         pad_to: 1 to 65536.
+        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
 
     Returns:
         ``[(t + (pad_to - 1) * min(experts, t)) * n]``, enough for any counts; zeros after the last expert's matrix.
     """
     if not isinstance(x, Tensor):
-        return interop.call(transpose_experts, x, counts, pad_to=pad_to)
+        return interop.call_with(transpose_experts, locals())
+    if out is not None:
+        return into(transpose_experts, locals())
     if x.requires_grad:
         x = x.detach()
     return EXPERTS.call(x, counts, pad_to)

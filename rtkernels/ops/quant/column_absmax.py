@@ -21,6 +21,7 @@ from rtkernels.runtime.layout import (
 )
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows, dense_as
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
@@ -126,7 +127,9 @@ ABSMAX = Operator(
 # ---- public ---------------------------------------------------------------------------------------------------------
 
 
-def column_absmax(x: Tensor, *, row_factor: Tensor | None = None, column_factor: Tensor | None = None) -> Tensor:
+def column_absmax(
+    x: Tensor, *, row_factor: Tensor | None = None, column_factor: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """Return the largest finite magnitude of each column, of ``x * column_factor * row_factor``.
 
     NaN and infinities do not count, as in :func:`quantize_fp8`; a column without a finite value has 0. With factors,
@@ -138,12 +141,15 @@ def column_absmax(x: Tensor, *, row_factor: Tensor | None = None, column_factor:
             object with ``__dlpack__``; the result is then of its kind.
         row_factor: float32, one per row (leading dimensions flattened), or None.
         column_factor: float32 ``[n]``, or None.
+        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
 
     Returns:
         ``[n]``, float32.
     """
     if not isinstance(x, Tensor):
         return interop.call_with(column_absmax, locals())
+    if out is not None:
+        return into(column_absmax, locals())
     x, row, column = detached(x, row_factor, column_factor)
     return ABSMAX.call(x, row, column)
 

@@ -15,6 +15,7 @@ from rtkernels.runtime.layout import metadata, nothing
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Operator, UnitStride
 from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 
@@ -157,6 +158,7 @@ def qk_norm_rope(
     interleaved: bool = False, silu: bool = False, eps: float = 1e-6, offset: float = 0.0,
     positions: Tensor | None = None, cu_seqlens: Tensor | None = None, sections: tuple[int, int, int] | None = None,
     sections_interleaved: bool = False, cp_rank: int = 0, cp_size: int = 1, mscale: float = 1.0,
+    out: tuple[Tensor | None, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Split a fused qkv projection into heads, normalise those of q and k, and rotate them.
 
@@ -189,12 +191,16 @@ def qk_norm_rope(
         cp_rank: As for ``rope``.
         cp_size: As for ``rope``.
         mscale: Factor of cos and sin.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         ``(q, k, v)``, dense ``[batch, length, heads, head_dim]`` (packed: ``[tokens, heads, head_dim]``), qkv's dtype.
     """
     if not isinstance(qkv, Tensor):
         return interop.call_with(qk_norm_rope, locals())
+    if out is not None:
+        return into(qk_norm_rope, locals())
     if head_order not in ("grouped", "plain"):
         raise ArgumentError(f"head_order is {head_order!r}; expected 'grouped' or 'plain'")
     spelled = angles_of.spell_sections(sections, sections_interleaved) if sections is not None else ""
