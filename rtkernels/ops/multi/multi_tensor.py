@@ -20,6 +20,7 @@ from rtkernels.runtime.launch.memory import dense_memory
 from rtkernels.runtime.launch.tables import TensorList
 from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.autograd import refuse_gradients
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.operator import TorchOp
 from rtkernels.runtime.operator.registry import Op
 
@@ -159,7 +160,12 @@ def tensor_list(tensors: Tensors) -> TensorList:
 
 
 def multi_norm(
-    tensors: Tensors, ord: float = 2.0, *, per_tensor: bool = False, group: Any = None
+    tensors: Tensors,
+    ord: float = 2.0,
+    *,
+    per_tensor: bool = False,
+    group: Any = None,
+    out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return the norm of all elements of all tensors together: l2, l1 or the largest magnitude.
 
@@ -175,10 +181,14 @@ def multi_norm(
         group: A process group over which tensors are sharded (``torch.distributed.group.WORLD`` for all): the result is
             the norm over all its members, by one all-reduce of fp64 sums. With per_tensor, every member must have
             equally many tensors; those at the same place count as shards of one.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         0-d fp32 (without a group, on the CPU for an empty list), or a pair of that and fp32 ``[len(tensors)]``.
     """
+    if out is not None:
+        return into(multi_norm, locals())
     tensors = _listed(tensors)
     kind = _kind_of(ord)
     if group is None:
@@ -189,7 +199,11 @@ def multi_norm(
 
 
 def multi_count_zeros(
-    tensors: Tensors, *, per_tensor: bool = False, group: Any = None
+    tensors: Tensors,
+    *,
+    per_tensor: bool = False,
+    group: Any = None,
+    out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return how many elements of all tensors together are zero (of either sign; NaN and subnormals are not).
 
@@ -197,10 +211,14 @@ def multi_count_zeros(
         tensors: As for ``multi_norm``.
         per_tensor: Return the number for each tensor, too.
         group: As for ``multi_norm``: the numbers of all members of a process group are added.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         0-d int64 (on the CPU for an empty list), or a pair of that and int64 ``[len(tensors)]``.
     """
+    if out is not None:
+        return into(multi_count_zeros, locals())
     out = _reduce(_listed(tensors), ZEROS, per_tensor, False)
     if group is not None:
         out = _where_group_is(out, group)

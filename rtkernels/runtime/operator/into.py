@@ -102,7 +102,7 @@ def into(function: Callable[..., Any], arguments: dict[str, Any], over: str = ""
     seen = [*(t for _, t in tensors), *(t for t in outs if t is not None)]
     if dispatch_modes() or functorch_transform() is not None or any(type(t) not in TENSOR_TYPES for t in seen):
         return _placed(function(**given), out, outs)
-    key = (function, emulator.active(), out is None or not isinstance(out, (tuple, list)), _key(given))
+    key = (function, emulator.active(), tuple(t is None for t in outs), _key(given))
     known, device = _calls.get(key), seen[0].device
     if known is not None:
         _check(outs, known.results, device)
@@ -146,10 +146,8 @@ def _noted(call: _Call, result: Any) -> _Known:
             continue
         made = call.made[place][2]
         whole = made.storage_offset() == tensor.storage_offset() and made.nbytes == tensor.nbytes
-        if whole and place not in known.places and _span(made) == _span(tensor):
-            known.places[place] = i
-        else:
-            known.places[place] = len(known.results) + len(call.made)  # a part of it: made anew each time, and copied
+        if whole and _span(made) == _span(tensor):  # a part of it is copied each time
+            known.places.setdefault(place, i)
     return known
 
 
