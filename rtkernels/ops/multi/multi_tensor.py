@@ -165,6 +165,7 @@ def multi_norm(
     *,
     per_tensor: bool = False,
     group: Any = None,
+    root: bool = True,
     out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return the norm of all elements of all tensors together: l2, l1 or the largest magnitude.
@@ -181,6 +182,7 @@ def multi_norm(
         group: A process group over which tensors are sharded (``torch.distributed.group.WORLD`` for all): the result is
             the norm over all its members, by one all-reduce of fp64 sums. With per_tensor, every member must have
             equally many tensors; those at the same place count as shards of one.
+        root: False leaves out the square root of ord 2: the sum of squares.
         out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
             those of the results. Not with gradients.
 
@@ -191,11 +193,13 @@ def multi_norm(
         return into(multi_norm, locals())
     tensors = _listed(tensors)
     kind = _kind_of(ord)
-    if group is None:
-        out = _reduce(tensors, kind, per_tensor, False)
+    if group is None and root:
+        made = _reduce(tensors, kind, per_tensor, False)
     else:
-        out = _combined(_reduce(tensors, kind, per_tensor, True), kind, group)
-    return (out[0], out[1:]) if per_tensor else out.reshape(())
+        sums = _reduce(tensors, kind, per_tensor, True)
+        sums = sums if group is None else _over_group(sums, kind, group)
+        made = _finished(sums, kind) if root else sums.float()
+    return (made[0], made[1:]) if per_tensor else made.reshape(())
 
 
 def multi_count_zeros(

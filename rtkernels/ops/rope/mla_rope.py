@@ -288,6 +288,7 @@ def mla_rope(
     output_layout: str | None = None, interleaved: bool = True, output_interleaved: bool = False,
     positions: Tensor | None = None, cu_seqlens: Tensor | None = None, cp_rank: int = 0, cp_size: int = 1,
     mscale: float = 1.0, in_place: bool = False,
+    cu_seqlens_kv: Tensor | None = None,
     out: tuple[Tensor | None, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Rotate the rotary part of q and k and assemble k and v heads, as multi-head latent attention needs them.
@@ -309,6 +310,7 @@ def mla_rope(
         output_interleaved: The same for the rotary parts of the results.
         positions: As for ``rope``.
         cu_seqlens: As for ``rope``.
+        cu_seqlens_kv: Like cu_seqlens, of k and v where it is another than that of q. Costs a second launch.
         cp_rank: As for ``rope``.
         cp_size: As for ``rope``.
         mscale: Factor of cos and sin.
@@ -324,6 +326,10 @@ def mla_rope(
         return interop.call_with(mla_rope, locals())
     if out is not None:
         return into(mla_rope, locals())
+    if cu_seqlens_kv is not None:
+        arguments = {**locals(), "cu_seqlens_kv": None}
+        q_made = mla_rope(**arguments)[0]
+        return q_made, *mla_rope(**{**arguments, "cu_seqlens": cu_seqlens_kv, "in_place": False})[1:]
     out_layout = output_layout or layout
     if in_place and out_layout != layout:
         raise ArgumentError(f"output_layout is {out_layout!r}; expected {layout!r}, that of q, with in_place")
