@@ -12,6 +12,7 @@ from rtkernels.ops.loss.cross_entropy_plan import NONE, REDUCTIONS
 from rtkernels.ops.loss.linear_cross_entropy_operators import BACKWARD, FORWARD
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
@@ -57,6 +58,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean",
     return_lse: bool = False, return_accuracy: bool = False, chunk_rows: int | None = None,
     fp32_weight_grad: bool = False,
+    out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Return ``cross_entropy(hidden @ weight.T + bias, labels)``, with both gradients, in little memory.
 
@@ -90,6 +92,8 @@ def linear_cross_entropy(
             memory and rounds the gradient of a 16-bit weight less often.
         fp32_weight_grad: With `chunk_rows`, sum up the gradient of a 16-bit weight in fp32 (three times its memory)
             instead of rounding the sum after every chunk. Without, it always is.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         As in ``cross_entropy``.
@@ -101,6 +105,8 @@ def linear_cross_entropy(
             return_lse=return_lse, return_accuracy=return_accuracy, chunk_rows=chunk_rows,
             fp32_weight_grad=fp32_weight_grad,
         )  # fmt: skip
+    if out is not None:
+        return into(linear_cross_entropy, locals())
     if reduction not in REDUCTIONS:
         raise ArgumentError(f"reduction is {reduction!r}; expected one of 'none', 'mean', 'sum'")
     if softcap is not None and not a_number("softcap", softcap) > 0:
