@@ -70,6 +70,8 @@ def plan(
     )  # fmt: skip
     ending = eps, offset, static, floor
     steps = [
-        Step(launch, *tensors, *numbers, mode, *(float(v) for v in ending)) for mode in (first, then) if mode is not None
+        Step(launch, *tensors, *numbers, mode, *(float(v) for v in ending))
+        for mode in (first, then)
+        if mode is not None
     ]
     return Steps(*steps, zeros={} if first is None else {"amax": 1})

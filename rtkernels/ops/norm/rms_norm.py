@@ -9,6 +9,7 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.norm.norm_modulated import normalize
 from rtkernels.ops.norm.rms_norm_plan import (
     KERNELS,
     check,
@@ -19,7 +20,6 @@ from rtkernels.ops.norm.rms_norm_plan import (
     plan_fwd,
     plan_out,
 )
-from rtkernels.ops.norm.norm_modulated import normalize
 from rtkernels.ops.norm.statistics import BACKWARDS, check_no_gradient, check_out, check_over, with_statistics
 from rtkernels.ops.shared.row_quant import Quant
 from rtkernels.runtime.layout import may_overlap, nothing, row_count

@@ -46,7 +46,9 @@ def _check_quantize(
         raise ArgumentError(f"out is {out.dtype} {tuple(out.shape)}; expected {_CODES[format][0]} {shape}")
     shape = _scale_shape(tuple(x.shape), scale_block(format), swizzled)
     if scale_out.dtype != _SCALES[format] or tuple(scale_out.shape) != shape:
-        raise ArgumentError(f"scale_out is {scale_out.dtype} {tuple(scale_out.shape)}; expected {_SCALES[format]} {shape}")
+        raise ArgumentError(
+            f"scale_out is {scale_out.dtype} {tuple(scale_out.shape)}; expected {_SCALES[format]} {shape}"
+        )
     if global_scale is not None and (global_scale.dtype != torch.float32 or global_scale.numel() != 1):
         raise ArgumentError(
             f"global_scale is {global_scale.dtype} {tuple(global_scale.shape)}; expected one float32 element"

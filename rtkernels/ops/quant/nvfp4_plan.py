@@ -53,7 +53,9 @@ def plan_quantize(
     size, factor = x.dtype.itemsize, channel_scale
     aligned = not (x.misaligned | cols * size % 16 | stride * size % 16)
     flags = _ALIGNED16 * (aligned and (factor is None or not factor.misaligned)) | _SWIZZLED * swizzled
-    flags |= _CHANNEL_FP32 * (factor is not None and factor.dtype == torch.float32) | _E5M2 * (out.dtype == torch.float8_e5m2)
+    flags |= _CHANNEL_FP32 * (factor is not None and factor.dtype == torch.float32) | _E5M2 * (
+        out.dtype == torch.float8_e5m2
+    )
     flags |= _ROUND_UP * (scale_rule == "nv")
     each = scale_block(format) // 16  # threads that share a scale: neighbours, so rows have a multiple of them
     blocks = -(-cols // (16 * each)) * each

@@ -118,7 +118,9 @@ def encode_mx(x: Tensor, dtype: torch.dtype, rule: str) -> tuple[Tensor, Tensor]
         codes = pack(encode_e2m1(values))
     else:
         codes = values.clamp(-largest, largest).to(dtype)
-        codes = torch.where(values.isnan(), torch.tensor(0x7F, dtype=torch.uint8, device=x.device), codes.view(torch.uint8))
+        codes = torch.where(
+            values.isnan(), torch.tensor(0x7F, dtype=torch.uint8, device=x.device), codes.view(torch.uint8)
+        )
         codes = codes.view(dtype)
     return codes, byte.to(torch.uint8).view(torch.float8_e8m0fnu)
 

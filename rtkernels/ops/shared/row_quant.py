@@ -98,7 +98,9 @@ def wanted(quant: Any, dtype: torch.dtype) -> Wanted:
     return Wanted(kind, codes, scale, static, bool(quant.swizzled), floor)
 
 
-def result_shapes(want: Wanted, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], torch.dtype] | None]:
+def result_shapes(
+    want: Wanted, shape: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[tuple[int, ...], torch.dtype] | None]:
     """Return the shape of the codes, and shape and dtype of the scales that are made (None for none)."""
     *outer, cols = shape
     if want.kind == "nvfp4":
@@ -206,7 +208,11 @@ def quantize_reference(
             s = (finite_amax(y) / limit).clamp_min(floor)
             scale_out.copy_(s)
         else:
-            s = scale.reshape(()).clamp_min(floor) if scale is not None else torch.tensor(static, device=y.device).float()
+            s = (
+                scale.reshape(()).clamp_min(floor)
+                if scale is not None
+                else torch.tensor(static, device=y.device).float()
+            )
         out.copy_(codes_of(y, 1.0 / s, out.dtype))
         return
     if want_kind == "row":
