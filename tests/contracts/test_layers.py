@@ -20,17 +20,17 @@ FAMILIES = {
     "layout": set(),
     "reduce": set(),
     "rope": set(),
-    "pointwise": set(),
+    "pointwise": {"act"},
     "multi": set(),
     "index": set(),
     "quant": {"layout"},
-    "norm": {"quant"},
+    "norm": {"act", "quant"},
     "act": {"quant"},
     "moe": {"quant"},
     "loss": {"reduce"},
     "router": {"norm", "quant", "gemm"},
     "gemm": {"quant", "layout", "act"},
-    "attention": {"gemm", "rope", "reduce"},
+    "attention": {"gemm", "norm", "rope", "reduce"},
 }
 # What a layer may import besides itself and GROUND; inside functions, layers below `emulator` may reach it too.
 ALLOWED = {
