@@ -73,6 +73,8 @@ OPS = {
     "attention_decode": "ops.attention.decode",
     "attention_varlen": "ops.attention.attention",
     "merge_attention": "ops.attention.merge",
+    "mla_attention": "ops.attention.mla",
+    "mla_decode": "ops.attention.mla_decode",
     "sdpa": "ops.attention.sdpa",
     "add_": "ops.pointwise.inplace",
     "scale_": "ops.pointwise.inplace",
