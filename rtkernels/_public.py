@@ -72,6 +72,8 @@ OPS = {
     "attention": "ops.attention.attention",
     "attention_decode": "ops.attention.decode",
     "attention_varlen": "ops.attention.attention",
+    "lightning_attention": "ops.attention.lightning",
+    "lightning_attention_step": "ops.attention.lightning",
     "merge_attention": "ops.attention.merge",
     "mla_attention": "ops.attention.mla",
     "mla_decode": "ops.attention.mla_decode",

@@ -8,8 +8,8 @@ from torch import Tensor
 
 def exact_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False, window=None,
-    softcap: float = 0.0, clip: float | None = None, sinks: Tensor | None = None, bias: Tensor | None = None, kv_limit: Tensor | None = None,
-    seqused_k: Tensor | None = None,
+    softcap: float = 0.0, clip: float | None = None, sinks: Tensor | None = None, bias: Tensor | None = None,
+    kv_limit: Tensor | None = None, seqused_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return out [batch, queries, heads, width] and lse [batch, heads, queries]; differentiable in q, k, v and "
     "sinks."""

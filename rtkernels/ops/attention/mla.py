@@ -22,7 +22,7 @@ def mla_attention(
     """Return multi-head latent attention of keys and values that were expanded from the latent: the form for training.
 
     As ``attention`` and ``attention_varlen``, whose kernels run: differentiable, deterministic, any heads of k that
-    divide those of q, widths of their own (DeepSeek's are 192 and 128). Decoding from the latent itself: ``mla_decode``.
+    divide those of q, widths of their own (DeepSeek's are 192 and 128). Decoding from the latent: ``mla_decode``.
 
     Args:
         q: bfloat16 or float16 [batch, queries, heads, width], or [tokens, heads, width] of packed sequences.

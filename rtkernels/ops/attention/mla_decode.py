@@ -1,4 +1,4 @@
-"""Decoding with multi-head latent attention in the absorbed form: one latent per token is key and value of all heads."""
+"""Decoding with multi-head latent attention in the absorbed form: a latent is key and value of all heads."""
 
 from __future__ import annotations
 
@@ -85,8 +85,7 @@ def _plan(
     pages = 1 if page_table is None else page_table.shape[1]
     lkv, page_size = pages * cache.shape[1], max(cache.shape[1], 1)
     row_tiles, rows = -(-lq * heads // _ROWS), batch * lq * heads
-    resident = 2 if 2 * _SHARED <= info.shared_per_block else 1
-    splits = split_count(row_tiles * batch, lkv, info.sm_count * resident)
+    splits = split_count(row_tiles * batch, lkv, info.sm_count)  # registers are for one block a multiprocessor
     scratch = {}
     if splits > 1:
         scratch = {
