@@ -118,11 +118,11 @@ FORWARD = Operator(
 )  # fmt: skip
 
 
-def _check_backward(dout, dfinal_state, q, k, v, decay, initial_state, cu_seqlens, scale, *_: Any) -> None:
+def _check_backward(dout, dfinal_state, q, k, v, decay, initial_state, cu_seqlens, scale, wants_state, *_: Any) -> None:
     _check(q, k, v, decay, initial_state, cu_seqlens, scale)
     check_same("dout", tuple(dout.shape), (*q.shape[:-1], v.shape[-1]), "shape", of="q and v")
     check_same("dout", dout.dtype, q.dtype, "dtype", of="q")
-    if dfinal_state is not None:
+    if wants_state and dfinal_state is not None:
         check_same("dfinal_state", tuple(dfinal_state.shape), _state_shape(q, v, cu_seqlens), "shape", of="q and v")
 
 
@@ -144,7 +144,7 @@ def _plan_backward(
     d_k, d_v = q.shape[-1], v.shape[-1]
     of_q, of_k = ("q", strides(q), d_k), ("k", strides(k), d_k)
     of_v, of_dout = ("v", strides(v), d_v), ("dout", strides(dout), d_v)
-    outer = None if dfinal_state is None else "dfinal_state"
+    outer = None if dfinal_state is None or not wants_state else "dfinal_state"
     needs_state = need_initial_state and initial_state is not None
     steps, scratch = [], {}
     if need_q:
@@ -258,7 +258,7 @@ ONE = InPlaceOperator(
     ),
     options="float scale",
     results="out",
-    outputs=lambda q, k, v, *_: Memory(tuple(v.shape), q.dtype),
+    outputs=lambda q, k, v, *_: (Memory(tuple(v.shape), q.dtype),),
     plan=_plan_step,
     reference=reference.step,
     check=_check_step,

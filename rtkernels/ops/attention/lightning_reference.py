@@ -93,7 +93,7 @@ def backward(
     grads = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)]
     dstate = torch.zeros(batch, q.shape[-2], q.shape[-1], v.shape[-1], dtype=_sums(q), device=q.device)
     for b, rows in _sequences(q, cu_seqlens):
-        outer = None if dfinal_state is None else dfinal_state[b]
+        outer = None if dfinal_state is None or not wants_state else dfinal_state[b]
         state = None if initial_state is None else initial_state[b]
         parts = _one_backward(dout[rows], outer, q[rows], k[rows], v[rows], decay, state, scale)
         for grad, part in zip(grads, parts, strict=False):
