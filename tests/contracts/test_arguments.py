@@ -234,6 +234,14 @@ NUMBERS: dict[str, Callable[..., Any]] = {
     "attention_varlen": lambda **n: rtkernels.attention_varlen(
         *_heads(4, 2, 16), _offs(0, 4), _offs(0, 4), **{"max_seqlen_q": 4, "max_seqlen_k": 4, **n}
     ),
+    "lightning_attention": lambda **n: rtkernels.lightning_attention(*_heads(1, 4, 2, 16), torch.ones(2), **n),
+    "lightning_attention_step": lambda **n: rtkernels.lightning_attention_step(
+        *_heads(1, 2, 16), torch.ones(2), torch.zeros(1, 2, 16, 16), **n
+    ),
+    "mla_attention": lambda **n: rtkernels.mla_attention(*_heads(4, 2, 16), cu_seqlens_q=_offs(0, 4), **n),
+    "mla_decode": lambda **n: rtkernels.mla_decode(
+        _b16(1, 2, 64), _b16(1, 4, 64), _offs(3), **{"value_width": 64, **n}
+    ),
     "sdpa": lambda **n: rtkernels.sdpa(*_heads(1, 2, 4, 16), **n),
     "add_": lambda **n: rtkernels.add_(torch.ones(4, 8), torch.ones(4, 8), **n),
     "cross_entropy": lambda **n: rtkernels.cross_entropy(torch.ones(4, 8), _labels(), **n),

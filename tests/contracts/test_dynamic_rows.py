@@ -129,6 +129,15 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "multi_clip_": lambda x, ids: _written(x, lambda y: rtk.multi_clip_([y], 0.5)),
     "multi_clip_norm_": lambda x, ids: _written(x, lambda y: rtk.multi_clip_norm_([y], 0.5)),
     "multi_copy_": lambda x, ids: _written(x, lambda y: rtk.multi_copy_([y], [x.detach()], 2.0)),
+    "lightning_attention": lambda x, ids: rtk.lightning_attention(*_qkv(x[None]), torch.ones(4)),
+    "lightning_attention_step": lambda x, ids: rtk.lightning_attention_step(
+        *(_heads(x.detach()),) * 3, torch.ones(4), torch.zeros(x.shape[0], 4, 64, 64)
+    ),
+    "mla_attention": lambda x, ids: rtk.mla_attention(*_qkv(x[None])),
+    "mla_decode": lambda x, ids: rtk.mla_decode(
+        _heads(x.detach()), _heads(x.detach()).unsqueeze(1)[:, :, 0], torch.ones_like(ids[:, 0], dtype=torch.int32),
+        value_width=64,
+    ),
     "multi_count_zeros": lambda x, ids: rtk.multi_count_zeros([x.detach()]),
     "multi_norm": lambda x, ids: rtk.multi_norm([x.detach()]),
     "multi_scale_": lambda x, ids: _written(x, lambda y: rtk.multi_scale_([y], 2.0)),
