@@ -7,6 +7,7 @@ Those of routing and losses are in ``checks_routing.py``.
 from __future__ import annotations
 
 import torch
+from contracts.samples.multi.multi_tensor import adamw_samples
 from contracts.test_far_rows import CALLS as FAR_CALLS
 from contracts.test_instructions import check_instructions
 from support.far_rows import assert_finds_far_rows
