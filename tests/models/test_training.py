@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from rtkernels import models
 
 pytest.importorskip("transformers", minversion="5.0")
-peft = pytest.importorskip("peft")
+pytest.importorskip("peft")
 
+import peft
 from support.tiny_models import VOCABULARY, build, largest_error, loss_and_gradients, tokens
 
 # ---- adapters -------------------------------------------------------------------------------------------------------

@@ -37,7 +37,8 @@ def default_chunk_rows(rows: int, hidden: int, vocabulary: int, itemsize: int = 
     return min(rows, -(-alike // _TILE_ROWS) * _TILE_ROWS)
 
 
-def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, chunk_rows: int) -> None:
+def check_inputs(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, chunk_rows: int) -> None:
+    """Raise an ArgumentError for arguments that do not fit together."""
     token("hidden", hidden.dtype)
     if weight.dim() != 2 or weight.shape[0] == 0:
         raise ArgumentError(f"weight has shape {tuple(weight.shape)}; expected [vocabulary, hidden size]")
@@ -57,7 +58,7 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, 
     rows_ops.check(logits, metadata(labels), "hidden @ weight.T")
 
 
-class _Weights:
+class WeightSums:
     """Sums of the gradients of weight and bias over the chunks."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, in_fp32: bool, need_weight: bool, need_bias: bool) -> None:
@@ -94,7 +95,7 @@ class _Weights:
         )
 
 
-def _chunks(
+def chunks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_rows: int
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield rows, their hidden states and their logits; the logits all lie in the same memory."""
@@ -138,7 +139,7 @@ def _forward(functions: _Functions, args: tuple):
     need_hidden, need_weight, need_bias = needs
     options = (ignore_index, smoothing, z_loss, softcap)
     check_options(smoothing, z_loss, softcap, reduction)
-    _check(hidden, weight, labels, bias, chunk_rows)
+    check_inputs(hidden, weight, labels, bias, chunk_rows)
     states, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).contiguous()
     rows, shape = flat.numel(), labels.shape
     wants_gradient = any(needs)
@@ -158,9 +159,9 @@ def _forward(functions: _Functions, args: tuple):
     correct, lse = (torch.empty_like(losses) if wanted else None for wanted in (accuracy, with_lse))
     factor = functions.count(flat, ignore_index) if wants_gradient and reduction == MEAN else None
     dhidden = torch.empty(states.shape, dtype=hidden.dtype, device=hidden.device) if need_hidden else None
-    sums = _Weights(weight, bias, in_fp32, need_weight, need_bias)
+    sums = WeightSums(weight, bias, in_fp32, need_weight, need_bias)
     of_chunk = functions.gradient if wants_gradient else functions.rows
-    for part, some, logits in _chunks(states, weight, bias, chunk_rows):
+    for part, some, logits in chunks(states, weight, bias, chunk_rows):
         numbers = (losses[part], None if correct is None else correct[part])
         stats = of_chunk(logits, flat[part], *numbers, factor, options)
         if lse is not None:
@@ -186,7 +187,7 @@ def _backward(functions: _Functions, args: tuple):
     """The operator ``linear_cross_entropy_bwd``: as `_forward`, for a gradient of each row's own."""
     (dloss, hidden, weight, labels, bias, ignore_index, smoothing, z_loss, softcap, chunk_rows, in_fp32) = args[:11]
     options, needs = (ignore_index, smoothing, z_loss, softcap), args[11:]
-    _check(hidden, weight, labels, bias, chunk_rows)
+    check_inputs(hidden, weight, labels, bias, chunk_rows)
     check_same("dloss", dloss.shape, labels.shape, "shape", of="labels")
     states, flat, g = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).contiguous(), dloss.reshape(-1).float()
     if needs[1] and chunk_rows == 0 and slabs.suits(flat.numel(), weight, _SMALL):
@@ -194,8 +195,8 @@ def _backward(functions: _Functions, args: tuple):
         return found.dhidden.view(hidden.shape) if needs[0] else found.dhidden, found.dweight, found.dbias
     chunk_rows, in_fp32 = _by_rule(chunk_rows, in_fp32, flat.numel(), weight, needs[1])
     dhidden = torch.empty(states.shape, dtype=hidden.dtype, device=hidden.device) if needs[0] else None
-    sums = _Weights(weight, bias, in_fp32, *needs[1:])
-    for part, some, logits in _chunks(states, weight, bias, chunk_rows):
+    sums = WeightSums(weight, bias, in_fp32, *needs[1:])
+    for part, some, logits in chunks(states, weight, bias, chunk_rows):
         functions.row_gradient(logits, flat[part], g[part], options)
         if dhidden is not None:
             torch.mm(logits, weight, out=dhidden[part])
