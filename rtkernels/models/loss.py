@@ -29,8 +29,8 @@ def _head(original: type[nn.Module]) -> Callable[..., Any]:
     def forward(self, hidden, materialize=False, loss=None):
         if loss is not None:  # a call of the module, so that hooks which gather its weight run
             return loss(self, hidden)
-        if getattr(self, _LAZY, False) and not materialize:
-            return LazyLogits(hidden, self)
+        if getattr(self, _LAZY, False) and not materialize and not isinstance(self.weight, DTensor):
+            return LazyLogits(hidden, self)  # hooks of tensor parallelism take nothing but a tensor
         return own(self, hidden)
 
     return forward
@@ -55,15 +55,17 @@ class CausalLMLoss:
                 ignore_index=ignore_index, shift_labels=shift_labels, **kwargs,
             )  # fmt: skip
 
+        if isinstance(logits, DTensor) and not kwargs:  # of a head that is split between processes
+            options = {"ignore_index": ignore_index, "reduction": "mean" if num_items_in_batch is None else "sum"}
+            value = rtkernels.cross_entropy(logits, self._shifted(labels, shift_labels, ignore_index), **options)
+            return self._mean(value.full_tensor(), num_items_in_batch)
         if not isinstance(logits, LazyLogits):
             return as_before(logits)
         shaping = logits.shaping()
         head, hidden = logits.head, logits.hidden
         if shaping is None or kwargs or logits._made is not None or head.weight.shape[0] != vocab_size:
             return as_before(logits.tensor())
-        if shift_labels is None:
-            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        targets = shift_labels.reshape(-1).to(hidden.device)
+        targets = self._shifted(labels, shift_labels, ignore_index).reshape(-1).to(hidden.device)
 
         def loss(module: nn.Module, hidden: Tensor) -> Tensor | None:
             if isinstance(module.weight, DTensor) or isinstance(hidden, DTensor) or hidden.dtype != module.weight.dtype:
@@ -76,8 +78,16 @@ class CausalLMLoss:
             )  # fmt: skip
 
         value = head(hidden, loss=loss)
-        if value is None:
-            return as_before(logits.tensor())
+        return as_before(logits.tensor()) if value is None else self._mean(value, num_items_in_batch)
+
+    @staticmethod
+    def _shifted(labels: Tensor, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
+        if shift_labels is None:
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        return shift_labels
+
+    @staticmethod
+    def _mean(value: Tensor, num_items_in_batch: Any) -> Tensor:
         if num_items_in_batch is None:
             return value
         if isinstance(num_items_in_batch, Tensor):
@@ -125,6 +135,7 @@ def replace_loss(model: nn.Module) -> None:
     for head in heads:
         if type(head).forward is not nn.Linear.forward:  # FSDP's subclasses have it, those of adapters do not
             raise NotRecognized(f"its head is a {type(head).__name__}, no plain nn.Linear")
+        replace.check_own_forward(head)
     for head in heads:
         replace.replace(head, _KIND)
         setattr(head, _LAZY, False)

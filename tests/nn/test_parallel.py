@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -162,6 +163,17 @@ def check_ring_attention(rank: int, mesh: Any) -> None:
         ring_attention(*(t[:, :3] for t in tensors[:3]), group=group, zigzag=True)
 
 
+def _products(matrices: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return what experts compute, given rows sorted by expert: a matrix for each."""
+
+    def compute(rows: Tensor, ends: Tensor) -> Tensor:
+        parts = torch.tensor_split(rows[: ends[-1]], ends[:-1].tolist())
+        made = [torch.tanh(part @ matrix) for part, matrix in zip(parts, matrices, strict=True)]
+        return torch.cat([*made, rows.new_zeros(len(rows) - int(ends[-1]), matrices.shape[-1])])
+
+    return compute
+
+
 def check_experts(rank: int, mesh: Any) -> None:
     group, tokens, width, count = mesh.get_group(), 14, 8, 4
     x, weights = _numbers(tokens, width), _numbers(tokens, 2, seed=1).softmax(-1)
@@ -170,30 +182,21 @@ def check_experts(rank: int, mesh: Any) -> None:
     chosen = torch.randint(0, count, (tokens, 2), generator=torch.Generator().manual_seed(4))
     chosen[3, 1] = -1  # a choice not made
     for experts in (chosen, torch.zeros_like(chosen)):  # of the second, one process gets everything
-
-        def compute(matrices: Tensor):
-            def run(rows: Tensor, ends: Tensor) -> Tensor:
-                parts = torch.tensor_split(rows[: ends[-1]], ends[:-1])
-                made = [torch.tanh(part @ m) for part, m in zip(parts, matrices, strict=True)]
-                return torch.cat([*made, rows.new_zeros(len(rows) - int(ends[-1]), width)])
-
-            return run
-
         plain = [t.clone().requires_grad_() for t in (x, weights, matrices)]
         index = rtkernels.moe_index(experts, count)
-        rows = compute(plain[2])(rtkernels.moe_permute(plain[0], index), index.offsets[1:])
+        rows = _products(plain[2])(rtkernels.moe_permute(plain[0], index), index.offsets[1:])
         wanted = rtkernels.moe_unpermute(rows, index, probs=plain[1], dense_probs=False)
         wanted.backward(g)
         mine = slice(rank * 5, 5) if rank == 0 else slice(5, tokens)  # other numbers of tokens
         half = slice(rank * count // WORLD, (rank + 1) * count // WORLD)
         own = [t.clone().requires_grad_() for t in (x[mine], weights[mine], matrices[half])]
-        got = expert_parallel(own[0], experts[mine], own[1], compute(own[2]), num_experts=count, group=group)
+        got = expert_parallel(own[0], experts[mine], own[1], _products(own[2]), num_experts=count, group=group)
         torch.testing.assert_close(got, wanted[mine], rtol=1e-5, atol=1e-6)
         got.backward(g[mine])
         for one, other, part in zip(own, plain, (mine, mine, half), strict=True):
             torch.testing.assert_close(one.grad, other.grad[part], rtol=1e-5, atol=1e-6)
     with pytest.raises(ArgumentError, match="num_experts is 3; expected a multiple of 2"):
-        expert_parallel(x, chosen, weights, compute(matrices), num_experts=3, group=group)
+        expert_parallel(x, chosen, weights, _products(matrices), num_experts=3, group=group)
     with pytest.raises(ArgumentError, match=r"send is \[1, 2\]"):
         exchange_rows(x, [1, 2], [1, 2], group=group)
 
