@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import rtkernels
-from rtkernels.models.recognize import Recognized
+from rtkernels.models.recognize import NotRecognized, Recognized
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 Forward = Callable[..., Any]
@@ -23,6 +23,16 @@ Forward = Callable[..., Any]
 def replaced(module: nn.Module) -> Recognized | None:
     """Return what was done to a module, None if nothing was."""
     return getattr(type(module), "_rtkernels_kind", None)
+
+
+def check_own_forward(module: nn.Module) -> None:
+    """Refuse a module that carries a forward of its own, which would hide that of its class.
+
+    Raises:
+        NotRecognized: It does.
+    """
+    if "forward" in module.__dict__:
+        raise NotRecognized("its forward was replaced on the instance (tensor parallelism, offloading): patch first")
 
 
 def replace(module: nn.Module, kind: Recognized) -> None:
