@@ -83,10 +83,14 @@ OPS = {
     "multi_scale_": "ops.multi.multi_tensor",
     "tensor_list": "ops.multi.multi_tensor",
 }
-MODULES = ("cache", "compat", "errors", "interop", "models", "nn", "optim")
+MODULES = ("aten", "cache", "compat", "errors", "interop", "models", "nn", "optim")
 OTHERS = {
     "warm": "runtime.warm",
     "emulate": "emulator",
+    "disable": "aten",
+    "enable": "aten",
+    "report": "aten",
+    "use": "aten",
     "explain": "ops.gemm.explain",
     "MoeIndex": "ops.moe.moe_index_layout",
     "RtkError": "errors",
