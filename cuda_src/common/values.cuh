@@ -23,6 +23,8 @@ struct value_of<float> {
 };
 
 template <typename T>
+using ValueOf = typename value_of<T>::type;
+template <typename T>
 inline constexpr bool kIsFloat = is_same<typename value_of<T>::type, float>::value;
 
 template <typename T, int N>

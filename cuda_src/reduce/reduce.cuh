@@ -31,7 +31,4 @@ struct Reduced {
     }
 };
 
-template <typename T>
-using ValueOf = typename value_of<T>::type;
-
 }  // namespace rtk
