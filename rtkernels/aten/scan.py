@@ -56,7 +56,7 @@ def _nonzero(x: Tensor) -> Any:
         return _RANK
     if x.numel() == 0:
         return _EMPTY
-    return _CAPTURE if _capturing(x) else nonzero(x, by_column=x.is_cuda)
+    return _CAPTURE if _capturing(x) else nonzero(x)
 
 
 def _masked_select(x: Tensor, mask: Tensor) -> Any:

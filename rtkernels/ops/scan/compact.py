@@ -37,12 +37,11 @@ def _plan_count(x: Meta, device: int) -> Steps:
     return Steps(Step(_COUNT.bind((TOKEN[x.dtype],), device, slices, _THREADS), "x", "counts", x.numel()))
 
 
-def _plan_coordinates(x: Meta, ends: Meta, total: int, by_column: bool, device: int) -> Steps:
+def _plan_coordinates(x: Meta, ends: Meta, total: int, device: int) -> Steps:
     launch = _PLACE.bind((TOKEN[x.dtype],), device, -(-x.numel() // _SLICE), _THREADS)
     rank = len(x.shape)
     sizes = (*x.shape, *[1] * (4 - rank))
-    strides = (1, total) if by_column else (rank, 1)
-    return Steps(Step(launch, "x", "ends", 0, "out", x.numel(), 0, rank, *sizes, *strides))
+    return Steps(Step(launch, "x", "ends", 0, "out", x.numel(), 0, rank, *sizes, 1, total))
 
 
 def _plan_elements(x: Meta, ends: Meta, source: Meta, total: int, device: int) -> Steps:
@@ -60,10 +59,8 @@ _COUNTS = Primitive(
     outputs=lambda x: (Memory((-(-x.numel() // _SLICE),), torch.int64),), plan=_plan_count,
 )  # fmt: skip
 _COORDINATES = Primitive(
-    "compact_coordinates", (Dense("x", None), Dense("ends", None)), "total, by_column", results="out",
-    outputs=lambda x, ends, total, by_column: (
-        Memory((total, len(x.shape)), torch.int64, (1, total) if by_column else None),
-    ),
+    "compact_coordinates", (Dense("x", None), Dense("ends", None)), "total", results="out",
+    outputs=lambda x, ends, total: (Memory((total, len(x.shape)), torch.int64, (1, max(total, 1))),),
     plan=_plan_coordinates,
 )  # fmt: skip
 _ELEMENTS = Primitive(
@@ -81,18 +78,17 @@ def _ends(x: Tensor) -> tuple[Tensor, int]:
     return ends, int(ends[-1])
 
 
-def nonzero(x: Tensor, by_column: bool) -> Tensor:
+def nonzero(x: Tensor) -> Tensor:
     """Return the coordinates of elements that are not 0, in row-major order.
 
     Args:
         x: bfloat16, float16, float32, int64, int32, uint8 or bool; one to four dimensions, not empty.
-        by_column: The result's columns, not its rows, lie side by side.
 
     Returns:
-        (count, dimensions), int64.
+        (count, dimensions), int64; its columns lie side by side, as torch's do.
     """
     x = x.contiguous()
-    return _COORDINATES(x, *_ends(x), by_column)
+    return _COORDINATES(x, *_ends(x))
 
 
 def chosen(source: Tensor, mask: Tensor) -> Tensor:
