@@ -1,8 +1,8 @@
 """Switching: which aten overloads run on our kernels, in this process, from now on or inside of a ``with``.
 
 Overrides are registered with the dispatcher, which belongs to the process: every thread sees them, as the threads of
-autograd's backward must. A call of an overload runs its handler; whatever that does not take goes to torch's own kernel,
-which was looked up before it was overridden.
+autograd's backward must. A call of an overload runs its handler; whatever that does not take goes to torch's own
+kernel, which was looked up before it was overridden.
 """
 
 from __future__ import annotations
@@ -64,16 +64,18 @@ def enable(
 ) -> None:
     """Let torch's own operators run on kernels of this package, in all threads, until ``disable()``.
 
-    Nothing is compiled here. Calls that our kernels do not cover (``rtkernels.report()`` says which) go to torch. Inside of
-    ``rtkernels.emulate()`` CPU tensors are taken as well, by the emulator: for tests. A second ``enable`` replaces the
-    first; one with the same arguments changes nothing.
+    Nothing is compiled here. Calls that our kernels do not cover (``rtkernels.report()`` says which) go to torch.
+    Inside of ``rtkernels.emulate()`` CPU tensors are taken as well, by the emulator: for tests. A second ``enable``
+    replaces the first; one with the same arguments changes nothing.
 
     Args:
-        include: What to take: aten overloads (``"sum.dim_IntList"``), operators (``"sum"``: all overloads and the in-place
-            form), families (``"row"``), or ``"all"``. None: the default set, overloads expected to be faster than torch's.
+        include: What to take: aten overloads (``"sum.dim_IntList"``), operators (``"sum"``: all overloads and the
+            in-place form), families (``"row"``), or ``"all"``. None: the default set, overloads expected to be faster
+            than torch's.
         exclude: What to leave to torch, named likewise.
-        record: True writes a line per call to the logger "rtkernels", a path to that file; a function gets the overload and
-            the reason why torch's kernel ran, or None if ours did. None or False: calls are counted only.
+        record: True writes a line per call to the logger "rtkernels", a path to that file; a function gets the
+            overload and the reason why torch's kernel ran, or None if ours did. None or False: calls are counted
+            only.
 
     Raises:
         ArgumentError: A name is no overload, operator or family.
@@ -102,8 +104,8 @@ def use(
 ):
     """``with rtkernels.use(...):`` is ``enable`` for a block of code; what was enabled before is in force after it.
 
-    The block counts for the whole process, since a backward runs in threads of its own. Blocks nest; of several threads the one
-    that entered last decides, and leaving takes back one's own choice only.
+    The block counts for the whole process, since a backward runs in threads of its own. Blocks nest; of several
+    threads the one that entered last decides, and leaving takes back one's own choice only.
 
     Args:
         include: As for ``enable``.
@@ -149,7 +151,10 @@ def _chosen(include: Any, exclude: Any, record: Any) -> _Choice:
 
 def _refuse_composite(row: Overload) -> None:
     table.schema_of(row.name)
-    composite = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{row.name}", "CompositeImplicitAutograd")
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    composite = has_kernel(f"aten::{row.name}", "CompositeImplicitAutograd") and not any(
+        has_kernel(f"aten::{row.name}", key) for key in ("CPU", "CUDA")
+    )
     if composite and not row.composite:
         raise ArgumentError(f"{row.name} is a composite, which would lose its gradient; take the operators it calls")
 

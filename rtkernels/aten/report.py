@@ -1,4 +1,6 @@
-"""What ``rtkernels.enable()`` did: calls per overload that our kernels took, and those that went to torch, with reasons."""
+"""What ``rtkernels.enable()`` did: calls per overload that our kernels took, and those that went to torch, with
+reasons.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,8 @@ def report(*, as_rows: bool = False, file: TextIO | None = None) -> list[dict[st
         file: Where to print; None: standard output.
 
     Returns:
-        With `as_rows`, a list of ``{"overload", "family", "ours", "torch", "why"}``, most calls first; `why` maps reasons
-        to numbers of calls. Else None.
+        With `as_rows`, a list of ``{"overload", "family", "ours", "torch", "why"}``, most calls first; `why` maps
+        reasons to numbers of calls. Else None.
     """
     rows = [
         {

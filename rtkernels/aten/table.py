@@ -1,4 +1,5 @@
-"""One row per aten overload that a kernel of ours can take: what ``enable`` registers, ``report`` counts and tests walk.
+"""One row per aten overload that a kernel of ours can take: what ``enable`` registers, ``report`` counts and tests
+walk.
 
 How a family contributes rows: see the package's docstring.
 """
@@ -70,8 +71,8 @@ class Overload:
         name: As in ``torch.ops.aten``, without "aten::": ``"sum.dim_IntList"``, ``"amax"``.
         family: One of ``FAMILIES``.
         handler: Takes the arguments of the overload, returns its result or a ``NotHandled``.
-        default: Part of the set that ``enable()`` takes when nothing is named: overloads that are expected to be faster than
-            torch's (spec: W).
+        default: Part of the set that ``enable()`` takes when nothing is named: overloads that are expected to be
+            faster than torch's (spec: W).
         opinfo: Names of torch's OpInfos whose samples reach it (the conformance tests run these); empty if none does.
         composite: Why a composite may be taken all the same: "no gradient".
         small: Takes small tensors as well: no threshold.
@@ -87,7 +88,7 @@ class Overload:
 
     @property
     def operator(self) -> str:
-        """The aten name without overload and in-place mark: ``sum`` of ``sum.dim_IntList``, ``add`` of ``add_.Tensor``."""
+        """The name without overload and in-place mark: ``sum`` of ``sum.dim_IntList``, ``add`` of ``add_.Tensor``."""
         name = self.name.partition(".")[0]
         return name[:-1] if name.endswith("_") and not name.endswith("__") else name
 
@@ -118,8 +119,8 @@ def select(include: Iterable[str] | str | None, exclude: Iterable[str] | str | N
     """Return the rows that names stand for.
 
     Args:
-        include: Overloads, operators (all their overloads, in-place and ``out=`` forms) or families; None: the default set;
-            ``"all"``: every row.
+        include: Overloads, operators (all their overloads, in-place and ``out=`` forms) or families; None: the
+            default set; ``"all"``: every row.
         exclude: The same; left out of `include`.
 
     Raises:
@@ -136,7 +137,7 @@ def select(include: Iterable[str] | str | None, exclude: Iterable[str] | str | N
 
 
 def schema_of(name: str) -> Any:
-    """Return the overload's schema; a name without one raises, where torch would accept it and never call the kernel."""
+    """Return the overload's schema; a name without one raises, where torch would accept it and never call it."""
     base, _, overload = name.partition(".")
     try:
         return getattr(getattr(torch.ops.aten, base), overload or "default")._schema
