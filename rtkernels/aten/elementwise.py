@@ -369,6 +369,11 @@ FILL = Functor("Fill", 0)
 
 def copy_into(out: Tensor, source: Tensor) -> Tensor | NotHandled:
     """Write `source`, converted and broadcast, to `out`. Copies of one dtype move bits: any dtype up to 8 bytes."""
+    if source.shape != out.shape:
+        try:
+            source = source.expand(out.shape)
+        except RuntimeError:
+            return _SHAPES
     if out.dtype != source.dtype:
         return run(COPY, (source,), out=out, common=out.dtype)
     bits = _BITS.get(out.dtype.itemsize)  # one kernel for all dtypes of a size

@@ -198,7 +198,7 @@ def _native_kernel(name: str, key: str) -> Any:
 
 
 def _override(row: Overload, key: str, native: Any, record: Record | None) -> Callable[..., Any]:
-    name, handler, torch_kernel = row.name, row.handler, native.call_boxed
+    name, handler, torch_kernel = row.name, row.handler, _torch_kernel(row.name, native)
     count: Count = count_of(name, row.family)
     on_cpu, family, small = key == "CPU", row.family, row.small
     limits = table.MIN_ELEMENTS
@@ -243,6 +243,52 @@ def _override(row: Overload, key: str, native: Any, record: Record | None) -> Ca
 
 
 _NOT_EMULATING = NotHandled("on the CPU")
+
+
+def _torch_kernel(name: str, native: Any) -> Callable[..., Any]:
+    """Return torch's own kernel as a function of what an override is given.
+
+    Numbers in the place of tensors, which the dispatcher unwraps for Python, must be tensors for it. They are given the
+    dtype that lets promotion come to the same result; tensors without dimensions get one, or theirs would count no more
+    than the number's.
+    """
+    boxed, arguments = native.call_boxed, table.schema_of(name).arguments
+    places = [i for i, argument in enumerate(arguments) if str(argument.type) == "Tensor"]
+    if len(places) < 2:
+        return boxed
+
+    def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        numbers = [i for i in places if i < len(args) and not isinstance(args[i], torch.Tensor)]
+        if not numbers:
+            return boxed(keyset, *args, **kwargs)
+        given = [value for value in args if isinstance(value, torch.Tensor)]
+        values = list(args)
+        if not given:  # torch.add(2, 3)
+            for i in numbers:
+                values[i] = torch.scalar_tensor(args[i], dtype=torch.result_type(args[i], args[i]))
+            return boxed(keyset, *values, **kwargs)
+        for i in numbers:
+            values[i] = _number_tensor(args[i], given[0])
+        if "out" in kwargs or any(tensor.dim() for tensor in given):
+            return boxed(keyset, *values, **kwargs)
+        lifted = [value.view(1) if any(value is tensor for tensor in given) else value for value in values]
+        result = boxed(keyset, *lifted, **kwargs)
+        in_place = result is lifted[0] or result.data_ptr() == args[0].data_ptr() if args[0] is given[0] else False
+        return args[0] if in_place else result.view(())
+
+    return call
+
+
+def _number_tensor(number: Any, like: torch.Tensor) -> torch.Tensor:
+    kind = _KINDS[type(number)]
+    lower = kind > (3 if like.is_complex() else 2 if like.is_floating_point() else like.dtype != torch.bool)
+    dtype = (
+        torch.result_type(like, number) if lower else (torch.bool, torch.int64, torch.float64, torch.complex128)[kind]
+    )
+    return torch.scalar_tensor(number, dtype=dtype)
+
+
+_KINDS = {bool: 0, int: 1, float: 2, complex: 3}
 
 
 def _elements(args: tuple[Any, ...]) -> int:
