@@ -101,7 +101,9 @@ def _add_rows(x: Tensor, index: Tensor, source: Tensor, out: Tensor) -> Any:
     return made
 
 
-def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1, out: Tensor | None = None) -> Any:
+def _index_add(
+    x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1, out: Tensor | None = None
+) -> Any:
     if x.dim() != 2:
         return _RANK
     if dim not in (0, -2) or alpha != 1 or index.dim() != 1:

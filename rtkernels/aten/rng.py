@@ -50,9 +50,7 @@ def _bernoulli_(x: Tensor, p: float = 0.5, *, generator: torch.Generator | None 
 
 
 def _factory(kind: str) -> Callable[..., Any]:
-    def handler(
-        size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
-    ) -> Any:
+    def handler(size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None) -> Any:
         if layout not in (None, torch.strided) or pin_memory:
             return _OPTION
         if any(n < 0 for n in size) or (dtype or torch.get_default_dtype()) not in FLOATS:
@@ -68,7 +66,11 @@ def _like(kind: str) -> Callable[..., Any]:
         x: Tensor, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
         memory_format: Any = None,
     ) -> Any:  # fmt: skip
-        if layout not in (None, torch.strided) or pin_memory or (device is not None and torch.device(device) != x.device):
+        if (
+            layout not in (None, torch.strided)
+            or pin_memory
+            or (device is not None and torch.device(device) != x.device)
+        ):
             return _OPTION
         if (dtype or x.dtype) not in FLOATS:
             return _DTYPE
@@ -86,12 +88,12 @@ def _native_dropout(x: Tensor, p: float, train: bool | None) -> Any:
 
 def rows() -> Iterator[Overload]:
     """Yield the overloads of this family."""
-    yield Overload("uniform_", "rng", _uniform_, opinfo=("uniform",))
-    yield Overload("normal_", "rng", _normal_, opinfo=("normal",))
-    yield Overload("exponential_", "rng", _exponential_, opinfo=("exponential",))
+    yield Overload("uniform_", "rng", _uniform_)
+    yield Overload("normal_", "rng", _normal_)
+    yield Overload("exponential_", "rng", _exponential_)
     yield Overload("bernoulli_.float", "rng", _bernoulli_)
-    yield Overload("rand", "rng", _factory("uniform"), opinfo=("rand",))
-    yield Overload("randn", "rng", _factory("normal"), opinfo=("randn",))
-    yield Overload("rand_like", "rng", _like("uniform"), opinfo=("rand_like",))
-    yield Overload("randn_like", "rng", _like("normal"), opinfo=("randn_like",))
+    yield Overload("rand", "rng", _factory("uniform"))
+    yield Overload("randn", "rng", _factory("normal"))
+    yield Overload("rand_like", "rng", _like("uniform"))
+    yield Overload("randn_like", "rng", _like("normal"))
     yield Overload("native_dropout", "rng", _native_dropout)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rtkernels import emulator
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.launch.device import emulate_features
 from rtkernels.runtime.operator.declared import Argument, Internal
-from rtkernels.runtime.operator.plan import Memory, Steps
+from rtkernels.runtime.operator.plan import Memory as Memory
+from rtkernels.runtime.operator.plan import Steps
 
 
 def _no_reference(*_: Any) -> Any:
@@ -42,6 +42,8 @@ class Primitive(Internal):
         first = args[self._places[0]]
         if first.is_cuda:
             return self.launch(*args)
+        from rtkernels import emulator
+
         features = emulator.active()
         if features is None:
             raise ArgumentError(f"{self.name}: tensors are on {first.device}; expected a CUDA device, or the emulator")
@@ -49,6 +51,3 @@ class Primitive(Internal):
             emulate_features(features)
             with emulator.recording():
                 return self.launch(*args)
-
-
-__all__ = ["Memory", "Primitive"]

@@ -36,7 +36,9 @@ _PLACE = Kernel(
 )  # fmt: skip
 
 
-def _plan_short(x: Meta, list_: Meta | None, parts: int, kept: int, values: bool, descending: bool, device: int) -> Steps:
+def _plan_short(
+    x: Meta, list_: Meta | None, parts: int, kept: int, values: bool, descending: bool, device: int
+) -> Steps:
     n = x.shape[1]
     count = -(-n // parts) if list_ is None else list_.shape[1]
     rows, length = x.shape[0] * parts, max(2, power_of_two(count))
@@ -81,7 +83,9 @@ def _plan_place(
     return Steps(Step(launch, "x", *given, "ends", *made, n, slices, shift, int(descending)))
 
 
-def _place_outputs(x: Meta, keys: Meta | None, list_: Meta | None, ends: Meta, shift: int, last: bool, _: bool) -> tuple:
+def _place_outputs(
+    x: Meta, keys: Meta | None, list_: Meta | None, ends: Meta, shift: int, last: bool, _: bool
+) -> tuple:
     if last:
         return Memory(x.shape, x.dtype), Memory(x.shape, torch.int64)
     key = torch.int64 if x.dtype == torch.int64 else torch.int32
