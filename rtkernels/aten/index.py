@@ -1,8 +1,8 @@
 """Indexing of aten: gather, index_select, embedding and its gradient, sums into rows (family ``idx``).
 
-Sums are deterministic: rows that share an index are added in fp32 in a fixed order, without atomics. Other scatters are
-torch's. An index outside of its dimension stops gather's and index_select's kernel, as it stops torch's; a look-up of an
-embedding gives zeros there.
+Sums are deterministic: rows that share an index are added in fp32 in a fixed order, without atomics. Other scatters
+are torch's. An index outside of its dimension stops gather's and index_select's kernel, as it stops torch's; a look-up
+of an embedding gives zeros there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Random operators of aten: factories, fills and dropout (family ``rng``).
 
-The same seed of torch's generator gives the same numbers each time, also in replayed graphs, but not the numbers that torch's
-own kernels give.
+The same seed of torch's generator gives the same numbers each time, also in replayed graphs, but not the numbers that
+torch's own kernels give.
 """
 
 from __future__ import annotations

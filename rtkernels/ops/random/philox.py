@@ -1,7 +1,7 @@
 """Random numbers and dropout by Philox 4x32-10.
 
-The seed is one int64 that torch's generator draws on the device, so that ``torch.manual_seed``, an explicit generator and
-captured graphs work as they do with torch; numbers differ from torch's.
+The seed is one int64 that torch's generator draws on the device, so that ``torch.manual_seed``, an explicit generator
+and captured graphs work as they do with torch; numbers differ from torch's.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from rtkernels.ops.shared.strided import (
 )
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import GRID_LIMIT, divisor
 from rtkernels.runtime.launch.memory import dense_strides
+from rtkernels.runtime.layout import GRID_LIMIT, divisor
 from rtkernels.runtime.operator.declared import Argument, Meta
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
@@ -101,10 +101,10 @@ def geometry(shape: tuple[int, ...], stride: tuple[int, ...], dims: tuple[int, .
     return Geometry(kept, reduced, down)
 
 
-def _slices(blocks: int, units: int, least: int, device: int) -> int:
-    """Return into how many parts reductions are cut: enough for three waves of blocks, none shorter than `least` units."""
+def _slices(blocks: int, units: int, shortest: int, device: int) -> int:
+    """Return how many parts reductions are cut into: enough for three waves of blocks, of `shortest` units or more."""
     wanted = 3 * device_info(device).sm_count
-    return max(1, min(wanted // max(blocks, 1), units // least, 4096))
+    return max(1, min(wanted // max(blocks, 1), units // shortest, 4096))
 
 
 def _plan(
@@ -207,7 +207,8 @@ def reduce(
         power: For the lift "power".
         finish: What becomes of a result last.
         number: For that: the divisor of a mean or variance, the exponent, the count of "all".
-        wanted: "o" for the result (values of "arg_maximum", variances), "s" for the second one (indices, means), or both.
+        wanted: "o" for the result (values of "arg_maximum", variances), "s" for the second one (indices, means), "os"
+            for both.
 
     Returns:
         Both results, dense; a stand-in for one that is not wanted.

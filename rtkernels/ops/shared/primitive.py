@@ -1,4 +1,4 @@
-"""Launches that the aten layer runs by itself: no schema, fake or gradient of their own, as torch's operators have those."""
+"""Launches that the aten layer makes: no schema, fake or gradient of their own, as torch's operators have those."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Rows sorted with their indices, stable; and the first few of a sorted row.
 
-Up to 2048 elements are sorted in shared memory, longer rows by radix. The best of a long row come in rounds: those of each
-part of 2048 elements, then those of what is left.
+Up to 2048 elements are sorted in shared memory, longer rows by radix. The best of a long row come in rounds: those of
+each part of 2048 elements, then those of what is left.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def sort_rows(x: Tensor, descending: bool) -> tuple[Tensor, Tensor]:
 
 
 def best_of_rows(x: Tensor, k: int, largest: bool) -> tuple[Tensor, Tensor]:
-    """Return the k largest (or smallest) elements of each row, best first, the first ones of equal ones; NaN is the largest.
+    """Return the k largest (or smallest) elements of each row, best first, of equal ones the first; NaN is the largest.
 
     Args:
         x: As for ``sort_rows``.
