@@ -59,8 +59,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests marked ``gpu``, visibly, where there is no GPU; leave out emulated cases that say little new.
 
-    Compiling kernels comes last, where workers get a few tests at a time, so that none is left with a queue of them when
-    the others are done.
+    Compiling kernels comes last, where workers get a few tests at a time, so that none is left with a queue of them
+    when the others are done.
     """
     items.sort(key=lambda item: item.name.startswith("test_compiles_without_spills"))
     if not config.getoption("--full"):
