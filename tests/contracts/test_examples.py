@@ -17,3 +17,14 @@ def test_moe_layer_agrees_with_plain_torch(place: str, capsys: pytest.CaptureFix
     assert set(differences) == {"output", "x", "router", "gate_up", "down"}
     assert all(value < 0.02 for value in differences.values()), differences  # a few bf16 roundings
     assert "plain torch" in capsys.readouterr().out
+
+
+def test_training_learns_and_agrees_with_the_plain_model(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", minversion="5.0")
+    main = runpy.run_path(str(EXAMPLES / "train.py"))["main"]
+    sizes = ["--tiny", "--steps", "12", "--batch", "4", "--length", "48"]
+    losses = main(sizes)
+    printed = capsys.readouterr().out
+    assert "norm" in printed and "tokens/s" in printed
+    assert losses[-1] < 0.8 * losses[0]
+    assert losses == pytest.approx(main([*sizes, "--plain"]), rel=1e-3)

@@ -19,6 +19,7 @@ from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.tables import TensorList
 from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.autograd import refuse_gradients
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.lists import ListOperator, Number, Tensors
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
@@ -123,7 +124,13 @@ def tensor_list(tensors: Tensors) -> TensorList:
 
 
 def multi_norm(
-    tensors: Tensors, ord: float = 2.0, *, per_tensor: bool = False, group: Any = None
+    tensors: Tensors,
+    ord: float = 2.0,
+    *,
+    per_tensor: bool = False,
+    group: Any = None,
+    root: bool = True,
+    out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return the norm of all elements of all tensors together: l2, l1 or the largest magnitude.
 
@@ -139,21 +146,32 @@ def multi_norm(
         group: A process group over which tensors are sharded (``torch.distributed.group.WORLD`` for all): the result is
             the norm over all its members, by one all-reduce of fp64 sums. With per_tensor, every member must have
             equally many tensors; those at the same place count as shards of one.
+        root: False leaves out the square root of ord 2: the sum of squares.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         0-d fp32 (without a group, on the CPU for an empty list), or a pair of that and fp32 ``[len(tensors)]``.
     """
+    if out is not None:
+        return into(multi_norm, locals())
     tensors = _listed(tensors)
     kind = _kind_of(ord)
-    if group is None:
-        out = _reduce(tensors, kind, per_tensor, False)
+    if group is None and root:
+        made = _reduce(tensors, kind, per_tensor, False)
     else:
-        out = _combined(_reduce(tensors, kind, per_tensor, True), kind, group)
-    return (out[0], out[1:]) if per_tensor else out.reshape(())
+        sums = _reduce(tensors, kind, per_tensor, True)
+        sums = sums if group is None else _over_group(sums, kind, group)
+        made = _finished(sums, kind) if root else sums.float()
+    return (made[0], made[1:]) if per_tensor else made.reshape(())
 
 
 def multi_count_zeros(
-    tensors: Tensors, *, per_tensor: bool = False, group: Any = None
+    tensors: Tensors,
+    *,
+    per_tensor: bool = False,
+    group: Any = None,
+    out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return how many elements of all tensors together are zero (of either sign; NaN and subnormals are not).
 
@@ -161,10 +179,14 @@ def multi_count_zeros(
         tensors: As for ``multi_norm``.
         per_tensor: Return the number for each tensor, too.
         group: As for ``multi_norm``: the numbers of all members of a process group are added.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         0-d int64 (on the CPU for an empty list), or a pair of that and int64 ``[len(tensors)]``.
     """
+    if out is not None:
+        return into(multi_count_zeros, locals())
     out = _reduce(_listed(tensors), ZEROS, per_tensor, False)
     if group is not None:
         out = _where_group_is(out, group)

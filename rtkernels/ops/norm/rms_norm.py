@@ -8,9 +8,11 @@ from torch import Tensor, is_grad_enabled
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.norm.checks import check_no_gradient
+from rtkernels.ops.norm.norm_modulated import normalize
 from rtkernels.ops.norm.rms_norm_operators import ADD_FORWARD, BACKWARD, BACKWARD_OVER, FORWARD, OUT_FORWARD
 from rtkernels.ops.norm.rms_norm_plan import KERNELS
 from rtkernels.ops.norm.statistics import with_statistics
+from rtkernels.ops.shared.row_quant import Quant
 from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.operator.autograd import (
     constant,
@@ -63,6 +65,10 @@ def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0,
     residual: Tensor | None = None, rstd: Tensor | None = None, return_rstd: bool = False, out: Tensor | None = None,
     reuse: str | None = None,
+    gate: Tensor | None = None, bias: Tensor | None = None, scale: Tensor | None = None,
+    shift: Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor | None = None,
+    quant: Quant | torch.dtype | str | None = None, keep: bool = False, residual_out: Tensor | None = None,
+    scale_out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Normalise the last dimension by its root mean square.
 
@@ -86,13 +92,39 @@ def rms_norm(
         reuse: ``"inputs"``: the backward pass writes the gradient over what it has saved, x or with a residual the sum
             that was returned, which then holds it, instead of taking new memory. The rules are those of :func:`glu`.
             Not with rstd, return_rstd or out.
+        gate: Factor of ``x + bias`` before the residual is added: ``[n]``, ``[..., n]``, or any shape that broadcasts to
+            that of x; of x's dtype or float32, any row stride. From here on: the options of inference, see below.
+        bias: ``[n]``, added to x first.
+        scale: ``1 + scale`` multiplies the normalised row; shape and dtype as for gate.
+        shift: Added after that; likewise.
+        style: ``[..., 3 n]``: scale, shift and, returned as a view, the gate of the next call.
+        channel_scale: ``[n]``, multiplies the result.
+        quant: Quantise the result (:class:`rtkernels.Quant`); a dtype or "nvfp4" stands for ``Quant(dtype)``.
+        keep: Return what is quantised, too, in x's dtype.
+        residual_out: Takes the sum; may be residual or x.
+        scale_out: Takes the scales that are made.
 
     Returns:
         ``y``, dense unless it is `out`, of x's shape and dtype; with a residual ``(y, h)``; with return_rstd
         ``(y, rstd)`` or ``(y, h, rstd)``.
+
+    With an option of inference the call is one launch (two, if the scale of a whole tensor comes from the data), in this
+    order: ``h = residual + gate * (x + bias)``, rounded and stored; the statistics of the rounded h; the weight; ``* (1 +
+    scale) + shift``; ``* channel_scale``; quantise. Then the result is a :class:`rtkernels.NormOut` if there is more than
+    one. Without quant and out, gradients are those of all tensors but channel_scale.
     """
     if not isinstance(x, Tensor):
         return interop.call_with(rms_norm, locals())
+    # One comparison: are they all None?
+    plain = gate is bias is scale is shift is style is channel_scale is quant is residual_out is scale_out is None
+    if keep or not plain:
+        if rstd is not None or return_rstd or reuse is not None:
+            raise ArgumentError("rstd, return_rstd and reuse go without the options of inference")
+        return normalize(
+            x, weight, None, eps=eps, offset=offset, centred=False, residual=residual, gate=gate, bias=bias,
+            scale=scale, shift=shift, style=style, channel_scale=channel_scale, quant=quant, keep=keep, out=out,
+            residual_out=residual_out, scale_out=scale_out,
+        )  # fmt: skip
     overwrites = False
     if reuse is not None:
         if rstd is not None or return_rstd or out is not None:
