@@ -38,6 +38,9 @@ class _Ring:
         return received, dist.batch_isend_irecv(moves)
 
     def moved(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors of the previous process."""
+        if self.size == 1:
+            return list(tensors)
         received, work = self.start(tensors)
         for each in work:
             each.wait()
