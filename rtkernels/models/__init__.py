@@ -6,6 +6,6 @@ globals (``rope_view``), the loss by logits that are computed if somebody looks 
 Nothing global changes. ``docs/models.md`` is the guide. ``transformers`` is imported when a model is patched.
 """
 
-from rtkernels.models.patch import PatchReport, patch, patched, report, unpatch
+from rtkernels.models.patch import PatchReport, loss_only, patch, patched, report, unpatch
 
-__all__ = ["PatchReport", "patch", "patched", "report", "unpatch"]
+__all__ = ["PatchReport", "loss_only", "patch", "patched", "report", "unpatch"]

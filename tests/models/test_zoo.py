@@ -20,5 +20,5 @@ def test_keeps_loss_and_gradients(kind: str) -> None:
 def test_table_in_the_guide() -> None:
     document = (zoo.meta.ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     assert document.count(zoo.MARK) == 2
-    again = zoo.written(zoo.written(document, ["one"]), ["| two |"])
-    assert f"{zoo.MARK}\n| two |\n{zoo.MARK}" in again and "one" not in again.split(zoo.MARK)[1]
+    twice = zoo.written(zoo.written(document, ["one"]), ["| two |"])
+    assert f"{zoo.MARK}\n| two |\n{zoo.MARK}" in twice and "one" not in twice.split(zoo.MARK)[1]
