@@ -1,4 +1,4 @@
-"""``python -m bench run``, ``check``, ``sweep``, ``report``, ``record``, ``readme`` and ``e2e``."""
+"""``python -m bench run``, ``check``, ``sweep``, ``report``, ``record``, ``readme``, ``zoo`` and ``e2e``."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
     record = commands.add_parser("record", help="take result files over into bench/results/<gpu>.json")
     record.add_argument("files", nargs="+", type=Path)
     record.add_argument("--layers", action="store_true", help="the files hold measurements of whole layers")
+    commands.add_parser("zoo", help="patch every causal language model of transformers that can be built small")
     commands.add_parser("e2e", help="`e2e train`, `e2e infer`, `e2e plot`: whole models; see `e2e train --help`")
     tables = commands.add_parser("readme", help="write the README's table and docs/performance.md anew")
     tables.add_argument("--check", action="store_true", help="write nothing; exit with 1 if they are not up to date")
@@ -198,6 +199,10 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if words[:1] == ["e2e"] and words[1:2] and words[1] in E2E:
         return importlib.import_module(f"bench.e2e.{words[1]}").main(words[2:])
+    if words[:1] == ["zoo"]:
+        from bench import zoo
+
+        return zoo.main(words[1:])
     args = parser().parse_args(words)
     commands = {
         "run": _run, "check": _check, "sweep": _sweep, "report": _report, "record": _record, "readme": _readme,

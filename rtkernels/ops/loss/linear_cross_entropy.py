@@ -84,6 +84,7 @@ def linear_cross_entropy(
     Args:
         hidden: ``[..., hidden size]``, bfloat16, float16 or float32.
         weight: ``[vocabulary, hidden size]``, of the same dtype (under autocast both are cast).
+            DTensors: hidden may be sharded by rows, weight and bias by the vocabulary; results are DTensors.
         labels: ``[...]``, int32 or int64; a label outside the vocabulary is reported as in ``cross_entropy``.
         bias: ``[vocabulary]``, or None.
         ignore_index: As in ``cross_entropy``.
