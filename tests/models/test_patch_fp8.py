@@ -56,6 +56,46 @@ def test_codes_are_made_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Counter(calls) == {"rms_norm_fp8": 4, "quantize_fp8": 2, "glu_fp8": 2, "rms_norm": 5}
 
 
+def test_recipes_have_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "_SMALLEST_GAIN", 0)
+    loss = loss_and_gradients(build("qwen3").bfloat16())[0]
+    recipes = [
+        models.Fp8Recipe(save_weight=True),
+        models.Fp8Recipe(wgrad="bf16", skip=("layers.0.", "o_proj")),
+        models.Fp8Recipe(pow2_scale=True),
+    ]
+    for recipe in recipes:
+        model = build("qwen3").bfloat16()
+        report = models.patch(model, fp8=recipe)
+        assert report.replaced["fp8"] == (6 if recipe.skip else 14)
+        assert loss_and_gradients(model)[0] == pytest.approx(loss, rel=1e-2)
+    with pytest.raises(ArgumentError, match="fp8 has wgrad 'fp4'; expected 'fp8' or 'bf16'"):
+        models.patch(build("qwen3"), fp8=models.Fp8Recipe(wgrad="fp4"))
+
+
+def test_weights_are_quantised_one_time_for_all_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "_SMALLEST_GAIN", 0)
+    model = models.patched(lambda: build("qwen3").bfloat16(), fp8=True, fused_layers=True)
+    wanted = [loss_and_gradients(model, tokens(seed=i))[1] for i in range(2)]
+    calls, make = [], rtkernels.fp8_weight
+    monkeypatch.setattr(rtkernels, "fp8_weight", lambda w, **options: calls.append(w.shape) or make(w, **options))
+    with rtkernels.nn.fixed_weights(model):
+        for i in range(2):
+            got = loss_and_gradients(model, tokens(seed=i))[1]
+            assert all(torch.equal(got[name], g) for name, g in wanted[i].items())
+    assert len(calls) == 14  # each weight; in the tiny model none is a multiple of 128 rows, so none are merged
+
+
+def test_experts_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "_SMALLEST_GAIN", 0)
+    model = build("qwen3_moe").bfloat16()
+    loss, gradients = loss_and_gradients(model)
+    report = models.patch(model, fp8=True)
+    assert report.replaced["fp8"] == 2 * 4 + 2, str(report)
+    fp8_loss, fp8_gradients = loss_and_gradients(model)
+    assert fp8_loss == pytest.approx(loss, rel=1e-2) and cosine(fp8_gradients, gradients) >= 0.98
+
+
 def test_small_layers_and_the_head_are_left_alone() -> None:
     model = build("qwen3")
     report = models.patch(model, fp8=True)
