@@ -282,15 +282,21 @@ def replace_mlp(module: nn.Module, recipe: Recipe) -> None:
         replace.change(module, Recognized("fp8_mlp", (*kind.options, ("recipe", recipe))))
 
 
+# Norms of a decoder layer, and the child that reads what they give.
+_READERS = {"input_layernorm": "self_attn", "post_attention_layernorm": "mlp", "pre_feedforward_layernorm": "mlp"}
+
+
 def replace_norms(layer: nn.Module, recipe: Recipe) -> None:
-    """Let the norms of a decoder layer whose projections read codes give them codes."""
-    if not recipe.by_codes or not any(_is_fp8(module) for module in layer.modules()):
+    """Let the norms of a decoder layer give codes to projections that read them."""
+    if not recipe.by_codes:
         return
-    for child in layer.children():
-        kind = replace.replaced(child)
-        if kind is not None and kind.kind == "rms_norm" and getattr(child, "weight", None) is not None:
-            if child.weight.shape[0] % _MULTIPLE == 0:
-                replace.change(child, Recognized("fp8_norm", kind.options))
+    for name, reader in _READERS.items():
+        norm, kind = getattr(layer, name, None), replace.replaced(getattr(layer, name, layer))
+        if kind is None or kind.kind != "rms_norm" or not hasattr(layer, reader):
+            continue
+        read = any(_is_fp8(child) for child in getattr(layer, reader).children())
+        if read and getattr(norm, "weight", None) is not None and norm.weight.shape[0] % _MULTIPLE == 0:
+            replace.change(norm, Recognized("fp8_norm", kind.options))
 
 
 def experts_kind(module: nn.Module, recipe: Recipe) -> Recognized:

@@ -21,7 +21,7 @@ from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 def make_adjacent(linears: Sequence[nn.Module]) -> None:
     """Move the weights of linear layers into one block of memory, if each has memory of its own. Values stay."""
-    if not all(isinstance(linear, nn.Linear) for linear in linears):
+    if not all(getattr(type(m), "_rtkernels_original", type(m)) is nn.Linear for m in linears):  # as of other libraries
         return
     weights = [linear.weight for linear in linears]
     first = weights[0]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.e2e import infer, plot, train
+from bench.e2e import gates, infer, plot, train
 from rtkernels.models import fp8
 
 pytest.importorskip("transformers", minversion="5.0")
@@ -62,6 +62,21 @@ def test_the_command_starts_processes(tmp_path: Path) -> None:
     assert infer.main([*INFER, "--arms", "hf,ours", "--out", str(tmp_path / "infer.json")]) == 0
     result = json.loads((tmp_path / "infer.json").read_text())
     assert result["kind"] == "infer" and all(g["passed"] for g in result["gates"] if "tokens" in g["gate"])
+
+
+def test_gates_of_training() -> None:
+    hf = {"tokens_per_s": 100, "peak_mib": 1000, "losses": [3.0] * 10, "first_step_s": 9.0}
+    ours = {"tokens_per_s": 160, "peak_mib": 600, "losses": [3.0] * 9 + [3.02], "first_step_s": 10.0}
+    found = {
+        g["gate"]: g["passed"] for g in gates.gates("dense", {"hf": hf, "ours_fused": ours, "liger": {"absent": ""}})
+    }
+    assert found == {
+        "tokens/s, ours_fused : hf": True, "peak memory, ours_fused : hf": False, "loss, ours_fused : hf": False,
+        "first step, ours_fused - hf, s": True,
+    }  # fmt: skip
+    assert "MISSED: peak memory, ours_fused : hf: 0.6 (must 0.5)" in gates.text(
+        gates.gates("dense", {"hf": hf, "ours_fused": ours})
+    )
 
 
 def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
