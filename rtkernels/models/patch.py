@@ -111,6 +111,10 @@ class _Patcher:
             except NotRecognized as error:
                 self._known[key] = str(error)
         answer = self._known[key]
+        try:
+            replace.check_own_forward(module)
+        except NotRecognized as error:
+            answer = str(error)
         if isinstance(answer, Recognized):
             replace.replace(module, answer)
         self.note(kind, name, module, answer if isinstance(answer, str) else None)

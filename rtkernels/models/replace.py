@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import rtkernels
-from rtkernels.models.recognize import Recognized
+from rtkernels.models.recognize import NotRecognized, Recognized
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 Forward = Callable[..., Any]
@@ -25,13 +25,28 @@ def replaced(module: nn.Module) -> Recognized | None:
     return getattr(type(module), "_rtkernels_kind", None)
 
 
+def check_own_forward(module: nn.Module) -> None:
+    """Refuse a module that carries a forward of its own, which would hide that of its class.
+
+    Raises:
+        NotRecognized: It does.
+    """
+    if "forward" in module.__dict__:
+        raise NotRecognized("its forward was replaced on the instance (tensor parallelism, offloading): patch first")
+
+
 def replace(module: nn.Module, kind: Recognized) -> None:
     """Give a module our forward."""
     module.__class__ = subclass(type(module), kind)
 
 
 def change(module: nn.Module, kind: Recognized) -> None:
-    """Give a module another forward of ours, in place of its own or of an earlier one."""
+    """Give a module another forward of ours, in place of its own or of an earlier one.
+
+    Raises:
+        NotRecognized: It carries a forward of its own.
+    """
+    check_own_forward(module)
     module.__class__ = subclass(getattr(type(module), "_rtkernels_original", type(module)), kind)
 
 

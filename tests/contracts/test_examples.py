@@ -30,3 +30,14 @@ def test_generate_gives_the_tokens_of_transformers(place: str, capsys: pytest.Ca
     found = example["main"](["--tiny", "--tokens", "5"])
     assert found.shape == (1, 5) and "5 tokens in" in capsys.readouterr().out
     assert example["main"](["--tiny", "--tokens", "3", "--fp8"]).shape == (1, 3)
+
+
+def test_training_learns_and_agrees_with_the_plain_model(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", minversion="5.0")
+    main = runpy.run_path(str(EXAMPLES / "train.py"))["main"]
+    sizes = ["--tiny", "--steps", "12", "--batch", "4", "--length", "48"]
+    losses = main(sizes)
+    printed = capsys.readouterr().out
+    assert "norm" in printed and "tokens/s" in printed
+    assert losses[-1] < 0.8 * losses[0]
+    assert losses == pytest.approx(main([*sizes, "--plain"]), rel=1e-3)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.index.embedding_parallel import looked_up_over
 from rtkernels.ops.index.embedding_plan import (
     KERNELS,
     check_add,
@@ -22,8 +27,10 @@ from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable, refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, InPlace, InPlaceOperator, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.sharding import Way, shard
 
 NO_PADDING = -1  # as an operator argument; ids below 0 have no row anyway
 
@@ -81,6 +88,20 @@ ADD = InPlaceOperator(
     "embedding_bwd_into", (InPlace("main_grad", None), Rows("dy"), Dense("ids", None)),
     options="int start, int padding", results="", plan=plan_add, reference=_reference_add, check=check_add,
 )  # fmt: skip
+
+
+def _shards(args: dict[str, Any]) -> Iterator[Way]:
+    """Tokens are independent of one another, and so are columns. (The first id of a range of rows is an argument.)"""
+    from torch.distributed.tensor import Partial, Shard
+
+    last = len(args["ids"].shape)
+    for dim in range(last):
+        yield [Partial() if "dy" in args else Shard(dim)], {"dy": Shard(dim), "ids": Shard(dim)}
+    yield [Shard(1 if "dy" in args else last)], {"weight": Shard(1), "dy": Shard(last)}
+
+
+shard(FORWARD, _shards)
+shard(BACKWARD, _shards)
 _replay = FORWARD.replay
 
 
@@ -124,7 +145,8 @@ def _padding(padding_idx: int | None, rows: int, vocab_start: int) -> int:
 
 def embedding(
     ids: Tensor, weight: Tensor, *, padding_idx: int | None = None, vocab_start: int = 0,
-    main_grad: Tensor | None = None,
+    main_grad: Tensor | None = None, group: Any = None, same_ids: bool = True,
+    out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return ``weight[ids - vocab_start]``: one row of the table for each token.
 
@@ -141,14 +163,24 @@ def embedding(
         vocab_start: The id of weight's first row: the table holds ids vocab_start to vocab_start + rows - 1.
         main_grad: [rows, columns], bfloat16, float16 or float32, unit-stride rows. Backward then *adds* to it in place
             (in fp32, one rounding) and gives weight no gradient of its own: ``weight.grad`` stays as it is.
+        group: A process group over which the vocabulary is split: every member has the rows from its vocab_start on,
+            and gets the whole look-up of its ids, by one exchange through ``torch.distributed``.
+        same_ids: All members of the group have the same ids (tensor parallelism). False: each has its own, equally
+            many (sequence parallelism); ids are gathered, looked up and the sums scattered.
+        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
 
     Returns:
         Dense ``[*ids.shape, columns]`` of weight's dtype.
     """
     if not isinstance(ids, Tensor):
-        return interop.call(
-            embedding, ids, weight, padding_idx=padding_idx, vocab_start=vocab_start, main_grad=main_grad
+        return interop.call_with(embedding, locals())
+    if out is not None:
+        return into(embedding, locals())
+    if group is not None:
+        local = functools.partial(
+            embedding, weight=weight, padding_idx=padding_idx, vocab_start=vocab_start, main_grad=main_grad
         )
+        return looked_up_over(group, local, ids, same_ids)
     if not isinstance(weight, Tensor):
         raise ArgumentError(f"weight is a {type(weight).__name__}; expected a torch.Tensor, as ids is one")
     if main_grad is None and padding_idx is None:
