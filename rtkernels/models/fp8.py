@@ -32,6 +32,7 @@ _SMALLEST_GAIN = 600  # n * k / (n + k); below, quantising costs more than the p
 _MULTIPLE = 16
 _BLOCK = 128  # rows and columns of a weight that share a scale
 _KEPT = "_rtkernels_codes"
+READERS = "_rtkernels_readers"
 
 
 class Codes(NamedTuple):
@@ -186,6 +187,8 @@ def _fp8_norm(original: type[nn.Module], eps: str, offset: float) -> Callable[..
     def forward(self, hidden_states, residual=None):
         fits = isinstance(hidden_states, Tensor) and hidden_states.dtype in (torch.bfloat16, torch.float16)
         fits = fits and not is_sharded(hidden_states)
+        # Hooks of the readers (tensor parallelism, somebody's own) are for tensors.
+        fits = fits and not any(m._forward_pre_hooks or m._forward_hooks for m in self.__dict__.get(READERS, ()))
         weight = getattr(self, "weight", None)
         alike = weight is None or weight.dtype == getattr(hidden_states, "dtype", None)
         if not fits or not alike or is_dynamo_compiling() or torch.is_autocast_enabled(hidden_states.device.type):
@@ -294,9 +297,10 @@ def replace_norms(layer: nn.Module, recipe: Recipe) -> None:
         norm, kind = getattr(layer, name, None), replace.replaced(getattr(layer, name, layer))
         if kind is None or kind.kind != "rms_norm" or not hasattr(layer, reader):
             continue
-        read = any(_is_fp8(child) for child in getattr(layer, reader).children())
-        if read and getattr(norm, "weight", None) is not None and norm.weight.shape[0] % _MULTIPLE == 0:
+        readers = tuple(child for child in getattr(layer, reader).children() if _is_fp8(child))
+        if readers and getattr(norm, "weight", None) is not None and norm.weight.shape[0] % _MULTIPLE == 0:
             replace.change(norm, Recognized("fp8_norm", kind.options))
+            norm.__dict__[READERS] = readers  # not as children
 
 
 def experts_kind(module: nn.Module, recipe: Recipe) -> Recognized:

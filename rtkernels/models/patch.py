@@ -260,6 +260,7 @@ def unpatch(model: nn.Module) -> None:
     attentions.restore_attention(inner)
     for module in inner.modules():
         replace.restore(module)
+        module.__dict__.pop(quantized.READERS, None)
 
 
 def report(model: nn.Module) -> PatchReport | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 
 import pytest
@@ -94,6 +95,22 @@ def test_experts_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.replaced["fp8"] == 2 * 4 + 2, str(report)
     fp8_loss, fp8_gradients = loss_and_gradients(model)
     assert fp8_loss == pytest.approx(loss, rel=1e-2) and cosine(fp8_gradients, gradients) >= 0.98
+
+
+def test_hooks_of_projections_get_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "_SMALLEST_GAIN", 0)
+    model = models.patched(lambda: build("qwen3", num_hidden_layers=1).bfloat16(), fp8=True)
+    other = copy.deepcopy(model)
+    loss = loss_and_gradients(other)[0]
+    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+    seen = []
+    attention.k_proj.register_forward_pre_hook(lambda module, given: seen.append(type(given[0])))
+    mlp.up_proj.register_forward_hook(lambda module, given, made: seen.append(type(given[0])))
+    assert loss_and_gradients(model)[0] == pytest.approx(loss, rel=1e-3) and seen == [Tensor, Tensor]
+    names = [name for name, _ in model.named_parameters()]
+    models.unpatch(model)
+    assert names == [name for name, _ in model.named_parameters()]
+    assert not any(quantized.READERS in module.__dict__ for module in model.modules())
 
 
 def test_small_layers_and_the_head_are_left_alone() -> None:
