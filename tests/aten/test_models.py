@@ -1,6 +1,6 @@
-"""Unmodified models of transformers, forward and backward, on our operators: same loss, same gradients, and what was taken.
+"""Unmodified models of transformers, forward and backward, on our operators: same loss, same gradients."""
 
-In the emulator on the CPU, in fp32, of the smallest sizes; many kernels are compiled for the host, so ``--full`` runs it.
+In the emulator on the CPU, in fp32, of the smallest sizes; many kernels are compiled for the host: ``--full`` runs it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import rtkernels
 from rtkernels.aten import table
 
 SIZES = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
-    "vocab_size": 64, "max_position_embeddings": 32, "pad_token_id": 0,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 32, "pad_token_id": 0,
 }  # fmt: skip
 # Overloads that each model calls and that must be taken, by our kernels for all calls in fp32.
 EXPECTED = {
