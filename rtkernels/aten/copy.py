@@ -172,14 +172,14 @@ def _constant_pad_nd(self: Tensor, pad: Sequence[int], value: Any = 0) -> Any:
     if not self.is_contiguous():
         return _FORMAT
     result = self.new_empty(sizes)
-    filled = _filled(result, value)
-    if type(filled) is NotHandled or source.numel() == 0:
-        return filled
+    border = _fill_all(result, value)
+    if type(border) is NotHandled or source.numel() == 0:
+        return border
     done = copy_into(result[tuple(inside)], source)
     return done if type(done) is NotHandled else result
 
 
-def _filled(result: Tensor, value: Any) -> Any:
+def _fill_all(result: Tensor, value: Any) -> Any:
     if result.dtype not in TOKENS:
         return NotHandled(str(result.dtype).removeprefix("torch."))
     if result.dtype == torch.bool:
@@ -240,9 +240,9 @@ def _diag_embed(self: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -
 
 
 def _on_diagonal(result: Tensor, values: Tensor, offset: int, dim1: int, dim2: int) -> Any:
-    filled = _filled(result, 0)
-    if type(filled) is NotHandled:
-        return filled
+    border = _fill_all(result, 0)
+    if type(border) is NotHandled:
+        return border
     done = copy_into(result.diagonal(offset, dim1, dim2), values)
     return done if type(done) is NotHandled else result
 
