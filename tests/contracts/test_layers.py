@@ -51,7 +51,7 @@ ALLOWED = {
         for family, below in FAMILIES.items()
     },
     "compat": {"ops"},
-    "aten": {"ops", "runtime.operator", "runtime.launch", "emulator"},
+    "aten": {"ops", "runtime.operator", "runtime.launch", "runtime.build", "emulator"},
     "nn": {"ops", "runtime.operator", "runtime.launch"},
     "optim": {"ops", "runtime.operator", "runtime.launch"},
     "models": {"nn", "ops", "runtime.operator"},
