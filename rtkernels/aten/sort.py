@@ -77,6 +77,7 @@ def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool =
 
 def rows() -> Iterator[Overload]:
     """Yield the overloads of this family."""
-    yield Overload("sort", "sort", _sort, default=True, opinfo=("sort", "argsort", "msort"))
-    yield Overload("sort.stable", "sort", _sort_stable, default=True, opinfo=("sort",))
-    yield Overload("topk", "sort", _topk, default=True, opinfo=("topk",))
+    yield Overload("sort", "sort", _sort, default=True, opinfo=("msort",))
+    # Which of equal elements comes first is free without `stable`, and in topk: torch's samples compare indices.
+    yield Overload("sort.stable", "sort", _sort_stable, default=True)
+    yield Overload("topk", "sort", _topk, default=True)
