@@ -10,7 +10,7 @@ from torch.nn import functional
 
 SLOW = pytest.mark.slow
 DTYPES = [torch.float32, *(pytest.param(t, marks=SLOW) for t in (torch.bfloat16, torch.int64, torch.bool))]
-PLACES = ("sm_80", "sm_90", "cuda")
+PLACES = ("sm_90", "cuda")
 
 
 @emulated

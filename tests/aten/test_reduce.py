@@ -9,7 +9,7 @@ from support.places import at, emulated
 
 SLOW = pytest.mark.slow
 DTYPES = [torch.float32, *(pytest.param(t, marks=SLOW) for t in (torch.bfloat16, torch.int64, torch.int32, torch.bool))]
-PLACES = ("sm_80", "sm_90", "cuda")
+PLACES = ("sm_90", "cuda")
 ONE_DIM = {
     "sum": lambda x, d: x.sum(d),
     "max": lambda x, d: tuple(x.max(d)),
@@ -134,11 +134,8 @@ def test_a_captured_graph_sees_new_data() -> None:
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (9000,)], ids=str)
 def test_pairs(place: str, shape: tuple[int, ...]) -> None:
     a, b = torch.randn(shape), torch.randn(shape)
-    for reduction in ("mean", "sum"):
-        loss = torch.nn.functional.mse_loss
-        compare(
-            place, "red", lambda a, b, how=reduction: loss(a, b, reduction=how), a, b, rtol=1e-5, atol=1e-5
-        )  # fmt: skip
+    loss = torch.nn.functional.mse_loss
+    compare(place, "red", lambda a, b: (loss(a, b), loss(a, b, reduction="sum")), a, b, rtol=1e-5, atol=1e-5)
     nan = a.clone()
     nan[-1] = torch.nan
     for x, y, equal_nan in ((a, a, False), (a, a * (1 + 1e-4), False), (nan, nan, False), (nan, nan, True)):

@@ -10,7 +10,7 @@ from support.places import at, emulated
 import rtkernels
 from rtkernels.ops.random import philox
 
-PLACES = ("sm_80", "sm_90", "cuda")
+PLACES = ("sm_90", "cuda")
 DTYPES = [torch.float32, *(pytest.param(t, marks=pytest.mark.slow) for t in (torch.bfloat16, torch.float16))]
 
 

@@ -7,7 +7,7 @@ import torch
 from support.overrides import compare
 from support.places import at, emulated
 
-PLACES = ("sm_80", "sm_90", "cuda")
+PLACES = ("sm_90", "cuda")
 
 
 @emulated

@@ -9,7 +9,7 @@ from support.places import at, emulated
 
 SLOW = pytest.mark.slow
 DTYPES = [torch.float32, *(pytest.param(t, marks=SLOW) for t in (torch.bfloat16, torch.int64, torch.int32, torch.bool))]
-PLACES = ("sm_80", "sm_90", "cuda")
+PLACES = ("sm_90", "cuda")
 FUNCTIONS = {
     "cumsum": lambda x, d: x.cumsum(d),
     "cummax": lambda x, d: tuple(x.cummax(d)),

@@ -10,7 +10,7 @@ from support.places import at, emulated
 SLOW = pytest.mark.slow
 OTHERS = (torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
 DTYPES = [torch.float32, *(pytest.param(t, marks=SLOW) for t in OTHERS)]
-PLACES = ("sm_80", "sm_90", "cuda")
+PLACES = ("sm_90", "cuda")
 
 
 @emulated
@@ -33,7 +33,7 @@ def test_stable_sort(place: str, dtype: torch.dtype, descending: bool) -> None:
 def test_topk(place: str, dtype: torch.dtype, largest: bool) -> None:
     for x in [*views(dtype), numbers(dtype, 2, 2500)]:
         for dim in range(x.dim()):
-            for k in (1, x.shape[dim] // 2):
+            for k in (1, min(x.shape[dim] // 2, 200)):
                 if k:
                     compare(
                         place, "sort", lambda x, dim=dim, k=k: torch.topk(x, k, dim, largest).values, x, rtol=0, atol=0

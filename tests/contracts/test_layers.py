@@ -26,6 +26,7 @@ FAMILIES = {
     "scan": set(),
     "sort": set(),
     "random": set(),
+    "window": set(),
     "quant": {"layout"},
     "norm": {"quant"},
     "act": {"quant"},
