@@ -91,6 +91,7 @@ OTHERS = {
     "enable": "aten",
     "report": "aten",
     "use": "aten",
+    "pointwise": "aten.custom",
     "explain": "ops.gemm.explain",
     "MoeIndex": "ops.moe.moe_index_layout",
     "RtkError": "errors",

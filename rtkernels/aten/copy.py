@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels.aten.elementwise import FILL, TOKENS, copy_into, meta_of, output_strides, run
+from rtkernels.aten.elementwise import FILL, KERNELS, TOKENS, copy_into, run
+from rtkernels.aten.strides import arrange, overlaps_itself
 from rtkernels.aten.table import NotHandled, Overload
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
@@ -140,9 +141,6 @@ def _flip(self: Tensor, dims: Sequence[int]) -> Any:
 
 
 def _flip_into(result: Tensor, self: Tensor, flipped: set[int]) -> Any:
-    from rtkernels.aten.elementwise import KERNELS
-    from rtkernels.aten.strides import arrange
-
     size = self.element_size()
     token = _TOKEN_OF_SIZE.get(size)
     if token is None:
@@ -201,8 +199,9 @@ def _with_part(self: Tensor, src: Tensor, part: Any) -> Any:
         return _DTYPES
     if _TOKEN_OF_SIZE.get(self.element_size()) is None:
         return _ITEM_SIZE
-    result = torch.empty_strided(self.shape, output_strides(tuple(self.shape), [meta_of(self)]), dtype=self.dtype,
-                                 device=self.device)  # fmt: skip
+    if overlaps_itself(tuple(self.shape), self.stride()):
+        return NotHandled("overlapping memory")
+    result = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)  # gaps too, as torch
     view = part(result)
     if view.shape != src.shape:
         return _SHAPES
