@@ -211,6 +211,24 @@ def _allclose(x: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8, 
     return all_close(x, other, rtol, atol, equal_nan)
 
 
+def _into(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the ``out=`` form of a handler, for an `out` that has the result's shape and dtype already."""
+
+    def into(*args: Any, out: Tensor, **kwargs: Any) -> Any:
+        made = handler(*args, **kwargs)
+        if isinstance(made, NotHandled):
+            return made
+        return (
+            out.copy_(made) if (out.shape, out.dtype, out.device) == (made.shape, made.dtype, made.device) else _INVALID
+        )
+
+    return into
+
+
+def _trace(x: Tensor) -> Any:
+    return _sum(x.diagonal(), None) if x.dim() == 2 else _INVALID
+
+
 def rows() -> Iterator[Overload]:
     """Yield the overloads of this family."""
 
@@ -243,5 +261,8 @@ def rows() -> Iterator[Overload]:
     yield row("std.correction", _moments("root", "o"), "std")
     yield row("var_mean.correction", _moments("value", "os"), "var_mean")
     yield row("std_mean.correction", _moments("root", "os"), "std_mean")
+    yield row("sum.out", _into(_sum_all))
+    yield row("sum.IntList_out", _into(_sum))
+    yield row("trace", _trace, "trace")
     yield row("mse_loss", _mse_loss, "nn.functional.mse_loss")
     yield row("allclose", _allclose, "allclose")
