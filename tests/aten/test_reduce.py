@@ -87,6 +87,14 @@ def test_ties_have_the_first_index(place: str) -> None:
 
 
 @emulated
+@at(*PLACES)
+def test_other_forms(place: str) -> None:
+    x = torch.randn(5, 7)
+    compare(place, "red", lambda x: torch.sum(x, 1, out=torch.empty(5, device=x.device)), x)
+    compare(place, "red", lambda x: (x.trace(), x.t().trace()), x)
+
+
+@emulated
 def test_what_torch_does() -> None:
     """float64, empty reductions and other dtypes of results are torch's; the results are right all the same."""
     for function in (

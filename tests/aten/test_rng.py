@@ -71,6 +71,19 @@ def test_distributions(place: str, dtype: torch.dtype) -> None:
 
 @emulated
 @at(*PLACES)
+def test_normal_of_tensors(place: str) -> None:
+    device = device_of(place)
+    with taken(place, "rng"):
+        made = torch.normal(torch.full((3000, 1), 2.0, device=device), torch.tensor([0.0, 3.0], device=device))
+        other = torch.normal(torch.zeros(9, device=device), 0.0), torch.normal(1.0, torch.zeros(9, device=device))
+    assert (
+        (made[:, 0] == 2).all() and abs(made[:, 1].mean().item() - 2) < 0.3 and abs(made[:, 1].std().item() - 3) < 0.3
+    )
+    assert (other[0] == 0).all() and (other[1] == 1).all()
+
+
+@emulated
+@at(*PLACES)
 def test_dropout(place: str) -> None:
     x = torch.randn(60, 83, device=device_of(place)).t()
     with taken(place, "rng"):

@@ -61,3 +61,9 @@ def test_repeats(place: str, dtype: torch.dtype) -> None:
         compare(place, "scan", torch.repeat_interleave, repeats)
         total = int(repeats.sum())
         compare(place, "scan", lambda r, total=total: torch.repeat_interleave(r, output_size=total), repeats)
+
+
+@emulated
+@at(*PLACES)
+def test_cumsum_into(place: str) -> None:
+    compare(place, "scan", lambda x: torch.cumsum(x, 1, out=torch.empty(6, 4, device=x.device).t()), torch.randn(4, 6))

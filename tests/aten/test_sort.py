@@ -62,3 +62,22 @@ def test_a_row_of_one_is_a_copy() -> None:
 @emulated
 def test_more_than_256_of_long_rows_are_torchs() -> None:
     compare("sm_90", "sort", lambda x: x.topk(300).values, torch.randn(3000), ours=False)
+
+
+@emulated
+@at(*PLACES)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.int64, marks=SLOW)])
+def test_unique(place: str, dtype: torch.dtype) -> None:
+    for x in (numbers(dtype, 7), numbers(dtype, 5, 9).t(), numbers(dtype, 2500)):
+        compare(place, "sort", lambda x: torch._unique2(x, True, True, True), x)
+        compare(place, "sort", torch._unique2, x)
+
+
+@emulated
+@at(*PLACES)
+def test_randperm(place: str) -> None:
+    from support.overrides import device_of, taken
+
+    with taken(place, "sort"):
+        made = torch.randperm(300, device=device_of(place))
+    assert torch.equal(made.sort().values.cpu(), torch.arange(300))
