@@ -78,6 +78,10 @@ FAMILY_CASES: dict[str, Case] = {
     "scatter_add": lambda s, t, d: (
         (_numbers(s, t, d), 0, _index((s[0], 1), s[0], d).expand(s), _numbers(s, t, d)), {},
     ),
+    **dict.fromkeys(("uniform_", "normal_", "exponential_", "bernoulli_.float", "rand_like", "randn_like"), _one()),
+    **dict.fromkeys(("rand", "randn"), lambda s, t, d: ((s,), {"dtype": t, "device": d})),
+    "randperm": lambda s, t, d: ((s[0] * s[-1],), {"device": d}),
+    "trace": lambda s, t, d: ((_numbers(s[-2:], t, d) if len(s) > 1 else _numbers((1024, 1024), t, d),), {}),
     "native_dropout": _one(0.5, True),
     "normal.Tensor_float": _one(1.0),
     "normal.Tensor_Tensor": lambda s, t, d: ((_numbers(s, t, d), _numbers(s, t, d).abs()), {}),
