@@ -44,7 +44,7 @@ WAYS = ("torch", "rtkernels", "flaggems", "inductor")
 VALUES: dict[str, Any] = {
     "alpha": 1, "approximate": "none", "beta": 1, "dim": 1, "exponent": 3, "input_scale": 1, "is_result": False,
     "max": 0.5, "memory_format": torch.contiguous_format, "min": -0.5, "other": 0.5, "repeats": (2, 2),
-    "rounding_mode": "floor", "scale": 1, "threshold": 0.1, "value": 0.5, "weight": 0.3, "diagonal": 0,
+    "rounding_mode": "floor", "scale": 1, "self": 2, "threshold": 0.1, "value": 0.5, "weight": 0.3, "diagonal": 0,
 }  # fmt: skip
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -101,7 +101,7 @@ def arguments(row: table.Overload, shape: tuple[int, ...], dtype: torch.dtype, d
     kwargs: dict[str, Any] = {}
     for argument in table.schema_of(row.name).arguments:
         kind = str(argument.type)
-        if argument.name == "out" or "[" in kind:
+        if argument.name == "out" or kind.startswith("List"):
             return None
         if argument.has_default_value():
             continue

@@ -42,7 +42,6 @@ _DTYPES = NotHandled("several dtypes")
 _SHAPES = NotHandled("shapes")
 _DIM = NotHandled("dim out of range")
 _ITEM_SIZE = NotHandled("elements of 16 bytes")
-_COMPLEX = NotHandled("complex")
 _RANK = NotHandled("more than 4 dimensions, strided")
 
 
@@ -83,8 +82,6 @@ def _copy_(self: Tensor, src: Tensor, non_blocking: bool = False) -> Any:
         return _DEVICE
     if self.dtype != src.dtype and (self.dtype not in TOKENS or src.dtype not in TOKENS):
         return NotHandled(str(src.dtype).removeprefix("torch."))
-    if self.is_neg() or src.is_neg() or self.is_conj() or src.is_conj():
-        return _COMPLEX
     if self is src:
         return self
     return copy_into(self, src)

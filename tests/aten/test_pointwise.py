@@ -145,6 +145,8 @@ def test_copies(device: str) -> None:
     with rtkernels.emulate("sm_80"), rtkernels.use("cat"):
         assert torch.cat([one]).data_ptr() != one.data_ptr()
     check(torch.clone, doubles.t(), device=device)
+    check(lambda z: z.conj().clone(), torch.randn(3, dtype=torch.complex64), taken=False, device=device)
+    check(lambda z: z.conj().imag.clone(), torch.randn(3, dtype=torch.complex64), taken=False, device=device)
 
 
 def test_pointwise_from_an_expression() -> None:

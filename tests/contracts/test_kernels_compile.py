@@ -36,9 +36,9 @@ def test_compiles_without_spills(name: str, target: str, request: pytest.Fixture
         return
     expressions = [kernel.expression(variant) for variant in variants]
     if not request.config.getoption("--full"):
-        # Products and attention take seconds each; operators of torch's are one template for many types.
-        products = str(kernel.unit).startswith(("gemm/", "attention/"))
-        step = (1 if target in WHOLE else 4) * (16 if kernel.tier == "aten" else 6 if products else 1)
+        # Products and attention take seconds each.
+        step = (1 if target in WHOLE else 4) * (6 if str(kernel.unit).startswith(("gemm/", "attention/")) else 1)
+        step *= 16 if kernel.tier == "aten" else 1  # variants of a small number of templates
         expressions = [e for e in expressions if zlib.crc32(f"{e} {target}".encode()) % step == 0]
         if not expressions:
             return
@@ -75,11 +75,10 @@ def test_there_are_not_too_many_variants() -> None:
     count = Counter()
     for kernel in KERNELS.values():
         products = str(kernel.unit).startswith(("gemm/", "attention/"))
-        kind = "aten" if kernel.tier == "aten" else "products" if products else "others"
-        count[kind] += len(kernel.variants(targets.parse("sm_90a")))
-    assert count["others"] <= 650, f"{count['others']} variants on sm_90a besides products and attention"
-    assert count["products"] <= 300, f"{count['products']} variants of products and attention on sm_90a"
-    assert count["aten"] <= 300, f"{count['aten']} variants for operators of torch's on sm_90a"
+        count["aten" if kernel.tier == "aten" else products] += len(kernel.variants(targets.parse("sm_90a")))
+    assert count["aten"] <= 400, f"{count['aten']} variants of aten's operators on sm_90a"
+    assert count[False] <= 650, f"{count[False]} variants on sm_90a besides products and attention"
+    assert count[True] <= 300, f"{count[True]} variants of products and attention on sm_90a"
 
 
 @pytest.mark.parametrize("name", KERNELS)
