@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 import rtkernels
+from bench.measure.aten_cases import FAMILY_CASES
 from bench.measure.timing import Timer
 from rtkernels.aten import table
 
@@ -86,6 +87,7 @@ CASES: dict[str, Callable[[tuple[int, ...], torch.dtype, str], Arguments]] = {
     "clamp.Tensor": lambda s, t, d: ((_dense(s, t, d), _dense(s, t, d), _dense(s, t, d)), {}),
     "clamp": lambda s, t, d: ((_dense(s, t, d), -0.5, 0.5), {}),
 }  # fmt: skip
+CASES |= FAMILY_CASES
 _TWO_DIMENSIONS = {"addr", "triu", "tril", "clone", "copy_", "repeat", "constant_pad_nd", "diag_embed"}
 
 
