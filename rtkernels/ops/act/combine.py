@@ -1,4 +1,4 @@
-"""``y = act(x + add0 + add1) * mul0 * mul1 * alpha + base0 + base1``: one operator for the elementwise ops of inference.
+"""``y = act(x + add0 + add1) * mul0 * mul1 * alpha + base0 + base1``: the elementwise operator of inference.
 
 Not public: ``act``, ``glu`` with options, and ``ops/pointwise`` are written with it.
 """
@@ -46,7 +46,7 @@ def _result_shape(x: Meta, layout: str) -> tuple[int, ...]:
 
 def _check(x: Meta, *values: Any) -> None:
     operands, rest = dict(zip(OPERANDS, values[:6], strict=True)), values[6:]
-    quant_scale, factor, out, kept, scale_out, global_out, act, slope, subtract, layout, cyclic, quant = rest[:12]
+    _, factor, out, _, _, _, act, _, _, layout, cyclic, quant = rest[:12]
     check_option("act", act, _ACTS)
     check_option("layout", layout, LAYOUTS)
     check_option("quant", quant, KINDS)

@@ -68,8 +68,8 @@ _patchify = applied(_Patchify)
 
 
 def patchify(
-    img: Tensor, patch: int | tuple[int, int], *, img_layout: str = "nhwc", order: str = "hwc", lut: Tensor | None = None,
-    out: Tensor | None = None,
+    img: Tensor, patch: int | tuple[int, int], *, img_layout: str = "nhwc", order: str = "hwc",
+    lut: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Cut images into patches, one row each: what a convolution with stride = kernel size reads.
 

@@ -1,4 +1,4 @@
-"""The normalisations of inference: residual, gate, modulation and quantisation around ``rms_norm`` or ``layer_norm``."""
+"""``rms_norm`` and ``layer_norm`` of inference, with residual, gate, modulation and quantisation."""
 
 from __future__ import annotations
 

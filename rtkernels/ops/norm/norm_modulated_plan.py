@@ -68,10 +68,6 @@ def plan(
         rows, cols, strides["x"][0], strides["residual"][0], *strides["gate"], *strides["scale"], *strides["shift"],
         threads, flags,
     )  # fmt: skip
-    ending = eps, offset, static, floor
-    steps = [
-        Step(launch, *tensors, *numbers, mode, *(float(v) for v in ending))
-        for mode in (first, then)
-        if mode is not None
-    ]
+    ending = float(eps), float(offset), float(static), float(floor)
+    steps = [Step(launch, *tensors, *numbers, mode, *ending) for mode in (first, then) if mode is not None]
     return Steps(*steps, zeros={} if first is None else {"amax": 1})
