@@ -19,7 +19,7 @@ from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Argument, Dense, InPlace, InPlaceExact, Meta, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
-from rtkernels.runtime.operator.plan import Step, Steps
+from rtkernels.runtime.operator.plan import IN_TORCH, Step, Steps
 from rtkernels.runtime.operator.recorded import refuse_outputs
 from rtkernels.runtime.operator.registry import Op
 
@@ -110,6 +110,8 @@ def _plan(
     units = max(-(-pairs // n) + -(-(dim - 2 * pairs) // (2 * n)), -(-dim // (2 * n)))
     lanes = group_threads(units, 32)
     heads = q_heads + 2 * kv_heads
+    if tokens * heads * lanes >= 2**31:
+        return IN_TORCH
     launch = _KERNEL.bind((dtype, n), device, -(-tokens * heads * lanes // _THREADS), _THREADS)
     numbers = (
         *(tokens, length, q_heads, kv_heads, dim, stride, *places, k.shape[-3] if cached else -1, pairs, *tables),
