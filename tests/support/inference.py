@@ -20,7 +20,7 @@ PLACES = [
     pytest.param("sm_80", marks=[emulated, pytest.mark.slow]),
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
-EVERYWHERE = pytest.mark.parametrize("place", PLACES)
+EVERYWHERE = pytest.mark.parametrize("where", PLACES)  # not "place": of those, conftest drops sm_90 for sm_80
 
 
 def made(seed: int) -> Callable[..., Tensor]:
@@ -58,7 +58,9 @@ def results(call: Callable[..., Any], place: str, *args: Any, **options: Any) ->
     return [t.cpu() if isinstance(t, Tensor) else t for t in found]
 
 
-def assert_like_reference(place: str, call: Callable[..., Any], *args: Any, codes: float = 0.01, **options: Any) -> None:
+def assert_like_reference(
+    place: str, call: Callable[..., Any], *args: Any, codes: float = 0.01, **options: Any
+) -> None:
     """Compare a call with the reference: within two roundings; at most a share `codes` of codes one step off."""
     wanted = results(call, "cpu", *args, **options)
     got = results(call, place, *args, **options)

@@ -33,36 +33,36 @@ FP4 = {"nvfp4": Quant("nvfp4", 1.0), "nvfp4, swizzled": Quant("nvfp4", swizzled=
 
 
 @EVERYWHERE
-def test_kernels(place: str) -> None:
+def test_kernels(where: str) -> None:
     x = normal(2, 3, 48)
     for kind in TORCH:
-        assert_like_reference(place, act, x, kind, add=normal(48))
-    assert_like_reference(place, act, x, "silu", add=normal(3, 48, dtype=torch.float32))
-    assert_like_reference(place, act, normal(9000), "sigmoid")
+        assert_like_reference(where, act, x, kind, add=normal(48))
+    assert_like_reference(where, act, x, "silu", add=normal(3, 48, dtype=torch.float32))
+    assert_like_reference(where, act, normal(9000), "sigmoid")
 
 
 @EVERYWHERE
 @pytest.mark.parametrize("name", QUANTS)
-def test_glu_kernels(place: str, name: str) -> None:
+def test_glu_kernels(where: str, name: str) -> None:
     quant = QUANTS[name]
     assert_like_reference(
-        place, glu, normal(5, 320), act="gelu_tanh", quant=quant, keep=True, channel_scale=torch.linspace(0.5, 2, 160)
+        where, glu, normal(5, 320), act="gelu_tanh", quant=quant, keep=True, channel_scale=torch.linspace(0.5, 2, 160)
     )
-    assert_like_reference(place, glu, normal(3, 192), layout="interleaved", quant=quant)
-    assert_like_reference(place, glu, normal(3, 96), normal(3, 96), act="swiglu_oai", quant=quant)
+    assert_like_reference(where, glu, normal(3, 192), layout="interleaved", quant=quant)
+    assert_like_reference(where, glu, normal(3, 96), normal(3, 96), act="swiglu_oai", quant=quant)
 
 
 @pytest.mark.slow
 @EVERYWHERE
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
-def test_kernels_of_other_types_and_shapes(place: str, dtype: torch.dtype) -> None:
+def test_kernels_of_other_types_and_shapes(where: str, dtype: torch.dtype) -> None:
     for shape in ((1,), (5, 37), (3, 4098), (1, 2, 3, 8)):
         x, other = normal(*shape, dtype=dtype), normal(*shape, dtype=dtype)
-        assert_like_reference(place, act, x, "gelu_erf", add=other)
-        assert_like_reference(place, act, x.t() if x.dim() == 2 else x, "relu")
+        assert_like_reference(where, act, x, "gelu_erf", add=other)
+        assert_like_reference(where, act, x.t() if x.dim() == 2 else x, "relu")
     for quant in (*QUANTS.values(), *FP4.values()):
-        assert_like_reference(place, glu, normal(5, 320, dtype=dtype), quant=quant, keep=True)
-        assert_like_reference(place, glu, normal(130, 100, dtype=dtype), layout="interleaved", quant=quant)
+        assert_like_reference(where, glu, normal(5, 320, dtype=dtype), quant=quant, keep=True)
+        assert_like_reference(where, glu, normal(130, 100, dtype=dtype), layout="interleaved", quant=quant)
 
 
 @pytest.mark.parametrize("kind", TORCH)

@@ -25,30 +25,32 @@ def cached(qkv: Tensor, *tables: Tensor, pos: Any) -> tuple[Tensor, ...]:
 
 
 @EVERYWHERE
-def test_kernels(place: str) -> None:
+def test_kernels(where: str) -> None:
     qkv, weight = normal(2, 5, 6 * 16), normal(16, dtype=torch.float32)
-    assert_like_reference(place, qkv_split, qkv, 4, 1)
-    assert_like_reference(place, qkv_split, qkv, 2, 2, rope=(COS, SIN), q_norm=weight, k_norm=weight, pos=POSITIONS)
+    assert_like_reference(where, qkv_split, qkv, 4, 1)
+    assert_like_reference(where, qkv_split, qkv, 2, 2, rope=(COS, SIN), q_norm=weight, k_norm=weight, pos=POSITIONS)
     assert_like_reference(
-        place, qkv_split, qkv, 4, 1, rope=(TABLE[:, 0::2], TABLE[:, 1::2]), style="interleaved", pos=29
+        where, qkv_split, qkv, 4, 1, rope=(TABLE[:, 0::2], TABLE[:, 1::2]), style="interleaved", pos=29
     )
     full = [torch.cat((t, t), -1).bfloat16() for t in (COS, SIN)]
-    assert_like_reference(place, qkv_split, qkv[0], 4, 1, rope=tuple(full), k_norm=weight)
-    assert_like_reference(place, cached, qkv, COS, SIN, pos=torch.tensor([3, 6], dtype=torch.int32))
+    assert_like_reference(where, qkv_split, qkv[0], 4, 1, rope=tuple(full), k_norm=weight)
+    assert_like_reference(where, cached, qkv, COS, SIN, pos=torch.tensor([3, 6], dtype=torch.int32))
 
 
 @pytest.mark.slow
 @EVERYWHERE
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
-def test_kernels_of_any_head(place: str, dtype: torch.dtype) -> None:
-    assert_like_reference(place, qkv_split, normal(3, 3 * 9, dtype=dtype), 1, 1)
-    assert_like_reference(place, qkv_split, normal(3, 3 * 72, dtype=dtype), 1, 1, rope=rope_table(8, 72))
+def test_kernels_of_any_head(where: str, dtype: torch.dtype) -> None:
+    assert_like_reference(where, qkv_split, normal(3, 3 * 9, dtype=dtype), 1, 1)
+    assert_like_reference(where, qkv_split, normal(3, 3 * 72, dtype=dtype), 1, 1, rope=rope_table(8, 72))
     for style in ("half", "interleaved"):
         assert_like_reference(
-            place, qkv_split, normal(3, 4 * 20, dtype=dtype), 2, 1, rope=rope_table(8, 6), style=style,
+            where, qkv_split, normal(3, 4 * 20, dtype=dtype), 2, 1, rope=rope_table(8, 6), style=style,
             q_norm=normal(20, dtype=dtype),
         )  # fmt: skip
-        assert_like_reference(place, qkv_split, normal(2, 10 * 256, dtype=dtype), 8, 1, rope=rope_table(4, 256), style=style)
+        assert_like_reference(
+            where, qkv_split, normal(2, 10 * 256, dtype=dtype), 8, 1, rope=rope_table(4, 256), style=style
+        )
 
 
 def plain(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, first: int, interleaved: bool) -> Tensor:

@@ -21,14 +21,19 @@ def gradient(x: Tensor, dy: Tensor) -> Tensor:
 
 
 @EVERYWHERE
-def test_kernels(place: str) -> None:
-    assert_like_reference(place, patchify, normal(2, 28, 30, 3), 14)
-    assert_like_reference(place, patchify, normal(1, 3, 9, 8), (3, 4), img_layout="nchw", order="chw")
-    assert_like_reference(place, repeat_heads, normal(3, 2, 16), 4)
-    assert_like_reference(place, repeat_heads, normal(3, 2, 5), 3)
-    assert_like_reference(place, gradient, normal(4, 2, 16), normal(4, 6, 16))
+def test_kernels(where: str) -> None:
+    assert_like_reference(where, patchify, normal(2, 28, 30, 3), 14)
+    assert_like_reference(where, patchify, normal(1, 3, 9, 8), (3, 4), img_layout="nchw", order="chw")
+    assert_like_reference(where, repeat_heads, normal(3, 2, 16), 4)
+    assert_like_reference(where, repeat_heads, normal(3, 2, 5), 3)
+    assert_like_reference(where, gradient, normal(4, 2, 16), normal(4, 6, 16))
+
+
+@pytest.mark.slow
+@EVERYWHERE
+def test_kernels_of_bytes(where: str) -> None:
     pixels = torch.randint(0, 256, (1, 14, 14, 3), dtype=torch.uint8)
-    assert_like_reference(place, patchify, pixels, 7, lut=torch.linspace(-1, 1, 256).bfloat16())
+    assert_like_reference(where, patchify, pixels, 7, lut=torch.linspace(-1, 1, 256).bfloat16())
 
 
 def test_patches_and_their_gradient() -> None:

@@ -37,23 +37,25 @@ NAMES = tuple(options(1, 2, torch.float32))
 
 @EVERYWHERE
 @pytest.mark.parametrize("name", NAMES)
-def test_kernels(place: str, name: str) -> None:
-    for cols in (160, 1160, 50):
+def test_kernels(where: str, name: str) -> None:
+    for cols in (160, 1160):
         x, weight = normal(5, cols), normal(cols)
         for norm, more in ((rms_norm, ()), (layer_norm, (normal(cols),))):
-            assert_like_reference(place, norm, x, weight, *more, **options(5, cols, torch.bfloat16)[name])
+            assert_like_reference(where, norm, x, weight, *more, **options(5, cols, torch.bfloat16)[name])
 
 
 @pytest.mark.slow
 @EVERYWHERE
-@pytest.mark.parametrize("dtype", (torch.float16, torch.float32))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
 @pytest.mark.parametrize("name", (*NAMES, "none"))
-def test_kernels_of_other_types(place: str, name: str, dtype: torch.dtype) -> None:
+def test_kernels_of_other_types(where: str, name: str, dtype: torch.dtype) -> None:
     for rows, cols in ((1, 2), (3, 72), (2, 4098), (130, 64), (1, 65538)):
         x, weight = normal(rows, cols, dtype=dtype), normal(cols, dtype=torch.float32)
-        given = options(rows, cols, dtype).get(name, {"scale": normal(cols, dtype=dtype), "shift": normal(cols, dtype=dtype)})
+        given = options(rows, cols, dtype).get(
+            name, {"scale": normal(cols, dtype=dtype), "shift": normal(cols, dtype=dtype)}
+        )
         for norm, more in ((rms_norm, ()), (layer_norm, (weight,))):
-            assert_like_reference(place, norm, x, weight, *more, **given)
+            assert_like_reference(where, norm, x, weight, *more, **given)
 
 
 def exact(x, weight, bias, residual, gate, x_bias, scale, shift, channel_scale, eps, centred) -> tuple[Tensor, Tensor]:
@@ -163,7 +165,7 @@ def test_gradients(centred: bool, shape: tuple[int, ...]) -> None:
 
 @EVERYWHERE
 @pytest.mark.slow
-def test_gradients_of_kernels(place: str) -> None:
+def test_gradients_of_kernels(where: str) -> None:
     x, style, residual = normal(4, 64), normal(4, 192), normal(4, 64)
 
     def run(x: Tensor, style: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
@@ -171,17 +173,21 @@ def test_gradients_of_kernels(place: str) -> None:
         made = rms_norm(given[0], residual=given[2], style=given[1])
         return torch.autograd.grad(made.out.float().square().sum() + made.gate.float().sum(), given)
 
-    assert_like_reference(place, run, x, style, residual)
+    assert_like_reference(where, run, x, style, residual)
 
 
 @pytest.mark.gpu
 def test_one_launch_that_a_graph_replays() -> None:
-    x, residual, style, scale = (t.cuda() for t in (normal(968, 2048), normal(968, 2048), normal(968, 6144), torch.ones(1)))
+    x, residual, style, scale = (
+        t.cuda() for t in (normal(968, 2048), normal(968, 2048), normal(968, 6144), torch.ones(1))
+    )
     out = torch.empty(968, 2048, dtype=E4M3, device="cuda")
     assert_captures(
-        lambda: rms_norm(
-            x, residual=residual, style=style, quant=Quant(E4M3, scale), out=out, residual_out=torch.empty_like(x)
-        ).out
+        lambda: (
+            rms_norm(
+                x, residual=residual, style=style, quant=Quant(E4M3, scale), out=out, residual_out=torch.empty_like(x)
+            ).out
+        )
     )
     scale.fill_(0.01)
     wanted = results(rms_norm, "cpu", x.cpu(), residual=residual.cpu(), style=style.cpu(), quant=Quant(E4M3, 0.01))[0]

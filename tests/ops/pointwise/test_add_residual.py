@@ -18,26 +18,26 @@ normal = made(0)
 
 
 @EVERYWHERE
-def test_kernels(place: str) -> None:
+def test_kernels(where: str) -> None:
     x, r = normal(6, 48), normal(6, 48)
-    assert_like_reference(place, add_residual, r, x)
-    assert_like_reference(place, add_residual, r, x, gate=normal(6, 144)[:, 96:], bias=torch.ones(48))
-    assert_like_reference(place, add_bias, x, normal(48), pos=normal(4, 48))
-    assert_like_reference(place, channel_mul, x, torch.linspace(0, 2, 48))
-    assert_like_reference(place, euler_step, x.float(), r, torch.tensor(-0.1))
-    assert_like_reference(place, cfg_combine, x, r, normal(6, 48), 1.5)
+    assert_like_reference(where, add_residual, r, x)
+    assert_like_reference(where, add_residual, r, x, gate=normal(6, 144)[:, 96:], bias=torch.ones(48))
+    assert_like_reference(where, add_bias, x, normal(48), pos=normal(4, 48))
+    assert_like_reference(where, channel_mul, x, torch.linspace(0, 2, 48))
+    assert_like_reference(where, euler_step, x.float(), r, torch.tensor(-0.1))
+    assert_like_reference(where, cfg_combine, x, r, normal(6, 48), 1.5)
 
 
 @pytest.mark.slow
 @EVERYWHERE
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
-def test_kernels_of_other_types_and_shapes(place: str, dtype: torch.dtype) -> None:
+def test_kernels_of_other_types_and_shapes(where: str, dtype: torch.dtype) -> None:
     for rows, cols in ((1, 1), (5, 37), (3, 4100)):
         x, r = normal(rows, cols, dtype=dtype), normal(rows, cols, dtype=dtype)
-        assert_like_reference(place, add_residual, r, x, gate=normal(cols, dtype=torch.float32))
-        assert_like_reference(place, add_bias, x, normal(cols, dtype=dtype), pos=normal(2, cols, dtype=dtype))
-        assert_like_reference(place, euler_step, x, r, 0.25)
-        assert_like_reference(place, cfg_combine, x, r, x, 1.5)
+        assert_like_reference(where, add_residual, r, x, gate=normal(cols, dtype=torch.float32))
+        assert_like_reference(where, add_bias, x, normal(cols, dtype=dtype), pos=normal(2, cols, dtype=dtype))
+        assert_like_reference(where, euler_step, x, r, 0.25)
+        assert_like_reference(where, cfg_combine, x, r, x, 1.5)
 
 
 def compare(ours: Callable[..., Tensor], plain: Callable[..., Tensor], *shapes: tuple[int, ...]) -> None:
@@ -55,24 +55,29 @@ FULL, ROW = (2, 3, 16), (16,)
 @pytest.mark.parametrize("shape", (ROW, (2, 1, 16), FULL, (3, 16), (1, 3, 16)))
 def test_residual_and_its_gradients(shape: tuple[int, ...]) -> None:
     compare(
-        lambda r, x, g, b: add_residual(r, x, gate=g, bias=b), lambda r, x, g, b: r + g * (x + b), FULL, FULL, shape, ROW
+        lambda r, x, g, b: add_residual(r, x, gate=g, bias=b),
+        lambda r, x, g, b: r + g * (x + b),
+        FULL,
+        FULL,
+        shape,
+        ROW,
     )
 
 
 def test_others_and_their_gradients() -> None:
     compare(lambda x, b: add_bias(x, b), lambda x, b: x + b, FULL, ROW)
+    compare(lambda x, b, p: add_bias(x, b, pos=p), lambda x, b, p: x + b + p.repeat(2, 1)[:5], (5, 16), ROW, (3, 16))
     compare(
-        lambda x, b, p: add_bias(x, b, pos=p), lambda x, b, p: x + b + p.repeat(2, 1)[:5], (5, 16), ROW, (3, 16)
-    )
-    compare(
-        lambda x, b, p: add_bias(x, b, pos=p, period=2), lambda x, b, p: x + b + p[:2].repeat(2, 1), (4, 16), ROW, (3, 16)
+        lambda x, b, p: add_bias(x, b, pos=p, period=2),
+        lambda x, b, p: x + b + p[:2].repeat(2, 1),
+        (4, 16),
+        ROW,
+        (3, 16),
     )
     compare(channel_mul, lambda x, s: x * s, FULL, ROW)
     compare(lambda x, v: euler_step(x, v, -0.3), lambda x, v: x - 0.3 * v, FULL, FULL)
     compare(lambda x, v: euler_step(x, v, torch.tensor(2.0)), lambda x, v: x + 2 * v, (), ())
-    compare(
-        lambda r, v, u: cfg_combine(r, v, u, 1.5), lambda r, v, u: r + u + 1.5 * (v - u), FULL, FULL, FULL
-    )
+    compare(lambda r, v, u: cfg_combine(r, v, u, 1.5), lambda r, v, u: r + u + 1.5 * (v - u), FULL, FULL, FULL)
 
 
 def test_one_rounding_and_mixed_types() -> None:
