@@ -50,7 +50,7 @@ RTK_DEVICE i64 operand_row(i64 row, i64 stride, i64 each) {
 }
 
 template <typename T, int FORMAT, bool ALIGNED>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, 1)
     combine(const void* x, const void* add0, const void* add1, const void* mul0, const void* mul1, const void* base0,
             const void* base1, const float* quant_scale, u32* amax, const float* factor, void* out, void* kept,
             void* scale_out, float* global_out, i64 rows, i64 cols, i64 x_stride, i64 add0_stride, i64 add0_each,

@@ -1,4 +1,4 @@
-"""Calls of inference ops in several places: kernels against the reference in plain torch, which is tested by formulas."""
+"""Calls of inference ops in several places: kernels against the reference in plain torch."""
 
 from __future__ import annotations
 

@@ -153,6 +153,9 @@ def repeat_heads(x: Tensor, n: int, *, out: Tensor | None = None) -> Tensor:
         x: ``[..., heads, head_dim]``, bfloat16, float16 or float32, any strides.
         n: How often.
         out: Takes the result: contiguous ``[..., heads * n, head_dim]``. Not recorded by autograd.
+
+    Returns:
+        ``[..., heads * n, head_dim]``, dense, of x's dtype.
     """
     if not isinstance(x, Tensor):
         return interop.call_with(repeat_heads, locals())

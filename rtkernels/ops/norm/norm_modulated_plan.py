@@ -60,7 +60,9 @@ def plan(
         shared = 0
     padded = -(-rows // 128) * 128 if swizzled else rows
     first, then = quant_flags(quant, out.dtype, swizzled, quant_scale is None and static == 0, x.dtype)
-    launch = _KERNEL.bind((token, FORMATS[quant], unfit % 16 == 0), device, -(-padded // groups), block_of(threads), shared)
+    launch = _KERNEL.bind(
+        (token, FORMATS[quant], unfit % 16 == 0), device, -(-padded // groups), block_of(threads), shared
+    )
     tensors = (
         "x", "residual", "gate", "bias", "weight", "norm_bias", "scale", "shift", "channel_scale", "quant_scale",
         0 if first is None else "amax", "out", "residual_out", "kept", "scale_out", "global_out",

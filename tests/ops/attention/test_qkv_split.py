@@ -37,6 +37,10 @@ def test_kernels(where: str) -> None:
     assert_like_reference(where, cached, qkv, COS, SIN, pos=torch.tensor([3, 6], dtype=torch.int32))
 
 
+def emulated_coverage() -> None:
+    test_kernels("sm_90")
+
+
 @pytest.mark.slow
 @EVERYWHERE
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))

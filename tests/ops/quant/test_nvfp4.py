@@ -1,4 +1,4 @@
-"""NVFP4 and MX formats: codes and scales bit for bit, rules of rounding, swizzled scales, products with them, errors."""
+"""NVFP4 and MX formats: codes and scales bit for bit, rules of rounding, swizzled scales, products, errors."""
 
 from __future__ import annotations
 
@@ -52,6 +52,10 @@ def test_nvfp4_has_the_bits_of_the_reference(where: str, rule: str) -> None:
         results(rtkernels.dequantize_nvfp4, where, *wanted, **back),
         results(rtkernels.dequantize_nvfp4, "cpu", *wanted, **back),
     )
+
+
+def emulated_coverage() -> None:
+    test_nvfp4_has_the_bits_of_the_reference("sm_90", "two levels")
 
 
 @pytest.mark.slow
