@@ -48,6 +48,8 @@ ALLOWED = {
         for family, below in FAMILIES.items()
     },
     "compat": {"ops"},
+    "calibration": {"ops", "ops.shared"},
+    "jax": {"ops", "ops.shared", "runtime.operator", "runtime.launch"},
     "nn": {"ops", "runtime.operator", "runtime.launch"},
     "optim": {"ops", "runtime.operator", "runtime.launch"},
     "models": {"nn", "ops", "runtime.operator"},
