@@ -17,3 +17,12 @@ def test_moe_layer_agrees_with_plain_torch(place: str, capsys: pytest.CaptureFix
     assert set(differences) == {"output", "x", "router", "gate_up", "down"}
     assert all(value < 0.02 for value in differences.values()), differences  # a few bf16 roundings
     assert "plain torch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("place", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
+def test_the_policy_agrees_with_plain_torch(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = runpy.run_path(str(EXAMPLES / "vla_policy.py"))["main"](
+        ["--tiny", "--device", place, "--repeats", "1", "--skip-compile"]
+    )
+    assert found["rtkernels bf16"] > 0.999 and found["rtkernels fp8"] > 0.99, found
+    assert "torch eager" in capsys.readouterr().out
