@@ -10,7 +10,7 @@ of them are captured as one CUDA graph each.
     python examples/vla_policy.py --skip-compile    # leaves out torch.compile, which takes minutes
 
 Prints latency, memory, kernels of a denoising step, and how well the actions agree with those of plain torch (cosine of
-what was added to the noise). Products and attention are those of rtkernels (``scaled_mm``, ``gated_mm``, ``attention``).
+what was added to the noise). Products and attention are ``scaled_mm``, ``gated_mm`` and ``attention`` of rtkernels.
 """
 
 from __future__ import annotations
