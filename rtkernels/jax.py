@@ -1,8 +1,8 @@
 """Functions of this package inside of ``jax.jit``: the memory of XLA, on the stream of XLA.
 
 ``as_jax`` makes a function of JAX arrays of a public function, through XLA's foreign function interface: its C structs
-are spelled out with ctypes (below), so that nothing is built. The handler sees XLA's buffers as torch tensors and calls the
-function with ``out=`` those of the results. Needs the package ``jax``, which nothing else here does.
+are spelled out with ctypes (below), so that nothing is built. The handler sees XLA's buffers as torch tensors and calls
+the function with ``out=`` those of the results. Needs the package ``jax``, which nothing else here does.
 
     import rtkernels.jax as rj
     y = jax.jit(lambda x, w: rj.rms_norm(x, w, eps=1e-6))(x, w)
@@ -15,6 +15,7 @@ jitted call (``rtkernels warm``), else it waits for the compiler. The handler ta
 from __future__ import annotations
 
 import ctypes
+import inspect
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -214,10 +215,11 @@ def _as_list(result: Any) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else [t for t in result if t is not None]
 
 
-def _results_of(call: Callable[..., Any], inputs: Sequence[Spec]) -> list[Spec]:
+def _results_of(call: Callable[..., Any], inputs: Sequence[Spec]) -> tuple[list[Spec], bool]:
+    """Return what a call makes, and whether all of it is dense, as arrays of XLA are."""
     with FakeTensorMode(), torch.no_grad():
         made = _as_list(call(*(torch.empty(spec.shape, dtype=spec.dtype) for spec in inputs)))
-        return [Spec(tuple(t.shape), t.dtype) for t in made]
+        return [Spec(tuple(t.shape), t.dtype) for t in made], all(t.is_contiguous() for t in made)
 
 
 def as_jax(
@@ -235,7 +237,7 @@ def as_jax(
         returns one array, or a tuple of those that are not None.
     """
     name = name or function.__name__
-    takes_out = function.__module__.startswith("rtkernels.")
+    takes_out = "out" in inspect.signature(function).parameters
 
     def wrapped(*arrays: Any, **options: Any) -> Any:
         given = [i for i, array in enumerate(arrays) if array is not None]
@@ -268,17 +270,14 @@ def _foreign(key: Any, run: Callable[..., None], inputs: Sequence[Spec], results
 def _forward(key: Any, call: Callable[..., Any], takes_out: bool) -> Callable[..., Any]:
     def forward(*arrays: Any) -> Any:
         inputs = [_spec(array) for array in arrays]
-        results = _results_of(call, inputs)
+        results, dense = _results_of(call, inputs)
 
         @torch.no_grad()
         def run(*tensors: Tensor) -> None:
             given, outs = tensors[: len(inputs)], tensors[len(inputs) :]
-            if takes_out and len(outs) == 1 and torch.is_inference_mode_enabled() is False:
-                try:
-                    call(*given, out=outs[0])
-                    return
-                except (TypeError, ArgumentError):  # no out=, or one of another layout
-                    pass
+            if takes_out and dense and len(outs) == 1:
+                call(*given, out=outs[0])
+                return
             for out, made in zip(outs, _as_list(call(*given)), strict=True):
                 out.copy_(made)
 
