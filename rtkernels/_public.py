@@ -108,11 +108,16 @@ OPS = {
     "multi_scale_": "ops.multi.multi_tensor",
     "tensor_list": "ops.multi.multi_tensor",
 }
-MODULES = ("cache", "calibration", "compat", "errors", "interop", "models", "nn", "optim")
+MODULES = ("aten", "cache", "calibration", "compat", "errors", "interop", "models", "nn", "optim")
 OTHERS = {
     "Calibration": "calibration",
     "warm": "runtime.warm",
     "emulate": "emulator",
+    "disable": "aten",
+    "enable": "aten",
+    "report": "aten",
+    "use": "aten",
+    "pointwise": "aten.custom",
     "explain": "ops.gemm.explain",
     "capabilities": "runtime.launch.capabilities",
     "Workspace": "runtime.launch.capabilities",

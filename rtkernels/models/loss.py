@@ -29,8 +29,8 @@ def _head(original: type[nn.Module]) -> Callable[..., Any]:
     def forward(self, hidden, materialize=False, loss=None):
         if loss is not None:  # a call of the module, so that hooks which gather its weight run
             return loss(self, hidden)
-        if getattr(self, _LAZY, False) and not materialize:
-            return LazyLogits(hidden, self)
+        if getattr(self, _LAZY, False) and not materialize and not isinstance(self.weight, DTensor):
+            return LazyLogits(hidden, self)  # hooks of tensor parallelism take nothing but a tensor
         return own(self, hidden)
 
     return forward
@@ -55,15 +55,17 @@ class CausalLMLoss:
                 ignore_index=ignore_index, shift_labels=shift_labels, **kwargs,
             )  # fmt: skip
 
+        if isinstance(logits, DTensor) and not kwargs:  # of a head that is split between processes
+            options = {"ignore_index": ignore_index, "reduction": "mean" if num_items_in_batch is None else "sum"}
+            value = rtkernels.cross_entropy(logits, self._shifted(labels, shift_labels, ignore_index), **options)
+            return self._mean(value.full_tensor(), num_items_in_batch)
         if not isinstance(logits, LazyLogits):
             return as_before(logits)
         shaping = logits.shaping()
         head, hidden = logits.head, logits.hidden
         if shaping is None or kwargs or logits._made is not None or head.weight.shape[0] != vocab_size:
             return as_before(logits.tensor())
-        if shift_labels is None:
-            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        targets = shift_labels.reshape(-1).to(hidden.device)
+        targets = self._shifted(labels, shift_labels, ignore_index).reshape(-1).to(hidden.device)
 
         def loss(module: nn.Module, hidden: Tensor) -> Tensor | None:
             if isinstance(module.weight, DTensor) or isinstance(hidden, DTensor) or hidden.dtype != module.weight.dtype:
@@ -76,8 +78,16 @@ class CausalLMLoss:
             )  # fmt: skip
 
         value = head(hidden, loss=loss)
-        if value is None:
-            return as_before(logits.tensor())
+        return as_before(logits.tensor()) if value is None else self._mean(value, num_items_in_batch)
+
+    @staticmethod
+    def _shifted(labels: Tensor, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
+        if shift_labels is None:
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        return shift_labels
+
+    @staticmethod
+    def _mean(value: Tensor, num_items_in_batch: Any) -> Tensor:
         if num_items_in_batch is None:
             return value
         if isinstance(num_items_in_batch, Tensor):
@@ -85,19 +95,28 @@ class CausalLMLoss:
         return value / num_items_in_batch
 
 
-def _before(head: nn.Module) -> Callable[..., None]:
-    def hook(model, args, kwargs):
-        wanted = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
+def _heads(model: nn.Module) -> list[nn.Module]:
+    """Return the head as one linear layer, or those of them that PEFT trains in its place (``modules_to_save``)."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    saved = getattr(head, "modules_to_save", None)
+    if isinstance(saved, nn.ModuleDict):
+        return [head.original_module, *saved.values()]
+    return [] if head is None else [head]
+
+
+# Hooks are functions of the file, and ask for the head at every call: a copied or pickled model has a head of its own,
+# and PEFT may have put another in its place.
+
+
+def _before(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    wanted = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
+    for head in _heads(model):
         setattr(head, _LAZY, wanted and model.training and torch.is_grad_enabled())
 
-    return hook
 
-
-def _after(head: nn.Module) -> Callable[..., None]:
-    def hook(model, args, output):
+def _after(model: nn.Module, args: Any, output: Any) -> None:
+    for head in _heads(model):
         setattr(head, _LAZY, False)
-
-    return hook
 
 
 def replace_loss(model: nn.Module) -> None:
@@ -110,16 +129,20 @@ def replace_loss(model: nn.Module) -> None:
 
     if getattr(model, "loss_function", None) is not ForCausalLMLoss:
         raise NotRecognized("its loss is not transformers' loss of causal language models")
-    head = model.get_output_embeddings()
-    if type(head) is not nn.Linear:
-        raise NotRecognized(f"its head is a {type(head).__name__}, no plain nn.Linear")
-    replace.replace(head, _KIND)
-    setattr(head, _LAZY, False)
-    handles = (
-        model.register_forward_pre_hook(_before(head), with_kwargs=True),
-        model.register_forward_hook(_after(head), always_call=True),
+    heads = _heads(model)
+    if not heads:
+        raise NotRecognized("it has no head")
+    for head in heads:
+        if type(head).forward is not nn.Linear.forward:  # FSDP's subclasses have it, those of adapters do not
+            raise NotRecognized(f"its head is a {type(head).__name__}, no plain nn.Linear")
+        replace.check_own_forward(head)
+    for head in heads:
+        replace.replace(head, _KIND)
+        setattr(head, _LAZY, False)
+    model.__dict__[_HOOKS] = (
+        model.register_forward_pre_hook(_before, with_kwargs=True),
+        model.register_forward_hook(_after, always_call=True),
     )
-    model.__dict__[_HOOKS] = handles
     model.loss_function = CausalLMLoss(ForCausalLMLoss)
 
 
@@ -129,7 +152,7 @@ def restore_loss(model: nn.Module) -> None:
         handle.remove()
     if isinstance(getattr(model, "_loss_function", None), CausalLMLoss):
         del model._loss_function
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if head is not None and replace.replaced(head) == _KIND:
-        head.__dict__.pop(_LAZY, None)
-        replace.restore(head)
+    for module in model.modules():  # adapters may be around the head by now
+        if replace.replaced(module) == _KIND:
+            module.__dict__.pop(_LAZY, None)
+            replace.restore(module)

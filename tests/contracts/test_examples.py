@@ -26,3 +26,14 @@ def test_the_policy_agrees_with_plain_torch(place: str, capsys: pytest.CaptureFi
     )
     assert found["rtkernels bf16"] > 0.999 and found["rtkernels fp8"] > 0.99, found
     assert "torch eager" in capsys.readouterr().out
+
+
+def test_training_learns_and_agrees_with_the_plain_model(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", minversion="5.0")
+    main = runpy.run_path(str(EXAMPLES / "train.py"))["main"]
+    sizes = ["--tiny", "--steps", "12", "--batch", "4", "--length", "48"]
+    losses = main(sizes)
+    printed = capsys.readouterr().out
+    assert "norm" in printed and "tokens/s" in printed
+    assert losses[-1] < 0.8 * losses[0]
+    assert losses == pytest.approx(main([*sizes, "--plain"]), rel=1e-3)

@@ -223,32 +223,6 @@ def test_what_only_looks_alike_is_left_alone(wrong: type[nn.Module]) -> None:
     assert models.report(model) is None
 
 
-def _updates(model: nn.Module, steps: int = 20) -> list[torch.Tensor]:
-    before = [p.detach().clone() for p in model.parameters()]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in range(steps):
-        ids = tokens(seed=step)
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [p.detach() - b for p, b in zip(model.parameters(), before, strict=True)]
-
-
-def _distance(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
-    return float(
-        sum((x - y).pow(2).sum() for x, y in zip(a, b, strict=True)).sqrt() / sum(y.pow(2).sum() for y in b).sqrt()
-    )
-
-
-def test_twenty_steps_of_training() -> None:
-    wanted = _updates(build("qwen3"))
-    assert _distance(_updates(models.patched(lambda: build("qwen3"))), wanted) <= 1e-3
-    wrong = build("qwen3")
-    for layer in wrong.model.layers:
-        layer.mlp.act_fn = nn.GELU()
-    assert _distance(_updates(models.patched(lambda: wrong)), wanted) > 1e-2  # a comparison that can fail
-
-
 # ---- messages -------------------------------------------------------------------------------------------------------
 
 

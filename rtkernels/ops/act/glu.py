@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from rtkernels.runtime.operator.declared import Dense, InPlace, InPlaceOperator,
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.sharding import Way, shard
 
 _UNIT, _GENERIC_UNIT = "act/glu.cu", "act/glu_generic.cu"
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
@@ -271,6 +273,26 @@ BACKWARD_OVER = InPlaceOperator(
     options="str act, bool weight_grad", results="dweight", outputs=lambda *values: _bwd_outputs(*values)[2:],
     plan=_plan_bwd_over, reference=_reference_bwd_over, check=_check_bwd, prepare=_check_over,
 )  # fmt: skip
+
+
+def _shards(args: dict[str, Any]) -> Iterator[Way]:
+    """Rows are independent of one another; columns too, where gate and up are two tensors."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    last = len(args["x"].shape) - 1
+    for dim in range(last + (args["up"] is not None)):
+        place = Shard(dim)
+        of_weight = place if dim < last else Replicate()
+        given = {"dy": place, "x": place, "up": place, "weight": of_weight}
+        if "dy" not in args:
+            yield [place], given
+            continue
+        of_dweight = Replicate() if not args["weight_grad"] else place if dim < last else Partial()
+        yield [place, Replicate() if args["up"] is None else place, of_dweight], given
+
+
+shard(FORWARD, _shards)
+shard(BACKWARD, _shards)
 _replay, _forward, _backward = FORWARD.replay, FORWARD.call, BACKWARD.call
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.sharding import Way, shard
 
 NO_PADDING = -1  # as an operator argument; ids below 0 have no row anyway
 
@@ -86,6 +88,20 @@ ADD = InPlaceOperator(
     "embedding_bwd_into", (InPlace("main_grad", None), Rows("dy"), Dense("ids", None)),
     options="int start, int padding", results="", plan=plan_add, reference=_reference_add, check=check_add,
 )  # fmt: skip
+
+
+def _shards(args: dict[str, Any]) -> Iterator[Way]:
+    """Tokens are independent of one another, and so are columns. (The first id of a range of rows is an argument.)"""
+    from torch.distributed.tensor import Partial, Shard
+
+    last = len(args["ids"].shape)
+    for dim in range(last):
+        yield [Partial() if "dy" in args else Shard(dim)], {"dy": Shard(dim), "ids": Shard(dim)}
+    yield [Shard(1 if "dy" in args else last)], {"weight": Shard(1), "dy": Shard(last)}
+
+
+shard(FORWARD, _shards)
+shard(BACKWARD, _shards)
 _replay = FORWARD.replay
 
 

@@ -24,6 +24,7 @@ from rtkernels.runtime.operator.autograd import constant, needs_grad, once_diffe
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.sharding import is_sharded
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 
@@ -152,6 +153,16 @@ def cross_entropy(
         raise ArgumentError(f"reduction is {reduction!r}; expected one of 'none', 'mean', 'sum'")
     if softcap is not None and not a_number("softcap", softcap) > 0:
         raise ArgumentError(f"softcap is {softcap}; expected a positive number, or None")
+    if is_sharded(logits):
+        from rtkernels.ops.loss.cross_entropy_shards import cross_entropy_of_shards
+
+        if group is not None or vocab_start is not None or vocab_size is not None:
+            raise ArgumentError("logits is a DTensor and a group is given; expected one of them")
+        given = {
+            "ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap,
+            "reduction": reduction, "return_lse": return_lse, "return_accuracy": return_accuracy,
+        }  # fmt: skip
+        return cross_entropy_of_shards(cross_entropy, logits, labels, given)
     how = REDUCTIONS[reduction]
     options = (ignore_index, label_smoothing, z_loss, softcap or 0.0)
     check_options(*options[1:], how)

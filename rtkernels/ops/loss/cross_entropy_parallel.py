@@ -27,7 +27,7 @@ def vocabulary_range(cols: int, group: Any, first: int | None, size: int | None)
     return first, size
 
 
-def _gathered(parts: Tensor, group: Any) -> Tensor:
+def gathered(parts: Tensor, group: Any) -> Tensor:
     """Return ``[processes, 5, rows]`` in the order of the ranks: the only communication."""
     out = parts.new_empty(dist.get_world_size(group), *parts.shape)
     dist.all_gather_into_tensor(out.view(-1, parts.shape[-1]), parts, group=group)
@@ -61,7 +61,7 @@ class ParallelCrossEntropy(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         parts = PARTS(logits, labels, ignore_index, smoothing, softcap, first, vocabulary)
         loss, accuracy, stats, factor = combined(
-            _gathered(parts, group), labels, ignore_index, smoothing, z_loss, vocabulary, reduction
+            gathered(parts, group), labels, ignore_index, smoothing, z_loss, vocabulary, reduction
         )
         ctx.more = (*options, first, vocabulary)
         ctx.in_place, ctx.mean = in_place, reduction == 1

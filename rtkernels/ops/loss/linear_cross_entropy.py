@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.loss.cross_entropy_operators import SCALE
-from rtkernels.ops.loss.cross_entropy_plan import NONE, REDUCTIONS
+from rtkernels.ops.loss.cross_entropy_plan import NONE, REDUCTIONS, check_options
 from rtkernels.ops.loss.linear_cross_entropy_operators import BACKWARD, FORWARD
+from rtkernels.runtime.layout import token
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.into import into
+from rtkernels.runtime.operator.kinds import meta_of
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.sharding import is_sharded
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 
@@ -57,7 +62,7 @@ def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100,
     label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean",
     return_lse: bool = False, return_accuracy: bool = False, chunk_rows: int | None = None,
-    fp32_weight_grad: bool = False,
+    fp32_weight_grad: bool = False, group: Any = None, vocab_start: int | None = None, vocab_size: int | None = None,
     out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Return ``cross_entropy(hidden @ weight.T + bias, labels)``, with both gradients, in little memory.
@@ -91,7 +96,12 @@ def linear_cross_entropy(
         chunk_rows: Rows of logits at a time, for the least memory; None for the rule above. More is faster, needs more
             memory and rounds the gradient of a 16-bit weight less often.
         fp32_weight_grad: With `chunk_rows`, sum up the gradient of a 16-bit weight in fp32 (three times its memory)
-            instead of rounding the sum after every chunk. Without, it always is.
+            instead of rounding the sum after every chunk. Without, and with `group`, it always is.
+        group: A torch.distributed process group that shares the vocabulary: every process passes its rows of weight and
+            bias, and all hidden states and labels. Each gets the same loss, the complete gradient of hidden states, and
+            the gradients of its own rows. One all-gather of 20 bytes per row of hidden, one all-reduce of its gradient.
+        vocab_start: With `group`, the first row of this process, if the parts are not equal, in the order of ranks.
+        vocab_size: With `vocab_start`, the size of the whole vocabulary.
         out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
             those of the results. Not with gradients.
 
@@ -103,7 +113,7 @@ def linear_cross_entropy(
             linear_cross_entropy, hidden, weight, labels, bias=bias, ignore_index=ignore_index,
             label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, reduction=reduction,
             return_lse=return_lse, return_accuracy=return_accuracy, chunk_rows=chunk_rows,
-            fp32_weight_grad=fp32_weight_grad,
+            fp32_weight_grad=fp32_weight_grad, group=group, vocab_start=vocab_start, vocab_size=vocab_size,
         )  # fmt: skip
     if out is not None:
         return into(linear_cross_entropy, locals())
@@ -111,6 +121,19 @@ def linear_cross_entropy(
         raise ArgumentError(f"reduction is {reduction!r}; expected one of 'none', 'mean', 'sum'")
     if softcap is not None and not a_number("softcap", softcap) > 0:
         raise ArgumentError(f"softcap is {softcap}; expected a positive number, or None")
+    if group is None and (vocab_start is not None or vocab_size is not None):
+        raise ArgumentError("vocab_start and vocab_size are given without a group; expected both or none of them")
+    if is_sharded(hidden) or is_sharded(weight):
+        from rtkernels.ops.loss.cross_entropy_shards import linear_cross_entropy_of_shards
+
+        if group is not None:
+            raise ArgumentError("hidden or weight is a DTensor and a group is given; expected one of them")
+        given = {
+            "ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap,
+            "reduction": reduction, "return_lse": return_lse, "return_accuracy": return_accuracy,
+            "chunk_rows": chunk_rows, "fp32_weight_grad": fp32_weight_grad,
+        }  # fmt: skip
+        return linear_cross_entropy_of_shards(linear_cross_entropy, hidden, weight, labels, bias, given)
     if hidden.device.type != "meta" and torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -121,6 +144,21 @@ def linear_cross_entropy(
     options = (ignore_index, label_smoothing, z_loss, softcap or 0.0)
     if is_dynamo_compiling():
         options = (ignore_index, *(constant(value) for value in options[1:]))
+    if group is not None:
+        from rtkernels.ops.loss.cross_entropy_parallel import vocabulary_range
+        from rtkernels.ops.loss.linear_cross_entropy_operators import check_inputs
+        from rtkernels.ops.loss.linear_cross_entropy_parallel import ParallelLinearCrossEntropy
+
+        token("hidden", hidden.dtype)
+        check_inputs(*map(meta_of, (hidden, weight, labels, bias)), chunk_rows)
+        check_options(*options[1:], REDUCTIONS[reduction])
+        span = vocabulary_range(weight.shape[0], group, vocab_start, vocab_size)
+        loss, accuracy, lse = ParallelLinearCrossEntropy.apply(
+            hidden, weight, labels, bias, options, REDUCTIONS[reduction], chunk_rows, group, *span
+        )
+        if not return_lse and not return_accuracy:
+            return loss
+        return loss, *((lse,) if return_lse else ()), *((accuracy,) if return_accuracy else ())
     rest = (REDUCTIONS[reduction], return_accuracy, return_lse, chunk_rows, fp32_weight_grad)
     if is_grad_enabled() and needs_grad(hidden, weight, bias):
         loss, accuracy, lse = _LinearCrossEntropy.apply(hidden, weight, labels, bias, *options, *rest)

@@ -39,7 +39,8 @@ def default_chunk_rows(rows: int, hidden: int, vocabulary: int, itemsize: int = 
     return min(rows, -(-alike // _TILE_ROWS) * _TILE_ROWS)
 
 
-def _check(hidden: Meta, weight: Meta, labels: Meta, bias: Meta | None, chunk_rows: int) -> None:
+def check_inputs(hidden: Meta, weight: Meta, labels: Meta, bias: Meta | None, chunk_rows: int) -> None:
+    """Raise an ArgumentError for arguments that do not fit together."""
     if weight.dim() != 2 or weight.shape[0] == 0:
         raise ArgumentError(f"weight has shape {tuple(weight.shape)}; expected [vocabulary, hidden size]")
     if hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1]:
@@ -58,15 +59,15 @@ def _check(hidden: Meta, weight: Meta, labels: Meta, bias: Meta | None, chunk_ro
 
 def _check_fwd(hidden, weight, labels, bias, ignore_index, smoothing, z_loss, softcap, reduction, *more) -> None:
     check_options(smoothing, z_loss, softcap, reduction)
-    _check(hidden, weight, labels, bias, more[2])
+    check_inputs(hidden, weight, labels, bias, more[2])
 
 
 def _check_bwd(dloss, hidden, weight, labels, bias, *more) -> None:
-    _check(hidden, weight, labels, bias, more[4])
+    check_inputs(hidden, weight, labels, bias, more[4])
     check_same("dloss", dloss.shape, labels.shape, "shape", of="labels")
 
 
-class _Weights:
+class WeightSums:
     """Sums of the gradients of weight and bias over the chunks."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, in_fp32: bool, need_weight: bool, need_bias: bool) -> None:
@@ -103,7 +104,7 @@ class _Weights:
         )
 
 
-def _chunks(
+def chunks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_rows: int
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield rows, their hidden states and their logits; the logits all lie in the same memory."""
@@ -165,9 +166,9 @@ def _forward(functions: _Functions, *args):
     correct, lse = (torch.empty_like(losses) if wanted else None for wanted in (accuracy, with_lse))
     factor = functions.count(flat, ignore_index) if wants_gradient and reduction == MEAN else None
     dhidden = torch.empty(states.shape, dtype=hidden.dtype, device=hidden.device) if need_hidden else None
-    sums = _Weights(weight, bias, in_fp32, need_weight, need_bias)
+    sums = WeightSums(weight, bias, in_fp32, need_weight, need_bias)
     of_chunk = functions.gradient if wants_gradient else functions.rows
-    for part, some, logits in _chunks(states, weight, bias, chunk_rows):
+    for part, some, logits in chunks(states, weight, bias, chunk_rows):
         numbers = (losses[part], None if correct is None else correct[part])
         stats = of_chunk(logits, flat[part], *numbers, factor, options)
         if lse is not None:
@@ -199,8 +200,8 @@ def _backward(functions: _Functions, *args):
         return found.dhidden.view(hidden.shape) if needs[0] else found.dhidden, found.dweight, found.dbias
     chunk_rows, in_fp32 = _by_rule(chunk_rows, in_fp32, flat.numel(), weight, needs[1])
     dhidden = torch.empty(states.shape, dtype=hidden.dtype, device=hidden.device) if needs[0] else None
-    sums = _Weights(weight, bias, in_fp32, *needs[1:])
-    for part, some, logits in _chunks(states, weight, bias, chunk_rows):
+    sums = WeightSums(weight, bias, in_fp32, *needs[1:])
+    for part, some, logits in chunks(states, weight, bias, chunk_rows):
         functions.row_gradient(logits, flat[part], g[part], options)
         if dhidden is not None:
             torch.mm(logits, weight, out=dhidden[part])

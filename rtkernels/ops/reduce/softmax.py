@@ -24,6 +24,7 @@ from rtkernels.runtime.operator.gradient import differentiable
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.sharding import shard_rows
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
@@ -92,6 +93,8 @@ BACKWARD = Operator(
     "softmax_bwd", (Rows("dy", like="y"), Rows("y"), _LENGTHS), **_OPTIONS, results="dx",
     outputs=lambda dy, y, *_: (Memory(y.shape, y.dtype),), plan=plan_bwd, reference=_reference_bwd, check=check_bwd,
 )  # fmt: skip
+shard_rows(FORWARD, ("x", "lengths"))
+shard_rows(BACKWARD, ("dy", "y", "lengths"))
 _differentiable = differentiable(FORWARD, BACKWARD)
 _differentiable_in_place = differentiable(IN_PLACE, BACKWARD, dirty="y x")
 _replay, _forward = FORWARD.replay, FORWARD.call

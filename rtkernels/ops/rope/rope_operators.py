@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from rtkernels.runtime.layout import (
 )
 from rtkernels.runtime.operator.declared import InPlace, Meta, Operator, UnitStride, misaligned
 from rtkernels.runtime.operator.plan import Memory, Offset, Step, Steps
+from rtkernels.runtime.operator.sharding import Way, shard
 
 UNIT = "rope/rope.cu"
 TYPES = ("bf16", "fp16", "fp32")
@@ -329,3 +331,36 @@ IN_PLACE = Operator(
     "rope_", (InPlace("q", None), InPlace("k", None, optional=True), "str layout", *_OPTIONS), results="",
     plan=_plan_in_place, reference=_reference_in_place, check=_check_in_place,
 )  # fmt: skip
+
+
+def _shards(args: dict[str, Any]) -> Iterator[Way]:
+    """Heads and sequences are independent of one another; tokens are where tables or positions name each of them."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    dims, tables, positions = len(args["q"].shape), args["cos"].shape, args["positions"]
+    at_batch, at_place, at_head = LAYOUTS[args["layout"]] if dims == 4 else (None, 0, 1)
+    out = LAYOUTS[args["out_layout"]] if dims == 4 else (None, 0, 1)
+
+    def way(of_heads: int, result: int, of_tables: int | None = None, of_positions: int | None = None) -> Way:
+        given = {"q": Shard(of_heads), "k": Shard(of_heads)}
+        if of_tables is not None:
+            given |= {"cos": Shard(of_tables), "sin": Shard(of_tables)}
+        if of_positions is not None:
+            given["positions"] = Shard(of_positions)
+        return [Shard(result), Replicate() if args["k"] is None else Shard(result)], given
+
+    yield way(at_head, out[2])
+    if args["cu_seqlens"] is not None:
+        return
+    by_token = len(tables) > 2 and tuple(tables[-3:-1]) != (1, 1)  # [..., batch or 1, length, n]
+    streams = int(args["sections"] != "")
+    if at_batch is not None:
+        own = by_token and tables[-3] != 1
+        per_sequence = positions is not None and len(positions.shape) == 2 + streams
+        yield way(at_batch, out[0], len(tables) - 3 if own else None, streams if per_sequence else None)
+    if args["cp_size"] == 1 and (by_token or positions is not None):
+        last = None if positions is None else len(positions.shape) - 1
+        yield way(at_place, out[1], len(tables) - 2 if by_token else None, last)
+
+
+shard(FORWARD, _shards)

@@ -34,6 +34,13 @@ class Meta(NamedTuple):
         return len(self.shape)
 
 
+def meta_of(tensor: Tensor | None) -> Meta | None:
+    """Return what checks of an operator see of a tensor, for callers that check before they call one."""
+    if tensor is None:
+        return None
+    return Meta(tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device(), 0)
+
+
 def dense_as(meta: Meta, dtype: torch.dtype) -> Meta:
     """Return what a tensor is after a conversion (``Steps.converted``): dense, and new memory."""
     return Meta(dtype, meta.shape, dense_strides(meta.shape), meta.device, 0)

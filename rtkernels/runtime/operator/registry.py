@@ -41,10 +41,11 @@ class Op:
 
 
 def ops() -> list[Op]:
-    """Return every op, importing all of ``rtkernels.ops``."""
-    package = importlib.import_module("rtkernels.ops")
-    for module in pkgutil.walk_packages(package.__path__, "rtkernels.ops."):
-        importlib.import_module(module.name)
+    """Return every op, importing all of ``rtkernels.ops`` and ``rtkernels.aten``."""
+    for name in ("rtkernels.ops", "rtkernels.aten"):
+        package = importlib.import_module(name)
+        for module in pkgutil.walk_packages(package.__path__, f"{name}."):
+            importlib.import_module(module.name)
     return sorted(_OPS.values(), key=lambda op: op.name)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -13,7 +13,36 @@ from rtkernels.runtime.torch_private import TENSOR_TYPES
 if TYPE_CHECKING:
     from rtkernels.runtime.operator.operator import TorchOp
 
+# Placements of all results, and those of arguments by name.
+Way = tuple[Sequence[Any], dict[str, Any]]
 _pending: list[tuple[Any, Callable[..., Any]]] = []
+
+
+def shard(op: TorchOp, ways: Callable[[dict[str, Any]], Iterable[Way]]) -> None:
+    """Declare how an operator works on shards, besides on tensors that are whole everywhere.
+
+    Args:
+        op: The operator.
+        ways: Gets its arguments by name, tensors as torch's descriptions of them, which have a shape. Gives ways that
+            the tensors may lie: placements of all results, and those of arguments that are not whole everywhere.
+    """
+    names = [argument.name for argument in op.overload._schema.arguments]
+    results = len(op.overload._schema.returns)
+
+    def rule(*args: Any) -> list[tuple[list[Any], list[Any]]]:
+        from torch.distributed.tensor import Replicate
+
+        tensors = [hasattr(arg, "placements") for arg in args]
+        whole = [Replicate() if is_tensor else None for is_tensor in tensors]
+        found: list[tuple[list[Any], list[Any]]] = [([Replicate()] * results, whole)]
+        for made, given in ways(dict(zip(names, args, strict=True))):
+            places = [given.get(name, other) for name, other in zip(names, whole, strict=True)]
+            places = [place if is_tensor else None for place, is_tensor in zip(places, tensors, strict=True)]
+            found.append((list(made), places))
+        return found
+
+    _pending.append((op.overload, rule))
+    register_rules()  # calls that are compiled cannot do it later
 
 
 def shard_rows(op: TorchOp, rows: Sequence[str], sums: int = 0) -> None:
@@ -25,24 +54,15 @@ def shard_rows(op: TorchOp, rows: Sequence[str], sums: int = 0) -> None:
         sums: How many results, the last ones, are sums over rows: each process has those of its own rows, and they are
             added where they are used. The others have the rows.
     """
-    names = [argument.name for argument in op.overload._schema.arguments]
     results = len(op.overload._schema.returns)
 
-    def rule(*args: Any) -> list[tuple[list[Any], list[Any]]]:
-        from torch.distributed.tensor import Partial, Replicate, Shard
+    def ways(args: dict[str, Any]) -> Iterator[Way]:
+        from torch.distributed.tensor import Partial, Shard
 
-        def placements(of_rows: Any, of_sums: Any) -> tuple[list[Any], list[Any]]:
-            given = [
-                None if not hasattr(arg, "placements") else of_rows if name in rows else Replicate()
-                for name, arg in zip(names, args, strict=True)
-            ]
-            return [of_rows] * (results - sums) + [of_sums] * sums, given
+        for dim in range(len(next(iter(args.values())).shape) - 1):
+            yield [Shard(dim)] * (results - sums) + [Partial()] * sums, dict.fromkeys(rows, Shard(dim))
 
-        sharded = [placements(Shard(dim), Partial()) for dim in range(len(args[0].shape) - 1)]
-        return [placements(Replicate(), Replicate()), *sharded]
-
-    _pending.append((op.overload, rule))
-    register_rules()  # calls that are compiled cannot do it later
+    shard(op, ways)
 
 
 def register_rules() -> None:

@@ -1,0 +1,225 @@
+"""Attention and expert layers over the processes of a group, with ``torch.distributed``.
+
+For a vocabulary that is split between processes, ``cross_entropy`` and ``linear_cross_entropy`` take a group; for
+DTensors the ops themselves have rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.attention.attention import BACKWARD, attention, default_scale, window_sides
+from rtkernels.ops.attention.merge import merge_attention
+from rtkernels.ops.moe.moe_index import moe_index
+from rtkernels.ops.moe.moe_permute import moe_permute, moe_unpermute
+from rtkernels.runtime.operator.autograd import once_differentiable
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+
+class _Ring:
+    """Sends tensors to the next process and receives those of the previous one."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+
+    def start(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
+        """Return memory that is to be received, and what to wait for."""
+        received = [torch.empty_like(t) for t in tensors]
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        moves = [dist.P2POp(dist.isend, t, group=self.group, group_peer=after) for t in tensors]
+        moves += [dist.P2POp(dist.irecv, t, group=self.group, group_peer=before) for t in received]
+        return received, dist.batch_isend_irecv(moves)
+
+    def moved(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        received, work = self.start(tensors)
+        for each in work:
+            each.wait()
+        return received
+
+
+def _blocks(rank: int, owner: int, length: int, causal: bool, zigzag: bool) -> tuple[slice, slice, bool] | None:
+    """Return which queries of a process see which keys of another, and whether causally; None if none do."""
+    everything, half = slice(None), length // 2
+    if not causal or owner == rank:
+        return everything, everything, causal
+    if not zigzag:
+        return (everything, everything, False) if owner < rank else None
+    # Parts r and 2 n - 1 - r of a sequence: the first part of an earlier process is before both of ours, its second
+    # one behind both; those of a later process are before our second part.
+    return (everything, slice(None, half), False) if owner < rank else (slice(half, None), everything, False)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, scale, causal, softcap, zigzag, group):
+        ring, length = _Ring(group), q.shape[1]
+        ctx.save_for_backward(q, k, v)
+        out, lse = None, None
+        for step in range(ring.size):
+            last = step == ring.size - 1
+            received, work = ((), ()) if last else ring.start((k, v))
+            block = _blocks(ring.rank, (ring.rank - step) % ring.size, length, causal, zigzag)
+            if block is not None:
+                rows, columns, is_causal = block
+                part, part_lse = attention(
+                    q[:, rows], k[:, columns], v[:, columns], scale=scale, causal=is_causal, softcap=softcap,
+                    return_lse=True,
+                )  # fmt: skip
+                if out is None:  # the process's own keys, which all queries see some of
+                    out, lse = part.float(), part_lse.clone()
+                else:
+                    parts = (out[:, rows].contiguous(), part), (lse[..., rows].contiguous(), part_lse)
+                    out[:, rows], lse[..., rows] = merge_attention(*parts, out_dtype=torch.float32)
+            for each in work:
+                each.wait()
+            if not last:
+                k, v = received
+        out = out.to(q.dtype)
+        ctx.saved_more = (out, lse)
+        ctx.options = scale, causal, softcap, zigzag, group
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        (q, k, v), (out, lse) = ctx.saved_tensors, ctx.saved_more
+        scale, causal, softcap, zigzag, group = ctx.options
+        ring, length = _Ring(group), q.shape[1]
+        dout, dq = dout.contiguous(), torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        sums = [torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (k, v)]
+        for step in range(ring.size):
+            block = _blocks(ring.rank, (ring.rank - step) % ring.size, length, causal, zigzag)
+            if block is not None:
+                rows, columns, is_causal = block
+                # With the output and the log-sum-exp over all keys, every part gives its terms of the gradients.
+                some = (q[:, rows], k[:, columns], v[:, columns], out[:, rows], lse[..., rows].contiguous())
+                options = (scale, *window_sides(None, is_causal), softcap, 0, 0, False, "auto")
+                found = BACKWARD.call(
+                    dout[:, rows], None, *some, *(None,) * 6, *options, True, True, True, False
+                )  # fmt: skip
+                dq[:, rows] += found[0]
+                sums[0][:, columns] += found[1]
+                sums[1][:, columns] += found[2]
+            k, v, *sums = ring.moved((k, v, *sums))  # sums travel with their keys, and are home after the last step
+        return dq.to(q.dtype), *(t.to(q.dtype) for t in sums), *(None,) * 5
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Any, scale: float | None = None, causal: bool = False,
+    softcap: float = 0.0, zigzag: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return the attention of queries over the keys of all processes of a group (context parallelism).
+
+    Every process has an equal part of each sequence. Keys and values go round from process to process while each
+    computes with those it has, and results are merged by their log-sum-exps. The backward pass does the same, with the
+    gradients of keys and values travelling along in fp32. Differentiable once in q, k and v.
+
+    Args:
+        q: bfloat16 or float16 ``[batch, length, heads, width]``, this process's queries.
+        k: ``[batch, length, heads of keys, width]``, this process's keys.
+        v: As k.
+        group: The process group. Rank r has part r of every sequence.
+        scale: As for ``attention``.
+        causal: As for ``attention``, over whole sequences.
+        softcap: As for ``attention``.
+        zigzag: Rank r of n has parts r and ``2 n - 1 - r`` of ``2 n`` equal parts instead, as ``rope`` does with
+            ``cp_rank`` and ``cp_size``: with `causal`, all processes then have equally much to do.
+
+    Returns:
+        ``[batch, length, heads, width]``, of q's dtype.
+    """
+    if q.dim() != 4 or k.shape[:2] != q.shape[:2] or v.shape[:2] != q.shape[:2]:
+        shapes = f"q has shape {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
+        raise ArgumentError(f"{shapes}; expected [batch, length, heads, width] with the same batch and length")
+    if zigzag and q.shape[1] % 2:
+        raise ArgumentError(f"q has length {q.shape[1]}; expected an even one for zigzag, two equal parts")
+    scale = default_scale(scale, q.shape[-1])
+    return _RingAttention.apply(
+        q.contiguous(), k.contiguous(), v.contiguous(), scale, causal, float(softcap), zigzag, group
+    )
+
+
+# ---- experts --------------------------------------------------------------------------------------------------------
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, send, receive, group):
+        ctx.way_back = receive, send, group
+        out = x.new_empty(sum(receive), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), receive, send, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, dy):
+        return _Exchange.apply(dy, *ctx.way_back), None, None, None
+
+
+def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], *, group: Any) -> Tensor:
+    """Send rows to every process of a group, and return those that were received: an all-to-all with gradients.
+
+    Args:
+        x: ``[rows, ...]``: the rows for rank 0, then those for rank 1, and so on.
+        send: How many rows go to each rank.
+        receive: How many rows come from each rank.
+        group: The process group.
+
+    Returns:
+        ``[sum(receive), ...]``, in the order of ranks.
+    """
+    if sum(send) != x.shape[0] or len(send) != dist.get_world_size(group) or len(receive) != len(send):
+        raise ArgumentError(
+            f"send is {list(send)} and receive {list(receive)} for x with {x.shape[0]} rows; expected a number of rows "
+            f"for each of {dist.get_world_size(group)} ranks, in send all of x's rows"
+        )
+    return _Exchange.apply(x, list(send), list(receive), group)
+
+
+def expert_parallel(
+    x: Tensor, experts: Tensor, weights: Tensor, compute: Callable[[Tensor, Tensor], Tensor], *, num_experts: int,
+    group: Any,
+) -> Tensor:  # fmt: skip
+    """Return the weighted sum of each token's experts, which are split between the processes of a group.
+
+    Tokens are sorted by expert, sent to the process that has it, sorted by expert there, computed, and sent back: two
+    all-to-alls of rows and one of counts, which the host waits for. Differentiable in x, weights, and whatever
+    `compute` is differentiable in.
+
+    Args:
+        x: ``[tokens, width]``, the tokens of this process.
+        experts: ``[tokens, k]``, int32 or int64: the experts of each token, over all processes; -1 for none.
+        weights: ``[tokens, k]``: what their results are multiplied by.
+        compute: Called with rows ``[R, width]`` sorted by expert and ``ends``, int32 ``[experts of this process]``: the
+            row after each expert's last one, as ``grouped_mm`` takes them. Returns ``[R, width of the result]``.
+        num_experts: Over all processes; rank r has the r-th of equal parts.
+        group: The process group.
+
+    Returns:
+        ``[tokens, width of the result]``.
+    """
+    size = dist.get_world_size(group)
+    if num_experts % size:
+        raise ArgumentError(f"num_experts is {num_experts}; expected a multiple of {size}, the processes of the group")
+    index = moe_index(experts, num_experts)
+    arriving = torch.empty_like(index.counts)
+    dist.all_to_all_single(arriving, index.counts.contiguous(), group=group)
+    sizes = torch.stack([index.counts, arriving]).view(2, size, -1).sum(-1).tolist()
+    send, receive = sizes
+    permuted = moe_permute(x, index)
+    rows = exchange_rows(permuted[: sum(send)], send, receive, group=group)
+    # What arrived is sorted by process and then by expert.
+    here = torch.arange(num_experts // size, device=x.device).repeat(size)
+    local = moe_index(
+        here.repeat_interleave(arriving, output_size=sum(receive)).unsqueeze(-1), num_experts // size
+    )  # fmt: skip
+    computed = moe_unpermute(compute(moe_permute(rows, local), local.offsets[1:]), local)
+    back = exchange_rows(computed, receive, send, group=group)
+    unused = back.new_zeros(permuted.shape[0] - back.shape[0], back.shape[1])  # of choices without an expert
+    return moe_unpermute(torch.cat([back, unused]), index, probs=weights, dense_probs=False)

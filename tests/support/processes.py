@@ -1,0 +1,40 @@
+"""Tests in two processes on gloo. Starting them is what costs: a test file starts them one time for all its checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+WORLD = 2
+Check = Callable[[int, Any], None]
+
+
+def _joined(rank: int, checks: Sequence[Check], path: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.set_num_threads(1)
+    store = f"file://{path}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=120))
+    try:
+        mesh = init_device_mesh("cpu", (WORLD,))
+        for check in checks:
+            try:
+                check(rank, mesh)
+            except Exception as error:
+                raise AssertionError(f"{check.__name__}, rank {rank}") from error
+    finally:
+        dist.destroy_process_group()
+
+
+def run_in_processes(checks: Sequence[Check], path: Any) -> None:
+    """Run checks, one behind the other, in two processes; each gets its rank and a mesh of both."""
+    torch.multiprocessing.spawn(_joined, args=(tuple(checks), str(path)), nprocs=WORLD)
+
+
+def whole(t: torch.Tensor) -> torch.Tensor:
+    """Return all of a DTensor, or a plain tensor as it is."""
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
