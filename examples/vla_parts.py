@@ -157,6 +157,18 @@ class Policy:
         """
         return self.denoise(noise, self.read(self.see(images), prompt))
 
+    def nbytes(self) -> int:
+        """Return the size of all weights that this policy uses."""
+        parts: list[Any] = [self.layers, self.ends, self.table, self.styles, self.last_styles]
+        found: dict[int, int] = {}
+        while parts:
+            part = parts.pop()
+            if isinstance(part, Tensor):
+                found[part.data_ptr()] = part.nbytes
+            elif isinstance(part, (dict, list, tuple)):
+                parts += part.values() if isinstance(part, dict) else part
+        return sum(found.values())
+
     def see(self, images: Tensor) -> Tensor:
         """Return a token of the prefix for each patch."""
         sizes, ops, ends = self.sizes, self.ops, self.ends

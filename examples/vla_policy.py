@@ -119,10 +119,11 @@ def measured(policy: Policy, inputs: tuple[Tensor, ...], repeats: int, device: s
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     run = captured(policy, inputs)
     actions = run().clone()
     taken = median_milliseconds(run, repeats, device)
-    gigabytes = torch.cuda.max_memory_allocated() / 2**30
+    gigabytes = (policy.nbytes() + torch.cuda.max_memory_allocated() - before) / 2**30
     images, prompt, noise = inputs
     cache = policy.read(policy.see(images), prompt)
     kernels = kernels_of(lambda: policy.denoise(noise, cache)) / policy.sizes.steps

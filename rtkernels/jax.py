@@ -245,10 +245,10 @@ def as_jax(
         present = [jnp.asarray(arrays[i]) for i in given]
 
         def call(*tensors: Tensor, out: Any = None) -> Any:
-            filled: list[Any] = [None] * len(arrays)
+            everything: list[Any] = [None] * len(arrays)
             for i, tensor in zip(given, tensors, strict=True):
-                filled[i] = tensor
-            return function(*filled, **options) if out is None else function(*filled, **options, out=out)
+                everything[i] = tensor
+            return function(*everything, **options) if out is None else function(*everything, **options, out=out)
 
         forward = _forward(key, call, takes_out)
         wanted = [k for k, i in enumerate(given) if i in differentiable]
