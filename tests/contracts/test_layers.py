@@ -54,6 +54,8 @@ ALLOWED = {
         for family, below in FAMILIES.items()
     },
     "compat": {"ops"},
+    "calibration": {"ops", "ops.shared"},
+    "jax": {"ops", "ops.shared", "runtime.operator", "runtime.launch"},
     "aten": {"ops", "runtime.operator", "runtime.launch", "runtime.build", "emulator"},
     "nn": {"ops", "runtime.operator", "runtime.launch"},
     "optim": {"ops", "runtime.operator", "runtime.launch"},

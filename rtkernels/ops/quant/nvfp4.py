@@ -18,6 +18,7 @@ from rtkernels.runtime.layout import FLOAT_DTYPES, check_same, row_count, token
 from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.declared import Argument, Dense, InPlaceExact, Meta, Operator, Rows
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
 
 MX_RULES = ("ocp", "nv")
@@ -226,7 +227,7 @@ def nvfp4_scale_bytes(rows: int, cols: int) -> int:
     return formats.swizzled_bytes(rows, -(-cols // 16))
 
 
-def nvfp4_swizzle(scales: Tensor) -> Tensor:
+def nvfp4_swizzle(scales: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return scales of one byte ``[rows, blocks]`` in blocks of 128 x 4, as block-scaled tensor cores read them.
 
     The byte of row r and block b is at ``((r // 128) * ceil(blocks / 4) + b // 4) * 512 + (r % 32) * 16 +
@@ -240,24 +241,29 @@ def nvfp4_swizzle(scales: Tensor) -> Tensor:
     """
     if not isinstance(scales, Tensor):
         return interop.call(nvfp4_swizzle, scales)
+    if out is not None:
+        return into(nvfp4_swizzle, locals())
     if scales.dim() != 2 or scales.itemsize != 1:
         raise ArgumentError(f"scales is {scales.dtype} {tuple(scales.shape)}; expected one byte each, [rows, blocks]")
     return formats.swizzle(scales)
 
 
-def nvfp4_unswizzle(scales: Tensor, rows: int, cols: int) -> Tensor:
+def nvfp4_unswizzle(scales: Tensor, rows: int, cols: int, *, out: Tensor | None = None) -> Tensor:
     """Undo ``nvfp4_swizzle``.
 
     Args:
         scales: What it gave, one dimension.
         rows: Of the values.
         cols: Of the values, before they are packed.
+        out: Takes the result: ``[rows, ceil(cols / 16)]``, uint8, dense.
 
     Returns:
         ``[rows, ceil(cols / 16)]``.
     """
     if not isinstance(scales, Tensor):
         return interop.call(nvfp4_unswizzle, scales, rows, cols)
+    if out is not None:
+        return into(nvfp4_unswizzle, locals())
     return formats.unswizzle(scales, rows, -(-cols // 16))
 
 
