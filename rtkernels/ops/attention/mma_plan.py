@@ -191,10 +191,13 @@ def steps_forward(problem: Attention, device: int) -> Steps:
     )
 
 
-def _section(problem: Attention, pairs: int, group: int) -> int:
+def head_section(bytes_per_key: int, lkv: int, pairs: int, group: int) -> int:
     """Return how many heads are worked on at the same time, so that what they share stays in L2."""
-    bytes_per_head = 2 * (problem.d_qk + problem.d_v) * max(problem.lkv, 1)
-    return min(max(_L2_BYTES // bytes_per_head, 1) * group, pairs)
+    return min(max(_L2_BYTES // (bytes_per_key * max(lkv, 1)), 1) * group, pairs)
+
+
+def _section(problem: Attention, pairs: int, group: int) -> int:
+    return head_section(2 * (problem.d_qk + problem.d_v), problem.lkv, pairs, group)
 
 
 def steps_backward(problem: Attention, device: int) -> Steps:
