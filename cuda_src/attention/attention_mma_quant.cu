@@ -1,5 +1,5 @@
 // Attention forward by mma.sync with 8-bit queries and keys, and values of 16 or 8 bits: out = softmax(scores) v for 128 queries of
-// one head per block, as attention_mma_fwd does it. Codes are multiplied as they are; with a scale per row of q and k
+// one head per block (64 unless there are int8 keys and 16-bit values), as attention_mma_fwd does it. Codes are multiplied as they are; with a scale per row of q and k
 // (or per block of rows),
 //   score[i, j] = scale * scale_q[i] * scale_k[j] * (q[i] . k[j])
 //
@@ -10,7 +10,7 @@
 // So that scores become a left operand of 8 bits without an exchange, columns of a score tile are keys in another order (KeyOrder):
 // rows of a tile of keys are fetched in that order. The sums over a row do not depend on it.
 //
-// Tiles, stages and the grid are those of attention_mma_fwd.cu: four warps of 32 queries, 64 keys, two stages.
+// Tiles, stages and the grid are those of attention_mma_fwd.cu: four warps of 32 (16) queries, 64 keys, two stages.
 #include "attention/grads.cuh"
 #include "attention/masks.cuh"
 #include "attention/mma_tile.cuh"
@@ -94,7 +94,7 @@ RTK_DEVICE u32 four_codes(float a, float b, float c, float d) {
 }
 
 template <typename T, int QK, int PV, int D>
-__global__ void __launch_bounds__(kQuantThreads, 2)
+__global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16) || D > 64 ? 2 : 3)
     attention_mma_quant(const u8* q, const u8* k, const u8* v, const float* scale_q, const float* scale_k, const float* scale_v,
                         const i32* lengths, const i32* cu_q, const i32* cu_k, T* out, float* lse, i64 pairs, i64 heads,
                         i64 group, i64 tiles, i64 section, i64 lq, i64 lkv, i64 d_qk, i64 d_v, i64 q_batch, i64 q_row,
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kQuantThreads, 2)
                         i64 sk_batch, i64 sk_head, i64 sk_shift, i64 sv_batch, i64 sv_head, i64 sv_block, i64 left,
                         i64 right, double scale) {
     constexpr bool kCodes = PV != kValues16;
-    constexpr int MT = 2, BM = 64 * MT, BN = kQuantKeys, kKeyTiles = BN / 8, kOutTiles = D / 8;
+    constexpr int MT = QK == kInt8 && !kCodes ? 2 : 1, BM = 64 * MT, BN = kQuantKeys, kKeyTiles = BN / 8, kOutTiles = D / 8;
     using QTile = MmaTile<D / 2>;                    // two codes in the place of a 16-bit element
     using VTile = MmaTile<kCodes ? BN / 2 : D>;      // codes: D rows of BN keys
     using Order = KeyOrder<kCodes>;
@@ -121,8 +121,8 @@ __global__ void __launch_bounds__(kQuantThreads, 2)
         Interval all;  // keys that all queries of the block see
         int batch, head, i0;
     } walk;
+    __shared__ float row_factors[BM];
     int begin = 0, end = 0;  // tiles of keys
-    float row_factor[MT][2];
     {
         const i64 first_pair = blockIdx.x / (section * tiles) * section, inside = blockIdx.x % (section * tiles);
         const i64 here = min(section, pairs - first_pair), pair = first_pair + inside % here;
@@ -151,15 +151,10 @@ __global__ void __launch_bounds__(kQuantThreads, 2)
             QTile::template fetch<BM, kQuantThreads>(q_tile, reinterpret_cast<const u16*>(q), q_row / 2, sequence.lq - i0,
                                                      static_cast<int>(d_qk) / 16);
         }
-        const WarpRows mine(16 * MT);
+        const int i = i0 + static_cast<int>(threadIdx.x);
         scale_q += batch * sq_batch + head * sq_head + sequence.q_row;
-#pragma unroll
-        for (int m = 0; m < MT; ++m)
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const int i = i0 + mine.row + 16 * m + mine.lane / 4 + 8 * r;
-                row_factor[m][r] = i < sequence.lq ? scale_q[i >> sq_shift] * (static_cast<float>(scale) * kLog2e) : 0.0f;
-            }
+        if (threadIdx.x < BM)  // read behind the barrier of the first tile
+            row_factors[threadIdx.x] = i < sequence.lq ? scale_q[i >> sq_shift] * (static_cast<float>(scale) * kLog2e) : 0.0f;
     }
     auto fetch = [&](int tile) {
         const int j0 = tile * BN, rows = walk.sequence.keys - j0, stage = tile & 1;
@@ -242,12 +237,14 @@ __global__ void __launch_bounds__(kQuantThreads, 2)
             const WarpRows mine(16 * MT);
             const int t = mine.lane % 4;
             float s[kKeyTiles][4];
+            const float* const factors = row_factors + mine.row + 16 * m + mine.lane / 4;
+            const float row_factor[2] = {factors[0], factors[8]};
 #pragma unroll
             for (int n = 0; n < kKeyTiles; ++n) {
                 const float2 by = *reinterpret_cast<const float2*>(&key_scales[tile & 1][Order::of_score(n, t, 0)]);
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
-                    s[n][e] = static_cast<float>(products[m][n][e]) * row_factor[m][e / 2] * (e % 2 == 0 ? by.x : by.y);
+                    s[n][e] = static_cast<float>(products[m][n][e]) * row_factor[e / 2] * (e % 2 == 0 ? by.x : by.y);
             }
             if (!whole) {
                 const Mask mask(walk.sequence, left, right);

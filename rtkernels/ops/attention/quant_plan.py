@@ -21,7 +21,7 @@ VALUES_16, VALUES_E4M3, VALUES_INT8 = 0, 1, 2
 _KINDS = ((INT8, VALUES_16), (INT8, VALUES_E4M3), (INT8, VALUES_INT8), (E4M3, VALUES_16), (E4M3, VALUES_E4M3))
 BLOCK = 64  # rows that share a scale, where not each has its own; keys of a tile
 ROWS_OF_SUMS = 256
-_QUERIES, _THREADS = 128, 128
+_THREADS = 128
 
 
 def _variants(target: Target) -> list[tuple[Any, ...]]:
@@ -57,7 +57,7 @@ ROWS = Kernel(
     args="x:ptr sums:ptr codes:ptr scales:ptr taken:ptr rows:i64 width:i64 x_batch:i64 x_row:i64 x_head:i64 parts:i64 "
     "group:i64 count:i64 blocks_of_rows:i64 e4m3_codes:i64 scale:f64",
     variants=[(t,) for t in _TOKENS],
-    max_registers=128,
+    max_registers=152,
 )
 VALUES = Kernel(
     _QUANTIZE_UNIT,
@@ -104,10 +104,11 @@ def forward(call: Quantized, device: int) -> Step | None:
     if variant not in _variants(target):
         raise ArgumentError(f"{target} has no products of float8_e4m3fn; expected int8 codes")
     codes = c.pv != VALUES_16
+    queries = 128 if (c.qk, c.pv) == (INT8, VALUES_16) else 64
     keys = BLOCK * tile_pitch(width // 2)
     values = width * tile_pitch(BLOCK // 2) if codes else BLOCK * tile_pitch(width)
-    shared = _QUERIES * tile_pitch(width // 2) + 2 * (keys + values)
-    tiles, pairs = -(-c.lq // _QUERIES), c.batch * c.heads_q
+    shared = queries * tile_pitch(width // 2) + 2 * (keys + values)
+    tiles, pairs = -(-c.lq // queries), c.batch * c.heads_q
     if tiles * pairs == 0:
         return None
     if tiles * pairs > GRID_LIMIT:

@@ -59,8 +59,8 @@ class _Sage(torch.autograd.Function):
         options = (scale, left, right, 0.0, 0, 0, False, "auto")
         nothing = (None,) * 6
         out, lse = base.FORWARD.call(q, k, v, *nothing, *options)
-        needs = (*ctx.needs_input_grad[:3], False)
-        dq, dk, dv, _ = base.BACKWARD.call(dout, dlse, q, k, v, out, lse, *nothing, *options, *needs)
+        needs = (*ctx.needs_input_grad[:3], False, False)
+        dq, dk, dv, *_ = base.BACKWARD.call(dout, dlse, q, k, v, out, lse, *nothing, *options, *needs)
         grads = [grad if needed else None for grad, needed in zip((dq, dk, dv), needs, strict=False)]
         return *grads, *(None,) * len(ctx.options)
 
