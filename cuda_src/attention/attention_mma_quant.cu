@@ -124,10 +124,8 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
     __shared__ float row_factors[BM];
     int begin = 0, end = 0;  // tiles of keys
     {
-        const i64 first_pair = blockIdx.x / (section * tiles) * section, inside = blockIdx.x % (section * tiles);
-        const i64 here = min(section, pairs - first_pair), pair = first_pair + inside % here;
-        const int i0 = static_cast<int>(tiles - 1 - inside / here) * BM;
-        const int head = static_cast<int>(pair % heads), batch = static_cast<int>(pair / heads);
+        const HeadTile own(tiles, section, pairs, heads);
+        const int i0 = (static_cast<int>(tiles) - 1 - own.number) * BM, head = own.head, batch = own.batch;
         const Sequence sequence = sequence_at(batch, lq, lkv, cu_q, cu_k, lengths);
         if (i0 >= sequence.lq) return;
         const Mask mask(sequence, left, right);
@@ -278,12 +276,7 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
 #pragma unroll
                 for (int step = 0; step < BN / 16; ++step) as_left<T>(p[m][step], s[2 * step], s[2 * step + 1]);
             }
-            if (rescale) {
-#pragma unroll
-                for (int n = 0; n < kOutTiles; ++n)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) sums[m][n][e] *= correction[e / 2];
-            }
+            if (rescale) scale_rows(sums[m], correction);
         }
 
         const WarpRows pv(16 * MT);
