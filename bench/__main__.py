@@ -1,8 +1,9 @@
-"""``python -m bench run``, ``check``, ``sweep``, ``report``, ``record``, ``readme``, ``zoo`` and ``e2e train``."""
+"""``python -m bench run``, ``check``, ``sweep``, ``report``, ``record``, ``readme``, ``zoo`` and ``e2e``."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 import sys
@@ -13,6 +14,7 @@ from bench.report import accepted
 from bench.report import tables as report
 
 NO_GPU = "bench: no CUDA device here, so nothing is measured. `python -m bench report` works without one."
+E2E = ("train", "infer", "plot")
 # What `check` calls unless told otherwise: inductor would compile every row for minutes.
 CHECKED = ["torch", "torch_fused", "liger", "quack", "linghe", "flaggems"]
 
@@ -57,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     record.add_argument("files", nargs="+", type=Path)
     record.add_argument("--layers", action="store_true", help="the files hold measurements of whole layers")
     commands.add_parser("zoo", help="patch every causal language model of transformers that can be built small")
-    commands.add_parser("e2e", help="`e2e train`: whole models in several ways; see `e2e train --help`")
+    commands.add_parser("e2e", help="`e2e train`, `e2e infer`, `e2e plot`: whole models; see `e2e train --help`")
     tables = commands.add_parser("readme", help="write the README's table and docs/performance.md anew")
     tables.add_argument("--check", action="store_true", help="write nothing; exit with 1 if they are not up to date")
     tables.add_argument("--plot", type=Path, metavar="PNG", help="also draw these rows")
@@ -195,10 +197,8 @@ def _readme(args: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     words = sys.argv[1:] if argv is None else argv
-    if words[:2] == ["e2e", "train"]:
-        from bench.e2e import train
-
-        return train.main(words[2:])
+    if words[:1] == ["e2e"] and words[1:2] and words[1] in E2E:
+        return importlib.import_module(f"bench.e2e.{words[1]}").main(words[2:])
     if words[:1] == ["zoo"]:
         from bench import zoo
 
@@ -206,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(words)
     commands = {
         "run": _run, "check": _check, "sweep": _sweep, "report": _report, "record": _record, "readme": _readme,
-        "e2e": lambda _: parser().error("e2e has one command: e2e train"),
+        "e2e": lambda _: parser().error(f"expected e2e {', e2e '.join(E2E)}"),
     }  # fmt: skip
     return commands[args.command](args)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import shutil
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: threads of torch would only spin
@@ -19,6 +21,8 @@ import torch
 from rtkernels.runtime.build import cache as build_cache
 
 _own_cache = pytest.StashKey[str]()
+SLOW_WORDS = ("emulate(", "order_of_threads", "thread_order", "torch.compile(", "torch.export", "compile_unit(")
+COSTLY_AT_ONCE = 600  # tests; more are a run of the whole suite, which takes a sample of them
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,11 +40,18 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--full`` and ``--sample``."""
+    """Add ``--full``, ``--tenth`` and ``--sample``."""
     parser.addoption(
         "--full",
         action="store_true",
-        help="also run what is marked slow, every emulated case on sm_80 and on sm_90, every variant for every target",
+        help="also run what is marked slow, all emulated cases on sm_80 and on sm_90, every variant for every target",
+    )
+    parser.addoption(
+        "--tenth",
+        type=int,
+        default=0,
+        choices=range(10),
+        help="which tenth of the tests that take seconds a run of the whole suite takes",
     )
     parser.addoption("--sample", type=int, default=1, metavar="N", help="run every Nth case of each test")
 
@@ -48,13 +59,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests marked ``gpu``, visibly, where there is no GPU; leave out emulated cases that say little new.
 
-    Half of the time goes into compiling every kernel: these tests come last, where workers get a few at a time, so that
-    none is left with a queue of them when the others are done.
+    Compiling kernels comes last, where workers get a few tests at a time, so that none is left with a queue of them
+    when the others are done.
     """
     items.sort(key=lambda item: item.name.startswith("test_compiles_without_spills"))
     if not config.getoption("--full"):
         slow = {item for item in items if item.get_closest_marker("slow") and not item.get_closest_marker("gpu")}
-        dropped = _repeated(items) | _emulated_products(items) | slow
+        dropped = slow | _repeated(items)
+        dropped |= _left_to_others([item for item in items if item not in dropped], config.getoption("--tenth"))
         items[:] = [item for item in items if item not in dropped]
         config.hook.pytest_deselected(items=list(dropped))
     if (step := config.getoption("--sample")) > 1:
@@ -95,18 +107,37 @@ def _repeated(items: list[pytest.Item]) -> set[pytest.Item]:
     return dropped
 
 
-def _emulated_products(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return five of six, by a hash of their names, of the emulated cases of matrix products and attention.
+def _left_to_others(items: list[pytest.Item], tenth: int) -> set[pytest.Item]:
+    """Return, of a run of the whole suite, nine of ten tests that take seconds, by a hash of their names.
 
-    A host compilation of one of their kernels takes several seconds, and cases differ in types and shapes alone.
+    The host compilation of a variant takes a second, of a matrix product several, and most cases differ in types and
+    shapes alone. A run of a family or two keeps all of its cases.
     """
-    families = ("tests/ops/gemm/", "tests/ops/attention/")
-    dropped = set()
-    for item in items:
-        place = str((getattr(item, "callspec", None) and item.callspec.params.get("place")) or "")
-        if item.nodeid.startswith(families) and place.startswith("sm_") and zlib.crc32(item.nodeid.encode()) % 6:
-            dropped.add(item)
-    return dropped
+    costly = [item for item in items if _takes_seconds(item)]
+    if len(costly) <= COSTLY_AT_ONCE:
+        return set()
+    return {item for item in costly if zlib.crc32(item.nodeid.encode()) % 10 != tenth}
+
+
+def _takes_seconds(item: pytest.Item) -> bool:
+    """Return whether a test emulates or compiles; those of the emulator itself are small and always run."""
+    if item.get_closest_marker("gpu") or not isinstance(item, pytest.Function):
+        return False
+    place = getattr(item, "callspec", None) and item.callspec.params.get("place")
+    if place is not None and str(place).startswith("sm_"):
+        return True
+    folder = item.nodeid.rpartition("/")[0]
+    if folder in ("tests/ops/gemm", "tests/ops/attention"):
+        return place is None and "errors" not in item.nodeid
+    if folder == "tests/emulator":
+        return False
+    return folder == "tests/emulator/planted" or _names_what_is_slow(item.function)
+
+
+@functools.cache
+def _names_what_is_slow(test: Callable[..., None]) -> bool:
+    text = inspect.getsource(inspect.unwrap(test))
+    return any(word in text for word in SLOW_WORDS)
 
 
 def pytest_report_header() -> list[str]:

@@ -1,1 +1,1 @@
-"""Whole models, trained on text that every machine has: ``python -m bench e2e train`` (docs/benchmarks.md)."""
+"""Whole models, trained and run on text that every machine has: ``python -m bench e2e`` (docs/benchmarks.md)."""

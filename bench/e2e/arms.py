@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-ARMS = ("hf", "liger", "compile", "ours", "ours_compile", "fp8")
+ARMS = ("hf", "liger", "compile", "ours", "ours_fused", "ours_compile", "fp8")
+_PATCHES = {"ours_fused": {"fused_layers": True}, "fp8": {"fp8": True, "fused_layers": True}}
 _DENSE = {
     "num_hidden_layers": 24, "hidden_size": 1536, "intermediate_size": 4608, "num_attention_heads": 12,
     "num_key_value_heads": 4, "head_dim": 128, "tie_word_embeddings": True,
@@ -39,8 +40,8 @@ def build(model: str, vocabulary: int, length: int, *, tiny: bool, device: str, 
     return made.train()
 
 
-def prepare(arm: str, model: nn.Module) -> tuple[nn.Module, str]:
-    """Return a model as an arm trains it, and a note about what was done to it.
+def prepare(arm: str, model: nn.Module, backend: str = "inductor") -> tuple[nn.Module, str]:
+    """Return a model as an arm trains it, and a note about what was done to it; `backend` is that of torch.compile.
 
     Raises:
         ImportError: The arm's library is not installed.
@@ -53,11 +54,11 @@ def prepare(arm: str, model: nn.Module) -> tuple[nn.Module, str]:
         _apply_liger_kernel_to_instance(model=model)
         return model, "instance patched by Liger"
     if arm == "compile":
-        return torch.compile(model), "torch.compile, default mode"
+        return torch.compile(model, backend=backend), f"torch.compile, default mode, {backend}"
     import rtkernels
 
-    report = rtkernels.models.patch(model, **({"fp8": True} if arm == "fp8" else {}))
-    return (torch.compile(model) if arm == "ours_compile" else model), str(report)
+    report = rtkernels.models.patch(model, **_PATCHES.get(arm, {}))
+    return (torch.compile(model, backend=backend) if arm == "ours_compile" else model), str(report)
 
 
 class MasterAdamW:
@@ -102,7 +103,7 @@ class OurAdamW:
 
 def optimizer(arm: str, model: nn.Module, lr: float, max_norm: float = 1.0) -> MasterAdamW | OurAdamW:
     """Return an arm's optimizer."""
-    made = OurAdamW if arm in ("ours", "ours_compile", "fp8") else MasterAdamW
+    made = OurAdamW if arm in ("ours", "ours_fused", "ours_compile", "fp8") else MasterAdamW
     return made([p for p in model.parameters() if p.requires_grad], lr, max_norm)
 
 

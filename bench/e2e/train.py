@@ -9,14 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from bench import meta
+from bench.e2e import processes
 from bench.e2e.arms import ARMS, MODELS
 
 LEARNING_RATE = 3e-4
@@ -53,28 +52,28 @@ def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = arms.build(args.model, args.vocab, args.seq, tiny=args.tiny, device=device, dtype=dtype)
     products = _products(model, args)
-    prepared, note = arms.prepare(arm, model)
+    prepared, note = arms.prepare(arm, model, backend="aot_eager" if args.tiny and device == "cpu" else "inductor")
     loss_of, optimizer = arms.loss_of(prepared), arms.optimizer(arm, model, LEARNING_RATE)
     batches = [corpus.batch(i, args.tokens, args.seq, args.seed).to(device) for i in range(args.steps + args.warmup)]
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     losses, steps, backward, first = [], [], [], None
     for i, ids in enumerate(batches):
-        marks = [_mark(device)]
+        marks = [processes.mark(device)]
         loss = loss_of(ids)
         loss.backward()
-        marks.append(_mark(device))
+        marks.append(processes.mark(device))
         optimizer.step()
-        marks.append(_mark(device))
+        marks.append(processes.mark(device))
         losses.append(loss.detach())
         if first is None:
-            _wait(device)
+            processes.wait(device)
             first = time.perf_counter() - started
         if i >= args.warmup:
             steps.append(marks)
-    _wait(device)
-    backward = [_between(a, b) for a, b, _ in steps]
-    whole = [_between(a, c) for a, _, c in steps]
+    processes.wait(device)
+    backward = [processes.between(a, b) for a, b, _ in steps]
+    whole = [processes.between(a, c) for a, _, c in steps]
     median = statistics.median(whole)
     return {
         "step_ms": round(median, 2),
@@ -104,61 +103,22 @@ def _products(model: Any, args: argparse.Namespace) -> float:
     return 3 * args.tokens * (2 * active + attention)
 
 
-def _mark(device: str) -> Any:
-    if device == "cpu":
-        return time.perf_counter()
-    import torch
-
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _between(a: Any, b: Any) -> float:
-    return (b - a) * 1000 if isinstance(a, float) else a.elapsed_time(b)
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        import torch
-
-        torch.cuda.synchronize()
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run all arms, each in its own process; print a table and write the result file."""
     args = parser().parse_args(argv)
     if args.one:
-        try:
-            record = run_arm(args.one, args)
-        except ImportError as error:
-            record = {"absent": str(error)}
-        args.out.write_text(json.dumps(record))
-        return 0
+        return processes.one(lambda: run_arm(args.one, args), args.out)
     passed = sys.argv[1:] if argv is None else argv
-    result: dict[str, Any] = {"model": args.model, "arms": {}, "tokens": args.tokens, "seq": args.seq}
+    result: dict[str, Any] = {"kind": "train", "model": args.model, "arms": {}, "tokens": args.tokens, "seq": args.seq}
     print(f"{'arm':14}{'step':>10}{'fwd+bwd':>10}{'tokens/s':>10}{'MFU':>7}{'peak':>11}{'first':>8}{'last loss':>10}")
     for arm in args.arms.split(","):
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "record.json"
-            command = [sys.executable, "-m", "bench.e2e.train", *_without_out(passed), "--one", arm, "--out", str(out)]
-            ended = subprocess.run(command, capture_output=True, text=True)
-            record = json.loads(out.read_text()) if out.exists() else {"failed": ended.stderr[-2000:]}
+        record = processes.start("bench.e2e.train", arm, passed)
         result["arms"][arm] = record
         print(_line(arm, record), flush=True)
     result["environment"] = meta.environment()
     if args.out:
         args.out.write_text(json.dumps(result, indent=1))
     return 1 if any("failed" in record for record in result["arms"].values()) else 0
-
-
-def _without_out(argv: list[str]) -> list[str]:
-    kept, skip = [], False
-    for word in argv:
-        if not skip and word != "--out":
-            kept.append(word)
-        skip = word == "--out"
-    return kept
 
 
 def _line(arm: str, r: dict[str, Any]) -> str:

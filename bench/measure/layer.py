@@ -7,6 +7,8 @@ attention.
     python -m bench.measure.layer                                # 2 x 4096 tokens, hidden 4096, ffn 12288
     python -m bench.measure.layer --hidden 2048 --ffn 6144 --heads 16 --ways rtkernels,reuse,torch
 
+``python -m bench.layers`` has layers of real models, with errors; here are ours written out by hand.
+
 Peak memory is all that torch had allocated at a time during a step: parameters, their gradients, activations. Steps
 begin without gradients.
 """
@@ -104,7 +106,9 @@ def ours(layer: Layer, x: Tensor, reuse: str | None = None, attention: Attention
 def ours_fp8(layer: Layer, x: Tensor) -> Tensor:
     """The same with fp8 products (block recipe): norms and the activation write codes for the projections."""
     s = layer.shape
-    qkv = rtkernels.fp8_linear(rtkernels.rms_norm_fp8(x, layer.first, eps=EPS, layout="both"), layer.qkv)
+    options = {"eps": EPS, "layout": "both", "scale_layout": "column"}
+    codes = rtkernels.rms_norm_fp8(x, layer.first, **options)
+    qkv = rtkernels.fp8_linear(codes, layer.qkv, scale_layout="column")
     q, k, v = rtkernels.qk_norm_rope(
         qkv, layer.q_gain, layer.k_gain, layer.cos, layer.sin, q_heads=s.heads, kv_heads=s.kv_heads,
         head_order="plain", layout="bshd", eps=EPS,
@@ -112,10 +116,10 @@ def ours_fp8(layer: Layer, x: Tensor) -> Tensor:
     del qkv
     mixed = rtkernels.fp8_linear(our_attention(q, k, v), layer.out)
     del q, k, v
-    codes = rtkernels.rms_norm_fp8(mixed, layer.second, eps=EPS, residual=x, layout="both")
+    codes = rtkernels.rms_norm_fp8(mixed, layer.second, residual=x, **options)
     del mixed
-    both = rtkernels.fp8_linear(codes, layer.gate_up)
-    return codes.sum + rtkernels.fp8_linear(glu_codes(both, None, "silu"), layer.down)
+    both = rtkernels.fp8_linear(codes, layer.gate_up, scale_layout="column")
+    return codes.sum + rtkernels.fp8_linear(glu_codes(both, None, "silu"), layer.down, scale_layout="column")
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:

@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(384, 1)
     const int group = warp / 4, own_row = group * 64 + warp % 4 * 16 + lane / 4, t = lane % 4;
     const bool speaks = lane == 0;
     const float factor = static_cast<float>(scale) * kLog2e;
-    const float by_cap = softcap == 0.0 ? 0.0f : 1.0f / (static_cast<float>(softcap) * kLog2e);
+    const float by_cap = softcap <= 0.0 ? 0.0f : 1.0f / (static_cast<float>(softcap) * kLog2e);
     const ptx::SharedAddress own_k = k_tile + group * 64 * kTileRow, own_v = v_tile + group * 64 * kTileRow;
     numbers.makes = false;
     u32 taken = 0, uses = 0;

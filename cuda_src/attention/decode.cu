@@ -366,7 +366,7 @@ __global__ void __launch_bounds__(128)
     attention_combine(const float* parts, const float* part_lse, const float* sinks, T* out, float* lse, i64 rows, i64 splits,
                       i64 lq, i64 heads, i64 d_v, i64 out_batch, i64 out_row, i64 out_head) {
     __shared__ float weights[128];
-    __shared__ __align__(16) float sums[4][256];
+    __shared__ __align__(16) float sums[4][512];  // of heads up to 512 wide: latents (mla_decode.cu)
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
     const int count = static_cast<int>(splits), width = static_cast<int>(d_v);
     const u32 token = blockIdx.x / static_cast<u32>(heads);  // a grid has fewer than 2^31 blocks

@@ -53,7 +53,7 @@ RTK_DEVICE void grad_of_product(float& product, float& dp, float log_sum, float 
 // The same with a soft cap or a bias; query i, key j.
 RTK_DEVICE void grad_of_score(float& product, float& dp, float log_sum, float delta, const ScoreRule& rule,
                               const BiasRows& bias, int i, int j, bool counts) {
-    float score = product * rule.scale(), slope = 1.0f;
+    float score = fmin_nan(product * rule.scale(), rule.ceiling()), slope = 1.0f;  // a cut-off does not change the slope
     if (rule.softcap() > 0.0f) {
         const float t = tanh_by_ex2(product * rule.inverse_cap());
         score = rule.softcap() * t, slope = 1.0f - t * t;

@@ -25,12 +25,14 @@ struct BiasRows {
 // floats each, so that instructions read them where they are.
 struct ScoreRule {
     i64 scale_factor;     // factor of products, and factor (log2(e) times that of products if they are the scores)
-    i64 softcap_inverse;  // 0, or the limit, and scale / limit
+    i64 softcap_inverse;  // 0, or the limit, and scale / limit; a negative limit cuts scores off at its magnitude
 
     RTK_DEVICE float scale() const { return __uint_as_float(lower(scale_factor)); }
     RTK_DEVICE float factor() const { return __uint_as_float(upper(scale_factor)); }
     RTK_DEVICE float softcap() const { return __uint_as_float(lower(softcap_inverse)); }
     RTK_DEVICE float inverse_cap() const { return __uint_as_float(upper(softcap_inverse)); }
+    // What scores are cut off at.
+    RTK_DEVICE float ceiling() const { return softcap() < 0.0f ? -softcap() : -negative_infinity(); }
 };
 
 // Rows of queries with their keys: `limits` (null for none) has one more bound for each query.
@@ -76,7 +78,7 @@ RTK_DEVICE void cap_scores(float (&s)[N][4], const ScoreRule& rule) {
 #pragma unroll
         for (int n = 0; n < N; ++n)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) s[n][e] *= rule.scale();
+            for (int e = 0; e < 4; ++e) s[n][e] = fmin_nan(s[n][e] * rule.scale(), rule.ceiling());
     }
 }
 

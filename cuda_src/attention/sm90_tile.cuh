@@ -103,13 +103,13 @@ RTK_DEVICE float bias_at(const void* bias, int kind, i64 index) {
     return value[0];
 }
 
-// Scores in units of log2 from products, with a soft-cap unless that is 0.
+// Scores in units of log2 from products, with a soft-cap unless that is 0; a negative one cuts scores off at its magnitude.
 template <int N>
 RTK_DEVICE void make_scores(float (&s)[N], float scale, float softcap) {
-    if (softcap == 0.0f) {
-        const float times = scale * kLog2e;
+    if (softcap <= 0.0f) {
+        const float times = scale * kLog2e, ceiling = softcap < 0.0f ? -softcap * kLog2e : -negative_infinity();
 #pragma unroll
-        for (float& x : s) x *= times;
+        for (float& x : s) x = fmin_nan(x * times, ceiling);
     } else {
         const float inside = scale / softcap, outside = softcap * kLog2e;
 #pragma unroll

@@ -27,6 +27,9 @@ RTK_DEVICE float quad_sum(float x) {
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
+// The smaller one, NaN if x is.
+RTK_DEVICE float fmin_nan(float x, float limit) { return x > limit ? limit : x; }
+
 // tanh with a relative error of about 2^-21, by ex2; exact limits at +-inf. tanh.approx (2^-11) is as coarse as bf16.
 RTK_DEVICE float tanh_by_ex2(float x) {
     const float magnitude = fabsf(x);

@@ -108,8 +108,8 @@ __global__ void __launch_bounds__(CHUNKS > 4 ? 1024 : 256, CHUNKS > 4 ? 1 : 5)
             part.add<VEC>(v, exponent);
         }
     }
-    const TopAndSum whole = group_top_and_sum(part, exponent, group, scratch, 0);
-    if (log) {
+    const TopAndSum whole = with_empty_rows(group_top_and_sum(part, exponent, group, scratch, 0), log);
+    if (log & kLogarithm) {
         write_results<T, CHUNKS>(Result<T, true>(exponent, whole), slots, y, pitch, room, valid);
     } else {
         write_results<T, CHUNKS>(Result<T, false>(exponent, whole), slots, y, pitch, room, valid);
@@ -161,7 +161,8 @@ RTK_DEVICE void long_rows(const T* x, T* y, const void* lengths, i64 rows, i64 c
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c) part.add<VEC>(v[c], exponent);
         }
-        const TopAndSum whole = group_top_and_sum(part, exponent, group, scratch, phase);
+        const TopAndSum whole = with_empty_rows(group_top_and_sum(part, exponent, group, scratch, phase), log);
+        const bool logarithm = (log & kLogarithm) != 0;
         const Result<T, false> share_of(exponent, whole);
         const Result<T, true> logarithm_of(exponent, whole);
         for (i64 start = first; start < end; start += CHUNKS * pitch) {
@@ -176,9 +177,9 @@ RTK_DEVICE void long_rows(const T* x, T* y, const void* lengths, i64 rows, i64 c
 #pragma unroll
                     for (int i = 0; i < VEC; ++i) {
                         if (column + i >= limit) {
-                            v[c][i] = log ? -kInfinity : 0.0f;
+                            v[c][i] = logarithm ? -kInfinity : 0.0f;
                         } else {
-                            v[c][i] = log ? logarithm_of(v[c][i]) : share_of(v[c][i]);
+                            v[c][i] = logarithm ? logarithm_of(v[c][i]) : share_of(v[c][i]);
                         }
                     }
                     store<T, VEC>(y_row + column, v[c]);

@@ -137,6 +137,14 @@ RTK_DEVICE float share(float e, float sum, float inverse) {
     return quotient + inverse * (e - quotient * sum);
 }
 
+// The `log` arguments: the logarithm is wanted; rows without any score are NaN, as torch has them.
+inline constexpr i64 kLogarithm = 1, kEmptyIsNan = 2;
+
+RTK_DEVICE TopAndSum with_empty_rows(TopAndSum row, i64 log) {
+    if ((log & kEmptyIsNan) && row.sum == 0.0f) row.sum = __uint_as_float(0x7fffffffu);
+    return row;
+}
+
 // 1 / sum, 0 for the sum 0 of a row without any score.
 RTK_DEVICE float inverse_of(float sum) { return sum == 0.0f ? 0.0f : ptx::rcp(sum); }
 

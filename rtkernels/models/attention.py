@@ -2,7 +2,9 @@
 
 The interface is a table of functions by name; a model's configuration has the name. Registering a name changes no other
 model. Masks: where transformers needs none (causal, without padding) ours is by lengths alone; where it makes one, of
-booleans or numbers, it is added to the scores.
+booleans or numbers, it is added to the scores. A single new token per sequence, as in ``generate``, reads the cache by
+``attention_decode``; in place of a mask it gets the number of keys, int32 ``[batch, 1, 1, 1]``, which may be known on
+the device only, as with a static cache.
 """
 
 from __future__ import annotations
@@ -14,9 +16,35 @@ from torch import Tensor, nn
 
 import rtkernels
 from rtkernels.models.recognize import NotRecognized
+from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 NAME = "rtkernels"
 _BEFORE = "_rtkernels_attention_before"
+
+
+def attention_mask(
+    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, *,
+    attention_mask: Tensor | None = None, device: Any = None, **options: Any,
+) -> Tensor | None:  # fmt: skip
+    """Return what :func:`attention_forward` takes as its mask; arguments are those of transformers' mask interface."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+
+    plain = options.get("mask_function") is causal_mask_function and options.get("local_size") is None
+    if q_length == 1 and plain and isinstance(kv_offset, int) and kv_offset == 0 and not is_dynamo_compiling():
+        if attention_mask is None or _is_unpadded(attention_mask):
+            if isinstance(q_offset, Tensor):
+                return (q_offset + 1).to(torch.int32).expand(batch_size).view(batch_size, 1, 1, 1)
+            return torch.full((batch_size, 1, 1, 1), q_offset + 1, dtype=torch.int32, device=device)
+    make = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    given = {"attention_mask": attention_mask, "device": device, "q_offset": q_offset, "kv_offset": kv_offset}
+    return make(batch_size=batch_size, q_length=q_length, kv_length=kv_length, **given, **options)
+
+
+def _is_unpadded(mask: Tensor) -> bool:
+    """Return True if no token is masked. Waits for the device, as transformers does here; not while it is recorded."""
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    return bool(mask.all())
 
 
 def attention_forward(
@@ -25,23 +53,29 @@ def attention_forward(
     s_aux: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Return ``[batch, queries, heads, width]`` of q, k and v ``[batch, heads, length, width]``, and None."""
+    lengths = None
+    if attention_mask is not None and attention_mask.dtype == torch.int32:
+        lengths, attention_mask = attention_mask.view(-1), None
+    queries, keys, width = query.shape[2], key.shape[2], query.shape[3]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = causal and attention_mask is None and query.shape[2] > 1
-    if dropout or query.dtype not in (torch.bfloat16, torch.float16) or query.shape[-1] % 8 or query.shape[-1] > 256:
+    causal = causal and attention_mask is None and queries > 1
+    ours = not dropout and query.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
+    if not ours and softcap is None and s_aux is None:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        if softcap is None and s_aux is None:
-            return ALL_ATTENTION_FUNCTIONS["sdpa"](
-                module,
-                query,
-                key,
-                value,
-                attention_mask,
-                dropout=dropout,
-                scaling=scaling,
-                is_causal=is_causal,
-                **kwargs,
-            )
+        if lengths is not None:
+            attention_mask = (torch.arange(keys, device=query.device) < lengths[:, None])[:, None, None]
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )  # fmt: skip
+    limits = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+    if queries == 1 and attention_mask is None and not torch.is_grad_enabled():
+        if lengths is None:
+            lengths = torch.full((query.shape[0],), keys, dtype=torch.int32, device=query.device)
+        caches = key.transpose(1, 2), value.transpose(1, 2)
+        return rtkernels.attention_decode(query.transpose(1, 2), *caches, lengths, **limits), None
+    if causal and keys > queries:  # the first tokens of a static cache: the rest of it is empty
+        key, value = key[:, :, :queries], value[:, :, :queries]
     bias = attention_mask
     if bias is not None:
         bias = bias[..., : key.shape[2]]
@@ -50,8 +84,8 @@ def attention_forward(
         elif bias.dtype not in (query.dtype, torch.float32):
             bias = bias.to(query.dtype)
     out = rtkernels.attention(
-        query, key, value, scale=scaling, causal=causal, softcap=softcap or 0.0, sinks=s_aux, bias=bias, layout="bhld"
-    )
+        query, key, value, causal=causal, bias=bias, seqused_k=lengths, layout="bhld", **limits
+    )  # fmt: skip
     return out.transpose(1, 2), None
 
 
@@ -62,7 +96,6 @@ def replace_attention(model: nn.Module) -> None:
         NotRecognized: The model does not use the attention interface.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     config = getattr(model, "config", None)
     before = getattr(config, "_attn_implementation", None)
@@ -70,7 +103,7 @@ def replace_attention(model: nn.Module) -> None:
     if before is None or not by_interface:
         raise NotRecognized("it does not use the attention interface of transformers")
     AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    AttentionMaskInterface.register(NAME, attention_mask)
     model.set_attn_implementation(NAME)
     model.__dict__[_BEFORE] = before
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import rtkernels
 from rtkernels.models import replace
 from rtkernels.models.recognize import NotRecognized, Recognized, activations, probe_values, twin_of
+from rtkernels.runtime.operator.autograd import once_differentiable
 
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
@@ -32,8 +33,6 @@ def recognize(module: nn.Module) -> Recognized:
     """
     if not module.has_gate:
         raise NotRecognized("its experts have no gate")
-    if module.has_bias:
-        raise NotRecognized("its experts have biases")
     if getattr(module, "has_post_expert_norm", False):
         raise NotRecognized("it normalises the results of experts")
 
@@ -45,7 +44,12 @@ def recognize(module: nn.Module) -> Recognized:
     found = activations(theirs, inputs)
     if len(found) != 1:
         raise NotRecognized("its gate computes none of our activations")
-    options = (("act", found[0]), ("concatenated", module.is_concatenated), ("transposed", module.is_transposed))
+    options = (
+        ("act", found[0]),
+        ("bias", module.has_bias),
+        ("concatenated", module.is_concatenated),
+        ("transposed", module.is_transposed),
+    )
     return Recognized("experts", options)
 
 
@@ -56,15 +60,64 @@ def _grouped(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tenso
     return rtkernels.grouped_mm(x, weight, offs=ends)
 
 
-def _experts(original: type[nn.Module], act: str, concatenated: bool, transposed: bool) -> Callable[..., Any]:
+class _BiasAndHalves(torch.autograd.Function):
+    """Add the bias of each row's expert, and put columns that alternate between gate and up into halves.
+
+    Rows behind the last expert's are not written by grouped products, nor are their gradients: sums over rows leave
+    them out. The sum is a product with ones and zeros, the same bits every time.
+    """
+
+    @staticmethod
+    def forward(ctx, x, bias, expert, alternating):
+        ctx.save_for_backward(expert)
+        ctx.experts, ctx.alternating = bias.shape[0], alternating
+        rows = bias.index_select(0, expert.clamp(max=bias.shape[0] - 1))
+        if not alternating:
+            return x + rows
+        out, half = torch.empty_like(x), x.shape[-1] // 2
+        for i, part in enumerate((out[:, :half], out[:, half:])):
+            torch.add(x[:, i::2], rows[:, i::2], out=part)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (expert,) = ctx.saved_tensors
+        if ctx.alternating:
+            half = dy.shape[-1] // 2
+            dy = torch.stack((dy[:, :half], dy[:, half:]), -1).flatten(-2)
+        dbias = None
+        if ctx.needs_input_grad[1]:
+            of_expert = expert == torch.arange(ctx.experts, device=dy.device)[:, None]
+            written = torch.where((expert < ctx.experts)[:, None], dy, 0.0)
+            dbias = of_expert.to(dy.dtype) @ written
+        return dy, dbias, None, None
+
+
+def _expert_of_row(index: rtkernels.MoeIndex) -> Tensor:
+    """Return the expert of each permuted row, the number of experts for rows behind the last."""
+    rows = torch.arange(index.slots.shape[0], device=index.slots.device, dtype=index.offsets.dtype)
+    return torch.searchsorted(index.offsets[1:], rows, right=True)
+
+
+def _experts(
+    original: type[nn.Module], act: str, bias: bool, concatenated: bool, transposed: bool
+) -> Callable[..., Any]:
     own = original.forward
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         if hidden_states.dtype != self.gate_up_proj.dtype or hidden_states.dim() != 2:
             return own(self, hidden_states, top_k_index, top_k_weights)
         index = rtkernels.moe_index(top_k_index, self.num_experts)
-        permuted = rtkernels.moe_permute(hidden_states, index, probs=top_k_weights, dense_probs=False)
         ends = index.offsets[1:]
+        if bias:
+            expert = _expert_of_row(index)
+            both = _grouped(rtkernels.moe_permute(hidden_states, index), self.gate_up_proj, ends, transposed)
+            both = _BiasAndHalves.apply(both, self.gate_up_proj_bias, expert, not concatenated)
+            y = _grouped(rtkernels.glu(both, act=act), self.down_proj, ends, transposed)
+            y = _BiasAndHalves.apply(y, self.down_proj_bias, expert, False)
+            return rtkernels.moe_unpermute(y, index, probs=top_k_weights, dense_probs=False)
+        permuted = rtkernels.moe_permute(hidden_states, index, probs=top_k_weights, dense_probs=False)
         both = _grouped(permuted.y, self.gate_up_proj, ends, transposed)
         gate, up = (both, None) if concatenated else (both[..., ::2], both[..., 1::2])
         # The weight of a choice commutes with the second product.

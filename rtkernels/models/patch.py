@@ -14,13 +14,14 @@ from rtkernels.errors import ArgumentError, RtkError
 from rtkernels.models import attention as attentions
 from rtkernels.models import experts as expert_layers
 from rtkernels.models import fp8 as quantized
+from rtkernels.models import fused_layers as fusing
 from rtkernels.models import loss as losses
 from rtkernels.models import recognize, replace, rope_view
 from rtkernels.models.recognize import NotRecognized, Recognized
 
 _REPORT = "_rtkernels_report"
 _OLDEST = (5, 0)
-KINDS = ("norm", "mlp", "rope", "experts", "loss", "attention", "fp8")
+KINDS = ("norm", "mlp", "rope", "experts", "loss", "attention", "fp8", "fused")
 
 
 class Site(NamedTuple):
@@ -119,6 +120,15 @@ class _Patcher:
             replace.replace(module, answer)
         self.note(kind, name, module, answer if isinstance(answer, str) else None)
 
+    def change(self, kind: str, name: str, module: nn.Module, find: Callable[[nn.Module], Recognized]) -> None:
+        """Replace what was replaced before by what suits it better, if something does."""
+        try:
+            replace.change(module, find(module))
+        except NotRecognized as error:
+            self.note(kind, name, module, str(error))
+        else:
+            self.note(kind, name, module, None)
+
     def note(self, kind: str, name: str, module: nn.Module, reason: str | None) -> None:
         self.sites.append(Site(kind, name, type(module).__name__, reason))
 
@@ -137,7 +147,8 @@ def _scalars(module: nn.Module) -> tuple[Any, ...]:
 
 def patch(
     model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool = True, loss: bool = True,
-    experts: bool = True, attention: bool = False, fp8: bool | str | None = None, strict: bool = False,
+    experts: bool = True, fused_layers: bool = False, attention: bool = False, fp8: bool | str | None = None,
+    strict: bool = False,
 ) -> PatchReport:  # fmt: skip
     """Let a model of the ``transformers`` library compute with our ops. Works in place, on this model only.
 
@@ -154,6 +165,10 @@ def patch(
         loss: In training with labels, compute the loss from hidden states and head without making logits. They are
             made if somebody looks at ``outputs.logits``.
         experts: Replace permutation, products, gate and sum of expert layers.
+        fused_layers: Add residuals inside of norms, normalise and rotate q and k in one op, and multiply q, k and v,
+            and gate and up, in one product. A decoder layer or attention is replaced if the text of its forward is
+            one of those known here. Weights of such layers are moved into one block of memory each, as parameters
+            of their own.
         attention: Use our attention in place of the model's. Off by default: where torch's is cuDNN's, the two are
             about equally fast, and ours has no dropout.
         fp8: Multiply fp8 codes in linear layers, forward and backward: True or "block" (scales of 128 values and of
@@ -194,6 +209,8 @@ def patch(
             patcher.note("attention", "", inner, str(error))
     if recipe is not None:
         _replace_linears(inner, recipe, patcher)
+    if fused_layers:
+        fusing.fuse(inner, patcher.note)
     if loss and hasattr(inner, "get_output_embeddings"):
         try:
             losses.replace_loss(inner)
@@ -201,7 +218,7 @@ def patch(
         except NotRecognized as error:
             patcher.note("loss", "", inner, str(error))
     chosen = {"norm": norm, "mlp": mlp, "rope": rope, "experts": experts, "loss": loss}
-    chosen |= {"attention": attention, "fp8": recipe is not None}
+    chosen |= {"attention": attention, "fp8": recipe is not None, "fused": fused_layers}
     made = PatchReport(patcher.sites, tuple(kind for kind in KINDS if chosen[kind]))
     inner.__dict__[_REPORT] = made
     if strict and made.left_alone:
@@ -217,9 +234,13 @@ def _replace_linears(model: nn.Module, recipe: str, patcher: _Patcher) -> None:
     for name, module in modules.items():
         if type(module) is nn.Linear and module is not head:
             patcher.visit("fp8", name, module, partial(quantized.recognize, recipe=recipe))
-    for module in modules.values():
+    for name, module in modules.items():
         if recognize.is_mlp(module):
             quantized.replace_mlp(module, recipe)
+        elif fusing.is_layer(module):
+            quantized.replace_norms(module, recipe)
+        elif expert_layers.is_experts(module):
+            patcher.change("fp8", name, module, partial(quantized.experts_kind, recipe=recipe))
 
 
 def patched(build: Callable[[], nn.Module], **options: Any) -> nn.Module:

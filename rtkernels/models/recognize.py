@@ -218,12 +218,18 @@ def rope(function: Callable[..., Any]) -> tuple[str, ...]:
     return (whole[0], "partial") if (whole[0], 8) in forms else (whole[0],)
 
 
-def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: str, layout: str = "bhsd") -> Any:
-    """Rotate q and k with our op, in the way that a name of :func:`rope` says."""
-    size = q.shape[-1]
+def apply_rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: str, layout: str = "bhsd", **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Rotate q and k with our op, in the way that a name of :func:`rope` says. Other options are those of the op."""
+    cos, sin, pairs = rope_tables(q.shape[-1], cos, sin, form)
+    return rtkernels.rope(q, cos, sin, k=k, layout=layout, **pairs, **options)
+
+
+def rope_tables(size: int, cos: Tensor, sin: Tensor, form: str) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Return tables as our ops take them for heads of a size, and the options `rotary` and `interleaved`."""
     rotary = 2 * cos.shape[-1] if form == "half tables" else cos.shape[-1]
-    neighbours = form in ("neighbours", "neighbour tables")
     if form == "neighbours":
         cos, sin = cos[..., : rotary // 2], sin[..., : rotary // 2]
     whole = None if rotary == size else rotary
-    return rtkernels.rope(q, cos, sin, k=k, layout=layout, rotary=whole, interleaved=neighbours)
+    return cos, sin, {"rotary": whole, "interleaved": form in ("neighbours", "neighbour tables")}

@@ -40,6 +40,11 @@ def replace(module: nn.Module, kind: Recognized) -> None:
     module.__class__ = subclass(type(module), kind)
 
 
+def change(module: nn.Module, kind: Recognized) -> None:
+    """Give a module another forward of ours, in place of its own or of an earlier one."""
+    module.__class__ = subclass(getattr(type(module), "_rtkernels_original", type(module)), kind)
+
+
 def restore(module: nn.Module) -> None:
     """Give a module its own forward back."""
     if replaced(module) is not None:
@@ -59,7 +64,7 @@ def subclass(original: type[nn.Module], kind: Recognized) -> type[nn.Module]:
         "_rtkernels_kind": kind,
         "_rtkernels_original": original,
     }
-    return type(original.__name__, (original,), members)
+    return type(original.__name__, (original, *_BASES.get(kind.kind, ())), members)
 
 
 def _reduce(self: nn.Module, protocol: int) -> Any:
@@ -84,11 +89,13 @@ def _fits(x: Any, weight: Tensor | None) -> bool:
 def _rms_norm(original: type[nn.Module], eps: str, offset: float) -> Forward:
     own = original.forward
 
-    def forward(self, hidden_states):
+    def forward(self, hidden_states, residual=None):
         weight = getattr(self, "weight", None)
         if not _fits(hidden_states, weight):
-            return own(self, hidden_states)
-        return rtkernels.rms_norm(hidden_states, weight, eps=getattr(self, eps), offset=offset)
+            total = hidden_states if residual is None else residual + hidden_states
+            return own(self, total) if residual is None else (own(self, total), total)
+        options = {"eps": getattr(self, eps), "offset": offset}
+        return rtkernels.rms_norm(hidden_states, weight, residual=residual, **options)
 
     return forward
 
@@ -133,6 +140,14 @@ _FORWARDS: dict[str, Callable[..., Forward]] = {
 }
 
 
-def register(kind: str, make: Callable[..., Forward]) -> None:
-    """Add a kind of replacement: ``make(original class, **options)`` gives its forward."""
-    _FORWARDS[kind] = make
+_BASES: dict[str, tuple[type, ...]] = {}
+
+
+def register(kind: str, make: Callable[..., Forward], *bases: type) -> None:
+    """Add a kind of replacement: ``make(original class, **options)`` gives its forward; `bases` its other classes."""
+    _FORWARDS[kind], _BASES[kind] = make, bases
+
+
+def forward_of(kind: str, original: type[nn.Module], **options: Any) -> Forward:
+    """Return the forward that modules of a class get by a kind of replacement."""
+    return _FORWARDS[kind](original, **options)

@@ -4,9 +4,11 @@ None of them is changed by ``torch.autocast``: they compute in fp32 whatever the
 of the input. Parameters may be of another dtype than the input (fp32 parameters with bfloat16 activations).
 """
 
+from rtkernels.nn.fp8_gradient import fp8_gradient, glu_with_fp8_gradient, unpermute_with_fp8_gradient
 from rtkernels.nn.fp8_linear import Fp8HadamardLinear, Fp8Linear, Fp8SmoothLinear, fixed_weights
 from rtkernels.nn.fp8_moe import Fp8GroupedLinear, Fp8MoE
 from rtkernels.nn.glu import GeGLU, SwiGLU
+from rtkernels.nn.grad_scaling import GradScaling
 from rtkernels.nn.norm import LayerNorm, RMSNorm
 from rtkernels.nn.quantized_linear import QuantizedLinear
 
@@ -17,9 +19,13 @@ __all__ = [
     "Fp8MoE",
     "Fp8SmoothLinear",
     "GeGLU",
+    "GradScaling",
     "LayerNorm",
     "QuantizedLinear",
     "RMSNorm",
     "SwiGLU",
     "fixed_weights",
+    "fp8_gradient",
+    "glu_with_fp8_gradient",
+    "unpermute_with_fp8_gradient",
 ]

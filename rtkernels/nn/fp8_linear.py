@@ -23,11 +23,17 @@ class KeepsCodes:
 
     _kept: dict[str, tuple[Any, Any]] | None = None
 
-    def codes_of(self, name: str, weight: Tensor, make: Callable[[Tensor, bool], Any]) -> Any:
-        """Return ``make(weight, transposed)`` of this or of an earlier call, None outside of ``fixed_weights``."""
+    def codes_of(
+        self, name: str, weight: Tensor, make: Callable[[Tensor, bool], Any], version: tuple[int, ...] | None = None
+    ) -> Any:
+        """Return ``make(weight, transposed)`` of this or of an earlier call, None outside of ``fixed_weights``.
+
+        `version` takes the place of weight's own where weight is made of others.
+        """
         if self._kept is None or is_dynamo_compiling() or is_sharded(weight):
             return None
-        key, transposed = (weight.data_ptr(), weight._version), torch.is_grad_enabled()
+        key = (weight.data_ptr(), weight._version if version is None else version)
+        transposed = torch.is_grad_enabled()
         known, found = self._kept.get(name, (None, None))
         if known not in ((*key, True), (*key, transposed)):
             found = make(weight, transposed)

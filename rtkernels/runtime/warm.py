@@ -139,7 +139,7 @@ def warm(
         RtkError: The directory cannot be written.
     """
     chosen = targets(archs)
-    return build(list(plan([*select(ops), *_parts(ops)], chosen, tiers)), out, jobs, progress)
+    return build(list(plan(with_parts(ops), chosen, tiers)), out, jobs, progress)
 
 
 def build(
@@ -314,12 +314,14 @@ def _no_op(name: str, known: Sequence[Op]) -> str:
     return f"no op {name!r}{meant}"
 
 
-def _parts(ops: Sequence[str] | None) -> list[Op]:
-    """Return the ops that only serve others: whoever warms some ops needs these too."""
+def with_parts(ops: Sequence[str] | None) -> list[Op]:
+    """Return the ops a user named, those whose kernels they launch, and those that only serve others."""
+    found = select(ops)
     if ops is None:
-        return []
-    named = select(ops)
-    return [op for op in select(None) if not op.public and op not in named]
+        return found
+    used = [name for op in found for name in op.uses]
+    found += [op for op in select(used) if op not in found]
+    return found + [op for op in select(None) if not op.public and op not in found]
 
 
 def plan(ops: Sequence[Op], chosen: Sequence[Target], tiers: Sequence[str] | None = None) -> Iterator[Job]:

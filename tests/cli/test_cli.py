@@ -51,7 +51,7 @@ def shell(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
     """Run a command in a process of its own."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     command = [sys.executable, "-m", "rtkernels", *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
 
 
 # ---- usage and errors ------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_closed_pipe_is_quiet():
     code = "import sys; from rtkernels.__main__ import main; sys.exit(main(['list', '--json']))"
     command = f'{sys.executable} -c "{code}" | head -n 1; exit ${{PIPESTATUS[0]}}'
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[\n", "")
 
 
@@ -238,8 +238,9 @@ def test_warm_says_that_compiling_is_forbidden_instead_of_advising_itself(capsys
 
 def test_warm_of_one_op_includes_the_parts_it_launches():
     """The backward of rms_norm ends in column_sum: warming rms_norm alone must be enough to run it."""
-    assert [op.name for op in warming._parts(["rms_norm"]) if op.kernels] == [SMALL]
-    assert [op for op in warming._parts([SMALL]) if op.kernels] == warming._parts(None) == []
+    assert [op.name for op in warming.with_parts(["rms_norm"]) if op.kernels] == ["rms_norm", "norm_fp8", SMALL]
+    assert [op.name for op in warming.with_parts([SMALL]) if op.kernels] == [SMALL]
+    assert warming.with_parts(None) == warming.select(None)
 
 
 def test_warm_uses_the_target_of_the_environment(monkeypatch):

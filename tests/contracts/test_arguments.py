@@ -62,8 +62,9 @@ OVERWRITING: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Any], bool]] = 
     "rope": ((1, 3, 2, 8), lambda x: rtkernels.rope(x, *_angles(), in_place=True), True),
     "rope, k": ((1, 3, 2, 8), lambda x: rtkernels.rope(x.detach() * 1, *_angles(), k=x, in_place=True)[1], True),
     "mla_rope": ((3, 1, 2, 16), _mla, True),
-    "add_": ((4, 8), lambda x: rtkernels.add_(x, torch.ones(4, 8)), False),
+    "add_": ((4, 8), lambda x: rtkernels.add_(x, torch.ones(4, 8)), True),
     "scale_": ((4, 8), lambda x: rtkernels.scale_(x, 2.0), False),
+    "multi_clip_": ((4, 8), lambda x: rtkernels.multi_clip_([x], 0.1), False),
     "multi_scale_": ((4, 8), lambda x: rtkernels.multi_scale_([torch.ones(2), x], 2.0), False),
     "multi_scale_, tensor_list": ((4, 8), lambda x: rtkernels.multi_scale_(rtkernels.tensor_list([x]), 2.0), False),
     "multi_copy_": ((4, 8), lambda x: rtkernels.multi_copy_([x], [torch.ones(4, 8)]), False),
@@ -233,6 +234,14 @@ NUMBERS: dict[str, Callable[..., Any]] = {
     "attention_varlen": lambda **n: rtkernels.attention_varlen(
         *_heads(4, 2, 16), _offs(0, 4), _offs(0, 4), **{"max_seqlen_q": 4, "max_seqlen_k": 4, **n}
     ),
+    "lightning_attention": lambda **n: rtkernels.lightning_attention(*_heads(1, 4, 2, 16), torch.ones(2), **n),
+    "lightning_attention_step": lambda **n: rtkernels.lightning_attention_step(
+        *_heads(1, 2, 16), torch.ones(2), torch.zeros(1, 2, 16, 16), **n
+    ),
+    "mla_attention": lambda **n: rtkernels.mla_attention(*_heads(4, 2, 16), cu_seqlens_q=_offs(0, 4), **n),
+    "mla_decode": lambda **n: rtkernels.mla_decode(
+        _b16(1, 2, 64), _b16(1, 4, 64), _offs(3), **{"value_width": 64, **n}
+    ),
     "sdpa": lambda **n: rtkernels.sdpa(*_heads(1, 2, 4, 16), **n),
     "add_": lambda **n: rtkernels.add_(torch.ones(4, 8), torch.ones(4, 8), **n),
     "cross_entropy": lambda **n: rtkernels.cross_entropy(torch.ones(4, 8), _labels(), **n),
@@ -271,6 +280,9 @@ NUMBERS: dict[str, Callable[..., Any]] = {
     "moe_index": lambda **n: rtkernels.moe_index(torch.arange(8).view(4, 2) % 4, **{"num_experts": 4, **n}),
     "moe_row_id_map": lambda **n: rtkernels.moe_row_id_map(torch.ones(4, 4, dtype=torch.bool), **n),
     "moe_rows": lambda **n: rtkernels.moe_rows(**{"tokens": 4, "top_k": 2, "num_experts": 4, **n}),
+    "column_absmax": lambda **n: rtkernels.column_absmax(torch.ones(4, 8), **n),
+    "dequantize_fp8": lambda **n: rtkernels.dequantize_fp8(_f8(4, 128), torch.ones(4, 1), granularity="group", **n),
+    "multi_clip_": lambda **n: rtkernels.multi_clip_([torch.ones(4)], **{"limit": 1.0, **n}),
     "multi_clip_norm_": lambda **n: rtkernels.multi_clip_norm_([torch.ones(4)], **{"max_norm": 1.0, **n}),
     "multi_copy_": lambda **n: rtkernels.multi_copy_([torch.ones(4)], [torch.ones(4)], **n),
     "multi_norm": lambda **n: rtkernels.multi_norm([torch.ones(4)], **n),
@@ -278,6 +290,7 @@ NUMBERS: dict[str, Callable[..., Any]] = {
     "qk_norm_rope": lambda **n: rtkernels.qk_norm_rope(
         torch.ones(3, 1, 32), None, None, *_angles(), **{"q_heads": 2, "kv_heads": 1, **n}
     ),
+    "quantize_fp8": lambda **n: rtkernels.quantize_fp8(torch.ones(4, 128), granularity="group", **n),
     "quantize_fp8_hadamard": lambda **n: rtkernels.quantize_fp8_hadamard(torch.ones(4, 128), **n),
     "quantize_fp8_shard_": lambda **n: rtkernels.quantize_fp8_shard_(
         _f8(4, 8), torch.ones(4), torch.ones(32), **{"offset": 0, **n}

@@ -99,6 +99,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "grouped_wgrad": lambda x, ids: rtk.grouped_wgrad(x.detach().bfloat16()[:, :16], x.detach().bfloat16(), offs=OFFS),
     "group_rms_norm_gate": lambda x, ids: rtk.group_rms_norm_gate(x, 2 * x, groups=2),
     "hadamard": lambda x, ids: rtk.hadamard(x),
+    "id_bounds": lambda x, ids: rtk.id_bounds(ids[:, 0].sort().values),
     "index_select": lambda x, ids: rtk.index_select(x, ids[:, 0] % 6),
     "jsd": lambda x, ids: rtk.jsd(x, x.detach() * 0.5, from_logits=True),
     "jsd, labels": lambda x, ids: rtk.jsd(x, x.detach() * 0.5, labels=ids[:, 0], ignore_index=1, one_pass=True),
@@ -125,8 +126,18 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "moe_permute_smooth_t": lambda x, ids: rtk.moe_permute_smooth_t(x, _index(ids))[:2],
     "moe_row_id_map": lambda x, ids: rtk.moe_row_id_map(x.detach()[:, :EXPERTS] > 0, rows=400),
     "moe_unpermute": lambda x, ids: rtk.moe_unpermute(rtk.moe_permute(x, _index(ids)), _index(ids)),
+    "multi_clip_": lambda x, ids: _written(x, lambda y: rtk.multi_clip_([y], 0.5)),
     "multi_clip_norm_": lambda x, ids: _written(x, lambda y: rtk.multi_clip_norm_([y], 0.5)),
     "multi_copy_": lambda x, ids: _written(x, lambda y: rtk.multi_copy_([y], [x.detach()], 2.0)),
+    "lightning_attention": lambda x, ids: rtk.lightning_attention(*_qkv(x[None]), torch.ones(4)),
+    "lightning_attention_step": lambda x, ids: rtk.lightning_attention_step(
+        *(_heads(x.detach()),) * 3, torch.ones(4), torch.zeros(x.shape[0], 4, 64, 64)
+    ),
+    "mla_attention": lambda x, ids: rtk.mla_attention(*_qkv(x[None])),
+    "mla_decode": lambda x, ids: rtk.mla_decode(
+        _heads(x.detach()), _heads(x.detach()).unsqueeze(1)[:, :, 0], torch.ones_like(ids[:, 0], dtype=torch.int32),
+        value_width=64,
+    ),
     "multi_count_zeros": lambda x, ids: rtk.multi_count_zeros([x.detach()]),
     "multi_norm": lambda x, ids: rtk.multi_norm([x.detach()]),
     "multi_scale_": lambda x, ids: _written(x, lambda y: rtk.multi_scale_([y], 2.0)),

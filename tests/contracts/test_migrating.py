@@ -40,6 +40,23 @@ def _names() -> dict[str, Any]:
         given[f"{name}4"], given[f"s{name}_16"], _ = pack.quantize_nvfp4(values)
         given[f"s{name}_32"] = pack.quantize_mx(values)[1]
         given |= {f"s{name}_{d}_t": pack.swizzle_scales(given[f"s{name}_{d}"]) for d in (16, 32)}
+    ids, p = torch.arange(M) * 5 % N, torch.rand(M, generator=g)
+    logits = torch.randn(M, 8, generator=g)
+    chosen = torch.zeros(M, 8, dtype=torch.bool).scatter_(1, logits.topk(2).indices, True)
+    given |= {"smooth": torch.rand(K, generator=g) + 0.5, "smooth_y": torch.ones(K // 2), "row_f": p + 0.5, "p": p}
+    given |= {"smooth_e": torch.ones(2, K), "smooth_ye": torch.ones(2, K // 2), "counts": torch.tensor([4, 5])}
+    given |= {"ids": ids, "logits": logits, "map": chosen, "ix": rtkernels.moe_index(chosen, multiple_of=32, rows=400)}
+    given |= {
+        "qkv": torch.randn(M, 1, 4 * 64, generator=g).bfloat16(),
+        "cos": torch.ones(M, 16),
+        "sin": torch.zeros(M, 16),
+    }
+    given |= {
+        "cu": torch.tensor([0, 4, M], dtype=torch.int32),
+        "w32": w.clone(),
+        "expert": (torch.arange(M) > 3).long(),
+    }
+    given["q8"], given["s8"] = rtkernels.quantize_fp8(x.bfloat16(), granularity="row")
     given["pair"] = lambda left, right: (left[0], right[0], left[1], right[1])
     return given
 
@@ -48,7 +65,7 @@ def _names() -> dict[str, Any]:
 def test_call(there: str, here: str) -> None:
     result = eval(here, _names())
     if isinstance(result, torch.Tensor):
-        assert result.shape[0] in (M, N, 1, 3) and (result.dim() > 2 or result.isfinite().all()), there
+        assert result.dim() > 2 or result.float().isfinite().all(), there
 
 
 def test_the_document_has_many_calls() -> None:

@@ -25,7 +25,7 @@ def python(code: str, *, cwd: Path | None = None, **environment: str) -> str:
     """Run code in a fresh interpreter that finds this checkout's package, and return what it printed."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -130,7 +130,7 @@ needs_hatchling = pytest.mark.skipif(
 def build(source: Path, kind: str, out: Path) -> Path:
     """Build one distribution of a source tree with the declared backend, offline."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(out)]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     (built,) = out.iterdir()
     return built

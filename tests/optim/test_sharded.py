@@ -28,7 +28,7 @@ def _joined(rank: int, test: Callable[[int, Any], None], path: str) -> None:
 
     torch.set_num_threads(1)
     store = f"file://{path}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=300))
     try:
         test(rank, init_device_mesh("cpu", (WORLD,)))
     finally:

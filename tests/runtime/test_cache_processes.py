@@ -89,7 +89,7 @@ def load():
     return build_cache.load("k.cu", ["k"], targets.parse("sm_90a"), op="k")
 
 
-def _until(condition, seconds=30.0):
+def _until(condition, seconds=120.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the worker processes did not get there"
@@ -99,7 +99,7 @@ def _until(condition, seconds=30.0):
 def _results(workers):
     results = []
     for worker in workers:
-        out, err = worker.communicate(timeout=60)
+        out, err = worker.communicate(timeout=300)
         assert worker.returncode == 0, err
         results.append(json.loads(out))
     return results
@@ -150,7 +150,7 @@ def test_cache_killed_holder_frees_the_lock(work, start):
     holder.wait()
     started = time.monotonic()
     entry = load()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
     assert (entry.source, entry.image) == ("compiled", IMAGE)
     assert entry.path is not None
     assert lock.exists()
@@ -189,7 +189,7 @@ while not locks._lock_files:
     time.sleep(0.001)
 child = os.fork()
 if child == 0:
-    build_cache._state.guard.acquire(timeout=5) or os._exit(1)
+    build_cache._state.guard.acquire(timeout=60) or os._exit(1)
     build_cache._state.guard.release()
     locks._lock_files and os._exit(2)
     time.sleep(0.5)
@@ -209,7 +209,7 @@ while not locks._lock_files:
     time.sleep(0.001)
 if os.fork() == 0:
     (work / f"child-{os.getpid()}").touch()
-    time.sleep(30)
+    time.sleep(200)
     os._exit(0)
 time.sleep(60)
 """
@@ -221,7 +221,7 @@ time.sleep(60)
         parent.wait()
         started = time.monotonic()
         assert load().source == "compiled"
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 60
     finally:
         os.kill(child, signal.SIGKILL)
 

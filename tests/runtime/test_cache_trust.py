@@ -387,7 +387,7 @@ def run(code: str, folder: Path, *arguments: object, **environment: str) -> subp
     kept = {name: text for name, text in os.environ.items() if name in ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")}
     env = {**kept, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **environment}
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=300)
 
 
 def others_can_reach(path: Path) -> bool:

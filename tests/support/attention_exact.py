@@ -8,8 +8,8 @@ from torch import Tensor
 
 def exact_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False, window=None,
-    softcap: float = 0.0, sinks: Tensor | None = None, bias: Tensor | None = None, kv_limit: Tensor | None = None,
-    seqused_k: Tensor | None = None,
+    softcap: float = 0.0, clip: float | None = None, sinks: Tensor | None = None, bias: Tensor | None = None,
+    kv_limit: Tensor | None = None, seqused_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return out [batch, queries, heads, width] and lse [batch, heads, queries]; differentiable in q, k, v and "
     "sinks."""
@@ -27,6 +27,8 @@ def exact_attention(
             s = q[b, :, h].double() @ k[b, :keys, h // group].double().T * scale
             if softcap:
                 s = softcap * torch.tanh(s / softcap)
+            if clip is not None:  # with the gradient of what is not cut off
+                s = s - (s - s.clamp(max=clip)).detach()
             if bias is not None:
                 s = s + bias[b, h, :, :keys]
             i = torch.arange(lq).view(-1, 1) + keys - lq
@@ -37,7 +39,7 @@ def exact_attention(
             if right is not None:
                 seen &= j <= i + right
             if kv_limit is not None:
-                seen &= j < kv_limit.expand(batch, lq)[b].view(-1, 1)
+                seen &= j < kv_limit.cpu().expand(batch, lq)[b].view(-1, 1)
             s = s.masked_fill(~seen.to(s.device), float("-inf"))
             if sinks is not None:
                 s = torch.cat([s, sinks[h].double().expand(lq, 1)], 1)

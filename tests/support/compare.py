@@ -25,6 +25,11 @@ ROUNDOFF = {
     torch.float8_e5m2: 2.0**-3,
 }
 
+# What a product of fp8 on a GPU may lose before it is rounded, of the sum of magnitudes. The tensor cores of sm_90 keep
+# about 14 bits as they add: 2^-13 of the largest number in each step of 32 along k. Sums go to fp32 registers after
+# four steps, which lose up to 2^-11; those of `acc="fast"` do not, and lose up to about twice that in tests.
+FP8_SUMS = 2.0**-10
+
 
 class CompareError(RtkError, AssertionError):
     """A result is outside its error budget."""

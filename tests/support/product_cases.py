@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.ops.quant import pack
-from support.compare import CompareError, assert_close
+from support.compare import FP8_SUMS, CompareError, assert_close
 
 FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -69,9 +69,6 @@ def spread(t: Tensor, rows: int, depth: int, shape: tuple[int, int]) -> Tensor:
 def exact(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``a @ b.T`` in fp64 and the sum of magnitudes, which bounds what fp32 sums lose."""
     return a @ b.transpose(-2, -1), a.abs() @ b.abs().transpose(-2, -1)
-
-
-FP8_SUMS = 2.0**-11  # of the sum of magnitudes: wgmma keeps about 14 bits of fp8 products as it adds up to 128 of them
 
 
 def assert_product(

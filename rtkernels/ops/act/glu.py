@@ -11,6 +11,7 @@ from torch import Tensor, is_grad_enabled
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.act.glu_reference import halves, partner_and_slope, value_and_slope
+from rtkernels.ops.shared.row_quant import Quant
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import (
     DTYPE_TOKEN,
@@ -324,8 +325,10 @@ _differentiable = applied(_Glu)
 
 
 def glu(
-    x: Tensor, up: Tensor | None = None, *, act: str = "silu", weight: Tensor | None = None, reuse: str | None = None
-) -> Tensor:
+    x: Tensor, up: Tensor | None = None, *, act: str = "silu", weight: Tensor | None = None, reuse: str | None = None,
+    layout: str = "concat", channel_scale: Tensor | None = None, quant: Quant | torch.dtype | str | None = None,
+    keep: bool = False, out: Tensor | None = None, scale_out: Tensor | None = None,
+) -> Any:  # fmt: skip
     """Multiply the activation of a gate with another tensor: ``y = act(gate) * up * weight``.
 
     Computed in fp32 and rounded once. Differentiable once in x, up and weight.
@@ -343,9 +346,20 @@ def glu(
         reuse: ``"inputs"``: the backward pass writes the gradients of x and up over x and up, which then hold them,
             instead of taking new memory. For tensors that nothing else needs by then, as the result of a projection.
             See below.
+        layout: ``"concat"``, or ``"interleaved"``: without `up`, gate and up are alternating columns of x. From here on:
+            the options of inference, not with weight or reuse.
+        channel_scale: ``[d]``, of x's dtype or float32, multiplies the result. It gets no gradient.
+        quant: Quantise the result (:class:`rtkernels.Quant`); a dtype or "nvfp4" stands for ``Quant(dtype)``.
+        keep: Return what is quantised, too, in x's dtype.
+        out: Takes the result, contiguous; may be x or up if both are given. Not recorded by autograd.
+        scale_out: Takes the scales that are made.
 
     Returns:
-        ``[..., d]``, dense, of x's dtype.
+        ``[..., d]``, dense, of x's dtype. With quant the codes, or a :class:`rtkernels.GluOut` if there are scales that
+        were made or something to keep.
+
+    With an option of inference, x and up may be NVFP4: ``(codes, scales)`` or ``(codes, scales, global scale)``, as
+    ``quantize_nvfp4`` returns them.
 
     With reuse, x and up must be dense results of operations: leaves that require grad and views of them are refused. If
     another operation has saved one of them and is differentiated later, torch raises its error about an in-place
@@ -353,6 +367,9 @@ def glu(
     ``torch.compile``, in a region of ``torch.utils.checkpoint`` or with other hooks for saved tensors, and where x or
     up needs no gradient, reuse changes nothing. ``docs/memory.md`` has all rules.
     """
+    plain = channel_scale is quant is out is scale_out is None and layout == "concat" and not keep
+    if not plain or isinstance(x, tuple):
+        return _with_options(x, up, act, weight, reuse, layout, channel_scale, quant, keep, out, scale_out)
     if not isinstance(x, Tensor):
         return interop.call(glu, x, up, act=act, weight=weight, reuse=reuse)
     overwrites = reuse is not None and may_overwrite(reuse, {"x": x, "up": up}, (weight,))
@@ -362,6 +379,22 @@ def glu(
     if is_grad_enabled() and needs_grad(x, up, weight):
         return _differentiable(x, up, weight, act, overwrites)
     return _forward(x, up, weight, act)
+
+
+def _with_options(x, up, act, weight, reuse, layout, channel_scale, quant, keep, out, scale_out) -> Any:
+    from rtkernels.ops.act.glu_combined import glu_combined, glu_of_codes
+
+    options = {
+        "layout": layout, "channel_scale": channel_scale, "quant": quant, "keep": keep, "out": out,
+        "scale_out": scale_out,
+    }  # fmt: skip
+    if weight is not None or reuse is not None:
+        raise ArgumentError("weight and reuse go without layout, channel_scale, quant, keep, out and scale_out")
+    if isinstance(x, tuple):
+        return glu_of_codes(x, up, act, **options)
+    if not isinstance(x, Tensor):
+        return interop.call(glu, x, up, act=act, **options)
+    return glu_combined(x, up, act=act, **options)
 
 
 OP = Op(

@@ -15,6 +15,7 @@ from rtkernels.ops.act.glu_smooth_fp8 import glu_smooth_fp8, glu_smooth_fp8_back
 from rtkernels.ops.shared.fp8_layout import Fp8Layout
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.declared import Dense, Operator, Rows
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
 
 __all__ = ["glu_fp8", "glu_fp8_backward", "glu_smooth_fp8", "glu_smooth_fp8_backward"]
@@ -60,6 +61,7 @@ def glu_fp8(
     x: Tensor, up: Tensor | None = None, *, act: str = "silu", weight: Tensor | None = None,
     counts: Tensor | None = None, layout: str = "row", pow2_scale: bool = False, scale_layout: str = "row",
     check_counts: bool = False,
+    out: tuple[Tensor | None, ...] | None = None,
 ) -> GluFp8:  # fmt: skip
     """Quantise ``y = act(gate) * up * weight`` to fp8 in one pass: by rows, transposed, or both.
 
@@ -109,12 +111,16 @@ def glu_fp8(
         scale_layout: "row" or "column", how the scales of rows lie.
         check_counts: Stop with an error on the device (which ends all work on it, as a failed assertion there does) if
             counts are negative or do not add up to m. For debugging.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         A named tuple ``(q, scale, q_t, scale_t)``, dense, with None for what `layout` leaves out.
     """
     if not isinstance(x, Tensor):
         return GluFp8(*interop.call_with(glu_fp8, locals()))
+    if out is not None:
+        return into(glu_fp8, locals())
     x, up, weight = detached(x, up, weight)
     outputs = FORWARD.call(x, up, weight, counts, act, layout, pow2_scale, scale_layout, check_counts)
     return GluFp8(*Fp8Layout((), layout).asked(outputs))
@@ -124,6 +130,7 @@ def glu_fp8_backward(
     dy: Tensor, x: Tensor, up: Tensor | None = None, *, act: str = "silu", weight: Tensor | None = None,
     counts: Tensor | None = None, layout: str = "both", pow2_scale: bool = False, scale_layout: str = "row",
     keep: str = "fp8", weight_grad: bool | None = None, check_counts: bool = False,
+    out: tuple[Tensor | None, ...] | None = None,
 ) -> GluFp8Gradients:  # fmt: skip
     """Compute the gradients of ``act(gate) * up * weight``, that of ``[gate | up]`` as fp8 codes, as it is, or both.
 
@@ -147,6 +154,8 @@ def glu_fp8_backward(
         weight_grad: Whether to compute the gradient of the weight; None: if there is a weight. A temporary of
             ``4 * m * ceil(d / 128)`` bytes is used.
         check_counts: As for :func:`glu_fp8`.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         A named tuple ``(q, scale, q_t, scale_t, dx, dweight)``, dense, with None for what was not asked for: `dx` is
@@ -154,6 +163,8 @@ def glu_fp8_backward(
     """
     if not isinstance(dy, Tensor):
         return GluFp8Gradients(*interop.call_with(glu_fp8_backward, locals()))
+    if out is not None:
+        return into(glu_fp8_backward, locals())
     if weight_grad is None:
         weight_grad = weight is not None
     dy, x, up, weight = detached(dy, x, up, weight)

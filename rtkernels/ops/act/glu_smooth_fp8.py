@@ -20,6 +20,7 @@ from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import check_same, nothing, row_count, row_stride, vector_bytes
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows, misaligned
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
 _THREADS, _BLOCKS = 256, 4  # threads of a block (a warp works on a row), and blocks per multiprocessor
@@ -213,6 +214,8 @@ class GluSmoothFp8Gradients(NamedTuple):
 def glu_smooth_fp8(
     x: Tensor, smooth: Tensor | None, up: Tensor | None = None, *, act: str = "silu", weight: Tensor | None = None,
     counts: Tensor | None = None, pow2_scale: bool = False, with_maxima: bool = False, check_counts: bool = False,
+    divide: bool = True,
+    out: tuple[Tensor | None, ...] | None = None,
 ) -> GluSmoothFp8:  # fmt: skip
     """Quantise ``act(gate) * up * weight / smooth`` to fp8, with one scale for each row.
 
@@ -230,6 +233,9 @@ def glu_smooth_fp8(
         pow2_scale: Round scales up to a power of two.
         with_maxima: Also return the largest finite ``|act(gate) * up|`` of each column, for calibration.
         check_counts: As for :func:`glu_fp8`.
+        divide: False multiplies by smooth instead.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         A named tuple ``(q, scale, maxima)``: codes of the shape of the result, scales ``x.shape[:-1]``, and maxima of
@@ -237,7 +243,11 @@ def glu_smooth_fp8(
     """
     if not isinstance(x, Tensor):
         return GluSmoothFp8(*interop.call_with(glu_smooth_fp8, locals()))
+    if out is not None:
+        return into(glu_smooth_fp8, locals())
     x, up, smooth, weight = detached(x, up, smooth, weight)
+    if not divide and smooth is not None:
+        smooth = smooth.reciprocal()
     q, scale, maxima = FORWARD.call(x, up, smooth, weight, counts, act, pow2_scale, with_maxima, check_counts)
     return GluSmoothFp8(q, scale, maxima if with_maxima else None)
 
@@ -246,6 +256,8 @@ def glu_smooth_fp8_backward(
     dy: Tensor, x: Tensor, smooth: Tensor | None, up: Tensor | None = None, *, row_factor: Tensor | None = None,
     act: str = "silu", weight: Tensor | None = None, counts: Tensor | None = None, layout: str = "row",
     pow2_scale: bool = False, keep: str = "fp8", weight_grad: bool | None = None, check_counts: bool = False,
+    divide: bool = False,
+    out: tuple[Tensor | None, ...] | None = None,
 ) -> GluSmoothFp8Gradients:  # fmt: skip
     """Compute the gradients of ``act(gate) * up * weight``, that of ``[gate | up]`` as fp8 codes, as it is, or both.
 
@@ -270,6 +282,9 @@ def glu_smooth_fp8_backward(
         keep: "fp8" for the codes, "dense" for the gradient in x's dtype (`dx`), "both" for both.
         weight_grad: Whether to compute the gradient of the weight; None: if there is a weight.
         check_counts: As for :func:`glu_fp8`.
+        divide: Divide by smooth and row_factor instead.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         A named tuple ``(q, scale, q_t, scale_t, dx, dweight)`` with None for what was not asked for. `q` and `dx` are
@@ -278,8 +293,12 @@ def glu_smooth_fp8_backward(
     """
     if not isinstance(dy, Tensor):
         return GluSmoothFp8Gradients(*interop.call_with(glu_smooth_fp8_backward, locals()))
+    if out is not None:
+        return into(glu_smooth_fp8_backward, locals())
     if weight_grad is None:
         weight_grad = weight is not None
+    if divide:
+        smooth, row_factor = (None if t is None else t.detach().reciprocal() for t in (smooth, row_factor))
     inputs = detached(dy, x, up, smooth, row_factor, weight)
     *codes, dx, dweight = BACKWARD.call(*inputs, counts, act, layout, pow2_scale, check_counts, keep, weight_grad)
     codes = Fp8Layout((), "" if keep == "dense" else layout).asked(codes)

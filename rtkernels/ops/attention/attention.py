@@ -188,6 +188,13 @@ def default_scale(scale: float | None, width: int) -> float:
     return 1.0 / math.sqrt(max(width, 1)) if scale is None else float(a_number("scale", scale))
 
 
+def a_softcap(softcap: float) -> float:
+    """Return a soft cap of a public function: 0 for none."""
+    if not 0.0 <= a_number("softcap", softcap) < math.inf:
+        raise ArgumentError(f"softcap is {softcap}; expected 0 (none) or a positive number")
+    return float(softcap)
+
+
 def run(tensors: Sequence[Tensor | None], options: Sequence[Any], out: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return out and lse of 9 tensors and 8 options as FORWARD takes them, with gradients where one is wanted."""
     bias = tensors[4]
@@ -260,7 +267,7 @@ def attention(
     left, right = window_sides(window, causal)
     tensors = (q, k, v, None if sinks is None else sinks.float(), _spread(bias, q, k), seqused_k, kv_limit, None, None)
     options = (
-        default_scale(scale, q.shape[-1]), left, right, float(a_number("softcap", softcap)), 0, 0, heads_first, backend,
+        default_scale(scale, q.shape[-1]), left, right, a_softcap(softcap), 0, 0, heads_first, backend,
     )  # fmt: skip
     result, lse = run(tensors, options, out)
     result = result.transpose(1, 2) if heads_first else result
@@ -321,7 +328,7 @@ def attention_varlen(
         cu_seqlens_k = cu_seqlens_k.view(-1)  # Dynamo takes no tensor twice
     tensors = (q, k, v, sinks, None, seqused_k, None, cu_seqlens_q, cu_seqlens_k)
     options = (
-        default_scale(scale, q.shape[-1]), left, right, float(a_number("softcap", softcap)),
+        default_scale(scale, q.shape[-1]), left, right, a_softcap(softcap),
         an_integer("max_seqlen_q", max_seqlen_q), an_integer("max_seqlen_k", max_seqlen_k), False, backend,
     )  # fmt: skip
     result, lse = run(tensors, options, out)

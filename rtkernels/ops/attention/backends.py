@@ -12,7 +12,7 @@ from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Step, Steps
 
 BACKENDS: dict[str, ModuleType] = {"sm90": sm90_plan, "mma": mma_plan}  # in the order in which they are asked
-_TAIL = Kernel(
+TAIL = Kernel(
     "attention/packed_tail.cu",
     "attention_packed_tail",
     template="T",
@@ -20,7 +20,7 @@ _TAIL = Kernel(
     variants=[("bf16",), ("fp16",)],
     max_registers=48,
 )
-KERNELS = (_TAIL, *(kernel for backend in BACKENDS.values() for kernel in backend.KERNELS))
+KERNELS = (TAIL, *(kernel for backend in BACKENDS.values() for kernel in backend.KERNELS))
 
 
 def check_name(name: str) -> None:
@@ -47,7 +47,7 @@ def _tail(problem: Attention, name: str, strides: Strides, keys: bool, lse: bool
     """Return the launch that clears rows of a packed result behind the last sequence."""
     total, heads = (problem.total_k, problem.heads_kv) if keys else (problem.total_q, problem.heads_q)
     width = problem.d_v if name in ("out", "dv") else problem.d_qk
-    launch = _TAIL.bind((problem.token,), device, device_info(device).sm_count, 256)
+    launch = TAIL.bind((problem.token,), device, device_info(device).sm_count, 256)
     ends = "cu_k" if keys else "cu_q"
     return Step(launch, name, "lse" if lse else 0, ends, problem.batch, total, heads, width, strides.row, strides.head)
 

@@ -114,8 +114,8 @@ def check(
     _integers("kv_limit", kv_limit, ((length,), (batch, length)), "one for each query")
     if not scale > 0.0 or scale == float("inf"):
         raise ArgumentError(f"scale is {scale}; expected a positive number")
-    if not 0.0 <= softcap < float("inf"):
-        raise ArgumentError(f"softcap is {softcap}; expected 0 (none) or a positive number")
+    if not -float("inf") < softcap < float("inf"):
+        raise ArgumentError(f"softcap is {softcap}; expected a finite number")
     for name, side in (("left", left), ("right", right)):
         if not -1 <= side < MAX_LENGTH:
             raise ArgumentError(f"window has {side} keys to the {name}; expected -1 (all) to 2^29")

@@ -17,6 +17,7 @@ from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
 from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Argument, Dense, Meta, Operator
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.registry import Op
 
@@ -166,6 +167,7 @@ def attention_decode(
     scale: float | None = None, causal: bool = True, window: int | tuple[int | None, int | None] | None = None,
     softcap: float = 0.0, sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
     return_lse: bool = False,
+    out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return the attention of new queries over a cache, whose lengths and pages are known on the device only.
 
@@ -190,16 +192,17 @@ def attention_decode(
         k_scale: Of an 8-bit cache: float32 () or [heads], by which codes of keys are multiplied.
         v_scale: The same for values.
         return_lse: Return lse as well.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         Of q's shape with the width of v_cache; with return_lse a pair of it and lse, float32 [batch, heads, tokens]
         ([batch, heads] if q has no tokens).
     """
     if not isinstance(q, Tensor):
-        return interop.call(
-            attention_decode, q, k_cache, v_cache, seqlens, page_table=page_table, scale=scale, causal=causal,
-            window=window, softcap=softcap, sinks=sinks, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
-        )  # fmt: skip
+        return interop.call_with(attention_decode, locals())
+    if out is not None:
+        return into(attention_decode, locals())
     refuse_gradients("attention_decode", [t for t in (q, k_cache, v_cache, sinks) if t is not None])
     single = q.dim() == 3
     left, right = window_sides(window, causal)

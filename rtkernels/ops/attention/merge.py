@@ -15,6 +15,7 @@ from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, GRID_LIMIT, check_same
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
 from rtkernels.runtime.operator.gradient import differentiable
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
@@ -131,7 +132,12 @@ _merge = differentiable(FORWARD, BACKWARD)
 
 
 def merge_attention(
-    outs: Sequence[Tensor], lses: Sequence[Tensor], *, out_dtype: torch.dtype | None = None, layout: str = "blhd"
+    outs: Sequence[Tensor],
+    lses: Sequence[Tensor],
+    *,
+    out_dtype: torch.dtype | None = None,
+    layout: str = "blhd",
+    out: tuple[Tensor | None, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the attention over all keys from attentions over parts of them, given their log-sum-exps.
 
@@ -144,10 +150,14 @@ def merge_attention(
         lses: As many, float32 [batch, heads, queries] or [heads, tokens].
         out_dtype: Of the result: that of the first part if None, or float32, for parts to come.
         layout: "blhd" or "bhld", that of all parts.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         The merged output and its lse, like the first of each.
     """
+    if out is not None:
+        return into(merge_attention, locals())
     if layout not in LAYOUTS:
         raise ArgumentError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
     if isinstance(outs, Tensor) or isinstance(lses, Tensor) or not len(outs) or len(outs) != len(lses):

@@ -4,6 +4,7 @@ For a sequence b and a head h, whose keys are those of head ``h // (heads_q // h
 
     s[i, j] = scale * sum over d of q[i, d] * k[j, d]
     s       = softcap * tanh(s / softcap)           where there is a softcap
+    s       = min(s, -softcap)                      where that is negative; its derivative counts as 1
     s       = s + bias[b, h, i, j]                  where there is a bias
     lse[i]  = log(sum over seen j of exp(s[i, j]) + exp(sinks[h]))
     out[i]  = sum over seen j of exp(s[i, j] - lse[i]) * v[j]
@@ -63,11 +64,11 @@ class Attention(NamedTuple):
     """One attention. ``token``: "bf16" or "fp16", of q, k, v, out and all gradients but that of sinks.
 
     ``left``, ``right``: how many keys to each side of its own a query sees, -1 for all; causal is right = 0.
-    ``softcap``: 0 for none. ``sinks``: element type, None for none. ``lengths``, ``varlen``: there are such tensors.
-    ``kv_limit``: None, or elements from one sequence's limits (int32, one per query) to the next one's, 0 if they are
-    shared. ``total_q``, ``total_k``: rows of packed sequences. ``dlse``: backward has a gradient of lse. ``wants``:
-    gradients that backward makes, of "q", "k", "v", "s" (sinks). ``dout``, ``dq``, ``dk``, ``dv``: as for q; None for
-    dense.
+    ``softcap``: 0 for none, negative for a cut-off. ``sinks``: element type, None for none. ``lengths``, ``varlen``:
+    there are such tensors. ``kv_limit``: None, or elements from one sequence's limits (int32, one per query) to the
+    next one's, 0 if they are shared. ``total_q``, ``total_k``: rows of packed sequences. ``dlse``: backward has a
+    gradient of lse. ``wants``: gradients that backward makes, of "q", "k", "v", "s" (sinks). ``dout``, ``dq``, ``dk``,
+    ``dv``: as for q; None for dense.
     """
 
     batch: int

@@ -41,7 +41,9 @@ def _scores(
     """Return masked scores and the derivative of a score by the product, from [batch, heads, length, width]."""
     s = torch.matmul(q, k.transpose(-1, -2)) * scale
     slope = torch.full((), scale, dtype=s.dtype, device=s.device)
-    if softcap:
+    if softcap < 0:
+        s = s.clamp(max=-softcap)
+    elif softcap:
         s = softcap * torch.tanh(s / softcap)
         slope = (1.0 - (s / softcap).square()) * scale
     if bias is not None:

@@ -7,12 +7,14 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention.attention import attention
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
 
 
 def sdpa(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    *, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return what ``F.scaled_dot_product_attention`` returns for the same arguments, by our kernels.
 
@@ -30,6 +32,7 @@ def sdpa(
         is_causal: Query i sees keys up to i.
         scale: Factor of the products; ``1 / sqrt(width)`` if None.
         enable_gqa: key and value may have fewer heads than query.
+        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
 
     Returns:
         [..., heads, queries, width of value], of query's dtype; 0 for queries whose keys are all masked.
@@ -37,6 +40,8 @@ def sdpa(
     Raises:
         ArgumentError: dropout_p is not 0 (attention here has no dropout), or the arguments do not fit together.
     """
+    if out is not None:
+        return into(sdpa, locals())
     if dropout_p != 0.0:
         raise ArgumentError(
             f"dropout_p is {dropout_p}; expected 0: attention here has no dropout (apply it to the result)"
@@ -85,4 +90,4 @@ def _spelled(t: object) -> str:
     return f"of shape {tuple(t.shape)}" if isinstance(t, Tensor) else f"a {type(t).__name__}"
 
 
-OP = Op("sdpa", public=("sdpa",), kernels=(), torch_ops=())
+OP = Op("sdpa", public=("sdpa",), kernels=(), torch_ops=(), uses=("attention",))

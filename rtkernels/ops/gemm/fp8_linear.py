@@ -18,6 +18,7 @@ from rtkernels.ops.quant.quantize_fp8_plan import FP8_DTYPES, groups_of
 from rtkernels.runtime.layout import FLOAT_DTYPES, check_same, row_count, token
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.sharding import is_sharded
 from rtkernels.runtime.torch_private import is_dynamo_compiling
@@ -234,6 +235,7 @@ def fp8_linear(
     save_weight: bool = False,
     wgrad: str = "fp8",
     backend: str = "auto",
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return ``x @ weight.T + bias``, computed from fp8 codes; so are both gradients.
 
@@ -279,10 +281,13 @@ def fp8_linear(
         wgrad: "bf16" for a gradient of the weight from dy and x themselves (float32 ones rounded to bfloat16), which
             saves x in place of its codes.
         backend: Of the products, as for :func:`scaled_mm`.
+        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
 
     Returns:
         Dense ``[..., out features]``.
     """
+    if out is not None:
+        return into(fp8_linear, locals())
     _recipe(recipe)
     an_integer("rotation", rotation)
     options: dict[str, Any] = {
@@ -383,4 +388,10 @@ def _given_codes(x: Any, weight: Tensor, recipe: str, scale_layout: str) -> tupl
     return y, (q.reshape(rows, q.shape[-1]), column_scale, q_t, scale_t)
 
 
-OP = Op("fp8_linear", public=("fp8_linear", "fp8_weight"), kernels=(), torch_ops=())
+OP = Op(
+    "fp8_linear",
+    public=("fp8_linear", "fp8_weight"),
+    kernels=(),
+    torch_ops=(),
+    uses=("scaled_mm", "quantize_fp8", "smooth_quant", "hadamard", "column_absmax", "transpose"),
+)

@@ -19,6 +19,7 @@ from rtkernels.ops.gemm.scaled_mm import (
 )
 from rtkernels.ops.gemm.scaled_mm_plan import OPTIONS, TENSORS
 from rtkernels.runtime.operator.declared import Operator
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
 
 FORWARD = Operator(
@@ -62,6 +63,7 @@ def gated_mm(
     quant_out: str | None = None,
     b_layout: str = "auto",
     backend: str = "auto",
+    out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return ``act(gate) * up`` with ``[gate, up] = a @ b.T * scales + bias``, in fp32 and rounded once.
 
@@ -84,10 +86,14 @@ def gated_mm(
         quant_out: Return codes and scales, as for scaled_mm.
         b_layout: As for scaled_mm.
         backend: "auto" or "rtkernels"; "sm90", "skinny" or "mma" for one of these.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         ``[..., m, n]``, dense; with `quant_out` ``(codes, scales)``.
     """
+    if out is not None:
+        return into(gated_mm, locals())
     if quant_out is None and nibble == "low":
         result = _replay(
             a, b, scale_a, scale_b, global_scale, bias, None, recipe, b_layout, packed, act, out_dtype, acc, backend
@@ -120,4 +126,6 @@ def gated_mm(
     return FORWARD.call(*tensors, *options)
 
 
-OP = Op("gated_mm", public=("gated_mm",), kernels=(), torch_ops=(FORWARD, QUANTIZED))
+OP = Op(
+    "gated_mm", public=("gated_mm",), kernels=(), torch_ops=(FORWARD, QUANTIZED), uses=("scaled_mm", "quantize_fp8")
+)

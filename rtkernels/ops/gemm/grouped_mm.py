@@ -298,4 +298,5 @@ OP = Op(
     public=("grouped_mm", "grouped_mm_masked", "grouped_wgrad"),
     kernels=(),
     torch_ops=(FORWARD, IN_PLACE, WGRAD),
+    uses=("scaled_mm",),
 )

@@ -316,4 +316,5 @@ OP = Op(
     public=("scaled_mm",),
     kernels=backends.kernels(),
     torch_ops=(FORWARD, IN_PLACE, QUANTIZED),
+    uses=("quantize_fp8",),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.index.embedding_parallel import looked_up_over
 from rtkernels.ops.index.embedding_plan import (
     KERNELS,
     check_add,
@@ -25,6 +27,7 @@ from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable, refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, InPlace, InPlaceOperator, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.sharding import Way, shard
@@ -142,7 +145,8 @@ def _padding(padding_idx: int | None, rows: int, vocab_start: int) -> int:
 
 def embedding(
     ids: Tensor, weight: Tensor, *, padding_idx: int | None = None, vocab_start: int = 0,
-    main_grad: Tensor | None = None,
+    main_grad: Tensor | None = None, group: Any = None, same_ids: bool = True,
+    out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return ``weight[ids - vocab_start]``: one row of the table for each token.
 
@@ -159,14 +163,24 @@ def embedding(
         vocab_start: The id of weight's first row: the table holds ids vocab_start to vocab_start + rows - 1.
         main_grad: [rows, columns], bfloat16, float16 or float32, unit-stride rows. Backward then *adds* to it in place
             (in fp32, one rounding) and gives weight no gradient of its own: ``weight.grad`` stays as it is.
+        group: A process group over which the vocabulary is split: every member has the rows from its vocab_start on,
+            and gets the whole look-up of its ids, by one exchange through ``torch.distributed``.
+        same_ids: All members of the group have the same ids (tensor parallelism). False: each has its own, equally
+            many (sequence parallelism); ids are gathered, looked up and the sums scattered.
+        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
 
     Returns:
         Dense ``[*ids.shape, columns]`` of weight's dtype.
     """
     if not isinstance(ids, Tensor):
-        return interop.call(
-            embedding, ids, weight, padding_idx=padding_idx, vocab_start=vocab_start, main_grad=main_grad
+        return interop.call_with(embedding, locals())
+    if out is not None:
+        return into(embedding, locals())
+    if group is not None:
+        local = functools.partial(
+            embedding, weight=weight, padding_idx=padding_idx, vocab_start=vocab_start, main_grad=main_grad
         )
+        return looked_up_over(group, local, ids, same_ids)
     if not isinstance(weight, Tensor):
         raise ArgumentError(f"weight is a {type(weight).__name__}; expected a torch.Tensor, as ids is one")
     if main_grad is None and padding_idx is None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, is_grad_enabled
 
@@ -13,6 +11,7 @@ from rtkernels.ops.index.row_moves_operators import CHUNKS, SCATTER, SCATTER_INT
 from rtkernels.ops.index.row_moves_plan import KERNELS
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
 from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
 
 # ---- gradients ------------------------------------------------------------------------------------------------------
@@ -97,7 +96,7 @@ def index_select(
         ``[n, columns]`` of x's dtype, dense unless it is `out`; with `scale` a tuple of it and ``[n]`` or ``[n, any]``.
     """
     if not isinstance(x, Tensor):
-        return interop.call(index_select, x, indices, scale=scale, out=out)
+        return interop.call_with(index_select, locals())
     gradient = is_grad_enabled() and needs_grad(x)
     if out is not None:
         if gradient or (is_grad_enabled() and out.requires_grad):
@@ -132,8 +131,7 @@ def scatter_add(
         `out`, or a dense ``[rows, columns]`` of x's dtype.
     """
     if not isinstance(x, Tensor):
-        options: dict[str, Any] = {"weights": weights, "out": out, "accumulate": accumulate}
-        return interop.call(scatter_add, x, indices, rows, **options)
+        return interop.call_with(scatter_add, locals())
     gradient = is_grad_enabled() and needs_grad(x, weights)
     if out is None:
         if rows is None or accumulate:
@@ -150,7 +148,12 @@ def scatter_add(
 
 
 def sort_chunks(
-    x: Tensor, counts: Tensor, order: Tensor, *, scale: Tensor | None = None
+    x: Tensor,
+    counts: Tensor,
+    order: Tensor,
+    *,
+    scale: Tensor | None = None,
+    out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Cut the rows of x into chunks and put these into another order: what follows an all-to-all between experts.
 
@@ -166,12 +169,16 @@ def sort_chunks(
         order: ``[n]`` int32 or int64, a permutation of the chunks. An entry that is no chunk, or that repeats an
             earlier one, is left out, and the rows of chunks that it does not name are not in the result.
         scale: ``[rows]`` or ``[rows, any]``, float32: moved the same way.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         A dense tensor like x, in which rows that no chunk fills (at its end) are 0; with `scale` a tuple of both.
     """
     if not isinstance(x, Tensor):
-        return interop.call(sort_chunks, x, counts, order, scale=scale)
+        return interop.call_with(sort_chunks, locals())
+    if out is not None:
+        return into(sort_chunks, locals())
     if is_grad_enabled() and needs_grad(x):
         y, moved = _sort_chunks(x, counts, order, scale)
     else:
@@ -184,4 +191,5 @@ OP = Op(
     public=("index_select", "scatter_add", "sort_chunks"),
     kernels=KERNELS,
     torch_ops=(SELECT, SELECT_INTO, SCATTER, SCATTER_INTO, CHUNKS),
+    uses=("embedding",),
 )

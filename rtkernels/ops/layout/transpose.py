@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
 import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
+from rtkernels.errors import ArgumentError
 from rtkernels.ops.layout.transpose_plan import (
     KERNELS,
     check_experts,
@@ -20,8 +25,10 @@ from rtkernels.runtime.layout import metadata
 from rtkernels.runtime.operator.autograd import needs_grad
 from rtkernels.runtime.operator.declared import Dense, Operator, Rows, UnitStride
 from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.torch_private import TENSOR_TYPES, is_dynamo_compiling
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
 
@@ -88,7 +95,39 @@ class _Transpose(torch.autograd.Function):
 _differentiable = applied(_Transpose)
 
 
-def transpose(x: Tensor, dim0: int = -2, dim1: int = -1, *, pad_to: int = 1) -> Tensor:
+def _transposed_list(xs: Sequence[Tensor], dim0: int, dim1: int, pad_to: int, out: Any) -> list[Tensor]:
+    """Transpose several tensors: in one launch if they lie at equal distances in one piece of memory, as slices do."""
+    out = [None] * len(xs) if out is None else list(out)
+    if len(out) != len(xs):
+        raise ArgumentError(f"out has {len(out)} tensors; expected {len(xs)}, as many as x")
+    stacked = _stacked(xs) if len(xs) > 1 and all(o is None for o in out) and xs[0].dim() < 4 else None
+    if stacked is not None:
+        dims = [d + 1 if d >= 0 else d for d in (dim0, dim1)]
+        return list(transpose(stacked, *dims, pad_to=pad_to).unbind())
+    return [transpose(x, dim0, dim1, pad_to=pad_to, out=o) for x, o in zip(xs, out, strict=True)]
+
+
+def _stacked(xs: Sequence[Tensor]) -> Tensor | None:
+    first = xs[0]
+    if is_dynamo_compiling() or any(
+        type(x) not in TENSOR_TYPES
+        or x.requires_grad
+        or (x.shape, x.stride(), x.dtype) != (first.shape, first.stride(), first.dtype)
+        or x.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+        for x in xs
+    ):
+        return None
+    offsets = [x.storage_offset() for x in xs]
+    step = offsets[1] - offsets[0]
+    if step < 0 or any(b - a != step for a, b in pairwise(offsets)):
+        return None
+    return first.as_strided((len(xs), *first.shape), (step, *first.stride()))
+
+
+def transpose(
+    x: Tensor | Sequence[Tensor], dim0: int = -2, dim1: int = -1, *, pad_to: int = 1,
+    out: Tensor | Sequence[Tensor | None] | None = None,
+) -> Tensor | list[Tensor]:  # fmt: skip
     """Return a dense copy of a tensor with two dimensions swapped.
 
     The bits of ``x.transpose(dim0, dim1).contiguous()``. With `pad_to` the last dimension of the result is rounded up
@@ -99,16 +138,23 @@ def transpose(x: Tensor, dim0: int = -2, dim1: int = -1, *, pad_to: int = 1) -> 
     Args:
         x: Two to four dimensions, elements of 1, 2 or 4 bytes: floating point (fp8 too), integer or bool. Any strides
             (a copy is made unless the last dimension has unit stride). May be any object with ``__dlpack__``; the
-            result is then of its kind.
+            result is then of its kind. Or a list of tensors; those that are slices of one tensor at equal distances
+            (weights of experts) are transposed in one launch.
         dim0: A dimension; negative ones count from the end.
         dim1: Another one.
         pad_to: 1 to 65536; more than 1 only if the last dimension is one of the two.
+        out: Takes the result instead of new memory: its shape, dtype and strides; a list for a list. Not with
+            gradients.
 
     Returns:
-        Dense, of x's dtype.
+        Dense, of x's dtype; a list for a list.
     """
+    if isinstance(x, (list, tuple)):
+        return _transposed_list(x, dim0, dim1, pad_to, out)
     if not isinstance(x, Tensor):
-        return interop.call(transpose, x, dim0, dim1, pad_to=pad_to)
+        return interop.call_with(transpose, locals())
+    if out is not None:
+        return into(transpose, locals())
     y = _replay(x, dim0, dim1, pad_to)
     if y is not None:
         return y
@@ -117,7 +163,7 @@ def transpose(x: Tensor, dim0: int = -2, dim1: int = -1, *, pad_to: int = 1) -> 
     return TRANSPOSE.call(x, dim0, dim1, pad_to)
 
 
-def transpose_experts(x: Tensor, counts: Tensor, *, pad_to: int = 1) -> Tensor:
+def transpose_experts(x: Tensor, counts: Tensor, *, pad_to: int = 1, out: Tensor | None = None) -> Tensor:
     """Transpose the rows of each expert by themselves: matrices ``[c, n]`` to ``[n, p]``, one after the other.
 
     ``p`` is c rounded up to a multiple of `pad_to`; what is added is zeros. With ``o`` the sum of p over the experts
@@ -132,12 +178,15 @@ def transpose_experts(x: Tensor, counts: Tensor, *, pad_to: int = 1) -> Tensor:
         counts: Rows of each expert, ``[experts]``, int32 or int64 on x's device; zeros are fine. Negative counts are
             taken as 0 and rows are never read past the end.
         pad_to: 1 to 65536.
+        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
 
     Returns:
         ``[(t + (pad_to - 1) * min(experts, t)) * n]``, enough for any counts; zeros after the last expert's matrix.
     """
     if not isinstance(x, Tensor):
-        return interop.call(transpose_experts, x, counts, pad_to=pad_to)
+        return interop.call_with(transpose_experts, locals())
+    if out is not None:
+        return into(transpose_experts, locals())
     if x.requires_grad:
         x = x.detach()
     return EXPERTS.call(x, counts, pad_to)

@@ -22,6 +22,7 @@ from rtkernels.ops.loss.cross_entropy_plan import KERNELS, MEAN, REDUCTIONS, che
 from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable, refuse_leaf
 from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.sharding import is_sharded
 from rtkernels.runtime.torch_private import is_dynamo_compiling
@@ -101,6 +102,7 @@ def cross_entropy(
     softcap: float | None = None, reduction: str = "mean", return_lse: bool = False, return_accuracy: bool = False,
     one_pass: bool = False, in_place: bool = False, group: Any = None, vocab_start: int | None = None,
     vocab_size: int | None = None,
+    out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Return the cross entropy of logits and labels, in fp32.
 
@@ -137,17 +139,17 @@ def cross_entropy(
             the same loss and the gradient of its columns. One all-gather of 20 bytes per row. Not with `one_pass`.
         vocab_start: With `group`, the first column of this process, if the parts are not equal, in the order of ranks.
         vocab_size: With `vocab_start`, the size of the whole vocabulary.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         The loss, float32: a number, or of labels' shape for ``reduction="none"``. A tuple if more is asked for:
         ``(loss, lse, accuracy)`` without those not asked for.
     """
     if not isinstance(logits, Tensor):
-        return interop.call(
-            cross_entropy, logits, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
-            softcap=softcap, reduction=reduction, return_lse=return_lse, return_accuracy=return_accuracy,
-            group=group, vocab_start=vocab_start, vocab_size=vocab_size,
-        )  # fmt: skip
+        return interop.call_with(cross_entropy, locals())
+    if out is not None:
+        return into(cross_entropy, locals())
     if reduction not in REDUCTIONS:
         raise ArgumentError(f"reduction is {reduction!r}; expected one of 'none', 'mean', 'sum'")
     if softcap is not None and not a_number("softcap", softcap) > 0:

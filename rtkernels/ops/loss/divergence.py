@@ -25,6 +25,7 @@ from rtkernels.runtime.layout import token
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
@@ -129,6 +130,7 @@ def kl_div(
     input: Tensor, target: Tensor, *, log_target: bool = False, reduction: str = "batchmean",
     labels: Tensor | None = None, ignore_index: int = -100, from_logits: bool = False, temperature: float = 1.0,
     one_pass: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the divergence ``sum(P * (log P - log Q))`` of predictions Q from a target P, as torch's ``kl_div``.
 
@@ -152,13 +154,15 @@ def kl_div(
             pass multiplies it by the incoming gradient, only if that is not 1 (then with a second rounding), which it
             finds out on the device. Only one backward pass is possible. Nothing changes for "none", or where target
             requires grad or nothing does.
+        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
 
     Returns:
         A float32 scalar, or with "none" a dense tensor of input's shape and dtype.
     """
     if not isinstance(input, Tensor):
-        options = {"log_target": log_target, "reduction": reduction, "labels": labels, "ignore_index": ignore_index}
-        return interop.call(kl_div, input, target, **options, from_logits=from_logits, temperature=temperature)
+        return interop.call_with(kl_div, locals())
+    if out is not None:
+        return into(kl_div, locals())
     _check_temperature(temperature, from_logits)
     if from_logits:
         input, target = _log_probabilities(input, target, temperature)
@@ -169,6 +173,7 @@ def kl_div(
 def jsd(
     input: Tensor, target: Tensor, *, beta: float = 0.5, reduction: str = "batchmean", labels: Tensor | None = None,
     ignore_index: int = -100, from_logits: bool = False, temperature: float = 1.0, one_pass: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the generalised Jensen-Shannon divergence of predictions Q and a target P.
 
@@ -191,13 +196,15 @@ def jsd(
             pass multiplies it by the incoming gradient, only if that is not 1 (then with a second rounding), which it
             finds out on the device. Only one backward pass is possible. Nothing changes for "none", or where target
             requires grad or nothing does.
+        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
 
     Returns:
         A float32 scalar, or with "none" a dense tensor of input's shape and dtype.
     """
     if not isinstance(input, Tensor):
-        options = {"beta": beta, "reduction": reduction, "labels": labels, "ignore_index": ignore_index}
-        return interop.call(jsd, input, target, **options, from_logits=from_logits, temperature=temperature)
+        return interop.call_with(jsd, locals())
+    if out is not None:
+        return into(jsd, locals())
     _check_temperature(temperature, from_logits)
     if not 0.0 <= a_number("beta", beta) <= 1.0:
         raise ArgumentError(f"beta is {beta}; expected 0 to 1")
@@ -207,4 +214,10 @@ def jsd(
     return _divergence(input, target, labels, ignore_index, mode, beta, reduction, True, temperature, one_pass)
 
 
-OP = Op("divergence", public=("kl_div", "jsd"), kernels=KERNELS, torch_ops=(FORWARD, BOTH, EACH, BACKWARD))
+OP = Op(
+    "divergence",
+    public=("kl_div", "jsd"),
+    kernels=KERNELS,
+    torch_ops=(FORWARD, BOTH, EACH, BACKWARD),
+    uses=("softmax", "cross_entropy"),
+)

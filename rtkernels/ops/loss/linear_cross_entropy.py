@@ -12,8 +12,11 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.loss.cross_entropy_operators import SCALE
 from rtkernels.ops.loss.cross_entropy_plan import NONE, REDUCTIONS, check_options
 from rtkernels.ops.loss.linear_cross_entropy_operators import BACKWARD, FORWARD
+from rtkernels.runtime.layout import token
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
+from rtkernels.runtime.operator.into import into
+from rtkernels.runtime.operator.kinds import meta_of
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.sharding import is_sharded
 from rtkernels.runtime.torch_private import is_dynamo_compiling
@@ -60,6 +63,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean",
     return_lse: bool = False, return_accuracy: bool = False, chunk_rows: int | None = None,
     fp32_weight_grad: bool = False, group: Any = None, vocab_start: int | None = None, vocab_size: int | None = None,
+    out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Return ``cross_entropy(hidden @ weight.T + bias, labels)``, with both gradients, in little memory.
 
@@ -99,6 +103,8 @@ def linear_cross_entropy(
             the gradients of its own rows. One all-gather of 20 bytes per row of hidden, one all-reduce of its gradient.
         vocab_start: With `group`, the first row of this process, if the parts are not equal, in the order of ranks.
         vocab_size: With `vocab_start`, the size of the whole vocabulary.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         As in ``cross_entropy``.
@@ -110,6 +116,8 @@ def linear_cross_entropy(
             return_lse=return_lse, return_accuracy=return_accuracy, chunk_rows=chunk_rows,
             fp32_weight_grad=fp32_weight_grad, group=group, vocab_start=vocab_start, vocab_size=vocab_size,
         )  # fmt: skip
+    if out is not None:
+        return into(linear_cross_entropy, locals())
     if reduction not in REDUCTIONS:
         raise ArgumentError(f"reduction is {reduction!r}; expected one of 'none', 'mean', 'sum'")
     if softcap is not None and not a_number("softcap", softcap) > 0:
@@ -142,7 +150,8 @@ def linear_cross_entropy(
         from rtkernels.ops.loss.linear_cross_entropy_operators import check_inputs
         from rtkernels.ops.loss.linear_cross_entropy_parallel import ParallelLinearCrossEntropy
 
-        check_inputs(hidden, weight, labels, bias, chunk_rows)
+        token("hidden", hidden.dtype)
+        check_inputs(*map(meta_of, (hidden, weight, labels, bias)), chunk_rows)
         check_options(*options[1:], REDUCTIONS[reduction])
         span = vocabulary_range(weight.shape[0], group, vocab_start, vocab_size)
         loss, accuracy, lse = ParallelLinearCrossEntropy.apply(
@@ -161,4 +170,10 @@ def linear_cross_entropy(
     return loss, *((lse,) if return_lse else ()), *((accuracy,) if return_accuracy else ())
 
 
-OP = Op("linear_cross_entropy", public=("linear_cross_entropy",), kernels=(), torch_ops=(FORWARD, BACKWARD))
+OP = Op(
+    "linear_cross_entropy",
+    public=("linear_cross_entropy",),
+    kernels=(),
+    torch_ops=(FORWARD, BACKWARD),
+    uses=("cross_entropy",),
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,8 +15,9 @@ from rtkernels.ops.loss import cross_entropy_reduce as reduction_ops
 from rtkernels.ops.loss import linear_cross_entropy_slabs as slabs
 from rtkernels.ops.loss import reference
 from rtkernels.ops.loss.cross_entropy_plan import MEAN, NONE, check_options, report
-from rtkernels.runtime.layout import check_same, metadata, nothing, token
-from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.layout import check_same, nothing
+from rtkernels.runtime.operator.declared import Argument, Meta, Operator
+from rtkernels.runtime.operator.plan import Memory, Steps
 
 # ---- chunks of rows: torch's GEMMs around the kernels of cross_entropy ----------------------------------------------
 
@@ -37,25 +39,32 @@ def default_chunk_rows(rows: int, hidden: int, vocabulary: int, itemsize: int = 
     return min(rows, -(-alike // _TILE_ROWS) * _TILE_ROWS)
 
 
-def check_inputs(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, chunk_rows: int) -> None:
+def check_inputs(hidden: Meta, weight: Meta, labels: Meta, bias: Meta | None, chunk_rows: int) -> None:
     """Raise an ArgumentError for arguments that do not fit together."""
-    token("hidden", hidden.dtype)
     if weight.dim() != 2 or weight.shape[0] == 0:
         raise ArgumentError(f"weight has shape {tuple(weight.shape)}; expected [vocabulary, hidden size]")
     if hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1]:
         raise ArgumentError(
             f"hidden has shape {tuple(hidden.shape)}; expected [..., {weight.shape[1]}], the hidden size of weight"
         )
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None:
-            check_same(name, tensor.dtype, hidden.dtype, "dtype", of="hidden")
-            check_same(name, tensor.get_device(), hidden.get_device(), "device index", of="hidden")
+    check_same("weight", weight.dtype, hidden.dtype, "dtype", of="hidden")
     if bias is not None:
+        check_same("bias", bias.dtype, hidden.dtype, "dtype", of="hidden")
         check_same("bias", tuple(bias.shape), (weight.shape[0],), "shape", of="weight's rows")
     if chunk_rows < 0:
         raise ArgumentError(f"chunk_rows is {chunk_rows}; expected at least 1, or 0 for the rule")
-    logits = (hidden.dtype, torch.Size((*hidden.shape[:-1], weight.shape[0])), (), hidden.get_device())
-    rows_ops.check(logits, metadata(labels), "hidden @ weight.T")
+    logits = hidden._replace(shape=torch.Size((*hidden.shape[:-1], weight.shape[0])), stride=())
+    rows_ops.check(logits, labels, "hidden @ weight.T")
+
+
+def _check_fwd(hidden, weight, labels, bias, ignore_index, smoothing, z_loss, softcap, reduction, *more) -> None:
+    check_options(smoothing, z_loss, softcap, reduction)
+    check_inputs(hidden, weight, labels, bias, more[2])
+
+
+def _check_bwd(dloss, hidden, weight, labels, bias, *more) -> None:
+    check_inputs(hidden, weight, labels, bias, more[4])
+    check_same("dloss", dloss.shape, labels.shape, "shape", of="labels")
 
 
 class WeightSums:
@@ -132,14 +141,12 @@ def _by_rule(chunk_rows: int, in_fp32: bool, rows: int, weight: Tensor, need_wei
     return chunk_rows, chunk_rows < rows
 
 
-def _forward(functions: _Functions, args: tuple):
+def _forward(functions: _Functions, *args):
     """The operator ``linear_cross_entropy_fwd``."""
     (hidden, weight, labels, bias, ignore_index, smoothing, z_loss, softcap, reduction, accuracy, with_lse) = args[:11]
     chunk_rows, in_fp32, *needs = args[11:]
     need_hidden, need_weight, need_bias = needs
     options = (ignore_index, smoothing, z_loss, softcap)
-    check_options(smoothing, z_loss, softcap, reduction)
-    check_inputs(hidden, weight, labels, bias, chunk_rows)
     states, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).contiguous()
     rows, shape = flat.numel(), labels.shape
     wants_gradient = any(needs)
@@ -183,12 +190,10 @@ def _forward(functions: _Functions, args: tuple):
     )
 
 
-def _backward(functions: _Functions, args: tuple):
+def _backward(functions: _Functions, *args):
     """The operator ``linear_cross_entropy_bwd``: as `_forward`, for a gradient of each row's own."""
     (dloss, hidden, weight, labels, bias, ignore_index, smoothing, z_loss, softcap, chunk_rows, in_fp32) = args[:11]
     options, needs = (ignore_index, smoothing, z_loss, softcap), args[11:]
-    check_inputs(hidden, weight, labels, bias, chunk_rows)
-    check_same("dloss", dloss.shape, labels.shape, "shape", of="labels")
     states, flat, g = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).contiguous(), dloss.reshape(-1).float()
     if needs[1] and chunk_rows == 0 and slabs.suits(flat.numel(), weight, _SMALL):
         found = slabs.run(functions.of_slabs, states, weight, flat, bias, g, options, NONE, needs)
@@ -229,7 +234,7 @@ def _reduce_launch(losses, correct, labels, ignore_index, reduction):
 def _launch_fwd(*args):
     found = report(args[0].get_device())
     found.raise_if_bad()
-    results = _forward(_KERNELS, args)
+    results = _forward(_KERNELS, *args)
     if args[0].get_device() < 0:
         found.raise_if_bad()
     return results
@@ -238,10 +243,6 @@ def _launch_fwd(*args):
 def _row_gradient_launch(logits, labels, g, options):
     stats = rows_ops.FORWARD.launch(logits, labels, *options, NONE, False)[2]
     rows_ops.BACKWARD_IN_PLACE.launch(g, logits, labels, stats, None, *options, 0, logits.shape[-1])
-
-
-def _launch_bwd(*args):
-    return _backward(_KERNELS, args)
 
 
 _KERNELS = _Functions(
@@ -277,17 +278,9 @@ def _reduce_reference(losses, correct, labels, ignore_index, reduction):
     return loss, hits
 
 
-def _reference_fwd(*args):
-    return _forward(_PLAIN, args)
-
-
 def _row_gradient_reference(logits, labels, g, options):
     stats = reference.forward(logits, labels, *options, NONE, False)[2]
     logits.copy_(reference.backward(g, logits, labels, stats, None, *options, 0, logits.shape[-1]))
-
-
-def _reference_bwd(*args):
-    return _backward(_PLAIN, args)
 
 
 _PLAIN = _Functions(
@@ -295,48 +288,41 @@ _PLAIN = _Functions(
 )
 
 
-def _fake_gradients(hidden, weight, bias, need_hidden, need_weight, need_bias):
-    empty = hidden.new_empty(0, dtype=torch.float32)
+# ---- operators ------------------------------------------------------------------------------------------------------
+
+
+def _gradients(hidden, weight, bias, need_hidden, need_weight, need_bias) -> tuple[Memory | None, ...]:
     return (
-        torch.empty_like(hidden, memory_format=torch.contiguous_format) if need_hidden else empty,
-        torch.empty_like(weight, memory_format=torch.contiguous_format) if need_weight else empty.clone(),
-        torch.empty_like(bias) if need_bias else empty.clone(),
+        Memory(hidden.shape, hidden.dtype) if need_hidden else None,
+        Memory(weight.shape, weight.dtype) if need_weight else None,
+        Memory(bias.shape, bias.dtype) if need_bias else None,
     )
 
 
-def _fake_fwd(
-    hidden, weight, labels, bias, ignore_index, label_smoothing, z_loss, softcap, reduction, accuracy, lse, chunk_rows,
-    fp32_weight_grad, need_hidden, need_weight, need_bias,
-):  # fmt: skip
-    def new(*shape):
-        return hidden.new_empty(shape, dtype=torch.float32)
-
-    shape = labels.shape if reduction == NONE else ()
-    return (
-        new(*shape),
-        new(*shape) if accuracy else new(0),
-        new(*labels.shape) if lse else new(0),
-        *_fake_gradients(hidden, weight, bias, need_hidden, need_weight, need_bias),
-    )
+def _outputs_fwd(hidden, weight, labels, bias, ignore_index, smoothing, z_loss, softcap, reduction, accuracy, lse,
+                 chunk_rows, in_fp32, *needs):  # fmt: skip
+    each = Memory(labels.shape if reduction == NONE else (), torch.float32)
+    sums = Memory(labels.shape, torch.float32) if lse else None
+    return each, each if accuracy else None, sums, *_gradients(hidden, weight, bias, *needs)
 
 
-def _fake_bwd(dloss, hidden, weight, labels, bias, *more):
-    return _fake_gradients(hidden, weight, bias, *more[-3:])
+def _outputs_bwd(dloss, hidden, weight, labels, bias, *more):
+    return _gradients(hidden, weight, bias, *more[-3:])
 
 
-_TENSORS = "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias"
+_TENSORS = (
+    Argument("hidden"), Argument("weight", None), Argument("labels", None), Argument("bias", None, optional=True),
+)  # fmt: skip
 _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap"
 _NEEDS = "int chunk_rows, bool fp32_weight_grad, bool need_hidden, bool need_weight, bool need_bias"
-FORWARD = TorchOp(
-    f"linear_cross_entropy_fwd({_TENSORS}, {_OPTIONS}, int reduction, bool accuracy, bool lse, {_NEEDS})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    launch=_launch_fwd,
-    reference=_reference_fwd,
-    fake=_fake_fwd,
-)
-BACKWARD = TorchOp(
-    f"linear_cross_entropy_bwd(Tensor dloss, {_TENSORS}, {_OPTIONS}, {_NEEDS}) -> (Tensor, Tensor, Tensor)",
-    launch=_launch_bwd,
-    reference=_reference_bwd,
-    fake=_fake_bwd,
-)
+# Both are products of torch around the kernels of cross_entropy, so a plan has no launches of its own.
+FORWARD = Operator(
+    "linear_cross_entropy_fwd", _TENSORS, options=f"{_OPTIONS}, int reduction, bool accuracy, bool lse, {_NEEDS}",
+    results="loss hits lse dhidden dweight dbias", outputs=_outputs_fwd, check=_check_fwd,
+    plan=lambda *_: Steps(instead=_launch_fwd), reference=partial(_forward, _PLAIN), plans_empty=True,
+)  # fmt: skip
+BACKWARD = Operator(
+    "linear_cross_entropy_bwd", (Argument("dloss", None), *_TENSORS), options=f"{_OPTIONS}, {_NEEDS}",
+    results="dhidden dweight dbias", outputs=_outputs_bwd, check=_check_bwd,
+    plan=lambda *_: Steps(instead=partial(_backward, _KERNELS)), reference=partial(_backward, _PLAIN), plans_empty=True,
+)  # fmt: skip

@@ -19,8 +19,6 @@ from rtkernels.ops.loss.cross_entropy_plan import MEAN
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.layout import nothing
 
-# torch.mm and torch.addmm with fp32 results of 16-bit factors
-_HAS_OUT_DTYPE = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 8)
 _TILE, _CPU_COLUMNS = 128, 8192
 
 
@@ -34,8 +32,6 @@ def add_product(sums: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     if a.dtype == torch.float32 or not a.is_cuda:
         a, b = a.float(), b.float()
         torch.mm(a, b, out=sums) if first else sums.addmm_(a, b)
-    elif not _HAS_OUT_DTYPE:  # one rounding of every product, not of the sums
-        sums.copy_(torch.mm(a, b)) if first else sums.add_(torch.mm(a, b))
     elif first:
         torch.mm(a, b, out_dtype=torch.float32, out=sums)
     else:

@@ -12,6 +12,7 @@ from rtkernels.ops.moe.moe_index_layout import MoeIndex, max_rows
 from rtkernels.ops.moe.moe_index_plan import KERNELS, check, check_map, is_map, plan_index, plan_map
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.declared import Dense, Operator
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 
@@ -142,7 +143,9 @@ def moe_index(
     return MoeIndex(*INDEX.call(routing, experts, choices, multiple_of, rows))
 
 
-def moe_row_id_map(routing_map: Tensor, multiple_of: int = 1, rows: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def moe_row_id_map(
+    routing_map: Tensor, multiple_of: int = 1, rows: int | None = None, *, out: tuple[Tensor | None, ...] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Give every routed (token, expert) pair its row, as a dense map: sorted by expert, inside an expert by token.
 
     The form that permutations driven by a mask take; :func:`moe_index` gives the same rows as a compact list. Runs as
@@ -153,6 +156,8 @@ def moe_row_id_map(routing_map: Tensor, multiple_of: int = 1, rows: int | None =
             with ``__dlpack__``; the results are then of its kind.
         multiple_of: Every expert's rows are padded to a multiple of this.
         rows: Pairs whose row would not be below this get none. By default all have one.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         ``(map, counts, offsets)``, all int32: the map ``[tokens, experts]`` with -1 where there is no row; tokens of
@@ -160,7 +165,9 @@ def moe_row_id_map(routing_map: Tensor, multiple_of: int = 1, rows: int | None =
         entry is the number of rows in use.
     """
     if not isinstance(routing_map, Tensor):
-        return interop.call(moe_row_id_map, routing_map, multiple_of, rows)
+        return interop.call_with(moe_row_id_map, locals())
+    if out is not None:
+        return into(moe_row_id_map, locals())
     an_integer("multiple_of", multiple_of)
     if rows is None:
         tokens, experts = routing_map.shape if routing_map.dim() == 2 else (0, 0)

@@ -17,6 +17,7 @@ from rtkernels.ops.shared.fp8_layout import FP8_DTYPES
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Dense, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 
@@ -185,6 +186,7 @@ def with_arrays(function: Any, x: Any, index: Any, *more: Any, **options: Any) -
 def moe_permute(
     x: Tensor, index: MoeIndex, *, probs: Tensor | None = None, scale: Tensor | None = None,
     dense_probs: bool | None = None,
+    out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | MoePermuted:  # fmt: skip
     """Copy the rows of tokens to where their experts expect them: ``y[index.rows[t, j]] = x[t]``.
 
@@ -204,11 +206,15 @@ def moe_permute(
             bfloat16 or float16.
         scale: float32 ``[T]`` or ``[T, s]``: scales of x's rows, to carry along.
         dense_probs: Whether probs has a column per expert. Needed only if there are as many choices as experts.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         y ``[R, H]`` of x's dtype. With probs or scale a named tuple ``(y, probs, scale)``, probs being ``[R]`` and
         scale ``[R]`` or ``[R, s]``, and None for what was not given.
     """
+    if out is not None:
+        return into(moe_permute, locals())
     if not isinstance(x, Tensor):
         return with_arrays(moe_permute, x, index, probs=probs, scale=scale, dense_probs=dense_probs)
     index = as_index(index)
@@ -223,7 +229,12 @@ def moe_permute(
 
 
 def moe_unpermute(
-    y: Tensor, index: MoeIndex, *, probs: Tensor | None = None, dense_probs: bool | None = None
+    y: Tensor,
+    index: MoeIndex,
+    *,
+    probs: Tensor | None = None,
+    dense_probs: bool | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Add up the rows of each token: ``out[t] = sum over j of probs[t, j] * y[index.rows[t, j]]``.
 
@@ -240,10 +251,13 @@ def moe_unpermute(
         index: As given to :func:`moe_permute`.
         probs: Weights: ``[T, k]``, one per choice, or ``[T, experts]``, one per expert; float32, bfloat16 or float16.
         dense_probs: Whether probs has a column per expert. Needed only if there are as many choices as experts.
+        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
 
     Returns:
         Dense ``[T, H]`` of y's dtype.
     """
+    if out is not None:
+        return into(moe_unpermute, locals())
     if not isinstance(y, Tensor):
         return with_arrays(moe_unpermute, y, index, probs=probs, dense_probs=dense_probs)
     index = as_index(index)

@@ -16,6 +16,7 @@ from rtkernels.ops.shared.fp8_layout import Fp8Layout, groups_of
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Dense, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
 
 # ---- operator -------------------------------------------------------------------------------------------------------
@@ -101,6 +102,7 @@ _differentiable = applied(_PermuteFp8)
 def moe_permute_fp8(
     x: Tensor, index: MoeIndex, *, layout: str = "both", dtype: torch.dtype = torch.float8_e4m3fn,
     pow2_scale: bool = False, probs: Tensor | None = None, dense_probs: bool | None = None, output: str | None = None,
+    out: tuple[Tensor | None, ...] | None = None,
 ) -> MoePermutedFp8:  # fmt: skip
     """Copy the rows of tokens to where their experts expect them, as fp8 codes with block scales, in one pass.
 
@@ -126,10 +128,14 @@ def moe_permute_fp8(
         probs: Numbers to carry along, as for :func:`moe_permute`.
         dense_probs: As for :func:`moe_permute`.
         output: Another name of `layout`.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         A :class:`MoePermutedFp8`; everything in it but y is dense.
     """
+    if out is not None:
+        return into(moe_permute_fp8, locals())
     layout = layout if output is None else output
     if not isinstance(x, Tensor):
         options = {"layout": layout, "dtype": dtype, "pow2_scale": pow2_scale}
@@ -149,4 +155,10 @@ def moe_permute_fp8(
     return MoePermutedFp8(*Fp8Layout((), layout).asked(codes), None if probs is None else probs_out, y)
 
 
-OP = Op("moe_permute_fp8", public=("moe_permute_fp8",), kernels=KERNELS, torch_ops=(QUANTIZE,))
+OP = Op(
+    "moe_permute_fp8",
+    public=("moe_permute_fp8",),
+    kernels=KERNELS,
+    torch_ops=(QUANTIZE,),
+    uses=("moe_permute", "quantize_fp8_experts"),
+)

@@ -32,6 +32,7 @@ from rtkernels.runtime.layout import (
 )
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.declared import Aligned, Dense, Meta, Operator, Rows, dense_as, misaligned
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
@@ -149,6 +150,7 @@ class MoePermutedSmooth(NamedTuple):
 def moe_permute_smooth(
     x: Tensor, index: MoeIndex, smooth: Tensor, *, divide: bool = False, scale: Tensor | None = None,
     tokens: Tensor | None = None, dtype: torch.dtype = torch.float8_e4m3fn, pow2_scale: bool = False,
+    out: tuple[Tensor | None, ...] | None = None,
 ) -> MoePermutedSmooth:  # fmt: skip
     """Copy the rows of tokens to their experts, times the expert's factors, as fp8 codes with one scale per row.
 
@@ -170,11 +172,15 @@ def moe_permute_smooth(
             the gradient of the weights of :func:`moe_unpermute`, if x is that of its result.
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         pow2_scale: Round scales up to a power of two.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         A named tuple ``(q, scale, dot)``: codes ``[R, H]``, float32 scales ``[R]``, and float32 dot products ``[R]``
         (0 in rows that no choice fills) or None.
     """
+    if out is not None:
+        return into(moe_permute_smooth, locals())
     if not isinstance(x, Tensor):
         options = {"divide": divide, "scale": scale, "tokens": tokens, "dtype": dtype}
         return with_arrays(moe_permute_smooth, x, index, smooth, **options, pow2_scale=pow2_scale)
@@ -190,4 +196,5 @@ OP = Op(
     public=("moe_permute_smooth", "moe_permute_smooth_t"),
     kernels=(KERNEL, *transposed.KERNELS),
     torch_ops=(SMOOTH, transposed.CHANNEL),
+    uses=("quantize_fp8",),
 )

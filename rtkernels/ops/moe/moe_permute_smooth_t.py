@@ -21,6 +21,7 @@ from rtkernels.runtime.launch.kernel import Kernel, build_together
 from rtkernels.runtime.layout import check_same, divisor, row_stride, token
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.declared import Argument, Dense, Meta, Operator
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Step, Steps
 
 _WIDER = {E4M3: torch.bfloat16, torch.float8_e5m2: torch.bfloat16}  # exact
@@ -124,6 +125,7 @@ class MoePermutedChannel(NamedTuple):
 def moe_permute_smooth_t(
     x: Tensor, index: MoeIndex, row_factor: Tensor | None = None, *, scale: Tensor | None = None,
     smooth: Tensor | None = None, pow2_scale: bool = False,
+    out: tuple[Tensor | None, ...] | None = None,
 ) -> MoePermutedChannel:  # fmt: skip
     """Copy the rows of tokens to their experts, times factors, as transposed fp8 codes with one scale per column.
 
@@ -142,11 +144,15 @@ def moe_permute_smooth_t(
         scale: Scales of x's rows, float32 ``[T]``.
         smooth: Factors of the columns, float32 ``[H]``.
         pow2_scale: Round scales up to a power of two.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         A named tuple ``(q_t, scale)``: float8_e4m3fn ``[R * H]``, of which ``[s * H : (s + c) * H]`` is the matrix
         ``[H, c]`` of the expert with rows s to s + c - 1, and zeros after the last one; float32 ``[experts, H]``.
     """
+    if out is not None:
+        return into(moe_permute_smooth_t, locals())
     if not isinstance(x, Tensor):
         options = {"scale": scale, "smooth": smooth, "pow2_scale": pow2_scale}
         return with_arrays(moe_permute_smooth_t, x, index, row_factor, **options)

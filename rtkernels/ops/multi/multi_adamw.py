@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from rtkernels.ops.multi.multi_tables import THREADS, Table, check_one, check_to
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.tables import Tables, check_list
 from rtkernels.runtime.layout import FLOAT_DTYPES
-from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.lists import ListOperator, Number, Tensors
+from rtkernels.runtime.operator.plan import Step, Steps
 
 _AHEAD = 2  # groups of four elements a thread requests before it works on the first
 _STEPS = 4  # index of the list of step counts; cuda_src/multi/multi_adamw.cu
@@ -55,67 +57,32 @@ def _check(lists: Lists) -> None:
             )
 
 
-def _build(lists: Lists, device: int) -> Table:
-    _check(lists)
-    return Table(lists, device, scalars=_STEPS)
-
-
-_TABLES = Tables(_build)
-
-
-def _lists(weights, grads, exp_avgs, exp_avg_sqs, steps, copies) -> Lists:
-    lists = (weights, grads, exp_avgs, exp_avg_sqs, steps)
-    return (*lists, copies) if len(copies) else lists
+_TABLES = Tables(partial(Table, scalars=_STEPS), _check)
 
 
 def _log(beta: float) -> float:
     return math.log(beta) if beta > 0 else -math.inf
 
 
-def _check_scalars(weights: Sequence[Tensor], **numbers: Tensor | None) -> None:
-    for name, number in numbers.items():
-        if number is not None and (
-            number.dtype != torch.float32 or number.numel() != 1 or number.device != weights[0].device
-        ):
-            raise ArgumentError(
-                f"{name} is {str(number.dtype).removeprefix('torch.')} {tuple(number.shape)} on {number.device}; "
-                f"expected a single float32 number on {weights[0].device}"
-            )
+def _numbers(lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, maximize: bool) -> tuple:
+    sign = -1.0 if maximize else 1.0
+    return lr, _log(beta1), _log(beta2), 1.0 - beta1, 1.0 - beta2, eps, weight_decay, sign
 
 
-def _launch(
-    weights: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor], copies: Sequence[Tensor], lr_by: Tensor | None, grad_scale: Tensor | None,
-    found_inf: Tensor | None, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, maximize: bool,
-) -> None:  # fmt: skip
-    _check_scalars(weights, lr=lr_by, grad_scale=grad_scale, found_inf=found_inf)
-    table = _TABLES.find(_lists(weights, grads, exp_avgs, exp_avg_sqs, steps, copies))
-    bound = table.launches.get("adamw")
-    if bound is None:
-        bound = table.launches["adamw"] = (
-            _ADVANCE.bind((THREADS,), table.device, -(-table.tensors // THREADS), THREADS),
-            _ADAMW.bind((_AHEAD,), table.device, max(table.chunks, 1), THREADS, overlap=True),
-        )
-    advance, adamw = bound
-    lr_address, scale_address, inf_address = (0 if t is None else t.data_ptr() for t in (lr_by, grad_scale, found_inf))
-    advance(table.address, inf_address, table.tensors, table.lists)
+def _plan(table: Table) -> Steps:
+    advance = _ADVANCE.bind((THREADS,), table.device, -(-table.tensors // THREADS), THREADS)
+    steps = [Step(advance, "table", "found_inf", table.tensors, table.lists)]
     if table.chunks:
-        adamw(
-            table.address, lr_address, scale_address, inf_address, table.tensors, table.lists, table.shift, lr,
-            _log(beta1), _log(beta2), 1.0 - beta1, 1.0 - beta2, eps, weight_decay, -1.0 if maximize else 1.0,
-        )  # fmt: skip
-    if not weights[0].is_inference():
-        torch.autograd.graph.increment_version((*weights, *copies))  # no graph saves the others
+        adamw = _ADAMW.bind((_AHEAD,), table.device, table.chunks, THREADS, overlap=True)
+        sizes = table.tensors, table.lists, table.shift
+        steps.append(Step(adamw, "table", "lr_by", "grad_scale", "found_inf", *sizes, *_NUMBERS.split()))
+    return Steps(*steps)
 
 
 def _reference(
     weights, grads, exp_avgs, exp_avg_sqs, steps, copies, lr_by, grad_scale, found_inf, lr, beta1, beta2, eps,
     weight_decay, maximize,
 ) -> None:  # fmt: skip
-    if not len(weights):
-        return
-    _check(_lists(weights, grads, exp_avgs, exp_avg_sqs, steps, copies))
-    _check_scalars(weights, lr=lr_by, grad_scale=grad_scale, found_inf=found_inf)
     with torch.no_grad():
         # Whether to skip is known to the device only: then the new values are the old ones.
         skip = None if found_inf is None else (found_inf != 0).reshape(())
@@ -141,29 +108,16 @@ def _single(number: float | Tensor) -> float | Tensor:
     return number.float() if isinstance(number, Tensor) else number
 
 
-STEP = TorchOp(
-    "multi_adamw_(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-    "Tensor(d!)[] steps, Tensor(e!)[] copies, Tensor? lr_by, Tensor? grad_scale, Tensor? found_inf, float lr, "
-    "float beta1, float beta2, float eps, float weight_decay, bool maximize) -> ()",
-    launch=_launch,
+_NUMBERS = "lr log_beta1 log_beta2 rest1 rest2 eps decay sign"
+STEP = ListOperator(
+    "multi_adamw_",
+    (
+        Tensors("weights", written=True), Tensors("grads"), Tensors("exp_avgs", written=True, counted=False),
+        Tensors("exp_avg_sqs", written=True, counted=False), Tensors("steps", written=True, counted=False),
+        Tensors("copies", written=True, optional=True), Number("lr_by", called="lr"), Number("grad_scale"),
+        Number("found_inf"),
+    ),
+    options="float lr, float beta1, float beta2, float eps, float weight_decay, bool maximize",
+    numbers="lr beta1 beta2 eps weight_decay maximize", derived=(_NUMBERS, _numbers), tables=_TABLES, plan=_plan,
     reference=_reference,
-    fake=lambda *args: None,
-)
-
-
-def samples(device: str):
-    """Arguments for the operator."""
-    g = torch.Generator(device).manual_seed(1)
-
-    def some() -> list[Tensor]:
-        return [torch.randn(size, generator=g, device=device).abs() for size in (40, 3)]
-
-    def step() -> list[Tensor]:
-        return [torch.full((), 2.0, device=device) for _ in range(2)]
-
-    numbers = (1e-2, 0.9, 0.99, 1e-8, 0.1, False)
-    yield STEP, (some(), some(), some(), some(), step(), [], None, None, None, *numbers)
-    copies = [t.bfloat16() for t in some()]
-    one = torch.ones((), device=device)
-    low = [t.bfloat16() for t in some()]
-    yield STEP, (some(), low, some(), some(), step(), copies, one * 0.1, one * 4, one * 0, *numbers)
+)  # fmt: skip

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.launch.device import device_info
-from rtkernels.runtime.launch.driver import Launch
 from rtkernels.runtime.launch.tables import Tables, check_list, same_order, upload
 from rtkernels.runtime.layout import FLOAT_DTYPES, GRID_LIMIT
+from rtkernels.runtime.operator.plan import StepPlan
 
 THREADS = 256
 _RESIDENT = 8  # blocks of a multiprocessor, about
@@ -32,7 +32,7 @@ class Table:
         tensors: How many there are in each list.
         chunks: How many there are in all.
         shift: Elements of a whole chunk, as a power of two.
-        launches: What ops bound for this table, by name.
+        plans: Those of operators for this table, by name and options.
     """
 
     def __init__(self, lists: Sequence[Sequence[Tensor]], device: int, scalars: int | None = None) -> None:
@@ -68,7 +68,7 @@ class Table:
             }
 
         self._words = upload(words, device, targets)
-        self.launches: dict[Any, Launch | tuple[Launch, ...]] = {}
+        self.plans: dict[Any, StepPlan] = {}
 
     @property
     def address(self) -> int:
@@ -115,16 +115,10 @@ def check_together(
             )
 
 
-def _one(lists: Sequence[Sequence[Tensor]], device: int) -> Table:
-    check_one(lists[0])
-    return Table(lists, device)
-
-
-def _two(lists: Sequence[Sequence[Tensor]], device: int) -> Table:
+def _check_two(lists: Sequence[Sequence[Tensor]]) -> None:
     check_one(lists[0], "outputs")
     check_together("inputs", lists[1], "outputs", lists[0])
-    return Table(lists, device)
 
 
-ONE = Tables(_one)
-TWO = Tables(_two)
+ONE = Tables(Table, lambda lists: check_one(lists[0]))
+TWO = Tables(Table, _check_two)

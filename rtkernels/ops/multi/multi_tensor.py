@@ -14,13 +14,14 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.multi import multi_adamw
 from rtkernels.ops.multi import reference as plain
 from rtkernels.ops.multi.multi_tables import ONE, THREADS, TWO, Table, check_one
-from rtkernels.ops.multi.reference import LARGEST, MAGNITUDES, SQUARES, ZEROS, check_by, count_versions, out_dtype
+from rtkernels.ops.multi.reference import LARGEST, MAGNITUDES, SQUARES, ZEROS, out_dtype
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.launch.memory import dense_memory
 from rtkernels.runtime.launch.tables import TensorList
 from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.autograd import refuse_gradients
-from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.into import into
+from rtkernels.runtime.operator.lists import ListOperator, Number, Tensors
+from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 _KINDS = {2.0: SQUARES, 1.0: MAGNITUDES, math.inf: LARGEST}
@@ -41,96 +42,60 @@ _SCALE = Kernel(
     args="table:ptr by:ptr tensors:i64 lists:i64 shift:i64 chunks:i64 scale:f64 most:f64", variants=[(_AHEAD,)],
 )  # fmt: skip
 
-# ---- launchers ------------------------------------------------------------------------------------------------------
+# ---- operators ------------------------------------------------------------------------------------------------------
 
 
-def _bind_reduce(table: Table, kind: int, per_tensor: bool, raw: bool) -> tuple[Any, ...]:
+def _reduce_steps(table: Table, kind: int, per_tensor: bool, raw: bool, out: str) -> list[Step]:
     blocks = 1 + (-(-table.tensors // _FINISH_WARPS) if per_tensor else 0)
-    reduce = _REDUCE.bind((kind,), table.device, max(table.chunks, 1), THREADS)
     finish = _FINISH.bind((kind,), table.device, blocks, 32 * _FINISH_WARPS, overlap=table.chunks > 0)
-    results = 1 + (table.tensors if per_tensor else 0)
-    allocate, partial = dense_memory(table.device, (max(table.chunks, 1),), torch.float64)
-    _, out = dense_memory(table.device, (results,), out_dtype(kind, raw))
-    return reduce, finish, allocate, partial, out
-
-
-def _launch_reduce(tensors: Sequence[Tensor], kind: int, per_tensor: bool, raw: bool) -> Tensor:
-    return _reduce_table(ONE.find((tensors,)), kind, per_tensor, raw)
-
-
-def _launch_clip(tensors: Sequence[Tensor], kind: int, most: float) -> Tensor:
-    table = ONE.find((tensors,))
-    norm = _reduce_table(table, kind, False, False)
-    _scale_table(table, norm, 1.0, most, overlap=True)
-    count_versions(tensors)
-    return norm
-
-
-def _reduce_table(table: Table, kind: int, per_tensor: bool, raw: bool) -> Tensor:
-    key = (kind, per_tensor, raw)
-    bound = table.launches.get(key)
-    if bound is None:
-        bound = table.launches[key] = _bind_reduce(table, kind, per_tensor, raw)
-    reduce, finish, allocate, partial_layout, out_layout = bound
-    partial, out = allocate(*partial_layout), allocate(*out_layout)
-    address, partial_address = table.address, partial.data_ptr()
+    steps = [Step(finish, "table", "partial", out, table.tensors, table.shift, table.chunks, int(raw))]
     if table.chunks:
-        reduce(address, partial_address, table.tensors, table.shift)
-    finish(address, partial_address, out.data_ptr(), table.tensors, table.shift, table.chunks, raw)
-    return out
+        reduce = _REDUCE.bind((kind,), table.device, table.chunks, THREADS)
+        steps.insert(0, Step(reduce, "table", "partial", table.tensors, table.shift))
+    return steps
 
 
-def _launch_scale(tensors: Sequence[Tensor], by: Tensor | None, scale: float, most: float) -> None:
-    check_by(by, tensors)
-    _scale_table(ONE.find((tensors,)), by, scale, most)
-    count_versions(tensors)
-
-
-def _launch_copy(outputs: Sequence[Tensor], inputs: Sequence[Tensor], by: Tensor | None, scale: float) -> None:
-    check_by(by, outputs)
-    _scale_table(TWO.find((outputs, inputs)), by, scale, -1.0)
-    count_versions(outputs)
-
-
-def _scale_table(table: Table, by: Tensor | None, scale: float, most: float, *, overlap: bool = False) -> None:
+def _scale_steps(table: Table, *numbers: str | float, overlap: bool = False) -> list[Step]:
     if not table.chunks:
-        return
-    key = ("scale", overlap)  # only behind a kernel of our own: a graph may know no other overlap
-    launch = table.launches.get(key)
-    if launch is None:
-        launch = table.launches[key] = _SCALE.bind((_AHEAD,), table.device, table.walkers, THREADS, overlap=overlap)
-    by_address = 0 if by is None else by.data_ptr()
-    launch(table.address, by_address, table.tensors, table.lists, table.shift, table.chunks, scale, most)
+        return []
+    # Overlap only behind a kernel of our own: a graph may know no other.
+    launch = _SCALE.bind((_AHEAD,), table.device, table.walkers, THREADS, overlap=overlap)
+    by, *more = numbers
+    return [Step(launch, "table", by, table.tensors, table.lists, table.shift, table.chunks, *more)]
 
 
-def _fake_reduce(tensors, kind, per_tensor, raw):
-    return tensors[0].new_empty(1 + (len(tensors) if per_tensor else 0), dtype=out_dtype(kind, raw))
+def _partial(table: Table) -> dict[str, Memory]:
+    return {"partial": Memory((max(table.chunks, 1),), torch.float64)}
 
 
-REDUCE = TorchOp(
-    "multi_reduce(Tensor[] tensors, int kind, bool per_tensor, bool raw) -> Tensor",
-    launch=_launch_reduce,
-    reference=plain.reduce,
-    fake=_fake_reduce,
-)
-SCALE = TorchOp(
-    "multi_scale_(Tensor(a!)[] tensors, Tensor? by, float scale, float most) -> ()",
-    launch=_launch_scale,
-    reference=plain.scale_,
-    fake=lambda tensors, by, scale, most: None,
-)
-CLIP = TorchOp(
-    "multi_clip_norm_(Tensor(a!)[] tensors, int kind, float most) -> Tensor",
-    launch=_launch_clip,
-    reference=plain.clip_,
-    fake=lambda tensors, kind, most: tensors[0].new_empty(1, dtype=torch.float32),
-)
-COPY = TorchOp(
-    "multi_copy_(Tensor(a!)[] outputs, Tensor[] inputs, Tensor? by, float scale) -> ()",
-    launch=_launch_copy,
-    reference=plain.copy_,
-    fake=lambda outputs, inputs, by, scale: None,
-)
+def _plan_reduce(table: Table, kind: int, per_tensor: bool, raw: bool) -> Steps:
+    return Steps(*_reduce_steps(table, kind, per_tensor, raw, "out"), scratch=_partial(table))
+
+
+def _plan_clip(table: Table, kind: int) -> Steps:
+    norm = _reduce_steps(table, kind, False, False, "norm")
+    return Steps(*norm, *_scale_steps(table, "norm", 1.0, "most", overlap=True), scratch=_partial(table))
+
+
+_TENSORS = Tensors("tensors", written=True)
+_BY = Number("by", called="scale")
+REDUCE = ListOperator(
+    "multi_reduce", (Tensors("tensors"),), options="int kind, bool per_tensor, bool raw", result="out",
+    output=lambda tensors, kind, each, raw: Memory((1 + (len(tensors) if each else 0),), out_dtype(kind, raw)),
+    tables=ONE, plan=_plan_reduce, reference=plain.reduce,
+)  # fmt: skip
+SCALE = ListOperator(
+    "multi_scale_", (_TENSORS, _BY), options="float scale, float most", numbers="scale most", tables=ONE,
+    plan=lambda table: Steps(*_scale_steps(table, "by", "scale", "most")), reference=plain.scale_,
+)  # fmt: skip
+CLIP = ListOperator(
+    "multi_clip_norm_", (_TENSORS,), options="int kind, float most", numbers="most", result="norm",
+    output=lambda *_: Memory((1,), torch.float32), tables=ONE, plan=_plan_clip, reference=plain.clip_,
+)  # fmt: skip
+COPY = ListOperator(
+    "multi_copy_", (Tensors("outputs", written=True), Tensors("inputs"), _BY), options="float scale", numbers="scale",
+    tables=TWO, plan=lambda table: Steps(*_scale_steps(table, "by", "scale", -1.0)), reference=plain.copy_,
+)  # fmt: skip
 
 _reduce, _scale, _clip, _copy = REDUCE.call, SCALE.call, CLIP.call, COPY.call
 
@@ -159,7 +124,13 @@ def tensor_list(tensors: Tensors) -> TensorList:
 
 
 def multi_norm(
-    tensors: Tensors, ord: float = 2.0, *, per_tensor: bool = False, group: Any = None
+    tensors: Tensors,
+    ord: float = 2.0,
+    *,
+    per_tensor: bool = False,
+    group: Any = None,
+    root: bool = True,
+    out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return the norm of all elements of all tensors together: l2, l1 or the largest magnitude.
 
@@ -175,21 +146,32 @@ def multi_norm(
         group: A process group over which tensors are sharded (``torch.distributed.group.WORLD`` for all): the result is
             the norm over all its members, by one all-reduce of fp64 sums. With per_tensor, every member must have
             equally many tensors; those at the same place count as shards of one.
+        root: False leaves out the square root of ord 2: the sum of squares.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         0-d fp32 (without a group, on the CPU for an empty list), or a pair of that and fp32 ``[len(tensors)]``.
     """
+    if out is not None:
+        return into(multi_norm, locals())
     tensors = _listed(tensors)
     kind = _kind_of(ord)
-    if group is None:
-        out = _reduce(tensors, kind, per_tensor, False)
+    if group is None and root:
+        made = _reduce(tensors, kind, per_tensor, False)
     else:
-        out = _combined(_reduce(tensors, kind, per_tensor, True), kind, group)
-    return (out[0], out[1:]) if per_tensor else out.reshape(())
+        sums = _reduce(tensors, kind, per_tensor, True)
+        sums = sums if group is None else _over_group(sums, kind, group)
+        made = _finished(sums, kind) if root else sums.float()
+    return (made[0], made[1:]) if per_tensor else made.reshape(())
 
 
 def multi_count_zeros(
-    tensors: Tensors, *, per_tensor: bool = False, group: Any = None
+    tensors: Tensors,
+    *,
+    per_tensor: bool = False,
+    group: Any = None,
+    out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return how many elements of all tensors together are zero (of either sign; NaN and subnormals are not).
 
@@ -197,10 +179,14 @@ def multi_count_zeros(
         tensors: As for ``multi_norm``.
         per_tensor: Return the number for each tensor, too.
         group: As for ``multi_norm``: the numbers of all members of a process group are added.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         0-d int64 (on the CPU for an empty list), or a pair of that and int64 ``[len(tensors)]``.
     """
+    if out is not None:
+        return into(multi_count_zeros, locals())
     out = _reduce(_listed(tensors), ZEROS, per_tensor, False)
     if group is not None:
         out = _where_group_is(out, group)

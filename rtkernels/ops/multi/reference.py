@@ -1,4 +1,4 @@
-"""The multi-tensor ops in plain torch, and what their launchers share with it."""
+"""The multi-tensor ops in plain torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels.errors import ArgumentError
-from rtkernels.ops.multi.multi_tables import check_one, check_together
-
 SQUARES, MAGNITUDES, LARGEST, ZEROS = range(4)  # cuda_src/multi/multi_reduce.cu
 
 
@@ -19,26 +16,8 @@ def out_dtype(kind: int, raw: bool) -> torch.dtype:
     return torch.int64 if kind == ZEROS else torch.float64 if raw else torch.float32
 
 
-def count_versions(tensors: Sequence[Tensor]) -> None:
-    """Tell autograd that tensors were overwritten: a backward that saved one must raise, not use the new values."""
-    if not tensors[0].is_inference():
-        torch.autograd.graph.increment_version(tensors)
-
-
-def check_by(by: Tensor | None, tensors: Sequence[Tensor]) -> None:
-    """Raise an ArgumentError unless a factor on the device can be read by a kernel that works on these tensors."""
-    if by is None or not len(tensors):
-        return
-    if by.dtype != torch.float32 or by.numel() != 1:
-        got = f"{str(by.dtype).removeprefix('torch.')} {tuple(by.shape)}"
-        raise ArgumentError(f"scale is a tensor of {got}; expected a single float32 number")
-    if by.device != tensors[0].device:
-        raise ArgumentError(f"scale is on {by.device}; expected {tensors[0].device}, that of the tensors")
-
-
 def reduce(tensors: Sequence[Tensor], kind: int, per_tensor: bool, raw: bool) -> Tensor:
     """Return the reduction of all tensors, then of each if asked for."""
-    check_one(tensors)
     place = tensors[0].device if len(tensors) else "cpu"
     each = [_reduce_one(t.detach(), kind) for t in tensors]
     zero = torch.zeros(1, dtype=torch.float64, device=place)
@@ -70,8 +49,6 @@ def _factor(by: Tensor | None, scale: float, most: float) -> Any:
 
 def scale_(tensors: Sequence[Tensor], by: Tensor | None, scale: float, most: float) -> None:
     """Multiply by ``scale * by``, or with `most` of at least 0 clip to it, `by` being the norm."""
-    check_one(tensors)
-    check_by(by, tensors)
     factor = _factor(by, scale, most)
     for t in tensors:
         t.detach().copy_(t.detach().float() * factor.to(t.device))
@@ -86,9 +63,6 @@ def clip_(tensors: Sequence[Tensor], kind: int, most: float) -> Tensor:
 
 def copy_(outputs: Sequence[Tensor], inputs: Sequence[Tensor], by: Tensor | None, scale: float) -> None:
     """Write ``inputs * scale * by`` into outputs."""
-    check_one(outputs, "outputs")
-    check_together("inputs", inputs, "outputs", outputs)
-    check_by(by, outputs)
     factor = _factor(by, scale, -1.0)
     for to, t in zip(outputs, inputs, strict=True):
         to.detach().copy_(t.detach().float() * factor.to(t.device))

@@ -11,6 +11,7 @@ from rtkernels.runtime.layout import nothing
 from rtkernels.runtime.operator.autograd import needs_grad
 from rtkernels.runtime.operator.declared import Argument, Dense, Operator
 from rtkernels.runtime.operator.gradient import differentiable
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 
@@ -102,6 +103,7 @@ _replay, _forward = FORWARD.replay, FORWARD.call
 def group_rms_norm_gate(
     x: Tensor, gate: Tensor, weight: Tensor | None = None, *, groups: int, eps: float | None = None,
     layout: str = "same",
+    out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Normalise each group of channels by its root mean square and gate the result.
 
@@ -120,10 +122,13 @@ def group_rms_norm_gate(
         eps: Added to the mean square; None for 1e-6.
         layout: ``"same"``, or ``"sequence_first"``: x is ``[batch, sequence, ...]``, gate and the result are
             ``[sequence, batch, channels]``.
+        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
 
     Returns:
         ``y``, dense, of gate's shape and x's dtype.
     """
+    if out is not None:
+        return into(group_rms_norm_gate, locals())
     if eps is None:  # as a default value it would become symbolic under torch.compile(dynamic=True)
         eps = 1e-6
     if not isinstance(x, Tensor):

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.norm.layer_norm_plan import (
-    KERNELS,
-    check,
-    check_add,
-    check_bwd,
-    parameter_sums,
-    plan_add,
-    plan_bwd,
-    plan_fwd,
-    plan_out,
-)
-from rtkernels.ops.norm.reference import reference_add_fwd, reference_bwd, reference_fwd, reference_out
-from rtkernels.ops.norm.statistics import BACKWARDS, check_no_gradient, check_out, check_over, with_statistics
+from rtkernels.ops.norm.checks import check_no_gradient
+from rtkernels.ops.norm.layer_norm_operators import ADD_FORWARD, BACKWARD, BACKWARD_OVER, FORWARD, OUT_FORWARD
+from rtkernels.ops.norm.layer_norm_plan import KERNELS
+from rtkernels.ops.norm.norm_modulated import normalize
+from rtkernels.ops.norm.statistics import with_statistics
+from rtkernels.ops.shared.row_quant import Quant
 from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.operator.autograd import (
     constant,
@@ -31,92 +22,11 @@ from rtkernels.runtime.operator.autograd import (
     once_differentiable,
     overwrite_once,
 )
-from rtkernels.runtime.operator.declared import Argument, Dense, InPlace, InPlaceDense, InPlaceOperator, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
-from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.sharding import shard_rows
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
-# ---- operators ------------------------------------------------------------------------------------------------------
-
-
-def _like(x):
-    return Memory(x.shape, x.dtype)
-
-
-def _bwd_outputs(dy, h, weight, bias, dsum, eps, offset, parameter_grad):
-    sums, dtype = parameter_sums(weight, bias, parameter_grad)
-    return _like(h), Memory((sums, h.shape[-1]), dtype) if sums else None
-
-
-def _prepare_out(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, *rest: Any):
-    check_out(rest[-1], x, residual, weight, bias)
-    return x, residual, weight, bias, *rest
-
-
-def _prepare_over(
-    dy: Tensor, h: Tensor, weight: Tensor | None, bias: Tensor | None, dsum: Tensor | None, *options: Any
-) -> tuple[Any, ...]:
-    check_over(h, dy, weight, dsum)
-    return dy, h, weight, bias, dsum, *options
-
-
-def _plan_over(*values: Any) -> Steps:
-    steps = plan_bwd(*values, dh="h")
-    return Steps(instead=_copied_over) if "stats" in steps.scratch else steps  # a second kernel reads h
-
-
-def _copied_over(dy: Tensor, h: Tensor, *rest: Any) -> Tensor:
-    dh, gradients = BACKWARD.launch(dy, h, *rest)
-    h.copy_(dh)
-    return gradients
-
-
-def _reference_bwd_over(dy: Tensor, h: Tensor, *rest: Any) -> Tensor:
-    dh, gradients = reference_bwd(dy, h, *rest)
-    h.copy_(dh)
-    return gradients
-
-
-_X, _RESIDUAL, _DY, _DSUM = Rows("x", None), Rows("residual", None), Rows("dy", None), Rows("dsum", None, optional=True)
-_WEIGHT, _BIAS = Dense("weight", None, optional=True), Dense("bias", None, optional=True)
-_OPTIONS = "float eps, float offset"
-FORWARD = Operator(
-    "layer_norm_fwd", (_X, _WEIGHT, _BIAS), options=_OPTIONS, results="y", outputs=lambda x, *_: (_like(x),),
-    plan=plan_fwd, reference=reference_fwd, check=check,
-)  # fmt: skip
-ADD_FORWARD = Operator(
-    "add_layer_norm_fwd", (_X, _RESIDUAL, _WEIGHT, _BIAS), options=_OPTIONS, results="y sum",
-    outputs=lambda x, *_: (_like(x), _like(x)), plan=plan_add, reference=reference_add_fwd, check=check_add,
-)  # fmt: skip
-# Writes y into out; the result is the sum, or empty without a residual.
-OUT_FORWARD = InPlaceOperator(
-    "layer_norm_out",
-    (_X, Rows("residual", None, optional=True), _WEIGHT, _BIAS, *_OPTIONS.split(", "), InPlaceDense("out", None)),
-    results="sum", outputs=lambda x, residual, *_: (None if residual is None else _like(x),), plan=plan_out,
-    reference=reference_out, check=check_add, prepare=_prepare_out,
-)  # fmt: skip
-# The second result is [1, n] (dweight), [2, n] (dweight and dbias) or empty; bias says only that dbias is wanted.
-_BWD_BIAS = Argument("bias", None, optional=True)
-BACKWARD = Operator(
-    "layer_norm_bwd", (_DY, Rows("h", None), _WEIGHT, _BWD_BIAS, _DSUM), options=f"{_OPTIONS}, bool parameter_grad",
-    results="dh gradients", outputs=_bwd_outputs, plan=plan_bwd, reference=reference_bwd, check=check_bwd,
-)  # fmt: skip
-# Writes the gradient over h; the result is the second one of layer_norm_bwd.
-BACKWARD_OVER = InPlaceOperator(
-    "layer_norm_bwd_over", (_DY, InPlace("h", None), _WEIGHT, _BWD_BIAS, _DSUM),
-    options=f"{_OPTIONS}, bool parameter_grad", results="gradients",
-    outputs=lambda *values: _bwd_outputs(*values)[1:], plan=_plan_over, reference=_reference_bwd_over,
-    check=check_bwd, prepare=_prepare_over,
-)  # fmt: skip
-
-shard_rows(FORWARD, ("x",))
-shard_rows(ADD_FORWARD, ("x", "residual"))
-shard_rows(BACKWARD, ("dy", "h", "dsum"), sums=1)
-
 _replay, _forward, _add_forward, _backward = FORWARD.replay, FORWARD.call, ADD_FORWARD.call, BACKWARD.call
-BACKWARDS[True] = BACKWARD
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -158,6 +68,10 @@ def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5, offset: float = 0.0,
     residual: Tensor | None = None, rstd: Tensor | None = None, mean: Tensor | None = None,
     return_statistics: bool = False, out: Tensor | None = None, reuse: str | None = None,
+    gate: Tensor | None = None, x_bias: Tensor | None = None, scale: Tensor | None = None,
+    shift: Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor | None = None,
+    quant: Quant | torch.dtype | str | None = None, keep: bool = False, residual_out: Tensor | None = None,
+    scale_out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Normalise the last dimension to mean 0 and variance 1.
 
@@ -184,13 +98,39 @@ def layer_norm(
         reuse: ``"inputs"``: the backward pass writes the gradient over what it has saved, x or with a residual the sum
             that was returned, which then holds it, instead of taking new memory. The rules are those of :func:`glu`.
             Not with statistics or out.
+        gate: Factor of ``x + x_bias`` before the residual is added: ``[n]``, ``[..., n]``, or any shape that broadcasts to
+            that of x; of x's dtype or float32, any row stride. From here on: the options of inference, see below.
+        x_bias: ``[n]``, added to x first.
+        scale: ``1 + scale`` multiplies the normalised row; shape and dtype as for gate.
+        shift: Added after that; likewise.
+        style: ``[..., 3 n]``: scale, shift and, returned as a view, the gate of the next call.
+        channel_scale: ``[n]``, multiplies the result.
+        quant: Quantise the result (:class:`rtkernels.Quant`); a dtype or "nvfp4" stands for ``Quant(dtype)``.
+        keep: Return what is quantised, too, in x's dtype.
+        residual_out: Takes the sum; may be residual or x.
+        scale_out: Takes the scales that are made.
 
     Returns:
         ``y``, dense unless it is `out`, of x's shape and dtype; with a residual ``(y, h)``; with return_statistics
         ``(y, rstd, mean)`` or ``(y, h, rstd, mean)``.
+
+    With an option of inference the call is one launch (two, if the scale of a whole tensor comes from the data), in this
+    order: ``h = residual + gate * (x + x_bias)``, rounded and stored; the statistics of the rounded h; the weight; ``* (1 +
+    scale) + shift``; ``* channel_scale``; quantise. Then the result is a :class:`rtkernels.NormOut` if there is more than
+    one. Without quant and out, gradients are those of all tensors but channel_scale.
     """
     if not isinstance(x, Tensor):
         return interop.call_with(layer_norm, locals())
+    # One comparison: are they all None?
+    plain = gate is x_bias is scale is shift is style is channel_scale is quant is residual_out is scale_out is None
+    if keep or not plain:
+        if rstd is not None or mean is not None or return_statistics or reuse is not None:
+            raise ArgumentError("rstd, mean, return_statistics and reuse go without the options of inference")
+        return normalize(
+            x, weight, bias, eps=eps, offset=offset, centred=True, residual=residual, gate=gate, bias=x_bias,
+            scale=scale, shift=shift, style=style, channel_scale=channel_scale, quant=quant, keep=keep, out=out,
+            residual_out=residual_out, scale_out=scale_out,
+        )  # fmt: skip
     overwrites = False
     if reuse is not None:
         if rstd is not None or mean is not None or return_statistics or out is not None:
@@ -223,4 +163,5 @@ OP = Op(
     public=("layer_norm",),
     kernels=KERNELS,
     torch_ops=(FORWARD, ADD_FORWARD, OUT_FORWARD, BACKWARD, BACKWARD_OVER),
+    uses=("norm_fp8",),
 )

@@ -9,14 +9,13 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.norm import layer_norm as _layer_norm  # noqa: F401  for its backward
-from rtkernels.ops.norm import rms_norm as _rms_norm  # noqa: F401  for its backward
 from rtkernels.ops.norm.norm_fp8_operators import FORWARD, SMOOTH
 from rtkernels.ops.norm.norm_fp8_plan import KERNELS
 from rtkernels.ops.norm.norm_fp8_shapes import check_options, statistics_of
 from rtkernels.ops.norm.statistics import backward
 from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
 
 
@@ -149,6 +148,7 @@ def rms_norm_fp8(
     x: Tensor, weight: Tensor | None = None, *, eps: float | None = None, offset: float = 0,
     residual: Tensor | None = None, layout: str = "row", pow2_scale: bool = False, scale_layout: str = "row",
     rstd: Tensor | None = None, keep: bool = False, smooth: Tensor | None = None, calibrate: bool = False,
+    out: tuple[Tensor | None, ...] | None = None,
 ) -> NormFp8:  # fmt: skip
     """Normalise the last dimension by its root mean square and quantise the result to fp8 (e4m3).
 
@@ -182,12 +182,16 @@ def rms_norm_fp8(
         keep: Return y too, rounded once from fp32. Not with layout "transposed".
         smooth: float32 ``[n]``, for layout "row".
         calibrate: Return amax too. With `smooth`.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         A :class:`NormFp8`; every tensor in it is dense.
     """
     if not isinstance(x, Tensor):
         return NormFp8(*interop.call_with(rms_norm_fp8, locals()))
+    if out is not None:
+        return into(rms_norm_fp8, locals())
     if eps is None:  # as a default value it would become symbolic under torch.compile(dynamic=True)
         eps = 1e-6
     options = _Options(eps, offset, layout, pow2_scale, scale_layout, keep, calibrate, False)
@@ -199,6 +203,7 @@ def layer_norm_fp8(
     offset: float = 0, residual: Tensor | None = None, layout: str = "row", pow2_scale: bool = False,
     scale_layout: str = "row", rstd: Tensor | None = None, mean: Tensor | None = None, keep: bool = False,
     smooth: Tensor | None = None, calibrate: bool = False,
+    out: tuple[Tensor | None, ...] | None = None,
 ) -> NormFp8:  # fmt: skip
     """Normalise the last dimension to mean 0 and variance 1 and quantise the result to fp8 (e4m3).
 
@@ -222,16 +227,26 @@ def layer_norm_fp8(
         keep: Return y too, rounded once from fp32. Not with layout "transposed".
         smooth: float32 ``[n]``, for layout "row".
         calibrate: Return amax too. With `smooth`.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         A :class:`NormFp8`; every tensor in it is dense.
     """
     if not isinstance(x, Tensor):
         return NormFp8(*interop.call_with(layer_norm_fp8, locals()))
+    if out is not None:
+        return into(layer_norm_fp8, locals())
     if eps is None:
         eps = 1e-5
     options = _Options(eps, offset, layout, pow2_scale, scale_layout, keep, calibrate, True)
     return _norm_fp8(x, weight, bias, residual, smooth, rstd, mean, options)
 
 
-OP = Op("norm_fp8", public=("rms_norm_fp8", "layer_norm_fp8"), kernels=KERNELS, torch_ops=(FORWARD, SMOOTH))
+OP = Op(
+    "norm_fp8",
+    public=("rms_norm_fp8", "layer_norm_fp8"),
+    kernels=KERNELS,
+    torch_ops=(FORWARD, SMOOTH),
+    uses=("rms_norm", "layer_norm"),
+)

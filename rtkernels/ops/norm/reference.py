@@ -1,6 +1,9 @@
-"""layer_norm and its backward in plain torch: for CPU tensors, and what the kernels are compared with."""
+"""The normalisations and their backward in plain torch: for CPU tensors, and what the kernels are compared with."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +16,53 @@ def _gain(weight: Tensor | None, offset: float) -> Tensor | float:
     return 1.0 if weight is None else weight.float() + offset
 
 
+# ---- rms_norm -------------------------------------------------------------------------------------------------------
+
+
+def rms_fwd(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
+    """Return y."""
+    h = x.float()
+    rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    return (h * rstd * _gain(weight, offset)).to(x.dtype).contiguous()
+
+
+def rms_add_fwd(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float):
+    """Return y and the sum of x and residual, of which it is the norm."""
+    total = (x.float() + residual.float()).to(x.dtype).contiguous()
+    return rms_fwd(total, weight, eps, offset), total
+
+
+def rms_out(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, out: Tensor
+) -> Tensor:
+    """Write y into out; return the sum, empty without a residual."""
+    if residual is None:
+        made, total = rms_fwd(x, weight, eps, offset), nothing(x)
+    else:
+        made, total = rms_add_fwd(x, residual, weight, eps, offset)
+    out.copy_(made)
+    return total
+
+
+def rms_bwd(
+    dy: Tensor, h: Tensor, weight: Tensor | None, dsum: Tensor | None, eps: float, offset: float, weight_grad: bool
+):
+    """Return dh and dweight."""
+    hf, dyf = h.float(), dy.float()
+    rstd = torch.rsqrt(hf.square().mean(-1, keepdim=True) + eps)
+    g = dyf * _gain(weight, offset)
+    dh = rstd * g - hf * rstd**3 * (g * hf).mean(-1, keepdim=True)
+    if dsum is not None:
+        dh = dh + dsum.float()
+    dweight = nothing(h)
+    if weight_grad:
+        dweight = (dyf * hf * rstd).reshape(row_count(h.shape), h.shape[-1]).sum(0).to(weight.dtype)
+    return dh.to(h.dtype).contiguous(), dweight
+
+
+# ---- layer_norm -----------------------------------------------------------------------------------------------------
+
+
 def normalised_rows(h: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return ``(h - mean) * rstd`` and rstd; the mean of equal numbers is exactly that number."""
     rough = h.mean(-1, keepdim=True)
@@ -21,7 +71,7 @@ def normalised_rows(h: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return centred * rstd, rstd
 
 
-def reference_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float) -> Tensor:
+def layer_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float) -> Tensor:
     """Return y."""
     y = normalised_rows(x.float(), eps)[0] * _gain(weight, offset)
     if bias is not None:
@@ -29,28 +79,26 @@ def reference_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: fl
     return y.to(x.dtype).contiguous()
 
 
-def reference_add_fwd(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float
-):
+def layer_add_fwd(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float):
     """Return y and the sum of x and residual, of which it is the norm."""
     total = (x.float() + residual.float()).to(x.dtype).contiguous()
-    return reference_fwd(total, weight, bias, eps, offset), total
+    return layer_fwd(total, weight, bias, eps, offset), total
 
 
-def reference_out(
+def layer_out(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float,
     out: Tensor,
 ) -> Tensor:  # fmt: skip
     """Write y into out; return the sum, empty without a residual."""
     if residual is None:
-        made, total = reference_fwd(x, weight, bias, eps, offset), nothing(x)
+        made, total = layer_fwd(x, weight, bias, eps, offset), nothing(x)
     else:
-        made, total = reference_add_fwd(x, residual, weight, bias, eps, offset)
+        made, total = layer_add_fwd(x, residual, weight, bias, eps, offset)
     out.copy_(made)
     return total
 
 
-def reference_bwd(
+def layer_bwd(
     dy: Tensor, h: Tensor, weight: Tensor | None, bias: Tensor | None, dsum: Tensor | None, eps: float, offset: float,
     parameter_grad: bool,
 ):  # fmt: skip
@@ -67,3 +115,14 @@ def reference_bwd(
         both = torch.stack((d * normalised, d)[:sums]).reshape(sums, row_count(h.shape), h.shape[-1])
         gradients = both.sum(1).to(dtype)
     return dh.to(h.dtype).contiguous(), gradients
+
+
+def over(backward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
+    """Return a backward that writes dh over h and returns the rest."""
+
+    def backward_over(dy: Tensor, h: Tensor, *rest: Any) -> Tensor:
+        dh, gradients = backward(dy, h, *rest)
+        h.copy_(dh)
+        return gradients
+
+    return backward_over

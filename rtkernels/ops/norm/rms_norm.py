@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.norm.rms_norm_plan import (
-    KERNELS,
-    check,
-    check_bwd,
-    check_fwd,
-    plan_add,
-    plan_bwd,
-    plan_fwd,
-    plan_out,
-)
-from rtkernels.ops.norm.statistics import BACKWARDS, check_no_gradient, check_out, check_over, with_statistics
-from rtkernels.runtime.layout import may_overlap, nothing, row_count
+from rtkernels.ops.norm.checks import check_no_gradient
+from rtkernels.ops.norm.norm_modulated import normalize
+from rtkernels.ops.norm.rms_norm_operators import ADD_FORWARD, BACKWARD, BACKWARD_OVER, FORWARD, OUT_FORWARD
+from rtkernels.ops.norm.rms_norm_plan import KERNELS
+from rtkernels.ops.norm.statistics import with_statistics
+from rtkernels.ops.shared.row_quant import Quant
+from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.operator.autograd import (
     constant,
     detached,
@@ -29,132 +22,11 @@ from rtkernels.runtime.operator.autograd import (
     once_differentiable,
     overwrite_once,
 )
-from rtkernels.runtime.operator.declared import Dense, InPlace, InPlaceDense, InPlaceOperator, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
-from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.sharding import shard_rows
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
-# ---- the same in plain torch ----------------------------------------------------------------------------------------
-
-
-def _gain(weight: Tensor | None, offset: float) -> Tensor | float:
-    return 1.0 if weight is None else weight.float() + offset
-
-
-def _reference_fwd(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
-    h = x.float()
-    rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
-    return (h * rstd * _gain(weight, offset)).to(x.dtype).contiguous()
-
-
-def _reference_add_fwd(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float):
-    total = (x.float() + residual.float()).to(x.dtype).contiguous()
-    return _reference_fwd(total, weight, eps, offset), total
-
-
-def _reference_out(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, out: Tensor
-) -> Tensor:
-    if residual is None:
-        made, total = _reference_fwd(x, weight, eps, offset), nothing(x)
-    else:
-        made, total = _reference_add_fwd(x, residual, weight, eps, offset)
-    out.copy_(made)
-    return total
-
-
-def _reference_bwd(
-    dy: Tensor, h: Tensor, weight: Tensor | None, dsum: Tensor | None, eps: float, offset: float, weight_grad: bool
-):
-    hf, dyf = h.float(), dy.float()
-    rstd = torch.rsqrt(hf.square().mean(-1, keepdim=True) + eps)
-    g = dyf * _gain(weight, offset)
-    dh = rstd * g - hf * rstd**3 * (g * hf).mean(-1, keepdim=True)
-    if dsum is not None:
-        dh = dh + dsum.float()
-    dweight = nothing(h)
-    if weight_grad:
-        dweight = (dyf * hf * rstd).reshape(row_count(h.shape), h.shape[-1]).sum(0).to(weight.dtype)
-    return dh.to(h.dtype).contiguous(), dweight
-
-
-def _reference_bwd_over(
-    dy: Tensor, h: Tensor, weight: Tensor | None, dsum: Tensor | None, eps: float, offset: float, weight_grad: bool
-) -> Tensor:
-    dh, dweight = _reference_bwd(dy, h, weight, dsum, eps, offset, weight_grad)
-    h.copy_(dh)
-    return dweight
-
-
-# ---- operators ------------------------------------------------------------------------------------------------------
-
-
-def _like(x):
-    return Memory(x.shape, x.dtype)
-
-
-def _bwd_outputs(dy, h, weight, dsum, eps, offset, weight_grad):
-    return _like(h), _like(weight) if weight_grad else None
-
-
-def _prepare_out(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, out: Tensor):
-    check_out(out, x, residual, weight)
-    return x, residual, weight, eps, offset, out
-
-
-def _prepare_over(dy: Tensor, h: Tensor, weight: Tensor | None, dsum: Tensor | None, *options: Any) -> tuple[Any, ...]:
-    check_over(h, dy, weight, dsum)
-    return dy, h, weight, dsum, *options
-
-
-def _plan_over(*values: Any) -> Steps:
-    steps = plan_bwd(*values, dh="h")
-    return Steps(instead=_copied_over) if "rstd" in steps.scratch else steps  # a second kernel reads h
-
-
-def _copied_over(dy: Tensor, h: Tensor, *rest: Any) -> Tensor:
-    dh, dweight = BACKWARD.launch(dy, h, *rest)
-    h.copy_(dh)
-    return dweight
-
-
-_X, _RESIDUAL, _WEIGHT = Rows("x", None), Rows("residual", None), Dense("weight", None, optional=True)
-_DY, _DSUM = Rows("dy", None), Rows("dsum", None, optional=True)
-FORWARD = Operator(
-    "rms_norm_fwd", (_X, _WEIGHT), options="float eps, float offset", results="y",
-    outputs=lambda x, *_: (_like(x),), plan=plan_fwd, reference=_reference_fwd, check=check_fwd,
-)  # fmt: skip
-ADD_FORWARD = Operator(
-    "add_rms_norm_fwd", (_X, _RESIDUAL, _WEIGHT), options="float eps, float offset", results="y sum",
-    outputs=lambda x, *_: (_like(x), _like(x)), plan=plan_add, reference=_reference_add_fwd, check=check,
-)  # fmt: skip
-# Writes y into out; the result is the sum, or empty without a residual.
-OUT_FORWARD = InPlaceOperator(
-    "rms_norm_out",
-    (_X, Rows("residual", None, optional=True), _WEIGHT, "float eps", "float offset", InPlaceDense("out", None)),
-    results="sum", outputs=lambda x, residual, *_: (None if residual is None else _like(x),), plan=plan_out,
-    reference=_reference_out, check=check, prepare=_prepare_out,
-)  # fmt: skip
-BACKWARD = Operator(
-    "rms_norm_bwd", (_DY, Rows("h", None), _WEIGHT, _DSUM), options="float eps, float offset, bool weight_grad",
-    results="dh dweight", outputs=_bwd_outputs, plan=plan_bwd, reference=_reference_bwd, check=check_bwd,
-)  # fmt: skip
-# Writes the gradient over h; the result is that of the weight, or empty.
-BACKWARD_OVER = InPlaceOperator(
-    "rms_norm_bwd_over", (_DY, InPlace("h", None), _WEIGHT, _DSUM),
-    options="float eps, float offset, bool weight_grad", results="dweight",
-    outputs=lambda *values: _bwd_outputs(*values)[1:], plan=_plan_over, reference=_reference_bwd_over,
-    check=check_bwd, prepare=_prepare_over,
-)  # fmt: skip
-
-shard_rows(FORWARD, ("x",))
-shard_rows(ADD_FORWARD, ("x", "residual"))
-shard_rows(BACKWARD, ("dy", "h", "dsum"), sums=1)
-
 _replay, _forward, _add_forward, _backward = FORWARD.replay, FORWARD.call, ADD_FORWARD.call, BACKWARD.call
-BACKWARDS[False] = BACKWARD
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -193,6 +65,10 @@ def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0,
     residual: Tensor | None = None, rstd: Tensor | None = None, return_rstd: bool = False, out: Tensor | None = None,
     reuse: str | None = None,
+    gate: Tensor | None = None, bias: Tensor | None = None, scale: Tensor | None = None,
+    shift: Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor | None = None,
+    quant: Quant | torch.dtype | str | None = None, keep: bool = False, residual_out: Tensor | None = None,
+    scale_out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Normalise the last dimension by its root mean square.
 
@@ -216,13 +92,39 @@ def rms_norm(
         reuse: ``"inputs"``: the backward pass writes the gradient over what it has saved, x or with a residual the sum
             that was returned, which then holds it, instead of taking new memory. The rules are those of :func:`glu`.
             Not with rstd, return_rstd or out.
+        gate: Factor of ``x + bias`` before the residual is added: ``[n]``, ``[..., n]``, or any shape that broadcasts to
+            that of x; of x's dtype or float32, any row stride. From here on: the options of inference, see below.
+        bias: ``[n]``, added to x first.
+        scale: ``1 + scale`` multiplies the normalised row; shape and dtype as for gate.
+        shift: Added after that; likewise.
+        style: ``[..., 3 n]``: scale, shift and, returned as a view, the gate of the next call.
+        channel_scale: ``[n]``, multiplies the result.
+        quant: Quantise the result (:class:`rtkernels.Quant`); a dtype or "nvfp4" stands for ``Quant(dtype)``.
+        keep: Return what is quantised, too, in x's dtype.
+        residual_out: Takes the sum; may be residual or x.
+        scale_out: Takes the scales that are made.
 
     Returns:
         ``y``, dense unless it is `out`, of x's shape and dtype; with a residual ``(y, h)``; with return_rstd
         ``(y, rstd)`` or ``(y, h, rstd)``.
+
+    With an option of inference the call is one launch (two, if the scale of a whole tensor comes from the data), in this
+    order: ``h = residual + gate * (x + bias)``, rounded and stored; the statistics of the rounded h; the weight; ``* (1 +
+    scale) + shift``; ``* channel_scale``; quantise. Then the result is a :class:`rtkernels.NormOut` if there is more than
+    one. Without quant and out, gradients are those of all tensors but channel_scale.
     """
     if not isinstance(x, Tensor):
         return interop.call_with(rms_norm, locals())
+    # One comparison: are they all None?
+    plain = gate is bias is scale is shift is style is channel_scale is quant is residual_out is scale_out is None
+    if keep or not plain:
+        if rstd is not None or return_rstd or reuse is not None:
+            raise ArgumentError("rstd, return_rstd and reuse go without the options of inference")
+        return normalize(
+            x, weight, None, eps=eps, offset=offset, centred=False, residual=residual, gate=gate, bias=bias,
+            scale=scale, shift=shift, style=style, channel_scale=channel_scale, quant=quant, keep=keep, out=out,
+            residual_out=residual_out, scale_out=scale_out,
+        )  # fmt: skip
     overwrites = False
     if reuse is not None:
         if rstd is not None or return_rstd or out is not None:
@@ -255,4 +157,5 @@ OP = Op(
     public=("rms_norm",),
     kernels=KERNELS,
     torch_ops=(FORWARD, ADD_FORWARD, OUT_FORWARD, BACKWARD, BACKWARD_OVER),
+    uses=("norm_fp8",),
 )

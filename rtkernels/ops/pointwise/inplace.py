@@ -21,8 +21,9 @@ from rtkernels.runtime.layout import (
     vector_bytes,
 )
 from rtkernels.runtime.operator.arguments import a_number
-from rtkernels.runtime.operator.autograd import refuse_gradients
+from rtkernels.runtime.operator.autograd import once_differentiable, refuse_gradients, refuse_leaf
 from rtkernels.runtime.operator.declared import Argument, InPlaceRows, Meta, Operator, Rows
+from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
@@ -118,14 +119,34 @@ ADD = Operator(
 )
 
 
+class _Add(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, y: Tensor, alpha: float, beta: float) -> Tensor:
+        ctx.factors, ctx.dtypes = (beta, alpha), (x.dtype, y.dtype)
+        ctx.mark_dirty(x)
+        ADD(x, y, None, alpha, beta)
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx: Tensor) -> tuple[Any, ...]:
+        gradients = [
+            (dx if factor == 1.0 else dx.float() * factor).to(dtype) if wanted else None
+            for factor, dtype, wanted in zip(ctx.factors, ctx.dtypes, ctx.needs_input_grad[:2], strict=True)
+        ]
+        return *gradients, None, None
+
+
+_differentiable_add = applied(_Add)
+
 # ---- public ---------------------------------------------------------------------------------------------------------
 
 
 def add_(x: Tensor, y: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
     """Set ``x = beta * x + alpha * y`` and return x: gradient accumulation, or with beta 0 a scaled copy with a cast.
 
-    Computed in fp32 and rounded once. With beta 0, x is not read: what it holds, NaN included, does not matter. Not
-    differentiable.
+    Computed in fp32 and rounded once. With beta 0, x is not read: what it holds, NaN included, does not matter.
+    Differentiable once, in x and y; x must not be a leaf that requires grad.
 
     Args:
         x: bfloat16, float16 or float32, any shape; overwritten. Any strides without overlap (a copy is made unless rows
@@ -142,8 +163,11 @@ def add_(x: Tensor, y: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tens
         return interop.call(add_, x, y, alpha=alpha, beta=beta)
     if y is None:
         raise ArgumentError("y is None; expected a tensor like x (scale_ goes without)")
-    refuse_gradients("add_", (x, y))
-    ADD(x, y, None, float(a_number("alpha", alpha)), float(a_number("beta", beta)))
+    alpha, beta = float(a_number("alpha", alpha)), float(a_number("beta", beta))
+    if torch.is_grad_enabled() and (x.requires_grad or getattr(y, "requires_grad", False)):
+        refuse_leaf("x", x)
+        return _differentiable_add(x, y, alpha, beta)
+    ADD(x, y, None, alpha, beta)
     return x
 
 

@@ -19,8 +19,10 @@ from rtkernels.runtime.layout import (
     token,
     vector_bytes,
 )
+from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows, dense_as
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
@@ -103,7 +105,7 @@ def _plan(x: Meta, row: Meta | None, column: Meta | None, device: int) -> Steps:
     return Steps(*steps, scratch=scratch, converted=converted)
 
 
-def reference(x: Tensor, row_factor: Tensor | None, column_factor: Tensor | None) -> Tensor:
+def reference(x: Tensor, row_factor: Tensor | None, column_factor: Tensor | None) -> Tensor:  # fmt: skip
     """Return the largest finite magnitudes in plain torch."""
     if x.numel() == 0:
         return torch.zeros(x.shape[-1], dtype=torch.float32, device=x.device)
@@ -126,7 +128,14 @@ ABSMAX = Operator(
 # ---- public ---------------------------------------------------------------------------------------------------------
 
 
-def column_absmax(x: Tensor, *, row_factor: Tensor | None = None, column_factor: Tensor | None = None) -> Tensor:
+def column_absmax(
+    x: Tensor,
+    *,
+    row_factor: Tensor | None = None,
+    column_factor: Tensor | None = None,
+    floor: float = 0.0,
+    out: Tensor | None = None,
+) -> Tensor:
     """Return the largest finite magnitude of each column, of ``x * column_factor * row_factor``.
 
     NaN and infinities do not count, as in :func:`quantize_fp8`; a column without a finite value has 0. With factors,
@@ -138,14 +147,19 @@ def column_absmax(x: Tensor, *, row_factor: Tensor | None = None, column_factor:
             object with ``__dlpack__``; the result is then of its kind.
         row_factor: float32, one per row (leading dimensions flattened), or None.
         column_factor: float32 ``[n]``, or None.
+        floor: Results are no smaller than this.
+        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
 
     Returns:
         ``[n]``, float32.
     """
     if not isinstance(x, Tensor):
         return interop.call_with(column_absmax, locals())
+    if out is not None:
+        return into(column_absmax, locals())
     x, row, column = detached(x, row_factor, column_factor)
-    return ABSMAX.call(x, row, column)
+    amax = ABSMAX.call(x, row, column)
+    return amax.clamp_(min=floor) if a_number("floor", floor) > 0 else amax
 
 
 OP = Op("column_absmax", public=("column_absmax",), kernels=(_PARTIAL, _FINISH), torch_ops=(ABSMAX,))

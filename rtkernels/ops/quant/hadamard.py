@@ -26,6 +26,7 @@ from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import needs_grad
 from rtkernels.runtime.operator.declared import Aligned, Meta, Operator
 from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
@@ -153,7 +154,7 @@ class _Hadamard(torch.autograd.Function):
 _differentiable = applied(_Hadamard)
 
 
-def hadamard(x: Tensor, block: int = 128, *, dtype: torch.dtype | None = None) -> Tensor:
+def hadamard(x: Tensor, block: int = 128, *, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
     """Multiply each block of neighbouring elements of a row by the orthonormal Hadamard matrix.
 
     ``y = x @ blockdiag(H, ..., H)`` with ``H[i, j] = (-1)^popcount(i & j) / sqrt(block)`` (Sylvester's order). H is
@@ -167,12 +168,15 @@ def hadamard(x: Tensor, block: int = 128, *, dtype: torch.dtype | None = None) -
             is dense). May be any object with ``__dlpack__``; the result is then of its kind.
         block: 32, 64, 128 or 256.
         dtype: Of the result: x's (None) or float32.
+        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
 
     Returns:
         Dense, of x's shape.
     """
     if not isinstance(x, Tensor):
-        return interop.call(hadamard, x, block, dtype=dtype)
+        return interop.call_with(hadamard, locals())
+    if out is not None:
+        return into(hadamard, locals())
     if is_grad_enabled() and needs_grad(x):
         return _differentiable(x, block, dtype or x.dtype)
     return TRANSFORM.call(x, block, dtype or x.dtype)
@@ -181,6 +185,7 @@ def hadamard(x: Tensor, block: int = 128, *, dtype: torch.dtype | None = None) -
 def quantize_fp8_hadamard(
     x: Tensor, block: int = 128, *, transposed: bool = False, dtype: torch.dtype = torch.float8_e4m3fn,
     pow2_scale: bool = False,
+    out: tuple[Tensor | None, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Quantise the :func:`hadamard` transform of a tensor to fp8 with one scale per row, or per column and transposed.
 
@@ -196,12 +201,16 @@ def quantize_fp8_hadamard(
             column and codes ``[n, p]``; p is m rounded up to a multiple of the block (zeros are added to x).
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         pow2_scale: Round scales up to a power of two.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         ``(q, scale)``: codes of x's shape and scales of its rows; transposed: ``[n, p]`` and ``[n]``.
     """
     if not isinstance(x, Tensor):
         return interop.call_with(quantize_fp8_hadamard, locals())
+    if out is not None:
+        return into(quantize_fp8_hadamard, locals())
     if x.requires_grad:
         x = x.detach()
     if transposed:
@@ -215,6 +224,7 @@ def quantize_fp8_hadamard(
 def dequantize_fp8_hadamard(
     q: Tensor, scale: Tensor, block: int = 128, *, transposed: bool = False, rows: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the values that :func:`quantize_fp8_hadamard` stored: ``q * scale`` transformed back.
 
@@ -227,10 +237,13 @@ def dequantize_fp8_hadamard(
         transposed: As given to quantize_fp8_hadamard.
         rows: For transposed: how many rows x had, if that is no multiple of the block.
         dtype: bfloat16, float16 or float32.
+        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
 
     Returns:
         Dense, of q's shape; transposed: ``[rows, n]``.
     """
+    if out is not None:
+        return into(dequantize_fp8_hadamard, locals())
     token("the result", dtype, FLOAT_DTYPES)
     if rows is not None:
         an_integer("rows", rows)
@@ -243,4 +256,5 @@ OP = Op(
     public=("hadamard", "quantize_fp8_hadamard", "dequantize_fp8_hadamard"),
     kernels=(_TRANSFORM, _QUANTIZE),
     torch_ops=(TRANSFORM, QUANTIZE),
+    uses=("quantize_fp8", "transpose"),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -10,11 +11,12 @@ from torch import Tensor
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.quant import dequantize_fp8_plan as back
+from rtkernels.ops.quant import groups, reference
 from rtkernels.ops.quant import quantize_fp8_plan as plans
-from rtkernels.ops.quant import reference
 from rtkernels.ops.quant.quantize_fp8_kernels import KERNELS
 from rtkernels.ops.shared.fp8_layout import groups_of
 from rtkernels.runtime.operator.declared import Argument, Dense, Operator, Rows
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 
@@ -63,6 +65,8 @@ class QuantizedBoth(NamedTuple):
 def quantize_fp8(
     x: Tensor, scale: Tensor | None = None, *, granularity: str = "tensor", dtype: torch.dtype = torch.float8_e4m3fn,
     pow2_scale: bool = False, scale_layout: str = "row", layout: str = "row", with_transposed: bool = False,
+    group_size: int = 128,
+    out: tuple[Tensor | None, ...] | None = None,
 ) -> tuple[Tensor, Tensor] | QuantizedBoth:  # fmt: skip
     """Quantise a tensor to fp8 codes and the factors that give the values back.
 
@@ -99,10 +103,20 @@ def quantize_fp8(
         layout: "row", or "both" for granularities "group" and "block": quantise along columns too, from the same read
             of x. (Along columns alone is granularity "group_t".)
         with_transposed: Another way to say ``layout="both"``.
+        group_size: Another number of values than 128, for granularities "group" and "block" (its square): a divisor of
+            n, for "block" of m too. Scales lie by rows, and layout is "row".
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         ``(q, scale)``, both dense; with layout "both" a :class:`QuantizedBoth`.
     """
+    if out is not None:
+        return into(quantize_fp8, locals())
+    if group_size != 128:
+        plain = scale is None and layout == "row" and not with_transposed
+        one = functools.partial(quantize_fp8, granularity="row", dtype=dtype, pow2_scale=pow2_scale)
+        return groups.quantize(one, x, granularity, group_size, scale_layout, plain)
     if layout != "row":
         if layout != "both":
             raise ArgumentError(f"layout is {layout!r}; expected 'row' or 'both'")
@@ -140,7 +154,8 @@ def quantize_fp8(
 
 def dequantize_fp8(
     q: Tensor, scale: Tensor, *, granularity: str = "tensor", dtype: torch.dtype = torch.bfloat16,
-    scale_layout: str = "row", code_dtype: torch.dtype | None = None,
+    scale_layout: str = "row", code_dtype: torch.dtype | None = None, group_size: int = 128,
+    out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return ``q * scale``: the values that :func:`quantize_fp8` stored.
 
@@ -154,12 +169,19 @@ def dequantize_fp8(
         dtype: bfloat16, float16 or float32.
         scale_layout: As given to quantize_fp8.
         code_dtype: The fp8 type of codes that come as uint8 (NumPy has no other way without ml_dtypes).
+        group_size: As given to quantize_fp8.
+        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
 
     Returns:
         Dense, of q's shape; ``[m, n]`` for granularities "group_t" and "channel".
     """
     if not isinstance(q, Tensor):
         return interop.call_with(dequantize_fp8, locals())
+    if out is not None:
+        return into(dequantize_fp8, locals())
+    if group_size != 128:
+        one = functools.partial(dequantize_fp8, granularity="row", dtype=dtype, code_dtype=code_dtype)
+        return groups.dequantize(one, q, scale, granularity, group_size, scale_layout)
     y = _dequantize_replay(q, scale, granularity, code_dtype or q.dtype, dtype, scale_layout)
     if y is not None:
         return y
@@ -185,4 +207,5 @@ OP = Op(
     public=("quantize_fp8", "dequantize_fp8"),
     kernels=KERNELS,
     torch_ops=(QUANTIZE, BOTH, STATIC, DEQUANTIZE),
+    uses=("smooth_quant", "column_absmax", "transpose"),
 )

@@ -25,6 +25,7 @@ from rtkernels.ops.shared.tile_stream import TILE_BYTES, stream_steps, supported
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same, nothing, token
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
@@ -131,6 +132,7 @@ class QuantizedExperts(NamedTuple):
 def quantize_fp8_experts(
     x: Tensor, counts: Tensor, *, layout: str = "both", dtype: torch.dtype = torch.float8_e4m3fn,
     pow2_scale: bool = False, output: str | None = None,
+    out: tuple[Tensor | None, ...] | None = None,
 ) -> QuantizedExperts:  # fmt: skip
     """Quantise rows sorted by expert to fp8, in groups of 128 along rows, along columns, or both from one read.
 
@@ -150,12 +152,16 @@ def quantize_fp8_experts(
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         pow2_scale: Round scales up to a power of two.
         output: Another name of `layout`.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         A :class:`QuantizedExperts`, all of it dense.
     """
     if not isinstance(x, Tensor):
         return QuantizedExperts(*interop.call_with(quantize_fp8_experts, locals()))
+    if out is not None:
+        return into(quantize_fp8_experts, locals())
     layout = layout if output is None else output
     if x.requires_grad:
         x = x.detach()

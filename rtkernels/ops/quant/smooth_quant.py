@@ -35,6 +35,7 @@ from rtkernels.runtime.layout import (
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.declared import Aligned, Argument, Dense, Meta, Operator
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
@@ -168,7 +169,8 @@ def expert_of_rows(counts: Tensor, rows: int) -> Tensor:
 def quantize_fp8_smooth(
     x: Tensor, smooth: Tensor | None = None, *, divide: bool = False, row_factor: Tensor | None = None,
     counts: Tensor | None = None, granularity: str = "row", dtype: torch.dtype = torch.float8_e4m3fn,
-    pow2_scale: bool = False, with_amax: bool = False, pad_to: int = 1,
+    pow2_scale: bool = False, with_amax: bool = False, pad_to: int = 1, divide_rows: bool = False,
+    out: tuple[Tensor | None, ...] | None = None,
 ) -> SmoothQuantized:  # fmt: skip
     """Quantise ``z = x * smooth * row_factor`` to fp8 with one scale per row or per column.
 
@@ -191,22 +193,33 @@ def quantize_fp8_smooth(
         granularity: "row" or "channel".
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         pow2_scale: Round scales up to a power of two.
-        with_amax: Give the largest magnitudes of x's columns too (calibration); for "row" without counts.
+        with_amax: Give the largest magnitudes of x's columns too (calibration), with counts those of each expert's
+            rows; for "row".
         pad_to: For "channel": round the length of q's rows up to a multiple; codes added are 0.
+        divide_rows: Multiply by ``1 / row_factor`` (rounded to float32) instead.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         A :class:`SmoothQuantized`.
     """
     if not isinstance(x, Tensor):
         return SmoothQuantized(*interop.call_with(quantize_fp8_smooth, locals()))
+    if out is not None:
+        return into(quantize_fp8_smooth, locals())
     _check_options(granularity, smooth, row_factor, counts, with_amax, pad_to)
     x, smooth, row = detached(x, smooth, row_factor)
     if divide and smooth is not None:
         smooth = smooth.reciprocal()
+    if divide_rows and row is not None:
+        row = row.reciprocal()
     if granularity == "channel":
         return SmoothQuantized(*channel.CHANNEL.call(x, row, smooth, dtype, pow2_scale, pad_to), None)
     expert = None if counts is None else _experts(counts, smooth, x)
-    q, scale, amax = SMOOTH.call(x, smooth, expert, dtype, pow2_scale, with_amax)
+    by_kernel = with_amax and expert is None
+    q, scale, amax = SMOOTH.call(x, smooth, expert, dtype, pow2_scale, by_kernel)
+    if with_amax and expert is not None:
+        amax = _amax_of_experts(x, expert, smooth.shape[0])
     return SmoothQuantized(q, scale, amax if with_amax else None)
 
 
@@ -220,10 +233,16 @@ def _check_options(granularity, smooth, row_factor, counts, with_amax: bool, pad
             raise ArgumentError("row_factor goes with granularity 'channel': here it would change the scale only")
         if pad_to != 1:
             raise ArgumentError(f"pad_to is {pad_to}; expected 1 for granularity 'row'")
-        if with_amax and counts is not None:
-            raise ArgumentError("with_amax goes without counts")
     elif counts is not None or with_amax:
         raise ArgumentError("counts and with_amax go with granularity 'row'")
+
+
+def _amax_of_experts(x: Tensor, expert: Tensor, experts: int) -> Tensor:
+    """Return the largest finite magnitudes of columns over the rows of each expert: ``[experts, n]``, float32."""
+    found = x.detach().reshape(-1, x.shape[-1]).float().abs()
+    found = torch.where(found.isfinite(), found, 0.0)
+    rows = expert.long()[:, None].expand_as(found)
+    return found.new_zeros(experts, x.shape[-1]).scatter_reduce_(0, rows, found, "amax")
 
 
 def _experts(counts: Tensor, smooth: Tensor, x: Tensor) -> Tensor:
@@ -241,6 +260,7 @@ def dequantize_fp8_smooth(
     q: Tensor, scale: Tensor, smooth: Tensor | None = None, *, divide: bool = False, row_factor: Tensor | None = None,
     counts: Tensor | None = None, granularity: str = "row", rows: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the values that :func:`quantize_fp8_smooth` stored: ``q * scale``, with the factors taken out again.
 
@@ -256,10 +276,13 @@ def dequantize_fp8_smooth(
         granularity: As given to quantize_fp8_smooth.
         rows: For "channel": how many rows x had, if q is padded.
         dtype: bfloat16, float16 or float32.
+        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
 
     Returns:
         Dense, of q's shape; ``[rows, n]`` for "channel".
     """
+    if out is not None:
+        return into(dequantize_fp8_smooth, locals())
     _check_options(granularity, q if smooth is None else smooth, row_factor, counts, False, 1)
     if rows is not None:
         an_integer("rows", rows)
@@ -285,7 +308,13 @@ def _check_factor(name: str, factor: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def smooth_factors(
-    amax: Tensor, weight_amax: Tensor | None = None, *, alpha: float = 0.5, floor: float = 1e-5, pow2: bool = False
+    amax: Tensor,
+    weight_amax: Tensor | None = None,
+    *,
+    alpha: float = 0.5,
+    floor: float = 1e-5,
+    pow2: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return factors for :func:`quantize_fp8_smooth` from calibration maxima.
 
@@ -298,10 +327,13 @@ def smooth_factors(
         alpha: How much of the spread goes from the activations to the weight, 0 to 1.
         floor: Smaller maxima are taken as this.
         pow2: Round up to a power of two: scaling by it is exact.
+        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
 
     Returns:
         float32, of amax's shape.
     """
+    if out is not None:
+        return into(smooth_factors, locals(), over="amax")
     if not 0.0 <= a_number("alpha", alpha) <= 1.0:
         raise ArgumentError(f"alpha is {alpha}; expected 0 to 1")
     if not 0.0 < a_number("floor", floor) < float("inf"):
@@ -322,4 +354,5 @@ OP = Op(
     public=("quantize_fp8_smooth", "dequantize_fp8_smooth", "quantize_fp8_shard_", "smooth_factors"),
     kernels=(_KERNEL, channel.KERNEL),
     torch_ops=(SMOOTH, channel.CHANNEL),
+    uses=("quantize_fp8", "column_absmax", "transpose"),
 )

@@ -27,6 +27,7 @@ from rtkernels.runtime.layout import (
 from rtkernels.runtime.operator.autograd import needs_grad
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows
 from rtkernels.runtime.operator.gradient import differentiable
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
@@ -118,7 +119,7 @@ BACKWARD = Operator(
 _differentiable = differentiable(FORWARD, BACKWARD, incoming={"g": "out"})
 
 
-def row_dot(x: Tensor, y: Tensor) -> Tensor:
+def row_dot(x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return the sums of ``x * y`` over the last dimension.
 
     Products and sums in fp32, in a fixed order; rounded once. Differentiable once.
@@ -127,12 +128,15 @@ def row_dot(x: Tensor, y: Tensor) -> Tensor:
         x: At least one dimension; bfloat16, float16 or float32. Any strides (a copy is made unless rows are unit-stride
             and evenly spaced). May be any object with ``__dlpack__``; the result is then of its kind.
         y: Of x's shape, and of its dtype or float8_e4m3fn (converted first, and without a gradient).
+        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
 
     Returns:
         Dense, x's shape without the last dimension, of x's dtype.
     """
     if not isinstance(x, Tensor):
-        return interop.call(row_dot, x, y)
+        return interop.call_with(row_dot, locals())
+    if out is not None:
+        return into(row_dot, locals())
     if y.dtype != x.dtype and x.dtype in FLOAT_DTYPES:
         token("y", y.dtype, (x.dtype, torch.float8_e4m3fn))
         y = y.to(x.dtype)  # exact

@@ -21,6 +21,7 @@ from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import constant, needs_grad, refuse_leaf
 from rtkernels.runtime.operator.declared import Dense, InPlaceOperator, InPlaceRows, Operator, Rows
 from rtkernels.runtime.operator.gradient import differentiable
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.sharding import shard_rows
@@ -126,7 +127,13 @@ def _any_softmax(x: Tensor, dim: int, scale: float, lengths: Tensor | None, in_p
 
 
 def softmax(
-    x: Tensor, dim: int = -1, *, scale: float = 1.0, lengths: Tensor | None = None, in_place: bool = False
+    x: Tensor,
+    dim: int = -1,
+    *,
+    scale: float = 1.0,
+    lengths: Tensor | None = None,
+    in_place: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return ``exp(scale * x) / sum(exp(scale * x))`` over one dimension.
 
@@ -143,17 +150,26 @@ def softmax(
             0 and the row's size). The others are not read, get probability 0 and gradient 0.
         in_place: Overwrite x and return it. With gradients, x must not be a leaf and nothing else may need its old
             values. Makes a copy anyway where rows are not evenly spaced, for another dim, and under torch.compile.
+        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
 
     Returns:
         Dense (for the last dim), of x's shape and dtype.
     """
     if not isinstance(x, Tensor):
-        return interop.call(softmax, x, dim, scale=scale, lengths=lengths, in_place=in_place)
+        return interop.call_with(softmax, locals())
+    if out is not None:
+        return into(softmax, locals(), over="x")
     return _any_softmax(x, dim, scale, lengths, in_place, False)
 
 
 def log_softmax(
-    x: Tensor, dim: int = -1, *, scale: float = 1.0, lengths: Tensor | None = None, in_place: bool = False
+    x: Tensor,
+    dim: int = -1,
+    *,
+    scale: float = 1.0,
+    lengths: Tensor | None = None,
+    in_place: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return the logarithm of ``softmax(x)``, ``scale * x - log(sum(exp(scale * x)))``, over one dimension.
 
@@ -167,12 +183,15 @@ def log_softmax(
         scale: As for ``softmax``.
         lengths: As for ``softmax``; scores that do not count get -inf and gradient 0.
         in_place: As for ``softmax``.
+        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
 
     Returns:
         Dense (for the last dim), of x's shape and dtype.
     """
     if not isinstance(x, Tensor):
-        return interop.call(log_softmax, x, dim, scale=scale, lengths=lengths, in_place=in_place)
+        return interop.call_with(log_softmax, locals())
+    if out is not None:
+        return into(log_softmax, locals(), over="x")
     return _any_softmax(x, dim, scale, lengths, in_place, True)
 
 

@@ -138,6 +138,12 @@ def plan_fwd(x: Meta, lengths: Meta | None, log: bool, device: int) -> Steps:
     return Steps(_step(True, ("x", "y", "lengths"), x, strides, x.misaligned, lengths, log, device))
 
 
+def plan_as_torch(x: Meta, log: bool, device: int) -> Steps:
+    """The same without lengths; rows that have nothing but -inf are NaN, as torch has them."""
+    strides = row_stride(x.shape, x.stride), x.shape[-1]
+    return Steps(_step(True, ("x", "y", 0), x, strides, x.misaligned, None, int(log) | 2, device))
+
+
 def plan_in_place(x: Meta, lengths: Meta | None, log: bool, device: int) -> Steps:
     strides = (row_stride(x.shape, x.stride),) * 2
     return Steps(_step(True, ("x", "x", "lengths"), x, strides, x.misaligned, lengths, log, device))

@@ -27,6 +27,7 @@ from rtkernels.runtime.layout import DTYPE_TOKEN, check_same, metadata, token, v
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable, refuse_leaf
 from rtkernels.runtime.operator.declared import Meta, Operator, UnitStride
 from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
 _UNIT = "rope/mla_rope.cu"
@@ -287,6 +288,8 @@ def mla_rope(
     output_layout: str | None = None, interleaved: bool = True, output_interleaved: bool = False,
     positions: Tensor | None = None, cu_seqlens: Tensor | None = None, cp_rank: int = 0, cp_size: int = 1,
     mscale: float = 1.0, in_place: bool = False,
+    cu_seqlens_kv: Tensor | None = None,
+    out: tuple[Tensor | None, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Rotate the rotary part of q and k and assemble k and v heads, as multi-head latent attention needs them.
 
@@ -307,17 +310,26 @@ def mla_rope(
         output_interleaved: The same for the rotary parts of the results.
         positions: As for ``rope``.
         cu_seqlens: As for ``rope``.
+        cu_seqlens_kv: Like cu_seqlens, of k and v where it is another than that of q. Costs a second launch.
         cp_rank: As for ``rope``.
         cp_size: As for ``rope``.
         mscale: Factor of cos and sin.
         in_place: Overwrite q's rotary part and return q. With gradients, q must not be a leaf. kv and k_pos are never
             overwritten.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         ``(q, k, v)`` of head sizes ``nope + rotary``, ``nope + rotary`` and ``value``; dense (q as it was if in place).
     """
     if not isinstance(q, Tensor):
         return interop.call_with(mla_rope, locals())
+    if out is not None:
+        return into(mla_rope, locals())
+    if cu_seqlens_kv is not None:
+        arguments = {**locals(), "cu_seqlens_kv": None}
+        q_made = mla_rope(**arguments)[0]
+        return q_made, *mla_rope(**{**arguments, "cu_seqlens": cu_seqlens_kv, "in_place": False})[1:]
     out_layout = output_layout or layout
     if in_place and out_layout != layout:
         raise ArgumentError(f"output_layout is {out_layout!r}; expected {layout!r}, that of q, with in_place")

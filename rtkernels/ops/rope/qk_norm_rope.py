@@ -15,6 +15,7 @@ from rtkernels.runtime.layout import metadata, nothing
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Operator, UnitStride
 from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 
@@ -157,6 +158,8 @@ def qk_norm_rope(
     interleaved: bool = False, silu: bool = False, eps: float = 1e-6, offset: float = 0.0,
     positions: Tensor | None = None, cu_seqlens: Tensor | None = None, sections: tuple[int, int, int] | None = None,
     sections_interleaved: bool = False, cp_rank: int = 0, cp_size: int = 1, mscale: float = 1.0,
+    cu_seqlens_kv: Tensor | None = None,
+    out: tuple[Tensor | None, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Split a fused qkv projection into heads, normalise those of q and k, and rotate them.
 
@@ -184,17 +187,26 @@ def qk_norm_rope(
         offset: Added to the weights.
         positions: As for ``rope``.
         cu_seqlens: As for ``rope``; for packed tokens.
+        cu_seqlens_kv: Like cu_seqlens, of k and v where it is another than that of q. Costs a second launch.
         sections: As for ``rope``.
         sections_interleaved: As for ``rope``.
         cp_rank: As for ``rope``.
         cp_size: As for ``rope``.
         mscale: Factor of cos and sin.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         ``(q, k, v)``, dense ``[batch, length, heads, head_dim]`` (packed: ``[tokens, heads, head_dim]``), qkv's dtype.
     """
     if not isinstance(qkv, Tensor):
         return interop.call_with(qk_norm_rope, locals())
+    if out is not None:
+        return into(qk_norm_rope, locals())
+    if cu_seqlens_kv is not None:
+        arguments = {**locals(), "cu_seqlens_kv": None}
+        q_made = qk_norm_rope(**arguments)[0]
+        return q_made, *qk_norm_rope(**{**arguments, "cu_seqlens": cu_seqlens_kv})[1:]
     if head_order not in ("grouped", "plain"):
         raise ArgumentError(f"head_order is {head_order!r}; expected 'grouped' or 'plain'")
     spelled = angles_of.spell_sections(sections, sections_interleaved) if sections is not None else ""
@@ -210,4 +222,4 @@ def qk_norm_rope(
     return _forward(qkv, q_weight, k_weight, *args)
 
 
-OP = Op("qk_norm_rope", public=("qk_norm_rope",), kernels=plans.KERNELS, torch_ops=(FORWARD, BACKWARD))
+OP = Op("qk_norm_rope", public=("qk_norm_rope",), kernels=plans.KERNELS, torch_ops=(FORWARD, BACKWARD), uses=("rope",))

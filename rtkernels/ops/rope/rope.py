@@ -13,6 +13,7 @@ from rtkernels.ops.rope import rope_operators as launch
 from rtkernels.ops.rope.rope_operators import FORWARD, IN_PLACE
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable, refuse_leaf
 from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
 
 _forward = FORWARD.call
@@ -56,6 +57,7 @@ def rope(
     interleaved: bool = False, positions: Tensor | None = None, cu_seqlens: Tensor | None = None,
     sections: tuple[int, int, int] | None = None, sections_interleaved: bool = False, cp_rank: int = 0,
     cp_size: int = 1, mscale: float = 1.0, inverse: bool = False, in_place: bool = False,
+    out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Rotate pairs of elements of every head by the angles of its token.
 
@@ -87,6 +89,8 @@ def rope(
         mscale: Factor of cos and sin.
         inverse: Apply the adjoint instead: the backward.
         in_place: Overwrite x and k and return them. With gradients, neither may be a leaf.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         ``y``, dense, of x's shape and dtype; with k ``(y, rotated k)``. With sections or tables whose rows are not
@@ -94,6 +98,8 @@ def rope(
     """
     if not isinstance(x, Tensor):
         return interop.call_with(rope, locals())
+    if out is not None:
+        return into(rope, locals())
     spelled = angles_of.spell_sections(sections, sections_interleaved) if sections is not None else ""
     pairs = angles_of.ADJACENT if interleaved else angles_of.HALVES
     angles = (cos, sin, positions, cu_seqlens, spelled, cp_rank, cp_size, mscale)

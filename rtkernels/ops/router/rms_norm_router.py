@@ -17,6 +17,7 @@ from rtkernels.ops.router.router_gemm_kernels import PRECISIONS
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Dense, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
 
 
@@ -91,6 +92,7 @@ _differentiable = applied(_RmsNormRouter)
 def rms_norm_router(
     x: Tensor, weight: Tensor | None, router_weight: Tensor, *, eps: float | None = None, offset: float = 0,
     precision: str = "high", pow2_scale: bool = False, scale_layout: str = "row",
+    out: tuple[Tensor | None, ...] | None = None,
 ) -> NormRouter:  # fmt: skip
     """Normalise rows, quantise them to fp8 (e4m3) and multiply them by a router's weight.
 
@@ -114,12 +116,16 @@ def rms_norm_router(
         precision: "fast", "high" or "exact", of the logits.
         pow2_scale: Round scales up to a power of two.
         scale_layout: "row" or "column".
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         A :class:`NormRouter`.
     """
     if not isinstance(x, Tensor):
         return NormRouter(*interop.call_with(rms_norm_router, locals()))
+    if out is not None:
+        return into(rms_norm_router, locals())
     if eps is None:  # as a default value it would become symbolic under torch.compile(dynamic=True)
         eps = 1e-6
     level = PRECISIONS.get(precision)
@@ -131,4 +137,10 @@ def rms_norm_router(
     return NormRouter(*FORWARD.call(*arguments))
 
 
-OP = Op("rms_norm_router", public=("rms_norm_router",), kernels=(KERNEL,), torch_ops=(FORWARD,))
+OP = Op(
+    "rms_norm_router",
+    public=("rms_norm_router",),
+    kernels=(KERNEL,),
+    torch_ops=(FORWARD,),
+    uses=("norm_fp8", "rms_norm", "router_gemm", "column_absmax"),
+)

@@ -22,6 +22,7 @@ from rtkernels.runtime.operator.declared import (
     UnitStride,
 )
 from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 
@@ -162,7 +163,13 @@ _differentiable = applied(_RouterGemm)
 
 
 def router_gemm(
-    x: Tensor, weight: Tensor, *, bias: Tensor | None = None, precision: str = "high", main_grad: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    precision: str = "high",
+    main_grad: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return ``x @ weight.T + bias`` in fp32: the logits of a router.
 
@@ -196,12 +203,15 @@ def router_gemm(
         precision: "fast", "high" or "exact".
         main_grad: [experts, hidden size], float32, contiguous. Backward then *adds* weight's gradient to it in place,
             in fp32, and gives weight no gradient of its own: ``weight.grad`` stays as it is.
+        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
 
     Returns:
         Dense fp32 ``[..., experts]``.
     """
     if not isinstance(x, Tensor):
         return interop.call_with(router_gemm, locals())
+    if out is not None:
+        return into(router_gemm, locals())
     level = PRECISIONS.get(precision)
     if level is None:
         raise ArgumentError(f"precision is {precision!r}; expected one of {', '.join(map(repr, PRECISIONS))}")
@@ -214,4 +224,10 @@ def router_gemm(
     return _forward(x, weight, bias, level)
 
 
-OP = Op("router_gemm", public=("router_gemm",), kernels=KERNELS, torch_ops=(FORWARD, BACKWARD, BACKWARD_INTO))
+OP = Op(
+    "router_gemm",
+    public=("router_gemm",),
+    kernels=KERNELS,
+    torch_ops=(FORWARD, BACKWARD, BACKWARD_INTO),
+    uses=("column_absmax",),
+)

@@ -11,6 +11,7 @@ from rtkernels.runtime.layout import check_same
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import constant, needs_grad
 from rtkernels.runtime.operator.gradient import differentiable
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
@@ -32,7 +33,7 @@ def _loss(x: Tensor, counts: Tensor | None, kind: int, sequence_dim: int, k: int
     return FORWARD.call(x, counts, kind, sequence_dim, k, coefficient)
 
 
-def router_z_loss(logits: Tensor, coefficient: float = 1.0) -> Tensor:
+def router_z_loss(logits: Tensor, coefficient: float = 1.0, *, out: Tensor | None = None) -> Tensor:
     """Return ``coefficient * mean over tokens of logsumexp(logits)^2``, which keeps router logits small.
 
     fp32 arithmetic, sums in a fixed order. Differentiable once.
@@ -41,18 +42,22 @@ def router_z_loss(logits: Tensor, coefficient: float = 1.0) -> Tensor:
         logits: ``[..., experts]``, 1 to 4096 experts; bfloat16, float16 or float32, any strides (a copy is made unless
             rows are unit-stride and evenly spaced). May be any object with ``__dlpack__``; the result is of its kind.
         coefficient: Factor of the loss.
+        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
 
     Returns:
         float32, no dimensions; 0 without tokens.
     """
     if not isinstance(logits, Tensor):
-        return interop.call(router_z_loss, logits, coefficient)
+        return interop.call_with(router_z_loss, locals())
+    if out is not None:
+        return into(router_z_loss, locals())
     return _loss(logits, None, Z, -1, 1, coefficient)
 
 
 def load_balancing_loss(
     logits: Tensor, indices: Tensor | None = None, *, counts: Tensor | None = None, k: int | None = None,
     score: str | None = "softmax", coefficient: float = 1.0, sequence_dim: int | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the auxiliary loss that spreads tokens over experts: ``coefficient * experts * sum over e of f_e P_e``.
 
@@ -75,15 +80,15 @@ def load_balancing_loss(
         coefficient: Factor of the loss.
         sequence_dim: None for a loss over the whole batch. Else logits are ``[a, b, experts]`` and this is the
             dimension of the tokens of a sequence: 1 for batch first, 0 for sequence first.
+        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
 
     Returns:
         float32, no dimensions; 0 without tokens.
     """
     if not isinstance(logits, Tensor):
-        return interop.call(
-            load_balancing_loss, logits, indices, counts=counts, k=k, score=score, coefficient=coefficient,
-            sequence_dim=sequence_dim,
-        )  # fmt: skip
+        return interop.call_with(load_balancing_loss, locals())
+    if out is not None:
+        return into(load_balancing_loss, locals())
     if score not in _SCORES:
         raise ArgumentError(f"score is {score!r}; expected 'softmax', 'sigmoid' or None")
     if not logits.dim():

@@ -25,6 +25,7 @@ from rtkernels.runtime.layout import GRID_LIMIT, check_same, row_count, row_stri
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
@@ -161,7 +162,9 @@ class _TopK(torch.autograd.Function):
 _differentiable = applied(_TopK)
 
 
-def topk(x: Tensor, k: int, *, index_dtype: torch.dtype = torch.int64) -> TopK:
+def topk(
+    x: Tensor, k: int, *, index_dtype: torch.dtype = torch.int64, out: tuple[Tensor | None, ...] | None = None
+) -> TopK:
     """Return the k largest numbers of each row (the last dimension) and where they are, largest first.
 
     Exact for every input: equal numbers come in the order of their columns, lowest first, always; NaN counts as larger
@@ -174,12 +177,16 @@ def topk(x: Tensor, k: int, *, index_dtype: torch.dtype = torch.int64) -> TopK:
             of its kind.
         k: 1 to 64, at most the number of columns.
         index_dtype: ``torch.int64`` or ``torch.int32``.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         TopK: ``values`` of x's dtype and ``indices``, dense, of x's shape with k in place of the last dimension.
     """
     if not isinstance(x, Tensor):
-        return TopK(*interop.call(topk, x, k, index_dtype=index_dtype))
+        return TopK(*interop.call_with(topk, locals()))
+    if out is not None:
+        return into(topk, locals())
     if index_dtype is not torch.int64 and index_dtype is not torch.int32:
         raise ArgumentError(f"index_dtype is {index_dtype}; expected torch.int32 or torch.int64")
     int64 = index_dtype is torch.int64

@@ -15,6 +15,7 @@ from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Dense, DenseFloat, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
@@ -126,6 +127,7 @@ def topk_router(
     logits: Tensor, k: int, *, score: str = "softmax", score_first: bool = True, bias: Tensor | None = None,
     num_groups: int = 1, top_groups: int | None = None, group_k: int | None = None, renormalize: bool = False,
     scale: float = 1.0, eps: float = 1e-20, dense_probs: bool = False, routing_map: bool = False,
+    out: tuple[Tensor | None, ...] | None = None,
 ) -> Routing:  # fmt: skip
     """Choose k experts for every token (every row of logits), and give their probabilities.
 
@@ -152,6 +154,8 @@ def topk_router(
         eps: Added to the sum.
         dense_probs: Give the probabilities as ``[..., experts]``, too.
         routing_map: Give the choice as bool ``[..., experts]``, too.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         Routing: ``probs`` and ``indices`` (``[..., k]``, float32 and int32), ``counts`` (``[experts]`` int32), and the
@@ -161,6 +165,8 @@ def topk_router(
         results = interop.call_with(topk_router, locals())
         none = [not dense_probs, not routing_map]
         return Routing(*results[:3], *(None if skip else item for skip, item in zip(none, results[3:], strict=True)))
+    if out is not None:
+        return into(topk_router, locals())
     mode = _mode(score, score_first, renormalize)
     an_integer("k", k)
     an_integer("num_groups", num_groups)

@@ -72,14 +72,15 @@ def _wait_for(descriptor: int, path: Path, what: str) -> bool:
             waited = time.monotonic() - started
         except OSError:  # a file system without locks
             return False
-        if waited >= TIMEOUT_S:
-            message = "%s: gave up waiting for %s after %.0f s, going on without the lock"
-            env.logger().warning(message, what, _holder(descriptor), waited)
-            return False
+        # Told first: a poll that a busy machine delays past both limits still says whom it waited for.
         if waited >= LOG_AFTER_S and not told:
             told = True
             message = "%s: waiting for %s, which is compiling the same kernel (%s)"
             env.logger().warning(message, what, _holder(descriptor), path)
+        if waited >= TIMEOUT_S:
+            message = "%s: gave up waiting for %s after %.0f s, going on without the lock"
+            env.logger().warning(message, what, _holder(descriptor), waited)
+            return False
         time.sleep(pause)
         pause = min(2 * pause, POLL_S)
 

@@ -67,12 +67,21 @@ class Tables:
     """The tables that one function builds, by list and stream.
 
     Args:
-        build: ``build(lists, device)`` -> anything; it validates the lists and calls ``upload``.
+        build: ``build(lists, device)`` -> anything; it calls ``upload``.
+        check: Raises an ArgumentError for lists that have no table.
     """
 
-    def __init__(self, build: Callable[[Sequence[Sequence[Tensor]], int], Any]) -> None:
-        self._build = build
+    def __init__(
+        self,
+        build: Callable[[Sequence[Sequence[Tensor]], int], Any],
+        check: Callable[[Sequence[Sequence[Tensor]]], None] = lambda lists: None,
+    ) -> None:
+        self._make, self.check = build, check
         self._slots = Plans(_Slot)  # emptied together with the plans of the ops
+
+    def _build(self, lists: Sequence[Sequence[Tensor]], device: int) -> Any:
+        self.check(lists)
+        return self._make(lists, device)
 
     def find(self, lists: Sequence[Sequence[Tensor]]) -> Any:
         """Return what ``build`` made for these lists (the first has at least one tensor), building it if needed."""

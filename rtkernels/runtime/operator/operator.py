@@ -231,7 +231,7 @@ def call({names}):
     def _run_and_keep(self, scope: dict[str, Any], args: tuple[Any, ...]) -> Any:
         plan, used = self._planned(args)
         if type(plan) is Steps:  # nothing to replay
-            return self._launch_planned(*args)
+            return self._launch_resolved(args) if self._lazy(args) else self._launch_planned(*args)
         addresses = self._addresses(used)
         if used is args and not any(address & 15 for address in addresses):
             given = [_STAND_INS[i] if args[i] is None else args[i] for i in self._tensors]

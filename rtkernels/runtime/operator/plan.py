@@ -17,6 +17,7 @@ from rtkernels.errors import ResidencyError
 from rtkernels.runtime.launch.driver import Launch
 from rtkernels.runtime.launch.memory import allocator, dense_strides, fresh_zeros, kept_zeros
 from rtkernels.runtime.launch.tensor_map import tiled_map
+from rtkernels.runtime.operator import into
 from rtkernels.runtime.operator.written import written_code
 
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "byte": 1}
@@ -154,6 +155,7 @@ class StepPlan(Plan):
         super().__init__()
         self.converted, self.steps = steps.converted, steps.steps
         scope: dict[str, Any] = {"allocate": allocator(device), "device": device}
+        scope |= {"memory": into.memory, "calls_under_way": into.calls_under_way}
         scope |= {"fresh_zeros": fresh_zeros, "kept_zeros": kept_zeros, "ResidencyError": ResidencyError}
         lines: list[str] = []
         known = {argument: f"p_{argument}" for argument in arguments} | {number: number for number in numbers}
@@ -163,8 +165,11 @@ class StepPlan(Plan):
                 raise ValueError(f"{name}: {variable} is the name of two tensors")
             strides = dense_strides(memory.shape) if memory.strides is None else tuple(memory.strides)
             scope[f"m_{variable}"] = (tuple(memory.shape), strides, memory.dtype)
-            made_by = f"fresh_zeros(device, {memory.shape[0]})" if memory.fresh else f"allocate(*m_{variable})"
-            lines.append(f"t_{variable} = {made_by}{_filled(memory)}")
+            given = f"memory('{name}.{variable}', m_{variable}, allocate)"
+            made_by = f"allocate(*m_{variable}) if not calls_under_way else {given}"
+            if memory.fresh:
+                made_by = f"fresh_zeros(device, {memory.shape[0]}) if not calls_under_way else {given}.zero_()"
+            lines.append(f"t_{variable} = ({made_by}){_filled(memory)}")
             absent = variable in outputs and outputs[variable] is None
             known[variable] = "0" if absent else f"t_{variable}.data_ptr()"
         for variable, count in steps.zeros.items():

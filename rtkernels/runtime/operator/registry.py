@@ -23,14 +23,16 @@ class Op:
     Attributes:
         name: Name of its module.
         public: Names of its public functions.
-        kernels: Every kernel it launches.
+        kernels: Every kernel of its own.
         torch_ops: Its operators in the dispatcher.
+        uses: Names of all other ops whose kernels its public functions launch: who warms it needs those, too.
     """
 
     name: str
     public: tuple[str, ...]
     kernels: tuple[Kernel, ...]
     torch_ops: tuple[TorchOp, ...]
+    uses: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for kernel in self.kernels:
@@ -39,10 +41,11 @@ class Op:
 
 
 def ops() -> list[Op]:
-    """Return every op, importing all of ``rtkernels.ops``."""
-    package = importlib.import_module("rtkernels.ops")
-    for module in pkgutil.walk_packages(package.__path__, "rtkernels.ops."):
-        importlib.import_module(module.name)
+    """Return every op, importing all of ``rtkernels.ops`` and ``rtkernels.aten``."""
+    for name in ("rtkernels.ops", "rtkernels.aten"):
+        package = importlib.import_module(name)
+        for module in pkgutil.walk_packages(package.__path__, f"{name}."):
+            importlib.import_module(module.name)
     return sorted(_OPS.values(), key=lambda op: op.name)
 
 

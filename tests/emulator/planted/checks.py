@@ -17,7 +17,7 @@ from rtkernels import emulate, emulator
 from rtkernels.ops.act import glu
 from rtkernels.ops.index import embedding, row_moves_operators
 from rtkernels.ops.layout import transpose
-from rtkernels.ops.multi import multi_adamw, multi_tensor
+from rtkernels.ops.multi import multi_tensor
 from rtkernels.ops.multi.reference import SQUARES
 from rtkernels.ops.norm import group_rms_norm_gate, layer_norm, norm_fp8_operators, rms_norm
 from rtkernels.ops.pointwise import inplace
@@ -285,7 +285,7 @@ def clip_small_norm() -> None:
 
 @check
 def adamw_step() -> None:
-    (op, args), *_ = multi_adamw.samples("cpu")
+    (op, args), *_ = adamw_samples("cpu")
     agrees(op, *args)
 
 

@@ -285,6 +285,7 @@ BACKWARD_CASES = {
     "tail_of_8": lambda n: Inputs(n(131, 2 * 136), weight=n(131).float()),
     "tail_of_3": lambda n: Inputs(n(20, 2 * 131), weight=n(20)),
     "tail_of_2": lambda n: Inputs(n(9, 146)[:, 8:138], n(18, 130)[::2]),
+    "hidden_of_2880": lambda n: Inputs(n(3, 2 * 2880)),  # that of GPT-OSS
     "one_group": lambda n: Inputs(n(3, 2 * 64)),
     "one_column": lambda n: Inputs(n(2, 2), weight=n(2)),
     "tail_experts": lambda n: Inputs(n(300, 2 * 320), weight=n(300).float(), counts=counts(0, 37, 130, 0, 5, 128)),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.compare import ROUNDOFF, assert_same_bits, poisoned, relative_error, running_on
+from support.compare import FP8_SUMS, ROUNDOFF, assert_same_bits, poisoned, relative_error, running_on
 from support.places import DTYPES, at, error_tests, short
 from torch import Tensor
 
@@ -118,8 +118,8 @@ def emulated_products(case: Case) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def assert_rounded(got: Tensor, exact: Tensor, magnitude: Tensor, what: str) -> None:
-    """Check one rounding to got's dtype, and sums before it: in fp32; tensor cores keep about 14 bits of fp8 sums."""
-    sums = 2.0**-10 if got.is_cuda else 2.0**-20
+    """Check one rounding to got's dtype, and the sums before it: in fp32, or those of fp8 on a GPU."""
+    sums = FP8_SUMS if got.is_cuda else 2.0**-20
     budget = 1.01 * ROUNDOFF[got.dtype] * exact.abs() + sums * magnitude + 1e-7
     wrong = ~((got.double() - exact).abs() <= budget)
     assert got.shape == exact.shape and not wrong.any(), f"{what}: {int(wrong.sum())} of {wrong.numel()} elements"

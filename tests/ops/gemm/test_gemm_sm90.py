@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support import products
-from support.compare import running_on
+from support.compare import FP8_SUMS, running_on
 from support.places import at, emulated
 
 import rtkernels
@@ -18,7 +18,6 @@ from rtkernels.runtime import targets
 
 BROAD, SMALL, ONE = tile_choice.LARGE, tile_choice.SMALL, tile_choice.ONE_WARPGROUP
 ROW, TENSOR, ALONG, SQUARE = (1, 0), (0, 0), (1, 128), (128, 128)
-FP8_SLACK = 2.0**-10  # tensor cores keep about 14 bits of fp8 products as they add
 
 # m, n, k and what differs from a plain product of bf16.
 DENSE: dict[str, tuple[int, int, int, dict[str, Any]]] = {
@@ -127,7 +126,7 @@ GROUPED: dict[str, tuple[str, list[int], int, int, dict[str, Any]]] = {
 
 
 def _slack(place: str, options: dict[str, Any]) -> dict[str, float]:
-    return {"slack": FP8_SLACK} if place == "cuda" and options.get("a") == "e4m3" else {}
+    return {"slack": FP8_SUMS} if place == "cuda" and options.get("a") == "e4m3" else {}
 
 
 # Those whose variant no other case has, as compiling it takes longest, and whose code others try too.

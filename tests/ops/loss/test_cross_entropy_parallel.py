@@ -38,7 +38,7 @@ def _split_inputs() -> tuple[Tensor, Tensor]:
 def _split_worker(rank: int, world: int, path: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{path}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{path}/store", rank=rank, world_size=world, timeout=timedelta(seconds=300)
     )
     logits, labels = _split_inputs()
     group = torch.distributed.group.WORLD

@@ -436,7 +436,7 @@ def test_shards_of_a_process_group(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     for member in members:
-        out, err = member.communicate(timeout=120)
+        out, err = member.communicate(timeout=300)
         assert member.returncode == 0 and out.strip().endswith("done"), err
 
 

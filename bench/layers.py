@@ -1,0 +1,330 @@
+"""Layers of real models in every way we know: a decoder layer, a head with its loss, a layer of experts.
+
+    python -m bench.layers --out layers.json            # everything, at the sizes of the README, on a GPU
+    python -m bench.layers dense --ways transformers,ours,ours_fused
+    python -m bench.layers --tiny                       # small, on the CPU: only the errors mean something
+
+Every way gets the same weights and tokens. A row has the time of a step (forward and backward), the host's share of it,
+peak memory, and the largest relative errors (Frobenius) of the output and of the gradients against the same layer in
+fp32. Ways: "eager" (plain torch), "transformers" (the model's own code), "liger", "compile" (torch.compile of
+transformers' code), "ours" (patched), "ours_fused" (with fused_layers and our attention), "fp8" and "fp8_fused" (the
+same with fp8 products). Experts of the reference are chosen by 16-bit logits, as those of the ways are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import rtkernels
+from bench import meta
+from bench.measure.layer import peak_mib, relative
+from bench.measure.timing import CudaDevice, Timer
+
+Sizes = dict[str, int]
+
+
+class Kind(NamedTuple):
+    """A layer: sizes, small sizes, ways, and what makes one: ``build(sizes, device, dtype, way)``."""
+
+    sizes: Sizes
+    tiny: Sizes
+    ways: tuple[str, ...]
+    build: Callable[..., Layer]
+
+
+class Layer(NamedTuple):
+    """A layer that can be run: a module with its parameters, and a function of tokens ``[batch, length, hidden]``."""
+
+    module: nn.Module
+    call: Callable[[Tensor], Tensor]
+
+
+PATCHES = {
+    "ours": {}, "ours_fused": {"fused_layers": True, "attention": True}, "fp8": {"fp8": True},
+    "fp8_fused": {"fp8": True, "fused_layers": True, "attention": True},
+}  # fmt: skip
+
+
+def _model(kind: str, device: str, dtype: torch.dtype, **sizes: Any) -> nn.Module:
+    """Return a causal language model of one layer with random weights, the same at every call."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(kind, num_hidden_layers=1, vocab_size=128, use_cache=False, **sizes)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    for p in model.parameters():  # as after some training: norms that are not ones, products of variance one
+        with torch.no_grad():
+            p.normal_(std=p.shape[-1] ** -0.5) if p.dim() > 1 else p.uniform_(0.5, 1.5)
+    angles = model.model.rotary_emb
+    model.to(torch.bfloat16).to(device, dtype).train()
+    model.model.rotary_emb = type(angles)(config=config).to(device)
+    return model
+
+
+def _changed(model: nn.Module, way: str) -> None:
+    """Patch a model as a way needs it."""
+    if way in PATCHES:
+        rtkernels.models.patch(model, loss=False, **PATCHES[way])
+    elif way == "liger":
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model)
+
+
+# ---- the three layers -----------------------------------------------------------------------------------------------
+
+
+def dense(sizes: Sizes, device: str, dtype: torch.dtype, way: str) -> Layer:
+    """Return a decoder layer of Qwen3."""
+    model = _model(
+        "qwen3", device, dtype, hidden_size=sizes["hidden"], intermediate_size=sizes["ffn"], head_dim=sizes["head_dim"],
+        num_attention_heads=sizes["heads"], num_key_value_heads=sizes["kv_heads"],
+    )  # fmt: skip
+    _changed(model, way)
+    layer = model.model.layers[0]
+    positions = torch.arange(sizes["length"], device=device)[None]
+    tables = model.model.rotary_emb(torch.empty(0, device=device, dtype=dtype), positions)
+    run = torch.compile(layer) if way == "compile" else layer
+    if way == "eager":
+        return Layer(layer, lambda x: _eager_dense(layer, x, tables))
+    return Layer(layer, lambda x: run(x, position_embeddings=tables, attention_mask=None))
+
+
+def _eager_dense(layer: nn.Module, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the decoder layer in plain torch."""
+    cos, sin = (t[:, :, None] for t in tables)
+
+    def norm(t: Tensor, weight: Tensor) -> Tensor:
+        values = t.float()
+        return (values * torch.rsqrt(values.square().mean(-1, keepdim=True) + 1e-6)).to(t.dtype) * weight
+
+    def heads(linear: nn.Linear, gain: Tensor | None) -> Tensor:
+        t = linear(y).unflatten(-1, (-1, cos.shape[-1]))
+        if gain is None:
+            return t.transpose(1, 2)
+        t = norm(t, gain)
+        first, second = t.chunk(2, -1)
+        return (t * cos + torch.cat((-second, first), -1) * sin).transpose(1, 2)
+
+    attention, mlp = layer.self_attn, layer.mlp
+    y = norm(x, layer.input_layernorm.weight)
+    q, k = heads(attention.q_proj, attention.q_norm.weight), heads(attention.k_proj, attention.k_norm.weight)
+    mixed = F.scaled_dot_product_attention(q, k, heads(attention.v_proj, None), is_causal=True, enable_gqa=True)
+    x = x + attention.o_proj(mixed.transpose(1, 2).flatten(2))
+    y = norm(x, layer.post_attention_layernorm.weight)
+    return x + mlp.down_proj(F.silu(mlp.gate_proj(y)) * mlp.up_proj(y))
+
+
+class _SameChoice(nn.Module):
+    """The fp32 router of a reference, with the experts that a 16-bit router chooses."""
+
+    def __init__(self, gate: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.__dict__["chooser"] = gate.weight, copy.deepcopy(gate).bfloat16()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        _, _, chosen = self.chooser(x.bfloat16())
+        logits = F.linear(x.reshape(-1, x.shape[-1]), self.weight)
+        scores = torch.softmax(logits, -1).gather(-1, chosen)
+        return logits, scores / scores.sum(-1, keepdim=True), chosen
+
+
+def moe(sizes: Sizes, device: str, dtype: torch.dtype, way: str) -> Layer:
+    """Return the experts of a layer of Qwen3-MoE, with their router."""
+    model = _model(
+        "qwen3_moe", device, dtype, hidden_size=sizes["hidden"], moe_intermediate_size=sizes["ffn"], head_dim=64,
+        num_experts=sizes["experts"], num_experts_per_tok=sizes["top_k"], norm_topk_prob=True, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    if way == "eager":
+        model.set_experts_implementation("eager")
+    _changed(model, way)
+    layer = model.model.layers[0].mlp
+    if way == "reference":
+        layer.gate = _SameChoice(layer.gate)
+    return Layer(layer, torch.compile(layer) if way == "compile" else layer)
+
+
+def head(sizes: Sizes, device: str, dtype: torch.dtype, way: str) -> Layer:
+    """Return a head with the loss of random labels."""
+    torch.manual_seed(0)
+    linear = nn.Linear(sizes["hidden"], sizes["vocabulary"], bias=False)
+    labels = torch.randint(0, sizes["vocabulary"], (sizes["batch"] * sizes["length"],)).to(device)
+    linear.to(torch.bfloat16).to(device, dtype)
+
+    def plain(x: Tensor) -> Tensor:
+        return F.cross_entropy(linear(x).flatten(0, 1).float(), labels)
+
+    def transformers(x: Tensor) -> Tensor:
+        from transformers.loss.loss_utils import ForCausalLMLoss
+
+        shifted = labels.view(x.shape[:2])
+        return ForCausalLMLoss(linear(x), None, sizes["vocabulary"], shift_labels=shifted)
+
+    def liger(x: Tensor) -> Tensor:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        return LigerFusedLinearCrossEntropyLoss()(linear.weight, x.flatten(0, 1), labels)
+
+    def ours(x: Tensor) -> Tensor:
+        return rtkernels.linear_cross_entropy(x.flatten(0, 1), linear.weight, labels)
+
+    ways = {"transformers": transformers, "liger": liger, "ours": ours}
+    return Layer(linear, torch.compile(plain) if way == "compile" else ways.get(way, plain))
+
+
+KINDS = {
+    "dense": Kind(
+        {"batch": 2, "length": 4096, "hidden": 4096, "ffn": 12288, "heads": 32, "kv_heads": 8, "head_dim": 128},
+        {"batch": 2, "length": 24, "hidden": 128, "ffn": 256, "heads": 4, "kv_heads": 2, "head_dim": 32},
+        ("eager", "transformers", "liger", "compile", "ours", "ours_fused", "fp8", "fp8_fused"),
+        dense,
+    ),
+    "head": Kind(
+        {"batch": 2, "length": 4096, "hidden": 4096, "vocabulary": 151936},
+        {"batch": 2, "length": 24, "hidden": 64, "vocabulary": 300},
+        ("eager", "transformers", "liger", "compile", "ours"),
+        head,
+    ),
+    "moe": Kind(
+        {"batch": 2, "length": 4096, "hidden": 2048, "ffn": 768, "experts": 128, "top_k": 8},
+        {"batch": 2, "length": 24, "hidden": 128, "ffn": 64, "experts": 8, "top_k": 2},
+        ("eager", "transformers", "liger", "compile", "ours", "fp8"),
+        moe,
+    ),
+}  # fmt: skip
+
+
+# ---- measuring ------------------------------------------------------------------------------------------------------
+
+
+def step(layer: Layer, leaf: Tensor, dy: Tensor | None) -> Tensor:
+    """Run forward and backward, as between two other layers: x is the result of an operation. Return y."""
+    leaf.grad = None
+    layer.module.zero_grad(set_to_none=True)
+    y = layer.call(leaf.clone())
+    y.backward(dy if y.dim() else None)
+    return y.detach()
+
+
+def results(layer: Layer, leaf: Tensor, dy: Tensor | None) -> dict[str, Tensor]:
+    """Return the output and all gradients."""
+    y = step(layer, leaf, dy)
+    return {"y": y, "x": leaf.grad} | {n: p.grad for n, p in layer.module.named_parameters() if p.grad is not None}
+
+
+def inputs(sizes: Sizes, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return tokens and a gradient of the output, values of 16 bits."""
+    generator = torch.Generator().manual_seed(1)
+    shape = sizes["batch"], sizes["length"], sizes["hidden"]
+    x, dy = (torch.randn(shape, generator=generator).bfloat16().to(device, dtype) for _ in range(2))
+    return x.requires_grad_(), dy
+
+
+def _host_ms(call: Callable[[], Any]) -> float:
+    """Return how long the host takes for a step that the device has room to queue."""
+    samples = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        call()
+        samples.append((time.perf_counter() - started) * 1000)
+    torch.cuda.synchronize()
+    return statistics.median(samples)
+
+
+def measure(kind: str, way: str, sizes: Sizes, device: str, wanted: dict[str, Tensor], repeats: int) -> dict[str, Any]:
+    """Return the row of one way."""
+    layer = KINDS[kind].build(sizes, device, torch.bfloat16, way)
+    leaf, dy = inputs(sizes, device, torch.bfloat16)
+    got = results(layer, leaf, dy)
+    errors = {name: relative(got[name].to(t.device), t) for name, t in wanted.items()}
+    del got
+    row: dict[str, Any] = {
+        "error_output": errors.pop("y"), "error_gradients": max(errors.values()), "worst": max(errors, key=errors.get),
+    }  # fmt: skip
+
+    def call() -> Tensor:
+        return step(layer, leaf, dy)
+
+    if device == "cuda":
+        call()
+        row["peak_mib"] = round(peak_mib(call))
+        row["host_ms"] = round(_host_ms(call), 3)
+        timer = Timer(CudaDevice(), iterations=repeats, batch=3)  # its buffer is not the layer's memory
+        waits = kind == "moe" and way == "eager"  # reads the experts that were hit
+        row["forward_and_backward_ms"] = round((timer.measure_waiting if waits else timer.measure)([call]).us / 1000, 3)
+    else:
+        started = time.perf_counter()
+        call()
+        row["forward_and_backward_ms"] = round((time.perf_counter() - started) * 1000, 3)
+    return row
+
+
+def reference(kind: str, sizes: Sizes, device: str) -> dict[str, Tensor]:
+    """Return output and gradients of the layer in fp32, kept on the host."""
+    layer = KINDS[kind].build(sizes, device, torch.float32, "reference")
+    leaf, dy = inputs(sizes, device, torch.float32)
+    return {name: t.cpu() for name, t in results(layer, leaf, dy).items()}
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Print a table of each layer, and return and write what was measured."""
+    parser = argparse.ArgumentParser(prog="python -m bench.layers", description=__doc__.splitlines()[0])
+    parser.add_argument("kinds", nargs="*", metavar="layer", help="dense, head, moe; all when left out")
+    parser.add_argument("--ways", help="comma-separated; all of a layer when left out")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--tiny", action="store_true", help="small layers, on the CPU where there is no GPU")
+    parser.add_argument("--out", type=Path, help="also write a file that `python -m bench record --layers` takes")
+    args = parser.parse_args(arguments)
+    if unknown := set(args.kinds) - set(KINDS):
+        parser.error(f"unknown layer {', '.join(unknown)}; expected {', '.join(KINDS)}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not args.tiny:
+        parser.error("no CUDA device here; --tiny runs on the CPU")
+    made: dict[str, Any] = {}
+    for kind in args.kinds or KINDS:
+        sizes = KINDS[kind].tiny if args.tiny else KINDS[kind].sizes
+        row: dict[str, Any] = dict(sizes)
+        wanted = reference(kind, sizes, device)
+        print(f"{kind:14}{'step':>12}{'host':>11}{'peak':>12}{'output':>10}{'gradients':>11}")
+        for way in args.ways.split(",") if args.ways else KINDS[kind].ways:
+            if way not in KINDS[kind].ways:
+                continue
+            try:
+                row[way] = measure(kind, way, sizes, device, wanted, args.repeats)
+            except ImportError as error:
+                row[way] = {"absent": str(error)}
+            print(_line(way, row[way]), flush=True)
+            if device == "cuda":
+                torch.cuda.empty_cache()
+        made[f"layer_{kind}"] = {"command": f"python -m bench.layers {kind}", "rows": [row]}
+    if args.out:
+        args.out.write_text(json.dumps({"environment": meta.environment(), "layers": made}, indent=1))
+    return made
+
+
+def _line(way: str, row: dict[str, Any]) -> str:
+    if "absent" in row:
+        return f"{way:14}absent: {row['absent']}"
+    host = f"{row['host_ms']:.2f} ms" if "host_ms" in row else "-"
+    peak = f"{row['peak_mib']} MiB" if "peak_mib" in row else "-"
+    return (
+        f"{way:14}{row['forward_and_backward_ms']:9.2f} ms{host:>11}{peak:>12}{row['error_output']:10.1e}"
+        f"{row['error_gradients']:11.1e}  {row['worst']}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Benchmark rows of ``lightning``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from bench.rows.row import Row
+from rtkernels.ops.attention.lightning import lightning_attention, lightning_attention_step
+
+
+def _chunked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+    """Chunks of 256 rows in plain torch."""
+    size, (batch, length, heads, width) = 256, q.shape
+    i = torch.arange(size, device=q.device)
+    rates = decay.view(-1, 1, 1)
+    within = torch.exp(-rates * (i.view(-1, 1) - i).clamp(min=0)).tril().to(q.dtype)
+    before = torch.exp(-rates * (i.view(-1, 1) + 1)).to(q.dtype)
+    after = torch.exp(-rates * (size - 1 - i.view(-1, 1))).to(q.dtype)
+    state, parts = q.new_zeros(batch, heads, width, v.shape[-1], dtype=torch.float32), []
+    for begin in range(0, length, size):
+        qs, ks, vs = (t[:, begin : begin + size].transpose(1, 2) for t in (q, k, v))
+        out = (qs @ ks.transpose(-1, -2) * within) @ vs + (qs * before) @ state.to(q.dtype)
+        state = torch.exp(-rates * size) * state + (ks * after).transpose(-1, -2) @ vs
+        parts.append(out.transpose(1, 2))
+    return torch.cat(parts, 1) * width**-0.5
+
+
+def rows() -> Iterator[Row]:
+    for batch, length, heads in ((2, 4096, 64), (1, 16384, 32)):  # the first one is linghe's
+
+        def make(device: str, generator: torch.Generator, size=(batch, length, heads)) -> dict[str, Any]:
+            tensors = {
+                name: torch.randn(*size, 128, device=device, generator=generator).bfloat16() for name in ("q", "k", "v")
+            }
+            return tensors | {"decay": 0.5 ** torch.linspace(1, 8, size[2], device=device)}
+
+        yield Row(
+            name="lightning_attention_fwd",
+            shape=f"{batch}x{length} {heads} heads of 128",
+            make=make,
+            ours=lambda q, k, v, decay: lightning_attention(q, k, v, decay),
+            torch=_chunked,
+            bytes=2 * batch * length * heads * 128 * 4,
+        )
+
+    def make_step(device: str, generator: torch.Generator) -> dict[str, Any]:
+        tensors = {
+            name: torch.randn(64, 32, 128, device=device, generator=generator).bfloat16() for name in ("q", "k", "v")
+        }
+        return tensors | {"decay": torch.ones(32, device=device), "state": torch.zeros(64, 32, 128, 128, device=device)}
+
+    def plain_step(q, k, v, decay, state):
+        state.mul_(torch.exp(-decay).view(-1, 1, 1)).add_(k.float().unsqueeze(-1) * v.float().unsqueeze(-2))
+        return ((q.float().unsqueeze(-2) @ state).squeeze(-2) * 128**-0.5).to(q.dtype)
+
+    yield Row(
+        name="lightning_attention_step",
+        shape="64 sequences, 32 heads of 128",
+        make=make_step,
+        ours=lambda q, k, v, decay, state: lightning_attention_step(q, k, v, decay, state),
+        torch=plain_step,
+        bytes=2 * 4 * 64 * 32 * 128 * 128,
+    )

@@ -1,0 +1,148 @@
+// One elementwise kernel for activations, gated units and the sums and products around matrix products:
+//
+//     y = act(x + add0 + add1) * mul0 * mul1 * alpha + base0 + base1        (`kSubtract`: x - add0)
+//
+// with what is absent left out, stored as T or fp32, as 8-bit codes or as NVFP4 (common/row_output.cuh). `kSlope`: the
+// derivative of act instead of act. `kInterleaved`: x has 2 * cols columns, the values of x and mul0 in turn. All operands are of
+// T or fp32; each has a row for every `each` neighbouring rows of the result, or (each < 0) -each rows that come over and over,
+// or one (stride 0). alpha is a number, times *factor. fp32 arithmetic, one rounding.
+//
+// A RowGroup owns a row, or one of `slices` parts of it (one block, then): thread i the columns [i * N, i * N + N) of each
+// stretch of threads * N. Grid: row blocks times slices. A thread reads what it overwrites before it does.
+#include "act/activations.cuh"
+#include "common/row_output.cuh"
+
+namespace rtk {
+
+inline constexpr i64 kAligned16 = 1, kSlope = 2, kSubtract = 4, kInterleaved = 8;
+inline constexpr i64 kXFp32 = 16, kAdd0Fp32 = 32, kAdd1Fp32 = 64, kMul0Fp32 = 128, kMul1Fp32 = 256, kBase0Fp32 = 512,
+                     kBase1Fp32 = 1024;
+inline constexpr int kIdentity = 6, kSwigluOai = 7;  // of the switch below
+
+template <typename Act, bool kFast, bool SLOPE, int N>
+RTK_DEVICE void activate(bool slope, float (&v)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const ValueSlope at = Act::template at<kFast>(v[i]);
+        v[i] = SLOPE && slope ? at.slope : at.value;
+    }
+}
+
+template <bool kFast, bool SLOPE, int N>
+RTK_DEVICE void activate_any(int act, bool slope, float (&v)[N]) {
+    switch (act) {
+        case 0: activate<Silu, kFast, SLOPE>(slope, v); break;
+        case 1: activate<GeluTanh, kFast, SLOPE>(slope, v); break;
+        case 2: activate<GeluErf, kFast, SLOPE>(slope, v); break;
+        case 3: activate<Relu, kFast, SLOPE>(slope, v); break;
+        case 4: activate<Relu2, kFast, SLOPE>(slope, v); break;
+        case 5: activate<Sigmoid, kFast, SLOPE>(slope, v); break;
+        case kIdentity: break;
+        default: activate<SwigluOai, kFast, SLOPE>(slope, v); break;
+    }
+}
+
+// An operand's row for a row of the result.
+RTK_DEVICE i64 operand_row(i64 row, i64 stride, i64 each) {
+    if (stride == 0) return 0;
+    return (each == 1 ? row : each > 0 ? row / each : row % -each) * stride;
+}
+
+template <typename T, int FORMAT>
+__global__ void __launch_bounds__(256)
+    combine(const void* x, const void* add0, const void* add1, const void* mul0, const void* mul1, const void* base0,
+            const void* base1, const float* quant_scale, u32* amax, const float* factor, void* out, void* kept,
+            void* scale_out, float* global_out, i64 rows, i64 cols, i64 x_stride, i64 add0_stride, i64 add0_each,
+            i64 add1_stride, i64 add1_each, i64 mul0_stride, i64 mul0_each, i64 mul1_stride, i64 mul1_each,
+            i64 base0_stride, i64 base0_each, i64 base1_stride, i64 base1_each, i64 threads_per_row, i64 slices,
+            i64 slice_cols, i64 flags, i64 quant, i64 act, double number, double floor, double alpha) {
+    constexpr int N = kPerThread<T, FORMAT>;
+    constexpr bool kFast = sizeof(T) < 4;
+    __shared__ GroupScratch<1> scratch;
+    const RowGroup group(threads_per_row);
+    const i64 row_block = slices == 1 ? blockIdx.x : blockIdx.x / slices;
+    const i64 row = row_block * group.count + group.index;
+    const i64 end = row < rows ? cols : 0;
+    const bool aligned16 = flags & kAligned16;
+    RowOutput<T, FORMAT> output(out, kept, scale_out, global_out, quant_scale, amax, cols, quant, aligned16, number, floor);
+    const i64 begin = (blockIdx.x - row_block * slices) * slice_cols;
+    const i64 stop = slices == 1 ? output.span() : min(output.span(), begin + slice_cols);
+    const float times = static_cast<float>(alpha) * (factor != nullptr ? *factor : 1.0f);
+
+    auto make_y = [&](i64 column, int valid, float(&y)[N]) {
+        float v[N], up[N];
+        auto load = [&](const void* p, i64 stride, i64 each, i64 fp32, float(&to)[N]) {
+            load_either<T, N>(p, operand_row(row, stride, each) + column, flags & fp32, valid, aligned16, to);
+        };
+        if (flags & kInterleaved) {
+            float both[2 * N];
+            load_either<T, 2 * N>(x, row * x_stride + 2 * column, flags & kXFp32, 2 * valid, aligned16, both);
+#pragma unroll
+            for (int i = 0; i < N; ++i) y[i] = both[2 * i], up[i] = both[2 * i + 1];
+        } else {
+            load(x, x_stride, 1, kXFp32, y);
+            if (mul0 != nullptr) load(mul0, mul0_stride, mul0_each, kMul0Fp32, up);
+        }
+        if (add0 != nullptr) {
+            load(add0, add0_stride, add0_each, kAdd0Fp32, v);
+#pragma unroll
+            for (int i = 0; i < N; ++i) y[i] += flags & kSubtract ? -v[i] : v[i];
+        }
+        if (add1 != nullptr) {
+            load(add1, add1_stride, add1_each, kAdd1Fp32, v);
+#pragma unroll
+            for (int i = 0; i < N; ++i) y[i] += v[i];
+        }
+        activate_any<kFast, FORMAT == kPlainOutput>(static_cast<int>(act), flags & kSlope, y);
+        if (mul0 != nullptr || (flags & kInterleaved)) {
+#pragma unroll
+            for (int i = 0; i < N; ++i) y[i] *= act == kSwigluOai ? partner<SwigluOai>(up[i]).value : up[i];
+        }
+        if (mul1 != nullptr) {
+            load(mul1, mul1_stride, mul1_each, kMul1Fp32, v);
+#pragma unroll
+            for (int i = 0; i < N; ++i) y[i] *= v[i];
+        }
+        if (base0 != nullptr) {
+            load(base0, base0_stride, base0_each, kBase0Fp32, v);
+#pragma unroll
+            for (int i = 0; i < N; ++i) y[i] = fmaf(y[i], times, v[i]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < N; ++i) y[i] *= times;
+        }
+        if (base1 != nullptr) {
+            load(base1, base1_stride, base1_each, kBase1Fp32, v);
+#pragma unroll
+            for (int i = 0; i < N; ++i) y[i] += v[i];
+        }
+#pragma unroll
+        for (int i = 0; i < N; ++i) y[i] = i < valid ? y[i] : 0.0f;  // sigmoid(0) is not
+    };
+
+    // A pass for the amax of the row, if its scale or that of the tensor depends on it, and one that stores.
+#pragma unroll 1
+    for (int pass = output.reads_twice() || output.amax_only() ? 0 : 1; pass < 2; ++pass) {
+        float largest = 0.0f;
+        for (i64 first = begin; first < stop; first += group.threads * N) {
+            const i64 column = first + group.thread * N;
+            const int valid = static_cast<int>(min(max(end - column, static_cast<i64>(0)), static_cast<i64>(N)));
+            float y[N];
+            make_y(column, valid, y);
+            if (pass == 0) {
+                largest = fmaxf(largest, finite_amax(y));
+            } else {
+                output.store(row, column, valid, group.threads, y);
+            }
+        }
+        if (pass == 1) return;
+        largest = group_reduce<MaxNumber, false>(largest, group, scratch, 0);
+        if (output.amax_only()) {
+            if (group.thread == 0 && largest > 0.0f) atomicMax(amax, __float_as_uint(largest));
+            return;
+        }
+        output.take_row_scale(largest, row, group.thread == 0 && row < rows);
+    }
+}
+
+}  // namespace rtk

@@ -1,0 +1,274 @@
+// Linear attention with a decay per head ("lightning"), chunk by chunk: one scan, of which the forward and all gradients are
+// instances. With f = exp(-decay[head]) and rows in the order of the scan (from the last one if `reverse`),
+//   out[i] = scale * (sum over j <= i of f^(i - j) (left[i] . right[j]) value[j]  +  f^(i + 1 - lead) left[i] S)
+//   S'     = f^(n - lead) S + sum over j of f^(n - 1 - j) right[j] value[j]^T
+// for the n rows of a sequence and the state S [d_k, d_v] before them; `lead` is 1 where S was met by the last row outside
+// (gradients), else 0. Forward: left q, right k, value v. dq: dout, v, k. dk, reversed: v, dout, q. dv, reversed: k, q, dout.
+//
+// A block has one sequence, one head, and 64 columns of value; it walks over chunks of 64 rows with the state in fp32
+// registers. Four warps have 16 rows each of the products within a chunk, and a quarter of the state's rows. Tiles of
+// the chunk have two stages. The state meets left as bf16, from shared memory; fp16 rows are then two bf16 terms, which are
+// exact. Powers of f are never larger than 1. Products within a chunk and decayed rows of right are rounded to T, sums are
+// fp32, out is rounded one time; nothing is added atomically.
+//
+// Grid: tiles of 64 columns of value, heads, sequences.
+#include "attention/grads.cuh"
+#include "attention/masks.cuh"
+#include "attention/mma_tile.cuh"
+#include "common/vec.cuh"
+
+namespace rtk {
+
+inline constexpr int kScanRows = 64, kScanColumns = 64, kScanThreads = 128;
+
+// A pair of T as two pairs of bf16 whose sum it is; bf16 is its own first term.
+template <typename T>
+RTK_DEVICE void bf16_terms(u32 pair, u32& high, u32& low) {
+    if constexpr (is_same<T, bf16>::value) {
+        high = pair, low = 0u;
+    } else {
+        float f[2];
+        unpack<T, 2>(Raw<4>{{pair}}, f);
+        high = ptx::cvt_bf16x2(f[0], f[1]);
+        low = ptx::cvt_bf16x2(f[0] - __uint_as_float(high << 16), f[1] - __uint_as_float(high & 0xffff0000u));
+    }
+}
+
+template <typename T, int DK>
+__global__ void __launch_bounds__(kScanThreads, 2)
+    lightning_scan(const T* left, const T* right, const T* value, const float* decay, const float* initial, float* final,
+                   const i32* cu, T* out, i64 heads, i64 length, i64 d_k, i64 d_v, i64 left_batch, i64 left_row,
+                   i64 left_head, i64 right_batch, i64 right_row, i64 right_head, i64 value_batch, i64 value_row,
+                   i64 value_head, i64 out_batch, i64 out_row, i64 out_head, i64 state_row, i64 state_column, i64 lead,
+                   i64 reverse, double scale, double initial_factor, double final_factor) {
+    using KTile = MmaTile<DK>;
+    using VTile = MmaTile<kScanColumns>;
+    constexpr int kStateBlocks = DK / 64, kTiles = kScanColumns / 8, kSteps = kScanRows / 16;
+    constexpr u32 kKBytes = kScanRows * KTile::kPitch, kVBytes = kScanRows * VTile::kPitch;
+    constexpr u32 kStageBytes = 2 * kKBytes + kVBytes;
+    extern __shared__ __align__(128) u8 shared[];
+    u8* const state_tile = shared + 2 * kStageBytes;
+
+    const int column0 = static_cast<int>(blockIdx.x) * kScanColumns, head = static_cast<int>(blockIdx.y);
+    const int batch = static_cast<int>(blockIdx.z);
+    const Sequence sequence = sequence_at(batch, length, 0, cu, nullptr, nullptr);
+    const int rows = sequence.lq, chunks = (rows + kScanRows - 1) / kScanRows;
+    {
+        const i64 first = sequence.q_row + (reverse ? rows - 1 : 0);
+        left += batch * left_batch + first * left_row + head * left_head;
+        right += batch * right_batch + first * right_row + head * right_head;
+        value += batch * value_batch + first * value_row + head * value_head + column0;
+        out += batch * out_batch + first * out_row + head * out_head + column0;
+        if (reverse) left_row = -left_row, right_row = -right_row, value_row = -value_row, out_row = -out_row;
+    }
+    const int k_vectors = static_cast<int>(d_k) / 8, v_columns = static_cast<int>(d_v) - column0;
+    auto fetch = [&](int chunk) {
+        const i64 i0 = static_cast<i64>(chunk) * kScanRows;
+        const int here = rows - chunk * kScanRows;
+        u8* const to = shared + (chunk & 1) * kStageBytes;
+        KTile::template fetch<kScanRows, kScanThreads>(to, left + i0 * left_row, left_row, here, k_vectors);
+        KTile::template fetch<kScanRows, kScanThreads>(to + kKBytes, right + i0 * right_row, right_row, here, k_vectors);
+        VTile::template fetch<kScanRows, kScanThreads>(to + 2 * kKBytes, value + i0 * value_row, value_row, here, v_columns / 8);
+        ptx::cp_async_commit();
+    };
+    if (chunks > 0) fetch(0);
+
+    const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
+    const int own_row = 16 * warp, state_row0 = 16 * kStateBlocks * warp;
+    const float rate = decay[head] * kLog2e;
+    const i64 state_base = (static_cast<i64>(batch) * heads + head) * d_k * d_v;
+    float state[kStateBlocks][kTiles][4];
+    auto state_at = [&](int m, int n, int e) {  // -1: there is no such element
+        const int row = state_row0 + 16 * m + lane / 4 + 8 * (e / 2), column = 8 * n + lane % 4 * 2 + e % 2;
+        return row < d_k && column < v_columns ? state_base + row * state_row + (column0 + column) * state_column : i64{-1};
+    };
+#pragma unroll
+    for (int m = 0; m < kStateBlocks; ++m)
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const i64 at = initial == nullptr ? -1 : state_at(m, n, e);
+                state[m][n][e] = at < 0 ? 0.0f : initial[at] * static_cast<float>(initial_factor);
+            }
+    auto show_state = [&] {  // to all warps, as a right operand
+#pragma unroll
+        for (int m = 0; m < kStateBlocks; ++m)
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const int row = state_row0 + 16 * m + lane / 4 + 8 * r;
+                    *reinterpret_cast<u32*>(state_tile + VTile::offset(row, n) + lane % 4 * 4) =
+                        ptx::cvt_bf16x2(state[m][n][2 * r], state[m][n][2 * r + 1]);
+                }
+    };
+    show_state();
+
+    int pending = static_cast<int>(lead);
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+        ptx::cp_async_wait<0>();
+        __syncthreads();
+        if (chunk + 1 < chunks) fetch(chunk + 1);
+        const u8* const left_tile = shared + (chunk & 1) * kStageBytes;
+        const u8* const right_tile = left_tile + kKBytes;
+        const u8* const value_tile = right_tile + kKBytes;
+        const int here = min(rows - chunk * kScanRows, kScanRows);
+
+        // What came before the chunk.
+        float o[kTiles][4];
+        clear_sums(o);
+#pragma unroll 2
+        for (int step = 0; step < DK / 16; ++step) {
+            u32 a[4], high[4], low[4];
+            KTile::left(a, left_tile, own_row, step, lane);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) bf16_terms<T>(a[i], high[i], low[i]);
+#pragma unroll
+            for (int n = 0; n < kTiles / 2; ++n) {
+                u32 b[4];
+                VTile::right_transposed(b, state_tile, 16 * step, n, lane);
+                mma_step<bf16>(o[2 * n], high, b[0], b[1]);
+                mma_step<bf16>(o[2 * n + 1], high, b[2], b[3]);
+                if constexpr (!is_same<T, bf16>::value) {
+                    mma_step<bf16>(o[2 * n], low, b[0], b[1]);
+                    mma_step<bf16>(o[2 * n + 1], low, b[2], b[3]);
+                }
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float by = ptx::ex2(-rate * static_cast<float>(own_row + lane / 4 + 8 * r + 1 - pending));
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n) o[n][2 * r] *= by, o[n][2 * r + 1] *= by;
+        }
+
+        // The chunk itself: 16 rows of right at a time, up to the rows of this warp.
+#pragma unroll 1
+        for (int step = 0; step <= warp; ++step) {
+            float s[2][4];
+            clear_sums(s);
+            rows_by_rows<T, KTile, DK / 16>(s, left_tile, own_row, right_tile, 16 * step, lane);
+#pragma unroll
+            for (int n = 0; n < 2; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const int apart = own_row + lane / 4 + e / 2 * 8 - (16 * step + 8 * n + lane % 4 * 2 + e % 2);
+                    s[n][e] = apart < 0 ? 0.0f : s[n][e] * ptx::ex2(-rate * static_cast<float>(apart));
+                }
+            u32 a[4];
+            as_left<T>(a, s[0], s[1]);
+            by_columns<T, VTile>(o, a, value_tile, 16 * step, lane);
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int i = own_row + lane / 4 + 8 * r;
+            if (i >= here) continue;
+            T* const to = out + (static_cast<i64>(chunk) * kScanRows + i) * out_row;
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n) {
+                const int column = 8 * n + lane % 4 * 2;
+                const float pair[2] = {o[n][2 * r] * static_cast<float>(scale), o[n][2 * r + 1] * static_cast<float>(scale)};
+                if (column < v_columns) store<T, 2>(to + column, pair);
+            }
+        }
+
+        // The state behind the chunk.
+        const float by = ptx::ex2(-rate * static_cast<float>(here - pending));
+        pending = 0;
+#pragma unroll
+        for (int m = 0; m < kStateBlocks; ++m)
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) state[m][n][e] *= by;
+#pragma unroll 1
+        for (int step = 0; step < kSteps; ++step) {
+            float weight[2][2];
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+#pragma unroll
+                for (int c = 0; c < 2; ++c)
+                    weight[h][c] =
+                        ptx::ex2(-rate * static_cast<float>(max(here - 1 - (16 * step + 8 * h + lane % 4 * 2 + c), 0)));
+#pragma unroll
+            for (int m = 0; m < kStateBlocks; ++m) {
+                u32 a[4];
+                KTile::left_transposed(a, right_tile, 16 * step, state_row0 / 16 + m, lane);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    float f[2];
+                    unpack<T, 2>(Raw<4>{{a[i]}}, f);
+                    a[i] = packed_pair<T>(f[0] * weight[i / 2][0], f[1] * weight[i / 2][1]);
+                }
+                by_columns<T, VTile>(state[m], a, value_tile, 16 * step, lane);
+            }
+        }
+        __syncthreads();  // all warps have met the state before the chunk
+        show_state();
+    }
+
+    if (final == nullptr) return;
+    // Behind gradients, one step of decay more (`lead` of the next), unless no row came and S still is where it was.
+    const float times =
+        static_cast<float>(final_factor) * ptx::ex2(-rate * static_cast<float>(static_cast<int>(lead) - pending));
+#pragma unroll
+    for (int m = 0; m < kStateBlocks; ++m)
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const i64 at = state_at(m, n, e);
+                if (at >= 0) final[at] = state[m][n][e] * times;
+            }
+}
+
+// One token for each sequence: S = f S + k v^T in place, out = scale * q S. A block has 128 columns of the state of a
+// sequence and head, four neighbours for each lane; its warps take rows by turns, and their sums are added in order.
+// Grid: tiles of 128 columns, heads, sequences.
+template <typename T>
+__global__ void __launch_bounds__(256)
+    lightning_step(const T* q, const T* k, const T* v, const float* decay, float* state, T* out, i64 heads, i64 d_k, i64 d_v,
+                   i64 q_batch, i64 q_head, i64 k_batch, i64 k_head, i64 v_batch, i64 v_head, double scale) {
+    constexpr int kColumns = 128, kWarps = 8;
+    __shared__ __align__(16) float sums[kWarps][kColumns];
+    const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
+    const i64 head = blockIdx.y, batch = blockIdx.z, column = static_cast<i64>(blockIdx.x) * kColumns + 4 * lane;
+    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (column < d_v) {
+        const float f = ptx::ex2(-decay[head] * kLog2e);
+        float values[4];
+        load_keep<T, 4>(v + batch * v_batch + head * v_head + column, values);
+        const T* const queries = q + batch * q_batch + head * q_head;
+        const T* const keys = k + batch * k_batch + head * k_head;
+        float* const own = state + (batch * heads + head) * d_k * d_v + column;
+#pragma unroll 4
+        for (int row = warp; row < static_cast<int>(d_k); row += kWarps) {
+            float s[4], query[1], key[1];
+            load_stream<float, 4>(own + row * d_v, s);
+            load_keep<T, 1>(queries + row, query);
+            load_keep<T, 1>(keys + row, key);
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                s[c] = f * s[c] + key[0] * values[c];
+                sum[c] += query[0] * s[c];
+            }
+            store<float, 4>(own + row * d_v, s);
+        }
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) sums[warp][4 * lane + c] = sum[c];
+    __syncthreads();
+    if (warp != 0 || column >= d_v) return;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+        sum[c] = sums[0][4 * lane + c];
+#pragma unroll
+        for (int w = 1; w < kWarps; ++w) sum[c] += sums[w][4 * lane + c];
+        sum[c] *= static_cast<float>(scale);
+    }
+    store<T, 4>(out + (batch * heads + head) * d_v + column, sum);
+}
+
+}  // namespace rtk

@@ -1,0 +1,133 @@
+// Splits rows of a fused projection, heads of q, then of k, then of v, normalises and rotates heads of q and k on the way, and
+// writes them where they belong: q, k and v dense, or k and v into caches at a position that is known on the device only.
+//
+//     u = x * rsqrt(mean(x^2) + eps) * weight         of each head of q and k, if they have a weight
+//     a, b = a * cos - b * sin, b * cos + a * sin     of its pairs, if there are tables
+//
+// fp32 arithmetic, one rounding. `lanes` lanes (a power of two) work on one head of one token: lane i on units i, i + lanes,
+// ...; a unit is VEC pairs, which are the elements (j, j + pairs) or, `interleaved`, (2 j, 2 j + 1), and beyond the rotated part
+// 2 * VEC elements. Token t of sequence b has position pos[b] + t; what does not fit into tables or caches is left out
+// (a key without an angle becomes NaN). Grid: token-heads / heads of a block.
+#include "common/any_type.cuh"
+#include "common/reduce.cuh"
+#include "common/row_elements.cuh"
+
+namespace rtk {
+
+inline constexpr i64 kInterleaved = 1, kAnglesDense = 2, kQNormFp32 = 4, kKNormFp32 = 8;
+
+template <typename T, int VEC>
+__global__ void __launch_bounds__(256)
+    qkv_split(const T* qkv, const void* q_weight, const void* k_weight, const void* cosines, const void* sines,
+              const i32* pos, T* q, T* k, T* v, i64 tokens, i64 length, i64 q_heads, i64 kv_heads, i64 dim, i64 qkv_stride,
+              i64 k_batch, i64 k_token, i64 k_head, i64 v_batch, i64 v_token, i64 v_head, i64 capacity, i64 pairs,
+              i64 table_rows, i64 cos_row, i64 cos_column, i64 sin_row, i64 sin_column, i64 angle_type, i64 pos_step,
+              i64 first_position, i64 lanes, i64 flags, double eps) {
+    const int width = static_cast<int>(lanes), lane = static_cast<int>(threadIdx.x) & (width - 1);
+    const i64 number = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) / width;
+    const i64 heads = q_heads + 2 * kv_heads;
+    const bool there = number < tokens * heads;
+    const i64 token = there ? number / heads : 0, head = there ? number - token * heads : 0;
+    const i64 batch = token / length, place = token - batch * length;
+    const i64 position = first_position + place + (pos != nullptr ? pos[batch * pos_step] : 0);
+    const bool is_q = head < q_heads, is_v = head >= q_heads + kv_heads;
+    const bool cached = !is_q && capacity >= 0;
+    const T* const from = qkv + token * qkv_stride + head * dim;
+    const void* const weight = is_v ? nullptr : is_q ? q_weight : k_weight;
+    const int rotated = is_v || cosines == nullptr ? 0 : static_cast<int>(pairs);
+    const int units = static_cast<int>((rotated + VEC - 1) / VEC + (dim - 2 * rotated + 2 * VEC - 1) / (2 * VEC));
+    const int rotated_units = (rotated + VEC - 1) / VEC;
+    const bool interleaved = flags & kInterleaved;
+    const bool vectors = VEC > 1;
+
+    // The two halves of a unit: where they begin, and how many elements of each exist.
+    auto places = [&](int unit, int& first, int& second, int& count_a, int& count_b) {
+        const int pair = unit * VEC;
+        if (unit < rotated_units) {
+            first = interleaved ? 2 * pair : pair;
+            second = interleaved ? first + VEC : static_cast<int>(pairs) + pair;
+            count_a = count_b = min(VEC, rotated - pair);
+        } else {
+            first = 2 * rotated + (unit - rotated_units) * 2 * VEC;
+            second = first + VEC;
+            count_a = min(VEC, static_cast<int>(dim) - first);
+            count_b = min(VEC, max(static_cast<int>(dim) - second, 0));
+        }
+    };
+
+    float rstd = 1.0f;
+    if (q_weight != nullptr || k_weight != nullptr) {
+        float sum = 0.0f;
+        for (int unit = lane; there && weight != nullptr && unit < units; unit += width) {
+            int first, second, count_a, count_b;
+            places(unit, first, second, count_a, count_b);
+            float a[VEC], b[VEC];
+            load_elements<T, VEC>(from + first, count_a, vectors, a);
+            load_elements<T, VEC>(from + second, count_b, vectors, b);
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) sum += a[i] * a[i] + b[i] * b[i];
+        }
+        sum = warp_reduce<Sum>(sum, width);
+        rstd = rsqrtf(sum / static_cast<float>(dim) + static_cast<float>(eps));
+    }
+    if (!there || (cached && (position < 0 || position >= capacity))) return;
+    T* to = q + (token * q_heads + head) * dim;
+    if (!is_q) {
+        const i64 own = is_v ? head - q_heads - kv_heads : head - q_heads;
+        const i64 at = cached ? position : place;
+        to = is_v ? v + batch * v_batch + at * v_token + own * v_head : k + batch * k_batch + at * k_token + own * k_head;
+    }
+    const bool known = position >= 0 && position < table_rows;
+    for (int unit = lane; unit < units; unit += width) {
+        int first, second, count_a, count_b;
+        places(unit, first, second, count_a, count_b);
+        float a[VEC], b[VEC];
+        load_elements<T, VEC>(from + first, count_a, vectors, a);
+        load_elements<T, VEC>(from + second, count_b, vectors, b);
+        if (weight != nullptr) {
+            float g[VEC], h[VEC];
+            const bool fp32 = flags & (is_q ? kQNormFp32 : kKNormFp32);
+            load_either<T, VEC>(weight, first, fp32, count_a, vectors, g);
+            load_either<T, VEC>(weight, second, fp32, count_b, vectors, h);
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) a[i] *= rstd * g[i], b[i] *= rstd * h[i];
+        }
+        if (unit < rotated_units) {
+            float both[2 * VEC];
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) both[i] = a[i], both[VEC + i] = b[i];
+            float cosine[VEC], sine[VEC];
+            const int pair = unit * VEC;
+            if (known && (flags & kAnglesDense)) {
+                const bool fp32 = angle_type == kAnyFp32;
+                load_either<T, VEC>(cosines, position * cos_row + pair, fp32, VEC, true, cosine);
+                load_either<T, VEC>(sines, position * sin_row + pair, fp32, VEC, true, sine);
+            } else {
+#pragma unroll
+                for (int i = 0; i < VEC; ++i) {
+                    const bool here = known && i < count_a;
+                    const int type = static_cast<int>(angle_type);
+                    cosine[i] = here ? load_any(cosines, type, position * cos_row + (pair + i) * cos_column)
+                                     : __uint_as_float(0x7fc00000u);
+                    sine[i] = here ? load_any(sines, type, position * sin_row + (pair + i) * sin_column) : cosine[i];
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) {
+                const float x = interleaved ? both[2 * i] : a[i], y = interleaved ? both[2 * i + 1] : b[i];
+                const float s = x * cosine[i] - y * sine[i], t = y * cosine[i] + x * sine[i];
+                if (interleaved) {
+                    both[2 * i] = s, both[2 * i + 1] = t;
+                } else {
+                    both[i] = s, both[VEC + i] = t;
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) a[i] = both[i], b[i] = both[VEC + i];
+        }
+        store_elements<T, VEC>(to + first, count_a, vectors, a);
+        store_elements<T, VEC>(to + second, count_b, vectors, b);
+    }
+}
+
+}  // namespace rtk

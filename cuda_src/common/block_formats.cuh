@@ -1,0 +1,121 @@
+// NVFP4 and MX: codes that share a small scale with their 15 or 31 neighbours.
+//
+//     nvfp4:  scale = e4m3(amax / max(6 g, 1e-12)) of 16 values,  code = e2m1(v / (g * scale)),  0 where the scale is 0
+//     mx:     scale = a power of two, for 32 values,              code = e2m1 or fp8 of v / scale
+//
+// amax is over finite values; NaN and infinities become the largest e2m1 code of their sign. The quotient is the rounded one
+// that a division gives. ops/shared/block_formats.py has the same bits in plain torch.
+#pragma once
+#include "common/convert.cuh"
+#include "common/fp8_scale.cuh"
+
+namespace rtk {
+
+inline constexpr int kTiesEven = 0, kTiesAway = 1, kTiesZero = 2;      // elem_rule
+inline constexpr int kScaleNearest = 0, kScaleUp = 1, kScaleSearch = 2;  // scale_rule
+
+// The magnitude as a subnormal or small normal fp32 number has the code in its upper bits: rounding is an addition there.
+RTK_DEVICE u32 e2m1_rounded(float v, float quotient, int ties) {
+    const u32 bits = __float_as_uint(fminf(fabsf(quotient), 6.0f) * 0x1p-126f);
+    const u32 half = ties == kTiesAway ? 0x200000u : 0x1fffffu + (ties == kTiesEven ? bits >> 22 & 1u : 0u);
+    return (bits + half) >> 22 | (__float_as_uint(v) >> 28 & 8u);
+}
+
+RTK_DEVICE float e2m1_value(u32 code) {
+    const float magnitude = __uint_as_float((code & 7u) << 22) * 0x1p126f;
+    return code & 8u ? -magnitude : magnitude;
+}
+
+RTK_DEVICE u32 e4m3_nearest(float magnitude) { return to_fp8x2<e4m3>(magnitude, 0.0f) & 0x7fu; }
+
+RTK_DEVICE float e4m3_value(u32 code) {
+    float value, ignored;
+    from_fp8x2<e4m3>(code & 0x7fu, value, ignored);
+    return value;
+}
+
+// Values over a step, correctly rounded: a product with the reciprocal and one corrected step, where nothing overflows.
+struct Quotient {
+    float step, inverse;
+    bool plain;
+
+    RTK_DEVICE explicit Quotient(float step_) : step(step_), inverse(1.0f / step_) {
+        plain = !(step > 0x1p-60f && step < 0x1p60f);
+    }
+    RTK_DEVICE float of(float v) const {
+        if (plain) return v / step;
+        const float near = v * inverse;
+        return fmaf(fmaf(-near, step, v), inverse, near);
+    }
+};
+
+// 16 codes, two in a byte, the first in the lowest bits.
+template <int N>
+RTK_DEVICE void e2m1_pack(const float (&v)[N], float step, int ties, u32 (&words)[N / 8]) {
+    const Quotient over(step);
+#pragma unroll
+    for (int w = 0; w < N / 8; ++w) {
+        u32 word = 0;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) word |= e2m1_rounded(v[w * 8 + i], over.of(v[w * 8 + i]), ties) << (4 * i);
+        words[w] = step > 0.0f ? word : 0u;
+    }
+}
+
+// The squared error that a scale leaves, of finite values.
+RTK_DEVICE float nvfp4_error(const float (&v)[16], float step, int ties) {
+    const Quotient over(step);
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        const float value = step > 0.0f ? e2m1_value(e2m1_rounded(v[i], over.of(v[i]), ties)) : 0.0f;
+        const float off = fmaf(-value, step, v[i]);
+        sum = fabsf(v[i]) < __uint_as_float(0x7f800000u) ? fmaf(off, off, sum) : sum;
+    }
+    return sum;
+}
+
+// The scale of 16 values; with SEARCH the one of nine candidates that leaves the smallest error, the first of equal ones.
+template <bool SEARCH>
+RTK_DEVICE u32 nvfp4_scale_of(const float (&v)[16], float g, int rule, int ties) {
+    const float sixth = finite_amax(v) / fmaxf(6.0f * g, 1e-12f);
+    if (SEARCH && rule == kScaleSearch) {
+        u32 best = 0;
+        float smallest = 0.0f;
+#pragma unroll 1
+        for (int i = 0; i < 9; ++i) {  // 0.375 to 1.25 by eighths, 1.5
+            const u32 scale = e4m3_nearest(sixth * (i < 8 ? 0.375f + 0.125f * static_cast<float>(i) : 1.5f));
+            const float error = nvfp4_error(v, g * e4m3_value(scale), ties);
+            if (i == 0 || error < smallest) best = scale, smallest = error;
+        }
+        return best;
+    }
+    const u32 scale = e4m3_nearest(sixth);
+    return rule == kScaleUp && scale < 0x7eu && e4m3_value(scale) < sixth ? scale + 1u : scale;
+}
+
+// Where the scale of a row and block lies in tiles of 128 x 4, 512 bytes each.
+RTK_DEVICE i64 swizzled_place(i64 row, i64 block, i64 blocks) {
+    const i64 tile = (row >> 7) * ((blocks + 3) >> 2) + (block >> 2);
+    return tile * 512 + (row & 31) * 16 + ((row & 127) >> 5) * 4 + (block & 3);
+}
+
+// The scale byte of MX for values with this amax: `exponent` is that of the largest code. `up`: rounded up, so that no code
+// is cut.
+RTK_DEVICE u32 mx_scale(float amax, int exponent, float largest, bool up) {
+    int byte = static_cast<int>(__float_as_uint(amax) >> 23) - exponent;
+    if (up) {
+        const u32 bits = __float_as_uint(amax / largest);
+        byte = static_cast<int>(bits >> 23);
+        byte += byte > 0 ? (bits & 0x7fffffu) > 0u : (bits & 0x7fffffu) > 0x400000u;
+    }
+    return static_cast<u32>(min(max(byte, 0), 254));
+}
+
+// 2^(byte - 127), NaN for 255; and its reciprocal.
+RTK_DEVICE float e8m0_value(u32 byte) {
+    return __uint_as_float(byte == 0u ? 0x400000u : byte == 255u ? 0x7fc00000u : byte << 23);
+}
+RTK_DEVICE float e8m0_inverse(u32 byte) { return e8m0_value(254u - byte); }
+
+}  // namespace rtk

@@ -1,0 +1,73 @@
+// N consecutive elements of a row between memory and fp32 registers, whatever the row allows: in accesses of 16 bytes
+// (`aligned16`: address, row stride and row length are multiples of 16 bytes), else one element at a time. Elements from
+// `valid` on do not exist: they are zeros, and are not stored.
+#pragma once
+#include "common/vec.cuh"
+
+namespace rtk {
+
+template <typename T, int N>
+RTK_DEVICE void load_elements(const T* p, int valid, bool aligned16, float (&v)[N]) {
+    constexpr int kEach = 16 / sizeof(T) < N ? 16 / sizeof(T) : N;
+    if (aligned16) {
+#pragma unroll
+        for (int part = 0; part < N; part += kEach) {
+            Raw<sizeof(T) * kEach> raw;
+            clear(raw);
+            if (part < valid) raw = load_raw<T, kEach, false>(p + part);
+            float f[kEach];
+            unpack<T, kEach>(raw, f);
+#pragma unroll
+            for (int i = 0; i < kEach; ++i) v[part + i] = f[i];
+        }
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        float f[1] = {0.0f};
+        if (i < valid) load_keep<T, 1>(p + i, f);
+        v[i] = f[0];
+    }
+}
+
+template <typename T, int N>
+RTK_DEVICE void store_elements(T* p, int valid, bool aligned16, const float (&v)[N]) {
+    constexpr int kEach = 16 / sizeof(T) < N ? 16 / sizeof(T) : N;
+    if (aligned16) {
+#pragma unroll
+        for (int part = 0; part < N; part += kEach) {
+            if (part >= valid) break;
+            float f[kEach];
+#pragma unroll
+            for (int i = 0; i < kEach; ++i) f[i] = v[part + i];
+            store<T, kEach>(p + part, f);
+        }
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const float f[1] = {v[i]};
+        if (i < valid) store<T, 1>(p + i, f);
+    }
+}
+
+// An operand of T, or of fp32 if `fp32`.
+template <typename T, int N>
+RTK_DEVICE void load_either(const void* p, i64 at, bool fp32, int valid, bool aligned16, float (&v)[N]) {
+    if (sizeof(T) < 4 && fp32) {
+        load_elements<float, N>(static_cast<const float*>(p) + at, valid, aligned16, v);
+    } else {
+        load_elements<T, N>(static_cast<const T*>(p) + at, valid, aligned16, v);
+    }
+}
+
+template <typename T, int N>
+RTK_DEVICE void store_either(void* p, i64 at, bool fp32, int valid, bool aligned16, const float (&v)[N]) {
+    if (sizeof(T) < 4 && fp32) {
+        store_elements<float, N>(static_cast<float*>(p) + at, valid, aligned16, v);
+    } else {
+        store_elements<T, N>(static_cast<T*>(p) + at, valid, aligned16, v);
+    }
+}
+
+}  // namespace rtk

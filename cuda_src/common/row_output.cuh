@@ -1,0 +1,152 @@
+// What becomes of the values of a row, in fp32: stored as they are, as 8-bit codes, or as NVFP4. One device function set for
+// all kernels with a `quant` option; ops/shared/row_quant.py is the host's side.
+//
+//     codes:  scale = max(amax / largest code, floor), or given;   code = (v * (1 / scale)), saturated, NaN kept
+//
+// A scale is that of the tensor (given, or from an amax that a launch before has found), of a row, or of 128 columns of it.
+// A thread owns kPerThread consecutive columns. amax is over finite values.
+#pragma once
+#include "common/block_formats.cuh"
+#include "common/reduce.cuh"
+#include "common/row_elements.cuh"
+
+namespace rtk {
+
+inline constexpr int kPlainOutput = 0, kByteOutput = 1, kFp4Output = 2;  // FORMAT
+inline constexpr int kByTensor = 0, kByRow = 1, kByBlock = 2;            // bits 0 and 1 of `quant`
+inline constexpr int kToE4m3 = 0, kToE5m2 = 1, kToInt8 = 2;              // bits 2 and 3
+inline constexpr i64 kSwizzledScales = 16, kAmaxOnly = 32, kOutFp32 = 64, kFromAmax = 128;
+
+template <typename T, int FORMAT>
+inline constexpr int kPerThread = FORMAT == kFp4Output ? 16 : 16 / sizeof(T);
+
+// N codes of `kind`, aligned to N bytes if `aligned16`.
+template <int N>
+RTK_DEVICE void store_bytes(u8* out, int valid, bool aligned16, int kind, const float (&v)[N], float inverse) {
+    float scaled[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) scaled[i] = v[i] * inverse;
+    if (kind == kToInt8) {
+        Raw<N> raw;
+        clear(raw);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            // NaN becomes 0, as in a conversion of floats to integers.
+            const int code = min(max(__float2int_rn(scaled[i]), -127), 127);
+            raw.w[i / 4] |= (static_cast<u32>(code) & 0xffu) << (i % 4 * 8);
+        }
+        if (aligned16 && valid > 0) {
+            ptx::st<N>(out, raw);
+        } else {
+#pragma unroll
+            for (int i = 0; i < N; ++i)
+                if (i < valid) out[i] = static_cast<u8>(raw.w[i / 4] >> (i % 4 * 8));
+        }
+    } else if (kind == kToE5m2) {
+        store_elements<e5m2, N>(reinterpret_cast<e5m2*>(out), valid, aligned16, scaled);
+    } else {
+        store_elements<e4m3, N>(reinterpret_cast<e4m3*>(out), valid, aligned16, scaled);
+    }
+}
+
+template <typename T, int FORMAT>
+struct RowOutput {
+    static constexpr int N = kPerThread<T, FORMAT>;
+    void *out, *kept, *scales;
+    i64 cols, quant;
+    float floor, scale, inverse;  // of the tensor: or g of NVFP4
+    bool aligned16;
+
+    // `given`: one number on the device; `amax`: bits of the largest magnitude; else `number` is the scale.
+    RTK_DEVICE RowOutput(void* out_, void* kept_, void* scales_, float* global_out, const float* given, const u32* amax,
+                         i64 cols_, i64 quant_, bool aligned16_, double number, double floor_)
+        : out(out_),
+          kept(kept_),
+          scales(scales_),
+          cols(cols_),
+          quant(quant_),
+          floor(static_cast<float>(floor_)),
+          scale(static_cast<float>(number)),
+          inverse(1.0f),
+          aligned16(aligned16_) {
+        if constexpr (FORMAT == kPlainOutput) return;
+        const bool first = blockIdx.x == 0 && threadIdx.x == 0;
+        const bool from_amax = (quant & kFromAmax) != 0;
+        if (given != nullptr) scale = *given;
+        if constexpr (FORMAT == kByteOutput) {
+            if (from_amax) scale = __uint_as_float(*amax) / limit();
+            scale = fmaxf(scale, floor);
+            if (from_amax && first) *static_cast<float*>(scales) = scale;
+            inverse = 1.0f / scale;
+        } else if (from_amax) {
+            scale = *amax == 0u ? 1.0f : __uint_as_float(*amax) / 2688.0f;
+            if (first) *global_out = scale;
+        }
+    }
+
+    RTK_DEVICE int granularity() const { return FORMAT == kByteOutput ? static_cast<int>(quant & 3) : kByTensor; }
+    RTK_DEVICE int kind() const { return static_cast<int>(quant >> 2 & 3); }
+    RTK_DEVICE float limit() const { return kind() == kToE4m3 ? 448.0f : kind() == kToE5m2 ? 57344.0f : 127.0f; }
+    RTK_DEVICE bool amax_only() const { return FORMAT != kPlainOutput && (quant & kAmaxOnly) != 0; }
+    RTK_DEVICE bool reads_twice() const { return granularity() == kByRow; }
+
+    // The scale of a row from its amax; `writes`: by one thread of the row.
+    RTK_DEVICE void take_row_scale(float amax, i64 row, bool writes) {
+        scale = fmaxf(amax / limit(), floor);
+        inverse = 1.0f / scale;
+        if (writes) static_cast<float*>(scales)[row] = scale;
+    }
+
+    // Stores `valid` values from `column` on. All lanes of a warp call it; `lanes` work on one row.
+    RTK_DEVICE void store(i64 row, i64 column, int valid, int lanes, const float (&v)[N]) {
+        const i64 at = row * cols + column;
+        if (kept != nullptr && valid > 0) store_elements<T, N>(static_cast<T*>(kept) + at, valid, aligned16, v);
+        if constexpr (FORMAT == kPlainOutput) {
+            if (valid > 0) store_either<T, N>(out, at, quant & kOutFp32, valid, aligned16, v);
+        } else if constexpr (FORMAT == kByteOutput) {
+            if (granularity() == kByBlock) {
+                constexpr int kLanes = 128 / N;
+                const float amax = warp_reduce<MaxNumber>(finite_amax(v), min(kLanes, lanes));
+                scale = fmaxf(amax / limit(), floor);
+                inverse = 1.0f / scale;
+                if (valid > 0 && column % 128 == 0)
+                    static_cast<float*>(scales)[row * ((cols + 127) / 128) + column / 128] = scale;
+            }
+            if (valid > 0) store_bytes<N>(static_cast<u8*>(out) + at, valid, aligned16, kind(), v, inverse);
+        } else {
+            store_fp4(row, column, valid, v);
+        }
+    }
+
+    // Columns that a kernel has to walk through: with swizzled scales all that the last tile has scales for, and rows
+    // likewise up to a multiple of 128.
+    RTK_DEVICE i64 span() const { return quant & kSwizzledScales ? (cols + 63) / 64 * 64 : cols; }
+
+    RTK_DEVICE void store_fp4(i64 row, i64 column, int valid, const float (&v)[N]) {
+        if constexpr (N == 16) {
+            if (valid <= 0) {
+                if ((quant & kSwizzledScales) != 0 && column < span())
+                    static_cast<u8*>(scales)[swizzled_place(row, column / 16, (cols + 15) / 16)] = 0;
+                return;
+            }
+            const u32 code = nvfp4_scale_of<false>(v, scale, kScaleNearest, kTiesEven);
+            u32 words[2];
+            e2m1_pack<16>(v, scale * e4m3_value(code), kTiesEven, words);
+            u8* const to = static_cast<u8*>(out) + (row * cols + column) / 2;
+            if (valid == 16 && aligned16 && cols % 16 == 0) {
+                Raw<8> raw;
+                raw.w[0] = words[0], raw.w[1] = words[1];
+                ptx::st<8>(to, raw);
+            } else {
+#pragma unroll
+                for (int i = 0; i < 16; i += 2)
+                    if (i < valid) to[i / 2] = static_cast<u8>(words[i / 8] >> (i % 8 * 4));
+            }
+            const i64 blocks = (cols + 15) / 16, block = column / 16;
+            const i64 place = quant & kSwizzledScales ? swizzled_place(row, block, blocks) : row * blocks + block;
+            static_cast<u8*>(scales)[place] = static_cast<u8>(code);
+        }
+    }
+};
+
+}  // namespace rtk

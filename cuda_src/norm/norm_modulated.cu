@@ -1,0 +1,216 @@
+// The normalisations of inference, in one launch and a fixed order of steps:
+//
+//     h = residual + gate * (x + bias)                    rounded to T, and stored
+//     n = h * rstd, or (h - mean) * rstd                  statistics of the rounded h
+//     y = ((n * (offset + weight) + norm_bias) * (1 + scale) + shift) * channel_scale
+//
+// and y is stored as T, as 8-bit codes or as NVFP4 (common/row_output.cuh), and as T on top if `kept`. What is optional is a
+// null pointer. gate, scale and shift have a row for each, or for several neighbouring rows of x, or one for all. fp32
+// arithmetic, one rounding at each store.
+//
+// A RowGroup owns a row, thread i of it the columns [i * N, i * N + N) of each stretch of threads * N. The rounded row stays in
+// shared memory between the passes (`kInShared`), where each thread finds what it has put there; a longer row is made once
+// more from the inputs, or read from residual_out. Grid: rows / groups of a block. In-place results are safe: a thread has
+// read what it overwrites.
+#include "common/row_output.cuh"
+#include "norm/common.cuh"
+#include "ptx/shared.cuh"
+
+namespace rtk {
+
+// Flags.
+inline constexpr i64 kAligned16 = 1, kCentred = 2, kInShared = 4, kWeightFp32 = 8, kNormBiasFp32 = 16, kBiasFp32 = 32,
+                     kGateFp32 = 64, kScaleFp32 = 128, kShiftFp32 = 256, kChannelFp32 = 512;
+
+// One row of an operand that has a row for every `each` rows of x.
+struct Modulation {
+    const void* p;
+    i64 first;
+
+    RTK_DEVICE Modulation(const void* p_, i64 row, i64 stride, i64 each)
+        : p(p_), first(stride == 0 ? 0 : (each == 1 ? row : row / each) * stride) {}
+};
+
+template <typename T, int FORMAT>
+__global__ void __launch_bounds__(512)
+    norm_modulated(const T* x, const T* residual, const void* gate, const void* bias, const void* weight,
+                   const void* norm_bias, const void* scale, const void* shift, const void* channel_scale,
+                   const float* quant_scale, u32* amax, void* out, T* residual_out, void* kept, void* scale_out,
+                   float* global_out, i64 rows, i64 cols, i64 x_stride, i64 residual_stride, i64 gate_stride, i64 gate_each,
+                   i64 scale_stride, i64 scale_each, i64 shift_stride, i64 shift_each, i64 threads_per_row, i64 flags,
+                   i64 quant, double eps, double offset, double number, double floor) {
+    constexpr int N = kPerThread<T, FORMAT>;
+    constexpr int kEach = 16 / sizeof(T);  // elements in 16 bytes
+    extern __shared__ __align__(16) u8 memory[];
+    __shared__ GroupScratch<1> scratch;
+    __shared__ GroupScratch<2> pair_scratch;
+    const RowGroup group(threads_per_row);
+    const i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index;
+    const i64 end = row < rows ? cols : 0;
+    const i64 pitch = static_cast<i64>(group.threads) * N;
+    const bool aligned16 = flags & kAligned16, in_shared = flags & kInShared;
+    RowOutput<T, FORMAT> output(out, kept, scale_out, global_out, quant_scale, amax, cols, quant, aligned16, number, floor);
+    const bool stores_h = residual_out != nullptr && !output.amax_only();
+    const Modulation gates(gate, row, gate_stride, gate_each), scales(scale, row, scale_stride, scale_each),
+        shifts(shift, row, shift_stride, shift_each);
+    const i64 span = output.span(), stretches = (span + pitch - 1) / pitch;
+    const ptx::SharedAddress row_memory =
+        ptx::shared_address(memory) + static_cast<u32>(group.index * stretches * pitch * sizeof(T));
+
+    auto valid_at = [&](i64 column) {
+        return static_cast<int>(min(max(end - column, static_cast<i64>(0)), static_cast<i64>(N)));
+    };
+    auto make_h = [&](i64 column, int valid, float(&h)[N]) {
+        float v[N];
+        load_elements<T, N>(x + row * x_stride + column, valid, aligned16, h);
+        if (bias != nullptr) {
+            load_either<T, N>(bias, column, flags & kBiasFp32, valid, aligned16, v);
+#pragma unroll
+            for (int i = 0; i < N; ++i) h[i] += v[i];
+        }
+        if (gate != nullptr) {
+            load_either<T, N>(gates.p, gates.first + column, flags & kGateFp32, valid, aligned16, v);
+#pragma unroll
+            for (int i = 0; i < N; ++i) h[i] *= v[i];
+        }
+        if (residual != nullptr) {
+            load_elements<T, N>(residual + row * residual_stride + column, valid, aligned16, v);
+#pragma unroll
+            for (int i = 0; i < N; ++i) h[i] += v[i];
+        }
+#pragma unroll
+        for (int i = 0; i < N; i += kEach) {
+            float part[kEach];
+#pragma unroll
+            for (int k = 0; k < kEach; ++k) part[k] = h[i + k];
+            const Raw<16> raw = pack<T, kEach>(part);
+            if (in_shared) ptx::st_shared_16(row_memory + static_cast<u32>((column + i) * sizeof(T)), raw);
+            unpack<T, kEach>(raw, part);
+#pragma unroll
+            for (int k = 0; k < kEach; ++k) h[i + k] = part[k];
+        }
+        if (stores_h && valid > 0) store_elements<T, N>(residual_out + row * cols + column, valid, aligned16, h);
+    };
+    auto find_h = [&](i64 column, int valid, float(&h)[N]) {
+        if (in_shared) {
+#pragma unroll
+            for (int i = 0; i < N; i += kEach) {
+                float part[kEach];
+                unpack<T, kEach>(ptx::ld_shared_16(row_memory + static_cast<u32>((column + i) * sizeof(T))), part);
+#pragma unroll
+                for (int k = 0; k < kEach; ++k) h[i + k] = part[k];
+            }
+        } else if (stores_h) {  // written by this thread: no read-only loads
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                Raw<sizeof(T)> raw;
+                clear(raw);
+                if (i < valid) {
+                    const T own = residual_out[row * cols + column + i];
+                    if constexpr (sizeof(T) == 4) {
+                        raw.w[0] = __float_as_uint(own);
+                    } else {
+                        raw.w[0] = own.bits;
+                    }
+                }
+                float one[1];
+                unpack<T, 1>(raw, one);
+                h[i] = one[0];
+            }
+        } else {
+            make_h(column, valid, h);
+        }
+    };
+
+    // Statistics.
+    float sum = 0.0f;
+    const bool centred = flags & kCentred;
+    for (i64 first = 0; first < span; first += pitch) {
+        const i64 column = first + group.thread * N;
+        float h[N];
+        make_h(column, valid_at(column), h);
+#pragma unroll
+        for (int i = 0; i < N; ++i) sum += centred ? h[i] * kSmallPart : h[i] * h[i];
+    }
+    sum = group_reduce<Sum, false>(sum, group, scratch, 0);
+    RowStatistics statistics{0.0f, 0.0f};
+    if (centred) {
+        const float rough = mean_of_parts(sum, static_cast<float>(cols));
+        float differences = 0.0f, squares = 0.0f;
+        for (i64 first = 0; first < span; first += pitch) {
+            const i64 column = first + group.thread * N;
+            const int valid = valid_at(column);
+            float h[N];
+            find_h(column, valid, h);
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                const float off = i < valid ? h[i] - rough : 0.0f;
+                differences += off, squares += off * off;
+            }
+        }
+        group_reduce_pair<Sum, false>(differences, squares, group, pair_scratch, 0);
+        statistics = statistics_of(rough, differences, squares, static_cast<float>(cols), static_cast<float>(eps));
+    } else {
+        statistics.rstd = rstd_of(sum, static_cast<float>(cols), static_cast<float>(eps));
+    }
+
+    auto make_y = [&](i64 column, int valid, float(&y)[N]) {
+        float v[N];
+        find_h(column, valid, y);
+#pragma unroll
+        for (int i = 0; i < N; ++i) y[i] = (y[i] - statistics.mean) * statistics.rstd;
+        if (weight != nullptr) {
+            load_either<T, N>(weight, column, flags & kWeightFp32, valid, aligned16, v);
+#pragma unroll
+            for (int i = 0; i < N; ++i) y[i] *= v[i] + static_cast<float>(offset);
+        }
+        if (norm_bias != nullptr) {
+            load_either<T, N>(norm_bias, column, flags & kNormBiasFp32, valid, aligned16, v);
+#pragma unroll
+            for (int i = 0; i < N; ++i) y[i] += v[i];
+        }
+        if (scale != nullptr) {
+            load_either<T, N>(scales.p, scales.first + column, flags & kScaleFp32, valid, aligned16, v);
+#pragma unroll
+            for (int i = 0; i < N; ++i) y[i] *= 1.0f + v[i];
+        }
+        if (shift != nullptr) {
+            load_either<T, N>(shifts.p, shifts.first + column, flags & kShiftFp32, valid, aligned16, v);
+#pragma unroll
+            for (int i = 0; i < N; ++i) y[i] += v[i];
+        }
+        if (channel_scale != nullptr) {
+            load_either<T, N>(channel_scale, column, flags & kChannelFp32, valid, aligned16, v);
+#pragma unroll
+            for (int i = 0; i < N; ++i) y[i] *= v[i];
+        }
+#pragma unroll
+        for (int i = 0; i < N; ++i) y[i] = i < valid ? y[i] : 0.0f;  // no shift where there is no column
+    };
+
+    // A pass for the amax of the row, if its scale or that of the tensor depends on it, and one that stores.
+#pragma unroll 1
+    for (int pass = output.reads_twice() || output.amax_only() ? 0 : 1; pass < 2; ++pass) {
+        float largest = 0.0f;
+        for (i64 first = 0; first < span; first += pitch) {
+            const i64 column = first + group.thread * N;
+            const int valid = valid_at(column);
+            float y[N];
+            make_y(column, valid, y);
+            if (pass == 0) {
+                largest = fmaxf(largest, finite_amax(y));
+            } else {
+                output.store(row, column, valid, group.threads, y);
+            }
+        }
+        if (pass == 1) return;
+        largest = group_reduce<MaxNumber, false>(largest, group, scratch, 1);
+        if (output.amax_only()) {
+            if (group.thread == 0 && largest > 0.0f) atomicMax(amax, __float_as_uint(largest));
+            return;
+        }
+        output.take_row_scale(largest, row, group.thread == 0 && row < rows);
+    }
+}
+
+}  // namespace rtk

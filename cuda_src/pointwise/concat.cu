@@ -1,0 +1,38 @@
+// Up to 8 dense inputs side by side: row r of the output is row r of each input in order. Elements are bits of type T; widths
+// and starts are in elements. Grid: x over the vectors (or elements) of the largest input, y over the inputs. With `vectors`,
+// widths, starts, the output's rows and all addresses allow 16-byte accesses.
+#include "pointwise/element.cuh"
+
+#define RTK_INPUTS const T* x0, const T* x1, const T* x2, const T* x3, const T* x4, const T* x5, const T* x6, const T* x7
+#define RTK_WIDTHS i64 w0, i64 w1, i64 w2, i64 w3, i64 w4, i64 w5, i64 w6, i64 w7
+#define RTK_STARTS i64 t0, i64 t1, i64 t2, i64 t3, i64 t4, i64 t5, i64 t6, i64 t7
+
+namespace rtk {
+
+template <typename T>
+__global__ void __launch_bounds__(256)
+    concat(T* y, RTK_INPUTS, RTK_WIDTHS, RTK_STARTS, i64 rows, i64 out_width, i64 vectors) {
+    constexpr int N = 16 / sizeof(T), kInputs = 8;
+    const T* const inputs[kInputs] = {x0, x1, x2, x3, x4, x5, x6, x7};
+    const i64 widths[kInputs] = {w0, w1, w2, w3, w4, w5, w6, w7}, starts[kInputs] = {t0, t1, t2, t3, t4, t5, t6, t7};
+    const T* x = x0;
+    i64 width = w0, start = t0;
+#pragma unroll
+    for (int i = 1; i < kInputs; ++i) {
+        if (i == static_cast<int>(blockIdx.y)) x = inputs[i], width = widths[i], start = starts[i];
+    }
+    const int each = vectors != 0 ? N : 1;
+    const i64 per_row = width / each, count = rows * per_row;
+    const i64 step = static_cast<i64>(gridDim.x) * blockDim.x;
+    for (i64 index = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; index < count; index += step) {
+        const i64 row = index / per_row;
+        const i64 to = row * out_width + start + (index - row * per_row) * each;
+        if (vectors != 0) {
+            ptx::st<16>(y + to, ptx::ld_stream<16>(x + index * N));
+        } else {
+            ptx::st<sizeof(T)>(y + to, ptx::ld_stream<sizeof(T)>(x + index));
+        }
+    }
+}
+
+}  // namespace rtk

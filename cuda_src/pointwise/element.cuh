@@ -1,0 +1,151 @@
+// Elements of any dtype between memory and the type that arithmetic on them uses: float for the floating types, i32 for
+// integers up to 32 bits and for bool (0 or 1), i64 for int64. A conversion between dtypes rounds, wraps or tests for zero
+// as torch's does.
+#pragma once
+#include "common/convert.cuh"
+#include "ptx/ldst.cuh"
+
+namespace rtk {
+
+using i8 = signed char;
+using i16 = short;
+using boolean = bool;
+
+template <typename T>
+struct ElementTraits {
+    using Compute = i32;
+    static constexpr bool kFloat = false;
+};
+template <>
+struct ElementTraits<i64> {
+    using Compute = i64;
+    static constexpr bool kFloat = false;
+};
+struct FloatTraits {
+    using Compute = float;
+    static constexpr bool kFloat = true;
+};
+template <>
+struct ElementTraits<float> : FloatTraits {};
+template <>
+struct ElementTraits<bf16> : FloatTraits {};
+template <>
+struct ElementTraits<fp16> : FloatTraits {};
+
+template <typename T>
+using Compute = typename ElementTraits<T>::Compute;
+
+// N consecutive elements; `p` is aligned to 16 bytes or to all N of them.
+template <typename T, int N>
+RTK_DEVICE void load_elements(const T* p, Compute<T> (&value)[N]) {
+    constexpr int kBytes = sizeof(T) * N;
+    if constexpr (kBytes > 16) {
+        constexpr int kHalf = N / 2;
+        Compute<T> low[kHalf], high[kHalf];
+        load_elements<T, kHalf>(p, low);
+        load_elements<T, kHalf>(p + kHalf, high);
+#pragma unroll
+        for (int i = 0; i < kHalf; ++i) value[i] = low[i], value[i + kHalf] = high[i];
+    } else {
+        const Raw<kBytes> raw = ptx::ld_stream<kBytes>(p);
+        if constexpr (ElementTraits<T>::kFloat) {
+            unpack<T, N>(raw, value);
+        } else {
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                if constexpr (sizeof(T) == 8) {
+                    value[i] = static_cast<i64>(static_cast<u64>(raw.w[2 * i + 1]) << 32 | raw.w[2 * i]);
+                } else if constexpr (sizeof(T) == 4) {
+                    value[i] = static_cast<i32>(raw.w[i]);
+                } else {
+                    constexpr int kPerWord = 4 / sizeof(T);
+                    const u32 bits = raw.w[i / kPerWord] >> (i % kPerWord * 8 * static_cast<int>(sizeof(T)));
+                    if constexpr (is_same<T, bool>::value) {
+                        value[i] = (bits & 0xffu) != 0;
+                    } else {
+                        value[i] = static_cast<T>(bits);
+                    }
+                }
+            }
+        }
+    }
+}
+
+template <typename T>
+RTK_DEVICE Compute<T> load_one(const T* p) {
+    Compute<T> one[1];
+    load_elements<T, 1>(p, one);
+    return one[0];
+}
+
+template <typename T, int N>
+RTK_DEVICE void store_elements(T* p, const Compute<T> (&value)[N]) {
+    constexpr int kBytes = sizeof(T) * N;
+    if constexpr (kBytes > 16) {
+        constexpr int kHalf = N / 2;
+        Compute<T> low[kHalf], high[kHalf];
+#pragma unroll
+        for (int i = 0; i < kHalf; ++i) low[i] = value[i], high[i] = value[i + kHalf];
+        store_elements<T, kHalf>(p, low);
+        store_elements<T, kHalf>(p + kHalf, high);
+    } else if constexpr (ElementTraits<T>::kFloat) {
+        ptx::st<kBytes>(p, pack<T, N>(value));
+    } else {
+        Raw<kBytes> raw;
+#pragma unroll
+        for (u32& word : raw.w) word = 0;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            if constexpr (sizeof(T) == 8) {
+                raw.w[2 * i] = static_cast<u32>(value[i]);
+                raw.w[2 * i + 1] = static_cast<u32>(static_cast<u64>(value[i]) >> 32);
+            } else if constexpr (sizeof(T) == 4) {
+                raw.w[i] = static_cast<u32>(value[i]);
+            } else {
+                constexpr int kPerWord = 4 / sizeof(T);
+                constexpr u32 kMask = (1u << (8 * sizeof(T))) - 1u;
+                const u32 bits = static_cast<u32>(value[i]) & kMask;
+                raw.w[i / kPerWord] |= bits << (i % kPerWord * 8 * static_cast<int>(sizeof(T)));
+            }
+        }
+        ptx::st<kBytes>(p, raw);
+    }
+}
+
+// A value as an element of T would hold it, apart from the rounding to 16-bit floats, which a store does.
+template <typename T, typename V>
+RTK_DEVICE Compute<T> converted(V value) {
+    if constexpr (is_same<T, bool>::value) {
+        return value != V(0) ? 1 : 0;
+    } else if constexpr (ElementTraits<T>::kFloat) {
+        return static_cast<float>(value);
+    } else if constexpr (is_same<T, u8>::value) {
+        return static_cast<u8>(static_cast<i64>(value));
+    } else {
+        return static_cast<T>(value);
+    }
+}
+
+// The same for an operand that torch converts to the common dtype T before it computes: with that rounding.
+template <typename T, typename From>
+RTK_DEVICE Compute<T> promoted(Compute<From> value) {
+    if constexpr (is_same<T, From>::value) {
+        return value;
+    } else if constexpr (ElementTraits<T>::kFloat && sizeof(T) == 2) {
+        return round_to<T>(static_cast<float>(value));
+    } else {
+        return converted<T>(value);
+    }
+}
+
+// A number of the host: the bits of a double for floating types, else an integer.
+template <typename T>
+RTK_DEVICE Compute<T> number(i64 bits) {
+    if constexpr (ElementTraits<T>::kFloat) {
+        return static_cast<float>(__longlong_as_double(bits));
+    } else {
+        return static_cast<Compute<T>>(bits);
+    }
+}
+
+}  // namespace rtk

@@ -1,0 +1,289 @@
+// out = F(a, b, d; s0..s3), element by element, for any shapes and strides that broadcast: the kernels behind the pointwise and
+// copy families. F is a functor (functors.cuh, or the expression of a user). T is the dtype that operands are converted to
+// (torch's promoted dtype), O that of the result, A, B, D those of the operands. An operand whose pointer is null is the number
+// na, nb or nd. F::kInputs says how many operands there are, F::kOwnType (a bit each) which of them are not converted to T
+// (masks). Arithmetic happens in Compute<T>; the result is rounded once.
+//
+// Strides are in elements and may be zero or negative; dimension 0 is the innermost one of the output.
+#pragma once
+#include "pointwise/element.cuh"
+
+#define RTK_NUMBERS i64 na, i64 nb, i64 nd, i64 s0, i64 s1, i64 s2, i64 s3
+#define RTK_SIZES i64 n0, i64 n1, i64 n2, i64 n3, i64 n4, i64 n5
+#define RTK_DIVISORS i64 q0, i64 q1, i64 q2, i64 q3, i64 q4, i64 q5
+#define RTK_OUT_STRIDES i64 o0, i64 o1, i64 o2, i64 o3, i64 o4, i64 o5
+#define RTK_A_STRIDES i64 a0, i64 a1, i64 a2, i64 a3, i64 a4, i64 a5
+#define RTK_B_STRIDES i64 b0, i64 b1, i64 b2, i64 b3, i64 b4, i64 b5
+#define RTK_D_STRIDES i64 d0, i64 d1, i64 d2, i64 d3, i64 d4, i64 d5
+
+namespace rtk {
+
+inline constexpr int kDims = 6;
+inline constexpr int kPointwiseThreads = 256;
+
+template <typename T>
+struct Scalars {
+    Compute<T> s0, s1, s2, s3;
+    RTK_DEVICE Scalars(i64 b0, i64 b1, i64 b2, i64 b3)
+        : s0(number<T>(b0)), s1(number<T>(b1)), s2(number<T>(b2)), s3(number<T>(b3)) {}
+};
+
+template <typename A, typename B>
+struct Larger {
+    static constexpr int kBytes = sizeof(A) > sizeof(B) ? sizeof(A) : sizeof(B);
+};
+
+// Elements of a vector: 16 bytes of the smallest type that matters, at least 4 and at most 8 of them.
+template <typename O, typename A>
+inline constexpr int kVector = Larger<O, A>::kBytes <= 2 ? 8 : 4;
+
+// The type an operand has inside of the functor.
+template <typename T, typename A, bool kOwn>
+struct Inside {
+    using Type = Compute<T>;
+};
+template <typename T, typename A>
+struct Inside<T, A, true> {
+    using Type = Compute<A>;
+};
+
+// N values of one operand, as the functor wants them.
+template <typename T, typename A, bool kOwn, int N>
+struct Operand {
+    using Type = typename Inside<T, A, kOwn>::Type;
+    Type value[N];
+
+    RTK_DEVICE void fill(Type one) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) value[i] = one;
+    }
+
+    RTK_DEVICE static Type number_of(i64 bits) {
+        if constexpr (kOwn) return number<A>(bits);
+        return number<T>(bits);
+    }
+
+    // N consecutive elements, or one N times.
+    RTK_DEVICE void load(const A* p, bool steps) {
+        Compute<A> own[N];
+        if (steps) {
+            load_elements<A, N>(p, own);
+        } else {
+            Compute<A> one[1];
+            load_elements<A, 1>(p, one);
+#pragma unroll
+            for (int i = 0; i < N; ++i) own[i] = one[0];
+        }
+#pragma unroll
+        for (int i = 0; i < N; ++i) set(i, own[i]);
+    }
+
+    RTK_DEVICE void set(int i, Compute<A> own) {
+        if constexpr (kOwn) {
+            value[i] = own;
+        } else {
+            value[i] = promoted<T, A>(own);
+        }
+    }
+};
+
+template <typename F, typename T, typename A, typename B, typename D, int N>
+struct Operands {
+    static constexpr int kInputs = F::kInputs;
+    Operand<T, A, (F::kOwnType & 1) != 0, N> a;
+    Operand<T, B, (F::kOwnType & 2) != 0, N> b;
+    Operand<T, D, (F::kOwnType & 4) != 0, N> d;
+
+    RTK_DEVICE void load(const A* pa, const B* pb, const D* pd, i64 at_a, i64 at_b, i64 at_d, i64 steps, i64 na, i64 nb, i64 nd) {
+        if constexpr (kInputs > 0) {
+            if (pa != nullptr) a.load(pa + at_a, steps & 1);
+            else a.fill(a.number_of(na));
+        }
+        if constexpr (kInputs > 1) {
+            if (pb != nullptr) b.load(pb + at_b, steps & 2);
+            else b.fill(b.number_of(nb));
+        }
+        if constexpr (kInputs > 2) {
+            if (pd != nullptr) d.load(pd + at_d, steps & 4);
+            else d.fill(d.number_of(nd));
+        }
+    }
+
+    template <typename O>
+    RTK_DEVICE Compute<O> result(int i, const Scalars<T>& s) const {
+        if constexpr (kInputs == 0) return converted<O>(F::template apply<T>(s));
+        else if constexpr (kInputs == 1) return converted<O>(F::template apply<T>(a.value[i], s));
+        else if constexpr (kInputs == 2) return converted<O>(F::template apply<T>(a.value[i], b.value[i], s));
+        else return converted<O>(F::template apply<T>(a.value[i], b.value[i], d.value[i], s));
+    }
+
+    template <typename O>
+    RTK_DEVICE void store(O* p, const Scalars<T>& s) const {
+        Compute<O> results[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) results[i] = result<O>(i, s);
+        store_elements<O, N>(p, results);
+    }
+};
+
+// Class V: one dimension, every operand contiguous or a single element. A block owns 2 * 256 vectors; `steps` has a bit for each
+// operand that is contiguous. `aligned16`: all of these start at multiples of their vectors. Grid: as many blocks as needed.
+template <typename F, typename T, typename O, typename A, typename B, typename D>
+__global__ void __launch_bounds__(kPointwiseThreads)
+    pointwise_flat(O* out, const A* a, const B* b, const D* d, RTK_NUMBERS, i64 count, i64 steps, i64 aligned16) {
+    constexpr int N = kVector<O, A>, kInFlight = 2;
+    const Scalars<T> s(s0, s1, s2, s3);
+    const i64 first = static_cast<i64>(blockIdx.x) * (kInFlight * kPointwiseThreads * N);
+    const i64 last = first + kInFlight * kPointwiseThreads * N;
+    if (aligned16 != 0 && last <= count) {
+        Operands<F, T, A, B, D, N> in[kInFlight];
+#pragma unroll
+        for (int u = 0; u < kInFlight; ++u) {
+            const i64 at = first + (u * kPointwiseThreads + static_cast<int>(threadIdx.x)) * N;
+            in[u].load(a, b, d, steps & 1 ? at : 0, steps & 2 ? at : 0, steps & 4 ? at : 0, steps, na, nb, nd);
+        }
+#pragma unroll
+        for (int u = 0; u < kInFlight; ++u)
+            in[u].store(out + first + (u * kPointwiseThreads + static_cast<int>(threadIdx.x)) * N, s);
+        return;
+    }
+    const i64 end = last < count ? last : count;
+    for (i64 at = first + threadIdx.x; at < end; at += kPointwiseThreads) {
+        Operands<F, T, A, B, D, 1> in;
+        in.load(a, b, d, steps & 1 ? at : 0, steps & 2 ? at : 0, steps & 4 ? at : 0, 0, na, nb, nd);
+        in.store(out + at, s);
+    }
+}
+
+// Offsets of one element, or of the first of a vector, in all operands.
+struct Offsets {
+    i64 out = 0, a = 0, b = 0, d = 0;
+};
+
+template <bool kIndex64>
+struct Strides {
+    i64 n[kDims], q[kDims], o[kDims], a[kDims], b[kDims], d[kDims];
+
+    // Where element `index` of the output's order lies, from dimension kFirst on.
+    template <int kFirst, int kInputs>
+    RTK_DEVICE Offsets at(i64 index, int dims) const {
+        Offsets where;
+        i64 rest = index;
+#pragma unroll
+        for (int i = kFirst; i < kDims; ++i) {
+            if (i < dims) {
+                i64 position = rest;
+                if (i + 1 < dims) {
+                    if constexpr (kIndex64) {
+                        rest = position / n[i];
+                    } else {
+                        rest = divided(static_cast<u32>(position), q[i]);
+                    }
+                    position -= rest * n[i];
+                }
+                where.out += position * o[i];
+                if constexpr (kInputs > 0) where.a += position * a[i];
+                if constexpr (kInputs > 1) where.b += position * b[i];
+                if constexpr (kInputs > 2) where.d += position * d[i];
+            }
+        }
+        return where;
+    }
+};
+
+#define RTK_STRIDES(INDEX64)                                                                                    \
+    const Strides<INDEX64> strides = {{n0, n1, n2, n3, n4, n5}, {q0, q1, q2, q3, q4, q5}, {o0, o1, o2, o3, o4, o5}, \
+                                      {a0, a1, a2, a3, a4, a5}, {b0, b1, b2, b3, b4, b5}, {d0, d1, d2, d3, d4, d5}}
+
+// N elements per index, kInFlight indices per thread: `count` indices in the order of the output.
+template <typename F, typename T, typename O, typename A, typename B, typename D, int N, int kInFlight, bool INDEX64>
+RTK_DEVICE void strided_elements(O* out, const A* a, const B* b, const D* d, i64 na, i64 nb, i64 nd, const Scalars<T>& s,
+                                 const Strides<INDEX64>& strides, i64 count, i64 steps, int dims) {
+    Operands<F, T, A, B, D, N> in[kInFlight];
+    i64 to[kInFlight];
+    const i64 first = static_cast<i64>(blockIdx.x) * (kInFlight * kPointwiseThreads) + threadIdx.x;
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+        const i64 index = first + u * kPointwiseThreads;
+        if (index < count) {
+            const Offsets where = strides.template at<0, F::kInputs>(index, dims);
+            to[u] = where.out;
+            in[u].load(a, b, d, where.a, where.b, where.d, steps, na, nb, nd);
+        }
+    }
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u)
+        if (first + u * kPointwiseThreads < count) in[u].store(out + to[u], s);
+}
+
+// Classes R and G: up to six dimensions of any strides. With `vectors`, dimension 0 is contiguous or constant in every operand
+// and counts vectors (n0 and its strides are those of vectors; `steps` as above); else it counts elements. INDEX64: more than
+// 2^31 of them, so that divisors do not serve. Blocks own 2 * 256 vectors or 4 * 256 elements.
+template <typename F, typename T, typename O, typename A, typename B, typename D, bool INDEX64>
+__global__ void __launch_bounds__(kPointwiseThreads)
+    pointwise_strided(O* out, const A* a, const B* b, const D* d, RTK_NUMBERS, RTK_SIZES, RTK_DIVISORS, RTK_OUT_STRIDES,
+                      RTK_A_STRIDES, RTK_B_STRIDES, RTK_D_STRIDES, i64 count, i64 dims, i64 steps, i64 vectors) {
+    const Scalars<T> s(s0, s1, s2, s3);
+    RTK_STRIDES(INDEX64);
+    if (vectors != 0) {
+        strided_elements<F, T, O, A, B, D, kVector<O, A>, 2>(out, a, b, d, na, nb, nd, s, strides, count, steps,
+                                                            static_cast<int>(dims));
+    } else {
+        strided_elements<F, T, O, A, B, D, 1, 4>(out, a, b, d, na, nb, nd, s, strides, count, 0, static_cast<int>(dims));
+    }
+}
+
+// Class T: operands whose contiguous dimension is 1, not 0 as in the output, go through a tile of 32 x 32 in shared memory; all
+// accesses are coalesced. A block owns one tile; dimensions 2 to 5 are batches. `tiles` has a bit for each such operand,
+// tiles_x and tiles_y count tiles of dimensions 0 and 1. Threads: 32 x 8.
+template <typename F, typename T, typename O, typename A, typename B, typename D>
+__global__ void __launch_bounds__(kPointwiseThreads)
+    pointwise_transposed(O* out, const A* a, const B* b, const D* d, RTK_NUMBERS, RTK_SIZES, RTK_DIVISORS, RTK_OUT_STRIDES,
+                         RTK_A_STRIDES, RTK_B_STRIDES, RTK_D_STRIDES, i64 dims, i64 tiles, i64 tiles_x, i64 tiles_y) {
+    constexpr int kTile = 32, kRows = kPointwiseThreads / kTile, kInputs = F::kInputs;
+    __shared__ Compute<A> tile_a[kTile][kTile + 1];
+    __shared__ Compute<B> tile_b[kInputs > 1 ? kTile : 1][kTile + 1];
+    __shared__ Compute<D> tile_d[kInputs > 2 ? kTile : 1][kTile + 1];
+    const Scalars<T> s(s0, s1, s2, s3);
+    RTK_STRIDES(true);
+    const i64 tile_index = blockIdx.x, batch = tile_index / (tiles_x * tiles_y), in_batch = tile_index % (tiles_x * tiles_y);
+    const i64 x0 = in_batch % tiles_x * kTile, y0 = in_batch / tiles_x * kTile;
+    const Offsets start = strides.template at<2, kInputs>(batch, static_cast<int>(dims));
+    const int column = threadIdx.x % kTile, row = threadIdx.x / kTile;
+#pragma unroll
+    for (int k = 0; k < kTile; k += kRows) {
+        const i64 x = x0 + row + k, y = y0 + column;
+        if (x >= n0 || y >= n1) continue;
+        if constexpr (kInputs > 0) {
+            if (tiles & 1) tile_a[row + k][column] = load_one(a + start.a + x * a0 + y * a1);
+        }
+        if constexpr (kInputs > 1) {
+            if (tiles & 2) tile_b[row + k][column] = load_one(b + start.b + x * b0 + y * b1);
+        }
+        if constexpr (kInputs > 2) {
+            if (tiles & 4) tile_d[row + k][column] = load_one(d + start.d + x * d0 + y * d1);
+        }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kTile; k += kRows) {
+        const i64 x = x0 + column, y = y0 + row + k;
+        if (x >= n0 || y >= n1) continue;
+        Operands<F, T, A, B, D, 1> in;
+        // What a tile holds is not loaded a second time: a null pointer makes it a number, which the tile's value replaces.
+        in.load(tiles & 1 ? nullptr : a, tiles & 2 ? nullptr : b, tiles & 4 ? nullptr : d, start.a + x * a0 + y * a1,
+                start.b + x * b0 + y * b1, start.d + x * d0 + y * d1, 0, na, nb, nd);
+        if constexpr (kInputs > 0) {
+            if (tiles & 1) in.a.set(0, tile_a[column][row + k]);
+        }
+        if constexpr (kInputs > 1) {
+            if (tiles & 2) in.b.set(0, tile_b[column][row + k]);
+        }
+        if constexpr (kInputs > 2) {
+            if (tiles & 4) in.d.set(0, tile_d[column][row + k]);
+        }
+        in.store(out + start.out + x * o0 + y * o1, s);
+    }
+}
+
+}  // namespace rtk

@@ -1,0 +1,159 @@
+// NVFP4 and MX formats (common/block_formats.cuh): quantise rows, find the amax of a tensor, and give values back.
+//
+// A thread owns 16 consecutive columns of a row: a block of NVFP4, or half a block of MX, whose other half has the next
+// lane. Threads are numbered along rows, `blocks` of them in each; grid: as many as it takes. With swizzled scales there
+// are threads for the rows and blocks that fill up the last tile of 128 x 4, which write zeros.
+#include "common/block_formats.cuh"
+#include "common/reduce.cuh"
+#include "common/row_elements.cuh"
+
+namespace rtk {
+
+inline constexpr int kNvfp4 = 0, kMxfp4 = 1, kMxfp8 = 2;                                        // FORMAT
+inline constexpr i64 kAligned16 = 1, kSwizzled = 2, kChannelFp32 = 4, kE5m2 = 8, kRoundUp = 16;  // flags
+
+// The 16 values of a thread: its row, its first column, and x times the scale of its column.
+template <typename T>
+struct Sixteen {
+    i64 row, column;
+    int valid;
+    float v[16];
+
+    // `number`: of the thread; `blocks` threads in a row. `divisor`: runtime/layout.py, or 0 for numbers of 2^31 and more.
+    RTK_DEVICE Sixteen(i64 number, i64 rows, i64 cols, i64 blocks, i64 divisor) {
+        row = divisor != 0 ? divided(static_cast<u32>(number), divisor) : number / blocks;
+        column = (number - row * blocks) * 16;
+        valid = row < rows ? static_cast<int>(min(max(cols - column, static_cast<i64>(0)), static_cast<i64>(16))) : 0;
+    }
+    RTK_DEVICE void load(const T* x, const void* channel_scale, i64 x_stride, i64 flags) {
+        const bool aligned16 = flags & kAligned16;
+        load_elements<T, 16>(x + row * x_stride + column, valid, aligned16, v);
+        if (channel_scale == nullptr) return;
+        float factor[16];
+        load_either<T, 16>(channel_scale, column, flags & kChannelFp32, valid, aligned16, factor);
+#pragma unroll
+        for (int i = 0; i < 16; ++i) v[i] *= factor[i];
+    }
+};
+
+RTK_DEVICE i64 own_number() { return static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; }
+
+// Raises *amax, bits of a float that is not negative, to the largest finite magnitude. Its order does not matter.
+template <typename T>
+__global__ void __launch_bounds__(256) tensor_amax(const T* x, const void* channel_scale, u32* amax, i64 rows, i64 cols,
+                                                   i64 blocks, i64 x_stride, i64 divisor, i64 flags) {
+    __shared__ GroupScratch<1> scratch;
+    float largest = 0.0f;
+    for (i64 number = own_number(); number < rows * blocks; number += static_cast<i64>(gridDim.x) * blockDim.x) {
+        Sixteen<T> own(number, rows, cols, blocks, divisor);
+        own.load(x, channel_scale, x_stride, flags);
+        largest = fmaxf(largest, finite_amax(own.v));
+    }
+    largest = block_reduce<MaxNumber>(largest, scratch);
+    if (threadIdx.x == 0 && largest > 0.0f) atomicMax(amax, __float_as_uint(largest));
+}
+
+// 16 values as fp8 codes.
+template <typename F8>
+RTK_DEVICE void store_codes(u8* out, const float (&v)[16], float inverse, int valid, bool aligned16) {
+    float scaled[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) scaled[i] = v[i] * inverse;
+    store_elements<F8, 16>(reinterpret_cast<F8*>(out), valid, aligned16 && valid == 16, scaled);
+}
+
+// g: *global_scale, or from *amax (then written to global_out), or the number.
+template <typename T, int FORMAT>
+__global__ void __launch_bounds__(256)
+    quantize_blocks(const T* x, const void* channel_scale, const float* global_scale, const u32* amax, u8* out, u8* scales,
+                    float* global_out, i64 rows, i64 cols, i64 blocks, i64 threads, i64 x_stride, i64 divisor, i64 flags,
+                    i64 scale_rule, i64 elem_rule, double number) {
+    const i64 own_thread = own_number();
+    const bool there = own_thread < threads;
+    Sixteen<T> own(there ? own_thread : 0, there ? rows : 0, cols, blocks, divisor);
+    own.load(x, channel_scale, x_stride, flags);
+    const i64 at = own.row * cols + own.column;  // elements before this thread's
+    u32 scale = 0u;
+    if constexpr (FORMAT == kNvfp4) {
+        float g = static_cast<float>(number);
+        if (global_scale != nullptr) g = *global_scale;
+        if (amax != nullptr) {
+            g = *amax == 0u ? 1.0f : __uint_as_float(*amax) / 2688.0f;
+            if (own_thread == 0) *global_out = g;
+        }
+        const int ties = static_cast<int>(elem_rule);
+        scale = nvfp4_scale_of<true>(own.v, g, static_cast<int>(scale_rule), ties);
+        u32 words[2];
+        e2m1_pack<16>(own.v, g * e4m3_value(scale), ties, words);
+        if (own.valid == 16 && (cols & 15) == 0) {
+            Raw<8> raw;
+            raw.w[0] = words[0], raw.w[1] = words[1];
+            ptx::st<8>(out + at / 2, raw);
+        } else {
+            for (int i = 0; i < own.valid; i += 2) out[(at + i) / 2] = static_cast<u8>(words[i / 8] >> (i % 8 * 4));
+        }
+    } else {
+        constexpr bool kFp4 = FORMAT == kMxfp4;
+        const bool e5 = flags & kE5m2;
+        const float half = finite_amax(own.v);
+        const float amax32 = fmaxf(half, __shfl_xor_sync(0xffffffffu, half, 1));
+        const int exponent = kFp4 ? 2 : e5 ? 15 : 8;
+        scale = mx_scale(amax32, exponent, kFp4 ? 6.0f : e5 ? 57344.0f : 448.0f, flags & kRoundUp);
+        const float inverse = e8m0_inverse(scale);
+        if constexpr (kFp4) {
+            u32 words[2] = {0u, 0u};
+#pragma unroll
+            for (int i = 0; i < 16; ++i) words[i / 8] |= e2m1_rounded(own.v[i], own.v[i] * inverse, kTiesEven) << (i % 8 * 4);
+            for (int i = 0; i < own.valid; i += 2) out[(at + i) / 2] = static_cast<u8>(words[i / 8] >> (i % 8 * 4));
+        } else if (e5) {
+            store_codes<e5m2>(out + at, own.v, inverse, own.valid, (cols & 15) == 0);
+        } else {
+            store_codes<e4m3>(out + at, own.v, inverse, own.valid, (cols & 15) == 0);
+        }
+    }
+    constexpr int kThreads = FORMAT == kNvfp4 ? 1 : 2;  // for a scale
+    const i64 block = own.column / (16 * kThreads), scales_of_row = ceil_div(cols, 16 * kThreads);
+    if (!there || (kThreads == 2 && (own.column & 16) != 0)) return;
+    if (flags & kSwizzled) {
+        scales[swizzled_place(own.row, block, scales_of_row)] = own.valid > 0 ? static_cast<u8>(scale) : 0;
+    } else if (own.valid > 0) {
+        scales[own.row * scales_of_row + block] = static_cast<u8>(scale);
+    }
+}
+
+// The values: 16 of a row in each thread.
+template <typename T>
+__global__ void __launch_bounds__(256)
+    dequantize_blocks(const u8* codes, const u8* scales, const float* global_scale, T* out, i64 rows, i64 cols, i64 blocks,
+                      i64 codes_stride, i64 divisor, i64 flags, i64 format) {
+    const i64 number = own_number();
+    if (number >= rows * blocks) return;
+    Sixteen<T> own(number, rows, cols, blocks, divisor);
+    const bool mx = format != kNvfp4, fp4 = format != kMxfp8;
+    const i64 block = own.column / (mx ? 32 : 16), scales_of_row = ceil_div(cols, mx ? 32 : 16);
+    const u32 byte = scales[flags & kSwizzled ? swizzled_place(own.row, block, scales_of_row)
+                                              : own.row * scales_of_row + block];
+    float step = mx ? e8m0_value(byte) : e4m3_value(byte);
+    if (global_scale != nullptr) step *= *global_scale;
+    const u8* const from = codes + own.row * codes_stride + (fp4 ? own.column / 2 : own.column);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) own.v[i] = 0.0f;
+    if (fp4) {
+#pragma unroll
+        for (int i = 0; i < 16; i += 2) {
+            const u32 pair = i < own.valid ? from[i / 2] : 0u;
+            own.v[i] = e2m1_value(pair) * step, own.v[i + 1] = e2m1_value(pair >> 4) * step;
+        }
+    } else if (flags & kE5m2) {
+        load_elements<e5m2, 16>(reinterpret_cast<const e5m2*>(from), own.valid, false, own.v);
+    } else {
+        load_elements<e4m3, 16>(reinterpret_cast<const e4m3*>(from), own.valid, false, own.v);
+    }
+    if (!fp4) {
+#pragma unroll
+        for (int i = 0; i < 16; ++i) own.v[i] *= step;
+    }
+    store_elements<T, 16>(out + own.row * cols + own.column, own.valid, flags & kAligned16, own.v);
+}
+
+}  // namespace rtk

@@ -1,0 +1,92 @@
+// Random numbers by Philox 4x32-10 under a seed that lies on the device: a captured graph that draws a new seed draws new numbers.
+// A thread has four neighbours, the words of one counter, which is their position: the result depends on the seed and
+// the number of elements only, not on the launch. All arithmetic is fp32, rounded once to T. Grid: any.
+#include "common/vec.cuh"
+#include "random/philox.cuh"
+
+namespace rtk {
+
+// The `kind` arguments (rtkernels/ops/random/philox.py).
+inline constexpr int kUniform = 0, kNormal = 1, kExponential = 2, kBernoulli = 3;
+
+template <typename T>
+RTK_DEVICE void draw(const RandomWords& words, int kind, float a, float b, float (&v)[4]) {
+    if (kind == kNormal) {  // Box-Muller; a: mean, b: deviation
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+            const float radius = sqrtf(-2.0f * logf(open_unit(words.w[i])));
+            const float angle = 6.283185307179586f * unit(words.w[i + 1]);
+            v[i] = a + b * (radius * cosf(angle));
+            v[i + 1] = a + b * (radius * sinf(angle));
+        }
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if (kind == kUniform) {  // [a, b), also after rounding
+            v[i] = a + (b - a) * unit(words.w[i]);
+            if (round_to<T>(v[i]) >= b) v[i] = a;
+        } else if (kind == kExponential) {  // a: rate; never 0, also after rounding
+            v[i] = fmaxf(-logf(open_unit(words.w[i])) / a, is_same<T, fp16>::value ? 0x1p-24f : 0x1p-126f);
+        } else {  // a: probability of 1
+            v[i] = unit(words.w[i]) < a ? 1.0f : 0.0f;
+        }
+    }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(256)
+    random_fill(T* out, const i64* seed, i64 n, i64 kind, double a, double b, i64 aligned) {
+    const u64 key = static_cast<u64>(*seed);
+    const i64 vectors = ceil_div(n, 4), step = static_cast<i64>(gridDim.x) * blockDim.x;
+    for (i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; i < vectors; i += step) {
+        float v[4];
+        draw<T>(philox(key, static_cast<u64>(i)), static_cast<int>(kind), static_cast<float>(a), static_cast<float>(b), v);
+        if (aligned && i * 4 + 4 <= n) {
+            store<T, 4>(out + i * 4, v);
+        } else {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const float one[1] = {v[k]};
+                if (i * 4 + k < n) store<T, 1>(out + i * 4 + k, one);
+            }
+        }
+    }
+}
+
+// y = x * scale where a random number lies below `keep`, else 0; mask says where. x, y and mask have one layout, dense.
+template <typename T>
+__global__ void __launch_bounds__(256)
+    random_dropout(const T* x, T* y, u8* mask, const i64* seed, i64 n, double keep, double scale, i64 aligned) {
+    const u64 key = static_cast<u64>(*seed);
+    const float limit = static_cast<float>(keep), factor = static_cast<float>(scale);
+    const i64 vectors = ceil_div(n, 4), step = static_cast<i64>(gridDim.x) * blockDim.x;
+    for (i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; i < vectors; i += step) {
+        const RandomWords words = philox(key, static_cast<u64>(i));
+        float v[4];
+        if (aligned && i * 4 + 4 <= n) {
+            load_stream<T, 4>(x + i * 4, v);
+            Raw<4> flags;
+            flags.w[0] = 0;
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const bool kept = unit(words.w[k]) < limit;
+                v[k] = kept ? v[k] * factor : 0.0f;
+                flags.w[0] |= kept ? 1u << (k * 8) : 0u;
+            }
+            store<T, 4>(y + i * 4, v);
+            ptx::st<4>(mask + i * 4, flags);
+        } else {
+            for (int k = 0; k < 4 && i * 4 + k < n; ++k) {
+                float one[1];
+                load_stream<T, 1>(x + i * 4 + k, one);
+                const bool kept = unit(words.w[k]) < limit;
+                one[0] = kept ? one[0] * factor : 0.0f;
+                store<T, 1>(y + i * 4 + k, one);
+                mask[i * 4 + k] = kept;
+            }
+        }
+    }
+}
+
+}  // namespace rtk

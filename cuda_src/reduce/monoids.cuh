@@ -1,0 +1,237 @@
+// What reductions add up: for each kind of result a state, how elements enter it, how two of them combine, and what is stored
+// in the end. Combining is commutative up to rounding, so any fixed order will do; indices decide ties.
+#pragma once
+#include "common/values.cuh"
+
+namespace rtk {
+
+// What becomes of an element first. kLiftFlip, which can be added, makes minima of maxima.
+inline constexpr int kLiftAbs = 1, kLiftSquare = 2, kLiftPower = 3, kLiftNonzero = 4, kLiftFlip = 8;
+
+struct Lift {
+    int kind;
+    float power;
+};
+
+// What becomes of a state last (rtkernels/ops/reduce/reduction.py).
+inline constexpr int kFinishValue = 0, kFinishDivide = 1, kFinishRoot = 2, kFinishPower = 3, kFinishAny = 4,
+                     kFinishAll = 5;
+
+struct Finish {
+    int kind, type;  // type: of what is stored
+    double number;
+    int lift;
+    void *out, *second;
+};
+
+template <int N>
+RTK_DEVICE void lifted(float (&v)[N], const Lift& lift) {
+    if (lift.kind == 0) return;
+    const int kind = lift.kind & 7;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        if (kind == kLiftAbs) v[i] = fabsf(v[i]);
+        if (kind == kLiftSquare) v[i] = v[i] * v[i];
+        if (kind == kLiftPower) v[i] = powf(fabsf(v[i]), lift.power);
+        if (kind == kLiftNonzero) v[i] = v[i] != 0.0f ? 1.0f : 0.0f;
+        if (lift.kind & kLiftFlip) v[i] = -v[i];
+    }
+}
+
+template <int N>
+RTK_DEVICE void lifted(i64 (&v)[N], const Lift& lift) {
+    if (lift.kind == 0) return;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        if ((lift.kind & 7) == kLiftNonzero) v[i] = v[i] != 0;
+        if (lift.kind & kLiftFlip) v[i] = ~v[i];  // reverses the order without overflow
+    }
+}
+
+RTK_DEVICE float flipped_back(float v, int lift) { return lift & kLiftFlip ? -v : v; }
+RTK_DEVICE i64 flipped_back(i64 v, int lift) { return lift & kLiftFlip ? ~v : v; }
+
+// NaN is larger than everything else.
+RTK_DEVICE bool exceeds(float a, float b) { return a > b || (a != a && b == b); }
+RTK_DEVICE bool exceeds(i64 a, i64 b) { return a > b; }
+RTK_DEVICE bool equals(float a, float b) { return a == b || (a != a && b != b); }
+RTK_DEVICE bool equals(i64 a, i64 b) { return a == b; }
+
+template <typename V>
+RTK_DEVICE V smallest() {
+    if constexpr (is_same<V, float>::value) return __uint_as_float(0xff800000u);
+    return static_cast<V>(0x8000000000000000ull);
+}
+
+// A sum in fp32; of powers for norms.
+struct FloatSum {
+    using Value = float;
+    struct State {
+        float sum;
+    };
+    RTK_DEVICE static State identity() { return {0.0f}; }
+    template <int N>
+    RTK_DEVICE static void absorb(State& s, float (&v)[N], i64, i64, const Lift& lift) {
+        lifted(v, lift);
+#pragma unroll
+        for (int width = 1; width < N; width *= 2)
+#pragma unroll
+            for (int i = 0; i + width < N; i += 2 * width) v[i] += v[i + width];
+        s.sum += v[0];
+    }
+    RTK_DEVICE static State combine(const State& a, const State& b) { return {a.sum + b.sum}; }
+    RTK_DEVICE static State exchanged(const State& s, int lanes) { return {__shfl_xor_sync(0xffffffffu, s.sum, lanes)}; }
+    RTK_DEVICE static void finish(const State& s, const Finish& f, i64 at) {
+        float y = s.sum;
+        if (f.kind == kFinishDivide) y = y / static_cast<float>(f.number);
+        if (f.kind == kFinishRoot) y = sqrtf(y);
+        if (f.kind == kFinishPower) y = powf(y, static_cast<float>(f.number));
+        store_value(f.out, f.type, at, y);
+    }
+};
+
+// A sum of integers, or of how many elements are not 0, in 64 bits. Floats are always counted.
+struct IntegerSum {
+    using Value = i64;
+    struct State {
+        i64 sum;
+    };
+    RTK_DEVICE static State identity() { return {0}; }
+    template <typename V, int N>
+    RTK_DEVICE static void absorb(State& s, V (&v)[N], i64, i64, const Lift& lift) {
+        i64 sum = 0;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            if constexpr (is_same<V, float>::value) {
+                sum += v[i] != 0.0f;
+            } else {
+                sum += lift.kind == kLiftNonzero ? static_cast<i64>(v[i] != 0) : v[i];
+            }
+        }
+        s.sum += sum;
+    }
+    RTK_DEVICE static State combine(const State& a, const State& b) { return {a.sum + b.sum}; }
+    RTK_DEVICE static State exchanged(const State& s, int lanes) { return {__shfl_xor_sync(0xffffffffu, s.sum, lanes)}; }
+    RTK_DEVICE static void finish(const State& s, const Finish& f, i64 at) {
+        i64 y = s.sum;
+        if (f.kind == kFinishAny) y = y != 0;
+        if (f.kind == kFinishAll) y = y == static_cast<i64>(f.number);
+        store_value(f.out, f.type, at, y);
+    }
+};
+
+template <typename V>
+struct Product {
+    using Value = V;
+    struct State {
+        V product;
+    };
+    RTK_DEVICE static State identity() { return {static_cast<V>(1)}; }
+    template <int N>
+    RTK_DEVICE static void absorb(State& s, V (&v)[N], i64, i64, const Lift&) {
+#pragma unroll
+        for (int width = 1; width < N; width *= 2)
+#pragma unroll
+            for (int i = 0; i + width < N; i += 2 * width) v[i] *= v[i + width];
+        s.product *= v[0];
+    }
+    RTK_DEVICE static State combine(const State& a, const State& b) { return {a.product * b.product}; }
+    RTK_DEVICE static State exchanged(const State& s, int lanes) {
+        return {__shfl_xor_sync(0xffffffffu, s.product, lanes)};
+    }
+    RTK_DEVICE static void finish(const State& s, const Finish& f, i64 at) { store_value(f.out, f.type, at, s.product); }
+};
+
+// The largest element; NaN if there is one.
+template <typename V>
+struct Maximum {
+    using Value = V;
+    struct State {
+        V value;
+    };
+    RTK_DEVICE static State identity() { return {smallest<V>()}; }
+    template <int N>
+    RTK_DEVICE static void absorb(State& s, V (&v)[N], i64, i64, const Lift& lift) {
+        lifted(v, lift);
+#pragma unroll
+        for (int i = 0; i < N; ++i) s.value = exceeds(v[i], s.value) ? v[i] : s.value;
+    }
+    RTK_DEVICE static State combine(const State& a, const State& b) { return exceeds(a.value, b.value) ? a : b; }
+    RTK_DEVICE static State exchanged(const State& s, int lanes) {
+        return {__shfl_xor_sync(0xffffffffu, s.value, lanes)};
+    }
+    RTK_DEVICE static void finish(const State& s, const Finish& f, i64 at) {
+        store_value(f.out, f.type, at, flipped_back(s.value, f.lift));
+    }
+};
+
+// The same with its index, the first of equal ones. `out`: values, if they are wanted; `second`: indices.
+template <typename V>
+struct ArgMaximum {
+    using Value = V;
+    struct State {
+        V value;
+        i64 index;  // -1: nothing yet
+    };
+    RTK_DEVICE static State identity() { return {smallest<V>(), -1}; }
+    template <int N>
+    RTK_DEVICE static void absorb(State& s, V (&v)[N], i64 first, i64 step, const Lift& lift) {
+        lifted(v, lift);
+#pragma unroll
+        for (int i = 0; i < N; ++i) s = combine(s, State{v[i], first + i * step});
+    }
+    RTK_DEVICE static State combine(const State& a, const State& b) {
+        if (a.index < 0) return b;
+        if (b.index < 0) return a;
+        const bool first = exceeds(a.value, b.value) || (equals(a.value, b.value) && a.index < b.index);
+        return first ? a : b;
+    }
+    RTK_DEVICE static State exchanged(const State& s, int lanes) {
+        return {__shfl_xor_sync(0xffffffffu, s.value, lanes), __shfl_xor_sync(0xffffffffu, s.index, lanes)};
+    }
+    RTK_DEVICE static void finish(const State& s, const Finish& f, i64 at) {
+        if (f.out != nullptr) store_value(f.out, f.type, at, flipped_back(s.value, f.lift));
+        static_cast<i64*>(f.second)[at] = s.index;
+    }
+};
+
+// Mean and sum of squared distances from it, by Chan's formula. `out`: the variance or its root; `second`: the mean.
+struct Moments {
+    using Value = float;
+    struct State {
+        float mean, squares, count;
+    };
+    RTK_DEVICE static State identity() { return {0.0f, 0.0f, 0.0f}; }
+    template <int N>
+    RTK_DEVICE static void absorb(State& s, float (&v)[N], i64, i64, const Lift&) {
+        float mean = 0.0f, squares = 0.0f;
+#pragma unroll
+        for (int i = 0; i < N; ++i) mean += v[i];
+        mean *= 1.0f / N;
+#pragma unroll
+        for (int i = 0; i < N; ++i) squares += N == 1 ? 0.0f : (v[i] - mean) * (v[i] - mean);
+        s = combine(s, State{mean, squares, static_cast<float>(N)});
+    }
+    RTK_DEVICE static State combine(const State& a, const State& b) {
+        if (a.count == 0.0f) return b;
+        if (b.count == 0.0f) return a;
+        const float count = a.count + b.count, delta = b.mean - a.mean, share = b.count / count;
+        return {a.mean + delta * share, a.squares + b.squares + delta * delta * (a.count * share), count};
+    }
+    RTK_DEVICE static State exchanged(const State& s, int lanes) {
+        constexpr u32 kAll = 0xffffffffu;
+        return {__shfl_xor_sync(kAll, s.mean, lanes), __shfl_xor_sync(kAll, s.squares, lanes),
+                __shfl_xor_sync(kAll, s.count, lanes)};
+    }
+    RTK_DEVICE static void finish(const State& s, const Finish& f, i64 at) {
+        if (f.out != nullptr) {
+            // An infinity or NaN among the elements makes distances NaN, also where a single element has none.
+            const float squares = s.squares + (s.mean - s.mean);
+            const float variance = squares / static_cast<float>(f.number);
+            store_value(f.out, f.type, at, f.kind == kFinishRoot ? sqrtf(variance) : variance);
+        }
+        if (f.second != nullptr) store_value(f.second, f.type, at, s.mean);
+    }
+};
+
+}  // namespace rtk

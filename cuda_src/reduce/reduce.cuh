@@ -1,0 +1,34 @@
+// Where the elements of a reduction lie: results are over up to three kept dimensions, each a sum over up to three reduced
+// ones, of any strides.
+#pragma once
+#include "reduce/monoids.cuh"
+
+namespace rtk {
+
+// Kept dimensions 2, 1, 0; 0 is the innermost. `position`: of a result in the output, which is dense.
+struct Kept {
+    i64 size1, size0, x2, x1, x0, out2, out1, out0;
+
+    struct Place {
+        i64 x, out;
+    };
+    RTK_DEVICE Place place(i64 i) const {
+        if (size1 == 1 && size0 == 1) return {i * x2, i * out2};
+        const i64 rest = i / size0, i0 = i - rest * size0, i2 = rest / size1, i1 = rest - i2 * size1;
+        return {i2 * x2 + i1 * x1 + i0 * x0, i2 * out2 + i1 * out1 + i0 * out0};
+    }
+};
+
+// Reduced dimensions 2, 1, 0. Dividers are as ``divided`` wants them, for fewer than 2^31 elements; 0: one dimension only.
+struct Reduced {
+    i64 size1, size0, divider1, divider0, stride2, stride1, stride0;
+
+    RTK_DEVICE i64 offset(i64 i) const {
+        if (divider0 == 0) return i * stride0;
+        const u32 rest = divided(static_cast<u32>(i), divider0), i0 = static_cast<u32>(i) - rest * static_cast<u32>(size0);
+        const u32 i2 = divided(rest, divider1), i1 = rest - i2 * static_cast<u32>(size1);
+        return i2 * stride2 + i1 * stride1 + i0 * stride0;
+    }
+};
+
+}  // namespace rtk

@@ -1,0 +1,94 @@
+// Reductions whose kept dimension is the one with elements side by side: a thread owns N neighbouring columns (up to 16 bytes) and
+// walks down its share of the reduced dimension; `across` threads of a block share a row, so that reads are whole lines.
+// The threads of a column combine in shared memory, in a fixed order; parts of long columns go to `partial`
+// ([slices][results]) and reduce_finish (reduce_rows.cu) combines them.
+//
+// Grid: tiles of columns * slices * other kept dimensions; block: 256 threads. Shared memory: a state for each column of each thread.
+#include "reduce/reduce.cuh"
+
+namespace rtk {
+
+inline constexpr int kColumnThreads = 256, kColumnLoads = 4;
+
+template <typename T, typename M, int N>
+RTK_DEVICE void reduce_tile(const T* x, u8* memory, void* partial, const Finish& finish, i64 column, i64 columns,
+                            i64 begin, i64 end, int across, i64 out, i64 out0, i64 slice, i64 slices, i64 results,
+                            const Reduced& reduced, const Lift& lift) {
+    using State = typename M::State;
+    State* parts = reinterpret_cast<State*>(memory);  // [N][threads]
+    const int thread = static_cast<int>(threadIdx.x), down = kColumnThreads / across, row = thread / across;
+    State s[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) s[j] = M::identity();
+    if (column < columns) {
+        for (i64 at = begin + row; at < end; at += down * kColumnLoads) {
+            Raw<sizeof(T) * N> raw[kColumnLoads];
+#pragma unroll
+            for (int k = 0; k < kColumnLoads; ++k)
+                if (at + k * down < end) raw[k] = ptx::ld_keep<sizeof(T) * N>(x + reduced.offset(at + k * down) + column);
+#pragma unroll
+            for (int k = 0; k < kColumnLoads; ++k) {
+                if (at + k * down >= end) break;
+                ValueOf<T> v[N];
+                values<T, N>(raw[k], v);
+#pragma unroll
+                for (int j = 0; j < N; ++j) {
+                    ValueOf<T> one[1] = {v[j]};
+                    M::absorb(s[j], one, at + k * down, 1, lift);
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < N; ++j) parts[j * kColumnThreads + thread] = s[j];
+    for (int half = down / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (row >= half) continue;
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            s[j] = M::combine(s[j], parts[j * kColumnThreads + thread + half * across]);
+            parts[j * kColumnThreads + thread] = s[j];
+        }
+    }
+    if (row != 0 || column >= columns) return;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+        const i64 at = out + (column + j) * out0;
+        if (slices > 1) {
+            static_cast<State*>(partial)[slice * results + at] = s[j];
+        } else {
+            M::finish(s[j], finish, at);
+        }
+    }
+}
+
+template <typename T, typename M>
+__global__ void __launch_bounds__(kColumnThreads)
+    reduce_columns(const T* x, void* out, void* second, void* partial, i64 results, i64 size1, i64 size0, i64 x2, i64 x1,
+                   i64 x0, i64 out2, i64 out1, i64 out0, i64 count, i64 reduced1, i64 reduced0, i64 divider1,
+                   i64 divider0, i64 stride2, i64 stride1, i64 stride0, i64 slices, i64 per_slice, i64 across,
+                   i64 aligned, i64 lift, double power, i64 finish, double number, i64 type) {
+    constexpr int kWidth = sizeof(T) == 8 ? 2 : 4;
+    extern __shared__ __align__(16) u8 memory[];
+    const int width = aligned ? kWidth : 1;
+    const i64 tiles = ceil_div(size0, across * width);
+    const i64 rest = blockIdx.x / tiles, tile = blockIdx.x - rest * tiles;
+    const i64 outer = rest / slices, slice = rest - outer * slices;
+    const i64 column = (tile * across + threadIdx.x % across) * width;
+    const i64 i2 = outer / size1, i1 = outer - i2 * size1;
+    const T* from = x + i2 * x2 + i1 * x1;
+    const i64 to = i2 * out2 + i1 * out1;
+    const i64 begin = slice * per_slice, end = min(begin + per_slice, count);
+    const Reduced reduced{reduced1, reduced0, divider1, divider0, stride2, stride1, stride0};
+    const Lift how{static_cast<int>(lift), static_cast<float>(power)};
+    const Finish last{static_cast<int>(finish), static_cast<int>(type), number, how.kind, out, second};
+    if (aligned) {
+        reduce_tile<T, M, kWidth>(from, memory, partial, last, column, size0, begin, end, static_cast<int>(across), to,
+                                  out0, slice, slices, results, reduced, how);
+    } else {
+        reduce_tile<T, M, 1>(from, memory, partial, last, column, size0, begin, end, static_cast<int>(across), to, out0,
+                             slice, slices, results, reduced, how);
+    }
+}
+
+}  // namespace rtk

@@ -1,0 +1,380 @@
+"""Family ``copy``: clones, conversions, concatenation, padding and the like, as copies between strided views.
+
+Copies move bits where both sides have one dtype, so every dtype of up to eight bytes is taken. Several inputs of a
+concatenation go in one launch; what torch writes as a fill and a copy is that here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtkernels.aten.elementwise import FILL, TOKENS, copy_into, meta_of, output_strides, run
+from rtkernels.aten.table import NotHandled, Overload
+from rtkernels.runtime.launch.device import device_info
+from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.operator.registry import Op
+
+_TOKEN_OF_SIZE = {1: "u8", 2: "i16", 4: "i32", 8: "i64"}
+_MAX_INPUTS = 8
+_THREADS = 256
+_TRIANGLE = Kernel(
+    "pointwise/triangle.cu", "triangle", template="T UPPER", tier="aten", max_registers=64,
+    args="x:ptr y:ptr rows:i64 columns:i64 matrices:i64 inner:i64 outer_stride:i64 matrix_stride:i64 row_stride:i64 "
+    "column_stride:i64 diagonal:i64 vectors:i64",
+    variants=[(token, upper) for token in _TOKEN_OF_SIZE.values() for upper in (False, True)],
+)  # fmt: skip
+_CONCAT = Kernel(
+    "pointwise/concat.cu", "concat", template="T", tier="aten", max_registers=64,
+    args="y:ptr " + " ".join([f"x{i}:ptr" for i in range(8)] + [f"w{i}:i64" for i in range(8)]
+                             + [f"t{i}:i64" for i in range(8)]) + " rows:i64 out_width:i64 vectors:i64",
+    variants=[(token,) for token in _TOKEN_OF_SIZE.values()],
+)  # fmt: skip
+OP = Op("aten_copy", public=(), kernels=(_TRIANGLE, _CONCAT), torch_ops=())
+
+_FORMAT = NotHandled("memory format")
+_DEVICE = NotHandled("another device")
+_DTYPES = NotHandled("several dtypes")
+_SHAPES = NotHandled("shapes")
+_DIM = NotHandled("dim out of range")
+_ITEM_SIZE = NotHandled("elements of 16 bytes")
+_COMPLEX = NotHandled("complex")
+_RANK = NotHandled("more than 4 dimensions, strided")
+
+
+def rows() -> Iterator[Overload]:
+    """Yield the rows of this family."""
+    yield from (
+        Overload("clone", "copy", _clone, opinfo=("clone", "contiguous")),
+        Overload("copy_", "copy", _copy_, opinfo=("clone",)),
+        Overload("_to_copy", "copy", _to_copy, opinfo=("to",)),
+        Overload("cat", "copy", _cat, default=True, opinfo=("cat",)),
+        Overload("cat.out", "copy", lambda tensors, dim=0, *, out: _cat(tensors, dim, out=out), opinfo=("cat",)),
+        Overload("stack", "copy", _stack, opinfo=("stack",)),
+        Overload("repeat", "copy", _repeat, opinfo=("repeat",)),
+        Overload("flip", "copy", _flip, opinfo=("flip",)),
+        Overload("constant_pad_nd", "copy", _constant_pad_nd, opinfo=("nn.functional.pad", "constant_pad_nd")),
+        Overload("triu", "copy", lambda self, diagonal=0: _triangle(self, diagonal, True), opinfo=("triu",)),
+        Overload("tril", "copy", lambda self, diagonal=0: _triangle(self, diagonal, False), opinfo=("tril",)),
+        Overload("slice_scatter", "copy", _slice_scatter, opinfo=("slice_scatter",)),
+        Overload("select_scatter", "copy", _select_scatter, opinfo=("select_scatter",)),
+        Overload("diagonal_backward", "copy", _diagonal_backward, opinfo=("diagonal",)),
+        Overload("diag_embed", "copy", _diag_embed, opinfo=("diag_embed",)),
+    )
+
+
+# ---- one input ------------------------------------------------------------------------------------------------------
+
+
+def _like(self: Tensor, dtype: torch.dtype, memory_format: torch.memory_format | None) -> Tensor:
+    return torch.empty_like(self, dtype=dtype, memory_format=memory_format or torch.preserve_format)
+
+
+def _clone(self: Tensor, *, memory_format: torch.memory_format | None = None) -> Any:
+    return copy_into(_like(self, self.dtype, memory_format), self)
+
+
+def _copy_(self: Tensor, src: Tensor, non_blocking: bool = False) -> Any:
+    if self.device != src.device:
+        return _DEVICE
+    if self.dtype != src.dtype and (self.dtype not in TOKENS or src.dtype not in TOKENS):
+        return NotHandled(str(src.dtype).removeprefix("torch."))
+    if self.is_neg() or src.is_neg() or self.is_conj() or src.is_conj():
+        return _COMPLEX
+    if self is src:
+        return self
+    return copy_into(self, src)
+
+
+def _to_copy(
+    self: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> Any:
+    if device is not None and torch.device(device) != self.device:
+        return _DEVICE
+    if pin_memory or (layout is not None and layout != torch.strided):
+        return NotHandled("pinned memory or another layout")
+    dtype = dtype or self.dtype
+    if dtype != self.dtype and (dtype not in TOKENS or self.dtype not in TOKENS):
+        return NotHandled(str(dtype if dtype not in TOKENS else self.dtype).removeprefix("torch."))
+    return copy_into(_like(self, dtype, memory_format), self)
+
+
+def _repeat(self: Tensor, repeats: Sequence[int]) -> Any:
+    extra = len(repeats) - self.dim()
+    if extra < 0 or any(times < 0 for times in repeats):
+        return _SHAPES
+    shape = (1,) * extra + tuple(self.shape)
+    result = self.new_empty([times * size for times, size in zip(repeats, shape, strict=True)])
+    if result.numel() == 0:
+        return result
+    # Each dimension becomes two: the copies, in which the input stands still, and its own.
+    split = [size for times, own in zip(repeats, shape, strict=True) for size in (times, own)]
+    source = self.reshape(shape) if extra else self
+    for i in range(len(shape)):
+        source = source.unsqueeze(2 * i)
+    done = copy_into(result.view(split), source.expand(split))
+    return done if type(done) is NotHandled else result
+
+
+def _flip(self: Tensor, dims: Sequence[int]) -> Any:
+    rank = self.dim()
+    if any(not -rank <= dim < rank for dim in dims) or len({dim % rank for dim in dims if rank}) < len(dims):
+        return _DIM
+    flipped = {dim % rank for dim in dims}
+    result = torch.empty_like(self)
+    if self.numel() == 0:
+        return result
+    # A flip of the output is one of the input, and tensors have no negative strides: halves of it are copied by pairs
+    # of views, which would be several launches. Kernels take negative strides.
+    return _flip_into(result, self, flipped)
+
+
+def _flip_into(result: Tensor, self: Tensor, flipped: set[int]) -> Any:
+    from rtkernels.aten.elementwise import KERNELS
+    from rtkernels.aten.strides import arrange
+
+    size = self.element_size()
+    token = _TOKEN_OF_SIZE.get(size)
+    if token is None:
+        return _ITEM_SIZE
+    strides = [-step if i in flipped else step for i, step in enumerate(self.stride())]
+    start = sum((self.shape[i] - 1) * self.stride(i) for i in flipped)
+    how = arrange(tuple(self.shape), [tuple(result.stride()), tuple(strides)], [size, size], [0, size % 16 or 1])
+    if how is None:
+        return _RANK
+    launch = KERNELS.bind(("Copy", token, token, token, "u8", "u8"), how, self.get_device())
+    launch(result.data_ptr(), self.data_ptr() + start * size, 0, 0, *[0] * 7)
+    return result
+
+
+def _constant_pad_nd(self: Tensor, pad: Sequence[int], value: Any = 0) -> Any:
+    rank = self.dim()
+    if len(pad) % 2 or len(pad) > 2 * rank or type(value) is complex:
+        return _SHAPES
+    sizes, inside, source = list(self.shape), [slice(None)] * rank, self
+    for i in range(len(pad) // 2):
+        dim, before, after = rank - 1 - i, pad[2 * i], pad[2 * i + 1]
+        sizes[dim] += before + after
+        if sizes[dim] < 0 or (sizes[dim] == 0 and self.shape[dim]):
+            return _SHAPES
+        kept = slice(max(-before, 0), self.shape[dim] - max(-after, 0))
+        if kept.stop < kept.start:
+            return _SHAPES
+        source = source[(slice(None),) * dim + (kept,)]
+        inside[dim] = slice(max(before, 0), sizes[dim] - max(after, 0))
+    if isinstance(value, float) and not self.is_floating_point():
+        return _SHAPES
+    if not self.is_contiguous():
+        return _FORMAT
+    result = self.new_empty(sizes)
+    filled = _filled(result, value)
+    if type(filled) is NotHandled or source.numel() == 0:
+        return filled
+    done = copy_into(result[tuple(inside)], source)
+    return done if type(done) is NotHandled else result
+
+
+def _filled(result: Tensor, value: Any) -> Any:
+    if result.dtype not in TOKENS:
+        return NotHandled(str(result.dtype).removeprefix("torch."))
+    if result.dtype == torch.bool:
+        value = bool(value)
+    return run(FILL, (), (value,), out=result, common=result.dtype)
+
+
+# ---- into a part ----------------------------------------------------------------------------------------------------
+
+
+def _with_part(self: Tensor, src: Tensor, part: Any) -> Any:
+    """Return a copy of `self`, with its strides, of which the view `part(copy)` is overwritten."""
+    if self.dtype != src.dtype or self.device != src.device:
+        return _DTYPES
+    if _TOKEN_OF_SIZE.get(self.element_size()) is None:
+        return _ITEM_SIZE
+    result = torch.empty_strided(self.shape, output_strides(tuple(self.shape), [meta_of(self)]), dtype=self.dtype,
+                                 device=self.device)  # fmt: skip
+    view = part(result)
+    if view.shape != src.shape:
+        return _SHAPES
+    for done in (copy_into(result, self), copy_into(view, src)):
+        if type(done) is NotHandled:
+            return done
+    return result
+
+
+def _slice_scatter(
+    self: Tensor, src: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Any:
+    if not -self.dim() <= dim < self.dim() or step <= 0:
+        return _DIM
+    return _with_part(self, src, lambda result: torch.ops.aten.slice.Tensor(result, dim, start, end, step))
+
+
+def _select_scatter(self: Tensor, src: Tensor, dim: int, index: int) -> Any:
+    if not -self.dim() <= dim < self.dim() or not -self.shape[dim] <= index < self.shape[dim]:
+        return _DIM
+    return _with_part(self, src, lambda result: result.select(dim, index))
+
+
+def _diagonal_backward(grad_output: Tensor, input_sizes: Sequence[int], offset: int, dim1: int, dim2: int) -> Any:
+    result = grad_output.new_empty(input_sizes)
+    return _on_diagonal(result, grad_output, offset, dim1, dim2)
+
+
+def _diag_embed(self: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
+    rank = self.dim() + 1
+    if self.dim() == 0 or not (-rank <= dim1 < rank and -rank <= dim2 < rank) or dim1 % rank == dim2 % rank:
+        return _DIM
+    first, second = dim1 % rank, dim2 % rank
+    size = self.shape[-1] + abs(offset)
+    sizes = list(self.shape[:-1])
+    for dim in sorted((first, second)):
+        sizes.insert(dim, size)
+    return _on_diagonal(self.new_empty(sizes), self, offset, first, second)
+
+
+def _on_diagonal(result: Tensor, values: Tensor, offset: int, dim1: int, dim2: int) -> Any:
+    filled = _filled(result, 0)
+    if type(filled) is NotHandled:
+        return filled
+    done = copy_into(result.diagonal(offset, dim1, dim2), values)
+    return done if type(done) is NotHandled else result
+
+
+# ---- triangles ------------------------------------------------------------------------------------------------------
+
+
+def _triangle(self: Tensor, diagonal: int, upper: bool) -> Any:
+    size = self.element_size()
+    token = _TOKEN_OF_SIZE.get(size)
+    if token is None or self.dim() < 2:
+        return _ITEM_SIZE if token is None else _SHAPES
+    if not self.is_contiguous() and self.dim() > 4:
+        return _RANK
+    result = torch.empty_like(self)
+    if not result.is_contiguous():
+        return _FORMAT
+    if self.numel() == 0:
+        return result
+    *_, rows_, columns = self.shape
+    matrices = self.numel() // (rows_ * columns)
+    if self.is_contiguous():
+        inner, outer_stride, matrix_stride = matrices, 0, rows_ * columns
+    else:
+        inner = self.shape[-3] if self.dim() > 2 else 1
+        outer_stride = self.stride(0) if self.dim() > 3 else 0
+        matrix_stride = self.stride(-3) if self.dim() > 2 else 0
+    vector = 16 // size
+    strides = outer_stride, matrix_stride, self.stride(-2)
+    vectors = (
+        self.stride(-1) == 1 and columns % vector == 0 and self.data_ptr() % 16 == 0
+        and all(step % vector == 0 for step in strides)
+    )  # fmt: skip
+    count = self.numel() // (vector if vectors else 1)
+    launch = _TRIANGLE.bind((token, upper), self.get_device(), -(-count // _THREADS), _THREADS)
+    launch(
+        self.data_ptr(),
+        result.data_ptr(),
+        rows_,
+        columns,
+        matrices,
+        inner,
+        *strides,
+        self.stride(-1),
+        diagonal,
+        vectors,
+    )
+    return result
+
+
+# ---- several inputs -------------------------------------------------------------------------------------------------
+
+
+def _cat(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor | None = None) -> Any:
+    if len({tensor.dtype for tensor in tensors}) != 1 or len({tensor.device for tensor in tensors}) != 1:
+        return _DTYPES
+    used = [tensor for tensor in tensors if tensor.dim() != 1 or tensor.numel()]  # torch skips empty vectors
+    if not used or len({tensor.dim() for tensor in used}) != 1 or not used[0].dim():
+        return _SHAPES
+    first = used[0]
+    if not -first.dim() <= dim < first.dim():
+        return _DIM
+    dim %= first.dim()
+    kept = [(*tensor.shape[:dim], *tensor.shape[dim + 1 :]) for tensor in used]
+    if any(shape != kept[0] for shape in kept):
+        return _SHAPES
+    if _TOKEN_OF_SIZE.get(first.element_size()) is None:
+        return _ITEM_SIZE
+    shape = list(first.shape)
+    shape[dim] = sum(tensor.shape[dim] for tensor in used)
+    if out is not None:
+        if out.dtype != first.dtype or list(out.shape) != shape or out.device != first.device:
+            return NotHandled("out= of another dtype or shape")
+        if any(tensor.untyped_storage()._cdata == out.untyped_storage()._cdata for tensor in used):
+            return NotHandled("overlapping memory")
+        result = out
+    elif all(tensor.is_contiguous() for tensor in used):
+        result = first.new_empty(shape)
+    else:
+        formats = (torch.channels_last, torch.channels_last_3d)
+        if any(t.is_contiguous(memory_format=f) for t in used for f in formats if t.dim() == (4, 5)[f is formats[1]]):
+            return _FORMAT
+        result = first.new_empty(shape)
+    if result.numel() == 0:
+        return result
+    if all(tensor.is_contiguous() for tensor in used) and result.is_contiguous():
+        _concatenate(result, [tensor for tensor in used if tensor.numel()], dim)
+        return result
+    start = 0
+    for tensor in used:
+        if tensor.numel():
+            done = copy_into(result.narrow(dim, start, tensor.shape[dim]), tensor)
+            if type(done) is NotHandled:
+                return done
+        start += tensor.shape[dim]
+    return result
+
+
+def _concatenate(result: Tensor, tensors: list[Tensor], dim: int) -> None:
+    rows_ = 1
+    for size in result.shape[:dim]:
+        rows_ *= size
+    widths = [tensor.numel() // rows_ for tensor in tensors]
+    starts = [sum(widths[:i]) for i in range(len(widths))]
+    out_width, vector = sum(widths), 16 // result.element_size()
+    vectors = not any(
+        number % vector for number in (*widths, out_width)
+    ) and not any(tensor.data_ptr() % 16 for tensor in (result, *tensors))  # fmt: skip
+    device = result.get_device()
+    limit = 16 * device_info(device).sm_count
+    for first in range(0, len(tensors), _MAX_INPUTS):
+        part = slice(first, first + _MAX_INPUTS)
+        given, pad = tensors[part], _MAX_INPUTS - len(tensors[part])
+        largest = max(widths[part]) * rows_ // (vector if vectors else 1)
+        grid = (min(-(-largest // _THREADS), limit), len(given))
+        launch = _CONCAT.bind((_TOKEN_OF_SIZE[result.element_size()],), device, grid, _THREADS)
+        launch(
+            result.data_ptr(), *[tensor.data_ptr() for tensor in given], *[0] * pad,
+            *widths[part], *[1] * pad, *starts[part], *[0] * pad, rows_, out_width, vectors,
+        )  # fmt: skip
+
+
+def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Any:
+    if not tensors or any(tensor.shape != tensors[0].shape for tensor in tensors):
+        return _SHAPES
+    rank = tensors[0].dim() + 1
+    if not -rank <= dim < rank:
+        return _DIM
+    if tensors[0].numel() == 0:
+        return _SHAPES
+    return _cat([tensor.unsqueeze(dim) for tensor in tensors], dim)

@@ -1,0 +1,425 @@
+"""Launching functors of ``cuda_src/pointwise/functors.cuh`` on tensors as torch would: promotion, broadcasting,
+memory formats.
+
+``run`` is what handlers call. Everything that depends on metadata only (promotion, the layout of the result, the
+choice of a kernel) is worked out for the first call of its kind and kept; a call like one before allocates and
+launches.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._prims_common import compute_elementwise_output_strides
+
+from rtkernels.aten.strides import Arrangement, arrange, broadcast, overlaps_itself
+from rtkernels.aten.table import NotHandled
+from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.launch.plans import Plans
+from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.targets import Target
+
+TOKENS = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "boolean",
+}
+FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
+INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
+NUMBERS = FLOATS | INTEGERS
+ANY = NUMBERS | {torch.bool}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # what a copy moves
+_ABSENT = "u8"  # the template argument of an operand that there is not
+_NUMBERS = "na:i64 nb:i64 nd:i64 s0:i64 s1:i64 s2:i64 s3:i64"
+_TABLE = " ".join(f"{name}{i}:i64" for name in "nqoabd" for i in range(6))
+
+Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int]  # shape, strides, dtype, bytes past a multiple of 16
+Number = bool | int | float
+
+_SHAPES = NotHandled("shapes that do not broadcast")
+_DEVICES = NotHandled("several devices")
+_OVERLAP = NotHandled("overlapping memory")
+_RANK = NotHandled("more than 6 dimensions")
+_OUT = NotHandled("out= of another dtype or shape")
+_RANGE = NotHandled("number out of range")
+_COMPLEX = NotHandled("complex")
+
+
+@dataclass(frozen=True, eq=False)
+class Functor:
+    """A functor of the header, and what torch's operators say about its dtypes.
+
+    Attributes:
+        name: Of the struct in namespace ``rtk``.
+        inputs: Tensors or numbers that it takes, 0 to 3.
+        dtypes: Promoted dtypes that it is for.
+        promotion: What operands are converted to: "default" (torch's promotion), "float" (integers become the default
+            float), or "first" (the dtype of the first operand that counts).
+        result: Dtype of the result; None: the promoted one.
+        own: A bit for each operand that keeps its dtype and does not count for promotion (masks).
+        rounds_numbers: Numbers are rounded to the promoted dtype before they are used, as torch does in comparisons.
+        unit: Source; the built-in functors are in ``pointwise/pointwise.cu``.
+    """
+
+    name: str
+    inputs: int
+    dtypes: frozenset[torch.dtype] = ANY
+    promotion: str = "default"
+    result: torch.dtype | None = None
+    own: int = 0
+    rounds_numbers: bool = False
+    kernels: Any = None  # of a user's unit
+
+
+class Kernels:
+    """The three kernels of one unit."""
+
+    def __init__(self, unit: str, sample: Any, tier: str = "aten") -> None:
+        types = "F T O A B D"
+        pointers = "out:ptr a:ptr b:ptr d:ptr"
+        self.flat = Kernel(
+            unit, "pointwise_flat", template=types, tier=tier, max_registers=96,
+            args=f"{pointers} {_NUMBERS} count:i64 steps:i64 aligned16:i64",
+            variants=lambda target: sample("V", target),
+        )  # fmt: skip
+        self.strided = Kernel(
+            unit, "pointwise_strided", template=f"{types} INDEX64", tier=tier, max_registers=96,
+            args=f"{pointers} {_NUMBERS} {_TABLE} count:i64 dims:i64 steps:i64 vectors:i64",
+            variants=lambda target: sample("G", target),
+        )  # fmt: skip
+        self.transposed = Kernel(
+            unit, "pointwise_transposed", template=types, tier=tier, max_registers=96,
+            args=f"{pointers} {_NUMBERS} {_TABLE} dims:i64 tiles:i64 tiles_x:i64 tiles_y:i64",
+            variants=lambda target: sample("T", target),
+        )  # fmt: skip
+
+    def bind(self, types: tuple[str, ...], how: Arrangement, device: int) -> Any:
+        if how.kind == "V":
+            return self.flat.bind(types, device, how.grid, 256, ending=how.ending)
+        if how.kind == "T":
+            return self.transposed.bind(types, device, how.grid, 256, ending=how.ending)
+        return self.strided.bind((*types, how.index64), device, how.grid, 256, ending=how.ending)
+
+    def all(self) -> tuple[Kernel, ...]:
+        return self.flat, self.strided, self.transposed
+
+
+# ---- promotion ------------------------------------------------------------------------------------------------------
+
+
+def promoted(metas: Sequence[Any]) -> torch.dtype | None:
+    """Return the dtype that torch promotes tensors (a ``Meta``) and numbers (their types) to; None: complex."""
+    by_kind: list[torch.dtype | None] = [None, None, None]  # tensors with dimensions, without, numbers
+    for meta in metas:
+        if isinstance(meta, tuple):
+            kind, dtype = (0 if len(meta[0]) else 1), meta[2]
+        else:
+            kind, dtype = 2, {bool: torch.bool, int: torch.int64, float: torch.get_default_dtype()}.get(meta)
+            if dtype is None:
+                return None
+        before = by_kind[kind]
+        by_kind[kind] = dtype if before is None else torch.promote_types(before, dtype)
+    result = _higher(by_kind[0], _higher(by_kind[1], by_kind[2]))
+    return None if result is None or result.is_complex else result
+
+
+def _higher(above: torch.dtype | None, below: torch.dtype | None) -> torch.dtype | None:
+    if above is None or below is None:
+        return below if above is None else above
+    if above.is_complex or (above.is_floating_point and not below.is_complex):
+        return above
+    if above == torch.bool or below.is_floating_point or below.is_complex:
+        return torch.promote_types(above, below)
+    return above
+
+
+# ---- plans ----------------------------------------------------------------------------------------------------------
+
+
+class _Plan:
+    __slots__ = ("common", "dtype", "is_float", "launch", "range", "rounds", "shape", "stride")
+
+
+def _build(
+    functor: Functor, device: int, common: Any, result: Any, out: Meta | None, *metas: Any
+) -> _Plan | NotHandled:
+    counted = [meta for i, meta in enumerate(metas) if not functor.own >> i & 1]
+    if common is None:
+        common = promoted(counted)
+        if common is None:
+            return _COMPLEX
+        if functor.promotion == "float" and common not in FLOATS and not common.is_floating_point:
+            common = torch.get_default_dtype()
+        elif functor.promotion == "first":
+            common = counted[0][2]
+    if common not in functor.dtypes or common not in TOKENS:
+        return NotHandled(str(common).removeprefix("torch."))
+    for meta in metas:
+        if isinstance(meta, tuple) and meta[2] not in TOKENS:
+            return NotHandled(str(meta[2]).removeprefix("torch."))
+    tensors = [meta for meta in metas if isinstance(meta, tuple)]
+    try:
+        shape = tuple(torch.broadcast_shapes(*(meta[0] for meta in tensors))) if tensors else out[0]
+    except RuntimeError:
+        return _SHAPES
+    plan = _Plan()
+    plan.common, plan.is_float, plan.rounds = common, common in FLOATS, functor.rounds_numbers
+    plan.range = (0, 1) if common == torch.bool else None if plan.is_float else _range(common)
+    plan.dtype = result or functor.result or common
+    plan.shape = shape
+    if out is not None:
+        if out[2] != plan.dtype or out[0] != shape:
+            return _OUT
+        if overlaps_itself(shape, out[1]):
+            return _OVERLAP
+        plan.stride = out[1]
+    else:
+        plan.stride = output_strides(shape, [meta for meta in tensors if meta[3] >= 0])
+    plan.launch = None
+    if 0 in shape:
+        return plan
+    strides, itemsizes, starts = [plan.stride], [plan.dtype.itemsize], [out[3] if out is not None else 0]
+    for meta in metas:
+        if isinstance(meta, tuple) and meta[3] >= 0:
+            strides.append(broadcast(meta[0], meta[1], shape))
+            itemsizes.append(meta[2].itemsize)
+            starts.append(meta[3])
+        else:  # a number: it moves nowhere
+            strides.append((0,) * len(shape))
+            itemsizes.append(common.itemsize)
+            starts.append(0)
+    types = [TOKENS[meta[2]] if isinstance(meta, tuple) and meta[3] >= 0 else TOKENS[common] for meta in metas]
+    how = arrange(shape, strides, itemsizes, starts)
+    if how is None:
+        return _RANK
+    variant = (functor.name, TOKENS[common], TOKENS[plan.dtype], *types, *[_ABSENT] * (3 - len(types)))
+    plan.launch = (functor.kernels or KERNELS).bind(variant, how, device)
+    return plan
+
+
+_PLANS = Plans(_build)
+
+
+def output_strides(shape: tuple[int, ...], metas: Sequence[Meta]) -> tuple[int, ...]:
+    """Return the strides that torch gives the result of operands: those of a permuted dense tensor."""
+    expanded = [
+        torch.empty_strided(meta[0], meta[1], dtype=meta[2], device="meta").expand(shape) for meta in metas
+    ]  # fmt: skip
+    if not expanded or not shape:
+        return torch.empty(shape, device="meta").stride()
+    return tuple(compute_elementwise_output_strides(*expanded))
+
+
+def _range(dtype: torch.dtype) -> tuple[int, int]:
+    info = torch.iinfo(dtype)
+    return info.min, info.max
+
+
+def meta_of(tensor: Tensor) -> Meta:
+    """Return what a plan depends on."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() & 15
+
+
+# ---- calls ----------------------------------------------------------------------------------------------------------
+
+
+def run(
+    functor: Functor,
+    operands: Sequence[Tensor | Number],
+    scalars: Sequence[Number] = (),
+    *,
+    out: Tensor | None = None,
+    common: torch.dtype | None = None,
+    result: torch.dtype | None = None,
+) -> Tensor | NotHandled:
+    """Run a functor on tensors and numbers, and return its result, of torch's dtype, shape and memory format.
+
+    Args:
+        functor: Which.
+        operands: As many as it has inputs. 0-d CPU tensors beside CUDA tensors are numbers.
+        scalars: Its s0 to s3.
+        out: Written instead of a new tensor: any strides.
+        common: The dtype to convert operands to, if not the promoted one.
+        result: Dtype of the result, if not the functor's.
+    """
+    device, like = -1, out
+    for operand in operands:
+        if isinstance(operand, Tensor):
+            at = operand.get_device()
+            if like is None or at > device:
+                device, like = at, operand
+    if out is not None:
+        device = out.get_device()
+    metas, addresses, numbers = [], [], []
+    for operand in operands:
+        if not isinstance(operand, Tensor):
+            metas.append(type(operand))
+            addresses.append(0)
+            numbers.append(operand)
+            continue
+        at = operand.get_device()
+        if at == device:
+            address = operand.data_ptr()
+            metas.append((operand.shape, operand.stride(), operand.dtype, address & 15))
+            addresses.append(address)
+            numbers.append(0)
+        elif at < 0 and operand.dim() == 0 and operand.is_cpu:
+            metas.append(((), (), operand.dtype, -1))  # -1: a number with the dtype of a tensor
+            addresses.append(0)
+            numbers.append(operand.item())
+        else:
+            return _DEVICES
+    to = None
+    if out is not None:
+        for operand in operands:
+            if isinstance(operand, Tensor) and operand is not out and _shares_partly(operand, out):
+                return _OVERLAP
+        to = meta_of(out)
+    plan = _PLANS[(functor, device, common, result, to, *metas)]
+    if type(plan) is NotHandled:
+        return plan
+    bits = _encoded(plan, numbers, scalars)
+    if bits is None:
+        return _RANGE
+    made = out
+    if made is None:
+        made = torch.empty_strided(plan.shape, plan.stride, dtype=plan.dtype, device=like.device)
+    if plan.launch is not None:
+        while len(addresses) < 3:
+            addresses.append(0)
+        plan.launch(made.data_ptr(), *addresses, *bits)
+    return made
+
+
+_DOUBLE, _INT64 = struct.Struct("<d"), struct.Struct("<q")
+
+
+def _encoded(plan: _Plan, numbers: list[Number], scalars: Sequence[Number]) -> list[int] | None:
+    """Return three numbers for operands and four scalars as the kernel wants them; None: one does not fit the dtype."""
+    values = [*numbers, *[0] * (3 - len(numbers)), *scalars, *[0] * (4 - len(scalars))]
+    if plan.is_float:
+        if plan.rounds and any(numbers):
+            values[:3] = (rounded(value, plan.common) for value in values[:3])
+        try:
+            return [_INT64.unpack(_DOUBLE.pack(value))[0] if value else 0 for value in values]
+        except (OverflowError, struct.error):
+            return None
+    low, high = plan.range
+    for value in values:
+        if value and (isinstance(value, float) or not low <= value <= high):
+            return None
+    return [int(value) for value in values]
+
+
+def rounded(value: Number, dtype: torch.dtype) -> float:
+    """Return a number as an element of a floating dtype holds it."""
+    if not value:
+        return value
+    if dtype == torch.float16:
+        try:
+            return struct.unpack("<e", struct.pack("<e", value))[0]
+        except (OverflowError, struct.error):
+            return float("inf") if value > 0 else float("-inf")
+    try:
+        single = struct.unpack("<f", struct.pack("<f", value))[0]
+    except OverflowError:
+        single = float("inf") if value > 0 else float("-inf")
+    if dtype == torch.bfloat16 and single == single and abs(single) != float("inf"):
+        bits = struct.unpack("<I", struct.pack("<f", single))[0]
+        bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+        single = struct.unpack("<f", struct.pack("<I", bits))[0]
+    return single
+
+
+def _shares_partly(operand: Tensor, out: Tensor) -> bool:
+    """Return True if writing `out` may change elements of an operand that are not read yet."""
+    if operand.untyped_storage()._cdata != out.untyped_storage()._cdata:
+        return False
+    same = operand.data_ptr() == out.data_ptr() and operand.stride() == out.stride() and operand.shape == out.shape
+    if same and operand.dtype == out.dtype:
+        return False
+    begin, end = _span(operand)
+    first, last = _span(out)
+    return begin < last and first < end
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    begin = int(tensor.data_ptr())
+    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size)
+    return begin, begin + (reach + 1) * tensor.element_size()
+
+
+# ---- copies ---------------------------------------------------------------------------------------------------------
+
+COPY = Functor("Copy", 1)
+FILL = Functor("Fill", 0)
+
+
+def copy_into(out: Tensor, source: Tensor) -> Tensor | NotHandled:
+    """Write `source`, converted and broadcast, to `out`. Copies of one dtype move bits: any dtype up to 8 bytes."""
+    if source.shape != out.shape:
+        try:
+            source = source.expand(out.shape)
+        except RuntimeError:
+            return _SHAPES
+    if out.dtype != source.dtype:
+        return run(COPY, (source,), out=out, common=out.dtype)
+    bits = _BITS.get(out.dtype.itemsize)  # one kernel for all dtypes of a size
+    if bits is None:
+        return NotHandled(str(out.dtype).removeprefix("torch."))
+    done = run(COPY, (source.view(bits),), out=out.view(bits), common=bits)
+    return done if type(done) is NotHandled else out
+
+
+# ---- variants -------------------------------------------------------------------------------------------------------
+
+_FUNCTORS: dict[str, Functor] = {}  # every built-in functor, by name: what all variants are made of
+
+
+def functor(name: str, inputs: int, **options: Any) -> Functor:
+    """Return a new built-in functor."""
+    made = _FUNCTORS[name] = Functor(name, inputs, **options)
+    return made
+
+
+_FUNCTORS |= {"Copy": COPY, "Fill": FILL}
+
+
+def all_variants(kind: str) -> Iterator[tuple[Any, ...]]:
+    """Yield the variants of every built-in functor for operands of one dtype: all but mixtures."""
+    for made in _FUNCTORS.values():
+        for dtype in TOKENS:
+            if dtype not in made.dtypes:
+                continue
+            token = TOKENS[dtype]
+            result = TOKENS[made.result] if made.result is not None else token
+            types = ["boolean" if made.own >> i & 1 and made is not COPY else token for i in range(made.inputs)]
+            variant = (made.name, token, result, *types, *[_ABSENT] * (3 - made.inputs))
+            yield (*variant, False) if kind == "G" else variant
+
+
+_SAMPLED = {"V": 48, "G": 32, "T": 12}
+
+
+def _sample(kind: str, target: Target) -> list[tuple[Any, ...]]:
+    """Return the variants that warming and the compile tests build: some of all, by a hash of their names."""
+    import rtkernels.aten.pointwise  # noqa: F401  its functors
+
+    ranked = sorted(set(all_variants(kind)), key=lambda variant: zlib.crc32(f"{kind} {variant}".encode()))
+    return ranked[: _SAMPLED[kind]]
+
+
+KERNELS = Kernels("pointwise/pointwise.cu", _sample)
+OP = Op("aten_pointwise", public=(), kernels=KERNELS.all(), torch_ops=())

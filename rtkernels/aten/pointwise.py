@@ -1,0 +1,554 @@
+"""Family ``ew``: torch's pointwise operators by functors of ``cuda_src/pointwise/functors.cuh``.
+
+An operator is one entry below: its functor, the dtypes it is for, and its forms. Functional, in-place and ``out=``
+overloads, numbers for operands, the conformance test and the benchmark row follow from the entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtkernels.aten.elementwise import (
+    FILL,
+    FLOATS,
+    INTEGERS,
+    NUMBERS,
+    Functor,
+    copy_into,
+    functor,
+    meta_of,
+    output_strides,
+    run,
+)
+from rtkernels.aten.table import NotHandled, Overload
+
+_ROWS: list[Overload] = []
+_BOOL = NotHandled("bool")
+_NO_TENSOR = NotHandled("numbers only")
+_ALIASED = NotHandled("result of another dtype or shape than self")
+_NEGATIVE = NotHandled("negative integer exponent")
+_OPTION = NotHandled("option")
+
+
+def rows() -> Iterator[Overload]:
+    """Yield the rows of this family."""
+    yield from _ROWS
+
+
+def _add_row(name: str, handler: Callable[..., Any], opinfo: str, **options: Any) -> None:
+    _ROWS.append(Overload(name, "ew", handler, opinfo=(opinfo,) if opinfo else (), **options))
+
+
+# ---- unary ----------------------------------------------------------------------------------------------------------
+
+
+def _unary(name: str, made: Functor, *, forms: str = "f i o", opinfo: str | None = None, **options: Any) -> None:
+    """Add ``name``, ``name_`` and ``name.out``."""
+    opinfo = name if opinfo is None else opinfo
+    if "f" in forms:
+        _add_row(name, lambda self: run(made, (self,)), opinfo, **options)
+    if "i" in forms:
+        _add_row(f"{name}_", lambda self: run(made, (self,), out=self), opinfo)
+    if "o" in forms:
+        _add_row(f"{name}.out", lambda self, *, out: run(made, (self,), out=out), opinfo)
+
+
+def _float(name: str, inputs: int = 1) -> Functor:
+    """Return a functor that computes in floating point, integers becoming floats."""
+    return functor(name, inputs, dtypes=FLOATS, promotion="float")
+
+
+for _name in (
+    "atan", "cos", "erf", "exp", "exp2", "expm1", "log", "log10", "log1p", "log2", "reciprocal", "rsqrt", "sigmoid",
+    "sin", "sqrt", "tanh",
+):  # fmt: skip
+    _unary(_name, _float(_name.capitalize()))
+for _name in ("ceil", "floor", "trunc", "round"):  # of integers: copies, which torch makes
+    _unary(_name, functor(_name.capitalize(), 1, dtypes=FLOATS))
+_unary("abs", functor("Abs", 1, dtypes=NUMBERS))
+_unary("neg", functor("Neg", 1, dtypes=NUMBERS))
+_unary("relu", functor("Relu", 1, dtypes=NUMBERS), forms="f i", opinfo="nn.functional.relu")
+_unary("silu", functor("Silu", 1, dtypes=FLOATS), opinfo="nn.functional.silu")
+_unary("bitwise_not", functor("BitwiseNot", 1, dtypes=INTEGERS | {torch.bool}))
+_unary("isnan", functor("IsNan", 1, result=torch.bool), forms="f")
+_unary("isinf", functor("IsInf", 1, result=torch.bool), forms="f", default=True)
+_unary("isfinite", functor("IsFinite", 1, result=torch.bool), forms="f", default=True, composite="no gradient")
+_unary("angle", _float("Angle"), forms="f o")
+_LOGICAL_NOT = functor("LogicalNot", 1, result=torch.bool)
+_unary("logical_not", _LOGICAL_NOT, forms="f")
+_add_row("logical_not.out", lambda self, *, out: run(_LOGICAL_NOT, (self,), out=out), "logical_not")
+
+_NAN_TO_NUM = functor("NanToNum", 1, dtypes=FLOATS)
+
+
+def _nan_to_num(
+    self: Tensor, nan: float | None = None, posinf: float | None = None, neginf: float | None = None, *, out: Any = None
+):
+    if not self.is_floating_point():
+        return NotHandled("integers")
+    limits = torch.finfo(self.dtype)
+    scalars = (nan or 0.0, limits.max if posinf is None else posinf, limits.min if neginf is None else neginf)
+    return run(_NAN_TO_NUM, (self,), scalars, out=out)
+
+
+_add_row("nan_to_num", _nan_to_num, "nan_to_num")
+_add_row("nan_to_num_", lambda self, *numbers, **named: _nan_to_num(self, *numbers, **named, out=self), "nan_to_num")
+_add_row("nan_to_num.out", _nan_to_num, "nan_to_num")
+
+_GELU = {"none": functor("Gelu", 1, dtypes=FLOATS), "tanh": functor("GeluTanh", 1, dtypes=FLOATS)}
+
+
+def _gelu(self: Tensor, *, approximate: str = "none", out: Any = None):
+    return run(_GELU[approximate], (self,), out=out) if approximate in _GELU else _OPTION
+
+
+_add_row("gelu", _gelu, "nn.functional.gelu")
+_add_row("gelu_", lambda self, *, approximate="none": _gelu(self, approximate=approximate, out=self), "")
+_add_row("gelu.out", _gelu, "nn.functional.gelu")
+
+_ELU = functor("Elu", 1, dtypes=FLOATS)
+
+
+def _elu(self: Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1, *, out: Any = None):
+    return run(_ELU, (self,), (alpha * scale, scale, input_scale), out=out)
+
+
+_add_row("elu", _elu, "nn.functional.elu")
+_add_row("elu_", lambda self, *numbers: _elu(self, *numbers, out=self), "nn.functional.elu")
+_add_row("elu.out", _elu, "nn.functional.elu")
+_add_row("celu", lambda self, alpha=1.0: _elu(self, alpha, 1, 1 / alpha) if alpha else _OPTION, "nn.functional.celu")
+_add_row(
+    "celu_",
+    lambda self, alpha=1.0: _elu(self, alpha, 1, 1 / alpha, out=self) if alpha else _OPTION,
+    "nn.functional.celu",
+)
+
+_SOFTPLUS = functor("Softplus", 1, dtypes=FLOATS)
+_add_row(
+    "softplus", lambda self, beta=1, threshold=20: run(_SOFTPLUS, (self,), (beta, threshold)), "nn.functional.softplus"
+)
+_THRESHOLD = functor("Threshold", 1, dtypes=NUMBERS)
+_add_row(
+    "threshold", lambda self, threshold, value: run(_THRESHOLD, (self,), (threshold, value)), "nn.functional.threshold"
+)
+_add_row(
+    "threshold_", lambda self, threshold, value: run(_THRESHOLD, (self,), (threshold, value), out=self),
+    "nn.functional.threshold",
+)  # fmt: skip
+_LOG_SIGMOID = functor("LogSigmoid", 1, dtypes=FLOATS)
+
+
+def _log_sigmoid_forward(self: Tensor):
+    result = run(_LOG_SIGMOID, (self,))
+    if type(result) is NotHandled:
+        return result
+    # The second result is for torch's backward on the CPU; on CUDA it is empty.
+    return result, self.abs().neg().exp() if self.is_cpu else self.new_empty(0)
+
+
+_add_row("log_sigmoid_forward", _log_sigmoid_forward, "nn.functional.logsigmoid")
+
+# ---- two operands ---------------------------------------------------------------------------------------------------
+
+
+def _into(made: Functor, self: Tensor, others: tuple[Any, ...], scalars: tuple[Any, ...] = ()) -> Any:
+    """Run in place: the result must have the dtype and shape of `self`."""
+    return run(made, (self, *others), scalars, out=self)
+
+
+def _binary(name: str, made: Functor, forms: str, *, opinfo: str | None = None) -> None:
+    """Add overloads of two operands: Tensor, Scalar, Scalar_Tensor (and shifts' Tensor_Scalar), in place (_), out."""
+    opinfo = name if opinfo is None else opinfo
+
+    def plain(self: Any, other: Any) -> Any:
+        return run(made, (self, other))
+
+    def into(self: Tensor, other: Any) -> Any:
+        return _into(made, self, (other,))
+
+    def to_out(self: Any, other: Any, *, out: Tensor) -> Any:
+        return run(made, (self, other), out=out)
+
+    for form in forms.split():
+        base = name + "_" * form.startswith("_")
+        overload = form.removeprefix("_")
+        full = f"{base}.{overload}" if overload else base
+        _add_row(full, into if form.startswith("_") else to_out if "out" in form.lower() else plain, opinfo)
+
+
+_INTS = INTEGERS | {torch.bool}
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    _binary(
+        _name, functor(_name.capitalize(), 2, result=torch.bool, rounds_numbers=True),
+        "Tensor Scalar Tensor_out Scalar_out",
+    )  # fmt: skip
+for _name in ("logical_and", "logical_or", "logical_xor"):
+    _camel = _name.title().replace("_", "")
+    _made = functor(_camel, 2, result=torch.bool)
+    _add_row(_name, lambda self, other, made=_made: run(made, (self, other)), _name)
+    _add_row(f"{_name}.out", lambda self, other, *, out, made=_made: run(made, (self, other), out=out), _name)
+for _name in ("bitwise_and", "bitwise_or", "bitwise_xor"):
+    _camel = _name.title().replace("_", "")
+    _binary(
+        _name, functor(_camel, 2, dtypes=_INTS),
+        "Tensor Scalar Scalar_Tensor _Tensor _Scalar Tensor_out Scalar_out",
+    )  # fmt: skip
+for _name, _camel in (("bitwise_left_shift", "ShiftLeft"), ("bitwise_right_shift", "ShiftRight")):
+    _binary(
+        _name, functor(_camel, 2, dtypes=INTEGERS),
+        "Tensor Tensor_Scalar Scalar_Tensor _Tensor _Tensor_Scalar Tensor_out",
+    )  # fmt: skip
+_MAXIMUM = functor("Maximum", 2, rounds_numbers=True)
+_MINIMUM = functor("Minimum", 2, rounds_numbers=True)
+for _name, _made in (("maximum", _MAXIMUM), ("minimum", _MINIMUM)):
+    _add_row(_name, lambda self, other, made=_made: run(made, (self, other)), _name)
+    _add_row(f"{_name}.out", lambda self, other, *, out, made=_made: run(made, (self, other), out=out), _name)
+_REMAINDER = functor("Remainder", 2, dtypes=NUMBERS, rounds_numbers=True)
+_binary("remainder", _REMAINDER, "Tensor Scalar Scalar_Tensor _Tensor _Scalar Tensor_out Scalar_out")
+_binary(
+    "fmod",
+    functor("Fmod", 2, dtypes=NUMBERS, rounds_numbers=True),
+    "Tensor Scalar _Tensor _Scalar Tensor_out Scalar_out",
+)
+
+_MUL = functor("Mul", 2)
+_binary("mul", _MUL, "Tensor Scalar _Tensor _Scalar out")
+_ADD, _SUB = functor("Add", 2), functor("Sub", 2, dtypes=NUMBERS)
+
+
+def _sums(name: str, made: Functor) -> None:
+    def plain(self: Any, other: Any, *, alpha: Any = 1, out: Any = None) -> Any:
+        return run(made, (self, other), (alpha,), out=out) if _alpha(alpha, self, other) else _OPTION
+
+    def scalar(self: Any, other: Any, alpha: Any = 1) -> Any:
+        return plain(self, other, alpha=alpha)
+
+    def into(self: Any, other: Any, alpha: Any = 1) -> Any:
+        return plain(self, other, alpha=alpha, out=self)
+
+    _add_row(f"{name}.Tensor", plain, name)
+    _add_row(f"{name}.Scalar", scalar, name)
+    _add_row(f"{name}_.Tensor", lambda self, other, *, alpha=1: into(self, other, alpha), name)
+    _add_row(f"{name}_.Scalar", into, name)
+    _add_row(f"{name}.out", plain, name)
+
+
+def _alpha(alpha: Any, *operands: Any) -> bool:
+    """Return True unless torch would refuse alpha: a float for integers, a bool for others than bool."""
+    if type(alpha) is int:
+        return True
+    if type(alpha) is float:
+        return any(isinstance(o, float) or (isinstance(o, Tensor) and o.is_floating_point()) for o in operands)
+    return False
+
+
+_sums("add", _ADD)
+_sums("sub", _SUB)
+
+
+def _rsub(self: Tensor, other: Any, alpha: Any = 1) -> Any:
+    if isinstance(other, bool) or not _alpha(alpha, self, other):
+        return _OPTION
+    return run(_SUB, (other, self), (alpha,))
+
+
+_add_row("rsub.Scalar", _rsub, "rsub")
+_add_row("rsub.Tensor", lambda self, other, *, alpha=1: _rsub(self, other, alpha), "rsub")
+
+_DIV = {
+    None: _float("Div", 2),
+    "floor": functor("DivFloor", 2, dtypes=NUMBERS, rounds_numbers=True),
+    "trunc": functor("DivTrunc", 2, dtypes=NUMBERS),
+}
+
+
+def _div_mode(self: Any, other: Any, *, rounding_mode: str | None, out: Any = None) -> Any:
+    if rounding_mode not in _DIV:
+        return _OPTION
+    if out is None and not isinstance(self, Tensor) and not isinstance(other, Tensor):
+        return _NO_TENSOR
+    return run(_DIV[rounding_mode], (self, other), out=out)
+
+
+_binary("div", _DIV[None], "Tensor Scalar _Tensor _Scalar out")
+for _form in ("Tensor_mode", "Scalar_mode"):
+    _add_row(f"div.{_form}", _div_mode, "div")
+    _add_row(
+        f"div_.{_form}",
+        lambda self, other, *, rounding_mode: _div_mode(self, other, rounding_mode=rounding_mode, out=self), "div",
+    )  # fmt: skip
+_add_row("div.out_mode", _div_mode, "div")
+_FLOOR = _DIV["floor"]
+_add_row("floor_divide", lambda self, other: run(_FLOOR, (self, other)), "floor_divide")
+_add_row("floor_divide.out", lambda self, other, *, out: run(_FLOOR, (self, other), out=out), "floor_divide")
+_add_row("floor_divide_.Tensor", lambda self, other: run(_FLOOR, (self, other), out=self), "floor_divide")
+
+_POW = functor("Pow", 2, dtypes=NUMBERS, rounds_numbers=True)
+_POW_NUMBER = functor("PowNumber", 1, dtypes=FLOATS)
+_POWERS = {
+    2: functor("Square", 1, dtypes=NUMBERS), 3: functor("Cube", 1, dtypes=NUMBERS), 0.5: _float("Sqrt"),
+    -1: _float("Reciprocal"), -0.5: _float("Rsqrt"),
+}  # fmt: skip
+
+
+def _pow_number(self: Tensor, exponent: Any, *, out: Any = None) -> Any:
+    if type(exponent) not in (int, float) or not exponent:
+        return _OPTION
+    if not self.is_floating_point():
+        if type(exponent) is int and exponent in (2, 3):
+            return run(_POWERS[exponent], (self,), out=out)
+        if type(exponent) is float:
+            return NotHandled("integers to a float")
+        return run(_POW, (self, exponent), out=out) if exponent > 0 else _NEGATIVE
+    if exponent in _POWERS:
+        return run(_POWERS[exponent], (self,), out=out)
+    return run(_POW_NUMBER, (self,), (exponent,), out=out)
+
+
+def _pow(self: Any, exponent: Any, *, out: Any = None) -> Any:
+    return run(_POW, (self, exponent), out=out)
+
+
+_add_row("pow.Tensor_Scalar", _pow_number, "pow")
+_add_row("pow.Tensor_Tensor", _pow, "pow")
+_add_row("pow.Scalar", _pow, "pow")
+_add_row("pow_.Scalar", lambda self, exponent: _pow_number(self, exponent, out=self), "pow")
+_add_row("pow_.Tensor", lambda self, exponent: _pow(self, exponent, out=self), "pow")
+_add_row("pow.Tensor_Scalar_out", _pow_number, "pow")
+_add_row("pow.Tensor_Tensor_out", _pow, "pow")
+
+_IS_CLOSE = functor("IsClose", 2, dtypes=FLOATS, result=torch.bool)
+
+
+def _isclose(self: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> Any:
+    if self.dtype != other.dtype or rtol < 0 or atol < 0:
+        return _OPTION
+    if self.dim() == 0 or other.dim() == 0:
+        return NotHandled("0-d")  # whose dtype counts less in torch's chain of ops
+    return run(_IS_CLOSE, (self, other), (rtol, atol, equal_nan))
+
+
+_add_row("isclose", _isclose, "isclose", default=True, composite="no gradient")
+
+# ---- three operands -------------------------------------------------------------------------------------------------
+
+_CLAMP = functor("Clamp", 3, dtypes=NUMBERS)
+
+
+def _clamp(self: Tensor, min: Any = None, max: Any = None, *, out: Any = None) -> Any:
+    if isinstance(min, bool) or isinstance(max, bool):
+        return _BOOL
+    if min is None and max is None:
+        return _OPTION
+    if max is None:
+        return run(_MAXIMUM, (self, min), out=out)
+    if min is None:
+        return run(_MINIMUM, (self, max), out=out)
+    return run(_CLAMP, (self, min, max), out=out)
+
+
+for _form in ("", ".Tensor"):
+    _add_row(f"clamp{_form}", _clamp, "clamp")
+    _add_row(f"clamp_{_form}", lambda self, min=None, max=None: _clamp(self, min, max, out=self), "clamp")
+    _add_row(f"clamp_min{_form}", lambda self, min: _clamp(self, min), "clamp_min")
+    _add_row(f"clamp_min_{_form}", lambda self, min: _clamp(self, min, out=self), "clamp_min")
+    _add_row(f"clamp_max{_form}", lambda self, max: _clamp(self, None, max), "clamp_max")
+    _add_row(f"clamp_max_{_form}", lambda self, max: _clamp(self, None, max, out=self), "clamp_max")
+_add_row("clamp.out", _clamp, "clamp")
+_add_row("clamp.Tensor_out", _clamp, "clamp")
+
+_LERP = functor("Lerp", 3, dtypes=FLOATS)
+_LERP_NUMBER = functor("LerpNumber", 2, dtypes=FLOATS)
+
+
+def _lerp(self: Tensor, end: Tensor, weight: Any, *, out: Any = None) -> Any:
+    if self.dtype != end.dtype or (isinstance(weight, Tensor) and weight.dtype != self.dtype):
+        return _OPTION
+    if isinstance(weight, Tensor):
+        return run(_LERP, (self, end, weight), out=out)
+    return run(_LERP_NUMBER, (self, end), (weight,), out=out) if type(weight) in (int, float) else _OPTION
+
+
+for _form in ("Tensor", "Scalar"):
+    _add_row(f"lerp.{_form}", _lerp, "lerp")
+    _add_row(f"lerp_.{_form}", lambda self, end, weight: _lerp(self, end, weight, out=self), "lerp")
+    _add_row(f"lerp.{_form}_out", _lerp, "lerp")
+
+
+def _addc(name: str, made: Functor) -> None:
+    def plain(self: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: Any = 1, out: Any = None) -> Any:
+        if type(value) not in (int, float):
+            return _OPTION
+        return run(made, (self, tensor1, tensor2), (value,), out=out)
+
+    _add_row(name, plain, name)
+    _add_row(f"{name}_", lambda self, a, b, *, value=1: plain(self, a, b, value=value, out=self), name)
+    _add_row(f"{name}.out", plain, name)
+
+
+_addc("addcmul", functor("Addcmul", 3, dtypes=NUMBERS))
+_addc("addcdiv", functor("Addcdiv", 3, dtypes=FLOATS))
+_ADDR = functor("Addr", 3, dtypes=NUMBERS)
+
+
+def _addr(self: Tensor, vec1: Tensor, vec2: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    if vec1.dim() != 1 or vec2.dim() != 1 or type(beta) is bool or type(alpha) is bool:
+        return _OPTION
+    if self.dim() > 2 or any(
+        size not in (1, of) for size, of in zip(self.shape[::-1], (len(vec2), len(vec1)), strict=False)
+    ):
+        return _OPTION
+    return run(_ADDR, (self, vec1[:, None], vec2), (beta, alpha))
+
+
+_add_row("addr", _addr, "addr")
+_WHERE = functor("Where", 3, own=1)
+_MASKED_FILL = functor("MaskedFill", 3, own=2, promotion="first")
+
+
+def _where(condition: Tensor, self: Tensor, other: Tensor, *, out: Any = None) -> Any:
+    if condition.dtype != torch.bool:
+        return NotHandled("condition that is not bool")
+    return run(_WHERE, (condition, self, other), out=out)
+
+
+_add_row("where.self", _where, "where")
+_add_row("where.self_out", _where, "where")
+
+
+def _masked_fill(self: Tensor, mask: Tensor, value: Any, *, out: Any = None) -> Any:
+    if mask.dtype != torch.bool or type(value) is complex:
+        return _OPTION
+    if isinstance(value, Tensor):
+        if value.dim() or not _castable(value.dtype, self.dtype):
+            return _OPTION
+    elif isinstance(value, float) and not self.is_floating_point():
+        return _OPTION
+    elif self.dtype == torch.bool:
+        value = bool(value)
+    if out is None:
+        # Where self is the larger one, or both are, torch keeps its strides; the mask does not count.
+        try:
+            shape = tuple(torch.broadcast_shapes(self.shape, mask.shape))
+        except RuntimeError:
+            return _OPTION
+        out = self.new_empty_strided(shape, output_strides(shape, [meta_of(self)]))
+    return run(_MASKED_FILL, (self, mask, value), out=out)
+
+
+def _castable(source: torch.dtype, to: torch.dtype) -> bool:
+    return torch.can_cast(source, to)
+
+
+for _form in ("Scalar", "Tensor"):
+    _add_row(f"masked_fill.{_form}", _masked_fill, "masked_fill")
+    _add_row(
+        f"masked_fill_.{_form}", lambda self, mask, value: _masked_fill(self, mask, value, out=self), "masked_fill"
+    )
+
+
+def _fill(self: Tensor, value: Any, *, out: Tensor | None = None) -> Any:
+    to = torch.empty_like(self) if out is None else out
+    if isinstance(value, Tensor):
+        return copy_into(to, value) if value.dim() == 0 and value.device == self.device else _OPTION
+    if type(value) is complex or (isinstance(value, float) and not self.is_floating_point()):
+        return _OPTION
+    if self.dtype == torch.bool:
+        value = bool(value)
+    return run(FILL, (), (value,), out=to, common=self.dtype)
+
+
+for _form in ("Scalar", "Tensor"):
+    _add_row(f"fill.{_form}", _fill, "fill")
+    _add_row(f"fill_.{_form}", lambda self, value: _fill(self, value, out=self), "fill")
+
+# ---- gradients ------------------------------------------------------------------------------------------------------
+
+
+def _gradient(name: str, made: Functor, opinfo: str) -> None:
+    def handler(grad_output: Tensor, other: Tensor) -> Any:
+        return run(made, (grad_output, other))
+
+    _add_row(name, handler, opinfo)
+
+
+_gradient("sigmoid_backward", functor("SigmoidBackward", 2, dtypes=FLOATS), "sigmoid")
+_gradient("tanh_backward", functor("TanhBackward", 2, dtypes=FLOATS), "tanh")
+_gradient("silu_backward", functor("SiluBackward", 2, dtypes=FLOATS), "nn.functional.silu")
+_GELU_BACKWARD = {
+    "none": functor("GeluBackward", 2, dtypes=FLOATS),
+    "tanh": functor("GeluTanhBackward", 2, dtypes=FLOATS),
+}
+_add_row(
+    "gelu_backward",
+    lambda grad_output, self, *, approximate="none": run(_GELU_BACKWARD[approximate], (grad_output, self)),
+    "nn.functional.gelu",
+)
+_ELU_BACKWARD = {
+    False: functor("EluBackward", 2, dtypes=FLOATS),
+    True: functor("EluBackwardResult", 2, dtypes=FLOATS),
+}
+
+
+def _elu_backward(grad_output, alpha, scale, input_scale, is_result, self_or_result):
+    if is_result and alpha < 0:
+        return _OPTION
+    scalars = (alpha * scale, scale, input_scale)
+    return run(_ELU_BACKWARD[bool(is_result)], (grad_output, self_or_result), scalars)
+
+
+_add_row("elu_backward", _elu_backward, "nn.functional.elu")
+_SOFTPLUS_BACKWARD = functor("SoftplusBackward", 2, dtypes=FLOATS)
+_add_row(
+    "softplus_backward",
+    lambda grad_output, self, beta, threshold: run(_SOFTPLUS_BACKWARD, (grad_output, self), (beta, threshold)),
+    "nn.functional.softplus",
+)
+_THRESHOLD_BACKWARD = functor("ThresholdBackward", 2, dtypes=NUMBERS)
+_add_row(
+    "threshold_backward",
+    lambda grad_output, self, threshold: run(_THRESHOLD_BACKWARD, (grad_output, self), (threshold,)),
+    "nn.functional.relu",
+)
+_LOG_SIGMOID_BACKWARD = functor("LogSigmoidBackward", 2, dtypes=FLOATS)
+_add_row(
+    "log_sigmoid_backward", lambda grad_output, self, buffer: run(_LOG_SIGMOID_BACKWARD, (grad_output, self)),
+    "nn.functional.logsigmoid",
+)  # fmt: skip
+_GLU = functor("Glu", 2, dtypes=FLOATS)
+_GLU_FIRST = functor("GluBackwardFirst", 2, dtypes=FLOATS)
+_GLU_SECOND = functor("GluBackwardSecond", 3, dtypes=FLOATS)
+
+
+def _glu_halves(self: Tensor, dim: int) -> tuple[Tensor, Tensor] | None:
+    if self.dim() == 0 or not -self.dim() <= dim < self.dim() or self.shape[dim] % 2:
+        return None
+    return self.chunk(2, dim) if self.shape[dim] else None
+
+
+def _glu(self: Tensor, dim: int = -1) -> Any:
+    halves = _glu_halves(self, dim)
+    return _OPTION if halves is None else run(_GLU, halves)
+
+
+def _glu_backward(grad_output: Tensor, self: Tensor, dim: int) -> Any:
+    halves = _glu_halves(self, dim)
+    if halves is None or self.dtype not in FLOATS or grad_output.dtype != self.dtype:
+        return _OPTION
+    result = torch.empty_like(self, memory_format=torch.contiguous_format)
+    first, second = result.chunk(2, dim)
+    for done in (
+        run(_GLU_FIRST, (grad_output, halves[1]), out=first),
+        run(_GLU_SECOND, (grad_output, *halves), out=second),
+    ):
+        if type(done) is NotHandled:
+            return done
+    return result
+
+
+_add_row("glu", _glu, "nn.functional.glu")
+_add_row("glu_backward", _glu_backward, "nn.functional.glu")

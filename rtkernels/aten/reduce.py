@@ -1,0 +1,221 @@
+"""Reductions of aten: sums, means, products, extremes, any, all, counts, norms and variances (family ``red``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtkernels.aten.table import NotHandled, Overload
+from rtkernels.ops.reduce.reduction import FLOATS, reduce, reducible
+
+_INVALID, _CONVERTED = NotHandled("invalid arguments"), NotHandled("converted first")
+_REASONS = {
+    reason: NotHandled(reason)
+    for reason in ("empty", "strides", *(f"dtype {str(t).removeprefix('torch.')}" for t in (
+        torch.float64, torch.complex32, torch.complex64, torch.complex128, torch.int8, torch.int16)))
+}  # fmt: skip
+_OTHER_DTYPE = NotHandled("dtype")
+
+
+def _dims(x: Tensor, dim: Any) -> tuple[int, ...] | None:
+    """Return the reduced dimensions, at least 0; None and an empty list mean all. None: invalid ones."""
+    rank = x.dim()
+    if dim is None:
+        return tuple(range(rank))
+    listed = [dim] if isinstance(dim, int) else list(dim)
+    if not listed:
+        return tuple(range(rank))
+    if rank == 0:
+        return () if all(d in (0, -1) for d in listed) and len(listed) == 1 else None
+    if any(not -rank <= d < rank for d in listed):
+        return None
+    found = tuple(sorted(d % rank for d in listed))
+    return found if len(set(found)) == len(found) else None
+
+
+def _refused(x: Tensor, dims: tuple[int, ...] | None, *, ordered: bool = False) -> NotHandled | None:
+    if dims is None:
+        return _INVALID
+    reason = reducible(x, dims, ordered=ordered)
+    return None if reason is None else _REASONS.get(reason, _OTHER_DTYPE)
+
+
+def _sum_like(monoid: str) -> Callable[..., Any]:
+    def handler(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+        dims = _dims(x, dim)
+        if (refused := _refused(x, dims)) is not None:
+            return refused
+        natural = x.dtype if x.dtype in FLOATS else torch.int64
+        wanted = dtype or natural
+        if wanted != natural and not (x.dtype in FLOATS and wanted == torch.float32):
+            return _CONVERTED
+        return reduce(x, monoid, dims, keepdim, wanted)[0]
+
+    return handler
+
+
+_sum, _prod = _sum_like("sum"), _sum_like("product")
+
+
+def _sum_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Any:
+    return _sum(x, None, dtype=dtype)
+
+
+def _prod_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Any:
+    return _prod(x, None, dtype=dtype)
+
+
+def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    dims = _dims(x, dim)
+    if (refused := _refused(x, dims)) is not None:
+        return refused
+    wanted = dtype or x.dtype
+    if x.dtype not in FLOATS or (wanted != x.dtype and wanted != torch.float32):
+        return _CONVERTED
+    return reduce(x, "sum", dims, keepdim, wanted, finish="divide", number=_count(x, dims))[0]
+
+
+def _mean_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Any:
+    return _mean(x, None, dtype=dtype)
+
+
+def _count(x: Tensor, dims: Sequence[int]) -> int:
+    return math.prod(x.shape[d] for d in dims)
+
+
+def _extreme(lift: str) -> Callable[..., Any]:
+    def handler(x: Tensor, dim: Any = (), keepdim: bool = False) -> Any:
+        dims = _dims(x, dim)
+        if (refused := _refused(x, dims)) is not None:
+            return refused
+        return reduce(x, "maximum", dims, keepdim, x.dtype, lift=lift)[0]
+
+    return handler
+
+
+_amax, _amin = _extreme("value"), _extreme("flip")
+
+
+def _max_all(x: Tensor) -> Any:
+    return _amax(x)
+
+
+def _min_all(x: Tensor) -> Any:
+    return _amin(x)
+
+
+def _extreme_dim(lift: str) -> Callable[..., Any]:
+    def handler(x: Tensor, dim: int, keepdim: bool = False) -> Any:
+        dims = _dims(x, dim)
+        if (refused := _refused(x, dims, ordered=True)) is not None:
+            return refused
+        return reduce(x, "arg_maximum", dims, keepdim, x.dtype, lift=lift, wanted="os")
+
+    return handler
+
+
+def _arg(lift: str) -> Callable[..., Any]:
+    def handler(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
+        dims = _dims(x, dim)
+        if x.dtype == torch.bool:
+            return _OTHER_DTYPE
+        if (refused := _refused(x, dims, ordered=True)) is not None:
+            return refused
+        return reduce(x, "arg_maximum", dims, keepdim, x.dtype, lift=lift, wanted="s")[1]
+
+    return handler
+
+
+def _truth(finish: str) -> Callable[..., Any]:
+    def handler(x: Tensor, dim: Any = None, keepdim: bool = False) -> Any:
+        dims = _dims(x, dim)
+        if isinstance(dim, (list, tuple)) and not dim:
+            return _INVALID  # torch's overloads differ
+        if (refused := _refused(x, dims)) is not None:
+            return refused
+        wanted = torch.uint8 if x.dtype == torch.uint8 else torch.bool
+        number = _count(x, dims)
+        return reduce(x, "count", dims, keepdim, wanted, lift="nonzero", finish=finish, number=number)[0]
+
+    return handler
+
+
+def _count_nonzero(x: Tensor, dim: Any = None) -> Any:
+    dims = _dims(x, dim)
+    if (refused := _refused(x, dims)) is not None:
+        return refused
+    return reduce(x, "count", dims, False, torch.int64, lift="nonzero")[0]
+
+
+def _vector_norm(
+    x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    dims = _dims(x, dim)
+    if (refused := _refused(x, dims)) is not None:
+        return refused
+    wanted = dtype or x.dtype
+    if x.dtype not in FLOATS or (wanted != x.dtype and wanted != torch.float32) or isinstance(ord, complex):
+        return _CONVERTED
+    if ord == math.inf or ord == -math.inf:
+        return reduce(x, "maximum", dims, keepdim, wanted, lift="abs" if ord > 0 else "flip_abs")[0]
+    if ord == 0:
+        return reduce(x, "sum", dims, keepdim, wanted, lift="nonzero")[0]
+    if ord == 1:
+        return reduce(x, "sum", dims, keepdim, wanted, lift="abs")[0]
+    if ord == 2:
+        return reduce(x, "sum", dims, keepdim, wanted, lift="square", finish="root")[0]
+    return reduce(x, "sum", dims, keepdim, wanted, lift="power", power=ord, finish="power", number=1 / ord)[0]
+
+
+def _moments(finish: str, wanted: str) -> Callable[..., Any]:
+    def handler(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+        dims = _dims(x, dim)
+        if (refused := _refused(x, dims)) is not None:
+            return refused
+        if x.dtype not in FLOATS:
+            return _OTHER_DTYPE
+        divisor = max(_count(x, dims) - (1 if correction is None else correction), 0)
+        if divisor == 0:
+            return _REASONS["empty"]  # no degree of freedom: torch warns
+        made = reduce(x, "moments", dims, keepdim, x.dtype, finish=finish, number=divisor, wanted=wanted)
+        return made if wanted == "os" else made[0]
+
+    return handler
+
+
+def rows() -> Iterator[Overload]:
+    """Yield the overloads of this family."""
+
+    def row(name: str, handler: Callable[..., Any], *opinfo: str) -> Overload:
+        return Overload(name, "red", handler, default=True, opinfo=opinfo)
+
+    yield row("sum", _sum_all, "sum")
+    yield row("sum.dim_IntList", _sum, "sum")
+    yield row("mean", _mean_all, "mean")
+    yield row("mean.dim", _mean, "mean")
+    yield row("prod", _prod_all, "prod")
+    yield row("prod.dim_int", _prod, "prod")
+    yield row("amax", _amax, "amax")
+    yield row("amin", _amin, "amin")
+    yield row("max", _max_all, "max")
+    yield row("min", _min_all, "min")
+    yield row("max.dim", _extreme_dim("value"), "max")
+    yield row("min.dim", _extreme_dim("flip"), "min")
+    yield row("argmax", _arg("value"), "argmax")
+    yield row("argmin", _arg("flip"), "argmin")
+    for name in ("any", "all"):
+        handler = _truth(name)
+        yield row(name, lambda x, handler=handler: handler(x), name)
+        yield row(f"{name}.dim", handler, name)
+        yield row(f"{name}.dims", handler, name)
+    yield row("count_nonzero.dim_IntList", _count_nonzero, "count_nonzero")
+    yield row("count_nonzero", _count_nonzero, "count_nonzero")
+    yield row("linalg_vector_norm", _vector_norm, "linalg.vector_norm")
+    yield row("var.correction", _moments("value", "o"), "var")
+    yield row("std.correction", _moments("root", "o"), "std")
+    yield row("var_mean.correction", _moments("value", "os"), "var_mean")
+    yield row("std_mean.correction", _moments("root", "os"), "std_mean")

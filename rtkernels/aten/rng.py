@@ -1,0 +1,99 @@
+"""Random operators of aten: factories, fills and dropout (family ``rng``).
+
+The same seed of torch's generator gives the same numbers each time, also in replayed graphs, but not the numbers that
+torch's own kernels give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtkernels.aten.table import NotHandled, Overload
+from rtkernels.ops.random.philox import FLOATS, dropout, fill, is_packed
+
+_INVALID, _DTYPE, _EMPTY, _STRIDES, _OPTION = (
+    NotHandled(reason) for reason in ("invalid arguments", "dtype", "empty", "strides", "option")
+)
+
+
+def _refused(x: Tensor) -> NotHandled | None:
+    if x.dtype not in FLOATS:
+        return _DTYPE
+    if x.numel() == 0:
+        return _EMPTY
+    return None if is_packed(x.shape, x.stride()) else _STRIDES
+
+
+def _uniform_(x: Tensor, *args: float, generator: torch.Generator | None = None, **named: float) -> Any:
+    low, high = (*args, *(0.0, 1.0)[len(args) :])
+    low, high = named.get("from", low), named.get("to", high)
+    limit = torch.finfo(x.dtype).max if x.is_floating_point() else 0.0
+    if not (-limit <= low <= high <= limit and high - low <= limit):
+        return _INVALID
+    return _refused(x) or fill(x, "uniform", low, high, generator)
+
+
+def _normal_(x: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: torch.Generator | None = None) -> Any:
+    return _refused(x) or (fill(x, "normal", mean, std, generator) if std >= 0 else _INVALID)
+
+
+def _exponential_(x: Tensor, lambd: float = 1.0, *, generator: torch.Generator | None = None) -> Any:
+    return _refused(x) or (fill(x, "exponential", lambd, 0.0, generator) if 0 < lambd < 1e38 else _INVALID)
+
+
+def _bernoulli_(x: Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> Any:
+    return _refused(x) or (fill(x, "bernoulli", p, 0.0, generator) if 0 <= p <= 1 else _INVALID)
+
+
+def _factory(kind: str) -> Callable[..., Any]:
+    def handler(size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None) -> Any:
+        if layout not in (None, torch.strided) or pin_memory:
+            return _OPTION
+        if any(n < 0 for n in size) or (dtype or torch.get_default_dtype()) not in FLOATS:
+            return _DTYPE
+        out = torch.empty(size, dtype=dtype, device=device)
+        return fill(out, kind, 0.0, 1.0) if out.numel() else out
+
+    return handler
+
+
+def _like(kind: str) -> Callable[..., Any]:
+    def handler(
+        x: Tensor, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
+        memory_format: Any = None,
+    ) -> Any:  # fmt: skip
+        if (
+            layout not in (None, torch.strided)
+            or pin_memory
+            or (device is not None and torch.device(device) != x.device)
+        ):
+            return _OPTION
+        if (dtype or x.dtype) not in FLOATS:
+            return _DTYPE
+        out = torch.empty_like(x, dtype=dtype, memory_format=memory_format or torch.preserve_format)
+        return _refused(out) or fill(out, kind, 0.0, 1.0)
+
+    return handler
+
+
+def _native_dropout(x: Tensor, p: float, train: bool | None) -> Any:
+    if train is False or not 0 < p <= 1:
+        return _OPTION
+    return _refused(x) or dropout(x, p)
+
+
+def rows() -> Iterator[Overload]:
+    """Yield the overloads of this family."""
+    yield Overload("uniform_", "rng", _uniform_)
+    yield Overload("normal_", "rng", _normal_)
+    yield Overload("exponential_", "rng", _exponential_)
+    yield Overload("bernoulli_.float", "rng", _bernoulli_)
+    yield Overload("rand", "rng", _factory("uniform"))
+    yield Overload("randn", "rng", _factory("normal"))
+    yield Overload("rand_like", "rng", _like("uniform"))
+    yield Overload("randn_like", "rng", _like("normal"))
+    yield Overload("native_dropout", "rng", _native_dropout)

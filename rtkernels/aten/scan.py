@@ -1,0 +1,97 @@
+"""Scans of aten: cumsum, cummax, cummin, nonzero, masked_select and repeat_interleave (family ``scan``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtkernels.aten.table import NotHandled, Overload
+from rtkernels.ops.scan.compact import chosen, nonzero, repeated
+from rtkernels.ops.scan.running import running
+from rtkernels.ops.shared.strided import FLOATS, TOKEN
+
+_INVALID, _DTYPE, _EMPTY = NotHandled("invalid arguments"), NotHandled("dtype"), NotHandled("empty")
+_RANK, _CAPTURE = NotHandled("rank"), NotHandled("host read while a graph is captured")
+_CONVERTED = NotHandled("converted first")
+
+
+def _capturing(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _refused(x: Tensor, dim: int) -> NotHandled | None:
+    if x.dtype not in TOKEN:
+        return _DTYPE
+    if x.numel() == 0:
+        return _EMPTY
+    if x.dim() == 0:
+        return _RANK
+    return None if -x.dim() <= dim < x.dim() else _INVALID
+
+
+def _cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+    if (refused := _refused(x, dim)) is not None:
+        return refused
+    if dtype is not None and dtype != (x.dtype if x.dtype in FLOATS else torch.int64):
+        return _CONVERTED
+    return running(x, "sum", dim % x.dim())[0]
+
+
+def _extreme(flip: bool) -> Callable[..., Any]:
+    def handler(x: Tensor, dim: int) -> Any:
+        if (refused := _refused(x, dim)) is not None:
+            return refused
+        return running(x, "maximum", dim % x.dim(), flip=flip)
+
+    return handler
+
+
+def _nonzero(x: Tensor) -> Any:
+    if x.dtype not in TOKEN:
+        return _DTYPE
+    if not 1 <= x.dim() <= 4:
+        return _RANK
+    if x.numel() == 0:
+        return _EMPTY
+    return _CAPTURE if _capturing(x) else nonzero(x)
+
+
+def _masked_select(x: Tensor, mask: Tensor) -> Any:
+    if mask.dtype != torch.bool or x.dtype.itemsize > 8:
+        return _DTYPE
+    if x.device != mask.device:
+        return _INVALID
+    if _capturing(x):
+        return _CAPTURE
+    try:
+        shape = torch.broadcast_shapes(x.shape, mask.shape)
+    except RuntimeError:
+        return _INVALID
+    if 0 in shape:
+        return _EMPTY
+    return chosen(x.expand(shape), mask.expand(shape))
+
+
+def _repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> Any:
+    if repeats.dtype not in (torch.int32, torch.int64) or repeats.dim() != 1:
+        return _INVALID
+    if repeats.numel() == 0:
+        return _EMPTY
+    if not repeats.is_cuda and bool((repeats < 0).any()):  # on a CUDA device torch does not look, either
+        return _INVALID
+    if output_size is None and _capturing(repeats):
+        return _CAPTURE
+    return repeated(repeats, output_size)
+
+
+def rows() -> Iterator[Overload]:
+    """Yield the overloads of this family."""
+    yield Overload("cumsum", "scan", _cumsum, default=True, opinfo=("cumsum",))
+    yield Overload("cummax", "scan", _extreme(False), opinfo=("cummax",))
+    yield Overload("cummin", "scan", _extreme(True), opinfo=("cummin",))
+    yield Overload("nonzero", "scan", _nonzero, default=True, opinfo=("nonzero",))
+    yield Overload("masked_select", "scan", _masked_select, default=True, opinfo=("masked_select",))
+    yield Overload("repeat_interleave.Tensor", "scan", _repeat_interleave, opinfo=("repeat_interleave",))

@@ -1,0 +1,179 @@
+"""One row per aten overload that a kernel of ours can take: what ``enable`` registers, ``report`` counts and tests
+walk.
+
+How a family contributes rows: see the package's docstring.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+
+from rtkernels.errors import ArgumentError
+from rtkernels.runtime.suggest import did_you_mean
+
+# Module -> families of its rows. A module that does not exist contributes nothing.
+MODULES = {
+    "pointwise": ("ew",),
+    "copy": ("copy",),
+    "reduce": ("red",),
+    "row": ("row",),
+    "scan": ("scan",),
+    "index": ("idx",),
+    "sort": ("sort",),
+    "rng": ("rng",),
+    "window": ("win",),
+}
+FAMILIES = tuple(name for names in MODULES.values() for name in names)
+
+# Elements of the largest tensor below which a call goes to torch: there the time of the host counts, and torch's is
+# shorter. Not measured yet; chosen so that the kernel takes longer than the host on an H200. Tests set them to 0.
+MIN_ELEMENTS = {
+    "ew": 1 << 18,
+    "copy": 1 << 18,
+    "red": 1 << 16,
+    "row": 1 << 16,
+    "scan": 1 << 16,
+    "idx": 1 << 16,
+    "sort": 1 << 14,
+    "rng": 1 << 18,
+    "win": 1 << 16,
+}
+
+
+class NotHandled:
+    """What a handler returns for a call that torch's own kernel is to take, with the reason that the report shows.
+
+    Args:
+        reason: A few words, from a fixed set: reasons are counted. Make one constant for each.
+    """
+
+    __slots__ = ("reason",)
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def __repr__(self) -> str:
+        return f"NotHandled({self.reason!r})"
+
+
+@dataclass(frozen=True)
+class Overload:
+    """One aten overload that can be taken.
+
+    Attributes:
+        name: As in ``torch.ops.aten``, without "aten::": ``"sum.dim_IntList"``, ``"amax"``.
+        family: One of ``FAMILIES``.
+        handler: Takes the arguments of the overload, returns its result or a ``NotHandled``.
+        default: Part of the set that ``enable()`` takes when nothing is named: overloads that are expected to be
+            faster than torch's (spec: W).
+        opinfo: Names of torch's OpInfos whose samples reach it (the conformance tests run these); empty if none does.
+        composite: Why a composite may be taken all the same: "no gradient".
+        small: Takes small tensors as well: no threshold.
+    """
+
+    name: str
+    family: str
+    handler: Callable[..., Any] = field(repr=False)
+    default: bool = False
+    opinfo: tuple[str, ...] = ()
+    composite: str = ""
+    small: bool = False
+
+    @property
+    def operator(self) -> str:
+        """The name without overload and in-place mark: ``sum`` of ``sum.dim_IntList``, ``add`` of ``add_.Tensor``."""
+        name = self.name.partition(".")[0]
+        return name[:-1] if name.endswith("_") and not name.endswith("__") else name
+
+
+@cache
+def table() -> dict[str, Overload]:
+    """Return every row by the name of its overload, importing all family modules."""
+    found: dict[str, Overload] = {}
+    for module, families in MODULES.items():
+        if importlib.util.find_spec(f"rtkernels.aten.{module}") is None:
+            continue
+        for row in importlib.import_module(f"rtkernels.aten.{module}").rows():
+            _check(row, families, found)
+            found[row.name] = row
+    return found
+
+
+def overloads() -> list[str]:
+    """Return the names of all aten overloads that can be taken, sorted: what ``enable(include=...)`` knows.
+
+    Returns:
+        ``["_softmax", "add.Tensor", "add_.Tensor", ...]``.
+    """
+    return sorted(table())
+
+
+def select(include: Iterable[str] | str | None, exclude: Iterable[str] | str | None) -> dict[str, Overload]:
+    """Return the rows that names stand for.
+
+    Args:
+        include: Overloads, operators (all their overloads, in-place and ``out=`` forms) or families; None: the
+            default set; ``"all"``: every row.
+        exclude: The same; left out of `include`.
+
+    Raises:
+        ArgumentError: A name stands for nothing.
+    """
+    rows = table()
+    if include is None:
+        chosen = {name for name, row in rows.items() if row.default}
+    else:
+        chosen = set().union(*(_names(name, rows, "include") for name in _listed("include", include)))
+    if exclude is not None:
+        chosen -= set().union(*(_names(name, rows, "exclude") for name in _listed("exclude", exclude)))
+    return {name: row for name, row in rows.items() if name in chosen}
+
+
+def schema_of(name: str) -> Any:
+    """Return the overload's schema; a name without one raises, where torch would accept it and never call it."""
+    base, _, overload = name.partition(".")
+    try:
+        return getattr(getattr(torch.ops.aten, base), overload or "default")._schema
+    except AttributeError:
+        raise ArgumentError(f"aten has no overload {name!r}") from None
+
+
+def _listed(argument: str, names: Iterable[str] | str) -> list[str]:
+    listed = [names] if isinstance(names, str) else list(names)
+    for name in listed:
+        if not isinstance(name, str):
+            raise ArgumentError(
+                f"{argument} has a {type(name).__name__}; expected names of overloads, operators or families"
+            )
+    return [name.removeprefix("aten::").removeprefix("aten.") for name in listed]
+
+
+def _names(name: str, rows: dict[str, Overload], argument: str) -> set[str]:
+    if name == "all":
+        return set(rows)
+    if name in FAMILIES:
+        return {key for key, row in rows.items() if row.family == name}
+    if name in rows and "." in name:
+        return {name}
+    found = {key for key, row in rows.items() if name in (row.operator, key, key.partition(".")[0])}
+    if not found:
+        known = {*rows, *(row.operator for row in rows.values()), *FAMILIES, "all"}
+        raise ArgumentError(
+            f"{argument} has {name!r}, which is no overload, operator or family that can be taken"
+            f"{did_you_mean(name, known)}; rtkernels.aten.overloads() lists them"
+        )
+    return found
+
+
+def _check(row: Overload, families: tuple[str, ...], found: dict[str, Overload]) -> None:
+    if row.family not in families:
+        raise ArgumentError(f"{row.name} is of family {row.family!r}; expected {' or '.join(families)}")
+    if row.name in found:
+        raise ArgumentError(f"{row.name} has two rows, of {found[row.name].family} and {row.family}")

@@ -1,0 +1,273 @@
+"""Models whose weights are fp8 codes with a scale per 128 x 128 block: loaded, made, served and written.
+
+The layout of the files is that of the fp8 checkpoints of DeepSeek-V3 and Qwen3, which transformers calls fine-grained
+fp8: ``weight`` of e4m3 beside ``weight_scale_inv`` of float32 ``[rows / 128, columns / 128]``, and in ``config.json`` a
+``quantization_config`` of method "fp8". What a tensor is called in a file is asked of transformers' own conversion.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rtkernels.errors import ArgumentError, RtkError
+from rtkernels.models.recognize import NotRecognized
+from rtkernels.models.served import BLOCK, ServedExperts, ServedLinear, serve_experts, serve_linear
+
+_SCALE = "_scale_inv"  # behind the name of a weight
+_SHARD_BYTES = 5 * 10**9
+
+
+class _Place(NamedTuple):
+    """Where a tensor of a file lies in the model: a parameter, and in one of experts which of them, and which half."""
+
+    name: str
+    expert: int | None = None
+    half: int | None = None
+
+
+def _experts_of(model: nn.Module) -> dict[str, nn.Module]:
+    from rtkernels.models.experts import is_experts
+
+    return {name: m for name, m in model.named_modules() if isinstance(m, ServedExperts) or is_experts(m)}
+
+
+def _places(model: nn.Module) -> dict[str, _Place]:
+    """Return the place of every tensor that a file of this model has, by its name in the file.
+
+    Found by sending numbers in place of tensors through the conversion that transformers saves with.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    experts = _experts_of(model)
+    numbers: dict[str, Tensor] = {}
+    places: list[_Place] = []
+    for name in model.state_dict(keep_vars=True):
+        path, _, part = name.rpartition(".")
+        if name.endswith(_SCALE):  # follows its weight
+            continue
+        if path in experts and part in ("gate_up_proj", "down_proj") and not experts[path].has_bias:
+            halves, count = (2 if part == "gate_up_proj" else 1), experts[path].num_experts
+            first = len(places)
+            places += [_Place(name, e, h if halves == 2 else None) for e in range(count) for h in range(halves)]
+            numbers[name] = torch.arange(first, len(places), dtype=torch.float64).view(count, halves, 1)
+        else:
+            numbers[name] = torch.full((1,), len(places), dtype=torch.float64)
+            places.append(_Place(name))
+    found = {name: value.flatten() for name, value in revert_weight_conversion(model, numbers).items()}
+    if any(value.numel() != 1 for value in found.values()) or len(found) != len(places):
+        raise RtkError(f"{type(model).__name__} is saved in a layout that rtkernels does not know")
+    return {name: places[int(value)] for name, value in found.items()}
+
+
+def _part(parameter: Tensor, place: _Place, scale: bool = False) -> Tensor:
+    """Return the view of a parameter, or of its scales, that a place names."""
+    if place.expert is None:
+        return parameter
+    whole = parameter[place.expert]
+    return whole if place.half is None else whole.chunk(2)[place.half]
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+def export_fp8(model: nn.Module, path: str | Path) -> list[str]:
+    """Write a model as an fp8 checkpoint, in the layout of DeepSeek-V3's and Qwen3's.
+
+    Linear layers and experts become codes of e4m3 with a scale per 128 x 128 block; the head, embeddings, norms,
+    routers, and layers with less than 128 rows or columns stay as they are. transformers, vLLM and
+    :func:`serve_fp8` read the result. Tokenizer files are not written.
+
+    Args:
+        model: A model of transformers, or one that serve_fp8 gave, whose codes are written as they are.
+        path: A folder; it is made if it does not exist.
+
+    Returns:
+        Names of the modules that were not converted, as in the configuration.
+    """
+    from safetensors.torch import save_file
+
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    quantized, skipped = _plan(model)
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in _tensors(model, quantized):
+        nbytes = tensor.numel() * tensor.element_size()
+        if shards[-1] and size + nbytes > _SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name], size = tensor.detach().contiguous().cpu(), size + nbytes
+    names = ["model.safetensors"]
+    if len(shards) > 1:
+        names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+        where = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+        total = sum(t.numel() * t.element_size() for shard in shards for t in shard.values())
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    for file, shard in zip(names, shards, strict=True):
+        save_file(shard, folder / file, metadata={"format": "pt"})
+    config = model.config.to_dict()
+    config["architectures"] = [type(model).__name__]
+    config["dtype"] = str(next(p.dtype for p in model.parameters() if p.element_size() > 1)).removeprefix("torch.")
+    config["quantization_config"] = {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": skipped,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config, indent=1, default=str))
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)
+    return skipped
+
+
+def _plan(model: nn.Module) -> tuple[set[str], list[str]]:
+    """Return the parameters that become codes, and the linear modules that do not."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    quantized, skipped = set(), []
+    experts = _experts_of(model)
+    for name, module in model.named_modules():
+        if name in experts:
+            if _fits(module):
+                quantized |= {f"{name}.gate_up_proj", f"{name}.down_proj"}
+            else:
+                skipped.append(name)
+        elif isinstance(module, ServedLinear):
+            quantized.add(f"{name}.weight")
+        elif isinstance(module, nn.Linear):
+            if module is not head and min(module.weight.shape) >= BLOCK:
+                quantized.add(f"{name}.weight")
+            else:
+                skipped.append(name)
+    return quantized, skipped
+
+
+def _fits(experts: nn.Module) -> bool:
+    """Return True if blocks of 128 rows do not cross from gate to up, or from one expert to the next."""
+    if isinstance(experts, ServedExperts):
+        return True
+    flags = not experts.has_bias and experts.has_gate and not experts.is_transposed and experts.is_concatenated
+    return flags and experts.gate_up_proj.shape[1] % (2 * BLOCK) == 0 and experts.down_proj.shape[1] % BLOCK == 0
+
+
+def _tensors(model: nn.Module, quantized: set[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of the files, codes and scales in place of the weights named."""
+    import rtkernels
+
+    state, tied = model.state_dict(keep_vars=True), _tied(model)
+    for file_name, place in _places(model).items():
+        if place.name in tied:
+            continue
+        tensor = _part(state[place.name].detach(), place)
+        if place.name not in quantized:
+            yield file_name, tensor
+        elif place.name + _SCALE in state:
+            yield file_name, tensor
+            yield file_name + _SCALE, _part(state[place.name + _SCALE].detach(), place, scale=True)
+        else:
+            codes, scale = rtkernels.quantize_fp8(tensor, granularity="block")
+            yield file_name, codes
+            yield file_name + _SCALE, scale
+
+
+def _tied(model: nn.Module) -> set[str]:
+    """Return the names of parameters that are others': the head of a model that shares it with its embeddings."""
+    first: dict[int, str] = {}
+    names = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if first.setdefault(id(tensor), name) != name:
+            names.add(name)
+    return names
+
+
+# ---- loading --------------------------------------------------------------------------------------------------------
+
+
+def serve_fp8(model_or_path: nn.Module | str | Path, *, device: Any = None) -> nn.Module:
+    """Return a model for inference whose linear layers and experts multiply fp8 codes by our products.
+
+    Inputs are quantised in groups of 128 on the way, weights are codes from the start: the memory of a model halves.
+    No gradients. Patch the result with :func:`rtkernels.models.patch` for the rest of the model.
+
+    Args:
+        model_or_path: A folder with a checkpoint in the layout of DeepSeek-V3's or Qwen3's fp8 checkpoints, as
+            :func:`export_fp8` writes them. Or a model of transformers, changed in place: layers that transformers
+            loaded from such a checkpoint keep their codes, 16-bit ones are quantised.
+        device: Where the model goes; None for where it is, or the CPU.
+    """
+    if isinstance(model_or_path, nn.Module):
+        quantized, _ = _plan(model_or_path)
+        model = _convert(model_or_path, quantized)
+    elif isinstance(model_or_path, (str, Path)):
+        model = _loaded(Path(model_or_path))
+    else:
+        came = type(model_or_path).__name__
+        raise ArgumentError(f"model_or_path is a {came}; expected a model of transformers or a folder")
+    return model.eval().requires_grad_(False) if device is None else model.eval().requires_grad_(False).to(device)
+
+
+def _convert(model: nn.Module, quantized: set[str], empty: bool = False) -> nn.Module:
+    """Put serving layers in the place of linear layers and experts whose weights are named."""
+    for name, module in list(model.named_modules()):
+        path, _, child = name.rpartition(".")
+        made: nn.Module | None = None
+        if f"{name}.weight" in quantized and not isinstance(module, ServedLinear):
+            made = serve_linear(module, empty)
+        elif f"{name}.gate_up_proj" in quantized and not isinstance(module, ServedExperts):
+            try:
+                made = serve_experts(module, empty)
+            except NotRecognized as error:
+                raise RtkError(f"{name}, a {type(module).__name__}, cannot be served in fp8: {error}") from error
+        if made is not None:
+            setattr(model.get_submodule(path), child, made)
+    return model
+
+
+def _loaded(folder: Path) -> nn.Module:
+    """Return a model with the tensors of a checkpoint."""
+    from safetensors import safe_open
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files or not (folder / "config.json").exists():
+        raise ArgumentError(f"model_or_path is {str(folder)!r}; expected a folder with config.json and *.safetensors")
+    config = AutoConfig.from_pretrained(folder)
+    how = getattr(config, "quantization_config", None) or {}
+    if how.get("quant_method") != "fp8" or list(how.get("weight_block_size") or ()) != [BLOCK, BLOCK]:
+        raise ArgumentError(
+            f"{folder} has the quantization_config {how or None}; expected quant_method 'fp8' with weight_block_size "
+            f"[128, 128]"
+        )
+    del config.quantization_config
+    with no_init_weights():  # memory that nobody writes to is not taken
+        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.bfloat16)
+    places = _places(model)
+    opened = [safe_open(file, "pt") for file in files]
+    where = {name: file for file in opened for name in file.keys()}
+    coded = {place.name for name, place in places.items() if name + _SCALE in where}
+    _convert(model, coded, empty=True)
+    model.config.quantization_config = how
+    state, tied, missing = model.state_dict(keep_vars=True), _tied(model), []
+    for name, place in places.items():
+        if name not in where:
+            missing += [] if place.name in tied else [name]
+            continue
+        _copy(_part(state[place.name], place), where[name].get_tensor(name), name)
+        if place.name in coded:
+            scale = where[name + _SCALE].get_tensor(name + _SCALE)
+            _copy(_part(state[place.name + _SCALE], place, scale=True), scale, name + _SCALE)
+    if missing:
+        raise RtkError(f"{folder} lacks {len(missing)} tensors of the model: {', '.join(missing[:5])}")
+    return model
+
+
+@torch.no_grad()
+def _copy(to: Tensor, value: Tensor, name: str) -> None:
+    if to.shape != value.shape:
+        raise RtkError(f"{name} has shape {tuple(value.shape)} in the file; the model expects {tuple(to.shape)}")
+    to.copy_(value)

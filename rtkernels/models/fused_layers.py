@@ -1,0 +1,259 @@
+"""Decoder layers with fewer steps: sum and norm in one op, q/k norm and rotation in one, one product for q, k and v.
+
+Such a layer needs another forward, and a copy of transformers' code grows old. So a module is replaced only if the text
+of its class's forward (parsed; annotations, decorators and docstring removed) is one that was read when this was
+written: the tables below have its hash. A forward that changes is left alone, and the report says so.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import textwrap
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import rtkernels
+from rtkernels.models import fp8 as quantized
+from rtkernels.models import replace
+from rtkernels.models.merged import RotatedHeads, make_adjacent, merged
+from rtkernels.models.recognize import NotRecognized, Recognized, rope_tables
+from rtkernels.models.rope_view import is_attention, viewed
+
+Forward = Callable[..., Any]
+_QKV = ("q_proj", "k_proj", "v_proj")
+_GATE_UP = ("gate_proj", "up_proj")
+
+
+class AttentionForm(NamedTuple):
+    """What forwards of attention modules differ in: where the window is, whether heads of q and k are normalised."""
+
+    window: str | None
+    normed: bool
+
+
+# Hash of the forward: the order of its arguments, and whether sums are scaled.
+LAYERS = {
+    "1a8125909341e389": ("cached", False),  # Llama, Mistral, Qwen2, Qwen3, their MoE, DeepSeek-V3, GLM, OLMoE, ...
+    "d4699009e63a2518": ("positions first", False),
+    "bb8119d990e32de7": ("cached", True),
+}
+ATTENTIONS = {
+    "b9c6a0ecf29f0cc8": AttentionForm(None, False),  # Llama, Granite, GLM, GLM4, Qwen2-MoE, Ernie 4.5
+    "f51654a6b1d14463": AttentionForm("module", True),  # Qwen3, Qwen3-MoE
+    "724c683fcbf9e3e3": AttentionForm("module", False),
+    "2059eea546b068e1": AttentionForm("config", False),  # Mistral, Mixtral
+}
+
+
+@cache
+def form_of(forward: Forward) -> str:
+    """Return the hash of a forward's text, "" if it has none or is wrapped."""
+    if hasattr(forward, "__wrapped__"):
+        return ""
+    try:
+        function = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return ""
+    if not isinstance(function, ast.FunctionDef):
+        return ""
+    function.returns, function.decorator_list = None, []
+    for node in ast.walk(function):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, ast.AnnAssign):
+            node.annotation = ast.Constant(None)
+    if ast.get_docstring(function) is not None:
+        function.body = function.body[1:]
+    return hashlib.sha256(ast.unparse(function).encode()).hexdigest()[:16]
+
+
+# ---- decoder layers -------------------------------------------------------------------------------------------------
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Return True if a module may be a decoder layer: one of its children is an attention."""
+    return any(is_attention(child) for child in module.children())
+
+
+def _class_of(module: nn.Module) -> type[nn.Module]:
+    return type(module)._rtkernels_original if replace.replaced(module) is not None else type(module)
+
+
+def _layer_kind(module: nn.Module) -> Recognized:
+    found = LAYERS.get(form_of(_class_of(module).forward))
+    if found is None:
+        raise NotRecognized("its forward is none that is known here")
+    kind = replace.replaced(module.post_attention_layernorm)
+    if kind is None or kind.kind not in ("rms_norm", "fp8_norm"):
+        raise NotRecognized("the norm behind its attention was not replaced")
+    return Recognized("fused_layer", (("order", found[0]), ("scaled", found[1])))
+
+
+def _layer(original: type[nn.Module], order: str, scaled: bool) -> Forward:
+    def rest(self, residual, mixed):
+        if scaled:
+            mixed = mixed * self.residual_multiplier
+        norm = self.post_attention_layernorm
+        if residual.dtype == mixed.dtype:
+            hidden_states, residual = norm(mixed, residual=residual)
+        else:
+            residual = residual + mixed
+            hidden_states = norm(residual)
+        hidden_states = self.mlp(hidden_states)
+        return residual + (hidden_states * self.residual_multiplier if scaled else hidden_states)
+
+    if order == "cached":
+
+        def forward(
+            self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
+            position_embeddings=None, **kwargs,
+        ):  # fmt: skip
+            mixed, _ = self.self_attn(
+                hidden_states=self.input_layernorm(hidden_states), attention_mask=attention_mask,
+                position_ids=position_ids, past_key_values=past_key_values, use_cache=use_cache,
+                position_embeddings=position_embeddings, **kwargs,
+            )  # fmt: skip
+            return rest(self, hidden_states, mixed)
+
+    else:
+
+        def forward(
+            self, hidden_states, position_embeddings=None, attention_mask=None, position_ids=None,
+            past_key_values=None, **kwargs,
+        ):  # fmt: skip
+            mixed, _ = self.self_attn(
+                hidden_states=self.input_layernorm(hidden_states), position_embeddings=position_embeddings,
+                attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values, **kwargs,
+            )  # fmt: skip
+            return rest(self, hidden_states, mixed)
+
+    return forward
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+
+def _attention_kind(module: nn.Module) -> Recognized:
+    form = ATTENTIONS.get(form_of(_class_of(module).forward))
+    if form is None:
+        raise NotRecognized("its forward is none that is known here")
+    kind = replace.replaced(module)
+    names = dict(kind.options)["names"] if kind is not None and kind.kind == "rope" else ()
+    if len(names) != 1:
+        raise NotRecognized("its rotation was not replaced")
+    norm: tuple[str, float] | None = None
+    if form.normed:
+        kinds = [replace.replaced(child) for child in (module.q_norm, module.k_norm)]
+        if kinds[0] is None or kinds[0].kind != "rms_norm" or kinds[0] != kinds[1]:
+            raise NotRecognized("its norms of q and k were not replaced")
+        options = dict(kinds[0].options)
+        norm = options["eps"], options["offset"]
+        if getattr(module.q_norm, norm[0]) != getattr(module.k_norm, norm[0]):
+            raise NotRecognized("its norms of q and k differ")
+    return Recognized("fused_attention", (("names", names), ("norm", norm), ("window", form.window)))
+
+
+def _product(x: Any, linears: tuple[nn.Module, ...]) -> Tensor | None:
+    """Return the merged product of linear layers, by numbers or by codes, None if they have to be called."""
+    made = merged(x, linears)
+    return quantized.merged(x, linears) if made is None else made
+
+
+def _heads(
+    self: nn.Module, x: Any, tables: Any, form: tuple[str, ...], norm: tuple[str, float] | None
+) -> tuple[Tensor, ...] | None:
+    """Return q, k and v ``[batch, tokens, heads, size]``, q and k rotated; None if it has to be done in steps."""
+    cos, sin = tables
+    size = self.head_dim
+    rotary = cos.shape[-1] * (2 if form[0] == "half tables" else 1)
+    if len(x.shape) != 3 or cos.dim() != 3 or cos.dtype not in (x.dtype, torch.float32):
+        return None
+    if rotary != size and not ("partial" in form and rotary < size):
+        return None
+    if norm is not None and (self.q_norm._forward_hooks or self.k_norm._forward_hooks):
+        return None
+    linears = (self.q_proj, self.k_proj, self.v_proj)
+    counts = linears[0].weight.shape[0] // size, linears[1].weight.shape[0] // size
+    qkv = _product(x, linears)
+    if qkv is None:
+        return None
+    if norm is None:
+        return RotatedHeads.apply(qkv, cos, sin, counts, form[0])
+    cos, sin, options = rope_tables(size, cos, sin, form[0])
+    return rtkernels.qk_norm_rope(
+        qkv, self.q_norm.weight, self.k_norm.weight, cos, sin, q_heads=counts[0], kv_heads=counts[1],
+        head_order="plain", layout="bshd", eps=getattr(self.q_norm, norm[0]), offset=norm[1], **options,
+    )  # fmt: skip
+
+
+def _attention(original: type[nn.Module], names: Any, norm: tuple[str, float] | None, window: str | None) -> Forward:
+    separate, file, (_, form) = viewed(original.forward, dict(names)), original.forward.__globals__, names[0]
+    functions, eager = file["ALL_ATTENTION_FUNCTIONS"], file["eager_attention_forward"]
+
+    def forward(
+        self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs
+    ):  # fmt: skip
+        heads = _heads(self, hidden_states, position_embeddings, form, norm)
+        if heads is None:
+            return separate(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        q, k, v = (t.transpose(1, 2) for t in heads)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        if window is not None:
+            kwargs["sliding_window"] = (
+                self.sliding_window if window == "module" else getattr(self.config, "sliding_window", None)
+            )
+        attend = functions.get_interface(self.config._attn_implementation, eager)
+        dropout = self.attention_dropout if self.training else 0.0
+        mixed, weights = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
+        return self.o_proj(mixed.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
+
+    return forward
+
+
+# ---- gated MLPs -----------------------------------------------------------------------------------------------------
+
+
+def _mlp(original: type[nn.Module], act: str, separate: bool) -> Forward:
+    def forward(self, x):
+        both = _product(x, (self.gate_proj, self.up_proj))
+        if both is None:
+            return self.down_proj(rtkernels.glu(self.gate_proj(x), self.up_proj(x), act=act))
+        return self.down_proj(rtkernels.glu(both, act=act))
+
+    return forward
+
+
+replace.register("fused_layer", _layer)
+replace.register("fused_attention", _attention)
+replace.register("fused_mlp", _mlp)
+
+
+def fuse(model: nn.Module, note: Callable[[str, str, nn.Module, str | None], None]) -> None:
+    """Fuse what can be fused of a model whose norms, rotations and MLPs were replaced; note every layer looked at."""
+    modules = list(model.named_modules())
+    for name, module in modules:
+        kind = replace.replaced(module)
+        try:
+            if is_layer(module):
+                replace.change(module, _layer_kind(module))
+            elif is_attention(module):
+                replace.change(module, _attention_kind(module))
+                make_adjacent([getattr(module, linear) for linear in _QKV])
+            elif kind is not None and kind.kind == "mlp" and dict(kind.options)["separate"]:
+                replace.change(module, Recognized("fused_mlp", kind.options))
+                make_adjacent([getattr(module, linear) for linear in _GATE_UP])
+            elif kind is not None and kind.kind == "fp8_mlp" and dict(kind.options)["separate"]:
+                make_adjacent([getattr(module, linear) for linear in _GATE_UP])  # its forward merges what it can
+            else:
+                continue
+        except NotRecognized as error:
+            note("fused", name, module, str(error))
+        else:
+            note("fused", name, module, None)

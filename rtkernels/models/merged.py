@@ -1,0 +1,181 @@
+"""One product for linear layers that read the same tensor, whose weights stay parameters of their own.
+
+Where the weights lie one behind the other in memory (``make_adjacent``), they are one matrix without a copy. Where they
+do not (FSDP gathers them, a model was moved), forward and dx are a product each, into columns of one result; the
+gradient of the weights is one product in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rtkernels.models.recognize import apply_rope
+from rtkernels.runtime.operator.autograd import once_differentiable
+from rtkernels.runtime.operator.sharding import is_sharded
+from rtkernels.runtime.torch_private import is_dynamo_compiling
+
+
+def make_adjacent(linears: Sequence[nn.Module]) -> None:
+    """Move the weights of linear layers into one block of memory, if each has memory of its own. Values stay."""
+    if not all(isinstance(linear, nn.Linear) for linear in linears):
+        return
+    weights = [linear.weight for linear in linears]
+    first = weights[0]
+    for w in weights:
+        alike = w.dtype == first.dtype and w.device == first.device and w.shape[1:] == first.shape[1:]
+        if not alike or is_sharded(w) or w.device.type == "meta" or not w.is_contiguous():
+            return
+        if w.untyped_storage().nbytes() != w.numel() * w.element_size():  # a part of something: of a flat parameter
+            return
+    block = torch.cat([w.detach() for w in weights])
+    start = 0
+    for w in weights:
+        w.data = block[start : start + w.shape[0]]
+        start += w.shape[0]
+
+
+def adjacent(weights: Sequence[Tensor]) -> Tensor | None:
+    """Return matrices as one, in the memory they are in, None if they do not lie one behind the other."""
+    first, end = weights[0], weights[0].data_ptr()
+    storage = first.untyped_storage().data_ptr()
+    for w in weights:
+        same = w.dtype == first.dtype and w.shape[1:] == first.shape[1:] and w.is_contiguous()
+        if not same or w.data_ptr() != end or w.untyped_storage().data_ptr() != storage:
+            return None
+        end += w.numel() * w.element_size()
+    rows, columns = sum(w.shape[0] for w in weights), first.shape[1]
+    alias = torch.empty(0, dtype=first.dtype, device=first.device)
+    return alias.set_(first.untyped_storage(), first.storage_offset(), (rows, columns), (columns, 1))
+
+
+class Adjacent(torch.autograd.Function):
+    """Adjacent weights as one; the gradient goes to each of them, without a copy."""
+
+    @staticmethod
+    def forward(ctx, *weights):
+        ctx.rows = [w.shape[0] for w in weights]
+        return adjacent(weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dw):
+        parts = dw.split(ctx.rows)
+        return tuple(part if need else None for part, need in zip(parts, ctx.needs_input_grad, strict=True))
+
+
+class _Product(torch.autograd.Function):
+    """``x @ [weights]^T + [biases]`` as ``[..., all rows of the weights]``."""
+
+    @staticmethod
+    def forward(ctx, x, count, *parameters):
+        weights, biases = parameters[:count], parameters[count:]
+        flat, rows = x.reshape(-1, x.shape[-1]), [w.shape[0] for w in weights]
+        y = flat.new_empty(flat.shape[0], sum(rows))
+        whole = adjacent(weights)
+        if whole is not None:
+            bias = torch.cat(biases) if biases else None
+            _multiply(flat, whole, bias, y)
+        else:
+            for i, part in enumerate(y.split(rows, -1)):
+                _multiply(flat, weights[i], biases[i] if biases else None, part)
+        ctx.save_for_backward(x, *weights)
+        ctx.rows = rows
+        return y.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, *weights = ctx.saved_tensors
+        need_x, need = ctx.needs_input_grad[0], ctx.needs_input_grad[2:]
+        count, rows = len(weights), ctx.rows
+        flat, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, sum(rows))
+        parts, dx = dy.split(rows, -1), None
+        if need_x:
+            whole = adjacent(weights)
+            dx = dy @ whole if whole is not None else parts[0] @ weights[0]
+            if whole is None:
+                for part, w in zip(parts[1:], weights[1:], strict=True):
+                    dx.addmm_(part, w)
+            dx = dx.view(x.shape)
+        if all(need[:count]):
+            grads = list((dy.t() @ flat).split(rows))
+        else:
+            grads = [p.t() @ flat if n else None for p, n in zip(parts, need[:count], strict=True)]
+        if len(need) > count:
+            sums = dy.sum(0, dtype=torch.float32).to(dy.dtype).split(rows)
+            grads += [s if n else None for s, n in zip(sums, need[count:], strict=True)]
+        return dx, None, *grads
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
+def is_plain(linear: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
+    """Return True if calling a layer is its product and nothing else: no subclass, hook or adapter, no main_grad."""
+    hooked = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks
+    weight = getattr(linear, "weight", None)
+    return (
+        type(linear) is kind
+        and not hooked
+        and not is_sharded(weight)
+        and not hasattr(weight, "main_grad")
+        and "forward" not in linear.__dict__
+    )
+
+
+def merged(x: Any, linears: Sequence[nn.Module]) -> Tensor | None:
+    """Return the results of linear layers as columns of one tensor, None where they have to be called by themselves.
+
+    That is under ``torch.compile``, which has a view of its own of such things, under autocast, and for layers with
+    hooks, adapters or weights of several dtypes.
+    """
+    if is_dynamo_compiling() or not isinstance(x, Tensor) or torch.is_autocast_enabled(x.device.type):
+        return None
+    if not all(is_plain(linear) and linear.weight.dtype == x.dtype for linear in linears):
+        return None
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    if len(biases) not in (0, len(linears)):
+        return None
+    return _Product.apply(x, len(linears), *(linear.weight for linear in linears), *biases)
+
+
+class RotatedHeads(torch.autograd.Function):
+    """Heads of q, k and v ``[batch, tokens, heads, size]`` of a merged product, q and k rotated where they lie.
+
+    The product's result is overwritten: nothing else has it, and what made it has not saved it.
+    """
+
+    @staticmethod
+    def forward(ctx, qkv, cos, sin, heads, form):
+        ctx.save_for_backward(cos, sin)
+        ctx.heads, ctx.form = heads, form
+        q, k, v = _heads(qkv.detach(), heads)
+        q, k = _rotate(q, k, cos, sin, form)
+        return q, k, v
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dq, dk, dv):
+        cos, sin = ctx.saved_tensors
+        dqkv = torch.cat([d.flatten(2) for d in (dq, dk, dv)], -1)
+        q, k, _ = _heads(dqkv, ctx.heads)
+        _rotate(q, k, cos, sin, ctx.form, inverse=True)
+        return dqkv, None, None, None, None
+
+
+def _heads(qkv: Tensor, heads: tuple[int, int]) -> tuple[Tensor, ...]:
+    """Return views of the heads of q, k and v."""
+    q_heads, kv_heads = heads
+    return qkv.unflatten(-1, (q_heads + 2 * kv_heads, -1)).split((q_heads, kv_heads, kv_heads), -2)
+
+
+def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: str, inverse: bool = False) -> tuple[Tensor, Tensor]:
+    return apply_rope(q, k, cos, sin, form, layout="bshd", inverse=inverse, in_place=True)

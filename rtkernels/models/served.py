@@ -1,0 +1,158 @@
+"""Linear layers and experts whose weights are fp8 codes in blocks of 128 x 128, for inference.
+
+Parameters have the names and shapes that transformers' own modules for such checkpoints have.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import rtkernels
+from rtkernels.models.fp8 import codes_of
+from rtkernels.models.recognize import NotRecognized
+from rtkernels.nn.fp8_experts import E4M3, ExpertCodes, Experts
+from rtkernels.ops.gemm.fp8_operands import rows_of
+from rtkernels.ops.moe.moe_index import moe_index, moe_rows
+
+BLOCK = 128
+
+
+def _blocks(size: int) -> int:
+    return -(-size // BLOCK)
+
+
+def _frozen(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+class _KeepsScales(nn.Module):
+    """Codes and scales keep their dtypes where a module is moved to another one."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        kept = {name: p.data for name, p in self._parameters.items() if p is not None and name != "bias"}
+        super()._apply(fn, recurse)
+        for name, before in kept.items():
+            moved = self._parameters[name]
+            if moved.dtype != before.dtype:
+                self._parameters[name] = _frozen(before.to(moved.device))
+        return self
+
+
+class ServedLinear(_KeepsScales):
+    """``x @ weight.T + bias`` of 16-bit rows with a weight of codes.
+
+    Args:
+        weight: e4m3 ``[out features, in features]``; in features a multiple of 16.
+        weight_scale_inv: float32, one for each 128 x 128 of the weight: what codes are multiplied by.
+        bias: Of the result's dtype.
+    """
+
+    def __init__(self, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.weight, self.weight_scale_inv = _frozen(weight), _frozen(weight_scale_inv)
+        self.bias = None if bias is None else _frozen(bias.detach())
+
+    def forward(self, x: Any) -> Tensor:
+        """Return ``[..., out features]`` of x's dtype. Layers that read the same tensor share its codes."""
+        with torch.no_grad():
+            codes = codes_of(x)
+            if isinstance(codes, Tensor):  # compiled, or fp32
+                q, scale = rtkernels.quantize_fp8(x, granularity="group", scale_layout="column")
+            else:
+                q, scale = codes.q, codes.scale
+            left = rows_of(q.reshape(-1, self.in_features), scale, "group")
+            y = rtkernels.scaled_mm(
+                left.q, self.weight, left.scale, self.weight_scale_inv, recipe="block_1x128_128x128", bias=self.bias,
+                out_dtype=x.dtype,
+            )  # fmt: skip
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """Return sizes."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class ServedExperts(_KeepsScales):
+    """Gated experts with weights of codes: tokens are quantised while they are permuted, gated values while computed.
+
+    Args:
+        gate_up_proj: e4m3 ``[experts, 2 * inner, hidden]``, inner a multiple of 128.
+        gate_up_proj_scale_inv: float32 ``[experts, 2 * inner / 128, hidden / 128]``.
+        down_proj: e4m3 ``[experts, hidden, inner]``.
+        down_proj_scale_inv: float32 ``[experts, hidden / 128, inner / 128]``.
+        act: As for :func:`rtkernels.glu`.
+    """
+
+    has_bias, has_gate, is_transposed, is_concatenated = False, True, False, True
+
+    def __init__(self, gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv, act: str) -> None:
+        super().__init__()
+        self.num_experts, self.act = gate_up_proj.shape[0], act
+        self.gate_up_proj, self.down_proj = _frozen(gate_up_proj), _frozen(down_proj)
+        self.gate_up_proj_scale_inv = _frozen(gate_up_proj_scale_inv)
+        self.down_proj_scale_inv = _frozen(down_proj_scale_inv)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts, ``[tokens, hidden]``."""
+        rows = max(moe_rows(top_k_index.numel(), 1, self.num_experts, BLOCK), BLOCK)
+        index = moe_index(top_k_index, self.num_experts, multiple_of=BLOCK, rows=rows)
+        up, down = self.gate_up_proj, self.down_proj
+        none = up.new_empty(0)
+        given = (
+            *ExpertCodes(up.flatten(0, 1), self.gate_up_proj_scale_inv.flatten(0, 1), none),
+            *ExpertCodes(down.flatten(0, 1), self.down_proj_scale_inv.flatten(0, 1), none),
+        )
+        with torch.no_grad():
+            return Experts.apply(
+                hidden_states, top_k_weights.float(), up, down, index.rows, index.slots, index.offsets[1:],
+                (None, None), self.act, E4M3, False, *given,
+            )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """Return sizes."""
+        return f"experts={self.num_experts}, hidden={self.down_proj.shape[1]}, inner={self.down_proj.shape[2]}"
+
+
+def _empty(weight: Tensor) -> tuple[Tensor, Tensor]:
+    shape = (*weight.shape[:-2], _blocks(weight.shape[-2]), _blocks(weight.shape[-1]))
+    return torch.empty_like(weight, dtype=E4M3), torch.empty(shape, dtype=torch.float32, device=weight.device)
+
+
+def _coded(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes and scales of a weight, or of experts whose rows are multiples of 128."""
+    flat = weight.detach().reshape(-1, weight.shape[-1])
+    q, scale = rtkernels.quantize_fp8(flat, granularity="block")
+    return q.view(weight.shape), scale.view(*weight.shape[:-2], -1, scale.shape[-1])
+
+
+def serve_linear(linear: nn.Module, empty: bool = False) -> ServedLinear:
+    """Return the serving layer of a linear layer: of its codes, if it has them, of its weight, or without values."""
+    scale = getattr(linear, "weight_scale_inv", None)
+    if scale is not None and linear.weight.element_size() == 1:  # transformers' FP8Linear
+        return ServedLinear(linear.weight.data, scale.data.float(), linear.bias)
+    codes = _empty(linear.weight) if empty else _coded(linear.weight)
+    return ServedLinear(*codes, linear.bias)
+
+
+def serve_experts(experts: nn.Module, empty: bool = False) -> ServedExperts:
+    """Return the serving layer of experts.
+
+    Raises:
+        NotRecognized: Their gate is none of ours.
+    """
+    from rtkernels.models.experts import recognize
+
+    act = dict(recognize(experts).options)["act"]
+    weights = experts.gate_up_proj, experts.down_proj
+    if weights[0].element_size() == 1:  # transformers' FP8Experts
+        scales = experts.gate_up_proj_scale_inv.data.float(), experts.down_proj_scale_inv.data.float()
+        return ServedExperts(weights[0].data, scales[0], weights[1].data, scales[1], act)
+    pairs = [_empty(w) if empty else _coded(w) for w in weights]
+    return ServedExperts(*pairs[0], *pairs[1], act)
+
+
+__all__ = ["BLOCK", "NotRecognized", "ServedExperts", "ServedLinear", "serve_experts", "serve_linear"]

@@ -1,0 +1,79 @@
+"""Activation functions of one tensor, or of a sum."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from rtkernels import interop
+from rtkernels.ops.act.combine import combine
+from rtkernels.ops.shared.fp8_layout import check_option
+from rtkernels.ops.shared.row_operands import rows_of, summed
+from rtkernels.ops.shared.row_quant import memory_for
+from rtkernels.runtime.layout import token
+from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
+from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.recorded import refuse_outputs
+from rtkernels.runtime.operator.registry import Op
+
+KINDS = ("gelu_tanh", "gelu_erf", "silu", "relu", "relu2", "sigmoid")
+
+
+def _forward(x: Tensor, add: Tensor | None, kind: str, out: Tensor | None) -> Tensor:
+    x, add = detached(x, add)
+    rows, cyclic = rows_of("add", add, x.shape)
+    made = memory_for("out", out, x.shape, x.dtype, x, {"x": x, "add": add}, ("x", "add"))
+    flat = x if x.dim() else x.reshape(1)
+    combine(flat, made if x.dim() else made.view(1), add0=rows, act=kind, cyclic="add0" if cyclic else "")
+    return made
+
+
+class _Act(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, add, kind):
+        ctx.save_for_backward(x, add)
+        ctx.kind = kind
+        return _forward(x, add, kind, None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, add = ctx.saved_tensors
+        x = x.reshape(-1) if x.dim() == 0 else x
+        rows, cyclic = rows_of("add", add, x.shape)
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        cycles = "add0" if cyclic else ""
+        combine(x, dx, add0=rows, mul0=dy.reshape(x.shape), act=ctx.kind, slope=True, cyclic=cycles)
+        dx = dx.reshape(dy.shape)
+        return dx, None if add is None or not ctx.needs_input_grad[1] else summed(dx, add), None
+
+
+_differentiable = applied(_Act)
+
+
+def act(x: Tensor, kind: str, *, add: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Return ``kind(x + add)``.
+
+    Computed in fp32 and rounded once: the sum is not rounded. Differentiable once in x and add.
+
+    Args:
+        x: Any shape; bfloat16, float16 or float32. Any strides (a copy is made unless rows are unit-stride and evenly
+            spaced). May be any object with ``__dlpack__``; the result is then of its kind.
+        kind: ``"gelu_tanh"``, ``"gelu_erf"``, ``"silu"``, ``"relu"``, ``"relu2"`` (relu squared) or ``"sigmoid"``.
+        add: Of a shape that broadcasts to x's, with all its columns, as ``[n]`` or x's own; x's dtype or float32.
+        out: Takes the result: contiguous, of x's shape and dtype. May be x, or add. Not recorded by autograd.
+
+    Returns:
+        Of x's shape and dtype, dense.
+    """
+    if not isinstance(x, Tensor):
+        return interop.call_with(act, locals())
+    token("x", x.dtype)
+    check_option("kind", kind, KINDS)
+    if is_grad_enabled() and needs_grad(x, add):
+        refuse_outputs(out=out)
+        return _differentiable(x, add, kind)
+    return _forward(x, add, kind, out)
+
+
+OP = Op("act", public=("act",), kernels=(), torch_ops=())

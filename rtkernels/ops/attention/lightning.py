@@ -1,0 +1,295 @@
+"""Linear attention with a decay per head ("lightning"): forward, gradients, and one token at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtkernels import interop
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.attention import lightning_reference as reference
+from rtkernels.ops.attention.attention import default_scale
+from rtkernels.ops.attention.backends import TAIL
+from rtkernels.ops.attention.checks import HALVES, Heads, made, strides
+from rtkernels.ops.attention.lightning_plan import MAX_WIDTH, SCAN, STEP, Scan, scan, step
+from rtkernels.ops.attention.problem import Strides
+from rtkernels.runtime.launch.device import device_info
+from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
+from rtkernels.runtime.operator.autograd import refuse_gradients
+from rtkernels.runtime.operator.declared import Dense, InPlaceExact, InPlaceOperator, Meta, Operator
+from rtkernels.runtime.operator.gradient import differentiable
+from rtkernels.runtime.operator.plan import Memory, Step, Steps
+from rtkernels.runtime.operator.registry import Op
+
+_FLOAT32 = torch.float32
+
+
+def _batch(q: Meta, cu: Meta | None) -> int:
+    return q.shape[0] if cu is None else cu.shape[0] - 1
+
+
+def _state_shape(q: Meta, v: Meta, cu: Meta | None) -> tuple[int, ...]:
+    return (_batch(q, cu), q.shape[-2], q.shape[-1], v.shape[-1])
+
+
+def _check_widths(q: Meta, v: Meta) -> None:
+    for name, meta in (("q", q), ("v", v)):
+        if not 8 <= meta.shape[-1] <= MAX_WIDTH or meta.shape[-1] % 8:
+            raise ArgumentError(
+                f"{name} has heads of {meta.shape[-1]} elements; expected a multiple of 8 from 8 to {MAX_WIDTH}"
+            )
+
+
+def _check(
+    q: Meta, k: Meta, v: Meta, decay: Meta, state: Meta | None, cu: Meta | None, scale: float, wants_state: bool = False
+) -> None:
+    dims, order = (4, "[batch, length, heads, width]") if cu is None else (3, "[tokens, heads, width]")
+    for name, meta in (("q", q), ("k", k), ("v", v)):
+        if meta.dim() != dims:
+            raise ArgumentError(f"{name} has shape {tuple(meta.shape)}; expected {dims} dimensions, {order}")
+        check_same(name, meta.dtype, q.dtype, "dtype", of="q")
+    check_same("k", tuple(k.shape), tuple(q.shape), "shape", of="q")
+    check_same("v", tuple(v.shape[:-1]), tuple(q.shape[:-1]), "shape but for the last dimension", of="q")
+    _check_widths(q, v)
+    check_same("decay", tuple(decay.shape), (q.shape[-2],), "shape", of="heads of q")
+    if cu is not None and (cu.dtype != torch.int32 or cu.dim() != 1 or cu.shape[0] < 1):
+        raise ArgumentError(f"cu_seqlens is {cu.dtype} {tuple(cu.shape)}; expected int32 [sequences + 1]")
+    if state is not None:
+        check_same("initial_state", tuple(state.shape), _state_shape(q, v, cu), "shape", of="batch, heads, q and v")
+    if not 0.0 < scale < float("inf"):
+        raise ArgumentError(f"scale is {scale}; expected a positive number")
+    if max(_batch(q, cu), q.shape[-2]) > 65535:
+        raise ArgumentError(f"q has shape {tuple(q.shape)}; expected up to 65535 sequences and heads")
+
+
+def _outputs(q, k, v, decay, initial_state, cu_seqlens, scale, wants_state) -> tuple[Memory | None, ...]:
+    final = Memory(_state_shape(q, v, cu_seqlens), _FLOAT32) if wants_state else None
+    return Memory((*q.shape[:-1], v.shape[-1]), q.dtype), final
+
+
+def _tail(q: Meta, cu: Meta | None, names: tuple[tuple[str, int], ...], device: int) -> list[Step]:
+    """Return the launches that clear rows behind the last packed sequence, of results with these widths."""
+    if cu is None:
+        return []
+    launch, heads = TAIL.bind((DTYPE_TOKEN[q.dtype],), device, device_info(device).sm_count, 256), q.shape[1]
+    return [
+        Step(launch, name, 0, "cu_seqlens", cu.shape[0] - 1, q.shape[0], heads, width, heads * width, width)
+        for name, width in names
+    ]
+
+
+def _scan(q: Meta, cu: Meta | None, tensors: dict[str, tuple[str, Strides, int]], **others: Any) -> Scan:
+    names = ("left", "right", "value", "out")
+    return Scan(
+        token=DTYPE_TOKEN[q.dtype], batch=_batch(q, cu), heads=q.shape[-2], length=q.shape[1] if cu is None else 0,
+        d_k=tensors["left"][2], d_v=tensors["value"][2], cu=cu is not None,
+        **{name: tensors[name][:2] for name in names}, **others,
+    )  # fmt: skip
+
+
+def _plan(q, k, v, decay, initial_state, cu_seqlens, scale, wants_state, device) -> Steps:
+    d_k, d_v = q.shape[-1], v.shape[-1]
+    tensors = {
+        "left": ("q", strides(q), d_k), "right": ("k", strides(k), d_k), "value": ("v", strides(v), d_v),
+        "out": ("out", made((*q.shape[:-1], d_v), False), d_v),
+    }  # fmt: skip
+    call = _scan(
+        q, cu_seqlens, tensors, scale=scale, state=(d_v, 1), final="final_state" if wants_state else None,
+        initial=None if initial_state is None else "initial_state",
+    )  # fmt: skip
+    return Steps(scan(call, device), *_tail(q, cu_seqlens, (("out", d_v),), device))
+
+
+FORWARD = Operator(
+    "lightning_attention_fwd",
+    (
+        Heads("q", HALVES), Heads("k", HALVES), Heads("v", HALVES), Dense("decay", (_FLOAT32,)),
+        Dense("initial_state", (_FLOAT32,), optional=True), Dense("cu_seqlens", None, optional=True),
+    ),
+    options="float scale, bool wants_state",
+    results="out final_state",
+    outputs=_outputs,
+    plan=_plan,
+    reference=reference.forward,
+    check=_check,
+    plans_empty=True,
+)  # fmt: skip
+
+
+def _check_backward(dout, dfinal_state, q, k, v, decay, initial_state, cu_seqlens, scale, wants_state, *_: Any) -> None:
+    _check(q, k, v, decay, initial_state, cu_seqlens, scale)
+    check_same("dout", tuple(dout.shape), (*q.shape[:-1], v.shape[-1]), "shape", of="q and v")
+    check_same("dout", dout.dtype, q.dtype, "dtype", of="q")
+    if wants_state and dfinal_state is not None:
+        check_same("dfinal_state", tuple(dfinal_state.shape), _state_shape(q, v, cu_seqlens), "shape", of="q and v")
+
+
+def _backward_outputs(
+    dout, dfinal_state, q, k, v, decay, initial_state, cu_seqlens, scale, wants_state, need_q, need_k, need_v,
+    need_initial_state,
+):  # fmt: skip
+    results = [
+        Memory(tuple(t.shape), q.dtype) if needed else None for needed, t in ((need_q, q), (need_k, k), (need_v, v))
+    ]
+    needs_state = need_initial_state and initial_state is not None
+    return *results, Memory(_state_shape(q, v, cu_seqlens), _FLOAT32) if needs_state else None
+
+
+def _plan_backward(
+    dout, dfinal_state, q, k, v, decay, initial_state, cu_seqlens, scale, wants_state, need_q, need_k, need_v,
+    need_initial_state, device,
+) -> Steps:  # fmt: skip
+    d_k, d_v = q.shape[-1], v.shape[-1]
+    of_q, of_k = ("q", strides(q), d_k), ("k", strides(k), d_k)
+    of_v, of_dout = ("v", strides(v), d_v), ("dout", strides(dout), d_v)
+    outer = None if dfinal_state is None or not wants_state else "dfinal_state"
+    needs_state = need_initial_state and initial_state is not None
+    steps, scratch = [], {}
+    if need_q:
+        tensors = {"left": of_dout, "right": of_v, "value": of_k, "out": ("dq", made(q.shape, False), d_k)}
+        initial = None if initial_state is None else "initial_state"
+        steps.append(scan(_scan(q, cu_seqlens, tensors, scale=scale, state=(1, d_v), initial=initial), device))
+    # The state behind the last row comes in unscaled, and is met by the last row as it is.
+    reversed_scan = {"scale": scale, "initial": outer, "initial_factor": 1.0 / scale, "lead": 1, "reverse": True}
+    if need_k:
+        tensors = {"left": of_v, "right": of_dout, "value": of_q, "out": ("dk", made(k.shape, False), d_k)}
+        steps.append(scan(_scan(q, cu_seqlens, tensors, state=(1, d_v), **reversed_scan), device))
+    if need_v or needs_state:
+        name = "dv" if need_v else "unwanted_dv"
+        tensors = {"left": of_k, "right": of_q, "value": of_dout, "out": (name, made(v.shape, False), d_v)}
+        final = {"final": "dinitial_state", "final_factor": scale} if needs_state else {}
+        steps.append(scan(_scan(q, cu_seqlens, tensors, state=(d_v, 1), **reversed_scan, **final), device))
+        if not need_v:
+            scratch["unwanted_dv"] = Memory(tuple(v.shape), q.dtype)
+    needed = (("dq", d_k, need_q), ("dk", d_k, need_k), ("dv", d_v, need_v))
+    tails = _tail(q, cu_seqlens, tuple((name, width) for name, width, wanted in needed if wanted), device)
+    return Steps(*steps, *tails, scratch=scratch)
+
+
+BACKWARD = Operator(
+    "lightning_attention_bwd",
+    (Heads("dout", HALVES), Dense("dfinal_state", (_FLOAT32,), optional=True), *FORWARD.arguments),
+    options="float scale, bool wants_state, bool need_q, bool need_k, bool need_v, bool need_initial_state",
+    results="dq dk dv dinitial_state",
+    outputs=_backward_outputs,
+    plan=_plan_backward,
+    reference=reference.backward,
+    check=_check_backward,
+    plans_empty=True,
+)
+_lightning = differentiable(FORWARD, BACKWARD)
+
+
+def lightning_attention(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, *, scale: float | None = None, initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, return_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Return linear attention with an exponential decay per head, causal.
+
+    ``out[t] = scale * sum over s <= t of exp(-decay * (t - s)) (q[t] . k[s]) v[s]``, in chunks, so that time is linear
+    in the length. Differentiable in q, k, v and initial_state, also through the final state; deterministic. Sums are
+    in fp32.
+
+    Args:
+        q: bfloat16 or float16 [batch, length, heads, width], or [tokens, heads, width] of packed sequences. Width: a
+            multiple of 8 up to 128. Any strides with neighbouring elements of a head, as for ``attention``.
+        k: As q.
+        v: The same with a width of its own.
+        decay: [heads], not negative, any float type: a row counts ``exp(-decay)`` times as much for each later one.
+        scale: Factor of the result; ``1 / sqrt(width of q)`` if None.
+        initial_state: [batch or sequences, heads, width of k, width of v], any float type: the state that a call for
+            the rows before returned; zeros if None.
+        cu_seqlens: int32 [sequences + 1] on the device: sequence b has rows ``cu_seqlens[b]`` to ``[b + 1]``. Rows
+            behind the last one give 0.
+        return_state: Return the state behind the last row as well.
+
+    Returns:
+        [batch, length, heads, width of v] (packed as q is) of q's dtype; with return_state a pair of it and
+        ``sum over s of exp(-decay * (length - 1 - s)) k[s] v[s]^T + exp(-decay * length) initial_state``, float32.
+    """
+    if not isinstance(q, Tensor):
+        return interop.call(
+            lightning_attention, q, k, v, decay, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
+            return_state=return_state,
+        )  # fmt: skip
+    _refuse_decay_gradients(decay)
+    state = None if initial_state is None else initial_state.float()
+    values = (q, k, v, decay.float(), state, cu_seqlens, default_scale(scale, q.shape[-1]), bool(return_state))
+    differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*values[:3], state))
+    out, final = _lightning(*values) if differentiated else FORWARD.call(*values)
+    return (out, final) if return_state else out
+
+
+def _refuse_decay_gradients(decay: Tensor) -> None:
+    if decay.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError("decay requires grad; expected one without: there is no gradient of it")
+
+
+# ---- one token ------------------------------------------------------------------------------------------------------
+
+
+def _check_step(q: Meta, k: Meta, v: Meta, decay: Meta, state: Meta, scale: float) -> None:
+    for name, meta in (("q", q), ("k", k), ("v", v)):
+        if meta.dim() != 3:
+            raise ArgumentError(f"{name} has shape {tuple(meta.shape)}; expected [batch, heads, width]")
+        check_same(name, meta.dtype, q.dtype, "dtype", of="q")
+    check_same("k", tuple(k.shape), tuple(q.shape), "shape", of="q")
+    check_same("v", tuple(v.shape[:-1]), tuple(q.shape[:-1]), "shape but for the last dimension", of="q")
+    _check_widths(q, v)
+    check_same("decay", tuple(decay.shape), (q.shape[1],), "shape", of="heads of q")
+    check_same("state", tuple(state.shape), (*q.shape, v.shape[-1]), "shape", of="q and v")
+    if not 0.0 < scale < float("inf"):
+        raise ArgumentError(f"scale is {scale}; expected a positive number")
+    if max(q.shape[:2]) > 65535:
+        raise ArgumentError(f"q has shape {tuple(q.shape)}; expected up to 65535 sequences and heads")
+
+
+def _plan_step(q: Meta, k: Meta, v: Meta, decay: Meta, state: Meta, scale: float, device: int) -> Steps:
+    return Steps(step(DTYPE_TOKEN[q.dtype], q.shape, v.shape[-1], [strides(t) for t in (q, k, v)], scale, device))
+
+
+ONE = InPlaceOperator(
+    "lightning_attention_step_",
+    (
+        Heads("q", HALVES), Heads("k", HALVES), Heads("v", HALVES), Dense("decay", (_FLOAT32,)),
+        InPlaceExact("state", (_FLOAT32,)),
+    ),
+    options="float scale",
+    results="out",
+    outputs=lambda q, k, v, *_: (Memory(tuple(v.shape), q.dtype),),
+    plan=_plan_step,
+    reference=reference.step,
+    check=_check_step,
+)  # fmt: skip
+
+
+def lightning_attention_step(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, state: Tensor, *, scale: float | None = None
+) -> Tensor:
+    """Return ``lightning_attention`` of one more token for each sequence, and bring their states up to date.
+
+    Args:
+        q: bfloat16 or float16 [batch, heads, width].
+        k: As q.
+        v: The same with a width of its own.
+        decay: [heads], any float type.
+        state: float32 [batch, heads, width of k, width of v], contiguous; overwritten by the state behind the token.
+        scale: Factor of the result; ``1 / sqrt(width of q)`` if None.
+
+    Returns:
+        [batch, heads, width of v]. Not differentiable.
+    """
+    if not isinstance(q, Tensor):
+        return interop.call(lightning_attention_step, q, k, v, decay, state, scale=scale)
+    refuse_gradients("lightning_attention_step", [q, k, v, decay, state])
+    return ONE.call(q, k, v, decay.float(), state, default_scale(scale, q.shape[-1]))
+
+
+OP = Op(
+    "lightning",
+    public=("lightning_attention", "lightning_attention_step"),
+    kernels=(SCAN, STEP, TAIL),
+    torch_ops=(FORWARD, BACKWARD, ONE),
+)

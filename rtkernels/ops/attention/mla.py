@@ -1,0 +1,86 @@
+"""Multi-head latent attention in training: heads of q and k wider than those of v, by the kernels of ``attention``."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from rtkernels import interop
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.attention import attention as base
+from rtkernels.ops.attention.checks import LAYOUTS
+from rtkernels.runtime.operator.arguments import a_number, an_integer
+from rtkernels.runtime.operator.registry import Op
+
+
+def mla_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, scale: float | None = None, causal: bool = True,
+    clip_value: float | None = None, return_lse: bool = False, layout: str = "blhd", backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Return multi-head latent attention of keys and values that were expanded from the latent: the form for training.
+
+    As ``attention`` and ``attention_varlen``, whose kernels run: differentiable, deterministic, any heads of k that
+    divide those of q, widths of their own (DeepSeek's are 192 and 128). Decoding from the latent: ``mla_decode``.
+
+    Args:
+        q: bfloat16 or float16 [batch, queries, heads, width], or [tokens, heads, width] of packed sequences.
+        k: [batch, keys, heads, width], or [tokens of keys, heads, width].
+        v: As k, with a width of its own.
+        cu_seqlens_q: int32 [sequences + 1] on the device where sequences are packed.
+        cu_seqlens_k: The same for k and v; `cu_seqlens_q` if None.
+        max_seqlen_q: The largest number of queries in a packed sequence, or more; all tokens if None.
+        max_seqlen_k: The same for keys; `max_seqlen_q` if None and `cu_seqlens_k` is None.
+        scale: Factor of the products; ``1 / sqrt(width of q)`` if None.
+        causal: The last query sees all keys, the one before one less.
+        clip_value: Products of q and k count as at most this number (before `scale`), a positive one; None for no
+            limit. Gradients are those without the limit.
+        return_lse: Return lse as well.
+        layout: "blhd" or "bhld", of q, k, v and the result; packed sequences have one order only.
+        backend: "auto", or the name of one.
+
+    Returns:
+        As ``attention`` or ``attention_varlen``.
+    """
+    if not isinstance(q, Tensor):
+        return interop.call(
+            mla_attention, q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k, scale=scale, causal=causal, clip_value=clip_value, return_lse=return_lse,
+            layout=layout, backend=backend,
+        )  # fmt: skip
+    if layout not in LAYOUTS:
+        raise ArgumentError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
+    dims = 4 if cu_seqlens_q is None else 3
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(t, Tensor) or t.dim() != dims:
+            got = f"shape {tuple(t.shape)}" if isinstance(t, Tensor) else f"type {type(t).__name__}"
+            raise ArgumentError(f"{name} has {got}; expected a tensor of {dims} dimensions")
+    factor = base.default_scale(scale, q.shape[-1])
+    if clip_value is not None and not 0.0 < a_number("clip_value", clip_value) < math.inf:
+        raise ArgumentError(f"clip_value is {clip_value}; expected a positive number, or None for no limit")
+    cut_off = 0.0 if clip_value is None else -float(clip_value) * factor
+    left, right = base.window_sides(None, causal)
+    heads_first = layout == "bhld" and dims == 4
+    if heads_first:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    lengths = (0, 0)
+    if cu_seqlens_q is not None:
+        lengths = _largest(q, k, cu_seqlens_k is None, max_seqlen_q, max_seqlen_k)
+        if cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q:
+            cu_seqlens_k = cu_seqlens_q.view(-1)  # Dynamo takes no tensor twice
+    tensors = (q, k, v, None, None, None, None, cu_seqlens_q, cu_seqlens_k)
+    out, lse = base.run(tensors, (factor, left, right, cut_off, *lengths, heads_first, backend), None)
+    out = out.transpose(1, 2) if heads_first else out
+    return (out, lse) if return_lse else out
+
+
+def _largest(q: Tensor, k: Tensor, same: bool, of_q: int | None, of_k: int | None) -> tuple[int, int]:
+    of_k = of_q if of_k is None and same else of_k
+    return (
+        q.shape[0] if of_q is None else an_integer("max_seqlen_q", of_q),
+        k.shape[0] if of_k is None else an_integer("max_seqlen_k", of_k),
+    )
+
+
+OP = Op("mla", public=("mla_attention",), kernels=(), torch_ops=())

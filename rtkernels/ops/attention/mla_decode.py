@@ -1,0 +1,183 @@
+"""Decoding with multi-head latent attention in the absorbed form: a latent is key and value of all heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtkernels import interop
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.attention import reference
+from rtkernels.ops.attention.attention import default_scale
+from rtkernels.ops.attention.checks import HALVES, Heads
+from rtkernels.ops.attention.decode import gathered
+from rtkernels.ops.attention.decode_plan import COMBINE, split_count
+from rtkernels.runtime.launch.device import device_info
+from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.layout import DTYPE_TOKEN, check_same, divisor
+from rtkernels.runtime.operator.arguments import an_integer
+from rtkernels.runtime.operator.autograd import refuse_gradients
+from rtkernels.runtime.operator.declared import Dense, Meta, Operator
+from rtkernels.runtime.operator.plan import Memory, Step, Steps
+from rtkernels.runtime.operator.registry import Op
+
+_ROWS, _KEYS, _THREADS, _WIDTH, _VALUE = 32, 32, 256, 576, 512  # mla_decode.cu
+_SHARED = 2 * _KEYS * 2 * _WIDTH + 2 * 4 * _KEYS // 8 * 32 * 16
+
+KERNEL = Kernel(
+    "attention/mla_decode.cu",
+    "mla_decode",
+    template="T",
+    args="q:ptr cache:ptr lengths:ptr table:ptr out:ptr lse:ptr parts:ptr part_lse:ptr heads:i64 lq:i64 lkv:i64 "
+    "d_qk:i64 d_v:i64 splits:i64 page_size:i64 page_divisor:i64 table_row:i64 q_batch:i64 q_row:i64 q_head:i64 "
+    "cache_page:i64 cache_row:i64 right:i64 scale:f64",
+    variants=[("bf16",), ("fp16",)],
+    max_registers=255,
+    tier="serve",
+)
+
+
+def _check(
+    q: Meta, cache: Meta, lengths: Meta, page_table: Meta | None, value_width: int, causal: bool, scale: float
+) -> None:
+    if q.dim() != 4:
+        raise ArgumentError(f"q has shape {tuple(q.shape)}; expected [batch, tokens, heads, width]")
+    if cache.dim() != 3:
+        raise ArgumentError(f"kv_cache has shape {tuple(cache.shape)}; expected [pages or batch, rows, width]")
+    check_same("kv_cache", cache.dtype, q.dtype, "dtype", of="q")
+    check_same("kv_cache", cache.shape[-1], q.shape[-1], "width", of="q")
+    if not 8 <= q.shape[-1] <= _WIDTH or q.shape[-1] % 8:
+        raise ArgumentError(f"q has heads of {q.shape[-1]} elements; expected a multiple of 8 from 8 to {_WIDTH}")
+    if not 8 <= value_width <= min(_VALUE, q.shape[-1]) or value_width % 8:
+        raise ArgumentError(f"value_width is {value_width}; expected a multiple of 8 to {min(_VALUE, q.shape[-1])}")
+    for name, meta, dims in (("lengths", lengths, 1), ("page_table", page_table, 2)):
+        if meta is None:
+            continue
+        if meta.dtype != torch.int32:
+            raise ArgumentError(f"{name} has dtype {str(meta.dtype).removeprefix('torch.')}; expected int32")
+        if meta.dim() != dims or meta.shape[0] != q.shape[0]:
+            expected = "[batch]" if dims == 1 else "[batch, pages]"
+            raise ArgumentError(f"{name} has shape {tuple(meta.shape)}; expected {expected}, batch {q.shape[0]}")
+    if page_table is None and cache.shape[0] != q.shape[0]:
+        raise ArgumentError(f"kv_cache has {cache.shape[0]} sequences; expected {q.shape[0]}, as q, or a page_table")
+    if not scale > 0.0 or scale == float("inf"):
+        raise ArgumentError(f"scale is {scale}; expected a positive number")
+    if q.shape[0] > 65535 or q.shape[1] * q.shape[2] >= 2**31:
+        raise ArgumentError(f"q has shape {tuple(q.shape)}; expected up to 65535 sequences and 2^31 rows")
+
+
+def _outputs(q: Meta, cache: Meta, lengths: Meta, page_table: Meta | None, value_width: int, *_: Any):
+    out = Memory((*q.shape[:-1], value_width), q.dtype)
+    return out, Memory((q.shape[0], q.shape[2], q.shape[1]), torch.float32)
+
+
+def _step(meta: Meta, dim: int) -> int:
+    return 0 if meta.shape[dim] <= 1 else meta.stride[dim]
+
+
+def _plan(
+    q: Meta, cache: Meta, lengths: Meta, page_table: Meta | None, value_width: int, causal: bool, scale: float,
+    device: int,
+) -> Steps:  # fmt: skip
+    (batch, lq, heads, width), token, info = q.shape, DTYPE_TOKEN[q.dtype], device_info(device)
+    pages = 1 if page_table is None else page_table.shape[1]
+    lkv, page_size = pages * cache.shape[1], max(cache.shape[1], 1)
+    row_tiles, rows = -(-lq * heads // _ROWS), batch * lq * heads
+    splits = split_count(row_tiles * batch, lkv, info.sm_count)  # registers are for one block a multiprocessor
+    scratch = {}
+    if splits > 1:
+        scratch = {
+            "parts": Memory((splits, rows, value_width), torch.float32),
+            "part_lse": Memory((splits, rows), torch.float32),
+        }
+    made = [
+        Step(
+            KERNEL.bind((token,), device, (row_tiles, splits, batch), _THREADS, _SHARED),
+            *("q", "kv_cache", "lengths", "page_table", "out", "lse"),
+            *(("parts", "part_lse") if scratch else (0, 0)),
+            *(heads, lq, lkv, width, value_width, splits, page_size, divisor(page_size)),
+            *(0 if page_table is None else page_table.shape[1], *(_step(q, i) for i in range(3))),
+            *(_step(cache, 0), _step(cache, 1), 0 if causal else -1, scale),
+        )
+    ]
+    if scratch:
+        out = (lq * heads * value_width, heads * value_width, value_width)
+        made.append(
+            Step(
+                COMBINE.bind((token,), device, rows, 128, overlap=True),
+                *("parts", "part_lse", 0, "out", "lse", rows, splits, lq, heads, value_width, *out),
+            )
+        )
+    return Steps(*made, scratch=scratch)
+
+
+def _reference(q, kv_cache, lengths, page_table, value_width, causal, scale):
+    k = gathered(kv_cache.unsqueeze(2), lengths, page_table, None, torch.float32)
+    v, right = k[..., :value_width], 0 if causal else -1
+    out, lse = reference.forward(q.float(), k, v, None, None, lengths, None, None, None, scale, -1, right, 0.0)
+    return out.to(q.dtype), lse
+
+
+FORWARD = Operator(
+    "mla_decode_fwd",
+    (
+        Heads("q", HALVES), Heads("kv_cache", HALVES), Dense("lengths", None),
+        Dense("page_table", None, optional=True),
+    ),
+    options="int value_width, bool causal, float scale",
+    results="out lse",
+    outputs=_outputs,
+    plan=_plan,
+    reference=_reference,
+    check=_check,
+)  # fmt: skip
+
+
+def mla_decode(
+    q: Tensor, kv_cache: Tensor, seqlens: Tensor, *, page_table: Tensor | None = None, value_width: int = 512,
+    scale: float | None = None, causal: bool = True, return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the attention of new tokens over a cache of latents, each the key and the value of all heads.
+
+    The absorbed form of multi-head latent attention: q has been multiplied by the expansion of keys, the result is to
+    be multiplied by that of values. As ``attention_decode``: lengths and pages are read on the device, one captured
+    graph serves all of them, splits follow from shapes and are merged in a fixed order. Not differentiable.
+
+    Args:
+        q: bfloat16 or float16 [batch, heads, width] for one token per sequence, or [batch, tokens, heads, width];
+            width up to 576, a multiple of 8: the latent's 512 and the 64 of the rotated part in DeepSeek's models.
+        kv_cache: [pages, page size, width] with a page_table, else [batch, length, width], of q's dtype; a dimension of
+            one head before the last is accepted.
+        seqlens: int32 [batch]: keys of each sequence, new tokens included.
+        page_table: int32 [batch, pages]; entries behind the last page that `seqlens` needs are not read.
+        value_width: How many of the first elements of a latent are the value, up to 512.
+        scale: Factor of the products; ``1 / sqrt(width)`` if None. Models want that of the expanded heads instead,
+            ``1 / sqrt(192)`` for DeepSeek's.
+        causal: The last token sees all keys, the one before one less.
+        return_lse: Return lse as well.
+
+    Returns:
+        [batch, tokens, heads, value_width] ([batch, heads, value_width] if q has no tokens); with return_lse a pair of
+        it and lse, float32 [batch, heads, tokens] ([batch, heads]).
+    """
+    if not isinstance(q, Tensor):
+        return interop.call(
+            mla_decode, q, kv_cache, seqlens, page_table=page_table, value_width=value_width, scale=scale,
+            causal=causal, return_lse=return_lse,
+        )  # fmt: skip
+    refuse_gradients("mla_decode", [q, kv_cache])
+    single = q.dim() == 3
+    if kv_cache.dim() == 4 and kv_cache.shape[2] == 1:
+        kv_cache = kv_cache.squeeze(2)
+    out, lse = FORWARD.call(
+        q.unsqueeze(1) if single else q, kv_cache, seqlens, page_table, an_integer("value_width", value_width),
+        bool(causal), default_scale(scale, q.shape[-1]),
+    )  # fmt: skip
+    if single:
+        out, lse = out.squeeze(1), lse.squeeze(2)
+    return (out, lse) if return_lse else out
+
+
+OP = Op("mla_decode", public=("mla_decode",), kernels=(KERNEL, COMBINE), torch_ops=(FORWARD,))

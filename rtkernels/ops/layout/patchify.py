@@ -1,0 +1,170 @@
+"""Rearrangements of inference: images to patches, heads repeated for grouped queries."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from rtkernels import interop
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.layout.strided_copy import strided_copy
+from rtkernels.runtime.layout import FLOAT_DTYPES, may_overlap, token
+from rtkernels.runtime.operator.arguments import an_integer
+from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
+from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.recorded import refuse_outputs
+from rtkernels.runtime.operator.registry import Op
+
+_ORDERS = {"hwc": (0, 1, 2, 3, 4, 5), "chw": (0, 1, 2, 5, 3, 4)}  # of n, gh, gw, row, column, channel
+
+
+def _result(name: str, out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, x: Tensor) -> Tensor:
+    if out is None:
+        return torch.empty(shape, dtype=dtype, device=x.device)
+    if out.dtype != dtype or tuple(out.shape) != shape or out.device != x.device:
+        raise ArgumentError(
+            f"{name} is {out.dtype} {tuple(out.shape)} on {out.device}; expected {dtype} {shape} on {x.device}"
+        )
+    if not out.is_contiguous():
+        raise ArgumentError(f"{name} has strides {out.stride()}; expected a contiguous tensor")
+    if may_overlap(out, x):
+        raise ArgumentError(f"{name} overlaps an input; expected memory of its own")
+    return out
+
+
+# ---- patchify -------------------------------------------------------------------------------------------------------
+
+
+def _patches(img: Tensor, ph: int, pw: int, img_layout: str, order: str) -> tuple[Tensor, tuple[int, ...]]:
+    """Return an image as a view ``[n, gh, gw, ...]`` of its patches, and the shape of the result."""
+    pixels = img if img_layout == "nhwc" else img.permute(0, 2, 3, 1)
+    n, h, w, c = pixels.shape
+    gh, gw = h // ph, w // pw
+    view = pixels[:, : gh * ph, : gw * pw].unflatten(2, (gw, pw)).unflatten(1, (gh, ph)).permute(0, 1, 3, 2, 4, 5)
+    return view.permute(_ORDERS[order]), (n, gh * gw, ph * pw * c)
+
+
+class _Patchify(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, img, ph, pw, img_layout, order):
+        ctx.like, ctx.how = (img.shape, img.dtype, img.device), (ph, pw, img_layout, order)
+        ctx.made_gradient = False
+        view, shape = _patches(img.detach(), *ctx.how)
+        out = torch.empty(shape, dtype=img.dtype, device=img.device)
+        strided_copy(view, out.view(view.shape))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        shape, dtype, device = ctx.like
+        dx = torch.zeros(shape, dtype=dtype, device=device)  # pixels beyond the last whole patch
+        view, _ = _patches(dx, *ctx.how)
+        strided_copy(dy.reshape(view.shape), view)
+        return dx, None, None, None, None
+
+
+_patchify = applied(_Patchify)
+
+
+def patchify(
+    img: Tensor, patch: int | tuple[int, int], *, img_layout: str = "nhwc", order: str = "hwc", lut: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Cut images into patches, one row each: what a convolution with stride = kernel size reads.
+
+    Differentiable once in img. Pixels beyond the last whole patch are left out.
+
+    Args:
+        img: ``[n, h, w, c]`` or ``[n, c, h, w]``; bfloat16, float16 or float32, any strides; or uint8 with `lut`.
+        patch: Height and width of a patch, or one number for both.
+        img_layout: ``"nhwc"`` or ``"nchw"``.
+        order: How the elements of a patch lie in a row: ``"hwc"`` (row, column, channel) or ``"chw"``.
+        lut: ``[256]``, what the bytes of a uint8 image stand for; the result has its dtype.
+        out: Takes the result, contiguous. Not recorded by autograd.
+
+    Returns:
+        ``[n, h // ph * (w // pw), ph * pw * c]``, patches by rows of the image.
+    """
+    if not isinstance(img, Tensor):
+        return interop.call_with(patchify, locals())
+    if img.dim() != 4:
+        raise ArgumentError(f"img has shape {tuple(img.shape)}; expected four dimensions, [n, h, w, c] or [n, c, h, w]")
+    if img_layout not in ("nhwc", "nchw"):
+        raise ArgumentError(f"img_layout is {img_layout!r}; expected 'nhwc' or 'nchw'")
+    if order not in _ORDERS:
+        raise ArgumentError(f"order is {order!r}; expected 'hwc' or 'chw'")
+    ph, pw = (patch, patch) if not isinstance(patch, tuple) else patch
+    if an_integer("patch", ph) <= 0 or an_integer("patch", pw) <= 0:
+        raise ArgumentError(f"patch is {patch}; expected sizes above 0")
+    if lut is not None:
+        if img.dtype != torch.uint8 or lut.dtype not in FLOAT_DTYPES or tuple(lut.shape) != (256,):
+            raise ArgumentError(
+                f"lut is {lut.dtype} {tuple(lut.shape)} and img {img.dtype}; expected a float table [256] and uint8"
+            )
+    else:
+        token("img", img.dtype)
+    if is_grad_enabled() and needs_grad(img):
+        refuse_outputs(out=out)
+        return _patchify(img, ph, pw, img_layout, order)
+    (img,) = detached(img)
+    view, shape = _patches(img, ph, pw, img_layout, order)
+    made = _result("out", out, shape, img.dtype if lut is None else lut.dtype, img)
+    strided_copy(view, made.view(view.shape), None if lut is None else lut.detach().contiguous())
+    return made
+
+
+# ---- repeat_heads ---------------------------------------------------------------------------------------------------
+
+
+class _RepeatHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, n):
+        ctx.n = n
+        ctx.made_gradient = False
+        return _repeat(x.detach(), n, None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        *outer, heads, dim = dy.shape
+        parts = dy.reshape(*outer, heads // ctx.n, ctx.n, dim)
+        dx = torch.empty(*outer, heads // ctx.n, dim, dtype=dy.dtype, device=dy.device)
+        strided_copy(parts.movedim(-2, 0), dx, summed=True)
+        return dx, None
+
+
+_repeat_heads = applied(_RepeatHeads)
+
+
+def _repeat(x: Tensor, n: int, out: Tensor | None) -> Tensor:
+    *outer, heads, dim = x.shape
+    made = _result("out", out, (*outer, heads * n, dim), x.dtype, x)
+    strided_copy(x.unsqueeze(-2).expand(*outer, heads, n, dim), made.view(*outer, heads, n, dim))
+    return made
+
+
+def repeat_heads(x: Tensor, n: int, *, out: Tensor | None = None) -> Tensor:
+    """Return every head `n` times: head h of the result is head ``h // n`` of x.
+
+    Differentiable once; the gradient of a head is the sum of those of its copies, in fp32 and in order.
+
+    Args:
+        x: ``[..., heads, head_dim]``, bfloat16, float16 or float32, any strides.
+        n: How often.
+        out: Takes the result: contiguous ``[..., heads * n, head_dim]``. Not recorded by autograd.
+    """
+    if not isinstance(x, Tensor):
+        return interop.call_with(repeat_heads, locals())
+    token("x", x.dtype)
+    if x.dim() < 2:
+        raise ArgumentError(f"x has shape {tuple(x.shape)}; expected [..., heads, head_dim]")
+    if an_integer("n", n) < 1:
+        raise ArgumentError(f"n is {n}; expected 1 or more")
+    if is_grad_enabled() and needs_grad(x):
+        refuse_outputs(out=out)
+        return _repeat_heads(x, n)
+    return _repeat(x.detach(), n, out)
+
+
+OP = Op("patchify", public=("patchify", "repeat_heads"), kernels=(), torch_ops=())

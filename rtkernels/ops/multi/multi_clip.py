@@ -1,0 +1,35 @@
+"""Limiting every element of many tensors."""
+
+from __future__ import annotations
+
+import torch
+
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.multi.multi_tensor import Tensors, _listed, _overwritten
+from rtkernels.runtime.operator.arguments import a_number
+from rtkernels.runtime.operator.registry import Op
+
+
+def multi_clip_(tensors: Tensors, limit: float) -> None:
+    """Clamp every element of all tensors to ``-limit .. limit``, in place; NaN stays NaN.
+
+    For limiting the norm there is ``multi_clip_norm_``. Not differentiable: tensors that require grad are refused
+    unless under ``torch.no_grad()``. The elements are clamped by torch, one launch for many tensors.
+
+    Args:
+        tensors: As for ``multi_norm``; no two of them may overlap.
+        limit: At least 0.
+
+    Returns:
+        Nothing.
+    """
+    if not a_number("limit", limit) >= 0:
+        raise ArgumentError(f"limit is {limit}; expected a number of at least 0")
+    tensors = list(_overwritten("multi_clip_", _listed(tensors)))
+    if tensors:
+        with torch.no_grad():
+            torch._foreach_clamp_min_(tensors, -float(limit))
+            torch._foreach_clamp_max_(tensors, float(limit))
+
+
+OP = Op("multi_clip", public=("multi_clip_",), kernels=(), torch_ops=())

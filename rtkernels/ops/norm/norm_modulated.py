@@ -1,0 +1,234 @@
+"""The normalisations of inference: residual, gate, modulation and quantisation around ``rms_norm`` or ``layer_norm``."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.norm.checks import check_inputs
+from rtkernels.ops.norm.norm_modulated_plan import KERNELS, plan
+from rtkernels.ops.shared.row_operands import by_rows, check_rows
+from rtkernels.ops.shared.row_quant import KINDS, memory_for, quantize_reference, result_shapes, wanted
+from rtkernels.runtime.layout import check_same, row_count, token
+from rtkernels.runtime.operator.arguments import a_number
+from rtkernels.runtime.operator.autograd import detached
+from rtkernels.runtime.operator.declared import Argument, Dense, InPlaceExact, Meta, Operator, Rows
+from rtkernels.runtime.operator.registry import Op
+
+
+class NormOut(NamedTuple):
+    """Results of a normalisation; None for what was not asked for.
+
+    Attributes:
+        out: The normalised rows, or their codes.
+        residual: ``residual + gate * (x + bias)``, rounded.
+        gate: The third part of `style`, a view of it.
+        kept: What the codes stand for, before it was quantised, in x's dtype.
+        scale: The scales of the codes: those made, or what was given.
+        global_scale: Of "nvfp4": the scale of the whole tensor.
+    """
+
+    out: Tensor
+    residual: Tensor | None = None
+    gate: Tensor | None = None
+    kept: Tensor | None = None
+    scale: Tensor | float | None = None
+    global_scale: Tensor | float | None = None
+
+
+# ---- operator -------------------------------------------------------------------------------------------------------
+
+
+def _check(
+    x: Meta, residual: Meta | None, gate: Meta | None, bias: Meta | None, weight: Meta | None, norm_bias: Meta | None,
+    scale: Meta | None, shift: Meta | None, channel_scale: Meta | None, quant_scale: Meta | None, out: Meta,
+    residual_out: Meta | None, kept: Meta | None, scale_out: Meta | None, global_out: Meta | None, eps: float,
+    offset: float, centred: bool, quant: str, swizzled: bool, static: float, floor: float,
+) -> None:  # fmt: skip
+    check_inputs(x, weight, None, residual)
+    rows, cols = row_count(x.shape), x.shape[-1]
+    for name, meta in (("bias", bias), ("channel_scale", channel_scale), ("bias of the norm", norm_bias)):
+        if meta is not None:
+            token(name, meta.dtype, (x.dtype, torch.float32))
+            check_same(name, tuple(meta.shape), (cols,), "shape", of="a row of x")
+    for name, meta in (("gate", gate), ("scale", scale), ("shift", shift)):
+        if meta is not None:
+            token(name, meta.dtype, (x.dtype, torch.float32))
+            check_rows(name, meta, rows, cols)
+    if quant not in KINDS:
+        raise ArgumentError(f"quant is {quant!r}; expected one of {', '.join(KINDS)}")
+    for name, meta in (("residual_out", residual_out), ("kept", kept)):
+        if meta is not None:
+            check_same(name, (meta.dtype, tuple(meta.shape)), (x.dtype, tuple(x.shape)), "dtype and shape")
+
+
+def _reference(
+    x: Tensor, residual: Tensor | None, gate: Tensor | None, bias: Tensor | None, weight: Tensor | None,
+    norm_bias: Tensor | None, scale: Tensor | None, shift: Tensor | None, channel_scale: Tensor | None,
+    quant_scale: Tensor | None, out: Tensor, residual_out: Tensor | None, kept: Tensor | None, scale_out: Tensor | None,
+    global_out: Tensor | None, eps: float, offset: float, centred: bool, quant: str, swizzled: bool, static: float,
+    floor: float,
+) -> None:  # fmt: skip
+    rows, cols = row_count(x.shape), x.shape[-1]
+
+    def over(t: Tensor) -> Tensor:
+        t = t.float().reshape(-1, cols)
+        return t if t.shape[0] in (1, rows) else t.repeat_interleave(rows // t.shape[0], 0)
+
+    h = x.float().reshape(rows, cols)
+    if bias is not None:
+        h = h + bias.float()
+    if gate is not None:
+        h = h * over(gate)
+    if residual is not None:
+        h = h + residual.float().reshape(rows, cols)
+    h = h.to(x.dtype)
+    made_h = h.reshape(x.shape)
+    y = h.float()
+    if centred:
+        y = y - y.mean(-1, keepdim=True)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        y = y * (weight.float() + offset)
+    if norm_bias is not None:
+        y = y + norm_bias.float()
+    if scale is not None:
+        y = y * (1 + over(scale))
+    if shift is not None:
+        y = y + over(shift)
+    if channel_scale is not None:
+        y = y * channel_scale.float()
+    y = y.reshape(x.shape)
+    quantize_reference(y, quant, out, quant_scale, scale_out, global_out, swizzled, static, floor)
+    if kept is not None:
+        kept.copy_(y)
+    if residual_out is not None:
+        residual_out.copy_(made_h)
+
+
+def _rows(name: str) -> Rows:
+    return Rows(name, None, optional=True)
+
+
+def _dense(name: str) -> Dense:
+    return Dense(name, None, optional=True)
+
+
+def _written(name: str) -> InPlaceExact:
+    return InPlaceExact(name, None, optional=True)
+
+
+FORWARD = Operator(
+    "norm_modulated",
+    (
+        Rows("x", None), _rows("residual"), _rows("gate"), _dense("bias"), _dense("weight"), _dense("norm_bias"),
+        _rows("scale"), _rows("shift"), _dense("channel_scale"), Argument("quant_scale", None, optional=True),
+        InPlaceExact("out", None), _written("residual_out"), _written("kept"), _written("scale_out"),
+        _written("global_out"),
+    ),
+    options="float eps, float offset, bool centred, str quant, bool swizzled, float static, float floor",
+    results="", plan=plan, reference=_reference, check=_check,
+)  # fmt: skip
+
+
+# ---- what rms_norm and layer_norm call ------------------------------------------------------------------------------
+
+
+def split_style(style: Tensor, x: Tensor, scale: Tensor | None, shift: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return scale, shift and gate, the thirds of a style's rows."""
+    if scale is not None or shift is not None:
+        raise ArgumentError("style is given together with scale or shift; expected one or the other")
+    if not isinstance(style, Tensor):
+        raise ArgumentError(f"style is a {type(style).__name__}; expected a torch.Tensor or None")
+    cols = x.shape[-1]
+    if not style.dim() or style.shape[-1] != 3 * cols:
+        raise ArgumentError(
+            f"style has shape {tuple(style.shape)}; expected {3 * cols} columns, three times those of x: scale, shift "
+            f"and gate"
+        )
+    return style.split(cols, -1)
+
+
+def normalize(
+    x: Tensor, weight: Tensor | None, norm_bias: Tensor | None, *, eps: float, offset: float, centred: bool,
+    residual: Tensor | None, gate: Tensor | None, bias: Tensor | None, scale: Tensor | None, shift: Tensor | None,
+    style: Tensor | None, channel_scale: Tensor | None, quant: Any, keep: bool, out: Tensor | None,
+    residual_out: Tensor | None, scale_out: Tensor | None,
+) -> Tensor | NormOut:  # fmt: skip
+    """Normalise with any of the options of inference; see ``rms_norm``."""
+    next_gate = None
+    token("x", x.dtype)
+    if not x.dim():
+        raise ArgumentError("x has no dimensions; expected at least one, the last is normalised")
+    if style is not None:
+        scale, shift, next_gate = split_style(style, x, scale, shift)
+    if keep and quant is None:
+        raise ArgumentError("keep is True; expected False without quant: the result is what would be kept")
+    if residual is None and residual_out is not None and gate is None and bias is None:
+        raise ArgumentError("residual_out is given; expected None without residual, gate or bias: it would be x")
+    shape = tuple(x.shape)
+    eps, offset = float(a_number("eps", eps)), float(a_number("offset", offset))
+    gate, scale, shift = (by_rows(n, t, shape) for n, t in (("gate", gate), ("scale", scale), ("shift", shift)))
+    operands = {
+        "x": x, "residual": residual, "gate": gate, "bias": bias, "weight": weight, "norm_bias": norm_bias,
+        "scale": scale, "shift": shift, "channel_scale": channel_scale,
+    }  # fmt: skip
+    for name, t in operands.items():
+        if t is not None and not isinstance(t, Tensor):
+            raise ArgumentError(f"{name} is a {type(t).__name__}; expected a torch.Tensor or None")
+    outputs = {"out": out, "residual_out": residual_out, "scale_out": scale_out}
+    if is_grad_enabled() and any(t is not None and t.requires_grad for t in operands.values()):
+        refuse_recorded(quant, outputs)
+        from rtkernels.ops.norm.norm_modulated_gradient import differentiable
+
+        y, h = differentiable(*operands.values(), eps, offset, centred)
+        asked = residual is not None or gate is not None or bias is not None
+        return NormOut(y, h if asked else None, next_gate) if asked or style is not None else y
+    want = wanted(quant, x.dtype)
+    operands = dict(zip(operands, detached(*operands.values()), strict=True))
+    code_shape, scales = result_shapes(want, shape)
+    made_out = memory_for("out", out, code_shape, want.dtype, x, operands, ("x", "residual"))
+    written = {"out": made_out}
+    changed = residual is not None or gate is not None or bias is not None
+    made_h = made_scale = made_global = None
+    if changed:
+        made_h = memory_for("residual_out", residual_out, shape, x.dtype, x, {**operands, **written}, ("x", "residual"))
+        written["residual_out"] = made_h
+    if scales is not None:
+        made_scale = memory_for("scale_out", scale_out, *scales, x, {**operands, **written})
+    elif scale_out is not None:
+        raise ArgumentError("scale_out is given; expected None where no scale is made")
+    if want.kind == "nvfp4" and want.dynamic:
+        made_global = torch.empty((), dtype=torch.float32, device=x.device)
+    kept = torch.empty(shape, dtype=x.dtype, device=x.device) if keep else None
+    FORWARD(
+        *operands.values(), want.scale, made_out, made_h, kept, made_scale, made_global, eps, offset, centred,
+        want.kind, want.swizzled, want.static, want.floor,
+    )  # fmt: skip
+    given = None if quant is None or not hasattr(quant, "scale") else quant.scale
+    if made_scale is None and not changed and style is None and not keep:
+        return made_out
+    if want.kind == "nvfp4":
+        return NormOut(made_out, made_h, next_gate, kept, made_scale, given if made_global is None else made_global)
+    return NormOut(made_out, made_h, next_gate, kept, given if made_scale is None else made_scale)
+
+
+def refuse_recorded(quant: Any, outputs: dict[str, Tensor | None]) -> None:
+    """Raise an ArgumentError for options that leave nothing to differentiate."""
+    if quant is not None:
+        raise ArgumentError(
+            "quant is given but a tensor needs gradients; expected torch.no_grad() around the call, detached tensors, "
+            "or no quant"
+        )
+    for name, t in outputs.items():
+        if t is not None:
+            raise ArgumentError(
+                f"{name} is given but a tensor needs gradients; expected torch.no_grad() around the call, detached "
+                f"tensors, or no {name}"
+            )
+
+
+OP = Op("norm_modulated", public=(), kernels=KERNELS, torch_ops=(FORWARD,))

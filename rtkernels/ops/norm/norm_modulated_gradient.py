@@ -1,0 +1,116 @@
+"""The backward of ``norm_modulated``: the plain normalisation's, between products with the operands around it.
+
+With ``h = residual + gate * (x + bias)``, ``a`` the plain normalisation of h and ``y = (a * (1 + scale) + shift) *
+channel_scale``: gradients of a go through the backward of ``rms_norm`` or ``layer_norm``, those of the operands are
+products with what they were multiplied with. Sums over rows are in fp32, in an order that shapes alone decide.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtkernels.ops.act.combine import combine
+from rtkernels.ops.norm import norm_modulated
+from rtkernels.ops.norm.statistics import backward as norm_backward
+from rtkernels.ops.shared.row_operands import summed
+from rtkernels.runtime.layout import row_count
+from rtkernels.runtime.operator.autograd import constant, detached, once_differentiable
+from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.torch_private import is_dynamo_compiling
+
+
+def _new(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+
+
+def _run(x: Tensor, *operands: Any, eps: float, offset: float, centred: bool) -> tuple[Tensor, Tensor]:
+    x, *operands = detached(x, *operands)
+    y = _new(x)
+    changed = any(t is not None for t in operands[:3])  # residual, gate, bias
+    h = _new(x) if changed else x
+    norm_modulated.FORWARD(
+        x, *operands, None, y, h if changed else None, None, None, None, eps, offset, centred, "none", False, 0.0, 0.0
+    )
+    return y, h
+
+
+def _to_rows(grad: Tensor, like: Tensor) -> Tensor:
+    """Return a gradient of x's shape summed to the rows of an operand, each for as many neighbouring ones."""
+    count = row_count(like.shape)
+    parts = grad.reshape(count, -1, grad.shape[-1])
+    return summed(parts, like.reshape(count, 1, -1)).reshape(like.shape)
+
+
+class _Modulated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, gate, bias, weight, norm_bias, scale, shift, channel_scale, eps, offset, centred):
+        ctx.set_materialize_grads(False)
+        ctx.numbers = eps, offset, centred
+        operands = residual, gate, bias, weight, norm_bias, scale, shift, channel_scale
+        y, h = _run(x, *operands, eps=eps, offset=offset, centred=centred)
+        ctx.changed = h is not x.detach() and any(t is not None for t in (residual, gate, bias))
+        saved = x if gate is not None or not ctx.changed else None
+        ctx.save_for_backward(saved, h if ctx.changed else None, gate, bias, weight, norm_bias, scale, shift,
+                              channel_scale)  # fmt: skip
+        if not ctx.changed:
+            h = x.new_empty(0)
+            ctx.mark_non_differentiable(h)
+        return y, h
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, dsum):
+        x, h, gate, bias, weight, norm_bias, scale, shift, channel_scale = ctx.saved_tensors
+        eps, offset, centred = ctx.numbers
+        h = x if h is None else h
+        dsum = dsum if ctx.changed else None
+        wanted = dict(
+            zip(("x", "residual", "gate", "bias", "weight", "norm_bias", "scale", "shift"), ctx.needs_input_grad)
+        )
+        found: dict[str, Tensor | None] = dict.fromkeys(wanted)
+        dh = dsum
+        if dy is not None:
+            factors = None if channel_scale is None else channel_scale.reshape(1, -1)
+            if wanted["scale"]:
+                a, _ = _run(h, None, None, None, weight, norm_bias, None, None, None, eps=eps, offset=offset,
+                            centred=centred)  # fmt: skip
+                found["scale"] = _to_rows(combine(a, _new(a), mul0=dy, mul1=factors), scale)
+            if wanted["shift"]:
+                found["shift"] = _to_rows(dy if factors is None else combine(dy, _new(h), mul0=factors), shift)
+            da = dy
+            if scale is not None or channel_scale is not None:
+                # dy + scale * dy, each times channel_scale
+                base = combine(dy, _new(h), mul0=factors) if factors is not None else dy
+                da = base if scale is None else combine(base, _new(h), mul0=scale, base0=base)
+            dh, found["weight"], found["norm_bias"] = norm_backward(
+                centred, da, h, weight, norm_bias, dsum, eps, offset, wanted["weight"], wanted["norm_bias"]
+            )
+        if dh is not None:
+            found["residual"] = dh
+            if wanted["x"] or wanted["bias"]:
+                found["x"] = dh if gate is None else combine(dh, _new(h), mul0=gate)
+            if wanted["bias"]:
+                found["bias"] = summed(found["x"].reshape(-1, h.shape[-1]), bias)
+            if wanted["gate"]:
+                added = None if bias is None else bias.reshape(1, -1)
+                found["gate"] = _to_rows(combine(x, _new(h), add0=added, mul0=dh), gate)
+        return (*(found[name] if need else None for name, need in wanted.items()), None, None, None, None)
+
+
+_apply = applied(_Modulated)
+
+
+def differentiable(*operands: Any) -> tuple[Tensor, Tensor]:
+    """Return y and h (empty unless h is another tensor than x) of a normalisation that autograd records.
+
+    Args:
+        operands: x, residual, gate, bias, weight, norm_bias, scale, shift and channel_scale, then eps, offset and
+            whether it is a layer norm.
+    """
+    *tensors, eps, offset, centred = operands
+    if is_dynamo_compiling():
+        eps, offset = constant(eps), constant(offset)
+    return _apply(*tensors, eps, offset, centred)

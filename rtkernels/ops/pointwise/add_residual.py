@@ -1,0 +1,226 @@
+"""Sums and products around matrix products: residual, bias, position table, factor of a channel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from rtkernels import interop
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.act.combine import combine
+from rtkernels.ops.shared.row_operands import rows_of, summed
+from rtkernels.ops.shared.row_quant import memory_for
+from rtkernels.runtime.layout import check_same, row_count, token
+from rtkernels.runtime.operator.arguments import an_integer
+from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
+from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.recorded import refuse_outputs
+from rtkernels.runtime.operator.registry import Op
+
+# ---- add_residual ---------------------------------------------------------------------------------------------------
+
+
+def _new(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _add(residual: Tensor, x: Tensor, gate: Tensor | None, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    residual, x, gate, bias = detached(residual, x, gate, bias)
+    gates, cyclic = rows_of("gate", gate, x.shape)
+    inputs = {"residual": residual, "x": x, "gate": gate, "bias": bias}
+    made = memory_for("out", out, x.shape, residual.dtype, x, inputs, ("residual", "x"))
+    return combine(x, made, add0=_bias_row(bias, x), mul0=gates, base0=residual, cyclic="mul0" if cyclic else "")
+
+
+def _bias_row(bias: Tensor | None, x: Tensor) -> Tensor | None:
+    if bias is None:
+        return None
+    if tuple(bias.shape) != (x.shape[-1],):
+        raise ArgumentError(f"bias has shape {tuple(bias.shape)}; expected ({x.shape[-1]},), a row of x")
+    return bias.reshape(1, -1)
+
+
+class _AddResidual(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, residual, x, gate, bias):
+        ctx.save_for_backward(x, gate, bias)
+        return _add(residual, x, gate, bias, None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, gate, bias = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        dx = dgate = dbias = None
+        gates, cyclic = rows_of("gate", gate, x.shape)
+        if wanted[1] or wanted[3]:
+            dx = dy if gate is None else combine(dy, _new(x), mul0=gates, cyclic="mul0" if cyclic else "")
+            dbias = summed(dx, bias) if wanted[3] else None
+        if wanted[2]:
+            full = combine(x, _new(x), add0=_bias_row(bias, x), mul0=dy)
+            dgate = summed(full, gate)
+        return dy, dx if wanted[1] else None, dgate, dbias
+
+
+_add_differentiable = applied(_AddResidual)
+
+
+def add_residual(
+    residual: Tensor, x: Tensor, *, gate: Tensor | None = None, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Return ``residual + gate * (x + bias)``.
+
+    Computed in fp32 and rounded once. Differentiable once in all four.
+
+    Args:
+        residual: ``[..., n]``, bfloat16, float16 or float32; any strides (a copy is made unless rows are unit-stride
+            and evenly spaced). May be any object with ``__dlpack__``.
+        x: Like residual.
+        gate: Of a shape that broadcasts to x's, with all its columns, as ``[n]`` or x's own, any row stride; x's dtype
+            or float32.
+        bias: ``[n]`` of x's dtype or float32.
+        out: Takes the result: contiguous, of residual's shape and dtype. May be residual, or x. Not recorded by
+            autograd.
+
+    Returns:
+        Of residual's shape and dtype, dense.
+    """
+    if not isinstance(residual, Tensor):
+        return interop.call_with(add_residual, locals())
+    _check_pair("x", x, residual, "residual")
+    if is_grad_enabled() and (needs_grad(residual, x) or needs_grad(x, gate, bias)):
+        refuse_outputs(out=out)
+        return _add_differentiable(residual, x, gate, bias)
+    return _add(residual, x, gate, bias, out)
+
+
+def _check_pair(name: str, x: Tensor, other: Tensor, of: str) -> None:
+    if not isinstance(x, Tensor):
+        raise ArgumentError(f"{name} is a {type(x).__name__}; expected a torch.Tensor")
+    token(of, other.dtype)
+    check_same(name, x.dtype, other.dtype, "dtype", of=of)
+    check_same(name, x.shape, other.shape, "shape", of=of)
+    if not x.dim():
+        raise ArgumentError(f"{of} has no dimensions; expected at least one")
+
+
+# ---- add_bias -------------------------------------------------------------------------------------------------------
+
+
+def _biased(x: Tensor, bias: Tensor, pos: Tensor | None, out: Tensor | None) -> Tensor:
+    x, bias, pos = detached(x, bias, pos)
+    made = memory_for("out", out, x.shape, x.dtype, x, {"x": x, "bias": bias, "pos": pos}, ("x",))
+    return combine(x, made, add0=_bias_row(bias, x), add1=pos, cyclic="add1" if pos is not None else "")
+
+
+class _AddBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bias, pos):
+        ctx.save_for_backward(bias, pos)
+        return _biased(x, bias, pos, None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        bias, pos = ctx.saved_tensors
+        dpos = None
+        if ctx.needs_input_grad[2]:
+            rows, period = row_count(dy.shape), pos.shape[0]
+            padded = torch.nn.functional.pad(dy.reshape(rows, -1), (0, 0, 0, -rows % period))
+            dpos = padded.view(-1, period, dy.shape[-1]).sum(0, dtype=torch.float32).to(pos.dtype)
+        return dy, summed(dy, bias) if ctx.needs_input_grad[1] else None, dpos
+
+
+_biased_differentiable = applied(_AddBias)
+
+
+def add_bias(
+    x: Tensor, bias: Tensor, *, pos: Tensor | None = None, period: int | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Return ``x + bias``, and with a position table ``x[i] + bias + pos[i % period]`` for row i.
+
+    Computed in fp32 and rounded once. Differentiable once in all tensors.
+
+    Args:
+        x: ``[..., n]``, bfloat16, float16 or float32; any strides, as for :func:`add_residual`.
+        bias: ``[n]`` of x's dtype or float32.
+        pos: ``[positions, n]`` of x's dtype or float32.
+        period: How many rows of pos are used before they start over; all of them if None.
+        out: Takes the result: contiguous, of x's shape and dtype. May be x. Not recorded by autograd.
+
+    Returns:
+        Of x's shape and dtype, dense.
+    """
+    if not isinstance(x, Tensor):
+        return interop.call_with(add_bias, locals())
+    token("x", x.dtype)
+    if not x.dim():
+        raise ArgumentError("x has no dimensions; expected at least one")
+    _bias_row(bias, x)
+    if pos is not None:
+        if pos.dim() != 2 or pos.shape[-1] != x.shape[-1] or not pos.shape[0]:
+            raise ArgumentError(f"pos has shape {tuple(pos.shape)}; expected [positions, {x.shape[-1]}]")
+        if period is not None:
+            if not 0 < an_integer("period", period) <= pos.shape[0]:
+                raise ArgumentError(f"period is {period}; expected 1 to {pos.shape[0]}, the rows of pos")
+            pos = pos[:period]
+    elif period is not None:
+        raise ArgumentError("period is given; expected None without pos")
+    if is_grad_enabled() and needs_grad(x, bias, pos):
+        refuse_outputs(out=out)
+        return _biased_differentiable(x, bias, pos)
+    return _biased(x, bias, pos, out)
+
+
+# ---- channel_mul ----------------------------------------------------------------------------------------------------
+
+
+def _multiplied(x: Tensor, s: Tensor, out: Tensor | None) -> Tensor:
+    x, s = detached(x, s)
+    made = memory_for("out", out, x.shape, x.dtype, x, {"x": x, "s": s}, ("x",))
+    return combine(x, made, mul0=s.reshape(1, -1))
+
+
+class _ChannelMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, s):
+        ctx.save_for_backward(x, s)
+        return _multiplied(x, s, None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, s = ctx.saved_tensors
+        dx = _multiplied(dy, s, None) if ctx.needs_input_grad[0] else None
+        return dx, summed(combine(x, _new(x), mul0=dy), s) if ctx.needs_input_grad[1] else None
+
+
+_multiplied_differentiable = applied(_ChannelMul)
+
+
+def channel_mul(x: Tensor, s: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Return ``x * s``, a factor for each column.
+
+    Computed in fp32 and rounded once. Differentiable once in both.
+
+    Args:
+        x: ``[..., n]``, bfloat16, float16 or float32; any strides, as for :func:`add_residual`.
+        s: ``[n]`` of x's dtype or float32.
+        out: Takes the result: contiguous, of x's shape and dtype. May be x. Not recorded by autograd.
+
+    Returns:
+        Of x's shape and dtype, dense.
+    """
+    if not isinstance(x, Tensor):
+        return interop.call_with(channel_mul, locals())
+    token("x", x.dtype)
+    if not x.dim() or not isinstance(s, Tensor) or tuple(s.shape) != (x.shape[-1],):
+        came = tuple(s.shape) if isinstance(s, Tensor) else type(s).__name__
+        raise ArgumentError(f"s has shape {came}; expected ({x.shape[-1] if x.dim() else 'n'},), a row of x")
+    if is_grad_enabled() and needs_grad(x, s):
+        refuse_outputs(out=out)
+        return _multiplied_differentiable(x, s)
+    return _multiplied(x, s, out)
+
+
+OP = Op("add_residual", public=("add_residual", "add_bias", "channel_mul"), kernels=(), torch_ops=())

@@ -1,0 +1,162 @@
+"""Steps of a sampler: an Euler step, and the combination of two velocities (classifier-free guidance)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from rtkernels import interop
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.act.combine import combine
+from rtkernels.ops.shared.row_quant import memory_for
+from rtkernels.runtime.layout import check_same, token
+from rtkernels.runtime.operator.arguments import a_number
+from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
+from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.recorded import refuse_outputs
+from rtkernels.runtime.operator.registry import Op
+
+
+def _factor(name: str, value: Tensor | float) -> tuple[Tensor | None, float]:
+    """Return a number as one element on the device and a number to multiply it with."""
+    if not isinstance(value, Tensor):
+        return None, float(a_number(name, value))
+    if value.dtype != torch.float32 or value.numel() != 1:
+        raise ArgumentError(f"{name} is {value.dtype} {tuple(value.shape)}; expected a number or one float32 element")
+    return value.detach().reshape(1), 1.0
+
+
+def _check(name: str, t: Tensor, like: Tensor, of: str) -> None:
+    if not isinstance(t, Tensor):
+        raise ArgumentError(f"{name} is a {type(t).__name__}; expected a torch.Tensor")
+    token(of, like.dtype)
+    if t.dtype != like.dtype and torch.float32 not in (t.dtype, like.dtype):
+        raise ArgumentError(f"{name} has dtype {t.dtype}; expected {like.dtype}, that of {of}, or float32")
+    check_same(name, t.shape, like.shape, "shape", of=of)
+
+
+def _flat(*tensors: Tensor) -> list[Tensor]:
+    return [t if t.dim() else t.reshape(1) for t in tensors]
+
+
+def _scaled(dy: Tensor, factor: Tensor | None, alpha: float, dtype: torch.dtype) -> Tensor:
+    (rows,) = _flat(dy)
+    narrow = torch.float32 in (dtype, rows.dtype)
+    made = torch.empty(rows.shape, dtype=dtype if narrow else rows.dtype, device=rows.device)
+    if dtype != torch.float32 == rows.dtype:  # the gradient of a narrow tensor from an fp32 one
+        made = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
+    return combine(rows, made, factor=factor, alpha=alpha).to(dtype).reshape(dy.shape)
+
+
+def _step(x: Tensor, v: Tensor, factor: Tensor | None, alpha: float, out: Tensor | None) -> Tensor:
+    x, v = detached(x, v)
+    made = memory_for("out", out, x.shape, x.dtype, x, {"x": x, "v": v}, ("x", "v"))
+    base, rows, to = _flat(x, v, made)
+    combine(rows, to, base0=base, factor=factor, alpha=alpha)
+    return made
+
+
+class _Euler(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, v, factor, alpha):
+        ctx.factor, ctx.alpha, ctx.dtype = factor, alpha, v.dtype
+        ctx.made_gradient = False
+        return _step(x, v, factor, alpha, None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        dv = _scaled(dy, ctx.factor, ctx.alpha, ctx.dtype) if ctx.needs_input_grad[1] else None
+        return dy, dv, None, None
+
+
+_step_differentiable = applied(_Euler)
+
+
+def euler_step(x: Tensor, v: Tensor, dt: Tensor | float, *, out: Tensor | None = None) -> Tensor:
+    """Return ``x + dt * v``.
+
+    Computed in fp32 and rounded once. Differentiable once in x and v.
+
+    Args:
+        x: Any shape; bfloat16, float16 or float32, any strides (a copy is made unless rows are unit-stride and evenly
+            spaced).
+        v: Of x's shape, and of its dtype or one of both float32. To leave out leading rows, slice it.
+        dt: A number, or one float32 element on the device, which the host never reads: a captured graph takes what it
+            holds at each replay. It gets no gradient.
+        out: Takes the result: contiguous, of x's shape and dtype. May be x. Not recorded by autograd.
+
+    Returns:
+        Of x's shape and dtype, dense.
+    """
+    if not isinstance(x, Tensor):
+        return interop.call_with(euler_step, locals())
+    _check("v", v, x, "x")
+    factor, alpha = _factor("dt", dt)
+    if is_grad_enabled() and needs_grad(x, v):
+        refuse_outputs(out=out)
+        return _step_differentiable(x, v, factor, alpha)
+    return _step(x, v, factor, alpha, out)
+
+
+def _guided(r, v_cond, v_uncond, factor, alpha, out):
+    r, v_cond, v_uncond = detached(r, v_cond, v_uncond)
+    inputs = {"r": r, "v_cond": v_cond, "v_uncond": v_uncond}
+    made = memory_for("out", out, r.shape, r.dtype, r, inputs, ("r", "v_cond", "v_uncond"))
+    base, cond, uncond, to = _flat(r, v_cond, v_uncond, made)
+    combine(cond, to, add0=uncond, subtract=True, base0=base, base1=uncond, factor=factor, alpha=alpha)
+    return made
+
+
+class _Guided(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, r, v_cond, v_uncond, factor, alpha):
+        ctx.factor, ctx.alpha, ctx.dtypes = factor, alpha, (v_cond.dtype, v_uncond.dtype)
+        ctx.made_gradient = False
+        return _guided(r, v_cond, v_uncond, factor, alpha, None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        wanted, factor, alpha = ctx.needs_input_grad, ctx.factor, ctx.alpha
+        dcond = _scaled(dy, factor, alpha, ctx.dtypes[0]) if wanted[1] else None
+        duncond = None
+        if wanted[2]:
+            (rows,) = _flat(dy)
+            made = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+            duncond = combine(rows, made, base0=rows, factor=factor, alpha=-alpha).to(ctx.dtypes[1]).reshape(dy.shape)
+        return dy, dcond, duncond, None, None
+
+
+_guided_differentiable = applied(_Guided)
+
+
+def cfg_combine(
+    r: Tensor, v_cond: Tensor, v_uncond: Tensor, beta: Tensor | float, *, out: Tensor | None = None
+) -> Tensor:
+    """Return ``r + v_uncond + beta * (v_cond - v_uncond)``, classifier-free guidance added to a residual.
+
+    Computed in fp32 and rounded once. Differentiable once in r, v_cond and v_uncond.
+
+    Args:
+        r: Any shape; bfloat16, float16 or float32, any strides, as for :func:`euler_step`.
+        v_cond: Of r's shape, and of its dtype or one of both float32.
+        v_uncond: Likewise.
+        beta: A number, or one float32 element on the device, which the host never reads. It gets no gradient.
+        out: Takes the result: contiguous, of r's shape and dtype. May be r. Not recorded by autograd.
+
+    Returns:
+        Of r's shape and dtype, dense.
+    """
+    if not isinstance(r, Tensor):
+        return interop.call_with(cfg_combine, locals())
+    _check("v_cond", v_cond, r, "r")
+    _check("v_uncond", v_uncond, r, "r")
+    factor, alpha = _factor("beta", beta)
+    if is_grad_enabled() and needs_grad(r, v_cond, v_uncond):
+        refuse_outputs(out=out)
+        return _guided_differentiable(r, v_cond, v_uncond, factor, alpha)
+    return _guided(r, v_cond, v_uncond, factor, alpha, out)
+
+
+OP = Op("euler_step", public=("euler_step", "cfg_combine"), kernels=(), torch_ops=())

@@ -1,0 +1,343 @@
+"""NVFP4 and MX formats: quantise, dequantise, and scales as block-scaled tensor cores read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtkernels import interop
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.quant.nvfp4_plan import FORMATS, KERNELS, plan_dequantize, plan_quantize, scale_block
+from rtkernels.ops.shared import block_formats as formats
+from rtkernels.ops.shared.block_formats import ELEMENT_RULES, SCALE_RULES
+from rtkernels.ops.shared.fp8_layout import check_option
+from rtkernels.ops.shared.row_quant import NVFP4_MAX, finite_amax, memory_for
+from rtkernels.runtime.layout import FLOAT_DTYPES, check_same, row_count, token
+from rtkernels.runtime.operator.arguments import a_number
+from rtkernels.runtime.operator.autograd import detached
+from rtkernels.runtime.operator.declared import Argument, Dense, InPlaceExact, Meta, Operator, Rows
+from rtkernels.runtime.operator.registry import Op
+
+MX_RULES = ("ocp", "nv")
+_CODES = {"mxfp8": (torch.float8_e4m3fn, torch.float8_e5m2), "mxfp4": (torch.uint8,), "nvfp4": (torch.uint8,)}
+_SCALES = {"mxfp8": torch.float8_e8m0fnu, "mxfp4": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}
+
+
+def _scale_shape(shape: tuple[int, ...], block: int, swizzled: bool) -> tuple[int, ...]:
+    blocks = -(-shape[-1] // block)
+    return (formats.swizzled_bytes(row_count(shape), blocks),) if swizzled else (*shape[:-1], blocks)
+
+
+def _check_quantize(
+    x: Meta, global_scale: Meta | None, channel_scale: Meta | None, out: Meta, scale_out: Meta, global_out: Meta | None,
+    format: str, swizzled: bool, scale_rule: str, elem_rule: str, static: float,
+) -> None:  # fmt: skip
+    check_option("format", format, tuple(FORMATS))
+    if not x.shape:
+        raise ArgumentError("x has no dimensions; expected at least one, the last is quantised")
+    if format != "mxfp8" and x.shape[-1] % 2:
+        raise ArgumentError(f"x has {x.shape[-1]} columns; expected a multiple of 2, two codes in a byte")
+    check_option("scale_rule", scale_rule, SCALE_RULES if format == "nvfp4" else MX_RULES)
+    check_option("elem_rule", elem_rule, ELEMENT_RULES if format == "nvfp4" else ("rne",))
+    shape = tuple(x.shape) if format == "mxfp8" else (*x.shape[:-1], x.shape[-1] // 2)
+    if out.dtype not in _CODES[format] or tuple(out.shape) != shape:
+        raise ArgumentError(f"out is {out.dtype} {tuple(out.shape)}; expected {_CODES[format][0]} {shape}")
+    shape = _scale_shape(tuple(x.shape), scale_block(format), swizzled)
+    if scale_out.dtype != _SCALES[format] or tuple(scale_out.shape) != shape:
+        raise ArgumentError(
+            f"scale_out is {scale_out.dtype} {tuple(scale_out.shape)}; expected {_SCALES[format]} {shape}"
+        )
+    if global_scale is not None and (global_scale.dtype != torch.float32 or global_scale.numel() != 1):
+        raise ArgumentError(
+            f"global_scale is {global_scale.dtype} {tuple(global_scale.shape)}; expected one float32 element"
+        )
+    if channel_scale is not None:
+        token("channel_scale", channel_scale.dtype, (x.dtype, torch.float32))
+        check_same("channel_scale", tuple(channel_scale.shape), (x.shape[-1],), "shape", of="a row of x")
+
+
+def _reference_quantize(
+    x: Tensor, global_scale: Tensor | None, channel_scale: Tensor | None, out: Tensor, scale_out: Tensor,
+    global_out: Tensor | None, format: str, swizzled: bool, scale_rule: str, elem_rule: str, static: float,
+) -> None:  # fmt: skip
+    y = x.float() if channel_scale is None else x.float() * channel_scale.float()
+    if format == "nvfp4":
+        if global_out is not None:
+            amax = finite_amax(y)
+            global_out.copy_(torch.where(amax > 0, amax / NVFP4_MAX, torch.ones_like(amax)))
+            global_scale = global_out
+        g = torch.tensor(static, device=x.device) if global_scale is None else global_scale.reshape(())
+        codes, scale = formats.encode_nvfp4(y, g, scale_rule, elem_rule)
+    else:
+        codes, scale = formats.encode_mx(y, out.dtype, scale_rule)
+    out.copy_(codes)
+    if swizzled:
+        scale = formats.swizzle(scale.reshape(row_count(x.shape), -1) if scale.numel() else scale.new_empty(0, 0))
+    scale_out.view(torch.uint8).copy_(scale.view(torch.uint8).reshape(scale_out.shape))
+
+
+QUANTIZE = Operator(
+    "quantize_blocks",
+    (
+        Rows("x"), Argument("global_scale", None, optional=True), Dense("channel_scale", None, optional=True),
+        InPlaceExact("out", None), InPlaceExact("scale_out", None), InPlaceExact("global_out", None, optional=True),
+    ),
+    options="str format, bool swizzled, str scale_rule, str elem_rule, float static",
+    results="", plan=plan_quantize, reference=_reference_quantize, check=_check_quantize,
+)  # fmt: skip
+
+
+def _check_dequantize(
+    codes: Meta, scales: Meta, global_scale: Meta | None, out: Meta, format: str, swizzled: bool
+) -> None:
+    check_option("format", format, tuple(FORMATS))
+    token("out", out.dtype)
+    accepted = (*_CODES[format], torch.uint8)
+    if codes.dtype not in accepted or not codes.shape:
+        raise ArgumentError(f"codes is {codes.dtype} {tuple(codes.shape)}; expected {accepted[0]} [..., bytes]")
+    shape = (*codes.shape[:-1], codes.shape[-1] * (1 if format == "mxfp8" else 2))
+    check_same("out", tuple(out.shape), shape, "shape", of="codes")
+    shape = _scale_shape(shape, scale_block(format), swizzled)
+    if scales.dtype not in (_SCALES[format], torch.uint8) or tuple(scales.shape) != shape:
+        raise ArgumentError(f"scales is {scales.dtype} {tuple(scales.shape)}; expected {_SCALES[format]} {shape}")
+    if global_scale is not None and (global_scale.dtype != torch.float32 or global_scale.numel() != 1):
+        raise ArgumentError(
+            f"global_scale is {global_scale.dtype} {tuple(global_scale.shape)}; expected one float32 element"
+        )
+
+
+def _reference_dequantize(
+    codes: Tensor, scales: Tensor, global_scale: Tensor | None, out: Tensor, format: str, swizzled: bool
+) -> None:
+    if out.numel() == 0:
+        return
+    block = scale_block(format)
+    if swizzled:
+        scales = formats.unswizzle(scales, row_count(out.shape), -(-out.shape[-1] // block))
+    scales = scales.reshape(*out.shape[:-1], -1)
+    steps = formats.decode_e4m3(scales) if format == "nvfp4" else formats.decode_e8m0(scales)
+    if global_scale is not None:
+        steps = steps * global_scale.reshape(())
+    values = codes.float() if format == "mxfp8" else formats.decode_e2m1(codes)
+    out.copy_(values * steps.repeat_interleave(block, -1)[..., : out.shape[-1]])
+
+
+DEQUANTIZE = Operator(
+    "dequantize_blocks",
+    (
+        Rows("codes", None), Dense("scales", None), Argument("global_scale", None, optional=True),
+        InPlaceExact("out", None),
+    ),
+    options="str format, bool swizzled",
+    results="", plan=plan_dequantize, reference=_reference_dequantize, check=_check_dequantize,
+)  # fmt: skip
+
+
+# ---- public ---------------------------------------------------------------------------------------------------------
+
+
+def quantize_nvfp4(
+    x: Tensor, *, global_scale: Tensor | float | None = None, swizzled: bool = False, scale_rule: str = "rne",
+    elem_rule: str = "rne", channel_scale: Tensor | None = None, out: Tensor | None = None,
+    scale_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Quantise to NVFP4: e2m1 codes, two in a byte, an e4m3 scale for 16 of them, and one float32 for all.
+
+    With ``v = x * channel_scale`` in fp32: ``scale = e4m3(amax / (6 g))`` of 16 columns, codes are those of
+    ``v / (g scale)``, to nearest. A block whose scale is 0 has codes 0. NaN and infinities take no part in scales; they
+    become the largest code of their sign. The results go straight into ``scaled_mm`` (recipe "nvfp4").
+
+    Args:
+        x: ``[..., k]``, bfloat16, float16 or float32, k a multiple of 2 (of 16 for products). Any strides (a copy is
+            made unless rows are unit-stride and evenly spaced).
+        global_scale: g: a number, one float32 element, or None for ``amax(v) / 2688`` (1 if that is 0), which is found
+            by a launch of its own. 1.0 is the format without such a scale.
+        swizzled: Scales in blocks of 128 x 4 (:func:`nvfp4_swizzle`), zeros where there is no row or column.
+        scale_rule: ``"rne"`` (to nearest), ``"ceil"`` (up: no code beyond 6) or ``"mse"``: the one of nine multiples
+            of amax / 6, from 0.375 to 1.5, with the least squared error.
+        elem_rule: Where ties go: ``"rne"`` (even codes), ``"away"`` from zero, or towards ``"zero"``.
+        channel_scale: ``[k]`` of x's dtype or float32.
+        out: uint8 ``[..., k/2]``, contiguous, for the codes.
+        scale_out: float8_e4m3fn for the scales, contiguous.
+
+    Returns:
+        ``(codes, scales, g)``: uint8 ``[..., k/2]``, element 2i in the low half of byte i; float8_e4m3fn
+        ``[..., ceil(k/16)]``, or one dimension of ``nvfp4_scale_bytes`` if swizzled; float32 ``[]``.
+    """
+    if not isinstance(x, Tensor):
+        return interop.call_with(quantize_nvfp4, locals())
+    x, channel_scale = detached(x, channel_scale)
+    _check_rows(x, 2)
+    static, made = 0.0, None
+    if isinstance(global_scale, Tensor):
+        g = global_scale.detach()
+    elif global_scale is None:
+        g = None
+        made = torch.empty((), dtype=torch.float32, device=x.device)
+    else:
+        static = float(a_number("global_scale", global_scale))
+        if not 0 < static < float("inf"):
+            raise ArgumentError(f"global_scale is {static}; expected a number above 0")
+        g = None
+    inputs: dict[str, Any] = {"x": x, "global_scale": g, "channel_scale": channel_scale}
+    codes = memory_for("out", out, (*x.shape[:-1], x.shape[-1] // 2), torch.uint8, x, inputs)
+    shape = _scale_shape(tuple(x.shape), 16, swizzled)
+    scales = memory_for("scale_out", scale_out, shape, torch.float8_e4m3fn, x, {**inputs, "out": codes})
+    QUANTIZE(x, g, channel_scale, codes, scales, made, "nvfp4", swizzled, scale_rule, elem_rule, static)
+    if made is None:
+        made = g.reshape(()) if g is not None else torch.full((), static, device=x.device)
+    return codes, scales, made
+
+
+def dequantize_nvfp4(
+    packed: Tensor, scales: Tensor, global_scale: Tensor | float | None = None, *, swizzled: bool = False,
+    dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return ``codes * scale * global_scale``; without a global scale exact in bfloat16 and float16.
+
+    Args:
+        packed: uint8 (or float4_e2m1fn_x2) ``[..., k/2]``.
+        scales: float8_e4m3fn or uint8 ``[..., ceil(k/16)]``, or swizzled. Their sign is not looked at.
+        global_scale: A number, one float32 element, or None for 1.
+        swizzled: How the scales lie.
+        dtype: Of the result: bfloat16, float16 or float32.
+        out: Takes the result: contiguous ``[..., k]``.
+    """
+    if not isinstance(packed, Tensor):
+        return interop.call_with(dequantize_nvfp4, locals())
+    return _dequantize(packed, scales, global_scale, "nvfp4", swizzled, dtype, out)
+
+
+def nvfp4_scale_bytes(rows: int, cols: int) -> int:
+    """Return how many bytes the swizzled scales of ``[rows, cols]`` values take."""
+    return formats.swizzled_bytes(rows, -(-cols // 16))
+
+
+def nvfp4_swizzle(scales: Tensor) -> Tensor:
+    """Return scales of one byte ``[rows, blocks]`` in blocks of 128 x 4, as block-scaled tensor cores read them.
+
+    The byte of row r and block b is at ``((r // 128) * ceil(blocks / 4) + b // 4) * 512 + (r % 32) * 16 +
+    (r % 128) // 32 * 4 + b % 4``. Zeros where there is none. In plain torch: for weights, when they are loaded.
+    """
+    if not isinstance(scales, Tensor):
+        return interop.call(nvfp4_swizzle, scales)
+    if scales.dim() != 2 or scales.itemsize != 1:
+        raise ArgumentError(f"scales is {scales.dtype} {tuple(scales.shape)}; expected one byte each, [rows, blocks]")
+    return formats.swizzle(scales)
+
+
+def nvfp4_unswizzle(scales: Tensor, rows: int, cols: int) -> Tensor:
+    """Return scales ``[rows, ceil(cols / 16)]`` of what ``nvfp4_swizzle`` gave for ``[rows, cols]`` values."""
+    if not isinstance(scales, Tensor):
+        return interop.call(nvfp4_unswizzle, scales, rows, cols)
+    return formats.unswizzle(scales, rows, -(-cols // 16))
+
+
+def quantize_mxfp8(
+    x: Tensor, *, dtype: torch.dtype = torch.float8_e4m3fn, rule: str = "ocp", swizzled: bool = False,
+    out: Tensor | None = None, scale_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Quantise to MXFP8: fp8 codes and, for 32 of them, a power of two.
+
+    Args:
+        x: ``[..., k]``, bfloat16, float16 or float32 (k a multiple of 32 for products). Any strides, as for
+            :func:`quantize_nvfp4`.
+        dtype: float8_e4m3fn or float8_e5m2.
+        rule: ``"ocp"``: the exponent of amax less that of the largest code, values beyond it are cut; ``"nv"``: that
+            of ``amax / largest code``, rounded up, so that none is.
+        swizzled: Scales in blocks of 128 x 4.
+        out: Of `dtype`, contiguous ``[..., k]``, for the codes.
+        scale_out: float8_e8m0fnu for the scales, contiguous.
+
+    Returns:
+        ``(codes, scales)``: `dtype` ``[..., k]``, float8_e8m0fnu ``[..., ceil(k/32)]``, or one dimension if swizzled.
+    """
+    if not isinstance(x, Tensor):
+        return interop.call_with(quantize_mxfp8, locals())
+    check_option("dtype", dtype, _CODES["mxfp8"])
+    return _quantize_mx(x, "mxfp8", dtype, rule, swizzled, out, scale_out)
+
+
+def quantize_mxfp4(
+    x: Tensor, *, rule: str = "ocp", swizzled: bool = False, out: Tensor | None = None, scale_out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Quantise to MXFP4: e2m1 codes, two in a byte, and for 32 of them a power of two.
+
+    As :func:`quantize_mxfp8`, k a multiple of 2; ties go to even codes.
+
+    Returns:
+        ``(codes, scales)``: uint8 ``[..., k/2]``, float8_e8m0fnu ``[..., ceil(k/32)]``, or one dimension if swizzled.
+    """
+    if not isinstance(x, Tensor):
+        return interop.call_with(quantize_mxfp4, locals())
+    return _quantize_mx(x, "mxfp4", torch.uint8, rule, swizzled, out, scale_out)
+
+
+def dequantize_mxfp8(
+    codes: Tensor, scales: Tensor, *, swizzled: bool = False, dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return ``codes * scale`` of MXFP8, float8 codes ``[..., k]``; arguments as for :func:`dequantize_nvfp4`."""
+    if not isinstance(codes, Tensor):
+        return interop.call_with(dequantize_mxfp8, locals())
+    if codes.dtype not in _CODES["mxfp8"]:
+        raise ArgumentError(f"codes has dtype {codes.dtype}; expected float8_e4m3fn or float8_e5m2")
+    return _dequantize(codes, scales, None, "mxfp8", swizzled, dtype, out)
+
+
+def dequantize_mxfp4(
+    packed: Tensor, scales: Tensor, *, swizzled: bool = False, dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return ``codes * scale`` of MXFP4, uint8 codes ``[..., k/2]``; arguments as for :func:`dequantize_nvfp4`."""
+    if not isinstance(packed, Tensor):
+        return interop.call_with(dequantize_mxfp4, locals())
+    return _dequantize(packed, scales, None, "mxfp4", swizzled, dtype, out)
+
+
+def _check_rows(x: Tensor, multiple: int) -> None:
+    token("x", x.dtype)
+    if not x.dim():
+        raise ArgumentError("x has no dimensions; expected at least one, the last is quantised")
+    if x.shape[-1] % multiple:
+        raise ArgumentError(f"x has {x.shape[-1]} columns; expected a multiple of {multiple}, two codes in a byte")
+
+
+def _quantize_mx(x, format, dtype, rule, swizzled, out, scale_out):
+    (x,) = detached(x)
+    _check_rows(x, 2 if format == "mxfp4" else 1)
+    shape = (*x.shape[:-1], x.shape[-1] // 2) if format == "mxfp4" else tuple(x.shape)
+    codes = memory_for("out", out, shape, dtype, x, {"x": x})
+    shape = _scale_shape(tuple(x.shape), 32, swizzled)
+    scales = memory_for("scale_out", scale_out, shape, torch.float8_e8m0fnu, x, {"x": x, "out": codes})
+    QUANTIZE(x, None, None, codes, scales, None, format, swizzled, rule, "rne", 1.0)
+    return codes, scales
+
+
+def _dequantize(codes, scales, global_scale, format, swizzled, dtype, out) -> Tensor:
+    if dtype not in FLOAT_DTYPES:
+        raise ArgumentError(f"dtype is {dtype}; expected bfloat16, float16 or float32")
+    if codes.itemsize == 1 and codes.dtype not in (torch.uint8, *_CODES["mxfp8"]):
+        codes = codes.view(torch.uint8)
+    if global_scale is not None and not isinstance(global_scale, Tensor):
+        global_scale = torch.full((), float(a_number("global_scale", global_scale)), device=codes.device)
+    if not codes.dim():
+        raise ArgumentError("packed has no dimensions; expected at least one")
+    codes, scales, global_scale = detached(codes, scales, global_scale)
+    shape = (*codes.shape[:-1], codes.shape[-1] * (1 if format == "mxfp8" else 2))
+    made = memory_for("out", out, shape, dtype, codes, {"packed": codes, "scales": scales})
+    DEQUANTIZE(codes, scales, global_scale, made, format, swizzled)
+    return made
+
+
+OP = Op(
+    "nvfp4",
+    public=(
+        "quantize_nvfp4", "dequantize_nvfp4", "nvfp4_swizzle", "nvfp4_unswizzle", "nvfp4_scale_bytes",
+        "quantize_mxfp8", "quantize_mxfp4", "dequantize_mxfp8", "dequantize_mxfp4",
+    ),
+    kernels=KERNELS,
+    torch_ops=(QUANTIZE, DEQUANTIZE),
+)  # fmt: skip

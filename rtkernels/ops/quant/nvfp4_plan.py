@@ -1,0 +1,92 @@
+"""Kernels of ``nvfp4`` and the choice of a launch."""
+
+from __future__ import annotations
+
+import torch
+
+from rtkernels.ops.shared.block_formats import ELEMENT_RULES, SCALE_RULES
+from rtkernels.runtime.launch.device import device_info
+from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.layout import DTYPE_TOKEN, divisor, row_count, row_stride
+from rtkernels.runtime.operator.declared import Meta
+from rtkernels.runtime.operator.plan import Step, Steps
+
+FORMATS = {"nvfp4": 0, "mxfp4": 1, "mxfp8": 2}
+_TYPES = ("bf16", "fp16", "fp32")
+_THREADS = 256
+_ALIGNED16, _SWIZZLED, _CHANNEL_FP32, _E5M2, _ROUND_UP = 1, 2, 4, 8, 16  # flags of quant/nvfp4.cu
+
+_SIZES = "rows:i64 cols:i64 blocks:i64"
+_AMAX = Kernel(
+    "quant/nvfp4.cu", "tensor_amax", template="T", max_registers=64,
+    args=f"x:ptr channel_scale:ptr amax:ptr {_SIZES} x_stride:i64 divisor:i64 flags:i64",
+    variants=[(t,) for t in _TYPES],
+)  # fmt: skip
+_QUANTIZE = Kernel(
+    "quant/nvfp4.cu", "quantize_blocks", template="T FORMAT", max_registers=96,
+    args="x:ptr channel_scale:ptr global_scale:ptr amax:ptr out:ptr scales:ptr global_out:ptr rows:i64 cols:i64 "
+    "blocks:i64 threads:i64 x_stride:i64 divisor:i64 flags:i64 scale_rule:i64 elem_rule:i64 number:f64",
+    variants=[(t, f) for t in _TYPES for f in FORMATS.values()],
+)  # fmt: skip
+_DEQUANTIZE = Kernel(
+    "quant/nvfp4.cu", "dequantize_blocks", template="T", max_registers=80,
+    args=f"codes:ptr scales:ptr global_scale:ptr out:ptr {_SIZES} codes_stride:i64 divisor:i64 flags:i64 format:i64",
+    variants=[(t,) for t in _TYPES],
+)  # fmt: skip
+KERNELS = (_AMAX, _QUANTIZE, _DEQUANTIZE)
+
+
+def scale_block(format: str) -> int:
+    """Return how many values share a scale."""
+    return 16 if format == "nvfp4" else 32
+
+
+def _divisor(threads: int, blocks: int) -> int:
+    return divisor(blocks) if threads < 2**31 else 0
+
+
+def plan_quantize(
+    x: Meta, global_scale: Meta | None, channel_scale: Meta | None, out: Meta, scale_out: Meta, global_out: Meta | None,
+    format: str, swizzled: bool, scale_rule: str, elem_rule: str, static: float, device: int,
+) -> Steps:  # fmt: skip
+    rows, cols, stride = row_count(x.shape), x.shape[-1], row_stride(x.shape, x.stride)
+    size, factor = x.dtype.itemsize, channel_scale
+    aligned = not (x.misaligned | cols * size % 16 | stride * size % 16)
+    flags = _ALIGNED16 * (aligned and (factor is None or not factor.misaligned)) | _SWIZZLED * swizzled
+    flags |= _CHANNEL_FP32 * (factor is not None and factor.dtype == torch.float32) | _E5M2 * (
+        out.dtype == torch.float8_e5m2
+    )
+    flags |= _ROUND_UP * (scale_rule == "nv")
+    each = scale_block(format) // 16  # threads that share a scale: neighbours, so rows have a multiple of them
+    blocks = -(-cols // (16 * each)) * each
+    token, steps, zeros, made = DTYPE_TOKEN[x.dtype], [], {}, 0
+    if global_out is not None:
+        threads = rows * blocks
+        grid = min(-(-threads // _THREADS), 8 * device_info(device).sm_count)
+        launch = _AMAX.bind((token,), device, grid, _THREADS)
+        sizes = rows, cols, blocks, stride, _divisor(threads, blocks), flags
+        steps.append(Step(launch, "x", "channel_scale", "amax", *sizes))
+        zeros, made = {"amax": 1}, "amax"
+    padded = -(-blocks // (4 * each)) * 4 * each if swizzled else blocks
+    threads = (-(-rows // 128) * 128 if swizzled else rows) * padded
+    launch = _QUANTIZE.bind((token, FORMATS[format]), device, -(-threads // _THREADS), _THREADS)
+    rules = SCALE_RULES.index(scale_rule) if scale_rule in SCALE_RULES else 0, ELEMENT_RULES.index(elem_rule)
+    steps.append(
+        Step(
+            launch, "x", "channel_scale", "global_scale", made, "out", "scale_out", "global_out", rows, cols, padded,
+            threads, stride, _divisor(threads, padded), flags, *rules, float(static),
+        )
+    )  # fmt: skip
+    return Steps(*steps, zeros=zeros)
+
+
+def plan_dequantize(
+    codes: Meta, scales: Meta, global_scale: Meta | None, out: Meta, format: str, swizzled: bool, device: int
+) -> Steps:
+    rows, cols, stride = row_count(out.shape), out.shape[-1], row_stride(codes.shape, codes.stride)
+    flags = _ALIGNED16 * (not (out.misaligned | cols * out.dtype.itemsize % 16)) | _SWIZZLED * swizzled
+    flags |= _E5M2 * (codes.dtype == torch.float8_e5m2)
+    blocks = -(-cols // 16)
+    launch = _DEQUANTIZE.bind((DTYPE_TOKEN[out.dtype],), device, -(-rows * blocks // _THREADS), _THREADS)
+    sizes = rows, cols, blocks, stride, _divisor(rows * blocks, blocks), flags, FORMATS[format]
+    return Steps(Step(launch, "codes", "scales", "global_scale", "out", *sizes))

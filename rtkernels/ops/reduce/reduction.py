@@ -1,0 +1,220 @@
+"""Sums, products, extremes with and without indices, counts, norms and variances over any dimensions of a tensor.
+
+Two kernels per monoid and type: along elements that lie side by side (or anywhere), and down columns. Both cut
+long reductions into slices, whose states a third kernel combines; no tensor is copied or transposed first.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rtkernels.ops.shared.primitive import Memory, Primitive
+from rtkernels.ops.shared.strided import (
+    FLOATS,
+    INTEGERS,
+    STORED,
+    TOKEN,
+    Dims,
+    by_stride,
+    merged,
+    padded,
+    power_of_two,
+    product,
+)
+from rtkernels.runtime.launch.device import device_info
+from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.launch.memory import dense_strides
+from rtkernels.runtime.layout import GRID_LIMIT, divisor
+from rtkernels.runtime.operator.declared import Argument, Meta
+from rtkernels.runtime.operator.plan import Step, Steps
+from rtkernels.runtime.operator.registry import Op
+
+# What becomes of an element first, and of a state last (cuda_src/reduce/monoids.cuh).
+LIFT = {"value": 0, "abs": 1, "square": 2, "power": 3, "nonzero": 4, "flip": 8, "flip_abs": 9}
+FINISH = {"value": 0, "divide": 1, "root": 2, "power": 3, "any": 4, "all": 5}
+
+_THREADS = 256
+_FLOAT_TOKENS, _INT_TOKENS = ("bf16", "fp16", "fp32"), ("i64", "i32", "u8")
+# Monoids by name: template argument for floats, for integers, bytes of a state, names of results.
+_MONOIDS = {
+    "sum": ("FloatSum", "IntegerSum", (4, 8)),
+    "count": ("IntegerSum", "IntegerSum", (8, 8)),
+    "product": ("Product<float>", "Product<rtk::i64>", (4, 8)),
+    "maximum": ("Maximum<float>", "Maximum<rtk::i64>", (4, 8)),
+    "arg_maximum": ("ArgMaximum<float>", "ArgMaximum<rtk::i64>", (16, 16)),
+    "moments": ("Moments", None, (12, 0)),
+}
+_VARIANTS = sorted(
+    {(t, _MONOIDS[m][0]) for m in _MONOIDS for t in _FLOAT_TOKENS}
+    | {(t, _MONOIDS[m][1]) for m in _MONOIDS if _MONOIDS[m][1] for t in _INT_TOKENS}
+)
+_ARGS = (
+    "x:ptr out:ptr second:ptr partial:ptr results:i64 size1:i64 size0:i64 x2:i64 x1:i64 x0:i64 out2:i64 out1:i64 "
+    "out0:i64 count:i64 reduced1:i64 reduced0:i64 divider1:i64 divider0:i64 stride2:i64 stride1:i64 stride0:i64 "
+    "slices:i64 per_slice:i64 {across}:i64 aligned:i64 lift:i64 power:f64 finish:i64 number:f64 type:i64"
+)
+_ROWS = Kernel(
+    "reduce/reduce_rows.cu", "reduce_rows", template="T Monoid", args=_ARGS.format(across="threads_per_row"),
+    variants=_VARIANTS, max_registers=96, tier="aten",
+)  # fmt: skip
+_COLUMNS = Kernel(
+    "reduce/reduce_columns.cu", "reduce_columns", template="T Monoid", args=_ARGS.format(across="across"),
+    variants=_VARIANTS, max_registers=96, tier="aten",
+)  # fmt: skip
+_FINISH = Kernel(
+    "reduce/reduce_rows.cu", "reduce_finish", template="Monoid", max_registers=64, tier="aten",
+    args="partial:ptr out:ptr second:ptr results:i64 slices:i64 threads_per_row:i64 lift:i64 finish:i64 number:f64 "
+    "type:i64",
+    variants=sorted({(m,) for _, m in _VARIANTS}),
+)  # fmt: skip
+
+
+class Geometry(NamedTuple):
+    """A reduction after merging: three kept dimensions (size, x, out), three reduced ones (size, x)."""
+
+    kept: Dims
+    reduced: Dims
+    down: bool  # the innermost kept dimension has stride 1, and is the one to read along
+
+
+def geometry(shape: tuple[int, ...], stride: tuple[int, ...], dims: tuple[int, ...], ordered: bool) -> Geometry | None:
+    """Return how a reduction walks, or None for strides that leave more than three dimensions of a kind.
+
+    Args:
+        shape: Without a 0.
+        stride: As torch gives it.
+        dims: The reduced ones, at least 0.
+        ordered: Reduced elements are numbered in their logical order, so that their dimensions keep theirs.
+    """
+    kept_sizes = [1 if i in dims else n for i, n in enumerate(shape)]
+    out = dense_strides(kept_sizes)
+    kept = merged(by_stride([(n, stride[i], out[i]) for i, n in enumerate(shape) if i not in dims and n > 1]))
+    inner = [(shape[i], stride[i]) for i in sorted(dims) if shape[i] > 1]
+    reduced = merged(inner if ordered else by_stride(inner))
+    down = bool(kept) and kept[-1][1] == 1 and (not reduced or reduced[-1][1] != 1)
+    kept, reduced = padded(kept, 3, 2), padded(reduced, 3, 1)
+    if kept is None or reduced is None or (reduced[1][0] > 1 and product([n for n, _ in reduced]) >= 2**31):
+        return None
+    return Geometry(kept, reduced, down)
+
+
+def _slices(blocks: int, units: int, shortest: int, device: int) -> int:
+    """Return how many parts reductions are cut into: enough for three waves of blocks, of `shortest` units or more."""
+    wanted = 3 * device_info(device).sm_count
+    return max(1, min(wanted // max(blocks, 1), units // shortest, 4096))
+
+
+def _plan(
+    x: Meta, monoid: str, dims: tuple[int, ...], keepdim: bool, lift: str, power: float, finish: str, number: float,
+    out_dtype: torch.dtype, wanted: str, device: int,
+) -> Steps:  # fmt: skip
+    g = geometry(x.shape, x.stride, dims, monoid == "arg_maximum")
+    size, floating = x.dtype.itemsize, x.dtype in FLOATS
+    name, bytes_each = _MONOIDS[monoid][0 if floating else 1], _MONOIDS[monoid][2][0 if floating else 1]
+    (n2, *_), (n1, *_), (n0, *_) = g.kept
+    results, (r2, r1, r0) = n2 * n1 * n0, [n for n, _ in g.reduced]
+    count = r2 * r1 * r0
+    single = r1 == r2 == 1
+    dividers = (0, 0) if single else (divisor(r1), divisor(r0))
+    others = [step for _, step, *_ in (*g.kept, *g.reduced)]
+    if g.down:
+        vector = 2 if size == 8 else 4
+        aligned = all(step % vector == 0 for step in others if step != 1) and n0 % vector == 0
+        aligned = aligned and x.misaligned % (vector * size) == 0
+        vector = vector if aligned else 1
+        across = min(power_of_two(-(-n0 // vector)), 32)
+        tiles = -(-n0 // (across * vector)) * n1 * n2
+        slices = _slices(tiles, count, 8 * _THREADS // across, device)
+        per_slice = -(-count // slices)
+        slices = -(-count // per_slice)
+        kernel, grid, shared = _COLUMNS, tiles * slices, _THREADS * vector * bytes_each
+    else:
+        vector = 16 // size
+        aligned = g.reduced[2][1] == 1 and all(step % vector == 0 for step in others if step != 1)
+        aligned = aligned and r0 % vector == 0 and x.misaligned == 0
+        vector = vector if aligned else 1
+        units = -(-count // vector)
+        across = _THREADS if units > 512 else min(power_of_two(-(-units // 4)), 32)
+        blocks = -(-results // (_THREADS // across))
+        slices = _slices(blocks, units, 8 * _THREADS, device)
+        per_slice = -(-units // slices) * vector
+        slices = -(-count // per_slice)
+        kernel, grid, shared = _ROWS, -(-results * slices // (_THREADS // across)), 0
+    if grid > GRID_LIMIT:
+        raise OverflowError("more blocks than a grid has")
+    first, second = ("out", "second") if monoid in ("arg_maximum", "moments") else ("out", 0)
+    first, second = first if "o" in wanted else 0, second if "s" in wanted else 0
+    ending = LIFT[lift], float(power), FINISH[finish], float(number), STORED[out_dtype]
+    walk = (
+        results, n1, n0, *(step for _, step, _ in g.kept), *(step for *_, step in g.kept), count, r1, r0, *dividers,
+        *(step for _, step in g.reduced), slices, per_slice, across, int(aligned),
+    )  # fmt: skip
+    launch = kernel.bind((TOKEN[x.dtype], name), device, grid, _THREADS, shared)
+    if slices == 1:
+        return Steps(Step(launch, "x", first, second, 0, *walk, *ending))
+    threads = _THREADS if slices > 128 and results < 4096 else 32 if results < 4096 else 1
+    last = _FINISH.bind((name,), device, -(-results // (_THREADS // threads)), _THREADS)
+    return Steps(
+        Step(launch, "x", first, second, "partial", *walk, *ending),
+        Step(last, "partial", first, second, results, slices, threads, ending[0], *ending[2:]),
+        scratch={"partial": Memory((slices * results * bytes_each,), torch.uint8)},
+    )
+
+
+def _outputs(
+    x: Meta, monoid: str, dims: tuple[int, ...], keepdim: bool, lift: str, power: float, finish: str, number: float,
+    out_dtype: torch.dtype, wanted: str,
+) -> tuple[Memory | None, Memory | None]:  # fmt: skip
+    shape = tuple(1 if i in dims else n for i, n in enumerate(x.shape) if keepdim or i not in dims)
+    second = torch.int64 if monoid == "arg_maximum" else out_dtype
+    return (
+        Memory(shape, out_dtype) if "o" in wanted else None,
+        Memory(shape, second) if "s" in wanted else None,
+    )
+
+
+_REDUCE = Primitive(
+    "reduce", (Argument("x", None),), "monoid, dims, keepdim, lift, power, finish, number, out_dtype, wanted",
+    results="out second", outputs=_outputs, plan=_plan,
+)  # fmt: skip
+
+
+def reducible(x: Tensor, dims: tuple[int, ...], *, ordered: bool = False) -> str | None:
+    """Return why a tensor cannot be reduced here, or None."""
+    if x.dtype not in TOKEN:
+        return f"dtype {str(x.dtype).removeprefix('torch.')}"
+    if x.numel() == 0:
+        return "empty"
+    return None if geometry(x.shape, x.stride(), dims, ordered) is not None else "strides"
+
+
+def reduce(
+    x: Tensor, monoid: str, dims: tuple[int, ...], keepdim: bool, out_dtype: torch.dtype, *, lift: str = "value",
+    power: float = 0.0, finish: str = "value", number: float = 0.0, wanted: str = "o",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Reduce some dimensions of a tensor; for those who know what the parts mean, see ``cuda_src/reduce/monoids.cuh``.
+
+    Args:
+        x: bfloat16, float16, float32, int64, int32, uint8 or bool; any strides that ``reducible`` accepts; not empty.
+        monoid: "sum", "count", "product", "maximum", "arg_maximum" or, for floats, "moments".
+        dims: Reduced dimensions, at least 0; at least one.
+        keepdim: Leave them as dimensions of size 1.
+        out_dtype: Of the result: a float for floats (but for counts), else an integer.
+        lift: What becomes of elements first; "flip" makes minima of maxima.
+        power: For the lift "power".
+        finish: What becomes of a result last.
+        number: For that: the divisor of a mean or variance, the exponent, the count of "all".
+        wanted: "o" for the result (values of "arg_maximum", variances), "s" for the second one (indices, means), "os"
+            for both.
+
+    Returns:
+        Both results, dense; a stand-in for one that is not wanted.
+    """
+    return _REDUCE(x, monoid, dims, keepdim, lift, power, finish, number, out_dtype, wanted)
+
+
+OP = Op("reduction", public=(), kernels=(_ROWS, _COLUMNS, _FINISH), torch_ops=())
+__all__ = ["FLOATS", "INTEGERS", "OP", "reduce", "reducible"]

@@ -1,0 +1,22 @@
+"""What kernels with ``common/row_output.cuh`` are told of their output."""
+
+from __future__ import annotations
+
+import torch
+
+FORMATS = {"none": 0, "tensor": 1, "row": 1, "block128": 1, "nvfp4": 2}  # FORMAT of the template
+_GRANULARITY = {"row": 1, "block128": 2}
+_CODES = {torch.float8_e5m2: 1, torch.int8: 2}
+_SWIZZLED, _AMAX_ONLY, _OUT_FP32, _FROM_AMAX = 16, 32, 64, 128
+
+
+def quant_flags(
+    quant: str, codes: torch.dtype, swizzled: bool, no_scale: bool, dtype: torch.dtype
+) -> tuple[int | None, int]:
+    """Return the `quant` arguments of two launches: one that only finds the amax of the tensor (None), and the last."""
+    flags = _GRANULARITY.get(quant, 0) | _CODES.get(codes, 0) << 2 | _SWIZZLED * swizzled
+    if quant == "none":
+        return None, _OUT_FP32 * (codes == torch.float32 != dtype)
+    if quant in ("tensor", "nvfp4") and no_scale:
+        return flags & ~_SWIZZLED | _AMAX_ONLY, flags | _FROM_AMAX
+    return None, flags

@@ -1,0 +1,17 @@
+"""Calls that autograd would have to record although their results go to memory of the caller."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rtkernels.errors import ArgumentError
+
+
+def refuse_outputs(**outputs: Tensor | None) -> None:
+    """Raise an ArgumentError that names memory given for a result of a call that needs gradients."""
+    for name, t in outputs.items():
+        if t is not None:
+            raise ArgumentError(
+                f"{name} is given but a tensor needs gradients; expected torch.no_grad() around the call, detached "
+                f"tensors, or no {name}"
+            )

@@ -1,0 +1,81 @@
+"""A contract of all public functions: ``warm --op NAME`` builds every kernel that a call of it launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import rtkernels
+from contracts.test_dynamic_rows import CALLS, _gradient, _inputs, _tensors
+from rtkernels import emulator
+from rtkernels.runtime import warm
+from rtkernels.runtime.launch.plans import Plans
+from rtkernels.runtime.operator import registry
+
+OWNERS = {name: op.name for op in registry.ops() for name in op.public}
+F32, BF16 = torch.float32, torch.bfloat16
+MORE_CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "hadamard, transposed": lambda x, ids: rtkernels.quantize_fp8_hadamard(x, transposed=True),
+    "layer_norm, statistics": lambda x, ids: rtkernels.layer_norm(x, return_statistics=True),
+    "layer_norm_fp8, kept": lambda x, ids: rtkernels.layer_norm_fp8(x, keep=True).y,
+    "quantize_fp8, channel": lambda x, ids: rtkernels.quantize_fp8(x, granularity="channel"),
+    "quantize_fp8_smooth, channel": lambda x, ids: rtkernels.quantize_fp8_smooth(x, granularity="channel")[:2],
+    "rms_norm, statistics": lambda x, ids: rtkernels.rms_norm(x, return_rstd=True),
+    "rms_norm_fp8, kept": lambda x, ids: rtkernels.rms_norm_fp8(x, keep=True).y,
+}
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """The ops whose kernels are launched meanwhile. Nothing is compiled or run: results are memory as it comes."""
+    found: set[str] = set()
+
+    def bind(kernel: Any, *args: Any, **more: Any) -> Callable[..., None]:
+        return lambda *args: found.add(kernel.op)
+
+    monkeypatch.setattr(emulator, "bind", bind)
+    Plans.forget_all()
+    yield found
+    Plans.forget_all()
+
+
+def _asked_for(function: Callable[..., Any]) -> set[str]:
+    """Return the ops whose public functions a call names itself, such as the index of a permutation."""
+    names, todo = set(), [function.__code__]
+    while todo:
+        code = todo.pop()
+        names.update(code.co_names)
+        todo += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    names |= {"moe_index"} if "_index" in names else set()
+    return {OWNERS[name] for name in names if name in OWNERS}
+
+
+@pytest.mark.parametrize("arch", ("sm_80", "sm_90"))
+def test_warming_an_op_builds_what_its_functions_launch(arch: str, launched: set[str]) -> None:
+    missing: dict[str, set[str]] = {}
+    for name, function in {**CALLS, **MORE_CALLS}.items():
+        for dtype in (F32, BF16):
+            x, ids = _inputs(10)
+            leaf = x.to(dtype).requires_grad_()
+            launched.clear()
+            _try(arch, function, leaf, ids)
+            asked = _asked_for(function) | {OWNERS[name.split(",")[0]]}
+            built = {op.name for op in warm.with_parts(sorted(asked))}
+            if launched - built:
+                missing.setdefault(name, set()).update(launched - built)
+    assert not missing, "\n".join(f"{name}: {sorted(ops)}" for name, ops in missing.items())
+
+
+def _try(arch: str, function: Callable[..., Any], leaf: Tensor, ids: Tensor) -> None:
+    with rtkernels.emulate(arch):
+        try:
+            results = _tensors(function(leaf, ids))
+            _gradient([t.float() for t in results], leaf)
+        except (rtkernels.errors.RtkError, RuntimeError) as error:
+            if leaf.dtype == F32:  # the calls were written for this one
+                raise AssertionError(function) from error

@@ -1,0 +1,122 @@
+"""export_fp8 and serve_fp8: codes and names as transformers has them, the same logits after a round trip."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from rtkernels import models
+from rtkernels.errors import ArgumentError, RtkError
+from rtkernels.models.served import ServedExperts, ServedLinear
+
+pytest.importorskip("transformers", minversion="5.0")
+pytest.importorskip("safetensors")
+
+from safetensors.torch import load_file, save_file
+from support.tiny_models import build, tokens
+
+SIZES = {
+    "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 128, "moe_intermediate_size": 128, "num_experts": 4, "num_local_experts": 4,
+    "n_routed_experts": 4, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "v_head_dim": 64,
+    "first_k_dense_replace": 0,
+}  # fmt: skip
+
+
+def made(kind: str) -> nn.Module:
+    model = build(kind, **SIZES)
+    angles = model.model.rotary_emb
+    model.bfloat16().eval()
+    model.model.rotary_emb = type(angles)(config=model.config)  # frequencies stay fp32 in a model that was loaded
+    return model
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=tokens(2, 9)).logits.float()
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+def test_a_round_trip(kind: str, tmp_path: Path) -> None:
+    model = made(kind)
+    wanted = logits(model)
+    skipped = models.export_fp8(model, tmp_path / "first")
+    loaded = models.serve_fp8(tmp_path / "first")
+    served = models.serve_fp8(model)  # in place, from the weights themselves
+    assert sum(isinstance(m, ServedLinear) for m in loaded.modules()) > 3
+    assert any(isinstance(m, ServedExperts) for m in loaded.modules()) == (kind != "qwen3")
+    assert not isinstance(loaded.lm_head, ServedLinear) and "lm_head" in skipped
+    assert torch.equal(logits(loaded), logits(served))
+    error = (logits(loaded) - wanted).norm() / wanted.norm()
+    assert error < 0.1, float(error)
+    models.export_fp8(loaded, tmp_path / "second")
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "second"))
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor.view(torch.uint8), second[name].view(torch.uint8)), name
+
+
+def test_names_are_those_of_deepseek_and_qwen(tmp_path: Path) -> None:
+    models.export_fp8(made("qwen3_moe"), tmp_path)
+    files = load_file(tmp_path / "model.safetensors")
+    prefix = "model.layers.0."
+    experts = [f"mlp.experts.{e}.{part}_proj" for e in range(4) for part in ("gate", "up", "down")]
+    for name in (*experts, *(f"self_attn.{p}_proj" for p in "qkvo")):
+        weight, scale = files[f"{prefix}{name}.weight"], files[f"{prefix}{name}.weight_scale_inv"]
+        assert weight.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32
+        assert tuple(scale.shape) == tuple(-(-n // 128) for n in weight.shape), name
+    assert files[prefix + "mlp.gate.weight"].dtype == torch.bfloat16
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["quantization_config"]["weight_block_size"] == [128, 128]
+    assert config["quantization_config"]["quant_method"] == "fp8" and config["model_type"] == "qwen3_moe"
+
+
+def test_transformers_modules_take_these_tensors(tmp_path: Path) -> None:
+    """The modules that transformers makes for such a checkpoint have our names, shapes and dtypes."""
+    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+    from transformers.utils.quantization_config import FineGrainedFP8Config
+
+    model = made("qwen3_moe")
+    names = models.export_fp8(model, tmp_path)
+    theirs = replace_with_fp8_linear(
+        made("qwen3_moe"), modules_to_not_convert=names, quantization_config=FineGrainedFP8Config(), pre_quantized=True
+    )
+    state, served = theirs.state_dict(), models.serve_fp8(model).state_dict()
+    assert state.keys() == served.keys()
+    for name, tensor in served.items():
+        assert state[name].shape == tensor.shape and state[name].dtype == tensor.dtype, name
+    theirs.load_state_dict(served, assign=True)
+    again = models.serve_fp8(theirs)  # with the codes that they have
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_served_models_move_and_generate() -> None:
+    model = models.serve_fp8(made("qwen3"))
+    prompt = tokens(1, 5)
+    wanted = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    models.patch(model)
+    assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), wanted)
+    model.half()
+    layer = model.model.layers[0].self_attn.q_proj
+    assert layer.weight.dtype == torch.float8_e4m3fn and layer.weight_scale_inv.dtype == torch.float32
+
+
+def test_messages(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="model_or_path is a dict; expected a model of transformers or a folder"):
+        models.serve_fp8({})
+    with pytest.raises(ArgumentError, match=r"expected a folder with config.json and \*.safetensors"):
+        models.serve_fp8(tmp_path)
+    model = made("qwen3")
+    model.save_pretrained(tmp_path / "plain")
+    with pytest.raises(ArgumentError, match="expected quant_method 'fp8' with weight_block_size"):
+        models.serve_fp8(tmp_path / "plain")
+    models.export_fp8(model, tmp_path / "coded")
+    files = load_file(tmp_path / "coded" / "model.safetensors")
+    del files["model.norm.weight"]
+    save_file(files, tmp_path / "coded" / "model.safetensors")
+    with pytest.raises(RtkError, match=r"lacks 1 tensors of the model: model\.norm\.weight"):
+        models.serve_fp8(tmp_path / "coded")
