@@ -108,8 +108,9 @@ OPS = {
     "multi_scale_": "ops.multi.multi_tensor",
     "tensor_list": "ops.multi.multi_tensor",
 }
-MODULES = ("aten", "cache", "compat", "errors", "interop", "models", "nn", "optim")
+MODULES = ("aten", "cache", "calibration", "compat", "errors", "interop", "models", "nn", "optim")
 OTHERS = {
+    "Calibration": "calibration",
     "warm": "runtime.warm",
     "emulate": "emulator",
     "disable": "aten",

@@ -21,6 +21,7 @@ from typing import Any
 from bench import meta
 from bench.e2e import processes
 from bench.e2e.arms import MODELS
+from bench.e2e.gates import text
 
 ARMS = ("hf", "hf_compile", "ours", "ours_graph", "fp8")
 PARITY_TOKENS = 16
@@ -242,8 +243,7 @@ def main(argv: list[str] | None = None) -> int:
         result["arms"][arm] = record = processes.start("bench.e2e.infer", arm, passed)
         print(_line(arm, record), flush=True)
     result["gates"] = gates(result["arms"])
-    for gate in result["gates"]:
-        print(f"{'passed' if gate['passed'] else 'MISSED'}: {gate['gate']}: {gate['value']} (must {gate['must']})")
+    print(text(result["gates"]))
     result["environment"] = meta.environment()
     if args.out:
         args.out.write_text(json.dumps(result, indent=1))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import meta
-from bench.e2e import processes
+from bench.e2e import gates, processes
 from bench.e2e.arms import ARMS, MODELS
 
 LEARNING_RATE = 3e-4
@@ -115,6 +115,8 @@ def main(argv: list[str] | None = None) -> int:
         record = processes.start("bench.e2e.train", arm, passed)
         result["arms"][arm] = record
         print(_line(arm, record), flush=True)
+    result["gates"] = gates.gates(args.model, result["arms"])
+    print(gates.text(result["gates"]))
     result["environment"] = meta.environment()
     if args.out:
         args.out.write_text(json.dumps(result, indent=1))

@@ -24,6 +24,7 @@ from rtkernels.nn.fp8_linear import KeepsCodes, main_grad_of
 from rtkernels.ops.act import glu
 from rtkernels.ops.moe.moe_index import moe_index, moe_rows
 from rtkernels.runtime.operator.autograd import once_differentiable
+from rtkernels.runtime.operator.sharding import is_sharded
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 RECIPES = ("block", "row", "tensor")
@@ -31,6 +32,7 @@ _SMALLEST_GAIN = 600  # n * k / (n + k); below, quantising costs more than the p
 _MULTIPLE = 16
 _BLOCK = 128  # rows and columns of a weight that share a scale
 _KEPT = "_rtkernels_codes"
+READERS = "_rtkernels_readers"
 
 
 class Codes(NamedTuple):
@@ -43,20 +45,45 @@ class Codes(NamedTuple):
     y: Tensor
 
 
-def check_recipe(fp8: bool | str | None) -> str | None:
+class Recipe(NamedTuple):
+    """How linear layers multiply codes, for ``patch(fp8=...)``.
+
+    Attributes:
+        name: "block" (scales of 128 values and of 128 x 128 weights), "row" or "tensor".
+        wgrad: "bf16" for gradients of weights from 16-bit numbers; codes then do not travel between layers.
+        pow2_scale: Round scales up to powers of two.
+        save_weight: Keep no codes of weights from forward to backward, make them anew: for FSDP2, and for memory.
+        skip: Names of modules that are left alone, or parts of names ("layers.0.", "down_proj").
+    """
+
+    name: str = "block"
+    wgrad: str = "fp8"
+    pow2_scale: bool = False
+    save_weight: bool = False
+    skip: tuple[str, ...] = ()
+
+    @property
+    def by_codes(self) -> bool:
+        """True if norms and activations may give codes to layers of this recipe."""
+        return self.name == "block" and self.wgrad == "fp8" and not self.pow2_scale
+
+
+def check_recipe(fp8: bool | str | Recipe | None) -> Recipe | None:
     """Return the recipe that ``patch(fp8=...)`` names, None for none."""
     if fp8 is None or fp8 is False:
         return None
-    recipe = "block" if fp8 is True else fp8
-    if recipe not in RECIPES:
-        raise ArgumentError(f"fp8 is {fp8!r}; expected True or one of {', '.join(map(repr, RECIPES))}")
-    return recipe
+    recipe = fp8 if isinstance(fp8, Recipe) else Recipe("block" if fp8 is True else fp8)
+    if recipe.name not in RECIPES:
+        raise ArgumentError(f"fp8 is {recipe.name!r}; expected True or one of {', '.join(map(repr, RECIPES))}")
+    if recipe.wgrad not in ("fp8", "bf16"):
+        raise ArgumentError(f"fp8 has wgrad {recipe.wgrad!r}; expected 'fp8' or 'bf16'")
+    return recipe._replace(skip=tuple(recipe.skip))
 
 
 # ---- linear layers --------------------------------------------------------------------------------------------------
 
 
-def recognize(module: nn.Linear, recipe: str) -> Recognized:
+def recognize(module: nn.Linear, recipe: Recipe) -> Recognized:
     """Return the replacement of a linear layer.
 
     Raises:
@@ -76,6 +103,8 @@ def codes_of(x: Any) -> Any:
         return x.codes()
     if is_dynamo_compiling() or not isinstance(x, Tensor) or x.dtype not in (torch.bfloat16, torch.float16):
         return x
+    if is_sharded(x):
+        return x
     kept = getattr(x, _KEPT, None)
     both = torch.is_grad_enabled()
     if kept is not None and kept[0] == x._version and (kept[1].q_t is not None or not both):
@@ -91,22 +120,28 @@ def codes_of(x: Any) -> Any:
     return codes
 
 
-def multiply(x: Any, weight: Tensor, bias: Tensor | None, recipe: str, **options: Any) -> Tensor:
+def multiply(x: Any, weight: Tensor, bias: Tensor | None, recipe: Recipe, **options: Any) -> Tensor:
     """Return ``x @ weight.T + bias`` of a tensor, a lazy norm or codes with scales in columns."""
-    if recipe == "block":
+    if recipe.by_codes and not is_sharded(weight):
         x = codes_of(x)
     elif isinstance(x, LazyNorm):
         x = x.tensor()
-    return rtkernels.fp8_linear(x, weight, bias, recipe=recipe, scale_layout="column", **options)
+    return rtkernels.fp8_linear(
+        x, weight, bias, recipe=recipe.name, scale_layout="column", wgrad=recipe.wgrad, pow2_scale=recipe.pow2_scale,
+        save_weight=recipe.save_weight and options.get("weight_codes") is None, **options,
+    )  # fmt: skip
 
 
-def linear(module: nn.Linear, x: Any, recipe: str) -> Tensor:
-    """Return the result of a linear layer for a tensor or for codes."""
-
+def _weight_codes(recipe: Recipe) -> Callable[[Tensor, bool], Any]:
     def make(weight: Tensor, transposed: bool) -> Any:
-        return rtkernels.fp8_weight(weight, recipe=recipe, transposed=transposed)
+        return rtkernels.fp8_weight(weight, recipe=recipe.name, pow2_scale=recipe.pow2_scale, transposed=transposed)
 
-    codes = module.codes_of("weight", module.weight, make)
+    return make
+
+
+def linear(module: nn.Linear, x: Any, recipe: Recipe) -> Tensor:
+    """Return the result of a linear layer for a tensor or for codes."""
+    codes = module.codes_of("weight", module.weight, _weight_codes(recipe))
     main_grad = main_grad_of(module.weight)
     return multiply(x, module.weight, module.bias, recipe, main_grad=main_grad, weight_codes=codes)
 
@@ -117,23 +152,22 @@ def merged(x: Any, linears: Sequence[nn.Module]) -> Tensor | None:
     Their weights lie one behind the other, in blocks of 128 rows, so that codes and scales are what they are alone.
     """
     kind = replace.replaced(linears[0])
-    if is_dynamo_compiling() or kind is None or kind.kind != "fp8_linear" or dict(kind.options)["recipe"] != "block":
+    if is_dynamo_compiling() or kind is None or kind.kind != "fp8_linear":
+        return None
+    recipe = dict(kind.options)["recipe"]
+    if not recipe.by_codes:
         return None
     weights, biases = [m.weight for m in linears], [m.bias for m in linears if m.bias is not None]
     if not all(is_plain(m, type(linears[0])) and m.weight.shape[0] % _BLOCK == 0 for m in linears):
         return None
     if len(biases) not in (0, len(linears)) or adjacent(weights) is None:
         return None
-
-    def make(weight: Tensor, transposed: bool) -> Any:
-        return rtkernels.fp8_weight(weight, transposed=transposed)
-
-    whole = Adjacent.apply(*weights)
-    codes = linears[0].codes_of("merged", whole, make, version=tuple(w._version for w in weights))
-    return multiply(x, whole, torch.cat(biases) if biases else None, "block", weight_codes=codes)
+    whole, versions = Adjacent.apply(*weights), tuple(w._version for w in weights)
+    codes = linears[0].codes_of("merged", whole, _weight_codes(recipe), version=versions)
+    return multiply(x, whole, torch.cat(biases) if biases else None, recipe, weight_codes=codes)
 
 
-def _fp8_linear(original: type[nn.Module], recipe: str) -> Callable[..., Any]:
+def _fp8_linear(original: type[nn.Module], recipe: Recipe) -> Callable[..., Any]:
     own = original.forward
 
     def forward(self, input):
@@ -152,6 +186,9 @@ def _fp8_norm(original: type[nn.Module], eps: str, offset: float) -> Callable[..
 
     def forward(self, hidden_states, residual=None):
         fits = isinstance(hidden_states, Tensor) and hidden_states.dtype in (torch.bfloat16, torch.float16)
+        fits = fits and not is_sharded(hidden_states)
+        # Hooks of the readers (tensor parallelism, somebody's own) are for tensors.
+        fits = fits and not any(m._forward_pre_hooks or m._forward_hooks for m in self.__dict__.get(READERS, ()))
         weight = getattr(self, "weight", None)
         alike = weight is None or weight.dtype == getattr(hidden_states, "dtype", None)
         if not fits or not alike or is_dynamo_compiling() or torch.is_autocast_enabled(hidden_states.device.type):
@@ -193,7 +230,7 @@ def glu_codes(gate: Tensor, up: Tensor | None, act: str) -> Any:
     return rtkernels.glu_fp8(gate, up, act=act, scale_layout="column")
 
 
-def _fp8_mlp(original: type[nn.Module], act: str, separate: bool) -> Callable[..., Any]:
+def _fp8_mlp(original: type[nn.Module], act: str, recipe: Recipe, separate: bool) -> Callable[..., Any]:
     def forward(self, x):
         if separate:
             gate, up = merged(x, (self.gate_proj, self.up_proj)), None
@@ -201,7 +238,9 @@ def _fp8_mlp(original: type[nn.Module], act: str, separate: bool) -> Callable[..
                 gate, up = self.gate_proj(x), self.up_proj(x)
         else:
             gate, up = self.gate_up_proj(x), None
-        return linear(self.down_proj, glu_codes(gate, up, act), "block")
+        if is_sharded(gate):
+            return self.down_proj(rtkernels.glu(gate, up, act=act))
+        return linear(self.down_proj, glu_codes(gate, up, act), recipe)
 
     return forward
 
@@ -239,25 +278,32 @@ def _is_fp8(module: nn.Module) -> bool:
     return kind is not None and kind.kind == "fp8_linear"
 
 
-def replace_mlp(module: nn.Module, recipe: str) -> None:
+def replace_mlp(module: nn.Module, recipe: Recipe) -> None:
     """Let the activation of a replaced gated MLP write codes, where its down projection reads them."""
     kind = replace.replaced(module)
-    if recipe == "block" and kind is not None and kind.kind == "mlp" and _is_fp8(module.down_proj):
-        replace.change(module, Recognized("fp8_mlp", kind.options))
+    if recipe.by_codes and kind is not None and kind.kind == "mlp" and _is_fp8(module.down_proj):
+        replace.change(module, Recognized("fp8_mlp", (*kind.options, ("recipe", recipe))))
 
 
-def replace_norms(layer: nn.Module, recipe: str) -> None:
-    """Let the norms of a decoder layer whose projections read codes give them codes."""
-    if recipe != "block" or not any(_is_fp8(module) for module in layer.modules()):
+# Norms of a decoder layer, and the child that reads what they give.
+_READERS = {"input_layernorm": "self_attn", "post_attention_layernorm": "mlp", "pre_feedforward_layernorm": "mlp"}
+
+
+def replace_norms(layer: nn.Module, recipe: Recipe) -> None:
+    """Let the norms of a decoder layer give codes to projections that read them."""
+    if not recipe.by_codes:
         return
-    for child in layer.children():
-        kind = replace.replaced(child)
-        if kind is not None and kind.kind == "rms_norm" and getattr(child, "weight", None) is not None:
-            if child.weight.shape[0] % _MULTIPLE == 0:
-                replace.change(child, Recognized("fp8_norm", kind.options))
+    for name, reader in _READERS.items():
+        norm, kind = getattr(layer, name, None), replace.replaced(getattr(layer, name, layer))
+        if kind is None or kind.kind != "rms_norm" or not hasattr(layer, reader):
+            continue
+        readers = tuple(child for child in getattr(layer, reader).children() if _is_fp8(child))
+        if readers and getattr(norm, "weight", None) is not None and norm.weight.shape[0] % _MULTIPLE == 0:
+            replace.change(norm, Recognized("fp8_norm", kind.options))
+            norm.__dict__[READERS] = readers  # not as children
 
 
-def experts_kind(module: nn.Module, recipe: str) -> Recognized:
+def experts_kind(module: nn.Module, recipe: Recipe) -> Recognized:
     """Return the replacement of a replaced expert layer.
 
     Raises:
@@ -267,8 +313,8 @@ def experts_kind(module: nn.Module, recipe: str) -> Recognized:
     if kind is None or kind.kind != "experts":
         raise NotRecognized("it was not replaced")
     options = dict(kind.options)
-    if recipe != "block":
-        raise NotRecognized(f"experts have no recipe {recipe!r}, only 'block'")
+    if not recipe.by_codes:
+        raise NotRecognized("experts have recipe 'block' only, with gradients of codes")
     if options["bias"] or options["transposed"] or not options["concatenated"]:
         raise NotRecognized("its weights have biases, are transposed or interleaved")
     if any(size % _MULTIPLE for weight in (module.gate_up_proj, module.down_proj) for size in weight.shape[1:]):

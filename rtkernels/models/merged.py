@@ -15,19 +15,18 @@ from torch import Tensor, nn
 
 from rtkernels.models.recognize import apply_rope
 from rtkernels.runtime.operator.autograd import once_differentiable
-from rtkernels.runtime.operator.sharding import is_sharded
-from rtkernels.runtime.torch_private import is_dynamo_compiling
+from rtkernels.runtime.torch_private import TENSOR_TYPES, is_dynamo_compiling
 
 
 def make_adjacent(linears: Sequence[nn.Module]) -> None:
     """Move the weights of linear layers into one block of memory, if each has memory of its own. Values stay."""
-    if not all(isinstance(linear, nn.Linear) for linear in linears):
+    if not all(getattr(type(m), "_rtkernels_original", type(m)) is nn.Linear for m in linears):  # as of other libraries
         return
     weights = [linear.weight for linear in linears]
     first = weights[0]
     for w in weights:
         alike = w.dtype == first.dtype and w.device == first.device and w.shape[1:] == first.shape[1:]
-        if not alike or is_sharded(w) or w.device.type == "meta" or not w.is_contiguous():
+        if not alike or type(w) not in TENSOR_TYPES or w.device.type == "meta" or not w.is_contiguous():
             return
         if w.untyped_storage().nbytes() != w.numel() * w.element_size():  # a part of something: of a flat parameter
             return
@@ -125,7 +124,7 @@ def is_plain(linear: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
     return (
         type(linear) is kind
         and not hooked
-        and not is_sharded(weight)
+        and type(weight) in TENSOR_TYPES
         and not hasattr(weight, "main_grad")
         and "forward" not in linear.__dict__
     )

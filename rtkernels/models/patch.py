@@ -147,8 +147,8 @@ def _scalars(module: nn.Module) -> tuple[Any, ...]:
 
 def patch(
     model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool = True, loss: bool = True,
-    experts: bool = True, fused_layers: bool = False, attention: bool = False, fp8: bool | str | None = None,
-    strict: bool = False,
+    experts: bool = True, fused_layers: bool = False, attention: bool = False,
+    fp8: bool | str | quantized.Recipe | None = None, strict: bool = False,
 ) -> PatchReport:  # fmt: skip
     """Let a model of the ``transformers`` library compute with our ops. Works in place, on this model only.
 
@@ -172,8 +172,8 @@ def patch(
         attention: Use our attention in place of the model's. Off by default: where torch's is cuDNN's, the two are
             about equally fast, and ours has no dropout.
         fp8: Multiply fp8 codes in linear layers, forward and backward: True or "block" (scales of 128 values and of
-            128 x 128 weights), "row" or "tensor". The head, and layers too small to gain, are left alone. Parameters
-            and their gradients stay what they are.
+            128 x 128 weights), "row", "tensor", or an :class:`Fp8Recipe` with more options. The head, and layers too
+            small to gain, are left alone. Parameters and their gradients stay what they are.
         strict: Raise if a candidate of an asked kind is left alone.
 
     Returns:
@@ -227,19 +227,21 @@ def patch(
     return made
 
 
-def _replace_linears(model: nn.Module, recipe: str, patcher: _Patcher) -> None:
+def _replace_linears(model: nn.Module, recipe: quantized.Recipe, patcher: _Patcher) -> None:
     """Replace the linear layers of a model, except for its head."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        if type(module) is nn.Linear and module is not head:
+        if any(part in name for part in recipe.skip):
+            patcher.note("fp8", name, module, "it was named to be left alone") if type(module) is nn.Linear else None
+        elif type(module) is nn.Linear and module is not head:
             patcher.visit("fp8", name, module, partial(quantized.recognize, recipe=recipe))
     for name, module in modules.items():
         if recognize.is_mlp(module):
             quantized.replace_mlp(module, recipe)
         elif fusing.is_layer(module):
             quantized.replace_norms(module, recipe)
-        elif expert_layers.is_experts(module):
+        elif expert_layers.is_experts(module) and not any(part in name for part in recipe.skip):
             patcher.change("fp8", name, module, partial(quantized.experts_kind, recipe=recipe))
 
 
@@ -273,6 +275,7 @@ def unpatch(model: nn.Module) -> None:
     attentions.restore_attention(inner)
     for module in inner.modules():
         replace.restore(module)
+        module.__dict__.pop(quantized.READERS, None)
 
 
 def report(model: nn.Module) -> PatchReport | None:

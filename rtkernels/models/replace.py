@@ -41,7 +41,12 @@ def replace(module: nn.Module, kind: Recognized) -> None:
 
 
 def change(module: nn.Module, kind: Recognized) -> None:
-    """Give a module another forward of ours, in place of its own or of an earlier one."""
+    """Give a module another forward of ours, in place of its own or of an earlier one.
+
+    Raises:
+        NotRecognized: It carries a forward of its own.
+    """
+    check_own_forward(module)
     module.__class__ = subclass(getattr(type(module), "_rtkernels_original", type(module)), kind)
 
 

@@ -4,6 +4,7 @@ None of them is changed by ``torch.autocast``: they compute in fp32 whatever the
 of the input. Parameters may be of another dtype than the input (fp32 parameters with bfloat16 activations).
 """
 
+from rtkernels.nn.fp8_gather import gather_in_fp8
 from rtkernels.nn.fp8_gradient import fp8_gradient, glu_with_fp8_gradient, unpermute_with_fp8_gradient
 from rtkernels.nn.fp8_linear import Fp8HadamardLinear, Fp8Linear, Fp8SmoothLinear, fixed_weights
 from rtkernels.nn.fp8_moe import Fp8GroupedLinear, Fp8MoE
@@ -26,6 +27,7 @@ __all__ = [
     "SwiGLU",
     "fixed_weights",
     "fp8_gradient",
+    "gather_in_fp8",
     "glu_with_fp8_gradient",
     "unpermute_with_fp8_gradient",
 ]

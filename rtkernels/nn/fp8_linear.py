@@ -14,8 +14,7 @@ from rtkernels.ops.gemm import fp8_linear_smooth
 from rtkernels.ops.gemm.fp8_linear import RECIPES, check_linear, fp8_linear, fp8_weight
 from rtkernels.ops.quant.column_absmax import column_absmax
 from rtkernels.ops.quant.smooth_quant import smooth_factors
-from rtkernels.runtime.operator.sharding import is_sharded
-from rtkernels.runtime.torch_private import is_dynamo_compiling
+from rtkernels.runtime.torch_private import TENSOR_TYPES, is_dynamo_compiling
 
 
 class KeepsCodes:
@@ -30,7 +29,7 @@ class KeepsCodes:
 
         `version` takes the place of weight's own where weight is made of others.
         """
-        if self._kept is None or is_dynamo_compiling() or is_sharded(weight):
+        if self._kept is None or is_dynamo_compiling() or type(weight) not in TENSOR_TYPES:
             return None
         key = (weight.data_ptr(), weight._version if version is None else version)
         transposed = torch.is_grad_enabled()

@@ -166,3 +166,23 @@ def test_with_fp8(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fused_gradients.keys() == gradients.keys()
     first, second = (torch.cat([g.flatten().double() for g in x.values()]) for x in (gradients, fused_gradients))
     assert float(nn.functional.cosine_similarity(first, second, dim=0)) >= 0.998
+
+
+@pytest.mark.slow
+def test_one_graph_under_compile() -> None:
+    """Under torch.compile products stay separate; sums with norms do not, and nothing breaks the graph."""
+    model = models.patched(lambda: build("qwen3", num_hidden_layers=1), fused_layers=True)
+    loss, gradients = loss_and_gradients(model, use_cache=False)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    same_loss, same = loss_and_gradients(compiled, use_cache=False)
+    assert same_loss == pytest.approx(loss, rel=1e-6)
+    assert largest_error({n.removeprefix("_orig_mod."): g for n, g in same.items()}, gradients) <= 1e-5
+
+
+@pytest.mark.slow
+def test_fp8_under_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "_SMALLEST_GAIN", 0)
+    model = models.patched(lambda: build("qwen3", num_hidden_layers=1).bfloat16(), fp8=True, fused_layers=True)
+    loss, _ = loss_and_gradients(model, use_cache=False)
+    compiled = torch.compile(model, backend="aot_eager")
+    assert loss_and_gradients(compiled, use_cache=False)[0] == pytest.approx(loss, rel=1e-2)

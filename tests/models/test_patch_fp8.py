@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 
 import pytest
@@ -56,6 +57,62 @@ def test_codes_are_made_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Counter(calls) == {"rms_norm_fp8": 4, "quantize_fp8": 2, "glu_fp8": 2, "rms_norm": 5}
 
 
+def test_recipes_have_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "_SMALLEST_GAIN", 0)
+    loss = loss_and_gradients(build("qwen3").bfloat16())[0]
+    recipes = [
+        models.Fp8Recipe(save_weight=True),
+        models.Fp8Recipe(wgrad="bf16", skip=("layers.0.", "o_proj")),
+        models.Fp8Recipe(pow2_scale=True),
+    ]
+    for recipe in recipes:
+        model = build("qwen3").bfloat16()
+        report = models.patch(model, fp8=recipe)
+        assert report.replaced["fp8"] == (6 if recipe.skip else 14)
+        assert loss_and_gradients(model)[0] == pytest.approx(loss, rel=1e-2)
+    with pytest.raises(ArgumentError, match="fp8 has wgrad 'fp4'; expected 'fp8' or 'bf16'"):
+        models.patch(build("qwen3"), fp8=models.Fp8Recipe(wgrad="fp4"))
+
+
+def test_weights_are_quantised_one_time_for_all_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "_SMALLEST_GAIN", 0)
+    model = models.patched(lambda: build("qwen3").bfloat16(), fp8=True, fused_layers=True)
+    wanted = [loss_and_gradients(model, tokens(seed=i))[1] for i in range(2)]
+    calls, make = [], rtkernels.fp8_weight
+    monkeypatch.setattr(rtkernels, "fp8_weight", lambda w, **options: calls.append(w.shape) or make(w, **options))
+    with rtkernels.nn.fixed_weights(model):
+        for i in range(2):
+            got = loss_and_gradients(model, tokens(seed=i))[1]
+            assert all(torch.equal(got[name], g) for name, g in wanted[i].items())
+    assert len(calls) == 14  # each weight; in the tiny model none is a multiple of 128 rows, so none are merged
+
+
+def test_experts_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "_SMALLEST_GAIN", 0)
+    model = build("qwen3_moe").bfloat16()
+    loss, gradients = loss_and_gradients(model)
+    report = models.patch(model, fp8=True)
+    assert report.replaced["fp8"] == 2 * 4 + 2, str(report)
+    fp8_loss, fp8_gradients = loss_and_gradients(model)
+    assert fp8_loss == pytest.approx(loss, rel=1e-2) and cosine(fp8_gradients, gradients) >= 0.98
+
+
+def test_hooks_of_projections_get_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "_SMALLEST_GAIN", 0)
+    model = models.patched(lambda: build("qwen3", num_hidden_layers=1).bfloat16(), fp8=True)
+    other = copy.deepcopy(model)
+    loss = loss_and_gradients(other)[0]
+    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+    seen = []
+    attention.k_proj.register_forward_pre_hook(lambda module, given: seen.append(type(given[0])))
+    mlp.up_proj.register_forward_hook(lambda module, given, made: seen.append(type(given[0])))
+    assert loss_and_gradients(model)[0] == pytest.approx(loss, rel=1e-3) and seen == [Tensor, Tensor]
+    names = [name for name, _ in model.named_parameters()]
+    models.unpatch(model)
+    assert names == [name for name, _ in model.named_parameters()]
+    assert not any(quantized.READERS in module.__dict__ for module in model.modules())
+
+
 def test_small_layers_and_the_head_are_left_alone() -> None:
     model = build("qwen3")
     report = models.patch(model, fp8=True)
@@ -91,3 +148,36 @@ def test_padding_is_masked() -> None:
     got = model(input_ids=ids, attention_mask=mask).logits
     assert torch.allclose(got[0, 3:].float(), wanted[0, 3:].float(), atol=0.1)
     assert torch.allclose(got[1].float(), wanted[1].float(), atol=0.1)
+
+
+def _saved_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of activations that a step saves for its backward pass, each memory one time."""
+    memory, parameters = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            memory[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    ids = tokens(2, 64)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = model.model(input_ids=ids, use_cache=False)
+        found = sum(memory.values())
+    del out
+    return found
+
+
+def test_what_is_saved_for_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transposed codes take the place of the 16-bit inputs of projections, one time for those that share them."""
+    monkeypatch.setattr(quantized, "_SMALLEST_GAIN", 0)
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"head_dim": 128, "num_hidden_layers": 1}
+    plain, patched, fp8 = (
+        models.patched(lambda: build("qwen3", **sizes).bfloat16(), loss=False, **options)
+        if options is not None
+        else build("qwen3", **sizes).bfloat16()
+        for options in (None, {"fused_layers": True}, {"fp8": models.Fp8Recipe(save_weight=True), "fused_layers": True})
+    )
+    own, ours, codes = _saved_bytes(plain), _saved_bytes(patched), _saved_bytes(fp8)
+    assert ours < 0.7 * own and codes < 0.92 * ours, (own, ours, codes)

@@ -18,7 +18,8 @@ from rtkernels.ops.loss.cross_entropy_operators import (
     PARTS,
     SCALE,
 )
-from rtkernels.ops.loss.cross_entropy_plan import KERNELS, MEAN, REDUCTIONS, check_options, raise_pending
+from rtkernels.ops.loss.cross_entropy_plan import KERNELS, MEAN, REDUCTIONS, check_options
+from rtkernels.ops.loss.label_report import raise_pending
 from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable, refuse_leaf
 from rtkernels.runtime.operator.gradient import applied
