@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""``python -m bench run``, ``check``, ``sweep``, ``report``, ``record``, ``readme``, ``zoo`` and ``e2e``."""
-=======
 """``python -m bench run``, ``check``, ``sweep``, ``aten``, ``report``, ``record``, ``readme``, ``zoo`` and ``e2e``."""
->>>>>>> main
 
 from __future__ import annotations
 
