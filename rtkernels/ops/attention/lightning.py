@@ -11,11 +11,10 @@ from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import lightning_reference as reference
 from rtkernels.ops.attention.attention import default_scale
-from rtkernels.ops.attention.backends import TAIL
+from rtkernels.ops.attention.backends import TAIL, packed_tail
 from rtkernels.ops.attention.checks import HALVES, Heads, made, strides
 from rtkernels.ops.attention.lightning_plan import MAX_WIDTH, SCAN, STEP, Scan, scan, step
 from rtkernels.ops.attention.problem import Strides
-from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, InPlaceExact, InPlaceOperator, Meta, Operator
@@ -74,10 +73,10 @@ def _tail(q: Meta, cu: Meta | None, names: tuple[tuple[str, int], ...], device: 
     """Return the launches that clear rows behind the last packed sequence, of results with these widths."""
     if cu is None:
         return []
-    launch, heads = TAIL.bind((DTYPE_TOKEN[q.dtype],), device, device_info(device).sm_count, 256), q.shape[1]
+    token, shapes = DTYPE_TOKEN[q.dtype], [(name, (*q.shape[:2], width)) for name, width in names]
     return [
-        Step(launch, name, 0, "cu_seqlens", cu.shape[0] - 1, q.shape[0], heads, width, heads * width, width)
-        for name, width in names
+        packed_tail(token, name, 0, "cu_seqlens", cu.shape[0] - 1, shape, made(shape, False), device)
+        for name, shape in shapes
     ]
 
 
