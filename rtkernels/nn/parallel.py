@@ -104,7 +104,7 @@ class _RingAttention(torch.autograd.Function):
                 some = (q[:, rows], k[:, columns], v[:, columns], out[:, rows], lse[..., rows].contiguous())
                 options = (scale, *window_sides(None, is_causal), softcap, 0, 0, False, "auto")
                 found = BACKWARD.call(
-                    dout[:, rows], None, *some, *(None,) * 6, *options, True, True, True, False
+                    dout[:, rows], None, *some, *(None,) * 6, *options, True, True, True, False, False
                 )  # fmt: skip
                 dq[:, rows] += found[0]
                 sums[0][:, columns] += found[1]

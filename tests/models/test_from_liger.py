@@ -97,4 +97,4 @@ def test_every_row(tmp_path: Path) -> None:
 
 def test_report_in_the_guide() -> None:
     printed = DOCUMENT.split("```text\n")[1].split("```")[0]
-    assert str(models.patch(build("gpt_oss"))) == printed.rstrip("\n")
+    assert str(models.patch(build("nemotron_h"))) == printed.rstrip("\n")
