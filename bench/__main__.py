@@ -1,4 +1,4 @@
-"""``python -m bench run``, ``check``, ``sweep``, ``report``, ``record``, ``readme`` and ``e2e``."""
+"""``python -m bench run``, ``check``, ``sweep``, ``aten``, ``report``, ``record``, ``readme``, ``zoo`` and ``e2e``."""
 
 from __future__ import annotations
 
@@ -52,12 +52,19 @@ def parser() -> argparse.ArgumentParser:
     sweep.add_argument("--rows", type=_regex, default="", help="regular expression on the op's row name")
     sweep.add_argument("--out", type=Path, help="result file (default <gpu>-<date>.json)")
     sweep.add_argument("--quick", action="store_true", help="30 samples a measurement instead of 100")
+    aten = commands.add_parser("aten", help="torch's operators on our kernels, over FlagGems' core shapes")
+    aten.add_argument("--rows", type=_regex, default="", help="regular expression on 'family overload'")
+    aten.add_argument("--ways", default="torch,rtkernels,flaggems,inductor", help="comma-separated")
+    aten.add_argument("--limit", type=int, help="leave out shapes with more elements")
+    aten.add_argument("--out", type=Path, default=Path("aten.json"), help="result file")
+    aten.add_argument("--quick", action="store_true", help="20 samples a measurement instead of 50")
     show = commands.add_parser("report", help="print result files as markdown")
     show.add_argument("files", nargs="+", type=Path)
     show.add_argument("--plot", type=Path, metavar="PNG", help="also draw copy / time per row")
     record = commands.add_parser("record", help="take result files over into bench/results/<gpu>.json")
     record.add_argument("files", nargs="+", type=Path)
     record.add_argument("--layers", action="store_true", help="the files hold measurements of whole layers")
+    commands.add_parser("zoo", help="patch every causal language model of transformers that can be built small")
     commands.add_parser("e2e", help="`e2e train`, `e2e infer`, `e2e plot`: whole models; see `e2e train --help`")
     tables = commands.add_parser("readme", help="write the README's table and docs/performance.md anew")
     tables.add_argument("--check", action="store_true", help="write nothing; exit with 1 if they are not up to date")
@@ -144,6 +151,26 @@ def _sweep(args: argparse.Namespace) -> int:
     return 0
 
 
+def _aten(args: argparse.Namespace) -> int:
+    import importlib.util
+
+    import torch
+
+    from bench.measure import aten
+
+    ways = tuple(way for way in args.ways.split(",") if way)
+    if unknown := set(ways) - set(aten.WAYS):
+        print(f"bench aten: unknown ways {', '.join(sorted(unknown))}; known: {', '.join(aten.WAYS)}", file=sys.stderr)
+        return 2
+    if not torch.cuda.is_available():
+        print(NO_GPU, file=sys.stderr)
+        return 2
+    if importlib.util.find_spec("flag_gems") is None:
+        ways = tuple(way for way in ways if way != "flaggems")
+    aten.run(args.rows, args.out, ways=ways, limit=args.limit, quick=args.quick)
+    return 0
+
+
 def _report(args: argparse.Namespace) -> int:
     try:
         results = [meta.load(path) for path in args.files]
@@ -198,10 +225,14 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if words[:1] == ["e2e"] and words[1:2] and words[1] in E2E:
         return importlib.import_module(f"bench.e2e.{words[1]}").main(words[2:])
+    if words[:1] == ["zoo"]:
+        from bench import zoo
+
+        return zoo.main(words[1:])
     args = parser().parse_args(words)
     commands = {
-        "run": _run, "check": _check, "sweep": _sweep, "report": _report, "record": _record, "readme": _readme,
-        "e2e": lambda _: parser().error(f"expected e2e {', e2e '.join(E2E)}"),
+        "run": _run, "check": _check, "sweep": _sweep, "aten": _aten, "report": _report, "record": _record,
+        "readme": _readme, "e2e": lambda _: parser().error(f"expected e2e {', e2e '.join(E2E)}"),
     }  # fmt: skip
     return commands[args.command](args)
 

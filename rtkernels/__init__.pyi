@@ -1,12 +1,20 @@
 # Written by rtkernels/_public.py (write_stub) from the table there.
 
+from rtkernels import aten as aten
 from rtkernels import cache as cache
+from rtkernels import calibration as calibration
 from rtkernels import compat as compat
 from rtkernels import errors as errors
 from rtkernels import interop as interop
 from rtkernels import models as models
 from rtkernels import nn as nn
 from rtkernels import optim as optim
+from rtkernels.aten import disable as disable
+from rtkernels.aten import enable as enable
+from rtkernels.aten import report as report
+from rtkernels.aten import use as use
+from rtkernels.aten.custom import pointwise as pointwise
+from rtkernels.calibration import Calibration as Calibration
 from rtkernels.emulator import emulate as emulate
 from rtkernels.errors import ArgumentError as ArgumentError
 from rtkernels.errors import KernelCompileError as KernelCompileError
@@ -15,7 +23,9 @@ from rtkernels.errors import RtkError as RtkError
 from rtkernels.errors import SourceError as SourceError
 from rtkernels.errors import ToolkitError as ToolkitError
 from rtkernels.errors import UnsupportedDeviceError as UnsupportedDeviceError
+from rtkernels.ops.act.act import act as act
 from rtkernels.ops.act.glu import glu as glu
+from rtkernels.ops.act.glu_combined import GluOut as GluOut
 from rtkernels.ops.act.glu_fp8 import glu_fp8 as glu_fp8
 from rtkernels.ops.act.glu_fp8 import glu_fp8_backward as glu_fp8_backward
 from rtkernels.ops.act.glu_smooth_fp8 import glu_smooth_fp8 as glu_smooth_fp8
@@ -24,7 +34,16 @@ from rtkernels.ops.attention.append_kv_cache import append_kv_cache as append_kv
 from rtkernels.ops.attention.attention import attention as attention
 from rtkernels.ops.attention.attention import attention_varlen as attention_varlen
 from rtkernels.ops.attention.decode import attention_decode as attention_decode
+from rtkernels.ops.attention.lightning import lightning_attention as lightning_attention
+from rtkernels.ops.attention.lightning import lightning_attention_step as lightning_attention_step
 from rtkernels.ops.attention.merge import merge_attention as merge_attention
+from rtkernels.ops.attention.mla import mla_attention as mla_attention
+from rtkernels.ops.attention.mla_decode import mla_decode as mla_decode
+from rtkernels.ops.attention.qkv_split import qkv_split as qkv_split
+from rtkernels.ops.attention.quantized import attention_quantized as attention_quantized
+from rtkernels.ops.attention.quantized import quantize_qk as quantize_qk
+from rtkernels.ops.attention.quantized import quantize_v as quantize_v
+from rtkernels.ops.attention.sage import sage_attention as sage_attention
 from rtkernels.ops.attention.sdpa import sdpa as sdpa
 from rtkernels.ops.gemm.explain import explain as explain
 from rtkernels.ops.gemm.fp8_linear import fp8_linear as fp8_linear
@@ -36,9 +55,12 @@ from rtkernels.ops.gemm.grouped_mm import grouped_wgrad as grouped_wgrad
 from rtkernels.ops.gemm.scaled_mm import scaled_mm as scaled_mm
 from rtkernels.ops.index.embedding import embedding as embedding
 from rtkernels.ops.index.embedding import embedding_grad_ as embedding_grad_
+from rtkernels.ops.index.id_bounds import id_bounds as id_bounds
 from rtkernels.ops.index.row_moves import index_select as index_select
 from rtkernels.ops.index.row_moves import scatter_add as scatter_add
 from rtkernels.ops.index.row_moves import sort_chunks as sort_chunks
+from rtkernels.ops.layout.patchify import patchify as patchify
+from rtkernels.ops.layout.patchify import repeat_heads as repeat_heads
 from rtkernels.ops.layout.transpose import transpose as transpose
 from rtkernels.ops.layout.transpose import transpose_experts as transpose_experts
 from rtkernels.ops.loss.cross_entropy import check_labels as check_labels
@@ -55,6 +77,7 @@ from rtkernels.ops.moe.moe_permute import moe_unpermute as moe_unpermute
 from rtkernels.ops.moe.moe_permute_fp8 import moe_permute_fp8 as moe_permute_fp8
 from rtkernels.ops.moe.moe_permute_smooth import moe_permute_smooth as moe_permute_smooth
 from rtkernels.ops.moe.moe_permute_smooth_t import moe_permute_smooth_t as moe_permute_smooth_t
+from rtkernels.ops.multi.multi_clip import multi_clip_ as multi_clip_
 from rtkernels.ops.multi.multi_tensor import multi_clip_norm_ as multi_clip_norm_
 from rtkernels.ops.multi.multi_tensor import multi_copy_ as multi_copy_
 from rtkernels.ops.multi.multi_tensor import multi_count_zeros as multi_count_zeros
@@ -65,13 +88,28 @@ from rtkernels.ops.norm.group_rms_norm_gate import group_rms_norm_gate as group_
 from rtkernels.ops.norm.layer_norm import layer_norm as layer_norm
 from rtkernels.ops.norm.norm_fp8 import layer_norm_fp8 as layer_norm_fp8
 from rtkernels.ops.norm.norm_fp8 import rms_norm_fp8 as rms_norm_fp8
+from rtkernels.ops.norm.norm_modulated import NormOut as NormOut
 from rtkernels.ops.norm.rms_norm import rms_norm as rms_norm
+from rtkernels.ops.pointwise.add_residual import add_bias as add_bias
+from rtkernels.ops.pointwise.add_residual import add_residual as add_residual
+from rtkernels.ops.pointwise.add_residual import channel_mul as channel_mul
+from rtkernels.ops.pointwise.euler_step import cfg_combine as cfg_combine
+from rtkernels.ops.pointwise.euler_step import euler_step as euler_step
 from rtkernels.ops.pointwise.inplace import add_ as add_
 from rtkernels.ops.pointwise.inplace import scale_ as scale_
 from rtkernels.ops.quant.column_absmax import column_absmax as column_absmax
 from rtkernels.ops.quant.hadamard import dequantize_fp8_hadamard as dequantize_fp8_hadamard
 from rtkernels.ops.quant.hadamard import hadamard as hadamard
 from rtkernels.ops.quant.hadamard import quantize_fp8_hadamard as quantize_fp8_hadamard
+from rtkernels.ops.quant.nvfp4 import dequantize_mxfp4 as dequantize_mxfp4
+from rtkernels.ops.quant.nvfp4 import dequantize_mxfp8 as dequantize_mxfp8
+from rtkernels.ops.quant.nvfp4 import dequantize_nvfp4 as dequantize_nvfp4
+from rtkernels.ops.quant.nvfp4 import nvfp4_scale_bytes as nvfp4_scale_bytes
+from rtkernels.ops.quant.nvfp4 import nvfp4_swizzle as nvfp4_swizzle
+from rtkernels.ops.quant.nvfp4 import nvfp4_unswizzle as nvfp4_unswizzle
+from rtkernels.ops.quant.nvfp4 import quantize_mxfp4 as quantize_mxfp4
+from rtkernels.ops.quant.nvfp4 import quantize_mxfp8 as quantize_mxfp8
+from rtkernels.ops.quant.nvfp4 import quantize_nvfp4 as quantize_nvfp4
 from rtkernels.ops.quant.quantize_fp8 import dequantize_fp8 as dequantize_fp8
 from rtkernels.ops.quant.quantize_fp8 import quantize_fp8 as quantize_fp8
 from rtkernels.ops.quant.quantize_fp8_experts import quantize_fp8_experts as quantize_fp8_experts
@@ -85,12 +123,16 @@ from rtkernels.ops.reduce.softmax import softmax as softmax
 from rtkernels.ops.rope.mla_rope import mla_rope as mla_rope
 from rtkernels.ops.rope.qk_norm_rope import qk_norm_rope as qk_norm_rope
 from rtkernels.ops.rope.rope import rope as rope
+from rtkernels.ops.rope.rope_table import rope_table as rope_table
 from rtkernels.ops.router.rms_norm_router import rms_norm_router as rms_norm_router
 from rtkernels.ops.router.router_gemm import router_gemm as router_gemm
 from rtkernels.ops.router.router_loss import load_balancing_loss as load_balancing_loss
 from rtkernels.ops.router.router_loss import router_z_loss as router_z_loss
 from rtkernels.ops.router.topk import topk as topk
 from rtkernels.ops.router.topk_router import topk_router as topk_router
+from rtkernels.ops.shared.row_quant import Quant as Quant
+from rtkernels.runtime.launch.capabilities import Workspace as Workspace
+from rtkernels.runtime.launch.capabilities import capabilities as capabilities
 from rtkernels.runtime.warm import warm as warm
 
 __version__: str

@@ -86,12 +86,16 @@ OPS = {
     "append_kv_cache": "ops.attention.append_kv_cache",
     "attention": "ops.attention.attention",
     "attention_decode": "ops.attention.decode",
+    "attention_quantized": "ops.attention.quantized",
     "attention_varlen": "ops.attention.attention",
     "lightning_attention": "ops.attention.lightning",
     "lightning_attention_step": "ops.attention.lightning",
     "merge_attention": "ops.attention.merge",
     "mla_attention": "ops.attention.mla",
     "mla_decode": "ops.attention.mla_decode",
+    "quantize_qk": "ops.attention.quantized",
+    "quantize_v": "ops.attention.quantized",
+    "sage_attention": "ops.attention.sage",
     "sdpa": "ops.attention.sdpa",
     "add_": "ops.pointwise.inplace",
     "add_bias": "ops.pointwise.add_residual",
@@ -108,8 +112,9 @@ OPS = {
     "multi_scale_": "ops.multi.multi_tensor",
     "tensor_list": "ops.multi.multi_tensor",
 }
-MODULES = ("aten", "cache", "compat", "errors", "interop", "models", "nn", "optim")
+MODULES = ("aten", "cache", "calibration", "compat", "errors", "interop", "models", "nn", "optim")
 OTHERS = {
+    "Calibration": "calibration",
     "warm": "runtime.warm",
     "emulate": "emulator",
     "disable": "aten",

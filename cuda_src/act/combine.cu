@@ -14,7 +14,7 @@
 
 namespace rtk {
 
-inline constexpr i64 kAligned16 = 1, kSlope = 2, kSubtract = 4, kInterleaved = 8;
+inline constexpr i64 kSlope = 2, kSubtract = 4, kInterleaved = 8;
 inline constexpr i64 kXFp32 = 16, kAdd0Fp32 = 32, kAdd1Fp32 = 64, kMul0Fp32 = 128, kMul1Fp32 = 256, kBase0Fp32 = 512,
                      kBase1Fp32 = 1024;
 inline constexpr int kIdentity = 6, kSwigluOai = 7;  // of the switch below
@@ -45,11 +45,12 @@ RTK_DEVICE void activate_any(int act, bool slope, float (&v)[N]) {
 // An operand's row for a row of the result.
 RTK_DEVICE i64 operand_row(i64 row, i64 stride, i64 each) {
     if (stride == 0) return 0;
-    return (each == 1 ? row : each > 0 ? row / each : row % -each) * stride;
+    const u32 number = static_cast<u32>(row);  // rows are fewer than 2^31: no division of 64 bits
+    return (each == 1 ? number : each > 0 ? number / static_cast<u32>(each) : number % static_cast<u32>(-each)) * stride;
 }
 
-template <typename T, int FORMAT>
-__global__ void __launch_bounds__(256)
+template <typename T, int FORMAT, bool ALIGNED>
+__global__ void __launch_bounds__(256, 1)
     combine(const void* x, const void* add0, const void* add1, const void* mul0, const void* mul1, const void* base0,
             const void* base1, const float* quant_scale, u32* amax, const float* factor, void* out, void* kept,
             void* scale_out, float* global_out, i64 rows, i64 cols, i64 x_stride, i64 add0_stride, i64 add0_each,
@@ -60,11 +61,11 @@ __global__ void __launch_bounds__(256)
     constexpr bool kFast = sizeof(T) < 4;
     __shared__ GroupScratch<1> scratch;
     const RowGroup group(threads_per_row);
-    const i64 row_block = slices == 1 ? blockIdx.x : blockIdx.x / slices;
+    const i64 row_block = slices == 1 ? blockIdx.x : blockIdx.x / static_cast<u32>(slices);
     const i64 row = row_block * group.count + group.index;
     const i64 end = row < rows ? cols : 0;
-    const bool aligned16 = flags & kAligned16;
-    RowOutput<T, FORMAT> output(out, kept, scale_out, global_out, quant_scale, amax, cols, quant, aligned16, number, floor);
+    constexpr bool aligned16 = ALIGNED;
+    RowOutput<T, FORMAT, ALIGNED> output(out, kept, scale_out, global_out, quant_scale, amax, cols, quant, number, floor);
     const i64 begin = (blockIdx.x - row_block * slices) * slice_cols;
     const i64 stop = slices == 1 ? output.span() : min(output.span(), begin + slice_cols);
     const float times = static_cast<float>(alpha) * (factor != nullptr ? *factor : 1.0f);

@@ -27,12 +27,12 @@ struct Tile {
     }
 };
 
-// Of T, or fp32 if `wide`; 1 without weights.
+// Of T, or fp32 if `weight_fp32`; 1 without weights.
 template <typename T>
-RTK_DEVICE float row_weight(const void* weight, i64 wide, i64 row) {
+RTK_DEVICE float row_weight(const void* weight, i64 weight_fp32, i64 row) {
     float w[1] = {1.0f};
     if (weight != nullptr) {
-        if (wide) {
+        if (weight_fp32) {
             load_keep<float, 1>(static_cast<const float*>(weight) + row, w);
         } else {
             load_keep<T, 1>(static_cast<const T*>(weight) + row, w);
@@ -44,7 +44,7 @@ RTK_DEVICE float row_weight(const void* weight, i64 wide, i64 row) {
 template <typename T, typename Act, int VEC, int ROWS>
 __global__ void __launch_bounds__(256)
     glu_fwd(const T* gate, const T* up, const void* weight, T* y, i64 rows, i64 cols, i64 gate_stride, i64 up_stride,
-            i64 weight_wide, i64 lane_bits) {
+            i64 weight_fp32, i64 lane_bits) {
     if (up == nullptr) up = gate + cols;
     const Tile<VEC, ROWS> tile(lane_bits);
     if (tile.column >= cols) return;
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(256)
     for (int r = 0; r < ROWS; ++r) {
         const i64 row = tile.row + r * tile.step;
         if (row < rows) {
-            const float w = row_weight<T>(weight, weight_wide, row);
+            const float w = row_weight<T>(weight, weight_fp32, row);
             float g[VEC], u[VEC];
             unpack<T, VEC>(gate_raw[r], g);
             unpack<T, VEC>(up_raw[r], u);
@@ -94,7 +94,7 @@ RTK_DEVICE float glu_gradients(float (&g)[N], const float (&x)[N], float (&u)[N]
 template <typename T, typename Act, int VEC, int ROWS>
 __global__ void __launch_bounds__(256)
     glu_bwd(const T* dy, const T* gate, const T* up, const void* weight, T* dgate, T* dup, i64 rows, i64 cols,
-            i64 dy_stride, i64 gate_stride, i64 up_stride, i64 out_stride, i64 weight_wide, i64 lane_bits) {
+            i64 dy_stride, i64 gate_stride, i64 up_stride, i64 out_stride, i64 weight_fp32, i64 lane_bits) {
     if (up == nullptr) up = gate + cols;
     if (dup == nullptr) dup = dgate + cols;
     const Tile<VEC, ROWS> tile(lane_bits);
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(256)
     for (int r = 0; r < ROWS; ++r) {
         const i64 row = tile.row + r * tile.step;
         if (row < rows) {
-            const float w = row_weight<T>(weight, weight_wide, row);
+            const float w = row_weight<T>(weight, weight_fp32, row);
             float g[VEC], x[VEC], u[VEC];
             unpack<T, VEC>(dy_raw[r], g);
             unpack<T, VEC>(gate_raw[r], x);
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(256)
 template <typename T, typename Act, int VEC, int CHUNKS>
 __global__ void __launch_bounds__(256)
     glu_bwd_rows(const T* dy, const T* gate, const T* up, const void* weight, T* dgate, T* dup, void* dweight, i64 rows,
-                 i64 cols, i64 dy_stride, i64 gate_stride, i64 up_stride, i64 out_stride, i64 weight_wide,
+                 i64 cols, i64 dy_stride, i64 gate_stride, i64 up_stride, i64 out_stride, i64 weight_fp32,
                  i64 threads_per_row) {
     __shared__ GroupScratch<1> scratch;
     if (up == nullptr) up = gate + cols;
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(256)
     const i64 row = (static_cast<i64>(blockIdx.y) * gridDim.x + blockIdx.x) * group.count + group.index;
     float total = 0.0f;
     if (row < rows) {
-        const float w = row_weight<T>(weight, weight_wide, row);
+        const float w = row_weight<T>(weight, weight_fp32, row);
         dy += row * dy_stride, gate += row * gate_stride, up += row * up_stride;
         dgate += row * out_stride, dup += row * out_stride;
         const int step = group.threads * VEC;
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(256)
     }
     const float sum[1] = {group_reduce<Sum, false>(total, group, scratch, 0)};
     if (row < rows && group.thread == 0) {
-        if (weight_wide) {
+        if (weight_fp32) {
             store<float, 1>(static_cast<float*>(dweight) + row, sum);
         } else {
             store<T, 1>(static_cast<T*>(dweight) + row, sum);

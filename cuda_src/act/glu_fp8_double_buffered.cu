@@ -27,19 +27,19 @@ __global__ void __launch_bounds__(kBlock, 2)
     float weights = 1.0f;
     auto first_up = [&] { return up != nullptr ? up : gate + cols; };
     const u32 strides[2] = {static_cast<u32>(gate_stride), static_cast<u32>(up_stride)};
-    auto fetch_tile = [&](u32 turn) {
-        if (walk.has(turn)) {
-            fetch<kSquare>(gates, walk[turn], out.cols, gate, strides[0]);
-            fetch<kSquare>(ups, walk[turn], out.cols, first_up(), strides[1]);
-            if (weight != nullptr) weights = lane_weights(walk[turn], weight);
+    auto fetch_tile = [&](u32 nth) {
+        if (walk.has(nth)) {
+            fetch<kSquare>(gates, walk[nth], out.cols, gate, strides[0]);
+            fetch<kSquare>(ups, walk[nth], out.cols, first_up(), strides[1]);
+            if (weight != nullptr) weights = lane_weights(walk[nth], weight);
         }
         ptx::cp_async_commit();
     };
     fetch_tile(0);
 #pragma unroll 1
-    for (u32 turn = 0; walk.has(turn); ++turn) {
-        walk.keep_up(turn);
-        const TilePlace& place = walk[turn];
+    for (u32 nth = 0; walk.has(nth); ++nth) {
+        walk.keep_up(nth);
+        const TilePlace& place = walk[nth];
         Square y;
         ptx::cp_async_wait<0>();
 #pragma unroll
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kBlock, 2)
                 for (int i = 0; i < 8; ++i) y[r][i] *= w;
             }
         }
-        fetch_tile(turn + 1);
+        fetch_tile(nth + 1);
         quantize_square(y, GluSquareOutput{out, place, out.cols, false}, scratch);
     }
     clear_scales(places, row_blocks, cols, scale_t);
@@ -115,26 +115,26 @@ __global__ void __launch_bounds__(kBlock, 2)
     Raw<16> late[kLate];
     const u32 strides[3] = {static_cast<u32>(gate_stride), static_cast<u32>(dy_stride), static_cast<u32>(up_stride)};
     auto first_up = [&] { return up != nullptr ? up : gate + cols; };
-    auto fetch_gate_dy = [&](u32 turn) {
-        if (walk.has(turn)) {
-            request<kSquare - kLate>(late, walk[turn], width, first_up(), strides[2]);
-            fetch<kSquare>(gates, walk[turn], width, gate, strides[0]);
-            fetch<kSquare>(dys, walk[turn], width, dy, strides[1]);
+    auto fetch_gate_dy = [&](u32 nth) {
+        if (walk.has(nth)) {
+            request<kSquare - kLate>(late, walk[nth], width, first_up(), strides[2]);
+            fetch<kSquare>(gates, walk[nth], width, gate, strides[0]);
+            fetch<kSquare>(dys, walk[nth], width, dy, strides[1]);
         }
         ptx::cp_async_commit();
     };
-    auto fetch_up = [&](u32 turn) {
-        if (walk.has(turn)) {
-            fetch<kSquare - kLate>(ups, walk[turn], width, first_up(), strides[2]);
-            if (weight != nullptr) weights = lane_weights(walk[turn], weight);
+    auto fetch_up = [&](u32 nth) {
+        if (walk.has(nth)) {
+            fetch<kSquare - kLate>(ups, walk[nth], width, first_up(), strides[2]);
+            if (weight != nullptr) weights = lane_weights(walk[nth], weight);
         }
         ptx::cp_async_commit();
     };
     fetch_gate_dy(0), fetch_up(0);
 #pragma unroll 1
-    for (u32 turn = 0; walk.has(turn); ++turn) {
-        walk.keep_up(turn);
-        const TilePlace& place = walk[turn];
+    for (u32 nth = 0; walk.has(nth); ++nth) {
+        walk.keep_up(nth);
+        const TilePlace& place = walk[nth];
         Square v;  // first the gradient of the gate, then that of up
         ptx::cp_async_wait<0>();
         {
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kBlock, 2)
                 gradients<T, false>(gates, dys, ups, late, weights, v, sums);
             }
         }
-        fetch_up(turn + 1);
+        fetch_up(nth + 1);
 #pragma unroll 1
         for (bool right = false;; right = true) {
             if (dx != nullptr) {
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kBlock, 2)
                 for (int i = 0; i < 4; ++i)
                     v[r][i] = __uint_as_float(left.w[i]), v[r][4 + i] = __uint_as_float(rest.w[i]);
             }
-            fetch_gate_dy(turn + 1);
+            fetch_gate_dy(nth + 1);
         }
     }
     clear_scales(places, row_blocks, 2 * cols, scale_t);

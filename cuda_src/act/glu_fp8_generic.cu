@@ -11,14 +11,14 @@ namespace rtk {
 // elements at a time. MIXED is for gradients of which a group of a row has columns of gate and of up; others work on the
 // same columns of both one after the other, and are up to 8 % faster for knowing that.
 //
-// With `factor`, each row is multiplied by its number there before it is quantised. With `most`, the magnitudes of the
+// With `factor`, each row is multiplied by its number there before it is quantised. With `max_abs`, the magnitudes of the
 // largest elements [experts, columns of the result], all rows of an expert's column share a scale, and scale_t has the
-// shape of `most`.
+// shape of `max_abs`.
 template <bool WIDE, bool MIXED>
 __global__ void __launch_bounds__(kThreads, WIDE ? 1 : 2)
     glu_fp8_any(const void* dy, const void* gate, const void* up, const void* weight, const void* counts, e4m3* q,
                 float* scale, e4m3* q_t, float* scale_t, void* dx, float* partial,
-                const float* factor, const float* most, i64 rows, i64 cols, i64 dy_stride,
+                const float* factor, const float* max_abs, i64 rows, i64 cols, i64 dy_stride,
                 i64 gate_stride, i64 up_stride, i64 weight_type, i64 experts, i64 count_width, i64 row_blocks,
                 i64 by_group, i64 pow2, i64 check, i64 act, i64 type, i64 words) {
     __shared__ TileScratch512 scratch;
@@ -31,15 +31,15 @@ __global__ void __launch_bounds__(kThreads, WIDE ? 1 : 2)
     const int passes = !MIXED && backward ? 2 : 1;
     const void* other = up != nullptr ? up : gate;  // without up, it follows gate in each row
     const bool in_words = words != 0, out_words = covered % kWide == 0;
-    Quantized out = {q, scale, q_t, scale_t, static_cast<u32>(out_cols), by_group != 0, pow2 != 0, most};
+    Quantized out = {q, scale, q_t, scale_t, static_cast<u32>(out_cols), by_group != 0, pow2 != 0, max_abs};
     const TilePlaces places(memory + sizeof(float) * kSide * kSide, counts, count_width, experts, rows, covered);
     if (check && counts != nullptr && !adds_up(counts, count_width, experts, rows)) __trap();
     const TileWalk walk(places, kept);
 #pragma unroll 1
-    for (u32 turn = 0; walk.has(turn); ++turn) {
-        walk.keep_up(turn);
-        const TilePlace& place = walk[turn];
-        if (most != nullptr && places.by_expert) out.expert = static_cast<u32>(expert_of(places.table, place.row));
+    for (u32 nth = 0; walk.has(nth); ++nth) {
+        walk.keep_up(nth);
+        const TilePlace& place = walk[nth];
+        if (max_abs != nullptr && places.by_expert) out.expert = static_cast<u32>(expert_of(places.table, place.row));
 #pragma unroll 1
         for (int pass = 0; pass < passes; ++pass) {
             const int columns = static_cast<int>(min(covered - place.column, static_cast<i64>(kSide)));
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kThreads, WIDE ? 1 : 2)
             quantize_tile(v, place, static_cast<u32>(tile_column), static_cast<u32>(columns), out_words, out, scratch);
         }
     }
-    if (most == nullptr) clear_scales(places, row_blocks, out.cols, scale_t);
+    if (max_abs == nullptr) clear_scales(places, row_blocks, out.cols, scale_t);
 }
 
 }  // namespace rtk

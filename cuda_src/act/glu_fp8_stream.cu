@@ -46,17 +46,17 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
     const TilePlaces places = stream_places<EXPERTS>(memory + Stream::kBytes, counts, count_width, experts, rows, cols);
     const StreamWalk walk(places, out, static_cast<u32>(cols), kept, known, counter);
     if (threadIdx.x >= kPatchWorkers) {
-        help(shared, walk, out.pow2, [&](const PatchOutput& place, u32 turn) {
-            if (turn > 0 || EXPERTS) stream.fetch(place, turn, gate, up);
+        help(shared, walk, out.pow2, [&](const PatchOutput& place, u32 nth) {
+            if (nth > 0 || EXPERTS) stream.fetch(place, nth, gate, up);
         });
     } else {
         float weights = 1.0f;
         if (weight != nullptr && walk[0].rows != 0) weights = warp_weights(walk[0], weight);
 #pragma unroll 1
-        for (u32 turn = 0; walk[turn].rows != 0; ++turn) {
-            const PatchOutput& place = walk.at(turn);
+        for (u32 nth = 0; walk[nth].rows != 0; ++nth) {
+            const PatchOutput& place = walk.at(nth);
             Patch y[1];
-            const ptx::SharedAddress own = stream.wait(turn);
+            const ptx::SharedAddress own = stream.wait(nth);
 #pragma unroll
             for (int r = 0; r < kPatchRows; ++r) {
                 float u[8];
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
 #pragma unroll
                 for (int i = 0; i < 8; ++i) y[0][r][i] = Silu::at<true>(y[0][r][i]).value * u[i];
             }
-            stream.release(turn);
+            stream.release(nth);
             if (weight != nullptr) {
 #pragma unroll
                 for (int r = 0; r < kPatchRows; ++r) {
@@ -73,14 +73,14 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
 #pragma unroll
                     for (int i = 0; i < 8; ++i) y[0][r][i] *= w;
                 }
-                if (walk[turn + 1].rows != 0) weights = warp_weights(walk.at(turn + 1), weight);
+                if (walk[nth + 1].rows != 0) weights = warp_weights(walk.at(nth + 1), weight);
             }
             if (place.rows < static_cast<u32>(kTileSide)) cut_rows(y[0], place.rows);
             float row_maxima[kPatchRows];
             shared.add_maxima(y, row_maxima);
             if (q != nullptr) shared.quantize_rows(y, row_maxima, place, out.cols, walk.scale_step(), out.pow2);
-            shared.stage_columns(y, turn);
-            shared.store_column_ends(place, turn);
+            shared.stage_columns(y, nth);
+            shared.store_column_ends(place, nth);
         }
     }
     clear_scales(places, row_blocks, cols, scale_t);
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
     const Ups ups(memory + Gates::kBytes, barriers + Gates::kBarriers);
     // With even turns alone, the first slot is the only one.
     const bool two = !EXPERTS || counter == nullptr;
-    auto own_turn = [&](u32 turn) { return two ? turn : 2 * turn; };
+    auto own_turn = [&](u32 nth) { return two ? nth : 2 * nth; };
     if (threadIdx.x == kPatchFetcher) {
         gates.init_first(), ups.init_first();
         if constexpr (!EXPERTS) {
@@ -155,17 +155,17 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
     const TilePlaces places = stream_places<EXPERTS>(table, counts, count_width, experts, rows, cols);
     const StreamWalk walk(places, out, static_cast<u32>(cols), kept, known, counter);
     if (threadIdx.x >= kPatchWorkers) {
-        help(shared, walk, out.pow2, [&](const PatchOutput& place, u32 turn) {
-            if (turn > 0 || EXPERTS) gates.fetch(place, own_turn(turn), gate, dy), ups.fetch(place, turn, up);
+        help(shared, walk, out.pow2, [&](const PatchOutput& place, u32 nth) {
+            if (nth > 0 || EXPERTS) gates.fetch(place, own_turn(nth), gate, dy), ups.fetch(place, nth, up);
         });
     } else {
         float weights = 1.0f;
         if (weight != nullptr && walk[0].rows != 0) weights = warp_weights(walk[0], weight);
 #pragma unroll 1
-        for (u32 turn = 0; walk[turn].rows != 0; ++turn) {
-            const PatchOutput& place = walk.at(turn);
-            const ptx::SharedAddress own_gate = gates.wait(own_turn(turn)), own_dy = own_gate + Gates::kBoxBytes;
-            const ptx::SharedAddress own_up = ups.wait(turn);
+        for (u32 nth = 0; walk[nth].rows != 0; ++nth) {
+            const PatchOutput& place = walk.at(nth);
+            const ptx::SharedAddress own_gate = gates.wait(own_turn(nth)), own_dy = own_gate + Gates::kBoxBytes;
+            const ptx::SharedAddress own_up = ups.wait(nth);
             Patch v[2];  // the gradients of the gate and of up
             float sums[kPatchRows];
             if (weight != nullptr) {
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
             } else {
                 patch_gradients<T, false>(own_gate, own_dy, own_up, weights, v, sums);
             }
-            gates.release(own_turn(turn)), ups.release(turn);
+            gates.release(own_turn(nth)), ups.release(nth);
             if (weight != nullptr) {
                 if (partial != nullptr) {
                     const int lane = patch_lane(), row = patch_row() + lane % 16;
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
                     if (lane % 16 < kPatchRows && row < static_cast<int>(place.rows))
                         partial[product(place.column / kTileSide, places.rows) + place.row + row] = sum;
                 }
-                if (walk[turn + 1].rows != 0) weights = warp_weights(walk.at(turn + 1), weight);
+                if (walk[nth + 1].rows != 0) weights = warp_weights(walk.at(nth + 1), weight);
             }
             if (place.rows < static_cast<u32>(kTileSide)) cut_rows(v[0], place.rows), cut_rows(v[1], place.rows);
             if (dx != nullptr) {
@@ -195,8 +195,8 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
             float row_maxima[2 * kPatchRows];
             shared.add_maxima(v, row_maxima);
             if (q != nullptr) shared.quantize_rows(v, row_maxima, place, out.cols, walk.scale_step(), out.pow2);
-            shared.stage_columns(v, turn);
-            shared.store_column_ends(place, turn);
+            shared.stage_columns(v, nth);
+            shared.store_column_ends(place, nth);
         }
     }
     clear_scales(places, row_blocks, 2 * cols, scale_t);

@@ -9,19 +9,19 @@
 
 namespace rtk {
 
-inline constexpr int kAtOnce = 4;
+inline constexpr int kInFlight = 4;
 
 template <typename Act, bool kFast>
-RTK_DEVICE void activate(float (&v)[kAtOnce], float (&slope)[kAtOnce]) {
+RTK_DEVICE void activate(float (&v)[kInFlight], float (&slope)[kInFlight]) {
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
+    for (int i = 0; i < kInFlight; ++i) {
         const ValueSlope at = Act::template at<kFast>(v[i]);
         v[i] = at.value, slope[i] = at.slope;
     }
 }
 
 template <bool kFast>
-RTK_DEVICE void activate_any(int act, float (&v)[kAtOnce], float (&slope)[kAtOnce]) {
+RTK_DEVICE void activate_any(int act, float (&v)[kInFlight], float (&slope)[kInFlight]) {
     switch (act) {
         case 0: activate<Silu, kFast>(v, slope); break;
         case 1: activate<GeluTanh, kFast>(v, slope); break;
@@ -44,20 +44,20 @@ struct GluRow {
     float weight;
 
     RTK_DEVICE GluRow(const void* gate_, const void* up_, const void* weights, i64 row, i64 cols, i64 gate_stride,
-                      i64 up_stride, i64 weight_wide, i64 type_, i64 act_)
+                      i64 up_stride, i64 weight_fp32, i64 type_, i64 act_)
         : gate(gate_),
           up(up_ != nullptr ? up_ : gate_),
           first_gate(row * gate_stride),
           first_up(up_ != nullptr ? row * up_stride : row * gate_stride + cols),
           type(static_cast<int>(type_)),
           act(static_cast<int>(act_)),
-          weight(weights == nullptr ? 1.0f : load_any(weights, weight_wide ? kAnyFp32 : type, row)) {}
+          weight(weights == nullptr ? 1.0f : load_any(weights, weight_fp32 ? kAnyFp32 : type, row)) {}
 
     // Columns column, column + step, ...: the activation of the gate with its slope, and up; of 0 from cols on.
-    RTK_DEVICE void load(i64 column, int step, i64 cols, float (&v)[kAtOnce], float (&slope)[kAtOnce],
-                         float (&u)[kAtOnce]) const {
+    RTK_DEVICE void load(i64 column, int step, i64 cols, float (&v)[kInFlight], float (&slope)[kInFlight],
+                         float (&u)[kInFlight]) const {
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
+        for (int i = 0; i < kInFlight; ++i) {
             const i64 at = column + i * step;
             v[i] = at < cols ? load_any(gate, type, first_gate + at) : 0.0f;
             u[i] = at < cols ? load_any(up, type, first_up + at) : 0.0f;
@@ -77,17 +77,17 @@ RTK_DEVICE i64 own_row(const RowGroup& group) {
 template <int THREADS>
 __global__ void __launch_bounds__(THREADS)
     glu_fwd_generic(const void* gate, const void* up, const void* weight, void* y, i64 rows, i64 cols, i64 gate_stride,
-                    i64 up_stride, i64 weight_wide, i64 threads_per_row, i64 type, i64 act) {
+                    i64 up_stride, i64 weight_fp32, i64 threads_per_row, i64 type, i64 act) {
     const RowGroup group(threads_per_row);
     const i64 row = own_row(group);
     if (row >= rows) return;
-    const GluRow in(gate, up, weight, row, cols, gate_stride, up_stride, weight_wide, type, act);
+    const GluRow in(gate, up, weight, row, cols, gate_stride, up_stride, weight_fp32, type, act);
 #pragma unroll 1
-    for (i64 first = group.thread; first < cols; first += kAtOnce * group.threads) {
-        float v[kAtOnce], slope[kAtOnce], u[kAtOnce];
+    for (i64 first = group.thread; first < cols; first += kInFlight * group.threads) {
+        float v[kInFlight], slope[kInFlight], u[kInFlight];
         in.load(first, group.threads, cols, v, slope, u);
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
+        for (int i = 0; i < kInFlight; ++i) {
             const i64 column = first + i * group.threads;
             const float value = v[i] * partner_any(in.act, u[i]).value * in.weight;
             if (column < cols) store_any(y, in.type, row * cols + column, value);
@@ -101,27 +101,27 @@ template <int THREADS>
 __global__ void __launch_bounds__(THREADS)
     glu_bwd_generic(const void* dy, const void* gate, const void* up, const void* weight, void* dgate, void* dup,
                     void* dweight, i64 rows, i64 cols, i64 dy_stride, i64 gate_stride, i64 up_stride, i64 out_stride,
-                    i64 weight_wide, i64 threads_per_row, i64 type, i64 act) {
+                    i64 weight_fp32, i64 threads_per_row, i64 type, i64 act) {
     __shared__ GroupScratch<1> scratch;
     const RowGroup group(threads_per_row);
     const i64 row = own_row(group);
     const int kind = static_cast<int>(type);
     float total = 0.0f;
     if (row < rows) {
-        const GluRow in(gate, up, weight, row, cols, gate_stride, up_stride, weight_wide, type, act);
+        const GluRow in(gate, up, weight, row, cols, gate_stride, up_stride, weight_fp32, type, act);
         const i64 dup_offset = row * out_stride + (dup == nullptr ? cols : 0);
         void* const to = dup == nullptr ? dgate : dup;
 #pragma unroll 1
-        for (i64 first = group.thread; first < cols; first += kAtOnce * group.threads) {
-            float g[kAtOnce], v[kAtOnce], slope[kAtOnce], u[kAtOnce];
+        for (i64 first = group.thread; first < cols; first += kInFlight * group.threads) {
+            float g[kInFlight], v[kInFlight], slope[kInFlight], u[kInFlight];
 #pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
+            for (int i = 0; i < kInFlight; ++i) {
                 const i64 column = first + i * group.threads;
                 g[i] = column < cols ? load_any(dy, kind, row * dy_stride + column) : 0.0f;
             }
             in.load(first, group.threads, cols, v, slope, u);
 #pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
+            for (int i = 0; i < kInFlight; ++i) {
                 const i64 column = first + i * group.threads;
                 if (column >= cols) break;
                 const ValueSlope other = partner_any(in.act, u[i]);
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(THREADS)
     }
     if (dweight == nullptr) return;
     total = group_reduce<Sum, false>(total, group, scratch, 0);
-    if (row < rows && group.thread == 0) store_any(dweight, weight_wide ? kAnyFp32 : kind, row, total);
+    if (row < rows && group.thread == 0) store_any(dweight, weight_fp32 ? kAnyFp32 : kind, row, total);
 }
 
 }  // namespace rtk

@@ -10,21 +10,21 @@
 namespace rtk {
 
 // Keeps the larger of what is there and |v|, if v is finite. The order of all who do this does not matter.
-RTK_DEVICE void raise(float* most, float v) {
+RTK_DEVICE void raise(float* max_abs, float v) {
     const u32 bits = __float_as_uint(max_finite(0.0f, v));
-    if (bits > __float_as_uint(*most)) atomicMax(reinterpret_cast<u32*>(most), bits);
+    if (bits > __float_as_uint(*max_abs)) atomicMax(reinterpret_cast<u32*>(max_abs), bits);
 }
 
-// smooth: [experts, columns of the result], or null. Without dy the result is y [rows, cols], and `most` takes the
+// smooth: [experts, columns of the result], or null. Without dy the result is y [rows, cols], and `max_abs` takes the
 // largest |act(gate) * up| of each column, before the weight. With dy, the result is the gradient of [gate | up],
 // [rows, 2 * cols]; dx (of the inputs' type) is it as it is, dweight (of the weight's type) that of the weight, and
-// `most` takes the largest |gradient * factor| of each column, `factor` having one number per row. q, dx, dweight and
-// most may be null; `most` must hold zeros.
+// `max_abs` takes the largest |gradient * factor| of each column, `factor` having one number per row. q, dx, dweight and
+// most may be null; `max_abs` must hold zeros.
 template <bool WIDE>
 __global__ void __launch_bounds__(256)
     glu_fp8_smooth(const void* dy, const void* gate, const void* up, const void* weight, const void* counts,
                    const float* smooth, const float* factor, e4m3* q, float* scale, void* dx, void* dweight,
-                   float* most, i64 rows, i64 cols, i64 dy_stride, i64 gate_stride, i64 up_stride, i64 weight_type,
+                   float* max_abs, i64 rows, i64 cols, i64 dy_stride, i64 gate_stride, i64 up_stride, i64 weight_type,
                    i64 experts, i64 count_width, i64 pow2, i64 check, i64 act, i64 type, i64 words) {
     extern __shared__ __align__(16) u8 memory[];
     const ExpertTable table(memory, counts, count_width, experts, rows);
@@ -62,10 +62,10 @@ __global__ void __launch_bounds__(256)
                     const i64 place = half * cols + column;
                     if (pass == 0) {
                         sum += part;
-                        if (most != nullptr) {
+                        if (max_abs != nullptr) {
 #pragma unroll
                             for (int i = 0; i < kFour; ++i)
-                                if (i < here) raise(most + line + place + i, v[i] * by);
+                                if (i < here) raise(max_abs + line + place + i, v[i] * by);
                         }
                         if (dx != nullptr) {
                             const i64 element = row * width + place;

@@ -37,18 +37,18 @@ struct TileWalk {
         __syncthreads();
     }
 
-    RTK_DEVICE bool has(u32 turn) const { return blockIdx.x + turn * gridDim.x < all.count(); }
-    RTK_DEVICE const TilePlace& operator[](u32 turn) const { return kept[turn % kKept]; }
+    RTK_DEVICE bool has(u32 nth) const { return blockIdx.x + nth * gridDim.x < all.count(); }
+    RTK_DEVICE const TilePlace& operator[](u32 nth) const { return kept[nth % kKept]; }
 
     // To be called at the beginning of each turn; from one call to the next, the block must meet at a barrier. Then all
     // threads are done with the turn before the last one, whose place is the last to be replaced.
-    RTK_DEVICE void keep_up(u32 turn) const {
-        if (turn % kWarp == 1 && turn > 1 && threadIdx.x < kWarp) find(turn - 1 + kWarp + threadIdx.x);
+    RTK_DEVICE void keep_up(u32 nth) const {
+        if (nth % kWarp == 1 && nth > 1 && threadIdx.x < kWarp) find(nth - 1 + kWarp + threadIdx.x);
     }
 
    private:
-    RTK_DEVICE void find(u32 turn) const {
-        if (has(turn)) kept[turn % kKept] = all.find(blockIdx.x + turn * gridDim.x);
+    RTK_DEVICE void find(u32 nth) const {
+        if (has(nth)) kept[nth % kKept] = all.find(blockIdx.x + nth * gridDim.x);
     }
 };
 
@@ -66,7 +66,7 @@ struct Part {
 
 struct TileScratch512 {
     __align__(16) u8 codes[kSide * kSide];
-    __align__(16) float most[kWarps][kSide];
+    __align__(16) float max_abs[kWarps][kSide];
     __align__(16) float inverse[kSide];
 
     RTK_DEVICE u8* unit(int column, int rows_above) {
@@ -89,10 +89,10 @@ RTK_DEVICE void store_columns(TileScratch512& scratch, e4m3* q, u32 pitch, int r
         for (int step = 0; step < kSide; step += kStep, to += product(kStep, pitch)) {
             const int column = first + step;
             // A piece is two units, which the exclusive or swaps if its last bit is set.
-            const int turn = column / kWide % 16;
+            const int nth = column / kWide % 16;
             const Raw<16> raw =
-                *reinterpret_cast<const Raw<16>*>(scratch.codes + column * kSide + ((piece ^ (turn / 2)) * 16));
-            const bool swap = turn % 2 != 0;
+                *reinterpret_cast<const Raw<16>*>(scratch.codes + column * kSide + ((piece ^ (nth / 2)) * 16));
+            const bool swap = nth % 2 != 0;
             const Raw<16> codes = {swap ? raw.w[2] : raw.w[0], swap ? raw.w[3] : raw.w[1],
                                    swap ? raw.w[0] : raw.w[2], swap ? raw.w[1] : raw.w[3]};
             if (column < columns && piece * 16 < rows) ptx::st<16>(to, codes);
@@ -108,11 +108,11 @@ RTK_DEVICE void store_columns(TileScratch512& scratch, e4m3* q, u32 pitch, int r
 #pragma unroll 1
     for (int column = static_cast<int>(thread / kWarp); column < columns; column += kWarps) {
         e4m3* p = q + product(column, pitch);
-        const int ahead = static_cast<int>(reinterpret_cast<u64>(p) & 3);
+        const int misaligned = static_cast<int>(reinterpret_cast<u64>(p) & 3);
 #pragma unroll 1
-        for (int w = static_cast<int>(thread % kWarp); w * 4 - ahead < rows; w += kWarp) {
-            const Raw<4> codes = {__funnelshift_l(word(column, w - 1), word(column, w), ahead * 8)};
-            const int first = w * 4 - ahead;
+        for (int w = static_cast<int>(thread % kWarp); w * 4 - misaligned < rows; w += kWarp) {
+            const Raw<4> codes = {__funnelshift_l(word(column, w - 1), word(column, w), misaligned * 8)};
+            const int first = w * 4 - misaligned;
             if (first >= 0 && first + 4 <= rows) {
                 ptx::st<4>(p + first, codes);
             } else {
@@ -146,26 +146,27 @@ RTK_DEVICE void find_maxima(const Values& v, float (&rows)[kHigh], float (&colum
 // stored together. Every thread of the block calls; there is at least one barrier, and the scratch may be used again.
 RTK_DEVICE void quantize_tile(const Values& v, const TilePlace& place, u32 column, u32 columns, bool words,
                               const Quantized& out, TileScratch512& scratch) {
-    float rows[kHigh], most[kWide];
-    find_maxima(v, rows, most, [](float a, float b) { return fmaxf(a, fabsf(b)); });
+    float rows[kHigh], max_abs[kWide];
+    find_maxima(v, rows, max_abs, [](float a, float b) { return fmaxf(a, fabsf(b)); });
     constexpr float kLargest = 3.40282347e38f;
-    if (fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])) > kLargest) find_maxima(v, rows, most, max_finite);
+    if (fmaxf(fmaxf(max_abs[0], max_abs[1]), fmaxf(max_abs[2], max_abs[3])) > kLargest)
+        find_maxima(v, rows, max_abs, max_finite);
     if (out.q_t != nullptr) {
         const Part part(place.rows);
-        *reinterpret_cast<Raw<16>*>(&scratch.most[part.warp][part.column]) = {
-            __float_as_uint(most[0]), __float_as_uint(most[1]), __float_as_uint(most[2]), __float_as_uint(most[3])};
+        *reinterpret_cast<Raw<16>*>(&scratch.max_abs[part.warp][part.column]) = {
+            __float_as_uint(max_abs[0]), __float_as_uint(max_abs[1]), __float_as_uint(max_abs[2]), __float_as_uint(max_abs[3])};
     }
     __syncthreads();
     // Four warps work out the scales of the columns while the others are ahead with the rows.
     if (out.q_t != nullptr && threadIdx.x < kSide) {
         const u32 c = this_thread();
-        float m = scratch.most[0][c];
+        float m = scratch.max_abs[0][c];
 #pragma unroll
-        for (int w = 1; w < kWarps; ++w) m = fmaxf(m, scratch.most[w][c]);
+        for (int w = 1; w < kWarps; ++w) m = fmaxf(m, scratch.max_abs[w][c]);
         u32 line = place.down;
-        if (out.most != nullptr) {
+        if (out.max_abs != nullptr) {
             line = out.expert;
-            m = c < columns ? out.most[product(line, out.cols) + column + c] : 0.0f;
+            m = c < columns ? out.max_abs[product(line, out.cols) + column + c] : 0.0f;
         }
         const float own = fp8_scale<e4m3>(m, out.pow2);
         scratch.inverse[c] = inverse_scale(own);

@@ -101,10 +101,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 2)
     int begin = 0, end = 0;  // tiles of keys
     float log_sum[2], delta[2];
     {
-        const i64 first_pair = blockIdx.x / (section * tiles) * section, inside = blockIdx.x % (section * tiles);
-        const i64 here = min(section, pairs - first_pair), pair = first_pair + inside % here;
-        const int i0 = static_cast<int>(tiles - 1 - inside / here) * BM;
-        const int head = static_cast<int>(pair % heads), batch = static_cast<int>(pair / heads);
+        const HeadTile own(tiles, section, pairs, heads);
+        const int i0 = (static_cast<int>(tiles) - 1 - own.number) * BM, head = own.head, batch = own.batch;
         const Sequence sequence = sequence_at(batch, lq, lkv, cu_q, cu_k, lengths);
         if (i0 >= sequence.lq) return;
         const Mask mask(sequence, left, right);
@@ -238,11 +236,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 2)
     static_assert(2 * BQ <= kBackwardThreads, "a number for each thread");
     int length = 0, steps = 0;  // tiles of queries, for one head and for all
     {
-        const i64 first_pair = blockIdx.x / (section * tiles) * section, inside = blockIdx.x % (section * tiles);
-        const i64 here = min(section, pairs - first_pair), pair = first_pair + inside % here;
-        const int j0 = static_cast<int>(inside / here) * BM;  // the first keys of a causal attention have the longest walks
-        const int heads_kv = static_cast<int>(heads / group);
-        const int head_kv = static_cast<int>(pair % heads_kv), batch = static_cast<int>(pair / heads_kv);
+        const HeadTile own(tiles, section, pairs, heads / group);
+        const int j0 = own.number * BM;  // the first keys of a causal attention have the longest walks
+        const int head_kv = own.head, batch = own.batch;
         const Sequence sequence = sequence_at(batch, lq, lkv, cu_q, cu_k, lengths);
         const int rows_k = cu_k == nullptr ? static_cast<int>(lkv) : cu_k[batch + 1] - cu_k[batch];  // used or not
         if (j0 >= rows_k) return;

@@ -46,10 +46,8 @@ __global__ void __launch_bounds__(kForwardThreads, 2)
     __shared__ __align__(16) Walk<T> walk;
     int begin = 0, end = 0;                                              // tiles of keys
     {
-        const i64 first_pair = blockIdx.x / (section * tiles) * section, inside = blockIdx.x % (section * tiles);
-        const i64 here = min(section, pairs - first_pair), pair = first_pair + inside % here;
-        const int i0 = static_cast<int>(tiles - 1 - inside / here) * BM;
-        const int head = static_cast<int>(pair % heads), batch = static_cast<int>(pair / heads);
+        const HeadTile own(tiles, section, pairs, heads);
+        const int i0 = (static_cast<int>(tiles) - 1 - own.number) * BM, head = own.head, batch = own.batch;
         const Sequence sequence = sequence_at(batch, lq, lkv, cu_q, cu_k, lengths);
         if (i0 >= sequence.lq) return;
         const Mask mask(sequence, left, right);
@@ -83,11 +81,7 @@ __global__ void __launch_bounds__(kForwardThreads, 2)
 
     float sums[MT][kOutTiles][4];
 #pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int n = 0; n < kOutTiles; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) sums[m][n][e] = 0.0f;
+    for (int m = 0; m < MT; ++m) clear_sums(sums[m]);
     LazySoftmax softmax[MT];
 
 #pragma unroll 1
@@ -101,11 +95,7 @@ __global__ void __launch_bounds__(kForwardThreads, 2)
         float s[MT][kKeyTiles][4];
         const WarpRows qk(16 * MT);
 #pragma unroll
-        for (int m = 0; m < MT; ++m)
-#pragma unroll
-            for (int n = 0; n < kKeyTiles; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) s[m][n][e] = 0.0f;
+        for (int m = 0; m < MT; ++m) clear_sums(s[m]);
 #pragma unroll
         for (int step = 0; step < DQK / 16; ++step) {
             u32 a[MT][4];
@@ -142,12 +132,7 @@ __global__ void __launch_bounds__(kForwardThreads, 2)
                 mask_scores(s[m], SeenKeys{Mask(walk.sequence, left, right), limits}, i, j0, mine.lane);
             }
             float correction[2];
-            if (softmax[m].add_lazily(s[m], rule.factor(), correction)) {
-#pragma unroll
-                for (int n = 0; n < kOutTiles; ++n)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) sums[m][n][e] *= correction[e / 2];
-            }
+            if (softmax[m].add_lazily(s[m], rule.factor(), correction)) scale_rows(sums[m], correction);
         }
 
         const WarpRows pv(16 * MT);

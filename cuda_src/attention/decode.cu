@@ -268,12 +268,7 @@ __global__ void __launch_bounds__(128, D > 128 || CODES == kSameType ? 1 : CODES
                 s[n][e] = key < lo[e / 2] || key >= hi[e / 2] ? negative_infinity() : score;
             }
         float correction[2];
-        if (softmax.add_lazily(s, kLog2e, correction)) {
-#pragma unroll
-            for (int n = 0; n < D / 8; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) sums[n][e] *= correction[e / 2];
-        }
+        if (softmax.add_lazily(s, kLog2e, correction)) scale_rows(sums, correction);
         u32 p[4];
         as_left<M>(p, s[0], s[1]);
         if constexpr (kByte) {

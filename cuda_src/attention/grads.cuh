@@ -5,14 +5,6 @@
 
 namespace rtk {
 
-template <int N>
-RTK_DEVICE void clear_sums(float (&sums)[N][4]) {
-#pragma unroll
-    for (int n = 0; n < N; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) sums[n][e] = 0.0f;
-}
-
 // d += rows row.. + 15 of one tile by rows column.. + 8N - 1 of another, summed over STEPS steps of 16 columns.
 template <typename T, typename Tile, int STEPS, int N>
 RTK_DEVICE void rows_by_rows(float (&d)[N][4], const u8* left, int row, const u8* right, int column, int lane) {

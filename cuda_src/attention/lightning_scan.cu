@@ -137,12 +137,9 @@ __global__ void __launch_bounds__(kScanThreads, 2)
                 }
             }
         }
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float by = ptx::ex2(-rate * static_cast<float>(own_row + lane / 4 + 8 * r + 1 - pending));
-#pragma unroll
-            for (int n = 0; n < kTiles; ++n) o[n][2 * r] *= by, o[n][2 * r + 1] *= by;
-        }
+        const float since[2] = {ptx::ex2(-rate * static_cast<float>(own_row + lane / 4 + 1 - pending)),
+                                ptx::ex2(-rate * static_cast<float>(own_row + lane / 4 + 9 - pending))};
+        scale_rows(o, since);
 
         // The chunk itself: 16 rows of right at a time, up to the rows of this warp.
 #pragma unroll 1
@@ -175,14 +172,10 @@ __global__ void __launch_bounds__(kScanThreads, 2)
         }
 
         // The state behind the chunk.
-        const float by = ptx::ex2(-rate * static_cast<float>(here - pending));
+        const float by = ptx::ex2(-rate * static_cast<float>(here - pending)), both[2] = {by, by};
         pending = 0;
 #pragma unroll
-        for (int m = 0; m < kStateBlocks; ++m)
-#pragma unroll
-            for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) state[m][n][e] *= by;
+        for (int m = 0; m < kStateBlocks; ++m) scale_rows(state[m], both);
 #pragma unroll 1
         for (int step = 0; step < kSteps; ++step) {
             float weight[2][2];

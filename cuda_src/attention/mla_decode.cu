@@ -137,12 +137,7 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
             for (int e = 0; e < 4; ++e) s[n][e] = j0 + 8 * n + e % 2 < hi[e / 2] ? values[e] : negative_infinity();
         }
         float correction[2];
-        if (softmax.add_lazily(s, factor, correction)) {
-#pragma unroll
-            for (int n = 0; n < kOutTiles; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) sums[n][e] *= correction[e / 2];
-        }
+        if (softmax.add_lazily(s, factor, correction)) scale_rows(sums, correction);
 #pragma unroll
         for (int step = 0; step < kLatentKeys / 16; ++step) {
             u32 p[4];

@@ -74,6 +74,19 @@ struct MmaTile {
     }
 };
 
+// Which tile of which head and sequence a block has: `section` of all `pairs` (sequences and heads), whose keys and values stay
+// in L2 together, are finished before the next ones begin, all tiles 0 of these first.
+struct HeadTile {
+    int number, head, batch;
+
+    RTK_DEVICE HeadTile(i64 tiles, i64 section, i64 pairs, i64 heads) {
+        const i64 first_pair = blockIdx.x / (section * tiles) * section, inside = blockIdx.x % (section * tiles);
+        const i64 here = min(section, pairs - first_pair), pair = first_pair + inside % here;
+        number = static_cast<int>(inside / here);
+        head = static_cast<int>(pair % heads), batch = static_cast<int>(pair / heads);
+    }
+};
+
 // This thread's lane and the first row of its warp, found anew: addresses that follow from them take registers only where
 // they are used.
 struct WarpRows {
@@ -84,6 +97,23 @@ struct WarpRows {
         lane = static_cast<int>(thread % kWarp), row = static_cast<int>(thread / kWarp) * rows_of_a_warp;
     }
 };
+
+template <int N>
+RTK_DEVICE void clear_sums(float (&sums)[N][4]) {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sums[n][e] = 0.0f;
+}
+
+// d *= by[r], row by row.
+template <int N>
+RTK_DEVICE void scale_rows(float (&d)[N][4], const float (&by)[2]) {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) d[n][e] *= by[e / 2];
+}
 
 template <typename T>
 RTK_DEVICE void mma_step(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {

@@ -24,11 +24,11 @@ __global__ void __launch_bounds__(256)
               i64 table_rows, i64 cos_row, i64 cos_column, i64 sin_row, i64 sin_column, i64 angle_type, i64 pos_step,
               i64 first_position, i64 lanes, i64 flags, double eps) {
     const int width = static_cast<int>(lanes), lane = static_cast<int>(threadIdx.x) & (width - 1);
-    const i64 number = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) / width;
-    const i64 heads = q_heads + 2 * kv_heads;
+    const u32 number = (blockIdx.x * blockDim.x + threadIdx.x) / static_cast<u32>(width);  // fewer than 2^31 threads
+    const u32 heads = static_cast<u32>(q_heads + 2 * kv_heads);
     const bool there = number < tokens * heads;
-    const i64 token = there ? number / heads : 0, head = there ? number - token * heads : 0;
-    const i64 batch = token / length, place = token - batch * length;
+    const i64 token = there ? number / heads : 0, head = there ? number - static_cast<u32>(token) * heads : 0;
+    const i64 batch = static_cast<u32>(token) / static_cast<u32>(length), place = token - batch * length;
     const i64 position = first_position + place + (pos != nullptr ? pos[batch * pos_step] : 0);
     const bool is_q = head < q_heads, is_v = head >= q_heads + kv_heads;
     const bool cached = !is_q && capacity >= 0;

@@ -18,26 +18,26 @@ struct WordMax {
         return __float_as_uint(fmaf(__uint_as_float(word), 0.0f, __uint_as_float(word)));
     }
     // The larger magnitudes; NaN in `word` does not count.
-    RTK_DEVICE static u32 larger(u32 most, u32 word) {
-        if constexpr (is_same<T, bf16>::value) return ptx::max_magnitude_bf16x2(most, word);
-        if constexpr (is_same<T, fp16>::value) return ptx::max_magnitude_f16x2(most, word);
-        return __float_as_uint(fmaxf(__uint_as_float(most), fabsf(__uint_as_float(word))));
+    RTK_DEVICE static u32 larger(u32 max_abs, u32 word) {
+        if constexpr (is_same<T, bf16>::value) return ptx::max_magnitude_bf16x2(max_abs, word);
+        if constexpr (is_same<T, fp16>::value) return ptx::max_magnitude_f16x2(max_abs, word);
+        return __float_as_uint(fmaxf(__uint_as_float(max_abs), fabsf(__uint_as_float(word))));
     }
-    RTK_DEVICE static void unpacked(u32 most, float (&v)[kPerWord]) { unpack<T, kPerWord>(Raw<4>{most}, v); }
-    RTK_DEVICE static float largest(u32 most) {
+    RTK_DEVICE static void unpacked(u32 max_abs, float (&v)[kPerWord]) { unpack<T, kPerWord>(Raw<4>{max_abs}, v); }
+    RTK_DEVICE static float largest(u32 max_abs) {
         float v[kPerWord];
-        unpacked(most, v);
+        unpacked(max_abs, v);
         return kPerWord == 2 ? fmaxf(v[0], v[kPerWord - 1]) : v[0];
     }
 };
 
 // Adds the elements of a Raw to a word of maxima.
 template <typename T, int B>
-RTK_DEVICE u32 with_larger(u32 most, const Raw<B>& raw) {
+RTK_DEVICE u32 with_larger(u32 max_abs, const Raw<B>& raw) {
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof(raw.w) / 4); ++i)
-        most = WordMax<T>::larger(most, WordMax<T>::finite(raw.w[i]));
-    return most;
+        max_abs = WordMax<T>::larger(max_abs, WordMax<T>::finite(raw.w[i]));
+    return max_abs;
 }
 
 }  // namespace rtk

@@ -11,13 +11,13 @@
 
 namespace rtk {
 
-inline constexpr int kTiesEven = 0, kTiesAway = 1, kTiesZero = 2;      // elem_rule
+inline constexpr int kTiesNearest = 0, kTiesAway = 1, kTiesZero = 2;      // elem_rule
 inline constexpr int kScaleNearest = 0, kScaleUp = 1, kScaleSearch = 2;  // scale_rule
 
 // The magnitude as a subnormal or small normal fp32 number has the code in its upper bits: rounding is an addition there.
 RTK_DEVICE u32 e2m1_rounded(float v, float quotient, int ties) {
     const u32 bits = __float_as_uint(fminf(fabsf(quotient), 6.0f) * 0x1p-126f);
-    const u32 half = ties == kTiesAway ? 0x200000u : 0x1fffffu + (ties == kTiesEven ? bits >> 22 & 1u : 0u);
+    const u32 half = ties == kTiesAway ? 0x200000u : 0x1fffffu + (ties == kTiesNearest ? bits >> 22 & 1u : 0u);
     return (bits + half) >> 22 | (__float_as_uint(v) >> 28 & 8u);
 }
 
@@ -34,18 +34,19 @@ RTK_DEVICE float e4m3_value(u32 code) {
     return value;
 }
 
-// Values over a step, correctly rounded: a product with the reciprocal and one corrected step, where nothing overflows.
+// Values over a step, rounded as a division rounds them, without its branches: a product with the reciprocal and one corrected
+// step. Both are scaled by a power of two where the reciprocal would overflow or lose digits; a quotient that then overflows is
+// beyond the largest code, one that vanishes is 0.
 struct Quotient {
-    float step, inverse;
-    bool plain;
+    float factor, step, inverse;
 
-    RTK_DEVICE explicit Quotient(float step_) : step(step_), inverse(1.0f / step_) {
-        plain = !(step > 0x1p-60f && step < 0x1p60f);
-    }
+    RTK_DEVICE explicit Quotient(float step_)
+        : factor(step_ < 0x1p-60f ? 0x1p100f : step_ > 0x1p60f ? 0x1p-100f : 1.0f),
+          step(step_ * factor),
+          inverse(inverse_scale(step)) {}
     RTK_DEVICE float of(float v) const {
-        if (plain) return v / step;
-        const float near = v * inverse;
-        return fmaf(fmaf(-near, step, v), inverse, near);
+        const float scaled = v * factor, near = scaled * inverse;
+        return fmaf(fmaf(-near, step, scaled), inverse, near);
     }
 };
 
@@ -78,7 +79,7 @@ RTK_DEVICE float nvfp4_error(const float (&v)[16], float step, int ties) {
 // The scale of 16 values; with SEARCH the one of nine candidates that leaves the smallest error, the first of equal ones.
 template <bool SEARCH>
 RTK_DEVICE u32 nvfp4_scale_of(const float (&v)[16], float g, int rule, int ties) {
-    const float sixth = finite_amax(v) / fmaxf(6.0f * g, 1e-12f);
+    const float sixth = Quotient(fmaxf(6.0f * g, 1e-12f)).of(finite_amax(v));
     if (SEARCH && rule == kScaleSearch) {
         u32 best = 0;
         float smallest = 0.0f;

@@ -126,16 +126,16 @@ struct RowLayout {
 
     template <int WIDTH>
     RTK_DEVICE void add(const ChunkTable& table, int mine) const {
-        constexpr int kAhead = 16 / WIDTH;
+        constexpr int kInFlight = 16 / WIDTH;
         const int threads = static_cast<int>(blockDim.x), quads = stride / 4;
         const int group = static_cast<int>(threadIdx.x) / quads;
         if (group >= groups) return;
         for (int quad = static_cast<int>(threadIdx.x) - group * quads; quad < quads; quad += threads) {
             u32 sum[4] = {0, 0, 0, 0}, before[4] = {0, 0, 0, 0};
-            for (int chunk = group; chunk < table.chunks; chunk += kAhead * groups) {
-                Raw<4 * WIDTH> packed[kAhead];
+            for (int chunk = group; chunk < table.chunks; chunk += kInFlight * groups) {
+                Raw<4 * WIDTH> packed[kInFlight];
 #pragma unroll
-                for (int k = 0; k < kAhead; ++k) {
+                for (int k = 0; k < kInFlight; ++k) {
                     const int at = chunk + k * groups;
 #pragma unroll
                     for (u32& word : packed[k].w) word = 0;
@@ -144,7 +144,7 @@ struct RowLayout {
                 if constexpr (WIDTH == 1) {  // two counts in a word
                     u32 even = 0, odd = 0, even_before = 0, odd_before = 0;
 #pragma unroll
-                    for (int k = 0; k < kAhead; ++k) {
+                    for (int k = 0; k < kInFlight; ++k) {
                         const u32 two = packed[k].w[0] & 0x00ff00ffu, others = packed[k].w[0] >> 8 & 0x00ff00ffu;
                         even += two, odd += others;
                         if (chunk + k * groups < mine) even_before += two, odd_before += others;
@@ -154,7 +154,7 @@ struct RowLayout {
                     before[2] += even_before >> 16, before[3] += odd_before >> 16;
                 } else {
 #pragma unroll
-                    for (int k = 0; k < kAhead; ++k)
+                    for (int k = 0; k < kInFlight; ++k)
 #pragma unroll
                         for (int i = 0; i < 4; ++i) {
                             const u32 count = ChunkTable::count<WIDTH>(packed[k], i);

@@ -22,17 +22,17 @@ struct MaxNumber {
     RTK_DEVICE static float apply(float a, float b) { return fmaxf(a, b); }
 };
 
-// The larger of `most` and |v|, if v is finite. v * 0 + v is v for finite values and NaN for all others, which fmaxf
+// The larger of `max_abs` and |v|, if v is finite. v * 0 + v is v for finite values and NaN for all others, which fmaxf
 // ignores.
-RTK_DEVICE float max_finite(float most, float v) { return fmaxf(most, fabsf(fmaf(v, 0.0f, v))); }
+RTK_DEVICE float max_finite(float max_abs, float v) { return fmaxf(max_abs, fabsf(fmaf(v, 0.0f, v))); }
 
 // Largest finite magnitude of N values, 0 if there is none.
 template <int N>
 RTK_DEVICE float finite_amax(const float (&v)[N]) {
-    float most = 0.0f;
+    float max_abs = 0.0f;
 #pragma unroll
-    for (int i = 0; i < N; ++i) most = max_finite(most, v[i]);
-    return most;
+    for (int i = 0; i < N; ++i) max_abs = max_finite(max_abs, v[i]);
+    return max_abs;
 }
 
 // The scale of values with this amax (finite, not negative). Its reciprocal is a normal number.

@@ -7,18 +7,18 @@
 namespace rtk {
 
 // How far ahead: about what all blocks that run at once read.
-inline constexpr int kBytesAhead = 4 << 20;
+inline constexpr int kPrefetchBytes = 4 << 20;
 
 // Tensors of which these bytes are a large part are read by blocks that run at once anyway.
-inline constexpr int kBytesEnough = 3 * kBytesAhead;
+inline constexpr int kBytesEnough = 3 * kPrefetchBytes;
 
-// Asks L2 for the row that is about kBytesAhead bytes of rows after `row`, of which `x` is the start. Rows are multiples of
+// Asks L2 for the row that is about kPrefetchBytes bytes of rows after `row`, of which `x` is the start. Rows are multiples of
 // 16 bytes at such addresses. One thread calls it for each row.
 template <typename T>
 RTK_DEVICE void ask_ahead(const T* x, i64 row, i64 rows, i64 cols, i64 stride) {
     const u32 bytes = static_cast<u32>(cols) * sizeof(T);
-    const int ahead = static_cast<int>(kBytesAhead * ptx::rcp(static_cast<float>(bytes)));
-    if (row + ahead < rows && rows * bytes > kBytesEnough) ptx::prefetch_l2_bulk(x + ahead * stride, bytes);
+    const int distance = static_cast<int>(kPrefetchBytes * ptx::rcp(static_cast<float>(bytes)));
+    if (row + distance < rows && rows * bytes > kBytesEnough) ptx::prefetch_l2_bulk(x + distance * stride, bytes);
 }
 
 }  // namespace rtk

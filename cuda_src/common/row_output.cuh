@@ -20,6 +20,15 @@ inline constexpr i64 kSwizzledScales = 16, kAmaxOnly = 32, kOutFp32 = 64, kFromA
 template <typename T, int FORMAT>
 inline constexpr int kPerThread = FORMAT == kFp4Output ? 16 : 16 / sizeof(T);
 
+// amax / limit and 1 / scale, correctly rounded where they are normal numbers, without the branches of a division.
+RTK_DEVICE float over_limit(float amax, float limit) {
+    const float inverse = inverse_scale(limit), near = amax * inverse;
+    return fmaf(fmaf(-near, limit, amax), inverse, near);
+}
+RTK_DEVICE float reciprocal_of(float scale) {
+    return scale > 0x1p-120f && scale < 0x1p120f ? inverse_scale(scale) : ptx::rcp(scale);
+}
+
 // N codes of `kind`, aligned to N bytes if `aligned16`.
 template <int N>
 RTK_DEVICE void store_bytes(u8* out, int valid, bool aligned16, int kind, const float (&v)[N], float inverse) {
@@ -49,17 +58,16 @@ RTK_DEVICE void store_bytes(u8* out, int valid, bool aligned16, int kind, const 
     }
 }
 
-template <typename T, int FORMAT>
+template <typename T, int FORMAT, bool aligned16>
 struct RowOutput {
     static constexpr int N = kPerThread<T, FORMAT>;
     void *out, *kept, *scales;
     i64 cols, quant;
     float floor, scale, inverse;  // of the tensor: or g of NVFP4
-    bool aligned16;
 
     // `given`: one number on the device; `amax`: bits of the largest magnitude; else `number` is the scale.
     RTK_DEVICE RowOutput(void* out_, void* kept_, void* scales_, float* global_out, const float* given, const u32* amax,
-                         i64 cols_, i64 quant_, bool aligned16_, double number, double floor_)
+                         i64 cols_, i64 quant_, double number, double floor_)
         : out(out_),
           kept(kept_),
           scales(scales_),
@@ -67,19 +75,18 @@ struct RowOutput {
           quant(quant_),
           floor(static_cast<float>(floor_)),
           scale(static_cast<float>(number)),
-          inverse(1.0f),
-          aligned16(aligned16_) {
+          inverse(1.0f) {
         if constexpr (FORMAT == kPlainOutput) return;
         const bool first = blockIdx.x == 0 && threadIdx.x == 0;
         const bool from_amax = (quant & kFromAmax) != 0;
         if (given != nullptr) scale = *given;
         if constexpr (FORMAT == kByteOutput) {
-            if (from_amax) scale = __uint_as_float(*amax) / limit();
+            if (from_amax) scale = over_limit(__uint_as_float(*amax), limit());
             scale = fmaxf(scale, floor);
             if (from_amax && first) *static_cast<float*>(scales) = scale;
-            inverse = 1.0f / scale;
+            inverse = reciprocal_of(scale);
         } else if (from_amax) {
-            scale = *amax == 0u ? 1.0f : __uint_as_float(*amax) / 2688.0f;
+            scale = *amax == 0u ? 1.0f : over_limit(__uint_as_float(*amax), 2688.0f);
             if (first) *global_out = scale;
         }
     }
@@ -92,8 +99,8 @@ struct RowOutput {
 
     // The scale of a row from its amax; `writes`: by one thread of the row.
     RTK_DEVICE void take_row_scale(float amax, i64 row, bool writes) {
-        scale = fmaxf(amax / limit(), floor);
-        inverse = 1.0f / scale;
+        scale = fmaxf(over_limit(amax, limit()), floor);
+        inverse = reciprocal_of(scale);
         if (writes) static_cast<float*>(scales)[row] = scale;
     }
 
@@ -107,8 +114,8 @@ struct RowOutput {
             if (granularity() == kByBlock) {
                 constexpr int kLanes = 128 / N;
                 const float amax = warp_reduce<MaxNumber>(finite_amax(v), min(kLanes, lanes));
-                scale = fmaxf(amax / limit(), floor);
-                inverse = 1.0f / scale;
+                scale = fmaxf(over_limit(amax, limit()), floor);
+                inverse = reciprocal_of(scale);
                 if (valid > 0 && column % 128 == 0)
                     static_cast<float*>(scales)[row * ((cols + 127) / 128) + column / 128] = scale;
             }
@@ -129,9 +136,9 @@ struct RowOutput {
                     static_cast<u8*>(scales)[swizzled_place(row, column / 16, (cols + 15) / 16)] = 0;
                 return;
             }
-            const u32 code = nvfp4_scale_of<false>(v, scale, kScaleNearest, kTiesEven);
+            const u32 code = nvfp4_scale_of<false>(v, scale, kScaleNearest, kTiesNearest);
             u32 words[2];
-            e2m1_pack<16>(v, scale * e4m3_value(code), kTiesEven, words);
+            e2m1_pack<16>(v, scale * e4m3_value(code), kTiesNearest, words);
             u8* const to = static_cast<u8*>(out) + (row * cols + column) / 2;
             if (valid == 16 && aligned16 && cols % 16 == 0) {
                 Raw<8> raw;

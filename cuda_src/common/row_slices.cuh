@@ -14,9 +14,9 @@ struct Runs {
     i64 first, step;     // of this thread's group
     int threads, thread;
 
-    // `runs_per_row` comes from the host: a 64-bit division costs as much as the rest of a short run.
-    RTK_DEVICE Runs(i64 rows_, i64 cols_, i64 threads_per_row, i64 runs_per_row)
-        : rows(rows_), cols(cols_), per_row(runs_per_row) {
+    // `slices_per_row` comes from the host: a 64-bit division costs as much as the rest of a short run.
+    RTK_DEVICE Runs(i64 rows_, i64 cols_, i64 threads_per_row, i64 slices_per_row)
+        : rows(rows_), cols(cols_), per_row(slices_per_row) {
         const RowGroup group(threads_per_row);
         threads = group.threads;
         thread = group.thread;

@@ -28,28 +28,29 @@ struct Keys {
 template <int THREADS>
 __global__ void __launch_bounds__(THREADS)
     order_count(const void* list, u8* table, i32* counters, u8* fill, i64 tokens, i64 per_chunk, i64 chunk_count,
-                i64 digits, i64 width, i64 from_ids, i64 wide, i64 rows, i64 start, i64 padding, i64 shift,
+                i64 digits, i64 width, i64 from_ids, i64 ids_int64, i64 rows, i64 start, i64 padding, i64 shift,
                 i64 counter_count, i64 fill_from, i64 fill_bytes) {
-    constexpr int kAhead = 4;
+    constexpr int kInFlight = 4;
     extern __shared__ __align__(16) u32 count[];  // [stride]
     ptx::launch_dependents();
     if (blockIdx.x >= chunk_count) return fill_zeros<THREADS>(fill + fill_from, fill_bytes, blockIdx.x - chunk_count);
     const ChunkTable chunks(table, width, chunk_count, digits);
-    const Keys keys{list, from_ids != 0, Tokens{list, wide != 0, start, rows, padding}, static_cast<int>(shift), digits - 1};
+    const Keys keys{list, from_ids != 0, Tokens{list, ids_int64 != 0, start, rows, padding}, static_cast<int>(shift),
+                    digits - 1};
     const Chunk mine(tokens, per_chunk);
     for (int d = threadIdx.x; d < chunks.stride; d += THREADS) count[d] = 0;
     __syncthreads();
     ptx::wait_for_previous();
-    for (i64 begin = mine.from; begin < mine.to; begin += kAhead * THREADS) {
-        int digit[kAhead];
+    for (i64 begin = mine.from; begin < mine.to; begin += kInFlight * THREADS) {
+        int digit[kInFlight];
 #pragma unroll
-        for (int k = 0; k < kAhead; ++k) {
+        for (int k = 0; k < kInFlight; ++k) {
             const i64 i = begin + k * THREADS + threadIdx.x;
             digit[k] = -1;
             if (i < mine.to) digit[k] = keys.digit(keys.entry(i));
         }
 #pragma unroll
-        for (int k = 0; k < kAhead; ++k) count_expert(count, digit[k]);
+        for (int k = 0; k < kInFlight; ++k) count_expert(count, digit[k]);
     }
     __syncthreads();
     chunks.write(blockIdx.x, count);
@@ -60,14 +61,15 @@ __global__ void __launch_bounds__(THREADS)
 template <int THREADS>
 __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     order_place(const void* list, const u8* table, i64* sorted, u8* fill, i64 tokens, i64 per_chunk, i64 chunk_count,
-                i64 digits, i64 width, i64 from_ids, i64 wide, i64 rows, i64 start, i64 padding, i64 shift, i64 warps,
+                i64 digits, i64 width, i64 from_ids, i64 ids_int64, i64 rows, i64 start, i64 padding, i64 shift, i64 warps,
                 i64 fill_from, i64 fill_bytes) {
     extern __shared__ __align__(16) u32 memory[];
     ptx::launch_dependents();
     if (blockIdx.x >= chunk_count) return fill_zeros<THREADS>(fill + fill_from, fill_bytes, blockIdx.x - chunk_count);
     const ChunkTable chunks(table, width, chunk_count, digits);
     const RowLayout layout(memory, chunks, digits, tokens, 1);
-    const Keys keys{list, from_ids != 0, Tokens{list, wide != 0, start, rows, padding}, static_cast<int>(shift), digits - 1};
+    const Keys keys{list, from_ids != 0, Tokens{list, ids_int64 != 0, start, rows, padding}, static_cast<int>(shift),
+                    digits - 1};
     if (!from_ids) ptx::wait_for_previous();
     place_chunk<THREADS>(
         layout, chunks, Chunk(tokens, per_chunk), static_cast<int>(warps),

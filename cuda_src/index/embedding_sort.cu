@@ -88,7 +88,7 @@ RTK_DEVICE void sort_pass(u32* keys, int count, int shift, SortScratch& scratch)
 template <int ROUNDS>
 __global__ void __launch_bounds__(kSortThreads)
     embedding_sort(const void* ids, i64* list, i32* counters, u8* fill, i64 tokens, i64 rows, i64 start, i64 padding,
-                   i64 wide, i64 key_bits, i64 bin_bits, i64 counter_count, i64 fill_bytes) {
+                   i64 ids_int64, i64 key_bits, i64 bin_bits, i64 counter_count, i64 fill_bytes) {
     extern __shared__ __align__(16) u8 memory[];  // 4 bytes for each token
     __shared__ SortScratch scratch;
     ptx::launch_dependents();
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kSortThreads)
     const int low_bits = static_cast<int>(key_bits - bin_bits);
     const u32 key_mask = static_cast<u32>((1ll << key_bits) - 1), low_mask = (1u << low_bits) - 1u;
     const u32 bin = blockIdx.x;
-    const Tokens table{ids, wide != 0, start, rows, padding};
+    const Tokens table{ids, ids_int64 != 0, start, rows, padding};
 
     u32 key[ROUNDS];
 #pragma unroll

@@ -92,21 +92,21 @@ struct Pieces {
 
     // sum of the pieces of windows first, then every `step`-th up to `final`, starting with a multiple of it.
     RTK_DEVICE void add(int first, int final, int step, int run_start, float (&sum)[VEC]) const {
-        constexpr int kAhead = 4;
+        constexpr int kInFlight = 4;
 #pragma unroll
         for (int i = 0; i < VEC; ++i) sum[i] = 0.0f;
         if (!active) return;
         const int aligned = first / step * step;
         const int count = (final - aligned) / step + 1;
-        for (int base = 0; base < count; base += kAhead) {
-            float v[kAhead][VEC];
+        for (int base = 0; base < count; base += kInFlight) {
+            float v[kInFlight][VEC];
 #pragma unroll
-            for (int k = 0; k < kAhead; ++k) {
+            for (int k = 0; k < kInFlight; ++k) {
                 const int w = base + k == 0 ? first : aligned + (base + k) * step;
                 if (base + k < count) load_partial<VEC>(slot(w, w == run_start), v[k]);
             }
 #pragma unroll
-            for (int k = 0; k < kAhead; ++k)
+            for (int k = 0; k < kInFlight; ++k)
 #pragma unroll
                 for (int i = 0; i < VEC; ++i) sum[i] += base + k < count ? v[k][i] : 0.0f;
         }
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(128, 4)
     embedding_sum(const u8* dy, u8* grad, const i64* entries, float* partial, i32* counters, const float* weights,
                   i64 tokens, i64 cols, i64 dy_stride, i64 grad_stride, i64 window_size, i64 dy_half, i64 grad_half,
                   i64 accumulate) {
-    constexpr int kAhead = !ADDS ? 8 : FROM == 2 && TO == 4 ? 4 : 6;  // tokens
+    constexpr int kInFlight = !ADDS ? 8 : FROM == 2 && TO == 4 ? 4 : 6;  // tokens
     const bool add = ADDS && accumulate != 0;
     ptx::wait_for_previous();
     const SortedList list{entries, tokens, window_size};
@@ -197,13 +197,13 @@ __global__ void __launch_bounds__(128, 4)
         if (count == 0) break;
         float weight = 1.0f;
         if (weights != nullptr && lane < count) weight = weights[entry_token(entry)];
-        for (int group = base == start ? skip : 0; group < count; group += kAhead) {
-            Packed<FROM, VEC> raw[kAhead];
-            Packed<TO, VEC> old[ADDS ? kAhead : 1];
-            i32 rows[kAhead];
-            float factor[kAhead];
+        for (int group = base == start ? skip : 0; group < count; group += kInFlight) {
+            Packed<FROM, VEC> raw[kInFlight];
+            Packed<TO, VEC> old[ADDS ? kInFlight : 1];
+            i32 rows[kInFlight];
+            float factor[kInFlight];
 #pragma unroll
-            for (int k = 0; k < kAhead; ++k) {
+            for (int k = 0; k < kInFlight; ++k) {
                 const int j = group + k;
                 const i64 token = entry_token(__shfl_sync(kEveryLane, entry, j));
                 rows[k] = __shfl_sync(kEveryLane, row, j);
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(128, 4)
                 }
             }
 #pragma unroll
-            for (int k = 0; k < kAhead; ++k) {
+            for (int k = 0; k < kInFlight; ++k) {
                 const int j = group + k;
                 if (j < count) {
                     float v[VEC];

@@ -8,11 +8,11 @@ namespace rtk {
 // The table holds the rows of ids start, start + 1, ... An id outside of it, or the padding id, has no row.
 struct Tokens {
     const void* ids;
-    bool wide;  // i64, else i32
+    bool ids_int64;  // i64, else i32
     i64 start, rows, padding;
 
     RTK_DEVICE i64 id(i64 token) const {
-        return wide ? static_cast<const i64*>(ids)[token] : static_cast<const i32*>(ids)[token];
+        return ids_int64 ? static_cast<const i64*>(ids)[token] : static_cast<const i32*>(ids)[token];
     }
     // Row of a token, -1 if it has none.
     RTK_DEVICE i64 row_of(i64 id) const {

@@ -11,30 +11,30 @@ namespace rtk {
 template <int BYTES>
 __global__ void __launch_bounds__(256, 4)
     row_select(const void* indices, const u8* x, u8* y, const u8* scale, u8* scale_y, i64 count, i64 units,
-               i64 x_stride, i64 y_stride, i64 rows, i64 wide, i64 threads_per_row, i64 scale_words,
+               i64 x_stride, i64 y_stride, i64 rows, i64 ids_int64, i64 threads_per_row, i64 scale_words,
                i64 scale_stride) {
-    constexpr int kAhead = 4;
+    constexpr int kInFlight = 4;
     const RowGroup group(threads_per_row);
     const i64 target = static_cast<i64>(blockIdx.x) * group.count + group.index;
     ptx::wait_for_previous();
     if (target >= count || group.index >= group.count) return;
-    const Tokens table{indices, wide != 0, 0, rows, -1};
+    const Tokens table{indices, ids_int64 != 0, 0, rows, -1};
     const i64 row = table.row_of(table.id(target));
     const int step = group.threads * BYTES;
     x += row * x_stride + group.thread * BYTES;
     y += target * y_stride + group.thread * BYTES;
-    for (i64 left = units - group.thread; left > 0; left -= kAhead * group.threads) {
-        Raw<BYTES> raw[kAhead];
+    for (i64 left = units - group.thread; left > 0; left -= kInFlight * group.threads) {
+        Raw<BYTES> raw[kInFlight];
 #pragma unroll
-        for (int k = 0; k < kAhead; ++k) {
+        for (int k = 0; k < kInFlight; ++k) {
             clear(raw[k]);
             if (k * group.threads < left && row >= 0) raw[k] = ptx::ld_stream<BYTES>(x + k * step);
         }
 #pragma unroll
-        for (int k = 0; k < kAhead; ++k)
+        for (int k = 0; k < kInFlight; ++k)
             if (k * group.threads < left) ptx::st_stream<BYTES>(y + k * step, raw[k]);
-        x += kAhead * step;
-        y += kAhead * step;
+        x += kInFlight * step;
+        y += kInFlight * step;
     }
     for (i64 at = group.thread; at < scale_words; at += group.threads) {
         Raw<4> word;

@@ -10,8 +10,8 @@
 
 namespace rtk {
 
-RTK_DEVICE i64 integer_at(const void* list, i64 wide, i64 i) {
-    return wide ? static_cast<const i64*>(list)[i] : static_cast<const i32*>(list)[i];
+RTK_DEVICE i64 integer_at(const void* list, i64 is_int64, i64 i) {
+    return is_int64 ? static_cast<const i64*>(list)[i] : static_cast<const i32*>(list)[i];
 }
 
 inline constexpr int kAskedLines = 4;
@@ -32,8 +32,8 @@ RTK_DEVICE int last_up_to(const u32* numbers, int count, u32 value) {
 
 template <int THREADS>
 __global__ void __launch_bounds__(THREADS)
-    chunk_rows(const void* counts, const void* order, i32* source, i64 chunk_count, i64 rows, i64 counts_wide,
-               i64 order_wide, i64 inverse, const u8* x, i64 blocks, i64 ahead) {
+    chunk_rows(const void* counts, const void* order, i32* source, i64 chunk_count, i64 rows, i64 counts_int64,
+               i64 order_int64, i64 inverse, const u8* x, i64 blocks, i64 prefetch_bytes) {
     extern __shared__ __align__(16) u32 memory[];
     ptx::launch_dependents();
     if (blockIdx.x >= blocks) {
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(THREADS)
         const i64 first = ((blockIdx.x - blocks) * kAskedLines * THREADS + threadIdx.x) * kLine;
 #pragma unroll
         for (int k = 0; k < kAskedLines; ++k)
-            if (first + k * THREADS * kLine < ahead) ptx::prefetch_l2(x + first + k * THREADS * kLine);
+            if (first + k * THREADS * kLine < prefetch_bytes) ptx::prefetch_l2(x + first + k * THREADS * kLine);
         return;
     }
     const int chunks = static_cast<int>(chunk_count);
@@ -51,10 +51,10 @@ __global__ void __launch_bounds__(THREADS)
     u32* entry = target + chunks + 1; // [chunks] the first one that names a chunk, `chunks` if there is none
     const int own = static_cast<int>(threadIdx.x);
     i64 own_name = -1;  // requested together with the first count
-    if (own < chunks) own_name = integer_at(order, order_wide, own);
-    const auto name = [&](int i) { return i == own ? own_name : integer_at(order, order_wide, i); };
+    if (own < chunks) own_name = integer_at(order, order_int64, own);
+    const auto name = [&](int i) { return i == own ? own_name : integer_at(order, order_int64, i); };
     for (int c = own; c < chunks; c += THREADS) {
-        begin[c] = static_cast<u32>(min(max(integer_at(counts, counts_wide, c), 0ll), rows));
+        begin[c] = static_cast<u32>(min(max(integer_at(counts, counts_int64, c), 0ll), rows));
         entry[c] = static_cast<u32>(chunks);
     }
     __syncthreads();
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(THREADS)
             const int at = last_up_to(starts, chunks, row);
             const u32 inside = row - starts[at];
             if (!inverse) {
-                from = begin[integer_at(order, order_wide, at)] + inside;
+                from = begin[integer_at(order, order_int64, at)] + inside;
             } else if (entry[at] < static_cast<u32>(chunks)) {
                 from = target[entry[at]] + inside;
             }

@@ -82,10 +82,10 @@ __global__ void __launch_bounds__(TileShape<S>::kThreads)
     extern __shared__ __align__(16) u8 table_memory[];
     __shared__ __align__(16) u8 memory[Shape::kBytes];
     const PaddedExperts table(table_memory, counts, count_width, experts, rows, static_cast<u32>(pad_to), Shape::kRows);
-    const u32 wide = static_cast<u32>(tiles_across), tiles = table.end().tile * wide;
+    const u32 tiles_in_line = static_cast<u32>(tiles_across), tiles = table.end().tile * tiles_in_line;
     for (u32 index = blockIdx.x; index < tiles; index += gridDim.x) {
-        const u32 line = index / wide;
-        const i64 column = static_cast<i64>(index - line * wide) * Shape::kCols;
+        const u32 line = index / tiles_in_line;
+        const i64 column = static_cast<i64>(index - line * tiles_in_line) * Shape::kCols;
         const int expert = table.find(line);
         const PaddedExperts::Entry first = table.entry[expert], next = table.entry[expert + 1];
         const i64 above = static_cast<i64>(line - first.tile) * Shape::kRows, pitch = next.out - first.out;

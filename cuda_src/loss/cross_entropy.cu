@@ -13,7 +13,7 @@ namespace rtk {
 template <typename T>
 __global__ void __launch_bounds__(512, 2)
     cross_entropy_fwd(const T* x, const void* labels, float* loss, float* stats, float* correct, i64* report, i64 rows,
-                      i64 cols, i64 x_stride, i64 wide, i64 ignore_index, i64 first, i64 vocabulary,
+                      i64 cols, i64 x_stride, i64 labels_int64, i64 ignore_index, i64 first, i64 vocabulary,
                       i64 threads_per_row, i64 passing, double smoothing, double z_loss, double per_column,
                       double softcap) {
     constexpr int VEC = 16 / sizeof(T), BATCH = 4;
@@ -26,17 +26,17 @@ __global__ void __launch_bounds__(512, 2)
     const Pieces<T> pieces(source, static_cast<int>(cols));
     const int threads = group.threads, pitch = threads * VEC;
     const T* next = source + pieces.head + group.thread * VEC;
-    int ahead = (exists ? pieces.vectors : 0) - group.thread;  // pieces from this thread's next one to the end
+    int remaining = (exists ? pieces.vectors : 0) - group.thread;  // pieces from this thread's next one to the end
     const int edge = pieces.edge(group.thread);
     const u64 policy = ptx::l2_policy(passing != 0);
     auto load = [&](const T* p) { return load_raw<T, VEC>(p, policy); };
     Raw<16> raw[BATCH];
-    load_batch(raw, next, pitch, ahead, threads, load);  // before the label is known: a row that counts must not wait
+    load_batch(raw, next, pitch, remaining, threads, load);  // before the label is known: a row that counts must not wait
 
-    const Labels all{labels, wide != 0, ignore_index, first, vocabulary};
+    const Labels all{labels, labels_int64 != 0, ignore_index, first, vocabulary};
     const int label = exists ? all.column(row, static_cast<int>(cols), report, group.thread == 0) : kIgnored;
     const bool counts = label >= kElsewhere;
-    if (!counts) ahead = 0;
+    if (!counts) remaining = 0;
     const Cap<T> cap(softcap);
     const bool totals = not_zero(smoothing);
     float target = -kInfinity;
@@ -44,19 +44,19 @@ __global__ void __launch_bounds__(512, 2)
     Running<T> running;
     if (cap.active()) {  // three times the work per element: not worth more loads
 #pragma unroll 1
-        for (; ahead > 0; ahead -= 2 * threads, next += 2 * pitch) {
+        for (; remaining > 0; remaining -= 2 * threads, next += 2 * pitch) {
             Raw<16> pair[2];
-            load_batch<T>(pair, next, pitch, ahead, threads);
+            load_batch<T>(pair, next, pitch, remaining, threads);
             running.add_raw(pair[0], cap, totals);
-            if (threads < ahead) running.add_raw(pair[1], cap, totals);
+            if (threads < remaining) running.add_raw(pair[1], cap, totals);
         }
     }
 #pragma unroll 1
-    while (ahead > 0) {
-        running.add_batch(raw, ahead, threads, totals);
+    while (remaining > 0) {
+        running.add_batch(raw, remaining, threads, totals);
         next += BATCH * pitch;
-        ahead -= BATCH * threads;
-        if (ahead > 0) load_batch(raw, next, pitch, ahead, threads, load);
+        remaining -= BATCH * threads;
+        if (remaining > 0) load_batch(raw, next, pitch, remaining, threads, load);
     }
     if (counts && edge >= 0) running.add_edge(score_at(source, edge, cap), totals);
     running.combine(group, scratch, totals);
@@ -77,7 +77,7 @@ template <typename T>
 __global__ void __launch_bounds__(256, 4)
     cross_entropy_bwd(const float* dloss, const T* x, T* dx, const void* labels, const float* stats,
                       const float* factor, i64* report, i64 rows, i64 cols, i64 x_stride, i64 dx_stride,
-                      i64 dloss_stride, i64 wide, i64 ignore_index, i64 first, i64 vocabulary, i64 threads_per_row,
+                      i64 dloss_stride, i64 labels_int64, i64 ignore_index, i64 first, i64 vocabulary, i64 threads_per_row,
                       i64 segments, i64 by_segments, double smoothing, double z_loss, double per_column,
                       double softcap) {
     constexpr int VEC = 16 / sizeof(T), CHUNKS = 4;
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(256, 4)
     for (int c = 0; c < CHUNKS; ++c)
         if (start + c * group.threads < pieces.vectors) raw[c] = load_raw<T, VEC, false>(x + offset + c * group.threads * VEC);
 
-    const Labels all{labels, wide != 0, ignore_index, first, vocabulary};
+    const Labels all{labels, labels_int64 != 0, ignore_index, first, vocabulary};
     const int label = all.column(row, static_cast<int>(cols), report, false);
     const bool counts = label >= kElsewhere;
     const float top = stats[row], level = stats[rows + row];
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(256, 4)
 template <typename T>
 __global__ void __launch_bounds__(1024)
     cross_entropy_reduce(const T* loss, const T* correct, const void* labels, T* out, T* accuracy, T* factor, T* parts,
-                         i64 rows, i64 wide, i64 ignore_index, i64 mean) {
+                         i64 rows, i64 labels_int64, i64 ignore_index, i64 mean) {
     __shared__ GroupScratch<1> scratch[3];
     __shared__ u32 arrived;
     ptx::launch_dependents();
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(1024)
     i64 counted = 0;
 #pragma unroll 4
     for (i64 row = first; row < rows; row += step) {
-        const i64 label = wide ? static_cast<const i64*>(labels)[row] : static_cast<const i32*>(labels)[row];
+        const i64 label = labels_int64 ? static_cast<const i64*>(labels)[row] : static_cast<const i32*>(labels)[row];
         counted += label != ignore_index;
     }
     float count = group_reduce<Sum, false>(static_cast<float>(counted), group, scratch[0], 0);

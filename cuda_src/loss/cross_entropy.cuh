@@ -19,11 +19,11 @@ inline constexpr int kBad = -3;
 // Where the labels are, and which part of the vocabulary this call has: columns [first, first + cols) of `vocabulary`.
 struct Labels {
     const void* data;
-    bool wide;  // i64, else i32
+    bool labels_int64;  // i64, else i32
     i64 ignore_index, first, vocabulary;
 
     RTK_DEVICE i64 load(i64 row) const {
-        return wide ? static_cast<const i64*>(data)[row] : static_cast<const i32*>(data)[row];
+        return labels_int64 ? static_cast<const i64*>(data)[row] : static_cast<const i32*>(data)[row];
     }
     // The column of a row's label, or one of the constants above. The first thread of a row reports bad ones.
     RTK_DEVICE int column(i64 row, int cols, i64* report, bool reporter) const {

@@ -72,7 +72,7 @@ template <typename T>
 __global__ void __launch_bounds__(896, 1)
     cross_entropy_few(const T* x, T* dx, const void* labels, float* loss, float* stats, float* correct, float* out,
                       float* accuracy, float* factor, u32* arrived, i64* report, i64 rows, i64 cols, i64 x_stride,
-                      i64 dx_stride, i64 wide, i64 ignore_index, i64 kind, i64 blocks, i64 threads, double smoothing,
+                      i64 dx_stride, i64 labels_int64, i64 ignore_index, i64 kind, i64 blocks, i64 threads, double smoothing,
                       double z_loss, double per_column) {
     constexpr int CHUNKS = 5;
     __shared__ Exchange<8 * 896 / kWarp> exchange;
@@ -81,9 +81,9 @@ __global__ void __launch_bounds__(896, 1)
     const Team team(blocks, threads);
     const int row = team.row(), columns = static_cast<int>(cols), count_of_rows = static_cast<int>(rows);
     const T* source = x + row * x_stride;
-    HeldRow<T, CHUNKS, true> held(source, columns, true, team.thread, team.threads);
+    RowInRegisters<T, CHUNKS, true> held(source, columns, true, team.thread, team.threads);
     // Requested now, looked at when the row is there.
-    const Labels all{labels, wide != 0, ignore_index, 0, cols};
+    const Labels all{labels, labels_int64 != 0, ignore_index, 0, cols};
     const i64 name = all.load(row);
     held.load_edge(source);
     if (team.blocks > 1) team.meet();  // before the others are written to, they must have started

@@ -15,7 +15,7 @@ template <typename T>
 __global__ void __launch_bounds__(512, 2)
     cross_entropy_grad_short(const T* x, T* dx, const void* labels, float* loss, float* stats, float* correct,
                              const float* factor, i64* report, i64 rows, i64 cols, i64 x_stride, i64 dx_stride,
-                             i64 wide, i64 ignore_index, i64 threads_per_row, double smoothing, double z_loss,
+                             i64 labels_int64, i64 ignore_index, i64 threads_per_row, double smoothing, double z_loss,
                              double per_column) {
     constexpr int CHUNKS = 4;
     __shared__ GroupScratch<1> scratch[2];
@@ -25,9 +25,9 @@ __global__ void __launch_bounds__(512, 2)
     const bool exists = row < rows;
     const int columns = static_cast<int>(cols);
     const T* source = x + (exists ? row : 0) * x_stride;
-    HeldRow<T, CHUNKS> held(source, columns, exists, group.thread, group.threads);
+    RowInRegisters<T, CHUNKS> held(source, columns, exists, group.thread, group.threads);
     // Requested now, looked at when the row is there.
-    const Labels all{labels, wide != 0, ignore_index, 0, cols};
+    const Labels all{labels, labels_int64 != 0, ignore_index, 0, cols};
     const i64 name = exists ? all.load(row) : ignore_index;
     held.load_edge(source);
     const NoCap cap;
@@ -77,7 +77,7 @@ template <typename T>
 __global__ void __launch_bounds__(640, 1)
     cross_entropy_grad_long(const T* x, T* dx, const void* labels, float* loss, float* stats, float* correct,
                             const float* factor, i64* report, i64 rows, i64 cols, i64 x_stride, i64 dx_stride,
-                            i64 wide, i64 ignore_index, u32* drawn, i64 slots, i64 turn, i64 blocks, i64 team_threads,
+                            i64 labels_int64, i64 ignore_index, u32* drawn, i64 slots, i64 turn, i64 blocks, i64 team_threads,
                             i64 teams, double smoothing, double z_loss, double per_column) {
     constexpr int VEC = 16 / sizeof(T), kHeld = kLongHeld, kLag = 1, kBeyond = 3, kAhead = 2;
     static_assert(kHeld % 3 == 0, "summed three at a time");
@@ -91,14 +91,14 @@ __global__ void __launch_bounds__(640, 1)
     const int columns = static_cast<int>(cols), used = static_cast<int>(slots);
     const int count = static_cast<int>(rows);  // rows this long are fewer than 2^31
     const ptx::SharedAddress base = ptx::shared_address(memory + threadIdx.x * 16);
-    const Labels all{labels, wide != 0, ignore_index, 0, cols};
+    const Labels all{labels, labels_int64 != 0, ignore_index, 0, cols};
     const NoCap cap;
     const bool totals = not_zero(smoothing);
 
     // Of the row being read: this thread's first piece, and how many pieces there are from it to the end of the row (0
     // if the row does not count and nothing is read).
     const T* source;
-    int ahead;
+    int remaining;
     Running<T> running;
     // Of the row being written: the same, whether it counts or not; its label's column, if this thread has it.
     T* out = dx;
@@ -124,11 +124,11 @@ __global__ void __launch_bounds__(640, 1)
         // From one row to the next: the first time there is nothing to write, the last time nothing to read.
         const T* start = x + (next < count ? next : row) * x_stride;
         source = start + Pieces<T, 128>(start, columns).head + thread * VEC;
-        ahead = label >= 0 ? Pieces<T, 128>(start, columns).vectors - thread : 0;
+        remaining = label >= 0 ? Pieces<T, 128>(start, columns).vectors - thread : 0;
         running.reset();
         // Everything walks: the compiler would keep all the multiples of `threads` in registers.
         const T* from = source;
-        int to_read = ahead, to_write = left;
+        int to_read = remaining, to_write = left;
         // A line is fetched into L2 by its first thread; the last rounds fetch for the row after this one.
         const T* fetched = from + kAhead * pitch;
         int to_fetch = thread % 8 == 0 ? to_read - kAhead * threads : 0;
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(640, 1)
             to_read -= threads, to_write -= threads;
         }
         ptx::SharedAddress slot = base, summed = base;
-        int to_sum = ahead;
+        int to_sum = remaining;
         const int slot_pitch = static_cast<int>(blockDim.x) * 16;
         auto sum_pair = [&] {
             if (to_sum > 0) {

@@ -8,26 +8,26 @@ namespace rtk {
 // thread + threads, ..., and perhaps one of the columns beside the pieces. First logits, then their exponentials, then the
 // gradient. `kLast`: L2 gives the logits up last (ptx::ld_stream), which gains with few rows only.
 template <typename T, int CHUNKS, bool kLast = false>
-struct HeldRow {
+struct RowInRegisters {
     static constexpr int VEC = 16 / sizeof(T);
     const Pieces<T> pieces;
     const int thread, threads;
     const int offset;  // column of the first piece
-    const int ahead;   // pieces from that one to the end of the row
+    const int remaining;   // pieces from that one to the end of the row
     const int edge;    // the column beside the pieces, or -1
     Raw<16> raw[CHUNKS];
     float border = -kInfinity;  // score of the edge
     float e[CHUNKS][VEC];
 
     // Requests the pieces. A row that does not exist has none.
-    RTK_DEVICE HeldRow(const T* row, int cols, bool exists, int thread_, int threads_)
+    RTK_DEVICE RowInRegisters(const T* row, int cols, bool exists, int thread_, int threads_)
         : pieces(row, cols),
           thread(thread_),
           threads(threads_),
           offset(pieces.head + thread * VEC),
-          ahead((exists ? pieces.vectors : 0) - thread),
+          remaining((exists ? pieces.vectors : 0) - thread),
           edge(exists ? pieces.edge(thread) : -1) {
-        load_batch(raw, row + offset, threads * VEC, ahead, threads, [](const T* p) { return load_raw<T, VEC, kLast>(p); });
+        load_batch(raw, row + offset, threads * VEC, remaining, threads, [](const T* p) { return load_raw<T, VEC, kLast>(p); });
     }
     RTK_DEVICE void load_edge(const T* row) {
         if (edge >= 0) border = score_at(row, edge, NoCap{});
@@ -35,7 +35,7 @@ struct HeldRow {
     RTK_DEVICE float peak() const { return fmaxf(peak_of<T, CHUNKS>(raw), border); }
     RTK_DEVICE float total() const {
         float total = 0.0f;
-        add_total<T, CHUNKS>(raw, ahead, threads, total);
+        add_total<T, CHUNKS>(raw, remaining, threads, total);
         return edge >= 0 ? total + border : total;
     }
     // One exponential for every element, which becomes its gradient; `base` is that of `top`. Returns their sum.
@@ -58,7 +58,7 @@ struct HeldRow {
         const bool counts = label >= 0;
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
-            if (c * threads >= ahead) break;
+            if (c * threads >= remaining) break;
             T* to = out + offset + c * threads * VEC;
             if (counts) {
 #pragma unroll

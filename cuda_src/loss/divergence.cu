@@ -51,21 +51,21 @@ RTK_DEVICE Terms divergence(float x, float t, float beta) {
         return {p * gap, -p, p * (gap + 1.0f)};
     } else {
         // In terms of the larger and the smaller of the two, so that nothing overflows.
-        const bool ahead = x >= t || x != x;  // a NaN is always the larger one
-        const float high = ahead ? x : t, gap = ahead ? t - x : x - t;
-        const float share = ahead ? 1.0f - beta : beta, rest = 1.0f - share;
+        const bool x_is_larger = x >= t || x != x;  // a NaN is always the larger one
+        const float high = x_is_larger ? x : t, gap = x_is_larger ? t - x : x - t;
+        const float share = x_is_larger ? 1.0f - beta : beta, rest = 1.0f - share;
         const float ratio = exponential<kFast>(gap);
         const float level = kFast ? __logf(share + rest * ratio) : log1pf(rest * expm1f(gap));
         const float p = exponential<kFast>(high);
         const float upper = p == 0.0f ? 0.0f : share * p * -level;
         const float lower = p == 0.0f || ratio == 0.0f ? 0.0f : rest * p * ratio * (gap - level);
-        return {upper + lower, ahead ? upper : lower, ahead ? lower : upper};
+        return {upper + lower, x_is_larger ? upper : lower, x_is_larger ? lower : upper};
     }
 }
 
-RTK_DEVICE bool counts(const void* labels, i64 wide, i64 ignore, i64 row) {
+RTK_DEVICE bool counts(const void* labels, i64 labels_int64, i64 ignore, i64 row) {
     if (labels == nullptr) return true;
-    return (wide ? static_cast<const i64*>(labels)[row] : static_cast<const i32*>(labels)[row]) != ignore;
+    return (labels_int64 ? static_cast<const i64*>(labels)[row] : static_cast<const i32*>(labels)[row]) != ignore;
 }
 
 // ---- forward --------------------------------------------------------------------------------------------------------
@@ -75,21 +75,21 @@ RTK_DEVICE bool counts(const void* labels, i64 wide, i64 ignore, i64 row) {
 template <int BYTES, int VEC, int MODE, bool kTarget>
 RTK_DEVICE float divergence_row(const u8* x, const u8* target, u8* each, u8* out, i64 cols, const RowGroup& group,
                                 bool half, float beta, float scale) {
-    constexpr int kAhead = VEC == 1 ? 4 : 2, kPiece = BYTES * VEC;
+    constexpr int kInFlight = VEC == 1 ? 4 : 2, kPiece = BYTES * VEC;
     constexpr bool kFast = BYTES == 2, kLast = MODE != kMixed;
     const i64 pitch = group.threads * kPiece, end = cols * BYTES;
     float sum = 0.0f;
-    for (i64 at = group.thread * kPiece; at < end; at += kAhead * pitch) {
-        Packed<BYTES, VEC> a[kAhead], b[kAhead];
+    for (i64 at = group.thread * kPiece; at < end; at += kInFlight * pitch) {
+        Packed<BYTES, VEC> a[kInFlight], b[kInFlight];
 #pragma unroll
-        for (int k = 0; k < kAhead; ++k) {
+        for (int k = 0; k < kInFlight; ++k) {
             if (at + k * pitch < end) {
                 a[k] = load_packed<BYTES, VEC, kLast>(x + at + k * pitch);
                 b[k] = load_packed<BYTES, VEC, kLast>(target + at + k * pitch);
             }
         }
 #pragma unroll
-        for (int k = 0; k < kAhead; ++k) {
+        for (int k = 0; k < kInFlight; ++k) {
             if (at + k * pitch < end) {
                 float v[VEC], t[VEC];
                 widen<BYTES, VEC>(a[k], half, v);
@@ -115,7 +115,7 @@ RTK_DEVICE float divergence_row(const u8* x, const u8* target, u8* each, u8* out
 template <int BYTES, int VEC>
 __global__ void __launch_bounds__(256, kForwardBlocks)
     divergence_fwd(const u8* x, const u8* target, const void* labels, float* row_loss, u8* each, u8* out,
-                   const float* total, i64 rows, i64 cols, i64 x_stride, i64 target_stride, i64 wide, i64 ignore,
+                   const float* total, i64 rows, i64 cols, i64 x_stride, i64 target_stride, i64 labels_int64, i64 ignore,
                    i64 threads_per_row, i64 half, i64 mode, i64 in_target, double beta, double scale) {
     __shared__ GroupScratch<1> scratch;
     ptx::launch_dependents();
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(256, kForwardBlocks)
     u8* out_row = out == nullptr ? nullptr : out + row * cols * BYTES;
     const bool is_half = half != 0;
     float sum = 0.0f;
-    if (here && counts(labels, wide, ignore, row)) {
+    if (here && counts(labels, labels_int64, ignore, row)) {
         if (mode == kProbability) {
             sum = divergence_row<BYTES, VEC, kProbability, false>(x_row, target_row, each_row, out_row, cols, group,
                                                                   is_half, share, times);
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(256, kForwardBlocks)
 // One block; sums in fp64, in a fixed order. Without any row both are 0.
 template <int THREADS>
 __global__ void __launch_bounds__(THREADS)
-    divergence_total(const float* row_loss, const void* labels, float* total, i64 rows, i64 wide, i64 ignore,
+    divergence_total(const float* row_loss, const void* labels, float* total, i64 rows, i64 labels_int64, i64 ignore,
                      i64 divide, double factor) {
     __shared__ double sums[THREADS];
     __shared__ i64 counted[THREADS];
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll 4
     for (i64 row = threadIdx.x; row < rows; row += THREADS) {
         if (row_loss != nullptr) sum += row_loss[row];
-        count += counts(labels, wide, ignore, row);
+        count += counts(labels, labels_int64, ignore, row);
     }
     sums[threadIdx.x] = sum, counted[threadIdx.x] = count;
     for (int half = THREADS / 2; half > 0; half /= 2) {
@@ -189,14 +189,14 @@ __global__ void __launch_bounds__(THREADS)
 template <int BYTES, int VEC, int MODE, bool kTarget>
 RTK_DEVICE void divergence_grad_row(const u8* x, const u8* target, const u8* each, u8* out, i64 cols,
                                     const RowGroup& group, bool half, float beta, float scale) {
-    constexpr int kAhead = VEC == 1 ? 4 : 2, kPiece = BYTES * VEC;
+    constexpr int kInFlight = VEC == 1 ? 4 : 2, kPiece = BYTES * VEC;
     constexpr bool kFast = BYTES == 2;
     constexpr bool kNeedsX = kTarget || MODE == kMixed, kLast = MODE != kMixed;
     const i64 pitch = group.threads * kPiece, end = cols * BYTES;
-    for (i64 at = group.thread * kPiece; at < end; at += kAhead * pitch) {
-        Packed<BYTES, VEC> a[kAhead], b[kAhead], c[kAhead];
+    for (i64 at = group.thread * kPiece; at < end; at += kInFlight * pitch) {
+        Packed<BYTES, VEC> a[kInFlight], b[kInFlight], c[kInFlight];
 #pragma unroll
-        for (int k = 0; k < kAhead; ++k) {
+        for (int k = 0; k < kInFlight; ++k) {
             if (at + k * pitch < end) {
                 if constexpr (kNeedsX) a[k] = load_packed<BYTES, VEC, kLast>(x + at + k * pitch);
                 b[k] = load_packed<BYTES, VEC, kLast>(target + at + k * pitch);
@@ -204,7 +204,7 @@ RTK_DEVICE void divergence_grad_row(const u8* x, const u8* target, const u8* eac
             }
         }
 #pragma unroll
-        for (int k = 0; k < kAhead; ++k) {
+        for (int k = 0; k < kInFlight; ++k) {
             if (at + k * pitch < end) {
                 float v[VEC], t[VEC], g[VEC];
                 if constexpr (kNeedsX) widen<BYTES, VEC>(a[k], half, v);
@@ -233,7 +233,7 @@ template <int BYTES, int VEC>
 __global__ void __launch_bounds__(256, 3)
     divergence_bwd(const u8* x, const u8* target, const void* labels, const float* grad, const float* total,
                    const u8* each, u8* out, i64 rows, i64 cols, i64 x_stride, i64 target_stride, i64 each_stride,
-                   i64 wide, i64 ignore, i64 threads_per_row, i64 half, i64 mode, i64 in_target, double beta) {
+                   i64 labels_int64, i64 ignore, i64 threads_per_row, i64 half, i64 mode, i64 in_target, double beta) {
     const RowGroup group(threads_per_row);
     const i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index;
     if (row >= rows) return;
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(256, 3)
     const u8* each_row = each == nullptr ? nullptr : each + row * each_stride * BYTES;
     u8* out_row = out + row * cols * BYTES;
     const bool is_half = half != 0;
-    if (!counts(labels, wide, ignore, row)) {
+    if (!counts(labels, labels_int64, ignore, row)) {
         write_zeros<BYTES>(out_row, cols, group);
     } else if (mode == kProbability) {
         divergence_grad_row<BYTES, VEC, kProbability, false>(x_row, target_row, each_row, out_row, cols, group, is_half,

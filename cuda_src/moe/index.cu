@@ -12,11 +12,11 @@ namespace rtk {
 // A choice is an expert, or none: -1, or anything else that is no expert.
 struct Choices {
     const void* list;
-    bool wide;  // i64, else i32
+    bool list_int64;  // i64, else i32
     i64 experts;
 
     RTK_DEVICE i64 at(i64 i) const {
-        return wide ? static_cast<const i64*>(list)[i] : static_cast<const i32*>(list)[i];
+        return list_int64 ? static_cast<const i64*>(list)[i] : static_cast<const i32*>(list)[i];
     }
     RTK_DEVICE int expert(i64 value) const {
         return static_cast<u64>(value) < static_cast<u64>(experts) ? static_cast<int>(value) : -1;
@@ -31,28 +31,28 @@ RTK_DEVICE void add_from_warp(u32* sum, u32 v) {
 
 template <int THREADS>
 __global__ void __launch_bounds__(THREADS)
-    moe_count(const void* list, u8* table, i64 choices, i64 per_chunk, i64 experts, i64 wide, i64 width) {
-    constexpr int kAhead = 4;
+    moe_count(const void* list, u8* table, i64 choices, i64 per_chunk, i64 experts, i64 list_int64, i64 width) {
+    constexpr int kInFlight = 4;
     extern __shared__ __align__(16) u32 count[];  // [stride]
     __shared__ u32 made;
     ptx::launch_dependents();
     const ChunkTable chunks(table, width, gridDim.x, experts);
-    const Choices given{list, wide != 0, experts};
+    const Choices given{list, list_int64 != 0, experts};
     const Chunk mine(choices, per_chunk);
     for (int e = threadIdx.x; e < chunks.stride; e += THREADS) count[e] = 0;
     if (threadIdx.x == 0) made = 0;
     __syncthreads();
     u32 own = 0;
-    for (i64 begin = mine.from; begin < mine.to; begin += kAhead * THREADS) {
-        i64 value[kAhead];
+    for (i64 begin = mine.from; begin < mine.to; begin += kInFlight * THREADS) {
+        i64 value[kInFlight];
 #pragma unroll
-        for (int k = 0; k < kAhead; ++k) {
+        for (int k = 0; k < kInFlight; ++k) {
             const i64 i = begin + k * THREADS + threadIdx.x;
             value[k] = -1;
             if (i < mine.to) value[k] = given.at(i);
         }
 #pragma unroll
-        for (int k = 0; k < kAhead; ++k) {
+        for (int k = 0; k < kInFlight; ++k) {
             if (begin + k * THREADS >= mine.to) break;
             own += value[k] != -1;
             count_expert(count, given.expert(value[k]));
@@ -68,34 +68,34 @@ __global__ void __launch_bounds__(THREADS)
 template <int VEC, int THREADS>
 __global__ void __launch_bounds__(THREADS)
     moe_list(const u8* map, i32* list, u8* table, i64 tokens, i64 per_chunk, i64 experts, i64 top_k, i64 width) {
-    constexpr int kAhead = 4, kWarps = THREADS / kWarp;
+    constexpr int kInFlight = 4, kWarps = THREADS / kWarp;
     extern __shared__ __align__(16) u32 count[];  // [stride]
     __shared__ u32 made;
     ptx::launch_dependents();
     const ChunkTable chunks(table, width, gridDim.x, experts);
     const Chunk mine(tokens, per_chunk);
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-    const int columns = static_cast<int>(experts), most = static_cast<int>(top_k);
+    const int columns = static_cast<int>(experts), max_choices = static_cast<int>(top_k);
     const u32 lower = (1u << lane) - 1u;
     for (int e = threadIdx.x; e < chunks.stride; e += THREADS) count[e] = 0;
     if (threadIdx.x == 0) made = 0;
     __syncthreads();
     u32 own = 0;
-    for (i64 begin = mine.from + warp; begin < mine.to; begin += kAhead * kWarps) {
-        int found[kAhead];
+    for (i64 begin = mine.from + warp; begin < mine.to; begin += kInFlight * kWarps) {
+        int found[kInFlight];
 #pragma unroll
         for (int& n : found) n = 0;
         for (int start = 0; start < columns; start += VEC * kWarp) {
             const int expert = start + lane * VEC;
-            u32 flags[kAhead];
+            u32 flags[kInFlight];
 #pragma unroll
-            for (int k = 0; k < kAhead; ++k) {
+            for (int k = 0; k < kInFlight; ++k) {
                 const i64 token = begin + k * kWarps;
                 flags[k] = 0;
                 if (token < mine.to && expert < columns) flags[k] = load_flags<VEC>(map + token * experts + expert);
             }
 #pragma unroll
-            for (int k = 0; k < kAhead; ++k) {
+            for (int k = 0; k < kInFlight; ++k) {
                 int choice = found[k];
 #pragma unroll
                 for (int b = 0; b < VEC; ++b) {
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
                 for (int b = 0; b < VEC; ++b) {
                     if ((flags[k] >> (8 * b) & 1u) == 0) continue;
-                    if (choice < most) {
+                    if (choice < max_choices) {
                         place[choice] = expert + b;
                         atomicAdd(&count[expert + b], 1u);
                     }
@@ -116,11 +116,11 @@ __global__ void __launch_bounds__(THREADS)
             }
         }
 #pragma unroll
-        for (int k = 0; k < kAhead; ++k) {
+        for (int k = 0; k < kInFlight; ++k) {
             const i64 token = begin + k * kWarps;
             own += found[k];
             if (token < mine.to)
-                for (int j = found[k] + lane; j < most; j += kWarp) list[token * top_k + j] = -1;
+                for (int j = found[k] + lane; j < max_choices; j += kWarp) list[token * top_k + j] = -1;
         }
     }
     if (lane == 0 && own != 0) atomicAdd(&made, own);
@@ -161,12 +161,12 @@ RTK_DEVICE void write_dropped(const RowLayout& rows, const ChunkTable& chunks, i
 template <int THREADS>
 __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     moe_place(const void* list, const u8* table, i32* row_of, i32* expert_of, i32* slots, i32* counts, i32* offsets,
-              i32* dropped, i64 choices, i64 per_chunk, i64 experts, i64 row_count, i64 multiple, i64 wide, i64 width,
+              i32* dropped, i64 choices, i64 per_chunk, i64 experts, i64 row_count, i64 multiple, i64 list_int64, i64 width,
               i64 list_is_new, i64 warps) {
     extern __shared__ __align__(16) u32 memory[];
     const ChunkTable chunks(table, width, gridDim.x, experts);
     const RowLayout rows(memory, chunks, experts, row_count, multiple);
-    const Choices given{list, wide != 0, experts};
+    const Choices given{list, list_int64 != 0, experts};
     if (list_is_new) ptx::wait_for_previous();
     place_chunk<THREADS>(
         rows, chunks, Chunk(choices, per_chunk), static_cast<int>(warps),

@@ -1,7 +1,7 @@
 // e4m3 codes of permuted rows, transposed, with one scale per expert and column: z[r] = x[t] * smooth * (scale[t] *
 // row_factor[r]) for row r of token t, every product rounded. Recipe: common/fp8_scale.cuh. Tiles: quant/tile.cuh.
 //
-// Two launches of a persistent grid: without CODES, `most` [experts, cols] (zeros before) takes the largest finite |z|;
+// Two launches of a persistent grid: without CODES, `max_abs` [experts, cols] (zeros before) takes the largest finite |z|;
 // with CODES, an expert with rows s .. s + c - 1 gets its matrix [cols, c] from element s * cols of q_t on. Its rows include
 // pad rows, which are zeros; what follows the last expert's is zeros too.
 #include "moe/rows.cuh"
@@ -19,7 +19,7 @@ struct ChannelTile {
 template <typename T, bool CODES>
 __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, 512 / Tile<16 / sizeof(T)>::kThreads)
     moe_permute_channel(const T* x, const i32* slots, const i32* offsets, const float* scale, const float* smooth,
-                        const float* row_factor, float* most, e4m3* q_t, float* scale_out, i64 choices, i64 divisor,
+                        const float* row_factor, float* max_abs, e4m3* q_t, float* scale_out, i64 choices, i64 divisor,
                         i64 rows, i64 cols, i64 x_cols, i64 x_stride, i64 expert_count, i64 column_tiles, i64 pow2) {
     constexpr int N = 16 / sizeof(T);
     extern __shared__ __align__(16) u8 memory[];
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, 512 / Tile<16 
         auto value = [&](int r, int i) {
             return (filled >> r & 1u) != 0 ? element<T>(raw[r], i) * factor[i] * times[r] : 0.0f;
         };
-        float* line = most + job.expert * cols + job.column;
+        float* line = max_abs + job.expert * cols + job.column;
         if constexpr (CODES) {
             float inverse[N];
 #pragma unroll
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, 512 / Tile<16 
                 const int place = scratch.place(static_cast<int>(threadIdx.x));
                 float own = 0.0f;
 #pragma unroll
-                for (int w = 0; w < Tile<N>::kWarps; ++w) own = fmaxf(own, scratch.most[w][place]);
+                for (int w = 0; w < Tile<N>::kWarps; ++w) own = fmaxf(own, scratch.max_abs[w][place]);
                 atomicMax(reinterpret_cast<u32*>(line + threadIdx.x), __float_as_uint(own));
             }
         }
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, 512 / Tile<16 
     if constexpr (CODES) {
         const i64 step = static_cast<i64>(gridDim.x) * blockDim.x;
         const i64 own = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
-        for (i64 i = own; i < expert_count * cols; i += step) scale_out[i] = fp8_scale<e4m3>(most[i], pow2 != 0);
+        for (i64 i = own; i < expert_count * cols; i += step) scale_out[i] = fp8_scale<e4m3>(max_abs[i], pow2 != 0);
         for (i64 i = table.entry[expert_count].row * cols + own; i < rows * cols; i += step) q_t[i].bits = 0;
     }
 }

@@ -81,13 +81,13 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, BLOCKS)
     prepare(blockIdx.x + gridDim.x, jobs[1]);
     __syncthreads();
     receive(blockIdx.x, request(blockIdx.x, jobs[0]), jobs[0], places[0]);
-    u32 turn = 0;
-    for (u32 index = blockIdx.x; index < tiles(); index += gridDim.x, ++turn) {
+    u32 nth = 0;
+    for (u32 index = blockIdx.x; index < tiles(); index += gridDim.x, ++nth) {
         __syncthreads();
-        prepare(index + 2 * gridDim.x, jobs[(turn + 2) % 4]);
-        const i32 slot = request(index + gridDim.x, jobs[(turn + 1) % 4]);
-        const GatheredTile<T, F8>& job = jobs[turn % 4];
-        const u32* sources = places[turn % 2];
+        prepare(index + 2 * gridDim.x, jobs[(nth + 2) % 4]);
+        const i32 slot = request(index + gridDim.x, jobs[(nth + 1) % 4]);
+        const GatheredTile<T, F8>& job = jobs[nth % 4];
+        const u32* sources = places[nth % 2];
         auto load = [&](const Tile<N>& tile, Raw<16>(&raw)[kTileRows]) {
             const T* from = job.x + tile.column;
             Raw<16> place[kTileRows / 4];
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, BLOCKS)
             }
         };
         quantize_loaded_tile<T, F8, true, true, true, true, true, true>(job.extent, load, job.out, scratch, pow2 != 0);
-        receive(index + gridDim.x, slot, jobs[(turn + 1) % 4], places[(turn + 1) % 2]);
+        receive(index + gridDim.x, slot, jobs[(nth + 1) % 4], places[(nth + 1) % 2]);
     }
     const i64 step = static_cast<i64>(gridDim.x) * blockDim.x, own = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
     const i64 used = table.entry[expert_count].row;

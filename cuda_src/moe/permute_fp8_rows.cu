@@ -64,8 +64,8 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int s = 0; s < kSteps; ++s) {
             const u32 word = with_larger<bf16>(with_larger<bf16>(0u, raw[s][0]), raw[s][1]);
-            const float most = warp_reduce<MaxNumber>(WordMax<bf16>::largest(word), kGroupLanes);
-            const float factor = fp8_scale<F8>(most, pow2 != 0), inverse = inverse_scale(factor);
+            const float max_abs = warp_reduce<MaxNumber>(WordMax<bf16>::largest(word), kGroupLanes);
+            const float factor = fp8_scale<F8>(max_abs, pow2 != 0), inverse = inverse_scale(factor);
             const float sent = __shfl_sync(0xffffffffu, factor, lane * kGroupLanes % kWarp);
             if (lane / (kWarp / kGroupLanes) == s) own_scale = sent;
             float v[2][8];

@@ -36,8 +36,8 @@ RTK_DEVICE bool not_finite(float magnitude) { return magnitude > 3.40282347e38f;
 
 // The larger magnitudes of two words. NaN does not count, infinities do not if FINITE.
 template <bool FINITE>
-RTK_DEVICE u32 larger_of(u32 most, u32 word) {
-    return ptx::max_magnitudes_bf16x2(most, FINITE ? WordMax<bf16>::finite(word) : word);
+RTK_DEVICE u32 larger_of(u32 max_abs, u32 word) {
+    return ptx::max_magnitudes_bf16x2(max_abs, FINITE ? WordMax<bf16>::finite(word) : word);
 }
 RTK_DEVICE float low_magnitude(u32 word) { return __uint_as_float(word << 16 & 0x7fffffffu); }
 RTK_DEVICE float high_magnitude(u32 word) { return __uint_as_float(word & 0x7fff0000u); }
@@ -58,18 +58,18 @@ RTK_DEVICE void quantize_block_rows(const RowBlock& block, const u8* tile, u32 w
         clear(raw[s]);
         if (here) raw[s] = ptx::ld_shared_16(own_rows + 2 * s * kRowBytes);
     }
-    float most[kSteps], largest = 0.0f;
+    float max_abs[kSteps], largest = 0.0f;
     auto find = [&](auto larger) {
 #pragma unroll
         for (int s = 0; s < kSteps; ++s) {
             const u32 word = larger(larger(larger(larger(0u, raw[s].w[0]), raw[s].w[1]), raw[s].w[2]), raw[s].w[3]);
-            most[s] = fmaxf(low_magnitude(word), high_magnitude(word));
-            largest = fmaxf(largest, most[s]);
+            max_abs[s] = fmaxf(low_magnitude(word), high_magnitude(word));
+            largest = fmaxf(largest, max_abs[s]);
         }
     };
     find([](u32 a, u32 b) { return larger_of<false>(a, b); });
     if (not_finite(largest)) find([](u32 a, u32 b) { return larger_of<true>(a, b); });  // rarely
-    const float own = fp8_scale<F8>(scattered<kSteps, 16>(most, static_cast<int>(lane), fmaxf), out.pow2);
+    const float own = fp8_scale<F8>(scattered<kSteps, 16>(max_abs, static_cast<int>(lane), fmaxf), out.pow2);
     const u32 above = block.unit.above + block.down, own_row = row + 2 * (lane % kSteps);
     const Unit& unit = block.unit;
     const u64 scales = static_cast<u64>(unit.start) * out.strips + static_cast<u64>(unit.strip) * unit.count;
@@ -118,24 +118,24 @@ struct BlockColumns {
     // Largest magnitudes, in a word.
     RTK_DEVICE u32 maxima() const {
         auto find = [&](auto larger) {
-            u32 most[kPieces] = {};
+            u32 max_abs[kPieces] = {};
 #pragma unroll
             for (int r = 0; r < 16; ++r)
 #pragma unroll
-                for (int p = 0; p < kPieces; ++p) most[p] = larger(most[p], word[p][r]);
-            return larger(most[0], most[1]);
+                for (int p = 0; p < kPieces; ++p) max_abs[p] = larger(max_abs[p], word[p][r]);
+            return larger(max_abs[0], max_abs[1]);
         };
-        const u32 most = find([](u32 a, u32 b) { return larger_of<false>(a, b); });
-        if (!not_finite(fmaxf(low_magnitude(most), high_magnitude(most)))) return most;
+        const u32 max_abs = find([](u32 a, u32 b) { return larger_of<false>(a, b); });
+        if (!not_finite(fmaxf(low_magnitude(max_abs), high_magnitude(max_abs)))) return max_abs;
         return find([](u32 a, u32 b) { return larger_of<true>(a, b); });  // rarely
     }
 
     // From the maxima of all warps above one another, [kAbove][kWarp], to the reciprocals of the lane's scales. One of
     // these warps stores the scales.
-    RTK_DEVICE void scales(const RowBlock& block, const u32* most, const RunOutput& out, float (&inverse)[2]) const {
-        u32 all = most[lane];
+    RTK_DEVICE void scales(const RowBlock& block, const u32* max_abs, const RunOutput& out, float (&inverse)[2]) const {
+        u32 all = max_abs[lane];
 #pragma unroll
-        for (int w = 1; w < kAbove; ++w) all = larger_of<false>(all, most[w * kWarp + lane]);
+        for (int w = 1; w < kAbove; ++w) all = larger_of<false>(all, max_abs[w * kWarp + lane]);
         const float low = fp8_scale<F8>(low_magnitude(all), out.pow2);
         const float high = fp8_scale<F8>(high_magnitude(all), out.pow2);
         inverse[0] = inverse_scale(low), inverse[1] = inverse_scale(high);
@@ -197,12 +197,12 @@ RTK_DEVICE void store_unit(const Unit& unit, const u8* stage, int thread, const 
     for (u32 c = thread / kWarp; c < columns; c += kStoreWarps) {
         u8* column = to + static_cast<u64>(c) * unit.count;
         const u32* words = reinterpret_cast<const u32*>(stage + c * pitch);
-        const int ahead = static_cast<int>(reinterpret_cast<u64>(column) & 3);
+        const int misaligned = static_cast<int>(reinterpret_cast<u64>(column) & 3);
 #pragma unroll 1
-        for (int w = lane; w * 4 - ahead < rows; w += kWarp) {
+        for (int w = lane; w * 4 - misaligned < rows; w += kWarp) {
             const u32 low = w == 0 ? 0u : words[w - 1], high = w * 4 < static_cast<int>(pitch) ? words[w] : 0u;
-            const u32 shifted = __funnelshift_l(low, high, ahead * 8);
-            const int first = w * 4 - ahead;
+            const u32 shifted = __funnelshift_l(low, high, misaligned * 8);
+            const int first = w * 4 - misaligned;
             if (first >= 0 && first + 4 <= rows) {
                 ptx::st<4>(column + first, Raw<4>{shifted});
             } else {
@@ -305,11 +305,11 @@ __global__ void __launch_bounds__(kRunThreads, 1)
             if (q != nullptr) quantize_block_rows<F8>(block, tile, own, out);
             const BlockColumns<F8> columns(block, tile, own, out);
             warp_arrive(shared.empty[slot]);
-            shared.most[team][phase % 2][own][lane] = columns.maxima();
+            shared.max_abs[team][phase % 2][own][lane] = columns.maxima();
             warp_arrive(shared.added[team]);
             wait_for(shared.added[team], phase);
             float inverse[2];
-            columns.scales(block, shared.most[team][phase % 2][own / columns.kAbove * columns.kAbove], out, inverse);
+            columns.scales(block, shared.max_abs[team][phase % 2][own / columns.kAbove * columns.kAbove], out, inverse);
             wait_for(shared.freed[buffer], block.turn / 2 + 1);
             columns.codes(inverse, stages + buffer * kStageBytes + block.down, block.unit.pitch());
             ptx::fence_async_shared();

@@ -142,7 +142,7 @@ struct RunShared {
     RowBlock blocks[kSlots];
     Unit units[kKeptUnits];                       // that have been asked for lately
     RowBlock plan[kPlanned];                      // blocks that come next
-    u32 most[kTeams][2][kTeamWarps][kWarp];       // maxima of columns, two in a word: of this and of the next block
+    u32 max_abs[kTeams][2][kTeamWarps][kWarp];       // maxima of columns, two in a word: of this and of the next block
     u64 full[kSlots], empty[kSlots];              // barriers, a phase for each block in the slot
     u64 added[kTeams];                            // a phase for each block of the team
     u64 staged[2], freed[2];                      // a phase for each unit in the buffer

@@ -57,7 +57,7 @@ RTK_DEVICE void update(const Adam& adam, float* w, const G* g, float* m, float* 
     }
 }
 
-template <int kAhead>
+template <int kInFlight>
 __global__ void __launch_bounds__(kMultiThreads)
     multi_adamw(const i64* table, const float* lr_by, const float* grad_scale, const float* found_inf, i64 tensors,
                 i64 lists, i64 shift, double lr, double log_beta1, double log_beta2, double rest1, double rest2,
@@ -94,8 +94,8 @@ __global__ void __launch_bounds__(kMultiThreads)
         const G* g = chunk.at<const G>(kGradient);
         int i = me;
 #pragma unroll 1
-        for (; i + (kAhead - 1) * kMultiThreads < vectors; i += kAhead * kMultiThreads)
-            update<G, N, kAhead>(adam, w + i * N, g + i * N, m + i * N, v + i * N, out + i * N, copy);
+        for (; i + (kInFlight - 1) * kMultiThreads < vectors; i += kInFlight * kMultiThreads)
+            update<G, N, kInFlight>(adam, w + i * N, g + i * N, m + i * N, v + i * N, out + i * N, copy);
 #pragma unroll 1
         for (; i < vectors; i += kMultiThreads)
             update<G, N, 1>(adam, w + i * N, g + i * N, m + i * N, v + i * N, out + i * N, copy);

@@ -18,11 +18,11 @@ template <int kKind>
 struct Seen {
     double sum[2] = {0.0, 0.0};
     RTK_DEVICE void add(float v, int slot) {
-        const double wide = static_cast<double>(v);
+        const double value64 = static_cast<double>(v);
         if constexpr (kKind == kSquares) {
-            sum[slot] = fma(wide, wide, sum[slot]);
+            sum[slot] = fma(value64, value64, sum[slot]);
         } else {
-            sum[slot] += fabs(wide);
+            sum[slot] += fabs(value64);
         }
     }
     RTK_DEVICE double value() const { return sum[0] + sum[1]; }
@@ -78,7 +78,7 @@ RTK_DEVICE void add_raw(Seen<kKind>& seen, const Raw<sizeof(T) * N>& raw) {
 
 template <typename T, int kKind>
 RTK_DEVICE void scan(const T* p, int count, Seen<kKind>& seen) {
-    constexpr int kSize = static_cast<int>(sizeof(T)), kN = 16 / kSize, kAhead = 4;
+    constexpr int kSize = static_cast<int>(sizeof(T)), kN = 16 / kSize, kInFlight = 4;
     const int me = static_cast<int>(threadIdx.x);
     int head = static_cast<int>((16 - (reinterpret_cast<u64>(p) & 15)) & 15) / kSize;  // up to the first whole vector
     head = head < count ? head : count;
@@ -88,12 +88,12 @@ RTK_DEVICE void scan(const T* p, int count, Seen<kKind>& seen) {
     const int vectors = count / kN;
     int i = me;
 #pragma unroll 1
-    for (; i + (kAhead - 1) * kMultiThreads < vectors; i += kAhead * kMultiThreads) {
-        Raw<16> raw[kAhead];
+    for (; i + (kInFlight - 1) * kMultiThreads < vectors; i += kInFlight * kMultiThreads) {
+        Raw<16> raw[kInFlight];
 #pragma unroll
-        for (int k = 0; k < kAhead; ++k) raw[k] = load_raw<T, kN>(p + (i + k * kMultiThreads) * kN);
+        for (int k = 0; k < kInFlight; ++k) raw[k] = load_raw<T, kN>(p + (i + k * kMultiThreads) * kN);
 #pragma unroll
-        for (int k = 0; k < kAhead; ++k) add_raw<T, kKind, kN>(seen, raw[k]);
+        for (int k = 0; k < kInFlight; ++k) add_raw<T, kKind, kN>(seen, raw[k]);
     }
 #pragma unroll 1
     for (; i < vectors; i += kMultiThreads) add_raw<T, kKind, kN>(seen, load_raw<T, kN>(p + i * kN));

@@ -23,7 +23,7 @@ RTK_DEVICE void scale_vectors(const In* in, Out* out, float factor) {
     }
 }
 
-template <int kAhead>
+template <int kInFlight>
 __global__ void __launch_bounds__(kMultiThreads)
     multi_scale(const i64* table, const float* by, i64 tensors, i64 lists, i64 shift, i64 chunks, double scale,
                 double most) {
@@ -51,8 +51,8 @@ __global__ void __launch_bounds__(kMultiThreads)
                 const int vectors = chunk.aligned() ? chunk.count / N : 0;
                 int i = me;
 #pragma unroll 1
-                for (; i + (kAhead - 1) * kMultiThreads < vectors; i += kAhead * kMultiThreads)
-                    scale_vectors<In, Out, N, kAhead>(in + i * N, out + i * N, factor);
+                for (; i + (kInFlight - 1) * kMultiThreads < vectors; i += kInFlight * kMultiThreads)
+                    scale_vectors<In, Out, N, kInFlight>(in + i * N, out + i * N, factor);
 #pragma unroll 1
                 for (; i < vectors; i += kMultiThreads) scale_vectors<In, Out, N, 1>(in + i * N, out + i * N, factor);
 #pragma unroll 1

@@ -21,7 +21,7 @@ struct BulkRows {
     const T *dy, *h, *dsum;
     u32 dy_pitch, h_pitch, dsum_pitch;  // bytes from row to row
     int step, first, count;
-    int ahead;   // from a row to the one that is fetched after it
+    int fetch_distance;   // from a row to the one that is fetched after it
     int server;  // place of the thread that fetches
     BulkRing<kInputs, CHUNKS> ring;
     Raw<16> first_row[kInputs][CHUNKS];
@@ -37,7 +37,7 @@ struct BulkRows {
           step(static_cast<int>(gridDim.x) * group.count),
           first(group.index * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x)),
           count(static_cast<int>(rows)),
-          ahead(static_cast<int>(stages) * step),
+          fetch_distance(static_cast<int>(stages) * step),
           server(HELPED && group.meeting > group.threads ? ring.kPast : 0),
           ring(memory, group, static_cast<int>(cols) * sizeof(T), stages) {
         if constexpr (PREDICATED) {
@@ -67,16 +67,16 @@ struct BulkRows {
         }
     }
 
-    // Asks for the gains (of a weight of T, or fp32 if `wide`; null: for none), then for the other rows, does what there is to
-    // do `meanwhile`, and has all in place for the first row. In it is a barrier of the block, after `meanwhile`.
+    // Asks for the gains (of a weight of T, or fp32 if `weight_fp32`; null: for none), then for the other rows, does what
+    // there is to do `meanwhile`, and has all in place for the first row. In it is a barrier of the block, after `meanwhile`.
     template <typename Work>
-    RTK_DEVICE void start(const RowGroup& group, const void* weight, bool wide, AskedGain<T, VEC> (&asked)[CHUNKS],
+    RTK_DEVICE void start(const RowGroup& group, const void* weight, bool weight_fp32, AskedGain<T, VEC> (&asked)[CHUNKS],
                           const Work& meanwhile) {
         const int pitch = group.threads * VEC, column = group.thread * VEC;
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
             clear(asked[c].raw);
-            if (weight != nullptr && ring.has(c)) asked[c].ask(weight, wide, column + c * pitch);
+            if (weight != nullptr && ring.has(c)) asked[c].ask(weight, weight_fp32, column + c * pitch);
         }
         open(group);
         meanwhile();
@@ -87,7 +87,7 @@ struct BulkRows {
     // Asks for what comes `stages` rows after `row`, into the place of it, of which all of the group have read.
     RTK_DEVICE void ask(int row) const {
         __syncwarp();
-        if (ring.place == server) fetch(ring.stage, row + ahead);
+        if (ring.place == server) fetch(ring.stage, row + fetch_distance);
     }
     RTK_DEVICE void next(int row) {
         ask(row);

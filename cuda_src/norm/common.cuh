@@ -64,10 +64,10 @@ RTK_DEVICE RowStatistics statistics_of(float rough, float differences, float squ
     return {rough + off, rstd_of(squares_less(squares, off * differences), count, eps)};
 }
 
-// (offset + weight) of N columns for a weight of T, or of fp32 if `wide`; ones without a weight.
+// (offset + weight) of N columns for a weight of T, or of fp32 if `weight_fp32`; ones without a weight.
 template <typename T, int N>
-RTK_DEVICE void load_any_gain(const void* weight, bool wide, i64 column, float offset, float (&gain)[N]) {
-    if (wide) {
+RTK_DEVICE void load_any_gain(const void* weight, bool weight_fp32, i64 column, float offset, float (&gain)[N]) {
+    if (weight_fp32) {
         load_gain<float, N>(static_cast<const float*>(weight), column, offset, gain);
     } else {
         load_gain<T, N>(static_cast<const T*>(weight), column, offset, gain);
@@ -80,13 +80,13 @@ struct AskedGain {
     WideRaw<float, N> raw;  // or N of T in its first part
 
     // One address for both: loads of either kind into the same registers would wait for each other.
-    RTK_DEVICE void ask(const void* weight, bool wide, i64 column) {
-        const u8* const from = static_cast<const u8*>(weight) + column * (wide ? sizeof(float) : sizeof(T));
+    RTK_DEVICE void ask(const void* weight, bool weight_fp32, i64 column) {
+        const u8* const from = static_cast<const u8*>(weight) + column * (weight_fp32 ? sizeof(float) : sizeof(T));
         raw.part[0] = ptx::ld_keep<16>(from);
-        if (sizeof(T) < sizeof(float) && wide) raw.part[raw.kParts - 1] = ptx::ld_keep<16>(from + 16);
+        if (sizeof(T) < sizeof(float) && weight_fp32) raw.part[raw.kParts - 1] = ptx::ld_keep<16>(from + 16);
     }
-    RTK_DEVICE void get(bool wide, float offset, float (&gain)[N]) const {
-        if (wide) {
+    RTK_DEVICE void get(bool weight_fp32, float offset, float (&gain)[N]) const {
+        if (weight_fp32) {
             unpack_wide<float, N>(raw, gain);
         } else {
             unpack<T, N>(raw.part[0], gain);

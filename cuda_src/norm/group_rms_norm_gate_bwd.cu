@@ -20,7 +20,7 @@ namespace rtk {
 // for which there are too few registers, come through a RowRing. Weight gradients become rows of fp32 (`partial`; null when
 // not wanted) for column_sum to add up: [lanes, groups * cols] if a block has no group twice, else one row for each block,
 // of its sums in shared memory; of `cols` numbers if groups share the weight. The order is fixed by the grid, never by
-// timing. The weight (null: ones) is of T, or fp32 if `wide`. 512 threads of 112 registers leave room for a block of
+// timing. The weight (null: ones) is of T, or fp32 if `weight_fp32`. 512 threads of 112 registers leave room for a block of
 // column_sum; `early`: these may come and wait there. *_outer, *_inner and x_group are in bytes, less than 2^32 of them.
 template <typename T, int CHUNKS, int FORM>
 __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 128)
@@ -28,7 +28,7 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
                             i64 tokens, i64 inner_size, i64 groups, i64 cols, i64 dy_outer, i64 dy_inner, i64 x_outer,
                             i64 x_inner, i64 x_group, i64 gate_outer, i64 gate_inner, i64 dgate_outer, i64 dgate_inner,
                             i64 dx_outer, i64 dx_inner, i64 weight_group, i64 lanes, i64 threads_per_row, i64 by_inner,
-                            i64 by_groups, i64 wide, i64 early, double eps) {
+                            i64 by_groups, i64 weight_fp32, i64 early, double eps) {
     constexpr bool kRegisters = CHUNKS == 1;
     constexpr int VEC = 16 / sizeof(T), kStages = kRegisters ? rows_in_registers(FORM) : 2;
     extern __shared__ __align__(16) u8 memory[];
@@ -61,7 +61,7 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
         return reinterpret_cast<decltype(tensor)>(ptx::mad_wide(p.i, static_cast<u32>(inner_bytes), from));
     };
     RowRing<3, CHUNKS, kStages> ring(memory);
-    Raw<16> ahead[kStages][3];  // instead of the ring if kRegisters: dy, x and gate
+    Raw<16> in_flight[kStages][3];  // instead of the ring if kRegisters: dy, x and gate
     auto fetch = [&](u32 token, int stage) {
         const Place p = place(token);
         const u8* const rows[3] = {at(dy, p, dy_outer, dy_inner), at(x, p, x_outer, x_inner),
@@ -70,7 +70,7 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
             if constexpr (kRegisters) {
 #pragma unroll
                 for (int input = 0; input < 3; ++input)
-                    ahead[stage][input] = load_raw<T, VEC>(reinterpret_cast<const T*>(rows[input]));
+                    in_flight[stage][input] = load_raw<T, VEC>(reinterpret_cast<const T*>(rows[input]));
             } else {
 #pragma unroll
                 for (int input = 0; input < 3; ++input) {
@@ -87,7 +87,7 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
     auto begin = [&](int stage) {
         if constexpr (kRegisters) {
 #pragma unroll
-            for (Raw<16>& raw : ahead[stage]) clear(raw);
+            for (Raw<16>& raw : in_flight[stage]) clear(raw);
             fetch(first + stage * step, stage);
         } else if (stage != kStages - 1) {  // the last one is fetched when work begins
             const bool few = first + (kStages - 1) * step >= last;
@@ -102,7 +102,7 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         clear(asked[c].raw);
-        if (weight != nullptr && has(c)) asked[c].ask(weight, wide, g * weight_group + column + c * pitch);
+        if (weight != nullptr && has(c)) asked[c].ask(weight, weight_fp32, g * weight_group + column + c * pitch);
     }
 #pragma unroll
     for (int stage = 1; stage < kStages; ++stage) begin(stage);
@@ -115,7 +115,7 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
     for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
         for (int i = 0; i < VEC; ++i) dweight[c][i] = 0.0f;
-        asked[c].get(wide, weight == nullptr ? 1.0f : 0.0f, w[c]);
+        asked[c].get(weight_fp32, weight == nullptr ? 1.0f : 0.0f, w[c]);
     }
 
     int phase = 0;
@@ -126,9 +126,9 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
             if constexpr (kRegisters) {
-                unpack<T, VEC>(ahead[stage][0], opened[c]);
-                unpack<T, VEC>(ahead[stage][1], v);
-                unpack<T, VEC>(ahead[stage][2], closed[c]);
+                unpack<T, VEC>(in_flight[stage][0], opened[c]);
+                unpack<T, VEC>(in_flight[stage][1], v);
+                unpack<T, VEC>(in_flight[stage][2], closed[c]);
                 // All of it now: else what is fetched next needs other registers, and has to come before it can be moved.
 #pragma unroll
                 for (int i = 0; i < VEC; ++i) ptx::keep(opened[c][i]), ptx::keep(v[i]), ptx::keep(closed[c][i]);

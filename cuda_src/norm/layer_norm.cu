@@ -5,7 +5,7 @@
 // sums of h / cols, which do not overflow; where those of squares do, rstd is 0.
 //
 // Rows are worked on by groups of threads (RowGroup). Inputs have any row stride; outputs are dense. weight and bias
-// (either may be null) have one type: W, or where it is chosen at run time T, or fp32 if `wide`.
+// (either may be null) have one type: W, or where it is chosen at run time T, or fp32 if `weight_fp32`.
 #include "common/reduce.cuh"
 #include "norm/common.cuh"
 #include "ptx/forget.cuh"
@@ -98,35 +98,35 @@ __global__ void __launch_bounds__(sizeof(W) > sizeof(T) ? 512 : 768, 1)
 }
 
 // Threads on a multiprocessor that its registers must suffice for.
-template <typename T, typename W, int PIECES>
+template <typename T, typename W, int VECTORS>
 constexpr int even_resident() {
-    if (PIECES > 2) return sizeof(W) > sizeof(T) || !RTK_HAS_TMA ? 768 : 1024;
+    if (VECTORS > 2) return sizeof(W) > sizeof(T) || !RTK_HAS_TMA ? 768 : 1024;
     return sizeof(W) > sizeof(T) ? 1024 : RTK_HAS_TMA ? 1536 : 1280;
 }
 
-// Forward for rows of exactly PIECES pieces of 16 bytes for each thread of a block, without a residual: nothing is masked,
+// Forward for rows of exactly VECTORS pieces of 16 bytes for each thread of a block, without a residual: nothing is masked,
 // and there is one barrier. Every warp works with the differences from the mean of its own columns, which are equally many
 // for all; the means are merged as differences from that of the first warp, which costs no digits either. Blocks have at most THREADS threads, with two pieces that many or one warp
 // less. Takes the arguments of layer_norm_fwd.
-template <typename T, typename W, int PIECES, int THREADS>
-__global__ void __launch_bounds__(THREADS, even_resident<T, W, PIECES>() / THREADS)
+template <typename T, typename W, int VECTORS, int THREADS>
+__global__ void __launch_bounds__(THREADS, even_resident<T, W, VECTORS>() / THREADS)
     layer_norm_fwd_even(const T* x, const T*, const W* weight, const W* bias, T* y, T*, i64, i64 cols, i64 x_stride, i64, i64,
                         double eps, double offset) {
-    constexpr int VEC = 16 / sizeof(T), kMostWarps = THREADS / kWarp;
-    constexpr float kEach = PIECES * kWarp * VEC;  // columns of a warp
+    constexpr int VEC = 16 / sizeof(T), kMaxWarps = THREADS / kWarp;
+    constexpr float kEach = VECTORS * kWarp * VEC;  // columns of a warp
     constexpr bool kExact = sizeof(T) == 2;        // of a warp's columns also those of fp16 are (kExactSums)
-    constexpr bool kEarly = PIECES <= 2;           // weight and bias are requested before the sums are merged
-    __shared__ float means[kMostWarps], squares[kMostWarps];
+    constexpr bool kEarly = VECTORS <= 2;           // weight and bias are requested before the sums are merged
+    __shared__ float means[kMaxWarps], squares[kMaxWarps];
     const int threads = static_cast<int>(blockDim.x);
     constexpr int pitch = kWarp * VEC;  // the pieces of a warp lie side by side
-    const int column = static_cast<int>(threadIdx.x / kWarp * PIECES * kWarp + threadIdx.x % kWarp) * VEC;
+    const int column = static_cast<int>(threadIdx.x / kWarp * VECTORS * kWarp + threadIdx.x % kWarp) * VEC;
     x += blockIdx.x * x_stride + column;
-    Raw<16> raw[PIECES];
+    Raw<16> raw[VECTORS];
 #pragma unroll
-    for (int c = 0; c < PIECES; ++c) raw[c] = load_raw<T, VEC>(x + c * pitch);
+    for (int c = 0; c < VECTORS; ++c) raw[c] = load_raw<T, VEC>(x + c * pitch);
     float total = 0.0f, differences = 0.0f, square = 0.0f;
 #pragma unroll
-    for (int c = 0; c < PIECES; ++c) {
+    for (int c = 0; c < VECTORS; ++c) {
         float h[VEC];
         unpack<T, VEC>(raw[c], h);
 #pragma unroll
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(THREADS, even_resident<T, W, PIECES>() / THREA
     }
     const float rough = warp_reduce<Sum>(total);
 #pragma unroll
-    for (int c = 0; c < PIECES; ++c) {
+    for (int c = 0; c < VECTORS; ++c) {
         ptx::forget(raw[c]);
         float h[VEC];
         unpack<T, VEC>(raw[c], h);
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(THREADS, even_resident<T, W, PIECES>() / THREA
     __syncthreads();
     const bool weighted = weight != nullptr, biased = bias != nullptr;
     weight += column, bias += column;
-    WideRaw<W, VEC> gains[kEarly ? PIECES : 1], biases;
+    WideRaw<W, VEC> gains[kEarly ? VECTORS : 1], biases;
     auto load_gains = [&](int c, WideRaw<W, VEC>& to) {
         clear(to);
         if (weighted) to = load_keep_raw<W, VEC>(weight + c * pitch);
@@ -169,36 +169,36 @@ __global__ void __launch_bounds__(THREADS, even_resident<T, W, PIECES>() / THREA
     };
     if constexpr (kEarly) {
 #pragma unroll
-        for (int c = 0; c < PIECES; ++c) load_gains(c, gains[c]);
+        for (int c = 0; c < VECTORS; ++c) load_gains(c, gains[c]);
         load_biases(0);
     }
     const float warps = static_cast<float>(threads / kWarp), centre = means[0];
     float away = 0.0f;  // the row's mean from `centre`
-    if constexpr (kMostWarps <= 4) {  // every thread adds them up; at most one warp is missing
+    if constexpr (kMaxWarps <= 4) {  // every thread adds them up; at most one warp is missing
         const bool all = threads == THREADS;
 #pragma unroll
-        for (int w = 1; w < kMostWarps; ++w) away += w < kMostWarps - 1 || all ? means[w] - centre : 0.0f;
+        for (int w = 1; w < kMaxWarps; ++w) away += w < kMaxWarps - 1 || all ? means[w] - centre : 0.0f;
         away = away * ptx::rcp(warps);
         square = 0.0f;
 #pragma unroll
-        for (int w = 0; w < kMostWarps; ++w) {
+        for (int w = 0; w < kMaxWarps; ++w) {
             const float d = means[w] - centre - away;
-            square += w < kMostWarps - 1 || all ? squares[w] * (1.0f / kEach) + d * d : 0.0f;
+            square += w < kMaxWarps - 1 || all ? squares[w] * (1.0f / kEach) + d * d : 0.0f;
         }
     } else {
-        const int from = static_cast<int>(threadIdx.x) % kMostWarps;
+        const int from = static_cast<int>(threadIdx.x) % kMaxWarps;
         const bool exists = from * kWarp < threads;
         const float there = exists ? means[from] - centre : 0.0f;
-        away = warp_reduce<Sum>(there, kMostWarps) * ptx::rcp(warps);
+        away = warp_reduce<Sum>(there, kMaxWarps) * ptx::rcp(warps);
         const float d = there - away;
-        square = warp_reduce<Sum>(exists ? squares[from] * (1.0f / kEach) + d * d : 0.0f, kMostWarps);
+        square = warp_reduce<Sum>(exists ? squares[from] * (1.0f / kEach) + d * d : 0.0f, kMaxWarps);
     }
     const float mean = centre + away;
     const float rstd = rstd_of(square, warps, static_cast<float>(eps));
     const float base = weighted ? static_cast<float>(offset) : 1.0f;
     y += blockIdx.x * cols + column;
 #pragma unroll
-    for (int c = 0; c < PIECES; ++c) {
+    for (int c = 0; c < VECTORS; ++c) {
         if constexpr (!kEarly) {
             load_gains(0, gains[0]), load_biases(0);
             weight += pitch, bias += pitch;
@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(THREADS, even_resident<T, W, PIECES>() / THREA
         unpack_wide<W, VEC>(biases, shift);
 #pragma unroll
         for (int i = 0; i < VEC; ++i) h[i] = (h[i] - mean) * rstd * (gain[i] + base) + shift[i];
-        if (kEarly && c + 1 < PIECES) load_biases(c + 1);
+        if (kEarly && c + 1 < VECTORS) load_biases(c + 1);
         store<T, VEC>(y, h);
         y += pitch;
     }
@@ -231,7 +231,7 @@ template <typename T, int VEC>
 __global__ void __launch_bounds__(1024, 1)
     layer_norm_fwd_long(const T* x, const T* residual, const void* weight, const void* bias, T* y, T* sum, i64 rows,
                         i64 cols, i64 x_stride, i64 residual_stride, i64 threads_per_row, double eps, double offset,
-                        i64 wide) {
+                        i64 weight_fp32) {
     __shared__ GroupScratch<1> scratch;
     const RowGroup group(threads_per_row);
     const i64 first = static_cast<i64>(group.thread) * VEC;
@@ -273,10 +273,10 @@ __global__ void __launch_bounds__(1024, 1)
             float h[VEC], gain[VEC], shift[VEC];
             load(column, h);
             if (residual != nullptr) store<T, VEC>(sum + row * cols + column, h);
-            load_any_gain<T, VEC>(weight, wide, column, static_cast<float>(offset), gain);
+            load_any_gain<T, VEC>(weight, weight_fp32, column, static_cast<float>(offset), gain);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) shift[i] = 0.0f;
-            if (bias != nullptr) load_any_gain<T, VEC>(bias, wide, column, 0.0f, shift);
+            if (bias != nullptr) load_any_gain<T, VEC>(bias, weight_fp32, column, 0.0f, shift);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) h[i] = (h[i] - mean) * rstd * gain[i] + shift[i];
             store<T, VEC>(y + row * cols + column, h);

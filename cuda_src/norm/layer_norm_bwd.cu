@@ -1,7 +1,7 @@
 // Backward of layer normalisation over the last dimension (layer_norm.cu): gradients of h, weight and bias.
 //
 // Rows are worked on by groups of threads (RowGroup). Inputs have any row stride; outputs are dense. The weight (which may
-// be null) is of T, or fp32 if `wide`.
+// be null) is of T, or fp32 if `weight_fp32`.
 #include "common/block_sums.cuh"
 #include "common/reduce.cuh"
 #include "common/row_ring.cuh"
@@ -26,7 +26,7 @@ template <typename T, int CHUNKS, bool DSUM, int STAGES>
 __global__ void __maxnreg__(CHUNKS > 2 ? 128 : DSUM ? 120 : 112)
     layer_norm_bwd(const T* dy, const T* h, const void* weight, const T* dsum, T* dh, float* partial, i64 rows, i64 cols,
                    i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, double eps, double offset,
-                   i64 wide, i64 partial_stride) {
+                   i64 weight_fp32, i64 partial_stride) {
     constexpr int VEC = 16 / sizeof(T);
     constexpr bool kKeep = CHUNKS <= 2;
     constexpr bool kExact = sizeof(T) == 2;  // of a warp's columns also those of fp16 are (kExactSums)
@@ -78,7 +78,7 @@ __global__ void __maxnreg__(CHUNKS > 2 ? 128 : DSUM ? 120 : 112)
         if constexpr (kKeep) {
 #pragma unroll
             for (int i = 0; i < VEC; ++i) gain[c][i] = 0.0f;
-            if (c * pitch < room) load_any_gain<T, VEC>(weight, wide, column + c * pitch, shift, gain[c]);
+            if (c * pitch < room) load_any_gain<T, VEC>(weight, weight_fp32, column + c * pitch, shift, gain[c]);
         }
     }
 
@@ -99,7 +99,7 @@ __global__ void __maxnreg__(CHUNKS > 2 ? 128 : DSUM ? 120 : 112)
             if constexpr (!kKeep) {
 #pragma unroll
                 for (int i = 0; i < VEC; ++i) w[i] = 0.0f;
-                if (c * pitch < room) load_any_gain<T, VEC>(weight, wide, column + c * pitch, shift, w);
+                if (c * pitch < room) load_any_gain<T, VEC>(weight, weight_fp32, column + c * pitch, shift, w);
             }
             visit(incoming, v, w);
         };
@@ -200,7 +200,7 @@ template <typename T, int VEC>
 __global__ void __launch_bounds__(1024, 1)
     layer_norm_bwd_long(const T* dy, const T* h, const void* weight, const T* dsum, T* dh, float* stats, i64 rows,
                         i64 cols, i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, double eps,
-                        double offset, i64 wide) {
+                        double offset, i64 weight_fp32) {
     __shared__ GroupScratch<1> scratch;
     const RowGroup group(threads_per_row);
     const i64 first = static_cast<i64>(group.thread) * VEC;
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(1024, 1)
             float gain[VEC];
             load_stream<T, VEC>(dy_row + column, g);
             load_stream<T, VEC>(h_row + column, v);
-            load_any_gain<T, VEC>(weight, wide, column, shift, gain);
+            load_any_gain<T, VEC>(weight, weight_fp32, column, shift, gain);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) g[i] *= gain[i];
         };

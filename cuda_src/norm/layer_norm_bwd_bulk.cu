@@ -25,12 +25,12 @@ __global__ void __maxnreg__(128)
     const int end = static_cast<int>(upper(rows_cols));
     const int pitch = group.threads * VEC;
     const int column = group.thread * VEC;
-    const bool wide = upper(dsum_flags) & 1;
+    const bool weight_fp32 = upper(dsum_flags) & 1;
     BulkRows<T, CHUNKS, DSUM, false, true> mine(memory, group, dy, h, dsum, lower(rows_cols), end, lower(pitches), upper(pitches),
                                                 lower(dsum_flags), upper(threads_stages) & 0xff);
     const auto& ring = mine.ring;
     AskedGain<T, VEC> asked[CHUNKS];
-    mine.start(group, weight, wide, asked, [&] { count_columns(WarpColumns<VEC, CHUNKS>(group, end), scratch); });
+    mine.start(group, weight, weight_fp32, asked, [&] { count_columns(WarpColumns<VEC, CHUNKS>(group, end), scratch); });
     const float epsilon = __uint_as_float(lower(eps_offset));
     const float offset_or_one = weight == nullptr ? 1.0f : __uint_as_float(upper(eps_offset));
     const float inverse = reciprocal(static_cast<float>(end));
@@ -39,7 +39,7 @@ __global__ void __maxnreg__(128)
     for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
         for (int i = 0; i < VEC; ++i) dweight[c][i] = dbias[c][i] = 0.0f;
-        asked[c].get(wide, offset_or_one, gain[c]);
+        asked[c].get(weight_fp32, offset_or_one, gain[c]);
     }
 
     int phase = 0;

@@ -8,7 +8,7 @@ namespace rtk {
 // A block for each row, of whole warps; thread i owns the 16-byte pieces i, i + threads, ... (CHUNKS of them, the first one of
 // every warp exists). Everything that is read is requested at the start, and there is one barrier: every warp works with
 // differences from the mean of its own columns, and these are merged as differences from the first warp's. residual (then
-// sum is written) and both parameters may be null; `wide`: parameters are fp32, otherwise T.
+// sum is written) and both parameters may be null; `weight_fp32`: parameters are fp32, otherwise T.
 //
 // What the first loads need is in the first 64 bytes of arguments, which come together; two numbers share one (the first in
 // its lower half): columns and wide; eps and offset, of fp32.
@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(1024, 1)
     constexpr int VEC = 16 / sizeof(T);
     __shared__ float4 of_warps[kWarp];  // number near the mean, sums of differences and of their squares, share of the row
     const int cols = static_cast<int>(lower(cols_wide)), threads = static_cast<int>(blockDim.x);
-    const bool wide = upper(cols_wide) != 0;
+    const bool weight_fp32 = upper(cols_wide) != 0;
     const int column = static_cast<int>(threadIdx.x) * VEC, pitch = threads * VEC;
     const int room = cols - column;  // columns from this thread's first one on
     x += blockIdx.x * x_stride + column;
@@ -33,8 +33,8 @@ __global__ void __launch_bounds__(1024, 1)
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         clear(gains[c].raw), clear(biases[c].raw);
-        if (weight != nullptr && c * pitch < room) gains[c].ask(weight, wide, column + c * pitch);
-        if (bias != nullptr && c * pitch < room) biases[c].ask(bias, wide, column + c * pitch);
+        if (weight != nullptr && c * pitch < room) gains[c].ask(weight, weight_fp32, column + c * pitch);
+        if (bias != nullptr && c * pitch < room) biases[c].ask(bias, weight_fp32, column + c * pitch);
     }
     if (residual != nullptr) {
         residual += blockIdx.x * residual_stride + column;
@@ -104,8 +104,8 @@ __global__ void __launch_bounds__(1024, 1)
             ptx::forget(raw[c]);
             float h[VEC], gain[VEC], shift[VEC];
             unpack<T, VEC>(raw[c], h);
-            gains[c].get(wide, base, gain);
-            biases[c].get(wide, 0.0f, shift);
+            gains[c].get(weight_fp32, base, gain);
+            biases[c].get(weight_fp32, 0.0f, shift);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) h[i] = (h[i] - found.mean) * found.rstd * gain[i] + shift[i];
             store<T, VEC>(y + c * pitch, h);

@@ -156,22 +156,22 @@ __global__ void __launch_bounds__(512, sizeof(W) == 2 && !CENTRED ? 2 : 1)
     if (q == nullptr) return;
 
     // Maxima that ignore NaN but not infinities, and once more without those in the rare thread that met one.
-    float most[CHUNKS], overall = 0.0f;
+    float max_abs[CHUNKS], overall = 0.0f;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
-        most[c] = fabsf(v[c][0]);
+        max_abs[c] = fabsf(v[c][0]);
 #pragma unroll
-        for (int i = 1; i < VEC; ++i) most[c] = fmaxf(most[c], fabsf(v[c][i]));
+        for (int i = 1; i < VEC; ++i) max_abs[c] = fmaxf(max_abs[c], fabsf(v[c][i]));
         // What does not exist is 0 (or NaN), but for a mean and a bias.
-        if (CENTRED && !inside[c]) most[c] = 0.0f;
-        overall = fmaxf(overall, most[c]);
+        if (CENTRED && !inside[c]) max_abs[c] = 0.0f;
+        overall = fmaxf(overall, max_abs[c]);
     }
     if (overall == __uint_as_float(0x7f800000u)) {
 #pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) most[c] = inside[c] ? finite_amax(v[c]) : 0.0f;
+        for (int c = 0; c < CHUNKS; ++c) max_abs[c] = inside[c] ? finite_amax(v[c]) : 0.0f;
     }
     const u32 lane = static_cast<u32>(group.thread) % kLanes;
-    const float own = fp8_scale<e4m3>(scattered_max<CHUNKS, kLanes>(most), pow2 != 0);
+    const float own = fp8_scale<e4m3>(scattered_max<CHUNKS, kLanes>(max_abs), pow2 != 0);
     const float own_inverse = inverse_scale(own);
     const u32 own_group = (static_cast<u32>(column) + lane % CHUNKS * static_cast<u32>(pitch)) / kGroup;
     if (lane < CHUNKS && own_group * kGroup < static_cast<u32>(width) && row_exists)

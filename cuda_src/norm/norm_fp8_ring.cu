@@ -18,12 +18,13 @@ using KnownShared = RingShared<4, kGroups>;
 template <typename Walk>
 RTK_DEVICE void fetch_tiles(KnownShared& shared, const ptx::TensorMap& x, const Walk& walk, int first_turn) {
     int down, across;
-    RingTurn<KnownShared::kSlots> turn;
-    turn.next(first_turn);
+    RingStage<KnownShared::kSlots> ring_stage;
+    ring_stage.next(first_turn);
 #pragma unroll 1
-    for (int i = first_turn; i < kGroups || walk.find(i - kGroups, down, across); ++i, turn.next()) {
-        if (i >= KnownShared::kSlots) ptx::mbarrier_wait(ptx::shared_address(&shared.empty[turn.slot]), turn.phase ^ 1);
-        fetch_tile(shared, x, walk, i, turn.slot);
+    for (int i = first_turn; i < kGroups || walk.find(i - kGroups, down, across); ++i, ring_stage.next()) {
+        if (i >= KnownShared::kSlots)
+            ptx::mbarrier_wait(ptx::shared_address(&shared.empty[ring_stage.slot]), ring_stage.phase ^ 1);
+        fetch_tile(shared, x, walk, i, ring_stage.slot);
     }
 }
 
@@ -35,7 +36,7 @@ struct RingNumbers {
     RingGains<T> gains;
     const float* rstd;
     int rows;
-    int turn = 0;
+    int ring_stage = 0;
     bool exist = false;
     float by[4];
     Raw<16> raw_gains;
@@ -43,7 +44,7 @@ struct RingNumbers {
     // Asks for those of the turn's tile, if there is one.
     RTK_DEVICE void load() {
         int down, across;
-        exist = walk.find(turn, down, across);
+        exist = walk.find(ring_stage, down, across);
         if (!exist) return;
         const int row = down * kSide + static_cast<int>(threadIdx.x) % kWarp * 4;
 #pragma unroll
@@ -62,26 +63,26 @@ struct RingNumbers {
 
     // Those of the first tile have been asked for.
     RTK_DEVICE void give_all(KnownShared& shared) {
-        RingTurn<KnownShared::kSlots> place;
+        RingStage<KnownShared::kSlots> place;
 #pragma unroll 1
         for (; exist; place.next()) {
-            if (turn >= KnownShared::kSlots)
+            if (ring_stage >= KnownShared::kSlots)
                 ptx::mbarrier_wait(ptx::shared_address(&shared.taken[place.slot]), place.phase ^ 1);
             give(shared, place.slot);
-            ++turn;
+            ++ring_stage;
             load();
         }
     }
 };
 
-// scale_t is [ceil(rows/128), cols]. The weight (may be null) is of T, or of fp32 if `weight_wide`. Boxes of x as [8, rows/8,
+// scale_t is [ceil(rows/128), cols]. The weight (may be null) is of T, or of fp32 if `weight_fp32`. Boxes of x as [8, rows/8,
 // cols]: 8 x 16 x 64; of q_t as [cols/8, 8, rows]: 16 x 9 x 128. `after`: x and rstd come from the previous kernel of the
 // stream, which wrote the last rows last, so that those may still be in L2.
 template <typename T, bool ROWS>
 __global__ void __launch_bounds__(kRingThreads, 1)
     norm_fp8_ring(const __grid_constant__ ptx::TensorMap x, const __grid_constant__ ptx::TensorMap q_t,
                   const void* weight, const float* rstd, e4m3* q, float* scale, float* scale_t, i64 rows, i64 cols,
-                  i64 scale_row, i64 scale_group, i64 weight_wide, i64 pow2, i64 after, double offset) {
+                  i64 scale_row, i64 scale_group, i64 weight_fp32, i64 pow2, i64 after, double offset) {
     extern __shared__ __align__(1024) u8 memory[];
     KnownShared& shared = *reinterpret_cast<KnownShared*>(memory);
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0) - kGroups * kGroupWarps;
@@ -89,7 +90,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
     const RingWalk<kBeside> walk(rows, cols, after != 0);
     const bool fetches = threadIdx.x == kGroups * kGroupThreads;
     RingNumbers<T, RingWalk<kBeside>> numbers = {
-        walk, {weight, weight_wide != 0, static_cast<int>(cols), static_cast<float>(offset)}, rstd, static_cast<int>(rows)};
+        walk, {weight, weight_fp32 != 0, static_cast<int>(cols), static_cast<float>(offset)}, rstd, static_cast<int>(rows)};
     if (warp == 1 && after == 0) numbers.load();
     if (fetches) {
         shared.init(0);

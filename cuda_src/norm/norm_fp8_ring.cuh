@@ -64,7 +64,7 @@ struct RingShared {
 
 // Goes round the slots; `phase` is that of the slot's barriers.
 template <int SLOTS>
-struct RingTurn {
+struct RingStage {
     int slot = 0;
     u32 phase = 0;
     RTK_DEVICE void next(int by = 1) {
@@ -77,18 +77,18 @@ struct RingTurn {
 // 128 rows to the first.
 template <int BESIDE>
 struct RingWalk {
-    u32 strips, wide;  // and sets of neighbours in a strip
+    u32 strips, tiles_across;  // and sets of neighbours in a strip
     bool backwards;
 
     RTK_DEVICE RingWalk(i64 rows, i64 cols, bool from_the_end)
         : strips(static_cast<u32>(ceil_div(rows, kSide))),
-          wide(static_cast<u32>(ceil_div(cols, BESIDE * kSide))),
+          tiles_across(static_cast<u32>(ceil_div(cols, BESIDE * kSide))),
           backwards(from_the_end) {}
 
     // Finds the tile of a turn; false if there is none.
-    RTK_DEVICE bool find(int turn, int& down, int& across) const {
-        const u32 place = blockIdx.x + static_cast<u32>(turn / BESIDE) * gridDim.x, above = place / wide;
-        across = static_cast<int>((place - above * wide) * BESIDE) + turn % BESIDE;
+    RTK_DEVICE bool find(int ring_stage, int& down, int& across) const {
+        const u32 place = blockIdx.x + static_cast<u32>(ring_stage / BESIDE) * gridDim.x, above = place / tiles_across;
+        across = static_cast<int>((place - above * tiles_across) * BESIDE) + ring_stage % BESIDE;
         down = static_cast<int>(backwards ? strips - 1 - above : above);
         return above < strips;
     }
@@ -96,10 +96,10 @@ struct RingWalk {
 
 // One thread asks for the tile of a turn, whose slot is free; a group sees one that does not exist as its end.
 template <typename Shared, typename Walk>
-RTK_DEVICE void fetch_tile(Shared& shared, const ptx::TensorMap& x, const Walk& walk, int turn, int slot) {
+RTK_DEVICE void fetch_tile(Shared& shared, const ptx::TensorMap& x, const Walk& walk, int ring_stage, int slot) {
     const ptx::SharedAddress full = ptx::shared_address(&shared.full[slot]);
     int down, across;
-    const bool exists = walk.find(turn, down, across);
+    const bool exists = walk.find(ring_stage, down, across);
     shared.down[slot] = exists ? down : -1, shared.across[slot] = across;
     if (exists) {
         const u64 policy = ptx::l2_last();
@@ -113,11 +113,12 @@ RTK_DEVICE void fetch_tile(Shared& shared, const ptx::TensorMap& x, const Walk& 
     }
 }
 
-// Gains of a tile's columns, four in a lane, offset + weight or 1 without one. The weight is of T, or of fp32 if `wide`.
+// Gains of a tile's columns, four in a lane, offset + weight or 1 without one. The weight is of T, or of fp32 if
+// `weight_fp32`.
 template <typename T>
 struct RingGains {
     const void* weight;
-    bool wide;
+    bool weight_fp32;
     int cols;
     float offset;
 
@@ -126,7 +127,7 @@ struct RingGains {
         Raw<16> raw;
         clear(raw);
         if (column >= cols || weight == nullptr) return raw;
-        if (wide) return ptx::ld_keep<16>(static_cast<const float*>(weight) + column);
+        if (weight_fp32) return ptx::ld_keep<16>(static_cast<const float*>(weight) + column);
         const Raw<8> narrow = ptx::ld_keep<8>(static_cast<const T*>(weight) + column);
         raw.w[0] = narrow.w[0], raw.w[1] = narrow.w[1];
         return raw;
@@ -137,7 +138,7 @@ struct RingGains {
         unpack<T, 4>(Raw<8>{raw.w[0], raw.w[1]}, gain);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            if (wide) gain[i] = __uint_as_float(raw.w[i]);
+            if (tiles_across) gain[i] = __uint_as_float(raw.w[i]);
             to[static_cast<int>(threadIdx.x) % kWarp * 4 + i] = weight == nullptr ? 1.0f : gain[i] + offset;
         }
     }

@@ -29,9 +29,9 @@ struct RingRows {
 // Scales of the thread's rows from their maxima, then codes. Where the scales of neighbouring tiles lie side by side, the
 // first group leaves its own to the second one, which writes both: one by one they would be 6 % of all requests to L2.
 template <typename Shared>
-RTK_DEVICE void quantize_rows(Shared& shared, const RingThread& thread, const float (&v)[8][8], float (&most)[8],
+RTK_DEVICE void quantize_rows(Shared& shared, const RingThread& thread, const float (&v)[8][8], float (&max_abs)[8],
                               const RingRows& out, int group, u32 round, int down, int across, int cols, bool pow2) {
-    const float own = fp8_scale<e4m3>(thread.team_max(most), pow2), own_inverse = inverse_scale(own);
+    const float own = fp8_scale<e4m3>(thread.team_max(max_abs), pow2), own_inverse = inverse_scale(own);
     const int own_row = thread.owned_row(), column = across * kSide + thread.column;
     const int row = down * kSide + thread.row;
     const bool exist = row < out.rows;  // all eight: rows are multiples of 16
@@ -74,32 +74,33 @@ RTK_DEVICE void quantize_tiles(Shared& shared, const ptx::TensorMap& q_t, float*
     float(&maxima)[kGroupWarps][kMaximaPitch] = shared.maxima[group];
     constexpr bool kBoth = Shared::kStaged == 1;  // groups stage codes in the same place
     u8* codes = shared.codes[kBoth ? 0 : group];
-    RingTurn<Shared::kSlots> turn;
-    turn.next(group);
+    RingStage<Shared::kSlots> ring_stage;
+    ring_stage.next(group);
 
-    for (u32 round = 0;; ++round, turn.next(kGroups)) {
-        ptx::mbarrier_wait(ptx::shared_address(&shared.full[turn.slot]), turn.phase);
-        const int down = shared.down[turn.slot];
+    for (u32 round = 0;; ++round, ring_stage.next(kGroups)) {
+        ptx::mbarrier_wait(ptx::shared_address(&shared.full[ring_stage.slot]), ring_stage.phase);
+        const int down = shared.down[ring_stage.slot];
         if (down < 0) break;
-        const int across = shared.across[turn.slot];
+        const int across = shared.across[ring_stage.slot];
         u32 id = threadIdx.x;
         ptx::forget(id);
         const RingThread thread(id, warp);
 
         float v[8][8];
         {
-            const ptx::SharedAddress ready = ptx::shared_address(&shared.ready[turn.slot]);
-            if (!ROWS) ptx::mbarrier_wait(ready, turn.phase);  // 1 % slower the other way round
+            const ptx::SharedAddress ready = ptx::shared_address(&shared.ready[ring_stage.slot]);
+            if (!ROWS) ptx::mbarrier_wait(ready, ring_stage.phase);  // 1 % slower the other way round
             Raw<16> raw[8];
-            const ptx::SharedAddress own = ptx::shared_address(shared.x[turn.slot][thread.part / 8]) + thread.team * 128 +
+            const ptx::SharedAddress own = ptx::shared_address(shared.x[ring_stage.slot][thread.part / 8]) + thread.team * 128 +
                                            ((thread.part ^ thread.team) % 8 << 4);
 #pragma unroll
             for (int r = 0; r < 8; ++r) raw[r] = ptx::ld_shared_16(own + r * (16 * 128));
             __syncwarp();
-            if (thread.lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[turn.slot]));
-            if (ROWS) ptx::mbarrier_wait(ready, turn.phase);
+            if (thread.lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[ring_stage.slot]));
+            if (ROWS) ptx::mbarrier_wait(ready, ring_stage.phase);
             float gain[8], by[8];
-            const float *rstd = &shared.rstd[turn.slot][thread.row], *gains = &shared.gain[turn.slot][thread.column];
+            const float* rstd = &shared.rstd[ring_stage.slot][thread.row];
+            const float* gains = &shared.gain[ring_stage.slot][thread.column];
             load_shared_8(rstd, rstd + 4, by);
             load_shared_8(gains, gains + 4, gain);
 #pragma unroll
@@ -111,13 +112,13 @@ RTK_DEVICE void quantize_tiles(Shared& shared, const ptx::TensorMap& q_t, float*
         }
 
         // Maxima that ignore NaN but not infinities, and once more without those in the rare thread that met one.
-        float columns[8], of_rows[8], most = 0.0f;
+        float columns[8], of_rows[8], max_abs = 0.0f;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             columns[i] = 0.0f;
 #pragma unroll
             for (int r = 0; r < 8; ++r) columns[i] = fmaxf(columns[i], fabsf(v[r][i]));
-            most = fmaxf(most, columns[i]);
+            max_abs = fmaxf(max_abs, columns[i]);
         }
         if constexpr (ROWS) {
 #pragma unroll
@@ -127,7 +128,7 @@ RTK_DEVICE void quantize_tiles(Shared& shared, const ptx::TensorMap& q_t, float*
                 for (int i = 1; i < 8; ++i) of_rows[r] = fmaxf(of_rows[r], fabsf(v[r][i]));
             }
         }
-        if (most == __uint_as_float(0x7f800000u)) {
+        if (max_abs == __uint_as_float(0x7f800000u)) {
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 columns[i] = 0.0f;
@@ -151,7 +152,7 @@ RTK_DEVICE void quantize_tiles(Shared& shared, const ptx::TensorMap& q_t, float*
         if (makes_scales) {
             ptx::named_barrier_sync(maxima_there, kGroupThreads);
             const int own_column = warp * kWarp + thread.lane, place = shared.place(own_column);
-            if (own_column == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.taken[turn.slot]));
+            if (own_column == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.taken[ring_stage.slot]));
             float largest = maxima[0][place];
 #pragma unroll
             for (int w = 1; w < kGroupWarps; ++w) largest = fmaxf(largest, maxima[w][place]);

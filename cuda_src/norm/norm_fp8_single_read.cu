@@ -20,32 +20,34 @@ namespace rtk {
 inline constexpr int kFirstTiles = 7, kOnTheirWay = 2;
 
 // One thread; the first tile has been asked for.
-RTK_DEVICE void fetch_tiles(OnceShared& shared, const ptx::TensorMap& x, const OnceWalk& walk) {
+RTK_DEVICE void fetch_tiles(SingleReadShared& shared, const ptx::TensorMap& x, const SingleReadWalk& walk) {
     int down, across;
-    RingTurn<OnceShared::kSlots> turn;
-    turn.next();
+    RingStage<SingleReadShared::kSlots> ring_stage;
+    ring_stage.next();
 #pragma unroll 1
-    for (int tile = 1; tile < kGroups || walk.find(tile - kGroups, down, across); ++tile, turn.next()) {
-        if (tile >= OnceShared::kSlots) ptx::mbarrier_wait(ptx::shared_address(&shared.empty[turn.slot]), turn.phase ^ 1);
+    for (int tile = 1; tile < kGroups || walk.find(tile - kGroups, down, across); ++tile, ring_stage.next()) {
+        if (tile >= SingleReadShared::kSlots)
+            ptx::mbarrier_wait(ptx::shared_address(&shared.empty[ring_stage.slot]), ring_stage.phase ^ 1);
         if (tile >= kOnTheirWay && tile < kFirstTiles)
             ptx::mbarrier_wait(ptx::shared_address(&shared.full[tile - kOnTheirWay]), 0);
-        fetch_tile(shared, x, walk, tile, turn.slot);
+        fetch_tile(shared, x, walk, tile, ring_stage.slot);
     }
 }
 
 // Two warps, four of every eight rows each: sums of squares of pairs.
 template <typename T>
-RTK_DEVICE void publish_sums(OnceShared& shared, const OnceWalk& walk, const OnceExchange& exchange, int adder) {
+RTK_DEVICE void publish_sums(SingleReadShared& shared, const SingleReadWalk& walk, const SingleReadExchange& exchange,
+                             int adder) {
     int down, across;
-    RingTurn<OnceShared::kSlots> turn;
+    RingStage<SingleReadShared::kSlots> ring_stage;
 #pragma unroll 1
     for (int pair = 0; walk.find(2 * pair, down, across); ++pair) {
 #pragma unroll 1
-        for (int tile = 0; tile < 2; ++tile, turn.next()) {
-            ptx::mbarrier_wait(ptx::shared_address(&shared.full[turn.slot]), turn.phase);
-            add_squares<T>(shared.x[turn.slot][0] + adder * 64 * 128, shared.sums + adder * 4, tile != 0);
+        for (int tile = 0; tile < 2; ++tile, ring_stage.next()) {
+            ptx::mbarrier_wait(ptx::shared_address(&shared.full[ring_stage.slot]), ring_stage.phase);
+            add_squares<T>(shared.x[ring_stage.slot][0] + adder * 64 * 128, shared.sums + adder * 4, tile != 0);
             __syncwarp();
-            if (this_thread() % kWarp == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[turn.slot]));
+            if (this_thread() % kWarp == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[ring_stage.slot]));
         }
         const int first = adder * 64 + static_cast<int>(this_thread()) % kWarp;
 #pragma unroll 1
@@ -58,10 +60,10 @@ RTK_DEVICE void publish_sums(OnceShared& shared, const OnceWalk& walk, const Onc
 
 // One warp: 1/rms and gains of tiles to shared memory; 1/rms also to memory, by the first block of a strip.
 template <typename T>
-struct OnceNumbers {
-    OnceShared& shared;
-    const OnceWalk& walk;
-    OnceExchange exchange;
+struct SingleReadNumbers {
+    SingleReadShared& shared;
+    const SingleReadWalk& walk;
+    SingleReadExchange exchange;
     RingGains<T> gains;
     const T* x;
     i64 x_stride;
@@ -101,7 +103,7 @@ struct OnceNumbers {
     // raw_gains: of the first pair.
     RTK_DEVICE void give_all(Raw<16> (&raw_gains)[2]) const {
         int down, across;
-        RingTurn<OnceShared::kSlots> turn;
+        RingStage<SingleReadShared::kSlots> ring_stage;
         bool exists = walk.find(0, down, across);
         int read = 0;  // the strip before, and the blocks that had read it
         u32 readers = 0;
@@ -112,14 +114,14 @@ struct OnceNumbers {
             float by[4];
             wait(down, by);
 #pragma unroll
-            for (int tile = 0; tile < 2; ++tile, turn.next()) {
-                if (2 * pair + tile >= OnceShared::kSlots)
-                    ptx::mbarrier_wait(ptx::shared_address(&shared.taken[turn.slot]), turn.phase ^ 1);
+            for (int tile = 0; tile < 2; ++tile, ring_stage.next()) {
+                if (2 * pair + tile >= SingleReadShared::kSlots)
+                    ptx::mbarrier_wait(ptx::shared_address(&shared.taken[ring_stage.slot]), ring_stage.phase ^ 1);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) shared.rstd[turn.slot][exchange.row_at(i * kWarp + lane)] = by[i];
-                gains.give(shared.gain[turn.slot], raw_gains[tile]);
+                for (int i = 0; i < 4; ++i) shared.rstd[ring_stage.slot][exchange.row_at(i * kWarp + lane)] = by[i];
+                gains.give(shared.gain[ring_stage.slot], raw_gains[tile]);
                 __syncwarp();
-                if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.ready[turn.slot]));
+                if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.ready[ring_stage.slot]));
             }
             if (across == 0) {
 #pragma unroll
@@ -138,19 +140,19 @@ struct OnceNumbers {
 };
 
 // scale_t is [ceil(rows/128), cols]; the scale of row m, group j goes to scale[m * scale_row + j * scale_group]. The weight
-// (may be null) is of T, or of fp32 if `weight_wide`. Boxes as in norm_fp8_ring. `words`: see OnceExchange.
+// (may be null) is of T, or of fp32 if `weight_fp32`. Boxes as in norm_fp8_ring. `words`: see SingleReadExchange.
 template <typename T>
 __global__ void __launch_bounds__(kRingThreads, 1)
     norm_fp8_once(const __grid_constant__ ptx::TensorMap boxes, const __grid_constant__ ptx::TensorMap q_t, const T* x,
                   const void* weight, float* rstd, e4m3* q, float* scale, float* scale_t, u64* words, i64 rows, i64 cols,
-                  i64 x_stride, i64 scale_row, i64 scale_group, i64 weight_wide, i64 pow2, double eps, double offset) {
+                  i64 x_stride, i64 scale_row, i64 scale_group, i64 weight_fp32, i64 pow2, double eps, double offset) {
     extern __shared__ __align__(1024) u8 memory[];
-    OnceShared& shared = *reinterpret_cast<OnceShared*>(memory);
+    SingleReadShared& shared = *reinterpret_cast<SingleReadShared*>(memory);
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0) - kGroups * kGroupWarps;
-    const OnceWalk walk(rows, cols, false);
-    const RingGains<T> gains = {weight, weight_wide != 0, static_cast<int>(cols), static_cast<float>(offset)};
+    const SingleReadWalk walk(rows, cols, false);
+    const RingGains<T> gains = {weight, weight_fp32 != 0, static_cast<int>(cols), static_cast<float>(offset)};
     Raw<16> raw_gains[2];
-    const OnceExchange exchange = {words, walk, eps * cols < 0x1p-17};
+    const SingleReadExchange exchange = {words, walk, eps * cols < 0x1p-17};
     if (warp == 1) {  // small loads before large ones
         exchange.prefetch(0);
         exchange.prefetch(1);
@@ -170,8 +172,8 @@ __global__ void __launch_bounds__(kRingThreads, 1)
         if (fetches) {
             fetch_tiles(shared, boxes, walk);
         } else if (warp == 1) {
-            OnceNumbers<T>{shared, walk, exchange, gains, x, x_stride, rstd, static_cast<int>(rows), static_cast<int>(cols),
-                           static_cast<float>(eps)}
+            SingleReadNumbers<T>{shared, walk, exchange, gains, x, x_stride, rstd, static_cast<int>(rows),
+                                 static_cast<int>(cols), static_cast<float>(eps)}
                 .give_all(raw_gains);
         } else if (warp > 1) {
             publish_sums<T>(shared, walk, exchange, warp - 2);

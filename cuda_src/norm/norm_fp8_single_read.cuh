@@ -1,7 +1,7 @@
 // How the blocks of norm/norm_fp8_single_read.cu make 1/rms of 128 rows together.
 //
-// A strip of 128 rows is `wide` pairs of tiles, in as many blocks. Each adds its sums of squares to those of the strip in
-// global memory, as whole numbers, so that the order does not matter: a sum is two words, one of units and one of 2^-48ths,
+// A strip of 128 rows is `tiles_across` pairs of tiles, in as many blocks. Each adds its sums of squares to those of the
+// strip in global memory, as whole numbers, so that the order does not matter: a sum is two words, one of units and one of 2^-48ths,
 // with the number of blocks that have added to it in the upper eight bits. Who reads it knows from that whether it is
 // complete: no fences, no flags. The last block to read leaves zeros.
 #pragma once
@@ -17,7 +17,7 @@ namespace rtk {
 inline constexpr int kAdders = 2;  // warps that add up squares
 inline constexpr int kAhead = 4;   // pairs that a block has at once, in slots and registers
 
-struct OnceShared : RingShared<6, 1> {
+struct SingleReadShared : RingShared<6, 1> {
     u64 published[kAhead];  // the block has added the sums of its pair
     float sums[kSide];
 
@@ -28,13 +28,13 @@ struct OnceShared : RingShared<6, 1> {
     }
 };
 
-using OnceWalk = RingWalk<2>;
+using SingleReadWalk = RingWalk<2>;
 
 // Words in global memory, zeros before and after: sums [strips][128][2], then how many blocks have read those of a strip.
 // Rows are in an order in which those of a warp that adds up squares follow each other.
-struct OnceExchange {
+struct SingleReadExchange {
     u64* words;
-    const OnceWalk& walk;
+    const SingleReadWalk& walk;
     bool small_counts;  // sums below 2^-25 are not small beside epsilon
 
     static constexpr int kCount = 56;                    // from this bit on
@@ -67,7 +67,8 @@ struct OnceExchange {
     }
 
     RTK_DEVICE bool complete(const ptx::Words& w) const {
-        return static_cast<u32>(w.first >> kCount) == walk.wide && static_cast<u32>(w.second >> kCount) == walk.wide;
+        return static_cast<u32>(w.first >> kCount) == walk.tiles_across &&
+               static_cast<u32>(w.second >> kCount) == walk.tiles_across;
     }
     RTK_DEVICE static bool odd(const ptx::Words& w) { return (w.first & kValue) >= kOdd; }
     RTK_DEVICE static float value(const ptx::Words& w) {
@@ -83,7 +84,7 @@ struct OnceExchange {
     }
     RTK_DEVICE void clear_behind(int strip, u32 before) const {
         const int lane = static_cast<int>(threadIdx.x) % kWarp;
-        if (__shfl_sync(0xffffffffu, before, 0) != walk.wide - 1) return;
+        if (__shfl_sync(0xffffffffu, before, 0) != walk.tiles_across - 1) return;
         for (int place = lane; place < kSide; place += kWarp) ptx::st_words(sum(strip, place), {0, 0});
         if (lane == 0) *readers(strip) = 0;
     }

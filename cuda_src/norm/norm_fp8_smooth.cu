@@ -12,15 +12,15 @@ namespace rtk {
 RTK_DEVICE void raise(float* place, float v) { atomicMax(reinterpret_cast<int*>(place), __float_as_int(v)); }
 
 // A block works on rows blockIdx.x, + gridDim.x, ... and reads each up to four times, all but the first from near caches:
-// for the statistics, for the maxima, for the codes. `most` (may be null) [cols] begins as 0; its maxima are collected
+// for the statistics, for the maxima, for the codes. `max_abs` (may be null) [cols] begins as 0; its maxima are collected
 // in `shared` (cols numbers, every thread those of its own columns) if `gather`, else written row by row.
 // Null means absent: residual and sum, weight, bias, mean (nothing is centred then), y, most. Rows and vectors allow
 // accesses of VEC elements.
 template <typename T, int VEC>
 __global__ void __launch_bounds__(256, 2)
     norm_fp8_smooth(const T* x, const T* residual, const void* weight, const void* bias, const float* smooth, e4m3* q,
-                    float* scale, float* rstd, float* mean, T* y, T* sum, float* most, i64 rows, i64 cols, i64 x_stride,
-                    i64 residual_stride, i64 wide, i64 pow2, i64 gather, double eps, double offset) {
+                    float* scale, float* rstd, float* mean, T* y, T* sum, float* max_abs, i64 rows, i64 cols, i64 x_stride,
+                    i64 residual_stride, i64 weight_fp32, i64 pow2, i64 gather, double eps, double offset) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ GroupScratch<1> scratch;
     float* columns = reinterpret_cast<float*>(shared);
@@ -47,10 +47,10 @@ __global__ void __launch_bounds__(256, 2)
             auto raw = load_raw<T, VEC>(x_row + column);
             if (residual_row != nullptr) raw = add_rounded<T, VEC>(raw, load_raw<T, VEC>(residual_row + column));
             unpack<T, VEC>(raw, v);
-            load_any_gain<T, VEC>(weight, wide != 0, column, static_cast<float>(offset), gain);
+            load_any_gain<T, VEC>(weight, weight_fp32 != 0, column, static_cast<float>(offset), gain);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) shift[i] = -0.0f;
-            if (bias != nullptr) load_any_gain<T, VEC>(bias, wide != 0, column, 0.0f, shift);
+            if (bias != nullptr) load_any_gain<T, VEC>(bias, weight_fp32 != 0, column, 0.0f, shift);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) v[i] = (v[i] - found.mean) * found.rstd * gain[i] + shift[i];
         };
@@ -65,13 +65,13 @@ __global__ void __launch_bounds__(256, 2)
         for (i64 column = begin; column < cols; column += pitch) {
             float v[VEC];
             normalised(column, v);
-            if (most != nullptr) {
+            if (max_abs != nullptr) {
 #pragma unroll
                 for (int i = 0; i < VEC; ++i) {
                     if (gather != 0) {
                         columns[column + i] = max_finite(columns[column + i], v[i]);
                     } else {
-                        raise(most + column + i, max_finite(0.0f, v[i]));
+                        raise(max_abs + column + i, max_finite(0.0f, v[i]));
                     }
                 }
             }
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(256, 2)
     if (gather != 0)
         for (i64 column = begin; column < cols; column += pitch)
 #pragma unroll
-            for (int i = 0; i < VEC; ++i) raise(most + column + i, columns[column + i]);
+            for (int i = 0; i < VEC; ++i) raise(max_abs + column + i, columns[column + i]);
 }
 
 }  // namespace rtk

@@ -4,7 +4,7 @@
 // cols] and q_t [cols, rows] are dense.
 //
 // A tile needs the statistics of whole rows. The kernel before this one (norm_fp8_stats) makes those of the first
-// `ahead` blocks of 128 rows; the others are made here, by blocks that come a fixed distance before the tiles that
+// `stats_distance` blocks of 128 rows; the others are made here, by blocks that come a fixed distance before the tiles that
 // wait for them, so that x is read from memory once and from L2 the second time, after which L2 may forget it.
 #include "common/reduce.cuh"
 #include "norm/norm_fp8_stats.cuh"
@@ -15,7 +15,7 @@ namespace rtk {
 
 // One vector of the thread's columns, plus `add`; `absent` without one and where there is no column.
 template <typename T, bool WIDE, int N>
-RTK_DEVICE void load_tile_vector(const Tile<N>& tile, const void* vector, bool wide, i64 column, float add,
+RTK_DEVICE void load_tile_vector(const Tile<N>& tile, const void* vector, bool weight_fp32, i64 column, float add,
                                  float absent, float (&v)[N]) {
     const T* own = static_cast<const T*>(vector);
     const float* fp32 = static_cast<const float*>(vector);
@@ -23,7 +23,7 @@ RTK_DEVICE void load_tile_vector(const Tile<N>& tile, const void* vector, bool w
     for (int i = 0; i < N; ++i) v[i] = absent;
     if (vector == nullptr || tile.columns_here <= 0) return;
     if constexpr (WIDE) {
-        if (wide) {
+        if (weight_fp32) {
             load_keep<float, N>(fp32 + column + tile.column, v);
         } else {
             load_keep<T, N>(own + column + tile.column, v);
@@ -35,7 +35,7 @@ RTK_DEVICE void load_tile_vector(const Tile<N>& tile, const void* vector, bool w
         for (int i = 0; i < N; ++i) {
             if (i < tile.columns_here) {
                 float one[1];
-                if (wide) {
+                if (weight_fp32) {
                     load_keep<float, 1>(fp32 + column + tile.column + i, one);
                 } else {
                     load_keep<T, 1>(own + column + tile.column + i, one);
@@ -90,7 +90,7 @@ RTK_DEVICE void make_statistics(const T* x, i64 x_stride, float* rstd, float* me
 // scale[m * scale_row + j * scale_group]; scale_t is [ceil(rows/128), cols].
 //
 // Blocks of the grid, in their order: for each block of 128 rows `stats_blocks` blocks that make the statistics of the
-// one `ahead` later (while there is one), `stats_rows` rows each, then one block per tile. A tile waits for statistics
+// one `stats_distance` later (while there is one), `stats_rows` rows each, then one block per tile. A tile waits for statistics
 // from blocks before it; blocks start in the order of their number, or of the numbers they draw from `ticket`, so those
 // it waits for are running. Without statistics to make, tiles go from the last row to the first: the kernel before this
 // one read the last rows last, so they may still be in L2.
@@ -100,7 +100,7 @@ template <typename T, bool WIDE, bool ROWS, bool COLUMNS, bool CENTRED>
 __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, sizeof(T) == 4 ? 1 : 2)
     norm_fp8_tile(const T* x, const void* weight, const void* bias, float* rstd, float* mean, e4m3* q, float* scale,
                   e4m3* q_t, float* scale_t, T* y, u32* ticket, i64 rows, i64 cols, i64 x_stride, i64 scale_row,
-                  i64 scale_group, i64 column_tiles, i64 weight_wide, i64 early, i64 pow2, i64 ahead, i64 stats_blocks,
+                  i64 scale_group, i64 column_tiles, i64 weight_fp32, i64 early, i64 pow2, i64 stats_distance, i64 stats_blocks,
                   i64 stats_rows, double eps, double offset) {
     constexpr int N = 16 / sizeof(T);
     __shared__ TileScratch<N> scratch;
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, sizeof(T) == 4
     u32 below = blockIdx.x / across_tiles, across = blockIdx.x - below * across_tiles;
     bool awaited = false;
     if constexpr (WIDE) {
-        const u32 before = static_cast<u32>(ahead), late = row_tiles - before;
+        const u32 before = static_cast<u32>(stats_distance), late = row_tiles - before;
         if (late != 0) {
             u32 index = blockIdx.x;
             if (ticket != nullptr) {
@@ -149,9 +149,9 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, sizeof(T) == 4
     float gain[N], shift[N];
     if (early == 0) ptx::wait_for_previous();
     load_tile<T, WIDE>(tile, x + row * x_stride + column, x_stride, raw, ptx::l2_policy(stats_blocks != 0));
-    load_tile_vector<T, WIDE>(tile, weight, weight_wide != 0, column, static_cast<float>(offset), 1.0f, gain);
+    load_tile_vector<T, WIDE>(tile, weight, weight_fp32 != 0, column, static_cast<float>(offset), 1.0f, gain);
     // With 0 for the mean and -0 for the bias a CENTRED kernel gives the bits of the other one.
-    if constexpr (CENTRED) load_tile_vector<T, WIDE>(tile, bias, weight_wide != 0, column, 0.0f, -0.0f, shift);
+    if constexpr (CENTRED) load_tile_vector<T, WIDE>(tile, bias, weight_fp32 != 0, column, 0.0f, -0.0f, shift);
     if (early != 0) ptx::wait_for_previous();
     // Volatile: other blocks or another kernel may have written them a moment ago.
     const int own_row = static_cast<int>(threadIdx.x) % kTileRows;

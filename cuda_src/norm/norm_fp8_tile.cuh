@@ -67,13 +67,13 @@ RTK_DEVICE void quantize_normalised(const Tile<16 / sizeof(T)>& tile, const Raw<
 
     // Maxima that ignore NaN but not infinities, and once more without those in the rare thread that met one.
     float columns[N], rows[kTileRows];
-    float most = 0.0f;
+    float max_abs = 0.0f;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
         columns[i] = 0.0f;
 #pragma unroll
         for (int r = 0; r < kTileRows; ++r) columns[i] = fmaxf(columns[i], fabsf(v[r][i]));
-        most = fmaxf(most, columns[i]);
+        max_abs = fmaxf(max_abs, columns[i]);
     }
     if constexpr (ROWS) {
 #pragma unroll
@@ -83,7 +83,7 @@ RTK_DEVICE void quantize_normalised(const Tile<16 / sizeof(T)>& tile, const Raw<
             for (int i = 0; i < N; ++i) rows[r] = fmaxf(rows[r], fabsf(v[r][i]));
         }
     }
-    if (most == __uint_as_float(0x7f800000u)) {
+    if (max_abs == __uint_as_float(0x7f800000u)) {
 #pragma unroll
         for (int i = 0; i < N; ++i) columns[i] = 0.0f;
 #pragma unroll

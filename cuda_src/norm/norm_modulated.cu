@@ -19,7 +19,7 @@
 namespace rtk {
 
 // Flags.
-inline constexpr i64 kAligned16 = 1, kCentred = 2, kInShared = 4, kWeightFp32 = 8, kNormBiasFp32 = 16, kBiasFp32 = 32,
+inline constexpr i64 kCentred = 2, kInShared = 4, kWeightFp32 = 8, kNormBiasFp32 = 16, kBiasFp32 = 32,
                      kGateFp32 = 64, kScaleFp32 = 128, kShiftFp32 = 256, kChannelFp32 = 512;
 
 // One row of an operand that has a row for every `each` rows of x.
@@ -28,10 +28,10 @@ struct Modulation {
     i64 first;
 
     RTK_DEVICE Modulation(const void* p_, i64 row, i64 stride, i64 each)
-        : p(p_), first(stride == 0 ? 0 : (each == 1 ? row : row / each) * stride) {}
+        : p(p_), first(stride == 0 ? 0 : (each == 1 ? row : static_cast<u32>(row) / static_cast<u32>(each)) * stride) {}
 };
 
-template <typename T, int FORMAT>
+template <typename T, int FORMAT, bool ALIGNED>
 __global__ void __launch_bounds__(512)
     norm_modulated(const T* x, const T* residual, const void* gate, const void* bias, const void* weight,
                    const void* norm_bias, const void* scale, const void* shift, const void* channel_scale,
@@ -48,8 +48,9 @@ __global__ void __launch_bounds__(512)
     const i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index;
     const i64 end = row < rows ? cols : 0;
     const i64 pitch = static_cast<i64>(group.threads) * N;
-    const bool aligned16 = flags & kAligned16, in_shared = flags & kInShared;
-    RowOutput<T, FORMAT> output(out, kept, scale_out, global_out, quant_scale, amax, cols, quant, aligned16, number, floor);
+    constexpr bool aligned16 = ALIGNED;
+    const bool in_shared = flags & kInShared;
+    RowOutput<T, FORMAT, ALIGNED> output(out, kept, scale_out, global_out, quant_scale, amax, cols, quant, number, floor);
     const bool stores_h = residual_out != nullptr && !output.amax_only();
     const Modulation gates(gate, row, gate_stride, gate_each), scales(scale, row, scale_stride, scale_each),
         shifts(shift, row, shift_stride, shift_each);

@@ -75,7 +75,7 @@ inline constexpr i64 kWeightFp32 = 1, kAligned16 = 2;  // the weight is of fp32,
 
 template <typename T, int VEC>
 RTK_DEVICE void long_rows(const T* x, const T* residual, const void* weight, T* y, T* sum, i64 rows, i64 cols, i64 x_stride,
-                          i64 residual_stride, i64 threads_per_row, bool wide, double eps, double offset,
+                          i64 residual_stride, i64 threads_per_row, bool weight_fp32, double eps, double offset,
                           GroupScratch<1>& scratch) {
     const RowGroup group(threads_per_row);
     int phase = 0;
@@ -103,7 +103,7 @@ RTK_DEVICE void long_rows(const T* x, const T* residual, const void* weight, T* 
             if (residual != nullptr) ptx::st<sizeof(T) * VEC>(sum + row * cols + column, raw);
             float h[VEC], gain[VEC];
             unpack<T, VEC>(raw, h);
-            load_any_gain<T, VEC>(weight, wide, column, static_cast<float>(offset), gain);
+            load_any_gain<T, VEC>(weight, weight_fp32, column, static_cast<float>(offset), gain);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) h[i] *= rstd * gain[i];
             store<T, VEC>(y + row * cols + column, h);
@@ -117,18 +117,18 @@ __global__ void __launch_bounds__(1024, 1)
     rms_norm_fwd_long(const T* x, const T* residual, const void* weight, T* y, T* sum, i64 rows, i64 cols, i64 x_stride,
                       i64 residual_stride, i64 threads_per_row, i64 flags, double eps, double offset) {
     __shared__ GroupScratch<1> scratch;
-    const bool wide = flags & kWeightFp32;
+    const bool weight_fp32 = flags & kWeightFp32;
     if (flags & kAligned16) {
         long_rows<T, 16 / sizeof(T)>(x, residual, weight, y, sum, rows, cols, x_stride, residual_stride, threads_per_row,
-                                     wide, eps, offset, scratch);
+                                     weight_fp32, eps, offset, scratch);
     } else {
-        long_rows<T, 1>(x, residual, weight, y, sum, rows, cols, x_stride, residual_stride, threads_per_row, wide, eps,
+        long_rows<T, 1>(x, residual, weight, y, sum, rows, cols, x_stride, residual_stride, threads_per_row, weight_fp32, eps,
                         offset, scratch);
     }
 }
 
 // Backward:  dh = rstd * g - h * rstd^3 * mean(g * h) + dsum,  g = dy * gain;  dweight = sum of dy * h * rstd over rows.
-// rstd is recomputed: h is read anyway, and the two row sums share one reduction. weight is of T, or of fp32 if `wide`.
+// rstd is recomputed: h is read anyway, and the two row sums share one reduction. weight is of T, or of fp32 if `weight_fp32`.
 //
 // Persistent, one block per multiprocessor, for rows of at most CHUNKS * 512 pieces of 16 bytes: a RowGroup owns a row,
 // thread i of it the pieces i, i + threads, ...; rows arrive through a RowRing, gains stay in registers. Weight
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(1024, 1)
 template <typename T, int CHUNKS, bool DSUM, int STAGES>
 __global__ void __maxnreg__(CHUNKS == 1 ? 72 : 112)
     rms_norm_bwd(const T* dy, const T* h, const void* weight, const T* dsum, T* dh, float* partial, i64 rows, i64 cols,
-                 i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, i64 wide, double eps,
+                 i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, i64 weight_fp32, double eps,
                  double offset) {
     constexpr int VEC = 16 / sizeof(T);
     extern __shared__ __align__(16) u8 memory[];
@@ -194,7 +194,7 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 72 : 112)
         for (int i = 0; i < VEC; ++i) dweight[c][i] = 0.0f;
 #pragma unroll
         for (int i = 0; i < VEC; ++i) gain[c][i] = 0.0f;
-        if (column + c * pitch < end) load_any_gain<T, VEC>(weight, wide, column + c * pitch, shift, gain[c]);
+        if (column + c * pitch < end) load_any_gain<T, VEC>(weight, weight_fp32, column + c * pitch, shift, gain[c]);
     }
 
     int phase = 0;
@@ -265,7 +265,7 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 72 : 112)
 
 template <typename T, int VEC>
 RTK_DEVICE void long_rows_bwd(const T* dy, const T* h, const void* weight, const T* dsum, T* dh, float* rstd_out, i64 rows,
-                              i64 cols, i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, bool wide,
+                              i64 cols, i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, bool weight_fp32,
                               double eps, double offset, GroupScratch<1>& scratch, GroupScratch<1>& product_scratch) {
     const RowGroup group(threads_per_row);
     int phase = 0;
@@ -278,7 +278,7 @@ RTK_DEVICE void long_rows_bwd(const T* dy, const T* h, const void* weight, const
             float g[VEC], v[VEC], gain[VEC];
             load_stream<T, VEC>(dy + row * dy_stride + column, g);
             load_stream<T, VEC>(h + row * h_stride + column, v);
-            load_any_gain<T, VEC>(weight, wide, column, static_cast<float>(offset), gain);
+            load_any_gain<T, VEC>(weight, weight_fp32, column, static_cast<float>(offset), gain);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
                 square += v[i] * v[i];
@@ -294,7 +294,7 @@ RTK_DEVICE void long_rows_bwd(const T* dy, const T* h, const void* weight, const
             float g[VEC], v[VEC], gain[VEC];
             load_stream<T, VEC>(dy + row * dy_stride + column, g);
             load_stream<T, VEC>(h + row * h_stride + column, v);
-            load_any_gain<T, VEC>(weight, wide, column, static_cast<float>(offset), gain);
+            load_any_gain<T, VEC>(weight, weight_fp32, column, static_cast<float>(offset), gain);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) v[i] = g[i] * gain[i] * rstd - v[i] * pull;
             if (dsum != nullptr) {
@@ -316,13 +316,13 @@ __global__ void __launch_bounds__(1024, 1)
                       i64 cols, i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, i64 flags, double eps,
                       double offset) {
     __shared__ GroupScratch<1> scratch, product_scratch;
-    const bool wide = flags & kWeightFp32;
+    const bool weight_fp32 = flags & kWeightFp32;
     if (flags & kAligned16) {
         long_rows_bwd<T, 16 / sizeof(T)>(dy, h, weight, dsum, dh, rstd_out, rows, cols, dy_stride, h_stride, dsum_stride,
-                                         threads_per_row, wide, eps, offset, scratch, product_scratch);
+                                         threads_per_row, weight_fp32, eps, offset, scratch, product_scratch);
     } else {
         long_rows_bwd<T, 1>(dy, h, weight, dsum, dh, rstd_out, rows, cols, dy_stride, h_stride, dsum_stride,
-                            threads_per_row, wide, eps, offset, scratch, product_scratch);
+                            threads_per_row, weight_fp32, eps, offset, scratch, product_scratch);
     }
 }
 

@@ -13,12 +13,12 @@ inline constexpr int kOnePieceRegisters = 72;
 
 // What rms_norm_bwd does: dh, and a row of partial weight gradients per block. For groups of whole
 // warps, rows of at most CHUNKS * 512 pieces of 16 bytes, and fewer than 2^30 of them. The weight (which may be null) is of T,
-// or fp32 if `wide`. With CHUNKS 1 every group may have a warp that fetches its rows: then the block has more threads than
-// its groups. Blocks of at most 768 (CHUNKS 1) or 512 threads.
+// or fp32 if `weight_fp32`. With CHUNKS 1 every group may have a warp that fetches its rows: then the block has more threads
+// than its groups. Blocks of at most 768 (CHUNKS 1) or 512 threads.
 template <typename T, int CHUNKS, bool DSUM>
 __global__ void __maxnreg__(CHUNKS == 1 ? kOnePieceRegisters : 112)
     rms_norm_bwd_bulk(const T* dy, const T* h, const void* weight, const T* dsum, T* dh, float* partial, i64 rows,
-                      i64 cols, i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, i64 wide, double eps,
+                      i64 cols, i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, i64 weight_fp32, double eps,
                       double offset, i64 stages, i64 groups) {
     constexpr int VEC = 16 / sizeof(T);
     constexpr bool HELPED = CHUNKS == 1;
@@ -34,7 +34,7 @@ __global__ void __maxnreg__(CHUNKS == 1 ? kOnePieceRegisters : 112)
                                            pitch_of(dsum_stride), stages);
     const auto& ring = mine.ring;
     AskedGain<T, VEC> asked[CHUNKS];
-    mine.start(group, weight, wide, asked, [] {});
+    mine.start(group, weight, weight_fp32, asked, [] {});
     const float epsilon = static_cast<float>(eps);
     const float shift = weight == nullptr ? 1.0f : static_cast<float>(offset);
     const float inverse = 1.0f / static_cast<float>(cols);
@@ -43,7 +43,7 @@ __global__ void __maxnreg__(CHUNKS == 1 ? kOnePieceRegisters : 112)
     for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
         for (int i = 0; i < VEC; ++i) dweight[c][i] = 0.0f;
-        asked[c].get(wide, shift, gain[c]);
+        asked[c].get(weight_fp32, shift, gain[c]);
     }
 
     if (HELPED && group.helps()) mine.serve(group);

@@ -10,16 +10,16 @@ namespace rtk {
 
 inline constexpr int kAbsmaxWarps = 8;
 
-// The maxima of VEC columns from `column` on, over rows first, first + kAbsmaxWarps, ... below `end`, to `most`.
+// The maxima of VEC columns from `column` on, over rows first, first + kAbsmaxWarps, ... below `end`, to `max_abs`.
 template <int VEC, typename T>
 RTK_DEVICE void absmax_of_columns(const T* x, const float* row_factor, const float* column_factor, i64 first, i64 end,
-                                  i64 stride, i64 column, u64 policy, float (&most)[VEC]) {
+                                  i64 stride, i64 column, u64 policy, float (&max_abs)[VEC]) {
     constexpr int kInFlight = VEC == 1 ? 4 : 8;
     constexpr bool kPacked = VEC > 1 && sizeof(T) > 1;
     float times[VEC];
 #pragma unroll
     for (int i = 0; i < VEC; ++i) {
-        most[i] = 0.0f;
+        max_abs[i] = 0.0f;
         times[i] = column_factor == nullptr ? 1.0f : column_factor[column + i];
     }
     u32 words[VEC * sizeof(T) >= 4 ? VEC * sizeof(T) / 4 : 1];
@@ -53,7 +53,7 @@ RTK_DEVICE void absmax_of_columns(const T* x, const float* row_factor, const flo
                 // Rows that do not exist are zeros here, whatever the column's factor is.
 #pragma unroll
                 for (int i = 0; i < VEC; ++i)
-                    if (here < end) most[i] = max_finite(most[i], v[i] * times[i] * factor[0]);
+                    if (here < end) max_abs[i] = max_finite(max_abs[i], v[i] * times[i] * factor[0]);
             }
         }
     }
@@ -64,7 +64,7 @@ RTK_DEVICE void absmax_of_columns(const T* x, const float* row_factor, const flo
                 float v[WordMax<T>::kPerWord];
                 WordMax<T>::unpacked(words[w], v);
 #pragma unroll
-                for (int i = 0; i < WordMax<T>::kPerWord; ++i) most[w * WordMax<T>::kPerWord + i] = v[i];
+                for (int i = 0; i < WordMax<T>::kPerWord; ++i) max_abs[w * WordMax<T>::kPerWord + i] = v[i];
             }
         }
     }
@@ -79,15 +79,15 @@ RTK_DEVICE void absmax_block(const T* x, const float* row_factor, const float* c
     const i64 first_column = static_cast<i64>(blockIdx.x - split * static_cast<u32>(column_tiles)) * kWidth;
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
     const i64 column = first_column + lane * VEC, first = split * rows_per_block;
-    float most[VEC];
+    float max_abs[VEC];
 #pragma unroll
-    for (int i = 0; i < VEC; ++i) most[i] = 0.0f;
+    for (int i = 0; i < VEC; ++i) max_abs[i] = 0.0f;
     if (column < cols)
         absmax_of_columns<VEC>(x, row_factor, column_factor, first + warp, min(first + rows_per_block, rows), stride,
-                               column, policy, most);
+                               column, policy, max_abs);
     // Number i of a lane in line i: lanes are neighbours there.
 #pragma unroll
-    for (int i = 0; i < VEC; ++i) shared[(warp * VEC + i) * kWarp + lane] = most[i];
+    for (int i = 0; i < VEC; ++i) shared[(warp * VEC + i) * kWarp + lane] = max_abs[i];
     __syncthreads();
     for (int c = static_cast<int>(threadIdx.x); c < kWidth; c += kAbsmaxWarps * kWarp) {
         const int place = c % VEC * kWarp + c / VEC;
@@ -98,16 +98,16 @@ RTK_DEVICE void absmax_block(const T* x, const float* row_factor, const float* c
     }
 }
 
-// Blocks are numbered along the columns first; `partial` has one row per split of the rows. `wide`: rows allow
+// Blocks are numbered along the columns first; `partial` has one row per split of the rows. `aligned16`: rows allow
 // accesses of 16 bytes. `passing`: they should leave L2 first.
 template <typename T>
 __global__ void __launch_bounds__(kAbsmaxWarps* kWarp)
     column_absmax(const T* x, const float* row_factor, const float* column_factor, float* partial, i64 rows, i64 cols,
-                  i64 x_stride, i64 rows_per_block, i64 column_tiles, i64 wide, i64 passing) {
+                  i64 x_stride, i64 rows_per_block, i64 column_tiles, i64 aligned16, i64 passing) {
     constexpr int N = 16 / sizeof(T);
     __shared__ float shared[kAbsmaxWarps * kWarp * N];
     const u64 policy = ptx::l2_policy(passing != 0);
-    if (wide != 0) {
+    if (aligned16 != 0) {
         absmax_block<N>(x, row_factor, column_factor, partial, rows, cols, x_stride, rows_per_block, column_tiles, policy,
                         shared);
     } else {
@@ -118,13 +118,13 @@ __global__ void __launch_bounds__(kAbsmaxWarps* kWarp)
 
 // What column_max makes of a maximum.
 struct AbsMax {
-    RTK_DEVICE static float of(float most, bool) { return most; }
+    RTK_DEVICE static float of(float max_abs, bool) { return max_abs; }
 };
 struct ScaleE4m3 {
-    RTK_DEVICE static float of(float most, bool pow2) { return fp8_scale<e4m3>(most, pow2); }
+    RTK_DEVICE static float of(float max_abs, bool pow2) { return fp8_scale<e4m3>(max_abs, pow2); }
 };
 struct ScaleE5m2 {
-    RTK_DEVICE static float of(float most, bool pow2) { return fp8_scale<e5m2>(most, pow2); }
+    RTK_DEVICE static float of(float max_abs, bool pow2) { return fp8_scale<e5m2>(max_abs, pow2); }
 };
 
 // out[c] from the largest of partial[r, c] over `rows` rows. A block owns 32 columns, its warps every 8th row.
@@ -135,18 +135,18 @@ __global__ void __launch_bounds__(kAbsmaxWarps* kWarp)
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
     const i64 column = static_cast<i64>(blockIdx.x) * kWarp + lane;
     const float* next = partial + warp * cols + column;
-    float most = 0.0f;
+    float max_abs = 0.0f;
     ptx::wait_for_previous();
     if (column < cols) {
 #pragma unroll 8
-        for (i64 row = warp; row < rows; row += kAbsmaxWarps, next += kAbsmaxWarps * cols) most = fmaxf(most, *next);
+        for (i64 row = warp; row < rows; row += kAbsmaxWarps, next += kAbsmaxWarps * cols) max_abs = fmaxf(max_abs, *next);
     }
-    shared[warp][lane] = most;
+    shared[warp][lane] = max_abs;
     __syncthreads();
     if (warp != 0 || column >= cols) return;
 #pragma unroll
-    for (int w = 0; w < kAbsmaxWarps; ++w) most = fmaxf(most, shared[w][lane]);
-    out[column] = Result::of(most, pow2 != 0);
+    for (int w = 0; w < kAbsmaxWarps; ++w) max_abs = fmaxf(max_abs, shared[w][lane]);
+    out[column] = Result::of(max_abs, pow2 != 0);
 }
 
 }  // namespace rtk

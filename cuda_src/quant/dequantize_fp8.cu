@@ -9,24 +9,24 @@ namespace rtk {
 template <typename T, typename F8, int VEC>
 __global__ void __launch_bounds__(256, 4)
     dequantize_fp8(const F8* q, const float* scale, T* y, i64 rows, i64 cols, i64 q_stride, i64 threads_per_row,
-                   i64 runs_per_row, i64 row_shift, i64 scale_row, i64 scale_column) {
-    const Runs<VEC, 2> runs(rows, cols, threads_per_row, runs_per_row);
-    for (i64 run = runs.first; run < runs.count; run += runs.step) {
-        Raw<VEC> raw[runs.kInFlight];
-        runs.load_each(run, q, q_stride, raw);
-        const i64 row = runs.row(run);
+                   i64 slices_per_row, i64 row_shift, i64 scale_row, i64 scale_column) {
+    const Runs<VEC, 2> slices(rows, cols, threads_per_row, slices_per_row);
+    for (i64 run = slices.first; run < slices.count; run += slices.step) {
+        Raw<VEC> raw[slices.kInFlight];
+        slices.load_each(run, q, q_stride, raw);
+        const i64 row = slices.row(run);
         const float* row_scale = scale + (row >> row_shift) * scale_row;
-        float factor[runs.kInFlight];
+        float factor[slices.kInFlight];
 #pragma unroll
-        for (int i = 0; i < runs.kInFlight; ++i) {
-            const i64 column = runs.column(run, row, i);
+        for (int i = 0; i < slices.kInFlight; ++i) {
+            const i64 column = slices.column(run, row, i);
             float one[1] = {0.0f};
             if (column < cols) load_keep<float, 1>(row_scale + (column >> 7) * scale_column, one);
             factor[i] = one[0];
         }
 #pragma unroll
-        for (int i = 0; i < runs.kInFlight; ++i) {
-            const i64 column = runs.column(run, row, i);
+        for (int i = 0; i < slices.kInFlight; ++i) {
+            const i64 column = slices.column(run, row, i);
             if (column < cols) {
                 float v[VEC];
                 unpack<F8, VEC>(raw[i], v);

@@ -54,7 +54,7 @@ struct Quantized {
     float* scale_t;
     u32 cols;
     bool by_group, pow2;
-    const float* most = nullptr;  // of each column [experts, cols], if all rows of an expert's column share a scale
+    const float* max_abs = nullptr;  // of each column [experts, cols], if all rows of an expert's column share a scale
     u32 expert = 0;               // that of the tile, if so
 };
 

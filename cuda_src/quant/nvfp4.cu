@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(256)
         if constexpr (kFp4) {
             u32 words[2] = {0u, 0u};
 #pragma unroll
-            for (int i = 0; i < 16; ++i) words[i / 8] |= e2m1_rounded(own.v[i], own.v[i] * inverse, kTiesEven) << (i % 8 * 4);
+            for (int i = 0; i < 16; ++i) words[i / 8] |= e2m1_rounded(own.v[i], own.v[i] * inverse, kTiesNearest) << (i % 8 * 4);
             for (int i = 0; i < own.valid; i += 2) out[(at + i) / 2] = static_cast<u8>(words[i / 8] >> (i % 8 * 4));
         } else if (e5) {
             store_codes<e5m2>(out + at, own.v, inverse, own.valid, (cols & 15) == 0);

@@ -14,19 +14,19 @@ namespace rtk {
 template <typename T, int VEC>
 __global__ void __launch_bounds__(256, 4)
     fp8_tensor_amax(const T* x, float* partial, i64 rows, i64 cols, i64 x_stride, i64 threads_per_row,
-                    i64 runs_per_row) {
+                    i64 slices_per_row) {
     __shared__ GroupScratch<1> scratch;
-    const Runs<VEC, 8> runs(rows, cols, threads_per_row, runs_per_row);
+    const Runs<VEC, 8> slices(rows, cols, threads_per_row, slices_per_row);
     ptx::launch_dependents();
-    u32 most = 0;
+    u32 max_abs = 0;
 #pragma unroll 1
-    for (i64 run = runs.first; run < runs.count; run += runs.step) {
-        Raw<sizeof(T) * VEC> raw[runs.kInFlight];
-        runs.load(run, x, x_stride, raw);
+    for (i64 run = slices.first; run < slices.count; run += slices.step) {
+        Raw<sizeof(T) * VEC> raw[slices.kInFlight];
+        slices.load(run, x, x_stride, raw);
 #pragma unroll
-        for (int i = 0; i < runs.kInFlight; ++i) most = with_larger<T>(most, raw[i]);
+        for (int i = 0; i < slices.kInFlight; ++i) max_abs = with_larger<T>(max_abs, raw[i]);
     }
-    const float amax = group_reduce<MaxNumber, false>(WordMax<T>::largest(most), RowGroup(blockDim.x), scratch, 0);
+    const float amax = group_reduce<MaxNumber, false>(WordMax<T>::largest(max_abs), RowGroup(blockDim.x), scratch, 0);
     if (threadIdx.x == 0) partial[blockIdx.x] = amax;
 }
 
@@ -36,12 +36,12 @@ __global__ void __launch_bounds__(256, 4)
 template <typename T, typename F8, int VEC>
 __global__ void __launch_bounds__(256, 5)
     quantize_fp8_tensor(const T* x, float* scale, const float* partial, F8* q, i64 rows, i64 cols, i64 x_stride,
-                        i64 threads_per_row, i64 runs_per_row, i64 partials, i64 pow2) {
+                        i64 threads_per_row, i64 slices_per_row, i64 partials, i64 pow2) {
     __shared__ GroupScratch<1> scratch;
-    const Runs<VEC> runs(rows, cols, threads_per_row, runs_per_row);
-    Raw<sizeof(T) * VEC> raw[runs.kInFlight];
-    i64 run = runs.count - 1 - runs.first;
-    if (run >= 0) runs.load(run, x, x_stride, raw);  // under way while the scale arrives
+    const Runs<VEC> slices(rows, cols, threads_per_row, slices_per_row);
+    Raw<sizeof(T) * VEC> raw[slices.kInFlight];
+    i64 run = slices.count - 1 - slices.first;
+    if (run >= 0) slices.load(run, x, x_stride, raw);  // under way while the scale arrives
     float shared_scale;
     if (partial == nullptr) {
         shared_scale = *scale;
@@ -55,18 +55,18 @@ __global__ void __launch_bounds__(256, 5)
     }
     const float inverse = __frcp_rn(shared_scale);
     while (run >= 0) {
-        const i64 row = runs.row(run), first = runs.column(run, row), left = cols - first;
+        const i64 row = slices.row(run), first = slices.column(run, row), left = cols - first;
         F8* place = q + row * cols + first;
 #pragma unroll
-        for (int i = 0; i < runs.kInFlight; ++i) {
-            if (i * runs.pitch() < left) {
+        for (int i = 0; i < slices.kInFlight; ++i) {
+            if (i * slices.pitch() < left) {
                 float v[VEC];
                 unpack<T, VEC>(raw[i], v);
-                ptx::st<VEC>(place + i * runs.pitch(), quantized<F8>(v, inverse));
+                ptx::st<VEC>(place + i * slices.pitch(), quantized<F8>(v, inverse));
             }
         }
-        run -= runs.step;
-        if (run >= 0) runs.load(run, x, x_stride, raw);
+        run -= slices.step;
+        if (run >= 0) slices.load(run, x, x_stride, raw);
     }
 }
 
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(1024, 1)
     Raw<16> mine;
     clear(mine);
     if (own < count) mine = load_raw<T, kVec, false>(x + static_cast<i64>(own) * kVec);
-    u32 most = 0;
+    u32 max_abs = 0;
 #pragma unroll 1
     for (int first = threadIdx.x; first < count; first += kInFlight * blockDim.x) {
         Raw<16> raw[kInFlight];
@@ -93,9 +93,9 @@ __global__ void __launch_bounds__(1024, 1)
             if (vector < count) raw[i] = load_raw<T, kVec, false>(x + static_cast<i64>(vector) * kVec);
         }
 #pragma unroll
-        for (int i = 0; i < kInFlight; ++i) most = with_larger<T>(most, raw[i]);
+        for (int i = 0; i < kInFlight; ++i) max_abs = with_larger<T>(max_abs, raw[i]);
     }
-    const float amax = group_reduce<MaxNumber, false>(WordMax<T>::largest(most), RowGroup(blockDim.x), scratch, 0);
+    const float amax = group_reduce<MaxNumber, false>(WordMax<T>::largest(max_abs), RowGroup(blockDim.x), scratch, 0);
     const float shared_scale = fp8_scale<F8>(amax, pow2 != 0);
     if (own == 0) *scale = shared_scale;
     if (own < count) {
@@ -124,10 +124,10 @@ __global__ void __launch_bounds__(512)
             clear(raw[c]);
             if (row < rows && column < cols) raw[c] = load_raw<T, VEC>(x + row * x_stride + column);
         }
-        u32 most = 0;
+        u32 max_abs = 0;
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) most = with_larger<T>(most, raw[c]);
-        const float amax = group_reduce<MaxNumber, false>(WordMax<T>::largest(most), group, scratch, phase);
+        for (int c = 0; c < kChunks; ++c) max_abs = with_larger<T>(max_abs, raw[c]);
+        const float amax = group_reduce<MaxNumber, false>(WordMax<T>::largest(max_abs), group, scratch, phase);
         const float row_scale = fp8_scale<F8>(amax, pow2 != 0);
         const float inverse = __frcp_rn(row_scale);
         if (row < rows && group.thread == 0) scale[row] = row_scale;

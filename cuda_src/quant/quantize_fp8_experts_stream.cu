@@ -26,22 +26,22 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
     const TilePlaces places(memory + Stream::kBytes, counts, count_width, experts, rows, cols);
     const StreamWalk walk(places, out, static_cast<u32>(cols), kept, known, counter);
     if (threadIdx.x >= kPatchWorkers) {
-        help(shared, walk, out.pow2, [&](const PatchOutput& place, u32 turn) { stream.fetch(place, turn, x); });
+        help(shared, walk, out.pow2, [&](const PatchOutput& place, u32 nth) { stream.fetch(place, nth, x); });
     } else {
 #pragma unroll 1
-        for (u32 turn = 0; walk[turn].rows != 0; ++turn) {
-            const PatchOutput& place = walk.at(turn);
+        for (u32 nth = 0; walk[nth].rows != 0; ++nth) {
+            const PatchOutput& place = walk.at(nth);
             Patch v[1];
-            const ptx::SharedAddress own = stream.wait(turn);
+            const ptx::SharedAddress own = stream.wait(nth);
 #pragma unroll
             for (int r = 0; r < kPatchRows; ++r) unpack<T, 8>(stream.read(own, r), v[0][r]);
-            stream.release(turn);
+            stream.release(nth);
             if (place.rows < static_cast<u32>(kTileSide)) cut_rows(v[0], place.rows);
             float row_maxima[kPatchRows];
             shared.add_maxima(v, row_maxima);
             if (q != nullptr) shared.quantize_rows(v, row_maxima, place, out.cols, walk.scale_step(), out.pow2);
-            shared.stage_columns(v, turn);
-            shared.store_column_ends(place, turn);
+            shared.stage_columns(v, nth);
+            shared.store_column_ends(place, nth);
         }
     }
     clear_scales(places, row_blocks, cols, scale_t);

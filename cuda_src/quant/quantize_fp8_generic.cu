@@ -1,7 +1,7 @@
 // fp8 of tensors whose rows allow no 16-byte accesses, for every granularity and every type, and back. Recipe:
 // common/fp8_scale.cuh. The results have the bits of the other kernels: a scale depends on nothing but a maximum.
 //
-// `type` is that of common/any_type.cuh; `wide_range`: codes are e5m2, else e4m3.
+// `type` is that of common/any_type.cuh; `large_range`: codes are e5m2, else e4m3.
 #include "common/amax.cuh"
 #include "common/any_type.cuh"
 #include "common/reduce.cuh"
@@ -9,13 +9,13 @@
 
 namespace rtk {
 
-RTK_DEVICE float scale_any(float amax, bool wide_range, bool pow2) {
-    return wide_range ? fp8_scale<e5m2>(amax, pow2) : fp8_scale<e4m3>(amax, pow2);
+RTK_DEVICE float scale_any(float amax, bool large_range, bool pow2) {
+    return large_range ? fp8_scale<e5m2>(amax, pow2) : fp8_scale<e4m3>(amax, pow2);
 }
 
-RTK_DEVICE Raw<1> code_any(float value, bool wide_range, float inverse) {
+RTK_DEVICE Raw<1> code_any(float value, bool large_range, float inverse) {
     const float v[1] = {value};
-    return wide_range ? quantized<e5m2>(v, inverse) : quantized<e4m3>(v, inverse);
+    return large_range ? quantized<e5m2>(v, inverse) : quantized<e4m3>(v, inverse);
 }
 
 // x is cut into `units` of unit_rows x unit_cols, `units_across` of them side by side, that have a scale each. A group of
@@ -30,11 +30,11 @@ template <int THREADS>
 __global__ void __launch_bounds__(THREADS)
     quantize_fp8_generic(const void* x, u8* q, float* scale, u8* q_t, const float* partial, i64 rows, i64 cols, i64 x_stride,
                          i64 unit_rows, i64 unit_cols, i64 units, i64 units_across, i64 scale_row, i64 scale_column,
-                         i64 threads_per_unit, i64 lanes, i64 partials, i64 given, i64 amax_only, i64 type, i64 wide_range,
+                         i64 threads_per_unit, i64 lanes, i64 partials, i64 given, i64 amax_only, i64 type, i64 large_range,
                          i64 pow2) {
     __shared__ GroupScratch<1> scratch;
     const int kind = static_cast<int>(type);
-    const bool e5 = wide_range != 0;
+    const bool e5 = large_range != 0;
     float own_scale = 0.0f, block_amax = 0.0f;
     int phase = 0;
     if (partials > 0) {
@@ -92,18 +92,18 @@ __global__ void __launch_bounds__(THREADS)
 template <int THREADS>
 __global__ void __launch_bounds__(THREADS)
     dequantize_fp8_generic(const u8* q, const float* scale, void* y, i64 rows, i64 cols, i64 q_stride, i64 threads_per_row,
-                           i64 runs_per_row, i64 row_shift, i64 scale_row, i64 scale_column, i64 type, i64 wide_range) {
-    const Runs<1> runs(rows, cols, threads_per_row, runs_per_row);
-    for (i64 run = runs.first; run < runs.count; run += runs.step) {
-        const i64 row = runs.row(run);
+                           i64 slices_per_row, i64 row_shift, i64 scale_row, i64 scale_column, i64 type, i64 large_range) {
+    const Runs<1> slices(rows, cols, threads_per_row, slices_per_row);
+    for (i64 run = slices.first; run < slices.count; run += slices.step) {
+        const i64 row = slices.row(run);
         const float* row_scale = scale + (row >> row_shift) * scale_row;
 #pragma unroll
-        for (int i = 0; i < runs.kInFlight; ++i) {
-            const i64 column = runs.column(run, row, i);
+        for (int i = 0; i < slices.kInFlight; ++i) {
+            const i64 column = slices.column(run, row, i);
             if (column >= cols) break;
             const Raw<1> code = ptx::ld_keep<1>(q + row * q_stride + column);
             float v[1], factor[1];
-            if (wide_range) {
+            if (large_range) {
                 unpack<e5m2, 1>(code, v);
             } else {
                 unpack<e4m3, 1>(code, v);

@@ -54,16 +54,16 @@ __global__ void __launch_bounds__(256, 4)
         }
         if (k % ACROSS == ACROSS - 1) from += x_stride;
     }
-    float most[kSets];
+    float max_abs[kSets];
 #pragma unroll
     for (int k = 0; k < kSets; ++k) {
         u32 word = 0;
 #pragma unroll
         for (int p = 0; p < kPieces; ++p) word = with_larger<T>(word, raw[k][p]);
-        most[k] = WordMax<T>::largest(word);
+        max_abs[k] = WordMax<T>::largest(word);
     }
     // Lane k works out and stores the scale of set k.
-    const float own = fp8_scale<F8>(scattered_max<kSets, kLanes>(most), pow2 != 0);
+    const float own = fp8_scale<F8>(scattered_max<kSets, kLanes>(max_abs), pow2 != 0);
     const float own_inverse = __frcp_rn(own);
     const int own_row = lane / ACROSS, own_group = lane % ACROSS * kTeams;
     if (lane < kSets && own_row < rows_here && own_group * kGroup < columns_here + lane * VEC)
@@ -105,11 +105,11 @@ __global__ void __launch_bounds__(kBlockThreads<VEC>, 1024 / kBlockThreads<VEC>)
         clear(raw[p]);
         if (inside && row < rows) raw[p] = load_raw<T, VEC>(x + row * x_stride + column);
     }
-    u32 most = 0;
+    u32 max_abs = 0;
 #pragma unroll
-    for (int p = 0; p < kPasses; ++p) most = with_larger<T>(most, raw[p]);
+    for (int p = 0; p < kPasses; ++p) max_abs = with_larger<T>(max_abs, raw[p]);
     const float amax =
-        group_reduce<MaxNumber, false>(WordMax<T>::largest(most), RowGroup(kBlockThreads<VEC>), scratch, 0);
+        group_reduce<MaxNumber, false>(WordMax<T>::largest(max_abs), RowGroup(kBlockThreads<VEC>), scratch, 0);
     const float block_scale = fp8_scale<F8>(amax, pow2 != 0);
     const float inverse = __frcp_rn(block_scale);
     if (threadIdx.x == 0) scale[tile.row * column_tiles + tile.column] = block_scale;

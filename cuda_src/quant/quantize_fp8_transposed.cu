@@ -11,9 +11,9 @@ struct TilePlace {
     i64 row, column;
 
     RTK_DEVICE explicit TilePlace(i64 column_tiles) {
-        const u32 wide = static_cast<u32>(column_tiles), above = blockIdx.x / wide;
+        const u32 tiles_across = static_cast<u32>(column_tiles), above = blockIdx.x / tiles_across;
         down = above;
-        across = blockIdx.x - above * wide;
+        across = blockIdx.x - above * tiles_across;
         row = down * kTileSide;
         column = across * kTileSide;
     }

@@ -84,9 +84,9 @@ __global__ void __launch_bounds__(512, CALIBRATE ? 1 : 2)
     for (int c = 0; c < kChunks; ++c) {
         const int column = (c * group.threads + group.thread) * N;
         if (column >= x_cols) continue;
-        float most[N];
-        unpack<T, N>(Raw<16>{words[c][0], words[c][1], words[c][2], words[c][3]}, most);
-        store<float, N>(to + column, most);
+        float max_abs[N];
+        unpack<T, N>(Raw<16>{words[c][0], words[c][1], words[c][2], words[c][3]}, max_abs);
+        store<float, N>(to + column, max_abs);
     }
 }
 

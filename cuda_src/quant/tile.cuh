@@ -26,7 +26,7 @@ struct TileScratch {
     static constexpr int kPlaces = N == 8 ? kTileSide + 16 : kTileSide;
 
     __align__(16) u8 codes[kTileSide * kTileSide];
-    __align__(16) float most[kWarps][kPlaces];
+    __align__(16) float max_abs[kWarps][kPlaces];
     __align__(16) float inverse[kPlaces];
 
     RTK_DEVICE static int place(int column) {
@@ -164,14 +164,14 @@ RTK_DEVICE void share_columns(const Tile<N>& tile, const float (&v)[N], TileScra
     Raw<16> four;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        float most = v[i];
+        float max_abs = v[i];
         if constexpr (N == 8) {
             const float kept = half ? v[i + 4] : v[i], given = half ? v[i] : v[i + 4];
-            most = fmaxf(kept, __shfl_xor_sync(0xffffffffu, given, kLanes));
+            max_abs = fmaxf(kept, __shfl_xor_sync(0xffffffffu, given, kLanes));
         }
-        four.w[i] = __float_as_uint(most);
+        four.w[i] = __float_as_uint(max_abs);
     }
-    *reinterpret_cast<Raw<16>*>(&scratch.most[thread / kWarp][scratch.place(tile.column + 4 * half)]) = four;
+    *reinterpret_cast<Raw<16>*>(&scratch.max_abs[thread / kWarp][scratch.place(tile.column + 4 * half)]) = four;
 }
 
 // The reciprocals of the scales of the thread's columns, to `v`. Stores the scales, `scale` being the place of the
@@ -183,10 +183,10 @@ RTK_DEVICE void column_scales(const Tile<N>& tile, float (&v)[N], TileScratch<N>
     Team::meet();
     if (thread < kTileSide) {
         const int place = scratch.place(thread);
-        float most = scratch.most[0][place];
+        float max_abs = scratch.max_abs[0][place];
 #pragma unroll
-        for (int w = 1; w < kWarps; ++w) most = fmaxf(most, scratch.most[w][place]);
-        const float own = fp8_scale<F8>(most, pow2);
+        for (int w = 1; w < kWarps; ++w) max_abs = fmaxf(max_abs, scratch.max_abs[w][place]);
+        const float own = fp8_scale<F8>(max_abs, pow2);
         if (thread < tile.columns) scale[thread] = own;
         scratch.inverse[place] = __frcp_rn(own);
     }
@@ -272,10 +272,10 @@ RTK_DEVICE void store_columns(const Tile<N>& tile, TileScratch<N>& scratch, F8* 
     };
     for (int column = thread / kWarp; column < tile.columns; column += Tile<N>::kWarps) {
         F8* p = q + column * pitch;
-        const int ahead = static_cast<int>(reinterpret_cast<u64>(p) & 3);
-        for (int w = thread % kWarp; w * 4 - ahead < tile.rows; w += kWarp) {
-            const Raw<4> codes = {__funnelshift_l(word(column, w - 1), word(column, w), ahead * 8)};
-            const int first = w * 4 - ahead;
+        const int misaligned = static_cast<int>(reinterpret_cast<u64>(p) & 3);
+        for (int w = thread % kWarp; w * 4 - misaligned < tile.rows; w += kWarp) {
+            const Raw<4> codes = {__funnelshift_l(word(column, w - 1), word(column, w), misaligned * 8)};
+            const int first = w * 4 - misaligned;
             if (first >= 0 && first + 4 <= tile.rows) {
                 ptx::st<4>(p + first, codes);
             } else {

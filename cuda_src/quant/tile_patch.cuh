@@ -72,12 +72,12 @@ struct PatchShared {
     __align__(16) u8 codes[SIDES][kTileSide * kTileSide];
     // Of column 8k + 4h + i, in [16h + k][i]: as lanes hold them.
     __align__(16) float inverse[SIDES][kTileSide];
-    u32 most[SIDES][kTileSide];         // the same, in [i][16h + k], as bits; 0 between tiles
+    u32 max_abs[SIDES][kTileSide];         // the same, in [i][16h + k], as bits; 0 between tiles
     u64 added, scaled, staged, stored;  // barriers, a phase for each tile
 
     // The whole block calls, and then meets.
     RTK_DEVICE void init() {
-        if (threadIdx.x < SIDES * kTileSide) most[0][threadIdx.x] = 0;
+        if (threadIdx.x < SIDES * kTileSide) max_abs[0][threadIdx.x] = 0;
         if (threadIdx.x == 0) {
             ptx::mbarrier_init(ptx::shared_address(&added), kPatchWarps);
             ptx::mbarrier_init(ptx::shared_address(&scaled), 1);
@@ -113,7 +113,7 @@ struct PatchShared {
 #pragma unroll
             for (int r = 1; r < kPatchRows; ++r) largest = fmaxf(largest, rows[side * kPatchRows + r]);
             if (largest > 3.40282347e38f) find(side, columns, [](float a, float b) { return max_finite(a, b); });
-            const ptx::SharedAddress to = ptx::shared_address(&most[side][lane]);
+            const ptx::SharedAddress to = ptx::shared_address(&max_abs[side][lane]);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float kept = lower ? columns[i + 4] : columns[i], given = lower ? columns[i] : columns[i + 4];
@@ -126,16 +126,16 @@ struct PatchShared {
     }
 
     // The warp that makes scales calls it.
-    RTK_DEVICE void make_scales(const PatchOutput& out, u32 turn, bool pow2) {
-        ptx::mbarrier_wait(ptx::shared_address(&added), turn & 1);
+    RTK_DEVICE void make_scales(const PatchOutput& out, u32 nth, bool pow2) {
+        ptx::mbarrier_wait(ptx::shared_address(&added), nth & 1);
         const int lane = static_cast<int>(threadIdx.x) % kWarp, column = lane % 16 * kPatchColumns + lane / 16 * 4;
 #pragma unroll
         for (int side = 0; side < SIDES; ++side) {
             Raw<16> scales, inverses;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const float own = fp8_scale<e4m3>(__uint_as_float(most[side][i * kWarp + lane]), pow2);
-                most[side][i * kWarp + lane] = 0;
+                const float own = fp8_scale<e4m3>(__uint_as_float(max_abs[side][i * kWarp + lane]), pow2);
+                max_abs[side][i * kWarp + lane] = 0;
                 scales.w[i] = __float_as_uint(own);
                 inverses.w[i] = __float_as_uint(inverse_scale(own));
             }
@@ -169,11 +169,11 @@ struct PatchShared {
             }
     }
 
-    RTK_DEVICE void stage_columns(const Patch (&v)[SIDES], u32 turn) {
+    RTK_DEVICE void stage_columns(const Patch (&v)[SIDES], u32 nth) {
         const int row = patch_row(), k = patch_lane() % 16;
         const int place = square_unit(patch_column(), row / 8) + row % 8;
-        ptx::mbarrier_wait(ptx::shared_address(&scaled), turn & 1);
-        ptx::mbarrier_wait(ptx::shared_address(&stored), (turn & 1) ^ 1);  // of the tile before
+        ptx::mbarrier_wait(ptx::shared_address(&scaled), nth & 1);
+        ptx::mbarrier_wait(ptx::shared_address(&stored), (nth & 1) ^ 1);  // of the tile before
 #pragma unroll
         for (int side = 0; side < SIDES; ++side) {
             Raw<16> four;
@@ -192,9 +192,9 @@ struct PatchShared {
     }
 
     // The warps that store call it.
-    RTK_DEVICE void store_columns(const PatchOutput& out, u32 turn) {
+    RTK_DEVICE void store_columns(const PatchOutput& out, u32 nth) {
         const int thread = static_cast<int>(threadIdx.x) - (kPatchThreads - kPatchStorers);
-        ptx::mbarrier_wait(ptx::shared_address(&staged), turn & 1);
+        ptx::mbarrier_wait(ptx::shared_address(&staged), nth & 1);
 #pragma unroll
         for (int side = 0; side < SIDES; ++side) {
             e4m3* to = out.q_t + (side == 0 ? 0 : out.q_t_right);
@@ -210,9 +210,9 @@ struct PatchShared {
     }
 
     // Workers store the ends of columns that begin anywhere.
-    RTK_DEVICE void store_column_ends(const PatchOutput& out, u32 turn) const {
+    RTK_DEVICE void store_column_ends(const PatchOutput& out, u32 nth) const {
         if (out.whole) return;
-        ptx::mbarrier_wait(ptx::shared_address(&staged), turn & 1);
+        ptx::mbarrier_wait(ptx::shared_address(&staged), nth & 1);
 #pragma unroll 1
         for (int side = 0; side < SIDES; ++side)
             store_ends<kPatchWorkers>(codes[side], out.q_t + (side == 0 ? 0 : out.q_t_right), out.pitch,

@@ -112,9 +112,9 @@ RTK_DEVICE void quantize_tile_block(const Tile<16 / sizeof(T)>& tile, const T* x
     u32 most_word = 0;
 #pragma unroll
     for (int r = 0; r < kTileRows; ++r) most_word = with_larger<T>(most_word, raw[r]);
-    const float most = group_reduce<MaxNumber, false>(WordMax<T>::largest(most_word), RowGroup(Tile<N>::kThreads),
+    const float max_abs = group_reduce<MaxNumber, false>(WordMax<T>::largest(most_word), RowGroup(Tile<N>::kThreads),
                                                       maxima, phase);
-    const float own = fp8_scale<F8>(most, pow2);
+    const float own = fp8_scale<F8>(max_abs, pow2);
     const float inverse = __frcp_rn(own);
     if (threadIdx.x == 0) *out.scale = own;
     Raw<N> codes[kTileRows];

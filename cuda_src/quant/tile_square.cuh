@@ -47,7 +47,7 @@ struct SquareScratch {
     static constexpr int kPlaces = kTileSide + 16;
 
     __align__(16) u8 codes[kTileSide * kTileSide];
-    __align__(16) float most[kSquareWarps][kPlaces];
+    __align__(16) float max_abs[kSquareWarps][kPlaces];
     __align__(16) float inverse[kPlaces];
 
     RTK_DEVICE static int place(int column) {
@@ -113,11 +113,11 @@ RTK_DEVICE void store_shifted_columns(const u8* codes, e4m3* q, Pitch pitch, int
 #pragma unroll 1
     for (int column = thread / kWarp; column < columns; column += THREADS / kWarp) {
         e4m3* to = q + static_cast<u64>(pitch) * static_cast<u32>(column);
-        const int ahead = static_cast<int>(reinterpret_cast<u64>(to) & 3);
+        const int misaligned = static_cast<int>(reinterpret_cast<u64>(to) & 3);
 #pragma unroll 1
-        for (int w = thread % kWarp; w * 4 - ahead < rows; w += kWarp) {
-            const Raw<4> shifted = {__funnelshift_l(word(column, w - 1), word(column, w), ahead * 8)};
-            const int first = w * 4 - ahead;
+        for (int w = thread % kWarp; w * 4 - misaligned < rows; w += kWarp) {
+            const Raw<4> shifted = {__funnelshift_l(word(column, w - 1), word(column, w), misaligned * 8)};
+            const int first = w * 4 - misaligned;
             if (first >= 0 && first + 4 <= rows) {
                 ptx::st<4>(to + first, shifted);
             } else {
@@ -145,32 +145,32 @@ RTK_DEVICE void store_columns(const u8* codes, e4m3* q, Pitch pitch, int rows, i
 // aligned. At least one barrier; the scratch may be used again.
 template <typename Out>
 RTK_DEVICE void quantize_square(const Square& v, const Out& out, SquareScratch& scratch) {
-    float rows[kSquare], most[kSquare];
-    find_maxima(v, rows, most, [](float a, float b) { return fmaxf(a, fabsf(b)); });
+    float rows[kSquare], max_abs[kSquare];
+    find_maxima(v, rows, max_abs, [](float a, float b) { return fmaxf(a, fabsf(b)); });
     // NaN does not count there, but infinities do; the rare thread that met one looks again.
     constexpr float kLargest = 3.40282347e38f;
-    float largest = most[0];
+    float largest = max_abs[0];
 #pragma unroll
-    for (int i = 1; i < kSquare; ++i) largest = fmaxf(largest, most[i]);
-    if (largest > kLargest) find_maxima(v, rows, most, max_finite);
+    for (int i = 1; i < kSquare; ++i) largest = fmaxf(largest, max_abs[i]);
+    if (largest > kLargest) find_maxima(v, rows, max_abs, max_finite);
     if (out.by_columns()) {
         const SquareSpot spot(0, 0);
         const bool lower = spot.lane >= 16;
         Raw<16> four;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const float kept = lower ? most[i + 4] : most[i], given = lower ? most[i] : most[i + 4];
+            const float kept = lower ? max_abs[i + 4] : max_abs[i], given = lower ? max_abs[i] : max_abs[i + 4];
             four.w[i] = __float_as_uint(fmaxf(kept, __shfl_xor_sync(0xffffffffu, given, 16)));
         }
-        *reinterpret_cast<Raw<16>*>(&scratch.most[spot.warp][scratch.place(spot.column + (lower ? 4 : 0))]) = four;
+        *reinterpret_cast<Raw<16>*>(&scratch.max_abs[spot.warp][scratch.place(spot.column + (lower ? 4 : 0))]) = four;
         __syncthreads();
         // Half of the warps work out the scales of the columns while the others are ahead with the rows.
         const int c = static_cast<int>(this_thread());
         if (c < kTileSide) {
             const int place = scratch.place(c);
-            float m = scratch.most[0][place];
+            float m = scratch.max_abs[0][place];
 #pragma unroll
-            for (int w = 1; w < kSquareWarps; ++w) m = fmaxf(m, scratch.most[w][place]);
+            for (int w = 1; w < kSquareWarps; ++w) m = fmaxf(m, scratch.max_abs[w][place]);
             const float own = fp8_scale<e4m3>(m, out.pow2());
             scratch.inverse[place] = inverse_scale(own);
             if (c < out.columns()) *out.scale_t(c) = own;

@@ -44,8 +44,8 @@ struct PatchStream {
 
     // Asks for a tile, the turn'th, as soon as there is room for it. One thread calls.
     template <typename... Maps>
-    RTK_DEVICE void fetch(const PatchOutput& place, u32 turn, const Maps&... maps) const {
-        const u32 slot = turn % SLOTS, rows = place.rows;
+    RTK_DEVICE void fetch(const PatchOutput& place, u32 nth, const Maps&... maps) const {
+        const u32 slot = nth % SLOTS, rows = place.rows;
         const i32 column = static_cast<i32>(place.column), row = static_cast<i32>(place.row);
         const u64 policy = ptx::l2_last();
 #pragma unroll 1
@@ -53,7 +53,7 @@ struct PatchStream {
             const ptx::SharedAddress ready = full + 8 * (team * kTeamBarriers + slot);
             ptx::SharedAddress to = boxes + team * kTeamBytes + slot * (INPUTS * kBoxBytes);
             const u32 first = team * kBoxRows;
-            if (turn >= SLOTS) ptx::mbarrier_wait(ready + 8 * SLOTS, (turn / SLOTS & 1) ^ 1);
+            if (nth >= SLOTS) ptx::mbarrier_wait(ready + 8 * SLOTS, (nth / SLOTS & 1) ^ 1);
             if (first < rows) {
                 ptx::mbarrier_arrive_expect(ready, INPUTS * kBoxBytes);
                 ((ptx::tma_load_2d(to, maps, ready, column, row + static_cast<i32>(first), policy), to += kBoxBytes), ...);
@@ -65,9 +65,9 @@ struct PatchStream {
     }
 
     // Waits for them, and returns where the thread's first row of the first input begins; the next is kBoxBytes further.
-    RTK_DEVICE ptx::SharedAddress wait(u32 turn) const {
-        const u32 slot = turn % SLOTS, thread = this_thread();
-        ptx::mbarrier_wait(own_full + 8 * slot, turn / SLOTS & 1);
+    RTK_DEVICE ptx::SharedAddress wait(u32 nth) const {
+        const u32 slot = nth % SLOTS, thread = this_thread();
+        ptx::mbarrier_wait(own_full + 8 * slot, nth / SLOTS & 1);
         return own_boxes + slot * (INPUTS * kBoxBytes) + thread / 16 % (2 * kTeam) * (kPatchRows * kRowBytes) +
                thread % 16 * 16;
     }
@@ -75,9 +75,9 @@ struct PatchStream {
     RTK_DEVICE static Raw<16> read(ptx::SharedAddress spot, int r) { return ptx::ld_shared_16(spot + r * kRowBytes); }
 
     // The warp has read what it needs.
-    RTK_DEVICE void release(u32 turn) const {
+    RTK_DEVICE void release(u32 nth) const {
         __syncwarp();
-        if (patch_lane() == 0) ptx::mbarrier_arrive(own_full + 8 * (SLOTS + turn % SLOTS));
+        if (patch_lane() == 0) ptx::mbarrier_arrive(own_full + 8 * (SLOTS + nth % SLOTS));
     }
 };
 
@@ -120,24 +120,24 @@ struct StreamWalk {
     }
 
     // The place of a turn, as soon as it is known. If it has no rows, there is no such turn, and no later one.
-    RTK_DEVICE const PatchOutput& operator[](u32 turn) const {
-        ptx::mbarrier_wait(known + 8 * (turn % kKept), turn / kKept & 1);
-        return kept[turn % kKept];
+    RTK_DEVICE const PatchOutput& operator[](u32 nth) const {
+        ptx::mbarrier_wait(known + 8 * (nth % kKept), nth / kKept & 1);
+        return kept[nth % kKept];
     }
     // The same of one that has been looked at.
-    RTK_DEVICE const PatchOutput& at(u32 turn) const { return kept[turn % kKept]; }
+    RTK_DEVICE const PatchOutput& at(u32 nth) const { return kept[nth % kKept]; }
     RTK_DEVICE u32 scale_step() const { return out.by_group ? 1 : (out.cols + (kTileSide - 1)) / kTileSide; }
 
     // The thread that fetches calls, for one turn after the other: works out where it is, and tells the others. As late as
     // possible, that is when it has asked for the inputs of the turn before: a tile that is drawn earlier is worked on when
     // other blocks have gone further.
-    RTK_DEVICE const PatchOutput& find(u32 turn) const {
-        u32 number = blockIdx.x + turn * gridDim.x;
-        if (counter != nullptr && turn >= kFixed) number = kFixed * gridDim.x + atomicAdd(counter, 1u);
-        PatchOutput& to = kept[turn % kKept];
+    RTK_DEVICE const PatchOutput& find(u32 nth) const {
+        u32 number = blockIdx.x + nth * gridDim.x;
+        if (counter != nullptr && nth >= kFixed) number = kFixed * gridDim.x + atomicAdd(counter, 1u);
+        PatchOutput& to = kept[nth % kKept];
         to.rows = 0;
         if (number < all.count()) fill(to, all.find(number));
-        ptx::mbarrier_arrive(known + 8 * (turn % kKept));
+        ptx::mbarrier_arrive(known + 8 * (nth % kKept));
         return to;
     }
 
@@ -181,17 +181,17 @@ RTK_DEVICE void help(PatchShared<SIDES>& shared, const StreamWalk& walk, bool po
     const PatchRole role = patch_role();
     if (role == PatchRole::kFetch) {
 #pragma unroll 1
-        for (u32 turn = 0;; ++turn) {
-            const PatchOutput& place = walk.find(turn);
+        for (u32 nth = 0;; ++nth) {
+            const PatchOutput& place = walk.find(nth);
             if (place.rows == 0) break;
-            fetch(place, turn);
+            fetch(place, nth);
         }
     } else if (role == PatchRole::kStore) {
 #pragma unroll 1
-        for (u32 turn = 0; walk[turn].rows != 0; ++turn) shared.store_columns(walk.at(turn), turn);
+        for (u32 nth = 0; walk[nth].rows != 0; ++nth) shared.store_columns(walk.at(nth), nth);
     } else if (role == PatchRole::kScale) {
 #pragma unroll 1
-        for (u32 turn = 0; walk[turn].rows != 0; ++turn) shared.make_scales(walk.at(turn), turn, pow2);
+        for (u32 nth = 0; walk[nth].rows != 0; ++nth) shared.make_scales(walk.at(nth), nth, pow2);
     }
 }
 

@@ -63,7 +63,7 @@ RTK_DEVICE void reduce_tile(const T* x, u8* memory, void* partial, const Finish&
 }
 
 template <typename T, typename M>
-__global__ void __launch_bounds__(kColumnThreads)
+__global__ void __launch_bounds__(kColumnThreads, 2)
     reduce_columns(const T* x, void* out, void* second, void* partial, i64 results, i64 size1, i64 size0, i64 x2, i64 x1,
                    i64 x0, i64 out2, i64 out1, i64 out0, i64 count, i64 reduced1, i64 reduced0, i64 divider1,
                    i64 divider0, i64 stride2, i64 stride1, i64 stride0, i64 slices, i64 per_slice, i64 across,

@@ -3,29 +3,12 @@
 // parts go to `partial` ([slices][results]), and reduce_finish combines them.
 //
 // Grid: results * slices / groups in a block; block: 256 threads. Arithmetic: the monoid's (fp32 or 64-bit integers).
-#include "common/reduce.cuh"
+#include "reduce/group_state.cuh"
 #include "reduce/reduce.cuh"
 
 namespace rtk {
 
-inline constexpr int kReduceThreads = 256, kReduceLoads = 4;
-
-// The state of all threads of each group, in every thread of its first warp.
-template <typename M>
-RTK_DEVICE typename M::State combined(typename M::State s, int threads) {
-    __shared__ typename M::State parts[kReduceThreads / kWarp];
-#pragma unroll
-    for (int lanes = kWarp / 2; lanes > 0; lanes /= 2)
-        if (lanes < threads) s = M::combine(s, M::exchanged(s, lanes));
-    if (threads <= kWarp) return s;
-    const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
-    if (lane == 0) parts[warp] = s;
-    __syncthreads();
-    s = lane < kReduceThreads / kWarp ? parts[lane] : M::identity();
-#pragma unroll
-    for (int lanes = kReduceThreads / kWarp / 2; lanes > 0; lanes /= 2) s = M::combine(s, M::exchanged(s, lanes));
-    return s;
-}
+inline constexpr int kReduceLoads = 4;
 
 template <typename T, typename M, int N>
 RTK_DEVICE void absorb_row(typename M::State& s, const T* x, i64 begin, i64 end, const RowGroup& group,
@@ -47,7 +30,7 @@ RTK_DEVICE void absorb_row(typename M::State& s, const T* x, i64 begin, i64 end,
 }
 
 template <typename T, typename M>
-__global__ void __launch_bounds__(kReduceThreads)
+__global__ void __launch_bounds__(kReduceThreads, 2)
     reduce_rows(const T* x, void* out, void* second, void* partial, i64 results, i64 size1, i64 size0, i64 x2, i64 x1,
                 i64 x0, i64 out2, i64 out1, i64 out0, i64 count, i64 reduced1, i64 reduced0, i64 divider1, i64 divider0,
                 i64 stride2, i64 stride1, i64 stride0, i64 slices, i64 per_slice, i64 threads_per_row, i64 aligned,

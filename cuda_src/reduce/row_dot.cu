@@ -43,12 +43,12 @@ RTK_DEVICE float partial_dot(const T* x, const T* y, int cols, const RowGroup& g
     return total[0] + total[1];
 }
 
-// Grid: rows / groups per block. `passing`: rows should leave L2 first. `wide`: 0 if they do not allow accesses of 16
+// Grid: rows / groups per block. `passing`: rows should leave L2 first. `aligned16`: 0 if they do not allow accesses of 16
 // bytes, 1 if one for each thread is all of a row, else 2.
 template <typename T>
 __global__ void __launch_bounds__(512)
     row_dot_fwd(const T* x, const T* y, T* out, i64 rows, i64 cols, i64 x_stride, i64 y_stride, i64 threads_per_row,
-                i64 wide, i64 passing) {
+                i64 aligned16, i64 passing) {
     constexpr int N = 16 / sizeof(T);
     __shared__ GroupScratch<1> scratch;
     const u64 policy = ptx::l2_policy(passing != 0);
@@ -57,8 +57,8 @@ __global__ void __launch_bounds__(512)
     const int end = row < rows ? static_cast<int>(cols) : 0;
     const T* a = x + row * x_stride;
     const T* b = y + row * y_stride;
-    const float part = wide == 0   ? partial_dot<1, 8>(a, b, end, group, policy)
-                       : wide == 1 ? partial_dot<N, 1>(a, b, end, group, policy)
+    const float part = aligned16 == 0   ? partial_dot<1, 8>(a, b, end, group, policy)
+                       : aligned16 == 1 ? partial_dot<N, 1>(a, b, end, group, policy)
                                    : partial_dot<N, 2>(a, b, end, group, policy);
     const float total[1] = {group_reduce<Sum, false>(part, group, scratch, 0)};
     if (row < rows && group.thread == 0) store<T, 1>(out + row, total);
@@ -66,22 +66,22 @@ __global__ void __launch_bounds__(512)
 
 template <int VEC, typename T>
 RTK_DEVICE void scale_runs(const T* g, const T* x, T* out, i64 rows, i64 cols, i64 x_stride, i64 threads_per_row,
-                           i64 runs_per_row) {
-    const Runs<VEC> runs(rows, cols, threads_per_row, runs_per_row);
-    for (i64 run = runs.first; run < runs.count; run += runs.step) {
-        Raw<sizeof(T) * VEC> raw[runs.kInFlight];
-        runs.load(run, x, x_stride, raw);
-        const i64 row = runs.row(run), first = runs.column(run, row), left = cols - first;
+                           i64 slices_per_row) {
+    const Runs<VEC> slices(rows, cols, threads_per_row, slices_per_row);
+    for (i64 run = slices.first; run < slices.count; run += slices.step) {
+        Raw<sizeof(T) * VEC> raw[slices.kInFlight];
+        slices.load(run, x, x_stride, raw);
+        const i64 row = slices.row(run), first = slices.column(run, row), left = cols - first;
         float factor[1];
         load_keep<T, 1>(g + row, factor);
 #pragma unroll
-        for (int i = 0; i < runs.kInFlight; ++i) {
-            if (i * runs.pitch() < left) {
+        for (int i = 0; i < slices.kInFlight; ++i) {
+            if (i * slices.pitch() < left) {
                 float v[VEC];
                 unpack<T, VEC>(raw[i], v);
 #pragma unroll
                 for (int k = 0; k < VEC; ++k) v[k] *= factor[0];
-                store<T, VEC>(out + row * cols + first + i * runs.pitch(), v);
+                store<T, VEC>(out + row * cols + first + i * slices.pitch(), v);
             }
         }
     }
@@ -91,17 +91,17 @@ RTK_DEVICE void scale_runs(const T* g, const T* x, T* out, i64 rows, i64 cols, i
 template <typename T>
 __global__ void __launch_bounds__(256)
     row_dot_bwd(const T* g, const T* x, const T* y, T* dx, T* dy, i64 rows, i64 cols, i64 x_stride, i64 y_stride,
-                i64 threads_per_row, i64 runs_per_row, i64 wide) {
+                i64 threads_per_row, i64 slices_per_row, i64 aligned16) {
 #pragma unroll 1
     for (int which = 0; which < 2; ++which) {
         const T* from = which == 0 ? y : x;
         T* to = which == 0 ? dx : dy;
         const i64 stride = which == 0 ? y_stride : x_stride;
         if (to == nullptr) continue;
-        if (wide != 0) {
-            scale_runs<16 / sizeof(T)>(g, from, to, rows, cols, stride, threads_per_row, runs_per_row);
+        if (aligned16 != 0) {
+            scale_runs<16 / sizeof(T)>(g, from, to, rows, cols, stride, threads_per_row, slices_per_row);
         } else {
-            scale_runs<1>(g, from, to, rows, cols, stride, threads_per_row, runs_per_row);
+            scale_runs<1>(g, from, to, rows, cols, stride, threads_per_row, slices_per_row);
         }
     }
 }

@@ -59,7 +59,7 @@ RTK_DEVICE void write_results(const Result<T, LOG>& result, const ThreadSlots& s
 // CHUNKS * blockDim.x * 16 bytes in all: that leaves registers for more blocks.
 template <typename T, int CHUNKS>
 __global__ void __launch_bounds__(CHUNKS > 4 ? 1024 : 256, CHUNKS > 4 ? 1 : 5)
-    softmax_fwd(const T* x, T* y, const void* lengths, i64 rows, i64 cols, i64 x_stride, i64 y_stride, i64 wide,
+    softmax_fwd(const T* x, T* y, const void* lengths, i64 rows, i64 cols, i64 x_stride, i64 y_stride, i64 lengths_int64,
                 i64 threads_per_row, double scale, i64 log) {
     constexpr int VEC = 16 / sizeof(T);
     constexpr int kStep = CHUNKS % 2 == 0 ? 2 : CHUNKS;  // pieces that are rescaled together
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(CHUNKS > 4 ? 1024 : 256, CHUNKS > 4 ? 1 : 5)
     const int pitch = group.threads * VEC;
     // Columns from this thread's first one on: of the row, and those that count.
     const int room = row < rows ? static_cast<int>(cols) - column : 0;
-    const int valid = row < rows ? static_cast<int>(valid_columns(lengths, wide, row, cols)) - column : 0;
+    const int valid = row < rows ? static_cast<int>(valid_columns(lengths, lengths_int64, row, cols)) - column : 0;
     const ThreadSlots slots(memory);
     x += row * x_stride + column;
     y += row * y_stride + column;
@@ -130,8 +130,8 @@ RTK_DEVICE void load_scores(const T* x_row, i64 column, i64 limit, u32 flip, flo
 }
 
 template <typename T, int VEC>
-RTK_DEVICE void long_rows(const T* x, T* y, const void* lengths, i64 rows, i64 cols, i64 x_stride, i64 y_stride, i64 wide,
-                          i64 threads_per_row, double scale, i64 log, GroupScratch<2>& scratch) {
+RTK_DEVICE void long_rows(const T* x, T* y, const void* lengths, i64 rows, i64 cols, i64 x_stride, i64 y_stride,
+                          i64 lengths_int64, i64 threads_per_row, double scale, i64 log, GroupScratch<2>& scratch) {
     constexpr int CHUNKS = VEC == 1 ? 8 : 2;  // pieces in flight
     const RowGroup group(threads_per_row);
     const Exponent<T> exponent(scale);
@@ -142,7 +142,7 @@ RTK_DEVICE void long_rows(const T* x, T* y, const void* lengths, i64 rows, i64 c
          base += static_cast<i64>(gridDim.x) * group.count, phase ^= 1) {
         const i64 row = base + group.index;
         const i64 end = row < rows ? cols : 0;
-        const i64 limit = row < rows ? valid_columns(lengths, wide, row, cols) : 0;
+        const i64 limit = row < rows ? valid_columns(lengths, lengths_int64, row, cols) : 0;
         const T* x_row = x + row * x_stride;
         T* y_row = y + row * y_stride;
         TopAndSum part;
@@ -193,14 +193,14 @@ RTK_DEVICE void long_rows(const T* x, T* y, const void* lengths, i64 rows, i64 c
 // for maximum and sum together, and once more to write it.
 template <typename T>
 __global__ void __launch_bounds__(1024, 1)
-    softmax_fwd_long(const T* x, T* y, const void* lengths, i64 rows, i64 cols, i64 x_stride, i64 y_stride, i64 wide,
+    softmax_fwd_long(const T* x, T* y, const void* lengths, i64 rows, i64 cols, i64 x_stride, i64 y_stride, i64 lengths_int64,
                      i64 threads_per_row, double scale, i64 log, i64 aligned16) {
     __shared__ GroupScratch<2> scratch;
     if (aligned16) {
-        long_rows<T, 16 / sizeof(T)>(x, y, lengths, rows, cols, x_stride, y_stride, wide, threads_per_row, scale, log,
+        long_rows<T, 16 / sizeof(T)>(x, y, lengths, rows, cols, x_stride, y_stride, lengths_int64, threads_per_row, scale, log,
                                      scratch);
     } else {
-        long_rows<T, 1>(x, y, lengths, rows, cols, x_stride, y_stride, wide, threads_per_row, scale, log, scratch);
+        long_rows<T, 1>(x, y, lengths, rows, cols, x_stride, y_stride, lengths_int64, threads_per_row, scale, log, scratch);
     }
 }
 

@@ -74,14 +74,14 @@ RTK_DEVICE Raw<16> held_gradient(Raw<16> dy_raw, Raw<16> y_raw, float sum, float
 template <typename T, int CHUNKS>
 __global__ void __launch_bounds__(CHUNKS > 2 ? 1024 : 512, CHUNKS > 2 ? 1 : CHUNKS > 1 ? 3 : 4)
     softmax_bwd(const T* dy, const T* y, T* dx, const void* lengths, i64 rows, i64 cols, i64 dy_stride, i64 y_stride,
-                i64 wide, i64 threads_per_row, double scale, i64 log) {
+                i64 lengths_int64, i64 threads_per_row, double scale, i64 log) {
     constexpr int VEC = 16 / sizeof(T);
     const u32 zero = static_cast<u32>(rows >> 62);
     __shared__ GroupScratch<1> scratch;
     const RowGroup group(threads_per_row);
     const i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index;
     const int end = row < rows ? static_cast<int>(cols) : 0;
-    const int limit = row < rows ? static_cast<int>(valid_columns(lengths, wide, row, cols)) : 0;
+    const int limit = row < rows ? static_cast<int>(valid_columns(lengths, lengths_int64, row, cols)) : 0;
     const int column = group.thread * VEC;
     const int pitch = group.threads * VEC;
     dy += row * dy_stride + column;
@@ -112,7 +112,8 @@ __global__ void __launch_bounds__(CHUNKS > 2 ? 1024 : 512, CHUNKS > 2 ? 1 : CHUN
 
 template <typename T, int VEC>
 RTK_DEVICE void long_rows(const T* dy, const T* y, T* dx, const void* lengths, i64 rows, i64 cols, i64 dy_stride,
-                          i64 y_stride, i64 wide, i64 threads_per_row, double scale, i64 log, GroupScratch<1>& scratch) {
+                          i64 y_stride, i64 lengths_int64, i64 threads_per_row, double scale, i64 log,
+                          GroupScratch<1>& scratch) {
     constexpr int CHUNKS = VEC == 1 ? 8 : 1;
     const RowGroup group(threads_per_row);
     const int pitch = group.threads * VEC;
@@ -123,7 +124,7 @@ RTK_DEVICE void long_rows(const T* dy, const T* y, T* dx, const void* lengths, i
          base += static_cast<i64>(gridDim.x) * group.count, phase ^= 1) {
         const i64 row = base + group.index;
         const i64 end = row < rows ? cols : 0;
-        const i64 limit = row < rows ? valid_columns(lengths, wide, row, cols) : 0;
+        const i64 limit = row < rows ? valid_columns(lengths, lengths_int64, row, cols) : 0;
         const T* dy_row = dy + row * dy_stride;
         const T* y_row = y + row * y_stride;
         auto load = [&](i64 column, Raw<sizeof(T) * VEC>& dy_raw, Raw<sizeof(T) * VEC>& y_raw) {
@@ -181,13 +182,14 @@ RTK_DEVICE void long_rows(const T* dy, const T* y, T* dx, const void* lengths, i
 template <typename T>
 __global__ void __launch_bounds__(1024, 1)
     softmax_bwd_long(const T* dy, const T* y, T* dx, const void* lengths, i64 rows, i64 cols, i64 dy_stride,
-                     i64 y_stride, i64 wide, i64 threads_per_row, double scale, i64 log, i64 aligned16) {
+                     i64 y_stride, i64 lengths_int64, i64 threads_per_row, double scale, i64 log, i64 aligned16) {
     __shared__ GroupScratch<1> scratch;
     if (aligned16) {
-        long_rows<T, 16 / sizeof(T)>(dy, y, dx, lengths, rows, cols, dy_stride, y_stride, wide, threads_per_row, scale, log,
-                                     scratch);
+        long_rows<T, 16 / sizeof(T)>(dy, y, dx, lengths, rows, cols, dy_stride, y_stride, lengths_int64, threads_per_row,
+                                     scale, log, scratch);
     } else {
-        long_rows<T, 1>(dy, y, dx, lengths, rows, cols, dy_stride, y_stride, wide, threads_per_row, scale, log, scratch);
+        long_rows<T, 1>(dy, y, dx, lengths, rows, cols, dy_stride, y_stride, lengths_int64, threads_per_row, scale, log,
+                        scratch);
     }
 }
 

@@ -68,9 +68,9 @@ RTK_DEVICE void refresh(Raw<16>& raw, u32 zero) {
 }
 
 // How many columns of a row count, from `lengths` (i64 if wide, else i32; null: all of them).
-RTK_DEVICE i64 valid_columns(const void* lengths, i64 wide, i64 row, i64 cols) {
+RTK_DEVICE i64 valid_columns(const void* lengths, i64 lengths_int64, i64 row, i64 cols) {
     if (lengths == nullptr) return cols;
-    const i64 length = wide ? static_cast<const i64*>(lengths)[row] : static_cast<const i32*>(lengths)[row];
+    const i64 length = lengths_int64 ? static_cast<const i64*>(lengths)[row] : static_cast<const i32*>(lengths)[row];
     return length < 0 ? 0 : length < cols ? length : cols;
 }
 

@@ -187,9 +187,9 @@ RTK_DEVICE void store_one(T* p, float v) {
 
 // A weight of T or fp32.
 template <typename T>
-RTK_DEVICE float load_weight(const void* weight, int column, bool wide, float offset) {
+RTK_DEVICE float load_weight(const void* weight, int column, bool weight_fp32, float offset) {
     if (weight == nullptr) return 1.0f;
-    return offset + (wide ? load_one(static_cast<const float*>(weight) + column)
+    return offset + (weight_fp32 ? load_one(static_cast<const float*>(weight) + column)
                           : load_one(static_cast<const T*>(weight) + column));
 }
 

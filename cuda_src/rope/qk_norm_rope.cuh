@@ -21,7 +21,7 @@ namespace rtk {
 #define RTK_QKV_PARAMETERS                                                                                         \
     i64 tokens, i64 length, i64 qkv_batch, i64 qkv_place, i64 q_heads, i64 kv_heads, i64 q_slots, i64 kv_slots,    \
         i64 group_magic, i64 q_extra, i64 kv_step, i64 k_first, i64 v_first, i64 head_dim, i64 lane_bits,          \
-        i64 weight_wide, i64 by_slots, i64 by_length, double eps, double offset, double inverse_dim
+        i64 weight_fp32, i64 by_slots, i64 by_length, double eps, double offset, double inverse_dim
 
 // Of the backward; dqkv has strides of its own.
 #define RTK_QKV_GRADIENT_PARAMETERS                                                                                \
@@ -142,7 +142,7 @@ RTK_DEVICE void unpack_u(const Raw<sizeof(T) * N>& raw, float (&u)[N]) {
 // (offset + weight) of N columns from `a` on and of N from `b` on, or ones without a weight. Columns are multiples of N;
 // pointers are aligned to 16.
 template <typename T, int N>
-RTK_DEVICE void load_gains(const void* weight, int a, int b, bool wide, float offset, float (&of_a)[N],
+RTK_DEVICE void load_gains(const void* weight, int a, int b, bool weight_fp32, float offset, float (&of_a)[N],
                            float (&of_b)[N]) {
     // Added in each case by itself: else the loads of one wait for registers of the other's, and so for what was asked for
     // before them.
@@ -153,7 +153,7 @@ RTK_DEVICE void load_gains(const void* weight, int a, int b, bool wide, float of
     if (weight == nullptr) {
 #pragma unroll
         for (int i = 0; i < N; ++i) of_a[i] = of_b[i] = 1.0f;
-    } else if (wide) {
+    } else if (weight_fp32) {
         load_keep<float, N>(static_cast<const float*>(weight) + a, of_a);
         load_keep<float, N>(static_cast<const float*>(weight) + b, of_b);
         add_offset();

@@ -19,13 +19,13 @@ struct HeadRing {
     static constexpr int kStage = HEADS * kHead;
     static constexpr int kBytes = 2 * kStage;
     ptx::SharedAddress slot;  // this thread's, of the stage that is read
-    int ahead;                // from there to the stage that is filled: kStage or -kStage
+    int to_fetched_stage;                // from there to the stage that is filled: kStage or -kStage
 
     RTK_DEVICE explicit HeadRing(u8* memory)
-        : slot(ptx::shared_address(memory + threadIdx.x * 16 + kStage)), ahead(-kStage) {}
+        : slot(ptx::shared_address(memory + threadIdx.x * 16 + kStage)), to_fetched_stage(-kStage) {}
 
     RTK_DEVICE void copy(int head, int chunk, const void* source) const {
-        ptx::cp_async_16(slot + (ahead + head * kHead + chunk * kPitch), source);
+        ptx::cp_async_16(slot + (to_fetched_stage + head * kHead + chunk * kPitch), source);
     }
 
     template <typename T>
@@ -35,13 +35,13 @@ struct HeadRing {
 
     // Bytes from the start of the memory to chunk a of g of a head that is read.
     RTK_DEVICE int g_at(int head) const {
-        return (ahead < 0 ? kStage : 0) + head * kHead + static_cast<int>(threadIdx.x) * 16;
+        return (to_fetched_stage < 0 ? kStage : 0) + head * kHead + static_cast<int>(threadIdx.x) * 16;
     }
 
     // What was filled is read next.
     RTK_DEVICE void turn() {
-        slot = slot + ahead;
-        ahead = -ahead;
+        slot = slot + to_fetched_stage;
+        to_fetched_stage = -to_fetched_stage;
     }
 };
 
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     for (int i = 0; i < N; ++i) gain_a[i] = gain_b[i] = dweight_a[i] = dweight_b[i] = 0.0f;
     if (normed && own.any) {
         const void* weight = slot.part == kQ ? q_weight : k_weight;
-        load_gains<T, N>(weight, own.in_a, own.in_b, weight_wide, static_cast<float>(offset), gain_a, gain_b);
+        load_gains<T, N>(weight, own.in_a, own.in_b, weight_fp32, static_cast<float>(offset), gain_a, gain_b);
         if (own.lacks_b()) {
 #pragma unroll
             for (int i = 0; i < N; ++i) gain_b[i] = 0.0f;
@@ -349,7 +349,7 @@ __global__ void __launch_bounds__(128, 4)
         each([&](int i, float a) {
             const float value = u(i);
             square += value * value;
-            product += a * load_weight<T>(weight, i, weight_wide, shift) * value;
+            product += a * load_weight<T>(weight, i, weight_fp32, shift) * value;
         });
         square = warp_reduce<Sum>(square);
         product = warp_reduce<Sum>(product);
@@ -359,7 +359,7 @@ __global__ void __launch_bounds__(128, 4)
         each([&](int i, float a) {
             const float value = u(i);
             into[i] += a * rstd * value;
-            put(i, a * rstd * load_weight<T>(weight, i, weight_wide, shift) - value * pull);
+            put(i, a * rstd * load_weight<T>(weight, i, weight_fp32, shift) - value * pull);
         });
     }
     if (partial == nullptr) return;

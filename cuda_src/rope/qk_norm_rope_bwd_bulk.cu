@@ -48,7 +48,7 @@ __global__ void __maxnreg__(SILU || PAIRS == kByElement ? kBulkMoreRegisters : k
                           i64 qkv_batch, i64 qkv_place, i64 q_heads, i64 kv_heads, i64 q_slots, i64 kv_slots, i64 most,
                           i64 team_warps, i64 teams, i64 stages, i64 group_magic, i64 q_extra, i64 kv_step,
                           i64 k_first, i64 v_first, i64 x_extra, i64 x_pieces, i64 x_piece_heads, i64 head_dim,
-                          i64 head_lanes, i64 neighbours, i64 weight_wide, double eps, double offset, RTK_ANGLE_PARAMETERS) {
+                          i64 head_lanes, i64 neighbours, i64 weight_fp32, double eps, double offset, RTK_ANGLE_PARAMETERS) {
     constexpr int N = 16 / sizeof(T);
     extern __shared__ __align__(128) u8 memory[];
     ptx::launch_dependents();
@@ -181,7 +181,7 @@ __global__ void __maxnreg__(SILU || PAIRS == kByElement ? kBulkMoreRegisters : k
         for (int i = 0; i < N; ++i) gain_a[i] = gain_b[i] = dweight_a[i] = dweight_b[i] = 0.0f;
         if (normed && own.any) {
             const void* weight = slot.part == kQ ? q_weight : k_weight;
-            load_gains<T, N>(weight, in_a, in_a + to_b, weight_wide, static_cast<float>(offset), gain_a, gain_b);
+            load_gains<T, N>(weight, in_a, in_a + to_b, weight_fp32, static_cast<float>(offset), gain_a, gain_b);
             if (own.lacks_b()) {
 #pragma unroll
                 for (int i = 0; i < N; ++i) gain_b[i] = 0.0f;

@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
     qk_norm_rope_fwd(const T* qkv, const void* q_weight, const void* k_weight, T* q, T* k, T* v, i64 tokens, i64 length,
                      i64 qkv_batch, i64 qkv_place, i64 q_heads, i64 kv_heads, i64 q_slots, i64 kv_slots, i64 set_slots,
                      i64 set_heads, i64 set_columns, i64 q_step, i64 q_extra, i64 kv_step, i64 k_first, i64 v_first,
-                     i64 head_dim, i64 block_tokens, i64 groups, i64 most, i64 pairs, i64 weight_wide, i64 by_chunks,
+                     i64 head_dim, i64 block_tokens, i64 groups, i64 most, i64 pairs, i64 weight_fp32, i64 by_chunks,
                      i64 by_groups, i64 by_set, i64 by_group, i64 inner, i64 by_inner, i64 batch_inner, double eps,
                      double offset, double inverse_dim, RTK_ANGLE_PARAMETERS) {
     constexpr int N = 16 / sizeof(T);
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
         if (turns) {
             const void* weight = task < chunks ? q_weight : k_weight;
             float gain[N], of_other[N];
-            load_gains<T, N>(weight, begin, begin + to_other_half(begin, half, adjacent), weight_wide,
+            load_gains<T, N>(weight, begin, begin + to_other_half(begin, half, adjacent), weight_fp32,
                              static_cast<float>(offset), gain, of_other);
             if (rotates) finish_turn<N>(angles, begin, adjacent, made);
 #pragma unroll
@@ -158,8 +158,8 @@ __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
 #pragma unroll
                 for (int of = 0; of < 2; ++of) {
                     const void* weight = of == 0 ? q_weight : k_weight;
-                    staged.put(of, element, turns[i].own * load_weight<T>(weight, element, weight_wide, shift),
-                               turns[i].cross * load_weight<T>(weight, other, weight_wide, shift));
+                    staged.put(of, element, turns[i].own * load_weight<T>(weight, element, weight_fp32, shift),
+                               turns[i].cross * load_weight<T>(weight, other, weight_fp32, shift));
                 }
             }
         }
@@ -329,7 +329,7 @@ __global__ void __launch_bounds__(128, 4)
     const float rstd = rsqrtf(square * static_cast<float>(inverse_dim) + static_cast<float>(eps));
     const void* weight = slot.part == kQ ? q_weight : k_weight;
     auto normed = [&](int i) {
-        return u(i) * rstd * load_weight<T>(weight, i, weight_wide, static_cast<float>(offset));
+        return u(i) * rstd * load_weight<T>(weight, i, weight_fp32, static_cast<float>(offset));
     };
     const Angles angles = RTK_ANGLES;
     const TokenRows rows(angles, batch, place);

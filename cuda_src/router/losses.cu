@@ -22,34 +22,34 @@ struct CountsOf {
     }
 };
 
-template <int PIECE>
-RTK_DEVICE void load_counts(const i32* counts, int at, int cols, float (&f)[PIECE]) {
+template <int VEC>
+RTK_DEVICE void load_counts(const i32* counts, int at, int cols, float (&f)[VEC]) {
 #pragma unroll
-    for (int i = 0; i < PIECE; ++i) f[i] = at + i < cols ? static_cast<float>(counts[at + i]) : 0.0f;
+    for (int i = 0; i < VEC; ++i) f[i] = at + i < cols ? static_cast<float>(counts[at + i]) : 0.0f;
 }
 
 // Columns of a row in the registers of a warp; most routers have no more. Missing ones add nothing to sums.
-template <int PIECE>
+template <int VEC>
 struct Columns {
     static constexpr int kPieces = 2;
-    static constexpr int kCount = kPieces * kWarp * PIECE;
-    float value[kPieces][PIECE];
+    static constexpr int kCount = kPieces * kWarp * VEC;
+    float value[kPieces][VEC];
 
-    RTK_DEVICE static int place(int piece, int lane) { return (piece * kWarp + lane) * PIECE; }
+    RTK_DEVICE static int place(int piece, int lane) { return (piece * kWarp + lane) * VEC; }
 
     // Those from `first` on, of a row that starts at number `start` of x.
     RTK_DEVICE void load(const void* x, i64 start, int first, int cols, int kind, bool whole, int loss, int lane) {
 #pragma unroll
         for (int p = 0; p < kPieces; ++p) {
             const int at = first + place(p, lane);
-            load_some<PIECE>(x, start + at, kind, whole, cols - at, value[p]);
+            load_some<VEC>(x, start + at, kind, whole, cols - at, value[p]);
         }
         if (first + kCount > cols) {
             const float nothing = loss == kBalancePlain ? 0.0f : kMinusInfinity;
 #pragma unroll
             for (int p = 0; p < kPieces; ++p)
 #pragma unroll
-                for (int i = 0; i < PIECE; ++i)
+                for (int i = 0; i < VEC; ++i)
                     if (first + place(p, lane) + i >= cols) value[p][i] = nothing;
         }
     }
@@ -60,10 +60,10 @@ struct RowSums {
 };
 
 // `head` has the first columns of the row.
-template <int PIECE>
-RTK_DEVICE RowSums row_sums(const Columns<PIECE>& head, const void* x, i64 start, const i32* counts, int cols, int kind,
+template <int VEC>
+RTK_DEVICE RowSums row_sums(const Columns<VEC>& head, const void* x, i64 start, const i32* counts, int cols, int kind,
                             bool whole, int loss, int lane) {
-    using Part = Columns<PIECE>;
+    using Part = Columns<VEC>;
     float most = kMinusInfinity, sum = 0.0f, dot = 0.0f;
     const bool exponential = loss == kZLoss || loss == kBalanceSoftmax;
     auto add = [&](const Part& part, int first) {
@@ -73,7 +73,7 @@ RTK_DEVICE RowSums row_sums(const Columns<PIECE>& head, const void* x, i64 start
 #pragma unroll
             for (int p = 0; p < Part::kPieces; ++p)
 #pragma unroll
-                for (int i = 0; i < PIECE; ++i) largest = fmaxf(largest, part.value[p][i]);
+                for (int i = 0; i < VEC; ++i) largest = fmaxf(largest, part.value[p][i]);
             anchor = anchor_of(largest);
             if (first > 0) {
                 const float factor = expf(most - anchor);
@@ -83,10 +83,10 @@ RTK_DEVICE RowSums row_sums(const Columns<PIECE>& head, const void* x, i64 start
         }
 #pragma unroll
         for (int p = 0; p < Part::kPieces; ++p) {
-            float count[PIECE];
-            if (loss != kZLoss) load_counts<PIECE>(counts, first + Part::place(p, lane), cols, count);
+            float count[VEC];
+            if (loss != kZLoss) load_counts<VEC>(counts, first + Part::place(p, lane), cols, count);
 #pragma unroll
-            for (int i = 0; i < PIECE; ++i) {
+            for (int i = 0; i < VEC; ++i) {
                 float s = part.value[p][i];
                 if (exponential) {
                     s = expf(s - anchor);
@@ -116,10 +116,10 @@ RTK_DEVICE RowSums row_sums(const Columns<PIECE>& head, const void* x, i64 start
 }
 
 // z-loss of fp32 rows of whole pieces that fit into registers: ROWS at a time, for which a warp waits together.
-template <int PIECE, int ROWS>
+template <int VEC, int ROWS>
 struct RowsTogether {
-    static constexpr int kPieces = Columns<PIECE>::kPieces;
-    float value[ROWS][kPieces][PIECE];
+    static constexpr int kPieces = Columns<VEC>::kPieces;
+    float value[ROWS][kPieces][VEC];
     float top[ROWS], sum[ROWS];  // the largest, and the sum of exponentials of differences from it
 
     RTK_DEVICE void load(const float* x, i64 first_row, i64 rows, i64 stride, int cols, int lane) {
@@ -128,10 +128,10 @@ struct RowsTogether {
             const float* from = x + min(first_row + r, rows - 1) * stride;
 #pragma unroll
             for (int p = 0; p < kPieces; ++p) {
-                const int at = Columns<PIECE>::place(p, lane);
+                const int at = Columns<VEC>::place(p, lane);
 #pragma unroll
                 for (float& v : value[r][p]) v = kMinusInfinity;
-                if (at < cols) load_keep<float, PIECE>(from + at, value[r][p]);
+                if (at < cols) load_keep<float, VEC>(from + at, value[r][p]);
             }
         }
     }
@@ -193,7 +193,7 @@ RTK_DEVICE void finish_loss(float total, float* partial, float* loss, u32* ticke
     if (threadIdx.x == 0) *loss = sum * static_cast<float>(factor);
 }
 
-template <int PIECE>
+template <int VEC>
 __global__ void __launch_bounds__(256, 4)
     router_loss_fwd(const void* x, const i32* counts, float* partial, float* loss, u32* ticket, i64 rows, i64 experts,
                     i64 x_stride, i64 inner, i64 interleaved, i64 number_kind, i64 whole, i64 loss_kind,
@@ -204,14 +204,14 @@ __global__ void __launch_bounds__(256, 4)
     const CountsOf counts_of{counts, experts, inner, interleaved};
     const i64 step = static_cast<i64>(gridDim.x) * warps;
     i64 row = static_cast<i64>(blockIdx.x) * warps + threadIdx.x / kWarp;
-    Columns<PIECE> ahead;
-    if (row < rows) ahead.load(x, row * x_stride, 0, cols, kind, whole != 0, which, lane);
+    Columns<VEC> next_head;
+    if (row < rows) next_head.load(x, row * x_stride, 0, cols, kind, whole != 0, which, lane);
     float total = 0.0f;
     for (; row < rows; row += step) {
-        const Columns<PIECE> head = ahead;
-        if (row + step < rows) ahead.load(x, (row + step) * x_stride, 0, cols, kind, whole != 0, which, lane);
+        const Columns<VEC> head = next_head;
+        if (row + step < rows) next_head.load(x, (row + step) * x_stride, 0, cols, kind, whole != 0, which, lane);
         const RowSums sums =
-            row_sums<PIECE>(head, x, row * x_stride, counts_of(row), cols, kind, whole != 0, which, lane);
+            row_sums<VEC>(head, x, row * x_stride, counts_of(row), cols, kind, whole != 0, which, lane);
         if (which == kZLoss) {
             const float level = logf(sums.sum) + sums.top;
             total += level * level;
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(256, 4)
 }
 
 // The same arguments as above and below, for rows that fit into registers.
-template <int PIECE>
+template <int VEC>
 __global__ void __launch_bounds__(256, 2)
     router_z_fwd(const float* x, const i32*, float* partial, float* loss, u32* ticket, i64 rows, i64 experts,
                  i64 x_stride, i64, i64, i64, i64, i64, double factor) {
@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(256, 2)
     float total = 0.0f;
     i64 row = (static_cast<i64>(blockIdx.x) * warps + threadIdx.x / kWarp) * kRows;
     for (; row < rows; row += step) {
-        RowsTogether<PIECE, kRows> all;
+        RowsTogether<VEC, kRows> all;
         all.load(x, row, rows, x_stride, static_cast<int>(experts), lane);
         all.add_up();
 #pragma unroll
@@ -245,14 +245,14 @@ __global__ void __launch_bounds__(256, 2)
     finish_loss(lane == 0 ? total : 0.0f, partial, loss, ticket, factor);
 }
 
-template <int PIECE>
+template <int VEC>
 __global__ void __launch_bounds__(256, 2)
     router_z_bwd(const float* g, const float* x, const i32*, float* dx, i64 rows, i64 experts, i64 x_stride, i64, i64,
                  i64, i64, i64, i64, double factor) {
     const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp, cols = static_cast<int>(experts);
     const i64 row = static_cast<i64>(blockIdx.x) * warps + threadIdx.x / kWarp;
     if (row >= rows) return;
-    RowsTogether<PIECE, 1> one;
+    RowsTogether<VEC, 1> one;
     one.load(x, row, rows, x_stride, cols, lane);
     const float all_rows = *g * static_cast<float>(factor);
     one.add_up();
@@ -260,15 +260,15 @@ __global__ void __launch_bounds__(256, 2)
     const float scale = all_rows * (2.0f * (logf(one.sum[0]) + one.top[0]));
 #pragma unroll
     for (int p = 0; p < one.kPieces; ++p) {
-        const int at = Columns<PIECE>::place(p, lane);
+        const int at = Columns<VEC>::place(p, lane);
 #pragma unroll
         for (float& v : one.value[0][p]) v = scale * (v * inverse);
-        if (at < cols) store<float, PIECE>(dx + row * cols + at, one.value[0][p]);
+        if (at < cols) store<float, VEC>(dx + row * cols + at, one.value[0][p]);
     }
 }
 
 // dx = factor * g * gradient of the row's term
-template <int PIECE>
+template <int VEC>
 __global__ void __launch_bounds__(256, 4)
     router_loss_bwd(const float* g, const void* x, const i32* counts, void* dx, i64 rows, i64 experts, i64 x_stride,
                     i64 inner, i64 interleaved, i64 number_kind, i64 whole_in, i64 whole_out, i64 loss_kind,
@@ -277,19 +277,19 @@ __global__ void __launch_bounds__(256, 4)
     const int which = static_cast<int>(loss_kind);
     const int lane = threadIdx.x % kWarp;
     const CountsOf counts_of{counts, experts, inner, interleaved};
-    using Part = Columns<PIECE>;
+    using Part = Columns<VEC>;
     const i64 step = static_cast<i64>(gridDim.x) * (blockDim.x / kWarp);
     i64 row = static_cast<i64>(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp;
-    Part ahead;
-    if (row < rows) ahead.load(x, row * x_stride, 0, cols, kind, whole_in != 0, which, lane);
+    Part next_head;
+    if (row < rows) next_head.load(x, row * x_stride, 0, cols, kind, whole_in != 0, which, lane);
     for (; row < rows; row += step) {
         const i64 start = row * x_stride;
         const i32* weights = counts_of(row);
-        Part part = ahead;
-        if (row + step < rows) ahead.load(x, start + step * x_stride, 0, cols, kind, whole_in != 0, which, lane);
+        Part part = next_head;
+        if (row + step < rows) next_head.load(x, start + step * x_stride, 0, cols, kind, whole_in != 0, which, lane);
         float scale = *g * static_cast<float>(factor), mean = 0.0f, inverse = 0.0f, top = 0.0f;
         if (which != kBalancePlain) {
-            const RowSums sums = row_sums<PIECE>(part, x, start, weights, cols, kind, whole_in != 0, which, lane);
+            const RowSums sums = row_sums<VEC>(part, x, start, weights, cols, kind, whole_in != 0, which, lane);
             inverse = inverse_or_zero(sums.sum);
             top = sums.top;
             mean = sums.dot * inverse;
@@ -300,10 +300,10 @@ __global__ void __launch_bounds__(256, 4)
 #pragma unroll
             for (int p = 0; p < Part::kPieces; ++p) {
                 const int at = first + Part::place(p, lane);
-                float value[PIECE], count[PIECE];
-                if (which != kZLoss) load_counts<PIECE>(weights, at, cols, count);
+                float value[VEC], count[VEC];
+                if (which != kZLoss) load_counts<VEC>(weights, at, cols, count);
 #pragma unroll
-                for (int i = 0; i < PIECE; ++i) {
+                for (int i = 0; i < VEC; ++i) {
                     const float before = part.value[p][i];
                     if (which == kZLoss) {
                         value[i] = scale * (expf(before - top) * inverse);
@@ -316,7 +316,7 @@ __global__ void __launch_bounds__(256, 4)
                         value[i] = scale * count[i];
                     }
                 }
-                store_some<PIECE>(dx, row * cols + at, kind, whole_out != 0, cols - at, value);
+                store_some<VEC>(dx, row * cols + at, kind, whole_out != 0, cols - at, value);
             }
         }
     }

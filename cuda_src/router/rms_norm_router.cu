@@ -205,7 +205,7 @@ RTK_DEVICE void sum_squares(const NormRouterShared& shared, const Maker& own, fl
 
 // Pointers are to the block's first row. The scale of row m, group j goes to scale[m * scale_row + j * scale_group].
 template <typename T>
-RTK_DEVICE void make_slabs(const NormRouterShared& shared, const Maker& own, const void* weight, bool weight_wide,
+RTK_DEVICE void make_slabs(const NormRouterShared& shared, const Maker& own, const void* weight, bool weight_fp32,
                            float offset, T* y, e4m3* q, float* scale, int rows_here, i64 cols, i64 scale_row,
                            i64 scale_group, bool pow2) {
     const float* rstd = shared.sums() + kTeams * kNormRows + own.row;
@@ -218,7 +218,7 @@ RTK_DEVICE void make_slabs(const NormRouterShared& shared, const Maker& own, con
         float gain[8];
 #pragma unroll
         for (float& g : gain) g = 0.0f;
-        if (column < cols) load_any_gain<T, 8>(weight, weight_wide, column, offset, gain);
+        if (column < cols) load_any_gain<T, 8>(weight, weight_fp32, column, offset, gain);
         int left = rows_here - own.row;
         T* to_y = y + origin + slab * kSlab;
         e4m3* to_q = q + origin + slab * kSlab;
@@ -277,7 +277,7 @@ template <typename T>
 __global__ void __launch_bounds__(kNormThreads, 1)
     norm_router(const __grid_constant__ ptx::TensorMap x, const __grid_constant__ ptx::TensorMap router,
                 const __grid_constant__ ptx::TensorMap logits, const void* weight, T* y, e4m3* q, float* scale,
-                float* rstd, i64 rows, i64 cols, i64 experts, i64 weight_wide, i64 scale_row, i64 scale_group, i64 pow2,
+                float* rstd, i64 rows, i64 cols, i64 experts, i64 weight_fp32, i64 scale_row, i64 scale_group, i64 pow2,
                 double eps, double offset) {
     extern __shared__ u8 memory[];
     const NormRouterShared shared(memory, cols);
@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(kNormThreads, 1)
         const int rows_here = static_cast<int>(min(rows - m0, static_cast<i64>(kNormRows)));
         sum_squares<T>(shared, own, static_cast<float>(static_cast<int>(cols)), static_cast<float>(eps), rstd + m0,
                        rows_here);
-        make_slabs<T>(shared, own, weight, weight_wide != 0, static_cast<float>(offset), y + m0 * cols, q + m0 * cols,
+        make_slabs<T>(shared, own, weight, weight_fp32 != 0, static_cast<float>(offset), y + m0 * cols, q + m0 * cols,
                       scale + m0 * scale_row, rows_here, cols, scale_row, scale_group, pow2 != 0);
     } else {
         ptx::registers_give<24>();

@@ -16,7 +16,7 @@ inline constexpr int kTermWidth = 8;  // elements a thread splits at once: 16 by
 template <typename In, typename T>
 __global__ void __launch_bounds__(kTermThreads) router_split(const In* in, T* out, float* scale,
                                                              const float* column_largest, i64 rows, i64 cols,
-                                                             i64 stride, i64 pitch, i64 terms, i64 wide) {
+                                                             i64 stride, i64 pitch, i64 terms, i64 aligned16) {
     __shared__ float warps[kTermThreads / kWarp];
     constexpr bool kScaled = is_same<T, fp16>::value;
     ptx::launch_dependents();
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kTermThreads) router_split(const In* in, T* ou
     in += row * stride;
     out += row * pitch;
     auto load = [&](int column, float(&value)[kTermWidth]) {
-        if (wide) {
+        if (aligned16) {
             load_keep<In, kTermWidth>(in + column, value);
         } else {
 #pragma unroll
@@ -96,16 +96,16 @@ __global__ void __launch_bounds__(kTermThreads) router_split(const In* in, T* ou
 template <typename T>
 __global__ void __launch_bounds__(256)
     router_sum(const float* partial, T* out, const float* bias, i64 count, i64 step, i64 cols, i64 splits,
-               i64 accumulate, i64 wide) {
+               i64 accumulate, i64 aligned16) {
     const i64 first = (static_cast<i64>(blockIdx.x) * 256 + threadIdx.x) * 4;
     ptx::wait_for_previous();
     if (first >= count) return;
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    const int here = wide ? 4 : static_cast<int>(min(count - first, static_cast<i64>(4)));
+    const int here = aligned16 ? 4 : static_cast<int>(min(count - first, static_cast<i64>(4)));
 #pragma unroll 4
     for (int s = 0; s < splits; ++s) {
         const float* from = partial + s * step + first;
-        if (wide) {
+        if (aligned16) {
             float part[4];
             load_keep<float, 4>(from, part);
 #pragma unroll
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(256)
             sum[i] += before[0];
         }
     }
-    if (wide) {
+    if (aligned16) {
         store<T, 4>(out + first, sum);
     } else {
 #pragma unroll

@@ -12,7 +12,7 @@
 
 namespace rtk {
 
-inline constexpr int kMostChosen = 64;
+inline constexpr int kMaxChosen = 64;
 inline constexpr int kQuickChosen = 16;  // beyond, a third key of one lane is the rule
 
 RTK_DEVICE u32 key_of_canonical(float x) {

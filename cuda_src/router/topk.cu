@@ -14,7 +14,7 @@ struct TopkResults {
     void* values;
     void* indices;
     int kind;
-    bool wide;
+    bool indices_int64;
 
     // Number `start + column` of x goes to `place`.
     RTK_DEVICE void put(i64 place, i64 start, int column) const {
@@ -23,7 +23,7 @@ struct TopkResults {
         } else {
             ptx::st<2>(static_cast<u16*>(values) + place, ptx::ld_keep<2>(static_cast<const u16*>(x) + start + column));
         }
-        if (wide) {
+        if (indices_int64) {
             static_cast<i64*>(indices)[place] = column;
         } else {
             static_cast<i32*>(indices)[place] = column;
@@ -41,8 +41,8 @@ RTK_DEVICE void load_keys(const void* x, i64 start, int column, i64 cols, i64 ki
 
 template <int V>
 __global__ void __launch_bounds__(256) topk_fwd(const void* x, void* values, void* indices, i64 rows, i64 cols,
-                                                i64 x_stride, i64 k, i64 kind, i64 whole, i64 wide) {
-    __shared__ Choice chosen[8][kMostChosen];
+                                                i64 x_stride, i64 k, i64 kind, i64 whole, i64 indices_int64) {
+    __shared__ Choice chosen[8][kMaxChosen];
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     const i64 row = static_cast<i64>(blockIdx.x) * (blockDim.x / kWarp) + warp, start = row * x_stride;
     if (row >= rows) return;
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(256) topk_fwd(const void* x, void* values, voi
     load_keys<V>(x, start, lane * V, cols, kind, whole, key);
     if (kind != kFloat32) tell_apart<V>(key, lane * V);
     choose<V>(key, static_cast<int>(k), lane * V, chosen[warp], lane);
-    const TopkResults results{x, values, indices, static_cast<int>(kind), wide != 0};
+    const TopkResults results{x, values, indices, static_cast<int>(kind), indices_int64 != 0};
     for (int i = lane; i < static_cast<int>(k); i += kWarp) results.put(row * k + i, start, chosen[warp][i].column);
 }
 
@@ -59,7 +59,7 @@ inline constexpr int kFewThreads = 128;
 // k up to 8 of up to 256 columns, whole groups of numbers of SIZE bytes: four rows of a warp at a time (top8.cuh).
 template <int SIZE>
 __global__ void __launch_bounds__(kFewThreads, 4) topk_few(const void* x, void* values, void* indices, i64 rows, i64 cols,
-                                                           i64 x_stride, i64 k, i64 kind, i64, i64 wide) {
+                                                           i64 x_stride, i64 k, i64 kind, i64, i64 indices_int64) {
     __shared__ Choice chosen[kFewThreads / kWarp][kOctet];
     const int most = static_cast<int>(k), in_warp = static_cast<int>(threadIdx.x) % kWarp / kOctet;
     const i64 row = (static_cast<i64>(blockIdx.x) * kFewThreads + threadIdx.x) / kOctet;
@@ -69,23 +69,23 @@ __global__ void __launch_bounds__(kFewThreads, 4) topk_few(const void* x, void* 
     octet.load();
     octet.look();
     const int column = octet.find(most, chosen[threadIdx.x / kWarp]);
-    const TopkResults results{x, values, indices, octet.kind, wide != 0};
+    const TopkResults results{x, values, indices, octet.kind, indices_int64 != 0};
     if (octet.lane < most && row < rows) results.put(row * k + octet.lane, start, column);
 }
 
-inline constexpr int kMostCandidates = 256;
+inline constexpr int kMaxCandidates = 256;
 
 template <int V>
 __global__ void __launch_bounds__(1024, 2) topk_fwd_wide(const void* x, void* values, void* indices, i64 rows, i64 cols,
-                                                     i64 x_stride, i64 k, i64 kind, i64 whole, i64 wide) {
+                                                     i64 x_stride, i64 k, i64 kind, i64 whole, i64 indices_int64) {
     extern __shared__ __align__(16) u8 memory[];
-    __shared__ u64 candidates[kMostCandidates];
+    __shared__ u64 candidates[kMaxCandidates];
     __shared__ u32 floors[kWarp], found;
-    __shared__ Choice chosen[kMostChosen];
+    __shared__ Choice chosen[kMaxChosen];
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
     const int most = static_cast<int>(k), column = static_cast<int>(threadIdx.x) * V;
     const i64 row = blockIdx.x, start = row * x_stride;
-    const TopkResults results{x, values, indices, static_cast<int>(kind), wide != 0};
+    const TopkResults results{x, values, indices, static_cast<int>(kind), indices_int64 != 0};
     u32 key[V];
     load_keys<V>(x, start, column, cols, kind, whole, key);
 
@@ -114,14 +114,14 @@ __global__ void __launch_bounds__(1024, 2) topk_fwd_wide(const void* x, void* va
         for (int v = 0; v < V; ++v) {
             if (key[v] >= floor) {
                 const u32 place = atomicAdd(&found, 1u);
-                if (place < kMostCandidates)
+                if (place < kMaxCandidates)
                     candidates[place] = static_cast<u64>(key[v]) << 32 | ~static_cast<u32>(column + v);
             }
         }
     }
     __syncthreads();
     const int count = static_cast<int>(found);
-    if (floor != 0u && count <= kMostCandidates) {
+    if (floor != 0u && count <= kMaxCandidates) {
         for (int i = threadIdx.x; i < count; i += blockDim.x) {
             const u64 mine = candidates[i];
             int rank = 0;
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(1024, 2) topk_fwd_wide(const void* x, void* va
 // dx = g at the chosen columns, 0 elsewhere. A warp owns a row; SIZE is the bytes of a number, whose bits are moved.
 template <int SIZE>
 __global__ void __launch_bounds__(256)
-    topk_bwd(const void* g, const void* indices, void* dx, i64 rows, i64 cols, i64 k, i64 whole, i64 wide) {
+    topk_bwd(const void* g, const void* indices, void* dx, i64 rows, i64 cols, i64 k, i64 whole, i64 indices_int64) {
     const int lane = threadIdx.x % kWarp;
     const i64 row = static_cast<i64>(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp;
     if (row >= rows) return;
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(256)
     __syncwarp();  // zeros first, then the gradients among them
     for (int i = lane; i < static_cast<int>(k); i += kWarp) {
         const i64 place = row * k + i;
-        const i64 column = wide ? static_cast<const i64*>(indices)[place] : static_cast<const i32*>(indices)[place];
+        const i64 column = indices_int64 ? static_cast<const i64*>(indices)[place] : static_cast<const i32*>(indices)[place];
         if (column < 0 || column >= cols) continue;
         ptx::st<SIZE>(out + column * SIZE, ptx::ld_keep<SIZE>(static_cast<const u8*>(g) + place * SIZE));
     }

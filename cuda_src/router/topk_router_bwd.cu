@@ -6,13 +6,13 @@
 //     sigmoid:      dx = ds * s * (1 - s) where chosen, else 0
 //     softmax over all:  dx = s * (ds - D), D = sum(ds s), ds = 0 where not chosen
 //     softmax over the chosen:  dx = scale * s * (g - sum(g s)) where chosen, else 0
-// A warp owns a row: first what all columns get, then the chosen ones, in PIECE columns per lane.
+// A warp owns a row: first what all columns get, then the chosen ones, in VEC columns per lane.
 #include "router/rows.cuh"
 #include "router/scores.cuh"
 
 namespace rtk {
 
-template <int PIECE>
+template <int VEC>
 __global__ void __launch_bounds__(256)
     router_bwd(const void* x, const i32* indices, const float* g_compact, const float* g_dense, void* dx, i64 rows,
                i64 experts, i64 x_stride, i64 g_stride, i64 top_k, i64 number_kind, i64 whole_in, i64 whole_out,
@@ -29,11 +29,11 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
     for (int j = 0; j < 2; ++j) column[j] = lane + j * kWarp < k ? indices[row * k + lane + j * kWarp] : -1;
     // Zeros, where the others get nothing else, are on their way while the rest waits for memory.
-    for (int at = over_all ? cols : lane * PIECE; at < cols; at += kWarp * PIECE) {
-        float zeros[PIECE];
+    for (int at = over_all ? cols : lane * VEC; at < cols; at += kWarp * VEC) {
+        float zeros[VEC];
 #pragma unroll
-        for (int i = 0; i < PIECE; ++i) zeros[i] = 0.0f;
-        store_some<PIECE>(dx, out + at, kind, whole_out != 0, cols - at, zeros);
+        for (int i = 0; i < VEC; ++i) zeros[i] = 0.0f;
+        store_some<VEC>(dx, out + at, kind, whole_out != 0, cols - at, zeros);
     }
     float score[2], g[2];
     float best = kMinusInfinity;
@@ -52,15 +52,15 @@ __global__ void __launch_bounds__(256)
     float top = 0.0f, inverse = 0.0f;
     if (over_all) {
         float most = kMinusInfinity, sum = 0.0f;
-        for (int at = lane * PIECE; at < cols; at += kWarp * PIECE) {
-            float value[PIECE], largest = most;
-            load_some<PIECE>(x, start + at, kind, whole_in != 0, cols - at, value);
+        for (int at = lane * VEC; at < cols; at += kWarp * VEC) {
+            float value[VEC], largest = most;
+            load_some<VEC>(x, start + at, kind, whole_in != 0, cols - at, value);
 #pragma unroll
-            for (int i = 0; i < PIECE; ++i)
+            for (int i = 0; i < VEC; ++i)
                 if (at + i < cols) largest = fmaxf(largest, value[i]);
             if (largest > most) sum *= expf(most - largest), most = largest;
 #pragma unroll
-            for (int i = 0; i < PIECE; ++i)
+            for (int i = 0; i < VEC; ++i)
                 if (at + i < cols) sum += expf(value[i] - anchor_of(most));
         }
         top = anchor_of(warp_reduce<Largest>(most));
@@ -91,12 +91,12 @@ __global__ void __launch_bounds__(256)
     const float common = !over_all ? 0.0f : renormalize ? scale * dot * share * (eps * share) : scale * dot;
 
     if (over_all) {
-        for (int at = lane * PIECE; at < cols; at += kWarp * PIECE) {
-            float value[PIECE];
-            load_some<PIECE>(x, start + at, kind, whole_in != 0, cols - at, value);
+        for (int at = lane * VEC; at < cols; at += kWarp * VEC) {
+            float value[VEC];
+            load_some<VEC>(x, start + at, kind, whole_in != 0, cols - at, value);
 #pragma unroll
-            for (int i = 0; i < PIECE; ++i) value[i] = -expf(value[i] - top) * inverse * common;
-            store_some<PIECE>(dx, out + at, kind, whole_out != 0, cols - at, value);
+            for (int i = 0; i < VEC; ++i) value[i] = -expf(value[i] - top) * inverse * common;
+            store_some<VEC>(dx, out + at, kind, whole_out != 0, cols - at, value);
         }
     }
     __syncwarp();  // the chosen ones come after

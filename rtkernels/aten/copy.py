@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels.aten.elementwise import FILL, TOKENS, copy_into, meta_of, output_strides, run
+from rtkernels.aten.elementwise import FILL, KERNELS, TOKENS, copy_into, run
+from rtkernels.aten.strides import arrange, overlaps_itself
 from rtkernels.aten.table import NotHandled, Overload
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
@@ -41,7 +42,6 @@ _DTYPES = NotHandled("several dtypes")
 _SHAPES = NotHandled("shapes")
 _DIM = NotHandled("dim out of range")
 _ITEM_SIZE = NotHandled("elements of 16 bytes")
-_COMPLEX = NotHandled("complex")
 _RANK = NotHandled("more than 4 dimensions, strided")
 
 
@@ -82,8 +82,6 @@ def _copy_(self: Tensor, src: Tensor, non_blocking: bool = False) -> Any:
         return _DEVICE
     if self.dtype != src.dtype and (self.dtype not in TOKENS or src.dtype not in TOKENS):
         return NotHandled(str(src.dtype).removeprefix("torch."))
-    if self.is_neg() or src.is_neg() or self.is_conj() or src.is_conj():
-        return _COMPLEX
     if self is src:
         return self
     return copy_into(self, src)
@@ -140,9 +138,6 @@ def _flip(self: Tensor, dims: Sequence[int]) -> Any:
 
 
 def _flip_into(result: Tensor, self: Tensor, flipped: set[int]) -> Any:
-    from rtkernels.aten.elementwise import KERNELS
-    from rtkernels.aten.strides import arrange
-
     size = self.element_size()
     token = _TOKEN_OF_SIZE.get(size)
     if token is None:
@@ -177,14 +172,14 @@ def _constant_pad_nd(self: Tensor, pad: Sequence[int], value: Any = 0) -> Any:
     if not self.is_contiguous():
         return _FORMAT
     result = self.new_empty(sizes)
-    filled = _filled(result, value)
-    if type(filled) is NotHandled or source.numel() == 0:
-        return filled
+    border = _fill_all(result, value)
+    if type(border) is NotHandled or source.numel() == 0:
+        return border
     done = copy_into(result[tuple(inside)], source)
     return done if type(done) is NotHandled else result
 
 
-def _filled(result: Tensor, value: Any) -> Any:
+def _fill_all(result: Tensor, value: Any) -> Any:
     if result.dtype not in TOKENS:
         return NotHandled(str(result.dtype).removeprefix("torch."))
     if result.dtype == torch.bool:
@@ -201,8 +196,9 @@ def _with_part(self: Tensor, src: Tensor, part: Any) -> Any:
         return _DTYPES
     if _TOKEN_OF_SIZE.get(self.element_size()) is None:
         return _ITEM_SIZE
-    result = torch.empty_strided(self.shape, output_strides(tuple(self.shape), [meta_of(self)]), dtype=self.dtype,
-                                 device=self.device)  # fmt: skip
+    if overlaps_itself(tuple(self.shape), self.stride()):
+        return NotHandled("overlapping memory")
+    result = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)  # gaps too, as torch
     view = part(result)
     if view.shape != src.shape:
         return _SHAPES
@@ -244,9 +240,9 @@ def _diag_embed(self: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -
 
 
 def _on_diagonal(result: Tensor, values: Tensor, offset: int, dim1: int, dim2: int) -> Any:
-    filled = _filled(result, 0)
-    if type(filled) is NotHandled:
-        return filled
+    border = _fill_all(result, 0)
+    if type(border) is NotHandled:
+        return border
     done = copy_into(result.diagonal(offset, dim1, dim2), values)
     return done if type(done) is NotHandled else result
 

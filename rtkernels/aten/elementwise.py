@@ -55,6 +55,7 @@ _RANK = NotHandled("more than 6 dimensions")
 _OUT = NotHandled("out= of another dtype or shape")
 _RANGE = NotHandled("number out of range")
 _COMPLEX = NotHandled("complex")
+_LAZY = NotHandled("lazy negative or conjugate")
 
 
 @dataclass(frozen=True, eq=False)
@@ -369,6 +370,10 @@ FILL = Functor("Fill", 0)
 
 def copy_into(out: Tensor, source: Tensor) -> Tensor | NotHandled:
     """Write `source`, converted and broadcast, to `out`. Copies of one dtype move bits: any dtype up to 8 bytes."""
+    if source.is_neg() or source.is_conj() or out.is_neg() or out.is_conj():
+        return (
+            _LAZY  # the memory holds other values, and the dispatcher resolves this for most operators, not for copies
+        )
     if source.shape != out.shape:
         try:
             source = source.expand(out.shape)

@@ -292,13 +292,14 @@ _KINDS = {bool: 0, int: 1, float: 2, complex: 3}
 
 
 def _elements(args: tuple[Any, ...]) -> int:
-    """Return how many elements the first tensor has, or those of a list together."""
+    """Return how many elements the largest tensor has, or those of a list together."""
+    found = -1
     for value in args:
         if isinstance(value, torch.Tensor):
-            return value.numel()
-        if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
-            return sum(tensor.numel() for tensor in value)
-    return 1 << 62  # factories: their sizes are no tensors
+            found = max(found, value.numel())
+        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
+            found = max(found, sum(tensor.numel() for tensor in value if tensor is not None))
+    return found if found >= 0 else 1 << 62  # factories: their sizes are no tensors
 
 
 def _not_launched(name: str, error: RtkError) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.aten.table import NotHandled, Overload
+from rtkernels.ops.reduce.pairs import all_close, squared_error
 from rtkernels.ops.reduce.reduction import FLOATS, reduce, reducible
 
 _INVALID, _CONVERTED = NotHandled("invalid arguments"), NotHandled("converted first")
@@ -19,6 +20,7 @@ _REASONS = {
         torch.float64, torch.complex32, torch.complex64, torch.complex128, torch.int8, torch.int16)))
 }  # fmt: skip
 _OTHER_DTYPE = NotHandled("dtype")
+_CAPTURE = NotHandled("host read while a graph is captured")
 
 
 def _dims(x: Tensor, dim: Any) -> tuple[int, ...] | None:
@@ -187,6 +189,46 @@ def _moments(finish: str, wanted: str) -> Callable[..., Any]:
     return handler
 
 
+def _mse_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Any:
+    if x.dtype not in FLOATS or target.dtype != x.dtype:
+        return _OTHER_DTYPE
+    if x.numel() == 0:
+        return _REASONS["empty"]
+    if x.shape != target.shape or reduction not in (1, 2):  # broadcast, or no reduction
+        return _INVALID
+    return squared_error(x, target, reduction == 1)
+
+
+def _allclose(x: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> Any:
+    if x.dtype != torch.float32 or other.dtype != torch.float32:
+        return _OTHER_DTYPE
+    if x.numel() == 0:
+        return _REASONS["empty"]
+    if x.shape != other.shape or x.device != other.device or rtol < 0 or atol < 0:
+        return _INVALID
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return _CAPTURE
+    return all_close(x, other, rtol, atol, equal_nan)
+
+
+def _into(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the ``out=`` form of a handler, for an `out` that has the result's shape and dtype already."""
+
+    def into(*args: Any, out: Tensor, **kwargs: Any) -> Any:
+        made = handler(*args, **kwargs)
+        if isinstance(made, NotHandled):
+            return made
+        return (
+            out.copy_(made) if (out.shape, out.dtype, out.device) == (made.shape, made.dtype, made.device) else _INVALID
+        )
+
+    return into
+
+
+def _trace(x: Tensor) -> Any:
+    return _sum(x.diagonal(), None) if x.dim() == 2 else _INVALID
+
+
 def rows() -> Iterator[Overload]:
     """Yield the overloads of this family."""
 
@@ -219,3 +261,8 @@ def rows() -> Iterator[Overload]:
     yield row("std.correction", _moments("root", "o"), "std")
     yield row("var_mean.correction", _moments("value", "os"), "var_mean")
     yield row("std_mean.correction", _moments("root", "os"), "std_mean")
+    yield row("sum.out", _into(_sum_all))
+    yield row("sum.IntList_out", _into(_sum))
+    yield row("trace", _trace, "trace")
+    yield row("mse_loss", _mse_loss, "nn.functional.mse_loss")
+    yield row("allclose", _allclose, "allclose")

@@ -52,7 +52,7 @@ def report(*, as_rows: bool = False, file: TextIO | None = None) -> list[dict[st
             "family": count.family,
             "ours": count.ours,
             "torch": sum(count.torch.values()),
-            "why": dict(count.torch.most_common()),
+            "why": dict(sorted(count.torch.items(), key=lambda item: -item[1])),
         }
         for name, count in COUNTS.items()
         if count.ours or count.torch

@@ -86,6 +86,24 @@ def _native_dropout(x: Tensor, p: float, train: bool | None) -> Any:
     return _refused(x) or dropout(x, p)
 
 
+def _normal(mean: Tensor | float, std: Tensor | float, *, generator: torch.Generator | None = None) -> Any:
+    tensors = [t for t in (mean, std) if isinstance(t, Tensor)]
+    like = tensors[0]
+    if any(t.dtype != like.dtype or t.device != like.device for t in tensors):
+        return _DTYPE
+    if isinstance(std, Tensor):
+        if not std.is_cuda and bool((std < 0).any()):  # on a CUDA device it is not read
+            return _INVALID
+    elif std < 0:
+        return _INVALID
+    try:
+        shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    except RuntimeError:
+        return _INVALID
+    out = torch.empty(shape, dtype=like.dtype, device=like.device)
+    return _refused(out) or fill(out, "normal", 0.0, 1.0, generator).mul_(std).add_(mean)
+
+
 def rows() -> Iterator[Overload]:
     """Yield the overloads of this family."""
     yield Overload("uniform_", "rng", _uniform_)
@@ -97,3 +115,5 @@ def rows() -> Iterator[Overload]:
     yield Overload("rand_like", "rng", _like("uniform"))
     yield Overload("randn_like", "rng", _like("normal"))
     yield Overload("native_dropout", "rng", _native_dropout)
+    for form in ("Tensor_Tensor", "Tensor_float", "float_Tensor"):
+        yield Overload(f"normal.{form}", "rng", _normal)

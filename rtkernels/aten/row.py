@@ -1,7 +1,8 @@
-"""Operators of whole rows: softmax and log_softmax over the last dimension, and their gradients (family ``row``)."""
+"""Operators of whole rows: softmax, log_softmax and layer_norm with their gradients (family ``row``)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.aten.table import NotHandled, Overload
+from rtkernels.ops.reduce import row_norm
 from rtkernels.ops.reduce.softmax import BACKWARD as SOFTMAX_BWD
 from rtkernels.ops.reduce.softmax_plan import plan_as_torch
 from rtkernels.ops.shared.primitive import Memory, Primitive
@@ -51,8 +53,57 @@ def _softmax_backward(log: bool) -> Callable[..., Any]:
     return handler
 
 
+def _norm_refused(x: Tensor, shape: Any, *parameters: Tensor | None) -> NotHandled | None:
+    shape = tuple(shape)
+    if x.dtype not in FLOATS or (
+        not x.is_cuda and x.dtype != torch.float32
+    ):  # on the CPU statistics have another dtype
+        return _DTYPE
+    if x.numel() == 0:
+        return _EMPTY
+    if not shape or x.shape[x.dim() - len(shape) :] != shape:
+        return _OPTION
+    for parameter in parameters:
+        if parameter is not None and (parameter.dtype != x.dtype or tuple(parameter.shape) != shape):
+            return _OPTION
+    return None
+
+
+def _layer_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
+    if (refused := _norm_refused(x, normalized_shape, weight, bias)) is not None:
+        return refused
+    lead = x.dim() - len(normalized_shape)
+    flat = [None if p is None else p.reshape(-1) for p in (weight, bias)]
+    y, mean, rstd = row_norm.FORWARD(x.reshape(-1, math.prod(normalized_shape)), *flat, eps)
+    statistics = (*x.shape[:lead], *[1] * len(normalized_shape))
+    return y.view(x.shape), mean.view(statistics), rstd.view(statistics)
+
+
+def _layer_norm_backward(
+    grad_out: Tensor, x: Tensor, normalized_shape: Any, mean: Tensor, rstd: Tensor, weight: Tensor | None,
+    bias: Tensor | None, output_mask: Any,
+) -> Any:  # fmt: skip
+    refused = _norm_refused(x, normalized_shape, weight, bias)
+    if refused is not None or grad_out.dtype != x.dtype or mean.dtype != torch.float32:
+        return refused or _DTYPE
+    cols = math.prod(normalized_shape)
+    dy, rows_, (mean, rstd) = grad_out.reshape(-1, cols), x.reshape(-1, cols), (mean.reshape(-1), rstd.reshape(-1))
+    dx = dw = db = None
+    if output_mask[0]:
+        dx = row_norm.BACKWARD(dy, rows_, None if weight is None else weight.reshape(-1), mean, rstd).view(x.shape)
+    if output_mask[1] or output_mask[2]:
+        grads = row_norm.parameter_grads(dy, rows_, mean, rstd)
+        dw, db = (
+            grad.view(*normalized_shape) if want else None for grad, want in zip(grads, output_mask[1:], strict=True)
+        )
+    return dx, dw, db
+
+
 def rows() -> Iterator[Overload]:
     """Yield the overloads of this family."""
     for name, log in (("softmax", False), ("log_softmax", True)):
         yield Overload(f"_{name}", "row", _softmax(log), default=True, opinfo=(name,))
         yield Overload(f"_{name}_backward_data", "row", _softmax_backward(log), default=True, opinfo=(name,))
+    opinfo = ("native_layer_norm", "nn.functional.layer_norm")
+    yield Overload("native_layer_norm", "row", _layer_norm, default=True, opinfo=opinfo)
+    yield Overload("native_layer_norm_backward", "row", _layer_norm_backward, default=True, opinfo=opinfo)

@@ -49,6 +49,13 @@ def _extreme(flip: bool) -> Callable[..., Any]:
     return handler
 
 
+def _cumsum_out(x: Tensor, dim: int, *, dtype: torch.dtype | None = None, out: Tensor) -> Any:
+    made = _cumsum(x, dim, dtype=dtype)
+    if isinstance(made, NotHandled):
+        return made
+    return out.copy_(made) if (out.shape, out.dtype, out.device) == (made.shape, made.dtype, made.device) else _INVALID
+
+
 def _nonzero(x: Tensor) -> Any:
     if x.dtype not in TOKEN:
         return _DTYPE
@@ -90,6 +97,7 @@ def _repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> An
 def rows() -> Iterator[Overload]:
     """Yield the overloads of this family."""
     yield Overload("cumsum", "scan", _cumsum, default=True, opinfo=("cumsum",))
+    yield Overload("cumsum.out", "scan", _cumsum_out, default=True)
     yield Overload("cummax", "scan", _extreme(False), opinfo=("cummax",))
     yield Overload("cummin", "scan", _extreme(True), opinfo=("cummin",))
     yield Overload("nonzero", "scan", _nonzero, default=True, opinfo=("nonzero",))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rtkernels.aten.table import NotHandled, Overload
 from rtkernels.ops.router.topk import FORWARD as TOPK
+from rtkernels.ops.scan.compact import nonzero
 from rtkernels.ops.shared.strided import FLOATS, TOKEN
 from rtkernels.ops.sort.sorting import PLACES, best_of_rows, sort_rows
 
@@ -17,6 +18,7 @@ _INVALID, _DTYPE, _EMPTY, _RANK = (
     NotHandled(reason) for reason in ("invalid arguments", "dtype", "empty", "no dimensions")
 )
 _LONG, _MANY = NotHandled("rows too long"), NotHandled("k above 256")
+_CAPTURE = NotHandled("host read while a graph is captured")
 
 
 def _rows_of(x: Tensor, dim: int) -> Tensor | NotHandled:
@@ -75,8 +77,45 @@ def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool =
     return tuple(result.view(*moved, k).movedim(-1, dim).clone(memory_format=dense) for result in made)
 
 
+def _unique2(x: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False) -> Any:
+    if x.dtype not in TOKEN:
+        return _DTYPE
+    n = x.numel()
+    if n == 0:
+        return _EMPTY
+    if n >= 2**31:
+        return _LONG
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return _CAPTURE
+    values, order = (made.view(-1) for made in sort_rows(x.reshape(1, -1), False))
+    first = torch.ones(n, dtype=torch.bool, device=x.device)
+    torch.ne(values[1:], values[:-1], out=first[1:])
+    begins = nonzero(first).view(-1)
+    none = torch.empty(0, dtype=torch.int64, device=x.device)
+    inverse = counts = none
+    if return_inverse:
+        inverse = torch.empty_like(order).scatter_(0, order, first.cumsum(0) - 1).view(x.shape)
+    if return_counts:
+        counts = torch.diff(begins, append=begins.new_full((1,), n))
+    return values[begins], inverse, counts
+
+
+def _randperm(
+    n: int, *, dtype: Any = torch.int64, layout: Any = None, device: Any = None, pin_memory: Any = None
+) -> Any:
+    if layout not in (None, torch.strided) or pin_memory or dtype not in (None, torch.int64):
+        return _INVALID
+    if not 0 < n < 2**31:
+        return _EMPTY
+    keys = torch.empty(1, n, dtype=torch.int64, device=device).random_()
+    return sort_rows(keys, False)[1].view(-1)
+
+
 def rows() -> Iterator[Overload]:
     """Yield the overloads of this family."""
-    yield Overload("sort", "sort", _sort, default=True, opinfo=("sort", "argsort", "msort"))
-    yield Overload("sort.stable", "sort", _sort_stable, default=True, opinfo=("sort",))
-    yield Overload("topk", "sort", _topk, default=True, opinfo=("topk",))
+    yield Overload("sort", "sort", _sort, default=True, opinfo=("msort",))
+    # Which of equal elements comes first is free without `stable`, and in topk: torch's samples compare indices.
+    yield Overload("sort.stable", "sort", _sort_stable, default=True)
+    yield Overload("topk", "sort", _topk, default=True)
+    yield Overload("_unique2", "sort", _unique2, default=True, opinfo=("unique",))
+    yield Overload("randperm", "sort", _randperm)

@@ -1,4 +1,6 @@
-"""The matrix products of gn_kernels by name: a ``[m, k]`` contiguous, b ``[k, n]`` whose transposed is contiguous.
+"""The matrix products and attentions of gn_kernels by name.
+
+Products: a ``[m, k]`` contiguous, b ``[k, n]`` whose transposed is contiguous.
 
 Two 4-bit codes in a byte are those of neighbours along k, the first in the low half. Scales of 4-bit floats are in
 blocks of 128 x 4. Unlike there, sizes need not be multiples of tiles.
@@ -10,7 +12,10 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.attention.attention import attention, attention_varlen
+from rtkernels.ops.attention.quantized import attention_quantized
 from rtkernels.ops.gemm.scaled_mm import scaled_mm
+from rtkernels.ops.quant.pack import e8m0_values
 
 _ACCUMULATORS = {None: "auto", torch.float32: "fp32", torch.float16: "fp16", torch.int32: "int32"}
 
@@ -87,3 +92,44 @@ def block2d_scaled_mm(
 ) -> Tensor:
     """Return the product of int8 or fp8 operands whose tiles have a scale each: ``[m/q, k/q]`` and ``[k/q, n/q]``."""
     return scaled_mm(a, b, scale_a, scale_b, recipe="tile", b_layout="kn", out_dtype=out_dtype)
+
+
+def attn_int8_qk(q: Tensor, k: Tensor, v: Tensor, scale_q: Tensor, scale_k: Tensor) -> Tensor:
+    """Attention of int8 q and k with 16-bit v, all ``[b, l, h, d]``; float32 scales ``[b, h, l]``."""
+    return attention_quantized(q, k, v, scale_q, scale_k)
+
+
+def attn_int8(q: Tensor, k: Tensor, v: Tensor, scale_q: Tensor, scale_k: Tensor, scale_v: Tensor) -> Tensor:
+    """The same with int8 ``[b, h, l, d]`` and v ``[b, h, d, keys]``, a scale of it for each column and 64 keys."""
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    return attention_quantized(q, k, v, scale_q, scale_k, scale_v).transpose(1, 2)
+
+
+def attn_mxfp8_qk(q: Tensor, k: Tensor, v: Tensor, scale_q: Tensor, scale_k: Tensor) -> Tensor:
+    """Attention of MXFP8 q and k ``[b, h, l, d]`` with a power-of-two scale (e8m0, by rows) of each 32 columns.
+
+    A code times its scale is exact in bfloat16: that is what runs, on every GPU.
+    """
+    q, k = (_mx_to_bf16(x, scale) for x, scale in ((q, scale_q), (k, scale_k)))
+    return attention(q, k, v, layout="bhld")
+
+
+def _mx_to_bf16(x: Tensor, scale: Tensor) -> Tensor:
+    return (x.float() * e8m0_values(scale).repeat_interleave(32, -1)).bfloat16()
+
+
+def attn(
+    q: Tensor, k: Tensor, v: Tensor, scale_q: Tensor | None = None, scale_k: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    """Attention of ``[b, l, h, d]``: 16-bit q and k, or int8 or fp8 with float32 scales ``[b, h, l]``."""
+    if scale_q is None or scale_k is None:
+        return attention(q, k, v, causal=causal)
+    return attention_quantized(q, k, v, scale_q, scale_k, causal=causal)
+
+
+def varlen_attn(
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, max_q_len: int, max_kv_len: int,
+    causal: bool = False,
+) -> Tensor:  # fmt: skip
+    """Attention of packed sequences ``[tokens, h, d]``; offsets int32 ``[sequences + 1]``."""
+    return attention_varlen(q, k, v, q_offsets, kv_offsets, max_q_len, max_kv_len, causal=causal)

@@ -10,6 +10,6 @@ is patched.
 
 from rtkernels.models.fp8 import Recipe as Fp8Recipe
 from rtkernels.models.fp8_checkpoint import export_fp8, serve_fp8
-from rtkernels.models.patch import PatchReport, patch, patched, report, unpatch
+from rtkernels.models.patch import PatchReport, loss_only, patch, patched, report, unpatch
 
-__all__ = ["Fp8Recipe", "PatchReport", "export_fp8", "patch", "patched", "report", "serve_fp8", "unpatch"]
+__all__ = ["Fp8Recipe", "PatchReport", "export_fp8", "loss_only", "patch", "patched", "report", "serve_fp8", "unpatch"]

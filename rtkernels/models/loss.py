@@ -21,6 +21,7 @@ from rtkernels.models.recognize import NotRecognized, Recognized
 _KIND = Recognized("head", ())
 _LAZY = "_rtkernels_lazy"
 _HOOKS = "_rtkernels_hooks"
+LOSS_ONLY = "_rtkernels_loss_only"
 
 
 def _head(original: type[nn.Module]) -> Callable[..., Any]:
@@ -110,8 +111,9 @@ def _heads(model: nn.Module) -> list[nn.Module]:
 
 def _before(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     wanted = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
+    trains = model.training and torch.is_grad_enabled()
     for head in _heads(model):
-        setattr(head, _LAZY, wanted and model.training and torch.is_grad_enabled())
+        setattr(head, _LAZY, wanted and (trains or model.__dict__.get(LOSS_ONLY, False)))
 
 
 def _after(model: nn.Module, args: Any, output: Any) -> None:

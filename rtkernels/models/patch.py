@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -249,6 +250,20 @@ def patched(build: Callable[[], nn.Module], **options: Any) -> nn.Module:
     model = build()
     patch(model, **options)
     return model
+
+
+@contextmanager
+def loss_only(model: nn.Module) -> Iterator[None]:
+    """Within this context, a patched model makes no logits in evaluation either, if it is given labels.
+
+    For evaluations that look at the loss alone; ``outputs.logits`` is made if somebody looks at it.
+    """
+    inner = _unwrapped(model)
+    inner.__dict__[losses.LOSS_ONLY] = True
+    try:
+        yield
+    finally:
+        inner.__dict__.pop(losses.LOSS_ONLY, None)
 
 
 def unpatch(model: nn.Module) -> None:

@@ -38,6 +38,9 @@ class _Ring:
         return received, dist.batch_isend_irecv(moves)
 
     def moved(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors of the previous process."""
+        if self.size == 1:
+            return list(tensors)
         received, work = self.start(tensors)
         for each in work:
             each.wait()
@@ -59,8 +62,7 @@ def _blocks(rank: int, owner: int, length: int, causal: bool, zigzag: bool) -> t
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, scale, causal, softcap, zigzag, group):
-        ring, length = _Ring(group), q.shape[1]
-        ctx.save_for_backward(q, k, v)
+        ring, length, own = _Ring(group), q.shape[1], (k, v)
         out, lse = None, None
         for step in range(ring.size):
             last = step == ring.size - 1
@@ -82,14 +84,14 @@ class _RingAttention(torch.autograd.Function):
             if not last:
                 k, v = received
         out = out.to(q.dtype)
-        ctx.saved_more = (out, lse)
+        ctx.save_for_backward(q, *own, out, lse)
         ctx.options = scale, causal, softcap, zigzag, group
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        (q, k, v), (out, lse) = ctx.saved_tensors, ctx.saved_more
+        q, k, v, out, lse = ctx.saved_tensors
         scale, causal, softcap, zigzag, group = ctx.options
         ring, length = _Ring(group), q.shape[1]
         dout, dq = dout.contiguous(), torch.zeros(q.shape, dtype=torch.float32, device=q.device)

@@ -12,10 +12,10 @@ import torch
 
 pytest.importorskip("expecttest", reason="torch's OpInfos need it: pip install expecttest")
 
-from conformance import harness
 from support.places import emulated
 
 import rtkernels
+from conformance import harness
 from rtkernels.aten import report, table
 
 _ONE_IN = 60

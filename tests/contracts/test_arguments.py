@@ -242,6 +242,12 @@ NUMBERS: dict[str, Callable[..., Any]] = {
     "mla_decode": lambda **n: rtkernels.mla_decode(
         _b16(1, 2, 64), _b16(1, 4, 64), _offs(3), **{"value_width": 64, **n}
     ),
+    "attention_quantized": lambda **n: rtkernels.attention_quantized(
+        *(torch.ones(4, 2, 16, dtype=torch.int8),) * 2, _b16(4, 2, 16), torch.ones(2, 4), torch.ones(2, 4),
+        cu_seqlens_q=_offs(0, 4), cu_seqlens_k=_offs(0, 4), **{"max_seqlen_q": 4, "max_seqlen_k": 4, **n}
+    ),
+    "quantize_qk": lambda **n: rtkernels.quantize_qk(*_heads(1, 4, 2, 16)[1:], **n),
+    "sage_attention": lambda **n: rtkernels.sage_attention(*_heads(1, 4, 2, 16), **n),
     "sdpa": lambda **n: rtkernels.sdpa(*_heads(1, 2, 4, 16), **n),
     "add_": lambda **n: rtkernels.add_(torch.ones(4, 8), torch.ones(4, 8), **n),
     "cross_entropy": lambda **n: rtkernels.cross_entropy(torch.ones(4, 8), _labels(), **n),

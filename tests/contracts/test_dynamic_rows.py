@@ -138,6 +138,13 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
         _heads(x.detach()), _heads(x.detach()).unsqueeze(1)[:, :, 0], torch.ones_like(ids[:, 0], dtype=torch.int32),
         value_width=64,
     ),
+    "attention_quantized": lambda x, ids: rtk.attention_quantized(
+        *(_heads(x.detach())[None].to(torch.int8),) * 2, _heads(x.detach())[None],
+        *(x.detach()[None, :, :4].mT.abs(),) * 2,
+    ),
+    "quantize_qk": lambda x, ids: rtk.quantize_qk(*(_heads(x.detach())[None],) * 2),
+    "quantize_v": lambda x, ids: rtk.quantize_v(_heads(x.detach())[:, None]),
+    "sage_attention": lambda x, ids: rtk.sage_attention(*_qkv(x[None])),
     "multi_count_zeros": lambda x, ids: rtk.multi_count_zeros([x.detach()]),
     "multi_norm": lambda x, ids: rtk.multi_norm([x.detach()]),
     "multi_scale_": lambda x, ids: _written(x, lambda y: rtk.multi_scale_([y], 2.0)),

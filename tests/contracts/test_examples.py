@@ -32,6 +32,15 @@ def test_generate_gives_the_tokens_of_transformers(place: str, capsys: pytest.Ca
     assert example["main"](["--tiny", "--tokens", "3", "--fp8"]).shape == (1, 3)
 
 
+@pytest.mark.parametrize("place", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
+def test_the_policy_agrees_with_plain_torch(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = runpy.run_path(str(EXAMPLES / "vla_policy.py"))["main"](
+        ["--tiny", "--device", place, "--repeats", "1", "--skip-compile"]
+    )
+    assert found["rtkernels bf16"] > 0.999 and found["rtkernels fp8"] > 0.99, found
+    assert "torch eager" in capsys.readouterr().out
+
+
 def test_training_learns_and_agrees_with_the_plain_model(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers", minversion="5.0")
     main = runpy.run_path(str(EXAMPLES / "train.py"))["main"]

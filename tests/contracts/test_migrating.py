@@ -56,9 +56,24 @@ def _names() -> dict[str, Any]:
         "w32": w.clone(),
         "expert": (torch.arange(M) > 3).long(),
     }
-    given["q8"], given["s8"] = rtkernels.quantize_fp8(x.bfloat16(), granularity="row")
+    given["x8"], given["sx"] = rtkernels.quantize_fp8(x.bfloat16(), granularity="row")
+    given |= _attention_names(g)
     given["pair"] = lambda left, right: (left[0], right[0], left[1], right[1])
     return given
+
+
+def _attention_names(g: torch.Generator) -> dict[str, Any]:
+    q, k, v = (torch.randn(1, M, 2, 64, generator=g).bfloat16() for _ in range(3))
+    given: dict[str, Any] = {"q": q, "k": k, "v": v, "pq": q[0], "pk": k[0], "pv": v[0]}
+    given |= {f"{name}_t": given[name].transpose(1, 2) for name in ("q", "k", "v")}
+    given["q8"], given["sq"], given["k8"], given["sk"], _ = rtkernels.quantize_qk(q, k)
+    given["v8"], given["sv"] = rtkernels.quantize_v(v)
+    given |= {"f8": given["q_t"].to(torch.float8_e4m3fn), "e8": torch.full((1, 2, M, 2), 127, dtype=torch.uint8)}
+    cache = torch.randn(2, 16, 2, 64, generator=g).bfloat16()
+    given |= {"k_cache": cache, "latents": cache[:, :, 0].contiguous(), "mask": torch.zeros(M, M)}
+    integers = {"ends": [0, 4, M], "table": [[1, 0]], "lengths": [M]}
+    given |= {name: torch.tensor(values, dtype=torch.int32) for name, values in integers.items()}
+    return given | {"decay": torch.ones(2), "state": torch.zeros(1, 2, 64, 64)}
 
 
 @pytest.mark.parametrize(("there", "here"), [pytest.param(*call, id=f"{i}") for i, call in enumerate(_calls())])
@@ -110,6 +125,26 @@ def test_gn() -> None:
     }  # fmt: skip
     for name, (got, wanted) in same.items():
         assert torch.equal(got, wanted), name
+
+
+def test_gn_attention() -> None:
+    t = _names()
+    exact = rtkernels.attention(t["q"], t["k"], t["v"]).float()
+    near = gn.attn_int8_qk(t["q8"], t["k8"], t["v"], t["sq"], t["sk"])
+    torch.testing.assert_close(near.float(), exact, rtol=0.05, atol=0.05)
+    near = gn.attn_int8(t["q8"].transpose(1, 2), t["k8"].transpose(1, 2), t["v8"], t["sq"], t["sk"], t["sv"])
+    torch.testing.assert_close(near.transpose(1, 2).float(), exact, rtol=0.05, atol=0.05)
+    assert torch.equal(gn.attn(t["q8"], t["k8"], t["v"], t["sq"], t["sk"]), gn.attn_int8_qk(*map(t.get, _INT8)))
+    assert torch.equal(gn.attn(t["q"], t["k"], t["v"]).float(), exact)
+    scales = torch.full((1, 2, M, 2), 128, dtype=torch.uint8)
+    got = gn.attn_mxfp8_qk(t["f8"], t["f8"], t["v_t"], scales, t["e8"])
+    twice = t["f8"].bfloat16()
+    assert torch.equal(got, rtkernels.attention(2 * twice, twice, t["v_t"], layout="bhld"))
+    packed = t["pq"], t["pk"], t["pv"], t["ends"], t["ends"], M, M
+    assert torch.equal(gn.varlen_attn(*packed), rtkernels.attention_varlen(*packed))
+
+
+_INT8 = ("q8", "k8", "v", "sq", "sk")
 
 
 def test_torch_order() -> None:

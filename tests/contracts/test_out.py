@@ -51,10 +51,14 @@ HAVE_THEIR_OWN = {
     *("grouped_wgrad", "attention", "attention_varlen"),
 }
 
+OTHER_KERNEL = {"glu"}  # which has one for the options of inference
+CHANGES_ITS_STATE = {"lightning_attention_step"}
+
 NAMES = sorted(
     name
     for name in {call.partition(",")[0] for call in CALLS}
-    if "out" in inspect.signature(getattr(rtkernels, name)).parameters and name not in HAVE_THEIR_OWN
+    if "out" in inspect.signature(getattr(rtkernels, name)).parameters
+    and name not in HAVE_THEIR_OWN | CHANGES_ITS_STATE
 )
 
 
@@ -128,6 +132,7 @@ class _Watch(TorchFunctionMode):
 
 def test_every_function_that_returns_tensors_has_out() -> None:
     without = {"append_kv_cache", "moe_index", "moe_rows", "check_labels", "tensor_list", "fp8_weight"}
+    without |= {"rope_table", "nvfp4_scale_bytes"}  # for when a model is loaded
     for name in rtkernels._public.OPS:
         parameters = inspect.signature(getattr(rtkernels, name)).parameters
         assert "out" in parameters or name.endswith("_") or name in without, name
@@ -169,7 +174,8 @@ def test_promise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             _check_results(got, wanted, out)
             if name not in COPIED:
                 assert watch.found == []
-    assert sequences[0] == sequences[1] == plain
+    assert sequences[0] == sequences[1]
+    assert sequences[0] == plain or name in OTHER_KERNEL
 
 
 def _check_results(got: Any, wanted: Any, out: Any) -> None:

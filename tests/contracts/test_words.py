@@ -18,7 +18,7 @@ RETIRED = frozenset(
     "again recall remember recent".split()
 )
 # What the glossary puts in the place of a retired word, and names that are not ours.
-KEPT = frozenset(("few_rows", "lane_team", "once_differentiable", "call_once", "mad_wide"))
+KEPT = frozenset(("few_rows", "lane_team", "once_differentiable", "call_once", "mad_wide", "most_common", "kTiesEven"))
 
 _STRING = r'"""(?:.|\n)*?"""|"(?:\\.|[^"\\\n])*"'
 _PYTHON_TEXT = re.compile(rf"{_STRING}|#[^\n]*")

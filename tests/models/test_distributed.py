@@ -100,21 +100,24 @@ def check_fsdp_training(rank: int, mesh: Any) -> None:
 
 
 def check_plan_of_transformers(rank: int, mesh: Any) -> None:
-    tensor_parallel = pytest.importorskip("transformers.distributed.tensor_parallel")
-    for patched_first in (True, False):
-        model = build("llama", tie_word_embeddings=False)
-        if patched_first:
-            models.patch(model)
-            tensor_parallel.apply_tensor_parallelism(model, mesh)
-        else:
-            tensor_parallel.apply_tensor_parallelism(model, mesh)
-            (site,) = models.patch(model).left_alone
-            assert site.kind == "loss" and "patch first" in site.reason
-        assert models.report(model).replaced["mlp"] == 2
-        _check_step(model, "llama", None)
-        model.eval()
-        got = model.generate(tokens(2, 5), max_new_tokens=3, do_sample=False)
-        assert torch.equal(got, build("llama").eval().generate(tokens(2, 5), max_new_tokens=3, do_sample=False))
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    wanted = build("llama").eval().generate(tokens(2, 5), max_new_tokens=3, do_sample=False)
+    for kind in ("llama", "qwen3_moe"):
+        for patched_first in (True, False):
+            model = build(kind)
+            if patched_first:
+                models.patch(model)
+                apply_tensor_parallelism(model, mesh)
+            else:
+                apply_tensor_parallelism(model, mesh)
+                left = models.patch(model).left_alone  # what the plan wraps
+                assert {site.kind for site in left} == ({"loss"} if kind == "llama" else {"loss", "experts"})
+                assert all("patch first" in site.reason for site in left)
+            _check_step(model, kind, None)
+            if kind == "llama":
+                model.eval()
+                assert torch.equal(model.generate(tokens(2, 5), max_new_tokens=3, do_sample=False), wanted)
 
 
 def check_plan_of_torch(rank: int, mesh: Any) -> None:

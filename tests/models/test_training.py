@@ -168,3 +168,13 @@ def test_recorded_outputs() -> None:
             torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
     assert got.aux_loss.item() == pytest.approx(wanted.aux_loss.item(), rel=1e-5)
     assert got.loss.item() == pytest.approx(wanted.loss.item(), rel=1e-5)
+
+
+def test_evaluation_of_the_loss_alone() -> None:
+    model, ids = models.patched(lambda: build("qwen3")).eval(), tokens()
+    wanted = model(input_ids=ids, labels=ids)
+    assert isinstance(wanted.logits, Tensor)
+    with models.loss_only(model), torch.no_grad():
+        got = model(input_ids=ids, labels=ids)
+    assert type(got.logits).__name__ == "LazyLogits" and got.loss.item() == pytest.approx(wanted.loss.item(), rel=1e-6)
+    assert isinstance(model(input_ids=ids, labels=ids).logits, Tensor)

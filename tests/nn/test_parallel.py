@@ -206,3 +206,37 @@ CHECKS = (check_rules, check_losses_of_dtensors, check_split_vocabulary, check_r
 
 def test_two_processes_give_what_one_gives(tmp_path: Any) -> None:
     run_in_processes(CHECKS, tmp_path)
+
+
+@pytest.mark.gpu
+def test_a_group_of_one_process_on_a_gpu(tmp_path: Any) -> None:
+    """The kernels behind a split vocabulary, a ring and experts, with sizes that no tile divides."""
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        hidden, weight = (t.cuda().bfloat16() for t in (_numbers(3, 77, 136), _numbers(1003, 136, seed=1)))
+        labels = torch.randint(0, 1003, (3, 77), generator=torch.Generator().manual_seed(0)).cuda()
+        found = []
+        for options in ({}, {"group": group, "chunk_rows": 50}):
+            leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
+            loss = rtkernels.linear_cross_entropy(leaves[0], leaves[1], labels, **options)
+            loss.backward()
+            found.append([loss.detach(), *(t.grad for t in leaves)])
+        for one, other in zip(*found, strict=True):
+            assert float((one - other).float().norm() / one.float().norm()) < 1e-2
+        q, k, v = (_numbers(2, 75, heads, 64, seed=heads).cuda().bfloat16() for heads in (8, 2, 2))
+        found = []
+        for call in (rtkernels.attention, lambda *t, **o: ring_attention(*t, group=group, **o)):
+            leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+            out = call(*leaves, causal=True)
+            out.backward(q)
+            found.append([out.detach(), *(t.grad for t in leaves)])
+        for one, other in zip(*found, strict=True):
+            assert float((one - other).float().norm() / one.float().norm()) < 1e-2
+        x, weights, matrices = (t.cuda() for t in (_numbers(33, 24), torch.rand(33, 2), _numbers(4, 24, 24)))
+        experts = torch.randint(0, 4, (33, 2), generator=torch.Generator().manual_seed(0)).cuda()
+        got = expert_parallel(x, experts, weights, _products(matrices), num_experts=4, group=group)
+        wanted = (torch.tanh(torch.einsum("th,tkhi->tki", x, matrices[experts])) * weights.unsqueeze(-1)).sum(1)
+        torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
+    finally:
+        dist.destroy_process_group()

@@ -75,9 +75,15 @@ def loss_and_gradients(model: nn.Module, ids: Tensor | None = None, **kwargs: An
 def largest_error(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     """Return the largest relative error (Frobenius norm) of all gradients.
 
-    Gradients that are zero but for rounding are compared with the largest gradient instead: 1e-6 of it counts as 0.
+    Small gradients are compared with 1e-6 of the largest one instead; those below 1e-9 of it, before and now, are zero
+    but for rounding and count as equal.
     """
     if got.keys() != wanted.keys():
         raise AssertionError(f"gradients of {got.keys() ^ wanted.keys()} are missing")
-    smallest = 1e-6 * max(float(g.norm()) for g in wanted.values())
-    return max(float((got[n] - g).norm()) / max(float(g.norm()), smallest) for n, g in wanted.items())
+    largest = max(float(g.norm()) for g in wanted.values())
+    errors = [0.0]
+    for name, gradient in wanted.items():
+        size = float(gradient.norm())
+        if not (size <= 1e-9 * largest and float(got[name].norm()) <= 1e-9 * largest):  # NaN does not count as zero
+            errors.append(float((got[name] - gradient).norm()) / max(size, 1e-6 * largest))
+    return float(torch.tensor(errors).max())  # NaN if one of them is

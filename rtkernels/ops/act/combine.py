@@ -1,4 +1,4 @@
-"""``y = act(x + add0 + add1) * mul0 * mul1 * alpha + base0 + base1``: one operator for the elementwise ops of inference.
+"""``y = act(x + add0 + add1) * mul0 * mul1 * alpha + base0 + base1``: the elementwise operator of inference.
 
 Not public: ``act``, ``glu`` with options, and ``ops/pointwise`` are written with it.
 """
@@ -14,13 +14,13 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.act.glu import ACT_TYPES
 from rtkernels.ops.act.glu_reference import partner_and_slope, value_and_slope
 from rtkernels.ops.shared.fp8_layout import check_option
-from rtkernels.ops.shared.row_launch import FORMATS, quant_flags
+from rtkernels.ops.shared.row_launch import FORMATS, quant_flags, row_variants
 from rtkernels.ops.shared.row_operands import check_rows
 from rtkernels.ops.shared.row_quant import KINDS, quantize_reference
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, block_of, check_same, group_threads, row_count, row_stride, token
 from rtkernels.runtime.operator.declared import Argument, InPlaceExact, Meta, Operator, Rows
-from rtkernels.runtime.operator.plan import Offset, Step, Steps
+from rtkernels.runtime.operator.plan import IN_TORCH, Offset, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 OPERANDS = ("add0", "add1", "mul0", "mul1", "base0", "base1")
@@ -28,15 +28,15 @@ LAYOUTS = ("plain", "concat", "interleaved")
 _ACTS = tuple(ACT_TYPES)  # in the order of the kernel's switch
 _MAX_THREADS, _PER_THREAD = 256, 2
 _KERNEL = Kernel(
-    "act/combine.cu", "combine", template="T FORMAT", max_registers=160,
+    "act/combine.cu", "combine", template="T FORMAT ALIGNED", max_registers=160,
     args="x:ptr add0:ptr add1:ptr mul0:ptr mul1:ptr base0:ptr base1:ptr quant_scale:ptr amax:ptr factor:ptr out:ptr "
     "kept:ptr scale_out:ptr global_out:ptr rows:i64 cols:i64 x_stride:i64 "
     + " ".join(f"{name}_stride:i64 {name}_each:i64" for name in OPERANDS)
     + " threads_per_row:i64 slices:i64 slice_cols:i64 flags:i64 quant:i64 act:i64 number:f64 floor:f64 alpha:f64",
-    variants=[(t, f) for t in ("bf16", "fp16", "fp32") for f in sorted(set(FORMATS.values()))],
+    variants=row_variants(),
 )  # fmt: skip
 # Flags of act/combine.cu.
-_ALIGNED16, _SLOPE, _SUBTRACT, _INTERLEAVED = 1, 2, 4, 8
+_SLOPE, _SUBTRACT, _INTERLEAVED = 2, 4, 8
 _FP32 = {"x": 16, "add0": 32, "add1": 64, "mul0": 128, "mul1": 256, "base0": 512, "base1": 1024}
 
 
@@ -46,7 +46,7 @@ def _result_shape(x: Meta, layout: str) -> tuple[int, ...]:
 
 def _check(x: Meta, *values: Any) -> None:
     operands, rest = dict(zip(OPERANDS, values[:6], strict=True)), values[6:]
-    quant_scale, factor, out, kept, scale_out, global_out, act, slope, subtract, layout, cyclic, quant = rest[:12]
+    _, factor, out, _, _, _, act, _, _, layout, cyclic, quant = rest[:12]
     check_option("act", act, _ACTS)
     check_option("layout", layout, LAYOUTS)
     check_option("quant", quant, KINDS)
@@ -78,6 +78,8 @@ def _plan(x: Meta, *values: Any) -> Steps:
     quant_scale, _, out, kept, _, _, act, slope, subtract, layout, cyclic, quant, swizzled, static, floor, device = rest
     shape = _result_shape(x, layout)
     rows, cols = row_count(shape), shape[-1]
+    if rows >= 2**31:
+        return IN_TORCH
     metas = {"x": x, **{name: meta for name, meta in operands.items() if meta is not None}}
     dtype = next((m.dtype for m in metas.values() if m.dtype != torch.float32), torch.float32)
     strides = {name: row_stride(meta.shape, meta.stride) for name, meta in metas.items()}
@@ -106,7 +108,7 @@ def _plan(x: Meta, *values: Any) -> Steps:
         flags |= _FP32["mul0"] * (x.dtype == torch.float32)
     for meta in (out, kept):
         unfit |= 0 if meta is None else meta.misaligned
-    flags |= _ALIGNED16 * (unfit % 16 == 0) | _SLOPE * slope | _SUBTRACT * subtract
+    flags |= _SLOPE * slope | _SUBTRACT * subtract
     flags |= _INTERLEAVED * (layout == "interleaved")
     per_thread = 16 if quant == "nvfp4" else 16 // dtype.itemsize
     span = -(-cols // 64) * 64 if swizzled else cols
@@ -116,7 +118,7 @@ def _plan(x: Meta, *values: Any) -> Steps:
     padded = -(-rows // 128) * 128 if swizzled else rows
     first, then = quant_flags(quant, out.dtype, swizzled, quant_scale is None and static == 0, dtype)
     launch = _KERNEL.bind(
-        (DTYPE_TOKEN[dtype], FORMATS[quant]), device, -(-padded // groups) * slices, block_of(threads)
+        (DTYPE_TOKEN[dtype], FORMATS[quant], unfit % 16 == 0), device, -(-padded // groups) * slices, block_of(threads)
     )
     tensors = ("x", *names.values(), "quant_scale", 0 if first is None else "amax", "factor", "out", "kept")
     steps_of = [value for name in OPERANDS for value in (strides.get(name, 0), each.get(name, 1))]
@@ -143,7 +145,8 @@ def _reference(x: Tensor, *values: Any) -> None:
     rows, cols = row_count(shape), shape[-1]
 
     def over(name: str) -> Tensor:
-        t = (up if name == "mul0" else operands[name]).float().reshape(-1, cols)
+        t = up if name == "mul0" else operands[name]
+        t = t.float().reshape(row_count(t.shape), cols)
         if t.shape[0] in (1, rows):
             return t
         if name in cyclic.split():

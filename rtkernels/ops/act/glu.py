@@ -346,8 +346,8 @@ def glu(
         reuse: ``"inputs"``: the backward pass writes the gradients of x and up over x and up, which then hold them,
             instead of taking new memory. For tensors that nothing else needs by then, as the result of a projection.
             See below.
-        layout: ``"concat"``, or ``"interleaved"``: without `up`, gate and up are alternating columns of x. From here on:
-            the options of inference, not with weight or reuse.
+        layout: ``"concat"``, or ``"interleaved"``: without `up`, gate and up are alternating columns of x. From here
+            on: the options of inference, not with weight or reuse.
         channel_scale: ``[d]``, of x's dtype or float32, multiplies the result. It gets no gradient.
         quant: Quantise the result (:class:`rtkernels.Quant`); a dtype or "nvfp4" stands for ``Quant(dtype)``.
         keep: Return what is quantised, too, in x's dtype.

@@ -34,18 +34,15 @@ class GluOut(NamedTuple):
     global_scale: Tensor | float | None = None
 
 
-def glu_of_codes(x: Any, up: Any, act: str, swizzled: bool | None = None, **options: Any) -> Tensor | GluOut:
-    """``glu`` of gate and up in NVFP4: ``(codes, scales)`` or ``(codes, scales, global scale)``, exact until the result.
+def glu_of_codes(x: Any, up: Any, act: str, **options: Any) -> Tensor | GluOut:
+    """``glu`` of gate and up in NVFP4: ``(codes, scales)`` or ``(codes, scales, global scale)``.
 
-    Scales of one dimension are swizzled ones.
+    Exact until the result. Scales of one dimension are swizzled ones.
     """
     values = []
     for name, given in (("x", x), ("up", up)):
-        if (
-            not isinstance(given, tuple)
-            or len(given) not in (2, 3)
-            or not all(isinstance(t, Tensor) for t in given[:2])
-        ):
+        pair = isinstance(given, tuple) and len(given) in (2, 3) and all(isinstance(t, Tensor) for t in given[:2])
+        if not pair:
             raise ArgumentError(f"{name} is {type(given).__name__}; expected (codes, scales[, global scale]) of NVFP4")
         codes, scales, *rest = given
         swizzled = scales.dim() == 1 and codes.dim() > 1

@@ -116,7 +116,7 @@ OUT = InPlaceOperator(
 def _backward_parts(values: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the values of the forward pass (9 tensors, 8 options), and (dout, dlse, out, lse, needs...)."""
     dout, dlse, q, k, v, out, lse, *rest = values
-    return (q, k, v, *rest[:14]), (dout, dlse, out, lse, *rest[14:18])
+    return (q, k, v, *rest[:14]), (dout, dlse, out, lse, *rest[14:19])
 
 
 def _check_backward(*values: Any) -> None:
@@ -132,17 +132,18 @@ def _check_backward(*values: Any) -> None:
 
 
 def _backward_outputs(*values: Any) -> tuple[Memory | None, ...]:
-    (q, k, v, sinks, *options), (*_, need_q, need_k, need_v, need_sinks) = _backward_parts(values)
-    heads_first = options[11]
+    (q, k, v, sinks, bias, *options), (*_, need_q, need_k, need_v, need_sinks, need_bias) = _backward_parts(values)
+    heads_first = options[10]
     shapes = ((need_q, q.shape), (need_k, k.shape), (need_v, v.shape))
     results = [_memory(tuple(shape), q.dtype, heads_first) if needed else None for needed, shape in shapes]
-    return *results, Memory((q.shape[-2],), _FLOAT32) if need_sinks and sinks is not None else None
+    results.append(Memory((q.shape[-2],), _FLOAT32) if need_sinks and sinks is not None else None)
+    return *results, Memory(tuple(bias.shape), bias.dtype) if need_bias and bias is not None else None
 
 
 def _plan_backward(*values: Any) -> Steps:
     forward, (dout, dlse, out, _, *needs) = _backward_parts(values)
     q, k, v, heads_first = *forward[:3], forward[15]
-    wants = "".join(letter for letter, needed in zip("qkvs", needs, strict=True) if needed)
+    wants = "".join(letter for letter, needed in zip("qkvsb", needs, strict=True) if needed)
     problem = _forward_problem(
         forward, out=strides(out), dout=strides(dout), dlse=dlse is not None, wants=wants,
         dq=made(q.shape, heads_first), dk=made(k.shape, heads_first), dv=made(v.shape, heads_first),
@@ -156,8 +157,8 @@ BACKWARD = Operator(
         Heads("dout", HALVES), Rows("dlse", (_FLOAT32,), optional=True), *_INPUTS[:3], Heads("out", HALVES),
         Rows("lse", (_FLOAT32,)), *_INPUTS[3:],
     ),
-    options=f"{_OPTIONS}, bool need_q, bool need_k, bool need_v, bool need_sinks",
-    results="dq dk dv dsinks",
+    options=f"{_OPTIONS}, bool need_q, bool need_k, bool need_v, bool need_sinks, bool need_bias",
+    results="dq dk dv dsinks dbias",
     outputs=_backward_outputs,
     plan=_plan_backward,
     reference=reference.backward,
@@ -197,13 +198,10 @@ def a_softcap(softcap: float) -> float:
 
 def run(tensors: Sequence[Tensor | None], options: Sequence[Any], out: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return out and lse of 9 tensors and 8 options as FORWARD takes them, with gradients where one is wanted."""
-    bias = tensors[4]
-    if bias is not None and bias.requires_grad and torch.is_grad_enabled():
-        raise ArgumentError("bias requires grad; expected a bias without: attention has no gradient of it")
     if out is not None:
         refuse_gradients("attention(out=...)", [t for t in (*tensors, out) if t is not None])
         return out, OUT.call(*tensors, out, *options)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors[:4]):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors[:5]):
         return _attention(*tensors, *options)
     return FORWARD.call(*tensors, *options)
 
@@ -216,8 +214,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return ``softmax(scale * q @ k^T) @ v`` for every head, without the matrix of scores ever being in memory.
 
-    Differentiable in q, k, v and sinks, also through lse; the backward pass is deterministic. Sums are in fp32. A query
-    that sees no key gives 0, and ``-inf`` as its lse.
+    Differentiable in q, k, v, sinks and bias, also through lse; the backward pass is deterministic. Sums are in fp32. A
+    query that sees no key gives 0, and ``-inf`` as its lse.
 
     Args:
         q: bfloat16 or float16 [batch, queries, heads, width]. Width: a multiple of 8 up to 256. Any strides with
@@ -234,7 +232,8 @@ def attention(
         sinks: [heads of q], any float type: a score per head that takes part in the softmax and has no value. lse
             counts it.
         bias: Added to scores (behind softcap): any shape that broadcasts to [batch, heads of q, queries, keys], of q's
-            dtype or float32; ``-inf`` masks. No gradient.
+            dtype or float32; ``-inf`` masks. Its gradient is summed over what it is broadcast over, in a fixed order;
+            over queries or keys, that takes memory for a matrix of each sequence and head that do not share it.
         kv_limit: int32 [queries] or [batch, queries], or a list: query i sees keys below its limit only.
         seqused_k: int32 [batch] on the device: how many keys of each sequence count. Those behind may be anything;
             causal and window count from them. Results for other values of it come from the same captured graph.
@@ -277,9 +276,12 @@ def attention(
 def _spread(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     if bias is None:
         return None
+    """Return a bias as [batch or 1, heads or 1, queries, keys]."""
     shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     try:
-        return bias.expand(shape)
+        bias.expand(shape)
+        bias = bias.view((1,) * (4 - bias.dim()) + tuple(bias.shape))
+        return bias.expand(-1, -1, *shape[2:])
     except RuntimeError:
         raise ArgumentError(f"bias has shape {tuple(bias.shape)}; expected one that broadcasts to {shape}") from None
 

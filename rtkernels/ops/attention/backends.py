@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 
 from rtkernels.errors import ArgumentError
@@ -47,9 +48,16 @@ def _tail(problem: Attention, name: str, strides: Strides, keys: bool, lse: bool
     """Return the launch that clears rows of a packed result behind the last sequence."""
     total, heads = (problem.total_k, problem.heads_kv) if keys else (problem.total_q, problem.heads_q)
     width = problem.d_v if name in ("out", "dv") else problem.d_qk
-    launch = TAIL.bind((problem.token,), device, device_info(device).sm_count, 256)
-    ends = "cu_k" if keys else "cu_q"
-    return Step(launch, name, "lse" if lse else 0, ends, problem.batch, total, heads, width, strides.row, strides.head)
+    shape, ends = (total, heads, width), "cu_k" if keys else "cu_q"
+    return packed_tail(problem.token, name, "lse" if lse else 0, ends, problem.batch, shape, strides, device)
+
+
+def packed_tail(
+    token: str, name: str, lse: str | int, ends: str, batch: int, shape: Sequence[int], strides: Strides, device: int
+) -> Step:
+    """Return the launch that clears rows of `name` [tokens, heads, width] (and lse) behind the last sequence."""
+    launch = TAIL.bind((token,), device, device_info(device).sm_count, 256)
+    return Step(launch, name, lse, ends, batch, *shape, strides.row, strides.head)
 
 
 def _with_tails(steps: Steps, tails: list[Step]) -> Steps:

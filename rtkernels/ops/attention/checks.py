@@ -109,7 +109,9 @@ def check(
     if sinks is not None:
         check_same("sinks", tuple(sinks.shape), (heads,), "shape", of="heads of q")
     if bias is not None:
-        check_same("bias", tuple(bias.shape), (batch, heads, length, k.shape[1]), "shape", of="batch, heads, q and k")
+        shape = (batch, heads, length, k.shape[1])
+        broadcast = tuple(n if size != 1 or n == 1 else 1 for n, size in zip(shape[:2], bias.shape[:2], strict=False))
+        check_same("bias", tuple(bias.shape), (*broadcast, *shape[2:]), "shape", of="batch, heads, q and k")
     _integers("lengths", lengths, ((batch,),), "one for each sequence")
     _integers("kv_limit", kv_limit, ((length,), (batch, length)), "one for each query")
     if not scale > 0.0 or scale == float("inf"):
@@ -161,6 +163,7 @@ def problem_of(
         bias=None if bias is None else Bias(
             DTYPE_TOKEN[bias.dtype],
             *(0 if size <= 1 else step for size, step in zip(bias.shape, bias.stride, strict=True)),
+            *bias.shape[:2],
         ),
         lengths=lengths is not None,
         kv_limit=None if kv_limit is None else (0 if kv_limit.dim() == 1 else kv_limit.shape[1]),

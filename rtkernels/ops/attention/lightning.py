@@ -11,15 +11,15 @@ from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import lightning_reference as reference
 from rtkernels.ops.attention.attention import default_scale
-from rtkernels.ops.attention.backends import TAIL
+from rtkernels.ops.attention.backends import TAIL, packed_tail
 from rtkernels.ops.attention.checks import HALVES, Heads, made, strides
 from rtkernels.ops.attention.lightning_plan import MAX_WIDTH, SCAN, STEP, Scan, scan, step
 from rtkernels.ops.attention.problem import Strides
-from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, InPlaceExact, InPlaceOperator, Meta, Operator
 from rtkernels.runtime.operator.gradient import differentiable
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
@@ -73,10 +73,10 @@ def _tail(q: Meta, cu: Meta | None, names: tuple[tuple[str, int], ...], device: 
     """Return the launches that clear rows behind the last packed sequence, of results with these widths."""
     if cu is None:
         return []
-    launch, heads = TAIL.bind((DTYPE_TOKEN[q.dtype],), device, device_info(device).sm_count, 256), q.shape[1]
+    token, shapes = DTYPE_TOKEN[q.dtype], [(name, (*q.shape[:2], width)) for name, width in names]
     return [
-        Step(launch, name, 0, "cu_seqlens", cu.shape[0] - 1, q.shape[0], heads, width, heads * width, width)
-        for name, width in names
+        packed_tail(token, name, 0, "cu_seqlens", cu.shape[0] - 1, shape, made(shape, False), device)
+        for name, shape in shapes
     ]
 
 
@@ -185,6 +185,7 @@ _lightning = differentiable(FORWARD, BACKWARD)
 def lightning_attention(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, *, scale: float | None = None, initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None, return_state: bool = False,
+    out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return linear attention with an exponential decay per head, causal.
 
@@ -204,6 +205,8 @@ def lightning_attention(
         cu_seqlens: int32 [sequences + 1] on the device: sequence b has rows ``cu_seqlens[b]`` to ``[b + 1]``. Rows
             behind the last one give 0.
         return_state: Return the state behind the last row as well.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         [batch, length, heads, width of v] (packed as q is) of q's dtype; with return_state a pair of it and
@@ -214,6 +217,8 @@ def lightning_attention(
             lightning_attention, q, k, v, decay, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
             return_state=return_state,
         )  # fmt: skip
+    if out is not None:
+        return into(lightning_attention, locals())
     _refuse_decay_gradients(decay)
     state = None if initial_state is None else initial_state.float()
     values = (q, k, v, decay.float(), state, cu_seqlens, default_scale(scale, q.shape[-1]), bool(return_state))
@@ -266,7 +271,14 @@ ONE = InPlaceOperator(
 
 
 def lightning_attention_step(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, state: Tensor, *, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    state: Tensor,
+    *,
+    scale: float | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return ``lightning_attention`` of one more token for each sequence, and bring their states up to date.
 
@@ -277,12 +289,15 @@ def lightning_attention_step(
         decay: [heads], any float type.
         state: float32 [batch, heads, width of k, width of v], contiguous; overwritten by the state behind the token.
         scale: Factor of the result; ``1 / sqrt(width of q)`` if None.
+        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
 
     Returns:
         [batch, heads, width of v]. Not differentiable.
     """
     if not isinstance(q, Tensor):
         return interop.call(lightning_attention_step, q, k, v, decay, state, scale=scale)
+    if out is not None:
+        return into(lightning_attention_step, locals())
     refuse_gradients("lightning_attention_step", [q, k, v, decay, state])
     return ONE.call(q, k, v, decay.float(), state, default_scale(scale, q.shape[-1]))
 

@@ -11,6 +11,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import attention as base
 from rtkernels.ops.attention.checks import LAYOUTS
 from rtkernels.runtime.operator.arguments import a_number, an_integer
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
 
 
@@ -18,6 +19,7 @@ def mla_attention(
     q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, scale: float | None = None, causal: bool = True,
     clip_value: float | None = None, return_lse: bool = False, layout: str = "blhd", backend: str = "auto",
+    out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return multi-head latent attention of keys and values that were expanded from the latent: the form for training.
 
@@ -39,6 +41,8 @@ def mla_attention(
         return_lse: Return lse as well.
         layout: "blhd" or "bhld", of q, k, v and the result; packed sequences have one order only.
         backend: "auto", or the name of one.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         As ``attention`` or ``attention_varlen``.
@@ -49,6 +53,8 @@ def mla_attention(
             max_seqlen_k=max_seqlen_k, scale=scale, causal=causal, clip_value=clip_value, return_lse=return_lse,
             layout=layout, backend=backend,
         )  # fmt: skip
+    if out is not None:
+        return into(mla_attention, locals())
     if layout not in LAYOUTS:
         raise ArgumentError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
     dims = 4 if cu_seqlens_q is None else 3

@@ -20,6 +20,7 @@ from rtkernels.runtime.layout import DTYPE_TOKEN, check_same, divisor
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
@@ -138,6 +139,7 @@ FORWARD = Operator(
 def mla_decode(
     q: Tensor, kv_cache: Tensor, seqlens: Tensor, *, page_table: Tensor | None = None, value_width: int = 512,
     scale: float | None = None, causal: bool = True, return_lse: bool = False,
+    out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return the attention of new tokens over a cache of latents, each the key and the value of all heads.
 
@@ -157,6 +159,8 @@ def mla_decode(
             ``1 / sqrt(192)`` for DeepSeek's.
         causal: The last token sees all keys, the one before one less.
         return_lse: Return lse as well.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         [batch, tokens, heads, value_width] ([batch, heads, value_width] if q has no tokens); with return_lse a pair of
@@ -167,6 +171,8 @@ def mla_decode(
             mla_decode, q, kv_cache, seqlens, page_table=page_table, value_width=value_width, scale=scale,
             causal=causal, return_lse=return_lse,
         )  # fmt: skip
+    if out is not None:
+        return into(mla_decode, locals())
     refuse_gradients("mla_decode", [q, kv_cache])
     single = q.dim() == 3
     if kv_cache.dim() == 4 and kv_cache.shape[2] == 1:

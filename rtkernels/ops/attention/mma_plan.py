@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention.problem import Attention, Strides
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT, float_halves
@@ -121,7 +122,20 @@ _DKV = Kernel(
     ],
     max_registers=255,
 )
-KERNELS = (_FWD, _STATS, _DSINKS, _DQ, _DKV)
+_BIAS_TILES = ((64, 64), (128, 64), (256, 16))  # widths of heads, keys
+_DBIAS = Kernel(
+    "attention/attention_mma_dbias.cu",
+    "attention_mma_dbias",
+    template="T D BN",
+    args="q:ptr k:ptr v:ptr dout:ptr stats:ptr bias:ptr lengths:ptr kv_limit:ptr dbias:ptr batch:i64 heads:i64 "
+    "group:i64 bias_batches:i64 bias_heads:i64 lq:i64 lkv:i64 d_qk:i64 d_v:i64 q_batch:i64 q_row:i64 q_head:i64 "
+    "k_batch:i64 k_row:i64 k_head:i64 v_batch:i64 v_row:i64 v_head:i64 dout_batch:i64 dout_row:i64 dout_head:i64 "
+    "lse_batch:i64 lse_head:i64 count:i64 bias_type:i64 bias_batch:i64 bias_head:i64 bias_row:i64 bias_column:i64 "
+    "limit_batch:i64 left:i64 right:i64 scale_factor:i64 softcap_inverse:i64",
+    variants=[(t, *tiles) for t in _TOKENS for tiles in _BIAS_TILES],
+    max_registers=255,
+)
+KERNELS = (_FWD, _STATS, _DSINKS, _DQ, _DKV, _DBIAS)
 
 
 def unsupported(problem: Attention, target: Target, backward: bool = False) -> str | None:
@@ -153,7 +167,7 @@ def _takes_bias(tiles: Tiles) -> bool:
 def bias_arguments(problem: Attention) -> tuple[int, ...]:
     """Return element type and strides of the bias as kernels take them."""
     bias = problem.bias
-    return (0, 0, 0, 0, 0) if bias is None else (ANY_TYPE[bias.token], *bias[1:])
+    return (0, 0, 0, 0, 0) if bias is None else (ANY_TYPE[bias.token], *bias[1:5])
 
 
 def score_arguments(problem: Attention) -> tuple[int, int]:
@@ -191,10 +205,13 @@ def steps_forward(problem: Attention, device: int) -> Steps:
     )
 
 
-def _section(problem: Attention, pairs: int, group: int) -> int:
+def head_section(bytes_per_key: int, lkv: int, pairs: int, group: int) -> int:
     """Return how many heads are worked on at the same time, so that what they share stays in L2."""
-    bytes_per_head = 2 * (problem.d_qk + problem.d_v) * max(problem.lkv, 1)
-    return min(max(_L2_BYTES // bytes_per_head, 1) * group, pairs)
+    return min(max(_L2_BYTES // (bytes_per_key * max(lkv, 1)), 1) * group, pairs)
+
+
+def _section(problem: Attention, pairs: int, group: int) -> int:
+    return head_section(2 * (problem.d_qk + problem.d_v), problem.lkv, pairs, group)
 
 
 def steps_backward(problem: Attention, device: int) -> Steps:
@@ -245,6 +262,20 @@ def steps_backward(problem: Attention, device: int) -> Steps:
                     *(pairs, problem.heads_q, problem.group, tiles, _section(problem, pairs, 1), *sizes, *numbers),
                 )
             )
+    if "b" in problem.wants and problem.bias and problem.lq and problem.lkv:
+        width, keys = next(w for w in _BIAS_TILES if max(problem.d_qk, problem.d_v) <= w[0])
+        bias_sizes = problem.bias.batches, problem.bias.heads
+        grid = (-(-problem.lkv // keys), -(-problem.lq // _GRAD_ROWS), bias_sizes[0] * bias_sizes[1])
+        if max(grid[1:]) > 65535:
+            raise ArgumentError(
+                f"bias has {bias_sizes[0] * bias_sizes[1]} matrices; expected up to 65535 for a gradient"
+            )
+        made.append(
+            Step(
+                _DBIAS.bind((t, width, keys), device, grid, _THREADS, 2 * (_GRAD_ROWS + keys) * tile_pitch(width)),
+                *(*tensors[:8], "dbias", problem.batch, problem.heads_q, problem.group, *bias_sizes, *sizes, *numbers),
+            )
+        )
     if "s" in problem.wants and problem.sinks:
         made.append(
             Step(

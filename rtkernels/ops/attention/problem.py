@@ -24,13 +24,14 @@ A backend is a module with three functions:
     steps_backward(problem, device) -> Steps
 
 Steps name their tensors ``q``, ``k``, ``v``, ``sinks``, ``bias``, ``lengths``, ``kv_limit``, ``cu_q``, ``cu_k``,
-``out`` and ``lse`` (which always exists), backward ``dout``, ``dlse``, ``dq``, ``dk``, ``dv``, ``dsinks`` as well. What
-is absent has the address 0.
+``out`` and ``lse`` (which always exists), backward ``dout``, ``dlse``, ``dq``, ``dk``, ``dv``, ``dsinks``, ``dbias`` as
+well. What is absent has the address 0.
 
 Shapes. Without ``varlen``: q [batch, lq, heads_q, d_qk], k [batch, lkv, heads_kv, d_qk], v [.., d_v], out [batch, lq,
 heads_q, d_v], lse and dlse fp32 [batch, heads_q, lq], dense. With it, q is [total_q, heads_q, d_qk] and so on, sequence
 b has rows cu_q[b] to cu_q[b + 1] and keys cu_k[b] to cu_k[b + 1] (int32 [batch + 1]), lq and lkv are the largest
-lengths, and lse is [heads_q, total_q]. lengths is int32 [batch]. sinks is [heads_q], dsinks fp32 [heads_q].
+lengths, and lse is [heads_q, total_q]. lengths is int32 [batch]. sinks is [heads_q], dsinks fp32 [heads_q]. dbias is
+dense, of the bias's shape and dtype.
 """
 
 from __future__ import annotations
@@ -51,13 +52,15 @@ class Strides(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """An additive bias [batch, heads_q, lq, lkv]: its element type, and strides in elements (0: broadcast)."""
+    """An additive bias [batch or 1, heads_q or 1, lq, lkv]: its type, strides in elements (0: broadcast), and sizes."""
 
     token: str
     batch: int
     head: int
     row: int
     column: int
+    batches: int = 1
+    heads: int = 1
 
 
 class Attention(NamedTuple):
@@ -67,8 +70,8 @@ class Attention(NamedTuple):
     ``softcap``: 0 for none, negative for a cut-off. ``sinks``: element type, None for none. ``lengths``, ``varlen``:
     there are such tensors. ``kv_limit``: None, or elements from one sequence's limits (int32, one per query) to the
     next one's, 0 if they are shared. ``total_q``, ``total_k``: rows of packed sequences. ``dlse``: backward has a
-    gradient of lse. ``wants``: gradients that backward makes, of "q", "k", "v", "s" (sinks). ``dout``, ``dq``, ``dk``,
-    ``dv``: as for q; None for dense.
+    gradient of lse. ``wants``: gradients that backward makes, of "q", "k", "v", "s" (sinks), "b" (bias). ``dout``,
+    ``dq``, ``dk``, ``dv``: as for q; None for dense.
     """
 
     batch: int

@@ -19,7 +19,7 @@ from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Argument, Dense, InPlace, InPlaceExact, Meta, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
-from rtkernels.runtime.operator.plan import Step, Steps
+from rtkernels.runtime.operator.plan import IN_TORCH, Step, Steps
 from rtkernels.runtime.operator.recorded import refuse_outputs
 from rtkernels.runtime.operator.registry import Op
 
@@ -28,10 +28,10 @@ _VECTORS = {"bf16": (8, 4, 1), "fp16": (8, 4, 1), "fp32": (4, 1)}
 _THREADS = 256
 _KERNEL = Kernel(
     "attention/qkv_split.cu", "qkv_split", template="T VEC", max_registers=96,
-    args="qkv:ptr q_weight:ptr k_weight:ptr cos:ptr sin:ptr pos:ptr q:ptr k:ptr v:ptr tokens:i64 length:i64 q_heads:i64 "
-    "kv_heads:i64 dim:i64 qkv_stride:i64 k_batch:i64 k_token:i64 k_head:i64 v_batch:i64 v_token:i64 v_head:i64 "
-    "capacity:i64 pairs:i64 table_rows:i64 cos_row:i64 cos_column:i64 sin_row:i64 sin_column:i64 angle_type:i64 "
-    "pos_step:i64 first_position:i64 lanes:i64 flags:i64 eps:f64",
+    args="qkv:ptr q_weight:ptr k_weight:ptr cos:ptr sin:ptr pos:ptr q:ptr k:ptr v:ptr tokens:i64 length:i64 "
+    "q_heads:i64 kv_heads:i64 dim:i64 qkv_stride:i64 k_batch:i64 k_token:i64 k_head:i64 v_batch:i64 v_token:i64 "
+    "v_head:i64 capacity:i64 pairs:i64 table_rows:i64 cos_row:i64 cos_column:i64 sin_row:i64 sin_column:i64 "
+    "angle_type:i64 pos_step:i64 first_position:i64 lanes:i64 flags:i64 eps:f64",
     variants=[(t, n) for t, widths in _VECTORS.items() for n in widths], tier="serve",
 )  # fmt: skip
 _INTERLEAVED, _ANGLES_DENSE, _Q_NORM_FP32, _K_NORM_FP32 = 1, 2, 4, 8
@@ -110,6 +110,8 @@ def _plan(
     units = max(-(-pairs // n) + -(-(dim - 2 * pairs) // (2 * n)), -(-dim // (2 * n)))
     lanes = group_threads(units, 32)
     heads = q_heads + 2 * kv_heads
+    if tokens * heads * lanes >= 2**31:
+        return IN_TORCH
     launch = _KERNEL.bind((dtype, n), device, -(-tokens * heads * lanes // _THREADS), _THREADS)
     numbers = (
         *(tokens, length, q_heads, kv_heads, dim, stride, *places, k.shape[-3] if cached else -1, pairs, *tables),

@@ -96,7 +96,10 @@ def _backward(dout, dlse, q, k, v, out, lse, sinks, bias, mask, scale, softcap):
     if sinks is not None:
         taken = torch.exp(sinks.to(dtype).view(1, heads, 1) - lse.to(dtype))  # by the sink, of each row
         dsinks = (taken * rest.squeeze(-1)).sum((0, 2))
-    return dq, dk, dv, dsinks
+    dbias = None
+    if bias is not None:
+        dbias = (p * (torch.matmul(g, vh.transpose(-1, -2)) + rest)).masked_fill(~mask, 0.0).sum_to_size(bias.shape)
+    return dq, dk, dv, dsinks, dbias
 
 
 def _laid_out(x: Tensor, dtype: torch.dtype, heads_first: bool) -> Tensor:
@@ -139,18 +142,20 @@ def forward(
 def backward(
     dout, dlse, q, k, v, out, lse, sinks, bias, lengths, kv_limit, cu_q, cu_k, scale, left, right, softcap, max_q=0,
     max_k=0, heads_first=False, backend="auto", need_q=True, need_k=True, need_v=True, need_sinks=True,
+    need_bias=True,
 ):  # fmt: skip
-    """Return dq, dk, dv, of q's dtype, and dsinks; an empty tensor for what is not needed."""
+    """Return dq, dk, dv, of q's dtype, dsinks and dbias; an empty tensor for what is not needed."""
     if cu_q is None:
         keys = k.shape[1] if lengths is None else lengths
         mask = seen(q.shape[1], k.shape[1], keys, left, right, kv_limit, q.device)
-        dq, dk, dv, dsinks = _backward(dout, dlse, q, k, v, out, lse, sinks, bias, mask, scale, softcap)
+        dq, dk, dv, dsinks, dbias = _backward(dout, dlse, q, k, v, out, lse, sinks, bias, mask, scale, softcap)
     else:
         dq, dk, dv = (
             torch.zeros_like(q, dtype=_sums(q)),
             torch.zeros_like(k, dtype=_sums(q)),
             torch.zeros_like(v, dtype=_sums(q)),
         )
+        dbias = None
         dsinks = None if sinks is None else torch.zeros(q.shape[1], dtype=_sums(q), device=q.device)
         for rows, columns, keys in _sequences(cu_q, cu_k, lengths):
             one = [t[rows].unsqueeze(0) for t in (dout, q, out)]
@@ -169,4 +174,6 @@ def backward(
         results.append(_laid_out(grad, dtype, first) if needed else torch.empty(0, device=q.device))
     wanted = need_sinks and sinks is not None
     results.append(dsinks.to(_sums(q)) if wanted else torch.empty(0, device=q.device))
+    wanted = need_bias and bias is not None
+    results.append(dbias.to(bias.dtype).contiguous() if wanted else torch.empty(0, device=q.device))
     return tuple(results)

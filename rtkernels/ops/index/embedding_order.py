@@ -19,13 +19,14 @@ _FILL_BYTES = _THREADS * 16 * 16  # zeros one block writes
 _COUNT = Kernel(
     "index/embedding_order.cu", "order_count", template="THREADS", max_registers=56,
     args="list:ptr table:ptr counters:ptr fill:ptr tokens:i64 per_chunk:i64 chunk_count:i64 digits:i64 width:i64 "
-    "from_ids:i64 wide:i64 rows:i64 start:i64 padding:i64 shift:i64 counter_count:i64 fill_from:i64 fill_bytes:i64",
+    "from_ids:i64 ids_int64:i64 rows:i64 start:i64 padding:i64 shift:i64 counter_count:i64 fill_from:i64 "
+    "fill_bytes:i64",
     variants=[(_THREADS,)],
 )  # fmt: skip
 _PLACE = Kernel(
     "index/embedding_order.cu", "order_place", template="THREADS", max_registers=64,
     args="list:ptr table:ptr sorted:ptr fill:ptr tokens:i64 per_chunk:i64 chunk_count:i64 digits:i64 width:i64 "
-    "from_ids:i64 wide:i64 rows:i64 start:i64 padding:i64 shift:i64 warps:i64 fill_from:i64 fill_bytes:i64",
+    "from_ids:i64 ids_int64:i64 rows:i64 start:i64 padding:i64 shift:i64 warps:i64 fill_from:i64 fill_bytes:i64",
     variants=[(_THREADS,)],
 )  # fmt: skip
 KERNELS = (_COUNT, _PLACE)

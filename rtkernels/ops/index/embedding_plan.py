@@ -40,13 +40,13 @@ _SUM_BLOCKS = 4  # of embedding_sum on a processor
 
 _FWD = Kernel(
     "index/embedding_lookup.cu", "embedding_fwd", template="BYTES", max_registers=48,
-    args="ids:ptr weight:ptr y:ptr tokens:i64 units:i64 weight_stride:i64 rows:i64 start:i64 wide:i64 "
+    args="ids:ptr weight:ptr y:ptr tokens:i64 units:i64 weight_stride:i64 rows:i64 start:i64 ids_int64:i64 "
     "threads_per_row:i64",
     variants=[(16,), (4,), (2,)],
 )  # fmt: skip
 _SORT = Kernel(
     "index/embedding_sort.cu", "embedding_sort", template="ROUNDS", max_registers=64,
-    args="ids:ptr list:ptr counters:ptr fill:ptr tokens:i64 rows:i64 start:i64 padding:i64 wide:i64 key_bits:i64 "
+    args="ids:ptr list:ptr counters:ptr fill:ptr tokens:i64 rows:i64 start:i64 padding:i64 ids_int64:i64 key_bits:i64 "
     "bin_bits:i64 counter_count:i64 fill_bytes:i64",
     variants=[(_SORT_ROUNDS,)],
 )  # fmt: skip

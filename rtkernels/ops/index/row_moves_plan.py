@@ -28,13 +28,13 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SELECT = Kernel(
     "index/index_select.cu", "row_select", template="BYTES", max_registers=56,
     args="indices:ptr x:ptr y:ptr scale:ptr scale_y:ptr count:i64 units:i64 x_stride:i64 y_stride:i64 rows:i64 "
-    "wide:i64 threads_per_row:i64 scale_words:i64 scale_stride:i64",
+    "ids_int64:i64 threads_per_row:i64 scale_words:i64 scale_stride:i64",
     variants=[(16,), (4,), (2,), (1,)],
 )  # fmt: skip
 _CHUNKS = Kernel(
     "index/sort_chunks.cu", "chunk_rows", template="THREADS", max_registers=48,
-    args="counts:ptr order:ptr source:ptr chunk_count:i64 rows:i64 counts_wide:i64 order_wide:i64 inverse:i64 "
-    "x:ptr blocks:i64 ahead:i64",
+    args="counts:ptr order:ptr source:ptr chunk_count:i64 rows:i64 counts_int64:i64 order_int64:i64 inverse:i64 "
+    "x:ptr blocks:i64 prefetch_bytes:i64",
     variants=[(_CHUNK_THREADS,)],
 )  # fmt: skip
 KERNELS = (_SELECT, _CHUNKS)

@@ -68,8 +68,8 @@ _patchify = applied(_Patchify)
 
 
 def patchify(
-    img: Tensor, patch: int | tuple[int, int], *, img_layout: str = "nhwc", order: str = "hwc", lut: Tensor | None = None,
-    out: Tensor | None = None,
+    img: Tensor, patch: int | tuple[int, int], *, img_layout: str = "nhwc", order: str = "hwc",
+    lut: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Cut images into patches, one row each: what a convolution with stride = kernel size reads.
 
@@ -153,6 +153,9 @@ def repeat_heads(x: Tensor, n: int, *, out: Tensor | None = None) -> Tensor:
         x: ``[..., heads, head_dim]``, bfloat16, float16 or float32, any strides.
         n: How often.
         out: Takes the result: contiguous ``[..., heads * n, head_dim]``. Not recorded by autograd.
+
+    Returns:
+        ``[..., heads * n, head_dim]``, dense, of x's dtype.
     """
     if not isinstance(x, Tensor):
         return interop.call_with(repeat_heads, locals())

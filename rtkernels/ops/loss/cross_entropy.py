@@ -18,7 +18,8 @@ from rtkernels.ops.loss.cross_entropy_operators import (
     PARTS,
     SCALE,
 )
-from rtkernels.ops.loss.cross_entropy_plan import KERNELS, MEAN, REDUCTIONS, check_options, raise_pending
+from rtkernels.ops.loss.cross_entropy_plan import KERNELS, MEAN, REDUCTIONS, check_options
+from rtkernels.ops.loss.label_report import raise_pending
 from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable, refuse_leaf
 from rtkernels.runtime.operator.gradient import applied
@@ -118,7 +119,8 @@ def cross_entropy(
 
     Args:
         logits: ``[..., vocabulary]``, bfloat16, float16 or float32, any strides (a copy is made unless rows are
-            unit-stride and evenly spaced). May be any object with ``__dlpack__``; results are then of its kind.
+            unit-stride and evenly spaced). May be any object with ``__dlpack__``; results are then of its kind. A
+            DTensor may be sharded by rows, and over one dimension of its mesh by columns; results are DTensors.
         labels: ``[...]``, int32 or int64.
         ignore_index: Rows with this label do not count.
         label_smoothing: 0 to 1: the part of the label's weight that goes to all columns evenly.

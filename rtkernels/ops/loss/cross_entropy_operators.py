@@ -24,9 +24,9 @@ from rtkernels.ops.loss.cross_entropy_plan import (
     gradient_step,
     plan_scale,
     reduce_step,
-    reported,
     row_memory,
 )
+from rtkernels.ops.loss.label_report import reported
 from rtkernels.runtime.layout import check_same, row_count, row_stride
 from rtkernels.runtime.operator.declared import (
     Argument,

@@ -1,8 +1,8 @@
-"""The kernels of cross entropy, which one runs how for which tensors, and the report of bad labels."""
+"""The kernels of cross entropy, and which one runs how for which tensors."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ _REDUCE_ALONE = 8192  # rows that one block takes alone
 
 FWD = Kernel(
     "loss/cross_entropy.cu", "cross_entropy_fwd", template="T", max_registers=64,
-    args="x:ptr labels:ptr loss:ptr stats:ptr correct:ptr report:ptr rows:i64 cols:i64 x_stride:i64 wide:i64 "
+    args="x:ptr labels:ptr loss:ptr stats:ptr correct:ptr report:ptr rows:i64 cols:i64 x_stride:i64 labels_int64:i64 "
     "ignore_index:i64 first:i64 vocabulary:i64 threads_per_row:i64 passing:i64 smoothing:f64 z_loss:f64 per_column:f64 "
     "softcap:f64",
     variants=_TYPES,
@@ -58,13 +58,13 @@ FWD = Kernel(
 BWD = Kernel(
     "loss/cross_entropy.cu", "cross_entropy_bwd", template="T", max_registers=64,
     args="dloss:ptr x:ptr dx:ptr labels:ptr stats:ptr factor:ptr report:ptr rows:i64 cols:i64 x_stride:i64 "
-    "dx_stride:i64 dloss_stride:i64 wide:i64 ignore_index:i64 first:i64 vocabulary:i64 threads_per_row:i64 "
+    "dx_stride:i64 dloss_stride:i64 labels_int64:i64 ignore_index:i64 first:i64 vocabulary:i64 threads_per_row:i64 "
     "segments:i64 by_segments:i64 smoothing:f64 z_loss:f64 per_column:f64 softcap:f64",
     variants=_TYPES,
 )  # fmt: skip
 REDUCE = Kernel(
     "loss/cross_entropy.cu", "cross_entropy_reduce", template="T", max_registers=64,
-    args="loss:ptr correct:ptr labels:ptr out:ptr accuracy:ptr factor:ptr parts:ptr rows:i64 wide:i64 "
+    args="loss:ptr correct:ptr labels:ptr out:ptr accuracy:ptr factor:ptr parts:ptr rows:i64 labels_int64:i64 "
     "ignore_index:i64 mean:i64",
     variants=[("fp32",)],
 )  # fmt: skip
@@ -74,7 +74,7 @@ SCALE = Kernel(
 )  # fmt: skip
 _GRAD_ARGS = (
     "x:ptr dx:ptr labels:ptr loss:ptr stats:ptr correct:ptr {} report:ptr rows:i64 cols:i64 x_stride:i64 dx_stride:i64 "
-    "wide:i64 ignore_index:i64 {} smoothing:f64 z_loss:f64 per_column:f64"
+    "labels_int64:i64 ignore_index:i64 {} smoothing:f64 z_loss:f64 per_column:f64"
 )
 GRAD_SHORT = Kernel(
     "loss/cross_entropy_grad.cu", "cross_entropy_grad_short", template="T", max_registers=64,
@@ -91,45 +91,6 @@ FEW = Kernel(
     variants=_TYPES,
 )  # fmt: skip
 KERNELS = (FWD, BWD, REDUCE, SCALE, GRAD_SHORT, GRAD_LONG, FEW)
-
-
-# ---- bad labels: kernels write what they find into host memory, which costs no synchronisation to look at -----------
-
-
-class _Report:
-    """Where kernels on one device report a label outside the vocabulary: found, label, row."""
-
-    def __init__(self, device: int) -> None:
-        self.tensor = torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=device >= 0)
-        self._values = self.tensor.numpy()
-
-    def raise_if_bad(self) -> None:
-        values = self._values
-        if values[0]:
-            label, row = int(values[1]), int(values[2])
-            values[0] = 0
-            raise ArgumentError(
-                f"labels has {label} in row {row} of the flattened labels, which is neither a column of the vocabulary "
-                f"nor ignore_index (on a GPU this is about an earlier call)"
-            )
-
-
-_REPORTS: dict[int, _Report] = {}
-
-
-def report(device: int) -> _Report:
-    """Return the report of a device, CUDA ordinal or -1."""
-    found = _REPORTS.get(device)
-    if found is None:
-        found = _REPORTS[device] = _Report(device)
-    return found
-
-
-def raise_pending(device: int | None = None) -> None:
-    """Raise an ArgumentError if a finished kernel has reported a bad label, on one device or on any."""
-    for number, found in list(_REPORTS.items()):
-        if device is None or number == device:
-            found.raise_if_bad()
 
 
 # ---- validation -----------------------------------------------------------------------------------------------------
@@ -237,13 +198,6 @@ class Call(NamedTuple):
     @property
     def vectors(self) -> int:
         return self.cols // _WIDTH[self.t]
-
-
-def reported(device: int) -> dict[str, Any]:
-    """Return what ``Steps`` has for kernels that report bad labels: the memory, and that it is looked at."""
-    found = report(device)
-    after = found.raise_if_bad if device < 0 else None  # the emulator has finished by then
-    return {"kept": {"report": found.tensor}, "before": found.raise_if_bad, "after": after}
 
 
 def row_memory(rows: int, accuracy: bool) -> dict[str, Memory]:

@@ -36,18 +36,19 @@ _LOADS_IN_FLIGHT = 2  # vectors of each input in a thread
 _FWD = Kernel(
     _UNIT, "divergence_fwd", template="BYTES VEC", max_registers=84,
     args="x:ptr target:ptr labels:ptr row_loss:ptr each:ptr out:ptr total:ptr rows:i64 cols:i64 x_stride:i64 "
-    "target_stride:i64 wide:i64 ignore:i64 threads_per_row:i64 half:i64 mode:i64 in_target:i64 beta:f64 scale:f64",
+    "target_stride:i64 labels_int64:i64 ignore:i64 threads_per_row:i64 half:i64 mode:i64 in_target:i64 beta:f64 "
+    "scale:f64",
     variants=_VARIANTS,
 )  # fmt: skip
 _TOTAL = Kernel(
     _UNIT, "divergence_total", template="THREADS", max_registers=48,
-    args="row_loss:ptr labels:ptr total:ptr rows:i64 wide:i64 ignore:i64 divide:i64 factor:f64",
+    args="row_loss:ptr labels:ptr total:ptr rows:i64 labels_int64:i64 ignore:i64 divide:i64 factor:f64",
     variants=[(_TOTAL_THREADS,)],
 )  # fmt: skip
 _BWD = Kernel(
     _UNIT, "divergence_bwd", template="BYTES VEC", max_registers=84,
     args="x:ptr target:ptr labels:ptr grad:ptr total:ptr each:ptr out:ptr rows:i64 cols:i64 x_stride:i64 "
-    "target_stride:i64 each_stride:i64 wide:i64 ignore:i64 threads_per_row:i64 half:i64 mode:i64 in_target:i64 "
+    "target_stride:i64 each_stride:i64 labels_int64:i64 ignore:i64 threads_per_row:i64 half:i64 mode:i64 in_target:i64 "
     "beta:f64",
     variants=_VARIANTS,
 )  # fmt: skip

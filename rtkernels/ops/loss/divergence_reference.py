@@ -11,13 +11,13 @@ from rtkernels.ops.loss.divergence_plan import LOGARITHM, MIXED, PROBABILITY, RE
 def _mixed(x: Tensor, t: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """Return what the prediction and the target add to each term of the Jensen-Shannon divergence."""
     high, gap = torch.maximum(x, t), -(x - t).abs()
-    ahead = x >= t
-    rest = torch.where(ahead, beta, 1.0 - beta)
+    x_is_larger = x >= t
+    rest = torch.where(x_is_larger, beta, 1.0 - beta)
     level = torch.log1p(rest * gap.expm1())
     p, ratio = high.exp(), gap.exp()
     upper = torch.where(p == 0, 0.0, (1 - rest) * p * -level)
     lower = torch.where((p == 0) | (ratio == 0), 0.0, rest * p * ratio * (gap - level))
-    return torch.where(ahead, upper, lower), torch.where(ahead, lower, upper)
+    return torch.where(x_is_larger, upper, lower), torch.where(x_is_larger, lower, upper)
 
 
 def _terms(x: Tensor, t: Tensor, mode: int, beta: float) -> Tensor:

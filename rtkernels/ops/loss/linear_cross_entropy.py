@@ -84,6 +84,7 @@ def linear_cross_entropy(
     Args:
         hidden: ``[..., hidden size]``, bfloat16, float16 or float32.
         weight: ``[vocabulary, hidden size]``, of the same dtype (under autocast both are cast).
+            DTensors: hidden may be sharded by rows, weight and bias by the vocabulary; results are DTensors.
         labels: ``[...]``, int32 or int64; a label outside the vocabulary is reported as in ``cross_entropy``.
         bias: ``[vocabulary]``, or None.
         ignore_index: As in ``cross_entropy``.
@@ -109,12 +110,7 @@ def linear_cross_entropy(
         As in ``cross_entropy``.
     """
     if not isinstance(hidden, Tensor):
-        return interop.call(
-            linear_cross_entropy, hidden, weight, labels, bias=bias, ignore_index=ignore_index,
-            label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, reduction=reduction,
-            return_lse=return_lse, return_accuracy=return_accuracy, chunk_rows=chunk_rows,
-            fp32_weight_grad=fp32_weight_grad, group=group, vocab_start=vocab_start, vocab_size=vocab_size,
-        )  # fmt: skip
+        return interop.call_with(linear_cross_entropy, locals())
     if out is not None:
         return into(linear_cross_entropy, locals())
     if reduction not in REDUCTIONS:

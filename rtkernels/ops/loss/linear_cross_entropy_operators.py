@@ -14,7 +14,8 @@ from rtkernels.ops.loss import cross_entropy_operators as rows_ops
 from rtkernels.ops.loss import cross_entropy_reduce as reduction_ops
 from rtkernels.ops.loss import linear_cross_entropy_slabs as slabs
 from rtkernels.ops.loss import reference
-from rtkernels.ops.loss.cross_entropy_plan import MEAN, NONE, check_options, report
+from rtkernels.ops.loss.cross_entropy_plan import MEAN, NONE, check_options
+from rtkernels.ops.loss.label_report import report
 from rtkernels.runtime.layout import check_same, nothing
 from rtkernels.runtime.operator.declared import Argument, Meta, Operator
 from rtkernels.runtime.operator.plan import Memory, Steps

@@ -24,7 +24,7 @@ MANY_CHOICES, MANY_FLAGS = 2**20, 2**23  # from these on, processors have two ch
 
 _COUNT = Kernel(
     "moe/index.cu", "moe_count", template="THREADS", max_registers=48,
-    args="list:ptr table:ptr choices:i64 per_chunk:i64 experts:i64 wide:i64 width:i64", variants=[(_THREADS,)],
+    args="list:ptr table:ptr choices:i64 per_chunk:i64 experts:i64 list_int64:i64 width:i64", variants=[(_THREADS,)],
 )  # fmt: skip
 _LIST = Kernel(
     "moe/index.cu", "moe_list", template="VEC THREADS", max_registers=64,
@@ -34,7 +34,8 @@ _LIST = Kernel(
 _PLACE = Kernel(
     "moe/index.cu", "moe_place", template="THREADS", max_registers=64,
     args="list:ptr table:ptr row_of:ptr expert_of:ptr slots:ptr counts:ptr offsets:ptr dropped:ptr "
-    "choices:i64 per_chunk:i64 experts:i64 row_count:i64 multiple:i64 wide:i64 width:i64 list_is_new:i64 warps:i64",
+    "choices:i64 per_chunk:i64 experts:i64 row_count:i64 multiple:i64 list_int64:i64 width:i64 list_is_new:i64 "
+    "warps:i64",
     variants=[(_THREADS,)],
 )  # fmt: skip
 _MAP_COUNT = Kernel(

@@ -30,8 +30,8 @@ KERNEL = Kernel(
     "moe/permute_channel.cu",
     "moe_permute_channel",
     template="T CODES",
-    args="x:ptr slots:ptr offsets:ptr scale:ptr smooth:ptr row_factor:ptr most:ptr q_t:ptr scale_out:ptr choices:i64 "
-    "divisor:i64 rows:i64 cols:i64 x_cols:i64 x_stride:i64 expert_count:i64 column_tiles:i64 pow2:i64",
+    args="x:ptr slots:ptr offsets:ptr scale:ptr smooth:ptr row_factor:ptr max_abs:ptr q_t:ptr scale_out:ptr "
+    "choices:i64 divisor:i64 rows:i64 cols:i64 x_cols:i64 x_stride:i64 expert_count:i64 column_tiles:i64 pow2:i64",
     variants=[("bf16", False), ("bf16", True)],  # wider types are left to torch
     max_registers=128,
 )

@@ -17,7 +17,7 @@ from rtkernels.runtime.layout import FLOAT_DTYPES
 from rtkernels.runtime.operator.lists import ListOperator, Number, Tensors
 from rtkernels.runtime.operator.plan import Step, Steps
 
-_AHEAD = 2  # groups of four elements a thread requests before it works on the first
+_IN_FLIGHT = 2  # groups of four elements a thread requests before it works on the first
 _STEPS = 4  # index of the list of step counts; cuda_src/multi/multi_adamw.cu
 
 _ADVANCE = Kernel(
@@ -28,7 +28,7 @@ _ADAMW = Kernel(
     "multi/multi_adamw.cu", "multi_adamw", template="AHEAD", max_registers=96,
     args="table:ptr lr_by:ptr grad_scale:ptr found_inf:ptr tensors:i64 lists:i64 shift:i64 lr:f64 log_beta1:f64 "
     "log_beta2:f64 rest1:f64 rest2:f64 eps:f64 decay:f64 sign:f64",
-    variants=[(_AHEAD,)],
+    variants=[(_IN_FLIGHT,)],
 )  # fmt: skip
 KERNELS = (_ADVANCE, _ADAMW)
 
@@ -73,7 +73,7 @@ def _plan(table: Table) -> Steps:
     advance = _ADVANCE.bind((THREADS,), table.device, -(-table.tensors // THREADS), THREADS)
     steps = [Step(advance, "table", "found_inf", table.tensors, table.lists)]
     if table.chunks:
-        adamw = _ADAMW.bind((_AHEAD,), table.device, table.chunks, THREADS, overlap=True)
+        adamw = _ADAMW.bind((_IN_FLIGHT,), table.device, table.chunks, THREADS, overlap=True)
         sizes = table.tensors, table.lists, table.shift
         steps.append(Step(adamw, "table", "lr_by", "grad_scale", "found_inf", *sizes, *_NUMBERS.split()))
     return Steps(*steps)

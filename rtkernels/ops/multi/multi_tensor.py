@@ -26,7 +26,7 @@ from rtkernels.runtime.operator.registry import Op
 
 _KINDS = {2.0: SQUARES, 1.0: MAGNITUDES, math.inf: LARGEST}
 _FINISH_WARPS = 32
-_AHEAD = 4  # accesses of 16 bytes a thread requests before it works on the first
+_IN_FLIGHT = 4  # accesses of 16 bytes a thread requests before it works on the first
 
 _REDUCE = Kernel(
     "multi/multi_reduce.cu", "multi_reduce", template="KIND", max_registers=64,
@@ -39,7 +39,7 @@ _FINISH = Kernel(
 )  # fmt: skip
 _SCALE = Kernel(
     "multi/multi_scale.cu", "multi_scale", template="AHEAD", max_registers=64,
-    args="table:ptr by:ptr tensors:i64 lists:i64 shift:i64 chunks:i64 scale:f64 most:f64", variants=[(_AHEAD,)],
+    args="table:ptr by:ptr tensors:i64 lists:i64 shift:i64 chunks:i64 scale:f64 most:f64", variants=[(_IN_FLIGHT,)],
 )  # fmt: skip
 
 # ---- operators ------------------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def _scale_steps(table: Table, *numbers: str | float, overlap: bool = False) -> 
     if not table.chunks:
         return []
     # Overlap only behind a kernel of our own: a graph may know no other.
-    launch = _SCALE.bind((_AHEAD,), table.device, table.walkers, THREADS, overlap=overlap)
+    launch = _SCALE.bind((_IN_FLIGHT,), table.device, table.walkers, THREADS, overlap=overlap)
     by, *more = numbers
     return [Step(launch, "table", by, table.tensors, table.lists, table.shift, table.chunks, *more)]
 

@@ -36,7 +36,7 @@ _COUNT_LIMIT = 2**31 - 1024  # the kernels that count in 32 bits take no more, a
 
 
 # How the threads of a row lie in warps (RowForm of the kernel).
-_LANES, _PIECES, _WARPS, _TWO_WARPS, _FOUR_WARPS = range(5)
+_LANES, _VECTORS, _WARPS, _TWO_WARPS, _FOUR_WARPS = range(5)
 _FORMS = (*((1, form) for form in range(5)), (_CHUNKS, _WARPS))  # and pieces a thread
 
 _LONG_VARIANTS = [(t,) for t in _WIDTH]
@@ -60,7 +60,8 @@ _FWD_LONG = Kernel(
 _BWD = Kernel(
     _BWD_UNIT, "group_rms_norm_gate_bwd", template="T CHUNKS FORM", max_registers=128,
     args=f"{_BWD_POINTERS} partial:ptr {_COUNTS} {_BWD_INPUTS} dgate_outer:i64 dgate_inner:i64 dx_outer:i64 "
-    "dx_inner:i64 weight_group:i64 lanes:i64 threads_per_row:i64 by_inner:i64 by_groups:i64 wide:i64 early:i64 eps:f64",
+    "dx_inner:i64 weight_group:i64 lanes:i64 threads_per_row:i64 by_inner:i64 by_groups:i64 weight_fp32:i64 early:i64 "
+    "eps:f64",
     variants=[(t, c, f) for t in _WIDTH for c, f in _FORMS],
 )  # fmt: skip
 _BWD_LONG = Kernel(
@@ -296,7 +297,7 @@ class _Block(NamedTuple):
         threads = -(-needed // 4) * 4
         unit = max(1, 32 // (threads & -threads))
         rows = min(_THREADS // threads // unit, 15) * unit  # a barrier for each unit
-        return cls(chunks, _PIECES, threads, rows, unit) if rows > 1.1 * whole.rows else whole
+        return cls(chunks, _VECTORS, threads, rows, unit) if rows > 1.1 * whole.rows else whole
 
 
 def plan_bwd(
@@ -328,7 +329,7 @@ def _rows_steps(
     lanes = min(blocks * rows // s.groups, s.tokens)  # tokens at the same time
     summed = rows > s.groups or not s.weight_group  # over the block
     # Others have no registers left for a block of the sum.
-    overlaps = waits_beside(width) and chunks == 1 and form not in (_PIECES, _WARPS)
+    overlaps = waits_beside(width) and chunks == 1 and form not in (_VECTORS, _WARPS)
     size = 16 // _WIDTH[s.t]
     distances = (d * size for d in (*s.dy, *s.x, *s.gate, *s.out, *s.dx))
     numbers = (

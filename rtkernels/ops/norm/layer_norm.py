@@ -98,8 +98,8 @@ def layer_norm(
         reuse: ``"inputs"``: the backward pass writes the gradient over what it has saved, x or with a residual the sum
             that was returned, which then holds it, instead of taking new memory. The rules are those of :func:`glu`.
             Not with statistics or out.
-        gate: Factor of ``x + x_bias`` before the residual is added: ``[n]``, ``[..., n]``, or any shape that broadcasts to
-            that of x; of x's dtype or float32, any row stride. From here on: the options of inference, see below.
+        gate: Factor of ``x + x_bias`` before the residual is added: ``[n]``, ``[..., n]``, or any shape that broadcasts
+            to that of x; of x's dtype or float32, any row stride. From here on: the options of inference, see below.
         x_bias: ``[n]``, added to x first.
         scale: ``1 + scale`` multiplies the normalised row; shape and dtype as for gate.
         shift: Added after that; likewise.
@@ -114,10 +114,10 @@ def layer_norm(
         ``y``, dense unless it is `out`, of x's shape and dtype; with a residual ``(y, h)``; with return_statistics
         ``(y, rstd, mean)`` or ``(y, h, rstd, mean)``.
 
-    With an option of inference the call is one launch (two, if the scale of a whole tensor comes from the data), in this
-    order: ``h = residual + gate * (x + x_bias)``, rounded and stored; the statistics of the rounded h; the weight; ``* (1 +
-    scale) + shift``; ``* channel_scale``; quantise. Then the result is a :class:`rtkernels.NormOut` if there is more than
-    one. Without quant and out, gradients are those of all tensors but channel_scale.
+    With an option of inference the call is one launch (two, if the scale of a whole tensor comes from the data), in
+    this order: ``h = residual + gate * (x + x_bias)``, rounded and stored; the statistics of the rounded h; the weight;
+    ``* (1 + scale) + shift``; ``* channel_scale``; quantise. Then the result is a :class:`rtkernels.NormOut` if there
+    is more than one. Without quant and out, gradients are those of all tensors but channel_scale.
     """
     if not isinstance(x, Tensor):
         return interop.call_with(layer_norm, locals())

@@ -35,10 +35,10 @@ _TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32")
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
 _REGISTER_THREADS, _REGISTER_CHUNKS = 512, 4
 _SHORT = 32  # pieces of 16 bytes in rows that have one in each thread, unless there is a residual
-_EVEN = ((2, 128), (4, 256))  # exactly as many in each thread, and the most threads
-_EVEN_THREADS = 96  # and the fewest
+_UNIFORM = ((2, 128), (4, 256))  # exactly as many in each thread, and the most threads
+_UNIFORM_THREADS = 96  # and the fewest
 _SMALL_CHUNKS = {"bf16": 2, "fp16": 2, "fp32": 4}  # pieces of 16 bytes in a thread of a row that has a block to itself
-_PIECE_THREADS = 1024  # or one of them, if there is nothing else than a weight and a bias of its type
+_VECTOR_THREADS = 1024  # or one of them, if there is nothing else than a weight and a bias of its type
 _SMALL_THREADS = 1024  # in such a block, and on a multiprocessor in all: with more rows the others are faster
 _RING_THREADS = 512
 _RING_CHUNKS = {2: 1024, 4: 2048}  # pieces of 16 bytes in a thread, and in the longest row it is used for
@@ -81,7 +81,7 @@ _FWD_ARGS = (
 )
 _BWD_ARGS = (
     "dy:ptr h:ptr weight:ptr dsum:ptr dh:ptr {last}:ptr rows:i64 cols:i64 dy_stride:i64 h_stride:i64 "
-    "dsum_stride:i64 threads_per_row:i64 eps:f64 offset:f64 wide:i64"
+    "dsum_stride:i64 threads_per_row:i64 eps:f64 offset:f64 weight_fp32:i64"
 )
 _FWD = Kernel(
     _UNIT, "layer_norm_fwd", template="T W CHUNKS RESIDUAL", max_registers=128,
@@ -90,9 +90,9 @@ _FWD = Kernel(
         (t, w, c, r) for t, w in _TYPES for c, r in ((1, False), (_REGISTER_CHUNKS, False), (_REGISTER_CHUNKS, True))
     ],
 )  # fmt: skip
-_FWD_EVEN = Kernel(
+_FWD_UNIFORM = Kernel(
     _UNIT, "layer_norm_fwd_even", template="T W PIECES THREADS", max_registers=80,
-    args=_FWD_ARGS, variants=[(t, w, p, n) for t, w in _TYPES for p, n in _EVEN if p == 2 or t == w],
+    args=_FWD_ARGS, variants=[(t, w, p, n) for t, w in _TYPES for p, n in _UNIFORM if p == 2 or t == w],
 )  # fmt: skip
 _FWD_SMALL = Kernel(
     "norm/layer_norm_small.cu", "layer_norm_fwd_small", template="T CHUNKS", max_registers=64,
@@ -100,14 +100,15 @@ _FWD_SMALL = Kernel(
     "eps_offset:i64",
     variants=list(_SMALL_CHUNKS.items()),
 )  # fmt: skip
-_FWD_PIECE = Kernel(
+_FWD_VECTOR = Kernel(
     "norm/layer_norm_small.cu", "layer_norm_fwd_piece", template="T", max_registers=48,
     args="x:ptr residual:ptr weight:ptr bias:ptr y:ptr sum:ptr cols_eps:i64 x_stride:i64",
     variants=[(t,) for t in _WIDTH],
 )  # fmt: skip
 _FWD_LONG = Kernel(
-    _UNIT, "layer_norm_fwd_long", template="T VEC", args=f"{_FWD_ARGS} wide:i64", variants=_WIDTHS, max_registers=64
-)
+    _UNIT, "layer_norm_fwd_long", template="T VEC", args=f"{_FWD_ARGS} weight_fp32:i64", variants=_WIDTHS,
+    max_registers=64,
+)  # fmt: skip
 _BWD = Kernel(
     _BWD_UNIT, "layer_norm_bwd", template="T CHUNKS DSUM STAGES", max_registers=128,
     args=f"{_BWD_ARGS.format(last='partial')} partial_stride:i64", variants=_ring_variants,
@@ -164,8 +165,8 @@ def parameter_sums(weight: Any, bias: Any, wanted: bool) -> tuple[int, torch.dty
 
 def _evenly(vectors: int, one_type: bool) -> tuple[int, int] | None:
     """Return PIECES and THREADS of layer_norm_fwd_even for rows of so many pieces of 16 bytes; None if it cannot."""
-    for pieces, most in _EVEN if one_type else _EVEN[:1]:
-        if vectors % (32 * pieces) == 0 and _EVEN_THREADS <= vectors // pieces <= most:
+    for pieces, most in _UNIFORM if one_type else _UNIFORM[:1]:
+        if vectors % (32 * pieces) == 0 and _UNIFORM_THREADS <= vectors // pieces <= most:
             return pieces, most
     return None
 
@@ -215,8 +216,8 @@ def _forward(
     vectors = cols // _WIDTH[t]
     small = _small_threads(device_info(device), rows, vectors, _SMALL_CHUNKS[t]) if aligned16 else 0
     plain = weight is not None and bias is not None and residual is None and t == w and offset == 0
-    if small and plain and vectors <= _PIECE_THREADS:
-        launch = _FWD_PIECE.bind((t,), device, rows, -(-vectors // 32) * 32)
+    if small and plain and vectors <= _VECTOR_THREADS:
+        launch = _FWD_VECTOR.bind((t,), device, rows, -(-vectors // 32) * 32)
         return Step(launch, *tensors, _and_float(cols, eps), x_stride)
     if small:
         launch = _FWD_SMALL.bind((t, _SMALL_CHUNKS[t]), device, rows, small)
@@ -225,7 +226,7 @@ def _forward(
     uniform = _evenly(vectors, t == w) if aligned16 and residual is None and rows <= GRID_LIMIT else None
     if uniform is not None:
         threads = vectors // uniform[0]
-        kernel, variant, flags = _FWD_EVEN, (t, w, *uniform), ()
+        kernel, variant, flags = _FWD_UNIFORM, (t, w, *uniform), ()
     elif aligned16 and vectors <= _REGISTER_THREADS * _REGISTER_CHUNKS:
         chunks = 1 if vectors <= _SHORT and residual is None else _REGISTER_CHUNKS
         threads = group_threads(-(-vectors // chunks), _REGISTER_THREADS)
@@ -295,4 +296,4 @@ def plan_bwd(
     return Steps(first, *second, scratch=scratch)
 
 
-KERNELS = (_FWD, _FWD_EVEN, _FWD_SMALL, _FWD_PIECE, _FWD_LONG, _BWD, _BWD_BULK, _BWD_LONG, _BWD_WEIGHT)
+KERNELS = (_FWD, _FWD_UNIFORM, _FWD_SMALL, _FWD_VECTOR, _FWD_LONG, _BWD, _BWD_BULK, _BWD_LONG, _BWD_WEIGHT)

@@ -43,8 +43,8 @@ _STATS = Kernel(
 _TILE = Kernel(
     "norm/norm_fp8_tile.cu", "norm_fp8_tile", template="T WIDE ROWS COLUMNS CENTRED", max_registers=128,
     args=f"x:ptr weight:ptr bias:ptr {_STATISTICS} q:ptr scale:ptr q_t:ptr scale_t:ptr y:ptr ticket:ptr rows:i64 "
-    "cols:i64 x_stride:i64 scale_row:i64 scale_group:i64 column_tiles:i64 weight_wide:i64 early:i64 pow2:i64 ahead:i64 "
-    "stats_blocks:i64 stats_rows:i64 eps:f64 offset:f64",
+    "cols:i64 x_stride:i64 scale_row:i64 scale_group:i64 column_tiles:i64 weight_fp32:i64 early:i64 pow2:i64 "
+    "stats_distance:i64 stats_blocks:i64 stats_rows:i64 eps:f64 offset:f64",
     variants=[
         (t, *rest)
         for t in _WIDTH
@@ -58,8 +58,8 @@ _TILE = Kernel(
 )  # fmt: skip
 _SMOOTH = Kernel(
     "norm/norm_fp8_smooth.cu", "norm_fp8_smooth", template="T VEC", max_registers=100,
-    args=f"x:ptr residual:ptr weight:ptr bias:ptr smooth:ptr q:ptr scale:ptr {_STATISTICS} y:ptr sum:ptr most:ptr "
-    "rows:i64 cols:i64 x_stride:i64 residual_stride:i64 wide:i64 pow2:i64 gather:i64 eps:f64 offset:f64",
+    args=f"x:ptr residual:ptr weight:ptr bias:ptr smooth:ptr q:ptr scale:ptr {_STATISTICS} y:ptr sum:ptr max_abs:ptr "
+    "rows:i64 cols:i64 x_stride:i64 residual_stride:i64 weight_fp32:i64 pow2:i64 gather:i64 eps:f64 offset:f64",
     variants=[(t, v) for t in _WIDTH for v in (1, _SMOOTH_VEC)],
 )  # fmt: skip
 KERNELS = (_ROW, _STATS, _TILE, ring.RING, ring.SINGLE_READ, _SMOOTH)

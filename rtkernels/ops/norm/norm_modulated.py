@@ -1,4 +1,4 @@
-"""The normalisations of inference: residual, gate, modulation and quantisation around ``rms_norm`` or ``layer_norm``."""
+"""``rms_norm`` and ``layer_norm`` of inference, with residual, gate, modulation and quantisation."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _reference(
     rows, cols = row_count(x.shape), x.shape[-1]
 
     def over(t: Tensor) -> Tensor:
-        t = t.float().reshape(-1, cols)
+        t = t.float().reshape(row_count(t.shape), cols)
         return t if t.shape[0] in (1, rows) else t.repeat_interleave(rows // t.shape[0], 0)
 
     h = x.float().reshape(rows, cols)

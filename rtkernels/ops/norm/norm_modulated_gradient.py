@@ -21,6 +21,8 @@ from rtkernels.runtime.operator.autograd import constant, detached, once_differe
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
+_NAMES = "x", "residual", "gate", "bias", "weight", "norm_bias", "scale", "shift"
+
 
 def _new(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device=like.device)
@@ -67,9 +69,7 @@ class _Modulated(torch.autograd.Function):
         eps, offset, centred = ctx.numbers
         h = x if h is None else h
         dsum = dsum if ctx.changed else None
-        wanted = dict(
-            zip(("x", "residual", "gate", "bias", "weight", "norm_bias", "scale", "shift"), ctx.needs_input_grad)
-        )
+        wanted = dict(zip(_NAMES, ctx.needs_input_grad, strict=False))
         found: dict[str, Tensor | None] = dict.fromkeys(wanted)
         dh = dsum
         if dy is not None:

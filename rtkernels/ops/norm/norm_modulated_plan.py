@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import torch
 
-from rtkernels.ops.shared.row_launch import FORMATS, quant_flags
+from rtkernels.ops.shared.row_launch import FORMATS, quant_flags, row_variants
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, block_of, group_threads, row_count, row_stride
 from rtkernels.runtime.operator.declared import Meta
-from rtkernels.runtime.operator.plan import Step, Steps
+from rtkernels.runtime.operator.plan import IN_TORCH, Step, Steps
 
 _MAX_THREADS = 512
 _KERNEL = Kernel(
-    "norm/norm_modulated.cu", "norm_modulated", template="T FORMAT", max_registers=128,
+    "norm/norm_modulated.cu", "norm_modulated", template="T FORMAT ALIGNED", max_registers=128,
     args="x:ptr residual:ptr gate:ptr bias:ptr weight:ptr norm_bias:ptr scale:ptr shift:ptr channel_scale:ptr "
     "quant_scale:ptr amax:ptr out:ptr residual_out:ptr kept:ptr scale_out:ptr global_out:ptr rows:i64 cols:i64 "
     "x_stride:i64 residual_stride:i64 gate_stride:i64 gate_each:i64 scale_stride:i64 scale_each:i64 shift_stride:i64 "
     "shift_each:i64 threads_per_row:i64 flags:i64 quant:i64 eps:f64 offset:f64 number:f64 floor:f64",
-    variants=[(t, f) for t in ("bf16", "fp16", "fp32") for f in FORMATS.values()],
+    variants=row_variants(),
 )  # fmt: skip
 KERNELS = (_KERNEL,)
 # Flags of norm/norm_modulated.cu.
-_ALIGNED16, _CENTRED, _IN_SHARED = 1, 2, 4
+_CENTRED, _IN_SHARED = 2, 4
 _FP32 = {"weight": 8, "norm_bias": 16, "bias": 32, "gate": 64, "scale": 128, "shift": 256, "channel_scale": 512}
 
 
@@ -33,6 +33,8 @@ def plan(
     offset: float, centred: bool, quant: str, swizzled: bool, static: float, floor: float, device: int,
 ) -> Steps:  # fmt: skip
     rows, cols = row_count(x.shape), x.shape[-1]
+    if rows >= 2**31:
+        return IN_TORCH
     given = {
         "x": x, "residual": residual, "gate": gate, "bias": bias, "weight": weight, "norm_bias": norm_bias,
         "scale": scale, "shift": shift, "channel_scale": channel_scale,
@@ -46,7 +48,6 @@ def plan(
             flags |= _FP32.get(name, 0) * (meta.dtype == torch.float32)
     for meta in (out, residual_out, kept):
         unfit |= 0 if meta is None else meta.misaligned
-    flags |= _ALIGNED16 * (unfit % 16 == 0)
     token, size = DTYPE_TOKEN[x.dtype], x.dtype.itemsize
     each = 16 if quant == "nvfp4" else 16 // size
     span = -(-cols // 64) * 64 if swizzled else cols
@@ -59,7 +60,9 @@ def plan(
         shared = 0
     padded = -(-rows // 128) * 128 if swizzled else rows
     first, then = quant_flags(quant, out.dtype, swizzled, quant_scale is None and static == 0, x.dtype)
-    launch = _KERNEL.bind((token, FORMATS[quant]), device, -(-padded // groups), block_of(threads), shared)
+    launch = _KERNEL.bind(
+        (token, FORMATS[quant], unfit % 16 == 0), device, -(-padded // groups), block_of(threads), shared
+    )
     tensors = (
         "x", "residual", "gate", "bias", "weight", "norm_bias", "scale", "shift", "channel_scale", "quant_scale",
         0 if first is None else "amax", "out", "residual_out", "kept", "scale_out", "global_out",
@@ -68,10 +71,6 @@ def plan(
         rows, cols, strides["x"][0], strides["residual"][0], *strides["gate"], *strides["scale"], *strides["shift"],
         threads, flags,
     )  # fmt: skip
-    ending = eps, offset, static, floor
-    steps = [
-        Step(launch, *tensors, *numbers, mode, *(float(v) for v in ending))
-        for mode in (first, then)
-        if mode is not None
-    ]
+    ending = float(eps), float(offset), float(static), float(floor)
+    steps = [Step(launch, *tensors, *numbers, mode, *ending) for mode in (first, then) if mode is not None]
     return Steps(*steps, zeros={} if first is None else {"amax": 1})

@@ -223,4 +223,9 @@ def channel_mul(x: Tensor, s: Tensor, *, out: Tensor | None = None) -> Tensor:
     return _multiplied(x, s, out)
 
 
-OP = Op("add_residual", public=("add_residual", "add_bias", "channel_mul"), kernels=(), torch_ops=())
+OP = Op(
+    "add_residual",
+    public=("add_residual", "add_bias", "channel_mul", "euler_step", "cfg_combine"),
+    kernels=(),
+    torch_ops=(),
+)

@@ -14,7 +14,6 @@ from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.recorded import refuse_outputs
-from rtkernels.runtime.operator.registry import Op
 
 
 def _factor(name: str, value: Tensor | float) -> tuple[Tensor | None, float]:
@@ -157,6 +156,3 @@ def cfg_combine(
         refuse_outputs(out=out)
         return _guided_differentiable(r, v_cond, v_uncond, factor, alpha)
     return _guided(r, v_cond, v_uncond, factor, alpha, out)
-
-
-OP = Op("euler_step", public=("euler_step", "cfg_combine"), kernels=(), torch_ops=())

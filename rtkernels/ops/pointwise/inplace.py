@@ -30,8 +30,8 @@ from rtkernels.runtime.operator.registry import Op
 _PAIRS = [("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "bf16")]
 _KERNEL = Kernel(
     "pointwise/inplace.cu", "add_in_place", template="T U", max_registers=80,
-    args="x:ptr y:ptr factor:ptr rows:i64 cols:i64 x_stride:i64 y_stride:i64 threads_per_row:i64 runs_per_row:i64 "
-    "wide:i64 alpha:f64 beta:f64",
+    args="x:ptr y:ptr factor:ptr rows:i64 cols:i64 x_stride:i64 y_stride:i64 threads_per_row:i64 slices_per_row:i64 "
+    "aligned16:i64 alpha:f64 beta:f64",
     variants=_PAIRS,
 )  # fmt: skip
 

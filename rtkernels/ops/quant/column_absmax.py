@@ -34,7 +34,7 @@ _RESULTS = {None: "AbsMax", torch.float8_e4m3fn: "ScaleE4m3", torch.float8_e5m2:
 _PARTIAL = Kernel(
     "quant/column_absmax.cu", "column_absmax", template="T", max_registers=128,
     args="x:ptr row_factor:ptr column_factor:ptr partial:ptr rows:i64 cols:i64 x_stride:i64 rows_per_block:i64 "
-    "column_tiles:i64 wide:i64 passing:i64",
+    "column_tiles:i64 aligned16:i64 passing:i64",
     variants=[("bf16",), ("fp16",), ("fp32",)],
 )  # fmt: skip
 _FINISH = Kernel(

@@ -18,6 +18,7 @@ from rtkernels.runtime.layout import FLOAT_DTYPES, check_same, row_count, token
 from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.declared import Argument, Dense, InPlaceExact, Meta, Operator, Rows
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
 
 MX_RULES = ("ocp", "nv")
@@ -204,6 +205,9 @@ def dequantize_nvfp4(
         swizzled: How the scales lie.
         dtype: Of the result: bfloat16, float16 or float32.
         out: Takes the result: contiguous ``[..., k]``.
+
+    Returns:
+        ``[..., k]`` of `dtype`, dense.
     """
     if not isinstance(packed, Tensor):
         return interop.call_with(dequantize_nvfp4, locals())
@@ -211,27 +215,55 @@ def dequantize_nvfp4(
 
 
 def nvfp4_scale_bytes(rows: int, cols: int) -> int:
-    """Return how many bytes the swizzled scales of ``[rows, cols]`` values take."""
+    """Return how many bytes the swizzled scales of values take.
+
+    Args:
+        rows: Of the values.
+        cols: Of the values, before they are packed.
+
+    Returns:
+        A multiple of 512.
+    """
     return formats.swizzled_bytes(rows, -(-cols // 16))
 
 
-def nvfp4_swizzle(scales: Tensor) -> Tensor:
+def nvfp4_swizzle(scales: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return scales of one byte ``[rows, blocks]`` in blocks of 128 x 4, as block-scaled tensor cores read them.
 
     The byte of row r and block b is at ``((r // 128) * ceil(blocks / 4) + b // 4) * 512 + (r % 32) * 16 +
-    (r % 128) // 32 * 4 + b % 4``. Zeros where there is none. In plain torch: for weights, when they are loaded.
+    (r % 128) // 32 * 4 + b % 4``. In plain torch: for weights, when they are loaded.
+
+    Args:
+        scales: Any dtype of one byte.
+
+    Returns:
+        One dimension, of the dtype of scales, 0 where there is no row or block.
     """
     if not isinstance(scales, Tensor):
         return interop.call(nvfp4_swizzle, scales)
+    if out is not None:
+        return into(nvfp4_swizzle, locals())
     if scales.dim() != 2 or scales.itemsize != 1:
         raise ArgumentError(f"scales is {scales.dtype} {tuple(scales.shape)}; expected one byte each, [rows, blocks]")
     return formats.swizzle(scales)
 
 
-def nvfp4_unswizzle(scales: Tensor, rows: int, cols: int) -> Tensor:
-    """Return scales ``[rows, ceil(cols / 16)]`` of what ``nvfp4_swizzle`` gave for ``[rows, cols]`` values."""
+def nvfp4_unswizzle(scales: Tensor, rows: int, cols: int, *, out: Tensor | None = None) -> Tensor:
+    """Undo ``nvfp4_swizzle``.
+
+    Args:
+        scales: What it gave, one dimension.
+        rows: Of the values.
+        cols: Of the values, before they are packed.
+        out: Takes the result: ``[rows, ceil(cols / 16)]``, uint8, dense.
+
+    Returns:
+        ``[rows, ceil(cols / 16)]``.
+    """
     if not isinstance(scales, Tensor):
         return interop.call(nvfp4_unswizzle, scales, rows, cols)
+    if out is not None:
+        return into(nvfp4_unswizzle, locals())
     return formats.unswizzle(scales, rows, -(-cols // 16))
 
 
@@ -265,7 +297,14 @@ def quantize_mxfp4(
 ) -> tuple[Tensor, Tensor]:
     """Quantise to MXFP4: e2m1 codes, two in a byte, and for 32 of them a power of two.
 
-    As :func:`quantize_mxfp8`, k a multiple of 2; ties go to even codes.
+    Ties go to even codes.
+
+    Args:
+        x: ``[..., k]``, k a multiple of 2, as for :func:`quantize_mxfp8`.
+        rule: As there.
+        swizzled: As there.
+        out: uint8 ``[..., k/2]``, contiguous, for the codes.
+        scale_out: float8_e8m0fnu for the scales, contiguous.
 
     Returns:
         ``(codes, scales)``: uint8 ``[..., k/2]``, float8_e8m0fnu ``[..., ceil(k/32)]``, or one dimension if swizzled.
@@ -279,7 +318,18 @@ def dequantize_mxfp8(
     codes: Tensor, scales: Tensor, *, swizzled: bool = False, dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return ``codes * scale`` of MXFP8, float8 codes ``[..., k]``; arguments as for :func:`dequantize_nvfp4`."""
+    """Return ``codes * scale`` of MXFP8.
+
+    Args:
+        codes: float8_e4m3fn or float8_e5m2 ``[..., k]``.
+        scales: float8_e8m0fnu or uint8 ``[..., ceil(k/32)]``, or swizzled.
+        swizzled: How the scales lie.
+        dtype: Of the result: bfloat16, float16 or float32.
+        out: Takes the result: contiguous ``[..., k]``.
+
+    Returns:
+        ``[..., k]`` of `dtype`, dense.
+    """
     if not isinstance(codes, Tensor):
         return interop.call_with(dequantize_mxfp8, locals())
     if codes.dtype not in _CODES["mxfp8"]:
@@ -291,7 +341,18 @@ def dequantize_mxfp4(
     packed: Tensor, scales: Tensor, *, swizzled: bool = False, dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return ``codes * scale`` of MXFP4, uint8 codes ``[..., k/2]``; arguments as for :func:`dequantize_nvfp4`."""
+    """Return ``codes * scale`` of MXFP4.
+
+    Args:
+        packed: uint8 ``[..., k/2]``.
+        scales: float8_e8m0fnu or uint8 ``[..., ceil(k/32)]``, or swizzled.
+        swizzled: How the scales lie.
+        dtype: Of the result: bfloat16, float16 or float32.
+        out: Takes the result: contiguous ``[..., k]``.
+
+    Returns:
+        ``[..., k]`` of `dtype`, dense.
+    """
     if not isinstance(packed, Tensor):
         return interop.call_with(dequantize_mxfp4, locals())
     return _dequantize(packed, scales, None, "mxfp4", swizzled, dtype, out)

@@ -14,7 +14,7 @@ GENERIC_THREADS = 256
 
 AMAX = Kernel(
     "quant/quantize_fp8.cu", "fp8_tensor_amax", template="T VEC", max_registers=64,
-    args="x:ptr partial:ptr rows:i64 cols:i64 x_stride:i64 threads_per_row:i64 runs_per_row:i64",
+    args="x:ptr partial:ptr rows:i64 cols:i64 x_stride:i64 threads_per_row:i64 slices_per_row:i64",
     variants=list(WIDTH.items()),
 )  # fmt: skip
 SMALL = Kernel(
@@ -23,7 +23,7 @@ SMALL = Kernel(
 )  # fmt: skip
 TENSOR = Kernel(
     "quant/quantize_fp8.cu", "quantize_fp8_tensor", template="T F8 VEC", max_registers=56,
-    args="x:ptr scale:ptr partial:ptr q:ptr rows:i64 cols:i64 x_stride:i64 threads_per_row:i64 runs_per_row:i64 "
+    args="x:ptr scale:ptr partial:ptr q:ptr rows:i64 cols:i64 x_stride:i64 threads_per_row:i64 slices_per_row:i64 "
     "partials:i64 pow2:i64",
     variants=_WIDE,
 )  # fmt: skip
@@ -73,7 +73,7 @@ EXPERTS_STREAM = Kernel(
 )  # fmt: skip
 BACK = Kernel(
     "quant/dequantize_fp8.cu", "dequantize_fp8", template="T F8 VEC", max_registers=64,
-    args="q:ptr scale:ptr y:ptr rows:i64 cols:i64 q_stride:i64 threads_per_row:i64 runs_per_row:i64 row_shift:i64 "
+    args="q:ptr scale:ptr y:ptr rows:i64 cols:i64 q_stride:i64 threads_per_row:i64 slices_per_row:i64 row_shift:i64 "
     "scale_row:i64 scale_column:i64",
     variants=_WIDE,
 )  # fmt: skip
@@ -87,13 +87,13 @@ GENERIC = Kernel(
     "quant/quantize_fp8_generic.cu", "quantize_fp8_generic", template="THREADS", max_registers=64,
     args="x:ptr q:ptr scale:ptr q_t:ptr partial:ptr rows:i64 cols:i64 x_stride:i64 unit_rows:i64 unit_cols:i64 "
     "units:i64 units_across:i64 scale_row:i64 scale_column:i64 threads_per_unit:i64 lanes:i64 partials:i64 given:i64 "
-    "amax_only:i64 type:i64 wide_range:i64 pow2:i64",
+    "amax_only:i64 type:i64 large_range:i64 pow2:i64",
     variants=[(GENERIC_THREADS,)],
 )  # fmt: skip
 BACK_GENERIC = Kernel(
     "quant/quantize_fp8_generic.cu", "dequantize_fp8_generic", template="THREADS", max_registers=64,
-    args="q:ptr scale:ptr y:ptr rows:i64 cols:i64 q_stride:i64 threads_per_row:i64 runs_per_row:i64 row_shift:i64 "
-    "scale_row:i64 scale_column:i64 type:i64 wide_range:i64",
+    args="q:ptr scale:ptr y:ptr rows:i64 cols:i64 q_stride:i64 threads_per_row:i64 slices_per_row:i64 row_shift:i64 "
+    "scale_row:i64 scale_column:i64 type:i64 large_range:i64",
     variants=[(GENERIC_THREADS,)],
 )  # fmt: skip
 KERNELS = (

@@ -35,13 +35,14 @@ _TOKENS = ("bf16", "fp16", "fp32")
 _THREADS = 512  # of a row, at most
 _FWD = Kernel(
     "reduce/row_dot.cu", "row_dot_fwd", template="T", max_registers=72,
-    args="x:ptr y:ptr out:ptr rows:i64 cols:i64 x_stride:i64 y_stride:i64 threads_per_row:i64 wide:i64 passing:i64",
+    args="x:ptr y:ptr out:ptr rows:i64 cols:i64 x_stride:i64 y_stride:i64 threads_per_row:i64 aligned16:i64 "
+    "passing:i64",
     variants=[(t,) for t in _TOKENS],
 )  # fmt: skip
 _BWD = Kernel(
     "reduce/row_dot.cu", "row_dot_bwd", template="T", max_registers=64,
     args="g:ptr x:ptr y:ptr dx:ptr dy:ptr rows:i64 cols:i64 x_stride:i64 y_stride:i64 threads_per_row:i64 "
-    "runs_per_row:i64 wide:i64",
+    "slices_per_row:i64 aligned16:i64",
     variants=[(t,) for t in _TOKENS],
 )  # fmt: skip
 

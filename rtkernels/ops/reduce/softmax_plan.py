@@ -44,13 +44,13 @@ def _kernels(unit: str, entry: str, args: str, per_thread: Iterable[int]) -> tup
 _FWD = _kernels(
     "reduce/softmax.cu",
     "softmax_fwd",
-    "x:ptr y:ptr lengths:ptr rows:i64 cols:i64 x_stride:i64 y_stride:i64 wide:i64",
+    "x:ptr y:ptr lengths:ptr rows:i64 cols:i64 x_stride:i64 y_stride:i64 lengths_int64:i64",
     _FWD_VECTORS,
 )
 _BWD = _kernels(
     "reduce/softmax_bwd.cu",
     "softmax_bwd",
-    "dy:ptr y:ptr dx:ptr lengths:ptr rows:i64 cols:i64 dy_stride:i64 y_stride:i64 wide:i64",
+    "dy:ptr y:ptr dx:ptr lengths:ptr rows:i64 cols:i64 dy_stride:i64 y_stride:i64 lengths_int64:i64",
     _BWD_VECTORS,
 )
 

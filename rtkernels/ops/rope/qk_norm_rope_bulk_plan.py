@@ -33,7 +33,7 @@ BWD_BULK = Kernel(
 
 _WARPS = 10  # that work on heads
 _HELPERS = 2  # warps that copy and make rotations
-_STAGES, _MOST_STAGES = 4, 16  # so many stages if they fit; up to so many in _RING bytes
+_STAGES, _MAX_STAGES = 4, 16  # so many stages if they fit; up to so many in _RING bytes
 _RING, _RING_BY_ELEMENT = 104 << 10, 150 << 10
 _STAGE_EXTRA = 32  # bytes: two barriers, where results go, and room to keep 16-byte alignment
 
@@ -69,7 +69,7 @@ def share_out(q_heads: int, kv_heads: int, lanes: int, stage: int, memory: int, 
     for heads in range(1, q_heads + kv_heads):
         slots = -(-q_heads // heads), -(-kv_heads // heads)
         warps = -(-(slots[0] + 2 * slots[1]) // groups)
-        stages = min(max(_STAGES, min(_MOST_STAGES, ring // stage)), (memory - 16 * heads * warps * groups) // stage)
+        stages = min(max(_STAGES, min(_MAX_STAGES, ring // stage)), (memory - 16 * heads * warps * groups) // stage)
         if warps > _WARPS or stages < 2:
             continue
         teams = min(_WARPS // warps, max(stages // 2, 1))

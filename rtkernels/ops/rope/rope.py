@@ -124,7 +124,7 @@ def no_gradient(cos: Tensor, sin: Tensor) -> None:
 
 OP = Op(
     "rope",
-    public=("rope", "mla_rope"),
+    public=("rope", "mla_rope", "rope_table"),
     kernels=(launch.ROPE, launch.ROPE_TOKEN, launch.ROPE_ANY, launch.TABLES, *mla.KERNELS),
     torch_ops=(FORWARD, IN_PLACE, *mla.TORCH_OPS),
 )

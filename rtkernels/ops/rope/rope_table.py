@@ -8,7 +8,6 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.layout import FLOAT_DTYPES
 from rtkernels.runtime.operator.arguments import a_number, an_integer
-from rtkernels.runtime.operator.registry import Op
 
 
 def rope_table(
@@ -44,6 +43,3 @@ def rope_table(
     rates = float(base) ** (torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / -dim)
     angles = positions.to(torch.float64).unsqueeze(-1) * float(a_number("scaling", scaling)) * rates
     return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-OP = Op("rope_table", public=("rope_table",), kernels=(), torch_ops=())

@@ -21,22 +21,23 @@ _TERM_THREADS = 128
 _SUM_THREADS = 256
 _SLACK = 1024 + 256  # shared memory: alignment of the tiles, and barriers
 _TILE_BYTES = TILE * DEPTH * 2
-_LEAST_BLOCKS = 4  # of DEPTH per split: fewer cost more to add up than they save
+_MIN_BLOCKS = 4  # of DEPTH per split: fewer cost more to add up than they save
 # Of router_dw_turns: tile and stage, and the most tokens of a split. Sums of 1024 tokens, half of them, may stay in the
 # tensor cores: 3.3e-6 of the 5e-6 that "high" promises.
-_TURNS_EXPERTS, _TURNS_COLUMNS, _TURNS_STAGE, _TURNS_TOKENS = 64, 256, 32, 2048
-_TURNS_SHARED = 8 * _TURNS_STAGE * (4 * _TURNS_EXPERTS + 2 * _TURNS_COLUMNS) + _SLACK
+_PINGPONG_EXPERTS, _PINGPONG_COLUMNS, _PINGPONG_STAGE, _PINGPONG_TOKENS = 64, 256, 32, 2048
+_PINGPONG_SHARED = 8 * _PINGPONG_STAGE * (4 * _PINGPONG_EXPERTS + 2 * _PINGPONG_COLUMNS) + _SLACK
 
 _MMA_SHARED = 3 * 2 * _TILE_BYTES
 
 SPLIT = Kernel(
     "router/router_gemm_terms.cu", "router_split", template="In T", max_registers=64,
-    args="source:ptr out:ptr scale:ptr column_largest:ptr rows:i64 cols:i64 stride:i64 pitch:i64 terms:i64 wide:i64",
+    args="source:ptr out:ptr scale:ptr column_largest:ptr rows:i64 cols:i64 stride:i64 pitch:i64 terms:i64 "
+    "aligned16:i64",
     variants=[("fp32", "bf16"), ("fp16", "bf16"), ("fp32", "fp16"), ("bf16", "fp16")],
 )  # fmt: skip
 SUM = Kernel(
     "router/router_gemm_terms.cu", "router_sum", template="T", max_registers=48,
-    args="partial:ptr out:ptr bias:ptr count:i64 step:i64 cols:i64 splits:i64 accumulate:i64 wide:i64",
+    args="partial:ptr out:ptr bias:ptr count:i64 step:i64 cols:i64 splits:i64 accumulate:i64 aligned16:i64",
     variants=[("bf16",), ("fp16",), ("fp32",)],
 )  # fmt: skip
 MMA = Kernel(
@@ -67,12 +68,12 @@ DW = Kernel(
     args="dy:tmap x:tmap out:ptr largest:ptr tokens:i64 experts:i64 depth:i64 blocks_per_split:i64 promote:i64",
     variants=[("bf16", 1), ("bf16", 2), ("bf16", 3), ("fp16", 1), ("fp16", 2)],
 )  # fmt: skip
-DW_TURNS = Kernel(
+DW_PINGPONG = Kernel(
     "router/router_gemm_dw_pingpong.cu", "router_dw_turns", template="T TERMS", max_registers=168,
     needs=("tma", "wgmma"),
     args="dy:tmap x:tmap out:ptr tokens:i64 experts:i64 depth:i64 stages_per_split:i64", variants=[("bf16", 2)],
 )  # fmt: skip
-KERNELS = (SPLIT, SUM, MMA, FWD, DX, DW, DW_TURNS)
+KERNELS = (SPLIT, SUM, MMA, FWD, DX, DW, DW_PINGPONG)
 
 
 # ---- numerics -------------------------------------------------------------------------------------------------------
@@ -128,7 +129,7 @@ def _up(a: int, b: int) -> int:
 def _splits(device: int, tile_count: int, depth: int) -> tuple[int, int]:
     """Return in how many parts the summed dimension is cut to keep all multiprocessors busy, and blocks in each."""
     blocks = _up(depth, DEPTH)
-    wanted = max(1, min(device_info(device).sm_count // tile_count, blocks // _LEAST_BLOCKS))
+    wanted = max(1, min(device_info(device).sm_count // tile_count, blocks // _MIN_BLOCKS))
     each = _up(blocks, wanted)
     return _up(blocks, each), each
 
@@ -167,13 +168,13 @@ def weight_gradient_launch(
     device: int, token: str, count: int, tokens: int, experts: int, depth: int, after_other: bool
 ) -> DwPlan:
     if (token, count) == ("bf16", 2):
-        blocks = _up(experts, _TURNS_EXPERTS) * _up(depth, _TURNS_COLUMNS)
+        blocks = _up(experts, _PINGPONG_EXPERTS) * _up(depth, _PINGPONG_COLUMNS)
         splits, each = _splits(device, blocks, tokens)
-        if each * DEPTH <= _TURNS_TOKENS:
-            launch = DW_TURNS.bind(
-                (token, count), device, (blocks, splits), _THREADS, _TURNS_SHARED, overlap=after_other
+        if each * DEPTH <= _PINGPONG_TOKENS:
+            launch = DW_PINGPONG.bind(
+                (token, count), device, (blocks, splits), _THREADS, _PINGPONG_SHARED, overlap=after_other
             )
-            return DwPlan(launch, splits, each * DEPTH // _TURNS_STAGE, _TURNS_STAGE, True)
+            return DwPlan(launch, splits, each * DEPTH // _PINGPONG_STAGE, _PINGPONG_STAGE, True)
     blocks = _up(experts, TILE) * _up(depth, TILE)
     splits, each = _splits(device, blocks, tokens)
     shared = 4 * 3 * _TILE_BYTES + _SLACK

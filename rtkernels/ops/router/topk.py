@@ -32,14 +32,14 @@ from rtkernels.runtime.operator.registry import Op
 MAX_COLUMNS = 32 * WARP_COLUMNS
 _WARPS = 8
 _UNIT = "router/topk.cu"
-_ARGS = "x:ptr values:ptr indices:ptr rows:i64 cols:i64 x_stride:i64 k:i64 kind:i64 whole:i64 wide:i64"
+_ARGS = "x:ptr values:ptr indices:ptr rows:i64 cols:i64 x_stride:i64 k:i64 kind:i64 whole:i64 indices_int64:i64"
 _FEW_THREADS = 128
 _FWD = Kernel(_UNIT, "topk_fwd", template="V", args=_ARGS, variants=[(v,) for v in COLUMNS], max_registers=64)
 _FEW = Kernel(_UNIT, "topk_few", template="SIZE", args=_ARGS, variants=[(2,), (4,)], max_registers=64)
 _FWD_WIDE = Kernel(_UNIT, "topk_fwd_wide", template="V", args=_ARGS, variants=[(COLUMNS[-1],)], max_registers=64)
 _BWD = Kernel(
     _UNIT, "topk_bwd", template="SIZE", max_registers=40,
-    args="g:ptr indices:ptr dx:ptr rows:i64 cols:i64 k:i64 whole:i64 wide:i64", variants=[(2,), (4,)],
+    args="g:ptr indices:ptr dx:ptr rows:i64 cols:i64 k:i64 whole:i64 indices_int64:i64", variants=[(2,), (4,)],
 )  # fmt: skip
 
 

@@ -8,8 +8,8 @@ from rtkernels.runtime.launch.device import DeviceInfo
 from rtkernels.runtime.layout import group_threads
 
 _ROW_THREADS = 512  # at most for a row; and enough for a block
-_MOST_STAGES = 16
-_BARRIERS = 8 * _MOST_STAGES  # bytes for each group
+_MAX_STAGES = 16
+_BARRIERS = 8 * _MAX_STAGES  # bytes for each group
 _RESERVED = 2048  # bytes of shared memory that the system and the kernel's own variables take
 
 
@@ -30,7 +30,7 @@ class BulkRing(NamedTuple):
 
 
 def bulk_ring(
-    info: DeviceInfo, rows: int, pieces: int, chunks: int, inputs: int, most_threads: int, in_flight: int, helped: float
+    info: DeviceInfo, rows: int, pieces: int, chunks: int, inputs: int, max_threads: int, in_flight: int, helped: float
 ) -> BulkRing | None:
     """Return how such a kernel is launched, or None if it cannot be: no copy engine, or rows shorter than a warp.
 
@@ -40,7 +40,7 @@ def bulk_ring(
         pieces: Of 16 bytes in a row.
         chunks: Of these in a thread.
         inputs: That have rows in the ring.
-        most_threads: In a block.
+        max_threads: In a block.
         in_flight: Bytes that a block asks for at a time.
         helped: Groups with fewer rows than this have a warp each that fetches for them, if there is room for these.
     """
@@ -48,15 +48,15 @@ def bulk_ring(
     if "tma" not in info.target.features or threads < 32 or rows >= 2**30:
         return None
     # The fewest groups that have enough threads: rms_norm at 2048 columns 32.0 µs with two, 32.7 with three.
-    most = min(most_threads // threads, -(-_ROW_THREADS // threads), 15 if threads > 32 else 32)
+    most = min(max_threads // threads, -(-_ROW_THREADS // threads), 15 if threads > 32 else 32)
     groups = max(1, min(most, rows // info.sm_count))
     block = groups * threads
     stage_bytes = block * 16 * chunks * inputs
     fits = (info.shared_per_block - _RESERVED - groups * _BARRIERS) // stage_bytes
-    stages = min(max(2, -(-in_flight // stage_bytes)), _MOST_STAGES, fits)
+    stages = min(max(2, -(-in_flight // stage_bytes)), _MAX_STAGES, fits)
     if stages < 2:
         return None
     shared = stages * stage_bytes + groups * _BARRIERS
-    if rows < helped * groups * info.sm_count and threads > 32 and block + 32 * groups <= most_threads:
+    if rows < helped * groups * info.sm_count and threads > 32 and block + 32 * groups <= max_threads:
         block += 32 * groups
     return BulkRing(threads, block, min(info.sm_count, -(-rows // groups)), stages, groups, shared)

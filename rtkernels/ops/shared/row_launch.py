@@ -10,6 +10,15 @@ _CODES = {torch.float8_e5m2: 1, torch.int8: 2}
 _SWIZZLED, _AMAX_ONLY, _OUT_FP32, _FROM_AMAX = 16, 32, 64, 128
 
 
+def row_variants() -> list[tuple[str, int, bool]]:
+    """Return all variants of such a kernel: type, format, and whether rows allow accesses of 16 bytes.
+
+    The last one is a template argument because both ways in one kernel cost 30 registers of each thread.
+    """
+    formats = sorted(set(FORMATS.values()))
+    return [(t, f, aligned) for t in ("bf16", "fp16", "fp32") for f in formats for aligned in (False, True)]
+
+
 def quant_flags(
     quant: str, codes: torch.dtype, swizzled: bool, no_scale: bool, dtype: torch.dtype
 ) -> tuple[int | None, int]:

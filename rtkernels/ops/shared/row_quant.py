@@ -195,7 +195,7 @@ def quantize_reference(
             g = torch.where(amax > 0, amax / NVFP4_MAX, torch.ones_like(amax))
             global_out.copy_(g)
         else:
-            g = (scale.reshape(()) if scale is not None else torch.tensor(static, device=y.device)).float()
+            g = torch.tensor(static, device=y.device) if scale is None else scale.reshape(())
         packed, bytes_ = encode_nvfp4(y, g, "rne", "rne")
         out.copy_(packed)
         if swizzled:

@@ -30,7 +30,7 @@ _COUNT = Kernel(
     args="x:ptr keys:ptr counts:ptr n:i64 slices:i64 shift:i64 descending:i64",
 )  # fmt: skip
 _PLACE = Kernel(
-    "sort/radix.cu", "radix_place", template="T", variants=_TYPES, max_registers=80, tier="aten",
+    "sort/radix.cu", "radix_place", template="T", variants=_TYPES, max_registers=96, tier="aten",
     args="x:ptr keys:ptr list:ptr ends:ptr keys_out:ptr list_out:ptr values_out:ptr indices:ptr n:i64 slices:i64 "
     "shift:i64 descending:i64",
 )  # fmt: skip

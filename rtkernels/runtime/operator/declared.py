@@ -244,10 +244,10 @@ def run_and_keep({names}):
                 return None
         device = next(value for kind, value in zip(self._kinds, values, strict=True) if kind is not None).device
         made = self._made(values)
-        filled = [memory for memory in made.values() if memory is not None]
+        made_or_written = [memory for memory in made.values() if memory is not None]
         for kind, value in zip(self._kinds, values, strict=True):
-            filled += [value] if kind is not None and kind.written and value is not None else []
-        if not self._plans_empty and all(0 in memory.shape for memory in filled):
+            made_or_written += [value] if kind is not None and kind.written and value is not None else []
+        if not self._plans_empty and all(0 in memory.shape for memory in made_or_written):
             steps = Steps()
         elif not self._plans_empty and any(isinstance(value, Meta) and 0 in value.shape for value in values):
             steps = IN_TORCH

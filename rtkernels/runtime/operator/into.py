@@ -102,7 +102,8 @@ def into(function: Callable[..., Any], arguments: dict[str, Any], over: str = ""
     seen = [*(t for _, t in tensors), *(t for t in outs if t is not None)]
     if dispatch_modes() or functorch_transform() is not None or any(type(t) not in TENSOR_TYPES for t in seen):
         return _placed(function(**given), out, outs)
-    key = (function, emulator.active(), tuple(t is None for t in outs), _key(given))
+    mode = emulator.active(), torch.is_inference_mode_enabled()
+    key = (function, mode, tuple(t is None for t in outs), _key(given))
     known, device = _calls.get(key), seen[0].device
     if known is not None:
         _check(outs, known.results, device)

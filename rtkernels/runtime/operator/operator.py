@@ -166,7 +166,7 @@ def call({names}):
             Plans.replays.append(lambda: scope.update(last_call=nothing, last_plain_call=nothing))
             source += f"\ndef replay({names}):\n{self._replay_lines('last_plain_call')}"
         exec(written_code(source, f"<rtkernels {self.name}>"), scope)
-        self.replay = self.again = scope.get("replay")
+        self.replay = scope.get("replay")
         return scope["call"]
 
     def _refusal(self) -> str:

@@ -77,8 +77,9 @@ def check(size: tuple[int, ...], dtype: torch.dtype, options: dict[str, Any], de
     q, k, v = inputs(size, dtype, device)
     options = moved(options, device)
     leaves = {"q": q, "k": k, "v": v}
-    if "sinks" in options:
-        leaves["sinks"] = options.pop("sinks")
+    for name in ("sinks", "bias"):
+        if name in options:
+            leaves[name] = options.pop(name)
     results = []
     for function in (attention, exact_attention):
         given = {name: t.detach().clone().requires_grad_() for name, t in leaves.items()}
@@ -117,6 +118,24 @@ def emulated_coverage() -> None:
         ends = integers(0, 5, 9)
         packed = [t[0, :11].detach() for t in (q, k, v)]
         attention_varlen(*packed, ends, ends, 5, 5)
+
+
+@at("cpu", "sm_80", "cuda")
+@pytest.mark.parametrize("shape", [(1, 1, 70, 66), (2, 1, 1, 66), (4, 1, 66)], ids=str)
+def test_gradient_of_a_broadcast_bias(shape: tuple[int, ...], place: str) -> None:
+    """Summed over what it is broadcast over, with lengths, limits, a soft cap and grouped heads."""
+    with running_on(place) as device:
+        q, k, v = inputs((2, 70, 66, 4, 2, 64), BF16, device)
+        options = {"softcap": 2.0, "seqused_k": integers(66, 40, device=device), "window": (40, 9)}
+        g, results = normal(2, 70, 4, 64, seed=5, device=device), []
+        for function in (attention, exact_attention):
+            bias = normal(*shape, seed=9, dtype=torch.float32, device=device).requires_grad_()
+            with poisoned():
+                out = function(q, k, v, bias=bias, **options)
+                out = out if function is attention else out[0]
+                results.append(torch.autograd.grad(out, bias, g.to(out.dtype))[0])
+        assert results[0].shape == shape
+        assert_near(*results, 2.0**-6, "dbias")
 
 
 @at("cpu", "sm_80", "cuda")
@@ -193,16 +212,16 @@ def test_what_lies_behind_the_lengths_does_not_matter() -> None:
 def test_reference_by_finite_differences(options: dict[str, Any]) -> None:
     settings = {"scale": 0.4, "left": -1, "right": 0, "softcap": 0.0} | options
     generator = torch.Generator().manual_seed(0)
-    shapes = ((1, 3, 2, 8), (1, 4, 1, 8), (1, 4, 1, 8), (2,))
+    shapes = ((1, 3, 2, 8), (1, 4, 1, 8), (1, 4, 1, 8), (2,), (1, 1, 3, 4))
     tensors = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
     g, gl = torch.randn(1, 3, 2, 8, generator=generator).double(), torch.randn(1, 2, 3, generator=generator).double()
 
-    def loss(q, k, v, sinks):
-        out, lse = reference.forward(q, k, v, sinks, None, None, None, None, None, **settings)
+    def loss(q, k, v, sinks, bias):
+        out, lse = reference.forward(q, k, v, sinks, bias, None, None, None, None, **settings)
         return ((out * g).sum() + (lse * gl).sum()).item()
 
-    out, lse = reference.forward(*tensors, None, None, None, None, None, **settings)
-    grads = reference.backward(g, gl, *tensors[:3], out, lse, tensors[3], None, None, None, None, None, **settings)
+    out, lse = reference.forward(*tensors, None, None, None, None, **settings)
+    grads = reference.backward(g, gl, *tensors[:3], out, lse, *tensors[3:], None, None, None, None, **settings)
     for which, grad in enumerate(grads):
         for place in range(0, tensors[which].numel(), 5):
             ends = []
@@ -294,7 +313,6 @@ BAD = {
     "window": bad("window is -2; expected numbers from 0 on", window=-2),
     "sinks": bad("sinks has shape", sinks=torch.zeros(2)),
     "bias": bad("bias has shape .*broadcasts", bias=torch.zeros(5, 6)),
-    "bias with a gradient": bad("bias requires grad", bias=torch.zeros(5, 7, requires_grad=True)),
     "lengths": bad("lengths has dtype int64; expected int32", seqused_k=torch.zeros(2, dtype=torch.int64)),
     "limits": bad("kv_limit has shape", kv_limit=integers(1, 2)),
     "layout": bad("layout is 'lbhd'", layout="lbhd"),

@@ -31,7 +31,7 @@ def samples(device: str):
         yield FORWARD, (*tensors, *options)
         out, lse = FORWARD(*tensors, *options)
         yield OUT, (*tensors, torch.empty_like(out), *options)
-        needs = (True, True, options[6], tensors[3] is not None)
+        needs = (True, True, options[6], tensors[3] is not None, tensors[4] is not None)
         yield (
             BACKWARD,
             (torch.ones_like(out), torch.ones_like(lse), *tensors[:3], out, lse, *tensors[3:], *options, *needs),

@@ -1,0 +1,257 @@
+"""``python -m bench aten``: torch's operators on our kernels, beside torch eager, FlagGems and inductor, on FlagGems'
+core shapes.
+
+Three times per case, as FlagGems takes them: *kernel* (events around the call, L2 flushed, median), *operator* (wall
+clock over 100 calls with one synchronisation at the end) and *submit* (the same without it: the host's share).
+Speed-ups are torch's time over the other's; summaries are geometric means over shapes (FlagGems' own charts show
+arithmetic ones). Losses are shown.
+
+A case follows from a row of the table: tensors of the core shape for the schema's tensors, ``VALUES`` for its other
+arguments, or ``CASES`` where the operator wants something special.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rtkernels
+from bench.measure.aten_cases import FAMILY_CASES
+from bench.measure.timing import Timer
+from rtkernels.aten import table
+
+SHAPES = {
+    "ew": [(1 << 30,), (64, 64), (4096, 4096), (64, 512, 512), (1024, 1024, 1024)],
+    "red": [(1 << 20,), (64, 64), (4096, 4096), (64, 512, 512), (1024, 1024, 1024)],
+    "generic": [(64, 64), (256, 256), (1024, 1024), (4096, 4096), (1024, 65536)],
+    "norm": [(4, 16, 64, 4), (16, 16, 8, 48), (16, 16, 8, 88), (16, 16, 128), (20, 6, 65536)],
+    "concat": [(64, 64), (256, 256), (512, 512), (512, 1024), (512, 2048)],
+}
+SHAPES_OF = {"ew": "ew", "copy": "generic", "red": "red", "row": "norm"}
+DTYPES = (torch.float16, torch.float32, torch.bfloat16)
+_INTEGER = re.compile(r"bitwise|shift")
+WAYS = ("torch", "rtkernels", "flaggems", "inductor")
+
+# Arguments that are no tensors, by their names in schemas; a case whose schema needs another one is in CASES.
+VALUES: dict[str, Any] = {
+    "alpha": 1, "approximate": "none", "beta": 1, "dim": 1, "exponent": 3, "input_scale": 1, "is_result": False,
+    "max": 0.5, "memory_format": torch.contiguous_format, "min": -0.5, "other": 0.5, "repeats": (2, 2),
+    "rounding_mode": "floor", "scale": 1, "self": 2, "threshold": 0.1, "value": 0.5, "weight": 0.3, "diagonal": 0,
+}  # fmt: skip
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _dense(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    if dtype.is_floating_point:
+        return torch.randn(shape, dtype=dtype, device=device)
+    return torch.randint(0, 2 if dtype == torch.bool else 30, shape, device=device).to(dtype)
+
+
+def _mask(shape: tuple[int, ...], device: str) -> torch.Tensor:
+    return torch.rand(shape, device=device) > 0.5
+
+
+CASES: dict[str, Callable[[tuple[int, ...], torch.dtype, str], Arguments]] = {
+    "where.self": lambda s, t, d: ((_mask(s, d), _dense(s, t, d), _dense(s, t, d)), {}),
+    "masked_fill.Scalar": lambda s, t, d: ((_dense(s, t, d), _mask(s, d), 0.5), {}),
+    "masked_fill.Tensor": lambda s, t, d: ((_dense(s, t, d), _mask(s, d), torch.tensor(0.5, dtype=t, device=d)), {}),
+    "fill.Tensor": lambda s, t, d: ((_dense(s, t, d), torch.tensor(0.5, dtype=t, device=d)), {}),
+    "cat": lambda s, t, d: (([_dense(s, t, d) for _ in range(3)],), {}),
+    "stack": lambda s, t, d: (([_dense(s, t, d) for _ in range(3)],), {}),
+    "flip": lambda s, t, d: ((_dense(s, t, d), [0]), {}),
+    "clone": lambda s, t, d: ((_dense(s, t, d).mT,), {"memory_format": torch.contiguous_format}),
+    "_to_copy": lambda s, t, d: (
+        (_dense(s, t, d),), {"dtype": torch.float32 if t != torch.float32 else torch.bfloat16},
+    ),
+    "copy_": lambda s, t, d: ((_dense(s, t, d), _dense(s, t, d).mT.contiguous().mT), {}),
+    "repeat": lambda s, t, d: ((_dense(s, t, d), (2, 2)), {}),
+    "constant_pad_nd": lambda s, t, d: ((_dense(s, t, d), (1, 1), 0.5), {}),
+    "slice_scatter": lambda s, t, d: ((_dense(s, t, d), _dense((s[0] // 2, *s[1:]), t, d), 0, 0, s[0] // 2), {}),
+    "select_scatter": lambda s, t, d: ((_dense(s, t, d), _dense(s[1:], t, d), 0, 1), {}),
+    "addr": lambda s, t, d: ((_dense(s, t, d), _dense(s[:1], t, d), _dense(s[1:], t, d)), {}),
+    "elu_backward": lambda s, t, d: ((_dense(s, t, d), 1.0, 1, 1, False, _dense(s, t, d)), {}),
+    "softplus_backward": lambda s, t, d: ((_dense(s, t, d), _dense(s, t, d), 1, 20), {}),
+    "log_sigmoid_backward": lambda s, t, d: (
+        (_dense(s, t, d), _dense(s, t, d), _dense(s if d == "cpu" else (0,), t, d)), {},
+    ),
+    "glu_backward": lambda s, t, d: ((_dense((*s[:-1], s[-1] // 2), t, d), _dense(s, t, d), -1), {}),
+    "clamp.Tensor": lambda s, t, d: ((_dense(s, t, d), _dense(s, t, d), _dense(s, t, d)), {}),
+    "clamp": lambda s, t, d: ((_dense(s, t, d), -0.5, 0.5), {}),
+}  # fmt: skip
+CASES |= FAMILY_CASES
+_TWO_DIMENSIONS = {"addr", "triu", "tril", "clone", "copy_", "repeat", "constant_pad_nd", "diag_embed"}
+
+
+def arguments(row: table.Overload, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Arguments | None:
+    """Return arguments for one case; None where the table does not say enough for one."""
+    if _INTEGER.search(row.name):
+        dtype = torch.int32 if dtype == torch.float32 else torch.int16
+    if (functional := row.name.replace("_.", ".").removesuffix("_")) in CASES or row.name in CASES:
+        return CASES[row.name if row.name in CASES else functional](shape, dtype, device)
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for argument in table.schema_of(row.name).arguments:
+        kind = str(argument.type)
+        if argument.name == "out" or kind.startswith("List"):
+            return None
+        if argument.has_default_value():
+            continue
+        if kind == "Tensor":
+            value = _dense(shape, dtype, device)
+        elif argument.name in VALUES:
+            value = VALUES[argument.name]
+            if not dtype.is_floating_point and isinstance(value, float):
+                value = 3
+        else:
+            return None
+        if argument.kwarg_only:
+            kwargs[argument.name] = value
+        else:
+            args.append(value)
+    return (tuple(args), kwargs) if any(isinstance(value, torch.Tensor) for value in args) else None
+
+
+def cases(pattern: str = "", limit: int | None = None) -> Iterator[tuple[table.Overload, tuple[int, ...], torch.dtype]]:
+    """Yield every row whose name or family matches, with the core shapes of its family and FlagGems' dtypes.
+
+    Args:
+        pattern: Regular expression on "family overload".
+        limit: Leave out shapes with more elements.
+    """
+    for row in table.table().values():
+        if not re.search(pattern, f"{row.family} {row.name}"):
+            continue
+        group = "concat" if row.name in ("cat", "stack") else SHAPES_OF.get(row.family, "generic")
+        for shape in SHAPES[group]:
+            if limit is not None and math.prod(shape) > limit:
+                continue
+            if row.name in _TWO_DIMENSIONS and len(shape) != 2:
+                continue
+            for dtype in DTYPES:
+                yield row, shape, dtype
+
+
+# ---- measuring ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _way(name: str, row: table.Overload) -> Iterator[None]:
+    if name == "rtkernels":
+        with rtkernels.use(row.name):
+            yield
+    elif name == "flaggems":
+        import flag_gems
+
+        with flag_gems.use_gems():
+            yield
+    else:
+        yield
+
+
+def _wall_us(call: Callable[[], Any], *, sync: bool, warm: int = 100, count: int = 100) -> float:
+    for _ in range(warm):
+        call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    if sync:
+        torch.cuda.synchronize()
+    took = (time.perf_counter() - start) / count * 1e6
+    torch.cuda.synchronize()
+    return took
+
+
+def measure_case(
+    row: table.Overload, shape: tuple[int, ...], dtype: torch.dtype, timer: Timer, ways: tuple[str, ...]
+) -> dict:
+    """Return the three times of every way, in µs; a way that fails has its error instead."""
+    given = arguments(row, shape, dtype, "cuda")
+    if given is None:
+        return {}
+    args, kwargs = given
+    base, _, overload = row.name.partition(".")
+    op = getattr(getattr(torch.ops.aten, base), overload or "default")
+    found: dict[str, Any] = {}
+    for way in ways:
+        function = torch.compile(op, dynamic=False) if way == "inductor" else op
+
+        def call(function: Any = function) -> Any:
+            return function(*args, **kwargs)
+
+        try:
+            rtkernels.aten.reset()
+            with _way(way, row), torch.no_grad():
+                found[way] = {
+                    "kernel": timer.measure([call]).us,
+                    "operator": _wall_us(call, sync=True),
+                    "submit": _wall_us(call, sync=False),
+                }
+            if way == "rtkernels":
+                found[way]["why"] = next(
+                    (r["why"] for r in rtkernels.report(as_rows=True) if r["overload"] == row.name), {}
+                )
+        except Exception as error:
+            found[way] = {"error": f"{type(error).__name__}: {error}"[:200]}
+    return found
+
+
+def run(pattern: str, out: Path, *, ways: tuple[str, ...], limit: int | None, quick: bool) -> dict[str, Any]:
+    """Measure all cases, write them to a file after each operator, and return the file's content."""
+    from bench import meta
+    from bench.measure.timing import CudaDevice
+
+    timer = Timer(CudaDevice(), iterations=20 if quick else 50)
+    result: dict[str, Any] = {"environment": meta.environment(), "cases": []}
+    for row, shape, dtype in cases(pattern, limit):
+        found = measure_case(row, shape, dtype, timer, ways)
+        if found:
+            result["cases"].append(
+                {"overload": row.name, "family": row.family, "shape": shape,
+                 "dtype": str(dtype).removeprefix("torch."), **found}
+            )  # fmt: skip
+            print(_line(result["cases"][-1]), flush=True)
+            out.write_text(json.dumps(result, indent=1, default=str), encoding="utf-8")
+        torch.cuda.empty_cache()
+    print(summary(result["cases"]))
+    return result
+
+
+def _line(case: dict[str, Any]) -> str:
+    shape = "x".join(map(str, case["shape"]))
+    times = [f"{way} {case[way].get('kernel', float('nan')):.1f}/{case[way].get('operator', float('nan')):.1f}"
+             for way in WAYS if way in case]  # fmt: skip
+    return f"{case['overload']:<24} {shape:<16} {case['dtype']:<9} {'  '.join(times)} µs (kernel/operator)"
+
+
+def summary(found: list[dict[str, Any]], mode: str = "operator") -> str:
+    """Return a table: geometric mean over shapes and dtypes of torch's time over ours and the others', per overload."""
+    by_overload: dict[str, list[dict[str, Any]]] = {}
+    for case in found:
+        by_overload.setdefault(case["overload"], []).append(case)
+    lines = [
+        f"| overload | rtkernels | worst | flaggems | inductor | ({mode}, torch eager = 1) |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, listed in sorted(by_overload.items()):
+        cells = []
+        for way in ("rtkernels", "flaggems", "inductor"):
+            ratios = [
+                case["torch"][mode] / case[way][mode]
+                for case in listed if mode in case.get("torch", {}) and mode in case.get(way, {})
+            ]  # fmt: skip
+            mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
+            cells.append("" if mean is None else f"{mean:.2f}")
+            if way == "rtkernels":
+                cells.append(f"{min(ratios):.2f}" if ratios else "")
+        lines.append(f"| {name} | {' | '.join(cells)} | |")
+    return "\n".join(lines)

@@ -1,0 +1,168 @@
+// From 16-bit q, k and v [sequence, row, head, column] to the codes that attention_mma_quant takes. A code times its scale is
+// the value; NaN or an infinity makes the scale NaN, an amax of 0 gives scale 1.
+//
+//   attention_key_sums        sums of columns of 256 rows of k at a time, fp32 [batch, heads, parts, 128]. Their mean is what
+//                             "smooth k" takes from each key: a constant for all scores of a row, which a softmax does not see.
+//   attention_quantize_rows   rows of q or k: int8 (amax / 127) or e4m3 (amax / 448), a scale per row or per 64 rows. With sums
+//                             of columns, k less its mean; or, for q, the scores that this takes away, to be added to lse.
+//   attention_quantize_values v transposed, codes [batch, heads, d_v, padded keys], zeros behind the last key; a scale per column
+//                             and 64 keys, [batch, heads, blocks, d_v].
+//
+// Blocks of 128 threads have 64 rows (256 for sums) of one head: grid (blocks of rows, heads, sequences). Rounding is to
+// nearest even; the mean is fp32.
+#include "common/convert.cuh"
+#include "common/reduce.cuh"
+#include "common/vec.cuh"
+
+namespace rtk {
+
+inline constexpr int kRowsAtATime = 64, kWidest = 128, kRowsOfSums = 256;
+
+RTK_DEVICE float scale_of(float amax, float largest) {
+    return !(amax <= 3.4028235e38f) ? __uint_as_float(0x7fc00000u) : amax == 0.0f ? 1.0f : amax / largest;
+}
+
+// Four values as codes. A scale that is NaN gives any codes: scores are NaN all the same.
+RTK_DEVICE u32 coded(const float (&f)[4], float inverse, bool e4m3_codes) {
+    if (e4m3_codes) return to_fp8x2<e4m3>(f[0] * inverse, f[1] * inverse) | to_fp8x2<e4m3>(f[2] * inverse, f[3] * inverse) << 16;
+    u32 word = 0u;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        word |= (static_cast<u32>(min(max(__float2int_rn(f[i] * inverse), -127), 127)) & 0xffu) << (8 * i);
+    return word;
+}
+
+template <typename T>
+__global__ void __launch_bounds__(128)
+    attention_key_sums(const T* k, float* sums, i64 rows, i64 width, i64 k_batch, i64 k_row, i64 k_head) {
+    __shared__ float parts[4][kWidest];
+    const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
+    const i64 first = static_cast<i64>(blockIdx.x) * kRowsOfSums, last = min(first + kRowsOfSums, rows);
+    k += blockIdx.z * k_batch + blockIdx.y * k_head + lane * 4;
+    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (lane * 4 < width)
+        for (i64 row = first + warp; row < last; row += 4) {
+            float f[4];
+            load_keep<T, 4>(k + row * k_row, f);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sum[i] += f[i];
+        }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) parts[warp][lane * 4 + i] = sum[i];
+    __syncthreads();
+    const int column = static_cast<int>(threadIdx.x);
+    float* const to = sums + ((blockIdx.z * static_cast<i64>(gridDim.y) + blockIdx.y) * gridDim.x + blockIdx.x) * kWidest;
+    to[column] = ((parts[0][column] + parts[1][column]) + parts[2][column]) + parts[3][column];
+}
+
+// `sums`: null, or parts of sums of columns of the `group`-th part of the heads, for `count` rows of k. `taken`: null for k; for q
+// [batch, heads, rows], scale * (q . mean).
+template <typename T>
+__global__ void __launch_bounds__(128)
+    attention_quantize_rows(const T* x, const float* sums, u8* codes, float* scales, float* taken, i64 rows, i64 width, i64 x_batch,
+                            i64 x_row, i64 x_head, i64 parts, i64 group, i64 count, i64 blocks_of_rows, i64 e4m3_codes,
+                            double scale) {
+    constexpr int kOwn = kRowsAtATime / 4;  // rows of a warp
+    __shared__ float mean[kWidest];
+    __shared__ float of_warps[4];
+    const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
+    const i64 head = blockIdx.y, heads = gridDim.y, batch = blockIdx.z;
+    if (sums != nullptr) {
+        const float* const from = sums + (batch * (heads / group) + head / group) * parts * kWidest + threadIdx.x;
+        float sum = 0.0f;
+        for (i64 part = 0; part < parts; ++part) sum += from[part * kWidest];
+        mean[threadIdx.x] = sum / static_cast<float>(count);
+    } else {
+        mean[threadIdx.x] = 0.0f;
+    }
+    __syncthreads();
+    const i64 first = static_cast<i64>(blockIdx.x) * kRowsAtATime + warp * kOwn;
+    const bool column_exists = lane * 4 < width;
+    x += batch * x_batch + head * x_head + lane * 4;
+    const float largest = e4m3_codes ? 448.0f : 127.0f;
+    float f[kOwn][4], amax_all = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) f[i][c] = 0.0f;
+        if (column_exists && first + i < rows) load_keep<T, 4>(x + (first + i) * x_row, f[i]);
+        if (taken != nullptr) {
+            float dot = 0.0f;
+#pragma unroll
+            for (int c = 0; c < 4; ++c) dot += f[i][c] * mean[lane * 4 + c];
+            dot = warp_reduce<Sum>(dot);
+            if (lane == 0 && first + i < rows)
+                taken[(batch * heads + head) * rows + first + i] = sums == nullptr ? 0.0f : dot * static_cast<float>(scale);
+        } else if (first + i < rows) {
+#pragma unroll
+            for (int c = 0; c < 4; ++c) f[i][c] -= mean[lane * 4 + c];
+        }
+    }
+    u32* const to = reinterpret_cast<u32*>(codes + ((batch * rows + first) * heads + head) * width) + lane;
+    if (blocks_of_rows) {
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) amax_all = MaxMagnitude::apply(fabsf(f[i][c]), amax_all);
+        amax_all = warp_reduce<MaxMagnitude>(amax_all);
+        if (lane == 0) of_warps[warp] = amax_all;
+        __syncthreads();
+        amax_all = MaxMagnitude::apply(MaxMagnitude::apply(of_warps[0], of_warps[1]),
+                                       MaxMagnitude::apply(of_warps[2], of_warps[3]));
+        const float by = scale_of(amax_all, largest);
+        if (threadIdx.x == 0) scales[(batch * heads + head) * gridDim.x + blockIdx.x] = by;
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i)
+            if (column_exists && first + i < rows) to[i * (heads * width / 4)] = coded(f[i], 1.0f / by, e4m3_codes != 0);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+        float amax = 0.0f;
+#pragma unroll
+        for (int c = 0; c < 4; ++c) amax = MaxMagnitude::apply(fabsf(f[i][c]), amax);
+        amax = warp_reduce<MaxMagnitude>(amax);
+        if (first + i >= rows) continue;
+        const float by = scale_of(amax, largest);
+        if (lane == 0) scales[(batch * heads + head) * rows + first + i] = by;
+        if (column_exists) to[i * (heads * width / 4)] = coded(f[i], 1.0f / by, e4m3_codes != 0);
+    }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(128)
+    attention_quantize_values(const T* v, u8* codes, float* scales, i64 rows, i64 width, i64 padded, i64 v_batch, i64 v_row,
+                              i64 v_head, i64 e4m3_codes) {
+    __shared__ __align__(16) float tile[kRowsAtATime][kWidest];
+    const i64 head = blockIdx.y, heads = gridDim.y, batch = blockIdx.z, first = static_cast<i64>(blockIdx.x) * kRowsAtATime;
+    v += batch * v_batch + head * v_head;
+    const int quads = static_cast<int>(width) / 4;
+    for (int i = static_cast<int>(threadIdx.x); i < kRowsAtATime * quads; i += 128) {
+        const int row = i / quads, column = i % quads * 4;
+        float f[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        if (first + row < rows) load_keep<T, 4>(v + (first + row) * v_row + column, f);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) tile[row][column + c] = f[c];
+    }
+    __syncthreads();
+    const int column = static_cast<int>(threadIdx.x);
+    if (column >= width) return;
+    float amax = 0.0f;
+    for (int row = 0; row < kRowsAtATime; ++row) amax = MaxMagnitude::apply(fabsf(tile[row][column]), amax);
+    const float by = scale_of(amax, e4m3_codes ? 448.0f : 127.0f), inverse = 1.0f / by;
+    const i64 which = batch * heads + head;
+    scales[(which * gridDim.x + blockIdx.x) * width + column] = by;
+    u8* const to = codes + (which * width + column) * padded + first;
+    for (int row = 0; row < kRowsAtATime && first + row < padded; row += 16) {
+        Raw<16> raw;
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            const float f[4] = {tile[row + 4 * w][column], tile[row + 4 * w + 1][column], tile[row + 4 * w + 2][column],
+                                tile[row + 4 * w + 3][column]};
+            raw.w[w] = coded(f, inverse, e4m3_codes != 0);
+        }
+        ptx::st<16>(to + row, raw);
+    }
+}
+
+}  // namespace rtk

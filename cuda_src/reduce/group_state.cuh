@@ -1,0 +1,27 @@
+// The state of a monoid over the threads that share a row: lanes of a warp, or a block of 256.
+#pragma once
+#include "common/reduce.cuh"
+#include "reduce/monoids.cuh"
+
+namespace rtk {
+
+inline constexpr int kReduceThreads = 256;
+
+// All threads of a group get it. A group that is wider than a warp is the whole block; a second call needs a barrier before it.
+template <typename M>
+RTK_DEVICE typename M::State combined(typename M::State s, int threads) {
+    __shared__ typename M::State parts[kReduceThreads / kWarp];
+#pragma unroll
+    for (int lanes = kWarp / 2; lanes > 0; lanes /= 2)
+        if (lanes < threads) s = M::combine(s, M::exchanged(s, lanes));
+    if (threads <= kWarp) return s;
+    const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
+    if (lane == 0) parts[warp] = s;
+    __syncthreads();
+    s = parts[lane % (kReduceThreads / kWarp)];
+#pragma unroll
+    for (int lanes = kReduceThreads / kWarp / 2; lanes > 0; lanes /= 2) s = M::combine(s, M::exchanged(s, lanes));
+    return s;
+}
+
+}  // namespace rtk

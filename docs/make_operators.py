@@ -1,0 +1,326 @@
+"""Write ``docs/operators.md``: which of torch's operators run on our kernels, and why the others do not.
+
+``python docs/make_operators.py`` writes the page anew from the table of ``rtkernels.aten``. The list below is that of
+the 184 operators of FlagGems 3.0, to say for each of them what happens here.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS.parent))
+
+from rtkernels.aten import table  # noqa: E402
+
+# Family, expectation (W: faster than torch's is realistic, P: as fast, S: leave it to torch), how many of the 184
+# names the line accounts for, overloads.
+LISTED = """
+attn S 1: _flash_attention_forward
+row W 1: _softmax _softmax_backward_data
+row W 1: _log_softmax _log_softmax_backward_data
+row W 1: native_layer_norm native_layer_norm_backward
+row W 1: native_group_norm native_group_norm_backward
+row S 1: native_batch_norm native_batch_norm_backward
+row W 1: rms_norm
+row W 1: _weight_norm_interface _weight_norm_interface_backward
+row P 1: nll_loss_forward nll_loss_backward
+row P 0: nll_loss2d_forward nll_loss2d_backward
+red W 1: mse_loss
+ew P 2: abs abs_
+ew P 2: neg neg_
+ew P 1: angle
+ew P 0: atan atan_
+ew P 2: bitwise_not bitwise_not_
+ew P 2: cos cos_
+ew P 2: sin sin_
+ew P 2: erf erf_
+ew P 2: exp exp_
+ew P 0: exp2 exp2_
+ew P 1: log
+ew P 1: log_sigmoid
+ew P 1: logical_not
+ew P 2: reciprocal reciprocal_
+ew P 2: rsqrt rsqrt_
+ew P 0: sqrt sqrt_
+ew P 2: relu relu_
+ew P 2: sigmoid sigmoid_ sigmoid_backward
+ew P 2: silu silu_ silu_backward
+ew P 2: tanh tanh_ tanh_backward
+ew P 2: gelu gelu_ gelu_backward
+ew P 1: elu elu_ elu_backward
+ew P 0: celu celu_
+ew P 0: softplus
+ew P 1: threshold threshold_backward
+ew P 1: glu glu_backward
+ew P 1: nan_to_num
+ew W 1: isinf
+ew P 1: isnan
+ew W 1: isfinite
+copy P 1: _to_copy
+ew P 2: add.Tensor add_.Tensor
+ew P 2: sub.Tensor sub_.Tensor
+ew P 2: mul.Tensor mul_.Tensor
+ew P 2: div.Tensor div.Scalar div_.Tensor div_.Scalar
+ew P 0: div.Tensor_mode div.Scalar_mode div_.Tensor_mode div_.Scalar_mode
+- S 0: divide.Tensor divide.Scalar divide.Tensor_mode divide.Scalar_mode divide_.Tensor divide_.Scalar
+    divide_.Tensor_mode divide_.Scalar_mode
+- S 0: true_divide.Tensor true_divide.Scalar true_divide_.Tensor true_divide_.Scalar
+ew P 2: floor_divide floor_divide.Scalar floor_divide_.Tensor floor_divide_.Scalar
+ew P 2: remainder.Tensor remainder.Scalar remainder.Scalar_Tensor remainder_.Tensor remainder_.Scalar
+ew P 2: pow.Tensor_Tensor pow.Tensor_Scalar pow.Scalar pow_.Tensor pow_.Scalar
+ew P 1: maximum
+ew P 1: minimum
+ew P 2: clamp clamp_
+ew P 0: clamp.Tensor clamp_.Tensor
+ew P 0: clamp_min clamp_min_
+ew P 2: lerp.Tensor lerp.Scalar lerp_.Tensor lerp_.Scalar
+ew P 0: addcmul
+ew P 0: addcdiv
+ew P 2: eq.Tensor eq.Scalar ne.Tensor ne.Scalar
+ew P 4: lt.Tensor lt.Scalar le.Tensor le.Scalar gt.Tensor gt.Scalar ge.Tensor ge.Scalar
+ew W 1: isclose
+red W 1: allclose
+ew P 3: logical_and logical_or logical_xor
+ew P 2: bitwise_and.Tensor bitwise_and.Scalar bitwise_and.Scalar_Tensor bitwise_and_.Tensor bitwise_and_.Scalar
+ew P 2: bitwise_or.Tensor bitwise_or.Scalar bitwise_or.Scalar_Tensor bitwise_or_.Tensor bitwise_or_.Scalar
+ew P 0: bitwise_left_shift bitwise_right_shift
+ew P 1: where.self where.self_out
+- S 0: where.ScalarSelf where.ScalarOther
+ew P 2: masked_fill.Scalar masked_fill.Tensor masked_fill_.Scalar masked_fill_.Tensor
+ew P 2: fill.Scalar fill.Tensor fill_.Scalar fill_.Tensor
+ew P 1: polar
+red W 1: sum sum.out sum.dim_IntList sum.IntList_out
+red W 1: mean mean.dim
+red W 1: prod prod.dim_int
+red W 1: amax
+red W 1: max max.dim
+red W 1: min min.dim
+red W 1: argmax
+red W 1: argmin
+red W 1: all all.dim all.dims
+red W 1: any any.dim any.dims
+red W 1: count_nonzero
+red W 1: linalg_vector_norm
+red W 1: var_mean.correction
+red W 0: std.correction
+red P 0: trace
+gemm S 1: dot
+gemm S 1: vdot
+scan W 1: cumsum cumsum.out
+scan W 1: cummax
+scan W 1: cummin
+scan W 1: nonzero
+scan W 1: masked_select
+scan W 1: repeat_interleave.Tensor
+- S 0: repeat_interleave.self_Tensor repeat_interleave.self_int
+idx W 1: gather
+idx W 0: gather_backward
+idx P 2: scatter.src scatter.reduce scatter_.src scatter_.reduce
+idx W 1: index_select
+idx W 1: index_add index_add_
+idx W 2: index_put index_put_
+idx W 1: embedding
+idx W 0: embedding_backward
+sort W 1: isin.Tensor_Tensor isin.Tensor_Scalar isin.Scalar_Tensor
+sort W 1: _unique2
+copy P 1: diagonal_backward
+sort W 1: sort sort.stable
+sort W 1: topk
+sort P 1: quantile
+sort P 1: randperm
+rng P 1: multinomial
+rng P 1: native_dropout native_dropout_backward
+rng P 2: rand rand_like
+rng P 2: randn randn_like
+rng P 1: normal.Tensor_Tensor normal.Tensor_float normal.float_Tensor
+rng P 1: uniform_
+rng P 1: exponential_
+ew S 6: zeros zeros_like ones ones_like full full_like
+ew S 1: arange arange.start arange.start_step
+ew S 1: linspace logspace
+ew S 1: eye eye.m
+- S 1: contiguous
+copy W 1: cat
+copy P 1: stack
+- S 2: hstack vstack
+copy P 1: repeat
+- S 1: tile
+copy P 1: flip
+copy P 0: constant_pad_nd
+- S 1: pad
+- S 1: diag
+copy P 1: diag_embed
+copy P 1: triu
+copy P 2: slice_scatter select_scatter
+- S 1: kron
+- S 2: resolve_conj resolve_neg
+gemm S 1: mm mm.out
+gemm S 1: addmm addmm.out
+gemm S 1: bmm
+gemm P 1: mv addmv addmv.out
+ew P 0: addr
+win P 0: avg_pool2d avg_pool2d_backward
+win P 0: max_pool2d_with_indices max_pool2d_backward
+win P 1: upsample_nearest2d
+win P 0: _upsample_bicubic2d_aa
+"""
+
+# The other 17 names of the 184: no overrides there either.
+FUNCTIONS = {
+    "index": "family idx: `index.Tensor`",
+    "apply_rotary_pos_emb": "`rtkernels.rope`",
+    "concat_and_cache_mla": "by name: the MLA cache writers of the attention family",
+    "conv1d": "cuDNN",
+    "conv2d": "cuDNN",
+    "cross_entropy_loss": "`rtkernels.cross_entropy`",
+    "flash_attn_varlen_func": "`rtkernels.attention_varlen`",
+    "flash_mla": "by name: the decode kernels of the attention family",
+    "fused_add_rms_norm": "`rtkernels.rms_norm` with a residual",
+    "gelu_and_mul": "`rtkernels.glu`",
+    "instance_norm": "torch: a batch norm over a view",
+    "outer": "composite over `mul.Tensor`",
+    "reshape_and_cache": "by name: `rtkernels.append_kv_cache`",
+    "reshape_and_cache_flash": "by name: `rtkernels.append_kv_cache`",
+    "scaled_dot_product_attention": "`rtkernels.sdpa`; torch's backends otherwise",
+    "silu_and_mul": "`rtkernels.glu`",
+    "skip_layer_norm": "`rtkernels.layer_norm` with a residual",
+}
+
+# Why an overload is left to torch.
+REASONS = {
+    "_flash_attention_forward": "torch's attention backends; `rtkernels.attention` by name",
+    "native_batch_norm": "cuDNN, in training",
+    "native_batch_norm_backward": "cuDNN",
+    "rms_norm": "composite: would lose its gradient; its operators are taken, `rtkernels.rms_norm` is one kernel",
+    "log_sigmoid": "composite: `log_sigmoid_forward` is taken",
+    "polar": "complex result",
+    "quantile": "composite: `sort` is what costs",
+    "gather_backward": "composite: `scatter_add` is taken",
+    "embedding_backward": "composite: `embedding_dense_backward` is taken",
+    "bitwise_left_shift": "no such overload in aten; `.Tensor`, `.Tensor_Scalar` and `.Scalar_Tensor` are taken",
+    "bitwise_right_shift": "no such overload in aten; `.Tensor`, `.Tensor_Scalar` and `.Scalar_Tensor` are taken",
+    "floor_divide.Scalar": "composite over `floor_divide`",
+    "floor_divide_.Scalar": "composite over `floor_divide_.Tensor`",
+    "native_group_norm": "not written yet",
+    "native_group_norm_backward": "not written yet",
+    "_weight_norm_interface": "not written yet",
+    "_weight_norm_interface_backward": "not written yet",
+    "nll_loss_forward": "not written yet; `rtkernels.cross_entropy` is one kernel with the softmax",
+    "nll_loss_backward": "not written yet; `rtkernels.cross_entropy` is one kernel with the softmax",
+    "nll_loss2d_forward": "not written yet",
+    "nll_loss2d_backward": "not written yet",
+    "scatter.src": "one kernel in torch, near parity; which of equal indices wins is free there",
+    "scatter.reduce": "torch's: without an order there is no determinism; rows of sums are `index_add`, `scatter_add`",
+    "scatter_.src": "one kernel in torch, near parity; which of equal indices wins is free there",
+    "scatter_.reduce": "torch's: without an order there is no determinism; rows of sums are `index_add`, `scatter_add`",
+    "index_put": "torch's: it sorts where it accumulates",
+    "index_put_": "torch's: it sorts where it accumulates",
+    "isin.Tensor_Tensor": "torch's: it compares, or sorts by operators that are taken",
+    "isin.Tensor_Scalar": "torch's: one comparison",
+    "isin.Scalar_Tensor": "torch's: one comparison",
+    "multinomial": "torch's: it is made of `exponential_`, `argmax` and `topk`, which are taken",
+    "native_dropout_backward": "a product, as torch has it",
+    "avg_pool2d_backward": "not written yet",
+    "_upsample_bicubic2d_aa": "not written yet",
+    "max_pool2d_backward": "no backward of aten's; `max_pool2d_with_indices_backward` is",
+}
+COMPOSITES = {
+    "contiguous": "`clone`", "divide": "`div`", "true_divide": "`div`", "hstack": "`cat`", "vstack": "`cat`",
+    "tile": "`repeat`", "pad": "`constant_pad_nd`", "diag": "`diag_embed`", "where": "`where.self`",
+    "repeat_interleave": "`repeat_interleave.Tensor`",
+    "kron": "`mul.Tensor`", "resolve_conj": "`clone`", "resolve_neg": "`clone`",
+}  # fmt: skip
+FAMILY_REASONS = {
+    "gemm": "cuBLAS; `rtkernels.scaled_mm` and others by name",
+    "attn": "torch's attention backends",
+    "creation": "memset-class: only the host's time counts",
+    "win": "not written yet",
+}
+_CREATION = {"zeros", "zeros_like", "ones", "ones_like", "full", "full_like", "arange", "linspace", "logspace", "eye"}
+
+
+INTRODUCTION = """
+<!-- Written by docs/make_operators.py from the table of rtkernels.aten. -->
+# Torch's operators on our kernels
+
+`rtkernels.enable()` lets unmodified torch code run on kernels of this package; `with rtkernels.use(...)` does so for a
+block, `rtkernels.disable()` ends it. Names are overloads (`sum.dim_IntList`), operators (`sum`) or families (`red`);
+`rtkernels.aten.overloads()` lists them, `rtkernels.report()` prints what was taken and what went to torch, and why.
+
+What a kernel does not cover (float64 and complex, more than six dimensions that do not merge, sparse tensors, invalid
+arguments) goes to torch's own kernel. Gradients are torch's formulas. Small tensors go to torch as well, because the
+time of the host counts there: `rtkernels.aten.table.MIN_ELEMENTS` has the sizes, which are not measured yet.
+
+{count} overloads can be taken; {default} of them are the default set of `enable()`, those expected to be faster than
+torch's. No time of this layer was measured on a GPU yet: the set is an expectation. Contiguous pointwise operators are
+not in it, since torch's are as fast as memory; `include="ew"` takes them all the same.
+
+Under `torch.compile` the backends `eager` and `aot_eager` call aten operators, and ours with them; `inductor` writes
+its own kernels, so that ours run only where it calls an aten operator. `rtkernels.pointwise(name, expression)` gives an
+operator from a C expression, which inductor calls as it is.
+
+Overrides count for the whole process: a backward runs in threads of its own. Inside of `rtkernels.emulate()` CPU
+tensors are taken too, by the emulator: that is how tests run without a GPU.
+
+## The 184 operators of FlagGems 3.0
+
+| overloads | family | here |
+|---|---|---|
+"""
+
+
+def listed() -> list[tuple[str, str, int, list[str]]]:
+    """Return family, expectation, number of names and overloads of every line."""
+    found: list[tuple[str, str, int, list[str]]] = []
+    for line in LISTED.strip().splitlines():
+        if line.startswith("    "):
+            found[-1][3].extend(line.split())
+            continue
+        head, _, names = line.partition(": ")
+        family, expected, count = head.split()
+        found.append((family, expected, int(count), names.split()))
+    return found
+
+
+def reason(name: str, family: str) -> str:
+    """Return why torch keeps an overload; empty if nothing says so."""
+    base = name.partition(".")[0]
+    if name in REASONS:
+        return REASONS[name]
+    plain = base.removesuffix("_")
+    if family == "-":
+        return f"composite: would lose its gradient; it reaches {COMPOSITES[plain]}"
+    if plain in _CREATION:
+        return FAMILY_REASONS["creation"]
+    return FAMILY_REASONS.get(family, "")
+
+
+def page() -> str:
+    """Return the text of ``operators.md``."""
+    rows = table.table()
+    default = [name for name, row in rows.items() if row.default]
+    lines = INTRODUCTION.format(count=len(rows), default=len(default)).strip().splitlines()
+    for family, _, _, names in listed():
+        taken = [name for name in names if name in rows]
+        left = [name for name in names if name not in rows]
+        why = {reason(name, family) or f"family {family}: not written yet" for name in left}
+        here = (
+            "taken"
+            if not left
+            else "; ".join(sorted(why))
+            if not taken
+            else f"taken; torch: {', '.join(left)} ({'; '.join(sorted(why))})"
+        )
+        if taken and any(rows[name].default for name in taken):
+            here += "; default"
+        lines.append(f"| {', '.join(names)} | {family} | {here} |")
+    lines += [f"| {name} | by name | {what} |" for name, what in FUNCTIONS.items()]
+    more = sorted(set(rows) - {name for *_, names in listed() for name in names})
+    lines += ["", "## Also taken", "", ", ".join(f"`{name}`" for name in more), ""]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    (DOCS / "operators.md").write_text(page(), encoding="utf-8")

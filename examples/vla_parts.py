@@ -1,0 +1,399 @@
+"""The parts of ``vla_policy.py``: sizes, random weights, the policy, and its math in plain torch and in rtkernels.
+
+``Policy`` says what is computed, in terms of a few functions that ``TorchMath`` and ``OurMath`` have. A layer starts
+with the norm that adds what the layer before has left, so that each layer is a function of its own and nothing is lost
+at the border between two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import rtkernels as rk
+
+Layer = dict[str, Any]
+FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Those of pi0.5: SigLIP So400m, PaliGemma 2B, an action expert of 300M, 10 steps of flow matching."""
+
+    views: int = 3
+    image: int = 224
+    patch: int = 14
+    vision_layers: int = 27
+    vision_width: int = 1152
+    vision_heads: int = 16
+    vision_inner: int = 4304
+    vocabulary: int = 257152
+    prompt: int = 200
+    layers: int = 18  # of the prefix and of the expert: each layer of the expert reads the keys of one of the prefix
+    width: int = 2048
+    heads: int = 8
+    head_dim: int = 256
+    inner: int = 16384
+    expert_width: int = 1024
+    expert_inner: int = 4096
+    horizon: int = 10
+    action: int = 32
+    steps: int = 10
+
+    @property
+    def patches(self) -> int:
+        """Patches of one view."""
+        return (self.image // self.patch) ** 2
+
+    @property
+    def prefix(self) -> int:
+        """Tokens of images and prompt."""
+        return self.views * self.patches + self.prompt
+
+
+TINY = Sizes(1, 28, 14, 2, 32, 2, 48, 50, 5, 2, 64, 2, 32, 96, 32, 64, 4, 8, 3)
+
+
+# ---- weights --------------------------------------------------------------------------------------------------------
+
+
+def make_weights(sizes: Sizes, device: str, seed: int = 0) -> dict[str, Any]:
+    """Return random weights in bfloat16: matrices ``[out, in]``, and what follows from the time of each step."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def matrix(rows: int, columns: int, gain: float = 1.0) -> Tensor:
+        made = torch.randn(rows, columns, generator=generator, device=device, dtype=torch.float32)
+        return (made * gain / math.sqrt(columns)).bfloat16()
+
+    def vector(n: int, around: float = 0.0) -> Tensor:
+        return (around + 0.1 * torch.randn(n, generator=generator, device=device)).bfloat16()
+
+    def gemma(width: int, inner: int) -> Layer:
+        q = sizes.heads * sizes.head_dim
+        return {
+            "qkv": matrix(q + 2 * sizes.head_dim, width), "out": matrix(width, q),
+            "gate_up": matrix(2 * inner, width), "down": matrix(width, inner),
+        }  # fmt: skip
+
+    def vision() -> Layer:
+        w, inner = sizes.vision_width, sizes.vision_inner
+        return {
+            "norm1": vector(w, 1.0), "norm1_bias": vector(w), "norm2": vector(w, 1.0), "norm2_bias": vector(w),
+            "qkv": matrix(3 * w, w), "qkv_bias": vector(3 * w), "out": matrix(w, w), "out_bias": vector(w),
+            "up": matrix(inner, w), "up_bias": vector(inner), "down": matrix(w, inner), "down_bias": vector(w),
+        }  # fmt: skip
+
+    width, expert = sizes.width, sizes.expert_width
+    prefix = [gemma(width, sizes.inner) for _ in range(sizes.layers)]
+    for layer in prefix:
+        layer |= {"norm1": vector(width, 1.0), "norm2": vector(width, 1.0)}
+    # The time of a step is known before anything runs, and so is what norms of the expert make of it.
+    times = 1.0 - torch.arange(sizes.steps, device=device) / sizes.steps
+    angles = times[:, None] * torch.logspace(0, 3, expert // 2, device=device)
+    condition = F.silu(torch.cat([angles.sin(), angles.cos()], 1).bfloat16() @ matrix(expert, expert).t())
+    styles = [[condition @ matrix(3 * expert, expert, 0.5).t() for _ in range(2)] for _ in range(sizes.layers)]
+    last_style = condition @ matrix(3 * expert, expert, 0.5).t()
+    return {
+        "vision": [vision() for _ in range(sizes.vision_layers)],
+        "prefix": prefix,
+        "expert": [gemma(expert, sizes.expert_inner) for _ in range(sizes.layers)],
+        "styles": [
+            [(styles[i][0][step].contiguous(), styles[i][1][step].contiguous()) for i in range(sizes.layers)]
+            for step in range(sizes.steps)
+        ],
+        "last_styles": [row.contiguous() for row in last_style],
+        "table": matrix(sizes.vocabulary, width, math.sqrt(width)),
+        "ends": {
+            "patch": matrix(sizes.vision_width, 3 * sizes.patch**2), "patch_bias": vector(sizes.vision_width),
+            "position": matrix(sizes.patches, sizes.vision_width), "image": matrix(width, sizes.vision_width),
+            "norm": vector(sizes.vision_width, 1.0), "norm_bias": vector(sizes.vision_width),
+            "image_bias": vector(width), "action_in": matrix(expert, sizes.action),
+            "action_out": matrix(sizes.action, expert),
+        },
+    }  # fmt: skip
+
+
+# ---- the policy -----------------------------------------------------------------------------------------------------
+
+
+class Policy:
+    """Images and a prompt to a chunk of actions.
+
+    Args:
+        sizes: Of the model.
+        weights: What ``make_weights`` gives.
+        ops: ``TorchMath`` or ``OurMath``.
+        compiled: ``torch.compile`` each kind of layer.
+    """
+
+    def __init__(self, sizes: Sizes, weights: dict[str, Any], ops: Any, compiled: bool = False) -> None:
+        self.sizes, self.ops, self.table = sizes, ops, weights["table"]
+        self.styles, self.last_styles = weights["styles"], weights["last_styles"]
+        self.layers = {
+            part: [ops.prepare(f"{part}.{i}", layer) for i, layer in enumerate(weights[part])]
+            for part in ("vision", "prefix", "expert")
+        }
+        self.ends = ops.prepare("ends", weights["ends"])
+        self.vision_layer, self.gemma_layer, self.expert_layer = self._vision, self._gemma, self._expert
+        if compiled:
+            compiling = {"mode": "max-autotune-no-cudagraphs", "dynamic": False}
+            self.vision_layer = torch.compile(self._vision, **compiling)
+            self.gemma_layer = torch.compile(self._gemma, **compiling)
+            self.expert_layer = torch.compile(self._expert, **compiling)
+
+    def __call__(self, images: Tensor, prompt: Tensor, noise: Tensor) -> Tensor:
+        """Return actions ``[horizon, action]``, float32.
+
+        Args:
+            images: ``[views, height, width, 3]``, bfloat16.
+            prompt: ``[prompt]``, int64.
+            noise: ``[horizon, action]``, float32.
+        """
+        return self.denoise(noise, self.read(self.see(images), prompt))
+
+    def nbytes(self) -> int:
+        """Return the size of all weights that this policy uses."""
+        parts: list[Any] = [self.layers, self.ends, self.table, self.styles, self.last_styles]
+        found: dict[int, int] = {}
+        while parts:
+            part = parts.pop()
+            if isinstance(part, Tensor):
+                found[part.data_ptr()] = part.nbytes
+            elif isinstance(part, (dict, list, tuple)):
+                parts += part.values() if isinstance(part, dict) else part
+        return sum(found.values())
+
+    def see(self, images: Tensor) -> Tensor:
+        """Return a token of the prefix for each patch."""
+        sizes, ops, ends = self.sizes, self.ops, self.ends
+        x = ops.linear(ops.patchify(images, sizes.patch), ends, "patch", bias=False)
+        x = ops.add_bias(x, ends, "patch_bias", "position")
+        x, h = x.view(-1, sizes.vision_width), None
+        for layer in self.layers["vision"]:
+            x, h = self.vision_layer(x, h, layer)
+        x, _, _ = ops.norm(x, ends, "norm", feeds="image", residual=h)
+        return ops.linear(x, ends, "image")
+
+    def _vision(self, x: Tensor, h: Tensor | None, layer: Layer) -> tuple[Tensor, Tensor]:
+        sizes, ops = self.sizes, self.ops
+        y, h, _ = ops.norm(x, layer, "norm1", feeds="qkv", residual=h)
+        qkv = ops.linear(y, layer, "qkv").view(sizes.views, sizes.patches, 3, sizes.vision_heads, -1)
+        y = ops.attention(*qkv.unbind(2)).reshape(x.shape)
+        x = ops.linear(ops.narrowed(y, layer, "out"), layer, "out")
+        y, h, _ = ops.norm(x, layer, "norm2", feeds="up", residual=h)
+        y = ops.linear(y, layer, "up", act="gelu_tanh")
+        return ops.linear(ops.narrowed(y, layer, "down"), layer, "down"), h
+
+    def read(self, seen: Tensor, prompt: Tensor) -> Any:
+        """Return the keys and values of all layers. What the last layer would do with them nobody reads."""
+        ops, x, h = self.ops, torch.cat([seen, self.ops.embedding(prompt, self.table)]), None
+        cache = ops.new_cache(self.sizes, x)
+        for i, layer in enumerate(self.layers["prefix"][:-1]):
+            x, h, kept = self.gemma_layer(x, h, layer, cache[i])
+            cache[i] = kept
+        y, _, _ = ops.norm(x, self.layers["prefix"][-1], "norm1", feeds="qkv", residual=h)
+        qkv = ops.linear(y, self.layers["prefix"][-1], "qkv")
+        cache[-1] = ops.heads(qkv, self.sizes, 0, cache[-1])[3]
+        return cache
+
+    def _gemma(self, x: Tensor, h: Tensor | None, layer: Layer, kept: Any) -> tuple[Tensor, Tensor, Any]:
+        ops = self.ops
+        y, h, _ = ops.norm(x, layer, "norm1", feeds="qkv", residual=h)
+        q, k, v, kept = ops.heads(ops.linear(y, layer, "qkv"), self.sizes, 0, kept)
+        y = ops.attention(q, k, v).reshape(len(x), -1)
+        x = ops.linear(ops.narrowed(y, layer, "out"), layer, "out")
+        y, h, _ = ops.norm(x, layer, "norm2", feeds="gate_up", residual=h)
+        return ops.gated(y, layer), h, kept
+
+    def denoise(self, actions: Tensor, cache: Any) -> Tensor:
+        """Return the actions after all steps."""
+        for step in range(self.sizes.steps):
+            actions = self.step(actions, cache, step)
+        return actions
+
+    def step(self, actions: Tensor, cache: Any, step: int) -> Tensor:
+        """Return the actions one step of Euler's method closer to time 0."""
+        ops, h, gate = self.ops, None, None
+        x = ops.linear(actions.bfloat16(), self.ends, "action_in")
+        for i, layer in enumerate(self.layers["expert"]):
+            x, h, gate = self.expert_layer(x, h, gate, layer, *self.styles[step][i], cache[i])
+        y, _, _ = ops.norm(x, {}, None, feeds=None, residual=h, gate=gate, style=self.last_styles[step])
+        velocity = ops.linear(y, self.ends, "action_out")
+        return ops.euler_step(actions, velocity, -1.0 / self.sizes.steps)
+
+    def _expert(
+        self, x: Tensor, h: Tensor | None, gate: Tensor | None, layer: Layer, style1: Tensor, style2: Tensor, kept: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ops = self.ops
+        y, h, gate = ops.norm(x, layer, None, feeds="qkv", residual=h, gate=gate, style=style1)
+        q, k, v, _ = ops.heads(ops.linear(y, layer, "qkv"), self.sizes, self.sizes.prefix, kept)
+        y = ops.attention(q, k, v).reshape(len(x), -1)
+        x = ops.linear(ops.narrowed(y, layer, "out"), layer, "out")
+        y, h, gate = ops.norm(x, layer, None, feeds="gate_up", residual=h, gate=gate, style=style2)
+        return ops.gated(y, layer), h, gate
+
+
+# ---- its math in plain torch ----------------------------------------------------------------------------------------
+
+
+class TorchMath:
+    """What a policy needs, as one would write it in torch."""
+
+    def __init__(self, sizes: Sizes, device: str) -> None:
+        self.rope = rk.rope_table(sizes.prefix + sizes.horizon, sizes.head_dim, device=device)
+
+    def prepare(self, site: str, layer: Layer) -> Layer:
+        return layer
+
+    def norm(
+        self, x: Tensor, layer: Layer, name: str | None, *, feeds: str | None, residual: Tensor | None = None,
+        gate: Tensor | None = None, style: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        h = x.float() if gate is None else x.float() * gate.float()
+        h = (h if residual is None else residual.float() + h).to(x.dtype)
+        if f"{name}_bias" in layer:
+            return F.layer_norm(h, h.shape[-1:], layer[name], layer[f"{name}_bias"], 1e-6), h, None
+        y = h.float() * torch.rsqrt(h.float().square().mean(-1, keepdim=True) + 1e-6)
+        if style is None:
+            return (y * layer[name].float()).to(x.dtype), h, None
+        scale, shift, gate = style.chunk(3)
+        return (y * (1 + scale.float()) + shift.float()).to(x.dtype), h, gate
+
+    def linear(self, x: Tensor, layer: Layer, name: str, act: str | None = None, bias: bool = True) -> Tensor:
+        y = F.linear(x, layer[name], layer.get(f"{name}_bias") if bias else None)
+        return F.gelu(y, approximate="tanh") if act else y
+
+    def narrowed(self, x: Tensor, layer: Layer, name: str) -> Tensor:
+        return x
+
+    def gated(self, x: Tensor, layer: Layer) -> Tensor:
+        gate, up = F.linear(x, layer["gate_up"]).chunk(2, -1)
+        return F.linear(F.gelu(gate, approximate="tanh") * up, layer["down"])
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+
+    def new_cache(self, sizes: Sizes, like: Tensor) -> list[Any]:
+        return [None] * sizes.layers
+
+    def heads(self, qkv: Tensor, sizes: Sizes, first: int, kept: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
+        parts = [sizes.heads, 1, 1]
+        q, k, v = qkv.view(1, len(qkv), -1, sizes.head_dim).split(parts, 2)
+        cos, sin = (t[first : first + len(qkv), None] for t in self.rope)
+        q, k = self._rotated(q, cos, sin), self._rotated(k, cos, sin)
+        if kept is not None:
+            k, v = torch.cat([kept[0], k], 1), torch.cat([kept[1], v], 1)
+        return q, k, v, (k, v)
+
+    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        low, high = x.float().chunk(2, -1)
+        return torch.cat([low * cos - high * sin, high * cos + low * sin], -1).to(x.dtype)
+
+    def patchify(self, images: Tensor, patch: int) -> Tensor:
+        n, h, w, c = images.shape
+        parts = images.view(n, h // patch, patch, w // patch, patch, c).transpose(2, 3)
+        return parts.reshape(n, (h // patch) * (w // patch), patch * patch * c)
+
+    def add_bias(self, x: Tensor, layer: Layer, bias: str, position: str) -> Tensor:
+        return x + layer[bias] + layer[position]
+
+    def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
+        return F.embedding(ids, table)
+
+    def euler_step(self, x: Tensor, v: Tensor, dt: float) -> Tensor:
+        return x + dt * v.float()
+
+
+# ---- its math in rtkernels ------------------------------------------------------------------------------------------
+
+
+class OurMath:
+    """The same in kernels of rtkernels.
+
+    Args:
+        sizes: Of the model.
+        device: Where it runs.
+        fp8: Products of layers take fp8 codes, with one static scale for each input and each weight.
+        calibration: Knows the scales of inputs (fp8), or records what they must be (without).
+    """
+
+    def __init__(self, sizes: Sizes, device: str, fp8: bool = False, calibration: Any = None) -> None:
+        self.rope = rk.rope_table(sizes.prefix + sizes.horizon, sizes.head_dim, device=device)
+        self.fp8, self.calibration = fp8, calibration
+
+    def prepare(self, site: str, layer: Layer) -> Layer:
+        """Return a layer with codes, scales and where its inputs are recorded."""
+        made = {**layer, "site": site}
+        if not self.fp8 or site == "ends":
+            return made
+        for name in [name for name in ("qkv", "out", "gate_up", "up", "down") if name in layer]:
+            made[name], made[f"{name}_scale"] = rk.quantize_fp8(layer[name])
+            made[f"{name}_quant"] = self.calibration.quant(f"{site}.{name}", layer[name].device)
+        return made
+
+    def _seen(self, x: Tensor, layer: Layer, name: str | None) -> None:
+        if self.calibration is not None and not self.fp8 and name is not None:
+            self.calibration.observe(f"{layer['site']}.{name}", x)
+
+    def norm(
+        self, x: Tensor, layer: Layer, name: str | None, *, feeds: str | None, residual: Tensor | None = None,
+        gate: Tensor | None = None, style: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        options = {"residual": residual, "gate": gate, "style": style, "quant": layer.get(f"{feeds}_quant")}
+        if f"{name}_bias" in layer:
+            made = rk.layer_norm(x, layer[name], layer[f"{name}_bias"], eps=1e-6, **options)
+        else:
+            made = rk.rms_norm(x, layer.get(name), **options)
+        if isinstance(made, Tensor):
+            y, h, gate = made, x, None
+        else:
+            y, h, gate = made[0], made[1] if residual is not None else x, made.gate if style is not None else None
+        self._seen(y, layer, feeds)
+        return y, h, gate
+
+    def linear(self, x: Tensor, layer: Layer, name: str, act: str | None = None, bias: bool = True) -> Tensor:
+        bias = layer.get(f"{name}_bias") if bias else None
+        if x.dtype == FP8:
+            scales = layer[f"{name}_quant"].scale, layer[f"{name}_scale"]
+            return rk.scaled_mm(x, layer[name], *scales, bias=bias, act=act, out_dtype=torch.bfloat16)
+        return rk.scaled_mm(x, layer[name], bias=bias, act=act)
+
+    def narrowed(self, x: Tensor, layer: Layer, name: str) -> Tensor:
+        self._seen(x, layer, name)
+        return rk.quantize_fp8(x, layer[f"{name}_quant"].scale)[0] if self.fp8 else x
+
+    def gated(self, x: Tensor, layer: Layer) -> Tensor:
+        if self.fp8:
+            y = rk.glu(self.linear(x, layer, "gate_up"), act="gelu_tanh", quant=layer["down_quant"])
+        else:
+            y = rk.gated_mm(x, layer["gate_up"], act="gelu_tanh")
+            self._seen(y, layer, "down")
+        return self.linear(y, layer, "down")
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return rk.attention(q, k, v)
+
+    def new_cache(self, sizes: Sizes, like: Tensor) -> list[Any]:
+        shape = (sizes.layers, 2, 1, sizes.prefix + sizes.horizon, 1, sizes.head_dim)
+        return list(like.new_empty(shape).unbind())
+
+    def heads(self, qkv: Tensor, sizes: Sizes, first: int, kept: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
+        k, v = kept
+        caches = {"k_cache": k, "v_cache": v, "pos": first}
+        q = rk.qkv_split(qkv[None], sizes.heads, 1, rope=self.rope, **caches)[0]
+        used = first + len(qkv)
+        return q, k[:, :used], v[:, :used], kept
+
+    patchify: Callable[..., Tensor] = staticmethod(rk.patchify)
+    embedding: Callable[..., Tensor] = staticmethod(rk.embedding)
+    euler_step: Callable[..., Tensor] = staticmethod(rk.euler_step)
+
+    def add_bias(self, x: Tensor, layer: Layer, bias: str, position: str) -> Tensor:
+        return rk.add_bias(x, layer[bias], pos=layer[position])

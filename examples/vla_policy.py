@@ -1,0 +1,178 @@
+"""A vision-language-action policy of the shape of pi0.5 with random weights, as one CUDA graph.
+
+SigLIP on three views, PaliGemma 2B on images and prompt, and an action expert of 300M with adaptive norms that denoises
+a chunk of actions in ten steps, at batch 1. The same policy in plain torch (eager, and each layer compiled with
+max-autotune), in rtkernels with bf16, and in rtkernels with fp8 products and static scales from a calibration run. All
+of them are captured as one CUDA graph each.
+
+    python examples/vla_policy.py                   # a GPU: the whole model, about 13 GB
+    python examples/vla_policy.py --tiny            # a small one, on the CPU if there is no GPU
+    python examples/vla_policy.py --skip-compile    # leaves out torch.compile, which takes minutes
+
+Prints latency, memory, kernels of a denoising step, and how well the actions agree with those of plain torch (cosine of
+what was added to the noise). Products and attention are ``scaled_mm``, ``gated_mm`` and ``attention`` of rtkernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import rtkernels as rk
+
+sys.path.insert(0, str(Path(__file__).parent))
+from vla_parts import TINY, OurMath, Policy, Sizes, TorchMath, make_weights
+
+WANTED = {"rtkernels bf16": 0.999, "rtkernels fp8": 0.99}
+
+
+class Measured(NamedTuple):
+    """What is printed of one way to run the policy; None where there is no GPU."""
+
+    actions: Tensor
+    milliseconds: float
+    gigabytes: float | None
+    kernels_per_step: float | None
+
+
+def inputs_of(sizes: Sizes, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return images, a prompt and noise."""
+    generator = torch.Generator(device).manual_seed(1)
+    images = torch.rand(sizes.views, sizes.image, sizes.image, 3, generator=generator, device=device) * 2 - 1
+    prompt = torch.randint(sizes.vocabulary, (sizes.prompt,), generator=generator, device=device)
+    noise = torch.randn(sizes.horizon, sizes.action, generator=generator, device=device)
+    return images.bfloat16(), prompt, noise
+
+
+def calibrated(sizes: Sizes, weights: dict[str, Any], device: str, inputs: tuple[Tensor, ...]) -> rk.Calibration:
+    """Return static scales from one run in bf16; those of the expert are maxima over all steps."""
+    calibration = rk.Calibration()
+    Policy(sizes, weights, OurMath(sizes, device, calibration=calibration))(*inputs)
+    calibration.freeze()
+    with tempfile.TemporaryDirectory() as folder:  # as one would keep them beside a checkpoint
+        calibration.save(Path(folder) / "scales.json")
+        loaded = rk.Calibration()
+        loaded.load(Path(folder) / "scales.json", device=device)
+    return loaded
+
+
+def captured(policy: Policy, inputs: tuple[Tensor, ...]) -> Callable[[], Tensor]:
+    """Return a function that replays the policy on the memory of `inputs`."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            policy(*inputs)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        actions = policy(*inputs)
+
+    def replay() -> Tensor:
+        graph.replay()
+        return actions
+
+    return replay
+
+
+def kernels_of(function: Callable[[], Any]) -> int:
+    """Return how many kernels a call launches."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    function()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        function()
+        torch.cuda.synchronize()
+    return sum(event.count for event in profiler.key_averages() if event.device_type == DeviceType.CUDA)
+
+
+def median_milliseconds(function: Callable[[], Any], repeats: int, device: str) -> float:
+    """Return the median time of a call, one at a time, as a robot calls it."""
+    times = []
+    for _ in range(repeats):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        function()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    return sorted(times)[len(times) // 2]
+
+
+@torch.no_grad()
+def measured(policy: Policy, inputs: tuple[Tensor, ...], repeats: int, device: str) -> Measured:
+    """Run a policy: on a GPU as one CUDA graph."""
+    if device == "cpu":
+        return Measured(policy(*inputs), median_milliseconds(lambda: policy(*inputs), repeats, device), None, None)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run = captured(policy, inputs)
+    actions = run().clone()
+    taken = median_milliseconds(run, repeats, device)
+    gigabytes = (policy.nbytes() + torch.cuda.max_memory_allocated() - before) / 2**30
+    images, prompt, noise = inputs
+    cache = policy.read(policy.see(images), prompt)
+    kernels = kernels_of(lambda: policy.denoise(noise, cache)) / policy.sizes.steps
+    return Measured(actions, taken, gigabytes, kernels)
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    """Return the cosine of the angle between two tensors."""
+    return torch.cosine_similarity(a.flatten().double(), b.flatten().double(), dim=0).item()
+
+
+@torch.no_grad()
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    """Run all of them and return the cosines by name."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tiny", action="store_true", help="a small model")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--skip-compile", action="store_true")
+    options = parser.parse_args(argv)
+    sizes, device = TINY if options.tiny else Sizes(), options.device
+    weights, inputs = make_weights(sizes, device), inputs_of(sizes, device)
+    calibration = calibrated(sizes, weights, device, inputs)
+
+    ways: dict[str, Callable[[], Policy]] = {
+        "torch eager": lambda: Policy(sizes, weights, TorchMath(sizes, device)),
+        "torch.compile": lambda: Policy(sizes, weights, TorchMath(sizes, device), compiled=True),
+        "rtkernels bf16": lambda: Policy(sizes, weights, OurMath(sizes, device)),
+        "rtkernels fp8": lambda: Policy(sizes, weights, OurMath(sizes, device, True, calibration)),
+    }
+    if options.skip_compile or device == "cpu":
+        del ways["torch.compile"]
+    print(f"{sizes.prefix} tokens of prefix, {sizes.horizon} actions, {sizes.steps} steps, on {device}")
+    print(f"{'':16}{'ms':>10}{'GB':>8}{'kernels/step':>14}{'cosine':>10}")
+    found: dict[str, float] = {}
+    wanted: Tensor | None = None
+    for name, make in ways.items():
+        result = measured(make(), inputs, options.repeats, device)
+        moved = result.actions - inputs[-1]  # what the policy has added to the noise: the noise itself agrees
+        wanted = moved if wanted is None else wanted
+        found[name] = cosine(moved, wanted)
+        memory = "-" if result.gigabytes is None else f"{result.gigabytes:.2f}"
+        kernels = "-" if result.kernels_per_step is None else f"{result.kernels_per_step:.1f}"
+        print(f"{name:16}{result.milliseconds:10.2f}{memory:>8}{kernels:>14}{found[name]:10.5f}")
+    for name, least in WANTED.items():
+        if not found[name] >= least:
+            print(f"{name}: cosine {found[name]:.5f} is below {least}", file=sys.stderr)
+    return found
+
+
+if __name__ == "__main__":
+    main()

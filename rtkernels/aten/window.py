@@ -1,0 +1,101 @@
+"""Windows of aten: average and maximum pooling, nearest upsampling (family ``win``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtkernels.aten.table import NotHandled, Overload
+from rtkernels.ops.shared.strided import FLOATS
+from rtkernels.ops.window.pooling import avg_pool, max_pool, upsample_nearest
+
+_INVALID, _DTYPE, _EMPTY, _RANK, _FORMAT = (
+    NotHandled(reason) for reason in ("invalid arguments", "dtype", "empty", "rank", "channels last")
+)
+
+
+def _refused(x: Tensor, ranks: tuple[int, ...] = (3, 4)) -> NotHandled | None:
+    if x.dtype not in FLOATS:
+        return _DTYPE
+    if x.dim() not in ranks:
+        return _RANK
+    if x.numel() == 0:
+        return _EMPTY
+    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
+        return _FORMAT  # torch keeps it
+    return None
+
+
+def _pair(value: int | Sequence[int]) -> tuple[int, int] | None:
+    listed = (value,) if isinstance(value, int) else tuple(value)
+    return listed * 2 if len(listed) == 1 else listed if len(listed) == 2 else None
+
+
+def _size(n: int, window: int, step: int, pad: int, dilation: int, ceil_mode: bool) -> int:
+    room = n + 2 * pad - dilation * (window - 1) - 1
+    made = (room + (step - 1 if ceil_mode else 0)) // step + 1
+    return made - 1 if ceil_mode and (made - 1) * step >= n + pad else made  # windows begin inside
+
+
+def _windows(x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> Any:
+    """Return the result's height and width, and what kernels know of a window; None for what torch refuses."""
+    kernel, padding, dilation = _pair(kernel), _pair(padding), _pair(dilation)
+    stride = kernel if isinstance(stride, (list, tuple)) and not stride else _pair(stride)
+    if None in (kernel, stride, padding, dilation) or min(*kernel, *stride, *dilation) < 1:
+        return None
+    if any(pad < 0 or 2 * pad > window for pad, window in zip(padding, kernel, strict=True)):
+        return None
+    per_dim = zip(x.shape[-2:], kernel, stride, padding, dilation, strict=True)
+    out = tuple(_size(*how, ceil_mode) for how in per_dim)
+    return None if min(out) < 1 else (out, (*kernel, *stride, *padding), dilation)
+
+
+def _avg_pool2d(
+    x: Tensor, kernel_size: Any, stride: Any = (), padding: Any = 0, ceil_mode: bool = False,
+    count_include_pad: bool = True, divisor_override: int | None = None,
+) -> Any:  # fmt: skip
+    if (refused := _refused(x)) is not None:
+        return refused
+    found = _windows(x, kernel_size, stride, padding, 1, ceil_mode)
+    if found is None or divisor_override == 0:
+        return _INVALID
+    out, window, _ = found
+    planes = x if x.dim() == 4 else x.unsqueeze(0)
+    y = avg_pool(planes, out, window, count_include_pad, divisor_override or 0)
+    return y if x.dim() == 4 else y.squeeze(0)
+
+
+def _max_pool2d(
+    x: Tensor, kernel_size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+) -> Any:
+    if (refused := _refused(x)) is not None:
+        return refused
+    found = _windows(x, kernel_size, stride, padding, dilation, ceil_mode)
+    if found is None:
+        return _INVALID
+    made = max_pool(x if x.dim() == 4 else x.unsqueeze(0), *found)
+    return made if x.dim() == 4 else tuple(result.squeeze(0) for result in made)
+
+
+def _upsample_nearest2d(
+    x: Tensor, output_size: Any, scales_h: float | None = None, scales_w: float | None = None
+) -> Any:
+    if (refused := _refused(x, (4,))) is not None:
+        return refused
+    out = tuple(output_size)
+    if len(out) != 2 or min(out) < 1:
+        return _INVALID
+    given = zip(x.shape[2:], out, (scales_h, scales_w), strict=True)
+    return upsample_nearest(
+        x, out, tuple(1 / scale if scale is not None and scale > 0 else n / m for n, m, scale in given)
+    )
+
+
+def rows() -> Iterator[Overload]:
+    """Yield the overloads of this family."""
+    yield Overload("avg_pool2d", "win", _avg_pool2d, opinfo=("nn.functional.avg_pool2d",))
+    yield Overload("max_pool2d_with_indices", "win", _max_pool2d, opinfo=("nn.functional.max_pool2d",))
+    yield Overload("upsample_nearest2d", "win", _upsample_nearest2d, opinfo=("nn.functional.upsample_nearest",))

@@ -1,0 +1,388 @@
+"""Functions of this package inside of ``jax.jit``: the memory of XLA, on the stream of XLA.
+
+``as_jax`` makes a function of JAX arrays of a public function, through XLA's foreign function interface: its C structs
+are spelled out with ctypes (below), so that nothing is built. The handler sees XLA's buffers as torch tensors and calls
+the function with ``out=`` those of the results. Needs the package ``jax``, which nothing else here does.
+
+    import rtkernels.jax as rj
+    y = jax.jit(lambda x, w: rj.rms_norm(x, w, eps=1e-6))(x, w)
+
+Shapes and dtypes of results are found by running the function on tensors without data. Gradients (``differentiable=``)
+are those of torch: the backward pass runs the function once more, with gradients. Compile kernels before the first
+jitted call (``rtkernels warm``), else it waits for the compiler. The handler takes the GIL on a thread of XLA.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import rtkernels
+from rtkernels.errors import ArgumentError
+
+_EXECUTE, _METADATA, _INTERNAL = 3, 1, 13  # stage, type of extension, error code of XLA's interface
+_NAMES = (
+    *("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"),
+    *("int8", "uint8", "int16", "int32", "int64", "bool"),
+)
+_TORCH = {name: getattr(torch, name) for name in _NAMES}
+
+
+# ---- the C structs of xla/ffi/api/c_api.h ---------------------------------------------------------------------------
+
+
+class _Extension(ctypes.Structure):
+    pass
+
+
+_Extension._fields_ = [
+    ("struct_size", ctypes.c_size_t), ("type", ctypes.c_int32), ("next", ctypes.POINTER(_Extension)),
+]  # fmt: skip
+
+
+class _Version(ctypes.Structure):
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p), ("major", ctypes.c_int32),
+        ("minor", ctypes.c_int32),
+    )  # fmt: skip
+
+
+class _Metadata(ctypes.Structure):
+    _fields_ = (("struct_size", ctypes.c_size_t), ("version", _Version), ("traits", ctypes.c_uint32))
+
+
+class _MetadataExtension(ctypes.Structure):
+    _fields_ = (("base", _Extension), ("metadata", ctypes.POINTER(_Metadata)))
+
+
+class _Api(ctypes.Structure):
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p), ("version", _Version),
+        ("internal", ctypes.c_void_p), ("error_create", ctypes.c_void_p), ("error_message", ctypes.c_void_p),
+        ("error_destroy", ctypes.c_void_p), ("register", ctypes.c_void_p), ("stream_get", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+class _Buffer(ctypes.Structure):
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p), ("dtype", ctypes.c_int32),
+        ("data", ctypes.c_void_p), ("rank", ctypes.c_int64), ("dims", ctypes.POINTER(ctypes.c_int64)),
+    )  # fmt: skip
+
+
+class _Buffers(ctypes.Structure):
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p), ("size", ctypes.c_int64),
+        ("types", ctypes.POINTER(ctypes.c_int32)), ("items", ctypes.POINTER(ctypes.POINTER(_Buffer))),
+    )  # fmt: skip
+
+
+class _CallFrame(ctypes.Structure):  # attributes and what follows are not read
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t), ("extension", ctypes.POINTER(_Extension)), ("api", ctypes.POINTER(_Api)),
+        ("context", ctypes.c_void_p), ("stage", ctypes.c_int32), ("args", _Buffers), ("rets", _Buffers),
+    )  # fmt: skip
+
+
+class _ErrorArgs(ctypes.Structure):
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p), ("message", ctypes.c_char_p),
+        ("code", ctypes.c_int32),
+    )  # fmt: skip
+
+
+class _StreamArgs(ctypes.Structure):
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p), ("context", ctypes.c_void_p),
+        ("stream", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+_Handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_CallFrame))
+_MakeError = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_ErrorArgs))
+_GetStream = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_StreamArgs))
+
+
+# ---- handlers -------------------------------------------------------------------------------------------------------
+
+
+class Spec(NamedTuple):
+    """Shape and dtype of an array."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Memory:
+    """Bytes on a GPU, as torch wants to be told of them."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3,
+        }  # fmt: skip
+
+
+def _tensor(buffer: _Buffer, spec: Spec, on_gpu: bool) -> Tensor:
+    """Return a tensor that shares the memory of XLA's buffer."""
+    nbytes = spec.dtype.itemsize
+    for size in spec.shape:
+        nbytes *= size
+    if nbytes == 0:
+        return torch.empty(spec.shape, dtype=spec.dtype, device="cuda" if on_gpu else "cpu")
+    if on_gpu:
+        memory = torch.as_tensor(_Memory(buffer.data, nbytes), device="cuda")
+    else:
+        memory = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(buffer.data), dtype=torch.uint8)
+    return memory.view(spec.dtype).view(spec.shape)
+
+
+def _handler(run: Callable[..., None], inputs: Sequence[Spec], results: Sequence[Spec], on_gpu: bool) -> Any:
+    """Return what XLA calls: ``run(*tensors of inputs, *tensors of results)`` on its stream. It never raises."""
+
+    def execute(frame: _CallFrame) -> None:
+        given = [_tensor(frame.args.items[i].contents, spec, on_gpu) for i, spec in enumerate(inputs)]
+        given += [_tensor(frame.rets.items[i].contents, spec, on_gpu) for i, spec in enumerate(results)]
+        if not on_gpu:
+            run(*given)
+            return
+        asked = _StreamArgs(ctypes.sizeof(_StreamArgs), None, frame.context, None)
+        if _GetStream(frame.api.contents.stream_get)(ctypes.byref(asked)):
+            raise RuntimeError("XLA gave no stream")
+        device = given[0].device if given else torch.device("cuda")
+        with torch.cuda.stream(torch.cuda.ExternalStream(asked.stream or 0, device=device)):
+            run(*given)
+
+    def call(pointer: Any) -> int | None:
+        frame = pointer.contents
+        extension = frame.extension
+        if extension and extension.contents.type == _METADATA:
+            found = ctypes.cast(extension, ctypes.POINTER(_MetadataExtension)).contents.metadata.contents
+            ours = frame.api.contents.version if frame.api else None
+            found.version.major, found.version.minor = (ours.major, ours.minor) if ours else (0, 1)
+            return None
+        if frame.stage != _EXECUTE:
+            return None
+        try:
+            execute(frame)
+        except BaseException as error:  # an exception cannot pass through XLA
+            message = f"{type(error).__name__}: {error}".encode()
+            made = _ErrorArgs(ctypes.sizeof(_ErrorArgs), None, message, _INTERNAL)
+            return _MakeError(frame.api.contents.error_create)(ctypes.byref(made))
+        return None
+
+    return _Handler(call)
+
+
+_targets: dict[Any, str] = {}
+_handlers: list[Any] = []  # XLA keeps their addresses for ever
+_lock = threading.Lock()
+
+
+def _target(key: Any, run: Callable[..., None], inputs: Sequence[Spec], results: Sequence[Spec]) -> str:
+    """Return the name under which XLA knows a handler, registered at its first use."""
+    with _lock:
+        name = _targets.get(key)
+        if name is None:
+            name = f"rtkernels_{len(_targets)}_{key[0]}"
+            for platform, on_gpu in (("cpu", False), ("CUDA", True)):
+                handler = _handler(run, inputs, results, on_gpu)
+                _handlers.append(handler)
+                jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform=platform)
+            _targets[key] = name
+        return name
+
+
+# ---- as_jax ---------------------------------------------------------------------------------------------------------
+
+
+def _spec(array: Any) -> Spec:
+    name = str(array.dtype)
+    if name not in _TORCH:
+        raise ArgumentError(f"an array has dtype {name}; expected one of {', '.join(_TORCH)}")
+    return Spec(tuple(array.shape), _TORCH[name])
+
+
+def _as_list(result: Any) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else [t for t in result if t is not None]
+
+
+def _results_of(call: Callable[..., Any], inputs: Sequence[Spec]) -> tuple[list[Spec], bool]:
+    """Return what a call makes, and whether all of it is dense, as arrays of XLA are."""
+    with FakeTensorMode(), torch.no_grad():
+        made = _as_list(call(*(torch.empty(spec.shape, dtype=spec.dtype) for spec in inputs)))
+        return [Spec(tuple(t.shape), t.dtype) for t in made], all(t.is_contiguous() for t in made)
+
+
+def as_jax(
+    function: Callable[..., Any], *, differentiable: Sequence[int] = (), name: str | None = None
+) -> Callable[..., Any]:
+    """Return a function of JAX arrays that can be called inside of ``jax.jit``.
+
+    Args:
+        function: A public function of rtkernels, or any function of torch tensors that returns one or several.
+        differentiable: Positions of array arguments that get a gradient; `function` must then be differentiable.
+        name: Of the result; that of `function` if None.
+
+    Returns:
+        A function that takes arrays by position (None for those left out) and options by name, as `function` does. It
+        returns one array, or a tuple of those that are not None.
+    """
+    name = name or function.__name__
+    takes_out = "out" in inspect.signature(function).parameters
+
+    def wrapped(*arrays: Any, **options: Any) -> Any:
+        given = [i for i, array in enumerate(arrays) if array is not None]
+        key = (name, function, tuple(given), len(arrays), tuple(sorted(options.items())))
+        present = [jnp.asarray(arrays[i]) for i in given]
+
+        def call(*tensors: Tensor, out: Any = None) -> Any:
+            everything: list[Any] = [None] * len(arrays)
+            for i, tensor in zip(given, tensors, strict=True):
+                everything[i] = tensor
+            return function(*everything, **options) if out is None else function(*everything, **options, out=out)
+
+        forward = _forward(key, call, takes_out)
+        wanted = [k for k, i in enumerate(given) if i in differentiable]
+        if not wanted:
+            return forward(*present)
+        return _with_gradient(key, call, forward, wanted)(*present)
+
+    wrapped.__name__ = wrapped.__qualname__ = name
+    wrapped.__doc__ = f"``{function.__name__}`` of rtkernels on JAX arrays; options by name.\n\n{function.__doc__}"
+    return wrapped
+
+
+def _foreign(key: Any, run: Callable[..., None], inputs: Sequence[Spec], results: Sequence[Spec]) -> Callable[..., Any]:
+    target = _target((*key, tuple(inputs), tuple(results)), run, inputs, results)
+    shapes = [jax.ShapeDtypeStruct(r.shape, jnp.dtype(str(r.dtype).removeprefix("torch."))) for r in results]
+    return jax.ffi.ffi_call(target, shapes)
+
+
+def _forward(key: Any, call: Callable[..., Any], takes_out: bool) -> Callable[..., Any]:
+    def forward(*arrays: Any) -> Any:
+        inputs = [_spec(array) for array in arrays]
+        results, dense = _results_of(call, inputs)
+
+        @torch.no_grad()
+        def run(*tensors: Tensor) -> None:
+            given, outs = tensors[: len(inputs)], tensors[len(inputs) :]
+            if takes_out and dense and len(outs) == 1:
+                call(*given, out=outs[0])
+                return
+            for out, made in zip(outs, _as_list(call(*given)), strict=True):
+                out.copy_(made)
+
+        made = _foreign(key, run, inputs, results)(*arrays)
+        return made[0] if len(made) == 1 else tuple(made)
+
+    return forward
+
+
+def _with_gradient(
+    key: Any, call: Callable[..., Any], forward: Callable[..., Any], wanted: Sequence[int]
+) -> Callable[..., Any]:
+    def backward(arrays: tuple[Any, ...], dy: Any) -> tuple[Any, ...]:
+        dys = [dy] if not isinstance(dy, tuple) else list(dy)
+        inputs, gradients = [_spec(array) for array in arrays], [_spec(d) for d in dys]
+        results = [inputs[k] for k in wanted]
+
+        def run(*tensors: Tensor) -> None:
+            given = list(tensors[: len(inputs)])
+            dy_tensors = tensors[len(inputs) : len(inputs) + len(gradients)]
+            with torch.enable_grad():
+                for k in wanted:
+                    given[k] = given[k].detach().requires_grad_()
+                made = _as_list(call(*given))
+                pairs = [(y, d) for y, d in zip(made, dy_tensors, strict=True) if y.requires_grad]
+                found = torch.autograd.grad(
+                    [y for y, _ in pairs], [given[k] for k in wanted], [d for _, d in pairs], allow_unused=True
+                )
+            for out, gradient in zip(tensors[len(inputs) + len(gradients) :], found, strict=True):
+                out.zero_() if gradient is None else out.copy_(gradient)
+
+        made = _foreign((f"{key[0]}_backward", *key[1:]), run, [*inputs, *gradients], results)(*arrays, *dys)
+        by_place = dict(zip(wanted, made, strict=True))
+        return tuple(by_place.get(k, _no_gradient(array)) for k, array in enumerate(arrays))
+
+    function = jax.custom_vjp(forward)
+    function.defvjp(lambda *arrays: (forward(*arrays), arrays), backward)
+    return function
+
+
+def _no_gradient(array: Any) -> Any:
+    if jnp.issubdtype(array.dtype, jnp.inexact):
+        return jnp.zeros_like(array)
+    import numpy
+
+    return numpy.zeros(array.shape, jax.dtypes.float0)
+
+
+# ---- functions ------------------------------------------------------------------------------------------------------
+
+rms_norm = as_jax(rtkernels.rms_norm, differentiable=(0, 1))
+layer_norm = as_jax(rtkernels.layer_norm, differentiable=(0, 1, 2))
+glu = as_jax(rtkernels.glu, differentiable=(0, 1))
+rope = as_jax(rtkernels.rope, differentiable=(0,))
+softmax = as_jax(rtkernels.softmax, differentiable=(0,))
+quantize_fp8 = as_jax(rtkernels.quantize_fp8)
+dequantize_fp8 = as_jax(rtkernels.dequantize_fp8)
+scaled_mm = as_jax(rtkernels.scaled_mm)
+
+
+def _codes(x: Tensor, scale: Tensor) -> Tensor:
+    return rtkernels.quantize_fp8(x, scale.reshape(()))[0]
+
+
+_quantize_static = as_jax(_codes, name="quantize_fp8_static")
+
+
+def quantize_fp8_static(x: Any, scale: Any) -> Any:
+    """Return ``fp8(x / scale)``, float8_e4m3fn of x's shape; scale is one float32 element."""
+    return _quantize_static(x, scale)
+
+
+def _product(q: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tensor) -> Tensor:
+    return rtkernels.scaled_mm(q, w, scale_x.reshape(()), scale_w.reshape(()), out_dtype=torch.bfloat16)
+
+
+_fp8_product = as_jax(_product, name="fp8_product")
+
+
+@jax.custom_vjp
+def fp8_gemm(x: Any, w_bf16: Any, w_fp8: Any, scale_x: Any, scale_w: Any) -> Any:
+    """Return ``x @ w.T`` of fp8 codes, with gradients of x and w_bf16 in bfloat16.
+
+    Args:
+        x: bfloat16 ``[..., k]``; quantised with scale_x.
+        w_bf16: bfloat16 ``[n, k]``, for the gradient of x, and to have one itself.
+        w_fp8: Its codes, float8_e4m3fn ``[n, k]``.
+        scale_x: One float32 element.
+        scale_w: One float32 element, the scale of w_fp8.
+
+    Returns:
+        bfloat16 ``[..., n]``.
+    """
+    return _fp8_product(quantize_fp8_static(x, scale_x), w_fp8, scale_x, scale_w)
+
+
+def _fp8_gemm_forward(*arrays: Any) -> tuple[Any, tuple[Any, ...]]:
+    return fp8_gemm(*arrays), arrays
+
+
+def _fp8_gemm_backward(arrays: tuple[Any, ...], dy: Any) -> tuple[Any, ...]:
+    x, w, w_fp8, scale_x, scale_w = arrays
+    dx = jnp.einsum("...n,nk->...k", dy, w)
+    dw = jnp.einsum("...n,...k->nk", dy, x).astype(w.dtype)
+    return dx, dw, jnp.zeros_like(w_fp8), jnp.zeros_like(scale_x), jnp.zeros_like(scale_w)
+
+
+fp8_gemm.defvjp(_fp8_gemm_forward, _fp8_gemm_backward)

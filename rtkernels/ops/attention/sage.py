@@ -1,0 +1,115 @@
+"""Attention that quantises its 16-bit inputs, and is differentiable as if it had not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtkernels import interop
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.attention import attention as base
+from rtkernels.ops.attention import quantized
+from rtkernels.ops.attention.checks import LAYOUTS
+from rtkernels.runtime.operator.autograd import once_differentiable
+from rtkernels.runtime.operator.registry import Op
+
+_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    left: int,
+    right: int,
+    qk: str,
+    pv: str,
+    granularity: str,
+    smooth: bool,
+) -> tuple[Tensor, Tensor]:
+    blocks = granularity == "block"
+    codes = quantized.QUANTIZE_QK.call(q, k, qk == "fp8", blocks, smooth, scale)
+    q_codes, q_scales, k_codes, k_scales, taken = codes
+    values, v_scales = (v, None) if pv == "16" else quantized.QUANTIZE_V.call(v, pv == "fp8")
+    block = quantized.plan.BLOCK if blocks else 1
+    out, lse = quantized.FORWARD.call(
+        q_codes, k_codes, values, q_scales, k_scales, v_scales, None, None, None, scale, left, right, block, block,
+        0, 0, v.dtype == torch.float16,
+    )  # fmt: skip
+    return out, lse + taken
+
+
+class _Sage(torch.autograd.Function):
+    """Gradients are those of the attention that is not quantised, whose forward is made anew."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(q, k, v)
+        ctx.options = options
+        return _forward(q, k, v, *options)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
+        q, k, v = ctx.saved_tensors
+        scale, left, right = ctx.options[:3]
+        options = (scale, left, right, 0.0, 0, 0, False, "auto")
+        nothing = (None,) * 6
+        out, lse = base.FORWARD.call(q, k, v, *nothing, *options)
+        needs = (*ctx.needs_input_grad[:3], False, False)
+        dq, dk, dv, *_ = base.BACKWARD.call(dout, dlse, q, k, v, out, lse, *nothing, *options, *needs)
+        grads = [grad if needed else None for grad, needed in zip((dq, dk, dv), needs, strict=False)]
+        return *grads, *(None,) * len(ctx.options)
+
+
+def sage_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None, qk: str = "int8", pv: str = "16",
+    granularity: str = "token", smooth_k: bool = True, return_lse: bool = False, layout: str = "blhd",
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Return attention with q and k (and v) quantised to 8 bits on the way.
+
+    ``quantize_qk``, ``quantize_v`` and ``attention_quantized`` in one call. Differentiable: the gradients are those of
+    ``attention`` of q, k and v as they are, whose forward pass is made anew for them.
+
+    Args:
+        q: bfloat16 or float16 [batch, queries, heads, width]; width a multiple of 16 up to 128.
+        k: The same with keys in place of queries; its heads divide those of q.
+        v: As k; its heads may have a width of their own, a multiple of 8 up to 128.
+        scale: Factor of the products; ``1 / sqrt(width)`` if None.
+        causal: The last query sees all keys, the one before one less.
+        window: Keys that a query sees to its left, or ``(left, right)``.
+        qk: What q and k become: "int8" or "fp8" (float8_e4m3fn, from sm_89 on).
+        pv: What powers of scores and v become: "16" as they are, "int8" (with qk "int8") or "fp8".
+        granularity: A scale of q and k for each "token", or "block" of 64.
+        smooth_k: Take the mean over all keys from each key first; the result is the same but for rounding.
+        return_lse: Return lse as well.
+        layout: "blhd" as above, or "bhld" [batch, heads, length, width].
+
+    Returns:
+        [batch, queries, heads, width of v] in `layout`; with return_lse a pair of it and lse, float32 [batch, heads,
+        queries].
+    """
+    if not isinstance(q, Tensor):
+        return interop.call(
+            sage_attention, q, k, v, scale=scale, causal=causal, window=window, qk=qk, pv=pv, granularity=granularity,
+            smooth_k=smooth_k, return_lse=return_lse, layout=layout,
+        )  # fmt: skip
+    choices = (("qk", qk, tuple(_DTYPES)), ("pv", pv, ("16", *_DTYPES)), ("layout", layout, LAYOUTS))
+    for name, value, expected in (*choices, ("granularity", granularity, quantized.GRANULARITIES)):
+        if value not in expected:
+            raise ArgumentError(f"{name} is {value!r}; expected one of {', '.join(expected)}")
+    if layout == "bhld":
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    left, right = base.window_sides(window, causal)
+    options = (base.default_scale(scale, q.shape[-1]), left, right, qk, pv, granularity, bool(smooth_k))
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    out, lse = _Sage.apply(q, k, v, *options) if wanted else _forward(q, k, v, *options)
+    out = out.transpose(1, 2) if layout == "bhld" else out
+    return (out, lse) if return_lse else out
+
+
+OP = Op("sage", public=("sage_attention",), kernels=(), torch_ops=())

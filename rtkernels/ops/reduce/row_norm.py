@@ -1,0 +1,101 @@
+"""layer_norm with the statistics that aten keeps, and its gradients from them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rtkernels.ops.reduce.reduction import reduce
+from rtkernels.ops.shared.primitive import Memory, Primitive
+from rtkernels.ops.shared.strided import TOKEN, power_of_two
+from rtkernels.runtime.launch.device import device_info
+from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.operator.declared import Dense, Meta, misaligned
+from rtkernels.runtime.operator.plan import Step, Steps
+from rtkernels.runtime.operator.registry import Op
+
+_THREADS = 256
+_TYPES = [("bf16",), ("fp16",), ("fp32",)]
+_FWD = Kernel(
+    "reduce/row_norm.cu", "row_norm_fwd", template="T", variants=_TYPES, max_registers=80, tier="aten",
+    args="x:ptr weight:ptr bias:ptr y:ptr mean:ptr rstd:ptr rows:i64 cols:i64 eps:f64 threads_per_row:i64 aligned:i64",
+)  # fmt: skip
+_BWD = Kernel(
+    "reduce/row_norm.cu", "row_norm_bwd", template="T", variants=_TYPES, max_registers=80, tier="aten",
+    args="dy:ptr x:ptr weight:ptr mean:ptr rstd:ptr dx:ptr rows:i64 cols:i64 threads_per_row:i64 aligned:i64",
+)  # fmt: skip
+_PARAMS = Kernel(
+    "reduce/row_norm.cu", "row_norm_params", template="T", variants=_TYPES, max_registers=64, tier="aten",
+    args="dy:ptr x:ptr mean:ptr rstd:ptr partial:ptr rows:i64 cols:i64 per_slice:i64",
+)  # fmt: skip
+
+
+def _launch(kernel: Kernel, x: Meta, starts: int, device: int) -> tuple:
+    """Return a launch with a group of threads for each row, and the kernel's last arguments."""
+    rows, cols = x.shape
+    vector = 16 // x.dtype.itemsize
+    aligned = starts == 0 and cols % vector == 0
+    units = cols // vector if aligned else cols
+    threads = _THREADS if units > 128 else min(power_of_two(-(-units // 2)), 32)
+    launch = kernel.bind((TOKEN[x.dtype],), device, -(-rows // (_THREADS // threads)), _THREADS)
+    return launch, threads, int(aligned)
+
+
+def _plan_fwd(x: Meta, weight: Meta | None, bias: Meta | None, device: int) -> Steps:
+    launch, *numbers = _launch(_FWD, x, misaligned(x, weight, bias), device)
+    return Steps(Step(launch, "x", "weight", "bias", "y", "mean", "rstd", *x.shape, "eps", *numbers))
+
+
+def _plan_bwd(dy: Meta, x: Meta, weight: Meta | None, mean: Meta, rstd: Meta, device: int) -> Steps:
+    launch, *numbers = _launch(_BWD, x, misaligned(dy, x, weight), device)
+    return Steps(Step(launch, "dy", "x", "weight", "mean", "rstd", "dx", *x.shape, *numbers))
+
+
+def _slices(x: Meta) -> tuple[int, int]:
+    """Return slices of the rows, and rows of each."""
+    rows, cols = x.shape
+    blocks = max(1, 4 * device_info(x.device).sm_count // -(-cols // _THREADS))
+    per_slice = max(16, -(-rows // blocks))
+    return -(-rows // per_slice), per_slice
+
+
+def _plan_params(dy: Meta, x: Meta, mean: Meta, rstd: Meta, device: int) -> Steps:
+    slices, per_slice = _slices(x)
+    grid = slices * -(-x.shape[1] // _THREADS)
+    launch = _PARAMS.bind((TOKEN[x.dtype],), device, grid, _THREADS)
+    return Steps(Step(launch, "dy", "x", "mean", "rstd", "partial", *x.shape, per_slice))
+
+
+_STATISTICS = (Dense("mean", None), Dense("rstd", None))
+FORWARD = Primitive(
+    "row_norm_fwd", (Dense("x", None), Dense("weight", None, optional=True), Dense("bias", None, optional=True)), "eps",
+    numbers="eps", results="y mean rstd", plan=_plan_fwd,
+    outputs=lambda x, *_: (Memory(x.shape, x.dtype), *[Memory(x.shape[:1], torch.float32)] * 2),
+)  # fmt: skip
+BACKWARD = Primitive(
+    "row_norm_bwd", (Dense("dy", None), Dense("x", None), Dense("weight", None, optional=True), *_STATISTICS),
+    results="dx", outputs=lambda dy, x, *_: (Memory(x.shape, x.dtype),), plan=_plan_bwd,
+)  # fmt: skip
+PARAMS = Primitive(
+    "row_norm_params", (Dense("dy", None), Dense("x", None), *_STATISTICS), results="partial",
+    outputs=lambda dy, x, *_: (Memory((_slices(x)[0], 2, x.shape[1]), torch.float32),), plan=_plan_params,
+)  # fmt: skip
+
+
+def parameter_grads(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of weight and bias, summed in fp32 in a fixed order.
+
+    Args:
+        dy: [rows, cols], bfloat16, float16 or float32.
+        x: Like dy.
+        mean: [rows], float32.
+        rstd: [rows], float32.
+
+    Returns:
+        Both [cols], of x's dtype.
+    """
+    sums, _ = reduce(PARAMS(dy, x, mean, rstd), "sum", (0,), False, x.dtype)
+    return tuple(sums.unbind())
+
+
+OP = Op("row_norm", public=(), kernels=(_FWD, _BWD, _PARAMS), torch_ops=())

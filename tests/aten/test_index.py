@@ -1,0 +1,80 @@
+"""Indexing on our kernels: elements and rows chosen along any dimension, sums into rows, embeddings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.overrides import compare, numbers, taken, views
+from support.places import at, emulated
+from torch.nn import functional
+
+SLOW = pytest.mark.slow
+DTYPES = [torch.float32, *(pytest.param(t, marks=SLOW) for t in (torch.bfloat16, torch.int64, torch.bool))]
+PLACES = ("sm_90", "cuda")
+
+
+@emulated
+@at(*PLACES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gather(place: str, dtype: torch.dtype) -> None:
+    for x in [x for x in views(dtype) if x.dim()]:
+        for dim in range(x.dim()):
+            n, shape = x.shape[dim], list(x.shape)
+            shape[dim] = n + 2
+            one = [size if i == dim else 1 for i, size in enumerate(shape)]
+            smaller = [max(1, size - 1) if i != dim else size for i, size in enumerate(shape)]
+            for index in (
+                torch.randint(0, n, shape),
+                torch.randint(0, n, one).expand(shape),
+                torch.randint(0, n, shape[::-1]).permute(*range(x.dim())[::-1]),
+                torch.randint(0, n, smaller),
+            ):
+                compare(place, "idx", lambda x, index, dim=dim: x.gather(dim, index), x, index)
+
+
+@emulated
+@at(*PLACES)
+@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_index_select(place: str, dtype: torch.dtype, index_dtype: torch.dtype) -> None:
+    for x in [*(x for x in views(dtype) if x.dim()), numbers(dtype, 5, 3, 16)]:
+        for dim in range(x.dim()):
+            index = torch.randint(0, x.shape[dim], (x.shape[dim] + 3,), dtype=index_dtype)
+            compare(place, "idx", lambda x, index, dim=dim: x.index_select(dim, index), x, index)
+            compare(place, "idx", lambda x, index, dim=dim: x.index_select(dim, index[::2]), x, index)
+
+
+@emulated
+@at(*PLACES)
+def test_sums_into_rows(place: str) -> None:
+    x, source, index = torch.randn(10, 6), torch.randn(7, 6), torch.randint(0, 10, (7,))
+    compare(place, "idx", lambda x, i, s: x.index_add(0, i, s), x, index, source)
+    compare(place, "idx", lambda x, i, s: x.clone().index_add_(0, i, s), x, index, source)
+    compare(place, "idx", lambda x, i, s: x.scatter_add(0, i[:, None].expand(7, 6), s), x, index, source)
+
+
+@emulated
+@at(*PLACES)
+def test_embedding(place: str) -> None:
+    def gradient(weight: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = weight.clone().requires_grad_()
+        y = functional.embedding(ids, weight, padding_idx=2)
+        y.square().sum().backward()
+        return y.detach(), weight.grad
+
+    compare(place, "idx", gradient, torch.randn(10, 6), torch.randint(0, 10, (3, 5)))
+
+
+@emulated
+def test_errors_are_torchs() -> None:
+    x = torch.randn(4, 5)
+    for function in (
+        lambda: x.gather(0, torch.tensor([[9]])),
+        lambda: x.gather(0, torch.zeros(1, 6, dtype=torch.int64)),
+        lambda: x.index_select(0, torch.tensor([-1])),
+        lambda: x.index_select(2, torch.tensor([0])),
+    ):
+        with pytest.raises((IndexError, RuntimeError)) as torchs:
+            function()
+        with pytest.raises(torchs.type), taken("sm_90", "idx"):
+            function()

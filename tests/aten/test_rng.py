@@ -1,0 +1,107 @@
+"""Random numbers on our kernels: Philox's own numbers, the same for the same seed, moments, limits, dropout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.overrides import device_of, taken
+from support.places import at, emulated
+
+import rtkernels
+from rtkernels.ops.random import philox
+
+PLACES = ("sm_90", "cuda")
+DTYPES = [torch.float32, *(pytest.param(t, marks=pytest.mark.slow) for t in (torch.bfloat16, torch.float16))]
+
+
+@emulated
+def test_known_answers() -> None:
+    """The first words of Philox 4x32-10 for counter 0 and key 0, as its authors publish them."""
+    out, seed = torch.empty(4), torch.zeros(1, dtype=torch.int64)
+    with rtkernels.emulate("sm_90"):
+        philox._FILLED(out, seed, "uniform", 0.0, 1.0)
+    words = (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+    assert out.tolist() == [(word >> 8) / 2**24 for word in words]
+
+
+@emulated
+@at(*PLACES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_same_seed_same_numbers(place: str, dtype: torch.dtype) -> None:
+    device = device_of(place)
+
+    def numbers() -> list[torch.Tensor]:
+        made = [torch.randn(501, dtype=dtype, device=device), torch.rand(33, 7, dtype=dtype, device=device)]
+        made += [torch.rand_like(made[1].t()), torch.randn_like(made[1])]
+        made += [torch.empty(9, dtype=dtype, device=device).exponential_(2.0)]
+        made += torch.native_dropout(made[0], 0.3, True)
+        return made
+
+    with taken(place, "rng"):
+        torch.manual_seed(3)
+        first, other = numbers(), numbers()
+        torch.manual_seed(3)
+        for a, b, c in zip(first, numbers(), other, strict=True):
+            assert torch.equal(a, b)
+            assert not torch.equal(a, c)
+        generator = torch.Generator(device).manual_seed(5)
+        x = torch.empty(9, device=device).normal_(generator=generator)
+        assert torch.equal(x, torch.empty(9, device=device).normal_(generator=generator.manual_seed(5)))
+
+
+@emulated
+@at(*PLACES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_distributions(place: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    n, device = 4999, device_of(place)
+    with taken(place, "rng"):
+        u = torch.empty(n, dtype=dtype, device=device).uniform_(-2, 3)
+        z = torch.empty(n, dtype=dtype, device=device).normal_(1, 2)
+        e = torch.empty(n, dtype=dtype, device=device).exponential_(0.5)
+        b = torch.empty(n, dtype=dtype, device=device).bernoulli_(0.25)
+    assert (u >= -2).all() and (u < 3).all()
+    assert (e > 0).all() and e.isfinite().all() and z.isfinite().all()
+    assert set(b.unique().tolist()) == {0.0, 1.0}
+    for x, mean, deviation in ((u, 0.5, 5 / 12**0.5), (z, 1.0, 2.0), (e, 2.0, 2.0), (b, 0.25, 0.1875**0.5)):
+        x = x.double()
+        assert abs(x.mean().item() - mean) < 5 * deviation / n**0.5
+        assert abs(x.std().item() / deviation - 1) < 0.1
+
+
+@emulated
+@at(*PLACES)
+def test_normal_of_tensors(place: str) -> None:
+    device = device_of(place)
+    with taken(place, "rng"):
+        made = torch.normal(torch.full((3000, 1), 2.0, device=device), torch.tensor([0.0, 3.0], device=device))
+        other = torch.normal(torch.zeros(9, device=device), 0.0), torch.normal(1.0, torch.zeros(9, device=device))
+    assert (
+        (made[:, 0] == 2).all() and abs(made[:, 1].mean().item() - 2) < 0.3 and abs(made[:, 1].std().item() - 3) < 0.3
+    )
+    assert (other[0] == 0).all() and (other[1] == 1).all()
+
+
+@emulated
+@at(*PLACES)
+def test_dropout(place: str) -> None:
+    x = torch.randn(60, 83, device=device_of(place)).t()
+    with taken(place, "rng"):
+        y, mask = torch.native_dropout(x, 0.25, True)
+    assert (y.stride(), mask.stride(), mask.dtype) == (x.stride(), x.stride(), torch.bool)
+    torch.testing.assert_close(y, x * mask / 0.75)
+    assert abs(mask.double().mean().item() - 0.75) < 0.04
+
+
+@pytest.mark.gpu
+def test_a_replayed_graph_draws_new_numbers() -> None:
+    x = torch.empty(1000, device="cuda")
+    with taken("cuda", "rng"):
+        x.normal_()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            x.normal_()
+        graph.replay()
+        first = x.clone()
+        graph.replay()
+    assert not torch.equal(first, x)

@@ -1,0 +1,60 @@
+"""softmax and log_softmax of aten on our kernels, with their gradients; rows of nothing but -inf as torch has them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.overrides import compare
+from support.places import at, emulated
+
+PLACES = ("sm_90", "cuda")
+
+
+@emulated
+@at(*PLACES)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("function", [torch.softmax, torch.log_softmax])
+def test_softmax(place: str, dtype: torch.dtype, function) -> None:
+    def both(x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.detach().clone().requires_grad_()
+        y = function(x, -1)
+        y.backward(dy)
+        return y.detach(), x.grad
+
+    inf, nan = torch.inf, torch.nan
+    special = torch.tensor([[1.0, -inf, 2.0], [-inf, -inf, -inf], [inf, 1.0, 2.0], [nan, 1.0, 2.0]])
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    for x in (torch.randn(3, 40), torch.randn(5, 1), torch.randn(2, 7, 16), torch.randn(4, 6)[:, ::2], special):
+        compare(place, "row", both, x.to(dtype), torch.randn(x.shape).to(dtype), **tolerance)
+
+
+@emulated
+def test_other_dimensions_are_torchs() -> None:
+    compare("sm_90", "row", lambda x: x.softmax(0), torch.randn(3, 5), ours=False)
+
+
+@emulated
+@at(*PLACES)
+@pytest.mark.parametrize(
+    ("shape", "over"),
+    [((3, 40), 1), ((5, 1), 1), ((2, 7, 6), 2), ((300, 8), 1), ((2, 3000), 1), ((4, 5, 33), 1)],
+    ids=str,
+)
+@pytest.mark.parametrize("affine", [True, False])
+def test_layer_norm(place: str, shape: tuple[int, ...], over: int, affine: bool) -> None:
+    def both(x: torch.Tensor, dy: torch.Tensor, *parameters: torch.Tensor) -> list[torch.Tensor]:
+        given = [t.detach().clone().requires_grad_() for t in (x, *parameters)]
+        y = torch.nn.functional.layer_norm(given[0], shape[-over:], *given[1:])
+        y.backward(dy)
+        return [y.detach(), *(t.grad for t in given)]
+
+    torch.manual_seed(0)
+    parameters = [torch.randn(shape[-over:]) for _ in range(2)] if affine else []
+    compare(place, "row", both, torch.randn(shape) + 3, torch.randn(shape), *parameters, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_layer_norm_of_halves_keeps_fp32_statistics(dtype: torch.dtype) -> None:
+    x, weight, bias = torch.randn(33, 1000, device="cuda").to(dtype), *torch.randn(2, 1000, device="cuda").to(dtype)
+    compare("cuda", "row", lambda x, w, b: torch.native_layer_norm(x, (1000,), w, b, 1e-5), x, weight, bias)

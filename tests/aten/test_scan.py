@@ -1,0 +1,69 @@
+"""Scans of aten on our kernels: running sums and extremes, compaction, repeated indices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.overrides import compare, numbers, views
+from support.places import at, emulated
+
+SLOW = pytest.mark.slow
+DTYPES = [torch.float32, *(pytest.param(t, marks=SLOW) for t in (torch.bfloat16, torch.int64, torch.int32, torch.bool))]
+PLACES = ("sm_90", "cuda")
+FUNCTIONS = {
+    "cumsum": lambda x, d: x.cumsum(d),
+    "cummax": lambda x, d: tuple(x.cummax(d)),
+    "cummin": lambda x, d: tuple(x.cummin(d)),
+}
+
+
+@emulated
+@at(*PLACES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["cumsum", pytest.param("cummax", marks=SLOW), pytest.param("cummin", marks=SLOW)])
+def test_running(place: str, dtype: torch.dtype, name: str) -> None:
+    torch.manual_seed(0)
+    tolerance = {"rtol": 0.05, "atol": 0.1} if dtype == torch.bfloat16 and name == "cumsum" else {}
+    for x in views(dtype):
+        for dim in range(x.dim()):
+            compare(place, "scan", lambda x, dim=dim: FUNCTIONS[name](x, dim), x, **tolerance)
+
+
+@emulated
+@at(*PLACES)
+@pytest.mark.parametrize("shape", [(2, 300), (1, 9001), (1, 12288), (300, 3), (2, 140, 2)], ids=str)
+@pytest.mark.parametrize("name", ["cumsum", pytest.param("cummax", marks=SLOW)])
+def test_long_ones_in_slices(place: str, shape: tuple[int, ...], name: str) -> None:
+    x = numbers(torch.float32, *shape)
+    compare(place, "scan", lambda x: FUNCTIONS[name](x, len(shape) - 1 if shape[0] < 3 else 0), x, rtol=1e-4, atol=1e-3)
+    if len(shape) == 3:
+        compare(place, "scan", lambda x: FUNCTIONS[name](x, 1), x, rtol=1e-4, atol=1e-4)
+
+
+@emulated
+@at(*PLACES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_compaction(place: str, dtype: torch.dtype) -> None:
+    for x in [*views(dtype), numbers(dtype, 3, 3001)]:
+        x = x.where(torch.rand(x.shape) > 0.3, torch.zeros((), dtype=dtype))
+        if x.dim():
+            compare(place, "scan", lambda x: x.nonzero(), x)
+        compare(place, "scan", lambda x, mask: x.masked_select(mask), x, torch.rand(x.shape) > 0.5)
+    compare(place, "scan", lambda x: (x * 0).nonzero(), numbers(dtype, 9) if dtype != torch.bool else torch.zeros(9))
+
+
+@emulated
+@at(*PLACES)
+@pytest.mark.parametrize("dtype", [torch.int64, pytest.param(torch.int32, marks=SLOW)])
+def test_repeats(place: str, dtype: torch.dtype) -> None:
+    for n in (1, 5, 300):
+        repeats = torch.randint(0, 4, (n,), dtype=dtype)
+        compare(place, "scan", torch.repeat_interleave, repeats)
+        total = int(repeats.sum())
+        compare(place, "scan", lambda r, total=total: torch.repeat_interleave(r, output_size=total), repeats)
+
+
+@emulated
+@at(*PLACES)
+def test_cumsum_into(place: str) -> None:
+    compare(place, "scan", lambda x: torch.cumsum(x, 1, out=torch.empty(6, 4, device=x.device).t()), torch.randn(4, 6))

@@ -1,0 +1,83 @@
+"""Sorting on our kernels: in shared memory and by radix, stable in both directions, NaN last; the best of long rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.overrides import compare, numbers, views
+from support.places import at, emulated
+
+SLOW = pytest.mark.slow
+OTHERS = (torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
+DTYPES = [torch.float32, *(pytest.param(t, marks=SLOW) for t in OTHERS)]
+PLACES = ("sm_90", "cuda")
+
+
+@emulated
+@at(*PLACES)
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_stable_sort(place: str, dtype: torch.dtype, descending: bool) -> None:
+    for x in [*views(dtype), numbers(dtype, 3, 300), numbers(dtype, 2, 2049), numbers(dtype, 5003)]:
+        for dim in range(x.dim()):
+            compare(
+                place, "sort",
+                lambda x, dim=dim: tuple(torch.sort(x, dim=dim, descending=descending, stable=True)), x, rtol=0, atol=0,
+            )  # fmt: skip
+
+
+@emulated
+@at(*PLACES)
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, *(pytest.param(t, marks=SLOW) for t in OTHERS[:-1])])
+def test_topk(place: str, dtype: torch.dtype, largest: bool) -> None:
+    for x in [*views(dtype), numbers(dtype, 2, 2500)]:
+        for dim in range(x.dim()):
+            for k in (1, min(x.shape[dim] // 2, 200)):
+                if k:
+                    compare(
+                        place, "sort", lambda x, dim=dim, k=k: torch.topk(x, k, dim, largest).values, x, rtol=0, atol=0
+                    )
+
+
+@emulated
+@at(*PLACES)
+@pytest.mark.parametrize(("n", "k"), [(5000, 200), pytest.param(40000, 200, marks=SLOW)])
+def test_best_of_long_rows(place: str, n: int, k: int) -> None:
+    x = torch.randn(2, n, device="cuda" if place == "cuda" else "cpu")
+    compare(place, "sort", lambda x: x.topk(k).values, x, rtol=0, atol=0)
+    compare(place, "sort", lambda x: x.gather(1, x.topk(k, largest=False).indices), x, rtol=0, atol=0)
+
+
+@emulated
+def test_a_row_of_one_is_a_copy() -> None:
+    from support.overrides import taken
+
+    x = torch.randn(5, 1)
+    with taken("sm_90", "sort"):
+        values, _ = x.sort(1)
+    assert values.data_ptr() != x.data_ptr()
+
+
+@emulated
+def test_more_than_256_of_long_rows_are_torchs() -> None:
+    compare("sm_90", "sort", lambda x: x.topk(300).values, torch.randn(3000), ours=False)
+
+
+@emulated
+@at(*PLACES)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.int64, marks=SLOW)])
+def test_unique(place: str, dtype: torch.dtype) -> None:
+    for x in (numbers(dtype, 7), numbers(dtype, 5, 9).t(), numbers(dtype, 2500)):
+        compare(place, "sort", lambda x: torch._unique2(x, True, True, True), x)
+        compare(place, "sort", torch._unique2, x)
+
+
+@emulated
+@at(*PLACES)
+def test_randperm(place: str) -> None:
+    from support.overrides import device_of, taken
+
+    with taken(place, "sort"):
+        made = torch.randperm(300, device=device_of(place))
+    assert torch.equal(made.sort().values.cpu(), torch.arange(300))

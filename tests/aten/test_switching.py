@@ -1,0 +1,224 @@
+"""Switching operators to our kernels and back: names, nesting, threads, gradients, fallback, compile, the report."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+import rtkernels
+from rtkernels.aten import table
+from rtkernels.aten.table import NotHandled, Overload
+from rtkernels.errors import ArgumentError, NotWarmError
+
+
+def _sin(self):
+    if self.dtype == torch.float64:
+        return NotHandled("float64")
+    return torch.sin(self).add_(0)  # not taken: handlers' own calls go to torch
+
+
+def _mul(self, other):
+    return NotHandled("never")
+
+
+def _not_warm(self):
+    raise NotWarmError("not loaded")
+
+
+def _bad(self):
+    raise ArgumentError("self is bad")
+
+
+def _isfinite(self):
+    return torch.ones_like(self, dtype=torch.bool)
+
+
+TOY = {
+    row.name: row
+    for row in (
+        Overload("sin", "ew", _sin, default=True),
+        Overload("sin_", "ew", lambda self: NotHandled("in place")),
+        Overload("mul.Tensor", "ew", _mul),
+        Overload("cos", "ew", _not_warm),
+        Overload("exp", "ew", _bad),
+        Overload("isfinite", "ew", _isfinite, composite="no gradient"),
+        Overload("kron", "copy", lambda self, other: NotHandled("")),
+        Overload("sum.dim_IntList", "red", lambda *args, **named: NotHandled("toy")),
+    )
+}
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch):
+    """A small table whose handlers launch nothing, and counters at zero."""
+    monkeypatch.setattr(table, "table", lambda: TOY)
+    rtkernels.aten.reset()
+    with rtkernels.emulate():
+        yield
+    rtkernels.disable()
+    rtkernels.aten.reset()
+
+
+def rows() -> dict[str, tuple[int, dict[str, int]]]:
+    return {row["overload"]: (row["ours"], row["why"]) for row in rtkernels.report(as_rows=True)}
+
+
+def test_use_counts_and_gives_back(toy) -> None:
+    x = torch.randn(5)
+    with rtkernels.use():
+        assert rtkernels.aten.enabled() == ["sin"]
+        torch.testing.assert_close(torch.sin(x), x.sin())
+        torch.sin(x.double())
+    torch.sin(x)
+    assert rows() == {"sin": (2, {"float64": 1})}
+    assert rtkernels.aten.enabled() == []
+
+
+def test_gradients_stay(toy) -> None:
+    x = torch.randn(5, requires_grad=True)
+    with rtkernels.use(["sin", "isfinite"]):
+        (grad,) = torch.autograd.grad(torch.sin(x).sum(), x)
+        assert torch.isfinite(x).all()
+    torch.testing.assert_close(grad, x.detach().cos())
+    assert rows()["isfinite"] == (1, {})
+
+
+def test_composites_are_refused(toy) -> None:
+    with pytest.raises(ArgumentError, match="kron is a composite, which would lose its gradient"):
+        rtkernels.enable("kron")
+    assert rtkernels.aten.enabled() == []
+
+
+def test_names(toy) -> None:
+    def chosen(include=None, exclude=None):
+        with rtkernels.use(include, exclude):
+            return rtkernels.aten.enabled()
+
+    assert chosen("sin") == ["sin", "sin_"]
+    assert chosen("sin_") == ["sin_"]
+    assert chosen(["aten::sum.dim_IntList", "mul"]) == ["mul.Tensor", "sum.dim_IntList"]
+    assert chosen("red") == chosen("sum") == ["sum.dim_IntList"]
+    assert chosen(["ew"], ["cos", "exp", "isfinite", "mul.Tensor"]) == ["sin", "sin_"]
+    with pytest.raises(ArgumentError, match=r"include has 'sinn', which is no overload.*did you mean 'sin'"):
+        rtkernels.enable("sinn")
+    with pytest.raises(ArgumentError, match="exclude has 'nothing'"):
+        rtkernels.enable(exclude=["nothing"])
+    with pytest.raises(ArgumentError, match="include has a int"):
+        rtkernels.enable([3])
+    with pytest.raises(ArgumentError, match="record is 3"):
+        rtkernels.enable(record=3)
+
+
+def test_nesting_and_threads(toy) -> None:
+    rtkernels.enable("sin")
+    with rtkernels.use("mul"):
+        assert rtkernels.aten.enabled() == ["mul.Tensor"]
+        with rtkernels.use("all", ["kron"]):
+            assert len(rtkernels.aten.enabled()) == len(TOY) - 1
+        assert rtkernels.aten.enabled() == ["mul.Tensor"]
+        seen: list[list[str]] = []
+        thread = threading.Thread(target=lambda: seen.append(rtkernels.aten.enabled()))
+        thread.start()
+        thread.join()
+        assert seen == [["mul.Tensor"]]  # the whole process
+    assert rtkernels.aten.enabled() == ["sin", "sin_"]
+    first, second = rtkernels.use("mul"), rtkernels.use("red")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)  # as another thread would: what it chose goes, the other stays
+    assert rtkernels.aten.enabled() == ["sum.dim_IntList"]
+    second.__exit__(None, None, None)
+    assert rtkernels.aten.enabled() == ["sin", "sin_"]
+    rtkernels.enable("mul")
+    assert rtkernels.aten.enabled() == ["mul.Tensor"]
+    rtkernels.disable()
+    assert rtkernels.aten.enabled() == []
+
+
+def test_what_is_not_handled_goes_to_torch(toy) -> None:
+    x, y = torch.randn(3, 4), torch.arange(4, dtype=torch.int32)
+    half = torch.tensor(2.5, dtype=torch.bfloat16)
+    with rtkernels.use(["cos", "exp", "mul", "sum"]):
+        got = [
+            x.cos(), x.exp(), x * y, y * 2.5, 2 * y, half * 0.1, half * 3, torch.tensor(3) * 2.5, torch.mul(2, 3),
+            x.sum(1), y.clone().mul_(3), torch.tensor(4, dtype=torch.int8).mul_(2), x * True, x * 2j,
+        ]  # fmt: skip
+    want = [
+        x.cos(), x.exp(), x * y, y * 2.5, 2 * y, half * 0.1, half * 3, torch.tensor(3) * 2.5, torch.mul(2, 3),
+        x.sum(1), y.clone().mul_(3), torch.tensor(4, dtype=torch.int8).mul_(2), x * True, x * 2j,
+    ]  # fmt: skip
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert rows()["cos"] == (0, {"kernel not loaded while a graph is captured or compiling is off": 1})
+    assert rows()["exp"] == (0, {"invalid arguments": 1})
+
+
+def test_small_tensors_go_to_torch() -> None:
+    from rtkernels.aten.enable import _elements
+
+    assert _elements((2, torch.ones(3))) == 3
+    assert _elements(([torch.ones(3), torch.ones(2, 2)],)) == 7
+    assert _elements((5,)) > 2**60
+    assert set(table.MIN_ELEMENTS) == set(table.FAMILIES)
+
+
+@pytest.mark.parametrize("backend", ("eager", "aot_eager"))
+def test_compiled(toy, backend: str) -> None:
+    torch._dynamo.reset()
+    function = torch.compile(lambda x: torch.sin(x) + 1, backend=backend)
+    x = torch.randn(5, requires_grad=True)
+    with rtkernels.use():
+        y = function(x)
+        y.sum().backward()
+    torch.testing.assert_close(y, x.sin() + 1)
+    torch.testing.assert_close(x.grad, x.detach().cos())
+    assert rows()["sin"][0] >= 1
+
+
+def test_inference_mode_and_vmap(toy) -> None:
+    x = torch.randn(3, 4)
+    with rtkernels.use():
+        with torch.inference_mode():
+            assert torch.sin(x).is_inference()
+        torch.testing.assert_close(torch.func.vmap(torch.sin)(x), x.sin())
+        torch.testing.assert_close(torch.func.grad(lambda v: torch.sin(v).sum())(x), x.cos())
+
+
+def test_records(toy, tmp_path, capsys) -> None:
+    calls: list[tuple[str, str | None]] = []
+    path = tmp_path / "calls"
+    x = torch.ones(2)
+    with rtkernels.use(record=lambda name, why: calls.append((name, why))):
+        torch.sin(x), torch.sin(x.double())
+    with rtkernels.use(record=path):
+        torch.sin(x), torch.sin(x.double())
+    assert calls == [("sin", None), ("sin", "float64")]
+    assert path.read_text() == "sin\trtkernels\nsin\ttorch: float64\n"
+    rtkernels.report()
+    assert capsys.readouterr().out.splitlines() == [
+        "overload  family  ours  torch  why torch", "sin       ew         2      2  float64 (2)",
+    ]  # fmt: skip
+    rtkernels.aten.reset()
+    rtkernels.report()
+    assert "no call" in capsys.readouterr().out
+
+
+def test_enabling_is_quick_and_compiles_nothing() -> None:
+    table.table()
+    with rtkernels.emulate():
+        start = time.process_time()
+        rtkernels.enable("all")
+        took = time.process_time() - start
+    rtkernels.disable()
+    assert took < 0.5  # 50 ms for the CUDA key alone on a machine of its own
+
+
+def test_every_row_has_a_schema_and_is_no_composite() -> None:
+    from rtkernels.aten.enable import _refuse_composite
+
+    for row in table.table().values():
+        _refuse_composite(row)
+    assert "add.Tensor" in rtkernels.aten.overloads()

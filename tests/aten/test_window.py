@@ -1,0 +1,60 @@
+"""Pooling and nearest upsampling of aten on our kernels: padding, dilation, ceil mode, strides, NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.overrides import compare
+from support.places import at, emulated
+from torch.nn import functional
+
+PLACES = ("sm_90", "cuda")
+WINDOWS = [
+    {"kernel_size": 2},
+    {"kernel_size": (3, 2), "stride": (2, 1), "padding": 1},
+    {"kernel_size": 3, "stride": 2, "padding": 1, "ceil_mode": True},
+]
+
+
+def inputs():
+    """Yield planes of odd sizes and strides."""
+    yield torch.randn(2, 3, 7, 5)
+    yield torch.randn(3, 6, 7)
+    yield torch.randn(5, 2, 7, 4).transpose(0, 3)
+    x = torch.randn(1, 1, 6, 6)
+    x[0, 0, 2, 3], x[0, 0, 5, 5] = torch.nan, -torch.inf
+    yield x
+
+
+@emulated
+@at(*PLACES)
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_pools(place: str, window: dict) -> None:
+    for x in inputs():
+        compare(place, "win", lambda x: functional.avg_pool2d(x, **window), x)
+        compare(place, "win", lambda x: functional.avg_pool2d(x, **window, count_include_pad=False), x)
+        compare(place, "win", lambda x: functional.avg_pool2d(x, **window, divisor_override=3), x)
+        compare(place, "win", lambda x: torch.ops.aten.max_pool2d_with_indices(x, *_listed(window)), x)
+
+
+def _listed(window: dict) -> tuple:
+    given = (window["kernel_size"], window.get("stride", ()), window.get("padding", 0))
+    pairs = ([v, v] if isinstance(v, int) else list(v) for v in given)
+    return *pairs, [1, 1], window.get("ceil_mode", False)
+
+
+@emulated
+@at(*PLACES)
+def test_dilated_maximum(place: str) -> None:
+    compare(
+        place, "win", lambda x: torch.ops.aten.max_pool2d_with_indices(x, [2, 3], [1, 2], [1, 1], [2, 1]),
+        torch.randn(2, 3, 7, 9),
+    )  # fmt: skip
+
+
+@emulated
+@at(*PLACES)
+@pytest.mark.parametrize("how", [{"size": (9, 3)}, {"scale_factor": 2.0}, {"scale_factor": (1.5, 0.7)}], ids=str)
+def test_upsample_nearest(place: str, how: dict) -> None:
+    for x in (x for x in inputs() if x.dim() == 4):
+        compare(place, "win", lambda x: functional.interpolate(x, mode="nearest", **how), x, rtol=0, atol=0)

@@ -1,0 +1,63 @@
+"""Shape, dtype and strides that the pointwise and copy families plan, on all sample inputs of torch; nothing is launched.
+
+Runs without a compiler: every operator of the two families, every dtype.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+import torch
+
+pytest.importorskip("expecttest", reason="torch's OpInfos need it: pip install expecttest")
+
+from conformance import harness
+
+from rtkernels.aten import copy, elementwise, table
+from rtkernels.runtime.launch.plans import Plans
+
+_ONE_IN = 12
+NAMES = {name for row in table.table().values() if row.family in ("ew", "copy") for name in row.opinfo}
+CASES = [pytest.param(case, id=harness.case_name(case)) for case in harness.cases("cpu") if case[0].name in NAMES]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_launches():
+    def nothing(*args: object, **kwargs: object) -> object:
+        return lambda *arguments: None
+
+    Plans.forget_all()
+    patch = pytest.MonkeyPatch()
+    for kernel in (*elementwise.KERNELS.all(), copy._TRIANGLE, copy._CONCAT):
+        patch.setattr(kernel, "bind", nothing)
+    yield
+    patch.undo()
+    Plans.forget_all()
+
+
+def check(case) -> None:
+    """Compare metadata of results with torch's, in place and of ``out=`` included."""
+    op, dtype = case
+    for sample in harness.samples(op, dtype, "cpu", limit=12):
+        try:
+            want, _ = harness.run(op, sample, False)
+        except Exception:
+            continue
+        with torch.no_grad(), harness.overridden("cpu", ("ew", "copy")):
+            got, _ = harness.run(op, sample, False)
+        for a, b in zip(harness.tensors(got), harness.tensors(want), strict=True):
+            text = f"{harness.case_name(case)} {sample}"
+            assert (a.dtype, a.shape) == (b.dtype, b.shape), text
+            assert a.stride() == b.stride() or a.numel() <= 1, f"{a.stride()}, torch {b.stride()}: {text}"
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if zlib.crc32(case.id.encode()) % _ONE_IN == 0])
+def test_metadata(case) -> None:
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_metadata_of_all(case) -> None:
+    check(case)

@@ -1,0 +1,222 @@
+"""attention_quantized, quantize_qk and quantize_v: against float64 attention of what the codes stand for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.attention_exact import assert_near, exact_attention
+from support.compare import poisoned, running_on
+from support.places import at, error_tests
+from support.ways import assert_equal_bits, captured
+from torch import Tensor
+
+from rtkernels import attention_quantized, emulate, quantize_qk, quantize_v
+
+BF16, FP16, E4M3, INT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = BF16, device: str = "cpu") -> Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + 0.5).to(dtype).to(device)
+
+
+# batch, queries, keys, heads, heads of k, width, width of v; type; codes of q and k, of v; options
+CASES: dict[str, tuple[tuple[int, ...], torch.dtype, torch.dtype, torch.dtype | None, dict[str, Any]]] = {
+    "int8": ((2, 33, 70, 2, 2, 64, 64), BF16, INT8, None, {}),
+    "int8, fp16, causal": ((1, 130, 140, 4, 1, 48, 40), FP16, INT8, None, {"causal": True}),
+    "int8, window": ((1, 70, 90, 1, 1, 64, 64), BF16, INT8, None, {"window": (13, 7)}),
+    "int8, lengths": ((3, 9, 70, 2, 1, 64, 64), BF16, INT8, None, {"seqused_k": torch.tensor([0, 65, 4])}),
+    "int8 values": ((1, 40, 130, 2, 1, 64, 64), BF16, INT8, INT8, {"causal": True}),
+    "fp8": ((1, 20, 70, 2, 1, 64, 64), BF16, E4M3, None, {"causal": True}),
+    "fp8 values": ((1, 40, 130, 1, 1, 64, 48), FP16, INT8, E4M3, {}),
+    "fp8 all, 128": ((1, 20, 70, 1, 1, 128, 128), BF16, E4M3, E4M3, {"causal": True}),
+}
+
+
+def decoded(codes: Tensor, scales: Tensor, block: int = 1) -> Tensor:
+    every = scales.double().repeat_interleave(block, -1)[..., : codes.shape[1]]
+    return codes.double() * every.transpose(1, 2).unsqueeze(-1)
+
+
+def decoded_values(codes: Tensor, scales: Tensor, keys: int) -> Tensor:
+    every = scales.double().repeat_interleave(64, 2)[:, :, :keys]
+    return (codes.double()[..., :keys].transpose(-1, -2) * every).transpose(1, 2)
+
+
+def check(name: str, device: str, granularity: str = "token") -> None:
+    (batch, lq, lkv, heads, heads_kv, width, width_v), dtype, code, value_code, options = CASES[name]
+    options = {n: o.int().to(device) if isinstance(o, Tensor) else o for n, o in options.items()}
+    q = random(batch, lq, heads, width, dtype=dtype, device=device)
+    k = random(batch, lkv, heads_kv, width, seed=1, dtype=dtype, device=device)
+    v = random(batch, lkv, heads_kv, width_v, seed=2, dtype=dtype, device=device)
+    with poisoned():
+        qc, qs, kc, ks, taken = quantize_qk(q, k, dtype=code, granularity=granularity, smooth_k=False)
+        assert not taken.any()
+        values, scale_v = (v, None) if value_code is None else quantize_v(v, dtype=value_code)
+        block = {"block_q": 64, "block_k": 64} if granularity == "block" else {}
+        out, lse = attention_quantized(
+            qc, kc, values, qs, ks, scale_v, **options, **block, out_dtype=dtype, return_lse=True
+        )
+    given = decoded(qc, qs, block.get("block_q", 1)), decoded(kc, ks, block.get("block_k", 1))
+    values = v if value_code is None else decoded_values(values, scale_v, lkv)
+    host = {n: o.cpu() if isinstance(o, Tensor) else o for n, o in options.items()}
+    exact, exact_lse = exact_attention(*given, values, **host)
+    assert out.dtype == dtype
+    assert_near(out, exact, 2.0**-6 if value_code is None else 3e-2, "out")
+    assert_near(lse, exact_lse, 1e-4 if value_code is None else 2e-2, "lse")
+    # And not far from what is not quantised.
+    exact, _ = exact_attention(q, k, v, **host)
+    assert_near(out, exact, 0.08, "out, of 16 bits")
+
+
+@at("cpu", "sm_90", "cuda")
+@pytest.mark.parametrize("name", CASES)
+def test_values(name: str, place: str) -> None:
+    with running_on(place) as device:
+        check(name, device)
+
+
+@at("cpu", "sm_80", "cuda")
+def test_a_scale_for_blocks(place: str) -> None:
+    with running_on(place) as device:
+        check("int8", device, "block")
+
+
+def emulated_coverage() -> None:
+    """Run every kernel in the emulator."""
+    with emulate("sm_80"):
+        q = random(1, 5, 2, 16)
+        qc, qs, kc, ks, _ = quantize_qk(q, q)
+        attention_quantized(qc, kc, *quantize_v(q)[:1], qs, ks, quantize_v(q)[1])
+        ends = torch.tensor([0, 3], dtype=torch.int32)
+        attention_quantized(
+            qc[0], kc[0], q[0], qs[0], ks[0], cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=3, max_seqlen_k=3
+        )
+
+
+@at("cpu", "sm_90", "cuda")
+@pytest.mark.parametrize("dtype", [INT8, E4M3])
+def test_codes_are_the_nearest(dtype: torch.dtype, place: str) -> None:
+    with running_on(place) as device:
+        x = random(2, 70, 2, 48, device=device)
+        x[0, 3, 1] = 0.0
+        x[1, 69, 0, 5] = float("nan")
+        largest = 127.0 if dtype == INT8 else 448.0
+        with poisoned():
+            codes, scales, *_ = quantize_qk(x, x, dtype=dtype, smooth_k=False)
+            transposed, of_columns = quantize_v(x, dtype=dtype)
+        amax = x.float().abs().amax(-1).transpose(1, 2)
+        assert scales[0, 1, 3] == 1.0 and scales[1, 0, 69].isnan()
+        amax[0, 1, 3] = largest
+        torch.testing.assert_close(scales, amax / largest, equal_nan=True)
+        step = 0.5 if dtype == INT8 else 16.0
+        good = torch.ones_like(amax, dtype=torch.bool)
+        good[1, 0, 69] = False
+        error = (codes.float() - x.float() / scales.transpose(1, 2).unsqueeze(-1)).abs().amax(-1).transpose(1, 2)
+        assert error[good].max() <= step + 0.01
+        assert transposed.shape == (2, 2, 48, 80) and not transposed[:1, ..., 70:].float().any()
+        assert of_columns.shape == (2, 2, 2, 48) and of_columns[1, 0, 1, 5].isnan()
+        error = decoded_values(transposed[:1], of_columns[:1], 70) - x[:1].double()
+        assert error.abs().max() <= 0.06 * x[:1].float().abs().max()
+
+
+@at("cpu", "sm_80", "cuda")
+def test_smooth_keys(place: str) -> None:
+    """A channel that is large in all keys costs precision unless it is taken out; lse comes back with `taken`."""
+    with running_on(place) as device:
+        q, k, v = (random(1, 70, 2 if i == 0 else 1, 64, seed=i, device=device) for i in range(3))
+        k[..., 7] += 20.0
+        exact, exact_lse = exact_attention(q, k, v)
+        errors = []
+        for smooth in (True, False):
+            qc, qs, kc, ks, taken = quantize_qk(q, k, smooth_k=smooth)
+            out, lse = attention_quantized(qc, kc, v, qs, ks, return_lse=True)
+            errors.append((out.double() - exact).norm().item())
+            assert_near(lse + taken, exact_lse, 5e-3, "lse")
+        assert errors[0] < 0.5 * errors[1]
+
+
+@at("cpu", "sm_80", "cuda")
+def test_packed_sequences(place: str) -> None:
+    ends_q, ends_k = (0, 5, 5, 75), (0, 9, 20, 90)
+    with running_on(place) as device:
+        q, k, v = (random(n, h, 64, seed=h, device=device) for n, h in ((78, 4), (93, 2), (93, 2)))
+        qc, qs, kc, ks, _ = quantize_qk(q.unsqueeze(0), k[:, :2].unsqueeze(0), smooth_k=False)
+        cu = [torch.tensor(e, dtype=torch.int32, device=device) for e in (ends_q, ends_k)]
+        with poisoned():
+            out, lse = attention_quantized(
+                qc[0], kc[0], v, qs[0], ks[0], causal=True, cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], max_seqlen_q=70,
+                max_seqlen_k=70, return_lse=True,
+            )  # fmt: skip
+        full_q, full_k = decoded(qc, qs)[0], decoded(kc, ks)[0]
+        for b in range(3):
+            rows, columns = slice(*ends_q[b : b + 2]), slice(*ends_k[b : b + 2])
+            exact, exact_lse = exact_attention(
+                full_q[rows].unsqueeze(0), full_k[columns].unsqueeze(0), v[columns].unsqueeze(0), causal=True
+            )
+            assert_near(out[rows], exact[0], 2.0**-6, "out")
+            assert_near(lse[:, rows], exact_lse[0], 1e-4, "lse")
+        assert not out[75:].any() and (lse[:, 75:] == float("-inf")).all()
+
+
+@at("cpu", "sm_80", "cuda")
+@pytest.mark.parametrize(("lq", "lkv"), [(0, 5), (5, 0)])
+def test_empty_lengths(lq: int, lkv: int, place: str) -> None:
+    with running_on(place) as device:
+        q, k = random(1, lq, 2, 16, device=device), random(1, lkv, 2, 16, device=device)
+        qc, qs, kc, ks, _ = quantize_qk(q, k)
+        for values, scales in ((k, None), quantize_v(k)):
+            out, lse = attention_quantized(qc, kc, values, qs, ks, scales, return_lse=True)
+            assert out.shape == (1, lq, 2, 16) and not out.any() and (lse == float("-inf")).all()
+
+
+def test_threads_in_any_order_give_the_same_bits() -> None:
+    results = []
+    q = random(1, 70, 1, 64)
+    for order in ("forward", "reverse"):
+        with emulate("sm_80", order):
+            qc, qs, kc, ks, taken = quantize_qk(q, q)
+            values, scales = quantize_v(q)
+            results.append((qc, qs, kc, ks, taken, values, attention_quantized(qc, kc, values, qs, ks, scales)))
+    assert_equal_bits(*results)
+
+
+@pytest.mark.gpu
+def test_one_graph_serves_all_lengths() -> None:
+    q, k, v = (random(3, 300, 4 if i == 0 else 2, 128, seed=i, device="cuda") for i in range(3))
+    lengths = torch.tensor([300, 1, 0], dtype=torch.int32, device="cuda")
+    qc, qs, kc, ks, _ = quantize_qk(q, k)
+    replay = captured(lambda: attention_quantized(qc, kc, v, qs, ks, causal=True, seqused_k=lengths))
+    for values in ((300, 1, 0), (17, 300, 129)):
+        lengths.copy_(torch.tensor(values))
+        assert torch.equal(replay(), attention_quantized(qc, kc, v, qs, ks, causal=True, seqused_k=lengths))
+
+
+def bad(message: str, **changes: Any) -> tuple[Any, str]:
+    def call() -> None:
+        q = random(1, 5, 2, 16)
+        codes, scales, *_ = quantize_qk(q, q)
+        given = {"q": codes, "k": codes, "v": q, "scale_q": scales, "scale_k": scales}
+        attention_quantized(**(given | changes))
+
+    return call, message
+
+
+BAD = {
+    "dtype": bad("q has dtype bfloat16; expected int8 or float8_e4m3fn", q=random(1, 5, 2, 16)),
+    "other dtype": bad("k has dtype float8_e4m3fn", k=random(1, 5, 2, 16).to(E4M3)),
+    "scales": bad("scale_q has shape", scale_q=torch.ones(1, 2, 4)),
+    "blocks": bad("block_q is 3; expected a power of two", block_q=3),
+    "values": bad("v has dtype float32", v=torch.zeros(1, 5, 2, 16)),
+    "codes of values": bad("v has shape .*multiple of 16", v=torch.zeros(1, 2, 16, 5, dtype=INT8)),
+    "scales of values": bad("scale_v is None", v=torch.zeros(1, 2, 16, 16, dtype=INT8)),
+    "out": bad("out_dtype is torch.float32", out_dtype=torch.float32),
+    "width": ((lambda: quantize_qk(random(1, 5, 2, 24), random(1, 5, 2, 24))), "multiple of 16 to 128"),
+    "granularity": (
+        (lambda: quantize_qk(random(1, 5, 2, 16), random(1, 5, 2, 16), granularity="row")),
+        "granularity is",
+    ),
+    "code": ((lambda: quantize_v(random(1, 5, 2, 16), dtype=BF16)), "dtype is torch.bfloat16"),
+}
+test_bad_arguments, test_bad_arguments_in_the_launchers = error_tests(BAD)

@@ -1,0 +1,221 @@
+"""rms_norm and layer_norm with the options of inference: kernels, the order of steps, gradients, memory, errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.inference import EVERYWHERE, assert_captures, assert_like_reference, made, results
+from support.places import error_tests
+from torch import Tensor
+
+import rtkernels
+from rtkernels import Quant, layer_norm, rms_norm
+
+normal = made(0)
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def options(rows: int, cols: int, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
+    full, row = normal(rows, cols, dtype=dtype), normal(cols, dtype=torch.float32)
+    style = normal(rows, 3 * cols, dtype=dtype)
+    return {
+        "all, static": {"residual": full, "gate": style[:, 2 * cols :], "style": style, "quant": Quant(E4M3, 0.02)},
+        "device scale": {"quant": Quant(E4M3, torch.tensor(0.05)), "keep": True},
+        "dynamic": {"residual": full, "quant": E4M3},
+        "rows of int8": {"quant": Quant(torch.int8, granularity="row"), "channel_scale": row},
+        "blocks": {"quant": Quant(E5M2, granularity="block128"), "shift": row},
+        "nvfp4": {"quant": Quant("nvfp4", 1.0), "residual": full},
+        "nvfp4, swizzled": {"quant": Quant("nvfp4", swizzled=True), "channel_scale": row, "keep": True},
+    }
+
+
+NAMES = tuple(options(1, 2, torch.float32))
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels(where: str, name: str) -> None:
+    for cols in (160, 1160):
+        x, weight = normal(5, cols), normal(cols)
+        for norm, more in ((rms_norm, ()), (layer_norm, (normal(cols),))):
+            assert_like_reference(where, norm, x, weight, *more, **options(5, cols, torch.bfloat16)[name])
+
+
+@pytest.mark.slow
+@EVERYWHERE
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+@pytest.mark.parametrize("name", (*NAMES, "none"))
+def test_kernels_of_other_types(where: str, name: str, dtype: torch.dtype) -> None:
+    for rows, cols in ((1, 2), (3, 72), (2, 4098), (130, 64), (1, 65538)):
+        x, weight = normal(rows, cols, dtype=dtype), normal(cols, dtype=torch.float32)
+        given = options(rows, cols, dtype).get(
+            name, {"scale": normal(cols, dtype=dtype), "shift": normal(cols, dtype=dtype)}
+        )
+        for norm, more in ((rms_norm, ()), (layer_norm, (weight,))):
+            assert_like_reference(where, norm, x, weight, *more, **given)
+
+
+def exact(x, weight, bias, residual, gate, x_bias, scale, shift, channel_scale, eps, centred) -> tuple[Tensor, Tensor]:
+    h = (residual.double() + gate.double() * (x.double() + x_bias.double())).float().to(x.dtype)
+    y = h.double()
+    y = y - y.mean(-1, keepdim=True) if centred else y
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.double()
+    y = y + bias.double() if centred else y
+    return (y * (1 + scale.double()) + shift.double()) * channel_scale.double(), h
+
+
+@pytest.mark.parametrize("centred", (False, True))
+@pytest.mark.parametrize("shape", ((48,), (2, 1, 48), (2, 3, 48), (1, 3, 48)))
+def test_the_order_of_steps(centred: bool, shape: tuple[int, ...]) -> None:
+    x, residual = normal(2, 3, 48), normal(2, 3, 48)
+    gate, scale, shift = (normal(*shape) for _ in range(3))
+    weight, bias, x_bias, factors = (normal(48) for _ in range(4))
+    common = {"residual": residual, "gate": gate, "scale": scale, "shift": shift, "channel_scale": factors}
+    wanted, h = exact(x, weight, bias, residual, gate, x_bias, scale, shift, factors, 1e-5, centred)
+    if centred:
+        made = layer_norm(x, weight, bias, eps=1e-5, x_bias=x_bias, **common)
+    else:
+        made = rms_norm(x, weight, eps=1e-5, bias=x_bias, **common)
+    assert torch.equal(made.residual, h)
+    size = (wanted.abs() + shift.double().abs()) * 2.0**-8 + 1e-6
+    assert ((made.out.double() - wanted).abs() <= size).all()
+
+
+def test_the_fused_call_has_the_bits_of_its_parts() -> None:
+    """Statistics are those of the rounded sum."""
+    x, residual, gate = (normal(6, 96) for _ in range(3))
+    made = rms_norm(x, residual=residual, gate=gate, quant=Quant(E4M3, 0.1), keep=True)
+    total = rtkernels.add_residual(residual, x, gate=gate)
+    assert torch.equal(made.residual, total)
+    assert torch.equal(made.kept, rms_norm(total))
+    assert rms_norm(total, quant=Quant(E4M3, 0.1)).float().equal(made.out.float())
+
+
+def test_scales_and_codes() -> None:
+    x = 30 * normal(4, 256, dtype=torch.float32)
+    y = rms_norm(x)
+    found = rms_norm(x, quant=E4M3)
+    torch.testing.assert_close(found.scale, y.abs().amax() / 448)
+    torch.testing.assert_close(found.out.float() * found.scale, y, rtol=0.07, atol=1e-3)
+    found = rms_norm(x, quant=Quant(torch.int8, granularity="row"))
+    torch.testing.assert_close(found.scale, y.abs().amax(-1) / 127)
+    found = rms_norm(x, quant=Quant(E4M3, granularity="block128"))
+    assert found.scale.shape == (4, 2)
+    found = rms_norm(x, quant="nvfp4")
+    back = rtkernels.dequantize_nvfp4(found.out, found.scale, found.global_scale, dtype=torch.float32)
+    assert (back - y).norm() < 0.15 * y.norm()
+    assert rms_norm(x, quant=Quant(E4M3, 1e-9)).float().abs().max() == 448  # saturated
+    x[0, 0] = torch.nan
+    assert rms_norm(x, quant=Quant(E4M3, 1.0))[0].view(torch.uint8).eq(0x7F).all()
+
+
+def test_results() -> None:
+    x, residual, style = normal(3, 8), normal(3, 8), normal(3, 24)
+    assert isinstance(rms_norm(x, residual=residual), tuple) and len(rms_norm(x, residual=residual)) == 2
+    assert isinstance(rms_norm(x, scale=x), Tensor)
+    assert isinstance(rms_norm(x, quant=Quant(E4M3, 1.0)), Tensor)
+    made = rms_norm(x, style=style)
+    assert made.gate.data_ptr() == style[:, 16:].data_ptr() and made.residual is None
+    assert rms_norm(x[:0], quant=E4M3).out.shape == (0, 8)
+    assert torch.equal(made.out, rms_norm(x, scale=style[:, :8], shift=style[:, 8:16]))
+
+
+def test_memory_that_is_given() -> None:
+    x, residual = normal(3, 16), normal(3, 16)
+    codes, scales = torch.empty(3, 16, dtype=torch.int8), torch.empty(3)
+    wanted = rms_norm(x, residual=residual, quant=Quant(torch.int8, granularity="row"))
+    made = rms_norm(
+        x, residual=residual, residual_out=residual, out=codes, scale_out=scales,
+        quant=Quant(torch.int8, granularity="row"),
+    )  # fmt: skip
+    assert made.out is codes and made.scale is scales and made.residual is residual
+    for a, b in zip(made, wanted, strict=True):
+        assert a is b is None or torch.equal(a, b)
+    y = rms_norm(x, shift=normal(16), out=x)
+    assert y is x
+
+
+@pytest.mark.parametrize("centred", (False, True))
+@pytest.mark.parametrize("shape", ((16,), (2, 1, 16), (2, 3, 16)))
+def test_gradients(centred: bool, shape: tuple[int, ...]) -> None:
+    fp32 = {"dtype": torch.float32}
+    leaf = [normal(2, 3, 16, **fp32) for _ in range(2)] + [normal(*shape, **fp32) for _ in range(3)]
+    leaf += [normal(16, **fp32) for _ in range(3)]
+    x, residual, gate, scale, shift, weight, bias, x_bias = (t.requires_grad_() for t in leaf)
+    factors = torch.linspace(0.5, 2, 16)
+    common = {"residual": residual, "gate": gate, "scale": scale, "shift": shift, "channel_scale": factors}
+    wanted = [x, residual, gate, scale, shift, weight, x_bias] + [bias] * centred
+    h = residual + gate * (x + x_bias)
+    a = F.layer_norm(h, (16,), weight, bias, 1e-5) if centred else F.rms_norm(h, (16,), weight, 1e-5)
+    y = (a * (1 + scale) + shift) * factors
+    if centred:
+        made = layer_norm(x, weight, bias, eps=1e-5, x_bias=x_bias, **common)
+    else:
+        made = rms_norm(x, weight, eps=1e-5, bias=x_bias, **common)
+    dy, dh = torch.randn(2, 3, 16), torch.randn(2, 3, 16)
+    for got, exact in zip(
+        torch.autograd.grad((made.out, made.residual), wanted, (dy, dh)),
+        torch.autograd.grad((y, h), wanted, (dy, dh)), strict=True,
+    ):  # fmt: skip
+        torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-4)
+
+
+@EVERYWHERE
+@pytest.mark.slow
+def test_gradients_of_kernels(where: str) -> None:
+    x, style, residual = normal(4, 64), normal(4, 192), normal(4, 64)
+
+    def run(x: Tensor, style: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        given = [t.detach().requires_grad_() for t in (x, style, residual)]
+        made = rms_norm(given[0], residual=given[2], style=given[1])
+        return torch.autograd.grad(made.out.float().square().sum() + made.gate.float().sum(), given)
+
+    assert_like_reference(where, run, x, style, residual)
+
+
+@pytest.mark.gpu
+def test_one_launch_that_a_graph_replays() -> None:
+    x, residual, style, scale = (
+        t.cuda() for t in (normal(968, 2048), normal(968, 2048), normal(968, 6144), torch.ones(1))
+    )
+    out = torch.empty(968, 2048, dtype=E4M3, device="cuda")
+    assert_captures(
+        lambda: (
+            rms_norm(
+                x, residual=residual, style=style, quant=Quant(E4M3, scale), out=out, residual_out=torch.empty_like(x)
+            ).out
+        )
+    )
+    scale.fill_(0.01)
+    wanted = results(rms_norm, "cpu", x.cpu(), residual=residual.cpu(), style=style.cpu(), quant=Quant(E4M3, 0.01))[0]
+    got = rms_norm(x, residual=residual, style=style, quant=Quant(E4M3, scale)).out.cpu()
+    assert (got.view(torch.uint8) != wanted.view(torch.uint8)).float().mean() < 0.01
+
+
+X = torch.ones(2, 8)
+BAD = {
+    "style": (lambda: rms_norm(X, style=torch.ones(2, 16)), r"style has shape \(2, 16\); expected 24 columns"),
+    "style and scale": (lambda: rms_norm(X, style=torch.ones(2, 24), scale=X), "style is given together with scale"),
+    "scale": (lambda: rms_norm(X, scale=torch.ones(3, 8)), r"scale has shape \(3, 8\); expected one that broadcasts"),
+    "gate dtype": (lambda: rms_norm(X, gate=X.half()), "gate has dtype float16; expected one of float32"),
+    "keep": (lambda: rms_norm(X, keep=True), "keep is True; expected False without quant"),
+    "quant": (lambda: rms_norm(X, quant=3), "quant is a int; expected rtkernels.Quant"),
+    "granularity": (lambda: rms_norm(X, quant=Quant(E4M3, granularity="col")), "quant.granularity is 'col'; expected"),
+    "codes": (lambda: rms_norm(X, quant=torch.int4), "quant.dtype is torch.int4; expected one of"),
+    "static rows": (lambda: rms_norm(X, quant=Quant(E4M3, 1.0, "row")), "quant.scale is given; expected None for"),
+    "scale of 0": (lambda: rms_norm(X, quant=Quant(E4M3, 0.0, floor=0.0)), "quant.scale is 0.0; expected a number ab"),
+    "scale shape": (lambda: rms_norm(X, quant=Quant(E4M3, torch.ones(2))), "quant.scale is torch.float32 .2,.; expec"),
+    "out dtype": (lambda: rms_norm(X, shift=X, out=X.half()), "out has dtype float16; expected float32"),
+    "out strides": (lambda: rms_norm(X, shift=X, out=torch.ones(8, 2).t()), "out has strides .* expected a contig"),
+    "out overlaps": (lambda: rms_norm(X, shift=X[0], out=X.view(-1)[:16].view(2, 8), weight=X[1]), "out overlaps weig"),
+    "scale_out": (lambda: rms_norm(X, shift=X, scale_out=X), "scale_out is given; expected None where no scale"),
+    "residual_out": (lambda: rms_norm(X, shift=X, residual_out=X), "residual_out is given; expected None without"),
+    "statistics": (lambda: rms_norm(X, shift=X, return_rstd=True), "go without the options of inference"),
+    "gradient": (lambda: rms_norm(X.clone().requires_grad_(), quant=E4M3), "quant is given but a tensor needs grad"),
+    "odd": (lambda: rms_norm(torch.ones(2, 7), quant="nvfp4"), "the result has 7 columns; expected a multiple of 2"),
+    "bias": (lambda: layer_norm(X, x_bias=X), r"bias has shape \(2, 8\); expected \(8,\)"),
+}
+test_errors_on_the_cpu, test_errors_in_the_launchers = error_tests(BAD)
