@@ -22,22 +22,23 @@ NAME = "rtkernels"
 _BEFORE = "_rtkernels_attention_before"
 
 
-def attention_mask(
-    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, *,
-    attention_mask: Tensor | None = None, device: Any = None, **options: Any,
-) -> Tensor | None:  # fmt: skip
-    """Return what :func:`attention_forward` takes as its mask; arguments are those of transformers' mask interface."""
+def attention_mask(**options: Any) -> Tensor | None:
+    """Return what :func:`attention_forward` takes as its mask.
+
+    Arguments are those of transformers' mask interface; the names used here are those of 5.17, and where one of them
+    is missing, as in other versions, a mask is made as for torch's attention.
+    """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
+    offset, padding, batch = options.get("q_offset"), options.get("attention_mask"), options.get("batch_size")
+    known = offset is not None and batch is not None and options.get("q_length") == 1
     plain = options.get("mask_function") is causal_mask_function and options.get("local_size") is None
-    if q_length == 1 and plain and isinstance(kv_offset, int) and kv_offset == 0 and not is_dynamo_compiling():
-        if attention_mask is None or _is_unpadded(attention_mask):
-            if isinstance(q_offset, Tensor):
-                return (q_offset + 1).to(torch.int32).expand(batch_size).view(batch_size, 1, 1, 1)
-            return torch.full((batch_size, 1, 1, 1), q_offset + 1, dtype=torch.int32, device=device)
-    make = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-    given = {"attention_mask": attention_mask, "device": device, "q_offset": q_offset, "kv_offset": kv_offset}
-    return make(batch_size=batch_size, q_length=q_length, kv_length=kv_length, **given, **options)
+    begins = isinstance(options.get("kv_offset"), int) and options["kv_offset"] == 0
+    if known and plain and begins and not is_dynamo_compiling() and (padding is None or _is_unpadded(padding)):
+        if isinstance(offset, Tensor):
+            return (offset + 1).to(torch.int32).reshape(1).repeat(batch).view(batch, 1, 1, 1)
+        return torch.full((batch, 1, 1, 1), offset + 1, dtype=torch.int32, device=options.get("device"))
+    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**options)
 
 
 def _is_unpadded(mask: Tensor) -> bool:
