@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.peers import linghe_fp8, linghe_gemm, linghe_moe, linghe_permute, linghe_router
+from bench.peers import linghe_attention, linghe_fp8, linghe_gemm, linghe_moe, linghe_permute, linghe_router
 from bench.peers.base import Absent, Call, Table, absent, silu_only
 
 # ---- norms, gates, activations ------------------------------------------------------------------------------------
@@ -228,6 +228,7 @@ _INTO = {"linghe": _embedding_into(False), "linghe_atomic": _embedding_into(True
 
 ADAPTERS: Table = {
     **linghe_fp8.ADAPTERS,
+    **linghe_attention.ADAPTERS,
     **linghe_gemm.ADAPTERS,
     **linghe_moe.ADAPTERS,
     **linghe_permute.ADAPTERS,

@@ -191,6 +191,7 @@ def test_threads_in_any_order_give_the_same_bits() -> None:
     assert_equal_bits(*results)
 
 
+@pytest.mark.slow
 def test_compiles_without_graph_breaks() -> None:
     q = random(1, 6, 2, 16)
 

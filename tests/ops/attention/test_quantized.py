@@ -70,8 +70,11 @@ def check(name: str, device: str, granularity: str = "token") -> None:
     assert_near(out, exact, 0.08, "out, of 16 bits")
 
 
+_DEFAULT = ("int8", "int8, fp16, causal", "int8 values", "fp8 all, 128")
+
+
 @at("cpu", "sm_90", "cuda")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in _DEFAULT else pytest.mark.slow) for n in CASES])
 def test_values(name: str, place: str) -> None:
     with running_on(place) as device:
         check(name, device)

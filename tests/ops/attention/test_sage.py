@@ -23,7 +23,13 @@ def given(width: int = 64, device: str = "cpu") -> list[Tensor]:
 
 
 @at("cpu", "sm_90", "cuda")
-@pytest.mark.parametrize(("qk", "pv"), [("int8", "16"), ("int8", "int8"), ("int8", "fp8"), ("fp8", "fp8")])
+@pytest.mark.parametrize(
+    ("qk", "pv"),
+    [
+        ("int8", "16"),
+        *(pytest.param(*p, marks=pytest.mark.slow) for p in (("int8", "int8"), ("int8", "fp8"), ("fp8", "fp8"))),
+    ],
+)
 def test_near_attention(qk: str, pv: str, place: str) -> None:
     with running_on(place) as device:
         q, k, v = (t.requires_grad_() for t in given(device=device))
@@ -48,6 +54,7 @@ def test_layout_and_granularity() -> None:
     assert_near(plain, exact_attention(q, k, v)[0], 0.05)
 
 
+@pytest.mark.slow
 def test_compiles_without_graph_breaks() -> None:
     first, second = ([t.requires_grad_() for t in given(16)] for _ in range(2))
     sage_attention(*first, causal=True).float().sum().backward()
