@@ -142,6 +142,11 @@ def enabled() -> list[str]:
 
 
 def _chosen(include: Any, exclude: Any, record: Any) -> _Choice:
+    if not hasattr(torch.library, "get_kernel"):
+        raise UnsupportedDeviceError(
+            f"torch {torch.__version__} has no torch.library.get_kernel, without which calls cannot be given back to "
+            f"torch's own kernels; use a later torch"
+        )
     rows = table.select(include, exclude)
     for row in rows.values():
         _refuse_composite(row)

@@ -1,4 +1,4 @@
-"""Shape, dtype and strides that the pointwise and copy families plan, on all sample inputs of torch; nothing is launched.
+"""Shape, dtype and strides that the pointwise and copy families plan, on sample inputs of torch; nothing is launched.
 
 Runs without a compiler: every operator of the two families, every dtype.
 """
@@ -13,7 +13,6 @@ import torch
 pytest.importorskip("expecttest", reason="torch's OpInfos need it: pip install expecttest")
 
 from conformance import harness
-
 from rtkernels.aten import copy, elementwise, table
 from rtkernels.runtime.launch.plans import Plans
 
