@@ -1,4 +1,4 @@
-"""All variants of the pointwise kernels, of which the compile tests of the registry see a sample: with ``--full`` only."""
+"""All variants of the pointwise kernels, of which the registry names a sample: compiled with ``--full`` only."""
 
 from __future__ import annotations
 
