@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(kPointwiseThreads)
 // accesses are coalesced. A block owns one tile; dimensions 2 to 5 are batches. `tiles` has a bit for each such operand,
 // tiles_x and tiles_y count tiles of dimensions 0 and 1. Threads: 32 x 8.
 template <typename F, typename T, typename O, typename A, typename B, typename D>
-__global__ void __launch_bounds__(kPointwiseThreads)
+__global__ void __launch_bounds__(kPointwiseThreads, 4)
     pointwise_transposed(O* out, const A* a, const B* b, const D* d, RTK_NUMBERS, RTK_SIZES, RTK_DIVISORS, RTK_OUT_STRIDES,
                          RTK_A_STRIDES, RTK_B_STRIDES, RTK_D_STRIDES, i64 dims, i64 tiles, i64 tiles_x, i64 tiles_y) {
     constexpr int kTile = 32, kRows = kPointwiseThreads / kTile, kInputs = F::kInputs;

@@ -142,6 +142,11 @@ def enabled() -> list[str]:
 
 
 def _chosen(include: Any, exclude: Any, record: Any) -> _Choice:
+    if not hasattr(torch.library, "get_kernel"):
+        raise UnsupportedDeviceError(
+            f"torch {torch.__version__} has no torch.library.get_kernel, without which calls cannot be given back to "
+            f"torch's own kernels; use a later torch"
+        )
     rows = table.select(include, exclude)
     for row in rows.values():
         _refuse_composite(row)
@@ -150,11 +155,12 @@ def _chosen(include: Any, exclude: Any, record: Any) -> _Choice:
 
 
 def _refuse_composite(row: Overload) -> None:
-    table.schema_of(row.name)
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     composite = has_kernel(f"aten::{row.name}", "CompositeImplicitAutograd") and not any(
         has_kernel(f"aten::{row.name}", key) for key in ("CPU", "CUDA")
     )
+    if not torch._C._dispatch_has_kernel(f"aten::{row.name}"):
+        raise ArgumentError(f"aten has no overload {row.name!r}")  # torch would accept it, and never call it
     if composite and not row.composite:
         raise ArgumentError(f"{row.name} is a composite, which would lose its gradient; take the operators it calls")
 
@@ -252,12 +258,12 @@ def _torch_kernel(name: str, native: Any) -> Callable[..., Any]:
     dtype that lets promotion come to the same result; tensors without dimensions get one, or theirs would count no more
     than the number's.
     """
-    boxed, arguments = native.call_boxed, table.schema_of(name).arguments
-    places = [i for i, argument in enumerate(arguments) if str(argument.type) == "Tensor"]
-    if len(places) < 2:
-        return boxed
+    boxed, places = native.call_boxed, []
 
     def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if not places:  # at the first call: schemas take long to look up
+            types = [str(argument.type) for argument in table.schema_of(name).arguments]
+            places[:] = [i for i, kind in enumerate(types) if kind == "Tensor"] or [len(types)]
         numbers = [i for i in places if i < len(args) and not isinstance(args[i], torch.Tensor)]
         if not numbers:
             return boxed(keyset, *args, **kwargs)

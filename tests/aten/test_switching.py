@@ -165,7 +165,7 @@ def test_small_tensors_go_to_torch() -> None:
     assert set(table.MIN_ELEMENTS) == set(table.FAMILIES)
 
 
-@pytest.mark.parametrize("backend", ("eager", "aot_eager"))
+@pytest.mark.parametrize("backend", (pytest.param("eager", marks=pytest.mark.slow), "aot_eager"))
 def test_compiled(toy, backend: str) -> None:
     torch._dynamo.reset()
     function = torch.compile(lambda x: torch.sin(x) + 1, backend=backend)

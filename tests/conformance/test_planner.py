@@ -1,4 +1,4 @@
-"""Shape, dtype and strides that the pointwise and copy families plan, on all sample inputs of torch; nothing is launched.
+"""Shape, dtype and strides that the pointwise and copy families plan, on sample inputs of torch; nothing is launched.
 
 Runs without a compiler: every operator of the two families, every dtype.
 """
@@ -13,11 +13,10 @@ import torch
 pytest.importorskip("expecttest", reason="torch's OpInfos need it: pip install expecttest")
 
 from conformance import harness
-
 from rtkernels.aten import copy, elementwise, table
 from rtkernels.runtime.launch.plans import Plans
 
-_ONE_IN = 12
+_ONE_IN = 60
 NAMES = {name for row in table.table().values() if row.family in ("ew", "copy") for name in row.opinfo}
 CASES = [pytest.param(case, id=harness.case_name(case)) for case in harness.cases("cpu") if case[0].name in NAMES]
 
@@ -39,7 +38,7 @@ def _no_launches():
 def check(case) -> None:
     """Compare metadata of results with torch's, in place and of ``out=`` included."""
     op, dtype = case
-    for sample in harness.samples(op, dtype, "cpu", limit=12):
+    for sample in harness.samples(op, dtype, "cpu", limit=8):
         try:
             want, _ = harness.run(op, sample, False)
         except Exception:
