@@ -40,7 +40,7 @@ def test_other_dimensions_are_torchs() -> None:
     [((3, 40), 1), ((5, 1), 1), ((2, 7, 6), 2), ((300, 8), 1), ((2, 3000), 1), ((4, 5, 33), 1)],
     ids=str,
 )
-@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("affine", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_layer_norm(place: str, shape: tuple[int, ...], over: int, affine: bool) -> None:
     def both(x: torch.Tensor, dy: torch.Tensor, *parameters: torch.Tensor) -> list[torch.Tensor]:
         given = [t.detach().clone().requires_grad_() for t in (x, *parameters)]

@@ -28,7 +28,7 @@ def test_stable_sort(place: str, dtype: torch.dtype, descending: bool) -> None:
 
 @emulated
 @at(*PLACES)
-@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("largest", [pytest.param(True, marks=SLOW), False])
 @pytest.mark.parametrize("dtype", [torch.float32, *(pytest.param(t, marks=SLOW) for t in OTHERS[:-1])])
 def test_topk(place: str, dtype: torch.dtype, largest: bool) -> None:
     for x in [*views(dtype), numbers(dtype, 2, 2500)]:
@@ -65,8 +65,9 @@ def test_more_than_256_of_long_rows_are_torchs() -> None:
 
 
 @emulated
+@SLOW
 @at(*PLACES)
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.int64, marks=SLOW)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
 def test_unique(place: str, dtype: torch.dtype) -> None:
     for x in (numbers(dtype, 7), numbers(dtype, 5, 9).t(), numbers(dtype, 2500)):
         compare(place, "sort", lambda x: torch._unique2(x, True, True, True), x)

@@ -28,7 +28,9 @@ def inputs():
 
 @emulated
 @at(*PLACES)
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize(
+    "window", [*(pytest.param(w, marks=pytest.mark.slow) for w in WINDOWS[:2]), WINDOWS[2]], ids=str
+)
 def test_pools(place: str, window: dict) -> None:
     for x in inputs():
         compare(place, "win", lambda x: functional.avg_pool2d(x, **window), x)

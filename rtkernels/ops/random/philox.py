@@ -59,7 +59,7 @@ def _plan_dropout(x: Meta, seed: Meta, device: int) -> Steps:
     return Steps(Step(launch, "x", "y", "mask", "seed", n, "keep", "scale", int(aligned)))
 
 
-_FILLED = Primitive(
+_DRAWN = Primitive(
     "random_fill", (InPlace("out", None), Dense("seed", None)), "kind, a, b", results="", plan=_plan_fill, numbers="a b"
 )
 _DROPPED = Primitive(
@@ -88,7 +88,7 @@ def fill(out: Tensor, kind: str, a: float, b: float, generator: torch.Generator 
     Returns:
         out.
     """
-    _FILLED(out, drawn_seed(out, generator), kind, float(a), float(b))
+    _DRAWN(out, drawn_seed(out, generator), kind, float(a), float(b))
     return out
 
 

@@ -58,11 +58,11 @@ _ARGS = (
 )
 _ROWS = Kernel(
     "reduce/reduce_rows.cu", "reduce_rows", template="T Monoid", args=_ARGS.format(across="threads_per_row"),
-    variants=_VARIANTS, max_registers=96, tier="aten",
+    variants=_VARIANTS, max_registers=104, tier="aten",
 )  # fmt: skip
 _COLUMNS = Kernel(
     "reduce/reduce_columns.cu", "reduce_columns", template="T Monoid", args=_ARGS.format(across="across"),
-    variants=_VARIANTS, max_registers=96, tier="aten",
+    variants=_VARIANTS, max_registers=104, tier="aten",
 )  # fmt: skip
 _FINISH = Kernel(
     "reduce/reduce_rows.cu", "reduce_finish", template="Monoid", max_registers=64, tier="aten",

@@ -28,7 +28,7 @@ _ROWS = Kernel(
     "threads_per_row:i64 aligned:i64 totals:i64 flip:i64",
 )  # fmt: skip
 _COLUMNS = Kernel(
-    "scan/scan.cu", "scan_columns", template="T Out Scan", max_registers=80, tier="aten", variants=_VARIANTS,
+    "scan/scan.cu", "scan_columns", template="T Out Scan", max_registers=96, tier="aten", variants=_VARIANTS,
     args="x:ptr y:ptr indices:ptr partial:ptr columns:i64 n:i64 inner:i64 x_row:i64 x_step:i64 x_inner:i64 slices:i64 "
     "per_slice:i64 totals:i64 flip:i64",
 )  # fmt: skip
