@@ -15,7 +15,7 @@ from rtkernels.ops.shared.block_formats import ELEMENT_RULES, SCALE_RULES
 from rtkernels.ops.shared.fp8_layout import check_option
 from rtkernels.ops.shared.row_quant import NVFP4_MAX, finite_amax, memory_for
 from rtkernels.runtime.layout import FLOAT_DTYPES, check_same, row_count, token
-from rtkernels.runtime.operator.arguments import a_number
+from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.declared import Argument, Dense, InPlaceExact, Meta, Operator, Rows
 from rtkernels.runtime.operator.registry import Op
@@ -223,7 +223,7 @@ def nvfp4_scale_bytes(rows: int, cols: int) -> int:
     Returns:
         A multiple of 512.
     """
-    return formats.swizzled_bytes(rows, -(-cols // 16))
+    return formats.swizzled_bytes(an_integer("rows", rows), -(-an_integer("cols", cols) // 16))
 
 
 def nvfp4_swizzle(scales: Tensor) -> Tensor:
@@ -258,7 +258,7 @@ def nvfp4_unswizzle(scales: Tensor, rows: int, cols: int) -> Tensor:
     """
     if not isinstance(scales, Tensor):
         return interop.call(nvfp4_unswizzle, scales, rows, cols)
-    return formats.unswizzle(scales, rows, -(-cols // 16))
+    return formats.unswizzle(scales, an_integer("rows", rows), -(-an_integer("cols", cols) // 16))
 
 
 def quantize_mxfp8(
