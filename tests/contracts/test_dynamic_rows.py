@@ -171,7 +171,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "transpose": lambda x, ids: rtk.transpose(x),
     "transpose_experts": lambda x, ids: rtk.transpose_experts(x, COUNTS),
 }  # fmt: skip
-# Lists of tensors for other functions, and sizes as numbers; tables and scales of weights; and the operators of others above.
+# Lists of tensors for other functions, and sizes as numbers; tables and scales of weights; operators of others above.
 WITHOUT_ROWS = {"tensor_list", "moe_rows", "check_labels", "fp8_weight", "rope_table", "patchify"}
 WITHOUT_ROWS |= {"nvfp4_scale_bytes", "nvfp4_swizzle", "nvfp4_unswizzle"}
 WITHOUT_ROWS |= {"add_bias", "channel_mul", "euler_step", "cfg_combine", "dequantize_nvfp4"}

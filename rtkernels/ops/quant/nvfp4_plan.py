@@ -18,7 +18,7 @@ _ALIGNED16, _SWIZZLED, _CHANNEL_FP32, _E5M2, _ROUND_UP = 1, 2, 4, 8, 16  # flags
 
 _SIZES = "rows:i64 cols:i64 blocks:i64"
 _AMAX = Kernel(
-    "quant/nvfp4.cu", "tensor_amax", template="T", max_registers=64,
+    "quant/nvfp4.cu", "tensor_amax", template="T", max_registers=96,
     args=f"x:ptr channel_scale:ptr amax:ptr {_SIZES} x_stride:i64 divisor:i64 flags:i64",
     variants=[(t,) for t in _TYPES],
 )  # fmt: skip
