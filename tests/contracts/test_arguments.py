@@ -213,6 +213,10 @@ def _f8(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.float8_e4m3fn)
 
 
+def _bytes(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.uint8)
+
+
 def _b16(*shape: int) -> Tensor:
     return torch.ones(shape, dtype=torch.bfloat16)
 
@@ -249,6 +253,17 @@ NUMBERS: dict[str, Callable[..., Any]] = {
     "quantize_qk": lambda **n: rtkernels.quantize_qk(*_heads(1, 4, 2, 16)[1:], **n),
     "sage_attention": lambda **n: rtkernels.sage_attention(*_heads(1, 4, 2, 16), **n),
     "sdpa": lambda **n: rtkernels.sdpa(*_heads(1, 2, 4, 16), **n),
+    "add_bias": lambda **n: rtkernels.add_bias(torch.ones(4, 8), torch.ones(8), pos=torch.ones(2, 8), **n),
+    "cfg_combine": lambda **n: rtkernels.cfg_combine(*[torch.ones(4, 8)] * 3, **{"beta": 1.0, **n}),
+    "dequantize_nvfp4": lambda **n: rtkernels.dequantize_nvfp4(_bytes(4, 8), _bytes(4, 1), **n),
+    "euler_step": lambda **n: rtkernels.euler_step(torch.ones(4, 8), torch.ones(4, 8), **{"dt": 0.1, **n}),
+    "nvfp4_scale_bytes": lambda **n: rtkernels.nvfp4_scale_bytes(**{"rows": 4, "cols": 16, **n}),
+    "nvfp4_unswizzle": lambda **n: rtkernels.nvfp4_unswizzle(_bytes(512), **{"rows": 4, "cols": 16, **n}),
+    "patchify": lambda **n: rtkernels.patchify(torch.ones(1, 4, 4, 3), **{"patch": 2, **n}),
+    "qkv_split": lambda **n: rtkernels.qkv_split(torch.ones(4, 32), **{"num_heads": 2, "num_kv_heads": 1, **n}),
+    "quantize_nvfp4": lambda **n: rtkernels.quantize_nvfp4(torch.ones(4, 16), **n),
+    "repeat_heads": lambda **n: rtkernels.repeat_heads(torch.ones(4, 2, 8), **{"n": 2, **n}),
+    "rope_table": lambda **n: rtkernels.rope_table(**{"positions": 4, "dim": 8, **n}),
     "add_": lambda **n: rtkernels.add_(torch.ones(4, 8), torch.ones(4, 8), **n),
     "cross_entropy": lambda **n: rtkernels.cross_entropy(torch.ones(4, 8), _labels(), **n),
     "dequantize_fp8_hadamard": lambda **n: rtkernels.dequantize_fp8_hadamard(_f8(4, 128), torch.ones(4), **n),

@@ -64,6 +64,8 @@ def _written(x: Tensor, function: Callable[[Tensor], Any]) -> Tensor:
 
 rtk = rtkernels
 CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "act": lambda x, ids: rtk.act(x, "silu", add=WEIGHT),
+    "add_residual": lambda x, ids: rtk.add_residual(x, 2 * x, gate=WEIGHT),
     "add_": lambda x, ids: _written(x, lambda y: rtk.add_(y, x.detach())),
     "append_kv_cache": lambda x, ids: _appended(_heads(x.detach())),
     "attention": lambda x, ids: rtk.attention(*_qkv(x[None]), causal=True, return_lse=True),
@@ -151,6 +153,9 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "qk_norm_rope": lambda x, ids: rtk.qk_norm_rope(
         x.view(-1, 1, HIDDEN), WEIGHT[:32], WEIGHT[:32], *_angles(x), q_heads=4, kv_heads=2
     ),
+    "qkv_split": lambda x, ids: rtk.qkv_split(x, 4, 2, rope=_angles(x), q_norm=WEIGHT[:32]),
+    "quantize_nvfp4": lambda x, ids: rtk.quantize_nvfp4(x.detach()),
+    "repeat_heads": lambda x, ids: rtk.repeat_heads(x.view(-1, 4, 64), 2),
     "quantize_fp8": lambda x, ids: rtk.quantize_fp8(x, granularity="row"),
     "quantize_fp8_experts": lambda x, ids: rtk.quantize_fp8_experts(x, COUNTS, output="row")[:2],
     "quantize_fp8_hadamard": lambda x, ids: rtk.quantize_fp8_hadamard(x)[:2],
@@ -159,6 +164,8 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     ),
     "quantize_fp8_smooth": lambda x, ids: rtk.quantize_fp8_smooth(x, WEIGHT)[:2],
     "rms_norm": lambda x, ids: rtk.rms_norm(x, WEIGHT),
+    "rms_norm, modulated": lambda x, ids: rtk.rms_norm(x, WEIGHT, residual=2 * x, scale=WEIGHT, shift=x)[:2],
+    "rms_norm, static fp8": lambda x, ids: rtk.rms_norm(x.detach(), shift=WEIGHT, quant=rtk.Quant(F8, 0.1)),
     "rms_norm, residual": lambda x, ids: rtk.rms_norm(x, WEIGHT, residual=2 * x, return_rstd=True),
     "rms_norm_fp8": lambda x, ids: rtk.rms_norm_fp8(x, WEIGHT)[:2],
     "rms_norm_router": lambda x, ids: rtk.rms_norm_router(x.bfloat16(), None, MATRIX.bfloat16())[0],
@@ -182,8 +189,11 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "transpose": lambda x, ids: rtk.transpose(x),
     "transpose_experts": lambda x, ids: rtk.transpose_experts(x, COUNTS),
 }  # fmt: skip
-# Lists of tensors for other functions, and sizes as numbers.
-WITHOUT_ROWS = {"tensor_list", "moe_rows", "check_labels", "fp8_weight"}
+# Lists of tensors for other functions, and sizes as numbers; tables and scales of weights; operators of others above.
+WITHOUT_ROWS = {"tensor_list", "moe_rows", "check_labels", "fp8_weight", "rope_table", "patchify"}
+WITHOUT_ROWS |= {"nvfp4_scale_bytes", "nvfp4_swizzle", "nvfp4_unswizzle"}
+WITHOUT_ROWS |= {"add_bias", "channel_mul", "euler_step", "cfg_combine", "dequantize_nvfp4"}
+WITHOUT_ROWS |= {"quantize_mxfp4", "quantize_mxfp8", "dequantize_mxfp4", "dequantize_mxfp8"}
 
 
 def test_every_public_function_is_tried() -> None:

@@ -23,6 +23,10 @@ def _calls() -> list[tuple[str, str]]:
     return [(there.replace("`", ""), here) for there, here in rows]
 
 
+def norm_row(cols: int) -> torch.Tensor:
+    return torch.linspace(0.5, 2.0, cols).half()
+
+
 def _names() -> dict[str, Any]:
     g = torch.Generator().manual_seed(0)
     x, w, gate, dy = (torch.randn(shape, generator=g) for shape in ((M, K), (N, K), (2 * N, K), (M, N)))
@@ -58,6 +62,13 @@ def _names() -> dict[str, Any]:
     }
     given["x8"], given["sx"] = rtkernels.quantize_fp8(x.bfloat16(), granularity="row")
     given |= _attention_names(g)
+    generator = torch.Generator().manual_seed(1)
+    r, gate16, up16 = (torch.randn(M, K, generator=generator).half() for _ in range(3))
+    given |= {"y": x.half(), "r": r, "gate16": gate16, "up16": up16, "norm": torch.ones(K).half(), "merged": x.half()}
+    given |= {"style": torch.randn(M, 3 * K, generator=generator).half(), "s": torch.tensor(0.05), "row": norm_row(K)}
+    given |= {"pos": torch.randn(3, K, generator=generator).half(), "img": torch.randn(3, 28, 28, 3).half()}
+    given |= {"angles": torch.rand(M, 32), "qkv16": torch.randn(M, 6 * 32, generator=generator).half()}
+    given |= {"cache": torch.zeros(2, 20, 1, 32).half(), "act4": rtkernels.quantize_nvfp4(x.half())}
     given["pair"] = lambda left, right: (left[0], right[0], left[1], right[1])
     return given
 

@@ -28,7 +28,7 @@ LAYOUTS = ("plain", "concat", "interleaved")
 _ACTS = tuple(ACT_TYPES)  # in the order of the kernel's switch
 _MAX_THREADS, _PER_THREAD = 256, 2
 _KERNEL = Kernel(
-    "act/combine.cu", "combine", template="T FORMAT ALIGNED", max_registers=160,
+    "act/combine.cu", "combine", template="T FORMAT ALIGNED", max_registers=168,
     args="x:ptr add0:ptr add1:ptr mul0:ptr mul1:ptr base0:ptr base1:ptr quant_scale:ptr amax:ptr factor:ptr out:ptr "
     "kept:ptr scale_out:ptr global_out:ptr rows:i64 cols:i64 x_stride:i64 "
     + " ".join(f"{name}_stride:i64 {name}_each:i64" for name in OPERANDS)

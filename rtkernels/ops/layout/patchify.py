@@ -94,7 +94,7 @@ def patchify(
         raise ArgumentError(f"img_layout is {img_layout!r}; expected 'nhwc' or 'nchw'")
     if order not in _ORDERS:
         raise ArgumentError(f"order is {order!r}; expected 'hwc' or 'chw'")
-    ph, pw = (patch, patch) if not isinstance(patch, tuple) else patch
+    ph, pw = patch if isinstance(patch, tuple) and len(patch) == 2 else (patch, patch)
     if an_integer("patch", ph) <= 0 or an_integer("patch", pw) <= 0:
         raise ArgumentError(f"patch is {patch}; expected sizes above 0")
     if lut is not None:

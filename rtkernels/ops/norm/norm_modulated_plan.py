@@ -18,7 +18,7 @@ _KERNEL = Kernel(
     "quant_scale:ptr amax:ptr out:ptr residual_out:ptr kept:ptr scale_out:ptr global_out:ptr rows:i64 cols:i64 "
     "x_stride:i64 residual_stride:i64 gate_stride:i64 gate_each:i64 scale_stride:i64 scale_each:i64 shift_stride:i64 "
     "shift_each:i64 threads_per_row:i64 flags:i64 quant:i64 eps:f64 offset:f64 number:f64 floor:f64",
-    variants=row_variants(),
+    variants=row_variants(), tier="serve",
 )  # fmt: skip
 KERNELS = (_KERNEL,)
 # Flags of norm/norm_modulated.cu.

@@ -15,7 +15,7 @@ from rtkernels.ops.shared.block_formats import ELEMENT_RULES, SCALE_RULES
 from rtkernels.ops.shared.fp8_layout import check_option
 from rtkernels.ops.shared.row_quant import NVFP4_MAX, finite_amax, memory_for
 from rtkernels.runtime.layout import FLOAT_DTYPES, check_same, row_count, token
-from rtkernels.runtime.operator.arguments import a_number
+from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.declared import Argument, Dense, InPlaceExact, Meta, Operator, Rows
 from rtkernels.runtime.operator.into import into
@@ -224,7 +224,7 @@ def nvfp4_scale_bytes(rows: int, cols: int) -> int:
     Returns:
         A multiple of 512.
     """
-    return formats.swizzled_bytes(rows, -(-cols // 16))
+    return formats.swizzled_bytes(an_integer("rows", rows), -(-an_integer("cols", cols) // 16))
 
 
 def nvfp4_swizzle(scales: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -264,7 +264,7 @@ def nvfp4_unswizzle(scales: Tensor, rows: int, cols: int, *, out: Tensor | None 
         return interop.call(nvfp4_unswizzle, scales, rows, cols)
     if out is not None:
         return into(nvfp4_unswizzle, locals())
-    return formats.unswizzle(scales, rows, -(-cols // 16))
+    return formats.unswizzle(scales, an_integer("rows", rows), -(-an_integer("cols", cols) // 16))
 
 
 def quantize_mxfp8(

@@ -18,20 +18,20 @@ _ALIGNED16, _SWIZZLED, _CHANNEL_FP32, _E5M2, _ROUND_UP = 1, 2, 4, 8, 16  # flags
 
 _SIZES = "rows:i64 cols:i64 blocks:i64"
 _AMAX = Kernel(
-    "quant/nvfp4.cu", "tensor_amax", template="T", max_registers=64,
+    "quant/nvfp4.cu", "tensor_amax", template="T", max_registers=96,
     args=f"x:ptr channel_scale:ptr amax:ptr {_SIZES} x_stride:i64 divisor:i64 flags:i64",
-    variants=[(t,) for t in _TYPES],
+    variants=[(t,) for t in _TYPES], tier="serve",
 )  # fmt: skip
 _QUANTIZE = Kernel(
     "quant/nvfp4.cu", "quantize_blocks", template="T FORMAT", max_registers=96,
     args="x:ptr channel_scale:ptr global_scale:ptr amax:ptr out:ptr scales:ptr global_out:ptr rows:i64 cols:i64 "
     "blocks:i64 threads:i64 x_stride:i64 divisor:i64 flags:i64 scale_rule:i64 elem_rule:i64 number:f64",
-    variants=[(t, f) for t in _TYPES for f in FORMATS.values()],
+    variants=[(t, f) for t in _TYPES for f in FORMATS.values()], tier="serve",
 )  # fmt: skip
 _DEQUANTIZE = Kernel(
     "quant/nvfp4.cu", "dequantize_blocks", template="T", max_registers=80,
     args=f"codes:ptr scales:ptr global_scale:ptr out:ptr {_SIZES} codes_stride:i64 divisor:i64 flags:i64 format:i64",
-    variants=[(t,) for t in _TYPES],
+    variants=[(t,) for t in _TYPES], tier="serve",
 )  # fmt: skip
 KERNELS = (_AMAX, _QUANTIZE, _DEQUANTIZE)
 

@@ -40,11 +40,14 @@ class Capabilities:
     wgmma: bool
 
 
-def capabilities(device: torch.device | str | int | None = None) -> Capabilities:
+def capabilities(device: torch.device | str | None = None) -> Capabilities:
     """Return what a CUDA device can do, without launching anything.
 
     Args:
-        device: A CUDA device; None for the current one.
+        device: A CUDA device, or its number; None for the current one.
+
+    Returns:
+        A frozen dataclass.
     """
     index = _index(device)
     info = device_info(index)
