@@ -25,6 +25,7 @@ from rtkernels.runtime.operator import into
 ROWS = 6
 # Functions that torch does a part of: what they still allocate or copy, and why.
 COPIED = {
+    "attention_quantized": "in this call scales are not dense",
     "cross_entropy": "the loss is one of several numbers that a kernel writes together",
     "dequantize_fp8_hadamard": "the result is converted to its dtype",
     "dequantize_fp8_smooth": "the result is converted to its dtype",
@@ -38,6 +39,7 @@ COPIED = {
     "moe_permute_smooth_t": "offsets of experts are worked out by torch",
     "multi_count_zeros": "numbers of all tensors are added up by torch",
     "multi_norm": "numbers of all tensors are added up by torch",
+    "sage_attention": "what smoothing took from lse is added by torch",
     "smooth_factors": "it is a formula of torch on one vector",
 }
 # In the emulator; the others with --full, and all of them on a GPU.

@@ -19,6 +19,7 @@ from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
@@ -137,6 +138,7 @@ QUANTIZE_V = Operator(
 def quantize_qk(
     q: Tensor, k: Tensor, *, dtype: torch.dtype = torch.int8, granularity: str = "token", smooth_k: bool = True,
     scale: float | None = None,
+    out: tuple[Tensor | None, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return q and k as 8-bit codes with scales, as ``attention_quantized`` takes them. Not differentiable.
 
@@ -150,6 +152,8 @@ def quantize_qk(
             a softmax does not see. Outliers that all keys share are gone then.
         scale: Factor of the products that the attention will have; ``1 / sqrt(width)`` if None. Only the last result
             depends on it.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         Codes of q, its scales (float32 [batch, heads, queries or blocks]), codes of k, its scales, and what smooth_k
@@ -159,6 +163,8 @@ def quantize_qk(
         return interop.call(
             quantize_qk, q, k, dtype=dtype, granularity=granularity, smooth_k=smooth_k, scale=scale
         )  # fmt: skip
+    if out is not None:
+        return into(quantize_qk, locals())
     _check_code_dtype(dtype)
     if granularity not in GRANULARITIES:
         raise ArgumentError(f"granularity is {granularity!r}; expected one of {', '.join(GRANULARITIES)}")
@@ -167,12 +173,16 @@ def quantize_qk(
     return QUANTIZE_QK.call(q, k, *options)
 
 
-def quantize_v(v: Tensor, *, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+def quantize_v(
+    v: Tensor, *, dtype: torch.dtype = torch.int8, out: tuple[Tensor | None, ...] | None = None
+) -> tuple[Tensor, Tensor]:
     """Return v as 8-bit codes, transposed, with scales, as ``attention_quantized`` takes them. Not differentiable.
 
     Args:
         v: bfloat16 or float16 [batch, keys, heads, width]; width a multiple of 8 up to 128.
         dtype: int8 or float8_e4m3fn.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         Codes [batch, heads, width, keys rounded up to a multiple of 16], zeros behind the last key, and a scale of each
@@ -180,6 +190,8 @@ def quantize_v(v: Tensor, *, dtype: torch.dtype = torch.int8) -> tuple[Tensor, T
     """
     if not isinstance(v, Tensor):
         return interop.call(quantize_v, v, dtype=dtype)
+    if out is not None:
+        return into(quantize_v, locals())
     _check_code_dtype(dtype)
     refuse_gradients("quantize_v", [v])
     return QUANTIZE_V.call(v, dtype == CODES[1])
@@ -327,6 +339,7 @@ def attention_quantized(
     block_q: int = 1, block_k: int = 1, seqused_k: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int = 0, max_seqlen_k: int = 0,
     out_dtype: torch.dtype = torch.bfloat16, return_lse: bool = False,
+    out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return the attention of 8-bit queries and keys, with values of 16 or 8 bits.
 
@@ -356,6 +369,8 @@ def attention_quantized(
         max_seqlen_k: The same for keys.
         out_dtype: bfloat16 or float16 for values with codes; otherwise the result has v's dtype.
         return_lse: Return lse as well.
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         [batch, queries, heads, width of v] (packed as q is); with return_lse a pair of it and lse, float32 [batch,
@@ -368,6 +383,8 @@ def attention_quantized(
             cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, out_dtype=out_dtype,
             return_lse=return_lse,
         )  # fmt: skip
+    if out is not None:
+        return into(attention_quantized, locals())
     if out_dtype not in HALVES:
         raise ArgumentError(f"out_dtype is {out_dtype}; expected torch.bfloat16 or torch.float16")
     refuse_gradients("attention_quantized", [t for t in (q, k, v, scale_q, scale_k, scale_v) if t is not None])

@@ -13,6 +13,7 @@ from rtkernels.ops.attention import attention as base
 from rtkernels.ops.attention import quantized
 from rtkernels.ops.attention.checks import LAYOUTS
 from rtkernels.runtime.operator.autograd import once_differentiable
+from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
 
 _DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -69,6 +70,7 @@ def sage_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False,
     window: int | tuple[int | None, int | None] | None = None, qk: str = "int8", pv: str = "16",
     granularity: str = "token", smooth_k: bool = True, return_lse: bool = False, layout: str = "blhd",
+    out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return attention with q and k (and v) quantised to 8 bits on the way.
 
@@ -88,6 +90,8 @@ def sage_attention(
         smooth_k: Take the mean over all keys from each key first; the result is the same but for rounding.
         return_lse: Return lse as well.
         layout: "blhd" as above, or "bhld" [batch, heads, length, width].
+        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
+            those of the results. Not with gradients.
 
     Returns:
         [batch, queries, heads, width of v] in `layout`; with return_lse a pair of it and lse, float32 [batch, heads,
@@ -98,6 +102,8 @@ def sage_attention(
             sage_attention, q, k, v, scale=scale, causal=causal, window=window, qk=qk, pv=pv, granularity=granularity,
             smooth_k=smooth_k, return_lse=return_lse, layout=layout,
         )  # fmt: skip
+    if out is not None:
+        return into(sage_attention, locals())
     choices = (("qk", qk, tuple(_DTYPES)), ("pv", pv, ("16", *_DTYPES)), ("layout", layout, LAYOUTS))
     for name, value, expected in (*choices, ("granularity", granularity, quantized.GRANULARITIES)):
         if value not in expected:
