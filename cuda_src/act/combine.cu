@@ -50,13 +50,13 @@ RTK_DEVICE i64 operand_row(i64 row, i64 stride, i64 each) {
 }
 
 // What a thread may have: as much as lets four blocks of 256 share a multiprocessor where rows allow accesses of 16 bytes.
-constexpr int combine_registers(int format, bool aligned) {
-    if (aligned) return format == kFp4Output ? 128 : 64;
+constexpr int combine_registers(int format, bool aligned, int bytes) {
+    if (aligned) return format == kFp4Output ? (bytes == 4 ? 168 : 128) : 64;
     return format == kFp4Output ? 168 : format == kByteOutput ? 128 : 96;
 }
 
 template <typename T, int FORMAT, bool ALIGNED>
-__global__ void __maxnreg__(combine_registers(FORMAT, ALIGNED))
+__global__ void __maxnreg__(combine_registers(FORMAT, ALIGNED, sizeof(T)))
     combine(const void* x, const void* add0, const void* add1, const void* mul0, const void* mul1, const void* base0,
             const void* base1, const float* quant_scale, u32* amax, const float* factor, void* out, void* kept,
             void* scale_out, float* global_out, i64 rows, i64 cols, i64 x_stride, i64 add0_stride, i64 add0_each,
