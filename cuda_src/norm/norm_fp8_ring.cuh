@@ -138,7 +138,7 @@ struct RingGains {
         unpack<T, 4>(Raw<8>{raw.w[0], raw.w[1]}, gain);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            if (tiles_across) gain[i] = __uint_as_float(raw.w[i]);
+            if (weight_fp32) gain[i] = __uint_as_float(raw.w[i]);
             to[static_cast<int>(threadIdx.x) % kWarp * 4 + i] = weight == nullptr ? 1.0f : gain[i] + offset;
         }
     }

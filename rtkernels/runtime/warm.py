@@ -315,13 +315,12 @@ def _no_op(name: str, known: Sequence[Op]) -> str:
 
 
 def with_parts(ops: Sequence[str] | None) -> list[Op]:
-    """Return the ops a user named, those whose kernels they launch, and those that only serve others."""
+    """Return the ops a user named and, after them, those whose kernels they launch."""
     found = select(ops)
     if ops is None:
         return found
     used = [name for op in found for name in op.uses]
-    found += [op for op in select(used) if op not in found]
-    return found + [op for op in select(None) if not op.public and op not in found]
+    return found + [op for op in select(used) if op not in found]
 
 
 def plan(ops: Sequence[Op], chosen: Sequence[Target], tiers: Sequence[str] | None = None) -> Iterator[Job]:

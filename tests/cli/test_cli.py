@@ -82,7 +82,7 @@ def test_version(capsys):
         (("warm", "--arch", "sm_80", "--op", "rms_nrom"), "no op 'rms_nrom'; did you mean 'rms_norm'"),
         (("warm", "--arch", "sm_80", "--op", "kl-div"), "did you mean 'kl_div'"),
         (("list", "--op", "rms_norm_fwd"), "'rms_norm_fwd'; that is a kernel of rms_norm"),
-        (("warm", "--arch", "sm_80", "--op", "zzz"), "no op 'zzz'; there are append_kv_cache, "),
+        (("warm", "--arch", "sm_80", "--op", "zzz"), "no op 'zzz'; there are act, "),
         (("warm", "--arch", "sm_80", "--jobs", "0"), "--jobs"),
         (("warm", "--arch", "sm_80", "--out", __file__), "is not a directory"),
         (("cache",), "ACTION"),
@@ -238,7 +238,8 @@ def test_warm_says_that_compiling_is_forbidden_instead_of_advising_itself(capsys
 
 def test_warm_of_one_op_includes_the_parts_it_launches():
     """The backward of rms_norm ends in column_sum: warming rms_norm alone must be enough to run it."""
-    assert [op.name for op in warming.with_parts(["rms_norm"]) if op.kernels] == ["rms_norm", "norm_fp8", SMALL]
+    parts = ["norm_fp8", "norm_modulated", "combine", SMALL]
+    assert [op.name for op in warming.with_parts(["rms_norm"])] == ["rms_norm", *parts]
     assert [op.name for op in warming.with_parts([SMALL]) if op.kernels] == [SMALL]
     assert warming.with_parts(None) == warming.select(None)
 

@@ -80,7 +80,7 @@ def test_there_are_not_too_many_variants() -> None:
     assert count["aten"] <= 400, f"{count['aten']} variants of aten's operators on sm_90a"
     # 60 of them are the four kernels behind the inference ops, instead of one for each of their 80 names.
     assert count[False] <= 710, f"{count[False]} variants on sm_90a besides products and attention"
-    assert count[True] <= 300, f"{count[True]} variants of products and attention on sm_90a"
+    assert count[True] <= 330, f"{count[True]} variants of products and attention on sm_90a"
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -50,7 +50,7 @@ QUICK = {
 # Functions with an operator that writes into `out`; tests of their families try that.
 HAVE_THEIR_OWN = {
     *("rms_norm", "layer_norm", "index_select", "scatter_add", "scaled_mm", "grouped_mm", "grouped_mm_masked"),
-    *("grouped_wgrad", "attention", "attention_varlen"),
+    *("grouped_wgrad", "attention", "attention_varlen", "quantize_nvfp4", "quantize_mxfp8", "quantize_mxfp4"),
 }
 
 OTHER_KERNEL = {"glu"}  # which has one for the options of inference

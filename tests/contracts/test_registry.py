@@ -30,14 +30,21 @@ TESTS = Path(__file__).parents[1]
 
 @pytest.mark.parametrize(("torch_op", "args"), SAMPLES)
 def test_opcheck(torch_op: TorchOp, args: tuple) -> None:
-    torch.library.opcheck(torch_op.overload, args)
+    _opcheck(torch_op, args)
+
+
+def _opcheck(torch_op: TorchOp, args: tuple) -> None:
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if any(isinstance(arg, torch.Tensor) and arg.is_floating_point() and arg.itemsize == 1 for arg in args):
+        checks.remove("test_schema")  # which compares arguments by allclose, and torch has none for 8 bits
+    torch.library.opcheck(torch_op.overload, args, test_utils=checks)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPS)
 def test_opcheck_on_the_gpu(name: str) -> None:
     for torch_op, args in samples_of(name, "cuda"):
-        torch.library.opcheck(torch_op.overload, args)
+        _opcheck(torch_op, args)
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -76,4 +76,4 @@ def act(x: Tensor, kind: str, *, add: Tensor | None = None, out: Tensor | None =
     return _forward(x, add, kind, out)
 
 
-OP = Op("act", public=("act",), kernels=(), torch_ops=())
+OP = Op("act", public=("act",), kernels=(), torch_ops=(), uses=("combine",))

@@ -402,4 +402,5 @@ OP = Op(
     public=("glu",),
     kernels=(_FWD, _BWD, _BWD_BY_ROW, _FWD_GENERIC, _BWD_GENERIC),
     torch_ops=(FORWARD, BACKWARD, BACKWARD_OVER),
+    uses=("combine", "nvfp4"),
 )

@@ -180,4 +180,5 @@ OP = Op(
     public=("glu_fp8", "glu_fp8_backward", "glu_smooth_fp8", "glu_smooth_fp8_backward"),
     kernels=(FWD, BWD, FWD_STREAM, BWD_STREAM, ANY, smooth_quant.SMOOTH),
     torch_ops=(FORWARD, BACKWARD, smooth_quant.FORWARD, smooth_quant.BACKWARD),
+    uses=("column_sum",),
 )

@@ -304,4 +304,4 @@ def _tables(rope: Any, dim: int, interleaved: bool) -> tuple[Tensor | None, Tens
     return tuple(rope)
 
 
-OP = Op("qkv_split", public=("qkv_split",), kernels=(_KERNEL,), torch_ops=(SPLIT,))
+OP = Op("qkv_split", public=("qkv_split",), kernels=(_KERNEL,), torch_ops=(SPLIT,), uses=("rms_norm", "rope"))

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.operator.into import into
-from rtkernels.runtime.operator.registry import Op
 
 
 def id_bounds(ids: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -38,6 +37,3 @@ def id_bounds(ids: Tensor, *, out: Tensor | None = None) -> Tensor:
     places = torch.where(begins, begins.cumsum(0) - 1, count)  # what begins nothing goes to the last entry, which stays
     numbers = torch.arange(count, dtype=torch.int32, device=ids.device)
     return bounds.scatter_reduce_(0, places, torch.where(begins, numbers, count), "amin")
-
-
-OP = Op("id_bounds", public=("id_bounds",), kernels=(), torch_ops=())

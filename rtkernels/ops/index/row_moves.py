@@ -188,7 +188,7 @@ def sort_chunks(
 
 OP = Op(
     "row_moves",
-    public=("index_select", "scatter_add", "sort_chunks"),
+    public=("index_select", "scatter_add", "sort_chunks", "id_bounds"),
     kernels=KERNELS,
     torch_ops=(SELECT, SELECT_INTO, SCATTER, SCATTER_INTO, CHUNKS),
     uses=("embedding",),

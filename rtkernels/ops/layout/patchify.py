@@ -170,4 +170,4 @@ def repeat_heads(x: Tensor, n: int, *, out: Tensor | None = None) -> Tensor:
     return _repeat(x.detach(), n, out)
 
 
-OP = Op("patchify", public=("patchify", "repeat_heads"), kernels=(), torch_ops=())
+OP = Op("patchify", public=("patchify", "repeat_heads"), kernels=(), torch_ops=(), uses=("strided_copy",))

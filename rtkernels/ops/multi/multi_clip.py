@@ -7,7 +7,6 @@ import torch
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.multi.multi_tensor import Tensors, _listed, _overwritten
 from rtkernels.runtime.operator.arguments import a_number
-from rtkernels.runtime.operator.registry import Op
 
 
 def multi_clip_(tensors: Tensors, limit: float) -> None:
@@ -30,6 +29,3 @@ def multi_clip_(tensors: Tensors, limit: float) -> None:
         with torch.no_grad():
             torch._foreach_clamp_min_(tensors, -float(limit))
             torch._foreach_clamp_max_(tensors, float(limit))
-
-
-OP = Op("multi_clip", public=("multi_clip_",), kernels=(), torch_ops=())

@@ -342,6 +342,7 @@ OP = Op(
     "multi_tensor",
     public=(
         "tensor_list", "multi_norm", "multi_count_zeros", "multi_scale_", "multi_copy_", "multi_clip_norm_",
+        "multi_clip_",
     ),
     kernels=(_REDUCE, _FINISH, _SCALE, *multi_adamw.KERNELS),
     torch_ops=(REDUCE, SCALE, CLIP, COPY, multi_adamw.STEP),

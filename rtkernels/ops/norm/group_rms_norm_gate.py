@@ -141,4 +141,7 @@ def group_rms_norm_gate(
     return _forward(x, gate, weight, groups, eps, layout)
 
 
-OP = Op("group_rms_norm_gate", public=("group_rms_norm_gate",), kernels=KERNELS, torch_ops=(FORWARD, BACKWARD))
+OP = Op(
+    "group_rms_norm_gate", public=("group_rms_norm_gate",), kernels=KERNELS, torch_ops=(FORWARD, BACKWARD),
+    uses=("column_sum",),
+)  # fmt: skip

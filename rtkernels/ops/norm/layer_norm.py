@@ -163,5 +163,5 @@ OP = Op(
     public=("layer_norm",),
     kernels=KERNELS,
     torch_ops=(FORWARD, ADD_FORWARD, OUT_FORWARD, BACKWARD, BACKWARD_OVER),
-    uses=("norm_fp8",),
+    uses=("norm_fp8", "norm_modulated", "combine", "column_sum"),
 )

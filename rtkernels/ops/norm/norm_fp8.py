@@ -248,5 +248,5 @@ OP = Op(
     public=("rms_norm_fp8", "layer_norm_fp8"),
     kernels=KERNELS,
     torch_ops=(FORWARD, SMOOTH),
-    uses=("rms_norm", "layer_norm"),
+    uses=("rms_norm", "layer_norm", "column_sum"),
 )

@@ -228,4 +228,5 @@ OP = Op(
     public=("add_residual", "add_bias", "channel_mul", "euler_step", "cfg_combine"),
     kernels=(),
     torch_ops=(),
+    uses=("combine",),
 )

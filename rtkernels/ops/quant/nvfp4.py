@@ -235,6 +235,7 @@ def nvfp4_swizzle(scales: Tensor, *, out: Tensor | None = None) -> Tensor:
 
     Args:
         scales: Any dtype of one byte.
+        out: Takes the result: one dimension of ``nvfp4_scale_bytes``, dtype of scales.
 
     Returns:
         One dimension, of the dtype of scales, 0 where there is no row or block.

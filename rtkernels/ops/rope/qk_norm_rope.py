@@ -222,4 +222,7 @@ def qk_norm_rope(
     return _forward(qkv, q_weight, k_weight, *args)
 
 
-OP = Op("qk_norm_rope", public=("qk_norm_rope",), kernels=plans.KERNELS, torch_ops=(FORWARD, BACKWARD), uses=("rope",))
+OP = Op(
+    "qk_norm_rope", public=("qk_norm_rope",), kernels=plans.KERNELS, torch_ops=(FORWARD, BACKWARD),
+    uses=("rope", "column_sum"),
+)  # fmt: skip

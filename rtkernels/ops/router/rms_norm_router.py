@@ -142,5 +142,5 @@ OP = Op(
     public=("rms_norm_router",),
     kernels=(KERNEL,),
     torch_ops=(FORWARD,),
-    uses=("norm_fp8", "rms_norm", "router_gemm", "column_absmax"),
+    uses=("norm_fp8", "rms_norm", "router_gemm", "column_absmax", "column_sum"),
 )

@@ -128,7 +128,6 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "overlap": (lambda: add_(X[:1].expand(3, 8), X), "x has overlapping rows"),
     "factor dtype": (lambda: scale_(X, torch.ones((), dtype=torch.float64)), "factor has dtype float64"),
     "factor shape": (lambda: scale_(X, torch.ones(2)), r"factor has shape \(2,\); expected one element"),
-    "grad": (lambda: add_(X, X.clone().requires_grad_()), "add_ is not differentiable, and a tensor requires grad"),
     "not a tensor": (lambda: scale_([1.0], 2.0), "expected a torch.Tensor or an array with __dlpack__"),
 }
 

@@ -248,7 +248,6 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: quantize_fp8_smooth(X, S.expand(3, 8), counts=C),
         "counts has length 2; expected 3, that of smooth",
     ),
-    "amax": (lambda: quantize_fp8_smooth(X, S.expand(2, 8), counts=C, with_amax=True), "with_amax goes without counts"),
     "channel": (lambda: quantize_fp8_smooth(X, S, counts=C, granularity="channel"), "go with granularity 'row'"),
     "shard": (
         lambda: rtkernels.quantize_fp8_shard_(X.to(E4M3), X[:, 0].clone(), S, 30),
