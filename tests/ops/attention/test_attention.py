@@ -115,6 +115,8 @@ def emulated_coverage() -> None:
         for backend in rtkernels.ops.attention.backends.BACKENDS:
             q, k, v, sinks = (t.requires_grad_() for t in (*inputs((1, 17, 33, 2, 1, 64), BF16, "cpu"), torch.zeros(2)))
             attention(q, k, v, sinks=sinks, causal=True, backend=backend).float().square().sum().backward()
+        bias = torch.zeros(17, 33, requires_grad=True)
+        attention(q, k, v, bias=bias).float().square().sum().backward()
         ends = integers(0, 5, 9)
         packed = [t[0, :11].detach() for t in (q, k, v)]
         attention_varlen(*packed, ends, ends, 5, 5)
