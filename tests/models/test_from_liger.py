@@ -97,4 +97,6 @@ def test_every_row(tmp_path: Path) -> None:
 
 def test_report_in_the_guide() -> None:
     printed = DOCUMENT.split("```text\n")[1].split("```")[0]
-    assert str(models.patch(build("nemotron_h"))) == printed.rstrip("\n")
+    found = str(models.patch(build("nemotron_h")))
+    # The class has its own name in some releases of transformers, that of a relative in others.
+    assert found.replace("NemotronHRMSNormGated", "Zamba2RMSNormGated") == printed.rstrip("\n")
