@@ -112,8 +112,8 @@ def check_plan_of_transformers(rank: int, mesh: Any) -> None:
             else:
                 apply_tensor_parallelism(model, mesh)
                 left = models.patch(model).left_alone  # what the plan wraps
-                assert {site.kind for site in left} <= {"loss", "experts"}  # releases of transformers differ in this
-                assert all("patch first" in site.reason for site in left)
+                assert "loss" in {site.kind for site in left}, left  # what else, depends on the release of transformers
+                assert all("patch first" in site.reason for site in left), left
             _check_step(model, kind, None)
             if kind == "llama":
                 model.eval()
