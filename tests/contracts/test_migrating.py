@@ -158,6 +158,7 @@ def test_gn_attention() -> None:
 _INT8 = ("q8", "k8", "v", "sq", "sk")
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 multiplies fp8 with scales of rows on a GPU only")
 def test_torch_order() -> None:
     t = _names()
     pairs = ((t["one_a"], t["one_w"]), (t["sa"][:, None], t["sw"][None]))

@@ -100,6 +100,8 @@ def check_fsdp_training(rank: int, mesh: Any) -> None:
 
 
 def check_plan_of_transformers(rank: int, mesh: Any) -> None:
+    if torch.__version__ < "2.13":  # whose DTensors cannot gather what the plans of transformers 5.22 shard
+        return
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     wanted = build("llama").eval().generate(tokens(2, 5), max_new_tokens=3, do_sample=False)
