@@ -75,11 +75,11 @@ RTK_DEVICE bool counts(const void* labels, i64 labels_int64, i64 ignore, i64 row
 template <int BYTES, int VEC, int MODE, bool kTarget>
 RTK_DEVICE float divergence_row(const u8* x, const u8* target, u8* each, u8* out, i64 cols, const RowGroup& group,
                                 bool half, float beta, float scale) {
-    constexpr int kInFlight = VEC == 1 ? 4 : 2, kPiece = BYTES * VEC;
+    constexpr int kInFlight = VEC == 1 ? 4 : 2, kAccessBytes = BYTES * VEC;
     constexpr bool kFast = BYTES == 2, kLast = MODE != kMixed;
-    const i64 pitch = group.threads * kPiece, end = cols * BYTES;
+    const i64 pitch = group.threads * kAccessBytes, end = cols * BYTES;
     float sum = 0.0f;
-    for (i64 at = group.thread * kPiece; at < end; at += kInFlight * pitch) {
+    for (i64 at = group.thread * kAccessBytes; at < end; at += kInFlight * pitch) {
         Packed<BYTES, VEC> a[kInFlight], b[kInFlight];
 #pragma unroll
         for (int k = 0; k < kInFlight; ++k) {
@@ -189,11 +189,11 @@ __global__ void __launch_bounds__(THREADS)
 template <int BYTES, int VEC, int MODE, bool kTarget>
 RTK_DEVICE void divergence_grad_row(const u8* x, const u8* target, const u8* each, u8* out, i64 cols,
                                     const RowGroup& group, bool half, float beta, float scale) {
-    constexpr int kInFlight = VEC == 1 ? 4 : 2, kPiece = BYTES * VEC;
+    constexpr int kInFlight = VEC == 1 ? 4 : 2, kAccessBytes = BYTES * VEC;
     constexpr bool kFast = BYTES == 2;
     constexpr bool kNeedsX = kTarget || MODE == kMixed, kLast = MODE != kMixed;
-    const i64 pitch = group.threads * kPiece, end = cols * BYTES;
-    for (i64 at = group.thread * kPiece; at < end; at += kInFlight * pitch) {
+    const i64 pitch = group.threads * kAccessBytes, end = cols * BYTES;
+    for (i64 at = group.thread * kAccessBytes; at < end; at += kInFlight * pitch) {
         Packed<BYTES, VEC> a[kInFlight], b[kInFlight], c[kInFlight];
 #pragma unroll
         for (int k = 0; k < kInFlight; ++k) {

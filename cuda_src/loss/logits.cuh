@@ -24,11 +24,11 @@ struct Max {
 // the rest. Thread i of a group (of ALIGN threads at least) has edge(i), one column of head or rest, or -1.
 // Wide groups align to whole lines of 128 bytes.
 template <typename T, int ALIGN = 16>
-struct Pieces {
+struct AlignedRow {
     static constexpr int VEC = 16 / sizeof(T);
     int head, vectors, rest;
 
-    RTK_DEVICE Pieces(const T* row, int cols) {
+    RTK_DEVICE AlignedRow(const T* row, int cols) {
         constexpr u64 kPast = ALIGN - 1;
         head = static_cast<int>((0 - reinterpret_cast<u64>(row)) & kPast) / static_cast<int>(sizeof(T));
         head = head < cols ? head : cols;
@@ -146,19 +146,19 @@ RTK_DEVICE float peak_of(const Raw<16> (&raw)[B]) {
         auto larger = [](u32 a, u32 b) {
             return is_same<T, bf16>::value ? ptx::max_bf16x2(a, b) : ptx::max_f16x2(a, b);
         };
-        Raw<4> most[4];
+        Raw<4> largest[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            most[i].w[0] = raw[0].w[i];
+            largest[i].w[0] = raw[0].w[i];
 #pragma unroll
-            for (int c = 1; c < B; ++c) most[i].w[0] = larger(most[i].w[0], raw[c].w[i]);
+            for (int c = 1; c < B; ++c) largest[i].w[0] = larger(largest[i].w[0], raw[c].w[i]);
         }
 #pragma unroll
         for (int i = 2; i > 0; i /= 2)
 #pragma unroll
-            for (int k = 0; k < i; ++k) most[k].w[0] = larger(most[k].w[0], most[k + i].w[0]);
+            for (int k = 0; k < i; ++k) largest[k].w[0] = larger(largest[k].w[0], largest[k + i].w[0]);
         float pair[2];
-        unpack<T, 2>(most[0], pair);
+        unpack<T, 2>(largest[0], pair);
         return fmaxf(pair[0], pair[1]);
     } else {
         float peak = __uint_as_float(raw[0].w[0]);

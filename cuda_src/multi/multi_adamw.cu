@@ -40,10 +40,10 @@ RTK_DEVICE void update(const Adam& adam, float* w, const G* g, float* m, float* 
     float weight[kCount][N], gradient[kCount][N], first[kCount][N], second[kCount][N];
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
-        load_wide<float, N>(w + k * kStep, weight[k]);
-        load_wide<G, N>(g + k * kStep, gradient[k]);
-        load_wide<float, N>(m + k * kStep, first[k]);
-        load_wide<float, N>(v + k * kStep, second[k]);
+        load_parts<float, N>(w + k * kStep, weight[k]);
+        load_parts<G, N>(g + k * kStep, gradient[k]);
+        load_parts<float, N>(m + k * kStep, first[k]);
+        load_parts<float, N>(v + k * kStep, second[k]);
     }
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {

@@ -123,7 +123,7 @@ struct BulkRows {
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
-            for (int input = 0; input < kInputs; ++input) ptx::st_shared_16(ring.piece(0, input, c), first_row[input][c]);
+            for (int input = 0; input < kInputs; ++input) ptx::st_shared_16(ring.vector_at(0, input, c), first_row[input][c]);
         }
         ptx::fence_async_shared();
     }

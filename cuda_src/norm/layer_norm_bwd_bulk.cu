@@ -116,7 +116,7 @@ __global__ void __maxnreg__(128)
         return;
     }
     const int apart = ring.group_bytes() / 4;
-    float* sums = reinterpret_cast<float*>(memory + 8 * ring.kMost);  // two rows in the ring of each group
+    float* sums = reinterpret_cast<float*>(memory + 8 * ring.kMaxStages);  // two rows in the ring of each group
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         if (ring.has(c)) {

@@ -14,12 +14,12 @@ namespace rtk {
 // its lower half): columns and wide; eps and offset, of fp32.
 template <typename T, int CHUNKS>
 __global__ void __launch_bounds__(1024, 1)
-    layer_norm_fwd_small(const T* x, const T* residual, const void* weight, const void* bias, T* y, T* sum, i64 cols_wide,
+    layer_norm_fwd_small(const T* x, const T* residual, const void* weight, const void* bias, T* y, T* sum, i64 cols_weight_fp32,
                          i64 x_stride, i64 residual_stride, i64 eps_offset) {
     constexpr int VEC = 16 / sizeof(T);
     __shared__ float4 of_warps[kWarp];  // number near the mean, sums of differences and of their squares, share of the row
-    const int cols = static_cast<int>(lower(cols_wide)), threads = static_cast<int>(blockDim.x);
-    const bool weight_fp32 = upper(cols_wide) != 0;
+    const int cols = static_cast<int>(lower(cols_weight_fp32)), threads = static_cast<int>(blockDim.x);
+    const bool weight_fp32 = upper(cols_weight_fp32) != 0;
     const int column = static_cast<int>(threadIdx.x) * VEC, pitch = threads * VEC;
     const int room = cols - column;  // columns from this thread's first one on
     x += blockIdx.x * x_stride + column;
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(1024, 1)
 // memory too, and at these sizes that takes as long as everything else: so there are as few of them as possible.
 template <typename T>
 __global__ void __launch_bounds__(1024)
-    layer_norm_fwd_piece(const T* x, const T*, const T* weight, const T* bias, T* y, T*, i64 cols_eps, i64 x_stride) {
+    layer_norm_fwd_vector(const T* x, const T*, const T* weight, const T* bias, T* y, T*, i64 cols_eps, i64 x_stride) {
     constexpr int VEC = 16 / sizeof(T);
     __shared__ float4 of_warps[kWarp];
     const int cols = static_cast<int>(lower(cols_eps));

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(512, sizeof(W) == 2 && !CENTRED ? 2 : 1)
     const float base = weighted ? static_cast<float>(offset) : 1.0f;
 
     Raw<16> raw[CHUNKS];
-    WideRaw<W, VEC> gains[CHUNKS];
+    RawParts<W, VEC> gains[CHUNKS];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         clear(raw[c]);
@@ -127,16 +127,16 @@ __global__ void __launch_bounds__(512, sizeof(W) == 2 && !CENTRED ? 2 : 1)
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         float gain[VEC], shift[VEC];
-        unpack_wide<W, VEC>(gains[c], gain);
+        unpack_parts<W, VEC>(gains[c], gain);
         if (base != 0.0f) {  // the same for all threads, and an instruction per element less
 #pragma unroll
             for (int i = 0; i < VEC; ++i) gain[i] += base;
         }
         if constexpr (CENTRED) {
-            WideRaw<W, VEC> shifts;
+            RawParts<W, VEC> shifts;
             clear(shifts);
             if (bias != nullptr && inside[c]) shifts = load_keep_raw<W, VEC>(bias + column + c * pitch);
-            unpack_wide<W, VEC>(shifts, shift);
+            unpack_parts<W, VEC>(shifts, shift);
         }
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {

@@ -73,22 +73,22 @@ struct RingStage {
     }
 };
 
-// The block's tiles in their order, BESIDE neighbours at a time, one for each group. `backwards`: from the last strip of
+// The block's tiles in their order, NEIGHBOURS neighbours at a time, one for each group. `backwards`: from the last strip of
 // 128 rows to the first.
-template <int BESIDE>
+template <int NEIGHBOURS>
 struct RingWalk {
     u32 strips, tiles_across;  // and sets of neighbours in a strip
     bool backwards;
 
     RTK_DEVICE RingWalk(i64 rows, i64 cols, bool from_the_end)
         : strips(static_cast<u32>(ceil_div(rows, kSide))),
-          tiles_across(static_cast<u32>(ceil_div(cols, BESIDE * kSide))),
+          tiles_across(static_cast<u32>(ceil_div(cols, NEIGHBOURS * kSide))),
           backwards(from_the_end) {}
 
     // Finds the tile of a turn; false if there is none.
     RTK_DEVICE bool find(int ring_stage, int& down, int& across) const {
-        const u32 place = blockIdx.x + static_cast<u32>(ring_stage / BESIDE) * gridDim.x, above = place / tiles_across;
-        across = static_cast<int>((place - above * tiles_across) * BESIDE) + ring_stage % BESIDE;
+        const u32 place = blockIdx.x + static_cast<u32>(ring_stage / NEIGHBOURS) * gridDim.x, above = place / tiles_across;
+        across = static_cast<int>((place - above * tiles_across) * NEIGHBOURS) + ring_stage % NEIGHBOURS;
         down = static_cast<int>(backwards ? strips - 1 - above : above);
         return above < strips;
     }
@@ -149,19 +149,19 @@ struct RingGains {
 // say which half of the columns.
 struct RingThread {
     int lane;
-    int team, row;     // rows 8 * team ...
+    int lane_team, row;     // rows 8 * team ...
     int part, column;  // columns 8 * part ...
 
     RTK_DEVICE RingThread(u32 thread, int warp) {
         lane = static_cast<int>(thread % kWarp);
-        team = warp * 2 + (lane >> 3 & 1);
+        lane_team = warp * 2 + (lane >> 3 & 1);
         part = ((lane >> 4 ^ lane >> 3) & 1) * 8 + lane % 8;
-        row = team * 8;
+        row = lane_team * 8;
         column = part * 8;
     }
 
     // Maxima over the 16 threads of a team, scattered: the lane gets that of row owned_row().
-    RTK_DEVICE float team_max(float (&v)[8]) const {
+    RTK_DEVICE float lane_team_max(float (&v)[8]) const {
 #pragma unroll
         for (int half = 4, mask = 16; half > 0; half /= 2, mask = half * 2) {
             const bool upper = (lane & mask) != 0;

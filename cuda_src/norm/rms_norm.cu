@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(512, 1)
     if constexpr (RESIDUAL) residual += row * residual_stride + column;
 
     Raw<sizeof(T) * VEC> raw[CHUNKS];
-    WideRaw<W, VEC> gains[CHUNKS];
+    RawParts<W, VEC> gains[CHUNKS];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         clear(raw[c]);
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(512, 1)
             if (weight != nullptr) gains[c] = load_keep_raw<W, VEC>(weight + column + c * pitch);
         }
     }
-    if (!RESIDUAL && group.thread == 0) ask_ahead(x, row, rows, cols, x_stride);
+    if (!RESIDUAL && group.thread == 0) prefetch_later_row(x, row, rows, cols, x_stride);
     float square = 0.0f;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(512, 1)
         if (column + c * pitch < end) {
             float h[VEC], gain[VEC];
             unpack<T, VEC>(raw[c], h);
-            unpack_wide<W, VEC>(gains[c], gain);
+            unpack_parts<W, VEC>(gains[c], gain);
 #pragma unroll
             for (int i = 0; i < VEC; ++i)
                 h[i] *= weight != nullptr ? rstd * (gain[i] + static_cast<float>(offset)) : rstd;
@@ -181,10 +181,10 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 72 : 112)
     };
 
     // Groups that run out of rows go on reading their slots while others of the block work: all must hold something.
-    const bool few = first + (STAGES - 1) * step >= rows;
+    const bool unused_stages = first + (STAGES - 1) * step >= rows;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)
-        if (few || column + c * pitch >= end) ring.zero(memory, c);
+        if (unused_stages || column + c * pitch >= end) ring.zero(memory, c);
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) fetch();
     float gain[CHUNKS][VEC], dweight[CHUNKS][VEC];

@@ -10,35 +10,35 @@ namespace rtk {
 // boxes of the rows of two worker warps (a team), which wait for no others.
 template <int SLOTS, int INPUTS>
 struct PatchStream {
-    static constexpr int kTeams = 8, kTeam = kPatchWarps / kTeams;
-    static constexpr u32 kRowBytes = kTileSide * 2, kBoxRows = kTeam * kPatchWarpRows, kBoxBytes = kBoxRows * kRowBytes;
-    static constexpr u32 kTeamBytes = SLOTS * INPUTS * kBoxBytes, kTeamBarriers = 2 * SLOTS;
-    static constexpr u32 kBytes = kTeams * kTeamBytes;  // of shared memory, aligned to 128
-    static constexpr int kBarriers = kTeams * kTeamBarriers;
+    static constexpr int kWarpPairs = 8, kPairWarps = kPatchWarps / kWarpPairs;
+    static constexpr u32 kRowBytes = kTileSide * 2, kBoxRows = kPairWarps * kPatchWarpRows, kBoxBytes = kBoxRows * kRowBytes;
+    static constexpr u32 kPairBytes = SLOTS * INPUTS * kBoxBytes, kPairBarriers = 2 * SLOTS;
+    static constexpr u32 kBytes = kWarpPairs * kPairBytes;  // of shared memory, aligned to 128
+    static constexpr int kBarriers = kWarpPairs * kPairBarriers;
 
     ptx::SharedAddress boxes, full;          // of all teams; behind `full` barriers of a team, `empty` ones
     ptx::SharedAddress own_boxes, own_full;  // of the worker's team
 
     RTK_DEVICE PatchStream(u8* memory, u64* barriers)
         : boxes(ptx::shared_address(memory)), full(ptx::shared_address(barriers)) {
-        const u32 team = threadIdx.x / (kTeam * kWarp);
-        own_boxes = boxes + team * kTeamBytes, own_full = full + team * (8 * kTeamBarriers);
+        const u32 pair = threadIdx.x / (kPairWarps * kWarp);
+        own_boxes = boxes + pair * kPairBytes, own_full = full + pair * (8 * kPairBarriers);
     }
 
     // One thread makes the barriers; a barrier of the block later, workers may wait. Those of the first tile come first:
     // that thread may ask for it before it calls init_rest.
     RTK_DEVICE void init_first() const {
-        init([](u32 b) { return b % kTeamBarriers == 0; });
+        init([](u32 b) { return b % kPairBarriers == 0; });
     }
     RTK_DEVICE void init_rest() const {
-        init([](u32 b) { return b % kTeamBarriers != 0; });
+        init([](u32 b) { return b % kPairBarriers != 0; });
     }
 
     template <typename Which>
     RTK_DEVICE void init(const Which& which) const {
 #pragma unroll
         for (u32 b = 0; b < kBarriers; ++b)
-            if (which(b)) ptx::mbarrier_init(full + 8 * b, b % kTeamBarriers < SLOTS ? 1 : kTeam);
+            if (which(b)) ptx::mbarrier_init(full + 8 * b, b % kPairBarriers < SLOTS ? 1 : kPairWarps);
         ptx::mbarrier_fence_init();
     }
 
@@ -49,10 +49,10 @@ struct PatchStream {
         const i32 column = static_cast<i32>(place.column), row = static_cast<i32>(place.row);
         const u64 policy = ptx::l2_last();
 #pragma unroll 1
-        for (u32 team = 0; team < kTeams; ++team) {
-            const ptx::SharedAddress ready = full + 8 * (team * kTeamBarriers + slot);
-            ptx::SharedAddress to = boxes + team * kTeamBytes + slot * (INPUTS * kBoxBytes);
-            const u32 first = team * kBoxRows;
+        for (u32 pair = 0; pair < kWarpPairs; ++pair) {
+            const ptx::SharedAddress ready = full + 8 * (pair * kPairBarriers + slot);
+            ptx::SharedAddress to = boxes + pair * kPairBytes + slot * (INPUTS * kBoxBytes);
+            const u32 first = pair * kBoxRows;
             if (nth >= SLOTS) ptx::mbarrier_wait(ready + 8 * SLOTS, (nth / SLOTS & 1) ^ 1);
             if (first < rows) {
                 ptx::mbarrier_arrive_expect(ready, INPUTS * kBoxBytes);
@@ -68,7 +68,7 @@ struct PatchStream {
     RTK_DEVICE ptx::SharedAddress wait(u32 nth) const {
         const u32 slot = nth % SLOTS, thread = this_thread();
         ptx::mbarrier_wait(own_full + 8 * slot, nth / SLOTS & 1);
-        return own_boxes + slot * (INPUTS * kBoxBytes) + thread / 16 % (2 * kTeam) * (kPatchRows * kRowBytes) +
+        return own_boxes + slot * (INPUTS * kBoxBytes) + thread / 16 % (2 * kPairWarps) * (kPatchRows * kRowBytes) +
                thread % 16 * 16;
     }
     // Row r from there.

@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(CHUNKS > 4 ? 1024 : 256, CHUNKS > 4 ? 1 : 5)
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)
         if (c * pitch < valid) raw[c] = load_raw<T, VEC>(x + c * pitch);
-    if (group.thread == 0) ask_ahead(x, row, rows, cols, x_stride);
+    if (group.thread == 0) prefetch_later_row(x, row, rows, cols, x_stride);
     if (exponent.flip != 0 || (CHUNKS - 1) * pitch + VEC > valid) {
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) prepare_scores<T, VEC>(raw[c], exponent.flip, valid - c * pitch);

@@ -43,7 +43,7 @@ RTK_DEVICE void zero_past(Raw<sizeof(T) * N> (&dy_raw)[CHUNKS], Raw<sizeof(T) * 
 
 // A thread's part of the sum over the row.
 template <typename T, int CHUNKS, bool LOG>
-RTK_DEVICE float held_sum(const Raw<16> (&dy_raw)[CHUNKS], const Raw<16> (&y_raw)[CHUNKS]) {
+RTK_DEVICE float sum_in_registers(const Raw<16> (&dy_raw)[CHUNKS], const Raw<16> (&y_raw)[CHUNKS]) {
     constexpr int VEC = 16 / sizeof(T);
     float sum = 0.0f;
 #pragma unroll
@@ -58,7 +58,7 @@ RTK_DEVICE float held_sum(const Raw<16> (&dy_raw)[CHUNKS], const Raw<16> (&y_raw
 
 // The gradient of x in a piece.
 template <typename T, bool LOG>
-RTK_DEVICE Raw<16> held_gradient(Raw<16> dy_raw, Raw<16> y_raw, float sum, float scale, u32 zero) {
+RTK_DEVICE Raw<16> gradient_in_registers(Raw<16> dy_raw, Raw<16> y_raw, float sum, float scale, u32 zero) {
     constexpr int VEC = 16 / sizeof(T);
     refresh(dy_raw, zero);
     refresh(y_raw, zero);
@@ -96,14 +96,14 @@ __global__ void __launch_bounds__(CHUNKS > 2 ? 1024 : 512, CHUNKS > 2 ? 1 : CHUN
         }
     }
     zero_past<T, VEC>(dy_raw, y_raw, limit - column, pitch);
-    const float part = log ? held_sum<T, CHUNKS, true>(dy_raw, y_raw) : held_sum<T, CHUNKS, false>(dy_raw, y_raw);
+    const float part = log ? sum_in_registers<T, CHUNKS, true>(dy_raw, y_raw) : sum_in_registers<T, CHUNKS, false>(dy_raw, y_raw);
     const float sum = group_reduce<Sum, false>(part, group, scratch, 0);
     const float slope = static_cast<float>(scale);
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         if (column + c * pitch < end) {
-            Raw<16> out = log ? held_gradient<T, true>(dy_raw[c], y_raw[c], sum, slope, zero)
-                              : held_gradient<T, false>(dy_raw[c], y_raw[c], sum, slope, zero);
+            Raw<16> out = log ? gradient_in_registers<T, true>(dy_raw[c], y_raw[c], sum, slope, zero)
+                              : gradient_in_registers<T, false>(dy_raw[c], y_raw[c], sum, slope, zero);
             if (column + c * pitch + VEC > limit) mask_tail<T, VEC, false>(out, limit - column - c * pitch);
             ptx::st<16>(dx + c * pitch, out);
         }

@@ -26,7 +26,13 @@ from rtkernels.runtime.layout import (
     token,
     vector_bytes,
 )
-from rtkernels.runtime.operator.autograd import detached, may_overwrite, needs_grad, once_differentiable, overwrite_once
+from rtkernels.runtime.operator.autograd import (
+    check_overwrite,
+    detached,
+    may_overwrite,
+    needs_grad,
+    once_differentiable,
+)
 from rtkernels.runtime.operator.declared import Dense, InPlace, InPlaceOperator, Meta, Operator, Rows, misaligned
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
@@ -138,10 +144,10 @@ def _tile(rows: int, vectors: int, rows_per_thread: int) -> tuple[tuple[int, int
     """Return grid, block and lane_bits (see Tile in act/glu.cu) that cover rows of `vectors` accesses each."""
     strips = -(-vectors // _THREADS)
     lanes = group_threads(-(-vectors // strips), _THREADS)
-    block, bits, rows_at_once = lanes, _STRIP, 1
+    block, bits, block_rows = lanes, _STRIP, 1
     if lanes <= 32:
-        block, bits, rows_at_once = _THREADS, lanes.bit_length() - 1, _THREADS // lanes
-    row_blocks = -(-rows // (rows_at_once * rows_per_thread))
+        block, bits, block_rows = _THREADS, lanes.bit_length() - 1, _THREADS // lanes
+    row_blocks = -(-rows // (block_rows * rows_per_thread))
     depth = -(-row_blocks // 65535)
     return (strips, -(-row_blocks // depth), depth), block, bits
 
@@ -310,7 +316,7 @@ class _Glu(torch.autograd.Function):
         if dy is None:
             return None, None, None, None, None
         if ctx.overwrites:
-            overwrite_once(ctx, "glu", (dy,))
+            check_overwrite(ctx, "glu", (dy,))
         x, up, weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         if ctx.overwrites and not may_overlap(dy, x) and (up is None or not may_overlap(dy, up)):

@@ -152,8 +152,8 @@ def sum_steps(
     vec = _WIDTH[t] if aligned16 else 1
     threads = min(-(-cols // (vec * 32)) * 32, _SUM_THREADS)
     slices = -(-cols // (threads * vec))
-    at_once = device_info(device).sm_count * _SUM_BLOCKS * _SUM_THREADS // (threads * slices)
-    window = _WINDOW * -(-tokens // (_WINDOW * min(max(at_once, MIN_WINDOWS), MAX_WINDOWS)))
+    resident_groups = device_info(device).sm_count * _SUM_BLOCKS * _SUM_THREADS // (threads * slices)
+    window = _WINDOW * -(-tokens // (_WINDOW * min(max(resident_groups, MIN_WINDOWS), MAX_WINDOWS)))
     windows = -(-tokens // window)
     counters, fill_bytes = 3 * windows * slices, 0 if accumulate else rows * cols * grad_size
     fill = 0 if accumulate else grad_name

@@ -138,7 +138,7 @@ def plan_index(routing: Meta, experts: int, top_k: int, multiple_of: int, rows: 
     columns = -(-experts // 4) * 4  # of the table
     warps = _ranking_warps(experts)
     shared = layout_bytes(experts, chunks, _THREADS) + 2 * columns * (warps + 1)
-    vec = 4 if vector_bytes(routing.misaligned, experts, most=4) == 4 else 1
+    vec = 4 if vector_bytes(routing.misaligned, experts, limit=4) == 4 else 1
     first, variant = (_LIST, (vec, _THREADS)) if mapped else (_COUNT, (_THREADS,))
     build_together(device, (first, variant), (_PLACE, (_THREADS,)))
     int64 = int(routing.dtype == torch.int64)
@@ -157,7 +157,7 @@ def plan_index(routing: Meta, experts: int, top_k: int, multiple_of: int, rows: 
 
 def plan_map(routing_map: Meta, multiple_of: int, rows: int, device: int) -> Steps:
     tokens, experts = routing_map.shape
-    variant = (4 if vector_bytes(routing_map.misaligned, experts, most=4) == 4 else 1, _THREADS)
+    variant = (4 if vector_bytes(routing_map.misaligned, experts, limit=4) == 4 else 1, _THREADS)
     share = _SMALL_MAP_EXPERTS if tokens * experts < MANY_FLAGS else _LARGE_MAP_EXPERTS
     blocks = -(-experts // share)  # of a chunk
     sizes = (MIN_FLAGS * blocks, MANY_FLAGS, experts, device, _TOKENS_OF_A_THREAD, blocks)

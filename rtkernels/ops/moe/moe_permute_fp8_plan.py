@@ -62,7 +62,7 @@ SCALES = Kernel(
     variants=[(_SCALE_THREADS,)],
 )  # fmt: skip
 STRETCHES = Kernel(
-    "moe/permute_fp8_runs.cu", "moe_permute_fp8_runs", template="F8", max_registers=80, needs=("tma",),
+    "moe/permute_fp8_stretches.cu", "moe_permute_fp8_stretches", template="F8", max_registers=80, needs=("tma",),
     args="x:ptr slots:ptr offsets:ptr probs:ptr experts:ptr q:ptr scale:ptr q_t:ptr scale_t:ptr probs_out:ptr "
     "choices:i64 top_k:i64 divisor:i64 rows:i64 cols:i64 x_stride:i64 expert_count:i64 row_blocks:i64 "
     "column_tiles:i64 prob_kind:i64 prob_columns:i64 pow2:i64",

@@ -39,7 +39,7 @@ _FINISH = Kernel(
 )  # fmt: skip
 _SCALE = Kernel(
     "multi/multi_scale.cu", "multi_scale", template="AHEAD", max_registers=64,
-    args="table:ptr by:ptr tensors:i64 lists:i64 shift:i64 chunks:i64 scale:f64 most:f64", variants=[(_IN_FLIGHT,)],
+    args="table:ptr by:ptr tensors:i64 lists:i64 shift:i64 chunks:i64 scale:f64 max_norm:f64", variants=[(_IN_FLIGHT,)],
 )  # fmt: skip
 
 # ---- operators ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.shared.column_sum import column_sum_step, waits_beside
+from rtkernels.ops.shared.column_sum import column_sum_step, overlaps_next
 from rtkernels.runtime.launch.device import DeviceInfo, device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import dense_strides
@@ -60,8 +60,8 @@ _FWD_LONG = Kernel(
 _BWD = Kernel(
     _BWD_UNIT, "group_rms_norm_gate_bwd", template="T CHUNKS FORM", max_registers=128,
     args=f"{_BWD_POINTERS} partial:ptr {_COUNTS} {_BWD_INPUTS} dgate_outer:i64 dgate_inner:i64 dx_outer:i64 "
-    "dx_inner:i64 weight_group:i64 lanes:i64 threads_per_row:i64 by_inner:i64 by_groups:i64 weight_fp32:i64 early:i64 "
-    "eps:f64",
+    "dx_inner:i64 weight_group:i64 lanes:i64 threads_per_row:i64 by_inner:i64 by_groups:i64 weight_fp32:i64 "
+    "overlaps_next:i64 eps:f64",
     variants=[(t, c, f) for t in _WIDTH for c, f in _FORMS],
 )  # fmt: skip
 _BWD_LONG = Kernel(
@@ -279,8 +279,8 @@ class _Block(NamedTuple):
         rows of 48 threads, two of which share three warps), or if a row has at most four warps, and else with two.
         """
         block = cls._with(1, vectors)
-        few = block.rows * vectors < 0.9 * _THREADS
-        return cls._with(_CHUNKS, vectors) if vectors > _THREADS or (few and vectors > 128) else block
+        idle = block.rows * vectors < 0.9 * _THREADS
+        return cls._with(_CHUNKS, vectors) if vectors > _THREADS or (idle and vectors > 128) else block
 
     @classmethod
     def _with(cls, chunks: int, vectors: int) -> _Block:
@@ -329,7 +329,7 @@ def _rows_steps(
     lanes = min(blocks * rows // s.groups, s.tokens)  # tokens at the same time
     summed = rows > s.groups or not s.weight_group  # over the block
     # Others have no registers left for a block of the sum.
-    overlaps = waits_beside(width) and chunks == 1 and form not in (_VECTORS, _WARPS)
+    overlaps = overlaps_next(width) and chunks == 1 and form not in (_VECTORS, _WARPS)
     size = 16 // _WIDTH[s.t]
     distances = (d * size for d in (*s.dy, *s.x, *s.gate, *s.out, *s.dx))
     numbers = (

@@ -34,19 +34,19 @@ _UNIT, _BWD_UNIT = "norm/layer_norm.cu", "norm/layer_norm_bwd.cu"
 _TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
 _REGISTER_THREADS, _REGISTER_CHUNKS = 512, 4
-_SHORT = 32  # pieces of 16 bytes in rows that have one in each thread, unless there is a residual
+_SHORT = 32  # vectors of a row up to which each thread has one, unless there is a residual
 _UNIFORM = ((2, 128), (4, 256))  # exactly as many in each thread, and the most threads
 _UNIFORM_THREADS = 96  # and the fewest
-_SMALL_CHUNKS = {"bf16": 2, "fp16": 2, "fp32": 4}  # pieces of 16 bytes in a thread of a row that has a block to itself
+_SMALL_CHUNKS = {"bf16": 2, "fp16": 2, "fp32": 4}  # vectors of a thread whose block has one row
 _VECTOR_THREADS = 1024  # or one of them, if there is nothing else than a weight and a bias of its type
 _SMALL_THREADS = 1024  # in such a block, and on a multiprocessor in all: with more rows the others are faster
 _RING_THREADS = 512
-_RING_CHUNKS = {2: 1024, 4: 2048}  # pieces of 16 bytes in a thread, and in the longest row it is used for
+_RING_CHUNKS = {2: 1024, 4: 2048}  # vectors of a thread: those of the longest row
 _WIDTHS = [(t, vec) for t in _WIDTH for vec in (1, _WIDTH[t])]
 
 
 def _bulk_ring(info: DeviceInfo, rows: int, vectors: int, inputs: int) -> BulkRing | None:
-    """Return how layer_norm_bwd_bulk is launched for rows of so many pieces of 16 bytes; None if it cannot be.
+    """Return how layer_norm_bwd_bulk is launched for rows of so many vectors; None if it cannot be.
 
     With 64 KB asked for at a time 8192x4096 takes 57.4 µs, 58.8 with 96 KB; 2048x4096 23.2 and 21.7, 8192x8192 112.4
     and 106.7, 1024x4096 15.1 and 15.45. Blocks of 384 threads at 1536 and 2048 columns: 26.7 and 32.5, with 512 27.5
@@ -54,8 +54,8 @@ def _bulk_ring(info: DeviceInfo, rows: int, vectors: int, inputs: int) -> BulkRi
     """
     threads = group_threads(-(-vectors // 2), _RING_THREADS)
     more = threads > 256 or (threads > 128 and 8 * info.sm_count < rows < 32 * info.sm_count)
-    most = 384 if 64 < threads <= 128 else _RING_THREADS
-    return bulk_ring(info, rows, vectors, 2, inputs, most, (96 if more else 64) << 10, 0)
+    max_threads = 384 if 64 < threads <= 128 else _RING_THREADS
+    return bulk_ring(info, rows, vectors, 2, inputs, max_threads, (96 if more else 64) << 10, 0)
 
 
 def _ring_stages(limit: int, chunks: int, dsum: bool) -> int:
@@ -91,17 +91,17 @@ _FWD = Kernel(
     ],
 )  # fmt: skip
 _FWD_UNIFORM = Kernel(
-    _UNIT, "layer_norm_fwd_even", template="T W PIECES THREADS", max_registers=80,
+    _UNIT, "layer_norm_fwd_uniform", template="T W VECTORS THREADS", max_registers=80,
     args=_FWD_ARGS, variants=[(t, w, p, n) for t, w in _TYPES for p, n in _UNIFORM if p == 2 or t == w],
 )  # fmt: skip
 _FWD_SMALL = Kernel(
     "norm/layer_norm_small.cu", "layer_norm_fwd_small", template="T CHUNKS", max_registers=64,
-    args="x:ptr residual:ptr weight:ptr bias:ptr y:ptr sum:ptr cols_wide:i64 x_stride:i64 residual_stride:i64 "
+    args="x:ptr residual:ptr weight:ptr bias:ptr y:ptr sum:ptr cols_weight_fp32:i64 x_stride:i64 residual_stride:i64 "
     "eps_offset:i64",
     variants=list(_SMALL_CHUNKS.items()),
 )  # fmt: skip
 _FWD_VECTOR = Kernel(
-    "norm/layer_norm_small.cu", "layer_norm_fwd_piece", template="T", max_registers=48,
+    "norm/layer_norm_small.cu", "layer_norm_fwd_vector", template="T", max_registers=48,
     args="x:ptr residual:ptr weight:ptr bias:ptr y:ptr sum:ptr cols_eps:i64 x_stride:i64",
     variants=[(t,) for t in _WIDTH],
 )  # fmt: skip
@@ -164,17 +164,17 @@ def parameter_sums(weight: Any, bias: Any, wanted: bool) -> tuple[int, torch.dty
 
 
 def _evenly(vectors: int, one_type: bool) -> tuple[int, int] | None:
-    """Return PIECES and THREADS of layer_norm_fwd_even for rows of so many pieces of 16 bytes; None if it cannot."""
-    for pieces, most in _UNIFORM if one_type else _UNIFORM[:1]:
-        if vectors % (32 * pieces) == 0 and _UNIFORM_THREADS <= vectors // pieces <= most:
-            return pieces, most
+    """Return VECTORS and THREADS of layer_norm_fwd_uniform for rows of so many vectors; None if it cannot take them."""
+    for per_thread, max_threads in _UNIFORM if one_type else _UNIFORM[:1]:
+        if vectors % (32 * per_thread) == 0 and _UNIFORM_THREADS <= vectors // per_thread <= max_threads:
+            return per_thread, max_threads
     return None
 
 
 def _small_threads(info: DeviceInfo, rows: int, vectors: int, chunks: int) -> int:
-    """Return the threads of a row of layer_norm_fwd_small; 0 if rows are too many, or of too many pieces, for it."""
-    pieces = next((c for c in (1, 2) if vectors <= 512 * c), chunks)  # in the threads of this row
-    threads = -(-vectors // (32 * pieces)) * 32
+    """Return the threads of a row of layer_norm_fwd_small; 0 if rows are too many, or too long, for it."""
+    per_thread = next((c for c in (1, 2) if vectors <= 512 * c), chunks)  # in the threads of this row
+    threads = -(-vectors // (32 * per_thread)) * 32
     return threads if threads <= _SMALL_THREADS and rows * threads <= _SMALL_THREADS * info.sm_count else 0
 
 

@@ -41,9 +41,9 @@ _STATS = Kernel(
     variants=[(t, *rest) for t, v in _WIDTH.items() for rest in ((1, True), (v, False), (v, True))],
 )  # fmt: skip
 _TILE = Kernel(
-    "norm/norm_fp8_tile.cu", "norm_fp8_tile", template="T WIDE ROWS COLUMNS CENTRED", max_registers=128,
+    "norm/norm_fp8_tile.cu", "norm_fp8_tile", template="T ALIGNED16 ROWS COLUMNS CENTRED", max_registers=128,
     args=f"x:ptr weight:ptr bias:ptr {_STATISTICS} q:ptr scale:ptr q_t:ptr scale_t:ptr y:ptr ticket:ptr rows:i64 "
-    "cols:i64 x_stride:i64 scale_row:i64 scale_group:i64 column_tiles:i64 weight_fp32:i64 early:i64 pow2:i64 "
+    "cols:i64 x_stride:i64 scale_row:i64 scale_group:i64 column_tiles:i64 weight_fp32:i64 x_is_older:i64 pow2:i64 "
     "stats_distance:i64 stats_blocks:i64 stats_rows:i64 eps:f64 offset:f64",
     variants=[
         (t, *rest)

@@ -98,9 +98,9 @@ def _work(
     sequences = sequences_of(x.shape, sequence_dim)
     rows, experts, size = row_count(x.shape), x.shape[-1], x.dtype.itemsize
     vector, stride = _VECTOR * size, row_stride(x.shape, x.stride)
-    whole = [int(vector_bytes(x.misaligned, stride * size, experts * size, most=vector) == vector)]
+    whole = [int(vector_bytes(x.misaligned, stride * size, experts * size, limit=vector) == vector)]
     if backward:
-        whole.append(int(vector_bytes(experts * size, most=vector) == vector))
+        whole.append(int(vector_bytes(experts * size, limit=vector) == vector))
     limit = _WARPS * _BLOCKS_PER_SM * device_info(device).sm_count
     if kind == Z and x.dtype == torch.float32 and experts <= _MAX_TOGETHER and all(whole):
         kernel, units = (_Z_BWD, rows) if backward else (_Z_FWD, -(-rows // _ROWS_TOGETHER))

@@ -34,7 +34,7 @@ _VECTOR = 4
 _FWD = Kernel(
     "router/topk_router.cu", "router_fwd", template="V WIDE", max_registers=96,
     args="x:ptr bias:ptr probs:ptr indices:ptr dense:ptr map:ptr counts:ptr rows:i64 experts:i64 "
-    "x_stride:i64 top_k:i64 number_kind:i64 whole_pieces:i64 modes:i64 number_of_groups:i64 top_groups:i64 "
+    "x_stride:i64 top_k:i64 number_kind:i64 whole_vectors:i64 modes:i64 number_of_groups:i64 top_groups:i64 "
     "of_group:i64 lanes_of_group:i64 scaling:f64 epsilon:f64",
     variants=[(2, False), (8, False), (8, True)],
 )  # fmt: skip
@@ -123,7 +123,7 @@ def plan_fwd(
     whole = whole_vectors(logits, v)
     if bias is not None:
         wanted = min(16, 4 * v)
-        whole = whole and vector_bytes(bias.misaligned, most=wanted) == wanted
+        whole = whole and vector_bytes(bias.misaligned, limit=wanted) == wanted
     row_bytes = _round(5 * experts) if dense or routing_map else 0
     if num_groups > 1 and lanes == 0:
         row_bytes += _round(4 * (experts + num_groups) + num_groups)
@@ -150,8 +150,8 @@ def plan_bwd(
     rows, experts, size = row_count(logits.shape), logits.shape[-1], logits.dtype.itemsize
     stride, vector = row_stride(logits.shape, logits.stride), _VECTOR * size
     g_stride = 0 if g_dense is None else row_stride(g_dense.shape, g_dense.stride)
-    whole_in = vector_bytes(logits.misaligned, stride * size, experts * size, most=vector) == vector
-    whole_out = vector_bytes(experts * size, most=vector) == vector
+    whole_in = vector_bytes(logits.misaligned, stride * size, experts * size, limit=vector) == vector
+    whole_out = vector_bytes(experts * size, limit=vector) == vector
     launch = _BWD.bind((_VECTOR,), device, min(-(-rows // _WARPS), GRID_LIMIT), 32 * _WARPS)
     numbers = indices.shape[-1], KIND[logits.dtype], int(whole_in), int(whole_out), mode, scale, eps
     tensors = "logits", "indices", "g_compact", "g_dense", "dx"

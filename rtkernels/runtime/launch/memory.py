@@ -62,7 +62,7 @@ def dispatched() -> bool:
 
 # ---- zeros ----------------------------------------------------------------------------------------------------------
 
-_AT_ONCE = 64
+_BATCH = 64
 _zeros: dict[tuple[int, int, int], list[Tensor]] = {}
 _kept: dict[tuple[int, int], Tensor] = {}
 
@@ -87,7 +87,7 @@ def fresh_zeros(device: int, n: int) -> Tensor:
     except IndexError:
         place = "cpu" if device < 0 else f"cuda:{device}"
         with torch.inference_mode(False):  # they may be used, and saved for a backward, outside of it
-            made = torch.zeros(_AT_ONCE, -(-n // 32) * 32, dtype=torch.int32, device=place)
+            made = torch.zeros(_BATCH, -(-n // 32) * 32, dtype=torch.int32, device=place)
             first, *rest = (row[:n] for row in made.unbind())
         ready.extend(rest)
         return first

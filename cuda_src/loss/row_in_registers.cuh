@@ -10,7 +10,7 @@ namespace rtk {
 template <typename T, int CHUNKS, bool kLast = false>
 struct RowInRegisters {
     static constexpr int VEC = 16 / sizeof(T);
-    const Pieces<T> pieces;
+    const AlignedRow<T> aligned;
     const int thread, threads;
     const int offset;  // column of the first piece
     const int remaining;   // pieces from that one to the end of the row
@@ -21,12 +21,12 @@ struct RowInRegisters {
 
     // Requests the pieces. A row that does not exist has none.
     RTK_DEVICE RowInRegisters(const T* row, int cols, bool exists, int thread_, int threads_)
-        : pieces(row, cols),
+        : aligned(row, cols),
           thread(thread_),
           threads(threads_),
-          offset(pieces.head + thread * VEC),
-          remaining((exists ? pieces.vectors : 0) - thread),
-          edge(exists ? pieces.edge(thread) : -1) {
+          offset(aligned.head + thread * VEC),
+          remaining((exists ? aligned.vectors : 0) - thread),
+          edge(exists ? aligned.edge(thread) : -1) {
         load_batch(raw, row + offset, threads * VEC, remaining, threads, [](const T* p) { return load_raw<T, VEC, kLast>(p); });
     }
     RTK_DEVICE void load_edge(const T* row) {
@@ -75,7 +75,7 @@ struct RowInRegisters {
                 store_zeros<T, 1>(out + edge);
             }
         }
-        if (counts && pieces.owner(label, threads) == thread)
+        if (counts && aligned.owner(label, threads) == thread)
             gradient.store_one(out + label, target, cap, gradient.target);
     }
 };
