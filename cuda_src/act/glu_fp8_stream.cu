@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
     const Quantized out = {q, scale, q_t, scale_t, static_cast<u32>(2 * cols), by_group != 0, pow2 != 0};
     const Gates gates(memory, barriers);
     const Ups ups(memory + Gates::kBytes, barriers + Gates::kBarriers);
-    // With even turns alone, the first slot is the only one.
+    // If all uses have even numbers, the first slot is the only one.
     const bool two = !EXPERTS || counter == nullptr;
     auto gate_use = [&](u32 nth) { return two ? nth : 2 * nth; };
     if (threadIdx.x == kPatchFetcher) {

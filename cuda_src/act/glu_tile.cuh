@@ -40,8 +40,8 @@ struct TileWalk {
     RTK_DEVICE bool has(u32 nth) const { return blockIdx.x + nth * gridDim.x < all.count(); }
     RTK_DEVICE const TilePlace& operator[](u32 nth) const { return kept[nth % kKept]; }
 
-    // To be called at the beginning of each turn; from one call to the next, the block must meet at a barrier. Then all
-    // threads are done with the turn before the last one, whose place is the last to be replaced.
+    // To be called at the beginning of each tile; from one call to the next, the block must meet at a barrier. Then all
+    // threads are done with the tile before the last one, whose place is the last to be replaced.
     RTK_DEVICE void keep_up(u32 nth) const {
         if (nth % kWarp == 1 && nth > 1 && threadIdx.x < kWarp) find(nth - 1 + kWarp + threadIdx.x);
     }
@@ -88,7 +88,7 @@ RTK_DEVICE void store_columns(TileScratch512& scratch, e4m3* q, u32 pitch, int r
 #pragma unroll
         for (int step = 0; step < kSide; step += kStep, to += product(kStep, pitch)) {
             const int column = first + step;
-            // A piece is two units, which the exclusive or swaps if its last bit is set.
+            // A vector is two units, which the exclusive or swaps if its last bit is set.
             const int nth = column / kThreadColumns % 16;
             const Raw<16> raw =
                 *reinterpret_cast<const Raw<16>*>(scratch.codes + column * kSide + ((vector ^ (nth / 2)) * 16));
@@ -157,7 +157,7 @@ RTK_DEVICE void quantize_tile(const Values& v, const TilePlace& place, u32 colum
             __float_as_uint(max_abs[0]), __float_as_uint(max_abs[1]), __float_as_uint(max_abs[2]), __float_as_uint(max_abs[3])};
     }
     __syncthreads();
-    // Four warps work out the scales of the columns while the others are ahead with the rows.
+    // Four warps work out the scales of the columns while the others begin with the rows.
     if (out.q_t != nullptr && threadIdx.x < kSide) {
         const u32 c = this_thread();
         float m = scratch.max_abs[0][c];

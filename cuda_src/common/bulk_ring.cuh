@@ -1,13 +1,13 @@
 // Rows of one or more inputs on their way from global memory, several deep, by the copy engine (sm_90 and up): a persistent
 // block walks its rows, and while a group of whole warps works on one, the next ones come to shared memory. One thread asks
 // for whole rows, with the policy for L2 that the cp.async of a RowRing cannot have. Thread i of the group has the 16-byte
-// vectors i, i + threads, ... of each row, CHUNKS of them; those past the end are zero and never copied, so that readers need
-// no mask.
+// vectors i, i + threads, ... of each row, CHUNKS of them; those past the end are zero and never copied, so that
+// readers need no mask.
 //
 // First every stage is opened, and gets a fetch(...) by the thread that opened it; then comes a barrier of the block. Each
 // round is wait(), read(...), fetch(...) of the row that comes `stages` rows later, into the stage just read, and
-// next_row(). All threads of the group must have read their vectors before that fetch: between the two is a barrier of the
-// group, unless it is one warp.
+// next_row(). All threads of the group must have read their vectors before that fetch: between the two is a barrier of
+// the group, unless it is one warp.
 #pragma once
 #include "common/reduce.cuh"
 #include "common/vec.cuh"

@@ -1,5 +1,5 @@
-// Rows that L2 is asked for long before they are read. It pays in kernels that read one large tensor and write about as much or more; those
-// that read two are slower with it (docs/decisions/common.md).
+// Rows that L2 is asked for long before they are read. It pays in kernels that read one large tensor and write about as
+// much or more; those that read two are slower with it (docs/decisions/common.md).
 #pragma once
 #include "ptx/math.cuh"
 #include "ptx/prefetch.cuh"

@@ -7,8 +7,8 @@ namespace rtk {
 // the largest score. Without `loss`: of this part of the vocabulary top, level, the label's score (-inf if it is
 // elsewhere), sum of scores.
 //
-// A RowGroup owns a row and reads it once, BATCH pieces of 16 bytes per thread at a time; other warps work meanwhile. A
-// thread does not request piece by piece what it will need later: the hardware counts loads, and the compiler gives
+// A RowGroup owns a row and reads it once, BATCH 16-byte vectors per thread at a time; other warps work meanwhile. A
+// thread does not request vector by vector what it will need later: the hardware counts loads, and the compiler gives
 // all those of a loop one count, so that waiting for the oldest is waiting for the youngest.
 template <typename T>
 __global__ void __launch_bounds__(512, 2)
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(512, 2)
     const AlignedRow<T> aligned(source, static_cast<int>(cols));
     const int threads = group.threads, pitch = threads * VEC;
     const T* next = source + aligned.head + group.thread * VEC;
-    int remaining = (exists ? aligned.vectors : 0) - group.thread;  // pieces from this thread's next one to the end
+    int remaining = (exists ? aligned.vectors : 0) - group.thread;  // vectors from this thread's next one to the end
     const int edge = aligned.edge(group.thread);
     const u64 policy = ptx::l2_policy(evict_first != 0);
     auto load = [&](const T* p) { return load_raw<T, VEC>(p, policy); };
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(512, 2)
 }
 
 // dx from the saved top and level of each row and the gradient of its loss, dloss[row * dloss_stride] * factor[0]
-// (factor may be null). dx may be x. A block has CHUNKS pieces a thread of one row, or of several short ones.
+// (factor may be null). dx may be x. A block has CHUNKS vectors a thread of one row, or of several short ones.
 template <typename T>
 __global__ void __launch_bounds__(256, 4)
     cross_entropy_bwd(const float* dloss, const T* x, T* dx, const void* labels, const float* stats,
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(256, 4)
         }
         const int at = label - aligned.head - vector * VEC;
         float z = 0.0f;
-        if (label >= 0 && at >= 0 && at < VEC) z = score_at(x, label, cap);  // before the piece is overwritten
+        if (label >= 0 && at >= 0 && at < VEC) z = score_at(x, label, cap);  // before the vector is overwritten
         gradient.template store_vector<VEC>(out, raw[c], cap);
         if (label >= 0 && at >= 0 && at < VEC) gradient.store_one(dx + label, z, cap, gradient.target);
     }
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(1024)
 }
 
 // x *= dloss[row * dloss_stride], in place; rows whose factor is 1 are not touched, so that the usual call (all ones)
-// ends at once without the host knowing. Persistent blocks; a RowGroup owns a row at a time.
+// ends without work, and the host need not know. Persistent blocks; a RowGroup owns a row at a time.
 template <typename T>
 __global__ void __launch_bounds__(256)
     cross_entropy_scale(T* x, const float* dloss, i64 rows, i64 cols, i64 x_stride, i64 dloss_stride,

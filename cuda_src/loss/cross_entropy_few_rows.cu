@@ -1,6 +1,6 @@
-// Cross entropy of few rows, in one pass or forward only, in one launch: every row is cut into pieces for so many threads,
-// in up to eight blocks, that each reads a few of them at once; sums over the rows are made here, too.
-// The formulas: cross_entropy.cuh.
+// Cross entropy of few rows, in one pass or forward only, in one launch: a row is divided among so many
+// threads, in up to eight blocks, that each has no more than CHUNKS vectors of it. Sums over the rows are made here,
+// too. The formulas: cross_entropy.cuh.
 #include "loss/row_in_registers.cuh"
 #include "loss/row_cluster.cuh"
 
@@ -66,8 +66,8 @@ struct RowSums {
     }
 };
 
-// Thread i of a row's team has the pieces i, i + threads, ... (CHUNKS of them). Without dx only the results of the rows.
-// dx may be x: all of a row is read before any of it is written.
+// Thread i of a row's cluster has the vectors i, i + threads, ... (CHUNKS of them). Without dx only the results of the
+// rows. dx may be x: all of a row is read before any of it is written.
 template <typename T>
 __global__ void __launch_bounds__(896, 1)
     cross_entropy_few_rows(const T* x, T* dx, const void* labels, float* loss, float* stats, float* correct, float* out,

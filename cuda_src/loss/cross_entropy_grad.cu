@@ -1,8 +1,8 @@
 // Cross entropy in one pass: reads the logits once, writes loss and gradient. The formulas: cross_entropy.cuh.
 //
 // g, the gradient of a row's loss, is factor[0] (1 if null). Rows that do not count get gradient 0.
-// dx may be x: a thread reads each of its pieces for the last time before it overwrites it, nobody else reads them, and
-// the label's score and the check for equal scores come before.
+// dx may be x: a thread reads each of its vectors for the last time before it overwrites it, nobody else reads them,
+// and the label's score and the check for equal scores come before.
 #include "loss/row_in_registers.cuh"
 #include "loss/row_cluster.cuh"
 #include "ptx/cp_async.cuh"
@@ -10,7 +10,7 @@
 
 namespace rtk {
 
-// Rows that fit the registers of a group: thread i has the pieces i, i + threads, ... (CHUNKS of them).
+// Rows that fit the registers of a group: thread i has the vectors i, i + threads, ... (CHUNKS of them).
 template <typename T>
 __global__ void __launch_bounds__(512, 2)
     cross_entropy_grad_short(const T* x, T* dx, const void* labels, float* loss, float* stats, float* correct,
@@ -57,22 +57,22 @@ __global__ void __launch_bounds__(512, 2)
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-inline constexpr int kLongInRegisters = 6;  // for 9 a few registers are missing there
+inline constexpr int kLongInRegisters = 6;  // 9 do not fit its registers
 #else
 inline constexpr int kLongInRegisters = 9;
 #endif
 
 // Long rows: persistent blocks, each alone or with the others of its cluster, hold one row on their multiprocessors: of
-// each thread's pieces, kInRegisters in registers, `slots` in shared memory; what is beyond is read again for the gradient,
-// soon, so that it comes from L2.
+// each thread's vectors, kInRegisters in registers, `slots` in shared memory; what is beyond is read again for the
+// gradient, soon, so that it comes from L2.
 //
 // Multiprocessors are not equally fast, so after its second row a block draws the next one from a counter that was 0.
 //
-// Memory is to be busy all the time: while the gradient of a row is written, piece by piece, the same piece of the next
-// row is fetched into the register or slot that became free, and summed up kLag pairs of slots later. A slot belongs to
-// one thread; there are 2 * kLag of them or more, an even number. Everything is asked of L2 kPrefetchVectors pieces before, so that
-// the first pieces of a row come while the sums of the one before are added up, when nothing is free. No more of it:
-// what waits in L2 for more than a few microseconds is gone again (docs/decisions/common.md).
+// Memory is to be busy all the time: while the gradient of a row is written, vector by vector, the same vector of the
+// next row is fetched into the register or slot that became free, and summed up kLag pairs of slots later. A slot
+// belongs to one thread; there are 2 * kLag of them or more, an even number. Everything is asked of L2 kPrefetchVectors
+// vectors before, so that the first vectors of a row come while the sums of the one before are added up, when nothing
+// is free. No more of it: what waits in L2 for microseconds is gone (docs/decisions/common.md).
 template <typename T>
 __global__ void __launch_bounds__(640, 1)
     cross_entropy_grad_long(const T* x, T* dx, const void* labels, float* loss, float* stats, float* correct,
@@ -95,8 +95,8 @@ __global__ void __launch_bounds__(640, 1)
     const NoCap cap;
     const bool totals = not_zero(smoothing);
 
-    // Of the row being read: this thread's first piece, and how many pieces there are from it to the end of the row (0
-    // if the row does not count and nothing is read).
+    // Of the row being read: this thread's first vector, and how many vectors there are from it to the end of the row
+    // (0 if the row does not count and nothing is read).
     const T* source;
     int remaining;
     Running<T> running;
@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(640, 1)
                 sum_pair();
             }
         }
-        if (own >= 0) {  // after the piece around it, which the same thread has written
+        if (own >= 0) {  // after the vector around it, which the same thread has written
             const float one[1] = {own_gradient};
             store<T, 1>(dx + row * dx_stride + own, one);
         }

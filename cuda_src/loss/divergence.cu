@@ -3,10 +3,10 @@
 //   kProbability  target t = P:      t (log t - x)
 //   kLogarithm    target t = log P:  e^t (t - x)
 //   kMixed        target t = log P:  beta P (t - m) + (1 - beta) Q (x - m),  m = log M,  M = beta P + (1 - beta) Q
-// Where a probability is 0 its term and the gradient through it are 0, whatever the logarithm beside it is. Rows whose
+// Where a probability is 0 its term and the gradient through it are 0, whatever its logarithm is. Rows whose
 // label is `ignore` count as 0.
 //
-// Rows are worked on by groups of threads (RowGroup); a thread owns every threads-th piece of VEC columns. Elements
+// Rows are worked on by groups of threads (RowGroup); a thread owns every threads-th vector of VEC columns. Elements
 // have BYTES bytes (common/widths.cuh).
 #include "common/math.cuh"
 #include "common/reduce.cuh"
@@ -16,7 +16,7 @@
 namespace rtk {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-inline constexpr int kForwardBlocks = 3;  // on a multiprocessor; for 4 a few registers are missing here
+inline constexpr int kForwardBlocks = 3;  // on a multiprocessor; 4 do not fit the registers
 #else
 inline constexpr int kForwardBlocks = 4;
 #endif
@@ -70,8 +70,8 @@ RTK_DEVICE bool counts(const void* labels, i64 labels_int64, i64 ignore, i64 row
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
-// Sum of one row over this thread's pieces; also writes the terms if `each` is there, or the gradient times `scale` in x
-// (in the target with kTarget) if `out` is there.
+// Sum of one row over this thread's vectors; also writes the terms if `each` is there, or the gradient times `scale` in
+// x (in the target with kTarget) if `out` is there.
 template <int BYTES, int VEC, int MODE, bool kTarget>
 RTK_DEVICE float divergence_row(const u8* x, const u8* target, u8* each, u8* out, i64 cols, const RowGroup& group,
                                 bool half, float beta, float scale) {

@@ -14,10 +14,10 @@ struct RowCluster {
         thread = static_cast<int>(threadIdx.x);
         if (blocks > 1) thread += ptx::cluster_rank() * static_cast<int>(blockDim.x);
     }
-    // Which row is this team's first one.
+    // Which row is this cluster's first one.
     RTK_DEVICE int row() const { return static_cast<int>(blockIdx.x) / blocks; }
     RTK_DEVICE bool leads() const { return thread == 0; }
-    // What the team's threads have read and written before comes before what they do after.
+    // What the cluster's threads have read and written before comes before what they do after.
     RTK_DEVICE void meet() const {
         if (blocks > 1) {
             ptx::cluster_barrier();
@@ -37,7 +37,7 @@ struct RowCluster {
     }
 };
 
-// The numbers of all warps of a team.
+// The numbers of all warps of a cluster.
 template <int WARPS>
 struct Exchange {
     float top[WARPS], sum[WARPS], total[WARPS];

@@ -4,22 +4,23 @@
 
 namespace rtk {
 
-// What one of the threads of a row has of it, if they are so many that nobody has more than CHUNKS pieces: those thread,
-// thread + threads, ..., and perhaps one of the columns beside the pieces. First logits, then their exponentials, then the
-// gradient. `kLast`: L2 gives the logits up last (ptx::ld_stream), which gains with few rows only.
+// What one of the threads of a row has of it, if they are so many that nobody has more than CHUNKS vectors: those
+// thread, thread + threads, ..., and perhaps one of the columns before and after the vectors. First logits, then their
+// exponentials, then the gradient. `kLast`: L2 gives the logits up last (ptx::ld_stream), which gains with few rows
+// only.
 template <typename T, int CHUNKS, bool kLast = false>
 struct RowInRegisters {
     static constexpr int VEC = 16 / sizeof(T);
     const AlignedRow<T> aligned;
     const int thread, threads;
-    const int offset;  // column of the first piece
-    const int remaining;   // pieces from that one to the end of the row
-    const int edge;    // the column beside the pieces, or -1
+    const int offset;  // column of the first vector
+    const int remaining;   // vectors from that one to the end of the row
+    const int edge;    // the column before or after the vectors, or -1
     Raw<16> raw[CHUNKS];
     float border = -kInfinity;  // score of the edge
     float e[CHUNKS][VEC];
 
-    // Requests the pieces. A row that does not exist has none.
+    // Requests the vectors. A row that does not exist has none.
     RTK_DEVICE RowInRegisters(const T* row, int cols, bool exists, int thread_, int threads_)
         : aligned(row, cols),
           thread(thread_),

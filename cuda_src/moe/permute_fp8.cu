@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, BLOCKS)
         job.extent = {static_cast<i64>(expert.rows) - expert.above, cols - column};
         ExpertOutput<F8>{q, scale, q_t, scale_t, cols, column_tiles}.tile(expert, block, group, job.out);
     };
-    // What fills this thread's row of a tile: requested early, used late.
+    // What fills this thread's row of a tile: requested before the rows, used after them.
     auto request = [&](u32 index, const GatheredTile<T, F8>& job) {
         const int thread = self();
         i32 slot = -1;

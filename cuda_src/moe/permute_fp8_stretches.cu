@@ -1,14 +1,14 @@
 // What moe/permute_fp8.cu does, with transposed codes among the results, for sm_90. Transposed codes of 128 columns of
-// an expert are one run of memory, however many rows it has: they are put together in shared memory and written as a
-// run, so that lines of memory are whole, although columns begin anywhere. Long experts have several such pieces.
+// an expert are one stretch of memory, however many rows it has: they are put together in shared memory and written as
+// one, so that lines of memory are whole, although columns begin anywhere. Long experts have several such stretches.
 //
-// One block per multiprocessor; each has its share of units (moe/permute_fp8_stretches.cuh), which one warp works out. Four
-// warps fetch rows of tokens, up to 128 at a time, to four slots of shared memory. Two teams of eight warps quantise
-// what a slot has: a warp 16 rows, and then 32 rows of 64 columns, two in a lane, which are kept in registers, so that
-// the slot is free. Three warps write the runs. They all meet at mbarriers only.
+// One block per multiprocessor; each has its share of units (moe/permute_fp8_stretches.cuh), which one warp works out.
+// Four warps fetch rows of tokens, up to 128 at a time, to four slots of shared memory. Two consumers, of eight warps
+// each, quantise what a slot has: a warp 16 rows, and then 32 rows of 64 columns, two in a lane, which are kept in
+// registers, so that the slot is free. Three warps write the stretches. They all meet at mbarriers only.
 //
-// Staged codes have no gaps, and no padding that would spread them over the banks. Instead, lanes take pieces of 16
-// rows in an order of their own: lane l has columns 2l and 2l + 1, and begins with piece l. In units of 16 bytes,
+// Staged codes have no gaps, and no padding that would spread them over the banks. Instead, lanes take vectors of 16
+// rows in an order of their own: lane l has columns 2l and 2l + 1, and begins with vector l. In units of 16 bytes,
 // column to column is any number m; then neighbouring lanes are 2m + 1 units apart, an odd number.
 #include "moe/permute_fp8_stretches.cuh"
 #include "moe/rows.cuh"
@@ -86,7 +86,7 @@ RTK_DEVICE void quantize_block_rows(const RowBlock& block, const u8* tile, u32 w
     }
 }
 
-// Columns of a block, in registers: 64 of them in a warp, two in a lane, and two pieces of 16 rows.
+// Columns of a block, in registers: 64 of them in a warp, two in a lane, and two vectors of 16 rows.
 template <typename F8>
 struct BlockColumns {
     static constexpr int kVectors = 2;  // of a lane
@@ -112,7 +112,7 @@ struct BlockColumns {
         }
     }
 
-    // First of the lane's pieces.
+    // First of the lane's vectors.
     RTK_DEVICE u32 row(int p) const { return (vector + p) % kInColumn * 16; }
 
     // Largest magnitudes, in a word.
@@ -179,7 +179,7 @@ RTK_DEVICE void store_unit(const Unit& unit, const u8* stage, int thread, const 
             ptx::bulk_store_wait_read();
             return;
         }
-        // Pieces of 16 bytes along the columns.
+        // Vectors of 16 bytes along the columns.
         const u32 in_column = pitch / 16, all = in_column * columns;
         const u32 step = kStoreWarps * kWarp, down = step / in_column, right = step - down * in_column;
         u32 c = thread / in_column, vector = thread - c * in_column;
@@ -295,7 +295,7 @@ __global__ void __launch_bounds__(kStretchThreads, 1)
             const RowBlock block = shared.blocks[slot];
             const u32 buffer = block.unit_nth % 2;
             if (block.rows() == 0) {
-                if (block.down == 0) {  // one team tells those that store
+                if (block.down == 0) {  // one consumer tells those that store
                     wait_for(shared.freed[buffer], block.unit_nth / 2 + 1);
                     warp_arrive(shared.staged[buffer], block.arrivals());
                 }

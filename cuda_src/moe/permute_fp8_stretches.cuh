@@ -7,8 +7,8 @@
 
 namespace rtk {
 
-inline constexpr u32 kMaxUnitRows = 320;     // the most of a unit
-inline constexpr u32 kCutRows = 256;   // of a unit, if its expert has more rows than that
+inline constexpr u32 kMaxUnitRows = 320;
+inline constexpr u32 kCutRows = 256;  // of a unit, if its expert has more than kMaxUnitRows rows
 inline constexpr u32 kUnitBlocks = 3;    // of 128 rows: the most of a unit
 inline constexpr u32 kSlots = 4;         // of blocks of rows on their way
 inline constexpr u32 kKeptUnits = 8, kPlanned = 8;
@@ -16,7 +16,7 @@ inline constexpr u32 kRowBytes = kTileSide * 2, kSlotBytes = kTileSide * kRowByt
 inline constexpr u32 kStageBytes = kTileSide * kMaxUnitRows;
 inline constexpr u32 kStretchMemory = kSlots * kSlotBytes + 2 * kStageBytes;
 
-// Warps: teams that quantise, each a block of rows at a time; those that store; those that fetch.
+// Warps: consumers that quantise, each a block of rows at a time; those that store; those that fetch.
 inline constexpr int kConsumers = 2, kConsumerWarps = 8, kWorkWarps = kConsumers * kConsumerWarps;
 inline constexpr int kStoreWarps = 3, kFetchWarps = kSlots;
 inline constexpr int kStretchThreads = (kWorkWarps + kStoreWarps + kFetchWarps + 1) * kWarp;
@@ -137,14 +137,14 @@ struct Units {
     }
 };
 
-// What the warps share. Blocks of rows are numbered by turns; a slot has every kSlots'th.
+// What the warps share. Blocks of rows are numbered in their order; a slot has every kSlots'th.
 struct StretchShared {
     RowBlock blocks[kSlots];
     Unit units[kKeptUnits];                       // that have been asked for lately
     RowBlock plan[kPlanned];                      // blocks that come next
     u32 max_abs[kConsumers][2][kConsumerWarps][kWarp];       // maxima of columns, two in a word: of this and of the next block
     u64 full[kSlots], empty[kSlots];              // barriers, a phase for each block in the slot
-    u64 added[kConsumers];                            // a phase for each block of the team
+    u64 added[kConsumers];                            // a phase for each block of the consumer
     u64 staged[2], freed[2];                      // a phase for each unit in the buffer
     u64 planned[kPlanned], taken[kPlanned];       // a phase for each block in the plan
 

@@ -7,7 +7,8 @@
 
 namespace rtk {
 
-// Rows can be asked for when the choices are known: those of tokens as far ahead as run at the same time are asked of L2.
+// Rows can be asked for when the choices are known: L2 is asked for those of the token that is as many tokens later as
+// are worked on at the same time.
 inline constexpr i64 kPrefetchTokens = 1024;
 
 // A RowGroup of whole warps owns one token and each of its threads columns of it; all rows of CHOICES choices are requested

@@ -2,8 +2,8 @@
 // of the three types, and optionally a bf16 or fp16 copy of the new weights.
 //
 // Lists: 0 weights, 1 gradients, 2 first moments, 3 second moments, 4 step counts (one fp32 number each), 5 copies.
-// One block per chunk; a thread takes 4 elements at a time, of several places at once. adamw_advance runs first and adds 1 to every step count.
-// With *found_inf != 0 neither changes anything.
+// One block per chunk; a thread takes 4 elements at a time, at several places. adamw_advance runs first and adds 1 to
+// every step count. With *found_inf != 0 neither changes anything.
 #include "multi/list.cuh"
 #include "ptx/math.cuh"
 #include "ptx/pdl.cuh"

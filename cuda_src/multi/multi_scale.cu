@@ -1,9 +1,9 @@
 // out = in * factor over lists of tensors, in fp32 with one rounding. With one list in and out are the same tensors;
 // with two, list 0 is written and list 1 read, and the dtypes may differ (a cast is a factor of 1).
 //
-// factor = scale * *by, or, with `max_norm` >= 0 and the norm of everything in *by, min(1, max_norm / (norm + 1e-6)): clipping.
-// Nothing at all is touched where clipping changes nothing. Blocks stay and walk over the chunks, so that such a launch
-// is short.
+// factor = scale * *by, or, with `max_norm` >= 0 and the norm of everything in *by, min(1, max_norm / (norm + 1e-6)):
+// clipping. Nothing at all is touched where clipping changes nothing. Blocks stay and walk over the chunks, so that
+// such a launch is short.
 #include "multi/list.cuh"
 #include "ptx/pdl.cuh"
 

@@ -74,7 +74,7 @@ RTK_DEVICE void load_any_gain(const void* weight, bool weight_fp32, i64 column, 
     }
 }
 
-// The same in two steps: asked for as early as possible, unpacked where it is needed.
+// The same in two steps: asked for as soon as possible, unpacked where it is needed.
 template <typename T, int N>
 struct AskedGain {
     RawParts<float, N> raw;  // or N of T in its first part

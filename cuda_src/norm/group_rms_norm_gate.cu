@@ -3,8 +3,9 @@
 
 namespace rtk {
 
-// Forward with the row in registers: thread k of a RowGroup owns the 16-byte pieces k, k + threads, ... (CHUNKS of them),
-// so cols <= CHUNKS * VEC * threads_per_row. Grid: over the rows. All three inputs are requested before the reduction.
+// Forward with the row in registers: thread k of a RowGroup owns the 16-byte vectors k, k + threads, ... (CHUNKS of
+// them), so cols <= CHUNKS * VEC * threads_per_row. Grid: over the rows. All three inputs are requested before the
+// reduction.
 template <typename T, typename W, int CHUNKS>
 __global__ void __launch_bounds__(512)
     group_rms_norm_gate_fwd(const T* x, const T* gate, const W* weight, T* y, i64 tokens, i64 inner_size, i64 groups,

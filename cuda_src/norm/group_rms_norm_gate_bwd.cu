@@ -15,13 +15,14 @@ namespace rtk {
 //
 // Persistent, for groups of at most CHUNKS * VEC * blockDim channels. RowGroups are counted through all blocks, however many
 // of them a block has: number u always has group u % groups of a token, so weights and their gradients stay in registers, of
-// every lanes-th token from u / groups on. In registers are also the next rows of a thread with one piece: it asks for a
-// row, by loads with a policy for L2, as soon as the one before it in the same registers is unpacked. Rows of two pieces,
-// for which there are too few registers, come through a RowRing. Weight gradients become rows of fp32 (`partial`; null when
-// not wanted) for column_sum to add up: [lanes, groups * cols] if a block has no group twice, else one row for each block,
-// of its sums in shared memory; of `cols` numbers if groups share the weight. The order is fixed by the grid, never by
-// timing. The weight (null: ones) is of T, or fp32 if `weight_fp32`. 512 threads of 112 registers leave room for a block of
-// column_sum; `overlaps_next`: these may come and wait there. *_outer, *_inner and x_group are in bytes, less than 2^32 of them.
+// every lanes-th token from u / groups on. In registers are also the next rows of a thread with one vector: it asks for
+// a row, by loads with a policy for L2, as soon as the one before it in the same registers is unpacked. Rows of two
+// vectors, for which there are too few registers, come through a RowRing. Weight gradients become rows of fp32
+// (`partial`; null when not wanted) for column_sum to add up: [lanes, groups * cols] if a block has no group twice,
+// else one row for each block, of its sums in shared memory; of `cols` numbers if groups share the weight. The order is
+// fixed by the grid, never by timing. The weight (null: ones) is of T, or fp32 if `weight_fp32`. 512 threads of 112
+// registers leave room for a block of column_sum; `overlaps_next`: these may come and wait there. *_outer, *_inner and
+// x_group are in bytes, less than 2^32 of them.
 template <typename T, int CHUNKS, int FORM>
 __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 128)
     group_rms_norm_gate_bwd(const u8* dy, const u8* x, const u8* gate, const void* weight, u8* dx, u8* dgate, float* partial,

@@ -36,7 +36,7 @@ RTK_DEVICE constexpr int rows_in_registers(int form) { return form == kQuads || 
 template <int FORM>
 struct PairSums {
     static constexpr int kSlots = FORM == kQuads ? 128 : 16;
-    float slot[3][kSlots][2];  // used by turns, so that one barrier for each pair is enough
+    float slot[3][kSlots][2];  // used alternately, so that one barrier for each pair is enough
 
     // `phase` changes from call to call.
     RTK_DEVICE void sum(float& a, float& b, const RowGroup& group, int phase) {

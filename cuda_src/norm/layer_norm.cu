@@ -12,9 +12,10 @@
 
 namespace rtk {
 
-// Forward with the row in registers: thread i of a RowGroup owns the 16-byte pieces i, i + threads, ... (CHUNKS of them)
-// of its row, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block. weight and bias are requested at
-// the end: other blocks have left them in L1, and the registers they would need are better spent on more blocks.
+// Forward with the row in registers: thread i of a RowGroup owns the 16-byte vectors i, i + threads, ... (CHUNKS of
+// them) of its row, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block. weight and bias are
+// requested at the end: other blocks have left them in L1, and the registers they would need are better spent on more
+// blocks.
 template <typename T, typename W, int CHUNKS, bool RESIDUAL>
 __global__ void __launch_bounds__(sizeof(W) > sizeof(T) ? 512 : 768, 1)
     layer_norm_fwd(const T* x, const T* residual, const W* weight, const W* bias, T* y, T* sum, i64 rows, i64 cols,
@@ -104,10 +105,11 @@ constexpr int uniform_resident() {
     return sizeof(W) > sizeof(T) ? 1024 : RTK_HAS_TMA ? 1536 : 1280;
 }
 
-// Forward for rows of exactly VECTORS pieces of 16 bytes for each thread of a block, without a residual: nothing is masked,
-// and there is one barrier. Every warp works with the differences from the mean of its own columns, which are equally many
-// for all; the means are merged as differences from that of the first warp, which costs no digits either. Blocks have at most THREADS threads, with two pieces that many or one warp
-// less. Takes the arguments of layer_norm_fwd.
+// Forward for rows of exactly VECTORS 16-byte vectors for each thread of a block, without a residual: nothing is
+// masked, and there is one barrier. Every warp works with the differences from the mean of its own columns, which are
+// equally many for all; the means are merged as differences from that of the first warp, which costs no digits either.
+// Blocks have at most THREADS threads, with two vectors that many or one warp less. Takes the arguments of
+// layer_norm_fwd.
 template <typename T, typename W, int VECTORS, int THREADS>
 __global__ void __launch_bounds__(THREADS, uniform_resident<T, W, VECTORS>() / THREADS)
     layer_norm_fwd_uniform(const T* x, const T*, const W* weight, const W* bias, T* y, T*, i64, i64 cols, i64 x_stride, i64, i64,
@@ -118,7 +120,7 @@ __global__ void __launch_bounds__(THREADS, uniform_resident<T, W, VECTORS>() / T
     constexpr bool kLoadsBeforeSums = VECTORS <= 2;           // weight and bias are requested before the sums are merged
     __shared__ float means[kMaxWarps], squares[kMaxWarps];
     const int threads = static_cast<int>(blockDim.x);
-    constexpr int pitch = kWarp * VEC;  // the pieces of a warp lie side by side
+    constexpr int pitch = kWarp * VEC;  // the vectors of a warp lie side by side
     const int column = static_cast<int>(threadIdx.x / kWarp * VECTORS * kWarp + threadIdx.x % kWarp) * VEC;
     x += blockIdx.x * x_stride + column;
     Raw<16> raw[VECTORS];

@@ -15,13 +15,13 @@ namespace rtk {
 //   dh = rstd * (g - mean(g) - d * rstd^2 * mean(g * d)) + dsum;  dweight, dbias: sums of dy * d * rstd and dy over rows.
 // mean and rstd are recomputed, since h is read anyway: four sums over the row, with one barrier (merge_warps).
 //
-// Persistent, one block of at most 512 threads per multiprocessor, for rows of at most CHUNKS * 512 pieces of 16 bytes: a
-// RowGroup owns a row, thread i of it the pieces i, i + threads, ...; rows arrive through a RowRing. With CHUNKS up to 2
-// gains and inputs stay in registers, of which enough are left for a block of column_sum to wait beside this one; with more
-// they are read again. Fewer than 2^30 rows. Parameter gradients are summed in registers over the rows of a group, over
-// the groups of the block in shared memory, and written as one fp32 row per block into `partial` [grid, partial_stride]
-// (null when not wanted): dweight, then dbias if partial_stride is more than cols. column_sum adds the rows up: the order
-// is fixed by the grid, never by timing.
+// Persistent, one block of at most 512 threads per multiprocessor, for rows of at most CHUNKS * 512 16-byte vectors: a
+// RowGroup owns a row, thread i of it the vectors i, i + threads, ...; rows arrive through a RowRing. With CHUNKS up to
+// 2 gains and inputs stay in registers, of which enough are left for a block of column_sum to wait while this one runs;
+// with more they are read again. Fewer than 2^30 rows. Parameter gradients are summed in registers over the rows of a
+// group, over the groups of the block in shared memory, and written as one fp32 row per block into `partial` [grid,
+// partial_stride] (null when not wanted): dweight, then dbias if partial_stride is more than cols. column_sum adds the
+// rows up: the order is fixed by the grid, never by timing.
 template <typename T, int CHUNKS, bool DSUM, int STAGES>
 __global__ void __maxnreg__(CHUNKS > 2 ? 128 : DSUM ? 120 : 112)
     layer_norm_bwd(const T* dy, const T* h, const void* weight, const T* dsum, T* dh, float* partial, i64 rows, i64 cols,
@@ -35,7 +35,7 @@ __global__ void __maxnreg__(CHUNKS > 2 ? 128 : DSUM ? 120 : 112)
     const RowGroup group(threads_per_row);
     const WarpColumns<VEC, CHUNKS> columns(group, cols);
     RowRing<DSUM ? 3 : 2, CHUNKS, STAGES> ring(memory);
-    ptx::launch_dependents();  // column_sum's blocks are small enough to wait beside this one
+    ptx::launch_dependents();  // column_sum's blocks are small enough to wait while this one runs
     const int step = static_cast<int>(gridDim.x) * group.count;
     const int first = static_cast<int>(blockIdx.x) * group.count + group.index;
     const float epsilon = static_cast<float>(eps);
@@ -87,7 +87,7 @@ __global__ void __maxnreg__(CHUNKS > 2 ? 128 : DSUM ? 120 : 112)
         fetch(row + (STAGES - 1) * step);
         ring.wait();
         float dy_kept[kKeep ? CHUNKS : 1][VEC], h_kept[kKeep ? CHUNKS : 1][VEC];
-        // Calls visit(dy, h, gain) for a piece, `second_pass` if not for the first time; past the end all are 0.
+        // Calls visit(dy, h, gain) for a vector, `second_pass` if not for the first time; past the end all are 0.
         auto visit_vector = [&](int c, bool second_pass, const auto& visit) {
             float(&incoming)[VEC] = dy_kept[kKeep ? c : 0];
             float(&v)[VEC] = h_kept[kKeep ? c : 0];

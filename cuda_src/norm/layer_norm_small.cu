@@ -5,10 +5,11 @@
 
 namespace rtk {
 
-// A block for each row, of whole warps; thread i owns the 16-byte pieces i, i + threads, ... (CHUNKS of them, the first one of
-// every warp exists). Everything that is read is requested at the start, and there is one barrier: every warp works with
-// differences from the mean of its own columns, and these are merged as differences from the first warp's. residual (then
-// sum is written) and both parameters may be null; `weight_fp32`: parameters are fp32, otherwise T.
+// A block for each row, of whole warps; thread i owns the 16-byte vectors i, i + threads, ... (CHUNKS of them, the
+// first one of every warp exists). Everything that is read is requested at the start, and there is one barrier: every
+// warp works with differences from the mean of its own columns, and these are merged as differences from the first
+// warp's. residual (then sum is written) and both parameters may be null; `weight_fp32`: parameters are fp32, otherwise
+// T.
 //
 // What the first loads need is in the first 64 bytes of arguments, which come together; two numbers share one (the first in
 // its lower half): columns and wide; eps and offset, of fp32.
@@ -113,8 +114,8 @@ __global__ void __launch_bounds__(1024, 1)
     }
 }
 
-// The same for one piece of 16 bytes in a thread, a weight and a bias of T, no offset and no residual. Instructions come from
-// memory too, and at these sizes that takes as long as everything else: so there are as few of them as possible.
+// The same for one 16-byte vector in a thread, a weight and a bias of T, no offset and no residual. Instructions come
+// from memory too, and at these sizes that takes as long as everything else: so there are as few of them as possible.
 template <typename T>
 __global__ void __launch_bounds__(1024)
     layer_norm_fwd_vector(const T* x, const T*, const T* weight, const T* bias, T* y, T*, i64 cols_eps, i64 x_stride) {

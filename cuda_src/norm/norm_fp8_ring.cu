@@ -14,7 +14,7 @@ namespace rtk {
 
 using KnownShared = RingShared<4, kGroups>;
 
-// One thread: all tiles from a turn on; the last turns are one end for each group.
+// One thread: all tiles from the first_tile-th on; the last fetches are one end for each group.
 template <typename Walk>
 RTK_DEVICE void fetch_tiles(KnownShared& shared, const ptx::TensorMap& x, const Walk& walk, int first_tile) {
     int down, across;
@@ -41,7 +41,7 @@ struct RingNumbers {
     float by[4];
     Raw<16> raw_gains;
 
-    // Asks for those of the turn's tile, if there is one.
+    // Asks for those of the tile, if there is one.
     RTK_DEVICE void load() {
         int down, across;
         exist = walk.find(ring_stage, down, across);

@@ -15,7 +15,7 @@
 namespace rtk {
 
 inline constexpr int kAdders = 2;  // warps that add up squares
-inline constexpr int kPairsInFlight = 4;   // pairs that a block has at once, in slots and registers
+inline constexpr int kPairsInFlight = 4;  // pairs of tiles that a block has in slots and registers
 
 struct SingleReadShared : RingShared<6, 1> {
     u64 published[kPairsInFlight];  // the block has added the sums of its pair
@@ -35,7 +35,7 @@ using SingleReadWalk = RingWalk<2>;
 struct SingleReadExchange {
     u64* words;
     const SingleReadWalk& walk;
-    bool small_counts;  // sums below 2^-25 are not small beside epsilon
+    bool small_counts;  // sums below 2^-25 are not small compared with epsilon
 
     static constexpr int kCount = 56;                    // from this bit on
     static constexpr u64 kValue = (1ull << kCount) - 1;  // below it

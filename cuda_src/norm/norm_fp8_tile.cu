@@ -95,7 +95,8 @@ RTK_DEVICE void make_statistics(const T* x, i64 x_stride, float* rstd, float* me
 // it waits for are running. Without statistics to make, tiles go from the last row to the first: the kernel before this
 // one read the last rows last, so they may still be in L2.
 //
-// `x_is_older`: x was there before the previous kernel of the stream. CENTRED with null for mean and bias is not centred.
+// `x_is_older`: x was there before the previous kernel of the stream. CENTRED with null for mean and bias is not
+// centred.
 template <typename T, bool ALIGNED16, bool ROWS, bool COLUMNS, bool CENTRED>
 __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, sizeof(T) == 4 ? 1 : 2)
     norm_fp8_tile(const T* x, const void* weight, const void* bias, float* rstd, float* mean, e4m3* q, float* scale,

@@ -4,7 +4,7 @@
 
 namespace rtk {
 
-// Registers of a thread with one piece of a row, of which a block has up to 768; for sm_120 the compiler needs more.
+// Registers of a thread with one vector of a row, of which a block has up to 768; for sm_120 the compiler needs more.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 inline constexpr int kOneVectorRegisters = 80;
 #else
@@ -12,9 +12,9 @@ inline constexpr int kOneVectorRegisters = 72;
 #endif
 
 // What rms_norm_bwd does: dh, and a row of partial weight gradients per block. For groups of whole
-// warps, rows of at most CHUNKS * 512 pieces of 16 bytes, and fewer than 2^30 of them. The weight (which may be null) is of T,
-// or fp32 if `weight_fp32`. With CHUNKS 1 every group may have a warp that fetches its rows: then the block has more threads
-// than its groups. Blocks of at most 768 (CHUNKS 1) or 512 threads.
+// warps, rows of at most CHUNKS * 512 16-byte vectors, and fewer than 2^30 of them. The weight (which may be null) is
+// of T, or fp32 if `weight_fp32`. With CHUNKS 1 every group may have a warp that fetches its rows: then the block has
+// more threads than its groups. Blocks of at most 768 (CHUNKS 1) or 512 threads.
 template <typename T, int CHUNKS, bool DSUM>
 __global__ void __maxnreg__(CHUNKS == 1 ? kOneVectorRegisters : 112)
     rms_norm_bwd_bulk(const T* dy, const T* h, const void* weight, const T* dsum, T* dh, float* partial, i64 rows,

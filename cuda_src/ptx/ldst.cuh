@@ -50,8 +50,8 @@ RTK_DEVICE u64 l2_last() {
     return policy;
 }
 
-// That of reads by kernels that write little: `evict_first`, they leave first, so that what others have written can stay. All
-// threads of a launch must agree, or every load has to find out.
+// That of reads by kernels that write little: `evict_first`, they leave first, so that what others have written can
+// stay. All threads of a launch must agree, or every load has to find out.
 RTK_DEVICE u64 l2_policy(bool evict_first) { return evict_first ? l2_first() : l2_last(); }
 
 // ld_keep of 16 bytes with a policy.

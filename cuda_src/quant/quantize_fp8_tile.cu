@@ -20,10 +20,10 @@ struct TileIndex {
     }
 };
 
-// 1 x 128. kLanes neighbouring lanes (a team) share a group. A warp holds kSets groups per team: ACROSS times those of
-// its teams side by side, in each of kSets / ACROSS rows; so it stores the scales of neighbouring groups, or of
-// neighbouring rows with ACROSS 1. The warps of a block lie below one another. The scale of row m, group j goes to
-// scale[m * scale_row + j * scale_group].
+// 1 x 128. kLanes neighbouring lanes (a lane team) share a group. A warp has kSets groups per lane team: ACROSS times
+// those of its lane teams side by side, in each of kSets / ACROSS rows; so it stores the scales of neighbouring groups,
+// or of neighbouring rows with ACROSS 1. The warps of a block lie below one another. The scale of row m, group j goes
+// to scale[m * scale_row + j * scale_group].
 template <typename T, typename F8, int VEC, int ACROSS>
 __global__ void __launch_bounds__(256, 4)
     quantize_fp8_group(const T* x, F8* q, float* scale, i64 rows, i64 cols, i64 x_stride, i64 scale_row,

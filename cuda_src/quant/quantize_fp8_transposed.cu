@@ -1,4 +1,4 @@
-// fp8 with transposed codes, alone or beside those of the rows. Recipe: common/fp8_scale.cuh. x [rows, cols] has any row
+// fp8 with transposed codes, alone or with those of the rows. Recipe: common/fp8_scale.cuh. x [rows, cols] has any row
 // stride; q [rows, cols] and q_t [cols, rows] are dense. One block per tile, numbered along the columns first.
 #include "quant/tile_quantize.cuh"
 

@@ -1,9 +1,9 @@
 // Staged codes of a tile's columns (quant/tile_square.cuh) to columns of memory that may begin at any byte, where other tiles
 // write the bytes before and after.
 //
-// Memory gets aligned pieces of 16 bytes, each put together from two staged ones. Of a column that begins `past` bytes
-// after a multiple of 16, there are 16 - past bytes before the first whole piece and `past` bytes behind the last one. A
-// lane writes each of these 16, so that an end is one request, whatever its length.
+// Memory gets aligned 16-byte vectors, each put together from two staged ones. Of a column that begins `past` bytes
+// after a multiple of 16, there are 16 - past bytes before the first whole vector and `past` bytes behind the last one.
+// A lane writes each of these 16, so that an end is one request, whatever its length.
 #pragma once
 #include "quant/tile_square.cuh"
 
@@ -23,7 +23,7 @@ RTK_DEVICE Raw<16> shifted_together(const Raw<16>& before, const Raw<16>& own, i
     return result;
 }
 
-// The whole pieces. `q`: the code of the tile's first element; columns are `pitch` apart. THREADS call, whole warps.
+// The whole vectors. `q`: the code of the tile's first element; columns are `pitch` apart. THREADS call, whole warps.
 template <int THREADS>
 RTK_DEVICE void store_shifted_vectors(const u8* codes, e4m3* q, u32 pitch, int rows, int columns, int thread) {
     constexpr int kVectors = kTileSide / 16, kStep = THREADS / kVectors;

@@ -65,7 +65,7 @@ struct WholeBlock {
     RTK_DEVICE static void meet() { __syncthreads(); }
 };
 
-// One of several teams of THREADS in a block, each with a tile of its own.
+// One of several sets of THREADS threads in a block, each with a tile of its own.
 template <int THREADS>
 struct PartOfBlock {
     RTK_DEVICE static u32 index() { return threadIdx.x / THREADS; }
@@ -73,8 +73,8 @@ struct PartOfBlock {
     RTK_DEVICE static void meet() { ptx::named_barrier_sync(static_cast<int>(index()) + 1, THREADS); }
 };
 
-// Elements that do not exist are 0. ALIGNED16: rows can be read 16 bytes at a time, with this policy for L2. `x`: the tile's
-// first element.
+// Elements that do not exist are 0. ALIGNED16: rows can be read 16 bytes at a time, with this policy for L2. `x`: the
+// tile's first element.
 template <typename T, bool ALIGNED16>
 RTK_DEVICE void load_tile(const Tile<16 / sizeof(T)>& tile, const T* x, i64 stride, Raw<16> (&raw)[kTileRows],
                           u64 policy = ptx::l2_last()) {
@@ -160,7 +160,7 @@ template <int N>
 RTK_DEVICE void share_columns(const Tile<N>& tile, const float (&v)[N], TileScratch<N>& scratch) {
     constexpr int kLanes = Tile<N>::kLanes;
     const int thread = tile.thread;
-    const int half = thread / kLanes % (kWarp / kLanes);  // with two teams in a warp, each keeps half of the columns
+    const int half = thread / kLanes % (kWarp / kLanes);  // with two rows of threads in a warp, each keeps half of the columns
     Raw<16> four;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -250,7 +250,7 @@ RTK_DEVICE void store_columns(const Tile<N>& tile, TileScratch<N>& scratch, F8* 
         Raw<16> codes[kTileSide / kStep];
 #pragma unroll
         for (int step = 0; step < kTileSide; step += kStep) {
-            // A piece is two units, which the exclusive or swaps if its last bit is set.
+            // A vector is two units, which the exclusive or swaps if its last bit is set.
             const int column = first + step, swizzle = column / N % 16;
             const Raw<16> raw =
                 *reinterpret_cast<const Raw<16>*>(scratch.codes + column * kTileSide + ((vector ^ (swizzle / 2)) * 16));

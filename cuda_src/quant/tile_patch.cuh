@@ -61,7 +61,7 @@ struct alignas(16) PatchOutput {
     u32 rows, columns;  // that exist; no rows: there is no such tile
     u32 pitch;          // from column to column of q_t
     u32 row, column;    // of the first element
-    u32 whole;          // whether transposed codes can be written in pieces of 16
+    u32 whole;          // whether transposed codes can be written in vectors of 16
 };
 
 // What the warps share.

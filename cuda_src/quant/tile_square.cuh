@@ -3,9 +3,9 @@
 // write whole lines of memory, which matters more than any number of instructions (docs/decisions/common.md).
 //
 // Transposed codes pass through shared memory, 128 bytes per column. The 16 bytes of rows 16p .. 16p + 15 of column c
-// lie in piece p ^ (c / 8 % 8) of that column, in the second half of the columns with its eight bytes swapped. Writing,
-// half a warp has the same rows of 16 times eight columns; reading, eight lanes share a column: both touch every bank
-// once.
+// lie in vector p ^ (c / 8 % 8) of that column, in the second half of the columns with its eight bytes swapped.
+// Writing, half a warp has the same rows of 16 times eight columns; reading, eight lanes share a column: both touch
+// every bank once.
 #pragma once
 #include "common/fp8_scale.cuh"
 #include "common/pressure.cuh"
@@ -87,7 +87,7 @@ RTK_DEVICE void store_whole_columns(const u8* codes, e4m3* q, Pitch pitch, int r
     constexpr int kVectors = kTileSide / 16, kStep = THREADS / kVectors;
     const int p = thread % kVectors, first = thread / kVectors;
     e4m3* to = settled(q + static_cast<u64>(pitch) * static_cast<u32>(first) + p * 16);
-    // kStep columns on, the order of the pieces is the same but for one bit, if it changes at all.
+    // kStep columns on, the order of the vectors is the same but for one bit, if it changes at all.
     const u8* from = codes + first * kTileSide;
     const int vector = (p ^ (first / kSquare)) * 16;
     const u64 step = static_cast<u64>(pitch) * kStep;
@@ -164,7 +164,7 @@ RTK_DEVICE void quantize_square(const Square& v, const Out& out, SquareScratch& 
         }
         *reinterpret_cast<Raw<16>*>(&scratch.max_abs[spot.warp][scratch.place(spot.column + (lower ? 4 : 0))]) = four;
         __syncthreads();
-        // Half of the warps work out the scales of the columns while the others are ahead with the rows.
+        // Half of the warps work out the scales of the columns while the others begin with the rows.
         const int c = static_cast<int>(this_thread());
         if (c < kTileSide) {
             const int place = scratch.place(c);

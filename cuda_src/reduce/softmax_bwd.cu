@@ -28,7 +28,7 @@ RTK_DEVICE void gradient(float (&g)[N], const float (&v)[N], float sum, float sc
     }
 }
 
-// Zeros in the pieces of dy and y from `valid` columns after the first one of chunk 0 on.
+// Zeros in the vectors of dy and y from `valid` columns after the first one of chunk 0 on.
 template <typename T, int N, int CHUNKS>
 RTK_DEVICE void zero_past(Raw<sizeof(T) * N> (&dy_raw)[CHUNKS], Raw<sizeof(T) * N> (&y_raw)[CHUNKS], int valid,
                           int pitch) {
@@ -56,7 +56,7 @@ RTK_DEVICE float sum_in_registers(const Raw<16> (&dy_raw)[CHUNKS], const Raw<16>
     return sum;
 }
 
-// The gradient of x in a piece.
+// The gradient of x in a vector.
 template <typename T, bool LOG>
 RTK_DEVICE Raw<16> gradient_in_registers(Raw<16> dy_raw, Raw<16> y_raw, float sum, float scale, u32 zero) {
     constexpr int VEC = 16 / sizeof(T);
@@ -69,8 +69,8 @@ RTK_DEVICE Raw<16> gradient_in_registers(Raw<16> dy_raw, Raw<16> y_raw, float su
     return pack<T, VEC>(g);
 }
 
-// With the row in registers: thread i of a RowGroup owns the 16-byte pieces i, i + threads, ... (CHUNKS of them) of dy and
-// y, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block.
+// With the row in registers: thread i of a RowGroup owns the 16-byte vectors i, i + threads, ... (CHUNKS of them) of dy
+// and y, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block.
 template <typename T, int CHUNKS>
 __global__ void __launch_bounds__(CHUNKS > 2 ? 1024 : 512, CHUNKS > 2 ? 1 : CHUNKS > 1 ? 3 : 4)
     softmax_bwd(const T* dy, const T* y, T* dx, const void* lengths, i64 rows, i64 cols, i64 dy_stride, i64 y_stride,

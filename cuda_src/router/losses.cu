@@ -115,7 +115,7 @@ RTK_DEVICE RowSums row_sums(const Columns<VEC>& head, const void* x, i64 start, 
     return all;
 }
 
-// z-loss of fp32 rows of whole pieces that fit into registers: ROWS at a time, for which a warp waits together.
+// z-loss of fp32 rows of whole vectors that fit into registers: ROWS at a time, for which a warp waits together.
 template <int VEC, int ROWS>
 struct RowsTogether {
     static constexpr int kVectors = Columns<VEC>::kVectors;

@@ -30,7 +30,7 @@ inline constexpr int kProductWarps = 4;
 inline constexpr int kMakers = 3, kMakerThreads = 128, kMakerWarps = kMakerThreads / kWarp;
 inline constexpr int kAllMakerWarps = kMakers * kMakerWarps;
 inline constexpr int kMakerRows = kMakerThreads / 16;  // at a time, 16 bytes a thread
-inline constexpr int kBatch = 4;                     // pieces of 16 bytes of a thread that are quantised together
+inline constexpr int kBatch = 4;                     // 16-byte vectors of a thread that are quantised together
 static_assert(kSlots % kMakers == 0, "a slot belongs to one team, which then sees all phases of its barriers");
 
 // Where things are in shared memory, and which slab is where.
@@ -147,9 +147,9 @@ RTK_DEVICE void multiply(const NormRouterShared& shared, const ptx::TensorMap& l
     }
 }
 
-// ---- three teams: sums of squares, then y and codes -----------------------------------------------------------------
+// ---- three makers: sums of squares, then y and codes -----------------------------------------------------------------
 
-// A thread of a team has the 16 bytes `vector` of rows `row`, row + kMakerRows, ... of a slab.
+// A thread of a maker has the 16 bytes `vector` of rows `row`, row + kMakerRows, ... of a slab.
 struct Maker {
     int thread, lane, maker, vector, row;
     u32 offset;  // of its first 16 bytes in a slot

@@ -35,7 +35,8 @@ _MAX_LOW_BITS = 17  # of the key: 31 with the bits of a token
 _FILL_BYTES = _SORT_THREADS * 16 * 16  # zeros one block writes
 _SUM_THREADS = 128
 _WINDOW = 32
-MIN_WINDOWS, MAX_WINDOWS = 256, 2048  # beyond the first, as many as run at once
+MIN_WINDOWS = 256
+MAX_WINDOWS = 2048  # between the two, as many as are resident
 _SUM_BLOCKS = 4  # of embedding_sum on a processor
 
 _FWD = Kernel(

@@ -321,7 +321,7 @@ def _combined(sums: Tensor, kind: int, group: Any) -> Tensor:
 def _over_group(sums: Tensor, kind: int, group: Any) -> Tensor:
     sums = _where_group_is(sums, group)
     if kind == LARGEST:
-        # A reduction by maximum may drop a NaN, so whether there is one travels beside the number.
+        # A reduction by maximum may drop a NaN, so whether there is one travels with the number.
         both = torch.stack([sums.nan_to_num(0.0, math.inf), sums.isnan().double()])
         torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=group)
         return torch.where(both[1] > 0, math.nan, both[0])

@@ -30,14 +30,14 @@ _UNIT, _BWD_UNIT = "norm/group_rms_norm_gate.cu", "norm/group_rms_norm_gate_bwd.
 _LAYOUTS = ("same", "sequence_first")
 _TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
 _WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
-_CHUNKS = 2  # 16-byte pieces of each input that a thread owns, at most
+_CHUNKS = 2  # 16-byte vectors of each input that a thread owns, or fewer
 _THREADS = 512
 _COUNT_LIMIT = 2**31 - 1024  # the kernels that count in 32 bits take no more, and a block may pass the end
 
 
 # How the threads of a row lie in warps (RowForm of the kernel).
 _LANES, _VECTORS, _WARPS, _TWO_WARPS, _FOUR_WARPS = range(5)
-_FORMS = (*((1, form) for form in range(5)), (_CHUNKS, _WARPS))  # and pieces a thread
+_FORMS = (*((1, form) for form in range(5)), (_CHUNKS, _WARPS))  # and vectors of a thread
 
 _LONG_VARIANTS = [(t,) for t in _WIDTH]
 _FWD_STRIDES = (
@@ -223,7 +223,7 @@ class Tensors:
         return cls(x, gate, weight, dy, groups, layout), dict.fromkeys(found.copied, Tensor.contiguous)
 
     def threads(self, chunks: int = _CHUNKS) -> int:
-        """Return how many threads with `chunks` pieces each share a row that stays in registers, 0 if it does not."""
+        """Return how many threads with `chunks` vectors each share a row that stays in registers, 0 if it does not."""
         vectors = self.cols // self.vec
         if self.vec == 1 or vectors > chunks * _THREADS or self.tokens * self.groups > _COUNT_LIMIT:
             return 0
@@ -261,7 +261,7 @@ class _Block(NamedTuple):
 
     Attributes:
         form: How the threads of a row lie in warps.
-        threads: Of a row, each with `chunks` pieces of it.
+        threads: Threads of a row, each with `chunks` vectors of it.
         rows: Of a block, a multiple of `unit`: so many share their warps.
     """
 
@@ -273,7 +273,7 @@ class _Block(NamedTuple):
 
     @classmethod
     def of(cls, vectors: int) -> _Block:
-        """Return how rows of so many 16-byte pieces keep most of `_THREADS` threads busy.
+        """Return how rows of so many vectors keep most of `_THREADS` threads busy.
 
         With one piece each if that are nine of ten (1280 channels of bf16: three rows of five warps; 384 channels: ten
         rows of 48 threads, two of which share three warps), or if a row has at most four warps, and else with two.

@@ -92,7 +92,7 @@ def check_quantize(x: Meta, granularity: str, dtype: torch.dtype, pow2: bool, la
 
 
 def check_both(x: Meta, granularity: str, dtype: torch.dtype, pow2: bool, layout: str) -> None:
-    """Raise an ArgumentError unless x can be quantised with the transposed codes beside the others."""
+    """Raise an ArgumentError unless x can be quantised with transposed codes as well."""
     check_quantize(x, granularity, dtype, pow2, layout)
     if granularity not in BOTH_GRANULARITIES:
         raise ArgumentError(

@@ -134,7 +134,7 @@ class Kernel:
         if device < 0:
             from rtkernels import emulator
 
-            together = dims[0] if resident else cluster  # blocks that run by turns
+            together = dims[0] if resident else cluster  # blocks that the emulator runs alternately
             launch = emulator.bind(
                 self, variant, emulated_features(), dims, block, shared, together, resident=resident, overlap=overlap
             )

@@ -71,7 +71,7 @@ def fresh_zeros(device: int, n: int) -> Tensor:
     """Return `n` int32 zeros that nobody has or had, on a CUDA device or, for -1, on the CPU.
 
     Kernels that count, or find out which block is the last one, start from zeros; clearing a few hundred bytes takes as
-    long as they do. So many such tensors are cut from one cleared piece of memory, made in the stream that uses them.
+    long as they do. So many such tensors are cut from one cleared allocation, made in the stream that uses them.
     A graph is replayed, so what is captured clears its own; so does what a compiled graph calls, in whose memory the
     rest could not stay.
     """
