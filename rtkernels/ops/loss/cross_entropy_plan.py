@@ -136,7 +136,7 @@ def check_options(label_smoothing: float, z_loss: float, softcap: float, reducti
 
 
 def _group(vectors: int, limit: int, each: int = _CHUNKS) -> int:
-    """Threads of a row, with `each` vectors or more: at least 16, so that each column outside of the vectors has one."""
+    """Threads of a row, with `each` vectors or more; 16 or more, so that each column outside of the vectors has one."""
     return max(16, group_threads(-(-vectors // each), limit))
 
 

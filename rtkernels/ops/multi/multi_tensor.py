@@ -313,11 +313,6 @@ def _kind_of(ord: float) -> int:
     return kind
 
 
-def _combined(sums: Tensor, kind: int, group: Any) -> Tensor:
-    """Combine unfinished norms over a process group and finish them."""
-    return _finished(_over_group(sums, kind, group), kind)
-
-
 def _over_group(sums: Tensor, kind: int, group: Any) -> Tensor:
     sums = _where_group_is(sums, group)
     if kind == LARGEST:

@@ -35,11 +35,6 @@ def allocator(device: int) -> Allocate:
     return allocate
 
 
-def dense_memory(device: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[Allocate, tuple[Any, ...]]:
-    """Return an allocator and its arguments for a contiguous tensor: ``allocate(*layout)`` makes one."""
-    return allocator(device), (tuple(shape), dense_strides(shape), dtype)
-
-
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor, as torch gives them."""
     strides, step = [], 1
