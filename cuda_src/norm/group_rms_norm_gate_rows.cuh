@@ -28,8 +28,7 @@ RTK_DEVICE RowGroup row_group(i64 threads_per_row) {
 }
 
 // How many rows a thread has in registers, the one it works on included: three where some of 512 threads are idle or a row
-// has more than four warps (8192x5120, 4 groups: 107.6 instead of 110.0 us; 8192x8192: 167.1, 169.7), else two (8192x4096:
-// 87.4, 88.7).
+// has more than four warps, else two (docs/decisions/norm.md, rows in registers).
 RTK_DEVICE constexpr int rows_in_registers(int form) { return form == kQuads || form == kWarps ? 3 : 2; }
 
 // Sums of two numbers over the row of a thread, which has them all in the end. Blocks of at most 512 threads.

@@ -21,6 +21,7 @@ DTYPE_TOKEN = {
     torch.float8_e4m3fn: "e4m3",
     torch.float8_e5m2: "e5m2",
 }
+WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GRID_LIMIT = 2**31 - 1  # blocks in x; y and z are limited to 65535
 

@@ -9,7 +9,7 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.act.combine import COMBINE
-from rtkernels.ops.act.glu import ACT_TYPES
+from rtkernels.ops.act.glu_plan import ACT_TYPES
 from rtkernels.ops.quant.nvfp4 import dequantize_nvfp4
 from rtkernels.ops.shared.fp8_layout import check_option
 from rtkernels.ops.shared.row_quant import memory_for, result_shapes, wanted

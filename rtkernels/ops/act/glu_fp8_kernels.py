@@ -14,7 +14,8 @@ from rtkernels.runtime.targets import Target
 FAST_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 _STREAM = "act/glu_fp8_stream.cu"
-_FAST, _ANY = "act/glu_fp8_double_buffered.cu", "act/glu_fp8_generic.cu"
+_FAST = "act/glu_fp8_double_buffered.cu"
+_ANY = "act/glu_fp8_generic.cu"
 _FAST_SPACE = 128 << 10  # of shared memory, for fast kernels to be worth while
 _OUTPUTS = "q:ptr scale:ptr q_t:ptr scale_t:ptr"
 _COMMON = "experts:i64 count_width:i64 row_blocks:i64 by_group:i64 pow2:i64 check:i64"

@@ -23,7 +23,8 @@ from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows, mis
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
-_THREADS, _BLOCKS = 256, 4  # threads of a block (a warp works on a row), and blocks per multiprocessor
+_THREADS = 256  # of a block; a warp works on a row
+_BLOCKS = 4  # per multiprocessor
 
 SMOOTH = Kernel(
     "act/glu_smooth_fp8.cu", "glu_fp8_smooth", template="FP32", max_registers=128,

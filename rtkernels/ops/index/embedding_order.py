@@ -11,9 +11,11 @@ from rtkernels.runtime.layout import row_count
 from rtkernels.runtime.operator.declared import Meta
 from rtkernels.runtime.operator.plan import Memory, Step
 
-_THREADS, _WARPS = 512, 16
+_THREADS = 512
+_WARPS = 16
 MAX_DIGIT_BITS = 9
-MIN_TOKENS, MANY_TOKENS = 512, 2**20  # a chunk should have at least; from which on processors have two chunks
+MIN_TOKENS = 512  # of a chunk
+MANY_TOKENS = 2**20  # from here on, multiprocessors have two chunks each
 _FILL_BYTES = _THREADS * 16 * 16  # zeros one block writes
 
 _COUNT = Kernel(

@@ -15,6 +15,7 @@ from rtkernels.runtime.launch.memory import dense_strides
 from rtkernels.runtime.layout import (
     DTYPE_TOKEN,
     GRID_LIMIT,
+    WIDTH,
     block_of,
     check_same,
     group_threads,
@@ -27,10 +28,11 @@ from rtkernels.runtime.operator.declared import Meta, misaligned
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
 ID_DTYPES = (torch.int32, torch.int64)
-_WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
-_SORT_ROUNDS, _SORT_THREADS = 16, 1024
+_SORT_ROUNDS = 16
+_SORT_THREADS = 1024
 SORT_LIMIT = _SORT_ROUNDS * _SORT_THREADS  # tokens; more are sorted in passes
-_BIN_TOKENS, _MAX_BIN_BITS = 64, 7  # tokens a sorting block should have at least; 2^7 blocks at most
+_BIN_TOKENS = 64  # of a sorting block, or more
+_MAX_BIN_BITS = 7  # 2^7 blocks, or fewer
 _MAX_LOW_BITS = 17  # of the key: 31 with the bits of a token
 _FILL_BYTES = _SORT_THREADS * 16 * 16  # zeros one block writes
 _SUM_THREADS = 128
@@ -150,7 +152,7 @@ def sum_steps(
     if not aligned16 and t != "fp32":
         converted = {dy_name: torch.float32}
         t, size, dy_stride = "fp32", 4, cols
-    vec = _WIDTH[t] if aligned16 else 1
+    vec = WIDTH[t] if aligned16 else 1
     threads = min(-(-cols // (vec * 32)) * 32, _SUM_THREADS)
     slices = -(-cols // (threads * vec))
     resident_groups = device_info(device).sm_count * _SUM_BLOCKS * _SUM_THREADS // (threads * slices)

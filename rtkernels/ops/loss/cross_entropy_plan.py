@@ -13,6 +13,7 @@ from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import (
     DTYPE_TOKEN,
     GRID_LIMIT,
+    WIDTH,
     block_of,
     check_same,
     divisor,
@@ -29,8 +30,7 @@ from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Step, Steps
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 NONE, MEAN, SUM = 0, 1, 2
 
-_WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
-_TYPES = [(t,) for t in _WIDTH]
+_TYPES = [(t,) for t in WIDTH]
 _FORWARD_THREADS = 256
 _BACKWARD_THREADS = 128
 _SHORT_THREADS = 256
@@ -204,7 +204,7 @@ class Call(NamedTuple):
 
     @property
     def vectors(self) -> int:
-        return self.cols // _WIDTH[self.t]
+        return self.cols // WIDTH[self.t]
 
 
 def row_memory(rows: int, accuracy: bool) -> dict[str, Memory]:
@@ -375,7 +375,7 @@ def plan_scale(dlogits: Meta, dloss: Meta, device: int) -> Steps:
     if stride is None:
         return IN_TORCH
     rows, cols, t = row_count(dlogits.shape), dlogits.shape[-1], DTYPE_TOKEN[dlogits.dtype]
-    threads = _group(cols // _WIDTH[t], _BACKWARD_THREADS)
+    threads = _group(cols // WIDTH[t], _BACKWARD_THREADS)
     block = block_of(threads)
     grid = min(-(-rows // (block // threads)), 8 * device_info(device).sm_count)
     launch = SCALE.bind((t,), device, grid, block, overlap=True)

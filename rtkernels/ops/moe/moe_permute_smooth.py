@@ -38,7 +38,8 @@ from rtkernels.runtime.operator.registry import Op
 
 __all__ = ["moe_permute_smooth", "moe_permute_smooth_t"]
 
-_THREADS, _CHUNKS = 512, 4
+_THREADS = 512
+_CHUNKS = 4
 _WIDER = {torch.float16: torch.float32, torch.float8_e5m2: torch.bfloat16}  # exact
 
 KERNEL = Kernel(

@@ -15,6 +15,7 @@ from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import dense_strides
 from rtkernels.runtime.layout import (
     GRID_LIMIT,
+    WIDTH,
     block_of,
     check_same,
     divisor,
@@ -26,10 +27,10 @@ from rtkernels.runtime.layout import (
 from rtkernels.runtime.operator.declared import Meta, misaligned
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
-_UNIT, _BWD_UNIT = "norm/group_rms_norm_gate.cu", "norm/group_rms_norm_gate_bwd.cu"
+_UNIT = "norm/group_rms_norm_gate.cu"
+_BWD_UNIT = "norm/group_rms_norm_gate_bwd.cu"
 _LAYOUTS = ("same", "sequence_first")
 _TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
-_WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
 _CHUNKS = 2  # 16-byte vectors of each input that a thread owns, or fewer
 _THREADS = 512
 _COUNT_LIMIT = 2**31 - 1024  # the kernels that count in 32 bits take no more, and a block may pass the end
@@ -39,7 +40,7 @@ _COUNT_LIMIT = 2**31 - 1024  # the kernels that count in 32 bits take no more, a
 _LANES, _VECTORS, _WARPS, _TWO_WARPS, _FOUR_WARPS = range(5)
 _FORMS = (*((1, form) for form in range(5)), (_CHUNKS, _WARPS))  # and vectors of a thread
 
-_LONG_VARIANTS = [(t,) for t in _WIDTH]
+_LONG_VARIANTS = [(t,) for t in WIDTH]
 _FWD_STRIDES = (
     "tokens:i64 inner_size:i64 groups:i64 cols:i64 x_outer:i64 x_inner:i64 x_group:i64 gate_outer:i64 gate_inner:i64 "
     "y_outer:i64 y_inner:i64 weight_group:i64 threads_per_row:i64"
@@ -62,7 +63,7 @@ _BWD = Kernel(
     args=f"{_BWD_POINTERS} partial:ptr {_COUNTS} {_BWD_INPUTS} dgate_outer:i64 dgate_inner:i64 dx_outer:i64 "
     "dx_inner:i64 weight_group:i64 lanes:i64 threads_per_row:i64 by_inner:i64 by_groups:i64 weight_fp32:i64 "
     "overlaps_next:i64 eps:f64",
-    variants=[(t, c, f) for t in _WIDTH for c, f in _FORMS],
+    variants=[(t, c, f) for t in WIDTH for c, f in _FORMS],
 )  # fmt: skip
 _BWD_LONG = Kernel(
     _BWD_UNIT, "group_rms_norm_gate_bwd_long", template="T", max_registers=96,
@@ -206,7 +207,7 @@ class Tensors:
         if not self.copied:
             size, starts = dtype.itemsize, misaligned(x, gate, weight, dy)
             distances = (d * size for d in (*self.x, *self.gate, *self.dy))
-            self.vec = _WIDTH[self.t] if vector_bytes(starts, self.cols * size, *distances) == 16 else 1
+            self.vec = WIDTH[self.t] if vector_bytes(starts, self.cols * size, *distances) == 16 else 1
 
     @classmethod
     def after_copies(
@@ -330,7 +331,7 @@ def _rows_steps(
     summed = rows > s.groups or not s.weight_group  # over the block
     # Others have no registers left for a block of the sum.
     overlaps = overlaps_next(width) and chunks == 1 and form not in (_VECTORS, _WARPS)
-    size = 16 // _WIDTH[s.t]
+    size = 16 // WIDTH[s.t]
     distances = (d * size for d in (*s.dy, *s.x, *s.gate, *s.out, *s.dx))
     numbers = (
         s.tokens, s.inner, s.groups, s.cols, *distances, s.weight_group, lanes, threads, divisor(s.inner),

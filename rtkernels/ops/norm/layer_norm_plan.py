@@ -17,6 +17,7 @@ from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import (
     DTYPE_TOKEN,
     GRID_LIMIT,
+    WIDTH,
     block_of,
     check_same,
     float_halves,
@@ -30,19 +31,20 @@ from rtkernels.runtime.operator.declared import Meta, misaligned
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.targets import Target
 
-_UNIT, _BWD_UNIT = "norm/layer_norm.cu", "norm/layer_norm_bwd.cu"
+_UNIT = "norm/layer_norm.cu"
+_BWD_UNIT = "norm/layer_norm_bwd.cu"
 _TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
-_WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
-_REGISTER_THREADS, _REGISTER_CHUNKS = 512, 4
+_REGISTER_THREADS = 512
+_REGISTER_CHUNKS = 4
 _SHORT = 32  # vectors of a row up to which each thread has one, unless there is a residual
-_UNIFORM = ((2, 128), (4, 256))  # exactly as many in each thread, and the most threads
-_UNIFORM_THREADS = 96  # and the fewest
+_UNIFORM = ((2, 128), (4, 256))  # vectors that each thread has, and how many threads there may be
+_UNIFORM_THREADS = 96  # the fewest
 _SMALL_CHUNKS = {"bf16": 2, "fp16": 2, "fp32": 4}  # vectors of a thread whose block has one row
 _VECTOR_THREADS = 1024  # or one of them, if there is nothing else than a weight and a bias of its type
 _SMALL_THREADS = 1024  # in such a block, and on a multiprocessor in all: with more rows the others are faster
 _RING_THREADS = 512
 _RING_CHUNKS = {2: 1024, 4: 2048}  # vectors of a thread: those of the longest row
-_WIDTHS = [(t, vec) for t in _WIDTH for vec in (1, _WIDTH[t])]
+_WIDTHS = [(t, vec) for t in WIDTH for vec in (1, WIDTH[t])]
 
 
 def _bulk_ring(info: DeviceInfo, rows: int, vectors: int, inputs: int) -> BulkRing | None:
@@ -67,7 +69,7 @@ def _ring_stages(limit: int, chunks: int, dsum: bool) -> int:
 
 
 def _ring_variants(target: Target) -> Iterator[tuple[Any, ...]]:
-    for t in _WIDTH:
+    for t in WIDTH:
         for chunks in _RING_CHUNKS:
             for dsum in (False, True):
                 stages = _ring_stages(shared_limit(target), chunks, dsum)
@@ -103,7 +105,7 @@ _FWD_SMALL = Kernel(
 _FWD_VECTOR = Kernel(
     "norm/layer_norm_small.cu", "layer_norm_fwd_vector", template="T", max_registers=48,
     args="x:ptr residual:ptr weight:ptr bias:ptr y:ptr sum:ptr cols_eps:i64 x_stride:i64",
-    variants=[(t,) for t in _WIDTH],
+    variants=[(t,) for t in WIDTH],
 )  # fmt: skip
 _FWD_LONG = Kernel(
     _UNIT, "layer_norm_fwd_long", template="T VEC", args=f"{_FWD_ARGS} weight_fp32:i64", variants=_WIDTHS,
@@ -117,7 +119,7 @@ _BWD_BULK = Kernel(
     "norm/layer_norm_bwd_bulk.cu", "layer_norm_bwd_bulk", template="T DSUM", max_registers=128, needs=("tma",),
     args="dy:ptr h:ptr rows_cols:i64 pitches:i64 threads_stages:i64 weight:ptr dh:ptr partial:ptr dsum:ptr "
     "dsum_flags:i64 eps_offset:i64",
-    variants=list(product(_WIDTH, (False, True))),
+    variants=list(product(WIDTH, (False, True))),
 )  # fmt: skip
 _BWD_LONG = Kernel(
     _BWD_UNIT, "layer_norm_bwd_long", template="T VEC", max_registers=64,
@@ -213,7 +215,7 @@ def _forward(
     residual_stride = 0 if residual is None else row_stride(*residual[1:3])
     starts = misaligned(x, residual, weight, bias, out)
     aligned16 = vector_bytes(starts, cols * size, x_stride * size, residual_stride * size) == 16
-    vectors = cols // _WIDTH[t]
+    vectors = cols // WIDTH[t]
     small = _small_threads(device_info(device), rows, vectors, _SMALL_CHUNKS[t]) if aligned16 else 0
     plain = weight is not None and bias is not None and residual is None and t == w and offset == 0
     if small and plain and vectors <= _VECTOR_THREADS:
@@ -232,7 +234,7 @@ def _forward(
         threads = group_threads(-(-vectors // chunks), _REGISTER_THREADS)
         kernel, variant, flags = _FWD, (t, w, chunks, residual is not None), ()
     else:
-        vec = _WIDTH[t] if aligned16 else 1
+        vec = WIDTH[t] if aligned16 else 1
         threads = group_threads(-(-cols // vec), 1024)
         kernel, variant, flags = _FWD_LONG, (t, vec), (int(w == "fp32"),)
     block = threads if uniform is not None else block_of(threads)
@@ -250,7 +252,7 @@ def plan_bwd(
     size, rows, cols = h.dtype.itemsize, row_count(h.shape), h.shape[-1]
     strides = [row_stride(*m[1:3]) for m in (dy, h)] + [0 if dsum is None else row_stride(*dsum[1:3])]
     aligned16 = vector_bytes(misaligned(dy, h, weight, dsum), cols * size, *(s * size for s in strides)) == 16
-    vectors = cols // _WIDTH[t]
+    vectors = cols // WIDTH[t]
     weight_fp32 = int(weight is not None and weight.dtype == torch.float32)
     chunks = next((c for c, limit in _RING_CHUNKS.items() if vectors <= limit), 0)
     stages = _ring_stages(info.shared_per_block, chunks, dsum is not None) if chunks else 0
@@ -276,7 +278,7 @@ def plan_bwd(
         tail = weight_fp32, max(sums, 1) * cols
         first = Step(launch, *tensors, partial, rows, cols, *strides, threads, eps, offset, *tail)
     else:
-        vec = _WIDTH[t] if aligned16 else 1
+        vec = WIDTH[t] if aligned16 else 1
         threads = group_threads(-(-cols // vec), 1024)
         block = block_of(threads)
         launch = _BWD_LONG.bind((t, vec), device, min(-(-rows // (block // threads)), GRID_LIMIT), block)

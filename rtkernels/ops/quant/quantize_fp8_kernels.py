@@ -5,8 +5,8 @@ from __future__ import annotations
 from rtkernels.ops.shared.fp8_layout import GROUP as GROUP
 from rtkernels.ops.shared.tile_stream import supported
 from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.layout import WIDTH
 
-WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
 _PAIRS = [(t, f) for t in WIDTH for f in ("e4m3", "e5m2")]
 _ALIGNED16 = [(t, f, WIDTH[t]) for t, f in _PAIRS]
 GENERIC_TYPES = {"bf16": 0, "fp16": 1, "fp32": 2}  # common/any_type.cuh

@@ -40,7 +40,8 @@ from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 GRANULARITIES = ("row", "channel")
-_THREADS, _CHUNKS = 512, 4
+_THREADS = 512
+_CHUNKS = 4
 _CALIBRATION_BLOCKS_PER_SM = 5
 
 _KERNEL = Kernel(

@@ -18,8 +18,12 @@ from rtkernels.runtime.operator.declared import Argument, Dense, Meta, Operator,
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
 Z, SOFTMAX, SIGMOID, PLAIN = range(4)  # which loss; of load balancing, what the scores are
-_UNIT, _VECTOR, _WARPS, _BLOCKS_PER_SM = "router/losses.cu", 4, 8, 4
-_ROWS_TOGETHER, _MAX_TOGETHER = 4, 2 * 32 * _VECTOR  # rows that a warp has at a time in router_z_fwd; their columns
+_UNIT = "router/losses.cu"
+_VECTOR = 4
+_WARPS = 8
+_BLOCKS_PER_SM = 4
+_ROWS_TOGETHER = 4  # rows that a warp has at a time in router_z_fwd
+_MAX_TOGETHER = 2 * 32 * _VECTOR  # their columns
 _DIMS = "rows:i64 experts:i64 x_stride:i64 inner:i64 interleaved:i64 number_kind:i64"
 
 _FWD_ARGS = f"x:ptr counts:ptr partial:ptr loss:ptr ticket:ptr {_DIMS} whole:i64 loss_kind:i64 factor:f64"

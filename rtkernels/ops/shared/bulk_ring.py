@@ -47,7 +47,7 @@ def bulk_ring(
     threads = group_threads(-(-vectors // chunks), _ROW_THREADS)
     if "tma" not in info.target.features or threads < 32 or rows >= 2**30:
         return None
-    # The fewest groups that have enough threads: rms_norm at 2048 columns 32.0 µs with two, 32.7 with three.
+    # The fewest groups that have enough threads (decisions/norm.md, groups of a block).
     max_groups = min(max_threads // threads, -(-_ROW_THREADS // threads), 15 if threads > 32 else 32)
     groups = max(1, min(max_groups, rows // info.sm_count))
     block = groups * threads
