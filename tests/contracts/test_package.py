@@ -270,7 +270,7 @@ def test_messages_name_packages_that_exist():
 
 
 def test_the_example_of_the_guide_works(tmp_path: Path):
-    """docs/adding_an_op.md promises that two files make an op, 60 lines of Python with a gradient; take them and see."""
+    """docs/adding_an_op.md promises an op with its gradient in two files, 60 lines of Python; take them and see."""
     shutil.copytree(ROOT / "rtkernels", tmp_path / "rtkernels", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "cuda_src", tmp_path / "cuda_src")
     guide = (ROOT / "docs" / "adding_an_op.md").read_text(encoding="utf-8")
