@@ -29,13 +29,9 @@ TENSOR = Kernel(
 )  # fmt: skip
 _ROW_ARGS = "x:ptr q:ptr scale:ptr rows:i64 cols:i64 x_stride:i64 threads_per_row:i64 pow2:i64"
 ROW = Kernel(
-    "quant/quantize_fp8.cu",
-    "quantize_fp8_row",
-    template="T F8 VEC",
-    max_registers=48,
-    args=_ROW_ARGS,
-    variants=_ALIGNED16,
-)
+    "quant/quantize_fp8.cu", "quantize_fp8_row", template="T F8 VEC", max_registers=48,
+    args=_ROW_ARGS, variants=_ALIGNED16,
+)  # fmt: skip
 ROW_LONG = Kernel(
     "quant/quantize_fp8.cu", "quantize_fp8_row_long", template="T F8 VEC", max_registers=48,
     args=_ROW_ARGS, variants=_ALIGNED16,
