@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from rtkernels.ops.gemm.mma_kernels import spans_of_rows
 from rtkernels.ops.gemm.product import BYTES, FLOAT16, FP8, Groups, Matrix, Product, Scales
 from rtkernels.ops.gemm.tile_choice import (
     COLUMN_SCALES,
@@ -69,11 +70,7 @@ GEMM = Kernel(
     "out_pitch:i64 out_group_pitch:i64 out_scale_pitch:i64 add_pitch:i64 groups:i64 flags_and_band:i64",
     variants=list(_BUILT), max_registers=168, needs=("wgmma",),
 )  # fmt: skip
-LABEL_GROUPS = Kernel(
-    "gemm/label_groups.cu", "label_groups", template="THREADS", args="labels:ptr cuts:ptr rows:i64 groups:i64",
-    variants=[(256,)], max_registers=32, needs=("wgmma",),
-)  # fmt: skip
-KERNELS = (GEMM, LABEL_GROUPS)
+KERNELS = (GEMM,)
 
 
 def unsupported(product: Product, target: Target) -> str | None:
@@ -201,7 +198,10 @@ def _scale_arguments(scales: Scales | None, k: int) -> tuple[int, int, int, int,
     return scales.row_pitch if scales.rows else 0, scales.depth_pitch, scales.group_pitch, scales.rows, shift
 
 
-def steps(product: Product, device: int, *, tile: Tile | None = None, names: Mapping[str, str] | None = None) -> Steps:
+def steps(
+    product: Product, device: int, *, tile: Tile | None = None, names: Mapping[str, str] | None = None,
+    left: bool = False, lag: bool = False,
+) -> Steps:  # fmt: skip
     """Return the launches of a product that ``unsupported`` does not refuse.
 
     Args:
@@ -217,17 +217,15 @@ def steps(product: Product, device: int, *, tile: Tile | None = None, names: Map
     multiprocessors = device_info(device).sm_count
     tile = tile or _tile(p, scales, multiprocessors)
     tiles = tile_count(tile, p.m, _b_rows(p)) if g is None else _grouped_tiles(p, g, tile)
-    variant = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across, *tile, scales, finish)
+    left = left and p.a.token in FP8 and scales != NO_SCALES and tile.cols == 256
+    variant = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across, *tile, scales | left << 2, finish)
     grid = max(min(multiprocessors, tiles), 1)
     launch = GEMM.bind(variant, device, grid, tile.threads, tile.shared(scales, count))
+    arguments = _arguments(p, tile, scales, names or {})
+    arguments[-1] |= lag << 26
     if g is None or g.kind != "labels":
-        return Steps(Step(launch, *_arguments(p, tile, scales, names or {})))
-    find = LABEL_GROUPS.bind((256,), device, -(-p.m // 256), 256)
-    return Steps(
-        Step(find, "row_groups", "cuts", p.m, count),
-        Step(launch, *_arguments(p, tile, scales, names or {})),
-        zeros={"cuts": 2 * count},
-    )
+        return Steps(Step(launch, *arguments))
+    return Steps(spans_of_rows(p, device), Step(launch, *arguments), zeros={"spans": 2 * count})
 
 
 def summary(product: Product, target: Target) -> str:
@@ -288,7 +286,7 @@ def _cuts(g: Groups | None) -> tuple[str | int | Offset, str | int | Offset]:
     if g is None:
         return 0, 0
     if g.kind == "labels":
-        return "cuts", Offset("cuts", 4 * g.count)
+        return "spans", Offset("spans", 4 * g.count)
     return 0, "sizes" if g.kind == "masked" else "ends"
 
 
