@@ -38,7 +38,7 @@ UNPACK = Kernel(
         *((code, out, True) for (_, out), code in _SCALED.items()),
         *((code, "u8", False) for code in _INTEGERS.values()),
     ],
-    max_registers=64, needs=("wgmma",),
+    max_registers=40, needs=("wgmma",),
 )  # fmt: skip
 KERNELS = (UNPACK,)
 
