@@ -18,7 +18,7 @@ from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Steps
 from rtkernels.runtime.targets import Target
 
-BACKENDS = ("sm90", "skinny", "mma")
+BACKENDS = ("sm90", "skinny", "unpack", "mma")
 CHOICES = ("auto", "rtkernels", *BACKENDS)
 _SKINNY_ROWS, _SKINNY_FIRST = 64, 8  # rows up to which it is asked, and asked before the others
 _LATER_FIELDS = {"global_scale": 0}  # of Product, with the value that asks for nothing
@@ -77,7 +77,7 @@ def choose(product: Product, target: Target, wanted: str = "auto") -> Choice:
     """Return the backend for a product on a target; ``wanted`` may name one."""
     check_backend(wanted)
     refused = {}
-    order = BACKENDS if product.m > _SKINNY_FIRST else ("skinny", "sm90", "mma")
+    order = BACKENDS if product.m > _SKINNY_FIRST else ("skinny", "sm90", "unpack", "mma")
     for name in order if wanted in ("auto", "rtkernels") else (wanted,):
         reason = unsupported(name, product, target)
         if reason is None:
@@ -108,7 +108,7 @@ class Explanation(NamedTuple):
     """What a call would run.
 
     Attributes:
-        backend: "sm90", "skinny", "mma", or None if none can.
+        backend: "sm90", "skinny", "unpack", "mma", or None if none can.
         summary: Its tile, where the backend tells.
         refused: Backends that come before it, and why they cannot.
         product: The call as plain data.
