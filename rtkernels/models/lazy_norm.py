@@ -1,8 +1,8 @@
 """The result of a norm that is not made unless somebody needs numbers: fp8 layers ask it for codes.
 
 In a decoder layer the readers of a norm are projections. They share the codes, which one kernel writes from the norm's
-input; normalised rows in 16 bits never exist. Everybody else gets the tensor, made at the first use. This is not a
-subclass of Tensor, and it does not leave the decoder layer it was made in.
+input; normalised rows in 16 bits never exist. Everybody else gets the tensor, made at the first use. It does
+not leave the decoder layer it was made in.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 import rtkernels
+from rtkernels.models.lazy import Lazy
 
 
-class LazyNorm:
+class LazyNorm(Lazy):
     """``rms_norm(x, weight)``, or with a residual of ``x + residual``: then codes and the sum exist from the start."""
 
     def __init__(self, x: Tensor, weight: Tensor | None, eps: float, offset: float, residual: Tensor | None = None):
@@ -56,46 +57,6 @@ class LazyNorm:
     def device(self) -> torch.device:
         return self.x.device
 
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        return self.x.dim()
-
-    # ---- everything else is the tensor's ----
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_made" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self.tensor(), name)
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.tensor()[index]
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __add__(self, other: Any) -> Tensor:
-        return self.tensor() + other
-
-    __radd__ = __add__
-
-    def __mul__(self, other: Any) -> Tensor:
-        return self.tensor() * other
-
-    __rmul__ = __mul__
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        return func(*_made(args), **{name: _made(value) for name, value in (kwargs or {}).items()})
-
     def __repr__(self) -> str:
         return f"LazyNorm(shape={tuple(self.shape)}, dtype={self.dtype})"
 
-
-def _made(value: Any) -> Any:
-    if isinstance(value, LazyNorm):
-        return value.tensor()
-    if isinstance(value, (tuple, list)):
-        return type(value)(_made(v) for v in value)
-    return value
