@@ -82,6 +82,11 @@ def twin_of(
     return twin
 
 
+def autocasts(x: Tensor) -> bool:
+    """Return True inside of ``torch.autocast`` for x's device; meta has none."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
 def _positional(function: Callable[..., Any]) -> list[str]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds]
