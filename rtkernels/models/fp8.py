@@ -56,6 +56,8 @@ class Recipe(NamedTuple):
         wgrad: "bf16" for gradients of weights from 16-bit numbers; codes then do not travel between layers.
         pow2_scale: Round scales up to powers of two.
         save_weight: Keep no codes of weights from forward to backward, make them anew: for FSDP2, and for memory.
+        save: "input" keeps no codes of what a gated MLP reads and of its gated values: they are made anew from the
+            norm's input and from gate and up, which are kept anyway. For `fused_layers`; "codes" elsewhere.
         skip: Names of modules that are left alone, or parts of names ("layers.0.", "down_proj").
     """
 
@@ -63,6 +65,7 @@ class Recipe(NamedTuple):
     wgrad: str = "fp8"
     pow2_scale: bool = False
     save_weight: bool = False
+    save: str = "codes"
     skip: tuple[str, ...] = ()
 
     @property
@@ -80,6 +83,8 @@ def check_recipe(fp8: bool | str | Recipe | None) -> Recipe | None:
         raise ArgumentError(f"fp8 is {recipe.name!r}; expected True or one of {', '.join(map(repr, RECIPES))}")
     if recipe.wgrad not in ("fp8", "bf16"):
         raise ArgumentError(f"fp8 has wgrad {recipe.wgrad!r}; expected 'fp8' or 'bf16'")
+    if recipe.save not in ("codes", "input"):
+        raise ArgumentError(f"fp8 has save {recipe.save!r}; expected 'codes' or 'input'")
     return recipe._replace(skip=tuple(recipe.skip))
 
 
@@ -276,7 +281,8 @@ def _as_one_step(mlp: nn.Module, x: Any, act: str, recipe: Recipe) -> Tensor | N
     down_codes = down.codes_of("weight", down.weight, _weight_codes(recipe))
     return GatedMlp.apply(
         codes.y, codes.q.reshape(-1, shape[-1]), codes.scale, codes.q_t, codes.scale_t, made.weight, down.weight, act,
-        recipe.save_weight and made.codes is None, made.codes, down_codes,
+        recipe.save_weight and made.codes is None, recipe.save == "input",
+        x.source() if isinstance(x, LazyNorm) else None, made.codes, down_codes,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import rtkernels
+from rtkernels.models.fp8_mlp import Norm
 from rtkernels.models.lazy import Lazy
 
 
@@ -48,6 +49,10 @@ class LazyNorm(Lazy):
         if self._codes is None:
             self._codes = self._quantized()
         return self._codes
+
+    def source(self) -> Norm | None:
+        """Return what codes can be made from anew."""
+        return None if self.weight is None else Norm(self.x.detach(), self.weight.detach(), **self.options)
 
     def tensor(self) -> Tensor:
         """Return the normalised rows."""

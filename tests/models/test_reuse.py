@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -38,7 +40,7 @@ def test_a_gated_mlp_of_codes_is_one_step(monkeypatch: pytest.MonkeyPatch) -> No
     taken, own = [], quantized.GatedMlp.apply
     monkeypatch.setattr(quantized.GatedMlp, "apply", lambda *args: taken.append(args) or own(*args))
 
-    def made(**recipe: bool) -> dict[str, torch.Tensor]:
+    def made(**recipe: Any) -> dict[str, torch.Tensor]:
         model = build("qwen3", hidden_size=128, intermediate_size=128).bfloat16()
         models.patch(model, loss=False, fp8=models.Fp8Recipe(**recipe), fused_layers=True)
         found = _gradients(model)
@@ -48,6 +50,7 @@ def test_a_gated_mlp_of_codes_is_one_step(monkeypatch: pytest.MonkeyPatch) -> No
     one = made()
     assert len(taken) == 4
     assert largest_error(made(save_weight=True), one) == 0.0
+    assert largest_error(made(save="input"), one) == 0.0
     monkeypatch.setattr(quantized, "_as_one_step", lambda *args: None)
     exact, steps = _gradients(build("qwen3", hidden_size=128, intermediate_size=128)), made()
     assert largest_error(steps, one) > 0.0  # gradients of gate and up were rounded to bf16 first
