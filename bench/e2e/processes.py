@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_LOCK = "RTKERNELS_BENCH_LOCK"  # a file, for processes that were started at the same time
+_LOCK = "RTKERNELS_BENCH_LOCK"  # a file, for processes that were started at the same time; commands may share one
 
 
 def one(run: Callable[[], dict[str, Any]], out: Path) -> int:
@@ -33,7 +33,7 @@ def records(module: str, arms: list[str], argv: list[str], together: bool) -> It
     what they measure inside of :func:`alone` is still one after the other, but not how long a start takes.
     """
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, _LOCK: str(Path(folder) / "lock")} if together else None
+        environment = {_LOCK: str(Path(folder) / "lock"), **os.environ} if together else None
         started: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
         for arm in arms if together else ():
             started[arm] = _started(module, arm, argv, folder, environment)
