@@ -8,6 +8,7 @@ kernel, which was looked up before it was overridden.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 import warnings
@@ -80,8 +81,8 @@ def enable(
     Raises:
         ArgumentError: A name is no overload, operator or family.
     """
-    choice = _chosen(include, exclude, record)
-    with _lock:
+    with _lock, _collector_paused():
+        choice = _chosen(include, exclude, record)
         if _choices and not getattr(_choices[-1], "scoped", False):
             _choices.pop()
         _choices.append(choice)
@@ -115,9 +116,9 @@ def use(
     Returns:
         A context manager.
     """
-    choice = _chosen(include, exclude, record)
-    choice.scoped = True
-    with _lock:
+    with _lock, _collector_paused():
+        choice = _chosen(include, exclude, record)
+        choice.scoped = True
         _choices.append(choice)
         _apply()
     try:
@@ -139,6 +140,21 @@ def enabled() -> list[str]:
 
 
 # ---- registration ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _collector_paused():
+    """Registering makes thousands of small objects that stay: a collection in between looks at all of torch's in vain,
+    which takes several times as long as the registration.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.collect(0)  # of what was made here only; else the next allocation might look at everything
+            gc.enable()
 
 
 def _chosen(include: Any, exclude: Any, record: Any) -> _Choice:

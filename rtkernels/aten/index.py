@@ -8,22 +8,34 @@ of an embedding gives zeros there.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rtkernels.aten.table import NotHandled, Overload
-from rtkernels.ops.index.embedding import BACKWARD as EMBEDDING_BWD
-from rtkernels.ops.index.embedding import FORWARD as EMBEDDING
 from rtkernels.ops.index.gathering import gather, gatherable
-from rtkernels.ops.index.row_moves_operators import SCATTER_INTO
 from rtkernels.ops.shared.strided import FLOATS
 
 _INVALID, _DTYPE, _EMPTY, _RANK, _STRIDES, _OPTION = (
     NotHandled(reason) for reason in ("invalid arguments", "dtype", "empty", "rank", "strides", "option")
 )
 _INDICES = (torch.int32, torch.int64)
+
+
+@cache
+def _embedding_operators() -> Any:  # imported by the first call: `enable` is to be quick
+    from rtkernels.ops.index import embedding
+
+    return embedding
+
+
+@cache
+def _scatter_into() -> Any:
+    from rtkernels.ops.index.row_moves_operators import SCATTER_INTO
+
+    return SCATTER_INTO
 
 
 def _outside(index: Tensor, n: int) -> bool:
@@ -69,7 +81,7 @@ def _embedding(
         return _RANK
     if weight.numel() == 0 or indices.numel() == 0:
         return _EMPTY
-    return _INVALID if _outside(indices, weight.shape[0]) else EMBEDDING.call(weight, indices, 0)
+    return _INVALID if _outside(indices, weight.shape[0]) else _embedding_operators().FORWARD.call(weight, indices, 0)
 
 
 def _embedding_dense_backward(
@@ -81,7 +93,7 @@ def _embedding_dense_backward(
         return _DTYPE
     if grad_output.numel() == 0 or num_weights == 0 or grad_output.shape[:-1] != indices.shape:
         return _EMPTY
-    return EMBEDDING_BWD.call(grad_output, indices, num_weights, 0, padding_idx)
+    return _embedding_operators().BACKWARD.call(grad_output, indices, num_weights, 0, padding_idx)
 
 
 def _add_rows(x: Tensor, index: Tensor, source: Tensor, out: Tensor) -> Any:
@@ -97,7 +109,7 @@ def _add_rows(x: Tensor, index: Tensor, source: Tensor, out: Tensor) -> Any:
     if out is x and not x.is_contiguous():
         return _STRIDES
     made = x.clone(memory_format=torch.contiguous_format) if out is None else out
-    SCATTER_INTO.launch(made, source, index.contiguous(), None, True)
+    _scatter_into().launch(made, source, index.contiguous(), None, True)
     return made
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from rtkernels.aten.table import NotHandled, Overload
 from rtkernels.ops.reduce import row_norm
-from rtkernels.ops.reduce.softmax import BACKWARD as SOFTMAX_BWD
 from rtkernels.ops.reduce.softmax_plan import plan_as_torch
 from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import FLOATS
@@ -24,6 +24,13 @@ _SOFTMAX = Primitive(
     "softmax_as_torch", (Rows("x"),), "scale, log", numbers="scale", results="y",
     outputs=lambda x, *_: (Memory(x.shape, x.dtype),), plan=plan_as_torch,
 )  # fmt: skip
+
+
+@cache
+def _softmax_bwd() -> Any:  # imported by the first call: `enable` is to be quick
+    from rtkernels.ops.reduce.softmax import BACKWARD
+
+    return BACKWARD
 
 
 def _refused(x: Tensor, dim: int) -> NotHandled | None:
@@ -48,7 +55,7 @@ def _softmax_backward(log: bool) -> Callable[..., Any]:
         if input_dtype != output.dtype or grad_output.dtype != output.dtype:
             return _OPTION
         refused = _refused(output, dim)
-        return SOFTMAX_BWD.call(grad_output, output, None, 1.0, log) if refused is None else refused
+        return _softmax_bwd().call(grad_output, output, None, 1.0, log) if refused is None else refused
 
     return handler
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rtkernels.aten.table import NotHandled, Overload
-from rtkernels.ops.router.topk import FORWARD as TOPK
 from rtkernels.ops.scan.compact import nonzero
 from rtkernels.ops.shared.strided import FLOATS, TOKEN
 from rtkernels.ops.sort.sorting import PLACES, best_of_rows, sort_rows
@@ -19,6 +19,13 @@ _INVALID, _DTYPE, _EMPTY, _RANK = (
 )
 _LONG, _MANY = NotHandled("rows too long"), NotHandled("k above 256")
 _CAPTURE = NotHandled("host read while a graph is captured")
+
+
+@cache
+def _router_topk() -> Any:  # imported by the first call: `enable` is to be quick
+    from rtkernels.ops.router.topk import FORWARD
+
+    return FORWARD
 
 
 def _rows_of(x: Tensor, dim: int) -> Tensor | NotHandled:
@@ -68,7 +75,7 @@ def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool =
         return _MANY
     moved = x.movedim(dim, -1).shape[:-1]
     if largest and k <= 64 and n <= 8192 and x.dtype in FLOATS:
-        made = TOPK.call(rows, k, True)
+        made = _router_topk().call(rows, k, True)
     else:
         made = best_of_rows(rows, k, largest)
     if dim in (-1, x.dim() - 1):
