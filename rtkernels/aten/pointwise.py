@@ -28,7 +28,6 @@ from rtkernels.aten.table import NotHandled, Overload
 
 _ROWS: list[Overload] = []
 _BOOL = NotHandled("bool")
-_NO_TENSOR = NotHandled("numbers only")
 _ALIASED = NotHandled("result of another dtype or shape than self")
 _NEGATIVE = NotHandled("negative integer exponent")
 _OPTION = NotHandled("option")
@@ -269,8 +268,6 @@ _DIV = {
 def _div_mode(self: Any, other: Any, *, rounding_mode: str | None, out: Any = None) -> Any:
     if rounding_mode not in _DIV:
         return _OPTION
-    if out is None and not isinstance(self, Tensor) and not isinstance(other, Tensor):
-        return _NO_TENSOR
     return run(_DIV[rounding_mode], (self, other), out=out)
 
 
