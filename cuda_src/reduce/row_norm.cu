@@ -56,18 +56,6 @@ __global__ void __launch_bounds__(kReduceThreads)
     }
 }
 
-// Two sums at a time.
-struct PairSum {
-    struct State {
-        float a, b;
-    };
-    RTK_DEVICE static State identity() { return {0.0f, 0.0f}; }
-    RTK_DEVICE static State combine(const State& x, const State& y) { return {x.a + y.a, x.b + y.b}; }
-    RTK_DEVICE static State exchanged(const State& s, int lanes) {
-        return {__shfl_xor_sync(0xffffffffu, s.a, lanes), __shfl_xor_sync(0xffffffffu, s.b, lanes)};
-    }
-};
-
 // dx = rstd * (g - mean(g) - z * mean(g * z)), g = dy * weight, z = (x - mean) * rstd.
 template <typename T, int N>
 RTK_DEVICE void norm_row_bwd(const T* dy, const T* x, const T* weight, const float* mean, const float* rstd, T* dx, i64 row,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.aten.table import NotHandled, Overload
-from rtkernels.ops.reduce import row_norm
+from rtkernels.ops.reduce import group_norm, row_norm
 from rtkernels.ops.reduce.softmax_plan import plan_as_torch
 from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import FLOATS
@@ -106,6 +106,46 @@ def _layer_norm_backward(
     return dx, dw, db
 
 
+def _groups_refused(x: Tensor, n: int, c: int, hxw: int, group: int, *parameters: Tensor | None) -> NotHandled | None:
+    if x.dtype not in FLOATS:
+        return _DTYPE
+    if x.numel() == 0:
+        return _EMPTY
+    if x.numel() != n * c * hxw or group < 1 or c % group or c // group * hxw >= 2**31:
+        return _OPTION
+    for parameter in parameters:
+        if parameter is not None and (parameter.dtype != x.dtype or parameter.numel() != c):
+            return _OPTION
+    return None
+
+
+def _group_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, N: int, C: int, HxW: int, group: int, eps: float
+) -> Any:
+    if (refused := _groups_refused(x, N, C, HxW, group, weight, bias)) is not None:
+        return refused
+    if x.dim() > 3 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
+        return _OPTION  # torch keeps the format on the CPU
+    y, mean, rstd = group_norm.group_norm(x.reshape(N, C, HxW), weight, bias, group, eps)
+    return y.view(x.shape), mean, rstd
+
+
+def _group_norm_backward(
+    grad_out: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, N: int, C: int, HxW: int,
+    group: int, output_mask: Any,
+) -> Any:  # fmt: skip
+    refused = _groups_refused(x, N, C, HxW, group, weight)
+    if refused is not None or any(t.dtype != x.dtype for t in (grad_out, mean, rstd)):
+        return refused or _DTYPE
+    wanted = output_mask[0], output_mask[1] or output_mask[2]
+    given = (t.reshape(N, C, HxW) for t in (grad_out, x))
+    dx, parameters = group_norm.group_norm_grads(*given, weight, mean, rstd, group, wanted)
+    dw, db = parameters or (None, None)
+    return (
+        dx.view(x.shape) if output_mask[0] else None, dw if output_mask[1] else None, db if output_mask[2] else None,
+    )  # fmt: skip
+
+
 def rows() -> Iterator[Overload]:
     """Yield the overloads of this family."""
     for name, log in (("softmax", False), ("log_softmax", True)):
@@ -114,3 +154,6 @@ def rows() -> Iterator[Overload]:
     opinfo = ("native_layer_norm", "nn.functional.layer_norm")
     yield Overload("native_layer_norm", "row", _layer_norm, default=True, opinfo=opinfo)
     yield Overload("native_layer_norm_backward", "row", _layer_norm_backward, default=True, opinfo=opinfo)
+    opinfo = ("nn.functional.group_norm",)
+    yield Overload("native_group_norm", "row", _group_norm, default=True, opinfo=opinfo)
+    yield Overload("native_group_norm_backward", "row", _group_norm_backward, default=True, opinfo=opinfo)

@@ -58,3 +58,44 @@ def test_layer_norm(place: str, shape: tuple[int, ...], over: int, affine: bool)
 def test_layer_norm_of_halves_keeps_fp32_statistics(dtype: torch.dtype) -> None:
     x, weight, bias = torch.randn(33, 1000, device="cuda").to(dtype), *torch.randn(2, 1000, device="cuda").to(dtype)
     compare("cuda", "row", lambda x, w, b: torch.native_layer_norm(x, (1000,), w, b, 1e-5), x, weight, bias)
+
+
+@emulated
+@at(*PLACES)
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [((2, 6, 4, 4), 3), ((3, 4), 2), ((1, 8, 5, 7), 8), pytest.param((1, 4, 60, 70), 2, marks=pytest.mark.slow)],
+    ids=str,
+)
+@pytest.mark.parametrize("affine", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_group_norm(place: str, shape: tuple[int, ...], groups: int, affine: bool) -> None:
+    def both(x: torch.Tensor, dy: torch.Tensor, *parameters: torch.Tensor) -> list[torch.Tensor]:
+        given = [t.detach().clone().requires_grad_() for t in (x, *parameters)]
+        y = torch.nn.functional.group_norm(given[0], groups, *given[1:])
+        y.backward(dy)
+        return [y.detach(), *(t.grad for t in given)]
+
+    torch.manual_seed(0)
+    parameters = [torch.randn(shape[1]) for _ in range(2)] if affine else []
+    compare(place, "row", both, torch.randn(shape) + 3, torch.randn(shape), *parameters, rtol=1e-4, atol=1e-4)
+
+
+@emulated
+@at(*PLACES)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_nll_loss(place: str, reduction: str, weighted: bool) -> None:
+    def both(x: torch.Tensor, target: torch.Tensor, *weight: torch.Tensor) -> list[torch.Tensor]:
+        x = x.detach().clone().requires_grad_()
+        loss = torch.nn.functional.nll_loss(x, target, *weight, ignore_index=2, reduction=reduction)
+        loss.backward(torch.full_like(loss, 1.5))
+        return [loss.detach(), x.grad]
+
+    torch.manual_seed(0)
+    for shape in ((5, 8), (7, 7), (2, 4, 3, 5), (5000, 3)):
+        places = shape[:1] + shape[2:]
+        target = torch.randint(0, shape[1], places)
+        weight = [torch.rand(shape[1])] if weighted else []
+        compare(place, "row", both, torch.randn(shape), target, *weight, rtol=1e-5, atol=1e-5)
+    ignored = torch.full((3,), 2)
+    compare(place, "row", both, torch.randn(3, 4), ignored, *([torch.rand(4)] if weighted else []))
