@@ -549,3 +549,24 @@ def _glu_backward(grad_output: Tensor, self: Tensor, dim: int) -> Any:
 
 _add_row("glu", _glu, "nn.functional.glu")
 _add_row("glu_backward", _glu_backward, "nn.functional.glu")
+_MSE_LOSS_BACKWARD = functor("MseLossBackward", 3, dtypes=FLOATS)
+
+
+def _mse_loss_backward(grad_output: Tensor, self: Tensor, target: Tensor, reduction: int) -> Any:
+    if not grad_output.dtype == self.dtype == target.dtype or self.shape != target.shape or not self.numel():
+        return _OPTION
+    scale = 2.0 / self.numel() if reduction == 1 else 2.0
+    return run(_MSE_LOSS_BACKWARD, (grad_output.expand(self.shape), self, target), (scale,))
+
+
+_add_row("mse_loss_backward", _mse_loss_backward, "nn.functional.mse_loss")
+_DROPOUT_BACKWARD = functor("DropoutBackward", 2, dtypes=FLOATS, own=2, promotion="first")
+
+
+def _native_dropout_backward(grad_output: Tensor, mask: Tensor, scale: float) -> Any:
+    if mask.dtype != torch.bool or mask.shape != grad_output.shape:
+        return _OPTION
+    return run(_DROPOUT_BACKWARD, (grad_output, mask), (scale,))
+
+
+_add_row("native_dropout_backward", _native_dropout_backward, "")
