@@ -1,4 +1,4 @@
-"""Operators of whole rows: softmax, log_softmax and layer_norm with their gradients (family ``row``)."""
+"""Operators of rows: softmax, log_softmax, layer, group and weight norm, with their gradients (family ``row``)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.aten.table import NotHandled, Overload
-from rtkernels.ops.reduce import group_norm, row_norm
+from rtkernels.ops.reduce import group_norm, row_norm, weight_norm
 from rtkernels.ops.reduce.softmax_plan import plan_as_torch
 from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import FLOATS
@@ -20,6 +20,7 @@ from rtkernels.runtime.operator.declared import Rows
 _DTYPE, _EMPTY, _RANK, _DIM, _OPTION = (
     NotHandled(reason) for reason in ("dtype", "empty", "no dimensions", "not the last dimension", "option")
 )
+_FIRST = NotHandled("not the first dimension")
 _SOFTMAX = Primitive(
     "softmax_as_torch", (Rows("x"),), "scale, log", numbers="scale", results="y",
     outputs=lambda x, *_: (Memory(x.shape, x.dtype),), plan=plan_as_torch,
@@ -146,6 +147,32 @@ def _group_norm_backward(
     )  # fmt: skip
 
 
+def _weights_refused(v: Tensor, g: Tensor, dim: int, *norms: Tensor) -> NotHandled | None:
+    if v.dtype not in FLOATS or g.dtype != v.dtype or any(n.dtype != torch.float32 for n in norms):
+        return _DTYPE
+    if v.numel() == 0:
+        return _EMPTY
+    if not v.is_cuda and v.dtype != torch.float32:
+        return _DTYPE  # on the CPU norms have another dtype
+    return None if dim == 0 and v.dim() > 1 and g.numel() == v.shape[0] else _FIRST
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Any:
+    if (refused := _weights_refused(v, g, dim)) is not None:
+        return refused
+    w, norms = weight_norm.weight_norm(v.reshape(v.shape[0], -1), g.reshape(-1))
+    return w.view(v.shape), norms.view(g.shape)
+
+
+def _weight_norm_backward(grad_w: Tensor, saved_v: Tensor, saved_g: Tensor, saved_norms: Tensor, dim: int) -> Any:
+    refused = _weights_refused(saved_v, saved_g, dim, saved_norms)
+    if refused is not None or grad_w.dtype != saved_v.dtype:
+        return refused or _DTYPE
+    dw, v = (t.reshape(saved_v.shape[0], -1) for t in (grad_w, saved_v))
+    dv, dg = weight_norm.weight_norm_grads(dw, v, saved_g.reshape(-1), saved_norms.reshape(-1))
+    return dv.view(saved_v.shape), dg.view(saved_g.shape)
+
+
 def rows() -> Iterator[Overload]:
     """Yield the overloads of this family."""
     for name, log in (("softmax", False), ("log_softmax", True)):
@@ -157,3 +184,5 @@ def rows() -> Iterator[Overload]:
     opinfo = ("nn.functional.group_norm",)
     yield Overload("native_group_norm", "row", _group_norm, default=True, opinfo=opinfo)
     yield Overload("native_group_norm_backward", "row", _group_norm_backward, default=True, opinfo=opinfo)
+    yield Overload("_weight_norm_interface", "row", _weight_norm)
+    yield Overload("_weight_norm_interface_backward", "row", _weight_norm_backward)

@@ -1,4 +1,4 @@
-"""Sorting of aten: sort, topk (family ``sort``); argsort and others are composites of these."""
+"""Sorting of aten: sort, topk, unique, isin (family ``sort``); argsort and others are composites of these."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from rtkernels.aten.table import NotHandled, Overload
 from rtkernels.ops.scan.compact import nonzero
 from rtkernels.ops.shared.strided import FLOATS, TOKEN
+from rtkernels.ops.sort.search import is_among
 from rtkernels.ops.sort.sorting import PLACES, best_of_rows, sort_rows
 
 _INVALID, _DTYPE, _EMPTY, _RANK = (
@@ -107,6 +108,16 @@ def _unique2(x: Tensor, sorted: bool = True, return_inverse: bool = False, retur
     return values[begins], inverse, counts
 
 
+def _isin(elements: Tensor, test_elements: Tensor, *, assume_unique: bool = False, invert: bool = False) -> Any:
+    if elements.dtype not in TOKEN or test_elements.dtype != elements.dtype:
+        return _DTYPE
+    if elements.numel() == 0 or test_elements.numel() == 0:
+        return _EMPTY
+    if elements.device != test_elements.device:
+        return _INVALID
+    return _LONG if test_elements.numel() >= 2**31 else is_among(elements, test_elements, invert)
+
+
 def _randperm(
     n: int, *, dtype: Any = torch.int64, layout: Any = None, device: Any = None, pin_memory: Any = None
 ) -> Any:
@@ -126,3 +137,4 @@ def rows() -> Iterator[Overload]:
     yield Overload("topk", "sort", _topk, default=True)
     yield Overload("_unique2", "sort", _unique2, default=True, opinfo=("unique",))
     yield Overload("randperm", "sort", _randperm)
+    yield Overload("isin.Tensor_Tensor", "sort", _isin, opinfo=("isin",))

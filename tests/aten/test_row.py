@@ -99,3 +99,17 @@ def test_nll_loss(place: str, reduction: str, weighted: bool) -> None:
         compare(place, "row", both, torch.randn(shape), target, *weight, rtol=1e-5, atol=1e-5)
     ignored = torch.full((3,), 2)
     compare(place, "row", both, torch.randn(3, 4), ignored, *([torch.rand(4)] if weighted else []))
+
+
+@emulated
+@at(*PLACES)
+@pytest.mark.parametrize("shape", [(5, 7), (3, 4, 6), (2, 2000)], ids=str)
+def test_weight_norm(place: str, shape: tuple[int, ...]) -> None:
+    def both(v: torch.Tensor, g: torch.Tensor, dw: torch.Tensor) -> list[torch.Tensor]:
+        given = [t.detach().clone().requires_grad_() for t in (v, g)]
+        w, norms = torch.ops.aten._weight_norm_interface(*given, 0)
+        w.backward(dw)
+        return [w.detach(), norms, *(t.grad for t in given)]
+
+    g = torch.randn(shape[0], *[1] * (len(shape) - 1))
+    compare(place, "row", both, torch.randn(shape), g, torch.randn(shape), rtol=1e-4, atol=1e-5)

@@ -32,9 +32,7 @@ _BWD = Kernel(
 )  # fmt: skip
 
 
-def _plan_fwd(
-    x: Meta, targets: Meta, weight: Meta | None, ignore_index: int, reduction: int, device: int
-) -> Steps:
+def _plan_fwd(x: Meta, targets: Meta, weight: Meta | None, ignore_index: int, reduction: int, device: int) -> Steps:
     batch, classes, spatial = x.shape
     count, types = batch * spatial, (TOKEN[x.dtype],)
     blocks = -(-count // (_THREADS if reduction == 0 else _PLACES))

@@ -30,7 +30,7 @@ _PARAMS = Kernel(
 )  # fmt: skip
 
 
-def _launch(kernel: Kernel, x: Meta, starts: int, device: int) -> tuple:
+def launch_by_rows(kernel: Kernel, x: Meta, starts: int, device: int) -> tuple:
     """Return a launch with a group of threads for each row, and the kernel's last arguments."""
     rows, cols = x.shape
     vector = 16 // x.dtype.itemsize
@@ -42,12 +42,12 @@ def _launch(kernel: Kernel, x: Meta, starts: int, device: int) -> tuple:
 
 
 def _plan_fwd(x: Meta, weight: Meta | None, bias: Meta | None, device: int) -> Steps:
-    launch, *numbers = _launch(_FWD, x, misaligned(x, weight, bias), device)
+    launch, *numbers = launch_by_rows(_FWD, x, misaligned(x, weight, bias), device)
     return Steps(Step(launch, "x", "weight", "bias", "y", "mean", "rstd", *x.shape, "eps", *numbers))
 
 
 def _plan_bwd(dy: Meta, x: Meta, weight: Meta | None, mean: Meta, rstd: Meta, device: int) -> Steps:
-    launch, *numbers = _launch(_BWD, x, misaligned(dy, x, weight), device)
+    launch, *numbers = launch_by_rows(_BWD, x, misaligned(dy, x, weight), device)
     return Steps(Step(launch, "dy", "x", "weight", "mean", "rstd", "dx", *x.shape, *numbers))
 
 
