@@ -18,8 +18,8 @@ _THREADS = 256
 _GATHER = Kernel(
     "index/gather.cu", "gather_units", template="BYTES", variants=[(b,) for b in (1, 2, 4, 8, 16)], max_registers=56,
     tier="aten",
-    args="x:ptr index:ptr out:ptr units:i64 n:i64 x_dim:i64 index_int64:i64 from_end:i64 size1:i64 size2:i64 size3:i64 divider1:i64 "
-    "divider2:i64 divider3:i64 x0:i64 x1:i64 x2:i64 x3:i64 index0:i64 index1:i64 index2:i64 index3:i64",
+    args="x:ptr index:ptr out:ptr units:i64 n:i64 x_dim:i64 index_int64:i64 from_end:i64 size1:i64 size2:i64 size3:i64 "
+    "divider1:i64 divider2:i64 divider3:i64 x0:i64 x1:i64 x2:i64 x3:i64 index0:i64 index1:i64 index2:i64 index3:i64",
 )  # fmt: skip
 
 
