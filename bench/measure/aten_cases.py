@@ -56,6 +56,16 @@ def _norm_backward(s: tuple[int, ...], t: torch.dtype, d: str) -> Arguments:
     return (_numbers(s, t, d), x, shape, mean, rstd, weight, bias, [True, True, True]), {}
 
 
+def _rms_norm(s: tuple[int, ...], t: torch.dtype, d: str) -> Arguments:
+    return (_numbers(s, t, d), s[-1:], _numbers(s[-1:], t, d), 1e-5), {}
+
+
+def _rms_norm_backward(s: tuple[int, ...], t: torch.dtype, d: str) -> Arguments:
+    (x, shape, weight, eps), _ = _rms_norm(s, t, d)
+    _, rstd = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)
+    return (_numbers(s, t, d), x, shape, rstd, weight, [True, True]), {}
+
+
 def _grouped(s: tuple[int, ...]) -> tuple[int, int, int]:
     """Return batch, channels and spatial size: dimension 1 are channels, in groups of two or more."""
     return s[0], s[1], math.prod(s[2:])
@@ -167,6 +177,8 @@ FAMILY_CASES: dict[str, Case] = {
     "avg_pool2d_backward": _avg_pool_backward,
     "max_pool2d_with_indices_backward": _max_pool_backward,
     "upsample_nearest2d_backward": _upsample_backward,
+    "_fused_rms_norm": _rms_norm,
+    "_fused_rms_norm_backward": _rms_norm_backward,
     "native_group_norm": _group_norm,
     "native_group_norm_backward": _group_norm_backward,
     "_weight_norm_interface": lambda s, t, d: ((*_weights(s, t, d), 0), {}),

@@ -82,7 +82,7 @@ def _layer_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None, bias: T
         return refused
     lead = x.dim() - len(normalized_shape)
     flat = [None if p is None else p.reshape(-1) for p in (weight, bias)]
-    y, mean, rstd = row_norm.FORWARD(x.reshape(-1, math.prod(normalized_shape)), *flat, eps)
+    y, mean, rstd = row_norm.FORWARD(x.reshape(-1, math.prod(normalized_shape)), *flat, True, eps)
     statistics = (*x.shape[:lead], *[1] * len(normalized_shape))
     return y.view(x.shape), mean.view(statistics), rstd.view(statistics)
 
@@ -105,6 +105,32 @@ def _layer_norm_backward(
             grad.view(*normalized_shape) if want else None for grad, want in zip(grads, output_mask[1:], strict=True)
         )
     return dx, dw, db
+
+
+def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None, eps: float | None) -> Any:
+    refused = _norm_refused(x, normalized_shape, weight)
+    if refused is not None or eps is None:
+        return refused or _OPTION
+    flat = None if weight is None else weight.reshape(-1)
+    y, _, rstd = row_norm.FORWARD(x.reshape(-1, math.prod(normalized_shape)), flat, None, False, eps)
+    lead = x.dim() - len(normalized_shape)
+    return y.view(x.shape), rstd.view(*x.shape[:lead], *[1] * len(normalized_shape))
+
+
+def _rms_norm_backward(
+    grad_out: Tensor, x: Tensor, normalized_shape: Any, rstd: Tensor, weight: Tensor | None, output_mask: Any
+) -> Any:
+    refused = _norm_refused(x, normalized_shape, weight)
+    if refused is not None or grad_out.dtype != x.dtype or rstd.dtype != torch.float32:
+        return refused or _DTYPE
+    cols = math.prod(normalized_shape)
+    dy, rows_, rstd = grad_out.reshape(-1, cols), x.reshape(-1, cols), rstd.reshape(-1)
+    dx = dw = None
+    if output_mask[0]:
+        dx = row_norm.BACKWARD(dy, rows_, None if weight is None else weight.reshape(-1), None, rstd).view(x.shape)
+    if output_mask[1] and weight is not None:
+        dw = row_norm.parameter_grads(dy, rows_, None, rstd)[0].view(*normalized_shape)
+    return dx, dw
 
 
 def _groups_refused(x: Tensor, n: int, c: int, hxw: int, group: int, *parameters: Tensor | None) -> NotHandled | None:
@@ -186,3 +212,6 @@ def rows() -> Iterator[Overload]:
     yield Overload("native_group_norm_backward", "row", _group_norm_backward, default=True, opinfo=opinfo)
     yield Overload("_weight_norm_interface", "row", _weight_norm)
     yield Overload("_weight_norm_interface_backward", "row", _weight_norm_backward)
+    if torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm", "CUDA"):  # else a composite, not reached
+        yield Overload("_fused_rms_norm", "row", _rms_norm)
+        yield Overload("_fused_rms_norm_backward", "row", _rms_norm_backward)

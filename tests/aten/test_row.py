@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.overrides import compare
+from support.overrides import compare, device_of, taken
 from support.places import at, emulated
+
+from rtkernels.aten import row
 
 PLACES = ("sm_90", "cuda")
 
@@ -51,6 +53,24 @@ def test_layer_norm(place: str, shape: tuple[int, ...], over: int, affine: bool)
     torch.manual_seed(0)
     parameters = [torch.randn(shape[-over:]) for _ in range(2)] if affine else []
     compare(place, "row", both, torch.randn(shape) + 3, torch.randn(shape), *parameters, rtol=1e-4, atol=1e-4)
+
+
+@emulated
+@at(*PLACES)
+@pytest.mark.parametrize("shape", [(3, 40), (5, 1), (2, 7, 33)], ids=str)
+def test_rms_norm(place: str, shape: tuple[int, ...]) -> None:
+    """By its handlers: a torch without CUDA has no operator for them."""
+    device, over = device_of(place), shape[-1:]
+    given = [torch.randn(size, device=device, requires_grad=True) for size in (shape, over)]
+    want = torch.nn.functional.rms_norm(given[0], over, given[1], 1e-5)
+    dy = torch.randn(shape, device=device)
+    expected = torch.autograd.grad(want, given, dy)
+    x, weight = (t.detach() for t in given)
+    with taken(place, "row"):
+        y, rstd = row._rms_norm(x, over, weight, 1e-5)
+        grads = row._rms_norm_backward(dy, x, over, rstd, weight, [True, True])
+    for a, b in zip((y, *grads), (want, *expected), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu
