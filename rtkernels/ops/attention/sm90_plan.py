@@ -101,7 +101,7 @@ SINKS = Kernel(
     "attention/attention_sm90_bwd_rows.cu",
     "attention_bwd_sinks",
     template="T",
-    args="sinks:ptr lse_rows:ptr delta_rows:ptr dsinks:ptr padded_rows:i64",
+    args="sinks:ptr lse_rows:ptr delta_rows:ptr cu_q:ptr dsinks:ptr batches:i64 lq:i64 padded_rows:i64",
     variants=[("bf16",), ("fp16",), ("fp32",)],
     max_registers=40,
     needs=("wgmma",),
@@ -300,7 +300,7 @@ def steps_backward(problem: Attention, device: int) -> Steps:
         steps.append(Step(launch, "dq_sums", "cu_q", "cu_k", "lengths", "dq", *sizes))
     if "s" in p.wants and p.sinks is not None:
         launch = SINKS.bind((p.sinks,), device, p.heads_q, 256)
-        steps.append(Step(launch, "sinks", "lse_rows", "delta_rows", "dsinks", padded))
+        steps.append(Step(launch, "sinks", "lse_rows", "delta_rows", "cu_q", "dsinks", p.batch, p.lq, padded))
     scratch = {
         "lse_rows": Memory((p.heads_q, padded), torch.float32),
         "delta_rows": Memory((p.heads_q, padded), torch.float32),
