@@ -11,6 +11,7 @@
 // stretch of threads * N. Grid: row blocks times slices. A thread reads what it overwrites before it does.
 #include "act/activations.cuh"
 #include "common/row_output.cuh"
+#include "ptx/pdl.cuh"
 
 namespace rtk {
 
@@ -65,6 +66,8 @@ __global__ void __maxnreg__(combine_registers(FORMAT, ALIGNED, sizeof(T)))
             i64 slice_cols, i64 flags, i64 quant, i64 act, double number, double floor, double alpha) {
     constexpr int N = kPerThread<T, FORMAT>;
     constexpr bool kFast = sizeof(T) < 4;
+    ptx::wait_for_previous();
+    ptx::launch_dependents();
     __shared__ GroupScratch<1> scratch;
     const RowGroup group(threads_per_row);
     const i64 row_block = slices == 1 ? blockIdx.x : blockIdx.x / static_cast<u32>(slices);
@@ -127,29 +130,7 @@ __global__ void __maxnreg__(combine_registers(FORMAT, ALIGNED, sizeof(T)))
         for (int i = 0; i < N; ++i) y[i] = i < valid ? y[i] : 0.0f;  // sigmoid(0) is not
     };
 
-    // A pass for the amax of the row, if its scale or that of the tensor depends on it, and one that stores.
-#pragma unroll 1
-    for (int pass = output.reads_twice() || output.amax_only() ? 0 : 1; pass < 2; ++pass) {
-        float largest = 0.0f;
-        for (i64 first = begin; first < stop; first += group.threads * N) {
-            const i64 column = first + group.thread * N;
-            const int valid = static_cast<int>(min(max(end - column, static_cast<i64>(0)), static_cast<i64>(N)));
-            float y[N];
-            make_y(column, valid, y);
-            if (pass == 0) {
-                largest = fmaxf(largest, finite_amax(y));
-            } else {
-                output.store(row, column, valid, group.threads, y);
-            }
-        }
-        if (pass == 1) return;
-        largest = group_reduce<MaxNumber, false>(largest, group, scratch, 0);
-        if (output.amax_only()) {
-            if (group.thread == 0 && largest > 0.0f) atomicMax(amax, __float_as_uint(largest));
-            return;
-        }
-        output.take_row_scale(largest, row, group.thread == 0 && row < rows);
-    }
+    output.finish(group, scratch, 0, row, row < rows, end, begin, stop, amax, make_y);
 }
 
 }  // namespace rtk

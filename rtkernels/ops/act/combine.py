@@ -118,8 +118,9 @@ def _plan(x: Meta, *values: Any) -> Steps:
     padded = -(-rows // 128) * 128 if swizzled else rows
     first, then = quant_flags(quant, out.dtype, swizzled, quant_scale is None and static == 0, dtype)
     launch = _KERNEL.bind(
-        (DTYPE_TOKEN[dtype], FORMATS[quant], unfit % 16 == 0), device, -(-padded // groups) * slices, block_of(threads)
-    )
+        (DTYPE_TOKEN[dtype], FORMATS[quant], unfit % 16 == 0), device, -(-padded // groups) * slices, block_of(threads),
+        overlap=True,
+    )  # fmt: skip
     tensors = ("x", *names.values(), "quant_scale", 0 if first is None else "amax", "factor", "out", "kept")
     steps_of = [value for name in OPERANDS for value in (strides.get(name, 0), each.get(name, 1))]
     numbers = (rows, cols, strides["x"], *steps_of, threads, slices, slice_cols, flags)

@@ -112,7 +112,7 @@ def _plan(
     heads = q_heads + 2 * kv_heads
     if tokens * heads * lanes >= 2**31:
         return IN_TORCH
-    launch = _KERNEL.bind((dtype, n), device, -(-tokens * heads * lanes // _THREADS), _THREADS)
+    launch = _KERNEL.bind((dtype, n), device, -(-tokens * heads * lanes // _THREADS), _THREADS, overlap=True)
     numbers = (
         *(tokens, length, q_heads, kv_heads, dim, stride, *places, k.shape[-3] if cached else -1, pairs, *tables),
         *(int(pos is not None and pos.numel() > 1), first, lanes, flags, float(eps)),

@@ -61,7 +61,7 @@ def plan(
     padded = -(-rows // 128) * 128 if swizzled else rows
     first, then = quant_flags(quant, out.dtype, swizzled, quant_scale is None and static == 0, x.dtype)
     launch = _KERNEL.bind(
-        (token, FORMATS[quant], unfit % 16 == 0), device, -(-padded // groups), block_of(threads), shared
+        (token, FORMATS[quant], unfit % 16 == 0), device, -(-padded // groups), block_of(threads), shared, overlap=True
     )
     tensors = (
         "x", "residual", "gate", "bias", "weight", "norm_bias", "scale", "shift", "channel_scale", "quant_scale",
