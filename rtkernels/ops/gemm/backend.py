@@ -74,13 +74,18 @@ def check_backend(wanted: str) -> None:
         raise ArgumentError(f"backend is {wanted!r}; expected {', '.join(map(repr, CHOICES))} or 'torch'")
 
 
+def _is_latency(product: Product, target: Target) -> bool:
+    """Return True if the time until the first result of a product counts more than bandwidth."""
+    weights = product.n * (1 if product.gate is None else 2) * product.k * BYTES[product.b.token]
+    return "cluster" in target.features and product.m <= _SKINNY_ROWS and weights <= _LATENCY_BYTES
+
+
 def choose(product: Product, target: Target, wanted: str = "auto") -> Choice:
     """Return the backend for a product on a target; ``wanted`` may name one."""
     check_backend(wanted)
     refused = {}
     order = ("sm90", "skinny", "mma") if product.m > _SKINNY_FIRST else ("skinny", "sm90", "mma")
-    halves = 1 if product.gate is None else 2
-    if product.n * halves * product.k * BYTES[product.b.token] <= _LATENCY_BYTES:
+    if _is_latency(product, target):
         order = ("cluster", *order)
     for name in order if wanted in ("auto", "rtkernels") else (wanted,):
         reason = unsupported(name, product, target)

@@ -33,7 +33,7 @@ _CLUSTER = Kernel(
     "flags:i64 types:i64",
     variants=[(token, tokens) for token in FLOAT16 for tokens in _TOKENS] + [("e4m3", 1), ("e4m3", 2)],
     max_registers=255,
-    needs=("pdl",),
+    needs=("cluster", "pdl"),
     tier="serve",
 )
 KERNELS = (_CLUSTER,)
