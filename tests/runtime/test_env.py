@@ -12,7 +12,7 @@ from rtkernels.runtime import env
 
 DOCUMENTED = {
     "CACHE_DIR", "CACHE_EXTRA", "CACHE_OWNERS", "CACHE", "CACHE_MAX_MB", "NO_COMPILE", "ARCH", "CUDA_INCLUDE",
-    "FALLBACK", "LINEINFO", "LOG", "EMULATE",
+    "FALLBACK", "LINEINFO", "DEBUG", "LOG", "EMULATE",
 }  # fmt: skip
 
 

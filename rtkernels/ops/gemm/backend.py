@@ -18,7 +18,7 @@ from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Steps
 from rtkernels.runtime.targets import Target
 
-BACKENDS = ("cluster", "sm90", "skinny", "mma")
+BACKENDS = ("sm90", "skinny", "mma", "cluster")
 CHOICES = ("auto", "rtkernels", *BACKENDS)
 _SKINNY_ROWS, _SKINNY_FIRST = 64, 8  # rows up to which it is asked, and asked before the others
 _LATENCY_BYTES = 48 << 20  # of weights, up to which a product of few rows is a matter of latency
