@@ -22,7 +22,8 @@ _TOKENS = (1, 2, 4)  # tiles of 16 rows of a
 _BLOCKS = {1: 2, 2: 1, 4: 1}  # on a multiprocessor, by those tiles
 _TYPES = {"bf16": 0, "fp16": 1, "fp32": 2}
 _ACTS = {None: 0, "relu": 1, "silu": 2, "gelu_tanh": 3, "gelu": 4}
-_GATED, _ACCUMULATE = 1, 2
+_GATED, _ACCUMULATE, _CONSTANT_B = 1, 2, 4
+_constant_weights = False
 
 _CLUSTER = Kernel(
     "gemm/gemm_cluster.cu",
@@ -107,7 +108,8 @@ def steps(product: Product, device: int) -> Steps:
         cluster=parts,
         ending=(
             p.m, p.n, p.k * size, p.a.pitch * size, p.b.pitch * size, p.out.pitch, p.add_pitch, *scale_steps,
-            max(p.global_scale - 1, 0), parts, _GATED * (p.gate is not None) + _ACCUMULATE * p.accumulate,
+            max(p.global_scale - 1, 0), parts, _GATED * (p.gate is not None) + _ACCUMULATE * p.accumulate
+            + _CONSTANT_B * _constant_weights,
             sum(value << 4 * i for i, value in enumerate(types)),
         ),
     )  # fmt: skip

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import rtkernels
 from rtkernels import qkv_split, rope_table
+from rtkernels.errors import ArgumentError
 
 normal = made(0)
 COS, SIN = rope_table(32, 16)
