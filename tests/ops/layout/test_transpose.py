@@ -223,6 +223,7 @@ def emulated_coverage() -> None:
         transpose(X)
         transpose(X[None], 0, 1)
         transpose_experts(X, C)
+        transpose([X.clone(), X.clone()])
 
 
 # ---- on the GPU -----------------------------------------------------------------------------------------------------
