@@ -9,7 +9,7 @@
 //
 // A RowGroup owns a row, or one of `slices` parts of it (one block, then): thread i the columns [i * N, i * N + N) of each
 // stretch of threads * N. Grid: row blocks times slices. A thread reads what it overwrites before it does.
-#include "act/activations.cuh"
+#include "act/activate_any.cuh"
 #include "common/row_output.cuh"
 #include "ptx/pdl.cuh"
 
@@ -18,30 +18,6 @@ namespace rtk {
 inline constexpr i64 kSlope = 2, kSubtract = 4, kInterleaved = 8;
 inline constexpr i64 kXFp32 = 16, kAdd0Fp32 = 32, kAdd1Fp32 = 64, kMul0Fp32 = 128, kMul1Fp32 = 256, kBase0Fp32 = 512,
                      kBase1Fp32 = 1024;
-inline constexpr int kIdentity = 6, kSwigluOai = 7;  // of the switch below
-
-template <typename Act, bool kFast, bool SLOPE, int N>
-RTK_DEVICE void activate(bool slope, float (&v)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        const ValueSlope at = Act::template at<kFast>(v[i]);
-        v[i] = SLOPE && slope ? at.slope : at.value;
-    }
-}
-
-template <bool kFast, bool SLOPE, int N>
-RTK_DEVICE void activate_any(int act, bool slope, float (&v)[N]) {
-    switch (act) {
-        case 0: activate<Silu, kFast, SLOPE>(slope, v); break;
-        case 1: activate<GeluTanh, kFast, SLOPE>(slope, v); break;
-        case 2: activate<GeluErf, kFast, SLOPE>(slope, v); break;
-        case 3: activate<Relu, kFast, SLOPE>(slope, v); break;
-        case 4: activate<Relu2, kFast, SLOPE>(slope, v); break;
-        case 5: activate<Sigmoid, kFast, SLOPE>(slope, v); break;
-        case kIdentity: break;
-        default: activate<SwigluOai, kFast, SLOPE>(slope, v); break;
-    }
-}
 
 // An operand's row for a row of the result.
 RTK_DEVICE i64 operand_row(i64 row, i64 stride, i64 each) {
