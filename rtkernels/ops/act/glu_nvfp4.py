@@ -26,8 +26,8 @@ _GATE_SWIZZLED, _UP_SWIZZLED, _FACTOR_FP32 = 1, 2, 4
 _KERNEL = Kernel(
     "act/glu_nvfp4.cu", "glu_nvfp4", template="FORMAT ALIGNED", max_registers=128,
     args="gate:ptr gate_scales:ptr gate_global:ptr up:ptr up_scales:ptr up_global:ptr channel_scale:ptr "
-    "quant_scale:ptr amax:ptr out:ptr kept:ptr scale_out:ptr global_out:ptr rows:i64 cols:i64 gate_stride:i64 up_stride:i64 "
-    "threads_per_row:i64 flags:i64 quant:i64 act:i64 number:f64 floor:f64",
+    "quant_scale:ptr amax:ptr out:ptr kept:ptr scale_out:ptr global_out:ptr rows:i64 cols:i64 gate_stride:i64 "
+    "up_stride:i64 threads_per_row:i64 flags:i64 quant:i64 act:i64 number:f64 floor:f64",
     variants=[(format, aligned) for format in sorted(set(FORMATS.values())) for aligned in (False, True)], tier="serve",
 )  # fmt: skip
 

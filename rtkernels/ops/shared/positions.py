@@ -36,6 +36,6 @@ def check_positions(name: str, pos: Tensor | None, first: int, length: int, capa
         low, high = (first + int(end) for end in pos.aminmax())
     if low < 0 or high + length > capacity:
         raise ArgumentError(
-            f"{name} puts {length} tokens at positions {low} to {high + length - 1}; expected 0 to {capacity - 1}, those "
-            f"of the cache"
+            f"{name} puts {length} tokens at positions {low} to {high + length - 1}; expected 0 to {capacity - 1}, "
+            f"those of the cache"
         )

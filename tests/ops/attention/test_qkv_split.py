@@ -161,6 +161,6 @@ def test_positions_beyond_a_cache_in_debug_mode(pos: torch.Tensor | int, monkeyp
     qkv, cache = normal(2, 2, 3 * 8), torch.zeros(2, 2, 16, 1, 8, dtype=torch.bfloat16)
     rtkernels.qkv_split(qkv, 1, 1, k_cache=cache[0], v_cache=cache[1], pos=pos)  # left out
     monkeypatch.setenv("RTKERNELS_DEBUG", "1")
-    with pytest.raises(ArgumentError, match="pos puts 2 tokens at positions .*; expected 0 to 15"):
+    with pytest.raises(ArgumentError, match=r"pos puts 2 tokens at positions .*; expected 0 to 15"):
         rtkernels.qkv_split(qkv, 1, 1, k_cache=cache[0], v_cache=cache[1], pos=pos)
     rtkernels.qkv_split(qkv, 1, 1, k_cache=cache[0], v_cache=cache[1], pos=14)
