@@ -64,8 +64,8 @@ class QuantizedBoth(NamedTuple):
 
 def quantize_fp8(
     x: Tensor, scale: Tensor | float | None = None, *, granularity: str = "tensor",
-    dtype: torch.dtype = torch.float8_e4m3fn, pow2_scale: bool = False, scale_layout: str = "row", layout: str = "row", with_transposed: bool = False,
-    group_size: int = 128,
+    dtype: torch.dtype = torch.float8_e4m3fn, pow2_scale: bool = False, scale_layout: str = "row",
+    layout: str = "row", with_transposed: bool = False, group_size: int = 128,
     out: tuple[Tensor | None, ...] | None = None,
 ) -> tuple[Tensor, Tensor] | QuantizedBoth:  # fmt: skip
     """Quantise a tensor to fp8 codes and the factors that give the values back.
