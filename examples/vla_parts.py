@@ -320,12 +320,15 @@ class OurMath:
     Args:
         sizes: Of the model.
         device: Where it runs.
-        fp8: Products of layers take fp8 codes, with one static scale for each input and each weight.
+        fp8: Products of layers take fp8 codes, with one static scale for each input and each weight. Where codes would
+            need a launch of their own they are not worth it for the ten tokens of the expert: its `out` and `down` stay
+            in bfloat16. Inputs of the prefix' `down` leave the product before as codes with a scale for 128 of them.
         calibration: Knows the scales of inputs (fp8), or records what they must be (without).
     """
 
     def __init__(self, sizes: Sizes, device: str, fp8: bool = False, calibration: Any = None) -> None:
         self.rope = rk.rope_table(sizes.prefix + sizes.horizon, sizes.head_dim, device=device)
+        self.keys = torch.tensor([sizes.prefix + sizes.horizon], dtype=torch.int32, device=device)
         self.fp8, self.calibration = fp8, calibration
 
     def prepare(self, site: str, layer: Layer) -> Layer:
@@ -333,7 +336,8 @@ class OurMath:
         made = {**layer, "site": site}
         if not self.fp8 or site == "ends":
             return made
-        for name in [name for name in ("qkv", "out", "gate_up", "up", "down") if name in layer]:
+        names = ("qkv", "gate_up") if site.startswith("expert") else ("qkv", "out", "gate_up", "up", "down")
+        for name in [name for name in names if name in layer]:
             made[name], made[f"{name}_scale"] = rk.quantize_fp8(layer[name])
             made[f"{name}_quant"] = self.calibration.quant(f"{site}.{name}", layer[name].device)
         return made
@@ -358,26 +362,34 @@ class OurMath:
         self._seen(y, layer, feeds)
         return y, h, gate
 
-    def linear(self, x: Tensor, layer: Layer, name: str, act: str | None = None, bias: bool = True) -> Tensor:
-        bias = layer.get(f"{name}_bias") if bias else None
-        if x.dtype == FP8:
-            scales = layer[f"{name}_quant"].scale, layer[f"{name}_scale"]
-            return rk.scaled_mm(x, layer[name], *scales, bias=bias, act=act, out_dtype=torch.bfloat16)
-        return rk.scaled_mm(x, layer[name], bias=bias, act=act)
+    def linear(
+        self, x: Tensor, layer: Layer, name: str, act: str | None = None, bias: bool = True, scale: Tensor | None = None
+    ) -> Tensor:
+        options = {"bias": layer.get(f"{name}_bias") if bias else None, "act": act}
+        if x.dtype != FP8:
+            return rk.scaled_mm(x, layer[name], **options)
+        acc = "fast" if scale is None and len(x) > 64 else "auto"
+        scales = layer[f"{name}_quant"].scale if scale is None else scale, layer[f"{name}_scale"]
+        return rk.scaled_mm(x, layer[name], *scales, acc=acc, out_dtype=torch.bfloat16, **options)
 
     def narrowed(self, x: Tensor, layer: Layer, name: str) -> Tensor:
         self._seen(x, layer, name)
-        return rk.quantize_fp8(x, layer[f"{name}_quant"].scale)[0] if self.fp8 else x
+        return rk.quantize_fp8(x, layer[f"{name}_quant"].scale)[0] if f"{name}_quant" in layer else x
 
     def gated(self, x: Tensor, layer: Layer) -> Tensor:
-        if self.fp8:
-            y = rk.glu(self.linear(x, layer, "gate_up"), act="gelu_tanh", quant=layer["down_quant"])
-        else:
+        if x.dtype != FP8:
             y = rk.gated_mm(x, layer["gate_up"], act="gelu_tanh")
             self._seen(y, layer, "down")
-        return self.linear(y, layer, "down")
+            return self.linear(y, layer, "down")
+        given = (x, layer["gate_up"], layer["gate_up_quant"].scale, layer["gate_up_scale"])
+        if "down_quant" in layer:
+            codes, scale = rk.gated_mm(*given, act="gelu_tanh", quant_out="1x128")
+            return self.linear(codes, layer, "down", scale=scale)
+        return self.linear(rk.gated_mm(*given, act="gelu_tanh", out_dtype=torch.bfloat16), layer, "down")
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q.shape[1] < k.shape[1]:  # actions over all that was read: few queries, whose keys are shared out to blocks
+            return rk.attention_decode(q, k, v, self.keys, causal=False)
         return rk.attention(q, k, v)
 
     def new_cache(self, sizes: Sizes, like: Tensor) -> list[Any]:

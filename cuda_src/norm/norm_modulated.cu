@@ -14,6 +14,7 @@
 // read what it overwrites.
 #include "common/row_output.cuh"
 #include "norm/common.cuh"
+#include "ptx/pdl.cuh"
 #include "ptx/shared.cuh"
 
 namespace rtk {
@@ -42,6 +43,8 @@ __global__ void __launch_bounds__(512)
     constexpr int N = kPerThread<T, FORMAT>;
     constexpr int kEach = 16 / sizeof(T);  // elements in 16 bytes
     extern __shared__ __align__(16) u8 memory[];
+    ptx::wait_for_previous();
+    ptx::launch_dependents();
     __shared__ GroupScratch<1> scratch;
     __shared__ GroupScratch<2> pair_scratch;
     const RowGroup group(threads_per_row);
@@ -58,9 +61,7 @@ __global__ void __launch_bounds__(512)
     const ptx::SharedAddress row_memory =
         ptx::shared_address(memory) + static_cast<u32>(group.index * stretches * pitch * sizeof(T));
 
-    auto valid_at = [&](i64 column) {
-        return static_cast<int>(min(max(end - column, static_cast<i64>(0)), static_cast<i64>(N)));
-    };
+    auto valid_at = [&](i64 column) { return count_at<N>(column, end); };
     auto make_h = [&](i64 column, int valid, float(&h)[N]) {
         float v[N];
         load_elements<T, N>(x + row * x_stride + column, valid, aligned16, h);
@@ -189,29 +190,7 @@ __global__ void __launch_bounds__(512)
         for (int i = 0; i < N; ++i) y[i] = i < valid ? y[i] : 0.0f;  // no shift where there is no column
     };
 
-    // A pass for the amax of the row, if its scale or that of the tensor depends on it, and one that stores.
-#pragma unroll 1
-    for (int pass = output.reads_twice() || output.amax_only() ? 0 : 1; pass < 2; ++pass) {
-        float largest = 0.0f;
-        for (i64 first = 0; first < span; first += pitch) {
-            const i64 column = first + group.thread * N;
-            const int valid = valid_at(column);
-            float y[N];
-            make_y(column, valid, y);
-            if (pass == 0) {
-                largest = fmaxf(largest, finite_amax(y));
-            } else {
-                output.store(row, column, valid, group.threads, y);
-            }
-        }
-        if (pass == 1) return;
-        largest = group_reduce<MaxNumber, false>(largest, group, scratch, 1);
-        if (output.amax_only()) {
-            if (group.thread == 0 && largest > 0.0f) atomicMax(amax, __float_as_uint(largest));
-            return;
-        }
-        output.take_row_scale(largest, row, group.thread == 0 && row < rows);
-    }
+    output.finish(group, scratch, 1, row, row < rows, end, 0, span, amax, make_y);
 }
 
 }  // namespace rtk
