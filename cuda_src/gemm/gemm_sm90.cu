@@ -19,6 +19,7 @@
 #include "gemm/operand_sm90.cuh"
 #include "gemm/quantize_sm90.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/pdl.cuh"
 #include "ptx/registers.cuh"
 
 namespace rtk {
@@ -132,6 +133,8 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         ptx::tma_prefetch_map(b_map);
         pipeline.init(copies_a || copies_b ? 1 + 2 * kWarp : 1, kConsumerWarps);
     }
+    ptx::launch_dependents();
+    ptx::wait_for_previous();
     ProductTiles<kRows, kOutCols> tiles(reinterpret_cast<ProductGroup*>(barriers + Pipeline<STAGES>::kBytes), starts, ends, kind,
                                     upper(groups), rows, columns, depth, upper(flags_and_band));
     __syncthreads();
