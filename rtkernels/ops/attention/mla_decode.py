@@ -13,7 +13,7 @@ from rtkernels.ops.attention import reference
 from rtkernels.ops.attention.attention import default_scale
 from rtkernels.ops.attention.checks import HALVES, Heads, check_cache_rows, check_factor, check_width
 from rtkernels.ops.attention.decode import gathered
-from rtkernels.ops.attention.decode_plan import COMBINE, combine, part_memory, split_count
+from rtkernels.ops.attention.decode_plan import COMBINE, combine, dense_strides, part_memory, split_count
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same, divisor
@@ -85,7 +85,8 @@ def _plan(
         *(0 if page_table is None else page_table.shape[1], *(_step(q, i) for i in range(3))),
         *(_step(cache, 0), _step(cache, 1), 0 if causal else -1, scale),
     )
-    merge = [combine(token, 0, batch, lq, heads, value_width, splits, device)] if scratch else []
+    sizes, out = (batch, lq, heads, value_width), dense_strides(lq, heads, value_width)
+    merge = [combine(token, 0, sizes, splits, out, device)] if scratch else []
     return Steps(kernel, *merge, scratch=scratch)
 
 
