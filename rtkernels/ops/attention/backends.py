@@ -38,9 +38,6 @@ def _chosen(problem: Attention, name: str, device: int, backward: bool) -> Modul
     for key, backend in BACKENDS.items():
         if name in ("auto", key):
             reason = backend.unsupported(problem, target, backward)
-            if reason is None and name == "auto" and key == "sm90" and problem.kv_limit is not None:
-                # Right in the emulator; a test on an H200 failed and was not explained (docs/decisions/attention.md).
-                reason = "limits per query are left to mma"
             if reason is None:
                 return backend
             reasons.append(f"{key}: {reason}")

@@ -152,7 +152,8 @@ def _forward_sm90(call: Quantized, width: int, device: int) -> Steps:
         sizes, steps = (c.d_v, rows_k, c.heads_kv, batch), (c.v[1], c.v[2], c.v[0])
         v = _boxes("v", c.token, sizes, steps, (64, _SM90_KEYS, 1, 1), 2)
     of_values = width * _SM90_KEYS * (1 if codes else 2) + (8 * width if codes else 0)
-    shared = _SM90_ROWS * 128 + 2 * (_SM90_KEYS * 128 + 4 * _SM90_KEYS + of_values) + 256 + 1024
+    stages = 4 if codes else 3
+    shared = _SM90_ROWS * 128 + stages * (_SM90_KEYS * 128 + 4 * _SM90_KEYS + of_values) + 256 + 1024
     tiles, pairs = -(-c.lq // _SM90_ROWS), c.batch * c.heads_q
     blocks = min(device_info(device).sm_count, tiles * pairs)
     each = c.lkv * (c.d_qk + (1 if codes else 2) * c.d_v) / group
