@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -80,11 +79,7 @@ def _norm_refused(x: Tensor, shape: Any, *parameters: Tensor | None) -> NotHandl
 def _layer_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
     if (refused := _norm_refused(x, normalized_shape, weight, bias)) is not None:
         return refused
-    lead = x.dim() - len(normalized_shape)
-    flat = [None if p is None else p.reshape(-1) for p in (weight, bias)]
-    y, mean, rstd = row_norm.FORWARD(x.reshape(-1, math.prod(normalized_shape)), *flat, True, eps)
-    statistics = (*x.shape[:lead], *[1] * len(normalized_shape))
-    return y.view(x.shape), mean.view(statistics), rstd.view(statistics)
+    return row_norm.FORWARD(x, weight, bias, len(normalized_shape), True, eps)
 
 
 def _layer_norm_backward(
@@ -94,16 +89,13 @@ def _layer_norm_backward(
     refused = _norm_refused(x, normalized_shape, weight, bias)
     if refused is not None or grad_out.dtype != x.dtype or mean.dtype != torch.float32:
         return refused or _DTYPE
-    cols = math.prod(normalized_shape)
-    dy, rows_, (mean, rstd) = grad_out.reshape(-1, cols), x.reshape(-1, cols), (mean.reshape(-1), rstd.reshape(-1))
     dx = dw = db = None
+    over = len(normalized_shape)
     if output_mask[0]:
-        dx = row_norm.BACKWARD(dy, rows_, None if weight is None else weight.reshape(-1), mean, rstd).view(x.shape)
+        dx = row_norm.BACKWARD(grad_out, x, weight, mean, rstd, over)
     if output_mask[1] or output_mask[2]:
-        grads = row_norm.parameter_grads(dy, rows_, mean, rstd)
-        dw, db = (
-            grad.view(*normalized_shape) if want else None for grad, want in zip(grads, output_mask[1:], strict=True)
-        )
+        grads = row_norm.parameter_grads(grad_out, x, mean, rstd, over)
+        dw, db = (grad if want else None for grad, want in zip(grads, output_mask[1:], strict=True))
     return dx, dw, db
 
 
@@ -111,10 +103,8 @@ def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None, eps: floa
     refused = _norm_refused(x, normalized_shape, weight)
     if refused is not None or eps is None:
         return refused or _OPTION
-    flat = None if weight is None else weight.reshape(-1)
-    y, _, rstd = row_norm.FORWARD(x.reshape(-1, math.prod(normalized_shape)), flat, None, False, eps)
-    lead = x.dim() - len(normalized_shape)
-    return y.view(x.shape), rstd.view(*x.shape[:lead], *[1] * len(normalized_shape))
+    y, _, rstd = row_norm.FORWARD(x, weight, None, len(normalized_shape), False, eps)
+    return y, rstd
 
 
 def _rms_norm_backward(
@@ -123,14 +113,10 @@ def _rms_norm_backward(
     refused = _norm_refused(x, normalized_shape, weight)
     if refused is not None or grad_out.dtype != x.dtype or rstd.dtype != torch.float32:
         return refused or _DTYPE
-    cols = math.prod(normalized_shape)
-    dy, rows_, rstd = grad_out.reshape(-1, cols), x.reshape(-1, cols), rstd.reshape(-1)
-    dx = dw = None
-    if output_mask[0]:
-        dx = row_norm.BACKWARD(dy, rows_, None if weight is None else weight.reshape(-1), None, rstd).view(x.shape)
-    if output_mask[1] and weight is not None:
-        dw = row_norm.parameter_grads(dy, rows_, None, rstd)[0].view(*normalized_shape)
-    return dx, dw
+    over = len(normalized_shape)
+    dx = row_norm.BACKWARD(grad_out, x, weight, None, rstd, over) if output_mask[0] else None
+    wanted = output_mask[1] and weight is not None
+    return dx, row_norm.parameter_grads(grad_out, x, None, rstd, over)[0] if wanted else None
 
 
 def _groups_refused(x: Tensor, n: int, c: int, hxw: int, group: int, *parameters: Tensor | None) -> NotHandled | None:
