@@ -54,7 +54,7 @@ def rows() -> Iterator[Overload]:
         Overload("clone", "copy", _clone, opinfo=("clone", "contiguous")),
         Overload("copy_", "copy", _copy_, opinfo=("clone",)),
         Overload("_to_copy", "copy", _to_copy, opinfo=("to",)),
-        Overload("cat", "copy", _cat, default=True, opinfo=("cat",)),
+        Overload("cat", "copy", _cat, opinfo=("cat",)),
         Overload("cat.out", "copy", lambda tensors, dim=0, *, out: _cat(tensors, dim, out=out), opinfo=("cat",)),
         Overload("stack", "copy", _stack, opinfo=("stack",)),
         Overload("repeat", "copy", _repeat, opinfo=("repeat",)),

@@ -188,14 +188,14 @@ def _weight_norm_backward(grad_w: Tensor, saved_v: Tensor, saved_g: Tensor, save
 def rows() -> Iterator[Overload]:
     """Yield the overloads of this family."""
     for name, log in (("softmax", False), ("log_softmax", True)):
-        yield Overload(f"_{name}", "row", _softmax(log), default=True, opinfo=(name,))
-        yield Overload(f"_{name}_backward_data", "row", _softmax_backward(log), default=True, opinfo=(name,))
+        yield Overload(f"_{name}", "row", _softmax(log), opinfo=(name,))
+        yield Overload(f"_{name}_backward_data", "row", _softmax_backward(log), opinfo=(name,))
     opinfo = ("native_layer_norm", "nn.functional.layer_norm")
-    yield Overload("native_layer_norm", "row", _layer_norm, default=True, opinfo=opinfo)
-    yield Overload("native_layer_norm_backward", "row", _layer_norm_backward, default=True, opinfo=opinfo)
+    yield Overload("native_layer_norm", "row", _layer_norm, opinfo=opinfo)
+    yield Overload("native_layer_norm_backward", "row", _layer_norm_backward, opinfo=opinfo)
     opinfo = ("nn.functional.group_norm",)
-    yield Overload("native_group_norm", "row", _group_norm, default=True, opinfo=opinfo)
-    yield Overload("native_group_norm_backward", "row", _group_norm_backward, default=True, opinfo=opinfo)
+    yield Overload("native_group_norm", "row", _group_norm, opinfo=opinfo)
+    yield Overload("native_group_norm_backward", "row", _group_norm_backward, opinfo=opinfo)
     yield Overload("_weight_norm_interface", "row", _weight_norm)
     yield Overload("_weight_norm_interface_backward", "row", _weight_norm_backward)
     if torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm", "CUDA"):  # else a composite, not reached
