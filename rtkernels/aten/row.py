@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -11,14 +12,13 @@ from torch import Tensor
 
 from rtkernels.aten.table import NotHandled, Overload
 from rtkernels.ops.reduce import group_norm, row_norm, weight_norm
+from rtkernels.ops.reduce.softmax_columns import softmax_columns, softmax_columns_grad
 from rtkernels.ops.reduce.softmax_plan import plan_as_torch
 from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import FLOATS
 from rtkernels.runtime.operator.declared import Rows
 
-_DTYPE, _EMPTY, _RANK, _DIM, _OPTION = (
-    NotHandled(reason) for reason in ("dtype", "empty", "no dimensions", "not the last dimension", "option")
-)
+_DTYPE, _EMPTY, _RANK, _OPTION = (NotHandled(reason) for reason in ("dtype", "empty", "no dimensions", "option"))
 _FIRST = NotHandled("not the first dimension")
 _SOFTMAX = Primitive(
     "softmax_as_torch", (Rows("x"),), "scale, log", numbers="scale", results="y",
@@ -40,12 +40,22 @@ def _refused(x: Tensor, dim: int) -> NotHandled | None:
         return _EMPTY
     if x.dim() == 0:
         return _RANK
-    return None if dim in (-1, x.dim() - 1) else _DIM
+    return None if -x.dim() <= dim < x.dim() else _OPTION
+
+
+def _columns(x: Tensor, dim: int) -> Tensor:
+    """Return x as (outer, n, inner) around a dimension that is not the last."""
+    dim %= x.dim()
+    return x.reshape(math.prod(x.shape[:dim]), x.shape[dim], -1)
 
 
 def _softmax(log: bool) -> Callable[..., Any]:
     def handler(x: Tensor, dim: int, half_to_float: bool) -> Any:
-        return _OPTION if half_to_float else _refused(x, dim) or _SOFTMAX(x, 1.0, log)
+        if half_to_float or (refused := _refused(x, dim)) is not None:
+            return _OPTION if half_to_float else refused
+        if dim in (-1, x.dim() - 1):
+            return _SOFTMAX(x, 1.0, log)
+        return softmax_columns(_columns(x, dim), log).view(x.shape)
 
     return handler
 
@@ -54,8 +64,11 @@ def _softmax_backward(log: bool) -> Callable[..., Any]:
     def handler(grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Any:
         if input_dtype != output.dtype or grad_output.dtype != output.dtype:
             return _OPTION
-        refused = _refused(output, dim)
-        return _softmax_bwd().call(grad_output, output, None, 1.0, log) if refused is None else refused
+        if (refused := _refused(output, dim)) is not None:
+            return refused
+        if dim in (-1, output.dim() - 1):
+            return _softmax_bwd().call(grad_output, output, None, 1.0, log)
+        return softmax_columns_grad(_columns(grad_output, dim), _columns(output, dim), log).view(output.shape)
 
     return handler
 
