@@ -169,7 +169,7 @@ win P 0: _upsample_bicubic2d_aa
 
 # The other 17 names of the 184: no overrides there either.
 FUNCTIONS = {
-    "index": "family idx: `index.Tensor`",
+    "index": "family idx: `index.Tensor` with one tensor of indices",
     "apply_rotary_pos_emb": "`rtkernels.rope`",
     "concat_and_cache_mla": "by name: the MLA cache writers of the attention family",
     "conv1d": "cuDNN",
@@ -193,7 +193,7 @@ REASONS = {
     "_flash_attention_forward": "torch's attention backends; `rtkernels.attention` by name",
     "native_batch_norm": "cuDNN, in training",
     "native_batch_norm_backward": "cuDNN",
-    "rms_norm": "composite: would lose its gradient; its operators are taken, `rtkernels.rms_norm` is one kernel",
+    "rms_norm": "composite: `_fused_rms_norm`, which it reaches on CUDA devices, is taken",
     "log_sigmoid": "composite: `log_sigmoid_forward` is taken",
     "polar": "complex result",
     "quantile": "composite: `sort` is what costs",
@@ -203,27 +203,16 @@ REASONS = {
     "bitwise_right_shift": "no such overload in aten; `.Tensor`, `.Tensor_Scalar` and `.Scalar_Tensor` are taken",
     "floor_divide.Scalar": "composite over `floor_divide`",
     "floor_divide_.Scalar": "composite over `floor_divide_.Tensor`",
-    "native_group_norm": "not written yet",
-    "native_group_norm_backward": "not written yet",
-    "_weight_norm_interface": "not written yet",
-    "_weight_norm_interface_backward": "not written yet",
-    "nll_loss_forward": "not written yet; `rtkernels.cross_entropy` is one kernel with the softmax",
-    "nll_loss_backward": "not written yet; `rtkernels.cross_entropy` is one kernel with the softmax",
-    "nll_loss2d_forward": "not written yet",
-    "nll_loss2d_backward": "not written yet",
     "scatter.src": "one kernel in torch, near parity; which of equal indices wins is free there",
     "scatter.reduce": "torch's: without an order there is no determinism; rows of sums are `index_add`, `scatter_add`",
     "scatter_.src": "one kernel in torch, near parity; which of equal indices wins is free there",
     "scatter_.reduce": "torch's: without an order there is no determinism; rows of sums are `index_add`, `scatter_add`",
-    "index_put": "torch's: it sorts where it accumulates",
-    "index_put_": "torch's: it sorts where it accumulates",
-    "isin.Tensor_Tensor": "torch's: it compares, or sorts by operators that are taken",
+    "index_put": "reaches `_index_put_impl_`, which is taken where it adds to rows",
+    "index_put_": "reaches `_index_put_impl_`, which is taken where it adds to rows",
     "isin.Tensor_Scalar": "torch's: one comparison",
     "isin.Scalar_Tensor": "torch's: one comparison",
     "multinomial": "torch's: it is made of `exponential_`, `argmax` and `topk`, which are taken",
-    "native_dropout_backward": "a product, as torch has it",
-    "avg_pool2d_backward": "not written yet",
-    "_upsample_bicubic2d_aa": "not written yet",
+    "_upsample_bicubic2d_aa": "resizes images for input, one kernel in torch: no part of a model's step",
     "max_pool2d_backward": "no backward of aten's; `max_pool2d_with_indices_backward` is",
 }
 COMPOSITES = {
@@ -271,6 +260,9 @@ tensors are taken too, by the emulator: that is how tests run without a GPU.
 """
 
 
+ONLY_ON_CUDA = {"_fused_rms_norm", "_fused_rms_norm_backward"}  # composites elsewhere
+
+
 def listed() -> list[tuple[str, str, int, list[str]]]:
     """Return family, expectation, number of names and overloads of every line."""
     found: list[tuple[str, str, int, list[str]]] = []
@@ -301,7 +293,8 @@ def page() -> str:
     """Return the text of ``operators.md``."""
     rows = table.table()
     default = [name for name, row in rows.items() if row.default]
-    lines = INTRODUCTION.format(count=len(rows), default=len(default)).strip().splitlines()
+    known = set(rows) | ONLY_ON_CUDA
+    lines = INTRODUCTION.format(count=len(known), default=len(default)).strip().splitlines()
     for family, _, _, names in listed():
         taken = [name for name in names if name in rows]
         left = [name for name in names if name not in rows]
@@ -317,7 +310,7 @@ def page() -> str:
             here += "; default"
         lines.append(f"| {', '.join(names)} | {family} | {here} |")
     lines += [f"| {name} | by name | {what} |" for name, what in FUNCTIONS.items()]
-    more = sorted(set(rows) - {name for *_, names in listed() for name in names})
+    more = sorted(known - {name for *_, names in listed() for name in names})
     lines += ["", "## Also taken", "", ", ".join(f"`{name}`" for name in more), ""]
     return "\n".join(lines)
 

@@ -40,10 +40,10 @@ __global__ void __launch_bounds__(TileShape<S>::kThreads, TileShape<S>::kBlocksP
 }
 
 // Two dimensions before the last: y is dense, its rows are numbered by dimensions [.., d1, d2] that have strides s0, s1
-// and s2 in x. A group of threads copies `chunks` pieces per row, of one access of B bytes per thread.
+// and s2 in x. A group of threads copies `slices_per_row` slices of each row, one access of B bytes per thread.
 template <int B>
 __global__ void __launch_bounds__(256)
-    transpose_rows(const u8* x, u8* y, i64 pieces, i64 chunks, i64 row_bytes, i64 threads_per_row, i64 d1, i64 d2,
+    transpose_rows(const u8* x, u8* y, i64 slices, i64 slices_per_row, i64 row_bytes, i64 threads_per_row, i64 d1, i64 d2,
                    i64 s0, i64 s1, i64 s2) {
     constexpr int kInFlight = B == 16 ? 4 : 8;
     const RowGroup group(threads_per_row);
@@ -51,12 +51,12 @@ __global__ void __launch_bounds__(256)
     i64 place[kInFlight];
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k) {
-        const i64 piece = (static_cast<i64>(blockIdx.x) * kInFlight + k) * group.count + group.index;
-        const u32 number = static_cast<u32>(piece), row = number / static_cast<u32>(chunks);
-        const i64 byte = (static_cast<i64>(number - row * static_cast<u32>(chunks)) * group.threads + group.thread) * B;
+        const i64 slice = (static_cast<i64>(blockIdx.x) * kInFlight + k) * group.count + group.index;
+        const u32 number = static_cast<u32>(slice), row = number / static_cast<u32>(slices_per_row);
+        const i64 byte = (static_cast<i64>(number - row * static_cast<u32>(slices_per_row)) * group.threads + group.thread) * B;
         const u32 upper = row / static_cast<u32>(d2), i2 = row - upper * static_cast<u32>(d2);
         const u32 i0 = upper / static_cast<u32>(d1), i1 = upper - i0 * static_cast<u32>(d1);
-        place[k] = piece < pieces && byte < row_bytes ? row * row_bytes + byte : -1;
+        place[k] = slice < slices && byte < row_bytes ? row * row_bytes + byte : -1;
         if (place[k] >= 0) raw[k] = ptx::ld_stream<B>(x + i0 * s0 + i1 * s1 + i2 * s2 + byte);
     }
 #pragma unroll

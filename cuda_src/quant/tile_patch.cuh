@@ -61,7 +61,7 @@ struct alignas(16) PatchOutput {
     u32 rows, columns;  // that exist; no rows: there is no such tile
     u32 pitch;          // from column to column of q_t
     u32 row, column;    // of the first element
-    u32 whole;          // whether transposed codes can be written in pieces of 16
+    u32 whole;          // whether transposed codes can be written in vectors of 16
 };
 
 // What the warps share.
@@ -93,13 +93,13 @@ struct PatchShared {
             for (int i = 0; i < kPatchColumns; ++i) columns[i] = 0.0f;
 #pragma unroll
             for (int r = 0; r < kPatchRows; ++r) {
-                float most_of_row = 0.0f;
+                float row_amax = 0.0f;
 #pragma unroll
                 for (int i = 0; i < kPatchColumns; ++i) {
-                    most_of_row = larger(most_of_row, v[side][r][i]);
+                    row_amax = larger(row_amax, v[side][r][i]);
                     columns[i] = larger(columns[i], v[side][r][i]);
                 }
-                rows[side * kPatchRows + r] = most_of_row;
+                rows[side * kPatchRows + r] = row_amax;
             }
         };
         const int lane = patch_lane();
@@ -202,7 +202,7 @@ struct PatchShared {
             if (out.whole) {
                 store_whole_columns<kPatchStorers>(codes[side], to, out.pitch, rows, columns, thread);
             } else {
-                store_shifted_pieces<kPatchStorers>(codes[side], to, out.pitch, rows, columns, thread);
+                store_shifted_vectors<kPatchStorers>(codes[side], to, out.pitch, rows, columns, thread);
             }
         }
         __syncwarp();

@@ -28,7 +28,6 @@ from rtkernels.aten.table import NotHandled, Overload
 
 _ROWS: list[Overload] = []
 _BOOL = NotHandled("bool")
-_NO_TENSOR = NotHandled("numbers only")
 _ALIASED = NotHandled("result of another dtype or shape than self")
 _NEGATIVE = NotHandled("negative integer exponent")
 _OPTION = NotHandled("option")
@@ -269,8 +268,6 @@ _DIV = {
 def _div_mode(self: Any, other: Any, *, rounding_mode: str | None, out: Any = None) -> Any:
     if rounding_mode not in _DIV:
         return _OPTION
-    if out is None and not isinstance(self, Tensor) and not isinstance(other, Tensor):
-        return _NO_TENSOR
     return run(_DIV[rounding_mode], (self, other), out=out)
 
 
@@ -552,3 +549,24 @@ def _glu_backward(grad_output: Tensor, self: Tensor, dim: int) -> Any:
 
 _add_row("glu", _glu, "nn.functional.glu")
 _add_row("glu_backward", _glu_backward, "nn.functional.glu")
+_MSE_LOSS_BACKWARD = functor("MseLossBackward", 3, dtypes=FLOATS)
+
+
+def _mse_loss_backward(grad_output: Tensor, self: Tensor, target: Tensor, reduction: int) -> Any:
+    if not grad_output.dtype == self.dtype == target.dtype or self.shape != target.shape or not self.numel():
+        return _OPTION
+    scale = 2.0 / self.numel() if reduction == 1 else 2.0
+    return run(_MSE_LOSS_BACKWARD, (grad_output.expand(self.shape), self, target), (scale,))
+
+
+_add_row("mse_loss_backward", _mse_loss_backward, "nn.functional.mse_loss")
+_DROPOUT_BACKWARD = functor("DropoutBackward", 2, dtypes=FLOATS, own=2, promotion="first")
+
+
+def _native_dropout_backward(grad_output: Tensor, mask: Tensor, scale: float) -> Any:
+    if mask.dtype != torch.bool or mask.shape != grad_output.shape:
+        return _OPTION
+    return run(_DROPOUT_BACKWARD, (grad_output, mask), (scale,))
+
+
+_add_row("native_dropout_backward", _native_dropout_backward, "")

@@ -24,13 +24,14 @@ MODULES = {
     "copy": ("copy",),
     "reduce": ("red",),
     "row": ("row",),
+    "loss": ("row",),
     "scan": ("scan",),
     "index": ("idx",),
     "sort": ("sort",),
     "rng": ("rng",),
     "window": ("win",),
 }
-FAMILIES = tuple(name for names in MODULES.values() for name in names)
+FAMILIES = tuple(dict.fromkeys(name for names in MODULES.values() for name in names))
 
 # Elements of the largest tensor below which a call goes to torch: there the time of the host counts, and torch's is
 # shorter. Not measured yet; chosen so that the kernel takes longer than the host on an H200. Tests set them to 0.

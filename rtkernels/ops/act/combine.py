@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.act.glu import ACT_TYPES
+from rtkernels.ops.act.glu_plan import ACT_TYPES
 from rtkernels.ops.act.glu_reference import partner_and_slope, value_and_slope
 from rtkernels.ops.shared.fp8_layout import check_option
 from rtkernels.ops.shared.row_launch import FORMATS, quant_flags, row_variants

@@ -9,8 +9,8 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.act.combine import COMBINE
-from rtkernels.ops.act.glu import ACT_TYPES
 from rtkernels.ops.act.glu_nvfp4 import GLU
+from rtkernels.ops.act.glu_plan import ACT_TYPES
 from rtkernels.ops.shared.fp8_layout import check_option
 from rtkernels.ops.shared.row_quant import Wanted, memory_for, result_shapes, wanted
 from rtkernels.runtime.layout import check_same, token

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.act.glu import ACT_TYPES
+from rtkernels.ops.act.glu_plan import ACT_TYPES
 from rtkernels.ops.act.glu_reference import partner_and_slope, value_and_slope
 from rtkernels.ops.quant.nvfp4 import dequantize_nvfp4
 from rtkernels.ops.shared.block_formats import swizzled_bytes

@@ -91,6 +91,28 @@ def split_count(blocks: int, lkv: int, slots: int) -> int:
     return next(i + 1 for i, value in enumerate(efficiency) if value >= 0.9 * best)
 
 
+def part_memory(splits: int, rows: int, width: int) -> dict[str, Memory]:
+    """Return the memory for outputs and lse of splits; none without splits."""
+    if splits == 1:
+        return {}
+    return {
+        "parts": Memory((splits, rows, width), torch.float32),
+        "part_lse": Memory((splits, rows), torch.float32),
+    }
+
+
+def combine(
+    token: str, sinks: str | int, batch: int, lq: int, heads: int, width: int, splits: int, device: int
+) -> Step:
+    """Return the launch that merges splits into a dense result [batch, lq, heads, width] and lse."""
+    rows = batch * lq * heads
+    return Step(
+        COMBINE.bind((token,), device, rows, 128, overlap=True),
+        *("parts", "part_lse", sinks, "out", "lse", rows, splits, lq, heads, width),
+        *(lq * heads * width, heads * width, width),
+    )
+
+
 def steps(call: Decode, device: int) -> Steps:
     """Return the launches of a call."""
     width = next((d for d in _WIDTHS if max(call.d_qk, call.d_v) <= d), None)
@@ -113,37 +135,20 @@ def steps(call: Decode, device: int) -> Steps:
     )
     slots = info.sm_count * resident
     splits = split_count(blocks, call.lkv, slots)
-    rows = call.batch * call.lq * call.heads_q
     page_size = call.page_size or max(call.lkv, 1)  # a sequence of a contiguous cache is one page
     out = (call.lq * call.heads_q * call.d_v, call.heads_q * call.d_v, call.d_v)
-    scratch = {}
-    if splits > 1:
-        scratch = {
-            "parts": Memory((splits, rows, call.d_v), torch.float32),
-            "part_lse": Memory((splits, rows), torch.float32),
-        }
-    made = [
-        Step(
-            DECODE.bind(
-                (call.token, call.codes, width),
-                device,
-                (row_tiles * splits, call.heads_kv, call.batch),
-                32 * warps,
-                shared,
-            ),
-            *("q", "k_cache", "v_cache", "lengths", "page_table", "k_scale", "v_scale", "sinks", "out", "lse"),
-            *(("parts", "part_lse") if scratch else (0, 0)),
-            *(call.heads_q, group, call.lq, call.lkv, call.d_qk, call.d_v, splits),
-            *(page_size, divisor(page_size), call.table_row),
-            *(*call.q, *call.k, *call.v, *out, call.k_scale_head, call.v_scale_head),
-            *(call.left, call.right, call.scale, call.softcap),
-        )
-    ]
-    if scratch:
-        made.append(
-            Step(
-                COMBINE.bind((call.token,), device, rows, 128, overlap=True),
-                *("parts", "part_lse", "sinks", "out", "lse", rows, splits, call.lq, call.heads_q, call.d_v, *out),
-            )
-        )
-    return Steps(*made, scratch=scratch)
+    scratch = part_memory(splits, call.batch * call.lq * call.heads_q, call.d_v)
+    kernel = Step(
+        DECODE.bind(
+            (call.token, call.codes, width), device, (row_tiles * splits, call.heads_kv, call.batch), 32 * warps, shared
+        ),
+        *("q", "k_cache", "v_cache", "lengths", "page_table", "k_scale", "v_scale", "sinks", "out", "lse"),
+        *(("parts", "part_lse") if scratch else (0, 0)),
+        *(call.heads_q, group, call.lq, call.lkv, call.d_qk, call.d_v, splits),
+        *(page_size, divisor(page_size), call.table_row),
+        *(*call.q, *call.k, *call.v, *out, call.k_scale_head, call.v_scale_head),
+        *(call.left, call.right, call.scale, call.softcap),
+    )
+    sizes = (call.batch, call.lq, call.heads_q, call.d_v, splits)
+    merge = [combine(call.token, "sinks", *sizes, device)] if scratch else []
+    return Steps(kernel, *merge, scratch=scratch)

@@ -11,9 +11,9 @@ from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import reference
 from rtkernels.ops.attention.attention import default_scale
-from rtkernels.ops.attention.checks import HALVES, Heads
+from rtkernels.ops.attention.checks import HALVES, Heads, check_cache_rows, check_factor, check_width
 from rtkernels.ops.attention.decode import gathered
-from rtkernels.ops.attention.decode_plan import COMBINE, split_count
+from rtkernels.ops.attention.decode_plan import COMBINE, combine, part_memory, split_count
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same, divisor
@@ -49,22 +49,11 @@ def _check(
         raise ArgumentError(f"kv_cache has shape {tuple(cache.shape)}; expected [pages or batch, rows, width]")
     check_same("kv_cache", cache.dtype, q.dtype, "dtype", of="q")
     check_same("kv_cache", cache.shape[-1], q.shape[-1], "width", of="q")
-    if not 8 <= q.shape[-1] <= _WIDTH or q.shape[-1] % 8:
-        raise ArgumentError(f"q has heads of {q.shape[-1]} elements; expected a multiple of 8 from 8 to {_WIDTH}")
+    check_width("q", q, _WIDTH)
     if not 8 <= value_width <= min(_VALUE, q.shape[-1]) or value_width % 8:
         raise ArgumentError(f"value_width is {value_width}; expected a multiple of 8 to {min(_VALUE, q.shape[-1])}")
-    for name, meta, dims in (("lengths", lengths, 1), ("page_table", page_table, 2)):
-        if meta is None:
-            continue
-        if meta.dtype != torch.int32:
-            raise ArgumentError(f"{name} has dtype {str(meta.dtype).removeprefix('torch.')}; expected int32")
-        if meta.dim() != dims or meta.shape[0] != q.shape[0]:
-            expected = "[batch]" if dims == 1 else "[batch, pages]"
-            raise ArgumentError(f"{name} has shape {tuple(meta.shape)}; expected {expected}, batch {q.shape[0]}")
-    if page_table is None and cache.shape[0] != q.shape[0]:
-        raise ArgumentError(f"kv_cache has {cache.shape[0]} sequences; expected {q.shape[0]}, as q, or a page_table")
-    if not scale > 0.0 or scale == float("inf"):
-        raise ArgumentError(f"scale is {scale}; expected a positive number")
+    check_cache_rows(q, cache, lengths, page_table, "kv_cache")
+    check_factor(scale)
     if q.shape[0] > 65535 or q.shape[1] * q.shape[2] >= 2**31:
         raise ArgumentError(f"q has shape {tuple(q.shape)}; expected up to 65535 sequences and 2^31 rows")
 
@@ -87,31 +76,17 @@ def _plan(
     lkv, page_size = pages * cache.shape[1], max(cache.shape[1], 1)
     row_tiles, rows = -(-lq * heads // _ROWS), batch * lq * heads
     splits = split_count(row_tiles * batch, lkv, info.sm_count)  # registers are for one block a multiprocessor
-    scratch = {}
-    if splits > 1:
-        scratch = {
-            "parts": Memory((splits, rows, value_width), torch.float32),
-            "part_lse": Memory((splits, rows), torch.float32),
-        }
-    made = [
-        Step(
-            KERNEL.bind((token,), device, (row_tiles, splits, batch), _THREADS, _SHARED),
-            *("q", "kv_cache", "lengths", "page_table", "out", "lse"),
-            *(("parts", "part_lse") if scratch else (0, 0)),
-            *(heads, lq, lkv, width, value_width, splits, page_size, divisor(page_size)),
-            *(0 if page_table is None else page_table.shape[1], *(_step(q, i) for i in range(3))),
-            *(_step(cache, 0), _step(cache, 1), 0 if causal else -1, scale),
-        )
-    ]
-    if scratch:
-        out = (lq * heads * value_width, heads * value_width, value_width)
-        made.append(
-            Step(
-                COMBINE.bind((token,), device, rows, 128, overlap=True),
-                *("parts", "part_lse", 0, "out", "lse", rows, splits, lq, heads, value_width, *out),
-            )
-        )
-    return Steps(*made, scratch=scratch)
+    scratch = part_memory(splits, rows, value_width)
+    kernel = Step(
+        KERNEL.bind((token,), device, (row_tiles, splits, batch), _THREADS, _SHARED),
+        *("q", "kv_cache", "lengths", "page_table", "out", "lse"),
+        *(("parts", "part_lse") if scratch else (0, 0)),
+        *(heads, lq, lkv, width, value_width, splits, page_size, divisor(page_size)),
+        *(0 if page_table is None else page_table.shape[1], *(_step(q, i) for i in range(3))),
+        *(_step(cache, 0), _step(cache, 1), 0 if causal else -1, scale),
+    )
+    merge = [combine(token, 0, batch, lq, heads, value_width, splits, device)] if scratch else []
+    return Steps(kernel, *merge, scratch=scratch)
 
 
 def _reference(q, kv_cache, lengths, page_table, value_width, causal, scale):
@@ -167,10 +142,7 @@ def mla_decode(
         it and lse, float32 [batch, heads, tokens] ([batch, heads]).
     """
     if not isinstance(q, Tensor):
-        return interop.call(
-            mla_decode, q, kv_cache, seqlens, page_table=page_table, value_width=value_width, scale=scale,
-            causal=causal, return_lse=return_lse,
-        )  # fmt: skip
+        return interop.call_with(mla_decode, locals())
     if out is not None:
         return into(mla_decode, locals())
     refuse_gradients("mla_decode", [q, kv_cache])

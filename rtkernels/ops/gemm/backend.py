@@ -18,7 +18,7 @@ from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Steps
 from rtkernels.runtime.targets import Target
 
-BACKENDS = ("sm90", "skinny", "mma", "cluster")
+BACKENDS = ("sm90", "skinny", "unpack", "mma", "cluster")
 CHOICES = ("auto", "rtkernels", *BACKENDS)
 _SKINNY_ROWS, _SKINNY_FIRST = 64, 8  # rows up to which it is asked, and asked before the others
 _LATENCY_BYTES = 48 << 20  # of weights, up to which a product of few rows is a matter of latency
@@ -84,7 +84,7 @@ def choose(product: Product, target: Target, wanted: str = "auto") -> Choice:
     """Return the backend for a product on a target; ``wanted`` may name one."""
     check_backend(wanted)
     refused = {}
-    order = ("sm90", "skinny", "mma") if product.m > _SKINNY_FIRST else ("skinny", "sm90", "mma")
+    order = ("sm90", "skinny", "unpack", "mma") if product.m > _SKINNY_FIRST else ("skinny", "sm90", "unpack", "mma")
     if _is_latency(product, target):
         order = ("cluster", *order)
     for name in order if wanted in ("auto", "rtkernels") else (wanted,):
@@ -117,7 +117,7 @@ class Explanation(NamedTuple):
     """What a call would run.
 
     Attributes:
-        backend: "cluster", "sm90", "skinny", "mma", or None if none can.
+        backend: "cluster", "sm90", "skinny", "unpack", "mma", or None if none can.
         summary: Its tile, where the backend tells.
         refused: Backends that come before it, and why they cannot.
         product: The call as plain data.

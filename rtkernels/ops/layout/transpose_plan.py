@@ -25,7 +25,8 @@ TILES = Kernel(
 )  # fmt: skip
 ROWS = Kernel(
     "layout/transpose.cu", "transpose_rows", template="B", max_registers=64,
-    args="x:ptr y:ptr pieces:i64 chunks:i64 row_bytes:i64 threads_per_row:i64 d1:i64 d2:i64 s0:i64 s1:i64 s2:i64",
+    args="x:ptr y:ptr slices:i64 slices_per_row:i64 row_bytes:i64 threads_per_row:i64 "
+    "d1:i64 d2:i64 s0:i64 s1:i64 s2:i64",
     variants=[(1,), (2,), (4,), (16,)],
 )  # fmt: skip
 EXPERTS = Kernel(

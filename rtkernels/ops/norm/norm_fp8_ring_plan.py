@@ -37,7 +37,7 @@ RING = Kernel(
 )  # fmt: skip
 
 SINGLE_READ = Kernel(
-    "norm/norm_fp8_single_read.cu", "norm_fp8_once", template="T", max_registers=104, needs=("tma",),
+    "norm/norm_fp8_single_read.cu", "norm_fp8_single_read", template="T", max_registers=104, needs=("tma",),
     args="boxes:tmap q_t:tmap x:ptr weight:ptr rstd:ptr q:ptr scale:ptr scale_t:ptr words:ptr rows:i64 cols:i64 "
     "x_stride:i64 scale_row:i64 scale_group:i64 weight_fp32:i64 pow2:i64 eps:f64 offset:f64",
     variants=lambda target: [("bf16",), ("fp16",)] if target.capability == (9, 0) else [],
@@ -96,7 +96,7 @@ def single_read_blocks(x: Matrix) -> int:
     """
     if not 1 < x.tiles_across <= _MAX_TILES_ACROSS or x.rows > _MAX_ROWS or not serves(x) or x.device in _refused:
         return 0
-    room = SINGLE_READ.most_resident((x.t,), x.device, _THREADS, _SINGLE_READ_SHARED)
+    room = SINGLE_READ.max_resident_blocks((x.t,), x.device, _THREADS, _SINGLE_READ_SHARED)
     room = min(device_info(x.device).sm_count, room)
     if x.tiles_across > room:
         return 0

@@ -1,4 +1,4 @@
-"""layer_norm with the statistics that aten keeps, and its gradients from them."""
+"""layer_norm and rms_norm with the statistics that aten keeps, and their gradients from them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PARAMS = Kernel(
 )  # fmt: skip
 
 
-def _launch(kernel: Kernel, x: Meta, starts: int, device: int) -> tuple:
+def launch_by_rows(kernel: Kernel, x: Meta, starts: int, device: int) -> tuple:
     """Return a launch with a group of threads for each row, and the kernel's last arguments."""
     rows, cols = x.shape
     vector = 16 // x.dtype.itemsize
@@ -41,13 +41,14 @@ def _launch(kernel: Kernel, x: Meta, starts: int, device: int) -> tuple:
     return launch, threads, int(aligned)
 
 
-def _plan_fwd(x: Meta, weight: Meta | None, bias: Meta | None, device: int) -> Steps:
-    launch, *numbers = _launch(_FWD, x, misaligned(x, weight, bias), device)
-    return Steps(Step(launch, "x", "weight", "bias", "y", "mean", "rstd", *x.shape, "eps", *numbers))
+def _plan_fwd(x: Meta, weight: Meta | None, bias: Meta | None, centered: bool, device: int) -> Steps:
+    launch, *numbers = launch_by_rows(_FWD, x, misaligned(x, weight, bias), device)
+    mean = "mean" if centered else 0
+    return Steps(Step(launch, "x", "weight", "bias", "y", mean, "rstd", *x.shape, "eps", *numbers))
 
 
-def _plan_bwd(dy: Meta, x: Meta, weight: Meta | None, mean: Meta, rstd: Meta, device: int) -> Steps:
-    launch, *numbers = _launch(_BWD, x, misaligned(dy, x, weight), device)
+def _plan_bwd(dy: Meta, x: Meta, weight: Meta | None, mean: Meta | None, rstd: Meta, device: int) -> Steps:
+    launch, *numbers = launch_by_rows(_BWD, x, misaligned(dy, x, weight), device)
     return Steps(Step(launch, "dy", "x", "weight", "mean", "rstd", "dx", *x.shape, *numbers))
 
 
@@ -59,18 +60,21 @@ def _slices(x: Meta) -> tuple[int, int]:
     return -(-rows // per_slice), per_slice
 
 
-def _plan_params(dy: Meta, x: Meta, mean: Meta, rstd: Meta, device: int) -> Steps:
+def _plan_params(dy: Meta, x: Meta, mean: Meta | None, rstd: Meta, device: int) -> Steps:
     slices, per_slice = _slices(x)
     grid = slices * -(-x.shape[1] // _THREADS)
     launch = _PARAMS.bind((TOKEN[x.dtype],), device, grid, _THREADS)
     return Steps(Step(launch, "dy", "x", "mean", "rstd", "partial", *x.shape, per_slice))
 
 
-_STATISTICS = (Dense("mean", None), Dense("rstd", None))
+_STATISTICS = (Dense("mean", None, optional=True), Dense("rstd", None))  # without a mean: rms_norm
 FORWARD = Primitive(
-    "row_norm_fwd", (Dense("x", None), Dense("weight", None, optional=True), Dense("bias", None, optional=True)), "eps",
-    numbers="eps", results="y mean rstd", plan=_plan_fwd,
-    outputs=lambda x, *_: (Memory(x.shape, x.dtype), *[Memory(x.shape[:1], torch.float32)] * 2),
+    "row_norm_fwd", (Dense("x", None), Dense("weight", None, optional=True), Dense("bias", None, optional=True)),
+    "centered, eps", numbers="eps", results="y mean rstd", plan=_plan_fwd,
+    outputs=lambda x, weight, bias, centered, *_: (
+        Memory(x.shape, x.dtype), Memory(x.shape[:1], torch.float32) if centered else None,
+        Memory(x.shape[:1], torch.float32),
+    ),
 )  # fmt: skip
 BACKWARD = Primitive(
     "row_norm_bwd", (Dense("dy", None), Dense("x", None), Dense("weight", None, optional=True), *_STATISTICS),
@@ -82,13 +86,13 @@ PARAMS = Primitive(
 )  # fmt: skip
 
 
-def parameter_grads(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def parameter_grads(dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of weight and bias, summed in fp32 in a fixed order.
 
     Args:
         dy: [rows, cols], bfloat16, float16 or float32.
         x: Like dy.
-        mean: [rows], float32.
+        mean: [rows], float32; None: rms_norm.
         rstd: [rows], float32.
 
     Returns:
