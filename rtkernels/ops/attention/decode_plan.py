@@ -140,7 +140,12 @@ def steps(call: Decode, device: int) -> Steps:
     scratch = part_memory(splits, call.batch * call.lq * call.heads_q, call.d_v)
     kernel = Step(
         DECODE.bind(
-            (call.token, call.codes, width), device, (row_tiles * splits, call.heads_kv, call.batch), 32 * warps, shared
+            (call.token, call.codes, width),
+            device,
+            (row_tiles * splits, call.heads_kv, call.batch),
+            32 * warps,
+            shared,
+            overlap=True,
         ),
         *("q", "k_cache", "v_cache", "lengths", "page_table", "k_scale", "v_scale", "sinks", "out", "lse"),
         *(("parts", "part_lse") if scratch else (0, 0)),
