@@ -97,6 +97,7 @@ __global__ void __launch_bounds__(128, D > 128 || CODES == kSameType ? 1 : CODES
     constexpr u32 kTileBytes = kChunk * Tile::kPitch;
     using M = typename MmaType<T, kByte>::type;
     extern __shared__ __align__(128) u8 shared[];
+    ptx::wait_for_previous();
 
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
     const int warps = static_cast<int>(blockDim.x) / kWarp;

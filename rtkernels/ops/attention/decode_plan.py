@@ -151,7 +151,12 @@ def steps(call: Decode, device: int, tensors: Sequence[str | int] = TENSORS) -> 
     scratch = part_memory(splits, call.batch * call.lq * call.heads_q, call.d_v)
     kernel = Step(
         DECODE.bind(
-            (call.token, call.codes, width), device, (row_tiles * splits, call.heads_kv, call.batch), 32 * warps, shared
+            (call.token, call.codes, width),
+            device,
+            (row_tiles * splits, call.heads_kv, call.batch),
+            32 * warps,
+            shared,
+            overlap=True,
         ),
         *(*tensors, "out", "lse"),
         *(("parts", "part_lse") if scratch else (0, 0)),
