@@ -8,7 +8,7 @@ at the border between two.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,10 +129,11 @@ class Policy:
         sizes: Of the model.
         weights: What ``make_weights`` gives.
         ops: ``TorchMath`` or ``OurMath``.
-        compiled: ``torch.compile`` each kind of layer.
+        compiled: None, or ``torch.compile`` each kind of layer, those of these names ("vision", "gemma", "expert") with
+            max-autotune.
     """
 
-    def __init__(self, sizes: Sizes, weights: dict[str, Any], ops: Any, compiled: bool = False) -> None:
+    def __init__(self, sizes: Sizes, weights: dict[str, Any], ops: Any, compiled: Sequence[str] | None = None) -> None:
         self.sizes, self.ops, self.table = sizes, ops, weights["table"]
         self.styles, self.last_styles = weights["styles"], weights["last_styles"]
         self.layers = {
@@ -141,11 +142,9 @@ class Policy:
         }
         self.ends = ops.prepare("ends", weights["ends"])
         self.vision_layer, self.gemma_layer, self.expert_layer = self._vision, self._gemma, self._expert
-        if compiled:
-            compiling = {"mode": "max-autotune-no-cudagraphs", "dynamic": False}
-            self.vision_layer = torch.compile(self._vision, **compiling)
-            self.gemma_layer = torch.compile(self._gemma, **compiling)
-            self.expert_layer = torch.compile(self._expert, **compiling)
+        for kind in ("vision", "gemma", "expert") if compiled is not None else ():
+            mode = "max-autotune-no-cudagraphs" if kind in compiled else None
+            setattr(self, f"{kind}_layer", torch.compile(getattr(self, f"_{kind}"), mode=mode, dynamic=False))
 
     def __call__(self, images: Tensor, prompt: Tensor, noise: Tensor) -> Tensor:
         """Return actions ``[horizon, action]``, float32.
@@ -334,6 +333,8 @@ class OurMath:
     def prepare(self, site: str, layer: Layer) -> Layer:
         """Return a layer with codes, scales and where its inputs are recorded."""
         made = {**layer, "site": site}
+        if site == "ends":  # rows of 3 * 14 * 14 elements are no multiples of 16 bytes, which products are fast with
+            made["patch"] = F.pad(layer["patch"], (0, -layer["patch"].shape[1] % 8))
         if not self.fp8 or site == "ends":
             return made
         names = ("qkv", "gate_up") if site.startswith("expert") else ("qkv", "out", "gate_up", "up", "down")
@@ -383,7 +384,7 @@ class OurMath:
             return self.linear(y, layer, "down")
         given = (x, layer["gate_up"], layer["gate_up_quant"].scale, layer["gate_up_scale"])
         if "down_quant" in layer:
-            codes, scale = rk.gated_mm(*given, act="gelu_tanh", quant_out="1x128")
+            codes, scale = rk.gated_mm(*given, act="gelu_tanh", quant_out="1x128", acc="fast")
             return self.linear(codes, layer, "down", scale=scale)
         return self.linear(rk.gated_mm(*given, act="gelu_tanh", out_dtype=torch.bfloat16), layer, "down")
 
@@ -403,7 +404,10 @@ class OurMath:
         used = first + len(qkv)
         return q, k[:, :used], v[:, :used], kept
 
-    patchify: Callable[..., Tensor] = staticmethod(rk.patchify)
+    def patchify(self, images: Tensor, patch: int) -> Tensor:
+        patches = rk.patchify(images, patch)
+        return F.pad(patches, (0, -patches.shape[-1] % 8))
+
     embedding: Callable[..., Tensor] = staticmethod(rk.embedding)
     euler_step: Callable[..., Tensor] = staticmethod(rk.euler_step)
 

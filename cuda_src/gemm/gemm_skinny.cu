@@ -15,6 +15,7 @@
 // Shared memory: sums [8 tiles][kSkinnySumPitch] words, two buffers of converted activations if a is quantised, the stages.
 #include "gemm/gemm_skinny_finish.cuh"
 #include "gemm/gemm_skinny_stage.cuh"
+#include "ptx/pdl.cuh"
 
 namespace rtk {
 
@@ -230,6 +231,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, TILES == 1 ? 2 : 1)
                 i64 global_step, i64 flags, i64 types, i64 stages) {
     extern __shared__ __align__(128) u8 memory[];
     __shared__ bool last;
+    ptx::launch_dependents();
     using Warp = SkinnyWarp<Codes, Math, TILES>;
     using Product = typename Warp::Product;
     auto flag = [&](int i) { return (flags >> i & 1) != 0; };
@@ -266,6 +268,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, TILES == 1 ? 2 : 1)
     u8* const ready = memory + Product::kTokens * kSkinnySumPitch * 4;
     u8* const slots = ready + 2 * ready_bytes;
     if (!converted) product.clear_fragments(slots, ring);
+    ptx::wait_for_previous();
 
     int tile = static_cast<int>(first / k_stages), stage = static_cast<int>(first % k_stages), slot = 0, begin = stage;
     int fetched = 0, fetch_tile = tile, fetch_stage = stage, fetch_slot = 0;

@@ -269,7 +269,7 @@ struct SkinnyProduct {
     // of their token and stage lose bits, which sums in fp32 do not have room for either.
     RTK_DEVICE void convert(const u8* from, u8* to, float* scales) const {
         if (activations == kActivationsBf16) {
-            if constexpr (kVectors == 16) convert_bf16(from, to, scales);
+            if constexpr (kVectors == 16 && TILES < 8) convert_bf16(from, to, scales);
             return;
         }
 #pragma unroll 1

@@ -27,12 +27,17 @@ except ImportError:  # pragma: no cover - a torch without this private name
         return True
 
 
+def _is_kept() -> bool:
+    """Return True in a backward pass after which saved tensors may be needed, or that the compiler plans."""
+    return is_dynamo_compiling() or _keeps_graph()
+
+
 def free(*tensors: Tensor) -> None:
     """Give the memory of saved tensors back in the middle of a backward pass, unless the graph is kept.
 
     For tensors that a Function made and saved itself: nobody else has them, and their node ends with this pass.
     """
-    if not _keeps_graph():
+    if not _is_kept():
         for t in tensors:
             t.untyped_storage().resize_(0)
 
@@ -54,7 +59,7 @@ def glu_gradient(
     dy: Tensor, gate: Tensor, up: Tensor | None, weight: Tensor | None, act: str, need_weight: bool
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of gate, up and weight; over gate and up, unless the graph is kept."""
-    if is_legacy_batched(dy) or _keeps_graph() or any(may_overlap(dy, t) for t in (gate, up) if t is not None):
+    if is_legacy_batched(dy) or _is_kept() or any(may_overlap(dy, t) for t in (gate, up) if t is not None):
         dx, dup, dweight = activation.BACKWARD(dy, gate, up, weight, act, need_weight)
     else:
         dx, dup = gate.detach(), None if up is None else up.detach()

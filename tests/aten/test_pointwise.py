@@ -192,7 +192,7 @@ def test_pointwise_from_an_expression() -> None:
 @pytest.mark.gpu
 def test_a_captured_graph_replays_with_new_data() -> None:
     x, y = torch.randn(1 << 20, device="cuda"), torch.tensor(3.0, device="cuda")
-    with rtkernels.use(["ew", "copy"]):
+    with taken("cuda", ["ew", "copy"]):
         for _ in range(2):
             torch.where(x > 0, x * y, x).masked_fill_(x < -1, y)
         graph = torch.cuda.CUDAGraph()

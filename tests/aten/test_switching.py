@@ -7,9 +7,11 @@ import time
 
 import pytest
 import torch
+from support.overrides import taken
 
 import rtkernels
 from rtkernels.aten import table
+from rtkernels.aten.measured import DEFAULT
 from rtkernels.aten.table import NotHandled, Overload
 from rtkernels.errors import ArgumentError, NotWarmError
 
@@ -162,7 +164,7 @@ def test_small_tensors_go_to_torch() -> None:
     assert _elements((2, torch.ones(3))) == 3
     assert _elements(([torch.ones(3), torch.ones(2, 2)],)) == 7
     assert _elements((5,)) > 2**60
-    assert set(table.MIN_ELEMENTS) == set(table.FAMILIES)
+    assert set(table.MIN_ELEMENTS) == {*table.FAMILIES, *DEFAULT}
 
 
 @pytest.mark.parametrize(
@@ -194,13 +196,13 @@ def test_compiled_on_the_gpu(backend: str) -> None:
     (expected,) = torch.autograd.grad(want.square().sum(), x)
     torch._dynamo.reset()
     rtkernels.aten.reset()
-    with rtkernels.use("all"):
+    with taken("cuda", "all"):
         got = torch.compile(function, backend=backend)(x, index)
         (grad,) = torch.autograd.grad(got.square().sum(), x)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(grad, expected, rtol=1e-3, atol=1e-3)
-    taken = {name for name, (ours, _) in rows().items() if ours}
-    assert taken >= ({"sort.stable"} if backend == "inductor" else {"_softmax", "index.Tensor", "sum.dim_IntList"})
+    ours = {name for name, (count, _) in rows().items() if count}
+    assert ours >= ({"sort.stable"} if backend == "inductor" else {"_softmax", "index.Tensor", "sum.dim_IntList"})
 
 
 def test_inference_mode_and_vmap(toy) -> None:

@@ -226,6 +226,7 @@ def steps(product: Product, device: int) -> Steps:
             grid,
             _THREADS,
             layout.shared,
+            overlap=True,
             ending=(rows, *fixed, layout.stages),
         )
         s = p.scale_a

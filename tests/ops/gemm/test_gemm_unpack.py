@@ -50,7 +50,7 @@ def test_what_is_unsupported() -> None:
     assert unpack_plan.unsupported(product, sm90) is None
     for changed, target, reason in (
         (product, targets.parse("sm_80"), "no wgmma"),
-        (product._replace(m=127), sm90, "127 rows"),
+        (product._replace(m=64), sm90, "64 rows"),
         (product._replace(b=bf16, scale_b=None), sm90, "a has 16 bits"),
         (product._replace(b=four._replace(aligned=False)), sm90, "16 bytes"),
         (product._replace(a=Matrix("fp16", 64), scale_b=Scales(1, 32, 2, 1, "e8m0")), sm90, "larger range"),
