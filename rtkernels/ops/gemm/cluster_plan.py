@@ -78,10 +78,10 @@ def parts_of(product: Product, sm_count: int) -> int:
     """Return how many blocks share a tile: as many as run at the same time and find something to do."""
     p = product
     tiles = -(-p.n // (_TILE_ROWS // 2 if p.gate else _TILE_ROWS))
-    return next((n for n in _PARTS if tiles * n <= _MOST * sm_count and n <= _stages(p)), 1)
+    return next((n for n in _PARTS if tiles * n <= _MAX_WAVES * sm_count and n <= _stages(p)), 1)
 
 
-_MOST = 1.25
+_MAX_WAVES = 1.25
 
 
 def _stages(p: Product) -> int:
