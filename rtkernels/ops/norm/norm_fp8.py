@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -66,7 +65,6 @@ class _Options(NamedTuple):
     centred: bool
 
 
-@lru_cache(maxsize=64)
 def _names(layout: str, given: bool, keep: bool, residual: bool, calibrate: bool, centred: bool) -> tuple[str, ...]:
     """Return the fields that the results of an operator are, in order."""
     names = ("q", "scale") * (layout in ("row", "both")) + ("q_t", "scale_t") * (layout in ("transposed", "both"))
