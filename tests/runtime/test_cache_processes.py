@@ -144,8 +144,8 @@ def test_cache_killed_holder_frees_the_lock(work, start):
     _until(lambda: (work / "compiles").exists())
     lock = next(cache.path().glob("v2/locks/*.lock"))
     assert lock.read_text().split()[0] == str(holder.pid)
-    holder.send_signal(signal.SIGKILL)
-    holder.wait()
+    holder.kill()
+    holder.communicate()
     started = time.monotonic()
     entry = load()
     assert time.monotonic() - started < 60
@@ -215,8 +215,8 @@ time.sleep(60)
     _until(lambda: list(work.glob("child-*")))
     child = int(next(work.glob("child-*")).name.split("-")[1])
     try:
-        parent.send_signal(signal.SIGKILL)
-        parent.wait()
+        parent.kill()
+        parent.communicate()
         started = time.monotonic()
         assert load().source == "compiled"
         assert time.monotonic() - started < 60
