@@ -22,7 +22,7 @@ from rtkernels.runtime.build import cache as build_cache
 
 _own_cache = pytest.StashKey[str]()
 SLOW_WORDS = (
-    *("emulate(", "order_of_threads", "thread_order", "compile_unit("),
+    *("emulate(", "running_on(target)", "order_of_threads", "thread_order", "compile_unit("),
     *("torch.compile(", "torch.export", "opcheck("),
 )
 PRODUCTS = ("tests/ops/gemm", "tests/ops/attention")

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.interpreter import Program
+from support.interpreter import Program, run_python
 
 import rtkernels
 from rtkernels import cache
@@ -252,7 +252,9 @@ print(json.dumps([loads, quarantined]))
 
 def test_cache_import_loads_no_compiler(start):
     code = """
-import json
+import json, sys
 print(json.dumps([name for name in ("cupy", "cupy_backends", "cuda.pathfinder") if name in sys.modules]))
 """
-    assert _results([start(code)]) == [[]]
+    of_torch = json.loads(run_python("-c", code).stdout)
+    assert of_torch in ([], ["cuda.pathfinder"])  # torch 2.15 loads that one
+    assert _results([start(code)]) == [of_torch]
