@@ -229,7 +229,7 @@ def test_memory_only_when_the_cache_is_off(monkeypatch: pytest.MonkeyPatch) -> N
 def test_more_blocks_than_can_be_resident_are_refused() -> None:
     partial, out = torch.randn(4, 64, device="cuda"), torch.empty(64, device="cuda")
     arguments = (partial.data_ptr(), out.data_ptr(), 4, 64, 0)
-    most = column_sum._KERNEL.most_resident(("fp32",), 0, 256, 1024)
+    most = column_sum._KERNEL.max_resident_blocks(("fp32",), 0, 256, 1024)
     assert most >= torch.cuda.get_device_properties(0).multi_processor_count
     launch = column_sum._KERNEL.bind(("fp32",), 0, most + 1, 256, 1024, resident=True)
     for _ in range(2):
