@@ -216,7 +216,7 @@ def steps(product: Product, device: int, *, tile: Tile | None = None, names: Map
     tiles = tile_count(tile, p.m, _b_rows(p)) if g is None else _grouped_tiles(p, g, tile)
     variant = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across, *tile, scales, finish)
     grid = max(min(multiprocessors, tiles), 1)
-    launch = GEMM.bind(variant, device, grid, tile.threads, tile.shared(scales, count), overlap=True)
+    launch = GEMM.bind(variant, device, grid, tile.threads, tile.shared(scales, count))
     arguments = _arguments(p, tile, scales, names or {})
     if g is None or g.kind != "labels":
         return Steps(Step(launch, *arguments))
