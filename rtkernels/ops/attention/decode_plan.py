@@ -91,7 +91,7 @@ def split_count(blocks: int, lkv: int, slots: int) -> int:
         waves = blocks * splits / slots
         efficiency.append(waves / -(-blocks * splits // slots))
     best = max(efficiency)
-    return next(i + 1 for i, value in enumerate(efficiency) if value >= 0.9 * best)
+    return next(i + 1 for i, value in enumerate(efficiency) if value >= 0.95 * best)
 
 
 def part_memory(splits: int, rows: int, width: int) -> dict[str, Memory]:
