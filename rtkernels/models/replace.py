@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import rtkernels
 from rtkernels.models.merged import is_plain
 from rtkernels.models.recognize import NotRecognized, Recognized, autocasts
-from rtkernels.models.reuse import NormAndInput, glu, may_hand_on
+from rtkernels.models.reuse import NormAndInput, glu, may_hand_on, project
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 Forward = Callable[..., Any]
@@ -128,8 +128,9 @@ def _mlp(original: type[nn.Module], act: str, separate: bool) -> Forward:
     def forward(self, x):
         linears = [self._modules[name] for name in names]
         made = [linear(x) for linear in linears]
-        activate = glu if all(is_plain(linear) for linear in linears) else rtkernels.glu
-        return self.down_proj(activate(*made, act=act))
+        if not all(is_plain(linear) for linear in linears):
+            return self.down_proj(rtkernels.glu(*made, act=act))
+        return project(self.down_proj, glu(*made, act=act))
 
     return forward
 
