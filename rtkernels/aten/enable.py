@@ -250,6 +250,8 @@ def _override(row: Overload, key: str, native: Any, record: Record | None) -> Ca
             reason = _not_launched(name, error)
         except ArgumentError:  # torch raises its own
             reason = "invalid arguments"
+        except OverflowError:  # a plan would need more blocks than a grid has
+            reason = "too large"
         else:
             if type(result) is not NotHandled:
                 count.ours += 1
