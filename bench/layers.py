@@ -62,7 +62,8 @@ def _model(kind: str, device: str, dtype: torch.dtype, **sizes: Any) -> nn.Modul
 
     config = AutoConfig.for_model(kind, num_hidden_layers=1, vocab_size=128, use_cache=False, **sizes)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     for p in model.parameters():  # as after some training: norms that are not ones, products of variance one
         with torch.no_grad():
             p.normal_(std=p.shape[-1] ** -0.5) if p.dim() > 1 else p.uniform_(0.5, 1.5)
@@ -159,7 +160,7 @@ def moe(sizes: Sizes, device: str, dtype: torch.dtype, way: str) -> Layer:
 def head(sizes: Sizes, device: str, dtype: torch.dtype, way: str) -> Layer:
     """Return a head with the loss of random labels."""
     torch.manual_seed(0)
-    linear = nn.Linear(sizes["hidden"], sizes["vocabulary"], bias=False)
+    linear = nn.Linear(sizes["hidden"], sizes["vocabulary"], bias=False, device=device)
     labels = torch.randint(0, sizes["vocabulary"], (sizes["batch"] * sizes["length"],)).to(device)
     linear.to(torch.bfloat16).to(device, dtype)
 
@@ -249,7 +250,7 @@ def measure(kind: str, way: str, sizes: Sizes, device: str, wanted: dict[str, Te
     layer = KINDS[kind].build(sizes, device, torch.bfloat16, way)
     leaf, dy = inputs(sizes, device, torch.bfloat16)
     got = results(layer, leaf, dy)
-    errors = {name: relative(got[name].to(t.device), t) for name, t in wanted.items()}
+    errors = {name: relative(got[name], t.to(device)) for name, t in wanted.items()}
     del got
     row: dict[str, Any] = {
         "error_output": errors.pop("y"), "error_gradients": max(errors.values()), "worst": max(errors, key=errors.get),
@@ -263,8 +264,11 @@ def measure(kind: str, way: str, sizes: Sizes, device: str, wanted: dict[str, Te
         row["peak_mib"] = round(peak_mib(call))
         row["host_ms"] = round(_host_ms(call), 3)
         timer = Timer(CudaDevice(), iterations=repeats, batch=3)  # its buffer is not the layer's memory
-        waits = kind == "moe" and way == "eager"  # reads the experts that were hit
-        row["forward_and_backward_ms"] = round((timer.measure_waiting if waits else timer.measure)([call]).us / 1000, 3)
+        if kind == "moe" and way == "eager":  # reads the experts that were hit
+            timing = timer.measure_waiting([call], min(repeats, 3))
+        else:
+            timing = timer.measure([call])
+        row["forward_and_backward_ms"] = round(timing.us / 1000, 3)
     else:
         started = time.perf_counter()
         call()

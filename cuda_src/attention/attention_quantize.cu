@@ -22,14 +22,21 @@ RTK_DEVICE float scale_of(float amax, float largest) {
     return !(amax <= 3.4028235e38f) ? __uint_as_float(0x7fc00000u) : amax == 0.0f ? 1.0f : amax / largest;
 }
 
-// Four values as codes. A scale that is NaN gives any codes: scores are NaN all the same.
+// Four values as codes; none is larger than the scale allows. A scale that is NaN gives any codes: scores are NaN all the same.
 RTK_DEVICE u32 coded(const float (&f)[4], float inverse, bool e4m3_codes) {
     if (e4m3_codes) return to_fp8x2<e4m3>(f[0] * inverse, f[1] * inverse) | to_fp8x2<e4m3>(f[2] * inverse, f[3] * inverse) << 16;
-    u32 word = 0u;
+    u32 bits[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-        word |= (static_cast<u32>(min(max(__float2int_rn(f[i] * inverse), -127), 127)) & 0xffu) << (8 * i);
-    return word;
+    for (int i = 0; i < 4; ++i) bits[i] = __float_as_uint(f[i] * inverse + 12582912.0f);  // 1.5 * 2^23: an integer in the last bits
+    return __byte_perm(__byte_perm(bits[0], bits[1], 0x0040), __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
+}
+
+// The largest magnitude of a warp's values; NaN counts as larger than all numbers.
+RTK_DEVICE float warp_amax(const float (&f)[4]) {
+    u32 bits = 0u;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) bits = max(bits, __float_as_uint(f[i]) & 0x7fffffffu);
+    return __uint_as_float(__reduce_max_sync(0xffffffffu, bits));
 }
 
 template <typename T>
@@ -41,6 +48,7 @@ __global__ void __launch_bounds__(128)
     k += blockIdx.z * k_batch + blockIdx.y * k_head + lane * 4;
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     if (lane * 4 < width)
+#pragma unroll 8
         for (i64 row = first + warp; row < last; row += 4) {
             float f[4];
             load_keep<T, 4>(k + row * k_row, f);
@@ -67,25 +75,28 @@ __global__ void __launch_bounds__(128)
     __shared__ float of_warps[4];
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
     const i64 head = blockIdx.y, heads = gridDim.y, batch = blockIdx.z;
-    if (sums != nullptr) {
-        const float* const from = sums + (batch * (heads / group) + head / group) * parts * kWidest + threadIdx.x;
-        float sum = 0.0f;
-        for (i64 part = 0; part < parts; ++part) sum += from[part * kWidest];
-        mean[threadIdx.x] = sum / static_cast<float>(count);
-    } else {
-        mean[threadIdx.x] = 0.0f;
-    }
-    __syncthreads();
     const i64 first = static_cast<i64>(blockIdx.x) * kRowsAtATime + warp * kOwn;
     const bool column_exists = lane * 4 < width;
     x += batch * x_batch + head * x_head + lane * 4;
     const float largest = e4m3_codes ? 448.0f : 127.0f;
     float f[kOwn][4], amax_all = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
+    for (int i = 0; i < kOwn; ++i) {  // all of them on their way before anything is done with one
 #pragma unroll
         for (int c = 0; c < 4; ++c) f[i][c] = 0.0f;
         if (column_exists && first + i < rows) load_keep<T, 4>(x + (first + i) * x_row, f[i]);
+    }
+    float sum = 0.0f;
+    if (sums != nullptr) {
+        const float* const from = sums + (batch * (heads / group) + head / group) * parts * kWidest + threadIdx.x;
+#pragma unroll 16
+        for (i64 part = 0; part < parts; ++part) sum += from[part * kWidest];
+        sum /= static_cast<float>(count);
+    }
+    mean[threadIdx.x] = sum;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
         if (taken != nullptr) {
             float dot = 0.0f;
 #pragma unroll
@@ -101,10 +112,7 @@ __global__ void __launch_bounds__(128)
     u32* const to = reinterpret_cast<u32*>(codes + ((batch * rows + first) * heads + head) * width) + lane;
     if (blocks_of_rows) {
 #pragma unroll
-        for (int i = 0; i < kOwn; ++i)
-#pragma unroll
-            for (int c = 0; c < 4; ++c) amax_all = MaxMagnitude::apply(fabsf(f[i][c]), amax_all);
-        amax_all = warp_reduce<MaxMagnitude>(amax_all);
+        for (int i = 0; i < kOwn; ++i) amax_all = MaxMagnitude::apply(warp_amax(f[i]), amax_all);
         if (lane == 0) of_warps[warp] = amax_all;
         __syncthreads();
         amax_all = MaxMagnitude::apply(MaxMagnitude::apply(of_warps[0], of_warps[1]),
@@ -118,10 +126,7 @@ __global__ void __launch_bounds__(128)
     }
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-        float amax = 0.0f;
-#pragma unroll
-        for (int c = 0; c < 4; ++c) amax = MaxMagnitude::apply(fabsf(f[i][c]), amax);
-        amax = warp_reduce<MaxMagnitude>(amax);
+        const float amax = warp_amax(f[i]);
         if (first + i >= rows) continue;
         const float by = scale_of(amax, largest);
         if (lane == 0) scales[(batch * heads + head) * rows + first + i] = by;

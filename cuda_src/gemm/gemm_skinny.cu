@@ -15,6 +15,7 @@
 // Shared memory: sums [8 tiles][kSkinnySumPitch] words, two buffers of converted activations if a is quantised, the stages.
 #include "gemm/gemm_skinny_finish.cuh"
 #include "gemm/gemm_skinny_stage.cuh"
+#include "ptx/pdl.cuh"
 
 namespace rtk {
 
@@ -50,7 +51,8 @@ struct SkinnyWarp {
     }
 
     // One stage. `fragments`: its activations; `group_shift`: 2^group_shift of k share a scale of the weights, if that is
-    // less than a stage; `period`: steps until sums are promoted, a power of two.
+    // less than a stage; `period`: steps until sums are promoted, a power of two, or 0 if no scale varies along k: the tensor
+    // cores then add up a whole tile.
     RTK_DEVICE void work(const Product& product, const CodeOptions& options, const u8* stage, const u8* fragments,
                          const u8* scales, int group_shift, int period, bool integer) {
         const u8* own_rows = stage + (rows + lane / 4) * kSkinnyRowBytes + lane % 4 * Weights::kBits;
@@ -79,7 +81,7 @@ struct SkinnyWarp {
 #pragma unroll
                     for (int r = 0; r < 2; ++r) mma_pair<Math>(part[r][j + c], left[r][1], {right[c].z, right[c].w});
             }
-            if (i == kSteps - 1 || (i + 1) % period == 0)
+            if (period != 0 && (i == kSteps - 1 || (i + 1) % period == 0))
                 promote(product, scales, (half * kSteps + i) * 32 >> group_shift, Product::kDepth > 128 ? half : 0, integer);
         }
     }
@@ -122,6 +124,34 @@ struct SkinnyWarp {
         return integer ? __int_as_float(__float_as_int(x) + __float_as_int(y)) : x + y;
     }
 
+    // Sums of the tensor cores, times the scales of their group, to the totals.
+    RTK_DEVICE void promote(const Product& product, const u8* scales, int group_b, int group_a, bool integer) {
+        if (integer) {
+            take([&](float total, float part, int, int, int) {
+                return __int_as_float(__float_as_int(total) + __float2int_rn(part));
+            });
+            return;
+        }
+        const int words_b = product.scale_b.words;
+        float of_row[2][2] = {{1.0f, 1.0f}, {1.0f, 1.0f}};
+        if (words_b != 0 && !folded) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+                    of_row[r][h] = skinny_group_scale(scales, rows + lane / 4 + 16 * r + 8 * h, group_b, product.scale_b.kind);
+        }
+        if (product.scale_a.words == 0) {
+            take([&](float total, float part, int r, int, int i) { return fmaf(part, of_row[r][i / 2], total); });
+            return;
+        }
+        const float* of_tokens = reinterpret_cast<const float*>(scales + words_b * (kSkinnyRows * 4)) +
+                                 group_a * Product::kTokens + lane % 4 * 2;
+        take([&](float total, float part, int r, int j, int i) {
+            return fmaf(part, of_row[r][i / 2] * of_tokens[8 * j + i % 2], total);
+        });
+    }
+
    private:
     // Weights of rows 16 r + 8 h + g of this warp, of both products of a step; `codes`: those of row g.
     RTK_DEVICE void decode(const CodeOptions& options, const u8* codes, const u8* scales, int step, int r, int h,
@@ -150,33 +180,6 @@ struct SkinnyWarp {
         u32 pair[4];
         Weights::pairs(raw, scale, options, pair);
         left[0][h] = pair[0], left[0][h + 2] = pair[1], left[1][h] = pair[2], left[1][h + 2] = pair[3];
-    }
-
-    RTK_DEVICE void promote(const Product& product, const u8* scales, int group_b, int group_a, bool integer) {
-        if (integer) {
-            take([&](float total, float part, int, int, int) {
-                return __int_as_float(__float_as_int(total) + __float2int_rn(part));
-            });
-            return;
-        }
-        const int words_b = product.scale_b.words;
-        float of_row[2][2] = {{1.0f, 1.0f}, {1.0f, 1.0f}};
-        if (words_b != 0 && !folded) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
-#pragma unroll
-                for (int h = 0; h < 2; ++h)
-                    of_row[r][h] = skinny_group_scale(scales, rows + lane / 4 + 16 * r + 8 * h, group_b, product.scale_b.kind);
-        }
-        if (product.scale_a.words == 0) {
-            take([&](float total, float part, int r, int, int i) { return fmaf(part, of_row[r][i / 2], total); });
-            return;
-        }
-        const float* of_tokens = reinterpret_cast<const float*>(scales + words_b * (kSkinnyRows * 4)) +
-                                 group_a * Product::kTokens + lane % 4 * 2;
-        take([&](float total, float part, int r, int j, int i) {
-            return fmaf(part, of_row[r][i / 2] * of_tokens[8 * j + i % 2], total);
-        });
     }
 
     // total = function(total, part, rows, tile, place), and part is 0.
@@ -228,6 +231,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, TILES == 1 ? 2 : 1)
                 i64 global_step, i64 flags, i64 types, i64 stages) {
     extern __shared__ __align__(128) u8 memory[];
     __shared__ bool last;
+    ptx::launch_dependents();
     using Warp = SkinnyWarp<Codes, Math, TILES>;
     using Product = typename Warp::Product;
     auto flag = [&](int i) { return (flags >> i & 1) != 0; };
@@ -241,10 +245,13 @@ __global__ void __launch_bounds__(kSkinnyThreads, TILES == 1 ? 2 : 1)
                                  (depth + static_cast<int>(depth_b) - 1) / static_cast<int>(depth_b), kind,
                                  static_cast<int>(words_b), flag(3)};
     const Product product = {a, b, a_pitch, b_pitch, n, static_cast<int>(m), depth, activations,
-                             activations == kActivations16 ? 16 : activations >= kActivationsInt4 ? 4 : 8, flag(0), flag(1),
+                             activations == kActivations16 || activations == kActivationsBf16 ? 16
+                             : activations >= kActivationsInt4                               ? 4
+                                                                                             : 8,
+                             flag(0), flag(1),
                              flag(6), along_a, along_b};
     const SkinnyResult result = {
-        global_scale, words_a == 0 ? reinterpret_cast<const float*>(scale_a) : nullptr,
+        global_scale, words_a == 0 || activations == kActivationsBf16 ? reinterpret_cast<const float*>(scale_a) : nullptr,
         words_b == 0 ? reinterpret_cast<const float*>(scale_b) : nullptr, flag(9) ? scale_a_row / 4 : 0,
         flag(10) ? scale_b_row / 4 : 0, bias, add, out, n, out_pitch, add_pitch, Warp::Weights::kFactor,
         static_cast<int>(global_step), type(0), type(1), type(2), type(3), flag(7), flag(6), integer};
@@ -261,6 +268,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, TILES == 1 ? 2 : 1)
     u8* const ready = memory + Product::kTokens * kSkinnySumPitch * 4;
     u8* const slots = ready + 2 * ready_bytes;
     if (!converted) product.clear_fragments(slots, ring);
+    ptx::wait_for_previous();
 
     int tile = static_cast<int>(first / k_stages), stage = static_cast<int>(first % k_stages), slot = 0, begin = stage;
     int fetched = 0, fetch_tile = tile, fetch_stage = stage, fetch_slot = 0;
@@ -284,6 +292,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, TILES == 1 ? 2 : 1)
     warp.tiles = static_cast<int>((m + 7) / 8);
     warp.folded = (kind & 3) == kScalesUe4m3;
     warp.clear();
+    const int steps_together = integer || words_a != 0 || (words_b != 0 && !warp.folded) ? static_cast<int>(period) : 0;
     // The first times round only ask for stages; quantised activations are converted one time before they are used.
 #pragma unroll 1
     for (int done = 1 - ring; done < count; ++done) {
@@ -295,19 +304,21 @@ __global__ void __launch_bounds__(kSkinnyThreads, TILES == 1 ? 2 : 1)
         if (converted && done >= -1 && done + 1 < count) {
             int next = slot + (done < 0 ? 0 : 1);
             if (next == ring) next = 0;
-            product.convert(slots + next * stage_bytes + kSkinnyWeightBytes, ready + (done + 1 & 1) * ready_bytes);
+            u8* const stage_of_next = slots + next * stage_bytes;
+            product.convert(stage_of_next + kSkinnyWeightBytes, ready + (done + 1 & 1) * ready_bytes,
+                            reinterpret_cast<float*>(stage_of_next + scales_at + words_b * (kSkinnyRows * 4)));
         }
         if (done < 0) continue;
         const u8* now = slots + slot * stage_bytes;
         const u8* fragments = now + kSkinnyWeightBytes;
         if (++slot == ring) slot = 0;
         if (converted) fragments = ready + (done & 1) * ready_bytes;
-        warp.work(product, options, now, fragments, now + scales_at, static_cast<int>(group_shift), static_cast<int>(period),
-                  integer);
+        warp.work(product, options, now, fragments, now + scales_at, static_cast<int>(group_shift), steps_together, integer);
         ++stage;
         if (stage != k_stages && done + 1 != count) continue;
 
         // The block's share of this tile is done: both halves of the warps, then other blocks' shares.
+        if (steps_together == 0) warp.promote(product, now + scales_at, 0, 0, false);
         warp.settle_flags();
         if (warp.half == 1) warp.put(sums, false, integer);
         __syncthreads();

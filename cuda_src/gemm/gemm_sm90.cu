@@ -8,17 +8,18 @@
 // the next tile is multiplied.
 //
 // Numerics: sums are fp32 in the tensor cores over all of k, which keep about 14 bits of fp8 products as they add; int32 sums
-// are exact. With SCALES they add over 128 of k from zero, and fp32 registers add up what came out, times its scales:
+// are exact. With SCALES they add over 128 bytes of k from zero, and fp32 registers add up what came out, times its scales:
 //   kNoScales        none in the loop
 //   kRowScales       a factor per row (of a) and one per tile (of b), both 1 if absent: 1x128 with 128x128, 128x128 with
 //                    128x128, or promotion alone
-//   kColumnScales    a factor per row and one per column: 1x128 with 1x128
+//   kColumnScales    a factor per row and one per column: 1x128 with 1x128, or 16-bit numbers with scales of b
 // FINISH says where results are made: in boxes (gemm/epilogue_sm90.cuh), or in registers (gemm/quantize_sm90.cuh), quantised or
 // gated; b then has 2 n rows, and a tile half as many columns of the result.
 #include "common/pipeline.cuh"
 #include "gemm/operand_sm90.cuh"
 #include "gemm/quantize_sm90.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/pdl.cuh"
 #include "ptx/registers.cuh"
 
 namespace rtk {
@@ -36,7 +37,7 @@ struct Totals<Sum, kNoScales> {
     using Type = Sum;
 };
 
-// Scale (i, j) of an operand covers `rows` rows (0: all) and 128 << depth_shift of k.
+// Scale (i, j) of an operand covers `rows` rows (0: all) and 64 << depth_shift of k.
 struct ScalePlace {
     const float* scale;
     i64 row_pitch, depth_pitch, group_pitch;
@@ -103,8 +104,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     constexpr int kRows = Operands::kRows, kDepth = Operands::kDepth, kConsumerWarps = 4 * CONSUMERS;
     constexpr int kScaleFloats = SCALES == kNoScales ? 0 : kRows + (SCALES == kColumnScales ? COLS : 32);
     constexpr int kCutBarrier = 1 + CONSUMERS;
-    // With scales in the loop a part of the products at a time is in registers of its own.
-    constexpr int kHalves = COLS > 128 ? COLS / 128 : 1, kUnitCols = COLS / kHalves;
+    constexpr int kHalves = COLS > 128 ? COLS / 128 : 1;  // each has a scale of b, where those cover 128 rows
     constexpr bool kGated = FINISH == kGatedFinish;
     constexpr int kOutCols = kGated ? COLS / 2 : COLS;
     using Ring = BoxRing<SLOTS>;
@@ -133,6 +133,8 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         ptx::tma_prefetch_map(b_map);
         pipeline.init(copies_a || copies_b ? 1 + 2 * kWarp : 1, kConsumerWarps);
     }
+    ptx::launch_dependents();
+    ptx::wait_for_previous();
     ProductTiles<kRows, kOutCols> tiles(reinterpret_cast<ProductGroup*>(barriers + Pipeline<STAGES>::kBytes), starts, ends, kind,
                                     upper(groups), rows, columns, depth, upper(flags_and_band));
     __syncthreads();
@@ -156,7 +158,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                     Operands::fetch(a_map, b_map, stages + state.stage * Operands::kStageBytes, full, tile.k + k, tile.row,
                                     group_a, tile.n, group_b, kGated ? static_cast<i32>(columns) : 0);
                     const ptx::SharedAddress to = ptx::shared_address(scales) + 4 * kScaleFloats * state.stage;
-                    const u32 block = static_cast<u32>(tile.k + k) / 128;
+                    const u32 block = static_cast<u32>(tile.k + k) / 64;
                     if (rows_too)
                         ptx::tma_load_3d(to, scale_a_map, full, tile.row, static_cast<i32>(block >> of_a.depth_shift), group_a);
                     if (columns_too)
@@ -172,7 +174,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                 copies.place(of_a, of_b, tile, thread, copies_a ? tile.rows : 0, copies_b ? (kGated ? 2 : 1) * columns : 0, apart);
 #pragma unroll 1
                 for (i32 k = 0; k < tile.depth; k += kDepth, state.advance()) {
-                    const u32 block = static_cast<u32>(tile.k + k) / 128;
+                    const u32 block = static_cast<u32>(tile.k + k) / 64;
                     pipeline.acquire(state);
                     copies.copy(ptx::shared_address(scales) + 4 * kScaleFloats * state.stage, scale_a + of_a.of_depth(block),
                                 scale_b + of_b.of_depth(block), thread, copies_a, copies_b);
@@ -253,57 +255,71 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             ptx::wgmma_wait<0>();
             if (blocks != 0 && speaks) pipeline.release(last);
         } else {
+            // Units of 64 columns: while the products of one are made, those of the one before are added to the totals. So is the
+            // last unit of a stage while the first of the next one is made.
+            static_assert(WAVES == 1, "totals and two units fill the registers");
+            constexpr int kUnits = COLS / 64;
+            Sum part[2][32];
 #pragma unroll
-            for (int w = 0; w < WAVES; ++w)
+            for (float& sum : sums[0]) sum = 0.0f;
 #pragma unroll
-                for (float& sum : sums[w]) sum = 0.0f;
+            for (Sum& sum : part[1]) sum = 0;
             if (blocks == 0 && index + gridDim.x < count) next_tile = tiles.find(index + gridDim.x);
-            Sum part[kUnitCols / 2];
+            const float* of_stage = scales;
+            float of_row[2] = {0.0f, 0.0f}, of_tile[kHalves];
+            auto promote = [&](int unit, const float (&times)[2]) {
+                ptx::wgmma_settle(part[unit % 2]);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) {
+                    float2 of_column = make_float2(1.0f, 1.0f);
+                    if constexpr (SCALES == kColumnScales)
+                        of_column = *reinterpret_cast<const float2*>(of_stage + kRows + 64 * unit + 8 * j + lane % 4 * 2);
+#pragma unroll
+                    for (int r = 0; r < 2; ++r) {
+                        float* const total = sums[0] + 32 * unit + 4 * j + 2 * r;
+                        total[0] += times[r] * of_column.x * static_cast<float>(part[unit % 2][4 * j + 2 * r]);
+                        total[1] += times[r] * of_column.y * static_cast<float>(part[unit % 2][4 * j + 2 * r + 1]);
+                    }
+                }
+            };
+            float last_times[2] = {0.0f, 0.0f};
+            PipelineState<STAGES> last = state;
             for (int i = 0; i < blocks; ++i, state.advance()) {
                 pipeline.wait(state);
                 if (tail != 0 && i == blocks - 1)
                     Operands::cut(base + state.stage * Operands::kStageBytes, tail, kCutBarrier);
-                const float* of_stage = scales + kScaleFloats * state.stage;
-                float of_row[WAVES][2], of_tile[kHalves];
+                const ptx::SharedAddress stage = stages + state.stage * Operands::kStageBytes;
+                u32 left[4][4];
+                Operands::load_left(left, base + state.stage * Operands::kStageBytes, static_cast<u32>(consumer));
+                Operands::multiply_left(part[0], left, stage, 0);
+                const float* const here = scales + kScaleFloats * state.stage;
+                of_stage = i == 0 ? here : of_stage;  // nothing is promoted then, by numbers that are there
+                ptx::wgmma_wait<1>();  // not for the products, which have come: ptxas would write a wait of its own
+                promote(kUnits - 1, last_times);
+                if (SCALES == kColumnScales && i != 0) pipeline.release_warp(last);
+                if (i == 0 && index + gridDim.x < count) next_tile = tiles.find(index + gridDim.x);
+                of_stage = here;
 #pragma unroll
-                for (int unit = 0; unit < WAVES * kHalves; ++unit) {
-                    const int w = unit / kHalves, half = unit % kHalves;
-                    ptx::wgmma_fence();
-                    Operands::multiply(part, stages + state.stage * Operands::kStageBytes,
-                                       static_cast<u32>(w * CONSUMERS + consumer), kUnitCols * half, false);
-                    ptx::wgmma_commit();
-                    if (unit == 0) {  // here, where the products are on their way
-                        if (i == 0 && index + gridDim.x < count) next_tile = tiles.find(index + gridDim.x);
+                for (int h = 0; h < kHalves; ++h)
+                    of_tile[h] = SCALES == kRowScales && flags.loop_scales_b() ? of_stage[kRows + h] : 1.0f;
 #pragma unroll
-                        for (int h = 0; h < kHalves; ++h)
-                            of_tile[h] = SCALES == kRowScales && flags.loop_scales_b() ? of_stage[kRows + h] : 1.0f;
+                for (int r = 0; r < 2; ++r)
+                    of_row[r] = flags.loop_scales_a() ? of_stage[consumer * 64 + own_row + 8 * r] : 1.0f;
 #pragma unroll
-                        for (int v = 0; v < WAVES; ++v)
-#pragma unroll
-                            for (int r = 0; r < 2; ++r)
-                                of_row[v][r] = flags.loop_scales_a()
-                                                   ? of_stage[(v * CONSUMERS + consumer) * 64 + own_row + 8 * r]
-                                                   : 1.0f;
-                    }
-                    ptx::wgmma_wait<0>();
-                    if (SCALES == kRowScales && unit == WAVES * kHalves - 1) pipeline.release_warp(state);
-                    const float times[2] = {of_row[w][0] * of_tile[half], of_row[w][1] * of_tile[half]};
-#pragma unroll
-                    for (int j = 0; j < kUnitCols / 8; ++j) {
-                        float2 of_column = make_float2(1.0f, 1.0f);
-                        if constexpr (SCALES == kColumnScales)
-                            of_column =
-                                *reinterpret_cast<const float2*>(of_stage + kRows + kUnitCols * half + 8 * j + lane % 4 * 2);
-#pragma unroll
-                        for (int r = 0; r < 2; ++r) {
-                            const float x = times[r] * of_column.x, y = times[r] * of_column.y;
-                            float* const total = sums[w] + kUnitCols / 2 * half + 4 * j + 2 * r;
-                            total[0] += x * static_cast<float>(part[4 * j + 2 * r]);
-                            total[1] += y * static_cast<float>(part[4 * j + 2 * r + 1]);
-                        }
-                    }
+                for (int unit = 1; unit < kUnits; ++unit) {
+                    Operands::multiply_left(part[unit % 2], left, stage, 64 * unit);
+                    ptx::wgmma_wait<1>();
+                    const float times[2] = {of_row[0] * of_tile[(unit - 1) / 2], of_row[1] * of_tile[(unit - 1) / 2]};
+                    promote(unit - 1, times);
                 }
-                if (SCALES == kColumnScales) pipeline.release_warp(state);
+                ptx::wgmma_wait<0>();
+                last_times[0] = of_row[0] * of_tile[kHalves - 1], last_times[1] = of_row[1] * of_tile[kHalves - 1];
+                if (SCALES == kRowScales) pipeline.release_warp(state);
+                last = state;
+            }
+            if (blocks != 0) {
+                promote(kUnits - 1, last_times);
+                if (SCALES == kColumnScales) pipeline.release_warp(last);
             }
         }
 

@@ -82,7 +82,13 @@ def twin_of(
     return twin
 
 
-def _positional(function: Callable[..., Any]) -> list[str]:
+def autocasts(x: Tensor) -> bool:
+    """Return True inside of ``torch.autocast`` for x's device; meta has none."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
+def positional(function: Callable[..., Any]) -> list[str]:
+    """Return the names of a function's positional arguments."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds]
 
@@ -114,7 +120,7 @@ def norm(module: nn.Module) -> Recognized:
     given = {name: p for name, p in module._parameters.items() if p is not None}
     if set(given) not in (set(), {"weight"}, {"weight", "bias"}):
         raise NotRecognized(f"its parameters are {', '.join(given)}; expected weight, weight and bias, or none")
-    if len(_positional(type(module).forward)) != 2:
+    if len(positional(type(module).forward)) != 2:
         raise NotRecognized("its forward takes more than the hidden states")
     width = given["weight"].shape[0] if given else 64
     fresh = {name: torch.randn(width, generator=torch.Generator().manual_seed(i)) for i, name in enumerate(given)}
@@ -161,7 +167,7 @@ def mlp(module: nn.Module) -> Recognized:
     Raises:
         NotRecognized: None of ours.
     """
-    if len(_positional(type(module).forward)) != 2:
+    if len(positional(type(module).forward)) != 2:
         raise NotRecognized("its forward takes more than the hidden states")
     if any(isinstance(child, nn.Dropout) and child.p > 0 for child in module.children()):
         raise NotRecognized("it has a dropout")
@@ -198,7 +204,7 @@ def rope(function: Callable[..., Any]) -> tuple[str, ...]:
     Raises:
         NotRecognized: None of ours.
     """
-    names = _positional(function)
+    names = positional(function)
     if names[:4] != ["q", "k", "cos", "sin"]:
         raise NotRecognized(f"its arguments are {', '.join(names)}; expected q, k, cos, sin")
     q, k = probe_values(2, 3, 5, 16, seed=3), probe_values(2, 1, 5, 16, seed=4)

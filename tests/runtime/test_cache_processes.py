@@ -6,12 +6,11 @@ import fcntl
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from support.interpreter import Program
 
 import rtkernels
 from rtkernels import cache
@@ -73,8 +72,7 @@ def start(work):
 
     def start_worker(code, compile_seconds=0.0):
         environment = {**os.environ, "PYTHONPATH": str(Path(rtkernels.__file__).parent.parent)}
-        command = [sys.executable, "-c", PRELUDE + code, str(work), str(compile_seconds)]
-        worker = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        worker = Program("-c", PRELUDE + code, str(work), str(compile_seconds), env=environment)
         running.append(worker)
         return worker
 

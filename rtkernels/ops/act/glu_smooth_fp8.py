@@ -23,10 +23,11 @@ from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows, mis
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
-_THREADS, _BLOCKS = 256, 4  # threads of a block (a warp works on a row), and blocks per multiprocessor
+_THREADS = 256  # of a block; a warp works on a row
+_BLOCKS = 4  # per multiprocessor
 
 SMOOTH = Kernel(
-    "act/glu_smooth_fp8.cu", "glu_fp8_smooth", template="WIDE", max_registers=128,
+    "act/glu_smooth_fp8.cu", "glu_fp8_smooth", template="FP32", max_registers=128,
     args="dy:ptr gate:ptr up:ptr weight:ptr counts:ptr smooth:ptr factor:ptr q:ptr scale:ptr dx:ptr dweight:ptr "
     "max_abs:ptr rows:i64 cols:i64 dy_stride:i64 gate_stride:i64 up_stride:i64 weight_type:i64 experts:i64 "
     "count_width:i64 pow2:i64 check:i64 act:i64 type:i64 words:i64",

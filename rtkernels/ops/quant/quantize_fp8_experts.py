@@ -30,7 +30,8 @@ from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 _STREAM_TYPES = (("bf16", "e4m3"), ("fp16", "e4m3"))
-_STREAM_SLOTS, _STREAM_STATIC_SHARED = 2, 18560
+_STREAM_SLOTS = 2
+_STREAM_STATIC_SHARED = 18560
 # Tiles per multiprocessor from which on the kernel that gets them by the copy engine is faster. Measured on the H200.
 _STREAM_TILES = 5
 

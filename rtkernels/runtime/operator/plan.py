@@ -169,7 +169,7 @@ class StepPlan(Plan):
             made_by = f"allocate(*m_{variable}) if not calls_under_way else {given}"
             if memory.fresh:
                 made_by = f"fresh_zeros(device, {memory.shape[0]}) if not calls_under_way else {given}.zero_()"
-            lines.append(f"t_{variable} = ({made_by}){_filled(memory)}")
+            lines.append(f"t_{variable} = ({made_by}){_fill_call(memory)}")
             absent = variable in outputs and outputs[variable] is None
             known[variable] = "0" if absent else f"t_{variable}.data_ptr()"
         for variable, count in steps.zeros.items():
@@ -222,7 +222,7 @@ class StepPlan(Plan):
         return f"c_{place}"
 
 
-def _filled(memory: Memory) -> str:
+def _fill_call(memory: Memory) -> str:
     return ".zero_()" if memory.zero else "" if memory.fill is None else f".fill_({memory.fill})"
 
 
