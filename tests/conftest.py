@@ -22,7 +22,7 @@ from rtkernels.runtime.build import cache as build_cache
 
 _own_cache = pytest.StashKey[str]()
 SLOW_WORDS = (
-    *("emulate(", "order_of_threads", "thread_order", "compile_unit("),
+    *("emulate(", "running_on(target)", "order_of_threads", "thread_order", "compile_unit("),
     *("torch.compile(", "torch.export", "opcheck("),
 )
 PRODUCTS = ("tests/ops/gemm", "tests/ops/attention")
@@ -140,9 +140,7 @@ def _takes_seconds(item: pytest.Item) -> bool:
     folder = item.nodeid.rpartition("/")[0]
     if folder in PRODUCTS:
         return place is None and "errors" not in item.nodeid
-    if folder == "tests/emulator":
-        return False
-    return folder == "tests/emulator/planted" or _names_what_is_slow(item.function)
+    return not folder.startswith("tests/emulator") and _names_what_is_slow(item.function)
 
 
 @functools.cache

@@ -19,7 +19,6 @@
 #include "gemm/operand_sm90.cuh"
 #include "gemm/quantize_sm90.cuh"
 #include "ptx/cp_async.cuh"
-#include "ptx/pdl.cuh"
 #include "ptx/registers.cuh"
 
 namespace rtk {
@@ -101,10 +100,13 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
               i64 flags_and_band) {
     using Operands = TypedOperands<A, B, ACROSS_A, ACROSS_B, CONSUMERS, WAVES, COLS>;
     using Sum = typename Operands::Sum;
+    // Two products of the same rows of a: those are read from shared memory one time.
+    constexpr bool kLeftInRegisters = SCALES == kRowScales && COLS == 256 && !is_same<Sum, i32>::value;
     constexpr int kRows = Operands::kRows, kDepth = Operands::kDepth, kConsumerWarps = 4 * CONSUMERS;
     constexpr int kScaleFloats = SCALES == kNoScales ? 0 : kRows + (SCALES == kColumnScales ? COLS : 32);
     constexpr int kCutBarrier = 1 + CONSUMERS;
-    constexpr int kHalves = COLS > 128 ? COLS / 128 : 1;  // each has a scale of b, where those cover 128 rows
+    // With scales in the loop a part of the products at a time is in registers of its own.
+    constexpr int kHalves = COLS > 128 ? COLS / 128 : 1, kUnitCols = COLS / kHalves;
     constexpr bool kGated = FINISH == kGatedFinish;
     constexpr int kOutCols = kGated ? COLS / 2 : COLS;
     using Ring = BoxRing<SLOTS>;
@@ -133,8 +135,6 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         ptx::tma_prefetch_map(b_map);
         pipeline.init(copies_a || copies_b ? 1 + 2 * kWarp : 1, kConsumerWarps);
     }
-    ptx::launch_dependents();
-    ptx::wait_for_previous();
     ProductTiles<kRows, kOutCols> tiles(reinterpret_cast<ProductGroup*>(barriers + Pipeline<STAGES>::kBytes), starts, ends, kind,
                                     upper(groups), rows, columns, depth, upper(flags_and_band));
     __syncthreads();
@@ -255,71 +255,65 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             ptx::wgmma_wait<0>();
             if (blocks != 0 && speaks) pipeline.release(last);
         } else {
-            // Units of 64 columns: while the products of one are made, those of the one before are added to the totals. So is the
-            // last unit of a stage while the first of the next one is made.
-            static_assert(WAVES == 1, "totals and two units fill the registers");
-            constexpr int kUnits = COLS / 64;
-            Sum part[2][32];
 #pragma unroll
-            for (float& sum : sums[0]) sum = 0.0f;
+            for (int w = 0; w < WAVES; ++w)
 #pragma unroll
-            for (Sum& sum : part[1]) sum = 0;
+                for (float& sum : sums[w]) sum = 0.0f;
             if (blocks == 0 && index + gridDim.x < count) next_tile = tiles.find(index + gridDim.x);
-            const float* of_stage = scales;
-            float of_row[2] = {0.0f, 0.0f}, of_tile[kHalves];
-            auto promote = [&](int unit, const float (&times)[2]) {
-                ptx::wgmma_settle(part[unit % 2]);
-#pragma unroll
-                for (int j = 0; j < 8; ++j) {
-                    float2 of_column = make_float2(1.0f, 1.0f);
-                    if constexpr (SCALES == kColumnScales)
-                        of_column = *reinterpret_cast<const float2*>(of_stage + kRows + 64 * unit + 8 * j + lane % 4 * 2);
-#pragma unroll
-                    for (int r = 0; r < 2; ++r) {
-                        float* const total = sums[0] + 32 * unit + 4 * j + 2 * r;
-                        total[0] += times[r] * of_column.x * static_cast<float>(part[unit % 2][4 * j + 2 * r]);
-                        total[1] += times[r] * of_column.y * static_cast<float>(part[unit % 2][4 * j + 2 * r + 1]);
-                    }
-                }
-            };
-            float last_times[2] = {0.0f, 0.0f};
-            PipelineState<STAGES> last = state;
+            Sum part[kUnitCols / 2];
+            u32 left[4][4];
             for (int i = 0; i < blocks; ++i, state.advance()) {
                 pipeline.wait(state);
                 if (tail != 0 && i == blocks - 1)
                     Operands::cut(base + state.stage * Operands::kStageBytes, tail, kCutBarrier);
-                const ptx::SharedAddress stage = stages + state.stage * Operands::kStageBytes;
-                u32 left[4][4];
-                Operands::load_left(left, base + state.stage * Operands::kStageBytes, static_cast<u32>(consumer));
-                Operands::multiply_left(part[0], left, stage, 0);
-                const float* const here = scales + kScaleFloats * state.stage;
-                of_stage = i == 0 ? here : of_stage;  // nothing is promoted then, by numbers that are there
-                ptx::wgmma_wait<1>();  // not for the products, which have come: ptxas would write a wait of its own
-                promote(kUnits - 1, last_times);
-                if (SCALES == kColumnScales && i != 0) pipeline.release_warp(last);
-                if (i == 0 && index + gridDim.x < count) next_tile = tiles.find(index + gridDim.x);
-                of_stage = here;
+                const float* of_stage = scales + kScaleFloats * state.stage;
+                float of_row[WAVES][2], of_tile[kHalves];
 #pragma unroll
-                for (int h = 0; h < kHalves; ++h)
-                    of_tile[h] = SCALES == kRowScales && flags.loop_scales_b() ? of_stage[kRows + h] : 1.0f;
+                for (int unit = 0; unit < WAVES * kHalves; ++unit) {
+                    const int w = unit / kHalves, half = unit % kHalves;
+                    if (kLeftInRegisters && half == 0)
+                        Operands::load_left(left, base + state.stage * Operands::kStageBytes,
+                                            static_cast<u32>(w * CONSUMERS + consumer));
+                    ptx::wgmma_fence();
+                    if constexpr (kLeftInRegisters) {
+                        Operands::multiply_left(part, left, stages + state.stage * Operands::kStageBytes, kUnitCols * half);
+                    } else {
+                        Operands::multiply(part, stages + state.stage * Operands::kStageBytes,
+                                           static_cast<u32>(w * CONSUMERS + consumer), kUnitCols * half, false);
+                    }
+                    ptx::wgmma_commit();
+                    if (unit == 0) {  // here, where the products are on their way
+                        if (i == 0 && index + gridDim.x < count) next_tile = tiles.find(index + gridDim.x);
 #pragma unroll
-                for (int r = 0; r < 2; ++r)
-                    of_row[r] = flags.loop_scales_a() ? of_stage[consumer * 64 + own_row + 8 * r] : 1.0f;
+                        for (int h = 0; h < kHalves; ++h)
+                            of_tile[h] = SCALES == kRowScales && flags.loop_scales_b() ? of_stage[kRows + h] : 1.0f;
 #pragma unroll
-                for (int unit = 1; unit < kUnits; ++unit) {
-                    Operands::multiply_left(part[unit % 2], left, stage, 64 * unit);
-                    ptx::wgmma_wait<1>();
-                    const float times[2] = {of_row[0] * of_tile[(unit - 1) / 2], of_row[1] * of_tile[(unit - 1) / 2]};
-                    promote(unit - 1, times);
+                        for (int v = 0; v < WAVES; ++v)
+#pragma unroll
+                            for (int r = 0; r < 2; ++r)
+                                of_row[v][r] = flags.loop_scales_a()
+                                                   ? of_stage[(v * CONSUMERS + consumer) * 64 + own_row + 8 * r]
+                                                   : 1.0f;
+                    }
+                    ptx::wgmma_wait<0>();
+                    if (SCALES == kRowScales && unit == WAVES * kHalves - 1) pipeline.release_warp(state);
+                    const float times[2] = {of_row[w][0] * of_tile[half], of_row[w][1] * of_tile[half]};
+#pragma unroll
+                    for (int j = 0; j < kUnitCols / 8; ++j) {
+                        float2 of_column = make_float2(1.0f, 1.0f);
+                        if constexpr (SCALES == kColumnScales)
+                            of_column =
+                                *reinterpret_cast<const float2*>(of_stage + kRows + kUnitCols * half + 8 * j + lane % 4 * 2);
+#pragma unroll
+                        for (int r = 0; r < 2; ++r) {
+                            const float x = times[r] * of_column.x, y = times[r] * of_column.y;
+                            float* const total = sums[w] + kUnitCols / 2 * half + 4 * j + 2 * r;
+                            total[0] += x * static_cast<float>(part[4 * j + 2 * r]);
+                            total[1] += y * static_cast<float>(part[4 * j + 2 * r + 1]);
+                        }
+                    }
                 }
-                ptx::wgmma_wait<0>();
-                last_times[0] = of_row[0] * of_tile[kHalves - 1], last_times[1] = of_row[1] * of_tile[kHalves - 1];
-                if (SCALES == kRowScales) pipeline.release_warp(state);
-                last = state;
-            }
-            if (blocks != 0) {
-                promote(kUnits - 1, last_times);
-                if (SCALES == kColumnScales) pipeline.release_warp(last);
+                if (SCALES == kColumnScales) pipeline.release_warp(state);
             }
         }
 

@@ -75,13 +75,10 @@ struct TypedOperands {
         for (int i = 0; i < 4; ++i) ptx::ldmatrix_x4(left[i], own + ((2 * i + lane / 16 ^ (row & 7)) << 4));
     }
 
-    // By a warpgroup: asks for the products of those rows and the 64 columns from `column` on. Sums are set.
-    RTK_DEVICE static void multiply_left(Sum (&sums)[32], const u32 (&left)[4][4], ptx::SharedAddress stage, u32 column) {
+    RTK_DEVICE static void multiply_left(float (&sums)[64], const u32 (&left)[4][4], ptx::SharedAddress stage, u32 column) {
         const u64 right = k_major_descriptor(stage + kABytes + column * kTileRow);
-        ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 4; ++i) ptx::wgmma_left<A, B>(sums, left[i], right + i * kNextKMajor, i != 0);
-        ptx::wgmma_commit();
     }
 
     // By all consumers, before they multiply: what lies behind the first `valid` of k becomes 0. It belongs to the next group,

@@ -87,36 +87,26 @@ RTK_WGMMA_TYPED_OF("64", 32, "32", "33", "34")
 RTK_WGMMA_TYPED_OF("128", 64, "64", "65", "66")
 RTK_WGMMA_TYPED_OF("256", 128, "128", "129", "130")
 
-// The same with a in registers, 64 columns, b along k: a[0 .. 3] are rows g and g + 8 at bytes 4t, then both at 16 + 4t, of lane
-// 4g + t.
-#define RTK_WGMMA_LEFT(left, right, constraint, types, flags)                                                           \
+// The same with a in registers, fp8 and 128 columns only: a[0 .. 3] are rows g and g + 8 at bytes 4t, then both at 16 + 4t, of
+// lane 4g + t.
+#define RTK_WGMMA_FP8_LEFT(left, right)                                                                                 \
     if constexpr (is_same<A, left>::value && is_same<B, right>::value) {                                                \
         asm volatile(                                                                                                   \
-            "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"                                                               \
-            "wgmma.mma_async.sync.aligned.m64n64" types " {" RTK_WGMMA_NAMES_TO_32                                      \
-            "}, {%32, %33, %34, %35}, %36, p" flags ";\n}\n"                                                            \
-            : RTK_WGMMA_REGISTERS_32(constraint)                                                                        \
+            "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"                                                               \
+            "wgmma.mma_async.sync.aligned.m64n128k32.f32." #left "." #right " {" RTK_WGMMA_NAMES_TO_64                  \
+            "}, {%64, %65, %66, %67}, %68, p, 1, 1;\n}\n"                                                               \
+            : RTK_WGMMA_REGISTERS_64("+f")                                                                              \
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                                            \
     }
 template <typename A, typename B>
-RTK_DEVICE void wgmma_left(float (&d)[32], const u32 (&a)[4], u64 b, u32 add) {
-    RTK_WGMMA_LEFT(bf16, bf16, "+f", "k16.f32.bf16.bf16", ", 1, 1, 0")
-    RTK_WGMMA_LEFT(fp16, fp16, "+f", "k16.f32.f16.f16", ", 1, 1, 0")
-    RTK_WGMMA_LEFT(e4m3, e4m3, "+f", "k32.f32.e4m3.e4m3", ", 1, 1")
-    RTK_WGMMA_LEFT(e4m3, e5m2, "+f", "k32.f32.e4m3.e5m2", ", 1, 1")
-    RTK_WGMMA_LEFT(e5m2, e4m3, "+f", "k32.f32.e5m2.e4m3", ", 1, 1")
-    RTK_WGMMA_LEFT(e5m2, e5m2, "+f", "k32.f32.e5m2.e5m2", ", 1, 1")
-}
-template <typename A, typename B>
-RTK_DEVICE void wgmma_left(i32 (&d)[32], const u32 (&a)[4], u64 b, u32 add) {
-    RTK_WGMMA_LEFT(s8, s8, "+r", "k32.s32.s8.s8", "")
+RTK_DEVICE void wgmma_left(float (&d)[64], const u32 (&a)[4], u64 b, u32 add) {
+    RTK_WGMMA_FP8_LEFT(e4m3, e4m3)
+    RTK_WGMMA_FP8_LEFT(e4m3, e5m2)
+    RTK_WGMMA_FP8_LEFT(e5m2, e4m3)
+    RTK_WGMMA_FP8_LEFT(e5m2, e5m2)
 }
 
-// Sums that were waited for are in their registers, as the compiler sees it.
-RTK_DEVICE void wgmma_settle(float (&d)[32]) { asm volatile("" : RTK_WGMMA_REGISTERS_32("+f")); }
-RTK_DEVICE void wgmma_settle(i32 (&d)[32]) { asm volatile("" : RTK_WGMMA_REGISTERS_32("+r")); }
-
-#undef RTK_WGMMA_LEFT
+#undef RTK_WGMMA_FP8_LEFT
 #undef RTK_WGMMA_TYPED_OF
 #undef RTK_WGMMA_INTEGER_PAIR
 #undef RTK_WGMMA_FP8_PAIR

@@ -40,6 +40,7 @@ OP = Op("aten_copy", public=(), kernels=(_TRIANGLE, _CONCAT), torch_ops=())
 
 _TRIANGLES = Plans(lambda variant, device, grid: _TRIANGLE.bind(variant, device, grid, _THREADS))
 _FORMAT = NotHandled("memory format")
+_NUMBER = NotHandled("a number")
 _DEVICE = NotHandled("another device")
 _DTYPES = NotHandled("several dtypes")
 _SHAPES = NotHandled("shapes")
@@ -81,6 +82,8 @@ def _clone(self: Tensor, *, memory_format: torch.memory_format | None = None) ->
 
 
 def _copy_(self: Tensor, src: Tensor, non_blocking: bool = False) -> Any:
+    if not isinstance(src, Tensor):
+        return _NUMBER
     if self.device != src.device:
         return _DEVICE
     if self.dtype != src.dtype and (self.dtype not in TOKENS or src.dtype not in TOKENS):

@@ -227,8 +227,8 @@ def _native_kernel(name: str, key: str) -> Any:
 
 def _override(row: Overload, key: str, native: Any, record: Record | None) -> Callable[..., Any]:
     name, handler, inside = row.name, row.handler, _inside
-    # Torch takes numbers in the place of tensors for some pointwise operators only.
-    torch_kernel = _torch_kernel(name, native) if row.family == "ew" else native.call_boxed
+    # Torch takes numbers in the place of tensors for some pointwise operators, and for copies.
+    torch_kernel = _torch_kernel(name, native) if row.family in ("ew", "copy") else native.call_boxed
     count: Count = count_of(name, row.family)
     on_cpu, limits = key == "CPU", table.MIN_ELEMENTS
     measured = name if name in limits else row.family
@@ -250,6 +250,8 @@ def _override(row: Overload, key: str, native: Any, record: Record | None) -> Ca
             reason = _not_launched(name, error)
         except ArgumentError:  # torch raises its own
             reason = "invalid arguments"
+        except OverflowError:  # a plan would need more blocks than a grid has
+            reason = "too large"
         else:
             if type(result) is not NotHandled:
                 count.ours += 1

@@ -161,7 +161,7 @@ def _index(x: Tensor, indices: Any) -> Any:
     if not x.is_contiguous():
         return _STRIDES  # torch's result has the order of its dimensions
     made = gather(x, index.reshape(-1), dim, select=True, from_end=True)
-    return made.view(*x.shape[:dim], *index.shape, *x.shape[dim + 1 :])
+    return made.view((*x.shape[:dim], *index.shape, *x.shape[dim + 1 :]))
 
 
 def _index_put_impl_(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False, unsafe: bool = False) -> Any:

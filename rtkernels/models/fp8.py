@@ -19,7 +19,7 @@ from rtkernels.models import replace
 from rtkernels.models.fp8_mlp import GatedMlp
 from rtkernels.models.lazy_norm import LazyNorm
 from rtkernels.models.merged import Adjacent, adjacent, is_plain
-from rtkernels.models.recognize import NotRecognized, Recognized, autocasts
+from rtkernels.models.recognize import NotRecognized, Recognized, autocasts, norm_weight
 from rtkernels.models.reuse import NormAndInput, glu_gradient, is_private, may_hand_on
 from rtkernels.nn.fp8_experts import E4M3, Experts
 from rtkernels.nn.fp8_linear import KeepsCodes, main_grad_of
@@ -216,7 +216,7 @@ def _fp8_norm(original: type[nn.Module], eps: str, offset: float) -> Callable[..
         fits = fits and not is_sharded(hidden_states)
         # Hooks of the readers (tensor parallelism, somebody's own) are for tensors.
         fits = fits and not any(m._forward_pre_hooks or m._forward_hooks for m in self.__dict__.get(READERS, ()))
-        weight = getattr(self, "weight", None)
+        weight = norm_weight(self)
         alike = weight is None or weight.dtype == getattr(hidden_states, "dtype", None)
         if not fits or not alike or is_dynamo_compiling() or autocasts(hidden_states):
             return plain(self, hidden_states, residual, with_input)

@@ -237,7 +237,7 @@ def _mlp(original: type[nn.Module], act: str, separate: bool) -> Forward:
         both = _product(x, (self.gate_proj, self.up_proj))
         if both is None:
             return self.down_proj(rtkernels.glu(self.gate_proj(x), self.up_proj(x), act=act))
-        return self.down_proj(reuse.glu(both, act=act))
+        return reuse.project(self.down_proj, reuse.glu(both, act=act))
 
     return forward
 

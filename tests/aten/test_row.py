@@ -135,6 +135,7 @@ def test_nll_loss(place: str, reduction: str, weighted: bool) -> None:
     compare(place, "row", both, torch.randn(3, 4), ignored, *([torch.rand(4)] if weighted else []))
 
 
+@pytest.mark.slow
 @emulated
 @at(*PLACES)
 @pytest.mark.parametrize("shape", [(5, 7), (3, 4, 6), (2, 2000)], ids=str)

@@ -34,6 +34,10 @@ def _bad(self):
     raise ArgumentError("self is bad")
 
 
+def _too_large(self):
+    raise OverflowError("more blocks than a grid has")
+
+
 def _isfinite(self):
     return torch.ones_like(self, dtype=torch.bool)
 
@@ -46,6 +50,7 @@ TOY = {
         Overload("mul.Tensor", "ew", _mul),
         Overload("cos", "ew", _not_warm),
         Overload("exp", "ew", _bad),
+        Overload("log", "ew", _too_large),
         Overload("isfinite", "ew", _isfinite, composite="no gradient"),
         Overload("kron", "copy", lambda self, other: NotHandled("")),
         Overload("sum.dim_IntList", "red", lambda *args, **named: NotHandled("toy")),
@@ -103,7 +108,7 @@ def test_names(toy) -> None:
     assert chosen("sin_") == ["sin_"]
     assert chosen(["aten::sum.dim_IntList", "mul"]) == ["mul.Tensor", "sum.dim_IntList"]
     assert chosen("red") == chosen("sum") == ["sum.dim_IntList"]
-    assert chosen(["ew"], ["cos", "exp", "isfinite", "mul.Tensor"]) == ["sin", "sin_"]
+    assert chosen(["ew"], ["cos", "exp", "log", "isfinite", "mul.Tensor"]) == ["sin", "sin_"]
     with pytest.raises(ArgumentError, match=r"include has 'sinn', which is no overload.*did you mean 'sin'"):
         rtkernels.enable("sinn")
     with pytest.raises(ArgumentError, match="exclude has 'nothing'"):
@@ -143,7 +148,8 @@ def test_nesting_and_threads(toy) -> None:
 def test_what_is_not_handled_goes_to_torch(toy) -> None:
     x, y = torch.randn(3, 4), torch.arange(4, dtype=torch.int32)
     half = torch.tensor(2.5, dtype=torch.bfloat16)
-    with rtkernels.use(["cos", "exp", "mul", "sum"]):
+    with rtkernels.use(["cos", "exp", "log", "mul", "sum"]):
+        torch.testing.assert_close(y.log(), y.double().log().float(), equal_nan=True)
         got = [
             x.cos(), x.exp(), x * y, y * 2.5, 2 * y, half * 0.1, half * 3, torch.tensor(3) * 2.5, torch.mul(2, 3),
             x.sum(1), y.clone().mul_(3), torch.tensor(4, dtype=torch.int8).mul_(2), x * True, x * 2j,
@@ -156,6 +162,7 @@ def test_what_is_not_handled_goes_to_torch(toy) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0)
     assert rows()["cos"] == (0, {"kernel not loaded while a graph is captured or compiling is off": 1})
     assert rows()["exp"] == (0, {"invalid arguments": 1})
+    assert rows()["log"] == (0, {"too large": 2})
 
 
 def test_small_tensors_go_to_torch() -> None:

@@ -73,6 +73,11 @@ def _start_server() -> subprocess.Popen[str]:
     return server
 
 
+def _require_server() -> None:
+    if _server.poll() is not None:
+        raise RuntimeError("the process that starts programs has ended")
+
+
 class Program:
     """A Python program that was started; of ``subprocess.Popen`` it has what tests need."""
 
@@ -100,19 +105,24 @@ class Program:
             self.returncode = int(self._read(".code"))
         return self.returncode
 
+    @property
+    def pid(self) -> int:
+        """The id of its process."""
+        while not os.path.exists(self._place + ".pid"):
+            _require_server()
+            time.sleep(0.002)
+        return int(self._read(".pid"))
+
     def kill(self) -> None:
         """End the program, if it has not ended."""
-        while self.poll() is None and not os.path.exists(self._place + ".pid"):
-            time.sleep(0.002)
-        if self.returncode is None:
-            os.kill(int(self._read(".pid")), signal.SIGKILL)
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
 
     def communicate(self, timeout: float = 300) -> tuple[str, str]:
         """Wait for the end; return what was printed to stdout and to stderr."""
         deadline = time.monotonic() + timeout
         while self.poll() is None:
-            if _server.poll() is not None:
-                raise RuntimeError("the process that starts programs has ended")
+            _require_server()
             if time.monotonic() > deadline:
                 self.kill()
                 raise subprocess.TimeoutExpired(list(self.arguments), timeout, self._read(".out"), self._read(".err"))

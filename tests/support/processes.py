@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 WORLD = 2
+PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "pytest"]
 Check = Callable[[int, Any], None]
 
 
@@ -32,8 +33,8 @@ def _joined(rank: int, checks: Sequence[Check], path: str) -> None:
 
 
 def spawn(function: Callable[..., None], *args: Any) -> None:
-    """Run ``function(rank, *args)`` in two processes, forked from one that has imported torch."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed"])
+    """Run ``function(rank, *args)`` in two processes, forked from one that has imported what most of them need."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     torch.multiprocessing.start_processes(function, args=args, nprocs=WORLD, start_method="forkserver")
 
 

@@ -91,7 +91,7 @@ def split_count(blocks: int, lkv: int, slots: int) -> int:
         waves = blocks * splits / slots
         efficiency.append(waves / -(-blocks * splits // slots))
     best = max(efficiency)
-    return next(i + 1 for i, value in enumerate(efficiency) if value >= 0.9 * best)
+    return next(i + 1 for i, value in enumerate(efficiency) if value >= 0.95 * best)
 
 
 def part_memory(splits: int, rows: int, width: int) -> dict[str, Memory]:
@@ -173,9 +173,9 @@ def steps(call: Decode, device: int, tensors: Sequence[str | int] = TENSORS) -> 
 def serves(problem: Attention, sm_count: int) -> bool:
     """Return whether an attention has so few queries that splitting its keys over blocks is the quickest way.
 
-    The rows of a block are the queries of all heads that share keys. Up to 16 of them are one block of rows, for which
-    keys are read one time; a tile of the other kernels has 64 to 192 queries of one head. Up to 64 rows are worth it
-    where the other kernels would leave most multiprocessors idle.
+    The rows of a block are the queries of all heads that share keys, 16 at a time; a tile of the other kernels has 64
+    to 192 queries of one head. So up to 16 queries and 64 rows are quicker this way, and up to 64 queries where the
+    other kernels would leave half of the multiprocessors idle (docs/decisions/attention.md has the times).
     """
     p = problem
     if p.varlen or p.bias is not None or p.kv_limit is not None or p.softcap < 0.0 or 0 in (p.lq, p.lkv, p.batch):
@@ -183,8 +183,9 @@ def serves(problem: Attention, sm_count: int) -> bool:
     fits = max(p.batch, p.heads_kv) <= 65535 and max(p.d_qk, p.d_v) <= _WIDTHS[-1] and p.d_qk % 8 == p.d_v % 8 == 0
     if not fits or not all(strides.aligned for strides in (p.q, p.k, p.v)):
         return False
-    rows = p.lq * p.group
-    return rows <= _ROWS or (rows <= 4 * _ROWS and 2 * p.batch * p.heads_q <= sm_count and p.lkv >= 1024)
+    if p.lq * p.group > 4 * _ROWS:
+        return False
+    return p.lq <= _ROWS or (2 * p.batch * p.heads_q <= sm_count and p.lkv >= 1024)
 
 
 def steps_short(problem: Attention, device: int) -> Steps:

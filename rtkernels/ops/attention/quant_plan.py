@@ -80,7 +80,7 @@ ROWS = Kernel(
     args=f"x:ptr sums:ptr codes:ptr scales:ptr taken:ptr rows:i64 width:i64 {stride_arguments('x')} parts:i64 "
     "group:i64 count:i64 blocks_of_rows:i64 e4m3_codes:i64 scale:f64",
     variants=[(t,) for t in _TOKENS],
-    max_registers=152,
+    max_registers=80,
 )
 VALUES = Kernel(
     _QUANTIZE_UNIT,

@@ -68,7 +68,7 @@ GEMM = Kernel(
     "out:ptr out_scale:ptr starts:ptr ends:ptr rows:i64 columns:i64 depth:i64 a_row_pitch:i64 a_depth_pitch:i64 "
     "a_group_pitch:i64 b_row_pitch:i64 b_depth_pitch:i64 b_group_pitch:i64 scale_rows:i64 scale_shifts:i64 "
     "out_pitch:i64 out_group_pitch:i64 out_scale_pitch:i64 add_pitch:i64 groups:i64 flags_and_band:i64",
-    variants=list(_BUILT), max_registers=168, needs=("wgmma",),
+    variants=list(_BUILT), max_registers=184, needs=("wgmma",),
 )  # fmt: skip
 KERNELS = (GEMM,)
 
@@ -216,7 +216,7 @@ def steps(product: Product, device: int, *, tile: Tile | None = None, names: Map
     tiles = tile_count(tile, p.m, _b_rows(p)) if g is None else _grouped_tiles(p, g, tile)
     variant = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across, *tile, scales, finish)
     grid = max(min(multiprocessors, tiles), 1)
-    launch = GEMM.bind(variant, device, grid, tile.threads, tile.shared(scales, count), overlap=True)
+    launch = GEMM.bind(variant, device, grid, tile.threads, tile.shared(scales, count))
     arguments = _arguments(p, tile, scales, names or {})
     if g is None or g.kind != "labels":
         return Steps(Step(launch, *arguments))

@@ -28,6 +28,13 @@ def slab_columns(device: int) -> int:
     return _TILE * device_info(device).sm_count if device >= 0 else _CPU_COLUMNS
 
 
+def bounds(vocabulary: int, columns: int) -> list[tuple[int, int]]:
+    """Return the first and the last column (exclusive) of each slab. A smaller slab comes first: see :func:`places`."""
+    first = vocabulary % columns or columns
+    ends = range(min(first, vocabulary), vocabulary + 1, columns)
+    return [(max(0, end - columns), end) for end in ends]
+
+
 def add_product(sums: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """Add ``a @ b`` to fp32 sums, or overwrite them with it if it is the first; no rounding to the factors' dtype."""
     if a.dtype == torch.float32 or not a.is_cuda:
@@ -43,7 +50,8 @@ def places(memory: Tensor | None, rows: int, columns: list[int], size: int) -> l
     """Return where logits ``[rows, columns]`` of slabs lie in the memory of the weight's gradient; None: elsewhere.
 
     Slab after slab is turned into ``columns * size`` elements of the gradient, from the start of the memory on, so the
-    logits of a slab have to begin behind its own part of it, and behind the logits of the slab before.
+    logits of a slab have to begin behind its own part of it, and behind the logits of the slab before. The part of the
+    first slab holds no logits, so the smallest one is best.
     """
     found: list[Tensor | None] = []
     begin = written = 0
@@ -98,19 +106,19 @@ def run(
     """
     ignore_index, smoothing, z_loss, softcap = options
     vocabulary = weight.shape[0]
-    firsts = range(0, vocabulary, slab_columns(weight.get_device()))
-    slabs = [weight[first : first + firsts.step] for first in firsts]
+    spans = bounds(vocabulary, slab_columns(weight.get_device()))
+    slabs = [weight[first:end] for first, end in spans]
     need_hidden, need_weight, need_bias = needs
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if need_weight else None
     memory = None if dweight is None else dweight.view(-1)
     logits: list[Any] = []
     parts = []
     room = places(memory, states.shape[0], [len(slab) for slab in slabs], weight.shape[1])
-    for first, slab, place in zip(firsts, slabs, room, strict=True):
+    for (first, end), slab, place in zip(spans, slabs, room, strict=True):
         if bias is None:
             logits.append(torch.mm(states, slab.t(), out=place))
         else:
-            logits.append(torch.addmm(bias[first : first + firsts.step], states, slab.t(), out=place))
+            logits.append(torch.addmm(bias[first:end], states, slab.t(), out=place))
         parts.append(functions.parts(logits[-1], labels, ignore_index, smoothing, softcap, first, vocabulary))
     loss, accuracy, stats, factor = combined(
         torch.stack(parts), labels, ignore_index, smoothing, z_loss, vocabulary, reduction
@@ -120,13 +128,13 @@ def run(
     rows = (labels, stats, factor if reduction == MEAN else None)
     dhidden = torch.empty(states.shape, dtype=torch.float32, device=states.device) if need_hidden else nothing(g)
     dbias = []
-    for i, first in enumerate(firsts):
+    for i, (first, end) in enumerate(spans):
         some, logits[i] = logits[i], None  # its memory is free after this round
         functions.gradient_in_place(g, some, *rows, *options, first, vocabulary)
         if need_hidden:
             add_product(dhidden, some, slabs[i], i == 0)
         if dweight is not None:
-            torch.mm(some.t(), states, out=dweight[first : first + firsts.step])
+            torch.mm(some.t(), states, out=dweight[first:end])
         if need_bias:
             dbias.append(some.sum(0, dtype=torch.float32))
         del some

@@ -40,14 +40,14 @@ RTK_DEVICE double emulated_element(const EmulatedMatrix& matrix, int i, int k) {
 
 template <typename A, typename B, bool kAcrossA, bool kAcrossB, typename Sum>
 void emulated_typed_product(const EmulatedProduct& p) {
-    constexpr int kDepth = 32 / sizeof(A), kPerWord = 4 / sizeof(A);
+    constexpr int kDepth = 32 / sizeof(A);
     const int lane = static_cast<int>(emu::lane()), t = lane % 4;
     const int row = static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane / 4;
     Sum* sums = reinterpret_cast<Sum*>(p.sums);
     double a[2][kDepth];
     for (int r = 0; r < 2; ++r)
         for (int k = 0; k < kDepth; ++k)
-            a[r][k] = p.in_registers ? emulated_element<A>(p.left[r][k / kPerWord] >> 32 / kPerWord * (k % kPerWord))
+            a[r][k] = p.in_registers ? emulated_element<A>(p.left[r][k / 4] >> 8 * (k % 4))  // fp8 only
                                      : emulated_element<A, kAcrossA>(p.a, row + 8 * r, k);
     for (int j = 0; j < p.eights; ++j)
         for (int c = 0; c < 2; ++c) {
@@ -72,17 +72,14 @@ RTK_DEVICE void wgmma_typed(Sum (&d)[N], u64 a, u64 b, u32 add) {
     emulated_products_push(product);
 }
 
-template <typename A, typename B, typename Sum, int N>
-RTK_DEVICE void wgmma_left(Sum (&d)[N], const u32 (&a)[4], u64 b, u32 add, RTK_EMU_CALLER) {
+template <typename A, typename B, int N>
+RTK_DEVICE void wgmma_left(float (&d)[N], const u32 (&a)[4], u64 b, u32 add, RTK_EMU_CALLER) {
     EmulatedProduct product{};
-    product.sums = reinterpret_cast<float*>(d), product.eights = N / 4, product.b = emulated_matrix(b);
+    product.sums = d, product.eights = N / 4, product.b = emulated_matrix(b);
     product.in_registers = true, product.add = add != 0;
     emulated_left(product, a, RTK_EMU_SITE("wgmma_left"));
-    product.make = emulated_typed_product<A, B, false, false, Sum>;
+    product.make = emulated_typed_product<A, B, false, false, float>;
     emulated_products_push(product);
 }
-
-template <typename Sum, int N>
-RTK_DEVICE void wgmma_settle(Sum (&)[N]) {}
 
 }  // namespace rtk::ptx
