@@ -18,8 +18,13 @@ RTK_DEVICE int to_other_half(int element, int half, bool adjacent) {
 // What the W elements of a word of the rotary part are multiplied with, and the other ones of their pairs; a chunk may have
 // words of both halves of the rotary part and behind it. One position stream; tables of Entry, of any alignment. First
 // entries of the tables, then (finish_word) what they mean.
+template <int W>
+struct WordFactors {
+    float own[W], cross[W];
+};
+
 template <typename Entry, int W>
-RTK_DEVICE void load_word_entries(const Angles& angles, i64 row, int column, bool adjacent, Turn<W>& turn) {
+RTK_DEVICE void load_word_entries(const Angles& angles, i64 row, int column, bool adjacent, WordFactors<W>& word) {
     const int flags = angles.flags, half = angles.rotary / 2;
     const bool full = flags & kTableFull, neighbours = flags & kTableAdjacent, inverse = flags & kInverse;
     const int between = !full ? 0 : neighbours ? 1 : half;  // the two entries of a pair
@@ -32,21 +37,21 @@ RTK_DEVICE void load_word_entries(const Angles& angles, i64 row, int column, boo
         const int second = adjacent ? (W == 1 ? column & 1 : i) : behind;
         const int pair = adjacent ? (column + i) / 2 : column - behind * half + i;
         const int first = full && neighbours ? 2 * pair : pair;
-        turn.own[i] = turn.cross[i] = __uint_as_float(0x7fffffffu);
+        word.own[i] = word.cross[i] = __uint_as_float(0x7fffffffu);
         if (row >= 0) {
-            turn.own[i] = load_one(cos + (first + second * between));
-            turn.cross[i] = load_one(sin + (first + (inverse ? second ^ 1 : second) * between));
+            word.own[i] = load_one(cos + (first + second * between));
+            word.cross[i] = load_one(sin + (first + (inverse ? second ^ 1 : second) * between));
         }
     }
 }
 
 template <int W>
-RTK_DEVICE void finish_word(const Angles& angles, int column, bool adjacent, Turn<W>& turn) {
+RTK_DEVICE void finish_word(const Angles& angles, int column, bool adjacent, WordFactors<W>& word) {
     const bool inverse = angles.flags & kInverse;
 #pragma unroll
     for (int i = 0; i < W; ++i) {
         const bool second = adjacent ? (column + i) & 1 : column + i >= angles.rotary / 2;
-        turn.own[i] *= angles.mscale, turn.cross[i] *= second != inverse ? angles.mscale : -angles.mscale;
+        word.own[i] *= angles.mscale, word.cross[i] *= second != inverse ? angles.mscale : -angles.mscale;
     }
 }
 
@@ -87,10 +92,10 @@ RTK_DEVICE void load_rotation_by_element(const Angles& angles, int batch, int pl
     };
     auto load = [&](auto entry, int begin, float(&own)[N], float(&cross)[N]) {
         each_word(begin, [&](int column, int i) {
-            Turn<W> turn;
-            load_word_entries<decltype(entry), W>(angles, row, column, adjacent, turn);
+            WordFactors<W> word;
+            load_word_entries<decltype(entry), W>(angles, row, column, adjacent, word);
 #pragma unroll
-            for (int k = 0; k < W; ++k) own[i + k] = turn.own[k], cross[i + k] = turn.cross[k];
+            for (int k = 0; k < W; ++k) own[i + k] = word.own[k], cross[i + k] = word.cross[k];
         });
     };
     auto load_both = [&](auto entry) {
@@ -99,12 +104,12 @@ RTK_DEVICE void load_rotation_by_element(const Angles& angles, int batch, int pl
     };
     auto finish = [&](int begin, float(&own)[N], float(&cross)[N]) {
         each_word(begin, [&](int column, int i) {
-            Turn<W> turn;
+            WordFactors<W> word;
 #pragma unroll
-            for (int k = 0; k < W; ++k) turn.own[k] = own[i + k], turn.cross[k] = cross[i + k];
-            finish_word<W>(angles, column, adjacent, turn);
+            for (int k = 0; k < W; ++k) word.own[k] = own[i + k], word.cross[k] = cross[i + k];
+            finish_word<W>(angles, column, adjacent, word);
 #pragma unroll
-            for (int k = 0; k < W; ++k) own[i + k] = turn.own[k], cross[i + k] = turn.cross[k];
+            for (int k = 0; k < W; ++k) own[i + k] = word.own[k], cross[i + k] = word.cross[k];
         });
     };
     // One branch for all entries: with one for each, the loads wait for one another.

@@ -133,8 +133,8 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps          ? kStartRegist
                                c.from + (batch * c.batch + place * c.place), c.bytes, ring.full(stage), policy);
             };
             // Worked out before the loop: tokens of small heads come faster than one warp finds addresses.
-            const int own_piece = warp_lane * copiers + copier;
-            const Copy own_copy = find_copy(own_piece);
+            const int own_number = warp_lane * copiers + copier;
+            const Copy own_copy = find_copy(own_number);
             for (int j = 0; j < mine; ++j) {
                 const i64 batch = walk.batch(by_batch), place = walk.place(by_batch);
                 ptx::mbarrier_wait(ring.empty(at.stage), at.phase ^ 1u);
@@ -143,9 +143,9 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps          ? kStartRegist
                     ptx::mbarrier_arrive_expect(ring.full(at.stage), ring.heads_bytes);
                 }
                 __syncwarp();
-                if (own_piece < pieces) copy(own_copy, batch, place, at.stage);
+                if (own_number < pieces) copy(own_copy, batch, place, at.stage);
 #pragma unroll 1
-                for (int p = own_piece + kWarp * copiers; p < pieces; p += kWarp * copiers)
+                for (int p = own_number + kWarp * copiers; p < pieces; p += kWarp * copiers)
                     copy(find_copy(p), batch, place, at.stage);
                 walk.advance();
                 at.advance(1, ring.stages);

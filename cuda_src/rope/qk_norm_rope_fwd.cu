@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
         constexpr int W = 4 / sizeof(T);
         const int apart = of_token * chunks * W, first = ((local + 1) * of_token * chunks - 1 - thread) * W;
         const bool asked = tables_first<T>(angles) && first < 2 * half && active;
-        Turn<W> made;
+        WordFactors<W> made;
         if (asked) load_word_entries<float, W>(angles, angles.direct_row(batch, place), first, adjacent, made);
         fetch_heads(x, to_next_x, left, step, own, pitch);
 #pragma unroll 1

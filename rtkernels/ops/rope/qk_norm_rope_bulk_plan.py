@@ -106,14 +106,15 @@ def share_out(
     return None if best is None else best[1]
 
 
-def share_rotations(lanes: int, teams: int, stages: int, limit: int) -> tuple[int, int, int]:
+def share_rotations(lanes: int, multiple: int, stages: int, limit: int) -> tuple[int, int, int]:
     """Return how many warps, `limit` or fewer, make rotations, of how many tokens at a time, and with how many stages.
 
-    A warp of several has stages of its own, and at most as many tokens at a time as it has groups of lanes.
+    Stages are a multiple of `multiple`. A warp of several has its own, and at most as many tokens at a time as it has
+    groups of lanes.
     """
     groups, choices = 32 // lanes, []
     for warps in range(2, limit + 1):
-        for used in range(teams, stages + 1, teams):
+        for used in range(multiple, stages + 1, multiple):
             together = max(t for t in range(1, groups + 1) if used // warps % t == 0)
             if used % warps == 0 and together > 1:
                 choices.append((used, together, warps))
@@ -141,22 +142,22 @@ def plan_bulk(
     ring = _RING_BY_ELEMENT if order == _BY_ELEMENT else _RING
     warps = head_warps(info.target, silu, order, found.head_dim * size)
     helpers = _MORE_HELPERS if warps == _MORE_WARPS else _HELPERS
-    teams = share_out(found.q_heads, found.kv_heads, lanes, stage, info.shared_per_block, ring, warps)
-    if teams is None:
+    shares = share_out(found.q_heads, found.kv_heads, lanes, stage, info.shared_per_block, ring, warps)
+    if shares is None:
         return None
     # Pairs by element are more work. Small heads leave no helper for it: they need more that copy.
     limit = 1 if order != _BY_ELEMENT or helpers == _HELPERS else 2 if found.head_dim * size <= _SMALL_HEAD else 3
-    rotating, together, stages = share_rotations(lanes, teams.teams, teams.stages, limit)
-    teams = teams._replace(stages=stages)
+    rotating, together, stages = share_rotations(lanes, shares.teams, shares.stages, limit)
+    shares = shares._replace(stages=stages)
     inner, batch_inner = found.inner
     weight_fp32 = int(weight is not None and weight.dtype == torch.float32)
     arguments = (
         *strides, found.tokens, found.length, inner, int(batch_inner), found.batch_stride, found.place_stride,
-        found.q_heads, found.kv_heads, *teams, *found.head_order(), x_extra, pieces, piece_heads, found.head_dim,
+        found.q_heads, found.kv_heads, *shares, *found.head_order(), x_extra, pieces, piece_heads, found.head_dim,
         lanes, rotating, together, int(pairs == angles_of.ADJACENT), weight_fp32, eps, offset,
     )  # fmt: skip
-    sums = 4 * found.head_dim * teams.teams * teams.groups(lanes)
-    shared = max(teams.stages * stage + 16 * teams.most * teams.groups(lanes), sums)
+    sums = 4 * found.head_dim * shares.teams * shares.groups(lanes)
+    shared = max(shares.stages * stage + 16 * shares.most * shares.groups(lanes), sums)
     grid = min(found.tokens, info.sm_count)
     threads = 32 * (warps + helpers)
     return BWD_BULK.bind((t, order, silu, warps), device, grid, threads, shared), arguments, grid
