@@ -15,30 +15,44 @@ RTK_DEVICE int to_other_half(int element, int half, bool adjacent) {
     return adjacent || element >= 2 * half ? 0 : element < half ? half : -half;
 }
 
-// What one element of a head is multiplied with, and the other one of its pair: for chunks whose elements may lie in both
-// halves of the rotary part and behind it. One position stream; tables of Entry, of any alignment.
-struct ElementTurn {
-    float own, cross;
+// What the W elements of a word of the rotary part are multiplied with, and the other ones of their pairs; a chunk may have
+// words of both halves of the rotary part and behind it. One position stream; tables of Entry, of any alignment. First
+// entries of the tables, then (finish_word) what they mean.
+template <int W>
+struct WordFactors {
+    float own[W], cross[W];
 };
 
-template <typename Entry>
-RTK_DEVICE ElementTurn load_element_turn(const Angles& angles, i64 row, int element, bool adjacent) {
+template <typename Entry, int W>
+RTK_DEVICE void load_word_entries(const Angles& angles, i64 row, int column, bool adjacent, WordFactors<W>& word) {
     const int flags = angles.flags, half = angles.rotary / 2;
     const bool full = flags & kTableFull, neighbours = flags & kTableAdjacent, inverse = flags & kInverse;
-    const int second = adjacent ? element & 1 : element >= half;
-    const int pair = adjacent ? element / 2 : element - second * half;
-    const int of_sin = inverse ? second ^ 1 : second;
-    auto entry = [&](int of) { return !full ? pair : neighbours ? 2 * pair + of : pair + of * half; };
-    float c = 1.0f, s = 0.0f;
-    if (element < 2 * half) {
-        c = s = __uint_as_float(0x7fffffffu);
+    const int between = !full ? 0 : neighbours ? 1 : half;  // the two entries of a pair
+    const int behind = !adjacent && column >= half;         // the word is in the second half
+    const i64 at = row * angles.stride;
+    const Entry* cos = static_cast<const Entry*>(angles.cos) + at;
+    const Entry* sin = static_cast<const Entry*>(angles.sin) + at;
+#pragma unroll
+    for (int i = 0; i < W; ++i) {
+        const int second = adjacent ? (W == 1 ? column & 1 : i) : behind;
+        const int pair = adjacent ? (column + i) / 2 : column - behind * half + i;
+        const int first = full && neighbours ? 2 * pair : pair;
+        word.own[i] = word.cross[i] = __uint_as_float(0x7fffffffu);
         if (row >= 0) {
-            c = load_one(static_cast<const Entry*>(angles.cos) + row * angles.stride + entry(second));
-            s = load_one(static_cast<const Entry*>(angles.sin) + row * angles.stride + entry(of_sin));
+            word.own[i] = load_one(cos + (first + second * between));
+            word.cross[i] = load_one(sin + (first + (inverse ? second ^ 1 : second) * between));
         }
-        c *= angles.mscale, s *= (second != 0) != inverse ? angles.mscale : -angles.mscale;
     }
-    return {c, s};
+}
+
+template <int W>
+RTK_DEVICE void finish_word(const Angles& angles, int column, bool adjacent, WordFactors<W>& word) {
+    const bool inverse = angles.flags & kInverse;
+#pragma unroll
+    for (int i = 0; i < W; ++i) {
+        const bool second = adjacent ? (column + i) & 1 : column + i >= angles.rotary / 2;
+        word.own[i] *= angles.mscale, word.cross[i] *= second != inverse ? angles.mscale : -angles.mscale;
+    }
 }
 
 // The two chunks of a lane of a group. in_b is in_a where there is no second one.
@@ -69,22 +83,43 @@ struct LaneChunks {
 template <typename T, int N>
 RTK_DEVICE void load_rotation_by_element(const Angles& angles, int batch, int place, int a, int b, bool adjacent,
                                          Rotation<N>& r) {
+    constexpr int W = 4 / sizeof(T);
     const i64 row = angles.row(batch, place, 0);
-    auto load = [&](auto entry) {
-        using Entry = decltype(entry);
+    auto each_word = [&](int begin, auto work) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) {
-            const ElementTurn of_a = load_element_turn<Entry>(angles, row, a + i, adjacent);
-            const ElementTurn of_b = load_element_turn<Entry>(angles, row, b + i, adjacent);
-            r.own0[i] = of_a.own, r.cross0[i] = of_a.cross, r.own1[i] = of_b.own, r.cross1[i] = of_b.cross;
-        }
+        for (int i = 0; i < N; i += W)
+            if (begin + i < angles.rotary) work(begin + i, i);
+    };
+    auto load = [&](auto entry, int begin, float(&own)[N], float(&cross)[N]) {
+        each_word(begin, [&](int column, int i) {
+            WordFactors<W> word;
+            load_word_entries<decltype(entry), W>(angles, row, column, adjacent, word);
+#pragma unroll
+            for (int k = 0; k < W; ++k) own[i + k] = word.own[k], cross[i + k] = word.cross[k];
+        });
+    };
+    auto load_both = [&](auto entry) {
+        load(entry, a, r.own0, r.cross0);
+        load(entry, b, r.own1, r.cross1);
+    };
+    auto finish = [&](int begin, float(&own)[N], float(&cross)[N]) {
+        each_word(begin, [&](int column, int i) {
+            WordFactors<W> word;
+#pragma unroll
+            for (int k = 0; k < W; ++k) word.own[k] = own[i + k], word.cross[k] = cross[i + k];
+            finish_word<W>(angles, column, adjacent, word);
+#pragma unroll
+            for (int k = 0; k < W; ++k) own[i + k] = word.own[k], cross[i + k] = word.cross[k];
+        });
     };
     // One branch for all entries: with one for each, the loads wait for one another.
     if (sizeof(T) == 4 || (angles.flags & kTableWide)) {
-        load(float{});
+        load_both(float{});
     } else {
-        load(T{});
+        load_both(T{});
     }
+    finish(a, r.own0, r.cross0);
+    finish(b, r.own1, r.cross1);
 }
 
 // Where the other elements of the pairs of a chunk's four words are, in bytes from the chunk: two in a register.

@@ -5,16 +5,24 @@
 // apart in qkv. In a team, each group of head_lanes lanes, kWarp / head_lanes of which are in a warp, has one slot
 // (HeadSlot) of at most `most` heads, and a lane two chunks of each: as Pieces has them, or with kByElement its own and
 // the one head_lanes further on, if there is one. partial: [blocks, 2, head_dim], q's sums and k's; null when not wanted.
+//
+// The first HEAD_WARPS warps work on heads, as many of them as the teams have. Of the others, which help, the second and
+// further ones, rotating_warps in all, make rotations of tokens_together tokens at a time, each warp always of the same
+// stages; the rest copy, each its share of a token's pieces. With kMoreHeadWarps the helpers are a warpgroup whose
+// registers go to the others.
 #include "common/block_sums.cuh"
 #include "ptx/pdl.cuh"
+#include "ptx/registers.cuh"
 #include "rope/qk_by_element.cuh"
 #include "rope/token_ring.cuh"
 
 namespace rtk {
 
-// A block has 384 threads at most. With 144 registers each, a block of column_sum still finds room; with silu or
-// kByElement, which need more, it does not.
+// Of 384 threads. With 144 registers each, a block of column_sum still finds room; with silu or kByElement, which need
+// more, it does not.
 inline constexpr int kBulkRegisters = 144, kBulkMoreRegisters = 168;
+// Of 512 threads: at the start, then of a helper and of a thread that works on heads.
+inline constexpr int kMoreHeadWarps = 12, kStartRegisters = 128, kHelperRegisters = 80, kHeadRegisters = 144;
 
 // Rotations in shared memory: 4 N floats a lane, four at a time so that lanes are neighbours.
 template <int N>
@@ -42,14 +50,18 @@ RTK_DEVICE void get_rotation(const u8* memory, int lane, int lanes, Rotation<N>&
     get(0, r.own0), get(1, r.own1), get(2, r.cross0), get(3, r.cross1);
 }
 
-template <typename T, int PAIRS, bool SILU>
-__global__ void __maxnreg__(SILU || PAIRS == kByElement ? kBulkMoreRegisters : kBulkRegisters)
+template <typename T, int PAIRS, bool SILU, int HEAD_WARPS>
+__global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps          ? kStartRegisters
+                            : SILU || PAIRS == kByElement ? kBulkMoreRegisters
+                                                          : kBulkRegisters)
     qk_norm_rope_bwd_bulk(RTK_QKV_GRADIENT_PARAMETERS, i64 tokens, i64 length, i64 inner, i64 batch_inner,
                           i64 qkv_batch, i64 qkv_place, i64 q_heads, i64 kv_heads, i64 q_slots, i64 kv_slots, i64 most,
                           i64 team_warps, i64 teams, i64 stages, i64 group_magic, i64 q_extra, i64 kv_step,
                           i64 k_first, i64 v_first, i64 x_extra, i64 x_pieces, i64 x_piece_heads, i64 head_dim,
-                          i64 head_lanes, i64 neighbours, i64 weight_fp32, double eps, double offset, RTK_ANGLE_PARAMETERS) {
+                          i64 head_lanes, i64 rotating_warps, i64 tokens_together, i64 neighbours, i64 weight_fp32,
+                          double eps, double offset, RTK_ANGLE_PARAMETERS) {
     constexpr int N = 16 / sizeof(T);
+    constexpr bool kPassesRegisters = HEAD_WARPS == kMoreHeadWarps;
     extern __shared__ __align__(128) u8 memory[];
     ptx::launch_dependents();
     const int dim = static_cast<int>(head_dim), head_bytes = dim * static_cast<int>(sizeof(T));
@@ -70,244 +82,264 @@ __global__ void __maxnreg__(SILU || PAIRS == kByElement ? kBulkMoreRegisters : k
 
     // The warp that copies has the barriers ready first and does not wait for the others, who meanwhile ask for what is
     // small: weights and the first rotations would queue up behind the tokens.
-    const int threads = static_cast<int>(blockDim.x);
-
-    if (warp == consumers) {  // copies
-        if (warp_lane < ring.stages) {
-            ptx::mbarrier_init(ring.full(warp_lane), 2);
-            ptx::mbarrier_init(ring.empty(warp_lane), static_cast<u32>(warps));
-        }
-        ptx::mbarrier_fence_init();
-        __syncwarp();
-        ptx::named_barrier_arrive(1, threads);
-        const u64 policy = ptx::l2_last();
-        TokenWalk walk(first, grid, static_cast<int>(inner));
-        RingStage at(0);
-        const int dq_pieces = dq_head == head_dim ? 1 : of_q;
-        const int dk_pieces = dk_head == head_dim ? 1 : of_kv, dv_pieces = dv_head == head_dim ? 1 : of_kv;
-        const int pieces = dq_pieces + dk_pieces + dv_pieces + static_cast<int>(x_pieces);
-        struct Copy {
-            const T* from;
-            i64 batch, place;  // strides
-            int to, bytes;
-        };
-        auto find_copy = [&](int piece) -> Copy {
-            if (piece < dq_pieces)
-                return {dq + piece * dq_head, dq_batch, dq_place, piece * head_bytes,
-                        (dq_pieces == 1 ? of_q : 1) * head_bytes};
-            if ((piece -= dq_pieces) < dk_pieces)
-                return {dk + piece * dk_head, dk_batch, dk_place, (of_q + piece) * head_bytes,
-                        (dk_pieces == 1 ? of_kv : 1) * head_bytes};
-            if ((piece -= dk_pieces) < dv_pieces)
-                return {dv + piece * dv_head, dv_batch, dv_place, (of_q + of_kv + piece) * head_bytes,
-                        (dv_pieces == 1 ? of_kv : 1) * head_bytes};
-            piece -= dv_pieces;
-            const int heads = static_cast<int>(x_piece_heads);
-            return {qkv + static_cast<i64>(piece * static_cast<int>(kv_step)) * dim, qkv_batch, qkv_place,
-                    (g_heads + piece * heads) * head_bytes, heads * head_bytes};
-        };
-        auto copy = [&](const Copy& c, i64 batch, i64 place, int stage) {
-            ptx::bulk_load(ptx::shared_address(ring.heads(stage) + c.to), c.from + (batch * c.batch + place * c.place),
-                           c.bytes, ring.full(stage), policy);
-        };
-        // Worked out before the loop: tokens of small heads come faster than one warp finds addresses.
-        const Copy own_copy = find_copy(warp_lane);
-        for (int j = 0; j < mine; ++j) {
-            const i64 batch = walk.batch(by_batch), place = walk.place(by_batch);
-            ptx::mbarrier_wait(ring.empty(at.stage), at.phase ^ 1u);
-            if (warp_lane == 0) {
-                ring.result(at.stage) = batch * dqkv_batch + place * dqkv_place;
-                ptx::mbarrier_arrive_expect(ring.full(at.stage), ring.heads_bytes);
+    const int helper = warp - HEAD_WARPS, helpers = static_cast<int>(blockDim.x) / kWarp - HEAD_WARPS;
+    const int threads = (consumers + helpers) * kWarp;  // that do anything
+    if (helper >= 0) {
+        if constexpr (kPassesRegisters) ptx::registers_give<kHelperRegisters>();
+        const int rotators = static_cast<int>(rotating_warps), together = static_cast<int>(tokens_together);
+        if (helper == 0 || helper > rotators) {  // copies
+            const int copier = helper == 0 ? 0 : helper - rotators, copiers = helpers - rotators;
+            if (copier == 0) {
+                if (warp_lane < ring.stages) {
+                    ptx::mbarrier_init(ring.full(warp_lane), 2);
+                    ptx::mbarrier_init(ring.empty(warp_lane), static_cast<u32>(warps));
+                }
+                ptx::mbarrier_fence_init();
+                __syncwarp();
+                ptx::named_barrier_arrive(1, threads);
+                if (copiers > 1) ptx::named_barrier_arrive(2, copiers * kWarp);
+            } else {
+                ptx::named_barrier_arrive(1, threads);
+                ptx::named_barrier_sync(2, copiers * kWarp);
             }
-            __syncwarp();
-            if (warp_lane < pieces) copy(own_copy, batch, place, at.stage);
-#pragma unroll 1
-            for (int p = warp_lane + kWarp; p < pieces; p += kWarp) copy(find_copy(p), batch, place, at.stage);
-            walk.advance();
-            at.advance(1, ring.stages);
-        }
-    } else if (warp > consumers) {  // rotations
-        // Groups of lanes have neighbouring tokens, so that the latencies of their tables overlap.
-        const Angles angles = RTK_ANGLES;
-        const int group = warp_lane / lanes;
-        const int together = min(warp_groups, (ring.stages + 1) / 2);
-        TokenWalk walk(first + group * grid, together * grid, static_cast<int>(inner));
-        RingStage at(group);
-        const bool rotated = lane < static_cast<int>(rotary) / 2 / N;
-        Rotation<N> r;
-        no_rotation(r);
-        for (int j = 0; j < mine; j += together) {
-            const bool active = group < together && j + group < mine;
-            if constexpr (PAIRS == kByElement) {
-                u32 a = static_cast<u32>(lane * N), b = static_cast<u32>((lane + lanes) * N);
-                if constexpr (SILU) ptx::forget(a), ptx::forget(b);  // or what depends on them alone fills registers
-                if (active)
-                    load_rotation_by_element<T, N>(angles, walk.batch(by_batch), walk.place(by_batch),
-                                                   static_cast<int>(a), static_cast<int>(b), adjacent, r);
-            } else if (active && rotated) {
-                load_rotation<T, N, PAIRS == kAdjacent>(angles, walk.batch(by_batch), walk.place(by_batch), lane, r);
-            }
-            if (j == 0) ptx::named_barrier_sync(1, threads);
-            if (active) {
-                ptx::mbarrier_wait(ring.empty(at.stage), at.phase ^ 1u);
-                put_rotation(ring.turn(at.stage), lane, lanes, r);
-            }
-            __syncwarp();
-            if (active && lane == 0) ptx::mbarrier_arrive(ring.full(at.stage));
-            walk.advance();
-            at.advance(together, ring.stages);
-        }
-    } else {  // heads
-        const int team = warp / warps;
-        const bool in_group = warp_lane / lanes < warp_groups;  // the last lanes of a warp may be left over
-        const int group = (warp - team * warps) * warp_groups + (in_group ? warp_lane / lanes : 0);
-        const HeadSlot slot(group, static_cast<int>(q_slots), static_cast<int>(kv_slots), of_q, of_kv);
-        const bool normed = slot.part != kV;
-        const bool only_v = !SILU && __all_sync(0xffffffffu, !normed);  // such a warp copies
-        const LaneChunks<N, PAIRS> own(lane, lanes, static_cast<int>(rotary), dim, in_group);
-        const int in_a = own.in_a, to_b = own.in_b - own.in_a;
-        const int b_bytes = to_b * static_cast<int>(sizeof(T));
-        OtherWords others_a, others_b;
-        if constexpr (PAIRS == kByElement) {
-            auto words_of = [&](int column) {
-                return OtherWords::of<T>(column, static_cast<int>(rotary) / 2, adjacent,
-                                         [&](int element) { return (element - column) * static_cast<int>(sizeof(T)); });
+            const u64 policy = ptx::l2_last();
+            TokenWalk walk(first, grid, static_cast<int>(inner));
+            RingStage at(0);
+            const int dq_pieces = dq_head == head_dim ? 1 : of_q;
+            const int dk_pieces = dk_head == head_dim ? 1 : of_kv, dv_pieces = dv_head == head_dim ? 1 : of_kv;
+            const int pieces = dq_pieces + dk_pieces + dv_pieces + static_cast<int>(x_pieces);
+            struct Copy {
+                const T* from;
+                i64 batch, place;  // strides
+                int to, bytes;
             };
-            others_a = words_of(in_a), others_b = words_of(own.in_b);
-        }
-
-        float gain_a[N], gain_b[N], dweight_a[N], dweight_b[N];
-#pragma unroll
-        for (int i = 0; i < N; ++i) gain_a[i] = gain_b[i] = dweight_a[i] = dweight_b[i] = 0.0f;
-        if (normed && own.any) {
-            const void* weight = slot.part == kQ ? q_weight : k_weight;
-            load_gains<T, N>(weight, in_a, in_a + to_b, weight_fp32, static_cast<float>(offset), gain_a, gain_b);
-            if (own.lacks_b()) {
-#pragma unroll
-                for (int i = 0; i < N; ++i) gain_b[i] = 0.0f;
-            }
-        }
-        for (int i = static_cast<int>(threadIdx.x); i < rounds * team_groups; i += consumers * kWarp) {
-            const int of = i / rounds;
-            const HeadSlot slot(of, static_cast<int>(q_slots), static_cast<int>(kv_slots), of_q, of_kv);
-            const int head = slot.first + (i - of * rounds) * slot.step;
-            HeadPlace here{0, 0, 0, 0};
-            if (of < static_cast<int>(q_slots + 2 * kv_slots) && head < slot.heads) {
-                here.exists = 1;
-                here.g = (head + (slot.part == kQ ? 0 : slot.part == kK ? of_q : of_q + of_kv)) * head_bytes;
-                if (SILU || slot.part != kV)
-                    here.x = (g_heads + head_column(slot.part, head, group_magic, x_extra, kv_step - q_extra + x_extra,
-                                                    k_first, v_first)) * head_bytes;
-                here.result = dim * head_column(slot.part, head, group_magic, q_extra, kv_step, k_first, v_first);
-            }
-            ring.places()[i] = here;
-        }
-        const float epsilon = converted_once(eps), inverse = 1.0f / static_cast<float>(dim);
-        const ptx::SharedAddress places = ptx::shared_address(ring.places() + group * rounds);
-        Rotation<N> r;
-        no_rotation(r);
-        ptx::named_barrier_sync(1, threads);
-        RingStage at(team);
-        for (int j = team; j < mine; j += team_count) {
-            ptx::mbarrier_wait(ring.full(at.stage), at.phase);
-            T* to = dqkv + (ring.result(at.stage) + in_a);
-            const ptx::SharedAddress stage =
-                ptx::shared_address(ring.heads(at.stage)) + in_a * static_cast<int>(sizeof(T));
-            if (own.rotated && !only_v) get_rotation(ring.turn(at.stage), lane, lanes, r);
+            auto find_copy = [&](int piece) -> Copy {
+                if (piece < dq_pieces)
+                    return {dq + piece * dq_head, dq_batch, dq_place, piece * head_bytes,
+                            (dq_pieces == 1 ? of_q : 1) * head_bytes};
+                if ((piece -= dq_pieces) < dk_pieces)
+                    return {dk + piece * dk_head, dk_batch, dk_place, (of_q + piece) * head_bytes,
+                            (dk_pieces == 1 ? of_kv : 1) * head_bytes};
+                if ((piece -= dk_pieces) < dv_pieces)
+                    return {dv + piece * dv_head, dv_batch, dv_place, (of_q + of_kv + piece) * head_bytes,
+                            (dv_pieces == 1 ? of_kv : 1) * head_bytes};
+                piece -= dv_pieces;
+                const int heads = static_cast<int>(x_piece_heads);
+                return {qkv + static_cast<i64>(piece * static_cast<int>(kv_step)) * dim, qkv_batch, qkv_place,
+                        (g_heads + piece * heads) * head_bytes, heads * head_bytes};
+            };
+            auto copy = [&](const Copy& c, i64 batch, i64 place, int stage) {
+                ptx::bulk_load(ptx::shared_address(ring.heads(stage) + c.to),
+                               c.from + (batch * c.batch + place * c.place), c.bytes, ring.full(stage), policy);
+            };
+            // Worked out before the loop: tokens of small heads come faster than one warp finds addresses.
+            const int own_number = warp_lane * copiers + copier;
+            const Copy own_copy = find_copy(own_number);
+            for (int j = 0; j < mine; ++j) {
+                const i64 batch = walk.batch(by_batch), place = walk.place(by_batch);
+                ptx::mbarrier_wait(ring.empty(at.stage), at.phase ^ 1u);
+                if (warp_lane == 0 && copier == 0) {
+                    ring.result(at.stage) = batch * dqkv_batch + place * dqkv_place;
+                    ptx::mbarrier_arrive_expect(ring.full(at.stage), ring.heads_bytes);
+                }
+                __syncwarp();
+                if (own_number < pieces) copy(own_copy, batch, place, at.stage);
 #pragma unroll 1
-            for (int i = 0; i < rounds && only_v; ++i) {
-                const Raw<16> where = ptx::ld_shared_16(places + 16 * i);  // HeadPlace
-                if (where.w[3] == 0 || !own.any) continue;
-                const ptx::SharedAddress g_at = stage + static_cast<int>(where.w[0]);
-                T* dx = to + static_cast<int>(where.w[2]);
-                ptx::st<16>(dx, ptx::ld_shared_16(g_at));
-                if (!own.lacks_b()) ptx::st<16>(dx + to_b, ptx::ld_shared_16(g_at + b_bytes));
+                for (int p = own_number + kWarp * copiers; p < pieces; p += kWarp * copiers)
+                    copy(find_copy(p), batch, place, at.stage);
+                walk.advance();
+                at.advance(1, ring.stages);
             }
-#pragma unroll 1
-            for (int i = 0; i < rounds && !only_v; ++i) {
-                const Raw<16> where = ptx::ld_shared_16(places + 16 * i);  // HeadPlace
-                const ptx::SharedAddress g_at = stage + static_cast<int>(where.w[0]);
-                const ptx::SharedAddress x_at = stage + static_cast<int>(where.w[1]);
-                // Of v's heads too, and thrown away: the warps have no branch then that depends on the part.
-                float ga[N], gb[N], ua[N], ub[N];
-                unpack<T, N>(ptx::ld_shared_16(g_at), ga);
-                unpack<T, N>(ptx::ld_shared_16(g_at + b_bytes), gb);
+        } else {  // rotations
+            // Groups of lanes have neighbouring tokens, so that the latencies of their tables overlap.
+            const Angles angles = RTK_ANGLES;
+            const int group = warp_lane / lanes, step = rotators * together;
+            const int own_token = (helper - 1) * together + group;
+            TokenWalk walk(first + own_token * grid, step * grid, static_cast<int>(inner));
+            RingStage at(own_token);
+            const bool rotated = lane < static_cast<int>(rotary) / 2 / N;
+            Rotation<N> r;
+            no_rotation(r);
+            for (int j = 0; j < mine; j += step) {
+                const bool active = group < together && j + own_token < mine;
                 if constexpr (PAIRS == kByElement) {
-                    const u8* words = ring.heads(at.stage) + (in_a * static_cast<int>(sizeof(T)) +
-                                                              static_cast<int>(where.w[0]));
-                    turn_by_element<T, N>(words, others_a, adjacent, r.own0, r.cross0, ga);
-                    turn_by_element<T, N>(words + b_bytes, others_b, adjacent, r.own1, r.cross1, gb);
+                    u32 a = static_cast<u32>(lane * N), b = static_cast<u32>((lane + lanes) * N);
+                    // Or what depends on them alone fills registers; so below.
+                    if constexpr (SILU || kPassesRegisters) ptx::forget(a), ptx::forget(b);
+                    if (active)
+                        load_rotation_by_element<T, N>(angles, walk.batch(by_batch), walk.place(by_batch),
+                                                       static_cast<int>(a), static_cast<int>(b), adjacent, r);
+                } else if (active && rotated) {
+                    u32 chunk = static_cast<u32>(lane);
+                    if constexpr (PAIRS == kAdjacent && kPassesRegisters) ptx::forget(chunk);
+                    load_rotation<T, N, PAIRS == kAdjacent>(angles, walk.batch(by_batch), walk.place(by_batch),
+                                                            static_cast<int>(chunk), r);
                 }
-                unpack_u<T, N, SILU>(ptx::ld_shared_16(x_at), ua);
-                unpack_u<T, N, SILU>(ptx::ld_shared_16(x_at + b_bytes), ub);
-                if constexpr (PAIRS != kByElement) rotate<N, PAIRS>(r, ga, gb);
-                float squares[2] = {0.0f, 0.0f}, products[2] = {0.0f, 0.0f};
-#pragma unroll
-                for (int e = 0; e < N; ++e) {
-                    squares[0] += ua[e] * ua[e];
-                    squares[1] += ub[e] * ub[e];
-                    products[0] += ga[e] * gain_a[e] * ua[e];
-                    products[1] += gb[e] * gain_b[e] * ub[e];
+                if (j == 0) ptx::named_barrier_sync(1, threads);
+                if (active) {
+                    ptx::mbarrier_wait(ring.empty(at.stage), at.phase ^ 1u);
+                    put_rotation(ring.turn(at.stage), lane, lanes, r);
                 }
-                if (own.lacks_b()) squares[1] = products[1] = 0.0f;
-                float sums[2] = {squares[0] + squares[1], products[0] + products[1]};
-                if (!own.any) sums[0] = sums[1] = 0.0f;
-                sums_of_group<2>(sums, lane, lanes);
-                const float rstd = rsqrtf(sums[0] * inverse + epsilon);
-                const float pull = sums[1] * inverse * rstd * rstd * rstd;
-                if (where.w[3] == 0 || !own.any) continue;
-#pragma unroll
-                for (int e = 0; e < N; ++e) {
-                    ga[e] *= rstd, gb[e] *= rstd;
-                    dweight_a[e] += ga[e] * ua[e], dweight_b[e] += gb[e] * ub[e];
-                    ga[e] = ga[e] * gain_a[e] - ua[e] * pull;
-                    gb[e] = gb[e] * gain_b[e] - ub[e] * pull;
-                }
-                T* dx = to + static_cast<int>(where.w[2]);
-                if constexpr (SILU) {  // x is read again: cheaper than the registers to keep the slope in
-                    unpack<T, N>(ptx::ld_shared_16(x_at), ua);
-                    unpack<T, N>(ptx::ld_shared_16(x_at + b_bytes), ub);
-                    if (!normed) {
-                        unpack<T, N>(ptx::ld_shared_16(g_at), ga);
-                        unpack<T, N>(ptx::ld_shared_16(g_at + b_bytes), gb);
-                    }
-#pragma unroll
-                    for (int e = 0; e < N; ++e) {
-                        ga[e] *= silu<sizeof(T) == 2>(ua[e]).slope;
-                        gb[e] *= silu<sizeof(T) == 2>(ub[e]).slope;
-                    }
-                }
-                Raw<16> a = pack<T, N>(ga), b = pack<T, N>(gb);
-                if (!SILU && !normed) a = ptx::ld_shared_16(g_at), b = ptx::ld_shared_16(g_at + b_bytes);
-                ptx::st<16>(dx, a);
-                if (!own.lacks_b()) ptx::st<16>(dx + to_b, b);
+                __syncwarp();
+                if (active && lane == 0) ptx::mbarrier_arrive(ring.full(at.stage));
+                walk.advance();
+                at.advance(step, ring.stages);
             }
-            __syncwarp();
-            if (warp_lane == 0) ptx::mbarrier_arrive(ring.empty(at.stage));
-            at.advance(team_count, ring.stages);
         }
+        return;
+    }
 
-        if (partial == nullptr) return;
-        ptx::named_barrier_sync(1, consumers * kWarp);
-        float* sums = reinterpret_cast<float*>(memory) + (team * team_groups + group) * dim + in_a;
-        if (own.any) {
-            put_sums(sums, dweight_a);
-            if (!own.lacks_b()) put_sums(sums + to_b, dweight_b);
+    if constexpr (kPassesRegisters) ptx::registers_take<kHeadRegisters>();
+    if (warp >= consumers) return;
+    const int team = warp / warps;
+    const bool in_group = warp_lane / lanes < warp_groups;  // the last lanes of a warp may be left over
+    const int group = (warp - team * warps) * warp_groups + (in_group ? warp_lane / lanes : 0);
+    const HeadSlot slot(group, static_cast<int>(q_slots), static_cast<int>(kv_slots), of_q, of_kv);
+    const bool normed = slot.part != kV;
+    const bool only_v = !SILU && __all_sync(0xffffffffu, !normed);  // such a warp copies
+    const LaneChunks<N, PAIRS> own(lane, lanes, static_cast<int>(rotary), dim, in_group);
+    const int in_a = own.in_a, to_b = own.in_b - own.in_a;
+    const int b_bytes = to_b * static_cast<int>(sizeof(T));
+    OtherWords others_a, others_b;
+    if constexpr (PAIRS == kByElement) {
+        auto words_of = [&](int column) {
+            return OtherWords::of<T>(column, static_cast<int>(rotary) / 2, adjacent,
+                                     [&](int element) { return (element - column) * static_cast<int>(sizeof(T)); });
+        };
+        others_a = words_of(in_a), others_b = words_of(own.in_b);
+    }
+
+    float gain_a[N], gain_b[N], dweight_a[N], dweight_b[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) gain_a[i] = gain_b[i] = dweight_a[i] = dweight_b[i] = 0.0f;
+    if (normed && own.any) {
+        const void* weight = slot.part == kQ ? q_weight : k_weight;
+        load_gains<T, N>(weight, in_a, in_a + to_b, weight_fp32, static_cast<float>(offset), gain_a, gain_b);
+        if (own.lacks_b()) {
+#pragma unroll
+            for (int i = 0; i < N; ++i) gain_b[i] = 0.0f;
         }
-        ptx::named_barrier_sync(1, consumers * kWarp);
-        partial += static_cast<i64>(blockIdx.x) * 2 * dim;
-        for (int i = static_cast<int>(threadIdx.x); i < 2 * dim; i += consumers * kWarp) {
-            const bool of_k = i >= dim;
-            const int begin = of_k ? static_cast<int>(q_slots) : 0;
-            const int end = of_k ? static_cast<int>(q_slots + kv_slots) : static_cast<int>(q_slots);
-            const float* column = reinterpret_cast<const float*>(memory) + (of_k ? i - dim : i);
-            float total = 0.0f;
-            for (int t = 0; t < team_count; ++t) {
-#pragma unroll 8
-                for (int s = begin; s < end; ++s) total += column[(t * team_groups + s) * dim];
+    }
+    for (int i = static_cast<int>(threadIdx.x); i < rounds * team_groups; i += consumers * kWarp) {
+        const int of = i / rounds;
+        const HeadSlot slot(of, static_cast<int>(q_slots), static_cast<int>(kv_slots), of_q, of_kv);
+        const int head = slot.first + (i - of * rounds) * slot.step;
+        HeadPlace here{0, 0, 0, 0};
+        if (of < static_cast<int>(q_slots + 2 * kv_slots) && head < slot.heads) {
+            here.exists = 1;
+            here.g = (head + (slot.part == kQ ? 0 : slot.part == kK ? of_q : of_q + of_kv)) * head_bytes;
+            if (SILU || slot.part != kV)
+                here.x = (g_heads + head_column(slot.part, head, group_magic, x_extra, kv_step - q_extra + x_extra,
+                                                k_first, v_first)) * head_bytes;
+            here.result = dim * head_column(slot.part, head, group_magic, q_extra, kv_step, k_first, v_first);
+        }
+        ring.places()[i] = here;
+    }
+    const float epsilon = converted_once(eps), inverse = 1.0f / static_cast<float>(dim);
+    const ptx::SharedAddress places = ptx::shared_address(ring.places() + group * rounds);
+    Rotation<N> r;
+    no_rotation(r);
+    ptx::named_barrier_sync(1, threads);
+    RingStage at(team);
+    for (int j = team; j < mine; j += team_count) {
+        ptx::mbarrier_wait(ring.full(at.stage), at.phase);
+        T* to = dqkv + (ring.result(at.stage) + in_a);
+        const ptx::SharedAddress stage =
+            ptx::shared_address(ring.heads(at.stage)) + in_a * static_cast<int>(sizeof(T));
+        if (own.rotated && !only_v) get_rotation(ring.turn(at.stage), lane, lanes, r);
+#pragma unroll 1
+        for (int i = 0; i < rounds && only_v; ++i) {
+            const Raw<16> where = ptx::ld_shared_16(places + 16 * i);  // HeadPlace
+            if (where.w[3] == 0 || !own.any) continue;
+            const ptx::SharedAddress g_at = stage + static_cast<int>(where.w[0]);
+            T* dx = to + static_cast<int>(where.w[2]);
+            ptx::st<16>(dx, ptx::ld_shared_16(g_at));
+            if (!own.lacks_b()) ptx::st<16>(dx + to_b, ptx::ld_shared_16(g_at + b_bytes));
+        }
+#pragma unroll 1
+        for (int i = 0; i < rounds && !only_v; ++i) {
+            const Raw<16> where = ptx::ld_shared_16(places + 16 * i);  // HeadPlace
+            const ptx::SharedAddress g_at = stage + static_cast<int>(where.w[0]);
+            const ptx::SharedAddress x_at = stage + static_cast<int>(where.w[1]);
+            // Of v's heads too, and thrown away: the warps have no branch then that depends on the part.
+            float ga[N], gb[N], ua[N], ub[N];
+            unpack<T, N>(ptx::ld_shared_16(g_at), ga);
+            unpack<T, N>(ptx::ld_shared_16(g_at + b_bytes), gb);
+            if constexpr (PAIRS == kByElement) {
+                const u8* words = ring.heads(at.stage) + (in_a * static_cast<int>(sizeof(T)) +
+                                                          static_cast<int>(where.w[0]));
+                turn_by_element<T, N>(words, others_a, adjacent, r.own0, r.cross0, ga);
+                turn_by_element<T, N>(words + b_bytes, others_b, adjacent, r.own1, r.cross1, gb);
             }
-            partial[i] = total;
+            unpack_u<T, N, SILU>(ptx::ld_shared_16(x_at), ua);
+            unpack_u<T, N, SILU>(ptx::ld_shared_16(x_at + b_bytes), ub);
+            if constexpr (PAIRS != kByElement) rotate<N, PAIRS>(r, ga, gb);
+            float squares[2] = {0.0f, 0.0f}, products[2] = {0.0f, 0.0f};
+#pragma unroll
+            for (int e = 0; e < N; ++e) {
+                squares[0] += ua[e] * ua[e];
+                squares[1] += ub[e] * ub[e];
+                products[0] += ga[e] * gain_a[e] * ua[e];
+                products[1] += gb[e] * gain_b[e] * ub[e];
+            }
+            if (own.lacks_b()) squares[1] = products[1] = 0.0f;
+            float sums[2] = {squares[0] + squares[1], products[0] + products[1]};
+            if (!own.any) sums[0] = sums[1] = 0.0f;
+            sums_of_group<2>(sums, lane, lanes);
+            const float rstd = rsqrtf(sums[0] * inverse + epsilon);
+            const float pull = sums[1] * inverse * rstd * rstd * rstd;
+            if (where.w[3] == 0 || !own.any) continue;
+#pragma unroll
+            for (int e = 0; e < N; ++e) {
+                ga[e] *= rstd, gb[e] *= rstd;
+                dweight_a[e] += ga[e] * ua[e], dweight_b[e] += gb[e] * ub[e];
+                ga[e] = ga[e] * gain_a[e] - ua[e] * pull;
+                gb[e] = gb[e] * gain_b[e] - ub[e] * pull;
+            }
+            T* dx = to + static_cast<int>(where.w[2]);
+            if constexpr (SILU) {  // x is read again: cheaper than the registers to keep the slope in
+                unpack<T, N>(ptx::ld_shared_16(x_at), ua);
+                unpack<T, N>(ptx::ld_shared_16(x_at + b_bytes), ub);
+                if (!normed) {
+                    unpack<T, N>(ptx::ld_shared_16(g_at), ga);
+                    unpack<T, N>(ptx::ld_shared_16(g_at + b_bytes), gb);
+                }
+#pragma unroll
+                for (int e = 0; e < N; ++e) {
+                    ga[e] *= silu<sizeof(T) == 2>(ua[e]).slope;
+                    gb[e] *= silu<sizeof(T) == 2>(ub[e]).slope;
+                }
+            }
+            Raw<16> a = pack<T, N>(ga), b = pack<T, N>(gb);
+            if (!SILU && !normed) a = ptx::ld_shared_16(g_at), b = ptx::ld_shared_16(g_at + b_bytes);
+            ptx::st<16>(dx, a);
+            if (!own.lacks_b()) ptx::st<16>(dx + to_b, b);
         }
+        __syncwarp();
+        if (warp_lane == 0) ptx::mbarrier_arrive(ring.empty(at.stage));
+        at.advance(team_count, ring.stages);
+    }
+
+    if (partial == nullptr) return;
+    ptx::named_barrier_sync(1, consumers * kWarp);
+    float* sums = reinterpret_cast<float*>(memory) + (team * team_groups + group) * dim + in_a;
+    if (own.any) {
+        put_sums(sums, dweight_a);
+        if (!own.lacks_b()) put_sums(sums + to_b, dweight_b);
+    }
+    ptx::named_barrier_sync(1, consumers * kWarp);
+    partial += static_cast<i64>(blockIdx.x) * 2 * dim;
+    for (int i = static_cast<int>(threadIdx.x); i < 2 * dim; i += consumers * kWarp) {
+        const bool of_k = i >= dim;
+        const int begin = of_k ? static_cast<int>(q_slots) : 0;
+        const int end = of_k ? static_cast<int>(q_slots + kv_slots) : static_cast<int>(q_slots);
+        const float* column = reinterpret_cast<const float*>(memory) + (of_k ? i - dim : i);
+        float total = 0.0f;
+        for (int t = 0; t < team_count; ++t) {
+#pragma unroll 8
+            for (int s = begin; s < end; ++s) total += column[(t * team_groups + s) * dim];
+        }
+        partial[i] = total;
     }
 }
 

@@ -132,35 +132,41 @@ __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
             staged.put(task < chunks ? 0 : 1, begin / N, made);
         }
     } else {
-        // Elements are shared out among the threads of a token. Each has two at a time, whose table
-        // entries it asks for before its heads.
-        const int apart = of_token * chunks, first = thread - local * apart;
-        const bool wide = sizeof(T) == 4 || (angles.flags & kTableWide);
-        const float shift = static_cast<float>(offset);
-        const i64 row = angles.row(batch, place, 0);
+        // A word at a time, for q's heads and k's, again by the last threads of a token.
+        constexpr int W = 4 / sizeof(T);
+        const int apart = of_token * chunks * W, first = ((local + 1) * of_token * chunks - 1 - thread) * W;
+        const bool asked = tables_first<T>(angles) && first < 2 * half && active;
+        WordFactors<W> made;
+        if (asked) load_word_entries<float, W>(angles, angles.direct_row(batch, place), first, adjacent, made);
+        fetch_heads(x, to_next_x, left, step, own, pitch);
 #pragma unroll 1
-        for (int begin = first; begin == first || begin < dim; begin += 2 * apart) {
-            ElementTurn turns[2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int element = begin + i * apart;
-                if (active && element < dim)
-                    turns[i] = wide ? load_element_turn<float>(angles, row, element, adjacent)
-                                    : load_element_turn<T>(angles, row, element, adjacent);
-            }
-            if (begin == first) fetch_heads(x, to_next_x, left, step, own, pitch);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int element = begin + i * apart;
-                if (!active || element >= dim) continue;
-                const int neighbour = adjacent && element < 2 * half ? element ^ 1 : element;
-                const int other = neighbour + to_other_half(element, half, adjacent);
-#pragma unroll
-                for (int of = 0; of < 2; ++of) {
-                    const void* weight = of == 0 ? q_weight : k_weight;
-                    staged.put(of, element, turns[i].own * load_weight<T>(weight, element, weight_fp32, shift),
-                               turns[i].cross * load_weight<T>(weight, other, weight_fp32, shift));
+        for (int begin = first; begin < dim && active; begin += apart) {
+            const bool rotates = begin < 2 * half;
+            if (rotates && !(asked && begin == first)) {
+                const i64 row = angles.row(batch, place, 0);
+                if (sizeof(T) == 4 || (angles.flags & kTableWide)) {
+                    load_word_entries<float, W>(angles, row, begin, adjacent, made);
+                } else {
+                    load_word_entries<T, W>(angles, row, begin, adjacent, made);
                 }
+            }
+            const int other = W == 1 && adjacent && rotates ? begin ^ 1 : begin + to_other_half(begin, half, adjacent);
+            float gains[4][W];  // of q's word, of the word that forms pairs with it, and k's
+            load_gains<T, W>(q_weight, begin, other, weight_fp32, static_cast<float>(offset), gains[0], gains[1]);
+            load_gains<T, W>(k_weight, begin, other, weight_fp32, static_cast<float>(offset), gains[2], gains[3]);
+            if (rotates) {
+                finish_word<W>(angles, begin, adjacent, made);
+            } else {
+#pragma unroll
+                for (int i = 0; i < W; ++i) made.own[i] = 1.0f, made.cross[i] = 0.0f;
+            }
+            const bool swap = adjacent && rotates;
+#pragma unroll
+            for (int part = 0; part < 2; ++part) {
+#pragma unroll
+                for (int i = 0; i < W; ++i)
+                    staged.put(part, begin + i, made.own[i] * gains[2 * part][i],
+                               made.cross[i] * (swap ? gains[2 * part + 1][W - 1 - i] : gains[2 * part + 1][i]));
             }
         }
     }

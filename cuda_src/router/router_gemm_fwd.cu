@@ -21,6 +21,13 @@ struct ForwardRegisters {
     static constexpr int kProducer = kGroups == 3 ? 32 : 40, kConsumer = kGroups == 3 ? 160 : 232;
 };
 
+// A number of terms that the compiler knows. With a loop over them between the fence and the commit of the products,
+// ptxas puts a fence of its own there, for which every product waits.
+template <int N>
+struct Terms {
+    static constexpr int value = N;
+};
+
 template <typename T, int kGroups, int kColumns>
 __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     router_fwd(const __grid_constant__ ptx::TensorMap x, const __grid_constant__ ptx::TensorMap weight,
@@ -100,20 +107,22 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     RingPlace at{stages};
     const u32 own_rows = place.warp / 4 * 64 * kTileRow;
     // Stages `begin` to `end` of this block, from zero.
-    auto multiply = [&](float(&sums)[kColumns / 2], int begin, int end) {
+    auto multiply = [&](float(&sums)[kColumns / 2], int begin, int end, auto known) {
+        constexpr int kTerms = decltype(known)::value;
         int last_stage = 0;
         for (int i = begin; i < end; ++i) {
             ptx::mbarrier_wait(ring.full(at.stage), at.phase);
             const ptx::SharedAddress x_tile = base + at.stage * stage_bytes;
             const u64 a = k_major_descriptor(x_tile + own_rows);
-#pragma unroll 1
-            for (int term = terms - 1; term >= 0; --term) {
-                const u64 b = k_major_descriptor(x_tile + kRowBytes + term * kWeightBytes);
-                ptx::wgmma_fence();
+            const u64 b = k_major_descriptor(x_tile + kRowBytes);
+            ptx::wgmma_fence();
+#pragma unroll
+            for (int term = kTerms - 1; term >= 0; --term) {
 #pragma unroll
                 for (int k = 0; k < kDepthSteps; ++k)
-                    ptx::wgmma_shared<T, false>(sums, a + k * kNextKMajor, b + k * kNextKMajor,
-                                                i != begin || k != 0 || term != terms - 1);
+                    ptx::wgmma_shared<T, false>(sums, a + k * kNextKMajor,
+                                                b + term * (kWeightBytes >> 4) + k * kNextKMajor,
+                                                i != begin || k != 0 || term != kTerms - 1);
             }
             ptx::wgmma_commit();
             ptx::wgmma_wait<1>();
@@ -126,17 +135,28 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     };
     float sums[kColumns / 2], part[kColumns / 2];
     set_zero(sums);
-    for (int done = 0; done < blocks;) {
-        const int end = min(blocks, done + static_cast<int>(promote));
-        multiply(part, done, end);
-        add_to(sums, part);
-        done = end;
+    auto multiply_and_add = [&](auto known) {
+        for (int done = 0; done < blocks;) {
+            const int end = min(blocks, done + static_cast<int>(promote));
+            multiply(part, done, end, known);
+            add_to(sums, part);
+            done = end;
+        }
+    };
+    if (terms == 1) {
+        multiply_and_add(Terms<1>());
+    } else if (terms == 2) {
+        multiply_and_add(Terms<2>());
+    } else {
+        multiply_and_add(Terms<3>());
     }
 
     ptx::wait_for_previous();  // `scale` comes from it
     const int group = place.warp / 4, t = place.lane % 4;
     // Columns 8j + 2t and the next, of rows place.row and place.row + 8.
+    const bool plain = scale == nullptr && bias == nullptr;
     auto finished = [&](int j, float(&value)[4]) {
+        if (plain) return;  // past instructions that would come from memory first
         const i64 column = n0 + 8 * j + 2 * t;
 #pragma unroll
         for (int c = 0; c < 2; ++c)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.driver import Launch
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.declared import Meta
+from rtkernels.runtime.targets import Target
 
 if TYPE_CHECKING:
     from rtkernels.ops.rope.qk_norm_rope_plan import Qkv
@@ -19,20 +21,42 @@ if TYPE_CHECKING:
 _BY_ELEMENT = 4  # kByElement
 PAIR_ORDERS = (angles_of.HALVES, angles_of.ADJACENT, _BY_ELEMENT)  # PAIRS of the backward
 _SILU = (False, True)
+_WARPS, _HELPERS = 10, 2  # that work on heads, and that copy and make rotations
+_MORE_WARPS, _MORE_HELPERS = 12, 4  # where warpgroups pass registers on
+_SMALL_HEAD = 128  # bytes
+
+
+def head_warps(target: Target, silu: bool, order: int, head_bytes: int) -> int:
+    """Return HEAD_WARPS of a block.
+
+    With registers that helpers do not need twelve fit, but for silu, which needs more each; and more warps help. That
+    is faster for small heads, of which many tokens have to be copied, and for pairs by element, whose rotations are
+    more work. Else nothing is gained, and the sum over partial rows finds no room beside these blocks.
+    """
+    more = "wgmma" in target.features and not silu and (order == _BY_ELEMENT or head_bytes <= _SMALL_HEAD)
+    return _MORE_WARPS if more else _WARPS
+
+
+def _variants(target: Target) -> Iterator[tuple[str, int, bool, int]]:
+    for t in TYPES:
+        for order in PAIR_ORDERS:
+            for silu in _SILU:
+                for warps in sorted({head_warps(target, silu, order, size) for size in (_SMALL_HEAD, 2 * _SMALL_HEAD)}):
+                    yield t, order, silu, warps
+
+
 BWD_BULK = Kernel(
-    "rope/qk_norm_rope_bwd_bulk.cu", "qk_norm_rope_bwd_bulk", template="T PAIRS SILU", max_registers=168,
+    "rope/qk_norm_rope_bwd_bulk.cu", "qk_norm_rope_bwd_bulk", template="T PAIRS SILU HEAD_WARPS", max_registers=168,
     needs=("tma",),
     args="dq:ptr dk:ptr dv:ptr qkv:ptr q_weight:ptr k_weight:ptr dqkv:ptr partial:ptr dq_batch:i64 dq_place:i64 "
     "dq_head:i64 dk_batch:i64 dk_place:i64 dk_head:i64 dv_batch:i64 dv_place:i64 dv_head:i64 dqkv_batch:i64 "
     "dqkv_place:i64 tokens:i64 length:i64 inner:i64 batch_inner:i64 qkv_batch:i64 qkv_place:i64 q_heads:i64 "
     "kv_heads:i64 q_slots:i64 kv_slots:i64 most:i64 team_warps:i64 teams:i64 stages:i64 group_magic:i64 q_extra:i64 "
     "kv_step:i64 k_first:i64 v_first:i64 x_extra:i64 x_pieces:i64 x_piece_heads:i64 head_dim:i64 head_lanes:i64 "
-    "neighbours:i64 weight_fp32:i64 eps:f64 offset:f64 " + angles_of.ARGS,
-    variants=[(t, p, s) for t in TYPES for p in PAIR_ORDERS for s in _SILU],
+    "rotating_warps:i64 tokens_together:i64 neighbours:i64 weight_fp32:i64 eps:f64 offset:f64 " + angles_of.ARGS,
+    variants=_variants,
 )  # fmt: skip
 
-_WARPS = 10  # that work on heads
-_HELPERS = 2  # warps that copy and make rotations
 _STAGES, _MAX_STAGES = 4, 16  # so many stages if they fit; up to so many in _RING bytes
 _RING, _RING_BY_ELEMENT = 104 << 10, 150 << 10
 _STAGE_EXTRA = 32  # bytes: two barriers, where results go, and room to keep 16-byte alignment
@@ -59,7 +83,9 @@ def order_of_pairs(head_dim: int, rotary: int, size: int, pairs: int) -> int:
     return pairs if whole else _BY_ELEMENT
 
 
-def share_out(q_heads: int, kv_heads: int, lanes: int, stage: int, memory: int, ring: int = _RING) -> Teams | None:
+def share_out(
+    q_heads: int, kv_heads: int, lanes: int, stage: int, memory: int, ring: int = _RING, warp_limit: int = _WARPS
+) -> Teams | None:
     """Return teams for stages of `stage` bytes in `memory` bytes; None if not even two stages fit.
 
     A team has one token at a time, whose heads a group of lanes takes one after the other. Of all numbers of heads for
@@ -70,13 +96,32 @@ def share_out(q_heads: int, kv_heads: int, lanes: int, stage: int, memory: int, 
         slots = -(-q_heads // heads), -(-kv_heads // heads)
         warps = -(-(slots[0] + 2 * slots[1]) // groups)
         stages = min(max(_STAGES, min(_MAX_STAGES, ring // stage)), (memory - 16 * heads * warps * groups) // stage)
-        if warps > _WARPS or stages < 2:
+        if warps > warp_limit or stages < 2:
             continue
-        teams = min(_WARPS // warps, max(stages // 2, 1))
-        speed = teams / (heads + 0.3)  # what a token costs besides its heads: about a third of one
+        teams = min(warp_limit // warps, max(stages // 2, 1))
+        # What a token costs besides its heads is about a third of one, and teams wait for each other's memory.
+        speed = teams * (1.0 - 0.03 * teams) / (heads + 0.3)
         if best is None or speed > best[0]:
             best = speed, Teams(*slots, heads, warps, teams, stages - stages % teams)
     return None if best is None else best[1]
+
+
+def share_rotations(lanes: int, multiple: int, stages: int, limit: int) -> tuple[int, int, int]:
+    """Return how many warps, `limit` or fewer, make rotations, of how many tokens at a time, and with how many stages.
+
+    Stages are a multiple of `multiple`. A warp of several has its own, and at most as many tokens at a time as it has
+    groups of lanes.
+    """
+    groups, choices = 32 // lanes, []
+    for warps in range(2, limit + 1):
+        for used in range(multiple, stages + 1, multiple):
+            together = max(t for t in range(1, groups + 1) if used // warps % t == 0)
+            if used % warps == 0 and together > 1:
+                choices.append((used, together, warps))
+    if choices:
+        used, together, warps = max(choices)
+        return warps, together, used
+    return 1, min(groups, (stages + 1) // 2), stages
 
 
 def plan_bulk(
@@ -95,18 +140,24 @@ def plan_bulk(
     heads = found.q_heads + 2 * found.kv_heads + pieces * piece_heads
     stage = heads * found.head_dim * size + 256 // size * lanes + _STAGE_EXTRA
     ring = _RING_BY_ELEMENT if order == _BY_ELEMENT else _RING
-    teams = share_out(found.q_heads, found.kv_heads, lanes, stage, info.shared_per_block, ring)
-    if teams is None:
+    warps = head_warps(info.target, silu, order, found.head_dim * size)
+    helpers = _MORE_HELPERS if warps == _MORE_WARPS else _HELPERS
+    shares = share_out(found.q_heads, found.kv_heads, lanes, stage, info.shared_per_block, ring, warps)
+    if shares is None:
         return None
+    # Pairs by element are more work. Small heads leave no helper for it: they need more that copy.
+    limit = 1 if order != _BY_ELEMENT or helpers == _HELPERS else 2 if found.head_dim * size <= _SMALL_HEAD else 3
+    rotating, together, stages = share_rotations(lanes, shares.teams, shares.stages, limit)
+    shares = shares._replace(stages=stages)
     inner, batch_inner = found.inner
     weight_fp32 = int(weight is not None and weight.dtype == torch.float32)
     arguments = (
         *strides, found.tokens, found.length, inner, int(batch_inner), found.batch_stride, found.place_stride,
-        found.q_heads, found.kv_heads, *teams, *found.head_order(), x_extra, pieces, piece_heads, found.head_dim,
-        lanes, int(pairs == angles_of.ADJACENT), weight_fp32, eps, offset,
+        found.q_heads, found.kv_heads, *shares, *found.head_order(), x_extra, pieces, piece_heads, found.head_dim,
+        lanes, rotating, together, int(pairs == angles_of.ADJACENT), weight_fp32, eps, offset,
     )  # fmt: skip
-    sums = 4 * found.head_dim * teams.teams * teams.groups(lanes)
-    shared = max(teams.stages * stage + 16 * teams.most * teams.groups(lanes), sums)
+    sums = 4 * found.head_dim * shares.teams * shares.groups(lanes)
+    shared = max(shares.stages * stage + 16 * shares.most * shares.groups(lanes), sums)
     grid = min(found.tokens, info.sm_count)
-    threads = 32 * (teams.teams * teams.warps + _HELPERS)
-    return BWD_BULK.bind((t, order, silu), device, grid, threads, shared), arguments, grid
+    threads = 32 * (warps + helpers)
+    return BWD_BULK.bind((t, order, silu, warps), device, grid, threads, shared), arguments, grid

@@ -44,6 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     "split_chunks_interleaved": {"dim": 72, "rotary": 36, "interleaved": True, "full": True},
     "split_chunks_sections": {"positions": (24, 3, 2, 5), "sections": (4, 8, 8), "dim": 40},
     "split_words": {"dim": 80, "rotary": 42},
+    "split_many_tokens": {"dim": 72, "rotary": 36, "length": 61, "batch": 3, "rows": 61, "q_heads": 2, "kv_heads": 1},
     "head_order": {"head_order": "plain"},
     "odd_groups": {"q_heads": 7, "kv_heads": 3, "head_order": "plain"},
     "many_to_one": {"q_heads": 9, "kv_heads": 1},
