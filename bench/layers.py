@@ -311,11 +311,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             except ImportError as error:
                 row[way] = {"absent": str(error)}
             print(_line(way, row[way]), flush=True)
+            made[f"layer_{kind}"] = {"command": f"python -m bench.layers {kind}", "rows": [row]}
+            if args.out:  # way by way: what was measured stays if a later one fails
+                args.out.write_text(json.dumps({"environment": meta.environment(), "layers": made}, indent=1))
             if device == "cuda":
                 torch.cuda.empty_cache()
-        made[f"layer_{kind}"] = {"command": f"python -m bench.layers {kind}", "rows": [row]}
-    if args.out:
-        args.out.write_text(json.dumps({"environment": meta.environment(), "layers": made}, indent=1))
     return made
 
 
