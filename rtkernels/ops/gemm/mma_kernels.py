@@ -27,19 +27,23 @@ def has_fp8(target: Target) -> bool:
 
 def _variants(target: Target) -> Iterator[Variant]:
     """Yield template arguments: codes of a and b, type of the products, scales of blocks, layout, tile."""
+    unpacks = "wgmma" in target.features  # products of large tiles that need conversions go to wgmma (``unpack_plan``)
     for token, math in (("bf16", "MathBf16"), ("fp16", "MathF16")):
         for layout in range(4):
             yield token, token, math, False, layout, PLAIN
             yield token, token, math, False, layout, SMALL
         for codes in ("AnyByteCode", "AnyNibbleCode"):
-            if target.capability >= (9, 0):  # for others it takes more registers than a thread has
+            if target.capability >= (9, 0) and not unpacks:  # for others it takes more registers than a thread has
                 yield token, codes, math, False, 0, PROMOTED
             yield token, codes, math, False, 0, SMALL
         for codes in ("E2m1Code", "e4m3") if token == "bf16" else ("E2m1Code",):
-            yield token, codes, math, True, 0, PROMOTED
+            if not unpacks:
+                yield token, codes, math, True, 0, PROMOTED
             yield token, codes, math, True, 0, SMALL
     for tile in (PLAIN, SMALL):
         yield "fp16", "fp16", "MathF16Sums", False, 0, tile
+        if tile == PLAIN and unpacks:
+            continue
         yield "E2m1Code", "E2m1Code", "MathF16", True, 0, tile
         yield "E2m1Code", "E2m1Code", "MathBf16", True, 0, tile
         yield "e4m3", "e4m3", "MathBf16", True, 0, tile
