@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 from support import sanitizer
 
@@ -39,6 +42,32 @@ def test_reports_are_read() -> None:
     assert sanitizer.reports("========= COMPUTE-SANITIZER\n1 passed\n========= ERROR SUMMARY: 0 errors\n") == []
 
 
+def test_samples_in_several_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A process that dies is replaced, and what one printed belongs to the op it was at."""
+    script = tmp_path / "worker.py"
+    script.write_text(
+        f"""import pathlib, sys
+claims, *names = sys.argv[2:]
+for name in names:
+    try:
+        (pathlib.Path(claims) / name).touch(exist_ok=False)
+    except FileExistsError:
+        continue
+    print({sanitizer.BEGIN!r} + name, flush=True)
+    if name == "second":
+        sys.exit(1)
+    print({MEMORY!r} if name == "third" else "")
+    print({sanitizer.END!r} + "passed", flush=True)
+"""
+    )
+    monkeypatch.setattr(sanitizer, "command", lambda tool, *given: [sys.executable, str(script), *given])
+    found = sanitizer.check_samples(["first", "second", "third"], timeout=60, processes=1)
+    for tool in sanitizer.TOOLS:
+        ends = [found[tool, name].end.startswith(f"{sanitizer.END}passed") for name in ("first", "second", "third")]
+        assert ends == [True, False, True]
+        assert [r.kernel for r in found[tool, "third"].found] == ["rms_norm_fwd"] and not found[tool, "first"].found
+
+
 def test_files_of_an_op() -> None:
     names = {op: [path.rsplit("/")[-1] for path in sanitizer.files(op, OPS)] for op in ("glu", "glu_fp8", "rms_norm")}
     assert names["glu"] == ["test_glu.py", "test_glu_smooth_fp8.py"] and names["rms_norm"] == ["test_rms_norm.py"]
@@ -51,6 +80,19 @@ def test_only_what_is_in_the_table_is_known() -> None:
     kernels = {kernel.name for op in registry.ops() for kernel in op.kernels}
     for (tool, kernel), (kinds, reason) in sanitizer.KNOWN.items():
         assert tool in sanitizer.TOOLS and kernel in kernels and kinds and reason
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_samples_of_every_op_in_short() -> None:
+    """All ops in the time that one may take below."""
+    if sanitizer.sanitizer() is None:
+        pytest.skip("compute-sanitizer is not on the PATH")
+    found = sanitizer.check_samples(sanitizer.sampled(), timeout=600, processes=7)
+    unknown = [r for (tool, _), samples in found.items() for r in sanitizer.unknown(tool, samples.found)]
+    assert not unknown, "\n\n".join(r.text for r in unknown[:5])
+    undone = {key: s.end for key, s in found.items() if not s.end.startswith(f"{sanitizer.END}passed")}
+    assert not undone
 
 
 @pytest.mark.gpu

@@ -1,7 +1,9 @@
 """Kernels under compute-sanitizer: what is run, how its reports are read, and the table of those that are known.
 
 ``python tests/support/sanitizer.py OP`` runs the sample inputs of an op and the cases of its tests on the GPU; under
-the sanitizer that is what :func:`check` starts. tests/contracts/test_sanitizer.py compares reports with `KNOWN`.
+the sanitizer that is what :func:`check` starts. ``python tests/support/sanitizer.py --samples FOLDER OP...`` runs the
+sample inputs alone, of every op that no other process has claimed in that folder: :func:`check_samples` starts several
+of them, so that all ops are done in minutes. tests/contracts/test_sanitizer.py compares reports with `KNOWN`.
 """
 
 from __future__ import annotations
@@ -9,14 +11,18 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+import tempfile
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 TOOLS = ("memcheck", "racecheck")
-END = "end of tests: "
+BEGIN, END = "begin of samples: ", "end of tests: "
+ATEN = "aten:"  # before a family of torch's operators, in the place of an op
 
 # What compute-sanitizer reports though it is in order: tool, kernel -> kinds of report, and why. All others are errors.
 _BY_BARRIER = (
@@ -65,27 +71,87 @@ def files(op: str, ops: list[str]) -> list[str]:
     return sorted(str(p) for p in found if not any(p.stem.startswith(f"test_{other}") for other in longer))
 
 
-def command(tool: str, op: str) -> list[str]:
-    """Return the command that runs an op under a tool. Of all kernels ours alone are looked at."""
+def command(tool: str, *arguments: str) -> list[str]:
+    """Return the command that runs this script under a tool. Of all kernels ours alone are looked at."""
     more = ["--racecheck-report", "all"] if tool == "racecheck" else []
     limits = ["--kernel-regex", "kns=rtk", "--print-limit", "200"]
     script = str(TESTS / "support" / "sanitizer.py")
-    return [str(sanitizer()), "--tool", tool, *more, *limits, sys.executable, script, op]
+    return [str(sanitizer()), "--tool", tool, *more, *limits, sys.executable, script, *arguments]
+
+
+def _environment() -> dict[str, str]:
+    """Without torch's cache of memory, so that what is behind a tensor is nobody's."""
+    return {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
 
 
 def check(tool: str, op: str, timeout: float) -> tuple[list[Report], str]:
     """Run an op under a tool; return what was reported, and the last line of `main`, or why there is none."""
-    # Without torch's cache of memory, so that what is behind a tensor is nobody's.
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
     try:
         run = subprocess.run(
-            command(tool, op), capture_output=True, text=True, cwd=TESTS.parent, env=environment, timeout=timeout
+            command(tool, op), capture_output=True, text=True, cwd=TESTS.parent, env=_environment(), timeout=timeout
         )
     except subprocess.TimeoutExpired as error:
         output = (error.stdout or b"").decode(errors="replace")
         return reports(output), f"not done after {timeout:.0f} s"
     ends = [line for line in run.stdout.splitlines() if line.startswith(END)]
     return reports(run.stdout), ends[-1] if ends else f"exit code {run.returncode}: {(run.stdout + run.stderr)[-300:]}"
+
+
+@dataclass
+class Samples:
+    """What the sample inputs of an op gave under a tool: how it ended, and reports."""
+
+    end: str = "not begun"
+    found: list[Report] = field(default_factory=list)
+
+
+def sampled() -> list[str]:
+    """Return the ops that have sample inputs, and the families of torch's operators."""
+    from rtkernels.aten import table
+    from rtkernels.runtime.operator import registry
+
+    ops = [op.name for op in registry.ops() if op.torch_ops]
+    return [*(f"{ATEN}{family}" for family in sorted({row.family for row in table.table().values()})), *ops]
+
+
+def check_samples(names: list[str], timeout: float, processes: int) -> dict[tuple[str, str], Samples]:
+    """Run sample inputs under all tools, in so many processes for each; return what (tool, name) gave.
+
+    A process takes the next name that nobody has; if it dies, another one takes its place.
+    """
+    end = time.monotonic() + timeout
+    with tempfile.TemporaryDirectory() as folder:
+        outputs: dict[str, list[Path]] = {tool: [] for tool in TOOLS}
+        active: dict[str, list[subprocess.Popen[bytes]]] = {tool: [] for tool in TOOLS}
+        for tool in TOOLS:
+            (Path(folder) / tool).mkdir()
+        while time.monotonic() < end:
+            for tool in TOOLS:
+                claims = Path(folder) / tool
+                active[tool] = [process for process in active[tool] if process.poll() is None]
+                missing = len(names) - len(list(claims.iterdir()))
+                for _ in range(min(missing, processes - len(active[tool]))):
+                    outputs[tool].append(Path(folder) / f"{tool}.{len(outputs[tool])}.txt")
+                    with outputs[tool][-1].open("wb") as file:
+                        arguments = command(tool, "--samples", str(claims), *names)
+                        options = {"cwd": TESTS.parent, "env": _environment(), "start_new_session": True}
+                        active[tool].append(
+                            subprocess.Popen(arguments, stdout=file, stderr=subprocess.STDOUT, **options)
+                        )
+            if not any(active.values()):
+                break
+            time.sleep(0.5)
+        for process in (p for listed in active.values() for p in listed):
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        found = {(tool, name): Samples() for tool in TOOLS for name in names}
+        for tool, listed in outputs.items():
+            for path in listed:
+                for part in path.read_text(errors="replace").split(BEGIN)[1:]:
+                    name, _, text = part.partition("\n")
+                    ends = [line for line in text.splitlines() if line.startswith(END)]
+                    found[tool, name] = Samples(ends[-1] if ends else f"not done: {text[-300:]}", reports(text))
+        return found
 
 
 def reports(output: str) -> list[Report]:
@@ -144,6 +210,54 @@ def main(op: str) -> int:
     return 0
 
 
+def _run_samples(name: str) -> None:
+    """Run the sample inputs of an op, or one case of each of torch's operators of a family."""
+    import torch
+    from contracts.samples import samples_of
+
+    import rtkernels
+    from bench.measure import aten
+
+    if not name.startswith(ATEN):
+        for torch_op, args in samples_of(name, "cuda"):
+            torch_op(*args)
+        return
+    for row in aten.table.table().values():
+        given = aten.arguments(row, (33, 130), torch.bfloat16, "cuda") if row.family == name[len(ATEN) :] else None
+        if given is None:
+            continue
+        base, _, overload = row.name.partition(".")
+        with rtkernels.use(row.name), torch.no_grad():
+            try:
+                getattr(getattr(torch.ops.aten, base), overload or "default")(*given[0], **given[1])
+            except (RuntimeError, NotImplementedError) as error:  # of torch's own, for an operator that lacks bf16
+                print(f"{row.name}: {error}"[:200], flush=True)
+
+
+def main_samples(claims: Path, names: list[str]) -> int:
+    """Run the samples of every name that no other process has claimed; print how each ended."""
+    import torch
+
+    for name in names:
+        try:
+            (claims / name).touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        print(f"{BEGIN}{name}", flush=True)
+        try:
+            _run_samples(name)
+            torch.cuda.synchronize()
+        except Exception as error:
+            print(f"{END}failed: {type(error).__name__}: {error}"[:400].replace("\n", " "), flush=True)
+            if "CUDA" in str(error):  # this process can do nothing on the GPU any more
+                return 1
+            continue
+        print(f"{END}passed", flush=True)
+    return 0
+
+
 if __name__ == "__main__":
     sys.path[:0] = [str(TESTS.parent), str(TESTS)]
+    if sys.argv[1] == "--samples":
+        sys.exit(main_samples(Path(sys.argv[2]), sys.argv[3:]))
     sys.exit(main(sys.argv[1]))

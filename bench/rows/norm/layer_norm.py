@@ -33,12 +33,16 @@ def _torch_bwd(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, eps: float) 
     return dx.to(x.dtype), torch.stack(((d * normalised).sum(0), d.sum(0))).to(weight.dtype)
 
 
+_SHAPES = ((8192, 2048), (8192, 4096), (1, 1024), (16, 4096), (128, 4096))
+
+
 def rows() -> Iterator[Row]:
-    rows = 8192
-    for cols in (2048, 4096):
+    for rows, cols in _SHAPES:
         n = rows * cols * 2
 
-        def make(device: str, generator: torch.Generator, *, backward: bool, cols: int = cols) -> dict[str, Any]:
+        def make(
+            device: str, generator: torch.Generator, *, backward: bool, rows: int = rows, cols: int = cols
+        ) -> dict[str, Any]:
             def normal(*shape: int) -> Tensor:
                 return torch.randn(*shape, dtype=torch.bfloat16, device=device, generator=generator)
 
@@ -54,6 +58,8 @@ def rows() -> Iterator[Row]:
             fused=lambda x, weight, bias, eps: F.layer_norm(x, (x.shape[-1],), weight, bias, eps),
             bytes=2 * n + 4 * cols,
         )
+        if rows < 8192:
+            continue
         yield Row(
             name="layer_norm_bwd",
             shape=f"{rows}x{cols}",

@@ -53,7 +53,9 @@ _VARIANTS = {"bf16": (torch.bfloat16, HIGH), "high": (torch.float32, HIGH), "exa
 _FORWARD_VARIANTS = {"fast": (torch.bfloat16, FAST), "high": (torch.float32, HIGH)}
 
 
-_FORWARD_SIZES = ((12289, 160, 2048), (12289, 160, 6144), (4096, 64, 7168), (8192, 384, 4096))
+_FORWARD_SIZES = (
+    (12289, 160, 2048), (12289, 160, 6144), (4096, 64, 7168), (4096, 8, 4096), (8192, 384, 4096), (8192, 512, 4096),
+)  # fmt: skip
 
 
 def _forward_row(sizes: tuple[int, int, int], name: str, dtype: torch.dtype, level: int) -> Row:

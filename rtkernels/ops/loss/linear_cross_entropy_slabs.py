@@ -155,5 +155,5 @@ def suits(rows: int, weight: Tensor, small: int) -> bool:
     has fewer launches, and in fp32 chunks of rows round nothing either.
     """
     vocabulary, size = weight.shape
-    held = rows * vocabulary * weight.element_size()
-    return weight.dtype != torch.float32 and small < held <= 4 * vocabulary * size
+    slab_bytes = rows * vocabulary * weight.element_size()
+    return weight.dtype != torch.float32 and small < slab_bytes <= 4 * vocabulary * size
