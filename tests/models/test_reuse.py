@@ -89,3 +89,18 @@ def test_a_norm_that_hands_its_input_on(dtype: torch.dtype) -> None:
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 4e-2}
     torch.testing.assert_close(x.grad.double(), leaf.grad, **tolerance)
     torch.testing.assert_close(weight.grad.double(), gain.grad, **tolerance)
+
+
+def test_what_the_activation_gives_is_freed() -> None:
+    linear, x = nn.Linear(8, 4, bias=False), torch.randn(2, 3, 8, requires_grad=True)
+    wanted = torch.autograd.grad(linear(x).square().sum(), (x, linear.weight))
+    for keep in (True, False):
+        given = x * 1.0
+        loss = reuse.project(linear, given).square().sum()
+        for got, exact in zip(torch.autograd.grad(loss, (x, linear.weight), retain_graph=keep), wanted, strict=True):
+            torch.testing.assert_close(got, exact)
+        assert (given.untyped_storage().nbytes() > 0) == keep
+    with_bias = nn.Linear(8, 4)
+    given = x * 1.0
+    reuse.project(with_bias, given).sum().backward()
+    assert given.untyped_storage().nbytes() > 0 and with_bias.bias.grad is not None
