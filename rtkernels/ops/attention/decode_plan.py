@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.attention import decode_cluster_plan
 from rtkernels.ops.attention.mma_plan import tile_pitch
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
@@ -115,6 +116,9 @@ def combine(
 
 def steps(call: Decode, device: int) -> Steps:
     """Return the launches of a call."""
+    alone = decode_cluster_plan.steps(call, device)
+    if alone is not None:
+        return alone
     width = next((d for d in _WIDTHS if max(call.d_qk, call.d_v) <= d), None)
     if width is None:
         raise ArgumentError(
