@@ -58,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
     aten.add_argument("--limit", type=int, help="leave out shapes with more elements")
     aten.add_argument("--out", type=Path, default=Path("aten.json"), help="result file")
     aten.add_argument("--quick", action="store_true", help="a minute: fewer shapes, dtypes and calls")
+    aten.add_argument("--record", type=Path, metavar="FILE", help="measure nothing; take the default set from a result")
     aten.add_argument("--seconds", type=float, help="begin no case after this time")
     show = commands.add_parser("report", help="print result files as markdown")
     show.add_argument("files", nargs="+", type=Path)
@@ -157,6 +158,11 @@ def _aten(args: argparse.Namespace) -> int:
 
     import torch
 
+    if args.record is not None:
+        from bench.report import aten as chosen
+
+        chosen.record(args.record)
+        return 0
     from bench.measure import aten
 
     ways = tuple(way for way in args.ways.split(",") if way)

@@ -7,14 +7,15 @@
 Every way gets the same weights and tokens. A row has the time of a step (forward and backward), the host's share of it,
 peak memory, and the largest relative errors (Frobenius) of the output and of the gradients against the same layer in
 fp32. Ways: "eager" (plain torch), "transformers" (the model's own code), "liger", "compile" (torch.compile of
-transformers' code), "ours" (patched), "ours_fused" (with fused_layers and our attention), "fp8" and "fp8_fused" (the
-same with fp8 products). Experts of the reference are chosen by 16-bit logits, as those of the ways are.
+transformers' code), "ours" (patched), "ours_fused" (with fused_layers, our attention and router), "fp8" and "fp8_fused"
+(the same with fp8 products). Experts of the reference are chosen by 16-bit logits, as those of the ways are.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import statistics
 import time
@@ -50,10 +51,8 @@ class Layer(NamedTuple):
     call: Callable[[Tensor], Tensor]
 
 
-PATCHES = {
-    "ours": {}, "ours_fused": {"fused_layers": True, "attention": True}, "fp8": {"fp8": True},
-    "fp8_fused": {"fp8": True, "fused_layers": True, "attention": True},
-}  # fmt: skip
+_FUSED = {"fused_layers": True, "attention": True, "router": True}
+PATCHES = {"ours": {}, "ours_fused": _FUSED, "fp8": {"fp8": True}, "fp8_fused": {"fp8": True, **_FUSED}}
 
 
 def _model(kind: str, device: str, dtype: torch.dtype, **sizes: Any) -> nn.Module:
@@ -201,7 +200,7 @@ KINDS = {
     "moe": Kind(
         {"batch": 2, "length": 4096, "hidden": 2048, "ffn": 768, "experts": 128, "top_k": 8},
         {"batch": 2, "length": 24, "hidden": 128, "ffn": 64, "experts": 8, "top_k": 2},
-        ("eager", "transformers", "liger", "compile", "ours", "fp8"),
+        ("eager", "transformers", "liger", "compile", "ours", "ours_fused", "fp8", "fp8_fused"),
         moe,
     ),
 }  # fmt: skip
@@ -247,6 +246,7 @@ def _host_ms(call: Callable[[], Any]) -> float:
 
 def measure(kind: str, way: str, sizes: Sizes, device: str, wanted: dict[str, Tensor], repeats: int) -> dict[str, Any]:
     """Return the row of one way."""
+    gc.collect()  # of the way before, whose modules may have cycles
     layer = KINDS[kind].build(sizes, device, torch.bfloat16, way)
     leaf, dy = inputs(sizes, device, torch.bfloat16)
     got = results(layer, leaf, dy)
@@ -264,7 +264,7 @@ def measure(kind: str, way: str, sizes: Sizes, device: str, wanted: dict[str, Te
         row["peak_mib"] = round(peak_mib(call))
         row["host_ms"] = round(_host_ms(call), 3)
         timer = Timer(CudaDevice(), iterations=repeats, batch=3)  # its buffer is not the layer's memory
-        if kind == "moe" and way == "eager":  # reads the experts that were hit
+        if (kind, way) in (("moe", "eager"), ("head", "liger")):  # they wait for the device
             timing = timer.measure_waiting([call], min(repeats, 3))
         else:
             timing = timer.measure([call])

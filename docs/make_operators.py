@@ -12,7 +12,9 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
+from bench.report import aten as chosen  # noqa: E402
 from rtkernels.aten import table  # noqa: E402
+from rtkernels.aten.measured import DEFAULT  # noqa: E402
 
 # Family, expectation (W: faster than torch's is realistic, P: as fast, S: leave it to torch), how many of the 184
 # names the line accounts for, overloads.
@@ -240,11 +242,13 @@ block, `rtkernels.disable()` ends it. Names are overloads (`sum.dim_IntList`), o
 
 What a kernel does not cover (float64 and complex, more than six dimensions that do not merge, sparse tensors, invalid
 arguments) goes to torch's own kernel. Gradients are torch's formulas. Small tensors go to torch as well, because the
-time of the host counts there: `rtkernels.aten.table.MIN_ELEMENTS` has the sizes, which are not measured yet.
+time of the host counts there: `rtkernels.aten.table.MIN_ELEMENTS` has the sizes.
 
-{count} overloads can be taken; {default} of them are the default set of `enable()`, those expected to be faster than
-torch's. No time of this layer was measured on a GPU yet: the set is an expectation. Contiguous pointwise operators are
-not in it, since torch's are as fast as memory; `include="ew"` takes them all the same.
+{count} overloads can be taken; {default} of them are the default set of `enable()` (`rtkernels/aten/measured.py`): all
+of torch's samples agree on the GPU, and over FlagGems' core shapes the geometric mean of torch's time over ours is 1.05
+or more, host included ([measured](#measured)). The time of the host decides: where torch launches one kernel, ours is
+faster only from millions of elements on, so that most overloads are not in the set; `include="red"` and the like take
+them all the same, for captured graphs and large tensors.
 
 Under `torch.compile` the backends `eager` and `aot_eager` call aten operators, and ours with them; `inductor` writes
 its own kernels, so that ours run only where it calls an aten operator. `rtkernels.pointwise(name, expression)` gives an
@@ -289,6 +293,36 @@ def reason(name: str, family: str) -> str:
     return FAMILY_REASONS.get(family, "")
 
 
+MEASURED = """
+## Measured
+
+One run of `python -m bench aten --quick` on an {gpu}, torch {torch}, bfloat16 and float32
+(`bench/results/aten/h200.json`); times of calls in a row, host included ("operator mode"). Torch's time over ours,
+geometric mean over the shapes: of our kernel at every size; with smaller calls given back to torch, which costs
+{extra:.0f} µs of that host's time each; and the elements from which on the kernel is then taken. In a fresh process
+`enable()` took {enable:.0f} ms there, `enable("all")` {everything:.0f} ms, all imports included.
+
+| overload | kernel at every size | from a threshold on | threshold |
+|---|---|---|---|
+"""
+
+
+def measured() -> list[str]:
+    """Return the section on times, losses included."""
+    result = chosen.load()
+    about, host = result["environment"], result["host"]
+    head = MEASURED.format(
+        gpu=about["gpu"], torch=about["torch"], extra=chosen.given_back_us(result), enable=host["enable default ms"],
+        everything=host["enable all ms"],
+    )  # fmt: skip
+    lines = head.rstrip().splitlines()
+    for name, (alone, best, size) in sorted(chosen.choice(result).items(), key=lambda item: -item[1][1]):
+        where = "never" if size == chosen.NEVER else f"{size}"
+        mark = ", default" if name in DEFAULT else ""
+        lines.append(f"| `{name}`{mark} | {alone:.2f} | {best:.2f} | {where} |")
+    return [*lines, ""]
+
+
 def page() -> str:
     """Return the text of ``operators.md``."""
     rows = table.table()
@@ -312,6 +346,7 @@ def page() -> str:
     lines += [f"| {name} | by name | {what} |" for name, what in FUNCTIONS.items()]
     more = sorted(known - {name for *_, names in listed() for name in names})
     lines += ["", "## Also taken", "", ", ".join(f"`{name}`" for name in more), ""]
+    lines += measured()
     return "\n".join(lines)
 
 

@@ -124,11 +124,11 @@ def main(argv: list[str] | None = None) -> int:
     for arm, record in processes.records("bench.e2e.train", args.arms.split(","), passed, args.together):
         result["arms"][arm] = record
         print(_line(arm, record), flush=True)
-    result["gates"] = gates.gates(args.model, result["arms"], starts=not args.together)
+        result["gates"] = gates.gates(args.model, result["arms"], starts=not args.together)
+        result["environment"] = result.get("environment") or meta.environment()
+        if args.out:  # what there is, in case that time runs out
+            args.out.write_text(json.dumps(result, indent=1))
     print(gates.text(result["gates"]))
-    result["environment"] = meta.environment()
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1))
     return 1 if any("failed" in record for record in result["arms"].values()) else 0
 
 

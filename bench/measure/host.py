@@ -199,19 +199,15 @@ def _wall(call: Case, sync: Callable[[], None], repeat: int) -> float:
 
 
 def measure(quick: bool = False, log: Callable[[str], None] = print) -> dict[str, Any]:
-    """All host rows of this machine's GPU."""
+    """All host rows of this machine's GPU; quick ones without fresh processes."""
     import torch
 
     log("host: µs per call")
-    per_function = per_call(cases(), torch.cuda.synchronize, rounds=10 if quick else ROUNDS)
-    log("host: first use")
-    repeat = 1 if quick else 3
-    return {
-        "us_per_call": per_function,
-        "lists_us": lists(),
-        "first_use": first_use(repeat=repeat),
-        "import_ms": import_ms(repeat + 2),
-    }
+    found = {"us_per_call": per_call(cases(), torch.cuda.synchronize, rounds=10 if quick else ROUNDS)}
+    if quick:
+        return found
+    log("host: lists and first use")
+    return {**found, "lists_us": lists(), "first_use": first_use(), "import_ms": import_ms()}
 
 
 def child(op: str) -> dict[str, Any]:

@@ -37,7 +37,8 @@ def calls(rtk: Any, device: str) -> dict[str, tuple[float, Callable[[], Case]]]:
     def f8(*shape: int) -> Any:
         return rand(*shape).to(torch.float8_e4m3fn)
 
-    x, w, y, gated = rand(ROWS, COLS), rand(COLS), rand(ROWS, COLS), rand(ROWS, 2 * COLS)
+    x, w, b, y, z = rand(ROWS, COLS), rand(COLS), rand(COLS), rand(ROWS, COLS), rand(ROWS, COLS)
+    gated = rand(ROWS, 2 * COLS)
     one, row_scales, smooth, smooth_gated = ones(()), ones(ROWS), ones(COLS), ones(2 * COLS)
     permuted_scales, smooth_experts, main_grad = ones(2 * ROWS), ones(EXPERTS, COLS), ones(ROWS, COLS)
     counts, ids = numbers(*[ROWS // EXPERTS] * EXPERTS), torch.arange(ROWS, device=device)
@@ -46,9 +47,10 @@ def calls(rtk: Any, device: str) -> dict[str, tuple[float, Callable[[], Case]]]:
     q, k, v = rand(1, ROWS, 8, 64), rand(1, ROWS, 2, 64), rand(1, ROWS, 2, 64)
     cache = rand(1, 256, 2, 64), rand(1, 256, 2, 64)
     lengths, starts, offsets = numbers(ROWS), numbers(0, ROWS), counts.cumsum(0).to(torch.int32)
-    tensors = [ones(256) for _ in range(8)]
+    tensors, others = [ones(256) for _ in range(8)], [ones(256) for _ in range(8)]
     codes, order = f8(ROWS, COLS), torch.arange(EXPERTS, device=device)
-    square, experts = rand(COLS, COLS), rand(EXPERTS, COLS, COLS)
+    square, experts, router = rand(COLS, COLS), rand(EXPERTS, COLS, COLS), rand(EXPERTS, COLS)
+    scales = torch.zeros(ROWS, COLS // 16, device=device, dtype=torch.uint8)
 
     def index() -> Any:
         return rtk.moe_index(choices, EXPERTS)
@@ -65,8 +67,8 @@ def calls(rtk: Any, device: str) -> dict[str, tuple[float, Callable[[], Case]]]:
         return lambda: rtk.moe_unpermute(permuted, found)
 
     def sorted_scales() -> Case:
-        scales = rtk.nvfp4_swizzle(torch.zeros(ROWS, COLS // 16, device=device, dtype=torch.uint8))
-        return lambda: rtk.nvfp4_unswizzle(scales, ROWS, COLS)
+        swizzled = rtk.nvfp4_swizzle(scales)
+        return lambda: rtk.nvfp4_unswizzle(swizzled, ROWS, COLS)
 
     def quantized_attention() -> Case:
         q8, q_scale, k8, k_scale, *_ = rtk.quantize_qk(*heads8[:2])
@@ -80,19 +82,18 @@ def calls(rtk: Any, device: str) -> dict[str, tuple[float, Callable[[], Case]]]:
     decay, state = ones(8), torch.zeros(1, 8, 64, 64, device=device)
     heads8 = rand(1, ROWS, 8, 64), rand(1, ROWS, 8, 64), rand(1, ROWS, 8, 64)
     step = rand(1, 8, 64), rand(1, 8, 64), rand(1, 8, 64)
-    lse = ones(1, 8, ROWS)
+    halves, lses = [q, rand(1, ROWS, 8, 64)], [ones(1, 8, ROWS), ones(1, 8, ROWS)]
     bits = torch.ones(ROWS, EXPERTS, device=device, dtype=torch.bool)
     image, time = rand(1, 64, 64, 3), ones(())
 
     single: dict[str, Callable[[], Case]] = {
         "rms_norm residual": lambda: lambda: rtk.rms_norm(x, w, residual=y),
-        "layer_norm residual": lambda: lambda: rtk.layer_norm(x, w, w, residual=y),
+        "layer_norm residual": lambda: lambda: rtk.layer_norm(x, w, b, residual=y),
         "rms_norm_fp8": lambda: lambda: rtk.rms_norm_fp8(x, w),
         "layer_norm_fp8": lambda: lambda: rtk.layer_norm_fp8(x, w),
         "group_rms_norm_gate": lambda: lambda: rtk.group_rms_norm_gate(x, y, w, groups=8),
         "act": lambda: lambda: rtk.act(x, "silu"),
         "glu_fp8": lambda: lambda: rtk.glu_fp8(gated),
-        "glu_fp8_backward": lambda: lambda: rtk.glu_fp8_backward(x, gated),
         "glu_smooth_fp8": lambda: lambda: rtk.glu_smooth_fp8(gated, smooth),
         "log_softmax": lambda: lambda: rtk.log_softmax(x),
         "row_dot": lambda: lambda: rtk.row_dot(x, y),
@@ -106,10 +107,6 @@ def calls(rtk: Any, device: str) -> dict[str, tuple[float, Callable[[], Case]]]:
         "quantize_fp8_experts": lambda: lambda: rtk.quantize_fp8_experts(x, counts),
         "quantize_fp8_hadamard": lambda: lambda: rtk.quantize_fp8_hadamard(x),
         "quantize_fp8_smooth": lambda: lambda: rtk.quantize_fp8_smooth(x, smooth),
-        "quantize_fp8_shard_": lambda: lambda: rtk.quantize_fp8_shard_(codes, row_scales, smooth_gated, 0),
-        "dequantize_fp8_hadamard": lambda: lambda: rtk.dequantize_fp8_hadamard(codes, row_scales),
-        "dequantize_fp8_smooth": lambda: lambda: rtk.dequantize_fp8_smooth(codes, row_scales, smooth),
-        "smooth_factors": lambda: lambda: rtk.smooth_factors(smooth),
         "hadamard": lambda: lambda: rtk.hadamard(x),
         "quantize_nvfp4": lambda: lambda: rtk.quantize_nvfp4(x, global_scale=1.0),
         "quantize_mxfp4": lambda: lambda: rtk.quantize_mxfp4(x),
@@ -117,10 +114,7 @@ def calls(rtk: Any, device: str) -> dict[str, tuple[float, Callable[[], Case]]]:
         "dequantize_mxfp4": lambda: mxfp(rtk.quantize_mxfp4, rtk.dequantize_mxfp4),
         "dequantize_mxfp8": lambda: mxfp(rtk.quantize_mxfp8, rtk.dequantize_mxfp8),
         "dequantize_nvfp4": lambda: mxfp(rtk.quantize_nvfp4, rtk.dequantize_nvfp4),
-        "nvfp4_swizzle": lambda: lambda: rtk.nvfp4_swizzle(codes.view(torch.uint8)[:, :64]),
-        "nvfp4_unswizzle": sorted_scales,
         "moe_permute": with_index(lambda found: lambda: rtk.moe_permute(x, found)),
-        "moe_permute_fp8": with_index(lambda found: lambda: rtk.moe_permute_fp8(x, found, layout="row")),
         "moe_permute_smooth": with_index(lambda found: lambda: rtk.moe_permute_smooth(x, found, smooth_experts)),
         "moe_unpermute": with_index(unpermuted),
         "topk": lambda: lambda: rtk.topk(logits, 2),
@@ -128,7 +122,6 @@ def calls(rtk: Any, device: str) -> dict[str, tuple[float, Callable[[], Case]]]:
         "router_z_loss": lambda: lambda: rtk.router_z_loss(logits),
         "embedding": lambda: lambda: rtk.embedding(ids, x),
         "index_select": lambda: lambda: rtk.index_select(x, ids),
-        "id_bounds": lambda: lambda: rtk.id_bounds(ids),
         "patchify": lambda: lambda: rtk.patchify(image, 2),
         "repeat_heads": lambda: lambda: rtk.repeat_heads(k, 4),
         "transpose": lambda: lambda: rtk.transpose(x),
@@ -137,21 +130,16 @@ def calls(rtk: Any, device: str) -> dict[str, tuple[float, Callable[[], Case]]]:
         "scale_": lambda: lambda: rtk.scale_(x, 1.0),
         "add_bias": lambda: lambda: rtk.add_bias(x, w),
         "add_residual": lambda: lambda: rtk.add_residual(x, y),
-        "cfg_combine": lambda: lambda: rtk.cfg_combine(x, y, y, 1.0),
+        "cfg_combine": lambda: lambda: rtk.cfg_combine(x, y, z, 1.0),
         "channel_mul": lambda: lambda: rtk.channel_mul(x, w),
         "euler_step": lambda: lambda: rtk.euler_step(x, y, time),
         "multi_scale_": lambda: lambda: rtk.multi_scale_(tensors, 1.0),
-        "multi_clip_": lambda: lambda: rtk.multi_clip_(tensors, 1.0),
-        "multi_copy_": lambda: lambda: rtk.multi_copy_(tensors, tensors[::-1]),
-        "append_kv_cache": lambda: lambda: rtk.append_kv_cache(k[:, :1], v[:, :1], *cache, lengths),
+        "multi_copy_": lambda: lambda: rtk.multi_copy_(tensors, others),
         "attention": lambda: lambda: rtk.attention(q, k, v, causal=True),
         "attention_varlen": lambda: lambda: rtk.attention_varlen(q[0], k[0], v[0], starts, starts, ROWS, ROWS),
         "attention_quantized": quantized_attention,
         "lightning_attention_step": lambda: lambda: rtk.lightning_attention_step(*step, decay, state),
-        "merge_attention": lambda: lambda: rtk.merge_attention([q, q], [lse, lse]),
-        "quantize_qk": lambda: lambda: rtk.quantize_qk(q, k),
         "quantize_v": lambda: lambda: rtk.quantize_v(v),
-        "sdpa": lambda: lambda: rtk.sdpa(*heads8),
         "scaled_mm": lambda: lambda: rtk.scaled_mm(x, square),
         "gated_mm": lambda: lambda: rtk.gated_mm(x, square),
         "grouped_mm": lambda: lambda: rtk.grouped_mm(x, experts, offs=offsets),
@@ -161,18 +149,32 @@ def calls(rtk: Any, device: str) -> dict[str, tuple[float, Callable[[], Case]]]:
         "grouped_wgrad": lambda: lambda: rtk.grouped_wgrad(x, y, offs=offsets),
     }  # fmt: skip
     several: dict[str, Callable[[], Case]] = {
+        "dequantize_fp8_hadamard": lambda: lambda: rtk.dequantize_fp8_hadamard(codes, row_scales),
+        "dequantize_fp8_smooth": lambda: lambda: rtk.dequantize_fp8_smooth(codes, row_scales, smooth),
+        "smooth_factors": lambda: lambda: rtk.smooth_factors(smooth),
+        "quantize_fp8_shard_": lambda: lambda: rtk.quantize_fp8_shard_(codes, row_scales, smooth_gated, 0),
+        "nvfp4_swizzle": lambda: lambda: rtk.nvfp4_swizzle(scales),
+        "nvfp4_unswizzle": sorted_scales,
+        "id_bounds": lambda: lambda: rtk.id_bounds(ids),
+        "glu_fp8_backward": lambda: lambda: rtk.glu_fp8_backward(x, gated),
+        "moe_permute_fp8": with_index(lambda found: lambda: rtk.moe_permute_fp8(x, found, layout="row")),
+        "sdpa": lambda: lambda: rtk.sdpa(*heads8),
+        "quantize_qk": lambda: lambda: rtk.quantize_qk(q, k),
+        "merge_attention": lambda: lambda: rtk.merge_attention(halves, lses),
+        "multi_clip_": lambda: lambda: rtk.multi_clip_(tensors, 1.0),
+        "append_kv_cache": lambda: lambda: rtk.append_kv_cache(k[:, :1], v[:, :1], *cache, lengths),
         "glu_smooth_fp8_backward": lambda: lambda: rtk.glu_smooth_fp8_backward(x, gated, smooth_gated),
         "quantize_fp8 channel": lambda: lambda: rtk.quantize_fp8(x, granularity="channel"),
         "rope_table": lambda: lambda: rtk.rope_table(ROWS, 64, device=device),
         "cross_entropy": lambda: lambda: rtk.cross_entropy(x, labels),
         "linear_cross_entropy": lambda: lambda: rtk.linear_cross_entropy(x, square, labels),
-        "kl_div": lambda: lambda: rtk.kl_div(x, y, from_logits=True),
-        "jsd": lambda: lambda: rtk.jsd(x, y, from_logits=True),
+        "kl_div": lambda: lambda: rtk.kl_div(x, y, log_target=True),
+        "jsd": lambda: lambda: rtk.jsd(x, y),
         "moe_index": lambda: index,
         "moe_row_id_map": lambda: lambda: rtk.moe_row_id_map(bits),
         "moe_permute_smooth_t": with_index(lambda found: lambda: rtk.moe_permute_smooth_t(x, found, permuted_scales)),
-        "router_gemm": lambda: lambda: rtk.router_gemm(x, experts[:, 0]),
-        "rms_norm_router": lambda: lambda: rtk.rms_norm_router(x, w, experts[:, 0]),
+        "router_gemm": lambda: lambda: rtk.router_gemm(x, router),
+        "rms_norm_router": lambda: lambda: rtk.rms_norm_router(x, w, router),
         "load_balancing_loss": lambda: lambda: rtk.load_balancing_loss(logits, choices),
         "embedding_grad_": lambda: lambda: rtk.embedding_grad_(main_grad, ids, x),
         "scatter_add": lambda: lambda: rtk.scatter_add(x, ids, ROWS),
@@ -190,7 +192,7 @@ def calls(rtk: Any, device: str) -> dict[str, tuple[float, Callable[[], Case]]]:
     }  # fmt: skip
     return {
         "rms_norm": (TORCH, lambda: lambda: rtk.rms_norm(x, w, eps=1e-6)),
-        "layer_norm": (TORCH, lambda: lambda: rtk.layer_norm(x, w, w)),
+        "layer_norm": (TORCH, lambda: lambda: rtk.layer_norm(x, w, b)),
         "glu": (TORCH, lambda: lambda: rtk.glu(gated)),
         "softmax": (TORCH, lambda: lambda: rtk.softmax(x)),
         "quantize_fp8": (TORCH, lambda: lambda: rtk.quantize_fp8(x)),

@@ -1,5 +1,5 @@
 """What follows from a recorded run of ``python -m bench aten``: the default set of ``rtkernels.enable()``, and sizes
-below which calls go to torch. ``python -m bench aten --record FILE`` keeps a result as ``bench/results/aten/<gpu>.json``
+below which calls go to torch. ``python -m bench aten --record FILE`` keeps a result as ``bench/results/aten/h200.json``
 and writes ``rtkernels/aten/measured.py`` from it.
 
 A call that is given back to torch costs the host's time of an override. Of each overload the threshold is the size that
@@ -56,7 +56,7 @@ def mean_ratio(cases: list[dict[str, Any]], threshold: int, given_back: float) -
 
 
 def choice(result: dict[str, Any]) -> dict[str, tuple[float, float, int]]:
-    """Return, for each overload, the mean ratio of our kernel alone, that with the best threshold, and the threshold."""
+    """Return, for each overload, the mean ratio of our kernel alone, that with the best threshold, and this."""
     extra = given_back_us(result)
     chosen = {}
     for name, cases in cases_of(result).items():
@@ -76,8 +76,8 @@ def measured_module(result: dict[str, Any]) -> str:
     lines = "".join(f'    "{name}": {size},\n' for name, size in sorted(default_set(result).items()))
     gpu = result["environment"].get("gpu", "?")
     return (
-        '"""The default set of ``rtkernels.enable()``: overloads that were faster than torch\'s over FlagGems\' core shapes, with\n'
-        "the elements of the largest tensor from which on they are taken.\n\n"
+        '"""The default set of ``rtkernels.enable()``: overloads that were faster than torch\'s over FlagGems\' core\n'
+        "shapes, with the elements of the largest tensor from which on they are taken.\n\n"
         f"Written by ``python -m bench aten --record`` from ``bench/results/aten/h200.json``, measured on a {gpu}.\n"
         '"""\n\n'
         f"DEFAULT = {{\n{lines}}}\n"

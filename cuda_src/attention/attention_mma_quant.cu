@@ -50,12 +50,12 @@ struct ValueProduct<kValuesE4m3> : ScoreProduct<kE4m3> {};
 template <typename T, int QK, int PV, int D>
 __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16) || D > 64 ? 2 : 3)
     attention_mma_quant(const u8* q, const u8* k, const u8* v, const float* scale_q, const float* scale_k, const float* scale_v,
-                        const i32* lengths, const i32* cu_q, const i32* cu_k, T* out, float* lse, i64 pairs, i64 heads,
+                        const i32* lengths, const i32* cu_q, const i32* cu_k, void* out, float* lse, i64 pairs, i64 heads,
                         i64 group, i64 tiles, i64 section, i64 lq, i64 lkv, i64 d_qk, i64 d_v, i64 q_batch, i64 q_row,
                         i64 q_head, i64 k_batch, i64 k_row, i64 k_head, i64 v_batch, i64 v_row, i64 v_head, i64 out_batch,
                         i64 out_row, i64 out_head, i64 lse_batch, i64 lse_head, i64 sq_batch, i64 sq_head, i64 sq_shift,
                         i64 sk_batch, i64 sk_head, i64 sk_shift, i64 sv_batch, i64 sv_head, i64 sv_block, i64 left,
-                        i64 right, double scale) {
+                        i64 right, i64 out_fp16, double scale) {
     constexpr bool kCodes = PV != kValues16;
     constexpr int MT = QK == kInt8 && !kCodes ? 2 : 1, BM = 64 * MT, BN = kQuantKeys, kKeyTiles = BN / 8, kOutTiles = D / 8;
     using QTile = MmaTile<D / 2>;                    // two codes in the place of a 16-bit element
@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
     const WarpRows mine(16 * MT);
     const QueryBlock& own = walk.block;
     const int rows = own.sequence.lq - own.i0;
-    out += own.first_query(out_batch, out_row, out_head);
+    const i64 first_out = own.first_query(out_batch, out_row, out_head);
     lse += own.first_query(lse_batch, 1, lse_head);
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
@@ -255,7 +255,13 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
 #pragma unroll
             for (int r = 0; r < 2; ++r) logs[r] -= logf(Powers::kLargest);
         }
-        store_rows<T>(out, out_row, sums[m], times, mine.row + 16 * m, rows, static_cast<int>(d_v), mine.lane);
+        if (kCodes && out_fp16 != 0) {
+            store_rows(static_cast<fp16*>(out) + first_out, out_row, sums[m], times, mine.row + 16 * m, rows, static_cast<int>(d_v),
+                       mine.lane);
+        } else {
+            store_rows(static_cast<T*>(out) + first_out, out_row, sums[m], times, mine.row + 16 * m, rows, static_cast<int>(d_v),
+                       mine.lane);
+        }
         store_logs(lse, logs, mine.row + 16 * m, rows, mine.lane);
     }
 }

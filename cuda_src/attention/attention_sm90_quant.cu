@@ -2,11 +2,12 @@
 // and the copy engine, in the order of attention_sm90_fwd.cu.
 //
 // A block takes tiles of 128 queries of one head, drawn from a counter: two consumer warpgroups of 64 queries each, one warp that
-// fetches q and tiles of 128 keys and values, the last keys first, through two stages each. Scales come with their tiles, by
+// fetches q and tiles of 128 keys and values, the last keys first, through a ring of stages each. Scales come with their tiles, by
 // cp.async, as their rows are not aligned.
 //
-// Scores: sums of int8 begin at kShift, an integer whose bits are those of a float, so that a subtraction makes them floats. A score
-// counts as 2^(factor[r] * scale_k[j] * sum), factor[r] = scale * scale_q * log2(e) of its row.
+// A score counts as 2^(factor[r] * scale_k[j] * sum), factor[r] = scale * scale_q * log2(e) of its row. With 16-bit values, sums of int8
+// begin at kShift, an integer whose bits are those of a float, so that one multiply-add makes them scaled floats (off by less than one
+// of the integer's units); with 8-bit values the units that this needs are short, and a conversion is quicker.
 //
 // 16-bit values: the warpgroups are in ping-pong, and products of a tile's scores are made while powers of the tile before are multiplied
 // by its values.
@@ -32,19 +33,25 @@ struct KeyOrder {
     RTK_DEVICE static constexpr int of_lane(int t) { return CODES ? 4 * t : 2 * t; }
 };
 
-template <int QK>
+template <int QK, bool SHIFTED>
 struct ScoreProduct {
     using Code = s8;
     using Sum = i32;
-    static constexpr i32 kShift = 0x4b400000;  // 1.5 * 2^23
-    RTK_DEVICE static float value(i32 sum) { return __int_as_float(sum) - 12582912.0f; }
+    static constexpr bool kShifted = SHIFTED;
+    static constexpr float kShift = 12582912.0f;  // 1.5 * 2^23: no sum is as large as 2^22
+    static constexpr i32 kShiftBits = 0x4b400000;
+    RTK_DEVICE static float scaled(i32 sum, float by, float shift_by) {
+        return SHIFTED ? __int_as_float(sum) * by - shift_by : static_cast<float>(sum) * by;
+    }
 };
-template <>
-struct ScoreProduct<kE4m3> {
+template <bool SHIFTED>
+struct ScoreProduct<kE4m3, SHIFTED> {
     using Code = e4m3;
     using Sum = float;
+    static constexpr bool kShifted = false;
     static constexpr float kShift = 0.0f;
-    RTK_DEVICE static float value(float sum) { return sum; }
+    static constexpr i32 kShiftBits = 0;
+    RTK_DEVICE static float scaled(float sum, float by, float) { return sum * by; }
 };
 
 template <int PV>
@@ -74,9 +81,9 @@ __global__ void __launch_bounds__(384, 1)
                          i64 sk_batch, i64 sk_head, i64 sk_shift, i64 sv_batch, i64 sv_head, i64 sv_block, i64 left, i64 right,
                          i64 heads_together, i64 out_fp16, double scale) {
     constexpr bool kCodes = PV != kValues16;
-    constexpr int BM = 128, BN = 128, kConsumers = 8, kStages = 2, kHalf = 64;  // kHalf: keys that share scales of values
+    constexpr int BM = 128, BN = 128, kConsumers = 8, kStages = kCodes ? 4 : 3, kHalf = 64;  // kHalf: keys that share scales of values
     constexpr int kProducerRegisters = kCodes ? 56 : 40, kConsumerRegisters = kCodes ? 224 : 232;
-    using Score = ScoreProduct<QK>;
+    using Score = ScoreProduct<QK, !kCodes>;
     using Order = KeyOrder<kCodes>;
     using VTile = Boxed<BN, D>;
     constexpr u32 kRowBytes = kTileRow, kQBytes = BM * kRowBytes, kKBytes = BN * kRowBytes;
@@ -232,11 +239,13 @@ __global__ void __launch_bounds__(384, 1)
 #pragma unroll
             for (int step = 0; step < D / 32; ++step)
                 ptx::wgmma_typed<typename Score::Code, typename Score::Code, false, false>(
-                    sums, a + step * kNextKMajor, b + step * kNextKMajor, QK == kInt8 || step != 0);
+                    sums, a + step * kNextKMajor, b + step * kNextKMajor, Score::kShifted || step != 0);
         };
         auto clear = [&] {
+            if constexpr (Score::kShifted) {
 #pragma unroll
-            for (auto& x : sums) x = Score::kShift;
+                for (auto& x : sums) x = Score::kShiftBits;
+            }
         };
         // From sums of tile n to powers in `s`; the stage of its keys is free after it.
         auto make_powers = [&](float(&s)[BN / 2], int n) {
@@ -244,8 +253,10 @@ __global__ void __launch_bounds__(384, 1)
 #pragma unroll
             for (int j = 0; j < BN / 8; ++j) {
                 const float2 by = pair_at(scales + 4 * Order::of_tile(j));
+                const float2 shift_by = make_float2(Score::kShift * by.x, Score::kShift * by.y);
 #pragma unroll
-                for (int e = 0; e < 4; ++e) s[4 * j + e] = Score::value(sums[4 * j + e]) * (e % 2 == 0 ? by.x : by.y);
+                for (int e = 0; e < 4; ++e)
+                    s[4 * j + e] = Score::scaled(sums[4 * j + e], e % 2 == 0 ? by.x : by.y, e % 2 == 0 ? shift_by.x : shift_by.y);
             }
             __syncwarp();
             if (speaks) k_pipe.release(k_state);
@@ -283,6 +294,13 @@ __global__ void __launch_bounds__(384, 1)
             }
         };
 
+        // What was summed before, where a maximum has grown.
+        auto rescale = [&] {
+            if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) {
+#pragma unroll
+                for (int j = 0; j < D / 2; ++j) o[j] *= correction[j / 2 % 2];
+            }
+        };
         auto release_values = [&] {
             __syncwarp();
             if (speaks) v_pipe.release(v_state);
@@ -328,8 +346,7 @@ __global__ void __launch_bounds__(384, 1)
                     }
                     v_pipe.wait(v_state);
                     multiply_half(0);
-#pragma unroll
-                    for (int j = 0; j < D / 2; ++j) o[j] *= correction[j / 2 % 2];
+                    rescale();
                     ptx::wgmma_wait<0>();
                     add_half(0);
                     multiply_half(1);
@@ -369,8 +386,7 @@ __global__ void __launch_bounds__(384, 1)
                     make_powers(s, n);
                     ptx::wgmma_wait<0>();
                     release_values();
-#pragma unroll
-                    for (int j = 0; j < D / 2; ++j) o[j] *= correction[j / 2 % 2];
+                    rescale();
                     pack(s);
                 }
                 v_pipe.wait(v_state);

@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(128, D > 128 || CODES == kSameType ? 1 : CODES
     const int split = static_cast<int>(blockIdx.x % splits), row0 = static_cast<int>(blockIdx.x / splits) * kDecodeRows;
     const int head_kv = static_cast<int>(blockIdx.y), batch = static_cast<int>(blockIdx.z);
     const int rows = static_cast<int>(lq * group);
-    const Sequence sequence{0, 0, static_cast<int>(lq), min(static_cast<int>(lkv), max(lengths[batch], 0))};
+    const Sequence sequence = sequence_at(batch, lq, lkv, nullptr, nullptr, lengths);
     const Mask mask(sequence, left, right);
 
     // Chunks of keys of this split.

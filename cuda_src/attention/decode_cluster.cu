@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(256)
     const int rank = ptx::cluster_rank(), row0 = static_cast<int>(blockIdx.x) / kBlocksOfRow * kRowsOfCluster;
     const i64 head_kv = blockIdx.y, batch = blockIdx.z;
     const int rows = static_cast<int>(lq * group), per = static_cast<int>(group);
-    const Sequence sequence{0, 0, static_cast<int>(lq), min(static_cast<int>(lkv), max(lengths[batch], 0))};
+    const Sequence sequence = sequence_at(batch, lq, lkv, nullptr, nullptr, lengths);
     const Mask mask(sequence, left, right);
     const int keys = sequence.keys, first = (rank * kWarps + warp) * kKeysOfWarp;
 

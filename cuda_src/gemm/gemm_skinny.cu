@@ -243,13 +243,10 @@ __global__ void __launch_bounds__(kSkinnyThreads, TILES == 1 ? 2 : 1)
                                  (depth + static_cast<int>(depth_b) - 1) / static_cast<int>(depth_b), kind,
                                  static_cast<int>(words_b), flag(3)};
     const Product product = {a, b, a_pitch, b_pitch, n, static_cast<int>(m), depth, activations,
-                             activations == kActivations16 || activations == kActivationsBf16 ? 16
-                             : activations >= kActivationsInt4                               ? 4
-                                                                                             : 8,
-                             flag(0), flag(1),
+                             activations == kActivations16 ? 16 : activations >= kActivationsInt4 ? 4 : 8, flag(0), flag(1),
                              flag(6), along_a, along_b};
     const SkinnyResult result = {
-        global_scale, words_a == 0 || activations == kActivationsBf16 ? reinterpret_cast<const float*>(scale_a) : nullptr,
+        global_scale, words_a == 0 ? reinterpret_cast<const float*>(scale_a) : nullptr,
         words_b == 0 ? reinterpret_cast<const float*>(scale_b) : nullptr, flag(9) ? scale_a_row / 4 : 0,
         flag(10) ? scale_b_row / 4 : 0, bias, add, out, n, out_pitch, add_pitch, Warp::Weights::kFactor,
         static_cast<int>(global_step), type(0), type(1), type(2), type(3), flag(7), flag(6), integer};
@@ -301,9 +298,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, TILES == 1 ? 2 : 1)
         if (converted && done >= -1 && done + 1 < count) {
             int next = slot + (done < 0 ? 0 : 1);
             if (next == ring) next = 0;
-            u8* const stage_of_next = slots + next * stage_bytes;
-            product.convert(stage_of_next + kSkinnyWeightBytes, ready + (done + 1 & 1) * ready_bytes,
-                            reinterpret_cast<float*>(stage_of_next + scales_at + words_b * (kSkinnyRows * 4)));
+            product.convert(slots + next * stage_bytes + kSkinnyWeightBytes, ready + (done + 1 & 1) * ready_bytes);
         }
         if (done < 0) continue;
         const u8* now = slots + slot * stage_bytes;

@@ -8,9 +8,7 @@
 // 8 tile + g. Quantised ones come as they are, token by token, and `convert` makes those fragments of them.
 // Scales of weights: words [word][128 rows], a word being an fp32 number or four bytes; of activations: [word][tokens].
 #pragma once
-#include "common/fp8_scale.cuh"
 #include "gemm/gemm_skinny_weights.cuh"
-#include "gemm/terms.cuh"
 #include "ptx/cp_async.cuh"
 
 namespace rtk {
@@ -20,10 +18,7 @@ inline constexpr int kSkinnyRows = 128;      // of weights, in a tile
 inline constexpr int kSkinnyRowBytes = 128;  // of a row, in a stage
 inline constexpr int kSkinnyWeightBytes = kSkinnyRows * kSkinnyRowBytes;
 
-// kActivationsBf16: bf16 that become fp16, times a power of two for each token and stage.
-enum SkinnyActivations {
-    kActivations16, kActivationsE4m3, kActivationsE5m2, kActivationsInt8, kActivationsInt4, kActivationsUint4, kActivationsBf16
-};
+enum SkinnyActivations { kActivations16, kActivationsE4m3, kActivationsE5m2, kActivationsInt8, kActivationsInt4, kActivationsUint4 };
 enum SkinnyScales { kScalesFp32, kScalesE8m0, kScalesUe4m3, kScalesSwizzled = 4 };  // the last one is added to a kind
 
 // Scales that vary along k.
@@ -185,7 +180,7 @@ struct SkinnyProduct {
             for (int w = thread / kSkinnyRows; w < scale_b.words; w += 2)
                 scale_b.fetch(own + (w & ~1) * (kSkinnyRows * 4), source.scales, first + w);
         }
-        if (scale_a.words != 0 && activations != kActivationsBf16 && thread < scale_a.words * kTokens) {
+        if (scale_a.words != 0 && thread < scale_a.words * kTokens) {
             u8* const own = to + kSkinnyWeightBytes + activation_bytes() + scale_b.words * (kSkinnyRows * 4) + thread * 4;
             scale_a.fetch(own, scale_a.row(min(thread % kTokens, m - 1)),
                           scale_a.template first_word<kDepth>(stage) + thread / kTokens);
@@ -243,35 +238,9 @@ struct SkinnyProduct {
         }
     }
 
-    RTK_DEVICE void convert_bf16(const u8* from, u8* to, float* scales) const {
-#pragma unroll 1
-        for (int i = threadIdx.x; i < kTokens * kVectors; i += kSkinnyThreads) {
-            const uint4 words = reinterpret_cast<const uint4*>(from)[i];
-            float value[8];
-            unpack<bf16, 8>(Raw<16>{{words.x, words.y, words.z, words.w}}, value);
-            float largest = 0.0f;
-#pragma unroll
-            for (float v : value) largest = max_finite(largest, v);
-#pragma unroll
-            for (int other = 1; other < kVectors; other *= 2)
-                largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, other));
-            const float factor = fp16_factor(largest);
-            if (i % kVectors == 0) scales[i / kVectors] = 1.0f / factor;
-#pragma unroll
-            for (float& v : value) v *= factor;
-            ptx::st_shared_16(ptx::shared_address(to + fragment(i % kVectors, i / kVectors)), pack<fp16, 8>(value));
-        }
-    }
-
    public:
-    // Quantised activations of a stage to fragments of fp16, exactly. Those of bf16 come in vectors, 16 lanes to a token, whose
-    // `scales` are what the sums of this stage have to be multiplied by: numbers that are 2^29 times smaller than the largest
-    // of their token and stage lose bits, which sums in fp32 do not have room for either.
-    RTK_DEVICE void convert(const u8* from, u8* to, float* scales) const {
-        if (activations == kActivationsBf16) {
-            if constexpr (kVectors == 16) convert_bf16(from, to, scales);
-            return;
-        }
+    // Quantised activations of a stage to fragments of fp16, exactly.
+    RTK_DEVICE void convert(const u8* from, u8* to) const {
 #pragma unroll 1
         for (int i = threadIdx.x; i < kTokens * kVectors; i += kSkinnyThreads) {
             float value[8];

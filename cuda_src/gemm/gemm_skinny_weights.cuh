@@ -52,24 +52,16 @@ struct WeightCodes {  // 16-bit floats
     }
 };
 
-// Where the target converts to fp16, that. Else sign, exponent and fraction move to their places in fp16 or bf16, which makes the
-// number 2^8 or 2^120 times too small; in subnormal numbers, too. The NaN codes come out as 480: `flag` collects them.
+// Sign, exponent and fraction move to their places in fp16 or bf16, which makes the number 2^8 or 2^120 times too small; in
+// subnormal numbers, too. The NaN codes come out as 480: `flag` collects them.
 template <typename Math>
 struct WeightCodes<e4m3, Math> {
-    static constexpr bool kBf16 = is_same<Math, bf16>::value, kConverts = !kBf16 && RTK_HAS_FP8_CVT;
     static constexpr int kBits = 8;
-    static constexpr bool kScaled = false, kFlagged = !kConverts;
-    static constexpr float kFactor = kBf16 || kConverts ? 1.0f : 256.0f;
+    static constexpr bool kScaled = false, kFlagged = true;
+    static constexpr bool kBf16 = is_same<Math, bf16>::value;
+    static constexpr float kFactor = kBf16 ? 1.0f : 256.0f;
 
     RTK_DEVICE static void pairs(const Raw<8>& raw, u32, CodeOptions, u32 (&pair)[4]) {
-#if RTK_HAS_FP8_CVT
-        if constexpr (kConverts) {
-#pragma unroll
-            for (int p = 0; p < 4; ++p)
-                pair[p] = ptx::cvt_e4m3x2_to_f16x2(static_cast<u16>(raw.w[p / 2] >> (16 * (p % 2))));
-            return;
-        }
-#endif
         constexpr int kShift = kBf16 ? 4 : 1;
         constexpr u32 kMagnitude = 0x7f007f00u >> kShift;
 #pragma unroll

@@ -87,7 +87,7 @@ struct ScaleCopies {
 };
 
 template <typename A, typename B, bool ACROSS_A, bool ACROSS_B, int CONSUMERS, int WAVES, int COLS, int STAGES, int SLOTS,
-          int LOOP, int FINISH>
+          int SCALES, int FINISH>
 __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     gemm_sm90(const __grid_constant__ ptx::TensorMap a_map, const __grid_constant__ ptx::TensorMap b_map,
               const __grid_constant__ ptx::TensorMap out_map, const __grid_constant__ ptx::TensorMap scale_a_map,
@@ -100,11 +100,11 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
               i64 flags_and_band) {
     using Operands = TypedOperands<A, B, ACROSS_A, ACROSS_B, CONSUMERS, WAVES, COLS>;
     using Sum = typename Operands::Sum;
-    constexpr int SCALES = LOOP & 3;
-    constexpr bool kLeftInRegisters = (LOOP & 4) != 0;
+    // Two products of the same rows of a: those are read from shared memory one time.
+    constexpr bool kLeftInRegisters = SCALES == kRowScales && COLS == 256 && !is_same<Sum, i32>::value;
     constexpr int kRows = Operands::kRows, kDepth = Operands::kDepth, kConsumerWarps = 4 * CONSUMERS;
     constexpr int kScaleFloats = SCALES == kNoScales ? 0 : kRows + (SCALES == kColumnScales ? COLS : 32);
-    constexpr int kCutBarrier = 1 + CONSUMERS, kLagBarrier = 2 + CONSUMERS;
+    constexpr int kCutBarrier = 1 + CONSUMERS;
     // With scales in the loop a part of the products at a time is in registers of its own.
     constexpr int kHalves = COLS > 128 ? COLS / 128 : 1, kUnitCols = COLS / kHalves;
     constexpr bool kGated = FINISH == kGatedFinish;
@@ -195,13 +195,6 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
 
     ProductTile next_tile = {};
     if (blockIdx.x < count) next_tile = tiles.find(blockIdx.x);
-    bool lag = SCALES != kNoScales && CONSUMERS == 2 && flags.lag();
-    if (lag && consumer == 1 && blockIdx.x < count) ptx::named_barrier_sync(kLagBarrier, 256);
-    lag = lag && consumer == 0;
-    auto start_other = [&] {
-        if (lag) ptx::named_barrier_arrive(kLagBarrier, 256);
-        lag = false;
-    };
     for (u32 index = blockIdx.x; index < count; index += gridDim.x) {
         const ProductTile tile = SCALES == kNoScales ? tiles.find(index) : next_tile;
         const int blocks = (tile.depth + kDepth - 1) / kDepth;
@@ -271,10 +264,8 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             u32 left[4][4];
             for (int i = 0; i < blocks; ++i, state.advance()) {
                 pipeline.wait(state);
-                if (tail != 0 && i == blocks - 1) {
-                    start_other();  // which cuts, too
+                if (tail != 0 && i == blocks - 1)
                     Operands::cut(base + state.stage * Operands::kStageBytes, tail, kCutBarrier);
-                }
                 const float* of_stage = scales + kScaleFloats * state.stage;
                 float of_row[WAVES][2], of_tile[kHalves];
 #pragma unroll
@@ -323,9 +314,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                     }
                 }
                 if (SCALES == kColumnScales) pipeline.release_warp(state);
-                start_other();
             }
-            start_other();
         }
 
         if (SCALES != kNoScales) load_factors();

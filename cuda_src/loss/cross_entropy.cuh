@@ -86,7 +86,7 @@ struct Gradient {
           offset(g * terms.per_column),
           target(g * (1.0f - terms.smoothing)) {}
 
-    // Of one element, before the slope of the cap.
+    // The gradient of one element, before the slope of the cap.
     RTK_DEVICE float at(float z, float less) const { return exponential<kFast>(z - anchor) * scale - offset - less; }
 
     template <int N, typename C>

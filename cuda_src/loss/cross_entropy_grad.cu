@@ -95,17 +95,17 @@ __global__ void __launch_bounds__(640, 1)
     const NoCap cap;
     const bool totals = not_zero(smoothing);
 
-    // Of the row being read: this thread's first vector, and how many vectors there are from it to the end of the row
+    // The row being read: this thread's first vector, and how many vectors there are from it to the end of the row
     // (0 if the row does not count and nothing is read).
     const T* source;
     int remaining;
     Running<T> running;
-    // Of the row being written: the same, whether it counts or not; its label's column, if this thread has it.
+    // The row being written: the same, whether it counts or not; its label's column, if this thread has it.
     T* out = dx;
     int left = 0, own = -1;
     bool counts = false;
     Gradient<T> gradient(Terms(0.0, 0.0, 0.0), 0.0f, 0.0f, 0.0f, 0.0f);
-    // Of both.
+    // Vectors of either row.
     Raw<16> raw[kInRegisters];
 
     auto write = [&](T* to, const Raw<16>& vector) {

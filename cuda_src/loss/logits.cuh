@@ -119,7 +119,7 @@ struct Base {
         anchor = from * slope;
         correction = kFast ? ptx::ex2(fmaf(-from, slope, anchor)) : 1.0f;
     }
-    // Of logits, not of capped scores.
+    // The exponential of a logit, not of a capped score.
     RTK_DEVICE float at(float z) const {
         if constexpr (kFast) return ptx::ex2(fmaf(z, slope, -anchor));
         return expf(z - anchor);

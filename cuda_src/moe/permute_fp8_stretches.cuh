@@ -42,7 +42,7 @@ struct RowBlock {
 
     // No rows: there are no more blocks.
     RTK_DEVICE u32 rows() const { return unit.rows == 0 ? 0 : min(unit.rows - down, static_cast<u32>(kTileSide)); }
-    // Of each warp at `staged`: the last block of a unit arrives for those that are not there, too.
+    // How often each warp arrives at `staged`: the last block of a unit arrives for missing ones, too.
     RTK_DEVICE u32 arrivals() const {
         return down + kTileSide < unit.rows ? 1 : kUnitBlocks + 1 - max(unit.blocks(), 1u);
     }

@@ -173,7 +173,7 @@ RTK_DEVICE void quantize_tiles(Shared& shared, const ptx::TensorMap& q_t, float*
         ptx::named_barrier_sync(scales_there, kGroupThreads);
         float inverse[8];
         load_shared_8(&maxima[0][shared.place(thread.column)], &maxima[0][shared.place(thread.column + 4)], inverse);
-        // Of the 16-byte vectors of column i, that of two lane teams is at their number ^ (part + i) % 8.
+        // The 16-byte vector of column i that two lane teams share lies at their number ^ (part + i) % 8.
         const ptx::SharedAddress place = ptx::shared_address(codes) + thread.part * kCodesPitch + thread.lane_team % 2 * 8;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {

@@ -22,7 +22,7 @@ inline constexpr int kPatchWarps = kTileSide / kPatchWarpRows, kPatchWorkers = k
 inline constexpr int kPatchStoreWarps = 2, kPatchStorers = kPatchStoreWarps * kWarp;
 inline constexpr int kPatchThreads = kPatchWorkers + 2 * kWarp + kPatchStorers;
 
-// Of the warps after the workers, the first makes scales, of the second one thread fetches inputs, the others store.
+// The first warp after the workers makes scales, one thread of the second fetches inputs, the other warps store.
 inline constexpr int kPatchFetcher = kPatchWorkers + kWarp;  // that thread
 enum class PatchRole { kWork, kScale, kFetch, kStore, kNone };
 
@@ -70,7 +70,7 @@ struct PatchShared {
     static constexpr int kMaxima = SIDES * kPatchRows;
 
     __align__(16) u8 codes[SIDES][kTileSide * kTileSide];
-    // Of column 8k + 4h + i, in [16h + k][i]: as lanes hold them.
+    // Column 8k + 4h + i is at [16h + k][i], in the order of the lanes that have it.
     __align__(16) float inverse[SIDES][kTileSide];
     u32 max_abs[SIDES][kTileSide];         // the same, in [i][16h + k], as bits; 0 between tiles
     u64 added, scaled, staged, stored;  // barriers, a phase for each tile

@@ -49,7 +49,7 @@ struct NormRouterShared {
     }
     RTK_DEVICE ptx::SharedAddress slot(int l) const { return slots + l % kSlots * kSlabBytes; }
     RTK_DEVICE int slab(int l) const { return l < slabs ? l : l - slabs; }
-    // Of a slot: x has come; its squares are summed, and it may go; y is there; y is multiplied.
+    // Barriers of a slot: x has come; its squares are summed, and it may go; y is there; y is multiplied.
     RTK_DEVICE ptx::SharedAddress full(int l) const { return barriers + 8 * (l % kSlots); }
     RTK_DEVICE ptx::SharedAddress summed(int l) const { return full(l) + 8 * kSlots; }
     RTK_DEVICE ptx::SharedAddress ready(int l) const { return full(l) + 8 * 2 * kSlots; }

@@ -77,8 +77,8 @@ def enable(
 
     Args:
         include: What to take: aten overloads (``"sum.dim_IntList"``), operators (``"sum"``: all overloads and the
-            in-place form), families (``"row"``), or ``"all"``. None: the default set, overloads expected to be faster
-            than torch's.
+            in-place form), families (``"row"``), or ``"all"``. None: the default set, overloads that were measured to
+            be faster than torch's.
         exclude: What to leave to torch, named likewise.
         record: True writes a line per call to the logger "rtkernels", a path to that file; a function gets the
             overload and the reason why torch's kernel ran, or None if ours did. None or False: calls are counted
@@ -227,16 +227,18 @@ def _native_kernel(name: str, key: str) -> Any:
 
 def _override(row: Overload, key: str, native: Any, record: Record | None) -> Callable[..., Any]:
     name, handler, inside = row.name, row.handler, _inside
-    # Torch takes numbers in the place of tensors for some pointwise operators only.
-    torch_kernel = _torch_kernel(name, native) if row.family == "ew" else native.call_boxed
+    # Torch takes numbers in the place of tensors for some pointwise operators, and for copies.
+    torch_kernel = _torch_kernel(name, native) if row.family in ("ew", "copy") else native.call_boxed
     count: Count = count_of(name, row.family)
-    on_cpu, family = key == "CPU", row.family
-    limits = {family: 0} if row.small or on_cpu else table.MIN_ELEMENTS
+    on_cpu, limits = key == "CPU", table.MIN_ELEMENTS
+    measured = name if name in limits else row.family
+    if row.small or on_cpu:
+        limits = {measured: 0}
 
     def override(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if inside.handler:
             return torch_kernel(keyset, *args, **kwargs)
-        if _elements(args) < limits[family]:
+        if _elements(args) < limits[measured]:
             count.torch["small"] += 1
             if record is not None:
                 record(name, "small")
@@ -248,6 +250,8 @@ def _override(row: Overload, key: str, native: Any, record: Record | None) -> Ca
             reason = _not_launched(name, error)
         except ArgumentError:  # torch raises its own
             reason = "invalid arguments"
+        except OverflowError:  # a plan would need more blocks than a grid has
+            reason = "too large"
         else:
             if type(result) is not NotHandled:
                 count.ours += 1

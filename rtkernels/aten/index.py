@@ -161,7 +161,7 @@ def _index(x: Tensor, indices: Any) -> Any:
     if not x.is_contiguous():
         return _STRIDES  # torch's result has the order of its dimensions
     made = gather(x, index.reshape(-1), dim, select=True, from_end=True)
-    return made.view(*x.shape[:dim], *index.shape, *x.shape[dim + 1 :])
+    return made.view((*x.shape[:dim], *index.shape, *x.shape[dim + 1 :]))
 
 
 def _index_put_impl_(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False, unsafe: bool = False) -> Any:
@@ -187,12 +187,10 @@ def _index_put_impl_(x: Tensor, indices: Any, values: Tensor, accumulate: bool =
 
 def rows() -> Iterator[Overload]:
     """Yield the overloads of this family."""
-    yield Overload("gather", "idx", _gather, default=True, opinfo=("gather", "take_along_dim"))
-    yield Overload("index_select", "idx", _index_select, default=True, opinfo=("index_select",))
-    yield Overload("embedding", "idx", _embedding, default=True, opinfo=("nn.functional.embedding",))
-    yield Overload(
-        "embedding_dense_backward", "idx", _embedding_dense_backward, default=True, opinfo=("nn.functional.embedding",)
-    )
+    yield Overload("gather", "idx", _gather, opinfo=("gather", "take_along_dim"))
+    yield Overload("index_select", "idx", _index_select, opinfo=("index_select",))
+    yield Overload("embedding", "idx", _embedding, opinfo=("nn.functional.embedding",))
+    yield Overload("embedding_dense_backward", "idx", _embedding_dense_backward, opinfo=("nn.functional.embedding",))
     yield Overload("index_add", "idx", _index_add, opinfo=("index_add",))
     yield Overload("index_add_", "idx", _index_add_, opinfo=("index_add",))
     yield Overload("scatter_add", "idx", _scatter_add, opinfo=("scatter_add",))

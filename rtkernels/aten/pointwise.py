@@ -74,8 +74,8 @@ _unary("relu", functor("Relu", 1, dtypes=NUMBERS), forms="f i", opinfo="nn.funct
 _unary("silu", functor("Silu", 1, dtypes=FLOATS), opinfo="nn.functional.silu")
 _unary("bitwise_not", functor("BitwiseNot", 1, dtypes=INTEGERS | {torch.bool}))
 _unary("isnan", functor("IsNan", 1, result=torch.bool), forms="f")
-_unary("isinf", functor("IsInf", 1, result=torch.bool), forms="f", default=True)
-_unary("isfinite", functor("IsFinite", 1, result=torch.bool), forms="f", default=True, composite="no gradient")
+_unary("isinf", functor("IsInf", 1, result=torch.bool), forms="f")
+_unary("isfinite", functor("IsFinite", 1, result=torch.bool), forms="f", composite="no gradient")
 _unary("angle", _float("Angle"), forms="f o")
 _LOGICAL_NOT = functor("LogicalNot", 1, result=torch.bool)
 _unary("logical_not", _LOGICAL_NOT, forms="f")
@@ -329,7 +329,7 @@ def _isclose(self: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-
     return run(_IS_CLOSE, (self, other), (rtol, atol, equal_nan))
 
 
-_add_row("isclose", _isclose, "isclose", default=True, composite="no gradient")
+_add_row("isclose", _isclose, "isclose", composite="no gradient")
 
 # ---- three operands -------------------------------------------------------------------------------------------------
 

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from rtkernels.aten.table import NotHandled, Overload
 from rtkernels.ops.reduce import group_norm, row_norm, weight_norm
+from rtkernels.ops.reduce.softmax_columns import softmax_columns, softmax_columns_grad
 from rtkernels.ops.reduce.softmax_plan import plan_as_torch
 from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import FLOATS
 from rtkernels.runtime.operator.declared import Rows
 
-_DTYPE, _EMPTY, _RANK, _DIM, _OPTION = (
-    NotHandled(reason) for reason in ("dtype", "empty", "no dimensions", "not the last dimension", "option")
-)
+_DTYPE, _EMPTY, _RANK, _OPTION = (NotHandled(reason) for reason in ("dtype", "empty", "no dimensions", "option"))
 _FIRST = NotHandled("not the first dimension")
 _SOFTMAX = Primitive(
     "softmax_as_torch", (Rows("x"),), "scale, log", numbers="scale", results="y",
@@ -41,12 +40,22 @@ def _refused(x: Tensor, dim: int) -> NotHandled | None:
         return _EMPTY
     if x.dim() == 0:
         return _RANK
-    return None if dim in (-1, x.dim() - 1) else _DIM
+    return None if -x.dim() <= dim < x.dim() else _OPTION
+
+
+def _columns(x: Tensor, dim: int) -> Tensor:
+    """Return x as (outer, n, inner) around a dimension that is not the last."""
+    dim %= x.dim()
+    return x.reshape(math.prod(x.shape[:dim]), x.shape[dim], -1)
 
 
 def _softmax(log: bool) -> Callable[..., Any]:
     def handler(x: Tensor, dim: int, half_to_float: bool) -> Any:
-        return _OPTION if half_to_float else _refused(x, dim) or _SOFTMAX(x, 1.0, log)
+        if half_to_float or (refused := _refused(x, dim)) is not None:
+            return _OPTION if half_to_float else refused
+        if dim in (-1, x.dim() - 1):
+            return _SOFTMAX(x, 1.0, log)
+        return softmax_columns(_columns(x, dim), log).view(x.shape)
 
     return handler
 
@@ -55,8 +64,11 @@ def _softmax_backward(log: bool) -> Callable[..., Any]:
     def handler(grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Any:
         if input_dtype != output.dtype or grad_output.dtype != output.dtype:
             return _OPTION
-        refused = _refused(output, dim)
-        return _softmax_bwd().call(grad_output, output, None, 1.0, log) if refused is None else refused
+        if (refused := _refused(output, dim)) is not None:
+            return refused
+        if dim in (-1, output.dim() - 1):
+            return _softmax_bwd().call(grad_output, output, None, 1.0, log)
+        return softmax_columns_grad(_columns(grad_output, dim), _columns(output, dim), log).view(output.shape)
 
     return handler
 
@@ -80,11 +92,7 @@ def _norm_refused(x: Tensor, shape: Any, *parameters: Tensor | None) -> NotHandl
 def _layer_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
     if (refused := _norm_refused(x, normalized_shape, weight, bias)) is not None:
         return refused
-    lead = x.dim() - len(normalized_shape)
-    flat = [None if p is None else p.reshape(-1) for p in (weight, bias)]
-    y, mean, rstd = row_norm.FORWARD(x.reshape(-1, math.prod(normalized_shape)), *flat, True, eps)
-    statistics = (*x.shape[:lead], *[1] * len(normalized_shape))
-    return y.view(x.shape), mean.view(statistics), rstd.view(statistics)
+    return row_norm.FORWARD(x, weight, bias, len(normalized_shape), True, eps)
 
 
 def _layer_norm_backward(
@@ -94,16 +102,13 @@ def _layer_norm_backward(
     refused = _norm_refused(x, normalized_shape, weight, bias)
     if refused is not None or grad_out.dtype != x.dtype or mean.dtype != torch.float32:
         return refused or _DTYPE
-    cols = math.prod(normalized_shape)
-    dy, rows_, (mean, rstd) = grad_out.reshape(-1, cols), x.reshape(-1, cols), (mean.reshape(-1), rstd.reshape(-1))
     dx = dw = db = None
+    over = len(normalized_shape)
     if output_mask[0]:
-        dx = row_norm.BACKWARD(dy, rows_, None if weight is None else weight.reshape(-1), mean, rstd).view(x.shape)
+        dx = row_norm.BACKWARD(grad_out, x, weight, mean, rstd, over)
     if output_mask[1] or output_mask[2]:
-        grads = row_norm.parameter_grads(dy, rows_, mean, rstd)
-        dw, db = (
-            grad.view(*normalized_shape) if want else None for grad, want in zip(grads, output_mask[1:], strict=True)
-        )
+        grads = row_norm.parameter_grads(grad_out, x, mean, rstd, over)
+        dw, db = (grad if want else None for grad, want in zip(grads, output_mask[1:], strict=True))
     return dx, dw, db
 
 
@@ -111,10 +116,8 @@ def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None, eps: floa
     refused = _norm_refused(x, normalized_shape, weight)
     if refused is not None or eps is None:
         return refused or _OPTION
-    flat = None if weight is None else weight.reshape(-1)
-    y, _, rstd = row_norm.FORWARD(x.reshape(-1, math.prod(normalized_shape)), flat, None, False, eps)
-    lead = x.dim() - len(normalized_shape)
-    return y.view(x.shape), rstd.view(*x.shape[:lead], *[1] * len(normalized_shape))
+    y, _, rstd = row_norm.FORWARD(x, weight, None, len(normalized_shape), False, eps)
+    return y, rstd
 
 
 def _rms_norm_backward(
@@ -123,14 +126,10 @@ def _rms_norm_backward(
     refused = _norm_refused(x, normalized_shape, weight)
     if refused is not None or grad_out.dtype != x.dtype or rstd.dtype != torch.float32:
         return refused or _DTYPE
-    cols = math.prod(normalized_shape)
-    dy, rows_, rstd = grad_out.reshape(-1, cols), x.reshape(-1, cols), rstd.reshape(-1)
-    dx = dw = None
-    if output_mask[0]:
-        dx = row_norm.BACKWARD(dy, rows_, None if weight is None else weight.reshape(-1), None, rstd).view(x.shape)
-    if output_mask[1] and weight is not None:
-        dw = row_norm.parameter_grads(dy, rows_, None, rstd)[0].view(*normalized_shape)
-    return dx, dw
+    over = len(normalized_shape)
+    dx = row_norm.BACKWARD(grad_out, x, weight, None, rstd, over) if output_mask[0] else None
+    wanted = output_mask[1] and weight is not None
+    return dx, row_norm.parameter_grads(grad_out, x, None, rstd, over)[0] if wanted else None
 
 
 def _groups_refused(x: Tensor, n: int, c: int, hxw: int, group: int, *parameters: Tensor | None) -> NotHandled | None:
@@ -202,14 +201,14 @@ def _weight_norm_backward(grad_w: Tensor, saved_v: Tensor, saved_g: Tensor, save
 def rows() -> Iterator[Overload]:
     """Yield the overloads of this family."""
     for name, log in (("softmax", False), ("log_softmax", True)):
-        yield Overload(f"_{name}", "row", _softmax(log), default=True, opinfo=(name,))
-        yield Overload(f"_{name}_backward_data", "row", _softmax_backward(log), default=True, opinfo=(name,))
+        yield Overload(f"_{name}", "row", _softmax(log), opinfo=(name,))
+        yield Overload(f"_{name}_backward_data", "row", _softmax_backward(log), opinfo=(name,))
     opinfo = ("native_layer_norm", "nn.functional.layer_norm")
-    yield Overload("native_layer_norm", "row", _layer_norm, default=True, opinfo=opinfo)
-    yield Overload("native_layer_norm_backward", "row", _layer_norm_backward, default=True, opinfo=opinfo)
+    yield Overload("native_layer_norm", "row", _layer_norm, opinfo=opinfo)
+    yield Overload("native_layer_norm_backward", "row", _layer_norm_backward, opinfo=opinfo)
     opinfo = ("nn.functional.group_norm",)
-    yield Overload("native_group_norm", "row", _group_norm, default=True, opinfo=opinfo)
-    yield Overload("native_group_norm_backward", "row", _group_norm_backward, default=True, opinfo=opinfo)
+    yield Overload("native_group_norm", "row", _group_norm, opinfo=opinfo)
+    yield Overload("native_group_norm_backward", "row", _group_norm_backward, opinfo=opinfo)
     yield Overload("_weight_norm_interface", "row", _weight_norm)
     yield Overload("_weight_norm_interface_backward", "row", _weight_norm_backward)
     if torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm", "CUDA"):  # else a composite, not reached

@@ -131,10 +131,10 @@ def _randperm(
 
 def rows() -> Iterator[Overload]:
     """Yield the overloads of this family."""
-    yield Overload("sort", "sort", _sort, default=True, opinfo=("msort",))
+    yield Overload("sort", "sort", _sort, opinfo=("msort",))
     # Which of equal elements comes first is free without `stable`, and in topk: torch's samples compare indices.
-    yield Overload("sort.stable", "sort", _sort_stable, default=True)
-    yield Overload("topk", "sort", _topk, default=True)
-    yield Overload("_unique2", "sort", _unique2, default=True, opinfo=("unique",))
+    yield Overload("sort.stable", "sort", _sort_stable)
+    yield Overload("topk", "sort", _topk)
+    yield Overload("_unique2", "sort", _unique2, opinfo=("unique",))
     yield Overload("randperm", "sort", _randperm)
     yield Overload("isin.Tensor_Tensor", "sort", _isin, opinfo=("isin",))

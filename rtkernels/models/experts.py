@@ -7,6 +7,7 @@ recognised gets our forward, as norms do; the others keep the implementation tha
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -75,9 +76,19 @@ class _Product(torch.autograd.Function):
         return dx, dw, None
 
 
+@cache
+def _torch_is_faster(device: int) -> bool:
+    """Return True where torch's grouped products are kernels for this GPU; elsewhere it waits for the sizes.
+
+    On an H200 its six products of a layer (128 experts, 8192 tokens, top 8) take 3.3 ms in bf16, ours 3.5.
+    """
+    return device >= 0 and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
     """Return the products of groups of rows with the weights of their experts ``[experts, out, in]``."""
-    if transposed or x.dtype == torch.float32:
+    dense = x.shape[-1] % 8 == 0 and weight.shape[-1] % 8 == 0 and weight.shape[-2] % 8 == 0 and weight.is_contiguous()
+    if transposed or x.dtype == torch.float32 or (dense and _torch_is_faster(x.get_device())):
         return nn.functional.grouped_mm(x, weight if transposed else weight.transpose(-2, -1), offs=ends)
     if is_dynamo_compiling():
         return rtkernels.grouped_mm(x, weight, offs=ends)

@@ -19,7 +19,7 @@ from rtkernels.models import replace
 from rtkernels.models.fp8_mlp import GatedMlp
 from rtkernels.models.lazy_norm import LazyNorm
 from rtkernels.models.merged import Adjacent, adjacent, is_plain
-from rtkernels.models.recognize import NotRecognized, Recognized, autocasts
+from rtkernels.models.recognize import NotRecognized, Recognized, autocasts, norm_weight
 from rtkernels.models.reuse import NormAndInput, glu_gradient, is_private, may_hand_on
 from rtkernels.nn.fp8_experts import E4M3, Experts
 from rtkernels.nn.fp8_linear import KeepsCodes, main_grad_of
@@ -91,8 +91,8 @@ def check_recipe(fp8: bool | str | Recipe | None) -> Recipe | None:
 # ---- linear layers --------------------------------------------------------------------------------------------------
 
 
-def recognize(module: nn.Linear, recipe: Recipe) -> Recognized:
-    """Return the replacement of a linear layer.
+def recognize(module: nn.Linear, recipe: Recipe, rows: int | None = None) -> Recognized:
+    """Return the replacement of a linear layer; `rows` are those of all layers that are one product with it.
 
     Raises:
         NotRecognized: It is too small to gain, or of sizes that codes cannot have.
@@ -100,6 +100,7 @@ def recognize(module: nn.Linear, recipe: Recipe) -> Recognized:
     n, k = module.out_features, module.in_features
     if n % _MULTIPLE or k % _MULTIPLE:
         raise NotRecognized(f"its sizes {n} x {k} are no multiples of {_MULTIPLE}")
+    n = rows or n
     if n * k / (n + k) < _SMALLEST_GAIN:
         raise NotRecognized(f"{n} x {k} is too small to gain from fp8")
     return Recognized("fp8_linear", (("recipe", recipe),))
@@ -215,7 +216,7 @@ def _fp8_norm(original: type[nn.Module], eps: str, offset: float) -> Callable[..
         fits = fits and not is_sharded(hidden_states)
         # Hooks of the readers (tensor parallelism, somebody's own) are for tensors.
         fits = fits and not any(m._forward_pre_hooks or m._forward_hooks for m in self.__dict__.get(READERS, ()))
-        weight = getattr(self, "weight", None)
+        weight = norm_weight(self)
         alike = weight is None or weight.dtype == getattr(hidden_states, "dtype", None)
         if not fits or not alike or is_dynamo_compiling() or autocasts(hidden_states):
             return plain(self, hidden_states, residual, with_input)
@@ -266,7 +267,7 @@ def glu_codes(gate: Tensor, up: Tensor | None, act: str, private: bool = False) 
     return rtkernels.glu_fp8(gate, up, act=act, scale_layout="column")
 
 
-def _as_one_step(mlp: nn.Module, x: Any, act: str, recipe: Recipe) -> Tensor | None:
+def _as_one_step(mlp: nn.Module, x: Any, residual: Tensor | None, act: str, recipe: Recipe) -> Tensor | None:
     """Return the result of a gated MLP, with all of it one step of the graph; None where that is not possible."""
     down = mlp.down_proj
     if is_dynamo_compiling() or not torch.is_grad_enabled() or not is_plain(down, type(mlp.gate_proj)):
@@ -280,16 +281,19 @@ def _as_one_step(mlp: nn.Module, x: Any, act: str, recipe: Recipe) -> Tensor | N
         return None
     down_codes = down.codes_of("weight", down.weight, _weight_codes(recipe))
     return GatedMlp.apply(
-        codes.y, codes.q.reshape(-1, shape[-1]), codes.scale, codes.q_t, codes.scale_t, made.weight, down.weight, act,
-        recipe.save_weight and made.codes is None, recipe.save == "input",
+        codes.y, codes.q.reshape(-1, shape[-1]), codes.scale, codes.q_t, codes.scale_t, made.weight, down.weight,
+        residual, act, recipe.save_weight and made.codes is None, recipe.save == "input",
         x.source() if isinstance(x, LazyNorm) else None, made.codes, down_codes,
     )  # fmt: skip
 
 
 def _fp8_mlp(original: type[nn.Module], act: str, recipe: Recipe, separate: bool) -> Callable[..., Any]:
-    def forward(self, x):
+    def forward(self, x, residual=None):
+        if residual is not None:
+            whole = _as_one_step(self, x, residual, act, recipe) if separate else None
+            return residual + forward(self, x) if whole is None else whole
         if separate:
-            whole = _as_one_step(self, x, act, recipe)
+            whole = _as_one_step(self, x, None, act, recipe)
             if whole is not None:
                 return whole
             gate, up = merged(x, (self.gate_proj, self.up_proj)), None

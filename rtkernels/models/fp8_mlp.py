@@ -26,8 +26,10 @@ def _weight_codes(weight: Tensor, given: Any, transposed: bool) -> Any:
     return OPERAND(weight, "block", _E4M3, False, True, transposed, 0) if given is None else given
 
 
-def _product(left: Codes, right: Codes, dtype: torch.dtype, recipe: str = _PRODUCT) -> Tensor:
-    return scaled_mm(left.q, right.q, left.scale, right.scale, recipe=recipe, out_dtype=dtype)
+def _product(
+    left: Codes, right: Codes, dtype: torch.dtype, recipe: str = _PRODUCT, add: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    return scaled_mm(left.q, right.q, left.scale, right.scale, recipe=recipe, out_dtype=dtype, add=add)
 
 
 class Norm(NamedTuple):
@@ -45,26 +47,29 @@ class Norm(NamedTuple):
 
 
 class GatedMlp(torch.autograd.Function):
-    """``down @ (act(gate) * up)`` of codes of x, with weights ``[2 * inner, hidden]`` and ``[hidden, inner]``.
+    """``down @ (act(gate) * up) + residual`` of codes of x, weights ``[2 * inner, hidden]`` and ``[hidden, inner]``.
 
     Arguments: y, which stands for x and gets the gradient; codes of x by rows and transposed, scales in columns; the
-    weights; the activation; whether to save weights in place of their codes; whether to save inputs in place of codes
-    (gate and up are saved anyway, and so is the norm's input if there is one); the norm; codes of the weights, or None.
-    Saved: transposed codes of x and of the gated values, gate and up in 16 bits, transposed codes of the weights.
+    weights; the residual, or None; the activation; whether to save weights in place of their codes; whether to save
+    inputs in place of codes (gate and up are saved anyway, and so is the norm's input if there is one); the norm; codes
+    of the weights, or None. Saved: transposed codes of x and of the gated values, gate and up in 16 bits, transposed
+    codes of the weights.
     """
 
     @staticmethod
     def forward(
-        ctx, y, q, scale, q_t, scale_t, gate_up, down, act, save_weight, save_input, norm, up_codes, down_codes
+        ctx, y, q, scale, q_t, scale_t, gate_up, down, residual, act, save_weight, save_input, norm, up_codes,
+        down_codes,
     ):  # fmt: skip
         ctx.set_materialize_grads(False)
         keep, layout = not save_weight, "row" if save_input else "both"
+        ctx.owns_codes = down_codes is None
         up_codes, down_codes = _weight_codes(gate_up, up_codes, keep), _weight_codes(down, down_codes, keep)
         left, right = rows_of(q, scale, "group"), rows_of(*up_codes[:2], "block")
         hidden = _product(left, right, y.dtype)
         g_q, g_scale, *gated = glu_fp8.FORWARD(hidden, None, None, None, act, layout, False, "column", False)
         left, right = rows_of(g_q, g_scale, "group"), rows_of(*down_codes[:2], "block")
-        out = _product(left, right, y.dtype)
+        out = _product(left, right, y.dtype, add=None if residual is None else residual.reshape(-1, down.shape[0]))
         ctx.save_for_backward(
             *((q_t, scale_t) if norm is None or not save_input else (norm.x, norm.weight)),
             hidden,
@@ -80,7 +85,7 @@ class GatedMlp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout):
         if dout is None:
-            return (None,) * 13
+            return (None,) * 14
         q_t, scale_t, hidden, g_q_t, g_scale_t, up_t, up_scale, down_t, down_scale = ctx.saved_tensors
         need_x, need_up, need_down = ctx.needs_input_grad[0], ctx.needs_input_grad[5], ctx.needs_input_grad[6]
         (rows, columns), (hidden_size, inner) = ctx.sizes
@@ -100,7 +105,9 @@ class GatedMlp(torch.autograd.Function):
                 _, down_scale, down_t, _ = OPERAND(down_t, "block", _E4M3, False, False, True, 0)
             left, right = rows_of(d_q, d_scale, "group"), columns_of(down_t, down_scale, down_scale, "block", inner)
             dy = _product(left, right, dout.dtype)
-            del d_q, d_scale, d_q_t, d_scale_t
+            del d_q, d_scale, d_q_t, d_scale_t, left, right
+            if ctx.owns_codes and ctx.keep:
+                free(down_t)
             d_q, d_scale, d_q_t, d_scale_t, _, _ = glu_fp8.BACKWARD(
                 dy, hidden, None, None, None, ctx.act, "both", False, "column", False, "fp8", False
             )
@@ -117,4 +124,4 @@ class GatedMlp(torch.autograd.Function):
             left = columns_of(d_q_t, d_scale_t, d_scale_t, "group", rows)
             right = columns_of(q_t, scale_t, scale_t, "group", columns)
             dup = _product(left, right, ctx.dtypes[0], _WEIGHT_GRADIENT)
-        return dx, *(None,) * 4, dup, ddown, *(None,) * 6
+        return dx, *(None,) * 4, dup, ddown, dout if ctx.needs_input_grad[7] else None, *(None,) * 6

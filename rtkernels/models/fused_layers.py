@@ -112,6 +112,9 @@ def _layer(original: type[nn.Module], order: str, scaled: bool) -> Forward:
         else:
             residual = residual + mixed
             hidden_states = norm(residual)
+        kind = replace.replaced(self.mlp)
+        if not scaled and kind is not None and kind.kind == "fp8_mlp" and residual.dtype == hidden_states.dtype:
+            return self.mlp(hidden_states, residual=residual)
         hidden_states = self.mlp(hidden_states)
         return residual + (hidden_states * self.residual_multiplier if scaled else hidden_states)
 
@@ -234,7 +237,7 @@ def _mlp(original: type[nn.Module], act: str, separate: bool) -> Forward:
         both = _product(x, (self.gate_proj, self.up_proj))
         if both is None:
             return self.down_proj(rtkernels.glu(self.gate_proj(x), self.up_proj(x), act=act))
-        return self.down_proj(reuse.glu(both, act=act))
+        return reuse.project(self.down_proj, reuse.glu(both, act=act))
 
     return forward
 
@@ -242,6 +245,18 @@ def _mlp(original: type[nn.Module], act: str, separate: bool) -> Forward:
 replace.register("fused_layer", _layer)
 replace.register("fused_attention", _attention)
 replace.register("fused_mlp", _mlp)
+
+
+def rows_together(model: nn.Module) -> dict[nn.Module, int]:
+    """Return the rows of all layers of a product, for each linear layer that may be multiplied with others."""
+    found = {}
+    for module in model.modules():
+        for names in (_QKV, _GATE_UP):
+            linears = [module._modules.get(name) for name in names]
+            if all(isinstance(linear, nn.Linear) for linear in linears):
+                total = sum(linear.out_features for linear in linears)
+                found |= dict.fromkeys(linears, total)
+    return found
 
 
 def fuse(model: nn.Module, note: Callable[[str, str, nn.Module, str | None], None]) -> None:

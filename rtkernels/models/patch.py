@@ -105,8 +105,11 @@ class _Patcher:
         self.sites: list[Site] = []
         self._known: dict[Any, Recognized | str] = {}
 
-    def visit(self, kind: str, name: str, module: nn.Module, find: Callable[[nn.Module], Recognized]) -> None:
-        key = (kind, type(module), _scalars(module))
+    def visit(
+        self, kind: str, name: str, module: nn.Module, find: Callable[[nn.Module], Recognized], more: Any = None
+    ) -> None:
+        """Replace a module if it is recognised. `more` is what the answer depends on, apart from the module."""
+        key = (kind, type(module), _scalars(module), more)
         if key not in self._known:
             try:
                 self._known[key] = find(module)
@@ -213,7 +216,7 @@ def patch(
         except NotRecognized as error:
             patcher.note("attention", "", inner, str(error))
     if recipe is not None:
-        _replace_linears(inner, recipe, patcher)
+        _replace_linears(inner, recipe, patcher, fused_layers)
     if fused_layers:
         fusing.fuse(inner, patcher.note)
     if loss and hasattr(inner, "get_output_embeddings"):
@@ -232,15 +235,17 @@ def patch(
     return made
 
 
-def _replace_linears(model: nn.Module, recipe: quantized.Recipe, patcher: _Patcher) -> None:
-    """Replace the linear layers of a model, except for its head."""
+def _replace_linears(model: nn.Module, recipe: quantized.Recipe, patcher: _Patcher, fused: bool) -> None:
+    """Replace the linear layers of a model, except for its head; those that are fused count as one layer."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     modules = dict(model.named_modules())
+    rows = fusing.rows_together(model) if fused else {}
     for name, module in modules.items():
         if any(part in name for part in recipe.skip):
             patcher.note("fp8", name, module, "it was named to be left alone") if type(module) is nn.Linear else None
         elif type(module) is nn.Linear and module is not head:
-            patcher.visit("fp8", name, module, partial(quantized.recognize, recipe=recipe))
+            together = rows.get(module)
+            patcher.visit("fp8", name, module, partial(quantized.recognize, recipe=recipe, rows=together), together)
     for name, module in modules.items():
         if recognize.is_mlp(module):
             quantized.replace_mlp(module, recipe)

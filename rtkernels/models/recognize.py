@@ -111,6 +111,11 @@ def is_norm(module: nn.Module) -> bool:
     return any(isinstance(getattr(module, name, None), float) for name in _EPSILONS)
 
 
+def norm_weight(module: nn.Module) -> Tensor | None:
+    """Return the weight of a recognised norm; a buffer of that name is one that it does not use."""
+    return None if "weight" in module._buffers else getattr(module, "weight", None)
+
+
 def norm(module: nn.Module) -> Recognized:
     """Return which norm a candidate computes.
 
@@ -125,6 +130,10 @@ def norm(module: nn.Module) -> Recognized:
     width = given["weight"].shape[0] if given else 64
     fresh = {name: torch.randn(width, generator=torch.Generator().manual_seed(i)) for i, name in enumerate(given)}
     twin = twin_of(module, fresh)
+    twin._buffers = {  # a norm that multiplies with one is none of ours
+        name: torch.randn(b.shape, generator=torch.Generator().manual_seed(7)) for name, b in module._buffers.items()
+        if b is not None and b.is_floating_point()
+    }  # fmt: skip
     eps_name = next(name for name in _EPSILONS if isinstance(getattr(module, name, None), float))
     eps, weight, bias = getattr(module, eps_name), fresh.get("weight"), fresh.get("bias")
     theirs, found = partial(type(module).forward, twin), []

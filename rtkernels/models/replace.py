@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import rtkernels
 from rtkernels.models.merged import is_plain
-from rtkernels.models.recognize import NotRecognized, Recognized, autocasts
-from rtkernels.models.reuse import NormAndInput, glu, may_hand_on
+from rtkernels.models.recognize import NotRecognized, Recognized, autocasts, norm_weight
+from rtkernels.models.reuse import NormAndInput, glu, may_hand_on, project
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 Forward = Callable[..., Any]
@@ -97,7 +97,7 @@ def _rms_norm(original: type[nn.Module], eps: str, offset: float) -> Forward:
     own = original.forward
 
     def forward(self, hidden_states, residual=None, with_input=False):
-        weight = getattr(self, "weight", None)
+        weight = norm_weight(self)
         if not _fits(hidden_states, weight):
             total = hidden_states if residual is None else residual + hidden_states
             return own(self, total) if residual is None and not with_input else (own(self, total), total)
@@ -114,7 +114,7 @@ def _layer_norm(original: type[nn.Module], eps: str, offset: float) -> Forward:
     own = original.forward
 
     def forward(self, hidden_states):
-        weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
+        weight, bias = norm_weight(self), getattr(self, "bias", None)
         if not _fits(hidden_states, weight):
             return own(self, hidden_states)
         return rtkernels.layer_norm(hidden_states, weight, bias, eps=getattr(self, eps), offset=offset)
@@ -128,8 +128,9 @@ def _mlp(original: type[nn.Module], act: str, separate: bool) -> Forward:
     def forward(self, x):
         linears = [self._modules[name] for name in names]
         made = [linear(x) for linear in linears]
-        activate = glu if all(is_plain(linear) for linear in linears) else rtkernels.glu
-        return self.down_proj(activate(*made, act=act))
+        if not all(is_plain(linear) for linear in linears):
+            return self.down_proj(rtkernels.glu(*made, act=act))
+        return project(self.down_proj, glu(*made, act=act))
 
     return forward
 

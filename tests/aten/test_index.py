@@ -95,3 +95,4 @@ def test_indices_in_brackets(place: str) -> None:
         compare(place, "idx", lambda x, index: x[:, index % 6 - 3], x, index)
         compare(place, "idx", lambda x, index: x.long()[index], x, index)
     compare(place, "idx", lambda x, mask: x[mask], x, x[:, 0] > 0, ours=False)
+    compare(place, "idx", lambda x, index: torch.ops.aten.index.Tensor(x[0], [index]), x, torch.tensor(-2))

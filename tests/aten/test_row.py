@@ -31,8 +31,22 @@ def test_softmax(place: str, dtype: torch.dtype, function) -> None:
 
 
 @emulated
-def test_other_dimensions_are_torchs() -> None:
-    compare("sm_90", "row", lambda x: x.softmax(0), torch.randn(3, 5), ours=False)
+@at(*PLACES)
+@pytest.mark.parametrize("function", [torch.softmax, pytest.param(torch.log_softmax, marks=pytest.mark.slow)])
+def test_softmax_of_other_dimensions(place: str, function) -> None:
+    def both(x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+        made = []
+        for dim in range(x.dim() - 1):
+            given = x.detach().clone().requires_grad_()
+            y = function(given, dim)
+            y.backward(dy)
+            made += [y.detach(), given.grad]
+        return made
+
+    special = torch.randn(4, 3)
+    special[:, 0], special[1, 1], special[2, 2] = -torch.inf, -torch.inf, torch.nan
+    for x in (torch.randn(3, 5), torch.randn(2, 19, 8), torch.randn(3, 1, 7), torch.randn(2, 3, 4, 36), special):
+        compare(place, "row", both, x, torch.randn(x.shape), rtol=1e-5, atol=1e-5)
 
 
 @emulated
@@ -121,6 +135,7 @@ def test_nll_loss(place: str, reduction: str, weighted: bool) -> None:
     compare(place, "row", both, torch.randn(3, 4), ignored, *([torch.rand(4)] if weighted else []))
 
 
+@pytest.mark.slow
 @emulated
 @at(*PLACES)
 @pytest.mark.parametrize("shape", [(5, 7), (3, 4, 6), (2, 2000)], ids=str)

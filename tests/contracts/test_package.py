@@ -15,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support.interpreter import run_python
 
 import rtkernels
 
@@ -24,8 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def python(code: str, *, cwd: Path | None = None, **environment: str) -> str:
     """Run code in a fresh interpreter that finds this checkout's package, and return what it printed."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    done = run_python("-c", code, cwd=cwd, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

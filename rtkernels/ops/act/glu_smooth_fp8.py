@@ -14,7 +14,7 @@ from rtkernels.ops.act import glu_fp8_plan as plans
 from rtkernels.ops.act.glu_fp8_plan import ACTS, TYPES, Inputs, experts_of, generic_step
 from rtkernels.ops.act.glu_fp8_reference import check_sum, gradients, joined, rows_of, unquantized
 from rtkernels.ops.quant import reference as fp8
-from rtkernels.ops.shared.fp8_layout import E4M3, Fp8Layout, row_blocks_of
+from rtkernels.ops.shared.fp8_layout import E4M3, Fp8Layout, asked, row_blocks_of
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import check_same, nothing, row_count, row_stride, vector_bytes
@@ -302,5 +302,5 @@ def glu_smooth_fp8_backward(
         smooth, row_factor = (None if t is None else t.detach().reciprocal() for t in (smooth, row_factor))
     inputs = detached(dy, x, up, smooth, row_factor, weight)
     *codes, dx, dweight = BACKWARD.call(*inputs, counts, act, layout, pow2_scale, check_counts, keep, weight_grad)
-    codes = Fp8Layout((), "" if keep == "dense" else layout).asked(codes)
+    codes = asked("" if keep == "dense" else layout, codes)
     return GluSmoothFp8Gradients(*codes, dx if keep != "fp8" else None, dweight if weight_grad else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rtkernels.runtime.launch.device import device_info
@@ -29,8 +30,11 @@ CLUSTER = Kernel(
 )
 
 
-def steps(call: Decode, device: int) -> Steps | None:
-    """Return the launch of a call, None unless its cache is short and its clusters run at the same time."""
+def steps(call: Decode, device: int, tensors: Sequence[str | int]) -> Steps | None:
+    """Return the launch of a call whose tensors have these names.
+
+    None unless its cache is short and all of its clusters run at the same time.
+    """
     info = device_info(device)
     plain = not call.codes and not call.page_size and not call.softcap and call.d_qk == call.d_v
     if not plain or call.d_qk not in _WIDTHS or not 0 < call.lkv <= _KEYS or not CLUSTER.supports(info.target):
@@ -43,14 +47,14 @@ def steps(call: Decode, device: int) -> Steps | None:
     shared = _WARPS * _ROWS * (2 * width + 16 + 4 * (width + 8) + 8)
     if shared > info.shared_per_block:
         return None
-    out = getattr(call, "out", None) or (call.lq * call.heads_q * width, call.heads_q * width, width)
+    out = call.out or (call.lq * call.heads_q * width, call.heads_q * width, width)
     launch = CLUSTER.bind(
         (call.token, width), device, (tiles * _BLOCKS, call.heads_kv, call.batch), 32 * _WARPS, shared, overlap=True,
         cluster=_BLOCKS,
     )  # fmt: skip
     return Steps(
         Step(
-            launch, "q", "k_cache", "v_cache", "lengths", "sinks", "out", "lse", call.heads_q, group, call.lq, call.lkv,
+            launch, *tensors[:4], tensors[7], "out", "lse", call.heads_q, group, call.lq, call.lkv,
             *call.q, *call.k, *call.v, *out, call.left, call.right, call.scale,
         )
     )  # fmt: skip

@@ -32,7 +32,12 @@ _THREADS = 128
 
 def _variants(target: Target) -> list[tuple[Any, ...]]:
     kinds = [k for k in _KINDS if "fp8_cvt" in target.features or not (k[0] == E4M3 or k[1] == VALUES_E4M3)]
-    return [(t, *kind, d) for t in _TOKENS for kind in kinds for d in _WIDTHS]
+    return [(t, *kind, d) for kind in kinds for t in _TOKENS if t == kernel_token(t, kind[1]) for d in _WIDTHS]
+
+
+def kernel_token(token: str, values: int) -> str:
+    """Return the type that a kernel is compiled for: values with codes are served by one for both types of results."""
+    return token if values == VALUES_16 else "bf16"
 
 
 FORWARD = Kernel(
@@ -42,11 +47,10 @@ FORWARD = Kernel(
     args="q:ptr k:ptr v:ptr scale_q:ptr scale_k:ptr scale_v:ptr lengths:ptr cu_q:ptr cu_k:ptr out:ptr lse:ptr "
     f"{WALK_ARGUMENTS} {stride_arguments('q k v out')} lse_batch:i64 lse_head:i64 sq_batch:i64 sq_head:i64 "
     "sq_shift:i64 sk_batch:i64 sk_head:i64 sk_shift:i64 sv_batch:i64 sv_head:i64 sv_block:i64 left:i64 right:i64 "
-    "scale:f64",
+    "out_fp16:i64 scale:f64",
     variants=_variants,
     max_registers=255,
 )
-# Values with codes are served by one variant for both types of the result.
 FORWARD_SM90 = Kernel(
     "attention/attention_sm90_quant.cu",
     "attention_sm90_quant",
@@ -55,9 +59,7 @@ FORWARD_SM90 = Kernel(
     f"counter:ptr batches:i64 heads:i64 heads_per_kv:i64 lq:i64 lkv:i64 d_v:i64 {stride_arguments('out')} "
     "lse_batch:i64 lse_head:i64 sq_batch:i64 sq_head:i64 sq_shift:i64 sk_batch:i64 sk_head:i64 sk_shift:i64 "
     "sv_batch:i64 sv_head:i64 sv_block:i64 left:i64 right:i64 heads_together:i64 out_fp16:i64 scale:f64",
-    variants=[
-        (t, *kind, d) for kind in _KINDS for t in (_TOKENS if kind[1] == VALUES_16 else _TOKENS[:1]) for d in _WIDTHS
-    ],
+    variants=_variants,
     max_registers=168,
     needs=("wgmma",),
 )
@@ -78,7 +80,7 @@ ROWS = Kernel(
     args=f"x:ptr sums:ptr codes:ptr scales:ptr taken:ptr rows:i64 width:i64 {stride_arguments('x')} parts:i64 "
     "group:i64 count:i64 blocks_of_rows:i64 e4m3_codes:i64 scale:f64",
     variants=[(t,) for t in _TOKENS],
-    max_registers=152,
+    max_registers=80,
 )
 VALUES = Kernel(
     _QUANTIZE_UNIT,
@@ -152,29 +154,17 @@ def _forward_sm90(call: Quantized, width: int, device: int) -> Steps:
         sizes, steps = (c.d_v, rows_k, c.heads_kv, batch), (c.v[1], c.v[2], c.v[0])
         v = _boxes("v", c.token, sizes, steps, (64, _SM90_KEYS, 1, 1), 2)
     of_values = width * _SM90_KEYS * (1 if codes else 2) + (8 * width if codes else 0)
-    shared = _SM90_ROWS * 128 + 2 * (_SM90_KEYS * 128 + 4 * _SM90_KEYS + of_values) + 256 + 1024
+    stages = 4 if codes else 3
+    shared = _SM90_ROWS * 128 + stages * (_SM90_KEYS * 128 + 4 * _SM90_KEYS + of_values) + 256 + 1024
     tiles, pairs = -(-c.lq // _SM90_ROWS), c.batch * c.heads_q
     blocks = min(device_info(device).sm_count, tiles * pairs)
     each = c.lkv * (c.d_qk + (1 if codes else 2) * c.d_v) / group
     together = heads_in_l2(pairs, each, c.left < 0 and c.right < 0 and not c.varlen)
-    token = "bf16" if codes else c.token
     return Steps(
         Step(
-            FORWARD_SM90.bind((token, c.qk, c.pv, width), device, blocks, 384, shared),
-            *(
-                q,
-                k,
-                v,
-                "scale_q",
-                "scale_k",
-                "scale_v" if codes else 0,
-                "lengths",
-                "cu_q",
-                "cu_k",
-                "out",
-                "lse",
-                "counter",
-            ),
+            FORWARD_SM90.bind((kernel_token(c.token, c.pv), c.qk, c.pv, width), device, blocks, 384, shared),
+            *(q, k, v, "scale_q", "scale_k", "scale_v" if codes else 0, "lengths", "cu_q", "cu_k"),
+            *("out", "lse", "counter"),
             *(c.batch, c.heads_q, group, c.lq, c.lkv, c.d_v, *c.out[:3], *c.lse, *_scale_arguments(c)),
             *(c.left, c.right, together, int(c.token == "fp16"), c.scale),
         ),
@@ -194,7 +184,7 @@ def forward(call: Quantized, device: int) -> Steps:
     width = next(w for w in _WIDTHS if max(c.d_qk, c.d_v) <= w)
     if c.batch * c.heads_q * c.lq and _served_by_sm90(c, target):
         return _forward_sm90(c, width, device)
-    variant = (c.token, c.qk, c.pv, width)
+    variant = (kernel_token(c.token, c.pv), c.qk, c.pv, width)
     if variant not in _variants(target):
         raise ArgumentError(f"{target} has no products of float8_e4m3fn; expected int8 codes")
     codes = c.pv != VALUES_16
@@ -213,6 +203,7 @@ def forward(call: Quantized, device: int) -> Steps:
             FORWARD.bind(variant, device, tiles * pairs, _THREADS, shared),
             *("q", "k", "v", "scale_q", "scale_k", "scale_v" if codes else 0, "lengths", "cu_q", "cu_k", "out", "lse"),
             *(pairs, c.heads_q, group, tiles, section, c.lq, c.lkv, c.d_qk, c.d_v),
-            *(*c.q[:3], *c.k[:3], *c.v, *c.out[:3], *c.lse, *_scale_arguments(c), c.left, c.right, c.scale),
+            *(*c.q[:3], *c.k[:3], *c.v, *c.out[:3], *c.lse, *_scale_arguments(c), c.left, c.right),
+            *(int(c.token == "fp16"), c.scale),
         )
     )

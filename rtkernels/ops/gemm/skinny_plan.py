@@ -33,8 +33,6 @@ _CODES = {
     "uint4": "int4_codes", "e2m1": "e2m1_codes",
 }  # fmt: skip
 _ACTIVATIONS = {"bf16": 0, "fp16": 0, "e4m3": 1, "e5m2": 2, "int8": 3, "int4": 4, "uint4": 5}
-_CONVERTED_BF16 = 6  # bf16 activations that become fp16, to which codes of 8 bits convert in fewer instructions
-_CONVERTED_ROWS = 8  # up to which that is less than what sums cost that are promoted in every stage
 _TYPES = {"bf16": 0, "fp16": 1, "fp32": 2, "int32": 3}
 _ACTS = {None: 0, "relu": 1, "silu": 2, "gelu_tanh": 3, "gelu": 4}
 _SCALE_KINDS = {"fp32": 0, "e8m0": 1, "ue4m3": 2}
@@ -117,13 +115,6 @@ def _integer_sums(p: Product) -> bool:
     return p.a.token in INTEGERS and p.b.token in INTEGERS and not along_k
 
 
-def _converts(p: Product) -> bool:
-    """Return True if activations are converted to fp16 in the kernel."""
-    if p.a.token == "bf16" and p.m <= _CONVERTED_ROWS and not _varies(p.scale_a, p.k):
-        return p.b.token in ("e4m3", "int8")
-    return p.a.token not in FLOAT16
-
-
 def _varies(scales: Scales | None, k: int) -> bool:
     """Return True if scales vary along k."""
     return scales is not None and 0 < scales.depth < k
@@ -174,7 +165,7 @@ def _bad_scale_b(p: Product) -> str | None:
 def _words(p: Product) -> tuple[int, int]:
     """Return how many words of scales along k a stage has for a token, and for a weight row."""
     depth, s = _stage_depth(p), p.scale_b
-    words_a = max(depth // 128, 1) if _varies(p.scale_a, p.k) or (_converts(p) and p.a.token == "bf16") else 0
+    words_a = max(depth // 128, 1) if _varies(p.scale_a, p.k) else 0
     if s is None:
         return words_a, 0
     if s.token != "fp32":
@@ -185,7 +176,7 @@ def _words(p: Product) -> tuple[int, int]:
 def _layout(p: Product, target: Target) -> _Layout | None:
     """Return how many tokens a launch takes and its shared memory, None if there is too little."""
     depth, (words_a, words_b) = _stage_depth(p), _words(p)
-    converted = _converts(p)
+    converted = p.a.token not in FLOAT16
     smallest = _TILES[-1] if p.b.token == "e5m2" else min(t for t in _TILES if t * 8 >= min(p.m, MAX_ROWS))
     for tiles in sorted((t for t in _TILES if t <= smallest), reverse=True):
         tokens = tiles * 8
@@ -219,7 +210,7 @@ def steps(product: Product, device: int) -> Steps:
     made = []
     for first in range(0, p.m, layout.rows):
         rows = min(layout.rows, p.m - first)
-        math = "fp16" if _converts(p) else p.a.token
+        math = p.a.token if p.a.token in FLOAT16 else "fp16"
         launch = _SKINNY.bind(
             (_CODES[p.b.token], math, layout.tiles),
             device,
@@ -265,7 +256,7 @@ def _fixed(p: Product) -> tuple[int, ...]:
     kind = 0 if b is None else _SCALE_KINDS[b.token] + 4 * b.swizzled
     types = (
         _TYPES.get(p.bias, 0), _TYPES.get(p.add, 0), _TYPES[p.out.token], _ACTS[p.gate if p.gate else p.act],
-        _CONVERTED_BF16 if p.a.token == "bf16" and _converts(p) else _ACTIVATIONS[p.a.token], kind,
+        _ACTIVATIONS[p.a.token], kind,
     )  # fmt: skip
     return (
         p.n, p.k, _bytes(p.a, p.a.pitch), _bytes(p.b, p.b.pitch), p.out.pitch, p.add_pitch,

@@ -68,7 +68,7 @@ GEMM = Kernel(
     "out:ptr out_scale:ptr starts:ptr ends:ptr rows:i64 columns:i64 depth:i64 a_row_pitch:i64 a_depth_pitch:i64 "
     "a_group_pitch:i64 b_row_pitch:i64 b_depth_pitch:i64 b_group_pitch:i64 scale_rows:i64 scale_shifts:i64 "
     "out_pitch:i64 out_group_pitch:i64 out_scale_pitch:i64 add_pitch:i64 groups:i64 flags_and_band:i64",
-    variants=list(_BUILT), max_registers=168, needs=("wgmma",),
+    variants=list(_BUILT), max_registers=184, needs=("wgmma",),
 )  # fmt: skip
 KERNELS = (GEMM,)
 
@@ -198,10 +198,7 @@ def _scale_arguments(scales: Scales | None, k: int) -> tuple[int, int, int, int,
     return scales.row_pitch if scales.rows else 0, scales.depth_pitch, scales.group_pitch, scales.rows, shift
 
 
-def steps(
-    product: Product, device: int, *, tile: Tile | None = None, names: Mapping[str, str] | None = None,
-    left: bool = False, lag: bool = False,
-) -> Steps:  # fmt: skip
+def steps(product: Product, device: int, *, tile: Tile | None = None, names: Mapping[str, str] | None = None) -> Steps:
     """Return the launches of a product that ``unsupported`` does not refuse.
 
     Args:
@@ -217,12 +214,10 @@ def steps(
     multiprocessors = device_info(device).sm_count
     tile = tile or _tile(p, scales, multiprocessors)
     tiles = tile_count(tile, p.m, _b_rows(p)) if g is None else _grouped_tiles(p, g, tile)
-    left = left and p.a.token in FP8 and scales != NO_SCALES and tile.cols == 256
-    variant = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across, *tile, scales | left << 2, finish)
+    variant = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across, *tile, scales, finish)
     grid = max(min(multiprocessors, tiles), 1)
     launch = GEMM.bind(variant, device, grid, tile.threads, tile.shared(scales, count))
     arguments = _arguments(p, tile, scales, names or {})
-    arguments[-1] |= lag << 26
     if g is None or g.kind != "labels":
         return Steps(Step(launch, *arguments))
     return Steps(spans_of_rows(p, device), Step(launch, *arguments), zeros={"spans": 2 * count})

@@ -19,7 +19,7 @@ from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.targets import Target
 
 # Rows from which two kernels are faster than mma.sync, which takes codes as they are: 16-bit products, those of bytes.
-FLOAT_ROWS, INTEGER_ROWS = 128, 512
+FLOAT_ROWS, INTEGER_ROWS = 65, 512
 FIELDS = ("global_scale",)
 
 _THREADS, _EACH = 256, 16  # elements that a thread unpacks

@@ -20,9 +20,8 @@ def _shared(slots: int, staged: int, more: int = 0) -> int:
     return slots * (2 * _SIDE * _SIDE + 2 * 4 * _SIDE + 40) + staged * 16 * 9 * _SIDE + numbers + more
 
 
-# Of x: what it was measured for. A smaller one is a few tiles per multiprocessor, not worth blocks that stay.
-_MIN_BYTES = 16 << 20
-_MAX_TILES_ACROSS = 128  # pairs of tiles in a strip, as many as OnceExchange can count
+_MIN_BYTES = 16 << 20  # of x: less is too few tiles per multiprocessor to be worth persistent blocks
+_MAX_TILES_ACROSS = 128  # pairs of tiles in a strip, as many as SingleReadExchange can count
 _MAX_ROWS = 1 << 20  # 16 bytes each, for sums of squares of all blocks, stay allocated
 _SINGLE_READ_SHARED = _shared(6, 1, 32 + 4 * _SIDE)
 _refused: set[int] = set()  # devices

@@ -158,8 +158,9 @@ def column_absmax(
         return interop.call_with(column_absmax, locals())
     if out is not None:
         return into(column_absmax, locals())
-    x, row, column = detached(x, row_factor, column_factor)
-    amax = ABSMAX.call(x, row, column)
+    amax = ABSMAX.replay(x, row_factor, column_factor)
+    if amax is None:
+        amax = ABSMAX.call(*detached(x, row_factor, column_factor))
     return amax.clamp_(min=floor) if a_number("floor", floor) > 0 else amax
 
 

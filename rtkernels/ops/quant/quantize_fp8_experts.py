@@ -17,6 +17,7 @@ from rtkernels.ops.shared.fp8_layout import (
     LAYOUTS,
     MAX_EXPERTS,
     Fp8Layout,
+    asked,
     check_option,
     groups_of,
     row_blocks_of,
@@ -167,7 +168,7 @@ def quantize_fp8_experts(
     if x.requires_grad:
         x = x.detach()
     results = QUANTIZE.call(x, counts, layout, dtype, pow2_scale)
-    return QuantizedExperts(*Fp8Layout((), layout).asked(results))
+    return QuantizedExperts(*asked(layout, results))
 
 
 OP = Op(

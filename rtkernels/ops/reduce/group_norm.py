@@ -136,7 +136,7 @@ def group_norm_grads(
     """
     partial = _PLANE_SUMS(dy, x, mean, rstd, groups)
     dx = _DX(dy, x, weight, mean, rstd, partial, groups) if wanted[0] else None
-    return dx, tuple(reduce(partial, "sum", (0,), False, x.dtype)[0].unbind()) if wanted[1] else None
+    return dx, tuple(reduce(partial, "sum", (0,), False, x.dtype).unbind()) if wanted[1] else None
 
 
 OP = Op("group_norm", public=(), kernels=(_APPLY, _PLANES, _BWD), torch_ops=())

@@ -24,12 +24,12 @@ _BWD = Kernel(
 
 
 def _plan_fwd(v: Meta, g: Meta, device: int) -> Steps:
-    launch, *numbers = launch_by_rows(_FWD, v, misaligned(v), device)
+    launch, *numbers = launch_by_rows(_FWD, v, *v.shape, misaligned(v), device)
     return Steps(Step(launch, "v", "g", "w", "norms", *v.shape, *numbers))
 
 
 def _plan_bwd(dw: Meta, v: Meta, g: Meta, norms: Meta, device: int) -> Steps:
-    launch, *numbers = launch_by_rows(_BWD, v, misaligned(dw, v), device)
+    launch, *numbers = launch_by_rows(_BWD, v, *v.shape, misaligned(dw, v), device)
     return Steps(Step(launch, "dw", "v", "g", "norms", "dv", "dg", *v.shape, *numbers))
 
 

@@ -222,7 +222,7 @@ def reference_counts(indices, experts, sequence_dim):
     return counts.view(_counts_shape(number, experts, sequence_dim)).clone()
 
 
-# Of load balancing, the loss is divided by k and multiplied by the number of experts; of Z, k is not used.
+# The loss of load balancing is divided by k and multiplied by the number of experts; Z does not use k.
 _INPUTS = Rows("x", None), Dense("counts", None, optional=True)
 _OPTIONS = "int kind, int sequence_dim, int k, float coefficient"
 FORWARD = Operator(

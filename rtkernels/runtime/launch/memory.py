@@ -82,7 +82,7 @@ def fresh_zeros(device: int, n: int) -> Tensor:
         place = "cpu" if device < 0 else f"cuda:{device}"
         with torch.inference_mode(False):  # they may be used, and saved for a backward, outside of it
             made = torch.zeros(_BATCH, -(-n // 32) * 32, dtype=torch.int32, device=place)
-            first, *rest = (row[:n] for row in made.unbind())
+            first, *rest = made[:, :n].unbind()
         ready.extend(rest)
         return first
 

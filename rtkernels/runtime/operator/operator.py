@@ -246,9 +246,9 @@ def call({names}):
                     return made
                 plan.matches = same_tensors(given)
             kept = [args[i] is None if i in self._tensors else value for i, value in enumerate(args)]
-            scope["last_call"] = last = (plan.matches, plan.run, *kept)  # one assignment: other threads see all or none
+            scope["last_call"] = (plan.matches, plan.run, *kept)  # one assignment: other threads see all or none
             if not any(tensor.requires_grad for tensor in given):
-                scope["last_plain_call"] = last
+                scope["last_plain_call"] = (plan.matches, getattr(plan, "run_plain", plan.run), *kept)
         elif self._lazy(args):
             return self._launch_resolved(args)
         made = plan.run(*addresses, *[args[i] for i in self._number_places])

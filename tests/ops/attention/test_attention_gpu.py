@@ -73,9 +73,9 @@ EDGES = (63, 64, 65, 127, 128, 129, 175, 176, 177, 352, 353)
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("lkv", EDGES)
 def test_masks_at_the_edges_of_tiles(lkv: int, width: int, backend: str) -> None:
-    for lq in (1, 64, 129, lkv):
+    for lq in (1, 129, lkv):
         leaves = leaves_of(1, lq, lkv, 2, 1, width)
-        for window in (None, (0, None), (63, 0), (64, 64), (128, 1)):
+        for window in (None, (63, 0), (64, 64)):
             left, right = (None, 0) if window is None else window
             options = {"causal": True} if window is None else {"window": window}
             check(leaves, seen_keys(lq, lkv, left, right), **options, backend=backend)

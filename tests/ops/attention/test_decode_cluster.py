@@ -60,13 +60,13 @@ def test_values(name: str, place: str) -> None:
 
 
 def test_longer_caches_and_other_formats_go_elsewhere() -> None:
-    from rtkernels.ops.attention.decode_plan import Decode
+    from rtkernels.ops.attention.decode_plan import TENSORS, Decode
 
     call = Decode("bf16", 0, 1, 10, 8, 1, 256, 256, 978, 0, 0, (1, 1, 1), (1, 1, 1), (1, 1, 1), 0, 0, -1, -1, 0.1, 0.0)
     with rtkernels.emulate("sm_90"):
-        assert decode_cluster_plan.steps(call, -1) is not None
+        assert decode_cluster_plan.steps(call, -1, TENSORS) is not None
         for other in ({"codes": 1}, {"lkv": 1025}, {"page_size": 16}, {"softcap": 5.0}, {"d_v": 128}, {"d_qk": 64}):
-            assert decode_cluster_plan.steps(call._replace(**other), -1) is None
+            assert decode_cluster_plan.steps(call._replace(**other), -1, TENSORS) is None
     assert not decode_cluster_plan.CLUSTER.supports(targets.parse("sm_80"))
 
 

@@ -43,6 +43,21 @@ def test_products_of_codes(place: str, case: str) -> None:
         cases.plain(unpack_plan, a, b, m, n, k, device=device, **options)
 
 
+@pytest.mark.slow
+@at("sm_90", "cuda")
+def test_groups_of_rows(place: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(140, 64, generator=generator).bfloat16()
+    b = torch.randn(2, 24, 64, generator=generator).to(torch.float8_e4m3fn)
+    given = {"offs": torch.tensor([75, 140], dtype=torch.int32), "scale_b": torch.rand(2, 24, generator=generator)}
+    expected = rtkernels.grouped_mm(a, b, torch.ones(140), recipe="row", **given)
+    with running_on(place) as device:
+        moved = {name: t.to(device) for name, t in given.items()}
+        scale_a = torch.ones(140, device=device)
+        got = rtkernels.grouped_mm(a.to(device), b.to(device), scale_a, recipe="row", backend="unpack", **moved)
+    torch.testing.assert_close(got.cpu(), expected, rtol=2.0**-7, atol=1e-3)
+
+
 def test_what_is_unsupported() -> None:
     sm90, bf16 = targets.parse("sm_90a"), Matrix("bf16", 64)
     four = Matrix("e2m1", 64)
@@ -50,7 +65,7 @@ def test_what_is_unsupported() -> None:
     assert unpack_plan.unsupported(product, sm90) is None
     for changed, target, reason in (
         (product, targets.parse("sm_80"), "no wgmma"),
-        (product._replace(m=127), sm90, "127 rows"),
+        (product._replace(m=64), sm90, "64 rows"),
         (product._replace(b=bf16, scale_b=None), sm90, "a has 16 bits"),
         (product._replace(b=four._replace(aligned=False)), sm90, "16 bytes"),
         (product._replace(a=Matrix("fp16", 64), scale_b=Scales(1, 32, 2, 1, "e8m0")), sm90, "larger range"),

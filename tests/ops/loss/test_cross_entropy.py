@@ -477,7 +477,7 @@ LONG_ROWS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("cols", "rows", "blocks", "team"), LONG_ROWS)
+@pytest.mark.parametrize(("cols", "rows", "blocks", "row_blocks"), LONG_ROWS)
 def test_long_rows_fit_the_multiprocessors(
     cols: int, rows: int, blocks: int, row_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
