@@ -2,54 +2,26 @@
 // the first result counts more than bandwidth: all of b is asked for in the first instructions of one wave of blocks.
 //
 // A cluster of `parts` blocks owns a tile of 32 rows of b (gated: 16 and their counterparts) and all rows of a. k is cut into
-// stages of 512 bytes, whose ranges belong to the blocks of the cluster in order. The copy engine brings a stage's rows of both
-// operands to shared memory, `ring` stages at a time; of each stage, warp w of 8 has the 64 bytes w of all rows. Lane 4g + t reads
-// the 16 bytes t of them of row g, of both operands, which is another order of k than that of mma.sync, but the same for both.
-// Sums are fp32; those of 8-bit operands leave the tensor cores after every stage. The sums of a block's warps are added in
-// shared memory in order, then sent to the block of the cluster that finishes the token, which adds those of the blocks in
-// order: results do not depend on timing.
+// steps of 64 bytes, whose ranges belong to the 8 warps of the blocks of the cluster in order. A warp loads its operands from
+// global memory straight into the registers of mma.sync: lane 4g + t has the 16 bytes t of a step of row g, of both operands,
+// which is another order of k than the instruction's, but the same for both. Sums are fp32, those of 8-bit operands leave
+// the tensor cores every 128 of k. The sums of a block's warps are added in shared memory in order, then sent to the block of
+// the cluster that finishes the token, which adds those of the blocks in order: results do not depend on timing.
 //
 // The launch may start before the previous kernel has ended: it asks L2 for its rows of b meanwhile, which needs no order, or
-// (`kConstantB`: nobody writes b) copies them, and waits before it reads anything else.
+// (`kConstantB`: nobody writes b) loads them, and waits before it reads anything else.
 //
-// Shared memory: barriers, then stages of [32 rows of b, m rows of a][kStagePitch]; after the last stage in their place the sums of
-// warps [8][16 TOKENS][kPitch] and those of blocks [parts][tokens of a block][32].
-#include "common/convert.cuh"
+// Shared memory: sums of the warps [8][16 TOKENS][kPitch], then those of the blocks [parts][tokens of a block][32].
 #include "gemm/gemm_skinny_finish.cuh"
-#include "ptx/bulk.cuh"
+#include "gemm/rows_mma.cuh"
 #include "ptx/cluster.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/mma.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/prefetch.cuh"
 
 namespace rtk {
 
-inline constexpr int kClusterWarps = 8, kClusterRows = 32, kClusterPitch = 36, kClusterRing = 4;
-inline constexpr int kStageBytes = 512, kStagePitch = kStageBytes + 64;  // two rows at a time read other banks
+inline constexpr int kClusterWarps = 8, kClusterRows = 32, kClusterPitch = 36;
 inline constexpr i64 kGatedProduct = 1, kAccumulate = 2, kConstantB = 4;  // flags
-
-template <typename T>
-RTK_DEVICE void cluster_mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-    if constexpr (is_same<T, bf16>::value) {
-        ptx::mma_m16n8k16_bf16(d, a, b);
-    } else if constexpr (is_same<T, fp16>::value) {
-        ptx::mma_m16n8k16_f16(d, a, b);
-    } else {
-        ptx::mma_m16n8k32_e4m3(d, a, b);
-    }
-}
-
-// d += the 64 bytes of a step: both halves of what lanes have of rows g (`low`) and g + 8 (`high`) of a, and of row g of b.
-template <typename T>
-RTK_DEVICE void cluster_step(float (&d)[4], const Raw<16>& low, const Raw<16>& high, const Raw<16>& b) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const u32 left[4] = {low.w[2 * half], high.w[2 * half], low.w[2 * half + 1], high.w[2 * half + 1]};
-        const u32 right[2] = {b.w[2 * half], b.w[2 * half + 1]};
-        cluster_mma<T>(d, left, right);
-    }
-}
 
 // `types`: four bits each of bias, add, out, activation (SkinnyTypes, SkinnyActivation).
 template <typename T, int TOKENS>
@@ -57,102 +29,97 @@ __global__ void __launch_bounds__(kClusterWarps * 32, TOKENS == 1 ? 2 : 1)
     gemm_cluster(const u8* a, const u8* b, const float* scale_a, const float* scale_b, const float* global_scale,
                  const void* bias, const void* add, void* out, i64 m, i64 n, i64 k_bytes, i64 a_pitch, i64 b_pitch,
                  i64 out_pitch, i64 add_pitch, i64 scale_a_step, i64 scale_b_step, i64 global_step, i64 parts_, i64 flags,
-                 i64 types, i64 ring_) {
+                 i64 types) {
     extern __shared__ __align__(128) u8 memory[];
     constexpr int kTiles = kClusterRows / 8;
     constexpr bool kPromoted = sizeof(T) == 1;
-    u8* const stages = memory + 128;
-    float* const warp_sums = reinterpret_cast<float*>(stages);
+    constexpr int kStepsInFlight = kPromoted ? 2 : 4;  // 8-bit operands need registers to become others
+    float* const warp_sums = reinterpret_cast<float*>(memory);
     float* const block_sums = warp_sums + kClusterWarps * 16 * TOKENS * kClusterPitch;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int parts = static_cast<int>(parts_), rank = parts == 1 ? 0 : ptx::cluster_rank();
-    const int tile = static_cast<int>(blockIdx.x) / parts, tokens = static_cast<int>(m), ring = static_cast<int>(ring_);
+    const int tile = static_cast<int>(blockIdx.x) / parts, tokens = static_cast<int>(m);
     const bool gated = flags & kGatedProduct, constant = flags & kConstantB;
     const int columns = gated ? kClusterRows / 2 : kClusterRows;
     const i64 first_column = static_cast<i64>(tile) * columns;
-    const int total_stages = static_cast<int>((k_bytes + kStageBytes - 1) / kStageBytes);
-    const int begin = total_stages * rank / parts, end = total_stages * (rank + 1) / parts;
-    const int stage_size = (kClusterRows + tokens) * kStagePitch;
-    auto barrier = [&](int slot) { return ptx::shared_address(memory + 8 * slot); };
+    const int steps = static_cast<int>((k_bytes + 63) / 64), slices = parts * kClusterWarps;
+    const int slice = rank * kClusterWarps + warp;
+    const int begin = steps * slice / slices, end = steps * (slice + 1) / slices;
 
-    // By warp 0. Rows of b behind the last column are read once more, for nothing.
-    const i64 own_column = min(first_column + (gated ? lane % 16 : lane), n - 1);
-    const u8* const own_row = b + (own_column + (gated && lane >= 16 ? n : 0)) * b_pitch;
-    auto bytes_of = [&](int stage) { return static_cast<u32>(min(k_bytes - static_cast<i64>(stage) * kStageBytes, static_cast<i64>(kStageBytes))); };
-    auto fetch_b = [&](int stage, int slot) {
-        const u32 bytes = bytes_of(stage);
-        if (lane == 0) ptx::mbarrier_arrive_expect(barrier(slot), (kClusterRows + tokens) * bytes);
-        __syncwarp();
-        ptx::bulk_load(ptx::shared_address(stages + slot * stage_size + lane * kStagePitch),
-                       own_row + static_cast<i64>(stage) * kStageBytes, bytes, barrier(slot));
+    // The row of b of local row `i`; those behind the last column are read once more, for nothing.
+    auto row_of = [&](int i) {
+        const i64 column = min(first_column + (gated ? i % 16 : i), n - 1);
+        return b + (column + (gated && i >= 16 ? n : 0)) * b_pitch;
     };
-    auto fetch_a = [&](int stage, int slot) {
-        const u32 bytes = bytes_of(stage);
-        for (int row = lane; row < tokens; row += 32)
-            ptx::bulk_load(ptx::shared_address(stages + slot * stage_size + (kClusterRows + row) * kStagePitch),
-                           a + row * a_pitch + static_cast<i64>(stage) * kStageBytes, bytes, barrier(slot));
-    };
-    if (threadIdx.x < kClusterRing) {
-        ptx::mbarrier_init(barrier(threadIdx.x), 1);
-        ptx::mbarrier_fence_init();
-    }
-    __syncthreads();
-    const int ready = min(end - begin, ring);  // stages that are asked for at the start
-    if (warp == 0) {
-        if (constant) {
-            for (int i = 0; i < ready; ++i) fetch_b(begin + i, i);
-        } else if (end > begin) {
-            const i64 from = static_cast<i64>(begin) * kStageBytes, to = min(static_cast<i64>(end) * kStageBytes, k_bytes);
-            ptx::prefetch_l2_bulk(own_row + from, static_cast<u32>(to - from));
-        }
-    }
-    ptx::wait_for_previous();
-    ptx::launch_dependents();
-    if (warp == 0) {
-        for (int i = 0; i < ready; ++i) {
-            if (!constant) fetch_b(begin + i, i);
-            fetch_a(begin + i, i);
-        }
+    if (!constant) {
+        const u8* own = row_of(lane);
+        for (i64 at = 64ll * begin & ~127ll; at < min(64ll * end, k_bytes); at += 128) ptx::prefetch_l2(own + at);
+        ptx::wait_for_previous();
+        ptx::launch_dependents();
     }
 
-    float total[TOKENS][kTiles][4] = {};
-    int slot = 0;
-    u32 phase = 0;
+    const u8 *rows_b[kTiles], *rows_a[2 * TOKENS];
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) rows_b[j] = row_of(8 * j + g);
+#pragma unroll
+    for (int i = 0; i < 2 * TOKENS; ++i) rows_a[i] = a + min(8 * i + g, tokens - 1) * a_pitch;
+
+    float total[TOKENS][kTiles][4];
+#pragma unroll
+    for (int i = 0; i < TOKENS; ++i)
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) total[i][j][e] = 0.0f;
+
+    bool waited = !constant;
 #pragma unroll 1
-    for (int stage = begin; stage < end; ++stage) {
-        ptx::mbarrier_wait(barrier(slot), phase);
-        const u8* const rows = stages + slot * stage_size + 64 * warp + 16 * t;
-        const bool exists = static_cast<i64>(stage) * kStageBytes + 64 * warp + 16 * t < k_bytes;
-        auto read = [&](int row) {
-            Raw<16> raw;
-            clear(raw);
-            if (exists) raw = ptx::ld_shared_16(ptx::shared_address(rows + row * kStagePitch));
-            return raw;
-        };
-        Raw<16> of_b[kTiles];
+    for (int first = begin; first < end; first += kStepsInFlight) {
+        Raw<16> of_b[kStepsInFlight][kTiles];
 #pragma unroll
-        for (int j = 0; j < kTiles; ++j) of_b[j] = read(8 * j + g);
+        for (int s = 0; s < kStepsInFlight; ++s) {
+            const i64 at = 64ll * (first + s) + 16 * t;
+            const bool exists = first + s < end && at < k_bytes;
 #pragma unroll
-        for (int i = 0; i < TOKENS; ++i) {
-            const Raw<16> low = read(kClusterRows + min(16 * i + g, tokens - 1));
-            const Raw<16> high = read(kClusterRows + min(16 * i + 8 + g, tokens - 1));
-            float part[kTiles][4] = {};
-#pragma unroll
-            for (int j = 0; j < kTiles; ++j) cluster_step<T>(kPromoted ? part[j] : total[i][j], low, high, of_b[j]);
-            if (kPromoted) {
-#pragma unroll
-                for (int j = 0; j < kTiles; ++j)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) total[i][j][e] += part[j][e];
+            for (int j = 0; j < kTiles; ++j) {
+                clear(of_b[s][j]);
+                if (exists) of_b[s][j] = ptx::ld_keep<16>(rows_b[j] + at);
             }
         }
-        if (stage + ring < end) {
-            __syncthreads();
-            if (warp == 0) fetch_b(stage + ring, slot), fetch_a(stage + ring, slot);
+        if (!waited) {
+            ptx::wait_for_previous();
+            ptx::launch_dependents();
+            waited = true;
         }
-        if (++slot == ring) slot = 0, phase ^= 1;
+#pragma unroll
+        for (int s = 0; s < kStepsInFlight; s += 2) {
+#pragma unroll
+            for (int i = 0; i < TOKENS; ++i) {
+                float part[kTiles][4] = {};
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    const i64 at = 64ll * (first + s + c) + 16 * t;
+                    Raw<16> low, high;
+                    clear(low), clear(high);
+                    // No read-only loads: the previous kernel may have written a after this one started.
+                    if (first + s + c < end && at < k_bytes) {
+                        low = plain_load(rows_a[2 * i] + at);
+                        high = plain_load(rows_a[2 * i + 1] + at);
+                    }
+#pragma unroll
+                    for (int j = 0; j < kTiles; ++j)
+                        mma_64_bytes<T>(kPromoted ? part[j] : total[i][j], low, high, of_b[s + c][j]);
+                }
+                if (kPromoted) {
+#pragma unroll
+                    for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) total[i][j][e] += part[j][e];
+                }
+            }
+        }
     }
-    __syncthreads();  // sums take the place of stages
+    if (!waited) ptx::wait_for_previous();  // a warp without steps: its block must not end before the previous kernel
 
     float* const own_sums = warp_sums + warp * (16 * TOKENS * kClusterPitch);
 #pragma unroll
@@ -164,7 +131,7 @@ __global__ void __launch_bounds__(kClusterWarps * 32, TOKENS == 1 ? 2 : 1)
                 *reinterpret_cast<float2*>(own_sums + (16 * i + g + 8 * r) * kClusterPitch + 8 * j + 2 * t) =
                     make_float2(total[i][j][2 * r], total[i][j][2 * r + 1]);
     if (parts > 1) {
-        ptx::cluster_barrier();  // also: every block of the cluster has its last stage behind it, and may be written to
+        ptx::cluster_barrier();  // also: every block of the cluster runs, and may be written to
     } else {
         __syncthreads();
     }

@@ -10,8 +10,8 @@
 //
 // A RowGroup owns a row, thread i of it the columns [i * N, i * N + N) of each stretch of threads * N. The rounded row stays in
 // shared memory between the passes (`kInShared`), where each thread finds what it has put there; a longer row is made once
-// more from the inputs, or read from residual_out. A row of one stretch stays in registers, and everything it needs is asked
-// for at the start: what is loaded behind the statistics costs a second wait for memory. Grid: rows / groups of a block. In-place results are safe: a thread has
+// more from the inputs, or read from residual_out. A row of one stretch whose operands are all of T stays in registers, and
+// everything it needs is asked for at the start: what is loaded behind the statistics costs a second wait for memory. Grid: rows / groups of a block. In-place results are safe: a thread has
 // read what it overwrites.
 #include "common/row_output.cuh"
 #include "norm/common.cuh"
@@ -23,6 +23,7 @@ namespace rtk {
 // Flags.
 inline constexpr i64 kCentred = 2, kInShared = 4, kWeightFp32 = 8, kNormBiasFp32 = 16, kBiasFp32 = 32,
                      kGateFp32 = 64, kScaleFp32 = 128, kShiftFp32 = 256, kChannelFp32 = 512;
+inline constexpr i64 kAnyFp32 = kWeightFp32 | kNormBiasFp32 | kBiasFp32 | kGateFp32 | kScaleFp32 | kShiftFp32 | kChannelFp32;
 
 // One row of an operand that has a row for every `each` rows of x.
 struct Modulation {
@@ -33,36 +34,27 @@ struct Modulation {
         : p(p_), first(stride == 0 ? 0 : (each == 1 ? row : static_cast<u32>(row) / static_cast<u32>(each)) * stride) {}
 };
 
-// N elements of an operand of T or fp32, asked for without a branch and unpacked when they are needed: loads of all operands
-// are under way before the first of them has come. Zeros without an operand.
+// N elements of an operand of T, asked for without a branch and unpacked when they are needed: loads of all operands are under
+// way before the first of them has come. Zeros without an operand.
 template <typename T>
 struct Asked {
     static constexpr int N = 16 / sizeof(T);
-    Raw<16> raw[sizeof(T) == 4 ? 1 : 2];
-    bool fp32;
+    Raw<16> raw;
 
-    RTK_DEVICE Asked(const void* p, i64 at, bool fp32_, int valid, u64 policy) : fp32(sizeof(T) < 4 && fp32_) {
-        const bool wanted = p != nullptr && valid > 0;
-        const u8* const from = static_cast<const u8*>(p) + at * (fp32 ? 4 : static_cast<int>(sizeof(T)));
-        clear(raw[0]);
-        ptx::ld_stream_16_if(wanted, raw[0], from, policy);
-        if constexpr (sizeof(T) < 4) {
-            clear(raw[1]);
-            ptx::ld_stream_16_if(wanted && fp32, raw[1], from + 16, policy);
-        }
+    RTK_DEVICE Asked(const void* p, i64 at, int valid, u64 policy) {
+        clear(raw);
+        ptx::ld_stream_16_if(p != nullptr && valid > 0, raw, static_cast<const T*>(p) + at, policy);
     }
-    RTK_DEVICE void get(float (&v)[N]) const {
-        unpack<T, N>(raw[0], v);
-        if constexpr (sizeof(T) < 4) {
-            if (!fp32) return;
-#pragma unroll
-            for (int i = 0; i < N; ++i) v[i] = __uint_as_float(raw[i / 4].w[i % 4]);
-        }
-    }
+    RTK_DEVICE void get(float (&v)[N]) const { unpack<T, N>(raw, v); }
 };
 
+// What a thread may have: two blocks of 512, or four of 256, share a multiprocessor unless results are NVFP4.
+constexpr int norm_registers(int format, bool aligned) {
+    return format == kFp4Output || !aligned ? 128 : 64;
+}
+
 template <typename T, int FORMAT, bool ALIGNED>
-__global__ void __launch_bounds__(512)
+__global__ void __maxnreg__(norm_registers(FORMAT, ALIGNED))
     norm_modulated(const T* x, const T* residual, const void* gate, const void* bias, const void* weight,
                    const void* norm_bias, const void* scale, const void* shift, const void* channel_scale,
                    const float* quant_scale, u32* amax, void* out, T* residual_out, void* kept, void* scale_out,
@@ -91,19 +83,16 @@ __global__ void __launch_bounds__(512)
         ptx::shared_address(memory) + static_cast<u32>(group.index * stretches * pitch * sizeof(T));
 
     if constexpr (ALIGNED && FORMAT != kFp4Output) {
-        if (span <= pitch) {
+        if (span <= pitch && (sizeof(T) == 4 || (flags & kAnyFp32) == 0)) {
             const i64 column = group.thread * N;
             const int valid = count_at<N>(column, end);
             const u64 policy = ptx::l2_last();
-            const Asked<T> own(x, row * x_stride + column, false, valid, policy),
-                rest(residual, row * residual_stride + column, false, valid, policy),
-                of_gate(gate, gates.first + column, flags & kGateFp32, valid, policy),
-                of_bias(bias, column, flags & kBiasFp32, valid, policy),
-                of_weight(weight, column, flags & kWeightFp32, valid, policy),
-                of_norm_bias(norm_bias, column, flags & kNormBiasFp32, valid, policy),
-                of_scale(scale, scales.first + column, flags & kScaleFp32, valid, policy),
-                of_shift(shift, shifts.first + column, flags & kShiftFp32, valid, policy),
-                of_channel(channel_scale, column, flags & kChannelFp32, valid, policy);
+            const Asked<T> own(x, row * x_stride + column, valid, policy),
+                rest(residual, row * residual_stride + column, valid, policy),
+                of_gate(gate, gates.first + column, valid, policy), of_bias(bias, column, valid, policy),
+                of_weight(weight, column, valid, policy), of_norm_bias(norm_bias, column, valid, policy),
+                of_scale(scale, scales.first + column, valid, policy), of_shift(shift, shifts.first + column, valid, policy),
+                of_channel(channel_scale, column, valid, policy);
             float h[N], v[N], sum = 0.0f;
             own.get(h);
             of_bias.get(v);

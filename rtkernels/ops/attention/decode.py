@@ -12,6 +12,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import reference
 from rtkernels.ops.attention.attention import default_scale, window_sides
 from rtkernels.ops.attention.checks import HALVES, Heads, check_cache_rows, check_factor, check_shared_heads, strides
+from rtkernels.ops.attention.decode_cluster_plan import CLUSTER
 from rtkernels.ops.attention.decode_plan import CODES, COMBINE, DECODE, Decode, steps
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
 from rtkernels.runtime.operator.arguments import a_number
@@ -203,4 +204,4 @@ def attention_decode(
     return (out, lse) if return_lse else out
 
 
-OP = Op("decode", public=("attention_decode",), kernels=(DECODE, COMBINE), torch_ops=(FORWARD,))
+OP = Op("decode", public=("attention_decode",), kernels=(DECODE, COMBINE, CLUSTER), torch_ops=(FORWARD,))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.attention import decode_cluster_plan
 from rtkernels.ops.attention.mma_plan import tile_pitch
 from rtkernels.ops.attention.problem import Attention
 from rtkernels.runtime.launch.device import device_info
@@ -126,6 +127,9 @@ TENSORS = ("q", "k_cache", "v_cache", "lengths", "page_table", "k_scale", "v_sca
 
 def steps(call: Decode, device: int, tensors: Sequence[str | int] = TENSORS) -> Steps:
     """Return the launches of a call whose tensors have these names."""
+    alone = decode_cluster_plan.steps(call, device, tensors)
+    if alone is not None:
+        return alone
     width = next((d for d in _WIDTHS if max(call.d_qk, call.d_v) <= d), None)
     if width is None:
         raise ArgumentError(

@@ -15,14 +15,14 @@ FIELDS = ("global_scale",)
 MAX_ROWS = 64
 
 _WARPS, _TILE_ROWS, _PITCH = 8, 32, 36  # gemm_cluster.cu
-_STAGE_BYTES, _STAGE_PITCH, _RING = 512, 576, 4  # of k, in shared memory, and how many stages at the highest
-_PARTS = (4, 2, 1)  # blocks of a cluster; 8 are slower to start than they save
+_STEP_BYTES = 64  # of k, of a warp's step
+_MIN_STEPS = 2  # of a warp
+_PARTS = (4, 2, 1)  # blocks of a cluster; 8 start later than they gain
+_ROUND = 1.25  # blocks for each multiprocessor, at the highest, where tiles are shared
 _TOKENS = (1, 2, 4)  # tiles of 16 rows of a
-_BLOCKS = {1: 2, 2: 1, 4: 1}  # on a multiprocessor, by those tiles
 _TYPES = {"bf16": 0, "fp16": 1, "fp32": 2}
 _ACTS = {None: 0, "relu": 1, "silu": 2, "gelu_tanh": 3, "gelu": 4}
-_GATED, _ACCUMULATE, _CONSTANT_B = 1, 2, 4
-_constant_weights = False
+_GATED, _ACCUMULATE = 1, 2
 
 _CLUSTER = Kernel(
     "gemm/gemm_cluster.cu",
@@ -30,7 +30,7 @@ _CLUSTER = Kernel(
     template="T TOKENS",
     args="a:ptr b:ptr scale_a:ptr scale_b:ptr global_scale:ptr bias:ptr add:ptr out:ptr m:i64 n:i64 k_bytes:i64 "
     "a_pitch:i64 b_pitch:i64 out_pitch:i64 add_pitch:i64 scale_a_step:i64 scale_b_step:i64 global_step:i64 parts:i64 "
-    "flags:i64 types:i64 ring:i64",
+    "flags:i64 types:i64",
     variants=[(token, tokens) for token in FLOAT16 for tokens in _TOKENS] + [("e4m3", 1), ("e4m3", 2)],
     max_registers=255,
     needs=("cluster", "pdl"),
@@ -78,14 +78,8 @@ def parts_of(product: Product, sm_count: int) -> int:
     """Return how many blocks share a tile: as many as run at the same time and find something to do."""
     p = product
     tiles = -(-p.n // (_TILE_ROWS // 2 if p.gate else _TILE_ROWS))
-    return next((n for n in _PARTS if tiles * n <= _MAX_WAVES * sm_count and n <= _stages(p)), 1)
-
-
-_MAX_WAVES = 1.25
-
-
-def _stages(p: Product) -> int:
-    return max(-(-int(p.k * BYTES[p.a.token]) // _STAGE_BYTES), 1)
+    steps = -(-int(p.k * BYTES[p.a.token]) // _STEP_BYTES)
+    return next((n for n in _PARTS if tiles * n <= _ROUND * sm_count and n * _WARPS * _MIN_STEPS <= steps), 1)
 
 
 def _token_tiles(p: Product) -> int:
@@ -99,10 +93,7 @@ def steps(product: Product, device: int) -> Steps:
         return Steps()
     tokens, parts, size = _token_tiles(p), parts_of(p, info.sm_count), int(BYTES[p.a.token])
     tiles = -(-p.n // (_TILE_ROWS // 2 if p.gate else _TILE_ROWS))
-    stage = (_TILE_ROWS + p.m) * _STAGE_PITCH
-    ring = min(-(-_stages(p) // parts), _RING, (info.shared_per_block // _BLOCKS[tokens] - 1280) // stage)
-    sums = 4 * (_WARPS * 16 * tokens * _PITCH + (parts > 1) * parts * -(-p.m // parts) * _TILE_ROWS)
-    shared = 128 + max(ring * stage, sums)
+    shared = 4 * (_WARPS * 16 * tokens * _PITCH + (parts > 1) * parts * -(-p.m // parts) * _TILE_ROWS)
     scale_steps = [s.row_pitch if s is not None and s.rows else 0 for s in (p.scale_a, p.scale_b)]
     types = _TYPES.get(p.bias, 0), _TYPES.get(p.add, 0), _TYPES[p.out.token], _ACTS[p.gate if p.gate else p.act]
     launch = _CLUSTER.bind(
@@ -115,9 +106,8 @@ def steps(product: Product, device: int) -> Steps:
         cluster=parts,
         ending=(
             p.m, p.n, p.k * size, p.a.pitch * size, p.b.pitch * size, p.out.pitch, p.add_pitch, *scale_steps,
-            max(p.global_scale - 1, 0), parts, _GATED * (p.gate is not None) + _ACCUMULATE * p.accumulate
-            + _CONSTANT_B * _constant_weights,
-            sum(value << 4 * i for i, value in enumerate(types)), ring,
+            max(p.global_scale - 1, 0), parts, _GATED * (p.gate is not None) + _ACCUMULATE * p.accumulate,
+            sum(value << 4 * i for i, value in enumerate(types)),
         ),
     )  # fmt: skip
     tensors = (

@@ -55,7 +55,8 @@ def plan(
     threads = group_threads(-(-span // each), _MAX_THREADS)
     groups = block_of(threads) // threads
     shared = groups * -(-span // (threads * each)) * threads * each * size
-    if unfit % 16 == 0 and quant != "nvfp4" and span <= threads * each:
+    uniform = size == 4 or not flags & sum(_FP32.values())
+    if unfit % 16 == 0 and quant != "nvfp4" and uniform and span <= threads * each:
         shared = 0  # a row of one stretch stays in registers
     elif shared <= device_info(device).shared_per_block // 2:
         flags |= _IN_SHARED
