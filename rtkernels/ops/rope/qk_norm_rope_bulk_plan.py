@@ -53,7 +53,8 @@ BWD_BULK = Kernel(
     "dqkv_place:i64 tokens:i64 length:i64 inner:i64 batch_inner:i64 qkv_batch:i64 qkv_place:i64 q_heads:i64 "
     "kv_heads:i64 q_slots:i64 kv_slots:i64 max_heads:i64 consumer_warps:i64 consumers:i64 stages:i64 group_magic:i64 "
     "q_extra:i64 kv_step:i64 k_first:i64 v_first:i64 x_extra:i64 x_stretches:i64 x_stretch_heads:i64 head_dim:i64 "
-    "head_lanes:i64 rotating_warps:i64 tokens_together:i64 neighbours:i64 weight_fp32:i64 eps:f64 offset:f64 " + angles_of.ARGS,
+    "head_lanes:i64 rotating_warps:i64 tokens_together:i64 neighbours:i64 weight_fp32:i64 eps:f64 "
+    "offset:f64 " + angles_of.ARGS,
     variants=_variants,
 )  # fmt: skip
 
@@ -88,8 +89,8 @@ def share_out(
 ) -> Consumers | None:
     """Return consumers for stages of `stage` bytes in `memory` bytes; None if not even two stages fit.
 
-    A consumer has one token at a time, whose heads a group of lanes takes one after the other. Of all numbers of heads for
-    a group, this takes the one that lets the largest number of tokens through the block. Each consumer should
+    A consumer has one token at a time, whose heads a group of lanes takes one after the other. Of all numbers of
+    heads for a group, this takes the one that lets the largest number of tokens through the block. Each consumer should
     find a second stage full.
     """
     groups, best = 32 // lanes, None
