@@ -11,7 +11,7 @@
 
 namespace rtk {
 
-inline constexpr int kTableWide = 1;      // tables are fp32, not T
+inline constexpr int kTableFp32 = 1;      // tables are fp32, not T
 inline constexpr int kTableFull = 2;      // one entry per element
 inline constexpr int kTableAdjacent = 4;  // full tables hold the two entries of a pair side by side
 inline constexpr int kIndexInt64 = 8;     // index is i64, not i32
@@ -121,7 +121,7 @@ struct Angles {
 template <typename T, int N>
 RTK_DEVICE void load_entries(const void* table, i64 at, int flags, float (&f)[N]) {
     if constexpr (sizeof(T) < 4) {
-        if (!(flags & kTableWide)) {
+        if (!(flags & kTableFp32)) {
             load_keep<T, N>(static_cast<const T*>(table) + at, f);
             return;
         }
@@ -171,7 +171,7 @@ RTK_DEVICE void load_pair(const Angles& angles, const TokenRows& rows, int pair,
     r.cross1[0] = flags & kInverse ? -s0 : s1;
 }
 
-// The rotations of the N pairs of chunk `chunk` (see Pieces). kSplit: half of its pairs lie in the first half of the
+// The rotations of the N pairs of chunk `chunk` (see HeadChunks). kSplit: half of its pairs lie in the first half of the
 // rotary part and half in the second; without it they are consecutive. One position stream; table rows must allow
 // accesses of the whole runs of entries. With kSplit, full tables are adjacent, without it they are not.
 template <typename T, int N, bool kSplit>

@@ -1,8 +1,8 @@
 // The key and value side of rotary embedding in multi-head latent attention. A head of kv is [k_nope | v]; k_pos has one
 // rotary part for all heads. Forward:  k head = [k_nope | rotation(k_pos)],  v head = v.  Backward:  dkv head =
 // [dk_nope | dv],  dk_pos = inverse rotation of the sum over heads of dk's rotary part. fp32 arithmetic, one rounding;
-// copies are exact. Strides are free but inside a head. Rotations: rope/angles.cuh; `pairs`: rope/pieces.cuh.
-#include "rope/pieces.cuh"
+// copies are exact. Strides are free but inside a head. Rotations: rope/angles.cuh; `pairs`: rope/head_chunks.cuh.
+#include "rope/head_chunks.cuh"
 
 namespace rtk {
 

@@ -70,7 +70,7 @@ struct LaneChunks {
             in_a = lane * N;
             in_b = has_b ? (lane + lanes) * N : in_a;
         } else {
-            const Pieces<N, kHalves> own(lane, 0, rotary, (dim - rotary) / N);
+            const HeadChunks<N, kHalves> own(lane, 0, rotary, (dim - rotary) / N);
             any = has_b = in_group && own.any;
             rotated = own.rotated;
             in_a = any ? own.in_a : 0, in_b = any ? own.in_b : 0;
@@ -113,7 +113,7 @@ RTK_DEVICE void load_rotation_by_element(const Angles& angles, int batch, int pl
         });
     };
     // One branch for all entries: with one for each, the loads wait for one another.
-    if (sizeof(T) == 4 || (angles.flags & kTableWide)) {
+    if (sizeof(T) == 4 || (angles.flags & kTableFp32)) {
         load_both(float{});
     } else {
         load_both(T{});
@@ -145,7 +145,7 @@ struct OtherWords {
 
 // Rotates the numbers of the chunk at `words`; those that form pairs with them are at `others`.
 template <typename T, int N>
-RTK_DEVICE void turn_by_element(const u8* words, const OtherWords& others, bool adjacent, const float (&own)[N],
+RTK_DEVICE void rotate_by_element(const u8* words, const OtherWords& others, bool adjacent, const float (&own)[N],
                                 const float (&cross)[N], float (&g)[N]) {
     Raw<16> raw;
 #pragma unroll

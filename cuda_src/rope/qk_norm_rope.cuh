@@ -8,13 +8,13 @@
 // all of k, all of v; or for each kv head its group of q heads, k, v.
 //
 // Threads work in groups of 2^lane_bits lanes: in the forward with one chunk of 16 bytes of a head each, in the backward
-// with two (Pieces). `slots` groups share a token: q_slots of them take the q heads slot, slot + q_slots, ... (the forward
+// with two (HeadChunks). `slots` groups share a token: q_slots of them take the q heads slot, slot + q_slots, ... (the forward
 // has its own order), then kv_slots each the k and the v heads, so that a thread needs one weight and one rotation.
 #pragma once
 #include "common/math.cuh"
 #include "common/reduce.cuh"
 #include "ptx/forget.cuh"
-#include "rope/pieces.cuh"
+#include "rope/head_chunks.cuh"
 
 namespace rtk {
 
@@ -107,7 +107,7 @@ RTK_DEVICE void sums_of_group(float (&v)[N], int lane, int lanes) {
 }
 
 // A parameter as a float, converted here and not again wherever it is used, in loops too.
-RTK_DEVICE float converted_once(double parameter) {
+RTK_DEVICE float converted_to_float(double parameter) {
     Raw<4> bits;
     bits.w[0] = __float_as_uint(static_cast<float>(parameter));
     ptx::forget(bits);

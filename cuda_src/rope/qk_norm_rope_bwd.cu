@@ -227,8 +227,8 @@ __global__ void __launch_bounds__(THREADS, 1)
             if constexpr (PAIRS == kByElement) {
                 if (normed && own.any) {
                     const u8* words = memory + ring.g_at(i);
-                    turn_by_element<T, N>(words, others_a, adjacent, r.own0, r.cross0, ga);
-                    turn_by_element<T, N>(words + ring.kPitch, others_b, adjacent, r.own1, r.cross1, gb);
+                    rotate_by_element<T, N>(words, others_a, adjacent, r.own0, r.cross0, ga);
+                    rotate_by_element<T, N>(words + ring.kPitch, others_b, adjacent, r.own1, r.cross1, gb);
                 }
             } else {
                 if (normed) rotate<N, PAIRS>(r, ga, gb);

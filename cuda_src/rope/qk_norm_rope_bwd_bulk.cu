@@ -1,14 +1,14 @@
 // Backward of the split, norm and rotation of qkv (rope/qk_norm_rope_bwd.cu says what is computed) for sm_90 and up.
 //
 // A persistent block walks over tokens (TokenWalk) that pass through shared memory (rope/token_ring.cuh). A stage has g
-// of all heads, in the order q, k, v, then x of those that need it: x_pieces runs of x_piece_heads heads, kv_step heads
-// apart in qkv. In a team, each group of head_lanes lanes, kWarp / head_lanes of which are in a warp, has one slot
-// (HeadSlot) of at most `most` heads, and a lane two chunks of each: as Pieces has them, or with kByElement its own and
-// the one head_lanes further on, if there is one. partial: [blocks, 2, head_dim], q's sums and k's; null when not wanted.
+// of all heads, in the order q, k, v, then x of those that need it: x_stretches stretches of x_stretch_heads heads,
+// kv_step heads apart in qkv. In a consumer (several warps with one token), each group of head_lanes lanes, kWarp / head_lanes of which are in a warp, has one slot
+// (HeadSlot) of at most `max_heads` heads, and a lane two chunks of each: as HeadChunks has them, or with
+// kByElement its own and the one head_lanes further on, if there is one. partial: [blocks, 2, head_dim], q's sums and k's; null when not wanted.
 //
-// The first HEAD_WARPS warps work on heads, as many of them as the teams have. Of the others, which help, the second and
+// The first HEAD_WARPS warps work on heads, as many of them as the consumers have. Of the others, which help, the second and
 // further ones, rotating_warps in all, make rotations of tokens_together tokens at a time, each warp always of the same
-// stages; the rest copy, each its share of a token's pieces. With kMoreHeadWarps the helpers are a warpgroup whose
+// stages; the rest copy, each its share of a token's copies. With kMoreHeadWarps the helpers are a warpgroup whose
 // registers go to the others.
 #include "common/block_sums.cuh"
 #include "ptx/pdl.cuh"
@@ -55,9 +55,9 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps          ? kStartRegist
                             : SILU || PAIRS == kByElement ? kBulkMoreRegisters
                                                           : kBulkRegisters)
     qk_norm_rope_bwd_bulk(RTK_QKV_GRADIENT_PARAMETERS, i64 tokens, i64 length, i64 inner, i64 batch_inner,
-                          i64 qkv_batch, i64 qkv_place, i64 q_heads, i64 kv_heads, i64 q_slots, i64 kv_slots, i64 most,
-                          i64 team_warps, i64 teams, i64 stages, i64 group_magic, i64 q_extra, i64 kv_step,
-                          i64 k_first, i64 v_first, i64 x_extra, i64 x_pieces, i64 x_piece_heads, i64 head_dim,
+                          i64 qkv_batch, i64 qkv_place, i64 q_heads, i64 kv_heads, i64 q_slots, i64 kv_slots, i64 max_heads,
+                          i64 consumer_warps, i64 consumers, i64 stages, i64 group_magic, i64 q_extra, i64 kv_step,
+                          i64 k_first, i64 v_first, i64 x_extra, i64 x_stretches, i64 x_stretch_heads, i64 head_dim,
                           i64 head_lanes, i64 rotating_warps, i64 tokens_together, i64 neighbours, i64 weight_fp32,
                           double eps, double offset, RTK_ANGLE_PARAMETERS) {
     constexpr int N = 16 / sizeof(T);
@@ -69,10 +69,10 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps          ? kStartRegist
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0);  // visibly the same for all
     const int warp_lane = static_cast<int>(threadIdx.x) % kWarp;
     const int of_q = static_cast<int>(q_heads), of_kv = static_cast<int>(kv_heads);
-    const int g_heads = of_q + 2 * of_kv, x_heads = static_cast<int>(x_pieces * x_piece_heads);
-    const int team_count = static_cast<int>(teams), warps = static_cast<int>(team_warps);
-    const int consumers = team_count * warps;
-    const int team_groups = warps * warp_groups, rounds = static_cast<int>(most);
+    const int g_heads = of_q + 2 * of_kv, x_heads = static_cast<int>(x_stretches * x_stretch_heads);
+    const int consumer_count = static_cast<int>(consumers), warps = static_cast<int>(consumer_warps);
+    const int work_warps = consumer_count * warps;
+    const int consumer_groups = warps * warp_groups, rounds = static_cast<int>(max_heads);
     const TokenRing ring{memory, static_cast<int>(stages), (g_heads + x_heads) * head_bytes, 16 * N * lanes};
 
     const int grid = static_cast<int>(gridDim.x), first = static_cast<int>(blockIdx.x);
@@ -83,7 +83,7 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps          ? kStartRegist
     // The warp that copies has the barriers ready first and does not wait for the others, who meanwhile ask for what is
     // small: weights and the first rotations would queue up behind the tokens.
     const int helper = warp - HEAD_WARPS, helpers = static_cast<int>(blockDim.x) / kWarp - HEAD_WARPS;
-    const int threads = (consumers + helpers) * kWarp;  // that do anything
+    const int threads = (work_warps + helpers) * kWarp;  // that do anything
     if (helper >= 0) {
         if constexpr (kPassesRegisters) ptx::registers_give<kHelperRegisters>();
         const int rotators = static_cast<int>(rotating_warps), together = static_cast<int>(tokens_together);
@@ -105,28 +105,28 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps          ? kStartRegist
             const u64 policy = ptx::l2_last();
             TokenWalk walk(first, grid, static_cast<int>(inner));
             RingStage at(0);
-            const int dq_pieces = dq_head == head_dim ? 1 : of_q;
-            const int dk_pieces = dk_head == head_dim ? 1 : of_kv, dv_pieces = dv_head == head_dim ? 1 : of_kv;
-            const int pieces = dq_pieces + dk_pieces + dv_pieces + static_cast<int>(x_pieces);
+            const int dq_copies = dq_head == head_dim ? 1 : of_q;
+            const int dk_copies = dk_head == head_dim ? 1 : of_kv, dv_copies = dv_head == head_dim ? 1 : of_kv;
+            const int copies = dq_copies + dk_copies + dv_copies + static_cast<int>(x_stretches);
             struct Copy {
                 const T* from;
                 i64 batch, place;  // strides
                 int to, bytes;
             };
-            auto find_copy = [&](int piece) -> Copy {
-                if (piece < dq_pieces)
-                    return {dq + piece * dq_head, dq_batch, dq_place, piece * head_bytes,
-                            (dq_pieces == 1 ? of_q : 1) * head_bytes};
-                if ((piece -= dq_pieces) < dk_pieces)
-                    return {dk + piece * dk_head, dk_batch, dk_place, (of_q + piece) * head_bytes,
-                            (dk_pieces == 1 ? of_kv : 1) * head_bytes};
-                if ((piece -= dk_pieces) < dv_pieces)
-                    return {dv + piece * dv_head, dv_batch, dv_place, (of_q + of_kv + piece) * head_bytes,
-                            (dv_pieces == 1 ? of_kv : 1) * head_bytes};
-                piece -= dv_pieces;
-                const int heads = static_cast<int>(x_piece_heads);
-                return {qkv + static_cast<i64>(piece * static_cast<int>(kv_step)) * dim, qkv_batch, qkv_place,
-                        (g_heads + piece * heads) * head_bytes, heads * head_bytes};
+            auto find_copy = [&](int nth) -> Copy {
+                if (nth < dq_copies)
+                    return {dq + nth * dq_head, dq_batch, dq_place, nth * head_bytes,
+                            (dq_copies == 1 ? of_q : 1) * head_bytes};
+                if ((nth -= dq_copies) < dk_copies)
+                    return {dk + nth * dk_head, dk_batch, dk_place, (of_q + nth) * head_bytes,
+                            (dk_copies == 1 ? of_kv : 1) * head_bytes};
+                if ((nth -= dk_copies) < dv_copies)
+                    return {dv + nth * dv_head, dv_batch, dv_place, (of_q + of_kv + nth) * head_bytes,
+                            (dv_copies == 1 ? of_kv : 1) * head_bytes};
+                nth -= dv_copies;
+                const int heads = static_cast<int>(x_stretch_heads);
+                return {qkv + static_cast<i64>(nth * static_cast<int>(kv_step)) * dim, qkv_batch, qkv_place,
+                        (g_heads + nth * heads) * head_bytes, heads * head_bytes};
             };
             auto copy = [&](const Copy& c, i64 batch, i64 place, int stage) {
                 ptx::bulk_load(ptx::shared_address(ring.heads(stage) + c.to),
@@ -143,9 +143,9 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps          ? kStartRegist
                     ptx::mbarrier_arrive_expect(ring.full(at.stage), ring.heads_bytes);
                 }
                 __syncwarp();
-                if (own_number < pieces) copy(own_copy, batch, place, at.stage);
+                if (own_number < copies) copy(own_copy, batch, place, at.stage);
 #pragma unroll 1
-                for (int p = own_number + kWarp * copiers; p < pieces; p += kWarp * copiers)
+                for (int p = own_number + kWarp * copiers; p < copies; p += kWarp * copiers)
                     copy(find_copy(p), batch, place, at.stage);
                 walk.advance();
                 at.advance(1, ring.stages);
@@ -178,7 +178,7 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps          ? kStartRegist
                 if (j == 0) ptx::named_barrier_sync(1, threads);
                 if (active) {
                     ptx::mbarrier_wait(ring.empty(at.stage), at.phase ^ 1u);
-                    put_rotation(ring.turn(at.stage), lane, lanes, r);
+                    put_rotation(ring.rotation(at.stage), lane, lanes, r);
                 }
                 __syncwarp();
                 if (active && lane == 0) ptx::mbarrier_arrive(ring.full(at.stage));
@@ -190,10 +190,10 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps          ? kStartRegist
     }
 
     if constexpr (kPassesRegisters) ptx::registers_take<kHeadRegisters>();
-    if (warp >= consumers) return;
-    const int team = warp / warps;
+    if (warp >= work_warps) return;
+    const int consumer = warp / warps;
     const bool in_group = warp_lane / lanes < warp_groups;  // the last lanes of a warp may be left over
-    const int group = (warp - team * warps) * warp_groups + (in_group ? warp_lane / lanes : 0);
+    const int group = (warp - consumer * warps) * warp_groups + (in_group ? warp_lane / lanes : 0);
     const HeadSlot slot(group, static_cast<int>(q_slots), static_cast<int>(kv_slots), of_q, of_kv);
     const bool normed = slot.part != kV;
     const bool only_v = !SILU && __all_sync(0xffffffffu, !normed);  // such a warp copies
@@ -220,7 +220,7 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps          ? kStartRegist
             for (int i = 0; i < N; ++i) gain_b[i] = 0.0f;
         }
     }
-    for (int i = static_cast<int>(threadIdx.x); i < rounds * team_groups; i += consumers * kWarp) {
+    for (int i = static_cast<int>(threadIdx.x); i < rounds * consumer_groups; i += work_warps * kWarp) {
         const int of = i / rounds;
         const HeadSlot slot(of, static_cast<int>(q_slots), static_cast<int>(kv_slots), of_q, of_kv);
         const int head = slot.first + (i - of * rounds) * slot.step;
@@ -235,18 +235,18 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps          ? kStartRegist
         }
         ring.places()[i] = here;
     }
-    const float epsilon = converted_once(eps), inverse = 1.0f / static_cast<float>(dim);
+    const float epsilon = converted_to_float(eps), inverse = 1.0f / static_cast<float>(dim);
     const ptx::SharedAddress places = ptx::shared_address(ring.places() + group * rounds);
     Rotation<N> r;
     no_rotation(r);
     ptx::named_barrier_sync(1, threads);
-    RingStage at(team);
-    for (int j = team; j < mine; j += team_count) {
+    RingStage at(consumer);
+    for (int j = consumer; j < mine; j += consumer_count) {
         ptx::mbarrier_wait(ring.full(at.stage), at.phase);
         T* to = dqkv + (ring.result(at.stage) + in_a);
         const ptx::SharedAddress stage =
             ptx::shared_address(ring.heads(at.stage)) + in_a * static_cast<int>(sizeof(T));
-        if (own.rotated && !only_v) get_rotation(ring.turn(at.stage), lane, lanes, r);
+        if (own.rotated && !only_v) get_rotation(ring.rotation(at.stage), lane, lanes, r);
 #pragma unroll 1
         for (int i = 0; i < rounds && only_v; ++i) {
             const Raw<16> where = ptx::ld_shared_16(places + 16 * i);  // HeadPlace
@@ -268,8 +268,8 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps          ? kStartRegist
             if constexpr (PAIRS == kByElement) {
                 const u8* words = ring.heads(at.stage) + (in_a * static_cast<int>(sizeof(T)) +
                                                           static_cast<int>(where.w[0]));
-                turn_by_element<T, N>(words, others_a, adjacent, r.own0, r.cross0, ga);
-                turn_by_element<T, N>(words + b_bytes, others_b, adjacent, r.own1, r.cross1, gb);
+                rotate_by_element<T, N>(words, others_a, adjacent, r.own0, r.cross0, ga);
+                rotate_by_element<T, N>(words + b_bytes, others_b, adjacent, r.own1, r.cross1, gb);
             }
             unpack_u<T, N, SILU>(ptx::ld_shared_16(x_at), ua);
             unpack_u<T, N, SILU>(ptx::ld_shared_16(x_at + b_bytes), ub);
@@ -317,27 +317,27 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps          ? kStartRegist
         }
         __syncwarp();
         if (warp_lane == 0) ptx::mbarrier_arrive(ring.empty(at.stage));
-        at.advance(team_count, ring.stages);
+        at.advance(consumer_count, ring.stages);
     }
 
     if (partial == nullptr) return;
-    ptx::named_barrier_sync(1, consumers * kWarp);
-    float* sums = reinterpret_cast<float*>(memory) + (team * team_groups + group) * dim + in_a;
+    ptx::named_barrier_sync(1, work_warps * kWarp);
+    float* sums = reinterpret_cast<float*>(memory) + (consumer * consumer_groups + group) * dim + in_a;
     if (own.any) {
         put_sums(sums, dweight_a);
         if (!own.lacks_b()) put_sums(sums + to_b, dweight_b);
     }
-    ptx::named_barrier_sync(1, consumers * kWarp);
+    ptx::named_barrier_sync(1, work_warps * kWarp);
     partial += static_cast<i64>(blockIdx.x) * 2 * dim;
-    for (int i = static_cast<int>(threadIdx.x); i < 2 * dim; i += consumers * kWarp) {
+    for (int i = static_cast<int>(threadIdx.x); i < 2 * dim; i += work_warps * kWarp) {
         const bool of_k = i >= dim;
         const int begin = of_k ? static_cast<int>(q_slots) : 0;
         const int end = of_k ? static_cast<int>(q_slots + kv_slots) : static_cast<int>(q_slots);
         const float* column = reinterpret_cast<const float*>(memory) + (of_k ? i - dim : i);
         float total = 0.0f;
-        for (int t = 0; t < team_count; ++t) {
+        for (int t = 0; t < consumer_count; ++t) {
 #pragma unroll 8
-            for (int s = begin; s < end; ++s) total += column[(t * team_groups + s) * dim];
+            for (int s = begin; s < end; ++s) total += column[(t * consumer_groups + s) * dim];
         }
         partial[i] = total;
     }

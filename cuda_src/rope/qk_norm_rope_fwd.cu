@@ -1,7 +1,7 @@
 // Forward of the split, norm and rotation of qkv: rope/qk_norm_rope.cuh says what is computed and who does what.
 #include "rope/fetch_heads.cuh"
 #include "rope/qk_by_element.cuh"
-#include "rope/staged_turns.cuh"
+#include "rope/staged_rotations.cuh"
 
 namespace rtk {
 
@@ -42,14 +42,14 @@ RTK_DEVICE void get_floats(ptx::SharedAddress from, int plane, float (&f)[N]) {
 //
 // The q heads are sets of set_heads, each the work of set_slots groups: set_columns heads lie from set to set in qkv.
 // Group `at` of a set has its heads at, at + set_slots, ..., which are evenly spaced (by q_step heads) in qkv. Shared
-// memory: `most` chunks of each thread (twice with SILU and 16-bit elements), StagedTurns of each token, sums of
+// memory: `max_heads` chunks of each thread (twice with SILU and 16-bit elements), StagedRotations of each token, sums of
 // squares [most, threads + 1], 1 / rms [groups, kFetchedHeads].
 template <typename T, bool SILU>
 __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
     qk_norm_rope_fwd(const T* qkv, const void* q_weight, const void* k_weight, T* q, T* k, T* v, i64 tokens, i64 length,
                      i64 qkv_batch, i64 qkv_place, i64 q_heads, i64 kv_heads, i64 q_slots, i64 kv_slots, i64 set_slots,
                      i64 set_heads, i64 set_columns, i64 q_step, i64 q_extra, i64 kv_step, i64 k_first, i64 v_first,
-                     i64 head_dim, i64 block_tokens, i64 groups, i64 most, i64 pairs, i64 weight_fp32, i64 by_chunks,
+                     i64 head_dim, i64 block_tokens, i64 groups, i64 max_heads, i64 pairs, i64 weight_fp32, i64 by_chunks,
                      i64 by_groups, i64 by_set, i64 by_group, i64 inner, i64 by_inner, i64 batch_inner, double eps,
                      double offset, double inverse_dim, RTK_ANGLE_PARAMETERS) {
     constexpr int N = 16 / sizeof(T);
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
     const int batch = static_cast<int>(batch_inner ? rest : outer), place = static_cast<int>(batch_inner ? outer : rest);
     const int of_kv = static_cast<int>(kv_slots);
     const int first_group = static_cast<int>(blockIdx.y) * of_token;
-    const int heads = static_cast<int>(most);
+    const int heads = static_cast<int>(max_heads);
 
     int at = group - local * of_token + first_group;
     int from, head, step, stride, left;  // column in heads, head; from one to the next of both; heads that are left
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
     y += static_cast<i64>(token) * (static_cast<int>(part == kQ ? q_heads : kv_heads) * dim) + (head * dim + column);
     const int pitch = threads * 16, plane = heads * pitch;
     const ptx::SharedAddress own = ptx::shared_address(memory + thread * 16);
-    const StagedTurns<N> staged{memory + kPlanes * plane + local * (16 * N * chunks), chunks};
+    const StagedRotations<N> staged{memory + kPlanes * plane + local * (16 * N * chunks), chunks};
     float* squares =
         reinterpret_cast<float*>(memory + kPlanes * plane + static_cast<int>(block_tokens) * (16 * N * chunks));
     float* rstds = squares + heads * (threads + 1);
@@ -111,21 +111,21 @@ __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
     if (whole) {
         // The last threads of a token, which have fewer heads, work out the factors. There are at least 2 * chunks.
         const int task = (local + 1) * of_token * chunks - 1 - thread;
-        const bool turns = task < 2 * chunks && active;
+        const bool makes_rotation = task < 2 * chunks && active;
         const int begin = (task < chunks ? task : task - chunks) * N;
-        Turn<N> made;
+        ChunkRotation<N> made;
 #pragma unroll
         for (int i = 0; i < N; ++i) made.own[i] = 1.0f, made.cross[i] = 0.0f;
-        const bool rotates = turns && begin < 2 * half, early = tables_first<T>(angles);
-        if (rotates && early) load_turn<float, N>(angles, angles.direct_row(batch, place), begin, adjacent, made);
+        const bool rotates = makes_rotation && begin < 2 * half, tables_known = tables_first<T>(angles);
+        if (rotates && tables_known) load_chunk_rotation<float, N>(angles, angles.direct_row(batch, place), begin, adjacent, made);
         fetch_heads(x, to_next_x, left, step, own, pitch);
-        if (rotates && !early) load_turn<T, N>(angles, angles.row(batch, place, 0), begin, adjacent, made);
-        if (turns) {
+        if (rotates && !tables_known) load_chunk_rotation<T, N>(angles, angles.row(batch, place, 0), begin, adjacent, made);
+        if (makes_rotation) {
             const void* weight = task < chunks ? q_weight : k_weight;
             float gain[N], of_other[N];
             load_gains<T, N>(weight, begin, begin + to_other_half(begin, half, adjacent), weight_fp32,
                              static_cast<float>(offset), gain, of_other);
-            if (rotates) finish_turn<N>(angles, begin, adjacent, made);
+            if (rotates) finish_chunk_rotation<N>(angles, begin, adjacent, made);
 #pragma unroll
             for (int i = 0; i < N; ++i)
                 made.own[i] *= gain[i], made.cross[i] *= adjacent ? of_other[i ^ 1] : of_other[i];
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
             const bool rotates = begin < 2 * half;
             if (rotates && !(asked && begin == first)) {
                 const i64 row = angles.row(batch, place, 0);
-                if (sizeof(T) == 4 || (angles.flags & kTableWide)) {
+                if (sizeof(T) == 4 || (angles.flags & kTableFp32)) {
                     load_word_entries<float, W>(angles, row, begin, adjacent, made);
                 } else {
                     load_word_entries<T, W>(angles, row, begin, adjacent, made);
@@ -229,8 +229,8 @@ __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
         }
         return;
     }
-    Turn<N> turn;
-    staged.get(part == kQ ? 0 : 1, column / N, turn);
+    ChunkRotation<N> rotation;
+    staged.get(part == kQ ? 0 : 1, column / N, rotation);
     const float* rstd_of = rstds + group * kFetchedHeads;
     // Calls others(row, its own numbers, those that form pairs with them) for every head, and writes the head. No branches
     // in a batch of heads without SILU: the loads of all can then be asked for together.
@@ -251,7 +251,7 @@ __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
                 }
                 others(row, u, other);
 #pragma unroll
-                for (int e = 0; e < N; ++e) u[e] = (u[e] * turn.own[e] + other[e] * turn.cross[e]) * rstd;
+                for (int e = 0; e < N; ++e) u[e] = (u[e] * rotation.own[e] + other[e] * rotation.cross[e]) * rstd;
                 if (exists) ptx::st<16>(y, pack<T, N>(u));
                 y += to_next;
             }

@@ -4,7 +4,7 @@
 //
 // Parameters of rope and rope_any: k may be null (k_heads 0). `slots` groups of threads work on a token, each on up to
 // kRopeHeads heads (slot, slot + slots, ...), q's first: the rotation of a token is read once per group.
-#include "rope/pieces.cuh"
+#include "rope/head_chunks.cuh"
 #include "rope/fetch_heads.cuh"
 
 namespace rtk {
@@ -60,10 +60,10 @@ __global__ void __launch_bounds__(kTokenThreads, kTokenBlocks)
     const int turned = column - static_cast<int>(first), half = angles.rotary / 2;  // column of the rotary part
     const bool rotated = left > 0 && turned >= 0 && turned < 2 * half;
     const int to_other = adjacent ? 0 : (turned < half ? half : -half) / N * 16;
-    Turn<N> rotation;
+    ChunkRotation<N> rotation;
     if (rotated) {
-        load_turn<T, N>(angles, angles.row(batch, place, 0), turned, adjacent, rotation);
-        finish_turn<N>(angles, turned, adjacent, rotation);
+        load_chunk_rotation<T, N>(angles, angles.row(batch, place, 0), turned, adjacent, rotation);
+        finish_chunk_rotation<N>(angles, turned, adjacent, rotation);
     }
     const i64 head = is_q ? q_out_head : k_out_head;
     T* y = (is_q ? q_out + (batch * q_out_batch + place * q_out_place)
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(128, 4) rope(RTK_ROPE_PARAMETERS, RTK_ANGLE_PA
     const int slot = static_cast<int>(group - token * static_cast<u32>(slots));
     const int batch = static_cast<int>(divided(token, by_length));
     const int place = static_cast<int>(token - batch * static_cast<u32>(length));
-    const Pieces<N, PAIRS> own(lane, static_cast<int>(first), static_cast<int>(rotary), static_cast<int>(spare));
+    const HeadChunks<N, PAIRS> own(lane, static_cast<int>(first), static_cast<int>(rotary), static_cast<int>(spare));
     const int from_q = static_cast<int>(q_heads);
     const int heads = token < static_cast<u32>(tokens) && own.any ? from_q + static_cast<int>(k_heads) : 0;
 

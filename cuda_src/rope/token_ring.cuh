@@ -23,7 +23,7 @@ struct TokenRing {
     int stages, heads_bytes, rotation_bytes;
 
     RTK_DEVICE u8* heads(int stage) const { return memory + stage * heads_bytes; }
-    RTK_DEVICE u8* turn(int stage) const { return memory + stages * heads_bytes + stage * rotation_bytes; }
+    RTK_DEVICE u8* rotation(int stage) const { return memory + stages * heads_bytes + stage * rotation_bytes; }
     RTK_DEVICE u8* behind() const { return memory + stages * (heads_bytes + rotation_bytes); }
     RTK_DEVICE ptx::SharedAddress full(int stage) const { return ptx::shared_address(behind()) + 8 * stage; }
     RTK_DEVICE ptx::SharedAddress empty(int stage) const { return full(stages + stage); }

@@ -24,7 +24,7 @@ ARGUMENTS = (
     *("str sections", "int cp_rank", "int cp_size", "float mscale"),
 )
 
-HALVES, ADJACENT, GATHER, SCATTER = range(4)  # orders of pairs, in and out: rope/pieces.cuh
+HALVES, ADJACENT, GATHER, SCATTER = range(4)  # orders of pairs, in and out: rope/head_chunks.cuh
 _TABLES_FP32, _FULL, _ADJACENT, _INDEX_INT64, _INVERSE = 1, 2, 4, 8, 16
 _BY_PLACE, _BY_TOKEN, _BY_POSITION, _BY_SEQUENCE = range(4)
 _SECTION_KINDS = {"": 0, "blocks": 1, "interleaved": 2}

@@ -51,9 +51,10 @@ BWD_BULK = Kernel(
     args="dq:ptr dk:ptr dv:ptr qkv:ptr q_weight:ptr k_weight:ptr dqkv:ptr partial:ptr dq_batch:i64 dq_place:i64 "
     "dq_head:i64 dk_batch:i64 dk_place:i64 dk_head:i64 dv_batch:i64 dv_place:i64 dv_head:i64 dqkv_batch:i64 "
     "dqkv_place:i64 tokens:i64 length:i64 inner:i64 batch_inner:i64 qkv_batch:i64 qkv_place:i64 q_heads:i64 "
-    "kv_heads:i64 q_slots:i64 kv_slots:i64 most:i64 team_warps:i64 teams:i64 stages:i64 group_magic:i64 q_extra:i64 "
-    "kv_step:i64 k_first:i64 v_first:i64 x_extra:i64 x_pieces:i64 x_piece_heads:i64 head_dim:i64 head_lanes:i64 "
-    "rotating_warps:i64 tokens_together:i64 neighbours:i64 weight_fp32:i64 eps:f64 offset:f64 " + angles_of.ARGS,
+    "kv_heads:i64 q_slots:i64 kv_slots:i64 max_heads:i64 consumer_warps:i64 consumers:i64 stages:i64 group_magic:i64 "
+    "q_extra:i64 kv_step:i64 k_first:i64 v_first:i64 x_extra:i64 x_stretches:i64 x_stretch_heads:i64 head_dim:i64 "
+    "head_lanes:i64 rotating_warps:i64 tokens_together:i64 neighbours:i64 weight_fp32:i64 eps:f64 "
+    "offset:f64 " + angles_of.ARGS,
     variants=_variants,
 )  # fmt: skip
 
@@ -62,18 +63,18 @@ _RING, _RING_BY_ELEMENT = 104 << 10, 150 << 10
 _STAGE_EXTRA = 32  # bytes: two barriers, where results go, and room to keep 16-byte alignment
 
 
-class Teams(NamedTuple):
+class Consumers(NamedTuple):
     """Who does what in a block: the arguments q_slots to stages of the kernels."""
 
     q_slots: int
     kv_slots: int
-    most: int
+    max_heads: int
     warps: int
-    teams: int
+    consumers: int
     stages: int
 
     def groups(self, lanes: int) -> int:
-        """Return the groups of lanes of one team."""
+        """Return the groups of lanes of one consumer."""
         return self.warps * (32 // lanes)
 
 
@@ -85,11 +86,12 @@ def order_of_pairs(head_dim: int, rotary: int, size: int, pairs: int) -> int:
 
 def share_out(
     q_heads: int, kv_heads: int, lanes: int, stage: int, memory: int, ring: int = _RING, warp_limit: int = _WARPS
-) -> Teams | None:
-    """Return teams for stages of `stage` bytes in `memory` bytes; None if not even two stages fit.
+) -> Consumers | None:
+    """Return consumers for stages of `stage` bytes in `memory` bytes; None if not even two stages fit.
 
-    A team has one token at a time, whose heads a group of lanes takes one after the other. Of all numbers of heads for
-    a group, this takes the one that lets most tokens through the block. Each team should find a second stage full.
+    A consumer has one token at a time, whose heads a group of lanes takes one after the other. Of all numbers of
+    heads for a group, this takes the one that lets the largest number of tokens through the block. Each consumer should
+    find a second stage full.
     """
     groups, best = 32 // lanes, None
     for heads in range(1, q_heads + kv_heads):
@@ -98,11 +100,11 @@ def share_out(
         stages = min(max(_STAGES, min(_MAX_STAGES, ring // stage)), (memory - 16 * heads * warps * groups) // stage)
         if warps > warp_limit or stages < 2:
             continue
-        teams = min(warp_limit // warps, max(stages // 2, 1))
-        # What a token costs besides its heads is about a third of one, and teams wait for each other's memory.
-        speed = teams * (1.0 - 0.03 * teams) / (heads + 0.3)
+        consumers = min(warp_limit // warps, max(stages // 2, 1))
+        # What a token costs besides its heads is about a third of one, and consumers wait for each other's memory.
+        speed = consumers * (1.0 - 0.03 * consumers) / (heads + 0.3)
         if best is None or speed > best[0]:
-            best = speed, Teams(*slots, heads, warps, teams, stages - stages % teams)
+            best = speed, Consumers(*slots, heads, warps, consumers, stages - stages % consumers)
     return None if best is None else best[1]
 
 
@@ -134,10 +136,10 @@ def plan_bulk(
     order = order_of_pairs(found.head_dim, rotary, size, pairs)
     extra = 2 if silu else 1  # v's part of x is needed for silu only
     if found.grouped:
-        x_extra, pieces, piece_heads = extra, found.kv_heads, found.q_heads // found.kv_heads + extra
+        x_extra, stretches, stretch_heads = extra, found.kv_heads, found.q_heads // found.kv_heads + extra
     else:
-        x_extra, pieces, piece_heads = 0, 1, found.q_heads + extra * found.kv_heads
-    heads = found.q_heads + 2 * found.kv_heads + pieces * piece_heads
+        x_extra, stretches, stretch_heads = 0, 1, found.q_heads + extra * found.kv_heads
+    heads = found.q_heads + 2 * found.kv_heads + stretches * stretch_heads
     stage = heads * found.head_dim * size + 256 // size * lanes + _STAGE_EXTRA
     ring = _RING_BY_ELEMENT if order == _BY_ELEMENT else _RING
     warps = head_warps(info.target, silu, order, found.head_dim * size)
@@ -147,17 +149,17 @@ def plan_bulk(
         return None
     # Pairs by element are more work. Small heads leave no helper for it: they need more that copy.
     limit = 1 if order != _BY_ELEMENT or helpers == _HELPERS else 2 if found.head_dim * size <= _SMALL_HEAD else 3
-    rotating, together, stages = share_rotations(lanes, shares.teams, shares.stages, limit)
+    rotating, together, stages = share_rotations(lanes, shares.consumers, shares.stages, limit)
     shares = shares._replace(stages=stages)
     inner, batch_inner = found.inner
     weight_fp32 = int(weight is not None and weight.dtype == torch.float32)
     arguments = (
         *strides, found.tokens, found.length, inner, int(batch_inner), found.batch_stride, found.place_stride,
-        found.q_heads, found.kv_heads, *shares, *found.head_order(), x_extra, pieces, piece_heads, found.head_dim,
+        found.q_heads, found.kv_heads, *shares, *found.head_order(), x_extra, stretches, stretch_heads, found.head_dim,
         lanes, rotating, together, int(pairs == angles_of.ADJACENT), weight_fp32, eps, offset,
     )  # fmt: skip
-    sums = 4 * found.head_dim * shares.teams * shares.groups(lanes)
-    shared = max(shares.stages * stage + 16 * shares.most * shares.groups(lanes), sums)
+    sums = 4 * found.head_dim * shares.consumers * shares.groups(lanes)
+    shared = max(shares.stages * stage + 16 * shares.max_heads * shares.groups(lanes), sums)
     grid = min(found.tokens, info.sm_count)
     threads = 32 * (warps + helpers)
     return BWD_BULK.bind((t, order, silu, warps), device, grid, threads, shared), arguments, grid

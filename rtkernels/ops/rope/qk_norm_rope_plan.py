@@ -36,7 +36,7 @@ _FWD_POINTERS = "qkv:ptr q_weight:ptr k_weight:ptr q:ptr k:ptr v:ptr "
 _FWD_DIMS = (
     "tokens:i64 length:i64 qkv_batch:i64 qkv_place:i64 q_heads:i64 kv_heads:i64 q_slots:i64 kv_slots:i64 "
     "set_slots:i64 set_heads:i64 set_columns:i64 q_step:i64 q_extra:i64 kv_step:i64 k_first:i64 v_first:i64 "
-    "head_dim:i64 block_tokens:i64 groups:i64 most:i64 pairs:i64 weight_fp32:i64 by_chunks:i64 by_groups:i64 "
+    "head_dim:i64 block_tokens:i64 groups:i64 max_heads:i64 pairs:i64 weight_fp32:i64 by_chunks:i64 by_groups:i64 "
     "by_set:i64 by_group:i64 inner:i64 by_inner:i64 batch_inner:i64 eps:f64 offset:f64 inverse_dim:f64 "
 )
 _BWD_ARGS = (
@@ -202,7 +202,7 @@ class _Sets(NamedTuple):
     extra: int
 
     @property
-    def most(self) -> int:
+    def max_heads(self) -> int:
         """Heads of one group of threads."""
         return -(-self.set_heads // self.set_slots)
 
@@ -285,18 +285,18 @@ def _fwd_geometry(found: Qkv, vec: int, pairs: int, silu: bool, weight: Meta | N
     groups = -(-slots // parts)
     tokens = _tokens_of_block(groups * chunks) if parts == 1 else 1
     threads = -(-tokens * groups * chunks // 32) * 32
-    most = max(sets.most, -(-found.kv_heads // kv_slots))
+    max_heads = max(sets.max_heads, -(-found.kv_heads // kv_slots))
     _, _, kv_step, k_first, v_first = found.head_order()
     inner, batch_inner = found.inner
     dims = (
         found.tokens, found.length, found.batch_stride, found.place_stride, found.q_heads, found.kv_heads, sets.slots,
-        kv_slots, *sets[1:5], sets.extra, kv_step, k_first, v_first, found.head_dim, tokens, groups, most, pairs,
+        kv_slots, *sets[1:5], sets.extra, kv_step, k_first, v_first, found.head_dim, tokens, groups, max_heads, pairs,
         int(weight is not None and weight.dtype == torch.float32), divisor(chunks), divisor(groups),
         divisor(sets.set_slots), divisor(sets.group), inner, divisor(inner), int(batch_inner),
     )  # fmt: skip
     planes = vec // 4 if silu else 1
-    shared = 16 * (planes * most * threads + tokens * vec * chunks)
-    shared += 4 * (most * (threads + 1) + tokens * groups * _HEADS)
+    shared = 16 * (planes * max_heads * threads + tokens * vec * chunks)
+    shared += 4 * (max_heads * (threads + 1) + tokens * groups * _HEADS)
     return dims, (-(-found.tokens // tokens), parts), threads, shared
 
 

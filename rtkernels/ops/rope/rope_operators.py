@@ -113,7 +113,7 @@ def unit_stride(*metas: Meta | None) -> bool:
 
 
 def lanes_of(head_dim: int, rotary: int, first: int, vec: int, *, copies: bool = True) -> int | None:
-    """Return how many lanes share a head in 16-byte chunks (``Pieces`` in rope/pieces.cuh); None if they cannot."""
+    """Return how many lanes share a head in 16-byte chunks (``HeadChunks``); None if they cannot."""
     spare = head_dim - rotary
     if rotary // 2 % vec or first % vec or spare % (2 * vec):
         return None

@@ -346,15 +346,15 @@ def test_backward_fits_in_shared_memory(limit: int, silu: bool) -> None:
 @pytest.mark.parametrize("memory", (99, 227))
 def test_teams_of_the_bulk_backward(heads: tuple[int, int], lanes: int, memory: int) -> None:
     for stage in (512, 20_000, 45_000, 60_000, 120_000):
-        teams = bulk.share_out(*heads, lanes, stage, memory * 1024)
-        if teams is None:
+        shares = bulk.share_out(*heads, lanes, stage, memory * 1024)
+        if shares is None:
             assert 2 * stage + 16 * max(heads) > memory * 1024 - 20_000
             continue
-        assert teams.stages >= 2 and teams.stages % teams.teams == 0
-        assert teams.stages * stage + 16 * teams.most * teams.groups(lanes) <= memory * 1024
-        assert teams.teams * teams.warps <= bulk._WARPS and 32 * (bulk._WARPS + bulk._HELPERS) <= 384
-        assert teams.groups(lanes) >= teams.q_slots + 2 * teams.kv_slots
-        assert teams.q_slots * teams.most >= heads[0] and teams.kv_slots * teams.most >= heads[1]
+        assert shares.stages >= 2 and shares.stages % shares.consumers == 0
+        assert shares.stages * stage + 16 * shares.max_heads * shares.groups(lanes) <= memory * 1024
+        assert shares.consumers * shares.warps <= bulk._WARPS and 32 * (bulk._WARPS + bulk._HELPERS) <= 384
+        assert shares.groups(lanes) >= shares.q_slots + 2 * shares.kv_slots
+        assert shares.q_slots * shares.max_heads >= heads[0] and shares.kv_slots * shares.max_heads >= heads[1]
 
 
 @pytest.mark.parametrize("group", (1, 2, 3, 5, 7, 8, 13, 64))

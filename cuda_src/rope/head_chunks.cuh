@@ -13,12 +13,12 @@ inline constexpr int kScatter = 3;   // halves in, adjacent out
 // have the rotary part, so that both elements of a pair are theirs; the others share the rest, an even number of
 // chunks. Offsets are in elements from the start of the head.
 template <int N, int PAIRS>
-struct Pieces {
+struct HeadChunks {
     int in_a, in_b, out_a, out_b;
     bool rotated, any;
 
     // The rotary part is [first, first + rotary) of the head; spare_chunks are left beside it.
-    RTK_DEVICE Pieces(int lane, int first, int rotary, int spare_chunks) {
+    RTK_DEVICE HeadChunks(int lane, int first, int rotary, int spare_chunks) {
         const int rotary_lanes = rotary / 2 / N;
         rotated = lane < rotary_lanes;
         any = lane < rotary_lanes + spare_chunks / 2;
@@ -71,15 +71,15 @@ RTK_DEVICE void rotate(const Rotation<N>& r, float (&a)[N], float (&b)[N]) {
 // What a chunk of N elements of the rotary part is multiplied with:  out = x * own + partner * cross, where partner
 // holds the other element of each pair.
 template <int N>
-struct Turn {
+struct ChunkRotation {
     float own[N], cross[N];
 };
 
 // The chunk begins at element `column` of the rotary part. `adjacent`: pairs are neighbours, not halves apart. One
 // position stream; table rows must allow accesses of N entries (half of that for neighbours, unless tables are full).
-// First entries of the tables, then (finish_turn) what they mean.
+// First entries of the tables, then (finish_chunk_rotation) what they mean.
 template <typename T, int N>
-RTK_DEVICE void load_turn(const Angles& angles, i64 row, int column, bool adjacent, Turn<N>& rotation) {
+RTK_DEVICE void load_chunk_rotation(const Angles& angles, i64 row, int column, bool adjacent, ChunkRotation<N>& rotation) {
     const int flags = angles.flags, half = angles.rotary / 2;
     const bool inverse = flags & kInverse, full = flags & kTableFull;
     if (row < 0) {
@@ -106,7 +106,7 @@ RTK_DEVICE void load_turn(const Angles& angles, i64 row, int column, bool adjace
 }
 
 template <int N>
-RTK_DEVICE void finish_turn(const Angles& angles, int column, bool adjacent, Turn<N>& rotation) {
+RTK_DEVICE void finish_chunk_rotation(const Angles& angles, int column, bool adjacent, ChunkRotation<N>& rotation) {
     const bool inverse = angles.flags & kInverse;
     const float scale = angles.mscale;
     if (!adjacent) {
@@ -125,11 +125,11 @@ RTK_DEVICE void finish_turn(const Angles& angles, int column, bool adjacent, Tur
     }
 }
 
-// Whether load_turn, with float for T, can be the first thing a thread does: it then waits for nothing before finish_turn,
+// Whether load_chunk_rotation, with float for T, can be the first thing a thread does: it then waits for nothing before finish_chunk_rotation,
 // and its few bytes do not queue up behind the heads. fp32 tables and rows without an index.
 template <typename T>
 RTK_DEVICE bool tables_first(const Angles& angles) {
-    return angles.is_direct() && (sizeof(T) == 4 || (angles.flags & kTableWide));
+    return angles.is_direct() && (sizeof(T) == 4 || (angles.flags & kTableFp32));
 }
 
 // The other elements of the pairs of a chunk, where `raw` has them: in the same places, or (`adjacent`) it is the chunk

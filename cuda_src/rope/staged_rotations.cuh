@@ -1,12 +1,12 @@
 // What the elements of a token's heads are multiplied with, in shared memory.
 #pragma once
-#include "rope/pieces.cuh"
+#include "rope/head_chunks.cuh"
 
 namespace rtk {
 
 // The factors of a token's q heads and of its k heads in shared memory, by chunks of a head.
 template <int N>
-struct StagedTurns {
+struct StagedRotations {
     u8* memory;
     int lanes;
 
@@ -14,7 +14,7 @@ struct StagedTurns {
         return reinterpret_cast<Raw<16>*>(memory)[(part * (N / 2) + i) * lanes + chunk];
     }
 
-    RTK_DEVICE void put(int part, int chunk, const Turn<N>& rotation) const {
+    RTK_DEVICE void put(int part, int chunk, const ChunkRotation<N>& rotation) const {
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) {
             Raw<16> four;
@@ -31,7 +31,7 @@ struct StagedTurns {
         word(part, N / 4 + i, element / N).w[j] = __float_as_uint(cross);
     }
 
-    RTK_DEVICE void get(int part, int chunk, Turn<N>& rotation) const {
+    RTK_DEVICE void get(int part, int chunk, ChunkRotation<N>& rotation) const {
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) {
             const Raw<16> four = word(part, i, chunk);
